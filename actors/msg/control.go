@@ -1,0 +1,134 @@
+package msg
+
+import (
+	"context"
+	"time"
+
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/state"
+)
+
+// StartRank tells a node to start its ranks of a unit at an epoch. Idempotent by (unit, epoch).
+type StartRank struct {
+	App         *app.Application
+	AppRevision uint64
+	Unit        string
+	Group       int
+	Epoch       uint64
+	Ranks       []state.RankGrant // those of this node
+	AllRanks    []state.RankGrant // the whole unit
+	Block       state.Block       // this node's port block; zero for attach
+}
+
+// StopRank ends a unit on a node: drain (if Grace > 0), stop the engines, verify that ports are free. UnitEvent Gone follows.
+type StopRank struct {
+	Unit   string
+	Epoch  uint64
+	Grace  time.Duration // for running streams; 0 = cut
+	Reason string
+}
+
+// NodeAgent is what the controller tells a node; gRPC from the nodes step on. Both return at once.
+type NodeAgent interface {
+	StartRank(ctx context.Context, m *StartRank) error // typed refusal: stale epoch, no lease
+	StopRank(ctx context.Context, m *StopRank) error
+}
+
+// UnitEventKind is the closed list of what a node reports of a unit.
+type UnitEventKind string
+
+// The unit events.
+const (
+	UnitStarted  UnitEventKind = "started"  // StartRank taken
+	UnitReady    UnitEventKind = "ready"    // every rank healthy and a canary answered
+	UnitFenced   UnitEventKind = "fenced"   // a ready unit lost a rank; out of routing on this node already
+	UnitKilling  UnitEventKind = "killing"  // engines are being ended (start failure or after fence)
+	UnitDraining UnitEventKind = "draining" // StopRank with grace taken
+	UnitGone     UnitEventKind = "gone"     // processes gone, ports verified free
+)
+
+// UnitEvent is a node's report. For Gone, WasReady tells a failed start from a failure after ready, Asked a stop we asked for.
+type UnitEvent struct {
+	Node     string
+	Number   uint64 // per node process, from 1: idempotence of Report
+	Unit     string
+	Epoch    uint64
+	Kind     UnitEventKind
+	Rank     int // the rank that caused it, -1 if none
+	Reason   string
+	LogTail  []string
+	WasReady bool
+	Asked    bool
+	At       time.Time
+}
+
+// Reporter takes a node's events to the controller.
+type Reporter interface{ Report(e UnitEvent) }
+
+// Assign is assign_rank(replica_id): idempotent by ReplicaID ("app.group.slot").
+type Assign struct {
+	App       string
+	Group     int
+	ReplicaID string
+	Reply     chan AssignReply // one slot
+}
+
+// AssignReply gives the rank, or Err (typed: not granted, group full).
+type AssignReply struct {
+	Rank   int
+	Epoch  uint64
+	DPSize int
+	Err    error
+}
+
+// ReleaseRank is release_rank(rank): proposed after a unit's RankGone. Err on Reply may be a stale epoch.
+type ReleaseRank struct {
+	Unit   string
+	Rank   int // -1: all ranks of the unit
+	Epoch  uint64
+	Reason string
+	Reply  chan error // one slot
+}
+
+// Publish announces rank 0's rendezvous address of a lockstep unit.
+type Publish struct {
+	Unit  string
+	Epoch uint64
+	Rank  int
+	Addr  string
+	Port  int
+}
+
+// Await waits for Publish of (unit, epoch), at most the rendezvous time (120 s).
+type Await struct {
+	Ctx   context.Context //nolint:containedctx // the message's ctx is its cancellation
+	Unit  string
+	Epoch uint64
+	Rank  int
+	Reply chan AwaitReply // one slot
+}
+
+// AwaitReply is rank 0's address, or Err naming the ranks that did not report.
+type AwaitReply struct {
+	Addr string
+	Port int
+	Err  error
+}
+
+// Assigner is the RankAssigner as a DPServer or node sees it.
+type Assigner interface {
+	Assign(ctx context.Context, app string, group int, replicaID string) (AssignReply, error)
+	Publish(p Publish)
+	Await(ctx context.Context, unit string, epoch uint64, rank int) (addr string, port int, err error)
+}
+
+// Store is the local copy of the replicated state. State is an immutable snapshot; Changed is closed at the next change.
+type Store interface {
+	State() *state.State
+	Changed() <-chan struct{}
+}
+
+// Proposer puts a command through consensus. Errors: state's typed refusals, or "not leader", or ctx.
+type Proposer interface {
+	Propose(ctx context.Context, c state.Command) (state.Result, error)
+}

@@ -1,0 +1,48 @@
+package routing
+
+// EventKind is the closed list of things a Router hears of.
+type EventKind uint8
+
+// The events. Dispatched is raised by Pick itself; Ticket and Undo come from the ingress; the rest from the replica's stream.
+const (
+	EvDispatched EventKind = iota // a bump under (ReqID): W+1, Q+Tokens, Kq+Tokens
+	EvTicket                      // admission granted with stream number Seq: the bump lives until a record with seq ≥ Seq is applied
+	EvUndo                        // attempt refused, failed to connect or was given up before a ticket: the bump goes
+	EvAdmitted                    // stream: the replica counts the request (ReqID is its key in the replica's account, Tokens, Seq)
+	EvFirstToken                  // stream: prefill done, decoding
+	EvProgress                    // stream: Out output tokens so far
+	EvFinished                    // stream: request over, whatever the outcome
+	EvRankUp                      // rank serves: Epoch, Incarnation, MaxOngoing, Local; its account begins as Snapshot (nil = empty)
+	EvRankDown                    // rank leaves the view; bumps on it go
+	EvAccepting                   // Ready changes to Accepting
+	EvSilent                      // Silent changes to Silent
+	EvOnTheWay                    // View.OnTheWay = N
+	EvMaxOngoing                  // MaxOngoing = N
+)
+
+// Open is one open request of a replica's snapshot.
+type Open struct {
+	ReqID    uint64
+	Tokens   int
+	Out      int
+	Decoding bool
+}
+
+// Event is one thing that happened. ReqID in stream events is the replica's key for the request: Ingress hash and request id
+// folded into one uint64 by the ingress, the same value it used in Dispatched for its own requests.
+type Event struct {
+	Kind        EventKind
+	Rank        RankID
+	ReqID       uint64
+	Seq         uint64
+	Tokens      int
+	Out         int
+	Epoch       uint64
+	Incarnation uint64
+	MaxOngoing  int
+	N           int
+	Accepting   bool
+	Silent      bool
+	Local       bool
+	Snapshot    []Open
+}

@@ -1,0 +1,78 @@
+package state
+
+import "encoding/json"
+
+// Command is one entry of the log: exactly one field is set.
+type Command struct {
+	Init       *Init       `json:"init,omitempty"`
+	PutApps    *PutApps    `json:"put_apps,omitempty"`
+	DeleteApp  *DeleteApp  `json:"delete_app,omitempty"`
+	ForgetApp  *ForgetApp  `json:"forget_app,omitempty"`
+	GrantGroup *GrantGroup `json:"grant_group,omitempty"`
+	UnitReady  *UnitRef    `json:"unit_ready,omitempty"`
+	UnitFenced *UnitRef    `json:"unit_fenced,omitempty"`
+	UnitFailed *UnitRef    `json:"unit_failed,omitempty"`
+	Release    *UnitRef    `json:"release,omitempty"`
+}
+
+// Init names the cluster; refused if it already has another name.
+type Init struct {
+	Cluster string `json:"cluster"`
+}
+
+// AppSpec is one application of a PutApps.
+type AppSpec struct {
+	Name  string          `json:"name"`
+	Spec  json.RawMessage `json:"spec"`
+	Names []string        `json:"names"`
+	Route string          `json:"route"`
+}
+
+// PutApps creates or replaces the apps it lists; others stay unless Prune. An app whose Spec is byte-equal does not change.
+type PutApps struct {
+	Apps   []AppSpec         `json:"apps"`
+	Expect map[string]uint64 `json:"expect,omitempty"` // app → revision the caller saw; 0 = must not exist; missing = any
+	Prune  bool              `json:"prune,omitempty"`
+}
+
+// DeleteApp marks an app as deleting.
+type DeleteApp struct {
+	Name string `json:"name"`
+}
+
+// ForgetApp removes a deleting app whose units are all released.
+type ForgetApp struct {
+	Name string `json:"name"`
+}
+
+// GrantGroup starts units: epoch+1 each, in one command, all or nothing.
+type GrantGroup struct {
+	App         string      `json:"app"`
+	AppRevision uint64      `json:"app_revision"`
+	Group       int         `json:"group"`
+	Units       []UnitGrant `json:"units"`
+}
+
+// UnitGrant is one unit of a GrantGroup. ExpectEpoch is the highest epoch the proposer knows (0 = never granted).
+type UnitGrant struct {
+	Unit        string      `json:"unit"`
+	ExpectEpoch uint64      `json:"expect_epoch"`
+	Attempt     int         `json:"attempt"`
+	Ranks       []RankGrant `json:"ranks"`
+	Blocks      []Block     `json:"blocks,omitempty"`
+}
+
+// UnitRef reports a fact about a unit at an epoch; stale epochs are refused.
+type UnitRef struct {
+	Unit    string   `json:"unit"`
+	Epoch   uint64   `json:"epoch"`
+	Reason  string   `json:"reason,omitempty"`
+	LogTail []string `json:"log_tail,omitempty"`
+}
+
+// Result is what a command gave back.
+type Result struct {
+	Revision uint64            `json:"revision,omitempty"` // cluster revision after PutApps, DeleteApp
+	Apps     map[string]uint64 `json:"apps,omitempty"`     // PutApps: revision per app
+	Epochs   map[string]uint64 `json:"epochs,omitempty"`   // GrantGroup: new epoch per unit
+}
