@@ -1,0 +1,113 @@
+// Package memnet is a network inside one process: named listeners over net.Pipe, for whole-node tests on fake time (testing/synctest
+// sees pipe reads as durable waits, socket reads it does not).
+package memnet
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"strconv"
+	"sync"
+)
+
+// ErrRefused is what Dial gives where nobody listens, as the kernel would.
+var ErrRefused = errors.New("connection refused")
+
+// backlog bounds connections that were dialled and not yet accepted.
+const backlog = 128
+
+// Network is a set of listeners by address. The zero value is ready; safe for concurrent use.
+type Network struct {
+	mu        sync.Mutex
+	listeners map[string]*listener
+	next      int
+}
+
+// Listen binds addr ("host:port"; port 0 picks a free one).
+func (n *Network) Listen(addr string) (net.Listener, error) {
+	host, port, err := net.SplitHostPort(addr)
+	if err != nil {
+		return nil, fmt.Errorf("listen on %q: %w", addr, err)
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.listeners == nil {
+		n.listeners = map[string]*listener{}
+		n.next = 40000
+	}
+	for port == "0" || port == "" {
+		n.next++
+		if p := strconv.Itoa(n.next); n.listeners[net.JoinHostPort(host, p)] == nil {
+			port = p
+		}
+	}
+	key := net.JoinHostPort(host, port)
+	if n.listeners[key] != nil {
+		return nil, fmt.Errorf("listen on %s: address already in use", key)
+	}
+	l := &listener{net: n, addr: address(key), conns: make(chan net.Conn, backlog), done: make(chan struct{})}
+	n.listeners[key] = l
+	return l, nil
+}
+
+// DialContext connects to a listener; its shape fits http.Transport.DialContext.
+func (n *Network) DialContext(ctx context.Context, _, addr string) (net.Conn, error) {
+	n.mu.Lock()
+	l := n.listeners[addr]
+	n.mu.Unlock()
+	if l == nil {
+		return nil, &net.OpError{Op: "dial", Net: "mem", Addr: address(addr), Err: ErrRefused}
+	}
+	here, there := net.Pipe()
+	select {
+	case l.conns <- there:
+		return here, nil
+	case <-l.done:
+		return nil, &net.OpError{Op: "dial", Net: "mem", Addr: address(addr), Err: ErrRefused}
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
+type listener struct {
+	net   *Network
+	addr  address
+	conns chan net.Conn
+	done  chan struct{}
+	once  sync.Once
+}
+
+func (l *listener) Accept() (net.Conn, error) {
+	select {
+	case c := <-l.conns:
+		return c, nil
+	case <-l.done:
+		return nil, net.ErrClosed
+	}
+}
+
+func (l *listener) Close() error {
+	l.once.Do(func() {
+		l.net.mu.Lock()
+		delete(l.net.listeners, string(l.addr))
+		l.net.mu.Unlock()
+		close(l.done)
+		for {
+			select {
+			case c := <-l.conns:
+				_ = c.Close()
+			default:
+				return
+			}
+		}
+	})
+	return nil
+}
+
+func (l *listener) Addr() net.Addr { return l.addr }
+
+type address string
+
+func (address) Network() string  { return "mem" }
+func (a address) String() string { return string(a) }

@@ -1,0 +1,163 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"fmt"
+	"net"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// The mock engine: raw HTTP/1.1, one goroutine a connection. A request says what it wants in two fields: "max_tokens" chunks, and
+// "pace_us" microseconds before each of them (0 = flat out).
+const (
+	roleChunk  = `data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"bench","choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}` + "\n\n"
+	textChunk  = `data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"bench","choices":[{"index":0,"delta":{"content":"tok "},"logprobs":null,"finish_reason":null,"token_ids":null}]}` + "\n\n"
+	lastChunk  = `data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"bench","choices":[{"index":0,"delta":{"content":"end"},"logprobs":null,"finish_reason":"length","stop_reason":null,"token_ids":null}]}` + "\n\n"
+	doneEvent  = "data: [DONE]\n\n"
+	plainBody  = `{"id":"chatcmpl-1","object":"chat.completion","created":1,"model":"bench","choices":[{"index":0,"message":{"role":"assistant","content":"hello","refusal":null},"logprobs":null,"finish_reason":"length","stop_reason":null}],"usage":{"prompt_tokens":8,"total_tokens":9,"completion_tokens":1}}`
+	modelsBody = `{"object":"list","data":[{"id":"bench","object":"model","created":1,"owned_by":"vllm","root":"bench","parent":null,"max_model_len":1000000}]}`
+	flatBatch  = 32 // chunks per write when flat out: engines coalesce under load
+)
+
+func runEngine(ctx context.Context, addr string) error {
+	l, err := (&net.ListenConfig{}).Listen(ctx, "tcp", addr)
+	if err != nil {
+		return fmt.Errorf("mock engine: %w", err)
+	}
+	go func() { <-ctx.Done(); _ = l.Close() }()
+	for {
+		c, err := l.Accept()
+		if err != nil {
+			return nil //nolint:nilerr // closed by ctx
+		}
+		go serveConn(c)
+	}
+}
+
+func serveConn(c net.Conn) {
+	defer c.Close()
+	e := &engineConn{c: c, r: bufio.NewReaderSize(c, 64<<10)}
+	for e.request() == nil {
+	}
+}
+
+type engineConn struct {
+	c    net.Conn
+	r    *bufio.Reader
+	body []byte
+	out  []byte
+}
+
+func (e *engineConn) request() error {
+	line, err := e.r.ReadString('\n')
+	if err != nil {
+		return err
+	}
+	length := 0
+	for {
+		h, err := e.r.ReadSlice('\n')
+		if err != nil {
+			return err
+		}
+		if len(h) <= 2 {
+			break
+		}
+		if len(h) > 16 && strings.EqualFold(string(h[:15]), "content-length:") {
+			length, _ = strconv.Atoi(strings.TrimSpace(string(h[15:])))
+		}
+	}
+	if cap(e.body) < length {
+		e.body = make([]byte, length)
+	}
+	e.body = e.body[:length]
+	for n := 0; n < length; {
+		m, err := e.r.Read(e.body[n:])
+		if err != nil {
+			return err
+		}
+		n += m
+	}
+	return e.answer(line)
+}
+
+func (e *engineConn) answer(line string) error {
+	switch {
+	case strings.HasPrefix(line, "GET /v1/models"):
+		return e.plain(modelsBody, "application/json")
+	case strings.HasPrefix(line, "GET"):
+		return e.plain("", "text/plain")
+	case bytes.Contains(e.tail(), []byte(`"stream":true`)):
+		return e.stream()
+	default:
+		return e.plain(plainBody, "application/json")
+	}
+}
+
+// tail is where the client puts the fields the engine reads, so that a 400 KB prompt costs the mock nothing.
+func (e *engineConn) tail() []byte { return e.body[max(0, len(e.body)-256):] }
+
+func (e *engineConn) field(name string) int {
+	_, after, ok := bytes.Cut(e.tail(), []byte(`"`+name+`":`))
+	if !ok {
+		return 0
+	}
+	n := 0
+	for _, d := range after {
+		if d < '0' || d > '9' {
+			break
+		}
+		n = n*10 + int(d-'0')
+	}
+	return n
+}
+
+func (e *engineConn) plain(body, ctype string) error {
+	e.out = append(e.out[:0], "HTTP/1.1 200 OK\r\ncontent-type: "...)
+	e.out = append(e.out, ctype...)
+	e.out = append(e.out, "\r\ncontent-length: "...)
+	e.out = strconv.AppendInt(e.out, int64(len(body)), 10)
+	e.out = append(e.out, "\r\n\r\n"...)
+	e.out = append(e.out, body...)
+	_, err := e.c.Write(e.out)
+	return err
+}
+
+func (e *engineConn) stream() error {
+	n, pace := e.field("max_tokens"), time.Duration(e.field("pace_us"))*time.Microsecond
+	e.out = append(e.out[:0], "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"...)
+	if pace > 0 {
+		time.Sleep(pace)
+	}
+	e.chunk(roleChunk)
+	for i := 1; i <= n; i++ {
+		if i > 1 && pace > 0 {
+			time.Sleep(pace)
+		}
+		if i < n {
+			e.chunk(textChunk)
+		} else {
+			e.chunk(lastChunk)
+			e.chunk(doneEvent)
+			e.out = append(e.out, "0\r\n\r\n"...)
+		}
+		if pace == 0 && i%flatBatch != 0 && i < n {
+			continue
+		}
+		if _, err := e.c.Write(e.out); err != nil {
+			return err
+		}
+		e.out = e.out[:0]
+	}
+	return nil
+}
+
+func (e *engineConn) chunk(s string) {
+	e.out = strconv.AppendInt(e.out, int64(len(s)), 16)
+	e.out = append(e.out, "\r\n"...)
+	e.out = append(e.out, s...)
+	e.out = append(e.out, "\r\n"...)
+}

@@ -1,0 +1,123 @@
+package main
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"os/signal"
+	"runtime"
+	"strings"
+	"time"
+)
+
+func main() {
+	role := flag.String("role", "bench", "bench | engine | proxy (the last two are children of the first)")
+	listen := flag.String("listen", "", "address of a child")
+	engines := flag.String("engines", "", "engines of a proxy child")
+	bin := flag.String("dpserve", "bin/dpserve", "the binary to measure")
+	rounds := flag.Int("rounds", 5, "interleaved rounds per shape")
+	slice := flag.Duration("slice", 4*time.Second, "length of one slice")
+	only := flag.String("only", "", "run only the shapes whose name contains this")
+	flag.Parse()
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
+	defer stop()
+	var err error
+	switch *role {
+	case "engine":
+		runtime.GOMAXPROCS(1)
+		err = runEngine(ctx, *listen)
+	case "proxy":
+		err = runReverseProxy(*listen, strings.Split(*engines, ","))
+	default:
+		err = bench(ctx, *bin, *rounds, *slice, *only)
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "bench:", err)
+		stop()
+		os.Exit(1) //nolint:gocritic // stop was called
+	}
+}
+
+func bench(ctx context.Context, bin string, rounds int, slice time.Duration, only string) error {
+	dir, err := os.MkdirTemp("", "dpserve-bench-")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(dir)
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	self, err := os.Executable()
+	if err != nil {
+		return err
+	}
+	eng, err := startEngines(ctx, self, 4)
+	if err != nil {
+		return err
+	}
+	ts := []target{{name: "direct", addrs: eng}}
+	if n, ok, err := startNginx(ctx, dir, eng); err != nil {
+		return err
+	} else if ok {
+		ts = append(ts, n)
+	}
+	rp, err := startReverseProxy(ctx, self, eng)
+	if err != nil {
+		return err
+	}
+	dp, err := startDpserve(ctx, bin, dir, eng)
+	if err != nil {
+		return err
+	}
+	ts = append(ts, rp, dp)
+	fmt.Printf("%d CPUs, %s, engines: 4 mocks, each slice %s\n", runtime.NumCPU(), runtime.Version(), slice)
+	fmt.Printf("idle: dpserve %.1f MB RSS\n", rss(dp.pids[0]))
+	rnd := rand.New(rand.NewPCG(1, 2)) //nolint:gosec // arrivals, not secrets
+	for _, sh := range shapes(slice) {
+		if strings.Contains(sh.name, only) && ctx.Err() == nil {
+			sh.measure(ctx, ts, rounds, rnd)
+		}
+	}
+	fmt.Printf("\nafter the load: dpserve %.1f MB RSS\n", rss(dp.pids[0]))
+	return nil
+}
+
+func shapes(d time.Duration) []shape {
+	ms := func(x time.Duration) float64 { return float64(x) / float64(time.Millisecond) }
+	added := func(p float64) func(s, direct sample) float64 {
+		return func(s, direct sample) float64 { return ms(percentile(s.first, p) - percentile(direct.first, p)) }
+	}
+	perRequest := func(s, _ sample) float64 { return float64(s.cpu.Microseconds()) / float64(max(s.requests, 1)) }
+	perChunk := func(s, _ sample) float64 { return float64(s.cpu.Microseconds()) / float64(max(s.chunks, 1)) }
+	rps := func(s, _ sample) float64 { return float64(s.requests) / s.wall.Seconds() }
+	cps := func(s, _ sample) float64 { return float64(s.chunks) / s.wall.Seconds() }
+	latency := []column{{"added p50 ms", added(.5)}, {"added p99 ms", added(.99)}}
+	cpuReq := column{"CPU us/request", perRequest}
+	paced := payload(64, 25, 20*time.Millisecond, true, false)
+	big, escaped := payload(400<<10, 1, 0, true, false), payload(400<<10, 1, 0, true, true)
+	small := payload(64, 1, 0, false, false)
+	return []shape{
+		{"first token, 1 client, 20 ms per chunk", func(ctx context.Context, t target, r *rand.Rand) sample {
+			return open(ctx, t, payload(64, 2, 20*time.Millisecond, true, false), 16, 1, d, r)
+		}, latency},
+		{"first token, about 64 clients, 20 ms per chunk, open loop", func(ctx context.Context, t target, r *rand.Rand) sample {
+			return open(ctx, t, paced, 128, 256, d, r)
+		}, append(latency, column{"CPU us/chunk", perChunk})},
+		{"paced, 64 streams, 10 ms per chunk", func(ctx context.Context, t target, _ *rand.Rand) sample {
+			return closed(ctx, t, payload(64, 100, 10*time.Millisecond, true, false), 64, d)
+		}, append(latency, column{"CPU us/chunk", perChunk})},
+		{"small requests, 64 clients, closed loop", func(ctx context.Context, t target, _ *rand.Rand) sample {
+			return closed(ctx, t, small, 64, d)
+		}, []column{cpuReq, {"requests/s", rps}}},
+		{"400 KB body, 1 client", func(ctx context.Context, t target, _ *rand.Rand) sample {
+			return closed(ctx, t, big, 1, d)
+		}, append(latency, cpuReq)},
+		{"400 KB body, an escape every 11 bytes, 1 client", func(ctx context.Context, t target, _ *rand.Rand) sample {
+			return closed(ctx, t, escaped, 1, d)
+		}, append(latency, cpuReq)},
+		{"chunks flat out, 64 streams", func(ctx context.Context, t target, _ *rand.Rand) sample {
+			return closed(ctx, t, payload(64, 2000, 0, true, false), 64, d)
+		}, []column{{"chunks/s", cps}, {"CPU us/chunk", perChunk}}},
+	}
+}

@@ -1,0 +1,111 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"net/http/httputil"
+	"net/url"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"time"
+)
+
+// target is one way to the engines.
+type target struct {
+	name  string
+	addrs []string // connections are spread over them
+	pids  []int    // of the gateway; none for direct
+}
+
+// runReverseProxy is the baseline: net/http's ReverseProxy over all engines in turn, body read by the proxy as it comes.
+func runReverseProxy(addr string, engines []string) error {
+	next := 0
+	lock := make(chan struct{}, 1)
+	rp := &httputil.ReverseProxy{
+		FlushInterval: -1,
+		Transport:     &http.Transport{MaxIdleConnsPerHost: 1024, DisableCompression: true},
+		Rewrite: func(r *httputil.ProxyRequest) {
+			lock <- struct{}{}
+			next = (next + 1) % len(engines)
+			i := next
+			<-lock
+			r.SetURL(&url.URL{Scheme: "http", Host: engines[i]})
+		},
+	}
+	srv := &http.Server{Addr: addr, Handler: rp, ReadHeaderTimeout: 10 * time.Second}
+	return srv.ListenAndServe()
+}
+
+func startEngines(ctx context.Context, self string, n int) ([]string, error) {
+	var addrs []string
+	for range n {
+		a := freeAddr()
+		if _, err := spawn(ctx, a, self, "-role", "engine", "-listen", a); err != nil {
+			return nil, err
+		}
+		addrs = append(addrs, a)
+	}
+	return addrs, nil
+}
+
+func startReverseProxy(ctx context.Context, self string, engines []string) (target, error) {
+	a := freeAddr()
+	cmd, err := spawn(ctx, a, self, "-role", "proxy", "-listen", a, "-engines", strings.Join(engines, ","))
+	if err != nil {
+		return target{}, err
+	}
+	return target{"Go ReverseProxy", []string{a}, []int{cmd.Process.Pid}}, nil
+}
+
+func startNginx(ctx context.Context, dir string, engines []string) (target, bool, error) {
+	bin, err := exec.LookPath("nginx")
+	if err != nil {
+		return target{}, false, nil //nolint:nilerr // nginx is optional
+	}
+	a := freeAddr()
+	var ups strings.Builder
+	for _, e := range engines {
+		fmt.Fprintf(&ups, "server %s; ", e)
+	}
+	conf := fmt.Sprintf(`daemon off; worker_processes 2; pid %[1]s/nginx.pid; error_log %[1]s/error.log;
+events { worker_connections 4096; }
+http { access_log off; client_max_body_size 64m; client_body_buffer_size 1m; client_body_temp_path %[1]s/b; proxy_temp_path %[1]s/p;
+ fastcgi_temp_path %[1]s/f; uwsgi_temp_path %[1]s/u; scgi_temp_path %[1]s/s; keepalive_requests 1000000;
+ upstream e { least_conn; %[2]s keepalive 512; keepalive_requests 1000000; }
+ server { listen %[3]s; location / { proxy_pass http://e; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off; } } }`, dir, ups.String(), a)
+	file := filepath.Join(dir, "nginx.conf")
+	if err := os.WriteFile(file, []byte(conf), 0o600); err != nil {
+		return target{}, false, err
+	}
+	cmd, err := spawn(ctx, a, bin, "-c", file, "-p", dir)
+	if err != nil {
+		return target{}, false, err
+	}
+	return target{"nginx", []string{a}, append(children(cmd.Process.Pid), cmd.Process.Pid)}, true, nil
+}
+
+func startDpserve(ctx context.Context, bin, dir string, engines []string) (target, error) {
+	httpAddr, adminAddr := freeAddr(), freeAddr()
+	cmd, err := spawn(ctx, adminAddr, bin, "start", "--http-bind", httpAddr, "--admin-bind", adminAddr, "--data-dir", filepath.Join(dir, "data"), "--log-level", "warn")
+	if err != nil {
+		return target{}, err
+	}
+	var y strings.Builder
+	fmt.Fprintf(&y, "applications:\n  - name: bench\n    model: {id: bench}\n    max_ongoing_requests: 1024\n    engine:\n      kind: attach\n      family: vllm\n      ranks:\n")
+	for _, e := range engines {
+		fmt.Fprintf(&y, "        - {url: \"http://%s\"}\n", e)
+	}
+	file := filepath.Join(dir, "bench.yaml")
+	if err := os.WriteFile(file, []byte(y.String()), 0o600); err != nil {
+		return target{}, err
+	}
+	deploy := exec.CommandContext(ctx, bin, "deploy", file, "--timeout", "30s")
+	deploy.Env = append(os.Environ(), "DPSERVE_ADDR="+adminAddr)
+	if out, err := deploy.CombinedOutput(); err != nil {
+		return target{}, fmt.Errorf("deploy: %w\n%s", err, out)
+	}
+	return target{"dpserve", []string{httpAddr}, []int{cmd.Process.Pid}}, nil
+}
