@@ -140,6 +140,24 @@ type Retries struct {
 	Attempts int `json:"attempts" yaml:"attempts"`
 }
 
+// Rank is the attached engine that has the given number in its group (ranks are numbered in file order), nil if there is
+// none.
+func (e *Engine) Rank(group, rank int) *AttachRank {
+	for i := range e.Ranks {
+		if e.Ranks[i].Group != group {
+			continue
+		}
+		if rank == 0 {
+			return &e.Ranks[i]
+		}
+		rank--
+	}
+	return nil
+}
+
+// Runs says whether this version starts or attaches engines of the kind. The others parse and validate only.
+func (k Kind) Runs() bool { return k == KindSim || k == KindAttach }
+
 // Seconds turns a number of seconds from the file into a duration.
 func Seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
 

@@ -50,6 +50,7 @@ type GrantGroup struct {
 	App         string      `json:"app"`
 	AppRevision uint64      `json:"app_revision"`
 	Group       int         `json:"group"`
+	Launch      string      `json:"launch,omitempty"` // as in Unit
 	Units       []UnitGrant `json:"units"`
 }
 

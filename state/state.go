@@ -56,6 +56,7 @@ type Unit struct {
 	Attempt     int         `json:"attempt"`  // starts since the last ready, from 1
 	Restarts    int         `json:"restarts"` // starts after the first of this app revision
 	AppRevision uint64      `json:"app_revision"`
+	Launch      string      `json:"launch,omitempty"` // hash of what the engines were started with; equal = a newer revision needs no restart
 	Ranks       []RankGrant `json:"ranks"`
 	Blocks      []Block     `json:"blocks,omitempty"`
 	Reason      string      `json:"reason,omitempty"`
@@ -69,5 +70,6 @@ type State struct {
 	Revision uint64            `json:"revision"` // +1 per PutApps or DeleteApp that changed something
 	Apps     map[string]*App   `json:"apps"`
 	Units    map[string]*Unit  `json:"units"`
-	Epochs   map[string]uint64 `json:"epochs"` // highest epoch per unit ever; outlives the unit, so a re-deployed name never repeats
+	Epochs   map[string]uint64 `json:"epochs"`          // highest epoch per unit ever; outlives the unit, so a re-deployed name never repeats
+	Freed    []Block           `json:"freed,omitempty"` // port blocks freed and not used again, the latest last; placement re-uses them last
 }

@@ -4,14 +4,14 @@ package msg
 
 import (
 	"context"
-	"errors"
 	"time"
 
+	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/routing"
 )
 
 // ErrOverloaded is returned by Mailbox.TrySend when the mailbox holds as many unreceived messages as its bound.
-var ErrOverloaded = errors.New("mailbox is full")
+var ErrOverloaded = inbox.ErrOverloaded
 
 // Mailbox is how a room posts to an actor of another room. Safe for concurrent use; never blocks.
 type Mailbox interface {

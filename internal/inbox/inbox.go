@@ -39,15 +39,18 @@ func Spawn(system *actor.ActorSystem, name string, bound int, newReceiver func()
 		return nil, fmt.Errorf("spawn %s: the bound must be at least 1, not %d", name, bound)
 	}
 	box := &Inbox{system: system, name: name, bound: int64(bound), stopped: make(chan struct{})}
+	runner := newWorker()
 	props := actor.PropsFromProducer(
 		func() actor.Actor { return &adapter{box: box, receiver: newReceiver()} },
 		actor.WithGuardian(alwaysRestart{}),
+		actor.WithDispatcher(runner),
 	)
 	pid, err := system.Root.SpawnNamed(props, name)
 	if err != nil {
 		return nil, fmt.Errorf("spawn %s: %w", name, err)
 	}
 	box.pid = pid
+	go runner.serve(box.stopped) // ends with Halt
 	return box, nil
 }
 

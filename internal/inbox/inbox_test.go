@@ -48,7 +48,7 @@ func spawn(t testing.TB, sys *actor.ActorSystem, bound int, f receive) *inbox.In
 // one is a message with a body, so that a queue without a bound would be seen in memory.
 type one struct {
 	sender, n int
-	body      [64]byte
+	_         [64]byte
 }
 
 // TestSK8BoundHoldsAgainstAStoppedReader: a million messages to a reader that does not read stay within the bound; what gives
@@ -98,7 +98,7 @@ func TestSK8BoundHoldsAgainstAStoppedReader(t *testing.T) {
 	wg.Wait()
 	assert.Equal(t, bound, accepted[0]+accepted[1]+accepted[2]+accepted[3])
 	assert.Equal(t, bound, box.Pending())
-	assert.Less(t, int64(heap())-int64(before), int64(4<<20), "memory of a full inbox")
+	assert.Less(t, heap()-before, 4<<20, "memory of a full inbox")
 	for range dones {
 		box.Send(1)
 	}
@@ -115,11 +115,11 @@ func TestSK8BoundHoldsAgainstAStoppedReader(t *testing.T) {
 	assert.Zero(t, box.Pending())
 }
 
-func heap() uint64 {
+func heap() int {
 	runtime.GC()
 	var s runtime.MemStats
 	runtime.ReadMemStats(&s)
-	return s.HeapAlloc
+	return int(s.HeapAlloc) //nolint:gosec // a heap is smaller than 8 EiB
 }
 
 // TestSK8StopPassesAFullInbox: the system message overtakes a full queue.
@@ -227,7 +227,7 @@ func TestAnActorMayHaltItself(t *testing.T) {
 // BenchmarkTrySendReply is one question and answer: a one-slot reply channel in the message. Goal: 2 µs.
 func BenchmarkTrySendReply(b *testing.B) {
 	sys := system(b, nil)
-	box := spawn(b, sys, 64, func(m any) { m.(chan int) <- 1 }) //nolint:errcheck,forcetypeassert // the benchmark sends nothing else
+	box := spawn(b, sys, 64, func(m any) { m.(chan int) <- 1 })
 	reply := make(chan int, 1)
 	b.ReportAllocs()
 	for b.Loop() {

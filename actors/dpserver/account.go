@@ -1,0 +1,73 @@
+package dpserver
+
+import "github.com/dpserve/dpserve/actors/msg"
+
+// ticket is one request a rank has in hand.
+type ticket struct {
+	req     msg.OpenRequest
+	stopCtx func() bool // ends the watch of the admission's context
+}
+
+// account is every open ticket of an incarnation.
+type account struct {
+	tickets       map[uint64]*ticket
+	free          []*ticket // ended ones, for re-use: admission allocates nothing after warm-up but the watch of its context
+	prefillTokens int       // tokens of requests whose first token was not seen: the prefill in front
+}
+
+func newAccount() account { return account{tickets: map[uint64]*ticket{}} }
+
+func (a *account) open() int { return len(a.tickets) }
+
+func (a *account) add(id uint64, req msg.OpenRequest, stopCtx func() bool) {
+	t := &ticket{}
+	if n := len(a.free); n > 0 {
+		t, a.free = a.free[n-1], a.free[:n-1]
+	}
+	*t = ticket{req: req, stopCtx: stopCtx}
+	a.tickets[id] = t
+	a.prefillTokens += req.Tokens
+}
+
+// decoding marks a ticket's prefill as done; false if it was already, or the ticket is unknown.
+func (a *account) decoding(id uint64) (*ticket, bool) {
+	t := a.tickets[id]
+	if t == nil || t.req.Decoding {
+		return t, false
+	}
+	t.req.Decoding = true
+	a.prefillTokens -= t.req.Tokens
+	return t, true
+}
+
+// remove takes a ticket off the account; nil if it is unknown (lapsed, or of an incarnation before).
+func (a *account) remove(id uint64) *ticket {
+	t := a.tickets[id]
+	if t == nil {
+		return nil
+	}
+	delete(a.tickets, id)
+	if !t.req.Decoding {
+		a.prefillTokens -= t.req.Tokens
+	}
+	if t.stopCtx != nil {
+		t.stopCtx()
+	}
+	a.free = append(a.free, t)
+	return t
+}
+
+// reset drops every ticket.
+func (a *account) reset() {
+	for id := range a.tickets {
+		a.remove(id)
+	}
+}
+
+func (a *account) snapshot() []msg.OpenRequest {
+	out := make([]msg.OpenRequest, 0, len(a.tickets))
+	for _, t := range a.tickets {
+		out = append(out, t.req)
+	}
+	return out
+}

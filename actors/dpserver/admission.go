@@ -1,0 +1,148 @@
+package dpserver
+
+import (
+	"context"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+)
+
+// admit grants a ticket or refuses with a reason. m belongs to the sender again once it has its reply.
+func (r *replica) admit(m *msg.Admit) {
+	if refusal := r.refusal(m); refusal != msg.Granted {
+		r.answer(m.Reply, &msg.AdmitReply{Refusal: refusal, Epoch: r.spec.Epoch, Seq: r.vitals.seq})
+		return
+	}
+	id := r.vitals.lastTicket + 1
+	req := msg.OpenRequest{ReqID: m.ReqID, Ingress: m.Ingress, Tokens: m.Tokens}
+	ctx, idle := m.Ctx, r.account.open() == 0
+	granted := msg.Ticket{
+		ID: id, Epoch: r.spec.Epoch, Incarnation: r.vitals.incarnation, Seq: r.vitals.seq + 1, Rank: r.id, Target: r.spec.Target,
+	}
+	if !r.answer(m.Reply, &msg.AdmitReply{Ticket: granted, Epoch: r.spec.Epoch, Seq: granted.Seq}) {
+		return // a reply channel without room: nobody would ever give the ticket back
+	}
+	r.vitals.lastTicket = id
+	r.account.add(id, req, r.watchContext(ctx, id))
+	if idle {
+		r.keeper.moved() // the stall clock starts with the first request in hand
+	}
+	r.record(msg.RecAdmitted, &req, "")
+}
+
+// refusal checks in the order of CONTRACTS section 4: lease (from the nodes step on), epoch, state, tripped, room. A caller
+// that has left, or whose deadline is over, comes first: its answer helps nobody.
+func (r *replica) refusal(m *msg.Admit) msg.Refusal {
+	switch {
+	case m.Ctx != nil && m.Ctx.Err() != nil, !m.Deadline.IsZero() && !time.Now().Before(m.Deadline):
+		return msg.Expired
+	case m.Epoch != r.spec.Epoch:
+		return msg.StaleEpoch
+	case r.vitals.phase != open:
+		return refusals[r.vitals.phase]
+	case r.trip.tripped:
+		return msg.NotReady
+	case r.busy.on, r.account.open() >= r.vitals.maxOngoing:
+		return msg.Full
+	}
+	return msg.Granted
+}
+
+func (r *replica) answer(reply chan msg.AdmitReply, a *msg.AdmitReply) bool {
+	select {
+	case reply <- *a:
+		return true
+	default:
+		return false
+	}
+}
+
+// watchContext is the safety net under a ticket: when its admission's context ends and no Done follows, the ticket lapses.
+func (r *replica) watchContext(ctx context.Context, id uint64) func() bool {
+	if ctx == nil {
+		return nil
+	}
+	s := r.Server
+	return context.AfterFunc(ctx, func() { s.after(s.timers.TicketLapse, lapse{id}) })
+}
+
+func (r *replica) lapse(m lapse) {
+	r.done(&msg.Done{TicketID: m.ticket, Outcome: msg.Cancelled, Cause: "ticket_lapsed"})
+}
+
+func (r *replica) firstToken(m msg.FirstToken) {
+	r.keeper.moved()
+	if t, first := r.account.decoding(m.TicketID); first {
+		r.record(msg.RecFirstToken, &t.req, "")
+	}
+}
+
+func (r *replica) progress(m msg.Progress) {
+	r.keeper.moved()
+	t := r.account.tickets[m.TicketID]
+	if t == nil || m.Out <= t.req.Out {
+		return
+	}
+	r.stats.generated(time.Now(), m.Out-t.req.Out)
+	t.req.Out = m.Out
+	r.record(msg.RecProgress, &t.req, "")
+}
+
+// done gives a ticket's load back, exactly once: a second Done of a ticket finds nothing.
+func (r *replica) done(m *msg.Done) {
+	t := r.account.remove(m.TicketID)
+	if t == nil {
+		return
+	}
+	r.keeper.moved()
+	if m.Outcome != msg.Refused {
+		r.stats.ended(time.Now(), max(0, m.CompletionTokens-t.req.Out), m.FirstToken)
+		t.req.Out = max(t.req.Out, m.CompletionTokens)
+	}
+	r.record(msg.RecDone, &t.req, m.Cause)
+	r.judge(m)
+	r.settle()
+}
+
+// judge is what an outcome says about the engine.
+func (r *replica) judge(m *msg.Done) {
+	switch {
+	case m.Busy:
+		r.setBusy()
+	case r.busy.on:
+		r.clearBusy()
+	}
+	if m.Trip {
+		r.failed()
+	} else if m.Outcome == msg.OK {
+		r.trip.failures = 0
+	}
+	if m.Probe {
+		r.probeHealth()
+	}
+}
+
+// record emits an entry about one request.
+func (r *replica) record(kind msg.RecordKind, req *msg.OpenRequest, cause string) {
+	r.rec = msg.Record{Kind: kind, ReqID: req.ReqID, Ingress: req.Ingress, Tokens: req.Tokens, Out: req.Out, Cause: cause}
+	r.emit(&r.rec)
+	r.stats.inFlight(r.account.open())
+}
+
+// setBusy takes the rank as full after an engine_busy answer: until the next Done, at most BusyHold. The sinks hear of it,
+// because a rank without a request in hand has no Done that would wake a queue.
+func (r *replica) setBusy() {
+	r.busy.round++
+	r.after(r.timers.BusyHold, unbusy{r.busy.round})
+	if !r.busy.on {
+		r.busy.on = true
+		r.state("engine_busy")
+	}
+}
+
+func (r *replica) clearBusy() {
+	if r.busy.on {
+		r.busy.on = false
+		r.state("")
+	}
+}

@@ -1,0 +1,580 @@
+package dpserver
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"log/slog"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/engine"
+	"github.com/dpserve/dpserve/internal/inbox"
+	"github.com/dpserve/dpserve/routing"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// fakeEngine answers as it is told.
+type fakeEngine struct {
+	mu       sync.Mutex
+	health   engine.Health
+	canary   error
+	counters engine.Counters
+	asked    map[string]int
+}
+
+func (f *fakeEngine) set(change func(f *fakeEngine)) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	change(f)
+}
+
+func (f *fakeEngine) count(what string) int {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.asked[what]
+}
+
+func (f *fakeEngine) Health(context.Context) (engine.Health, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.asked["health"]++
+	if f.health == engine.Alive {
+		return engine.Alive, nil
+	}
+	return f.health, errors.New("it is " + f.health.String())
+}
+
+func (f *fakeEngine) Canary(context.Context, string) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.asked["canary"]++
+	return f.canary
+}
+
+func (f *fakeEngine) Counters(context.Context) (engine.Counters, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.asked["counters"]++
+	return f.counters, nil
+}
+
+// tape is a sink that keeps copies, and a watcher.
+type tape struct {
+	mu      sync.Mutex
+	records []msg.Record
+	events  []msg.ReplicaEvent
+}
+
+func (s *tape) Deliver(r *msg.Record) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.records = append(s.records, *r)
+}
+
+func (s *tape) ReplicaEvent(e msg.ReplicaEvent) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.events = append(s.events, e)
+}
+
+func (s *tape) take() []msg.Record {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	out := s.records
+	s.records = nil
+	return out
+}
+
+func (s *tape) told() []msg.ReplicaEvent {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	out := s.events
+	s.events = nil
+	return out
+}
+
+type assigner struct{ reply msg.AssignReply }
+
+func (a assigner) Assign(context.Context, string, int, string) (msg.AssignReply, error) {
+	return a.reply, nil
+}
+func (assigner) Publish(msg.Publish) {}
+func (assigner) Await(context.Context, string, uint64, int) (string, int, error) {
+	return "", 0, nil
+}
+
+// rig is one DPServer at epoch 3 in a bubble of fake time.
+type rig struct {
+	*Server
+	t      *testing.T
+	engine *fakeEngine
+	tape   *tape
+	hub    *Hub
+	log    *bytes.Buffer
+	next   uint64
+}
+
+func demo() *app.Application {
+	return &app.Application{
+		Name: "demo", Model: app.Model{ID: "demo"}, HealthCheckPeriodS: 1, HealthCheckTimeoutS: 5,
+		Engine: app.Engine{Kind: app.KindSim, StallTimeoutS: 20}, DataParallel: app.DataParallel{DPSize: 4},
+	}
+}
+
+// bubble runs a test on fake time with one rank of room max; owned says who started the engine.
+func bubble(t *testing.T, maxOngoing int, owned bool, f func(t *testing.T, r *rig)) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, owned)
+		require.NoError(t, r.Ready(t.Context(), 7, maxOngoing))
+		synctest.Wait()
+		r.tape.take()
+		f(t, r)
+	})
+}
+
+func newRig(t *testing.T, owned bool) *rig {
+	r := &rig{t: t, tape: &tape{}, hub: NewHub(), log: &bytes.Buffer{}, engine: &fakeEngine{health: engine.Alive, asked: map[string]int{}}}
+	sys := inbox.NewSystem(slog.New(slog.DiscardHandler))
+	f := &Factory{
+		System: sys, Hub: r.hub, Assigner: assigner{msg.AssignReply{Rank: 2, Epoch: 3, DPSize: 4}},
+		NewEngine: func(*msg.ReplicaSpec) Engine { return r.engine }, Log: slog.New(slog.NewTextHandler(r.log, nil)),
+	}
+	cancel := r.hub.Subscribe(r.tape)
+	var err error
+	r.Server, err = f.New(msg.ReplicaSpec{
+		App: demo(), Unit: "demo/0/2", Rank: 2, Epoch: 3, Node: "n", Watcher: r.tape, Target: msg.Target{URL: "http://e", Owned: owned},
+	})
+	require.NoError(t, err)
+	t.Cleanup(func() {
+		require.NoError(t, r.Stop(context.Background()))
+		cancel()
+		sys.Shutdown()
+		time.Sleep(2 * time.Minute) // fake time: lets timers of contexts run out
+	})
+	return r
+}
+
+// ask admits a request of 100 tokens and gives the answer.
+func (r *rig) ask(change ...func(a *msg.Admit)) msg.AdmitReply {
+	r.t.Helper()
+	r.next++
+	a := &msg.Admit{Ctx: context.Background(), ReqID: r.next, Epoch: 3, Tokens: 100, Ingress: "i", Reply: make(chan msg.AdmitReply, 1)}
+	for _, c := range change {
+		c(a)
+	}
+	require.NoError(r.t, r.box.TrySend(a))
+	return <-a.Reply
+}
+
+func (r *rig) send(m any) {
+	r.box.Send(m)
+	synctest.Wait()
+}
+
+func kinds(records []msg.Record) []msg.RecordKind {
+	var out []msg.RecordKind
+	for _, r := range records {
+		out = append(out, r.Kind)
+	}
+	return out
+}
+
+func TestARequestsWayThroughTheStream(t *testing.T) {
+	bubble(t, 2, true, func(t *testing.T, r *rig) {
+		a := r.ask()
+		require.Equal(t, msg.Granted, a.Refusal)
+		assert.Equal(t, msg.Ticket{ID: 1, Epoch: 3, Incarnation: 7, Seq: 1, Rank: routing.ID(0, 2), Target: msg.Target{URL: "http://e", Owned: true}}, a.Ticket)
+		r.send(msg.FirstToken{TicketID: 1})
+		r.send(&msg.FirstToken{TicketID: 1})
+		r.send(msg.Progress{TicketID: 1, Out: 5})
+		r.send(msg.Progress{TicketID: 1, Out: 5})
+		assert.Equal(t, 1, r.Status().InFlight)
+		r.send(&msg.Done{TicketID: 1, CompletionTokens: 9, FirstToken: 30 * time.Millisecond})
+		r.send(msg.Done{TicketID: 1, CompletionTokens: 9})
+
+		got := r.tape.take()
+		require.Equal(t, []msg.RecordKind{msg.RecAdmitted, msg.RecFirstToken, msg.RecProgress, msg.RecDone}, kinds(got))
+		for i, rec := range got {
+			assert.Equal(t, uint64(i+1), rec.Seq)
+			assert.Equal(t, [...]any{"demo", "demo/0/2", routing.ID(0, 2), uint64(3), uint64(7), uint64(1), "i", 100},
+				[...]any{rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation, rec.ReqID, rec.Ingress, rec.Tokens})
+		}
+		assert.Equal(t, 5, got[2].Out)
+		assert.Equal(t, 9, got[3].Out)
+		st := r.Status()
+		assert.Equal(t, msg.RankStatus{
+			Rank: 2, Node: "n", Epoch: 3, Incarnation: "0000000000000007", URL: "http://e", MaxOngoing: 2,
+			Requests: 1, Tokens: 9, TokensPerS: 0.9, TTFTp50Ms: 30, TTFTp95Ms: 30,
+		}, st)
+	})
+}
+
+func TestGrantOrderAndRefusals(t *testing.T) {
+	gone, cancel := context.WithCancel(t.Context())
+	cancel()
+	bubble(t, 1, true, func(t *testing.T, r *rig) {
+		late := func(a *msg.Admit) { a.Deadline = time.Now() }
+		stale := func(a *msg.Admit) { a.Epoch = 2 }
+		assert.Equal(t, msg.Expired, r.ask(func(a *msg.Admit) { a.Ctx = gone }).Refusal)
+		assert.Equal(t, msg.Expired, r.ask(late, stale).Refusal)
+		assert.Equal(t, msg.StaleEpoch, r.ask(stale).Refusal)
+		require.Equal(t, msg.Granted, r.ask(func(a *msg.Admit) { a.Deadline = time.Now().Add(1) }).Refusal)
+		full := r.ask()
+		assert.Equal(t, msg.Full, full.Refusal)
+		assert.Equal(t, uint64(1), full.Seq)
+		assert.Equal(t, uint64(3), full.Epoch)
+		r.Drain("draining")
+		assert.Equal(t, msg.Draining, r.ask().Refusal)
+		assert.Equal(t, msg.StaleEpoch, r.ask(stale).Refusal)
+		r.Fence("x")
+		assert.Equal(t, msg.Fenced, r.ask().Refusal)
+	})
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, true)
+		assert.Equal(t, msg.NotReady, r.ask().Refusal)
+	})
+}
+
+func TestAReplyWithoutRoomLeavesNoTicket(t *testing.T) {
+	bubble(t, 1, true, func(t *testing.T, r *rig) {
+		r.send(&msg.Admit{Epoch: 3, Reply: make(chan msg.AdmitReply)})
+		assert.Empty(t, r.tape.take())
+		assert.Equal(t, msg.Granted, r.ask().Refusal)
+	})
+}
+
+func TestATicketWhoseOwnerForgotItLapses(t *testing.T) {
+	bubble(t, 1, true, func(t *testing.T, r *rig) {
+		ctx, cancel := context.WithCancel(t.Context())
+		r.ask(func(a *msg.Admit) { a.Ctx = ctx })
+		cancel()
+		time.Sleep(4999 * time.Millisecond)
+		assert.Equal(t, msg.Full, r.ask().Refusal)
+		time.Sleep(2 * time.Millisecond)
+		synctest.Wait()
+		got := r.tape.take()
+		assert.Equal(t, "ticket_lapsed", got[len(got)-1].Cause)
+		assert.Equal(t, msg.Granted, r.ask().Refusal)
+	})
+}
+
+func TestASubscriberGetsASnapshotThenDeltas(t *testing.T) {
+	bubble(t, 4, true, func(t *testing.T, r *rig) {
+		r.ask()
+		r.ask()
+		r.send(msg.FirstToken{TicketID: 2})
+		late := &tape{}
+		cancel := r.hub.Subscribe(late)
+		synctest.Wait()
+		r.ask()
+		got := late.take()
+		require.Equal(t, []msg.RecordKind{msg.RecSnapshot, msg.RecAdmitted}, kinds(got))
+		assert.Equal(t, []uint64{3, 4}, []uint64{got[0].Seq, got[1].Seq})
+		snap := got[0].Snapshot
+		assert.True(t, snap.Accepting)
+		assert.Equal(t, 4, snap.MaxOngoing)
+		assert.Equal(t, "n", snap.Node)
+		assert.NotNil(t, snap.Mailbox)
+		assert.ElementsMatch(t, []msg.OpenRequest{{ReqID: 1, Ingress: "i", Tokens: 100}, {ReqID: 2, Ingress: "i", Tokens: 100, Decoding: true}}, snap.Open)
+		cancel()
+		r.ask()
+		assert.Empty(t, late.take())
+	})
+}
+
+func TestDrainWaitsForTheLastRequest(t *testing.T) {
+	bubble(t, 4, true, func(t *testing.T, r *rig) {
+		r.ask()
+		r.Drain("draining")
+		synctest.Wait()
+		select {
+		case <-r.Drained():
+			t.Fatal("drained with a request in hand")
+		default:
+		}
+		r.send(msg.Done{TicketID: 1})
+		<-r.Drained()
+		got := r.tape.take()
+		assert.Equal(t, []msg.RecordKind{msg.RecAdmitted, msg.RecState, msg.RecDone}, kinds(got))
+		assert.False(t, got[1].Accepting)
+	})
+}
+
+func TestAFenceIsHeardOnceAndGoneEndsTheStream(t *testing.T) {
+	bubble(t, 4, true, func(t *testing.T, r *rig) {
+		r.Fence("process exited")
+		r.Fence("again")
+		synctest.Wait()
+		require.NoError(t, r.Stop(t.Context()))
+		require.NoError(t, r.Stop(t.Context()))
+		got := r.tape.take()
+		require.Equal(t, []msg.RecordKind{msg.RecState, msg.RecGone}, kinds(got))
+		assert.Equal(t, "process exited", got[0].Cause)
+		assert.Empty(t, r.tape.told(), "a fence from outside is no news to the node")
+		require.ErrorIs(t, r.Ready(t.Context(), 8, 1), inbox.ErrStopped)
+	})
+}
+
+func TestFiveFailuresTripAndACanaryClears(t *testing.T) {
+	bubble(t, 9, true, func(t *testing.T, r *rig) {
+		fail := func(n int) {
+			for range n {
+				r.send(msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Trip: true})
+			}
+		}
+		fail(4)
+		r.send(msg.Done{TicketID: r.ask().Ticket.ID})
+		fail(4)
+		require.Equal(t, msg.Granted, r.ask().Refusal)
+		fail(1)
+		assert.Equal(t, msg.NotReady, r.ask().Refusal)
+		got := r.tape.take()
+		last := got[len(got)-1]
+		assert.Equal(t, [...]any{msg.RecState, false, "tripped"}, [...]any{last.Kind, last.Accepting, last.Cause})
+
+		r.engine.set(func(f *fakeEngine) { f.canary = errors.New("no") })
+		time.Sleep(1001 * time.Millisecond) // the first canary, at 1 s, fails; the second comes 2 s later
+		assert.Equal(t, 1, r.engine.count("canary"))
+		r.engine.set(func(f *fakeEngine) { f.canary = nil })
+		time.Sleep(1998 * time.Millisecond)
+		assert.Equal(t, msg.NotReady, r.ask().Refusal)
+		time.Sleep(3 * time.Millisecond)
+		synctest.Wait()
+		assert.Equal(t, 2, r.engine.count("canary"))
+		assert.Equal(t, msg.Granted, r.ask().Refusal)
+		assert.Empty(t, r.tape.told())
+	})
+}
+
+func TestThreeFailedCanariesGiveAnOwnedEngineUp(t *testing.T) {
+	for _, owned := range []bool{true, false} {
+		bubble(t, 9, owned, func(t *testing.T, r *rig) {
+			r.engine.set(func(f *fakeEngine) { f.canary = errors.New("500") })
+			for range 5 {
+				r.send(msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Trip: true})
+			}
+			time.Sleep((1+2+4)*time.Second + time.Millisecond)
+			synctest.Wait()
+			assert.Equal(t, 3, r.engine.count("canary"))
+			events := r.tape.told()
+			if !owned {
+				assert.Empty(t, events)
+				time.Sleep((8+16+32+64+64)*time.Second + time.Millisecond)
+				assert.Equal(t, 8, r.engine.count("canary"), "the backoff ends at 64 s")
+				return
+			}
+			require.Len(t, events, 1)
+			assert.Equal(t, msg.ReplicaEvent{
+				Unit: "demo/0/2", Epoch: 3, Rank: 2, Incarnation: 7, Kind: msg.ReplicaLost, Cause: "5 requests and 3 canaries failed in a row: 500",
+			}, events[0])
+			assert.Equal(t, msg.Fenced, r.ask().Refusal)
+		})
+	}
+}
+
+func TestAnEngineBusyAnswerFillsTheRankForASecondAtMost(t *testing.T) {
+	bubble(t, 9, true, func(t *testing.T, r *rig) {
+		first, other := r.ask().Ticket.ID, r.ask().Ticket.ID
+		r.send(msg.Done{TicketID: first, Busy: true, Outcome: msg.FailedOutcome})
+		assert.Equal(t, msg.Full, r.ask().Refusal)
+		r.send(msg.Done{TicketID: other})
+		third := r.ask()
+		require.Equal(t, msg.Granted, third.Refusal, "the next Done clears it")
+		r.send(msg.Done{TicketID: third.Ticket.ID, Busy: true})
+		time.Sleep(999 * time.Millisecond)
+		assert.Equal(t, msg.Full, r.ask().Refusal)
+		r.tape.take()
+		time.Sleep(2 * time.Millisecond)
+		synctest.Wait()
+		got := r.tape.take()
+		require.Equal(t, []msg.RecordKind{msg.RecState}, kinds(got), "a queue is woken even if no request is in hand")
+		assert.True(t, got[0].Accepting)
+		assert.Equal(t, msg.Granted, r.ask().Refusal)
+	})
+}
+
+func TestHealthFencesAtOnceOrAsksTheCanary(t *testing.T) {
+	cases := map[string]struct {
+		health engine.Health
+		canary error
+		cause  string
+	}{
+		"alive":                   {engine.Alive, nil, ""},
+		"503":                     {engine.Dead, nil, "health check: it is dead"},
+		"refused":                 {engine.RefusedConn, nil, "health check: it is refused"},
+		"silent, but it computes": {engine.Unanswered, nil, ""},
+		"silent":                  {engine.Unanswered, errors.New("time-out"), "health check: it is unanswered; then the canary failed: time-out"},
+		"odd":                     {engine.Odd, errors.New("no"), "health check: it is odd; then the canary failed: no"},
+	}
+	for name, c := range cases {
+		t.Run(name, func(t *testing.T) {
+			bubble(t, 9, true, func(t *testing.T, r *rig) {
+				r.engine.set(func(f *fakeEngine) { f.health, f.canary = c.health, c.canary })
+				time.Sleep(1001 * time.Millisecond)
+				synctest.Wait()
+				events := r.tape.told()
+				if c.cause == "" {
+					assert.Empty(t, events)
+					assert.Equal(t, msg.Granted, r.ask().Refusal)
+					return
+				}
+				require.Len(t, events, 1)
+				assert.Equal(t, c.cause, events[0].Cause)
+				assert.Equal(t, msg.Fenced, r.ask().Refusal)
+				asked := r.engine.count("health")
+				time.Sleep(time.Minute)
+				assert.Equal(t, asked, r.engine.count("health"), "an owned engine that is fenced is not asked again")
+			})
+		})
+	}
+}
+
+func TestAFailedConnectionIsProbedAtOnce(t *testing.T) {
+	bubble(t, 9, true, func(t *testing.T, r *rig) {
+		r.engine.set(func(f *fakeEngine) { f.health = engine.RefusedConn })
+		r.send(msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Probe: true})
+		assert.Len(t, r.tape.told(), 1, "no time has passed")
+	})
+}
+
+func TestStalls(t *testing.T) {
+	stuck := errors.New("time-out")
+	cases := map[string]struct {
+		work   bool
+		during func(r *rig)
+		canary error
+		lost   bool
+	}{
+		"no work":                      {canary: stuck},
+		"nothing moves":                {work: true, canary: stuck, lost: true},
+		"the canary answers":           {work: true},
+		"the engine's counters move":   {work: true, canary: stuck, during: func(r *rig) { r.engine.set(func(f *fakeEngine) { f.counters.PromptTokens++ }) }},
+		"a stream moves":               {work: true, canary: stuck, during: func(r *rig) { r.send(msg.Progress{TicketID: 1, Out: int(time.Now().Unix())}) }},
+		"another request was answered": {work: true, canary: stuck, during: func(r *rig) { r.send(msg.Done{TicketID: r.ask().Ticket.ID}) }},
+	}
+	for name, c := range cases {
+		t.Run(name, func(t *testing.T) {
+			bubble(t, 9, true, func(t *testing.T, r *rig) {
+				r.engine.set(func(f *fakeEngine) { f.canary, f.counters.Seen = c.canary, true })
+				if c.work {
+					r.ask()
+				}
+				for range 5 {
+					time.Sleep(9 * time.Second)
+					if c.during != nil {
+						c.during(r)
+					}
+				}
+				events := r.tape.told()
+				if !c.lost {
+					assert.Empty(t, events)
+					return
+				}
+				require.Len(t, events, 1)
+				assert.Equal(t, "no progress for 20s with 1 requests in hand; then the canary failed: time-out", events[0].Cause)
+			})
+		})
+	}
+}
+
+func TestAPredictedPrefillStretchesTheStallTimeout(t *testing.T) {
+	bubble(t, 9, true, func(t *testing.T, r *rig) {
+		r.prefill = func(tokens int) time.Duration { return time.Duration(tokens) * time.Second }
+		r.engine.set(func(f *fakeEngine) { f.canary = errors.New("no") })
+		r.ask() // 100 tokens: 3 × 100 s
+		time.Sleep(299 * time.Second)
+		assert.Empty(t, r.tape.told())
+		time.Sleep(3 * time.Second)
+		assert.Len(t, r.tape.told(), 1)
+	})
+}
+
+func TestAnAttachedEngineComesBackWithANewIncarnation(t *testing.T) {
+	bubble(t, 9, false, func(t *testing.T, r *rig) {
+		r.ask()
+		r.engine.set(func(f *fakeEngine) { f.health, f.canary = engine.RefusedConn, errors.New("no") })
+		time.Sleep(1001 * time.Millisecond)
+		synctest.Wait()
+		require.Len(t, r.tape.told(), 1)
+		r.engine.set(func(f *fakeEngine) { f.health = engine.Alive })
+		time.Sleep(5 * time.Second)
+		require.Empty(t, r.tape.told(), "alive is not enough")
+		r.engine.set(func(f *fakeEngine) { f.canary = nil })
+		time.Sleep(5 * time.Second)
+		events := r.tape.told()
+		require.Len(t, events, 1)
+		assert.Equal(t, msg.ReplicaBack, events[0].Kind)
+		r.engine.set(func(f *fakeEngine) { f.health = engine.RefusedConn })
+		time.Sleep(2 * time.Second)
+		require.Len(t, r.tape.told(), 1, "the node hears when it is lost again before its Ready")
+		r.engine.set(func(f *fakeEngine) { f.health = engine.Alive })
+		time.Sleep(2 * time.Second)
+		require.Len(t, r.tape.told(), 1)
+
+		r.tape.take()
+		require.NoError(t, r.Ready(t.Context(), 8, 9))
+		got := r.tape.take()
+		require.Equal(t, []msg.RecordKind{msg.RecSnapshot}, kinds(got))
+		assert.Equal(t, uint64(8), got[0].Incarnation)
+		assert.Empty(t, got[0].Snapshot.Open)
+		r.send(msg.Done{TicketID: 1}) // of the engine that died
+		assert.Empty(t, r.tape.take())
+		assert.Equal(t, uint64(1), r.ask().Ticket.Seq)
+	})
+}
+
+func TestAPanicLosesTheAccountAndNothingElse(t *testing.T) {
+	bubble(t, 9, true, func(t *testing.T, r *rig) {
+		r.ask()
+		r.tape.take()
+		r.box.Send(&msg.Admit{Epoch: 3, Ctx: brokenContext{}})
+		synctest.Wait()
+		got := r.tape.take()
+		require.Equal(t, []msg.RecordKind{msg.RecSnapshot}, kinds(got))
+		assert.Empty(t, got[0].Snapshot.Open)
+		assert.True(t, got[0].Accepting)
+		assert.Equal(t, [...]uint64{1, 7}, [...]uint64{got[0].Seq, got[0].Incarnation})
+		again := r.ask()
+		assert.Equal(t, [...]uint64{2, 2}, [...]uint64{again.Ticket.ID, again.Ticket.Seq})
+		asked := r.engine.count("health")
+		time.Sleep(3500 * time.Millisecond)
+		assert.Equal(t, asked+3, r.engine.count("health"), "the watch goes on, once")
+	})
+}
+
+type brokenContext struct{ context.Context }
+
+func (brokenContext) Err() error { panic("broken") }
+
+func TestAssignChecksTheGrant(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, true)
+		require.NoError(t, r.Assign(t.Context()))
+		r.assigner = assigner{msg.AssignReply{Rank: 1, Epoch: 3}}
+		err := r.Assign(t.Context())
+		require.ErrorIs(t, err, ErrNotGranted)
+		require.EqualError(t, err, "the rank is not granted to this replica: asked for rank 2 at epoch 3, got rank 1 at epoch 3")
+		r.assigner = assigner{msg.AssignReply{Err: errors.New("group full")}}
+		require.EqualError(t, r.Assign(t.Context()), "assign rank 0/2: group full")
+	})
+}
+
+func TestDefaultsArePinned(t *testing.T) {
+	assert.Equal(t, Timers{
+		Canary: 10 * time.Second, TicketLapse: 5 * time.Second, BusyHold: time.Second, TripBackoff: time.Second,
+		TripCeiling: 64 * time.Second, CounterLimit: 500 * time.Millisecond,
+	}, Timers{}.withDefaults())
+	assert.Equal(t, [...]int{4096, 5, 3, 3}, [...]int{mailboxBound, tripAfter, fenceAfter, stallFactor})
+	var none app.Application
+	assert.Equal(t, [...]time.Duration{time.Second, 5 * time.Second, 20 * time.Second}, [...]time.Duration{healthPeriod(&none), healthTimeout(&none), stallTimeout(&none)})
+}

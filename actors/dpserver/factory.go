@@ -1,0 +1,112 @@
+// Package dpserver is the actor behind one rank: it admits requests to the rank's engine, keeps the account of them,
+// publishes both as one ordered stream, and watches whether the engine lives and moves on. See DESIGN.md.
+package dpserver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"strconv"
+	"time"
+
+	"github.com/asynkron/protoactor-go/actor"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/engine"
+	"github.com/dpserve/dpserve/internal/inbox"
+	"github.com/dpserve/dpserve/routing"
+)
+
+// mailboxBound is how many unread bounded messages a DPServer takes (CONTRACTS section 4): more than max_ongoing of any rank,
+// so that a full mailbox means a stuck actor and not a burst.
+const mailboxBound = 4096
+
+// Engine is what a DPServer asks of its engine. engine.Client implements it.
+type Engine interface {
+	Health(ctx context.Context) (engine.Health, error)
+	Canary(ctx context.Context, model string) error
+	Counters(ctx context.Context) (engine.Counters, error)
+}
+
+// Factory makes the DPServers of one node.
+type Factory struct {
+	System      *actor.ActorSystem
+	Hub         *Hub
+	Assigner    msg.Assigner
+	NewEngine   func(spec *msg.ReplicaSpec) Engine
+	PrefillTime func(tokens int) time.Duration // predicted, may be nil: stretches the stall timeout
+	Timers      Timers
+	Log         *slog.Logger
+}
+
+// New starts the DPServer of one rank: it refuses everything until Ready. The caller owns it and ends it with Stop.
+func (f *Factory) New(spec msg.ReplicaSpec) (*Server, error) {
+	ctx, cancel := context.WithCancel(context.Background())
+	s := &Server{
+		spec: spec, hub: f.Hub, assigner: f.Assigner, engine: f.NewEngine(&spec), timers: f.Timers.withDefaults(), prefill: f.PrefillTime,
+		id: routing.ID(spec.Group, spec.Rank), ctx: ctx, cancel: cancel, drained: make(chan struct{}),
+		log: f.Log.With(slog.String("app", spec.App.Name), slog.String("unit", spec.Unit), slog.Int("rank", spec.Rank), slog.Uint64("epoch", spec.Epoch)),
+	}
+	box, err := inbox.Spawn(f.System, s.name(), mailboxBound, func() inbox.Receiver { return newReplica(s) })
+	if err != nil {
+		cancel()
+		return nil, err
+	}
+	s.box = box
+	s.box.Send(begin{})
+	return s, nil
+}
+
+// NewClient is the NewEngine of real engines over one transport.
+func NewClient(rt http.RoundTripper) func(spec *msg.ReplicaSpec) Engine {
+	return func(spec *msg.ReplicaSpec) Engine {
+		addr := engine.Addressing{Mode: spec.Target.Addressing, Selector: spec.Target.Selector}
+		return engine.NewClient(spec.Target.URL, addr, engine.APIKey(spec.App), rt)
+	}
+}
+
+// ReplicaID is the name under which a rank is assigned: app.group.position, the position being its place in the group's grant.
+func ReplicaID(appName string, group, position int) string {
+	return appName + "." + strconv.Itoa(group) + "." + strconv.Itoa(position)
+}
+
+// ErrNotGranted says that the RankAssigner's answer is not what the node was told to start.
+var ErrNotGranted = errors.New("the rank is not granted to this replica")
+
+// Assign asks the RankAssigner for the rank of this replica (assign_rank of the pattern) and compares it with the grant the
+// node was started with. Idempotent.
+func (s *Server) Assign(ctx context.Context) error {
+	r, err := s.assigner.Assign(ctx, s.spec.App.Name, s.spec.Group, ReplicaID(s.spec.App.Name, s.spec.Group, s.spec.Rank))
+	if err == nil {
+		err = r.Err
+	}
+	if err != nil {
+		return fmt.Errorf("assign rank %s: %w", s.id, err)
+	}
+	if r.Rank != s.spec.Rank || r.Epoch != s.spec.Epoch {
+		return fmt.Errorf("%w: asked for rank %d at epoch %d, got rank %d at epoch %d", ErrNotGranted, s.spec.Rank, s.spec.Epoch, r.Rank, r.Epoch)
+	}
+	return nil
+}
+
+func healthPeriod(a *app.Application) time.Duration {
+	return orDefault(a.HealthCheckPeriodS, DefaultHealthPeriod)
+}
+
+func healthTimeout(a *app.Application) time.Duration {
+	return orDefault(a.HealthCheckTimeoutS, DefaultHealthTimeout)
+}
+
+func stallTimeout(a *app.Application) time.Duration {
+	return orDefault(a.Engine.StallTimeoutS, DefaultStallTimeout)
+}
+
+func orDefault(seconds float64, value time.Duration) time.Duration {
+	if seconds <= 0 {
+		return value
+	}
+	return app.Seconds(seconds)
+}

@@ -1,0 +1,122 @@
+package dpserver
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/inbox"
+	"github.com/dpserve/dpserve/routing"
+)
+
+// Server is the outside of one DPServer: what its node holds. It outlives a panic of the actor inside.
+type Server struct {
+	spec     msg.ReplicaSpec
+	id       routing.RankID
+	hub      *Hub
+	assigner msg.Assigner
+	engine   Engine
+	timers   Timers
+	prefill  func(tokens int) time.Duration
+	log      *slog.Logger
+	box      *inbox.Inbox
+
+	ctx    context.Context //nolint:containedctx // the life of the actor's own probes, cancelled by Stop
+	cancel context.CancelFunc
+	probes sync.WaitGroup
+
+	drained   chan struct{}
+	drainOnce sync.Once
+
+	vitals vitals // only the actor's goroutine touches it
+	stats  stats
+}
+
+// vitals survive a panic of the actor: the new one goes on with them, with an empty account.
+type vitals struct {
+	began       bool
+	phase       phase
+	incarnation uint64
+	maxOngoing  int
+	seq         uint64 // number of the last record of this incarnation
+	lastTicket  uint64
+	rounds      uint64 // of the keeper, so that results of one that is gone are known
+}
+
+// name is the actor's name; the epoch keeps a successor apart from a predecessor that is still being stopped.
+func (s *Server) name() string {
+	return fmt.Sprintf("dpserver/%s/%s/%d", s.spec.App.Name, s.id, s.spec.Epoch)
+}
+
+// Mailbox is where ingresses post to.
+func (s *Server) Mailbox() msg.Mailbox { return s.box }
+
+// Ready opens admission for a new incarnation of the engine and begins to watch it. maxOngoing is requests at once.
+// It returns when the actor has taken it, so that what comes after it finds the rank open.
+func (s *Server) Ready(ctx context.Context, incarnation uint64, maxOngoing int) error {
+	taken := make(chan struct{})
+	s.box.Send(ready{incarnation: incarnation, maxOngoing: maxOngoing, taken: taken})
+	select {
+	case <-taken:
+		return nil
+	case <-s.box.Stopped():
+		return inbox.ErrStopped
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}
+
+// Fence stops admission at once: every sink hears of it before any other message of this rank.
+func (s *Server) Fence(cause string) { s.box.Send(msg.Fence{Cause: cause}) }
+
+// Drain stops admission and lets running requests go on; Drained tells when none is left.
+func (s *Server) Drain(cause string) { s.box.Send(msg.Drain{Cause: cause}) }
+
+// Drained is closed once a Drain found the rank without requests, or the rank is gone.
+func (s *Server) Drained() <-chan struct{} { return s.drained }
+
+func (s *Server) setDrained() { s.drainOnce.Do(func() { close(s.drained) }) }
+
+// Status is the rank's account. Phase, node and process are the node's to fill in.
+func (s *Server) Status() msg.RankStatus {
+	st := s.stats.status(time.Now())
+	st.Group, st.Rank, st.Epoch, st.Node, st.URL, st.Devices = s.spec.Group, s.spec.Rank, s.spec.Epoch, s.spec.Node, s.spec.Target.URL, s.spec.Devices
+	return st
+}
+
+// Stop ends the stream (RecGone), the probes and the actor, and waits for them. Idempotent.
+func (s *Server) Stop(ctx context.Context) error {
+	s.cancel()
+	s.box.Send(gone{})
+	select {
+	case <-s.box.Stopped():
+	case <-ctx.Done():
+		return fmt.Errorf("stop rank %s: %w", s.id, context.Cause(ctx))
+	}
+	s.probes.Wait() // every probe ends with s.ctx
+	return nil
+}
+
+// probe runs work beside the actor, under the server's life and a deadline. Work posts its result back.
+func (s *Server) probe(limit time.Duration, work func(ctx context.Context)) {
+	s.probes.Go(func() {
+		ctx, cancel := context.WithTimeout(s.ctx, limit)
+		defer cancel()
+		work(ctx)
+	})
+}
+
+// after posts m in d, unless the server was stopped by then (a stopped inbox drops it).
+func (s *Server) after(d time.Duration, m any) *time.Timer {
+	return time.AfterFunc(d, func() { s.box.Send(m) })
+}
+
+// tell reports to the node.
+func (s *Server) tell(kind msg.ReplicaEventKind, cause string) {
+	s.spec.Watcher.ReplicaEvent(msg.ReplicaEvent{
+		Unit: s.spec.Unit, Epoch: s.spec.Epoch, Rank: s.spec.Rank, Incarnation: s.vitals.incarnation, Kind: kind, Cause: cause,
+	})
+}

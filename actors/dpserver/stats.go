@@ -1,0 +1,112 @@
+package dpserver
+
+import (
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+)
+
+// What Status remembers.
+const (
+	rateWindow = 10  // seconds of tokens per second
+	ttftWindow = 512 // requests of time to first token
+)
+
+// stats is the part of a rank's account that others read. The actor writes it, Status reads it.
+type stats struct {
+	mu          sync.Mutex
+	open        int
+	maxOngoing  int
+	incarnation uint64
+	requests    uint64
+	tokens      uint64
+	buckets     [rateWindow]bucket
+	ttft        [ttftWindow]time.Duration
+	ttftSeen    uint64
+}
+
+// bucket is the tokens of one second.
+type bucket struct {
+	second int64
+	tokens int
+}
+
+func (s *stats) note(open, maxOngoing int, incarnation uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.open, s.maxOngoing, s.incarnation = open, maxOngoing, incarnation
+}
+
+func (s *stats) inFlight(open int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.open = open
+}
+
+// generated counts tokens of a running request.
+func (s *stats) generated(now time.Time, tokens int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.addTokens(now, tokens)
+}
+
+// ended counts a request: tokens are those not counted by generated, ttft 0 means that none was seen.
+func (s *stats) ended(now time.Time, tokens int, ttft time.Duration) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.requests++
+	s.addTokens(now, tokens)
+	if ttft > 0 {
+		s.ttft[s.ttftSeen%ttftWindow] = ttft
+		s.ttftSeen++
+	}
+}
+
+func (s *stats) addTokens(now time.Time, tokens int) {
+	if tokens <= 0 {
+		return
+	}
+	s.tokens += uint64(tokens)
+	b := &s.buckets[now.Unix()%rateWindow]
+	if b.second != now.Unix() {
+		*b = bucket{second: now.Unix()}
+	}
+	b.tokens += tokens
+}
+
+func (s *stats) status(now time.Time) msg.RankStatus {
+	s.mu.Lock()
+	st := msg.RankStatus{
+		MaxOngoing: s.maxOngoing, InFlight: s.open, Requests: s.requests, Tokens: s.tokens, TokensPerS: s.rate(now),
+	}
+	if s.incarnation != 0 {
+		st.Incarnation = hex(s.incarnation)
+	}
+	seen := slices.Clone(s.ttft[:min(s.ttftSeen, ttftWindow)])
+	s.mu.Unlock()
+	slices.Sort(seen)
+	st.TTFTp50Ms, st.TTFTp95Ms = quantile(seen, 50), quantile(seen, 95)
+	return st
+}
+
+// rate is tokens per second over the window, the running second included.
+func (s *stats) rate(now time.Time) float64 {
+	sum := 0
+	for _, b := range s.buckets {
+		if now.Unix()-b.second < rateWindow {
+			sum += b.tokens
+		}
+	}
+	return float64(sum) / rateWindow
+}
+
+// quantile of sorted durations in milliseconds, nearest rank; 0 if there is none.
+func quantile(sorted []time.Duration, percent int) float64 {
+	if len(sorted) == 0 {
+		return 0
+	}
+	at := (len(sorted)*percent + 99) / 100
+	return float64(sorted[at-1]) / float64(time.Millisecond)
+}

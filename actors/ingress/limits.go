@@ -1,0 +1,110 @@
+package ingress
+
+import "time"
+
+// Limits bound what clients may send and what an ingress holds. A zero field means its default.
+type Limits struct {
+	MaxBody         int64 // bytes of a request's body; more is 413
+	MaxHeaderBytes  int   // request line and header fields; more is 431
+	MaxHeaderFields int   // header fields; more is 431
+	MaxConns        int   // client connections; more wait in the kernel's backlog
+	MaxQueueTokens  int64 // estimated prompt tokens in one application's queue; more is 503
+}
+
+// Defaults of Limits (STYLE 9).
+const (
+	DefaultMaxBody         = 16 << 20
+	DefaultMaxHeaderBytes  = 64 << 10
+	DefaultMaxHeaderFields = 100
+	DefaultMaxConns        = 16_000
+	DefaultMaxQueueTokens  = 4 << 20
+)
+
+// Timers of an ingress. A zero field means its default. Per-application times are in app.yaml.
+type Timers struct {
+	ReadHeader   time.Duration // for a request's header
+	Idle         time.Duration // a client connection without a request
+	BodyStall    time.Duration // window in which a body must bring bodyRate × window bytes, or end; else 408
+	SlowReader   time.Duration // for one write to a client that does not read
+	Admit        time.Duration // for a DPServer's answer; longer counts as overloaded
+	LateTicket   time.Duration // how long a given-up admission is waited for, to hand its ticket back
+	FullRecheck  time.Duration // how long a rank that said full counts as full if its stream says nothing new
+	Tail         time.Duration // for the end of an engine's body behind [DONE], so that the connection can be used again
+	Dial         time.Duration // for a connection to an engine
+	IdleOwned    time.Duration // idle connections to engines that dpserve started (their keep-alive is 120 s)
+	IdleAttached time.Duration // idle connections to other engines: vLLM closes at 5 s (ENGINES 3.6)
+	BudgetWindow time.Duration // window of the retry budget
+	Queue        time.Duration // timeouts.queue_s when the file leaves it out
+	FirstToken   time.Duration // timeouts.first_token_s when the file leaves it out
+	BetweenToken time.Duration // timeouts.between_tokens_s when the file leaves it out
+}
+
+// Defaults of Timers (STYLE 9, APP 8, CONTRACTS 7).
+const (
+	DefaultReadHeader   = 10 * time.Second
+	DefaultIdle         = 120 * time.Second
+	DefaultBodyStall    = 30 * time.Second
+	DefaultSlowReader   = 60 * time.Second
+	DefaultAdmit        = 5 * time.Second
+	DefaultLateTicket   = 10 * time.Second
+	DefaultFullRecheck  = time.Second
+	DefaultTail         = time.Second
+	DefaultDial         = 5 * time.Second
+	DefaultIdleOwned    = 100 * time.Second
+	DefaultIdleAttached = 4 * time.Second
+	DefaultBudgetWindow = 10 * time.Second
+	DefaultQueue        = 60 * time.Second
+	DefaultFirstToken   = 300 * time.Second
+	DefaultBetweenToken = 30 * time.Second
+)
+
+// Numbers without a knob.
+const (
+	defaultAttempts = 3                      // retries.attempts when the file leaves it out
+	bodyRate        = 1024                   // bytes per second a body must bring on average over a window
+	budgetShare     = 10                     // retries may be one in this many requests …
+	budgetFloor     = 20                     // … or this many per window
+	maxWhole        = 1 << 20                // bytes of an answer that is held before its header goes out
+	maxHeld         = 16 << 10               // bytes of role-only chunks and empty deltas held back before the first byte
+	relayBuffer     = 16 << 10               // bytes of a relay's buffer at first: one read of the engine is one write to the client
+	maxPooledBody   = 1 << 20                // larger request buffers are left to the garbage collector
+	kernelBuffer    = 256 << 10              // socket buffers: what a stuck reader can pile up (HOTPATH 5)
+	progressEvery   = 250 * time.Millisecond // between two Progress messages of a stream; the contract's least is 50 ms
+	maxRetryAfter   = 60                     // seconds
+	maxRequestID    = 128                    // bytes of x-request-id
+	unknownTokens   = 120                    // output tokens assumed for the deadline of an answer that is not streamed
+)
+
+func (l Limits) withDefaults() Limits {
+	orDefault(&l.MaxBody, DefaultMaxBody)
+	orDefault(&l.MaxHeaderBytes, DefaultMaxHeaderBytes)
+	orDefault(&l.MaxHeaderFields, DefaultMaxHeaderFields)
+	orDefault(&l.MaxConns, DefaultMaxConns)
+	orDefault(&l.MaxQueueTokens, DefaultMaxQueueTokens)
+	return l
+}
+
+func (t Timers) withDefaults() Timers {
+	orDefault(&t.ReadHeader, DefaultReadHeader)
+	orDefault(&t.Idle, DefaultIdle)
+	orDefault(&t.BodyStall, DefaultBodyStall)
+	orDefault(&t.SlowReader, DefaultSlowReader)
+	orDefault(&t.Admit, DefaultAdmit)
+	orDefault(&t.LateTicket, DefaultLateTicket)
+	orDefault(&t.FullRecheck, DefaultFullRecheck)
+	orDefault(&t.Tail, DefaultTail)
+	orDefault(&t.Dial, DefaultDial)
+	orDefault(&t.IdleOwned, DefaultIdleOwned)
+	orDefault(&t.IdleAttached, DefaultIdleAttached)
+	orDefault(&t.BudgetWindow, DefaultBudgetWindow)
+	orDefault(&t.Queue, DefaultQueue)
+	orDefault(&t.FirstToken, DefaultFirstToken)
+	orDefault(&t.BetweenToken, DefaultBetweenToken)
+	return t
+}
+
+func orDefault[T int | int64 | time.Duration](v *T, value T) {
+	if *v <= 0 {
+		*v = value
+	}
+}

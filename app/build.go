@@ -1,0 +1,280 @@
+package app
+
+import (
+	"errors"
+	"fmt"
+	"strconv"
+
+	yaml "github.com/goccy/go-yaml"
+	"github.com/goccy/go-yaml/ast"
+	"github.com/goccy/go-yaml/lexer"
+	"github.com/goccy/go-yaml/parser"
+	"github.com/goccy/go-yaml/token"
+)
+
+// builder turns the parser's tree into nodes: aliases become shared nodes, merge keys become entries, and what YAML
+// allows but no configuration needs becomes a fault.
+type builder struct {
+	d        *decoder
+	anchors  map[string]*node
+	expanded int // nodes that aliases and merge keys added
+}
+
+// load reads text into a node, nil if there is none or the text is not YAML.
+func (d *decoder) load(text []byte) *node {
+	if what, at := checkText(text); what != "" {
+		d.fault(at, "", Fault{Message: what, Hint: "write a plain UTF-8 YAML or JSON file"})
+		return nil
+	}
+	tokens := lexer.Tokenize(string(text))
+	if what, at := checkTokens(tokens); what != "" {
+		d.fault(at, "", Fault{Message: what, Hint: "split the file into several smaller ones"})
+		return nil
+	}
+	body := d.body(tokens)
+	if body == nil {
+		return nil
+	}
+	b := &builder{d: d, anchors: map[string]*node{}}
+	return b.node(body)
+}
+
+// body is the one document of the file, nil if it has none.
+func (d *decoder) body(tokens token.Tokens) ast.Node {
+	file, err := parseTokens(tokens)
+	if err != nil {
+		d.fault(placeOfError(err), "", Fault{Message: "not YAML: " + messageOf(err), Hint: "correct the syntax at this place"})
+		return nil
+	}
+	var found ast.Node
+	for _, doc := range file.Docs {
+		if _, directive := doc.Body.(*ast.DirectiveNode); doc.Body == nil || directive {
+			continue
+		}
+		if found != nil {
+			d.fault(placeOf(doc.Body), "", Fault{Message: "a second document (---)", Hint: "put all applications into one list"})
+			return found
+		}
+		found = doc.Body
+	}
+	return found
+}
+
+// parseTokens is the parser with its panics as errors: it is given any bytes, and an edge it does not foresee must not
+// take the server down.
+func parseTokens(tokens token.Tokens) (file *ast.File, err error) {
+	defer func() {
+		if r := recover(); r != nil {
+			err = fmt.Errorf("the YAML parser gave up: %v", r)
+		}
+	}()
+	return parser.Parse(tokens, 0, parser.AllowDuplicateMapKey())
+}
+
+func messageOf(err error) string {
+	var syntax *yaml.SyntaxError
+	if errors.As(err, &syntax) {
+		return syntax.Message
+	}
+	return err.Error()
+}
+
+func placeOfError(err error) place {
+	var syntax *yaml.SyntaxError
+	if errors.As(err, &syntax) {
+		return placeOfToken(syntax.Token)
+	}
+	return place{1, 1}
+}
+
+func placeOfToken(t *token.Token) place {
+	if t == nil || t.Position == nil {
+		return place{1, 1}
+	}
+	return place{max(1, t.Position.Line), max(1, t.Position.Column)}
+}
+
+// placeOf is where n begins; the parser gives a block map the place of its first colon.
+func placeOf(n ast.Node) place {
+	if m, ok := n.(*ast.MappingNode); ok && !m.IsFlowStyle && len(m.Values) > 0 {
+		return placeOf(m.Values[0].Key)
+	}
+	return placeOfToken(n.GetToken())
+}
+
+func (b *builder) refuse(n ast.Node, message, hint string) *node {
+	at := placeOf(n)
+	b.d.fault(at, "", Fault{Message: message, Hint: hint})
+	return &node{place: at, size: 1}
+}
+
+// node converts n and everything below it.
+func (b *builder) node(n ast.Node) *node {
+	switch v := n.(type) {
+	case *ast.MappingNode:
+		return b.mapping(v)
+	case *ast.MappingValueNode:
+		return b.mapping(ast.Mapping(v.Start, false, v))
+	case *ast.SequenceNode:
+		return b.list(v)
+	case *ast.AnchorNode:
+		out := b.node(v.Value)
+		b.anchors[v.Name.GetToken().Value] = out
+		return out
+	case *ast.AliasNode:
+		return b.alias(v)
+	case *ast.TagNode:
+		return b.tagged(v)
+	case *ast.LiteralNode:
+		return &node{place: placeOf(v), shape: textShape, text: v.Value.Value, quoted: true, size: 1}
+	case ast.ScalarNode:
+		return scalarNode(v)
+	default:
+		return b.refuse(n, "this form of YAML is not understood", "write plain maps, lists and scalars")
+	}
+}
+
+func scalarNode(v ast.Node) *node {
+	t := v.GetToken()
+	out := &node{place: placeOf(v), text: t.Value, size: 1}
+	out.quoted = t.Type == token.DoubleQuoteType || t.Type == token.SingleQuoteType
+	if out.shape = textShape; !out.quoted {
+		out.shape = shapeOf(out.text)
+	}
+	return out
+}
+
+func (b *builder) list(v *ast.SequenceNode) *node {
+	out := &node{place: placeOf(v), shape: listShape, size: 1}
+	for _, item := range v.Values {
+		child := b.node(item)
+		out.items = append(out.items, child)
+		out.holds(child)
+	}
+	return b.shallow(v, out)
+}
+
+// holds accounts for a child of n.
+func (n *node) holds(child *node) {
+	n.size += child.size
+	n.depth = max(n.depth, child.depth+1)
+}
+
+// shallow refuses what aliases nest too deep; guard saw only what is written.
+func (b *builder) shallow(at ast.Node, n *node) *node {
+	if n.depth > MaxDepth {
+		return b.refuse(at, fmt.Sprintf("maps and lists nest deeper than %d levels", MaxDepth), "write a flatter file")
+	}
+	return n
+}
+
+// alias is the anchored node itself; the nodes that a walk meets once more are counted.
+func (b *builder) alias(v *ast.AliasNode) *node {
+	name := v.Value.GetToken().Value
+	target, ok := b.anchors[name]
+	if !ok {
+		return b.refuse(v, "unknown alias "+strconv.Quote("*"+name), "define &"+name+" above this line, and outside of itself")
+	}
+	return b.expand(v, target)
+}
+
+func (b *builder) expand(at ast.Node, target *node) *node {
+	if b.expanded > MaxExpansion {
+		return &node{place: placeOf(at), size: 1}
+	}
+	if b.expanded += target.size; b.expanded > MaxExpansion {
+		return b.refuse(at, fmt.Sprintf("aliases and merge keys add more than %d values", MaxExpansion), "write fewer or smaller aliases")
+	}
+	return target
+}
+
+// tagged reads the core tags; any other is a fault.
+func (b *builder) tagged(v *ast.TagNode) *node {
+	if v.Value == nil {
+		return b.refuse(v, "a tag without a value", "leave the tag out")
+	}
+	out := b.node(v.Value)
+	switch v.Start.Value {
+	case "!!str":
+		if out.scalar() {
+			text := *out
+			text.shape, text.quoted = textShape, true
+			return &text
+		}
+	case "!!int", "!!float", "!!bool", "!!null", "!!map", "!!seq":
+	default:
+		return b.refuse(v, "unknown tag "+strconv.Quote(v.Start.Value), "leave the tag out")
+	}
+	return out
+}
+
+// mapping converts a map. Written keys win over merged ones, and earlier merged maps over later ones.
+func (b *builder) mapping(v *ast.MappingNode) *node {
+	out := &node{place: placeOf(v), shape: mapShape, size: 1}
+	lines := map[string]int{}
+	var merged []*node
+	for _, e := range v.Values {
+		if e.Key.IsMergeKey() && e.Key.Type() == ast.MergeKeyType {
+			merged = append(merged, b.merges(e.Value)...)
+			continue
+		}
+		key, ok := b.key(e.Key)
+		value := b.node(e.Value)
+		if !ok {
+			continue
+		}
+		if line, twice := lines[key]; twice {
+			b.refuse(e.Key, "duplicate key "+strconv.Quote(key), fmt.Sprintf("it is also on line %d; keep one", line))
+			continue
+		}
+		at := placeOf(e.Key)
+		lines[key] = at.line
+		out.add(entry{at, key, value})
+	}
+	for _, m := range merged {
+		for _, e := range m.entries {
+			if _, taken := lines[e.key]; !taken {
+				lines[e.key] = e.line
+				out.add(e)
+			}
+		}
+	}
+	return b.shallow(v, out)
+}
+
+func (n *node) add(e entry) {
+	n.entries = append(n.entries, e)
+	n.holds(e.value)
+}
+
+// key is the text of a map's key.
+func (b *builder) key(k ast.Node) (string, bool) {
+	if complexKey, ok := k.(*ast.MappingKeyNode); ok {
+		k = complexKey.Value
+	}
+	switch k.(type) {
+	case *ast.LiteralNode, *ast.AliasNode, *ast.AnchorNode, *ast.TagNode, *ast.MappingNode, *ast.SequenceNode:
+	case ast.ScalarNode:
+		return k.GetToken().Value, true
+	}
+	b.refuse(k, "a key that is not plain text", "write keys as plain or quoted text")
+	return "", false
+}
+
+// merges are the maps that the value of a merge key names: one map or a list of maps.
+func (b *builder) merges(v ast.Node) []*node {
+	list := []ast.Node{v}
+	if seq, ok := v.(*ast.SequenceNode); ok {
+		list = seq.Values
+	}
+	var out []*node
+	for _, item := range list {
+		m := b.node(item)
+		if m.shape != mapShape {
+			b.refuse(item, "a merge key (<<) takes a map or a list of maps", "name the anchor of a map")
+			continue
+		}
+		out = append(out, m)
+	}
+	return out
+}

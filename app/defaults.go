@@ -1,0 +1,61 @@
+package app
+
+// Words of the file.
+const (
+	FamilyVLLM   = "vllm"
+	FamilySGLang = "sglang"
+	FamilyOpenAI = "openai" // nothing but the API is assumed
+
+	AddressURL    = "url"    // the rank is the whole server behind its URL
+	AddressHeader = "header" // X-data-parallel-rank
+	AddressBody   = "body"   // field routed_dp_rank of the body
+
+	RoleBoth = "both" // the rank does prefill and decode
+
+	KVEventsAuto = "auto"
+	KVEventsOff  = "off"
+
+	PresetDocumented = "documented"
+	PresetTuned      = "tuned"
+
+	IdentityText = "text"
+
+	StrategyPack         = "PACK"
+	StrategyStrictPack   = "STRICT_PACK"
+	StrategySpread       = "SPREAD"
+	StrategyStrictSpread = "STRICT_SPREAD"
+)
+
+// Defaults of an application. An Application is stored whole, so they are filled in here; times are seconds.
+const (
+	DefaultRoutePrefix         = "/"
+	DefaultDPSize              = 1
+	DefaultStartupTimeoutS     = 600
+	DefaultStallTimeoutS       = 20
+	DefaultPolicy              = "power-of-two"
+	DefaultMaxQueuedRequests   = 1000
+	DefaultQueueS              = 60
+	DefaultFirstTokenS         = 300
+	DefaultBetweenTokensS      = 30
+	DefaultAttempts            = 3
+	DefaultHealthCheckPeriodS  = 1
+	DefaultHealthCheckTimeoutS = 5
+	DefaultGracefulShutdownS   = 1800
+)
+
+// Default is an application with every default that does not depend on other keys. Name, model and engine kind are empty
+// and sizes are 0: they follow from the file.
+func Default() Application {
+	return Application{
+		RoutePrefix:             DefaultRoutePrefix,
+		Engine:                  Engine{KVEvents: KVEventsAuto, StartupTimeoutS: DefaultStartupTimeoutS, StallTimeoutS: DefaultStallTimeoutS},
+		PlacementGroupStrategy:  StrategyPack,
+		Routing:                 Routing{Policy: DefaultPolicy, Preset: PresetDocumented, Identity: IdentityText},
+		MaxQueuedRequests:       DefaultMaxQueuedRequests,
+		Timeouts:                Timeouts{QueueS: DefaultQueueS, FirstTokenS: DefaultFirstTokenS, BetweenTokensS: DefaultBetweenTokensS},
+		Retries:                 Retries{Attempts: DefaultAttempts},
+		HealthCheckPeriodS:      DefaultHealthCheckPeriodS,
+		HealthCheckTimeoutS:     DefaultHealthCheckTimeoutS,
+		GracefulShutdownTimeout: DefaultGracefulShutdownS,
+	}
+}

@@ -1,0 +1,181 @@
+package app
+
+import (
+	"encoding/json"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+)
+
+// ChangeKind says what deploying does to an application.
+type ChangeKind string
+
+// The kinds of change.
+const (
+	Create ChangeKind = "create"
+	Update ChangeKind = "update"
+	Delete ChangeKind = "delete"
+)
+
+// Change is one application that differs between two revisions.
+type Change struct {
+	App    string     `json:"app"`
+	Kind   ChangeKind `json:"kind"`
+	Fields []Diff     `json:"fields,omitempty"` // of an update, in order of path
+}
+
+// Diff is one value that differs. Values are JSON; empty means absent. Values of engine.env are never shown, because
+// tokens live there.
+type Diff struct {
+	Path string `json:"path"`
+	Old  string `json:"old,omitempty"`
+	New  string `json:"new,omitempty"`
+}
+
+// String is `path: old → new`.
+func (d Diff) String() string {
+	show := func(s string) string {
+		if s == "" {
+			return "(unset)"
+		}
+		return s
+	}
+	return fmt.Sprintf("%s: %s → %s", d.Path, show(d.Old), show(d.New))
+}
+
+// String is one line: kind, application and the paths that changed.
+func (c Change) String() string {
+	if len(c.Fields) == 0 {
+		return string(c.Kind) + " " + c.App
+	}
+	paths := make([]string, len(c.Fields))
+	for i, f := range c.Fields {
+		paths[i] = f.Path
+	}
+	return fmt.Sprintf("%s %s (%s)", c.Kind, c.App, strings.Join(paths, ", "))
+}
+
+// Compare says what it takes to get from one set of applications to another: creates and updates in the order of to, then
+// deletes in the order of from. Applications that are equal do not appear. Deletes concern only callers that replace the
+// whole set; deploy leaves unlisted applications alone.
+func Compare(from, to []*Application) []Change {
+	before := byName(from)
+	var out []Change
+	for _, a := range to {
+		was, ok := before[a.Name]
+		if !ok {
+			out = append(out, Change{App: a.Name, Kind: Create})
+			continue
+		}
+		if fields := diff(was, a); len(fields) > 0 {
+			out = append(out, Change{App: a.Name, Kind: Update, Fields: fields})
+		}
+	}
+	after := byName(to)
+	for _, a := range from {
+		if _, ok := after[a.Name]; !ok {
+			out = append(out, Change{App: a.Name, Kind: Delete})
+		}
+	}
+	return out
+}
+
+func byName(apps []*Application) map[string]*Application {
+	out := make(map[string]*Application, len(apps))
+	for _, a := range apps {
+		out[a.Name] = a
+	}
+	return out
+}
+
+// diff compares the stored forms, so that nothing that is stored can be forgotten here.
+func diff(from, to *Application) []Diff {
+	before, after := leaves(from), leaves(to)
+	paths := maps.Clone(before)
+	maps.Copy(paths, after)
+	var out []Diff
+	for _, p := range slices.Sorted(maps.Keys(paths)) {
+		if before[p] != after[p] {
+			out = append(out, hide(Diff{Path: p, Old: before[p], New: after[p]}))
+		}
+	}
+	if was, is := argNames(from), argNames(to); len(out) == 0 && was != is {
+		out = append(out, Diff{Path: "engine.args", Old: was, New: is})
+	}
+	return out
+}
+
+// argNames is the order of the arguments, which nothing else shows.
+func argNames(a *Application) string {
+	var out []string
+	for _, arg := range a.Engine.Args {
+		out = append(out, arg.Name)
+	}
+	return "order " + strings.Join(out, " ")
+}
+
+// hide takes the values of environment variables out of d.
+func hide(d Diff) Diff {
+	const hidden = "(hidden)"
+	if !strings.HasPrefix(d.Path, "engine.env") {
+		return d
+	}
+	if d.Old != "" {
+		d.Old = hidden
+	}
+	if d.New != "" {
+		d.New = hidden
+	}
+	return d
+}
+
+// leaves maps the path of every scalar of a to its JSON.
+func leaves(a *Application) map[string]string {
+	out := map[string]string{}
+	text, err := json.Marshal(a)
+	if err != nil { // only a non-finite number could fail, and Parse refuses those
+		return out
+	}
+	v, err := exact(text)
+	if err != nil {
+		return out
+	}
+	walk(out, "", v)
+	return out
+}
+
+func walk(out map[string]string, path string, v any) {
+	switch t := v.(type) {
+	case map[string]any:
+		for k, item := range t {
+			walk(out, join(path, k), item)
+		}
+		if len(t) == 0 {
+			out[path] = "{}"
+		}
+	case []any:
+		if path == "engine.args" {
+			walkArgs(out, path, t)
+			return
+		}
+		for i, item := range t {
+			walk(out, index(path, i), item)
+		}
+		if len(t) == 0 {
+			out[path] = "[]"
+		}
+	default:
+		out[path] = string(appendJSON(nil, v))
+	}
+}
+
+// walkArgs names arguments by their flag instead of their number.
+func walkArgs(out map[string]string, path string, args []any) {
+	for _, a := range args {
+		if m, ok := a.(map[string]any); ok {
+			name, _ := m["name"].(string)
+			out[join(path, name)] = string(appendJSON(nil, m["value"]))
+		}
+	}
+}

@@ -1,0 +1,110 @@
+package app
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// maxFaults bounds what one Parse reports: beyond it a list helps nobody, and a hostile file must not fill memory.
+const maxFaults = 100
+
+// Fault is one thing that is wrong with a file, at the place where it is wrong.
+type Fault struct {
+	File    string `json:"file"`
+	Line    int    `json:"line"`              // from 1
+	Col     int    `json:"col"`               // from 1, in characters
+	Path    string `json:"path,omitempty"`    // applications[0].engine.kind; empty for the file as a whole
+	Message string `json:"message,omitempty"` // the rule that is broken; may be empty when Found and Wanted say it all
+	Found   string `json:"found,omitempty"`
+	Wanted  string `json:"wanted,omitempty"`
+	Hint    string `json:"hint,omitempty"` // what to do next
+}
+
+// Warning is something that is legal but probably not meant.
+type Warning Fault
+
+// String is the one-line form, file:line:col: path: what; hint: next.
+func (f Fault) String() string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "%s:%d:%d: ", f.File, f.Line, f.Col)
+	if f.Path != "" {
+		b.WriteString(f.Path + ": ")
+	}
+	b.WriteString(f.what())
+	if f.Hint != "" {
+		b.WriteString("; hint: " + f.Hint)
+	}
+	return b.String()
+}
+
+// what joins message, found and wanted, whichever there are.
+func (f Fault) what() string {
+	var pair []string
+	if f.Found != "" {
+		pair = append(pair, "found "+f.Found)
+	}
+	if f.Wanted != "" {
+		pair = append(pair, "wanted "+f.Wanted)
+	}
+	seen := strings.Join(pair, ", ")
+	switch {
+	case f.Message == "":
+		return seen
+	case seen == "":
+		return f.Message
+	default:
+		return f.Message + ": " + seen
+	}
+}
+
+// String is the one-line form of a warning.
+func (w Warning) String() string { return Fault(w).String() }
+
+// Faults is every fault of a file, in order of position. It is the error of Parse.
+type Faults []Fault
+
+// Error is one line per fault.
+func (f Faults) Error() string { return strings.Join(f.lines(), "\n") }
+
+// Unwrap makes problem.CodeOf see an invalid argument.
+func (f Faults) Unwrap() error { return f.Problem() }
+
+// Problem is f for the admin API and the CLI: one line that counts, and the faults as details.
+func (f Faults) Problem() *problem.Error {
+	noun := "faults"
+	if len(f) == 1 {
+		noun = "fault"
+	}
+	return problem.New(problem.InvalidArgument, "the application file has %d %s", len(f), noun).
+		WithHint("correct the lines named below and run validate again").WithDetails(f.lines()...)
+}
+
+func (f Faults) lines() []string {
+	out := make([]string, len(f))
+	for i := range f {
+		out[i] = f[i].String()
+	}
+	return out
+}
+
+// sorted puts f in order of position and cuts it at maxFaults, saying so.
+func (f Faults) sorted() Faults {
+	slices.SortStableFunc(f, func(a, b Fault) int {
+		return cmp.Or(cmp.Compare(a.Line, b.Line), cmp.Compare(a.Col, b.Col))
+	})
+	f = slices.Compact(f)
+	if len(f) <= maxFaults {
+		return f
+	}
+	last := f[maxFaults]
+	last = Fault{
+		File: last.File, Line: last.Line, Col: last.Col,
+		Message: fmt.Sprintf("%d more faults from here on are not shown", len(f)-maxFaults),
+		Hint:    "correct the ones above first",
+	}
+	return append(f[:maxFaults:maxFaults], last)
+}

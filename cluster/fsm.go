@@ -1,0 +1,138 @@
+package cluster
+
+import (
+	"fmt"
+	"io"
+	"sync"
+	"sync/atomic"
+
+	"github.com/hashicorp/raft"
+
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/state"
+)
+
+// maxSnapshot bounds what Restore reads: far above any state (a few KiB per app), far below the memory of a node. Bytes.
+const maxSnapshot = 256 << 20
+
+// applied is the answer to one command: state.Apply's result and typed error, unchanged.
+type applied struct {
+	result state.Result
+	err    error
+}
+
+// fsm applies committed commands. Raft calls ApplyBatch, Snapshot and Restore from one goroutine; readers load the published copy.
+type fsm struct {
+	work      *state.State // raft's goroutine only
+	published atomic.Pointer[state.State]
+
+	mu      sync.Mutex
+	changed chan struct{} // closed and replaced after each publication
+}
+
+var _ raft.BatchingFSM = (*fsm)(nil)
+
+func newFSM() *fsm {
+	f := &fsm{work: state.New(), changed: make(chan struct{})}
+	f.published.Store(f.work.Clone())
+	return f
+}
+
+// State is the published copy.
+func (f *fsm) State() *state.State { return f.published.Load() }
+
+// Changed is closed at the next publication.
+func (f *fsm) Changed() <-chan struct{} {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.changed
+}
+
+// publish shows the state to readers, then wakes those who wait. It runs before raft answers the proposer, so a proposer
+// always reads its own write.
+func (f *fsm) publish() {
+	f.published.Store(f.work.Clone())
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	close(f.changed)
+	f.changed = make(chan struct{})
+}
+
+// Apply applies one command.
+func (f *fsm) Apply(l *raft.Log) any { return f.ApplyBatch([]*raft.Log{l})[0] }
+
+// ApplyBatch applies commands in order and publishes once. A batch of refusals changes nothing and wakes nobody: an actor
+// that proposes on every change must not be woken by its own refusal.
+func (f *fsm) ApplyBatch(logs []*raft.Log) []any {
+	out := make([]any, len(logs))
+	changed := false
+	for i, l := range logs {
+		if l.Type != raft.LogCommand {
+			continue
+		}
+		a := f.applyOne(l)
+		changed = changed || a.err == nil
+		out[i] = a
+	}
+	if changed {
+		f.publish()
+	}
+	return out
+}
+
+func (f *fsm) applyOne(l *raft.Log) (a applied) {
+	cmd, err := state.DecodeCommand(l.Data)
+	if err != nil {
+		return applied{err: fmt.Errorf("log entry %d: %w", l.Index, err)}
+	}
+	a.result, a.err = f.work.Apply(l.Index, cmd)
+	return a
+}
+
+// Snapshot hands out the published copy, which nobody changes any more.
+func (f *fsm) Snapshot() (raft.FSMSnapshot, error) { return snapshot{f.State()}, nil }
+
+// Restore replaces the state by a snapshot's.
+func (f *fsm) Restore(r io.ReadCloser) error {
+	data, err := io.ReadAll(io.LimitReader(r, maxSnapshot+1))
+	if err = firstError(err, r.Close()); err != nil {
+		return fmt.Errorf("read snapshot: %w", err)
+	}
+	if len(data) > maxSnapshot {
+		return problem.New(problem.TooLarge, "snapshot is larger than %d bytes", maxSnapshot)
+	}
+	s, err := state.Decode(data)
+	if err != nil {
+		return fmt.Errorf("decode snapshot: %w", err)
+	}
+	f.work = s
+	f.publish()
+	return nil
+}
+
+// snapshot is an immutable state on its way to disk.
+type snapshot struct{ state *state.State }
+
+// Persist writes the state, and cancels the snapshot if that fails.
+func (s snapshot) Persist(sink raft.SnapshotSink) error {
+	data, err := s.state.Encode()
+	if err == nil {
+		_, err = sink.Write(data)
+	}
+	if err != nil {
+		return firstError(fmt.Errorf("write snapshot: %w", err), sink.Cancel())
+	}
+	return sink.Close()
+}
+
+// Release has nothing to release.
+func (snapshot) Release() {}
+
+func firstError(errs ...error) error {
+	for _, err := range errs {
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}

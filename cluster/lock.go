@@ -1,0 +1,34 @@
+package cluster
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"syscall"
+
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// lockFile is held by the process that uses the data dir. The kernel frees it when the process dies, however it dies.
+const lockFile = "lock"
+
+// lockDir takes the data dir for this process. Closing the result gives it back.
+func lockDir(dir string) (io.Closer, error) {
+	f, err := os.OpenFile(filepath.Join(dir, lockFile), os.O_CREATE|os.O_RDWR, fileMode) //nolint:gosec // the operator's own data dir
+	if err != nil {
+		return nil, problem.New(problem.InvalidArgument, "open lock: %w", err).WithHint("choose a --data-dir that you may write to")
+	}
+	err = syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+	if err == nil {
+		return f, nil
+	}
+	if errors.Is(err, syscall.EWOULDBLOCK) {
+		err = problem.New(problem.Conflict, "data dir %s is in use by another dpserve", dir).
+			WithHint("stop the other one, or choose another --data-dir")
+	} else {
+		err = fmt.Errorf("lock data dir: %w", err)
+	}
+	return nil, firstError(err, f.Close())
+}

@@ -1,0 +1,68 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/spf13/cobra"
+)
+
+// deleteTimeout covers the longest default drain and the engines' own stop.
+const deleteTimeout = 35 * time.Minute
+
+func newDelete(e *env) *cobra.Command {
+	var yes, detach bool
+	var timeout time.Duration
+	cmd := &cobra.Command{
+		Use:   "delete APP [flags]",
+		Short: "drain and remove an application",
+		Long: `delete shows what goes away, asks for the application's name, drains its requests (graceful_shutdown_timeout_s) and waits
+until every engine process is gone.`,
+		Example: "  dpserve delete demo --yes",
+		Args:    cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return e.delete(cmd.Context(), args[0], yes, detach, timeout)
+		},
+	}
+	cmd.Flags().BoolVar(&yes, "yes", false, "do not ask")
+	cmd.Flags().BoolVar(&detach, "detach", false, "do not wait until it is gone")
+	cmd.Flags().DurationVar(&timeout, "timeout", deleteTimeout, "how long to wait; then exit code 8")
+	return cmd
+}
+
+func (e *env) delete(ctx context.Context, name string, yes, detach bool, timeout time.Duration) error {
+	client, err := e.admin()
+	if err != nil {
+		return err
+	}
+	apps, err := client.Apps(ctx)
+	if err != nil {
+		return err
+	}
+	a, err := appNamed(apps, name)
+	if err != nil {
+		return err
+	}
+	if err := e.confirm(fmt.Sprintf("delete ends %s of %s", count(a.Desired, "rank"), name), name, yes); err != nil {
+		return err
+	}
+	if err := client.Delete(ctx, name); err != nil {
+		return err
+	}
+	if detach {
+		return nil
+	}
+	waiting, cancel := context.WithTimeout(ctx, timeout)
+	defer cancel()
+	err = newMonitor(e, client, newScreen(e.io)).gone(waiting, name)
+	if errors.Is(err, errInterrupted) {
+		talk(e.io.Err, "interrupted; the deletion goes on")
+		return &silentError{code: exitInterrupted}
+	}
+	if err == nil {
+		talk(e.io.Err, "%s is gone", name)
+	}
+	return err
+}

@@ -1,0 +1,63 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"os"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/dpserve/dpserve/wiring"
+)
+
+// defaultAddr is where the CLI looks for the admin API when DPSERVE_ADDR is not set.
+const defaultAddr = wiring.DefaultAdminBind
+
+// env is everything a command may touch: streams, signals, environment, and how nodes and clients are made. Tests hand in
+// their own.
+type env struct {
+	io     *IOStreams
+	sig    *interrupts
+	getenv func(string) string
+	now    func() time.Time
+
+	newNode  func(wiring.Config) (node, error)
+	newAdmin func(addr string) (admin, error)
+
+	noColor bool // --no-color
+}
+
+func newEnv(streams *IOStreams, sig *interrupts) *env {
+	return &env{io: streams, sig: sig, getenv: os.Getenv, now: time.Now, newNode: newNode, newAdmin: newAdmin}
+}
+
+// run executes a command line, reports its error and gives the exit code.
+func (e *env) run(args []string) int {
+	ctx, cancel := e.sig.context(context.Background())
+	defer cancel()
+	root := newRoot(e)
+	root.SetArgs(args)
+	root.SetIn(e.io.In)
+	root.SetOut(e.io.Out)
+	root.SetErr(e.io.Err)
+	err := root.ExecuteContext(ctx)
+	if err != nil && errors.Is(context.Cause(ctx), errInterrupted) && !isSilent(err) {
+		err = errInterrupted // whatever broke, broke because of it
+	}
+	report(e.io.Err, err)
+	return exitCode(err)
+}
+
+// admin connects to the cluster that DPSERVE_ADDR selects. Nothing is dialled yet.
+func (e *env) admin() (admin, error) {
+	return e.newAdmin(cmp.Or(e.getenv("DPSERVE_ADDR"), defaultAddr))
+}
+
+// applyColor turns --no-color into what NO_COLOR does.
+func (e *env) applyColor(*cobra.Command, []string) {
+	if e.noColor {
+		e.io.Color = false
+	}
+}

@@ -1,0 +1,99 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// Exit codes beside those of problem.ExitCode.
+const (
+	exitOK          = 0
+	exitDiffers     = 3   // only with --exit-code
+	exitInterrupted = 130 // Ctrl-C or SIGTERM
+)
+
+// silentError ends a command with a code and says nothing: what there was to say has been said.
+type silentError struct{ code int }
+
+func (e *silentError) Error() string { return fmt.Sprintf("exit code %d", e.code) }
+
+func isSilent(err error) bool {
+	var silent *silentError
+	return errors.As(err, &silent)
+}
+
+// exitCode maps an error of a command to the process's exit code.
+func exitCode(err error) int {
+	var silent *silentError
+	var faults app.Faults
+	switch {
+	case err == nil:
+		return exitOK
+	case errors.As(err, &silent):
+		return silent.code
+	case errors.Is(err, errInterrupted):
+		return exitInterrupted
+	case errors.As(err, &faults):
+		return problem.ExitCode(problem.InvalidArgument)
+	case errors.Is(err, context.DeadlineExceeded):
+		return problem.ExitCode(problem.Timeout)
+	}
+	return problem.ExitCode(problem.CodeOf(err))
+}
+
+// report writes an error for a person: message, details, hints. Faults of a file stand on lines of their own that begin with
+// file:line:col, as editors expect.
+func report(w io.Writer, err error) {
+	var faults app.Faults
+	if err == nil || isSilent(err) {
+		return
+	}
+	if errors.As(err, &faults) {
+		reportFaults(w, faults)
+		return
+	}
+	talk(w, "%s", strings.TrimSuffix(err.Error(), "."))
+	var p *problem.Error
+	if !errors.As(err, &p) {
+		return
+	}
+	for _, d := range p.Details {
+		_, _ = fmt.Fprintln(w, "  "+d)
+	}
+	for h := range strings.Lines(p.Hint) {
+		_, _ = fmt.Fprintln(w, "hint: "+strings.TrimSpace(h))
+	}
+	if p.Doc != "" {
+		_, _ = fmt.Fprintln(w, "see: "+p.Doc)
+	}
+}
+
+func reportFaults(w io.Writer, faults app.Faults) {
+	talk(w, "%s", count(len(faults), "fault"))
+	for _, f := range faults {
+		_, _ = fmt.Fprintln(w, f.Error())
+	}
+}
+
+// talk writes one prefixed line to a person.
+func talk(w io.Writer, format string, args ...any) {
+	_, _ = fmt.Fprintf(w, "dpserve: "+format+"\n", args...)
+}
+
+func usageError(cmd, format string, args ...any) error {
+	return problem.New(problem.InvalidArgument, format, args...).WithHint("see `dpserve help %s`", cmd)
+}
+
+// count is "1 fault", "2 faults".
+func count(n int, noun string) string {
+	if n == 1 {
+		return "1 " + noun
+	}
+	return fmt.Sprintf("%d %ss", n, noun)
+}

@@ -1,0 +1,123 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+
+	"github.com/goccy/go-yaml"
+	"github.com/spf13/cobra"
+)
+
+// apiVersion stands in every JSON document dpserve prints.
+const apiVersion = "dpserve/v1"
+
+// format is the value of -o.
+type format string
+
+// The output formats of every listing.
+const (
+	formatTable format = "table"
+	formatWide  format = "wide"
+	formatJSON  format = "json"
+	formatYAML  format = "yaml"
+	formatName  format = "name"
+)
+
+func allFormats() []format {
+	return []format{formatTable, formatWide, formatJSON, formatYAML, formatName}
+}
+
+// String, Set and Type make format a flag value.
+func (f *format) String() string { return string(*f) }
+
+// Set refuses what no listing can print.
+func (f *format) Set(s string) error {
+	if !slices.Contains(allFormats(), format(s)) {
+		return fmt.Errorf("wanted %s", formatList())
+	}
+	*f = format(s)
+	return nil
+}
+
+// Type is the word for the value in help.
+func (f *format) Type() string { return "format" }
+
+func formatList() string {
+	var names []string
+	for _, f := range allFormats() {
+		names = append(names, string(f))
+	}
+	return strings.Join(names, "|")
+}
+
+// addOutput gives a command its -o flag, default table.
+func addOutput(cmd *cobra.Command) *format {
+	f := formatTable
+	cmd.Flags().VarP(&f, "output", "o", "output `format`: "+formatList())
+	_ = cmd.RegisterFlagCompletionFunc("output", cobra.FixedCompletions(strings.Split(formatList(), "|"), cobra.ShellCompDirectiveNoFileComp))
+	return &f
+}
+
+// listing is a result in each form of -o. document is marshalled for json and yaml and must carry apiVersion.
+type listing struct {
+	document any
+	names    []string
+	table    func(wide bool) []*table
+}
+
+func (l *listing) write(s *IOStreams, f format) error {
+	switch f {
+	case formatJSON:
+		return writeJSON(s.Out, l.document)
+	case formatYAML:
+		return writeYAML(s.Out, l.document)
+	case formatName:
+		return writeNames(s.Out, l.names)
+	case formatTable, formatWide:
+	}
+	for i, t := range l.table(f == formatWide) {
+		if i > 0 {
+			_, _ = fmt.Fprintln(s.Out)
+		}
+		if err := t.write(s.Out, s.paint); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func writeNames(w io.Writer, names []string) error {
+	for _, n := range names {
+		if _, err := fmt.Fprintln(w, n); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func writeJSON(w io.Writer, v any) error {
+	enc := json.NewEncoder(w)
+	enc.SetIndent("", "  ")
+	enc.SetEscapeHTML(false)
+	return enc.Encode(v)
+}
+
+// writeYAML prints what writeJSON would, field for field: the JSON names are the contract.
+func writeYAML(w io.Writer, v any) error {
+	text, err := json.Marshal(v)
+	if err != nil {
+		return err
+	}
+	out, err := yaml.JSONToYAML(text)
+	if err != nil {
+		return err
+	}
+	_, err = w.Write(out)
+	return err
+}
+
+// writeJSONLine prints a document on one line, for programs that read line by line.
+func writeJSONLine(w io.Writer, v any) error { return json.NewEncoder(w).Encode(v) }

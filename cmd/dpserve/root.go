@@ -1,0 +1,153 @@
+package main
+
+import (
+	"errors"
+	"strings"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// helpTemplate opens with an example: it is what most readers came for.
+const helpTemplate = `{{with .Example}}Example:
+{{. | trimTrailingWhitespaces}}
+
+{{end}}{{with (or .Long .Short)}}{{. | trimTrailingWhitespaces}}
+
+{{end}}Usage:
+  {{if .Runnable}}{{.UseLine}}{{else}}{{.CommandPath}} COMMAND{{end}}
+{{if .HasAvailableSubCommands}}
+Commands:{{range .Commands}}{{if .IsAvailableCommand}}
+  {{rpad .Name .NamePadding}} {{.Short}}{{end}}{{end}}
+{{end}}{{if .HasAvailableLocalFlags}}
+Flags:
+{{.LocalFlags.FlagUsages | trimTrailingWhitespaces}}
+{{end}}{{if .HasAvailableInheritedFlags}}
+Everywhere:
+{{.InheritedFlags.FlagUsages | trimTrailingWhitespaces}}
+{{end}}`
+
+const rootLong = `dpserve serves data-parallel LLM engines behind one OpenAI endpoint: it starts one engine per rank, hands out the ranks,
+routes each request to the rank where it does the most good, and restarts what dies.
+
+DPSERVE_ADDR selects the cluster for all commands but up, start, validate and bench (default ` + defaultAddr + `).
+
+Exit codes: 0 ok, 1 error, 2 usage or validation, 3 differs (only with --exit-code), 4 authentication,
+5 cannot be rolled out, 8 still pending at the timeout, 130 interrupted.`
+
+// suggestionDistance is how many letters a mistyped command or flag may be away from the one that is suggested.
+const suggestionDistance = 3
+
+func newRoot(e *env) *cobra.Command {
+	root := &cobra.Command{
+		Use:   "dpserve",
+		Short: "data-parallel LLM serving behind one OpenAI endpoint",
+		Long:  rootLong,
+		Example: `  dpserve up                                   # four simulated ranks, no GPU needed
+  dpserve up examples/quickstart/app.yaml      # the same from a file`,
+		SilenceErrors:    true,
+		SilenceUsage:     true,
+		Args:             cobra.ArbitraryArgs,
+		PersistentPreRun: e.applyColor,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if len(args) > 0 {
+				return unknownCommand(cmd, args[0])
+			}
+			return cmd.Help()
+		},
+		CompletionOptions:          cobra.CompletionOptions{DisableDefaultCmd: true},
+		SuggestionsMinimumDistance: suggestionDistance,
+	}
+	root.PersistentFlags().BoolVar(&e.noColor, "no-color", false, "no colour (NO_COLOR does the same)")
+	root.SetHelpTemplate(helpTemplate)
+	root.SetFlagErrorFunc(flagError)
+	root.SetHelpCommand(newHelp(root))
+	root.AddCommand(newUp(e), newStart(e), newValidate(e), newDeploy(e), newStatus(e), newLogs(e), newDelete(e),
+		newBench(e), newVersion(e), newCompletion(e))
+	for _, cmd := range root.Commands() {
+		cmd.DisableFlagsInUseLine = true
+		cmd.Args = explainArgs(cmd.Args)
+	}
+	return root
+}
+
+func newHelp(root *cobra.Command) *cobra.Command {
+	return &cobra.Command{
+		Use:     "help [COMMAND]",
+		Short:   "help on a command",
+		Example: "  dpserve help deploy",
+		RunE: func(_ *cobra.Command, args []string) error {
+			cmd, rest, err := root.Find(args)
+			if err != nil || len(rest) > 0 || cmd == root && len(args) > 0 {
+				return unknownCommand(root, strings.Join(args, " "))
+			}
+			cmd.InitDefaultHelpFlag()
+			return cmd.Help()
+		},
+	}
+}
+
+func unknownCommand(root *cobra.Command, name string) error {
+	err := problem.New(problem.InvalidArgument, "unknown command %q", name)
+	if near := root.SuggestionsFor(name); len(near) > 0 {
+		return err.WithHint("did you mean `dpserve %s`?", near[0])
+	}
+	return err.WithHint("`dpserve help` lists the commands")
+}
+
+// flagError turns pflag's errors into ours; an unknown flag gets a did-you-mean.
+func flagError(cmd *cobra.Command, err error) error {
+	var missing *pflag.NotExistError
+	if !errors.As(err, &missing) {
+		return usageError(cmd.Name(), "%s", err.Error())
+	}
+	if near := nearestFlag(cmd, missing.GetSpecifiedName()); near != "" {
+		return problem.New(problem.InvalidArgument, "%s", err.Error()).WithHint("did you mean --%s?", near)
+	}
+	return usageError(cmd.Name(), "%s", err.Error())
+}
+
+func nearestFlag(cmd *cobra.Command, name string) string {
+	best, distance := "", suggestionDistance
+	cmd.Flags().VisitAll(func(f *pflag.Flag) {
+		if d := editDistance(name, f.Name); d < distance && !f.Hidden {
+			best, distance = f.Name, d
+		}
+	})
+	return best
+}
+
+// explainArgs gives cobra's errors about positional arguments our code and hint.
+func explainArgs(check cobra.PositionalArgs) cobra.PositionalArgs {
+	return func(cmd *cobra.Command, args []string) error {
+		if check == nil {
+			return nil
+		}
+		if err := check(cmd, args); err != nil {
+			return usageError(cmd.Name(), "%s: %s", cmd.Name(), strings.TrimSuffix(err.Error(), "."))
+		}
+		return nil
+	}
+}
+
+// editDistance is Levenshtein's, in bytes: names of flags are ASCII.
+func editDistance(a, b string) int {
+	row := make([]int, len(b)+1)
+	for j := range row {
+		row[j] = j
+	}
+	for i := range len(a) {
+		diagonal := row[0]
+		row[0] = i + 1
+		for j := range len(b) {
+			cost := 1
+			if a[i] == b[j] {
+				cost = 0
+			}
+			diagonal, row[j+1] = row[j+1], min(diagonal+cost, row[j]+1, row[j+1]+1)
+		}
+	}
+	return row[len(b)]
+}

@@ -1,0 +1,60 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"os"
+	"os/signal"
+	"sync"
+	"syscall"
+)
+
+// errInterrupted is the cause of a context that a signal ended; its exit code is 130.
+var errInterrupted = errors.New("interrupted")
+
+// interrupts counts SIGINT and SIGTERM, which mean the same: the first asks to finish, the second to stop at once. After
+// the second the default behaviour is back, so that a third one always ends the process.
+type interrupts struct {
+	first  chan struct{} // closed by the first signal
+	second chan struct{} // closed by the second
+	stop   func()        // gives the signals back; idempotent
+}
+
+func watchSignals() *interrupts {
+	in := make(chan os.Signal, 4)
+	signal.Notify(in, syscall.SIGINT, syscall.SIGTERM)
+	done := make(chan struct{})
+	i := newInterrupts()
+	i.stop = sync.OnceFunc(func() { signal.Stop(in); close(done) })
+	go i.count(in, done)
+	return i
+}
+
+func newInterrupts() *interrupts {
+	return &interrupts{first: make(chan struct{}), second: make(chan struct{}), stop: func() {}}
+}
+
+func (i *interrupts) count(in chan os.Signal, done <-chan struct{}) {
+	for _, c := range []chan struct{}{i.first, i.second} {
+		select {
+		case <-in:
+			close(c)
+		case <-done:
+			return
+		}
+	}
+	signal.Stop(in)
+}
+
+// context is cancelled with errInterrupted by the first signal.
+func (i *interrupts) context(parent context.Context) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithCancelCause(parent)
+	go func() {
+		select {
+		case <-i.first:
+			cancel(errInterrupted)
+		case <-ctx.Done():
+		}
+	}()
+	return ctx, func() { cancel(context.Canceled) }
+}

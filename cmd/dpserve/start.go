@@ -1,0 +1,83 @@
+package main
+
+import (
+	"fmt"
+	"os"
+
+	"github.com/spf13/cobra"
+
+	"github.com/dpserve/dpserve/wiring"
+)
+
+// address is what a node that listens tells a program: one line of JSON on stdout.
+type address struct {
+	APIVersion string `json:"apiVersion"`
+	Node       string `json:"node"`
+	URL        string `json:"url"`   // OpenAI endpoint, without a path
+	Admin      string `json:"admin"` // HOST:PORT for DPSERVE_ADDR
+	PID        int    `json:"pid"`
+}
+
+func newStart(e *env) *cobra.Command {
+	f := &nodeFlags{config: wiring.DefaultConfig()}
+	cmd := &cobra.Command{
+		Use:   "start [flags]",
+		Short: "run a node in the foreground",
+		Long: `start runs a node until Ctrl-C or SIGTERM. Apps that were deployed before come back from the data folder. The first Ctrl-C
+drains (each app's graceful_shutdown_timeout_s), a second one stops at once. Ports bind loopback only; a public bind needs
+--insecure-public in this version.`,
+		Example: `  dpserve start                                # then, in another terminal: dpserve deploy app.yaml
+  dpserve start --http-bind 127.0.0.1:0 -o json   # any free port, told as JSON on stdout`,
+		Args: cobra.NoArgs,
+	}
+	flags := cmd.Flags()
+	flags.StringVar(&f.config.NodeID, "node-id", f.config.NodeID, "name of this node; default: the host's")
+	flags.StringVar(&f.config.DataDir, "data-dir", f.config.DataDir, "`folder` for state and engine logs")
+	flags.StringVar(&f.config.HTTPBind, "http-bind", f.config.HTTPBind, "`HOST:PORT` of the OpenAI endpoint")
+	flags.StringVar(&f.config.AdminBind, "admin-bind", f.config.AdminBind, "`HOST:PORT` of the admin API and /metrics")
+	flags.BoolVar(&f.config.InsecurePublic, "insecure-public", false, "allow a bind that is not loopback, without keys and TLS")
+	f.addCommon(cmd)
+	output := addOutput(cmd)
+	cmd.Flag("node-id").DefValue = "" // the host's name would make every help text different
+	cmd.RunE = func(*cobra.Command, []string) error { return e.start(f, *output) }
+	return cmd
+}
+
+func (e *env) start(f *nodeFlags, output format) error {
+	c, err := f.node()
+	if err != nil {
+		return err
+	}
+	scr := newScreen(e.io)
+	c.LogWriter = scr
+	s, err := e.serve(c)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = s.Close() }() // stop has reported what there was
+	if err := e.announce(s, c.NodeID, output); err != nil {
+		return err
+	}
+	select {
+	case <-s.done:
+		return s.failed()
+	case <-e.sig.first:
+		return s.stop(e.sig, scr)
+	}
+}
+
+// announce tells where a node listens, in the form that was asked for.
+func (e *env) announce(s *serving, id string, output format) error {
+	a := address{APIVersion: apiVersion, Node: id, URL: "http://" + s.HTTPAddr(), Admin: s.AdminAddr(), PID: os.Getpid()}
+	switch output {
+	case formatJSON:
+		return writeJSONLine(e.io.Out, a)
+	case formatYAML:
+		return writeYAML(e.io.Out, a)
+	case formatName:
+		return writeNames(e.io.Out, []string{a.Node})
+	case formatTable, formatWide:
+	}
+	_, err := fmt.Fprintf(e.io.Out, "node %s\nendpoint %s/v1\nadmin http://%s\n", a.Node, a.URL, a.Admin)
+	return err
+}

@@ -1,0 +1,320 @@
+package main
+
+import (
+	"context"
+	_ "embed" // the application of `up` without a file
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/goccy/go-yaml"
+	"github.com/spf13/cobra"
+
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/wiring"
+)
+
+// quickstart is the application of `up` without a file: examples/quickstart/app.yaml, word for word (a test pins it).
+//
+//go:embed quickstart.yaml
+var quickstart []byte
+
+const (
+	// upGraceS is the drain of apps under up that do not write their own, in seconds.
+	upGraceS = 10
+	// summaryEvery is the pace of the live line on a terminal.
+	summaryEvery = 250 * time.Millisecond
+)
+
+type upFlags struct {
+	node   *nodeFlags
+	attach []string
+	engine string
+	keep   string // --data-dir
+	output *format
+}
+
+func newUp(e *env) *cobra.Command {
+	f := &upFlags{node: &nodeFlags{config: wiring.DefaultConfig()}}
+	f.node.config.LogLevel = "warn"
+	f.node.config.Ephemeral = true
+	cmd := &cobra.Command{
+		Use:   "up [FILE] [flags]",
+		Short: "start a node, deploy a file and serve it, all in the foreground",
+		Long: `up starts a node in a folder of its own that is removed at the end, deploys FILE and shows each rank's progress until all
+are ready. Then it prints the URL, a curl line and the ranks. Without FILE it runs four simulated ranks; with --attach it puts one
+endpoint in front of engines that already run. Ports 8000 and 8265 are replaced by free ones if they are taken.
+Ctrl-C drains for 10 s, a second one stops at once.`,
+		Example: `  dpserve up                                   # four simulated ranks
+  dpserve up app.yaml --engine sim             # any file, without its GPUs
+  dpserve up --attach http://127.0.0.1:8100,http://127.0.0.1:8101`,
+		Args: cobra.MaximumNArgs(1),
+	}
+	flags := cmd.Flags()
+	flags.StringSliceVar(&f.attach, "attach", nil, "`URL`s of engines that already run, instead of FILE")
+	flags.StringVar(&f.engine, "engine", "", "sim: run the file on the simulated engine")
+	flags.StringVar(&f.keep, "data-dir", "", "`folder` to keep; default: a temporary one")
+	f.node.addCommon(cmd)
+	f.output = addOutput(cmd)
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		file, err := e.upFile(cmd.Context(), f, args)
+		if err != nil {
+			return err
+		}
+		return e.up(cmd.Context(), f, file)
+	}
+	return cmd
+}
+
+// upFile gives what is to be deployed: the file, the engines of --attach, or the embedded application.
+func (e *env) upFile(ctx context.Context, f *upFlags, args []string) (*appFile, error) {
+	if err := checkEngine(f.engine); err != nil {
+		return nil, err
+	}
+	file, err := e.upSource(ctx, f, args)
+	if err != nil {
+		return nil, err
+	}
+	if f.engine == engineSim {
+		if err := e.simulate(file); err != nil {
+			return nil, err
+		}
+	}
+	if err := checkKinds(file.apps); err != nil {
+		return nil, err
+	}
+	return file, e.shortGrace(file)
+}
+
+func (e *env) upSource(ctx context.Context, f *upFlags, args []string) (*appFile, error) {
+	switch {
+	case len(args) > 0 && len(f.attach) > 0:
+		return nil, usageError("up", "FILE and --attach exclude each other")
+	case len(args) > 0:
+		return e.readApps(args[0])
+	case len(f.attach) == 0:
+		return e.parseApps("quickstart.yaml", quickstart)
+	}
+	text, err := attachFile(ctx, f.attach)
+	if err != nil {
+		return nil, err
+	}
+	w := e.io.Out
+	if *f.output != formatTable && *f.output != formatWide {
+		w = e.io.Err // stdout holds one document
+	}
+	if _, err := w.Write(append([]byte("# the app.yaml this stands for\n"), text...)); err != nil {
+		return nil, err
+	}
+	return e.parseApps("--attach", text)
+}
+
+// simulate rewrites a file for the simulated engine and says what changed.
+func (e *env) simulate(file *appFile) error {
+	for _, line := range simulate(file.apps) {
+		talk(e.io.Err, "--engine sim: %s", line)
+	}
+	return file.reprint()
+}
+
+// shortGrace gives apps that do not write graceful_shutdown_timeout_s the short drain of up.
+func (e *env) shortGrace(file *appFile) error {
+	var written struct {
+		Applications []struct {
+			Grace any `yaml:"graceful_shutdown_timeout_s"`
+		} `yaml:"applications"`
+	}
+	if err := yaml.Unmarshal(file.text, &written); err != nil {
+		return fmt.Errorf("read %s again: %w", file.name, err)
+	}
+	for i, a := range file.apps {
+		if i < len(written.Applications) && written.Applications[i].Grace == nil {
+			a.GracefulShutdownTimeout = upGraceS
+		}
+	}
+	return file.reprint()
+}
+
+// up runs the node until a signal, with everything it made removed afterwards.
+func (e *env) up(ctx context.Context, f *upFlags, file *appFile) (err error) {
+	c, err := f.node.node()
+	if err != nil {
+		return err
+	}
+	remove, err := e.dataDir(f, &c)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, remove()) }()
+	scr := newScreen(e.io)
+	c.LogWriter = scr
+	s, err := e.serve(c)
+	if err != nil {
+		return err
+	}
+	defer func() { scr.show(); err = errors.Join(err, s.Close()) }()
+	e.tellPorts(s, c, scr)
+	if err := e.deployHere(ctx, s, file, scr); err != nil {
+		return e.abandon(s, scr, err)
+	}
+	if err := e.welcome(ctx, f, s, c.NodeID); err != nil {
+		return e.abandon(s, scr, err)
+	}
+	e.summary(s, file, scr)
+	select {
+	case <-s.done:
+		return s.failed()
+	default:
+		return s.stop(e.sig, scr)
+	}
+}
+
+// dataDir makes the temporary folder, unless one is to be kept.
+func (e *env) dataDir(f *upFlags, c *wiring.Config) (remove func() error, err error) {
+	c.DataDir = f.keep
+	if f.keep != "" {
+		return func() error { return nil }, nil
+	}
+	c.DataDir, err = os.MkdirTemp("", "dpserve-up-")
+	if err != nil {
+		return nil, problem.New(problem.Internal, "cannot make a temporary folder: %w", err).WithHint("set TMPDIR, or name a folder with --data-dir")
+	}
+	return func() error { return os.RemoveAll(c.DataDir) }, nil
+}
+
+// tellPorts says which default port was taken.
+func (e *env) tellPorts(s *serving, c wiring.Config, scr *screen) {
+	for _, p := range []struct{ what, wanted, got string }{{"endpoint", c.HTTPBind, s.HTTPAddr()}, {"admin API", c.AdminBind, s.AdminAddr()}} {
+		if p.wanted != p.got {
+			scr.say("%s is taken, the %s listens on %s", p.wanted, p.what, p.got)
+		}
+	}
+}
+
+// deployHere deploys over the node's own admin API and waits until everything runs.
+func (e *env) deployHere(ctx context.Context, s *serving, file *appFile, scr *screen) error {
+	client, err := e.newAdmin(s.AdminAddr())
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	go func() {
+		select {
+		case <-s.done:
+			cancel(s.failed())
+		case <-ctx.Done():
+		}
+	}()
+	result, err := client.Deploy(ctx, deployRequest{file: file.name, text: file.text})
+	if err != nil {
+		if cause := context.Cause(ctx); cause != nil {
+			return cause
+		}
+		return err
+	}
+	return newMonitor(e, client, scr).running(ctx, result.revisions)
+}
+
+// abandon ends a node that never served. An interrupt keeps its exit code.
+func (e *env) abandon(s *serving, scr *screen, err error) error {
+	scr.show()
+	s.cancel()
+	select {
+	case <-s.done:
+	case <-e.sig.second:
+		s.Kill()
+		<-s.done
+	}
+	return err
+}
+
+// welcome prints what a user needs now: URL, a curl line that works as printed, and the ranks.
+func (e *env) welcome(ctx context.Context, f *upFlags, s *serving, id string) error {
+	if *f.output != formatTable && *f.output != formatWide {
+		return e.announce(s, id, *f.output)
+	}
+	client, err := e.newAdmin(s.AdminAddr())
+	if err != nil {
+		return err
+	}
+	apps, err := client.Apps(ctx)
+	if err != nil {
+		return err
+	}
+	_, _ = fmt.Fprintf(e.io.Out, "endpoint http://%s/v1\nadmin http://%s\n\n", s.HTTPAddr(), s.AdminAddr())
+	for i := range apps {
+		_, _ = fmt.Fprintln(e.io.Out, curlLine(s.HTTPAddr(), apps[i].Model))
+	}
+	_, _ = fmt.Fprintln(e.io.Out)
+	view := statusView{now: e.now(), relative: e.io.OutTTY}
+	return view.ranks(apps, *f.output == formatWide).write(e.io.Out, e.io.paint)
+}
+
+// curlLine is one streamed chat request, quoted for a POSIX shell.
+func curlLine(addr, model string) string {
+	body := `{"model": ` + quote(model) + `, "stream": true, "messages": [{"role": "user", "content": "Hello"}]}`
+	return fmt.Sprintf("curl -N http://%s/v1/chat/completions -H 'content-type: application/json' -d '%s'", addr, strings.ReplaceAll(body, `'`, `'\''`))
+}
+
+// summary shows one live line on a terminal until a signal comes or the node ends; elsewhere it only waits.
+func (e *env) summary(s *serving, file *appFile, scr *screen) {
+	tick := time.NewTicker(summaryEvery)
+	defer tick.Stop()
+	rate := newRate()
+	for {
+		select {
+		case <-s.done:
+			return
+		case <-e.sig.first:
+			scr.show()
+			return
+		case <-tick.C:
+		}
+		if !scr.tty {
+			tick.Stop()
+			continue
+		}
+		requests, tokens, inflight := s.Totals()
+		scr.show(fmt.Sprintf("%s  %s  %d in flight  %.0f tokens/s  (Ctrl-C stops)",
+			strings.Join(file.names(), ", "), count(int(requests), "request"), inflight, rate.add(e.now(), tokens))) //nolint:gosec // a count of requests fits an int
+	}
+}
+
+// rate is a counter's slope over the last samples.
+type rate struct {
+	at    []time.Time
+	count []uint64
+}
+
+// rateSamples × summaryEvery is the window: 2 s.
+const rateSamples = 9
+
+func newRate() *rate { return &rate{} }
+
+// add takes a sample and gives counts per second over the window.
+func (r *rate) add(now time.Time, n uint64) float64 {
+	r.at, r.count = append(r.at, now), append(r.count, n)
+	if len(r.at) > rateSamples {
+		r.at, r.count = r.at[1:], r.count[1:]
+	}
+	span := now.Sub(r.at[0]).Seconds()
+	if span <= 0 || n < r.count[0] {
+		return 0
+	}
+	return float64(n-r.count[0]) / span
+}
+
+// reprint makes the text say what the applications are.
+func (f *appFile) reprint() error {
+	f.text = printApps(f.apps)
+	return nil
+}
+
+// printApps is the canonical text of applications.
+func printApps(apps []*app.Application) []byte {
+	return (&app.File{Applications: apps}).Print()
+}

@@ -1,0 +1,168 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// Limits of what is read of an engine's answer to a question of ours.
+const (
+	maxAnswer  = 1 << 20 // JSON of models, version, canary
+	maxMetrics = 8 << 20 // the Prometheus page
+	maxDrain   = 64 << 10
+)
+
+// ErrTooLong says that an engine's answer was longer than a sane one.
+var ErrTooLong = errors.New("answer is too long")
+
+// Addressing is how a rank is named behind its URL. The zero value is "by the URL alone".
+type Addressing struct {
+	Mode     string // url | header | body
+	Selector int
+}
+
+// Client asks one rank's engine the questions of its keeper. It holds no state but its transport; safe for concurrent use.
+// Deadlines come with the context of each call.
+type Client struct {
+	base string
+	addr Addressing
+	key  string
+	http *http.Client
+}
+
+// NewClient makes a client of the engine at base (http://host:port). rt is shared by all clients of a node; key is sent as a
+// bearer token on /v1 routes unless it is empty.
+func NewClient(base string, addr Addressing, key string, rt http.RoundTripper) *Client {
+	return &Client{base: strings.TrimRight(base, "/"), addr: addr, key: key, http: &http.Client{Transport: rt, CheckRedirect: noRedirect}}
+}
+
+// noRedirect keeps probes on the engine they were meant for.
+func noRedirect(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
+
+// Transport settings of probes.
+const (
+	dialTimeout = 2 * time.Second
+	idleTimeout = 4 * time.Second // below the 5 s of an engine that someone else started (ENGINES 3.6)
+)
+
+// NewTransport makes the transport of probes: no proxy, no compression, short-lived idle connections.
+func NewTransport() *http.Transport {
+	return &http.Transport{
+		DialContext:         (&net.Dialer{Timeout: dialTimeout}).DialContext,
+		DisableCompression:  true,
+		IdleConnTimeout:     idleTimeout,
+		MaxIdleConnsPerHost: 1,
+	}
+}
+
+// Health is what GET /health tells.
+type Health uint8
+
+// The kinds of health. The zero value is Unanswered: nothing is known.
+const (
+	Unanswered Health = iota // no answer in time, or a torn one: only a canary can tell
+	Alive                    // 2xx, or 404 of an engine without the route: the process lives, which is all it proves
+	Dead                     // 503: the front end has given its engine up
+	RefusedConn
+	Odd // any other status
+)
+
+var healthNames = [...]string{"unanswered", "alive", "dead", "refused", "odd"} // by Health
+
+func (h Health) String() string { return healthNames[h] }
+
+// Health asks GET /health (HEAD is 405). err says why for everything but Alive.
+func (c *Client) Health(ctx context.Context) (Health, error) {
+	resp, err := c.do(ctx, http.MethodGet, "/health", nil)
+	if err != nil {
+		if IsRefused(err) {
+			return RefusedConn, err
+		}
+		return Unanswered, err
+	}
+	drain(resp.Body)
+	switch {
+	case resp.StatusCode/100 == 2, resp.StatusCode == http.StatusNotFound:
+		return Alive, nil
+	case resp.StatusCode == http.StatusServiceUnavailable:
+		return Dead, errors.New("/health answered 503")
+	}
+	return Odd, fmt.Errorf("/health answered %d", resp.StatusCode)
+}
+
+// IsRefused says that nobody listens at the address. A network in memory has no errno, so a dial that failed with the
+// kernel's words counts too; other dial errors (no file descriptor left, no route) do not: they may be ours.
+func IsRefused(err error) bool {
+	var op *net.OpError
+	return errors.Is(err, syscall.ECONNREFUSED) ||
+		errors.As(err, &op) && op.Op == "dial" && op.Err != nil && op.Err.Error() == "connection refused"
+}
+
+// do sends one request. The caller closes the body.
+func (c *Client) do(ctx context.Context, method, path string, body io.Reader) (*http.Response, error) {
+	req, err := http.NewRequestWithContext(ctx, method, c.base+path, body)
+	if err != nil {
+		return nil, err
+	}
+	if body != nil {
+		req.Header.Set("Content-Type", "application/json")
+		req.Header["Idempotency-Key"] = nil // lets the transport repeat it on a connection that was closed while idle
+	}
+	if c.key != "" && strings.HasPrefix(path, "/v1/") {
+		req.Header.Set("Authorization", "Bearer "+c.key)
+	}
+	if c.addr.Mode == "header" {
+		req.Header.Set("X-Data-Parallel-Rank", strconv.Itoa(c.addr.Selector))
+	}
+	return c.http.Do(req)
+}
+
+// get reads a whole 200 answer of at most limit bytes.
+func (c *Client) get(ctx context.Context, path string, limit int64) ([]byte, error) {
+	resp, err := c.do(ctx, http.MethodGet, path, nil)
+	if err != nil {
+		return nil, err
+	}
+	defer drain(resp.Body)
+	if resp.StatusCode != http.StatusOK {
+		return nil, &StatusError{Path: path, Status: resp.StatusCode}
+	}
+	return readAll(resp.Body, limit)
+}
+
+// StatusError is an answer other than 200.
+type StatusError struct {
+	Path   string
+	Status int
+	Text   string // the engine's own words, cut; "" if it had none
+}
+
+func (e *StatusError) Error() string {
+	text := fmt.Sprintf("%s answered %d", e.Path, e.Status)
+	if e.Text != "" {
+		text += ": " + e.Text
+	}
+	return text
+}
+
+func readAll(r io.Reader, limit int64) ([]byte, error) {
+	b, err := io.ReadAll(io.LimitReader(r, limit+1))
+	if err == nil && int64(len(b)) > limit {
+		return nil, ErrTooLong
+	}
+	return b, err
+}
+
+// drain reads a short rest, so that the connection can be used again, and closes the body.
+func drain(body io.ReadCloser) {
+	_, _ = io.CopyN(io.Discard, body, maxDrain)
+	_ = body.Close()
+}

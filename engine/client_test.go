@@ -1,0 +1,159 @@
+package engine_test
+
+import (
+	"context"
+	"encoding/json"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/engine"
+	"github.com/dpserve/dpserve/internal/memnet"
+)
+
+func file(t testing.TB, name string) []byte {
+	b, err := os.ReadFile("testdata/" + name)
+	require.NoError(t, err)
+	return b
+}
+
+// serve starts an engine that answers by path and gives a client of it.
+func serve(t *testing.T, addr engine.Addressing, key string, h http.HandlerFunc) *engine.Client {
+	srv := httptest.NewServer(h)
+	t.Cleanup(srv.Close)
+	rt := engine.NewTransport()
+	t.Cleanup(rt.CloseIdleConnections)
+	return engine.NewClient(srv.URL, addr, key, rt)
+}
+
+func TestHealthIsTyped(t *testing.T) {
+	for status, want := range map[int]engine.Health{200: engine.Alive, 204: engine.Alive, 503: engine.Dead, 500: engine.Odd, 404: engine.Alive, 302: engine.Odd} {
+		c := serve(t, engine.Addressing{}, "", func(w http.ResponseWriter, r *http.Request) {
+			assert.Equal(t, "GET /health", r.Method+" "+r.URL.Path)
+			w.WriteHeader(status)
+		})
+		got, err := c.Health(t.Context())
+		assert.Equal(t, want.String(), got.String(), "%d", status)
+		assert.Equal(t, want == engine.Alive, err == nil, "%d", status)
+	}
+}
+
+func TestHealthOfNobodyAndOfAFrozenEngine(t *testing.T) {
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	rt := engine.NewTransport()
+	defer rt.CloseIdleConnections()
+	c := engine.NewClient("http://"+ln.Addr().String(), engine.Addressing{}, "", rt)
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
+	defer cancel()
+	got, err := c.Health(ctx) // accepted by the kernel, answered by nobody
+	assert.Equal(t, engine.Unanswered, got)
+	require.ErrorIs(t, err, context.DeadlineExceeded)
+
+	require.NoError(t, ln.Close())
+	got, err = c.Health(t.Context())
+	assert.Equal(t, engine.RefusedConn, got)
+	require.Error(t, err)
+
+	var net memnet.Network
+	c = engine.NewClient("http://127.0.0.1:1", engine.Addressing{}, "", &http.Transport{DialContext: net.DialContext})
+	got, _ = c.Health(t.Context())
+	assert.Equal(t, engine.RefusedConn, got)
+}
+
+func TestCanary(t *testing.T) {
+	cases := map[string]struct {
+		status int
+		body   string
+		want   string
+	}{
+		"a token":       {200, string(file(t, "completion.json")), ""},
+		"queue full":    {503, string(file(t, "queue_full.json")), ""},
+		"aborted":       {200, string(file(t, "aborted.json")), "the canary was answered without a completion"},
+		"dead core":     {500, `{"error":{"message":"EngineCore encountered an issue.","type":"InternalServerError","param":null,"code":500}}`, "/v1/completions answered 500: EngineCore encountered an issue."},
+		"front gone":    {503, "", "/v1/completions answered 503"},
+		"unauthorized":  {401, `{"error":"Unauthorized"}`, "/v1/completions answered 401"},
+		"unknown model": {404, `{"error":{"message":"The model x does not exist.","type":"NotFoundError","param":"model","code":404}}`, "/v1/completions answered 404: The model x does not exist."},
+		"garbage":       {200, "<html>", "the canary was answered without a completion: invalid character '<' looking for beginning of value"},
+		"long text":     {500, `{"error":{"message":"` + strings.Repeat("x", 400) + `"}}`, "/v1/completions answered 500: " + strings.Repeat("x", 300) + "…"},
+	}
+	for name, c := range cases {
+		t.Run(name, func(t *testing.T) {
+			client := serve(t, engine.Addressing{}, "", func(w http.ResponseWriter, r *http.Request) {
+				w.WriteHeader(c.status)
+				_, _ = io.WriteString(w, c.body)
+			})
+			err := client.Canary(t.Context(), "m")
+			if c.want == "" {
+				require.NoError(t, err)
+			} else {
+				require.EqualError(t, err, c.want)
+			}
+		})
+	}
+}
+
+func TestCanaryNamesItsRankAndKey(t *testing.T) {
+	var header, key string
+	var body map[string]any
+	record := func(w http.ResponseWriter, r *http.Request) {
+		header, key = r.Header.Get("X-Data-Parallel-Rank"), r.Header.Get("Authorization")
+		assert.Empty(t, r.Header.Values("Idempotency-Key"))
+		body = nil
+		_ = json.NewDecoder(r.Body).Decode(&body)
+		_, _ = w.Write(file(t, "completion.json"))
+	}
+	require.NoError(t, serve(t, engine.Addressing{Mode: "header", Selector: 3}, "", record).Canary(t.Context(), "m"))
+	assert.Equal(t, "3", header)
+	assert.Equal(t, map[string]any{"model": "m", "prompt": "1", "max_tokens": 1.0, "temperature": 0.0}, body)
+	require.NoError(t, serve(t, engine.Addressing{Mode: "body", Selector: 2}, "secret", record).Canary(t.Context(), "m"))
+	assert.Equal(t, 2.0, body["routed_dp_rank"]) //nolint:testifylint // a small integer
+	assert.Equal(t, "Bearer secret", key)
+}
+
+func TestCanaryOfAChatOnlyEngine(t *testing.T) {
+	c := serve(t, engine.Addressing{}, "", func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path != "/v1/chat/completions" {
+			w.WriteHeader(404)
+			_, _ = io.WriteString(w, `{"detail":"Not Found"}`)
+			return
+		}
+		_, _ = w.Write(file(t, "completion.json"))
+	})
+	require.NoError(t, c.Canary(t.Context(), "m"))
+}
+
+func TestReadBack(t *testing.T) {
+	c := serve(t, engine.Addressing{}, "", func(w http.ResponseWriter, r *http.Request) {
+		name := map[string]string{"/v1/models": "models.json", "/metrics": "metrics_dense.txt"}[r.URL.Path]
+		_, _ = w.Write(file(t, name))
+	})
+	s, err := c.ReadBack(t.Context())
+	require.NoError(t, err)
+	assert.Equal(t, engine.Settings{Model: "tiny", MaxModelLen: 2048, BlockSize: 32}, s)
+}
+
+func TestModelsRefuseNonsense(t *testing.T) {
+	for body, want := range map[string]string{
+		`{"data":[]}`: "/v1/models lists no model",
+		`[]`:          "/v1/models: json: cannot unmarshal array into Go value of type struct { Data []engine.Model \"json:\\\"data\\\"\" }",
+		"endless":     "answer is too long",
+	} {
+		c := serve(t, engine.Addressing{}, "", func(w http.ResponseWriter, _ *http.Request) {
+			if body == "endless" {
+				body = strings.Repeat(" ", 1<<20+1)
+			}
+			_, _ = io.WriteString(w, body)
+		})
+		_, err := c.Models(t.Context())
+		require.EqualError(t, err, want)
+	}
+}

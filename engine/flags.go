@@ -1,0 +1,94 @@
+package engine
+
+import (
+	"encoding/json"
+	"fmt"
+	"strconv"
+	"strings"
+
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// DefaultMaxOngoing is max_ongoing_requests of a rank whose engine's max_num_seqs is not known.
+const DefaultMaxOngoing = 256
+
+// Flags renders engine.args as command line flags in file order: snake_case becomes kebab-case, true a bare flag, false
+// --no-flag, a list or map one JSON argument. A list under a simulator flag (sim_…) repeats the flag: those are schedules.
+func Flags(args app.Args) ([]string, error) {
+	var out []string
+	for _, a := range args {
+		name := flagName(a.Name)
+		if list, ok := a.Value.([]any); ok && strings.HasPrefix(name, "sim-") {
+			for _, v := range list {
+				out = append(out, "--"+name, fmt.Sprint(v))
+			}
+			continue
+		}
+		flags, err := flag(name, a.Value)
+		if err != nil {
+			return nil, err
+		}
+		out = append(out, flags...)
+	}
+	return out, nil
+}
+
+func flagName(name string) string { return strings.ReplaceAll(strings.TrimLeft(name, "-"), "_", "-") }
+
+func flag(name string, value any) ([]string, error) {
+	switch v := value.(type) {
+	case nil:
+		return nil, nil
+	case bool:
+		if v {
+			return []string{"--" + name}, nil
+		}
+		return []string{"--no-" + name}, nil
+	case string:
+		return []string{"--" + name, v}, nil
+	case float64: // also every number that came through JSON
+		return []string{"--" + name, strconv.FormatFloat(v, 'f', -1, 64)}, nil
+	case int, int64, uint64, json.Number:
+		return []string{"--" + name, fmt.Sprint(v)}, nil
+	}
+	b, err := json.Marshal(value)
+	if err != nil {
+		return nil, problem.New(problem.InvalidArgument, "engine.args.%s: cannot be written as JSON: %w", name, err)
+	}
+	return []string{"--" + name, string(b)}, nil
+}
+
+// Arg looks a value of engine.args up by its kebab-case flag name.
+func Arg(args app.Args, name string) (any, bool) {
+	for _, a := range args {
+		if flagName(a.Name) == name {
+			return a.Value, true
+		}
+	}
+	return nil, false
+}
+
+// MaxOngoing is how many requests a rank of a takes at once: max_ongoing_requests of the file, else the engine's max_num_seqs
+// as it was given, else DefaultMaxOngoing. No engine reports max_num_seqs over HTTP.
+func MaxOngoing(a *app.Application) int {
+	if a.MaxOngoingRequests > 0 {
+		return a.MaxOngoingRequests
+	}
+	if v, ok := Arg(a.Engine.Args, "max-num-seqs"); ok {
+		if n, err := strconv.ParseFloat(fmt.Sprint(v), 64); err == nil && n >= 1 && n <= 1<<20 {
+			return int(n)
+		}
+	}
+	return DefaultMaxOngoing
+}
+
+// APIKey is the key a launched engine asks for on its /v1 routes: engine.args api_key, else VLLM_API_KEY of engine.env, else "".
+func APIKey(a *app.Application) string {
+	if v, ok := Arg(a.Engine.Args, "api-key"); ok {
+		if s, isString := v.(string); isString {
+			return s
+		}
+	}
+	return a.Engine.Env["VLLM_API_KEY"]
+}

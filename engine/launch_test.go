@@ -1,0 +1,114 @@
+package engine_test
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
+
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/engine"
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+func demo(coupling app.Coupling) *app.Application {
+	return &app.Application{
+		Name:  "demo",
+		Model: app.Model{ID: "demo", Aliases: []string{"d"}},
+		Engine: app.Engine{
+			Kind: app.KindSim,
+			Args: app.Args{{"max_num_seqs", int64(8)}, {"enable-scale-out", true}, {"prefix_caching", false}, {"sim_fail", []any{"crash@1", "hang@2.5"}}},
+			Env:  map[string]string{"A": "1", "VLLM_DP_RANK": "3", "GOGC": "50"},
+		},
+		DataParallel:            app.DataParallel{DPSize: 4, Coupling: coupling},
+		GracefulShutdownTimeout: 9.5,
+	}
+}
+
+func TestRG11AnIndependentRankGetsNoDataParallelFlags(t *testing.T) {
+	s := &engine.Spec{App: demo(app.Independent), Rank: 3, Base: 20016, Executable: "dpserve"}
+	environ := []string{"PATH=/bin", "HTTP_PROXY=http://p", "DPSERVE_TOKEN=secret", "VLLM_DP_SIZE=9", "A=0"}
+	l, err := engine.Render(s, environ)
+	require.NoError(t, err)
+	assert.Equal(t, []string{
+		"dpserve", "engine", "sim", "--host", "127.0.0.1", "--port", "20016", "--served-model-name", "demo", "d",
+		"--shutdown-timeout", "10", "--enable-prompt-tokens-details", "--sim-watch-stdin",
+		"--max-num-seqs", "8", "--enable-scale-out", "--no-prefix-caching", "--sim-fail", "crash@1", "--sim-fail", "hang@2.5",
+	}, l.Argv)
+	assert.Equal(t, []string{"A=1", "GOGC=50", "GOMAXPROCS=1", "PATH=/bin", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE=120"}, l.Env)
+	assert.Equal(t, "http://127.0.0.1:20016", l.URL)
+}
+
+func TestALockstepRankNamesItsPlaceAndRankZero(t *testing.T) {
+	a := demo(app.Lockstep)
+	a.Engine.Args, a.Engine.Command = nil, []string{"other", "engine"}
+	l, err := engine.Render(&engine.Spec{App: a, Rank: 2, Base: 20016, Rank0Addr: "127.0.0.1", Rank0Port: 20036}, nil)
+	require.NoError(t, err)
+	assert.Equal(t, []string{
+		"other", "engine", "--host", "127.0.0.1", "--port", "20018", "--served-model-name", "demo", "d",
+		"--shutdown-timeout", "10", "--enable-prompt-tokens-details", "--sim-watch-stdin",
+		"--data-parallel-size", "4", "--data-parallel-rank", "2", "--data-parallel-size-local", "1",
+		"--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", "20036",
+	}, l.Argv)
+	assert.Equal(t, []string{"other", "engine"}, a.Engine.Command, "the app's own slice is left alone")
+}
+
+func TestKindsOfTheNextVersionSayWhatToDo(t *testing.T) {
+	for _, kind := range []app.Kind{app.KindVLLM, app.KindSGLang} {
+		a := demo(app.Independent)
+		a.Engine.Kind = kind
+		_, err := engine.Render(&engine.Spec{App: a}, nil)
+		require.ErrorIs(t, err, engine.ErrNextVersion)
+		var p *problem.Error
+		require.ErrorAs(t, err, &p)
+		assert.Equal(t, "launching engine kind "+string(kind)+" comes with the next version", p.Message)
+		assert.Contains(t, p.Hint, "kind: sim")
+	}
+}
+
+func TestAttachedRanksAreCountedInsideTheirGroup(t *testing.T) {
+	a := demo(app.Independent)
+	a.Engine.Kind = app.KindAttach
+	a.Engine.Ranks = []app.AttachRank{{URL: "http://a:1"}, {URL: "http://b:1", Group: 1}, {URL: "http://c:1"}}
+	l, err := engine.Render(&engine.Spec{App: a, Group: 0, Rank: 1}, nil)
+	require.NoError(t, err)
+	assert.Equal(t, engine.Launch{URL: "http://c:1"}, l)
+	_, err = engine.Render(&engine.Spec{App: a, Group: 1, Rank: 1}, nil)
+	require.EqualError(t, err, "app demo declares no engine for rank 1 of group 1")
+}
+
+func TestPortLayout(t *testing.T) {
+	p := engine.PortsOf(20000, 8)
+	assert.Equal(t, 20003, p.HTTP(3))
+	assert.Equal(t, 20040, p.RPC())
+	assert.Equal(t, []int{20000, 20040, 20001}, p.Used(0, 1))
+	assert.Equal(t, []int{20000}, engine.PortsOf(20000, 1).Used(0))
+}
+
+func TestFlagValues(t *testing.T) {
+	flags, err := engine.Flags(app.Args{
+		{"a_b", "x y"}, {"c", 1.5}, {"d", float64(1e6)}, {"e", []any{"x", int64(2)}},
+		{"f", map[string]any{"k": true}}, {"g", nil}, {"--h", int64(-1)},
+	})
+	require.NoError(t, err)
+	assert.Equal(t, []string{"--a-b", "x y", "--c", "1.5", "--d", "1000000", "--e", `["x",2]`, "--f", `{"k":true}`, "--h", "-1"}, flags)
+	_, err = engine.Flags(app.Args{{"x", []any{func() {}}}})
+	require.Error(t, err)
+}
+
+func TestMaxOngoingAndKey(t *testing.T) {
+	a := demo(app.Independent)
+	assert.Equal(t, 8, engine.MaxOngoing(a))
+	a.MaxOngoingRequests = 3
+	assert.Equal(t, 3, engine.MaxOngoing(a))
+	a.MaxOngoingRequests, a.Engine.Args = 0, app.Args{{"max-num-seqs", float64(64)}, {"api_key", "k"}}
+	assert.Equal(t, 64, engine.MaxOngoing(a))
+	assert.Equal(t, "k", engine.APIKey(a))
+	a.Engine.Args = app.Args{{"max-num-seqs", "many"}}
+	assert.Equal(t, 256, engine.MaxOngoing(a))
+	assert.Empty(t, engine.APIKey(a))
+	assert.Equal(t, 256, engine.DefaultMaxOngoing)
+}

@@ -1,0 +1,433 @@
+// Package enginemodel is the simulated inference engine of one rank without its process: continuous batching with chunked
+// prefill, a FCFS queue, preemption, a block cache with prefix reuse, lockstep waves and failure states. It is pure: time is an
+// argument, nothing blocks. engine/sim drives it by wall time, tests by fake time, a simulator by its event queue.
+package enginemodel
+
+import (
+	"fmt"
+	"math"
+	"time"
+
+	"github.com/dpserve/dpserve/steptime"
+)
+
+// Defaults of Config.
+const (
+	DefaultBlockSize        = 16
+	DefaultBlocks           = 43712 // what an 80 GB device leaves the reference model at 16 tokens a block
+	DefaultMaxSeqs          = 256
+	DefaultMaxModelLen      = 32768
+	DefaultMaxBatchedTokens = 8192
+	DefaultSyncInterval     = 16 // steps between wave checks
+)
+
+// How a rank notices a dead peer over Gloo: a busy one when its collective breaks, an idle one at its next request.
+const (
+	glooBusyNotice = 300 * time.Millisecond
+	glooIdleNotice = 40 * time.Millisecond
+)
+
+// DefaultCollectiveTimeout is NCCL's: how long a rank stays frozen beside a dead peer.
+const DefaultCollectiveTimeout = 600 * time.Second
+
+// Never is the wake-up of a core that waits for input only.
+const Never = time.Duration(math.MaxInt64)
+
+// Config is the shape of one rank.
+type Config struct {
+	BlockSize        int  // tokens per block
+	Blocks           int  // KV memory; at least one request of the model length must fit
+	MaxSeqs          int  // requests that run at the same time
+	MaxModelLen      int  // prompt + answer, tokens
+	MaxBatchedTokens int  // tokens per step
+	MaxQueuedReqs    int  // waiting requests before arrivals are rejected; 0 = no limit
+	MaxQueuedTokens  int  // their prompt tokens; 0 = no limit
+	PrefixCaching    bool // reuse blocks of equal prefixes
+
+	Law       steptime.Coefficients
+	Speed     float64       // steps take the law's time / Speed
+	Fixed     bool          // every step takes FixedStep instead
+	FixedStep time.Duration // at any Speed
+
+	Lockstep          bool // steps begin and end with the group (Group), idle ranks step too
+	NCCL              bool // peers of a dead rank freeze until CollectiveTimeout instead of failing
+	CollectiveTimeout time.Duration
+}
+
+// Default is the reference rank: uncoupled, at real speed.
+func Default() Config {
+	return Config{
+		BlockSize: DefaultBlockSize, Blocks: DefaultBlocks, MaxSeqs: DefaultMaxSeqs, MaxModelLen: DefaultMaxModelLen,
+		MaxBatchedTokens: DefaultMaxBatchedTokens, PrefixCaching: true, Law: steptime.Reference(), Speed: 1,
+		CollectiveTimeout: DefaultCollectiveTimeout,
+	}
+}
+
+// Validate reports the first setting that cannot work.
+func (c Config) Validate() error {
+	switch {
+	case c.BlockSize < 1 || c.Blocks < 1 || c.MaxSeqs < 1 || c.MaxModelLen < 1 || c.MaxBatchedTokens < 1:
+		return fmt.Errorf("block size %d, blocks %d, max_num_seqs %d, max_model_len %d, max_num_batched_tokens %d: all must be at least 1",
+			c.BlockSize, c.Blocks, c.MaxSeqs, c.MaxModelLen, c.MaxBatchedTokens)
+	case c.Blocks*c.BlockSize < c.MaxModelLen:
+		return fmt.Errorf("%d blocks of %d tokens hold less than one request of max_model_len %d: raise num_gpu_blocks_override or lower max_model_len",
+			c.Blocks, c.BlockSize, c.MaxModelLen)
+	case !(c.Speed > 0):
+		return fmt.Errorf("speed is %v: it must be above 0", c.Speed)
+	case c.FixedStep < 0:
+		return fmt.Errorf("fixed step is %v: it must not be negative", c.FixedStep)
+	}
+	return nil
+}
+
+// InputKind is the closed list of what can happen to a core from outside.
+type InputKind uint8
+
+// The inputs.
+const (
+	InputAdd        InputKind = iota // Req arrives
+	InputAbort                       // Req's client left: it ends at once, without an effect
+	InputAbortAll                    // every request ends with FinishAbort (shutdown without drain)
+	InputKill                        // the core dies: every request ends with FinishError, EffectDied follows
+	InputHang                        // no step ends any more, until InputRecover; aborts still free what they hold
+	InputSlow                        // steps take Factor times as long from the next one on
+	InputRecover                     // ends hang and slow
+	InputGroupBegin                  // lockstep: a wave begins, report a step
+	InputGroupEnd                    // lockstep: the group's step ended; Continue = the wave goes on, report the next one
+	InputPeerLost                    // lockstep: a rank of the group is gone
+)
+
+// Input is one event for a core.
+type Input struct {
+	Kind     InputKind
+	Req      *Request
+	Factor   float64
+	Continue bool
+}
+
+// EffectKind is the closed list of what a core tells its shell.
+type EffectKind uint8
+
+// The effects.
+const (
+	EffectToken    EffectKind = iota // Req has one more token (Produced)
+	EffectFinished                   // Req ended (Finish); the token that ended it came in the EffectToken before
+	EffectRejected                   // Req was never queued: Reject says which limit
+	EffectDied                       // the core is dead
+	EffectWave                       // lockstep: this rank has work, ask the group for a wave
+	EffectReport                     // lockstep: this rank's step takes Took; Unfinished = it will still have work then
+)
+
+// Reject is the admission limit that turned a request away.
+type Reject uint8
+
+// The limits.
+const (
+	RejectNone Reject = iota
+	RejectRequests
+	RejectTokens
+)
+
+// Effect is one thing that the shell has to pass on.
+type Effect struct {
+	Kind       EffectKind
+	Req        *Request
+	Reject     Reject
+	Took       time.Duration
+	Unfinished bool
+}
+
+// Stats are counters since the start, and gauges.
+type Stats struct {
+	Running, Waiting int
+	UsedBlocks       int
+	Blocks           int
+	Steps            uint64
+	StepTokens       int // of the step that ended last
+	PromptTokens     uint64
+	PromptCached     uint64
+	GeneratedTokens  uint64
+	Preemptions      uint64
+	CacheQueries     uint64 // tokens looked up in the prefix cache
+	CacheHits        uint64 // tokens found there
+	Aborted          uint64 // by InputAbort
+	Rejected         [RejectTokens + 1]uint64
+	Finished         [finishReasons]uint64
+}
+
+// Core is one rank's engine core. Not safe for concurrent use.
+type Core struct {
+	cfg     Config
+	pool    *blockPool
+	waiting queue
+	running []*Request
+	batch   []slice
+	effects []Effect
+	stats   Stats
+
+	stepping    bool          // a step is under way, or reported to the group
+	startedAt   time.Duration // of that step
+	endsAt      time.Duration // of that step; lockstep: unused
+	batchTokens int
+	slow        float64
+	hung        bool
+	dead        bool
+	waveAsked   bool
+	inWave      bool
+	held        []Input // group inputs that came while hung: at most one begin and one end
+	peerLost    bool
+	failAt      time.Duration
+}
+
+// slice is one request's share of a step.
+type slice struct {
+	req    *Request
+	tokens int
+}
+
+// New makes an idle core.
+func New(cfg Config) (*Core, error) {
+	if err := cfg.Validate(); err != nil {
+		return nil, err
+	}
+	return &Core{cfg: cfg, pool: newBlockPool(cfg.Blocks), slow: 1, failAt: Never}, nil
+}
+
+// Stats is a snapshot.
+func (c *Core) Stats() Stats {
+	s := c.stats
+	s.Running, s.Waiting = len(c.running), c.waiting.len()
+	s.UsedBlocks, s.Blocks = c.pool.used(), c.cfg.Blocks
+	return s
+}
+
+// Dead says that the core died and ends everything it is given with FinishError.
+func (c *Core) Dead() bool { return c.dead }
+
+// Step is the whole engine: at now it ends a due step, takes the inputs in order, and begins the next step if there is work. At most
+// one step ends per call; the result says when to call again at the latest (it may be now or earlier: at once). The effects
+// are valid until the next call. now must not go backwards.
+func (c *Core) Step(now time.Duration, in []Input) ([]Effect, time.Duration) {
+	c.effects = c.effects[:0]
+	if now >= c.failAt {
+		c.die()
+	}
+	ended := !c.cfg.Lockstep && c.stepping && !c.hung && now >= c.endsAt
+	if ended {
+		c.endStep(c.endsAt)
+	}
+	for i := range in {
+		c.take(now, &in[i])
+	}
+	c.beginSteps(now, ended)
+	return c.effects, c.wakeUp()
+}
+
+func (c *Core) wakeUp() time.Duration {
+	wake := c.failAt
+	if c.stepping && !c.cfg.Lockstep && !c.hung {
+		wake = min(wake, c.endsAt)
+	}
+	return wake
+}
+
+// beginSteps begins the next step if this rank decides alone, or asks the group for a wave.
+func (c *Core) beginSteps(now time.Duration, ended bool) {
+	if c.stepping || c.hung || c.dead || !c.hasWork() {
+		return
+	}
+	if c.cfg.Lockstep {
+		c.askWave(now)
+		return
+	}
+	start := now
+	if late := now - c.endsAt; ended && late <= c.endsAt-c.startedAt {
+		start = c.endsAt // a wake-up a little late does not stretch the cadence
+	}
+	took := c.schedule(start)
+	c.stepping, c.startedAt, c.endsAt = true, start, start+took
+}
+
+func (c *Core) askWave(now time.Duration) {
+	if c.waveAsked || c.inWave {
+		return
+	}
+	c.waveAsked = true
+	c.emit(Effect{Kind: EffectWave})
+	if c.peerLost {
+		c.noticeLoss(now, glooIdleNotice)
+	}
+}
+
+func (c *Core) hasWork() bool { return len(c.running) > 0 || c.waiting.len() > 0 }
+
+func (c *Core) emit(e Effect) { c.effects = append(c.effects, e) }
+
+func (c *Core) take(now time.Duration, in *Input) {
+	switch in.Kind {
+	case InputAdd:
+		c.add(now, in.Req)
+	case InputAbort:
+		c.abort(in.Req)
+	case InputAbortAll:
+		c.endAll(FinishAbort)
+	case InputKill:
+		c.die()
+	case InputHang:
+		c.hung = true
+	case InputSlow:
+		c.slow = in.Factor
+	case InputRecover:
+		c.recover(now)
+	case InputGroupBegin, InputGroupEnd:
+		c.group(now, in)
+	case InputPeerLost:
+		c.losePeer(now)
+	}
+}
+
+func (c *Core) add(now time.Duration, r *Request) {
+	r.times.Arrived = now
+	if c.dead {
+		c.finish(r, FinishError)
+		return
+	}
+	if why := c.admit(r); why != RejectNone {
+		c.stats.Rejected[why]++
+		r.state = stateDone
+		c.emit(Effect{Kind: EffectRejected, Req: r, Reject: why})
+		return
+	}
+	r.state = stateWaiting
+	c.waiting.pushBack(r)
+}
+
+func (c *Core) admit(r *Request) Reject {
+	if c.cfg.MaxQueuedReqs > 0 && c.waiting.len() >= c.cfg.MaxQueuedReqs {
+		return RejectRequests
+	}
+	if c.cfg.MaxQueuedTokens > 0 && c.waiting.tokens+r.Prompt > c.cfg.MaxQueuedTokens {
+		return RejectTokens
+	}
+	return RejectNone
+}
+
+// abort ends r without an effect; its blocks and its place are free at once, also in the middle of a step.
+func (c *Core) abort(r *Request) {
+	if r.state != stateWaiting && r.state != stateRunning {
+		return
+	}
+	c.remove(r)
+	r.state, r.finish = stateDone, FinishAbort
+	c.stats.Aborted++
+}
+
+func (c *Core) remove(r *Request) {
+	if r.state == stateWaiting {
+		c.waiting.remove(r)
+		return
+	}
+	for i, o := range c.running {
+		if o == r {
+			c.running = append(c.running[:i], c.running[i+1:]...)
+			break
+		}
+	}
+	c.freeBlocks(r)
+}
+
+func (c *Core) endAll(why FinishReason) {
+	for _, r := range c.running {
+		c.freeBlocks(r)
+		c.finish(r, why)
+	}
+	c.running = c.running[:0]
+	for c.waiting.len() > 0 {
+		c.finish(c.waiting.popFront(), why)
+	}
+}
+
+func (c *Core) finish(r *Request, why FinishReason) {
+	r.state, r.finish = stateDone, why
+	c.stats.Finished[why]++
+	c.emit(Effect{Kind: EffectFinished, Req: r})
+}
+
+func (c *Core) die() {
+	c.failAt = Never
+	if c.dead {
+		return
+	}
+	c.dead, c.stepping, c.inWave = true, false, false
+	c.endAll(FinishError)
+	c.emit(Effect{Kind: EffectDied})
+}
+
+func (c *Core) recover(now time.Duration) {
+	c.hung, c.slow = false, 1
+	held := c.held
+	c.held = nil
+	for i := range held {
+		c.group(now, &held[i])
+	}
+}
+
+// group takes a word of the lockstep group.
+func (c *Core) group(now time.Duration, in *Input) {
+	if c.dead {
+		return
+	}
+	if c.hung {
+		c.held = append(c.held, *in)
+		return
+	}
+	if in.Kind == InputGroupEnd {
+		if c.stepping {
+			c.endStep(now)
+		}
+		c.inWave = in.Continue
+	} else {
+		c.inWave = true
+	}
+	c.waveAsked = c.waveAsked && !c.inWave
+	if c.inWave && !c.stepping {
+		c.report(now)
+	}
+}
+
+// report schedules a step, a dummy one if there is nothing to do, and tells the group how long it takes.
+func (c *Core) report(now time.Duration) {
+	took := c.schedule(now)
+	c.stepping, c.startedAt = true, now
+	c.emit(Effect{Kind: EffectReport, Took: took, Unfinished: c.unfinishedAfter()})
+}
+
+// unfinishedAfter says whether work is left when the scheduled step has ended, barring arrivals.
+func (c *Core) unfinishedAfter() bool {
+	if c.waiting.len() > 0 || len(c.batch) < len(c.running) {
+		return true
+	}
+	for _, s := range c.batch {
+		if s.req.computed+s.tokens < s.req.total() || s.req.produced+1 < s.req.Output {
+			return true
+		}
+	}
+	return false
+}
+
+func (c *Core) losePeer(now time.Duration) {
+	c.peerLost = true
+	if c.inWave || c.waveAsked {
+		c.noticeLoss(now, glooBusyNotice)
+	}
+}
+
+func (c *Core) noticeLoss(now, gloo time.Duration) {
+	if c.dead || c.failAt != Never {
+		return
+	}
+	if c.cfg.NCCL {
+		gloo = c.cfg.CollectiveTimeout
+	}
+	c.failAt = now + time.Duration(float64(gloo)/max(1, c.cfg.Speed))
+}

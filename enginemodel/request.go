@@ -1,0 +1,92 @@
+package enginemodel
+
+import "time"
+
+// FinishReason says how a request ended.
+type FinishReason uint8
+
+// The finish reasons. FinishError stands for a dead engine core; the process turns it into HTTP 500 or an error event.
+const (
+	FinishNone FinishReason = iota
+	FinishStop
+	FinishLength
+	FinishAbort
+	FinishError
+	finishReasons
+)
+
+// String is the word of the wire.
+func (r FinishReason) String() string {
+	switch r {
+	case FinishStop:
+		return "stop"
+	case FinishLength:
+		return "length"
+	case FinishAbort:
+		return "abort"
+	case FinishError:
+		return "error"
+	case FinishNone, finishReasons:
+	}
+	return ""
+}
+
+// Request is one sequence. The caller fills the exported fields and hands it in with InputAdd; until its EffectFinished or
+// EffectRejected it belongs to the core, which alone writes it; after InputAbort until the running step has ended. A request is added
+// once: it is not for reuse.
+type Request struct {
+	Prompt  int          // prompt tokens, at least 1
+	Output  int          // tokens until it ends by itself, at least 1; Prompt+Output must fit the model length
+	Ending  FinishReason // FinishLength or FinishStop: how it ends after Output tokens
+	Content Content      // nil = no prefix reuse
+	User    any          // the caller's own
+
+	state    requestState
+	computed int // tokens whose KV is in blocks, once the running step ends
+	produced int
+	cached   int
+	preempts int
+	blocks   []int32
+	hashed   int // leading blocks that are in the cache
+	finish   FinishReason
+	times    Times
+}
+
+// Times are instants of a request on the core's clock; zero before they happen.
+type Times struct {
+	Arrived   time.Duration
+	Scheduled time.Duration // first taken into a step
+	First     time.Duration // first token
+	Last      time.Duration // newest token
+	Previous  time.Duration // the token before it
+}
+
+type requestState uint8
+
+const (
+	stateNew requestState = iota
+	stateWaiting
+	stateRunning
+	stateDone
+)
+
+// Produced is the number of output tokens so far.
+func (r *Request) Produced() int { return r.produced }
+
+// Cached is the number of prompt tokens whose KV came from the prefix cache.
+func (r *Request) Cached() int { return r.cached }
+
+// Preemptions is how often it lost its blocks.
+func (r *Request) Preemptions() int { return r.preempts }
+
+// Finish is how it ended, FinishNone while it lives.
+func (r *Request) Finish() FinishReason { return r.finish }
+
+// Times are its instants so far.
+func (r *Request) Times() Times { return r.times }
+
+// total is the number of tokens that exist: prompt and answer so far.
+func (r *Request) total() int { return r.Prompt + r.produced }
+
+// decoding: the next token needs one token of work and is not the first.
+func (r *Request) decoding() bool { return r.produced > 0 && r.computed == r.total()-1 }

@@ -1,0 +1,231 @@
+package enginemodel
+
+import (
+	"time"
+
+	"github.com/dpserve/dpserve/steptime"
+)
+
+// schedule fills the batch of the step that begins at now and returns how long it takes. Running requests come first, in the
+// order of their admission (so decodes before the one prefill that may be unfinished), then waiting ones first come first
+// served while sequences, blocks and the token budget allow.
+func (c *Core) schedule(now time.Duration) time.Duration {
+	c.batch = c.batch[:0]
+	budget, preempted := c.scheduleRunning(c.cfg.MaxBatchedTokens)
+	if !preempted {
+		c.scheduleWaiting(now, budget)
+	}
+	return c.duration()
+}
+
+func (c *Core) scheduleRunning(budget int) (left int, preempted bool) {
+	for i := 0; i < len(c.running) && budget > 0; i++ {
+		r := c.running[i]
+		n := min(r.total()-r.computed, budget)
+		for !c.grow(r, r.computed+n) {
+			victim := c.running[len(c.running)-1]
+			c.preempt(victim)
+			preempted = true
+			if victim == r {
+				return budget, true
+			}
+		}
+		c.batch = append(c.batch, slice{req: r, tokens: n})
+		budget -= n
+	}
+	return budget, preempted
+}
+
+func (c *Core) scheduleWaiting(now time.Duration, budget int) {
+	for budget > 0 && c.waiting.len() > 0 && len(c.running) < c.cfg.MaxSeqs {
+		r := c.waiting.front()
+		if !c.start(r, budget) {
+			return
+		}
+		c.waiting.popFront()
+		c.running = append(c.running, r)
+		if r.times.Scheduled == 0 {
+			r.times.Scheduled = max(now, 1)
+		}
+		n := min(r.total()-r.computed, budget)
+		c.batch = append(c.batch, slice{req: r, tokens: n})
+		budget -= n
+	}
+}
+
+// start gives a waiting request its cached prefix and the blocks of its first chunk, or nothing at all.
+func (c *Core) start(r *Request, budget int) bool {
+	hits, idle := c.match(r)
+	computed := len(hits) * c.cfg.BlockSize
+	chunk := min(r.total()-computed, budget)
+	if c.blocksFor(computed+chunk)-len(hits) > c.pool.free-idle {
+		return false
+	}
+	for _, b := range hits {
+		c.pool.ref(b)
+	}
+	r.blocks, r.hashed, r.computed = hits, len(hits), computed
+	c.grow(r, computed+chunk)
+	c.countStart(r)
+	r.state = stateRunning
+	return true
+}
+
+func (c *Core) countStart(r *Request) {
+	if r.preempts > 0 {
+		return
+	}
+	r.cached = r.computed
+	c.stats.PromptTokens += uint64(r.Prompt) //nolint:gosec // counts are not negative
+	c.stats.PromptCached += uint64(r.cached) //nolint:gosec // counts are not negative
+	if c.caching(r) {
+		c.stats.CacheQueries += uint64(r.Prompt) //nolint:gosec // counts are not negative
+		c.stats.CacheHits += uint64(r.cached)    //nolint:gosec // counts are not negative
+	}
+}
+
+func (c *Core) caching(r *Request) bool { return c.cfg.PrefixCaching && r.Content != nil }
+
+// match finds the cached prefix of r in whole blocks, at most total-1 tokens (the last token must be computed to get an
+// output). idle is how many of the hits are on the free list, so not available for new blocks.
+func (c *Core) match(r *Request) (hits []int32, idle int) {
+	hits = r.blocks[:0]
+	if !c.caching(r) {
+		return hits, 0
+	}
+	for i := range (r.total() - 1) / c.cfg.BlockSize {
+		hash, ok := r.Content.BlockHash(i)
+		if !ok {
+			break
+		}
+		b, ok := c.pool.lookup(hash)
+		if !ok {
+			break
+		}
+		if c.pool.blocks[b].refs == 0 {
+			idle++
+		}
+		hits = append(hits, b)
+	}
+	return hits, idle
+}
+
+func (c *Core) blocksFor(tokens int) int { return (tokens + c.cfg.BlockSize - 1) / c.cfg.BlockSize }
+
+// grow gives r blocks for tokens tokens and enters the ones that become full into the cache; false = not enough memory, and
+// nothing was taken. Blocks are entered before they are computed, as vLLM does: the same step computes them.
+func (c *Core) grow(r *Request, tokens int) bool {
+	need := c.blocksFor(tokens) - len(r.blocks)
+	if need > c.pool.free {
+		return false
+	}
+	for range need {
+		r.blocks = append(r.blocks, c.pool.take())
+	}
+	if c.caching(r) {
+		c.enterFull(r, tokens/c.cfg.BlockSize)
+	}
+	return true
+}
+
+func (c *Core) enterFull(r *Request, full int) {
+	for r.hashed < full {
+		hash, ok := r.Content.BlockHash(r.hashed)
+		if !ok {
+			return
+		}
+		c.pool.cache(r.blocks[r.hashed], hash)
+		r.hashed++
+	}
+}
+
+// preempt takes the blocks of a running request and puts it first in the queue; it computes everything again, but for what is
+// still cached then.
+func (c *Core) preempt(r *Request) {
+	c.running = c.running[:len(c.running)-1]
+	c.freeBlocks(r)
+	r.computed = 0
+	r.preempts++
+	r.state = stateWaiting
+	c.waiting.pushFront(r)
+	c.stats.Preemptions++
+}
+
+// freeBlocks releases from the tail on, so a sequence's tail is reused before its head.
+func (c *Core) freeBlocks(r *Request) {
+	for i := len(r.blocks) - 1; i >= 0; i-- {
+		c.pool.release(r.blocks[i])
+	}
+	r.blocks, r.hashed = r.blocks[:0], 0
+}
+
+// duration is what the step of the current batch takes.
+func (c *Core) duration() time.Duration {
+	c.batchTokens = 0
+	var decodes, kv int
+	var pairs float64
+	for _, s := range c.batch {
+		c.batchTokens += s.tokens
+		if s.req.decoding() {
+			decodes++
+			kv += s.req.computed
+		} else {
+			pairs += steptime.Pairs(s.tokens, s.req.computed)
+		}
+	}
+	if c.cfg.Fixed {
+		return time.Duration(float64(c.cfg.FixedStep) * c.slow)
+	}
+	ms := c.cfg.Law.Step(c.batchTokens, decodes, kv, pairs)
+	return time.Duration(ms * float64(time.Millisecond) * c.slow / c.cfg.Speed)
+}
+
+// endStep books the computed tokens at the instant the step ended: new tokens and ends.
+func (c *Core) endStep(at time.Duration) {
+	c.stepping = false
+	c.stats.Steps++
+	c.stats.StepTokens = c.batchTokens
+	var gone bool
+	for _, s := range c.batch {
+		r := s.req
+		if r.state != stateRunning {
+			continue // aborted meanwhile
+		}
+		r.computed += s.tokens
+		if r.computed == r.total() {
+			gone = c.token(r, at) || gone
+		}
+	}
+	c.batch = c.batch[:0]
+	if gone {
+		c.dropDone()
+	}
+}
+
+// token books one output token of r; true = it was the last one.
+func (c *Core) token(r *Request, at time.Duration) bool {
+	r.produced++
+	c.stats.GeneratedTokens++
+	if r.produced == 1 {
+		r.times.First = at
+	}
+	r.times.Previous, r.times.Last = r.times.Last, at
+	c.emit(Effect{Kind: EffectToken, Req: r})
+	if r.produced < r.Output {
+		return false
+	}
+	c.freeBlocks(r)
+	c.finish(r, r.Ending)
+	return true
+}
+
+func (c *Core) dropDone() {
+	kept := c.running[:0]
+	for _, r := range c.running {
+		if r.state == stateRunning {
+			kept = append(kept, r)
+		}
+	}
+	clear(c.running[len(kept):])
+	c.running = kept
+}

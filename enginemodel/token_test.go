@@ -1,0 +1,85 @@
+package enginemodel_test
+
+import (
+	"strings"
+	"testing"
+	"unicode/utf8"
+
+	"github.com/stretchr/testify/assert"
+	"pgregory.net/rapid"
+
+	em "github.com/dpserve/dpserve/enginemodel"
+)
+
+func TestTokensAreFourBytesLittleEndian(t *testing.T) {
+	assert.Equal(t, []uint32{'h' | 'e'<<8 | 'l'<<16 | 'l'<<24, 'o'}, em.AppendTokens(nil, "hello"))
+	assert.Empty(t, em.AppendTokens(nil, ""))
+	assert.Equal(t, []uint32{'a', em.MarkerNUL, 'b'}, em.AppendTokens(nil, "a\x00b"))
+}
+
+func TestTextOfHalfACharacterIsAReplacement(t *testing.T) {
+	ids := em.AppendTokens(nil, "xyz🚀")
+	assert.Equal(t, "xyz\uFFFD", em.Text(ids[:1]))
+	assert.Equal(t, "xyz🚀", em.Text(ids))
+}
+
+func TestTokenizerRoundTripsAndIsPrefixStable(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		a, b := rapid.String().Draw(t, "a"), rapid.String().Draw(t, "b")
+		ids := em.AppendTokens(nil, a)
+		assert.Equal(t, a, em.Text(ids))
+		assert.Equal(t, len(ids), em.CountTokens(a))
+		if len(ids) > 0 {
+			more := em.AppendTokens(nil, a+b)
+			assert.Equal(t, ids[:len(ids)-1], more[:len(ids)-1])
+		}
+	})
+}
+
+func TestChatTemplateExtendsFromTurnToTurn(t *testing.T) {
+	first := []em.Message{{Role: "system", Content: "be brief"}, {Role: "user", Content: "hello world"}}
+	prompt := em.AppendChat(nil, first, true)
+	assert.Equal(t, em.MarkerSystem, prompt[0])
+	assert.Equal(t, em.MarkerAssistant, prompt[len(prompt)-1])
+
+	gen := em.NewGenerator(em.TextSeed(0, prompt, 0))
+	answer := string(gen.Bytes(5))
+	for !utf8.ValidString(answer) {
+		answer = answer[:len(answer)-1]
+	}
+	next := append(append([]em.Message{}, first...), em.Message{Role: "assistant", Content: answer}, em.Message{Role: "user", Content: "go on"})
+	second := em.AppendChat(nil, next, true)
+	whole := len(answer) / em.BytesPerToken
+	assert.Equal(t, prompt, second[:len(prompt)])
+	for i := range whole {
+		assert.Equal(t, gen.Token(i), second[len(prompt)+i], "the answer's tokens come back as the next prompt's")
+	}
+}
+
+func TestGeneratorIsAFunctionOfSeedPromptAndChoice(t *testing.T) {
+	prompt := em.AppendTokens(nil, "the quick brown fox")
+	text := func(seed uint64, p []uint32, choice int) string {
+		return string(em.NewGenerator(em.TextSeed(seed, p, choice)).Bytes(64))
+	}
+	assert.Equal(t, text(1, prompt, 0), text(1, prompt, 0))
+	assert.NotEqual(t, text(1, prompt, 0), text(2, prompt, 0))
+	assert.NotEqual(t, text(1, prompt, 0), text(1, prompt, 1))
+	assert.NotEqual(t, text(1, prompt, 0), text(1, prompt[1:], 0))
+
+	whole := em.NewGenerator(7)
+	piecewise := em.NewGenerator(7)
+	for i := range 300 {
+		assert.Equal(t, whole.Token(i), piecewise.Token(i))
+		assert.Len(t, piecewise.Bytes(i+1), em.BytesPerToken*(i+1))
+	}
+	assert.True(t, utf8.ValidString(strings.ToValidUTF8(string(whole.Bytes(300)), "")))
+	assert.NotContains(t, string(whole.Bytes(300)), "\x00")
+}
+
+func TestAnswersEndInTheirWindow(t *testing.T) {
+	for seed := range uint64(2000) {
+		n := em.AnswerLen(seed)
+		assert.GreaterOrEqual(t, n, em.AnswerMin)
+		assert.Less(t, n, em.AnswerMin+em.AnswerSpan)
+	}
+}

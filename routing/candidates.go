@@ -1,0 +1,173 @@
+package routing
+
+import (
+	"math/rand/v2"
+	"slices"
+)
+
+// tier is a class of candidates. A policy takes the first tier that is not empty.
+type tier uint8
+
+const (
+	tierLocal  tier = iota // eligible, with room, stream alive, on the ingress's own node
+	tierOpen               // eligible, with room, stream alive
+	tierSilent             // eligible, stream silent: an old "full" never blocks, admission has the last word
+)
+
+// Eligible says whether q may go to rk at all: ready, not tried. Room is another question.
+func Eligible(q *Request, rk *Rank) bool { return rk.Ready && !slices.Contains(q.Tried, rk.ID) }
+
+// HasRoom says whether the view still sees a free place on rk.
+func HasRoom(rk *Rank) bool { return rk.ongoing() < rk.MaxOngoing }
+
+// ongoing is rk.Load.O() without the copy of the Load, which would be a tenth of a pick.
+func (rk *Rank) ongoing() int { return rk.Load.W + rk.Load.F + rk.Load.R }
+
+// has says whether rk is a candidate of the tier for q.
+func (t tier) has(q *Request, rk *Rank) bool {
+	switch t {
+	case tierLocal:
+		return rk.Local && !rk.Silent && HasRoom(rk) && Eligible(q, rk)
+	case tierOpen:
+		return !rk.Silent && HasRoom(rk) && Eligible(q, rk)
+	case tierSilent:
+		return rk.Silent && Eligible(q, rk)
+	}
+	return false
+}
+
+// count is the number of candidates of the tier.
+func (t tier) count(q *Request, v *View) int {
+	n := 0
+	for i := range v.Ranks {
+		if t.has(q, &v.Ranks[i]) {
+			n++
+		}
+	}
+	return n
+}
+
+// nth is the index of the k-th candidate (from 0) in id order, -1 if there are fewer.
+func (t tier) nth(q *Request, v *View, k int) int {
+	for i := range v.Ranks {
+		if !t.has(q, &v.Ranks[i]) {
+			continue
+		}
+		if k == 0 {
+			return i
+		}
+		k--
+	}
+	return -1
+}
+
+// blindDraws is how often a draw goes over all ranks before the candidates are counted. With half of the ranks out,
+// all eight miss once in 256 picks.
+const blindDraws = 8
+
+// one draws a candidate uniformly, -1 if the tier is empty. It draws over all ranks and throws misses away, which
+// is uniform over the candidates and reads one row instead of all of them.
+func (t tier) one(q *Request, v *View, r *rand.Rand) int {
+	for range min(blindDraws, len(v.Ranks)) {
+		if i := r.IntN(len(v.Ranks)); t.has(q, &v.Ranks[i]) {
+			return i
+		}
+	}
+	n := t.count(q, v)
+	if n == 0 {
+		return -1
+	}
+	return t.nth(q, v, r.IntN(n))
+}
+
+// pair draws two distinct candidates, uniform over ordered pairs; j is -1 if there is only one, both are if there is
+// none. A blind draw that gives up and the counted draw after it are both uniform, so their mixture is.
+func (t tier) pair(q *Request, v *View, r *rand.Rand) (i, j int) {
+	if i, j = t.blindPair(q, v, r); j >= 0 {
+		return i, j
+	}
+	switch n := t.count(q, v); n {
+	case 0:
+		return -1, -1
+	case 1:
+		return t.nth(q, v, 0), -1
+	default:
+		a, b := r.IntN(n), r.IntN(n-1)
+		if b >= a {
+			b++
+		}
+		return t.nth(q, v, a), t.nth(q, v, b)
+	}
+}
+
+// blindPair draws over all ranks; j is -1 if it gave up. One random word gives two draws.
+func (t tier) blindPair(q *Request, v *View, r *rand.Rand) (i, j int) {
+	i = -1
+	if len(v.Ranks) < 2 {
+		return i, -1
+	}
+	for range blindDraws / 2 {
+		word := r.Uint64()
+		for _, k := range [...]int{below(word>>32, len(v.Ranks)), below(word&halfWord, len(v.Ranks))} {
+			switch {
+			case k == i || !t.has(q, &v.Ranks[k]):
+			case i < 0:
+				i = k
+			default:
+				return i, k
+			}
+		}
+	}
+	return i, -1
+}
+
+const halfWord = 1<<32 - 1
+
+// below maps 32 random bits to [0, n); the bias is n/2^32, 4e-6 at the most ranks an app can have on 100 groups of 160.
+func below(bits uint64, n int) int { return int(bits * uint64(n) >> 32) } //nolint:gosec // n is a length, the result is below it
+
+// openTier is the tier that a load policy chooses from: open ranks, else silent ones. ok is false if both are empty.
+func openTier(q *Request, v *View) (t tier, ok bool) {
+	silent := false
+	for i := range v.Ranks {
+		if tierOpen.has(q, &v.Ranks[i]) {
+			return tierOpen, true
+		}
+		silent = silent || tierSilent.has(q, &v.Ranks[i])
+	}
+	return tierSilent, silent
+}
+
+// begin empties d for a new decision; its memory stays.
+func begin(d *Decision) {
+	d.Kind, d.Reason = Reject, ""
+	d.Ranked, d.Terms = d.Ranked[:0], d.Terms[:0]
+}
+
+// routeTo makes d a Route to rk, with the reason of its tier.
+func routeTo(d *Decision, t tier, rk *Rank, reason string) {
+	if t == tierSilent {
+		reason = ReasonSilentFallback
+	}
+	d.Kind, d.Reason = Route, reason
+	d.Ranked = append(d.Ranked, rk.ID)
+}
+
+// none fills d when no tier has a candidate: Queue while room may come, else Reject (CONTRACTS 8).
+func none(q *Request, v *View, d *Decision) {
+	eligible, ready := false, false
+	for i := range v.Ranks {
+		ready = ready || v.Ranks[i].Ready
+		eligible = eligible || Eligible(q, &v.Ranks[i])
+	}
+	switch {
+	case eligible:
+		d.Kind, d.Reason = Queue, ReasonNoRoom
+	case v.OnTheWay > 0:
+		d.Kind, d.Reason = Queue, ReasonOnTheWay
+	case ready:
+		d.Kind, d.Reason = Reject, ReasonAllTried
+	default:
+		d.Kind, d.Reason = Reject, ReasonNoReadyRank
+	}
+}

@@ -1,0 +1,114 @@
+package routing
+
+import "math/bits"
+
+// phase is where an open request stands. The zero value marks a free cell of the table.
+type phase uint8
+
+const (
+	free     phase = iota
+	bumped         // own dispatch, nothing heard yet
+	ticketed       // own dispatch, admitted as number seq; lives until the stream is at seq
+	admitted       // in the replica's account, prefill not known to be done
+	decoding       // in the replica's account, first token seen
+)
+
+// open is one request on one rank: what it adds to the rank's Load, so that taking it out is exact.
+type open struct {
+	key    uint64
+	seq    uint64 // ticketed: the ticket's stream number
+	tokens int64  // prompt
+	out    int64  // output so far
+	phase  phase
+}
+
+// own says whether the entry is a bump of this router and not of the replica's account.
+func (o *open) own() bool { return o.phase == bumped || o.phase == ticketed }
+
+// opens is a hash table of open requests by key: linear probing, no tombstones (deletion shifts back), so that a
+// full day of adds and removes neither allocates nor slows down. A built-in map would regrow from time to time.
+type opens struct {
+	cells []open // length is a power of two
+	n     int
+	shift uint
+}
+
+const (
+	minCells = 16
+	// fibonacci is 2^64 / golden ratio: it spreads keys over the high bits.
+	fibonacci = 0x9E3779B97F4A7C15
+)
+
+func (t *opens) home(key uint64) int {
+	return int(key * fibonacci >> t.shift) //nolint:gosec // shift leaves log2(len(cells)) bits
+}
+
+// get finds an entry, nil if there is none. The pointer is valid until the next add or remove.
+func (t *opens) get(key uint64) *open {
+	if t.n == 0 {
+		return nil
+	}
+	for i := t.home(key); ; i = (i + 1) & (len(t.cells) - 1) {
+		if t.cells[i].phase == free {
+			return nil
+		}
+		if t.cells[i].key == key {
+			return &t.cells[i]
+		}
+	}
+}
+
+// add stores o unless its key is there already, and says whether it did.
+func (t *opens) add(o open) bool {
+	if 2*(t.n+1) > len(t.cells) {
+		t.resize(max(minCells, 2*len(t.cells)))
+	}
+	i := t.home(o.key)
+	for t.cells[i].phase != free {
+		if t.cells[i].key == o.key {
+			return false
+		}
+		i = (i + 1) & (len(t.cells) - 1)
+	}
+	t.cells[i] = o
+	t.n++
+	return true
+}
+
+func (t *opens) resize(size int) {
+	old := t.cells
+	t.cells, t.n = make([]open, size), 0
+	t.shift = uint(64 - bits.TrailingZeros(uint(size)))
+	for i := range old {
+		if old[i].phase != free {
+			t.add(old[i])
+		}
+	}
+}
+
+// remove takes the entry of key out, if it is there, and moves those behind it back to where a search finds them.
+func (t *opens) remove(key uint64) {
+	o := t.get(key)
+	if o == nil {
+		return
+	}
+	mask := len(t.cells) - 1
+	hole := t.home(key)
+	for t.cells[hole].key != key || t.cells[hole].phase == free {
+		hole = (hole + 1) & mask
+	}
+	for i := (hole + 1) & mask; t.cells[i].phase != free; i = (i + 1) & mask {
+		if home := t.home(t.cells[i].key); (i-home)&mask >= (i-hole)&mask {
+			t.cells[hole] = t.cells[i]
+			hole = i
+		}
+	}
+	t.cells[hole] = open{}
+	t.n--
+}
+
+// clear empties the table and keeps its memory.
+func (t *opens) clear() {
+	clear(t.cells)
+	t.n = 0
+}

@@ -1,0 +1,242 @@
+package routing
+
+import (
+	"slices"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
+)
+
+// oracle is the bump rule of CONTRACTS 6 as plainly as it can be said: two maps per rank, everything summed anew.
+type oracle struct{ ranks map[RankID]*oracleRank }
+
+type oracleRank struct {
+	epoch, incarnation, last uint64
+	account                  map[uint64]oracleOpen
+	bumps                    map[uint64]oracleBump
+}
+
+type oracleOpen struct {
+	tokens, out int
+	decoding    bool
+}
+
+type oracleBump struct {
+	tokens int
+	seq    uint64 // of the ticket, 0 = none
+}
+
+func (o *oracleRank) load() Load {
+	var l Load
+	for _, b := range o.bumps {
+		l.W, l.Q, l.Kq = l.W+1, l.Q+int64(b.tokens), l.Kq+int64(b.tokens)
+	}
+	for _, a := range o.account {
+		if a.decoding {
+			l.R, l.K = l.R+1, l.K+int64(a.tokens+a.out)
+		} else {
+			l.W, l.Q, l.Kq = l.W+1, l.Q+int64(a.tokens), l.Kq+int64(a.tokens)
+		}
+	}
+	return l
+}
+
+// apply is what the Router must do; it reports whether the event was in time.
+func (o *oracle) apply(e *Event) bool {
+	rk := o.ranks[e.Rank]
+	switch e.Kind {
+	case EvRankUp:
+		return o.rankUp(e)
+	case EvUndo:
+		if rk != nil {
+			delete(rk.bumps, e.ReqID)
+		}
+		return true
+	}
+	if rk == nil {
+		return false
+	}
+	switch e.Kind {
+	case EvDispatched:
+		_, known := rk.account[e.ReqID]
+		if _, bumped := rk.bumps[e.ReqID]; !known && !bumped {
+			rk.bumps[e.ReqID] = oracleBump{tokens: e.Tokens}
+		}
+	case EvTicket:
+		rk.ticket(e)
+	case EvRankDown:
+		if e.Incarnation != 0 && e.Incarnation != rk.incarnation {
+			return false
+		}
+		delete(o.ranks, e.Rank)
+	default:
+		return rk.record(e)
+	}
+	return true
+}
+
+func (o *oracle) rankUp(e *Event) bool {
+	old := o.ranks[e.Rank]
+	rk := &oracleRank{epoch: e.Epoch, incarnation: e.Incarnation, last: e.Seq, account: map[uint64]oracleOpen{}, bumps: map[uint64]oracleBump{}}
+	for _, s := range e.Snapshot {
+		rk.account[s.ReqID] = oracleOpen{tokens: s.Tokens, out: s.Out, decoding: s.Decoding || s.Out > 0}
+	}
+	if old != nil && old.epoch == e.Epoch && old.incarnation == e.Incarnation {
+		for key, b := range old.bumps {
+			if _, known := rk.account[key]; !known && (b.seq == 0 || b.seq > e.Seq) {
+				rk.bumps[key] = b
+			}
+		}
+	}
+	o.ranks[e.Rank] = rk
+	return true
+}
+
+func (o *oracleRank) ticket(e *Event) {
+	b, ok := o.bumps[e.ReqID]
+	switch {
+	case !ok:
+	case e.Incarnation != o.incarnation || e.Seq <= o.last:
+		delete(o.bumps, e.ReqID)
+	default:
+		b.seq = e.Seq
+		o.bumps[e.ReqID] = b
+	}
+}
+
+func (o *oracleRank) record(e *Event) bool {
+	if e.Incarnation != o.incarnation || e.Seq < o.last {
+		return false
+	}
+	a, known := o.account[e.ReqID]
+	b, bumped := o.bumps[e.ReqID]
+	if bumped && e.Kind != EvFinished { // named by the stream: the bump becomes the replica's entry
+		delete(o.bumps, e.ReqID)
+		a, known = oracleOpen{tokens: b.tokens}, true
+		if e.Kind == EvAdmitted {
+			a.tokens = e.Tokens
+		}
+	}
+	switch e.Kind {
+	case EvAdmitted:
+		if !known {
+			a = oracleOpen{tokens: e.Tokens}
+		}
+		o.account[e.ReqID] = a
+	case EvFirstToken, EvProgress:
+		if known {
+			a.decoding = true
+			if e.Kind == EvProgress {
+				a.out = max(a.out, e.Out)
+			}
+			o.account[e.ReqID] = a
+		}
+	case EvFinished:
+		delete(o.account, e.ReqID)
+		delete(o.bumps, e.ReqID)
+	}
+	o.last = max(o.last, e.Seq)
+	for key, b := range o.bumps {
+		if b.seq != 0 && b.seq <= o.last {
+			delete(o.bumps, key)
+		}
+	}
+	return true
+}
+
+// drawEvent is any event, sensible or not: the rules must hold for every order.
+func drawEvent(t *rapid.T, seq uint64) Event {
+	kinds := []EventKind{
+		EvDispatched, EvDispatched, EvTicket, EvTicket, EvUndo, EvAdmitted, EvAdmitted, EvFirstToken, EvProgress, EvFinished, EvFinished, EvRankUp, EvRankDown,
+	}
+	e := Event{
+		Kind: rapid.SampledFrom(kinds).Draw(t, "kind"), Rank: ID(0, rapid.IntRange(0, 1).Draw(t, "rank")),
+		ReqID: rapid.Uint64Range(0, 40).Draw(t, "key"), Tokens: rapid.IntRange(0, 9).Draw(t, "tokens"), Out: rapid.IntRange(0, 9).Draw(t, "out"),
+		Seq: seq + rapid.Uint64Range(0, 3).Draw(t, "ahead"), Epoch: 1, Incarnation: 1, MaxOngoing: 1 << 20,
+	}
+	if rapid.IntRange(0, 9).Draw(t, "other") == 0 {
+		e.Incarnation = 2
+	}
+	if e.Kind == EvRankUp {
+		for _, key := range rapid.SliceOfDistinct(rapid.Uint64Range(0, 40), rapid.ID[uint64]).Draw(t, "snapshot") {
+			e.Snapshot = append(e.Snapshot, Open{ReqID: key, Tokens: int(key % 7), Decoding: key%3 == 0, Out: int(key % 2)})
+		}
+	}
+	return e
+}
+
+func TestAccountsMatchTheOracle(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		r := NewRouter(PowerOfTwo{}, 1)
+		o := &oracle{ranks: map[RankID]*oracleRank{}}
+		dropped, seq := uint64(0), uint64(1)
+		for range rapid.IntRange(1, 150).Draw(t, "length") {
+			e := drawEvent(t, seq)
+			seq = max(seq, e.Seq) - min(seq-1, rapid.Uint64Range(0, 1).Draw(t, "back"))
+			if !o.apply(&e) {
+				dropped++
+			}
+			r.Observe(&e)
+			require.Equal(t, dropped, r.Dropped(), "%+v", e)
+			checkRouter(t, r, o)
+		}
+	})
+}
+
+func checkRouter(t *rapid.T, r *Router, o *oracle) {
+	v := r.Snapshot()
+	require.True(t, slices.IsSortedFunc(v.Ranks, func(a, b Rank) int { return int(a.ID) - int(b.ID) }))
+	require.Len(t, v.Ranks, len(o.ranks))
+	for i := range v.Ranks {
+		want := o.ranks[v.Ranks[i].ID]
+		require.Equal(t, want.load(), v.Ranks[i].Load)
+		a := &r.accounts[i]
+		require.Equal(t, len(want.bumps)+len(want.account), a.opens.n)
+		tickets := 0
+		for _, b := range want.bumps {
+			if b.seq != 0 {
+				tickets++
+				require.LessOrEqual(t, a.minSeq, b.seq)
+			}
+		}
+		require.Equal(t, tickets, a.tickets)
+	}
+}
+
+func TestOpensMatchAMap(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		var table opens
+		want := map[uint64]int64{}
+		// Few distinct homes: keys differ in multiples of 2^56 times the inverse of the multiplier, so chains are long.
+		key := rapid.Custom(func(t *rapid.T) uint64 {
+			return (rapid.Uint64Range(0, 3).Draw(t, "home")<<60 | rapid.Uint64Range(0, 30).Draw(t, "low")) * inverse(fibonacci)
+		})
+		for range rapid.IntRange(0, 200).Draw(t, "steps") {
+			k := key.Draw(t, "key")
+			if _, ok := want[k]; ok {
+				table.remove(k)
+				delete(want, k)
+			} else {
+				table.add(open{key: k, tokens: int64(k % 97), phase: bumped})
+				want[k] = int64(k % 97)
+			}
+			table.remove(key.Filter(func(x uint64) bool { _, ok := want[x]; return !ok }).Draw(t, "absent"))
+			require.Equal(t, len(want), table.n)
+			for k, tokens := range want {
+				o := table.get(k)
+				require.NotNil(t, o)
+				require.Equal(t, tokens, o.tokens)
+			}
+		}
+	})
+}
+
+// inverse is the multiplicative inverse of an odd number modulo 2^64 (Newton).
+func inverse(x uint64) uint64 {
+	y := x
+	for range 5 {
+		y *= 2 - x*y
+	}
+	return y
+}

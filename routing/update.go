@@ -1,0 +1,108 @@
+package routing
+
+import "slices"
+
+// update applies an event to the view. wake: a queued request may get another answer now. ok false: too late, drop it.
+func (r *Router) update(e *Event) (wake, ok bool) {
+	i, found := r.view.findNear(e.Rank, r.width)
+	switch e.Kind {
+	case EvRankUp:
+		return r.rankUp(i, found, e)
+	case EvOnTheWay:
+		return r.onTheWay(e.N), true
+	case EvUndo: // idempotent, also when the rank is gone
+		return found && r.accounts[i].undo(&r.view.Ranks[i].Load, e.ReqID), true
+	case EvDispatched:
+		return false, found && r.dispatched(i, e)
+	case EvTicket:
+		return found && r.ticket(i, e), found
+	case EvAdmitted, EvFirstToken, EvProgress, EvFinished:
+		if found {
+			return r.record(i, e)
+		}
+	case EvRankDown, EvAccepting, EvSilent, EvMaxOngoing:
+		if found {
+			return r.rankChange(i, e)
+		}
+	}
+	return false, false
+}
+
+// rankUp adds a rank or begins its account anew. An epoch below the highest ever seen is a ghost.
+func (r *Router) rankUp(i int, found bool, e *Event) (wake, ok bool) {
+	if e.Epoch < r.epochs[e.Rank] {
+		return false, false
+	}
+	r.epochs[e.Rank], r.width = e.Epoch, max(r.width, e.Rank.Rank()+1)
+	if !found {
+		r.view.Ranks = slices.Insert(r.view.Ranks, i, Rank{})
+		r.accounts = slices.Insert(r.accounts, i, account{})
+	}
+	rk := &r.view.Ranks[i]
+	same := found && rk.Epoch == e.Epoch && rk.Incarnation == e.Incarnation
+	*rk = Rank{ID: e.Rank, Epoch: e.Epoch, Incarnation: e.Incarnation, Ready: true, Local: e.Local, MaxOngoing: e.MaxOngoing}
+	r.accounts[i].reset(&rk.Load, e.Snapshot, e.Seq, same)
+	return true, true
+}
+
+func (r *Router) onTheWay(n int) (wake bool) {
+	wake = n != r.view.OnTheWay
+	r.view.OnTheWay = n
+	return wake
+}
+
+func (r *Router) dispatched(i int, e *Event) bool {
+	r.accounts[i].bump(&r.view.Ranks[i].Load, e.ReqID, e.Tokens)
+	return true
+}
+
+// ticket notes an admission. One of another incarnation ends the bump: that account is not the one in the view.
+func (r *Router) ticket(i int, e *Event) (wake bool) {
+	a, rk := &r.accounts[i], &r.view.Ranks[i]
+	if e.Incarnation != rk.Incarnation {
+		return a.undo(&rk.Load, e.ReqID)
+	}
+	return a.ticket(&rk.Load, e.ReqID, e.Seq)
+}
+
+// record applies an entry of the replica's stream, in order. Several may share a number.
+func (r *Router) record(i int, e *Event) (wake, ok bool) {
+	a, rk := &r.accounts[i], &r.view.Ranks[i]
+	if e.Incarnation != rk.Incarnation || e.Seq < a.lastSeq {
+		return false, false
+	}
+	switch e.Kind {
+	case EvAdmitted:
+		a.admit(&rk.Load, e.ReqID, e.Tokens)
+	case EvFirstToken:
+		a.firstToken(&rk.Load, e.ReqID)
+	case EvProgress:
+		a.progress(&rk.Load, e.ReqID, e.Out)
+	default: // EvFinished
+		wake = a.finish(&rk.Load, e.ReqID)
+	}
+	return a.reached(&rk.Load, e.Seq) || wake, true
+}
+
+// rankChange applies what concerns a rank as a whole. An incarnation, if given, must be the current one. Every change
+// wakes: a rank that goes may turn Queue into Reject, a silent one may be taken whatever its load.
+func (r *Router) rankChange(i int, e *Event) (wake, ok bool) {
+	rk := &r.view.Ranks[i]
+	if e.Incarnation != 0 && e.Incarnation != rk.Incarnation {
+		return false, false
+	}
+	before := *rk
+	switch e.Kind {
+	case EvRankDown:
+		r.view.Ranks = slices.Delete(r.view.Ranks, i, i+1)
+		r.accounts = slices.Delete(r.accounts, i, i+1)
+		return true, true
+	case EvAccepting:
+		rk.Ready = e.Accepting
+	case EvSilent:
+		rk.Silent = e.Silent
+	default: // EvMaxOngoing
+		rk.MaxOngoing = e.N
+	}
+	return *rk != before, true
+}

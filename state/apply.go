@@ -1,0 +1,63 @@
+package state
+
+import (
+	"maps"
+
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// New is the empty state of a cluster that has no name yet.
+func New() *State {
+	return &State{Apps: map[string]*App{}, Units: map[string]*Unit{}, Epochs: map[string]uint64{}}
+}
+
+// Apply carries out one committed command, whole or not at all. It is deterministic: the same commands in the same order
+// give the same state on every node. The error is a typed refusal (errors.Is with the Err… values of this room, a
+// *problem.Error outside); a refused command changes nothing but Index. Apply never writes into an App or a Unit: it puts a
+// new one in its place, so that clones stay as they were.
+func (s *State) Apply(index uint64, c *Command) (Result, error) {
+	s.Index = index
+	if err := c.check(); err != nil {
+		return Result{}, err
+	}
+	switch {
+	case c.Init != nil:
+		return Result{}, s.init(c.Init)
+	case c.PutApps != nil:
+		return s.putApps(c.PutApps)
+	case c.DeleteApp != nil:
+		return s.deleteApp(c.DeleteApp)
+	case c.ForgetApp != nil:
+		return Result{}, s.forgetApp(c.ForgetApp)
+	case c.GrantGroup != nil:
+		return s.grantGroup(c.GrantGroup)
+	case c.UnitReady != nil:
+		return Result{}, s.unitReady(c.UnitReady)
+	case c.UnitFenced != nil:
+		return Result{}, s.unitFenced(c.UnitFenced)
+	case c.UnitFailed != nil:
+		return Result{}, s.unitFailed(c.UnitFailed)
+	default:
+		return Result{}, s.release(c.Release)
+	}
+}
+
+// Clone is a snapshot for readers. It is cheap: apps and units are shared, because Apply replaces them and never writes
+// into them.
+func (s *State) Clone() *State {
+	c := *s
+	c.Apps, c.Units, c.Epochs = maps.Clone(s.Apps), maps.Clone(s.Units), maps.Clone(s.Epochs)
+	return &c
+}
+
+func (s *State) init(c *Init) error {
+	switch {
+	case c.Cluster == "":
+		return problem.New(problem.InvalidArgument, "init: %w: the cluster id is empty", ErrBadCommand)
+	case s.Cluster != "" && s.Cluster != c.Cluster:
+		return problem.New(problem.Conflict, "init: %w: this is %s, not %s", ErrWrongCluster, s.Cluster, c.Cluster).
+			WithHint("use another --data-dir for another cluster")
+	}
+	s.Cluster = c.Cluster
+	return nil
+}

@@ -1,0 +1,24 @@
+package state
+
+import "errors"
+
+// Why a command was refused. Each comes wrapped in a *problem.Error that names the objects in question.
+var (
+	ErrUnknownCommand = errors.New("unknown command")
+	ErrWrongCluster   = errors.New("wrong cluster")
+	ErrBadCommand     = errors.New("malformed command")
+	ErrUnknownApp     = errors.New("unknown application")
+	ErrUnknownUnit    = errors.New("unknown unit")
+	ErrStaleRevision  = errors.New("stale revision")
+	ErrStaleEpoch     = errors.New("stale epoch")
+	ErrWrongPhase     = errors.New("not possible in this phase")
+	ErrNameTaken      = errors.New("model name taken")
+	ErrRouteTaken     = errors.New("route prefix taken")
+	ErrDeleting       = errors.New("application is being deleted")
+	ErrNotDeleting    = errors.New("application is not being deleted")
+	ErrUnitsLeft      = errors.New("units are left")
+	ErrRankTaken      = errors.New("rank taken")
+	ErrSlotTaken      = errors.New("slot taken")
+	ErrDeviceTaken    = errors.New("device taken")
+	ErrPortTaken      = errors.New("ports taken")
+)

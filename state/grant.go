@@ -1,0 +1,200 @@
+package state
+
+import (
+	"fmt"
+	"slices"
+	"strconv"
+
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+const maxPort = 65535
+
+// holder is what holds something: a unit and its epoch.
+type holder struct {
+	unit  string
+	epoch uint64
+}
+
+func (h holder) String() string {
+	if h.epoch == 0 {
+		return h.unit + " of the same command"
+	}
+	return fmt.Sprintf("%s at epoch %d", h.unit, h.epoch)
+}
+
+type place struct {
+	node string
+	n    int
+}
+
+type rankOf struct {
+	app         string
+	group, rank int
+}
+
+type blockOf struct {
+	Block
+	holder
+}
+
+// taken is what units hold. It is made anew for each grant: grants are rare, and an index kept beside the units could differ
+// from them.
+type taken struct {
+	ranks   map[rankOf]holder
+	slots   map[place]holder
+	devices map[place]holder
+	blocks  []blockOf
+}
+
+// takenBut is what every unit holds but those that the command starts anew.
+func (s *State) takenBut(c *GrantGroup) *taken {
+	again := make(map[string]bool, len(c.Units))
+	for i := range c.Units {
+		again[c.Units[i].Unit] = true
+	}
+	t := &taken{ranks: map[rankOf]holder{}, slots: map[place]holder{}, devices: map[place]holder{}}
+	for id, u := range s.Units {
+		if u.Holds() && !again[id] {
+			t.hold(u.App, u.Group, holder{id, u.Epoch}, u.Ranks, u.Blocks)
+		}
+	}
+	return t
+}
+
+func (t *taken) hold(app string, group int, h holder, ranks []RankGrant, blocks []Block) {
+	for i := range ranks {
+		r := &ranks[i]
+		t.ranks[rankOf{app, group, r.Rank}] = h
+		if r.Slot >= 0 {
+			t.slots[place{r.Node, r.Slot}] = h
+		}
+		for _, d := range r.Devices {
+			t.devices[place{r.Node, d}] = h
+		}
+	}
+	for _, b := range blocks {
+		t.blocks = append(t.blocks, blockOf{b, h})
+	}
+}
+
+// checkGrant refuses a grant that is stale, malformed or would double anything.
+func (s *State) checkGrant(c *GrantGroup) error {
+	if err := s.checkGrantApp(c); err != nil {
+		return err
+	}
+	t := s.takenBut(c)
+	for i := range c.Units {
+		g := &c.Units[i]
+		if err := s.checkUnit(c, g); err != nil {
+			return err
+		}
+		if err := t.add(c, g); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (s *State) checkGrantApp(c *GrantGroup) error {
+	a, ok := s.Apps[c.App]
+	switch {
+	case !ok:
+		return s.unknownApp("grant group", c.App)
+	case a.Deleting:
+		return problem.New(problem.Conflict, "grant group: application %q: %w", c.App, ErrDeleting)
+	case a.Revision != c.AppRevision:
+		return problem.New(problem.Conflict, "grant group: %w: application %q is at revision %d, the grant is for revision %d",
+			ErrStaleRevision, c.App, a.Revision, c.AppRevision).WithHint("place the units of the present revision")
+	case len(c.Units) == 0:
+		return badGrant("no units")
+	}
+	return nil
+}
+
+// checkUnit looks at one unit by itself: its name, epoch, ranks and blocks.
+func (s *State) checkUnit(c *GrantGroup, g *UnitGrant) error {
+	if !ownsUnit(c.App, c.Group, g) {
+		return badGrant("%s is no unit of group %d of application %q", g.Unit, c.Group, c.App)
+	}
+	if have := s.Epochs[g.Unit]; have != g.ExpectEpoch {
+		return staleEpoch("grant group", g.Unit, g.ExpectEpoch, have)
+	}
+	if len(g.Ranks) == 0 {
+		return badGrant("%s has no ranks", g.Unit)
+	}
+	for _, r := range g.Ranks {
+		if r.Rank < 0 || r.Slot < -1 || r.Node == "" || slices.ContainsFunc(r.Devices, func(d int) bool { return d < 0 }) {
+			return badGrant("rank %d of %s has no node or a negative number", r.Rank, g.Unit)
+		}
+	}
+	for _, b := range g.Blocks {
+		if b.Node == "" || b.Base < 1 || b.Size < 1 || b.Base > maxPort || b.Size > maxPort-b.Base+1 {
+			return badGrant("port block %d+%d of %s is not within 1-%d", b.Base, b.Size, g.Unit, maxPort)
+		}
+	}
+	return nil
+}
+
+// ownsUnit says whether the unit's name is that of the group, or of its one rank.
+func ownsUnit(app string, group int, g *UnitGrant) bool {
+	id := app + "/" + strconv.Itoa(group)
+	return g.Unit == id || (len(g.Ranks) == 1 && g.Unit == id+"/"+strconv.Itoa(g.Ranks[0].Rank))
+}
+
+func badGrant(format string, args ...any) error {
+	return problem.New(problem.InvalidArgument, "grant group: %w: %s", ErrBadCommand, fmt.Sprintf(format, args...))
+}
+
+// add takes what a unit of the command wants, or says who holds it.
+func (t *taken) add(c *GrantGroup, g *UnitGrant) error {
+	for i := range g.Ranks {
+		if err := t.addRank(c, g, &g.Ranks[i]); err != nil {
+			return err
+		}
+	}
+	for _, b := range g.Blocks {
+		if err := t.addBlock(g, b); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (t *taken) addRank(c *GrantGroup, g *UnitGrant, r *RankGrant) error {
+	me := holder{unit: g.Unit}
+	rank, slot := rankOf{c.App, c.Group, r.Rank}, place{r.Node, r.Slot}
+	if h, ok := t.ranks[rank]; ok {
+		return takenBy(ErrRankTaken, h, "rank %d of %s/%d", r.Rank, c.App, c.Group)
+	}
+	t.ranks[rank] = me
+	if h, ok := t.slots[slot]; ok && r.Slot >= 0 {
+		return takenBy(ErrSlotTaken, h, "slot %d of node %s", r.Slot, r.Node)
+	}
+	if r.Slot >= 0 {
+		t.slots[slot] = me
+	}
+	for _, d := range r.Devices {
+		device := place{r.Node, d}
+		if h, ok := t.devices[device]; ok {
+			return takenBy(ErrDeviceTaken, h, "device %d of node %s", d, r.Node)
+		}
+		t.devices[device] = me
+	}
+	return nil
+}
+
+func (t *taken) addBlock(g *UnitGrant, b Block) error {
+	for i := range t.blocks {
+		if o := &t.blocks[i]; o.overlaps(b) {
+			return takenBy(ErrPortTaken, o.holder, "ports %d-%d of node %s", b.Base, b.Base+b.Size-1, b.Node)
+		}
+	}
+	t.blocks = append(t.blocks, blockOf{b, holder{unit: g.Unit}})
+	return nil
+}
+
+func takenBy(why error, h holder, format string, args ...any) error {
+	return problem.New(problem.Conflict, "grant group: %w: %s is held by %s", why, fmt.Sprintf(format, args...), h).
+		WithHint("place the units again on the present state")
+}

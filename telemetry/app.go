@@ -1,0 +1,160 @@
+package telemetry
+
+import (
+	"strconv"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+)
+
+// App counts for one application under one policy. All methods are safe for concurrent use, lock-free and without
+// allocation once a label combination has been seen. Strings must come from closed lists: each new one is a new series.
+type App struct {
+	vecs *vectors
+	name string
+
+	queueLength, queueTokens  prometheus.Gauge
+	queueWait, decision       prometheus.Observer
+	prompt, cached, generated prometheus.Counter
+	routes                    children[string, *routeTimes]
+	requests                  children[requestKey, prometheus.Counter]
+	attempts, retries         children[causeKey, prometheus.Counter]
+	refusals                  children[string, prometheus.Counter]
+	picks                     children[pickKey, prometheus.Counter]
+}
+
+// routeTimes are the histograms of one route.
+type routeTimes struct{ total, ttft, itl prometheus.Observer }
+
+type requestKey struct {
+	route string
+	code  int
+}
+
+type causeKey struct{ cause, budget string }
+
+type pickKey struct {
+	group, rank int
+	reason      string
+}
+
+func newApp(v *vectors, name, policy string) *App {
+	return &App{
+		vecs:        v,
+		name:        name,
+		queueLength: v.queueLength.WithLabelValues(name),
+		queueTokens: v.queueTokens.WithLabelValues(name),
+		queueWait:   v.queueWait.WithLabelValues(name),
+		decision:    v.decision.WithLabelValues(name, policy),
+		prompt:      v.tokens.WithLabelValues(name, "prompt"),
+		cached:      v.tokens.WithLabelValues(name, "cached"),
+		generated:   v.tokens.WithLabelValues(name, "generated"),
+	}
+}
+
+// Request counts an answered request: route as in the router's table, HTTP status (499: the client left), whole duration,
+// and time to the first byte with content (0: none was sent).
+func (a *App) Request(route string, code int, dur, ttft time.Duration) {
+	if c, ok := a.requests.get(requestKey{route, code}, func() prometheus.Counter {
+		return a.vecs.requests.WithLabelValues(a.name, route, strconv.Itoa(code))
+	}); ok {
+		c.Inc()
+	}
+	t, ok := a.route(route)
+	if !ok {
+		return
+	}
+	t.total.Observe(dur.Seconds())
+	if ttft > 0 {
+		t.ttft.Observe(ttft.Seconds())
+	}
+}
+
+// ITL counts the time between two chunks of a stream.
+func (a *App) ITL(route string, d time.Duration) {
+	if t, ok := a.route(route); ok {
+		t.itl.Observe(d.Seconds())
+	}
+}
+
+func (a *App) route(route string) (*routeTimes, bool) {
+	return a.routes.get(route, func() *routeTimes {
+		return &routeTimes{
+			total: a.vecs.requestSeconds.WithLabelValues(a.name, route),
+			ttft:  a.vecs.ttft.WithLabelValues(a.name, route),
+			itl:   a.vecs.itl.WithLabelValues(a.name, route),
+		}
+	})
+}
+
+// Queue shows the queue as it is now: requests, and their prompt tokens.
+func (a *App) Queue(n int, tokens int64) {
+	a.queueLength.Set(float64(n))
+	a.queueTokens.Set(float64(tokens))
+}
+
+// QueueWait counts the time a request spent in the queue.
+func (a *App) QueueWait(d time.Duration) { a.queueWait.Observe(d.Seconds()) }
+
+// Tokens adds what an answer's usage said: prompt tokens (cached ones included), cached prompt tokens, generated tokens.
+// Negative numbers, which only a broken engine sends, are left out: a counter cannot go back.
+func (a *App) Tokens(prompt, cached, generated int) {
+	addTokens(a.prompt, prompt)
+	addTokens(a.cached, cached)
+	addTokens(a.generated, generated)
+}
+
+func addTokens(c prometheus.Counter, n int) {
+	if n > 0 {
+		c.Add(float64(n))
+	}
+}
+
+// Attempt counts one dispatch to a rank by how it ended; cause and budget (free, drawn, empty) come from closed lists.
+func (a *App) Attempt(cause, budget string) {
+	if c, ok := a.attempts.get(causeKey{cause, budget}, func() prometheus.Counter {
+		return a.vecs.attempts.WithLabelValues(a.name, cause, budget)
+	}); ok {
+		c.Inc()
+	}
+}
+
+// Retry counts a failed dispatch that was tried again on another rank.
+func (a *App) Retry(cause, budget string) {
+	if c, ok := a.retries.get(causeKey{cause, budget}, func() prometheus.Counter {
+		return a.vecs.retries.WithLabelValues(a.name, cause, budget)
+	}); ok {
+		c.Inc()
+	}
+}
+
+// Refusal counts a rank's typed refusal.
+func (a *App) Refusal(code string) {
+	if c, ok := a.refusals.get(code, func() prometheus.Counter {
+		return a.vecs.refusals.WithLabelValues(a.name, code)
+	}); ok {
+		c.Inc()
+	}
+}
+
+// Decision counts the time of one routing decision.
+func (a *App) Decision(d time.Duration) { a.decision.Observe(d.Seconds()) }
+
+// Pick counts a picked rank and the policy's reason.
+func (a *App) Pick(group, rank int, reason string) {
+	if c, ok := a.picks.get(pickKey{group, rank, reason}, func() prometheus.Counter {
+		return a.vecs.picks.WithLabelValues(a.name, strconv.Itoa(group), strconv.Itoa(rank), reason)
+	}); ok {
+		c.Inc()
+	}
+}
+
+// forget closes every cache, so that a late caller cannot bring deleted series back.
+func (a *App) forget() {
+	a.routes.close()
+	a.requests.close()
+	a.attempts.close()
+	a.retries.close()
+	a.refusals.close()
+	a.picks.close()
+}

@@ -1,0 +1,241 @@
+package telemetry_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/telemetry"
+)
+
+// scrape gives dpserve's own lines of /metrics.
+func scrape(t *testing.T, m *telemetry.Metrics) []string {
+	t.Helper()
+	req := httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil)
+	rec := httptest.NewRecorder()
+	m.Handler().ServeHTTP(rec, req)
+	require.Equal(t, http.StatusOK, rec.Code)
+	body, err := io.ReadAll(rec.Body)
+	require.NoError(t, err)
+	var out []string
+	for line := range strings.Lines(string(body)) {
+		if strings.Contains(line, "dpserve_") {
+			out = append(out, strings.TrimSpace(line))
+		}
+	}
+	return out
+}
+
+// series gives the sample lines only.
+func series(t *testing.T, m *telemetry.Metrics) []string {
+	t.Helper()
+	var out []string
+	for _, line := range scrape(t, m) {
+		if !strings.HasPrefix(line, "#") {
+			out = append(out, line)
+		}
+	}
+	return out
+}
+
+// use touches every metric once.
+func use(m *telemetry.Metrics) {
+	a := m.App("demo", "power-of-two")
+	a.Request("/v1/chat/completions", http.StatusOK, 2*time.Second, 20*time.Millisecond)
+	a.Request("/v1/chat/completions", http.StatusBadGateway, time.Millisecond, 0)
+	a.ITL("/v1/chat/completions", 20*time.Millisecond)
+	a.Queue(3, 4096)
+	a.QueueWait(time.Second)
+	a.Tokens(100, 64, 7)
+	a.Tokens(-1, -1, -1)
+	a.Attempt("refused_connection", "free")
+	a.Retry("engine_5xx", "drawn")
+	a.Refusal("full")
+	a.Decision(300 * time.Nanosecond)
+	a.Pick(0, 3, "two_choices")
+	m.UnitPhase("demo", "demo/0", state.Starting, 1)
+	m.UnitPhase("demo", "demo/0", state.Ready, 2)
+	m.UnitRestart("demo", "demo/0")
+	m.RankInflight("demo", 0, 3, 5)
+	m.RankTokens("demo", 0, 3, 512)
+	m.RaftApply("node-1")(150 * time.Microsecond)
+}
+
+// TestMetricNames pins every name, type, help text, label and bucket: dashboards depend on them.
+// Run with DPSERVE_REWRITE=1 to write the file anew, then read the diff.
+func TestMetricNames(t *testing.T) {
+	m := telemetry.New()
+	use(m)
+	got := strings.Join(scrape(t, m), "\n") + "\n"
+	golden := filepath.Join("testdata", "metrics.txt")
+	if os.Getenv("DPSERVE_REWRITE") != "" {
+		require.NoError(t, os.MkdirAll("testdata", 0o750))
+		require.NoError(t, os.WriteFile(golden, []byte(got), 0o600))
+	}
+	want, err := os.ReadFile(golden)
+	require.NoError(t, err)
+	assert.Equal(t, string(want), got)
+}
+
+func TestProcessCollectors(t *testing.T) {
+	rec := httptest.NewRecorder()
+	telemetry.New().Handler().ServeHTTP(rec, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
+	assert.Contains(t, rec.Body.String(), "go_goroutines")
+	assert.Contains(t, rec.Body.String(), "process_resident_memory_bytes")
+}
+
+func TestAppIsCached(t *testing.T) {
+	m := telemetry.New()
+	first, again, other := m.App("demo", "random"), m.App("demo", "random"), m.App("demo", "direct")
+	assert.Same(t, first, again)
+	assert.NotSame(t, first, other)
+}
+
+// TestForgetApp is the leak test: nothing of a deleted app stays, and a caller that still holds it brings nothing back.
+func TestForgetApp(t *testing.T) {
+	m := telemetry.New()
+	use(m)
+	old := m.App("demo", "power-of-two")
+	m.App("other", "random").Refusal("full")
+	m.ForgetApp("demo")
+	for _, line := range series(t, m) {
+		assert.NotContains(t, line, `app="demo"`)
+	}
+	old.Request("/new", http.StatusOK, time.Second, time.Second)
+	old.ITL("/new", time.Second)
+	old.Attempt("new", "free")
+	old.Retry("new", "free")
+	old.Refusal("new")
+	old.Pick(9, 9, "new")
+	old.Queue(1, 1)
+	old.Tokens(1, 1, 1)
+	joined := strings.Join(series(t, m), "\n")
+	assert.NotContains(t, joined, `app="demo"`)
+	assert.Contains(t, joined, `dpserve_refusals_total{app="other",code="full"} 1`)
+
+	m.App("demo", "power-of-two").Refusal("full")
+	assert.Contains(t, strings.Join(series(t, m), "\n"), `dpserve_refusals_total{app="demo",code="full"} 1`)
+}
+
+func TestUnitAndRankForget(t *testing.T) {
+	m := telemetry.New()
+	use(m)
+	m.App("demo", "power-of-two").Pick(0, 1, "two_choices")
+	m.RankInflight("demo", 0, 1, 2)
+	m.UnitPhase("demo", "demo/1", state.Failed, 9)
+
+	m.UnitForget("demo", "demo/0")
+	m.RankForget("demo", 0, 3)
+	joined := strings.Join(series(t, m), "\n")
+	assert.NotContains(t, joined, `unit="demo/0"`)
+	assert.NotContains(t, joined, `rank="3"`)
+	assert.Contains(t, joined, `dpserve_unit_state{app="demo",state="failed",unit="demo/1"} 1`)
+	assert.Contains(t, joined, `dpserve_rank_inflight{app="demo",group="0",rank="1"} 2`)
+
+	m.App("demo", "power-of-two").Pick(0, 3, "two_choices")
+	assert.Contains(t, strings.Join(series(t, m), "\n"), `dpserve_router_picks_total{app="demo",group="0",rank="3",reason="two_choices"} 1`)
+}
+
+// TestConcurrent runs all methods against scrapes and deletions; the race detector is the judge.
+func TestConcurrent(t *testing.T) {
+	m := telemetry.New()
+	var wg sync.WaitGroup
+	for i := range 8 {
+		wg.Go(func() {
+			for n := range 50 {
+				use(m)
+				m.App("demo", "power-of-two").Pick(i, n, "two_choices")
+				if n%10 == i {
+					m.ForgetApp("demo")
+					m.RankForget("demo", 0, 3)
+				}
+			}
+		})
+	}
+	wg.Go(func() {
+		for range 10 {
+			m.Handler().ServeHTTP(httptest.NewRecorder(), httptest.NewRequestWithContext(context.Background(), http.MethodGet, "/", nil))
+		}
+	})
+	wg.Wait()
+	m.ForgetApp("demo")
+	assert.NotContains(t, strings.Join(series(t, m), "\n"), `app="demo"`)
+}
+
+// TestHitPathAllocatesNothing holds the calls that a request or a chunk makes to zero allocations.
+func TestHitPathAllocatesNothing(t *testing.T) {
+	m := telemetry.New()
+	for name, call := range hitPath(m) {
+		t.Run(name, func(t *testing.T) {
+			call()
+			assert.Zero(t, testing.AllocsPerRun(100, call))
+		})
+	}
+}
+
+func hitPath(m *telemetry.Metrics) map[string]func() {
+	a := m.App("demo", "power-of-two")
+	for r := range 64 {
+		a.Pick(0, r, "two_choices")
+		m.RankInflight("demo", 0, r, 0)
+	}
+	return map[string]func(){
+		"request":  func() { a.Request("/v1/chat/completions", 200, time.Second, time.Millisecond) },
+		"itl":      func() { a.ITL("/v1/chat/completions", 20*time.Millisecond) },
+		"queue":    func() { a.Queue(1, 100) },
+		"wait":     func() { a.QueueWait(time.Millisecond) },
+		"tokens":   func() { a.Tokens(100, 10, 5) },
+		"attempt":  func() { a.Attempt("engine_5xx", "drawn") },
+		"retry":    func() { a.Retry("engine_5xx", "drawn") },
+		"refusal":  func() { a.Refusal("full") },
+		"decision": func() { a.Decision(100 * time.Nanosecond) },
+		"pick":     func() { a.Pick(0, 7, "two_choices") },
+		"inflight": func() { m.RankInflight("demo", 0, 7, 3) },
+		"ranktok":  func() { m.RankTokens("demo", 0, 7, 300) },
+	}
+}
+
+func BenchmarkHitPath(b *testing.B) {
+	for name, call := range hitPath(telemetry.New()) {
+		b.Run(name, func(b *testing.B) {
+			b.ReportAllocs()
+			for b.Loop() {
+				call()
+			}
+		})
+	}
+}
+
+func TestNewLogger(t *testing.T) {
+	var buf bytes.Buffer
+	level := new(slog.LevelVar)
+	log := telemetry.NewLogger(&buf, telemetry.FormatJSON, level)
+	log.Debug("unseen")
+	level.Set(slog.LevelDebug)
+	log.Debug("seen", "epoch", 3)
+	var line struct {
+		Level, Msg string
+		Epoch      int
+	}
+	require.NoError(t, json.Unmarshal(buf.Bytes(), &line))
+	assert.Equal(t, "DEBUG seen 3", strings.Join([]string{line.Level, line.Msg, strconv.Itoa(line.Epoch)}, " "))
+
+	buf.Reset()
+	telemetry.NewLogger(&buf, telemetry.FormatText, slog.LevelInfo).Info("unit ready", "unit", "demo/0")
+	assert.Contains(t, buf.String(), `level=INFO msg="unit ready" unit=demo/0`)
+}

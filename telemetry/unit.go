@@ -1,0 +1,80 @@
+package telemetry
+
+import (
+	"strconv"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/dpserve/dpserve/state"
+)
+
+// phases is the closed list of unit states that get a series each.
+func phases() [9]state.Phase {
+	return [...]state.Phase{
+		state.Pending, state.Starting, state.Ready, state.Fenced, state.Killing,
+		state.Backoff, state.Draining, state.Failed, state.Gone,
+	}
+}
+
+// UnitPhase shows the state of a unit (one series per state, 1 or 0) and its epoch.
+func (m *Metrics) UnitPhase(app, unit string, phase state.Phase, epoch uint64) {
+	for _, p := range phases() {
+		m.vecs.unitState.WithLabelValues(app, unit, string(p)).Set(oneIf(p == phase))
+	}
+	m.vecs.unitEpoch.WithLabelValues(app, unit).Set(float64(epoch))
+}
+
+func oneIf(b bool) float64 {
+	if b {
+		return 1
+	}
+	return 0
+}
+
+// UnitRestart counts a start of a unit after its first.
+func (m *Metrics) UnitRestart(app, unit string) { m.vecs.restarts.WithLabelValues(app, unit).Inc() }
+
+// UnitForget deletes the series of a released unit.
+func (m *Metrics) UnitForget(app, unit string) {
+	m.vecs.forget(prometheus.Labels{labelApp: app, labelUnit: unit})
+}
+
+// rankKey names a rank over all applications.
+type rankKey struct {
+	app         string
+	group, rank int
+}
+
+// rankGauges are the children of one rank.
+type rankGauges struct{ inflight, tokens prometheus.Gauge }
+
+// RankInflight shows how many requests a rank has in hand.
+func (m *Metrics) RankInflight(app string, group, rank, n int) {
+	m.rank(app, group, rank).inflight.Set(float64(n))
+}
+
+// RankTokens shows how many tokens the requests of a rank hold.
+func (m *Metrics) RankTokens(app string, group, rank, n int) {
+	m.rank(app, group, rank).tokens.Set(float64(n))
+}
+
+func (m *Metrics) rank(app string, group, rank int) *rankGauges {
+	g, _ := m.ranks.get(rankKey{app, group, rank}, func() *rankGauges { // never closed: always found
+		labels := []string{app, strconv.Itoa(group), strconv.Itoa(rank)}
+		return &rankGauges{m.vecs.rankInflight.WithLabelValues(labels...), m.vecs.rankTokens.WithLabelValues(labels...)}
+	})
+	return g
+}
+
+// RankForget deletes the series of a released rank, its picks included.
+func (m *Metrics) RankForget(app string, group, rank int) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.ranks.drop(func(k rankKey) bool { return k == rankKey{app, group, rank} })
+	for key, a := range m.apps {
+		if key.app == app {
+			a.picks.drop(func(k pickKey) bool { return k.group == group && k.rank == rank })
+		}
+	}
+	m.vecs.forget(prometheus.Labels{labelApp: app, labelGroup: strconv.Itoa(group), labelRank: strconv.Itoa(rank)})
+}

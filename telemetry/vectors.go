@@ -1,0 +1,127 @@
+package telemetry
+
+import "github.com/prometheus/client_golang/prometheus"
+
+// The label names. Each value comes from a closed list or from the names in an app file, never from a request.
+const (
+	labelApp    = "app"
+	labelRoute  = "route"
+	labelCode   = "code"
+	labelGroup  = "group"
+	labelRank   = "rank"
+	labelUnit   = "unit"
+	labelState  = "state"
+	labelKind   = "kind"
+	labelCause  = "cause"
+	labelBudget = "budget"
+	labelPolicy = "policy"
+	labelReason = "reason"
+	labelNode   = "node"
+)
+
+// vectors are all series of dpserve, declared once.
+type vectors struct {
+	requests, tokens, attempts, retries, refusals, picks, restarts           *prometheus.CounterVec
+	requestSeconds, ttft, itl, queueWait, decision, raftApply                *prometheus.HistogramVec
+	rankInflight, rankTokens, queueLength, queueTokens, unitState, unitEpoch *prometheus.GaugeVec
+}
+
+// forgetter is what all vectors share.
+type forgetter interface {
+	prometheus.Collector
+	DeletePartialMatch(labels prometheus.Labels) int
+}
+
+func newVectors() *vectors {
+	v := &vectors{}
+	v.addRequests()
+	v.addRouting()
+	v.addUnits()
+	return v
+}
+
+func (v *vectors) addRequests() {
+	v.requests = counter("requests_total", "Requests answered, by HTTP status (499: the client left).", labelApp, labelRoute, labelCode)
+	v.requestSeconds = histogram("request_seconds", "Time from the request's arrival to the last byte of its answer.", requestBuckets(), labelApp, labelRoute)
+	v.ttft = histogram("ttft_seconds", "Time from the request's arrival to the first byte with content.", requestBuckets(), labelApp, labelRoute)
+	v.itl = histogram("itl_seconds", "Time between two chunks of a stream.", tokenBuckets(), labelApp, labelRoute)
+	v.tokens = counter("tokens_total", "Tokens as the engines report them in usage.", labelApp, labelKind)
+	v.queueLength = gauge("queue_length", "Requests waiting in this ingress's queue.", labelApp)
+	v.queueTokens = gauge("queue_tokens", "Prompt tokens (partly estimated) waiting in this ingress's queue.", labelApp)
+	v.queueWait = histogram("queue_wait_seconds", "Time a request waited in the queue.", requestBuckets(), labelApp)
+}
+
+func (v *vectors) addRouting() {
+	v.attempts = counter("attempts_total", "Dispatches of requests to ranks, by how they ended.", labelApp, labelCause, labelBudget)
+	v.retries = counter("retries_total", "Failed dispatches that were tried again on another rank, by cause.", labelApp, labelCause, labelBudget)
+	v.refusals = counter("refusals_total", "Typed refusals by ranks asked for a ticket.", labelApp, labelCode)
+	v.decision = histogram("router_decision_seconds", "Time of one routing decision, lock included.", decisionBuckets(), labelApp, labelPolicy)
+	v.picks = counter("router_picks_total", "Ranks picked, by the policy's reason.", labelApp, labelGroup, labelRank, labelReason)
+}
+
+func (v *vectors) addUnits() {
+	v.rankInflight = gauge("rank_inflight", "Requests the rank has in hand.", labelApp, labelGroup, labelRank)
+	v.rankTokens = gauge("rank_tokens", "Tokens of the requests the rank has in hand.", labelApp, labelGroup, labelRank)
+	v.unitState = gauge("unit_state", "1 for the state the unit is in, 0 for the others.", labelApp, labelUnit, labelState)
+	v.unitEpoch = gauge("unit_epoch", "Epoch of the unit: one more at every start.", labelApp, labelUnit)
+	v.restarts = counter("unit_restarts_total", "Starts of the unit after its first.", labelApp, labelUnit)
+	v.raftApply = histogram("raft_apply_seconds", "Time from proposing a command to its durable result.", raftBuckets(), labelNode)
+}
+
+// all lists every vector once, for registration and deletion.
+func (v *vectors) all() []prometheus.Collector {
+	list := append(v.perApp(), v.raftApply)
+	out := make([]prometheus.Collector, len(list))
+	for i, c := range list {
+		out[i] = c
+	}
+	return out
+}
+
+// perApp lists the vectors that carry the label app.
+func (v *vectors) perApp() []forgetter {
+	return []forgetter{
+		v.requests, v.tokens, v.attempts, v.retries, v.refusals, v.picks, v.restarts,
+		v.requestSeconds, v.ttft, v.itl, v.queueWait, v.decision,
+		v.rankInflight, v.rankTokens, v.queueLength, v.queueTokens, v.unitState, v.unitEpoch,
+	}
+}
+
+// forget deletes every per-app series that has all of these labels.
+func (v *vectors) forget(labels prometheus.Labels) {
+	for _, vec := range v.perApp() {
+		vec.DeletePartialMatch(labels)
+	}
+}
+
+func counter(name, help string, labels ...string) *prometheus.CounterVec {
+	return prometheus.NewCounterVec(prometheus.CounterOpts{Namespace: namespace, Name: name, Help: help}, labels)
+}
+
+func gauge(name, help string, labels ...string) *prometheus.GaugeVec {
+	return prometheus.NewGaugeVec(prometheus.GaugeOpts{Namespace: namespace, Name: name, Help: help}, labels)
+}
+
+func histogram(name, help string, buckets []float64, labels ...string) *prometheus.HistogramVec {
+	return prometheus.NewHistogramVec(prometheus.HistogramOpts{Namespace: namespace, Name: name, Help: help, Buckets: buckets}, labels)
+}
+
+// requestBuckets span a cached answer of a few ms to a request that uses up a 300 s first-token deadline. Seconds.
+func requestBuckets() []float64 {
+	return []float64{.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300}
+}
+
+// tokenBuckets span a batch-1 decode step to a stream at its between-tokens deadline (30 s). Seconds.
+func tokenBuckets() []float64 {
+	return []float64{.001, .0025, .005, .01, .02, .03, .05, .075, .1, .2, .5, 1, 5, 30}
+}
+
+// decisionBuckets span power-of-two at 64 ranks (0.1 µs) to a decision that would be felt (1 ms). Seconds.
+func decisionBuckets() []float64 {
+	return []float64{1e-7, 2.5e-7, 5e-7, 1e-6, 2.5e-6, 5e-6, 1e-5, 2.5e-5, 1e-4, 1e-3}
+}
+
+// raftBuckets span a memory disk (50 µs) to a disk that makes elections fail (1 s). Seconds.
+func raftBuckets() []float64 {
+	return []float64{5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, .01, .025, .05, .1, .25, 1}
+}

@@ -1,0 +1,319 @@
+package harness
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+)
+
+// Patience is how long a test waits for something that should take a second: machines are shared and noisy.
+const Patience = 60 * time.Second
+
+// Real is one running dpserve process.
+type Real struct {
+	T     testing.TB
+	HTTP  string // host:port of the OpenAI endpoint
+	Admin string // host:port of the admin API
+	Dir   string // data dir
+	PID   int
+
+	cmd  *exec.Cmd
+	done chan struct{}
+	out  *Buffer
+}
+
+// Start runs `dpserve start` on free loopback ports with a data dir of its own, and ends it with the test.
+func Start(t testing.TB, args ...string) *Real {
+	t.Helper()
+	return StartIn(t, t.TempDir(), args...)
+}
+
+// StartIn is Start on a given data dir, for tests of restarts.
+func StartIn(t testing.TB, dir string, args ...string) *Real {
+	t.Helper()
+	r := &Real{T: t, HTTP: FreeAddr(t), Admin: FreeAddr(t), Dir: dir}
+	r.run(append([]string{"start", "--http-bind", r.HTTP, "--admin-bind", r.Admin, "--data-dir", dir, "--port-range", PortRange(t)}, args...))
+	r.Eventually(func() error { return r.get("/api/v1/healthz", nil) }, "admin API answers")
+	return r
+}
+
+// Run starts dpserve with any arguments, without waiting for anything.
+func Run(t testing.TB, args ...string) *Real {
+	t.Helper()
+	r := &Real{T: t}
+	r.run(args)
+	return r
+}
+
+func (r *Real) run(args []string) {
+	r.T.Helper()
+	r.out, r.done = &Buffer{}, make(chan struct{})
+	r.cmd = exec.Command(Binary(r.T), args...) //nolint:noctx // ended by Stop in Cleanup
+	r.cmd.Stdout, r.cmd.Stderr = r.out, r.out
+	r.cmd.WaitDelay = 5 * time.Second
+	require.NoError(r.T, r.cmd.Start())
+	r.PID = r.cmd.Process.Pid
+	go func() { _ = r.cmd.Wait(); close(r.done) }()
+	r.T.Cleanup(func() {
+		r.Stop()
+		if r.T.Failed() {
+			r.T.Logf("dpserve %s\n%s", strings.Join(args, " "), r.out)
+		}
+	})
+}
+
+// Output is what the process wrote so far, stdout and stderr together.
+func (r *Real) Output() string { return r.out.String() }
+
+// Signal sends sig to dpserve itself, never to a group.
+func (r *Real) Signal(sig os.Signal) { _ = r.cmd.Process.Signal(sig) }
+
+// Exited is closed when dpserve has ended.
+func (r *Real) Exited() <-chan struct{} { return r.done }
+
+// ExitCode waits for the end and gives the code (-1: by signal).
+func (r *Real) ExitCode() int {
+	r.T.Helper()
+	select {
+	case <-r.done:
+	case <-time.After(Patience):
+		r.T.Fatalf("dpserve (pid %d) did not end; output:\n%s", r.PID, r.out)
+	}
+	return r.cmd.ProcessState.ExitCode()
+}
+
+// Stop ends the process: one signal to drain, a second to stop at once, then SIGKILL.
+func (r *Real) Stop() {
+	for _, sig := range []os.Signal{os.Interrupt, os.Interrupt, syscall.SIGKILL} {
+		r.Signal(sig)
+		select {
+		case <-r.done:
+			return
+		case <-time.After(5 * time.Second):
+		}
+	}
+	<-r.done
+}
+
+// Deploy puts an app.yaml through the admin API.
+func (r *Real) Deploy(yaml string) {
+	r.T.Helper()
+	code, body := r.Do(http.MethodPut, "/api/v1/apps?file=app.yaml", yaml)
+	require.Equal(r.T, http.StatusAccepted, code, body)
+}
+
+// Delete deletes an app and waits until it is gone.
+func (r *Real) Delete(app string) {
+	r.T.Helper()
+	code, body := r.Do(http.MethodDelete, "/api/v1/apps/"+app, "")
+	require.Equal(r.T, http.StatusAccepted, code, body)
+	r.Eventually(func() error {
+		if code, _ := r.Do(http.MethodGet, "/api/v1/apps/"+app, ""); code != http.StatusNotFound {
+			return fmt.Errorf("status %d", code)
+		}
+		return nil
+	}, "app "+app+" gone")
+}
+
+// Do is one admin request.
+func (r *Real) Do(method, path, body string) (code int, text string) {
+	r.T.Helper()
+	req, err := http.NewRequestWithContext(context.Background(), method, "http://"+r.Admin+path, strings.NewReader(body))
+	require.NoError(r.T, err)
+	resp, err := http.DefaultClient.Do(req)
+	require.NoError(r.T, err)
+	defer resp.Body.Close()
+	b, err := io.ReadAll(resp.Body)
+	require.NoError(r.T, err)
+	return resp.StatusCode, string(b)
+}
+
+func (r *Real) get(path string, into any) error {
+	req, err := http.NewRequestWithContext(context.Background(), http.MethodGet, "http://"+r.Admin+path, nil)
+	if err != nil {
+		return err
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		return fmt.Errorf("GET %s: %s", path, resp.Status)
+	}
+	if into == nil {
+		return nil
+	}
+	return json.NewDecoder(resp.Body).Decode(into)
+}
+
+// App is the app's status.
+func (r *Real) App(name string) msg.AppStatus {
+	r.T.Helper()
+	var st struct{ msg.AppStatus }
+	require.NoError(r.T, r.get("/api/v1/apps/"+name, &st))
+	return st.AppStatus
+}
+
+// Rank is one rank's status; ok is false while it is not listed.
+func (r *Real) Rank(app string, group, rank int) (msg.RankStatus, bool) {
+	r.T.Helper()
+	for _, u := range r.App(app).Units {
+		for _, k := range u.Ranks {
+			if k.Group == group && k.Rank == rank {
+				return k, true
+			}
+		}
+	}
+	return msg.RankStatus{}, false
+}
+
+// WaitStatus waits until the app has the status.
+func (r *Real) WaitStatus(app, want string) msg.AppStatus {
+	r.T.Helper()
+	var st msg.AppStatus
+	r.Eventually(func() error {
+		st = r.App(app)
+		if st.Status != want {
+			return fmt.Errorf("app %s is %s: %s", app, st.Status, st.Message)
+		}
+		return nil
+	}, "app "+app+" "+want)
+	return st
+}
+
+// Eventually polls until f gives nil, or fails the test with f's last error.
+func (r *Real) Eventually(f func() error, what string) {
+	r.T.Helper()
+	deadline := time.Now().Add(Patience)
+	for {
+		err := f()
+		if err == nil {
+			return
+		}
+		select {
+		case <-r.done:
+			r.T.Fatalf("waiting for %s: dpserve ended; output:\n%s", what, r.out)
+		default:
+		}
+		if time.Now().After(deadline) {
+			r.T.Fatalf("waiting for %s: %v; output:\n%s", what, err, r.out)
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+}
+
+// Quiet waits until nothing is in flight or queued in any app: the state every test must leave behind.
+func (r *Real) Quiet() {
+	r.T.Helper()
+	r.Eventually(func() error {
+		var list struct{ Apps []msg.AppStatus }
+		if err := r.get("/api/v1/apps", &list); err != nil {
+			return err
+		}
+		for _, a := range list.Apps {
+			if a.Queued > 0 {
+				return fmt.Errorf("%s: %d queued", a.Name, a.Queued)
+			}
+			for _, u := range a.Units {
+				for _, k := range u.Ranks {
+					if k.InFlight > 0 {
+						return fmt.Errorf("%s rank %d/%d: %d in flight", a.Name, k.Group, k.Rank, k.InFlight)
+					}
+				}
+			}
+		}
+		return nil
+	}, "in-flight and queue 0")
+}
+
+// Children are the live processes started by dpserve, by parent links at this moment.
+func (r *Real) Children() []int { return childrenOf(r.PID) }
+
+// Chat is a chat request body for model.
+func Chat(model, prompt string, maxTokens int, stream bool) string {
+	b, err := json.Marshal(map[string]any{
+		"model": model, "messages": []map[string]string{{"role": "user", "content": prompt}},
+		"max_tokens": maxTokens, "stream": stream, "ignore_eos": true,
+	})
+	if err != nil {
+		panic(err)
+	}
+	return string(b)
+}
+
+// Post sends a request to the OpenAI endpoint.
+func (r *Real) Post(ctx context.Context, path, body string) (*http.Response, error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+r.HTTP+path, strings.NewReader(body))
+	if err != nil {
+		return nil, err
+	}
+	req.Header.Set("Content-Type", "application/json")
+	return http.DefaultClient.Do(req)
+}
+
+// FreeAddr is a loopback address nobody listens on right now.
+func FreeAddr(t testing.TB) string {
+	t.Helper()
+	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer l.Close()
+	return l.Addr().String()
+}
+
+var ranges struct {
+	sync.Mutex
+	next int
+}
+
+// PortRange hands every dpserve of a test process its own 500 engine ports; the process id spreads test processes that run side
+// by side over the range below the ephemeral ports.
+func PortRange(t testing.TB) string {
+	t.Helper()
+	const lo, width, blocks = 12000, 500, 40
+	ranges.Lock()
+	defer ranges.Unlock()
+	if ranges.next == 0 {
+		ranges.next = os.Getpid() * 7
+	}
+	ranges.next++
+	base := lo + ranges.next%blocks*width
+	return fmt.Sprintf("%d-%d", base, base+width-1)
+}
+
+// Buffer is a bytes.Buffer for two goroutines.
+type Buffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (b *Buffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.b.Write(p)
+}
+
+func (b *Buffer) String() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.b.String()
+}
+
+// ErrStream is a stream that did not end well.
+var ErrStream = errors.New("stream")

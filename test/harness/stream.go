@@ -1,0 +1,112 @@
+package harness
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"strings"
+	"time"
+)
+
+// Stream is what a client saw of one streaming request.
+type Stream struct {
+	Status   int
+	Rank     string // GROUP/RANK from the response headers
+	Attempts string
+	First    time.Duration // to the first content
+	Chunks   int
+	Text     string
+	Finish   string
+	Done     bool   // [DONE] seen
+	Error    string // code of an error event, or of the JSON error under a non-200 status
+	Err      error  // transport error (a cut stream)
+}
+
+// FirstByte says whether any content reached the client.
+func (s *Stream) FirstByte() bool { return s.Chunks > 0 }
+
+// OK says whether the stream ended as it should.
+func (s *Stream) OK() bool {
+	return s.Err == nil && s.Status == http.StatusOK && s.Finish != "" && s.Error == "" && s.Done
+}
+
+func (s *Stream) String() string {
+	return fmt.Sprintf("status %d rank %s attempts %s chunks %d finish %q done %v error %q err %v", s.Status, s.Rank, s.Attempts, s.Chunks, s.Finish, s.Done, s.Error, s.Err)
+}
+
+// StreamChat runs one streaming chat request to its end.
+func (r *Real) StreamChat(ctx context.Context, model, prompt string, maxTokens int) *Stream {
+	start, s := time.Now(), &Stream{}
+	resp, err := r.Post(ctx, "/v1/chat/completions", Chat(model, prompt, maxTokens, true))
+	if err != nil {
+		s.Err = err
+		return s
+	}
+	defer resp.Body.Close()
+	s.Status = resp.StatusCode
+	s.Rank = resp.Header.Get("x-dpserve-group") + "/" + resp.Header.Get("x-dpserve-rank")
+	s.Attempts = resp.Header.Get("x-dpserve-attempts")
+	if resp.StatusCode != http.StatusOK {
+		b, err := io.ReadAll(resp.Body)
+		s.Err, s.Error = err, errorCode(b)
+		return s
+	}
+	sc := bufio.NewReader(resp.Body)
+	for {
+		line, err := sc.ReadString('\n')
+		if data, ok := strings.CutPrefix(strings.TrimSpace(line), "data: "); ok {
+			s.event(data, start)
+		}
+		if err != nil {
+			if err != io.EOF { //nolint:errorlint // ReadString gives io.EOF bare
+				s.Err = err
+			}
+			return s
+		}
+	}
+}
+
+func (s *Stream) event(data string, start time.Time) {
+	if data == "[DONE]" {
+		s.Done = true
+		return
+	}
+	if code := errorCode([]byte(data)); code != "" {
+		s.Error = code
+		return
+	}
+	var ev struct {
+		Choices []struct {
+			Delta        struct{ Content *string }
+			FinishReason *string `json:"finish_reason"`
+		}
+	}
+	if json.Unmarshal([]byte(data), &ev) != nil {
+		s.Err = fmt.Errorf("%w: bad event %q", ErrStream, data)
+		return
+	}
+	for _, c := range ev.Choices {
+		if c.Delta.Content != nil && *c.Delta.Content != "" {
+			if s.Chunks++; s.Chunks == 1 {
+				s.First = time.Since(start)
+			}
+			s.Text += *c.Delta.Content
+		}
+		if c.FinishReason != nil {
+			s.Finish = *c.FinishReason
+		}
+	}
+}
+
+func errorCode(b []byte) string {
+	var e struct {
+		Error *struct{ Code any }
+	}
+	if json.Unmarshal(b, &e) != nil || e.Error == nil {
+		return ""
+	}
+	return fmt.Sprint(e.Error.Code)
+}

@@ -1,0 +1,167 @@
+package system
+
+import (
+	"errors"
+	"net/http"
+	"strings"
+	"testing"
+
+	"github.com/openai/openai-go/v3"
+	"github.com/openai/openai-go/v3/option"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/test/harness"
+)
+
+const twoApps = `applications:
+  - name: one
+    model: {id: model-one, aliases: [uno]}
+    engine: {kind: sim, args: {sim_step_ms: 1}}
+    data_parallel: {dp_size: 2}
+  - name: two
+    model: {id: model-two}
+    engine: {kind: sim, args: {sim_step_ms: 1, max_model_len: 256}}
+    data_parallel: {dp_size: 2, coupling: lockstep}
+`
+
+// The official OpenAI client drives chat, completions, streams, usage and errors against the real binary with two applications.
+func TestOpenAIClient(t *testing.T) {
+	t.Parallel()
+	r := harness.Start(t)
+	r.Deploy(twoApps)
+	r.WaitStatus("one", "RUNNING")
+	r.WaitStatus("two", "RUNNING")
+	client := openai.NewClient(option.WithBaseURL("http://"+r.HTTP+"/v1"), option.WithAPIKey("none"), option.WithMaxRetries(0))
+	ctx := t.Context()
+
+	t.Run("models", func(t *testing.T) {
+		page, err := client.Models.List(ctx)
+		require.NoError(t, err)
+		var ids []string
+		for _, m := range page.Data {
+			ids = append(ids, m.ID)
+		}
+		assert.ElementsMatch(t, []string{"model-one", "uno", "model-two"}, ids)
+	})
+	t.Run("chat", func(t *testing.T) {
+		for _, model := range []string{"model-one", "uno", "model-two"} {
+			var raw *http.Response
+			out, err := client.Chat.Completions.New(ctx, openai.ChatCompletionNewParams{
+				Model: model, Messages: []openai.ChatCompletionMessageParamUnion{openai.UserMessage("hello")}, MaxTokens: openai.Int(7),
+			}, option.WithResponseInto(&raw))
+			require.NoError(t, err, model)
+			require.Len(t, out.Choices, 1)
+			assert.NotEmpty(t, out.Choices[0].Message.Content)
+			assert.Equal(t, "length", out.Choices[0].FinishReason)
+			assert.EqualValues(t, 7, out.Usage.CompletionTokens)
+			assert.Equal(t, out.Usage.PromptTokens+7, out.Usage.TotalTokens)
+			assert.NotEmpty(t, raw.Header.Get("x-request-id"))
+			assert.Equal(t, map[bool]string{true: "two", false: "one"}[model == "model-two"], raw.Header.Get("x-dpserve-app"))
+		}
+	})
+	t.Run("chat stream with usage", func(t *testing.T) {
+		s := client.Chat.Completions.NewStreaming(ctx, openai.ChatCompletionNewParams{
+			Model: "model-one", Messages: []openai.ChatCompletionMessageParamUnion{openai.UserMessage("hello")}, MaxTokens: openai.Int(9),
+			StreamOptions: openai.ChatCompletionStreamOptionsParam{IncludeUsage: openai.Bool(true)},
+		})
+		var acc openai.ChatCompletionAccumulator
+		for s.Next() {
+			require.True(t, acc.AddChunk(s.Current()))
+		}
+		require.NoError(t, s.Err())
+		assert.NotEmpty(t, acc.Choices[0].Message.Content)
+		assert.Equal(t, "length", acc.Choices[0].FinishReason)
+		assert.EqualValues(t, 9, acc.Usage.CompletionTokens)
+	})
+	t.Run("completions, all prompt forms", func(t *testing.T) {
+		for name, prompt := range map[string]openai.CompletionNewParamsPromptUnion{
+			"string":       {OfString: openai.String("once upon")},
+			"strings":      {OfArrayOfStrings: []string{"once", "twice"}},
+			"tokens":       {OfArrayOfTokens: []int64{1, 2, 3, 4}},
+			"token arrays": {OfArrayOfTokenArrays: [][]int64{{1, 2}, {3, 4}}},
+		} {
+			out, err := client.Completions.New(ctx, openai.CompletionNewParams{Model: "model-one", Prompt: prompt, MaxTokens: openai.Int(4)})
+			require.NoError(t, err, name)
+			want := 1
+			if name == "strings" || name == "token arrays" {
+				want = 2
+			}
+			assert.Len(t, out.Choices, want, name)
+			assert.EqualValues(t, 4*want, out.Usage.CompletionTokens, name)
+		}
+	})
+	t.Run("completion stream", func(t *testing.T) {
+		s := client.Completions.NewStreaming(ctx, openai.CompletionNewParams{
+			Model: "model-two", Prompt: openai.CompletionNewParamsPromptUnion{OfString: openai.String("x")}, MaxTokens: openai.Int(5),
+		})
+		finish := ""
+		for s.Next() {
+			for _, c := range s.Current().Choices {
+				finish += string(c.FinishReason)
+			}
+		}
+		require.NoError(t, s.Err())
+		assert.Equal(t, "length", finish)
+	})
+	t.Run("errors", func(t *testing.T) {
+		var e *openai.Error
+		_, err := client.Chat.Completions.New(ctx, openai.ChatCompletionNewParams{Model: "nope", Messages: []openai.ChatCompletionMessageParamUnion{openai.UserMessage("x")}})
+		require.True(t, errors.As(err, &e), "%v", err) //nolint:testifylint // the target is used below
+		assert.Equal(t, http.StatusNotFound, e.StatusCode)
+		assert.Equal(t, "model_not_found", e.Code)
+		for _, m := range []string{"model-one", "model-two", "uno"} {
+			assert.Contains(t, e.Message, m, "the models there are")
+		}
+		_, err = client.Chat.Completions.New(ctx, openai.ChatCompletionNewParams{
+			Model: "model-two", Messages: []openai.ChatCompletionMessageParamUnion{openai.UserMessage(strings.Repeat("too long ", 1000))}, MaxTokens: openai.Int(5),
+		})
+		require.True(t, errors.As(err, &e), "%v", err) //nolint:testifylint // the target is used below
+		assert.Equal(t, http.StatusBadRequest, e.StatusCode, "the engine's own 400 passes")
+		s := client.Chat.Completions.NewStreaming(ctx, openai.ChatCompletionNewParams{
+			Model: "model-one", Messages: []openai.ChatCompletionMessageParamUnion{openai.UserMessage("x")}, Temperature: openai.Float(-3),
+		})
+		for s.Next() { //nolint:revive // only the error counts
+		}
+		require.True(t, errors.As(s.Err(), &e), "%v", s.Err()) //nolint:testifylint // the target is used below
+		assert.Equal(t, http.StatusBadRequest, e.StatusCode)
+	})
+	r.Quiet()
+}
+
+// Bodies that are malformed, cut, too large or of an unknown route are refused, and nothing else is disturbed.
+func TestBadRequests(t *testing.T) {
+	t.Parallel()
+	r := harness.Start(t)
+	r.Deploy(twoApps)
+	r.WaitStatus("one", "RUNNING")
+	for _, c := range []struct {
+		path, body string
+		status     int
+		code       string
+	}{
+		{"/v1/chat/completions", `{"model":"model-one","messages":[`, 400, "invalid_request"},
+		{"/v1/chat/completions", `[]`, 400, "invalid_request"},
+		{"/v1/chat/completions", ``, 400, "invalid_request"},
+		{"/v1/chat/completions", `{"model":"model-one","model":"model-two","messages":[]}`, 400, "invalid_request"},
+		{"/v1/chat/completions", `{"model":"model-one","n":129,"messages":[]}`, 400, "invalid_request"},
+		{"/v1/chat/completions", `{"messages":[]}`, 400, "invalid_request"},
+		{"/v1/chat/completions", `{"model":"other","messages":[]}`, 404, "model_not_found"},
+		{"/v1/embeddings", `{"model":"model-one","input":"x"}`, 404, "unsupported_route"},
+		{"/v1/chat/completions", `{"model":"model-one","messages":[{"role":"user","content":"` + strings.Repeat("x", 16<<20) + `"}]}`, 413, "body_too_large"},
+	} {
+		resp, err := r.Post(t.Context(), c.path, c.body)
+		require.NoError(t, err)
+		var e struct {
+			Error struct{ Code, Message, Type string }
+		}
+		decode(t, resp, &e)
+		head := c.body[:min(len(c.body), 60)]
+		assert.Equal(t, c.status, resp.StatusCode, head)
+		assert.Equal(t, c.code, e.Error.Code, head)
+		assert.NotEmpty(t, e.Error.Message)
+		assert.NotEmpty(t, resp.Header.Get("x-request-id"))
+	}
+	assert.True(t, r.StreamChat(t.Context(), "model-one", "still fine", 3).OK())
+	r.Quiet()
+}

@@ -1,0 +1,177 @@
+package system
+
+import (
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/url"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/test/harness"
+)
+
+var urlLine = regexp.MustCompile(`http://127\.0\.0\.1:\d+`)
+
+// waitOutput waits until the process has printed something matching re.
+func waitOutput(t *testing.T, r *harness.Real, re *regexp.Regexp) string {
+	t.Helper()
+	deadline := time.Now().Add(harness.Patience)
+	for {
+		if m := re.FindString(r.Output()); m != "" {
+			return m
+		}
+		select {
+		case <-r.Exited():
+			t.Fatalf("dpserve ended before it printed %s:\n%s", re, r.Output())
+		case <-time.After(20 * time.Millisecond):
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("dpserve did not print %s:\n%s", re, r.Output())
+		}
+	}
+}
+
+// CC6: `up` and `up FILE` on a host without a GPU, with both default ports taken.
+func TestCC6Up(t *testing.T) {
+	for _, addr := range []string{"127.0.0.1:8000", "127.0.0.1:8265"} { // taken by us, or by someone else already
+		if l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", addr); err == nil {
+			defer l.Close()
+		}
+	}
+	file := filepath.Join(t.TempDir(), "app.yaml")
+	require.NoError(t, os.WriteFile(file, []byte(simApp("mine", 4, "independent", "")), 0o600))
+	for _, args := range [][]string{{"up"}, {"up", file}} {
+		start := time.Now()
+		r := harness.Run(t, args...)
+		curl := waitOutput(t, r, regexp.MustCompile(`curl [^\n]*`))
+		t.Logf("%v: curl line after %s", args, time.Since(start).Round(time.Millisecond))
+		assert.Contains(t, r.Output(), "8000", "a taken port is named")
+		base := urlLine.FindString(curl)
+		require.NotEmpty(t, base)
+		assert.NotContains(t, base, ":8000")
+
+		body := regexp.MustCompile(`-d '([^']*)'`).FindStringSubmatch(curl)
+		require.Len(t, body, 2, curl)
+		u, err := url.Parse(urlLine.FindString(curl) + "/v1/chat/completions")
+		require.NoError(t, err)
+		require.Contains(t, curl, u.Path)
+		r.HTTP = u.Host
+		resp, err := r.Post(t.Context(), u.Path, body[1])
+		require.NoError(t, err)
+		text, err := io.ReadAll(resp.Body)
+		require.NoError(t, err)
+		require.NoError(t, resp.Body.Close())
+		assert.Equal(t, http.StatusOK, resp.StatusCode, "%s", text)
+
+		kids := r.Children()
+		assert.Len(t, kids, 4)
+		r.Signal(os.Interrupt)
+		assert.Equal(t, 0, r.ExitCode(), r.Output())
+		requireDead(t, r, kids)
+	}
+
+	vllm := filepath.Join(t.TempDir(), "vllm.yaml")
+	require.NoError(t, os.WriteFile(vllm, []byte("applications:\n  - name: v\n    model: {id: v}\n    engine: {kind: vllm}\n"), 0o600))
+	r := harness.Run(t, "up", vllm)
+	assert.Equal(t, 5, r.ExitCode(), r.Output())
+	assert.Contains(t, r.Output(), "hint: ")
+	assert.Contains(t, r.Output(), "--engine sim")
+	r = harness.Run(t, "up", "--engine", "sim", vllm)
+	waitOutput(t, r, regexp.MustCompile(`curl [^\n]*`))
+	r.Signal(os.Interrupt)
+	assert.Equal(t, 0, r.ExitCode(), r.Output())
+}
+
+// A second Ctrl-C stops at once, also with a stream that would take minutes.
+func TestUpSecondInterrupt(t *testing.T) {
+	t.Parallel()
+	file := filepath.Join(t.TempDir(), "app.yaml")
+	require.NoError(t, os.WriteFile(file, []byte(simApp("slow", 2, "independent", "sim_step_ms: 500")), 0o600))
+	r := harness.Run(t, "up", file)
+	curl := waitOutput(t, r, regexp.MustCompile(`curl [^\n]*`))
+	r.HTTP = strings.TrimPrefix(urlLine.FindString(curl), "http://")
+	done := make(chan *harness.Stream, 1)
+	go func() { done <- r.StreamChat(t.Context(), "slow", "hi", 5000) }()
+	time.Sleep(1500 * time.Millisecond) // let the stream begin; nothing depends on it
+	kids := r.Children()
+	r.Signal(os.Interrupt)
+	time.Sleep(300 * time.Millisecond)
+	r.Signal(os.Interrupt)
+	r.ExitCode()
+	requireDead(t, r, kids)
+	s := <-done
+	assert.False(t, s.Done, "a cut stream does not look complete: %v", s)
+}
+
+// `up --attach` puts one endpoint in front of engines that already run; one dies and returns.
+func TestUpAttach(t *testing.T) {
+	t.Parallel()
+	var engines []*harness.Real
+	var addrs []string
+	engine := func(addr string) *harness.Real {
+		_, port, err := net.SplitHostPort(addr)
+		require.NoError(t, err)
+		return harness.Run(t, "engine", "sim", "--host", "127.0.0.1", "--port", port, "--served-model-name", "attached", "--sim-step-ms", "1")
+	}
+	for range 2 {
+		addr := harness.FreeAddr(t)
+		engines, addrs = append(engines, engine(addr)), append(addrs, addr)
+	}
+	for _, a := range addrs {
+		waitHealthy(t, a)
+	}
+	r := harness.Run(t, "up", "--attach", "http://"+addrs[0], "--attach", "http://"+addrs[1], "--http-bind", harness.FreeAddr(t), "--admin-bind", harness.FreeAddr(t))
+	curl := waitOutput(t, r, regexp.MustCompile(`curl [^\n]*`))
+	assert.Contains(t, r.Output(), "kind: attach", "the app.yaml it stands for is printed")
+	r.HTTP = strings.TrimPrefix(urlLine.FindString(curl), "http://")
+	answered := func(n int) {
+		for range n {
+			s := r.StreamChat(t.Context(), "attached", "hi", 3)
+			require.True(t, s.OK(), "%v", s)
+		}
+	}
+	answered(100)
+	engines[1].Stop()
+	answered(100)
+	engines[1] = engine(addrs[1])
+	waitHealthy(t, addrs[1])
+	deadline := time.Now().Add(harness.Patience)
+	for back := false; !back; {
+		require.True(t, time.Now().Before(deadline), "rank 1 serves again")
+		s := r.StreamChat(t.Context(), "attached", "hi", 3)
+		require.True(t, s.OK(), "%v", s)
+		back = s.Rank == "0/1"
+	}
+	assert.Empty(t, r.Children(), "no engine process is started for attach")
+	r.Signal(os.Interrupt)
+	assert.Equal(t, 0, r.ExitCode())
+	for _, e := range engines {
+		assert.True(t, harness.Alive(e.PID), "an attached engine is not stopped")
+	}
+}
+
+func waitHealthy(t *testing.T, addr string) {
+	t.Helper()
+	deadline := time.Now().Add(harness.Patience)
+	for {
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, fmt.Sprintf("http://%s/health", addr), nil)
+		require.NoError(t, err)
+		if resp, err := http.DefaultClient.Do(req); err == nil {
+			_ = resp.Body.Close()
+			if resp.StatusCode == http.StatusOK {
+				return
+			}
+		}
+		require.True(t, time.Now().Before(deadline), "engine on %s gets healthy", addr)
+		time.Sleep(20 * time.Millisecond)
+	}
+}

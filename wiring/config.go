@@ -1,0 +1,168 @@
+// Package wiring assembles the rooms into one running node. Commands and whole-system tests start nodes here and nowhere else;
+// it decides nothing.
+package wiring
+
+import (
+	"io"
+	"net"
+	"os"
+	"sort"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// Defaults of a node. Ports: ARCHITECTURE of the project, section "Planes and ports".
+const (
+	DefaultHTTPBind  = "127.0.0.1:8000"
+	DefaultAdminBind = "127.0.0.1:8265"
+	DefaultDataDir   = "dpserve-data"
+	DefaultPortRange = "20000-29999"
+	DefaultSlots     = 64
+)
+
+// Config is one node.
+type Config struct {
+	NodeID         string                   // default: host name
+	DataDir        string                   // raft log, epochs, engine logs; "" = nothing survives
+	HTTPBind       string                   // OpenAI endpoint
+	AdminBind      string                   // admin REST and /metrics
+	PortRange      string                   // LO-HI, engines' ports
+	Slots          int                      // ranks without devices
+	GPUs           string                   // count, or list like 0-3,6
+	Labels         map[string]string        // matched by resources.labels
+	Timers         map[string]time.Duration // overrides by name, for support and tests
+	InsecurePublic bool                     // allow a public bind without keys and TLS
+	Ephemeral      bool                     // port 0 instead of a taken one; small raft segments
+	Executable     string                   // what starts simulated engines; default: this program
+	Version        string
+	LogWriter      io.Writer
+	LogFormat      string // text | json
+	LogLevel       string // debug | info | warn | error
+}
+
+// DefaultConfig is a node as `dpserve start` without flags makes it.
+func DefaultConfig() Config {
+	host, err := os.Hostname()
+	if err != nil {
+		host = "node"
+	}
+	return Config{
+		NodeID: host, DataDir: DefaultDataDir, HTTPBind: DefaultHTTPBind, AdminBind: DefaultAdminBind,
+		PortRange: DefaultPortRange, Slots: DefaultSlots, LogWriter: os.Stderr, LogFormat: "text", LogLevel: "info",
+	}
+}
+
+// Validate checks what can be checked without binding anything. Errors are problem.InvalidArgument and name the flag.
+func (c *Config) Validate() error {
+	for _, b := range []struct{ flag, addr string }{{"--http-bind", c.HTTPBind}, {"--admin-bind", c.AdminBind}} {
+		if err := c.checkBind(b.flag, b.addr); err != nil {
+			return err
+		}
+	}
+	if _, _, err := parsePortRange(c.PortRange); err != nil {
+		return err
+	}
+	if c.Slots < 0 {
+		return problem.New(problem.InvalidArgument, "--slots %d: must not be negative", c.Slots)
+	}
+	if _, err := ParseGPUs(c.GPUs); err != nil {
+		return err
+	}
+	if strings.ContainsAny(c.NodeID, "/ \t\n") || c.NodeID == "" {
+		return problem.New(problem.InvalidArgument, "--node-id %q: must be a name without spaces and slashes", c.NodeID)
+	}
+	known := timerNames()
+	for name, d := range c.Timers {
+		if d <= 0 {
+			return problem.New(problem.InvalidArgument, "--timers %s=%s: must be positive", name, d)
+		}
+		if i := sort.SearchStrings(known, name); i == len(known) || known[i] != name {
+			return problem.New(problem.InvalidArgument, "--timers: unknown timer %q", name).WithHint("timers are %s", strings.Join(known, ", "))
+		}
+	}
+	return nil
+}
+
+func (c *Config) checkBind(flag, addr string) error {
+	host, port, err := net.SplitHostPort(addr)
+	if err != nil {
+		return problem.New(problem.InvalidArgument, "%s %q: want HOST:PORT", flag, addr).WithHint("for example %s 127.0.0.1:8000", flag)
+	}
+	if n, err := strconv.Atoi(port); err != nil || n < 0 || n > 65535 {
+		return problem.New(problem.InvalidArgument, "%s %q: the port must be 0 to 65535", flag, addr)
+	}
+	if !c.InsecurePublic && !isLoopback(host) {
+		return problem.New(problem.InvalidArgument, "%s %s is reachable from outside, without keys and without TLS", flag, addr).
+			WithHint("bind 127.0.0.1 behind your own front end, or add --insecure-public if everyone who reaches this port may use it")
+	}
+	return nil
+}
+
+func isLoopback(host string) bool {
+	if host == "localhost" {
+		return true
+	}
+	ip := net.ParseIP(host)
+	return ip != nil && ip.IsLoopback()
+}
+
+func parsePortRange(s string) (lo, hi int, err error) {
+	a, b, ok := strings.Cut(s, "-")
+	if ok {
+		lo, err = strconv.Atoi(a)
+		if err == nil {
+			hi, err = strconv.Atoi(b)
+		}
+	}
+	if !ok || err != nil || lo < 1024 || hi > 65535 || hi-lo < 15 {
+		return 0, 0, problem.New(problem.InvalidArgument, "--port-range %q: want LO-HI between 1024 and 65535, at least 16 ports", s).WithHint("the default is %s", DefaultPortRange)
+	}
+	return lo, hi, nil
+}
+
+// ParseGPUs reads --gpus: empty, a count ("4" declares devices 0..3), or a list ("0-3,6").
+func ParseGPUs(s string) ([]int, error) {
+	bad := problem.New(problem.InvalidArgument, "--gpus %q: want a count like 4 or a list like 0-3,6", s)
+	if s == "" {
+		return nil, nil
+	}
+	if !strings.ContainsAny(s, "-,") {
+		n, err := strconv.Atoi(s)
+		if err != nil || n < 0 || n > maxDevices {
+			return nil, bad
+		}
+		out := make([]int, n)
+		for i := range out {
+			out[i] = i
+		}
+		return out, nil
+	}
+	seen := map[int]bool{}
+	var out []int
+	for part := range strings.SplitSeq(s, ",") {
+		a, b, isRange := strings.Cut(part, "-")
+		lo, err := strconv.Atoi(a)
+		hi := lo
+		if err == nil && isRange {
+			hi, err = strconv.Atoi(b)
+		}
+		if err != nil || lo < 0 || hi < lo || hi >= maxDevices {
+			return nil, bad
+		}
+		for i := lo; i <= hi; i++ {
+			if seen[i] {
+				return nil, bad
+			}
+			seen[i] = true
+			out = append(out, i)
+		}
+	}
+	sort.Ints(out)
+	return out, nil
+}
+
+// maxDevices bounds what --gpus may declare on one node.
+const maxDevices = 1024
