@@ -105,7 +105,7 @@ func placeOf(n ast.Node) place {
 func (b *builder) refuse(n ast.Node, message, hint string) *node {
 	at := placeOf(n)
 	b.d.fault(at, "", Fault{Message: message, Hint: hint})
-	return &node{place: at, size: 1}
+	return &node{place: at, shape: refusedShape, size: 1}
 }
 
 // node converts n and everything below it.
@@ -180,7 +180,7 @@ func (b *builder) alias(v *ast.AliasNode) *node {
 
 func (b *builder) expand(at ast.Node, target *node) *node {
 	if b.expanded > MaxExpansion {
-		return &node{place: placeOf(at), size: 1}
+		return &node{place: placeOf(at), shape: refusedShape, size: 1}
 	}
 	if b.expanded += target.size; b.expanded > MaxExpansion {
 		return b.refuse(at, fmt.Sprintf("aliases and merge keys add more than %d values", MaxExpansion), "write fewer or smaller aliases")
@@ -270,6 +270,9 @@ func (b *builder) merges(v ast.Node) []*node {
 	var out []*node
 	for _, item := range list {
 		m := b.node(item)
+		if m.shape == refusedShape {
+			continue
+		}
 		if m.shape != mapShape {
 			b.refuse(item, "a merge key (<<) takes a map or a list of maps", "name the anchor of a map")
 			continue

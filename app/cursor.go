@@ -98,7 +98,13 @@ func (c cursor) key(e entry) cursor { return cursor{c.d, e.value, join(c.path, e
 // mark remembers that the value was written.
 func (c cursor) mark() { c.d.at[c.path] = c.n.place }
 
-func (c cursor) refuse(f Fault) { c.d.fault(c.n.place, c.path, f) }
+func (c cursor) refuse(f Fault) {
+	if c.n.shape == refusedShape {
+		c.d.bad[c.path] = true
+		return
+	}
+	c.d.fault(c.n.place, c.path, f)
+}
 
 // wrong is the fault of a value of another shape or range.
 func (c cursor) wrong(wanted, hint string) {

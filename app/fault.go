@@ -65,7 +65,7 @@ func (f Fault) what() string {
 func (w Warning) String() string { return Fault(w).String() }
 
 // Faults is every fault of a file, in order of position. It is the error of Parse.
-type Faults []Fault
+type Faults []Fault //nolint:errname // a list of faults, and called so everywhere
 
 // Error is one line per fault.
 func (f Faults) Error() string { return strings.Join(f.lines(), "\n") }

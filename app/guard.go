@@ -18,6 +18,7 @@ const (
 	MaxExpansion = 20_000
 
 	maxTokens    = 250_000
+	maxKeys      = 1_000    // of one block map: the parser recurses once per key and copies what it has
 	maxRare      = 1_000    // anchors, tags, "? key" forms, empty values: the parser spends time or stack on each
 	maxPathBytes = 32 << 20 // the parser stores the path of every key as a string
 )
@@ -37,6 +38,7 @@ type level struct {
 	kind  levelKind
 	col   int
 	size  int  // bytes it adds to a path
+	keys  int  // block map: how many so far
 	words bool // flow map: the entry has tokens
 	colon bool // flow map: the entry has its ":"
 }
@@ -61,7 +63,7 @@ func checkText(text []byte) (what string, at place) {
 		switch {
 		case r == utf8.RuneError && n == 1:
 			return "the file is not UTF-8 text", at
-		case r < ' ' && r != '\t' && r != '\n' && r != '\r', r == 0x7f:
+		case r < ' ' && r != '\t' && r != '\n' && r != '\r':
 			return fmt.Sprintf("control character %U in the file", r), at
 		case r == '\n':
 			at = place{at.line + 1, 0}
@@ -94,6 +96,8 @@ func (g *guard) verdict(i int) string {
 		return fmt.Sprintf("maps and lists nest deeper than %d levels", MaxDepth)
 	case g.rare > maxRare:
 		return fmt.Sprintf("more than %d anchors, tags, complex keys and empty values", maxRare)
+	case g.top().keys > maxKeys:
+		return fmt.Sprintf("more than %d keys in a map", maxKeys)
 	case i >= maxTokens, g.paths > maxPathBytes:
 		return "the file has too many values"
 	default:
@@ -174,10 +178,14 @@ func (g *guard) key(t *token.Token) {
 		g.paths += g.width + len(t.Value)
 		return
 	}
+	keys := 1
 	for len(g.open) > 0 && g.top().col >= t.Position.Column {
+		if top := g.top(); top.kind == blockMap && top.col == t.Position.Column {
+			keys = top.keys + 1
+		}
 		g.pop()
 	}
-	g.push(level{kind: blockMap, col: t.Position.Column, size: len(t.Value) + 1})
+	g.push(level{kind: blockMap, col: t.Position.Column, size: len(t.Value) + 1, keys: keys})
 }
 
 // dash opens an entry of a block list; a list may stand in the column of the key above it.

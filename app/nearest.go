@@ -27,29 +27,35 @@ func didYouMean(found string, words []string) string {
 
 func plain(s string) string { return strings.ReplaceAll(strings.ToLower(s), "_", "-") }
 
-// distance is the Levenshtein distance of a and b in bytes, with an early answer for lengths too far apart to matter.
+// maxWord bounds the words that are compared; longer ones are never taken for a typing error.
+const maxWord = 64
+
+// distance is the number of edits (insert, delete, replace, swap of neighbours) between a and b, in bytes.
 func distance(a, b string) int {
-	if d := len(a) - len(b); d > maxWord || -d > maxWord {
-		return max(d, -d)
+	if len(a) > maxWord || len(b) > maxWord {
+		return maxWord
 	}
-	row := make([]int, len(b)+1)
-	for j := range row {
-		row[j] = j
+	var rows [3][maxWord + 1]int
+	for j := range len(b) + 1 {
+		rows[0][j] = j
 	}
 	for i := range len(a) {
-		diagonal := row[0]
+		before, above, row := &rows[(i+2)%3], &rows[i%3], &rows[(i+1)%3]
 		row[0] = i + 1
 		for j := range len(b) {
-			change := diagonal
-			if a[i] != b[j] {
-				change++
+			change := above[j] + differ(a[i], b[j])
+			row[j+1] = min(change, row[j]+1, above[j+1]+1)
+			if i > 0 && j > 0 && a[i] == b[j-1] && a[i-1] == b[j] {
+				row[j+1] = min(row[j+1], before[j-1]+1)
 			}
-			diagonal = row[j+1]
-			row[j+1] = min(change, row[j]+1, row[j+1]+1)
 		}
 	}
-	return row[len(b)]
+	return rows[len(a)%3][len(b)]
 }
 
-// maxWord is the length difference beyond which two words are never taken for each other.
-const maxWord = 64
+func differ(a, b byte) int {
+	if a == b {
+		return 0
+	}
+	return 1
+}

@@ -18,11 +18,12 @@ const (
 	boolShape
 	listShape
 	mapShape
+	refusedShape // has a fault already
 )
 
 // String is the word for people.
 func (s shape) String() string {
-	return [...]string{"nothing", "text", "an integer", "a number", "a boolean", "a list", "a map"}[s]
+	return [...]string{"nothing", "text", "an integer", "a number", "a boolean", "a list", "a map", "something else"}[s]
 }
 
 // place is a position in the file, from 1, columns in characters.
@@ -58,8 +59,8 @@ func (n *node) get(key string) *node {
 	return nil
 }
 
-// scalar says whether n is neither a list nor a map.
-func (n *node) scalar() bool { return n.shape != listShape && n.shape != mapShape }
+// scalar says whether n is a single value.
+func (n *node) scalar() bool { return n.shape < listShape }
 
 // say is how a fault names the value of n.
 func (n *node) say() string {

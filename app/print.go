@@ -1,7 +1,6 @@
 package app
 
 import (
-	"bytes"
 	"maps"
 	"regexp"
 	"slices"
@@ -17,7 +16,7 @@ func (f *File) Print() []byte {
 	for _, a := range f.Applications {
 		p.list(1, applicationLines(a))
 	}
-	return p.Bytes()
+	return p.text
 }
 
 // lines are the entries of one map: text of a scalar or flow value, or a block below.
@@ -220,11 +219,12 @@ func plainOrQuoted(s string) string {
 	return string(appendText(nil, s))
 }
 
-// page writes lines with two blanks per level.
-type page struct{ bytes.Buffer }
+// page collects lines with two blanks per level.
+type page struct{ text []byte }
 
 func (p *page) line(level int, text string) {
-	p.WriteString(strings.Repeat("  ", level) + text + "\n")
+	p.text = append(p.text, strings.Repeat("  ", level)...)
+	p.text = append(append(p.text, text...), '\n')
 }
 
 func (p *page) block(level int, l lines) {
@@ -244,12 +244,9 @@ func (p *page) block(level int, l lines) {
 	}
 }
 
-// list writes l as one item of a list: its first line carries the dash.
+// list puts l as one item of a list: its first line carries the dash.
 func (p *page) list(level int, l lines) {
-	var item page
-	item.block(level+1, l)
-	text := item.Bytes()
-	dash := 2 * level
-	copy(text[dash:], "- ")
-	p.Write(text)
+	start := len(p.text)
+	p.block(level+1, l)
+	copy(p.text[start+2*level:], "- ")
 }

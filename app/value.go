@@ -83,6 +83,9 @@ func (c cursor) value() (any, bool) {
 		return c.list()
 	case mapShape:
 		return c.table()
+	case refusedShape:
+		c.d.bad[c.path] = true
+		return nil, false
 	case textShape:
 	}
 	var s string

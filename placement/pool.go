@@ -95,7 +95,7 @@ func (p *pool) fitsPorts(g *Group) int {
 		}
 	}
 	if !g.Lockstep {
-		return max(0, p.cells.count(BlockSize(1), kept+len(g.Ranks))-kept)
+		return max(0, p.cells.count(BlockSize(1))-kept)
 	}
 	if _, ok := p.cells.find(g.blockSize()); !ok {
 		return 0

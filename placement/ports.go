@@ -9,7 +9,7 @@ const (
 )
 
 // reservedPorts are dpserve's own: inference, admin, gossip, wire. A block never holds one of them.
-var reservedPorts = [...]int{8000, 8265, 7946, 7947} //nolint:gochecknoglobals // a table
+var reservedPorts = [...]int{8000, 8265, 7946, 7947}
 
 // BlockSize is the size of the port block of a unit of d ranks: 5*d + 8, rounded up to a multiple of 16.
 func BlockSize(d int) int {
@@ -75,17 +75,15 @@ func (c cells) oldest(i, n int) (int, bool) {
 	return age, true
 }
 
-// count is how many blocks of size ports can still be cut, at most limit.
-func (c cells) count(size, limit int) int {
+// count is how many blocks of size ports can still be cut.
+func (c cells) count(size int) int {
 	n, run, found := size/blockUnit, 0, 0
 	for _, a := range c.age {
 		if run++; a == cellUsed {
 			run = 0
 		}
 		if run == n {
-			if found, run = found+1, 0; found >= limit {
-				break
-			}
+			found, run = found+1, 0
 		}
 	}
 	return found

@@ -12,7 +12,7 @@ const (
 	EvFirstToken                  // stream: prefill done, decoding
 	EvProgress                    // stream: Out output tokens so far
 	EvFinished                    // stream: request over, whatever the outcome
-	EvRankUp                      // rank serves: Epoch, Incarnation, MaxOngoing, Local; its account begins as Snapshot (nil = empty)
+	EvRankUp                      // rank serves: Epoch, Incarnation, MaxOngoing, Local; its account begins as Snapshot (nil = empty) taken at Seq; it is Ready unless EvAccepting says otherwise
 	EvRankDown                    // rank leaves the view; bumps on it go
 	EvAccepting                   // Ready changes to Accepting
 	EvSilent                      // Silent changes to Silent

@@ -42,12 +42,15 @@ func TestNewRefuses(t *testing.T) {
 		{"random", "tunde", nil, `routing policy random: preset: unknown preset "tunde"`, `did you mean "tuned"? presets: documented, tuned`},
 		{"random", "", map[string]any{"x": 1}, `routing policy random: params.x: unknown parameter`, `there are no parameters here; drop it`},
 		{
-			"power-of-two", "best", map[string]any{"prefer_local": "yes", "local": true},
+			"power-of-two", "best",
+			map[string]any{"prefer_local": "yes", "local": true},
 			`routing policy power-of-two: preset: unknown preset "best"; params.local: unknown parameter; params.prefer_local: found yes (string), wanted true or false`,
 			`presets: documented, tuned; parameters: prefer_local; write prefer_local: true or prefer_local: false`,
 		},
 		{
-			"least-loaded", "", map[string]any{"variant": "kv"}, `routing policy least-loaded: params.variant: found kv, wanted count`,
+			"least-loaded", "",
+			map[string]any{"variant": "kv"},
+			`routing policy least-loaded: params.variant: found kv, wanted count`,
 			`drop variant or write one of: count`,
 		},
 	}

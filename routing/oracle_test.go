@@ -53,6 +53,7 @@ func (o *oracle) apply(e *Event) bool {
 			delete(rk.bumps, e.ReqID)
 		}
 		return true
+	default:
 	}
 	if rk == nil {
 		return false
@@ -132,7 +133,7 @@ func (o *oracleRank) record(e *Event) bool {
 			}
 			o.account[e.ReqID] = a
 		}
-	case EvFinished:
+	default: // EvFinished
 		delete(o.account, e.ReqID)
 		delete(o.bumps, e.ReqID)
 	}

@@ -50,7 +50,6 @@ type GrantGroup struct {
 	App         string      `json:"app"`
 	AppRevision uint64      `json:"app_revision"`
 	Group       int         `json:"group"`
-	Launch      string      `json:"launch,omitempty"` // as in Unit
 	Units       []UnitGrant `json:"units"`
 }
 
@@ -59,6 +58,7 @@ type UnitGrant struct {
 	Unit        string      `json:"unit"`
 	ExpectEpoch uint64      `json:"expect_epoch"`
 	Attempt     int         `json:"attempt"`
+	Launch      string      `json:"launch,omitempty"` // as in Unit
 	Ranks       []RankGrant `json:"ranks"`
 	Blocks      []Block     `json:"blocks,omitempty"`
 }

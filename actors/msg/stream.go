@@ -33,6 +33,8 @@ type Record struct {
 	Cause   string // RecDone, RecState
 
 	Accepting bool      // RecState
+	Fenced    bool      // RecState: the rank is fenced, what it has in hand is lost
+	Draining  bool      // RecState: takes nothing new and lets its streams end
 	Snapshot  *Snapshot // RecSnapshot
 }
 

@@ -1,6 +1,8 @@
 package main
 
 import (
+	"strings"
+
 	"github.com/spf13/cobra"
 )
 
@@ -12,7 +14,7 @@ func newCompletion(e *env) *cobra.Command {
 		Long:      "completion prints a script for your shell. Load it for one session as above, or write it to your shell's completion folder.",
 		Example:   "  source <(dpserve completion bash)",
 		ValidArgs: shells,
-		Args:      cobra.MatchAll(cobra.ExactArgs(1), cobra.OnlyValidArgs),
+		Args:      takes(1, "SHELL"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			root, out := cmd.Root(), e.io.Out
 			switch args[0] {
@@ -22,9 +24,10 @@ func newCompletion(e *env) *cobra.Command {
 				return root.GenZshCompletion(out)
 			case "fish":
 				return root.GenFishCompletion(out, true)
-			default:
+			case "powershell":
 				return root.GenPowerShellCompletionWithDesc(out)
 			}
+			return usageError("completion", "shell %q: wanted %s", args[0], strings.Join(shells, ", "))
 		},
 	}
 }

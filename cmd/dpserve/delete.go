@@ -21,7 +21,7 @@ func newDelete(e *env) *cobra.Command {
 		Long: `delete shows what goes away, asks for the application's name, drains its requests (graceful_shutdown_timeout_s) and waits
 until every engine process is gone.`,
 		Example: "  dpserve delete demo --yes",
-		Args:    cobra.ExactArgs(1),
+		Args:    takes(1, "APP"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return e.delete(cmd.Context(), args[0], yes, detach, timeout)
 		},

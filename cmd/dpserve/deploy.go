@@ -34,7 +34,7 @@ stay as they are, unless --prune is given. A rollout that fails ends it with exi
 failed; Ctrl-C leaves the monitor (exit code 130) and the rollout goes on.`,
 		Example: `  dpserve deploy examples/quickstart/app.yaml
   dpserve deploy app.yaml --dry-run            # what would change`,
-		Args: cobra.ExactArgs(1),
+		Args: takes(1, "FILE"),
 	}
 	flags := cmd.Flags()
 	flags.BoolVar(&f.detach, "detach", false, "do not wait for RUNNING")

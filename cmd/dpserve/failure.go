@@ -77,7 +77,7 @@ func report(w io.Writer, err error) {
 func reportFaults(w io.Writer, faults app.Faults) {
 	talk(w, "%s", count(len(faults), "fault"))
 	for _, f := range faults {
-		_, _ = fmt.Fprintln(w, f.Error())
+		_, _ = fmt.Fprintln(w, f.String())
 	}
 }
 

@@ -25,7 +25,7 @@ func newLogs(e *env) *cobra.Command {
 		Long:  "logs shows the last lines of the engines of an application, a group or one rank. -f goes on until Ctrl-C.",
 		Example: `  dpserve logs demo/0/3 --tail 20
   dpserve logs demo -f --since 5m`,
-		Args: cobra.ExactArgs(1),
+		Args: takes(1, "APP[/GROUP[/RANK]]"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			q, err := logTarget(args[0])
 			if err != nil {

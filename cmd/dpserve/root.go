@@ -17,7 +17,7 @@ const helpTemplate = `{{with .Example}}Example:
 {{end}}{{with (or .Long .Short)}}{{. | trimTrailingWhitespaces}}
 
 {{end}}Usage:
-  {{if .Runnable}}{{.UseLine}}{{else}}{{.CommandPath}} COMMAND{{end}}
+  {{if .HasAvailableSubCommands}}{{.CommandPath}} COMMAND{{else}}{{.UseLine}}{{end}}
 {{if .HasAvailableSubCommands}}
 Commands:{{range .Commands}}{{if .IsAvailableCommand}}
   {{rpad .Name .NamePadding}} {{.Short}}{{end}}{{end}}
@@ -38,7 +38,7 @@ Exit codes: 0 ok, 1 error, 2 usage or validation, 3 differs (only with --exit-co
 5 cannot be rolled out, 8 still pending at the timeout, 130 interrupted.`
 
 // suggestionDistance is how many letters a mistyped command or flag may be away from the one that is suggested.
-const suggestionDistance = 3
+const suggestionDistance = 2
 
 func newRoot(e *env) *cobra.Command {
 	root := &cobra.Command{
@@ -57,8 +57,7 @@ func newRoot(e *env) *cobra.Command {
 			}
 			return cmd.Help()
 		},
-		CompletionOptions:          cobra.CompletionOptions{DisableDefaultCmd: true},
-		SuggestionsMinimumDistance: suggestionDistance,
+		CompletionOptions: cobra.CompletionOptions{DisableDefaultCmd: true},
 	}
 	root.PersistentFlags().BoolVar(&e.noColor, "no-color", false, "no colour (NO_COLOR does the same)")
 	root.SetHelpTemplate(helpTemplate)
@@ -68,7 +67,6 @@ func newRoot(e *env) *cobra.Command {
 		newBench(e), newVersion(e), newCompletion(e))
 	for _, cmd := range root.Commands() {
 		cmd.DisableFlagsInUseLine = true
-		cmd.Args = explainArgs(cmd.Args)
 	}
 	return root
 }
@@ -91,8 +89,14 @@ func newHelp(root *cobra.Command) *cobra.Command {
 
 func unknownCommand(root *cobra.Command, name string) error {
 	err := problem.New(problem.InvalidArgument, "unknown command %q", name)
-	if near := root.SuggestionsFor(name); len(near) > 0 {
-		return err.WithHint("did you mean `dpserve %s`?", near[0])
+	var names []string
+	for _, c := range root.Commands() {
+		if c.IsAvailableCommand() {
+			names = append(names, c.Name())
+		}
+	}
+	if near := nearest(name, names); near != "" {
+		return err.WithHint("did you mean `dpserve %s`?", near)
 	}
 	return err.WithHint("`dpserve help` lists the commands")
 }
@@ -110,26 +114,39 @@ func flagError(cmd *cobra.Command, err error) error {
 }
 
 func nearestFlag(cmd *cobra.Command, name string) string {
-	best, distance := "", suggestionDistance
+	var names []string
 	cmd.Flags().VisitAll(func(f *pflag.Flag) {
-		if d := editDistance(name, f.Name); d < distance && !f.Hidden {
-			best, distance = f.Name, d
+		if !f.Hidden {
+			names = append(names, f.Name)
 		}
 	})
-	return best
+	return nearest(name, names)
 }
 
-// explainArgs gives cobra's errors about positional arguments our code and hint.
-func explainArgs(check cobra.PositionalArgs) cobra.PositionalArgs {
+// takes is a check of positional arguments: at least least of those named, and no more than them.
+func takes(least int, names ...string) cobra.PositionalArgs {
 	return func(cmd *cobra.Command, args []string) error {
-		if check == nil {
-			return nil
-		}
-		if err := check(cmd, args); err != nil {
-			return usageError(cmd.Name(), "%s: %s", cmd.Name(), strings.TrimSuffix(err.Error(), "."))
+		switch {
+		case len(args) < least:
+			return usageError(cmd.Name(), "%s wants %s", cmd.Name(), strings.Join(names[len(args):least], " "))
+		case len(args) > len(names) && len(names) == 0:
+			return usageError(cmd.Name(), "%s takes no argument, got %q", cmd.Name(), args[0])
+		case len(args) > len(names):
+			return usageError(cmd.Name(), "%s takes %s and nothing more, got %q", cmd.Name(), strings.Join(names, " "), args[len(names)])
 		}
 		return nil
 	}
+}
+
+// nearest is the name that is fewest letters away, "" if none is near.
+func nearest(name string, names []string) string {
+	best, distance := "", suggestionDistance+1
+	for _, n := range names {
+		if d := editDistance(name, n); d < distance {
+			best, distance = n, d
+		}
+	}
+	return best
 }
 
 // editDistance is Levenshtein's, in bytes: names of flags are ASCII.

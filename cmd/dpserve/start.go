@@ -28,7 +28,7 @@ drains (each app's graceful_shutdown_timeout_s), a second one stops at once. Por
 --insecure-public in this version.`,
 		Example: `  dpserve start                                # then, in another terminal: dpserve deploy app.yaml
   dpserve start --http-bind 127.0.0.1:0 -o json   # any free port, told as JSON on stdout`,
-		Args: cobra.NoArgs,
+		Args: takes(0),
 	}
 	flags := cmd.Flags()
 	flags.StringVar(&f.config.NodeID, "node-id", f.config.NodeID, "name of this node; default: the host's")

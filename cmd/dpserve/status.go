@@ -31,7 +31,7 @@ func newStatus(e *env) *cobra.Command {
 DEPLOY_FAILED, DELETING. -w goes on until Ctrl-C: redrawn on a terminal, one line per change elsewhere.`,
 		Example: `  dpserve status demo -w
   dpserve status --exit-code && echo "everything runs"`,
-		Args: cobra.MaximumNArgs(1),
+		Args: takes(0, "APP"),
 	}
 	cmd.Flags().BoolVarP(&f.watch, "watch", "w", false, "go on watching")
 	cmd.Flags().BoolVar(&f.exitCode, "exit-code", false, "exit code 3 when something is not RUNNING")

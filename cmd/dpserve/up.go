@@ -51,7 +51,7 @@ Ctrl-C drains for 10 s, a second one stops at once.`,
 		Example: `  dpserve up                                   # four simulated ranks
   dpserve up app.yaml --engine sim             # any file, without its GPUs
   dpserve up --attach http://127.0.0.1:8100,http://127.0.0.1:8101`,
-		Args: cobra.MaximumNArgs(1),
+		Args: takes(0, "FILE"),
 	}
 	flags := cmd.Flags()
 	flags.StringSliceVar(&f.attach, "attach", nil, "`URL`s of engines that already run, instead of FILE")

@@ -12,7 +12,7 @@ func newValidate(e *env) *cobra.Command {
 		Long: `validate reads a file, fills in the defaults and names every fault with line, column, what was found and what was
 wanted. It needs no running dpserve. FILE may be - for stdin. Faults end it with exit code 2.`,
 		Example: "  dpserve validate examples/quickstart/app.yaml --print",
-		Args:    cobra.ExactArgs(1),
+		Args:    takes(1, "FILE"),
 		RunE: func(_ *cobra.Command, args []string) error {
 			file, err := e.readApps(args[0])
 			if err != nil {

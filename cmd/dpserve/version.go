@@ -47,7 +47,7 @@ func newVersion(e *env) *cobra.Command {
 		Use:     "version [flags]",
 		Short:   "build info",
 		Example: "  dpserve version -o json",
-		Args:    cobra.NoArgs,
+		Args:    takes(0),
 	}
 	output := addOutput(cmd)
 	cmd.RunE = func(*cobra.Command, []string) error {

@@ -1,0 +1,93 @@
+// Package controller makes the cluster what its applications want: it places units, has them granted, tells the nodes to
+// start and stop them, and follows what the nodes report. It runs on the leader only.
+package controller
+
+import (
+	"context"
+	"log/slog"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/placement"
+	"github.com/dpserve/dpserve/state"
+)
+
+const (
+	// DefaultRetry is the wait before a command that consensus did not take is proposed again.
+	DefaultRetry = time.Second
+	// DefaultCall is how long one order to a node or one command may take.
+	DefaultCall = 5 * time.Second
+
+	actorName    = "controller"
+	mailboxBound = 1024            // unreceived requests; what nodes report and the results of commands bypass it
+	closeGrace   = 5 * time.Second // for the actor to stop
+	maxCommands  = 64              // commands under way at once; each unit has at most one
+	nodeQueue    = 4096            // orders waiting for one node; the ones over it are sent again by the resend timer
+	eventRing    = 1000            // state changes kept for the API
+)
+
+// Timers are the waits of this room. Zero fields mean the defaults.
+type Timers struct {
+	Unit  state.Timers  // retries, restarts, resends
+	Retry time.Duration // before a failed command is proposed again
+	Call  time.Duration // one order, one command
+}
+
+func (t Timers) withDefaults() Timers {
+	t.Unit = t.Unit.WithDefaults()
+	if t.Retry <= 0 {
+		t.Retry = DefaultRetry
+	}
+	if t.Call <= 0 {
+		t.Call = DefaultCall
+	}
+	return t
+}
+
+// Granter puts grants and releases through consensus; the RankAssigner. Safe for concurrent use; ends with ctx.
+type Granter interface {
+	Grant(ctx context.Context, g state.GrantGroup) (state.Result, error)
+	Release(ctx context.Context, m msg.ReleaseRank) error
+}
+
+// Metrics counts what happens to units. Called from one goroutine at a time; may not block.
+type Metrics interface {
+	UnitPhase(app, unit string, phase state.Phase, epoch uint64)
+	UnitRestart(app, unit string)
+	UnitForget(app, unit string)
+}
+
+// Config is what a Controller is made of. Store, Proposer, Granter, Nodes, Agent and Log are required.
+type Config struct {
+	Store    msg.Store
+	Proposer msg.Proposer
+	Granter  Granter
+	// Nodes is the inventory: ids, slots, devices, labels, port ranges. What is in use is taken from the store.
+	Nodes func() []placement.Node
+	// Agent is how a node is told; false while it is not connected.
+	Agent func(node string) (msg.NodeAgent, bool)
+	// Barrier waits until the store has all that was committed before this node led. Nothing is granted before (TRAPS 10);
+	// nil = Start is called after it.
+	Barrier func(ctx context.Context) error
+	Metrics Metrics // nil = none
+	Timers  Timers
+	Log     *slog.Logger
+	Clock   func() time.Time // nil = time.Now
+}
+
+func (c Config) withDefaults() Config {
+	c.Timers = c.Timers.withDefaults()
+	if c.Clock == nil {
+		c.Clock = time.Now
+	}
+	if c.Metrics == nil {
+		c.Metrics = noMetrics{}
+	}
+	return c
+}
+
+type noMetrics struct{}
+
+func (noMetrics) UnitPhase(string, string, state.Phase, uint64) {}
+func (noMetrics) UnitRestart(string, string)                    {}
+func (noMetrics) UnitForget(string, string)                     {}

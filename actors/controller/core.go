@@ -1,0 +1,272 @@
+package controller
+
+import (
+	"cmp"
+	"errors"
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/placement"
+	"github.com/dpserve/dpserve/state"
+)
+
+// core decides; it has no IO, no clock and no goroutines. Same inputs at the same times: same effects. It is level-triggered:
+// every step compares what is wanted with what is, so a lost answer only delays.
+type core struct {
+	timers Timers
+	state  *state.State // nil before the barrier: nothing is decided
+	nodes  []placement.Node
+	apps   map[string]*application
+	units  map[string]*unit
+	seen   map[string]*numbers // reports per node
+	out    []effect
+}
+
+func newCore(t Timers) *core {
+	return &core{timers: t.withDefaults(), apps: map[string]*application{}, units: map[string]*unit{}, seen: map[string]*numbers{}}
+}
+
+// Step takes one input at a time now, with the inventory of that moment, and returns what is to be done.
+func (c *core) Step(now time.Time, nodes []placement.Node, in any) []effect {
+	c.out, c.nodes = nil, nodes
+	c.take(now, in)
+	if c.state != nil {
+		c.reconcile(now)
+	}
+	return c.out
+}
+
+func (c *core) take(now time.Time, in any) {
+	switch in := in.(type) {
+	case stateSeen:
+		c.look(now, in.state)
+	case reported:
+		c.report(now, &in.event)
+	case refused:
+		c.refuse(now, in)
+	case granted:
+		c.conclude(now, in)
+	case concluded:
+		c.answered(now, in)
+	case redeployed:
+		c.redeploy(now, in.apps)
+	case ticked:
+		for _, id := range c.ids() {
+			c.feed(now, c.units[id], state.Event{Kind: state.EvTick})
+		}
+	}
+}
+
+// Due is the next time at which a tick is wanted; zero = none.
+func (c *core) Due() time.Time {
+	var due time.Time
+	earlier := func(t time.Time) {
+		if !t.IsZero() && (due.IsZero() || t.Before(due)) {
+			due = t
+		}
+	}
+	for _, u := range c.units {
+		earlier(u.m.Due)
+		if len(u.wishes) > 0 && !u.busy {
+			earlier(u.retryAt)
+		}
+	}
+	for _, a := range c.apps {
+		if a.deleting && !a.busy {
+			earlier(a.retryAt)
+		}
+	}
+	return due
+}
+
+func (c *core) emit(e effect) { c.out = append(c.out, e) }
+
+// ids are the unit ids in order, so that effects have one.
+func (c *core) ids() []string { return slices.Sorted(maps.Keys(c.units)) }
+
+// look takes a snapshot. The first one is the boot: whatever is granted in it runs nowhere, because engines die with their
+// node process, and is granted anew.
+func (c *core) look(now time.Time, s *state.State) {
+	boot := c.state == nil
+	if !boot && s.Index < c.state.Index {
+		return
+	}
+	c.state = s
+	c.lookAtApps()
+	if !boot {
+		for _, u := range c.units {
+			u.retryAt = c.retryAfterChange(u)
+		}
+		return
+	}
+	for _, id := range slices.Sorted(maps.Keys(s.Units)) {
+		c.resume(now, s.Units[id])
+	}
+}
+
+// retryAfterChange lets a grant that was refused try again at once: what it met has changed.
+func (c *core) retryAfterChange(u *unit) time.Time {
+	if len(u.wishes) > 0 && u.wishes[0].kind == state.DoGrant {
+		return time.Time{}
+	}
+	return u.retryAt
+}
+
+// resume brings a unit back that was granted before this process began.
+func (c *core) resume(now time.Time, rec *state.Unit) {
+	u := c.adopt(rec)
+	u.m = state.Machine{
+		Phase: rec.Phase, Epoch: rec.Epoch, Attempt: rec.Attempt, Starts: 1, Since: now, Attach: c.isAttach(rec.App),
+		Reason: rec.Reason, LogTail: rec.LogTail,
+	}
+	c.feed(now, u, state.Event{Kind: state.EvLost, Reason: "dpserve was started again"})
+	if rec.Phase == state.Failed {
+		c.changed(now, u, "", u.m.Phase)
+	}
+}
+
+// adopt makes a unit of a record.
+func (c *core) adopt(rec *state.Unit) *unit {
+	u := newUnit(rec.ID, rec.App, rec.Group, nil)
+	for i := range rec.Ranks {
+		u.ranks = append(u.ranks, rec.Ranks[i].Rank)
+	}
+	u.seat = c.seatOf(rec)
+	c.units[rec.ID] = u
+	return u
+}
+
+func (c *core) seatOf(rec *state.Unit) seat {
+	s := seat{revision: rec.AppRevision, launch: rec.Launch, ranks: rec.Ranks, blocks: rec.Blocks}
+	if a := c.apps[rec.App]; a != nil {
+		s.spec = a.spec
+	}
+	return s
+}
+
+// feed gives a machine an event and does what it asks for.
+func (c *core) feed(now time.Time, u *unit, e state.Event) {
+	before := u.m.Phase
+	m, effects := state.Next(u.m, e, now, c.timers.Unit)
+	u.m = m
+	if m.Phase != before {
+		c.changed(now, u, before, m.Phase)
+	}
+	for _, f := range effects {
+		c.obey(u, f)
+	}
+}
+
+func (c *core) changed(now time.Time, u *unit, from, to state.Phase) {
+	c.emit(changeEffect{Event{At: now, App: u.app, Unit: u.id, Epoch: u.m.Epoch, From: string(from), To: string(to), Reason: u.m.Reason}})
+}
+
+func (c *core) obey(u *unit, f state.Effect) {
+	switch f.Kind {
+	case state.DoGrant, state.ProposeReady, state.ProposeFenced, state.ProposeFailed, state.ProposeRelease:
+		u.wantRaft(wish{kind: f.Kind, attempt: f.Attempt})
+	case state.DoStart:
+		c.start(u)
+	case state.DoStop:
+		c.stop(u, u.gone, f.Grace)
+	case state.DoStopOthers:
+		c.stop(u, u.ended, 0)
+	case state.CountRestart:
+		c.emit(restartEffect{u.app, u.id})
+	}
+}
+
+// start tells the nodes that have not confirmed.
+func (c *core) start(u *unit) {
+	if u.seat.spec == nil {
+		return
+	}
+	for _, n := range u.nodes() {
+		if !u.started[n] {
+			c.emit(startEffect{n, u.startOn(n)})
+		}
+	}
+}
+
+// stop tells the nodes of the unit that are not done.
+func (c *core) stop(u *unit, done map[string]bool, grace time.Duration) {
+	for _, n := range u.nodes() {
+		if !done[n] {
+			c.emit(stopEffect{n, &msg.StopRank{Unit: u.id, Epoch: u.m.Epoch, Grace: grace, Reason: u.m.Reason}})
+		}
+	}
+}
+
+// conclude takes the outcome of a grant. A grant whose outcome is unknown may be in the state: reconcile finds it there.
+func (c *core) conclude(now time.Time, in granted) {
+	for _, id := range in.units {
+		u := c.units[id]
+		if u == nil {
+			continue
+		}
+		u.busy = false
+		epoch := in.result.Epochs[id]
+		if in.err != nil || epoch == 0 {
+			u.again(now.Add(c.timers.Retry))
+			continue
+		}
+		c.begun(now, u, u.next, epoch, u.current.attempt)
+	}
+}
+
+// begun starts what was granted.
+func (c *core) begun(now time.Time, u *unit, s seat, epoch uint64, attempt int) {
+	u.seat, u.noRoom = s, ""
+	u.forgetReports()
+	c.feed(now, u, state.Event{Kind: state.EvGranted, Epoch: epoch, Attempt: attempt})
+}
+
+// answered takes the outcome of any other command. A typed refusal means that the state went on without it.
+func (c *core) answered(now time.Time, in concluded) {
+	if in.unit == "" {
+		if a := c.apps[in.app]; a != nil {
+			a.busy = false
+			a.retryAt = time.Time{}
+			if in.err != nil {
+				a.retryAt = now.Add(c.timers.Retry)
+			}
+		}
+		return
+	}
+	u := c.units[in.unit]
+	if u == nil {
+		return
+	}
+	u.busy = false
+	if in.err != nil && !typedRefusal(in.err) {
+		u.again(now.Add(c.timers.Retry))
+	}
+}
+
+// typedRefusal tells a refusal by the state, which stays one, from a command that did not get through.
+func typedRefusal(err error) bool {
+	switch problem.CodeOf(err) {
+	case problem.Conflict, problem.NotFound, problem.InvalidArgument:
+		return true
+	default:
+		return errors.Is(err, state.ErrStaleEpoch)
+	}
+}
+
+func (c *core) redeploy(now time.Time, apps []string) {
+	for _, id := range c.ids() {
+		if u := c.units[id]; slices.Contains(apps, u.app) {
+			c.feed(now, u, state.Event{Kind: state.EvRedeploy})
+		}
+	}
+}
+
+// inGroups orders units by app, group and rank.
+func inGroups(us []*unit) {
+	slices.SortFunc(us, func(a, b *unit) int {
+		return cmp.Or(cmp.Compare(a.app, b.app), cmp.Compare(a.group, b.group), slices.Compare(a.ranks, b.ranks), cmp.Compare(a.id, b.id))
+	})
+}

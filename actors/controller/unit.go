@@ -1,0 +1,130 @@
+package controller
+
+import (
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/state"
+)
+
+// wish is what raft should be told of a unit next.
+type wish struct {
+	kind    state.EffectKind // DoGrant, ProposeReady, ProposeFenced, ProposeFailed or ProposeRelease
+	attempt int              // DoGrant
+}
+
+// seat is what a grant gives a unit, and what it is started with.
+type seat struct {
+	spec     *app.Application // nil if the application is gone: then nothing is started
+	revision uint64
+	launch   string
+	ranks    []state.RankGrant
+	blocks   []state.Block
+}
+
+// unit is all that the core knows of one unit: its machine, its grant, and what is under way.
+type unit struct {
+	id    string
+	app   string
+	group int
+	ranks []int // rank numbers
+	m     state.Machine
+
+	seat    seat   // of the epoch in hand
+	next    seat   // of the grant under way
+	wishes  []wish // in order; at most a release and a grant
+	current wish   // under way
+	busy    bool   // a command of this unit is under way
+	retryAt time.Time
+	noRoom  string // why placement found no place; "" = not tried, or found one
+
+	started, ready, ended, gone map[string]bool // nodes that reported it for the epoch in hand
+}
+
+func newUnit(id, app string, group int, ranks []int) *unit {
+	u := &unit{id: id, app: app, group: group, ranks: ranks}
+	u.forgetReports()
+	return u
+}
+
+func (u *unit) forgetReports() {
+	u.started, u.ready, u.ended, u.gone = map[string]bool{}, map[string]bool{}, map[string]bool{}, map[string]bool{}
+}
+
+// wantRaft notes what raft should be told. The newest wish counts; only a release is not left out before a new grant.
+func (u *unit) wantRaft(w wish) {
+	if w.kind == state.DoGrant && len(u.wishes) > 0 && u.wishes[0].kind == state.ProposeRelease {
+		u.wishes = []wish{u.wishes[0], w}
+		return
+	}
+	u.wishes = []wish{w}
+}
+
+// due says whether the next wish is of the kind and may be carried out.
+func (u *unit) due(now time.Time, grant bool) bool {
+	return len(u.wishes) > 0 && !u.busy && (u.wishes[0].kind == state.DoGrant) == grant && !now.Before(u.retryAt)
+}
+
+// begin takes the next wish under way.
+func (u *unit) begin() wish {
+	u.current, u.wishes, u.busy = u.wishes[0], u.wishes[1:], true
+	return u.current
+}
+
+// again puts the wish under way back, unless a newer one has taken its place.
+func (u *unit) again(at time.Time) {
+	if len(u.wishes) == 0 || u.current.kind == state.ProposeRelease {
+		u.wishes = append([]wish{u.current}, u.wishes...)
+	}
+	u.retryAt = at
+}
+
+// nodes are the nodes of the grant in hand, each once, in the order of the ranks.
+func (u *unit) nodes() []string {
+	var out []string
+	seen := map[string]bool{}
+	for i := range u.seat.ranks {
+		if n := u.seat.ranks[i].Node; !seen[n] {
+			seen[n] = true
+			out = append(out, n)
+		}
+	}
+	return out
+}
+
+// all says whether every node of the grant is in the set.
+func (u *unit) all(set map[string]bool) bool {
+	for _, n := range u.nodes() {
+		if !set[n] {
+			return false
+		}
+	}
+	return true
+}
+
+// startOn is the order to start the ranks of one node.
+func (u *unit) startOn(node string) *msg.StartRank {
+	s := &msg.StartRank{
+		App: u.seat.spec, AppRevision: u.seat.revision, Unit: u.id, Group: u.group, Epoch: u.m.Epoch, AllRanks: u.seat.ranks,
+	}
+	for _, r := range u.seat.ranks {
+		if r.Node == node {
+			s.Ranks = append(s.Ranks, r)
+		}
+	}
+	for _, b := range u.seat.blocks {
+		if b.Node == node {
+			s.Block = b
+		}
+	}
+	return s
+}
+
+// idle says that nothing is left of the unit: no grant, no processes, nothing under way.
+func (u *unit) idle(s *state.State) bool {
+	return (u.m.Phase == state.Gone || u.m.Phase == "") && !u.busy && len(u.wishes) == 0 && s.Units[u.id] == nil
+}
+
+// ref is a report on the grant in hand.
+func (u *unit) ref() *state.UnitRef { return &state.UnitRef{Unit: u.id, Epoch: u.m.Epoch, Reason: u.m.Reason} }

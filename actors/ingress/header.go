@@ -1,0 +1,145 @@
+package ingress
+
+import (
+	"net/http"
+	"net/textproto"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/dpserve/dpserve/routing"
+)
+
+// Header names in canonical form, as net/http keeps them.
+const (
+	headerRequestID  = "X-Request-Id"
+	headerApp        = "X-Dpserve-App"
+	headerGroup      = "X-Dpserve-Group"
+	headerRank       = "X-Dpserve-Rank"
+	headerAttempts   = "X-Dpserve-Attempts"
+	headerTimeout    = "X-Dpserve-Timeout-Ms"
+	headerEngineRank = "X-Data-Parallel-Rank"
+)
+
+// hopHeader says that a field belongs to one connection and is never passed on (RFC 9110, 7.6.1).
+func hopHeader(name string) bool {
+	switch name {
+	case "Connection", "Keep-Alive", "Proxy-Connection", "Proxy-Authenticate", "Proxy-Authorization", "Te", "Trailer", "Transfer-Encoding", "Upgrade":
+		return true
+	}
+	return false
+}
+
+// ownHeader says that dpserve alone may set a field towards an engine: how far a request came, and which rank it is for
+// (STYLE 10).
+func ownHeader(name string) bool {
+	switch name {
+	case "Host", "Content-Length", "Accept-Encoding", "Expect", "Forwarded", "X-Real-Ip", headerRequestID, headerEngineRank:
+		return true
+	}
+	return strings.HasPrefix(name, "X-Forwarded-") || strings.HasPrefix(name, "X-Dpserve-") || strings.HasPrefix(name, "Dpserve-") ||
+		strings.HasPrefix(name, "X-Data-Parallel-")
+}
+
+// connectionNames are the fields that Connection declares to be for this hop; nil for most requests.
+func connectionNames(h http.Header) map[string]bool {
+	var out map[string]bool
+	for _, line := range h["Connection"] {
+		for _, name := range strings.Split(line, ",") {
+			name = textproto.CanonicalMIMEHeaderKey(strings.TrimSpace(name))
+			if name == "" || name == "Close" || name == "Keep-Alive" {
+				continue
+			}
+			if out == nil {
+				out = map[string]bool{}
+			}
+			out[name] = true
+		}
+	}
+	return out
+}
+
+// engineHeader is what goes to the engine of a client's header. Values are shared, not copied: nobody changes them.
+func engineHeader(client http.Header, requestID []string) http.Header {
+	hop := connectionNames(client)
+	out := make(http.Header, len(client)+1)
+	for name, values := range client {
+		if !hopHeader(name) && !ownHeader(name) && !hop[name] {
+			out[name] = values
+		}
+	}
+	if _, ok := out["User-Agent"]; !ok {
+		out["User-Agent"] = nil // or net/http adds its own
+	}
+	out[headerRequestID] = requestID
+	return out
+}
+
+// clientHeader copies an engine's header into the answer. Content-Length is the relay's to set.
+func clientHeader(dst, engine http.Header) {
+	hop := connectionNames(engine)
+	for name, values := range engine {
+		if !hopHeader(name) && !hop[name] && name != "Content-Length" && name != headerRequestID && !strings.HasPrefix(name, "X-Dpserve-") {
+			dst[name] = values
+		}
+	}
+}
+
+// withRank adds the rank's number where an engine hosts several ranks behind one URL. The shared header stays as it is: an
+// earlier attempt may still be reading it.
+func withRank(h http.Header, selector int) http.Header {
+	out := make(http.Header, len(h)+1)
+	for name, values := range h {
+		out[name] = values
+	}
+	out[headerEngineRank] = []string{strconv.Itoa(selector)}
+	return out
+}
+
+// validRequestID accepts what can stand in a log line and in an engine's own id.
+func validRequestID(s string) bool {
+	if s == "" || len(s) > maxRequestID {
+		return false
+	}
+	for i := range len(s) {
+		if s[i] <= ' ' || s[i] > '~' {
+			return false
+		}
+	}
+	return true
+}
+
+const requestIDDigits = "0123456789abcdef"
+
+// newRequestID writes a request's number as 16 hex digits.
+func newRequestID(id uint64) string {
+	var b [16]byte
+	for i := len(b) - 1; i >= 0; i-- {
+		b[i] = requestIDDigits[id&0xf]
+		id >>= 4
+	}
+	return string(b[:])
+}
+
+// maxTimeout bounds x-dpserve-timeout-ms: a day.
+const maxTimeout = 24 * time.Hour
+
+// parseTimeout reads x-dpserve-timeout-ms; ok is false if it is no whole number of milliseconds from 1 to a day.
+func parseTimeout(s string) (d time.Duration, ok bool) {
+	ms, err := strconv.ParseInt(s, 10, 64)
+	if err != nil || ms < 1 || ms > maxTimeout.Milliseconds() {
+		return 0, false
+	}
+	return time.Duration(ms) * time.Millisecond, true
+}
+
+// parseRank reads x-dpserve-rank: GROUP/RANK.
+func parseRank(s string) (id routing.RankID, ok bool) {
+	g, r, found := strings.Cut(s, "/")
+	group, err1 := strconv.ParseUint(g, 10, 16)
+	rank, err2 := strconv.ParseUint(r, 10, 16)
+	if !found || err1 != nil || err2 != nil {
+		return 0, false
+	}
+	return routing.ID(int(group), int(rank)), true //nolint:gosec // 16 bits each
+}

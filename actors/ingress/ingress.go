@@ -1,0 +1,291 @@
+package ingress
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/telemetry"
+)
+
+// ErrDrained is the cause with which Close ends what is still running when its context is over.
+var ErrDrained = errors.New("the ingress is shutting down")
+
+// Metrics gives and forgets the counters of an application. *telemetry.Metrics implements it.
+type Metrics interface {
+	App(app, policy string) *telemetry.App
+	ForgetApp(app string)
+}
+
+// Config is what an ingress needs. Store, Feed, Metrics and Log are required.
+type Config struct {
+	Node    string    // id of this ingress in tickets and records; unique per cluster
+	Version string    // for GET /version
+	Store   msg.Store // applications and units
+	Feed    msg.Feed  // the ranks' streams
+	Metrics Metrics
+	Log     *slog.Logger
+	Limits  Limits
+	Timers  Timers
+	Seed    uint64 // of the Routers' generators and of the request ids: random per process
+}
+
+// Ingress serves the OpenAI surface. Safe for concurrent use. New starts one goroutine, which Close ends.
+type Ingress struct {
+	node    string
+	version string
+	store   msg.Store
+	feed    msg.Feed
+	metrics Metrics
+	log     *slog.Logger
+	limits  Limits
+	timers  Timers
+	seed    uint64
+	base    time.Time // origin of the budgets' clock
+
+	handler http.Handler
+	server  *http.Server
+	legs    *legs
+	table   atomic.Pointer[table]
+	calls   sync.Pool // *call
+	buffers sync.Pool // *bodyBuffer
+	replies sync.Pool // chan msg.AdmitReply
+
+	nextID   atomic.Uint64
+	requests atomic.Uint64
+	tokens   atomic.Uint64
+	inflight atomic.Int64
+	draining atomic.Bool
+
+	lanesMu sync.RWMutex
+	lanes   map[string]*lane
+
+	mu          sync.Mutex
+	listener    net.Listener
+	unsubscribe func()
+	closeOnce   sync.Once
+	closeErr    error
+
+	stop    context.CancelFunc      // ends the table's goroutine
+	cut     context.CancelCauseFunc // ends every request
+	cutCtx  func(net.Listener) context.Context
+	running sync.WaitGroup // the table's goroutine, late tickets
+}
+
+// New makes an ingress and follows Store and Feed at once; it serves when Serve is called, or through Handler.
+func New(c Config) (*Ingress, error) {
+	if c.Store == nil || c.Feed == nil || c.Metrics == nil || c.Log == nil {
+		return nil, errors.New("ingress: Store, Feed, Metrics and Log must be set")
+	}
+	in := &Ingress{
+		node: c.Node, version: c.Version, store: c.Store, feed: c.Feed, metrics: c.Metrics,
+		log: c.Log.With(slog.String("room", "ingress")), limits: c.Limits.withDefaults(), timers: c.Timers.withDefaults(),
+		seed: c.Seed, base: time.Now(), lanes: map[string]*lane{},
+	}
+	in.nextID.Store(mix(c.Seed))
+	in.calls.New = func() any { return newCall(in) }
+	in.buffers.New = func() any { return &bodyBuffer{} }
+	in.replies.New = func() any { return make(chan msg.AdmitReply, 1) }
+	in.legs = newLegs(in.timers)
+	ctx, stop := context.WithCancel(context.Background())
+	cutCtx, cut := context.WithCancelCause(context.Background())
+	in.stop, in.cut, in.cutCtx = stop, cut, func(net.Listener) context.Context { return cutCtx }
+	in.handler = in.routes()
+	in.server = in.newServer()
+	in.table.Store(newTable())
+	changed := in.store.Changed() // before State, so that no change is missed
+	in.rebuild(in.store.State())
+	in.resubscribe()
+	in.running.Go(func() { in.follow(ctx, changed) })
+	return in, nil
+}
+
+// Handler is the whole surface, for tests and for servers of other rooms. Requests served through it end with their own
+// context alone.
+func (in *Ingress) Handler() http.Handler { return in.handler }
+
+// follow rebuilds the table whenever the state changes.
+func (in *Ingress) follow(ctx context.Context, changed <-chan struct{}) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-changed:
+			changed = in.store.Changed()
+			if in.rebuild(in.store.State()) {
+				in.resubscribe()
+			}
+		}
+	}
+}
+
+// rebuild makes a table of the state. fresh says that a Router is new and knows no rank yet.
+func (in *Ingress) rebuild(st *state.State) (fresh bool) {
+	t := newTable()
+	for name, a := range st.Apps {
+		l := in.lane(name)
+		spec, isNew, err := in.adopt(l, a)
+		if err != nil {
+			in.log.Error("application cannot be served", slog.String("app", name), slog.Any("err", err))
+			continue
+		}
+		fresh = fresh || isNew
+		l.units(progress(st, spec.app, a.Deleting))
+		if !a.Deleting {
+			t.add(&entry{served: spec, lane: l})
+		}
+	}
+	t.seal()
+	in.table.Store(t)
+	in.forget(st)
+	return fresh
+}
+
+// adopt brings a lane to the application's revision. fresh: it has a new Router.
+func (in *Ingress) adopt(l *lane, a *state.App) (spec *served, fresh bool, err error) {
+	old := l.spec.Load()
+	if old != nil && old.revision == a.Revision {
+		return old, false, nil
+	}
+	spec, err = in.decode(a, old)
+	if err != nil {
+		return nil, false, fmt.Errorf("read the specification of revision %d: %w", a.Revision, err)
+	}
+	if !sameRouting(old, spec) {
+		policy, err := routing.New(spec.app.Routing.Policy, spec.app.Routing.Preset, spec.app.Routing.Params)
+		if err != nil {
+			return nil, false, fmt.Errorf("revision %d: %w", a.Revision, err)
+		}
+		router := routing.NewRouter(policy, mix(in.seed^in.nextID.Load()))
+		router.OnRoom = l.queue.room
+		l.router.Store(router)
+		l.meter.Store(in.metrics.App(a.Name, policy.Name()))
+		fresh = true
+	}
+	l.spec.Store(spec)
+	return spec, fresh, nil
+}
+
+// forget ends the lanes of applications that are gone.
+func (in *Ingress) forget(st *state.State) {
+	in.lanesMu.Lock()
+	var gone []*lane
+	for name, l := range in.lanes {
+		if st.Apps[name] == nil && l.spec.Load() != nil {
+			gone = append(gone, l)
+			delete(in.lanes, name)
+		}
+	}
+	in.lanesMu.Unlock()
+	for _, l := range gone {
+		l.end()
+		in.metrics.ForgetApp(l.name)
+	}
+}
+
+// resubscribe asks every rank for a snapshot: at the start, and when a Router is new. In between nobody's account is wrong
+// for longer than it takes the ranks to answer.
+func (in *Ingress) resubscribe() {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	if in.unsubscribe != nil {
+		in.unsubscribe()
+	}
+	in.unsubscribe = in.feed.Subscribe(in)
+}
+
+var _ msg.Sink = (*Ingress)(nil)
+
+// Deliver implements msg.Sink.
+func (in *Ingress) Deliver(rec *msg.Record) { in.lane(rec.App).deliver(rec) }
+
+// lane finds or makes the lane of an application: its ranks' streams may begin before the state tells of it.
+func (in *Ingress) lane(name string) *lane {
+	in.lanesMu.RLock()
+	l := in.lanes[name]
+	in.lanesMu.RUnlock()
+	if l != nil {
+		return l
+	}
+	in.lanesMu.Lock()
+	defer in.lanesMu.Unlock()
+	if l = in.lanes[name]; l == nil {
+		l = newLane(in, name)
+		in.lanes[name] = l
+	}
+	return l
+}
+
+// requestID is a new key of a dispatch: unique in this process, and random against those of other ingresses.
+func (in *Ingress) requestID() uint64 { return in.nextID.Add(1) }
+
+// fold makes the Router's key of a request: an own id as it is, one of another ingress mixed with that ingress's name.
+func (in *Ingress) fold(ingress string, reqID uint64) uint64 {
+	if ingress == in.node {
+		return reqID
+	}
+	h := uint64(14695981039346656037) // FNV-1a
+	for i := range len(ingress) {
+		h = (h ^ uint64(ingress[i])) * 1099511628211
+	}
+	return mix(h ^ reqID)
+}
+
+// mix spreads the bits of v (the finalizer of splitmix64).
+func mix(v uint64) uint64 {
+	v += 0x9e3779b97f4a7c15
+	v = (v ^ v>>30) * 0xbf58476d1ce4e5b9
+	v = (v ^ v>>27) * 0x94d049bb133111eb
+	return v ^ v>>31
+}
+
+// QueueLen is how many requests of an application wait for a rank.
+func (in *Ingress) QueueLen(app string) int {
+	in.lanesMu.RLock()
+	l := in.lanes[app]
+	in.lanesMu.RUnlock()
+	if l == nil {
+		return 0
+	}
+	n, _ := l.queue.size()
+	return n
+}
+
+// Totals are the answered inference requests and generated tokens since New, and the requests in hand now.
+func (in *Ingress) Totals() (requests, tokens uint64, inflight int) {
+	return in.requests.Load(), in.tokens.Load(), int(in.inflight.Load())
+}
+
+// Ready says that this ingress should get requests: it is not draining, and some application can serve or none is there.
+func (in *Ingress) Ready() bool {
+	if in.draining.Load() {
+		return false
+	}
+	t := in.table.Load()
+	for _, l := range t.lanes {
+		if l.canServe() {
+			return true
+		}
+	}
+	return len(t.lanes) == 0
+}
+
+// Explain is what the application's Router would decide for a request of so many prompt tokens; nothing changes.
+func (in *Ingress) Explain(app string, tokens int) (routing.Decision, bool) {
+	in.lanesMu.RLock()
+	l := in.lanes[app]
+	in.lanesMu.RUnlock()
+	if l == nil || l.router.Load() == nil {
+		return routing.Decision{}, false
+	}
+	return l.router.Load().Explain(&routing.Request{Tokens: tokens, Estimated: true}), true
+}

@@ -1,0 +1,293 @@
+package ingress
+
+import (
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/telemetry"
+)
+
+// lane is what an ingress keeps of one application over its revisions: ranks, Router, queue, retry budget, estimates.
+type lane struct {
+	in     *Ingress
+	name   string
+	queue  fifo
+	budget *budget
+	spec   atomic.Pointer[served]         // nil until the table has seen the application
+	router atomic.Pointer[routing.Router] // nil as spec; replaced when the routing part of the file changes
+	meter  atomic.Pointer[telemetry.App]
+	ratios openai.Estimators
+	mean   atomic.Int64 // EWMA of how long a request holds its place, in ns
+
+	mu     sync.Mutex
+	ranks  map[routing.RankID]*rank
+	epochs map[string]uint64 // units that the state says are ready → epoch
+	event  routing.Event     // scratch: the Router does not keep it
+	opens  []routing.Open    // scratch
+	ended  bool              // no timer may start any more
+	timers map[*rank]*time.Timer
+}
+
+func newLane(in *Ingress, name string) *lane {
+	l := &lane{in: in, name: name, ranks: map[routing.RankID]*rank{}, epochs: map[string]uint64{}, timers: map[*rank]*time.Timer{}}
+	l.budget = newBudget(in.timers.BudgetWindow)
+	l.queue.onChange = func(n int, tokens int64) {
+		if m := l.meter.Load(); m != nil {
+			m.Queue(n, tokens)
+		}
+	}
+	return l
+}
+
+// deliver applies one record of a rank's stream.
+func (l *lane) deliver(rec *msg.Record) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if rec.Kind == msg.RecSnapshot {
+		l.snapshot(rec)
+		return
+	}
+	r := l.ranks[rec.Rank]
+	if r == nil || !r.is(rec) {
+		return // of an incarnation that is over
+	}
+	r.seq = rec.Seq
+	switch rec.Kind {
+	case msg.RecState:
+		l.state(r, rec)
+	case msg.RecGone:
+		l.drop(r)
+	default:
+		l.account(r, rec)
+	}
+}
+
+// snapshot begins an incarnation, or begins a known one's account anew after a new subscription.
+func (l *lane) snapshot(rec *msg.Record) {
+	r := l.ranks[rec.Rank]
+	if r != nil && r.epoch > rec.Epoch {
+		return // a ghost: its successor serves
+	}
+	if r == nil || !r.is(rec) {
+		fresh, err := newRank(rec, l.in.node)
+		if err != nil {
+			l.in.log.Error("rank cannot be used", slog.String("app", l.name), slog.String("unit", rec.Unit), slog.Any("err", err))
+			return
+		}
+		if r != nil {
+			r.lose()
+			l.forgetFull(r)
+		}
+		r = fresh
+		l.ranks[rec.Rank] = r
+	}
+	r.accepting, r.busy, r.maxOngoing, r.seq = rec.Snapshot.Accepting, false, rec.Snapshot.MaxOngoing, rec.Seq
+	l.raise(r, rec)
+	l.show(r)
+}
+
+// raise puts the rank and its account into the Router, without room until show says how much it has.
+func (l *lane) raise(r *rank, rec *msg.Record) {
+	l.opens = l.opens[:0]
+	for _, o := range rec.Snapshot.Open {
+		l.opens = append(l.opens, routing.Open{ReqID: l.in.fold(o.Ingress, o.ReqID), Tokens: o.Tokens, Out: o.Out, Decoding: o.Decoding})
+	}
+	l.observe(routing.Event{
+		Kind: routing.EvRankUp, Rank: r.id, Epoch: r.epoch, Incarnation: r.incarnation, Seq: rec.Seq, Local: r.local, Snapshot: l.opens,
+	})
+	r.shownReady, r.shownMax = true, 0
+}
+
+// show tells the Router what has changed of a rank since it was told last.
+func (l *lane) show(r *rank) {
+	epoch, ok := l.epochs[r.unit]
+	ready, maxOngoing := r.want(ok && epoch == r.epoch)
+	if ready != r.shownReady {
+		r.shownReady = ready
+		l.observe(routing.Event{Kind: routing.EvAccepting, Rank: r.id, Incarnation: r.incarnation, Accepting: ready})
+	}
+	if maxOngoing != r.shownMax {
+		r.shownMax = maxOngoing
+		l.observe(routing.Event{Kind: routing.EvMaxOngoing, Rank: r.id, Incarnation: r.incarnation, N: maxOngoing})
+	}
+}
+
+func (l *lane) state(r *rank, rec *msg.Record) {
+	r.accepting, r.busy = rec.Accepting, !rec.Accepting && rec.Cause == causeBusy
+	r.draining = rec.Draining
+	l.forgetFull(r)
+	l.show(r) // out of routing first
+	if rec.Fenced {
+		r.lose()
+	}
+}
+
+func (l *lane) account(r *rank, rec *msg.Record) {
+	kind := routing.EvAdmitted
+	switch rec.Kind {
+	case msg.RecFirstToken:
+		kind = routing.EvFirstToken
+	case msg.RecProgress:
+		kind = routing.EvProgress
+	case msg.RecDone:
+		kind = routing.EvFinished
+	default:
+	}
+	l.observe(routing.Event{
+		Kind: kind, Rank: r.id, ReqID: l.in.fold(rec.Ingress, rec.ReqID), Seq: rec.Seq, Incarnation: rec.Incarnation, Tokens: rec.Tokens, Out: rec.Out,
+	})
+	if rec.Kind == msg.RecDone && r.full {
+		l.forgetFull(r)
+		l.show(r)
+	}
+}
+
+// drop takes a rank out for good.
+func (l *lane) drop(r *rank) {
+	delete(l.ranks, r.id)
+	l.forgetFull(r)
+	l.observe(routing.Event{Kind: routing.EvRankDown, Rank: r.id, Incarnation: r.incarnation})
+	r.lose()
+}
+
+// observe hands an event to the Router, which may wake the queue. Call with mu held.
+func (l *lane) observe(e routing.Event) {
+	if router := l.router.Load(); router != nil {
+		l.event = e
+		router.Observe(&l.event)
+	}
+}
+
+// find gives the live incarnation of a rank; nil if it has gone since it was picked.
+func (l *lane) find(id routing.RankID) *rank {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.ranks[id]
+}
+
+// marked says that the Router's picture of a rank is wrong: it said full as of its record seq. It counts as full until its
+// stream tells of a request that ended, at most for a while, so that a wrong "full" never blocks either.
+func (l *lane) marked(r *rank, seq uint64) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.ended || r.seq > seq || r.full || r.lost {
+		return // the stream is ahead of the refusal: the picture is newer than the answer
+	}
+	r.full = true
+	l.show(r)
+	l.timers[r] = time.AfterFunc(l.in.timers.FullRecheck, func() { l.unmark(r) })
+}
+
+func (l *lane) unmark(r *rank) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.timers[r] == nil {
+		return
+	}
+	l.forgetFull(r)
+	if !r.lost {
+		l.show(r)
+	}
+}
+
+func (l *lane) forgetFull(r *rank) {
+	r.full = false
+	if t := l.timers[r]; t != nil {
+		t.Stop()
+		delete(l.timers, r)
+	}
+}
+
+// isLost says that a failure is the unit's, not the request's: its stream shows it fenced or gone.
+func (l *lane) isLost(r *rank) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return r.lost
+}
+
+func (l *lane) isDraining(r *rank) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return r.draining
+}
+
+// begin registers an attempt that may be given up while it has no first byte; false if the rank is lost already.
+func (l *lane) begin(r *rank, a *attempt) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if r.lost {
+		return false
+	}
+	r.track(a)
+	return true
+}
+
+func (l *lane) begun(r *rank, a *attempt) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	r.untrack(a)
+}
+
+// slots is how many requests the ready ranks may hold together.
+func (l *lane) slots() int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	n := 0
+	for _, r := range l.ranks {
+		if r.shownReady {
+			n += r.maxOngoing
+		}
+	}
+	return n
+}
+
+// canServe says that some rank is ready.
+func (l *lane) canServe() bool { return l.slots() > 0 }
+
+// units takes over what the state says: the ready units with their epochs, and how many are on their way.
+func (l *lane) units(ready map[string]uint64, onTheWay int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.epochs = ready
+	for _, r := range l.ranks {
+		l.show(r)
+	}
+	l.observe(routing.Event{Kind: routing.EvOnTheWay, N: onTheWay})
+}
+
+// end stops the lane's timers. Requests that wait find no rank and leave.
+func (l *lane) end() {
+	l.mu.Lock()
+	l.ended = true
+	for r := range l.timers {
+		l.forgetFull(r)
+	}
+	l.mu.Unlock()
+	l.units(nil, 0)
+	l.queue.room()
+}
+
+// meanShare is the weight of the newest request in the mean service time: 1/16.
+const meanShare = 16
+
+// took notes how long a request held its place on a rank.
+func (l *lane) took(d time.Duration) {
+	old := l.mean.Load()
+	if old == 0 {
+		l.mean.Store(int64(d))
+		return
+	}
+	l.mean.Store(old + (int64(d)-old)/meanShare) // a lost update of a mean does no harm
+}
+
+// retryAfter is queue length × mean service time / slots, in whole seconds from 1 to 60.
+func (l *lane) retryAfter() int {
+	n, _ := l.queue.size()
+	s := time.Duration(int64(n) * l.mean.Load() / int64(max(l.slots(), 1)))
+	return int(min(max(s/time.Second, 1), maxRetryAfter))
+}

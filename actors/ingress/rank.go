@@ -1,0 +1,106 @@
+package ingress
+
+import (
+	"fmt"
+	"net/url"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/routing"
+)
+
+// causeBusy is the RecState cause of a rank whose engine said that it is busy: it counts as full, not as ill, so requests
+// wait for it.
+const causeBusy = "engine_busy"
+
+// rank is one incarnation of a rank as its stream tells it. What does not change after newRank may be read by anyone; the
+// rest belongs to lane.mu.
+type rank struct {
+	id          routing.RankID
+	unit        string
+	epoch       uint64
+	incarnation uint64
+	local       bool
+	mailbox     msg.Mailbox
+	target      msg.Target
+	urls        [openai.NumRoutes]*url.URL
+
+	accepting  bool
+	busy       bool // not accepting because of causeBusy
+	full       bool // said full, and the stream has told nothing new since
+	lost       bool // fenced, gone, or replaced by a new incarnation: what it has in hand fails
+	draining   bool // takes nothing new and lets its streams end
+	maxOngoing int
+	seq        uint64 // of the last record
+
+	shownReady bool // what the Router was told
+	shownMax   int
+	unbegun    *attempt // attempts without a first byte: head of a list
+}
+
+// newRank reads a snapshot. The error is about the target's URL.
+func newRank(rec *msg.Record, node string) (*rank, error) {
+	s := rec.Snapshot
+	r := &rank{
+		id: rec.Rank, unit: rec.Unit, epoch: rec.Epoch, incarnation: rec.Incarnation,
+		local: s.Node == node, mailbox: s.Mailbox, target: s.Target,
+	}
+	base, err := url.Parse(s.Target.URL)
+	if err != nil || base.Host == "" {
+		return nil, fmt.Errorf("rank %s: engine URL %q has no host; want http://host:port", rec.Rank, s.Target.URL)
+	}
+	for route := range r.urls {
+		u := *base
+		u.Path = openai.Route(route).Path() //nolint:gosec // an index below NumRoutes
+		r.urls[route] = &u
+	}
+	return r, nil
+}
+
+// is says that rec speaks of this very incarnation.
+func (r *rank) is(rec *msg.Record) bool {
+	return r.epoch == rec.Epoch && r.incarnation == rec.Incarnation
+}
+
+// want is what the Router should see: is the rank ready, and how many requests may it hold. A busy rank is ready and full.
+func (r *rank) want(stateReady bool) (ready bool, maxOngoing int) {
+	ready = stateReady && !r.lost && (r.accepting || r.busy)
+	if r.busy || r.full {
+		return ready, 0
+	}
+	return ready, r.maxOngoing
+}
+
+// track puts an attempt on the list of those that are lost without harm when the rank is lost.
+func (r *rank) track(a *attempt) {
+	a.next = r.unbegun
+	if a.next != nil {
+		a.next.prev = a
+	}
+	r.unbegun, a.prev, a.tracked = a, nil, true
+}
+
+// untrack takes an attempt off the list. Safe to call twice.
+func (r *rank) untrack(a *attempt) {
+	if !a.tracked {
+		return
+	}
+	if a.prev != nil {
+		a.prev.next = a.next
+	} else {
+		r.unbegun = a.next
+	}
+	if a.next != nil {
+		a.next.prev = a.prev
+	}
+	a.prev, a.next, a.tracked = nil, nil, false
+}
+
+// lose gives up every attempt that has not begun: each is tried again elsewhere at once, instead of when the engine's
+// process is gone. Streams that have begun go on as long as their engine does.
+func (r *rank) lose() {
+	r.lost = true
+	for a := r.unbegun; a != nil; a = a.next {
+		a.cancel(errUnitLost)
+	}
+}

@@ -1,0 +1,136 @@
+package ingress
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+
+	"golang.org/x/net/netutil"
+)
+
+// headerSlop is what net/http reads beyond MaxHeaderBytes before it answers 431; taken off, the limit is exact.
+const headerSlop = 4096
+
+// newServer has every bound of STYLE 9. No WriteTimeout: it would cut long streams (TRAPS 3).
+func (in *Ingress) newServer() *http.Server {
+	return &http.Server{
+		Handler:           in.handler,
+		ReadHeaderTimeout: in.timers.ReadHeader,
+		IdleTimeout:       in.timers.Idle,
+		MaxHeaderBytes:    max(in.limits.MaxHeaderBytes-headerSlop, 1),
+		BaseContext:       in.cutCtx,
+		ErrorLog:          slog.NewLogLogger(in.log.Handler(), slog.LevelDebug),
+	}
+}
+
+// Listen binds addr (HOST:PORT; port 0 takes a free one) and gives the address bound.
+func (in *Ingress) Listen(ctx context.Context, addr string) (net.Addr, error) {
+	inner, err := (&net.ListenConfig{}).Listen(ctx, "tcp", addr)
+	if err != nil {
+		return nil, fmt.Errorf("listen for inference requests on %s: %w", addr, err)
+	}
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	if in.listener != nil {
+		return nil, errors.Join(errors.New("the ingress listens already"), inner.Close())
+	}
+	in.listener = netutil.LimitListener(&bufferedListener{inner}, in.limits.MaxConns)
+	return inner.Addr(), nil
+}
+
+// Serve answers requests until Close; call Listen before. It returns nil after Close.
+func (in *Ingress) Serve() error {
+	in.mu.Lock()
+	l := in.listener
+	in.mu.Unlock()
+	if l == nil {
+		return errors.New("the ingress does not listen: call Listen first")
+	}
+	if err := in.server.Serve(l); !errors.Is(err, http.ErrServerClosed) {
+		return fmt.Errorf("serve inference requests: %w", err)
+	}
+	return nil
+}
+
+// Drain turns readiness off at once: /health answers 503 and connections close after their request. Requests are served
+// as before, so that a load balancer has the time to look.
+func (in *Ingress) Drain() {
+	in.draining.Store(true)
+	in.server.SetKeepAlivesEnabled(false)
+}
+
+// Close drains: no new connection, and running requests go on until ctx is over; then they are cut with an error event
+// (ErrDrained). It waits for all of them, is idempotent, and gives the first error.
+func (in *Ingress) Close(ctx context.Context) error {
+	in.closeOnce.Do(func() { in.closeErr = in.close(ctx) })
+	return in.closeErr
+}
+
+func (in *Ingress) close(ctx context.Context) error {
+	in.Drain()
+	err := in.server.Shutdown(ctx)
+	in.cut(ErrDrained) // nothing is left to cut, or its time is over
+	if err != nil {
+		err = in.finish(ctx)
+	}
+	in.stop()
+	in.mu.Lock()
+	if in.listener != nil {
+		err = errors.Join(err, ignoreClosed(in.listener.Close()))
+	}
+	if in.unsubscribe != nil {
+		in.unsubscribe()
+		in.unsubscribe = nil
+	}
+	in.mu.Unlock()
+	in.endLanes()
+	in.running.Wait()
+	in.legs.close()
+	return err
+}
+
+// finish gives requests that were cut the time to write their error events, then closes what is left.
+func (in *Ingress) finish(ctx context.Context) error {
+	last, cancel := context.WithTimeout(context.WithoutCancel(ctx), in.timers.Tail)
+	defer cancel()
+	if in.server.Shutdown(last) == nil {
+		return nil
+	}
+	return in.server.Close()
+}
+
+func (in *Ingress) endLanes() {
+	in.lanesMu.Lock()
+	defer in.lanesMu.Unlock()
+	for _, l := range in.lanes {
+		l.end()
+	}
+}
+
+func ignoreClosed(err error) error {
+	if errors.Is(err, net.ErrClosed) {
+		return nil
+	}
+	return err
+}
+
+// bufferedListener caps the kernel's buffers of client connections: without a cap 8 MB of a stream pile up there when its
+// reader stands still (HOTPATH 5).
+type bufferedListener struct{ net.Listener }
+
+// Accept implements net.Listener.
+func (l *bufferedListener) Accept() (net.Conn, error) {
+	c, err := l.Listener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	if tcp, ok := c.(*net.TCPConn); ok {
+		if err := tcp.SetWriteBuffer(kernelBuffer); err != nil {
+			return c, nil //nolint:nilerr // the connection is closing; its reader will find out
+		}
+	}
+	return c, nil
+}

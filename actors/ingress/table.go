@@ -1,0 +1,149 @@
+package ingress
+
+import (
+	"encoding/json"
+	"reflect"
+	"sort"
+	"strings"
+	"time"
+
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/state"
+)
+
+// served is one revision of an application, ready for use by requests. Immutable.
+type served struct {
+	app        *app.Application
+	revision   uint64
+	created    int64 // unix seconds: when this ingress first saw the application; shown by /v1/models
+	names      []string
+	attempts   int
+	queue      time.Duration
+	firstToken time.Duration
+	between    time.Duration
+}
+
+// entry is an application in a table.
+type entry struct {
+	*served
+	lane *lane
+}
+
+// table finds the application of a request. Immutable; an ingress swaps whole tables.
+type table struct {
+	root     *scope            // applications under "/"
+	prefixed map[string]*scope // route prefix → its one application
+	prefixes []string          // longest first
+	lanes    []*lane           // of every listed application, by name
+}
+
+// scope is what one route prefix reaches.
+type scope struct {
+	models map[string]*entry // by every served name
+	names  []string          // what an unknown model's answer lists, and /v1/models: sorted
+	only   *entry            // the one application, if there is exactly one
+	apps   int
+}
+
+func newScope() *scope { return &scope{models: map[string]*entry{}} }
+
+func (s *scope) add(e *entry) {
+	for _, name := range e.names {
+		s.models[name] = e
+		s.names = append(s.names, name)
+	}
+	s.apps++
+	s.only = e
+	if s.apps > 1 {
+		s.only = nil
+	}
+}
+
+func newTable() *table { return &table{root: newScope(), prefixed: map[string]*scope{}} }
+
+func (t *table) add(e *entry) {
+	t.lanes = append(t.lanes, e.lane)
+	prefix := strings.TrimSuffix(e.app.RoutePrefix, "/")
+	if prefix == "" {
+		t.root.add(e)
+		return
+	}
+	if t.prefixed[prefix] == nil {
+		t.prefixed[prefix] = newScope()
+		t.prefixes = append(t.prefixes, prefix)
+	}
+	t.prefixed[prefix].add(e)
+}
+
+// seal sorts what the answers list.
+func (t *table) seal() {
+	sort.Strings(t.root.names)
+	for _, s := range t.prefixed {
+		sort.Strings(s.names)
+	}
+	sort.Slice(t.prefixes, func(i, j int) bool { return len(t.prefixes[i]) > len(t.prefixes[j]) })
+}
+
+// split finds the scope of a path and what is left of it behind the route prefix.
+func (t *table) split(path string) (*scope, string) {
+	for _, p := range t.prefixes {
+		if rest, ok := strings.CutPrefix(path, p); ok && strings.HasPrefix(rest, "/") {
+			return t.prefixed[p], rest
+		}
+	}
+	return t.root, path
+}
+
+// decode reads an application's specification; old is the one it replaces, nil for none.
+func (in *Ingress) decode(a *state.App, old *served) (*served, error) {
+	spec := &app.Application{}
+	if err := json.Unmarshal(a.Spec, spec); err != nil {
+		return nil, err
+	}
+	s := &served{
+		app: spec, revision: a.Revision, created: time.Now().Unix(), names: a.Names,
+		attempts:   spec.Retries.Attempts,
+		queue:      app.Seconds(spec.Timeouts.QueueS),
+		firstToken: app.Seconds(spec.Timeouts.FirstTokenS),
+		between:    app.Seconds(spec.Timeouts.BetweenTokensS),
+	}
+	if old != nil {
+		s.created = old.created
+	}
+	if len(s.names) == 0 {
+		s.names = spec.Model.ServedNames()
+	}
+	if s.attempts <= 0 {
+		s.attempts = defaultAttempts
+	}
+	orDefault(&s.queue, in.timers.Queue)
+	orDefault(&s.firstToken, in.timers.FirstToken)
+	orDefault(&s.between, in.timers.BetweenToken)
+	return s, nil
+}
+
+// sameRouting says that a Router made for old goes on under s.
+func sameRouting(old, s *served) bool {
+	return old != nil && reflect.DeepEqual(old.app.Routing, s.app.Routing)
+}
+
+// progress of an application's wanted units, as the state tells it: the ready ones with their epochs, and how many may
+// still come up.
+func progress(st *state.State, spec *app.Application, deleting bool) (ready map[string]uint64, onTheWay int) {
+	ready = map[string]uint64{}
+	for id, u := range st.Units {
+		if u.App == spec.Name && u.Phase == state.Ready && st.Epochs[id] <= u.Epoch {
+			ready[id] = u.Epoch
+		}
+	}
+	if deleting {
+		return ready, 0
+	}
+	for _, u := range spec.Units() {
+		have := st.Units[u.ID]
+		if have == nil || have.Phase != state.Ready && have.Phase != state.Failed {
+			onTheWay++
+		}
+	}
+	return ready, onTheWay
+}

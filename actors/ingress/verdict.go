@@ -1,0 +1,238 @@
+package ingress
+
+import (
+	"context"
+	"errors"
+	"net/http"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/engine/openai"
+)
+
+// cause is the closed list of how an attempt ends. Its String goes to logs, metrics and Done.
+type cause uint8
+
+const (
+	causeOK     cause = iota
+	causePassed       // an answer that is the client's to judge: 4xx, an error event below 500
+
+	// Refusals of the DPServer.
+	causeFull
+	causeStaleEpoch
+	causeNotReady
+	causeFenced
+	causeDraining
+	causeNoLease
+	causeGone
+	causeOverloaded
+	causeExpired
+
+	// Failures before the first byte.
+	causeRefused    // no connection
+	causeReset      // reset or end before any byte of an answer
+	causeUnitLost   // the stream shows the unit fenced or gone
+	causeEngineBusy // the engine's own admission limit
+	causeStatus     // 5xx, 408 or 429
+	causeEmpty      // 200 without a first byte
+	causeAborted    // finish_reason abort that we did not cause
+	causeFirstToken // no first token in time
+	causeOverlong   // header or body of the answer is beyond what an ingress holds
+
+	// Failures after the first byte.
+	causeUpstreamLost
+	causeStalled
+	causeErrorEvent // an error event below 500 was passed on
+
+	// Ours or the client's doing, before or after.
+	causeClientGone
+	causeSlowReader
+	causeDeadline
+	causeDrained
+)
+
+// row says what follows from a cause (CONTRACTS 9).
+type row struct {
+	name  string
+	retry bool // before the first byte: another rank may be tried
+	free  bool // the retry costs no budget
+	trip  bool // counts towards the rank's trip
+	probe bool // the DPServer looks at its engine at once
+	busy  bool // the DPServer takes the rank as full
+	done  msg.Outcome
+}
+
+var rows = [...]row{
+	causeOK:     {name: "ok", done: msg.OK},
+	causePassed: {name: "client_error", done: msg.OK}, // the engine did its work
+
+	causeFull:       {name: "full", retry: true, free: true, done: msg.Refused},
+	causeStaleEpoch: {name: "stale_epoch", retry: true, free: true, done: msg.Refused},
+	causeNotReady:   {name: "not_ready", retry: true, free: true, done: msg.Refused},
+	causeFenced:     {name: "fenced", retry: true, free: true, done: msg.Refused},
+	causeDraining:   {name: "draining", retry: true, free: true, done: msg.Refused},
+	causeNoLease:    {name: "no_lease", retry: true, free: true, done: msg.Refused},
+	causeGone:       {name: "gone", retry: true, free: true, done: msg.Refused},
+	causeOverloaded: {name: "overloaded", retry: true, free: true, done: msg.Refused},
+	causeExpired:    {name: "expired", done: msg.Refused},
+
+	causeRefused:    {name: "connection_refused", retry: true, free: true, probe: true, done: msg.FailedOutcome},
+	causeReset:      {name: "reset", retry: true, free: true, probe: true, done: msg.FailedOutcome},
+	causeUnitLost:   {name: "unit_lost", retry: true, free: true, done: msg.FailedOutcome},
+	causeEngineBusy: {name: "engine_busy", retry: true, free: true, busy: true, done: msg.FailedOutcome},
+	causeStatus:     {name: "engine_error", retry: true, trip: true, done: msg.FailedOutcome},
+	causeEmpty:      {name: "empty", retry: true, trip: true, done: msg.FailedOutcome},
+	causeAborted:    {name: "aborted", retry: true, trip: true, done: msg.FailedOutcome},
+	causeFirstToken: {name: "first_token_timeout", retry: true, trip: true, done: msg.FailedOutcome},
+	causeOverlong:   {name: "overlong", retry: true, trip: true, done: msg.FailedOutcome},
+
+	causeUpstreamLost: {name: "upstream_lost", trip: true, probe: true, done: msg.FailedOutcome},
+	causeStalled:      {name: "stalled", trip: true, probe: true, done: msg.FailedOutcome},
+	causeErrorEvent:   {name: "error_event", done: msg.FailedOutcome},
+
+	causeClientGone: {name: "client_gone", done: msg.Cancelled},
+	causeSlowReader: {name: "slow_reader", done: msg.Cancelled},
+	causeDeadline:   {name: "deadline_exceeded", done: msg.Cancelled},
+	causeDrained:    {name: "drained", done: msg.Cancelled},
+}
+
+func (c cause) String() string { return rows[c].name }
+
+// refusals are the causes of a DPServer's refusals.
+var refusals = [...]cause{
+	msg.Granted: causeOK, msg.Full: causeFull, msg.StaleEpoch: causeStaleEpoch, msg.NotReady: causeNotReady, msg.Fenced: causeFenced,
+	msg.Draining: causeDraining, msg.NoLease: causeNoLease, msg.Expired: causeExpired, msg.Gone: causeGone, msg.Overloaded: causeOverloaded,
+}
+
+// refusedAs is the cause of a refusal; one that this build does not know counts as not ready.
+func refusedAs(r msg.Refusal) cause {
+	if int(r) < len(refusals) {
+		return refusals[r]
+	}
+	return causeNotReady
+}
+
+// The named causes with which an attempt's context is cancelled.
+var (
+	errAdmitSlow  = errors.New("the rank's admission did not answer in time")
+	errFirstToken = errors.New("no first token in time")
+	errStalled    = errors.New("no further token in time")
+	errUnitLost   = errors.New("the rank's unit was fenced")
+	errDeadline   = errors.New("the request's deadline is over")
+	errTail       = errors.New("the answer's end did not come")
+	errOver       = errors.New("the attempt is over")
+)
+
+// ended names why ctx is over. A context that nobody cancelled with a name is the client's connection.
+func ended(ctx context.Context) cause {
+	switch err := context.Cause(ctx); {
+	case errors.Is(err, errAdmitSlow):
+		return causeOverloaded
+	case errors.Is(err, errFirstToken):
+		return causeFirstToken
+	case errors.Is(err, errStalled):
+		return causeStalled
+	case errors.Is(err, errUnitLost):
+		return causeUnitLost
+	case errors.Is(err, errDeadline):
+		return causeDeadline
+	case errors.Is(err, ErrDrained):
+		return causeDrained
+	default:
+		return causeClientGone
+	}
+}
+
+// result is the end of an attempt.
+type result struct {
+	cause  cause
+	err    error              // for the log: no part of a prompt or an answer
+	engine openai.EngineError // what the engine said of it
+	status int                // causePassed, causeStatus, causeEngineBusy: the engine's status
+	seq    uint64             // causeFull: the stream number of the refusal
+}
+
+// statusCause is what follows from an engine's status 4xx or 5xx.
+func statusCause(status int, e *openai.EngineError) cause {
+	switch {
+	case status == http.StatusServiceUnavailable && e.Busy():
+		return causeEngineBusy
+	case status >= http.StatusInternalServerError, status == http.StatusRequestTimeout, status == http.StatusTooManyRequests:
+		return causeStatus
+	default:
+		return causePassed
+	}
+}
+
+// failure is an answer of dpserve's own.
+type failure struct {
+	status     int
+	code       string
+	message    string
+	param      string
+	retryAfter int // seconds; 0: no header
+	cause      string
+	gone       bool // nobody is there to read it
+}
+
+func fail(code, format string) *failure {
+	return &failure{status: openai.Status(code), code: code, message: format, cause: code}
+}
+
+func (f *failure) after(seconds int) *failure {
+	f.retryAfter = seconds
+	return f
+}
+
+// final is what the client sees when an attempt was the last one (CONTRACTS 9, "out of tries").
+func final(r *result) *failure {
+	f := finalOf(r)
+	f.cause = r.cause.String()
+	return f
+}
+
+func finalOf(r *result) *failure {
+	switch r.cause {
+	case causeEngineBusy:
+		return fail(openai.CodeOverloaded, "every rank that was asked is busy; try again").after(1)
+	case causeFirstToken:
+		return fail(openai.CodeFirstTokenTimeout, "no rank gave a first token in time; try again, or raise timeouts.first_token_s")
+	case causeExpired, causeDeadline:
+		return fail(openai.CodeDeadlineExceeded, "the deadline of x-dpserve-timeout-ms is over")
+	case causeStaleEpoch, causeNotReady, causeFenced, causeDraining, causeNoLease, causeGone, causeOverloaded, causeFull:
+		return fail(openai.CodeNoReadyRank, "no rank took the request; try again").after(1)
+	case causeDrained:
+		return fail(openai.CodeNoReadyRank, "this ingress is shutting down; try again").after(1)
+	case causeClientGone, causeSlowReader:
+		return &failure{status: statusClientGone, gone: true}
+	case causeStatus:
+		return engineFailed(r.status)
+	default:
+		return engineFailed(http.StatusBadGateway)
+	}
+}
+
+// engineFailed is 502 upstream_failed; the engine's 503 stays 503.
+func engineFailed(status int) *failure {
+	f := fail(openai.CodeUpstreamFailed, "every rank that was asked failed; try again").after(1)
+	if status == http.StatusServiceUnavailable {
+		f.status = status
+	}
+	return f
+}
+
+// statusClientGone is the status in logs and metrics of a request whose client left; it is never sent.
+const statusClientGone = 499
+
+// brokenOff is the code and text of the error event that ends a stream after its first byte.
+func brokenOff(c cause) (code, message string) {
+	switch c {
+	case causeStalled:
+		return openai.CodeStalled, "the engine stopped sending tokens; send the request again"
+	case causeDrained:
+		return openai.CodeDrained, "the rank was shut down before the answer was complete; send the request again"
+	case causeDeadline:
+		return openai.CodeDeadlineExceeded, "the deadline of x-dpserve-timeout-ms is over"
+	default:
+		return openai.CodeUpstreamLost, "the engine was lost before the answer was complete; send the request again"
+	}
+}

@@ -1,0 +1,251 @@
+package node
+
+import (
+	"bytes"
+	"context"
+	"log/slog"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+)
+
+// Bounds of the logs of one rank.
+const (
+	ringLines   = 4096
+	ringBytes   = 1 << 20  // of all lines together: 4096 long ones would be 256 MiB
+	lineLimit   = 64 << 10 // a longer line is cut
+	tailLines   = 20       // in events and errors
+	logsKept    = 1024     // ranks whose logs are kept; the longest silent goes first
+	streamOut   = "stdout"
+	streamError = "stderr"
+)
+
+// LogLine is one line an engine wrote.
+type LogLine struct {
+	At     time.Time `json:"at"`
+	Unit   string    `json:"unit"`
+	Rank   int       `json:"rank"`
+	Epoch  uint64    `json:"epoch"`
+	Stream string    `json:"stream"` // stdout | stderr
+	Text   string    `json:"text"`
+}
+
+// LogQuery selects lines. The zero value of a field selects everything but Rank, where -1 does.
+type LogQuery struct {
+	App    string
+	Unit   string
+	Rank   int
+	Tail   int       // last lines to begin with; 0 = all that are kept
+	Since  time.Time // lines at or after
+	Follow bool      // go on until ctx is done
+}
+
+// logStore is the logs of a node's ranks. They outlive units and restarts: what a rank wrote before it died is what one
+// wants to read afterwards.
+type logStore struct {
+	dir string // "" = no files
+	log *slog.Logger
+
+	mu      sync.Mutex
+	rings   map[logKey]*ring
+	changed chan struct{} // closed and replaced at every line
+}
+
+type logKey struct {
+	unit string
+	rank int
+}
+
+func newLogStore(dir string, log *slog.Logger) *logStore {
+	return &logStore{dir: dir, log: log, rings: map[logKey]*ring{}, changed: make(chan struct{})}
+}
+
+// ring is the last lines of one rank.
+type ring struct {
+	key   logKey
+	app   string
+	lines []LogLine // oldest first
+	first uint64    // number of lines[0] since the ring began
+	bytes int
+	last  time.Time
+	file  *logFile
+}
+
+// open gives the two writers of a rank's engine at an epoch.
+func (s *logStore) open(appName, unit string, rank int, epoch uint64) (stdout, stderr *lineWriter) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	key := logKey{unit, rank}
+	r := s.rings[key]
+	if r == nil {
+		s.makeRoom()
+		r = &ring{key: key, app: appName, last: time.Now()}
+		if s.dir != "" {
+			r.file = &logFile{path: s.dir + "/" + strings.ReplaceAll(unit, "/", ".") + "." + strconv.Itoa(rank) + ".log"}
+		}
+		s.rings[key] = r
+	}
+	return &lineWriter{store: s, ring: r, epoch: epoch, stream: streamOut}, &lineWriter{store: s, ring: r, epoch: epoch, stream: streamError}
+}
+
+func (s *logStore) makeRoom() {
+	for len(s.rings) >= logsKept {
+		var oldest *ring
+		for _, r := range s.rings {
+			if oldest == nil || r.last.Before(oldest.last) {
+				oldest = r
+			}
+		}
+		oldest.file.close()
+		delete(s.rings, oldest.key)
+	}
+}
+
+func (s *logStore) close() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, r := range s.rings {
+		r.file.close()
+	}
+}
+
+// add appends a line. at is taken under mu, so that lines are in order of time.
+func (s *logStore) add(w *lineWriter, text string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	r := w.ring
+	line := LogLine{At: time.Now(), Unit: r.key.unit, Rank: r.key.rank, Epoch: w.epoch, Stream: w.stream, Text: text}
+	r.lines, r.bytes, r.last = append(r.lines, line), r.bytes+len(text), line.At
+	drop := 0
+	for len(r.lines)-drop > ringLines || r.bytes > ringBytes && len(r.lines)-drop > 1 {
+		r.bytes -= len(r.lines[drop].Text)
+		drop++
+	}
+	r.lines, r.first = r.lines[drop:], r.first+uint64(drop) //nolint:gosec // drop is not negative
+	if err := r.file.write(&line); err != nil {
+		s.log.Warn("cannot write an engine's log file, it goes on in memory", slog.String("unit", r.key.unit), slog.Int("rank", r.key.rank), slog.String("err", err.Error()))
+	}
+	close(s.changed)
+	s.changed = make(chan struct{})
+}
+
+// tail gives the texts of a rank's last lines at an epoch.
+func (s *logStore) tail(unit string, rank int, epoch uint64) []string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	r := s.rings[logKey{unit, rank}]
+	if r == nil {
+		return nil
+	}
+	var out []string
+	for _, l := range slices.Backward(r.lines) {
+		if l.Epoch != epoch || len(out) == tailLines {
+			break
+		}
+		out = append(out, l.Text)
+	}
+	slices.Reverse(out)
+	return out
+}
+
+// read gives the lines of q that come after seen (a line number per ring), in order of time, and moves seen on.
+func (s *logStore) read(q *LogQuery, seen map[*ring]uint64) ([]LogLine, <-chan struct{}) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var out []LogLine
+	for _, r := range s.rings {
+		if q.App != "" && r.app != q.App || q.Unit != "" && r.key.unit != q.Unit || q.Rank >= 0 && r.key.rank != q.Rank {
+			continue
+		}
+		from := max(seen[r], r.first) - r.first
+		for _, l := range r.lines[from:] {
+			if !l.At.Before(q.Since) {
+				out = append(out, l)
+			}
+		}
+		seen[r] = r.first + uint64(len(r.lines))
+	}
+	slices.SortStableFunc(out, func(a, b LogLine) int { return a.At.Compare(b.At) })
+	return out, s.changed
+}
+
+// Logs gives the lines of q to emit, merged by time; an error of emit ends it. With Follow it goes on until ctx is done. Lines
+// a slow reader has not read when they leave the ring are skipped.
+func (n *Node) Logs(ctx context.Context, q LogQuery, emit func(LogLine) error) error {
+	seen := map[*ring]uint64{}
+	lines, changed := n.logs.read(&q, seen)
+	if q.Tail > 0 && len(lines) > q.Tail {
+		lines = lines[len(lines)-q.Tail:]
+	}
+	for {
+		for _, l := range lines {
+			if err := emit(l); err != nil {
+				return err
+			}
+		}
+		if !q.Follow {
+			return nil
+		}
+		select {
+		case <-changed:
+			lines, changed = n.logs.read(&q, seen)
+		case <-ctx.Done():
+			return nil
+		}
+	}
+}
+
+// lineWriter cuts an engine's output into lines. One goroutine writes to it.
+type lineWriter struct {
+	store  *logStore
+	ring   *ring
+	epoch  uint64
+	stream string
+	half   []byte // the line that has not ended
+	cut    bool   // half was given out already: the rest of its line is dropped
+}
+
+// Write implements io.Writer; it never fails, a log that cannot be kept must not stop an engine.
+func (w *lineWriter) Write(p []byte) (int, error) {
+	n := len(p)
+	for {
+		at := bytes.IndexByte(p, '\n')
+		if at < 0 {
+			w.take(p)
+			return n, nil
+		}
+		w.take(p[:at])
+		w.flush()
+		w.cut = false
+		p = p[at+1:]
+	}
+}
+
+func (w *lineWriter) take(p []byte) {
+	if w.cut {
+		return
+	}
+	w.half = append(w.half, p[:min(len(p), lineLimit-len(w.half))]...)
+	if len(w.half) == lineLimit {
+		w.flush()
+		w.cut = true
+	}
+}
+
+// flush gives out what there is of a line; also at the end of the engine.
+func (w *lineWriter) flush() {
+	if w.cut {
+		return
+	}
+	w.store.add(w, strings.ToValidUTF8(strings.TrimSuffix(string(w.half), "\r"), "�"))
+	w.half = w.half[:0]
+}
+
+// end gives out a last line without its end.
+func (w *lineWriter) end() {
+	if len(w.half) > 0 {
+		w.flush()
+	}
+}

@@ -1,0 +1,271 @@
+// Package node is the supervisor of one machine: it starts the engines of the ranks granted to it, watches them, takes a unit
+// out of routing at its first failure, ends engines with everything they started, and reports. See DESIGN.md.
+package node
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net/http"
+	"os"
+	"sync"
+	"time"
+
+	"github.com/asynkron/protoactor-go/actor"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/engine"
+	"github.com/dpserve/dpserve/internal/inbox"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/state"
+)
+
+// mailboxBound is how many unread commands a node takes (CONTRACTS section 4): far more than units in one grant, far less
+// than a controller that repeats itself every 2 s could leave in a minute.
+const mailboxBound = 1024
+
+// Replica is one rank's DPServer as its node sees it.
+type Replica interface {
+	Assign(ctx context.Context) error                                         // assign_rank: the RankAssigner agrees with the grant
+	Ready(ctx context.Context, incarnation uint64, maxOngoing int) error      // opens admission and begins to watch the engine
+	Fence(cause string)                                                       // stops admission at once
+	Drain(cause string)                                                       // stops admission, running requests go on
+	Drained() <-chan struct{}                                                 // closed when a Drain found no request left
+	Stop(ctx context.Context) error                                           // ends the stream and the actor
+	Status() msg.RankStatus                                                   // the account
+}
+
+// Config is one node.
+type Config struct {
+	ID         string
+	DataDir    string // epochs, process groups, engine logs; "" = nothing survives
+	PortLo     int    // range of the engines' ports, shown by Inventory
+	PortHi     int
+	Slots      int
+	Devices    []int
+	Labels     map[string]string
+	Executable string   // starts simulated engines; "" = this program
+	Environ    []string // what engines may inherit from; nil = this process's
+	System     *actor.ActorSystem
+	NewReplica func(spec msg.ReplicaSpec) (Replica, error)
+	Assigner   msg.Assigner
+	Reporter   msg.Reporter
+	Launcher   Launcher             // nil = processes
+	Transport  http.RoundTripper    // probes of starting engines; nil = one of its own
+	BindTest   func(port int) error // nil = by binding loopback
+	Rand       func() uint64        // incarnations
+	Timers     Timers
+	Log        *slog.Logger
+}
+
+// Node is one running supervisor. It implements msg.NodeAgent.
+type Node struct {
+	cfg       Config
+	box       *inbox.Inbox
+	logs      *logStore
+	launcher  Launcher
+	processes *processes // nil with a Launcher from outside
+	own       *http.Transport
+	timers    Timers
+	log       *slog.Logger
+
+	hard     chan struct{} // closed: end engines at once
+	hardOnce sync.Once
+	running  sync.WaitGroup // units
+
+	mu    sync.Mutex
+	units map[string]*unit // the newest of each name; readers copy
+
+	reportMu sync.Mutex
+	reports  uint64
+}
+
+var _ msg.NodeAgent = (*Node)(nil)
+
+// New reads what an earlier process of this node left in the data dir, ends its leftovers, and takes commands.
+func New(cfg Config) (*Node, error) {
+	n := &Node{cfg: cfg, timers: cfg.Timers.withDefaults(), log: cfg.Log.With(slog.String("node", cfg.ID)), units: map[string]*unit{}, hard: make(chan struct{})}
+	if err := n.defaults(); err != nil {
+		return nil, err
+	}
+	seen, err := loadEpochs(cfg.DataDir)
+	if err != nil {
+		return nil, err
+	}
+	n.logs = newLogStore(logDir(cfg.DataDir), n.log)
+	if n.launcher == nil {
+		if err := n.openProcesses(); err != nil {
+			return nil, err
+		}
+	}
+	n.box, err = inbox.Spawn(cfg.System, "node/"+cfg.ID, mailboxBound, func() inbox.Receiver { return &supervisor{Node: n, epochs: seen} })
+	if err != nil {
+		n.closeResources()
+		return nil, err
+	}
+	return n, nil
+}
+
+func (n *Node) defaults() error {
+	if n.cfg.Executable == "" {
+		path, err := os.Executable()
+		if err != nil {
+			return problem.New(problem.Internal, "cannot find this program, which is also the simulated engine: %w", err)
+		}
+		n.cfg.Executable = path
+	}
+	if n.cfg.Environ == nil {
+		n.cfg.Environ = os.Environ()
+	}
+	if n.cfg.Transport == nil {
+		n.own = engine.NewTransport()
+		n.cfg.Transport = n.own
+	}
+	if n.cfg.BindTest == nil {
+		n.cfg.BindTest = bindTest
+	}
+	n.launcher = n.cfg.Launcher
+	return nil
+}
+
+func (n *Node) openProcesses() error {
+	l := newLedger(n.cfg.DataDir, fmt.Sprintf("%016x", n.cfg.Rand()), n.log)
+	if err := l.sweep(); err != nil {
+		return problem.New(problem.Internal, "%w", err).WithHint("end left-over engines by hand and remove the file")
+	}
+	n.processes = newProcesses(l)
+	n.launcher = n.processes
+	return nil
+}
+
+func logDir(dataDir string) string {
+	if dataDir == "" {
+		return ""
+	}
+	return dataDir + "/" + logsDir
+}
+
+// StartRank implements msg.NodeAgent. A nil error means that the start was taken; what becomes of it is reported.
+// Errors: ErrStaleEpoch (problem.Conflict), problem.Internal, or the mailbox's.
+func (n *Node) StartRank(ctx context.Context, m *msg.StartRank) error {
+	return n.command(ctx, func(reply chan error) any { return startRank{m, reply} })
+}
+
+// StopRank implements msg.NodeAgent. Gone is reported at the end, also for a unit this node does not have.
+func (n *Node) StopRank(ctx context.Context, m *msg.StopRank) error {
+	return n.command(ctx, func(reply chan error) any { return stopRank{m, reply} })
+}
+
+func (n *Node) command(ctx context.Context, message func(reply chan error) any) error {
+	reply := make(chan error, 1)
+	if err := n.box.TrySend(message(reply)); err != nil {
+		return problem.New(problem.Overloaded, "node %s: %w", n.cfg.ID, err)
+	}
+	select {
+	case err := <-reply:
+		return err
+	case <-n.box.Stopped():
+		return problem.New(problem.Unavailable, "node %s: %w", n.cfg.ID, errClosed)
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}
+
+// Close drains every unit for at most grace, ends all engines and waits until no process is left. When ctx is done before,
+// engines are killed at once; what even then does not end within VerifyNamed is named in the error. Idempotent.
+func (n *Node) Close(ctx context.Context, grace time.Duration) error {
+	n.box.Send(closeAllUnits{grace})
+	done := make(chan struct{})
+	go func() {
+		<-n.box.Stopped() // no unit is added any more
+		n.running.Wait()
+		close(done)
+	}()
+	stopHard := context.AfterFunc(ctx, n.killAll)
+	defer stopHard()
+	<-done // bounded: drain by grace, kill by KillGrace, verify by VerifyNamed
+	n.closeResources()
+	return n.leftBehind()
+}
+
+func (n *Node) killAll() { n.hardOnce.Do(func() { close(n.hard) }) }
+
+func (n *Node) closeResources() {
+	if n.processes != nil {
+		n.processes.close()
+	}
+	if n.own != nil {
+		n.own.CloseIdleConnections()
+	}
+	n.logs.close()
+}
+
+func (n *Node) leftBehind() error {
+	var left []string
+	for _, u := range n.list() {
+		if held := u.heldNow(); held != "" {
+			left = append(left, u.m.Unit+": "+held)
+		}
+	}
+	if len(left) == 0 {
+		return nil
+	}
+	return problem.New(problem.Internal, "engines were killed and did not end").WithDetails(left...)
+}
+
+// list copies the units.
+func (n *Node) list() []*unit {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	out := make([]*unit, 0, len(n.units))
+	for _, u := range n.units {
+		out = append(out, u)
+	}
+	return out
+}
+
+// report numbers an event and hands it on; one at a time, so that numbers and order agree.
+func (n *Node) report(e msg.UnitEvent) {
+	n.reportMu.Lock()
+	defer n.reportMu.Unlock()
+	n.reports++
+	e.Node, e.Number, e.At = n.cfg.ID, n.reports, time.Now()
+	n.cfg.Reporter.Report(e)
+}
+
+// Inventory is what a node offers and what of its port range is in use.
+type Inventory struct {
+	Node    string
+	Slots   int
+	Devices []int
+	Labels  map[string]string
+	PortLo  int
+	PortHi  int
+	Blocks  []state.Block // of units that are not gone
+}
+
+// Inventory tells what this node has.
+func (n *Node) Inventory() Inventory {
+	inv := Inventory{
+		Node: n.cfg.ID, Slots: n.cfg.Slots, Devices: append([]int(nil), n.cfg.Devices...), Labels: maps.Clone(n.cfg.Labels),
+		PortLo: n.cfg.PortLo, PortHi: n.cfg.PortHi,
+	}
+	for _, u := range n.list() {
+		if u.m.Block.Size > 0 && !closed(u.done) {
+			inv.Blocks = append(inv.Blocks, u.m.Block)
+		}
+	}
+	return inv
+}
+
+// RankStatuses is the account of every rank this node has, by unit.
+func (n *Node) RankStatuses() map[string][]msg.RankStatus {
+	out := map[string][]msg.RankStatus{}
+	for _, u := range n.list() {
+		if !closed(u.done) {
+			out[u.m.Unit] = u.statuses()
+		}
+	}
+	return out
+}

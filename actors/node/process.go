@@ -1,0 +1,250 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"runtime"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/dpserve/dpserve/engine"
+)
+
+// pipeDelay is how long the output of a dead front process is still read, if something outside of its group holds the pipe.
+const pipeDelay = 2 * time.Second
+
+// errClosed says that the node is closed.
+var errClosed = errors.New("the node is closed")
+
+// processes is the Launcher of real engines. One goroutine, locked to its thread for the node's life, forks them all: the
+// parent-death signal fires when the thread that forked dies, not the process (TRAPS 7).
+type processes struct {
+	starts chan startOrder
+	done   chan struct{}
+	once   sync.Once
+	ledger *ledger
+}
+
+type startOrder struct {
+	cmd   *exec.Cmd
+	reply chan error
+}
+
+var _ Launcher = (*processes)(nil)
+
+func newProcesses(l *ledger) *processes {
+	p := &processes{starts: make(chan startOrder), done: make(chan struct{}), ledger: l}
+	go p.serve()
+	return p
+}
+
+func (p *processes) serve() {
+	runtime.LockOSThread() // never unlocked: the thread ends with this goroutine
+	for {
+		select {
+		case o := <-p.starts:
+			o.reply <- o.cmd.Start()
+		case <-p.done:
+			return
+		}
+	}
+}
+
+// close ends the forking thread, and with it, on Linux, every engine that is left. Idempotent.
+func (p *processes) close() { p.once.Do(func() { close(p.done) }) }
+
+// Start implements Launcher.
+func (p *processes) Start(ctx context.Context, l engine.Launch, stdout, stderr io.Writer) (Process, error) {
+	cmd := exec.Command(l.Argv[0], l.Argv[1:]...) //nolint:noctx,gosec // ended by Terminate and Kill; the argv is the app's, checked and without a shell
+	cmd.Env = append(l.Env[:len(l.Env):len(l.Env)], p.ledger.mark())
+	cmd.SysProcAttr = groupAttr()
+	c := &child{cmd: cmd, exited: make(chan struct{}), drained: make(chan struct{}), ledger: p.ledger}
+	if err := c.start(ctx, p, stdout, stderr); err != nil {
+		return nil, fmt.Errorf("start engine %s: %w", l.Argv[0], err)
+	}
+	p.ledger.add(c.pid)
+	go c.wait()
+	return c, nil
+}
+
+func (p *processes) fork(ctx context.Context, cmd *exec.Cmd) error {
+	o := startOrder{cmd: cmd, reply: make(chan error, 1)}
+	select {
+	case p.starts <- o:
+		return <-o.reply // a fork does not block
+	case <-p.done:
+		return errClosed
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}
+
+// child is one engine process and its group, whose id is the child's.
+type child struct {
+	cmd    *exec.Cmd
+	pid    int
+	began  time.Time
+	out    [2]*os.File // our ends of stdout and stderr
+	copies sync.WaitGroup
+	exit   Exit
+	ledger *ledger
+
+	exited  chan struct{} // the front is reaped
+	drained chan struct{} // and its output read
+
+	mu     sync.Mutex
+	reaped bool // the pid may be somebody else's
+}
+
+var _ Process = (*child)(nil)
+
+// PID implements Process.
+func (c *child) PID() int { return c.pid }
+
+// Exited implements Process.
+func (c *child) Exited() <-chan struct{} { return c.exited }
+
+// Exit implements Process.
+func (c *child) Exit() Exit { return c.exit }
+
+// start forks with pipes of our own: exec's would keep Wait from returning while a grandchild holds one.
+func (c *child) start(ctx context.Context, p *processes, sinks ...io.Writer) error {
+	theirs := make([]*os.File, len(sinks))
+	defer func() { closeAll(theirs...) }()
+	for i := range sinks {
+		r, w, err := os.Pipe()
+		if err != nil {
+			closeAll(c.out[:]...)
+			return err
+		}
+		c.out[i], theirs[i] = r, w
+	}
+	c.cmd.Stdout, c.cmd.Stderr = theirs[0], theirs[1]
+	stdin, err := c.cmd.StdinPipe() // never written: its end of file tells the engine that its node is gone
+	if err != nil {
+		closeAll(c.out[:]...)
+		return err
+	}
+	c.began = time.Now()
+	if err := p.fork(ctx, c.cmd); err != nil {
+		closeAll(c.out[:]...)
+		_ = stdin.Close()
+		return err
+	}
+	c.pid = c.cmd.Process.Pid
+	for i, sink := range sinks {
+		c.copies.Go(func() { _, _ = io.Copy(sink, c.out[i]) })
+	}
+	return nil
+}
+
+func closeAll(files ...*os.File) {
+	for _, f := range files {
+		if f != nil {
+			_ = f.Close()
+		}
+	}
+}
+
+// wait watches the front process to its end.
+func (c *child) wait() {
+	err := c.reap()
+	c.exit = exitOf(err, c.cmd.ProcessState, time.Since(c.began))
+	close(c.exited)
+	c.drain()
+	close(c.drained)
+}
+
+// reap kills what the front left behind in its group, if it can while the unreaped front still keeps the group's number from
+// being used again.
+func (c *child) reap() error {
+	unreaped := awaitExit(c.pid)
+	if !unreaped {
+		err := c.cmd.Wait()
+		c.signal(-c.pid, syscall.SIGKILL)
+		c.setReaped()
+		return err
+	}
+	c.signal(-c.pid, syscall.SIGKILL)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.reaped = true
+	return c.cmd.Wait()
+}
+
+func (c *child) setReaped() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.reaped = true
+}
+
+// drain reads what is left of the output; somebody outside of the group who holds the pipes gets pipeDelay.
+func (c *child) drain() {
+	cut := time.AfterFunc(pipeDelay, func() { closeAll(c.out[:]...) })
+	c.copies.Wait()
+	cut.Stop()
+	closeAll(c.out[:]...)
+}
+
+func exitOf(err error, ps *os.ProcessState, after time.Duration) Exit {
+	e := Exit{Code: -1, After: after}
+	if ps == nil {
+		e.Signal = fmt.Sprintf("unknown (%v)", err)
+		return e
+	}
+	e.Code = ps.ExitCode()
+	if ws, ok := ps.Sys().(syscall.WaitStatus); ok && ws.Signaled() {
+		e.Signal = ws.Signal().String()
+	}
+	return e
+}
+
+// Terminate implements Process.
+func (c *child) Terminate() { c.signal(c.pid, syscall.SIGTERM) }
+
+// Kill implements Process. It also reaches a group whose front is gone: its number stays taken while a member lives.
+func (c *child) Kill() {
+	if !c.signal(-c.pid, syscall.SIGKILL) && len(groupMembers(c.pid)) > 0 {
+		_ = syscall.Kill(-c.pid, syscall.SIGKILL)
+	}
+}
+
+// signal sends to the front or the group while the front is unreaped.
+func (c *child) signal(to int, sig syscall.Signal) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.reaped {
+		return false
+	}
+	_ = syscall.Kill(to, sig)
+	return true
+}
+
+// Held implements Process. An empty group is crossed off the ledger.
+func (c *child) Held() string {
+	if !closed(c.exited) {
+		return fmt.Sprintf("process %d", c.pid)
+	}
+	if members := groupMembers(c.pid); len(members) > 0 {
+		return fmt.Sprintf("processes %v of group %d", members, c.pid)
+	}
+	c.ledger.remove(c.pid)
+	if !closed(c.drained) {
+		return fmt.Sprintf("the output of process %d", c.pid)
+	}
+	return ""
+}
+
+func closed(c <-chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	default:
+		return false
+	}
+}

@@ -1,0 +1,71 @@
+package node
+
+import (
+	"sync"
+
+	"github.com/dpserve/dpserve/engine"
+	"github.com/dpserve/dpserve/state"
+)
+
+// rank is one rank of a unit on this node.
+type rank struct {
+	grant   state.RankGrant
+	target  string // URL
+	owned   bool   // we start its engine
+	replica Replica
+	client  *engine.Client
+	out     [2]*lineWriter
+
+	mu       sync.Mutex
+	proc     Process
+	asked    bool // we told it to end
+	progress string
+}
+
+func (r *rank) setProc(p Process) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.proc = p
+}
+
+func (r *rank) process() Process {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.proc
+}
+
+// ask marks the end of the engine as ours: the only exit that is no failure.
+func (r *rank) ask() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.asked = true
+}
+
+func (r *rank) wasAsked() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.asked
+}
+
+func (r *rank) setProgress(text string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.progress = text
+}
+
+func (r *rank) view() (pid int, progress string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.proc != nil && !closed(r.proc.Exited()) {
+		pid = r.proc.PID()
+	}
+	return pid, r.progress
+}
+
+// held is what is left of the engine, "" if nothing.
+func (r *rank) held() string {
+	if p := r.process(); p != nil {
+		return p.Held()
+	}
+	return ""
+}

@@ -1,0 +1,87 @@
+package node
+
+import (
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+)
+
+// Messages of the node's actor.
+type (
+	startRank struct {
+		m     *msg.StartRank
+		reply chan error // one slot
+	}
+	stopRank struct {
+		m     *msg.StopRank
+		reply chan error // one slot
+	}
+	closeAllUnits struct{ grace time.Duration }
+)
+
+// supervisor is the node's actor: it decides which units there are; each unit runs by itself. The one thing it does to a disk
+// is to record an epoch: a start that is acknowledged must not be forgotten. A panic loses no unit: they are the Node's.
+type supervisor struct {
+	*Node
+	epochs *epochs
+}
+
+// Receive implements inbox.Receiver.
+func (s *supervisor) Receive(m any) {
+	switch m := m.(type) {
+	case startRank:
+		m.reply <- s.start(m.m)
+	case stopRank:
+		m.reply <- s.stop(m.m)
+	case closeAllUnits:
+		for _, u := range s.list() {
+			u.askStop(m.grace, "node is stopping")
+		}
+		s.box.Halt()
+	}
+}
+
+// start takes a unit, unless it is there already or older than what this node has seen. An older incarnation is ended
+// first, at once: two owners of a rank must never overlap.
+func (s *supervisor) start(m *msg.StartRank) error {
+	if err := s.epochs.admit(m.Unit, m.Epoch); err != nil {
+		return err
+	}
+	before := s.unit(m.Unit)
+	if before != nil && before.m.Epoch == m.Epoch {
+		before.repeat()
+		return nil
+	}
+	u := newUnit(s.Node, m, before)
+	if before != nil {
+		before.askStop(0, "a newer epoch was granted")
+	}
+	s.mu.Lock()
+	s.units[m.Unit] = u
+	s.mu.Unlock()
+	s.running.Go(u.run)
+	return nil
+}
+
+// stop asks a unit to end. One that is not here is gone already, and says so: the controller may have missed it.
+func (s *supervisor) stop(m *msg.StopRank) error {
+	if err := s.epochs.admit(m.Unit, m.Epoch); err != nil {
+		return err
+	}
+	u := s.unit(m.Unit)
+	switch {
+	case u == nil:
+		s.report(msg.UnitEvent{Unit: m.Unit, Epoch: m.Epoch, Kind: msg.UnitGone, Rank: -1, Reason: m.Reason, Asked: true})
+	case closed(u.done):
+		u.repeat()
+	default:
+		u.askStop(m.Grace, m.Reason)
+	}
+	return nil
+}
+
+func (s *supervisor) unit(name string) *unit {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.units[name]
+}

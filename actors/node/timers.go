@@ -1,0 +1,45 @@
+package node
+
+import "time"
+
+// Timers of a node; the zero value of a field means its default. The start deadline and the drain are the application's.
+type Timers struct {
+	StartupTimeout time.Duration // overrides startup_timeout_s of every app; 0 = the app's own
+	Canary         time.Duration // deadline of the canary before ready
+	PollFirst      time.Duration // first wait between two looks at /health of a starting engine; doubles
+	PollLast       time.Duration // longest such wait
+	KillGrace      time.Duration // on top of what is left of the drain, from SIGTERM to SIGKILL
+	VerifyPoll     time.Duration // longest wait between two looks at a dead engine's group and ports
+	VerifyNamed    time.Duration // after this what still holds them is named in the unit's reason
+	Rendezvous     time.Duration // how long ranks of a lockstep unit wait for rank 0's address
+	ReplicaStop    time.Duration // deadline of ending one DPServer
+}
+
+// Defaults (CONTRACTS section 7; startup_timeout_s APP section 8).
+const (
+	DefaultStartupTimeout = 600 * time.Second
+	DefaultCanary         = 10 * time.Second
+	DefaultPollFirst      = 10 * time.Millisecond
+	DefaultPollLast       = 200 * time.Millisecond
+	DefaultKillGrace      = 5 * time.Second
+	DefaultVerifyPoll     = 200 * time.Millisecond
+	DefaultVerifyNamed    = 10 * time.Second
+	DefaultRendezvous     = 120 * time.Second
+	DefaultReplicaStop    = 5 * time.Second
+)
+
+func (t Timers) withDefaults() Timers {
+	for _, d := range []struct {
+		field *time.Duration
+		value time.Duration
+	}{
+		{&t.Canary, DefaultCanary}, {&t.PollFirst, DefaultPollFirst}, {&t.PollLast, DefaultPollLast}, {&t.KillGrace, DefaultKillGrace},
+		{&t.VerifyPoll, DefaultVerifyPoll}, {&t.VerifyNamed, DefaultVerifyNamed}, {&t.Rendezvous, DefaultRendezvous},
+		{&t.ReplicaStop, DefaultReplicaStop},
+	} {
+		if *d.field <= 0 {
+			*d.field = d.value
+		}
+	}
+	return t
+}

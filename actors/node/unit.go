@@ -1,0 +1,240 @@
+package node
+
+import (
+	"errors"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/engine"
+	"github.com/dpserve/dpserve/state"
+)
+
+// unit is one unit at one epoch on this node. Its life is one goroutine (run); others only leave a wish (askStop), a failure
+// (fail) or news (ReplicaEvent) and wake it.
+type unit struct {
+	n      *Node
+	m      *msg.StartRank
+	before *unit // of an older epoch: must be done first
+	log    *slog.Logger
+	done   chan struct{} // closed after Gone was reported
+	wake   chan struct{} // one slot
+
+	mu        sync.Mutex
+	ranks     []*rank
+	phase     state.Phase
+	reason    string
+	wasReady  bool
+	failure   *failure      // the first since the last ready
+	stop      *stopWish     // the tightest so far
+	cancel    func(error)   // ends the start
+	back      map[int]bool  // attach: ranks whose engine answers again
+	last      msg.UnitEvent // for a controller that missed it
+}
+
+// failure is what ended or fenced a unit.
+type failure struct {
+	rank  int // -1: none in particular
+	cause string
+}
+
+// stopWish is a stop somebody asked for.
+type stopWish struct {
+	deadline time.Time
+	reason   string
+}
+
+// Causes that end a start.
+var (
+	errStopAsked = errors.New("stopped while starting")
+	errRankLost  = errors.New("a rank failed")
+)
+
+var _ msg.ReplicaWatcher = (*unit)(nil)
+
+func newUnit(n *Node, m *msg.StartRank, before *unit) *unit {
+	u := &unit{
+		n: n, m: m, before: before, done: make(chan struct{}), wake: make(chan struct{}, 1), phase: state.Starting, back: map[int]bool{},
+		log: n.log.With(slog.String("app", m.App.Name), slog.String("unit", m.Unit), slog.Uint64("epoch", m.Epoch)),
+	}
+	return u
+}
+
+func (u *unit) attached() bool { return u.m.App.Engine.Kind == app.KindAttach }
+
+func (u *unit) lockstep() bool { return u.m.App.DataParallel.Coupling == app.Lockstep }
+
+// run is the unit's life.
+func (u *unit) run() {
+	defer close(u.done)
+	u.tell(msg.UnitEvent{Kind: msg.UnitStarted, Rank: -1})
+	if u.before != nil {
+		<-u.before.done // it was asked to end at once
+		u.before = nil
+	}
+	if err := u.start(); err != nil {
+		u.end(err)
+		return
+	}
+	for u.serve() {
+		continue
+	}
+	u.end(nil)
+}
+
+// askStop leaves the wish to end. Of several wishes the earliest deadline counts.
+func (u *unit) askStop(grace time.Duration, reason string) {
+	u.mu.Lock()
+	deadline := time.Now().Add(grace)
+	if u.stop == nil || deadline.Before(u.stop.deadline) {
+		u.stop = &stopWish{deadline: deadline, reason: reason}
+	}
+	cancel := u.cancel
+	u.mu.Unlock()
+	if cancel != nil {
+		cancel(errStopAsked)
+	}
+	u.nudge()
+}
+
+// fail takes the unit out of routing, before anything else and on the caller's goroutine: every DPServer of the unit on this
+// node has its fence in the mailbox when fail returns. Only the first failure since the last ready counts.
+func (u *unit) fail(rank int, cause string) {
+	u.mu.Lock()
+	if u.failure != nil || u.phase == state.Killing || u.phase == state.Gone {
+		u.mu.Unlock()
+		return
+	}
+	u.failure = &failure{rank: rank, cause: cause}
+	clear(u.back)
+	for _, r := range u.ranks {
+		r.replica.Fence(cause)
+	}
+	cancel := u.cancel
+	u.mu.Unlock()
+	if cancel != nil {
+		cancel(errRankLost)
+	}
+	u.nudge()
+}
+
+// ReplicaEvent implements msg.ReplicaWatcher.
+func (u *unit) ReplicaEvent(e msg.ReplicaEvent) {
+	if e.Epoch != u.m.Epoch {
+		return
+	}
+	if e.Kind == msg.ReplicaLost {
+		u.mu.Lock()
+		delete(u.back, e.Rank)
+		u.mu.Unlock()
+		u.fail(e.Rank, e.Cause)
+		return
+	}
+	u.mu.Lock()
+	u.back[e.Rank] = true
+	u.mu.Unlock()
+	u.nudge()
+}
+
+func (u *unit) nudge() {
+	select {
+	case u.wake <- struct{}{}:
+	default:
+	}
+}
+
+// wishes reads what was left for run.
+func (u *unit) wishes() (stop *stopWish, fail *failure, allBack bool) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	return u.stop, u.failure, len(u.back) == len(u.ranks)
+}
+
+// enter changes the phase.
+func (u *unit) enter(p state.Phase, reason string) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.phase, u.reason = p, reason
+	if p == state.Ready {
+		u.wasReady, u.failure = true, nil
+		clear(u.back)
+	}
+}
+
+// tell reports an event of this unit.
+func (u *unit) tell(e msg.UnitEvent) {
+	u.mu.Lock()
+	e.Unit, e.Epoch, e.WasReady = u.m.Unit, u.m.Epoch, u.wasReady
+	u.last = e
+	u.mu.Unlock()
+	u.n.report(e)
+}
+
+// repeat reports the last event again, to a controller that asked for something that already is.
+func (u *unit) repeat() {
+	u.mu.Lock()
+	e := u.last
+	u.mu.Unlock()
+	if e.Kind != "" {
+		u.n.report(e)
+	}
+}
+
+// tail is the last lines of a rank's engine at this epoch.
+func (u *unit) tail(rank int) []string {
+	if rank < 0 {
+		return nil
+	}
+	return u.n.logs.tail(u.m.Unit, rank, u.m.Epoch)
+}
+
+func (u *unit) statuses() []msg.RankStatus {
+	u.mu.Lock()
+	ranks, phase := u.ranks, u.phase
+	u.mu.Unlock()
+	var out []msg.RankStatus
+	for _, g := range u.m.Ranks {
+		st := msg.RankStatus{Group: u.m.Group, Rank: g.Rank, Epoch: u.m.Epoch, Devices: g.Devices, Progress: "waiting for its turn"}
+		for _, r := range ranks {
+			if r.grant.Rank == g.Rank {
+				st = r.replica.Status()
+				st.PID, st.Progress = r.view()
+			}
+		}
+		st.Node, st.Phase = u.n.cfg.ID, string(phase)
+		out = append(out, st)
+	}
+	return out
+}
+
+// heldNow names what is left of the unit's engines.
+func (u *unit) heldNow() string {
+	u.mu.Lock()
+	ranks := u.ranks
+	u.mu.Unlock()
+	return held(ranks)
+}
+
+func (u *unit) rankNumbers() []int {
+	var out []int
+	for _, g := range u.m.Ranks {
+		out = append(out, g.Rank)
+	}
+	return out
+}
+
+// ports is the layout of the unit's block and the ports of it that this node's ranks use; none for attached engines.
+func (u *unit) ports() (engine.Ports, []int) {
+	s := engine.Spec{App: u.m.App, Base: u.m.Block.Base}
+	p := s.Ports()
+	if u.attached() {
+		return p, nil
+	}
+	if !u.lockstep() {
+		return p, p.Used(0)
+	}
+	return p, p.Used(u.rankNumbers()...)
+}
+

@@ -1,0 +1,271 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"strconv"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/engine"
+	"github.com/dpserve/dpserve/state"
+)
+
+// startError is why a start failed, and which rank's log tells more.
+type startError struct {
+	rank int // -1: none in particular
+	err  error
+}
+
+func (e *startError) Error() string { return e.err.Error() }
+func (e *startError) Unwrap() error { return e.err }
+
+// errStartDeadline ends a start that takes longer than startup_timeout_s.
+var errStartDeadline = errors.New("not ready within the startup timeout")
+
+// start brings every rank of the unit up: bind test, DPServers, assignment, rendezvous, engines, health, settings, canary.
+// One deadline bounds it all, except for attached engines: whoever runs them may start them tomorrow.
+func (u *unit) start() error {
+	ctx, cancel := context.WithCancelCause(context.Background())
+	defer cancel(nil)
+	if !u.attached() {
+		var stop context.CancelFunc
+		ctx, stop = context.WithTimeoutCause(ctx, u.startTimeout(), fmt.Errorf("%w of %s (engine.startup_timeout_s)", errStartDeadline, u.startTimeout()))
+		defer stop()
+	}
+	if !u.begin(cancel) {
+		return errStopAsked
+	}
+	err := u.bringUp(ctx)
+	if err == nil {
+		err = u.becomeReady(ctx)
+	}
+	u.mu.Lock()
+	u.cancel = nil
+	u.mu.Unlock()
+	return u.explain(ctx, err)
+}
+
+// begin registers the cancel of the start, unless a stop came first.
+func (u *unit) begin(cancel context.CancelCauseFunc) bool {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.cancel = cancel
+	return u.stop == nil
+}
+
+func (u *unit) startTimeout() time.Duration {
+	if u.n.timers.StartupTimeout > 0 {
+		return u.n.timers.StartupTimeout
+	}
+	if s := u.m.App.Engine.StartupTimeoutS; s > 0 {
+		return app.Seconds(s)
+	}
+	return DefaultStartupTimeout
+}
+
+// explain replaces the echo of a cancelled start by what cancelled it.
+func (u *unit) explain(ctx context.Context, err error) error {
+	if err == nil {
+		return nil
+	}
+	switch cause := context.Cause(ctx); {
+	case errors.Is(cause, errRankLost):
+		_, f, _ := u.wishes()
+		return &startError{f.rank, errors.New(f.cause)}
+	case errors.Is(cause, errStopAsked):
+		return cause
+	case errors.Is(cause, errStartDeadline):
+		rank, progress := u.slowest()
+		return &startError{rank, fmt.Errorf("%w; rank %d: %s", cause, rank, progress)}
+	}
+	return err
+}
+
+// slowest names a rank that is not there yet and what it waits for.
+func (u *unit) slowest() (rank int, progress string) {
+	u.mu.Lock()
+	ranks := u.ranks
+	u.mu.Unlock()
+	for _, r := range ranks {
+		if _, progress := r.view(); progress != "" {
+			return r.grant.Rank, progress
+		}
+	}
+	return -1, "unknown"
+}
+
+func (u *unit) bringUp(ctx context.Context) error {
+	layout, ports := u.ports()
+	for _, p := range ports {
+		if err := u.n.cfg.BindTest(p); err != nil {
+			return &startError{-1, fmt.Errorf("port %d of the unit's block is taken: %w", p, err)}
+		}
+	}
+	if err := u.makeRanks(); err != nil {
+		return err
+	}
+	for _, r := range u.ranks {
+		r.setProgress("waiting for its rank")
+		if err := r.replica.Assign(ctx); err != nil {
+			return &startError{r.grant.Rank, err}
+		}
+	}
+	addr, port, err := u.rendezvous(ctx, layout)
+	if err != nil {
+		return err
+	}
+	if !u.attached() {
+		if err := u.launch(ctx, addr, port); err != nil {
+			return err
+		}
+	}
+	return u.await(ctx)
+}
+
+// makeRanks makes a DPServer for every rank. The list is complete before anything can fail.
+func (u *unit) makeRanks() error {
+	var ranks []*rank
+	for _, g := range u.m.Ranks {
+		r, err := u.makeRank(g)
+		if err != nil {
+			u.stopReplicas(ranks)
+			return &startError{g.Rank, err}
+		}
+		ranks = append(ranks, r)
+	}
+	u.mu.Lock()
+	u.ranks = ranks
+	u.mu.Unlock()
+	return nil
+}
+
+func (u *unit) makeRank(g state.RankGrant) (*rank, error) {
+	target, err := u.target(g)
+	if err != nil {
+		return nil, err
+	}
+	r := &rank{grant: g, target: target.URL, owned: target.Owned}
+	r.replica, err = u.n.cfg.NewReplica(msg.ReplicaSpec{
+		App: u.m.App, Unit: u.m.Unit, Group: u.m.Group, Rank: g.Rank, Epoch: u.m.Epoch, Node: u.n.cfg.ID, Devices: g.Devices, Target: target, Watcher: u,
+	})
+	if err != nil {
+		return nil, err
+	}
+	r.client = engine.NewClient(target.URL, engine.Addressing{Mode: target.Addressing, Selector: target.Selector}, engine.APIKey(u.m.App), u.n.cfg.Transport)
+	r.out[0], r.out[1] = u.n.logs.open(u.m.App.Name, u.m.Unit, g.Rank, u.m.Epoch)
+	return r, nil
+}
+
+// target says where the engine of a rank will answer.
+func (u *unit) target(g state.RankGrant) (msg.Target, error) {
+	if u.attached() {
+		a, err := engine.AttachedRank(u.m.App, u.m.Group, g.Rank)
+		return msg.Target{URL: a.URL, Addressing: a.Addressing, Selector: a.Selector}, err
+	}
+	l, err := u.render(g, "", 0)
+	return msg.Target{URL: l.URL, Addressing: "url", Owned: true}, err
+}
+
+func (u *unit) render(g state.RankGrant, addr string, port int) (engine.Launch, error) {
+	return engine.Render(&engine.Spec{
+		App: u.m.App, Group: u.m.Group, Rank: g.Rank, Base: u.m.Block.Base, Devices: g.Devices, Executable: u.n.cfg.Executable,
+		Rank0Addr: addr, Rank0Port: port,
+	}, u.n.cfg.Environ)
+}
+
+// rendezvous gives rank 0's address in a coupled unit: its node publishes what its block holds, the others wait for it.
+func (u *unit) rendezvous(ctx context.Context, layout engine.Ports) (addr string, port int, err error) {
+	if u.attached() || !u.lockstep() {
+		return "", 0, nil
+	}
+	for _, r := range u.ranks {
+		if r.grant.Rank == 0 {
+			u.n.cfg.Assigner.Publish(msg.Publish{Unit: u.m.Unit, Epoch: u.m.Epoch, Rank: 0, Addr: engine.Loopback, Port: layout.RPC()})
+			return engine.Loopback, layout.RPC(), nil
+		}
+	}
+	first := u.ranks[0]
+	first.setProgress("waiting for the address of rank 0")
+	ctx, cancel := context.WithTimeout(ctx, u.n.timers.Rendezvous)
+	defer cancel()
+	addr, port, err = u.n.cfg.Assigner.Await(ctx, u.m.Unit, u.m.Epoch, first.grant.Rank)
+	if err != nil {
+		return "", 0, &startError{first.grant.Rank, err}
+	}
+	return addr, port, nil
+}
+
+// launch starts every rank's engine; from then on each exit is watched.
+func (u *unit) launch(ctx context.Context, addr string, port int) error {
+	for _, r := range u.ranks {
+		l, err := u.render(r.grant, addr, port)
+		if err == nil {
+			err = u.launchRank(ctx, r, l)
+		}
+		if err != nil {
+			return &startError{r.grant.Rank, err}
+		}
+	}
+	return nil
+}
+
+func (u *unit) launchRank(ctx context.Context, r *rank, l engine.Launch) error {
+	r.setProgress("starting its engine")
+	p, err := u.n.launcher.Start(ctx, l, r.out[0], r.out[1])
+	if err != nil {
+		return err
+	}
+	r.setProc(p)
+	u.log.Info("engine started", slog.Int("rank", r.grant.Rank), slog.Int("pid", p.PID()), slog.String("url", l.URL))
+	u.n.running.Go(func() { u.watchExit(r, p) }) // ends with the engine, which ends with the unit
+	return nil
+}
+
+// watchExit turns every exit we did not ask for into a failure, whatever its code.
+func (u *unit) watchExit(r *rank, p Process) {
+	<-p.Exited()
+	if !r.wasAsked() {
+		u.fail(r.grant.Rank, p.Exit().String())
+	}
+}
+
+// await waits until every rank answers, and checks that coupled ones agree.
+func (u *unit) await(ctx context.Context) error {
+	g, ctx := errgroup.WithContext(ctx)
+	settings := make([]engine.Settings, len(u.ranks))
+	for i, r := range u.ranks {
+		g.Go(func() error { return u.awaitHealth(ctx, r) })
+		_ = i
+	}
+	if err := g.Wait(); err != nil {
+		return err
+	}
+	if !u.lockstep() || u.attached() {
+		return nil
+	}
+	return u.agree(ctx, settings)
+}
+
+// awaitHealth polls /health: quickly at first, a simulated engine is up in milliseconds; a real one takes minutes.
+func (u *unit) awaitHealth(ctx context.Context, r *rank) error {
+	wait := u.n.timers.PollFirst
+	for {
+		h, err := u.lookAtHealth(ctx, r)
+		if h == engine.Alive {
+			return nil
+		}
+		r.setProgress(fmt.Sprintf("waiting for /health (%s)", h))
+		if err := sleep(ctx, wait); err != nil {
+			return fmt.Errorf("%w: %w", err, errOf(h))
+		}
+		_ = err
+		wait = min(2*wait, u.n.timers.PollLast)
+	}
+}

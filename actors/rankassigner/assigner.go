@@ -1,0 +1,195 @@
+// Package rankassigner is the RankAssigner: assign_rank and release_rank of a data-parallel group, and the meeting point of
+// the ranks of a lockstep group. What it hands out stands in the replicated state; it keeps nothing that a restart could lose.
+package rankassigner
+
+import (
+	"context"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/asynkron/protoactor-go/actor"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/inbox"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/state"
+)
+
+const (
+	// DefaultRendezvous is how long the ranks of a lockstep unit wait for rank 0's address.
+	DefaultRendezvous = 120 * time.Second
+	// DefaultProposal is how long one raft command may take.
+	DefaultProposal = 5 * time.Second
+
+	actorName    = "rankassigner"
+	mailboxBound = 1024            // unreceived questions; more than the ranks of a node ask at once
+	closeGrace   = 5 * time.Second // for the actor to stop
+)
+
+// Timers are the waits of this room. Zero fields mean the defaults.
+type Timers struct {
+	Rendezvous time.Duration // from the first report of a (unit, epoch) to rank 0's Publish
+	Proposal   time.Duration // one raft command
+}
+
+func (t Timers) withDefaults() Timers {
+	if t.Rendezvous <= 0 {
+		t.Rendezvous = DefaultRendezvous
+	}
+	if t.Proposal <= 0 {
+		t.Proposal = DefaultProposal
+	}
+	return t
+}
+
+// Config is what an Assigner is made of. Store, Proposer and Log are required.
+type Config struct {
+	Store    msg.Store
+	Proposer msg.Proposer
+	Timers   Timers
+	Log      *slog.Logger
+}
+
+// Assigner is the running RankAssigner. Start it before anything else is called; all methods but Start are then safe for
+// concurrent use. Every call ends with its context, and with ErrStopped after Close.
+type Assigner struct {
+	cfg       Config
+	box       *inbox.Inbox
+	table     *table     // the actor's own; outlives a panic in Receive, so that no waiter is forgotten
+	proposals *proposals // the actor's own
+	stop      context.CancelFunc
+	loops     sync.WaitGroup
+	closeOnce sync.Once
+	closeErr  error
+}
+
+var _ msg.Assigner = (*Assigner)(nil)
+
+// New makes an Assigner.
+func New(cfg Config) *Assigner {
+	cfg.Timers = cfg.Timers.withDefaults()
+	return &Assigner{cfg: cfg}
+}
+
+// Start spawns the actor in the node's actor system and follows the store.
+func (a *Assigner) Start(system *actor.ActorSystem) error {
+	ctx, stop := context.WithCancel(context.Background())
+	post := func(m any) { a.box.Send(m) }
+	a.table = newTable(a.cfg.Timers.Rendezvous, post)
+	a.proposals = newProposals(ctx, a.cfg.Proposer, a.cfg.Timers.Proposal, post)
+	box, err := inbox.Spawn(system, actorName, mailboxBound, func() inbox.Receiver { return receiver{a} })
+	if err != nil {
+		stop()
+		return err
+	}
+	a.box, a.stop = box, stop
+	a.loops.Go(func() { a.follow(ctx) })
+	return nil
+}
+
+// Close stops the actor and its proposals and waits for both. Whoever waits for an answer gets ErrStopped.
+func (a *Assigner) Close() error {
+	a.closeOnce.Do(func() {
+		if a.box == nil {
+			return
+		}
+		a.stop()
+		ctx, cancel := context.WithTimeout(context.Background(), closeGrace)
+		defer cancel()
+		a.closeErr = a.box.Stop(ctx)
+		a.loops.Wait()
+		a.proposals.wait()
+		a.table.close()
+	})
+	return a.closeErr
+}
+
+// follow posts every change of the store, so that waiters of a superseded epoch are let go. It never polls.
+func (a *Assigner) follow(ctx context.Context) {
+	for {
+		changed := a.cfg.Store.Changed() // before State, or a change in between goes unseen
+		a.box.Send(stateChanged{a.cfg.Store.State()})
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// Assign gives a replica its rank, the epoch of its unit and the size of the group: assign_rank(replica_id). It is idempotent
+// by replica id, also over restarts: the answer is read from the grant. Errors, in the reply too: ErrNotGranted,
+// ErrGroupFull, ErrBadReplica.
+func (a *Assigner) Assign(ctx context.Context, app string, group int, replicaID string) (msg.AssignReply, error) {
+	reply := make(chan msg.AssignReply, 1)
+	m := &msg.Assign{App: app, Group: group, ReplicaID: replicaID, Reply: reply}
+	r, err := ask(ctx, a.box, m, reply)
+	if err != nil {
+		return r, err
+	}
+	return r, r.Err
+}
+
+// Publish announces rank 0's rendezvous address of a lockstep unit to those who wait for it.
+func (a *Assigner) Publish(p msg.Publish) { a.box.Send(&p) }
+
+// Await waits for rank 0's address. Errors: ErrRendezvous after the deadline, naming the ranks that did not report;
+// ErrNotGranted and state.ErrStaleEpoch when the grant is not, or no longer, that of the caller.
+func (a *Assigner) Await(ctx context.Context, unit string, epoch uint64, rank int) (string, int, error) {
+	reply := make(chan msg.AwaitReply, 1)
+	m := &msg.Await{Ctx: ctx, Unit: unit, Epoch: epoch, Rank: rank, Reply: reply}
+	r, err := ask(ctx, a.box, m, reply)
+	if err != nil {
+		return "", 0, err
+	}
+	return r.Addr, r.Port, r.Err
+}
+
+// Grant puts a placed group through consensus: new epochs for all of its units, or a typed refusal of state. When ctx ends
+// first the grant may still commit; the epoch in it keeps a repetition from doubling it.
+func (a *Assigner) Grant(ctx context.Context, g state.GrantGroup) (state.Result, error) {
+	return a.propose(ctx, state.Command{GrantGroup: &g})
+}
+
+// Release gives a unit's ranks, slots, devices and ports back, after its processes are gone: release_rank(rank). A unit of
+// several ranks is released whole (Rank -1). m.Reply may be nil; if not, it gets the error too.
+func (a *Assigner) Release(ctx context.Context, m msg.ReleaseRank) error {
+	err := wholeUnit(a.cfg.Store.State(), &m)
+	if err == nil {
+		ref := &state.UnitRef{Unit: m.Unit, Epoch: m.Epoch, Reason: m.Reason}
+		_, err = a.propose(ctx, state.Command{Release: ref})
+	}
+	if m.Reply != nil {
+		select {
+		case m.Reply <- err:
+		default: // the slot is taken: that answer was given before
+		}
+	}
+	return err
+}
+
+func (a *Assigner) propose(ctx context.Context, c state.Command) (state.Result, error) {
+	reply := make(chan proposed, 1)
+	r, err := ask(ctx, a.box, &proposal{ctx: ctx, command: c, reply: reply}, reply)
+	if err != nil {
+		return state.Result{}, err
+	}
+	return r.result, r.err
+}
+
+// ask posts m and waits for its answer: a stopped actor answers nobody, so it selects on that too (TRAPS 6).
+func ask[R any](ctx context.Context, box *inbox.Inbox, m any, reply <-chan R) (R, error) {
+	var none R
+	if err := box.TrySend(m); err != nil {
+		return none, problem.New(problem.Overloaded, "ask the rank assigner: %w", err).WithHint("try again in a second")
+	}
+	select {
+	case r := <-reply:
+		return r, nil
+	case <-ctx.Done():
+		return none, context.Cause(ctx)
+	case <-box.Stopped():
+		return none, errStopped()
+	}
+}

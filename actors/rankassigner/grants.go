@@ -1,0 +1,95 @@
+package rankassigner
+
+import (
+	"encoding/json"
+	"strconv"
+	"strings"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/state"
+)
+
+// ReplicaID names the replica at a position of a group: "app.group.slot". The position is its rank number, 0..dp_size-1.
+func ReplicaID(app string, group, slot int) string {
+	return app + "." + strconv.Itoa(group) + "." + strconv.Itoa(slot)
+}
+
+// position is the slot of a replica id, which must be the one that ReplicaID makes: two spellings of one replica would be
+// two replicas with one rank.
+func position(app string, group int, replicaID string) (int, error) {
+	slot, err := strconv.Atoi(replicaID[strings.LastIndexByte(replicaID, '.')+1:])
+	if err != nil || slot < 0 || replicaID != ReplicaID(app, group, slot) {
+		return 0, problem.New(problem.InvalidArgument, "assign rank: %w %q", ErrBadReplica, replicaID).
+			WithHint("it is APP.GROUP.SLOT, here %s", ReplicaID(app, group, 0))
+	}
+	return slot, nil
+}
+
+// assign reads a replica's rank from the grants. It writes nothing, so a repeated question has the same answer.
+func assign(s *state.State, m *msg.Assign) msg.AssignReply {
+	slot, err := position(m.App, m.Group, m.ReplicaID)
+	if err != nil {
+		return msg.AssignReply{Err: err}
+	}
+	size, err := dpSize(s, m.App, m.Group)
+	if err != nil {
+		return msg.AssignReply{Err: err}
+	}
+	if slot >= size {
+		return msg.AssignReply{DPSize: size, Err: problem.New(problem.Conflict, "assign rank: %w: group %s/%d has %d ranks, %s would be one more",
+			ErrGroupFull, m.App, m.Group, size, m.ReplicaID).WithHint("raise data_parallel.dp_size or num_replicas and deploy again")}
+	}
+	u := unitOf(s, m.App, m.Group, slot)
+	if u == nil {
+		return msg.AssignReply{DPSize: size, Err: problem.New(problem.Unavailable, "assign rank: rank %d of group %s/%d: %w",
+			slot, m.App, m.Group, ErrNotGranted).WithHint("it is placed by the controller; ask again when it is")}
+	}
+	return msg.AssignReply{Rank: slot, Epoch: u.Epoch, DPSize: size}
+}
+
+// dpSize is the size of a group of the committed application.
+func dpSize(s *state.State, name string, group int) (int, error) {
+	a, ok := s.Apps[name]
+	if !ok {
+		return 0, problem.New(problem.NotFound, "assign rank: %w %q", state.ErrUnknownApp, name)
+	}
+	var spec app.Application
+	if err := json.Unmarshal(a.Spec, &spec); err != nil {
+		return 0, problem.New(problem.Internal, "assign rank: read the spec of %q: %w", name, err)
+	}
+	if group < 0 || group >= spec.NumGroups {
+		return 0, problem.New(problem.NotFound, "assign rank: application %q has no group %d: %w", name, group, ErrNotGranted)
+	}
+	return spec.DataParallel.DPSize, nil
+}
+
+// unitOf is the granted unit that holds a rank; there is at most one, the state sees to it.
+func unitOf(s *state.State, name string, group, rank int) *state.Unit {
+	for _, u := range s.Units {
+		if u.App == name && u.Group == group && u.Holds() && hasRank(u, rank) {
+			return u
+		}
+	}
+	return nil
+}
+
+func hasRank(u *state.Unit, rank int) bool {
+	for i := range u.Ranks {
+		if u.Ranks[i].Rank == rank {
+			return true
+		}
+	}
+	return false
+}
+
+// wholeUnit refuses to release a part of a unit. Unknown units and epochs are refused by the state itself.
+func wholeUnit(s *state.State, m *msg.ReleaseRank) error {
+	u := s.Units[m.Unit]
+	if m.Rank < 0 || u == nil || (len(u.Ranks) == 1 && hasRank(u, m.Rank)) {
+		return nil
+	}
+	return problem.New(problem.InvalidArgument, "release rank %d of %s: %w: it has %d ranks", m.Rank, m.Unit, ErrPartial, len(u.Ranks)).
+		WithHint("release rank -1, all ranks of the unit")
+}

@@ -1,0 +1,250 @@
+package api
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/url"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// Limits of the client.
+const (
+	maxReply      = 64 << 20 // bytes of one JSON answer: 65,536 ranks at 1 KiB
+	dialTimeout   = 5 * time.Second
+	answerTimeout = callTimeout + 5*time.Second // to the headers of an answer
+)
+
+// startHint is what to do when nobody answers.
+const startHint = "is dpserve running? start it with `dpserve start`, or set DPSERVE_ADDR"
+
+// Client speaks to one node's admin API. Safe for concurrent use; Close it. Errors are *problem.Error with the server's code;
+// faults of an app file are found with errors.As(err, *app.Faults).
+type Client struct {
+	base string // scheme://host:port
+	http *http.Client
+}
+
+// NewClient makes a client for host:port or http(s)://host:port; "" is DefaultAddr. It does not connect yet.
+func NewClient(addr string) (*Client, error) {
+	return NewClientWith(addr, &http.Transport{
+		Proxy:                 nil, // the admin API is on this machine or in this network
+		DialContext:           (&net.Dialer{Timeout: dialTimeout}).DialContext,
+		DisableCompression:    true,
+		ResponseHeaderTimeout: answerTimeout,
+		IdleConnTimeout:       idleTimeout,
+	})
+}
+
+// NewClientWith is NewClient over another transport.
+func NewClientWith(addr string, rt http.RoundTripper) (*Client, error) {
+	base, err := baseURL(addr)
+	if err != nil {
+		return nil, err
+	}
+	return &Client{base: base, http: &http.Client{Transport: rt, CheckRedirect: refuseRedirect}}, nil
+}
+
+// refuseRedirect hands back the redirect itself: the API sends none, so it is somebody else's server.
+func refuseRedirect(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
+
+func baseURL(addr string) (string, error) {
+	if addr == "" {
+		addr = DefaultAddr
+	}
+	if !strings.Contains(addr, "://") {
+		addr = "http://" + addr
+	}
+	u, err := url.Parse(strings.TrimSuffix(addr, "/"))
+	if err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https" || u.Path != "" || u.RawQuery != "" || u.User != nil {
+		return "", problem.New(problem.InvalidArgument, "%q is not the address of a dpserve", addr).
+			WithHint("DPSERVE_ADDR and --addr take HOST:PORT or http://HOST:PORT")
+	}
+	return u.Scheme + "://" + u.Host, nil
+}
+
+// Addr is the address the client speaks to, as a URL.
+func (c *Client) Addr() string { return c.base }
+
+// Close closes idle connections.
+func (c *Client) Close() { c.http.CloseIdleConnections() }
+
+// Version says what is running there.
+func (c *Client) Version(ctx context.Context) (BuildInfo, error) {
+	var r VersionReply
+	err := c.call(ctx, http.MethodGet, pathVersion, nil, nil, &r)
+	return r.BuildInfo, err
+}
+
+// Healthz is nil when the node answers.
+func (c *Client) Healthz(ctx context.Context) error {
+	var r HealthReply
+	return c.call(ctx, http.MethodGet, pathHealthz, nil, nil, &r)
+}
+
+// Validate has the node check a file; faults come as the error.
+func (c *Client) Validate(ctx context.Context, file string, text []byte) ([]app.Warning, error) {
+	var r ValidateReply
+	err := c.call(ctx, http.MethodPost, pathValidate, fileQuery(file), text, &r)
+	return r.Warnings, err
+}
+
+// Deploy makes the apps of a file wanted. It returns once that is committed; see App for how it goes on.
+func (c *Client) Deploy(ctx context.Context, req DeployRequest) (DeployResult, error) {
+	q := fileQuery(req.File)
+	if req.Revision != nil {
+		q.Set("revision", strconv.FormatUint(*req.Revision, 10))
+	}
+	if req.Prune {
+		q.Set("prune", "true")
+	}
+	var r DeployReply
+	err := c.call(ctx, http.MethodPut, pathApps, q, req.Text, &r)
+	return r.DeployResult, err
+}
+
+func fileQuery(file string) url.Values {
+	q := url.Values{}
+	if file != "" {
+		q.Set("file", file)
+	}
+	return q
+}
+
+// Apps lists every application.
+func (c *Client) Apps(ctx context.Context) ([]msg.AppStatus, error) {
+	var r AppsReply
+	err := c.call(ctx, http.MethodGet, pathApps, nil, nil, &r)
+	return r.Apps, err
+}
+
+// App is one application.
+func (c *Client) App(ctx context.Context, name string) (msg.AppStatus, error) {
+	var r AppReply
+	err := c.call(ctx, http.MethodGet, appPath(name), nil, nil, &r)
+	return r.App, err
+}
+
+// Delete makes an application unwanted; it is gone when App says NotFound.
+func (c *Client) Delete(ctx context.Context, name string) error {
+	var r DeleteReply
+	return c.call(ctx, http.MethodDelete, appPath(name), nil, nil, &r)
+}
+
+func appPath(name string) string { return pathApps + "/" + url.PathEscape(name) }
+
+// call makes one request and reads its JSON answer into reply.
+func (c *Client) call(ctx context.Context, method, path string, q url.Values, body []byte, reply any) error {
+	res, err := c.do(ctx, method, path, q.Encode(), body)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = res.Body.Close() }() // read to its end, or given up
+	data, err := readReply(res)
+	if err != nil {
+		return c.transportError(ctx, err)
+	}
+	if err := c.checkVersion(res, data); err != nil {
+		return err
+	}
+	if err := json.Unmarshal(data, reply); err != nil {
+		return problem.New(problem.Upstream, "answer of %s cannot be read: %w", c.base, err).WithHint(versionHint)
+	}
+	return nil
+}
+
+// do sends a request. The caller closes the body of an answer that is a success; everything else is an error.
+func (c *Client) do(ctx context.Context, method, path, query string, body []byte) (*http.Response, error) {
+	target := c.base + path
+	if query != "" {
+		target += "?" + query
+	}
+	req, err := http.NewRequestWithContext(ctx, method, target, bytes.NewReader(body))
+	if err != nil {
+		return nil, problem.New(problem.InvalidArgument, "make request: %w", err)
+	}
+	res, err := c.http.Do(req)
+	if err != nil {
+		return nil, c.transportError(ctx, err)
+	}
+	if res.StatusCode >= http.StatusMultipleChoices {
+		defer func() { _ = res.Body.Close() }() // read to its end, or given up
+		return nil, c.errorOf(ctx, res)
+	}
+	return res, nil
+}
+
+// errorOf is the error that an answer carries.
+func (c *Client) errorOf(ctx context.Context, res *http.Response) error {
+	data, err := readReply(res)
+	if err != nil {
+		return c.transportError(ctx, err)
+	}
+	if err := c.checkVersion(res, data); err != nil {
+		return err
+	}
+	var r errorReply
+	if err := json.Unmarshal(data, &r); err != nil || r.Error.Code == "" {
+		return c.stranger(res)
+	}
+	return fromBody(r.Error)
+}
+
+// versionHint is what to do about a server of another version.
+const versionHint = "use the dpserve command of the version that is running there"
+
+// checkVersion makes sure that the answer is one of ours.
+func (c *Client) checkVersion(res *http.Response, data []byte) error {
+	var e Envelope
+	if err := json.Unmarshal(data, &e); err != nil || e.APIVersion == "" {
+		return c.stranger(res)
+	}
+	if e.APIVersion != APIVersion {
+		return problem.New(problem.Upstream, "%s speaks %s, this command %s", c.base, e.APIVersion, APIVersion).WithHint(versionHint)
+	}
+	return nil
+}
+
+// stranger is the error for a server that is not dpserve's admin API.
+func (c *Client) stranger(res *http.Response) error {
+	return problem.New(problem.Upstream, "%s is not a dpserve admin api (status %d)", c.base, res.StatusCode).
+		WithHint("check DPSERVE_ADDR: the admin port is 8265 by default, 8000 is for OpenAI clients")
+}
+
+func readReply(res *http.Response) ([]byte, error) {
+	data, err := io.ReadAll(io.LimitReader(res.Body, maxReply+1))
+	if err != nil {
+		return nil, err
+	}
+	if len(data) > maxReply {
+		return nil, fmt.Errorf("answer is larger than %d bytes", maxReply)
+	}
+	return data, nil
+}
+
+// transportError says why no answer came. A ctx that ended stays visible to errors.Is.
+func (c *Client) transportError(ctx context.Context, err error) error {
+	var inner *url.Error
+	if errors.As(err, &inner) {
+		err = inner.Err // without method and URL, which the message has anyway
+	}
+	switch {
+	case ctx.Err() != nil && errors.Is(ctx.Err(), context.DeadlineExceeded):
+		return problem.New(problem.Timeout, "no answer from %s in time: %w", c.base, err).WithHint("try again with a longer --timeout")
+	case ctx.Err() != nil:
+		return problem.New(problem.Unavailable, "request to %s ended: %w", c.base, ctx.Err())
+	default:
+		return problem.New(problem.Unavailable, "no answer from %s: %w", c.base, err).WithHint(startHint)
+	}
+}

@@ -1,0 +1,327 @@
+package api_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/api"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+func TestClientAndServerAgree(t *testing.T) {
+	b := newBackend()
+	_, c := serve(t, api.Config{Backend: b})
+	ctx := t.Context()
+
+	v, err := c.Version(ctx)
+	require.NoError(t, err)
+	assert.Equal(t, api.BuildInfo{Version: "0.1.0", Commit: "abc", Go: "go1.26"}, v)
+	require.NoError(t, c.Healthz(ctx))
+
+	apps, err := c.Apps(ctx)
+	require.NoError(t, err)
+	assert.Empty(t, apps)
+	warnings, err := c.Validate(ctx, "my app.yaml", []byte("fine"))
+	require.NoError(t, err)
+	assert.Equal(t, []app.Warning{{File: "my app.yaml", Line: 1, Col: 1, Message: "legal but odd"}}, warnings)
+
+	seven := uint64(7)
+	want := api.DeployRequest{File: "a&b.yaml", Text: []byte("fine"), Revision: &seven, Prune: true}
+	res, err := c.Deploy(ctx, want)
+	require.NoError(t, err)
+	assert.Equal(t, want, b.deployed[0])
+	assert.Equal(t, api.DeployResult{
+		Revision: 8, Apps: map[string]uint64{"demo": 3},
+		Changes: []api.Change{{App: "demo", Action: api.ActionReplace, Fields: []string{"num_groups"}}},
+	}, res)
+
+	status := msg.AppStatus{
+		Name: "demo", Status: "RUNNING", Revision: 3, Units: []msg.UnitStatus{{Unit: "demo/0", Since: time.Unix(1, 0).UTC(), Ranks: []msg.RankStatus{{Rank: 3}}}},
+	}
+	b.apps["demo"] = status
+	got, err := c.App(ctx, "demo")
+	require.NoError(t, err)
+	assert.Equal(t, status, got)
+	apps, err = c.Apps(ctx)
+	require.NoError(t, err)
+	assert.Equal(t, []msg.AppStatus{status}, apps)
+	require.NoError(t, c.Delete(ctx, "demo"))
+}
+
+// TestErrorsTravelWhole: code, message, hint, details and faults are the same on both sides.
+func TestErrorsTravelWhole(t *testing.T) {
+	b := newBackend()
+	_, c := serve(t, api.Config{Backend: b})
+	_, err := c.Deploy(t.Context(), api.DeployRequest{File: "app.yaml", Text: []byte("faulty")})
+	_, direct := b.Validate("app.yaml", []byte("faulty"))
+	var want, got app.Faults
+	require.ErrorAs(t, direct, &want)
+	require.ErrorAs(t, err, &got)
+	assert.Equal(t, want, got)
+	var p *problem.Error
+	require.ErrorAs(t, err, &p)
+	assert.Equal(t, want.Problem().Message, p.Message)
+	assert.Equal(t, want.Problem().Hint, p.Hint)
+	assert.Equal(t, want.Problem().Details, p.Details)
+
+	codes := []problem.Code{
+		problem.InvalidArgument, problem.Unauthenticated, problem.PermissionDenied, problem.NotFound, problem.SlowRequest,
+		problem.Conflict, problem.TooLarge, problem.Unplaceable, problem.QuotaExceeded, problem.HeaderTooLarge, problem.Internal,
+		problem.Upstream, problem.Overloaded, problem.Unavailable, problem.Timeout,
+	}
+	for _, code := range codes {
+		b.fail = problem.New(code, "message of %s", code).WithHint("hint").WithDetails("one", "two")
+		_, err := c.Apps(t.Context())
+		var p *problem.Error
+		require.ErrorAs(t, err, &p)
+		assert.Equal(t, *b.fail.(*problem.Error), *p)
+	}
+	b.fail = errors.New("plain")
+	_, err = c.Apps(t.Context())
+	assert.Equal(t, problem.Internal, problem.CodeOf(err))
+	assert.Equal(t, "plain", err.Error())
+}
+
+func TestDeployConflict(t *testing.T) {
+	_, c := serve(t, api.Config{Backend: newBackend()})
+	six := uint64(6)
+	_, err := c.Deploy(t.Context(), api.DeployRequest{Text: []byte("fine"), Revision: &six})
+	assert.Equal(t, problem.Conflict, problem.CodeOf(err))
+}
+
+func TestLogs(t *testing.T) {
+	b := newBackend()
+	at := time.Date(2026, 1, 2, 3, 4, 5, 6, time.UTC)
+	b.lines = []api.LogLine{
+		{Time: at, App: "demo", Group: 0, Rank: 3, Stream: "stdout", Text: "two\nlines  and spaces"},
+		{Time: at, App: "demo", Group: 1, Rank: 0, Stream: "stderr", Text: ""},
+	}
+	_, c := serve(t, api.Config{Backend: b})
+	q := api.LogQuery{App: "demo", Group: 1, Rank: 0, Since: at, Tail: 20}
+	r, err := c.Logs(t.Context(), q)
+	require.NoError(t, err)
+	text, err := io.ReadAll(r)
+	require.NoError(t, err)
+	require.NoError(t, r.Close())
+	assert.Equal(t, "2026-01-02T03:04:05.000000006Z demo/0/3 stdout two lines  and spaces\n2026-01-02T03:04:05.000000006Z demo/1/0 stderr \n", string(text))
+	assert.Equal(t, q, b.queries[0])
+
+	all := api.LogQuery{App: "demo", Group: api.AllRanks, Rank: api.AllRanks, Tail: api.AllLines}
+	r, err = c.Logs(t.Context(), all)
+	require.NoError(t, err)
+	require.NoError(t, r.Close())
+	assert.Equal(t, all, b.queries[1])
+	assert.Eventually(t, func() bool { return b.openStreams() == 0 }, limit, time.Millisecond)
+}
+
+// TestCutLogs: a log that broke, and one whose server stops, end in an error; a client that leaves frees its stream.
+func TestCutLogs(t *testing.T) {
+	b := newBackend()
+	b.lines = []api.LogLine{{App: "demo", Stream: "stdout", Text: "first"}}
+	s, c := serve(t, api.Config{Backend: b})
+	follow := api.LogQuery{App: "demo", Group: -1, Rank: -1, Tail: -1, Follow: true}
+
+	left, err := c.Logs(t.Context(), follow)
+	require.NoError(t, err)
+	_, err = io.ReadFull(left, make([]byte, 10))
+	require.NoError(t, err)
+	require.NoError(t, left.Close())
+	assert.Eventually(t, func() bool { return b.openStreams() == 0 }, limit, time.Millisecond, "the server still follows for a client that left")
+
+	stopped, err := c.Logs(t.Context(), follow)
+	require.NoError(t, err)
+	go func() { _ = s.Close() }()
+	_, err = io.ReadAll(stopped)
+	require.ErrorIs(t, err, io.ErrUnexpectedEOF)
+	require.NoError(t, stopped.Close())
+
+	b.logError = errors.New("the ring is gone")
+	_, c = serve(t, api.Config{Backend: b})
+	broken, err := c.Logs(t.Context(), follow)
+	require.NoError(t, err)
+	text, err := io.ReadAll(broken)
+	require.ErrorIs(t, err, io.ErrUnexpectedEOF)
+	assert.Contains(t, string(text), "stdout first")
+	require.NoError(t, broken.Close())
+	assert.Zero(t, b.openStreams())
+}
+
+func TestEvents(t *testing.T) {
+	b := newBackend()
+	_, c := serve(t, api.Config{Backend: b})
+	rank := 0
+	b.happen(api.Event{Kind: "deployed", App: "other"})
+	b.happen(api.Event{Kind: "deployed", App: "demo", Time: time.Unix(1, 0).UTC()})
+	b.happen(api.Event{Kind: "unit", App: "demo", Unit: "demo/0", Rank: &rank, Epoch: 4, Phase: "fenced", Reason: "exit 9"})
+	var got []api.Event
+	for e, err := range c.Events(t.Context(), "demo", 1) {
+		require.NoError(t, err)
+		got = append(got, e)
+		if len(got) == 2 {
+			b.happen(api.Event{Kind: "gone", App: "demo"}) // while the stream is open
+		}
+		if len(got) == 3 {
+			break
+		}
+	}
+	assert.Equal(t, append(b.events[1:3:3], api.Event{Number: 4, Kind: "gone", App: "demo"}), got)
+}
+
+func TestEventsEndWithTheServerAndTheContext(t *testing.T) {
+	b := newBackend()
+	b.happen(api.Event{Kind: "deployed"})
+	s, c := serve(t, api.Config{Backend: b})
+	var last error
+	for _, err := range c.Events(t.Context(), "", 0) {
+		if err == nil {
+			require.NoError(t, s.Close())
+		}
+		last = err
+	}
+	require.Equal(t, problem.Unavailable, problem.CodeOf(last))
+	assert.Contains(t, last.Error(), "the event stream of http://127.0.0.1:")
+
+	_, c = serve(t, api.Config{Backend: b})
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	for _, err := range c.Events(ctx, "", 0) {
+		cancel()
+		last = err
+	}
+	require.ErrorIs(t, last, context.Canceled)
+}
+
+// TestStreamsAreBounded: the 65th follower is refused and told why; the API still answers.
+func TestStreamsAreBounded(t *testing.T) {
+	b := newBackend()
+	_, c := serve(t, api.Config{Backend: b})
+	follow := api.LogQuery{App: "demo", Follow: true}
+	for range 64 {
+		r, err := c.Logs(t.Context(), follow)
+		require.NoError(t, err)
+		defer func() { require.NoError(t, r.Close()) }()
+	}
+	_, err := c.Logs(t.Context(), follow)
+	require.Equal(t, problem.Overloaded, problem.CodeOf(err))
+	require.NoError(t, c.Healthz(t.Context()))
+}
+
+func TestNobodyAnswers(t *testing.T) {
+	ln, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	addr := ln.Addr().String()
+	require.NoError(t, ln.Close())
+	c, err := api.NewClient(addr)
+	require.NoError(t, err)
+	defer c.Close()
+	_, err = c.Apps(t.Context())
+	var p *problem.Error
+	require.ErrorAs(t, err, &p)
+	assert.Equal(t, problem.Unavailable, p.Code)
+	assert.Equal(t, fmt.Sprintf("no answer from http://%s: dial tcp %s: connect: connection refused", addr, addr), p.Message)
+	assert.Equal(t, "is dpserve running? start it with `dpserve start`, or set DPSERVE_ADDR", p.Hint)
+	_, err = c.Logs(t.Context(), api.LogQuery{App: "demo"})
+	assert.Equal(t, problem.Unavailable, problem.CodeOf(err))
+}
+
+func TestClientTimeout(t *testing.T) {
+	_, c := serve(t, api.Config{Backend: newBackend()})
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
+	defer cancel()
+	_, err := c.App(ctx, "slow")
+	require.Equal(t, problem.Timeout, problem.CodeOf(err))
+	require.ErrorIs(t, err, context.DeadlineExceeded)
+}
+
+// TestStrangers: servers that are something else are named as such, and their bodies are not printed.
+func TestStrangers(t *testing.T) {
+	for name, tc := range map[string]struct {
+		status  int
+		body    string
+		message string
+	}{
+		"html":          {404, "<html>secret</html>", "%s is not a dpserve admin api (status 404)"},
+		"openai":        {200, `{"object":"list"}`, "%s is not a dpserve admin api (status 200)"},
+		"redirect":      {302, "", "%s is not a dpserve admin api (status 302)"},
+		"other version": {200, `{"apiVersion":"dpserve/v9"}`, "%s speaks dpserve/v9, this command dpserve/v1"},
+		"no error":      {500, `{"apiVersion":"dpserve/v1"}`, "%s is not a dpserve admin api (status 500)"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+				w.Header().Set("Location", "http://elsewhere.invalid/")
+				w.WriteHeader(tc.status)
+				_, _ = io.WriteString(w, tc.body)
+			}))
+			defer srv.Close()
+			c, err := api.NewClient(srv.URL + "/")
+			require.NoError(t, err)
+			defer c.Close()
+			_, err = c.Apps(t.Context())
+			require.Equal(t, problem.Upstream, problem.CodeOf(err))
+			assert.Equal(t, fmt.Sprintf(tc.message, srv.URL), err.Error())
+		})
+	}
+}
+
+func TestClientAddresses(t *testing.T) {
+	for addr, want := range map[string]string{
+		"":                      "http://127.0.0.1:8265",
+		"127.0.0.1:9":           "http://127.0.0.1:9",
+		"[::1]:9":               "http://[::1]:9",
+		"https://host:9/":       "https://host:9",
+		"http://host":           "http://host",
+		"ftp://host":            "",
+		"http://host:9/api":     "",
+		"http://host:9?x=1":     "",
+		"http://user:pw@host:9": "",
+		"http://":               "",
+		"host:not-a-port":       "",
+	} {
+		c, err := api.NewClient(addr)
+		if want == "" {
+			assert.Equal(t, problem.InvalidArgument, problem.CodeOf(err), addr)
+			continue
+		}
+		require.NoError(t, err, addr)
+		assert.Equal(t, want, c.Addr())
+	}
+}
+
+func TestListenOnATakenPort(t *testing.T) {
+	s, _ := serve(t, api.Config{Backend: newBackend()})
+	other := api.NewServer(api.Config{Backend: newBackend()})
+	err := other.Listen(t.Context(), s.Addr().String())
+	var p *problem.Error
+	require.ErrorAs(t, err, &p)
+	assert.Equal(t, problem.Unavailable, p.Code)
+	assert.Equal(t, "another dpserve may be running: stop it, or choose a port with --admin-bind", p.Hint)
+	assert.True(t, strings.HasSuffix(p.Message, "bind: address already in use"), p.Message)
+	require.Equal(t, problem.InvalidArgument, problem.CodeOf(other.Listen(t.Context(), "nonsense")))
+	require.Error(t, other.Serve())
+	require.NoError(t, other.Close())
+
+	unserved := api.NewServer(api.Config{Backend: newBackend()})
+	require.NoError(t, unserved.Listen(t.Context(), "127.0.0.1:0"))
+	require.NoError(t, unserved.Close())
+	require.NoError(t, unserved.Close())
+	require.Error(t, unserved.Listen(t.Context(), "127.0.0.1:0"))
+}
+
+func ExampleParseLogLine() {
+	l, err := api.ParseLogLine("2026-01-02T03:04:05Z demo/0/3 stderr out of memory")
+	fmt.Println(l.App, l.Group, l.Rank, l.Stream, l.Text, err)
+	// Output: demo 0 3 stderr out of memory <nil>
+}

@@ -1,0 +1,197 @@
+package api_test
+
+import (
+	"context"
+	"io"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/api"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// limit ends a test that hangs; nothing is asserted about it.
+const limit = 20 * time.Second
+
+// backend is a node in memory: it records what it was asked and answers from its fields.
+type backend struct {
+	mu       sync.Mutex
+	apps     map[string]msg.AppStatus
+	deployed []api.DeployRequest
+	queries  []api.LogQuery
+	lines    []api.LogLine
+	logError error // after lines; nil = io.EOF, or wait if the query follows
+	fail     error // of every method
+	events   []api.Event
+	next     chan struct{}
+	open     int // log streams not closed
+}
+
+var _ api.Backend = (*backend)(nil)
+
+func newBackend() *backend {
+	return &backend{apps: map[string]msg.AppStatus{}, next: make(chan struct{})}
+}
+
+// Validate finds a fault in every text that holds "faulty".
+func (b *backend) Validate(file string, text []byte) ([]app.Warning, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.fail != nil {
+		return nil, b.fail
+	}
+	if strings.Contains(string(text), "panic") {
+		panic("as the test asked")
+	}
+	if strings.Contains(string(text), "faulty") {
+		return nil, app.Faults{{
+			File: file, Line: 3, Col: 5, Path: "applications[0].nmae", Message: "unknown key", Found: "nmae", Wanted: "name",
+			Hint: `did you mean "name"?`,
+		}}
+	}
+	return []app.Warning{{File: file, Line: 1, Col: 1, Message: "legal but odd"}}, nil
+}
+
+func (b *backend) Deploy(_ context.Context, req api.DeployRequest) (api.DeployResult, error) {
+	if _, err := b.Validate(req.File, req.Text); err != nil {
+		return api.DeployResult{}, err
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.deployed = append(b.deployed, req)
+	if req.Revision != nil && *req.Revision != 7 {
+		return api.DeployResult{}, problem.New(problem.Conflict, "demo has changed: revision 7, not %d", *req.Revision).WithHint("look at the change and deploy again")
+	}
+	b.apps["demo"] = msg.AppStatus{Name: "demo", Status: "DEPLOYING", Revision: 3}
+	return api.DeployResult{
+		Revision: 8, Apps: map[string]uint64{"demo": 3},
+		Changes: []api.Change{{App: "demo", Action: api.ActionReplace, Fields: []string{"num_groups"}}},
+	}, nil
+}
+
+func (b *backend) Apps(context.Context) ([]msg.AppStatus, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	var out []msg.AppStatus
+	for _, a := range b.apps {
+		out = append(out, a)
+	}
+	return out, b.fail
+}
+
+func (b *backend) App(ctx context.Context, name string) (msg.AppStatus, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if name == "slow" {
+		<-ctx.Done()
+		return msg.AppStatus{}, ctx.Err()
+	}
+	a, ok := b.apps[name]
+	if !ok {
+		return a, problem.New(problem.NotFound, "no application %q", name).WithHint("there is demo")
+	}
+	return a, b.fail
+}
+
+func (b *backend) Delete(ctx context.Context, name string) error {
+	_, err := b.App(ctx, name)
+	return err
+}
+
+func (b *backend) Logs(_ context.Context, q api.LogQuery) (api.LogStream, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.fail != nil {
+		return nil, b.fail
+	}
+	b.queries = append(b.queries, q)
+	b.open++
+	return &stream{b: b, follow: q.Follow, left: slices.Clone(b.lines)}, nil
+}
+
+// stream hands out one line per call.
+type stream struct {
+	b      *backend
+	follow bool
+	left   []api.LogLine
+}
+
+func (s *stream) Next(ctx context.Context) ([]api.LogLine, error) {
+	if len(s.left) > 0 {
+		line := s.left[:1]
+		s.left = s.left[1:]
+		return line, nil
+	}
+	switch {
+	case s.b.logError != nil:
+		return nil, s.b.logError
+	case s.follow:
+		<-ctx.Done()
+		return nil, ctx.Err()
+	default:
+		return nil, io.EOF
+	}
+}
+
+func (s *stream) Close() error {
+	s.b.mu.Lock()
+	defer s.b.mu.Unlock()
+	s.b.open--
+	return nil
+}
+
+func (b *backend) Events(since uint64) ([]api.Event, <-chan struct{}) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	var out []api.Event
+	for _, e := range b.events {
+		if e.Number > since {
+			out = append(out, e)
+		}
+	}
+	return out, b.next
+}
+
+// happen announces an event.
+func (b *backend) happen(e api.Event) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	e.Number = uint64(len(b.events) + 1)
+	b.events = append(b.events, e)
+	close(b.next)
+	b.next = make(chan struct{})
+}
+
+func (b *backend) openStreams() int {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.open
+}
+
+// serve runs a server on a free port and gives a client of it.
+func serve(t *testing.T, cfg api.Config) (*api.Server, *api.Client) {
+	t.Helper()
+	cfg.Version = api.BuildInfo{Version: "0.1.0", Commit: "abc", Go: "go1.26"}
+	s := api.NewServer(cfg)
+	require.NoError(t, s.Listen(t.Context(), "127.0.0.1:0"))
+	served := make(chan error, 1)
+	go func() { served <- s.Serve() }()
+	c, err := api.NewClient(s.Addr().String())
+	require.NoError(t, err)
+	t.Cleanup(func() {
+		c.Close()
+		require.NoError(t, s.Close())
+		require.NoError(t, <-served)
+	})
+	return s, c
+}

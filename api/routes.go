@@ -1,0 +1,228 @@
+package api
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net/http"
+	"runtime/debug"
+	"strings"
+	"time"
+
+	"github.com/gin-gonic/gin"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// fileHeader names the app file, like the query key file.
+const fileHeader = "X-Dpserve-File"
+
+// answer is what a handler gives back: a status and a body, or an error.
+type answer func(c *gin.Context) (status int, body any, err error)
+
+func (s *Server) newRoutes() http.Handler {
+	g := gin.New()
+	g.HandleMethodNotAllowed = true
+	g.RedirectTrailingSlash = false
+	g.ContextWithFallback = false
+	g.Use(s.recovered)
+	g.NoRoute(func(c *gin.Context) { s.fail(c, unknownPath(c.Request)) })
+	g.NoMethod(func(c *gin.Context) { s.methodNotAllowed(c) })
+
+	g.GET(pathVersion, s.reply(s.version))
+	g.GET(pathHealthz, s.reply(s.healthz))
+	g.POST(pathValidate, s.reply(s.validate))
+	g.PUT(pathApps, s.reply(s.deploy))
+	g.GET(pathApps, s.reply(s.apps))
+	g.GET(pathApps+"/:app", s.reply(s.app))
+	g.DELETE(pathApps+"/:app", s.reply(s.delete))
+	g.GET(pathApps+"/:app/logs", s.logs)
+	g.GET(pathEvents, s.events)
+	if s.cfg.Metrics != nil {
+		g.GET(pathMetrics, s.metrics)
+	}
+	return g
+}
+
+// recovered turns a panic into a 500 and goes on panicking for http.ErrAbortHandler, which cuts a stream: gin's own recovery
+// swallows that and a cut stream would look complete (TRAPS 1).
+func (s *Server) recovered(c *gin.Context) {
+	defer func() {
+		v := recover()
+		if v == nil {
+			return
+		}
+		if err, ok := v.(error); ok && errors.Is(err, http.ErrAbortHandler) {
+			panic(v)
+		}
+		s.cfg.Log.Error("admin request panicked", "room", "api", "path", c.FullPath(), "err", v, "stack", string(debug.Stack()))
+		if c.Writer.Written() {
+			panic(http.ErrAbortHandler)
+		}
+		writeError(c.Writer, problem.New(problem.Internal, "the request failed inside dpserve").WithHint("its log says why"))
+		c.Abort()
+	}()
+	c.Next()
+}
+
+// reply runs a handler under the time limits of a call and writes what it gives back.
+func (s *Server) reply(h answer) gin.HandlerFunc {
+	return func(c *gin.Context) {
+		ctx, cancel := context.WithTimeout(c.Request.Context(), callTimeout)
+		defer cancel()
+		c.Request = c.Request.WithContext(ctx)
+		rearm(c.Writer)
+		status, body, err := h(c)
+		rearm(c.Writer)
+		if err != nil {
+			s.fail(c, err)
+			return
+		}
+		writeJSON(c.Writer, status, body)
+	}
+}
+
+// rearm gives the next write its time limit. What cannot have one (tests without a connection) goes without.
+func rearm(w http.ResponseWriter) {
+	_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(writeTimeout))
+}
+
+// fail answers with err; what is dpserve's own fault is logged.
+func (s *Server) fail(c *gin.Context, err error) {
+	if status := writeError(c.Writer, err); status == http.StatusInternalServerError {
+		s.cfg.Log.Error("admin request failed", "room", "api", "path", c.FullPath(), "err", err)
+	}
+}
+
+func unknownPath(r *http.Request) error {
+	hint := "paths begin with /api/v1: version, healthz, validate, apps, apps/APP, apps/APP/logs, events; and /metrics"
+	if strings.HasPrefix(r.URL.Path, "/v1/") {
+		hint = "this is the admin api; OpenAI requests go to the other port, 8000 by default"
+	}
+	return problem.New(problem.NotFound, "no path %q here", r.URL.Path).WithHint("%s", hint)
+}
+
+// methodNotAllowed is 405, which has no code of its own: the caller's fault, with the methods there are (gin has set Allow).
+func (s *Server) methodNotAllowed(c *gin.Context) {
+	b := toBody(problem.New(problem.InvalidArgument, "%s does not take %s", c.Request.URL.Path, c.Request.Method).
+		WithHint("it takes %s", c.Writer.Header().Get("Allow")))
+	writeJSON(c.Writer, http.StatusMethodNotAllowed, errorReply{Envelope{APIVersion}, b})
+}
+
+func (s *Server) metrics(c *gin.Context) {
+	rearm(c.Writer)
+	s.cfg.Metrics.ServeHTTP(c.Writer, c.Request)
+}
+
+func (s *Server) version(c *gin.Context) (int, any, error) {
+	_, err := parseQuery(c.Request.URL.RawQuery)
+	return http.StatusOK, VersionReply{Envelope{APIVersion}, s.cfg.Version}, err
+}
+
+func (s *Server) healthz(c *gin.Context) (int, any, error) {
+	_, err := parseQuery(c.Request.URL.RawQuery)
+	return http.StatusOK, HealthReply{Envelope{APIVersion}, "ok"}, err
+}
+
+func (s *Server) validate(c *gin.Context) (int, any, error) {
+	q, err := parseQuery(c.Request.URL.RawQuery, "file")
+	if err != nil {
+		return 0, nil, err
+	}
+	file, text, err := readFile(c, q)
+	if err != nil {
+		return 0, nil, err
+	}
+	warnings, err := s.cfg.Backend.Validate(file, text)
+	if warnings == nil {
+		warnings = []app.Warning{}
+	}
+	return http.StatusOK, ValidateReply{Envelope{APIVersion}, warnings}, err
+}
+
+func (s *Server) deploy(c *gin.Context) (int, any, error) {
+	req, err := parseDeploy(c)
+	if err != nil {
+		return 0, nil, err
+	}
+	res, err := s.cfg.Backend.Deploy(c.Request.Context(), req)
+	if res.Changes == nil {
+		res.Changes = []Change{}
+	}
+	return http.StatusAccepted, DeployReply{Envelope{APIVersion}, res}, err
+}
+
+func parseDeploy(c *gin.Context) (req DeployRequest, err error) {
+	q, err := parseQuery(c.Request.URL.RawQuery, "revision", "prune", "file")
+	if err != nil {
+		return req, err
+	}
+	revision, ok, err := q.counter("revision")
+	if err != nil {
+		return req, err
+	}
+	if ok {
+		req.Revision = &revision
+	}
+	if req.Prune, err = q.flag("prune"); err != nil {
+		return req, err
+	}
+	req.File, req.Text, err = readFile(c, q)
+	return req, err
+}
+
+func (s *Server) apps(c *gin.Context) (int, any, error) {
+	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
+		return 0, nil, err
+	}
+	apps, err := s.cfg.Backend.Apps(c.Request.Context())
+	if apps == nil {
+		apps = []msg.AppStatus{}
+	}
+	return http.StatusOK, AppsReply{Envelope{APIVersion}, apps}, err
+}
+
+func (s *Server) app(c *gin.Context) (int, any, error) {
+	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
+		return 0, nil, err
+	}
+	a, err := s.cfg.Backend.App(c.Request.Context(), c.Param("app"))
+	return http.StatusOK, AppReply{Envelope{APIVersion}, a}, err
+}
+
+func (s *Server) delete(c *gin.Context) (int, any, error) {
+	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
+		return 0, nil, err
+	}
+	name := c.Param("app")
+	err := s.cfg.Backend.Delete(c.Request.Context(), name)
+	return http.StatusAccepted, DeleteReply{Envelope{APIVersion}, name, "DELETING"}, err
+}
+
+// readFile reads the app file of a request whole, within its size and time limits.
+func readFile(c *gin.Context, q query) (name string, text []byte, err error) {
+	if name, err = q.file(c.GetHeader(fileHeader)); err != nil {
+		return "", nil, err
+	}
+	if c.Request.ContentLength > maxBody {
+		return "", nil, tooLarge()
+	}
+	_ = http.NewResponseController(c.Writer).SetReadDeadline(time.Now().Add(bodyTimeout)) // as in rearm
+	text, err = io.ReadAll(http.MaxBytesReader(c.Writer, c.Request.Body, maxBody))
+	var big *http.MaxBytesError
+	switch {
+	case errors.As(err, &big):
+		return "", nil, tooLarge()
+	case err != nil:
+		return "", nil, problem.New(problem.SlowRequest, "the body did not arrive: %w", err).WithHint("send it again")
+	case len(text) == 0:
+		return "", nil, problem.New(problem.InvalidArgument, "the body is empty").WithHint("send an app.yaml as the body: curl --data-binary @app.yaml")
+	}
+	return name, text, nil
+}
+
+func tooLarge() error {
+	return problem.New(problem.TooLarge, "the body is larger than %d bytes", maxBody).WithHint("split the file: apps that are not in it stay as they are")
+}

@@ -1,0 +1,155 @@
+// Package api is the admin REST of a node and its Go client; the command line uses nothing else. It holds no state: every
+// answer comes from the Backend. JSON bodies carry apiVersion, query keys are strict, errors say what to do next.
+package api
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"net"
+	"net/http"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/gin-gonic/gin"
+	"golang.org/x/net/netutil"
+
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// Limits of the server. The API is for people and scripts of one machine: small bodies, few connections.
+const (
+	maxBody        = 1 << 20 // bytes of an app file
+	maxHeader      = 64 << 10
+	maxConnections = 512
+	maxStreams     = 64 // logs and events at one time
+	headerTimeout  = 10 * time.Second
+	bodyTimeout    = 30 * time.Second
+	callTimeout    = 30 * time.Second // one Backend call
+	writeTimeout   = 60 * time.Second // rolling, per write; never a total: streams last for days (TRAPS 3)
+	idleTimeout    = 120 * time.Second
+	closeTimeout   = 5 * time.Second // requests still running at Close
+	keepAlive      = 15 * time.Second
+)
+
+// Config is what a server is made of. Backend is required.
+type Config struct {
+	Backend Backend
+	Metrics http.Handler // nil = 404 on /metrics
+	Version BuildInfo
+	Log     *slog.Logger // nil = silent
+}
+
+// Server serves the admin API: New, Listen (or Attach), Serve, Close.
+type Server struct {
+	cfg     Config
+	routes  http.Handler
+	streams chan struct{} // a slot per open stream
+
+	mu     sync.Mutex
+	ln     net.Listener
+	http   *http.Server
+	closed bool
+	stop   chan struct{} // closed by Close: ends streams
+	once   sync.Once
+	err    error
+}
+
+// NewServer makes a server that does not listen yet.
+func NewServer(cfg Config) *Server {
+	if cfg.Log == nil {
+		cfg.Log = slog.New(slog.DiscardHandler)
+	}
+	gin.SetMode(gin.ReleaseMode) // debug mode prints to stdout, which belongs to the commands
+	s := &Server{cfg: cfg, streams: make(chan struct{}, maxStreams), stop: make(chan struct{})}
+	s.routes = s.newRoutes()
+	return s
+}
+
+// Handler is the API without a listener, as if bound to loopback.
+func (s *Server) Handler() http.Handler { return newGuard(s.routes, true) }
+
+// Listen binds a TCP address; port 0 picks a free one (see Addr). A taken port is problem.Unavailable.
+func (s *Server) Listen(ctx context.Context, addr string) error {
+	var lc net.ListenConfig
+	ln, err := lc.Listen(ctx, "tcp", addr)
+	if errors.Is(err, syscall.EADDRINUSE) {
+		return problem.New(problem.Unavailable, "listen for the admin api: %w", err).
+			WithHint("another dpserve may be running: stop it, or choose a port with --admin-bind")
+	}
+	if err != nil {
+		return problem.New(problem.InvalidArgument, "listen for the admin api: %w", err).WithHint("--admin-bind takes HOST:PORT of this machine")
+	}
+	return s.Attach(ln)
+}
+
+// Attach takes a listener that is already bound. The server closes it.
+func (s *Server) Attach(ln net.Listener) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed || s.ln != nil {
+		return errors.Join(errors.New("the admin api listens already, or is closed"), ln.Close())
+	}
+	s.ln = ln
+	s.http = &http.Server{
+		Handler:           newGuard(s.routes, loopbackAddr(ln.Addr())),
+		ReadHeaderTimeout: headerTimeout,
+		IdleTimeout:       idleTimeout,
+		MaxHeaderBytes:    maxHeader,
+		ErrorLog:          slog.NewLogLogger(s.cfg.Log.Handler(), slog.LevelDebug),
+	}
+	return nil
+}
+
+// Addr is where the server listens; nil before Listen.
+func (s *Server) Addr() net.Addr {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.ln == nil {
+		return nil
+	}
+	return s.ln.Addr()
+}
+
+// Serve answers requests until Close, and then returns nil.
+func (s *Server) Serve() error {
+	s.mu.Lock()
+	srv, ln := s.http, s.ln
+	s.mu.Unlock()
+	if srv == nil {
+		return errors.New("serve the admin api: call Listen first")
+	}
+	if err := srv.Serve(netutil.LimitListener(ln, maxConnections)); !errors.Is(err, http.ErrServerClosed) {
+		return err
+	}
+	return nil
+}
+
+// Close ends streams, gives running requests closeTimeout, then cuts them. Idempotent; waits; returns the first error.
+func (s *Server) Close() error {
+	s.once.Do(func() { s.err = s.close() })
+	return s.err
+}
+
+func (s *Server) close() error {
+	s.mu.Lock()
+	s.closed = true
+	srv, ln := s.http, s.ln
+	s.mu.Unlock()
+	close(s.stop)
+	if srv == nil {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)
+	defer cancel()
+	err := srv.Shutdown(ctx)
+	if errors.Is(err, context.DeadlineExceeded) {
+		s.cfg.Log.Warn("admin api closed with requests running", "room", "api")
+		err = srv.Close()
+	}
+	if cerr := ln.Close(); err == nil && !errors.Is(cerr, net.ErrClosed) { // never served: Shutdown does not know it
+		err = cerr
+	}
+	return err
+}

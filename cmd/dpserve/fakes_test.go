@@ -1,0 +1,192 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/wiring"
+)
+
+// cli is a command line with everything around it made up: streams, cluster and node.
+type cli struct {
+	*env
+	cluster  *fakeCluster
+	node     *fakeNode
+	stdin    *strings.Reader
+	out, err lockedBuffer
+}
+
+func newCLI(t *testing.T) *cli {
+	t.Helper()
+	c := &cli{cluster: &fakeCluster{}, node: newFakeNode(), stdin: strings.NewReader("")}
+	streams := &IOStreams{In: c.stdin, Out: &c.out, Err: &c.err, Width: defaultWidth, Height: defaultHeight, Color: true}
+	c.env = newEnv(streams, newInterrupts())
+	c.getenv = func(string) string { return "" }
+	c.newAdmin = func(string) (admin, error) { return c.cluster, nil }
+	c.newNode = func(config wiring.Config) (node, error) { c.node.config = config; return c.node, nil }
+	return c
+}
+
+func (c *cli) stdout() string { return c.out.String() }
+func (c *cli) stderr() string { return c.err.String() }
+
+// interrupt sends the first (then the second) signal.
+func (c *cli) interrupt() {
+	select {
+	case <-c.sig.first:
+		close(c.sig.second)
+	default:
+		close(c.sig.first)
+	}
+}
+
+// file writes a file of the test and gives its path.
+func file(t *testing.T, text string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "app.yaml")
+	require.NoError(t, os.WriteFile(path, []byte(text), 0o600))
+	return path
+}
+
+// lockedBuffer is a buffer that a command's goroutines may write while the test reads.
+type lockedBuffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (l *lockedBuffer) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.Write(p)
+}
+
+func (l *lockedBuffer) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.String()
+}
+
+// fakeCluster answers as the admin API would. Each call of Apps takes the next picture of script; the last one stays.
+type fakeCluster struct {
+	mu       sync.Mutex
+	script   [][]msg.AppStatus
+	down     error // what every call gives
+	deployed []deployRequest
+	deleted  []string
+	asked    []logQuery
+	onApps   func(call int)
+	calls    int
+}
+
+func (f *fakeCluster) Apps(context.Context) ([]msg.AppStatus, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.onApps != nil {
+		f.onApps(f.calls)
+	}
+	f.calls++
+	if f.down != nil || len(f.script) == 0 {
+		return nil, f.down
+	}
+	now := f.script[0]
+	if len(f.script) > 1 {
+		f.script = f.script[1:]
+	}
+	return append([]msg.AppStatus(nil), now...), nil
+}
+
+func (f *fakeCluster) Deploy(_ context.Context, r deployRequest) (deployResult, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.deployed = append(f.deployed, r)
+	return deployResult{revisions: map[string]uint64{"demo": 2}}, f.down
+}
+
+func (f *fakeCluster) Delete(_ context.Context, name string) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.deleted = append(f.deleted, name)
+	return f.down
+}
+
+func (f *fakeCluster) Logs(_ context.Context, q logQuery) (io.ReadCloser, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.asked = append(f.asked, q)
+	return io.NopCloser(strings.NewReader("demo/0/0 hello\n")), f.down
+}
+
+// demo is an application of two ranks in the given state.
+func demo(status string, revision uint64, phases ...state.Phase) msg.AppStatus {
+	a := msg.AppStatus{
+		Name: "demo", Status: status, Revision: revision, Model: "demo", Kind: "sim", Coupling: "independent", Policy: "power-of-two",
+		DPSize: len(phases), Groups: 1, Desired: len(phases),
+	}
+	for i, p := range phases {
+		if p == state.Ready {
+			a.Ready++
+		}
+		a.Units = append(a.Units, msg.UnitStatus{
+			Unit: fmt.Sprintf("demo/0/%d", i), Phase: string(p), Epoch: 1, Attempt: 1,
+			Ranks: []msg.RankStatus{{Rank: i, Node: "n1", Phase: string(p), Epoch: 1, PID: 100 + i, URL: "http://127.0.0.1:20000"}},
+		})
+	}
+	return a
+}
+
+func refused() error {
+	return problem.New(problem.Unavailable, "no answer from 127.0.0.1:8265").WithHint("is dpserve running?")
+}
+
+// fakeNode serves until it is told to stop; with slow it drains until it is killed.
+type fakeNode struct {
+	config    wiring.Config
+	listenErr error
+	serveErr  error
+	slow      bool
+	http      string
+	killed    chan struct{}
+	closed    bool
+}
+
+func newFakeNode() *fakeNode {
+	return &fakeNode{http: wiring.DefaultHTTPBind, killed: make(chan struct{})}
+}
+
+func (n *fakeNode) Listen() error { return n.listenErr }
+
+func (n *fakeNode) Serve(ctx context.Context) error {
+	if n.serveErr != nil {
+		return n.serveErr
+	}
+	<-ctx.Done()
+	if n.slow {
+		<-n.killed
+	}
+	return nil
+}
+
+func (n *fakeNode) Kill()                         { close(n.killed) }
+func (n *fakeNode) Close() error                  { n.closed = true; return nil }
+func (n *fakeNode) HTTPAddr() string              { return n.http }
+func (n *fakeNode) AdminAddr() string             { return wiring.DefaultAdminBind }
+func (n *fakeNode) Totals() (uint64, uint64, int) { return 3, 40, 1 }
+
+// eventually waits for something a command does in its own time.
+func eventually(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	require.Eventually(t, ok, 10*time.Second, 5*time.Millisecond, what)
+}

@@ -1,0 +1,32 @@
+package main
+
+import (
+	"os"
+	"testing"
+
+	"github.com/rogpeppe/go-internal/testscript"
+	"go.uber.org/goleak"
+)
+
+// TestMain lets test scripts run this very binary as dpserve, so that exit codes, signals and child engines are real.
+func TestMain(m *testing.M) {
+	if len(os.Args) > 1 && os.Args[1] == "engine" {
+		os.Exit(Main()) // an engine that a node under test has started from this binary
+	}
+	testscript.Main(leakChecked{m}, map[string]func(){"dpserve": func() { os.Exit(Main()) }})
+}
+
+// leakChecked fails a green run that leaves goroutines behind.
+type leakChecked struct{ m *testing.M }
+
+func (l leakChecked) Run() int {
+	code := l.m.Run()
+	if code != 0 {
+		return code
+	}
+	if err := goleak.Find(); err != nil {
+		os.Stderr.WriteString(err.Error() + "\n")
+		return 1
+	}
+	return 0
+}

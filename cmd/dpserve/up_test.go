@@ -1,0 +1,200 @@
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/state"
+)
+
+// start runs a command in the background and gives its exit code.
+func (c *cli) start(args ...string) <-chan int {
+	code := make(chan int, 1)
+	go func() { code <- c.run(args) }()
+	return code
+}
+
+func exit(t *testing.T, code <-chan int) int {
+	t.Helper()
+	select {
+	case c := <-code:
+		return c
+	case <-time.After(10 * time.Second):
+		t.Fatal("the command does not end")
+		return -1
+	}
+}
+
+func upCLI(t *testing.T) *cli {
+	t.Helper()
+	c := newCLI(t)
+	c.cluster.script = [][]msg.AppStatus{{demo(statusDeploying, 2, state.Starting)}, {demo(statusRunning, 2, state.Ready)}}
+	return c
+}
+
+// TestQuickstart pins the embedded application to the example, so that the README tells the truth about both.
+func TestQuickstart(t *testing.T) {
+	example, err := os.ReadFile("../../examples/quickstart/app.yaml")
+	require.NoError(t, err)
+	assert.Equal(t, string(example), string(quickstart))
+}
+
+func TestUp(t *testing.T) {
+	c := upCLI(t)
+	code := c.start("up")
+	eventually(t, "the ranks are printed", func() bool { return strings.Contains(c.stdout(), "RANK") })
+	c.interrupt()
+	assert.Equal(t, 0, exit(t, code), c.stderr())
+	assert.True(t, strings.HasPrefix(c.stdout(), "endpoint http://127.0.0.1:8000/v1\nadmin http://127.0.0.1:8265\n\n"+
+		`curl -N http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' -d '{"model": "demo", "stream": true, `+
+		`"messages": [{"role": "user", "content": "Hello"}]}'`+"\n\nRANK "), c.stdout())
+	assert.Contains(t, c.stderr(), "dpserve: demo/0/0 starting\ndpserve: demo/0/0 ready\n")
+	assert.Contains(t, c.stderr(), "dpserve: stopping: 1 request in flight; Ctrl-C again stops at once\n")
+	assert.NotContains(t, c.stderr(), "\x1b", "no redraw without a terminal")
+	assert.True(t, c.node.closed)
+	assert.True(t, c.node.config.Ephemeral)
+	assert.NoDirExists(t, c.node.config.DataDir, "the temporary folder is removed")
+	assert.Contains(t, string(c.cluster.deployed[0].text), "graceful_shutdown_timeout_s: 10", "the short drain of up")
+}
+
+func TestUpKeepsWhatIsWritten(t *testing.T) {
+	c := upCLI(t)
+	dir := t.TempDir()
+	code := c.start("up", "--data-dir", dir, "-o", "json", file(t, strings.Replace(tiny, "name: demo", "name: demo, graceful_shutdown_timeout_s: 1800", 1)))
+	eventually(t, "the address is printed", func() bool { return strings.Contains(c.stdout(), "\n") })
+	c.interrupt()
+	assert.Equal(t, 0, exit(t, code), c.stderr())
+	var a address
+	require.NoError(t, json.Unmarshal([]byte(c.stdout()), &a))
+	assert.Equal(t, "http://127.0.0.1:8000", a.URL)
+	assert.Equal(t, os.Getpid(), a.PID)
+	assert.Equal(t, dir, c.node.config.DataDir)
+	assert.DirExists(t, dir)
+	assert.NotContains(t, string(c.cluster.deployed[0].text), "graceful_shutdown_timeout_s: 10\n")
+}
+
+func TestUpOnATerminal(t *testing.T) {
+	c := upCLI(t)
+	c.io.ErrTTY = true
+	code := c.start("up")
+	eventually(t, "the summary is drawn", func() bool { return strings.Contains(c.stderr(), "demo  3 requests  1 in flight  0 tokens/s") })
+	c.interrupt()
+	assert.Equal(t, 0, exit(t, code), c.stderr())
+	assert.Contains(t, c.stderr(), beginSync+clearBelow+"demo DEPLOYING, 0 of 1 ranks ready")
+	assert.True(t, strings.HasSuffix(c.stderr(), clearBelow+endSync), "the live lines are gone at the end: %q", c.stderr())
+}
+
+func TestUpSecondCtrlC(t *testing.T) {
+	c := upCLI(t)
+	c.node.slow = true
+	code := c.start("up")
+	eventually(t, "it serves", func() bool { return strings.Contains(c.stdout(), "RANK") })
+	c.interrupt()
+	eventually(t, "it drains", func() bool { return strings.Contains(c.stderr(), "stopping:") })
+	c.interrupt()
+	assert.Equal(t, 130, exit(t, code))
+	assert.Contains(t, c.stderr(), "dpserve: stopping at once\n")
+	assert.True(t, c.node.closed)
+}
+
+func TestUpInterruptedBeforeItServes(t *testing.T) {
+	c := newCLI(t)
+	c.cluster.script = [][]msg.AppStatus{{demo(statusDeploying, 2, state.Starting)}}
+	c.cluster.onApps = func(call int) {
+		if call == 1 {
+			c.interrupt()
+		}
+	}
+	assert.Equal(t, 130, exit(t, c.start("up")))
+	assert.True(t, c.node.closed)
+	assert.Contains(t, c.stderr(), "dpserve: interrupted\n")
+}
+
+func TestUpFailed(t *testing.T) {
+	c := newCLI(t)
+	failed := demo(statusDeployFailed, 2, state.Failed)
+	failed.Units[0].Attempt, failed.Units[0].Reason, failed.Units[0].LogTail = 3, "exit status 1", []string{"last words"}
+	c.cluster.script = [][]msg.AppStatus{{failed}}
+	assert.Equal(t, 5, exit(t, c.start("up")))
+	assert.Contains(t, c.stderr(), "\n  last words\n")
+	assert.True(t, c.node.closed)
+	assert.NoDirExists(t, c.node.config.DataDir)
+}
+
+func TestUpTellsOtherPorts(t *testing.T) {
+	c := upCLI(t)
+	c.node.http = "127.0.0.1:4711"
+	code := c.start("up")
+	eventually(t, "it serves", func() bool { return strings.Contains(c.stdout(), "RANK") })
+	c.interrupt()
+	exit(t, code)
+	assert.Contains(t, c.stderr(), "dpserve: 127.0.0.1:8000 is taken, the endpoint listens on 127.0.0.1:4711\n")
+	assert.NotContains(t, c.stderr(), "8265 is taken")
+	assert.Contains(t, c.stdout(), "curl -N http://127.0.0.1:4711/")
+}
+
+func TestUpNodeBreaks(t *testing.T) {
+	c := newCLI(t)
+	c.node.listenErr = errors.New("bind: no")
+	assert.Equal(t, 1, exit(t, c.start("up")))
+	assert.True(t, c.node.closed)
+
+	c = newCLI(t)
+	c.node.serveErr = errors.New("disk gone")
+	c.cluster.script = [][]msg.AppStatus{{demo(statusDeploying, 2, state.Starting)}}
+	assert.Equal(t, 1, exit(t, c.start("up")))
+	assert.Contains(t, c.stderr(), "dpserve: disk gone\n")
+}
+
+func TestUpVLLM(t *testing.T) {
+	c := newCLI(t)
+	path := file(t, "applications: [{name: demo, model: {id: demo}, engine: {kind: vllm}}]\n")
+	assert.Equal(t, 5, exit(t, c.start("up", path)))
+	assert.Contains(t, c.stderr(), "hint: --engine sim ")
+	assert.Empty(t, c.node.config.DataDir, "nothing was started")
+}
+
+func TestStart(t *testing.T) {
+	c := newCLI(t)
+	code := c.start("start", "--data-dir", t.TempDir(), "--labels", "zone=a", "--slots", "3", "-o", "json", "--node-id", "n1")
+	eventually(t, "the address is printed", func() bool { return strings.HasSuffix(c.stdout(), "}\n") })
+	c.interrupt()
+	assert.Equal(t, 0, exit(t, code), c.stderr())
+	assert.Equal(t, map[string]string{"zone": "a"}, c.node.config.Labels)
+	assert.Equal(t, 3, c.node.config.Slots)
+	assert.False(t, c.node.config.Ephemeral)
+	assert.True(t, c.node.closed)
+	var a address
+	require.NoError(t, json.Unmarshal([]byte(c.stdout()), &a))
+	assert.Equal(t, "n1", a.Node)
+}
+
+func TestStartNodeStops(t *testing.T) {
+	c := newCLI(t)
+	c.node.serveErr = errors.New("disk gone")
+	assert.Equal(t, 1, exit(t, c.start("start", "--data-dir", t.TempDir())))
+	assert.Contains(t, c.stderr(), "dpserve: disk gone\n")
+}
+
+func TestCurlLineQuotes(t *testing.T) {
+	assert.Contains(t, curlLine("h:1", `it's "x"`), `"model": "it'\''s \"x\""`)
+}
+
+func TestRate(t *testing.T) {
+	r := newRate()
+	at := time.Unix(0, 0)
+	assert.Zero(t, r.add(at, 10))
+	assert.InDelta(t, 40.0, r.add(at.Add(time.Second), 50), 1e-9)
+	for i := range 20 {
+		r.add(at.Add(time.Duration(i+2)*time.Second), 50)
+	}
+	assert.Zero(t, r.add(at.Add(30*time.Second), 50))
+}

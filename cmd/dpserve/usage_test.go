@@ -1,0 +1,110 @@
+package main
+
+import (
+	"errors"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+func TestUsageErrors(t *testing.T) {
+	cases := []struct {
+		args string
+		want string // on stderr; the exit code is 2
+	}{
+		{"statsu", "dpserve: unknown command \"statsu\"\nhint: did you mean `dpserve status`?\n"},
+		{"frobnicate", "dpserve: unknown command \"frobnicate\"\nhint: `dpserve help` lists the commands\n"},
+		{"help frobnicate", "dpserve: unknown command \"frobnicate\"\nhint: `dpserve help` lists the commands\n"},
+		{"deploy", "dpserve: deploy wants FILE\nhint: see `dpserve help deploy`\n"},
+		{"deploy a b", "dpserve: deploy takes FILE and nothing more, got \"b\"\nhint: see `dpserve help deploy`\n"},
+		{"version x", "dpserve: version takes no argument, got \"x\"\nhint: see `dpserve help version`\n"},
+		{"deploy --detatch f", "dpserve: unknown flag: --detatch\nhint: did you mean --detach?\n"},
+		{"deploy --whatever f", "dpserve: unknown flag: --whatever\nhint: see `dpserve help deploy`\n"},
+		{"deploy --timeout -1s f", "dpserve: --timeout -1s: must be positive\nhint: see `dpserve help deploy`\n"},
+		{"status -o xml", "dpserve: invalid argument \"xml\" for \"-o, --output\" flag: wanted table|wide|json|yaml|name\nhint: see `dpserve help status`\n"},
+		{"completion tcsh", "dpserve: shell \"tcsh\": wanted bash, zsh, fish, powershell\nhint: see `dpserve help completion`\n"},
+		{"logs demo/x", "dpserve: \"demo/x\": wanted APP, APP/GROUP or APP/GROUP/RANK\nhint: for example demo/0/3\n"},
+		{"logs demo --tail -1", "dpserve: --tail and --since must not be negative\nhint: see `dpserve help logs`\n"},
+		{"up --engine vllm", "dpserve: --engine \"vllm\": wanted sim\nhint: leave --engine out to run the file as written\n"},
+		{"up a.yaml --attach http://127.0.0.1:1", "dpserve: FILE and --attach exclude each other\nhint: see `dpserve help up`\n"},
+		{"start --timers canary=soon", "dpserve: --timers canary=soon: wanted a duration\nhint: for example --timers canary=500ms\n"},
+		{"start --log-format xml", "dpserve: --log-format \"xml\": wanted text, json\n"},
+		{"start --log-level loud", "dpserve: --log-level \"loud\": wanted debug, info, warn, error\n"},
+		{"validate /nowhere/app.yaml", "dpserve: cannot read /nowhere/app.yaml: no such file or directory\nhint: `dpserve up` without a file runs a ready-made example\n"},
+	}
+	for _, c := range cases {
+		t.Run(c.args, func(t *testing.T) {
+			cli := newCLI(t)
+			assert.Equal(t, 2, cli.run(strings.Fields(c.args)))
+			assert.Equal(t, c.want, cli.stderr())
+			assert.Empty(t, cli.stdout())
+		})
+	}
+}
+
+func TestPublicBindIsRefused(t *testing.T) {
+	for _, flag := range []string{"--http-bind", "--admin-bind"} {
+		for _, addr := range []string{"0.0.0.0:0", ":0", "[::]:0", "10.0.0.1:0"} {
+			cli := newCLI(t)
+			assert.Equal(t, 2, cli.run([]string{"start", flag, addr}))
+			assert.Contains(t, cli.stderr(), flag+" "+addr+" is reachable from outside")
+			assert.Contains(t, cli.stderr(), "--insecure-public")
+		}
+	}
+}
+
+func TestExitCodes(t *testing.T) {
+	cases := map[error]int{
+		nil:               0,
+		errors.New("any"): 1,
+		errInterrupted:    130,
+		&silentError{3}:   3,
+		problem.New(problem.InvalidArgument, "x"):  2,
+		problem.New(problem.Unauthenticated, "x"):  4,
+		problem.New(problem.PermissionDenied, "x"): 4,
+		problem.New(problem.Unplaceable, "x"):      5,
+		problem.New(problem.Timeout, "x"):          8,
+		problem.New(problem.NotFound, "x"):         1,
+		problem.New(problem.Conflict, "x"):         1,
+	}
+	for err, want := range cases {
+		assert.Equal(t, want, exitCode(err), "%v", err)
+	}
+}
+
+func TestReport(t *testing.T) {
+	var b strings.Builder
+	report(&b, problem.New(problem.Unplaceable, "does not fit.").WithDetails("need 4", "free 2").WithHint("first\nsecond"))
+	assert.Equal(t, "dpserve: does not fit\n  need 4\n  free 2\nhint: first\nhint: second\n", b.String())
+
+	b.Reset()
+	report(&b, &silentError{1})
+	assert.Empty(t, b.String())
+}
+
+// TestHelpOpensWithAnExample: it is what most readers came for, and a command without one is not finished.
+func TestHelpOpensWithAnExample(t *testing.T) {
+	root := newRoot(newCLI(t).env)
+	for _, cmd := range root.Commands() {
+		cli := newCLI(t)
+		require.Equal(t, 0, cli.run([]string{"help", cmd.Name()}), cmd.Name())
+		assert.True(t, strings.HasPrefix(cli.stdout(), "Example:\n  "), "help of %s begins with %.40q", cmd.Name(), cli.stdout())
+		assert.NotEmpty(t, cmd.Short, cmd.Name())
+		assert.Empty(t, cli.stderr())
+
+		flag := newCLI(t)
+		require.Equal(t, 0, flag.run([]string{cmd.Name(), "--help"}))
+		assert.Equal(t, cli.stdout(), flag.stdout(), "help %s and %s --help differ", cmd.Name(), cmd.Name())
+	}
+}
+
+func TestNearest(t *testing.T) {
+	assert.Equal(t, "status", nearest("statsu", []string{"start", "status"}))
+	assert.Empty(t, nearest("nope", []string{"logs", "up"}))
+	assert.Equal(t, 3, editDistance("kitten", "sitting"))
+	assert.Equal(t, 4, editDistance("", "four"))
+}

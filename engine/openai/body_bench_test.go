@@ -1,0 +1,95 @@
+package openai
+
+import (
+	"encoding/json"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+)
+
+// benchBodies are the bodies whose cost is a goal: small, a 400 KB prompt, the same full of escapes, and token ids.
+func benchBodies() map[string][]byte {
+	body := func(prompt string) []byte {
+		return fmt.Appendf(nil, `{"model":"tiny","messages":[{"role":"user","content":%s}],"max_tokens":64,"temperature":0,"stream":true}`, prompt)
+	}
+	const size = 400 << 10
+	ids := strings.TrimSuffix(strings.Repeat("15339,", size/6), ",")
+	return map[string][]byte{
+		"small":   body(`"hello world"`),
+		"plain":   body(`"` + strings.Repeat("the quick brown fox ", size/20) + `"`),
+		"escaped": body(`"` + strings.Repeat(`nine chars\n`, size/12) + `"`),
+		"ids":     fmt.Appendf(nil, `{"model":"tiny","prompt":[%s]}`, ids),
+	}
+}
+
+// BenchmarkScan prints the time beside encoding/json on the same bytes in the same run.
+func BenchmarkScan(b *testing.B) {
+	for name, body := range benchBodies() {
+		b.Run(name, func(b *testing.B) {
+			var got Body
+			b.SetBytes(int64(len(body)))
+			b.ReportAllocs()
+			n := 0
+			begun := time.Now()
+			for b.Loop() {
+				if err := got.Scan(Chat, body); err != nil {
+					b.Fatal(err)
+				}
+				n++
+			}
+			own := float64(time.Since(begun).Nanoseconds()) / float64(n)
+			base := unmarshalNs(b, body)
+			b.ReportMetric(base, "ns/encoding_json")
+			b.ReportMetric(base/own, "x_faster")
+		})
+	}
+}
+
+// unmarshalNs is what the standard library takes to read the same fields.
+func unmarshalNs(b *testing.B, body []byte) float64 {
+	const n = 20
+	begun := time.Now()
+	for range n {
+		var v struct {
+			Model     string          `json:"model"`
+			Stream    bool            `json:"stream"`
+			N         int             `json:"n"`
+			MaxTokens int64           `json:"max_tokens"`
+			Messages  json.RawMessage `json:"messages"`
+			Prompt    json.RawMessage `json:"prompt"`
+		}
+		if err := json.Unmarshal(body, &v); err != nil {
+			b.Fatal(err)
+		}
+	}
+	return float64(time.Since(begun).Nanoseconds()) / n
+}
+
+func BenchmarkSplice(b *testing.B) {
+	body := []byte(`{"model":"tiny","routed_dp_rank":3,"prompt":"hello","bootstrap_room":9}`)
+	var got Body
+	var dst []byte
+	b.ReportAllocs()
+	for b.Loop() {
+		if err := got.Scan(Completions, body); err != nil {
+			b.Fatal(err)
+		}
+		dst = got.Spliced(dst[:0], body)
+	}
+}
+
+func BenchmarkParseUsage(b *testing.B) {
+	chunks := map[string][]byte{
+		"without": []byte(`data: {"id":"cmpl-1","object":"text_completion","created":1,"model":"tiny","choices":[{"index":0,"text":"m","logprobs":null,"finish_reason":null}]}` + "\n\n"),
+		"with":    []byte(`data: {"id":"cmpl-1","object":"text_completion","created":1,"model":"tiny","choices":[],"usage":{"prompt_tokens":4,"total_tokens":7,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":0}},"system_fingerprint":"x"}` + "\n\n"),
+	}
+	for name, chunk := range chunks {
+		b.Run(name, func(b *testing.B) {
+			b.ReportAllocs()
+			for b.Loop() {
+				ParseUsage(chunk)
+			}
+		})
+	}
+}

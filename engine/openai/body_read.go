@@ -1,0 +1,176 @@
+package openai
+
+import (
+	"bytes"
+	"errors"
+	"math"
+	"strconv"
+)
+
+// The value limits of a request body (STYLE 9).
+const (
+	// MaxN is the largest n: more choices than this is refused.
+	MaxN = 128
+	// MaxMaxTokens is the largest max_tokens and max_completion_tokens that passes; what the model can do is the
+	// engine's answer.
+	MaxMaxTokens = 1 << 31
+)
+
+// read checks a top-level value and takes what dpserve needs from it.
+func (b *Body) read(s *scanner, key []byte, i int) (end int, err error) {
+	if b.route.isPrompt(key) {
+		end = b.prompt(s, i)
+	} else {
+		end = s.value(i, 1, nil)
+	}
+	if end < 0 {
+		return 0, s.err(key)
+	}
+	if string(key) == "model" {
+		return end, b.readModel(s.b[i:end])
+	}
+	if !b.route.Generates() {
+		return end, nil
+	}
+	return end, b.readOption(key, s.b[i:end])
+}
+
+// readOption reads the fields of the generating routes.
+func (b *Body) readOption(key, raw []byte) error {
+	switch string(key) {
+	case "stream":
+		return b.readStream(raw)
+	case "stream_options":
+		b.readStreamOptions(raw)
+	case "n":
+		return b.readN(raw)
+	case "max_tokens", "max_completion_tokens":
+		return b.readMaxTokens(key, raw)
+	}
+	return nil
+}
+
+// prompt checks the prompt at i and counts prompts and token ids: a string, [string], [id] or [[id]]; anything else is
+// one prompt of unknown length.
+func (b *Body) prompt(s *scanner, i int) (end int) {
+	var inner tally
+	outer := tally{inner: &inner}
+	if end = s.value(i, 1, &outer); end < 0 {
+		return end
+	}
+	b.PromptBytes = end - i
+	switch {
+	case b.route == Chat:
+	case outer.numbers > 0 && outer.strings+outer.arrays+outer.others == 0:
+		b.PromptTokens = outer.numbers
+	case outer.strings+outer.arrays > 0 && outer.numbers+outer.others == 0:
+		b.prompts = outer.strings + outer.arrays
+		if outer.strings+inner.strings+inner.arrays+inner.others == 0 {
+			b.PromptTokens = inner.numbers
+		}
+	}
+	return end
+}
+
+func (b *Body) readModel(raw []byte) error {
+	switch raw[0] {
+	case '"':
+		b.HasModel, b.Model = true, raw[1:len(raw)-1]
+		if bytes.IndexByte(b.Model, '\\') >= 0 {
+			b.model = unescape(b.model, b.Model)
+			b.Model = b.model
+		}
+	case 'n':
+	default:
+		return newBodyError(faultType, []byte("model"), "model must be a string")
+	}
+	return nil
+}
+
+// readStream is strict: an engine may take 1 or "yes" for true, and dpserve must know which kind of answer comes.
+func (b *Body) readStream(raw []byte) error {
+	switch raw[0] {
+	case 't':
+		b.Stream = true
+	case 'f', 'n':
+	default:
+		return newBodyError(faultType, []byte("stream"), "stream must be true or false")
+	}
+	return nil
+}
+
+func (b *Body) readStreamOptions(raw []byte) {
+	if raw[0] != '{' {
+		return
+	}
+	s := scanner{b: raw}
+	var buf [64]byte
+	s.members(0, 1, func(key []byte, escaped bool, v Span) bool {
+		if escaped {
+			key = unescape(buf[:0], key)
+		}
+		if string(key) == "include_usage" {
+			b.IncludeUsage = raw[v.Start] == 't'
+		}
+		return true
+	})
+}
+
+func (b *Body) readN(raw []byte) error {
+	n, ok := number(raw)
+	switch {
+	case !ok:
+	case n > MaxN:
+		return newBodyError(faultTooLarge, []byte("n"), "n must be at most %d", MaxN)
+	case n >= 1:
+		b.N = int(n)
+	}
+	return nil
+}
+
+func (b *Body) readMaxTokens(key, raw []byte) error {
+	n, ok := number(raw)
+	switch {
+	case !ok:
+	case n > MaxMaxTokens:
+		return newBodyError(faultTooLarge, key, "%s must be at most %d", key, int64(MaxMaxTokens))
+	case n >= 0 && (!b.maxCompletion || string(key) == "max_completion_tokens"):
+		b.MaxTokens = int64(n)
+	}
+	b.maxCompletion = b.maxCompletion || ok && string(key) == "max_completion_tokens"
+	return nil
+}
+
+// number reads a checked JSON value as engines do: a number, or a string that holds one ("129" is 129 to them). Not a
+// number ⇒ false. Beyond 2^53 it is rounded, far above every limit.
+func number(raw []byte) (float64, bool) {
+	switch c := raw[0]; {
+	case c == '"':
+		raw = unescape(nil, raw[1:len(raw)-1])
+		raw = bytes.ReplaceAll(bytes.TrimSpace(raw), []byte("_"), nil)
+	case c != '-' && c-'0' > 9:
+		return 0, false
+	}
+	if n, ok := smallInt(raw); ok {
+		return float64(n), true
+	}
+	n, err := strconv.ParseFloat(string(raw), 64)
+	if err != nil && !errors.Is(err, strconv.ErrRange) {
+		return 0, false
+	}
+	return n, !math.IsNaN(n)
+}
+
+// smallInt reads up to fifteen digits.
+func smallInt(raw []byte) (n int64, ok bool) {
+	if len(raw) == 0 || len(raw) > 15 {
+		return 0, false
+	}
+	for _, c := range raw {
+		if c-'0' > 9 {
+			return 0, false
+		}
+		n = 10*n + int64(c-'0')
+	}
+	return n, true
+}

@@ -1,0 +1,151 @@
+package openai
+
+import (
+	"encoding/binary"
+	"math/bits"
+	"unicode/utf16"
+	"unicode/utf8"
+)
+
+// Eight bytes at a time: each constant is one byte repeated.
+const (
+	ones     = 0x0101010101010101
+	highs    = 0x8080808080808080
+	quotes   = ones * '"'
+	slashes  = ones * '\\'
+	controls = ones * ' ' // below it are the control characters
+)
+
+// special marks the bytes of w that end a plain run of a JSON string: quote, backslash, control characters. The lowest
+// mark is exact; a higher one may be a borrow's, so only the lowest may be used. (x-ones)&^x&highs marks zero bytes of x;
+// the xored constants leave the high bits of w alone, so one &^w serves all three tests.
+func special(w uint64) uint64 {
+	q, b, c := (w^quotes)-ones, (w^slashes)-ones, w-controls
+	return (q | b | c) &^ w & highs
+}
+
+// plain is the index of the first special byte of b from i on, len(b) if there is none.
+func plain(b []byte, i int) int {
+	for ; i+8 <= len(b); i += 8 {
+		if m := special(binary.LittleEndian.Uint64(b[i : i+8 : i+8])); m != 0 {
+			return i + bits.TrailingZeros64(m)/8
+		}
+	}
+	for i < len(b) && b[i] != '"' && b[i] != '\\' && b[i] >= ' ' {
+		i++
+	}
+	return i
+}
+
+// str checks the string that begins at the quote b[i] and is the index behind its closing quote, -1 on a fault.
+// s.escaped says afterwards whether it holds a backslash.
+func (s *scanner) str(i int) int {
+	s.escaped = false
+	for i = plain(s.b, i+1); i < len(s.b); i = plain(s.b, i) {
+		switch s.b[i] {
+		case '"':
+			return i + 1
+		case '\\':
+			s.escaped = true
+			if i = s.escape(i + 1); i < 0 {
+				return -1
+			}
+		default:
+			return s.fail(faultControl, i)
+		}
+	}
+	return s.fail(faultCut, len(s.b))
+}
+
+// escape checks what follows a backslash at b[i-1].
+func (s *scanner) escape(i int) int {
+	if i >= len(s.b) {
+		return s.fail(faultCut, i)
+	}
+	switch s.b[i] {
+	case '"', '\\', '/', 'b', 'f', 'n', 'r', 't':
+		return i + 1
+	case 'u':
+		return s.hex4(i + 1)
+	}
+	return s.fail(faultEscape, i)
+}
+
+func (s *scanner) hex4(i int) int {
+	for end := i + 4; i < end; i++ {
+		if i >= len(s.b) {
+			return s.fail(faultCut, i)
+		}
+		if nibble(s.b[i]) < 0 {
+			return s.fail(faultEscape, i)
+		}
+	}
+	return i
+}
+
+func nibble(c byte) rune {
+	switch {
+	case '0' <= c && c <= '9':
+		return rune(c - '0')
+	case 'a' <= c && c <= 'f':
+		return rune(c-'a') + 10
+	case 'A' <= c && c <= 'F':
+		return rune(c-'A') + 10
+	}
+	return -1
+}
+
+// unescape appends the meaning of src, the checked inside of a JSON string, to dst. A lone surrogate stays distinct from
+// every other (three bytes as if it were a character), so that two different keys never look equal.
+func unescape(dst, src []byte) []byte {
+	for i := 0; i < len(src); {
+		if src[i] != '\\' {
+			dst = append(dst, src[i])
+			i++
+			continue
+		}
+		if src[i+1] != 'u' {
+			dst = append(dst, meaning(src[i+1]))
+			i += 2
+			continue
+		}
+		r := unit(src[i+2:])
+		i += 6
+		if utf16.IsSurrogate(r) && i+6 <= len(src) && src[i] == '\\' && src[i+1] == 'u' {
+			if pair := utf16.DecodeRune(r, unit(src[i+2:])); pair != utf8.RuneError {
+				r = pair
+				i += 6
+			}
+		}
+		dst = appendRune(dst, r)
+	}
+	return dst
+}
+
+// meaning is the character of a one-letter escape.
+func meaning(c byte) byte {
+	switch c {
+	case 'b':
+		return '\b'
+	case 'f':
+		return '\f'
+	case 'n':
+		return '\n'
+	case 'r':
+		return '\r'
+	case 't':
+		return '\t'
+	}
+	return c
+}
+
+// unit reads four checked hex digits.
+func unit(h []byte) rune { return nibble(h[0])<<12 | nibble(h[1])<<8 | nibble(h[2])<<4 | nibble(h[3]) }
+
+// appendRune is utf8.AppendRune that also writes surrogates.
+func appendRune(dst []byte, r rune) []byte {
+	if utf16.IsSurrogate(r) {
+		return append(dst, 0xE0|byte(r>>12), 0x80|byte(r>>6)&0x3F, 0x80|byte(r)&0x3F)
+	}
+	return utf8.AppendRune(dst, r)
+}

@@ -1,0 +1,207 @@
+package sim
+
+import (
+	"bytes"
+	"slices"
+	"strconv"
+	"sync/atomic"
+	"unicode/utf8"
+
+	em "github.com/dpserve/dpserve/enginemodel"
+)
+
+// call is one HTTP request in the engine: its choices, and the bell that wakes its handler.
+type call struct {
+	plan    *plan
+	choices []choice
+	bell    chan struct{} // one slot: a ring while it is full is not lost, the handler looks at everything
+	open    atomic.Int32  // choices that have not ended
+}
+
+// choice is one sequence of a call. The engine writes the atomics, the handler everything else.
+type choice struct {
+	req   em.Request
+	call  *call
+	index int
+	from  *prompt
+
+	produced atomic.Int32 // tokens so far
+	ended    atomic.Uint32
+	rejected atomic.Bool
+	cached   atomic.Int32
+
+	gen        *em.Generator
+	textTokens int    // tokens that have text; the ones behind (end of sequence, stop token) have none
+	textEnd    int    // where a stop string cuts the text, bytes
+	holdBack   int    // bytes a stop string could still reach back to
+	stopReason string // JSON
+
+	sentTokens int
+	sentBytes  int
+	sentChars  int
+	finished   bool
+	head       []byte // constant beginning of its chunks
+}
+
+// newCall lays out the sequences of a checked plan.
+func newCall(p *plan, s *settings, room func(*prompt) int) *call {
+	c := &call{plan: p, choices: make([]choice, len(p.prompts)*p.n), bell: make(chan struct{}, 1)}
+	c.open.Store(int32(len(c.choices))) //nolint:gosec // bounded by the body and maxN
+	for i := range p.prompts {
+		from := &p.prompts[i]
+		limit := room(from)
+		for k := range p.n {
+			ch := &c.choices[i*p.n+k]
+			ch.call, ch.index, ch.from = c, i*p.n+k, from
+			ch.prepare(p, s, k, limit)
+		}
+	}
+	return c
+}
+
+// prepare decides how long the answer is and how it ends: it is a function of the seed, so it can be known beforehand.
+func (c *choice) prepare(p *plan, s *settings, k, limit int) {
+	seed := em.TextSeed(s.seed^p.seed, c.from.ids, k)
+	c.gen = em.NewGenerator(seed)
+	c.req = em.Request{
+		Prompt: len(c.from.ids), Output: limit, Ending: em.FinishLength, User: c,
+		Content: em.NewTokenContent(c.from.ids, seed, s.blockSize, p.salt),
+	}
+	c.stopReason, c.textTokens = "null", limit
+	if n := max(em.AnswerLen(seed), p.minTokens+1); !p.ignoreEOS && n <= limit {
+		c.end(n, n-1, "null")
+	}
+	c.textEnd = c.textTokens * em.BytesPerToken
+	if len(p.stopIDs) > 0 {
+		c.stopAtToken(p)
+	}
+	if len(p.stops) > 0 {
+		c.stopAtText(p)
+	}
+}
+
+// end makes the answer stop with its output-th token, of which textTokens have text.
+func (c *choice) end(output, textTokens int, reason string) {
+	c.req.Output, c.req.Ending = output, em.FinishStop
+	c.textTokens, c.stopReason = textTokens, reason
+	c.textEnd = textTokens * em.BytesPerToken
+}
+
+func (c *choice) stopAtToken(p *plan) {
+	for i := p.minTokens; i < c.textTokens; i++ {
+		id := int(c.gen.Token(i))
+		if !slices.Contains(p.stopIDs, id) {
+			continue
+		}
+		textTokens := i
+		if p.includeStop {
+			textTokens++
+		}
+		c.end(i+1, textTokens, strconv.Itoa(id))
+		return
+	}
+}
+
+func (c *choice) stopAtText(p *plan) {
+	text := c.gen.Bytes(c.textTokens)
+	at, end, hit := 0, len(text)+1, ""
+	for _, stop := range p.stops {
+		if stop == "" {
+			continue
+		}
+		c.holdBack = max(c.holdBack, len(stop)-1)
+		from := max(0, p.minTokens*em.BytesPerToken-len(stop)+1)
+		if i := bytes.Index(text[min(from, len(text)):], []byte(stop)); i >= 0 && from+i+len(stop) < end {
+			at, end, hit = from+i, from+i+len(stop), stop
+		}
+	}
+	if p.includeStop {
+		c.holdBack = 0
+	}
+	if hit == "" {
+		return
+	}
+	tokens := (end + em.BytesPerToken - 1) / em.BytesPerToken
+	c.end(tokens, tokens, string(appendJSON(nil, hit)))
+	if c.textEnd = at; p.includeStop {
+		c.textEnd = end
+	}
+}
+
+// progress is what the engine has done for c: tokens, and how it ended (FinishNone = not yet). The last token of an answer is
+// seen together with its end only, so that they leave in one chunk.
+func (c *choice) progress() (tokens int, why em.FinishReason) {
+	why = em.FinishReason(c.ended.Load()) //nolint:gosec // stored from a FinishReason
+	tokens = int(c.produced.Load())
+	if why == em.FinishNone && tokens >= c.req.Output {
+		tokens = c.req.Output - 1
+	}
+	return tokens, why
+}
+
+// delta is the text to send when tokens tokens are there, and moves the cursor behind it. While more may come, text whose last
+// character is incomplete is kept back as a whole, and so is what a stop string might still take away.
+func (c *choice) delta(tokens int, last bool) []byte {
+	text := c.gen.Bytes(min(tokens, c.textTokens))
+	end := min(len(text), c.textEnd)
+	if !last {
+		end = max(c.sentBytes, boundary(text, end-c.holdBack))
+		if !wholeRunes(text[c.sentBytes:end]) {
+			end = c.sentBytes
+		}
+	}
+	out := text[c.sentBytes:end]
+	c.sentBytes, c.sentTokens = end, tokens
+	return out
+}
+
+// boundary moves at back to the beginning of a character, if something is held back in front of the end of text.
+func boundary(text []byte, at int) int {
+	if at >= len(text) || at <= 0 {
+		return min(max(at, 0), len(text))
+	}
+	for at > 0 && !utf8.RuneStart(text[at]) {
+		at--
+	}
+	return at
+}
+
+// wholeRunes says that b does not end inside a character.
+func wholeRunes(b []byte) bool {
+	for i := 1; i <= min(len(b), utf8.UTFMax); i++ {
+		if c := b[len(b)-i]; utf8.RuneStart(c) {
+			return utf8.FullRune(b[len(b)-i:])
+		}
+	}
+	return true
+}
+
+// text is the whole text of the answer so far.
+func (c *choice) text(tokens int) []byte {
+	text := c.gen.Bytes(min(tokens, c.textTokens))
+	return text[:min(len(text), c.textEnd)]
+}
+
+// ids are the tokens [from, to) of the answer.
+func (c *choice) ids(from, to int) []uint32 {
+	out := make([]uint32, 0, to-from)
+	for i := from; i < to; i++ {
+		out = append(out, c.id(i))
+	}
+	return out
+}
+
+// id is token i of the answer; the one that ended it without text is the end-of-sequence token, unless a stop token did.
+func (c *choice) id(i int) uint32 {
+	if i >= c.textTokens && c.stopReason == "null" {
+		return em.MarkerEnd
+	}
+	return c.gen.Token(i)
+}
+
+func (c *call) ring() {
+	select {
+	case c.bell <- struct{}{}:
+	default:
+	}
+}

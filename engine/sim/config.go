@@ -1,0 +1,140 @@
+package sim
+
+import (
+	"context"
+	"fmt"
+	"hash/fnv"
+	"log/slog"
+	"net"
+	"strconv"
+	"time"
+
+	"github.com/dpserve/dpserve/enginemodel"
+)
+
+// Version is the engine version that is imitated, as GET /version tells it.
+const Version = "0.32.0"
+
+// Defaults of Config.
+const (
+	DefaultHost      = "127.0.0.1"
+	DefaultPort      = 8000
+	DefaultModel     = "sim"
+	DefaultKeepAlive = 5 * time.Second        // idle connections are closed after it
+	DefaultLinger    = 500 * time.Millisecond // from the last drained request to the exit; vLLM takes up to 10 s
+	DefaultHandshake = 5 * time.Minute        // how long ranks of a group wait for each other
+	deathDelay       = 600 * time.Millisecond // from the core's death to the exit of the process
+	maxTopLogprobs   = 20
+	maxInternalRanks = 1024
+	maxGroupRanks    = 4096
+)
+
+// Config is one rank's process. Durations are wall time.
+type Config struct {
+	Host  string
+	Port  int      // 0 = any free one
+	Names []string // served model names, at least one; answers carry the first where the client sent none
+	Root  string   // model source as /v1/models tells it; empty = the first name
+
+	Model enginemodel.Config
+	Seed  uint64 // of the texts
+
+	APIKey              string // empty = open
+	PromptTokensDetails bool   // usage.prompt_tokens_details
+	ForceIncludeUsage   bool   // usage in every stream
+	RequestIDHeaders    bool   // echo X-Request-Id
+	LoadTracking        bool   // /load counts
+	ScaleOut            bool   // scale-out routes are not refused with 403 (this version has none of them)
+	ShutdownTimeout     time.Duration
+	KeepAlive           time.Duration
+	Linger              time.Duration
+
+	DPSize           int    // ranks of the group; 0 or 1 = uncoupled
+	DPRank           int    // this rank
+	RPCAddr          string // host:port of rank 0's meeting point
+	SyncInterval     int    // steps between wave checks, equal on all ranks
+	ExpertParallel   bool   // must be equal on all ranks
+	TensorParallel   int    // must be equal on all ranks
+	HandshakeTimeout time.Duration
+	InternalLB       int // ranks behind this one port (attach tests); 0 = this process is one rank
+
+	Startup       time.Duration // before the port opens
+	StartExit     bool          // fail while starting
+	StartExitOnce string        // the same, but only while this file does not exist; it is created
+	StartHang     bool          // never become ready
+	Schedule      []Scheduled   // faults at fixed times after the start
+
+	Logger *slog.Logger // nil = silent; never sees prompts or texts
+	// Listen and Dial replace the network (tests on memory transports); nil = net.
+	Listen func(ctx context.Context, addr string) (net.Listener, error)
+	Dial   func(ctx context.Context, addr string) (net.Conn, error)
+
+	kill   func()               // ends this very process without a trace; nil = only the server ends
+	orphan func(port int) error // leaves a child behind that holds port; nil = not possible
+}
+
+// Scheduled is a fault at a fixed time.
+type Scheduled struct {
+	After time.Duration // since the port opened
+	Fault Fault
+}
+
+// Default is an uncoupled rank on a free port at real speed.
+func Default() Config {
+	return Config{
+		Host: DefaultHost, Names: []string{DefaultModel}, Model: enginemodel.Default(), KeepAlive: DefaultKeepAlive, Linger: DefaultLinger,
+		SyncInterval: enginemodel.DefaultSyncInterval, TensorParallel: 1, HandshakeTimeout: DefaultHandshake, PromptTokensDetails: true,
+	}
+}
+
+// Validate reports the first setting that cannot work.
+func (c *Config) Validate() error {
+	switch {
+	case len(c.Names) == 0:
+		return fmt.Errorf("no served model name: give --served-model-name one")
+	case c.DPSize < 0 || c.DPSize > maxGroupRanks || c.DPRank < 0 || c.DPRank >= max(1, c.DPSize):
+		return fmt.Errorf("data parallel rank %d of %d: the rank must be in [0, size), the size at most %d", c.DPRank, c.DPSize, maxGroupRanks)
+	case c.DPSize > 1 && c.RPCAddr == "":
+		return fmt.Errorf("a group of %d ranks has no meeting point: give --data-parallel-rpc-port", c.DPSize)
+	case c.InternalLB < 0 || c.InternalLB > maxInternalRanks:
+		return fmt.Errorf("%d internal ranks: at most %d are possible", c.InternalLB, maxInternalRanks)
+	case c.InternalLB > 0 && c.DPSize > 1:
+		return fmt.Errorf("internal ranks and a data parallel rank exclude each other: drop one")
+	case c.SyncInterval < 1:
+		return fmt.Errorf("dp sync interval is %d: it must be at least 1", c.SyncInterval)
+	}
+	for _, s := range c.Schedule {
+		if err := s.Fault.validate(); err != nil {
+			return err
+		}
+	}
+	return c.Model.Validate()
+}
+
+func (c *Config) lockstep() bool { return c.DPSize > 1 }
+
+// ranks is the number of engine cores in this process.
+func (c *Config) ranks() int { return max(1, c.InternalLB) }
+
+// scaled is d shortened by the time scale: a fast engine dies and drains fast too.
+func (c *Config) scaled(d time.Duration) time.Duration {
+	return time.Duration(float64(d) / max(1, c.Model.Speed))
+}
+
+// fingerprint is vllm-<version>[-dp<N>]-<8 hex>, equal for equal configurations, so on all ranks of a group.
+func (c *Config) fingerprint() string {
+	h := fnv.New32a()
+	_, _ = fmt.Fprint(h, c.Names, c.Root, c.Model.BlockSize, c.Model.MaxModelLen, c.Model.MaxSeqs, c.TensorParallel, c.Seed)
+	dp := ""
+	if n := max(c.DPSize, c.InternalLB); n > 1 {
+		dp = "-dp" + strconv.Itoa(n)
+	}
+	return fmt.Sprintf("vllm-%s%s-%08x", Version, dp, h.Sum32())
+}
+
+// collectiveHash covers what must be equal on all ranks because it shapes the collectives.
+func (c *Config) collectiveHash() uint64 {
+	h := fnv.New64a()
+	_, _ = fmt.Fprint(h, c.DPSize, c.ExpertParallel, c.TensorParallel, c.SyncInterval)
+	return h.Sum64()
+}

@@ -1,0 +1,191 @@
+package sim
+
+import (
+	"errors"
+	"fmt"
+	"strconv"
+	"sync"
+	"time"
+)
+
+// Mode names an injectable failure.
+type Mode string
+
+// The modes. Those of the first block act on the process or its core, those of the second on single requests.
+const (
+	ModeCrash         Mode = "crash"          // exit with ExitCode, sockets closed
+	ModeKill          Mode = "kill"           // SIGKILL itself
+	ModeOrphan        Mode = "orphan"         // SIGKILL itself, but a child keeps a port of the block
+	ModeCoreDead      Mode = "core-dead"      // requests fail, exit 0 after 0.6 s
+	ModeHang          Mode = "hang"           // no step ends, sockets stay open, /health stays 200
+	ModeSlow          Mode = "slow"           // steps take Factor times as long
+	ModeRefuse        Mode = "refuse"         // connections are refused
+	ModeHealth503     Mode = "health-503"     // GET /health answers 503
+	ModeStopping      Mode = "stopping"       // answers of an engine that someone else stopped, /health 200
+	ModeIgnoreSigterm Mode = "ignore-sigterm" // SIGTERM and SIGINT do nothing
+
+	ModeHTTP500    Mode = "http-500"    // 500 on inference routes
+	ModeHTTP503    Mode = "http-503"    // 503 on inference routes (scaling)
+	ModeBusy       Mode = "busy"        // the admission limit: 503, for streams as first event
+	ModeCut        Mode = "cut"         // connection reset after AfterTokens tokens
+	ModeNoDone     Mode = "no-done"     // stream ends without [DONE], after AfterTokens tokens or at its end
+	ModeErrorEvent Mode = "error-event" // error event and [DONE] after AfterTokens tokens, 0 = first event
+	ModeAbort      Mode = "abort"       // finish_reason abort after AfterTokens tokens
+	ModeBareDone   Mode = "bare-done"   // a stream of nothing but [DONE]
+	ModeStall      Mode = "stall"       // this stream alone hangs after AfterTokens tokens
+)
+
+// Defaults of a Fault.
+const (
+	defaultSlowFactor = 5.0
+	defaultErrorCode  = 500
+	defaultExitCode   = 1
+)
+
+// Fault is one injected failure, as POST /_sim/fail takes it.
+type Fault struct {
+	Mode        Mode    `json:"mode"`
+	ForS        float64 `json:"for_s"`        // seconds until it ends by itself; 0 = until /_sim/recover
+	Count       int     `json:"count"`        // request modes: how many requests it hits; 0 = all
+	AfterTokens int     `json:"after_tokens"` // request modes: tokens (over all choices) before it strikes
+	Factor      float64 `json:"factor"`       // slow [5]
+	ExitCode    *int    `json:"exit_code"`    // crash [1]
+	Code        int     `json:"code"`         // error-event [500]
+	Port        int     `json:"port"`         // orphan: the port it holds [the first KV port of the rank's block]
+}
+
+// argument takes the short form's value: factor, exit code, error code, tokens or port, as the mode has one.
+func (f *Fault) argument(arg string) error {
+	if arg == "" {
+		return nil
+	}
+	v, err := strconv.ParseFloat(arg, 64)
+	if err != nil {
+		return errors.New("the argument behind = must be a number")
+	}
+	n := int(v)
+	switch f.Mode {
+	case ModeSlow:
+		f.Factor = v
+	case ModeCrash:
+		f.ExitCode = &n
+	case ModeErrorEvent:
+		f.Code = n
+	case ModeOrphan:
+		f.Port = n
+	case ModeCut, ModeNoDone, ModeAbort, ModeStall:
+		f.AfterTokens = n
+	case ModeKill, ModeCoreDead, ModeHang, ModeRefuse, ModeHealth503, ModeStopping, ModeIgnoreSigterm, ModeHTTP500, ModeHTTP503,
+		ModeBusy, ModeBareDone:
+		return fmt.Errorf("mode %s takes no argument", f.Mode)
+	}
+	return nil
+}
+
+func (f *Fault) validate() error {
+	switch {
+	case f.ForS < 0 || f.ForS > 1e6 || f.Count < 0 || f.AfterTokens < 0 || f.Factor < 0:
+		return fmt.Errorf("fault %q: for_s, count, after_tokens and factor must not be negative", f.Mode)
+	case f.Code != 0 && (f.Code < 400 || f.Code > 599):
+		return fmt.Errorf("fault %q: code %d is no error: want 400 to 599", f.Mode, f.Code)
+	}
+	switch f.Mode {
+	case ModeCrash, ModeKill, ModeOrphan, ModeCoreDead, ModeHang, ModeSlow, ModeRefuse, ModeHealth503, ModeStopping, ModeIgnoreSigterm,
+		ModeHTTP500, ModeHTTP503, ModeBusy, ModeCut, ModeNoDone, ModeErrorEvent, ModeAbort, ModeBareDone, ModeStall:
+		return nil
+	}
+	return fmt.Errorf("unknown fault mode %q: see the modes in engine/sim/DESIGN.md", f.Mode)
+}
+
+// faults is the set of failures that are switched on, at most one of each mode. Safe for concurrent use.
+type faults struct {
+	mu     sync.Mutex
+	active map[Mode]*activeFault
+	any    bool // quick answer for the path of every request
+}
+
+type activeFault struct {
+	Fault
+	left  int // requests it still hits, if counted
+	timer *time.Timer
+}
+
+// on switches f on; ended is called (once, from a timer) when its time is over.
+func (s *faults) on(f Fault, ended func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.active == nil {
+		s.active = make(map[Mode]*activeFault)
+	}
+	s.drop(f.Mode)
+	a := &activeFault{Fault: f, left: f.Count}
+	if f.ForS > 0 {
+		a.timer = time.AfterFunc(time.Duration(f.ForS*float64(time.Second)), func() {
+			if s.expire(a) {
+				ended()
+			}
+		})
+	}
+	s.active[f.Mode] = a
+	s.any = true
+}
+
+func (s *faults) expire(a *activeFault) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.active[a.Mode] != a {
+		return false
+	}
+	s.drop(a.Mode)
+	return true
+}
+
+// drop needs the lock.
+func (s *faults) drop(m Mode) {
+	if a := s.active[m]; a != nil {
+		if a.timer != nil {
+			a.timer.Stop()
+		}
+		delete(s.active, m)
+		s.any = len(s.active) > 0
+	}
+}
+
+// clear switches everything off.
+func (s *faults) clear() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for m := range s.active {
+		s.drop(m)
+	}
+}
+
+// is says whether a process mode is on.
+func (s *faults) is(m Mode) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.any && s.active[m] != nil
+}
+
+// hit takes the fault of one of modes that strikes the next request, counting it; nil = none.
+func (s *faults) hit(modes ...Mode) *Fault {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.any {
+		return nil
+	}
+	for _, m := range modes {
+		a := s.active[m]
+		if a == nil {
+			continue
+		}
+		f := a.Fault
+		if a.Count > 0 {
+			if a.left--; a.left == 0 {
+				s.drop(m)
+			}
+		}
+		return &f
+	}
+	return nil
+}
