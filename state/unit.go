@@ -186,8 +186,8 @@ func (m *Machine) grant(e Event, now time.Time, t Timers) []Effect {
 	}
 	switch m.Phase {
 	case Pending, Backoff:
-	case Gone:
-		m.Epoch = e.Epoch
+	case Gone, "":
+		m.Phase, m.Epoch = Gone, e.Epoch
 		return []Effect{{Kind: ProposeRelease}}
 	default:
 		return nil

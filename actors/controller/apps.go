@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"maps"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -107,7 +108,7 @@ func (c *core) reconcile(now time.Time) {
 func (c *core) adoptGrants(now time.Time) {
 	for _, id := range slices.Sorted(maps.Keys(c.state.Units)) {
 		rec, u := c.state.Units[id], c.units[id]
-		if u != nil && (u.busy || rec.Epoch <= u.m.Epoch) {
+		if u != nil && (u.busy || rec.Epoch <= u.m.Epoch || !u.awaitsGrant()) {
 			continue
 		}
 		if u == nil {
@@ -133,7 +134,7 @@ func (c *core) endReason(a *application) string {
 	if a == nil || a.deleting {
 		return "deleted"
 	}
-	return "not wanted by revision " + uitoa(a.revision)
+	return "not wanted by revision " + strconv.FormatUint(a.revision, 10)
 }
 
 // grace is how long running streams of the unit may go on: what the present revision says, else what it was started with.
@@ -199,7 +200,7 @@ func (c *core) roll(now time.Time, a *application, u *unit) {
 	default:
 		return
 	}
-	c.feed(now, u, state.Event{Kind: state.EvUnwant, Grace: c.grace(u), Reason: "replaced by revision " + uitoa(a.revision)})
+	c.feed(now, u, state.Event{Kind: state.EvUnwant, Grace: c.grace(u), Reason: "replaced by revision " + strconv.FormatUint(a.revision, 10)})
 }
 
 // underWay says whether another unit of the app is not ready. One that finds no room does not count: it may wait for this one's.

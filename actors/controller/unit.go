@@ -126,5 +126,17 @@ func (u *unit) idle(s *state.State) bool {
 	return (u.m.Phase == state.Gone || u.m.Phase == "") && !u.busy && len(u.wishes) == 0 && s.Units[u.id] == nil
 }
 
+// awaitsGrant says whether a grant, asked for or not, is something the unit's machine can take.
+func (u *unit) awaitsGrant() bool {
+	switch u.m.Phase {
+	case "", state.Gone, state.Pending, state.Backoff:
+		return true
+	default:
+		return false
+	}
+}
+
 // ref is a report on the grant in hand.
-func (u *unit) ref() *state.UnitRef { return &state.UnitRef{Unit: u.id, Epoch: u.m.Epoch, Reason: u.m.Reason} }
+func (u *unit) ref() *state.UnitRef {
+	return &state.UnitRef{Unit: u.id, Epoch: u.m.Epoch, Reason: u.m.Reason}
+}

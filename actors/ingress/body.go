@@ -71,7 +71,7 @@ func (*stallError) Error() string { return "body too slow" }
 func (in *Ingress) fill(w *http.ResponseController, r *http.Request, buf *bodyBuffer) error {
 	for {
 		due := time.Now().Add(in.timers.BodyStall)
-		if err := w.SetReadDeadline(due); err != nil && !errors.Is(err, http.ErrNotSupported) {
+		if err := setReadDeadline(w, due); err != nil {
 			return err
 		}
 		from := len(buf.b)
@@ -79,16 +79,32 @@ func (in *Ingress) fill(w *http.ResponseController, r *http.Request, buf *bodyBu
 		if err == nil { // the window is over, the body is not
 			err = enough(len(buf.b)-from, in.timers.BodyStall)
 		}
-		if err != nil {
+		if errors.Is(err, io.EOF) {
 			// The connection's own reader takes over at the end of the body: it must not run into our deadline.
-			if clearErr := w.SetReadDeadline(time.Time{}); clearErr != nil && !errors.Is(clearErr, http.ErrNotSupported) {
-				return clearErr
-			}
-			if errors.Is(err, io.EOF) {
-				return nil
-			}
+			return setReadDeadline(w, time.Time{})
+		}
+		if err != nil {
 			return err
 		}
+	}
+}
+
+func setReadDeadline(w *http.ResponseController, at time.Time) error {
+	if err := w.SetReadDeadline(at); err != nil && !errors.Is(err, http.ErrNotSupported) {
+		return err
+	}
+	return nil
+}
+
+// abandonBody is for an answer to a request whose body was not read to its end. net/http would read on to keep the
+// connection, without a deadline: a stalled client would hold it for ever. So the connection ends, and reading does at once.
+func abandonBody(w http.ResponseWriter, r *http.Request) {
+	if r.ContentLength == 0 {
+		return
+	}
+	w.Header().Set("Connection", "close")
+	if setReadDeadline(http.NewResponseController(w), time.Now()) != nil {
+		return // the connection is gone, which is as good
 	}
 }
 

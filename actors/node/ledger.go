@@ -37,8 +37,9 @@ type ledger struct {
 	id   string // of this node process
 	log  *slog.Logger
 
-	mu      sync.Mutex
-	entries map[int]entry
+	mu       sync.Mutex
+	launches int
+	entries  map[int]entry
 }
 
 func newLedger(dir, id string, log *slog.Logger) *ledger {
@@ -49,14 +50,20 @@ func newLedger(dir, id string, log *slog.Logger) *ledger {
 	return l
 }
 
-// mark is the environment entry by which members of our groups are known, whatever they call themselves (TRAPS 24).
-func (l *ledger) mark() string { return "DPSERVE_OWNER=" + l.id }
+// newMark draws the environment entry by which the processes of one launch are known, whatever they call themselves
+// (TRAPS 24) and even if they left their group.
+func (l *ledger) newMark() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.launches++
+	return fmt.Sprintf("DPSERVE_OWNER=%s.%d", l.id, l.launches)
+}
 
-func (l *ledger) add(group int) {
+func (l *ledger) add(group int, mark string) {
 	s, _ := readStat(group)
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.entries[group] = entry{Group: group, Start: s.start, Mark: l.mark()}
+	l.entries[group] = entry{Group: group, Start: s.start, Mark: mark}
 	l.save()
 }
 
@@ -102,41 +109,46 @@ func (l *ledger) sweep() error {
 }
 
 func (l *ledger) end(left []entry) {
-	byGroup := map[int][]stat{}
-	for _, s := range allProcesses() {
-		if !s.zombie {
-			byGroup[s.group] = append(byGroup[s.group], s)
-		}
-	}
 	for _, e := range left {
-		if members := byGroup[e.Group]; ours(e, members) {
+		if members := descendants(e.Group, e.Start, e.Mark); len(members) > 0 {
 			l.log.Warn("ending engines that an earlier process of this node left behind", slog.Int("group", e.Group), slog.Int("processes", len(members)))
-			_ = syscall.Kill(-e.Group, syscall.SIGKILL)
-			awaitEmpty(e.Group)
+			l.endOne(e)
 		}
 	}
 }
 
-// ours says whether a group is the one that was recorded and not a later user of its number: its leader has the recorded
-// start time, or, where the leader is gone, every member carries the mark.
-func ours(e entry, members []stat) bool {
-	for _, s := range members {
-		if s.pid == e.Group {
-			return s.start == e.Start
+// endOne kills until nothing is left, at most for sweepWait: the ports it held may be asked for right after.
+func (l *ledger) endOne(e entry) {
+	deadline := time.Now().Add(sweepWait)
+	for members := descendants(e.Group, e.Start, e.Mark); len(members) > 0; members = descendants(e.Group, e.Start, e.Mark) {
+		if time.Now().After(deadline) {
+			l.log.Error("left-over engines do not end", slog.Any("pids", members))
+			return
 		}
-	}
-	for _, s := range members {
-		if !environHas(s.pid, e.Mark) {
-			return false
-		}
-	}
-	return len(members) > 0
-}
-
-func awaitEmpty(group int) {
-	for deadline := time.Now().Add(sweepWait); time.Now().Before(deadline) && len(groupMembers(group)) > 0; {
+		killAll(members)
 		time.Sleep(DefaultPollFirst)
 	}
+}
+
+func killAll(pids []int) {
+	for _, pid := range pids {
+		_ = syscall.Kill(pid, syscall.SIGKILL)
+	}
+}
+
+// descendants lists the living processes of one launch: those that carry its mark, and those of its group if the group is
+// still led by the process that was recorded (start is its start time). A later user of the number is not touched, nor a
+// zombie: it holds nothing, and who reaps it is not ours to say.
+func descendants(group int, start, mark string) []int {
+	var out []int
+	leader, ok := readStat(group)
+	same := ok && leader.start == start
+	for _, s := range allProcesses() {
+		if !s.zombie && (same && s.group == group || environHas(s.pid, mark)) {
+			out = append(out, s.pid)
+		}
+	}
+	return out
 }
 
 // writeJSON replaces a file as a whole: a crash leaves the old or the new one.

@@ -61,13 +61,14 @@ func (p *processes) close() { p.once.Do(func() { close(p.done) }) }
 // Start implements Launcher.
 func (p *processes) Start(ctx context.Context, l engine.Launch, stdout, stderr io.Writer) (Process, error) {
 	cmd := exec.Command(l.Argv[0], l.Argv[1:]...) //nolint:noctx,gosec // ended by Terminate and Kill; the argv is the app's, checked and without a shell
-	cmd.Env = append(l.Env[:len(l.Env):len(l.Env)], p.ledger.mark())
+	mark := p.ledger.newMark()
+	cmd.Env = append(l.Env[:len(l.Env):len(l.Env)], mark)
 	cmd.SysProcAttr = groupAttr()
-	c := &child{cmd: cmd, exited: make(chan struct{}), drained: make(chan struct{}), ledger: p.ledger}
+	c := &child{cmd: cmd, mark: mark, exited: make(chan struct{}), drained: make(chan struct{}), ledger: p.ledger}
 	if err := c.start(ctx, p, stdout, stderr); err != nil {
 		return nil, fmt.Errorf("start engine %s: %w", l.Argv[0], err)
 	}
-	p.ledger.add(c.pid)
+	p.ledger.add(c.pid, mark)
 	go c.wait()
 	return c, nil
 }
@@ -88,6 +89,7 @@ func (p *processes) fork(ctx context.Context, cmd *exec.Cmd) error {
 type child struct {
 	cmd    *exec.Cmd
 	pid    int
+	mark   string
 	began  time.Time
 	out    [2]*os.File // our ends of stdout and stderr
 	copies sync.WaitGroup
@@ -207,11 +209,23 @@ func exitOf(err error, ps *os.ProcessState, after time.Duration) Exit {
 // Terminate implements Process.
 func (c *child) Terminate() { c.signal(c.pid, syscall.SIGTERM) }
 
-// Kill implements Process. It also reaches a group whose front is gone: its number stays taken while a member lives.
+// Kill implements Process. After the front has ended it reaches what the front left behind.
 func (c *child) Kill() {
-	if !c.signal(-c.pid, syscall.SIGKILL) && len(groupMembers(c.pid)) > 0 {
-		_ = syscall.Kill(-c.pid, syscall.SIGKILL)
+	if !c.signal(-c.pid, syscall.SIGKILL) {
+		killAll(c.survivors())
 	}
+}
+
+// survivors are the living processes of the launch after its front was reaped. The group's number stays taken while a member
+// lives, so whoever leads it now (nobody, as a rule) is one of ours only by its mark.
+func (c *child) survivors() []int {
+	if ids := descendants(c.pid, "", c.mark); len(ids) > 0 || hasProc() {
+		return ids
+	}
+	if syscall.Kill(-c.pid, 0) == nil { // no /proc to look into
+		return []int{-c.pid}
+	}
+	return nil
 }
 
 // signal sends to the front or the group while the front is unreaped.
@@ -230,8 +244,8 @@ func (c *child) Held() string {
 	if !closed(c.exited) {
 		return fmt.Sprintf("process %d", c.pid)
 	}
-	if members := groupMembers(c.pid); len(members) > 0 {
-		return fmt.Sprintf("processes %v of group %d", members, c.pid)
+	if left := c.survivors(); len(left) > 0 {
+		return fmt.Sprintf("processes %v of group %d", left, c.pid)
 	}
 	c.ledger.remove(c.pid)
 	if !closed(c.drained) {

@@ -22,16 +22,16 @@ type unit struct {
 	done   chan struct{} // closed after Gone was reported
 	wake   chan struct{} // one slot
 
-	mu        sync.Mutex
-	ranks     []*rank
-	phase     state.Phase
-	reason    string
-	wasReady  bool
-	failure   *failure      // the first since the last ready
-	stop      *stopWish     // the tightest so far
-	cancel    func(error)   // ends the start
-	back      map[int]bool  // attach: ranks whose engine answers again
-	last      msg.UnitEvent // for a controller that missed it
+	mu       sync.Mutex
+	ranks    []*rank
+	phase    state.Phase
+	reason   string
+	wasReady bool
+	failure  *failure      // the first since the last ready
+	stop     *stopWish     // the tightest so far
+	cancel   func(error)   // ends the start
+	back     map[int]bool  // attach: ranks whose engine answers again
+	last     msg.UnitEvent // for a controller that missed it
 }
 
 // failure is what ended or fenced a unit.
@@ -78,9 +78,7 @@ func (u *unit) run() {
 		u.end(err)
 		return
 	}
-	for u.serve() {
-		continue
-	}
+	u.serve()
 	u.end(nil)
 }
 
@@ -157,10 +155,6 @@ func (u *unit) enter(p state.Phase, reason string) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	u.phase, u.reason = p, reason
-	if p == state.Ready {
-		u.wasReady, u.failure = true, nil
-		clear(u.back)
-	}
 }
 
 // tell reports an event of this unit.
@@ -237,4 +231,3 @@ func (u *unit) ports() (engine.Ports, []int) {
 	}
 	return p, p.Used(u.rankNumbers()...)
 }
-

@@ -236,36 +236,189 @@ func (u *unit) watchExit(r *rank, p Process) {
 	}
 }
 
-// await waits until every rank answers, and checks that coupled ones agree.
+// await waits until every rank answers, checks that coupled ones agree, and makes each compute a token.
 func (u *unit) await(ctx context.Context) error {
-	g, ctx := errgroup.WithContext(ctx)
-	settings := make([]engine.Settings, len(u.ranks))
-	for i, r := range u.ranks {
-		g.Go(func() error { return u.awaitHealth(ctx, r) })
-		_ = i
+	if u.attached() {
+		return u.forEach(ctx, u.awaitAttached)
 	}
-	if err := g.Wait(); err != nil {
+	if err := u.forEach(ctx, u.awaitHealth); err != nil {
 		return err
 	}
-	if !u.lockstep() || u.attached() {
-		return nil
+	if u.lockstep() {
+		if err := u.agree(ctx); err != nil {
+			return err
+		}
 	}
-	return u.agree(ctx, settings)
+	return u.forEach(ctx, u.canary)
+}
+
+// forEach runs a step of the start for all ranks at once; the first error ends the others.
+func (u *unit) forEach(ctx context.Context, step func(ctx context.Context, r *rank) error) error {
+	g, ctx := errgroup.WithContext(ctx)
+	for _, r := range u.ranks {
+		g.Go(func() error {
+			if err := step(ctx, r); err != nil {
+				return &startError{r.grant.Rank, err}
+			}
+			return nil
+		})
+	}
+	return g.Wait()
 }
 
 // awaitHealth polls /health: quickly at first, a simulated engine is up in milliseconds; a real one takes minutes.
 func (u *unit) awaitHealth(ctx context.Context, r *rank) error {
-	wait := u.n.timers.PollFirst
-	for {
-		h, err := u.lookAtHealth(ctx, r)
+	for wait := u.n.timers.PollFirst; ; wait = min(2*wait, u.n.timers.PollLast) {
+		h, err := u.askHealth(ctx, r)
 		if h == engine.Alive {
 			return nil
 		}
-		r.setProgress(fmt.Sprintf("waiting for /health (%s)", h))
+		r.setProgress(fmt.Sprintf("waiting for %s/health: %v", r.target, err))
 		if err := sleep(ctx, wait); err != nil {
-			return fmt.Errorf("%w: %w", err, errOf(h))
+			return err
 		}
-		_ = err
-		wait = min(2*wait, u.n.timers.PollLast)
 	}
+}
+
+func (u *unit) askHealth(ctx context.Context, r *rank) (engine.Health, error) {
+	ctx, cancel := context.WithTimeout(ctx, u.healthTimeout())
+	defer cancel()
+	return r.client.Health(ctx)
+}
+
+func (u *unit) canary(ctx context.Context, r *rank) error {
+	r.setProgress("waiting for the first token")
+	ctx, cancel := context.WithTimeout(ctx, u.n.timers.Canary)
+	defer cancel()
+	if err := r.client.Canary(ctx, u.m.App.Model.ID); err != nil {
+		return fmt.Errorf("the engine is up and does not compute: %w", err)
+	}
+	return nil
+}
+
+// awaitAttached asks for health and a token until both come: there is nothing to give up.
+func (u *unit) awaitAttached(ctx context.Context, r *rank) error {
+	for {
+		if err := u.awaitHealth(ctx, r); err != nil {
+			return err
+		}
+		err := u.canary(ctx, r)
+		if err == nil {
+			return nil
+		}
+		r.setProgress(fmt.Sprintf("waiting for %s: %v", r.target, err))
+		if err := sleep(ctx, u.healthPeriod()); err != nil {
+			return err
+		}
+	}
+}
+
+// agree compares what the ranks of a coupled unit report of themselves: different settings start and answer /health, and go
+// wrong later (ENGINES 1.3).
+func (u *unit) agree(ctx context.Context) error {
+	settings := make([]engine.Settings, len(u.ranks))
+	err := u.forEach(ctx, func(ctx context.Context, r *rank) error {
+		r.setProgress("reading its settings back")
+		ctx, cancel := context.WithTimeout(ctx, u.healthTimeout())
+		defer cancel()
+		s, err := r.client.ReadBack(ctx)
+		settings[u.index(r)] = s
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	for i, s := range settings {
+		if s != settings[0] {
+			return &startError{u.ranks[i].grant.Rank, fmt.Errorf("%w: rank %d has %+v, rank %d has %+v", errMismatch, u.ranks[0].grant.Rank, settings[0], u.ranks[i].grant.Rank, s)}
+		}
+	}
+	return nil
+}
+
+// errMismatch says that coupled ranks run with different settings.
+var errMismatch = errors.New("ranks of one group disagree on their settings")
+
+func (u *unit) index(r *rank) int {
+	for i := range u.ranks {
+		if u.ranks[i] == r {
+			return i
+		}
+	}
+	return -1
+}
+
+// becomeReady opens every DPServer for a new incarnation of its engine. A rank that failed meanwhile closes them again.
+func (u *unit) becomeReady(ctx context.Context) error {
+	limit := engine.MaxOngoing(u.m.App)
+	for _, r := range u.ranks {
+		if err := r.replica.Ready(ctx, u.n.incarnation(), limit); err != nil {
+			return &startError{r.grant.Rank, err}
+		}
+		r.setProgress("")
+	}
+	if f := u.enterReady(); f != nil {
+		for _, r := range u.ranks {
+			r.replica.Fence(f.cause)
+		}
+		return &startError{f.rank, errors.New(f.cause)}
+	}
+	u.log.Info("unit is ready", slog.Int("ranks", len(u.ranks)))
+	u.tell(msg.UnitEvent{Kind: msg.UnitReady, Rank: -1})
+	return nil
+}
+
+// enterReady changes the phase unless a rank failed.
+func (u *unit) enterReady() *failure {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.failure == nil {
+		u.phase, u.reason, u.wasReady = state.Ready, "", true
+	}
+	return u.failure
+}
+
+func (u *unit) healthPeriod() time.Duration {
+	if s := u.m.App.HealthCheckPeriodS; s > 0 {
+		return app.Seconds(s)
+	}
+	return u.n.timers.PollLast
+}
+
+func (u *unit) healthTimeout() time.Duration {
+	if s := u.m.App.HealthCheckTimeoutS; s > 0 {
+		return app.Seconds(s)
+	}
+	return u.n.timers.Canary
+}
+
+// incarnation draws the random number of one engine process; 0 means none.
+func (n *Node) incarnation() uint64 {
+	for {
+		if v := n.cfg.Rand(); v != 0 {
+			return v
+		}
+	}
+}
+
+// sleep waits, or gives the cause why ctx ended.
+func sleep(ctx context.Context, d time.Duration) error {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}
+
+// bindTest says whether a loopback port can be bound.
+func bindTest(port int) error {
+	var lc net.ListenConfig
+	l, err := lc.Listen(context.Background(), "tcp", net.JoinHostPort(engine.Loopback, strconv.Itoa(port)))
+	if err != nil {
+		return err
+	}
+	return l.Close()
 }

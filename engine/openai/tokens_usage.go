@@ -38,7 +38,10 @@ func ParseUsage(b []byte) (u Usage, ok bool) {
 		ok = u.read(s.b[v.Start:v.End])
 		return false
 	})
-	return u, ok
+	if !ok {
+		return Usage{}, false
+	}
+	return u, true
 }
 
 // read takes the counts from a usage object.

@@ -14,6 +14,9 @@ const doneEvent = "data: [DONE]\n\n"
 func (c *choice) appendNew(b []byte, s *settings, limit int) (out []byte, done bool) {
 	p := c.call.plan
 	tokens, why := c.progress()
+	if why == em.FinishError {
+		why = em.FinishNone // the caller ends the whole stream with an error event
+	}
 	if tokens-c.sentTokens > limit {
 		tokens, why = c.sentTokens+limit, em.FinishNone
 	}

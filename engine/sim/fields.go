@@ -189,6 +189,9 @@ func (f *fields) err() *apiError {
 	if len(f.faults) == 0 {
 		return nil
 	}
+	if f.faults[0].kind == outOfVocabulary {
+		return badRequest("", "Token id %s is out of vocabulary", f.faults[0].input)
+	}
 	return schemaError(f.faults)
 }
 

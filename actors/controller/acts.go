@@ -1,0 +1,147 @@
+package controller
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"sync"
+
+	"github.com/dpserve/dpserve/actors/msg"
+)
+
+// acts carries effects out, outside of Receive: commands in a bounded number of goroutines, orders to a node in their order by
+// one goroutine per node.
+type acts struct {
+	ctx   context.Context //nolint:containedctx // ends the goroutines at Close
+	cfg   *Config
+	post  func(any)
+	slots chan struct{}
+	nodes map[string]chan effect // the actor's own
+	work  sync.WaitGroup
+}
+
+func newActs(ctx context.Context, cfg *Config, post func(any)) *acts {
+	return &acts{ctx: ctx, cfg: cfg, post: post, slots: make(chan struct{}, maxCommands), nodes: map[string]chan effect{}}
+}
+
+// do starts an effect and returns at once.
+func (a *acts) do(e effect) {
+	switch e := e.(type) {
+	case grantEffect:
+		a.command(func(ctx context.Context) { a.post(a.grant(ctx, &e)) })
+	case proposeEffect:
+		a.command(func(ctx context.Context) {
+			_, err := a.cfg.Proposer.Propose(ctx, e.command)
+			a.failed(e.command.Kind(), e.unit, err)
+			a.post(concluded{e.app, e.unit, err})
+		})
+	case releaseEffect:
+		a.command(func(ctx context.Context) {
+			err := a.cfg.Granter.Release(ctx, e.release)
+			a.failed("release", e.release.Unit, err)
+			a.post(concluded{e.app, e.release.Unit, err})
+		})
+	case startEffect:
+		a.order(e.node, e)
+	case stopEffect:
+		a.order(e.node, e)
+	}
+}
+
+// command waits for a slot and runs f with a deadline. The number of goroutines is bounded by the units: each has at most one.
+func (a *acts) command(f func(ctx context.Context)) {
+	a.work.Go(func() {
+		select {
+		case a.slots <- struct{}{}:
+		case <-a.ctx.Done():
+			return
+		}
+		defer func() { <-a.slots }()
+		ctx, cancel := context.WithTimeout(a.ctx, a.cfg.Timers.Call)
+		defer cancel()
+		f(ctx)
+	})
+}
+
+func (a *acts) grant(ctx context.Context, e *grantEffect) granted {
+	out := granted{}
+	for i := range e.grant.Units {
+		out.units = append(out.units, e.grant.Units[i].Unit)
+	}
+	out.result, out.err = a.cfg.Granter.Grant(ctx, e.grant)
+	a.failed("grant_group", out.units[0], out.err)
+	return out
+}
+
+func (a *acts) failed(kind, unit string, err error) {
+	if err != nil && a.ctx.Err() == nil {
+		a.cfg.Log.Warn("command failed", slog.String("room", actorName), slog.String("command", kind), slog.String("unit", unit), slog.Any("err", err))
+	}
+}
+
+// order queues an order for a node. A full queue drops it: the resend timer sends it again.
+func (a *acts) order(node string, e effect) {
+	q := a.nodes[node]
+	if q == nil {
+		q = make(chan effect, nodeQueue)
+		a.nodes[node] = q
+		a.work.Go(func() { a.serve(q) })
+	}
+	select {
+	case q <- e:
+	default:
+		a.cfg.Log.Warn("order dropped, the node does not keep up", slog.String("room", actorName), slog.String("node", node))
+	}
+}
+
+// serve sends the orders of one node.
+func (a *acts) serve(q <-chan effect) {
+	for {
+		select {
+		case e := <-q:
+			a.send(e)
+		case <-a.ctx.Done():
+			return
+		}
+	}
+}
+
+func (a *acts) send(e effect) {
+	ctx, cancel := context.WithTimeout(a.ctx, a.cfg.Timers.Call)
+	defer cancel()
+	switch e := e.(type) {
+	case startEffect:
+		a.start(ctx, e.node, e.order)
+	case stopEffect:
+		agent, ok := a.cfg.Agent(e.node)
+		if !ok {
+			return
+		}
+		if err := agent.StopRank(ctx, e.order); err != nil {
+			a.failed("stop_rank", e.order.Unit, err)
+		}
+	}
+}
+
+// start tells a node. Its refusal is a failed start; silence is answered by the resend timer.
+func (a *acts) start(ctx context.Context, node string, o *msg.StartRank) {
+	agent, ok := a.cfg.Agent(node)
+	if !ok {
+		return
+	}
+	err := agent.StartRank(ctx, o)
+	if err == nil {
+		return
+	}
+	a.failed("start_rank", o.Unit, err)
+	if !silence(err) {
+		a.post(refused{node, o.Unit, o.Epoch, err})
+	}
+}
+
+// silence tells a call that got no answer from a refusal.
+func silence(err error) bool {
+	return errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled)
+}
+
+func (a *acts) wait() { a.work.Wait() }

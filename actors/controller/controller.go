@@ -1,0 +1,232 @@
+package controller
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/asynkron/protoactor-go/actor"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/inbox"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/state"
+)
+
+// ErrStopped says that the controller was closed.
+var ErrStopped = errors.New("controller is stopped")
+
+// minTick keeps a due time in the past from becoming a busy loop.
+const minTick = time.Millisecond
+
+// Controller is the actor around the core. All methods but Start are safe for concurrent use.
+type Controller struct {
+	cfg  Config
+	box  *inbox.Inbox
+	ring *ring
+	acts *acts
+
+	mu   sync.Mutex
+	core *core
+
+	timer     *time.Timer // the actor's own
+	stop      context.CancelFunc
+	loops     sync.WaitGroup
+	closeOnce sync.Once
+	closeErr  error
+}
+
+var _ msg.Reporter = (*Controller)(nil)
+
+// New makes a Controller.
+func New(cfg Config) *Controller {
+	cfg = cfg.withDefaults()
+	return &Controller{cfg: cfg, ring: newRing(), core: newCore(cfg.Timers)}
+}
+
+// Start spawns the actor. Nothing is granted before the barrier has passed.
+func (c *Controller) Start(system *actor.ActorSystem) error {
+	ctx, stop := context.WithCancel(context.Background())
+	c.acts = newActs(ctx, &c.cfg, func(m any) { c.box.Send(m) })
+	box, err := inbox.Spawn(system, actorName, mailboxBound, func() inbox.Receiver { return receiver{c} })
+	if err != nil {
+		stop()
+		return err
+	}
+	c.box, c.stop = box, stop
+	c.loops.Go(func() { c.follow(ctx) })
+	return nil
+}
+
+// Close stops deciding and waits for the calls under way. Units go on as they are: ending them is the node's.
+func (c *Controller) Close() error {
+	c.closeOnce.Do(func() {
+		if c.box == nil {
+			return
+		}
+		c.stop()
+		ctx, cancel := context.WithTimeout(context.Background(), closeGrace)
+		defer cancel()
+		c.closeErr = c.box.Stop(ctx)
+		c.loops.Wait()
+		c.acts.wait()
+		if c.timer != nil {
+			c.timer.Stop()
+		}
+	})
+	return c.closeErr
+}
+
+// follow passes the barrier, then posts every change of the store. It never polls.
+func (c *Controller) follow(ctx context.Context) {
+	if !c.passBarrier(ctx) {
+		return
+	}
+	for {
+		changed := c.cfg.Store.Changed() // before State, or a change in between goes unseen
+		c.box.Send(stateSeen{c.cfg.Store.State()})
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// passBarrier tries until it succeeds or the controller is closed: without it nothing may be decided.
+func (c *Controller) passBarrier(ctx context.Context) bool {
+	for c.cfg.Barrier != nil {
+		err := c.cfg.Barrier(ctx)
+		if err == nil {
+			break
+		}
+		c.cfg.Log.Warn("barrier failed, trying again", slog.String("room", actorName), slog.Any("err", err))
+		select {
+		case <-time.After(c.cfg.Timers.Retry):
+		case <-ctx.Done():
+			return false
+		}
+	}
+	return ctx.Err() == nil
+}
+
+// receiver is the actor: it steps the core and hands the effects on.
+type receiver struct{ *Controller }
+
+// Receive implements inbox.Receiver.
+func (c receiver) Receive(m any) {
+	effects, due := c.step(m)
+	woken := false
+	for _, e := range effects {
+		switch e := e.(type) {
+		case changeEffect:
+			c.tell(e.Event)
+		case restartEffect:
+			c.cfg.Metrics.UnitRestart(e.app, e.unit)
+		case forgetEffect:
+			c.cfg.Metrics.UnitForget(e.app, e.unit)
+		default:
+			c.acts.do(e)
+			continue
+		}
+		woken = true
+	}
+	if _, seen := m.(stateSeen); woken || seen {
+		c.ring.wake()
+	}
+	c.arm(due)
+}
+
+func (c *Controller) step(m any) ([]effect, time.Time) {
+	nodes := c.cfg.Nodes()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	effects := c.core.Step(c.cfg.Clock(), nodes, m)
+	return effects, c.core.Due()
+}
+
+// tell puts a change into ring, metrics and log: one line per state change.
+func (c *Controller) tell(e Event) {
+	c.ring.add(e)
+	attrs := []any{slog.String("room", actorName), slog.String("app", e.App), slog.String("from", e.From), slog.String("to", e.To)}
+	if e.Unit != "" {
+		c.cfg.Metrics.UnitPhase(e.App, e.Unit, state.Phase(e.To), e.Epoch)
+		attrs = append(attrs, slog.String("unit", e.Unit), slog.Uint64("epoch", e.Epoch))
+	}
+	if e.Reason != "" {
+		attrs = append(attrs, slog.String("cause", e.Reason))
+	}
+	c.cfg.Log.Info("state changed", attrs...)
+}
+
+// arm sets the one timer to the next due time.
+func (c *Controller) arm(due time.Time) {
+	if c.timer != nil {
+		c.timer.Stop()
+	}
+	if due.IsZero() {
+		return
+	}
+	c.timer = time.AfterFunc(max(minTick, due.Sub(c.cfg.Clock())), func() { c.box.Send(ticked{}) })
+}
+
+// Report implements msg.Reporter: idempotent by (node, number), never blocks.
+func (c *Controller) Report(e msg.UnitEvent) { c.box.Send(reported{e}) }
+
+// Status is the picture of all applications, in order of name. Nothing of a rank's account is in it: those who know it add it.
+func (c *Controller) Status() []msg.AppStatus {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.core.status()
+}
+
+// Watch is closed at the next change of what Status or Events show. Take it before them, or a change in between goes unseen.
+func (c *Controller) Watch() <-chan struct{} { return c.ring.watch() }
+
+// Events are the changes of state after number since that are still kept, at most the last 1000.
+func (c *Controller) Events(since uint64) []Event { return c.ring.since(since) }
+
+// Deploy creates or replaces applications and, with prune, deletes the others. It first places on paper all that would be
+// started: what cannot be placed is refused before anything happens. expect gives the revision the caller saw per app (0 = none).
+// Apps that do not change get another chance for their failed units. Errors: problem.Unplaceable, problem.Conflict.
+func (c *Controller) Deploy(ctx context.Context, apps []*app.Application, expect map[string]uint64, prune bool) (state.Result, error) {
+	if err := runnable(apps); err != nil {
+		return state.Result{}, err
+	}
+	if err := dryRun(c.cfg.Store.State(), c.cfg.Nodes(), apps, prune); err != nil {
+		return state.Result{}, err
+	}
+	put := &state.PutApps{Expect: expect, Prune: prune}
+	names := make([]string, 0, len(apps))
+	for _, a := range apps {
+		spec, err := json.Marshal(a)
+		if err != nil {
+			return state.Result{}, problem.New(problem.Internal, "deploy %s: %w", a.Name, err)
+		}
+		put.Apps = append(put.Apps, state.AppSpec{Name: a.Name, Spec: spec, Names: a.Model.ServedNames(), Route: a.RoutePrefix})
+		names = append(names, a.Name)
+	}
+	r, err := c.cfg.Proposer.Propose(ctx, state.Command{PutApps: put})
+	if err != nil {
+		return r, err
+	}
+	return r, c.post(redeployed{names})
+}
+
+// Delete ends an application: its units drain and stop, then it is forgotten. A second time changes nothing.
+func (c *Controller) Delete(ctx context.Context, name string) (state.Result, error) {
+	return c.cfg.Proposer.Propose(ctx, state.Command{DeleteApp: &state.DeleteApp{Name: name}})
+}
+
+func (c *Controller) post(m any) error {
+	if err := c.box.TrySend(m); errors.Is(err, inbox.ErrStopped) {
+		return problem.New(problem.Unavailable, "tell the controller: %w", ErrStopped).WithHint("dpserve is stopping; start it again")
+	} else if err != nil {
+		return problem.New(problem.Overloaded, "tell the controller: %w", err).WithHint("deploy again in a second")
+	}
+	return nil
+}

@@ -1,0 +1,296 @@
+package controller
+
+import (
+	"maps"
+	"slices"
+	"strconv"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/placement"
+	"github.com/dpserve/dpserve/state"
+)
+
+// grantAll places the units that wait for a grant, group by group, and proposes each placed group as one command.
+func (c *core) grantAll(now time.Time) {
+	var waiting []*unit
+	for _, u := range c.units {
+		if a := c.apps[u.app]; u.due(now, true) && a != nil && a.wants(u.id) {
+			waiting = append(waiting, u)
+		}
+	}
+	inGroups(waiting)
+	for len(waiting) > 0 {
+		n := sameGroup(waiting)
+		c.grantGroup(waiting[:n])
+		waiting = waiting[n:]
+	}
+}
+
+// sameGroup is how many units at the head belong to one group.
+func sameGroup(us []*unit) int {
+	n := 1
+	for n < len(us) && us[n].app == us[0].app && us[n].group == us[0].group {
+		n++
+	}
+	return n
+}
+
+// grantGroup places units of one group: those that start again on their seats, the others anew, all of them or none. One kind
+// that finds no room does not keep the other waiting.
+func (c *core) grantGroup(us []*unit) {
+	again, anew := c.split(us)
+	var found []*unit
+	var placed []placement.Placed
+	for _, part := range [][]*unit{again, anew} {
+		if len(part) == 0 {
+			continue
+		}
+		p, err := placement.Place(c.overlay(part, placed), []placement.Group{c.groupOf(part, placed)})
+		if err != nil {
+			c.without(part, err)
+			continue
+		}
+		found, placed = append(found, part...), append(placed, p.Groups...)
+	}
+	if len(found) > 0 {
+		c.propound(found, placed)
+	}
+}
+
+// split tells units that can keep their seats from those that need new ones.
+func (c *core) split(us []*unit) (again, anew []*unit) {
+	for _, u := range us {
+		if c.keepsSeats(u) {
+			again = append(again, u)
+		} else {
+			anew = append(anew, u)
+		}
+	}
+	return again, anew
+}
+
+// keepsSeats says whether the unit's last grant still holds its seats, on nodes that are there, for what is started now.
+func (c *core) keepsSeats(u *unit) bool {
+	rec, a := c.state.Units[u.id], c.apps[u.app]
+	if rec == nil || !rec.Holds() || rec.Launch != a.launch[u.id] {
+		return false
+	}
+	return !slices.ContainsFunc(rec.Ranks, func(r state.RankGrant) bool { return !c.offers(&r) })
+}
+
+// offers says whether the inventory still has the seat.
+func (c *core) offers(r *state.RankGrant) bool {
+	i := slices.IndexFunc(c.nodes, func(n placement.Node) bool { return n.ID == r.Node })
+	if i < 0 {
+		return false
+	}
+	n := &c.nodes[i]
+	return r.Slot < n.Slots && !slices.ContainsFunc(r.Devices, func(d int) bool { return !slices.Contains(n.Devices, d) })
+}
+
+// without notes why the units found no room. They are tried again with every change.
+func (c *core) without(us []*unit, err error) {
+	for _, u := range us {
+		u.noRoom, u.retryAt = explain(err), time.Time{}
+	}
+}
+
+// propound proposes one command for all units of the group.
+func (c *core) propound(us []*unit, placed []placement.Placed) {
+	a := c.apps[us[0].app]
+	g := state.GrantGroup{App: a.name, AppRevision: a.revision, Group: us[0].group}
+	ids := make([]string, 0, len(us))
+	for _, u := range us {
+		w := u.begin()
+		u.next = seat{spec: a.spec, revision: a.revision, launch: a.launch[u.id]}
+		for i := range placed {
+			u.next.fill(u.ranks, &placed[i])
+		}
+		ids = append(ids, u.id)
+		g.Units = append(g.Units, state.UnitGrant{
+			Unit: u.id, ExpectEpoch: max(u.m.Epoch, c.state.Epochs[u.id]), Attempt: w.attempt, Launch: u.next.launch,
+			Ranks: u.next.ranks, Blocks: u.next.blocks,
+		})
+	}
+	c.emit(grantEffect{g})
+}
+
+// fill takes a unit's part of a placed group.
+func (s *seat) fill(ranks []int, p *placement.Placed) {
+	for i := range p.Seats {
+		if at := &p.Seats[i]; slices.Contains(ranks, at.Rank) {
+			s.ranks = append(s.ranks, state.RankGrant{Rank: at.Rank, Node: at.Node, Slot: at.Slot, Devices: at.Devices})
+		}
+	}
+	for _, b := range p.Blocks {
+		if b.Rank < 0 || slices.Contains(ranks, b.Rank) {
+			s.blocks = append(s.blocks, state.Block{Node: b.Node, Base: b.Base, Size: b.Size})
+		}
+	}
+}
+
+// groupOf is what placement is asked for: the units' ranks, with or without seats of their own.
+func (c *core) groupOf(us []*unit, placed []placement.Placed) placement.Group {
+	a := c.apps[us[0].app]
+	g := groupSpec(a.spec, us[0].group)
+	g.Held = c.held(us, placed)
+	for _, u := range us {
+		if !c.keepsSeats(u) {
+			g.Ranks = append(g.Ranks, u.ranks...)
+			continue
+		}
+		for _, r := range c.state.Units[u.id].Ranks {
+			g.Keep = append(g.Keep, placement.Seat{Rank: r.Rank, Node: r.Node, Slot: r.Slot, Devices: r.Devices})
+		}
+	}
+	slices.Sort(g.Ranks)
+	return g
+}
+
+// groupSpec is what an application asks of placement for one of its groups.
+func groupSpec(a *app.Application, group int) placement.Group {
+	g := placement.Group{
+		ID: a.Name + "/" + strconv.Itoa(group), Lockstep: a.DataParallel.Coupling == app.Lockstep, DPSize: a.DataParallel.DPSize,
+		Strategy: placement.Strategy(a.PlacementGroupStrategy), MaxRanksPerNode: a.MaxRanksPerNode, Labels: a.Resources.Labels,
+	}
+	if a.Engine.Kind == app.KindAttach {
+		g.Attach, g.Pinned = true, map[int]string{}
+		for r := range a.DataParallel.DPSize {
+			if e := a.Engine.Rank(group, r); e != nil {
+				g.Pinned[r] = e.Node
+			}
+		}
+		return g
+	}
+	g.Devices = a.Resources.GPUs
+	if a.Engine.Kind == app.KindSim || g.Devices == 0 {
+		g.Slots = 1
+	}
+	return g
+}
+
+// held counts, per node, the ranks of the group that stay where they are.
+func (c *core) held(us []*unit, placed []placement.Placed) map[string]int {
+	out := map[string]int{}
+	for id, rec := range c.state.Units {
+		if rec.App == us[0].app && rec.Group == us[0].group && rec.Holds() && !hasID(us, id) && !seatedIn(placed, rec) {
+			for i := range rec.Ranks {
+				out[rec.Ranks[i].Node]++
+			}
+		}
+	}
+	for i := range placed {
+		for j := range placed[i].Seats {
+			out[placed[i].Seats[j].Node]++
+		}
+	}
+	return out
+}
+
+// seatedIn says whether the unit's ranks were just placed.
+func seatedIn(placed []placement.Placed, rec *state.Unit) bool {
+	for i := range placed {
+		for j := range placed[i].Seats {
+			if shares(rec, []int{placed[i].Seats[j].Rank}) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+func hasID(us []*unit, id string) bool {
+	return slices.ContainsFunc(us, func(u *unit) bool { return u.id == id })
+}
+
+// overlay is the inventory with what is in use: by the state, by grants under way, by placed. The units that are placed now
+// leave their own seats free, and their own ports as those freed last.
+func (c *core) overlay(us []*unit, placed []placement.Placed) []placement.Node {
+	o := newOverlay(c.nodes, c.state)
+	for _, id := range slices.Sorted(maps.Keys(c.state.Units)) {
+		rec := c.state.Units[id]
+		switch {
+		case !rec.Holds():
+		case hasID(us, id):
+			o.freed(rec.Blocks)
+		default:
+			o.use(rec.Ranks, rec.Blocks)
+		}
+	}
+	for _, u := range c.units {
+		if u.busy && u.current.kind == state.DoGrant && !hasID(us, u.id) {
+			o.use(u.next.ranks, u.next.blocks)
+		}
+	}
+	for i := range placed {
+		var s seat
+		s.fill(ranksOf(&placed[i]), &placed[i])
+		o.use(s.ranks, s.blocks)
+	}
+	return o.nodes
+}
+
+func ranksOf(p *placement.Placed) []int {
+	out := make([]int, len(p.Seats))
+	for i := range p.Seats {
+		out[i] = p.Seats[i].Rank
+	}
+	return out
+}
+
+// overlay marks an inventory.
+type overlay struct {
+	nodes []placement.Node
+	at    map[string]*placement.Node
+}
+
+func newOverlay(nodes []placement.Node, s *state.State) *overlay {
+	o := &overlay{nodes: slices.Clone(nodes), at: map[string]*placement.Node{}}
+	for i := range o.nodes {
+		n := &o.nodes[i]
+		n.UsedSlots, n.UsedDevices = slices.Clone(n.UsedSlots), slices.Clone(n.UsedDevices)
+		n.UsedBlocks, n.FreedBlocks = slices.Clone(n.UsedBlocks), slices.Clone(n.FreedBlocks)
+		o.at[n.ID] = n
+	}
+	o.freed(s.Freed)
+	return o
+}
+
+func (o *overlay) use(ranks []state.RankGrant, blocks []state.Block) {
+	for i := range ranks {
+		r := &ranks[i]
+		n := o.at[r.Node]
+		if n == nil {
+			continue
+		}
+		n.Ranks++
+		n.UsedDevices = append(n.UsedDevices, r.Devices...)
+		if r.Slot >= 0 {
+			n.UsedSlots = append(n.UsedSlots, r.Slot)
+		}
+	}
+	for _, b := range blocks {
+		if n := o.at[b.Node]; n != nil {
+			n.UsedBlocks = append(n.UsedBlocks, portsOf(b))
+		}
+	}
+}
+
+func (o *overlay) freed(blocks []state.Block) {
+	for _, b := range blocks {
+		if n := o.at[b.Node]; n != nil {
+			n.FreedBlocks = append(n.FreedBlocks, portsOf(b))
+		}
+	}
+}
+
+func portsOf(b state.Block) placement.Ports {
+	return placement.Ports{Lo: b.Base, Hi: b.Base + b.Size - 1}
+}
+
+// releaseOf gives the whole unit back.
+func releaseOf(u *unit) msg.ReleaseRank {
+	return msg.ReleaseRank{Unit: u.id, Rank: -1, Epoch: u.m.Epoch, Reason: u.m.Reason}
+}

@@ -1,0 +1,104 @@
+package controller
+
+import (
+	"maps"
+	"slices"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/state"
+)
+
+// status is the picture of all applications, in order of name. Accounts of ranks are filled in by those who know them.
+func (c *core) status() []msg.AppStatus {
+	out := make([]msg.AppStatus, 0, len(c.apps))
+	for _, name := range c.names() {
+		out = append(out, c.appStatus(c.apps[name]))
+	}
+	return out
+}
+
+func (c *core) appStatus(a *application) msg.AppStatus {
+	s := msg.AppStatus{Name: a.name, Status: string(c.derive(a)), Message: c.message(a), Revision: a.revision}
+	if a.spec != nil {
+		describe(&s, a.spec)
+	}
+	for _, id := range c.unitsOf(a) {
+		us := c.unitStatus(a, id)
+		if us.Phase == string(state.Ready) && a.wants(id) {
+			s.Ready += len(us.Ranks)
+		}
+		s.Units = append(s.Units, us)
+	}
+	return s
+}
+
+func describe(s *msg.AppStatus, a *app.Application) {
+	s.Model, s.Kind, s.Coupling, s.Policy = a.Model.ID, string(a.Engine.Kind), string(a.DataParallel.Coupling), a.Routing.Policy
+	s.DPSize, s.Groups, s.Desired = a.DataParallel.DPSize, a.NumGroups, a.NumReplicas
+}
+
+// unitsOf are the wanted units of an app, then those of it that are still being ended.
+func (c *core) unitsOf(a *application) []string {
+	var out []string
+	for i := range a.units {
+		if id := a.units[i].ID; !a.deleting || c.units[id] != nil {
+			out = append(out, id)
+		}
+	}
+	for _, id := range slices.Sorted(maps.Keys(c.units)) {
+		if c.units[id].app == a.name && !slices.Contains(out, id) {
+			out = append(out, id)
+		}
+	}
+	return out
+}
+
+func (c *core) unitStatus(a *application, id string) msg.UnitStatus {
+	u := c.units[id]
+	if u == nil {
+		return waitingUnit(a, id)
+	}
+	phase := u.m.Phase
+	if phase == "" {
+		phase = state.Pending
+	}
+	s := msg.UnitStatus{
+		Unit: id, Group: u.group, Phase: string(phase), Epoch: u.m.Epoch, Attempt: u.m.Attempt, Since: u.m.Since,
+		Reason: u.why(), LogTail: u.m.LogTail,
+	}
+	if rec := c.state.Units[id]; rec != nil {
+		s.Restarts = rec.Restarts
+	}
+	s.Ranks = u.rankStatus(phase)
+	return s
+}
+
+// rankStatus lists the ranks of the grant in hand, or, without one, those that are wanted.
+func (u *unit) rankStatus(phase state.Phase) []msg.RankStatus {
+	out := make([]msg.RankStatus, 0, len(u.ranks))
+	if len(u.seat.ranks) > 0 {
+		for _, r := range u.seat.ranks {
+			out = append(out, msg.RankStatus{
+				Group: u.group, Rank: r.Rank, Node: r.Node, Devices: r.Devices, Phase: string(phase), Epoch: u.m.Epoch,
+			})
+		}
+		return out
+	}
+	for _, r := range u.ranks {
+		out = append(out, msg.RankStatus{Group: u.group, Rank: r, Phase: string(phase), Epoch: u.m.Epoch})
+	}
+	return out
+}
+
+// waitingUnit is a wanted unit that the core has not begun.
+func waitingUnit(a *application, id string) msg.UnitStatus {
+	s := msg.UnitStatus{Unit: id, Phase: string(state.Pending)}
+	for i := range a.units {
+		if w := &a.units[i]; w.ID == id {
+			u := newUnit(id, w.App, w.Group, w.Ranks)
+			s.Group, s.Ranks = w.Group, u.rankStatus(state.Pending)
+		}
+	}
+	return s
+}

@@ -1,0 +1,71 @@
+package ingress
+
+import (
+	"context"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+)
+
+// admit asks the rank's DPServer for a ticket and waits for its answer, the end of ctx, or the end of the actor, which
+// answers nobody any more.
+func (c *call) admit(ctx context.Context, rk *rank) (msg.AdmitReply, cause) {
+	reply, _ := c.in.replies.Get().(chan msg.AdmitReply)
+	err := rk.mailbox.TrySend(&msg.Admit{
+		Ctx: ctx, ReqID: c.query.ID, Epoch: rk.epoch, Class: msg.ClassBoth, Tokens: c.query.Tokens, Estimated: c.query.Estimated,
+		Deadline: c.due, Ingress: c.in.node, Reply: reply,
+	})
+	if err != nil {
+		c.in.replies.Put(reply)
+		return msg.AdmitReply{}, unsent(rk)
+	}
+	select {
+	case rep := <-reply:
+		c.in.replies.Put(reply)
+		return rep, refusedAs(rep.Refusal)
+	case <-rk.mailbox.Stopped():
+		return c.in.afterStop(reply)
+	case <-ctx.Done():
+		c.in.awaitLate(rk.mailbox, reply)
+		return msg.AdmitReply{}, ended(ctx)
+	}
+}
+
+// unsent tells a full mailbox from a stopped one.
+func unsent(rk *rank) cause {
+	select {
+	case <-rk.mailbox.Stopped():
+		return causeGone
+	default:
+		return causeOverloaded
+	}
+}
+
+// afterStop takes an answer that came just before the actor ended.
+func (in *Ingress) afterStop(reply chan msg.AdmitReply) (msg.AdmitReply, cause) {
+	select {
+	case rep := <-reply:
+		in.replies.Put(reply)
+		return rep, refusedAs(rep.Refusal)
+	default:
+		return msg.AdmitReply{}, causeGone // the channel is not used again: the message may still hold it
+	}
+}
+
+// awaitLate takes a ticket that comes after its request has left, and gives it back. One goroutine per such request, ended
+// by the answer, the actor's end or a deadline.
+func (in *Ingress) awaitLate(box msg.Mailbox, reply chan msg.AdmitReply) {
+	in.running.Go(func() {
+		timeout := time.NewTimer(in.timers.LateTicket)
+		defer timeout.Stop()
+		select {
+		case rep := <-reply:
+			in.replies.Put(reply)
+			if rep.Refusal == msg.Granted {
+				box.Send(&msg.Done{TicketID: rep.Ticket.ID, Outcome: msg.Refused, Cause: "late_ticket"})
+			}
+		case <-box.Stopped():
+		case <-timeout.C:
+		}
+	})
+}

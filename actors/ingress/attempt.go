@@ -1,0 +1,229 @@
+package ingress
+
+import (
+	"context"
+	"errors"
+	"net/http"
+	"strconv"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/routing"
+)
+
+// attempt is one dispatch to a rank.
+type attempt struct {
+	router *routing.Router
+	rank   *rank
+	ticket msg.Ticket
+	cancel context.CancelCauseFunc
+	start  time.Time
+	first  time.Time // first token
+	posted time.Time // last Progress
+
+	prev, next *attempt // rank.unbegun
+	tracked    bool
+}
+
+// try dispatches to rk and relays its answer. When it returns, the rank's load is given back. If c.status is 0 and c.cut is
+// false, the client has seen nothing.
+func (c *call) try(parent context.Context, rk *rank) result {
+	ctx, cancel := context.WithCancelCause(parent)
+	defer cancel(errOver)
+	a := &c.attempt
+	*a = attempt{router: a.router, rank: rk, cancel: cancel, start: time.Now()}
+	c.guard.begin(cancel)
+	defer c.guard.end()
+	if !c.entry.lane.begin(rk, a) {
+		c.undo()
+		return result{cause: causeGone}
+	}
+	defer c.entry.lane.begun(rk, a)
+
+	c.guard.arm(a.start, a.start.Add(c.in.timers.Admit), errAdmitSlow)
+	rep, refused := c.admit(ctx, rk)
+	c.guard.pause()
+	if refused != causeOK {
+		return c.refused(rep, refused)
+	}
+	a.ticket = rep.Ticket
+	a.router.Observe(&routing.Event{Kind: routing.EvTicket, Rank: rk.id, ReqID: c.query.ID, Seq: rep.Ticket.Seq, Incarnation: rep.Ticket.Incarnation})
+	res := result{cause: causeDrained} // what a panic leaves behind
+	defer func() { c.done(&res) }()
+	res = c.exchange(ctx)
+	return res
+}
+
+// refused takes the bump back. A full rank's picture is corrected first (judge), so the undo wakes nobody in vain.
+func (c *call) refused(rep msg.AdmitReply, why cause) result {
+	c.entry.lane.meter.Load().Refusal(rows[why].name)
+	if why == causeFull {
+		c.entry.lane.marked(c.attempt.rank, rep.Seq)
+	}
+	c.undo()
+	return result{cause: why, seq: rep.Seq}
+}
+
+func (c *call) undo() {
+	c.attempt.router.Observe(&routing.Event{Kind: routing.EvUndo, Rank: c.attempt.rank.id, ReqID: c.query.ID})
+}
+
+// done gives the ticket back, exactly once, with what the attempt says about the engine.
+func (c *call) done(res *result) {
+	a, what := &c.attempt, rows[res.cause]
+	var first time.Duration
+	if !a.first.IsZero() {
+		first = a.first.Sub(a.start)
+	}
+	a.rank.mailbox.Send(&msg.Done{
+		TicketID: a.ticket.ID, Outcome: what.done, Cause: what.name,
+		PromptTokens: c.usage.PromptTokens, CachedTokens: c.usage.CachedTokens, CompletionTokens: c.generated(),
+		FirstToken: first, Trip: what.trip && !c.entry.lane.isLost(a.rank), Busy: what.busy, Probe: what.probe,
+	})
+	c.entry.lane.took(time.Since(a.start))
+	c.account()
+}
+
+// generated is the engine's count of output tokens, else the chunks seen.
+func (c *call) generated() int { return max(c.usage.CompletionTokens, c.stream.tokens) }
+
+// account adds the tokens to the metrics and teaches the estimate.
+func (c *call) account() {
+	n := c.generated()
+	c.in.tokens.Add(uint64(max(n-c.counted, 0))) //nolint:gosec // not negative
+	c.counted = max(n, c.counted)
+	if c.usage.PromptTokens == 0 && n == 0 {
+		return
+	}
+	c.entry.lane.meter.Load().Tokens(c.usage.PromptTokens, c.usage.CachedTokens, n)
+	if c.query.Estimated {
+		c.entry.lane.ratios[c.route].Observe(c.scan.PromptBytes, c.usage.PromptTokens)
+	}
+}
+
+// exchange sends the request and relays the answer.
+func (c *call) exchange(ctx context.Context) result {
+	c.guard.arm(time.Now(), c.firstTokenDue(), errFirstToken)
+	resp, err := c.request(ctx)
+	c.guard.pause()
+	if err != nil {
+		return c.unanswered(ctx, err)
+	}
+	defer closeBody(resp)
+	switch {
+	case resp.StatusCode >= http.StatusBadRequest:
+		return c.relayError(ctx, resp)
+	case isStream(resp.Header):
+		return c.relayStream(ctx, resp)
+	default:
+		return c.relayWhole(ctx, resp)
+	}
+}
+
+// firstTokenDue is when the attempt must have shown its first token. An answer that is not streamed shows none: it gets the
+// time that a stream with its number of tokens could take at most.
+func (c *call) firstTokenDue() time.Time {
+	d := c.entry.firstToken
+	if c.route.Generates() && !c.scan.Stream {
+		n := c.scan.MaxTokens
+		if n < 0 || n > unknownTokens {
+			n = unknownTokens
+		}
+		d += time.Duration(n) * c.entry.between
+	}
+	return c.attempt.start.Add(d)
+}
+
+// request sends once, and once more if a reused connection turned out to be closed (ENGINES 3.6): that is nobody's fault and
+// no attempt.
+func (c *call) request(ctx context.Context) (*http.Response, error) {
+	resp, o, err := c.sendOnce(ctx)
+	if err == nil || !o.reused.Load() || o.begun.Load() || ctx.Err() != nil {
+		return resp, err
+	}
+	c.entry.lane.meter.Load().Attempt("keepalive_resend", "")
+	resp, _, err = c.sendOnce(ctx)
+	return resp, err
+}
+
+func (c *call) sendOnce(ctx context.Context) (*http.Response, *outgoing, error) {
+	a := &c.attempt
+	o := &outgoing{url: a.rank.urls[c.route], header: c.header, body: c.send}
+	switch t := &a.ticket.Target; t.Addressing {
+	case "header":
+		o.header = withRank(c.header, t.Selector)
+	case "body":
+		o.body = openai.AppendField(nil, c.send, "routed_dp_rank", strconv.AppendInt(nil, int64(t.Selector), 10))
+	}
+	resp, err := c.in.legs.to(&a.ticket.Target).send(ctx, o) //nolint:bodyclose // exchange closes it
+	if !o.settled() {
+		c.settled = false
+	}
+	return resp, o, err
+}
+
+// unanswered says what a failed exchange means: no byte of an answer came.
+func (c *call) unanswered(ctx context.Context, err error) result {
+	if ctx.Err() != nil {
+		return result{cause: ended(ctx), err: err}
+	}
+	if isDial(err) {
+		return result{cause: causeRefused, err: err}
+	}
+	return result{cause: causeReset, err: err}
+}
+
+// broke says what a failed read of an answer's body means.
+func (c *call) broke(ctx context.Context, err error, begun bool) result {
+	switch {
+	case ctx.Err() != nil:
+		why := ended(ctx)
+		if begun && why == causeUnitLost {
+			why = causeUpstreamLost
+		}
+		return result{cause: why, err: err}
+	case begun:
+		return result{cause: c.lostStream(), err: err}
+	default:
+		return result{cause: causeEmpty, err: err}
+	}
+}
+
+// lostStream tells a rank that was drained from one that failed.
+func (c *call) lostStream() cause {
+	if c.entry.lane.isDraining(c.attempt.rank) {
+		return causeDrained
+	}
+	return causeUpstreamLost
+}
+
+func closeBody(resp *http.Response) {
+	if err := resp.Body.Close(); err != nil {
+		return // the answer's outcome is decided; the connection is not used again
+	}
+}
+
+// firstTokenSeen tells the rank that the prefill is done. Only streams show it.
+func (c *call) firstTokenSeen(now time.Time) {
+	c.attempt.first = now
+	c.attempt.posted = now
+	c.attempt.rank.mailbox.Send(&msg.FirstToken{TicketID: c.attempt.ticket.ID, At: now})
+}
+
+// tokensSeen counts output and reports it now and then, so that the rank is seen to live.
+func (c *call) tokensSeen(n int, now time.Time) {
+	c.in.tokens.Add(uint64(n)) //nolint:gosec // a count
+	c.counted += n
+	if now.Sub(c.attempt.posted) < progressEvery {
+		return
+	}
+	c.attempt.posted = now
+	c.attempt.rank.mailbox.Send(&msg.Progress{TicketID: c.attempt.ticket.ID, Out: c.stream.tokens})
+}
+
+func asBodyError(err error) (*openai.BodyError, bool) {
+	var e *openai.BodyError
+	ok := errors.As(err, &e)
+	return e, ok
+}

@@ -1,0 +1,417 @@
+package ingress
+
+import (
+	"bytes"
+	"context"
+	"log/slog"
+	"net/http"
+	"strconv"
+	"time"
+
+	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/routing"
+)
+
+// call is one inference request from its header to its last byte. Its memory is used again: everything is reset in
+// release, also after a panic.
+type call struct {
+	in     *Ingress
+	w      http.ResponseWriter
+	rc     *http.ResponseController
+	flush  func() error
+	r      *http.Request
+	route  openai.Route
+	start  time.Time
+	id     string
+	ids    []string // {id}: the header value
+	body   *bodyBuffer
+	scan   openai.Body
+	splice []byte // body without the fields that only dpserve may set
+	send   []byte // what goes to the engine
+	header http.Header
+
+	entry   *entry
+	query   routing.Request
+	choice  routing.Decision
+	due     time.Time // of x-dpserve-timeout-ms; zero: none
+	tried   []*rank   // each failed once
+	waiter  *waiter
+	waitDue time.Time // end of queue_s, from the first wait on
+	rejoin  bool      // was the head of the queue already
+
+	attempt  attempt
+	attempts int
+	settled  bool // no engine connection may still read the body
+	guard    guard
+	stream   stream
+
+	written  time.Time // when the write deadline was set last
+	status   int       // sent, 0 while nothing is
+	begun    time.Time // first byte
+	cut      bool      // the connection must not end cleanly
+	usage    openai.Usage
+	counted  int // generated tokens already in Totals
+}
+
+func newCall(in *Ingress) *call {
+	c := &call{in: in, waiter: newWaiter(), ids: make([]string, 1)}
+	return c
+}
+
+// serve answers one inference request in its scope.
+func (in *Ingress) serve(w http.ResponseWriter, r *http.Request, s *scope, route openai.Route) {
+	c, _ := in.calls.Get().(*call)
+	in.inflight.Add(1)
+	c.w, c.r, c.route, c.start, c.settled = w, r, route, time.Now(), true
+	c.rc = http.NewResponseController(w)
+	c.flush = flusher(w)
+	c.body, _ = in.buffers.Get().(*bodyBuffer)
+	cut := false
+	defer func() {
+		in.inflight.Add(-1)
+		c.release()
+		if cut { // TRAPS 1: the client must not take a broken stream for a whole one
+			panic(http.ErrAbortHandler)
+		}
+	}()
+	if f := c.run(s); f != nil {
+		c.refuse(f)
+	}
+	cut = c.cut
+}
+
+// release resets the call and gives it back.
+func (c *call) release() {
+	in := c.in
+	c.guard.end()
+	in.release(c.body, c.settled)
+	if c.settled {
+		c.splice = c.splice[:0]
+	} else {
+		c.splice = nil
+	}
+	c.ids = make([]string, 1) // the old one is in the engine's and the client's header
+	clear(c.tried)
+	c.w, c.rc, c.flush, c.r, c.body, c.send, c.header, c.entry = nil, nil, nil, nil, nil, nil, nil, nil
+	c.query = routing.Request{Tried: c.query.Tried[:0]}
+	c.due, c.waitDue, c.written, c.begun = time.Time{}, time.Time{}, time.Time{}, time.Time{}
+	c.tried, c.rejoin, c.attempts, c.status, c.cut, c.counted, c.id = c.tried[:0], false, 0, 0, false, 0, ""
+	c.usage = openai.Usage{}
+	c.attempt = attempt{}
+	c.stream.release()
+	in.calls.Put(c)
+}
+
+// run takes the request to its answer, or to what is to be answered instead.
+func (c *call) run(s *scope) *failure {
+	c.armWrite(c.start)
+	c.identify()
+	if f := c.in.readBody(c.rc, c.r, c.body); f != nil {
+		abandonBody(c.w, c.r)
+		return f
+	}
+	if err := c.scan.Scan(c.route, c.body.b); err != nil {
+		return badBody(err)
+	}
+	if f := c.find(s); f != nil {
+		return f
+	}
+	if f := c.options(); f != nil {
+		return f
+	}
+	c.prepare()
+	c.entry.lane.budget.request(c.clock())
+	return c.dispatch()
+}
+
+func (c *call) clock() time.Duration { return time.Since(c.in.base) }
+
+// identify takes the client's x-request-id if it can stand in a log line, else makes one.
+func (c *call) identify() {
+	if ids := c.r.Header[headerRequestID]; len(ids) == 1 && validRequestID(ids[0]) {
+		c.id = ids[0]
+	} else {
+		c.id = newRequestID(mix(c.in.requestID()))
+	}
+	c.ids[0] = c.id
+	c.w.Header()[headerRequestID] = c.ids
+}
+
+// find picks the application by the body's model; without one it must be the only application there is.
+func (c *call) find(s *scope) *failure {
+	if !c.scan.HasModel {
+		c.entry = s.only
+		switch {
+		case c.entry != nil:
+			return nil
+		case s.apps == 0:
+			return unknownModel(nil, s)
+		}
+		f := fail(openai.CodeInvalidRequest, "the body names no model; add \"model\": one of "+list(s.names))
+		f.param = "model"
+		return f
+	}
+	if c.entry = s.models[string(c.scan.Model)]; c.entry == nil {
+		return unknownModel(c.scan.Model, s)
+	}
+	return nil
+}
+
+// options reads dpserve's own request headers.
+func (c *call) options() *failure {
+	if v := c.r.Header[headerTimeout]; len(v) > 0 {
+		d, ok := parseTimeout(v[0])
+		if !ok {
+			return fail(openai.CodeInvalidRequest, "x-dpserve-timeout-ms must be a whole number of milliseconds from 1 to 86400000")
+		}
+		c.due = c.start.Add(d)
+	}
+	if v := c.r.Header[headerRank]; len(v) > 0 {
+		id, ok := parseRank(v[0])
+		if !ok {
+			return fail(openai.CodeInvalidRequest, "x-dpserve-rank must be GROUP/RANK, for example 0/3")
+		}
+		c.query.Direct, c.query.HasDirect = id, true
+	}
+	return nil
+}
+
+// prepare makes what goes to the engine, once for all attempts.
+func (c *call) prepare() {
+	c.query.Tokens, c.query.Estimated = c.scan.PromptTokens, false
+	if c.scan.PromptTokens < 0 {
+		c.query.Tokens, c.query.Estimated = c.entry.lane.ratios[c.route].Tokens(c.scan.PromptBytes), true
+	}
+	c.waiter.tokens = int64(c.query.Tokens)
+	c.send = c.scan.Spliced(c.splice[:0], c.body.b)
+	if len(c.scan.Strip) > 0 {
+		c.splice = c.send
+	}
+	c.header = engineHeader(c.r.Header, c.ids)
+}
+
+// dispatch tries ranks until one has answered; nil if the client has its answer.
+func (c *call) dispatch() *failure {
+	ctx := c.r.Context()
+	if !c.due.IsZero() {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithDeadlineCause(ctx, c.due, errDeadline)
+		defer cancel()
+	}
+	var last *result
+	for {
+		rk, f := c.pick(ctx, last)
+		if f != nil {
+			return f
+		}
+		res := c.try(ctx, rk)
+		if c.status != 0 || c.cut {
+			c.finish(&res)
+			return nil
+		}
+		if f := c.judge(rk, &res); f != nil {
+			return f
+		}
+		if res.cause != causeFull {
+			last = &res
+		}
+	}
+}
+
+// judge decides whether another rank is tried: nil means yes.
+func (c *call) judge(rk *rank, res *result) *failure {
+	what := rows[res.cause]
+	if !what.retry {
+		return c.giveUp(rk, res, "")
+	}
+	if res.cause == causeFull { // no attempt: the view was wrong
+		c.entry.lane.marked(rk, res.seq)
+		c.rejoin = true
+		return nil
+	}
+	c.attempts++
+	c.tried = append(c.tried, rk)
+	budget := "free"
+	if !what.free && !c.entry.lane.isLost(rk) {
+		budget = "drawn"
+	}
+	if c.attempts >= c.entry.attempts {
+		return c.giveUp(rk, res, budget)
+	}
+	if budget == "drawn" && !c.entry.lane.budget.draw(c.clock()) {
+		return c.giveUp(rk, res, "empty")
+	}
+	m := c.entry.lane.meter.Load()
+	m.Attempt(what.name, budget)
+	m.Retry(what.name, budget)
+	c.log(slog.LevelInfo, "attempt failed, trying another rank", rk, res)
+	return nil
+}
+
+func (c *call) giveUp(rk *rank, res *result, budget string) *failure {
+	c.entry.lane.meter.Load().Attempt(rows[res.cause].name, budget)
+	f := final(res)
+	if !f.gone {
+		c.log(slog.LevelInfo, "attempt failed, no further one", rk, res)
+	}
+	return f
+}
+
+// refuse sends an answer of dpserve's own. There is exactly one log line for it.
+func (c *call) refuse(f *failure) {
+	c.count(f.status)
+	level := slog.LevelInfo
+	if f.status >= http.StatusInternalServerError {
+		level = slog.LevelWarn
+	}
+	attrs := c.attrs(f.cause)
+	c.in.log.LogAttrs(c.r.Context(), level, "request not served", append(attrs, slog.Int("code", f.status), slog.String("err", f.message))...)
+	if f.gone {
+		c.cut = true // whoever still listens must not see an empty answer
+		return
+	}
+	h := c.w.Header()
+	c.ownHeaders(h, nil)
+	if f.retryAfter > 0 {
+		h["Retry-After"] = []string{strconv.Itoa(f.retryAfter)}
+	}
+	c.armWrite(time.Now())
+	writeError(c.w, f)
+}
+
+// finish counts and logs a request whose answer has begun.
+func (c *call) finish(res *result) {
+	code := c.status
+	if res.cause != causeOK && res.cause != causePassed {
+		code = codeOf(res)
+		c.log(slog.LevelWarn, "request failed after its first byte", c.attempt.rank, res)
+	} else {
+		c.log(slog.LevelDebug, "request served", c.attempt.rank, res)
+	}
+	c.entry.lane.meter.Load().Attempt(rows[res.cause].name, "")
+	c.count(code)
+}
+
+// codeOf is the status in metrics of an answer that broke after its first byte; 200 had been sent by then.
+func codeOf(res *result) int {
+	switch res.cause {
+	case causeClientGone, causeSlowReader:
+		return statusClientGone
+	case causeErrorEvent:
+		return res.status
+	default:
+		code, _ := brokenOff(res.cause)
+		return openai.Status(code)
+	}
+}
+
+// count puts the request into metrics and totals.
+func (c *call) count(code int) {
+	c.in.requests.Add(1)
+	if c.entry == nil {
+		return
+	}
+	var ttft time.Duration
+	if !c.begun.IsZero() && c.scan.Stream {
+		ttft = c.begun.Sub(c.start)
+	}
+	c.entry.lane.meter.Load().Request(c.route.String(), code, time.Since(c.start), ttft)
+}
+
+// ownHeaders names where the answer comes from.
+func (c *call) ownHeaders(h http.Header, rk *rank) {
+	h[headerRequestID] = c.ids
+	if c.entry == nil {
+		return
+	}
+	h[headerApp] = []string{c.entry.app.Name}
+	if rk != nil {
+		h[headerGroup] = []string{strconv.Itoa(rk.id.Group())}
+		h[headerRank] = []string{strconv.Itoa(rk.id.Rank())}
+	}
+	n := c.attempts
+	if rk != nil {
+		n++
+	}
+	h[headerAttempts] = []string{strconv.Itoa(n)}
+}
+
+// log writes one line about an attempt; never a word of the prompt or the answer.
+func (c *call) log(level slog.Level, text string, rk *rank, res *result) {
+	ctx := c.r.Context()
+	if !c.in.log.Enabled(ctx, level) {
+		return
+	}
+	attrs := append(c.attrs(rows[res.cause].name), slog.Int("attempt", c.attempts))
+	if rk != nil {
+		attrs = append(attrs, slog.String("unit", rk.unit), slog.Int("group", rk.id.Group()), slog.Int("rank", rk.id.Rank()), slog.Uint64("epoch", rk.epoch))
+	}
+	if res.status != 0 {
+		attrs = append(attrs, slog.Int("engine_status", res.status))
+	}
+	if res.engine.Message != "" {
+		attrs = append(attrs, slog.String("engine_message", res.engine.Message))
+	}
+	if res.err != nil {
+		attrs = append(attrs, slog.Any("err", res.err))
+	}
+	c.in.log.LogAttrs(ctx, level, text, attrs...)
+}
+
+func (c *call) attrs(cause string) []slog.Attr {
+	attrs := []slog.Attr{
+		slog.String("request_id", c.id), slog.String("route", c.route.String()), slog.String("cause", cause),
+		slog.Float64("dur_ms", float64(time.Since(c.start).Microseconds())/1000),
+	}
+	if c.entry != nil {
+		attrs = append(attrs, slog.String("app", c.entry.app.Name))
+	}
+	return attrs
+}
+
+// armWrite gives a slow reader its time, at most once a second: the deadline is coarse (HOTPATH 3). It stays when the
+// request is over and is renewed by the next one on the connection, so that the last flush has one too.
+func (c *call) armWrite(now time.Time) {
+	if now.Sub(c.written) < time.Second {
+		return
+	}
+	c.written = now
+	if c.rc.SetWriteDeadline(now.Add(c.in.timers.SlowReader)) != nil {
+		return // not a network connection, or gone: the write will tell
+	}
+}
+
+// flusher finds the flush that reports errors under gin's writer, which hides it.
+func flusher(w http.ResponseWriter) func() error {
+	for {
+		switch t := w.(type) {
+		case interface{ FlushError() error }:
+			return t.FlushError
+		case interface{ Unwrap() http.ResponseWriter }:
+			w = t.Unwrap()
+		default:
+			return http.NewResponseController(w).Flush
+		}
+	}
+}
+
+func badBody(err error) *failure {
+	f := fail(openai.CodeInvalidRequest, err.Error())
+	if e, ok := asBodyError(err); ok {
+		f.code, f.param, f.status = e.Code, e.Param, openai.Status(e.Code)
+	}
+	return f
+}
+
+// maxNameShown bounds what an error repeats of a client's text.
+const maxNameShown = 100
+
+func unknownModel(model []byte, s *scope) *failure {
+	shown := string(bytes.ToValidUTF8(model[:min(len(model), maxNameShown)], []byte("?")))
+	f := fail(openai.CodeModelNotFound, "the model `"+shown+"` does not exist; there are: "+list(s.names))
+	if s.apps == 0 {
+		f.message = "the model `" + shown + "` does not exist: no application is deployed here; deploy one with `dpserve deploy FILE`"
+	}
+	f.param = "model"
+	return f
+}

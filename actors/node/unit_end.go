@@ -1,0 +1,220 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/state"
+)
+
+// causeDrained is the cause of a fence at the end of a drain: what is still running is cut with it.
+const causeDrained = "drained"
+
+// end takes the unit down, whatever brought it here: drain if it serves and was asked to stop, kill, verify, report gone.
+// startErr is set if it never became ready.
+func (u *unit) end(startErr error) {
+	u.drain()
+	why := u.whyEnd(startErr)
+	for _, r := range u.ranks {
+		r.replica.Fence(causeDrained) // no news to a fenced one
+	}
+	u.enter(state.Killing, why.cause)
+	u.tell(msg.UnitEvent{Kind: msg.UnitKilling, Rank: why.rank, Reason: why.cause})
+	u.kill()
+	u.verify(why)
+	u.stopReplicas(u.ranks)
+	for _, r := range u.ranks {
+		r.out[0].end()
+		r.out[1].end()
+	}
+	u.enter(state.Gone, why.cause)
+	stop, _, _ := u.wishes()
+	u.log.Info("unit is gone", slog.String("cause", why.cause), slog.Bool("asked", stop != nil))
+	u.tell(msg.UnitEvent{Kind: msg.UnitGone, Rank: why.rank, Reason: why.cause, LogTail: u.tail(why.rank), Asked: stop != nil})
+}
+
+// whyEnd is the reason of the end: a failed start, the failure of a rank, or the wish to stop.
+func (u *unit) whyEnd(startErr error) failure {
+	stop, fail, _ := u.wishes()
+	var s *startError
+	switch {
+	case errors.As(startErr, &s):
+		return failure{s.rank, s.Error()}
+	case fail != nil && (stop == nil || u.currentPhase() != state.Draining):
+		return *fail
+	case stop != nil:
+		return failure{-1, stop.reason}
+	case startErr != nil:
+		return failure{-1, startErr.Error()}
+	}
+	return failure{-1, "unknown"}
+}
+
+// drain lets the requests of a serving unit go on until the deadline of the stop; a failure, a tighter wish or the node's
+// end cuts it short.
+func (u *unit) drain() {
+	stop, fail, _ := u.wishes()
+	if stop == nil || fail != nil || u.currentPhase() != state.Ready || !time.Now().Before(stop.deadline) {
+		return
+	}
+	u.enter(state.Draining, stop.reason)
+	u.tell(msg.UnitEvent{Kind: msg.UnitDraining, Rank: -1, Reason: stop.reason})
+	for _, r := range u.ranks {
+		r.replica.Drain("draining")
+	}
+	empty := make(chan struct{})
+	go func() { // ends with the DPServers, which end with the unit
+		defer close(empty)
+		for _, r := range u.ranks {
+			<-r.replica.Drained()
+		}
+	}()
+	for u.draining(empty) {
+		continue
+	}
+}
+
+// draining waits for one thing to happen and says whether to go on waiting.
+func (u *unit) draining(empty <-chan struct{}) bool {
+	stop, fail, _ := u.wishes()
+	if fail != nil {
+		return false
+	}
+	deadline := time.NewTimer(time.Until(stop.deadline))
+	defer deadline.Stop()
+	select {
+	case <-u.wake:
+		return true
+	case <-empty:
+	case <-deadline.C:
+	case <-u.n.hard:
+	}
+	return false
+}
+
+// kill ends every engine: SIGTERM, what is left of the drain plus KillGrace, SIGKILL to the whole group.
+func (u *unit) kill() {
+	stop, _, _ := u.wishes()
+	limit := u.n.timers.KillGrace
+	if stop != nil {
+		limit += max(0, time.Until(stop.deadline))
+	}
+	var all sync.WaitGroup
+	for _, r := range u.ranks {
+		r.ask()
+		r.setProgress("ending its engine")
+		if p := r.process(); p != nil {
+			p.Terminate()
+			all.Go(func() { u.awaitExit(p, limit) })
+		}
+	}
+	all.Wait()
+}
+
+func (u *unit) awaitExit(p Process, limit time.Duration) {
+	t := time.NewTimer(limit)
+	defer t.Stop()
+	select {
+	case <-p.Exited():
+	case <-t.C:
+	case <-u.n.hard:
+	}
+	p.Kill() // also after an exit: children may live on
+}
+
+// verify waits until nothing of the unit's engines is left: groups empty, ports bindable. After VerifyNamed what is left is
+// named, and the wait goes on, killing again: a start beside it would meet its memory and its ports. Only the node's own end
+// gives up then.
+func (u *unit) verify(why failure) {
+	began, named := time.Now(), false
+	for wait := u.n.timers.PollFirst; ; wait = min(2*wait, u.n.timers.VerifyPoll) {
+		left := u.left()
+		if left == "" {
+			return
+		}
+		late := time.Since(began) >= u.n.timers.VerifyNamed
+		if late && closed(u.n.box.Stopped()) {
+			u.log.Error("giving up on an engine that does not end", slog.String("left", left))
+			return
+		}
+		if late && !named {
+			named = true
+			u.named(why, left)
+		}
+		time.Sleep(wait)
+		u.killAgain()
+	}
+}
+
+func (u *unit) named(why failure, left string) {
+	reason := fmt.Sprintf("%s; still held after %s: %s", why.cause, u.n.timers.VerifyNamed, left)
+	u.log.Warn("an ended engine still holds something", slog.String("left", left))
+	u.enter(state.Killing, reason)
+	u.tell(msg.UnitEvent{Kind: msg.UnitKilling, Rank: why.rank, Reason: reason})
+}
+
+func (u *unit) killAgain() {
+	for _, r := range u.ranks {
+		if p := r.process(); p != nil {
+			p.Kill()
+		}
+	}
+}
+
+// left names what the unit's engines still hold. Ports are asked only if engines were started: those of a failed bind test
+// belong to somebody else.
+func (u *unit) left() string {
+	if text := held(u.ranks); text != "" {
+		return text
+	}
+	if !started(u.ranks) {
+		return ""
+	}
+	_, ports := u.ports()
+	for _, p := range ports {
+		if err := u.n.cfg.BindTest(p); err != nil {
+			return fmt.Sprintf("port %d (%v)", p, err)
+		}
+	}
+	return ""
+}
+
+func held(ranks []*rank) string {
+	var out []string
+	for _, r := range ranks {
+		if text := r.held(); text != "" {
+			out = append(out, text)
+		}
+	}
+	return strings.Join(out, ", ")
+}
+
+func started(ranks []*rank) bool {
+	for _, r := range ranks {
+		if r.process() != nil {
+			return true
+		}
+	}
+	return false
+}
+
+// stopReplicas ends DPServers, all at once.
+func (u *unit) stopReplicas(ranks []*rank) {
+	ctx, cancel := context.WithTimeout(context.Background(), u.n.timers.ReplicaStop)
+	defer cancel()
+	var all sync.WaitGroup
+	for _, r := range ranks {
+		all.Go(func() {
+			if err := r.replica.Stop(ctx); err != nil {
+				u.log.Error("a DPServer did not stop", slog.Int("rank", r.grant.Rank), slog.String("err", err.Error()))
+			}
+		})
+	}
+	all.Wait()
+}

@@ -1,0 +1,56 @@
+package node
+
+import (
+	"context"
+	"log/slog"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/state"
+)
+
+// serve waits until the ready unit has to end. An attached unit may be fenced and come back many times on the way.
+func (u *unit) serve() {
+	for range u.wake { // never closed: each wish wakes once
+		stop, fail, back := u.wishes()
+		switch {
+		case stop != nil:
+			return
+		case fail == nil:
+		case u.currentPhase() == state.Ready:
+			u.fenced(fail)
+			if !u.attached() {
+				return
+			}
+			u.nudge() // its ranks may be back already
+		case back:
+			u.comeBack()
+		}
+	}
+}
+
+func (u *unit) currentPhase() state.Phase {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	return u.phase
+}
+
+// fenced records a fence that has happened: the DPServers were closed by fail.
+func (u *unit) fenced(f *failure) {
+	u.enter(state.Fenced, f.cause)
+	u.log.Warn("unit is fenced", slog.Int("rank", f.rank), slog.String("cause", f.cause))
+	u.tell(msg.UnitEvent{Kind: msg.UnitFenced, Rank: f.rank, Reason: f.cause, LogTail: u.tail(f.rank)})
+}
+
+// comeBack makes an attached unit ready again: same epoch, new incarnations. If it fails on the way it is fenced again, and
+// the DPServers go on probing.
+func (u *unit) comeBack() {
+	u.mu.Lock()
+	u.failure = nil
+	clear(u.back)
+	u.mu.Unlock()
+	ctx, cancel := context.WithTimeout(context.Background(), u.n.timers.ReplicaStop)
+	defer cancel()
+	if err := u.becomeReady(ctx); err != nil {
+		u.log.Warn("unit did not come back", slog.String("err", err.Error()))
+	}
+}

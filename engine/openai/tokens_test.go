@@ -1,0 +1,99 @@
+package openai
+
+import (
+	"os"
+	"sync"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+func TestEstimatorStartsAtFourAndHalvesInAHundred(t *testing.T) {
+	var e Estimator
+	assert.InDelta(t, 4, e.K(), 0)
+	assert.Equal(t, 25, e.Tokens(100))
+	assert.Equal(t, 1, e.Tokens(1))
+	assert.Equal(t, 0, e.Tokens(0))
+	for range estimatorHalfLife {
+		e.Observe(200, 100)
+	}
+	assert.InDelta(t, 3, e.K(), 1e-9) // half way from 4 to 2
+	e.Observe(0, 5)
+	e.Observe(5, 0)
+	e.Observe(-1, -1)
+	assert.InDelta(t, 3, e.K(), 1e-9)
+}
+
+func TestEstimatorCutsOutliers(t *testing.T) {
+	var a, b Estimator
+	a.Observe(1<<20, 10)
+	b.Observe(10*maxBytesPerToken, 10)
+	assert.InDelta(t, b.K(), a.K(), 0)
+}
+
+func TestEstimatorIsSafeForConcurrentUse(t *testing.T) {
+	var all Estimators
+	var wg sync.WaitGroup
+	for range 8 {
+		wg.Go(func() {
+			for range 1000 {
+				all[Chat].Observe(600, 100)
+				all[Chat].Tokens(7)
+			}
+		})
+	}
+	wg.Wait()
+	assert.InDelta(t, 6, all[Chat].K(), 1e-9)
+	assert.InDelta(t, 4, all[Completions].K(), 0)
+	assert.Zero(t, testing.AllocsPerRun(100, func() { all[Chat].Observe(5, 1) }))
+}
+
+func TestParseUsageOfCapturedAnswers(t *testing.T) {
+	want := map[string]Usage{
+		"cmpl.json":             {PromptTokens: 4, CompletionTokens: 6, TotalTokens: 10, HasCached: true},
+		"chat.json":             {PromptTokens: 12, CompletionTokens: 6, TotalTokens: 18, HasCached: true, HasCreatedCache: true},
+		"cmpl_stream.event":     {PromptTokens: 4, CompletionTokens: 6, TotalTokens: 10, HasCached: true},
+		"chat_stream.event":     {PromptTokens: 12, CompletionTokens: 6, TotalTokens: 18, HasCached: true, HasCreatedCache: true},
+		"cmpl_continuous.event": {PromptTokens: 4, CompletionTokens: 1, TotalTokens: 5},
+	}
+	for file, usage := range want {
+		b, err := os.ReadFile("testdata/usage/" + file)
+		require.NoError(t, err)
+		got, ok := ParseUsage(b)
+		assert.True(t, ok, file)
+		assert.Equal(t, usage, got, file)
+		assert.Zero(t, testing.AllocsPerRun(100, func() { ParseUsage(b) }), file)
+	}
+}
+
+func TestParseUsage(t *testing.T) {
+	tests := []struct {
+		name, in string
+		want     Usage
+		ok       bool
+	}{
+		{"none", `{"id":"x"}`, Usage{}, false},
+		{"null", `{"usage":null}`, Usage{}, false},
+		{"a value called usage", `{"model":"usage","text":"\"usage\":{\"prompt_tokens\":9}"}`, Usage{}, false},
+		{"deeper down is not it", `{"a":{"usage":{"prompt_tokens":9}},"usage":{"prompt_tokens":3}}`, Usage{PromptTokens: 3}, true},
+		{"only deeper down", `{"a":{"usage":{"prompt_tokens":9}}}`, Usage{}, false},
+		{"no prompt tokens", `{"usage":{"completion_tokens":3}}`, Usage{}, false},
+		{"null details", `{"usage":{"prompt_tokens":3,"prompt_tokens_details":null}}`, Usage{PromptTokens: 3}, true},
+		{"null cached", `{"usage":{"prompt_tokens":3,"prompt_tokens_details":{"cached_tokens":null}}}`, Usage{PromptTokens: 3}, true},
+		{"cached", `{"usage":{"prompt_tokens":3,"prompt_tokens_details":{"cached_tokens":2}}}`, Usage{PromptTokens: 3, CachedTokens: 2, HasCached: true}, true},
+		{"not a count", `{"usage":{"prompt_tokens":"3"}}`, Usage{}, false},
+		{"beyond reason", `{"usage":{"prompt_tokens":99999999999999999999}}`, Usage{}, false},
+		{"cut behind it", `{"usage":{"prompt_tokens":3},"x":[`, Usage{PromptTokens: 3}, true},
+		{"cut in it", `{"usage":{"prompt_tokens":3`, Usage{}, false},
+		{"data without space", "data:{\"usage\":{\"prompt_tokens\":3}}\n\n", Usage{PromptTokens: 3}, true},
+		{"done", "data: [DONE] \"usage\"\n\n", Usage{}, false},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			got, ok := ParseUsage([]byte(tt.in))
+			assert.Equal(t, tt.ok, ok)
+			assert.Equal(t, tt.want, got)
+		})
+	}
+}

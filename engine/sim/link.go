@@ -1,0 +1,304 @@
+package sim
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"sync"
+	"time"
+
+	em "github.com/dpserve/dpserve/enginemodel"
+)
+
+// The ranks of a lockstep group meet at rank 0 over loopback TCP. Every message is one frame of frameSize bytes: kind, a flag, the
+// rank (2 bytes), a spare word of 4, then 8 bytes of duration or hash; little-endian.
+const frameSize = 16
+
+// Kinds of frames.
+const (
+	frameHello   byte = 'H' // member → coordinator: rank, size in spare, collective hash
+	frameReady   byte = 'R' // coordinator → member: the group is complete
+	frameWave    byte = 'W' // member → coordinator: has work
+	frameReport  byte = 'S' // member → coordinator: duration of its step, flag = unfinished
+	frameBegin   byte = 'B' // coordinator → member: a wave begins
+	frameEnd     byte = 'E' // coordinator → member: the step ended, flag = the wave goes on
+	frameBroken  byte = 'X' // coordinator → member: a rank is gone
+	frameTimeout      = 5 * time.Second
+	dialPause         = 50 * time.Millisecond
+)
+
+type frame struct {
+	kind  byte
+	flag  bool
+	rank  uint16
+	spare uint32
+	value uint64
+}
+
+func (f frame) encode() [frameSize]byte {
+	var b [frameSize]byte
+	b[0] = f.kind
+	if f.flag {
+		b[1] = 1
+	}
+	binary.LittleEndian.PutUint16(b[2:], f.rank)
+	binary.LittleEndian.PutUint32(b[4:], f.spare)
+	binary.LittleEndian.PutUint64(b[8:], f.value)
+	return b
+}
+
+func decodeFrame(b [frameSize]byte) frame {
+	return frame{
+		kind: b[0], flag: b[1] == 1, rank: binary.LittleEndian.Uint16(b[2:]),
+		spare: binary.LittleEndian.Uint32(b[4:]), value: binary.LittleEndian.Uint64(b[8:]),
+	}
+}
+
+func readFrame(c net.Conn) (frame, error) {
+	var b [frameSize]byte
+	if _, err := io.ReadFull(c, b[:]); err != nil {
+		return frame{}, err
+	}
+	return decodeFrame(b), nil
+}
+
+func writeFrame(c net.Conn, f frame) error {
+	b := f.encode()
+	if err := c.SetWriteDeadline(time.Now().Add(frameTimeout)); err != nil {
+		return err
+	}
+	_, err := c.Write(b[:])
+	return err
+}
+
+// link joins this process to its group. Close ends it; the peers notice.
+type link struct {
+	rank  *rank
+	log   func(msg string, args ...any)
+	conns []net.Conn // coordinator: by rank, own slot nil; member: the one to rank 0
+	wg    sync.WaitGroup
+	stop  chan struct{}
+	once  sync.Once
+
+	coordinator *coordinator // rank 0 only
+}
+
+// errMismatch ends rank 0 alone when the ranks' collectives do not fit.
+var errMismatch = errors.New("configuration mismatch")
+
+// join meets the group: it returns when all ranks are there, at most after HandshakeTimeout.
+func join(ctx context.Context, cfg *Config, r *rank) (*link, error) {
+	ctx, cancel := context.WithTimeout(ctx, cfg.HandshakeTimeout)
+	defer cancel()
+	l := &link{rank: r, stop: make(chan struct{})}
+	if cfg.DPRank == 0 {
+		return l, l.gather(ctx, cfg)
+	}
+	return l, l.dial(ctx, cfg)
+}
+
+// gather is rank 0's side of the meeting.
+func (l *link) gather(ctx context.Context, cfg *Config) error {
+	ln, err := cfg.listen(ctx, cfg.RPCAddr)
+	if err != nil {
+		return fmt.Errorf("open the group's meeting point: %w", err)
+	}
+	defer func() { _ = ln.Close() }() // nobody can join later: a lone rank never comes back
+	stop := context.AfterFunc(ctx, func() { _ = ln.Close() })
+	defer stop()
+	l.conns = make([]net.Conn, cfg.DPSize)
+	for missing := cfg.DPSize - 1; missing > 0; {
+		conn, err := ln.Accept()
+		if err != nil {
+			l.hangUp()
+			return fmt.Errorf("%d of %d ranks came to the group's meeting point: %w", cfg.DPSize-missing, cfg.DPSize, errors.Join(context.Cause(ctx), err))
+		}
+		ok, err := l.welcome(conn, cfg)
+		if err != nil {
+			l.hangUp()
+			return err
+		}
+		if ok {
+			missing--
+		}
+	}
+	return l.open(cfg)
+}
+
+// welcome checks a newcomer; false = it was no rank of this group.
+func (l *link) welcome(conn net.Conn, cfg *Config) (bool, error) {
+	_ = conn.SetReadDeadline(time.Now().Add(frameTimeout))
+	hello, err := readFrame(conn)
+	rank := int(hello.rank)
+	if err != nil || hello.kind != frameHello || int(hello.spare) != cfg.DPSize || rank == 0 || rank >= cfg.DPSize || l.conns[rank] != nil {
+		_ = conn.Close()
+		return false, nil
+	}
+	l.conns[rank] = conn
+	if hello.value != cfg.collectiveHash() {
+		return false, fmt.Errorf("%w detected for engine %d: all ranks of a group need equal sizes, expert parallelism and sync interval", errMismatch, rank)
+	}
+	_ = conn.SetReadDeadline(time.Time{})
+	return true, nil
+}
+
+// open tells everybody that the group is complete and begins to coordinate.
+func (l *link) open(cfg *Config) error {
+	group, err := em.NewGroup(em.GroupConfig{Ranks: cfg.DPSize, SyncInterval: cfg.SyncInterval, MinStep: em.MinWallStep})
+	if err != nil {
+		return err
+	}
+	for _, c := range l.conns[1:] {
+		if err := writeFrame(c, frame{kind: frameReady}); err != nil {
+			l.hangUp()
+			return fmt.Errorf("a rank left while the group was starting: %w", err)
+		}
+	}
+	l.coordinator = newCoordinator(group, l.broadcast)
+	l.rank.group = func(in em.GroupInput) { l.coordinator.tell(in) } // own rank is 0
+	return nil
+}
+
+func (l *link) dial(ctx context.Context, cfg *Config) error {
+	for {
+		conn, err := l.hello(ctx, cfg)
+		if err == nil {
+			l.conns = []net.Conn{conn}
+			l.rank.group = func(in em.GroupInput) { l.report(cfg.DPRank, in) }
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("rank %d waited for its group in vain: %w", cfg.DPRank, errors.Join(context.Cause(ctx), err))
+		case <-time.After(dialPause):
+		}
+	}
+}
+
+func (l *link) hello(ctx context.Context, cfg *Config) (net.Conn, error) {
+	conn, err := cfg.dial(ctx, cfg.RPCAddr)
+	if err != nil {
+		return nil, err
+	}
+	stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
+	defer stop()
+	hello := frame{kind: frameHello, rank: uint16(cfg.DPRank), spare: uint32(cfg.DPSize), value: cfg.collectiveHash()} //nolint:gosec // bounded by maxGroupRanks
+	if err := writeFrame(conn, hello); err != nil {
+		_ = conn.Close()
+		return nil, err
+	}
+	if f, err := readFrame(conn); err != nil || f.kind != frameReady {
+		_ = conn.Close()
+		return nil, errors.Join(errors.New("rank 0 did not accept this rank"), err)
+	}
+	return conn, nil
+}
+
+// run begins to listen to the group.
+func (l *link) run() {
+	if l.coordinator != nil {
+		l.wg.Go(l.coordinator.run)
+	}
+	for i, c := range l.conns {
+		if c != nil {
+			l.wg.Go(func() { l.read(i, c) })
+		}
+	}
+}
+
+func (l *link) read(from int, c net.Conn) {
+	for {
+		f, err := readFrame(c)
+		if err != nil {
+			l.lost(from)
+			return
+		}
+		if l.coordinator != nil {
+			l.coordinator.tell(asReport(from, f))
+			continue
+		}
+		l.rank.submit(asInput(f))
+	}
+}
+
+func (l *link) lost(from int) {
+	select {
+	case <-l.stop: // we hung up ourselves
+		return
+	default:
+	}
+	if l.coordinator != nil {
+		l.coordinator.tell(em.GroupInput{Kind: em.GroupLost, Rank: from})
+		return
+	}
+	l.rank.submit(em.Input{Kind: em.InputPeerLost})
+}
+
+func asReport(from int, f frame) em.GroupInput {
+	if f.kind == frameReport {
+		return em.GroupInput{Kind: em.GroupReport, Rank: from, Took: time.Duration(f.value), Unfinished: f.flag} //nolint:gosec // was a duration
+	}
+	return em.GroupInput{Kind: em.GroupWave, Rank: from}
+}
+
+func asInput(f frame) em.Input {
+	switch f.kind {
+	case frameBegin:
+		return em.Input{Kind: em.InputGroupBegin}
+	case frameEnd:
+		return em.Input{Kind: em.InputGroupEnd, Continue: f.flag}
+	}
+	return em.Input{Kind: em.InputPeerLost}
+}
+
+// report is a member's word to rank 0. A failed write shows as a lost peer to the reader.
+func (l *link) report(rank int, in em.GroupInput) {
+	f := frame{kind: frameWave, rank: uint16(rank)} //nolint:gosec // bounded by maxGroupRanks
+	if in.Kind == em.GroupReport {
+		f.kind, f.flag, f.value = frameReport, in.Unfinished, uint64(in.Took) //nolint:gosec // not negative
+	}
+	if err := writeFrame(l.conns[0], f); err != nil {
+		_ = l.conns[0].Close()
+	}
+}
+
+// broadcast passes the coordinator's word to all ranks, the own one included.
+func (l *link) broadcast(e em.GroupEffect) {
+	f := frame{kind: frameBroken}
+	switch e.Kind {
+	case em.GroupBegin:
+		f.kind = frameBegin
+	case em.GroupEnd:
+		f.kind, f.flag = frameEnd, e.Continue
+	case em.GroupBroken:
+	}
+	for _, c := range l.conns[1:] {
+		if err := writeFrame(c, f); err != nil {
+			_ = c.Close() // its reader reports the loss
+		}
+	}
+	l.rank.submit(asInput(f))
+}
+
+func (l *link) hangUp() {
+	for _, c := range l.conns {
+		if c != nil {
+			_ = c.Close()
+		}
+	}
+}
+
+// close leaves the group and waits for the readers.
+func (l *link) close() {
+	l.once.Do(func() {
+		close(l.stop)
+		l.hangUp()
+		if l.coordinator != nil {
+			close(l.coordinator.stop)
+		}
+	})
+	l.wg.Wait()
+}

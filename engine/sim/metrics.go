@@ -1,0 +1,256 @@
+package sim
+
+import (
+	"math"
+	"net/http"
+	"strconv"
+
+	em "github.com/dpserve/dpserve/enginemodel"
+)
+
+// page writes the Prometheus text format: HELP, TYPE and, for counters and histograms, the _created twin.
+type page struct {
+	b       []byte
+	model   string
+	created float64 // unix seconds
+}
+
+// sample is one series: extra labels in order before and behind model_name, by the alphabet of the client library.
+type sample struct {
+	engine string // "" = no engine label
+	before string // label="value", sorts between engine and model_name
+	after  string // sorts behind model_name
+	value  float64
+}
+
+func (g *page) head(name, kind, help string) {
+	g.b = append(g.b, "# HELP vllm:"...)
+	g.b = append(append(append(g.b, name...), ' '), help...)
+	g.b = append(append(g.b, "\n# TYPE vllm:"...), name...)
+	g.b = append(append(append(g.b, ' '), kind...), '\n')
+}
+
+func (g *page) line(name string, s *sample) {
+	g.b = append(append(g.b, "vllm:"...), name...)
+	g.b = append(g.b, '{')
+	if s.engine != "" {
+		g.b = append(append(append(g.b, `engine="`...), s.engine...), `",`...)
+	}
+	if s.before != "" {
+		g.b = append(append(g.b, s.before...), ',')
+	}
+	g.b = append(append(append(g.b, `model_name="`...), g.model...), '"')
+	if s.after != "" {
+		g.b = append(append(g.b, ','), s.after...)
+	}
+	g.b = appendMetric(append(g.b, "} "...), s.value)
+	g.b = append(g.b, '\n')
+}
+
+// appendMetric spells a value as the Python client does.
+func appendMetric(b []byte, x float64) []byte {
+	if x == math.Trunc(x) && math.Abs(x) < 1e6 {
+		return append(strconv.AppendInt(b, int64(x), 10), ".0"...)
+	}
+	if math.Abs(x) >= 1e6 {
+		return strconv.AppendFloat(b, x, 'e', -1, 64)
+	}
+	return strconv.AppendFloat(b, x, 'f', -1, 64)
+}
+
+func (g *page) gauge(name, help string, samples ...sample) {
+	g.head(name, "gauge", help)
+	for i := range samples {
+		g.line(name, &samples[i])
+	}
+}
+
+func (g *page) counter(name, help string, samples ...sample) {
+	g.head(name+"_total", "counter", help)
+	for i := range samples {
+		g.line(name+"_total", &samples[i])
+	}
+	g.twin(name, help, samples)
+}
+
+func (g *page) twin(name, help string, samples []sample) {
+	g.head(name+"_created", "gauge", help)
+	for _, s := range samples {
+		s.value = g.created
+		g.line(name+"_created", &s)
+	}
+}
+
+func (g *page) histogram(name, help string, engines []string, hs []*histogram) {
+	g.head(name, "histogram", help)
+	var plain []sample
+	for i, h := range hs {
+		var total uint64
+		for k, n := range h.counts {
+			total += n
+			le := "+Inf"
+			if k < len(h.bounds) {
+				le = pyFloat(h.bounds[k])
+			}
+			g.line(name+"_bucket", &sample{engine: engines[i], before: `le="` + le + `"`, value: float64(total)})
+		}
+		g.line(name+"_count", &sample{engine: engines[i], value: float64(total)})
+		g.line(name+"_sum", &sample{engine: engines[i], value: h.sum})
+		plain = append(plain, sample{engine: engines[i]})
+	}
+	g.twin(name, help, plain)
+}
+
+// snapshot is what a page shows of one rank.
+type snapshot struct {
+	engine string
+	stats  em.Stats
+	meters meters
+}
+
+func (r *rank) snapshot() snapshot {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	s := snapshot{engine: r.label, stats: r.core.Stats(), meters: r.meters}
+	for k := range s.meters.h {
+		s.meters.h[k].counts = append([]uint64(nil), s.meters.h[k].counts...)
+	}
+	return s
+}
+
+// metrics is the body of GET /metrics.
+func (s *Server) metrics() []byte {
+	g := &page{model: string(appendEscaped(nil, s.cfg.Names[0])), created: float64(s.started.UnixNano()) / 1e9}
+	snaps := make([]snapshot, len(s.ranks))
+	for i, r := range s.ranks {
+		snaps[i] = r.snapshot()
+	}
+	g.b = appendMetric(append(g.b, "# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.\n"+
+		"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds "...), g.created)
+	g.b = append(g.b, '\n')
+	g.gauges(snaps)
+	g.counters(snaps)
+	g.histograms(snaps)
+	g.config(s, snaps)
+	return g.b
+}
+
+// each makes one sample per rank.
+func each(snaps []snapshot, value func(*em.Stats) float64) []sample {
+	return labelled(snaps, "", "", value)
+}
+
+func labelled(snaps []snapshot, before, after string, value func(*em.Stats) float64) []sample {
+	out := make([]sample, len(snaps))
+	for i := range snaps {
+		out[i] = sample{engine: snaps[i].engine, before: before, after: after, value: value(&snaps[i].stats)}
+	}
+	return out
+}
+
+func zero(*em.Stats) float64 { return 0 }
+
+func one(*em.Stats) float64 { return 1 }
+
+func (g *page) gauges(snaps []snapshot) {
+	running := func(s *em.Stats) float64 { return float64(s.Running) }
+	waiting := func(s *em.Stats) float64 { return float64(s.Waiting) }
+	usage := func(s *em.Stats) float64 { return float64(s.UsedBlocks) / float64(s.Blocks) }
+	g.gauge("num_requests_running", "Requests in the running batch.", each(snaps, running)...)
+	g.gauge("num_requests_waiting", "Requests in the queue.", each(snaps, waiting)...)
+	g.gauge("num_requests_waiting_by_reason", "Requests in the queue by what they wait for.",
+		append(labelled(snaps, "", `reason="capacity"`, waiting), labelled(snaps, "", `reason="deferred"`, zero)...)...)
+	sleep := labelled(snaps, "", `sleep_state="awake"`, one)
+	sleep = append(sleep, labelled(snaps, "", `sleep_state="weights_offloaded"`, zero)...)
+	g.gauge("engine_sleep_state", "Sleep state, one series per state.", append(sleep, labelled(snaps, "", `sleep_state="discard_all"`, zero)...)...)
+	g.gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", each(snaps, usage)...)
+}
+
+func (g *page) counters(snaps []snapshot) {
+	queries := func(s *em.Stats) float64 { return float64(s.CacheQueries) }
+	hits := func(s *em.Stats) float64 { return float64(s.CacheHits) }
+	cached := func(s *em.Stats) float64 { return float64(s.PromptCached) }
+	g.counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", each(snaps, queries)...)
+	g.counter("prefix_cache_hits", "Tokens found in the prefix cache.", each(snaps, hits)...)
+	g.counter("external_prefix_cache_queries", "Tokens looked up in caches of other engines.", each(snaps, zero)...)
+	g.counter("external_prefix_cache_hits", "Tokens found in caches of other engines.", each(snaps, zero)...)
+	g.counter("num_preemptions", "Requests that lost their blocks.", each(snaps, func(s *em.Stats) float64 { return float64(s.Preemptions) })...)
+	g.counter("prompt_tokens", "Prompt tokens processed.", each(snaps, func(s *em.Stats) float64 { return float64(s.PromptTokens) })...)
+	source := labelled(snaps, "", `source="local_compute"`, func(s *em.Stats) float64 { return float64(s.PromptTokens - s.PromptCached) })
+	source = append(source, labelled(snaps, "", `source="local_cache_hit"`, cached)...)
+	g.counter("prompt_tokens_by_source", "Prompt tokens by where their KV came from.",
+		append(source, labelled(snaps, "", `source="external_kv_transfer"`, zero)...)...)
+	g.counter("prompt_tokens_cached", "Prompt tokens that were cached.", each(snaps, cached)...)
+	tiers := labelled(snaps, "", `source="device"`, cached)
+	for _, t := range []string{"host", "p2p", "disk", "external_unspecified"} {
+		tiers = append(tiers, labelled(snaps, "", `source="`+t+`"`, zero)...)
+	}
+	g.counter("prompt_tokens_cached_by_source", "Cached prompt tokens by the tier that held them.", tiers...)
+	g.counter("generation_tokens", "Tokens generated.", each(snaps, func(s *em.Stats) float64 { return float64(s.GeneratedTokens) })...)
+	g.ends(snaps)
+}
+
+func (g *page) ends(snaps []snapshot) {
+	var ends []sample
+	for _, why := range []em.FinishReason{em.FinishStop, em.FinishLength, em.FinishAbort, em.FinishError} {
+		ends = append(ends, labelled(snaps, `finished_reason="`+why.String()+`"`, "", func(s *em.Stats) float64 { return float64(s.Finished[why]) })...)
+	}
+	g.counter("request_success", "Requests that ended, by reason.", append(ends, labelled(snaps, `finished_reason="repetition"`, "", zero)...)...)
+	var reqs, tokens float64
+	for i := range snaps {
+		reqs += float64(snaps[i].stats.Rejected[em.RejectRequests])
+		tokens += float64(snaps[i].stats.Rejected[em.RejectTokens])
+	}
+	g.counter("admission_rejections", "Requests turned away by a queue limit.",
+		sample{after: `reason="max_num_queued_reqs"`, value: reqs}, sample{after: `reason="max_num_queued_tokens"`, value: tokens})
+}
+
+func (g *page) histograms(snaps []snapshot) {
+	engines := make([]string, len(snaps))
+	for i := range snaps {
+		engines[i] = snaps[i].engine
+	}
+	for k, m := range [meterCount]struct{ name, help string }{
+		meterPrompt:       {"request_prompt_tokens", "Prompt tokens per request."},
+		meterGenerated:    {"request_generation_tokens", "Generated tokens per request."},
+		meterStepTokens:   {"iteration_tokens_total", "Tokens per engine step."},
+		meterMaxGenerated: {"request_max_num_generation_tokens", "Most tokens a request could get."},
+		meterN:            {"request_params_n", "Parameter n of requests."},
+		meterMaxTokens:    {"request_params_max_tokens", "Parameter max_tokens of requests."},
+		meterFirstToken:   {"time_to_first_token_seconds", "Time to the first token in seconds."},
+		meterBetween:      {"inter_token_latency_seconds", "Time between two tokens in seconds."},
+		meterPerToken:     {"request_time_per_output_token_seconds", "Mean time per token of a request in seconds."},
+		meterEndToEnd:     {"e2e_request_latency_seconds", "Time from arrival to end in seconds."},
+		meterQueue:        {"request_queue_time_seconds", "Time in the queue in seconds."},
+		meterInference:    {"request_inference_time_seconds", "Time in the batch in seconds."},
+		meterPrefill:      {"request_prefill_time_seconds", "Time from the batch to the first token in seconds."},
+		meterDecode:       {"request_decode_time_seconds", "Time from the first to the last token in seconds."},
+		meterPreemptions:  {"request_num_preemptions", "Preemptions per request."},
+		meterComputed:     {"request_prefill_kv_computed_tokens", "Prompt tokens computed per request."},
+	} {
+		hs := make([]*histogram, len(snaps))
+		for i := range snaps {
+			hs[i] = &snaps[i].meters.h[k]
+		}
+		g.histogram(m.name, m.help, engines, hs)
+	}
+}
+
+// config is the info series from which block size and memory are read back.
+func (g *page) config(s *Server, snaps []snapshot) {
+	m := &s.cfg.Model
+	caching := "False"
+	if m.PrefixCaching {
+		caching = "True"
+	}
+	g.head("cache_config_info", "gauge", "Settings of the KV cache as labels.")
+	for i := range snaps {
+		g.b = append(g.b, `vllm:cache_config_info{block_size="`+strconv.Itoa(m.BlockSize)+`",cache_dtype="auto",enable_prefix_caching="`+caching+
+			`",engine="`+snaps[i].engine+`",kv_cache_size_tokens="`+strconv.Itoa(m.Blocks*m.BlockSize)+`",num_cpu_blocks="None",num_gpu_blocks="`+
+			strconv.Itoa(m.Blocks)+`",num_gpu_blocks_override="None",prefix_caching_hash_algo="xxh3",sliding_window="None"} 1.0`+"\n"...)
+	}
+}
+
+func (s *Server) serveMetrics(w http.ResponseWriter, _ *http.Request) {
+	writeBody(w, http.StatusOK, "text/plain; version=0.0.4; charset=utf-8", s.metrics())
+}

@@ -1,0 +1,170 @@
+package sim
+
+import (
+	"context"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	em "github.com/dpserve/dpserve/enginemodel"
+)
+
+// maxInbox bounds what handlers may hand in between two turns of the engine; beyond it the engine is busy.
+const maxInbox = 1 << 16
+
+// rank drives one engine core by wall time: one goroutine, one bounded inbox, no decisions of its own.
+type rank struct {
+	label string // of the metrics
+	zero  time.Time
+	load  atomic.Int64 // requests inside, for internal load balancing
+	kick  chan struct{}
+
+	inMu  sync.Mutex
+	inbox []em.Input
+
+	mu     sync.Mutex // core and meters: also read by /metrics
+	core   *em.Core
+	meters meters
+
+	group func(em.GroupInput) // lockstep: tells the coordinator; never blocks long
+	died  func()
+}
+
+func newRank(label string, cfg em.Config, zero time.Time) (*rank, error) {
+	core, err := em.New(cfg)
+	if err != nil {
+		return nil, err
+	}
+	return &rank{label: label, zero: zero, kick: make(chan struct{}, 1), core: core, meters: newMeters()}, nil
+}
+
+// run is the engine's loop; it ends with ctx.
+func (r *rank) run(ctx context.Context) {
+	timer := time.NewTimer(time.Hour)
+	defer timer.Stop()
+	var spare []em.Input
+	for {
+		var wake time.Duration
+		wake, spare = r.turn(spare)
+		now := time.Since(r.zero)
+		if wake <= now {
+			if ctx.Err() != nil {
+				return
+			}
+			runtime.Gosched() // with one P the writers need their turn between two steps
+			continue
+		}
+		timer.Reset(min(wake-now, time.Hour))
+		select {
+		case <-r.kick:
+		case <-timer.C:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// turn is one call of the core; it returns when the next one is due, and the input buffer for reuse.
+func (r *rank) turn(spare []em.Input) (time.Duration, []em.Input) {
+	r.inMu.Lock()
+	in := r.inbox
+	r.inbox = spare[:0]
+	r.inMu.Unlock()
+
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	effects, wake := r.core.Step(time.Since(r.zero), in)
+	r.meters.step(r.core.Stats())
+	for i := range effects {
+		r.pass(&effects[i])
+	}
+	clear(in)
+	return wake, in
+}
+
+// submit hands inputs to the engine; false = the inbox is full (words of the lockstep group always fit).
+func (r *rank) submit(in ...em.Input) bool {
+	r.inMu.Lock()
+	if len(r.inbox)+len(in) > maxInbox && in[0].Kind == em.InputAdd {
+		r.inMu.Unlock()
+		return false
+	}
+	r.inbox = append(r.inbox, in...)
+	r.inMu.Unlock()
+	r.wake()
+	return true
+}
+
+// add hands in all sequences of a call, as one.
+func (r *rank) add(c *call) bool { return r.submitAll(c, em.InputAdd) }
+
+// abort takes the sequences of a call out of the engine.
+func (r *rank) abort(c *call) { r.submitAll(c, em.InputAbort) }
+
+func (r *rank) submitAll(c *call, kind em.InputKind) bool {
+	r.inMu.Lock()
+	if kind == em.InputAdd && len(r.inbox)+len(c.choices) > maxInbox {
+		r.inMu.Unlock()
+		return false
+	}
+	for i := range c.choices {
+		r.inbox = append(r.inbox, em.Input{Kind: kind, Req: &c.choices[i].req})
+	}
+	r.inMu.Unlock()
+	r.wake()
+	return true
+}
+
+func (r *rank) wake() {
+	select {
+	case r.kick <- struct{}{}:
+	default:
+	}
+}
+
+// stats is a snapshot of the core.
+func (r *rank) stats() em.Stats {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.core.Stats()
+}
+
+// pass hands one effect to whom it concerns.
+func (r *rank) pass(e *em.Effect) {
+	switch e.Kind {
+	case em.EffectToken:
+		c := e.Req.User.(*choice)
+		r.meters.token(e.Req)
+		if e.Req.Produced() == 1 {
+			c.cached.Store(int32(e.Req.Cached())) //nolint:gosec // below the model length
+		}
+		c.produced.Store(int32(e.Req.Produced())) //nolint:gosec // below the model length
+		if c.call.plan.stream {
+			c.call.ring()
+		}
+	case em.EffectFinished:
+		r.meters.finished(e.Req)
+		e.Req.User.(*choice).finish(e.Req.Finish())
+	case em.EffectRejected:
+		c := e.Req.User.(*choice)
+		c.rejected.Store(true)
+		c.finish(em.FinishError)
+	case em.EffectDied:
+		if r.died != nil {
+			r.died()
+		}
+	case em.EffectWave:
+		r.group(em.GroupInput{Kind: em.GroupWave})
+	case em.EffectReport:
+		r.group(em.GroupInput{Kind: em.GroupReport, Took: e.Took, Unfinished: e.Unfinished})
+	}
+}
+
+// finish books the end of a sequence and wakes the handler: a stream at each end, a plain answer at the last one.
+func (c *choice) finish(why em.FinishReason) {
+	c.ended.Store(uint32(why))
+	if c.call.open.Add(-1) == 0 || c.call.plan.stream {
+		c.call.ring()
+	}
+}

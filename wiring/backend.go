@@ -1,0 +1,188 @@
+package wiring
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/api"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/state"
+)
+
+// backend joins what the admin API shows from the rooms that know it.
+type backend struct{ n *Node }
+
+var _ api.Backend = (*backend)(nil)
+
+// Validate implements api.Backend.
+func (b *backend) Validate(file string, text []byte) ([]app.Warning, error) {
+	_, warnings, err := app.Parse(file, text)
+	return warnings, err
+}
+
+// Deploy implements api.Backend.
+func (b *backend) Deploy(ctx context.Context, req api.DeployRequest) (api.DeployResult, error) {
+	file, warnings, err := app.Parse(req.File, req.Text)
+	if err != nil {
+		return api.DeployResult{}, err
+	}
+	st := b.n.cluster.State()
+	expect, err := expected(st, file.Applications, req.Revision)
+	if err != nil {
+		return api.DeployResult{}, err
+	}
+	changes, err := changesOf(st, file.Applications, req.Prune)
+	if err != nil {
+		return api.DeployResult{}, err
+	}
+	r, err := b.n.control.Deploy(ctx, file.Applications, expect, req.Prune)
+	if err != nil {
+		return api.DeployResult{}, err
+	}
+	return api.DeployResult{Revision: r.Revision, Apps: r.Apps, Changes: changes, Warnings: warnings}, nil
+}
+
+// expected pins the revision of every named app to what a caller at cluster revision want has seen. Apps that changed after it
+// are a conflict.
+func expected(st *state.State, apps []*app.Application, want *uint64) (map[string]uint64, error) {
+	if want == nil {
+		return nil, nil //nolint:nilnil // no expectation
+	}
+	if *want > st.Revision {
+		return nil, problem.New(problem.Conflict, "revision %d does not exist yet, the cluster is at %d", *want, st.Revision).WithHint("plan against this cluster again")
+	}
+	out := map[string]uint64{}
+	for _, a := range apps {
+		out[a.Name] = 0
+		if now := st.Apps[a.Name]; now != nil {
+			if now.ChangedAt > *want {
+				return nil, problem.New(problem.Conflict, "app %s has changed at revision %d, after the %d you saw", a.Name, now.ChangedAt, *want).
+					WithHint("look at `dpserve status %s`, then deploy again", a.Name)
+			}
+			out[a.Name] = now.Revision
+		}
+	}
+	return out, nil
+}
+
+// changesOf says what a deploy does to each app.
+func changesOf(st *state.State, apps []*app.Application, prune bool) ([]api.Change, error) {
+	var out []api.Change
+	listed := map[string]bool{}
+	for _, a := range apps {
+		listed[a.Name] = true
+		c, err := changeOf(st.Apps[a.Name], a)
+		if err != nil {
+			return nil, err
+		}
+		out = append(out, c)
+	}
+	if prune {
+		for _, name := range slices.Sorted(maps.Keys(st.Apps)) {
+			if !listed[name] {
+				out = append(out, api.Change{App: name, Action: api.ActionDelete})
+			}
+		}
+	}
+	return out, nil
+}
+
+func changeOf(now *state.App, a *app.Application) (api.Change, error) {
+	c := api.Change{App: a.Name, Action: api.ActionCreate}
+	if now == nil {
+		return c, nil
+	}
+	var old app.Application
+	if err := json.Unmarshal(now.Spec, &old); err != nil {
+		return c, fmt.Errorf("read the stored specification of %s: %w", a.Name, err)
+	}
+	c.Action = api.ActionUnchanged
+	for _, d := range app.Compare([]*app.Application{&old}, []*app.Application{a}) {
+		c.Action = api.ActionReplace
+		for _, f := range d.Fields {
+			c.Fields = append(c.Fields, f.Path)
+		}
+	}
+	return c, nil
+}
+
+// Apps implements api.Backend.
+func (b *backend) Apps(context.Context) ([]msg.AppStatus, error) {
+	list := b.n.control.Status()
+	ranks := b.n.node.RankStatuses()
+	for i := range list {
+		list[i].Queued = b.n.ingress.QueueLen(list[i].Name)
+		for j := range list[i].Units {
+			merge(&list[i].Units[j], ranks[list[i].Units[j].Unit])
+		}
+	}
+	return list, nil
+}
+
+// merge adds the replicas' own accounts to a unit. An account of another epoch is one that is ending, and stays out.
+func merge(u *msg.UnitStatus, accounts []msg.RankStatus) {
+	for i, r := range u.Ranks {
+		for _, a := range accounts {
+			if a.Rank == r.Rank && a.Epoch == r.Epoch {
+				a.Group, a.Node, a.Devices, a.Phase = r.Group, r.Node, r.Devices, r.Phase
+				u.Ranks[i] = a
+			}
+		}
+	}
+}
+
+// App implements api.Backend.
+func (b *backend) App(ctx context.Context, name string) (msg.AppStatus, error) {
+	list, err := b.Apps(ctx)
+	if err != nil {
+		return msg.AppStatus{}, err
+	}
+	names := make([]string, 0, len(list))
+	for i := range list {
+		if list[i].Name == name {
+			return list[i], nil
+		}
+		names = append(names, list[i].Name)
+	}
+	return msg.AppStatus{}, unknownApp(name, names)
+}
+
+func unknownApp(name string, names []string) error {
+	e := problem.New(problem.NotFound, "there is no app %q", name)
+	if len(names) == 0 {
+		return e.WithHint("nothing is deployed; `dpserve deploy app.yaml` deploys a file")
+	}
+	return e.WithHint("apps are %s", strings.Join(names, ", "))
+}
+
+// Delete implements api.Backend.
+func (b *backend) Delete(ctx context.Context, name string) error {
+	if _, err := b.App(ctx, name); err != nil {
+		return err
+	}
+	_, err := b.n.control.Delete(ctx, name)
+	return err
+}
+
+// Events implements api.Backend.
+func (b *backend) Events(since uint64) ([]api.Event, <-chan struct{}) {
+	next := b.n.control.Watch() // before Events, or a change in between goes unseen
+	var out []api.Event
+	for _, e := range b.n.control.Events(since) {
+		out = append(out, api.Event{Number: e.Seq, Time: e.At, Kind: kindOf(e.Unit, e.To), App: e.App, Unit: e.Unit, Epoch: e.Epoch, Phase: e.To, Reason: e.Reason})
+	}
+	return out, next
+}
+
+func kindOf(unit, to string) string {
+	if unit != "" {
+		return "unit"
+	}
+	return to
+}

@@ -1,0 +1,118 @@
+package wiring
+
+import (
+	"context"
+	"io"
+	"strconv"
+	"strings"
+	"sync"
+
+	"github.com/dpserve/dpserve/actors/node"
+	"github.com/dpserve/dpserve/api"
+	"github.com/dpserve/dpserve/state"
+)
+
+// logBatch bounds the lines between the node's ring and a reader; a reader that is slower than that slows the copy, not the engine.
+const logBatch = 256
+
+// Logs implements api.Backend.
+func (b *backend) Logs(ctx context.Context, q api.LogQuery) (api.LogStream, error) {
+	if _, err := b.App(ctx, q.App); err != nil {
+		return nil, err
+	}
+	nq := node.LogQuery{App: q.App, Rank: q.Rank, Since: q.Since, Follow: q.Follow, Tail: q.Tail}
+	if q.Group != api.AllRanks {
+		nq.Unit = unitOf(b.n.cluster.State(), q)
+	}
+	s := &logStream{group: q.Group, app: q.App, lines: make(chan api.LogLine, logBatch)}
+	if q.Tail == 0 && !q.Follow {
+		close(s.lines)
+		return s, nil
+	}
+	run, cancel := context.WithCancel(context.WithoutCancel(ctx)) // ended by Close, not by the call that opened it
+	s.cancel = cancel
+	s.copying.Go(func() {
+		defer close(s.lines)
+		_ = b.n.node.Logs(run, nq, func(l node.LogLine) error { return s.put(run, l) }) // the only error is put's own
+	})
+	return s, nil
+}
+
+// unitOf names the unit that a group and rank of a query belong to; "" if all units of a group are asked for.
+func unitOf(st *state.State, q api.LogQuery) string {
+	group := q.App + "/" + strconv.Itoa(q.Group)
+	if st.Units[group] != nil || st.Epochs[group] > 0 { // lockstep: the group is the unit
+		return group
+	}
+	if q.Rank == api.AllRanks {
+		return ""
+	}
+	return group + "/" + strconv.Itoa(q.Rank)
+}
+
+// logStream is an api.LogStream over the node's callback.
+type logStream struct {
+	app     string
+	group   int // api.AllRanks, or the only group to pass
+	lines   chan api.LogLine
+	cancel  context.CancelFunc
+	copying sync.WaitGroup
+}
+
+func (s *logStream) put(ctx context.Context, l node.LogLine) error {
+	group := groupOf(l.Unit)
+	if s.group != api.AllRanks && s.group != group {
+		return nil
+	}
+	select {
+	case s.lines <- api.LogLine{Time: l.At, App: s.app, Group: group, Rank: l.Rank, Stream: l.Stream, Text: l.Text}:
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}
+
+// groupOf reads the group from a unit's name, app/group or app/group/rank.
+func groupOf(unit string) int {
+	parts := strings.Split(unit, "/")
+	if len(parts) < 2 {
+		return 0
+	}
+	g, _ := strconv.Atoi(parts[1]) // names are made by app.Units
+	return g
+}
+
+// Next implements api.LogStream.
+func (s *logStream) Next(ctx context.Context) ([]api.LogLine, error) {
+	var out []api.LogLine
+	select {
+	case l, ok := <-s.lines:
+		if !ok {
+			return nil, io.EOF
+		}
+		out = append(out, l)
+	case <-ctx.Done():
+		return nil, context.Cause(ctx)
+	}
+	for len(out) < logBatch {
+		select {
+		case l, ok := <-s.lines:
+			if !ok {
+				return out, nil
+			}
+			out = append(out, l)
+		default:
+			return out, nil
+		}
+	}
+	return out, nil
+}
+
+// Close implements api.LogStream.
+func (s *logStream) Close() error {
+	if s.cancel != nil {
+		s.cancel()
+	}
+	s.copying.Wait()
+	return nil
+}
