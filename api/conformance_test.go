@@ -83,11 +83,12 @@ func TestErrorsTravelWhole(t *testing.T) {
 		problem.Upstream, problem.Overloaded, problem.Unavailable, problem.Timeout,
 	}
 	for _, code := range codes {
-		b.fail = problem.New(code, "message of %s", code).WithHint("hint").WithDetails("one", "two")
+		want := problem.New(code, "message of %s", code).WithHint("hint").WithDetails("one", "two")
+		b.fail = want
 		_, err := c.Apps(t.Context())
 		var p *problem.Error
 		require.ErrorAs(t, err, &p)
-		assert.Equal(t, *b.fail.(*problem.Error), *p)
+		assert.Equal(t, *want, *p)
 	}
 	b.fail = errors.New("plain")
 	_, err = c.Apps(t.Context())

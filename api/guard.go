@@ -4,6 +4,7 @@ import (
 	"net"
 	"net/http"
 	"strings"
+	"time"
 
 	"github.com/dpserve/dpserve/internal/problem"
 )
@@ -22,6 +23,10 @@ func newGuard(next http.Handler, strict bool) *guard {
 
 // ServeHTTP lets a request pass or answers 403.
 func (g *guard) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	rearm(w) // a deadline of the request before this one still lies on the connection
+	if r.ContentLength != 0 {
+		_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(bodyTimeout)) // holds for bodies nobody reads, too
+	}
 	w.Header().Set("X-Content-Type-Options", "nosniff")
 	w.Header().Set("Cache-Control", "no-store")
 	if err := g.check(r); err != nil {

@@ -21,7 +21,7 @@ const (
 // query is a query string whose keys are all known and given once.
 type query struct{ values url.Values }
 
-// parseQuery refuses unknown and doubled keys: a misspelt one that is passed over in silence deletes the wrong apps.
+// parseQuery refuses unknown, doubled and empty keys: a misspelt one that is passed over in silence deletes the wrong apps.
 func parseQuery(raw string, known ...string) (query, error) {
 	values, err := url.ParseQuery(raw)
 	if err != nil {
@@ -33,6 +33,9 @@ func parseQuery(raw string, known ...string) (query, error) {
 		}
 		if len(v) > 1 {
 			return query{}, problem.New(problem.InvalidArgument, "query key %q is given %d times", key, len(v)).WithHint("give it once")
+		}
+		if v[0] == "" { // a script's empty variable must not mean "any revision"
+			return query{}, problem.New(problem.InvalidArgument, "query key %q is empty", key).WithHint("give it a value, or leave it out")
 		}
 	}
 	return query{values}, nil

@@ -73,7 +73,6 @@ func (s *Server) reply(h answer) gin.HandlerFunc {
 		ctx, cancel := context.WithTimeout(c.Request.Context(), callTimeout)
 		defer cancel()
 		c.Request = c.Request.WithContext(ctx)
-		rearm(c.Writer)
 		status, body, err := h(c)
 		rearm(c.Writer)
 		if err != nil {
@@ -111,10 +110,7 @@ func (s *Server) methodNotAllowed(c *gin.Context) {
 	writeJSON(c.Writer, http.StatusMethodNotAllowed, errorReply{Envelope{APIVersion}, b})
 }
 
-func (s *Server) metrics(c *gin.Context) {
-	rearm(c.Writer)
-	s.cfg.Metrics.ServeHTTP(c.Writer, c.Request)
-}
+func (s *Server) metrics(c *gin.Context) { s.cfg.Metrics.ServeHTTP(c.Writer, c.Request) }
 
 func (s *Server) version(c *gin.Context) (int, any, error) {
 	_, err := parseQuery(c.Request.URL.RawQuery)
@@ -201,7 +197,7 @@ func (s *Server) delete(c *gin.Context) (int, any, error) {
 	return http.StatusAccepted, DeleteReply{Envelope{APIVersion}, name, "DELETING"}, err
 }
 
-// readFile reads the app file of a request whole, within its size and time limits.
+// readFile reads the app file of a request whole, within its size limit and the time limit that guard has set.
 func readFile(c *gin.Context, q query) (name string, text []byte, err error) {
 	if name, err = q.file(c.GetHeader(fileHeader)); err != nil {
 		return "", nil, err
@@ -209,7 +205,6 @@ func readFile(c *gin.Context, q query) (name string, text []byte, err error) {
 	if c.Request.ContentLength > maxBody {
 		return "", nil, tooLarge()
 	}
-	_ = http.NewResponseController(c.Writer).SetReadDeadline(time.Now().Add(bodyTimeout)) // as in rearm
 	text, err = io.ReadAll(http.MaxBytesReader(c.Writer, c.Request.Body, maxBody))
 	var big *http.MaxBytesError
 	switch {
@@ -220,6 +215,7 @@ func readFile(c *gin.Context, q query) (name string, text []byte, err error) {
 	case len(text) == 0:
 		return "", nil, problem.New(problem.InvalidArgument, "the body is empty").WithHint("send an app.yaml as the body: curl --data-binary @app.yaml")
 	}
+	_ = http.NewResponseController(c.Writer).SetReadDeadline(time.Time{}) // net/http reads on, to notice a client that leaves
 	return name, text, nil
 }
 

@@ -78,6 +78,7 @@ func badRequests() []request {
 		{"PUT", "/api/v1/apps", "faulty", h("X-Dpserve-File", "my.yaml")},
 		{"PUT", "/api/v1/apps?revision=-1", "x", nil},
 		{"PUT", "/api/v1/apps?revision=6", "x", nil},
+		{"PUT", "/api/v1/apps?revision=", "x", nil},
 		{"PUT", "/api/v1/apps?purne=true", "x", nil},
 		{"PUT", "/api/v1/apps?prune=yes", "x", nil},
 		{"PUT", "/api/v1/apps?prune=true&prune=false", "x", nil},

@@ -173,7 +173,7 @@ func (l *LogLine) parseRank(s string) error {
 	if !ok || !ok2 || err != nil || err2 != nil || name == "" {
 		return problem.New(problem.Upstream, "log line: %q is not APP/GROUP/RANK", s)
 	}
-	l.App, l.Group, l.Rank = name, int(g), int(r) //nolint:gosec // 16 bits each
+	l.App, l.Group, l.Rank = name, int(g), int(r)
 	return nil
 }
 

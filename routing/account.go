@@ -1,5 +1,7 @@
 package routing
 
+import "math"
+
 // account is what a Router knows of one rank's open requests: the replica's own account as its stream tells it, plus
 // the bumps of this ingress that the stream has not confirmed yet (CONTRACTS 6). One request is counted once: a bump
 // turns into the replica's entry when that is heard of, it is never beside it.
@@ -13,7 +15,7 @@ type account struct {
 
 // bump counts an own dispatch, unless the request is on this rank already.
 func (a *account) bump(l *Load, key uint64, tokens int) {
-	a.insert(l, open{key: key, tokens: natural(tokens), phase: bumped})
+	a.insert(l, open{key: key, tokens: small(tokens), phase: bumped})
 }
 
 // ticket says that the dispatch was admitted as number seq. Already applied ⇒ the replica's account stands.
@@ -51,11 +53,11 @@ func (a *account) admit(l *Load, key uint64, tokens int) {
 	o := a.opens.get(key)
 	switch {
 	case o == nil:
-		a.insert(l, open{key: key, tokens: natural(tokens), phase: admitted})
+		a.insert(l, open{key: key, tokens: small(tokens), phase: admitted})
 	case o.own():
 		l.add(o, -1)
 		a.settle(o)
-		o.phase, o.tokens = admitted, natural(tokens)
+		o.phase, o.tokens = admitted, small(tokens)
 		l.add(o, 1)
 	}
 }
@@ -73,9 +75,9 @@ func (a *account) firstToken(l *Load, key uint64) {
 // progress says that a request has put out n tokens so far; it never goes back.
 func (a *account) progress(l *Load, key uint64, n int) {
 	a.firstToken(l, key)
-	if o := a.opens.get(key); o != nil && int64(n) > o.out {
+	if o := a.opens.get(key); o != nil && small(n) > o.out {
 		l.add(o, -1)
-		o.out = int64(n)
+		o.out = small(n)
 		l.add(o, 1)
 	}
 }
@@ -180,12 +182,13 @@ func (l *Load) add(o *open, sign int) {
 	s := int64(sign)
 	if o.phase == decoding {
 		l.R += sign
-		l.K += s * (o.tokens + o.out)
+		l.K += s * (int64(o.tokens) + int64(o.out))
 		return
 	}
 	l.W += sign
-	l.Q += s * o.tokens
-	l.Kq += s * o.tokens
+	l.Q += s * int64(o.tokens)
+	l.Kq += s * int64(o.tokens)
 }
 
-func natural(n int) int64 { return int64(max(n, 0)) }
+// small is a token count as an entry keeps it: not negative, and no prompt is longer than 2^31.
+func small(n int) int32 { return int32(min(max(n, 0), math.MaxInt32)) }

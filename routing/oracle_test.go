@@ -208,7 +208,7 @@ func checkRouter(t *rapid.T, r *Router, o *oracle) {
 func TestOpensMatchAMap(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		var table opens
-		want := map[uint64]int64{}
+		want := map[uint64]int32{}
 		// Few distinct homes: keys differ in multiples of 2^56 times the inverse of the multiplier, so chains are long.
 		key := rapid.Custom(func(t *rapid.T) uint64 {
 			return (rapid.Uint64Range(0, 3).Draw(t, "home")<<60 | rapid.Uint64Range(0, 30).Draw(t, "low")) * inverse(fibonacci)
@@ -219,8 +219,8 @@ func TestOpensMatchAMap(t *testing.T) {
 				table.remove(k)
 				delete(want, k)
 			} else {
-				table.add(open{key: k, tokens: int64(k % 97), phase: bumped})
-				want[k] = int64(k % 97)
+				table.add(open{key: k, tokens: int32(k % 97), phase: bumped})
+				want[k] = int32(k % 97)
 			}
 			table.remove(key.Filter(func(x uint64) bool { _, ok := want[x]; return !ok }).Draw(t, "absent"))
 			require.Equal(t, len(want), table.n)

@@ -159,7 +159,7 @@ func settle(t *rapid.T, p *replica) {
 	drain()
 	var want Load
 	for _, o := range p.open {
-		entry := open{tokens: int64(o.Tokens), out: int64(o.Out), phase: admitted}
+		entry := open{tokens: int32(o.Tokens), out: int32(o.Out), phase: admitted}
 		if o.Decoding {
 			entry.phase = decoding
 		}

@@ -22,13 +22,14 @@ const (
 
 // App is one application at its current revision.
 type App struct {
-	Name     string          `json:"name"`
-	Revision uint64          `json:"revision"` // +1 per change of this app
-	Spec     json.RawMessage `json:"spec"`     // app.Application as JSON
-	Names    []string        `json:"names"`    // every model name clients may send; unique over all apps
-	Route    string          `json:"route"`    // route prefix
-	Deleting bool            `json:"deleting,omitempty"`
-	Previous json.RawMessage `json:"previous,omitempty"` // spec of the revision before, for rollback
+	Name      string          `json:"name"`
+	Revision  uint64          `json:"revision"`   // +1 per change of this app
+	ChangedAt uint64          `json:"changed_at"` // State.Revision of its last change
+	Spec      json.RawMessage `json:"spec"`       // app.Application as JSON
+	Names     []string        `json:"names"`      // every model name clients may send; unique over all apps
+	Route     string          `json:"route"`      // route prefix
+	Deleting  bool            `json:"deleting,omitempty"`
+	Previous  json.RawMessage `json:"previous,omitempty"` // spec of the revision before, for rollback
 }
 
 // RankGrant is one rank of a unit on a node.

@@ -7,6 +7,7 @@ import (
 	"sync"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/problem"
 )
 
 // acts carries effects out, outside of Receive: commands in a bounded number of goroutines, orders to a node in their order by
@@ -139,9 +140,17 @@ func (a *acts) start(ctx context.Context, node string, o *msg.StartRank) {
 	}
 }
 
-// silence tells a call that got no answer from a refusal.
+// silence tells a call that got no answer, or a node that has no time for it, from a refusal.
 func silence(err error) bool {
-	return errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled)
+	if errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled) {
+		return true
+	}
+	switch problem.CodeOf(err) {
+	case problem.Overloaded, problem.Unavailable, problem.Timeout:
+		return true
+	default:
+		return false
+	}
 }
 
 func (a *acts) wait() { a.work.Wait() }

@@ -154,6 +154,9 @@ func (c *core) feed(now time.Time, u *unit, e state.Event) {
 	u.m = m
 	if m.Phase != before {
 		c.changed(now, u, before, m.Phase)
+		if m.Phase == state.Gone {
+			u.wishes, u.noRoom = nil, "" // a grant that was not begun is not wanted any more
+		}
 	}
 	for _, f := range effects {
 		c.obey(u, f)

@@ -45,7 +45,7 @@ func dryRun(s *state.State, nodes []placement.Node, apps []*app.Application, pru
 	d.stay(named)
 	d.stay(others)
 	for _, name := range slices.Sorted(maps.Keys(others)) {
-		_ = d.place(others[name]) //nolint:errcheck // what waits for a place without this deploy is not its fault
+		_ = d.place(others[name]) // what waits for a place without this deploy is not its fault
 	}
 	for _, name := range slices.Sorted(maps.Keys(named)) {
 		if err := d.place(named[name]); err != nil {

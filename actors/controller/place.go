@@ -101,14 +101,12 @@ func (c *core) without(us []*unit, err error) {
 func (c *core) propound(us []*unit, placed []placement.Placed) {
 	a := c.apps[us[0].app]
 	g := state.GrantGroup{App: a.name, AppRevision: a.revision, Group: us[0].group}
-	ids := make([]string, 0, len(us))
 	for _, u := range us {
 		w := u.begin()
 		u.next = seat{spec: a.spec, revision: a.revision, launch: a.launch[u.id]}
 		for i := range placed {
 			u.next.fill(u.ranks, &placed[i])
 		}
-		ids = append(ids, u.id)
 		g.Units = append(g.Units, state.UnitGrant{
 			Unit: u.id, ExpectEpoch: max(u.m.Epoch, c.state.Epochs[u.id]), Attempt: w.attempt, Launch: u.next.launch,
 			Ranks: u.next.ranks, Blocks: u.next.blocks,

@@ -21,7 +21,7 @@ type Event struct {
 type ring struct {
 	mu      sync.Mutex
 	last    uint64
-	events  []Event // the oldest first, at most eventRing
+	events  []Event // the oldest first; cut back to eventRing when it is twice as long
 	changed chan struct{}
 }
 
@@ -32,19 +32,20 @@ func (r *ring) add(e Event) {
 	defer r.mu.Unlock()
 	r.last++
 	e.Seq = r.last
-	if len(r.events) == eventRing {
-		r.events = append(r.events[:0], r.events[1:]...)
-	}
 	r.events = append(r.events, e)
+	if len(r.events) == 2*eventRing {
+		r.events = append([]Event(nil), r.events[eventRing:]...)
+	}
 }
 
 // since are the events after seq that are still kept.
 func (r *ring) since(seq uint64) []Event {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	for i := range r.events {
-		if r.events[i].Seq > seq {
-			return append([]Event(nil), r.events[i:]...)
+	kept := r.events[max(0, len(r.events)-eventRing):]
+	for i := range kept {
+		if kept[i].Seq > seq {
+			return append([]Event(nil), kept[i:]...)
 		}
 	}
 	return nil

@@ -30,6 +30,10 @@ type (
 		maxOngoing  int
 		taken       chan struct{}
 	}
+	fence struct {
+		cause string
+		heard chan struct{}
+	}
 	gone   struct{}
 	lapse  struct{ ticket uint64 } // an admission's context ended and no Done came
 	unbusy struct{ round uint64 }
@@ -105,6 +109,9 @@ func (r *replica) control(m any) {
 		close(m.taken)
 	case msg.Fence:
 		r.fence(m.Cause)
+	case fence:
+		r.fence(m.cause)
+		close(m.heard)
 	case msg.Drain:
 		r.drain(m.Cause)
 	case gone:

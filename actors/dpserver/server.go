@@ -69,8 +69,12 @@ func (s *Server) Ready(ctx context.Context, incarnation uint64, maxOngoing int) 
 	}
 }
 
-// Fence stops admission at once: every sink hears of it before any other message of this rank.
-func (s *Server) Fence(cause string) { s.box.Send(msg.Fence{Cause: cause}) }
+// Fence stops admission at once. The channel is closed when every sink has heard of it; it may never be if the actor stops.
+func (s *Server) Fence(cause string) <-chan struct{} {
+	heard := make(chan struct{})
+	s.box.Send(fence{cause: cause, heard: heard})
+	return heard
+}
 
 // Drain stops admission and lets running requests go on; Drained tells when none is left.
 func (s *Server) Drain(cause string) { s.box.Send(msg.Drain{Cause: cause}) }

@@ -8,11 +8,12 @@ import (
 )
 
 // admit asks the rank's DPServer for a ticket and waits for its answer, the end of ctx, or the end of the actor, which
-// answers nobody any more.
-func (c *call) admit(ctx context.Context, rk *rank) (msg.AdmitReply, cause) {
+// answers nobody any more. The message carries the request's context and not the attempt's, which ends at the same moment
+// as the ticket: the DPServer would take that for an abandoned one.
+func (c *call) admit(ctx, request context.Context, rk *rank) (msg.AdmitReply, cause) {
 	reply, _ := c.in.replies.Get().(chan msg.AdmitReply)
 	err := rk.mailbox.TrySend(&msg.Admit{
-		Ctx: ctx, ReqID: c.query.ID, Epoch: rk.epoch, Class: msg.ClassBoth, Tokens: c.query.Tokens, Estimated: c.query.Estimated,
+		Ctx: request, ReqID: c.query.ID, Epoch: rk.epoch, Class: msg.ClassBoth, Tokens: c.query.Tokens, Estimated: c.query.Estimated,
 		Deadline: c.due, Ingress: c.in.node, Reply: reply,
 	})
 	if err != nil {

@@ -33,6 +33,7 @@ func (c *call) try(parent context.Context, rk *rank) result {
 	defer cancel(errOver)
 	a := &c.attempt
 	*a = attempt{router: a.router, rank: rk, cancel: cancel, start: time.Now()}
+	c.usage, c.counted, c.stream.tokens = openai.Usage{}, 0, 0
 	c.guard.begin(cancel)
 	defer c.guard.end()
 	if !c.entry.lane.begin(rk, a) {
@@ -42,7 +43,7 @@ func (c *call) try(parent context.Context, rk *rank) result {
 	defer c.entry.lane.begun(rk, a)
 
 	c.guard.arm(a.start, a.start.Add(c.in.timers.Admit), errAdmitSlow)
-	rep, refused := c.admit(ctx, rk)
+	rep, refused := c.admit(ctx, parent, rk)
 	c.guard.pause()
 	if refused != causeOK {
 		return c.refused(rep, refused)
@@ -55,14 +56,14 @@ func (c *call) try(parent context.Context, rk *rank) result {
 	return res
 }
 
-// refused takes the bump back. A full rank's picture is corrected first (judge), so the undo wakes nobody in vain.
+// refused takes the bump back. A full rank's picture is corrected first, so the undo wakes nobody in vain.
 func (c *call) refused(rep msg.AdmitReply, why cause) result {
 	c.entry.lane.meter.Load().Refusal(rows[why].name)
 	if why == causeFull {
 		c.entry.lane.marked(c.attempt.rank, rep.Seq)
 	}
 	c.undo()
-	return result{cause: why, seq: rep.Seq}
+	return result{cause: why}
 }
 
 func (c *call) undo() {
@@ -142,7 +143,7 @@ func (c *call) request(ctx context.Context) (*http.Response, error) {
 	if err == nil || !o.reused.Load() || o.begun.Load() || ctx.Err() != nil {
 		return resp, err
 	}
-	c.entry.lane.meter.Load().Attempt("keepalive_resend", "")
+	c.entry.lane.meter.Load().Attempt("keepalive_resend", "free")
 	resp, _, err = c.sendOnce(ctx)
 	return resp, err
 }
@@ -179,8 +180,8 @@ func (c *call) broke(ctx context.Context, err error, begun bool) result {
 	switch {
 	case ctx.Err() != nil:
 		why := ended(ctx)
-		if begun && why == causeUnitLost {
-			why = causeUpstreamLost
+		if why == causeStalled && !begun {
+			why = causeFirstToken // an empty delta came, and then nothing
 		}
 		return result{cause: why, err: err}
 	case begun:

@@ -45,12 +45,12 @@ type call struct {
 	guard    guard
 	stream   stream
 
-	written  time.Time // when the write deadline was set last
-	status   int       // sent, 0 while nothing is
-	begun    time.Time // first byte
-	cut      bool      // the connection must not end cleanly
-	usage    openai.Usage
-	counted  int // generated tokens already in Totals
+	written time.Time // when the write deadline was set last
+	status  int       // sent, 0 while nothing is
+	begun   time.Time // first byte
+	cut     bool      // the connection must not end cleanly
+	usage   openai.Usage
+	counted int // generated tokens already in Totals
 }
 
 func newCall(in *Ingress) *call {
@@ -66,9 +66,10 @@ func (in *Ingress) serve(w http.ResponseWriter, r *http.Request, s *scope, route
 	c.rc = http.NewResponseController(w)
 	c.flush = flusher(w)
 	c.body, _ = in.buffers.Get().(*bodyBuffer)
-	cut := false
+	cut, whole := false, false
 	defer func() {
 		in.inflight.Add(-1)
+		c.settled = c.settled && whole // after a panic nobody knows who still reads the buffers
 		c.release()
 		if cut { // TRAPS 1: the client must not take a broken stream for a whole one
 			panic(http.ErrAbortHandler)
@@ -77,7 +78,7 @@ func (in *Ingress) serve(w http.ResponseWriter, r *http.Request, s *scope, route
 	if f := c.run(s); f != nil {
 		c.refuse(f)
 	}
-	cut = c.cut
+	cut, whole = c.cut, true
 }
 
 // release resets the call and gives it back.
@@ -220,52 +221,41 @@ func (c *call) dispatch() *failure {
 
 // judge decides whether another rank is tried: nil means yes.
 func (c *call) judge(rk *rank, res *result) *failure {
-	what := rows[res.cause]
+	what, l := rows[res.cause], c.entry.lane
 	if !what.retry {
-		return c.giveUp(rk, res, "")
+		return c.giveUp(res, "free")
 	}
-	if res.cause == causeFull { // no attempt: the view was wrong
-		c.entry.lane.marked(rk, res.seq)
-		c.rejoin = true
-		return nil
+	c.rejoin = true // it had its turn: no later request overtakes it
+	if res.cause == causeFull {
+		return nil // no attempt: the view was wrong
 	}
 	c.attempts++
 	c.tried = append(c.tried, rk)
 	budget := "free"
-	if !what.free && !c.entry.lane.isLost(rk) {
+	if !what.free && !l.isLost(rk) {
 		budget = "drawn"
 	}
 	if c.attempts >= c.entry.attempts {
-		return c.giveUp(rk, res, budget)
+		return c.giveUp(res, budget)
 	}
-	if budget == "drawn" && !c.entry.lane.budget.draw(c.clock()) {
-		return c.giveUp(rk, res, "empty")
+	if budget == "drawn" && !l.budget.draw(c.clock()) {
+		return c.giveUp(res, "empty")
 	}
-	m := c.entry.lane.meter.Load()
-	m.Attempt(what.name, budget)
-	m.Retry(what.name, budget)
-	c.log(slog.LevelInfo, "attempt failed, trying another rank", rk, res)
+	l.meter.Load().Attempt(what.name, budget)
+	l.meter.Load().Retry(what.name, budget)
+	c.log(slog.LevelDebug, "attempt failed, trying another rank", res)
 	return nil
 }
 
-func (c *call) giveUp(rk *rank, res *result, budget string) *failure {
+func (c *call) giveUp(res *result, budget string) *failure {
 	c.entry.lane.meter.Load().Attempt(rows[res.cause].name, budget)
-	f := final(res)
-	if !f.gone {
-		c.log(slog.LevelInfo, "attempt failed, no further one", rk, res)
-	}
-	return f
+	return final(res)
 }
 
 // refuse sends an answer of dpserve's own. There is exactly one log line for it.
 func (c *call) refuse(f *failure) {
 	c.count(f.status)
-	level := slog.LevelInfo
-	if f.status >= http.StatusInternalServerError {
-		level = slog.LevelWarn
-	}
-	attrs := c.attrs(f.cause)
-	c.in.log.LogAttrs(c.r.Context(), level, "request not served", append(attrs, slog.Int("code", f.status), slog.String("err", f.message))...)
+	c.log(failureLevel(f.status), "request not served", f.result(), slog.Int("code", f.status))
 	if f.gone {
 		c.cut = true // whoever still listens must not see an empty answer
 		return
@@ -281,14 +271,19 @@ func (c *call) refuse(f *failure) {
 
 // finish counts and logs a request whose answer has begun.
 func (c *call) finish(res *result) {
+	c.entry.lane.meter.Load().Attempt(rows[res.cause].name, "free")
 	code := c.status
-	if res.cause != causeOK && res.cause != causePassed {
+	if c.cut || res.cause == causeErrorEvent {
 		code = codeOf(res)
-		c.log(slog.LevelWarn, "request failed after its first byte", c.attempt.rank, res)
-	} else {
-		c.log(slog.LevelDebug, "request served", c.attempt.rank, res)
 	}
-	c.entry.lane.meter.Load().Attempt(rows[res.cause].name, "")
+	switch {
+	case c.cut || res.cause == causeErrorEvent:
+		c.log(failureLevel(code), "request failed after its first byte", res, slog.Int("code", code))
+	case code >= http.StatusBadRequest:
+		c.log(slog.LevelInfo, "engine refused the request", res, slog.Int("code", code))
+	default:
+		c.log(slog.LevelDebug, "request served", res, slog.Int("code", code))
+	}
 	c.count(code)
 }
 
@@ -336,37 +331,30 @@ func (c *call) ownHeaders(h http.Header, rk *rank) {
 	h[headerAttempts] = []string{strconv.Itoa(n)}
 }
 
-// log writes one line about an attempt; never a word of the prompt or the answer.
-func (c *call) log(level slog.Level, text string, rk *rank, res *result) {
+// failureLevel is a warning when the fault is on this side of the client.
+func failureLevel(code int) slog.Level {
+	if code >= http.StatusInternalServerError {
+		return slog.LevelWarn
+	}
+	return slog.LevelInfo
+}
+
+// log writes one line about the request; never a word of the prompt or the answer.
+func (c *call) log(level slog.Level, text string, res *result, attrs ...slog.Attr) {
 	ctx := c.r.Context()
 	if !c.in.log.Enabled(ctx, level) {
 		return
 	}
-	attrs := append(c.attrs(rows[res.cause].name), slog.Int("attempt", c.attempts))
-	if rk != nil {
-		attrs = append(attrs, slog.String("unit", rk.unit), slog.Int("group", rk.id.Group()), slog.Int("rank", rk.id.Rank()), slog.Uint64("epoch", rk.epoch))
-	}
-	if res.status != 0 {
-		attrs = append(attrs, slog.Int("engine_status", res.status))
-	}
-	if res.engine.Message != "" {
-		attrs = append(attrs, slog.String("engine_message", res.engine.Message))
-	}
-	if res.err != nil {
-		attrs = append(attrs, slog.Any("err", res.err))
-	}
-	c.in.log.LogAttrs(ctx, level, text, attrs...)
-}
-
-func (c *call) attrs(cause string) []slog.Attr {
-	attrs := []slog.Attr{
-		slog.String("request_id", c.id), slog.String("route", c.route.String()), slog.String("cause", cause),
-		slog.Float64("dur_ms", float64(time.Since(c.start).Microseconds())/1000),
-	}
+	attrs = append(attrs,
+		slog.String("request_id", c.id), slog.String("route", c.route.String()), slog.String("cause", res.name()),
+		slog.Int("attempt", c.attempts), slog.Float64("dur_ms", float64(time.Since(c.start).Microseconds())/1000))
 	if c.entry != nil {
 		attrs = append(attrs, slog.String("app", c.entry.app.Name))
 	}
-	return attrs
+	if rk := c.attempt.rank; rk != nil {
+		attrs = append(attrs, slog.String("unit", rk.unit), slog.Int("group", rk.id.Group()), slog.Int("rank", rk.id.Rank()), slog.Uint64("epoch", rk.epoch))
+	}
+	c.in.log.LogAttrs(ctx, level, text, append(attrs, res.attrs()...)...)
 }
 
 // armWrite gives a slow reader its time, at most once a second: the deadline is coarse (HOTPATH 3). It stays when the

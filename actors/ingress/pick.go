@@ -94,7 +94,6 @@ func (c *call) wait(ctx context.Context, last *result) (*rank, *failure) {
 	for {
 		if l.queue.isHead(c.waiter) {
 			if rk, f, wait := c.decide(last); !wait {
-				c.rejoin = rk != nil
 				return rk, f
 			}
 		}

@@ -3,6 +3,7 @@ package ingress
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"net/http"
 
 	"github.com/dpserve/dpserve/actors/msg"
@@ -147,8 +148,30 @@ type result struct {
 	cause  cause
 	err    error              // for the log: no part of a prompt or an answer
 	engine openai.EngineError // what the engine said of it
-	status int                // causePassed, causeStatus, causeEngineBusy: the engine's status
-	seq    uint64             // causeFull: the stream number of the refusal
+	status int                // causePassed, causeStatus, causeEngineBusy, causeErrorEvent: the engine's status
+	word   string             // replaces the cause's name in the log
+}
+
+func (r *result) name() string {
+	if r.word != "" {
+		return r.word
+	}
+	return rows[r.cause].name
+}
+
+// attrs are what the engine and the network said.
+func (r *result) attrs() []slog.Attr {
+	var out []slog.Attr
+	if r.status != 0 {
+		out = append(out, slog.Int("engine_status", r.status))
+	}
+	if r.engine.Message != "" {
+		out = append(out, slog.String("engine_message", r.engine.Message))
+	}
+	if r.err != nil {
+		out = append(out, slog.Any("err", r.err))
+	}
+	return out
 }
 
 // statusCause is what follows from an engine's status 4xx or 5xx.
@@ -171,7 +194,18 @@ type failure struct {
 	param      string
 	retryAfter int // seconds; 0: no header
 	cause      string
-	gone       bool // nobody is there to read it
+	gone       bool    // nobody is there to read it
+	last       *result // the attempt it comes from; nil: none
+}
+
+// result is what the log shows of the failure.
+func (f *failure) result() *result {
+	out := result{word: f.cause}
+	if f.last != nil {
+		out = *f.last
+		out.word = f.cause
+	}
+	return &out
 }
 
 func fail(code, format string) *failure {
@@ -186,7 +220,7 @@ func (f *failure) after(seconds int) *failure {
 // final is what the client sees when an attempt was the last one (CONTRACTS 9, "out of tries").
 func final(r *result) *failure {
 	f := finalOf(r)
-	f.cause = r.cause.String()
+	f.cause, f.last = r.cause.String(), r
 	return f
 }
 

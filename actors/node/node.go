@@ -29,7 +29,7 @@ const mailboxBound = 1024
 type Replica interface {
 	Assign(ctx context.Context) error                                    // assign_rank: the RankAssigner agrees with the grant
 	Ready(ctx context.Context, incarnation uint64, maxOngoing int) error // opens admission and begins to watch the engine
-	Fence(cause string)                                                  // stops admission at once
+	Fence(cause string) <-chan struct{}                                  // stops admission at once; closed when every sink has heard of it
 	Drain(cause string)                                                  // stops admission, running requests go on
 	Drained() <-chan struct{}                                            // closed when a Drain found no request left
 	Stop(ctx context.Context) error                                      // ends the stream and the actor
@@ -252,7 +252,7 @@ func (n *Node) Inventory() Inventory {
 		PortLo: n.cfg.PortLo, PortHi: n.cfg.PortHi,
 	}
 	for _, u := range n.list() {
-		if u.m.Block.Size > 0 && !closed(u.done) {
+		if u.m.Block.Size > 0 && u.currentPhase() != state.Gone {
 			inv.Blocks = append(inv.Blocks, u.m.Block)
 		}
 	}
@@ -263,7 +263,7 @@ func (n *Node) Inventory() Inventory {
 func (n *Node) RankStatuses() map[string][]msg.RankStatus {
 	out := map[string][]msg.RankStatus{}
 	for _, u := range n.list() {
-		if !closed(u.done) {
+		if u.currentPhase() != state.Gone {
 			out[u.m.Unit] = u.statuses()
 		}
 	}

@@ -69,12 +69,10 @@ func (s *supervisor) stop(m *msg.StopRank) error {
 		return err
 	}
 	u := s.unit(m.Unit)
-	switch {
-	case u == nil:
+	if u == nil || u.m.Epoch < m.Epoch {
 		s.report(msg.UnitEvent{Unit: m.Unit, Epoch: m.Epoch, Kind: msg.UnitGone, Rank: -1, Reason: m.Reason, Asked: true})
-	case closed(u.done):
-		u.repeat()
-	default:
+	}
+	if u != nil {
 		u.askStop(m.Grace, m.Reason)
 	}
 	return nil

@@ -38,6 +38,7 @@ type unit struct {
 type failure struct {
 	rank  int // -1: none in particular
 	cause string
+	heard []<-chan struct{} // closed, one per rank, when the fence is out
 }
 
 // stopWish is a stop somebody asked for.
@@ -82,9 +83,15 @@ func (u *unit) run() {
 	u.end(nil)
 }
 
-// askStop leaves the wish to end. Of several wishes the earliest deadline counts.
+// askStop leaves the wish to end. Of several wishes the earliest deadline counts. A unit that is gone says so again.
 func (u *unit) askStop(grace time.Duration, reason string) {
 	u.mu.Lock()
+	if u.phase == state.Gone {
+		u.last.Asked = true
+		u.mu.Unlock()
+		u.repeat()
+		return
+	}
 	deadline := time.Now().Add(grace)
 	if u.stop == nil || deadline.Before(u.stop.deadline) {
 		u.stop = &stopWish{deadline: deadline, reason: reason}
@@ -108,7 +115,7 @@ func (u *unit) fail(rank int, cause string) {
 	u.failure = &failure{rank: rank, cause: cause}
 	clear(u.back)
 	for _, r := range u.ranks {
-		r.replica.Fence(cause)
+		u.failure.heard = append(u.failure.heard, r.replica.Fence(cause))
 	}
 	cancel := u.cancel
 	u.mu.Unlock()
@@ -164,6 +171,16 @@ func (u *unit) tell(e msg.UnitEvent) {
 	u.last = e
 	u.mu.Unlock()
 	u.n.report(e)
+}
+
+// seal makes the unit gone, unless it is already: a wish to stop that comes later finds the event to repeat.
+func (u *unit) seal(e msg.UnitEvent) msg.UnitEvent {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.phase, u.reason = state.Gone, e.Reason
+	e.Unit, e.Epoch, e.Kind, e.WasReady, e.Asked = u.m.Unit, u.m.Epoch, msg.UnitGone, u.wasReady, u.stop != nil
+	u.last = e
+	return e
 }
 
 // repeat reports the last event again, to a controller that asked for something that already is.

@@ -33,10 +33,9 @@ func (u *unit) end(startErr error) {
 		r.out[0].end()
 		r.out[1].end()
 	}
-	u.enter(state.Gone, why.cause)
-	stop, _, _ := u.wishes()
-	u.log.Info("unit is gone", slog.String("cause", why.cause), slog.Bool("asked", stop != nil))
-	u.tell(msg.UnitEvent{Kind: msg.UnitGone, Rank: why.rank, Reason: why.cause, LogTail: u.tail(why.rank), Asked: stop != nil})
+	e := u.seal(msg.UnitEvent{Rank: why.rank, Reason: why.cause, LogTail: u.tail(why.rank)})
+	u.log.Info("unit is gone", slog.String("cause", why.cause), slog.Bool("asked", e.Asked))
+	u.n.report(e)
 }
 
 // whyEnd is the reason of the end: a failed start, the failure of a rank, or the wish to stop.
@@ -45,15 +44,15 @@ func (u *unit) whyEnd(startErr error) failure {
 	var s *startError
 	switch {
 	case errors.As(startErr, &s):
-		return failure{s.rank, s.Error()}
+		return failure{rank: s.rank, cause: s.Error()}
 	case fail != nil && (stop == nil || u.currentPhase() != state.Draining):
 		return *fail
 	case stop != nil:
-		return failure{-1, stop.reason}
+		return failure{rank: -1, cause: stop.reason}
 	case startErr != nil:
-		return failure{-1, startErr.Error()}
+		return failure{rank: -1, cause: startErr.Error()}
 	}
-	return failure{-1, "unknown"}
+	return failure{rank: -1, cause: "unknown"}
 }
 
 // drain lets the requests of a serving unit go on until the deadline of the stop; a failure, a tighter wish or the node's

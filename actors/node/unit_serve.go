@@ -3,6 +3,7 @@ package node
 import (
 	"context"
 	"log/slog"
+	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/state"
@@ -34,8 +35,18 @@ func (u *unit) currentPhase() state.Phase {
 	return u.phase
 }
 
-// fenced records a fence that has happened: the DPServers were closed by fail.
+// fenced reports a fence that has happened: fail closed the DPServers, and their streams have told so.
 func (u *unit) fenced(f *failure) {
+	late := time.NewTimer(u.n.timers.ReplicaStop)
+	defer late.Stop()
+	for _, heard := range f.heard {
+		select {
+		case <-heard:
+		case <-late.C:
+			u.log.Error("a DPServer did not take its fence in time")
+			late.Reset(0)
+		}
+	}
 	u.enter(state.Fenced, f.cause)
 	u.log.Warn("unit is fenced", slog.Int("rank", f.rank), slog.String("cause", f.cause))
 	u.tell(msg.UnitEvent{Kind: msg.UnitFenced, Rank: f.rank, Reason: f.cause, LogTail: u.tail(f.rank)})

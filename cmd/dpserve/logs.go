@@ -1,7 +1,10 @@
 package main
 
 import (
+	"bufio"
 	"context"
+	"errors"
+	"fmt"
 	"io"
 	"strconv"
 	"strings"
@@ -9,6 +12,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/dpserve/dpserve/api"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -34,7 +38,13 @@ func newLogs(e *env) *cobra.Command {
 			if tail < 0 || since < 0 {
 				return usageError("logs", "--tail and --since must not be negative")
 			}
-			q.follow, q.since, q.tail = follow, since, tail
+			q.Follow, q.Tail = follow, tail
+			if tail == 0 {
+				q.Tail = api.AllLines
+			}
+			if since > 0 {
+				q.Since = e.now().Add(-since)
+			}
 			return e.logs(cmd.Context(), q)
 		},
 	}
@@ -45,41 +55,70 @@ func newLogs(e *env) *cobra.Command {
 }
 
 // logTarget reads APP, APP/GROUP or APP/GROUP/RANK.
-func logTarget(s string) (logQuery, error) {
-	q := logQuery{group: -1, rank: -1}
+func logTarget(s string) (api.LogQuery, error) {
+	q := api.LogQuery{Group: api.AllRanks, Rank: api.AllRanks}
 	parts := strings.Split(s, "/")
 	bad := problem.New(problem.InvalidArgument, "%q: wanted APP, APP/GROUP or APP/GROUP/RANK", s).WithHint("for example demo/0/3")
 	if len(parts) > 3 || parts[0] == "" {
 		return q, bad
 	}
-	q.app = parts[0]
+	q.App = parts[0]
 	for i, p := range parts[1:] {
-		n, err := strconv.Atoi(p)
-		if err != nil || n < 0 {
+		n, err := strconv.ParseUint(p, 10, 16)
+		if err != nil {
 			return q, bad
 		}
 		if i == 0 {
-			q.group = n
+			q.Group = int(n)
 		} else {
-			q.rank = n
+			q.Rank = int(n)
 		}
 	}
 	return q, nil
 }
 
-func (e *env) logs(ctx context.Context, q logQuery) error {
+func (e *env) logs(ctx context.Context, q api.LogQuery) error {
 	client, err := e.admin()
 	if err != nil {
 		return err
 	}
+	defer client.Close()
 	stream, err := client.Logs(ctx, q)
 	if err != nil {
 		return err
 	}
 	defer func() { _ = stream.Close() }() // only read
-	_, err = io.Copy(e.io.Out, stream)
-	if ctx.Err() != nil && q.follow {
+	err = e.copyLogs(stream)
+	if ctx.Err() != nil && q.Follow {
 		return nil // Ctrl-C is how following ends
 	}
+	if errors.Is(err, io.ErrUnexpectedEOF) {
+		return problem.New(problem.Unavailable, "the log stream was cut").WithHint("dpserve has stopped there, or is being restarted")
+	}
 	return err
+}
+
+// copyLogs passes lines on as they are; a terminal gets the head of each painted.
+func (e *env) copyLogs(r io.Reader) error {
+	if !e.io.OutTTY || !e.io.Color {
+		_, err := io.Copy(e.io.Out, r)
+		return err
+	}
+	lines := bufio.NewReader(r)
+	for {
+		text, err := lines.ReadString('\n')
+		if l, perr := api.ParseLogLine(strings.TrimSuffix(text, "\n")); perr == nil {
+			head := fmt.Sprintf("%s %s/%d/%d", l.Time.Local().Format(time.TimeOnly), l.App, l.Group, l.Rank)
+			text = e.io.paint(faint, head) + " " + l.Text + "\n"
+		}
+		if _, werr := io.WriteString(e.io.Out, text); werr != nil {
+			return werr
+		}
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+	}
 }

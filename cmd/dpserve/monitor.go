@@ -30,11 +30,10 @@ type monitor struct {
 	scr   *screen
 	now   func() time.Time
 
-	began    time.Time
-	seen     map[string]string // rank → what was last said of it
-	drawn    time.Time
-	silent   time.Time // since when the API does not answer
-	silentIs error
+	began  time.Time
+	seen   map[string]string // rank → what was last said of it
+	drawn  time.Time
+	silent time.Time // since when the API does not answer; zero = it does
 }
 
 func newMonitor(e *env, client admin, scr *screen) *monitor {
@@ -46,13 +45,14 @@ func (m *monitor) until(ctx context.Context, names []string, done func([]msg.App
 	tick := time.NewTicker(pollEvery)
 	defer tick.Stop()
 	for {
-		apps, err := m.ask(ctx, names)
+		apps, ok, err := m.ask(ctx, names)
 		if err != nil {
+			m.scr.show()
 			return err
 		}
-		if apps != nil {
+		if ok {
 			m.draw(apps)
-			if ok, err := done(apps); ok || err != nil {
+			if over, err := done(apps); over || err != nil {
 				m.scr.show()
 				return err
 			}
@@ -66,25 +66,25 @@ func (m *monitor) until(ctx context.Context, names []string, done func([]msg.App
 	}
 }
 
-// ask gives the apps among names that exist; nil without an error means: try again.
-func (m *monitor) ask(ctx context.Context, names []string) ([]msg.AppStatus, error) {
+// ask gives the apps among names that exist; not ok without an error means: try again.
+func (m *monitor) ask(ctx context.Context, names []string) (apps []msg.AppStatus, ok bool, err error) {
 	call, cancel := context.WithTimeout(ctx, askEachTime)
 	defer cancel()
 	all, err := m.admin.Apps(call)
 	if err == nil {
 		m.silent = time.Time{}
-		return slices.DeleteFunc(all, func(a msg.AppStatus) bool { return !slices.Contains(names, a.Name) }), nil
+		return slices.DeleteFunc(all, func(a msg.AppStatus) bool { return !slices.Contains(names, a.Name) }), true, nil
 	}
 	if ctx.Err() != nil {
-		return nil, context.Cause(ctx)
+		return nil, false, context.Cause(ctx)
 	}
 	if m.silent.IsZero() {
 		m.silent = m.now()
 	}
 	if m.now().Sub(m.silent) > patience {
-		return nil, err
+		return nil, false, err
 	}
-	return nil, nil //nolint:nilerr // forgiven for a while; until tries again
+	return nil, false, nil
 }
 
 // draw shows the apps as they are now.

@@ -45,6 +45,7 @@ func (e *env) status(ctx context.Context, f *statusFlags, args []string) error {
 	if err != nil {
 		return err
 	}
+	defer client.Close()
 	if f.watch {
 		return e.watch(ctx, f, client, args)
 	}

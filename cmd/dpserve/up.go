@@ -12,6 +12,7 @@ import (
 	"github.com/goccy/go-yaml"
 	"github.com/spf13/cobra"
 
+	"github.com/dpserve/dpserve/api"
 	"github.com/dpserve/dpserve/app"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/wiring"
@@ -200,6 +201,7 @@ func (e *env) deployHere(ctx context.Context, s *serving, file *appFile, scr *sc
 	if err != nil {
 		return err
 	}
+	defer client.Close()
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	go func() {
@@ -209,14 +211,14 @@ func (e *env) deployHere(ctx context.Context, s *serving, file *appFile, scr *sc
 		case <-ctx.Done():
 		}
 	}()
-	result, err := client.Deploy(ctx, deployRequest{file: file.name, text: file.text})
+	result, err := client.Deploy(ctx, api.DeployRequest{File: file.name, Text: file.text})
 	if err != nil {
 		if cause := context.Cause(ctx); cause != nil {
 			return cause
 		}
 		return err
 	}
-	return newMonitor(e, client, scr).running(ctx, result.revisions)
+	return newMonitor(e, client, scr).running(ctx, result.Apps)
 }
 
 // abandon ends a node that never served. An interrupt keeps its exit code.
@@ -241,6 +243,7 @@ func (e *env) welcome(ctx context.Context, f *upFlags, s *serving, id string) er
 	if err != nil {
 		return err
 	}
+	defer client.Close()
 	apps, err := client.Apps(ctx)
 	if err != nil {
 		return err

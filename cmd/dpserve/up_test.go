@@ -62,7 +62,7 @@ func TestUp(t *testing.T) {
 	assert.True(t, c.node.closed)
 	assert.True(t, c.node.config.Ephemeral)
 	assert.NoDirExists(t, c.node.config.DataDir, "the temporary folder is removed")
-	assert.Contains(t, string(c.cluster.deployed[0].text), "graceful_shutdown_timeout_s: 10", "the short drain of up")
+	assert.Contains(t, string(c.cluster.deployed[0].Text), "graceful_shutdown_timeout_s: 10", "the short drain of up")
 }
 
 func TestUpKeepsWhatIsWritten(t *testing.T) {
@@ -78,7 +78,7 @@ func TestUpKeepsWhatIsWritten(t *testing.T) {
 	assert.Equal(t, os.Getpid(), a.PID)
 	assert.Equal(t, dir, c.node.config.DataDir)
 	assert.DirExists(t, dir)
-	assert.NotContains(t, string(c.cluster.deployed[0].text), "graceful_shutdown_timeout_s: 10\n")
+	assert.NotContains(t, string(c.cluster.deployed[0].Text), "graceful_shutdown_timeout_s: 10\n")
 }
 
 func TestUpOnATerminal(t *testing.T) {

@@ -93,3 +93,27 @@ func BenchmarkParseUsage(b *testing.B) {
 		})
 	}
 }
+
+// BenchmarkRefuse is the longest that a bad shape can occupy the gateway (goal: 10 ms, SP8): keys up to the limit.
+func BenchmarkRefuse(b *testing.B) {
+	million := strings.Repeat(`"kkkk":0,`, 1_000_000)
+	fields := make([]byte, 0, 1<<20)
+	for i := range MaxFields + 1 {
+		fields = fmt.Appendf(fields, `"k%d":0,`, i)
+	}
+	bodies := map[string][]byte{
+		"nested_keys": []byte(`{"a":{` + million + `}}`),
+		"fields":      []byte(`{` + string(fields) + `}`),
+		"depth":       []byte(`{"a":` + strings.Repeat("[", 10_000)),
+	}
+	for name, body := range bodies {
+		b.Run(name, func(b *testing.B) {
+			var got Body
+			for b.Loop() {
+				if got.Scan(Chat, body) == nil {
+					b.Fatal("accepted")
+				}
+			}
+		})
+	}
+}

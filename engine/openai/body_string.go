@@ -145,7 +145,7 @@ func unit(h []byte) rune { return nibble(h[0])<<12 | nibble(h[1])<<8 | nibble(h[
 // appendRune is utf8.AppendRune that also writes surrogates.
 func appendRune(dst []byte, r rune) []byte {
 	if utf16.IsSurrogate(r) {
-		return append(dst, 0xE0|byte(r>>12), 0x80|byte(r>>6)&0x3F, 0x80|byte(r)&0x3F)
+		return append(dst, 0xE0|byte(r>>12&0x0F), 0x80|byte(r>>6&0x3F), 0x80|byte(r&0x3F))
 	}
 	return utf8.AppendRune(dst, r)
 }

@@ -13,7 +13,8 @@ import (
 
 func TestErrorBody(t *testing.T) {
 	got := ErrorBody(nil, 404, "", CodeModelNotFound, `model "x" does not exist`+"\n", "model")
-	assert.Equal(t, `{"error":{"message":"model \"x\" does not exist\n","type":"not_found_error","param":"model","code":"model_not_found"}}`, string(got))
+	want := `{"error":{"message":"model \"x\" does not exist\n","type":"not_found_error","param":"model","code":"model_not_found"}}`
+	assert.Equal(t, want, string(got))
 	got = ErrorBody([]byte("kept "), 503, "overloaded_error", "", "", "")
 	assert.Equal(t, `kept {"error":{"message":"","type":"overloaded_error","param":null,"code":null}}`, string(got))
 }

@@ -32,10 +32,10 @@ type value struct {
 }
 
 // len is the number of elements of an array or object.
-func (v *value) len() int { return max(len(v.items), len(v.ints)) }
+func (v value) len() int { return max(len(v.items), len(v.ints)) }
 
 // at is element i of an array.
-func (v *value) at(i int) value {
+func (v value) at(i int) value {
 	if v.ints != nil {
 		return value{kind: kindNumber, text: strconv.FormatInt(v.ints[i], 10)}
 	}
@@ -43,7 +43,7 @@ func (v *value) at(i int) value {
 }
 
 // get is the member of an object; the last one of a repeated key, as Python takes it.
-func (v *value) get(key string) value {
+func (v value) get(key string) value {
 	for i := len(v.keys) - 1; i >= 0; i-- {
 		if v.keys[i] == key {
 			return v.items[i]
@@ -53,7 +53,7 @@ func (v *value) get(key string) value {
 }
 
 // present says that the value is there and not null.
-func (v *value) present() bool { return v.kind > kindNull }
+func (v value) present() bool { return v.kind > kindNull }
 
 // maxDepth bounds nesting: a body is outside data, the parser recurses.
 const maxDepth = 200

@@ -1,0 +1,373 @@
+package controller
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/inbox"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/placement"
+	"github.com/dpserve/dpserve/state"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// agent is a node whose engines start and stop in no time.
+type agent struct {
+	mu      sync.Mutex
+	c       *Controller
+	n       uint64
+	refuses error
+	orders  []string
+}
+
+func (a *agent) report(unit string, epoch uint64, kind msg.UnitEventKind) {
+	a.n++
+	a.c.Report(msg.UnitEvent{Node: "a", Number: a.n, Unit: unit, Epoch: epoch, Kind: kind})
+}
+
+func (a *agent) StartRank(_ context.Context, m *msg.StartRank) error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.orders = append(a.orders, fmt.Sprintf("start %s %d", m.Unit, m.Epoch))
+	if a.refuses != nil {
+		return a.refuses
+	}
+	a.report(m.Unit, m.Epoch, msg.UnitStarted)
+	a.report(m.Unit, m.Epoch, msg.UnitReady)
+	return nil
+}
+
+func (a *agent) StopRank(_ context.Context, m *msg.StopRank) error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.orders = append(a.orders, fmt.Sprintf("stop %s %d", m.Unit, m.Epoch))
+	a.report(m.Unit, m.Epoch, msg.UnitGone)
+	return nil
+}
+
+// counter is a Metrics.
+type counter struct {
+	mu       sync.Mutex
+	phases   map[string]state.Phase
+	restarts int
+}
+
+func (c *counter) UnitPhase(_, unit string, p state.Phase, _ uint64) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.phases[unit] = p
+}
+
+func (c *counter) UnitRestart(string, string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.restarts++
+}
+
+func (c *counter) UnitForget(_, unit string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	delete(c.phases, unit)
+}
+
+type rig struct {
+	*Controller
+	store   *memStore
+	agent   *agent
+	metrics *counter
+	logs    *bytes.Buffer
+	barrier chan error
+}
+
+// rigged runs f in a bubble of fake time with a started controller.
+func rigged(t *testing.T, change func(*Config), f func(t *testing.T, r *rig)) {
+	t.Helper()
+	synctest.Test(t, func(t *testing.T) {
+		r := &rig{store: newMemStore(), agent: &agent{}, metrics: &counter{phases: map[string]state.Phase{}}, logs: new(bytes.Buffer)}
+		cfg := Config{
+			Store: r.store, Proposer: r.store, Granter: r.store, Metrics: r.metrics,
+			Nodes: func() []placement.Node { return []placement.Node{node("a", 8)} },
+			Agent: func(id string) (msg.NodeAgent, bool) { return r.agent, id == "a" },
+			Log:   slog.New(slog.NewTextHandler(r.logs, nil)),
+		}
+		if change != nil {
+			change(&cfg)
+		}
+		r.Controller = New(cfg)
+		r.agent.c = r.Controller
+		system := inbox.NewSystem(slog.New(slog.DiscardHandler))
+		require.NoError(t, r.Start(system))
+		f(t, r)
+		require.NoError(t, r.Close())
+		require.NoError(t, r.Close())
+		system.Shutdown()
+		time.Sleep(time.Second) // fake time: protoactor's own goroutines end
+	})
+}
+
+func (r *rig) deploy(t *testing.T, apps ...*app.Application) state.Result {
+	t.Helper()
+	res, err := r.Deploy(t.Context(), apps, nil, false)
+	require.NoError(t, err)
+	synctest.Wait()
+	return res
+}
+
+func TestDeployStatusEventsDelete(t *testing.T) {
+	rigged(t, nil, func(t *testing.T, r *rig) {
+		watch := r.Watch()
+		res := r.deploy(t, sim("chat", 4, app.Independent))
+		assert.Equal(t, map[string]uint64{"chat": 1}, res.Apps)
+		<-watch
+		s := r.Status()
+		require.Len(t, s, 1)
+		assert.Equal(t, "RUNNING", s[0].Status)
+		assert.Equal(t, 4, s[0].Ready)
+		assert.Equal(t, 4, s[0].Desired)
+		require.Len(t, s[0].Units, 4)
+		assert.Equal(t, msg.RankStatus{Rank: 2, Node: "a", Phase: "ready", Epoch: 1}, s[0].Units[2].Ranks[0])
+		assert.Equal(t, state.Ready, r.metrics.phases["chat/0/3"])
+
+		events := r.Events(0)
+		require.NotEmpty(t, events)
+		last := events[len(events)-1]
+		assert.Equal(t, "RUNNING", last.To)
+		assert.Empty(t, r.Events(last.Seq))
+		assert.Len(t, r.Events(last.Seq-3), 3)
+
+		_, err := r.Delete(t.Context(), "nope")
+		assert.Equal(t, problem.NotFound, problem.CodeOf(err))
+		_, err = r.Delete(t.Context(), "chat")
+		require.NoError(t, err)
+		synctest.Wait()
+		assert.Empty(t, r.Status())
+		assert.Empty(t, r.store.State().Apps)
+		assert.Empty(t, r.metrics.phases)
+	})
+}
+
+func TestDeployIsRefusedBeforeAnythingStarts(t *testing.T) {
+	rigged(t, nil, func(t *testing.T, r *rig) {
+		r.deploy(t, sim("small", 4, app.Independent))
+		big := sim("big", 16, app.Lockstep)
+		_, err := r.Deploy(t.Context(), []*app.Application{sim("fits", 1, app.Independent), big}, nil, false)
+		var p *problem.Error
+		require.ErrorAs(t, err, &p)
+		assert.Equal(t, problem.Unplaceable, p.Code)
+		assert.Equal(t, "place big/0: 3 of 16 ranks can be placed (PACK)", p.Message)
+		assert.Equal(t, []string{"need: 16 ranks of 1 slot each, PACK", "node a: 3 of 8 slots free, 0 of 0 devices free, room for 3 ranks"}, p.Details)
+		assert.Len(t, r.store.State().Apps, 1)
+
+		grown := sim("small", 8, app.Independent)
+		grown.Model.Source = "m2"
+		r.deploy(t, grown)
+		assert.Equal(t, "RUNNING", r.Status()[0].Status, "what is replaced makes room")
+
+		_, err = r.Deploy(t.Context(), []*app.Application{sim("other", 8, app.Independent)}, nil, true)
+		require.NoError(t, err, "so does what is pruned")
+		synctest.Wait()
+		require.Len(t, r.Status(), 1)
+		assert.Equal(t, "other", r.Status()[0].Name)
+		assert.Equal(t, "RUNNING", r.Status()[0].Status)
+	})
+}
+
+func TestKindsOfTheNextVersionAreRefused(t *testing.T) {
+	rigged(t, nil, func(t *testing.T, r *rig) {
+		for _, k := range []app.Kind{app.KindVLLM, app.KindSGLang} {
+			a := sim("real", 1, app.Independent)
+			a.Engine.Kind = k
+			_, err := r.Deploy(t.Context(), []*app.Application{a}, nil, false)
+			var p *problem.Error
+			require.ErrorAs(t, err, &p)
+			assert.Equal(t, problem.Unplaceable, p.Code)
+			assert.Equal(t, fmt.Sprintf("deploy real: launching engines of kind %s comes with the next version", k), p.Message)
+			assert.Contains(t, p.Hint, "--engine sim")
+		}
+	})
+}
+
+func TestStaleRevisionIsRefused(t *testing.T) {
+	rigged(t, nil, func(t *testing.T, r *rig) {
+		r.deploy(t, sim("chat", 1, app.Independent))
+		_, err := r.Deploy(t.Context(), []*app.Application{sim("chat", 2, app.Independent)}, map[string]uint64{"chat": 0}, false)
+		require.ErrorIs(t, err, state.ErrStaleRevision)
+		assert.Equal(t, problem.Conflict, problem.CodeOf(err))
+	})
+}
+
+func TestNothingIsDecidedBeforeTheBarrier(t *testing.T) {
+	barrier := make(chan error)
+	rigged(t, func(c *Config) {
+		c.Barrier = func(ctx context.Context) error {
+			select {
+			case err := <-barrier:
+				return err
+			case <-ctx.Done():
+				return ctx.Err()
+			}
+		}
+	}, func(t *testing.T, r *rig) {
+		r.deploy(t, sim("chat", 1, app.Independent))
+		barrier <- errors.New("no leader yet")
+		time.Sleep(10 * time.Second)
+		synctest.Wait()
+		assert.Empty(t, r.agent.orders)
+		assert.Empty(t, r.Status())
+		barrier <- nil
+		synctest.Wait()
+		assert.Equal(t, []string{"start chat/0/0 1"}, r.agent.orders)
+	})
+	rigged(t, func(c *Config) {
+		c.Barrier = func(ctx context.Context) error { <-ctx.Done(); return ctx.Err() }
+	}, func(*testing.T, *rig) {}) // closes all the same
+}
+
+func TestRG6ThroughTheActor(t *testing.T) {
+	rigged(t, nil, func(t *testing.T, r *rig) {
+		r.agent.refuses = problem.New(problem.Conflict, "stale epoch")
+		r.deploy(t, sim("chat", 1, app.Independent))
+		began := time.Now()
+		for r.Status()[0].Status != "DEPLOY_FAILED" {
+			<-r.Watch()
+		}
+		assert.Equal(t, 3*time.Second, time.Since(began), "fake time: 1 and 2 s between three starts")
+		synctest.Wait()
+		assert.Equal(t, []string{"start chat/0/0 1", "start chat/0/0 2", "start chat/0/0 3"}, r.agent.orders)
+		assert.Equal(t, 2, r.metrics.restarts)
+		assert.Equal(t, "node a refused: stale epoch", r.store.State().Units["chat/0/0"].Reason)
+		r.agent.refuses = nil
+		r.deploy(t, sim("chat", 1, app.Independent))
+		assert.Equal(t, "RUNNING", r.Status()[0].Status)
+	})
+}
+
+func TestSilentNodeIsToldAgain(t *testing.T) {
+	rigged(t, nil, func(t *testing.T, r *rig) {
+		r.agent.refuses = problem.New(problem.Overloaded, "mailbox is full")
+		r.deploy(t, sim("chat", 1, app.Independent))
+		time.Sleep(5 * time.Second)
+		synctest.Wait()
+		assert.Equal(t, []string{"start chat/0/0 1", "start chat/0/0 1", "start chat/0/0 1"}, r.agent.orders)
+		r.agent.refuses = nil
+		time.Sleep(2 * time.Second)
+		synctest.Wait()
+		assert.Equal(t, "RUNNING", r.Status()[0].Status)
+		assert.Equal(t, uint64(1), r.store.State().Epochs["chat/0/0"])
+	})
+}
+
+// TestPanicInReceiveForgetsNothing: the core outlives the actor's restart.
+func TestPanicInReceiveForgetsNothing(t *testing.T) {
+	var mu sync.Mutex
+	broken := false
+	rigged(t, func(c *Config) {
+		inner := c.Nodes
+		c.Nodes = func() []placement.Node {
+			mu.Lock()
+			defer mu.Unlock()
+			if broken {
+				broken = false
+				panic("inventory")
+			}
+			return inner()
+		}
+	}, func(t *testing.T, r *rig) {
+		r.deploy(t, sim("chat", 2, app.Independent))
+		mu.Lock()
+		broken = true
+		mu.Unlock()
+		r.Report(msg.UnitEvent{Node: "a", Unit: "chat/0/0", Epoch: 1, Kind: msg.UnitDraining})
+		synctest.Wait()
+		assert.Equal(t, "RUNNING", r.Status()[0].Status)
+		r.deploy(t, sim("more", 2, app.Independent))
+		assert.Equal(t, "RUNNING", r.Status()[1].Status)
+	})
+}
+
+func TestCallsAfterClose(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		store := newMemStore()
+		c := New(Config{
+			Store: store, Proposer: store, Granter: store, Log: slog.New(slog.DiscardHandler),
+			Nodes: func() []placement.Node { return []placement.Node{node("a", 8)} },
+			Agent: func(string) (msg.NodeAgent, bool) { return nil, false },
+		})
+		require.NoError(t, c.Close(), "never started")
+		c = New(c.cfg)
+		system := inbox.NewSystem(slog.New(slog.DiscardHandler))
+		require.NoError(t, c.Start(system))
+		require.NoError(t, c.Close())
+		c.Report(msg.UnitEvent{Node: "a", Number: 1})
+		_, err := c.Deploy(t.Context(), []*app.Application{sim("chat", 1, app.Independent)}, nil, false)
+		require.ErrorIs(t, err, ErrStopped)
+		system.Shutdown()
+		time.Sleep(time.Second)
+	})
+}
+
+func TestRingKeepsTheLastThousand(t *testing.T) {
+	r := newRing()
+	for range 3 * eventRing {
+		r.add(Event{})
+	}
+	got := r.since(0)
+	require.Len(t, got, eventRing)
+	assert.Equal(t, uint64(2*eventRing+1), got[0].Seq)
+	assert.Equal(t, uint64(3*eventRing), got[eventRing-1].Seq)
+	assert.Len(t, r.since(3*eventRing-5), 5)
+}
+
+func TestLaunchHash(t *testing.T) {
+	base := sim("chat", 2, app.Independent)
+	hash := func(change func(a *app.Application)) string {
+		a := *base
+		change(&a)
+		u := a.Units()[0]
+		h, err := launchHash(&a, &u)
+		require.NoError(t, err)
+		return h
+	}
+	same := hash(func(*app.Application) {})
+	for name, f := range map[string]func(a *app.Application){
+		"policy": func(a *app.Application) { a.Routing.Policy = "random" },
+		"route":  func(a *app.Application) { a.RoutePrefix = "/x" },
+		"ranks":  func(a *app.Application) { a.DataParallel.DPSize = 9 },
+		"queue":  func(a *app.Application) { a.MaxQueuedRequests = 9 },
+		"grace":  func(a *app.Application) { a.GracefulShutdownTimeout = 9 },
+	} {
+		assert.Equal(t, same, hash(f), name)
+	}
+	for name, f := range map[string]func(a *app.Application){
+		"model":    func(a *app.Application) { a.Model.Source = "x" },
+		"args":     func(a *app.Application) { a.Engine.Args = app.Args{{Name: "seed", Value: 1}} },
+		"coupling": func(a *app.Application) { a.DataParallel.Coupling = app.Lockstep },
+		"ongoing":  func(a *app.Application) { a.MaxOngoingRequests = 3 },
+		"devices":  func(a *app.Application) { a.Resources.GPUs = 1 },
+	} {
+		assert.NotEqual(t, same, hash(f), name)
+	}
+}
+
+func TestTimersDefaults(t *testing.T) {
+	assert.Equal(t, Timers{
+		Unit: state.Timers{
+			StartRetry: time.Second, RestartMin: time.Second, RestartMax: 64 * time.Second, RestartReset: 10 * time.Minute, Resend: 2 * time.Second,
+		},
+		Retry: time.Second, Call: 5 * time.Second,
+	}, Timers{}.withDefaults())
+}

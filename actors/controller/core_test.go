@@ -1,0 +1,518 @@
+package controller
+
+import (
+	"context"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/placement"
+	"github.com/dpserve/dpserve/state"
+)
+
+func TestDeployRunDeleteTranscript(t *testing.T) {
+	w := newWorld(t)
+	w.deploy(sim("chat", 2, app.Independent))
+	assert.Equal(t, []string{
+		"chat/0/0:  → pending", "chat/0/1:  → pending", "grant chat/0/0 attempt 1 on a:0", "grant chat/0/1 attempt 1 on a:1", "chat:  → DEPLOYING",
+		"chat/0/0: pending → starting", "start chat/0/0 epoch 1 on a", "chat/0/1: pending → starting", "start chat/0/1 epoch 1 on a",
+	}, w.takeTrace())
+	w.up("chat/0/0", "chat/0/1")
+	assert.Equal(t, []string{
+		"chat/0/0: starting → ready", "unit_ready chat/0/0", "chat/0/1: starting → ready", "unit_ready chat/0/1", "chat: DEPLOYING → RUNNING",
+	}, w.takeTrace())
+	assert.Equal(t, state.Ready, w.state.Units["chat/0/1"].Phase)
+
+	w.delete("chat")
+	assert.Equal(t, []string{
+		"chat/0/0: ready → draining", "stop chat/0/0 epoch 1 on a, grace 30s",
+		"chat/0/1: ready → draining", "stop chat/0/1 epoch 1 on a, grace 30s", "chat: RUNNING → DELETING",
+	}, w.takeTrace())
+	for _, u := range []string{"chat/0/0", "chat/0/1"} {
+		w.says("a", u, msg.UnitDraining)
+		w.says("a", u, msg.UnitKilling)
+		w.says("a", u, msg.UnitGone)
+	}
+	assert.Equal(t, []string{
+		"chat/0/0: draining → killing", "chat/0/0: killing → gone", "release chat/0/0 epoch 1", "forget chat/0/0",
+		"chat/0/1: draining → killing", "chat/0/1: killing → gone", "release chat/0/1 epoch 1", "forget chat/0/1", "forget_app ",
+	}, w.takeTrace())
+	assert.Empty(t, w.state.Apps)
+	assert.Empty(t, w.state.Units)
+	assert.Equal(t, map[string]uint64{"chat/0/0": 1, "chat/0/1": 1}, w.state.Epochs)
+	assert.Empty(t, w.core.status())
+}
+
+// TestRG6FailsThreeTimesThenFailed: rank 5 of 8 of a lockstep group fails at every start.
+func TestRG6FailsThreeTimesThenFailed(t *testing.T) {
+	w := newWorld(t)
+	w.deploy(sim("moe", 8, app.Lockstep))
+	var tail []string
+	for i := range 30 {
+		tail = append(tail, fmt.Sprint("line ", i))
+	}
+	var waits []time.Duration
+	for attempt := 1; attempt <= 3; attempt++ {
+		require.Equal(t, state.Starting, w.phase("moe/0"))
+		require.Equal(t, attempt, w.state.Units["moe/0"].Attempt)
+		w.says("a", "moe/0", msg.UnitStarted)
+		w.says("a", "moe/0", msg.UnitKilling, because("rank 5 exited with code 1", tail...))
+		w.says("a", "moe/0", msg.UnitGone, because("rank 5 exited with code 1", tail...))
+		if attempt < 3 {
+			require.Equal(t, state.Backoff, w.phase("moe/0"))
+			waits = append(waits, w.core.Due().Sub(w.now))
+			w.pass(waits[attempt-1])
+		}
+	}
+	assert.Equal(t, []time.Duration{time.Second, 2 * time.Second}, waits)
+	assert.Zero(t, w.saw("unit_ready"), "never routable")
+	assert.Equal(t, "DEPLOY_FAILED", w.status("moe"))
+	rec := w.state.Units["moe/0"]
+	assert.Equal(t, state.Failed, rec.Phase)
+	assert.Equal(t, uint64(3), rec.Epoch)
+	assert.Equal(t, "rank 5 exited with code 1", rec.Reason)
+	assert.Equal(t, tail[10:], rec.LogTail)
+	assert.Equal(t, "moe/0 is failed: rank 5 exited with code 1", w.core.status()[0].Message)
+
+	w.takeTrace()
+	w.pass(time.Hour)
+	assert.Empty(t, w.takeTrace(), "failed until the next deploy")
+	w.reboot()
+	w.pass(time.Hour)
+	assert.Equal(t, state.Failed, w.phase("moe/0"), "also over a restart")
+	assert.Equal(t, tail[10:], w.core.status()[0].Units[0].LogTail)
+
+	w.deploy(sim("moe", 8, app.Lockstep))
+	assert.Equal(t, state.Starting, w.phase("moe/0"), "the same file again")
+	assert.Equal(t, 1, w.state.Units["moe/0"].Attempt)
+	w.says("a", "moe/0", msg.UnitReady)
+	assert.Equal(t, "RUNNING", w.status("moe"))
+}
+
+// TestRG6FailsOnceThenRuns: the second attempt is counted as one restart.
+func TestRG6FailsOnceThenRuns(t *testing.T) {
+	w := newWorld(t)
+	w.deploy(sim("moe", 8, app.Lockstep))
+	w.says("a", "moe/0", msg.UnitKilling, because("rank 5"))
+	w.says("a", "moe/0", msg.UnitGone)
+	w.pass(time.Second)
+	w.up("moe/0")
+	s := w.core.status()[0]
+	assert.Equal(t, "RUNNING", s.Status)
+	assert.Equal(t, 2, s.Units[0].Attempt)
+	assert.Equal(t, 1, s.Units[0].Restarts)
+	assert.Equal(t, uint64(2), s.Units[0].Epoch)
+	assert.Empty(t, s.Units[0].Reason)
+	assert.Equal(t, 8, s.Ready)
+	assert.Equal(t, 1, w.saw("restart moe/0"))
+}
+
+// TestRG6RestartsForEverAfterReady: 1, 2, 4 … 64 s apart, from one again after 10 min ready.
+func TestRG6RestartsForEverAfterReady(t *testing.T) {
+	w := newWorld(t)
+	w.deploy(sim("chat", 1, app.Independent))
+	crash := func() time.Duration {
+		w.up("chat/0/0")
+		w.says("a", "chat/0/0", msg.UnitFenced, because("exit 0"))
+		w.says("a", "chat/0/0", msg.UnitKilling)
+		w.says("a", "chat/0/0", msg.UnitGone, wasReady)
+		wait := w.core.Due().Sub(w.now)
+		w.pass(wait)
+		return wait / time.Second
+	}
+	for _, want := range []time.Duration{1, 2, 4, 8, 16, 32, 64, 64, 64} {
+		require.Equal(t, want, crash())
+	}
+	w.up("chat/0/0")
+	w.pass(10 * time.Minute)
+	assert.Equal(t, time.Duration(1), crash())
+	assert.Equal(t, "UNHEALTHY", w.status("chat"))
+	assert.Equal(t, 10, w.state.Units["chat/0/0"].Restarts)
+}
+
+// TestRG11OneOfFourRestartsAlone: the others keep their epoch, the rank its number and slot; its ports are new.
+func TestRG11OneOfFourRestartsAlone(t *testing.T) {
+	w := newWorld(t)
+	w.deploy(sim("chat", 4, app.Independent))
+	w.up("chat/0/0", "chat/0/1", "chat/0/2", "chat/0/3")
+	before := w.state.Units["chat/0/2"]
+	w.says("a", "chat/0/2", msg.UnitFenced, because("signal: killed"))
+	assert.Equal(t, state.Fenced, w.state.Units["chat/0/2"].Phase)
+	w.says("a", "chat/0/2", msg.UnitKilling)
+	w.says("a", "chat/0/2", msg.UnitGone, wasReady)
+	w.pass(time.Second)
+	w.up("chat/0/2")
+	after := w.state.Units["chat/0/2"]
+	assert.Equal(t, uint64(2), after.Epoch)
+	assert.Equal(t, before.Ranks, after.Ranks)
+	assert.NotEqual(t, before.Blocks, after.Blocks)
+	for _, u := range []string{"chat/0/0", "chat/0/1", "chat/0/3"} {
+		assert.Equal(t, uint64(1), w.state.Epochs[u])
+	}
+	assert.Equal(t, "RUNNING", w.status("chat"))
+}
+
+// TestRG13EpochsOverCrashRestartAndRedeploy for both couplings.
+func TestRG13EpochsOverCrashRestartAndRedeploy(t *testing.T) {
+	for _, c := range []struct {
+		coupling app.Coupling
+		unit     string
+	}{{app.Lockstep, "m/0"}, {app.Independent, "m/0/1"}} {
+		t.Run(string(c.coupling), func(t *testing.T) {
+			w := newWorld(t)
+			w.deploy(sim("m", 2, c.coupling))
+			all := func() []string {
+				if c.coupling == app.Lockstep {
+					return []string{"m/0"}
+				}
+				return []string{"m/0/0", "m/0/1"}
+			}()
+			w.up(all...)
+			w.says("a", c.unit, msg.UnitFenced)
+			w.says("a", c.unit, msg.UnitGone, wasReady)
+			w.pass(time.Second)
+			w.up(c.unit)
+			require.Equal(t, uint64(2), w.state.Epochs[c.unit], "killed by hand")
+
+			w.reboot()
+			require.Equal(t, uint64(3), w.state.Epochs[c.unit], "node restarted")
+			require.Equal(t, 1, w.saw("start "+c.unit+" epoch 3"))
+			w.up(all...)
+			require.Equal(t, "RUNNING", w.status("m"))
+
+			w.delete("m")
+			for _, u := range all {
+				w.says("a", u, msg.UnitGone)
+			}
+			require.Empty(t, w.state.Apps)
+			w.reboot()
+			require.Equal(t, uint64(3), w.state.Epochs[c.unit], "tombstone")
+			w.deploy(sim("m", 2, c.coupling))
+			require.Equal(t, uint64(4), w.state.Epochs[c.unit], "deployed again")
+			w.up(all...)
+			assert.Equal(t, uint64(4), w.core.status()[0].Units[len(all)-1].Epoch)
+			assert.Zero(t, w.core.status()[0].Units[0].Restarts)
+		})
+	}
+}
+
+func TestStartIsSentAgainUntilConfirmed(t *testing.T) {
+	w := newWorld(t)
+	w.deploy(sim("chat", 1, app.Independent))
+	w.takeTrace()
+	w.pass(5 * time.Second)
+	assert.Equal(t, []string{"start chat/0/0 epoch 1 on a", "start chat/0/0 epoch 1 on a"}, w.takeTrace())
+	w.says("a", "chat/0/0", msg.UnitStarted)
+	w.pass(time.Hour)
+	assert.Empty(t, w.takeTrace())
+}
+
+func TestStopIsSentAgainWithTheGraceThatIsLeft(t *testing.T) {
+	w := newWorld(t)
+	w.deploy(sim("chat", 1, app.Independent))
+	w.up("chat/0/0")
+	w.delete("chat")
+	w.takeTrace()
+	w.pass(4 * time.Second)
+	assert.Equal(t, []string{"stop chat/0/0 epoch 1 on a, grace 28s", "stop chat/0/0 epoch 1 on a, grace 26s"}, w.takeTrace())
+	w.says("a", "chat/0/0", msg.UnitDraining)
+	w.pass(time.Hour)
+	assert.Empty(t, w.takeTrace())
+}
+
+func TestReportsAreTakenOncePerNumberAndForTheEpochInHandOnly(t *testing.T) {
+	w := newWorld(t)
+	w.deploy(sim("chat", 1, app.Independent))
+	w.up("chat/0/0")
+	fenced := msg.UnitEvent{Node: "a", Number: 77, Unit: "chat/0/0", Epoch: 1, Kind: msg.UnitFenced}
+	w.step(reported{fenced})
+	w.says("a", "chat/0/0", msg.UnitGone, wasReady)
+	w.pass(time.Second)
+	w.up("chat/0/0")
+	w.takeTrace()
+	fenced.Epoch = 2
+	w.step(reported{fenced})
+	w.says("a", "chat/0/0", msg.UnitGone, at(1))
+	assert.Empty(t, w.takeTrace())
+	assert.Equal(t, "RUNNING", w.status("chat"))
+}
+
+// TestOldIncarnationIsToldToStop: it came back after its successor was granted.
+func TestOldIncarnationIsToldToStop(t *testing.T) {
+	w := newWorld(t, node("a", 4), node("b", 4))
+	w.deploy(sim("chat", 1, app.Independent))
+	w.reboot()
+	w.takeTrace()
+	w.says("a", "chat/0/0", msg.UnitReady, at(1))
+	assert.Equal(t, []string{"stop chat/0/0 epoch 1 on a, grace 0s"}, w.takeTrace())
+	w.says("b", "chat/0/0", msg.UnitReady)
+	assert.Equal(t, []string{"stop chat/0/0 epoch 2 on b, grace 0s"}, w.takeTrace(), "not granted there")
+	assert.Equal(t, state.Starting, w.phase("chat/0/0"))
+}
+
+func TestRefusedStartIsAFailedStart(t *testing.T) {
+	w := newWorld(t)
+	w.deploy(sim("chat", 1, app.Independent))
+	w.step(refused{"a", "chat/0/0", 1, errLost})
+	assert.Equal(t, state.Backoff, w.phase("chat/0/0"))
+	assert.Contains(t, w.core.status()[0].Message, "node a refused: leadership was lost")
+	w.step(refused{"a", "chat/0/0", 1, errLost})
+	w.pass(time.Second)
+	assert.Equal(t, state.Starting, w.phase("chat/0/0"))
+}
+
+func TestLockstepOverTwoNodes(t *testing.T) {
+	w := newWorld(t, node("a", 2), node("b", 2))
+	w.deploy(sim("moe", 4, app.Lockstep))
+	require.Equal(t, []string{"start moe/0 epoch 1 on a", "start moe/0 epoch 1 on b"}, w.takeTrace()[4:])
+	w.says("a", "moe/0", msg.UnitReady)
+	assert.Equal(t, state.Starting, w.phase("moe/0"), "one of two nodes")
+	w.says("b", "moe/0", msg.UnitReady)
+	assert.Equal(t, state.Ready, w.phase("moe/0"))
+	w.takeTrace()
+	w.says("b", "moe/0", msg.UnitFenced, because("rank 3 died"))
+	assert.Equal(t, []string{
+		"moe/0: ready → fenced", "stop moe/0 epoch 1 on a, grace 0s", "unit_fenced moe/0", "moe: RUNNING → UNHEALTHY",
+	}, w.takeTrace())
+	w.says("b", "moe/0", msg.UnitGone, wasReady)
+	assert.Equal(t, state.Killing, w.phase("moe/0"), "node a still has processes")
+	w.says("a", "moe/0", msg.UnitGone, wasReady)
+	assert.Equal(t, state.Backoff, w.phase("moe/0"))
+	w.pass(time.Second)
+	assert.Equal(t, uint64(2), w.state.Epochs["moe/0"])
+	assert.Equal(t, "rank 3 died", w.core.status()[0].Units[0].Reason)
+}
+
+func TestAttachedUnitComesBackUnderItsEpoch(t *testing.T) {
+	w := newWorld(t)
+	a := sim("ext", 2, app.Independent)
+	a.Engine = app.Engine{Kind: app.KindAttach, Ranks: []app.AttachRank{{URL: "http://x"}, {URL: "http://y"}}}
+	w.deploy(a)
+	w.up("ext/0/0", "ext/0/1")
+	require.Equal(t, -1, w.state.Units["ext/0/0"].Ranks[0].Slot)
+	require.Empty(t, w.state.Units["ext/0/0"].Blocks)
+	w.takeTrace()
+	w.says("a", "ext/0/0", msg.UnitFenced, because("connection refused"))
+	w.says("a", "ext/0/0", msg.UnitReady)
+	assert.Equal(t, []string{
+		"ext/0/0: ready → fenced", "unit_fenced ext/0/0", "ext: RUNNING → UNHEALTHY",
+		"ext/0/0: fenced → ready", "unit_ready ext/0/0", "ext: UNHEALTHY → RUNNING",
+	}, w.takeTrace())
+	assert.Equal(t, uint64(1), w.state.Epochs["ext/0/0"])
+
+	more := *a
+	more.Engine.Ranks = append(more.Engine.Ranks, app.AttachRank{URL: "http://z"})
+	more.DataParallel.DPSize, more.NumReplicas = 3, 3
+	w.deploy(&more)
+	w.up("ext/0/2")
+	assert.Equal(t, "RUNNING", w.status("ext"))
+	assert.Equal(t, uint64(1), w.state.Epochs["ext/0/0"], "adding a rank leaves the others alone")
+}
+
+func TestRolloutReplacesOneReadyUnitAtATime(t *testing.T) {
+	w := newWorld(t)
+	w.deploy(sim("chat", 3, app.Independent))
+	units := []string{"chat/0/0", "chat/0/1", "chat/0/2"}
+	w.up(units...)
+	next := sim("chat", 3, app.Independent)
+	next.Model.Source = "m2"
+	w.deploy(next)
+	assert.Equal(t, "DEPLOYING", w.status("chat"))
+	for i, u := range units {
+		ready := 0
+		for _, v := range units {
+			if w.phase(v) == state.Ready {
+				ready++
+			}
+		}
+		require.Equal(t, 2, ready)
+		require.Equal(t, state.Draining, w.phase(u))
+		w.says("a", u, msg.UnitGone)
+		require.Equal(t, state.Starting, w.phase(u))
+		require.Equal(t, uint64(2), w.state.Units[u].AppRevision)
+		w.up(u)
+		require.Equal(t, i == 2, w.status("chat") == "RUNNING")
+	}
+}
+
+func TestRolloutStopsAtAFailedUnit(t *testing.T) {
+	w := newWorld(t)
+	w.deploy(sim("chat", 2, app.Independent))
+	w.up("chat/0/0", "chat/0/1")
+	next := sim("chat", 2, app.Independent)
+	next.Model.Source = "broken"
+	w.deploy(next)
+	w.says("a", "chat/0/0", msg.UnitGone)
+	for range 3 {
+		w.says("a", "chat/0/0", msg.UnitGone, because("no such model"))
+		w.pass(2 * time.Second)
+	}
+	assert.Equal(t, "DEPLOY_FAILED", w.status("chat"))
+	assert.Equal(t, state.Ready, w.phase("chat/0/1"), "goes on serving")
+	w.deploy(sim("chat", 2, app.Independent))
+	w.up("chat/0/0")
+	assert.Equal(t, "RUNNING", w.status("chat"))
+	assert.Equal(t, uint64(1), w.state.Epochs["chat/0/1"], "back to what it was: no restart")
+}
+
+func TestRevisionThatChangesNoEngineRestartsNothing(t *testing.T) {
+	w := newWorld(t)
+	w.deploy(sim("chat", 2, app.Independent))
+	w.up("chat/0/0", "chat/0/1")
+	next := sim("chat", 4, app.Independent)
+	next.Routing.Policy = "random"
+	w.deploy(next)
+	assert.Equal(t, "DEPLOYING", w.status("chat"))
+	w.up("chat/0/2", "chat/0/3")
+	assert.Equal(t, "RUNNING", w.status("chat"))
+	assert.Zero(t, w.saw("stop"))
+	w.deploy(sim("chat", 2, app.Independent))
+	assert.Equal(t, 2, w.saw("stop"), "ranks 2 and 3")
+	w.says("a", "chat/0/2", msg.UnitGone)
+	w.says("a", "chat/0/3", msg.UnitGone)
+	assert.Len(t, w.state.Units, 2)
+	assert.Len(t, w.core.units, 2)
+	assert.Equal(t, 2, w.saw("forget"))
+}
+
+func TestCouplingChangeWaitsForTheOldRanks(t *testing.T) {
+	w := newWorld(t)
+	w.deploy(sim("m", 2, app.Independent))
+	w.up("m/0/0", "m/0/1")
+	w.deploy(sim("m", 2, app.Lockstep))
+	assert.Zero(t, w.saw("grant m/0 "))
+	w.says("a", "m/0/0", msg.UnitGone)
+	assert.Zero(t, w.saw("grant m/0 "))
+	w.says("a", "m/0/1", msg.UnitGone)
+	assert.Equal(t, 1, w.saw("grant m/0 "))
+	assert.Zero(t, w.saw("refused"))
+	w.up("m/0")
+	assert.Equal(t, "RUNNING", w.status("m"))
+}
+
+func TestPendingSaysWhyAndStartsWhenThereIsRoom(t *testing.T) {
+	w := newWorld(t, node("a", 2))
+	w.deploy(sim("one", 2, app.Independent))
+	w.up("one/0/0", "one/0/1")
+	w.deploy(sim("two", 1, app.Independent))
+	assert.Equal(t, state.Pending, w.phase("two/0/0"))
+	assert.Contains(t, w.core.status()[1].Message, "two/0/0 is pending: place two/0")
+	assert.True(t, w.core.Due().IsZero(), "no polling")
+	w.delete("one")
+	w.says("a", "one/0/0", msg.UnitGone)
+	w.says("a", "one/0/1", msg.UnitGone)
+	assert.Equal(t, state.Starting, w.phase("two/0/0"))
+}
+
+func TestDeleteInEveryPhaseLeavesNothing(t *testing.T) {
+	ways := map[string]func(w *world){
+		"starting": func(*world) {},
+		"ready":    func(w *world) { w.up("chat/0/0") },
+		"fenced":   func(w *world) { w.up("chat/0/0"); w.says("a", "chat/0/0", msg.UnitFenced) },
+		"killing":  func(w *world) { w.says("a", "chat/0/0", msg.UnitKilling) },
+		"backoff":  func(w *world) { w.says("a", "chat/0/0", msg.UnitGone) },
+		"failed": func(w *world) {
+			for range 3 {
+				w.says("a", "chat/0/0", msg.UnitGone)
+				w.pass(2 * time.Second)
+			}
+		},
+		"rebooted": func(w *world) { w.up("chat/0/0"); w.reboot() },
+	}
+	for name, way := range ways {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			w.deploy(sim("chat", 1, app.Independent))
+			way(w)
+			w.delete("chat")
+			w.says("a", "chat/0/0", msg.UnitGone)
+			assert.Empty(t, w.state.Apps)
+			assert.Empty(t, w.state.Units)
+			assert.Empty(t, w.core.units)
+			assert.True(t, w.core.Due().IsZero())
+		})
+	}
+}
+
+func TestDeletingAppOverARestart(t *testing.T) {
+	w := newWorld(t)
+	w.deploy(sim("chat", 2, app.Independent))
+	w.up("chat/0/0", "chat/0/1")
+	w.delete("chat")
+	w.reboot()
+	assert.Empty(t, w.state.Apps)
+	assert.Empty(t, w.state.Units)
+}
+
+// TestGrantWhoseAnswerIsLost is started all the same, once.
+func TestGrantWhoseAnswerIsLost(t *testing.T) {
+	w := newWorld(t)
+	w.after = func(c state.Command) error {
+		if c.GrantGroup != nil {
+			w.after = nil
+			return context.DeadlineExceeded
+		}
+		return nil
+	}
+	w.deploy(sim("chat", 1, app.Independent))
+	assert.Equal(t, state.Starting, w.phase("chat/0/0"))
+	assert.Equal(t, uint64(1), w.state.Epochs["chat/0/0"])
+	assert.Equal(t, 1, w.saw("start"))
+	w.up("chat/0/0")
+	assert.Equal(t, "RUNNING", w.status("chat"))
+}
+
+// TestCommandsThatDoNotGetThroughAreRepeated after a second, whatever they are.
+func TestCommandsThatDoNotGetThroughAreRepeated(t *testing.T) {
+	w := newWorld(t)
+	failed := map[string]bool{}
+	w.lose = func(c state.Command) error {
+		if c.PutApps != nil || c.DeleteApp != nil || failed[c.Kind()] {
+			return nil
+		}
+		failed[c.Kind()] = true
+		return errLost
+	}
+	w.deploy(sim("chat", 1, app.Independent))
+	w.pass(time.Second)
+	w.up("chat/0/0")
+	w.pass(time.Second)
+	assert.Equal(t, state.Ready, w.state.Units["chat/0/0"].Phase)
+	w.delete("chat")
+	w.says("a", "chat/0/0", msg.UnitGone)
+	w.pass(time.Second)
+	w.pass(time.Second)
+	assert.Empty(t, w.state.Apps)
+	assert.Len(t, failed, 4)
+}
+
+func TestUnitWithoutItsNodeIsPlacedElsewhere(t *testing.T) {
+	w := newWorld(t, node("a", 1), node("b", 1))
+	w.deploy(sim("chat", 1, app.Independent))
+	w.up("chat/0/0")
+	w.nodes = []placement.Node{node("b", 1)}
+	w.reboot()
+	assert.Equal(t, "b", w.state.Units["chat/0/0"].Ranks[0].Node)
+}
+
+func TestNumbersTolerateDisorderAndRepetition(t *testing.T) {
+	var s numbers
+	for _, n := range []uint64{2, 1, 4, 3, 7} {
+		assert.True(t, s.first(n), n)
+	}
+	for _, n := range []uint64{1, 2, 3, 4, 7} {
+		assert.False(t, s.first(n), n)
+	}
+	assert.Equal(t, uint64(4), s.low)
+	for n := uint64(10); n < 5000; n += 2 {
+		s.first(n)
+	}
+	assert.LessOrEqual(t, len(s.above), numbersAhead)
+	assert.True(t, s.first(0))
+	assert.True(t, s.first(0))
+}

@@ -1,0 +1,306 @@
+package controller
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/placement"
+	"github.com/dpserve/dpserve/state"
+)
+
+var start = time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
+
+// world drives a core by hand: a replicated state, a clock that jumps, and nodes that do as the test says. Everything happens
+// in order and is written to trace.
+type world struct {
+	t      testing.TB
+	core   *core
+	state  *state.State
+	index  uint64
+	now    time.Time
+	nodes  []placement.Node
+	trace  []string
+	number uint64
+	inbox  []any // inputs that follow from effects
+	auto   func(w *world, e effect) bool
+	lose   func(c state.Command) error // before: not applied
+	after  func(c state.Command) error // after: applied, and the answer lost
+}
+
+func newWorld(t testing.TB, nodes ...placement.Node) *world {
+	if len(nodes) == 0 {
+		nodes = []placement.Node{node("a", 64)}
+	}
+	w := &world{t: t, state: state.New(), now: start, nodes: nodes}
+	w.core = newCore(Timers{})
+	w.step(stateSeen{w.state.Clone()})
+	return w
+}
+
+func node(id string, slots int) placement.Node {
+	return placement.Node{ID: id, Slots: slots, Ports: placement.Ports{Lo: 20000, Hi: 29999}}
+}
+
+func sim(name string, dp int, coupling app.Coupling) *app.Application {
+	return &app.Application{
+		Name: name, RoutePrefix: "/", Model: app.Model{ID: name, Source: "m"}, Engine: app.Engine{Kind: app.KindSim},
+		DataParallel: app.DataParallel{DPSize: dp, Coupling: coupling}, NumReplicas: dp, NumGroups: 1,
+		PlacementGroupStrategy: "PACK", GracefulShutdownTimeout: 30,
+	}
+}
+
+// step feeds one input, carries the effects out, and goes on until nothing follows.
+func (w *world) step(in any) {
+	w.inbox = append(w.inbox, in)
+	for n := 0; len(w.inbox) > 0; n++ {
+		require.Less(w.t, n, 10000, "no end in sight: %v", w.trace)
+		next := w.inbox[0]
+		w.inbox = w.inbox[1:]
+		for _, e := range w.core.Step(w.now, w.nodes, next) {
+			w.do(e)
+		}
+	}
+}
+
+func (w *world) log(format string, args ...any) { w.trace = append(w.trace, fmt.Sprintf(format, args...)) }
+
+// takeTrace returns the trace and empties it.
+func (w *world) takeTrace() []string {
+	t := w.trace
+	w.trace = nil
+	return t
+}
+
+func (w *world) do(e effect) {
+	if w.auto != nil && w.auto(w, e) {
+		return
+	}
+	switch e := e.(type) {
+	case changeEffect:
+		w.log("%s%s: %s → %s", e.App, strings.TrimPrefix(e.Unit, e.App), e.From, e.To)
+	case grantEffect:
+		g := granted{}
+		for _, u := range e.grant.Units {
+			g.units = append(g.units, u.Unit)
+			w.log("grant %s attempt %d on %s", u.Unit, u.Attempt, places(u.Ranks))
+		}
+		g.result, g.err = w.apply(state.Command{GrantGroup: &e.grant})
+		w.inbox = append(w.inbox, g)
+	case proposeEffect:
+		w.log("%s %s", e.command.Kind(), e.unit)
+		_, err := w.apply(e.command)
+		w.inbox = append(w.inbox, concluded{e.app, e.unit, err})
+	case releaseEffect:
+		w.log("release %s epoch %d", e.release.Unit, e.release.Epoch)
+		_, err := w.apply(state.Command{Release: &state.UnitRef{Unit: e.release.Unit, Epoch: e.release.Epoch}})
+		w.inbox = append(w.inbox, concluded{e.app, e.release.Unit, err})
+	case startEffect:
+		w.log("start %s epoch %d on %s", e.order.Unit, e.order.Epoch, e.node)
+	case stopEffect:
+		w.log("stop %s epoch %d on %s, grace %s", e.order.Unit, e.order.Epoch, e.node, e.order.Grace)
+	case restartEffect:
+		w.log("restart %s", e.unit)
+	case forgetEffect:
+		w.log("forget %s", e.unit)
+	}
+}
+
+func places(ranks []state.RankGrant) string {
+	var out []string
+	for _, r := range ranks {
+		out = append(out, fmt.Sprintf("%s:%d", r.Node, r.Slot))
+	}
+	return strings.Join(out, " ")
+}
+
+func (w *world) apply(c state.Command) (state.Result, error) {
+	if w.lose != nil {
+		if err := w.lose(c); err != nil {
+			return state.Result{}, err
+		}
+	}
+	b, err := state.EncodeCommand(&c)
+	require.NoError(w.t, err)
+	d, err := state.DecodeCommand(b)
+	require.NoError(w.t, err)
+	w.index++
+	r, err := w.state.Apply(w.index, d)
+	if err != nil {
+		w.log("refused: %v", err)
+		return r, err
+	}
+	if w.after != nil {
+		if err := w.after(c); err != nil {
+			r = state.Result{}
+			w.inbox = append(w.inbox, stateSeen{w.state.Clone()})
+			return r, err
+		}
+	}
+	w.inbox = append(w.inbox, stateSeen{w.state.Clone()})
+	return r, nil
+}
+
+func (w *world) deploy(apps ...*app.Application) {
+	put := &state.PutApps{}
+	var names []string
+	for _, a := range apps {
+		spec, err := json.Marshal(a)
+		require.NoError(w.t, err)
+		put.Apps = append(put.Apps, state.AppSpec{Name: a.Name, Spec: spec, Names: a.Model.ServedNames(), Route: a.RoutePrefix})
+		names = append(names, a.Name)
+	}
+	_, err := w.apply(state.Command{PutApps: put})
+	require.NoError(w.t, err)
+	w.step(redeployed{names})
+}
+
+func (w *world) delete(name string) {
+	_, err := w.apply(state.Command{DeleteApp: &state.DeleteApp{Name: name}})
+	require.NoError(w.t, err)
+	w.step(ticked{})
+}
+
+// says posts a node's report of a unit at its present epoch.
+func (w *world) says(node, unit string, kind msg.UnitEventKind, more ...func(*msg.UnitEvent)) {
+	w.number++
+	e := msg.UnitEvent{Node: node, Number: w.number, Unit: unit, Epoch: w.state.Epochs[unit], Kind: kind, Rank: -1}
+	for _, f := range more {
+		f(&e)
+	}
+	w.step(reported{e})
+}
+
+func because(reason string, tail ...string) func(*msg.UnitEvent) {
+	return func(e *msg.UnitEvent) { e.Reason, e.LogTail = reason, tail }
+}
+
+func at(epoch uint64) func(*msg.UnitEvent) { return func(e *msg.UnitEvent) { e.Epoch = epoch } }
+
+func wasReady(e *msg.UnitEvent) { e.WasReady = true }
+
+// pass lets time go by, with a tick at each due time.
+func (w *world) pass(d time.Duration) {
+	end := w.now.Add(d)
+	for {
+		due := w.core.Due()
+		if due.IsZero() || due.After(end) {
+			break
+		}
+		if due.After(w.now) {
+			w.now = due
+		}
+		w.step(ticked{})
+	}
+	w.now = end
+	w.step(ticked{})
+}
+
+func (w *world) up(units ...string) {
+	for _, u := range units {
+		w.says("a", u, msg.UnitStarted)
+		w.says("a", u, msg.UnitReady)
+	}
+}
+
+func (w *world) phase(unit string) state.Phase {
+	if u := w.core.units[unit]; u != nil {
+		return u.m.Phase
+	}
+	return ""
+}
+
+func (w *world) status(name string) string {
+	for _, s := range w.core.status() {
+		if s.Name == name {
+			return s.Status
+		}
+	}
+	return ""
+}
+
+func (w *world) saw(prefix string) int {
+	n := 0
+	for _, l := range w.trace {
+		if strings.HasPrefix(l, prefix) {
+			n++
+		}
+	}
+	return n
+}
+
+// reboot is a restart of the process: a new core on the old state.
+func (w *world) reboot() {
+	w.core = newCore(Timers{})
+	w.number = 0
+	w.step(stateSeen{w.state.Clone()})
+}
+
+// memStore is a Store and Proposer in memory.
+type memStore struct {
+	ch      chan struct{}
+	lock    chan struct{}
+	state   *state.State
+	index   uint64
+	refuses func(state.Command) error
+}
+
+func newMemStore() *memStore {
+	return &memStore{ch: make(chan struct{}), lock: make(chan struct{}, 1), state: state.New()}
+}
+
+func (m *memStore) State() *state.State {
+	m.lock <- struct{}{}
+	defer func() { <-m.lock }()
+	return m.state.Clone()
+}
+
+func (m *memStore) Changed() <-chan struct{} {
+	m.lock <- struct{}{}
+	defer func() { <-m.lock }()
+	return m.ch
+}
+
+func (m *memStore) Propose(ctx context.Context, c state.Command) (state.Result, error) {
+	if err := ctx.Err(); err != nil {
+		return state.Result{}, err
+	}
+	m.lock <- struct{}{}
+	defer func() { <-m.lock }()
+	if m.refuses != nil {
+		if err := m.refuses(c); err != nil {
+			return state.Result{}, err
+		}
+	}
+	m.index++
+	r, err := m.state.Apply(m.index, &c)
+	if err == nil {
+		close(m.ch)
+		m.ch = make(chan struct{})
+	}
+	return r, err
+}
+
+func (m *memStore) Grant(ctx context.Context, g state.GrantGroup) (state.Result, error) {
+	return m.Propose(ctx, state.Command{GrantGroup: &g})
+}
+
+func (m *memStore) Release(ctx context.Context, r msg.ReleaseRank) error {
+	_, err := m.Propose(ctx, state.Command{Release: &state.UnitRef{Unit: r.Unit, Epoch: r.Epoch, Reason: r.Reason}})
+	return err
+}
+
+var errLost = errors.New("leadership was lost")
+
+func contains(lines []string, part string) bool {
+	return slices.ContainsFunc(lines, func(l string) bool { return strings.Contains(l, part) })
+}

@@ -1,0 +1,398 @@
+package ingress
+
+import (
+	"net/http"
+	"strings"
+	"sync/atomic"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+)
+
+func TestWholeAnswerPassesByteForByte(t *testing.T) {
+	var got *http.Request
+	g := newRig(t, options{engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
+		got = r
+		replies(200, wholeAnswer)(w, r)
+	}}})
+	a := g.post("/v1/chat/completions", chatBody, "X-Request-Id", "mine-1", "Authorization", "Bearer k", "X-Forwarded-For", "1.2.3.4",
+		"X-Data-Parallel-Rank", "3", "Connection", "X-Secret", "X-Secret", "s", "Dpserve-Epoch", "9")
+	require.NoError(t, a.err)
+	assert.Equal(t, 200, a.status)
+	assert.Equal(t, wholeAnswer, a.body)
+	assert.Equal(t, "application/json", a.header.Get("Content-Type"))
+	assert.Equal(t, "mine-1", a.header.Get("X-Request-Id"))
+	assert.Equal(t, "demo", a.header.Get("X-Dpserve-App"))
+	assert.Equal(t, "0", a.header.Get("X-Dpserve-Group"))
+	assert.Equal(t, "0", a.header.Get("X-Dpserve-Rank"))
+	assert.Equal(t, "1", a.header.Get("X-Dpserve-Attempts"))
+
+	assert.Equal(t, "/v1/chat/completions", got.URL.Path)
+	assert.Equal(t, "mine-1", got.Header.Get("X-Request-Id"))
+	assert.Equal(t, "Bearer k", got.Header.Get("Authorization"))
+	for _, name := range []string{"X-Forwarded-For", "X-Data-Parallel-Rank", "X-Secret", "Dpserve-Epoch", "Accept-Encoding"} {
+		assert.Empty(t, got.Header.Get(name), name)
+	}
+	done := g.replicas[0].lastDone(t)
+	assert.Equal(t, msg.OK, done.Outcome)
+	assert.Equal(t, 5, done.PromptTokens)
+	assert.Equal(t, 1, done.CompletionTokens)
+	requests, tokens, _ := g.in.Totals()
+	assert.EqualValues(t, 1, requests)
+	assert.EqualValues(t, 1, tokens)
+}
+
+func TestReservedFieldsNeverReachTheEngine(t *testing.T) {
+	var body atomic.Value
+	g := newRig(t, options{engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
+		b := make([]byte, r.ContentLength)
+		_, _ = r.Body.Read(b)
+		body.Store(string(b))
+		replies(200, wholeAnswer)(w, r)
+	}}})
+	a := g.post("/v1/completions", `{"model":"demo","routed_dp_rank":3,"prompt":"x","unknown":{"a":1e400}}`)
+	assert.Equal(t, 200, a.status, a.body)
+	assert.Equal(t, `{"model":"demo","prompt":"x","unknown":{"a":1e400}}`, body.Load())
+}
+
+func TestStreamPassesByteForByte(t *testing.T) {
+	list := []string{roleChunk, emptyChunk, textChunk, emptyChunk, textChunk, stopChunk, usageChunk, doneEvent}
+	g := newRig(t, options{engines: []http.HandlerFunc{sends(list...)}})
+	a := g.post("/v1/chat/completions", streamBody)
+	require.NoError(t, a.err)
+	assert.Equal(t, events(list...), a.body)
+	assert.Equal(t, "text/event-stream; charset=utf-8", a.header.Get("Content-Type"))
+	done := g.replicas[0].lastDone(t)
+	assert.Equal(t, msg.OK, done.Outcome)
+	assert.Equal(t, 5, done.PromptTokens)
+	assert.Equal(t, 3, done.CachedTokens)
+	assert.Equal(t, 7, done.CompletionTokens)
+	assert.NotZero(t, done.FirstToken)
+	assert.Equal(t, 1, g.replicas[0].firsts)
+}
+
+// TestStreamHoweverItIsCut: one byte per write of the engine gives the client the same bytes.
+func TestStreamHoweverItIsCut(t *testing.T) {
+	whole := events(roleChunk, textChunk, stopChunk, doneEvent)
+	g := newRig(t, options{engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
+		drain(r)
+		w.Header().Set("Content-Type", "text/event-stream")
+		for i := range len(whole) {
+			_, _ = w.Write([]byte(whole[i : i+1]))
+			w.(http.Flusher).Flush()
+		}
+	}}})
+	a := g.post("/v1/chat/completions", streamBody)
+	require.NoError(t, a.err)
+	assert.Equal(t, whole, a.body)
+}
+
+func TestOverlongEventPasses(t *testing.T) {
+	long := `{"id":"c","choices":[{"index":0,"delta":{"content":"` + strings.Repeat("x", 300<<10) + `"},"finish_reason":null}]}`
+	for _, first := range []bool{true, false} {
+		list := []string{textChunk, long, textChunk, stopChunk, doneEvent}
+		if first {
+			list = list[1:]
+		}
+		g := newRig(t, options{engines: []http.HandlerFunc{sends(list...)}})
+		a := g.post("/v1/chat/completions", streamBody)
+		require.NoError(t, a.err)
+		assert.Equal(t, events(list...), a.body)
+	}
+}
+
+func TestManyHeldChunksBegin(t *testing.T) {
+	list := []string{}
+	for range 300 {
+		list = append(list, emptyChunk)
+	}
+	list = append(list, stopChunk, doneEvent)
+	g := newRig(t, options{engines: []http.HandlerFunc{sends(list...)}})
+	a := g.post("/v1/chat/completions", streamBody)
+	require.NoError(t, a.err)
+	assert.Equal(t, events(list...), a.body)
+}
+
+func TestCleanEndWithoutDoneIsCompleteIfEveryChoiceFinished(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{sends(textChunk, stopChunk)}})
+	a := g.post("/v1/chat/completions", streamBody)
+	require.NoError(t, a.err)
+	assert.Equal(t, events(textChunk, stopChunk), a.body)
+	assert.Equal(t, msg.OK, g.replicas[0].lastDone(t).Outcome)
+}
+
+func TestLongWholeAnswerStreams(t *testing.T) {
+	long := `{"choices":[{"text":"` + strings.Repeat("y", 3<<20) + `"}]}`
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, long)}})
+	a := g.post("/v1/completions", `{"model":"demo","prompt":"x"}`)
+	require.NoError(t, a.err)
+	assert.Equal(t, long, a.body)
+}
+
+// TestBeforeTheFirstByte is the table of CONTRACTS 9: one bad rank, one good one. The client sees the good answer.
+func TestBeforeTheFirstByte(t *testing.T) {
+	closed := "http://127.0.0.1:1" // nobody listens on port 1
+	cases := []struct {
+		name     string
+		engine   http.HandlerFunc
+		refuse   msg.Refusal
+		outcome  msg.Outcome
+		attempts string
+		trip     bool
+		probe    bool
+		busy     bool
+	}{
+		{name: "stale epoch", refuse: msg.StaleEpoch, attempts: "2"},
+		{name: "not ready", refuse: msg.NotReady, attempts: "2"},
+		{name: "fenced", refuse: msg.Fenced, attempts: "2"},
+		{name: "draining", refuse: msg.Draining, attempts: "2"},
+		{name: "no lease", refuse: msg.NoLease, attempts: "2"},
+		{name: "gone", refuse: msg.Gone, attempts: "2"},
+		{name: "overloaded", refuse: msg.Overloaded, attempts: "2"},
+		{name: "connection refused", outcome: msg.FailedOutcome, attempts: "2", probe: true},
+		{name: "reset", engine: resets, outcome: msg.FailedOutcome, attempts: "2", probe: true},
+		{name: "engine busy", engine: replies(503, strings.ReplaceAll(busyError, ": ", ":")), outcome: msg.FailedOutcome, attempts: "2", busy: true},
+		{name: "engine busy as event", engine: sends(busyError, doneEvent), outcome: msg.FailedOutcome, attempts: "2", busy: true},
+		{name: "500", engine: replies(500, `{"error":{"message":"EngineCore"}}`), outcome: msg.FailedOutcome, attempts: "2", trip: true},
+		{name: "500 as event", engine: sends(`{"error":{"message":"m","code":500}}`, doneEvent), outcome: msg.FailedOutcome, attempts: "2", trip: true},
+		{name: "error event without code", engine: sends(`{"error":{"message":"m"}}`, doneEvent), outcome: msg.FailedOutcome, attempts: "2", trip: true},
+		{name: "other 503", engine: replies(503, `{"error":"scaling"}`), outcome: msg.FailedOutcome, attempts: "2", trip: true},
+		{name: "408", engine: replies(408, `{}`), outcome: msg.FailedOutcome, attempts: "2", trip: true},
+		{name: "429", engine: replies(429, `{}`), outcome: msg.FailedOutcome, attempts: "2", trip: true},
+		{name: "empty 200", engine: replies(200, ``), outcome: msg.FailedOutcome, attempts: "2", trip: true},
+		{name: "bare [DONE]", engine: sends(doneEvent), outcome: msg.FailedOutcome, attempts: "2", trip: true},
+		{name: "role chunk, then the end", engine: sends(roleChunk), outcome: msg.FailedOutcome, attempts: "2", trip: true},
+		{name: "role chunk, then a cut", engine: cutAfter(roleChunk), outcome: msg.FailedOutcome, attempts: "2", trip: true},
+		{name: "abort", engine: sends(roleChunk, abortChunk, doneEvent), outcome: msg.FailedOutcome, attempts: "2", trip: true},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			bad := c.engine
+			if bad == nil {
+				bad = sends(textChunk, stopChunk, doneEvent)
+			}
+			g := newRig(t, options{engines: []http.HandlerFunc{bad, sends(textChunk, stopChunk, doneEvent)}, app: func(a *app.Application) {
+				a.Routing.Policy = "least-loaded"
+			}})
+			r := g.replicas[0]
+			if c.refuse != 0 {
+				r.setRefuse(func(*msg.Admit) msg.Refusal { return c.refuse })
+			}
+			if c.name == "connection refused" {
+				r.url = closed
+				r.mu.Lock()
+				r.incarnation++
+				r.snapshot()
+				r.mu.Unlock()
+			}
+			for range 40 { // until the bad rank was the first choice once
+				a := g.post("/v1/chat/completions", streamBody)
+				require.NoError(t, a.err)
+				require.Equal(t, 200, a.status, a.body)
+				assert.Equal(t, events(textChunk, stopChunk, doneEvent), a.body)
+				if a.header.Get("X-Dpserve-Attempts") == "1" {
+					continue
+				}
+				assert.Equal(t, c.attempts, a.header.Get("X-Dpserve-Attempts"))
+				assert.Equal(t, "1", a.header.Get("X-Dpserve-Rank"))
+				if c.refuse == 0 {
+					done := r.lastDone(t)
+					assert.Equal(t, c.outcome, done.Outcome)
+					assert.Equal(t, [3]bool{c.trip, c.probe, c.busy}, [3]bool{done.Trip, done.Probe, done.Busy})
+				}
+				return
+			}
+			t.Fatal("the bad rank was never picked")
+		})
+	}
+}
+
+// TestOutOfTries is the second table of CONTRACTS 9.
+func TestOutOfTries(t *testing.T) {
+	cases := []struct {
+		name       string
+		engine     http.HandlerFunc
+		refuse     msg.Refusal
+		status     int
+		code       string
+		retryAfter bool
+	}{
+		{name: "only refusals", refuse: msg.NotReady, status: 503, code: "no_ready_rank", retryAfter: true},
+		{name: "engine busy", engine: replies(503, busyError), status: 503, code: "overloaded", retryAfter: true},
+		{name: "500", engine: replies(500, `{}`), status: 502, code: "upstream_failed", retryAfter: true},
+		{name: "the engine's 503", engine: replies(503, `{"error":"scaling"}`), status: 503, code: "upstream_failed", retryAfter: true},
+		{name: "reset", engine: resets, status: 502, code: "upstream_failed", retryAfter: true},
+		{name: "empty", engine: replies(200, ``), status: 502, code: "upstream_failed", retryAfter: true},
+		{name: "abort", engine: sends(abortChunk, doneEvent), status: 502, code: "upstream_failed", retryAfter: true},
+		{name: "expired", refuse: msg.Expired, status: 504, code: "deadline_exceeded"},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			engine := c.engine
+			if engine == nil {
+				engine = sends(textChunk, stopChunk, doneEvent)
+			}
+			g := newRig(t, options{engines: []http.HandlerFunc{engine, engine, engine, engine}})
+			for _, r := range g.replicas {
+				if c.refuse != 0 {
+					r.setRefuse(func(*msg.Admit) msg.Refusal { return c.refuse })
+				}
+			}
+			a := g.post("/v1/chat/completions", streamBody)
+			require.NoError(t, a.err)
+			assert.Equal(t, c.status, a.status, a.body)
+			assert.Equal(t, c.code, a.code(t))
+			assert.Equal(t, c.retryAfter, a.header.Get("Retry-After") != "")
+			admits := 0
+			for _, r := range g.replicas {
+				assert.LessOrEqual(t, r.admits, 1, "no rank twice")
+				admits += r.admits
+			}
+			if c.refuse == msg.Expired {
+				assert.Equal(t, 1, admits)
+			} else {
+				assert.Equal(t, 3, admits)
+			}
+			assert.Equal(t, 1, strings.Count(g.logs.String(), "\n"), g.logs.String())
+		})
+	}
+}
+
+func TestOther4xxPassesByteForByte(t *testing.T) {
+	const body = `{"error":{"message":"bad","type":"BadRequestError","param":"x","code":400}}`
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(400, body), replies(400, body)}})
+	a := g.post("/v1/chat/completions", chatBody)
+	assert.Equal(t, 400, a.status)
+	assert.Equal(t, body, a.body)
+	assert.Equal(t, "1", a.header.Get("X-Dpserve-Attempts"))
+	assert.False(t, g.replicas[0].lastDone(t).Trip)
+}
+
+func TestFirstErrorEventBelow500BecomesThatStatus(t *testing.T) {
+	const body = `{"error": {"message": "too many logprobs", "type": "BadRequestError", "param": "logprobs", "code": 400}}`
+	g := newRig(t, options{engines: []http.HandlerFunc{sends(body, doneEvent)}})
+	a := g.post("/v1/chat/completions", streamBody)
+	require.NoError(t, a.err)
+	assert.Equal(t, 400, a.status)
+	assert.Equal(t, "application/json", a.header.Get("Content-Type"))
+	assert.Equal(t, body, a.body)
+}
+
+func TestThe429OfTheLastRankPasses(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(429, `{"error":{"message":"slow down"}}`)}, app: func(a *app.Application) { a.Retries.Attempts = 1 }})
+	a := g.post("/v1/chat/completions", chatBody)
+	assert.Equal(t, 429, a.status)
+	assert.Contains(t, a.body, "slow down")
+}
+
+// TestAfterTheFirstByte: an error event in the route's shape, no [DONE], no invented finish_reason, a cut connection.
+func TestAfterTheFirstByte(t *testing.T) {
+	cases := []struct {
+		name   string
+		engine http.HandlerFunc
+	}{
+		{"reset", cutAfter(roleChunk, textChunk)},
+		{"end without finish_reason", sends(roleChunk, textChunk)},
+		{"[DONE] without finish_reason", sends(roleChunk, textChunk, doneEvent)},
+		{"error event 500", sends(roleChunk, textChunk, `{"error": {"message": "EngineCore encountered an issue", "code": 500}}`, doneEvent)},
+		{"error event without code", sends(roleChunk, textChunk, `{"error": "boom"}`, doneEvent)},
+		{"abort", sends(roleChunk, textChunk, abortChunk, doneEvent)},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			g := newRig(t, options{engines: []http.HandlerFunc{c.engine, c.engine}})
+			a := g.post("/v1/chat/completions", streamBody)
+			require.Error(t, a.err, "the connection must not end cleanly")
+			assert.Equal(t, 200, a.status)
+			rest, ok := strings.CutPrefix(a.body, events(roleChunk, textChunk))
+			require.True(t, ok, a.body)
+			assert.Contains(t, rest, `"code":"upstream_lost"`)
+			assert.NotContains(t, a.body, "[DONE]")
+			assert.NotContains(t, a.body, "EngineCore")
+			assert.True(t, strings.HasSuffix(a.body, "\n\n"))
+			eventually(t, func() bool { return g.replicas[0].inFlight()+g.replicas[1].inFlight() == 0 }, "load given back")
+			assert.Equal(t, 1, g.replicas[0].admits+g.replicas[1].admits)
+			for _, r := range g.replicas {
+				if r.admits > 0 {
+					assert.True(t, r.lastDone(t).Trip)
+				}
+			}
+		})
+	}
+}
+
+func TestErrorEventBelow500PassesWithItsDone(t *testing.T) {
+	const bad = `{"error": {"message": "m", "type": "BadRequestError", "code": 400}}`
+	g := newRig(t, options{engines: []http.HandlerFunc{sends(textChunk, bad, doneEvent)}})
+	a := g.post("/v1/chat/completions", streamBody)
+	require.NoError(t, a.err)
+	assert.Equal(t, events(textChunk, bad, doneEvent), a.body)
+	done := g.replicas[0].lastDone(t)
+	assert.Equal(t, msg.FailedOutcome, done.Outcome)
+	assert.False(t, done.Trip)
+}
+
+func TestDrainedRankSaysSo(t *testing.T) {
+	release := make(chan struct{})
+	g := newRig(t, options{engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
+		drain(r)
+		sse(w, textChunk)
+		<-release
+		panic(http.ErrAbortHandler)
+	}}})
+	got := make(chan answer, 1)
+	go func() { got <- g.postCtx(t.Context(), "/v1/chat/completions", streamBody) }()
+	eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "in flight")
+	g.replicas[0].say(false, false, "draining")
+	close(release)
+	a := <-got
+	require.Error(t, a.err)
+	assert.Contains(t, a.body, `"code":"drained"`)
+}
+
+func TestResendOnAReusedConnection(t *testing.T) {
+	// The engine closes every connection at its second request, without a byte.
+	var conns atomic.Int32
+	seen := map[string]bool{}
+	g := newRig(t, options{engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
+		if seen[r.RemoteAddr] {
+			resets(w, r)
+			return
+		}
+		seen[r.RemoteAddr] = true
+		conns.Add(1)
+		replies(200, wholeAnswer)(w, r)
+	}}})
+	for range 5 {
+		a := g.post("/v1/chat/completions", chatBody)
+		require.Equal(t, 200, a.status, a.body)
+		assert.Equal(t, "1", a.header.Get("X-Dpserve-Attempts"), "not an attempt")
+	}
+	assert.GreaterOrEqual(t, conns.Load(), int32(5))
+}
+
+func TestToldFencedIsTriedAgainAtOnce(t *testing.T) {
+	var left atomic.Int32
+	g := newRig(t, options{engines: []http.HandlerFunc{hangs(&left), sends(textChunk, stopChunk, doneEvent)}})
+	var got [2]answer
+	done := make(chan int, 2)
+	for i := range got {
+		go func() {
+			got[i] = g.postCtx(t.Context(), "/v1/chat/completions", streamBody)
+			done <- i
+		}()
+	}
+	eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "one hangs")
+	g.replicas[0].say(false, true, "process exited")
+	for range got {
+		a := got[<-done]
+		require.NoError(t, a.err)
+		assert.Equal(t, 200, a.status, a.body)
+		assert.Equal(t, "1", a.header.Get("X-Dpserve-Rank"))
+	}
+	eventually(t, func() bool { return left.Load() == 1 }, "the engine's request is closed")
+}

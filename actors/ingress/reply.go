@@ -1,0 +1,50 @@
+package ingress
+
+import (
+	"net/http"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/dpserve/dpserve/engine/openai"
+)
+
+// writeError sends a failure in the OpenAI shape.
+func writeError(w http.ResponseWriter, f *failure) {
+	writeJSON(w, f.status, openai.ErrorBody(nil, f.status, "", f.code, f.message, f.param))
+}
+
+// writeJSON sends a whole JSON answer.
+func writeJSON(w http.ResponseWriter, status int, body []byte) {
+	h := w.Header()
+	h["Content-Type"] = []string{"application/json"}
+	h["Content-Length"] = []string{strconv.Itoa(len(body))}
+	w.WriteHeader(status)
+	if _, err := w.Write(body); err != nil {
+		return // the client has left; there is nobody to tell
+	}
+}
+
+// answerPlain sends an answer that needs no request body: the write gets its deadline, an unread body ends the connection.
+func (in *Ingress) answerPlain(w http.ResponseWriter, r *http.Request, write func()) {
+	abandonBody(w, r)
+	if http.NewResponseController(w).SetWriteDeadline(time.Now().Add(in.timers.SlowReader)) != nil {
+		write() // not a network connection
+		return
+	}
+	write()
+}
+
+func (in *Ingress) refusePlain(w http.ResponseWriter, r *http.Request, f *failure) {
+	in.answerPlain(w, r, func() { writeError(w, f) })
+}
+
+// maxNamesListed bounds the names in an error text.
+const maxNamesListed = 20
+
+func list(names []string) string {
+	if len(names) > maxNamesListed {
+		return strings.Join(names[:maxNamesListed], ", ") + ", …"
+	}
+	return strings.Join(names, ", ")
+}

@@ -1,0 +1,555 @@
+package ingress
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/telemetry"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// store is a msg.Store that a test changes by hand.
+type store struct {
+	mu      sync.Mutex
+	st      *state.State
+	changed chan struct{}
+}
+
+func newStore() *store {
+	return &store{st: emptyState(), changed: make(chan struct{})}
+}
+
+func emptyState() *state.State {
+	return &state.State{Apps: map[string]*state.App{}, Units: map[string]*state.Unit{}, Epochs: map[string]uint64{}}
+}
+
+func (s *store) State() *state.State {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.st
+}
+
+func (s *store) Changed() <-chan struct{} {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.changed
+}
+
+func (s *store) set(change func(st *state.State)) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	next := emptyState()
+	for k, v := range s.st.Apps {
+		a := *v
+		next.Apps[k] = &a
+	}
+	for k, v := range s.st.Units {
+		u := *v
+		next.Units[k] = &u
+	}
+	for k, v := range s.st.Epochs {
+		next.Epochs[k] = v
+	}
+	change(next)
+	s.st = next
+	close(s.changed)
+	s.changed = make(chan struct{})
+}
+
+// feed is a msg.Feed over fake replicas.
+type feed struct {
+	mu       sync.Mutex
+	sink     msg.Sink
+	replicas []*replica
+}
+
+func (f *feed) Subscribe(s msg.Sink) func() {
+	f.mu.Lock()
+	f.sink = s
+	all := append([]*replica(nil), f.replicas...)
+	f.mu.Unlock()
+	for _, r := range all {
+		r.publish()
+	}
+	return func() {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		f.sink = nil
+	}
+}
+
+func (f *feed) deliver(rec *msg.Record) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.sink != nil {
+		f.sink.Deliver(rec)
+	}
+}
+
+// replica is a fake DPServer: admission, an account, a stream.
+type replica struct {
+	feed    *feed
+	app     string
+	unit    string
+	id      routing.RankID
+	url     string
+	max     int
+	owned   bool
+	stopped chan struct{}
+
+	mu          sync.Mutex
+	epoch       uint64
+	incarnation uint64
+	accepting   bool
+	seq         uint64
+	next        uint64
+	open        map[uint64]msg.Admit
+	peak        int
+	dones       []msg.Done
+	firsts      int
+	admits      int
+	refuse      func(m *msg.Admit) msg.Refusal
+	mute        bool // answers nobody
+	held        []*msg.Admit
+}
+
+func (r *replica) TrySend(m any) error {
+	r.Send(m)
+	return nil
+}
+
+func (r *replica) Stopped() <-chan struct{} { return r.stopped }
+
+func (r *replica) Send(m any) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	switch m := m.(type) {
+	case *msg.Admit:
+		r.admits++
+		if r.mute {
+			r.held = append(r.held, m)
+			return
+		}
+		r.admit(m)
+	case *msg.FirstToken:
+		r.firsts++
+		if a, ok := r.open[m.TicketID]; ok {
+			r.record(msg.RecFirstToken, &a)
+		}
+	case *msg.Done:
+		r.dones = append(r.dones, *m)
+		if a, ok := r.open[m.TicketID]; ok {
+			delete(r.open, m.TicketID)
+			r.record(msg.RecDone, &a)
+		}
+	}
+}
+
+func (r *replica) admit(m *msg.Admit) {
+	refusal := msg.Granted
+	if r.refuse != nil {
+		refusal = r.refuse(m)
+	}
+	switch {
+	case refusal != msg.Granted:
+	case m.Epoch != r.epoch:
+		refusal = msg.StaleEpoch
+	case len(r.open) >= r.max:
+		refusal = msg.Full
+	}
+	if refusal != msg.Granted {
+		m.Reply <- msg.AdmitReply{Refusal: refusal, Epoch: r.epoch, Seq: r.seq}
+		return
+	}
+	r.next++
+	r.open[r.next] = *m
+	r.peak = max(r.peak, len(r.open))
+	r.record(msg.RecAdmitted, m)
+	m.Reply <- msg.AdmitReply{Epoch: r.epoch, Seq: r.seq, Ticket: msg.Ticket{
+		ID: r.next, Epoch: r.epoch, Incarnation: r.incarnation, Seq: r.seq, Rank: r.id, Target: r.target(),
+	}}
+}
+
+func (r *replica) target() msg.Target {
+	return msg.Target{URL: r.url, Addressing: "url", Owned: r.owned}
+}
+
+func (r *replica) record(kind msg.RecordKind, m *msg.Admit) {
+	r.emit(&msg.Record{Kind: kind, ReqID: m.ReqID, Ingress: m.Ingress, Tokens: m.Tokens})
+}
+
+func (r *replica) emit(rec *msg.Record) {
+	r.seq++
+	rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation, rec.Seq = r.app, r.unit, r.id, r.epoch, r.incarnation, r.seq
+	r.feed.deliver(rec)
+}
+
+// publish sends the snapshot.
+func (r *replica) publish() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.snapshot()
+}
+
+func (r *replica) snapshot() {
+	s := &msg.Snapshot{Accepting: r.accepting, MaxOngoing: r.max, Node: "n1", Target: r.target(), Mailbox: r}
+	for _, m := range r.open {
+		s.Open = append(s.Open, msg.OpenRequest{ReqID: m.ReqID, Ingress: m.Ingress, Tokens: m.Tokens})
+	}
+	r.feed.deliver(&msg.Record{
+		App: r.app, Unit: r.unit, Rank: r.id, Epoch: r.epoch, Incarnation: r.incarnation, Seq: r.seq, Kind: msg.RecSnapshot,
+		Accepting: r.accepting, Snapshot: s,
+	})
+}
+
+// say tells the stream whether the rank accepts.
+func (r *replica) say(accepting, fenced bool, cause string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.accepting = accepting
+	r.emit(&msg.Record{Kind: msg.RecState, Accepting: accepting, Fenced: fenced, Draining: cause == "draining", Cause: cause})
+}
+
+func (r *replica) gone() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.emit(&msg.Record{Kind: msg.RecGone})
+}
+
+// reborn begins a new incarnation at the next epoch.
+func (r *replica) reborn() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.epoch++
+	r.incarnation++
+	r.seq = 0
+	r.open = map[uint64]msg.Admit{}
+	r.accepting = true
+	r.snapshot()
+}
+
+func (r *replica) setRefuse(f func(m *msg.Admit) msg.Refusal) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.refuse = f
+}
+
+func (r *replica) inFlight() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return len(r.open)
+}
+
+func (r *replica) lastDone(t *testing.T) msg.Done {
+	t.Helper()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	require.NotEmpty(t, r.dones)
+	return r.dones[len(r.dones)-1]
+}
+
+func (r *replica) granted() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return int(r.next) //nolint:gosec // a small count
+}
+
+// rig is an ingress with fake replicas and engines behind it.
+type rig struct {
+	t        *testing.T
+	store    *store
+	feed     *feed
+	in       *Ingress
+	url      string
+	replicas []*replica
+	logs     *syncBuffer
+	client   *http.Client
+}
+
+type syncBuffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (s *syncBuffer) Write(p []byte) (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.b.Write(p)
+}
+
+func (s *syncBuffer) String() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.b.String()
+}
+
+// options change the rig before it starts.
+type options struct {
+	engines []http.HandlerFunc // one rank each
+	urls    []string           // ranks with given URLs, behind those of engines
+	max     int
+	app     func(a *app.Application)
+	timers  Timers
+	limits  Limits
+	noApp   bool
+	level   slog.Level
+}
+
+const model1 = "demo"
+
+func demoApp() *app.Application {
+	return &app.Application{
+		Name: "demo", RoutePrefix: "/", Model: app.Model{ID: model1, Source: "org/demo"}, Engine: app.Engine{Kind: app.KindSim},
+		DataParallel: app.DataParallel{DPSize: 1, Coupling: app.Independent}, NumReplicas: 1, NumGroups: 1,
+		Routing: app.Routing{Policy: "round-robin", Preset: "documented"}, MaxQueuedRequests: 1000,
+		Timeouts: app.Timeouts{QueueS: 10, FirstTokenS: 10, BetweenTokensS: 10}, Retries: app.Retries{Attempts: 3},
+	}
+}
+
+func newRig(t *testing.T, o options) *rig {
+	t.Helper()
+	g := &rig{t: t, store: newStore(), feed: &feed{}, logs: &syncBuffer{}}
+	if o.max == 0 {
+		o.max = 8
+	}
+	urls := []string{}
+	for _, e := range o.engines {
+		srv := httptest.NewServer(e)
+		t.Cleanup(func() { srv.CloseClientConnections(); srv.Close() })
+		urls = append(urls, srv.URL)
+	}
+	urls = append(urls, o.urls...)
+	a := demoApp()
+	a.DataParallel.DPSize, a.NumReplicas = max(len(urls), 1), max(len(urls), 1)
+	if o.app != nil {
+		o.app(a)
+	}
+	for i, u := range urls {
+		r := &replica{
+			feed: g.feed, app: a.Name, unit: fmt.Sprintf("%s/0/%d", a.Name, i), id: routing.ID(0, i), url: u, max: o.max, owned: true,
+			stopped: make(chan struct{}), epoch: 1, incarnation: uint64(1000 + i), accepting: true, open: map[uint64]msg.Admit{}, //nolint:gosec // small
+		}
+		g.replicas = append(g.replicas, r)
+	}
+	g.feed.replicas = g.replicas
+	if !o.noApp {
+		g.deploy(a, 1)
+	}
+	metrics := telemetry.New()
+	in, err := New(Config{
+		Node: "n1", Version: "v-test", Store: g.store, Feed: g.feed, Metrics: metrics, Seed: 7, Limits: o.limits, Timers: o.timers,
+		Log: slog.New(slog.NewTextHandler(g.logs, &slog.HandlerOptions{Level: o.level})),
+	})
+	require.NoError(t, err)
+	g.in = in
+	addr, err := in.Listen(t.Context(), "127.0.0.1:0")
+	require.NoError(t, err)
+	g.url = "http://" + addr.String()
+	served := make(chan error, 1)
+	go func() { served <- in.Serve() }()
+	tr := &http.Transport{DisableCompression: true, MaxIdleConnsPerHost: 512}
+	g.client = &http.Client{Transport: tr}
+	t.Cleanup(func() {
+		tr.CloseIdleConnections()
+		ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+		defer cancel()
+		require.NoError(t, in.Close(ctx))
+		require.NoError(t, <-served)
+		g.atRest()
+	})
+	return g
+}
+
+// atRest: nothing in flight, nothing queued.
+func (g *rig) atRest() {
+	_, _, inflight := g.in.Totals()
+	assert.Zero(g.t, inflight)
+	assert.Zero(g.t, g.in.QueueLen("demo"))
+	for _, r := range g.replicas {
+		assert.Zero(g.t, r.inFlight(), "in flight on %s", r.id)
+	}
+}
+
+// deploy puts an app into the state with all its units ready at epoch 1.
+func (g *rig) deploy(a *app.Application, revision uint64) {
+	raw, err := json.Marshal(a)
+	require.NoError(g.t, err)
+	g.store.set(func(st *state.State) {
+		st.Apps[a.Name] = &state.App{Name: a.Name, Revision: revision, Spec: raw, Names: a.Model.ServedNames(), Route: a.RoutePrefix}
+		for _, u := range a.Units() {
+			st.Units[u.ID] = &state.Unit{ID: u.ID, App: a.Name, Group: u.Group, Epoch: 1, Phase: state.Ready}
+			st.Epochs[u.ID] = 1
+		}
+	})
+}
+
+func (g *rig) phase(unit string, p state.Phase, epoch uint64) {
+	g.store.set(func(st *state.State) {
+		if st.Units[unit] == nil {
+			st.Units[unit] = &state.Unit{ID: unit, App: "demo"}
+		}
+		st.Units[unit].Phase, st.Units[unit].Epoch, st.Epochs[unit] = p, epoch, epoch
+	})
+}
+
+// answer is a client's view of an answer.
+type answer struct {
+	status int
+	header http.Header
+	body   string
+	err    error // while reading the body
+}
+
+func (a answer) code(t *testing.T) string {
+	t.Helper()
+	var e struct {
+		Error struct{ Code, Message, Type string }
+	}
+	require.NoError(t, json.Unmarshal([]byte(a.body), &e), a.body)
+	return e.Error.Code
+}
+
+func (g *rig) post(path, body string, headers ...string) answer {
+	g.t.Helper()
+	return g.postCtx(g.t.Context(), path, body, headers...)
+}
+
+func (g *rig) postCtx(ctx context.Context, path, body string, headers ...string) answer {
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, g.url+path, strings.NewReader(body))
+	if err != nil {
+		return answer{err: err}
+	}
+	req.Header.Set("Content-Type", "application/json")
+	for i := 0; i+1 < len(headers); i += 2 {
+		req.Header[headers[i]] = []string{headers[i+1]}
+	}
+	return g.do(req)
+}
+
+func (g *rig) do(req *http.Request) answer {
+	resp, err := g.client.Do(req)
+	if err != nil {
+		return answer{err: err}
+	}
+	defer func() { _ = resp.Body.Close() }()
+	raw, err := io.ReadAll(resp.Body)
+	return answer{status: resp.StatusCode, header: resp.Header, body: string(raw), err: err}
+}
+
+func (g *rig) get(path string) answer {
+	req, err := http.NewRequestWithContext(g.t.Context(), http.MethodGet, g.url+path, nil)
+	require.NoError(g.t, err)
+	return g.do(req)
+}
+
+const (
+	chatBody   = `{"model":"demo","messages":[{"role":"user","content":"hi"}]}`
+	streamBody = `{"model":"demo","stream":true,"messages":[{"role":"user","content":"hi"}]}`
+
+	roleChunk  = `{"id":"c","choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}`
+	emptyChunk = `{"id":"c","choices":[{"index":0,"delta":{"content":""},"finish_reason":null}]}`
+	textChunk  = `{"id":"c","choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}]}`
+	stopChunk  = `{"id":"c","choices":[{"index":0,"delta":{"content":""},"finish_reason":"stop"}]}`
+	abortChunk = `{"id":"c","choices":[{"index":0,"delta":{"content":""},"finish_reason":"abort"}]}`
+	usageChunk = `{"id":"c","choices":[],"usage":{"prompt_tokens":5,"total_tokens":12,"completion_tokens":7,"prompt_tokens_details":{"cached_tokens":3}}}`
+	busyError  = `{"error": {"message": "The engine is currently busy", "type": "Service Unavailable", "param": null, "code": 503}}`
+	doneEvent  = `[DONE]`
+
+	wholeAnswer = `{"id":"c","choices":[{"index":0,"message":{"content":"a"},"finish_reason":"stop"}],"usage":{"prompt_tokens":5,"total_tokens":6,"completion_tokens":1}}`
+)
+
+// sse writes events as an engine does, one flush each.
+func sse(w http.ResponseWriter, events ...string) {
+	if w.Header().Get("Content-Type") == "" {
+		w.Header().Set("Content-Type", "text/event-stream; charset=utf-8")
+	}
+	for _, e := range events {
+		_, _ = io.WriteString(w, "data: "+e+"\n\n")
+		w.(http.Flusher).Flush()
+	}
+}
+
+func events(list ...string) string {
+	var b strings.Builder
+	for _, e := range list {
+		b.WriteString("data: " + e + "\n\n")
+	}
+	return b.String()
+}
+
+// sends is an engine that answers every request with the same events.
+func sends(list ...string) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		drain(r)
+		sse(w, list...)
+	}
+}
+
+func drain(r *http.Request) { _, _ = io.Copy(io.Discard, r.Body) }
+
+// replies is an engine that answers every request with the same JSON.
+func replies(status int, body string) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		drain(r)
+		w.Header().Set("Content-Type", "application/json")
+		w.WriteHeader(status)
+		_, _ = io.WriteString(w, body)
+	}
+}
+
+// reset is an engine that closes the connection at once.
+func resets(w http.ResponseWriter, r *http.Request) {
+	drain(r)
+	conn, _, err := w.(http.Hijacker).Hijack()
+	if err == nil {
+		_ = conn.Close()
+	}
+}
+
+// cutAfter sends events, then cuts the connection.
+func cutAfter(list ...string) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		drain(r)
+		sse(w, list...)
+		panic(http.ErrAbortHandler)
+	}
+}
+
+// hangs is an engine that sends events and then nothing until its client leaves.
+func hangs(left *atomic.Int32, list ...string) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		drain(r)
+		if len(list) > 0 {
+			sse(w, list...)
+		}
+		<-r.Context().Done()
+		left.Add(1)
+	}
+}
+
+const soon = 5 * time.Second
+
+func eventually(t *testing.T, what func() bool, text string) {
+	t.Helper()
+	require.Eventually(t, what, soon, time.Millisecond, text)
+}

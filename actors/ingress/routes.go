@@ -1,0 +1,122 @@
+package ingress
+
+import (
+	"fmt"
+	"log/slog"
+	"net/http"
+	"runtime/debug"
+	"strings"
+
+	"github.com/gin-gonic/gin"
+
+	"github.com/dpserve/dpserve/engine/openai"
+)
+
+// modelsPath lists the models; an id behind a slash is one of them.
+const modelsPath = "/v1/models"
+
+// engineRoutes are paths that engines know and dpserve does not serve (ENGINES 3.1). No engine is asked: dpserve says so.
+var engineRoutes = []string{
+	"/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/audio/", "/v1/realtime", "/v1/classify", "/v1/pooling",
+	"/v1/completions/render", "/v1/chat/completions/render", "/inference/v1/", "/pooling", "/classify", "/score", "/rerank", "/v2/rerank",
+	"/generate", "/ping", "/load", "/metrics",
+}
+
+// routes builds the surface. gin picks the handler and does nothing else: its Recovery would swallow a cut (TRAPS 1).
+func (in *Ingress) routes() http.Handler {
+	gin.SetMode(gin.ReleaseMode)
+	g := gin.New()
+	g.RedirectTrailingSlash, g.HandleMethodNotAllowed = false, false
+	g.UseRawPath, g.UnescapePathValues = false, false
+	for r := openai.Completions; r < openai.Models; r++ {
+		g.POST(r.Path(), func(c *gin.Context) { in.serve(c.Writer, c.Request, in.table.Load().root, r) })
+	}
+	g.GET(modelsPath, func(c *gin.Context) { in.listModels(c.Writer, c.Request, in.table.Load().root) })
+	g.GET(modelsPath+"/*id", func(c *gin.Context) { in.other(c) })
+	g.GET("/health", func(c *gin.Context) { in.health(c.Writer, c.Request) })
+	g.GET("/version", func(c *gin.Context) { in.showVersion(c.Writer, c.Request) })
+	g.NoRoute(in.other)
+	return in.outermost(g)
+}
+
+// outermost counts header fields and catches panics. A cut stream's panic goes on to net/http.
+func (in *Ingress) outermost(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		defer in.recover(w, r)
+		if fields(r) > in.limits.MaxHeaderFields {
+			in.refusePlain(w, r, &failure{
+				status: http.StatusRequestHeaderFieldsTooLarge, code: openai.CodeInvalidRequest,
+				message: fmt.Sprintf("the request has more than %d header fields", in.limits.MaxHeaderFields),
+			})
+			return
+		}
+		next.ServeHTTP(w, r)
+	})
+}
+
+// fields counts header fields as sent; net/http takes Host and Transfer-Encoding out of the map.
+func fields(r *http.Request) int {
+	n := 0
+	for _, values := range r.Header {
+		n += len(values)
+	}
+	if r.Host != "" {
+		n++
+	}
+	if len(r.TransferEncoding) > 0 {
+		n++
+	}
+	return n
+}
+
+func (in *Ingress) recover(_ http.ResponseWriter, r *http.Request) {
+	switch p := recover(); p {
+	case nil:
+	case http.ErrAbortHandler:
+		panic(p)
+	default:
+		in.log.Error("handler panicked", slog.String("path", r.URL.Path), slog.Any("err", p), slog.String("stack", string(debug.Stack())))
+		panic(http.ErrAbortHandler) // an answer may have begun: the client must see a cut
+	}
+}
+
+// other serves what gin has no fixed path for: route prefixes of applications, model ids, and what does not exist.
+func (in *Ingress) other(c *gin.Context) {
+	w, r := c.Writer, c.Request
+	s, path := in.table.Load().split(r.URL.Path)
+	route := openai.RouteOf(path)
+	switch {
+	case route != openai.NoRoute && r.Method != route.Method():
+		w.Header()["Allow"] = []string{route.Method()}
+		in.refusePlain(w, r, &failure{
+			status: http.StatusMethodNotAllowed, code: openai.CodeInvalidRequest,
+			message: fmt.Sprintf("%s takes %s, not %s", path, route.Method(), r.Method),
+		})
+	case route == openai.Models:
+		in.listModels(w, r, s)
+	case route != openai.NoRoute:
+		in.serve(w, r, s, route)
+	case strings.HasPrefix(path, modelsPath+"/") && r.Method == http.MethodGet:
+		in.showModel(w, r, s, path[len(modelsPath)+1:])
+	default:
+		in.refusePlain(w, r, notServed(path))
+	}
+}
+
+// notServed tells a path that engines know from one that nobody knows.
+func notServed(path string) *failure {
+	for _, known := range engineRoutes {
+		if path == strings.TrimSuffix(known, "/") || strings.HasPrefix(path, strings.TrimSuffix(known, "/")+"/") {
+			return fail(openai.CodeUnsupportedRoute, "dpserve does not serve this route; it serves "+servedPaths())
+		}
+	}
+	return fail(openai.CodeUnsupportedRoute, "there is no such path; dpserve serves "+servedPaths())
+}
+
+func servedPaths() string {
+	var out []string
+	for r := openai.Completions; r <= openai.Models; r++ {
+		out = append(out, r.Method()+" "+r.Path())
+	}
+	return strings.Join(out, ", ")
+}

@@ -1,0 +1,131 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"io"
+
+	"github.com/spf13/cobra"
+
+	"github.com/dpserve/dpserve/engine/attach"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/loadgen"
+)
+
+type benchFlags struct {
+	config loadgen.Config
+	keyEnv string
+	direct string // --overhead
+	whole  bool
+	output *format
+}
+
+func newBench(e *env) *cobra.Command {
+	f := &benchFlags{}
+	cmd := &cobra.Command{
+		Use:   "bench URL [flags]",
+		Short: "send load to an OpenAI endpoint and measure what its clients see",
+		Long: `bench measures time to first token, between tokens and end to end. With --rate it is an open loop, in which a slow server
+cannot slow the clients down; without it a closed loop of --concurrency clients. Failed requests end it with exit code 1.`,
+		Example: `  dpserve bench http://127.0.0.1:8000 --rate 20 --duration 30s
+  dpserve bench http://127.0.0.1:8000 --concurrency 64 --requests 1000 -o json`,
+		Args: takes(1, "URL"),
+	}
+	f.add(cmd)
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		f.config.URL = args[0]
+		return e.bench(cmd.Context(), f)
+	}
+	return cmd
+}
+
+func (f *benchFlags) add(cmd *cobra.Command) {
+	c, flags := &f.config, cmd.Flags()
+	flags.StringVar(&c.Model, "model", "", "name to send; default: the first the endpoint lists")
+	flags.Float64Var(&c.Rate, "rate", 0, "requests per second of an open loop")
+	flags.StringVar((*string)(&c.Arrivals), "arrivals", string(loadgen.Poisson), "open loop: poisson or uniform")
+	flags.IntVar(&c.Concurrency, "concurrency", 0, "clients of a closed loop (default 16), or most requests in flight of an open one")
+	flags.IntVar(&c.Requests, "requests", 0, "requests to measure; 0 = until --duration is over")
+	flags.DurationVar(&c.Duration, "duration", 0, "length of the measurement (default 10s, if --requests is not given)")
+	flags.DurationVar(&c.Warmup, "warmup", 0, "time before it that is not measured")
+	flags.IntVar(&c.PromptTokens, "prompt-tokens", 0, "length of prompts in tokens of 4 bytes")
+	flags.IntVar(&c.PromptBytes, "prompt-bytes", 0, "length of prompts in bytes (default 256)")
+	flags.IntVar(&c.MaxTokens, "max-tokens", loadgen.DefaultMaxTokens, "tokens to ask for")
+	flags.BoolVar(&c.IgnoreEOS, "ignore-eos", false, "ask for exactly --max-tokens")
+	flags.BoolVar(&f.whole, "no-stream", false, "whole answers instead of streams")
+	flags.StringVar((*string)(&c.Route), "route", string(loadgen.Chat), "chat or completions")
+	flags.Uint64Var(&c.Seed, "seed", 1, "of arrivals and prompts")
+	flags.DurationVar(&c.Timeout, "timeout", loadgen.DefaultTimeout, "of one request")
+	flags.DurationVar(&c.SLO.TTFT, "slo-ttft", loadgen.DefaultTTFT, "limit of the first token for goodput")
+	flags.DurationVar(&c.SLO.TPOT, "slo-tpot", loadgen.DefaultTPOT, "limit of the mean gap between tokens for goodput")
+	flags.IntSliceVar(&c.PIDs, "pid", nil, "`processes` whose CPU time is charged to the run (Linux)")
+	flags.StringVar(&f.direct, "overhead", "", "`URL` of the engine behind the endpoint: measure what the endpoint adds, both in turns")
+	flags.StringVar(&f.keyEnv, "api-key-env", "", "`name` of the environment variable that holds the API key")
+	f.output = addOutput(cmd)
+}
+
+func (e *env) bench(ctx context.Context, f *benchFlags) error {
+	c := f.config
+	c.Stream = !f.whole
+	if f.keyEnv != "" {
+		if c.APIKey = e.getenv(f.keyEnv); c.APIKey == "" {
+			return problem.New(problem.InvalidArgument, "--api-key-env %s: the variable is empty", f.keyEnv)
+		}
+	}
+	if c.Model == "" {
+		found, err := probeOne(ctx, c.URL)
+		if err != nil {
+			return err
+		}
+		c.Model = found.Models[0]
+	}
+	if f.direct != "" {
+		return e.benchOverhead(ctx, c, f)
+	}
+	report, err := loadgen.Run(ctx, c)
+	if report == nil {
+		return err
+	}
+	return errors.Join(e.writeReport(report, c.Model, *f.output), err, failedRequests(report.Failed, report.Offered))
+}
+
+// benchOverhead compares the endpoint with the engine behind it.
+func (e *env) benchOverhead(ctx context.Context, proxied loadgen.Config, f *benchFlags) error {
+	direct := proxied
+	direct.URL = f.direct
+	report, err := loadgen.RunOverhead(ctx, direct, proxied)
+	if report == nil {
+		return err
+	}
+	return errors.Join(e.writeReport(report, proxied.Model, *f.output), err)
+}
+
+// benchResult is a result of loadgen: JSON fields, and a table for people.
+type benchResult interface{ WriteTable(w io.Writer) error }
+
+func probeOne(ctx context.Context, url string) (attach.Found, error) {
+	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
+	defer cancel()
+	return attach.Probe(ctx, url, nil)
+}
+
+func (e *env) writeReport(r benchResult, model string, f format) error {
+	switch f {
+	case formatJSON:
+		return writeJSON(e.io.Out, r)
+	case formatYAML:
+		return writeYAML(e.io.Out, r)
+	case formatName:
+		return writeNames(e.io.Out, []string{model})
+	case formatTable, formatWide:
+	}
+	return r.WriteTable(e.io.Out)
+}
+
+// failedRequests makes scripts see that a run was not clean.
+func failedRequests(failed, offered int) error {
+	if failed == 0 && offered > 0 {
+		return nil
+	}
+	return problem.New(problem.Upstream, "%d of %s failed", failed, count(offered, "request")).WithHint("the report lists the kinds of errors")
+}

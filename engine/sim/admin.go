@@ -1,0 +1,200 @@
+package sim
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"strconv"
+
+	em "github.com/dpserve/dpserve/enginemodel"
+)
+
+// Stats is what GET /_sim/stats tells: sums over the ranks of this process.
+type Stats struct {
+	Running      int               `json:"running"`
+	Waiting      int               `json:"waiting"`
+	InFlight     int               `json:"in_flight"` // HTTP requests on generation routes
+	UsedBlocks   int               `json:"used_blocks"`
+	Blocks       int               `json:"blocks"`
+	Steps        uint64            `json:"steps"`
+	Tokens       uint64            `json:"tokens"` // generated
+	PromptTokens uint64            `json:"prompt_tokens"`
+	CachedTokens uint64            `json:"cached_tokens"`
+	Preemptions  uint64            `json:"preemptions"`
+	Aborted      uint64            `json:"aborted"` // sequences whose client left
+	Rejected     uint64            `json:"rejected"`
+	Finished     map[string]uint64 `json:"finished"` // sequences by finish_reason
+}
+
+// Stats sums the counters of all ranks of this process.
+func (s *Server) Stats() Stats {
+	out := Stats{InFlight: s.active.count(), Finished: map[string]uint64{}}
+	for _, r := range s.ranks {
+		c := r.stats()
+		out.Running += c.Running
+		out.Waiting += c.Waiting
+		out.UsedBlocks += c.UsedBlocks
+		out.Blocks += c.Blocks
+		out.Steps += c.Steps
+		out.Tokens += c.GeneratedTokens
+		out.PromptTokens += c.PromptTokens
+		out.CachedTokens += c.PromptCached
+		out.Preemptions += c.Preemptions
+		out.Aborted += c.Aborted
+		out.Rejected += c.Rejected[em.RejectRequests] + c.Rejected[em.RejectTokens]
+		for _, why := range []em.FinishReason{em.FinishStop, em.FinishLength, em.FinishAbort, em.FinishError} {
+			out.Finished[why.String()] += c.Finished[why]
+		}
+	}
+	return out
+}
+
+// Fail switches a failure on. Modes that end the process may do so before it returns.
+func (s *Server) Fail(f Fault) error {
+	if err := f.validate(); err != nil {
+		return err
+	}
+	s.log.Info("failure injected", "mode", string(f.Mode), "for_s", f.ForS, "count", f.Count)
+	switch f.Mode {
+	case ModeCrash:
+		code := defaultExitCode
+		if f.ExitCode != nil {
+			code = *f.ExitCode
+		}
+		s.leave(code, "crash as told")
+	case ModeKill:
+		s.killed()
+	case ModeOrphan:
+		return s.orphaned(f.Port)
+	case ModeCoreDead:
+		s.tellAll(em.Input{Kind: em.InputKill})
+	case ModeHang, ModeSlow, ModeRefuse:
+		return s.failFor(f)
+	case ModeHealth503, ModeStopping, ModeIgnoreSigterm, ModeHTTP500, ModeHTTP503, ModeBusy, ModeCut, ModeNoDone, ModeErrorEvent,
+		ModeAbort, ModeBareDone, ModeStall:
+		s.faults.on(f, func() {})
+	}
+	return nil
+}
+
+// failFor switches on a mode that needs an act at its end too.
+func (s *Server) failFor(f Fault) error {
+	switch f.Mode { //nolint:exhaustive // called for three modes
+	case ModeHang:
+		s.tellAll(em.Input{Kind: em.InputHang})
+	case ModeSlow:
+		if f.Factor == 0 {
+			f.Factor = defaultSlowFactor
+		}
+		s.tellAll(em.Input{Kind: em.InputSlow, Factor: f.Factor})
+	case ModeRefuse:
+		if err := s.gate.refuse(); err != nil {
+			return err
+		}
+		s.http.SetKeepAlivesEnabled(false) // pooled connections must not get in either
+	}
+	s.faults.on(f, func() { _ = s.end(f.Mode) })
+	return nil
+}
+
+// end undoes a mode of failFor.
+func (s *Server) end(m Mode) error {
+	if m == ModeRefuse {
+		s.http.SetKeepAlivesEnabled(true)
+		return s.gate.admit()
+	}
+	s.tellAll(em.Input{Kind: em.InputRecover})
+	return nil
+}
+
+// Recover switches every failure off that has not ended the engine.
+func (s *Server) Recover() error {
+	s.faults.clear()
+	return errors.Join(s.end(ModeHang), s.end(ModeRefuse))
+}
+
+func (s *Server) tellAll(in em.Input) {
+	for _, r := range s.ranks {
+		r.submit(in)
+	}
+}
+
+// killed ends the process without a trace; where that is not ours to do, at least the server.
+func (s *Server) killed() {
+	if s.cfg.kill != nil {
+		s.cfg.kill()
+	}
+	s.leave(-1, "killed as told")
+}
+
+// orphaned leaves a child behind that holds a port, then dies.
+func (s *Server) orphaned(port int) error {
+	if s.cfg.orphan == nil {
+		return errors.New("mode orphan needs an engine process of its own")
+	}
+	if port == 0 {
+		port = s.kvPort()
+	}
+	if err := s.cfg.orphan(port); err != nil {
+		return fmt.Errorf("start the orphan: %w", err)
+	}
+	s.killed()
+	return nil
+}
+
+// kvPort is the rank's KV event port: port blocks hold one HTTP port per rank, then one KV port per rank.
+func (s *Server) kvPort() int {
+	_, text, _ := net.SplitHostPort(s.gate.Addr().String())
+	port, _ := strconv.Atoi(text) // 0 on a memory transport
+	return port + max(1, s.cfg.DPSize)
+}
+
+// admin serves /_sim/*: no key, loopback is its guard.
+func (s *Server) admin(w http.ResponseWriter, r *http.Request) {
+	switch r.Method + " " + r.URL.Path {
+	case "GET /_sim/stats":
+		b, err := json.Marshal(s.Stats())
+		s.adminAnswer(w, b, err)
+	case "POST /_sim/recover":
+		s.adminAnswer(w, []byte(`{}`), s.Recover())
+	case "POST /_sim/fail":
+		s.adminFail(w, r)
+	default:
+		s.writeJSON(w, http.StatusNotFound, []byte(`{"detail":"Not Found"}`))
+	}
+}
+
+// maxFault bounds the body of an injected failure.
+const maxFault = 1 << 16
+
+func (s *Server) adminFail(w http.ResponseWriter, r *http.Request) {
+	var f Fault
+	d := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxFault))
+	d.DisallowUnknownFields()
+	err := d.Decode(&f)
+	if err == nil {
+		err = f.validate()
+	}
+	if err != nil {
+		s.adminAnswer(w, nil, err)
+		return
+	}
+	switch f.Mode { //nolint:exhaustive // these end the connection: answer first
+	case ModeCrash, ModeKill, ModeRefuse:
+		s.adminAnswer(w, []byte(`{}`), nil)
+		_ = http.NewResponseController(w).Flush()
+		_ = s.Fail(f)
+	default:
+		s.adminAnswer(w, []byte(`{}`), s.Fail(f))
+	}
+}
+
+func (s *Server) adminAnswer(w http.ResponseWriter, body []byte, err error) {
+	if err != nil {
+		s.fail(w, badRequest("", "%s", err.Error()))
+		return
+	}
+	s.writeJSON(w, http.StatusOK, body)
+}

@@ -1,0 +1,250 @@
+package sim
+
+import (
+	"net/http"
+	"strconv"
+	"strings"
+	"time"
+
+	em "github.com/dpserve/dpserve/enginemodel"
+)
+
+func (s *Server) now() int64 { return time.Now().Unix() }
+
+// newID is 16 hex digits, different for each call.
+func (s *Server) newID() string {
+	x := s.ids.Add(0x9E3779B97F4A7C15) // an odd step visits every value before it repeats one
+	x = (x ^ x>>31) * 0xBF58476D1CE4E5B9
+	var b [16]byte
+	for i := range b {
+		b[i] = hexDigits[x&15]
+		x >>= 4
+	}
+	return string(b[:])
+}
+
+// generate serves both generation routes.
+func (s *Server) generate(w http.ResponseWriter, r *http.Request) {
+	s.active.enter()
+	defer s.active.leave()
+	body, apiErr := s.body(r)
+	if apiErr == nil {
+		apiErr = s.broken()
+	}
+	if apiErr != nil {
+		s.fail(w, apiErr)
+		return
+	}
+	read, prefix := readCompletion, "cmpl-"
+	if r.URL.Path == "/v1/chat/completions" {
+		read, prefix = readChat, "chatcmpl-"
+	}
+	p, _, apiErr := read(body, s.set)
+	if apiErr != nil {
+		s.fail(w, apiErr)
+		return
+	}
+	s.dress(p, r, prefix)
+	s.answer(w, r, p)
+}
+
+// dress fills in what does not come from the body.
+func (s *Server) dress(p *plan, r *http.Request, prefix string) {
+	id := r.Header.Get("X-Request-Id")
+	if id == "" {
+		id = s.newID()
+	}
+	p.id, p.created, p.rank = prefix+id, s.now(), noRank
+	if rank, err := strconv.Atoi(strings.TrimSpace(r.Header.Get("X-data-parallel-rank"))); err == nil {
+		p.rank = rank
+	}
+	if s.set.forceUsage {
+		p.includeUsage, p.contUsage = true, true
+	}
+}
+
+// broken is what stands in front of any request: a dead core, an injected status.
+func (s *Server) broken() *apiError {
+	if s.dead.Load() {
+		return internalError(msgEngineDead)
+	}
+	f := s.faults.hit(ModeHTTP500, ModeHTTP503)
+	switch {
+	case f == nil:
+		return nil
+	case f.Mode == ModeHTTP500:
+		return internalError(msgInjected)
+	}
+	return &apiError{status: http.StatusServiceUnavailable, kind: kindInternal, message: msgInjected}
+}
+
+// answer runs a checked request.
+func (s *Server) answer(w http.ResponseWriter, r *http.Request, p *plan) {
+	fault := s.faults.hit(ModeBareDone, ModeErrorEvent, ModeCut, ModeAbort, ModeNoDone, ModeStall)
+	if s.isStopping() || fault != nil && fault.Mode == ModeBareDone {
+		s.stopped(w, p)
+		return
+	}
+	late := p.late(len(s.ranks))
+	if late == nil && s.faults.hit(ModeBusy) != nil {
+		late = busyError()
+	}
+	if late != nil {
+		s.failLate(w, p, late)
+		return
+	}
+	given := p.maxNew > 0
+	c := newCall(p, s.set, func(q *prompt) int { return p.room(q, s.set.maxModelLen, given) })
+	fault = c.bend(fault)
+	rank := s.pick(p.rank)
+	rank.load.Add(1)
+	defer rank.load.Add(-1)
+	rank.params(c)
+	if !rank.add(c) {
+		s.failLate(w, p, busyError())
+		return
+	}
+	if p.stream {
+		s.stream(w, r, rank, c, fault)
+		return
+	}
+	s.whole(w, r, rank, c, fault)
+}
+
+func (s *Server) isStopping() bool { return s.stopping.Load() || s.faults.is(ModeStopping) }
+
+// stopped answers for an engine that takes no work any more: text needs its tokenizer, which is gone; ids are aborted at once.
+func (s *Server) stopped(w http.ResponseWriter, p *plan) {
+	if p.stream && s.fromIDs(p) || p.stream && !s.isStopping() {
+		s.sse(w)
+		_, _ = w.Write([]byte(doneEvent))
+		return
+	}
+	if !s.fromIDs(p) && s.isStopping() {
+		s.fail(w, internalError(msgStopping))
+		return
+	}
+	c := newCall(p, s.set, func(*prompt) int { return 1 })
+	for i := range c.choices {
+		c.choices[i].finish(em.FinishAbort)
+	}
+	s.writeJSON(w, http.StatusOK, c.answer(s.set))
+}
+
+func (s *Server) fromIDs(p *plan) bool { return !p.chat && p.prompts[0].fromIDs }
+
+// failLate is an error that is found after the answer began: streams have sent their 200 by then.
+func (s *Server) failLate(w http.ResponseWriter, p *plan, e *apiError) {
+	if !p.stream {
+		s.fail(w, e)
+		return
+	}
+	s.sse(w)
+	_, _ = w.Write(append(e.event(nil), doneEvent...))
+}
+
+func (s *Server) sse(w http.ResponseWriter) {
+	w.Header().Set("Content-Type", "text/event-stream; charset=utf-8")
+	w.WriteHeader(http.StatusOK)
+	if f, ok := w.(http.Flusher); ok {
+		f.Flush() // the status goes out before the first token
+	}
+}
+
+// pick chooses the rank behind this port: the pinned one, else the least loaded, ties in turn.
+func (s *Server) pick(pinned int) *rank {
+	if pinned != noRank {
+		return s.ranks[pinned]
+	}
+	if len(s.ranks) == 1 {
+		return s.ranks[0]
+	}
+	first := int(s.next.Add(1)) % len(s.ranks)
+	best := s.ranks[first]
+	for i := range s.ranks {
+		if r := s.ranks[(first+i)%len(s.ranks)]; r.load.Load() < best.load.Load() {
+			best = r
+		}
+	}
+	return best
+}
+
+// bend shortens the sequences of a call whose fault strikes after some tokens, so that the engine does no more than that. It
+// returns what is left to strike at the end.
+func (c *call) bend(f *Fault) *Fault {
+	if f == nil || f.Mode != ModeAbort && (c.plan.stream || f.AfterTokens == 0) {
+		return f
+	}
+	for i := range c.choices {
+		ch := &c.choices[i]
+		if n := max(1, f.AfterTokens); n < ch.req.Output || f.Mode == ModeAbort && n == ch.req.Output {
+			ch.req.Output = n
+			if f.Mode == ModeAbort {
+				ch.req.Ending = em.FinishAbort
+			}
+		}
+	}
+	if f.Mode == ModeAbort {
+		return nil
+	}
+	return f
+}
+
+// whole waits for the end and answers at once.
+func (s *Server) whole(w http.ResponseWriter, r *http.Request, rank *rank, c *call, fault *Fault) {
+	if fault != nil && fault.AfterTokens == 0 && fault.Mode != ModeNoDone {
+		rank.abort(c)
+		s.strike(w, r, fault)
+		return
+	}
+	for c.open.Load() > 0 {
+		select {
+		case <-c.bell:
+		case <-r.Context().Done():
+			rank.abort(c)
+			return
+		}
+	}
+	if e := c.failure(); e != nil {
+		s.fail(w, e)
+		return
+	}
+	if fault != nil && fault.Mode != ModeNoDone {
+		s.strike(w, r, fault)
+		return
+	}
+	s.writeJSON(w, http.StatusOK, c.answer(s.set))
+}
+
+// strike ends a call that does not stream as its fault says.
+func (s *Server) strike(w http.ResponseWriter, r *http.Request, f *Fault) {
+	switch f.Mode { //nolint:exhaustive // the other modes never get here
+	case ModeCut:
+		reset(r)
+	case ModeStall:
+		<-r.Context().Done()
+	default:
+		s.fail(w, codeError(f.code()))
+	}
+}
+
+func (f *Fault) code() int {
+	if f.Code == 0 {
+		return defaultErrorCode
+	}
+	return f.Code
+}
+
+// failure is why the engine could not finish a call; nil = it did.
+func (c *call) failure() *apiError {
+	for i := range c.choices {
+		ch := &c.choices[i]
+		switch {
+		case ch.rejected.Load():
+			return busyError()
+		case em.FinishReason(ch.ended.Load()) == em.FinishError: //nolint:gosec // stored from a FinishReason
+			return internalError(msgEngineDead)
+		}
+	}
+	return nil
+}

@@ -1,0 +1,385 @@
+package sim
+
+import (
+	"bufio"
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+const goldenDir = "testdata/v0.32.0"
+
+// notPlayed are fixtures of routes and headers that come with a later step.
+var notPlayed = map[string]string{
+	"http/responses":                                      "route of the operators step",
+	"http/responses_stream":                               "route of the operators step",
+	"http/messages":                                       "route of the operators step",
+	"http/kv_event_sources":                               "route of the cache step",
+	"moe_external_lb/r0_kv_event_sources":                 "route of the cache step",
+	"moe_external_lb/r1_kv_event_sources":                 "route of the cache step",
+	"dense_internal_lb/kv_event_sources":                  "route of the cache step",
+	"http_auth_force_usage/auth_kv_event_sources_missing": "route of the cache step",
+	"dense_internal_lb/world_size":                        "development route",
+	"http/orca_json":                                      "load report header of the operators step",
+	"http/orca_text":                                      "load report header of the operators step",
+	"http/err_oov_id":                                     "our vocabulary spans all 32-bit ids: see TestTokenIDsOutOfRange",
+}
+
+// textDecides are fixtures whose number of chunks and end depend on the words of the answer: compared event by event as far as
+// both go, ends aside.
+var textDecides = map[string]string{
+	"http/cmpl_stop_string":          "stop strings meet other words",
+	"http/cmpl_stream_stop":          "stop strings meet other words",
+	"http/chat_stream_stop_eos":      "stop strings meet other words",
+	"http/chat_stream_stop_token_id": "stop tokens are other ids",
+}
+
+// mayDiffer are the values that a made-up model cannot share with the captured one, by the last key of their path. Types and
+// nulls must still be equal.
+var mayDiffer = map[string]string{
+	"id": "random", "created": "time", "text": "words", "content": "words", "system_fingerprint": "hash",
+	"prompt_tokens": "tokenizer", "total_tokens": "tokenizer", "cached_tokens": "order of play",
+	"token": "words", "tokens": "words", "token_strs": "words", "bytes": "words", "logprob": "made up", "rank": "made up",
+	"decoded_token": "words", "token_logprobs": "made up", "text_offset": "words", "top_logprobs": "words",
+	"token_ids": "tokenizer", "prompt_token_ids": "tokenizer", "count": "tokenizer", "prompt": "words",
+	"root": "model folder", "prompt_logprobs": "tokenizer",
+}
+
+// lengthMayDiffer are lists and maps whose size depends on the tokenizer or on a clash of token texts.
+var lengthMayDiffer = map[string]bool{
+	"token_ids": true, "prompt_token_ids": true, "tokens": true, "token_strs": true, "bytes": true, "prompt_logprobs": true, "top_logprobs": true,
+}
+
+// headersAside are not compared: transport and time.
+var headersAside = []string{"Date", "Connection", "Content-Length", "Keep-Alive"}
+
+func goldenConfig() Config {
+	c := Default()
+	c.Names, c.Model.MaxModelLen, c.Model.BlockSize, c.Model.MaxSeqs = []string{"tiny"}, 2048, 32, 64
+	c.Model.Fixed = true
+	return c
+}
+
+func freePort(t *testing.T) string {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer func() { require.NoError(t, l.Close()) }()
+	return l.Addr().String()
+}
+
+func start(t *testing.T, c Config) *Server {
+	t.Helper()
+	s, err := Start(t.Context(), c)
+	require.NoError(t, err)
+	t.Cleanup(func() { assert.NoError(t, s.Close()) })
+	return s
+}
+
+func TestGoldens(t *testing.T) {
+	t.Run("http", func(t *testing.T) {
+		s := start(t, goldenConfig())
+		playFolder(t, "http", func(string) *Server { return s })
+	})
+	t.Run("http_auth_force_usage", func(t *testing.T) {
+		c := goldenConfig()
+		c.APIKey, c.ForceIncludeUsage = "secret", true
+		s := start(t, c)
+		playFolder(t, "http_auth_force_usage", func(string) *Server { return s })
+	})
+	t.Run("dense_internal_lb", func(t *testing.T) {
+		c := goldenConfig()
+		c.InternalLB = 2
+		s := start(t, c)
+		playFolder(t, "dense_internal_lb", func(string) *Server { return s })
+	})
+	t.Run("moe_external_lb", func(t *testing.T) {
+		c := goldenConfig()
+		c.RPCAddr = freePort(t)
+		group, err := StartGroup(t.Context(), c, 2)
+		require.NoError(t, err)
+		for _, s := range group {
+			t.Cleanup(func() { assert.NoError(t, s.Close()) })
+		}
+		playFolder(t, "moe_external_lb", func(name string) *Server { return group[name[1]-'0'] })
+	})
+	t.Run("http_dev", func(t *testing.T) {
+		c := goldenConfig()
+		c.RequestIDHeaders = true
+		free := start(t, c)
+		c.Model.MaxQueuedReqs = 4
+		full := start(t, c)
+		fill(t, full, 4)
+		playFolder(t, "http_dev", func(name string) *Server {
+			if strings.HasPrefix(name, "queue") {
+				return full
+			}
+			return free
+		})
+	})
+}
+
+// fill makes n requests wait in a hung engine.
+func fill(t *testing.T, s *Server, n int) {
+	t.Helper()
+	require.NoError(t, s.Fail(Fault{Mode: ModeHang}))
+	for range n {
+		resp := post(t, s, "/v1/completions", `{"prompt":"x","stream":true}`)
+		t.Cleanup(func() { _ = resp.Body.Close() })
+	}
+	eventually(t, func() bool { return s.Stats().Waiting == n })
+}
+
+func playFolder(t *testing.T, folder string, server func(name string) *Server) {
+	files, err := filepath.Glob(filepath.Join(goldenDir, folder, "*.req.json"))
+	require.NoError(t, err)
+	require.NotEmpty(t, files)
+	for _, file := range files {
+		name := strings.TrimSuffix(filepath.Base(file), ".req.json")
+		full := folder + "/" + name
+		if notPlayed[full] != "" {
+			continue
+		}
+		t.Run(name, func(t *testing.T) { playOne(t, full, server(name)) })
+	}
+}
+
+// answer is a response taken apart for comparison.
+type answer struct {
+	status  int
+	header  http.Header
+	body    []byte
+	chunked bool
+}
+
+func playOne(t *testing.T, name string, s *Server) {
+	raw, err := os.ReadFile(filepath.Join(goldenDir, name+".req.json"))
+	require.NoError(t, err)
+	var req struct {
+		Method, Path string
+		Headers      map[string]string
+		Body         string
+	}
+	require.NoError(t, json.Unmarshal(raw, &req))
+	wire, err := os.ReadFile(filepath.Join(goldenDir, name+".resp.http"))
+	require.NoError(t, err)
+	want := readAnswer(t, req.Method, bytes.NewReader(wire))
+
+	conn, err := net.Dial("tcp", s.Addr().String())
+	require.NoError(t, err)
+	defer func() { _ = conn.Close() }()
+	var b strings.Builder
+	fmt.Fprintf(&b, "%s %s HTTP/1.1\r\n", req.Method, req.Path)
+	for k, v := range req.Headers {
+		fmt.Fprintf(&b, "%s: %s\r\n", k, v)
+	}
+	_, err = io.WriteString(conn, b.String()+"\r\n"+req.Body)
+	require.NoError(t, err)
+	got := readAnswer(t, req.Method, conn)
+	compareAnswers(t, name, want, got)
+}
+
+func readAnswer(t *testing.T, method string, r io.Reader) answer {
+	t.Helper()
+	resp, err := http.ReadResponse(bufio.NewReader(r), &http.Request{Method: method})
+	require.NoError(t, err)
+	defer func() { _ = resp.Body.Close() }()
+	body, err := io.ReadAll(resp.Body)
+	require.NoError(t, err)
+	return answer{resp.StatusCode, resp.Header, body, slices.Contains(resp.TransferEncoding, "chunked")}
+}
+
+func compareAnswers(t *testing.T, name string, want, got answer) {
+	assert.Equal(t, want.status, got.status, "%s", got.body)
+	assert.Equal(t, want.chunked, got.chunked)
+	assert.Equal(t, headerNames(want.header), headerNames(got.header))
+	for _, h := range []string{"Content-Type", "Allow", "Vary", "Server"} {
+		assert.Equal(t, want.header.Get(h), got.header.Get(h), h)
+	}
+	if !strings.HasPrefix(want.header.Get("Content-Type"), "text/event-stream") {
+		compareJSON(t, name, want.body, got.body)
+		return
+	}
+	w, g := byChoice(events(t, want.body)), byChoice(events(t, got.body))
+	if textDecides[name] != "" {
+		compareEvents(t, name, trim(w), trim(g))
+		return
+	}
+	require.Len(t, g, len(w), "number of events: %s", got.body)
+	for i := range w {
+		compareEvent(t, name, w[i], g[i])
+	}
+}
+
+// trim leaves the events in front of the finishing one, in equal numbers by the caller.
+func trim(events []string) []string { return events[:len(events)-2] }
+
+func compareEvents(t *testing.T, name string, want, got []string) {
+	for i := range min(len(want), len(got)) {
+		compareEvent(t, name, want[i], got[i])
+	}
+}
+
+func compareEvent(t *testing.T, name, want, got string) {
+	if want == "[DONE]" || strings.HasPrefix(want, `{"error"`) {
+		assert.Equal(t, want, got)
+		return
+	}
+	compareJSON(t, name, []byte(want), []byte(got))
+}
+
+func headerNames(h http.Header) []string {
+	var names []string
+	for k := range h {
+		if !slices.Contains(headersAside, k) {
+			names = append(names, k)
+		}
+	}
+	slices.Sort(names)
+	return names
+}
+
+func events(t *testing.T, body []byte) []string {
+	t.Helper()
+	var out []string
+	for e := range strings.SplitSeq(strings.TrimSuffix(string(body), "\n\n"), "\n\n") {
+		data, ok := strings.CutPrefix(e, "data: ")
+		require.True(t, ok, "event %q", e)
+		out = append(out, data)
+	}
+	return out
+}
+
+// byChoice sorts the events by choice: how several choices interleave is a matter of time, in the captures too.
+func byChoice(events []string) []string {
+	index := func(e string) int {
+		v, err := parseJSON(e)
+		choices := v.get("choices")
+		if err != nil || choices.len() == 0 {
+			return 1 << 20
+		}
+		first := choices.at(0)
+		return strings.Index("01", first.get("index").text)
+	}
+	slices.SortStableFunc(events, func(a, b string) int { return index(a) - index(b) })
+	return events
+}
+
+func compareJSON(t *testing.T, name string, want, got []byte) {
+	if len(want) == 0 {
+		assert.Empty(t, got)
+		return
+	}
+	w, err := parseJSON(string(want))
+	require.NoError(t, err)
+	g, err := parseJSON(string(got))
+	require.NoError(t, err, "%s", got)
+	assert.NotContains(t, string(got), `, "`, "compact, not spaced")
+	compareValues(t, name, "", "", w, g)
+}
+
+func compareValues(t *testing.T, name, path, key string, want, got value) {
+	if textDecides[name] != "" && (key == "finish_reason" || key == "stop_reason" || key == "completion_tokens") {
+		return
+	}
+	if !assert.Equal(t, want.kind, got.kind, "type of %s: %s, %s", path, describe(&want), describe(&got)) {
+		return
+	}
+	switch want.kind {
+	case kindObject:
+		if lengthMayDiffer[key] || key == "" && strings.Contains(path, "logprobs") {
+			return
+		}
+		if assert.Equal(t, want.keys, got.keys, "keys of %s", path) {
+			for i, k := range want.keys {
+				compareValues(t, name, path+"."+k, k, want.items[i], got.items[i])
+			}
+		}
+	case kindArray:
+		compareLists(t, name, path, key, want, got)
+	case kindString, kindNumber, kindBool:
+		if mayDiffer[key] == "" {
+			assert.Equal(t, describe(&want), describe(&got), "value of %s", path)
+		}
+	case kindAbsent, kindNull:
+	}
+}
+
+func compareLists(t *testing.T, name, path, key string, want, got value) {
+	if !lengthMayDiffer[key] {
+		assert.Equal(t, want.len(), got.len(), "length of %s", path)
+	}
+	for i := range min(want.len(), got.len()) {
+		next := key
+		if want.at(i).kind == kindObject && key != "top_logprobs" && key != "prompt_logprobs" {
+			next = ""
+		}
+		compareValues(t, name, fmt.Sprintf("%s[%d]", path, i), next, want.at(i), got.at(i))
+	}
+}
+
+func TestGoldenTablesNameRealFixtures(t *testing.T) {
+	for _, table := range []map[string]string{notPlayed, textDecides} {
+		for name := range table {
+			assert.FileExists(t, filepath.Join(goldenDir, name+".req.json"))
+		}
+	}
+}
+
+// Names, types and labels of every engine metric are the captured ones; only the engine-private estimates are missing.
+func TestGoldenMetrics(t *testing.T) {
+	s := start(t, goldenConfig())
+	want, err := os.ReadFile(filepath.Join(goldenDir, "metrics", "dense_one_rank_after_load.txt"))
+	require.NoError(t, err)
+	get(t, s, "/v1/models")
+	got := get(t, s, "/metrics")
+	wantTypes, wantLabels := metricShapes(string(want))
+	gotTypes, gotLabels := metricShapes(got)
+	for name, kind := range wantTypes {
+		private := strings.Contains(name, "estimated_") || strings.Contains(name, "mm_cache_")
+		if !strings.HasPrefix(name, "vllm:") || private {
+			continue
+		}
+		assert.Equal(t, kind, gotTypes[name], name)
+	}
+	for name, labels := range wantLabels {
+		if gotTypes[name] == "" && gotLabels[name] == nil || name == "vllm:cache_config_info" || strings.HasSuffix(name, "_bucket") {
+			continue
+		}
+		assert.Equal(t, labels, gotLabels[name], name)
+	}
+	for name := range gotTypes {
+		assert.Contains(t, wantTypes, name, "no metric of our own under a foreign name")
+	}
+}
+
+func metricShapes(page string) (types map[string]string, labels map[string][]string) {
+	types, labels = map[string]string{}, map[string][]string{}
+	for line := range strings.Lines(page) {
+		if f := strings.Fields(line); len(f) == 4 && f[1] == "TYPE" {
+			types[f[2]] = f[3]
+			continue
+		}
+		if strings.HasPrefix(line, "#") {
+			continue
+		}
+		name, rest, ok := strings.Cut(line, "{")
+		if !ok {
+			continue
+		}
+		set, _, _ := strings.Cut(rest, "}")
+		labels[name] = append(labels[name], set)
+	}
+	return types, labels
+}

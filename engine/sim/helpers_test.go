@@ -1,0 +1,71 @@
+package sim
+
+import (
+	"context"
+	"io"
+	"net/http"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
+)
+
+// asEngine makes the test binary be an engine process: TestMain runs Main instead of the tests.
+const asEngine = "SIM_TEST_AS_ENGINE"
+
+func TestMain(m *testing.M) {
+	if os.Getenv(asEngine) != "" {
+		os.Exit(Main(context.Background(), os.Args[1:], os.Stdout, os.Stderr))
+	}
+	goleak.VerifyTestMain(m)
+}
+
+// client opens a connection per request, so that no idle one outlives its test.
+var client = &http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: 20 * time.Second}
+
+func post(t testing.TB, s *Server, path, body string, headers ...string) *http.Response {
+	t.Helper()
+	return postURL(t, s.URL()+path, body, headers...)
+}
+
+func postURL(t testing.TB, url, body string, headers ...string) *http.Response {
+	t.Helper()
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, url, strings.NewReader(body))
+	require.NoError(t, err)
+	req.Header.Set("Content-Type", "application/json")
+	for i := 0; i+1 < len(headers); i += 2 {
+		req.Header.Set(headers[i], headers[i+1])
+	}
+	resp, err := client.Do(req)
+	require.NoError(t, err)
+	return resp
+}
+
+// ask posts and returns status and whole body.
+func ask(t testing.TB, s *Server, path, body string, headers ...string) (int, string) {
+	t.Helper()
+	resp := post(t, s, path, body, headers...)
+	defer func() { _ = resp.Body.Close() }()
+	b, _ := io.ReadAll(resp.Body) // a cut stream is an error that some tests want
+	return resp.StatusCode, string(b)
+}
+
+func get(t testing.TB, s *Server, path string) string {
+	t.Helper()
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, s.URL()+path, nil)
+	require.NoError(t, err)
+	resp, err := client.Do(req)
+	require.NoError(t, err)
+	defer func() { _ = resp.Body.Close() }()
+	b, err := io.ReadAll(resp.Body)
+	require.NoError(t, err)
+	return string(b)
+}
+
+func eventually(t testing.TB, ok func() bool) {
+	t.Helper()
+	require.Eventually(t, ok, 10*time.Second, 2*time.Millisecond)
+}

@@ -1,0 +1,214 @@
+package sim
+
+import (
+	"context"
+	"crypto/subtle"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"strconv"
+	"strings"
+)
+
+type connKey struct{}
+
+// withConn lets a handler reach its connection, to reset it.
+func withConn(ctx context.Context, c net.Conn) context.Context {
+	return context.WithValue(ctx, connKey{}, c)
+}
+
+// reset cuts the connection of r with a RST where the transport has one; it does not return.
+func reset(r *http.Request) {
+	if c, ok := r.Context().Value(connKey{}).(*net.TCPConn); ok {
+		_ = c.SetLinger(0)
+	}
+	panic(http.ErrAbortHandler)
+}
+
+// ServeHTTP implements http.Handler.
+func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	h := w.Header()
+	h["Server"] = s.serverHeader
+	if strings.HasPrefix(r.URL.Path, "/_sim/") {
+		s.admin(w, r)
+		return
+	}
+	if !s.authorized(r) {
+		s.writeJSON(w, http.StatusUnauthorized, []byte(`{"error":"Unauthorized"}`))
+		return
+	}
+	h["Vary"] = s.varyHeader
+	if s.cfg.RequestIDHeaders {
+		id := r.Header.Get("X-Request-Id")
+		if id == "" {
+			id = s.newID() + s.newID()
+		}
+		h["X-Request-Id"] = []string{id}
+	}
+	s.route(w, r)
+}
+
+// authorized checks the key on the routes that are guarded by one.
+func (s *Server) authorized(r *http.Request) bool {
+	if s.cfg.APIKey == "" || !strings.HasPrefix(r.URL.Path, "/v1") && !strings.HasPrefix(r.URL.Path, "/v2") &&
+		!strings.HasPrefix(r.URL.Path, "/inference") {
+		return true
+	}
+	key, ok := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
+	return ok && subtle.ConstantTimeCompare([]byte(key), []byte(s.cfg.APIKey)) == 1
+}
+
+func (s *Server) route(w http.ResponseWriter, r *http.Request) {
+	get, post := r.Method == http.MethodGet, r.Method == http.MethodPost
+	switch r.URL.Path {
+	case "/v1/completions", "/v1/chat/completions":
+		s.only(w, post, "POST", func() { s.generate(w, r) })
+	case "/health":
+		s.only(w, get, "GET", func() { s.health(w) })
+	case "/ping":
+		s.only(w, get || post, "GET", func() { s.health(w) })
+	case "/v1/models":
+		s.only(w, get, "GET", func() { s.models(w) })
+	case "/version":
+		s.only(w, get, "GET", func() { s.writeJSON(w, http.StatusOK, []byte(`{"version":"`+Version+`"}`)) })
+	case "/load":
+		s.only(w, get, "GET", func() { s.serverLoad(w) })
+	case "/metrics":
+		s.only(w, get, "GET", func() { s.serveMetrics(w, r) })
+	case "/tokenize":
+		s.only(w, post, "POST", func() { s.tokenize(w, r) })
+	case "/detokenize":
+		s.only(w, post, "POST", func() { s.detokenize(w, r) })
+	case "/inference/v1/generate", "/inference/v1/abort_requests", "/v1/completions/render", "/v1/chat/completions/render":
+		s.scaleOut(w, post)
+	default:
+		s.writeJSON(w, http.StatusNotFound, []byte(`{"detail":"Not Found"}`))
+	}
+}
+
+// only lets the right methods pass.
+func (s *Server) only(w http.ResponseWriter, ok bool, allow string, serve func()) {
+	if ok {
+		serve()
+		return
+	}
+	w.Header().Set("Allow", allow)
+	s.writeJSON(w, http.StatusMethodNotAllowed, []byte(`{"detail":"Method Not Allowed"}`))
+}
+
+// scaleOut refuses the routes that need a flag; with the flag they are unknown, this version does not serve them.
+func (s *Server) scaleOut(w http.ResponseWriter, post bool) {
+	s.only(w, post, "POST", func() {
+		if s.cfg.ScaleOut {
+			s.writeJSON(w, http.StatusNotFound, []byte(`{"detail":"Not Found"}`))
+			return
+		}
+		s.fail(w, &apiError{status: http.StatusForbidden, kind: "PermissionDeniedError", message: msgScaleOut})
+	})
+}
+
+// health tells whether the process lives, nothing more.
+func (s *Server) health(w http.ResponseWriter) {
+	status := http.StatusOK
+	if s.dead.Load() || s.faults.is(ModeHealth503) {
+		status = http.StatusServiceUnavailable
+	}
+	w.Header().Set("Content-Length", "0")
+	w.WriteHeader(status)
+}
+
+func (s *Server) serverLoad(w http.ResponseWriter) {
+	n := 0
+	if s.cfg.LoadTracking {
+		n = s.active.count()
+	}
+	s.writeJSON(w, http.StatusOK, fmt.Appendf(nil, `{"server_load":%d}`, n))
+}
+
+func (s *Server) models(w http.ResponseWriter) {
+	now := s.now()
+	b := []byte(`{"object":"list","data":[`)
+	root := s.cfg.Root
+	if root == "" {
+		root = s.cfg.Names[0]
+	}
+	for i, name := range s.cfg.Names {
+		b = appendJSON(append(comma(b, i), `{"id":`...), name)
+		b = fmt.Appendf(b, `,"object":"model","created":%d,"owned_by":"vllm","root":`, now)
+		b = appendJSON(b, root)
+		b = fmt.Appendf(b, `,"parent":null,"max_model_len":%d,"permission":[{"id":"modelperm-%s","object":"model_permission","created":%d,`+
+			`"allow_create_engine":false,"allow_sampling":true,"allow_logprobs":true,"allow_search_indices":false,"allow_view":true,`+
+			`"allow_fine_tuning":false,"organization":"*","group":null,"is_blocking":false}]}`, s.cfg.Model.MaxModelLen, s.newID(), now)
+	}
+	s.writeJSON(w, http.StatusOK, append(b, "]}"...))
+}
+
+func (s *Server) writeJSON(w http.ResponseWriter, status int, body []byte) {
+	h := w.Header()
+	h["Content-Type"] = s.jsonHeader
+	h["Content-Length"] = []string{strconv.Itoa(len(body))}
+	w.WriteHeader(status)
+	_, _ = w.Write(body) // a client that left is noticed by its context
+}
+
+func writeBody(w http.ResponseWriter, status int, contentType string, body []byte) {
+	h := w.Header()
+	h.Set("Content-Type", contentType)
+	h.Set("Content-Length", strconv.Itoa(len(body)))
+	w.WriteHeader(status)
+	_, _ = w.Write(body) // a client that left is noticed by its context
+}
+
+func (s *Server) fail(w http.ResponseWriter, e *apiError) { s.writeJSON(w, e.status, e.body()) }
+
+// body reads and parses a JSON body. The whole body is read, or the connection would not tell when its client leaves (TRAPS 2).
+func (s *Server) body(r *http.Request) (value, *apiError) {
+	raw, apiErr := readAll(r)
+	if apiErr != nil {
+		return value{}, apiErr
+	}
+	if kind, _, _ := strings.Cut(r.Header.Get("Content-Type"), ";"); !strings.EqualFold(strings.TrimSpace(kind), "application/json") {
+		return value{}, &apiError{status: http.StatusBadRequest, kind: "Bad Request", message: msgMediaType}
+	}
+	if len(raw) == 0 {
+		return value{}, schemaError([]fieldError{{kind: "missing", loc: "body", msg: "Field required", input: "None"}})
+	}
+	v, err := parseJSON(string(raw))
+	var bad *syntaxError
+	if errors.As(err, &bad) {
+		return value{}, schemaError([]fieldError{{
+			kind: "json_invalid", loc: "body." + strconv.Itoa(bad.pos), msg: "JSON decode error",
+			input: "<dict of 0 items>", ctx: "'error': '" + bad.msg + "'",
+		}})
+	}
+	if v.kind != kindObject {
+		return value{}, schemaError([]fieldError{{
+			kind: "model_attributes_type", loc: "body", msg: "Input should be a valid dictionary or object to extract fields from", input: describe(&v),
+		}})
+	}
+	return v, nil
+}
+
+func readAll(r *http.Request) ([]byte, *apiError) {
+	tooLarge := &apiError{status: http.StatusRequestEntityTooLarge, kind: "Request Entity Too Large", message: "The request body is too large."}
+	if r.ContentLength > maxBody {
+		return nil, tooLarge
+	}
+	if r.ContentLength >= 0 {
+		raw := make([]byte, r.ContentLength)
+		if _, err := io.ReadFull(r.Body, raw); err != nil {
+			return nil, badRequest("", "There was an error parsing the body")
+		}
+		return raw, nil
+	}
+	raw, err := io.ReadAll(io.LimitReader(r.Body, maxBody+1))
+	switch {
+	case err != nil:
+		return nil, badRequest("", "There was an error parsing the body")
+	case len(raw) > maxBody:
+		return nil, tooLarge
+	}
+	return raw, nil
+}

@@ -1,0 +1,364 @@
+// Package sim is the built-in engine: one rank in one process that speaks vLLM's HTTP, answers with made-up text at the speed of a
+// step law, and fails on demand. The engine itself is enginemodel; this is its process. See DESIGN.md.
+package sim
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	em "github.com/dpserve/dpserve/enginemodel"
+)
+
+// Limits of the HTTP server, the imitated engine's where it has one.
+const (
+	maxHeaderBytes    = 4 << 20
+	readHeaderTimeout = time.Minute
+	maxBody           = 64 << 20
+	endWait           = time.Second // for the last answers after an abort of everything
+)
+
+// ErrNotListening is given by Serve before Listen.
+var ErrNotListening = errors.New("not listening: call Listen first")
+
+// ExitError says that the engine ended by itself (an injected failure, a dead core), and how its process ends.
+type ExitError struct {
+	Code  int
+	Cause string
+}
+
+func (e *ExitError) Error() string {
+	return fmt.Sprintf("engine ended: %s (exit code %d)", e.Cause, e.Code)
+}
+
+// Server is one engine process. Safe for concurrent use.
+type Server struct {
+	cfg     Config
+	set     *settings
+	log     *slog.Logger
+	ranks   []*rank
+	next    atomic.Uint32 // rotates ties of internal load balancing
+	ids     atomic.Uint64
+	faults  faults
+	active  *inflight
+	started time.Time
+
+	stopping atomic.Bool
+	dead     atomic.Bool
+
+	http   *http.Server
+	gate   *gate
+	link   *link
+	cancel context.CancelFunc
+	wg     sync.WaitGroup
+	timers []*time.Timer // schedule and delayed death; guarded by mu
+	mu     sync.Mutex
+	exit   *ExitError
+	closed bool
+
+	serverHeader, varyHeader, jsonHeader []string // shared by all answers
+}
+
+// New makes an engine that does nothing yet.
+func New(cfg Config) (*Server, error) {
+	if err := cfg.Validate(); err != nil {
+		return nil, err
+	}
+	cfg.Model.Lockstep = cfg.lockstep()
+	s := &Server{
+		cfg: cfg, set: cfg.settings(), log: cfg.Logger, active: newInflight(), started: time.Now(),
+		serverHeader: []string{"uvicorn"}, varyHeader: []string{"Origin"}, jsonHeader: []string{"application/json"},
+	}
+	if s.log == nil {
+		s.log = slog.New(slog.DiscardHandler)
+	}
+	s.ids.Store(uint64(s.started.UnixNano())) //nolint:gosec // any bits do
+	for i := range cfg.ranks() {
+		r, err := newRank(strconv.Itoa(max(i, cfg.DPRank)), cfg.Model, s.started)
+		if err != nil {
+			return nil, err
+		}
+		r.died = s.coreDied
+		s.ranks = append(s.ranks, r)
+	}
+	s.http = &http.Server{
+		Handler: s, IdleTimeout: cfg.KeepAlive, ReadHeaderTimeout: readHeaderTimeout, MaxHeaderBytes: maxHeaderBytes,
+		ErrorLog: log.New(io.Discard, "", 0), ConnContext: withConn,
+	}
+	return s, nil
+}
+
+// Start is New, Listen and Serve in the background: the form for tests. Close it.
+func Start(ctx context.Context, cfg Config) (*Server, error) {
+	s, err := New(cfg)
+	if err != nil {
+		return nil, err
+	}
+	if err := s.Listen(ctx); err != nil {
+		return nil, errors.Join(err, s.Close())
+	}
+	s.wg.Go(func() { _ = s.serve() })
+	return s, nil
+}
+
+// StartGroup starts n ranks of a lockstep group in this process; cfg.RPCAddr is their meeting point.
+func StartGroup(ctx context.Context, cfg Config, n int) ([]*Server, error) {
+	servers, errs := make([]*Server, n), make([]error, n)
+	var wg sync.WaitGroup
+	for i := range n {
+		c := cfg
+		c.DPSize, c.DPRank = n, i
+		if c.Port != 0 {
+			c.Port += i
+		}
+		wg.Go(func() { servers[i], errs[i] = Start(ctx, c) })
+	}
+	wg.Wait()
+	if err := errors.Join(errs...); err != nil {
+		for _, s := range servers {
+			if s != nil {
+				err = errors.Join(err, s.Close())
+			}
+		}
+		return nil, err
+	}
+	return servers, nil
+}
+
+// Listen starts the engine up: it waits for the simulated load time and for the group, then opens the port, which refuses
+// connections until then. ctx bounds the start only.
+func (s *Server) Listen(ctx context.Context) error {
+	if err := s.startup(ctx); err != nil {
+		return err
+	}
+	if s.cfg.lockstep() {
+		l, err := join(ctx, &s.cfg, s.ranks[0])
+		if err != nil {
+			return err
+		}
+		s.link = l
+	}
+	addr := net.JoinHostPort(s.cfg.Host, strconv.Itoa(s.cfg.Port))
+	inner, err := s.cfg.listen(ctx, addr)
+	if err != nil {
+		return fmt.Errorf("listen on %s: %w", addr, err)
+	}
+	addr = inner.Addr().String()
+	s.gate = newGate(inner, func() (net.Listener, error) { return s.cfg.listen(context.Background(), addr) })
+	s.begin()
+	return nil
+}
+
+// begin starts the engine's goroutines and its schedule of faults.
+func (s *Server) begin() {
+	ctx, cancel := context.WithCancel(context.Background())
+	s.cancel = cancel
+	for _, r := range s.ranks {
+		s.wg.Go(func() { r.run(ctx) })
+	}
+	if s.link != nil {
+		s.link.run()
+	}
+	for _, entry := range s.cfg.Schedule {
+		s.after(entry.After, func() { _ = s.Fail(entry.Fault) })
+	}
+}
+
+// startup plays the load time and the failures of a start.
+func (s *Server) startup(ctx context.Context) error {
+	if s.cfg.StartHang {
+		<-ctx.Done()
+		return fmt.Errorf("start hangs as told: %w", context.Cause(ctx))
+	}
+	select {
+	case <-time.After(s.cfg.Startup):
+	case <-ctx.Done():
+		return fmt.Errorf("interrupted while starting: %w", context.Cause(ctx))
+	}
+	if s.cfg.StartExit {
+		return errors.New("start fails as told: drop --sim-fail start-exit")
+	}
+	if file := s.cfg.StartExitOnce; file != "" {
+		f, err := os.OpenFile(file, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600) //nolint:gosec // the operator names the file
+		if err == nil {
+			return errors.Join(errors.New("start fails once as told: the next one succeeds"), f.Close())
+		}
+		if !errors.Is(err, os.ErrExist) {
+			return fmt.Errorf("mark the failed start: %w", err)
+		}
+	}
+	return nil
+}
+
+// after runs f once, unless the server is closed before.
+func (s *Server) after(d time.Duration, f func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.closed {
+		s.timers = append(s.timers, time.AfterFunc(d, f))
+	}
+}
+
+func (c *Config) listen(ctx context.Context, addr string) (net.Listener, error) {
+	if c.Listen != nil {
+		return c.Listen(ctx, addr)
+	}
+	var lc net.ListenConfig
+	return lc.Listen(ctx, "tcp", addr)
+}
+
+func (c *Config) dial(ctx context.Context, addr string) (net.Conn, error) {
+	if c.Dial != nil {
+		return c.Dial(ctx, addr)
+	}
+	var d net.Dialer
+	return d.DialContext(ctx, "tcp", addr)
+}
+
+// Serve answers until Close (nil) or until the engine ends by itself (*ExitError).
+func (s *Server) Serve() error {
+	if s.gate == nil {
+		return ErrNotListening
+	}
+	return s.serve()
+}
+
+func (s *Server) serve() error {
+	err := s.http.Serve(s.gate)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.exit != nil {
+		return s.exit
+	}
+	if errors.Is(err, http.ErrServerClosed) {
+		return nil
+	}
+	return err
+}
+
+// Addr is where it listens; nil before Listen.
+func (s *Server) Addr() net.Addr {
+	if s.gate == nil {
+		return nil
+	}
+	return s.gate.Addr()
+}
+
+// URL is the base URL; "" before Listen.
+func (s *Server) URL() string {
+	if s.gate == nil {
+		return ""
+	}
+	return "http://" + s.gate.Addr().String()
+}
+
+// Close ends everything at once, without answers, and waits.
+func (s *Server) Close() error {
+	s.drop(nil)
+	err := s.http.Close()
+	if s.gate != nil {
+		err = errors.Join(err, s.gate.Close())
+	}
+	s.faults.clear()
+	if s.cancel != nil {
+		s.cancel()
+	}
+	if s.link != nil {
+		s.link.close()
+	}
+	s.await(context.Background(), endWait) // handlers end with their connections
+	s.wg.Wait()
+	return err
+}
+
+// drop marks the end, with its cause if the engine ends by itself; true = it was the first one.
+func (s *Server) drop(exit *ExitError) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return false
+	}
+	s.closed, s.exit = true, exit
+	for _, t := range s.timers {
+		t.Stop()
+	}
+	return true
+}
+
+// leave ends the engine from inside: connections are closed, Serve returns the cause. The goroutines end with Close.
+func (s *Server) leave(code int, cause string) {
+	if !s.drop(&ExitError{Code: code, Cause: cause}) {
+		return
+	}
+	if s.link != nil {
+		s.link.hangUp()
+	}
+	_ = s.http.Close()
+	_ = s.gate.Close()
+}
+
+// coreDied is called by a rank, inside its turn: requests fail from now on, the process follows.
+func (s *Server) coreDied() {
+	s.dead.Store(true)
+	s.after(s.cfg.scaled(deathDelay), func() { s.leave(0, "engine core died") })
+}
+
+// Shutdown ends the engine as SIGTERM does: with timeout 0 everything in flight is aborted, else it may finish until then. New
+// requests get the answers of a stopping engine meanwhile. It returns when the port is closed; Close is still needed.
+func (s *Server) Shutdown(ctx context.Context, timeout time.Duration) {
+	s.stopping.Store(true)
+	if timeout > 0 && s.drain(ctx, timeout) {
+		s.leave(0, "stopped")
+		return
+	}
+	kind := em.InputAbortAll
+	if s.cfg.lockstep() {
+		kind = em.InputKill // a coupled rank's streams end with the error event, not with abort
+	}
+	for _, r := range s.ranks {
+		r.submit(em.Input{Kind: kind})
+	}
+	s.await(ctx, endWait)
+	s.leave(0, "stopped")
+}
+
+// drain waits for what is in flight; false = it did not end in time.
+func (s *Server) drain(ctx context.Context, timeout time.Duration) bool {
+	if s.active.count() == 0 {
+		return true
+	}
+	begun := time.Now()
+	if !s.await(ctx, timeout) {
+		return false
+	}
+	s.linger(ctx, min(s.cfg.scaled(s.cfg.Linger), timeout-time.Since(begun)))
+	return true
+}
+
+// await waits until nothing is in flight, at most d.
+func (s *Server) await(ctx context.Context, d time.Duration) bool {
+	select {
+	case <-s.active.idle():
+		return true
+	case <-time.After(d):
+	case <-ctx.Done():
+	}
+	return false
+}
+
+func (s *Server) linger(ctx context.Context, d time.Duration) {
+	select {
+	case <-time.After(d):
+	case <-ctx.Done():
+	}
+}

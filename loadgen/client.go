@@ -1,0 +1,265 @@
+package loadgen
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"regexp"
+	"strings"
+	"sync"
+	"time"
+)
+
+const (
+	readBuffer  = 32 << 10
+	maxAnswer   = 64 << 20 // of an answer that is not streamed
+	maxFailure  = 64 << 10 // of an error's body
+	dialTimeout = 10 * time.Second
+	// idleTimeout stays below the 5 s after which the front end of real engines closes: TRAPS 4.
+	idleTimeout = 4 * time.Second
+)
+
+// sample is one request as its client saw it.
+type sample struct {
+	intended time.Time // when it should have been sent
+	sent     time.Time
+	first    time.Time // first token; zero if none came
+	last     time.Time // last token
+	end      time.Time
+	chunks   int // events that carry tokens
+	usage    usage
+	gaps     []time.Duration // between chunks
+	failure  string          // kind of the error; empty = good
+	proxied  bool            // which side of a comparison
+	rank     string          // app/group/rank, if the answer names one
+}
+
+// client sends requests of one shape. Safe for concurrent use.
+type client struct {
+	http     *http.Client
+	template *http.Request
+	prompts  *prompts
+	cfg      Config
+	buffers  sync.Pool // of *[]byte
+}
+
+func newClient(cfg Config) (*client, error) {
+	target := strings.TrimSuffix(cfg.URL, "/") + "/v1/completions"
+	if cfg.Route == Chat {
+		target = strings.TrimSuffix(cfg.URL, "/") + "/v1/chat/completions"
+	}
+	template, err := http.NewRequestWithContext(context.Background(), http.MethodPost, target, http.NoBody)
+	if err != nil {
+		return nil, fmt.Errorf("build the request: %w", err)
+	}
+	template.Header.Set("Content-Type", "application/json")
+	template.Header.Set("User-Agent", "dpserve-bench")
+	if cfg.APIKey != "" {
+		template.Header.Set("Authorization", "Bearer "+cfg.APIKey)
+	}
+	prompts, err := newPrompts(cfg)
+	if err != nil {
+		return nil, err
+	}
+	c := &client{template: template, prompts: prompts, cfg: cfg}
+	c.buffers.New = func() any { b := make([]byte, readBuffer); return &b }
+	c.http = &http.Client{Transport: &http.Transport{
+		Proxy:                 nil, // prompts go nowhere else
+		DialContext:           (&net.Dialer{Timeout: dialTimeout}).DialContext,
+		DisableCompression:    true,
+		MaxIdleConns:          cfg.Concurrency,
+		MaxIdleConnsPerHost:   cfg.Concurrency,
+		IdleConnTimeout:       idleTimeout,
+		TLSHandshakeTimeout:   dialTimeout,
+		ResponseHeaderTimeout: cfg.Timeout,
+		ReadBufferSize:        readBuffer,
+	}}
+	return c, nil
+}
+
+func (c *client) close() { c.http.CloseIdleConnections() }
+
+// do sends request number n and waits for its end. It never fails: errors are part of the sample.
+func (c *client) do(ctx context.Context, n uint64, intended time.Time) *sample {
+	s := &sample{intended: intended}
+	c.send(ctx, c.prompts.body(n), s)
+	if s.failure != "" && ctx.Err() != nil { // the run was stopped: not the server's failure
+		s.failure = failureStopped
+	}
+	return s
+}
+
+func (c *client) send(ctx context.Context, body []byte, s *sample) {
+	ctx, cancel := context.WithTimeout(ctx, c.cfg.Timeout)
+	defer cancel()
+	req := c.template.WithContext(ctx) // shares the headers, which the transport only reads
+	req.ContentLength = int64(len(body))
+	req.GetBody = func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(body)), nil }
+	req.Body = io.NopCloser(bytes.NewReader(body))
+	s.sent = time.Now()
+	if s.intended.IsZero() {
+		s.intended = s.sent
+	}
+	resp, err := c.http.Do(req)
+	if err != nil {
+		s.fail(failureOf(err))
+		return
+	}
+	defer func() { _ = resp.Body.Close() }()
+	s.rank = rankOf(resp.Header)
+	switch {
+	case resp.StatusCode != http.StatusOK:
+		s.fail(statusFailure(resp))
+	case c.cfg.Stream:
+		c.stream(resp.Body, s)
+	default:
+		s.whole(resp.Body)
+	}
+	s.end = time.Now()
+}
+
+func (s *sample) fail(kind string) {
+	if s.failure == "" {
+		s.failure = kind
+	}
+	s.end = time.Now()
+}
+
+// whole reads an answer that is not streamed: it has an end and no first token.
+func (s *sample) whole(body io.Reader) {
+	text, err := io.ReadAll(io.LimitReader(body, maxAnswer))
+	if err != nil {
+		s.fail(failureOf(err))
+		return
+	}
+	s.usage = usageOf(text)
+	switch {
+	case !json.Valid(text):
+		s.fail("bad answer")
+	case bytes.Contains(text, []byte(`"finish_reason":"abort"`)):
+		s.fail("abort")
+	}
+}
+
+// stream reads events to the end of the body and keeps the time of each token. Events that come in one read share a time.
+func (c *client) stream(body io.Reader, s *sample) {
+	buffer, _ := c.buffers.Get().(*[]byte)
+	defer c.buffers.Put(buffer)
+	var (
+		cut      splitter
+		finished bool
+		now      time.Time
+	)
+	note := func(data []byte) { finished = s.event(data, now) || finished }
+	for {
+		n, err := body.Read(*buffer)
+		now = time.Now()
+		if n > 0 {
+			if tooLong := cut.feed((*buffer)[:n], note); tooLong != nil {
+				s.fail("bad answer")
+				return
+			}
+		}
+		if errors.Is(err, io.EOF) {
+			if !finished {
+				s.fail("cut stream")
+			}
+			return
+		}
+		if err != nil {
+			s.fail(failureOf(err))
+			return
+		}
+	}
+}
+
+// event takes one event; true if it finishes a choice.
+func (s *sample) event(data []byte, now time.Time) bool {
+	kind := classify(data)
+	switch kind {
+	case doneEvent, roleEvent:
+		return false
+	case usageEvent:
+		s.usage = usageOf(data)
+		return false
+	case errorEvent:
+		s.fail("error event" + wordOf(data))
+		return false
+	case abortEvent:
+		s.fail("abort")
+		return false
+	case tokenEvent, finishEvent:
+	}
+	s.chunks++
+	if s.first.IsZero() {
+		s.first = now
+	} else {
+		s.gaps = append(s.gaps, now.Sub(s.last))
+	}
+	s.last = now
+	return kind == finishEvent
+}
+
+// failureOf is the kind of a transport error: a few words, never an address.
+func failureOf(err error) string {
+	var op *net.OpError
+	var timeout net.Error
+	switch {
+	case errors.Is(err, context.DeadlineExceeded), errors.As(err, &timeout) && timeout.Timeout():
+		return "timeout"
+	case errors.As(err, &op) && op.Op == "dial":
+		return "connect"
+	case errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, io.EOF):
+		return "cut stream"
+	default:
+		return "connection lost"
+	}
+}
+
+// failureStopped marks requests that the end of the run cut off; they are not counted.
+const failureStopped = "stopped"
+
+// statusFailure is the status with the error's code word.
+func statusFailure(resp *http.Response) string {
+	text, err := io.ReadAll(io.LimitReader(resp.Body, maxFailure))
+	if err != nil {
+		text = nil
+	}
+	return fmt.Sprintf("http %d", resp.StatusCode) + wordOf(text)
+}
+
+var codeWord = regexp.MustCompile(`^[A-Za-z][A-Za-z_]{2,39}$`)
+
+// wordOf is the code or type of an OpenAI error with a blank in front, "" if it has none. Anything else could be prompt text.
+func wordOf(text []byte) string {
+	var body struct {
+		Error struct {
+			Code any    `json:"code"`
+			Type string `json:"type"`
+		} `json:"error"`
+	}
+	if json.Unmarshal(text, &body) != nil {
+		return ""
+	}
+	if word, ok := body.Error.Code.(string); ok && codeWord.MatchString(word) {
+		return " " + word
+	}
+	if codeWord.MatchString(body.Error.Type) {
+		return " " + body.Error.Type
+	}
+	return ""
+}
+
+// rankOf reads the headers with which dpserve names the rank.
+func rankOf(h http.Header) string {
+	name, group, rank := h.Get("x-dpserve-app"), h.Get("x-dpserve-group"), h.Get("x-dpserve-rank")
+	if name == "" || group == "" || rank == "" {
+		return ""
+	}
+	return name + "/" + group + "/" + rank
+}

@@ -1,0 +1,123 @@
+package loadgen
+
+import (
+	"math/rand/v2"
+	"sync"
+	"time"
+)
+
+const (
+	maxGaps  = 4 << 20 // gaps kept exactly (32 MiB); beyond, a uniform sample of that size
+	maxTimes = 4 << 20 // requests kept, likewise
+	maxKinds = 64      // kinds of errors
+	maxRanks = 4096    // ranks counted apart
+)
+
+// collector gathers samples. Safe for concurrent use.
+type collector struct {
+	slo SLO
+
+	mu      sync.Mutex
+	ttft    times
+	itl     times
+	tpot    times
+	e2e     times
+	lag     times
+	offered int
+	ok      int
+	good    int
+	errors  map[string]int
+	ranks   map[string]int
+	usage   totals
+	end     time.Time // of the last measured request
+	total   counts    // warm-up included
+}
+
+// counts is what CPU time is divided by.
+type counts struct{ requests, chunks int }
+
+// totals are sums over good requests.
+type totals struct{ prompt, completion, cached int }
+
+func newCollector(cfg Config) *collector {
+	c := &collector{slo: cfg.SLO, errors: map[string]int{}, ranks: map[string]int{}}
+	for i, t := range []*times{&c.ttft, &c.itl, &c.tpot, &c.e2e, &c.lag} {
+		t.r = rand.New(rand.NewPCG(cfg.Seed, uint64(i))) //nolint:gosec // a sample of measurements is no secret
+		t.limit = maxTimes
+	}
+	c.itl.limit = maxGaps
+	return c
+}
+
+func (c *collector) add(s *sample, measured bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.total.requests++
+	c.total.chunks += s.chunks
+	if !measured || s.failure == failureStopped {
+		return
+	}
+	c.offered++
+	if s.end.After(c.end) {
+		c.end = s.end
+	}
+	if s.rank != "" && (len(c.ranks) < maxRanks || c.ranks[s.rank] > 0) {
+		c.ranks[s.rank]++
+	}
+	c.lag.add(s.sent.Sub(s.intended))
+	if s.failure != "" {
+		if len(c.errors) < maxKinds || c.errors[s.failure] > 0 {
+			c.errors[s.failure]++
+		} else {
+			c.errors["other"]++
+		}
+		return
+	}
+	c.addGood(s)
+}
+
+func (c *collector) addGood(s *sample) {
+	c.ok++
+	c.usage.prompt += s.usage.Prompt
+	c.usage.completion += s.tokens()
+	c.usage.cached += s.usage.cached()
+	c.e2e.add(s.end.Sub(s.intended))
+	met := true
+	if !s.first.IsZero() {
+		c.ttft.add(s.first.Sub(s.intended))
+		met = s.first.Sub(s.intended) <= c.slo.TTFT
+	}
+	if tpot, ok := s.tpot(); ok {
+		c.tpot.add(tpot)
+		met = met && tpot <= c.slo.TPOT
+	}
+	for _, gap := range s.gaps {
+		c.itl.add(gap)
+	}
+	if met {
+		c.good++
+	}
+}
+
+func (c *collector) all() counts {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.total
+}
+
+// tokens is the engine's own count, or the number of chunks if it gives none.
+func (s *sample) tokens() int {
+	if s.usage.Completion > 0 {
+		return s.usage.Completion
+	}
+	return s.chunks
+}
+
+// tpot is (last − first) / (n − 1); undefined for one token.
+func (s *sample) tpot() (time.Duration, bool) {
+	n := s.tokens()
+	if n < 2 || s.first.IsZero() {
+		return 0, false
+	}
+	return s.last.Sub(s.first) / time.Duration(n-1), true
+}

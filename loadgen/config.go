@@ -1,0 +1,156 @@
+// Package loadgen sends load to an OpenAI endpoint and measures what a client sees: the core of `dpserve bench`.
+package loadgen
+
+import (
+	"net/url"
+	"time"
+
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// Mode says what paces the requests.
+type Mode string
+
+// Open sends at a rate, whatever the server does; Closed keeps a number of clients busy, each with one request at a time.
+const (
+	Open   Mode = "open"
+	Closed Mode = "closed"
+)
+
+// Arrivals is the shape of an open loop.
+type Arrivals string
+
+// Poisson has exponential gaps, as many independent users make them; Uniform places one request at random in each slot of 1/rate.
+const (
+	Poisson Arrivals = "poisson"
+	Uniform Arrivals = "uniform"
+)
+
+// Route is the endpoint that is asked.
+type Route string
+
+// The routes.
+const (
+	Chat        Route = "chat"
+	Completions Route = "completions"
+)
+
+// Defaults and limits.
+const (
+	DefaultConcurrency = 16               // clients of a closed loop
+	DefaultMaxInFlight = 4096             // requests of an open loop at one time
+	DefaultDuration    = 10 * time.Second // if neither Requests nor Duration is set
+	DefaultTimeout     = 2 * time.Minute
+	DefaultPromptBytes = 256
+	DefaultMaxTokens   = 64
+	DefaultTTFT        = 2 * time.Second
+	DefaultTPOT        = 50 * time.Millisecond
+
+	bytesPerToken  = 4 // of English text, about; only for PromptTokens
+	maxConcurrency = 65_536
+	maxRate        = 1e6
+	maxPromptBytes = 64 << 20
+	maxOutput      = 1 << 20
+	maxTime        = 24 * time.Hour
+)
+
+// SLO is what a request must meet to count as good.
+type SLO struct {
+	TTFT time.Duration // from the intended send time to the first token
+	TPOT time.Duration // mean gap after it; a request with one token meets it
+}
+
+// Config says what to send and how long. The zero value of every field but URL and Model has a default or means "off".
+type Config struct {
+	URL    string // http(s)://host:port, without /v1
+	Model  string
+	APIKey string // never in a report
+
+	Mode        Mode          // default Closed; Open if Rate is set
+	Rate        float64       // requests per second of an open loop
+	Arrivals    Arrivals      // of an open loop; default Poisson
+	Concurrency int           // clients of a closed loop; most requests in flight of an open loop (later ones wait, and the wait counts)
+	Requests    int           // measured requests; 0 = until Duration is over
+	Duration    time.Duration // of the measurement, without Warmup; 0 = until Requests are sent
+	Warmup      time.Duration // requests of this time are sent and not measured
+
+	PromptTokens int // 4 bytes each; PromptBytes wins
+	PromptBytes  int
+	MaxTokens    int
+	IgnoreEOS    bool // ask for exactly MaxTokens (vllm, sglang, sim)
+	Stream       bool
+	Route        Route // default Chat
+
+	Seed    uint64 // of arrivals and prompts; equal seeds send equal bytes
+	Timeout time.Duration
+	SLO     SLO
+	PIDs    []int // processes whose CPU time is charged to the run (Linux); empty = none
+}
+
+// withDefaults fills in what is zero.
+func (c Config) withDefaults() Config {
+	if c.Mode == "" {
+		c.Mode = Closed
+		if c.Rate > 0 {
+			c.Mode = Open
+		}
+	}
+	if c.PromptBytes == 0 {
+		c.PromptBytes = c.PromptTokens * bytesPerToken
+	}
+	if c.Requests == 0 && c.Duration == 0 {
+		c.Duration = DefaultDuration
+	}
+	concurrency := DefaultConcurrency
+	if c.Mode == Open {
+		concurrency = DefaultMaxInFlight
+	}
+	orDefault(&c.Concurrency, concurrency)
+	orDefault(&c.Arrivals, Poisson)
+	orDefault(&c.PromptBytes, DefaultPromptBytes)
+	orDefault(&c.MaxTokens, DefaultMaxTokens)
+	orDefault(&c.Route, Chat)
+	orDefault(&c.Timeout, DefaultTimeout)
+	orDefault(&c.SLO.TTFT, DefaultTTFT)
+	orDefault(&c.SLO.TPOT, DefaultTPOT)
+	return c
+}
+
+func orDefault[T comparable](v *T, standard T) {
+	var zero T
+	if *v == zero {
+		*v = standard
+	}
+}
+
+// Validate names everything that is wrong with c at once; nil if c can run.
+func (c Config) Validate() error {
+	c = c.withDefaults()
+	var bad []string
+	check := func(ok bool, what string) {
+		if !ok {
+			bad = append(bad, what)
+		}
+	}
+	u, err := url.Parse(c.URL)
+	check(err == nil && (u.Scheme == "http" || u.Scheme == "https") && u.Host != "" && u.User == nil && (u.Path == "" || u.Path == "/") && u.RawQuery == "",
+		"url: wanted http://HOST:PORT without a path")
+	check(c.Model != "", "model: wanted the name that clients send")
+	check(c.Mode == Open || c.Mode == Closed, "mode: wanted open | closed")
+	check(c.Mode != Open || c.Rate > 0 && c.Rate <= maxRate, "rate: an open loop wants requests per second above 0 to 1000000")
+	check(c.Mode != Closed || c.Rate == 0, "rate: a closed loop has no rate")
+	check(c.Arrivals == Poisson || c.Arrivals == Uniform, "arrivals: wanted poisson | uniform")
+	check(c.Concurrency > 0 && c.Concurrency <= maxConcurrency, "concurrency: wanted 1 to 65536")
+	check(c.Requests >= 0, "requests: wanted 0 or more")
+	check(c.Duration >= 0 && c.Duration <= maxTime && c.Warmup >= 0 && c.Warmup <= maxTime, "duration and warmup: wanted 0 to 24h")
+	check(c.PromptBytes > 0 && c.PromptBytes <= maxPromptBytes, "prompt: wanted 1 byte to 64 MiB")
+	check(c.MaxTokens > 0 && c.MaxTokens <= maxOutput, "max tokens: wanted 1 to 1048576")
+	check(c.Route == Chat || c.Route == Completions, "route: wanted chat | completions")
+	check(c.Timeout > 0 && c.Timeout <= maxTime, "timeout: wanted above 0 to 24h")
+	check(c.SLO.TTFT > 0 && c.SLO.TPOT > 0, "slo: wanted times above 0")
+	if len(bad) == 0 {
+		return nil
+	}
+	return problem.New(problem.InvalidArgument, "the load cannot be sent as asked").
+		WithHint("correct the settings named below").WithDetails(bad...)
+}
