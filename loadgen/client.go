@@ -48,12 +48,12 @@ type client struct {
 	buffers  sync.Pool // of *[]byte
 }
 
-func newClient(cfg Config) (*client, error) {
+func newClient(ctx context.Context, cfg Config) (*client, error) {
 	target := strings.TrimSuffix(cfg.URL, "/") + "/v1/completions"
 	if cfg.Route == Chat {
 		target = strings.TrimSuffix(cfg.URL, "/") + "/v1/chat/completions"
 	}
-	template, err := http.NewRequestWithContext(context.Background(), http.MethodPost, target, http.NoBody)
+	template, err := http.NewRequestWithContext(ctx, http.MethodPost, target, http.NoBody)
 	if err != nil {
 		return nil, fmt.Errorf("build the request: %w", err)
 	}

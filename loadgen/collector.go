@@ -42,7 +42,7 @@ type totals struct{ prompt, completion, cached int }
 func newCollector(cfg Config) *collector {
 	c := &collector{slo: cfg.SLO, errors: map[string]int{}, ranks: map[string]int{}}
 	for i, t := range []*times{&c.ttft, &c.itl, &c.tpot, &c.e2e, &c.lag} {
-		t.r = rand.New(rand.NewPCG(cfg.Seed, uint64(i))) //nolint:gosec // a sample of measurements is no secret
+		t.r = rand.New(rand.NewPCG(cfg.Seed, uint64(i)))
 		t.limit = maxTimes
 	}
 	c.itl.limit = maxGaps

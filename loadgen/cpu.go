@@ -84,5 +84,5 @@ func parseStat(text []byte) (time.Duration, error) {
 	if err != nil {
 		return 0, errStat
 	}
-	return time.Duration(u+s) * clockTick, nil //nolint:gosec // below 2^49 ticks
+	return time.Duration(u+s) * clockTick, nil
 }

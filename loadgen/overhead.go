@@ -51,12 +51,12 @@ func RunOverhead(ctx context.Context, direct, proxied Config) (*Overhead, error)
 			return nil, err
 		}
 	}
-	d, err := newClient(shape.withDefaults())
+	d, err := newClient(ctx, shape.withDefaults())
 	if err != nil {
 		return nil, err
 	}
 	defer d.close()
-	x, err := newClient(proxied.withDefaults())
+	x, err := newClient(ctx, proxied.withDefaults())
 	if err != nil {
 		return nil, err
 	}

@@ -19,7 +19,7 @@ type schedule struct {
 func newSchedule(cfg Config) *schedule {
 	return &schedule{
 		arrivals: cfg.Arrivals, gap: 1 / cfg.Rate,
-		r: rand.New(rand.NewPCG(cfg.Seed, 0x10ad)), //nolint:gosec // arrivals are no secret
+		r: rand.New(rand.NewPCG(cfg.Seed, 0x10ad)),
 	}
 }
 

@@ -16,10 +16,12 @@ type prompts struct {
 	seed       uint64
 }
 
+// textStream tells the random stream of the text from those of the single prompts, which are numbered from 1.
+const textStream = 0
+
 const spareText = 64 << 10 // how far slices of the text may be apart
 
 func newPrompts(cfg Config) (*prompts, error) {
-	const mark = "PROMPT"
 	fields := map[string]any{"model": cfg.Model, "max_tokens": cfg.MaxTokens, "stream": cfg.Stream}
 	if cfg.Stream {
 		fields["stream_options"] = map[string]any{"include_usage": true}
@@ -37,7 +39,7 @@ func newPrompts(cfg Config) (*prompts, error) {
 		p.head = []byte(`{"messages":[{"role":"user","content":"`)
 		p.tail = append([]byte(`"}],`), settings[1:]...)
 	}
-	p.text = words(rand.New(rand.NewPCG(cfg.Seed, uint64(len(mark)))), cfg.PromptBytes+spareText) //nolint:gosec // prompts are no secret
+	p.text = words(rand.New(rand.NewPCG(cfg.Seed, textStream)), cfg.PromptBytes+spareText)
 	return p, nil
 }
 
@@ -55,7 +57,7 @@ func words(r *rand.Rand, n int) []byte {
 
 // body is the whole body of request n.
 func (p *prompts) body(n uint64) []byte {
-	r := rand.New(rand.NewPCG(p.seed, n)) //nolint:gosec // prompts are no secret
+	r := rand.New(rand.NewPCG(p.seed, n))
 	tag := strconv.AppendUint(nil, r.Uint64()>>1, 36)
 	tag = tag[:min(len(tag), p.size)]
 	from := r.IntN(spareText)

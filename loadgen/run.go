@@ -14,7 +14,7 @@ func Run(ctx context.Context, cfg Config) (*Report, error) {
 		return nil, err
 	}
 	cfg = cfg.withDefaults()
-	c, err := newClient(cfg)
+	c, err := newClient(ctx, cfg)
 	if err != nil {
 		return nil, err
 	}

@@ -80,7 +80,7 @@ func (n *Node) build() error {
 	t := n.cfg.timers()
 	n.system = inbox.NewSystem(n.log)
 	var err error
-	if n.cluster, err = cluster.Open(cluster.Config{NodeID: n.cfg.NodeID, DataDir: n.cfg.DataDir, Log: n.log, ApplySeconds: n.metrics.RaftApply}); err != nil {
+	if n.cluster, err = cluster.Open(cluster.Config{NodeID: n.cfg.NodeID, DataDir: n.cfg.DataDir, Log: n.log, ApplySeconds: n.metrics.RaftApply(n.cfg.NodeID)}); err != nil {
 		return err
 	}
 	ctx, cancel := context.WithTimeout(n.killed, readyTimeout)
@@ -100,7 +100,7 @@ func (n *Node) build() error {
 	}); err != nil {
 		return err
 	}
-	n.admin = api.NewServer(api.Config{Backend: &backend{n}, Metrics: n.metrics.Handler(), Version: api.BuildInfo{Version: n.cfg.Version}, Log: n.log})
+	n.admin = api.NewServer(api.Config{Backend: &backend{n}, Metrics: n.scrape(), Version: api.BuildInfo{Version: n.cfg.Version}, Log: n.log})
 	return n.control.Start(n.system)
 }
 

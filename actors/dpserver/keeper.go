@@ -82,12 +82,16 @@ func (r *replica) watch(m any) {
 	case healthResult:
 		if m.round == r.keeper.round {
 			r.keeper.asking = false
-			r.onHealth(m)
+			if r.watched() { // an answer may come after the fence
+				r.onHealth(m)
+			}
 		}
 	case canaryResult:
 		if m.round == r.keeper.round {
 			r.keeper.canary = false
-			r.onCanary(m)
+			if r.watched() {
+				r.onCanary(m)
+			}
 		}
 	case countersResult:
 		if m.round == r.keeper.round {

@@ -4,6 +4,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
 )
 
 // Messages of the node's actor.
@@ -35,7 +36,7 @@ func (s *supervisor) Receive(m any) {
 		m.reply <- s.stop(m.m)
 	case closeAllUnits:
 		for _, u := range s.list() {
-			u.askStop(m.grace, "node is stopping")
+			u.askStop(min(m.grace, app.Seconds(u.m.App.GracefulShutdownTimeout)), "node is stopping")
 		}
 		s.box.Halt()
 	}
@@ -72,8 +73,8 @@ func (s *supervisor) stop(m *msg.StopRank) error {
 	if u == nil || u.m.Epoch < m.Epoch {
 		s.report(msg.UnitEvent{Unit: m.Unit, Epoch: m.Epoch, Kind: msg.UnitGone, Rank: -1, Reason: m.Reason, Asked: true})
 	}
-	if u != nil {
-		u.askStop(m.Grace, m.Reason)
+	if u != nil && !u.askStop(m.Grace, m.Reason) {
+		u.repeat()
 	}
 	return nil
 }

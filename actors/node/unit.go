@@ -83,14 +83,13 @@ func (u *unit) run() {
 	u.end(nil)
 }
 
-// askStop leaves the wish to end. Of several wishes the earliest deadline counts. A unit that is gone says so again.
-func (u *unit) askStop(grace time.Duration, reason string) {
+// askStop leaves the wish to end; false if the unit is gone already. Of several wishes the earliest deadline counts.
+func (u *unit) askStop(grace time.Duration, reason string) bool {
 	u.mu.Lock()
 	if u.phase == state.Gone {
 		u.last.Asked = true
 		u.mu.Unlock()
-		u.repeat()
-		return
+		return false
 	}
 	deadline := time.Now().Add(grace)
 	if u.stop == nil || deadline.Before(u.stop.deadline) {
@@ -102,6 +101,7 @@ func (u *unit) askStop(grace time.Duration, reason string) {
 		cancel(errStopAsked)
 	}
 	u.nudge()
+	return true
 }
 
 // fail takes the unit out of routing, before anything else and on the caller's goroutine: every DPServer of the unit on this

@@ -1,0 +1,155 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/rogpeppe/go-internal/testscript"
+	"github.com/stretchr/testify/require"
+)
+
+// scriptWait bounds what a script waits for; it is generous because machines of tests are busy.
+const scriptWait = 30 * time.Second
+
+// TestScripts runs every behaviour under testdata/script against the real binary and, where a script starts one, a real node
+// with real engines.
+func TestScripts(t *testing.T) {
+	testscript.Run(t, testscript.Params{
+		Dir:                 filepath.Join("testdata", "script"),
+		RequireExplicitExec: true,
+		RequireUniqueNames:  true,
+		Condition: func(cond string) (bool, error) {
+			return false, fmt.Errorf("unknown condition %q", cond)
+		},
+		Setup: func(env *testscript.Env) error {
+			env.Setenv("HOME", env.WorkDir)
+			env.Setenv("TMPDIR", env.WorkDir)
+			return nil
+		},
+		Cmds: map[string]func(*testscript.TestScript, bool, []string){
+			"exit":    cmdExit,
+			"node":    cmdNode,
+			"waitfor": cmdWaitFor,
+			"take":    cmdTake,
+			"engines": cmdEngines,
+		},
+	})
+}
+
+// cmdExit is `exit CODE ARGS…`: dpserve with these arguments ends with that very code.
+func cmdExit(ts *testscript.TestScript, neg bool, args []string) {
+	if neg || len(args) < 2 {
+		ts.Fatalf("usage: exit CODE dpserve-args...")
+	}
+	err := ts.Exec("dpserve", args[1:]...)
+	code := 0
+	if exit, ok := err.(*exec.ExitError); ok { //nolint:errorlint // testscript returns it as it is
+		code = exit.ExitCode()
+	} else if err != nil {
+		ts.Fatalf("%v", err)
+	}
+	if fmt.Sprint(code) != args[0] {
+		ts.Fatalf("dpserve %s: exit code %d, wanted %s", strings.Join(args[1:], " "), code, args[0])
+	}
+}
+
+// cmdNode is `node FILE`: waits until FILE (the stdout of start or up with -o json) holds an address, and sets DPSERVE_ADDR,
+// URL and PID.
+func cmdNode(ts *testscript.TestScript, _ bool, args []string) {
+	path := ts.MkAbs(args[0])
+	var a address
+	if !poll(func() bool {
+		text, err := os.ReadFile(path)
+		return err == nil && json.Unmarshal(text, &a) == nil
+	}) {
+		ts.Fatalf("no node told its address in %s", args[0])
+	}
+	ts.Setenv("DPSERVE_ADDR", a.Admin)
+	ts.Setenv("URL", a.URL)
+	ts.Setenv("PID", fmt.Sprint(a.PID))
+}
+
+// cmdWaitFor is `waitfor FILE TEXT`: until FILE holds TEXT.
+func cmdWaitFor(ts *testscript.TestScript, _ bool, args []string) {
+	path := ts.MkAbs(args[0])
+	if !poll(func() bool {
+		text, err := os.ReadFile(path)
+		return err == nil && strings.Contains(string(text), args[1])
+	}) {
+		text, _ := os.ReadFile(path)
+		ts.Fatalf("%s never held %q; it holds:\n%s", args[0], args[1], text)
+	}
+}
+
+// cmdTake is `take ADDR`: something else listens there until the script ends. Somebody else's listener will do as well.
+func cmdTake(ts *testscript.TestScript, _ bool, args []string) {
+	l, err := net.Listen("tcp", args[0])
+	if err != nil {
+		return
+	}
+	ts.Defer(func() { _ = l.Close() })
+}
+
+// cmdEngines is `engines N PID`: until exactly N engine processes are children of PID.
+func cmdEngines(ts *testscript.TestScript, _ bool, args []string) {
+	last := ""
+	if !poll(func() bool { last = fmt.Sprint(len(children(args[1]))); return last == args[0] }) {
+		ts.Fatalf("%s engines of process %s, wanted %s", last, args[1], args[0])
+	}
+}
+
+// children lists the processes whose parent is pid, by /proc.
+func children(pid string) []int {
+	var out []int
+	stats, _ := filepath.Glob("/proc/[0-9]*/stat")
+	for _, path := range stats {
+		text, err := os.ReadFile(path)
+		if err != nil {
+			continue // gone meanwhile
+		}
+		rest := string(text[strings.LastIndexByte(string(text), ')')+1:])
+		fields := strings.Fields(rest)
+		var child int
+		if len(fields) > 1 && fields[1] == pid && fields[0] != "Z" {
+			_, _ = fmt.Sscanf(filepath.Base(filepath.Dir(path)), "%d", &child)
+			out = append(out, child)
+		}
+	}
+	return out
+}
+
+func alive(pid int) bool { return syscall.Kill(pid, 0) == nil }
+
+func poll(ok func() bool) bool {
+	deadline := time.Now().Add(scriptWait)
+	for time.Now().Before(deadline) {
+		if ok() {
+			return true
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+	return false
+}
+
+// TestScriptNames: a script is named for the command whose behaviour it shows.
+func TestScriptNames(t *testing.T) {
+	root := newRoot(newCLI(t).env)
+	scripts, err := filepath.Glob("testdata/script/*.txtar")
+	require.NoError(t, err)
+	seen := map[string]bool{}
+	for _, s := range scripts {
+		name, _, _ := strings.Cut(strings.TrimSuffix(filepath.Base(s), ".txtar"), "_")
+		seen[name] = true
+	}
+	for _, cmd := range root.Commands() {
+		require.True(t, seen[cmd.Name()], "command %s has no script", cmd.Name())
+	}
+}

@@ -1,0 +1,335 @@
+package sim
+
+import (
+	"encoding/json"
+	"fmt"
+	"net"
+	"net/http"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+	"unicode/utf8"
+
+	"context"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
+
+	em "github.com/dpserve/dpserve/enginemodel"
+	"github.com/dpserve/dpserve/internal/memnet"
+)
+
+type completion struct {
+	ID      string `json:"id"`
+	Choices []struct {
+		Index        int      `json:"index"`
+		Text         string   `json:"text"`
+		FinishReason string   `json:"finish_reason"`
+		StopReason   any      `json:"stop_reason"`
+		TokenIDs     []uint32 `json:"token_ids"`
+		Delta        struct {
+			Role, Content string
+		} `json:"delta"`
+	} `json:"choices"`
+	Usage *struct {
+		PromptTokens     int `json:"prompt_tokens"`
+		CompletionTokens int `json:"completion_tokens"`
+		Details          *struct {
+			Cached int `json:"cached_tokens"`
+		} `json:"prompt_tokens_details"`
+	} `json:"usage"`
+}
+
+func complete(t testing.TB, s *Server, path, body string) completion {
+	t.Helper()
+	status, answer := ask(t, s, path, body)
+	require.Equal(t, 200, status, answer)
+	var c completion
+	require.NoError(t, json.Unmarshal([]byte(answer), &c))
+	return c
+}
+
+// join reads a stream into the texts of its choices.
+func joinStream(t testing.TB, body string) (texts map[int]string, last completion, empties int) {
+	texts = map[int]string{}
+	for _, e := range pieces(body) {
+		if e == "[DONE]" {
+			continue
+		}
+		var c completion
+		require.NoError(t, json.Unmarshal([]byte(e), &c))
+		for _, ch := range c.Choices {
+			if ch.Text+ch.Delta.Content+ch.Delta.Role == "" {
+				empties++
+			}
+			texts[ch.Index] += ch.Text + ch.Delta.Content
+			last = c
+		}
+	}
+	return texts, last, empties
+}
+
+func TestStreamAndPlainAnswerAreTheSameText(t *testing.T) {
+	s := start(t, fast())
+	for _, extra := range []string{"", `,"stop":["cache"]`, `,"stop":["e b","queue"],"include_stop_str_in_output":true`, `,"stream_interval":7`, `,"n":3`, `,"seed":5`} {
+		body := `{"prompt":"the quick","max_tokens":300` + extra
+		plain := complete(t, s, "/v1/completions", body+"}")
+		_, stream := ask(t, s, "/v1/completions", body+`,"stream":true}`)
+		texts, _, empties := joinStream(t, stream)
+		for _, ch := range plain.Choices {
+			assert.Equal(t, ch.Text, texts[ch.Index], extra)
+			assert.True(t, utf8.ValidString(ch.Text))
+		}
+		if extra == "" {
+			assert.Positive(t, empties, "characters that span tokens show as empty deltas")
+		}
+	}
+}
+
+func TestStopStringsCutTheText(t *testing.T) {
+	s := start(t, fast())
+	base := complete(t, s, "/v1/completions", `{"prompt":"p","max_tokens":200,"ignore_eos":true}`)
+	word := strings.Fields(base.Choices[0].Text)[9]
+	got := complete(t, s, "/v1/completions", fmt.Sprintf(`{"prompt":"p","max_tokens":200,"ignore_eos":true,"stop":%q}`, word))
+	assert.Equal(t, "stop", got.Choices[0].FinishReason)
+	assert.Equal(t, word, got.Choices[0].StopReason)
+	assert.NotContains(t, got.Choices[0].Text, word)
+	assert.True(t, strings.HasPrefix(base.Choices[0].Text, got.Choices[0].Text+word))
+	assert.Less(t, got.Usage.CompletionTokens, 200)
+}
+
+func TestStopTokenAndNaturalEnd(t *testing.T) {
+	s := start(t, fast())
+	ids := complete(t, s, "/v1/completions", `{"prompt":"p","max_tokens":20,"return_token_ids":true}`).Choices[0].TokenIDs
+	require.Len(t, ids, 20)
+	got := complete(t, s, "/v1/completions", fmt.Sprintf(`{"prompt":"p","max_tokens":20,"stop_token_ids":[%d]}`, ids[6]))
+	assert.Equal(t, "stop", got.Choices[0].FinishReason)
+	assert.InDelta(t, float64(ids[6]), got.Choices[0].StopReason, 0)
+	assert.LessOrEqual(t, got.Usage.CompletionTokens, 7)
+
+	natural := complete(t, s, "/v1/chat/completions", `{"messages":[{"role":"user","content":"hi"}]}`)
+	assert.Equal(t, "stop", natural.Choices[0].FinishReason)
+	assert.Nil(t, natural.Choices[0].StopReason)
+	assert.GreaterOrEqual(t, natural.Usage.CompletionTokens, em.AnswerMin)
+}
+
+func TestRolesComeFirstForAllChoices(t *testing.T) {
+	s := start(t, fast())
+	_, body := ask(t, s, "/v1/chat/completions", strings.Replace(chatBody, "{", `{"n":3,"stream":true,`, 1))
+	for i, e := range pieces(body)[:3] {
+		assert.Contains(t, e, fmt.Sprintf(`{"index":%d,"delta":{"role":"assistant","content":""}`, i))
+	}
+}
+
+func TestPrefixCacheShowsInUsage(t *testing.T) {
+	s := start(t, fast())
+	prompt := strings.Repeat("0123456789abcdef", 20) // 80 tokens
+	body := fmt.Sprintf(`{"prompt":%q,"max_tokens":2}`, prompt)
+	assert.Zero(t, complete(t, s, "/v1/completions", body).Usage.Details.Cached)
+	assert.Equal(t, 64, complete(t, s, "/v1/completions", body).Usage.Details.Cached, "whole blocks, at most prompt-1")
+
+	c := fast()
+	c.PromptTokensDetails = false
+	assert.Nil(t, complete(t, start(t, c), "/v1/completions", body).Usage.Details)
+}
+
+func TestTokenIDsOutOfRange(t *testing.T) {
+	s := start(t, fast())
+	status, body := ask(t, s, "/v1/completions", `{"prompt":[4294967296]}`)
+	assert.Equal(t, 400, status)
+	assert.Contains(t, body, `"message":"Token id 4294967296 is out of vocabulary","type":"BadRequestError","param":null,"code":400`)
+}
+
+func TestInternalRanks(t *testing.T) {
+	c := fast()
+	c.InternalLB = 3
+	s := start(t, c)
+	for i := range 6 {
+		status, _ := ask(t, s, "/v1/completions", wholeBody, "X-data-parallel-rank", fmt.Sprint(i%3))
+		assert.Equal(t, 200, status)
+	}
+	for _, r := range s.ranks {
+		assert.Equal(t, uint64(8), r.stats().GeneratedTokens)
+	}
+	for range 6 {
+		_, _ = ask(t, s, "/v1/completions", wholeBody)
+	}
+	for _, r := range s.ranks {
+		assert.Equal(t, uint64(16), r.stats().GeneratedTokens, "ties rotate")
+	}
+}
+
+func TestIdleConnectionsAreClosed(t *testing.T) {
+	c := fast()
+	c.KeepAlive = 30 * time.Millisecond
+	s := start(t, c)
+	conn, err := net.Dial("tcp", s.Addr().String())
+	require.NoError(t, err)
+	defer func() { _ = conn.Close() }()
+	_, err = conn.Write([]byte("GET /health HTTP/1.1\r\nHost: x\r\n\r\n"))
+	require.NoError(t, err)
+	require.NoError(t, conn.SetReadDeadline(time.Now().Add(10*time.Second)))
+	buf := make([]byte, 4096)
+	n, err := conn.Read(buf)
+	require.NoError(t, err)
+	assert.Contains(t, string(buf[:n]), "200 OK")
+	_, err = conn.Read(buf)
+	require.ErrorContains(t, err, "EOF")
+}
+
+// The engine runs on fake time and a memory network: a paced stream has one chunk per step, exactly.
+func TestPacedStreamOnFakeTime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var network memnet.Network
+		c := fast()
+		c.Model.FixedStep = 20 * time.Millisecond
+		c.Listen = func(_ context.Context, addr string) (net.Listener, error) { return network.Listen(addr) }
+		s, err := Start(t.Context(), c)
+		require.NoError(t, err)
+		hc := &http.Client{Transport: &http.Transport{DialContext: network.DialContext, DisableKeepAlives: true}}
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.URL()+"/v1/completions", strings.NewReader(streamBody))
+		require.NoError(t, err)
+		req.Header.Set("Content-Type", "application/json")
+		begun := time.Now()
+		resp, err := hc.Do(req)
+		require.NoError(t, err)
+		assert.Zero(t, time.Since(begun), "the status does not wait for the first token")
+		buf := make([]byte, 4096)
+		for i := 1; i <= 40; i++ {
+			_, err := resp.Body.Read(buf)
+			require.NoError(t, err)
+			assert.Equal(t, time.Duration(i)*20*time.Millisecond, time.Since(begun))
+		}
+		require.NoError(t, resp.Body.Close())
+		require.NoError(t, s.Close())
+		synctest.Wait()
+	})
+}
+
+func TestParserAgreesWithEncodingJSON(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		var doc any = rapid.MapOf(rapid.String(), rapid.OneOf(
+			rapid.String().AsAny(), rapid.Float64Range(-1e9, 1e9).AsAny(), rapid.Bool().AsAny(), rapid.Just[any](nil),
+			rapid.SliceOf(rapid.Int64()).AsAny(), rapid.SliceOf(rapid.String()).AsAny(),
+		)).Draw(t, "doc")
+		raw, err := json.Marshal(doc)
+		require.NoError(t, err)
+		v, err := parseJSON(string(raw))
+		require.NoError(t, err)
+		again, err := json.Marshal(plainValue(&v))
+		require.NoError(t, err)
+		assert.JSONEq(t, string(raw), string(again))
+	})
+}
+
+func plainValue(v *value) any {
+	switch v.kind {
+	case kindBool:
+		return v.flag
+	case kindNumber:
+		return json.Number(v.text)
+	case kindString:
+		return v.text
+	case kindArray:
+		out := []any{}
+		for i := range v.len() {
+			item := v.at(i)
+			out = append(out, plainValue(&item))
+		}
+		return out
+	case kindObject:
+		out := map[string]any{}
+		for i, k := range v.keys {
+			out[k] = plainValue(&v.items[i])
+		}
+		return out
+	case kindAbsent, kindNull:
+	}
+	return nil
+}
+
+func TestEscapingIsValidJSON(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		raw := rapid.SliceOf(rapid.Byte()).Draw(t, "bytes")
+		var back string
+		require.NoError(t, json.Unmarshal(appendJSON(nil, raw), &back))
+		assert.Equal(t, em.ValidText(raw), back)
+	})
+}
+
+func TestSyntaxErrorsSpeakPython(t *testing.T) {
+	for in, want := range map[string]syntaxError{
+		`{"a": 1, }`:      {"Expecting property name enclosed in double quotes", 9},
+		`{"a" 1}`:         {"Expecting ':' delimiter", 5},
+		`{"a": 1 "b"}`:    {"Expecting ',' delimiter", 8},
+		`{"a": }`:         {"Expecting value", 6},
+		`{"é": "x`:        {"Unterminated string starting at", 6},
+		`{} x`:            {"Extra data", 3},
+		"{\"a\": \"\n\"}": {"Invalid control character at", 7},
+		`{"a": "\q"}`:     {`Invalid \escape`, 7},
+	} {
+		_, err := parseJSON(in)
+		var got *syntaxError
+		require.ErrorAs(t, err, &got, in)
+		assert.Equal(t, want, *got, in)
+	}
+	_, err := parseJSON(strings.Repeat("[", 100000))
+	require.ErrorContains(t, err, "nested")
+}
+
+// Whatever a client sends, the engine answers with an error or an answer, and is empty afterwards.
+func FuzzRequest(f *testing.F) {
+	for _, seed := range []string{
+		wholeBody, streamBody, chatBody, idsBody, `{"prompt":[[1,2],[3]],"n":2,"logprobs":2,"echo":true}`, `{"prompt":["a","b"],"stop":["x"]}`,
+		`{"messages":[{"role":"user","content":[{"type":"text","text":"x"}]}],"stream":true,"stream_options":{"include_usage":true}}`,
+		`{"prompt":"x","stop_token_ids":[1],"min_tokens":3,"prompt_logprobs":1}`, `{"prompt":-1}`, `{`, `[]`, `{"prompt":"\ud83d"}`,
+	} {
+		f.Add(seed)
+	}
+	c := fast()
+	c.Model.MaxModelLen = 256
+	s, err := Start(context.Background(), c)
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Cleanup(func() { _ = s.Close() })
+	f.Fuzz(func(t *testing.T, body string) {
+		if v, err := parseJSON(body); err == nil {
+			if n := v.get("n"); len(n.text) > 2 {
+				t.Skip("thousands of choices prove nothing")
+			}
+		}
+		for _, path := range []string{"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"} {
+			rec := &recorder{header: http.Header{}}
+			req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, path, strings.NewReader(body))
+			require.NoError(t, err)
+			req.Header.Set("Content-Type", "application/json")
+			s.ServeHTTP(rec, req)
+			if rec.header.Get("Content-Type") == "application/json" {
+				require.True(t, json.Valid(rec.body), "%s", rec.body)
+			} else {
+				for _, e := range pieces(string(rec.body)) {
+					require.True(t, e == "[DONE]" || json.Valid([]byte(e)), e)
+				}
+			}
+			require.Less(t, rec.status, 500)
+		}
+		require.Zero(t, s.Stats().InFlight)
+	})
+}
+
+type recorder struct {
+	header http.Header
+	status int
+	body   []byte
+}
+
+func (r *recorder) Header() http.Header { return r.header }
+func (r *recorder) WriteHeader(s int)   { r.status = s }
+func (r *recorder) Flush()              {}
+func (r *recorder) Write(b []byte) (int, error) {
+	r.body = append(r.body, b...)
+	return len(b), nil
+}

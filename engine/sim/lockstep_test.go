@@ -1,0 +1,132 @@
+package sim
+
+import (
+	"context"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+func group(t *testing.T, n int, mutate func(*Config)) []*Server {
+	t.Helper()
+	c := fast() // a step takes the floor of a group step
+	c.RPCAddr = freePort(t)
+	if mutate != nil {
+		mutate(&c)
+	}
+	servers, err := StartGroup(t.Context(), c, n)
+	require.NoError(t, err)
+	for _, s := range servers {
+		t.Cleanup(func() { assert.NoError(t, s.Close()) })
+	}
+	return servers
+}
+
+func TestGroupStepsTogetherInWaves(t *testing.T) {
+	g := group(t, 3, nil)
+	status, _ := ask(t, g[2], "/v1/completions", `{"prompt":"x","max_tokens":20,"ignore_eos":true}`)
+	assert.Equal(t, 200, status)
+	for _, s := range g {
+		eventually(t, func() bool { return s.Stats().Steps == 32 }) // two times the sync interval, idle ranks too
+	}
+	assert.Contains(t, get(t, g[2], "/metrics"), `vllm:generation_tokens_total{engine="2",model_name="sim"} 20.0`)
+}
+
+func TestHungRankStallsItsPeers(t *testing.T) {
+	g := group(t, 2, nil)
+	require.NoError(t, g[1].Fail(Fault{Mode: ModeHang}))
+	got := make(chan string, 1)
+	go func() {
+		_, body := ask(t, g[0], "/v1/completions", wholeBody)
+		got <- body
+	}()
+	eventually(t, func() bool { return g[0].Stats().Running == 1 })
+	assert.Empty(t, get(t, g[0], "/health"))
+	require.NoError(t, g[1].Recover())
+	assert.Contains(t, <-got, `"length"`)
+}
+
+// quickDeath makes the notice of a lost peer short.
+func quickDeath(c *Config) { c.Model.Speed = 50 }
+
+func TestDeadRankOverGloo(t *testing.T) {
+	for _, victim := range []int{0, 1} {
+		g := group(t, 2, quickDeath)
+		busy := g[1-victim]
+		got := make(chan string, 1)
+		go func() {
+			_, body := ask(t, busy, "/v1/completions", strings.Replace(streamBody, "40", "20000", 1))
+			got <- body
+		}()
+		eventually(t, func() bool { return busy.Stats().Tokens > 3 })
+		require.NoError(t, g[victim].Fail(Fault{Mode: ModeKill}))
+		events := pieces(<-got)
+		assert.Contains(t, events[len(events)-2], msgEngineDead)
+		eventually(t, func() bool { busy.mu.Lock(); defer busy.mu.Unlock(); return busy.exit != nil && busy.exit.Code == 0 })
+	}
+}
+
+func TestIdlePeerDiesOfItsNextRequest(t *testing.T) {
+	g := group(t, 2, quickDeath)
+	require.NoError(t, g[1].Fail(Fault{Mode: ModeKill}))
+	assert.Empty(t, get(t, g[0], "/health"))
+	status, body := ask(t, g[0], "/v1/completions", wholeBody)
+	assert.Equal(t, 500, status)
+	assert.Contains(t, body, msgEngineDead)
+}
+
+func TestPeersFreezeOverNCCL(t *testing.T) {
+	g := group(t, 2, func(c *Config) { c.Model.NCCL = true })
+	require.NoError(t, g[1].Fail(Fault{Mode: ModeKill}))
+	resp := post(t, g[0], "/v1/completions", streamBody)
+	eventually(t, func() bool { return g[0].Stats().Waiting+g[0].Stats().Running == 1 })
+	assert.Empty(t, get(t, g[0], "/health"))
+	assert.Zero(t, g[0].Stats().Tokens)
+	_ = resp.Body.Close()
+	eventually(t, func() bool { return g[0].Stats().InFlight == 0 })
+}
+
+func TestStoppedRankEndsItsStreamsWithTheErrorEvent(t *testing.T) {
+	g := group(t, 2, quickDeath)
+	got := make(chan string, 1)
+	go func() {
+		_, body := ask(t, g[1], "/v1/completions", strings.Replace(streamBody, "40", "20000", 1))
+		got <- body
+	}()
+	eventually(t, func() bool { return g[1].Stats().Tokens > 3 })
+	g[1].Shutdown(context.Background(), 0)
+	events := pieces(<-got)
+	assert.Contains(t, events[len(events)-2], msgEngineDead)
+}
+
+func TestMismatchStopsRankZeroAlone(t *testing.T) {
+	c := fast()
+	c.RPCAddr, c.DPSize, c.HandshakeTimeout = freePort(t), 2, 2*time.Second
+	other := c
+	other.DPRank, other.ExpertParallel = 1, true
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	late := make(chan error, 1)
+	go func() {
+		_, err := Start(ctx, other)
+		late <- err
+	}()
+	_, err := Start(t.Context(), c)
+	require.ErrorIs(t, err, errMismatch)
+	require.ErrorContains(t, err, "for engine 1")
+	cancel()
+	require.Error(t, <-late, "rank 1 was still waiting")
+}
+
+func TestLoneRankNeverGetsIn(t *testing.T) {
+	c := fast()
+	c.RPCAddr, c.DPSize, c.DPRank, c.HandshakeTimeout = freePort(t), 2, 1, 50*time.Millisecond
+	_, err := Start(t.Context(), c)
+	require.ErrorContains(t, err, "waited for its group in vain")
+	c.DPRank = 0
+	_, err = Start(t.Context(), c)
+	require.ErrorContains(t, err, "1 of 2 ranks came")
+}
