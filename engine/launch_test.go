@@ -20,7 +20,7 @@ func demo(coupling app.Coupling) *app.Application {
 		Model: app.Model{ID: "demo", Aliases: []string{"d"}},
 		Engine: app.Engine{
 			Kind: app.KindSim,
-			Args: app.Args{{"max_num_seqs", int64(8)}, {"enable-scale-out", true}, {"prefix_caching", false}, {"sim_fail", []any{"crash@1", "hang@2.5"}}},
+			Args: app.Args{{Name: "max_num_seqs", Value: int64(8)}, {Name: "enable-scale-out", Value: true}, {Name: "prefix_caching", Value: false}, {Name: "sim_fail", Value: []any{"crash@1", "hang@2.5"}}},
 			Env:  map[string]string{"A": "1", "VLLM_DP_RANK": "3", "GOGC": "50"},
 		},
 		DataParallel:            app.DataParallel{DPSize: 4, Coupling: coupling},
@@ -90,12 +90,12 @@ func TestPortLayout(t *testing.T) {
 
 func TestFlagValues(t *testing.T) {
 	flags, err := engine.Flags(app.Args{
-		{"a_b", "x y"}, {"c", 1.5}, {"d", float64(1e6)}, {"e", []any{"x", int64(2)}},
-		{"f", map[string]any{"k": true}}, {"g", nil}, {"--h", int64(-1)},
+		{Name: "a_b", Value: "x y"}, {Name: "c", Value: 1.5}, {Name: "d", Value: float64(1e6)}, {Name: "e", Value: []any{"x", int64(2)}},
+		{Name: "f", Value: map[string]any{"k": true}}, {Name: "g", Value: nil}, {Name: "--h", Value: int64(-1)},
 	})
 	require.NoError(t, err)
 	assert.Equal(t, []string{"--a-b", "x y", "--c", "1.5", "--d", "1000000", "--e", `["x",2]`, "--f", `{"k":true}`, "--h", "-1"}, flags)
-	_, err = engine.Flags(app.Args{{"x", []any{func() {}}}})
+	_, err = engine.Flags(app.Args{{Name: "x", Value: []any{func() {}}}})
 	require.Error(t, err)
 }
 
@@ -104,10 +104,10 @@ func TestMaxOngoingAndKey(t *testing.T) {
 	assert.Equal(t, 8, engine.MaxOngoing(a))
 	a.MaxOngoingRequests = 3
 	assert.Equal(t, 3, engine.MaxOngoing(a))
-	a.MaxOngoingRequests, a.Engine.Args = 0, app.Args{{"max-num-seqs", float64(64)}, {"api_key", "k"}}
+	a.MaxOngoingRequests, a.Engine.Args = 0, app.Args{{Name: "max-num-seqs", Value: float64(64)}, {Name: "api_key", Value: "k"}}
 	assert.Equal(t, 64, engine.MaxOngoing(a))
 	assert.Equal(t, "k", engine.APIKey(a))
-	a.Engine.Args = app.Args{{"max-num-seqs", "many"}}
+	a.Engine.Args = app.Args{{Name: "max-num-seqs", Value: "many"}}
 	assert.Equal(t, 256, engine.MaxOngoing(a))
 	assert.Empty(t, engine.APIKey(a))
 	assert.Equal(t, 256, engine.DefaultMaxOngoing)

@@ -174,7 +174,8 @@ func (n *Node) Serve(ctx context.Context) error {
 // drain turns readiness off, gives each app's streams its grace, ends the engines, then the servers.
 func (n *Node) drain() error {
 	n.ingress.Drain()
-	err := n.node.Close(n.killed, n.longestGrace())
+	err := n.control.Close() // first: what ends now is not to be started again
+	err = errors.Join(err, n.node.Close(n.killed, n.longestGrace()))
 	ctx, cancel := context.WithTimeout(n.killed, afterDrain)
 	defer cancel()
 	if cerr := n.ingress.Close(ctx); cerr != nil && !errors.Is(cerr, context.Canceled) && !errors.Is(cerr, context.DeadlineExceeded) {

@@ -173,6 +173,7 @@ func (r *rig) ask(change ...func(a *msg.Admit)) msg.AdmitReply {
 		c(a)
 	}
 	require.NoError(r.t, r.box.TrySend(a))
+	defer synctest.Wait() // the answer comes before the record
 	return <-a.Reply
 }
 
@@ -552,7 +553,7 @@ func TestAPanicLosesTheAccountAndNothingElse(t *testing.T) {
 	})
 }
 
-type brokenContext struct{ context.Context }
+type brokenContext struct{ context.Context } //nolint:containedctx // a context of a test
 
 func (brokenContext) Err() error { panic("broken") }
 

@@ -264,7 +264,7 @@ func TestOutOfTries(t *testing.T) {
 
 func TestOther4xxPassesByteForByte(t *testing.T) {
 	const body = `{"error":{"message":"bad","type":"BadRequestError","param":"x","code":400}}`
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(400, body), replies(400, body)}})
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(400, body)}})
 	a := g.post("/v1/chat/completions", chatBody)
 	assert.Equal(t, 400, a.status)
 	assert.Equal(t, body, a.body)

@@ -174,7 +174,7 @@ func writeJSON(path string, v any) error {
 
 // readJSON reads a file if there is one.
 func readJSON(path string, v any) error {
-	b, err := os.ReadFile(path) //nolint:gosec // a file of the data dir
+	b, err := os.ReadFile(path)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
 	}

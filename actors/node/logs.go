@@ -123,7 +123,7 @@ func (s *logStore) add(w *lineWriter, text string) {
 		r.bytes -= len(r.lines[drop].Text)
 		drop++
 	}
-	r.lines, r.first = r.lines[drop:], r.first+uint64(drop) //nolint:gosec // drop is not negative
+	r.lines, r.first = r.lines[drop:], r.first+uint64(drop)
 	if err := r.file.write(&line); err != nil {
 		s.log.Warn("cannot write an engine's log file, it goes on in memory", slog.String("unit", r.key.unit), slog.Int("rank", r.key.rank), slog.String("err", err.Error()))
 	}

@@ -60,7 +60,7 @@ func (p *processes) close() { p.once.Do(func() { close(p.done) }) }
 
 // Start implements Launcher.
 func (p *processes) Start(ctx context.Context, l engine.Launch, stdout, stderr io.Writer) (Process, error) {
-	cmd := exec.Command(l.Argv[0], l.Argv[1:]...) //nolint:noctx,gosec // ended by Terminate and Kill; the argv is the app's, checked and without a shell
+	cmd := exec.Command(l.Argv[0], l.Argv[1:]...) //nolint:noctx // ended by Terminate and Kill; the argv is the app's, checked and without a shell
 	mark := p.ledger.newMark()
 	cmd.Env = append(l.Env[:len(l.Env):len(l.Env)], mark)
 	cmd.SysProcAttr = groupAttr()

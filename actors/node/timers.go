@@ -33,8 +33,13 @@ func (t Timers) withDefaults() Timers {
 		field *time.Duration
 		value time.Duration
 	}{
-		{&t.Canary, DefaultCanary}, {&t.PollFirst, DefaultPollFirst}, {&t.PollLast, DefaultPollLast}, {&t.KillGrace, DefaultKillGrace},
-		{&t.VerifyPoll, DefaultVerifyPoll}, {&t.VerifyNamed, DefaultVerifyNamed}, {&t.Rendezvous, DefaultRendezvous},
+		{&t.Canary, DefaultCanary},
+		{&t.PollFirst, DefaultPollFirst},
+		{&t.PollLast, DefaultPollLast},
+		{&t.KillGrace, DefaultKillGrace},
+		{&t.VerifyPoll, DefaultVerifyPoll},
+		{&t.VerifyNamed, DefaultVerifyNamed},
+		{&t.Rendezvous, DefaultRendezvous},
 		{&t.ReplicaStop, DefaultReplicaStop},
 	} {
 		if *d.field <= 0 {

@@ -28,7 +28,7 @@ func (u *unit) end(startErr error) {
 	u.tell(msg.UnitEvent{Kind: msg.UnitKilling, Rank: why.rank, Reason: why.cause})
 	u.kill()
 	u.verify(why)
-	u.stopReplicas(u.ranks)
+	u.stopReplicas(context.Background(), u.ranks)
 	for _, r := range u.ranks {
 		r.out[0].end()
 		r.out[1].end()
@@ -204,8 +204,8 @@ func started(ranks []*rank) bool {
 }
 
 // stopReplicas ends DPServers, all at once.
-func (u *unit) stopReplicas(ranks []*rank) {
-	ctx, cancel := context.WithTimeout(context.Background(), u.n.timers.ReplicaStop)
+func (u *unit) stopReplicas(ctx context.Context, ranks []*rank) {
+	ctx, cancel := context.WithTimeout(ctx, u.n.timers.ReplicaStop)
 	defer cancel()
 	var all sync.WaitGroup
 	for _, r := range ranks {

@@ -108,7 +108,7 @@ func (u *unit) bringUp(ctx context.Context) error {
 			return &startError{-1, fmt.Errorf("port %d of the unit's block is taken: %w", p, err)}
 		}
 	}
-	if err := u.makeRanks(); err != nil {
+	if err := u.makeRanks(ctx); err != nil {
 		return err
 	}
 	for _, r := range u.ranks {
@@ -130,12 +130,12 @@ func (u *unit) bringUp(ctx context.Context) error {
 }
 
 // makeRanks makes a DPServer for every rank. The list is complete before anything can fail.
-func (u *unit) makeRanks() error {
+func (u *unit) makeRanks(ctx context.Context) error {
 	var ranks []*rank
 	for _, g := range u.m.Ranks {
 		r, err := u.makeRank(g)
 		if err != nil {
-			u.stopReplicas(ranks)
+			u.stopReplicas(context.WithoutCancel(ctx), ranks)
 			return &startError{g.Rank, err}
 		}
 		ranks = append(ranks, r)

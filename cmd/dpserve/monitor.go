@@ -171,21 +171,19 @@ func (m *monitor) gone(ctx context.Context, names ...string) error {
 
 // deployFailed names the first failed unit and shows the last lines of its log.
 func deployFailed(a *msg.AppStatus) error {
-	err := problem.New(problem.Unplaceable, "%s cannot be rolled out", a.Name)
 	for i := range a.Units {
-		u := &a.Units[i]
-		if u.Phase != string(state.Failed) {
-			continue
+		if a.Units[i].Phase == string(state.Failed) {
+			return unitFailed(a.Name, &a.Units[i])
 		}
-		err = problem.New(problem.Unplaceable, "%s cannot be rolled out: %s failed after %s: %s", a.Name, u.Unit, count(u.Attempt, "attempt"), oneLine(u.Reason))
-		tail := u.LogTail[max(0, len(u.LogTail)-maxLogTail):]
-		if len(tail) == 0 {
-			break
-		}
-		return err.WithDetails(tail...).WithHint("these are the last log lines of %s; `dpserve logs %s` shows more", u.Unit, a.Name)
 	}
-	if a.Message != "" && !strings.Contains(err.Message, a.Message) {
-		err.Message += ": " + oneLine(a.Message)
+	return problem.New(problem.Unplaceable, "%s cannot be rolled out: %s", a.Name, oneLine(a.Message)).WithHint("correct the file and deploy it again")
+}
+
+func unitFailed(app string, u *msg.UnitStatus) error {
+	err := problem.New(problem.Unplaceable, "%s cannot be rolled out: %s failed after %s: %s", app, u.Unit, count(u.Attempt, "attempt"), oneLine(u.Reason))
+	tail := u.LogTail[max(0, len(u.LogTail)-maxLogTail):]
+	if len(tail) == 0 {
+		return err.WithHint("correct the file and deploy it again")
 	}
-	return err.WithHint("correct the file and deploy it again")
+	return err.WithDetails(tail...).WithHint("these are the last log lines of %s; `dpserve logs %s` shows more", u.Unit, app)
 }

@@ -7,10 +7,15 @@ import (
 	"os/signal"
 	"sync"
 	"syscall"
+	"time"
 )
 
 // errInterrupted is the cause of a context that a signal ended; its exit code is 130.
 var errInterrupted = errors.New("interrupted")
+
+// sameSignal is how close two signals are one: timeout(1) and some supervisors signal the process and then its group, and a
+// person does not press Ctrl-C twice so fast.
+const sameSignal = 250 * time.Millisecond
 
 // interrupts counts SIGINT and SIGTERM, which mean the same: the first asks to finish, the second to stop at once. After
 // the second the default behaviour is back, so that a third one always ends the process.
@@ -35,13 +40,20 @@ func newInterrupts() *interrupts {
 }
 
 func (i *interrupts) count(in chan os.Signal, done <-chan struct{}) {
+	var last time.Time
 	for _, c := range []chan struct{}{i.first, i.second} {
-		select {
-		case <-in:
-			close(c)
-		case <-done:
-			return
+		for {
+			select {
+			case <-in:
+			case <-done:
+				return
+			}
+			if now := time.Now(); now.Sub(last) > sameSignal {
+				last = now
+				break
+			}
 		}
+		close(c)
 	}
 	signal.Stop(in)
 }

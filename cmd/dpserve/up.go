@@ -35,6 +35,7 @@ type upFlags struct {
 	attach []string
 	engine string
 	keep   string // --data-dir
+	ports  bool   // the user says which ports, or how many ranks need some
 	output *format
 }
 
@@ -65,6 +66,7 @@ Ctrl-C drains for 10 s, a second one stops at once.`,
 		if err != nil {
 			return err
 		}
+		f.ports = flags.Changed("port-range") || flags.Changed("slots")
 		return e.up(cmd.Context(), f, file)
 	}
 	return cmd
@@ -150,6 +152,9 @@ func (e *env) up(ctx context.Context, f *upFlags, file *appFile) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, remove()) }()
+	if !f.ports {
+		defer slicePorts(ctx, &c)()
+	}
 	scr := newScreen(e.io)
 	c.LogWriter = scr
 	s, err := e.serve(c)

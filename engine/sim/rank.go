@@ -13,6 +13,10 @@ import (
 // maxInbox bounds what handlers may hand in between two turns of the engine; beyond it the engine is busy.
 const maxInbox = 1 << 16
 
+// maxBurst bounds the steps without duration that follow each other before the writers get their turn: with many of them a stream
+// is flushed once for several tokens, as a client sees them that is slower than the engine.
+const maxBurst = 32
+
 // rank drives one engine core by wall time: one goroutine, one bounded inbox, no decisions of its own.
 type rank struct {
 	label string // of the metrics
@@ -44,17 +48,22 @@ func (r *rank) run(ctx context.Context) {
 	timer := time.NewTimer(time.Hour)
 	defer timer.Stop()
 	var spare []em.Input
-	for {
+	for burst := 0; ; {
 		var wake time.Duration
 		wake, spare = r.turn(spare)
 		now := time.Since(r.zero)
 		if wake <= now {
+			if burst++; burst < maxBurst {
+				continue
+			}
+			burst = 0
 			if ctx.Err() != nil {
 				return
 			}
-			runtime.Gosched() // with one P the writers need their turn between two steps
+			runtime.Gosched() // with one P the writers need their turn
 			continue
 		}
+		burst = 0
 		timer.Reset(min(wake-now, time.Hour))
 		select {
 		case <-r.kick:

@@ -166,9 +166,9 @@ func (r *Real) get(path string, into any) error {
 // App is the app's status.
 func (r *Real) App(name string) msg.AppStatus {
 	r.T.Helper()
-	var st struct{ msg.AppStatus }
-	require.NoError(r.T, r.get("/api/v1/apps/"+name, &st))
-	return st.AppStatus
+	var reply struct{ App msg.AppStatus }
+	require.NoError(r.T, r.get("/api/v1/apps/"+name, &reply))
+	return reply.App
 }
 
 // Rank is one rank's status; ok is false while it is not listed.

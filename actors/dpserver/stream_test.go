@@ -1,0 +1,144 @@
+package dpserver
+
+import (
+	"context"
+	"log/slog"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/engine"
+	"github.com/dpserve/dpserve/internal/inbox"
+)
+
+// follower rebuilds a replica's account from its stream alone, as an ingress does.
+type follower struct {
+	t           *rapid.T
+	incarnation uint64
+	seq         uint64
+	open        map[uint64]msg.OpenRequest
+}
+
+func (f *follower) apply(rec *msg.Record) {
+	if rec.Kind == msg.RecSnapshot {
+		f.incarnation, f.seq, f.open = rec.Incarnation, rec.Seq, map[uint64]msg.OpenRequest{}
+		for _, o := range rec.Snapshot.Open {
+			f.open[o.ReqID] = o
+		}
+		return
+	}
+	require.Equal(f.t, f.incarnation, rec.Incarnation)
+	require.Equal(f.t, f.seq+1, rec.Seq, "a gap before %+v", rec)
+	f.seq = rec.Seq
+	o, known := f.open[rec.ReqID]
+	switch rec.Kind {
+	case msg.RecAdmitted:
+		require.False(f.t, known)
+		f.open[rec.ReqID] = msg.OpenRequest{ReqID: rec.ReqID, Ingress: rec.Ingress, Tokens: rec.Tokens}
+	case msg.RecFirstToken, msg.RecProgress:
+		require.True(f.t, known)
+		o.Decoding, o.Out = o.Decoding || rec.Kind == msg.RecFirstToken, rec.Out
+		f.open[rec.ReqID] = o
+	case msg.RecDone:
+		require.True(f.t, known)
+		delete(f.open, rec.ReqID)
+	case msg.RecSnapshot, msg.RecState, msg.RecGone:
+	}
+}
+
+// TestTheStreamIsTheAccount: after any sequence of messages, known tickets or not, in any order, a follower of the deltas
+// holds what a fresh snapshot holds, and neither more than the rank has room for.
+func TestTheStreamIsTheAccount(t *testing.T) {
+	rapid.Check(t, func(rt *rapid.T) {
+		synctest.Test(t, func(t *testing.T) {
+			r := newRig(t, rapid.Bool().Draw(rt, "owned"))
+			require.NoError(t, r.Ready(t.Context(), 7, 3))
+			synctest.Wait()
+			old := &follower{t: rt}
+			for _, rec := range r.tape.take() {
+				old.apply(&rec)
+			}
+			for i := range rapid.IntRange(0, 40).Draw(rt, "messages") {
+				randomMessage(rt, t.Context(), r, uint64(i))
+				synctest.Wait()
+				for _, rec := range r.tape.take() {
+					old.apply(&rec)
+				}
+				require.LessOrEqual(rt, len(old.open), 3)
+			}
+			fresh := &tape{}
+			cancel := r.hub.Subscribe(fresh)
+			synctest.Wait()
+			now := &follower{t: rt}
+			for _, rec := range fresh.take() {
+				now.apply(&rec)
+			}
+			assert.Equal(rt, now, old)
+			cancel()
+		})
+	})
+}
+
+// randomMessage posts one message; tickets are drawn beyond those that exist.
+func randomMessage(rt *rapid.T, ctx context.Context, r *rig, i uint64) {
+	ticket := rapid.Uint64Range(1, 12).Draw(rt, "ticket")
+	switch rapid.IntRange(0, 6).Draw(rt, "kind") {
+	case 0, 1:
+		r.box.Send(&msg.Admit{Ctx: ctx, ReqID: 100 + i, Epoch: 3, Tokens: 10, Ingress: "i", Reply: make(chan msg.AdmitReply, 1)})
+	case 2:
+		r.box.Send(msg.FirstToken{TicketID: ticket})
+	case 3:
+		r.box.Send(msg.Progress{TicketID: ticket, Out: rapid.IntRange(0, 9).Draw(rt, "out")})
+	case 4:
+		r.box.Send(msg.Done{
+			TicketID: ticket, Outcome: msg.Outcome(rapid.IntRange(0, 3).Draw(rt, "outcome")),
+			Trip: rapid.Bool().Draw(rt, "trip"), Busy: rapid.Bool().Draw(rt, "busy"), CompletionTokens: 4,
+		})
+	case 5:
+		time.Sleep(time.Duration(rapid.IntRange(0, 3000).Draw(rt, "ms")) * time.Millisecond)
+	case 6:
+		if rapid.IntRange(0, 9).Draw(rt, "again") == 0 {
+			require.NoError(rt, r.Ready(ctx, 8+i, 3))
+		}
+	}
+}
+
+type nowhere struct{}
+
+func (nowhere) Deliver(*msg.Record) {}
+
+type healthy struct{}
+
+func (healthy) Health(context.Context) (engine.Health, error)     { return engine.Alive, nil }
+func (healthy) Canary(context.Context, string) error              { return nil }
+func (healthy) Counters(context.Context) (engine.Counters, error) { return engine.Counters{}, nil }
+
+// BenchmarkAdmission is one request as a rank sees it: Admit and its answer, FirstToken, Done. Goal: 2 µs for the admission.
+func BenchmarkAdmission(b *testing.B) {
+	sys := inbox.NewSystem(slog.New(slog.DiscardHandler))
+	defer sys.Shutdown()
+	f := &Factory{System: sys, Hub: NewHub(), Assigner: assigner{}, NewEngine: func(*msg.ReplicaSpec) Engine { return healthy{} }, Log: slog.New(slog.DiscardHandler)}
+	defer f.Hub.Subscribe(nowhere{})()
+	s, err := f.New(msg.ReplicaSpec{App: demo(), Unit: "demo/0/0", Epoch: 1, Watcher: &tape{}, Target: msg.Target{Owned: true}})
+	require.NoError(b, err)
+	defer func() { _ = s.Stop(context.Background()) }()
+	require.NoError(b, s.Ready(b.Context(), 1, 256))
+	ctx, cancel := context.WithCancel(b.Context())
+	defer cancel()
+	admit := &msg.Admit{Ctx: ctx, Epoch: 1, Tokens: 100, Reply: make(chan msg.AdmitReply, 1)}
+	b.ReportAllocs()
+	for b.Loop() {
+		admit.ReqID++
+		if err := s.box.TrySend(admit); err != nil {
+			b.Fatal(err)
+		}
+		id := (<-admit.Reply).Ticket.ID
+		s.box.Send(msg.FirstToken{TicketID: id})
+		s.box.Send(&msg.Done{TicketID: id, CompletionTokens: 8, FirstToken: time.Millisecond})
+	}
+}

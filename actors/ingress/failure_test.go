@@ -1,0 +1,253 @@
+package ingress
+
+import (
+	"context"
+	"io"
+	"net/http"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+)
+
+// TestFS4EveryReplicaAnswers500: retries stay within a tenth of the requests plus 20, and no rank is tried twice.
+func TestFS4EveryReplicaAnswers500(t *testing.T) {
+	const n = 200
+	var calls atomic.Int32
+	engine := func(w http.ResponseWriter, r *http.Request) {
+		calls.Add(1)
+		replies(500, `{"error":{"message":"m"}}`)(w, r)
+	}
+	g := newRig(t, options{engines: []http.HandlerFunc{engine, engine, engine, engine}, max: 64})
+	var wg sync.WaitGroup
+	for range 8 {
+		wg.Go(func() {
+			for range n / 8 {
+				a := g.postCtx(t.Context(), "/v1/chat/completions", chatBody)
+				assert.Equal(t, 502, a.status)
+				assert.Equal(t, "1", a.header.Get("Retry-After"))
+			}
+		})
+	}
+	wg.Wait()
+	assert.LessOrEqual(t, int(calls.Load()), n*11/10+20)
+	assert.Greater(t, int(calls.Load()), n)
+}
+
+// TestFS4EveryReplicaRefuses: three attempts, none twice, load released before the next.
+func TestFS4EveryReplicaRefuses(t *testing.T) {
+	closed := "http://127.0.0.1:1"
+	g := newRig(t, options{urls: []string{closed, closed, closed, closed}})
+	for _, r := range g.replicas {
+		r.setRefuse(func(*msg.Admit) msg.Refusal {
+			for _, other := range g.replicas {
+				if other != r {
+					assert.Zero(t, other.inFlight(), "released before the next attempt")
+				}
+			}
+			return msg.Granted
+		})
+	}
+	for range 30 {
+		before := 0
+		for _, r := range g.replicas {
+			before += r.granted()
+		}
+		a := g.post("/v1/chat/completions", chatBody)
+		assert.Equal(t, 502, a.status)
+		assert.Equal(t, "upstream_failed", a.code(t))
+		assert.Equal(t, "1", a.header.Get("Retry-After"))
+		after := 0
+		for _, r := range g.replicas {
+			after += r.granted()
+		}
+		assert.Equal(t, 3, after-before)
+	}
+}
+
+// TestFS6ClientLeaves: the engine's request is closed, before the first token and in mid-stream.
+func TestFS6ClientLeaves(t *testing.T) {
+	for name, first := range map[string][]string{"in prefill": nil, "in mid-stream": {roleChunk, textChunk}} {
+		t.Run(name, func(t *testing.T) {
+			var left atomic.Int32
+			g := newRig(t, options{engines: []http.HandlerFunc{hangs(&left, first...)}})
+			for _, body := range []string{streamBody, chatBody} {
+				if body == chatBody && first != nil {
+					continue
+				}
+				before := left.Load()
+				ctx, cancel := context.WithCancel(t.Context())
+				req, err := http.NewRequestWithContext(ctx, http.MethodPost, g.url+"/v1/chat/completions", strings.NewReader(body))
+				require.NoError(t, err)
+				got := make(chan struct{})
+				go func() {
+					defer close(got)
+					resp, err := g.client.Do(req)
+					if err != nil {
+						return
+					}
+					defer func() { _ = resp.Body.Close() }()
+					buf := make([]byte, 1)
+					_, _ = resp.Body.Read(buf)
+					cancel()
+					_, _ = io.Copy(io.Discard, resp.Body)
+				}()
+				eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "in flight")
+				if first == nil {
+					cancel()
+				}
+				eventually(t, func() bool { return left.Load() == before+1 }, "the engine sees it")
+				eventually(t, func() bool { return g.replicas[0].inFlight() == 0 }, "given back")
+				<-got
+				done := g.replicas[0].lastDone(t)
+				assert.Equal(t, msg.Cancelled, done.Outcome)
+				assert.False(t, done.Trip)
+				if first != nil {
+					assert.Equal(t, 2, done.CompletionTokens, "what was seen of it")
+				}
+				cancel()
+			}
+		})
+	}
+}
+
+func TestFirstTokenDeadline(t *testing.T) {
+	var left atomic.Int32
+	g := newRig(t, options{engines: []http.HandlerFunc{hangs(&left), hangs(&left, roleChunk)}, app: func(a *app.Application) {
+		a.Timeouts.FirstTokenS, a.Timeouts.BetweenTokensS = 0.1, 0.1
+	}})
+	a := g.post("/v1/chat/completions", streamBody)
+	assert.Equal(t, 504, a.status)
+	assert.Equal(t, "first_token_timeout", a.code(t))
+	assert.Equal(t, "2", a.header.Get("X-Dpserve-Attempts"))
+	eventually(t, func() bool { return left.Load() == 2 }, "engines see it")
+}
+
+func TestStalledStream(t *testing.T) {
+	var left atomic.Int32
+	g := newRig(t, options{engines: []http.HandlerFunc{hangs(&left, textChunk)}, app: func(a *app.Application) { a.Timeouts.BetweenTokensS = 0.1 }})
+	a := g.post("/v1/chat/completions", streamBody)
+	require.Error(t, a.err)
+	assert.Contains(t, a.body, `"code":"stalled"`)
+	done := g.replicas[0].lastDone(t)
+	assert.True(t, done.Trip)
+	assert.True(t, done.Probe)
+}
+
+func TestRequestDeadline(t *testing.T) {
+	var left atomic.Int32
+	for name, list := range map[string][]string{"before": nil, "after": {textChunk}} {
+		t.Run(name, func(t *testing.T) {
+			g := newRig(t, options{engines: []http.HandlerFunc{hangs(&left, list...)}})
+			a := g.post("/v1/chat/completions", streamBody, "X-Dpserve-Timeout-Ms", "100")
+			if list == nil {
+				assert.Equal(t, 504, a.status)
+			} else {
+				require.Error(t, a.err)
+			}
+			assert.Contains(t, a.body, `"code":"deadline_exceeded"`)
+			assert.Equal(t, msg.Cancelled, g.replicas[0].lastDone(t).Outcome)
+		})
+	}
+}
+
+// TestSlowReader: a client that does not read is cut, its engine is freed, and what piles up is bounded.
+func TestSlowReader(t *testing.T) {
+	big := `{"choices":[{"index":0,"text":"` + strings.Repeat("z", 8<<10) + `","finish_reason":null}]}`
+	var sent atomic.Int64
+	freed := make(chan struct{})
+	g := newRig(t, options{timers: Timers{SlowReader: 200 * time.Millisecond}, engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
+		drain(r)
+		defer close(freed)
+		for r.Context().Err() == nil {
+			sse(w, big)
+			sent.Add(int64(len(big)))
+		}
+	}}})
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, g.url+"/v1/completions", strings.NewReader(`{"model":"demo","stream":true,"prompt":"x"}`))
+	require.NoError(t, err)
+	resp, err := g.client.Do(req)
+	require.NoError(t, err)
+	defer func() { _ = resp.Body.Close() }()
+	select {
+	case <-freed:
+	case <-time.After(soon):
+		t.Fatal("the engine is still writing")
+	}
+	assert.Less(t, sent.Load(), int64(32<<20))
+	eventually(t, func() bool { return strings.Contains(g.logs.String(), "slow_reader") }, "named in the log")
+}
+
+func TestLateTicketGoesBack(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
+	r := g.replicas[0]
+	r.mu.Lock()
+	r.mute = true
+	r.mu.Unlock()
+	ctx, cancel := context.WithCancel(t.Context())
+	got := make(chan answer, 1)
+	go func() { got <- g.postCtx(ctx, "/v1/chat/completions", chatBody) }()
+	held := func() int {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		return len(r.held)
+	}
+	eventually(t, func() bool { return held() == 1 }, "asked")
+	cancel()
+	<-got
+	eventually(t, func() bool { _, _, n := g.in.Totals(); return n == 0 }, "the request has left")
+	r.mu.Lock()
+	r.mute = false
+	r.admit(r.held[0])
+	r.mu.Unlock()
+	eventually(t, func() bool { return r.inFlight() == 0 }, "the late ticket comes back")
+	assert.Equal(t, msg.Refused, r.lastDone(t).Outcome)
+}
+
+func TestStoppedReplicaAndSlowAdmission(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer), replies(200, wholeAnswer), replies(200, wholeAnswer)}, timers: Timers{
+		Admit: 50 * time.Millisecond, LateTicket: 10 * time.Millisecond,
+	}})
+	for _, r := range g.replicas[:2] {
+		r.mu.Lock()
+		r.mute = true
+		r.mu.Unlock()
+	}
+	close(g.replicas[0].stopped)
+	for range 3 {
+		a := g.post("/v1/chat/completions", chatBody)
+		assert.Equal(t, 200, a.status, a.body)
+		assert.Equal(t, "2", a.header.Get("X-Dpserve-Rank"))
+	}
+}
+
+func TestCloseCutsWithDrained(t *testing.T) {
+	var left atomic.Int32
+	g := newRig(t, options{engines: []http.HandlerFunc{hangs(&left, textChunk)}})
+	got := make(chan answer, 1)
+	go func() { got <- g.postCtx(t.Context(), "/v1/chat/completions", streamBody) }()
+	eventually(t, func() bool { return g.replicas[0].inFlight() == 1 && g.replicas[0].firstsSeen() == 1 }, "streams")
+	g.in.Drain()
+	assert.False(t, g.in.Ready())
+	assert.Equal(t, 503, g.get("/health").status)
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	require.NoError(t, g.in.Close(ctx))
+	a := <-got
+	require.Error(t, a.err)
+	assert.Contains(t, a.body, `"code":"drained"`)
+	assert.False(t, g.replicas[0].lastDone(t).Trip)
+}
+
+func (r *replica) firstsSeen() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.firsts
+}

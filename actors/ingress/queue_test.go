@@ -1,0 +1,354 @@
+package ingress
+
+import (
+	"context"
+	"net/http"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/state"
+)
+
+// TestFIFOAgainstOracle drives the queue with random steps and compares it with a slice.
+func TestFIFOAgainstOracle(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		f, oracle := &fifo{}, []*waiter(nil)
+		maxN, maxTokens := 4, int64(20)
+		tokens := func() (n int64) {
+			for _, w := range oracle {
+				n += w.tokens
+			}
+			return n
+		}
+		t.Repeat(map[string]func(*rapid.T){
+			"join": func(t *rapid.T) {
+				w := newWaiter()
+				w.tokens = rapid.Int64Range(0, 9).Draw(t, "tokens")
+				fits := len(oracle) < maxN && tokens()+w.tokens <= maxTokens
+				require.Equal(t, fits, f.join(w, maxN, maxTokens))
+				if fits {
+					oracle = append(oracle, w)
+				}
+			},
+			"rejoin": func(*rapid.T) {
+				w := newWaiter()
+				f.rejoin(w)
+				oracle = append([]*waiter{w}, oracle...)
+			},
+			"leave": func(t *rapid.T) {
+				if len(oracle) == 0 {
+					t.Skip("empty")
+				}
+				i := rapid.IntRange(0, len(oracle)-1).Draw(t, "place")
+				w := oracle[i]
+				f.leave(w)
+				f.leave(w)
+				oracle = append(oracle[:i:i], oracle[i+1:]...)
+				require.Empty(t, w.wake, "no wake-up stays behind")
+				if i == 0 && len(oracle) > 0 {
+					require.Len(t, oracle[0].wake, 1, "the new head is woken")
+				}
+			},
+			"room": func(*rapid.T) { f.room() },
+			"": func(t *rapid.T) {
+				n, sum := f.size()
+				require.Equal(t, len(oracle), n)
+				require.Equal(t, tokens(), sum)
+				require.Equal(t, n == 0, f.empty())
+				for i, w := range oracle {
+					require.Equal(t, i == 0, f.isHead(w))
+				}
+			},
+		})
+	})
+}
+
+func TestBudgetAgainstOracle(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		b := newBudget(10 * time.Second)
+		var requests, retries []time.Duration
+		now := time.Duration(0)
+		within := func(list []time.Duration, window time.Duration) (n int) {
+			for _, at := range list {
+				if now-at < window {
+					n++
+				}
+			}
+			return n
+		}
+		for range rapid.IntRange(1, 400).Draw(t, "steps") {
+			now += time.Duration(rapid.IntRange(0, 400).Draw(t, "ms")) * time.Millisecond
+			if rapid.IntRange(0, 3).Draw(t, "kind") > 0 {
+				b.request(now)
+				requests = append(requests, now)
+				continue
+			}
+			if b.draw(now) {
+				retries = append(retries, now)
+			}
+			require.LessOrEqual(t, within(retries, 10*time.Second), max(within(requests, 11*time.Second)/10, 20))
+		}
+	})
+}
+
+func TestBudgetRefills(t *testing.T) {
+	b := newBudget(10 * time.Second)
+	for range 20 {
+		require.True(t, b.draw(time.Second))
+	}
+	assert.False(t, b.draw(5*time.Second))
+	assert.True(t, b.draw(13*time.Second))
+	for range 1000 {
+		b.request(14 * time.Second)
+	}
+	for range 99 {
+		assert.True(t, b.draw(15*time.Second))
+	}
+	assert.False(t, b.draw(15*time.Second))
+}
+
+func TestGuard(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var g guard
+		arm := func(d time.Duration, cause error) { g.arm(time.Now(), time.Now().Add(d), cause) }
+		ctx, cancel := context.WithCancelCause(t.Context())
+		g.begin(cancel)
+		arm(time.Second, errFirstToken)
+		time.Sleep(900 * time.Millisecond)
+		g.pause()
+		time.Sleep(time.Hour)
+		require.NoError(t, ctx.Err(), "paused")
+		for range 100 {
+			arm(time.Second, errStalled)
+			time.Sleep(900 * time.Millisecond)
+		}
+		require.NoError(t, ctx.Err(), "always armed again in time")
+		time.Sleep(101 * time.Millisecond)
+		require.ErrorIs(t, context.Cause(ctx), errStalled)
+		g.end()
+
+		ctx2, cancel2 := context.WithCancelCause(t.Context())
+		defer cancel2(nil)
+		g.begin(cancel2)
+		arm(time.Hour, errFirstToken)
+		arm(time.Second, errStalled) // an earlier end than the timer's
+		time.Sleep(time.Second + time.Millisecond)
+		require.ErrorIs(t, context.Cause(ctx2), errStalled)
+		g.end()
+		ctx3, cancel3 := context.WithCancelCause(t.Context())
+		defer cancel3(nil)
+		g.begin(cancel3)
+		arm(time.Second, errStalled)
+		g.end()
+		time.Sleep(time.Hour)
+		require.NoError(t, ctx3.Err(), "the attempt is over")
+	})
+}
+
+// gate is an engine that answers one request per token.
+type gate struct {
+	open chan struct{}
+	mu   sync.Mutex
+	ids  []string
+}
+
+func newGate() *gate { return &gate{open: make(chan struct{}, 1000)} }
+
+func (e *gate) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	drain(r)
+	e.mu.Lock()
+	e.ids = append(e.ids, r.Header.Get("X-Request-Id"))
+	e.mu.Unlock()
+	select {
+	case <-e.open:
+		replies(200, wholeAnswer)(w, r)
+	case <-r.Context().Done():
+	}
+}
+
+func (e *gate) served() []string {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return append([]string(nil), e.ids...)
+}
+
+// queueUp sends n requests one after the other, each only when the one before is queued.
+func queueUp(g *rig, from, n int) chan answer {
+	got := make(chan answer, n)
+	for i := range n {
+		before := g.in.QueueLen("demo")
+		go func() {
+			got <- g.postCtx(g.t.Context(), "/v1/chat/completions", chatBody, "X-Request-Id", "q"+strconv.Itoa(from+i))
+		}()
+		eventually(g.t, func() bool { return g.in.QueueLen("demo") == before+1 }, "queued")
+	}
+	return got
+}
+
+// TestRT3WaitingForRoom: one place, 100 wait; served in order, woken by each Done, none left.
+func TestRT3WaitingForRoom(t *testing.T) {
+	n := 100
+	if testing.Short() {
+		n = 20
+	}
+	e := newGate()
+	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1})
+	first := make(chan answer, 1)
+	go func() { first <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody, "X-Request-Id", "first") }()
+	eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "the place is taken")
+	got := queueUp(g, 0, n)
+	want := []string{"first"}
+	for i := range n {
+		want = append(want, "q"+strconv.Itoa(i))
+	}
+	for range n + 1 {
+		e.open <- struct{}{}
+	}
+	for range n {
+		a := <-got
+		require.NoError(t, a.err)
+		require.Equal(t, 200, a.status, a.body)
+	}
+	assert.Equal(t, 200, (<-first).status)
+	assert.Equal(t, want, e.served())
+	assert.Equal(t, 1, g.replicas[0].peak)
+	assert.Zero(t, g.in.QueueLen("demo"))
+	v := g.in.lane("demo").router.Load().Snapshot()
+	assert.Zero(t, v.Ranks[0].Load.O())
+}
+
+// TestRT3WaitingForARank: no rank at first, its unit on the way; then it is up.
+func TestRT3WaitingForARank(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}, max: 4})
+	g.phase("demo/0/0", state.Starting, 2)
+	l := g.in.lane("demo")
+	eventually(t, func() bool { return !l.canServe() }, "out of routing")
+	got := queueUp(g, 0, 10)
+	g.replicas[0].reborn() // the stream knows it first …
+	assert.Equal(t, 10, g.in.QueueLen("demo"), "… and that is not enough")
+	g.phase("demo/0/0", state.Ready, 2)
+	for range 10 {
+		a := <-got
+		require.NoError(t, a.err)
+		require.Equal(t, 200, a.status)
+	}
+}
+
+// TestRT3StaleFullNeverBlocks: a rank says full although nothing is in hand, and no record follows.
+func TestRT3StaleFullNeverBlocks(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}, timers: Timers{FullRecheck: 20 * time.Millisecond}})
+	var full atomic.Int32
+	g.replicas[0].setRefuse(func(*msg.Admit) msg.Refusal {
+		if full.Add(1) <= 3 {
+			return msg.Full
+		}
+		return msg.Granted
+	})
+	a := g.post("/v1/chat/completions", chatBody)
+	require.Equal(t, 200, a.status, a.body)
+	assert.Equal(t, "1", a.header.Get("X-Dpserve-Attempts"), "full is no attempt")
+	assert.EqualValues(t, 4, full.Load())
+}
+
+func TestQueueBounds(t *testing.T) {
+	e := newGate()
+	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1, limits: Limits{MaxQueueTokens: 50}, app: func(a *app.Application) {
+		a.MaxQueuedRequests = 2
+		a.Timeouts.QueueS = 5
+	}})
+	first := make(chan answer, 1)
+	go func() { first <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
+	eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "the place is taken")
+	a := g.post("/v1/completions", `{"model":"demo","prompt":[`+ids(60)+`]}`)
+	assert.Equal(t, 503, a.status, "too many tokens")
+	assert.Equal(t, "overloaded", a.code(t))
+	assert.NotEmpty(t, a.header.Get("Retry-After"))
+	got := queueUp(g, 0, 2)
+	a = g.post("/v1/chat/completions", chatBody)
+	assert.Equal(t, "overloaded", a.code(t))
+	for range 3 {
+		e.open <- struct{}{}
+	}
+	assert.Equal(t, 200, (<-got).status)
+	assert.Equal(t, 200, (<-got).status)
+	assert.Equal(t, 200, (<-first).status)
+}
+
+func ids(n int) string {
+	s := "1"
+	for range n - 1 {
+		s += ",1"
+	}
+	return s
+}
+
+func TestQueueTimeoutAndLeaving(t *testing.T) {
+	e := newGate()
+	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1, app: func(a *app.Application) { a.Timeouts.QueueS = 0.2 }})
+	first := make(chan answer, 1)
+	go func() { first <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
+	eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "the place is taken")
+	ctx, cancel := context.WithCancel(t.Context())
+	left := make(chan answer, 1)
+	go func() { left <- g.postCtx(ctx, "/v1/chat/completions", chatBody) }()
+	eventually(t, func() bool { return g.in.QueueLen("demo") == 1 }, "queued")
+	cancel()
+	require.Error(t, (<-left).err)
+	eventually(t, func() bool { return g.in.QueueLen("demo") == 0 }, "a client that left leaves the queue")
+	a := g.post("/v1/chat/completions", chatBody)
+	assert.Equal(t, 503, a.status)
+	assert.Equal(t, "queue_timeout", a.code(t))
+	assert.NotEmpty(t, a.header.Get("Retry-After"))
+	e.open <- struct{}{}
+	assert.Equal(t, 200, (<-first).status)
+}
+
+func TestNoReadyRankIsAnsweredAtOnce(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
+	g.phase("demo/0/0", state.Failed, 1)
+	l := g.in.lane("demo")
+	eventually(t, func() bool { return !l.canServe() }, "out of routing")
+	a := g.post("/v1/chat/completions", chatBody)
+	assert.Equal(t, 503, a.status)
+	assert.Equal(t, "no_ready_rank", a.code(t))
+	assert.Equal(t, 503, g.get("/health").status)
+	g.phase("demo/0/0", state.Ready, 1)
+	eventually(t, l.canServe, "back")
+	assert.Equal(t, 200, g.post("/v1/chat/completions", chatBody).status)
+	assert.Equal(t, 200, g.get("/health").status)
+}
+
+// TestTheOnlyRankComesBack: it dies under a request, which waits for its successor instead of failing.
+func TestTheOnlyRankComesBack(t *testing.T) {
+	var calls atomic.Int32
+	g := newRig(t, options{engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
+		if calls.Add(1) == 1 {
+			resets(w, r)
+			return
+		}
+		replies(200, wholeAnswer)(w, r)
+	}}})
+	var once sync.Once
+	g.replicas[0].setRefuse(func(*msg.Admit) msg.Refusal {
+		once.Do(func() { g.phase("demo/0/0", state.Starting, 2) })
+		return msg.Granted
+	})
+	got := make(chan answer, 1)
+	go func() { got <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
+	eventually(t, func() bool { return g.in.QueueLen("demo") == 1 }, "waits")
+	g.replicas[0].reborn()
+	g.phase("demo/0/0", state.Ready, 2)
+	a := <-got
+	require.Equal(t, 200, a.status, a.body)
+	assert.Equal(t, "2", a.header.Get("X-Dpserve-Attempts"))
+}

@@ -1,0 +1,313 @@
+package ingress
+
+import (
+	"bufio"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/state"
+)
+
+func TestModels(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}, app: func(a *app.Application) { a.Model.Aliases = []string{"org/alias"} }})
+	a := g.get("/v1/models")
+	require.Equal(t, 200, a.status)
+	var list struct {
+		Object string
+		Data   []struct{ ID, Object, Root, Parent string }
+	}
+	require.NoError(t, json.Unmarshal([]byte(a.body), &list))
+	assert.Equal(t, "list", list.Object)
+	require.Len(t, list.Data, 2)
+	assert.Equal(t, "demo", list.Data[0].ID)
+	assert.Equal(t, "org/demo", list.Data[0].Root)
+	assert.Equal(t, "demo", list.Data[1].Parent)
+	assert.Equal(t, 200, g.get("/v1/models/org/alias").status)
+	a = g.get("/v1/models/nope")
+	assert.Equal(t, 404, a.status)
+	assert.Equal(t, "model_not_found", a.code(t))
+}
+
+func TestTwoApplications(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
+	assert.Equal(t, 200, g.post("/v1/completions", `{"prompt":"x"}`).status, "the only application needs no model")
+	other, hidden := demoApp(), demoApp()
+	other.Name, other.Model.ID = "other", "other-model"
+	hidden.Name, hidden.Model.ID, hidden.RoutePrefix = "hidden", "hidden-model", "/team/a"
+	g.deploy(other, 1)
+	g.deploy(hidden, 1)
+	eventually(t, func() bool { return len(g.in.table.Load().lanes) == 3 }, "both are known")
+
+	a := g.post("/v1/completions", `{"prompt":"x"}`)
+	assert.Equal(t, 400, a.status)
+	assert.Contains(t, a.body, "demo, other-model")
+	a = g.post("/v1/completions", `{"model":"nope","prompt":"x"}`)
+	assert.Equal(t, 404, a.status)
+	assert.Equal(t, "model_not_found", a.code(t))
+	assert.Contains(t, a.body, "demo, other-model")
+	assert.Equal(t, 404, g.post("/v1/completions", `{"model":"hidden-model","prompt":"x"}`).status, "only under its prefix")
+	a = g.post("/team/a/v1/completions", `{"prompt":"x"}`)
+	assert.Equal(t, 503, a.status, "known there, without a rank")
+	assert.Equal(t, "hidden", a.header.Get("X-Dpserve-App"))
+	assert.Contains(t, g.get("/team/a/v1/models").body, "hidden-model")
+	assert.NotContains(t, g.get("/v1/models").body, "hidden-model")
+
+	g.store.set(func(st *state.State) { st.Apps["demo"].Deleting = true })
+	eventually(t, func() bool { return len(g.in.table.Load().lanes) == 2 }, "deleting")
+	assert.Equal(t, 404, g.post("/v1/chat/completions", chatBody).status)
+	g.store.set(func(st *state.State) { delete(st.Apps, "demo") })
+	eventually(t, func() bool {
+		g.in.lanesMu.RLock()
+		defer g.in.lanesMu.RUnlock()
+		return g.in.lanes["demo"] == nil
+	}, "forgotten")
+}
+
+func TestNothingDeployed(t *testing.T) {
+	g := newRig(t, options{noApp: true})
+	assert.Equal(t, 200, g.get("/health").status)
+	a := g.post("/v1/chat/completions", chatBody)
+	assert.Equal(t, 404, a.status)
+	assert.Contains(t, a.body, "dpserve deploy")
+	assert.JSONEq(t, `{"object":"list","data":[]}`, g.get("/v1/models").body)
+	assert.JSONEq(t, `{"version":"v-test"}`, g.get("/version").body)
+}
+
+func TestPathsAndMethods(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
+	for path, status := range map[string]int{
+		"/v1/embeddings": 404, "/v1/responses": 404, "/v1/chat/completions/render": 404, "/nope": 404, "/": 404, "/v1/models": 405, "/v1": 404,
+	} {
+		a := g.post(path, `{}`)
+		assert.Equal(t, status, a.status, path)
+		if status == 404 {
+			assert.Equal(t, "unsupported_route", a.code(t), path)
+		}
+	}
+	a := g.get("/v1/chat/completions")
+	assert.Equal(t, 405, a.status)
+	assert.Equal(t, "POST", a.header.Get("Allow"))
+	assert.Equal(t, 200, g.post("/tokenize", `{"model":"demo","prompt":"x"}`).status)
+	assert.Equal(t, 200, g.post("/detokenize", `{"model":"demo","tokens":[1]}`).status)
+	assert.Zero(t, strings.Count(g.logs.String(), "level=WARN"))
+}
+
+func TestBadRequests(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
+	for _, body := range []string{``, `{`, `[]`, `{"model":"demo","model":"demo"}`, `{"model":"demo","n":129}`, `{"model":"demo","max_tokens":2147483649}`, `{"model":"demo","temperature":NaN}`} {
+		a := g.post("/v1/completions", body)
+		assert.Equal(t, 400, a.status, body)
+		assert.Equal(t, "invalid_request", a.code(t))
+		assert.NotEmpty(t, a.header.Get("X-Request-Id"))
+	}
+	assert.Equal(t, 200, g.post("/v1/completions", `{"model":"demo","max_tokens":1000000000}`).status, "nothing is clamped")
+	for _, h := range [][2]string{{"X-Dpserve-Timeout-Ms", "soon"}, {"X-Dpserve-Timeout-Ms", "0"}, {"X-Dpserve-Rank", "one"}, {"X-Dpserve-Rank", "0/99999"}} {
+		assert.Equal(t, 400, g.post("/v1/chat/completions", chatBody, h[0], h[1]).status, h)
+	}
+	a := g.post("/v1/chat/completions", chatBody, "X-Request-Id", "has space")
+	assert.Equal(t, 200, a.status)
+	assert.Len(t, a.header.Get("X-Request-Id"), 16)
+	assert.Zero(t, g.replicas[0].inFlight())
+}
+
+func TestPolicyDirect(t *testing.T) {
+	e := replies(200, wholeAnswer)
+	g := newRig(t, options{engines: []http.HandlerFunc{e, e, e}, app: func(a *app.Application) { a.Routing.Policy = "direct" }})
+	a := g.post("/v1/chat/completions", chatBody, "X-Dpserve-Rank", "0/2")
+	assert.Equal(t, 200, a.status, a.body)
+	assert.Equal(t, "2", a.header.Get("X-Dpserve-Rank"))
+	assert.Equal(t, 400, g.post("/v1/chat/completions", chatBody).status)
+	assert.Equal(t, 400, g.post("/v1/chat/completions", chatBody, "X-Dpserve-Rank", "7/0").status)
+	g.replicas[1].say(false, false, "tripped")
+	a = g.post("/v1/chat/completions", chatBody, "X-Dpserve-Rank", "0/1")
+	assert.Equal(t, 503, a.status)
+	assert.NotEmpty(t, a.header.Get("Retry-After"))
+}
+
+func TestChangedPolicyKeepsTheAccounts(t *testing.T) {
+	e := newGate()
+	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 2})
+	got := make(chan answer, 1)
+	go func() { got <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
+	eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "in flight")
+	old := g.in.lane("demo").router.Load()
+	a := demoApp()
+	a.Routing.Policy = "least-loaded"
+	g.deploy(a, 2)
+	l := g.in.lane("demo")
+	eventually(t, func() bool { return l.router.Load() != old }, "a new Router")
+	eventually(t, func() bool {
+		v := l.router.Load().Snapshot()
+		return len(v.Ranks) == 1 && v.Ranks[0].Load.O() == 1
+	}, "it knows what is in flight")
+	b := demoApp()
+	b.Routing.Policy, b.Timeouts.QueueS = "least-loaded", 3
+	kept := l.router.Load()
+	g.deploy(b, 3)
+	eventually(t, func() bool { return l.spec.Load().revision == 3 }, "a new revision")
+	assert.Same(t, kept, l.router.Load(), "the same Router")
+	e.open <- struct{}{}
+	assert.Equal(t, 200, (<-got).status)
+	v := l.router.Load().Snapshot()
+	assert.Zero(t, v.Ranks[0].Load.O())
+}
+
+func TestGhostIsIgnored(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
+	r := g.replicas[0]
+	r.reborn() // epoch 2
+	g.phase("demo/0/0", state.Ready, 2)
+	l := g.in.lane("demo")
+	eventually(t, l.canServe, "up")
+	r.mu.Lock()
+	r.epoch = 1
+	r.snapshot()
+	r.epoch = 2
+	r.mu.Unlock()
+	assert.EqualValues(t, 2, l.find(routing.ID(0, 0)).epoch)
+	assert.Equal(t, 200, g.post("/v1/chat/completions", chatBody).status)
+	r.gone()
+	assert.Nil(t, l.find(routing.ID(0, 0)))
+	assert.False(t, l.canServe())
+}
+
+// raw sends bytes as they are and reads the answer.
+func (g *rig) raw(t *testing.T, text string, closeWrite bool) (*http.Response, string) {
+	t.Helper()
+	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(g.url, "http://"))
+	require.NoError(t, err)
+	defer func() { _ = conn.Close() }()
+	require.NoError(t, conn.SetDeadline(time.Now().Add(soon)))
+	_, err = io.WriteString(conn, text)
+	require.NoError(t, err)
+	if closeWrite {
+		require.NoError(t, conn.(*net.TCPConn).CloseWrite())
+	}
+	resp, err := http.ReadResponse(bufio.NewReader(conn), nil)
+	require.NoError(t, err)
+	body, _ := io.ReadAll(resp.Body)
+	require.NoError(t, resp.Body.Close())
+	return resp, string(body)
+}
+
+// TestSP6Limits: body at the limit, above it, lying length; 101 fields; 64 KiB and one byte of header.
+func TestSP6Limits(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}, limits: Limits{MaxBody: 1000}, timers: Timers{BodyStall: 100 * time.Millisecond}})
+	fill := func(n int) string {
+		head := `{"model":"demo","prompt":"`
+		return head + strings.Repeat("x", n-len(head)-2) + `"}`
+	}
+	assert.Equal(t, 200, g.post("/v1/completions", fill(1000)).status)
+	const post = "POST /v1/completions HTTP/1.1\r\nHost: h\r\n"
+
+	resp, body := g.raw(t, post+"Content-Length: 1001\r\n\r\n", false)
+	assert.Equal(t, 413, resp.StatusCode, "before a byte of it is read")
+	assert.Contains(t, body, "body_too_large")
+	resp, body = g.raw(t, post+"Transfer-Encoding: chunked\r\n\r\n"+fmt.Sprintf("%x\r\n%s\r\n0\r\n\r\n", 1001, fill(1001)), false)
+	assert.Equal(t, 413, resp.StatusCode, body)
+	resp, body = g.raw(t, post+"Transfer-Encoding: chunked\r\n\r\n"+fmt.Sprintf("%x\r\n%s\r\n0\r\n\r\n", 900, fill(900)), false)
+	assert.Equal(t, 200, resp.StatusCode, body)
+	resp, body = g.raw(t, post+"Content-Length: 500\r\n\r\n"+fill(100), true)
+	assert.Equal(t, 400, resp.StatusCode, body)
+	resp, body = g.raw(t, post+"Content-Length: 500\r\n\r\n"+fill(100), false)
+	assert.Equal(t, 408, resp.StatusCode, "a body that stands still")
+	assert.Contains(t, body, "slow_request")
+
+	many := func(n int) string {
+		s := "GET /version HTTP/1.1\r\nHost: h\r\n"
+		for i := range n - 1 {
+			s += fmt.Sprintf("X-F%d: v\r\n", i)
+		}
+		return s + "\r\n"
+	}
+	resp, _ = g.raw(t, many(100), false)
+	assert.Equal(t, 200, resp.StatusCode)
+	resp, _ = g.raw(t, many(101), false)
+	assert.Equal(t, 431, resp.StatusCode)
+	sized := func(n int) string {
+		head := "GET /version HTTP/1.1\r\nHost: h\r\nX-Big: "
+		return head + strings.Repeat("b", n-len(head)-4) + "\r\n\r\n"
+	}
+	resp, _ = g.raw(t, sized(64<<10), false)
+	assert.Equal(t, 200, resp.StatusCode)
+	resp, _ = g.raw(t, sized(64<<10+1), false)
+	assert.Equal(t, 431, resp.StatusCode)
+}
+
+// TestUnreadBodiesEndTheConnection: an answer to a request whose body nobody reads must not wait for that body.
+func TestUnreadBodiesEndTheConnection(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
+	resp, _ := g.raw(t, "POST /nope HTTP/1.1\r\nHost: h\r\nContent-Length: 5000\r\n\r\nstart", false)
+	assert.Equal(t, 404, resp.StatusCode)
+	assert.True(t, resp.Close)
+}
+
+func TestNoPromptInAnyLog(t *testing.T) {
+	const secret = "tell nobody"
+	bad := replies(500, `{"error":{"message":"engine text"}}`)
+	g := newRig(t, options{engines: []http.HandlerFunc{bad, sends(textChunk, abortChunk)}, level: -8})
+	for range 10 {
+		g.post("/v1/chat/completions", `{"model":"demo","stream":true,"messages":[{"role":"user","content":"`+secret+`"}]}`, "Authorization", "Bearer dps_key")
+	}
+	g.post("/v1/completions", `{"model":"`+model1+`","prompt":"`+secret)
+	assert.NotEmpty(t, g.logs.String())
+	assert.NotContains(t, g.logs.String(), secret)
+	assert.NotContains(t, g.logs.String(), "dps_key")
+	assert.Contains(t, g.logs.String(), "engine text", "what the engine said goes to the log")
+}
+
+func TestPanicIsACutAndNotAnEnd(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
+	h := g.in.outermost(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { panic("boom") }))
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "/", nil)
+	require.NoError(t, err)
+	assert.PanicsWithValue(t, http.ErrAbortHandler, func() { h.ServeHTTP(nil, req) })
+	assert.Contains(t, g.logs.String(), "boom")
+}
+
+func TestHeaderParsers(t *testing.T) {
+	id, ok := parseRank("2/5")
+	assert.True(t, ok)
+	assert.Equal(t, routing.ID(2, 5), id)
+	for _, s := range []string{"", "1", "1/", "/1", "-1/0", "1/2/3", "0/65536"} {
+		_, ok := parseRank(s)
+		assert.False(t, ok, s)
+	}
+	for s, want := range map[string]bool{"a": true, "": false, "ü": false, "a\tb": false, strings.Repeat("x", 128): true, strings.Repeat("x", 129): false} {
+		assert.Equal(t, want, validRequestID(s), s)
+	}
+	assert.Equal(t, "00000000000000ff", newRequestID(255))
+}
+
+func TestDefaults(t *testing.T) {
+	l, tm := Limits{}.withDefaults(), Timers{}.withDefaults()
+	assert.EqualValues(t, 16<<20, l.MaxBody)
+	assert.Equal(t, 64<<10, l.MaxHeaderBytes)
+	assert.Equal(t, 100, l.MaxHeaderFields)
+	assert.Equal(t, 16000, l.MaxConns)
+	assert.EqualValues(t, 4<<20, l.MaxQueueTokens)
+	assert.Equal(t, 10*time.Second, tm.ReadHeader)
+	assert.Equal(t, 120*time.Second, tm.Idle)
+	assert.Equal(t, 30*time.Second, tm.BodyStall)
+	assert.Equal(t, 60*time.Second, tm.SlowReader)
+	assert.Equal(t, 100*time.Second, tm.IdleOwned)
+	assert.Equal(t, 4*time.Second, tm.IdleAttached)
+	assert.Equal(t, 10*time.Second, tm.BudgetWindow)
+	assert.Equal(t, 60*time.Second, tm.Queue)
+	assert.Equal(t, 300*time.Second, tm.FirstToken)
+	assert.Equal(t, 30*time.Second, tm.BetweenToken)
+	assert.Equal(t, 3, defaultAttempts)
+	assert.Equal(t, 10, budgetShare)
+	assert.Equal(t, 20, budgetFloor)
+}
