@@ -41,17 +41,12 @@ func (c *Client) canary(ctx context.Context, path string, body map[string]any) e
 	if err != nil {
 		return err
 	}
-	resp, err := c.do(ctx, http.MethodPost, path, bytes.NewReader(b))
+	status, answer, err := c.ask(ctx, http.MethodPost, path, bytes.NewReader(b), maxAnswer)
 	if err != nil {
 		return err
 	}
-	defer drain(resp.Body)
-	answer, err := readAll(resp.Body, maxAnswer)
-	if err != nil {
-		return fmt.Errorf("%s: %w", path, err)
-	}
-	if resp.StatusCode != http.StatusOK {
-		return refusedCanary(path, resp.StatusCode, answer)
+	if status != http.StatusOK {
+		return refusedCanary(path, status, answer)
 	}
 	return completed(answer)
 }

@@ -17,7 +17,6 @@ import (
 const (
 	maxAnswer  = 1 << 20 // JSON of models, version, canary
 	maxMetrics = 8 << 20 // the Prometheus page
-	maxDrain   = 64 << 10
 )
 
 // ErrTooLong says that an engine's answer was longer than a sane one.
@@ -81,21 +80,18 @@ func (h Health) String() string { return healthNames[h] }
 
 // Health asks GET /health (HEAD is 405). err says why for everything but Alive.
 func (c *Client) Health(ctx context.Context) (Health, error) {
-	resp, err := c.do(ctx, http.MethodGet, "/health", nil)
-	if err != nil {
-		if IsRefused(err) {
-			return RefusedConn, err
-		}
-		return Unanswered, err
-	}
-	drain(resp.Body)
+	status, _, err := c.ask(ctx, http.MethodGet, "/health", nil, maxAnswer)
 	switch {
-	case resp.StatusCode/100 == 2, resp.StatusCode == http.StatusNotFound:
+	case err != nil && IsRefused(err):
+		return RefusedConn, err
+	case err != nil:
+		return Unanswered, err
+	case status/100 == 2, status == http.StatusNotFound:
 		return Alive, nil
-	case resp.StatusCode == http.StatusServiceUnavailable:
+	case status == http.StatusServiceUnavailable:
 		return Dead, errors.New("/health answered 503")
 	}
-	return Odd, fmt.Errorf("/health answered %d", resp.StatusCode)
+	return Odd, fmt.Errorf("/health answered %d", status)
 }
 
 // IsRefused says that nobody listens at the address. A network in memory has no errno, so a dial that failed with the
@@ -106,36 +102,42 @@ func IsRefused(err error) bool {
 		errors.As(err, &op) && op.Op == "dial" && op.Err != nil && op.Err.Error() == "connection refused"
 }
 
-// do sends one request. The caller closes the body.
-func (c *Client) do(ctx context.Context, method, path string, body io.Reader) (*http.Response, error) {
+// ask sends one request and reads the whole answer, at most limit bytes.
+func (c *Client) ask(ctx context.Context, method, path string, body io.Reader, limit int64) (status int, answer []byte, err error) {
 	req, err := http.NewRequestWithContext(ctx, method, c.base+path, body)
 	if err != nil {
-		return nil, err
+		return 0, nil, err
 	}
-	if body != nil {
+	c.setHeaders(req)
+	resp, err := c.http.Do(req)
+	if err != nil {
+		return 0, nil, err
+	}
+	defer func() { _ = resp.Body.Close() }()
+	answer, err = readAll(resp.Body, limit)
+	return resp.StatusCode, answer, err
+}
+
+func (c *Client) setHeaders(req *http.Request) {
+	if req.Body != nil {
 		req.Header.Set("Content-Type", "application/json")
 		req.Header["Idempotency-Key"] = nil // lets the transport repeat it on a connection that was closed while idle
 	}
-	if c.key != "" && strings.HasPrefix(path, "/v1/") {
+	if c.key != "" && strings.HasPrefix(req.URL.Path, "/v1/") {
 		req.Header.Set("Authorization", "Bearer "+c.key)
 	}
 	if c.addr.Mode == "header" {
 		req.Header.Set("X-Data-Parallel-Rank", strconv.Itoa(c.addr.Selector))
 	}
-	return c.http.Do(req)
 }
 
-// get reads a whole 200 answer of at most limit bytes.
+// get reads a 200 answer.
 func (c *Client) get(ctx context.Context, path string, limit int64) ([]byte, error) {
-	resp, err := c.do(ctx, http.MethodGet, path, nil)
-	if err != nil {
-		return nil, err
+	status, answer, err := c.ask(ctx, http.MethodGet, path, nil, limit)
+	if err == nil && status != http.StatusOK {
+		return nil, &StatusError{Path: path, Status: status}
 	}
-	defer drain(resp.Body)
-	if resp.StatusCode != http.StatusOK {
-		return nil, &StatusError{Path: path, Status: resp.StatusCode}
-	}
-	return readAll(resp.Body, limit)
+	return answer, err
 }
 
 // StatusError is an answer other than 200.
@@ -159,10 +161,4 @@ func readAll(r io.Reader, limit int64) ([]byte, error) {
 		return nil, ErrTooLong
 	}
 	return b, err
-}
-
-// drain reads a short rest, so that the connection can be used again, and closes the body.
-func drain(body io.ReadCloser) {
-	_, _ = io.CopyN(io.Discard, body, maxDrain)
-	_ = body.Close()
 }

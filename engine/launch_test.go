@@ -90,8 +90,13 @@ func TestPortLayout(t *testing.T) {
 
 func TestFlagValues(t *testing.T) {
 	flags, err := engine.Flags(app.Args{
-		{Name: "a_b", Value: "x y"}, {Name: "c", Value: 1.5}, {Name: "d", Value: float64(1e6)}, {Name: "e", Value: []any{"x", int64(2)}},
-		{Name: "f", Value: map[string]any{"k": true}}, {Name: "g", Value: nil}, {Name: "--h", Value: int64(-1)},
+		{Name: "a_b", Value: "x y"},
+		{Name: "c", Value: 1.5},
+		{Name: "d", Value: float64(1e6)},
+		{Name: "e", Value: []any{"x", int64(2)}},
+		{Name: "f", Value: map[string]any{"k": true}},
+		{Name: "g", Value: nil},
+		{Name: "--h", Value: int64(-1)},
 	})
 	require.NoError(t, err)
 	assert.Equal(t, []string{"--a-b", "x y", "--c", "1.5", "--d", "1000000", "--e", `["x",2]`, "--f", `{"k":true}`, "--h", "-1"}, flags)

@@ -26,7 +26,7 @@ func newBlockPool(n int) *blockPool {
 	p := &blockPool{blocks: make([]block, n), byHash: make(map[uint64]int32), head: none, tail: none}
 	for i := range p.blocks {
 		p.blocks[i].sameHash = none
-		p.pushFree(int32(i)) //nolint:gosec // a pool has far fewer than 2^31 blocks
+		p.pushFree(int32(i))
 	}
 	return p
 }

@@ -4,21 +4,8 @@
 package enginemodel
 
 import (
-	"fmt"
 	"math"
 	"time"
-
-	"github.com/dpserve/dpserve/steptime"
-)
-
-// Defaults of Config.
-const (
-	DefaultBlockSize        = 16
-	DefaultBlocks           = 43712 // what an 80 GB device leaves the reference model at 16 tokens a block
-	DefaultMaxSeqs          = 256
-	DefaultMaxModelLen      = 32768
-	DefaultMaxBatchedTokens = 8192
-	DefaultSyncInterval     = 16 // steps between wave checks
 )
 
 // How a rank notices a dead peer over Gloo: a busy one when its collective breaks, an idle one at its next request.
@@ -27,133 +14,8 @@ const (
 	glooIdleNotice = 40 * time.Millisecond
 )
 
-// DefaultCollectiveTimeout is NCCL's: how long a rank stays frozen beside a dead peer.
-const DefaultCollectiveTimeout = 600 * time.Second
-
 // Never is the wake-up of a core that waits for input only.
 const Never = time.Duration(math.MaxInt64)
-
-// Config is the shape of one rank.
-type Config struct {
-	BlockSize        int  // tokens per block
-	Blocks           int  // KV memory; at least one request of the model length must fit
-	MaxSeqs          int  // requests that run at the same time
-	MaxModelLen      int  // prompt + answer, tokens
-	MaxBatchedTokens int  // tokens per step
-	MaxQueuedReqs    int  // waiting requests before arrivals are rejected; 0 = no limit
-	MaxQueuedTokens  int  // their prompt tokens; 0 = no limit
-	PrefixCaching    bool // reuse blocks of equal prefixes
-
-	Law       steptime.Coefficients
-	Speed     float64       // steps take the law's time / Speed
-	Fixed     bool          // every step takes FixedStep instead
-	FixedStep time.Duration // at any Speed
-
-	Lockstep          bool // steps begin and end with the group (Group), idle ranks step too
-	NCCL              bool // peers of a dead rank freeze until CollectiveTimeout instead of failing
-	CollectiveTimeout time.Duration
-}
-
-// Default is the reference rank: uncoupled, at real speed.
-func Default() Config {
-	return Config{
-		BlockSize: DefaultBlockSize, Blocks: DefaultBlocks, MaxSeqs: DefaultMaxSeqs, MaxModelLen: DefaultMaxModelLen,
-		MaxBatchedTokens: DefaultMaxBatchedTokens, PrefixCaching: true, Law: steptime.Reference(), Speed: 1,
-		CollectiveTimeout: DefaultCollectiveTimeout,
-	}
-}
-
-// Validate reports the first setting that cannot work.
-func (c Config) Validate() error {
-	switch {
-	case c.BlockSize < 1 || c.Blocks < 1 || c.MaxSeqs < 1 || c.MaxModelLen < 1 || c.MaxBatchedTokens < 1:
-		return fmt.Errorf("block size %d, blocks %d, max_num_seqs %d, max_model_len %d, max_num_batched_tokens %d: all must be at least 1",
-			c.BlockSize, c.Blocks, c.MaxSeqs, c.MaxModelLen, c.MaxBatchedTokens)
-	case c.Blocks*c.BlockSize < c.MaxModelLen:
-		return fmt.Errorf("%d blocks of %d tokens hold less than one request of max_model_len %d: raise num_gpu_blocks_override or lower max_model_len",
-			c.Blocks, c.BlockSize, c.MaxModelLen)
-	case !(c.Speed > 0):
-		return fmt.Errorf("speed is %v: it must be above 0", c.Speed)
-	case c.FixedStep < 0:
-		return fmt.Errorf("fixed step is %v: it must not be negative", c.FixedStep)
-	}
-	return nil
-}
-
-// InputKind is the closed list of what can happen to a core from outside.
-type InputKind uint8
-
-// The inputs.
-const (
-	InputAdd        InputKind = iota // Req arrives
-	InputAbort                       // Req's client left: it ends at once, without an effect
-	InputAbortAll                    // every request ends with FinishAbort (shutdown without drain)
-	InputKill                        // the core dies: every request ends with FinishError, EffectDied follows
-	InputHang                        // no step ends any more, until InputRecover; aborts still free what they hold
-	InputSlow                        // steps take Factor times as long from the next one on
-	InputRecover                     // ends hang and slow
-	InputGroupBegin                  // lockstep: a wave begins, report a step
-	InputGroupEnd                    // lockstep: the group's step ended; Continue = the wave goes on, report the next one
-	InputPeerLost                    // lockstep: a rank of the group is gone
-)
-
-// Input is one event for a core.
-type Input struct {
-	Kind     InputKind
-	Req      *Request
-	Factor   float64
-	Continue bool
-}
-
-// EffectKind is the closed list of what a core tells its shell.
-type EffectKind uint8
-
-// The effects.
-const (
-	EffectToken    EffectKind = iota // Req has one more token (Produced)
-	EffectFinished                   // Req ended (Finish); the token that ended it came in the EffectToken before
-	EffectRejected                   // Req was never queued: Reject says which limit
-	EffectDied                       // the core is dead
-	EffectWave                       // lockstep: this rank has work, ask the group for a wave
-	EffectReport                     // lockstep: this rank's step takes Took; Unfinished = it will still have work then
-)
-
-// Reject is the admission limit that turned a request away.
-type Reject uint8
-
-// The limits.
-const (
-	RejectNone Reject = iota
-	RejectRequests
-	RejectTokens
-)
-
-// Effect is one thing that the shell has to pass on.
-type Effect struct {
-	Kind       EffectKind
-	Req        *Request
-	Reject     Reject
-	Took       time.Duration
-	Unfinished bool
-}
-
-// Stats are counters since the start, and gauges.
-type Stats struct {
-	Running, Waiting int
-	UsedBlocks       int
-	Blocks           int
-	Steps            uint64
-	StepTokens       int // of the step that ended last
-	PromptTokens     uint64
-	PromptCached     uint64
-	GeneratedTokens  uint64
-	Preemptions      uint64
-	CacheQueries     uint64 // tokens looked up in the prefix cache
-	CacheHits        uint64 // tokens found there
-	Aborted          uint64 // by InputAbort
-	Rejected         [RejectTokens + 1]uint64
-	Finished         [finishReasons]uint64
-}
 
 // Core is one rank's engine core. Not safe for concurrent use.
 type Core struct {

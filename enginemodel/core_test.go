@@ -114,8 +114,10 @@ func TestAnswerBlocksEnterTheCache(t *testing.T) {
 	for i := range 9 {
 		next = append(next, gen.Token(i))
 	}
-	b := &em.Request{Prompt: len(next) + 3, Output: 1, Ending: em.FinishLength,
-		Content: em.NewTokenContent(append(next, 1, 2, 3), 5, 4, "")}
+	b := &em.Request{
+		Prompt: len(next) + 3, Output: 1, Ending: em.FinishLength,
+		Content: em.NewTokenContent(append(next, 1, 2, 3), 5, 4, ""),
+	}
 	_, wake = core.Step(now, add(b))
 	run(core, now, wake, nil)
 	assert.Equal(t, 12, b.Cached())

@@ -35,7 +35,7 @@ func TextSeed(seed uint64, prompt []uint32, choice int) uint64 {
 
 // AnswerLen is the number of tokens after which the answer of this seed ends by itself.
 func AnswerLen(seed uint64) int {
-	return AnswerMin + int(mix(seed^0xA5A5A5A5)%AnswerSpan) //nolint:gosec // below AnswerSpan
+	return AnswerMin + int(mix(seed^0xA5A5A5A5)%AnswerSpan)
 }
 
 // Generator writes an answer. It is a pure function of its seed, made piece by piece; not safe for concurrent use.

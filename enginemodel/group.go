@@ -39,9 +39,9 @@ type GroupEffectKind uint8
 
 // The effects of a coordinator, each the core's input of the like name.
 const (
-	GroupBegin GroupEffectKind = iota // a wave begins
-	GroupEnd                          // the step ended for all; Continue = the next one begins at once
-	GroupBroken                       // a rank is gone: no step ends any more
+	GroupBegin  GroupEffectKind = iota // a wave begins
+	GroupEnd                           // the step ended for all; Continue = the next one begins at once
+	GroupBroken                        // a rank is gone: no step ends any more
 )
 
 // GroupEffect is one broadcast.

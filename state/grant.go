@@ -83,12 +83,16 @@ func (s *State) checkGrant(c *GrantGroup) error {
 	if err := s.checkGrantApp(c); err != nil {
 		return err
 	}
-	t := s.takenBut(c)
+	t, named := s.takenBut(c), make(map[string]bool, len(c.Units))
 	for i := range c.Units {
 		g := &c.Units[i]
 		if err := s.checkUnit(c, g); err != nil {
 			return err
 		}
+		if named[g.Unit] {
+			return badGrant("%s is in it twice", g.Unit)
+		}
+		named[g.Unit] = true
 		if err := t.add(c, g); err != nil {
 			return err
 		}

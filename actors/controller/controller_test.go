@@ -34,6 +34,18 @@ type agent struct {
 	orders  []string
 }
 
+func (a *agent) refuse(err error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.refuses = err
+}
+
+func (a *agent) seen() []string {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return append([]string(nil), a.orders...)
+}
+
 func (a *agent) report(unit string, epoch uint64, kind msg.UnitEventKind) {
 	a.n++
 	a.c.Report(msg.UnitEvent{Node: "a", Number: a.n, Unit: unit, Epoch: epoch, Kind: kind})
@@ -90,7 +102,6 @@ type rig struct {
 	agent   *agent
 	metrics *counter
 	logs    *bytes.Buffer
-	barrier chan error
 }
 
 // rigged runs f in a bubble of fake time with a started controller.
@@ -168,8 +179,8 @@ func TestDeployIsRefusedBeforeAnythingStarts(t *testing.T) {
 		var p *problem.Error
 		require.ErrorAs(t, err, &p)
 		assert.Equal(t, problem.Unplaceable, p.Code)
-		assert.Equal(t, "place big/0: 3 of 16 ranks can be placed (PACK)", p.Message)
-		assert.Equal(t, []string{"need: 16 ranks of 1 slot each, PACK", "node a: 3 of 8 slots free, 0 of 0 devices free, room for 3 ranks"}, p.Details)
+		assert.Equal(t, "place big/0: 4 of 16 ranks can be placed (PACK)", p.Message)
+		assert.Equal(t, []string{"need: 16 ranks of 1 slot each, PACK", "node a: 4 of 8 slots free, 0 of 0 devices free, room for 4 ranks"}, p.Details)
 		assert.Len(t, r.store.State().Apps, 1)
 
 		grown := sim("small", 8, app.Independent)
@@ -211,8 +222,9 @@ func TestStaleRevisionIsRefused(t *testing.T) {
 }
 
 func TestNothingIsDecidedBeforeTheBarrier(t *testing.T) {
-	barrier := make(chan error)
+	var barrier chan error
 	rigged(t, func(c *Config) {
+		barrier = make(chan error) // inside the bubble
 		c.Barrier = func(ctx context.Context) error {
 			select {
 			case err := <-barrier:
@@ -226,11 +238,11 @@ func TestNothingIsDecidedBeforeTheBarrier(t *testing.T) {
 		barrier <- errors.New("no leader yet")
 		time.Sleep(10 * time.Second)
 		synctest.Wait()
-		assert.Empty(t, r.agent.orders)
+		assert.Empty(t, r.agent.seen())
 		assert.Empty(t, r.Status())
 		barrier <- nil
 		synctest.Wait()
-		assert.Equal(t, []string{"start chat/0/0 1"}, r.agent.orders)
+		assert.Equal(t, []string{"start chat/0/0 1"}, r.agent.seen())
 	})
 	rigged(t, func(c *Config) {
 		c.Barrier = func(ctx context.Context) error { <-ctx.Done(); return ctx.Err() }
@@ -239,7 +251,7 @@ func TestNothingIsDecidedBeforeTheBarrier(t *testing.T) {
 
 func TestRG6ThroughTheActor(t *testing.T) {
 	rigged(t, nil, func(t *testing.T, r *rig) {
-		r.agent.refuses = problem.New(problem.Conflict, "stale epoch")
+		r.agent.refuse(problem.New(problem.Conflict, "stale epoch"))
 		r.deploy(t, sim("chat", 1, app.Independent))
 		began := time.Now()
 		for r.Status()[0].Status != "DEPLOY_FAILED" {
@@ -247,10 +259,10 @@ func TestRG6ThroughTheActor(t *testing.T) {
 		}
 		assert.Equal(t, 3*time.Second, time.Since(began), "fake time: 1 and 2 s between three starts")
 		synctest.Wait()
-		assert.Equal(t, []string{"start chat/0/0 1", "start chat/0/0 2", "start chat/0/0 3"}, r.agent.orders)
+		assert.Equal(t, []string{"start chat/0/0 1", "start chat/0/0 2", "start chat/0/0 3"}, r.agent.seen())
 		assert.Equal(t, 2, r.metrics.restarts)
 		assert.Equal(t, "node a refused: stale epoch", r.store.State().Units["chat/0/0"].Reason)
-		r.agent.refuses = nil
+		r.agent.refuse(nil)
 		r.deploy(t, sim("chat", 1, app.Independent))
 		assert.Equal(t, "RUNNING", r.Status()[0].Status)
 	})
@@ -258,12 +270,12 @@ func TestRG6ThroughTheActor(t *testing.T) {
 
 func TestSilentNodeIsToldAgain(t *testing.T) {
 	rigged(t, nil, func(t *testing.T, r *rig) {
-		r.agent.refuses = problem.New(problem.Overloaded, "mailbox is full")
+		r.agent.refuse(problem.New(problem.Overloaded, "mailbox is full"))
 		r.deploy(t, sim("chat", 1, app.Independent))
 		time.Sleep(5 * time.Second)
 		synctest.Wait()
-		assert.Equal(t, []string{"start chat/0/0 1", "start chat/0/0 1", "start chat/0/0 1"}, r.agent.orders)
-		r.agent.refuses = nil
+		assert.Equal(t, []string{"start chat/0/0 1", "start chat/0/0 1", "start chat/0/0 1"}, r.agent.seen())
+		r.agent.refuse(nil)
 		time.Sleep(2 * time.Second)
 		synctest.Wait()
 		assert.Equal(t, "RUNNING", r.Status()[0].Status)

@@ -24,8 +24,8 @@ type lossy struct {
 	r       *rand.Rand
 	bag     []parcel
 	hosts   map[string]*host
-	granted map[string]uint64              // highest epoch ever granted, per unit
-	where   map[string][]state.RankGrant   // per "unit@epoch"
+	granted map[string]uint64            // highest epoch ever granted, per unit
+	where   map[string][]state.RankGrant // per "unit@epoch"
 	cut     map[string]bool
 	calm    bool
 }

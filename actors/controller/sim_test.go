@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -72,7 +71,9 @@ func (w *world) step(in any) {
 	}
 }
 
-func (w *world) log(format string, args ...any) { w.trace = append(w.trace, fmt.Sprintf(format, args...)) }
+func (w *world) log(format string, args ...any) {
+	w.trace = append(w.trace, fmt.Sprintf(format, args...))
+}
 
 // takeTrace returns the trace and empties it.
 func (w *world) takeTrace() []string {
@@ -300,7 +301,3 @@ func (m *memStore) Release(ctx context.Context, r msg.ReleaseRank) error {
 }
 
 var errLost = errors.New("leadership was lost")
-
-func contains(lines []string, part string) bool {
-	return slices.ContainsFunc(lines, func(l string) bool { return strings.Contains(l, part) })
-}

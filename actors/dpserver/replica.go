@@ -153,15 +153,22 @@ func (r *replica) ready(m ready) {
 
 func hex(v uint64) string { return fmt.Sprintf("%016x", v) }
 
+// CauseDrained is the cause of the fence that ends a stop somebody asked for: what still runs is cut with it.
+const CauseDrained = "drained"
+
 // fence closes the rank. Running requests stay on the account until their Done: the ingress ends them.
 func (r *replica) fence(cause string) {
 	if r.vitals.phase == fenced || r.vitals.phase == ended {
 		return
 	}
+	level := slog.LevelInfo // the end of a stop
+	if r.vitals.phase == open && cause != CauseDrained {
+		level = slog.LevelWarn
+	}
 	r.vitals.phase = fenced
 	r.keeper.fenced()
 	r.state(cause)
-	r.log.Warn("rank is fenced", slog.String("cause", cause), slog.Int("in_flight", r.account.open()))
+	r.log.Log(r.ctx, level, "rank is fenced", slog.String("cause", cause), slog.Int("in_flight", r.account.open()))
 	r.settle()
 }
 

@@ -37,15 +37,16 @@ func (c *call) write(b []byte, now time.Time) error {
 }
 
 // unwritten says what a failed write means.
-func (c *call) unwritten(err error) result {
+func (c *call) unwritten(ctx context.Context, err error) result {
 	c.cut = true
-	if errors.Is(err, os.ErrDeadlineExceeded) {
+	switch {
+	case errors.Is(err, os.ErrDeadlineExceeded):
 		return result{cause: causeSlowReader, err: err}
-	}
-	if errors.Is(context.Cause(c.r.Context()), ErrDrained) {
+	case ctx.Err() != nil && ended(ctx) == causeDrained:
 		return result{cause: causeDrained, err: err}
+	default:
+		return result{cause: causeClientGone, err: err}
 	}
-	return result{cause: causeClientGone, err: err}
 }
 
 // isStream says that an answer comes as server-sent events.
@@ -61,8 +62,8 @@ func isDial(err error) bool {
 }
 
 // read fills buf from the engine under the guard, which is armed for as long as the read blocks.
-func (c *call) read(body io.Reader, buf []byte, due time.Time, cause error) (int, error) {
-	c.guard.arm(time.Now(), due, cause)
+func (c *call) read(body io.Reader, buf []byte, now, due time.Time, cause error) (int, error) {
+	c.guard.arm(now, due, cause)
 	n, err := body.Read(buf)
 	c.guard.pause()
 	return n, err
@@ -82,7 +83,7 @@ func (c *call) relayError(ctx context.Context, resp *http.Response) result {
 	if !whole {
 		return c.relayRest(ctx, resp, body)
 	}
-	return c.passOn(resp.StatusCode, resp.Header, body, res)
+	return c.passOn(ctx, resp.StatusCode, resp.Header, body, res)
 }
 
 // passes says that the engine's own 408 or 429 is the best answer there is left: it tells the client what to do.
@@ -94,10 +95,10 @@ func (c *call) passes(res *result) bool {
 }
 
 // passOn sends a whole answer.
-func (c *call) passOn(status int, header http.Header, body []byte, res result) result {
+func (c *call) passOn(ctx context.Context, status int, header http.Header, body []byte, res result) result {
 	c.begin(status, header, len(body))
 	if err := c.write(body, c.begun); err != nil {
-		return c.unwritten(err)
+		return c.unwritten(ctx, err)
 	}
 	return res
 }
@@ -119,7 +120,7 @@ func (c *call) relayWhole(ctx context.Context, resp *http.Response) result {
 	if u, ok := openai.ParseUsage(body); ok {
 		c.usage = u
 	}
-	return c.passOn(resp.StatusCode, resp.Header, body, result{cause: causeOK})
+	return c.passOn(ctx, resp.StatusCode, resp.Header, body, result{cause: causeOK})
 }
 
 // readWhole reads an answer into the call's buffer. whole is false if it is longer than maxWhole.
@@ -134,7 +135,7 @@ func (c *call) readWhole(resp *http.Response) (body []byte, whole bool, err erro
 		if s.filled == len(s.buf) {
 			s.grow()
 		}
-		n, err := c.read(resp.Body, s.buf[s.filled:], due, errFirstToken)
+		n, err := c.read(resp.Body, s.buf[s.filled:], time.Now(), due, errFirstToken)
 		s.filled += n
 		if errors.Is(err, io.EOF) {
 			return s.buf[:s.filled], s.filled <= maxWhole, nil
@@ -152,9 +153,10 @@ func (c *call) relayRest(ctx context.Context, resp *http.Response, head []byte) 
 	for b := head; ; {
 		now := time.Now()
 		if err := c.write(b, now); err != nil {
-			return c.unwritten(err)
+			return c.unwritten(ctx, err)
 		}
-		n, err := c.read(resp.Body, c.stream.buf, now.Add(c.entry.between), errStalled)
+		now = time.Now()
+		n, err := c.read(resp.Body, c.stream.buf, now, now.Add(c.entry.between), errStalled)
 		if b = c.stream.buf[:n]; err == nil {
 			continue
 		}
@@ -163,7 +165,7 @@ func (c *call) relayRest(ctx context.Context, resp *http.Response, head []byte) 
 			return c.broke(ctx, err, true)
 		}
 		if err := c.write(b, time.Now()); err != nil {
-			return c.unwritten(err)
+			return c.unwritten(ctx, err)
 		}
 		return result{cause: causeOK}
 	}

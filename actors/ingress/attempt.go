@@ -92,7 +92,7 @@ func (c *call) generated() int { return max(c.usage.CompletionTokens, c.stream.t
 // account adds the tokens to the metrics and teaches the estimate.
 func (c *call) account() {
 	n := c.generated()
-	c.in.tokens.Add(uint64(max(n-c.counted, 0))) //nolint:gosec // not negative
+	c.in.tokens.Add(uint64(max(n-c.counted, 0)))
 	c.counted = max(n, c.counted)
 	if c.usage.PromptTokens == 0 && n == 0 {
 		return
@@ -157,7 +157,7 @@ func (c *call) sendOnce(ctx context.Context) (*http.Response, *outgoing, error) 
 	case "body":
 		o.body = openai.AppendField(nil, c.send, "routed_dp_rank", strconv.AppendInt(nil, int64(t.Selector), 10))
 	}
-	resp, err := c.in.legs.to(&a.ticket.Target).send(ctx, o) //nolint:bodyclose // exchange closes it
+	resp, err := c.in.legs.to(&a.ticket.Target).send(ctx, o)
 	if !o.settled() {
 		c.settled = false
 	}

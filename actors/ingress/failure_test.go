@@ -76,13 +76,13 @@ func TestFS4EveryReplicaRefuses(t *testing.T) {
 func TestFS6ClientLeaves(t *testing.T) {
 	for name, first := range map[string][]string{"in prefill": nil, "in mid-stream": {roleChunk, textChunk}} {
 		t.Run(name, func(t *testing.T) {
-			var left atomic.Int32
-			g := newRig(t, options{engines: []http.HandlerFunc{hangs(&left, first...)}})
+			var h hang
+			g := newRig(t, options{engines: []http.HandlerFunc{h.sends(first...)}})
 			for _, body := range []string{streamBody, chatBody} {
 				if body == chatBody && first != nil {
 					continue
 				}
-				before := left.Load()
+				before := h.left.Load()
 				ctx, cancel := context.WithCancel(t.Context())
 				req, err := http.NewRequestWithContext(ctx, http.MethodPost, g.url+"/v1/chat/completions", strings.NewReader(body))
 				require.NoError(t, err)
@@ -99,11 +99,11 @@ func TestFS6ClientLeaves(t *testing.T) {
 					cancel()
 					_, _ = io.Copy(io.Discard, resp.Body)
 				}()
-				eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "in flight")
+				eventually(t, func() bool { return h.came.Load() == before+1 }, "the engine has it")
 				if first == nil {
 					cancel()
 				}
-				eventually(t, func() bool { return left.Load() == before+1 }, "the engine sees it")
+				eventually(t, func() bool { return h.left.Load() == before+1 }, "the engine sees it")
 				eventually(t, func() bool { return g.replicas[0].inFlight() == 0 }, "given back")
 				<-got
 				done := g.replicas[0].lastDone(t)
@@ -119,20 +119,20 @@ func TestFS6ClientLeaves(t *testing.T) {
 }
 
 func TestFirstTokenDeadline(t *testing.T) {
-	var left atomic.Int32
-	g := newRig(t, options{engines: []http.HandlerFunc{hangs(&left), hangs(&left, roleChunk)}, app: func(a *app.Application) {
+	var h hang
+	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(), h.sends(roleChunk)}, app: func(a *app.Application) {
 		a.Timeouts.FirstTokenS, a.Timeouts.BetweenTokensS = 0.1, 0.1
 	}})
 	a := g.post("/v1/chat/completions", streamBody)
 	assert.Equal(t, 504, a.status)
 	assert.Equal(t, "first_token_timeout", a.code(t))
 	assert.Equal(t, "2", a.header.Get("X-Dpserve-Attempts"))
-	eventually(t, func() bool { return left.Load() == 2 }, "engines see it")
+	eventually(t, func() bool { return h.left.Load() == 2 }, "engines see it")
 }
 
 func TestStalledStream(t *testing.T) {
-	var left atomic.Int32
-	g := newRig(t, options{engines: []http.HandlerFunc{hangs(&left, textChunk)}, app: func(a *app.Application) { a.Timeouts.BetweenTokensS = 0.1 }})
+	var h hang
+	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(textChunk)}, app: func(a *app.Application) { a.Timeouts.BetweenTokensS = 0.1 }})
 	a := g.post("/v1/chat/completions", streamBody)
 	require.Error(t, a.err)
 	assert.Contains(t, a.body, `"code":"stalled"`)
@@ -142,10 +142,10 @@ func TestStalledStream(t *testing.T) {
 }
 
 func TestRequestDeadline(t *testing.T) {
-	var left atomic.Int32
+	var h hang
 	for name, list := range map[string][]string{"before": nil, "after": {textChunk}} {
 		t.Run(name, func(t *testing.T) {
-			g := newRig(t, options{engines: []http.HandlerFunc{hangs(&left, list...)}})
+			g := newRig(t, options{engines: []http.HandlerFunc{h.sends(list...)}})
 			a := g.post("/v1/chat/completions", streamBody, "X-Dpserve-Timeout-Ms", "100")
 			if list == nil {
 				assert.Equal(t, 504, a.status)
@@ -229,8 +229,8 @@ func TestStoppedReplicaAndSlowAdmission(t *testing.T) {
 }
 
 func TestCloseCutsWithDrained(t *testing.T) {
-	var left atomic.Int32
-	g := newRig(t, options{engines: []http.HandlerFunc{hangs(&left, textChunk)}})
+	var h hang
+	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(textChunk)}})
 	got := make(chan answer, 1)
 	go func() { got <- g.postCtx(t.Context(), "/v1/chat/completions", streamBody) }()
 	eventually(t, func() bool { return g.replicas[0].inFlight() == 1 && g.replicas[0].firstsSeen() == 1 }, "streams")

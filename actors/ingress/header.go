@@ -141,5 +141,5 @@ func parseRank(s string) (id routing.RankID, ok bool) {
 	if !found || err1 != nil || err2 != nil {
 		return 0, false
 	}
-	return routing.ID(int(group), int(rank)), true //nolint:gosec // 16 bits each
+	return routing.ID(int(group), int(rank)), true
 }

@@ -38,7 +38,7 @@ func (in *Ingress) listModels(w http.ResponseWriter, r *http.Request, s *scope) 
 	for _, name := range s.names {
 		out.Data = append(out.Data, modelOf(name, s.models[name]))
 	}
-	in.answerJSON(w, r, http.StatusOK, out)
+	in.answerJSON(w, r, out)
 }
 
 func (in *Ingress) showModel(w http.ResponseWriter, r *http.Request, s *scope, id string) {
@@ -47,13 +47,13 @@ func (in *Ingress) showModel(w http.ResponseWriter, r *http.Request, s *scope, i
 		in.refusePlain(w, r, unknownModel([]byte(id), s))
 		return
 	}
-	in.answerJSON(w, r, http.StatusOK, modelOf(id, e))
+	in.answerJSON(w, r, modelOf(id, e))
 }
 
 // health is the readiness of this ingress, for load balancers.
 func (in *Ingress) health(w http.ResponseWriter, r *http.Request) {
 	if in.Ready() {
-		in.answerJSON(w, r, http.StatusOK, map[string]string{"status": "ready"})
+		in.answerJSON(w, r, map[string]string{"status": "ready"})
 		return
 	}
 	f := fail(openai.CodeNoReadyRank, "no application has a ready rank")
@@ -65,14 +65,14 @@ func (in *Ingress) health(w http.ResponseWriter, r *http.Request) {
 }
 
 func (in *Ingress) showVersion(w http.ResponseWriter, r *http.Request) {
-	in.answerJSON(w, r, http.StatusOK, map[string]string{"version": in.version})
+	in.answerJSON(w, r, map[string]string{"version": in.version})
 }
 
-func (in *Ingress) answerJSON(w http.ResponseWriter, r *http.Request, status int, v any) {
+func (in *Ingress) answerJSON(w http.ResponseWriter, r *http.Request, v any) {
 	body, err := json.Marshal(v)
 	if err != nil {
 		in.refusePlain(w, r, &failure{status: http.StatusInternalServerError, message: "the answer could not be written"})
 		return
 	}
-	in.answerPlain(w, r, func() { writeJSON(w, status, body) })
+	in.answerPlain(w, r, func() { writeJSON(w, http.StatusOK, body) })
 }

@@ -51,7 +51,7 @@ func newRank(rec *msg.Record, node string) (*rank, error) {
 	}
 	for route := range r.urls {
 		u := *base
-		u.Path = openai.Route(route).Path() //nolint:gosec // an index below NumRoutes
+		u.Path = openai.Route(route).Path()
 		r.urls[route] = &u
 	}
 	return r, nil

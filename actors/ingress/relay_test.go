@@ -23,7 +23,7 @@ func TestWholeAnswerPassesByteForByte(t *testing.T) {
 		"X-Data-Parallel-Rank", "3", "Connection", "X-Secret", "X-Secret", "s", "Dpserve-Epoch", "9")
 	require.NoError(t, a.err)
 	assert.Equal(t, 200, a.status)
-	assert.Equal(t, wholeAnswer, a.body)
+	requireBytes(t, wholeAnswer, a.body)
 	assert.Equal(t, "application/json", a.header.Get("Content-Type"))
 	assert.Equal(t, "mine-1", a.header.Get("X-Request-Id"))
 	assert.Equal(t, "demo", a.header.Get("X-Dpserve-App"))
@@ -56,7 +56,8 @@ func TestReservedFieldsNeverReachTheEngine(t *testing.T) {
 	}}})
 	a := g.post("/v1/completions", `{"model":"demo","routed_dp_rank":3,"prompt":"x","unknown":{"a":1e400}}`)
 	assert.Equal(t, 200, a.status, a.body)
-	assert.Equal(t, `{"model":"demo","prompt":"x","unknown":{"a":1e400}}`, body.Load())
+	got, _ := body.Load().(string)
+	requireBytes(t, `{"model":"demo","prompt":"x","unknown":{"a":1e400}}`, got)
 }
 
 func TestStreamPassesByteForByte(t *testing.T) {
@@ -267,7 +268,7 @@ func TestOther4xxPassesByteForByte(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(400, body)}})
 	a := g.post("/v1/chat/completions", chatBody)
 	assert.Equal(t, 400, a.status)
-	assert.Equal(t, body, a.body)
+	requireBytes(t, body, a.body)
 	assert.Equal(t, "1", a.header.Get("X-Dpserve-Attempts"))
 	assert.False(t, g.replicas[0].lastDone(t).Trip)
 }
@@ -279,7 +280,7 @@ func TestFirstErrorEventBelow500BecomesThatStatus(t *testing.T) {
 	require.NoError(t, a.err)
 	assert.Equal(t, 400, a.status)
 	assert.Equal(t, "application/json", a.header.Get("Content-Type"))
-	assert.Equal(t, body, a.body)
+	requireBytes(t, body, a.body)
 }
 
 func TestThe429OfTheLastRankPasses(t *testing.T) {
@@ -376,8 +377,8 @@ func TestResendOnAReusedConnection(t *testing.T) {
 }
 
 func TestToldFencedIsTriedAgainAtOnce(t *testing.T) {
-	var left atomic.Int32
-	g := newRig(t, options{engines: []http.HandlerFunc{hangs(&left), sends(textChunk, stopChunk, doneEvent)}})
+	var h hang
+	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(), sends(textChunk, stopChunk, doneEvent)}})
 	var got [2]answer
 	done := make(chan int, 2)
 	for i := range got {
@@ -386,7 +387,7 @@ func TestToldFencedIsTriedAgainAtOnce(t *testing.T) {
 			done <- i
 		}()
 	}
-	eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "one hangs")
+	eventually(t, func() bool { return h.came.Load() == 1 }, "one hangs")
 	g.replicas[0].say(false, true, "process exited")
 	for range got {
 		a := got[<-done]
@@ -394,5 +395,11 @@ func TestToldFencedIsTriedAgainAtOnce(t *testing.T) {
 		assert.Equal(t, 200, a.status, a.body)
 		assert.Equal(t, "1", a.header.Get("X-Dpserve-Rank"))
 	}
-	eventually(t, func() bool { return left.Load() == 1 }, "the engine's request is closed")
+	eventually(t, func() bool { return h.left.Load() == 1 }, "the engine's request is closed")
+}
+
+// requireBytes compares byte for byte: equal JSON is not enough.
+func requireBytes(t *testing.T, want, got string) {
+	t.Helper()
+	require.Equal(t, []byte(want), []byte(got), "got %s", got)
 }

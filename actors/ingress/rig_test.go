@@ -157,6 +157,9 @@ func (r *replica) Send(m any) {
 			r.record(msg.RecFirstToken, &a)
 		}
 	case *msg.Done:
+		if len(r.dones) == 1000 {
+			r.dones = r.dones[:0]
+		}
 		r.dones = append(r.dones, *m)
 		if a, ok := r.open[m.TicketID]; ok {
 			delete(r.open, m.TicketID)
@@ -271,7 +274,7 @@ func (r *replica) lastDone(t *testing.T) msg.Done {
 func (r *replica) granted() int {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return int(r.next) //nolint:gosec // a small count
+	return int(r.next)
 }
 
 // rig is an ingress with fake replicas and engines behind it.
@@ -347,7 +350,7 @@ func newRig(t *testing.T, o options) *rig {
 	for i, u := range urls {
 		r := &replica{
 			feed: g.feed, app: a.Name, unit: fmt.Sprintf("%s/0/%d", a.Name, i), id: routing.ID(0, i), url: u, max: o.max, owned: true,
-			stopped: make(chan struct{}), epoch: 1, incarnation: uint64(1000 + i), accepting: true, open: map[uint64]msg.Admit{}, //nolint:gosec // small
+			stopped: make(chan struct{}), epoch: 1, incarnation: uint64(1000 + i), accepting: true, open: map[uint64]msg.Admit{},
 		}
 		g.replicas = append(g.replicas, r)
 	}
@@ -391,10 +394,13 @@ func (g *rig) atRest() {
 }
 
 // deploy puts an app into the state with all its units ready at epoch 1.
-func (g *rig) deploy(a *app.Application, revision uint64) {
+func (g *rig) deploy(a *app.Application, revision uint64) { deploy(g.t, g.store, a, revision) }
+
+func deploy(tb testing.TB, s *store, a *app.Application, revision uint64) {
+	tb.Helper()
 	raw, err := json.Marshal(a)
-	require.NoError(g.t, err)
-	g.store.set(func(st *state.State) {
+	require.NoError(tb, err)
+	s.set(func(st *state.State) {
 		st.Apps[a.Name] = &state.App{Name: a.Name, Revision: revision, Spec: raw, Names: a.Model.ServedNames(), Route: a.RoutePrefix}
 		for _, u := range a.Units() {
 			st.Units[u.ID] = &state.Unit{ID: u.ID, App: a.Name, Group: u.Group, Epoch: 1, Phase: state.Ready}
@@ -535,15 +541,18 @@ func cutAfter(list ...string) http.HandlerFunc {
 	}
 }
 
-// hangs is an engine that sends events and then nothing until its client leaves.
-func hangs(left *atomic.Int32, list ...string) http.HandlerFunc {
+// hang is an engine that sends events and then nothing until its client leaves.
+type hang struct{ came, left atomic.Int32 }
+
+func (h *hang) sends(list ...string) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		drain(r)
 		if len(list) > 0 {
 			sse(w, list...)
 		}
+		h.came.Add(1)
 		<-r.Context().Done()
-		left.Add(1)
+		h.left.Add(1)
 	}
 }
 

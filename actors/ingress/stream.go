@@ -232,7 +232,7 @@ func (c *call) relayStream(ctx context.Context, resp *http.Response) result {
 	s := &c.stream
 	s.reset(c.scan.Choices)
 	for {
-		n, err := c.read(resp.Body, s.space(), c.tokenDue(), c.tokenCause())
+		n, err := c.readToken(resp.Body, s.space())
 		now := time.Now()
 		s.filled += n
 		v := c.inspect(now, err)
@@ -242,11 +242,11 @@ func (c *call) relayStream(ctx context.Context, resp *http.Response) result {
 			v = c.inspect(now, err) // what came behind the first content in the same read
 		}
 		if err := c.forward(now); err != nil {
-			return c.unwritten(err)
+			return c.unwritten(ctx, err)
 		}
 		switch {
 		case v != more:
-			return c.close(resp, v)
+			return c.close(ctx, resp, v)
 		case err != nil:
 			return c.interrupted(ctx, err)
 		}
@@ -317,25 +317,17 @@ func (c *call) readUsage(events []byte) {
 	}
 }
 
-// tokenDue is the end of the phase: first token, or next one. TRAPS 25: an empty delta is a token.
-func (c *call) tokenDue() time.Time {
-	switch s := &c.stream; {
-	case s.last.IsZero():
-		return c.firstTokenDue()
-	default:
-		return time.Now().Add(c.entry.between)
-	}
-}
-
-func (c *call) tokenCause() error {
+// readToken reads under the clock of the phase: first token, or the next one. TRAPS 25: an empty delta is a token.
+func (c *call) readToken(body io.Reader, buf []byte) (int, error) {
 	if c.stream.last.IsZero() {
-		return errFirstToken
+		return c.read(body, buf, time.Now(), c.firstTokenDue(), errFirstToken)
 	}
-	return errStalled
+	now := time.Now()
+	return c.read(body, buf, now, now.Add(c.entry.between), errStalled)
 }
 
 // close ends a stream on which something was decided.
-func (c *call) close(resp *http.Response, v verdict) result {
+func (c *call) close(ctx context.Context, resp *http.Response, v verdict) result {
 	s := &c.stream
 	switch v {
 	case over:
@@ -347,7 +339,7 @@ func (c *call) close(resp *http.Response, v verdict) result {
 	case lost:
 		return c.breakOff(result{cause: c.lostStream(), engine: s.fault})
 	case refused:
-		return c.asStatus()
+		return c.asStatus(ctx)
 	case aborted:
 		return result{cause: causeAborted}
 	default:
@@ -357,7 +349,7 @@ func (c *call) close(resp *http.Response, v verdict) result {
 
 // asStatus treats a first event that is an error as an HTTP answer with its code. What passes on is a real status with the
 // event's JSON; the [DONE] behind it is dropped.
-func (c *call) asStatus() result {
+func (c *call) asStatus(ctx context.Context) result {
 	s := &c.stream
 	status := s.fault.Status
 	if status == 0 {
@@ -372,7 +364,7 @@ func (c *call) asStatus() result {
 		n = s.filled - s.looked
 	}
 	body := openai.EventData(s.buf[s.looked : s.looked+n])
-	return c.passOn(status, http.Header{"Content-Type": {"application/json"}}, body, res)
+	return c.passOn(ctx, status, http.Header{"Content-Type": {"application/json"}}, body, res)
 }
 
 // interrupted ends a stream whose body broke.
@@ -407,7 +399,8 @@ func (c *call) breakOff(res result) result {
 func (c *call) tail(body io.Reader) {
 	s := &c.stream
 	for range 2 {
-		if _, err := c.read(body, s.buf, time.Now().Add(c.in.timers.Tail), errTail); err != nil {
+		now := time.Now()
+		if _, err := c.read(body, s.buf, now, now.Add(c.in.timers.Tail), errTail); err != nil {
 			return
 		}
 	}

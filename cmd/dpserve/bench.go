@@ -59,6 +59,7 @@ func (f *benchFlags) add(cmd *cobra.Command) {
 	flags.DurationVar(&c.SLO.TTFT, "slo-ttft", loadgen.DefaultTTFT, "limit of the first token for goodput")
 	flags.DurationVar(&c.SLO.TPOT, "slo-tpot", loadgen.DefaultTPOT, "limit of the mean gap between tokens for goodput")
 	flags.IntSliceVar(&c.PIDs, "pid", nil, "`processes` whose CPU time is charged to the run (Linux)")
+	flags.Lookup("pid").DefValue = ""
 	flags.StringVar(&f.direct, "overhead", "", "`URL` of the engine behind the endpoint: measure what the endpoint adds, both in turns")
 	flags.StringVar(&f.keyEnv, "api-key-env", "", "`name` of the environment variable that holds the API key")
 	f.output = addOutput(cmd)

@@ -48,7 +48,7 @@ func systemStreams(getenv func(string) string) *IOStreams {
 
 func isTerminal(f *os.File) bool { return term.IsTerminal(fd(f)) }
 
-func fd(f *os.File) int { return int(f.Fd()) } //nolint:gosec // a file descriptor fits an int
+func fd(f *os.File) int { return int(f.Fd()) }
 
 // paint wraps s in a colour for stdout, or leaves it alone where nobody would see it.
 func (s *IOStreams) paint(c color, text string) string {

@@ -33,8 +33,9 @@ type serving struct {
 	err    error         // of Serve; read after done
 }
 
-// serve makes a node, binds it and runs it. The caller owns it: stop and close.
-func (e *env) serve(c wiring.Config) (*serving, error) {
+// serve makes a node, binds it and runs it. The caller owns it: stop and close. The end of ctx does not stop it: a drain
+// outlives the command that was interrupted.
+func (e *env) serve(ctx context.Context, c wiring.Config) (*serving, error) {
 	if err := c.Validate(); err != nil {
 		return nil, err
 	}
@@ -45,7 +46,7 @@ func (e *env) serve(c wiring.Config) (*serving, error) {
 	if err := n.Listen(); err != nil {
 		return nil, errors.Join(err, n.Close())
 	}
-	ctx, cancel := context.WithCancel(context.Background()) // a drain outlives the command's own context
+	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	s := &serving{node: n, cancel: cancel, done: make(chan struct{})}
 	go func() {
 		defer close(s.done)

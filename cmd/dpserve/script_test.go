@@ -8,7 +8,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
@@ -89,13 +88,16 @@ func cmdWaitFor(ts *testscript.TestScript, _ bool, args []string) {
 	}
 }
 
-// cmdTake is `take ADDR`: something else listens there until the script ends. Somebody else's listener will do as well.
+// cmdTake is `take ADDR`: something listens there until the script ends. A script beside this one may hold the port for a
+// while; whoever still has it at the deadline will do as well.
 func cmdTake(ts *testscript.TestScript, _ bool, args []string) {
-	l, err := net.Listen("tcp", args[0])
-	if err != nil {
-		return
-	}
-	ts.Defer(func() { _ = l.Close() })
+	poll(func() bool {
+		l, err := net.Listen("tcp", args[0])
+		if err == nil {
+			ts.Defer(func() { _ = l.Close() })
+		}
+		return err == nil
+	})
 }
 
 // cmdEngines is `engines N PID`: until exactly N engine processes are children of PID.
@@ -125,8 +127,6 @@ func children(pid string) []int {
 	}
 	return out
 }
-
-func alive(pid int) bool { return syscall.Kill(pid, 0) == nil }
 
 func poll(ok func() bool) bool {
 	deadline := time.Now().Add(scriptWait)

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 )
 
 // TestSignals: the first asks to finish, a double of it counts once, the second stops at once.
@@ -23,7 +24,7 @@ func TestSignals(t *testing.T) {
 		in <- os.Interrupt
 		in <- os.Interrupt // the group's copy
 		synctest.Wait()
-		assert.ErrorIs(t, context.Cause(ctx), errInterrupted)
+		require.ErrorIs(t, context.Cause(ctx), errInterrupted)
 		assert.False(t, closed(i.second))
 
 		time.Sleep(2 * sameSignal)

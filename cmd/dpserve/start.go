@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"fmt"
 	"os"
 
@@ -39,18 +40,18 @@ drains (each app's graceful_shutdown_timeout_s), a second one stops at once. Por
 	f.addCommon(cmd)
 	output := addOutput(cmd)
 	cmd.Flag("node-id").DefValue = "" // the host's name would make every help text different
-	cmd.RunE = func(*cobra.Command, []string) error { return e.start(f, *output) }
+	cmd.RunE = func(cmd *cobra.Command, _ []string) error { return e.start(cmd.Context(), f, *output) }
 	return cmd
 }
 
-func (e *env) start(f *nodeFlags, output format) error {
+func (e *env) start(ctx context.Context, f *nodeFlags, output format) error {
 	c, err := f.node()
 	if err != nil {
 		return err
 	}
 	scr := newScreen(e.io)
 	c.LogWriter = scr
-	s, err := e.serve(c)
+	s, err := e.serve(ctx, c)
 	if err != nil {
 		return err
 	}

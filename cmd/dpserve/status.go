@@ -111,7 +111,7 @@ func (e *env) watch(ctx context.Context, f *statusFlags, client admin, args []st
 	for {
 		apps, err := pick(ctx, client, args)
 		if ctx.Err() != nil {
-			return nil //nolint:nilerr // Ctrl-C is how a watch ends
+			return nil // Ctrl-C is how a watch ends
 		}
 		if err != nil {
 			return err

@@ -157,7 +157,7 @@ func (e *env) up(ctx context.Context, f *upFlags, file *appFile) (err error) {
 	}
 	scr := newScreen(e.io)
 	c.LogWriter = scr
-	s, err := e.serve(c)
+	s, err := e.serve(ctx, c)
 	if err != nil {
 		return err
 	}
@@ -264,7 +264,7 @@ func (e *env) welcome(ctx context.Context, f *upFlags, s *serving, id string) er
 
 // curlLine is one streamed chat request, quoted for a POSIX shell.
 func curlLine(addr, model string) string {
-	body := `{"model": ` + quote(model) + `, "stream": true, "messages": [{"role": "user", "content": "Hello"}]}`
+	body := `{"model": ` + quote(model) + `, "stream": true, "max_tokens": 64, "messages": [{"role": "user", "content": "Hello"}]}`
 	return fmt.Sprintf("curl -N http://%s/v1/chat/completions -H 'content-type: application/json' -d '%s'", addr, strings.ReplaceAll(body, `'`, `'\''`))
 }
 

@@ -54,7 +54,7 @@ func TestUp(t *testing.T) {
 	c.interrupt()
 	assert.Equal(t, 0, exit(t, code), c.stderr())
 	assert.True(t, strings.HasPrefix(c.stdout(), "endpoint http://127.0.0.1:8000/v1\nadmin http://127.0.0.1:8265\n\n"+
-		`curl -N http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' -d '{"model": "demo", "stream": true, `+
+		`curl -N http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' -d '{"model": "demo", "stream": true, "max_tokens": 64, `+
 		`"messages": [{"role": "user", "content": "Hello"}]}'`+"\n\nRANK "), c.stdout())
 	assert.Contains(t, c.stderr(), "dpserve: demo/0/0 starting\ndpserve: demo/0/0 ready\n")
 	assert.Contains(t, c.stderr(), "dpserve: stopping: 1 request in flight; Ctrl-C again stops at once\n")

@@ -99,7 +99,9 @@ func TestWatcherOtherLines(t *testing.T) {
 func TestWatcherCompleteNeedsEveryChoice(t *testing.T) {
 	var w Watcher
 	w.Reset(2)
-	finish := func(i string) { w.Event([]byte(`data: {"choices":[{"index":` + i + `,"finish_reason":"stop"}]}` + "\n\n")) }
+	finish := func(i string) {
+		w.Event([]byte(`data: {"choices":[{"index":` + i + `,"finish_reason":"stop"}]}` + "\n\n"))
+	}
 	finish("1")
 	assert.True(t, w.Finishing())
 	finish("1")
@@ -165,7 +167,7 @@ func choicesOf(file string) int {
 
 func watchFile(t *testing.T, file string, choices int) ([]EventKind, *Watcher) {
 	t.Helper()
-	raw, err := os.ReadFile(file) //nolint:gosec // a path of our own testdata
+	raw, err := os.ReadFile(file)
 	require.NoError(t, err)
 	resp, err := http.ReadResponse(bufio.NewReader(bytes.NewReader(raw)), nil)
 	require.NoError(t, err)

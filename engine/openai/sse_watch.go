@@ -41,7 +41,7 @@ func (w *Watcher) Finishing() bool { return w.finished > 0 }
 
 var (
 	doneMark  = []byte("[DONE]")
-	finishKey = []byte(`"finish_reason"`)
+	finishKey = []byte(`finish_reason"`) // without its first quote: a search for a rare letter runs ahead
 	errorKey  = []byte(`"error"`)
 	objectKey = []byte(`"object"`)
 )
@@ -128,9 +128,10 @@ func finishes(data []byte) bool {
 		if i < 0 {
 			return false
 		}
+		isKey := i > 0 && data[i-1] == '"'
 		data = data[i+len(finishKey):]
 		c := cursor{b: data}
-		if c.take(':') && c.peek() != 'n' {
+		if isKey && c.take(':') && c.peek() != 'n' {
 			return true
 		}
 	}

@@ -181,7 +181,7 @@ func (s *Server) adminFail(w http.ResponseWriter, r *http.Request) {
 		s.adminAnswer(w, nil, err)
 		return
 	}
-	switch f.Mode { //nolint:exhaustive // these end the connection: answer first
+	switch f.Mode { // these end the connection: answer first
 	case ModeCrash, ModeKill, ModeRefuse:
 		s.adminAnswer(w, []byte(`{}`), nil)
 		_ = http.NewResponseController(w).Flush()

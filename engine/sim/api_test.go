@@ -1,6 +1,7 @@
 package sim
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"net"
@@ -10,8 +11,6 @@ import (
 	"testing/synctest"
 	"time"
 	"unicode/utf8"
-
-	"context"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -317,6 +316,47 @@ func FuzzRequest(f *testing.F) {
 			require.Less(t, rec.status, 500)
 		}
 		require.Zero(t, s.Stats().InFlight)
+	})
+}
+
+// Parameters that would make one request do the work of millions are refused or bounded.
+func TestGreedyParametersAreBounded(t *testing.T) {
+	s := start(t, fast())
+	for body, want := range map[string]int{
+		`{"prompt":["a","b"],"n":16384}`:                                                                         400,
+		`{"prompt":"a","prompt_logprobs":1000000000}`:                                                            400,
+		`{"prompt":"a","logprobs":1000000000}`:                                                                   400,
+		`{"prompt":"a","min_tokens":9223372036854775807,"stop":["a"]}`:                                           200,
+		`{"prompt":"a","stream":true,"stream_interval":9223372036854775807}`:                                     200,
+		`{"prompt":"a","max_tokens":99999999999999999999}`:                                                       400,
+		`{"prompt":"a","stop_token_ids":[-9223372036854775808,9223372036854775807],"seed":-9223372036854775808}`: 200,
+	} {
+		status, answer := ask(t, s, "/v1/completions", body)
+		assert.Equal(t, want, status, answer)
+		assert.NotContains(t, answer, `"error": `)
+	}
+}
+
+// Any command line gives a config that can start, or an error.
+func FuzzFlags(f *testing.F) {
+	f.Add("--port 1 --served-model-name a b --sim-fail crash=1@2 --block-size=3")
+	f.Add("--data-parallel-size 2 --data-parallel-rank 1 --no-enable-prefix-caching --sim-step-ms 1e9")
+	f.Fuzz(func(t *testing.T, line string) {
+		cfg, _, err := ParseFlags(strings.Fields(line))
+		if err == nil {
+			require.NoError(t, cfg.Validate())
+		}
+	})
+}
+
+// A frame survives its encoding, and any bytes are some frame.
+func FuzzFrame(f *testing.F) {
+	f.Add([]byte("H\x01\x02\x00\x04\x00\x00\x00abcdefgh"))
+	f.Fuzz(func(t *testing.T, raw []byte) {
+		var b [frameSize]byte
+		copy(b[:], raw)
+		first := decodeFrame(b)
+		require.Equal(t, first, decodeFrame(first.encode()))
 	})
 }
 

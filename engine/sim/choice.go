@@ -2,7 +2,6 @@ package sim
 
 import (
 	"bytes"
-	"slices"
 	"strconv"
 	"sync/atomic"
 	"unicode/utf8"
@@ -90,7 +89,7 @@ func (c *choice) end(output, textTokens int, reason string) {
 func (c *choice) stopAtToken(p *plan) {
 	for i := p.minTokens; i < c.textTokens; i++ {
 		id := int(c.gen.Token(i))
-		if !slices.Contains(p.stopIDs, id) {
+		if !p.stopIDs[id] {
 			continue
 		}
 		textTokens := i

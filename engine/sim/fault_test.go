@@ -127,8 +127,7 @@ func TestHangKeepsHealthAndRecovers(t *testing.T) {
 	failWith(t, s, `{"mode":"hang"}`)
 	got := make(chan string, 1)
 	go func() {
-		_, body := ask(t, s, "/v1/completions", wholeBody)
-		got <- body
+		got <- tryAsk(s.URL()+"/v1/completions", wholeBody)
 	}()
 	eventually(t, func() bool { return s.Stats().InFlight == 1 })
 	get(t, s, "/health")
@@ -223,8 +222,7 @@ func TestCoreDead(t *testing.T) {
 	bodies := make(chan string, 2)
 	for _, body := range []string{streamBody, strings.Replace(wholeBody, "4", "1000", 1)} {
 		go func() {
-			_, answer := ask(t, s, "/v1/completions", body)
-			bodies <- answer
+			bodies <- tryAsk(s.URL()+"/v1/completions", body)
 		}()
 	}
 	eventually(t, func() bool { return s.Stats().Running == 2 })
@@ -263,8 +261,7 @@ func TestShutdownWithoutTimeoutAborts(t *testing.T) {
 	s := start(t, paced())
 	got := make(chan string, 1)
 	go func() {
-		_, body := ask(t, s, "/v1/completions", strings.Replace(streamBody, "40", "4000", 1))
-		got <- body
+		got <- tryAsk(s.URL()+"/v1/completions", strings.Replace(streamBody, "40", "4000", 1))
 	}()
 	eventually(t, func() bool { return s.Stats().Tokens > 2 })
 	s.Shutdown(context.Background(), 0)
@@ -279,8 +276,7 @@ func TestShutdownDrains(t *testing.T) {
 	s := start(t, c)
 	got := make(chan string, 1)
 	go func() {
-		_, body := ask(t, s, "/v1/completions", streamBody)
-		got <- body
+		got <- tryAsk(s.URL()+"/v1/completions", streamBody)
 	}()
 	eventually(t, func() bool { return s.Stats().Tokens > 2 })
 	s.Shutdown(context.Background(), 10*time.Second)

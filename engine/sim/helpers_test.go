@@ -69,3 +69,17 @@ func eventually(t testing.TB, ok func() bool) {
 	t.Helper()
 	require.Eventually(t, ok, 10*time.Second, 2*time.Millisecond)
 }
+
+// tryAsk is ask for goroutines: the body as far as it came, or the error.
+func tryAsk(url, body string) string {
+	resp, err := client.Post(url, "application/json", strings.NewReader(body))
+	if err != nil {
+		return err.Error()
+	}
+	defer func() { _ = resp.Body.Close() }()
+	b, err := io.ReadAll(resp.Body)
+	if err != nil {
+		return string(b) + err.Error()
+	}
+	return string(b)
+}

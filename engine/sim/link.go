@@ -77,7 +77,6 @@ func writeFrame(c net.Conn, f frame) error {
 // link joins this process to its group. Close ends it; the peers notice.
 type link struct {
 	rank  *rank
-	log   func(msg string, args ...any)
 	conns []net.Conn // coordinator: by rank, own slot nil; member: the one to rank 0
 	wg    sync.WaitGroup
 	stop  chan struct{}
@@ -131,11 +130,10 @@ func (l *link) gather(ctx context.Context, cfg *Config) error {
 // welcome checks a newcomer; false = it was no rank of this group.
 func (l *link) welcome(conn net.Conn, cfg *Config) (bool, error) {
 	_ = conn.SetReadDeadline(time.Now().Add(frameTimeout))
-	hello, err := readFrame(conn)
+	hello, _ := readFrame(conn) // an unreadable one is no hello
 	rank := int(hello.rank)
-	if err != nil || hello.kind != frameHello || int(hello.spare) != cfg.DPSize || rank == 0 || rank >= cfg.DPSize || l.conns[rank] != nil {
-		_ = conn.Close()
-		return false, nil
+	if hello.kind != frameHello || int(hello.spare) != cfg.DPSize || rank == 0 || rank >= cfg.DPSize || l.conns[rank] != nil {
+		return false, conn.Close()
 	}
 	l.conns[rank] = conn
 	if hello.value != cfg.collectiveHash() {

@@ -40,8 +40,7 @@ func TestHungRankStallsItsPeers(t *testing.T) {
 	require.NoError(t, g[1].Fail(Fault{Mode: ModeHang}))
 	got := make(chan string, 1)
 	go func() {
-		_, body := ask(t, g[0], "/v1/completions", wholeBody)
-		got <- body
+		got <- tryAsk(g[0].URL()+"/v1/completions", wholeBody)
 	}()
 	eventually(t, func() bool { return g[0].Stats().Running == 1 })
 	assert.Empty(t, get(t, g[0], "/health"))
@@ -58,8 +57,7 @@ func TestDeadRankOverGloo(t *testing.T) {
 		busy := g[1-victim]
 		got := make(chan string, 1)
 		go func() {
-			_, body := ask(t, busy, "/v1/completions", strings.Replace(streamBody, "40", "20000", 1))
-			got <- body
+			got <- tryAsk(busy.URL()+"/v1/completions", strings.Replace(streamBody, "40", "20000", 1))
 		}()
 		eventually(t, func() bool { return busy.Stats().Tokens > 3 })
 		require.NoError(t, g[victim].Fail(Fault{Mode: ModeKill}))
@@ -93,8 +91,7 @@ func TestStoppedRankEndsItsStreamsWithTheErrorEvent(t *testing.T) {
 	g := group(t, 2, quickDeath)
 	got := make(chan string, 1)
 	go func() {
-		_, body := ask(t, g[1], "/v1/completions", strings.Replace(streamBody, "40", "20000", 1))
-		got <- body
+		got <- tryAsk(g[1].URL()+"/v1/completions", strings.Replace(streamBody, "40", "20000", 1))
 	}()
 	eventually(t, func() bool { return g[1].Stats().Tokens > 3 })
 	g[1].Shutdown(context.Background(), 0)

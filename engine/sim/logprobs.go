@@ -12,7 +12,7 @@ func logprobOf(k int) float64 { return -0.25 - 1.5*float64(k) }
 
 // alternative is the k-th best token (k ≥ 1) beside id.
 func alternative(id uint32, k int) uint32 {
-	return uint32('a'+(int(id%7)+k)%26) | uint32('a'+k%26)<<8 //nolint:gosec // letters
+	return uint32('a'+(int(id%7)+k)%26) | uint32('a'+k%26)<<8
 }
 
 func tokenText(id uint32) string { return em.ValidText(em.AppendText(nil, id)) }

@@ -54,9 +54,9 @@ func Main(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 		return complain(stderr, err)
 	}
 	cfg.kill = func() { _ = syscall.Kill(os.Getpid(), syscall.SIGKILL) }
-	cfg.orphan = func(port int) error { return orphan(args, port) }
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
+	cfg.orphan = func(port int) error { return orphan(ctx, args, port) }
 	if watch {
 		go watchStdin(cancel)
 	}
@@ -185,13 +185,13 @@ func (s *Server) exitCode(err error) int {
 }
 
 // orphan starts this program again, as a child in the same process group that only holds port.
-func orphan(args []string, port int) error {
+func orphan(ctx context.Context, args []string, port int) error {
 	program, err := os.Executable()
 	if err != nil {
 		return err
 	}
 	own := os.Args[1:max(1, len(os.Args)-len(args))] // the words in front of the engine's flags: "engine sim"
-	cmd := exec.CommandContext(context.WithoutCancel(context.Background()), program, append(slices.Clone(own), holdFlag, strconv.Itoa(port))...)
+	cmd := exec.CommandContext(context.WithoutCancel(ctx), program, append(slices.Clone(own), holdFlag, strconv.Itoa(port))...)
 	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr // as a real engine's children do
 	ready, err := cmd.StdinPipe()
 	if err != nil {
@@ -201,15 +201,15 @@ func orphan(args []string, port int) error {
 		return err
 	}
 	_ = ready.Close()
-	return portTaken(port)
+	return portTaken(ctx, port)
 }
 
 // portTaken waits until the child holds its port.
-func portTaken(port int) error {
+func portTaken(ctx context.Context, port int) error {
 	addr := net.JoinHostPort(DefaultHost, strconv.Itoa(port))
 	for end := time.Now().Add(frameTimeout); time.Now().Before(end); time.Sleep(dialPause) {
 		d := net.Dialer{Timeout: time.Second}
-		c, err := d.DialContext(context.Background(), "tcp", addr)
+		c, err := d.DialContext(ctx, "tcp", addr)
 		if err == nil {
 			return c.Close()
 		}

@@ -9,8 +9,9 @@ import (
 
 // Defaults and bounds of the API.
 const (
-	defaultMaxTokens = 16 // of completions; chat has what the context leaves
-	maxN             = 16384
+	defaultMaxTokens = 16    // of completions; chat has what the context leaves
+	maxN             = 16384 // choices of a request, over all prompts
+	maxInterval      = 1 << 20
 	maxTokenID       = math.MaxUint32
 )
 
@@ -36,7 +37,7 @@ type plan struct {
 	returnIDs      bool
 
 	stops       []string
-	stopIDs     []int
+	stopIDs     map[int]bool
 	includeStop bool
 	ignoreEOS   bool
 	minTokens   int
@@ -60,14 +61,14 @@ func (p *plan) common(f *fields) {
 		p.n = n
 	}
 	p.stops = f.texts("stop")
-	p.stopIDs = f.nums("stop_token_ids")
+	p.readStopIDs(f)
 	p.includeStop = f.flag("include_stop_str_in_output")
 	p.ignoreEOS = f.flag("ignore_eos")
 	p.minTokens, _ = f.num("min_tokens")
 	p.returnIDs = f.flag("return_token_ids")
 	p.salt = f.str("cache_salt")
 	p.interval, _ = f.num("stream_interval")
-	p.interval = max(1, p.interval)
+	p.interval = min(max(1, p.interval), maxInterval)
 	seed, _ := f.num("seed")
 	p.seed = uint64(seed) //nolint:gosec // any bit pattern is a seed
 	p.promptLogprobs = -1
@@ -92,8 +93,8 @@ func (p *plan) sampling(f *fields) *apiError {
 	if p.n < 1 {
 		return badRequest("", "n must be at least 1, got %d.", p.n)
 	}
-	if p.n > maxN {
-		return badRequest("", "n must be at most %d, got %d.", maxN, p.n)
+	if p.n > maxN || p.n*len(p.prompts) > maxN {
+		return badRequest("", "n must be at most %d, got %d for %d prompts.", maxN, p.n, len(p.prompts))
 	}
 	if t, ok := f.float("temperature"); ok && t < 0 {
 		return badRequest("temperature", "temperature must be non-negative, got %s. (parameter=temperature, value=%s)", pyFloat(t), pyFloat(t))
@@ -158,6 +159,10 @@ func (p *plan) late(ranks int) *apiError {
 		return badRequest("logprobs", "Requested sample logprobs of %d, which is greater than max allowed: %d (parameter=logprobs, value=%d)",
 			p.logprobs, maxTopLogprobs, p.logprobs)
 	}
+	if p.promptLogprobs > maxTopLogprobs {
+		return badRequest("prompt_logprobs", "Requested prompt logprobs of %d, which is greater than max allowed: %d (parameter=prompt_logprobs, value=%d)",
+			p.promptLogprobs, maxTopLogprobs, p.promptLogprobs)
+	}
 	return nil
 }
 
@@ -199,15 +204,16 @@ func (p *plan) finishCheck(f *fields, s *settings, given bool) *apiError {
 	if err := p.sampling(f); err != nil {
 		return err
 	}
-	if err := f.err(); err != nil {
-		return err
-	}
-	for i := range p.stopIDs {
-		if p.stopIDs[i] < 0 {
-			return badRequest("stop_token_ids", "stop_token_ids must not be negative, got %d.", p.stopIDs[i])
+	return f.err()
+}
+
+func (p *plan) readStopIDs(f *fields) {
+	for _, id := range f.nums("stop_token_ids") {
+		if p.stopIDs == nil {
+			p.stopIDs = make(map[int]bool)
 		}
+		p.stopIDs[id] = true
 	}
-	return nil
 }
 
 func (p *plan) maxTokens(f *fields, names ...string) (given bool) {

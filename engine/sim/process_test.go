@@ -46,7 +46,7 @@ func launchOn(t testing.TB, port int, args ...string) *process {
 	t.Helper()
 	p := &process{port: port, ready: make(chan struct{}), ended: make(chan struct{})}
 	p.cmd = exec.CommandContext(context.Background(), os.Args[0], append([]string{"--port", strconv.Itoa(p.port)}, args...)...)
-	p.cmd.Env = append(os.Environ(), asEngine+"=1", "GOMAXPROCS=")
+	p.cmd.Env = append(os.Environ(), asEngine+"=1", "GOMAXPROCS=", "GORACE=atexit_sleep_ms=0")
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	p.cmd.WaitDelay = time.Second
 	p.cmd.Stderr = p

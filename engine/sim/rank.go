@@ -92,20 +92,15 @@ func (r *rank) turn(spare []em.Input) (time.Duration, []em.Input) {
 	return wake, in
 }
 
-// submit hands inputs to the engine; false = the inbox is full (words of the lockstep group always fit).
-func (r *rank) submit(in ...em.Input) bool {
+// submit hands in what is not a request: few and never refused.
+func (r *rank) submit(in em.Input) {
 	r.inMu.Lock()
-	if len(r.inbox)+len(in) > maxInbox && in[0].Kind == em.InputAdd {
-		r.inMu.Unlock()
-		return false
-	}
-	r.inbox = append(r.inbox, in...)
+	r.inbox = append(r.inbox, in)
 	r.inMu.Unlock()
 	r.wake()
-	return true
 }
 
-// add hands in all sequences of a call, as one.
+// add hands in all sequences of a call, as one; false = the inbox is full.
 func (r *rank) add(c *call) bool { return r.submitAll(c, em.InputAdd) }
 
 // abort takes the sequences of a call out of the engine.
@@ -143,7 +138,7 @@ func (r *rank) stats() em.Stats {
 func (r *rank) pass(e *em.Effect) {
 	switch e.Kind {
 	case em.EffectToken:
-		c := e.Req.User.(*choice)
+		c, _ := e.Req.User.(*choice)
 		r.meters.token(e.Req)
 		if e.Req.Produced() == 1 {
 			c.cached.Store(int32(e.Req.Cached())) //nolint:gosec // below the model length
@@ -154,9 +149,10 @@ func (r *rank) pass(e *em.Effect) {
 		}
 	case em.EffectFinished:
 		r.meters.finished(e.Req)
-		e.Req.User.(*choice).finish(e.Req.Finish())
+		c, _ := e.Req.User.(*choice)
+		c.finish(e.Req.Finish())
 	case em.EffectRejected:
-		c := e.Req.User.(*choice)
+		c, _ := e.Req.User.(*choice)
 		c.rejected.Store(true)
 		c.finish(em.FinishError)
 	case em.EffectDied:

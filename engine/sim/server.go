@@ -82,7 +82,7 @@ func New(cfg Config) (*Server, error) {
 	if s.log == nil {
 		s.log = slog.New(slog.DiscardHandler)
 	}
-	s.ids.Store(uint64(s.started.UnixNano())) //nolint:gosec // any bits do
+	s.ids.Store(uint64(s.started.UnixNano()))
 	for i := range cfg.ranks() {
 		r, err := newRank(strconv.Itoa(max(i, cfg.DPRank)), cfg.Model, s.started)
 		if err != nil {
@@ -154,14 +154,15 @@ func (s *Server) Listen(ctx context.Context) error {
 		return fmt.Errorf("listen on %s: %w", addr, err)
 	}
 	addr = inner.Addr().String()
-	s.gate = newGate(inner, func() (net.Listener, error) { return s.cfg.listen(context.Background(), addr) })
-	s.begin()
+	again := context.WithoutCancel(ctx) // the engine outlives its start
+	s.gate = newGate(inner, func() (net.Listener, error) { return s.cfg.listen(again, addr) })
+	s.begin(again)
 	return nil
 }
 
 // begin starts the engine's goroutines and its schedule of faults.
-func (s *Server) begin() {
-	ctx, cancel := context.WithCancel(context.Background())
+func (s *Server) begin(ctx context.Context) {
+	ctx, cancel := context.WithCancel(ctx)
 	s.cancel = cancel
 	for _, r := range s.ranks {
 		s.wg.Go(func() { r.run(ctx) })
@@ -189,7 +190,7 @@ func (s *Server) startup(ctx context.Context) error {
 		return errors.New("start fails as told: drop --sim-fail start-exit")
 	}
 	if file := s.cfg.StartExitOnce; file != "" {
-		f, err := os.OpenFile(file, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600) //nolint:gosec // the operator names the file
+		f, err := os.OpenFile(file, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
 		if err == nil {
 			return errors.Join(errors.New("start fails once as told: the next one succeeds"), f.Close())
 		}
@@ -276,7 +277,7 @@ func (s *Server) Close() error {
 	if s.link != nil {
 		s.link.close()
 	}
-	s.await(context.Background(), endWait) // handlers end with their connections
+	s.await(nil, endWait) // handlers end with their connections
 	s.wg.Wait()
 	return err
 }
@@ -328,7 +329,7 @@ func (s *Server) Shutdown(ctx context.Context, timeout time.Duration) {
 	for _, r := range s.ranks {
 		r.submit(em.Input{Kind: kind})
 	}
-	s.await(ctx, endWait)
+	s.await(ctx.Done(), endWait)
 	s.leave(0, "stopped")
 }
 
@@ -338,20 +339,20 @@ func (s *Server) drain(ctx context.Context, timeout time.Duration) bool {
 		return true
 	}
 	begun := time.Now()
-	if !s.await(ctx, timeout) {
+	if !s.await(ctx.Done(), timeout) {
 		return false
 	}
 	s.linger(ctx, min(s.cfg.scaled(s.cfg.Linger), timeout-time.Since(begun)))
 	return true
 }
 
-// await waits until nothing is in flight, at most d.
-func (s *Server) await(ctx context.Context, d time.Duration) bool {
+// await waits until nothing is in flight, at most d or until quit.
+func (s *Server) await(quit <-chan struct{}, d time.Duration) bool {
 	select {
 	case <-s.active.idle():
 		return true
 	case <-time.After(d):
-	case <-ctx.Done():
+	case <-quit:
 	}
 	return false
 }

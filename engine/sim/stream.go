@@ -27,7 +27,7 @@ type writer struct {
 
 // stream writes the events of a call as the engine makes them: everything that is there, then one flush.
 func (s *Server) stream(w http.ResponseWriter, r *http.Request, rank *rank, c *call, fault *Fault) {
-	buf := buffers.Get().(*[]byte)
+	buf, _ := buffers.Get().(*[]byte)
 	out := &writer{server: s, out: w, call: c, fault: fault, buf: (*buf)[:0], open: len(c.choices)}
 	out.flush, _ = w.(http.Flusher)
 	defer func() {
@@ -138,7 +138,7 @@ func (o *writer) due() bool { return o.bounded() && o.sent >= o.fault.AfterToken
 
 // strike ends the stream as its fault says.
 func (o *writer) strike(r *http.Request) {
-	switch o.fault.Mode { //nolint:exhaustive // the other modes never get here
+	switch o.fault.Mode {
 	case ModeCut:
 		reset(r)
 	case ModeStall:

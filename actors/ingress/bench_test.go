@@ -1,0 +1,282 @@
+package ingress
+
+import (
+	"context"
+	"errors"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/http/httputil"
+	"net/url"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/telemetry"
+)
+
+// typicalChunk is what an engine sends per token.
+const typicalChunk = `data: {"id":"chatcmpl-req-fixed-1","object":"chat.completion.chunk","created":1795230441,"model":"tiny","choices":[{"index":0,"delta":{"content":" over"},"logprobs":null,"finish_reason":null,"token_ids":null}]}` + "\n\n"
+
+// chunks is an engine's body of n chunks, one per read.
+type chunks struct{ left int }
+
+func (c *chunks) Read(p []byte) (int, error) {
+	if c.left == 0 {
+		return 0, io.EOF
+	}
+	c.left--
+	return copy(p, typicalChunk), nil
+}
+
+func (c *chunks) Close() error { return nil }
+
+// sinkWriter is a client that takes everything.
+type sinkWriter struct {
+	header http.Header
+	n      int
+}
+
+func (w *sinkWriter) Header() http.Header         { return w.header }
+func (w *sinkWriter) Write(b []byte) (int, error) { w.n += len(b); return len(b), nil }
+func (w *sinkWriter) WriteHeader(int)             {}
+func (w *sinkWriter) FlushError() error           { return nil }
+
+// swallow is a mailbox that swallows.
+type swallow struct{}
+
+func (swallow) TrySend(any) error        { return nil }
+func (swallow) Send(any)                 {}
+func (swallow) Stopped() <-chan struct{} { return nil }
+
+// relayRig is the relay loop alone: no sockets, no net/http.
+func relayRig(tb testing.TB) (relay func(n int)) {
+	tb.Helper()
+	in := bareIngress()
+	l := newLane(in, "demo")
+	l.meter.Store(telemetry.New().App("demo", "random"))
+	c := newCall(in)
+	spec := &served{app: demoApp(), firstToken: time.Hour, between: time.Hour, attempts: 3}
+	req, err := http.NewRequestWithContext(context.Background(), http.MethodPost, "/", nil)
+	require.NoError(tb, err)
+	w := &sinkWriter{header: http.Header{}}
+	c.w, c.r, c.rc, c.flush, c.route = w, req, http.NewResponseController(w), w.FlushError, openai.Chat
+	c.entry, c.scan.Choices = &entry{served: spec, lane: l}, 1
+	body := &chunks{}
+	resp := &http.Response{StatusCode: 200, Header: http.Header{}, Body: body}
+	rk := &rank{mailbox: swallow{}}
+	ctx, cancel := context.WithCancelCause(context.Background())
+	tb.Cleanup(func() { cancel(nil) })
+	return func(n int) {
+		c.attempt = attempt{rank: rk, start: time.Now(), cancel: cancel}
+		c.guard.begin(cancel)
+		c.status, c.cut, body.left = 0, false, n
+		res := c.relayStream(ctx, resp)
+		c.guard.end()
+		if res.cause != causeUpstreamLost { // the chunks never finish
+			tb.Fatal(res.cause, res.err)
+		}
+	}
+}
+
+func bareIngress() *Ingress {
+	in := &Ingress{node: "n1", timers: Timers{}.withDefaults(), limits: Limits{}.withDefaults(), log: slog.New(slog.DiscardHandler), base: time.Now()}
+	in.calls.New = func() any { return newCall(in) }
+	return in
+}
+
+// TestRelayAllocatesNothingPerChunk: a stream of 3,000 chunks allocates no more than one of 1,000.
+func TestRelayAllocatesNothingPerChunk(t *testing.T) {
+	relay := relayRig(t)
+	relay(10)
+	short := testing.AllocsPerRun(10, func() { relay(1000) })
+	long := testing.AllocsPerRun(10, func() { relay(3000) })
+	assert.InDelta(t, short, long, 4, "only a Progress message now and then may differ")
+}
+
+func BenchmarkRelayChunk(b *testing.B) {
+	relay := relayRig(b)
+	b.ReportAllocs()
+	b.SetBytes(int64(len(typicalChunk)))
+	b.ResetTimer()
+	relay(b.N)
+}
+
+// cpu is the process's CPU time.
+func cpu() time.Duration {
+	var u syscall.Rusage
+	if syscall.Getrusage(syscall.RUSAGE_SELF, &u) != nil {
+		return 0
+	}
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
+}
+
+// benchEngine answers like an engine on a raw connection, so that the engine's own cost is small: whole answers, or n paced
+// chunks.
+func benchEngine(b *testing.B, paced int, pace time.Duration) string {
+	b.Helper()
+	l, err := (&net.ListenConfig{}).Listen(context.Background(), "tcp", "127.0.0.1:0")
+	require.NoError(b, err)
+	srv := &http.Server{ReadHeaderTimeout: time.Minute, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		drain(r)
+		if paced == 0 {
+			w.Header().Set("Content-Type", "application/json")
+			_, _ = io.WriteString(w, wholeAnswer)
+			return
+		}
+		w.Header().Set("Content-Type", "text/event-stream")
+		f := w.(http.Flusher)
+		tick := time.NewTicker(pace)
+		defer tick.Stop()
+		for range paced {
+			<-tick.C
+			_, _ = io.WriteString(w, typicalChunk)
+			f.Flush()
+		}
+		sse(w, stopChunk, doneEvent)
+	})}
+	go func() { _ = srv.Serve(l) }()
+	b.Cleanup(func() { _ = srv.Close() })
+	return "http://" + l.Addr().String()
+}
+
+// plainProxy is what an ingress must not be slower than: httputil.ReverseProxy that reads the body whole.
+func plainProxy(b *testing.B, engine string) string {
+	b.Helper()
+	target, err := url.Parse(engine)
+	require.NoError(b, err)
+	p := &httputil.ReverseProxy{
+		Rewrite:       func(r *httputil.ProxyRequest) { r.SetURL(target) },
+		FlushInterval: -1,
+		Transport:     &http.Transport{MaxIdleConnsPerHost: 1024, DisableCompression: true},
+	}
+	h := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		body, err := io.ReadAll(r.Body)
+		if err != nil {
+			return
+		}
+		r.Body = io.NopCloser(strings.NewReader(string(body)))
+		p.ServeHTTP(w, r)
+	})
+	l, err := (&net.ListenConfig{}).Listen(context.Background(), "tcp", "127.0.0.1:0")
+	require.NoError(b, err)
+	srv := &http.Server{ReadHeaderTimeout: time.Minute, Handler: h}
+	go func() { _ = srv.Serve(l) }()
+	b.Cleanup(func() { _ = srv.Close() })
+	return "http://" + l.Addr().String()
+}
+
+// benchIngress is an ingress in front of one engine, with a fake replica.
+func benchIngress(b *testing.B, engine string) string {
+	b.Helper()
+	s, f := newStore(), &feed{}
+	r := &replica{feed: f, app: "demo", unit: "demo/0/0", url: engine, max: 1024, owned: true, epoch: 1, incarnation: 7, accepting: true}
+	r.stopped, r.open = make(chan struct{}), map[uint64]msg.Admit{}
+	f.replicas = []*replica{r}
+	a := demoApp()
+	a.Routing = app.Routing{Policy: "power-of-two", Preset: "documented"}
+	deploy(b, s, a, 1)
+	in, err := New(Config{Node: "n1", Store: s, Feed: f, Metrics: telemetry.New(), Log: slog.New(slog.DiscardHandler), Seed: 1})
+	require.NoError(b, err)
+	addr, err := in.Listen(context.Background(), "127.0.0.1:0")
+	require.NoError(b, err)
+	go func() { _ = in.Serve() }()
+	b.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+		defer cancel()
+		_ = in.Close(ctx)
+	})
+	return "http://" + addr.String()
+}
+
+// load sends n requests over c connections and gives the CPU of the whole process per request: engine, client and proxy.
+func load(b *testing.B, target, body string, n, c int) time.Duration {
+	b.Helper()
+	client := &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 1024, DisableCompression: true}}
+	defer client.CloseIdleConnections()
+	jobs, errs := make(chan struct{}), make(chan error, c)
+	before := cpu()
+	for range c {
+		go func() {
+			for range jobs {
+				if err := once(client, target, body); err != nil {
+					errs <- err
+					return
+				}
+			}
+			errs <- nil
+		}()
+	}
+	for range n {
+		jobs <- struct{}{}
+	}
+	close(jobs)
+	for range c {
+		require.NoError(b, <-errs)
+	}
+	return (cpu() - before) / time.Duration(n)
+}
+
+func once(client *http.Client, target, body string) error {
+	req, err := http.NewRequestWithContext(context.Background(), http.MethodPost, target+"/v1/chat/completions", strings.NewReader(body))
+	if err != nil {
+		return err
+	}
+	req.Header.Set("Content-Type", "application/json")
+	resp, err := client.Do(req)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = resp.Body.Close() }()
+	if _, err := io.Copy(io.Discard, resp.Body); err != nil {
+		return err
+	}
+	if resp.StatusCode != http.StatusOK {
+		return errors.New(resp.Status)
+	}
+	return nil
+}
+
+// BenchmarkSmallRequest compares CPU per small request: direct, through the ingress, through a plain ReverseProxy, in one run.
+// The proxies' own cost is the difference to direct.
+func BenchmarkSmallRequest(b *testing.B) { compare(b, chatBody, 0, 0, 8, 1) }
+
+// BenchmarkLargeRequest is the same with a body of 400 KB.
+func BenchmarkLargeRequest(b *testing.B) {
+	compare(b, `{"model":"demo","messages":[{"role":"user","content":"`+strings.Repeat("a prompt. ", 40<<10)+`"}]}`, 0, 0, 4, 1)
+}
+
+// BenchmarkPacedChunk is CPU per chunk: 64 streams, one chunk per 10 ms each.
+func BenchmarkPacedChunk(b *testing.B) { compare(b, streamBody, 200, 10*time.Millisecond, 64, 200) }
+
+func compare(b *testing.B, body string, paced int, pace time.Duration, conc, per int) {
+	engine := benchEngine(b, paced, pace)
+	targets := []string{engine, benchIngress(b, engine), plainProxy(b, engine)}
+	var total [3]time.Duration
+	n := max(b.N, conc) / 2
+	for _, t := range targets {
+		load(b, t, body, min(n, conc), conc) // warm
+	}
+	rounds := 0
+	b.ResetTimer()
+	for range 2 {
+		for i, t := range targets {
+			total[i] += load(b, t, body, max(n, conc), conc)
+		}
+		rounds++
+	}
+	us := func(d time.Duration) float64 { return float64(d.Nanoseconds()) / 1000 / float64(rounds*per) }
+	own, plain := us(total[1]-total[0]), us(total[2]-total[0])
+	b.ReportMetric(own, "us-ingress")
+	b.ReportMetric(plain, "us-reverseproxy")
+	b.ReportMetric(own/plain, "ratio")
+	b.ReportMetric(us(total[0]), "us-direct")
+}

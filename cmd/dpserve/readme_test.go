@@ -1,0 +1,182 @@
+package main
+
+import (
+	"context"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+// commandBlocks are the ```sh blocks of a document, one command per line.
+func commandBlocks(t *testing.T, path string) []string {
+	t.Helper()
+	text, err := os.ReadFile(path)
+	require.NoError(t, err)
+	var out []string
+	for _, block := range regexp.MustCompile("(?s)```sh\n(.*?)```").FindAllStringSubmatch(string(text), -1) {
+		for l := range strings.Lines(block[1]) {
+			out = append(out, strings.TrimSpace(l))
+		}
+	}
+	return out
+}
+
+// TestREADME runs what the README tells a newcomer to type: its up, from the built binary instead of `go run` (which turns every
+// exit code into 1), its curl against it, then Ctrl-C. `go test ./...` is this run; that .ci/run calls the very same is checked.
+func TestREADME(t *testing.T) {
+	if testing.Short() {
+		t.Skip("streams two whole answers")
+	}
+	commands := commandBlocks(t, "../../README.md")
+	var up, curl string
+	for _, c := range commands {
+		switch {
+		case strings.HasPrefix(c, "go run ./cmd/dpserve up"):
+			up = strings.TrimPrefix(c, "go run ./cmd/dpserve ")
+		case strings.HasPrefix(c, "curl "):
+			curl = c
+		case c == "go test ./...":
+			ci, err := os.ReadFile("../../.ci/run")
+			require.NoError(t, err)
+			assert.Contains(t, string(ci), "stage_test() { "+c+"; }", ".ci/run and the README differ")
+		default:
+			t.Errorf("nobody runs this command of the README: %s", c)
+		}
+	}
+	require.NotEmpty(t, up)
+	require.NotEmpty(t, curl)
+	assert.Contains(t, commands, "go test ./...")
+
+	p := startUp(t, strings.Fields(up)...)
+	assert.Contains(t, p.stdout.String(), curl[:strings.Index(curl, "http")], "the README and `up` print the same curl")
+	for _, command := range []string{p.printed(t, "curl "), strings.ReplaceAll(curl, "127.0.0.1:8000", p.endpoint(t))} {
+		answer := shell(t, command)
+		assert.Contains(t, answer, `"delta":{"content":"`, command)
+		assert.True(t, strings.HasSuffix(strings.TrimSpace(answer), "data: [DONE]"), "%s\n%s", command, answer)
+	}
+	p.interrupt(t)
+}
+
+// TestHelpExamples: the examples that help opens with are commands that exist, with flags that exist.
+func TestHelpExamples(t *testing.T) {
+	root := newRoot(newCLI(t).env)
+	for _, cmd := range append(root.Commands(), root) {
+		for l := range strings.Lines(cmd.Example) {
+			text, _, _ := strings.Cut(l, "#")
+			text, _, _ = strings.Cut(text, "&&")
+			_, text, ok := strings.Cut(strings.NewReplacer("<(", "", ")", "").Replace(text), "dpserve ")
+			require.True(t, ok, "%q of help %s does not call dpserve", l, cmd.Name())
+			found, rest, err := newRoot(newCLI(t).env).Find(strings.Fields(text))
+			require.NoError(t, err, text)
+			require.NoError(t, found.ParseFlags(rest), text)
+			if found.Args != nil {
+				require.NoError(t, found.Args(found, found.Flags().Args()), text)
+			}
+		}
+	}
+}
+
+// upProcess is a real `dpserve up` under test.
+type upProcess struct {
+	cmd            *exec.Cmd
+	stdout, stderr lockedBuffer
+}
+
+// startUp starts this binary as dpserve in the repository's root and waits until it serves.
+func startUp(t *testing.T, args ...string) *upProcess {
+	t.Helper()
+	self, err := os.Executable()
+	require.NoError(t, err)
+	bin := filepath.Join(t.TempDir(), "dpserve") // testscript runs the command that argv[0] names
+	require.NoError(t, os.Symlink(self, bin))
+	ctx, cancel := context.WithTimeout(context.Background(), 2*scriptWait)
+	t.Cleanup(cancel)
+	p := &upProcess{cmd: exec.CommandContext(ctx, bin, args...)}
+	p.cmd.Dir = "../.."
+	p.cmd.Stdout, p.cmd.Stderr = &p.stdout, &p.stderr
+	p.cmd.Env = slices.DeleteFunc(os.Environ(), func(s string) bool { return strings.HasPrefix(s, "DPSERVE_") })
+	p.cmd.Env = append(p.cmd.Env, "TMPDIR="+t.TempDir()) // kill -9 leaves the node's folder behind
+	require.NoError(t, p.cmd.Start())
+	t.Cleanup(func() { _ = p.cmd.Process.Kill(); _ = p.cmd.Wait() })
+	require.True(t, poll(func() bool { return strings.Contains(p.stdout.String(), "RANK ") }), "up does not serve:\n%s", p.stderr.String())
+	return p
+}
+
+// printed is the first line of stdout that begins with prefix.
+func (p *upProcess) printed(t *testing.T, prefix string) string {
+	t.Helper()
+	for l := range strings.Lines(p.stdout.String()) {
+		if strings.HasPrefix(l, prefix) {
+			return strings.TrimSpace(l)
+		}
+	}
+	t.Fatalf("up printed no line that begins with %q", prefix)
+	return ""
+}
+
+func (p *upProcess) endpoint(t *testing.T) string {
+	t.Helper()
+	return strings.TrimSuffix(strings.TrimPrefix(p.printed(t, "endpoint "), "endpoint http://"), "/v1")
+}
+
+// interrupt presses Ctrl-C and checks that nothing is left.
+func (p *upProcess) interrupt(t *testing.T) {
+	t.Helper()
+	engines := children(p.pid())
+	assert.NotEmpty(t, engines)
+	require.NoError(t, p.cmd.Process.Signal(os.Interrupt))
+	require.NoError(t, p.cmd.Wait(), "up ends with 0 after Ctrl-C:\n%s", p.stderr.String())
+	for _, pid := range engines {
+		assert.Equal(t, syscall.ESRCH, syscall.Kill(pid, 0), "engine %d is left", pid)
+	}
+}
+
+func (p *upProcess) pid() string { return strconv.Itoa(p.cmd.Process.Pid) }
+
+// shell runs a printed command as a user would.
+func shell(t *testing.T, command string) string {
+	t.Helper()
+	if _, err := exec.LookPath("curl"); err != nil {
+		t.Skip("curl is not installed")
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), scriptWait)
+	defer cancel()
+	out, err := exec.CommandContext(ctx, "sh", "-c", strings.Replace(command, "curl ", "curl -sS ", 1)).CombinedOutput()
+	require.NoError(t, err, "%s\n%s", command, out)
+	return string(out)
+}
+
+// TestCC6KilledUpLeavesNoEngine: engines die with their node, also when nobody can tell them.
+func TestCC6KilledUpLeavesNoEngine(t *testing.T) {
+	p := startUp(t, "up")
+	engines := children(p.pid())
+	require.Len(t, engines, 4)
+	require.NoError(t, p.cmd.Process.Kill())
+	_ = p.cmd.Wait() // killed
+	for _, pid := range engines {
+		assert.True(t, poll(func() bool { return syscall.Kill(pid, 0) != nil }), "engine %d outlives dpserve", pid)
+	}
+}
+
+// TestCC6Quick measures up to RUNNING and to the first token in real time.
+func TestCC6Quick(t *testing.T) {
+	if os.Getenv("DPSERVE_ACCEPTANCE") == "" {
+		t.Skip("wall-clock times: make acceptance")
+	}
+	began := time.Now()
+	p := startUp(t, "up")
+	assert.Less(t, time.Since(began), 1500*time.Millisecond)
+	shell(t, p.printed(t, "curl "))
+	assert.Less(t, time.Since(began), 10*time.Second)
+	p.interrupt(t)
+}

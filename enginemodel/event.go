@@ -1,0 +1,78 @@
+package enginemodel
+
+import "time"
+
+// InputKind is the closed list of what can happen to a core from outside.
+type InputKind uint8
+
+// The inputs.
+const (
+	InputAdd        InputKind = iota // Req arrives
+	InputAbort                       // Req's client left: it ends at once, without an effect
+	InputAbortAll                    // every request ends with FinishAbort (shutdown without drain)
+	InputKill                        // the core dies: every request ends with FinishError, EffectDied follows
+	InputHang                        // no step ends any more, until InputRecover; aborts still free what they hold
+	InputSlow                        // steps take Factor times as long from the next one on
+	InputRecover                     // ends hang and slow
+	InputGroupBegin                  // lockstep: a wave begins, report a step
+	InputGroupEnd                    // lockstep: the group's step ended; Continue = the wave goes on, report the next one
+	InputPeerLost                    // lockstep: a rank of the group is gone
+)
+
+// Input is one event for a core.
+type Input struct {
+	Kind     InputKind
+	Req      *Request
+	Factor   float64
+	Continue bool
+}
+
+// EffectKind is the closed list of what a core tells its shell.
+type EffectKind uint8
+
+// The effects.
+const (
+	EffectToken    EffectKind = iota // Req has one more token (Produced)
+	EffectFinished                   // Req ended (Finish); the token that ended it came in the EffectToken before
+	EffectRejected                   // Req was never queued: Reject says which limit
+	EffectDied                       // the core is dead
+	EffectWave                       // lockstep: this rank has work, ask the group for a wave
+	EffectReport                     // lockstep: this rank's step takes Took; Unfinished = it will still have work then
+)
+
+// Reject is the admission limit that turned a request away.
+type Reject uint8
+
+// The limits.
+const (
+	RejectNone Reject = iota
+	RejectRequests
+	RejectTokens
+)
+
+// Effect is one thing that the shell has to pass on.
+type Effect struct {
+	Kind       EffectKind
+	Req        *Request
+	Reject     Reject
+	Took       time.Duration
+	Unfinished bool
+}
+
+// Stats are counters since the start, and gauges.
+type Stats struct {
+	Running, Waiting int
+	UsedBlocks       int
+	Blocks           int
+	Steps            uint64
+	StepTokens       int // of the step that ended last
+	PromptTokens     uint64
+	PromptCached     uint64
+	GeneratedTokens  uint64
+	Preemptions      uint64
+	CacheQueries     uint64 // tokens looked up in the prefix cache
+	CacheHits        uint64 // tokens found there
+	Aborted          uint64 // by InputAbort
+	Rejected         [RejectTokens + 1]uint64
+	Finished         [finishReasons]uint64
+}

@@ -1,0 +1,311 @@
+package state
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
+)
+
+var noon = time.Date(2026, 1, 1, 12, 0, 0, 0, time.UTC)
+
+var allPhases = []Phase{"", Pending, Starting, Ready, Fenced, Killing, Backoff, Draining, Failed, Gone}
+
+var eventNames = map[UnitEventKind]string{
+	EvWant: "want", EvRedeploy: "redeploy", EvUnwant: "unwant", EvGranted: "granted", EvLost: "lost", EvNodeLost: "node lost", EvTick: "tick",
+	EvStarted: "started", EvReady: "ready", EvFenced: "fenced", EvKilling: "killing", EvDraining: "draining", EvGone: "gone",
+}
+
+var effectNames = map[EffectKind]string{
+	DoGrant: "grant", DoStart: "start", DoStop: "stop", DoStopOthers: "stop others", ProposeReady: "UnitReady", ProposeFenced: "UnitFenced",
+	ProposeFailed: "UnitFailed", ProposeRelease: "Release", CountRestart: "count",
+}
+
+// in is a machine in a phase, at epoch 3, as it gets there: second attempt of a start, or ready, or after it.
+func in(p Phase) Machine {
+	m := Machine{Phase: p, Epoch: 3, Attempt: 2, Starts: 2, Since: noon}
+	switch p {
+	case Starting:
+		m.Due = noon
+	case Ready, Fenced:
+		m.WasReady, m.Confirmed, m.ReadyAt = true, true, noon
+	case Draining:
+		m.WasReady, m.Stopping, m.Due, m.StopBy = true, true, noon, noon.Add(time.Minute)
+	case Backoff:
+		m.Due = noon
+	default:
+	}
+	return m
+}
+
+// edges is the whole table: what is not in it changes nothing. "phase event" → "phase: effects".
+var edges = map[string]string{
+	" want":           "pending: grant",
+	" granted":        "gone: Release",
+	"gone want":       "pending: grant",
+	"gone granted":    "gone: Release",
+	"pending unwant":  "gone: Release",
+	"pending granted": "starting: start, count",
+
+	"starting unwant":    "killing: stop",
+	"starting lost":      "pending: grant",
+	"starting node lost": "pending: Release, grant",
+	"starting tick":      "starting: start",
+	"starting started":   "starting:",
+	"starting ready":     "ready: UnitReady",
+	"starting fenced":    "fenced: UnitFenced, stop others",
+	"starting killing":   "killing: stop others",
+	"starting gone":      "backoff:",
+
+	"ready unwant":    "draining: stop",
+	"ready lost":      "pending: grant",
+	"ready node lost": "pending: Release, grant",
+	"ready fenced":    "fenced: UnitFenced, stop others",
+	"ready killing":   "killing: UnitFenced, stop others",
+	"ready draining":  "draining:",
+	"ready gone":      "backoff: UnitFenced",
+
+	"fenced unwant":    "killing: stop",
+	"fenced lost":      "pending: grant",
+	"fenced node lost": "pending: Release, grant",
+	"fenced killing":   "killing:",
+	"fenced gone":      "backoff:",
+
+	"killing unwant":    "killing: stop",
+	"killing lost":      "pending: grant",
+	"killing node lost": "pending: Release, grant",
+	"killing killing":   "killing:",
+	"killing gone":      "backoff:",
+
+	"backoff unwant":    "gone: Release",
+	"backoff redeploy":  "pending: grant",
+	"backoff node lost": "pending: Release, grant",
+	"backoff tick":      "backoff: grant",
+	"backoff granted":   "starting: start, count",
+
+	"draining lost":      "gone: Release",
+	"draining node lost": "gone: Release",
+	"draining tick":      "draining: stop",
+	"draining draining":  "draining:",
+	"draining killing":   "killing:",
+	"draining gone":      "gone: Release",
+
+	"failed unwant":   "gone: Release",
+	"failed redeploy": "pending: grant",
+}
+
+func describe(m Machine, effects []Effect) string {
+	var names []string
+	for _, e := range effects {
+		names = append(names, effectNames[e.Kind])
+	}
+	return strings.TrimSuffix(string(m.Phase)+": "+strings.Join(names, ", "), " ")
+}
+
+func epochFor(k UnitEventKind) uint64 {
+	if k == EvGranted {
+		return 4
+	}
+	return 3
+}
+
+func TestEveryPhaseAndEvent(t *testing.T) {
+	seen := map[string]bool{}
+	for _, p := range allPhases {
+		for k := EvWant; k <= EvGone; k++ {
+			name := string(p) + " " + eventNames[k]
+			before := in(p)
+			after, effects := Next(before, Event{Kind: k, Epoch: epochFor(k), Attempt: 3, Grace: time.Minute}, noon, Timers{})
+			want, listed := edges[name]
+			seen[name] = true
+			if !listed {
+				assert.Equal(t, before, after, name)
+				assert.Empty(t, effects, name)
+				continue
+			}
+			assert.Equal(t, want, describe(after, effects), name)
+			assert.Equal(t, in(p), before, "the argument changed")
+		}
+	}
+	for name := range edges {
+		assert.True(t, seen[name], "edge %q of the table belongs to no phase and event", name)
+	}
+}
+
+func TestEventsOfOtherEpochsChangeNothing(t *testing.T) {
+	for _, p := range allPhases {
+		for k := EvWant; k <= EvGone; k++ {
+			for _, epoch := range []uint64{0, 2, 4} {
+				if k < EvStarted && (k != EvGranted || epoch > 3) {
+					continue
+				}
+				after, effects := Next(in(p), Event{Kind: k, Epoch: epoch}, noon, Timers{})
+				assert.Equal(t, in(p), after, "%s %s", p, eventNames[k])
+				assert.Empty(t, effects)
+			}
+		}
+	}
+}
+
+func TestAttachedUnitRecoversUnderItsEpoch(t *testing.T) {
+	m := in(Ready)
+	m.Attach = true
+	m, effects := Next(m, Event{Kind: EvFenced, Epoch: 3, Reason: "refused"}, noon, Timers{})
+	assert.Equal(t, "fenced: UnitFenced", describe(m, effects))
+	assert.Equal(t, "refused", m.Reason)
+	m, effects = Next(m, Event{Kind: EvReady, Epoch: 3}, noon.Add(time.Second), Timers{})
+	assert.Equal(t, "ready: UnitReady", describe(m, effects))
+	assert.Equal(t, uint64(3), m.Epoch)
+	assert.Empty(t, m.Reason)
+	assert.Equal(t, noon.Add(time.Second), m.Since)
+}
+
+func TestThirdFailedStartIsFailed(t *testing.T) {
+	m, effects := Next(Machine{}, Event{Kind: EvWant}, noon, Timers{})
+	require.Equal(t, []Effect{{Kind: DoGrant, Attempt: 1}}, effects)
+	for attempt, wait := range []time.Duration{time.Second, 2 * time.Second, 0} {
+		m, _ = Next(m, Event{Kind: EvGranted, Epoch: uint64(attempt + 1), Attempt: attempt + 1}, noon, Timers{})
+		m, effects = Next(m, Event{Kind: EvGone, Epoch: m.Epoch, Reason: fmt.Sprint("cause ", attempt), LogTail: []string{"l"}}, noon, Timers{})
+		if attempt == 2 {
+			break
+		}
+		require.Equal(t, noon.Add(wait), m.Due)
+		early, none := Next(m, Event{Kind: EvTick}, noon.Add(wait-1), Timers{})
+		require.Equal(t, m, early)
+		require.Empty(t, none)
+		m, effects = Next(m, Event{Kind: EvTick}, noon.Add(wait), Timers{})
+		require.Equal(t, []Effect{{Kind: DoGrant, Attempt: attempt + 2}}, effects)
+	}
+	assert.Equal(t, "failed: UnitFailed", describe(m, effects))
+	assert.Equal(t, "cause 2", m.Reason)
+	assert.Equal(t, []string{"l"}, m.LogTail)
+	m, effects = Next(m, Event{Kind: EvRedeploy}, noon, Timers{})
+	assert.Equal(t, []Effect{{Kind: DoGrant, Attempt: 1}}, effects)
+	assert.Empty(t, m.Reason)
+}
+
+func TestRestartsDoubleAndReset(t *testing.T) {
+	m := in(Ready)
+	now := noon
+	fail := func() time.Duration {
+		m.Phase, m.WasReady, m.ReadyAt = Ready, true, now
+		m, _ = Next(m, Event{Kind: EvGone, Epoch: 3}, now, Timers{})
+		return m.Due.Sub(now) / time.Second
+	}
+	for _, want := range []time.Duration{1, 2, 4, 8, 16, 32, 64, 64} {
+		require.Equal(t, want, fail())
+	}
+	m.Phase, m.WasReady, m.ReadyAt = Ready, true, now
+	m, _ = Next(m, Event{Kind: EvGone, Epoch: 3}, now.Add(DefaultRestartReset), Timers{})
+	assert.Equal(t, noon.Add(DefaultRestartReset+time.Second), m.Due)
+	assert.Zero(t, m.Attempt, "the next start is the first attempt")
+}
+
+func TestStopCarriesTheGraceThatIsLeft(t *testing.T) {
+	m, effects := Next(in(Ready), Event{Kind: EvUnwant, Grace: 3 * time.Second, Reason: "deleted"}, noon, Timers{})
+	assert.Equal(t, []Effect{{Kind: DoStop, Grace: 3 * time.Second}}, effects)
+	m, effects = Next(m, Event{Kind: EvTick}, noon.Add(2*time.Second), Timers{})
+	assert.Equal(t, []Effect{{Kind: DoStop, Grace: time.Second}}, effects)
+	_, effects = Next(m, Event{Kind: EvTick}, noon.Add(4*time.Second), Timers{})
+	assert.Equal(t, []Effect{{Kind: DoStop}}, effects)
+	m, _ = Next(m, Event{Kind: EvKilling, Epoch: 3, Reason: "exit"}, noon, Timers{})
+	assert.Equal(t, "deleted", m.Reason)
+	assert.True(t, m.Due.IsZero())
+}
+
+func TestFirstReasonIsKept(t *testing.T) {
+	m, _ := Next(in(Ready), Event{Kind: EvFenced, Epoch: 3, Reason: "rank 5: signal killed"}, noon, Timers{})
+	m, _ = Next(m, Event{Kind: EvKilling, Epoch: 3, Reason: "after fence"}, noon, Timers{})
+	m, _ = Next(m, Event{Kind: EvGone, Epoch: 3, LogTail: make([]string, 30)}, noon, Timers{})
+	assert.Equal(t, "rank 5: signal killed", m.Reason)
+	assert.Len(t, m.LogTail, LogTailLines)
+}
+
+func TestTimersArePinned(t *testing.T) {
+	assert.Equal(t, Timers{
+		StartRetry: time.Second, RestartMin: time.Second, RestartMax: 64 * time.Second, RestartReset: 10 * time.Minute, Resend: 2 * time.Second,
+	}, Timers{}.WithDefaults())
+	assert.Equal(t, 3, MaxStartAttempts)
+	quick := Timers{StartRetry: 1, RestartMin: 2, RestartMax: 3, RestartReset: 4, Resend: 5}
+	assert.Equal(t, quick, quick.WithDefaults())
+	assert.Equal(t, 64*time.Second, Timers{}.WithDefaults().restart(1<<40))
+}
+
+// TestAnyEventsKeepTheMachineRight plays random events against raft as it is (epochs by grant) and a dumb count of starts.
+func TestAnyEventsKeepTheMachineRight(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		m := Machine{Attach: rapid.Bool().Draw(t, "attach")}
+		now, raft, asked := noon, uint64(0), 0
+		row := 0 // failed starts in a row
+		for range rapid.IntRange(1, 80).Draw(t, "events") {
+			now = now.Add(time.Duration(rapid.IntRange(0, 90).Draw(t, "s")) * time.Second)
+			k := UnitEventKind(rapid.IntRange(0, int(EvGone)).Draw(t, "event"))
+			e := Event{Kind: k, Epoch: raft, Grace: time.Second, WasReady: rapid.IntRange(0, 9).Draw(t, "was") == 0}
+			if rapid.IntRange(0, 6).Draw(t, "old") == 0 && raft > 0 {
+				e.Epoch = raft - 1
+			}
+			if k == EvGranted {
+				if asked == 0 {
+					continue // raft grants what was asked for
+				}
+				raft++
+				e.Epoch, e.Attempt, asked = raft, asked, 0
+			}
+			before := m
+			next, effects := Next(m, e, now, Timers{})
+			m = next
+			require.GreaterOrEqual(t, m.Epoch, before.Epoch, "epochs never fall")
+			if m.Phase == Starting && before.Phase != Starting {
+				require.Greater(t, m.Epoch, before.Epoch, "every start has a new epoch")
+				require.False(t, before.up(), "two live grants")
+			}
+			row = countFailures(t, row, k, before, m)
+			for _, f := range effects {
+				if f.Kind == DoGrant {
+					require.False(t, m.up(), "a grant is asked for while one may be alive")
+					require.LessOrEqual(t, f.Attempt, MaxStartAttempts)
+					asked = f.Attempt
+				}
+				if f.Kind == ProposeRelease {
+					require.False(t, m.up(), "released while it may be alive")
+				}
+			}
+		}
+	})
+}
+
+func countFailures(t *rapid.T, row int, k UnitEventKind, before, after Machine) int {
+	switch {
+	case after.Phase == Ready, k == EvWant && before.Phase != after.Phase, k == EvRedeploy && before.Phase != after.Phase, k == EvLost, k == EvNodeLost:
+		row = 0
+	case before.up() && after.Phase == Backoff && after.Attempt == 0:
+		row = 0
+	case before.up() && (after.Phase == Backoff || after.Phase == Failed):
+		row++
+	}
+	require.LessOrEqual(t, row, MaxStartAttempts)
+	require.Equal(t, row == MaxStartAttempts, after.Phase == Failed)
+	return row
+}
+
+func TestDeriveStatus(t *testing.T) {
+	for _, c := range []struct {
+		seen Seen
+		want AppStatus
+	}{
+		{Seen{Deleting: true, Units: []Phase{Failed}}, Deleting},
+		{Seen{Units: []Phase{Ready, Failed}, WasRunning: true}, DeployFailed},
+		{Seen{Units: []Phase{Ready, Ready}}, Running},
+		{Seen{Units: []Phase{Ready, Backoff}, WasRunning: true}, Unhealthy},
+		{Seen{Units: []Phase{Draining, Fenced}, WasRunning: true}, Unhealthy},
+		{Seen{Units: []Phase{Ready, Starting}}, Deploying},
+		{Seen{Units: []Phase{Pending}}, Deploying},
+		{Seen{Units: []Phase{Backoff}}, Deploying},
+	} {
+		assert.Equal(t, c.want, DeriveStatus(c.seen), "%+v", c.seen)
+	}
+}
