@@ -97,7 +97,7 @@ func TestPutAppsRefusals(t *testing.T) {
 	m := newMachine(t)
 	m.must(put(spec("x", "1", "llama", "l")))
 	err := m.refused(put(spec("y", "1", "qwen", "l")), ErrNameTaken, problem.Conflict)
-	assert.EqualError(t, err, `put apps: model name taken: applications "x" and "y" both serve the model "l"`)
+	require.EqualError(t, err, `put apps: model name taken: applications "x" and "y" both serve the model "l"`)
 	route := spec("z", "1")
 	route.Route = "/z"
 	m.must(put(route))

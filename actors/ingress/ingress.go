@@ -135,7 +135,9 @@ func (in *Ingress) rebuild(st *state.State) (fresh bool) {
 		l := in.lane(name)
 		spec, isNew, err := in.adopt(l, a)
 		if err != nil {
-			in.log.Error("application cannot be served", slog.String("app", name), slog.Any("err", err))
+			spec = in.keepOld(l, a, err)
+		}
+		if spec == nil {
 			continue
 		}
 		fresh = fresh || isNew
@@ -175,6 +177,15 @@ func (in *Ingress) adopt(l *lane, a *state.App) (spec *served, fresh bool, err e
 	return spec, fresh, nil
 }
 
+// keepOld goes on with the revision before when one cannot be read; nil if there is none. One log line per revision.
+func (in *Ingress) keepOld(l *lane, a *state.App, err error) *served {
+	if l.unreadable != a.Revision {
+		l.unreadable = a.Revision
+		in.log.Error("application cannot be served as deployed", slog.String("app", a.Name), slog.Any("err", err))
+	}
+	return l.spec.Load()
+}
+
 // forget ends the lanes of applications that are gone.
 func (in *Ingress) forget(st *state.State) {
 	in.lanesMu.Lock()
@@ -205,20 +216,31 @@ func (in *Ingress) resubscribe() {
 
 var _ msg.Sink = (*Ingress)(nil)
 
-// Deliver implements msg.Sink.
-func (in *Ingress) Deliver(rec *msg.Record) { in.lane(rec.App).deliver(rec) }
+// Deliver implements msg.Sink. Only a snapshot makes a lane: what trails behind a deleted application is dropped.
+func (in *Ingress) Deliver(rec *msg.Record) {
+	if rec.Kind == msg.RecSnapshot {
+		in.lane(rec.App).deliver(rec)
+	} else if l := in.known(rec.App); l != nil {
+		l.deliver(rec)
+	}
+}
+
+// known is the lane of an application, nil if there is none.
+func (in *Ingress) known(name string) *lane {
+	in.lanesMu.RLock()
+	defer in.lanesMu.RUnlock()
+	return in.lanes[name]
+}
 
 // lane finds or makes the lane of an application: its ranks' streams may begin before the state tells of it.
 func (in *Ingress) lane(name string) *lane {
-	in.lanesMu.RLock()
-	l := in.lanes[name]
-	in.lanesMu.RUnlock()
-	if l != nil {
+	if l := in.known(name); l != nil {
 		return l
 	}
 	in.lanesMu.Lock()
 	defer in.lanesMu.Unlock()
-	if l = in.lanes[name]; l == nil {
+	l := in.lanes[name]
+	if l == nil {
 		l = newLane(in, name)
 		in.lanes[name] = l
 	}
@@ -250,9 +272,7 @@ func mix(v uint64) uint64 {
 
 // QueueLen is how many requests of an application wait for a rank.
 func (in *Ingress) QueueLen(app string) int {
-	in.lanesMu.RLock()
-	l := in.lanes[app]
-	in.lanesMu.RUnlock()
+	l := in.known(app)
 	if l == nil {
 		return 0
 	}
@@ -281,9 +301,7 @@ func (in *Ingress) Ready() bool {
 
 // Explain is what the application's Router would decide for a request of so many prompt tokens; nothing changes.
 func (in *Ingress) Explain(app string, tokens int) (routing.Decision, bool) {
-	in.lanesMu.RLock()
-	l := in.lanes[app]
-	in.lanesMu.RUnlock()
+	l := in.known(app)
 	if l == nil || l.router.Load() == nil {
 		return routing.Decision{}, false
 	}

@@ -24,6 +24,8 @@ type lane struct {
 	ratios openai.Estimators
 	mean   atomic.Int64 // EWMA of how long a request holds its place, in ns
 
+	unreadable uint64 // revision that could not be read; only rebuild touches it
+
 	mu     sync.Mutex
 	ranks  map[routing.RankID]*rank
 	epochs map[string]uint64 // units that the state says are ready → epoch

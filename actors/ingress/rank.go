@@ -3,6 +3,7 @@ package ingress
 import (
 	"fmt"
 	"net/url"
+	"strconv"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/engine/openai"
@@ -24,6 +25,8 @@ type rank struct {
 	mailbox     msg.Mailbox
 	target      msg.Target
 	urls        [openai.NumRoutes]*url.URL
+	groupValue  []string // of the answer's headers; shared by all answers
+	rankValue   []string
 
 	accepting  bool
 	busy       bool // not accepting because of causeBusy
@@ -44,6 +47,7 @@ func newRank(rec *msg.Record, node string) (*rank, error) {
 	r := &rank{
 		id: rec.Rank, unit: rec.Unit, epoch: rec.Epoch, incarnation: rec.Incarnation,
 		local: s.Node == node, mailbox: s.Mailbox, target: s.Target,
+		groupValue: []string{strconv.Itoa(rec.Rank.Group())}, rankValue: []string{strconv.Itoa(rec.Rank.Rank())},
 	}
 	base, err := url.Parse(s.Target.URL)
 	if err != nil || base.Host == "" {

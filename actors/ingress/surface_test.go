@@ -66,12 +66,17 @@ func TestTwoApplications(t *testing.T) {
 	g.store.set(func(st *state.State) { st.Apps["demo"].Deleting = true })
 	eventually(t, func() bool { return len(g.in.table.Load().lanes) == 2 }, "deleting")
 	assert.Equal(t, 404, g.post("/v1/chat/completions", chatBody).status)
+	broken := &state.App{Name: "broken", Revision: 1, Spec: []byte(`{"routing":{"policy":"nope"}}`)}
+	g.store.set(func(st *state.State) { st.Apps["broken"] = broken })
 	g.store.set(func(st *state.State) { delete(st.Apps, "demo") })
 	eventually(t, func() bool {
 		g.in.lanesMu.RLock()
 		defer g.in.lanesMu.RUnlock()
 		return g.in.lanes["demo"] == nil
 	}, "forgotten")
+	assert.Equal(t, 1, strings.Count(g.logs.String(), "cannot be served"))
+	g.replicas[0].say(true, false, "")
+	assert.Nil(t, g.in.known("demo"), "what trails behind does not bring it back")
 }
 
 func TestNothingDeployed(t *testing.T) {

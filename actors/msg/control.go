@@ -101,7 +101,7 @@ type Publish struct {
 
 // Await waits for Publish of (unit, epoch), at most the rendezvous time (120 s).
 type Await struct {
-	Ctx   context.Context //nolint:containedctx // the message's ctx is its cancellation
+	Ctx   context.Context // the message's cancellation
 	Unit  string
 	Epoch uint64
 	Rank  int

@@ -50,7 +50,7 @@ func (r Refusal) String() string { return refusalNames[r] }
 // Admit asks a DPServer for a ticket. Reply must have room for one answer; the sender keeps it until it has read it or has
 // started a drain that does (a late ticket goes back by Done{Refused}).
 type Admit struct {
-	Ctx       context.Context //nolint:containedctx // the message's ctx is its cancellation
+	Ctx       context.Context // the message's cancellation
 	ReqID     uint64          // unique per ingress process, same value as in routing
 	Epoch     uint64
 	Class     Class

@@ -85,7 +85,7 @@ var _ msg.NodeAgent = (*Node)(nil)
 
 // New reads what an earlier process of this node left in the data dir, ends its leftovers, and takes commands.
 func New(cfg Config) (*Node, error) {
-	n := &Node{cfg: cfg, timers: cfg.Timers.withDefaults(), log: cfg.Log.With(slog.String("node", cfg.ID)), units: map[string]*unit{}, hard: make(chan struct{})}
+	n := &Node{cfg: cfg, timers: cfg.Timers.withDefaults(), log: cfg.Log, units: map[string]*unit{}, hard: make(chan struct{})}
 	if err := n.defaults(); err != nil {
 		return nil, err
 	}

@@ -2,6 +2,7 @@ package node
 
 import (
 	"errors"
+	"fmt"
 	"log/slog"
 	"sync"
 	"time"
@@ -107,6 +108,9 @@ func (u *unit) askStop(grace time.Duration, reason string) bool {
 // fail takes the unit out of routing, before anything else and on the caller's goroutine: every DPServer of the unit on this
 // node has its fence in the mailbox when fail returns. Only the first failure since the last ready counts.
 func (u *unit) fail(rank int, cause string) {
+	if rank >= 0 && len(u.m.AllRanks) > 1 {
+		cause = fmt.Sprintf("rank %d: %s", rank, cause)
+	}
 	u.mu.Lock()
 	if u.failure != nil || u.phase == state.Killing || u.phase == state.Gone {
 		u.mu.Unlock()

@@ -53,6 +53,7 @@ func nextFlag(args []string) (name string, values, rest []string) {
 }
 
 type flagParser struct {
+	ranked  []rankedFault
 	cfg     Config
 	rpcHost string
 	rpcPort int
@@ -192,7 +193,7 @@ func (p *flagParser) others(name string) func(string) error {
 			return nil
 		}
 	case "--sim-fail":
-		return p.fail
+		return p.failOf
 	}
 	return nil
 }
@@ -206,6 +207,23 @@ func seconds(target *time.Duration) func(string) error {
 		*target = time.Duration(v * float64(time.Second))
 		return err
 	}
+}
+
+// failOf takes a fault for every rank, or for one rank of a lockstep group: MODE%RANK. Ranks are compared when all flags are read.
+func (p *flagParser) failOf(s string) error {
+	if at := strings.LastIndexByte(s, '%'); at >= 0 {
+		if rank, err := strconv.Atoi(s[at+1:]); err == nil {
+			p.ranked = append(p.ranked, rankedFault{rank: rank, fault: s[:at]})
+			return nil
+		}
+	}
+	return p.fail(s)
+}
+
+// rankedFault is a --sim-fail that is meant for one rank of a group, which all get the same flags.
+type rankedFault struct {
+	rank  int
+	fault string
 }
 
 // fail takes MODE[=ARG][@SECONDS]; the start modes have no time.
@@ -242,6 +260,14 @@ func (p *flagParser) fail(s string) error {
 // finish derives what several flags decide together.
 func (p *flagParser) finish() error {
 	c := &p.cfg
+	for _, f := range p.ranked {
+		if f.rank != p.dpRank {
+			continue
+		}
+		if err := p.fail(f.fault); err != nil {
+			return fmt.Errorf("--sim-fail: cannot use %q: %w", f.fault, err)
+		}
+	}
 	if p.stepMS != nil {
 		if !(*p.stepMS >= 0 && *p.stepMS < 1e9) {
 			return fmt.Errorf("--sim-step-ms: cannot use %v: want milliseconds, 0 or more", *p.stepMS)

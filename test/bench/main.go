@@ -13,6 +13,7 @@ import (
 )
 
 func main() {
+	runtime.LockOSThread() // children die with this thread
 	role := flag.String("role", "bench", "bench | engine | proxy (the last two are children of the first)")
 	listen := flag.String("listen", "", "address of a child")
 	engines := flag.String("engines", "", "engines of a proxy child")

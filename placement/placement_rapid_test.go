@@ -1,0 +1,233 @@
+package placement
+
+import (
+	"fmt"
+	"slices"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
+)
+
+func drawNodes(t *rapid.T) []Node {
+	nodes := make([]Node, rapid.IntRange(0, 4).Draw(t, "nodes"))
+	for i := range nodes {
+		n := &nodes[i]
+		n.ID = string(rune('a' + i))
+		n.Slots = rapid.IntRange(0, 6).Draw(t, "slots")
+		n.Devices = rapid.SliceOfDistinct(rapid.IntRange(0, 7), rapid.ID[int]).Draw(t, "devices")
+		n.UsedSlots = rapid.SliceOfN(rapid.IntRange(0, 5), 0, 3).Draw(t, "used")
+		n.UsedDevices = rapid.SliceOfN(rapid.IntRange(0, 7), 0, 3).Draw(t, "used devices")
+		n.Ports = Ports{7930, 7930 + rapid.IntRange(0, 400).Draw(t, "ports")}
+		n.UsedBlocks = []Ports{{7960, 7960 + rapid.IntRange(0, 40).Draw(t, "block")}}
+		n.FreedBlocks = []Ports{{8050, 8065}}
+		if rapid.Bool().Draw(t, "label") {
+			n.Labels = map[string]string{"zone": "1"}
+		}
+	}
+	return nodes
+}
+
+func drawGroup(t *rapid.T, id string) Group {
+	g := group(id, rapid.IntRange(1, 8).Draw(t, "ranks"), rapid.SampledFrom([]Strategy{Pack, StrictPack, Spread, StrictSpread}).Draw(t, "strategy"))
+	g.Lockstep = rapid.Bool().Draw(t, "lockstep")
+	g.Devices = rapid.IntRange(0, 3).Draw(t, "devices")
+	g.Slots = rapid.IntRange(0, 1).Draw(t, "slots")
+	g.MaxRanksPerNode = rapid.IntRange(0, 3).Draw(t, "max")
+	if rapid.IntRange(0, 3).Draw(t, "labels") == 0 {
+		g.Labels = map[string]string{"zone": "1"}
+	}
+	return g
+}
+
+// checkPlacement is the dumb oracle: it walks over everything that was handed out.
+func checkPlacement(t *rapid.T, nodes []Node, groups []Group, p Placement) {
+	require.Len(t, p.Groups, len(groups))
+	taken := map[string]bool{}
+	take := func(format string, args ...any) {
+		what := fmt.Sprintf(format, args...)
+		require.False(t, taken[what], "%s twice", what)
+		taken[what] = true
+	}
+	at := map[string]*Node{}
+	for i := range nodes {
+		n := &nodes[i]
+		at[n.ID] = n
+		for _, s := range slices.Compact(slices.Sorted(slices.Values(n.UsedSlots))) {
+			take("slot %s %d", n.ID, s)
+		}
+		for _, d := range slices.Compact(slices.Sorted(slices.Values(n.UsedDevices))) {
+			take("device %s %d", n.ID, d)
+		}
+		for port := n.UsedBlocks[0].Lo; port <= n.UsedBlocks[0].Hi; port++ {
+			take("port %s %d", n.ID, port)
+		}
+		for _, own := range []int{8000, 8265, 7946, 7947} {
+			if !taken[fmt.Sprintf("port %s %d", n.ID, own)] {
+				take("port %s %d", n.ID, own)
+			}
+		}
+	}
+	for i := range groups {
+		g, placed := &groups[i], &p.Groups[i]
+		per := map[string]int{}
+		var order []string
+		require.Len(t, placed.Seats, len(g.Ranks), "all ranks")
+		for r, s := range placed.Seats {
+			n := at[s.Node]
+			require.Equal(t, r, s.Rank)
+			require.True(t, g.Labels == nil || n.Labels["zone"] == "1")
+			if per[s.Node]++; per[s.Node] == 1 {
+				order = append(order, s.Node)
+			}
+			require.Equal(t, s.Node, order[len(order)-1], "contiguous per node")
+			require.Equal(t, g.Slots > 0, s.Slot >= 0)
+			if s.Slot >= 0 {
+				require.Less(t, s.Slot, n.Slots)
+				take("slot %s %d", s.Node, s.Slot)
+			}
+			require.Len(t, s.Devices, g.Devices)
+			for k, d := range s.Devices {
+				require.Contains(t, n.Devices, d)
+				require.Equal(t, s.Devices[0]+k, d, "contiguous")
+				require.Zero(t, s.Devices[0]%g.Devices, "aligned")
+				take("device %s %d", s.Node, d)
+			}
+		}
+		require.True(t, slices.IsSorted(order), "in node order")
+		checkStrategy(t, g, per)
+		checkBlocks(t, g, placed, per, at, take)
+	}
+}
+
+func checkStrategy(t *rapid.T, g *Group, per map[string]int) {
+	for _, n := range per {
+		require.True(t, g.MaxRanksPerNode == 0 || n <= g.MaxRanksPerNode)
+		require.True(t, g.Strategy != StrictSpread || n == 1)
+	}
+	require.True(t, g.Strategy != StrictPack || len(per) == 1)
+}
+
+func checkBlocks(t *rapid.T, g *Group, p *Placed, per map[string]int, at map[string]*Node, take func(string, ...any)) {
+	want := len(g.Ranks)
+	size := BlockSize(1)
+	if g.Lockstep {
+		want, size = len(per), BlockSize(g.DPSize)
+	}
+	require.Len(t, p.Blocks, want)
+	for _, b := range p.Blocks {
+		require.Equal(t, size, b.Size)
+		require.Positive(t, per[b.Node])
+		require.GreaterOrEqual(t, b.Base, at[b.Node].Ports.Lo)
+		require.LessOrEqual(t, b.Base+b.Size-1, at[b.Node].Ports.Hi)
+		for port := b.Base; port < b.Base+b.Size; port++ {
+			take("port %s %d", b.Node, port)
+		}
+	}
+}
+
+// room is the oracle for one node: how many ranks of g it takes, found by seating one after the other.
+func room(n Node, g Group) int {
+	best := 0
+	for k := 1; k <= len(g.Ranks); k++ {
+		g := g
+		g.Ranks, g.Strategy = g.Ranks[:k], StrictPack
+		if _, err := Place([]Node{n}, []Group{g}); err != nil {
+			break
+		}
+		best = k
+	}
+	return best
+}
+
+// possible says whether any placement of one group exists, from the room of each node alone.
+func possible(nodes []Node, g Group) bool {
+	sum, most, any1 := 0, 0, 0
+	for _, n := range nodes {
+		r := room(n, g)
+		sum, most = sum+r, max(most, r)
+		any1 += min(1, r)
+	}
+	switch g.Strategy {
+	case StrictPack:
+		return most >= len(g.Ranks)
+	case StrictSpread:
+		return any1 >= len(g.Ranks)
+	default:
+		return sum >= len(g.Ranks)
+	}
+}
+
+// TestAnyPlacementIsSound: nothing twice, the strategy kept, all or none, whatever the nodes' order; and a group alone is
+// refused only when no placement exists.
+func TestAnyPlacementIsSound(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		nodes := drawNodes(t)
+		groups := []Group{drawGroup(t, "g/0"), drawGroup(t, "g/1")}
+		p, err := Place(nodes, groups)
+		shuffled := slices.Clone(nodes)
+		slices.Reverse(shuffled)
+		again, againErr := Place(shuffled, groups)
+		require.Equal(t, p, again)
+		require.Equal(t, err == nil, againErr == nil)
+		if err == nil {
+			checkPlacement(t, nodes, groups, p)
+		} else {
+			require.Equal(t, err.Error(), againErr.Error())
+		}
+		_, alone := Place(nodes, groups[:1])
+		require.Equal(t, possible(nodes, groups[0]), alone == nil)
+	})
+}
+
+// TestPackUsesAsFewNodesAsPossible against all subsets of nodes.
+func TestPackUsesAsFewNodesAsPossible(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		nodes := drawNodes(t)
+		g := drawGroup(t, "g/0")
+		g.Strategy = Pack
+		p, err := Place(nodes, []Group{g})
+		if err != nil {
+			return
+		}
+		used := map[string]bool{}
+		for _, s := range p.Groups[0].Seats {
+			used[s.Node] = true
+		}
+		rooms := make([]int, 0, len(nodes))
+		for _, n := range nodes {
+			rooms = append(rooms, room(n, g))
+		}
+		slices.Sort(rooms)
+		need, least := len(g.Ranks), 0
+		for i := len(rooms) - 1; need > 0; i-- {
+			need -= rooms[i]
+			least++
+		}
+		require.Len(t, used, least)
+	})
+}
+
+// TestSpreadIsEven: two nodes differ by more than one only if the emptier one is full.
+func TestSpreadIsEven(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		nodes := drawNodes(t)
+		g := drawGroup(t, "g/0")
+		g.Strategy = Spread
+		p, err := Place(nodes, []Group{g})
+		if err != nil {
+			return
+		}
+		per := map[string]int{}
+		for _, s := range p.Groups[0].Seats {
+			per[s.Node]++
+		}
+		for _, low := range nodes {
+			for _, high := range nodes {
+				if per[high.ID] > per[low.ID]+1 {
+					require.Equal(t, per[low.ID], room(low, g), "%s has room and %s has more", low.ID, high.ID)
+				}
+			}
+		}
+	})
+}
