@@ -120,11 +120,16 @@ func (c *core) adoptGrants(now time.Time) {
 	}
 }
 
-// endUnwanted stops units whose app is being deleted, is gone, or does not want them any more.
+// endUnwanted stops units whose app is being deleted, is gone, or does not want them any more. The units of a spec that this
+// version cannot read run on: nobody said that they are not wanted.
 func (c *core) endUnwanted(now time.Time) {
 	for _, id := range c.ids() {
 		u := c.units[id]
-		if a := c.apps[u.app]; a == nil || !a.wants(id) {
+		a := c.apps[u.app]
+		if a != nil && a.broken != "" && !a.deleting {
+			continue
+		}
+		if a == nil || !a.wants(id) {
 			c.feed(now, u, state.Event{Kind: state.EvUnwant, Grace: c.grace(u), Reason: c.endReason(a)})
 		}
 	}

@@ -135,10 +135,17 @@ func (c receiver) Receive(m any) {
 		}
 		woken = true
 	}
-	if _, seen := m.(stateSeen); woken || seen {
+	switch m.(type) {
+	case stateSeen, redeployed:
+		woken = true
+	}
+	if woken {
 		c.ring.wake()
 	}
 	c.arm(due)
+	if r, ok := m.(redeployed); ok {
+		close(r.done)
+	}
 }
 
 func (c *Controller) step(m any) ([]effect, time.Time) {
@@ -214,19 +221,33 @@ func (c *Controller) Deploy(ctx context.Context, apps []*app.Application, expect
 	if err != nil {
 		return r, err
 	}
-	return r, c.post(redeployed{names})
+	return r, c.catchUp(ctx, names)
 }
 
 // Delete ends an application: its units drain and stop, then it is forgotten. A second time changes nothing.
 func (c *Controller) Delete(ctx context.Context, name string) (state.Result, error) {
-	return c.cfg.Proposer.Propose(ctx, state.Command{DeleteApp: &state.DeleteApp{Name: name}})
+	r, err := c.cfg.Proposer.Propose(ctx, state.Command{DeleteApp: &state.DeleteApp{Name: name}})
+	if err != nil {
+		return r, err
+	}
+	return r, c.catchUp(ctx, nil)
 }
 
-func (c *Controller) post(m any) error {
+// catchUp waits until Status shows what was committed, so that who deploys and then asks is not told that there is no such
+// app. The change is committed whatever happens here: running out of time is no error.
+func (c *Controller) catchUp(ctx context.Context, apps []string) error {
+	m := redeployed{apps, c.cfg.Store.State(), make(chan struct{})}
 	if err := c.box.TrySend(m); errors.Is(err, inbox.ErrStopped) {
 		return problem.New(problem.Unavailable, "tell the controller: %w", ErrStopped).WithHint("dpserve is stopping; start it again")
 	} else if err != nil {
 		return problem.New(problem.Overloaded, "tell the controller: %w", err).WithHint("deploy again in a second")
+	}
+	ctx, cancel := context.WithTimeout(ctx, c.cfg.Timers.Call)
+	defer cancel()
+	select {
+	case <-m.done:
+	case <-c.box.Stopped():
+	case <-ctx.Done():
 	}
 	return nil
 }

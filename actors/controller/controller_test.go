@@ -212,6 +212,27 @@ func TestKindsOfTheNextVersionAreRefused(t *testing.T) {
 	})
 }
 
+func TestStatusShowsWhatWasJustDeployedOrDeleted(t *testing.T) {
+	rigged(t, nil, func(t *testing.T, r *rig) {
+		r.agent.refuse(context.DeadlineExceeded) // silent
+		for n := range 20 {
+			name := fmt.Sprint("app", n)
+			_, err := r.Deploy(t.Context(), []*app.Application{sim(name, 1, app.Independent)}, nil, true)
+			require.NoError(t, err)
+			names := map[string]string{}
+			for _, s := range r.Status() {
+				names[s.Name] = s.Status
+			}
+			require.Equal(t, "DEPLOYING", names[name])
+			_, err = r.Delete(t.Context(), name)
+			require.NoError(t, err)
+			for _, s := range r.Status() {
+				require.Equal(t, "DELETING", s.Status)
+			}
+		}
+	})
+}
+
 func TestStaleRevisionIsRefused(t *testing.T) {
 	rigged(t, nil, func(t *testing.T, r *rig) {
 		r.deploy(t, sim("chat", 1, app.Independent))

@@ -52,7 +52,7 @@ func (c *core) take(now time.Time, in any) {
 	case concluded:
 		c.answered(now, in)
 	case redeployed:
-		c.redeploy(now, in.apps)
+		c.redeploy(now, in)
 	case ticked:
 		for _, id := range c.ids() {
 			c.feed(now, c.units[id], state.Event{Kind: state.EvTick})
@@ -259,9 +259,13 @@ func typedRefusal(err error) bool {
 	}
 }
 
-func (c *core) redeploy(now time.Time, apps []string) {
+// redeploy looks at the new state first, but never boots from it: that is for the first snapshot after the barrier.
+func (c *core) redeploy(now time.Time, in redeployed) {
+	if c.state != nil && in.state != nil {
+		c.look(now, in.state)
+	}
 	for _, id := range c.ids() {
-		if u := c.units[id]; slices.Contains(apps, u.app) {
+		if u := c.units[id]; slices.Contains(in.apps, u.app) {
 			c.feed(now, u, state.Event{Kind: state.EvRedeploy})
 		}
 	}

@@ -500,6 +500,23 @@ func TestUnitWithoutItsNodeIsPlacedElsewhere(t *testing.T) {
 	assert.Equal(t, "b", w.state.Units["chat/0/0"].Ranks[0].Node)
 }
 
+// TestSpecThatCannotBeReadLeavesItsUnitsAlone: an older version must not end what a newer one started.
+func TestSpecThatCannotBeReadLeavesItsUnitsAlone(t *testing.T) {
+	w := newWorld(t)
+	w.deploy(sim("chat", 1, app.Independent))
+	w.up("chat/0/0")
+	put := &state.PutApps{Apps: []state.AppSpec{{Name: "chat", Spec: []byte(`{"name": 7}`), Route: "/"}}}
+	_, err := w.apply(state.Command{PutApps: put})
+	require.NoError(t, err)
+	w.step(ticked{})
+	assert.Equal(t, state.Ready, w.phase("chat/0/0"))
+	assert.Equal(t, "DEPLOY_FAILED", w.status("chat"))
+	assert.Contains(t, w.core.status()[0].Message, "cannot be read")
+	w.deploy(sim("chat", 1, app.Independent))
+	assert.Equal(t, "RUNNING", w.status("chat"))
+	assert.Equal(t, uint64(1), w.state.Epochs["chat/0/0"])
+}
+
 func TestNumbersTolerateDisorderAndRepetition(t *testing.T) {
 	var s numbers
 	for _, n := range []uint64{2, 1, 4, 3, 7} {

@@ -13,8 +13,13 @@ type (
 	reported struct{ event msg.UnitEvent }
 	// ticked says that a time named by Due has come.
 	ticked struct{}
-	// redeployed says that applications were deployed again: their failed units get another chance.
-	redeployed struct{ apps []string }
+	// redeployed says that applications were deployed again: their failed units get another chance. It carries the state that
+	// holds the change, so that who asked sees it in the status; done is closed when it does.
+	redeployed struct {
+		apps  []string
+		state *state.State
+		done  chan struct{}
+	}
 	// granted is the outcome of a grantEffect.
 	granted struct {
 		units  []string

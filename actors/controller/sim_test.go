@@ -162,7 +162,7 @@ func (w *world) deploy(apps ...*app.Application) {
 	}
 	_, err := w.apply(state.Command{PutApps: put})
 	require.NoError(w.t, err)
-	w.step(redeployed{names})
+	w.step(redeployed{apps: names})
 }
 
 func (w *world) delete(name string) {

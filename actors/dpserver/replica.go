@@ -221,7 +221,10 @@ func (r *replica) accepting() bool {
 
 // state tells the sinks whether the rank accepts, and why not.
 func (r *replica) state(cause string) {
-	r.emit(&msg.Record{Kind: msg.RecState, Accepting: r.accepting(), Cause: cause})
+	r.emit(&msg.Record{
+		Kind: msg.RecState, Accepting: r.accepting(), Cause: cause,
+		Fenced: r.vitals.phase == fenced, Draining: r.vitals.phase == draining,
+	})
 	r.note()
 }
 

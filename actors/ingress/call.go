@@ -126,15 +126,19 @@ func (c *call) run(s *scope) *failure {
 
 func (c *call) clock() time.Duration { return time.Since(c.in.base) }
 
-// identify takes the client's x-request-id if it can stand in a log line, else makes one.
+// identify gives the request its id, and the answer too.
 func (c *call) identify() {
-	if ids := c.r.Header[headerRequestID]; len(ids) == 1 && validRequestID(ids[0]) {
-		c.id = ids[0]
-	} else {
-		c.id = newRequestID(mix(c.in.requestID()))
-	}
+	c.id = c.in.identify(c.r)
 	c.ids[0] = c.id
 	c.w.Header()[headerRequestID] = c.ids
+}
+
+// identify takes the client's x-request-id if it can stand in a log line, else makes one.
+func (in *Ingress) identify(r *http.Request) string {
+	if ids := r.Header[headerRequestID]; len(ids) == 1 && validRequestID(ids[0]) {
+		return ids[0]
+	}
+	return newRequestID(mix(in.requestID()))
 }
 
 // find picks the application by the body's model; without one it must be the only application there is.

@@ -28,6 +28,7 @@ func writeJSON(w http.ResponseWriter, status int, body []byte) {
 // answerPlain sends an answer that needs no request body: the write gets its deadline, an unread body ends the connection.
 func (in *Ingress) answerPlain(w http.ResponseWriter, r *http.Request, write func()) {
 	abandonBody(w, r)
+	w.Header()[headerRequestID] = []string{in.identify(r)}
 	if http.NewResponseController(w).SetWriteDeadline(time.Now().Add(in.timers.SlowReader)) != nil {
 		write() // not a network connection
 		return

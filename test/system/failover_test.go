@@ -118,7 +118,7 @@ func TestFS4EveryReplicaFails(t *testing.T) {
 		assert.LessOrEqual(t, float64(attempts), 1.1*n+20, "retry budget holds under %s", mode)
 		if mode == "http-500" {
 			for rank := range 4 {
-				simFail(t, r, "sick", 0, rank, `{"mode":"recover"}`)
+				simPost(t, r, "sick", 0, rank, "recover", "")
 			}
 			r.WaitStatus("sick", "RUNNING")
 			r.Eventually(func() error {
@@ -139,7 +139,7 @@ func TestFS4EveryReplicaFails(t *testing.T) {
 }
 
 // simStats are the engine's own counters.
-type simStats struct{ Running, Waiting, Aborted, Finished int }
+type simStats struct{ Running, Waiting, Aborted int }
 
 func statsOf(t *testing.T, url string) simStats {
 	t.Helper()

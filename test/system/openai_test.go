@@ -160,7 +160,7 @@ func TestBadRequests(t *testing.T) {
 		assert.Equal(t, c.status, resp.StatusCode, head)
 		assert.Equal(t, c.code, e.Error.Code, head)
 		assert.NotEmpty(t, e.Error.Message)
-		assert.NotEmpty(t, resp.Header.Get("x-request-id"))
+		assert.NotEmpty(t, resp.Header.Get("x-request-id"), head)
 	}
 	assert.True(t, r.StreamChat(t.Context(), "model-one", "still fine", 3).OK())
 	r.Quiet()

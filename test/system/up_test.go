@@ -129,7 +129,7 @@ func TestUpAttach(t *testing.T) {
 	for _, a := range addrs {
 		waitHealthy(t, a)
 	}
-	r := harness.Run(t, "up", "--attach", "http://"+addrs[0], "--attach", "http://"+addrs[1], "--http-bind", harness.FreeAddr(t), "--admin-bind", harness.FreeAddr(t))
+	r := harness.Run(t, "up", "--attach", "http://"+addrs[0], "--attach", "http://"+addrs[1])
 	curl := waitOutput(t, r, regexp.MustCompile(`curl [^\n]*`))
 	assert.Contains(t, r.Output(), "kind: attach", "the app.yaml it stands for is printed")
 	r.HTTP = strings.TrimPrefix(urlLine.FindString(curl), "http://")

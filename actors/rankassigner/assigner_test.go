@@ -1,0 +1,401 @@
+package rankassigner
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/inbox"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/state"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// store is a Store and Proposer in memory, which can be made to panic or to block.
+type store struct {
+	mu      sync.Mutex
+	state   *state.State
+	changed chan struct{}
+	panics  int
+	gate    chan struct{} // Propose waits for it
+	most    int           // proposals at once
+	now     int
+}
+
+func newStore() *store { return &store{state: state.New(), changed: make(chan struct{})} }
+
+func (s *store) State() *state.State {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.panics > 0 {
+		s.panics--
+		panic("store")
+	}
+	return s.state.Clone()
+}
+
+func (s *store) Changed() <-chan struct{} {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.changed
+}
+
+func (s *store) Propose(ctx context.Context, c state.Command) (state.Result, error) {
+	s.mu.Lock()
+	s.now++
+	s.most = max(s.most, s.now)
+	gate := s.gate
+	s.mu.Unlock()
+	defer func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.now--
+	}()
+	if gate != nil {
+		select {
+		case <-gate:
+		case <-ctx.Done():
+			return state.Result{}, ctx.Err()
+		}
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	r, err := s.state.Apply(s.state.Index+1, &c)
+	if err == nil {
+		close(s.changed)
+		s.changed = make(chan struct{})
+	}
+	return r, err
+}
+
+type rig struct {
+	*Assigner
+	store *store
+	t     *testing.T
+}
+
+// rigged runs f in a bubble of fake time with a started assigner.
+func rigged(t *testing.T, f func(t *testing.T, r *rig)) {
+	t.Helper()
+	synctest.Test(t, func(t *testing.T) {
+		s := newStore()
+		r := &rig{New(Config{Store: s, Proposer: s, Log: slog.New(slog.DiscardHandler)}), s, t}
+		system := inbox.NewSystem(slog.New(slog.DiscardHandler))
+		require.NoError(t, r.Start(system))
+		f(t, r)
+		require.NoError(t, r.Close())
+		require.NoError(t, r.Close())
+		system.Shutdown()
+		time.Sleep(time.Second) // fake time: protoactor's own goroutines end
+	})
+}
+
+func (r *rig) deploy(name string, dp int, coupling app.Coupling) {
+	spec, err := json.Marshal(&app.Application{Name: name, NumGroups: 1, DataParallel: app.DataParallel{DPSize: dp, Coupling: coupling}})
+	require.NoError(r.t, err)
+	_, err = r.store.Propose(r.t.Context(), state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{Name: name, Spec: spec, Route: "/"}}}})
+	require.NoError(r.t, err)
+}
+
+// grant grants the whole group through the assigner; expect is the epoch before.
+func (r *rig) grant(name string, dp int, lockstep bool, expect uint64) (state.Result, error) {
+	g := state.GrantGroup{App: name, AppRevision: 1}
+	for rank := range dp {
+		at := state.RankGrant{Rank: rank, Node: "a", Slot: rank}
+		if lockstep && rank > 0 {
+			g.Units[0].Ranks = append(g.Units[0].Ranks, at)
+			continue
+		}
+		id := name + "/0"
+		if !lockstep {
+			id = fmt.Sprintf("%s/%d", id, rank)
+		}
+		g.Units = append(g.Units, state.UnitGrant{Unit: id, ExpectEpoch: expect, Attempt: 1, Ranks: []state.RankGrant{at}})
+	}
+	return r.Grant(r.t.Context(), g)
+}
+
+func (r *rig) await(unit string, epoch uint64, rank int) <-chan msg.AwaitReply {
+	out := make(chan msg.AwaitReply, 1)
+	go func() {
+		addr, port, err := r.Await(r.t.Context(), unit, epoch, rank)
+		out <- msg.AwaitReply{Addr: addr, Port: port, Err: err}
+	}()
+	synctest.Wait()
+	return out
+}
+
+func TestAssignReadsTheGrantAndIsIdempotent(t *testing.T) {
+	rigged(t, func(t *testing.T, r *rig) {
+		r.deploy("chat", 4, app.Independent)
+		_, err := r.Assign(t.Context(), "chat", 0, "chat.0.1")
+		require.ErrorIs(t, err, ErrNotGranted)
+		res, err := r.grant("chat", 4, false, 0)
+		require.NoError(t, err)
+		assert.Len(t, res.Epochs, 4)
+		for range 3 {
+			for rank := range 4 {
+				a, err := r.Assign(t.Context(), "chat", 0, ReplicaID("chat", 0, rank))
+				require.NoError(t, err)
+				assert.Equal(t, msg.AssignReply{Rank: rank, Epoch: 1, DPSize: 4}, a)
+			}
+		}
+		_, err = r.grant("chat", 4, false, 1)
+		require.NoError(t, err)
+		a, err := r.Assign(t.Context(), "chat", 0, "chat.0.3")
+		require.NoError(t, err)
+		assert.Equal(t, uint64(2), a.Epoch)
+	})
+}
+
+func TestRankBeyondTheGroupIsRefused(t *testing.T) {
+	rigged(t, func(t *testing.T, r *rig) {
+		r.deploy("chat", 4, app.Lockstep)
+		_, err := r.grant("chat", 4, true, 0)
+		require.NoError(t, err)
+		_, err = r.Assign(t.Context(), "chat", 0, "chat.0.4")
+		require.ErrorIs(t, err, ErrGroupFull)
+		assert.Equal(t, problem.Conflict, problem.CodeOf(err))
+		assert.EqualError(t, err, "assign rank: group is full: group chat/0 has 4 ranks, chat.0.4 would be one more")
+	})
+}
+
+func TestAssignRefusesWhatIsNoReplicaOfTheGroup(t *testing.T) {
+	rigged(t, func(t *testing.T, r *rig) {
+		r.deploy("a.b", 2, app.Independent)
+		_, err := r.grant("a.b", 2, false, 0)
+		require.NoError(t, err)
+		_, err = r.Assign(t.Context(), "a.b", 0, "a.b.0.1")
+		require.NoError(t, err, "a dot in the name")
+		for _, id := range []string{"", "a.b.0.", "a.b.0.01", "a.b.0.-1", "a.b.0.+1", "a.b.1.1", "x.0.1", "1", "a.b.0.99999999999999999999"} {
+			_, err := r.Assign(t.Context(), "a.b", 0, id)
+			require.ErrorIs(t, err, ErrBadReplica, id)
+		}
+		_, err = r.Assign(t.Context(), "x", 0, "x.0.0")
+		require.ErrorIs(t, err, state.ErrUnknownApp)
+		_, err = r.Assign(t.Context(), "a.b", 1, "a.b.1.0")
+		require.ErrorIs(t, err, ErrNotGranted)
+	})
+}
+
+// TestSurvivesItsOwnRestart: a panic in Receive costs one question; ranks, epochs and those who wait stay.
+func TestSurvivesItsOwnRestart(t *testing.T) {
+	rigged(t, func(t *testing.T, r *rig) {
+		r.deploy("moe", 2, app.Lockstep)
+		_, err := r.grant("moe", 2, true, 0)
+		require.NoError(t, err)
+		before, err := r.Assign(t.Context(), "moe", 0, "moe.0.1")
+		require.NoError(t, err)
+		waiting := r.await("moe/0", 1, 1)
+
+		r.store.mu.Lock()
+		r.store.panics = 1
+		r.store.mu.Unlock()
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		_, err = r.Assign(ctx, "moe", 0, "moe.0.1")
+		require.ErrorIs(t, err, context.DeadlineExceeded, "its answer is lost, the deadline is not")
+
+		after, err := r.Assign(t.Context(), "moe", 0, "moe.0.1")
+		require.NoError(t, err)
+		assert.Equal(t, before, after)
+		r.Publish(msg.Publish{Unit: "moe/0", Epoch: 1, Rank: 0, Addr: "10.0.0.1", Port: 20020})
+		assert.Equal(t, msg.AwaitReply{Addr: "10.0.0.1", Port: 20020}, <-waiting)
+	})
+}
+
+func TestRendezvous(t *testing.T) {
+	rigged(t, func(t *testing.T, r *rig) {
+		r.deploy("moe", 3, app.Lockstep)
+		_, err := r.grant("moe", 3, true, 0)
+		require.NoError(t, err)
+		one, two := r.await("moe/0", 1, 1), r.await("moe/0", 1, 2)
+		time.Sleep(119 * time.Second)
+		r.Publish(msg.Publish{Unit: "moe/0", Epoch: 1, Rank: 0, Addr: "h", Port: 7})
+		assert.Equal(t, msg.AwaitReply{Addr: "h", Port: 7}, <-one)
+		assert.Equal(t, msg.AwaitReply{Addr: "h", Port: 7}, <-two)
+		time.Sleep(time.Hour)
+		assert.Equal(t, msg.AwaitReply{Addr: "h", Port: 7}, <-r.await("moe/0", 1, 2), "late, but it was published")
+	})
+}
+
+func TestRendezvousTimesOutAndNamesTheMissing(t *testing.T) {
+	rigged(t, func(t *testing.T, r *rig) {
+		r.deploy("moe", 5, app.Lockstep)
+		_, err := r.grant("moe", 5, true, 0)
+		require.NoError(t, err)
+		began := time.Now()
+		one, three := r.await("moe/0", 1, 1), r.await("moe/0", 1, 3)
+		for _, w := range []<-chan msg.AwaitReply{one, three} {
+			err := (<-w).Err
+			require.ErrorIs(t, err, ErrRendezvous)
+			assert.Equal(t, problem.Timeout, problem.CodeOf(err))
+			require.EqualError(t, err, "rendezvous timed out: moe/0, epoch 1: after 2m0s no report from ranks 0, 2, 4")
+		}
+		assert.Equal(t, DefaultRendezvous, time.Since(began), "fake time")
+		require.ErrorIs(t, (<-r.await("moe/0", 1, 4)).Err, ErrRendezvous, "those who come later fail at once")
+
+		_, err = r.grant("moe", 5, true, 1)
+		require.NoError(t, err)
+		waiting := r.await("moe/0", 2, 1)
+		r.Publish(msg.Publish{Unit: "moe/0", Epoch: 1, Rank: 0, Addr: "old", Port: 1})
+		r.Publish(msg.Publish{Unit: "moe/0", Epoch: 2, Rank: 0, Addr: "new", Port: 2})
+		assert.Equal(t, msg.AwaitReply{Addr: "new", Port: 2}, <-waiting, "the next epoch meets anew")
+	})
+}
+
+func TestMissingRanksInWords(t *testing.T) {
+	assert.Equal(t, "rank 3", rankList([]int{3}))
+	assert.Equal(t, "ranks 1, 12", rankList([]int{12, 1}))
+	assert.Equal(t, "rank 0, which reported but published no address", rankList(nil))
+}
+
+func TestWaitersOfASupersededOrReleasedGrantAreLetGo(t *testing.T) {
+	rigged(t, func(t *testing.T, r *rig) {
+		r.deploy("moe", 2, app.Lockstep)
+		require.ErrorIs(t, (<-r.await("moe/0", 1, 1)).Err, ErrNotGranted)
+		_, err := r.grant("moe", 2, true, 0)
+		require.NoError(t, err)
+		require.ErrorIs(t, (<-r.await("moe/0", 1, 7)).Err, ErrNotGranted, "no such rank")
+		old := r.await("moe/0", 1, 1)
+		_, err = r.grant("moe", 2, true, 1)
+		require.NoError(t, err)
+		require.ErrorIs(t, (<-old).Err, state.ErrStaleEpoch)
+		require.ErrorIs(t, (<-r.await("moe/0", 1, 1)).Err, state.ErrStaleEpoch)
+		released := r.await("moe/0", 2, 1)
+		require.NoError(t, r.Release(t.Context(), msg.ReleaseRank{Unit: "moe/0", Rank: -1, Epoch: 2}))
+		require.ErrorIs(t, (<-released).Err, state.ErrStaleEpoch)
+		require.NoError(t, r.Close())
+		assert.Empty(t, r.table.meetings)
+	})
+}
+
+func TestOneWaiterPerRank(t *testing.T) {
+	rigged(t, func(t *testing.T, r *rig) {
+		r.deploy("moe", 2, app.Lockstep)
+		_, err := r.grant("moe", 2, true, 0)
+		require.NoError(t, err)
+		first := r.await("moe/0", 1, 1)
+		second := r.await("moe/0", 1, 1)
+		require.ErrorIs(t, (<-first).Err, ErrSuperseded)
+		r.Publish(msg.Publish{Unit: "moe/0", Epoch: 1, Rank: 0, Addr: "h", Port: 1})
+		require.NoError(t, (<-second).Err)
+	})
+}
+
+func TestRelease(t *testing.T) {
+	rigged(t, func(t *testing.T, r *rig) {
+		r.deploy("moe", 2, app.Lockstep)
+		r.deploy("chat", 1, app.Independent)
+		_, err := r.grant("moe", 2, true, 0)
+		require.NoError(t, err)
+		require.ErrorIs(t, r.Release(t.Context(), msg.ReleaseRank{Unit: "moe/0", Rank: 1, Epoch: 1}), ErrPartial)
+		reply := make(chan error, 1)
+		require.ErrorIs(t, r.Release(t.Context(), msg.ReleaseRank{Unit: "moe/0", Rank: -1, Epoch: 7, Reply: reply}), state.ErrStaleEpoch)
+		require.ErrorIs(t, <-reply, state.ErrStaleEpoch)
+		require.NoError(t, r.Release(t.Context(), msg.ReleaseRank{Unit: "moe/0", Rank: -1, Epoch: 1}))
+		require.ErrorIs(t, r.Release(t.Context(), msg.ReleaseRank{Unit: "moe/0", Rank: -1, Epoch: 1}), state.ErrUnknownUnit)
+		assert.Empty(t, r.store.State().Units)
+	})
+}
+
+// TestCommandsAreBounded: sixteen at once, the others in line, none inside Receive.
+func TestCommandsAreBounded(t *testing.T) {
+	rigged(t, func(t *testing.T, r *rig) {
+		r.deploy("chat", 1, app.Independent)
+		_, err := r.grant("chat", 1, false, 0)
+		require.NoError(t, err)
+		r.store.mu.Lock()
+		r.store.gate = make(chan struct{})
+		r.store.mu.Unlock()
+		var wg sync.WaitGroup
+		errs := make(chan error, 100)
+		for range 100 {
+			wg.Go(func() { errs <- r.Release(t.Context(), msg.ReleaseRank{Unit: "chat/0/0", Rank: -1, Epoch: 1}) })
+		}
+		synctest.Wait()
+		_, err = r.Assign(t.Context(), "chat", 0, "chat.0.0")
+		require.NoError(t, err, "the actor answers meanwhile")
+		close(r.store.gate)
+		wg.Wait()
+		close(errs)
+		good := 0
+		for err := range errs {
+			if err == nil {
+				good++
+			} else {
+				require.ErrorIs(t, err, state.ErrUnknownUnit)
+			}
+		}
+		assert.Equal(t, 1, good)
+		assert.Equal(t, maxProposals, r.store.most)
+	})
+}
+
+func TestCommandHasADeadline(t *testing.T) {
+	rigged(t, func(t *testing.T, r *rig) {
+		r.deploy("chat", 1, app.Independent)
+		r.store.mu.Lock()
+		r.store.gate = make(chan struct{})
+		r.store.mu.Unlock()
+		began := time.Now()
+		_, err := r.grant("chat", 1, false, 0)
+		require.ErrorIs(t, err, context.DeadlineExceeded)
+		assert.Equal(t, DefaultProposal, time.Since(began), "fake time")
+	})
+}
+
+// TestCloseLetsEveryoneGo: whoever waits hears that the actor is stopped; messages behind a stop vanish.
+func TestCloseLetsEveryoneGo(t *testing.T) {
+	rigged(t, func(t *testing.T, r *rig) {
+		r.deploy("moe", 2, app.Lockstep)
+		_, err := r.grant("moe", 2, true, 0)
+		require.NoError(t, err)
+		waiting := r.await("moe/0", 1, 1)
+		r.store.mu.Lock()
+		r.store.gate = make(chan struct{})
+		r.store.mu.Unlock()
+		granting := make(chan error, 1)
+		go func() {
+			_, err := r.grant("moe", 2, true, 1)
+			granting <- err
+		}()
+		synctest.Wait()
+		require.NoError(t, r.Close())
+		require.ErrorIs(t, (<-waiting).Err, ErrStopped)
+		err = <-granting
+		assert.True(t, errors.Is(err, ErrStopped) || errors.Is(err, context.Canceled), err)
+		_, err = r.Assign(t.Context(), "moe", 0, "moe.0.1")
+		require.ErrorIs(t, err, inbox.ErrStopped)
+		r.Publish(msg.Publish{Unit: "moe/0", Epoch: 1})
+	})
+}
+
+func TestTimersArePinned(t *testing.T) {
+	assert.Equal(t, Timers{Rendezvous: 120 * time.Second, Proposal: 5 * time.Second}, Timers{}.withDefaults())
+}
+
+func FuzzPositionOfReplicaID(f *testing.F) {
+	f.Add("chat", 0, "chat.0.3")
+	f.Add("a.b", 1, "a.b.1.0")
+	f.Fuzz(func(t *testing.T, name string, group int, id string) {
+		slot, err := position(name, group, id)
+		if err == nil {
+			assert.Equal(t, id, ReplicaID(name, group, slot), "one spelling per replica")
+			assert.GreaterOrEqual(t, slot, 0)
+		}
+	})
+}
