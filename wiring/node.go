@@ -168,7 +168,7 @@ func (n *Node) Serve(ctx context.Context) error {
 	case <-ctx.Done():
 	case err = <-failed:
 	}
-	return errors.Join(err, n.drain())
+	return errors.Join(err, n.drain()) //nolint:contextcheck // a drain outlives the context that asks for it
 }
 
 // drain turns readiness off, gives each app's streams its grace, ends the engines, then the servers.

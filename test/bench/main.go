@@ -74,7 +74,7 @@ func bench(ctx context.Context, bin string, rounds int, slice time.Duration, onl
 	ts = append(ts, rp, dp)
 	fmt.Printf("%d CPUs, %s, engines: 4 mocks, each slice %s\n", runtime.NumCPU(), runtime.Version(), slice)
 	fmt.Printf("idle: dpserve %.1f MB RSS\n", rss(dp.pids[0]))
-	rnd := rand.New(rand.NewPCG(1, 2)) //nolint:gosec // arrivals, not secrets
+	rnd := rand.New(rand.NewPCG(1, 2))
 	for _, sh := range shapes(slice) {
 		if strings.Contains(sh.name, only) && ctx.Err() == nil {
 			sh.measure(ctx, ts, rounds, rnd)

@@ -33,7 +33,7 @@ func Binary(t testing.TB) string {
 			build.err = err
 			return
 		}
-		cmd := exec.Command("go", "build", "-o", build.path, "./cmd/dpserve") //nolint:noctx // bounded by go test's own timeout
+		cmd := exec.Command("go", "build", "-o", build.path, "./cmd/dpserve")
 		cmd.Dir = root
 		build.out, build.err = cmd.CombinedOutput()
 	})

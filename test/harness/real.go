@@ -64,7 +64,7 @@ func Run(t testing.TB, args ...string) *Real {
 func (r *Real) run(args []string) {
 	r.T.Helper()
 	r.out, r.done = &Buffer{}, make(chan struct{})
-	r.cmd = exec.Command(Binary(r.T), args...) //nolint:noctx // ended by Stop in Cleanup
+	r.cmd = exec.Command(Binary(r.T), args...)
 	r.cmd.Stdout, r.cmd.Stderr = r.out, r.out
 	r.cmd.WaitDelay = 5 * time.Second
 	require.NoError(r.T, r.cmd.Start())

@@ -61,7 +61,7 @@ func (r *Real) StreamChat(ctx context.Context, model, prompt string, maxTokens i
 			s.event(data, start)
 		}
 		if err != nil {
-			if err != io.EOF { //nolint:errorlint // ReadString gives io.EOF bare
+			if err != io.EOF {
 				s.Err = err
 			}
 			return s

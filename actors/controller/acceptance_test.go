@@ -1,0 +1,167 @@
+package controller
+
+import (
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/state"
+)
+
+// TestRG6FailsThreeTimesThenFailed: rank 5 of 8 of a lockstep group fails at every start.
+func TestRG6FailsThreeTimesThenFailed(t *testing.T) {
+	w := newWorld(t)
+	w.deploy(sim("moe", 8, app.Lockstep))
+	var tail []string
+	for i := range 30 {
+		tail = append(tail, fmt.Sprint("line ", i))
+	}
+	var waits []time.Duration
+	for attempt := 1; attempt <= 3; attempt++ {
+		require.Equal(t, state.Starting, w.phase("moe/0"))
+		require.Equal(t, attempt, w.state.Units["moe/0"].Attempt)
+		w.says("a", "moe/0", msg.UnitStarted)
+		w.says("a", "moe/0", msg.UnitKilling, because("rank 5 exited with code 1", tail...))
+		w.says("a", "moe/0", msg.UnitGone, because("rank 5 exited with code 1", tail...))
+		if attempt < 3 {
+			require.Equal(t, state.Backoff, w.phase("moe/0"))
+			waits = append(waits, w.core.Due().Sub(w.now))
+			w.pass(waits[attempt-1])
+		}
+	}
+	assert.Equal(t, []time.Duration{time.Second, 2 * time.Second}, waits)
+	assert.Zero(t, w.saw("unit_ready"), "never routable")
+	assert.Equal(t, "DEPLOY_FAILED", w.status("moe"))
+	rec := w.state.Units["moe/0"]
+	assert.Equal(t, state.Failed, rec.Phase)
+	assert.Equal(t, uint64(3), rec.Epoch)
+	assert.Equal(t, "rank 5 exited with code 1", rec.Reason)
+	assert.Equal(t, tail[10:], rec.LogTail)
+	assert.Equal(t, "moe/0 is failed: rank 5 exited with code 1", w.core.status()[0].Message)
+
+	w.takeTrace()
+	w.pass(time.Hour)
+	assert.Empty(t, w.takeTrace(), "failed until the next deploy")
+	w.reboot()
+	w.pass(time.Hour)
+	assert.Equal(t, state.Failed, w.phase("moe/0"), "also over a restart")
+	assert.Equal(t, tail[10:], w.core.status()[0].Units[0].LogTail)
+
+	w.deploy(sim("moe", 8, app.Lockstep))
+	assert.Equal(t, state.Starting, w.phase("moe/0"), "the same file again")
+	assert.Equal(t, 1, w.state.Units["moe/0"].Attempt)
+	w.says("a", "moe/0", msg.UnitReady)
+	assert.Equal(t, "RUNNING", w.status("moe"))
+}
+
+// TestRG6FailsOnceThenRuns: the second attempt is counted as one restart.
+func TestRG6FailsOnceThenRuns(t *testing.T) {
+	w := newWorld(t)
+	w.deploy(sim("moe", 8, app.Lockstep))
+	w.says("a", "moe/0", msg.UnitKilling, because("rank 5"))
+	w.says("a", "moe/0", msg.UnitGone)
+	w.pass(time.Second)
+	w.up("moe/0")
+	s := w.core.status()[0]
+	assert.Equal(t, "RUNNING", s.Status)
+	assert.Equal(t, 2, s.Units[0].Attempt)
+	assert.Equal(t, 1, s.Units[0].Restarts)
+	assert.Equal(t, uint64(2), s.Units[0].Epoch)
+	assert.Empty(t, s.Units[0].Reason)
+	assert.Equal(t, 8, s.Ready)
+	assert.Equal(t, 1, w.saw("restart moe/0"))
+}
+
+// TestRG6RestartsForEverAfterReady: 1, 2, 4 … 64 s apart, from one again after 10 min ready.
+func TestRG6RestartsForEverAfterReady(t *testing.T) {
+	w := newWorld(t)
+	w.deploy(sim("chat", 1, app.Independent))
+	crash := func() time.Duration {
+		w.up("chat/0/0")
+		w.says("a", "chat/0/0", msg.UnitFenced, because("exit 0"))
+		w.says("a", "chat/0/0", msg.UnitKilling)
+		w.says("a", "chat/0/0", msg.UnitGone, wasReady)
+		wait := w.core.Due().Sub(w.now)
+		w.pass(wait)
+		return wait / time.Second
+	}
+	for _, want := range []time.Duration{1, 2, 4, 8, 16, 32, 64, 64, 64} {
+		require.Equal(t, want, crash())
+	}
+	w.up("chat/0/0")
+	w.pass(10 * time.Minute)
+	assert.Equal(t, time.Duration(1), crash())
+	assert.Equal(t, "UNHEALTHY", w.status("chat"))
+	assert.Equal(t, 10, w.state.Units["chat/0/0"].Restarts)
+}
+
+// TestRG11OneOfFourRestartsAlone: the others keep their epoch, the rank its number and slot; its ports are new.
+func TestRG11OneOfFourRestartsAlone(t *testing.T) {
+	w := newWorld(t)
+	w.deploy(sim("chat", 4, app.Independent))
+	w.up("chat/0/0", "chat/0/1", "chat/0/2", "chat/0/3")
+	before := w.state.Units["chat/0/2"]
+	w.says("a", "chat/0/2", msg.UnitFenced, because("signal: killed"))
+	assert.Equal(t, state.Fenced, w.state.Units["chat/0/2"].Phase)
+	w.says("a", "chat/0/2", msg.UnitKilling)
+	w.says("a", "chat/0/2", msg.UnitGone, wasReady)
+	w.pass(time.Second)
+	w.up("chat/0/2")
+	after := w.state.Units["chat/0/2"]
+	assert.Equal(t, uint64(2), after.Epoch)
+	assert.Equal(t, before.Ranks, after.Ranks)
+	assert.NotEqual(t, before.Blocks, after.Blocks)
+	for _, u := range []string{"chat/0/0", "chat/0/1", "chat/0/3"} {
+		assert.Equal(t, uint64(1), w.state.Epochs[u])
+	}
+	assert.Equal(t, "RUNNING", w.status("chat"))
+}
+
+// TestRG13EpochsOverCrashRestartAndRedeploy for both couplings.
+func TestRG13EpochsOverCrashRestartAndRedeploy(t *testing.T) {
+	for _, c := range []struct {
+		coupling app.Coupling
+		unit     string
+	}{{app.Lockstep, "m/0"}, {app.Independent, "m/0/1"}} {
+		t.Run(string(c.coupling), func(t *testing.T) {
+			w := newWorld(t)
+			w.deploy(sim("m", 2, c.coupling))
+			all := func() []string {
+				if c.coupling == app.Lockstep {
+					return []string{"m/0"}
+				}
+				return []string{"m/0/0", "m/0/1"}
+			}()
+			w.up(all...)
+			w.says("a", c.unit, msg.UnitFenced)
+			w.says("a", c.unit, msg.UnitGone, wasReady)
+			w.pass(time.Second)
+			w.up(c.unit)
+			require.Equal(t, uint64(2), w.state.Epochs[c.unit], "killed by hand")
+
+			w.reboot()
+			require.Equal(t, uint64(3), w.state.Epochs[c.unit], "node restarted")
+			require.Equal(t, 1, w.saw("start "+c.unit+" epoch 3"))
+			w.up(all...)
+			require.Equal(t, "RUNNING", w.status("m"))
+
+			w.delete("m")
+			for _, u := range all {
+				w.says("a", u, msg.UnitGone)
+			}
+			require.Empty(t, w.state.Apps)
+			w.reboot()
+			require.Equal(t, uint64(3), w.state.Epochs[c.unit], "tombstone")
+			w.deploy(sim("m", 2, c.coupling))
+			require.Equal(t, uint64(4), w.state.Epochs[c.unit], "deployed again")
+			w.up(all...)
+			assert.Equal(t, uint64(4), w.core.status()[0].Units[len(all)-1].Epoch)
+			assert.Zero(t, w.core.status()[0].Units[0].Restarts)
+		})
+	}
+}
