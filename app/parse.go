@@ -1,7 +1,11 @@
 package app
 
 import (
+	"errors"
 	"strconv"
+	"strings"
+
+	"github.com/dpserve/dpserve/internal/problem"
 )
 
 // File is an application file with every default filled in.
@@ -11,13 +15,15 @@ type File struct {
 
 // Parse reads text (YAML, or JSON, which is YAML) and checks every rule that the file alone can break. The error is a
 // Faults with all faults in order of position; the File is then nil. Warnings are about legal but surprising things and
-// come with and without faults. file is the name that faults carry. The result does not refer to text.
-func Parse(file string, text []byte) (*File, []Warning, error) {
+// come with and without faults. file is the name that faults carry. The result does not refer to text. rules are checks of
+// rooms that this one does not know; they run on applications whose own rules hold.
+func Parse(file string, text []byte, rules ...Rule) (*File, []Warning, error) {
 	d := &decoder{file: file, at: map[string]place{}, bad: map[string]bool{}}
 	root := d.load(text)
 	drafts := d.read(root)
 	for _, a := range drafts {
 		d.check(a)
+		d.ask(a, rules)
 	}
 	d.checkTogether(drafts)
 	if len(d.faults) > 0 {
@@ -28,6 +34,29 @@ func Parse(file string, text []byte) (*File, []Warning, error) {
 		out.Applications = append(out.Applications, &a.Application)
 	}
 	return out, d.warnings, nil
+}
+
+// Rule checks one application, with its defaults, for another room. path is relative to the application, like
+// "routing.params"; err's message, and its hint and details if it is a *problem.Error, become the fault.
+type Rule func(a *Application) (path string, err error)
+
+func (d *decoder) ask(a *draft, rules []Rule) {
+	for _, rule := range rules {
+		path, err := rule(&a.Application)
+		path = a.path + "." + path
+		if err == nil || !d.good(path) {
+			continue
+		}
+		f := Fault{Message: err.Error()}
+		var p *problem.Error
+		if errors.As(err, &p) {
+			f.Hint = p.Hint
+			if len(p.Details) > 1 { // a single one is the message
+				f.Message += ": " + strings.Join(p.Details, "; ")
+			}
+		}
+		d.broken(path, f)
+	}
 }
 
 // read turns the tree into drafts; what has the wrong shape is a fault.

@@ -22,13 +22,13 @@ var _ api.Backend = (*backend)(nil)
 
 // Validate implements api.Backend.
 func (b *backend) Validate(file string, text []byte) ([]app.Warning, error) {
-	_, warnings, err := app.Parse(file, text)
+	_, warnings, err := ParseApps(file, text)
 	return warnings, err
 }
 
 // Deploy implements api.Backend.
 func (b *backend) Deploy(ctx context.Context, req api.DeployRequest) (api.DeployResult, error) {
-	file, warnings, err := app.Parse(req.File, req.Text)
+	file, warnings, err := ParseApps(req.File, req.Text)
 	if err != nil {
 		return api.DeployResult{}, err
 	}
@@ -45,32 +45,7 @@ func (b *backend) Deploy(ctx context.Context, req api.DeployRequest) (api.Deploy
 	if err != nil {
 		return api.DeployResult{}, err
 	}
-	if err := b.shown(ctx, r.Apps); err != nil {
-		return api.DeployResult{}, err
-	}
 	return api.DeployResult{Revision: r.Revision, Apps: r.Apps, Changes: changes, Warnings: warnings}, nil
-}
-
-// shown waits until the controller shows the revisions, so that who deploys and then asks for the status finds the app.
-func (b *backend) shown(ctx context.Context, revisions map[string]uint64) error {
-	for {
-		next := b.n.control.Watch() // before Status, or a change in between goes unseen
-		seen := 0
-		for _, a := range b.n.control.Status() {
-			if want, ok := revisions[a.Name]; ok && a.Revision >= want {
-				seen++
-			}
-		}
-		if seen == len(revisions) {
-			return nil
-		}
-		select {
-		case <-next:
-		case <-ctx.Done():
-			return problem.New(problem.Timeout, "the deploy is committed, and the controller has not taken it up: %w", context.Cause(ctx)).
-				WithHint("look at `dpserve status`")
-		}
-	}
 }
 
 // expected pins the revision of every named app to what a caller at cluster revision want has seen. Apps that changed after it

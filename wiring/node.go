@@ -25,6 +25,7 @@ import (
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/placement"
+	"github.com/dpserve/dpserve/steptime"
 	"github.com/dpserve/dpserve/telemetry"
 )
 
@@ -121,7 +122,7 @@ func (n *Node) buildWorker(t *timers) error {
 		},
 		Agent: func(id string) (msg.NodeAgent, bool) { return n.node, id == n.cfg.NodeID && n.node != nil },
 	})
-	factory := &dpserver.Factory{System: n.system, Hub: n.hub, Assigner: n.assign, NewEngine: dpserver.NewClient(n.probes), Timers: t.replica, Log: n.log}
+	factory := &dpserver.Factory{System: n.system, Hub: n.hub, Assigner: n.assign, NewEngine: dpserver.NewClient(n.probes), PrefillTime: prefillTime, Timers: t.replica, Log: n.log}
 	n.node, err = node.New(node.Config{
 		ID: n.cfg.NodeID, DataDir: n.cfg.DataDir, PortLo: lo, PortHi: hi, Slots: n.cfg.Slots, Devices: devices, Labels: n.cfg.Labels,
 		Executable: n.cfg.Executable, System: n.system, Assigner: n.assign, Reporter: n.control, Rand: random, Timers: t.node, Log: n.log,
@@ -238,6 +239,12 @@ func (n *Node) AdminAddr() string {
 
 // Totals are requests ended, tokens generated and requests in flight at this node's ingress.
 func (n *Node) Totals() (requests, tokens uint64, inflight int) { return n.ingress.Totals() }
+
+// prefillTime is what the reference machine takes for a prompt alone: it stretches the stall timeout, so only its order counts.
+func prefillTime(tokens int) time.Duration {
+	ms := steptime.Reference().Step(tokens, 0, 0, steptime.Pairs(tokens, 0))
+	return time.Duration(ms * float64(time.Millisecond))
+}
 
 // random draws an incarnation or a seed.
 func random() uint64 {

@@ -8,6 +8,7 @@ import (
 
 	"github.com/dpserve/dpserve/app"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/wiring"
 )
 
 // maxFile is the largest app.yaml that is read, in bytes; the admin API takes no larger one.
@@ -30,7 +31,7 @@ func (e *env) readApps(path string) (*appFile, error) {
 }
 
 func (e *env) parseApps(name string, text []byte) (*appFile, error) {
-	file, warnings, err := app.Parse(name, text)
+	file, warnings, err := wiring.ParseApps(name, text)
 	for _, w := range warnings {
 		talk(e.io.Err, "warning: %s", w.String())
 	}

@@ -1,0 +1,33 @@
+package wiring
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/routing"
+)
+
+// The schema's list of policies is the router's.
+func TestEveryPolicyParses(t *testing.T) {
+	for _, name := range routing.Names() {
+		_, _, err := ParseApps("app.yaml", []byte("applications: [{name: a, model: {id: a}, engine: {kind: sim}, routing: {policy: "+name+"}}]"))
+		assert.NoError(t, err, name)
+	}
+}
+
+func TestPolicyChecksItsParameters(t *testing.T) {
+	_, _, err := ParseApps("app.yaml", []byte(`applications:
+  - name: a
+    model: {id: a}
+    engine: {kind: sim}
+    routing:
+      policy: power-of-two
+      params: {prefer_lokal: true}
+`))
+	require.Error(t, err)
+	assert.Contains(t, err.Error(), "app.yaml:7:15: applications[0].routing.params: ")
+	assert.Contains(t, err.Error(), "params.prefer_lokal: unknown parameter")
+	assert.Contains(t, err.Error(), `did you mean "prefer_local"`)
+}
