@@ -39,13 +39,18 @@ func (s *Stream) String() string {
 
 // StreamChat runs one streaming chat request to its end.
 func (r *Real) StreamChat(ctx context.Context, model, prompt string, maxTokens int) *Stream {
-	start, s := time.Now(), &Stream{}
+	start := time.Now()
 	resp, err := r.Post(ctx, "/v1/chat/completions", Chat(model, prompt, maxTokens, true))
 	if err != nil {
-		s.Err = err
-		return s
+		return &Stream{Err: err}
 	}
 	defer resp.Body.Close()
+	return readStream(resp, start)
+}
+
+// readStream reads an answer to its end.
+func readStream(resp *http.Response, start time.Time) *Stream {
+	s := &Stream{}
 	s.Status = resp.StatusCode
 	s.Rank = resp.Header.Get("x-dpserve-group") + "/" + resp.Header.Get("x-dpserve-rank")
 	s.Attempts = resp.Header.Get("x-dpserve-attempts")
