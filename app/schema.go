@@ -44,7 +44,7 @@ func readApplications(c cursor, into *[]*draft) {
 		*into = append(*into, a)
 	})
 	if c.n.shape == listShape && len(c.n.items) == 0 {
-		c.refuse(Fault{Found: "an empty list", Wanted: "at least one application", Hint: "see the sample file"})
+		c.refuse(Fault{Found: "an empty list", Wanted: "at least one application", Hint: hintSmallest})
 	}
 }
 

@@ -164,6 +164,9 @@ func (c *core) reconcileApp(now time.Time, a *application) {
 			c.units[w.ID] = u
 		}
 		u.m.Attach = a.spec.Engine.Kind == app.KindAttach
+		if u.awaitsGrant() {
+			u.ranks = w.Ranks // a lockstep unit keeps its name when its group changes its size
+		}
 		switch {
 		case u.idle(c.state):
 			c.want(now, u, w)

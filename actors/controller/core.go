@@ -213,7 +213,9 @@ func (c *core) conclude(now time.Time, in granted) {
 		u.busy = false
 		epoch := in.result.Epochs[id]
 		if in.err != nil || epoch == 0 {
-			u.again(now.Add(c.timers.Retry))
+			if u.m.Phase != state.Gone { // else it was given up meanwhile: there is nothing to try again
+				u.again(now.Add(c.timers.Retry))
+			}
 			continue
 		}
 		c.begun(now, u, u.next, epoch, u.current.attempt)

@@ -34,9 +34,10 @@ type (
 		cause string
 		heard chan struct{}
 	}
-	gone   struct{}
-	lapse  struct{ ticket uint64 } // an admission's context ended and no Done came
-	unbusy struct{ round uint64 }
+	gone    struct{}
+	lapse   struct{} // orphans may be due
+	sortOut struct{} // many orphans: most are done
+	unbusy  struct{ round uint64 }
 )
 
 // replica is the actor: one per start. Nothing in it blocks.
@@ -87,7 +88,9 @@ func (r *replica) Receive(m any) {
 	case *msg.Done:
 		r.done(m)
 	case lapse:
-		r.lapse(m)
+		r.lapse()
+	case sortOut:
+		r.sortOrphans()
 	default:
 		r.control(m)
 	}
@@ -223,7 +226,7 @@ func (r *replica) accepting() bool {
 func (r *replica) state(cause string) {
 	r.emit(&msg.Record{
 		Kind: msg.RecState, Accepting: r.accepting(), Cause: cause,
-		Fenced: r.vitals.phase == fenced, Draining: r.vitals.phase == draining,
+		Fenced: r.vitals.phase == fenced, Draining: r.vitals.phase == draining || r.vitals.phase == fenced && cause == CauseDrained,
 	})
 	r.note()
 }

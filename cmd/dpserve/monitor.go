@@ -182,8 +182,8 @@ func deployFailed(a *msg.AppStatus) error {
 func unitFailed(app string, u *msg.UnitStatus) error {
 	err := problem.New(problem.Unplaceable, "%s cannot be rolled out: %s failed after %s: %s", app, u.Unit, count(u.Attempt, "attempt"), oneLine(u.Reason))
 	tail := u.LogTail[max(0, len(u.LogTail)-maxLogTail):]
-	if len(tail) == 0 {
-		return err.WithHint("correct the file and deploy it again")
+	if len(tail) == 0 { // the engine did not come so far as to write anything
+		return err.WithHint("correct what the reason names and deploy again; taken ports: give this node a --port-range of its own")
 	}
 	return err.WithDetails(tail...).WithHint("these are the last log lines of %s; `dpserve logs %s` shows more", u.Unit, app)
 }

@@ -298,42 +298,80 @@ func (c *Cluster) Post(ctx context.Context, path, body string, header ...string)
 
 // StreamChat runs one streaming chat request to its end. header are names and values.
 func (c *Cluster) StreamChat(ctx context.Context, model string, maxTokens int, header ...string) *Stream {
+	return c.Chat(ctx, model, maxTokens, true, header...)
+}
+
+// Chat runs one chat request, streaming or not, to its end. An answer that is not streamed counts as one chunk.
+func (c *Cluster) Chat(ctx context.Context, model string, maxTokens int, stream bool, header ...string) *Stream {
 	start := time.Now()
-	resp, err := c.Post(ctx, "/v1/chat/completions", Chat(model, "hello", maxTokens, true), header...)
+	resp, err := c.Post(ctx, "/v1/chat/completions", Chat(model, "hello", maxTokens, stream), header...)
 	if err != nil {
 		return &Stream{Err: err}
 	}
 	defer resp.Body.Close()
+	if !stream && resp.StatusCode == http.StatusOK {
+		return readWhole(resp, start)
+	}
 	return readStream(resp, start)
 }
 
 // Fail makes the engine of a rank fail.
 func (c *Cluster) Fail(app string, group, rank int, f sim.Fault) {
 	c.T.Helper()
+	require.NoError(c.T, c.Inject(c.Rank(app, group, rank).URL, f))
+}
+
+// Inject makes the engine at a URL fail; the error says that it could not be told.
+func (c *Cluster) Inject(url string, f sim.Fault) error {
 	b, err := json.Marshal(f)
-	require.NoError(c.T, err)
-	c.admin(app, group, rank, "/_sim/fail", string(b))
+	if err != nil {
+		return err
+	}
+	_, err = c.ask(http.MethodPost, url+"/_sim/fail", string(b))
+	return err
 }
 
 // Recover ends the failures of a rank's engine.
 func (c *Cluster) Recover(app string, group, rank int) {
 	c.T.Helper()
-	c.admin(app, group, rank, "/_sim/recover", "")
+	require.NoError(c.T, c.Heal(c.Rank(app, group, rank).URL))
 }
 
-func (c *Cluster) admin(app string, group, rank int, path, body string) {
-	c.T.Helper()
-	url := c.Rank(app, group, rank).URL
-	require.NotEmpty(c.T, url, "rank %d/%d of %s has no engine", group, rank, app)
-	req, err := http.NewRequestWithContext(context.Background(), http.MethodPost, url+path, strings.NewReader(body))
-	require.NoError(c.T, err)
+// Heal ends the failures of the engine at a URL; the error says that it could not be told.
+func (c *Cluster) Heal(url string) error {
+	_, err := c.ask(http.MethodPost, url+"/_sim/recover", "")
+	return err
+}
+
+// Stats is what the engine at a URL has in hand and has done.
+func (c *Cluster) Stats(url string) (st sim.Stats, err error) {
+	text, err := c.ask(http.MethodGet, url+"/_sim/stats", "")
+	if err == nil {
+		err = json.Unmarshal([]byte(text), &st)
+	}
+	return st, err
+}
+
+// ask sends a request to an engine's own surface.
+func (c *Cluster) ask(method, url, body string) (string, error) {
+	req, err := http.NewRequestWithContext(context.Background(), method, url, strings.NewReader(body))
+	if err != nil {
+		return "", err
+	}
 	resp, err := c.client.Do(req)
-	require.NoError(c.T, err)
+	if err != nil {
+		return "", err
+	}
 	defer resp.Body.Close()
 	b, err := io.ReadAll(resp.Body)
-	require.NoError(c.T, err)
-	require.Equal(c.T, http.StatusOK, resp.StatusCode, string(b))
+	if err == nil && resp.StatusCode != http.StatusOK {
+		err = fmt.Errorf("%s: %s: %s", url, resp.Status, b)
+	}
+	return string(b), err
 }
+
+// Feed is the ranks' streams: what a second ingress would follow.
+func (c *Cluster) Feed() msg.Feed { return c.node.Feed() }
 
 // Kill ends the engine of a rank as SIGKILL from outside does; false if it has none.
 func (c *Cluster) Kill(app string, group, rank int) bool {

@@ -8,6 +8,8 @@ import (
 	"net"
 	"os"
 	"slices"
+	"strconv"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -33,6 +35,12 @@ type Engines struct {
 type owner struct {
 	unit string
 	rank int
+}
+
+// seat is APP/GROUP/RANK, whatever the coupling makes a unit.
+func (o owner) seat() string {
+	parts := strings.SplitN(o.unit, "/", 3)
+	return strings.Join(parts[:min(2, len(parts))], "/") + "/" + strconv.Itoa(o.rank)
 }
 
 var _ node.Launcher = (*Engines)(nil)
@@ -105,13 +113,11 @@ func (s *Engines) name(unit string, rank int, epoch uint64, url string) {
 		s.faults = append(s.faults, fmt.Sprintf("%s rank %d: started at epoch %d after epoch %d", unit, rank, epoch, s.epochs[who]))
 	}
 	s.epochs[who] = epoch
-	for i := len(s.all) - 1; i >= 0; i-- {
-		e := s.all[i]
-		if e.URL == url && e.owner.unit == "" {
-			e.owner, e.epoch = who, epoch
-			break
-		}
-		if e.owner == who && e.alive() {
+	for _, e := range s.all {
+		switch {
+		case e.URL == url && e.owner.unit == "":
+			e.named(who, epoch)
+		case e.owner.seat() == who.seat() && e.alive():
 			s.faults = append(s.faults, fmt.Sprintf("%s rank %d: epoch %d lives while epoch %d starts", unit, rank, e.epoch, epoch))
 		}
 	}
@@ -146,6 +152,12 @@ func (e *Engine) run(ctx context.Context, cfg sim.Config, stdout, stderr io.Writ
 	close(e.exited)
 }
 
+func (e *Engine) named(who owner, epoch uint64) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.owner, e.epoch = who, epoch
+}
+
 func (e *Engine) alive() bool {
 	select {
 	case <-e.exited:
@@ -153,6 +165,13 @@ func (e *Engine) alive() bool {
 	default:
 		return true
 	}
+}
+
+// String names the rank, its epoch and where it answers.
+func (e *Engine) String() string {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return fmt.Sprintf("%s rank %d epoch %d at %s", e.owner.unit, e.owner.rank, e.epoch, e.URL)
 }
 
 // PID implements node.Process.

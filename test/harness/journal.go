@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"strings"
 	"sync"
+	"time"
 )
 
 // Journal is what a cluster logs, as lines of JSON. Safe for concurrent use.
@@ -24,6 +25,7 @@ type entry struct {
 	Rank  int
 	Epoch uint64
 	URL   string
+	Time  time.Time
 }
 
 // Write takes one line.
@@ -56,6 +58,18 @@ func (j *Journal) Find(texts ...string) []string {
 		}
 		if all {
 			out = append(out, line)
+		}
+	}
+	return out
+}
+
+// Times are the moments of the lines that hold every one of the texts.
+func (j *Journal) Times(texts ...string) []time.Time {
+	var out []time.Time
+	for _, line := range j.Find(texts...) {
+		var e entry
+		if json.Unmarshal([]byte(line), &e) == nil { // Write has read it once
+			out = append(out, e.Time)
 		}
 	}
 	return out

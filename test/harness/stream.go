@@ -17,6 +17,8 @@ type Stream struct {
 	Rank     string // GROUP/RANK from the response headers
 	Attempts string
 	First    time.Duration // to the first content
+	Last     time.Duration // to the last content
+	Total    time.Duration // to the end
 	Chunks   int
 	Text     string
 	Finish   string
@@ -50,10 +52,8 @@ func (r *Real) StreamChat(ctx context.Context, model, prompt string, maxTokens i
 
 // readStream reads an answer to its end.
 func readStream(resp *http.Response, start time.Time) *Stream {
-	s := &Stream{}
-	s.Status = resp.StatusCode
-	s.Rank = resp.Header.Get("x-dpserve-group") + "/" + resp.Header.Get("x-dpserve-rank")
-	s.Attempts = resp.Header.Get("x-dpserve-attempts")
+	s := headOf(resp)
+	defer func() { s.Total = time.Since(start) }()
 	if resp.StatusCode != http.StatusOK {
 		b, err := io.ReadAll(resp.Body)
 		s.Err, s.Error = err, errorCode(b)
@@ -71,6 +71,33 @@ func readStream(resp *http.Response, start time.Time) *Stream {
 			}
 			return s
 		}
+	}
+}
+
+// readWhole reads an answer that is not streamed.
+func readWhole(resp *http.Response, start time.Time) *Stream {
+	s := headOf(resp)
+	var answer struct {
+		Choices []struct {
+			Message      struct{ Content string }
+			FinishReason string `json:"finish_reason"`
+		}
+	}
+	s.Err = json.NewDecoder(resp.Body).Decode(&answer)
+	s.Total = time.Since(start)
+	s.First, s.Last = s.Total, s.Total
+	for _, c := range answer.Choices {
+		s.Chunks, s.Text, s.Finish, s.Done = s.Chunks+1, s.Text+c.Message.Content, c.FinishReason, true
+	}
+	return s
+}
+
+// headOf reads an answer's status and headers.
+func headOf(resp *http.Response) *Stream {
+	return &Stream{
+		Status:   resp.StatusCode,
+		Rank:     resp.Header.Get("x-dpserve-group") + "/" + resp.Header.Get("x-dpserve-rank"),
+		Attempts: resp.Header.Get("x-dpserve-attempts"),
 	}
 }
 
@@ -95,8 +122,9 @@ func (s *Stream) event(data string, start time.Time) {
 	}
 	for _, c := range ev.Choices {
 		if c.Delta.Content != nil && *c.Delta.Content != "" {
+			s.Last = time.Since(start)
 			if s.Chunks++; s.Chunks == 1 {
-				s.First = time.Since(start)
+				s.First = s.Last
 			}
 			s.Text += *c.Delta.Content
 		}
