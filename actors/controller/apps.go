@@ -71,6 +71,9 @@ func (c *core) lookAtApps() {
 			}
 		}
 		c.apps[name].deleting = s.Deleting
+		if !s.Deleting {
+			c.apps[name].busy = false // forgotten, and deployed again before we looked
+		}
 	}
 	for name := range c.apps {
 		if c.state.Apps[name] == nil {

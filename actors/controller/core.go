@@ -233,7 +233,7 @@ func (c *core) begun(now time.Time, u *unit, s seat, epoch uint64, attempt int) 
 func (c *core) answered(now time.Time, in concluded) {
 	if in.unit == "" {
 		if a := c.apps[in.app]; a != nil {
-			a.busy = false
+			a.busy = a.deleting && in.err == nil // forgotten: the state that says so is on its way
 			a.retryAt = time.Time{}
 			if in.err != nil {
 				a.retryAt = now.Add(c.timers.Retry)

@@ -146,7 +146,9 @@ func TestDeleteOvertakesTheFirstGrant(t *testing.T) {
 	require.Equal(t, []string{"gang/0"}, asked)
 	w.delete("gang")
 	w.step(granted{units: asked, err: state.ErrDeleting})
-	w.pass(time.Minute)
+	w.now = w.now.Add(time.Minute)
+	w.step(ticked{})
 	assert.Empty(t, w.state.Apps)
+	assert.Zero(t, w.core.Due())
 	assert.Len(t, asked, 1)
 }

@@ -64,6 +64,16 @@ func TestDeployTimeout(t *testing.T) {
 	assert.Contains(t, cli.stderr(), "dpserve: not RUNNING in time: demo; the rollout goes on\nhint: watch it with `dpserve status -w`\n")
 }
 
+// TestDeployOfWhatIsDeletedMeanwhile: nothing would ever come, so the monitor does not wait for it.
+func TestDeployOfWhatIsDeletedMeanwhile(t *testing.T) {
+	for name, last := range map[string][]msg.AppStatus{"on its way out": {demo(statusDeleting, 2, state.Killing)}, "gone": {}} {
+		cli := newCLI(t)
+		cli.cluster.script = [][]msg.AppStatus{{}, {demo(statusDeploying, 2, state.Starting)}, last}
+		assert.Equal(t, 1, cli.run([]string{"deploy", file(t, tiny), "--timeout", "5s"}), name)
+		assert.Contains(t, cli.stderr(), "dpserve: demo was deleted while it was rolled out\nhint: ", name)
+	}
+}
+
 func TestDeployInterrupted(t *testing.T) {
 	cli := newCLI(t)
 	cli.cluster.script = [][]msg.AppStatus{{}, {demo(statusDeploying, 2, state.Starting)}}
