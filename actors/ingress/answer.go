@@ -100,9 +100,6 @@ func (c *call) passOn(ctx context.Context, status int, header http.Header, body 
 	if err := c.write(body, c.begun); err != nil {
 		return c.unwritten(ctx, err)
 	}
-	if err := c.flush(); err != nil { // the client has it before the accounts are done
-		return c.unwritten(ctx, err)
-	}
 	return res
 }
 
