@@ -18,11 +18,12 @@ import (
 // Dialer opens a connection to an engine.
 type Dialer func(ctx context.Context, network, addr string) (net.Conn, error)
 
-// engineLeg sends one request to an engine and gives the head of its answer. An interface, so that a hand-written client
-// can take the place of http.Transport (HOTPATH 4).
+// engineLeg sends one request to an engine and gives the head of its answer: on the own client (directLeg), or on
+// http.Transport (HOTPATH 4).
 type engineLeg interface {
 	// send returns when the answer's header is there. It never follows redirects and never sends twice. The caller closes
-	// the answer's body. The request's memory may still be read after send has returned, until settled says otherwise.
+	// the answer's body, and does not change its header. The request's memory may still be read after send has returned, until
+	// settled says otherwise.
 	send(ctx context.Context, o *outgoing) (*http.Response, error)
 }
 
@@ -55,13 +56,14 @@ func (o *outgoing) trace() *httptrace.ClientTrace {
 const maxIdlePerEngine = 4096
 
 // legs are the two ways to an engine: one that dpserve started keeps idle connections for longer.
-type legs struct{ owned, attached *transportLeg }
+type legs struct{ owned, attached *directLeg }
 
 func newLegs(t Timers, dial Dialer) *legs {
 	if dial == nil {
 		dial = (&net.Dialer{Timeout: t.Dial, KeepAlive: -1}).DialContext
 	}
-	return &legs{owned: newTransportLeg(dial, t.Dial, t.IdleOwned), attached: newTransportLeg(dial, t.Dial, t.IdleAttached)}
+	dial = cappedDial(dial)
+	return &legs{owned: newDirectLeg(dial, t.Dial, t.IdleOwned), attached: newDirectLeg(dial, t.Dial, t.IdleAttached)}
 }
 
 func (l *legs) to(t *msg.Target) engineLeg {
@@ -72,11 +74,11 @@ func (l *legs) to(t *msg.Target) engineLeg {
 }
 
 func (l *legs) close() {
-	l.owned.transport.CloseIdleConnections()
-	l.attached.transport.CloseIdleConnections()
+	l.owned.close()
+	l.attached.close()
 }
 
-// transportLeg is engineLeg on net/http.
+// transportLeg is engineLeg on net/http: for TLS, and for large bodies.
 type transportLeg struct{ transport *http.Transport }
 
 var _ engineLeg = (*transportLeg)(nil)
@@ -84,13 +86,7 @@ var _ engineLeg = (*transportLeg)(nil)
 // newTransportLeg sets by hand what the defaults get wrong (TRAPS 4): no compression, no proxy from the environment.
 func newTransportLeg(dial Dialer, patience, idle time.Duration) *transportLeg {
 	return &transportLeg{&http.Transport{
-		DialContext: func(ctx context.Context, network, addr string) (net.Conn, error) {
-			c, err := dial(ctx, network, addr)
-			if err != nil {
-				return nil, err
-			}
-			return capped(c), nil
-		},
+		DialContext:            dial,
 		DisableCompression:     true,
 		Proxy:                  nil,
 		IdleConnTimeout:        idle,
@@ -99,6 +95,17 @@ func newTransportLeg(dial Dialer, patience, idle time.Duration) *transportLeg {
 		MaxResponseHeaderBytes: DefaultMaxHeaderBytes,
 		TLSHandshakeTimeout:    patience,
 	}}
+}
+
+// cappedDial dials connections that are capped.
+func cappedDial(dial Dialer) Dialer {
+	return func(ctx context.Context, network, addr string) (net.Conn, error) {
+		c, err := dial(ctx, network, addr)
+		if err != nil {
+			return nil, err
+		}
+		return capped(c), nil
+	}
 }
 
 // capped bounds what a stuck client makes pile up in the kernel on the engine's side, and gives a quiet connection.

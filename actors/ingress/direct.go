@@ -1,0 +1,111 @@
+package ingress
+
+import (
+	"context"
+	"errors"
+	"net/http"
+	"net/url"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/net/http/httpguts"
+
+	"github.com/dpserve/dpserve/internal/enginehttp"
+)
+
+// maxDirect is the largest body for the own client, in bytes. It writes before it reads, so a large body stays with
+// http.Transport, whose second goroutine reads meanwhile (HOTPATH 4).
+const maxDirect = 1 << 20
+
+// directLeg is engineLeg on the own client, for plain HTTP; the rest goes to the transport.
+type directLeg struct {
+	transport *transportLeg
+	dial      Dialer
+	idle      time.Duration
+
+	mu      sync.RWMutex
+	clients map[string]*enginehttp.Client // by host and port; one without connections goes when another comes
+	closed  bool
+}
+
+var _ engineLeg = (*directLeg)(nil)
+
+func newDirectLeg(dial Dialer, patience, idle time.Duration) *directLeg {
+	return &directLeg{transport: newTransportLeg(dial, patience, idle), dial: dial, idle: idle, clients: map[string]*enginehttp.Client{}}
+}
+
+// send implements engineLeg. The own client has let go of the request when it returns: it is settled.
+func (l *directLeg) send(ctx context.Context, o *outgoing) (*http.Response, error) {
+	if len(o.body) > maxDirect || !direct(o.url) {
+		return l.transport.send(ctx, o)
+	}
+	resp, err := l.client(o.url.Host).Send(ctx, http.MethodPost, o.url.RequestURI(), o.header, o.body)
+	if err != nil {
+		var e *enginehttp.SendError
+		if errors.As(err, &e) {
+			o.reused.Store(e.Reused)
+			o.begun.Store(e.Begun)
+		}
+		return nil, err
+	}
+	o.begun.Store(true)
+	return resp, nil
+}
+
+// direct says that a URL is of the simple kind: plain HTTP to a host in ASCII without a zone. net/http knows what to do with others.
+func direct(u *url.URL) bool {
+	if u.Scheme != "http" || u.Opaque != "" || strings.Contains(u.Host, "%") {
+		return false
+	}
+	for i := range len(u.Host) {
+		if u.Host[i] >= 0x80 {
+			return false
+		}
+	}
+	return httpguts.ValidHostHeader(u.Host)
+}
+
+// client gives the client of one engine.
+func (l *directLeg) client(host string) *enginehttp.Client {
+	l.mu.RLock()
+	c := l.clients[host]
+	l.mu.RUnlock()
+	if c != nil {
+		return c
+	}
+	return l.add(host)
+}
+
+// add makes a client. Engines come and go with their ports, so those that nobody uses any more are forgotten here. A request that
+// has just found one of them goes on: its connection is closed behind it.
+func (l *directLeg) add(host string) *enginehttp.Client {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if c := l.clients[host]; c != nil {
+		return c
+	}
+	for h, c := range l.clients {
+		if c.Unused() {
+			c.Close()
+			delete(l.clients, h)
+		}
+	}
+	c := enginehttp.New(enginehttp.Config{Host: host, Dial: l.dial, Idle: l.idle, MaxIdle: maxIdlePerEngine})
+	if l.closed {
+		c.Close()
+	}
+	l.clients[host] = c
+	return c
+}
+
+// close closes idle connections, and those in use when their requests end.
+func (l *directLeg) close() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.closed = true
+	for _, c := range l.clients {
+		c.Close()
+	}
+	l.transport.transport.CloseIdleConnections()
+}

@@ -1,0 +1,199 @@
+package enginehttp
+
+import (
+	"context"
+	"io"
+	"net"
+	"net/http"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// Config of a Client. Every field must be set.
+type Config struct {
+	Host    string                                                            // host and port, or host alone: the Host field, and where to dial
+	Dial    func(ctx context.Context, network, addr string) (net.Conn, error) // bounds its own time
+	Idle    time.Duration                                                     // how long a connection may wait for its next request
+	MaxIdle int                                                               // connections kept; more are closed
+}
+
+// Client sends requests to one engine. Safe for concurrent use. It has no goroutine; the pool's timer ends with Close.
+type Client struct {
+	host string
+	addr string
+	dial func(ctx context.Context, network, addr string) (net.Conn, error)
+	pool pool
+	busy atomic.Int64 // requests whose connection is not given back
+
+	buffers  sync.Pool // *[]byte of readBuffer
+	requests sync.Pool // *[]byte
+}
+
+// New makes a client; it dials when a request needs it.
+func New(c Config) *Client {
+	out := &Client{host: c.Host, addr: address(c.Host), dial: c.Dial, pool: pool{idle: c.Idle, most: c.MaxIdle}}
+	out.buffers.New = func() any { b := make([]byte, readBuffer); return &b }
+	out.requests.New = func() any { return new([]byte) }
+	return out
+}
+
+// address adds HTTP's port where there is none.
+func address(host string) string {
+	if _, _, err := net.SplitHostPort(host); err == nil {
+		return host
+	}
+	if n := len(host); n > 1 && host[0] == '[' && host[n-1] == ']' {
+		host = host[1 : n-1]
+	}
+	return net.JoinHostPort(host, "80")
+}
+
+// Unused says that the client holds no connection at all.
+func (c *Client) Unused() bool { return c.busy.Load() == 0 && c.pool.empty() }
+
+// CloseIdle closes the connections that wait for a request.
+func (c *Client) CloseIdle() { c.pool.drop() }
+
+// Close closes what waits, and keeps no connection from now on. Requests under way go on, and their callers end them. Idempotent.
+func (c *Client) Close() { c.pool.close() }
+
+// Send writes a request and reads the answer's head. target is the path with its query. header and body are only read, and no more
+// once Send has returned. Of header the fields that frame the message or belong to the connection are left out, and nothing is added
+// but Host and Content-Length.
+//
+// The caller closes the answer's body and reads it from one goroutine. The end of ctx ends Send and Read at once. The answer's header
+// must not be changed: answers share it. Errors are *SendError. After one on a reused connection before any byte of an answer, all
+// waiting connections are closed too (they have waited longer), so that a second Send dials.
+func (c *Client) Send(ctx context.Context, method, target string, header http.Header, body []byte) (*http.Response, error) {
+	if ctx.Err() != nil {
+		return nil, &SendError{Err: context.Cause(ctx)}
+	}
+	mem, _ := c.requests.Get().(*[]byte)
+	defer c.keepRequest(mem)
+	req, err := appendRequest((*mem)[:0], method, target, c.host, header, len(body))
+	*mem = req
+	if err != nil {
+		return nil, &SendError{Err: err}
+	}
+	n := min(len(body), max(packed-len(req), 0))
+	req = append(req, body[:n]...)
+	*mem = req
+	return c.exchange(ctx, method, req, body[n:])
+}
+
+func (c *Client) keepRequest(mem *[]byte) {
+	if cap(*mem) <= keptRequest {
+		c.requests.Put(mem)
+	}
+}
+
+func (c *Client) exchange(ctx context.Context, method string, req, rest []byte) (*http.Response, error) {
+	c.busy.Add(1)
+	cn, err := c.connect(ctx)
+	if err != nil {
+		c.busy.Add(-1)
+		return nil, &SendError{Err: cause(ctx, err)}
+	}
+	cn.mem, _ = c.buffers.Get().(*[]byte)
+	cn.buf, cn.r, cn.w = *cn.mem, 0, 0
+	x := &exchange{client: c, conn: cn, stop: context.AfterFunc(ctx, cn.abort)}
+	h, whole, err := cn.roundTrip(req, rest)
+	if err != nil {
+		return nil, c.failed(ctx, x, err)
+	}
+	cn.used = true
+	return x.answer(h, method, whole), nil
+}
+
+// connect takes a waiting connection, or dials.
+func (c *Client) connect(ctx context.Context) (*conn, error) {
+	if cn := c.pool.get(); cn != nil {
+		return cn, nil
+	}
+	n, err := c.dial(ctx, "tcp", c.addr)
+	if err != nil {
+		return nil, err
+	}
+	return newConn(n), nil
+}
+
+// roundTrip writes the request and reads the head of the answer, also if writing failed: a peer that refuses a request may answer and
+// close before it has read it all.
+func (c *conn) roundTrip(req, rest []byte) (h *head, whole bool, err error) {
+	whole, unwritten := c.write(req, rest)
+	if unwritten == nil {
+		h, err = c.readHead()
+		return h, whole, err
+	}
+	if c.aborted.Load() {
+		return nil, false, unwritten
+	}
+	c.readBy(time.Now().Add(lastWords))
+	defer c.readBy(time.Time{})
+	if h, err = c.readHead(); err != nil && c.w == 0 {
+		err = unwritten
+	}
+	return h, false, err
+}
+
+// failed ends an exchange without an answer.
+func (c *Client) failed(ctx context.Context, x *exchange, err error) error {
+	cn := x.conn
+	e := &SendError{Reused: cn.used, Begun: cn.w > 0, Err: err}
+	if !x.stop() {
+		e.Err = cause(ctx, err)
+	}
+	c.done(cn, false)
+	if e.Reused && !e.Begun && ctx.Err() == nil {
+		c.pool.drop()
+	}
+	return e
+}
+
+// cause prefers the context's reason to what its end has made of the connection.
+func cause(ctx context.Context, err error) error {
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	return err
+}
+
+// answer begins the body. One without a byte is at its end already.
+func (x *exchange) answer(h *head, method string, whole bool) *http.Response {
+	x.resp = http.Response{
+		Status: h.text, StatusCode: h.status, Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: h.minor,
+		Header: h.header, ContentLength: h.length, Body: x,
+	}
+	if h.minor == 0 {
+		x.resp.Proto = "HTTP/1.0"
+	}
+	x.keep = h.keep && whole
+	switch {
+	case h.bodiless(method):
+		if method != http.MethodHead {
+			x.resp.ContentLength = 0
+		}
+		x.keep = x.keep && h.reusable(method)
+		x.finish(io.EOF)
+	case h.chunked:
+		x.read = chunked
+	case h.length > 0:
+		x.read, x.left = sized, h.length
+	case h.length == 0:
+		x.finish(io.EOF)
+	default:
+		x.read, x.keep = unsized, false
+	}
+	return &x.resp
+}
+
+// done takes a connection back from its request: into the pool, or closed.
+func (c *Client) done(cn *conn, reusable bool) {
+	c.buffers.Put(cn.mem) // as it came: what has grown for a large head is other memory
+	cn.mem, cn.buf = nil, nil
+	if !reusable || !c.pool.put(cn) {
+		cn.close()
+	}
+	c.busy.Add(-1)
+}

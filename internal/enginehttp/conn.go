@@ -1,0 +1,246 @@
+package enginehttp
+
+import (
+	"bytes"
+	"errors"
+	"io"
+	"net"
+	"os"
+	"sync/atomic"
+	"time"
+)
+
+const (
+	readBuffer  = 16 << 10 // one read of the socket at most, while chunks or a head are read (HOTPATH 3)
+	packed      = 64 << 10 // head and body up to here leave in one write; what lies behind is not copied
+	keptRequest = 80 << 10 // larger buffers of requests are left to the garbage collector
+	keptHead    = 4 << 10  // heads up to this size are remembered for the next answer
+
+	// A write that has stood still for firstLook looks whether an answer has come, then after twice the time, up to lastLook.
+	firstLook = 50 * time.Millisecond
+	lastLook  = time.Second
+	lookFor   = time.Millisecond // how long such a look may wait
+	// lastWords bounds the wait for an answer behind a failed write: what the peer has sent is there already.
+	lastWords = time.Second
+)
+
+// conn is a connection to the engine. It belongs to one request at a time, or to the pool. Only abort may be called from elsewhere.
+type conn struct {
+	net     net.Conn
+	probe   *probe // nil: the system shows nothing of this connection without reading
+	abort   func() // bound once: registering it allocates no closure
+	aborted atomic.Bool
+	used    bool      // has served a request
+	since   time.Time // in the pool since
+
+	mem  *[]byte // of buf, to be given back; nil while idle
+	buf  []byte
+	r, w int // buf[r:w] is read from the socket and not yet consumed
+
+	raw  []byte // the last head as it came …
+	head *head  // … and what it means
+}
+
+func newConn(c net.Conn) *conn {
+	out := &conn{net: c, probe: newProbe(c)}
+	out.abort = out.giveUp
+	return out
+}
+
+// giveUp ends whatever waits on the connection. A given-up connection never gets into the pool.
+func (c *conn) giveUp() {
+	c.aborted.Store(true)
+	c.close()
+}
+
+func (c *conn) close() {
+	if c.net.Close() != nil {
+		return // closed already, or as good as: nobody uses it again
+	}
+}
+
+// write sends a request: req holds the head and as much of the body as is packed with it, rest what is left. whole is false if an
+// answer came before the request was out: it is in the buffer or can be read, and the connection ends with it.
+func (c *conn) write(req, rest []byte) (whole bool, err error) {
+	if len(rest) == 0 && c.probe != nil { // it fits into the kernel's buffers: nothing to be patient about
+		_, err = c.net.Write(req)
+		return err == nil, err
+	}
+	for _, p := range [][]byte{req, rest} {
+		if whole, err = c.writePatiently(p); !whole {
+			return false, err
+		}
+	}
+	return true, nil
+}
+
+// writePatiently writes to a peer that may answer instead of reading on. It lasts until the peer has read, answered or gone, or
+// until abort.
+func (c *conn) writePatiently(p []byte) (whole bool, err error) {
+	defer c.writeBy(time.Time{})
+	for wait := firstLook; len(p) > 0; wait = min(2*wait, lastLook) {
+		c.writeBy(time.Now().Add(wait))
+		n, err := c.net.Write(p)
+		p = p[n:]
+		switch {
+		case err == nil:
+		case !errors.Is(err, os.ErrDeadlineExceeded):
+			return false, err
+		default:
+			if answered, err := c.answered(); answered || err != nil {
+				return false, err
+			}
+		}
+	}
+	return true, nil
+}
+
+// answered looks whether an answer that is not an interim one has begun.
+func (c *conn) answered() (bool, error) {
+	c.readBy(time.Now().Add(lookFor))
+	defer c.readBy(time.Time{})
+	if c.w < len(c.buf) {
+		n, err := c.net.Read(c.buf[c.w:])
+		c.w += n
+		if err != nil && !errors.Is(err, os.ErrDeadlineExceeded) {
+			return false, err
+		}
+	}
+	return c.w == len(c.buf) || c.final(), nil
+}
+
+// final skips interim answers in the buffer and says that one has begun which is the last, or none at all: readHead tells which.
+func (c *conn) final() bool {
+	const class = len("HTTP/1.1 ")
+	for {
+		b := c.buf[c.r:c.w]
+		end, _, err := headEnd(b, 0)
+		switch {
+		case err != nil:
+			return true
+		case len(b) <= class:
+			return false
+		case b[class] != '1' || string(b[class:min(class+3, len(b))]) == "101":
+			return true
+		case end == 0:
+			return false
+		}
+		c.r += end
+	}
+}
+
+// readBy sets the deadline of reads; none if t is zero.
+func (c *conn) readBy(t time.Time) {
+	if c.net.SetReadDeadline(t) != nil {
+		return // closed: the next read tells
+	}
+}
+
+// writeBy is readBy for writes.
+func (c *conn) writeBy(t time.Time) {
+	if c.net.SetWriteDeadline(t) != nil {
+		return // closed: the next write tells
+	}
+}
+
+// readHead reads to the end of the answer's head.
+func (c *conn) readHead() (*head, error) {
+	searched := 0
+	for interim := 0; ; {
+		end, next, err := headEnd(c.buf[c.r:c.w], searched)
+		if err != nil {
+			return nil, err
+		}
+		if end == 0 {
+			searched = next
+			if err := c.more(); err != nil {
+				return nil, err
+			}
+			continue
+		}
+		h, err := c.parse(c.buf[c.r : c.r+end])
+		if err != nil {
+			return nil, err
+		}
+		c.r, searched = c.r+end, 0
+		if h.status >= 200 {
+			return h, nil
+		}
+		if interim++; interim > maxInterim || h.status == 101 {
+			return nil, malformed("too many interim answers, or a switch of protocols that nobody asked for")
+		}
+	}
+}
+
+// parse knows a head again: an engine's answers within one second are mostly alike to the byte.
+func (c *conn) parse(raw []byte) (*head, error) {
+	if c.head != nil && bytes.Equal(raw, c.raw) {
+		return c.head, nil
+	}
+	h, err := parseHead(raw)
+	if err == nil && len(raw) <= keptHead {
+		c.head, c.raw = h, append(c.raw[:0], raw...)
+	}
+	return h, err
+}
+
+// more reads on in a head.
+func (c *conn) more() error {
+	if c.w == len(c.buf) {
+		if c.w >= maxHead {
+			return malformed("its head is larger than 64 KiB")
+		}
+		c.buf = append(c.buf, make([]byte, min(len(c.buf), maxHead-c.w))...)
+	}
+	n, err := c.net.Read(c.buf[c.w:])
+	c.w += n
+	switch {
+	case n > 0:
+		return nil
+	case errors.Is(err, io.EOF) && c.w > 0:
+		return io.ErrUnexpectedEOF
+	}
+	return err
+}
+
+// fill reads on in a body. What is not consumed stays: less than a line, so there is room.
+func (c *conn) fill() error {
+	if c.r == c.w {
+		c.r, c.w = 0, 0
+	} else if c.w == len(c.buf) {
+		c.w = copy(c.buf, c.buf[c.r:c.w])
+		c.r = 0
+	}
+	n, err := c.net.Read(c.buf[c.w:])
+	c.w += n
+	switch {
+	case n > 0:
+		return nil
+	case errors.Is(err, io.EOF):
+		return io.ErrUnexpectedEOF
+	}
+	return err
+}
+
+// take copies what is buffered, up to n bytes.
+func (c *conn) take(p []byte, n int64) int {
+	m := copy(p, c.buf[c.r:c.r+int(min(n, int64(c.w-c.r)))])
+	c.r += m
+	return m
+}
+
+// line takes a line off the buffer, without its CRLF; nil: it is not all there.
+func (c *conn) line(limit int) ([]byte, error) {
+	b := c.buf[c.r:c.w]
+	i := bytes.IndexByte(b, '\n')
+	switch {
+	case i < 0 && len(b) < limit:
+		return nil, nil
+	case i < 0 || i >= limit:
+		return nil, malformed("a line between chunks is too long")
+	case i == 0 || b[i-1] != '\r':
+		return nil, malformed("a line between chunks does not end in CRLF")
+	}
+	c.r += i + 1
+	return b[: i-1 : i-1], nil
+}

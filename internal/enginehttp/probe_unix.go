@@ -1,0 +1,40 @@
+//go:build unix
+
+package enginehttp
+
+import (
+	"net"
+	"syscall"
+)
+
+// probe looks at a waiting connection without taking anything from it.
+type probe struct {
+	raw   syscall.RawConn
+	look  func(fd uintptr) bool // bound once: a look allocates nothing
+	byte  [1]byte
+	alive bool
+}
+
+// newProbe gives nil for a connection that is no socket.
+func newProbe(c net.Conn) *probe {
+	s, ok := c.(syscall.Conn)
+	if !ok {
+		return nil
+	}
+	raw, err := s.SyscallConn()
+	if err != nil {
+		return nil
+	}
+	p := &probe{raw: raw}
+	p.look = p.peek
+	return p
+}
+
+// quiet says that the peer has neither closed nor sent anything. A connection that shows nothing counts as quiet.
+func (p *probe) quiet() bool {
+	if p == nil {
+		return true
+	}
+	p.alive = false
+	return p.raw.Read(p.look) == nil && p.alive
+}
