@@ -15,6 +15,8 @@ import (
 	"strconv"
 	"syscall"
 	"time"
+
+	em "github.com/dpserve/dpserve/enginemodel"
 )
 
 // Exit codes of Main.
@@ -53,6 +55,7 @@ func Main(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	if err := keepAliveFromEnv(&cfg); err != nil {
 		return complain(stderr, err)
 	}
+	kvFromEnv(&cfg)
 	cfg.kill = func() { _ = syscall.Kill(os.Getpid(), syscall.SIGKILL) }
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -88,6 +91,17 @@ func keepAliveFromEnv(cfg *Config) error {
 	}
 	cfg.KeepAlive = time.Duration(n) * time.Second
 	return nil
+}
+
+// kvFromEnv honours the variables of the imitated engine that concern the prefix cache.
+func kvFromEnv(cfg *Config) {
+	cfg.DevMode = os.Getenv("VLLM_SERVER_DEV_MODE") == "1"
+	if os.Getenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES") == "0" {
+		cfg.KVEvents.Hash = KVBytes
+	}
+	if seed, ok := os.LookupEnv("PYTHONHASHSEED"); ok && cfg.Hashing.Algo == em.HashSHA256CBOR {
+		cfg.Hashing.Root = em.RootOf(seed)
+	}
 }
 
 // run is the life of the engine from its start to its exit code.
