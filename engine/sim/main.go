@@ -101,6 +101,9 @@ func run(ctx context.Context, cfg Config, stdout, stderr io.Writer) int {
 // Run is an engine from its start to its exit code, without a process of its own: whoever starts it sends the signals. The
 // end of ctx ends it at once, without answers.
 func Run(ctx context.Context, cfg Config, signals <-chan os.Signal, stdout, stderr io.Writer) int {
+	if cfg.Logger != nil {
+		cfg.Logger.Info("starting", "host", cfg.Host, "port", cfg.Port)
+	}
 	if err := portFree(ctx, &cfg); err != nil {
 		return complain(stderr, err)
 	}
