@@ -26,11 +26,12 @@ fuzz: ## ten seconds of each fuzz target (FUZZ_TIME=1m for more)
 ci: ## everything a change has to pass
 	.ci/run
 
+# The parts of the hot path one by one, then the whole process beside others. About three minutes; see docs/performance.md.
 .PHONY: bench
-bench: build ## the numbers: added latency, CPU, throughput, against nginx and a plain Go proxy where they are installed
-	@for script in test/bench/*.sh; do [ -e "$$script" ] || { echo "no script in test/bench" >&2; exit 1; }; \
-		echo "== $$script"; DPSERVE=$(CURDIR)/bin/dpserve "$$script" || exit 1; done
-	go test -run '^$$' -bench . -benchmem ./...
+bench: build ## the numbers: added latency, CPU, throughput, against nginx (if there is one) and a plain Go proxy; Linux
+	go test -run '^$$' -bench 'PickPowerOfTwo64|TrySendReply|Admission|RelayChunk|WatcherEvent|Scan|PingPong' -benchmem -benchtime 0.3s \
+		./routing ./internal/inbox ./internal/quietnet ./actors/dpserver ./actors/ingress ./engine/openai
+	go run ./test/bench -dpserve bin/dpserve
 
 .PHONY: acceptance
 acceptance: ## rows of docs/acceptance.md in real time, with real processes

@@ -43,7 +43,18 @@ func (s *Server) newRoutes() http.Handler {
 	if s.cfg.Metrics != nil {
 		g.GET(pathMetrics, s.metrics)
 	}
-	return g
+	return headAsGet(g)
+}
+
+// headAsGet answers HEAD like GET without the body, which net/http leaves out: probes ask that way. Streams have no HEAD.
+func headAsGet(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Method == http.MethodHead && r.URL.Path != pathEvents && !strings.HasSuffix(r.URL.Path, "/logs") {
+			r = r.WithContext(r.Context()) // a copy: the server goes by its own for what it writes
+			r.Method = http.MethodGet
+		}
+		next.ServeHTTP(w, r)
+	})
 }
 
 // recovered turns a panic into a 500 and goes on panicking for http.ErrAbortHandler, which cuts a stream: gin's own recovery

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
+	"io"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
@@ -67,7 +68,7 @@ func badRequests() []request {
 		{"POST", "/v1/chat/completions", "{}", nil},
 		{"POST", "/api/v1/apps", "x", nil},
 		{"DELETE", "/api/v1/version", "", nil},
-		{"HEAD", "/api/v1/healthz", "", nil},
+		{"HEAD", "/api/v1/events", "", nil},
 		{"GET", "/api/v1/version?verbose=1", "", nil},
 		{"GET", "/api/v1/apps?app=demo", "", nil},
 		{"GET", "/api/v1/apps?x=%zz", "", nil},
@@ -141,6 +142,24 @@ func TestAllowedHosts(t *testing.T) {
 	}
 	same := request{"PUT", "/api/v1/apps", "x", map[string]string{"Sec-Fetch-Site": "same-origin"}}
 	assert.Equal(t, http.StatusAccepted, same.send(t, h).Code)
+}
+
+// TestHeadIsGetWithoutABody: probes and load balancers ask that way.
+func TestHeadIsGetWithoutABody(t *testing.T) {
+	s, _ := serve(t, api.Config{Backend: newBackend(), Metrics: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("dpserve_up 1\n")) })})
+	for _, path := range []string{"/api/v1/healthz", "/api/v1/apps", "/metrics"} {
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodHead, "http://"+s.Addr().String()+path, http.NoBody)
+		require.NoError(t, err)
+		res, err := http.DefaultTransport.RoundTrip(req)
+		require.NoError(t, err)
+		body, err := io.ReadAll(res.Body)
+		require.NoError(t, err)
+		require.NoError(t, res.Body.Close())
+		assert.Equal(t, http.StatusOK, res.StatusCode, path)
+		assert.Positive(t, res.ContentLength, path)
+		assert.Empty(t, body, path)
+	}
+	http.DefaultTransport.(*http.Transport).CloseIdleConnections()
 }
 
 func TestMetricsAndItsAbsence(t *testing.T) {

@@ -12,6 +12,9 @@ import (
 // maxFaults bounds what one Parse reports: beyond it a list helps nobody, and a hostile file must not fill memory.
 const maxFaults = 100
 
+// hintSmallest helps whoever starts from nothing.
+const hintSmallest = "the smallest file: applications: [{name: demo, model: {id: demo}, engine: {kind: sim}}]"
+
 // Fault is one thing that is wrong with a file, at the place where it is wrong.
 type Fault struct {
 	File    string `json:"file"`

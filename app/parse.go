@@ -64,7 +64,7 @@ func (d *decoder) read(root *node) []*draft {
 	switch {
 	case root == nil || root.shape == nullShape:
 		if len(d.faults) == 0 {
-			d.fault(place{1, 1}, "", Fault{Message: "the file holds nothing", Wanted: "applications: [...]", Hint: "see the sample file"})
+			d.fault(place{1, 1}, "", Fault{Message: "the file holds nothing", Wanted: "applications: [...]", Hint: hintSmallest})
 		}
 		return nil
 	case d.isRay(root):
@@ -74,7 +74,7 @@ func (d *decoder) read(root *node) []*draft {
 	c := cursor{d, root, ""}
 	readFields(c, &drafts, fileFields())
 	if root.shape == mapShape && !d.has("applications") {
-		c.refuse(Fault{Message: "the key applications is missing or empty", Wanted: "applications: [...]", Hint: "see the sample file"})
+		c.refuse(Fault{Message: "the key applications is missing or empty", Wanted: "applications: [...]", Hint: hintSmallest})
 	}
 	return drafts
 }
@@ -91,7 +91,7 @@ func (d *decoder) isRay(root *node) bool {
 			if e.key == "import_path" {
 				d.fault(e.place, join(index("applications", i), e.key), Fault{
 					Message: "this is a Ray Serve file (import_path " + strconv.Quote(e.value.text) + "), which this version does not read",
-					Hint:    "reading Ray Serve LLM files comes with the next version; write model, engine and data_parallel as in the sample file",
+					Hint:    "reading Ray Serve LLM files comes with the next version; write model, engine and data_parallel as docs/app-yaml.md shows",
 				})
 				found = true
 			}

@@ -7,6 +7,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"net/url"
 	"strconv"
 	"strings"
 	"syscall"
@@ -111,6 +112,10 @@ func (c *Client) ask(ctx context.Context, method, path string, body io.Reader, l
 	c.setHeaders(req)
 	resp, err := c.http.Do(req)
 	if err != nil {
+		var inner *url.Error
+		if errors.As(err, &inner) {
+			err = inner.Err // without method and URL: who asks names them
+		}
 		return 0, nil, err
 	}
 	defer func() { _ = resp.Body.Close() }()

@@ -181,6 +181,16 @@ func TestOverheadAgainstServers(t *testing.T) {
 	assert.Contains(t, table.String(), "added latency: p50")
 }
 
+// TestOverheadOfNothingIsNotZero: a comparison without answers must not read like one without overhead.
+func TestOverheadOfNothingIsNotZero(t *testing.T) {
+	t.Parallel()
+	var table bytes.Buffer
+	o := &Overhead{Runs: []OverheadRun{{Proxied: &Percentiles{P50: 1}, Errors: map[string]int{"direct connect": 3}}}}
+	require.NoError(t, o.WriteTable(&table))
+	assert.Contains(t, table.String(), "added latency: not measured")
+	assert.Contains(t, table.String(), "no good answers (direct connect: 3)")
+}
+
 func TestPromptsDifferAndRepeat(t *testing.T) {
 	t.Parallel()
 	for _, route := range []Route{Chat, Completions} {

@@ -91,7 +91,7 @@ type Config struct {
 func (c Config) withDefaults() Config {
 	if c.Mode == "" {
 		c.Mode = Closed
-		if c.Rate > 0 {
+		if c.Rate != 0 { // a negative one is a fault of an open loop
 			c.Mode = Open
 		}
 	}
@@ -152,5 +152,5 @@ func (c Config) Validate() error {
 		return nil
 	}
 	return problem.New(problem.InvalidArgument, "the load cannot be sent as asked").
-		WithHint("correct the settings named below").WithDetails(bad...)
+		WithHint("correct the settings named above").WithDetails(bad...)
 }

@@ -40,6 +40,9 @@ type OverheadRun struct {
 	Errors   map[string]int `json:"errors,omitempty"` // "direct KIND" and "proxied KIND"
 }
 
+// complete says that the run measured both sides.
+func (r OverheadRun) complete() bool { return r.Direct != nil && r.Proxied != nil }
+
 // RunOverhead sends the load of proxied in turns to direct and to proxied, OverheadRuns times. Of direct only URL, Model,
 // APIKey and PIDs are used; rate, concurrency, Requests and Duration hold per run and for both sides together, Warmup for
 // the first run. If ctx ends, the error is its cause and the result covers the complete runs (nil if there is none).
@@ -174,7 +177,7 @@ func (c *collector) answered() *Percentiles {
 func medianOf(runs []OverheadRun, of func(OverheadRun) float64) float64 {
 	var values []float64
 	for _, r := range runs {
-		if r.Direct != nil && r.Proxied != nil {
+		if r.complete() {
 			values = append(values, of(r))
 		}
 	}
@@ -190,10 +193,14 @@ func (o *Overhead) WriteTable(w io.Writer) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
 	p := func(format string, args ...any) { _, _ = fmt.Fprintf(t, format, args...) } // tabwriter reports at Flush
 	p("%s against %s, in turns, %d runs\n", o.Proxied, o.Direct, len(o.Runs))
-	p("added latency: p50 %+.3f ms, p99 %+.3f ms (medians of the runs)\n\n", o.AddedP50, o.AddedP99)
+	if slices.ContainsFunc(o.Runs, OverheadRun.complete) {
+		p("added latency: p50 %+.3f ms, p99 %+.3f ms (medians of the runs)\n\n", o.AddedP50, o.AddedP99)
+	} else {
+		p("added latency: not measured\n\n")
+	}
 	p("run\tdirect p50\tproxied p50\tadded\tdirect p99\tproxied p99\tadded\trequests\t\n")
 	for i, r := range o.Runs {
-		if r.Direct == nil || r.Proxied == nil {
+		if !r.complete() {
 			p("%d\tno good answers%s\t\n", i+1, kinds(r.Errors))
 			continue
 		}

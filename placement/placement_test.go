@@ -119,6 +119,7 @@ func TestLabels(t *testing.T) {
 		"need: 4 ranks of 1 slot each, SPREAD, on nodes with accelerator=H200, zone=2",
 		"node a: labels do not match (accelerator=H200, zone=1)", "node b: labels do not match (none)",
 	}, e.Details)
+	assert.Equal(t, "no node has these labels: correct resources.labels, or start a node with them in --labels", e.Hint)
 }
 
 func TestDevicesAreLowestContiguousAndAligned(t *testing.T) {

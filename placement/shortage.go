@@ -69,9 +69,12 @@ func (p *pool) describe(g *Group) string {
 }
 
 func (g *Group) hint(ps pools) string {
-	devices := false
+	devices, matched := false, false
 	for _, p := range ps {
-		devices = devices || len(p.Devices) > 0
+		devices, matched = devices || len(p.Devices) > 0, matched || p.matches(g)
+	}
+	if len(ps) > 0 && !matched {
+		return "no node has these labels: correct resources.labels, or start a node with them in --labels"
 	}
 	if g.Devices > 0 && !devices {
 		return "no node offers devices: start nodes with --gpus, or run the file on the simulated engine with --engine sim"

@@ -8,7 +8,7 @@ import (
 
 // New is the empty state of a cluster that has no name yet.
 func New() *State {
-	return &State{Apps: map[string]*App{}, Units: map[string]*Unit{}, Epochs: map[string]uint64{}}
+	return &State{Apps: map[string]*App{}, Units: map[string]*Unit{}, Epochs: map[string]uint64{}, Revisions: map[string]uint64{}}
 }
 
 // Apply carries out one committed command, whole or not at all. It is deterministic: the same commands in the same order
@@ -46,7 +46,7 @@ func (s *State) Apply(index uint64, c *Command) (Result, error) {
 // into them.
 func (s *State) Clone() *State {
 	c := *s
-	c.Apps, c.Units, c.Epochs = maps.Clone(s.Apps), maps.Clone(s.Units), maps.Clone(s.Epochs)
+	c.Apps, c.Units, c.Epochs, c.Revisions = maps.Clone(s.Apps), maps.Clone(s.Units), maps.Clone(s.Epochs), maps.Clone(s.Revisions)
 	return &c
 }
 

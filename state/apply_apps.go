@@ -64,7 +64,7 @@ func (s *State) putApp(next map[string]*App, spec *AppSpec, expect map[string]ui
 	if old != nil && bytes.Equal(old.Spec, canonical) {
 		return false, nil
 	}
-	a := &App{Name: spec.Name, Revision: 1, ChangedAt: s.Revision + 1, Spec: canonical, Names: slices.Clone(spec.Names), Route: spec.Route}
+	a := &App{Name: spec.Name, Revision: s.Revisions[spec.Name] + 1, ChangedAt: s.Revision + 1, Spec: canonical, Names: slices.Clone(spec.Names), Route: spec.Route}
 	if old != nil {
 		a.Revision, a.Previous = old.Revision+1, old.Spec
 	}
@@ -156,7 +156,7 @@ func (s *State) deleteApp(c *DeleteApp) (Result, error) {
 	return Result{Revision: s.Revision, Apps: map[string]uint64{c.Name: a.Revision}}, nil
 }
 
-// forgetApp removes an application whose units are all released. Its epochs stay.
+// forgetApp removes an application whose units are all released. Its epochs and its revision stay.
 func (s *State) forgetApp(c *ForgetApp) error {
 	a, ok := s.Apps[c.Name]
 	if !ok {
@@ -171,6 +171,7 @@ func (s *State) forgetApp(c *ForgetApp) error {
 		}
 	}
 	delete(s.Apps, c.Name)
+	s.Revisions[c.Name] = a.Revision
 	return nil
 }
 

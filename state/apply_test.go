@@ -146,7 +146,8 @@ func TestRG3RedeployedNameNeverRepeatsAnEpoch(t *testing.T) {
 	m := newMachine(t)
 	for round := range uint64(3) {
 		m.must(put(spec("x", "1")))
-		r := m.must(grant("x", 1, 0, 0, round))
+		require.Equal(t, round+1, m.Apps["x"].Revision, "the revision goes on too")
+		r := m.must(grant("x", round+1, 0, 0, round))
 		require.Equal(t, map[string]uint64{"x/0/0": round + 1}, r.Epochs)
 		m.must(Command{DeleteApp: &DeleteApp{Name: "x"}})
 		m.must(Command{Release: ref("x/0/0", round+1)})
@@ -157,7 +158,7 @@ func TestRG3RedeployedNameNeverRepeatsAnEpoch(t *testing.T) {
 		require.NoError(t, err)
 	}
 	m.must(put(spec("x", "1")))
-	m.refused(grant("x", 1, 0, 0, 0), ErrStaleEpoch, problem.Conflict)
+	m.refused(grant("x", 4, 0, 0, 0), ErrStaleEpoch, problem.Conflict)
 }
 
 func TestGrantRefusals(t *testing.T) {

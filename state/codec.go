@@ -107,7 +107,7 @@ func Decode(b []byte) (*State, error) {
 
 // complete refuses a snapshot with holes, so that no reader needs to look for them.
 func (s *State) complete() error {
-	if s.Apps == nil || s.Units == nil || s.Epochs == nil {
+	if s.Apps == nil || s.Units == nil || s.Epochs == nil || s.Revisions == nil {
 		return problem.New(problem.Internal, "decode snapshot: apps, units or epochs are missing")
 	}
 	for name, a := range s.Apps {

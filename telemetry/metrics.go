@@ -27,7 +27,7 @@ const scrapeTimeout = 10 * time.Second
 type Metrics struct {
 	registry *prometheus.Registry
 	vecs     *vectors
-	ranks    children[rankKey, *rankGauges]
+	ranks    children[rankKey, prometheus.Gauge]
 
 	mu   sync.Mutex
 	apps map[appKey]*App // guarded by mu; the hit path of an App never comes here

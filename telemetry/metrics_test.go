@@ -72,7 +72,6 @@ func use(m *telemetry.Metrics) {
 	m.UnitPhase("demo", "demo/0", state.Ready, 2)
 	m.UnitRestart("demo", "demo/0")
 	m.RankInflight("demo", 0, 3, 5)
-	m.RankTokens("demo", 0, 3, 512)
 	m.RaftApply("node-1")(150 * time.Microsecond)
 }
 
@@ -206,7 +205,6 @@ func hitPath(m *telemetry.Metrics) map[string]func() {
 		"decision": func() { a.Decision(100 * time.Nanosecond) },
 		"pick":     func() { a.Pick(0, 7, "two_choices") },
 		"inflight": func() { m.RankInflight("demo", 0, 7, 3) },
-		"ranktok":  func() { m.RankTokens("demo", 0, 7, 300) },
 	}
 }
 

@@ -45,25 +45,12 @@ type rankKey struct {
 	group, rank int
 }
 
-// rankGauges are the children of one rank.
-type rankGauges struct{ inflight, tokens prometheus.Gauge }
-
 // RankInflight shows how many requests a rank has in hand.
 func (m *Metrics) RankInflight(app string, group, rank, n int) {
-	m.rank(app, group, rank).inflight.Set(float64(n))
-}
-
-// RankTokens shows how many tokens the requests of a rank hold.
-func (m *Metrics) RankTokens(app string, group, rank, n int) {
-	m.rank(app, group, rank).tokens.Set(float64(n))
-}
-
-func (m *Metrics) rank(app string, group, rank int) *rankGauges {
-	g, _ := m.ranks.get(rankKey{app, group, rank}, func() *rankGauges { // never closed: always found
-		labels := []string{app, strconv.Itoa(group), strconv.Itoa(rank)}
-		return &rankGauges{m.vecs.rankInflight.WithLabelValues(labels...), m.vecs.rankTokens.WithLabelValues(labels...)}
+	g, _ := m.ranks.get(rankKey{app, group, rank}, func() prometheus.Gauge { // never closed: always found
+		return m.vecs.rankInflight.WithLabelValues(app, strconv.Itoa(group), strconv.Itoa(rank))
 	})
-	return g
+	g.Set(float64(n))
 }
 
 // RankForget deletes the series of a released rank, its picks included.

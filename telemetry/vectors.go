@@ -21,9 +21,9 @@ const (
 
 // vectors are all series of dpserve, declared once.
 type vectors struct {
-	requests, tokens, attempts, retries, refusals, picks, restarts           *prometheus.CounterVec
-	requestSeconds, ttft, itl, queueWait, decision, raftApply                *prometheus.HistogramVec
-	rankInflight, rankTokens, queueLength, queueTokens, unitState, unitEpoch *prometheus.GaugeVec
+	requests, tokens, attempts, retries, refusals, picks, restarts *prometheus.CounterVec
+	requestSeconds, ttft, itl, queueWait, decision, raftApply      *prometheus.HistogramVec
+	rankInflight, queueLength, queueTokens, unitState, unitEpoch   *prometheus.GaugeVec
 }
 
 // forgetter is what all vectors share.
@@ -61,7 +61,6 @@ func (v *vectors) addRouting() {
 
 func (v *vectors) addUnits() {
 	v.rankInflight = gauge("rank_inflight", "Requests the rank has in hand.", labelApp, labelGroup, labelRank)
-	v.rankTokens = gauge("rank_tokens", "Tokens of the requests the rank has in hand.", labelApp, labelGroup, labelRank)
 	v.unitState = gauge("unit_state", "1 for the state the unit is in, 0 for the others.", labelApp, labelUnit, labelState)
 	v.unitEpoch = gauge("unit_epoch", "Epoch of the unit: one more at every start.", labelApp, labelUnit)
 	v.restarts = counter("unit_restarts_total", "Starts of the unit after its first.", labelApp, labelUnit)
@@ -83,7 +82,7 @@ func (v *vectors) perApp() []forgetter {
 	return []forgetter{
 		v.requests, v.tokens, v.attempts, v.retries, v.refusals, v.picks, v.restarts,
 		v.requestSeconds, v.ttft, v.itl, v.queueWait, v.decision,
-		v.rankInflight, v.rankTokens, v.queueLength, v.queueTokens, v.unitState, v.unitEpoch,
+		v.rankInflight, v.queueLength, v.queueTokens, v.unitState, v.unitEpoch,
 	}
 }
 

@@ -11,6 +11,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/dpserve/dpserve/actors/node"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -41,6 +42,9 @@ type Config struct {
 	LogWriter      io.Writer
 	LogFormat      string // text | json
 	LogLevel       string // debug | info | warn | error
+
+	Network  Network       // nil = TCP; else clients, engines, probes and the admin API meet there
+	Launcher node.Launcher // starts engines; nil = processes
 }
 
 // DefaultConfig is a node as `dpserve start` without flags makes it.

@@ -7,8 +7,10 @@ import (
 	"strings"
 	"sync"
 
+	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/node"
 	"github.com/dpserve/dpserve/api"
+	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/state"
 )
 
@@ -17,12 +19,17 @@ const logBatch = 256
 
 // Logs implements api.Backend.
 func (b *backend) Logs(ctx context.Context, q api.LogQuery) (api.LogStream, error) {
-	if _, err := b.App(ctx, q.App); err != nil {
+	status, err := b.App(ctx, q.App)
+	if err != nil {
+		return nil, err
+	}
+	st := b.n.cluster.State()
+	if err := knownRank(st, &status, q); err != nil {
 		return nil, err
 	}
 	nq := node.LogQuery{App: q.App, Rank: q.Rank, Since: q.Since, Follow: q.Follow, Tail: q.Tail}
 	if q.Group != api.AllRanks {
-		nq.Unit = unitOf(b.n.cluster.State(), q)
+		nq.Unit = unitOf(st, q)
 	}
 	s := &logStream{group: q.Group, app: q.App, lines: make(chan api.LogLine, logBatch)}
 	if q.Tail == 0 && !q.Follow {
@@ -36,6 +43,29 @@ func (b *backend) Logs(ctx context.Context, q api.LogQuery) (api.LogStream, erro
 		_ = b.n.node.Logs(run, nq, func(l node.LogLine) error { return s.put(run, l) }) // the only error is put's own
 	})
 	return s, nil
+}
+
+// knownRank refuses a group or rank that the application has not and never had: silence would look like an engine without a log.
+func knownRank(st *state.State, a *msg.AppStatus, q api.LogQuery) error {
+	if q.Group == api.AllRanks {
+		return nil
+	}
+	for i := range a.Units {
+		for _, r := range a.Units[i].Ranks {
+			if r.Group == q.Group && (r.Rank == q.Rank || q.Rank == api.AllRanks) {
+				return nil
+			}
+		}
+	}
+	group := q.App + "/" + strconv.Itoa(q.Group)
+	if q.Rank != api.AllRanks && st.Epochs[group+"/"+strconv.Itoa(q.Rank)] > 0 { // it had it; its lines may still be kept
+		return nil
+	}
+	what := "group " + group
+	if q.Rank != api.AllRanks {
+		what = "rank " + group + "/" + strconv.Itoa(q.Rank)
+	}
+	return problem.New(problem.NotFound, "there is no %s", what).WithHint("`dpserve status %s` lists the ranks", q.App)
 }
 
 // unitOf names the unit that a group and rank of a query belong to; "" if all units of a group are asked for.

@@ -21,7 +21,6 @@ import (
 	"github.com/dpserve/dpserve/actors/rankassigner"
 	"github.com/dpserve/dpserve/api"
 	"github.com/dpserve/dpserve/cluster"
-	"github.com/dpserve/dpserve/engine"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/placement"
@@ -68,7 +67,7 @@ func New(c Config) (*Node, error) {
 	if err := level.UnmarshalText([]byte(c.LogLevel)); err != nil {
 		return nil, problem.New(problem.InvalidArgument, "--log-level %q: want debug, info, warn or error", c.LogLevel)
 	}
-	n := &Node{cfg: c, metrics: telemetry.New(), hub: dpserver.NewHub(), probes: engine.NewTransport()}
+	n := &Node{cfg: c, metrics: telemetry.New(), hub: dpserver.NewHub(), probes: c.probes()}
 	n.log = telemetry.NewLogger(c.LogWriter, c.LogFormat, level).With(slog.String("node", c.NodeID))
 	n.killed, n.kill = context.WithCancel(context.Background())
 	if err := n.build(); err != nil {
@@ -98,11 +97,31 @@ func (n *Node) build() error {
 	}
 	if n.ingress, err = ingress.New(ingress.Config{
 		Node: n.cfg.NodeID, Version: n.cfg.Version, Store: n.cluster, Feed: n.hub, Metrics: n.metrics, Log: n.log, Timers: t.ingress, Seed: random(),
+		Dial: n.cfg.dialer(),
 	}); err != nil {
 		return err
 	}
 	n.admin = api.NewServer(api.Config{Backend: &backend{n}, Metrics: n.scrape(), Version: api.BuildInfo{Version: n.cfg.Version}, Log: n.log})
-	return n.control.Start(n.system)
+	if err := n.control.Start(n.system); err != nil {
+		return err
+	}
+	return n.shown(ctx)
+}
+
+// shown waits until the controller shows the apps that were there before a restart: who asks for one is not told that there is
+// none.
+func (n *Node) shown(ctx context.Context) error {
+	for {
+		next := n.control.Watch() // before Status, or a change in between goes unseen
+		if len(n.control.Status()) >= len(n.cluster.State().Apps) {
+			return nil
+		}
+		select {
+		case <-next:
+		case <-ctx.Done():
+			return problem.New(problem.Timeout, "the controller has not taken up the applications of the data dir: %w", context.Cause(ctx))
+		}
+	}
 }
 
 // buildWorker makes the node's supervisor and the controller, which know each other.
@@ -126,6 +145,7 @@ func (n *Node) buildWorker(t *timers) error {
 	n.node, err = node.New(node.Config{
 		ID: n.cfg.NodeID, DataDir: n.cfg.DataDir, PortLo: lo, PortHi: hi, Slots: n.cfg.Slots, Devices: devices, Labels: n.cfg.Labels,
 		Executable: n.cfg.Executable, System: n.system, Assigner: n.assign, Reporter: n.control, Rand: random, Timers: t.node, Log: n.log,
+		Launcher: n.cfg.Launcher, Transport: n.probes, BindTest: n.cfg.bindTest(),
 		NewReplica: func(spec msg.ReplicaSpec) (node.Replica, error) { return factory.New(spec) },
 	})
 	return err
@@ -134,7 +154,7 @@ func (n *Node) buildWorker(t *timers) error {
 // Listen binds both ports. A taken one is problem.Unavailable, or another port if the node is Ephemeral.
 func (n *Node) Listen() error {
 	if err := n.bind(n.cfg.HTTPBind, "--http-bind", func(ctx context.Context, addr string) error {
-		a, err := n.ingress.Listen(ctx, addr)
+		a, err := n.listenHTTP(ctx, addr)
 		if err == nil {
 			n.httpAddr = a.String()
 		}
@@ -142,7 +162,7 @@ func (n *Node) Listen() error {
 	}); err != nil {
 		return err
 	}
-	return n.bind(n.cfg.AdminBind, "--admin-bind", n.admin.Listen)
+	return n.bind(n.cfg.AdminBind, "--admin-bind", n.listenAdmin)
 }
 
 func (n *Node) bind(addr, flag string, listen func(ctx context.Context, addr string) error) error {
@@ -236,6 +256,9 @@ func (n *Node) AdminAddr() string {
 	}
 	return ""
 }
+
+// Feed is the streams of this node's ranks, for an ingress beside the node's own.
+func (n *Node) Feed() msg.Feed { return n.hub }
 
 // Totals are requests ended, tokens generated and requests in flight at this node's ingress.
 func (n *Node) Totals() (requests, tokens uint64, inflight int) { return n.ingress.Totals() }

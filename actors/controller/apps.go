@@ -71,6 +71,9 @@ func (c *core) lookAtApps() {
 			}
 		}
 		c.apps[name].deleting = s.Deleting
+		if !s.Deleting {
+			c.apps[name].busy = false // forgotten, and deployed again before we looked
+		}
 	}
 	for name := range c.apps {
 		if c.state.Apps[name] == nil {
@@ -164,6 +167,9 @@ func (c *core) reconcileApp(now time.Time, a *application) {
 			c.units[w.ID] = u
 		}
 		u.m.Attach = a.spec.Engine.Kind == app.KindAttach
+		if u.awaitsGrant() {
+			u.ranks = w.Ranks // a lockstep unit keeps its name when its group changes its size
+		}
 		switch {
 		case u.idle(c.state):
 			c.want(now, u, w)

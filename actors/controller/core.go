@@ -213,7 +213,9 @@ func (c *core) conclude(now time.Time, in granted) {
 		u.busy = false
 		epoch := in.result.Epochs[id]
 		if in.err != nil || epoch == 0 {
-			u.again(now.Add(c.timers.Retry))
+			if u.m.Phase != state.Gone { // else it was given up meanwhile: there is nothing to try again
+				u.again(now.Add(c.timers.Retry))
+			}
 			continue
 		}
 		c.begun(now, u, u.next, epoch, u.current.attempt)
@@ -231,7 +233,7 @@ func (c *core) begun(now time.Time, u *unit, s seat, epoch uint64, attempt int) 
 func (c *core) answered(now time.Time, in concluded) {
 	if in.unit == "" {
 		if a := c.apps[in.app]; a != nil {
-			a.busy = false
+			a.busy = a.deleting && in.err == nil // forgotten: the state that says so is on its way
 			a.retryAt = time.Time{}
 			if in.err != nil {
 				a.retryAt = now.Add(c.timers.Retry)

@@ -253,7 +253,7 @@ func (l *lossy) renew() bool {
 // TestRG3OldIncarnationReturns: whatever the network does, never two accepted holders of (rank, epoch), no epoch twice, and in
 // the end only what is granted runs.
 func TestRG3OldIncarnationReturns(t *testing.T) {
-	seeds := uint64(200)
+	seeds := uint64(1000)
 	if testing.Short() {
 		seeds = 50
 	}

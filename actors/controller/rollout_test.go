@@ -1,6 +1,7 @@
 package controller
 
 import (
+	"encoding/json"
 	"testing"
 	"time"
 
@@ -108,4 +109,46 @@ func TestSpecThatCannotBeReadLeavesItsUnitsAlone(t *testing.T) {
 	w.deploy(sim("chat", 1, app.Independent))
 	assert.Equal(t, "RUNNING", w.status("chat"))
 	assert.Equal(t, uint64(1), w.state.Epochs["chat/0/0"])
+}
+
+// A lockstep unit that waits for its next start when its group shrinks or grows starts with the new size.
+func TestResizeOfAGroupInBackoff(t *testing.T) {
+	for _, size := range []int{1, 4} {
+		w := newWorld(t)
+		w.deploy(sim("gang", 3, app.Lockstep))
+		w.up("gang/0")
+		w.says("a", "gang/0", msg.UnitGone, because("crash"))
+		require.Equal(t, state.Backoff, w.phase("gang/0"))
+		spec, err := json.Marshal(sim("gang", size, app.Lockstep))
+		require.NoError(t, err)
+		_, err = w.apply(state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{Name: "gang", Spec: spec, Names: []string{"gang"}, Route: "/"}}}})
+		require.NoError(t, err)
+		w.inbox = nil // who deploys is faster than the store's watch: its news bring the state along
+		w.step(redeployed{apps: []string{"gang"}, state: w.state.Clone()})
+		require.Equal(t, state.Starting, w.phase("gang/0"))
+		assert.Len(t, w.state.Units["gang/0"].Ranks, size)
+		assert.Equal(t, uint64(2), w.state.Units["gang/0"].AppRevision)
+	}
+}
+
+// A grant that is refused because its app was deleted meanwhile is not asked for again, and does not keep the app.
+func TestDeleteOvertakesTheFirstGrant(t *testing.T) {
+	w := newWorld(t)
+	var asked []string
+	w.auto = func(_ *world, e effect) bool {
+		g, ok := e.(grantEffect)
+		if ok {
+			asked = append(asked, g.grant.Units[0].Unit)
+		}
+		return ok
+	}
+	w.deploy(sim("gang", 2, app.Lockstep))
+	require.Equal(t, []string{"gang/0"}, asked)
+	w.delete("gang")
+	w.step(granted{units: asked, err: state.ErrDeleting})
+	w.now = w.now.Add(time.Minute)
+	w.step(ticked{})
+	assert.Empty(t, w.state.Apps)
+	assert.Zero(t, w.core.Due())
+	assert.Len(t, asked, 1)
 }

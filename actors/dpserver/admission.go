@@ -63,11 +63,7 @@ func (r *replica) watchContext(ctx context.Context, id uint64) func() bool {
 		return nil
 	}
 	s := r.Server
-	return context.AfterFunc(ctx, func() { s.after(s.timers.TicketLapse, lapse{id}) })
-}
-
-func (r *replica) lapse(m lapse) {
-	r.done(&msg.Done{TicketID: m.ticket, Outcome: msg.Cancelled, Cause: "ticket_lapsed"})
+	return context.AfterFunc(ctx, func() { s.orphaned(id) })
 }
 
 func (r *replica) firstToken(m msg.FirstToken) {

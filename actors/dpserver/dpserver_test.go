@@ -269,6 +269,40 @@ func TestATicketWhoseOwnerForgotItLapses(t *testing.T) {
 	})
 }
 
+// TestManyOrphans: a context that ends before its Done is read costs no timer of its own, and only tickets without a Done lapse,
+// each at its own time.
+func TestManyOrphans(t *testing.T) {
+	bubble(t, 3, true, func(t *testing.T, r *rig) {
+		forgotten := func() {
+			ctx, cancel := context.WithCancel(t.Context())
+			require.Equal(t, msg.Granted, r.ask(func(a *msg.Admit) { a.Ctx = ctx }).Refusal)
+			cancel()
+		}
+		forgotten()
+		time.Sleep(time.Second)
+		forgotten()
+		for range maxOrphans {
+			ctx, cancel := context.WithCancel(t.Context())
+			rep := r.ask(func(a *msg.Admit) { a.Ctx = ctx })
+			cancel()
+			synctest.Wait()
+			r.send(msg.Done{TicketID: rep.Ticket.ID, Outcome: msg.OK})
+		}
+		synctest.Wait()
+		r.orphans.mu.Lock()
+		assert.Less(t, len(r.orphans.queue), maxOrphans)
+		r.orphans.mu.Unlock()
+		assert.Equal(t, 2, r.Status().InFlight)
+		time.Sleep(4*time.Second + time.Millisecond)
+		synctest.Wait()
+		assert.Equal(t, 1, r.Status().InFlight)
+		time.Sleep(time.Second)
+		synctest.Wait()
+		assert.Zero(t, r.Status().InFlight)
+		assert.Empty(t, r.orphans.queue)
+	})
+}
+
 func TestASubscriberGetsASnapshotThenDeltas(t *testing.T) {
 	bubble(t, 4, true, func(t *testing.T, r *rig) {
 		r.ask()
@@ -308,6 +342,20 @@ func TestDrainWaitsForTheLastRequest(t *testing.T) {
 		got := r.tape.take()
 		assert.Equal(t, []msg.RecordKind{msg.RecAdmitted, msg.RecState, msg.RecDone}, kinds(got))
 		assert.False(t, got[1].Accepting)
+	})
+}
+
+// TestADrainThatIsOverCutsAsADrain: what is still running then is told from what a failure cost.
+func TestADrainThatIsOverCutsAsADrain(t *testing.T) {
+	bubble(t, 4, true, func(t *testing.T, r *rig) {
+		r.ask()
+		r.Drain("draining")
+		r.Fence(CauseDrained)
+		synctest.Wait()
+		got := r.tape.take()
+		require.Equal(t, []msg.RecordKind{msg.RecAdmitted, msg.RecState, msg.RecState}, kinds(got))
+		assert.Equal(t, [...]bool{false, true}, [...]bool{got[1].Fenced, got[1].Draining})
+		assert.Equal(t, [...]bool{true, true}, [...]bool{got[2].Fenced, got[2].Draining})
 	})
 }
 

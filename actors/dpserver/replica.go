@@ -3,6 +3,7 @@ package dpserver
 import (
 	"fmt"
 	"log/slog"
+	"slices"
 
 	"github.com/dpserve/dpserve/actors/msg"
 )
@@ -34,17 +35,18 @@ type (
 		cause string
 		heard chan struct{}
 	}
-	gone   struct{}
-	lapse  struct{ ticket uint64 } // an admission's context ended and no Done came
-	unbusy struct{ round uint64 }
+	gone    struct{}
+	lapse   struct{} // orphans may be due
+	sortOut struct{} // many orphans: most are done
+	unbusy  struct{ round uint64 }
 )
 
 // replica is the actor: one per start. Nothing in it blocks.
 type replica struct {
 	*Server
 	account account
-	sinks   map[*subscription]struct{}
-	rec     msg.Record // reused: a record is valid only during Deliver
+	sinks   []*subscription // each once
+	rec     msg.Record      // reused: a record is valid only during Deliver
 	keeper  keeper
 	trip    trip
 	busy    busy
@@ -57,7 +59,7 @@ type busy struct {
 }
 
 func newReplica(s *Server) *replica {
-	r := &replica{Server: s, account: newAccount(), sinks: map[*subscription]struct{}{}}
+	r := &replica{Server: s, account: newAccount()}
 	if s.vitals.began { // a panic: the account is lost, and every sink is told so by a snapshot
 		s.log.Error("the account of a rank was lost, it begins anew", slog.Uint64("incarnation", s.vitals.incarnation))
 		r.publish()
@@ -87,7 +89,9 @@ func (r *replica) Receive(m any) {
 	case *msg.Done:
 		r.done(m)
 	case lapse:
-		r.lapse(m)
+		r.lapse()
+	case sortOut:
+		r.sortOrphans()
 	default:
 		r.control(m)
 	}
@@ -100,10 +104,10 @@ func (r *replica) control(m any) {
 		r.vitals.began = true
 		r.publish()
 	case subscribe:
-		r.sinks[m.sub] = struct{}{}
+		r.add(m.sub)
 		r.snapshot(m.sub)
 	case unsubscribe:
-		delete(r.sinks, m.sub)
+		r.sinks = slices.DeleteFunc(r.sinks, func(s *subscription) bool { return s == m.sub })
 	case ready:
 		r.ready(m)
 		close(m.taken)
@@ -128,10 +132,17 @@ func (r *replica) control(m any) {
 // publish enters the feed and brings every sink up to date.
 func (r *replica) publish() {
 	for _, sub := range r.hub.register(r.Server) {
-		r.sinks[sub] = struct{}{}
+		r.add(sub)
 		r.snapshot(sub)
 	}
 	r.note()
+}
+
+// add takes a sink in, once: after a panic it may come from the hub and by its own message.
+func (r *replica) add(sub *subscription) {
+	if !slices.Contains(r.sinks, sub) {
+		r.sinks = append(r.sinks, sub)
+	}
 }
 
 // ready begins an incarnation: the account of the one before is gone with its engine.
@@ -144,7 +155,7 @@ func (r *replica) ready(m ready) {
 	r.trip, r.busy = trip{}, busy{round: r.busy.round + 1}
 	r.vitals.phase, r.vitals.incarnation, r.vitals.maxOngoing, r.vitals.seq = open, m.incarnation, m.maxOngoing, 0
 	r.keep()
-	for sub := range r.sinks {
+	for _, sub := range r.sinks {
 		r.snapshot(sub)
 	}
 	r.note()
@@ -223,7 +234,7 @@ func (r *replica) accepting() bool {
 func (r *replica) state(cause string) {
 	r.emit(&msg.Record{
 		Kind: msg.RecState, Accepting: r.accepting(), Cause: cause,
-		Fenced: r.vitals.phase == fenced, Draining: r.vitals.phase == draining,
+		Fenced: r.vitals.phase == fenced, Draining: r.vitals.phase == draining || r.vitals.phase == fenced && cause == CauseDrained,
 	})
 	r.note()
 }
@@ -232,7 +243,7 @@ func (r *replica) state(cause string) {
 func (r *replica) emit(rec *msg.Record) {
 	r.vitals.seq++
 	r.stamp(rec)
-	for sub := range r.sinks {
+	for _, sub := range r.sinks {
 		sub.deliver(rec)
 	}
 }

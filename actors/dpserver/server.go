@@ -31,8 +31,9 @@ type Server struct {
 	drained   chan struct{}
 	drainOnce sync.Once
 
-	vitals vitals // only the actor's goroutine touches it
-	stats  stats
+	vitals  vitals // only the actor's goroutine touches it
+	stats   stats
+	orphans orphans
 }
 
 // vitals survive a panic of the actor: the new one goes on with them, with an empty account.

@@ -20,7 +20,7 @@ type attempt struct {
 	cancel context.CancelCauseFunc
 	start  time.Time
 	first  time.Time // first token
-	posted time.Time // last Progress
+	posted time.Time // last FirstToken or Progress
 
 	prev, next *attempt // rank.unbegun
 	tracked    bool
@@ -205,22 +205,29 @@ func closeBody(resp *http.Response) {
 	}
 }
 
-// firstTokenSeen tells the rank that the prefill is done. Only streams show it.
-func (c *call) firstTokenSeen(now time.Time) {
-	c.attempt.first = now
-	c.attempt.posted = now
-	c.attempt.rank.mailbox.Send(&msg.FirstToken{TicketID: c.attempt.ticket.ID, At: now})
-}
-
-// tokensSeen counts output and reports it now and then, so that the rank is seen to live.
+// tokensSeen counts output.
 func (c *call) tokensSeen(n int, now time.Time) {
+	if c.attempt.first.IsZero() {
+		c.attempt.first = now
+	}
 	c.in.tokens.Add(uint64(n)) //nolint:gosec // a count
 	c.counted += n
-	if now.Sub(c.attempt.posted) < progressEvery {
+}
+
+// report tells the rank that its prefill is done, and later now and then how far its stream is, so that it is seen to live. It
+// comes behind the write: a message wakes its receiver, and the client need not wait for that. A stream that has ended needs no
+// report: its Done says it all (HOTPATH 2).
+func (c *call) report(now time.Time) {
+	a := &c.attempt
+	switch {
+	case a.first.IsZero() || now.Sub(a.posted) < progressEvery:
 		return
+	case a.posted.IsZero():
+		a.rank.mailbox.Send(&msg.FirstToken{TicketID: a.ticket.ID, At: a.first})
+	default:
+		a.rank.mailbox.Send(&msg.Progress{TicketID: a.ticket.ID, Out: c.stream.tokens})
 	}
-	c.attempt.posted = now
-	c.attempt.rank.mailbox.Send(&msg.Progress{TicketID: c.attempt.ticket.ID, Out: c.stream.tokens})
+	a.posted = now
 }
 
 func asBodyError(err error) (*openai.BodyError, bool) {

@@ -102,6 +102,39 @@ func TestRelayAllocatesNothingPerChunk(t *testing.T) {
 	assert.InDelta(t, short, long, 4, "only a Progress message now and then may differ")
 }
 
+// counter is a mailbox that counts what it is told.
+type counter struct {
+	swallow
+	firsts, progress int
+}
+
+func (m *counter) Send(v any) {
+	switch v.(type) {
+	case *msg.FirstToken:
+		m.firsts++
+	case *msg.Progress:
+		m.progress++
+	}
+}
+
+// TestReports: a rank hears of the first token once and of progress now and then; of a stream whose end has come, nothing but Done.
+func TestReports(t *testing.T) {
+	c := newCall(bareIngress())
+	box := &counter{}
+	now := time.Now()
+	c.attempt = attempt{rank: &rank{mailbox: box}}
+	c.report(now)
+	assert.Equal(t, counter{}, *box, "no token yet")
+	c.tokensSeen(1, now)
+	c.report(now)
+	c.tokensSeen(1, now)
+	c.report(now.Add(progressEvery - 1))
+	assert.Equal(t, counter{firsts: 1}, *box)
+	c.report(now.Add(progressEvery))
+	c.report(now.Add(progressEvery + 1))
+	assert.Equal(t, counter{firsts: 1, progress: 1}, *box)
+}
+
 func BenchmarkRelayChunk(b *testing.B) {
 	relay := relayRig(b)
 	b.ReportAllocs()

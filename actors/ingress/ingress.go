@@ -37,6 +37,7 @@ type Config struct {
 	Limits  Limits
 	Timers  Timers
 	Seed    uint64 // of the Routers' generators and of the request ids: random per process
+	Dial    Dialer // to the engines; nil = TCP
 }
 
 // Ingress serves the OpenAI surface. Safe for concurrent use. New starts one goroutine, which Close ends.
@@ -95,7 +96,7 @@ func New(c Config) (*Ingress, error) {
 	in.calls.New = func() any { return newCall(in) }
 	in.buffers.New = func() any { return &bodyBuffer{} }
 	in.replies.New = func() any { return make(chan msg.AdmitReply, 1) }
-	in.legs = newLegs(in.timers)
+	in.legs = newLegs(in.timers, c.Dial)
 	ctx, stop := context.WithCancel(context.Background())
 	cutCtx, cut := context.WithCancelCause(context.Background())
 	in.stop, in.cut, in.cutCtx = stop, cut, func(net.Listener) context.Context { return cutCtx }

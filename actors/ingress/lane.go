@@ -2,6 +2,7 @@ package ingress
 
 import (
 	"log/slog"
+	"maps"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -29,6 +30,8 @@ type lane struct {
 	mu     sync.Mutex
 	ranks  map[routing.RankID]*rank
 	epochs map[string]uint64 // units that the state says are ready → epoch
+	fenced map[string]uint64 // of these, units that a stream showed fenced, ahead of the state → epoch
+	coming int               // units that the state says are on their way
 	event  routing.Event     // scratch: the Router does not keep it
 	opens  []routing.Open    // scratch
 	ended  bool              // no timer may start any more
@@ -36,7 +39,7 @@ type lane struct {
 }
 
 func newLane(in *Ingress, name string) *lane {
-	l := &lane{in: in, name: name, ranks: map[routing.RankID]*rank{}, epochs: map[string]uint64{}, timers: map[*rank]*time.Timer{}}
+	l := &lane{in: in, name: name, ranks: map[routing.RankID]*rank{}, epochs: map[string]uint64{}, fenced: map[string]uint64{}, timers: map[*rank]*time.Timer{}}
 	l.budget = newBudget(in.timers.BudgetWindow)
 	l.queue.onChange = func(n int, tokens int64) {
 		if m := l.meter.Load(); m != nil {
@@ -84,6 +87,9 @@ func (l *lane) snapshot(rec *msg.Record) {
 		if r != nil {
 			r.lose()
 			l.forgetFull(r)
+			if r.epoch == fresh.epoch {
+				delete(l.fenced, r.unit) // it came back in place
+			}
 		}
 		r = fresh
 		l.ranks[rec.Rank] = r
@@ -91,6 +97,7 @@ func (l *lane) snapshot(rec *msg.Record) {
 	r.accepting, r.busy, r.maxOngoing, r.seq = rec.Snapshot.Accepting, false, rec.Snapshot.MaxOngoing, rec.Seq
 	l.raise(r, rec)
 	l.show(r)
+	l.hope()
 }
 
 // raise puts the rank and its account into the Router, without room until show says how much it has.
@@ -123,6 +130,10 @@ func (l *lane) state(r *rank, rec *msg.Record) {
 	r.accepting, r.busy = rec.Accepting, !rec.Accepting && rec.Cause == causeBusy
 	r.draining = rec.Draining
 	l.forgetFull(r)
+	if rec.Fenced && rec.Cause != causeDrained.String() && l.epochs[r.unit] == r.epoch {
+		l.fenced[r.unit] = r.epoch // it will be back: nobody is refused before the state says so too
+		l.hope()
+	}
 	l.show(r) // out of routing first
 	if rec.Fenced {
 		r.lose()
@@ -256,10 +267,17 @@ func (l *lane) units(ready map[string]uint64, onTheWay int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.epochs = ready
+	maps.DeleteFunc(l.fenced, func(unit string, epoch uint64) bool { return ready[unit] != epoch })
 	for _, r := range l.ranks {
 		l.show(r)
 	}
-	l.observe(routing.Event{Kind: routing.EvOnTheWay, N: onTheWay})
+	l.coming = onTheWay
+	l.hope()
+}
+
+// hope tells the Router how many units may still come up.
+func (l *lane) hope() {
+	l.observe(routing.Event{Kind: routing.EvOnTheWay, N: l.coming + len(l.fenced)})
 }
 
 // end stops the lane's timers. Requests that wait find no rank and leave.

@@ -12,7 +12,11 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/quietnet"
 )
+
+// Dialer opens a connection to an engine.
+type Dialer func(ctx context.Context, network, addr string) (net.Conn, error)
 
 // engineLeg sends one request to an engine and gives the head of its answer. An interface, so that a hand-written client
 // can take the place of http.Transport (HOTPATH 4).
@@ -53,8 +57,11 @@ const maxIdlePerEngine = 4096
 // legs are the two ways to an engine: one that dpserve started keeps idle connections for longer.
 type legs struct{ owned, attached *transportLeg }
 
-func newLegs(t Timers) *legs {
-	return &legs{owned: newTransportLeg(t.Dial, t.IdleOwned), attached: newTransportLeg(t.Dial, t.IdleAttached)}
+func newLegs(t Timers, dial Dialer) *legs {
+	if dial == nil {
+		dial = (&net.Dialer{Timeout: t.Dial, KeepAlive: -1}).DialContext
+	}
+	return &legs{owned: newTransportLeg(dial, t.Dial, t.IdleOwned), attached: newTransportLeg(dial, t.Dial, t.IdleAttached)}
 }
 
 func (l *legs) to(t *msg.Target) engineLeg {
@@ -75,11 +82,10 @@ type transportLeg struct{ transport *http.Transport }
 var _ engineLeg = (*transportLeg)(nil)
 
 // newTransportLeg sets by hand what the defaults get wrong (TRAPS 4): no compression, no proxy from the environment.
-func newTransportLeg(dial, idle time.Duration) *transportLeg {
-	dialer := &net.Dialer{Timeout: dial, KeepAlive: -1}
+func newTransportLeg(dial Dialer, patience, idle time.Duration) *transportLeg {
 	return &transportLeg{&http.Transport{
 		DialContext: func(ctx context.Context, network, addr string) (net.Conn, error) {
-			c, err := dialer.DialContext(ctx, network, addr)
+			c, err := dial(ctx, network, addr)
 			if err != nil {
 				return nil, err
 			}
@@ -91,18 +97,18 @@ func newTransportLeg(dial, idle time.Duration) *transportLeg {
 		MaxIdleConns:           0,
 		MaxIdleConnsPerHost:    maxIdlePerEngine,
 		MaxResponseHeaderBytes: DefaultMaxHeaderBytes,
-		TLSHandshakeTimeout:    dial,
+		TLSHandshakeTimeout:    patience,
 	}}
 }
 
-// capped bounds what a stuck client makes pile up in the kernel on the engine's side.
+// capped bounds what a stuck client makes pile up in the kernel on the engine's side, and gives a quiet connection.
 func capped(c net.Conn) net.Conn {
 	if tcp, ok := c.(*net.TCPConn); ok {
 		if tcp.SetReadBuffer(kernelBuffer) != nil {
 			return c // closing already: the first use will say so
 		}
 	}
-	return c
+	return quietnet.Conn(c)
 }
 
 // send implements engineLeg. The body goes in as a bytes.Reader, which the transport knows: it writes header and body in one

@@ -69,7 +69,7 @@ const (
 	relayBuffer     = 16 << 10               // bytes of a relay's buffer at first: one read of the engine is one write to the client
 	maxPooledBody   = 1 << 20                // larger request buffers are left to the garbage collector
 	kernelBuffer    = 256 << 10              // socket buffers: what a stuck reader can pile up (HOTPATH 5)
-	progressEvery   = 250 * time.Millisecond // between two Progress messages of a stream; the contract's least is 50 ms
+	progressEvery   = 500 * time.Millisecond // between two Progress messages of a stream; the contract's least is 50 ms
 	maxRetryAfter   = 60                     // seconds
 	maxRequestID    = 128                    // bytes of x-request-id
 	unknownTokens   = 120                    // output tokens assumed for the deadline of an answer that is not streamed

@@ -244,6 +244,24 @@ func TestRT3WaitingForARank(t *testing.T) {
 	}
 }
 
+// TestFencedAheadOfTheState: the only rank's stream shows a fence that the state does not know yet. Nobody is refused in
+// between: its unit will be back.
+func TestFencedAheadOfTheState(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}, max: 4})
+	g.replicas[0].say(false, true, "engine exited with code 1")
+	got := queueUp(g, 0, 3)
+	g.phase("demo/0/0", state.Starting, 2)
+	assert.Equal(t, 3, g.in.QueueLen("demo"))
+	g.replicas[0].reborn()
+	g.phase("demo/0/0", state.Ready, 2)
+	for range 3 {
+		a := <-got
+		require.NoError(t, a.err)
+		require.Equal(t, 200, a.status)
+	}
+	assert.Zero(t, g.in.lane("demo").router.Load().Snapshot().OnTheWay)
+}
+
 // TestRT3StaleFullNeverBlocks: a rank says full although nothing is in hand, and no record follows.
 func TestRT3StaleFullNeverBlocks(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}, timers: Timers{FullRecheck: 20 * time.Millisecond}})

@@ -34,6 +34,7 @@ func (c *call) relayStream(ctx context.Context, resp *http.Response) result {
 		case err != nil:
 			return c.interrupted(ctx, err)
 		}
+		c.report(now)
 	}
 }
 
@@ -54,9 +55,7 @@ func (c *call) note(now time.Time) {
 	if s.fresh == 0 {
 		return
 	}
-	if s.last.IsZero() {
-		c.firstTokenSeen(now)
-	} else if c.status != 0 && now.After(s.last) {
+	if !s.last.IsZero() && c.status != 0 && now.After(s.last) {
 		c.entry.lane.meter.Load().ITL(c.route.String(), now.Sub(s.last))
 	}
 	s.last = now

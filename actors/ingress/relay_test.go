@@ -73,7 +73,7 @@ func TestStreamPassesByteForByte(t *testing.T) {
 	assert.Equal(t, 3, done.CachedTokens)
 	assert.Equal(t, 7, done.CompletionTokens)
 	assert.NotZero(t, done.FirstToken)
-	assert.Equal(t, 1, g.replicas[0].firsts)
+	assert.LessOrEqual(t, g.replicas[0].firsts, 1, "none if the last read brought the first token too")
 }
 
 // TestStreamHoweverItIsCut: one byte per write of the engine gives the client the same bytes.

@@ -9,6 +9,8 @@ import (
 	"net/http"
 
 	"golang.org/x/net/netutil"
+
+	"github.com/dpserve/dpserve/internal/quietnet"
 )
 
 // headerSlop is what net/http reads beyond MaxHeaderBytes before it answers 431; taken off, the limit is exact.
@@ -32,13 +34,18 @@ func (in *Ingress) Listen(ctx context.Context, addr string) (net.Addr, error) {
 	if err != nil {
 		return nil, fmt.Errorf("listen for inference requests on %s: %w", addr, err)
 	}
+	return inner.Addr(), in.Attach(inner)
+}
+
+// Attach takes a listener that is already bound. The ingress closes it.
+func (in *Ingress) Attach(inner net.Listener) error {
 	in.mu.Lock()
 	defer in.mu.Unlock()
 	if in.listener != nil {
-		return nil, errors.Join(errors.New("the ingress listens already"), inner.Close())
+		return errors.Join(errors.New("the ingress listens already"), inner.Close())
 	}
 	in.listener = netutil.LimitListener(&bufferedListener{inner}, in.limits.MaxConns)
-	return inner.Addr(), nil
+	return nil
 }
 
 // Serve answers requests until Close; call Listen before. It returns nil after Close.
@@ -118,7 +125,7 @@ func ignoreClosed(err error) error {
 }
 
 // bufferedListener caps the kernel's buffers of client connections: without a cap 8 MB of a stream pile up there when its
-// reader stands still (HOTPATH 5).
+// reader stands still (HOTPATH 5). The connections are quiet.
 type bufferedListener struct{ net.Listener }
 
 // Accept implements net.Listener.
@@ -132,5 +139,5 @@ func (l *bufferedListener) Accept() (net.Conn, error) {
 			return c, nil //nolint:nilerr // the connection is closing; its reader will find out
 		}
 	}
-	return c, nil
+	return quietnet.Conn(c), nil
 }

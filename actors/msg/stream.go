@@ -34,7 +34,7 @@ type Record struct {
 
 	Accepting bool      // RecState
 	Fenced    bool      // RecState: the rank is fenced, what it has in hand is lost
-	Draining  bool      // RecState: takes nothing new and lets its streams end
+	Draining  bool      // RecState: takes nothing new and lets its streams end; with Fenced: the drain is over, and cuts what is left
 	Snapshot  *Snapshot // RecSnapshot
 }
 

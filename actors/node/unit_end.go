@@ -107,8 +107,9 @@ func (u *unit) kill() {
 	var all sync.WaitGroup
 	for _, r := range u.ranks {
 		r.ask()
-		r.setProgress("ending its engine")
-		if p := r.process(); p != nil {
+		r.setProgress("")
+		if p := r.process(); p != nil { // an attached engine is not ours to end
+			r.setProgress("ending its engine")
 			p.Terminate()
 			all.Go(func() { u.awaitExit(p, limit) })
 		}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"net/url"
 	"slices"
 	"strings"
 	"time"
@@ -25,10 +26,14 @@ const (
 // attachFile probes running engines and writes the app.yaml that puts one endpoint in front of them. All engines must serve
 // the first one's model; names that all of them serve besides become aliases.
 func attachFile(ctx context.Context, urls []string) ([]byte, error) {
+	engines := make([]string, len(urls))
 	for i, u := range urls {
-		urls[i] = strings.TrimSuffix(u, "/")
+		var err error
+		if engines[i], err = engineURL("up", "--attach", u); err != nil {
+			return nil, err
+		}
 	}
-	found, err := probeAll(ctx, urls)
+	found, err := probeAll(ctx, engines)
 	if err != nil {
 		return nil, err
 	}
@@ -37,6 +42,17 @@ func attachFile(ctx context.Context, urls []string) ([]byte, error) {
 		return nil, err
 	}
 	return writeAttach(found, names), nil
+}
+
+// engineURL checks a URL that somebody typed and brings it to scheme://host:port. Copied URLs often end in /v1, which is
+// where OpenAI clients begin.
+func engineURL(cmd, what, text string) (string, error) {
+	s := strings.TrimSuffix(strings.TrimSuffix(strings.TrimRight(strings.TrimSpace(text), "/"), "/v1"), "/")
+	u, err := url.Parse(s)
+	if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Host == "" || u.Path != "" || u.RawQuery != "" || u.User != nil {
+		return "", usageError(cmd, "%s %q: wanted http://HOST:PORT", what, text)
+	}
+	return s, nil
 }
 
 func probeAll(ctx context.Context, urls []string) ([]attach.Found, error) {

@@ -33,7 +33,15 @@ cannot slow the clients down; without it a closed loop of --concurrency clients.
 	}
 	f.add(cmd)
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
-		f.config.URL = args[0]
+		var err error
+		if f.config.URL, err = engineURL("bench", "URL", args[0]); err != nil {
+			return err
+		}
+		if f.direct != "" {
+			if f.direct, err = engineURL("bench", "--overhead", f.direct); err != nil {
+				return err
+			}
+		}
 		return e.bench(cmd.Context(), f)
 	}
 	return cmd
@@ -94,11 +102,28 @@ func (e *env) bench(ctx context.Context, f *benchFlags) error {
 func (e *env) benchOverhead(ctx context.Context, proxied loadgen.Config, f *benchFlags) error {
 	direct := proxied
 	direct.URL = f.direct
+	if _, err := probeOne(ctx, direct.URL); err != nil {
+		return err
+	}
 	report, err := loadgen.RunOverhead(ctx, direct, proxied)
 	if report == nil {
 		return err
 	}
-	return errors.Join(e.writeReport(report, proxied.Model, *f.output), err)
+	return errors.Join(e.writeReport(report, proxied.Model, *f.output), err, failedRuns(report))
+}
+
+// failedRuns makes scripts see that a comparison was not clean.
+func failedRuns(o *loadgen.Overhead) error {
+	failed := 0
+	for i := range o.Runs {
+		if len(o.Runs[i].Errors) > 0 {
+			failed++
+		}
+	}
+	if failed == 0 {
+		return nil
+	}
+	return problem.New(problem.Upstream, "requests failed in %d of %s", failed, count(len(o.Runs), "run")).WithHint("the report lists the kinds of errors")
 }
 
 // benchResult is a result of loadgen: JSON fields, and a table for people.

@@ -64,6 +64,16 @@ func TestDeployTimeout(t *testing.T) {
 	assert.Contains(t, cli.stderr(), "dpserve: not RUNNING in time: demo; the rollout goes on\nhint: watch it with `dpserve status -w`\n")
 }
 
+// TestDeployOfWhatIsDeletedMeanwhile: nothing would ever come, so the monitor does not wait for it.
+func TestDeployOfWhatIsDeletedMeanwhile(t *testing.T) {
+	for name, last := range map[string][]msg.AppStatus{"on its way out": {demo(statusDeleting, 2, state.Killing)}, "gone": {}} {
+		cli := newCLI(t)
+		cli.cluster.script = [][]msg.AppStatus{{}, {demo(statusDeploying, 2, state.Starting)}, last}
+		assert.Equal(t, 1, cli.run([]string{"deploy", file(t, tiny), "--timeout", "5s"}), name)
+		assert.Contains(t, cli.stderr(), "dpserve: demo was deleted while it was rolled out\nhint: ", name)
+	}
+}
+
 func TestDeployInterrupted(t *testing.T) {
 	cli := newCLI(t)
 	cli.cluster.script = [][]msg.AppStatus{{}, {demo(statusDeploying, 2, state.Starting)}}
@@ -102,7 +112,7 @@ func TestDeployPrune(t *testing.T) {
 	cli := newCLI(t)
 	cli.cluster.script = [][]msg.AppStatus{{other}}
 	assert.Equal(t, 2, cli.run([]string{"deploy", "--prune", file(t, tiny)}))
-	assert.Contains(t, cli.stderr(), "--prune deletes other needs a confirmation, and there is no terminal to ask on\nhint: --yes confirms it\n")
+	assert.Contains(t, cli.stderr(), "--prune deletes other: this needs a confirmation, and there is no terminal to ask on\nhint: --yes confirms it\n")
 	assert.Empty(t, cli.cluster.deployed)
 
 	cli = newCLI(t)
@@ -178,7 +188,7 @@ demo/0/1  backoff  1      -                     n1    0          0      -       
 	t.Run("unknown", func(t *testing.T) {
 		c, code := run(t, "dmo")
 		assert.Equal(t, 1, code)
-		assert.Equal(t, "dpserve: no application \"dmo\"\nhint: there are demo\n", c.stderr())
+		assert.Equal(t, "dpserve: no application \"dmo\"\nhint: applications are demo\n", c.stderr())
 	})
 	t.Run("name", func(t *testing.T) {
 		c, _ := run(t, "-o", "name")

@@ -162,7 +162,7 @@ func (p *plan) rows() [][]cell {
 	for _, group := range []struct {
 		what  string
 		names []string
-	}{{"create", p.Create}, {"replace", p.Replace}, {"delete", p.Delete}} {
+	}{{"create", p.Create}, {"replace, if it differs", p.Replace}, {"delete", p.Delete}} {
 		for _, n := range group.names {
 			rows = append(rows, cells(n, group.what))
 		}
@@ -200,5 +200,5 @@ func appNamed(apps []msg.AppStatus, name string) (msg.AppStatus, error) {
 	if len(names) == 0 {
 		return msg.AppStatus{}, err.WithHint("nothing is deployed; `dpserve deploy FILE` does it")
 	}
-	return msg.AppStatus{}, err.WithHint("there are %s", strings.Join(names, ", "))
+	return msg.AppStatus{}, err.WithHint("applications are %s", strings.Join(names, ", "))
 }

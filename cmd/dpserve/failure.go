@@ -15,7 +15,7 @@ import (
 const (
 	exitOK          = 0
 	exitDiffers     = 3   // only with --exit-code
-	exitInterrupted = 130 // Ctrl-C or SIGTERM
+	exitInterrupted = 130 // Ctrl-C, SIGTERM or SIGHUP
 )
 
 // silentError ends a command with a code and says nothing: what there was to say has been said.
@@ -87,7 +87,11 @@ func talk(w io.Writer, format string, args ...any) {
 }
 
 func usageError(cmd, format string, args ...any) error {
-	return problem.New(problem.InvalidArgument, format, args...).WithHint("see `dpserve help %s`", cmd)
+	err := problem.New(problem.InvalidArgument, format, args...)
+	if cmd == program {
+		return err.WithHint("see `dpserve help`")
+	}
+	return err.WithHint("see `dpserve help %s`", cmd)
 }
 
 // count is "1 fault", "2 faults".

@@ -136,8 +136,12 @@ func (m *monitor) live(apps []msg.AppStatus) []string {
 // log lines, problem.Timeout, errInterrupted.
 func (m *monitor) running(ctx context.Context, want map[string]uint64) error {
 	names := slices.Sorted(maps.Keys(want))
+	begun := map[string]bool{}
 	err := m.until(ctx, names, func(apps []msg.AppStatus) (bool, error) {
 		up := 0
+		if name := deletedOf(apps, begun); name != "" {
+			return true, problem.New(problem.Conflict, "%s was deleted while it was rolled out", name).WithHint("deploy it again if that was not meant")
+		}
 		for i := range apps {
 			a := &apps[i]
 			if a.Revision < want[a.Name] {
@@ -157,6 +161,23 @@ func (m *monitor) running(ctx context.Context, want map[string]uint64) error {
 			WithHint("watch it with `dpserve status -w`")
 	}
 	return err
+}
+
+// deletedOf names an application that was there and is not, or is on its way out. begun remembers which ones were.
+func deletedOf(apps []msg.AppStatus, begun map[string]bool) string {
+	there := map[string]bool{}
+	for i := range apps {
+		if apps[i].Status == statusDeleting {
+			return apps[i].Name
+		}
+		there[apps[i].Name], begun[apps[i].Name] = true, true
+	}
+	for _, name := range slices.Sorted(maps.Keys(begun)) {
+		if !there[name] {
+			return name
+		}
+	}
+	return ""
 }
 
 // gone waits until none of the apps exists any more.
@@ -182,8 +203,8 @@ func deployFailed(a *msg.AppStatus) error {
 func unitFailed(app string, u *msg.UnitStatus) error {
 	err := problem.New(problem.Unplaceable, "%s cannot be rolled out: %s failed after %s: %s", app, u.Unit, count(u.Attempt, "attempt"), oneLine(u.Reason))
 	tail := u.LogTail[max(0, len(u.LogTail)-maxLogTail):]
-	if len(tail) == 0 {
-		return err.WithHint("correct the file and deploy it again")
+	if len(tail) == 0 { // the engine did not come so far as to write anything
+		return err.WithHint("correct what the reason names and deploy again; taken ports: give this node a --port-range of its own")
 	}
 	return err.WithDetails(tail...).WithHint("these are the last log lines of %s; `dpserve logs %s` shows more", u.Unit, app)
 }

@@ -14,7 +14,7 @@ func (e *env) confirm(what, name string, yes bool) error {
 		return nil
 	}
 	if !e.io.InTTY || !e.io.ErrTTY {
-		return problem.New(problem.InvalidArgument, "%s needs a confirmation, and there is no terminal to ask on", what).
+		return problem.New(problem.InvalidArgument, "%s: this needs a confirmation, and there is no terminal to ask on", what).
 			WithHint("--yes confirms it")
 	}
 	_, _ = fmt.Fprintf(e.io.Err, "dpserve: %s; type %s to confirm: ", what, name)

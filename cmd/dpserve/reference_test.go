@@ -18,7 +18,8 @@ Written by ` + "`DPSERVE_UPDATE=1 go test ./cmd/dpserve -run TestReference`" + `
 Data goes to stdout, talk to stderr. An error is ` + "`dpserve: what is wrong`" + `, followed by ` + "`hint:`" + ` lines. Listings take
 ` + "`-o table|wide|json|yaml|name`" + `; JSON has ` + "`apiVersion`" + `, and times are RFC 3339 wherever no person reads. Progress is redrawn on a
 terminal and is one line per change elsewhere. ` + "`NO_COLOR`, `TERM=dumb` and `--no-color`" + ` are honoured. Destructive commands ask for
-the name, or want ` + "`--yes`" + `. Ctrl-C and SIGTERM mean the same.
+the name, or want ` + "`--yes`" + `. Ctrl-C, SIGTERM and a closed terminal (SIGHUP,
+unless nohup ignores it) mean the same.
 
 | Exit code | Means |
 |---|---|

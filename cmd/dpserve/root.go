@@ -37,12 +37,15 @@ DPSERVE_ADDR selects the cluster for all commands but up, start, validate and be
 Exit codes: 0 ok, 1 error, 2 usage or validation, 3 differs (only with --exit-code), 4 authentication,
 5 cannot be rolled out, 8 still pending at the timeout, 130 interrupted.`
 
+// program is the name of the root command.
+const program = "dpserve"
+
 // suggestionDistance is how many letters a mistyped command or flag may be away from the one that is suggested.
 const suggestionDistance = 2
 
 func newRoot(e *env) *cobra.Command {
 	root := &cobra.Command{
-		Use:   "dpserve",
+		Use:   program,
 		Short: "data-parallel LLM serving behind one OpenAI endpoint",
 		Long:  rootLong,
 		Example: `  dpserve up                                   # four simulated ranks, no GPU needed

@@ -17,7 +17,7 @@ var errInterrupted = errors.New("interrupted")
 // person does not press Ctrl-C twice so fast.
 const sameSignal = 250 * time.Millisecond
 
-// interrupts counts SIGINT and SIGTERM, which mean the same: the first asks to finish, the second to stop at once. After
+// interrupts counts SIGINT, SIGTERM and SIGHUP (a closed terminal), which mean the same: the first asks to finish, the second to stop at once. After
 // the second the default behaviour is back, so that a third one always ends the process.
 type interrupts struct {
 	first  chan struct{} // closed by the first signal
@@ -28,6 +28,9 @@ type interrupts struct {
 func watchSignals() *interrupts {
 	in := make(chan os.Signal, 4)
 	signal.Notify(in, syscall.SIGINT, syscall.SIGTERM)
+	if !signal.Ignored(syscall.SIGHUP) { // ignored under nohup, which is to stay so
+		signal.Notify(in, syscall.SIGHUP)
+	}
 	done := make(chan struct{})
 	i := newInterrupts()
 	i.stop = sync.OnceFunc(func() { signal.Stop(in); close(done) })

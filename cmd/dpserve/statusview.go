@@ -107,7 +107,10 @@ func number(n int) string {
 	return strconv.Itoa(n)
 }
 
-func oneLine(s string) string { return strings.Join(strings.Fields(s), " ") }
+// oneLine joins the lines of a message for a cell of a table.
+func oneLine(s string) string {
+	return strings.Join(strings.Fields(strings.ReplaceAll(strings.TrimSpace(s), "\n", "; ")), " ")
+}
 
 func statusColor(status string) color {
 	switch status {

@@ -62,6 +62,9 @@ Ctrl-C drains for 10 s, a second one stops at once.`,
 	f.node.addCommon(cmd)
 	f.output = addOutput(cmd)
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		if flags.Changed("attach") && len(f.attach) == 0 {
+			return usageError("up", "--attach wants URL[,URL...]")
+		}
 		file, err := e.upFile(cmd.Context(), f, args)
 		if err != nil {
 			return err

@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/loadgen"
 )
 
 func TestUsageErrors(t *testing.T) {
@@ -100,6 +101,18 @@ func TestHelpOpensWithAnExample(t *testing.T) {
 		require.Equal(t, 0, flag.run([]string{cmd.Name(), "--help"}))
 		assert.Equal(t, cli.stdout(), flag.stdout(), "help %s and %s --help differ", cmd.Name(), cmd.Name())
 	}
+}
+
+func TestAMessageOfSeveralLinesIsOneCell(t *testing.T) {
+	assert.Equal(t, "a/0/0 is failed: x y; a/0/1 is failed: z", oneLine("a/0/0 is failed:  x\ty\na/0/1 is failed: z\n"))
+}
+
+func TestAComparisonWithErrorsFails(t *testing.T) {
+	clean := loadgen.OverheadRun{Errors: map[string]int{}}
+	require.NoError(t, failedRuns(&loadgen.Overhead{Runs: []loadgen.OverheadRun{clean}}))
+	err := failedRuns(&loadgen.Overhead{Runs: []loadgen.OverheadRun{clean, {Errors: map[string]int{"direct connect": 1}}}})
+	require.EqualError(t, err, "requests failed in 1 of 2 runs")
+	assert.Equal(t, 1, exitCode(err))
 }
 
 func TestNearest(t *testing.T) {

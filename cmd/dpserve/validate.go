@@ -9,7 +9,7 @@ func newValidate(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "validate FILE [flags]",
 		Short: "check an app.yaml, offline",
-		Long: `validate reads a file, fills in the defaults and names every fault with line, column, what was found and what was
+		Long: `validate reads a file as deploy does and names every fault with line, column, what was found and what was
 wanted. It needs no running dpserve. FILE may be - for stdin. Faults end it with exit code 2.`,
 		Example: "  dpserve validate examples/quickstart/app.yaml --print",
 		Args:    takes(1, "FILE"),
@@ -26,6 +26,6 @@ wanted. It needs no running dpserve. FILE may be - for stdin. Faults end it with
 			return nil
 		},
 	}
-	cmd.Flags().BoolVar(&show, "print", false, "print the file as dpserve reads it, defaults filled in")
+	cmd.Flags().BoolVar(&show, "print", false, "print the file as dpserve reads it, sizes worked out, without what is at its default")
 	return cmd
 }

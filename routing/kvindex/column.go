@@ -99,7 +99,7 @@ func (c *Column) BlockSize() int { return c.opt.BlockSize }
 // Shown says whether look-ups see the column.
 func (c *Column) Shown() bool { return c.shown }
 
-// Closed says that another incarnation, Clear's successor or Close ended the column for good.
+// Closed says that another incarnation or Close ended the column for good.
 func (c *Column) Closed() bool { return c.bit < 0 }
 
 // usable is whether a call of feed may go on.

@@ -1,3 +1,5 @@
+//go:build linux
+
 package main
 
 import (
@@ -16,10 +18,15 @@ var errUnexpected = errors.New("unexpected answer")
 
 // client is one keep-alive connection with prebuilt requests.
 type client struct {
-	c   net.Conn
-	r   *bufio.Reader
-	req []byte
+	c      net.Conn
+	r      *bufio.Reader
+	req    []byte
+	tokens int    // chunks that req asks for
+	seen   []byte // the end of the stream so far
 }
+
+// seenBytes is how much of a stream's end is kept: the first two chunks of a stream.
+const seenBytes = 1 << 10
 
 // payload builds a chat request whose prompt has promptBytes bytes (escaped: an escape every 11 bytes).
 func payload(promptBytes, tokens int, pace time.Duration, stream, escaped bool) []byte {
@@ -34,16 +41,28 @@ func payload(promptBytes, tokens int, pace time.Duration, stream, escaped bool) 
 		strconv.Itoa(len(body)) + "\r\n\r\n" + body)
 }
 
+// tokensOf is the number of chunks a request asks for.
+func tokensOf(req []byte) int {
+	_, after, _ := bytes.Cut(req[max(0, len(req)-256):], []byte(`"max_tokens":`))
+	digits, _, _ := bytes.Cut(after, []byte(","))
+	n, err := strconv.Atoi(string(digits))
+	if err != nil {
+		return 0
+	}
+	return n
+}
+
 func dial(ctx context.Context, addr string, req []byte) (*client, error) {
 	c, err := (&net.Dialer{Timeout: 5 * time.Second}).DialContext(ctx, "tcp", addr)
 	if err != nil {
 		return nil, fmt.Errorf("dial %s: %w", addr, err)
 	}
-	return &client{c: c, r: bufio.NewReaderSize(c, 64<<10), req: req}, nil
+	return &client{c: c, r: bufio.NewReaderSize(c, 64<<10), req: req, tokens: tokensOf(req)}, nil
 }
 
-// do sends the request and reads the answer to its end. first is the time to the first content chunk (or the whole body), chunks
-// the number of content chunks.
+// do sends the request and reads the answer to its end. first is the time to the first content chunk (or the whole body), less
+// what the engine says it slept before it, so that the mock's timers do not count as anybody's latency. chunks is what the request
+// asked for: a stream that does not end with [DONE] is an error.
 func (c *client) do() (first time.Duration, chunks int, err error) {
 	start := time.Now()
 	if err := c.c.SetDeadline(start.Add(60 * time.Second)); err != nil {
@@ -60,25 +79,71 @@ func (c *client) do() (first time.Duration, chunks int, err error) {
 		_, err := c.r.Discard(length)
 		return time.Since(start), 0, err
 	}
+	first, err = c.chunks(start)
+	return first, c.tokens, err
+}
+
+// chunks reads a chunked body by its chunks: a proxy cuts them where it likes, also within an event.
+func (c *client) chunks(start time.Time) (first time.Duration, err error) {
+	c.seen = c.seen[:0]
 	for {
-		line, err := c.r.ReadSlice('\n')
-		if err != nil {
-			return first, chunks, err
-		}
+		size, err := c.size()
 		switch {
-		case bytes.HasPrefix(line, []byte("data: {")):
-			if bytes.Contains(line, []byte(`"delta":{"content"`)) {
-				if chunks++; chunks == 1 {
-					first = time.Since(start)
-				}
-			} else if bytes.Contains(line, []byte(`"error"`)) {
-				return first, chunks, fmt.Errorf("%w: %s", errUnexpected, line)
+		case err != nil:
+			return first, err
+		case size == 0:
+			if !bytes.HasSuffix(c.seen, []byte(doneEvent)) {
+				return first, fmt.Errorf("%w: the stream ends in %q", errUnexpected, c.seen)
 			}
-		case len(line) == 3 && line[0] == '0':
 			_, err := c.r.Discard(2)
-			return first, chunks, err
+			return first, err
+		}
+		if err := c.keep(size); err != nil {
+			return first, err
+		}
+		if first == 0 && bytes.Contains(c.seen, contentMark) {
+			first = max(time.Since(start)-held(c.seen), 1)
 		}
 	}
+}
+
+var contentMark = []byte(`"delta":{"content"`)
+
+// size reads the line of a chunk's size.
+func (c *client) size() (int, error) {
+	line, err := c.r.ReadSlice('\n')
+	if err != nil {
+		return 0, err
+	}
+	n, err := strconv.ParseUint(string(bytes.TrimSpace(line)), 16, 31)
+	return int(n), err
+}
+
+// keep reads a chunk of n bytes: the end of it stays in seen.
+func (c *client) keep(n int) error {
+	b, err := c.r.Peek(min(n+2, c.r.Size()))
+	if err != nil {
+		return err
+	}
+	if n+2 > len(b) {
+		return fmt.Errorf("%w: a chunk of %d bytes", errUnexpected, n)
+	}
+	c.seen = append(c.seen[:copy(c.seen, c.seen[max(0, len(c.seen)-seenBytes):])], b[max(0, n-seenBytes):n]...)
+	_, err = c.r.Discard(n + 2)
+	return err
+}
+
+// held reads how long the engine slept before its first chunk.
+func held(seen []byte) time.Duration {
+	_, after, _ := bytes.Cut(seen, []byte(`"held_us":`))
+	n := 0
+	for _, d := range after {
+		if d < '0' || d > '9' {
+			break
+		}
+		n = n*10 + int(d-'0')
+	}
+	return time.Duration(n) * time.Microsecond
 }
 
 func (c *client) head() (length int, err error) {

@@ -1,6 +1,11 @@
+//go:build linux
+
 // Command bench measures what dpserve adds and costs as a gateway: direct, plain Go ReverseProxy, nginx (where it is installed) and
 // dpserve stand side by side in one run, their slices interleaved, so that ratios hold on a noisy machine. Engines are mocks that
-// speak vLLM-shaped SSE with next to no cost of their own. CPU is user+sys of the gateway's process, from /proc (Linux).
+// speak vLLM-shaped SSE with next to no cost of their own; how long they slept before a first chunk is in the stream, and is taken
+// off every latency. CPU is user+sys of the gateway's processes from their CPU clocks (Linux): exact to the nanosecond, with threads
+// that have ended. How to read the numbers: docs/performance.md.
 //
 //	go run ./test/bench -dpserve bin/dpserve
+//	go run ./test/bench -dpserve before,after -only paced
 package main

@@ -1,3 +1,5 @@
+//go:build linux
+
 package main
 
 import (
@@ -20,7 +22,7 @@ const (
 	doneEvent  = "data: [DONE]\n\n"
 	plainBody  = `{"id":"chatcmpl-1","object":"chat.completion","created":1,"model":"bench","choices":[{"index":0,"message":{"role":"assistant","content":"hello","refusal":null},"logprobs":null,"finish_reason":"length","stop_reason":null}],"usage":{"prompt_tokens":8,"total_tokens":9,"completion_tokens":1}}`
 	modelsBody = `{"object":"list","data":[{"id":"bench","object":"model","created":1,"owned_by":"vllm","root":"bench","parent":null,"max_model_len":1000000}]}`
-	flatBatch  = 32 // chunks per write when flat out: engines coalesce under load
+	flatBatch  = 4 // chunks per write when flat out: engines coalesce a little under load
 )
 
 func runEngine(ctx context.Context, addr string) error {
@@ -129,10 +131,13 @@ func (e *engineConn) plain(body, ctype string) error {
 func (e *engineConn) stream() error {
 	n, pace := e.field("max_tokens"), time.Duration(e.field("pace_us"))*time.Microsecond
 	e.out = append(e.out[:0], "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"...)
+	start := time.Now()
 	if pace > 0 {
 		time.Sleep(pace)
 	}
+	held := time.Since(start)
 	e.chunk(roleChunk)
+	e.chunk(fmt.Sprintf(": %s%d\n\n", `"held_us":`, held.Microseconds()))
 	for i := 1; i <= n; i++ {
 		if i > 1 && pace > 0 {
 			time.Sleep(pace)

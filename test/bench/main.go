@@ -1,3 +1,5 @@
+//go:build linux
+
 package main
 
 import (
@@ -7,7 +9,9 @@ import (
 	"math/rand/v2"
 	"os"
 	"os/signal"
+	"path/filepath"
 	"runtime"
+	"strconv"
 	"strings"
 	"time"
 )
@@ -17,9 +21,9 @@ func main() {
 	role := flag.String("role", "bench", "bench | engine | proxy (the last two are children of the first)")
 	listen := flag.String("listen", "", "address of a child")
 	engines := flag.String("engines", "", "engines of a proxy child")
-	bin := flag.String("dpserve", "bin/dpserve", "the binary to measure")
-	rounds := flag.Int("rounds", 5, "interleaved rounds per shape")
-	slice := flag.Duration("slice", 4*time.Second, "length of one slice")
+	bin := flag.String("dpserve", "bin/dpserve", "the binary to measure, or several with commas between: they stand side by side")
+	rounds := flag.Int("rounds", 3, "interleaved rounds per shape")
+	slice := flag.Duration("slice", 1500*time.Millisecond, "length of one slice")
 	only := flag.String("only", "", "run only the shapes whose name contains this")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
@@ -67,24 +71,34 @@ func bench(ctx context.Context, bin string, rounds int, slice time.Duration, onl
 	if err != nil {
 		return err
 	}
-	dp, err := startDpserve(ctx, bin, dir, eng)
-	if err != nil {
-		return err
+	ts = append(ts, rp)
+	var own []target
+	for i, b := range strings.Split(bin, ",") {
+		dp, err := startDpserve(ctx, b, filepath.Join(dir, strconv.Itoa(i)), eng)
+		if err != nil {
+			return err
+		}
+		own = append(own, dp)
 	}
-	ts = append(ts, rp, dp)
+	ts = append(ts, own...)
 	fmt.Printf("%d CPUs, %s, engines: 4 mocks, each slice %s\n", runtime.NumCPU(), runtime.Version(), slice)
-	fmt.Printf("idle: dpserve %.1f MB RSS\n", rss(dp.pids[0]))
+	for _, dp := range own {
+		fmt.Printf("idle: %s %.1f MB RSS\n", dp.name, rss(dp.pids[0]))
+	}
 	rnd := rand.New(rand.NewPCG(1, 2))
-	for _, sh := range shapes(slice) {
+	for _, sh := range shapes() {
 		if strings.Contains(sh.name, only) && ctx.Err() == nil {
-			sh.measure(ctx, ts, rounds, rnd)
+			sh.measure(ctx, ts, rounds, slice, rnd)
 		}
 	}
-	fmt.Printf("\nafter the load: dpserve %.1f MB RSS\n", rss(dp.pids[0]))
+	fmt.Println()
+	for _, dp := range own {
+		fmt.Printf("after the load: %s %.1f MB RSS\n", dp.name, rss(dp.pids[0]))
+	}
 	return nil
 }
 
-func shapes(d time.Duration) []shape {
+func shapes() []shape {
 	ms := func(x time.Duration) float64 { return float64(x) / float64(time.Millisecond) }
 	added := func(p float64) func(s, direct sample) float64 {
 		return func(s, direct sample) float64 { return ms(percentile(s.first, p) - percentile(direct.first, p)) }
@@ -99,26 +113,12 @@ func shapes(d time.Duration) []shape {
 	big, escaped := payload(400<<10, 1, 0, true, false), payload(400<<10, 1, 0, true, true)
 	small := payload(64, 1, 0, false, false)
 	return []shape{
-		{"first token, 1 client, 20 ms per chunk", func(ctx context.Context, t target, r *rand.Rand) sample {
-			return open(ctx, t, payload(64, 2, 20*time.Millisecond, true, false), 16, 1, d, r)
-		}, latency},
-		{"first token, about 64 clients, 20 ms per chunk, open loop", func(ctx context.Context, t target, r *rand.Rand) sample {
-			return open(ctx, t, paced, 128, 256, d, r)
-		}, append(latency, column{"CPU us/chunk", perChunk})},
-		{"paced, 64 streams, 10 ms per chunk", func(ctx context.Context, t target, _ *rand.Rand) sample {
-			return closed(ctx, t, payload(64, 100, 10*time.Millisecond, true, false), 64, d)
-		}, append(latency, column{"CPU us/chunk", perChunk})},
-		{"small requests, 64 clients, closed loop", func(ctx context.Context, t target, _ *rand.Rand) sample {
-			return closed(ctx, t, small, 64, d)
-		}, []column{cpuReq, {"requests/s", rps}}},
-		{"400 KB body, 1 client", func(ctx context.Context, t target, _ *rand.Rand) sample {
-			return closed(ctx, t, big, 1, d)
-		}, append(latency, cpuReq)},
-		{"400 KB body, an escape every 11 bytes, 1 client", func(ctx context.Context, t target, _ *rand.Rand) sample {
-			return closed(ctx, t, escaped, 1, d)
-		}, append(latency, cpuReq)},
-		{"chunks flat out, 64 streams", func(ctx context.Context, t target, _ *rand.Rand) sample {
-			return closed(ctx, t, payload(64, 2000, 0, true, false), 64, d)
-		}, []column{{"chunks/s", cps}, {"CPU us/chunk", perChunk}}},
+		{"first token, 1 client, 20 ms per chunk, open loop", load{req: payload(64, 2, 20*time.Millisecond, true, false), conns: 4, rate: 12}, latency},
+		{"first token, about 64 clients, 20 ms per chunk, open loop", load{req: paced, conns: 256, rate: 128}, append(latency, column{"CPU us/chunk", perChunk})},
+		{"paced, 64 streams, 10 ms per chunk", load{req: payload(64, 100, 10*time.Millisecond, true, false), conns: 64, stagger: 100 * time.Millisecond}, []column{{"CPU us/chunk", perChunk}, {"chunks/s", cps}}},
+		{"small requests, 64 clients, closed loop", load{req: small, conns: 64}, []column{cpuReq, {"requests/s", rps}}},
+		{"400 KB body, 1 client", load{req: big, conns: 1}, append(latency, cpuReq)},
+		{"400 KB body, an escape every 11 bytes, 1 client", load{req: escaped, conns: 1}, append(latency, cpuReq)},
+		{"chunks flat out, 64 streams", load{req: payload(64, 2000, 0, true, false), conns: 64}, []column{{"chunks/s", cps}, {"CPU us/chunk", perChunk}}},
 	}
 }

@@ -1,3 +1,5 @@
+//go:build linux
+
 package main
 
 import (
@@ -7,7 +9,6 @@ import (
 	"math/rand/v2"
 	"slices"
 	"sync"
-	"sync/atomic"
 	"time"
 )
 
@@ -19,84 +20,130 @@ type sample struct {
 	cpu      time.Duration
 	wall     time.Duration
 	errs     int
+	err      error // the first
 }
 
-// closed runs n connections back to back for d.
-func closed(ctx context.Context, t target, req []byte, n int, d time.Duration) sample {
-	var mu sync.Mutex
-	var s sample
-	var wg sync.WaitGroup
-	cpu0, start := cpu(t.pids), time.Now()
-	for i := range n {
-		wg.Go(func() {
-			c, err := dial(ctx, t.addrs[i%len(t.addrs)], req)
-			if err != nil {
-				mu.Lock()
-				s.errs++
-				mu.Unlock()
-				return
-			}
-			defer c.c.Close()
-			var one sample
-			for time.Since(start) < d && ctx.Err() == nil {
-				f, ch, err := c.do()
-				if err != nil {
-					one.errs++
-					break
-				}
-				one.first = append(one.first, f)
-				one.requests++
-				one.chunks += ch
-			}
-			mu.Lock()
-			defer mu.Unlock()
-			s.first = append(s.first, one.first...)
-			s.requests += one.requests
-			s.chunks += one.chunks
-			s.errs += one.errs
-		})
+// load is what a slice does: requests over connections. rate 0 is a closed loop: every connection sends its next request when the
+// last answer is whole. stagger spreads the first requests over that time, so that paced streams do not beat in step.
+type load struct {
+	req     []byte
+	conns   int
+	rate    float64 // requests per second in all, at jittered times
+	stagger time.Duration
+}
+
+// add joins what one connection or request gave.
+func (s *sample) add(o sample) {
+	s.first = append(s.first, o.first...)
+	s.requests += o.requests
+	s.chunks += o.chunks
+	s.errs += o.errs
+	if s.err == nil {
+		s.err = o.err
 	}
-	wg.Wait()
+}
+
+// one does a request.
+func (s *sample) one(c *client) bool {
+	f, n, err := c.do()
+	if err != nil {
+		s.add(sample{errs: 1, err: err})
+		return false
+	}
+	s.first = append(s.first, f)
+	s.requests++
+	s.chunks += n
+	return true
+}
+
+// slice dials, warms every connection up with one small request, and measures for d, to the end of what was begun by then.
+func (l load) slice(ctx context.Context, t target, d time.Duration, rnd *rand.Rand) sample {
+	clients, s := l.dial(ctx, t)
+	defer func() {
+		for _, c := range clients {
+			_ = c.c.Close()
+		}
+	}()
+	cpu0, start := cpu(t.pids), time.Now()
+	if l.rate > 0 {
+		s.add(l.open(ctx, clients, start, d, rnd))
+	} else {
+		s.add(l.closed(ctx, clients, start, d))
+	}
 	s.wall, s.cpu = time.Since(start), cpu(t.pids)-cpu0
 	return s
 }
 
-// open sends rate requests per second with jittered arrivals over idle connections, for d.
-func open(ctx context.Context, t target, req []byte, rate float64, conns int, d time.Duration, rnd *rand.Rand) sample {
-	pool := make(chan *client, conns)
-	for i := range conns {
-		if c, err := dial(ctx, t.addrs[i%len(t.addrs)], req); err == nil {
-			pool <- c
-		}
-	}
-	var mu sync.Mutex
+// dial opens the connections. The warm-up runs on all of them at once, so that a gateway has its connections to the engines too.
+func (l load) dial(ctx context.Context, t target) ([]*client, sample) {
 	var s sample
-	var errs atomic.Int64
+	var out []*client
+	for i := range l.conns {
+		c, err := dial(ctx, t.addrs[i%len(t.addrs)], l.req)
+		if err != nil {
+			s.add(sample{errs: 1, err: err})
+			continue
+		}
+		out = append(out, c)
+	}
+	warm := payload(64, 2, 5*time.Millisecond, true, false)
+	each(out, func(_ int, c *client) sample {
+		var one sample
+		c.req = warm
+		one.one(c)
+		c.req = l.req
+		return sample{errs: one.errs, err: one.err}
+	}, &s)
+	return out, s
+}
+
+// each runs work on all clients at once.
+func each(clients []*client, work func(i int, c *client) sample, into *sample) {
+	var mu sync.Mutex
 	var wg sync.WaitGroup
-	cpu0, start := cpu(t.pids), time.Now()
-	for at := start; at.Sub(start) < d && ctx.Err() == nil; at = at.Add(time.Duration(rnd.Float64() * 2 / rate * float64(time.Second))) {
-		time.Sleep(time.Until(at))
-		c := <-pool
+	for i, c := range clients {
 		wg.Go(func() {
-			defer func() { pool <- c }()
-			f, ch, err := c.do()
-			if err != nil {
-				errs.Add(1)
-				return
-			}
+			one := work(i, c)
 			mu.Lock()
 			defer mu.Unlock()
-			s.first = append(s.first, f)
-			s.requests++
-			s.chunks += ch
+			into.add(one)
 		})
 	}
 	wg.Wait()
-	s.wall, s.cpu, s.errs = time.Since(start), cpu(t.pids)-cpu0, int(errs.Load())
-	close(pool)
-	for c := range pool {
-		_ = c.c.Close()
+}
+
+func (l load) closed(ctx context.Context, clients []*client, start time.Time, d time.Duration) (s sample) {
+	each(clients, func(i int, c *client) (one sample) {
+		time.Sleep(l.stagger * time.Duration(i) / time.Duration(len(clients)))
+		for time.Since(start) < d && ctx.Err() == nil && one.one(c) {
+		}
+		return one
+	}, &s)
+	return s
+}
+
+// open sends at jittered times whatever the answers do.
+func (l load) open(ctx context.Context, clients []*client, start time.Time, d time.Duration, rnd *rand.Rand) (s sample) {
+	pool := make(chan *client, len(clients))
+	for _, c := range clients {
+		pool <- c
 	}
+	var mu sync.Mutex
+	var wg sync.WaitGroup
+	for at := start; at.Sub(start) < d && ctx.Err() == nil; at = at.Add(time.Duration(rnd.Float64() * 2 / l.rate * float64(time.Second))) {
+		time.Sleep(time.Until(at))
+		c := <-pool
+		wg.Go(func() {
+			var one sample
+			if one.one(c) {
+				pool <- c
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			s.add(one)
+		})
+	}
+	wg.Wait()
 	return s
 }
 
@@ -118,7 +165,7 @@ func median[T cmp.Ordered](v []T) T {
 // shape is one row block of the report: each round runs every target once, in shuffled order.
 type shape struct {
 	name string
-	run  func(ctx context.Context, t target, rnd *rand.Rand) sample
+	load load
 	cols []column
 }
 
@@ -127,11 +174,11 @@ type column struct {
 	of   func(s, direct sample) float64
 }
 
-func (sh shape) measure(ctx context.Context, ts []target, rounds int, rnd *rand.Rand) {
+func (sh shape) measure(ctx context.Context, ts []target, rounds int, d time.Duration, rnd *rand.Rand) {
 	got := make([][]sample, len(ts))
 	for range rounds {
 		for _, i := range rnd.Perm(len(ts)) {
-			got[i] = append(got[i], sh.run(ctx, ts[i], rnd))
+			got[i] = append(got[i], sh.load.slice(ctx, ts[i], d, rnd))
 		}
 	}
 	fmt.Printf("\n%s (median of %d interleaved rounds)\n%-18s", sh.name, rounds, "")
@@ -148,12 +195,12 @@ func (sh shape) measure(ctx context.Context, ts []target, rounds int, rnd *rand.
 			}
 			fmt.Printf("%22.3f", median(v))
 		}
-		errs := 0
+		var all sample
 		for _, s := range got[i] {
-			errs += s.errs
+			all.add(sample{errs: s.errs, err: s.err})
 		}
-		if errs > 0 {
-			fmt.Printf("  (%d errors)", errs)
+		if all.errs > 0 {
+			fmt.Printf("  (%d errors, the first: %v)", all.errs, all.err)
 		}
 		fmt.Println()
 	}

@@ -1,8 +1,12 @@
+//go:build linux
+
 package main
 
 import (
+	"bytes"
 	"context"
 	"fmt"
+	"io"
 	"net/http"
 	"net/http/httputil"
 	"net/url"
@@ -20,7 +24,8 @@ type target struct {
 	pids  []int    // of the gateway; none for direct
 }
 
-// runReverseProxy is the baseline: net/http's ReverseProxy over all engines in turn, body read by the proxy as it comes.
+// runReverseProxy is the baseline: net/http's ReverseProxy over all engines in turn. It reads the body whole first, as whoever may
+// have to try a second engine must, and does nothing else.
 func runReverseProxy(addr string, engines []string) error {
 	next := 0
 	lock := make(chan struct{}, 1)
@@ -35,8 +40,19 @@ func runReverseProxy(addr string, engines []string) error {
 			r.SetURL(&url.URL{Scheme: "http", Host: engines[i]})
 		},
 	}
-	srv := &http.Server{Addr: addr, Handler: rp, ReadHeaderTimeout: 10 * time.Second}
+	srv := &http.Server{Addr: addr, Handler: wholeBody(rp), ReadHeaderTimeout: 10 * time.Second}
 	return srv.ListenAndServe()
+}
+
+func wholeBody(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		body, err := io.ReadAll(r.Body)
+		if err != nil {
+			return // the client has left
+		}
+		r.Body = io.NopCloser(bytes.NewReader(body))
+		next.ServeHTTP(w, r)
+	})
 }
 
 func startEngines(ctx context.Context, self string, n int) ([]string, error) {
@@ -70,12 +86,12 @@ func startNginx(ctx context.Context, dir string, engines []string) (target, bool
 	for _, e := range engines {
 		fmt.Fprintf(&ups, "server %s; ", e)
 	}
-	conf := fmt.Sprintf(`daemon off; worker_processes 2; pid %[1]s/nginx.pid; error_log %[1]s/error.log;
+	conf := fmt.Sprintf(`daemon off; worker_processes %[4]d; pid %[1]s/nginx.pid; error_log %[1]s/error.log;
 events { worker_connections 4096; }
 http { access_log off; client_max_body_size 64m; client_body_buffer_size 1m; client_body_temp_path %[1]s/b; proxy_temp_path %[1]s/p;
  fastcgi_temp_path %[1]s/f; uwsgi_temp_path %[1]s/u; scgi_temp_path %[1]s/s; keepalive_requests 1000000;
  upstream e { least_conn; %[2]s keepalive 512; keepalive_requests 1000000; }
- server { listen %[3]s; location / { proxy_pass http://e; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off; } } }`, dir, ups.String(), a)
+ server { listen %[3]s; location / { proxy_pass http://e; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off; } } }`, dir, ups.String(), a, nginxWorkers)
 	file := filepath.Join(dir, "nginx.conf")
 	if err := os.WriteFile(file, []byte(conf), 0o600); err != nil {
 		return target{}, false, err
@@ -84,11 +100,31 @@ http { access_log off; client_max_body_size 64m; client_body_buffer_size 1m; cli
 	if err != nil {
 		return target{}, false, err
 	}
-	return target{"nginx", []string{a}, append(children(cmd.Process.Pid), cmd.Process.Pid)}, true, nil
+	workers, err := nginxProcesses(ctx, cmd.Process.Pid)
+	return target{"nginx", []string{a}, workers}, true, err
+}
+
+// nginxWorkers is what the configuration asks for; the mock engines and the client have the other cores.
+const nginxWorkers = 2
+
+// nginxProcesses waits for the workers, which begin after the port is bound, and gives their ids and the master's.
+func nginxProcesses(ctx context.Context, master int) ([]int, error) {
+	for range 500 {
+		if pids := children(master); len(pids) >= nginxWorkers {
+			return append(pids, master), nil
+		}
+		if err := pause(ctx, 10*time.Millisecond); err != nil {
+			return nil, err
+		}
+	}
+	return nil, fmt.Errorf("%w: nginx has no workers after 5 s", errUnexpected)
 }
 
 func startDpserve(ctx context.Context, bin, dir string, engines []string) (target, error) {
 	httpAddr, adminAddr := freeAddr(), freeAddr()
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		return target{}, err
+	}
 	cmd, err := spawn(ctx, adminAddr, bin, "start", "--http-bind", httpAddr, "--admin-bind", adminAddr, "--data-dir", filepath.Join(dir, "data"), "--log-level", "warn")
 	if err != nil {
 		return target{}, err
@@ -107,5 +143,5 @@ func startDpserve(ctx context.Context, bin, dir string, engines []string) (targe
 	if out, err := deploy.CombinedOutput(); err != nil {
 		return target{}, fmt.Errorf("deploy: %w\n%s", err, out)
 	}
-	return target{"dpserve", []string{httpAddr}, []int{cmd.Process.Pid}}, nil
+	return target{filepath.Base(bin), []string{httpAddr}, []int{cmd.Process.Pid}}, nil
 }

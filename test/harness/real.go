@@ -283,10 +283,10 @@ var ranges struct {
 }
 
 // PortRange hands every dpserve of a test process its own 500 engine ports; the process id spreads test processes that run side
-// by side over the range below the ephemeral ports.
+// by side. It stays below the default range, which the tests of the commands use.
 func PortRange(t testing.TB) string {
 	t.Helper()
-	const lo, width, blocks = 12000, 500, 40
+	const lo, width, blocks = 10000, 500, 19
 	ranges.Lock()
 	defer ranges.Unlock()
 	if ranges.next == 0 {

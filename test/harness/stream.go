@@ -17,6 +17,8 @@ type Stream struct {
 	Rank     string // GROUP/RANK from the response headers
 	Attempts string
 	First    time.Duration // to the first content
+	Last     time.Duration // to the last content
+	Total    time.Duration // to the end
 	Chunks   int
 	Text     string
 	Finish   string
@@ -27,6 +29,9 @@ type Stream struct {
 
 // FirstByte says whether any content reached the client.
 func (s *Stream) FirstByte() bool { return s.Chunks > 0 }
+
+// Whole says whether the answer came to an end of its own: its connection was not cut.
+func (s *Stream) Whole() bool { return s.Err == nil }
 
 // OK says whether the stream ended as it should.
 func (s *Stream) OK() bool {
@@ -39,16 +44,19 @@ func (s *Stream) String() string {
 
 // StreamChat runs one streaming chat request to its end.
 func (r *Real) StreamChat(ctx context.Context, model, prompt string, maxTokens int) *Stream {
-	start, s := time.Now(), &Stream{}
+	start := time.Now()
 	resp, err := r.Post(ctx, "/v1/chat/completions", Chat(model, prompt, maxTokens, true))
 	if err != nil {
-		s.Err = err
-		return s
+		return &Stream{Err: err}
 	}
 	defer resp.Body.Close()
-	s.Status = resp.StatusCode
-	s.Rank = resp.Header.Get("x-dpserve-group") + "/" + resp.Header.Get("x-dpserve-rank")
-	s.Attempts = resp.Header.Get("x-dpserve-attempts")
+	return readStream(resp, start)
+}
+
+// readStream reads an answer to its end.
+func readStream(resp *http.Response, start time.Time) *Stream {
+	s := headOf(resp)
+	defer func() { s.Total = time.Since(start) }()
 	if resp.StatusCode != http.StatusOK {
 		b, err := io.ReadAll(resp.Body)
 		s.Err, s.Error = err, errorCode(b)
@@ -66,6 +74,33 @@ func (r *Real) StreamChat(ctx context.Context, model, prompt string, maxTokens i
 			}
 			return s
 		}
+	}
+}
+
+// readWhole reads an answer that is not streamed.
+func readWhole(resp *http.Response, start time.Time) *Stream {
+	s := headOf(resp)
+	var answer struct {
+		Choices []struct {
+			Message      struct{ Content string }
+			FinishReason string `json:"finish_reason"`
+		}
+	}
+	s.Err = json.NewDecoder(resp.Body).Decode(&answer)
+	s.Total = time.Since(start)
+	s.First, s.Last = s.Total, s.Total
+	for _, c := range answer.Choices {
+		s.Chunks, s.Text, s.Finish, s.Done = s.Chunks+1, s.Text+c.Message.Content, c.FinishReason, true
+	}
+	return s
+}
+
+// headOf reads an answer's status and headers.
+func headOf(resp *http.Response) *Stream {
+	return &Stream{
+		Status:   resp.StatusCode,
+		Rank:     resp.Header.Get("x-dpserve-group") + "/" + resp.Header.Get("x-dpserve-rank"),
+		Attempts: resp.Header.Get("x-dpserve-attempts"),
 	}
 }
 
@@ -90,8 +125,9 @@ func (s *Stream) event(data string, start time.Time) {
 	}
 	for _, c := range ev.Choices {
 		if c.Delta.Content != nil && *c.Delta.Content != "" {
+			s.Last = time.Since(start)
 			if s.Chunks++; s.Chunks == 1 {
-				s.First = time.Since(start)
+				s.First = s.Last
 			}
 			s.Text += *c.Delta.Content
 		}

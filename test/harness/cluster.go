@@ -1,0 +1,384 @@
+package harness
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/api"
+	"github.com/dpserve/dpserve/engine/sim"
+	"github.com/dpserve/dpserve/internal/memnet"
+	"github.com/dpserve/dpserve/wiring"
+)
+
+// Cluster is whole nodes in this process: the wiring of the binary, on a network, a raft and engines in memory. It lives in a
+// synctest bubble, so time is fake: it stands still while anything computes, and waiting costs nothing. Safe for concurrent
+// use by the goroutines of its bubble.
+type Cluster struct {
+	T       testing.TB
+	Net     *memnet.Network
+	Engines *Engines
+	Journal *Journal
+
+	node   *wiring.Node
+	client *http.Client
+	stop   context.CancelFunc
+	served chan error
+}
+
+// Option changes how New builds a cluster.
+type Option func(*settings)
+
+type settings struct {
+	nodes  int
+	config wiring.Config
+}
+
+// Nodes is how many nodes there are; one, until nodes can join.
+func Nodes(n int) Option { return func(s *settings) { s.nodes = n } }
+
+// Slots is how many ranks fit on a node.
+func Slots(n int) Option { return func(s *settings) { s.config.Slots = n } }
+
+// Timer overrides a timer by its name in --timers.
+func Timer(name string, d time.Duration) Option {
+	return func(s *settings) { s.config.Timers[name] = d }
+}
+
+// New starts a cluster inside a synctest bubble and ends it with the test; then its journal must hold no error, and nothing
+// may be left running. Without options it is one node with every default.
+func New(t testing.TB, options ...Option) *Cluster {
+	t.Helper()
+	s := settings{nodes: 1, config: wiring.DefaultConfig()}
+	s.config.Timers = map[string]time.Duration{}
+	for _, o := range options {
+		o(&s)
+	}
+	if s.nodes != 1 {
+		t.Fatalf("harness.Nodes(%d): this version has single nodes; more come with the step that lets nodes join", s.nodes)
+	}
+	c := &Cluster{T: t, Net: &memnet.Network{}, served: make(chan error, 1)}
+	c.Journal = &Journal{}
+	c.Engines = newEngines(c.Net)
+	c.Journal.started = c.Engines.name
+	s.config.NodeID, s.config.DataDir, s.config.Executable = "node-1", "", "dpserve"
+	s.config.LogWriter, s.config.LogFormat, s.config.LogLevel = c.Journal, "json", "info"
+	s.config.Network, s.config.Launcher = c.Net, c.Engines
+	c.client = &http.Client{Transport: &http.Transport{DialContext: c.Net.DialContext, MaxIdleConnsPerHost: 64}}
+	c.start(s.config)
+	return c
+}
+
+func (c *Cluster) start(cfg wiring.Config) {
+	c.T.Helper()
+	var err error
+	c.node, err = wiring.New(cfg)
+	require.NoError(c.T, err)
+	require.NoError(c.T, c.node.Listen())
+	ctx, stop := context.WithCancel(context.Background())
+	c.stop = stop
+	go func() { c.served <- c.node.Serve(ctx) }()
+	c.T.Cleanup(c.end)
+}
+
+// end drains the node and checks what it leaves behind.
+func (c *Cluster) end() {
+	c.stop()
+	assert.NoError(c.T, <-c.served, "the node drains")
+	assert.NoError(c.T, c.node.Close())
+	c.client.CloseIdleConnections()
+	assert.Empty(c.T, c.Engines.Live(), "engines left behind")
+	assert.Empty(c.T, c.Engines.Faults(), "two owners of a rank")
+	assert.Empty(c.T, c.Journal.Errors(), "ERROR lines")
+	if c.T.Failed() {
+		c.T.Logf("journal:\n%s", c.Journal)
+	}
+}
+
+// Do is one admin request.
+func (c *Cluster) Do(method, path, body string) (code int, text string) {
+	c.T.Helper()
+	req, err := http.NewRequestWithContext(context.Background(), method, "http://"+c.node.AdminAddr()+path, strings.NewReader(body))
+	require.NoError(c.T, err)
+	resp, err := c.client.Do(req)
+	require.NoError(c.T, err)
+	defer resp.Body.Close()
+	b, err := io.ReadAll(resp.Body)
+	require.NoError(c.T, err)
+	return resp.StatusCode, string(b)
+}
+
+// Deploy puts an app.yaml through the admin API.
+func (c *Cluster) Deploy(yaml string) {
+	c.T.Helper()
+	code, text := c.Do(http.MethodPut, "/api/v1/apps?file=app.yaml", yaml)
+	require.Equal(c.T, http.StatusAccepted, code, text)
+}
+
+// Delete asks for an app's end and does not wait for it.
+func (c *Cluster) Delete(app string) {
+	c.T.Helper()
+	code, text := c.Do(http.MethodDelete, "/api/v1/apps/"+app, "")
+	require.Equal(c.T, http.StatusAccepted, code, text)
+}
+
+// Apps is the status of every app.
+func (c *Cluster) Apps() []msg.AppStatus {
+	c.T.Helper()
+	code, text := c.Do(http.MethodGet, "/api/v1/apps", "")
+	require.Equal(c.T, http.StatusOK, code, text)
+	var list struct{ Apps []msg.AppStatus }
+	require.NoError(c.T, json.Unmarshal([]byte(text), &list))
+	return list.Apps
+}
+
+// App is one app's status; ok is false if there is none.
+func (c *Cluster) App(name string) (st msg.AppStatus, ok bool) {
+	c.T.Helper()
+	for _, a := range c.Apps() {
+		if a.Name == name {
+			return a, true
+		}
+	}
+	return msg.AppStatus{}, false
+}
+
+// Unit is one unit's status; the zero value if it is not listed.
+func (c *Cluster) Unit(id string) msg.UnitStatus {
+	c.T.Helper()
+	for _, a := range c.Apps() {
+		for _, u := range a.Units {
+			if u.Unit == id {
+				return u
+			}
+		}
+	}
+	return msg.UnitStatus{}
+}
+
+// Rank is one rank's status; the zero value if it is not listed.
+func (c *Cluster) Rank(app string, group, rank int) msg.RankStatus {
+	c.T.Helper()
+	st, _ := c.App(app)
+	for _, u := range st.Units {
+		for _, k := range u.Ranks {
+			if k.Group == group && k.Rank == rank {
+				return k
+			}
+		}
+	}
+	return msg.RankStatus{}
+}
+
+// WaitStatus lets time pass until the app has the status.
+func (c *Cluster) WaitStatus(app, want string) msg.AppStatus {
+	c.T.Helper()
+	var st msg.AppStatus
+	c.Until("app "+app+" "+want, func() error {
+		st, _ = c.App(app)
+		if st.Status != want {
+			return fmt.Errorf("it is %q: %s", st.Status, st.Message)
+		}
+		return nil
+	})
+	return st
+}
+
+// WaitUnit lets time pass until a unit is in a phase at an epoch; 0 = any.
+func (c *Cluster) WaitUnit(id, phase string, epoch uint64) msg.UnitStatus {
+	c.T.Helper()
+	var u msg.UnitStatus
+	c.Until(fmt.Sprintf("unit %s %s at epoch %d", id, phase, epoch), func() error {
+		if u = c.Unit(id); u.Phase != phase || epoch != 0 && u.Epoch != epoch {
+			return fmt.Errorf("it is %s at epoch %d: %s", u.Phase, u.Epoch, u.Reason)
+		}
+		return nil
+	})
+	return u
+}
+
+// Steps of Until. What a test measures comes from the times in status and events, never from when Until returned.
+const (
+	untilStep  = 5 * time.Millisecond
+	untilLimit = 10 * time.Minute
+)
+
+// Until lets fake time pass until f gives nil, or fails the test with f's last error.
+func (c *Cluster) Until(what string, f func() error) {
+	c.T.Helper()
+	deadline, step := time.Now().Add(untilLimit), untilStep
+	for {
+		synctest.Wait()
+		err := f()
+		if err == nil {
+			return
+		}
+		if time.Now().After(deadline) {
+			c.T.Fatalf("waiting for %s: %v", what, err)
+		}
+		time.Sleep(step)
+		step = min(2*step, time.Second)
+	}
+}
+
+// Quiet lets time pass until nothing is in flight or queued anywhere, in dpserve or in an engine.
+func (c *Cluster) Quiet() {
+	c.T.Helper()
+	c.Until("in-flight and queue 0", c.busy)
+}
+
+// busy says what is still in hand.
+func (c *Cluster) busy() error {
+	if _, _, n := c.node.Totals(); n > 0 {
+		return fmt.Errorf("%d requests at the ingress", n)
+	}
+	for _, a := range c.Apps() {
+		if a.Queued > 0 {
+			return fmt.Errorf("%s: %d queued", a.Name, a.Queued)
+		}
+		for _, u := range a.Units {
+			for _, k := range u.Ranks {
+				if k.InFlight > 0 {
+					return fmt.Errorf("%s rank %d/%d: %d in flight", a.Name, k.Group, k.Rank, k.InFlight)
+				}
+			}
+		}
+	}
+	return nil
+}
+
+// Change is one entry of the admin API's events.
+type Change = api.Event
+
+// Events are the state changes of an app so far, in order.
+func (c *Cluster) Events(app string) []Change {
+	c.T.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), time.Millisecond) // the stream has no end of its own
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+c.node.AdminAddr()+"/api/v1/events?since=0&app="+app, nil)
+	require.NoError(c.T, err)
+	resp, err := c.client.Do(req)
+	require.NoError(c.T, err)
+	defer resp.Body.Close()
+	b, err := io.ReadAll(resp.Body)
+	require.ErrorIs(c.T, err, context.DeadlineExceeded)
+	var out []Change
+	for line := range strings.Lines(string(b)) {
+		if data, ok := strings.CutPrefix(strings.TrimSpace(line), "data: "); ok {
+			var e Change
+			require.NoError(c.T, json.Unmarshal([]byte(data), &e), data)
+			out = append(out, e)
+		}
+	}
+	return out
+}
+
+// Post sends a request to the OpenAI endpoint.
+func (c *Cluster) Post(ctx context.Context, path, body string, header ...string) (*http.Response, error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+c.node.HTTPAddr()+path, strings.NewReader(body))
+	if err != nil {
+		return nil, err
+	}
+	req.Header.Set("Content-Type", "application/json")
+	for i := 0; i+1 < len(header); i += 2 {
+		req.Header.Set(header[i], header[i+1])
+	}
+	return c.client.Do(req)
+}
+
+// StreamChat runs one streaming chat request to its end. header are names and values.
+func (c *Cluster) StreamChat(ctx context.Context, model string, maxTokens int, header ...string) *Stream {
+	return c.Chat(ctx, model, maxTokens, true, header...)
+}
+
+// Chat runs one chat request, streaming or not, to its end. An answer that is not streamed counts as one chunk.
+func (c *Cluster) Chat(ctx context.Context, model string, maxTokens int, stream bool, header ...string) *Stream {
+	start := time.Now()
+	resp, err := c.Post(ctx, "/v1/chat/completions", Chat(model, "hello", maxTokens, stream), header...)
+	if err != nil {
+		return &Stream{Err: err}
+	}
+	defer resp.Body.Close()
+	if !stream && resp.StatusCode == http.StatusOK {
+		return readWhole(resp, start)
+	}
+	return readStream(resp, start)
+}
+
+// Fail makes the engine of a rank fail.
+func (c *Cluster) Fail(app string, group, rank int, f sim.Fault) {
+	c.T.Helper()
+	require.NoError(c.T, c.Inject(c.Rank(app, group, rank).URL, f))
+}
+
+// Inject makes the engine at a URL fail; the error says that it could not be told.
+func (c *Cluster) Inject(url string, f sim.Fault) error {
+	b, err := json.Marshal(f)
+	if err != nil {
+		return err
+	}
+	_, err = c.ask(http.MethodPost, url+"/_sim/fail", string(b))
+	return err
+}
+
+// Recover ends the failures of a rank's engine.
+func (c *Cluster) Recover(app string, group, rank int) {
+	c.T.Helper()
+	require.NoError(c.T, c.Heal(c.Rank(app, group, rank).URL))
+}
+
+// Heal ends the failures of the engine at a URL; the error says that it could not be told.
+func (c *Cluster) Heal(url string) error {
+	_, err := c.ask(http.MethodPost, url+"/_sim/recover", "")
+	return err
+}
+
+// Stats is what the engine at a URL has in hand and has done.
+func (c *Cluster) Stats(url string) (st sim.Stats, err error) {
+	text, err := c.ask(http.MethodGet, url+"/_sim/stats", "")
+	if err == nil {
+		err = json.Unmarshal([]byte(text), &st)
+	}
+	return st, err
+}
+
+// ask sends a request to an engine's own surface.
+func (c *Cluster) ask(method, url, body string) (string, error) {
+	req, err := http.NewRequestWithContext(context.Background(), method, url, strings.NewReader(body))
+	if err != nil {
+		return "", err
+	}
+	resp, err := c.client.Do(req)
+	if err != nil {
+		return "", err
+	}
+	defer resp.Body.Close()
+	b, err := io.ReadAll(resp.Body)
+	if err == nil && resp.StatusCode != http.StatusOK {
+		err = fmt.Errorf("%s: %s: %s", url, resp.Status, b)
+	}
+	return string(b), err
+}
+
+// Feed is the ranks' streams: what a second ingress would follow.
+func (c *Cluster) Feed() msg.Feed { return c.node.Feed() }
+
+// Kill ends the engine of a rank as SIGKILL from outside does; false if it has none.
+func (c *Cluster) Kill(app string, group, rank int) bool {
+	c.T.Helper()
+	e := c.Engines.At(c.Rank(app, group, rank).URL)
+	if e != nil {
+		e.Kill()
+	}
+	return e != nil
+}

@@ -1,0 +1,210 @@
+package harness
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/node"
+	"github.com/dpserve/dpserve/engine"
+	"github.com/dpserve/dpserve/engine/sim"
+	"github.com/dpserve/dpserve/internal/memnet"
+)
+
+// Engines is a node.Launcher whose engines are simulated ones in this process. It watches over what must never happen: two
+// live engines of one rank, and an epoch of a unit that does not grow. Safe for concurrent use.
+type Engines struct {
+	net *memnet.Network
+
+	mu     sync.Mutex
+	all    []*Engine
+	epochs map[owner]uint64 // highest started
+	faults []string
+}
+
+// owner is a rank over its epochs.
+type owner struct {
+	unit string
+	rank int
+}
+
+// seat is APP/GROUP/RANK, whatever the coupling makes a unit.
+func (o owner) seat() string {
+	parts := strings.SplitN(o.unit, "/", 3)
+	return strings.Join(parts[:min(2, len(parts))], "/") + "/" + strconv.Itoa(o.rank)
+}
+
+var _ node.Launcher = (*Engines)(nil)
+
+func newEngines(n *memnet.Network) *Engines {
+	return &Engines{net: n, epochs: map[owner]uint64{}}
+}
+
+// Start implements node.Launcher: the engine's own command line, without its process.
+func (s *Engines) Start(_ context.Context, l engine.Launch, stdout, stderr io.Writer) (node.Process, error) {
+	at := slices.Index(l.Argv, "sim")
+	if at < 0 {
+		return nil, fmt.Errorf("start %v: only simulated engines run in this process", l.Argv)
+	}
+	args := slices.DeleteFunc(slices.Clone(l.Argv[at+1:]), func(a string) bool { return a == "--sim-watch-stdin" })
+	cfg, _, err := sim.ParseFlags(args)
+	if err != nil {
+		return nil, err
+	}
+	cfg.KeepAlive = engine.KeepAliveS * time.Second
+	cfg.Logger = slog.New(slog.NewTextHandler(stderr, nil))
+	cfg.Listen = func(_ context.Context, addr string) (net.Listener, error) { return s.net.Listen(addr) }
+	cfg.Dial = func(ctx context.Context, addr string) (net.Conn, error) { return s.net.DialContext(ctx, "tcp", addr) }
+	e := &Engine{URL: l.URL, began: time.Now(), signals: make(chan os.Signal, 1), exited: make(chan struct{})}
+	ctx, cancel := context.WithCancel(context.Background())
+	e.cancel = cancel
+	s.mu.Lock()
+	s.all = append(s.all, e)
+	s.mu.Unlock()
+	go e.run(ctx, cfg, stdout, stderr)
+	return e, nil
+}
+
+// Live are the engines that have not ended, in order of their start.
+func (s *Engines) Live() []*Engine {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var out []*Engine
+	for _, e := range s.all {
+		if e.alive() {
+			out = append(out, e)
+		}
+	}
+	return out
+}
+
+// At is the live engine that answers at a URL; nil if there is none.
+func (s *Engines) At(url string) *Engine {
+	for _, e := range s.Live() {
+		if e.URL == url {
+			return e
+		}
+	}
+	return nil
+}
+
+// Faults tells of every rank that had two owners.
+func (s *Engines) Faults() []string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Clone(s.faults)
+}
+
+// name tells which rank the newest engine at a URL is, as the node's log has it.
+func (s *Engines) name(unit string, rank int, epoch uint64, url string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	who := owner{unit, rank}
+	if s.epochs[who] >= epoch {
+		s.faults = append(s.faults, fmt.Sprintf("%s rank %d: started at epoch %d after epoch %d", unit, rank, epoch, s.epochs[who]))
+	}
+	s.epochs[who] = epoch
+	for _, e := range s.all {
+		switch {
+		case e.URL == url && e.owner.unit == "":
+			e.named(who, epoch)
+		case e.owner.seat() == who.seat() && e.alive():
+			s.faults = append(s.faults, fmt.Sprintf("%s rank %d: epoch %d lives while epoch %d starts", unit, rank, e.epoch, epoch))
+		}
+	}
+}
+
+// Engine is one simulated engine. It is a node.Process: Kill is what SIGKILL is to a process, whoever sends it.
+type Engine struct {
+	URL string
+
+	owner   owner
+	epoch   uint64
+	began   time.Time
+	signals chan os.Signal
+	cancel  context.CancelFunc
+	exited  chan struct{}
+	exit    node.Exit // valid once exited is closed
+
+	mu     sync.Mutex
+	killed bool
+}
+
+var _ node.Process = (*Engine)(nil)
+
+func (e *Engine) run(ctx context.Context, cfg sim.Config, stdout, stderr io.Writer) {
+	code := sim.Run(ctx, cfg, e.signals, stdout, stderr)
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.exit = node.Exit{Code: code, After: time.Since(e.began)}
+	if e.killed || code < 0 {
+		e.exit = node.Exit{Code: -1, Signal: syscall.SIGKILL.String(), After: time.Since(e.began)}
+	}
+	close(e.exited)
+}
+
+func (e *Engine) named(who owner, epoch uint64) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.owner, e.epoch = who, epoch
+}
+
+func (e *Engine) alive() bool {
+	select {
+	case <-e.exited:
+		return false
+	default:
+		return true
+	}
+}
+
+// String names the rank, its epoch and where it answers.
+func (e *Engine) String() string {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return fmt.Sprintf("%s rank %d epoch %d at %s", e.owner.unit, e.owner.rank, e.epoch, e.URL)
+}
+
+// PID implements node.Process.
+func (*Engine) PID() int { return 0 }
+
+// Exited implements node.Process.
+func (e *Engine) Exited() <-chan struct{} { return e.exited }
+
+// Exit implements node.Process.
+func (e *Engine) Exit() node.Exit { return e.exit }
+
+// Terminate implements node.Process.
+func (e *Engine) Terminate() {
+	select {
+	case e.signals <- syscall.SIGTERM:
+	default: // one is on its way
+	}
+}
+
+// Kill implements node.Process.
+func (e *Engine) Kill() {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.alive() {
+		e.killed = true
+	}
+	e.cancel()
+}
+
+// Held implements node.Process.
+func (e *Engine) Held() string {
+	if e.alive() {
+		return "the engine at " + e.URL
+	}
+	return ""
+}

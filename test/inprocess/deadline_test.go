@@ -1,0 +1,261 @@
+package inprocess
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net/http"
+	"strconv"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/engine/sim"
+	"github.com/dpserve/dpserve/test/harness"
+)
+
+// A request waits queue_s for room and no moment longer.
+func TestQueueTimeout(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := harness.New(t)
+		c.Deploy(simApp("a", 1, "independent", "sim_step_ms: 1000", "max_ongoing_requests: 1"))
+		c.WaitStatus("a", "RUNNING")
+		first := make(chan *harness.Stream, 1)
+		go func() { first <- c.StreamChat(t.Context(), "a", 90) }()
+		time.Sleep(time.Second)
+
+		var wg sync.WaitGroup
+		for i := range 3 {
+			wg.Go(func() {
+				time.Sleep(time.Duration(i) * time.Second)
+				began := time.Now()
+				resp, err := c.Post(t.Context(), "/v1/chat/completions", harness.Chat("a", "hello", 1, i == 1))
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				defer resp.Body.Close()
+				b, err := io.ReadAll(resp.Body)
+				if err != nil {
+					t.Error(err)
+				}
+				assert.Equal(t, http.StatusServiceUnavailable, resp.StatusCode)
+				assert.Contains(t, string(b), `"queue_timeout"`)
+				assert.Equal(t, 60*time.Second, time.Since(began))
+				after, err := strconv.Atoi(resp.Header.Get("Retry-After"))
+				if err != nil {
+					t.Error(err)
+				}
+				assert.LessOrEqual(t, 1, after)
+				assert.LessOrEqual(t, after, 60)
+			})
+		}
+		time.Sleep(30 * time.Second)
+		st, _ := c.App("a")
+		assert.Equal(t, 3, st.Queued)
+		wg.Wait()
+		s := <-first
+		assert.True(t, s.OK(), s)
+		c.Quiet()
+	})
+}
+
+// Requests that wait are served in the order in which they came, whichever are given up in between.
+func TestQueueKeepsItsOrder(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := harness.New(t)
+		c.Deploy(simApp("a", 2, "independent", "sim_step_ms: 50", "max_ongoing_requests: 1"))
+		c.WaitStatus("a", "RUNNING")
+		var mu sync.Mutex
+		var order []int
+		var wg sync.WaitGroup
+		for i := range 24 {
+			wg.Go(func() {
+				time.Sleep(time.Duration(i) * time.Millisecond)
+				ctx, cancel := context.WithCancel(t.Context())
+				defer cancel()
+				if i%5 == 4 {
+					time.AfterFunc(70*time.Millisecond, cancel) // these leave the queue by themselves
+				}
+				s := c.StreamChat(ctx, "a", 4)
+				if i%5 == 4 {
+					assert.ErrorIs(t, s.Err, context.Canceled)
+					return
+				}
+				assert.True(t, s.OK(), s)
+				mu.Lock()
+				order = append(order, i)
+				mu.Unlock()
+			})
+		}
+		wg.Wait()
+		require.Len(t, order, 20)
+		for at := 1; at < len(order); at++ { // two ranks serve two at a time: neighbours may change places, nobody else
+			assert.Greater(t, order[at]+3, order[at-1], "%v", order)
+		}
+		c.Quiet()
+	})
+}
+
+// A rank that gives no first token costs first_token_s; then another one is tried, or the client is told.
+func TestFirstTokenDeadline(t *testing.T) {
+	for ranks, want := range map[int]string{1: "first_token_timeout", 2: ""} {
+		t.Run(fmt.Sprintf("%d ranks", ranks), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				c := harness.New(t)
+				c.Deploy(simApp("a", ranks, "independent", "sim_step_ms: 10", "routing: {policy: round-robin}", "timeouts: {first_token_s: 5}"))
+				c.WaitStatus("a", "RUNNING")
+				c.Fail("a", 0, 0, sim.Fault{Mode: sim.ModeHang})
+				for range ranks {
+					s := c.StreamChat(t.Context(), "a", 1)
+					if s.Attempts == "1" && s.Rank == "0/1" {
+						assert.True(t, s.OK(), "the rank that lives: %v", s)
+						continue
+					}
+					assert.Equal(t, want, s.Error, s)
+					if want == "" {
+						assert.Equal(t, "2", s.Attempts)
+						assert.True(t, s.OK(), s)
+						assert.GreaterOrEqual(t, s.First, 5*time.Second)
+						assert.Less(t, s.First, 5100*time.Millisecond)
+						continue
+					}
+					assert.Equal(t, http.StatusGatewayTimeout, s.Status)
+					assert.Equal(t, 5*time.Second, s.Total)
+				}
+				c.Recover("a", 0, 0)
+				c.Quiet()
+			})
+		})
+	}
+}
+
+// A stream that stops between two tokens is cut after between_tokens_s, with an event that says so.
+func TestBetweenTokensDeadline(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := harness.New(t)
+		c.Deploy(simApp("a", 1, "independent", "sim_step_ms: 100", "timeouts: {between_tokens_s: 3}"))
+		c.WaitStatus("a", "RUNNING")
+		c.Fail("a", 0, 0, sim.Fault{Mode: sim.ModeStall, AfterTokens: 5, Count: 1})
+		s := c.StreamChat(t.Context(), "a", 50)
+		assert.Equal(t, http.StatusOK, s.Status)
+		assert.Equal(t, 5, s.Chunks)
+		assert.Equal(t, "stalled", s.Error)
+		assert.Equal(t, 3*time.Second, s.Total-s.Last)
+		require.Error(t, s.Err, "the connection is cut: nobody takes the stream for a whole one")
+		assert.False(t, s.Done)
+		assert.Empty(t, s.Finish)
+		s = c.StreamChat(t.Context(), "a", 50)
+		assert.True(t, s.OK(), "the others on the rank go on: %v", s)
+		c.Quiet()
+	})
+}
+
+// mailboxes collects where the ranks' admission is, as an ingress does.
+type mailboxes struct {
+	mu   sync.Mutex
+	box  msg.Mailbox
+	done []string // causes of ended tickets
+}
+
+func (m *mailboxes) Deliver(rec *msg.Record) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	switch rec.Kind { //nolint:exhaustive // two kinds are of interest
+	case msg.RecSnapshot:
+		m.box = rec.Snapshot.Mailbox
+	case msg.RecDone:
+		m.done = append(m.done, rec.Cause)
+	}
+}
+
+// An ingress that vanishes between its ticket and its request gives the place back 5 s after its connection broke.
+func TestTicketOfAVanishedIngressLapses(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := harness.New(t)
+		c.Deploy(simApp("a", 1, "independent", "sim_step_ms: 10", "max_ongoing_requests: 1"))
+		c.WaitStatus("a", "RUNNING")
+		m := &mailboxes{}
+		defer c.Feed().Subscribe(m)()
+		synctest.Wait()
+
+		ctx, vanish := context.WithCancel(t.Context())
+		reply := make(chan msg.AdmitReply, 1)
+		require.NoError(t, m.box.TrySend(msg.Admit{Ctx: ctx, ReqID: 1, Epoch: 1, Tokens: 10, Ingress: "elsewhere", Reply: reply}))
+		require.Equal(t, msg.Granted, (<-reply).Refusal)
+		synctest.Wait() // the answer comes before the rank has booked it
+		assert.Equal(t, 1, c.Rank("a", 0, 0).InFlight)
+		vanish()
+		began := time.Now()
+		s := c.StreamChat(t.Context(), "a", 1) // waits for the place
+		assert.True(t, s.OK(), s)
+		assert.GreaterOrEqual(t, s.First, 5*time.Second)
+		assert.Less(t, time.Since(began), 5100*time.Millisecond)
+		synctest.Wait() // the answer comes before the record
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		assert.Equal(t, []string{"ticket_lapsed", "ok"}, m.done)
+	})
+}
+
+// Five failures in a row trip a rank: no request reaches it until a canary comes back, after 1, 2, 4 s.
+func TestTripAndItsCanaries(t *testing.T) {
+	for _, recovers := range []bool{true, false} {
+		t.Run(fmt.Sprintf("recovers %v", recovers), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				c := harness.New(t)
+				c.Deploy(simApp("a", 2, "independent", "sim_step_ms: 10", "routing: {policy: round-robin}"))
+				c.WaitStatus("a", "RUNNING")
+				c.Fail("a", 0, 0, sim.Fault{Mode: sim.ModeHTTP500})
+				served := func(n int) map[string]int {
+					out := map[string]int{}
+					for range n {
+						s := c.StreamChat(t.Context(), "a", 1)
+						assert.True(t, s.OK(), s)
+						out[s.Attempts+" "+s.Rank]++
+						synctest.Wait() // the answer comes before the rank has booked it
+					}
+					return out
+				}
+				assert.Equal(t, map[string]int{"1 0/1": 5, "2 0/1": 5}, served(10))
+				tripped := c.Journal.Times("rank is tripped")
+				require.Len(t, tripped, 1)
+				assert.Equal(t, map[string]int{"1 0/1": 10}, served(10), "nothing reaches a tripped rank")
+				time.Sleep(time.Until(tripped[0].Add(5 * time.Second)))
+				if !recovers {
+					fencedAfterCanaries(t, c, tripped[0])
+					return
+				}
+				c.Recover("a", 0, 0)
+				assert.Equal(t, map[string]int{"1 0/1": 10}, served(10), "only a canary can clear the trip")
+				time.Sleep(time.Until(tripped[0].Add(8 * time.Second)))
+				assert.Equal(t, map[string]int{"1 0/0": 5, "1 0/1": 5}, served(10))
+				cleared := c.Journal.Times("rank answers again")
+				require.Len(t, cleared, 1)
+				assert.InDelta(t, 7, cleared[0].Sub(tripped[0]).Seconds(), 0.02, "1 s, 2 s, 4 s, and the time of a token")
+				assert.Equal(t, uint64(1), c.Unit("a/0/0").Epoch)
+				c.Quiet()
+			})
+		})
+	}
+}
+
+// fencedAfterCanaries: the third failed canary gives an engine of our own up.
+func fencedAfterCanaries(t *testing.T, c *harness.Cluster, tripped time.Time) {
+	t.Helper()
+	c.WaitUnit("a/0/0", "ready", 2)
+	for _, e := range c.Events("a") {
+		if e.Phase == "fenced" {
+			assert.Equal(t, 7*time.Second, e.Time.Sub(tripped))
+			assert.Contains(t, e.Reason, "5 requests and 3 canaries failed in a row")
+			c.Quiet()
+			return
+		}
+	}
+	t.Error("the rank was never fenced")
+}

@@ -1,0 +1,38 @@
+// Package inprocess tests whole nodes in one process on fake time: what needs minutes of waiting takes milliseconds, and every
+// moment is exact.
+package inprocess
+
+import (
+	"fmt"
+	"testing"
+
+	"go.uber.org/goleak"
+
+	"github.com/dpserve/dpserve/test/harness"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// simApp is an app.yaml with one simulated app; more are further lines of the application.
+func simApp(name string, dp int, coupling, args string, more ...string) string {
+	text := fmt.Sprintf(`applications:
+  - name: %[1]s
+    model: {id: %[1]s}
+    engine: {kind: sim, args: {%[4]s}}
+    data_parallel: {dp_size: %[2]d, coupling: %[3]s}
+`, name, dp, coupling, args)
+	for _, line := range more {
+		text += "    " + line + "\n"
+	}
+	return text
+}
+
+// gone says what is left of an app.
+func gone(c *harness.Cluster, app string) func() error {
+	return func() error {
+		if st, ok := c.App(app); ok {
+			return fmt.Errorf("%s is %s", app, st.Status)
+		}
+		return nil
+	}
+}

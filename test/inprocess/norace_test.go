@@ -1,0 +1,5 @@
+//go:build !race
+
+package inprocess
+
+const defaultSeeds = 200

@@ -1,0 +1,6 @@
+//go:build race
+
+package inprocess
+
+// defaultSeeds is smaller here: the race detector makes a walk ten times as long (TRAPS 16).
+const defaultSeeds = 24
