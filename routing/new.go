@@ -5,6 +5,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/dpserve/dpserve/internal/nearest"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -119,7 +120,7 @@ func didYouMean(found string, exist []string, what string) string {
 		return "there are no " + what + " here; drop it"
 	}
 	all := fmt.Sprintf("%s: %s", what, strings.Join(exist, ", "))
-	if best := nearest(found, exist); best != "" {
+	if best := nearest.Word(found, exist); best != "" {
 		return fmt.Sprintf("did you mean %q? %s", best, all)
 	}
 	return all

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/dpserve/dpserve/internal/nearest"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -117,7 +118,7 @@ func (p *params) word(name, def string, words ...string) string {
 		return s
 	}
 	hint := "drop " + name + " or write one of: " + strings.Join(words, ", ")
-	if best := nearest(s, words); isWord && best != "" {
+	if best := nearest.Word(s, words); isWord && best != "" {
 		hint = fmt.Sprintf("did you mean %q? %s", best, hint)
 	}
 	p.fault(fmt.Sprintf("params.%s: found %v, wanted %s", name, x, strings.Join(words, " or ")), hint)
