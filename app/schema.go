@@ -212,7 +212,8 @@ func routingFields() []field[Routing] {
 	}
 }
 
-// policies are the ones of this version; laterPolicies have a name and no code yet.
+// policies are the ones of this version; laterPolicies have a name, and some of them code in routing/, but the ingress does not
+// feed them yet.
 func policies() []string {
 	return []string{"power-of-two", "least-loaded", "round-robin", "random", "direct"}
 }

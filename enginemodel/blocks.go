@@ -9,6 +9,7 @@ type blockPool struct {
 	free   int              // blocks on the free list
 	head   int32            // next to be reused
 	tail   int32            // freed last
+	log    *blockLog        // told of what loses its memory
 }
 
 type block struct {
@@ -22,8 +23,8 @@ type block struct {
 
 const none int32 = -1
 
-func newBlockPool(n int) *blockPool {
-	p := &blockPool{blocks: make([]block, n), byHash: make(map[uint64]int32), head: none, tail: none}
+func newBlockPool(n int, log *blockLog) *blockPool {
+	p := &blockPool{blocks: make([]block, n), byHash: make(map[uint64]int32), head: none, tail: none, log: log}
 	for i := range p.blocks {
 		p.blocks[i].sameHash = none
 		p.pushFree(int32(i))
@@ -81,6 +82,7 @@ func (p *blockPool) evict(i int32) {
 		return
 	}
 	b.cached = false
+	p.log.remove(b.hash)
 	first := p.byHash[b.hash]
 	if first == i {
 		if b.sameHash == none {
@@ -94,6 +96,14 @@ func (p *blockPool) evict(i int32) {
 		first = p.blocks[first].sameHash
 	}
 	p.blocks[first].sameHash = b.sameHash
+}
+
+// forget drops the content of every block. The order of the free list stays.
+func (p *blockPool) forget() {
+	clear(p.byHash)
+	for i := range p.blocks {
+		p.blocks[i].cached, p.blocks[i].sameHash = false, none
+	}
 }
 
 func (p *blockPool) pushFree(i int32) {

@@ -64,7 +64,7 @@ func (p *oraclePool) cache(i int32, h uint64) {
 func TestBlockPoolAgainstOracle(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		n := rapid.IntRange(1, 12).Draw(t, "blocks")
-		real, oracle := newBlockPool(n), newOraclePool(n)
+		real, oracle := newBlockPool(n, &blockLog{}), newOraclePool(n)
 		var held []int32
 		hash := rapid.Uint64Range(1, 6) // few, so that copies and hits are common
 		t.Repeat(map[string]func(*rapid.T){

@@ -30,6 +30,7 @@ type Config struct {
 	MaxQueuedReqs    int  // waiting requests before arrivals are rejected; 0 = no limit
 	MaxQueuedTokens  int  // their prompt tokens; 0 = no limit
 	PrefixCaching    bool // reuse blocks of equal prefixes
+	BlockEvents      bool // EffectBlocks tells what enters and leaves the prefix cache
 
 	Law       steptime.Coefficients
 	Speed     float64       // steps take the law's time / Speed

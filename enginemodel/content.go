@@ -1,6 +1,11 @@
 package enginemodel
 
-import "github.com/zeebo/xxh3"
+import (
+	"crypto/sha256"
+	"encoding/binary"
+
+	"github.com/zeebo/xxh3"
+)
 
 // Content names the blocks of a request for the prefix cache. A trace-driven simulator brings the hashes of its trace, the
 // engine process hashes real tokens (TokenContent). Used by one goroutine at a time.
@@ -10,6 +15,27 @@ type Content interface {
 	BlockHash(i int) (hash uint64, ok bool)
 }
 
+// HashAlgo is how the blocks of a TokenContent are named.
+type HashAlgo uint8
+
+// The algorithms.
+const (
+	HashFast       HashAlgo = iota // chained xxh3 of 64 bits
+	HashSHA256CBOR                 // vLLM's sha256_cbor: SHA-256 of canonical CBOR [parent, tokens, extra keys]
+)
+
+// DigestSize is the length of a whole block hash.
+const DigestSize = sha256.Size
+
+// Hashing is what the hashes of an engine have in common. The zero value is HashFast.
+type Hashing struct {
+	Algo HashAlgo
+	Root [DigestSize]byte // HashSHA256CBOR: parent of first blocks (RootOf)
+}
+
+// RootOf is the parent of first blocks under HashSHA256CBOR: vLLM's NONE_HASH for a PYTHONHASHSEED.
+func RootOf(seed string) [DigestSize]byte { return sha256.Sum256(appendCBORText(nil, seed)) }
+
 // TokenContent hashes a token prompt and the generated answer behind it, block by block, as far as asked.
 type TokenContent struct {
 	prompt    []uint32
@@ -17,6 +43,9 @@ type TokenContent struct {
 	blockSize int
 	gen       *Generator
 	hashes    []uint64
+	hashing   Hashing
+	digests   [][DigestSize]byte // HashSHA256CBOR: behind hashes
+	saltText  string
 	salt      uint64
 }
 
@@ -25,14 +54,23 @@ var _ Content = (*TokenContent)(nil)
 // NewTokenContent is the content of prompt followed by the answer of seed (TextSeed). salt separates caches: only requests with
 // an equal salt share blocks.
 func NewTokenContent(prompt []uint32, seed uint64, blockSize int, salt string) *TokenContent {
-	c := &TokenContent{prompt: prompt, seed: seed, blockSize: blockSize}
+	c := &TokenContent{prompt: prompt, seed: seed, blockSize: blockSize, saltText: salt}
 	if salt != "" {
 		c.salt = xxh3.HashString(salt)
 	}
 	return c
 }
 
-// BlockHash implements Content.
+// Use names the blocks by h instead of HashFast; to be called before the first BlockHash.
+func (c *TokenContent) Use(h Hashing) *TokenContent {
+	c.hashing = h
+	return c
+}
+
+// Salt is the salt it was made with.
+func (c *TokenContent) Salt() string { return c.saltText }
+
+// BlockHash implements Content: of longer hashes the low 64 bits, as they travel on the wire.
 func (c *TokenContent) BlockHash(i int) (uint64, bool) {
 	for len(c.hashes) <= i {
 		c.hashes = append(c.hashes, c.next())
@@ -40,7 +78,37 @@ func (c *TokenContent) BlockHash(i int) (uint64, bool) {
 	return c.hashes[i], true
 }
 
+// Digest is the whole hash of block i. Under HashFast there are but 64 bits; the rest is derived from them.
+func (c *TokenContent) Digest(i int) [DigestSize]byte {
+	hash, _ := c.BlockHash(i)
+	if c.hashing.Algo == HashSHA256CBOR {
+		return c.digests[i]
+	}
+	return WidenHash(hash)
+}
+
+// WidenHash makes a digest of a 64-bit hash: distinct for distinct hashes, which it ends with.
+func WidenHash(hash uint64) [DigestSize]byte {
+	var d [DigestSize]byte
+	for k := range DigestSize / 8 {
+		binary.BigEndian.PutUint64(d[8*k:], mix(hash+uint64(k)))
+	}
+	binary.BigEndian.PutUint64(d[DigestSize-8:], hash)
+	return d
+}
+
+// AppendBlockTokens appends the tokens of block i to dst.
+func (c *TokenContent) AppendBlockTokens(dst []uint32, i int) []uint32 {
+	for t := i * c.blockSize; t < (i+1)*c.blockSize; t++ {
+		dst = append(dst, c.token(t))
+	}
+	return dst
+}
+
 func (c *TokenContent) next() uint64 {
+	if c.hashing.Algo == HashSHA256CBOR {
+		return c.nextDigest()
+	}
 	i := len(c.hashes)
 	chain := c.salt
 	if i > 0 {
@@ -52,6 +120,37 @@ func (c *TokenContent) next() uint64 {
 		raw = appendIDs(raw, []uint32{c.token(t)})
 	}
 	return xxh3.HashSeed(raw, chain+1)
+}
+
+func (c *TokenContent) nextDigest() uint64 {
+	i := len(c.digests)
+	parent := c.hashing.Root
+	if i > 0 {
+		parent = c.digests[i-1]
+	}
+	salt := ""
+	if i == 0 {
+		salt = c.saltText
+	}
+	var scratch [1024]byte
+	d := sha256.Sum256(c.appendBlockCBOR(scratch[:0], parent, i, salt))
+	c.digests = append(c.digests, d)
+	return binary.BigEndian.Uint64(d[DigestSize-8:])
+}
+
+// appendBlockCBOR writes [parent, [tokens], null | [["cache_salt", salt]]].
+func (c *TokenContent) appendBlockCBOR(b []byte, parent [DigestSize]byte, i int, salt string) []byte {
+	b = appendCBORHead(b, cborArray, 3)
+	b = append(appendCBORHead(b, cborBytes, DigestSize), parent[:]...)
+	b = appendCBORHead(b, cborArray, uint64(c.blockSize)) //nolint:gosec // at least 1
+	for t := i * c.blockSize; t < (i+1)*c.blockSize; t++ {
+		b = appendCBORHead(b, cborUint, uint64(c.token(t)))
+	}
+	if salt == "" {
+		return append(b, cborNull)
+	}
+	b = appendCBORHead(appendCBORHead(b, cborArray, 1), cborArray, 2)
+	return appendCBORText(appendCBORText(b, "cache_salt"), salt)
 }
 
 func (c *TokenContent) token(t int) uint32 {

@@ -21,6 +21,7 @@ const Never = time.Duration(math.MaxInt64)
 type Core struct {
 	cfg     Config
 	pool    *blockPool
+	log     *blockLog
 	waiting queue
 	running []*Request
 	batch   []slice
@@ -52,7 +53,8 @@ func New(cfg Config) (*Core, error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, err
 	}
-	return &Core{cfg: cfg, pool: newBlockPool(cfg.Blocks), slow: 1, failAt: Never}, nil
+	log := &blockLog{on: cfg.BlockEvents}
+	return &Core{cfg: cfg, pool: newBlockPool(cfg.Blocks, log), log: log, slow: 1, failAt: Never}, nil
 }
 
 // Stats is a snapshot.

@@ -38,6 +38,7 @@ const (
 	EffectDied                       // the core is dead
 	EffectWave                       // lockstep: this rank has work, ask the group for a wave
 	EffectReport                     // lockstep: this rank's step takes Took; Unfinished = it will still have work then
+	EffectBlocks                     // a step ended that changed the prefix cache: Blocks, in their order
 )
 
 // Reject is the admission limit that turned a request away.
@@ -56,6 +57,7 @@ type Effect struct {
 	Req        *Request
 	Reject     Reject
 	Took       time.Duration
+	Blocks     []BlockEvent // valid until the next Step
 	Unfinished bool
 }
 

@@ -57,7 +57,7 @@ func (l *lab) send(rank int, in ...em.Input) {
 			l.died[rank] = l.now
 		case em.EffectFinished:
 			l.finish[e.Req] = l.now
-		case em.EffectToken, em.EffectRejected:
+		case em.EffectToken, em.EffectRejected, em.EffectBlocks:
 		}
 	}
 	if len(words) > 0 {

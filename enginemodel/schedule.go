@@ -129,14 +129,16 @@ func (c *Core) grow(r *Request, tokens int) bool {
 }
 
 func (c *Core) enterFull(r *Request, full int) {
+	first := r.hashed
 	for r.hashed < full {
 		hash, ok := r.Content.BlockHash(r.hashed)
 		if !ok {
-			return
+			break
 		}
 		c.pool.cache(r.blocks[r.hashed], hash)
 		r.hashed++
 	}
+	c.log.store(r, first, r.hashed-first)
 }
 
 // preempt takes the blocks of a running request and puts it first in the queue; it computes everything again, but for what is
@@ -185,6 +187,9 @@ func (c *Core) endStep(at time.Duration) {
 	c.stepping = false
 	c.stats.Steps++
 	c.stats.StepTokens = c.batchTokens
+	if events := c.log.flush(); events != nil {
+		c.emit(Effect{Kind: EffectBlocks, Blocks: events})
+	}
 	var gone bool
 	for _, s := range c.batch {
 		r := s.req

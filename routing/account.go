@@ -10,100 +10,116 @@ type account struct {
 	lastSeq uint64 // stream number of the last record applied
 	tickets int    // entries that are ticketed
 	minSeq  uint64 // no ticketed entry has a smaller seq; meaningful while tickets > 0
-	spare   []open // memory of reset
+	spare   []open // memory of expire and forget
+	log     *opensLog
 }
 
 // bump counts an own dispatch, unless the request is on this rank already.
-func (a *account) bump(l *Load, key uint64, tokens int) {
-	a.insert(l, open{key: key, tokens: small(tokens), phase: bumped})
+func (a *account) bump(rk *Rank, key uint64, tokens, hit int) {
+	a.insert(rk, open{key: key, tokens: small(tokens), hit: cached(hit, tokens), phase: bumped, mine: true})
 }
 
 // ticket says that the dispatch was admitted as number seq. Already applied ⇒ the replica's account stands.
-func (a *account) ticket(l *Load, key, seq uint64) (freed bool) {
+func (a *account) ticket(rk *Rank, key, seq uint64) (freed bool) {
 	o := a.opens.get(key)
 	if o == nil || !o.own() {
 		return false
 	}
 	if seq <= a.lastSeq {
-		a.drop(l, o)
+		a.drop(rk, o)
 		return true
 	}
-	if o.phase == bumped {
+	if o.phase != ticketed {
 		a.tickets++
 	}
 	if a.tickets == 1 || seq < a.minSeq {
 		a.minSeq = seq
 	}
+	rk.add(o, -1)
 	o.phase, o.seq = ticketed, seq
+	rk.add(o, 1)
 	return false
 }
 
 // undo takes a bump back. An entry of the replica's account stays: its stream will tell of the end.
-func (a *account) undo(l *Load, key uint64) (freed bool) {
+func (a *account) undo(rk *Rank, key uint64) (freed bool) {
 	o := a.opens.get(key)
 	if o == nil || !o.own() {
 		return false
 	}
-	a.drop(l, o)
+	a.drop(rk, o)
 	return true
 }
 
 // admit counts a request of the replica's account; a bump under the same key becomes it.
-func (a *account) admit(l *Load, key uint64, tokens int) {
+func (a *account) admit(rk *Rank, key uint64, tokens, hit int) {
 	o := a.opens.get(key)
 	switch {
 	case o == nil:
-		a.insert(l, open{key: key, tokens: small(tokens), phase: admitted})
+		a.insert(rk, open{key: key, tokens: small(tokens), hit: cached(hit, tokens), phase: admitted})
 	case o.own():
-		l.add(o, -1)
+		rk.add(o, -1)
 		a.settle(o)
-		o.phase, o.tokens = admitted, small(tokens)
-		l.add(o, 1)
+		o.phase, o.tokens, o.hit = admitted, small(tokens), cached(hit, tokens)
+		rk.add(o, 1)
 	}
 }
 
 // firstToken moves a request from waiting to decoding.
-func (a *account) firstToken(l *Load, key uint64) {
+func (a *account) firstToken(rk *Rank, key uint64) {
 	if o := a.opens.get(key); o != nil && o.phase != decoding {
-		l.add(o, -1)
+		rk.add(o, -1)
 		a.settle(o)
 		o.phase = decoding
-		l.add(o, 1)
+		rk.add(o, 1)
 	}
 }
 
+// prefillDone moves an own dispatch from waiting to decoding because its caller says so.
+func (a *account) prefillDone(rk *Rank, key uint64) (known bool) {
+	o := a.opens.get(key)
+	if o == nil || !o.own() {
+		return false
+	}
+	rk.add(o, -1)
+	a.settle(o)
+	o.phase = held
+	rk.add(o, 1)
+	return true
+}
+
 // progress says that a request has put out n tokens so far; it never goes back.
-func (a *account) progress(l *Load, key uint64, n int) {
-	a.firstToken(l, key)
+func (a *account) progress(rk *Rank, key uint64, n int) {
+	a.firstToken(rk, key)
 	if o := a.opens.get(key); o != nil && small(n) > o.out {
-		l.add(o, -1)
+		rk.add(o, -1)
 		o.out = small(n)
-		l.add(o, 1)
+		rk.add(o, 1)
 	}
 }
 
 // finish ends a request, whatever its phase.
-func (a *account) finish(l *Load, key uint64) (freed bool) {
+func (a *account) finish(rk *Rank, key uint64) (freed bool) {
 	o := a.opens.get(key)
 	if o == nil {
 		return false
 	}
-	a.drop(l, o)
+	a.drop(rk, o)
 	return true
 }
 
 // reached notes that the stream is at seq and lets the bumps go whose ticket is not above it: normally none, because
 // the Admitted record took them over; after a gap those that the stream never named.
-func (a *account) reached(l *Load, seq uint64) (freed bool) {
+func (a *account) reached(rk *Rank, seq uint64) (freed bool) {
 	a.lastSeq = max(a.lastSeq, seq)
 	if a.tickets == 0 || a.minSeq > seq {
 		return false
 	}
-	return a.expire(l, seq)
+	return a.expire(rk, seq)
 }
 
 // expire drops every ticketed entry with a number up to seq and finds the smallest number above it.
-func (a *account) expire(l *Load, seq uint64) (freed bool) {
+func (a *account) expire(rk *Rank, seq uint64) (freed bool) {
 	late := a.spare[:0]
 	var least uint64
 	for i := range a.opens.cells {
@@ -117,53 +133,78 @@ func (a *account) expire(l *Load, seq uint64) (freed bool) {
 		}
 	}
 	for i := range late {
-		a.drop(l, &late[i])
+		a.drop(rk, &late[i])
 	}
 	a.spare, a.minSeq = late, least
 	return len(late) > 0
 }
 
-// reset replaces the account by a snapshot taken at seq. keepBumps (same incarnation) spares the own bumps that the
-// snapshot cannot know of: those without a ticket, and those whose ticket is above seq.
-func (a *account) reset(l *Load, snapshot []Open, seq uint64, keepBumps bool) {
+// reset replaces the account by a snapshot taken at seq. same (the incarnation goes on) spares the own bumps that the
+// snapshot cannot know of, those without a ticket and those whose ticket is above seq, and remembers which of its
+// requests are own.
+func (a *account) reset(rk *Rank, snapshot []Open, seq uint64, same bool) {
+	old, log := a.opens, a.log
+	a.opens, a.log = opens{}, nil
+	a.tickets, a.lastSeq, rk.Load, rk.Own, rk.Pairs = 0, seq, Load{}, 0, 0
+	for i := range snapshot {
+		s := &snapshot[i]
+		before := old.get(s.ReqID)
+		a.load(rk, s, same && before != nil && before.mine)
+	}
+	for i := range old.cells {
+		o := &old.cells[i]
+		if same && (o.phase == bumped || o.phase == held || o.phase == ticketed && o.seq > seq) {
+			a.keep(rk, o)
+		}
+	}
+	a.log = log
+	a.logDifference(rk.ID, &old)
+}
+
+func (a *account) load(rk *Rank, s *Open, mine bool) {
+	a.insert(rk, open{key: s.ReqID, tokens: small(s.Tokens), hit: cached(s.Hit, s.Tokens), phase: admitted, mine: mine})
+	if s.Decoding || s.Out > 0 {
+		a.progress(rk, s.ReqID, s.Out)
+	}
+}
+
+// keep takes a bump over from the table before.
+func (a *account) keep(rk *Rank, o *open) {
+	if a.insert(rk, *o); o.phase != ticketed || a.opens.get(o.key).phase != ticketed {
+		return
+	}
+	if a.tickets++; a.tickets == 1 || o.seq < a.minSeq {
+		a.minSeq = o.seq
+	}
+}
+
+// forget drops the own dispatches that the replica has not confirmed.
+func (a *account) forget(rk *Rank) {
 	a.spare = a.spare[:0]
 	for i := range a.opens.cells {
-		o := a.opens.cells[i]
-		if keepBumps && (o.phase == bumped || o.phase == ticketed && o.seq > seq) {
-			a.spare = append(a.spare, o)
+		if o := &a.opens.cells[i]; o.own() {
+			a.spare = append(a.spare, *o)
 		}
 	}
-	a.opens.clear()
-	a.tickets, a.lastSeq, *l = 0, seq, Load{}
-	for i := range snapshot {
-		a.load(l, &snapshot[i])
-	}
-	for _, o := range a.spare {
-		a.bump(l, o.key, int(o.tokens))
-		if o.phase == ticketed {
-			a.ticket(l, o.key, o.seq)
-		}
+	for i := range a.spare {
+		a.drop(rk, &a.spare[i])
 	}
 }
 
-func (a *account) load(l *Load, s *Open) {
-	a.admit(l, s.ReqID, s.Tokens)
-	if s.Decoding || s.Out > 0 {
-		a.progress(l, s.ReqID, s.Out)
-	}
-}
-
-func (a *account) insert(l *Load, o open) {
+func (a *account) insert(rk *Rank, o open) {
 	if a.opens.add(o) {
-		l.add(&o, 1)
+		rk.add(&o, 1)
+		a.log.opened(rk.ID, &o)
 	}
 }
 
-// drop takes o out of load and table.
-func (a *account) drop(l *Load, o *open) {
-	l.add(o, -1)
+// drop takes o out of load and table. o may point into the table.
+func (a *account) drop(rk *Rank, o *open) {
+	key := o.key
+	rk.add(o, -1)
 	a.settle(o)
-	a.opens.remove(o.key)
+	a.opens.remove(key)
+	a.log.closed(rk.ID, key)
 }
 
 // settle ends o's life as a ticketed entry, if it was one. Numbers are unique, so behind the smallest comes a larger one.
@@ -177,18 +218,31 @@ func (a *account) settle(o *open) {
 	}
 }
 
-// add puts what o weighs into l (sign 1) or takes it out (sign -1). Without a cache the whole prompt is uncached.
+// add puts what o weighs into the rank's row (sign 1) or takes it out (sign -1).
+func (rk *Rank) add(o *open, sign int) {
+	rk.Load.add(o, sign)
+	if o.mine {
+		rk.Own += int32(sign) //nolint:gosec // 1 or -1
+	}
+	if o.phase != decoding && o.phase != held {
+		rk.Pairs += int64(sign) * o.pairs()
+	}
+}
+
 func (l *Load) add(o *open, sign int) {
 	s := int64(sign)
-	if o.phase == decoding {
+	if o.phase == decoding || o.phase == held {
 		l.R += sign
 		l.K += s * (int64(o.tokens) + int64(o.out))
 		return
 	}
 	l.W += sign
-	l.Q += s * int64(o.tokens)
+	l.Q += s * o.uncached()
 	l.Kq += s * int64(o.tokens)
 }
+
+// cached is a hit as an entry keeps it: 0 to tokens-1, the last token is always computed.
+func cached(hit, tokens int) int32 { return small(min(hit, int(small(tokens))-1)) }
 
 // small is a token count as an entry keeps it: not negative, and no prompt is longer than 2^31.
 func small(n int) int32 { return int32(min(max(n, 0), math.MaxInt32)) }

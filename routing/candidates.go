@@ -14,8 +14,11 @@ const (
 	tierSilent             // eligible, stream silent: an old "full" never blocks, admission has the last word
 )
 
-// Eligible says whether q may go to rk at all: ready, not tried. Room is another question.
-func Eligible(q *Request, rk *Rank) bool { return rk.Ready && !slices.Contains(q.Tried, rk.ID) }
+// Eligible says whether q may go to rk at all: ready, not above busy_threshold, not tried. Room is another question. Every
+// policy asks here, so busy_threshold holds under all of them.
+func Eligible(q *Request, rk *Rank) bool {
+	return rk.Ready && !rk.Busy && (len(q.Tried) == 0 || !slices.Contains(q.Tried, rk.ID))
+}
 
 // HasRoom says whether the view still sees a free place on rk.
 func HasRoom(rk *Rank) bool { return rk.ongoing() < rk.MaxOngoing }
@@ -138,9 +141,33 @@ func openTier(q *Request, v *View) (t tier, ok bool) {
 	return tierSilent, silent
 }
 
+// gather is openTier with the rows of the tier listed.
+func gather(q *Request, v *View, c *scratch) (t tier, ok bool) {
+	rows := resize(&c.candidates, len(v.Ranks))
+	n := 0
+	for i := range v.Ranks {
+		rk := &v.Ranks[i]
+		if !rk.Silent && rk.ongoing() < rk.MaxOngoing && Eligible(q, rk) {
+			rows[n] = int32(i)
+			n++
+		}
+	}
+	if t = tierOpen; n == 0 {
+		t = tierSilent
+		for i := range v.Ranks {
+			if tierSilent.has(q, &v.Ranks[i]) {
+				rows[n] = int32(i)
+				n++
+			}
+		}
+	}
+	c.tier, c.candidates = t, rows[:n]
+	return t, n > 0
+}
+
 // begin empties d for a new decision; its memory stays.
 func begin(d *Decision) {
-	d.Kind, d.Reason = Reject, ""
+	d.Kind, d.Reason, d.Disqualified = Reject, "", 0
 	d.Ranked, d.Terms = d.Ranked[:0], d.Terms[:0]
 }
 
@@ -155,16 +182,20 @@ func routeTo(d *Decision, t tier, rk *Rank, reason string) {
 
 // none fills d when no tier has a candidate: Queue while room may come, else Reject (CONTRACTS 8).
 func none(q *Request, v *View, d *Decision) {
-	eligible, ready := false, false
+	eligible, ready, busy := false, false, false
 	for i := range v.Ranks {
-		ready = ready || v.Ranks[i].Ready
-		eligible = eligible || Eligible(q, &v.Ranks[i])
+		rk := &v.Ranks[i]
+		ready = ready || rk.Ready
+		eligible = eligible || Eligible(q, rk)
+		busy = busy || rk.Ready && rk.Busy && !slices.Contains(q.Tried, rk.ID)
 	}
 	switch {
 	case eligible:
 		d.Kind, d.Reason = Queue, ReasonNoRoom
 	case v.OnTheWay > 0:
 		d.Kind, d.Reason = Queue, ReasonOnTheWay
+	case busy:
+		d.Kind, d.Reason = Reject, ReasonAllBusy
 	case ready:
 		d.Kind, d.Reason = Reject, ReasonAllTried
 	default:

@@ -1,29 +1,43 @@
 package routing
 
+import "time"
+
 // EventKind is the closed list of things a Router hears of.
 type EventKind uint8
 
 // The events. Dispatched is raised by Pick itself; Ticket and Undo come from the ingress; the rest from the replica's stream.
 const (
-	EvDispatched EventKind = iota // a bump under (ReqID): W+1, Q+Tokens, Kq+Tokens
-	EvTicket                      // admission granted with stream number Seq: the bump lives until a record with seq ≥ Seq is applied
-	EvUndo                        // attempt refused, failed to connect or was given up before a ticket: the bump goes
-	EvAdmitted                    // stream: the replica counts the request (ReqID is its key in the replica's account, Tokens, Seq)
-	EvFirstToken                  // stream: prefill done, decoding
-	EvProgress                    // stream: Out output tokens so far
-	EvFinished                    // stream: request over, whatever the outcome
-	EvRankUp                      // rank serves: Epoch, Incarnation, MaxOngoing, Local; its account begins as Snapshot (nil = empty) taken at Seq; it is Ready unless EvAccepting says otherwise
-	EvRankDown                    // rank leaves the view; bumps on it go
-	EvAccepting                   // Ready changes to Accepting
-	EvSilent                      // Silent changes to Silent
-	EvOnTheWay                    // View.OnTheWay = N
-	EvMaxOngoing                  // MaxOngoing = N
+	EvDispatched  EventKind = iota // a bump under (ReqID): W+1, Q+Tokens, Kq+Tokens
+	EvTicket                       // admission granted with stream number Seq: the bump lives until a record with seq ≥ Seq is applied
+	EvUndo                         // attempt refused, failed to connect or was given up before a ticket: the bump goes
+	EvAdmitted                     // stream: the replica counts the request (ReqID is its key in the replica's account, Tokens, Seq)
+	EvFirstToken                   // stream: prefill done, decoding
+	EvProgress                     // stream: Out output tokens so far
+	EvFinished                     // stream: request over, whatever the outcome
+	EvRankUp                       // rank serves: Epoch, Incarnation, MaxOngoing, Local; its account begins as Snapshot (nil = empty) taken at Seq; it is Ready unless EvAccepting says otherwise
+	EvRankDown                     // rank leaves the view; bumps on it go
+	EvAccepting                    // Ready changes to Accepting
+	EvSilent                       // Silent changes to Silent
+	EvOnTheWay                     // View.OnTheWay = N
+	EvMaxOngoing                   // MaxOngoing = N
+	EvStatus                       // the engine's report: KVUsage; Capacity and BlockSize unless 0
+	EvConfigured                   // the application's settings are *Config
+	EvPrefillDone                  // told by the caller, not by the stream: prefill of the own dispatch ReqID is done (mark_prefill_complete). EvUndo ends it (free)
+	EvOpened                       // derived by the Router, to policies that watch: ReqID counts on Rank from now on, with Tokens
+	EvClosed                       // derived by the Router, to policies that watch: ReqID no longer counts on Rank, whatever the reason
 )
+
+// Config is what an application sets for all policies.
+type Config struct {
+	BusyThreshold    *float64 // 0 to 1; nil = off
+	PrefixCachingOff bool     // the engines run without prefix caching
+}
 
 // Open is one open request of a replica's snapshot.
 type Open struct {
 	ReqID    uint64
 	Tokens   int
+	Hit      int // prompt tokens that were cached when it was dispatched
 	Out      int
 	Decoding bool
 }
@@ -45,4 +59,12 @@ type Event struct {
 	Silent      bool
 	Local       bool
 	Snapshot    []Open
+
+	Now       time.Duration // on View.Now's clock; 0 leaves the view's
+	Hit       int           // EvDispatched, EvAdmitted: prompt tokens cached on Rank at dispatch
+	Capacity  int64         // EvRankUp, EvStatus: tokens
+	BlockSize int           // EvRankUp, EvStatus: tokens
+	KVUsage   float64       // EvStatus: 0 to 1
+	Config    *Config       // EvConfigured
+	Request   *Request      // EvDispatched by Pick, and the EvOpened of it: what was routed. Not to be kept
 }

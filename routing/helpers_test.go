@@ -2,6 +2,9 @@ package routing
 
 import (
 	"math/rand/v2"
+	"slices"
+	"strings"
+	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -44,9 +47,9 @@ func loadOf(r *Router, id RankID) Load {
 	return Load{}
 }
 
-// drawView is any view: ranks of several groups, ready or not, silent or not, empty to overfull.
+// drawView is any view: ranks of several groups, ready or not, silent or not, busy or not, empty to overfull.
 func drawView(t *rapid.T) View {
-	v := View{OnTheWay: rapid.IntRange(0, 1).Draw(t, "on the way")}
+	v := View{OnTheWay: rapid.IntRange(0, 1).Draw(t, "on the way"), PrefixCachingOff: rapid.IntRange(0, 9).Draw(t, "caching") == 0}
 	ids := rapid.SliceOfNDistinct(rapid.IntRange(0, 40), 0, 20, rapid.ID[int]).Draw(t, "ids")
 	for _, n := range ids {
 		id := ID(n/8, n%8)
@@ -54,11 +57,25 @@ func drawView(t *rapid.T) View {
 		rk := Rank{
 			ID: id, Epoch: 1, MaxOngoing: rapid.IntRange(0, 6).Draw(t, "max"),
 			Ready: rapid.IntRange(0, 4).Draw(t, "ready") > 0, Silent: rapid.IntRange(0, 4).Draw(t, "silent") == 0, Local: rapid.Bool().Draw(t, "local"),
-			Load: Load{W: rapid.IntRange(0, 3).Draw(t, "w"), R: rapid.IntRange(0, 3).Draw(t, "r")},
+			Busy: rapid.IntRange(0, 4).Draw(t, "busy") == 0,
 		}
+		drawLoad(t, &rk)
 		v.Ranks = append(v.Ranks[:i:i], append([]Rank{rk}, v.Ranks[i:]...)...)
 	}
 	return v
+}
+
+func drawLoad(t *rapid.T, rk *Rank) {
+	rk.Load = Load{W: rapid.IntRange(0, 3).Draw(t, "w"), R: rapid.IntRange(0, 3).Draw(t, "r")}
+	rk.Load.Q, rk.Load.Kq = int64(rk.Load.W)*rapid.Int64Range(0, 40).Draw(t, "q"), int64(rk.Load.W)*40
+	rk.Load.K = int64(rk.Load.R) * rapid.Int64Range(0, 50).Draw(t, "k")
+	rk.Pairs, rk.Own = rk.Load.Q*rk.Load.Q, rapid.Int32Range(0, int32(rk.Load.O())).Draw(t, "own")
+	rk.Capacity = rapid.SampledFrom([]int64{0, 100, 1000}).Draw(t, "capacity")
+	rk.BlockSize = rapid.SampledFrom([]int{0, 4, 16}).Draw(t, "block")
+	rk.HasKVUsage = rapid.Bool().Draw(t, "reports")
+	if rk.HasKVUsage {
+		rk.KVUsage = rapid.Float64Range(0, 1).Draw(t, "usage")
+	}
 }
 
 // drawRequest is any request over the ranks of v and a few that are not there.
@@ -74,14 +91,77 @@ func drawRequest(t *rapid.T, v *View) Request {
 	for range rapid.IntRange(0, 3).Draw(t, "tries") {
 		q.Tried = append(q.Tried, any("tried"))
 	}
+	for range rapid.IntRange(0, 5).Draw(t, "hits") {
+		q.Hits = append(q.Hits, Hit{Rank: any("hit"), Tokens: rapid.Int32Range(-4, 120).Draw(t, "cached")})
+	}
+	slices.SortFunc(q.Hits, func(a, b Hit) int { return int(a.Rank) - int(b.Rank) })
+	q.Hits = slices.CompactFunc(q.Hits, func(a, b Hit) bool { return a.Rank == b.Rank })
+	q.Text = drawText(t)
+	q.Blocks = chain(q.Text[:rapid.IntRange(0, len(q.Text)).Draw(t, "full blocks")])
+	q.Session = rapid.SampledFrom([]string{"", "a", "b", "c"}).Draw(t, "session")
 	return q
+}
+
+// drawText is a text of few letters, so that texts share prefixes, and of some that fork inside a character.
+func drawText(t *rapid.T) []byte {
+	return []byte(strings.Join(rapid.SliceOfN(rapid.SampledFrom([]string{"a", "b", "\xc3\xa4", "\xc3\xb6"}), 0, 20).Draw(t, "text"), ""))
+}
+
+// chain is one block hash per byte of text.
+func chain(text []byte) []uint64 {
+	out, h := make([]uint64, 0, len(text)), uint64(1)
+	for _, b := range text {
+		h = spread(h*31 + uint64(b) + 1)
+		out = append(out, h)
+	}
+	return out
+}
+
+// allPolicies is every policy in every variant that decides differently.
+func allPolicies(t require.TestingT) []Policy {
+	all := []Policy{PowerOfTwo{PreferLocal: true}}
+	for _, name := range Names() {
+		all = append(all, newPolicy(t, name))
+	}
+	for _, p := range []struct {
+		name, preset string
+		params       map[string]any
+	}{
+		{"least-loaded", "", map[string]any{"variant": "kv", "clients": 3}},
+		{"least-loaded", "", map[string]any{"variant": "tokens"}},
+		{"scoring", "", map[string]any{"profile": "locality"}},
+		{"scoring", "", map[string]any{"profile": "load", "norm": "spread"}},
+		{"kv", "tuned", nil},
+		{"kv", "", map[string]any{"variant": "kv2", "overlap_decay": 0.5, "request_weight": 2}},
+		{"kv", "", map[string]any{"no_track_active_blocks": true}},
+		{"kv", "", map[string]any{"router_temperature": 0.5}},
+		{"min-ttft", "", map[string]any{"eta": true}},
+		{"sticky", "", map[string]any{"spill_tokens": 10}},
+		{"sticky", "tuned", map[string]any{"by": "requests", "threshold": 0.2}},
+		{"prefix-aware", "tuned", map[string]any{"imbalanced_threshold": 2}},
+		{"cache-aware", "tuned", map[string]any{"balance_abs_threshold": 1}},
+		{"cache-aware", "", map[string]any{"variant": "gateway", "matches": "text", "cache_threshold": 0.1}},
+		{"chwbl", "tuned", nil},
+		{"chwbl", "", map[string]any{"variant": "prefix-hash"}},
+		{"session-affinity", "tuned", nil},
+	} {
+		made, err := New(p.name, p.preset, p.params)
+		require.NoError(t, err)
+		all = append(all, made)
+	}
+	return all
 }
 
 // drawPolicy is any policy with any parameters.
 func drawPolicy(t *rapid.T) Policy {
-	all := []Policy{RoundRobin{}, Random{}, Direct{}, PowerOfTwo{}, PowerOfTwo{PreferLocal: true}, LeastLoaded{}}
-	return rapid.SampledFrom(all).Draw(t, "policy")
+	once.Do(func() { drawn = allPolicies(t) })
+	return rapid.SampledFrom(drawn).Draw(t, "policy")
 }
+
+var (
+	once  sync.Once
+	drawn []Policy
+)
 
 func forEachPolicy(t *testing.T, f func(t *testing.T, p Policy)) {
 	for _, name := range Names() {

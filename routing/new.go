@@ -5,16 +5,29 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/dpserve/dpserve/internal/nearest"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
 // The names of the policies in app.yaml; no aliases.
 const (
-	nameRoundRobin  = "round-robin"
-	nameRandom      = "random"
-	nameDirect      = "direct"
-	namePowerOfTwo  = "power-of-two"
-	nameLeastLoaded = "least-loaded"
+	nameRoundRobin      = "round-robin"
+	nameRandom          = "random"
+	nameDirect          = "direct"
+	namePowerOfTwo      = "power-of-two"
+	nameLeastLoaded     = "least-loaded"
+	nameLeastKV         = "least-kv"
+	nameScoring         = "scoring"
+	nameCacheAware      = "cache-aware"
+	namePrefixAware     = "prefix-aware"
+	nameKV              = "kv"
+	nameLMetric         = "lmetric"
+	nameLMetric1        = "lmetric-1"
+	nameLPWL            = "lpwl"
+	nameMinTTFT         = "min-ttft"
+	nameSticky          = "sticky"
+	nameCHWBL           = "chwbl"
+	nameSessionAffinity = "session-affinity"
 )
 
 // The presets: a policy's documented defaults, and one fair-comparison setting. They are the same for every policy here.
@@ -33,20 +46,40 @@ type entry struct {
 	make   func(p *params) Policy
 }
 
-// table lists every policy; there is no other registration.
-func table() []entry {
+// policies lists every policy; there is no other registration.
+func policies() []entry {
 	return []entry{
-		{nameRoundRobin, nil, func(*params) Policy { return RoundRobin{} }},
+		{nameRoundRobin, []string{"profile"}, func(p *params) Policy { p.refuseProfile(); return RoundRobin{} }},
 		{nameRandom, nil, func(*params) Policy { return Random{} }},
 		{nameDirect, nil, func(*params) Policy { return Direct{} }},
 		{namePowerOfTwo, []string{"prefer_local"}, newPowerOfTwo},
-		{nameLeastLoaded, []string{"variant"}, newLeastLoaded},
+		{nameLeastLoaded, []string{"variant", "clients"}, newLeastLoaded},
+		{nameLeastKV, nil, func(*params) Policy { return LeastKV{} }},
+		{nameScoring, []string{"profile", "norm"}, newScoring},
+		{nameCacheAware, []string{
+			"variant", "cache_threshold", "balance_abs_threshold", "balance_rel_threshold", "eviction_interval_s", "max_tree_size", "low_match",
+			"matches", "kv_usage_spread", "kv_usage_ceiling", "max_worker_retries", "max_total_retries",
+		}, newCacheAware},
+		{namePrefixAware, []string{
+			"imbalanced_threshold", "match_rate_threshold", "do_eviction", "eviction_threshold_chars", "eviction_target_chars", "eviction_interval_s",
+		}, newPrefixAware},
+		{nameKV, []string{
+			"variant", "overlap_score_weight", "router_temperature", "no_track_active_blocks", "no_kv_events", "prefill_weight", "overlap_credit",
+			"overlap_decay", "request_weight",
+		}, newKV},
+		{nameLMetric, nil, func(*params) Policy { return LMetric{} }},
+		{nameLMetric1, nil, func(*params) Policy { return LMetric{PlusOne: true} }},
+		{nameLPWL, nil, func(*params) Policy { return LPWL{} }},
+		{nameMinTTFT, []string{"eta"}, newMinTTFT},
+		{nameSticky, []string{"threshold", "spill_tokens", "by"}, newSticky},
+		{nameCHWBL, []string{"variant", "key", "load_factor", "virtual_nodes"}, newCHWBL},
+		{nameSessionAffinity, []string{"num_virtual_nodes", "num_fallback_replicas", "table", "ttl_s"}, newSessionAffinity},
 	}
 }
 
 // Names lists the policies that exist.
 func Names() []string {
-	rows := table()
+	rows := policies()
 	names := make([]string, len(rows))
 	for i := range rows {
 		names[i] = rows[i].name
@@ -63,6 +96,7 @@ func New(name, preset string, params map[string]any) (Policy, error) {
 	}
 	p := newParams(params)
 	p.preset(preset)
+	p.tuned = preset == PresetTuned
 	p.refuseUnknown(row.params)
 	policy := row.make(p)
 	if err := p.err(name); err != nil {
@@ -72,7 +106,7 @@ func New(name, preset string, params map[string]any) (Policy, error) {
 }
 
 func find(name string) (*entry, error) {
-	rows := table()
+	rows := policies()
 	if i := slices.IndexFunc(rows, func(e entry) bool { return e.name == name }); i >= 0 {
 		return &rows[i], nil
 	}
@@ -86,7 +120,7 @@ func didYouMean(found string, exist []string, what string) string {
 		return "there are no " + what + " here; drop it"
 	}
 	all := fmt.Sprintf("%s: %s", what, strings.Join(exist, ", "))
-	if best := nearest(found, exist); best != "" {
+	if best := nearest.Word(found, exist); best != "" {
 		return fmt.Sprintf("did you mean %q? %s", best, all)
 	}
 	return all

@@ -1,7 +1,10 @@
 package routing
 
 import (
+	"math"
+	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -24,12 +27,55 @@ func TestNewReadsParameters(t *testing.T) {
 	p, err := New("power-of-two", "", map[string]any{"prefer_local": true})
 	require.NoError(t, err)
 	assert.Equal(t, PowerOfTwo{PreferLocal: true}, p)
-	_, err = New("least-loaded", "", map[string]any{"variant": "count"})
-	require.NoError(t, err)
+	for _, tt := range []struct {
+		name, preset string
+		params       map[string]any
+		want         Policy
+	}{
+		{"least-loaded", "", map[string]any{"variant": "kv", "clients": 4}, LeastLoaded{Variant: VariantKV, Clients: 4}},
+		{"round-robin", "", map[string]any{"profile": "balanced"}, RoundRobin{}},
+		{"scoring", "", nil, Scoring{Profile: ProfileBalanced}},
+		{"scoring", "", map[string]any{"profile": "load", "norm": "spread"}, Scoring{Profile: ProfileLoad, Spread: true}},
+		{"sticky", "", nil, Sticky{Threshold: 0.8, Spill: 286_704}},
+		{"sticky", "tuned", map[string]any{"by": "requests"}, Sticky{Threshold: 0.8, Spill: 65_536, Requests: true}},
+		{"min-ttft", "", map[string]any{"eta": true}, MinTTFT{Eta: true}},
+		{"chwbl", "", nil, CHWBL{Factor: 1.25, Nodes: 256}},
+		{"chwbl", "tuned", nil, CHWBL{Factor: 3, Nodes: 256, Session: true}},
+		{"chwbl", "", map[string]any{"variant": "prefix-hash"}, CHWBL{Factor: 1.25, Nodes: 150, PrefixHash: true}},
+		{"session-affinity", "", nil, SessionAffinity{Nodes: 100, Fallbacks: 2, TTL: 300 * time.Second}},
+		{"session-affinity", "tuned", nil, SessionAffinity{Nodes: 100, Fallbacks: 2, Table: true, TTL: 300 * time.Second}},
+		{"kv", "", nil, KV{Variant: VariantKV071, Weight: 1, PrefillWeight: 1, Credit: 1}},
+		{"kv", "tuned", map[string]any{"no_kv_events": true}, KV{Variant: VariantKV071, Weight: 32, NoEvents: true, PrefillWeight: 1, Credit: 1}},
+		{"prefix-aware", "", nil, PrefixAware{Imbalanced: math.Inf(1), MatchRate: 0.1, High: 400_000, Low: 360_000, Interval: 10 * time.Second}},
+		{"prefix-aware", "tuned", nil, PrefixAware{Imbalanced: 64, MatchRate: 0.1, Evict: true, Interval: 10 * time.Second}},
+		{"cache-aware", "", nil, CacheAware{
+			Threshold: 0.5, Abs: 32, Rel: 1.0001, Interval: time.Minute, MaxTree: 16_777_216, SizeInNodes: true,
+			RetriesPerRank: 3, RetriesPerRequest: 6,
+		}},
+		{"cache-aware", "", map[string]any{"variant": "gateway"}, CacheAware{
+			Threshold: 0.3, Abs: 64, Rel: 1.5, LeastPending: true, KVMatches: true, Interval: 2 * time.Minute, MaxTree: 67_108_864,
+		}},
+		{"cache-aware", "tuned", nil, CacheAware{
+			Threshold: 0.3, Abs: 32, Rel: 1.1, LeastPending: true, KVMatches: true, Interval: time.Minute, MaxTree: 16_777_216, SizeInNodes: true,
+		}},
+	} {
+		got, err := New(tt.name, tt.preset, tt.params)
+		require.NoError(t, err)
+		assert.Equal(t, tt.want, got)
+	}
+}
+
+func TestNeeds(t *testing.T) {
+	assert.Equal(t, Needs{}, NeedsOf(PowerOfTwo{}))
+	assert.Equal(t, Needs{Hits: true, Blocks: true}, NeedsOf(newPolicy(t, "kv")))
+	assert.Equal(t, Needs{Blocks: true}, NeedsOf(KV{Weight: 0}), "weight 0: no index")
+	assert.Equal(t, Needs{Hits: true, Blocks: true, Approximate: true, ApproximateTTL: 2 * time.Minute}, NeedsOf(KV{Weight: 1, NoEvents: true}))
+	assert.Equal(t, Needs{Text: true, AttemptsPerRank: 3, AttemptsPerRequest: 6}, NeedsOf(newPolicy(t, "cache-aware")))
+	assert.Equal(t, Needs{Session: true}, NeedsOf(newPolicy(t, "session-affinity")))
 }
 
 func TestNewRefuses(t *testing.T) {
-	all := "policies: round-robin, random, direct, power-of-two, least-loaded"
+	all := "policies: " + strings.Join(Names(), ", ")
 	tests := []struct {
 		name, preset string
 		params       map[string]any
@@ -38,7 +84,9 @@ func TestNewRefuses(t *testing.T) {
 	}{
 		{"power_of_two", "", nil, `unknown routing policy "power_of_two"`, `did you mean "power-of-two"? ` + all},
 		{"least-load", "", nil, `unknown routing policy "least-load"`, `did you mean "least-loaded"? ` + all},
-		{"scoring", "", nil, `unknown routing policy "scoring"`, all},
+		{"mexican-hat", "", nil, `unknown routing policy "mexican-hat"`, all},
+		{"cache_aware", "", nil, `unknown routing policy "cache_aware"`, `did you mean "cache-aware"? ` + all},
+		{"lmetric+1", "", nil, `unknown routing policy "lmetric+1"`, `did you mean "lmetric-1"? ` + all},
 		{"random", "tunde", nil, `routing policy random: preset: unknown preset "tunde"`, `did you mean "tuned"? presets: documented, tuned`},
 		{"random", "", map[string]any{"x": 1}, `routing policy random: params.x: unknown parameter`, `there are no parameters here; drop it`},
 		{
@@ -49,9 +97,51 @@ func TestNewRefuses(t *testing.T) {
 		},
 		{
 			"least-loaded", "",
-			map[string]any{"variant": "kv"},
-			`routing policy least-loaded: params.variant: found kv, wanted count`,
-			`drop variant or write one of: count`,
+			map[string]any{"variant": "kvs", "clients": 0},
+			`routing policy least-loaded: params.variant: found kvs, wanted count or kv or tokens; params.clients: found 0 (int), wanted a whole number from 1 to 1024`,
+			`did you mean "kv"? drop variant or write one of: count, kv, tokens; write clients as a whole number from 1 to 1024`,
+		},
+		{
+			"round-robin", "",
+			map[string]any{"profile": "locality"},
+			`routing policy round-robin: profile 'locality' has no effect with round-robin; use policy: scoring or drop the profile`,
+			`write policy: scoring, or drop profile`,
+		},
+		{
+			"scoring", "",
+			map[string]any{"profile": "prefix-aware"},
+			`routing policy scoring: profile 'prefix-aware' was removed; use 'locality'`,
+			`write profile: locality`,
+		},
+		{
+			"scoring", "",
+			map[string]any{"profile": "localty", "prefix_weight": 1},
+			`routing policy scoring: params.prefix_weight: unknown parameter; params.profile: found localty, wanted balanced or locality or load`,
+			`parameters: profile, norm; did you mean "locality"? profiles: balanced, locality, load`,
+		},
+		{
+			"kv", "",
+			map[string]any{"overlap_score_weight": -1, "router_temperature": "hot", "overlap_weight": 2},
+			`routing policy kv: params.overlap_weight: unknown parameter; params.overlap_score_weight: found -1 (int), wanted a number from 0 to 1e+09; params.router_temperature: found hot (string), wanted a number from 0 to 1e+09`,
+			"",
+		},
+		{
+			"kv", "",
+			map[string]any{"router_temperature": math.NaN()},
+			`routing policy kv: params.router_temperature: found NaN (float64), wanted a number from 0 to 1e+09`,
+			`write router_temperature as a number from 0 to 1e+09`,
+		},
+		{
+			"chwbl", "",
+			map[string]any{"load_factor": 0.5},
+			`routing policy chwbl: params.load_factor: found 0.5 (float64), wanted a number from 1 to 1e+09`,
+			`write load_factor as a number from 1 to 1e+09`,
+		},
+		{
+			"prefix-aware", "",
+			map[string]any{"eviction_threshold_chars": 10, "eviction_target_chars": 20},
+			`routing policy prefix-aware: params.eviction_target_chars: above eviction_threshold_chars`,
+			`write a target at or below the threshold`,
 		},
 	}
 	for _, tt := range tests {
@@ -62,7 +152,9 @@ func TestNewRefuses(t *testing.T) {
 			require.ErrorAs(t, err, &got)
 			assert.Equal(t, problem.InvalidArgument, got.Code)
 			assert.Equal(t, tt.message, got.Message)
-			assert.Equal(t, tt.hint, got.Hint)
+			if tt.hint != "" {
+				assert.Equal(t, tt.hint, got.Hint)
+			}
 		})
 	}
 }

@@ -11,6 +11,7 @@ const (
 	ticketed       // own dispatch, admitted as number seq; lives until the stream is at seq
 	admitted       // in the replica's account, prefill not known to be done
 	decoding       // in the replica's account, first token seen
+	held           // own dispatch whose prefill is done, as its caller told
 )
 
 // open is one request on one rank: what it adds to the rank's Load, so that taking it out is exact. 32 bytes: two in a
@@ -20,11 +21,24 @@ type open struct {
 	seq    uint64 // ticketed: the ticket's stream number
 	tokens int32  // prompt
 	out    int32  // output so far
+	hit    int32  // prompt tokens that were cached
 	phase  phase
+	mine   bool // dispatched by this router
 }
 
 // own says whether the entry is a bump of this router and not of the replica's account.
-func (o *open) own() bool { return o.phase == bumped || o.phase == ticketed }
+func (o *open) own() bool { return o.phase == bumped || o.phase == ticketed || o.phase == held }
+
+// uncached is what a prefill of it computes, in tokens.
+func (o *open) uncached() int64 { return int64(o.tokens - o.hit) }
+
+// pairs is twice the attention pairs of its prefill: u² + 2·u·hit. Prompts above 2^24 tokens count as that long, so
+// that sums stay far inside 63 bits.
+func (o *open) pairs() int64 {
+	const longest = 1 << 24
+	u, hit := min(o.uncached(), longest), min(int64(o.hit), longest)
+	return u*u + 2*u*hit
+}
 
 // opens is a hash table of open requests by key: linear probing, no tombstones (deletion shifts back), so that a
 // full day of adds and removes neither allocates nor slows down. A built-in map would regrow from time to time.
@@ -106,10 +120,4 @@ func (t *opens) remove(key uint64) {
 	}
 	t.cells[hole] = open{}
 	t.n--
-}
-
-// clear empties the table and keeps its memory.
-func (t *opens) clear() {
-	clear(t.cells)
-	t.n = 0
 }

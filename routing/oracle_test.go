@@ -18,28 +18,44 @@ type oracleRank struct {
 }
 
 type oracleOpen struct {
-	tokens, out int
-	decoding    bool
+	tokens, out, hit int
+	decoding, mine   bool
 }
 
 type oracleBump struct {
-	tokens int
-	seq    uint64 // of the ticket, 0 = none
+	tokens, hit int
+	seq         uint64 // of the ticket, 0 = none
+	prefilled   bool   // its caller said so
 }
 
-func (o *oracleRank) load() Load {
-	var l Load
+// hitOf is what counts of a hit: at least one token is computed.
+func hitOf(hit, tokens int) int { return max(0, min(hit, tokens-1)) }
+
+// load is the row's Load, its own requests and its pairs.
+func (o *oracleRank) load() (l Load, own int, pairs int64) {
+	waits := func(tokens, hit int) {
+		u := int64(tokens - hit)
+		l.W, l.Q, l.Kq = l.W+1, l.Q+u, l.Kq+int64(tokens)
+		pairs += u*u + 2*u*int64(hit)
+	}
 	for _, b := range o.bumps {
-		l.W, l.Q, l.Kq = l.W+1, l.Q+int64(b.tokens), l.Kq+int64(b.tokens)
+		if own++; b.prefilled {
+			l.R, l.K = l.R+1, l.K+int64(b.tokens)
+		} else {
+			waits(b.tokens, b.hit)
+		}
 	}
 	for _, a := range o.account {
+		if a.mine {
+			own++
+		}
 		if a.decoding {
 			l.R, l.K = l.R+1, l.K+int64(a.tokens+a.out)
 		} else {
-			l.W, l.Q, l.Kq = l.W+1, l.Q+int64(a.tokens), l.Kq+int64(a.tokens)
+			waits(a.tokens, a.hit)
 		}
 	}
-	return l
+	return l, own, pairs
 }
 
 // apply is what the Router must do; it reports whether the event was in time.
@@ -62,10 +78,17 @@ func (o *oracle) apply(e *Event) bool {
 	case EvDispatched:
 		_, known := rk.account[e.ReqID]
 		if _, bumped := rk.bumps[e.ReqID]; !known && !bumped {
-			rk.bumps[e.ReqID] = oracleBump{tokens: e.Tokens}
+			rk.bumps[e.ReqID] = oracleBump{tokens: e.Tokens, hit: hitOf(e.Hit, e.Tokens)}
 		}
 	case EvTicket:
 		rk.ticket(e)
+	case EvPrefillDone:
+		b, bumped := rk.bumps[e.ReqID]
+		if !bumped {
+			return false
+		}
+		b.prefilled, b.seq = true, 0
+		rk.bumps[e.ReqID] = b
 	case EvRankDown:
 		if e.Incarnation != 0 && e.Incarnation != rk.incarnation {
 			return false
@@ -81,7 +104,12 @@ func (o *oracle) rankUp(e *Event) bool {
 	old := o.ranks[e.Rank]
 	rk := &oracleRank{epoch: e.Epoch, incarnation: e.Incarnation, last: e.Seq, account: map[uint64]oracleOpen{}, bumps: map[uint64]oracleBump{}}
 	for _, s := range e.Snapshot {
-		rk.account[s.ReqID] = oracleOpen{tokens: s.Tokens, out: s.Out, decoding: s.Decoding || s.Out > 0}
+		a := oracleOpen{tokens: s.Tokens, out: s.Out, hit: hitOf(s.Hit, s.Tokens), decoding: s.Decoding || s.Out > 0}
+		if old != nil && old.epoch == e.Epoch && old.incarnation == e.Incarnation {
+			_, bumped := old.bumps[s.ReqID]
+			a.mine = bumped || old.account[s.ReqID].mine
+		}
+		rk.account[s.ReqID] = a
 	}
 	if old != nil && old.epoch == e.Epoch && old.incarnation == e.Incarnation {
 		for key, b := range old.bumps {
@@ -101,7 +129,7 @@ func (o *oracleRank) ticket(e *Event) {
 	case e.Incarnation != o.incarnation || e.Seq <= o.last:
 		delete(o.bumps, e.ReqID)
 	default:
-		b.seq = e.Seq
+		b.seq, b.prefilled = e.Seq, false
 		o.bumps[e.ReqID] = b
 	}
 }
@@ -114,15 +142,15 @@ func (o *oracleRank) record(e *Event) bool {
 	b, bumped := o.bumps[e.ReqID]
 	if bumped && e.Kind != EvFinished { // named by the stream: the bump becomes the replica's entry
 		delete(o.bumps, e.ReqID)
-		a, known = oracleOpen{tokens: b.tokens}, true
+		a, known = oracleOpen{tokens: b.tokens, hit: b.hit, mine: true}, true
 		if e.Kind == EvAdmitted {
-			a.tokens = e.Tokens
+			a.tokens, a.hit = e.Tokens, hitOf(e.Hit, e.Tokens)
 		}
 	}
 	switch e.Kind {
 	case EvAdmitted:
 		if !known {
-			a = oracleOpen{tokens: e.Tokens}
+			a = oracleOpen{tokens: e.Tokens, hit: hitOf(e.Hit, e.Tokens)}
 		}
 		o.account[e.ReqID] = a
 	case EvFirstToken, EvProgress:
@@ -150,10 +178,12 @@ func (o *oracleRank) record(e *Event) bool {
 func drawEvent(t *rapid.T, seq uint64) Event {
 	kinds := []EventKind{
 		EvDispatched, EvDispatched, EvTicket, EvTicket, EvUndo, EvAdmitted, EvAdmitted, EvFirstToken, EvProgress, EvFinished, EvFinished, EvRankUp, EvRankDown,
+		EvPrefillDone,
 	}
 	e := Event{
 		Kind: rapid.SampledFrom(kinds).Draw(t, "kind"), Rank: ID(0, rapid.IntRange(0, 1).Draw(t, "rank")),
 		ReqID: rapid.Uint64Range(0, 40).Draw(t, "key"), Tokens: rapid.IntRange(0, 9).Draw(t, "tokens"), Out: rapid.IntRange(0, 9).Draw(t, "out"),
+		Hit: rapid.IntRange(0, 9).Draw(t, "hit"),
 		Seq: seq + rapid.Uint64Range(0, 3).Draw(t, "ahead"), Epoch: 1, Incarnation: 1, MaxOngoing: 1 << 20,
 	}
 	if rapid.IntRange(0, 9).Draw(t, "other") == 0 {
@@ -161,7 +191,7 @@ func drawEvent(t *rapid.T, seq uint64) Event {
 	}
 	if e.Kind == EvRankUp {
 		for _, key := range rapid.SliceOfDistinct(rapid.Uint64Range(0, 40), rapid.ID[uint64]).Draw(t, "snapshot") {
-			e.Snapshot = append(e.Snapshot, Open{ReqID: key, Tokens: int(key % 7), Decoding: key%3 == 0, Out: int(key % 2)})
+			e.Snapshot = append(e.Snapshot, Open{ReqID: key, Tokens: int(key % 7), Hit: int(key % 5), Decoding: key%3 == 0, Out: int(key % 2)})
 		}
 	}
 	return e
@@ -169,7 +199,7 @@ func drawEvent(t *rapid.T, seq uint64) Event {
 
 func TestAccountsMatchTheOracle(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		r := NewRouter(PowerOfTwo{}, 1)
+		r := NewRouter(rapid.SampledFrom([]Policy{PowerOfTwo{}, KV{Weight: 1}}).Draw(t, "policy"), 1)
 		o := &oracle{ranks: map[RankID]*oracleRank{}}
 		dropped, seq := uint64(0), uint64(1)
 		for range rapid.IntRange(1, 150).Draw(t, "length") {
@@ -191,7 +221,10 @@ func checkRouter(t *rapid.T, r *Router, o *oracle) {
 	require.Len(t, v.Ranks, len(o.ranks))
 	for i := range v.Ranks {
 		want := o.ranks[v.Ranks[i].ID]
-		require.Equal(t, want.load(), v.Ranks[i].Load)
+		load, own, pairs := want.load()
+		require.Equal(t, load, v.Ranks[i].Load)
+		require.Equal(t, int32(own), v.Ranks[i].Own)
+		require.Equal(t, pairs, v.Ranks[i].Pairs)
 		a := &r.accounts[i]
 		require.Equal(t, len(want.bumps)+len(want.account), a.opens.n)
 		tickets := 0
@@ -203,6 +236,33 @@ func checkRouter(t *rapid.T, r *Router, o *oracle) {
 		}
 		require.Equal(t, tickets, a.tickets)
 	}
+	checkFollowed(t, r)
+}
+
+// checkFollowed says that kv's state knows exactly the requests that the accounts count.
+func checkFollowed(t *rapid.T, r *Router) {
+	st, ok := r.state.(*kvState)
+	if !ok {
+		return
+	}
+	followed := 0
+	for i := range r.accounts {
+		id := r.view.Ranks[i].ID
+		slot := int(st.active.slotOf.get(uint64(id)+1)) - 1
+		require.GreaterOrEqual(t, slot, 0)
+		blocks := int64(0)
+		for _, o := range r.accounts[i].opens.cells {
+			if o.phase != free {
+				followed++
+				require.NotZero(t, st.active.openOf.get(mix(o.key, slot)))
+			}
+		}
+		for k := st.active.ranks[slot].list; k != 0; k = st.active.opens[k-1].next {
+			blocks += st.active.opens[k-1].single
+		}
+		require.Equal(t, blocks, st.active.of(slot))
+	}
+	require.Equal(t, followed, st.active.openOf.n)
 }
 
 func TestOpensMatchAMap(t *testing.T) {

@@ -3,15 +3,18 @@ package routing
 import (
 	"fmt"
 	"maps"
+	"math"
 	"slices"
 	"strings"
 
+	"github.com/dpserve/dpserve/internal/nearest"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
 // params reads a policy's parameters and gathers all their faults, so that a user sees them at once.
 type params struct {
 	given  map[string]any
+	tuned  bool // preset tuned: what is not given gets the tuned value
 	faults []string
 	hints  []string
 }
@@ -36,6 +39,61 @@ func (p *params) refuseUnknown(known []string) {
 	}
 }
 
+// choose is the preset's value of a parameter.
+func (p *params) choose(documented, tuned float64) float64 {
+	if p.tuned {
+		return tuned
+	}
+	return documented
+}
+
+// number reads a number from lo to hi, both included; hi may be infinite.
+func (p *params) number(name string, def, lo, hi float64) float64 {
+	x, ok := p.given[name]
+	if !ok {
+		return def
+	}
+	n, ok := asNumber(x)
+	if !ok || !(n >= lo && n <= hi) { // NaN too
+		want := fmt.Sprintf("a number from %v to %v", lo, hi)
+		if math.IsInf(hi, 1) {
+			want = fmt.Sprintf("a number of at least %v", lo)
+		}
+		p.fault(fmt.Sprintf("params.%s: found %v (%T), wanted %s", name, x, x, want), "write "+name+" as "+want)
+	}
+	return n
+}
+
+// integer reads a whole number from lo to hi.
+func (p *params) integer(name string, def, lo, hi int) int {
+	x, ok := p.given[name]
+	if !ok {
+		return def
+	}
+	n, ok := asNumber(x)
+	if !ok || n != math.Trunc(n) || n < float64(lo) || n > float64(hi) {
+		want := fmt.Sprintf("a whole number from %d to %d", lo, hi)
+		p.fault(fmt.Sprintf("params.%s: found %v (%T), wanted %s", name, x, x, want), "write "+name+" as "+want)
+		return def
+	}
+	return int(n)
+}
+
+// asNumber takes what YAML and JSON readers make of a number.
+func asNumber(x any) (float64, bool) {
+	switch n := x.(type) {
+	case int:
+		return float64(n), true
+	case int64:
+		return float64(n), true
+	case uint64:
+		return float64(n), true
+	case float64:
+		return n, true
+	}
+	return 0, false
+}
+
 // boolean reads a bool parameter.
 func (p *params) boolean(name string, def bool) bool {
 	x, ok := p.given[name]
@@ -49,15 +107,22 @@ func (p *params) boolean(name string, def bool) bool {
 	return b
 }
 
-// oneOf checks a word parameter; it may be left out.
-func (p *params) oneOf(name string, words ...string) {
+// word reads one of words; def if it is left out.
+func (p *params) word(name, def string, words ...string) string {
 	x, ok := p.given[name]
 	if !ok {
-		return
+		return def
 	}
-	if s, isWord := x.(string); !isWord || !slices.Contains(words, s) {
-		p.fault(fmt.Sprintf("params.%s: found %v, wanted %s", name, x, strings.Join(words, " or ")), "drop "+name+" or write one of: "+strings.Join(words, ", "))
+	s, isWord := x.(string)
+	if isWord && slices.Contains(words, s) {
+		return s
 	}
+	hint := "drop " + name + " or write one of: " + strings.Join(words, ", ")
+	if best := nearest.Word(s, words); isWord && best != "" {
+		hint = fmt.Sprintf("did you mean %q? %s", best, hint)
+	}
+	p.fault(fmt.Sprintf("params.%s: found %v, wanted %s", name, x, strings.Join(words, " or ")), hint)
+	return def
 }
 
 func (p *params) fault(what, hint string) {

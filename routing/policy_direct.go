@@ -41,9 +41,14 @@ func (Direct) Decide(q *Request, v *View, s State, _ *rand.Rand, d *Decision) {
 		d.Reason = ReasonNoRankGiven
 		return
 	}
+	decideDirect(q, v, knows(s, q.Direct), d)
+}
+
+// decideDirect takes the rank that the request names; known says that it served before.
+func decideDirect(q *Request, v *View, known bool, d *Decision) {
 	i, ok := v.Find(q.Direct)
 	switch {
-	case !ok && (knows(s, q.Direct) || v.OnTheWay > 0):
+	case !ok && (known || v.OnTheWay > 0):
 		d.Reason = ReasonRankUnavailable
 	case !ok:
 		d.Reason = ReasonUnknownRank

@@ -2,84 +2,169 @@ package routing
 
 import "math/rand/v2"
 
-var _ Policy = LeastLoaded{}
+var (
+	_ Policy  = LeastLoaded{}
+	_ formula = LeastLoaded{}
+)
 
-// waitingWeight is what a waiting request weighs beside a running one in vLLM's DP load balancer.
-const waitingWeight = 4
+// The variants of LeastLoaded.
+const (
+	// VariantCount scores request counts: releases of vLLM up to about 0.26. The empty variant is this one.
+	VariantCount = "count"
+	// VariantKV adds a penalty for queues behind a full KV cache: vLLM's main branch since July 2026.
+	VariantKV = "kv"
+	// VariantTokens is the community's form in tokens, with the hit of the longest match credited.
+	VariantTokens = "tokens"
+)
 
-// LeastLoaded is the count form of vLLM's DP load balancer:
+const (
+	// waitingWeight is what a waiting request weighs beside a running one in vLLM's DP load balancer.
+	waitingWeight = 4
+	// fullWeight and fullFrom: variant kv, penalty per waiting request and share of KV usage above fullFrom.
+	fullWeight, fullFrom = 6, 0.5
+	// queueTokens: variant tokens, what one unit of the count form weighs in tokens.
+	queueTokens = 2048
+	// recentWeight: variant tokens, share of the tokens of the last recentRequests requests sent to a rank.
+	recentWeight   = 0.1
+	recentRequests = 64
+	// maxClients bounds the parameter clients.
+	maxClients = 1024
+)
+
+// LeastLoaded is vLLM's DP load balancer. The lowest score wins, ties rotate: argmin scans from a start that moves on
+// by one rank per dispatch.
 //
-//	score = waitingWeight * W + (F + R)
+//	count:  waitingWeight * W + (F + R)
+//	kv:     max(Clients * own open requests, W + F + R) + fullWeight * W * max(0, kv usage - fullFrom)
+//	tokens: L - credit + queueTokens * (waitingWeight*W + F + R) + recentWeight * (tokens of the last recentRequests sent)
 //
-// argmin scanning from a start that moves on by one rank per dispatch, so ties rotate. Its limits are known: it counts
-// requests, not tokens. Parameter variant: count (the only one so far; kv and tokens need the cache's data).
-type LeastLoaded struct{}
+// where credit is the hit, on the rank with the longest match alone (the first of equals). Count and kv know no cache.
+type LeastLoaded struct {
+	Variant string // VariantCount, VariantKV or VariantTokens; empty is VariantCount
+	Clients int    // variant kv: number of front-ends; 0 is 1
+}
 
-type leastLoadedState struct{ start uint32 }
+type leastLoadedState struct {
+	rotation
+	recent map[RankID]*recentTokens // variant tokens; never ranged over
+}
+
+// recentTokens is a ring of the prompt lengths sent to one rank last.
+type recentTokens struct {
+	lengths [recentRequests]int64
+	next    int
+	sum     int64
+}
+
+func (t *recentTokens) add(tokens int64) {
+	t.sum += tokens - t.lengths[t.next]
+	t.lengths[t.next] = tokens
+	t.next = (t.next + 1) % recentRequests
+}
 
 func newLeastLoaded(p *params) Policy {
-	p.oneOf("variant", "count")
-	return LeastLoaded{}
+	return LeastLoaded{
+		Variant: p.word("variant", VariantCount, VariantCount, VariantKV, VariantTokens),
+		Clients: p.integer("clients", 1, 1, maxClients),
+	}
 }
 
 // Name is "least-loaded".
 func (LeastLoaded) Name() string { return nameLeastLoaded }
 
-// NewState draws the first start, or every front-end would begin with the same rank.
-func (LeastLoaded) NewState(_ *View, r *rand.Rand) State { return &leastLoadedState{start: r.Uint32()} }
+func (p LeastLoaded) needs() Needs { return Needs{Hits: p.Variant == VariantTokens} }
 
-// Observe moves the start on.
+// NewState draws the first start.
+func (p LeastLoaded) NewState(v *View, r *rand.Rand) State {
+	st := &leastLoadedState{rotation: newRotation(r)}
+	if p.Variant == VariantTokens {
+		st.recent = make(map[RankID]*recentTokens, len(v.Ranks))
+		for i := range v.Ranks {
+			st.recent[v.Ranks[i].ID] = &recentTokens{}
+		}
+	}
+	return st
+}
+
+// Observe moves the start on and remembers the tokens sent.
 func (LeastLoaded) Observe(s State, _ *View, e *Event) {
-	if st, ok := s.(*leastLoadedState); ok && e.Kind == EvDispatched {
-		st.start++
+	st, ok := s.(*leastLoadedState)
+	if !ok {
+		return
+	}
+	st.observe(e)
+	if st.recent == nil {
+		return
+	}
+	switch e.Kind {
+	case EvRankUp:
+		if st.recent[e.Rank] == nil {
+			st.recent[e.Rank] = &recentTokens{}
+		}
+	case EvRankDown:
+		delete(st.recent, e.Rank)
+	case EvDispatched:
+		if t := st.recent[e.Rank]; t != nil {
+			t.add(int64(e.Tokens))
+		}
+	default:
 	}
 }
 
 // Decide takes the candidate with the lowest score, the first of equals from the start on.
-func (LeastLoaded) Decide(q *Request, v *View, s State, _ *rand.Rand, d *Decision) {
-	begin(d)
-	t, ok := openTier(q, v)
-	if !ok {
-		none(q, v, d)
-		return
-	}
-	best := scanLowest(t, q, v, start(s, len(v.Ranks)), d)
-	routeTo(d, t, &v.Ranks[best], ReasonLowestScore)
+func (p LeastLoaded) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
+	decideByScore(p, q, v, s, r, d)
 }
 
-func start(s State, n int) int {
-	if st, ok := s.(*leastLoadedState); ok {
-		return int(st.start % uint32(n)) //nolint:gosec // n is a number of ranks, far below 2^32
+// prepare: variant tokens finds the rank that gets the credit and notes what each rank was sent.
+func (p LeastLoaded) prepare(_ *Request, v *View, s State, c *scratch) aggregate {
+	a := aggregate{why: ReasonLowestScore}
+	st, ok := s.(*leastLoadedState)
+	if p.Variant != VariantTokens || !ok {
+		return a
 	}
-	return 0
+	longest := int64(0)
+	for _, i := range c.candidates {
+		id := v.Ranks[i].ID
+		if sent := st.recent[id]; sent != nil {
+			c.extra[i] = sent.sum
+		}
+		if hit := c.hits[i]; hit > longest {
+			longest, a.spare, a.mode = hit, id, 1
+		}
+	}
+	return a
 }
 
-// scanLowest is the index of the best candidate; the tier is not empty.
-func scanLowest(t tier, q *Request, v *View, from int, d *Decision) int {
-	best, lowest := -1, 0
-	for k := range v.Ranks {
-		i := from + k
-		if i >= len(v.Ranks) {
-			i -= len(v.Ranks)
+func (p LeastLoaded) summands(q *Request, rk *Rank, hit, extra int64, a *aggregate) sums {
+	w, running := float64(rk.Load.W), float64(rk.Load.F+rk.Load.R)
+	switch p.Variant {
+	case VariantKV:
+		open := max(max(1, p.Clients)*int(rk.Own), rk.ongoing())
+		return two(float64(open), 1, w*max(0, rk.Usage()-fullFrom), fullWeight)
+	case VariantTokens:
+		if a.mode == 0 || a.spare != rk.ID {
+			hit = 0
 		}
-		rk := &v.Ranks[i]
-		if !t.has(q, rk) {
-			continue
-		}
-		if score := waitingWeight*rk.Load.W + rk.Load.F + rk.Load.R; best < 0 || score < lowest {
-			best, lowest = i, score
-		}
-		explainCounts(rk, d)
+		return three(float64(int64(q.Tokens)-hit), 1, waitingWeight*w+running, queueTokens, float64(extra), recentWeight)
 	}
-	return best
+	return two(w, waitingWeight, running, 1)
 }
 
-func explainCounts(rk *Rank, d *Decision) {
-	if !d.Explain {
-		return
+func (p LeastLoaded) fill(q *Request, v *View, c *scratch) {
+	for k, i := range c.candidates {
+		c.scores[k] = total(p.summands(q, &v.Ranks[i], c.hits[i], c.extra[i], &c.all))
 	}
-	w, run := float64(rk.Load.W), float64(rk.Load.F+rk.Load.R)
-	d.Terms = append(d.Terms,
-		Term{Rank: rk.ID, Name: "waiting", Unit: "requests", Raw: w, Weight: waitingWeight, Value: waitingWeight * w},
-		Term{Rank: rk.ID, Name: "running", Unit: "requests", Raw: run, Weight: 1, Value: run})
 }
+
+func (p LeastLoaded) labels(*aggregate) []label {
+	switch p.Variant {
+	case VariantKV:
+		return []label{{"open", "requests"}, {"waiting_when_full", "requests"}}
+	case VariantTokens:
+		return []label{{"uncached", "tokens"}, {"queue", "requests"}, {"recent", "tokens"}}
+	}
+	return []label{{"waiting", "requests"}, {"running", "requests"}}
+}
+
+func (LeastLoaded) rule(*aggregate) rule { return rule{tie: tieRotate} }

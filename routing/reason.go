@@ -10,12 +10,41 @@ const (
 	ReasonFewerOngoing = "fewer_ongoing"
 	// ReasonOnlyCandidate: one rank was left to choose from.
 	ReasonOnlyCandidate = "only_candidate"
-	// ReasonLowestScore: least-loaded's minimum.
+	// ReasonLowestScore: the minimum of a cost, as of least-loaded, kv, lmetric.
 	ReasonLowestScore = "lowest_score"
 	// ReasonNamedByCaller: direct took the rank of x-dpserve-rank.
 	ReasonNamedByCaller = "named_by_caller"
 	// ReasonSilentFallback: only ranks with a silent stream were left; their load is old news and admission has the last word.
 	ReasonSilentFallback = "silent_fallback"
+
+	// ReasonHighestScore: scoring's maximum.
+	ReasonHighestScore = "highest_score"
+	// ReasonPrefixCachingOff: scoring's maximum under the load profile, because the engines cache no prefixes.
+	ReasonPrefixCachingOff = "prefix_caching_off"
+	// ReasonSampled: kv drew it, router_temperature is above 0.
+	ReasonSampled = "sampled"
+	// ReasonPrefixMatch: the least busy of the ranks that hold the longest known prefix.
+	ReasonPrefixMatch = "prefix_match"
+	// ReasonLowMatch: no rank holds enough of the prompt; the one with the smallest tree, or the least busy.
+	ReasonLowMatch = "low_match"
+	// ReasonImbalanced: the ranks are too unevenly loaded to look at caches; the shortest queue.
+	ReasonImbalanced = "imbalanced"
+	// ReasonFallbackPow2: prefix-aware without usable text or with uneven queues; the less busy of a pair.
+	ReasonFallbackPow2 = "fallback_pow2"
+	// ReasonNoPrefix: the prompt is too short to be cached; the shortest queue.
+	ReasonNoPrefix = "no_prefix"
+	// ReasonWarm: sticky kept to the ranks that hold most of the prompt.
+	ReasonWarm = "warm"
+	// ReasonSpilled: sticky left the warm ranks, they are too far behind.
+	ReasonSpilled = "spilled"
+	// ReasonRing: the first rank on the hash ring that may take it.
+	ReasonRing = "ring"
+	// ReasonRingFallback: the ring's rank and its fallbacks cannot take it; the shortest queue.
+	ReasonRingFallback = "ring_fallback"
+	// ReasonSession: the rank that had this session last.
+	ReasonSession = "session"
+	// ReasonNewSession: no rank had this session lately; the shortest queue.
+	ReasonNewSession = "new_session"
 
 	// ReasonNoRoom (Queue): every eligible rank holds max_ongoing_requests.
 	ReasonNoRoom = "no_room"
@@ -26,6 +55,10 @@ const (
 	ReasonNoReadyRank = "no_ready_rank"
 	// ReasonAllTried (Reject): every ready rank was tried for this request already.
 	ReasonAllTried = "all_tried"
+	// ReasonAllBusy (Reject): every rank left is above busy_threshold (503 with Retry-After).
+	ReasonAllBusy = "all_busy"
+	// ReasonBadScore (Reject): no candidate had a score that is a number; a fault of the rank reports.
+	ReasonBadScore = "bad_score"
 	// ReasonUnknownRank (Reject, direct): no such rank; the caller's fault (400).
 	ReasonUnknownRank = "unknown_rank"
 	// ReasonRankUnavailable (Reject, direct): the rank exists but is not live or is full (503).

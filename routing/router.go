@@ -29,7 +29,10 @@ type Router struct {
 	source   rand.PCG
 	rand     *rand.Rand
 	picked   Event // the Dispatched event of Pick: kept here so that it is not allocated
+	derived  Event // EvOpened, EvClosed: likewise
+	log      *opensLog
 	dropped  uint64
+	spoiled  uint64
 }
 
 // NewRouter is an empty view under policy p. The same seed and the same calls give the same decisions.
@@ -38,6 +41,9 @@ func NewRouter(p Policy, seed uint64) *Router {
 	r.source.Seed(seed, fibonacci)
 	r.rand = rand.New(&r.source)
 	r.state = p.NewState(&r.view, r.rand)
+	if w, ok := p.(opensWatcher); ok && w.watchesOpens() {
+		r.log = &opensLog{}
+	}
 	return r
 }
 
@@ -49,16 +55,36 @@ func (r *Router) Policy() string { return r.policy.Name() }
 func (r *Router) Pick(q *Request, d *Decision) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.policy.Decide(q, &r.view, r.state, r.rand, d)
+	r.view.Now = max(r.view.Now, q.Now)
+	r.decide(q, &r.view, r.rand, d)
+	r.spoiled += uint64(d.Disqualified) //nolint:gosec // a count is not negative
 	if d.Kind != Route {
 		return
 	}
 	i, _ := r.view.findNear(d.Ranked[0], r.width)
-	r.accounts[i].bump(&r.view.Ranks[i].Load, q.ID, q.Tokens)
-	if r.state != nil {
-		r.picked = Event{Kind: EvDispatched, Rank: d.Ranked[0], ReqID: q.ID, Tokens: q.Tokens}
-		r.policy.Observe(r.state, &r.view, &r.picked)
+	rk := &r.view.Ranks[i]
+	hit := r.view.hitOn(q, rk.ID)
+	r.accounts[i].bump(rk, q.ID, q.Tokens, hit)
+	if r.view.HasBusyThreshold {
+		r.view.judge(rk)
 	}
+	if r.state != nil {
+		r.picked = Event{Kind: EvDispatched, Rank: rk.ID, ReqID: q.ID, Tokens: q.Tokens, Hit: hit, Request: q}
+		r.policy.Observe(r.state, &r.view, &r.picked)
+		r.derive(q)
+		r.picked.Request = nil
+	}
+}
+
+// decide asks the policy, unless the caller has decided.
+func (r *Router) decide(q *Request, v *View, rand *rand.Rand, d *Decision) {
+	if q.Force && q.HasDirect {
+		begin(d)
+		_, known := r.epochs[q.Direct]
+		decideDirect(q, v, known, d)
+		return
+	}
+	r.policy.Decide(q, v, r.state, rand, d)
 }
 
 // Observe applies an event: to the view first, then to the policy's state. Events of an older incarnation or epoch,
@@ -77,6 +103,7 @@ func (r *Router) observe(e *Event) (wake bool) {
 
 // apply is Observe under the lock; wake says that queued requests should look again.
 func (r *Router) apply(e *Event) (wake bool) {
+	r.view.Now = max(r.view.Now, e.Now)
 	wake, ok := r.update(e)
 	if !ok {
 		r.dropped++
@@ -84,18 +111,50 @@ func (r *Router) apply(e *Event) (wake bool) {
 	}
 	if r.state != nil {
 		r.policy.Observe(r.state, &r.view, e)
+		r.derive(e.Request)
 	}
-	return wake
+	return r.rejudge(e.Rank) || wake
+}
+
+// rejudge looks at a rank's KV usage again after an event; freed says that it may be picked again.
+func (r *Router) rejudge(id RankID) (freed bool) {
+	if !r.view.HasBusyThreshold {
+		return false
+	}
+	i, ok := r.view.findNear(id, r.width)
+	return ok && r.view.judge(&r.view.Ranks[i])
 }
 
 // Explain is what Pick would decide now, with Terms; nothing changes, not even the generator.
 func (r *Router) Explain(q *Request) Decision {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	source := r.source
+	source, v := r.source, r.view
+	v.Now = max(v.Now, q.Now)
 	d := Decision{Explain: true}
-	r.policy.Decide(q, &r.view, r.state, rand.New(&source), &d)
+	r.decide(q, &v, rand.New(&source), &d)
 	return d
+}
+
+// Reset forgets what the policy remembers and what the replicas have not confirmed (`router reset`); the view of the
+// ranks stays until their next snapshots. In-flight requests go on; their tickets and ends are harmless.
+func (r *Router) Reset() {
+	r.mu.Lock()
+	for i := range r.accounts {
+		r.accounts[i].forget(&r.view.Ranks[i])
+	}
+	r.state = r.policy.NewState(&r.view, r.rand)
+	if r.log != nil {
+		r.log.list = r.log.list[:0]
+		for i := range r.accounts {
+			r.accounts[i].logDifference(r.view.Ranks[i].ID, &opens{})
+		}
+		r.derive(nil)
+	}
+	r.mu.Unlock()
+	if r.OnRoom != nil {
+		r.OnRoom()
+	}
 }
 
 // Snapshot is a copy of the view.
@@ -112,6 +171,13 @@ func (r *Router) Dropped() uint64 {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.dropped
+}
+
+// Disqualified counts candidates that were left out because a term of their score was not a finite number.
+func (r *Router) Disqualified() uint64 {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.spoiled
 }
 
 // MaxMean is the imbalance of the ready ranks: open requests on the fullest over the mean; 1 is even, and so is idle.

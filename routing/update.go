@@ -10,8 +10,10 @@ func (r *Router) update(e *Event) (wake, ok bool) {
 		return r.rankUp(i, found, e)
 	case EvOnTheWay:
 		return r.onTheWay(e.N), true
+	case EvConfigured:
+		return r.configure(e.Config)
 	case EvUndo: // idempotent, also when the rank is gone
-		return found && r.accounts[i].undo(&r.view.Ranks[i].Load, e.ReqID), true
+		return found && r.accounts[i].undo(&r.view.Ranks[i], e.ReqID), true
 	case EvDispatched:
 		return false, found && r.dispatched(i, e)
 	case EvTicket:
@@ -20,10 +22,13 @@ func (r *Router) update(e *Event) (wake, ok bool) {
 		if found {
 			return r.record(i, e)
 		}
-	case EvRankDown, EvAccepting, EvSilent, EvMaxOngoing:
+	case EvRankDown, EvAccepting, EvSilent, EvMaxOngoing, EvStatus:
 		if found {
 			return r.rankChange(i, e)
 		}
+	case EvPrefillDone:
+		return false, found && r.accounts[i].prefillDone(&r.view.Ranks[i], e.ReqID)
+	case EvOpened, EvClosed: // derived here, never told
 	}
 	return false, false
 }
@@ -36,12 +41,17 @@ func (r *Router) rankUp(i int, found bool, e *Event) (wake, ok bool) {
 	r.epochs[e.Rank], r.width = e.Epoch, max(r.width, e.Rank.Rank()+1)
 	if !found {
 		r.view.Ranks = slices.Insert(r.view.Ranks, i, Rank{})
-		r.accounts = slices.Insert(r.accounts, i, account{})
+		r.accounts = slices.Insert(r.accounts, i, account{log: r.log})
 	}
 	rk := &r.view.Ranks[i]
 	same := found && rk.Epoch == e.Epoch && rk.Incarnation == e.Incarnation
+	before := *rk
 	*rk = Rank{ID: e.Rank, Epoch: e.Epoch, Incarnation: e.Incarnation, Ready: true, Local: e.Local, MaxOngoing: e.MaxOngoing}
-	r.accounts[i].reset(&rk.Load, e.Snapshot, e.Seq, same)
+	if same { // what the engine reported last still holds
+		rk.KVUsage, rk.HasKVUsage, rk.Busy, rk.Capacity, rk.BlockSize = before.KVUsage, before.HasKVUsage, before.Busy, before.Capacity, before.BlockSize
+	}
+	rk.size(e)
+	r.accounts[i].reset(rk, e.Snapshot, e.Seq, same)
 	return true, true
 }
 
@@ -52,7 +62,7 @@ func (r *Router) onTheWay(n int) (wake bool) {
 }
 
 func (r *Router) dispatched(i int, e *Event) bool {
-	r.accounts[i].bump(&r.view.Ranks[i].Load, e.ReqID, e.Tokens)
+	r.accounts[i].bump(&r.view.Ranks[i], e.ReqID, e.Tokens, e.Hit)
 	return true
 }
 
@@ -60,9 +70,9 @@ func (r *Router) dispatched(i int, e *Event) bool {
 func (r *Router) ticket(i int, e *Event) (wake bool) {
 	a, rk := &r.accounts[i], &r.view.Ranks[i]
 	if e.Incarnation != rk.Incarnation {
-		return a.undo(&rk.Load, e.ReqID)
+		return a.undo(rk, e.ReqID)
 	}
-	return a.ticket(&rk.Load, e.ReqID, e.Seq)
+	return a.ticket(rk, e.ReqID, e.Seq)
 }
 
 // record applies an entry of the replica's stream, in order. Several may share a number.
@@ -73,15 +83,15 @@ func (r *Router) record(i int, e *Event) (wake, ok bool) {
 	}
 	switch e.Kind {
 	case EvAdmitted:
-		a.admit(&rk.Load, e.ReqID, e.Tokens)
+		a.admit(rk, e.ReqID, e.Tokens, e.Hit)
 	case EvFirstToken:
-		a.firstToken(&rk.Load, e.ReqID)
+		a.firstToken(rk, e.ReqID)
 	case EvProgress:
-		a.progress(&rk.Load, e.ReqID, e.Out)
+		a.progress(rk, e.ReqID, e.Out)
 	default: // EvFinished
-		wake = a.finish(&rk.Load, e.ReqID)
+		wake = a.finish(rk, e.ReqID)
 	}
-	return a.reached(&rk.Load, e.Seq) || wake, true
+	return a.reached(rk, e.Seq) || wake, true
 }
 
 // rankChange applies what concerns a rank as a whole. An incarnation, if given, must be the current one. Every change
@@ -101,8 +111,65 @@ func (r *Router) rankChange(i int, e *Event) (wake, ok bool) {
 		rk.Ready = e.Accepting
 	case EvSilent:
 		rk.Silent = e.Silent
+	case EvStatus:
+		return false, rk.status(e)
 	default: // EvMaxOngoing
 		rk.MaxOngoing = e.N
 	}
 	return *rk != before, true
+}
+
+// size takes over what a rank says of its KV cache, if it says it.
+func (rk *Rank) size(e *Event) {
+	if e.Capacity > 0 {
+		rk.Capacity = e.Capacity
+	}
+	if e.BlockSize > 0 {
+		rk.BlockSize = e.BlockSize
+	}
+}
+
+// status takes over an engine's report. ok is false for a usage that is no share: the report is dropped and counted.
+func (rk *Rank) status(e *Event) (ok bool) {
+	if !(e.KVUsage >= 0 && e.KVUsage <= 1) { // NaN too
+		return false
+	}
+	rk.KVUsage, rk.HasKVUsage = e.KVUsage, true
+	rk.size(e)
+	return true
+}
+
+// configure takes over the application's settings.
+func (r *Router) configure(c *Config) (wake, ok bool) {
+	if c == nil {
+		return false, false
+	}
+	v := &r.view
+	v.PrefixCachingOff, v.HasBusyThreshold, v.BusyThreshold = c.PrefixCachingOff, c.BusyThreshold != nil, 0
+	if c.BusyThreshold != nil {
+		v.BusyThreshold = *c.BusyThreshold
+	}
+	for i := range v.Ranks {
+		v.Ranks[i].Busy = false
+		v.judge(&v.Ranks[i])
+	}
+	return true, true
+}
+
+// busyMargin is how far usage must fall below busy_threshold before a rank gets requests again: without it a rank at
+// the threshold would flap with every report. Thresholds below 0.1 release at half.
+const busyMargin = 0.05
+
+// judge sets Busy; freed says that the rank may be picked again.
+func (v *View) judge(rk *Rank) (freed bool) {
+	was := rk.Busy
+	switch usage := rk.Usage(); {
+	case !v.HasBusyThreshold:
+		rk.Busy = false
+	case usage > v.BusyThreshold:
+		rk.Busy = true
+	case usage == 0 || usage < v.BusyThreshold-min(busyMargin, v.BusyThreshold/2):
+		rk.Busy = false
+	}
+	return was && !rk.Busy
 }

@@ -3,7 +3,9 @@
 package routing
 
 import (
+	"cmp"
 	"fmt"
+	"slices"
 	"time"
 )
 
@@ -38,13 +40,46 @@ func (l Load) O() int { return l.W + l.F + l.R }
 // Rank is one row of a View.
 type Rank struct {
 	ID          RankID
+	Own         int32 // requests: those of Load that this router dispatched itself
 	Epoch       uint64
 	Incarnation uint64
 	Ready       bool // unit ready at the highest epoch known, and the replica accepts
 	Silent      bool // its stream has been silent for 1 s: picked only when nothing else is left
 	Local       bool // on the ingress's own node
+	Busy        bool // KV usage went above busy_threshold and is not yet well below it: gets nothing
+	HasKVUsage  bool // the engine reported KVUsage
 	MaxOngoing  int  // max_ongoing_requests of this rank
 	Load        Load
+	Pairs       int64   // token pairs × 2: attention still to prefill, Σ u² + 2·u·hit over waiting and prefilling requests
+	Capacity    int64   // tokens: the rank's KV cache (C); 0 = unknown
+	BlockSize   int     // tokens per KV block; 0 = unknown, DefaultBlockSize is assumed
+	KVUsage     float64 // referenced blocks / all blocks, as reported by the engine
+}
+
+// DefaultBlockSize is the tokens per KV block of a rank that has not said its own: vLLM's default.
+const DefaultBlockSize = 16
+
+// blockSize is the rank's tokens per block, or the best guess.
+func (rk *Rank) blockSize(q *Request) int {
+	switch {
+	case rk.BlockSize > 0:
+		return rk.BlockSize
+	case q.BlockSize > 0:
+		return q.BlockSize
+	}
+	return DefaultBlockSize
+}
+
+// Usage is the share of the KV cache in use, 0 to 1: the engine's report; without one, the context of all open requests
+// over the capacity, which counts shared prefixes once per request; 0 if neither is known.
+func (rk *Rank) Usage() float64 {
+	switch {
+	case rk.HasKVUsage:
+		return rk.KVUsage
+	case rk.Capacity > 0:
+		return min(1, float64(rk.Load.K+rk.Load.Kq)/float64(rk.Capacity))
+	}
+	return 0
 }
 
 // View is the published picture of one application's ranks, ascending by ID. Policies only read it.
@@ -52,6 +87,26 @@ type View struct {
 	Now      time.Duration // monotonic, since an arbitrary origin
 	Ranks    []Rank
 	OnTheWay int // units of the app that are pending, starting, fenced, killing or in backoff
+
+	BusyThreshold    float64 // ranks whose Usage is above it get nothing, if HasBusyThreshold
+	HasBusyThreshold bool
+	PrefixCachingOff bool // the engines cache no prefixes: every hit counts as 0
+}
+
+// Hit says what one rank holds of a request's prompt.
+type Hit struct {
+	Rank   RankID
+	Tokens int32 // leading prompt tokens in the device's cache, whole blocks, at most L-1
+	Host   int32 // tokens behind those that are in host memory
+	Disk   int32 // tokens behind those that are on disk
+}
+
+// Override replaces parameters of policy kv for one request (router_config_override).
+type Override struct {
+	OverlapScoreWeight    float64
+	RouterTemperature     float64
+	HasOverlapScoreWeight bool
+	HasRouterTemperature  bool
 }
 
 // Request is what a policy knows of a request.
@@ -62,7 +117,41 @@ type Request struct {
 	Direct    RankID // x-dpserve-rank, if HasDirect
 	HasDirect bool
 	Tried     []RankID // never picked again
+
+	Now       time.Duration // on View.Now's clock; 0 leaves the view's
+	Hits      []Hit         // what ranks hold of the prompt, ascending by Rank, absent = nothing; nil if nobody looked
+	Blocks    []uint64      // chain hashes of the prompt's full blocks, nil if unknown
+	BlockSize int           // tokens per entry of Blocks; 0 = unknown
+	Text      []byte        // canonical prompt bytes, for policies with a text tree; empty if there is none. Not kept
+	Session   string        // session key (header or body field user), "" = none
+	Adapter   string        // adapter named by the request, "" = none
+	Force     bool          // with HasDirect: the caller's rank is taken under every policy (generate with a worker id)
+	Override  *Override     // parameters for this request alone; nil = none
+
+	Priority int     // reserved: higher goes first
+	TTFTms   float64 // reserved: SLO of the first token, ms; 0 = the application's
+	TPOTms   float64 // reserved: SLO per output token, ms; 0 = the application's
 }
+
+// HitOn is the number of prompt tokens that rank id holds, 0 to Tokens-1.
+func (q *Request) HitOn(id RankID) int {
+	if h := q.findHit(id); h != nil {
+		return int(q.clamp(h.Tokens))
+	}
+	return 0
+}
+
+// findHit is the entry of rank id, nil if there is none.
+func (q *Request) findHit(id RankID) *Hit {
+	i, ok := slices.BinarySearchFunc(q.Hits, id, func(h Hit, id RankID) int { return cmp.Compare(h.Rank, id) })
+	if !ok {
+		return nil
+	}
+	return &q.Hits[i]
+}
+
+// clamp keeps a hit within 0 to L-1: the last token is always computed.
+func (q *Request) clamp(hit int32) int64 { return max(0, min(int64(hit), int64(q.Tokens)-1)) }
 
 // Kind says what to do with a request.
 type Kind uint8
@@ -91,4 +180,19 @@ type Decision struct {
 	Ranked  []RankID // best first; at least one entry when Kind is Route
 	Reason  string   // constant from a closed list
 	Terms   []Term   // one row per (candidate, term) when Explain
+
+	Disqualified int // candidates left out because a term was not a finite number
+	scratch      scratch
+}
+
+// scratch is a decision's working memory. It lives with the Decision so that Decide neither
+// allocates nor writes to the policy's state.
+type scratch struct {
+	tier       tier      // that is chosen from
+	candidates []int32   // its rows, ascending
+	scores     []float64 // by candidate
+	hits       []int64   // by row, tokens
+	extra      []int64   // by row: what else a formula needs to know of a rank
+	depths     []int32   // by slot of a policy's own table
+	all        aggregate
 }

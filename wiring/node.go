@@ -102,7 +102,26 @@ func (n *Node) build() error {
 		return err
 	}
 	n.admin = api.NewServer(api.Config{Backend: &backend{n}, Metrics: n.scrape(), Version: api.BuildInfo{Version: n.cfg.Version}, Log: n.log})
-	return n.control.Start(n.system)
+	if err := n.control.Start(n.system); err != nil {
+		return err
+	}
+	return n.shown(ctx)
+}
+
+// shown waits until the controller shows the apps that were there before a restart: who asks for one is not told that there is
+// none.
+func (n *Node) shown(ctx context.Context) error {
+	for {
+		next := n.control.Watch() // before Status, or a change in between goes unseen
+		if len(n.control.Status()) >= len(n.cluster.State().Apps) {
+			return nil
+		}
+		select {
+		case <-next:
+		case <-ctx.Done():
+			return problem.New(problem.Timeout, "the controller has not taken up the applications of the data dir: %w", context.Cause(ctx))
+		}
+	}
 }
 
 // buildWorker makes the node's supervisor and the controller, which know each other.

@@ -2,6 +2,7 @@ package wiring
 
 import (
 	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -13,6 +14,10 @@ func ParseApps(file string, text []byte) (*app.File, []app.Warning, error) {
 
 // routingRule has the policy check its own parameters.
 func routingRule(a *app.Application) (string, error) {
-	_, err := routing.New(a.Routing.Policy, a.Routing.Preset, a.Routing.Params)
+	policy, err := routing.New(a.Routing.Policy, a.Routing.Preset, a.Routing.Params)
+	if l, ok := policy.(routing.LeastLoaded); ok && l.Variant != "" && l.Variant != routing.VariantCount {
+		err = problem.New(problem.InvalidArgument, "variant %s is not supported in this version: nothing tells the router of KV caches yet", l.Variant).
+			WithHint("leave variant out, or write %s", routing.VariantCount)
+	}
 	return "routing.params", err
 }

@@ -9,11 +9,13 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// The schema's list of policies is the router's.
-func TestEveryPolicyParses(t *testing.T) {
+// The schema knows every policy of the router: it takes it, or says that this version does not serve it yet.
+func TestEveryPolicyIsKnown(t *testing.T) {
 	for _, name := range routing.Names() {
 		_, _, err := ParseApps("app.yaml", []byte("applications: [{name: a, model: {id: a}, engine: {kind: sim}, routing: {policy: "+name+"}}]"))
-		assert.NoError(t, err, name)
+		if err != nil {
+			assert.ErrorContains(t, err, "not supported in this version", name)
+		}
 	}
 }
 
@@ -30,4 +32,16 @@ func TestPolicyChecksItsParameters(t *testing.T) {
 	assert.Contains(t, err.Error(), "app.yaml:7:15: applications[0].routing.params: ")
 	assert.Contains(t, err.Error(), "params.prefer_lokal: unknown parameter")
 	assert.Contains(t, err.Error(), `did you mean "prefer_local"`)
+}
+
+// What the ingress does not feed yet is refused, not served in silence.
+func TestVariantsWithoutTheirInputAreRefused(t *testing.T) {
+	for variant, ok := range map[string]bool{"count": true, "kv": false, "tokens": false} {
+		_, _, err := ParseApps("app.yaml", []byte("applications: [{name: a, model: {id: a}, engine: {kind: sim}, routing: {policy: least-loaded, params: {variant: "+variant+"}}}]"))
+		if ok {
+			assert.NoError(t, err, variant)
+		} else {
+			assert.ErrorContains(t, err, "not supported in this version", variant)
+		}
+	}
 }

@@ -33,7 +33,9 @@ func (in *Ingress) routes() http.Handler {
 	}
 	g.GET(modelsPath, func(c *gin.Context) { in.listModels(c.Writer, c.Request, in.table.Load().root) })
 	g.GET(modelsPath+"/*id", func(c *gin.Context) { in.other(c) })
-	g.GET("/health", func(c *gin.Context) { in.health(c.Writer, c.Request) })
+	for _, method := range []string{http.MethodGet, http.MethodHead} { // load balancers probe with HEAD
+		g.Handle(method, "/health", func(c *gin.Context) { in.health(c.Writer, c.Request) })
+	}
 	g.GET("/version", func(c *gin.Context) { in.showVersion(c.Writer, c.Request) })
 	g.NoRoute(in.other)
 	return in.outermost(g)
@@ -118,5 +120,5 @@ func servedPaths() string {
 	for r := openai.Completions; r <= openai.Models; r++ {
 		out = append(out, r.Method()+" "+r.Path())
 	}
-	return strings.Join(out, ", ")
+	return strings.Join(append(out, "GET "+modelsPath+"/{id}", "GET /health", "GET /version"), ", ")
 }

@@ -82,6 +82,9 @@ func TestTwoApplications(t *testing.T) {
 func TestNothingDeployed(t *testing.T) {
 	g := newRig(t, options{noApp: true})
 	assert.Equal(t, 200, g.get("/health").status)
+	head, err := http.NewRequestWithContext(t.Context(), http.MethodHead, g.url+"/health", nil)
+	require.NoError(t, err)
+	assert.Equal(t, 200, g.do(head).status, "load balancers probe with HEAD")
 	a := g.post("/v1/chat/completions", chatBody)
 	assert.Equal(t, 404, a.status)
 	assert.Contains(t, a.body, "dpserve deploy")

@@ -7,6 +7,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
+	"github.com/dpserve/dpserve/internal/nearest"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -39,9 +40,6 @@ Exit codes: 0 ok, 1 error, 2 usage or validation, 3 differs (only with --exit-co
 
 // program is the name of the root command.
 const program = "dpserve"
-
-// suggestionDistance is how many letters a mistyped command or flag may be away from the one that is suggested.
-const suggestionDistance = 2
 
 func newRoot(e *env) *cobra.Command {
 	root := &cobra.Command{
@@ -98,7 +96,7 @@ func unknownCommand(root *cobra.Command, name string) error {
 			names = append(names, c.Name())
 		}
 	}
-	if near := nearest(name, names); near != "" {
+	if near := nearest.Word(name, names); near != "" {
 		return err.WithHint("did you mean `dpserve %s`?", near)
 	}
 	return err.WithHint("`dpserve help` lists the commands")
@@ -123,7 +121,7 @@ func nearestFlag(cmd *cobra.Command, name string) string {
 			names = append(names, f.Name)
 		}
 	})
-	return nearest(name, names)
+	return nearest.Word(name, names)
 }
 
 // takes is a check of positional arguments: at least least of those named, and no more than them.
@@ -139,35 +137,4 @@ func takes(least int, names ...string) cobra.PositionalArgs {
 		}
 		return nil
 	}
-}
-
-// nearest is the name that is fewest letters away, "" if none is near.
-func nearest(name string, names []string) string {
-	best, distance := "", suggestionDistance+1
-	for _, n := range names {
-		if d := editDistance(name, n); d < distance {
-			best, distance = n, d
-		}
-	}
-	return best
-}
-
-// editDistance is Levenshtein's, in bytes: names of flags are ASCII.
-func editDistance(a, b string) int {
-	row := make([]int, len(b)+1)
-	for j := range row {
-		row[j] = j
-	}
-	for i := range len(a) {
-		diagonal := row[0]
-		row[0] = i + 1
-		for j := range len(b) {
-			cost := 1
-			if a[i] == b[j] {
-				cost = 0
-			}
-			diagonal, row[j+1] = row[j+1], min(diagonal+cost, row[j]+1, row[j+1]+1)
-		}
-	}
-	return row[len(b)]
 }

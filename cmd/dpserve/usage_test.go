@@ -114,10 +114,3 @@ func TestAComparisonWithErrorsFails(t *testing.T) {
 	require.EqualError(t, err, "requests failed in 1 of 2 runs")
 	assert.Equal(t, 1, exitCode(err))
 }
-
-func TestNearest(t *testing.T) {
-	assert.Equal(t, "status", nearest("statsu", []string{"start", "status"}))
-	assert.Empty(t, nearest("nope", []string{"logs", "up"}))
-	assert.Equal(t, 3, editDistance("kitten", "sitting"))
-	assert.Equal(t, 4, editDistance("", "four"))
-}

@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/http"
 	"strconv"
+	"strings"
 
 	em "github.com/dpserve/dpserve/enginemodel"
 )
@@ -73,8 +74,11 @@ func (s *Server) Fail(f Fault) error {
 	case ModeHang, ModeSlow, ModeRefuse:
 		return s.failFor(f)
 	case ModeHealth503, ModeStopping, ModeIgnoreSigterm, ModeHTTP500, ModeHTTP503, ModeBusy, ModeCut, ModeNoDone, ModeErrorEvent,
-		ModeAbort, ModeBareDone, ModeStall:
+		ModeAbort, ModeBareDone, ModeStall, ModeKVDrop, ModeKVDuplicate, ModeKVReorder, ModeKVGarbage, ModeKVUnknown, ModeKVNoReplay,
+		ModeKVShortReplay, ModeKVSlowReplay:
 		s.faults.on(f, func() {})
+	case ModeKVRestart:
+		s.restartKV()
 	}
 	return nil
 }
@@ -137,6 +141,7 @@ func (s *Server) orphaned(port int) error {
 	if port == 0 {
 		port = s.kvPort()
 	}
+	s.closeKV() // what the child takes over
 	if err := s.cfg.orphan(port); err != nil {
 		return fmt.Errorf("start the orphan: %w", err)
 	}
@@ -144,8 +149,14 @@ func (s *Server) orphaned(port int) error {
 	return nil
 }
 
-// kvPort is the rank's KV event port: port blocks hold one HTTP port per rank, then one KV port per rank.
+// kvPort is a KV event port of the rank's block that the engine binds: the one of replays where there are events (their publisher
+// dials), else the first one. Port blocks hold one HTTP port per rank, then one KV port per rank.
 func (s *Server) kvPort() int {
+	if kv := s.ranks[0].kv; kv != nil && kv.sockets.replay != "" {
+		_, text, _ := net.SplitHostPort(strings.TrimPrefix(kv.sockets.replay, schemeTCP))
+		port, _ := strconv.Atoi(text) // 0 only before the start
+		return port
+	}
 	_, text, _ := net.SplitHostPort(s.gate.Addr().String())
 	port, _ := strconv.Atoi(text) // 0 on a memory transport
 	return port + max(1, s.cfg.DPSize)
@@ -156,6 +167,9 @@ func (s *Server) admin(w http.ResponseWriter, r *http.Request) {
 	switch r.Method + " " + r.URL.Path {
 	case "GET /_sim/stats":
 		b, err := json.Marshal(s.Stats())
+		s.adminAnswer(w, b, err)
+	case "GET /_sim/blocks":
+		b, err := json.Marshal(s.BlockTables())
 		s.adminAnswer(w, b, err)
 	case "POST /_sim/recover":
 		s.adminAnswer(w, []byte(`{}`), s.Recover())

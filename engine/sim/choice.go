@@ -64,7 +64,7 @@ func (c *choice) prepare(p *plan, s *settings, k, limit int) {
 	c.gen = em.NewGenerator(seed)
 	c.req = em.Request{
 		Prompt: len(c.from.ids), Output: limit, Ending: em.FinishLength, User: c,
-		Content: em.NewTokenContent(c.from.ids, seed, s.blockSize, p.salt),
+		Content: em.NewTokenContent(c.from.ids, seed, s.blockSize, p.salt).Use(s.hashing),
 	}
 	c.stopReason, c.textTokens = "null", limit
 	if n := max(em.AnswerLen(seed), p.minTokens+1); !p.ignoreEOS && n <= limit {

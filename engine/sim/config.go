@@ -45,6 +45,7 @@ type Config struct {
 	RequestIDHeaders    bool   // echo X-Request-Id
 	LoadTracking        bool   // /load counts
 	ScaleOut            bool   // scale-out routes are not refused with 403 (this version has none of them)
+	DevMode             bool   // development routes
 	ShutdownTimeout     time.Duration
 	KeepAlive           time.Duration
 	Linger              time.Duration
@@ -57,6 +58,9 @@ type Config struct {
 	TensorParallel   int    // must be equal on all ranks
 	HandshakeTimeout time.Duration
 	InternalLB       int // ranks behind this one port (attach tests); 0 = this process is one rank
+
+	KVEvents KVEvents
+	Hashing  enginemodel.Hashing // of blocks
 
 	Startup       time.Duration // before the port opens
 	StartExit     bool          // fail while starting
@@ -84,6 +88,7 @@ func Default() Config {
 	return Config{
 		Host: DefaultHost, Names: []string{DefaultModel}, Model: enginemodel.Default(), KeepAlive: DefaultKeepAlive, Linger: DefaultLinger,
 		SyncInterval: enginemodel.DefaultSyncInterval, TensorParallel: 1, HandshakeTimeout: DefaultHandshake, PromptTokensDetails: true,
+		KVEvents: DefaultKVEvents(),
 	}
 }
 
@@ -108,7 +113,21 @@ func (c *Config) Validate() error {
 			return err
 		}
 	}
+	if err := c.KVEvents.validate(); err != nil {
+		return err
+	}
+	if c.KVEvents.active() && !c.Model.PrefixCaching {
+		return fmt.Errorf("kv events need prefix caching: drop --no-enable-prefix-caching or the events")
+	}
 	return c.Model.Validate()
+}
+
+// logger never is nil.
+func (c *Config) logger() *slog.Logger {
+	if c.Logger == nil {
+		return slog.New(slog.DiscardHandler)
+	}
+	return c.Logger
 }
 
 func (c *Config) lockstep() bool { return c.DPSize > 1 }

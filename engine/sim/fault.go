@@ -33,6 +33,7 @@ const (
 	ModeAbort      Mode = "abort"       // finish_reason abort after AfterTokens tokens
 	ModeBareDone   Mode = "bare-done"   // a stream of nothing but [DONE]
 	ModeStall      Mode = "stall"       // this stream alone hangs after AfterTokens tokens
+	// The modes of KV events: kvfault.go.
 )
 
 // Defaults of a Fault.
@@ -46,7 +47,8 @@ const (
 type Fault struct {
 	Mode        Mode    `json:"mode"`
 	ForS        float64 `json:"for_s"`        // seconds until it ends by itself; 0 = until /_sim/recover
-	Count       int     `json:"count"`        // request modes: how many requests it hits; 0 = all
+	Count       int     `json:"count"`        // request modes: how many requests it hits, KV modes: how many batches; 0 = all
+	Rate        float64 `json:"rate"`         // KV modes that strike batches: the share of them, above 0 to 1 [1]
 	AfterTokens int     `json:"after_tokens"` // request modes: tokens (over all choices) before it strikes
 	Factor      float64 `json:"factor"`       // slow [5]
 	ExitCode    *int    `json:"exit_code"`    // crash [1]
@@ -75,8 +77,10 @@ func (f *Fault) argument(arg string) error {
 		f.Port = n
 	case ModeCut, ModeNoDone, ModeAbort, ModeStall:
 		f.AfterTokens = n
+	case ModeKVDrop, ModeKVDuplicate, ModeKVReorder, ModeKVGarbage, ModeKVUnknown:
+		f.Rate = v
 	case ModeKill, ModeCoreDead, ModeHang, ModeRefuse, ModeHealth503, ModeStopping, ModeIgnoreSigterm, ModeHTTP500, ModeHTTP503,
-		ModeBusy, ModeBareDone:
+		ModeBusy, ModeBareDone, ModeKVRestart, ModeKVNoReplay, ModeKVShortReplay, ModeKVSlowReplay:
 		return fmt.Errorf("mode %s takes no argument", f.Mode)
 	}
 	return nil
@@ -86,12 +90,16 @@ func (f *Fault) validate() error {
 	switch {
 	case f.ForS < 0 || f.ForS > 1e6 || f.Count < 0 || f.AfterTokens < 0 || f.Factor < 0:
 		return fmt.Errorf("fault %q: for_s, count, after_tokens and factor must not be negative", f.Mode)
+	case f.Rate < 0 || f.Rate > 1:
+		return fmt.Errorf("fault %q: rate %v is no share: want 0 to 1", f.Mode, f.Rate)
 	case f.Code != 0 && (f.Code < 400 || f.Code > 599):
 		return fmt.Errorf("fault %q: code %d is no error: want 400 to 599", f.Mode, f.Code)
 	}
 	switch f.Mode {
 	case ModeCrash, ModeKill, ModeOrphan, ModeCoreDead, ModeHang, ModeSlow, ModeRefuse, ModeHealth503, ModeStopping, ModeIgnoreSigterm,
-		ModeHTTP500, ModeHTTP503, ModeBusy, ModeCut, ModeNoDone, ModeErrorEvent, ModeAbort, ModeBareDone, ModeStall:
+		ModeHTTP500, ModeHTTP503, ModeBusy, ModeCut, ModeNoDone, ModeErrorEvent, ModeAbort, ModeBareDone, ModeStall,
+		ModeKVDrop, ModeKVDuplicate, ModeKVReorder, ModeKVGarbage, ModeKVUnknown, ModeKVRestart, ModeKVNoReplay, ModeKVShortReplay,
+		ModeKVSlowReplay:
 		return nil
 	}
 	return fmt.Errorf("unknown fault mode %q: see the modes in engine/sim/DESIGN.md", f.Mode)
@@ -165,6 +173,25 @@ func (s *faults) is(m Mode) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.any && s.active[m] != nil
+}
+
+// chance says whether a batch mode strikes the next batch, counting it. roll gives a number in [0, 1).
+func (s *faults) chance(m Mode, roll func() float64) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.any || s.active[m] == nil {
+		return false
+	}
+	a := s.active[m]
+	if a.Rate > 0 && roll() >= a.Rate {
+		return false
+	}
+	if a.Count > 0 {
+		if a.left--; a.left == 0 {
+			s.drop(m)
+		}
+	}
+	return true
 }
 
 // hit takes the fault of one of modes that strikes the next request, counting it; nil = none.

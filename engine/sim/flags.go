@@ -59,6 +59,7 @@ type flagParser struct {
 	rpcPort int
 	dpRank  int // -1 = not given
 	stepMS  *float64
+	sha256  bool // sha256_cbor was asked for
 }
 
 // set applies one flag; known is false for names this engine has no use for.
@@ -110,6 +111,8 @@ func (p *flagParser) bools(name string) *bool {
 		return &p.cfg.ScaleOut
 	case "--enable-expert-parallel", "-ep":
 		return &p.cfg.ExpertParallel
+	case "--sim-kv-sliding-window":
+		return &p.cfg.KVEvents.SlidingWindow
 	case "--enable-prefix-caching":
 		return &p.cfg.Model.PrefixCaching
 	}
@@ -194,6 +197,16 @@ func (p *flagParser) others(name string) func(string) error {
 		}
 	case "--sim-fail":
 		return p.failOf
+	case "--kv-events-config":
+		return c.KVEvents.parse
+	case "--prefix-caching-hash-algo":
+		return func(s string) error { p.sha256 = s == "sha256_cbor"; return nil }
+	case "--sim-kv-format":
+		return func(s string) error { c.KVEvents.Format = KVFormat(s); return c.KVEvents.form() }
+	case "--sim-kv-hash":
+		return func(s string) error { c.KVEvents.Hash = KVHash(s); return c.KVEvents.form() }
+	case "--sim-kv-first-seq":
+		return func(s string) (err error) { c.KVEvents.FirstSeq, err = strconv.ParseUint(s, 10, 32); return }
 	}
 	return nil
 }
@@ -288,7 +301,13 @@ func (p *flagParser) finish() error {
 		c.Model.Blocks = blocks // the memory stays, the blocks change their size
 	}
 	c.Model.Lockstep = c.lockstep()
+	if p.sha256 {
+		c.Hashing = enginemodel.Hashing{Algo: enginemodel.HashSHA256CBOR, Root: enginemodel.RootOf(defaultHashSeed)}
+	}
 	return c.Validate()
 }
 
 const defaultRPCPort = 29550
+
+// defaultHashSeed stands for an unset PYTHONHASHSEED: since 0.32.0 hashes are the same everywhere then too.
+const defaultHashSeed = ""

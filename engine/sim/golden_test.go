@@ -25,11 +25,11 @@ var notPlayed = map[string]string{
 	"http/responses":                                      "route of the operators step",
 	"http/responses_stream":                               "route of the operators step",
 	"http/messages":                                       "route of the operators step",
-	"http/kv_event_sources":                               "route of the cache step",
-	"moe_external_lb/r0_kv_event_sources":                 "route of the cache step",
-	"moe_external_lb/r1_kv_event_sources":                 "route of the cache step",
-	"dense_internal_lb/kv_event_sources":                  "route of the cache step",
-	"http_auth_force_usage/auth_kv_event_sources_missing": "route of the cache step",
+	"http/kv_event_sources":                               "names fixed ports: TestKVEventSources",
+	"moe_external_lb/r0_kv_event_sources":                 "names fixed ports: TestKVEventSources",
+	"moe_external_lb/r1_kv_event_sources":                 "names fixed ports: TestKVEventSources",
+	"dense_internal_lb/kv_event_sources":                  "names fixed ports: TestKVEventSources",
+	"http_auth_force_usage/auth_kv_event_sources_missing": "names fixed ports: TestKVEventSources",
 	"dense_internal_lb/world_size":                        "development route",
 	"http/orca_json":                                      "load report header of the operators step",
 	"http/orca_text":                                      "load report header of the operators step",
@@ -116,7 +116,7 @@ func TestGoldens(t *testing.T) {
 	})
 	t.Run("http_dev", func(t *testing.T) {
 		c := goldenConfig()
-		c.RequestIDHeaders = true
+		c.RequestIDHeaders, c.DevMode = true, true
 		free := start(t, c)
 		c.Model.MaxQueuedReqs = 4
 		full := start(t, c)

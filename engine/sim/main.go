@@ -15,6 +15,8 @@ import (
 	"strconv"
 	"syscall"
 	"time"
+
+	em "github.com/dpserve/dpserve/enginemodel"
 )
 
 // Exit codes of Main.
@@ -53,6 +55,7 @@ func Main(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	if err := keepAliveFromEnv(&cfg); err != nil {
 		return complain(stderr, err)
 	}
+	kvFromEnv(&cfg)
 	cfg.kill = func() { _ = syscall.Kill(os.Getpid(), syscall.SIGKILL) }
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -90,6 +93,17 @@ func keepAliveFromEnv(cfg *Config) error {
 	return nil
 }
 
+// kvFromEnv honours the variables of the imitated engine that concern the prefix cache.
+func kvFromEnv(cfg *Config) {
+	cfg.DevMode = os.Getenv("VLLM_SERVER_DEV_MODE") == "1"
+	if os.Getenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES") == "0" {
+		cfg.KVEvents.Hash = KVBytes
+	}
+	if seed, ok := os.LookupEnv("PYTHONHASHSEED"); ok && cfg.Hashing.Algo == em.HashSHA256CBOR {
+		cfg.Hashing.Root = em.RootOf(seed)
+	}
+}
+
 // run is the life of the engine's process from its start to its exit code.
 func run(ctx context.Context, cfg Config, stdout, stderr io.Writer) int {
 	signals := make(chan os.Signal, 1)
@@ -101,6 +115,9 @@ func run(ctx context.Context, cfg Config, stdout, stderr io.Writer) int {
 // Run is an engine from its start to its exit code, without a process of its own: whoever starts it sends the signals. The
 // end of ctx ends it at once, without answers.
 func Run(ctx context.Context, cfg Config, signals <-chan os.Signal, stdout, stderr io.Writer) int {
+	if cfg.Logger != nil {
+		cfg.Logger.Info("starting", "host", cfg.Host, "port", cfg.Port)
+	}
 	if err := portFree(ctx, &cfg); err != nil {
 		return complain(stderr, err)
 	}

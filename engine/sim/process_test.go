@@ -216,7 +216,7 @@ func TestProcessRefusesUntilReady(t *testing.T) {
 	p := launch(t, "--sim-fail", "start-hang")
 	_, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", p.port))
 	require.ErrorIs(t, err, syscall.ECONNREFUSED)
-	time.Sleep(50 * time.Millisecond) // gives a wrong process the time to open its port
+	require.Eventually(t, func() bool { return strings.Contains(p.log(), "msg=starting") }, 20*time.Second, 5*time.Millisecond)
 	_, err = net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", p.port))
 	require.ErrorIs(t, err, syscall.ECONNREFUSED)
 	require.NoError(t, p.cmd.Process.Signal(syscall.SIGTERM))

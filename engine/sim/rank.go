@@ -30,6 +30,7 @@ type rank struct {
 	mu     sync.Mutex // core and meters: also read by /metrics
 	core   *em.Core
 	meters meters
+	kv     *kvPublisher // nil = no events
 
 	group func(em.GroupInput) // lockstep: tells the coordinator; never blocks long
 	died  func()
@@ -155,6 +156,8 @@ func (r *rank) pass(e *em.Effect) {
 		c, _ := e.Req.User.(*choice)
 		c.rejected.Store(true)
 		c.finish(em.FinishError)
+	case em.EffectBlocks:
+		r.blocks(e.Blocks)
 	case em.EffectDied:
 		if r.died != nil {
 			r.died()

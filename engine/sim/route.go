@@ -77,6 +77,10 @@ func (s *Server) route(w http.ResponseWriter, r *http.Request) {
 		s.only(w, get, "GET", func() { s.serverLoad(w) })
 	case "/metrics":
 		s.only(w, get, "GET", func() { s.serveMetrics(w, r) })
+	case "/kv_event_sources":
+		s.only(w, get, "GET", func() { s.kvSources(w) })
+	case "/reset_prefix_cache":
+		s.development(w, post, func() { s.resetCache(w, r) })
 	case "/tokenize":
 		s.only(w, post, "POST", func() { s.tokenize(w, r) })
 	case "/detokenize":
@@ -86,6 +90,15 @@ func (s *Server) route(w http.ResponseWriter, r *http.Request) {
 	default:
 		s.writeJSON(w, http.StatusNotFound, []byte(`{"detail":"Not Found"}`))
 	}
+}
+
+// development lets a POST route pass in the development mode; without it there is no such route.
+func (s *Server) development(w http.ResponseWriter, post bool, serve func()) {
+	if !s.cfg.DevMode {
+		s.writeJSON(w, http.StatusNotFound, []byte(`{"detail":"Not Found"}`))
+		return
+	}
+	s.only(w, post, "POST", serve)
 }
 
 // only lets the right methods pass.

@@ -75,12 +75,10 @@ func New(cfg Config) (*Server, error) {
 		return nil, err
 	}
 	cfg.Model.Lockstep = cfg.lockstep()
+	cfg.Model.BlockEvents = cfg.KVEvents.active()
 	s := &Server{
-		cfg: cfg, set: cfg.settings(), log: cfg.Logger, active: newInflight(), started: time.Now(),
+		cfg: cfg, set: cfg.settings(), log: cfg.logger(), active: newInflight(), started: time.Now(),
 		serverHeader: []string{"uvicorn"}, varyHeader: []string{"Origin"}, jsonHeader: []string{"application/json"},
-	}
-	if s.log == nil {
-		s.log = slog.New(slog.DiscardHandler)
 	}
 	s.ids.Store(uint64(s.started.UnixNano()))
 	for i := range cfg.ranks() {
@@ -89,6 +87,11 @@ func New(cfg Config) (*Server, error) {
 			return nil, err
 		}
 		r.died = s.coreDied
+		if cfg.KVEvents.active() {
+			if r.kv, err = newKVPublisher(&s.cfg, max(i, cfg.DPRank), &s.faults); err != nil {
+				return nil, err
+			}
+		}
 		s.ranks = append(s.ranks, r)
 	}
 	s.http = &http.Server{
@@ -148,6 +151,9 @@ func (s *Server) Listen(ctx context.Context) error {
 		}
 		s.link = l
 	}
+	if err := s.openKV(ctx); err != nil {
+		return err
+	}
 	addr := net.JoinHostPort(s.cfg.Host, strconv.Itoa(s.cfg.Port))
 	inner, err := s.cfg.listen(ctx, addr)
 	if err != nil {
@@ -158,6 +164,27 @@ func (s *Server) Listen(ctx context.Context) error {
 	s.gate = newGate(inner, func() (net.Listener, error) { return s.cfg.listen(again, addr) })
 	s.begin(again)
 	return nil
+}
+
+// openKV opens the event sockets, in front of the port: who asks for them finds them.
+func (s *Server) openKV(ctx context.Context) error {
+	for _, r := range s.ranks {
+		if r.kv == nil {
+			continue
+		}
+		if err := r.kv.open(ctx); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (s *Server) closeKV() {
+	for _, r := range s.ranks {
+		if r.kv != nil {
+			r.kv.close()
+		}
+	}
 }
 
 // begin starts the engine's goroutines and its schedule of faults.
@@ -279,6 +306,7 @@ func (s *Server) Close() error {
 	}
 	s.await(nil, endWait) // handlers end with their connections
 	s.wg.Wait()
+	s.closeKV()
 	return err
 }
 
@@ -306,6 +334,7 @@ func (s *Server) leave(code int, cause string) {
 	}
 	_ = s.http.Close()
 	_ = s.gate.Close()
+	s.closeKV()
 }
 
 // coreDied is called by a rank, inside its turn: requests fail from now on, the process follows.

@@ -1,6 +1,10 @@
 package sim
 
-import "strings"
+import (
+	"strings"
+
+	em "github.com/dpserve/dpserve/enginemodel"
+)
 
 // settings is what the request checks and the answer writers know of the engine; it never changes.
 type settings struct {
@@ -11,12 +15,14 @@ type settings struct {
 	fingerprint   string
 	promptDetails bool
 	forceUsage    bool
+	hashing       em.Hashing
 }
 
 func (c *Config) settings() *settings {
 	return &settings{
 		names: c.Names, maxModelLen: c.Model.MaxModelLen, seed: c.Seed, blockSize: c.Model.BlockSize,
 		fingerprint: c.fingerprint(), promptDetails: c.PromptTokensDetails, forceUsage: c.ForceIncludeUsage,
+		hashing: c.Hashing,
 	}
 }
 

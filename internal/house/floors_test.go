@@ -72,7 +72,7 @@ func (r room) pure() bool { return r.floor == 0 }
 
 // libraries a pure room may link beside the standard library: parsers and hashes, which compute and do nothing else.
 func pureLibraries() []string {
-	return []string{"github.com/goccy/go-yaml", "github.com/zeebo/xxh3", "golang.org/x/exp/", "golang.org/x/text/"}
+	return []string{"github.com/goccy/go-yaml", "github.com/twmb/murmur3", "github.com/zeebo/xxh3", "golang.org/x/exp/", "golang.org/x/text/"}
 }
 
 // testLibraries may be linked by tests and by test/ alone.

@@ -131,7 +131,7 @@ func floorFault(own room, imported string) string {
 		return fmt.Sprintf("imports %s, which is in no room", imported)
 	case other.name == own.name, slices.Contains(own.also, other.name):
 		return ""
-	case own.pure() && other.name == "internal" && folder != "internal/problem":
+	case own.pure() && other.name == "internal" && folder != "internal/problem" && folder != "internal/nearest":
 		return fmt.Sprintf("pure room %s must not import %s", own.name, folder)
 	case other.floor >= own.floor:
 		return fmt.Sprintf("room %s (floor %d) must not import %s (floor %d)", own.name, own.floor, other.name, other.floor)

@@ -188,6 +188,7 @@ func TestTicketOfAVanishedIngressLapses(t *testing.T) {
 		reply := make(chan msg.AdmitReply, 1)
 		require.NoError(t, m.box.TrySend(msg.Admit{Ctx: ctx, ReqID: 1, Epoch: 1, Tokens: 10, Ingress: "elsewhere", Reply: reply}))
 		require.Equal(t, msg.Granted, (<-reply).Refusal)
+		synctest.Wait() // the answer comes before the rank has booked it
 		assert.Equal(t, 1, c.Rank("a", 0, 0).InFlight)
 		vanish()
 		began := time.Now()

@@ -1,0 +1,267 @@
+package kvevents
+
+import (
+	"errors"
+	"fmt"
+	"math"
+)
+
+// Limits of one batch. Beyond them a batch is not decoded at all.
+const (
+	MaxBatchBytes = 16 << 20
+	MaxEvents     = 1 << 16 // events of a batch
+	MaxHashes     = 1 << 18 // block hashes of a batch
+	MaxTokens     = 1 << 22 // token ids of a batch
+	MaxBlockSize  = 1 << 16 // tokens of a block
+	maxText       = 4 << 10
+	maxDepth      = 16
+	maxFields     = 64 // named fields of a map event
+)
+
+// ErrMalformed says that a payload is no event batch, or cannot be trusted to be a whole one.
+var ErrMalformed = errors.New("malformed event batch")
+
+// kind is what an event is.
+type kind uint8
+
+const (
+	kindStored kind = iota
+	kindRemoved
+	kindCleared
+)
+
+// Decoder turns payloads into events. It keeps its buffers: after a few batches it allocates nothing but unusual names. Not safe for
+// concurrent use.
+type Decoder struct {
+	events  []decoded
+	hashes  []Hash
+	tokens  []uint32
+	extra   [][]byte
+	names   map[string]string // interned texts, bounded
+	stored  Stored            // what the sink sees
+	removed Removed
+}
+
+// decoded is one event of the batch at hand; the spans are into the Decoder's buffers.
+type decoded struct {
+	kind   kind
+	fields fields
+	hashes span
+	tokens span
+	extra  span
+}
+
+type span struct{ from, to int }
+
+func (s span) len() int { return s.to - s.from }
+
+// fields are the scalars of an event.
+type fields struct {
+	parent    Hash
+	blockSize int
+	loraID    int64
+	loraName  string
+	medium    string
+	group     int
+	spec      string
+	locality  string
+	hasExtra  bool
+}
+
+// Batch is what a payload holds beside its events.
+type Batch struct {
+	TS        float64 // the engine's clock, seconds
+	Rank      int     // as the engine numbers itself, -1 = not told; identity comes from the socket, never from here
+	Events    int     // that were decoded
+	Unknown   int     // events of unknown types, skipped
+	Malformed int     // BlockStored events that contradict themselves, skipped: nothing else changes
+}
+
+// Decode reads a whole payload before anything of it is delivered; Deliver hands its events on. On an error (wrapping ErrMalformed)
+// there is nothing to deliver: not msgpack, cut off, beyond a limit, or a removal that cannot be read (skipping one would leave blocks
+// that are gone).
+func (d *Decoder) Decode(payload []byte) (Batch, error) {
+	d.events, d.hashes, d.tokens, d.extra = d.events[:0], d.hashes[:0], d.tokens[:0], d.extra[:0]
+	batch, err := d.decode(payload)
+	if err != nil {
+		d.events = d.events[:0]
+		return Batch{}, err
+	}
+	batch.Events = len(d.events)
+	return batch, nil
+}
+
+func (d *Decoder) decode(payload []byte) (Batch, error) {
+	if len(payload) > MaxBatchBytes {
+		return Batch{}, fmt.Errorf("%w: %d bytes", ErrMalformed, len(payload))
+	}
+	r := reader{b: payload}
+	batch, n, err := header(&r)
+	if err != nil {
+		return Batch{}, err
+	}
+	count, ok := r.array()
+	if !ok || count > MaxEvents {
+		return Batch{}, fmt.Errorf("%w: no list of events, or more than %d", ErrMalformed, MaxEvents)
+	}
+	for i := range count {
+		if err := d.event(&r, &batch); err != nil {
+			return Batch{}, fmt.Errorf("event %d: %w", i, err)
+		}
+	}
+	return batch, trailer(&r, n-2, &batch)
+}
+
+// header reads the head of a batch up to its events: [ts, events, rank?, …] has n elements.
+func header(r *reader) (b Batch, n int, err error) {
+	n, ok := r.array()
+	if !ok || n < 2 {
+		return Batch{}, 0, fmt.Errorf("%w: no array of time and events", ErrMalformed)
+	}
+	ts, ok := r.float()
+	if !ok || math.IsNaN(ts) || math.IsInf(ts, 0) {
+		return Batch{}, 0, fmt.Errorf("%w: no time", ErrMalformed)
+	}
+	return Batch{TS: ts, Rank: -1}, n, nil
+}
+
+// trailer reads what stands behind the events: the rank, and elements of versions to come. Bytes behind the batch are refused.
+func trailer(r *reader, n int, b *Batch) error {
+	if n > 0 && !r.null() {
+		rank, ok := r.unsigned()
+		if !ok || rank > math.MaxInt32 {
+			return fmt.Errorf("%w: the rank is no rank", ErrMalformed)
+		}
+		b.Rank = int(rank)
+	}
+	for range n - 1 {
+		if !r.skip(maxDepth) {
+			return fmt.Errorf("%w: cut off behind the events", ErrMalformed)
+		}
+	}
+	if r.rest() > 0 {
+		return fmt.Errorf("%w: %d bytes behind its end", ErrMalformed, r.rest())
+	}
+	return nil
+}
+
+// event reads one event of either shape. Its extent is settled first, so that what is wrong inside cannot shift what follows.
+func (d *Decoder) event(r *reader, b *Batch) error {
+	from := r.i
+	if !r.skip(maxDepth) {
+		return fmt.Errorf("%w: cut off or nested too deep", ErrMalformed)
+	}
+	own := reader{b: r.b[from:r.i]}
+	hashes, tokens, extra := len(d.hashes), len(d.tokens), len(d.extra)
+	e := decoded{fields: fields{loraID: -1}}
+	verdict := d.shape(&own, &e)
+	switch verdict {
+	case fine:
+		e.hashes, e.tokens, e.extra = span{hashes, len(d.hashes)}, span{tokens, len(d.tokens)}, span{extra, len(d.extra)}
+		verdict = d.check(&e)
+	case unknown, bad, fatal:
+	}
+	switch verdict {
+	case fine:
+		d.events = append(d.events, e)
+		return nil
+	case unknown:
+		b.Unknown++
+	case bad:
+		b.Malformed++
+	case fatal:
+		return fmt.Errorf("%w: unreadable removal, or beyond a limit", ErrMalformed)
+	}
+	d.hashes, d.tokens, d.extra = d.hashes[:hashes], d.tokens[:tokens], d.extra[:extra]
+	return nil
+}
+
+// verdict is what becomes of an event.
+type verdict uint8
+
+const (
+	fine    verdict = iota
+	unknown         // skipped, counted
+	bad             // skipped, counted: a Stored that contradicts itself
+	fatal           // the whole batch is refused
+)
+
+// check looks at a readable event as a whole.
+func (d *Decoder) check(e *decoded) verdict {
+	if e.kind != kindStored || !indexed(e.fields.spec) {
+		return fine // nobody sees the others
+	}
+	hashes := d.hashes[e.hashes.from:e.hashes.to]
+	if len(hashes) > 0 && (e.fields.blockSize < 1 || e.tokens.len() != len(hashes)*e.fields.blockSize) {
+		return bad // hashes omitted inside a span, or nonsense: positions would be wrong
+	}
+	if e.fields.hasExtra && e.extra.len() != len(hashes) {
+		return bad
+	}
+	for i, h := range hashes {
+		if h == e.fields.parent || i > 0 && h == hashes[i-1] {
+			return bad // its own parent
+		}
+	}
+	return fine
+}
+
+// Deliver hands the decoded events to sink, in order, those of groups that cannot be indexed excepted.
+func (d *Decoder) Deliver(sink Sink, groups *Groups) {
+	for i := range d.events {
+		e := &d.events[i]
+		switch e.kind {
+		case kindCleared:
+			sink.Cleared()
+		case kindRemoved:
+			if e.hashes.len() > 0 && groups.removed(e) {
+				d.removed = Removed{
+					Hashes: d.hashes[e.hashes.from:e.hashes.to], Medium: e.fields.medium, Group: e.fields.group, Locality: e.fields.locality,
+				}
+				sink.Removed(&d.removed)
+			}
+		case kindStored:
+			if e.hashes.len() > 0 && groups.stored(e) {
+				d.fill(e)
+				sink.Stored(&d.stored)
+			}
+		}
+	}
+}
+
+func (d *Decoder) fill(e *decoded) {
+	f := &e.fields
+	d.stored = Stored{
+		Hashes: d.hashes[e.hashes.from:e.hashes.to], Parent: f.parent, Tokens: d.tokens[e.tokens.from:e.tokens.to],
+		BlockSize: f.blockSize, Medium: f.medium, LoraName: f.loraName, LoraID: f.loraID, Group: f.group, Kind: f.spec, Locality: f.locality,
+	}
+	if f.hasExtra {
+		d.stored.Extra = d.extra[e.extra.from:e.extra.to]
+	}
+}
+
+// cleared says whether the batch at hand has an AllBlocksCleared.
+func (d *Decoder) cleared() bool {
+	for i := range d.events {
+		if d.events[i].kind == kindCleared {
+			return true
+		}
+	}
+	return false
+}
+
+// maxNames bounds the interned texts of one decoder: media, adapters, kinds.
+const maxNames = 1024
+
+// name makes a string of b, once per different text.
+func (d *Decoder) name(b []byte) string {
+	if s, ok := d.names[string(b)]; ok {
+		return s
+	}
+	if d.names == nil || len(d.names) >= maxNames {
+		d.names = make(map[string]string)
+	}
+	s := string(b)
+	d.names[s] = s
+	return s
+}

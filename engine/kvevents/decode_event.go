@@ -1,0 +1,341 @@
+package kvevents
+
+import (
+	"math"
+	"slices"
+)
+
+// field is one member of an event; its order is that of the array shape.
+type field uint8
+
+const (
+	fieldHashes field = iota
+	fieldParent
+	fieldTokens
+	fieldBlockSize
+	fieldLoraID
+	fieldMedium
+	fieldLoraName
+	fieldExtra
+	fieldGroup
+	fieldSpec
+	fieldWindow
+	fieldLocality
+	fieldOther
+)
+
+// storedFields and removedFields are the array shapes: read by length, the tail may be missing, more may follow (ENGINES 5.2).
+var (
+	storedFields = [...]field{ //nolint:gochecknoglobals // a constant table
+		fieldHashes, fieldParent, fieldTokens, fieldBlockSize, fieldLoraID, fieldMedium, fieldLoraName, fieldExtra, fieldGroup, fieldSpec,
+		fieldWindow, fieldLocality,
+	}
+	removedFields = [...]field{fieldHashes, fieldMedium, fieldGroup, fieldLocality} //nolint:gochecknoglobals // a constant table
+)
+
+func fieldOf(name []byte) field {
+	switch string(name) {
+	case "block_hashes":
+		return fieldHashes
+	case "parent_block_hash":
+		return fieldParent
+	case "token_ids":
+		return fieldTokens
+	case "block_size":
+		return fieldBlockSize
+	case "lora_id":
+		return fieldLoraID
+	case "medium":
+		return fieldMedium
+	case "lora_name":
+		return fieldLoraName
+	case "extra_keys":
+		return fieldExtra
+	case "group_idx":
+		return fieldGroup
+	case "kv_cache_spec_kind":
+		return fieldSpec
+	case "locality":
+		return fieldLocality
+	}
+	return fieldOther
+}
+
+func kindOf(name []byte) (kind, bool) {
+	switch string(name) {
+	case "BlockStored":
+		return kindStored, true
+	case "BlockRemoved":
+		return kindRemoved, true
+	case "AllBlocksCleared":
+		return kindCleared, true
+	}
+	return 0, false
+}
+
+// shape decides per event, never by version: an array or a map.
+func (d *Decoder) shape(r *reader, e *decoded) verdict {
+	if n, ok := r.array(); ok {
+		return d.arrayEvent(r, n, e)
+	}
+	if n, ok := r.mapping(); ok {
+		return d.mapEvent(r, n, e)
+	}
+	return unknown
+}
+
+func (d *Decoder) arrayEvent(r *reader, n int, e *decoded) verdict {
+	if n == 0 {
+		return unknown
+	}
+	name, ok := r.text(maxText)
+	if !ok {
+		return unknown
+	}
+	if e.kind, ok = kindOf(name); !ok {
+		return unknown
+	}
+	order := storedFields[:]
+	switch e.kind {
+	case kindRemoved:
+		order = removedFields[:]
+	case kindCleared:
+		return fine
+	case kindStored:
+	}
+	for i := range min(n-1, len(order)) {
+		if v := d.field(r, order[i], e); v != fine {
+			return v
+		}
+	}
+	return d.complete(n > 1, e)
+}
+
+// mapEvent reads the fields in the order they come, the type first or last.
+func (d *Decoder) mapEvent(r *reader, n int, e *decoded) verdict {
+	if n > maxFields {
+		return fatal
+	}
+	known, from := false, r.i
+	for range n {
+		key, ok := r.text(maxText)
+		if !ok {
+			key = nil
+			r.skip(maxDepth)
+		}
+		if string(key) != "type" {
+			r.skip(maxDepth)
+			continue
+		}
+		name, ok := r.text(maxText)
+		if !ok {
+			return unknown
+		}
+		if e.kind, known = kindOf(name); !known {
+			return unknown
+		}
+		break
+	}
+	if !known {
+		return unknown
+	}
+	if e.kind == kindCleared {
+		return fine
+	}
+	r.i = from
+	return d.members(r, n, e)
+}
+
+func (d *Decoder) members(r *reader, n int, e *decoded) verdict {
+	var hashes bool
+	for range n {
+		key, ok := r.text(maxText)
+		if !ok {
+			r.skip(maxDepth)
+		}
+		f := fieldOf(key)
+		if f == fieldHashes && hashes {
+			return e.spoiled() // twice
+		}
+		hashes = hashes || f == fieldHashes
+		if v := d.field(r, f, e); v != fine {
+			return v
+		}
+	}
+	return d.complete(hashes, e)
+}
+
+// complete: an event without hashes is none.
+func (*Decoder) complete(hashes bool, e *decoded) verdict {
+	if !hashes {
+		return e.spoiled()
+	}
+	return fine
+}
+
+// spoiled is the verdict on an event that cannot be read: without a store less is known than there is, without a removal more.
+func (e *decoded) spoiled() verdict {
+	if e.kind == kindRemoved {
+		return fatal
+	}
+	return bad
+}
+
+// field reads one member; nil stands for its default everywhere.
+func (d *Decoder) field(r *reader, f field, e *decoded) verdict {
+	if f == fieldOther || f == fieldWindow || e.kind == kindRemoved && !removable(f) {
+		if !r.skip(maxDepth) {
+			return fatal
+		}
+		return fine
+	}
+	if f != fieldHashes && r.null() {
+		return fine
+	}
+	if v := d.value(r, f, e); v != fine {
+		if v == bad {
+			return e.spoiled()
+		}
+		return v
+	}
+	return fine
+}
+
+func removable(f field) bool {
+	return f == fieldHashes || f == fieldMedium || f == fieldGroup || f == fieldLocality
+}
+
+func (d *Decoder) value(r *reader, f field, e *decoded) verdict {
+	switch f {
+	case fieldHashes:
+		return d.hashList(r)
+	case fieldParent:
+		h, ok := r.hash()
+		e.fields.parent = h
+		return readable(ok)
+	case fieldTokens:
+		return d.tokenList(r)
+	case fieldBlockSize:
+		n, ok := r.unsigned()
+		e.fields.blockSize = int(min(n, MaxBlockSize+1))
+		return readable(ok && n <= MaxBlockSize)
+	case fieldLoraID:
+		v, _, ok := r.integer()
+		e.fields.loraID = int64(v) //nolint:gosec // two's complement
+		return readable(ok)
+	case fieldGroup:
+		n, ok := r.unsigned()
+		e.fields.group = int(min(n, math.MaxInt32))
+		return readable(ok && n < maxGroups)
+	case fieldExtra:
+		e.fields.hasExtra = true
+		return d.extraList(r)
+	case fieldMedium:
+		return d.text(r, &e.fields.medium)
+	case fieldLoraName:
+		return d.text(r, &e.fields.loraName)
+	case fieldSpec:
+		return d.text(r, &e.fields.spec)
+	case fieldLocality:
+		return d.text(r, &e.fields.locality)
+	case fieldWindow, fieldOther:
+	}
+	return fine
+}
+
+func readable(ok bool) verdict {
+	if ok {
+		return fine
+	}
+	return bad
+}
+
+func (d *Decoder) text(r *reader, to *string) verdict {
+	b, ok := r.text(maxText)
+	if ok {
+		*to = d.name(b)
+	}
+	return readable(ok)
+}
+
+// hash takes an integer or raw bytes.
+func (r *reader) hash() (Hash, bool) {
+	if v, _, ok := r.integerHash(); ok {
+		return v, true
+	}
+	b, ok := r.bin(MaxHashBytes)
+	if !ok {
+		return Hash{}, false
+	}
+	return BytesHash(b)
+}
+
+func (r *reader) integerHash() (h Hash, negative, ok bool) {
+	v, negative, ok := r.integer()
+	if !ok {
+		return Hash{}, false, false
+	}
+	if negative {
+		return IntHash(int64(v)), true, true //nolint:gosec // two's complement
+	}
+	return UintHash(v), false, true
+}
+
+func (d *Decoder) hashList(r *reader) verdict {
+	n, ok := r.array()
+	if !ok {
+		return bad
+	}
+	if len(d.hashes)+n > MaxHashes {
+		return fatal
+	}
+	for range n {
+		h, ok := r.hash()
+		if !ok {
+			return bad
+		}
+		d.hashes = append(d.hashes, h)
+	}
+	return fine
+}
+
+func (d *Decoder) tokenList(r *reader) verdict {
+	n, ok := r.array()
+	if !ok {
+		return bad
+	}
+	if len(d.tokens)+n > MaxTokens {
+		return fatal
+	}
+	d.tokens = slices.Grow(d.tokens, n)
+	for range n {
+		id, ok := r.token()
+		if !ok {
+			return bad
+		}
+		d.tokens = append(d.tokens, id)
+	}
+	return fine
+}
+
+func (d *Decoder) extraList(r *reader) verdict {
+	n, ok := r.array()
+	if !ok {
+		return bad
+	}
+	if len(d.extra)+n > MaxHashes {
+		return fatal
+	}
+	for range n {
+		from := r.i
+		if r.null() {
+			d.extra = append(d.extra, nil)
+			continue
+		}
+		if !r.skip(maxDepth) {
+			return bad
+		}
+		d.extra = append(d.extra, r.b[from:r.i])
+	}
+	return fine
+}

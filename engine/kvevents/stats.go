@@ -1,0 +1,57 @@
+package kvevents
+
+import "time"
+
+// Stats are counters of one subscription since its start, and its state.
+type Stats struct {
+	Connected bool // the event socket has its engine
+	Synced    bool // there is a baseline: blocks are known and events are followed in order
+	Partial   bool // the engine may hold blocks that are not known (ring too short, replay failed, unreadable batch)
+	Replaying bool
+	LastSeq   uint64    // of the newest batch applied; only while Synced
+	LastEvent time.Time // when the newest batch came (live); zero = none yet
+
+	Batches    uint64 // applied, live and replayed
+	Stored     uint64 // events
+	Removed    uint64
+	Cleared    uint64
+	Blocks     uint64 // block hashes in Stored events
+	Unknown    uint64 // events of unknown types
+	Malformed  uint64 // Stored events that contradict themselves
+	BadBatches uint64 // payloads that are no batch
+	BadFrames  uint64 // messages that are not three frames with a sequence number
+	Skipped    uint64 // events of groups that cannot be indexed
+
+	Duplicates     uint64 // batches seen before
+	Stragglers     uint64 // batches of before a gap that was given up
+	Gaps           uint64 // batches were missing
+	Overflows      uint64 // the own queue was full: a gap too
+	Replays        uint64 // asked
+	ReplayFailures uint64
+	Resets         uint64 // times the blocks were dropped
+	Restarts       uint64 // new incarnations recognised
+	Connects       uint64
+	Disconnects    uint64
+	Refused        uint64 // peers that may not publish here
+}
+
+// Silence is the alarm on "requests complete, but no events come" (ENGINES 7.3). It is pure: the time is handed in. The zero value
+// begins with its first Check.
+type Silence struct {
+	batches, completed uint64
+	since              time.Time
+	began              bool
+}
+
+// Check tells how long requests have completed without a batch; 0 where events flow or nothing completes. batches and completed are
+// counters. The caller compares the result with its limit (30 s by ACCEPTANCE KV10).
+func (s *Silence) Check(now time.Time, batches, completed uint64) time.Duration {
+	if !s.began || batches != s.batches || completed < s.completed {
+		*s = Silence{batches: batches, completed: completed, since: now, began: true}
+		return 0
+	}
+	if completed == s.completed {
+		return 0
+	}
+	return now.Sub(s.since)
+}

@@ -1,0 +1,259 @@
+// Package kvevents follows the KV-cache events of engine ranks: it subscribes to an engine's ZeroMQ publisher, puts batches into their
+// order, fetches missing ones from the engine's replay socket, notices new incarnations, and hands events to a Sink. What it hands on
+// is exactly what the engine did, or visibly partial. See DESIGN.md.
+package kvevents
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"sync"
+	"time"
+
+	"github.com/dpserve/dpserve/engine/kvevents/zmtp"
+)
+
+// tickInterval is how often the clock is looked at: cooldowns, checks of a silent stream.
+const tickInterval = 250 * time.Millisecond
+
+// ErrStarted is given by a second Start.
+var ErrStarted = errors.New("kv event subscriber was started before")
+
+// Config is one subscription: one rank, one incarnation or, for attached engines, any number of them.
+type Config struct {
+	Endpoints Endpoints
+	Hosts     Hosts
+	Topic     string   // prefix of the topics; "" = all
+	FirstSeq  uint64   // the engine's first sequence number: 0, 1 for llm-d-inference-sim
+	Sink      Sink     // required
+	Replays   *Replays // shared by the subscriptions of a node; nil = unbounded
+
+	Logger *slog.Logger // nil = silent
+	// Dial and Listen replace the network (tests on memory transports); nil = net.
+	Dial   func(ctx context.Context, addr string) (net.Conn, error)
+	Listen func(ctx context.Context, addr string) (net.Listener, error)
+}
+
+// Subscriber follows one rank. Safe for concurrent use.
+type Subscriber struct {
+	cfg   Config
+	addr  addresses
+	log   *slog.Logger
+	queue *queue
+
+	cancel context.CancelFunc
+	server *zmtp.Server // where the engine dials
+	wg     sync.WaitGroup
+
+	mu      sync.Mutex
+	current *zmtp.Conn
+	conns   uint64
+	stats   Stats
+	refused uint64
+	started bool
+	closed  bool
+}
+
+// New checks the configuration. Errors: problem.InvalidArgument for endpoints that may not be used.
+func New(cfg Config) (*Subscriber, error) {
+	addr, err := cfg.Endpoints.resolve(cfg.Hosts)
+	if err != nil {
+		return nil, err
+	}
+	s := &Subscriber{cfg: cfg, addr: addr, log: cfg.Logger, queue: newQueue(), stats: Stats{Partial: true}}
+	if s.log == nil {
+		s.log = slog.New(slog.DiscardHandler)
+	}
+	return s, nil
+}
+
+// Start binds, where the engine dials, and begins to follow. ctx bounds the start only; Close ends the subscription.
+func (s *Subscriber) Start(ctx context.Context) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.started || s.closed {
+		return ErrStarted
+	}
+	if s.addr.bind != "" {
+		l, err := s.listen(ctx)
+		if err != nil {
+			return fmt.Errorf("listen for kv events on %s: %w", s.addr.bind, err)
+		}
+		s.server = zmtp.NewServer(l, zmtp.Sub, zmtp.DefaultLimits(), maxPeers, s.admit, s.read)
+		s.server.Start()
+	}
+	s.started = true
+	life, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	s.cancel = cancel
+	if s.addr.connect != "" {
+		s.wg.Go(func() { s.dialLoop(life) })
+	}
+	s.wg.Go(func() { s.follow(life) })
+	return nil
+}
+
+func (s *Subscriber) listen(ctx context.Context) (net.Listener, error) {
+	if s.cfg.Listen != nil {
+		return s.cfg.Listen(ctx, s.addr.bind)
+	}
+	var lc net.ListenConfig
+	return lc.Listen(ctx, "tcp", s.addr.bind)
+}
+
+// admit refuses publishers from elsewhere.
+func (s *Subscriber) admit(a net.Addr) bool {
+	if s.cfg.Hosts.accepts(a) {
+		return true
+	}
+	s.mu.Lock()
+	s.refused++
+	s.mu.Unlock()
+	s.log.Warn("a peer that is no declared engine tried to publish kv events", "peer", a.String())
+	return false
+}
+
+// Addr is where it listens for the engine; nil if it dials.
+func (s *Subscriber) Addr() net.Addr {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.server == nil {
+		return nil
+	}
+	return s.server.Addr()
+}
+
+// Stats is a snapshot.
+func (s *Subscriber) Stats() Stats {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	out := s.stats
+	out.Refused = s.refused
+	return out
+}
+
+// Close ends the subscription and waits; the Sink is not called any more. It may be called often.
+func (s *Subscriber) Close() error {
+	s.mu.Lock()
+	s.closed = true
+	cancel, server := s.cancel, s.server
+	s.mu.Unlock()
+	if cancel != nil {
+		cancel()
+	}
+	var err error
+	if server != nil {
+		err = server.Close()
+	}
+	s.wg.Wait()
+	return err
+}
+
+// follow is the one goroutine that decides and calls the Sink.
+func (s *Subscriber) follow(ctx context.Context) {
+	f := &follower{s: s, t: newTracker(s.cfg.FirstSeq, s.addr.replay != "", s.cfg.Sink), answers: make(chan answer, replayBacklog)}
+	defer f.end()
+	tick := time.NewTicker(tickInterval)
+	defer tick.Stop()
+	var spare []item
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-s.queue.kick:
+			items := s.queue.take(spare)
+			for i := range items {
+				f.item(ctx, &items[i])
+			}
+			clear(items)
+			spare = items
+		case a := <-f.answers:
+			f.answer(a)
+		case now := <-tick.C:
+			f.t.tick(now)
+		}
+		f.launch(ctx)
+		f.publish()
+	}
+}
+
+// follower is the tracker in its goroutine.
+type follower struct {
+	s       *Subscriber
+	t       *tracker
+	conn    uint64 // the connection whose messages count
+	answers chan answer
+	cancel  context.CancelFunc // of the replay that runs
+	done    chan struct{}
+}
+
+func (f *follower) item(ctx context.Context, it *item) {
+	now := time.Now()
+	if it.kind == itemConnect {
+		if f.t.connected {
+			f.t.disconnect()
+		}
+		f.conn = it.conn
+		f.t.connect(now)
+		f.launch(ctx)
+		return
+	}
+	if it.conn != f.conn {
+		return // of a connection that was replaced
+	}
+	switch it.kind {
+	case itemMessage:
+		f.t.live(now, it.msg)
+	case itemDisconnect:
+		f.t.disconnect()
+	case itemOverflow:
+		f.t.overflow(now)
+	case itemBadFrames:
+		f.t.stats.BadFrames++
+	case itemConnect:
+	}
+}
+
+func (f *follower) answer(a answer) {
+	switch {
+	case !f.t.running(a.id):
+	case a.end:
+		f.t.replayEnd(time.Now(), a.err)
+	default:
+		f.t.replayed(time.Now(), a.msg)
+	}
+}
+
+// launch runs the replay that the tracker wants; the one before has lost its purpose.
+func (f *follower) launch(ctx context.Context) {
+	a := f.t.take()
+	if a == nil {
+		return
+	}
+	f.end()
+	ctx, f.cancel = context.WithCancel(ctx)
+	f.done = make(chan struct{})
+	done := f.done
+	go func() {
+		defer close(done)
+		f.s.replay(ctx, *a, f.answers)
+	}()
+}
+
+// end stops the replay that runs and waits for it.
+func (f *follower) end() {
+	if f.cancel == nil {
+		return
+	}
+	f.cancel()
+	<-f.done
+	f.cancel = nil
+}
+
+func (f *follower) publish() {
+	stats := f.t.snapshot()
+	f.s.mu.Lock()
+	f.s.stats = stats
+	f.s.mu.Unlock()
+}

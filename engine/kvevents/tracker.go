@@ -1,0 +1,368 @@
+package kvevents
+
+import (
+	"encoding/binary"
+	"math"
+	"time"
+
+	"github.com/zeebo/xxh3"
+)
+
+// Times and bounds of a tracker.
+const (
+	ReplayCooldown  = 30 * time.Second // after a failed replay
+	tailDelay       = 2 * time.Second  // silence after which the end of the stream is checked: a lost last batch makes no gap
+	tailInterval    = 30 * time.Second // between such checks of a stream that stays silent
+	maxPending      = 4096             // live batches kept while a replay runs
+	maxPendingBytes = 32 << 20
+	maxRounds       = 8 // replays in a row that did not reach the live stream
+	recentSize      = 256
+)
+
+// seqReset is the sequence number of an end marker and of "publisher shuts down" (−1).
+const seqReset = math.MaxUint64
+
+// message is one batch with its number.
+type message struct {
+	seq     uint64
+	payload []byte
+}
+
+// replayMode is why a replay was asked.
+type replayMode uint8
+
+const (
+	replayNone   replayMode = iota
+	replayFull              // everything there is: a baseline
+	replayGap               // from the first missing batch
+	replayVerify            // after a reconnect, from the last batch on: is it the same engine?
+	replayTail              // after silence, from the batch behind the last
+)
+
+// ask is a replay to be run.
+type ask struct {
+	id   uint64 // counts asks: results of older ones are ignored
+	from uint64
+}
+
+// tracker decides in which order batches reach the sink, and when that is no longer possible. It is pure: the time is an argument,
+// nothing blocks, replays are run by its owner (want). See DESIGN.md for its states.
+type tracker struct {
+	first   uint64 // the engine's first sequence number
+	replays bool   // there is a replay endpoint
+	sink    Sink
+	decoder Decoder
+	groups  Groups
+
+	connected bool
+	have      bool   // next is known
+	suspect   bool   // the connection is new: what is known may be of an engine that is gone
+	next      uint64 // the number of the next batch
+	high      uint64 // what next was when it was lost; 0 = nothing to compare with
+	lastTS    float64
+	recent    [recentSize]print // by seq modulo its size
+
+	mode    replayMode // of the replay that runs
+	seen    bool       // it brought a batch
+	want    *ask       // not yet taken by the owner
+	asked   uint64
+	rounds  int
+	pending []message
+	bytes   int    // of pending
+	lost    bool   // pending overflowed
+	healed  uint64 // the unreadable batch that was asked for last
+
+	cooldown time.Time // no replay before
+	fullAt   time.Time // try again for a full baseline; zero = no need
+	tailAt   time.Time // check the end of the stream
+	stats    Stats
+}
+
+// print recognises a batch that was seen before.
+type print struct {
+	seq uint64
+	sum uint64
+	set bool
+}
+
+func newTracker(first uint64, replays bool, sink Sink) *tracker {
+	return &tracker{first: first, replays: replays, sink: sink, healed: seqReset, stats: Stats{Partial: true}}
+}
+
+// connect: the event socket has its engine, a new connection.
+func (t *tracker) connect(now time.Time) {
+	t.connected, t.rounds, t.suspect = true, 0, t.have
+	t.stats.Connects++
+	switch {
+	case !t.replays:
+	case !t.have || t.wantsFull():
+		t.start(now, replayFull, 0)
+	case t.next == t.first:
+		t.start(now, replayFull, 0) // nothing was seen that could be compared
+	default:
+		t.start(now, replayVerify, t.next-1)
+	}
+}
+
+// disconnect: the connection is gone; so may be batches, and the engine.
+func (t *tracker) disconnect() {
+	t.connected = false
+	t.stats.Disconnects++
+	t.stop()
+	t.dropPending()
+	if !t.replays && t.have {
+		t.reset(true)
+	}
+}
+
+// reset drops the blocks; the next live batch is the new baseline.
+func (t *tracker) reset(partial bool) {
+	if t.have {
+		t.high = t.next
+	}
+	t.have, t.suspect = false, false
+	t.recent = [recentSize]print{}
+	t.groups.forget()
+	t.stats.Partial = partial
+	t.stats.Resets++
+	t.sink.Reset(partial)
+}
+
+// restart: the engine is a new incarnation.
+func (t *tracker) restart(now time.Time) {
+	t.stats.Restarts++
+	t.reset(true)
+	t.high, t.healed = 0, seqReset
+	if t.replays {
+		t.start(now, replayFull, 0)
+	}
+}
+
+// base makes seq the next number, with nothing known of what was before it.
+func (t *tracker) base(seq uint64) {
+	t.reset(seq > t.first)
+	if seq < t.high {
+		t.stats.Restarts++
+	}
+	t.have, t.next, t.high = true, seq, 0
+}
+
+// live takes one batch from the event socket.
+func (t *tracker) live(now time.Time, m message) {
+	t.stats.LastEvent = now
+	t.tailAt = now.Add(tailDelay)
+	if t.mode != replayNone {
+		t.wait(m)
+		return
+	}
+	if t.order(now, m) {
+		t.rounds = 0
+		return
+	}
+	t.wait(m)
+}
+
+// wait keeps a batch until the replay has ended.
+func (t *tracker) wait(m message) {
+	if len(t.pending) >= maxPending || t.bytes+len(m.payload) > maxPendingBytes {
+		t.dropPending()
+		t.lost = true
+		t.stats.Overflows++
+		return
+	}
+	t.pending = append(t.pending, m)
+	t.bytes += len(m.payload)
+}
+
+func (t *tracker) dropPending() {
+	clear(t.pending)
+	t.pending, t.bytes, t.lost = t.pending[:0], 0, false
+}
+
+// order applies m if its turn has come; false = a replay has to come first.
+func (t *tracker) order(now time.Time, m message) bool {
+	switch {
+	case m.seq == seqReset:
+		t.restart(now)
+		return true
+	case !t.have:
+		t.base(m.seq)
+	case m.seq < t.next:
+		return t.old(now, m)
+	case m.seq > t.next:
+		t.stats.Gaps++
+		if t.replays {
+			if t.start(now, replayGap, t.next); t.mode != replayNone {
+				return false
+			}
+		}
+		t.base(m.seq)
+	}
+	if t.apply(m) {
+		return true
+	}
+	if t.replays && t.healed != m.seq && t.rounds < maxRounds && !now.Before(t.cooldown) { // the wire may have damaged what the ring has whole
+		t.healed = m.seq
+		t.start(now, replayGap, t.next)
+		return false
+	}
+	t.giveUp(m)
+	if t.fullAt.IsZero() {
+		t.fullAt = now.Add(ReplayCooldown)
+	}
+	return true
+}
+
+// old judges a batch whose number has passed: a duplicate, a straggler from before a gap, or a new incarnation.
+func (t *tracker) old(now time.Time, m message) bool {
+	known, same := t.knows(m)
+	if known && same {
+		t.stats.Duplicates++
+		return true
+	}
+	b, err := t.decoder.Decode(m.payload)
+	switch {
+	case err != nil: // damaged, and not needed
+		t.stats.BadBatches++
+		return true
+	case !known && b.TS < t.lastTS:
+		t.stats.Stragglers++
+		return true
+	}
+	t.restart(now)
+	if t.mode != replayNone {
+		return false
+	}
+	return t.order(now, m)
+}
+
+// knows says whether the number of m was seen lately, and whether its content was the same.
+func (t *tracker) knows(m message) (known, same bool) {
+	p := &t.recent[m.seq%recentSize]
+	known = p.set && p.seq == m.seq
+	return known, known && p.sum == xxh3.Hash(m.payload)
+}
+
+// apply decodes the batch whose turn it is; false = it is unreadable and its turn remains.
+func (t *tracker) apply(m message) bool {
+	b, err := t.decoder.Decode(m.payload)
+	if err != nil {
+		t.stats.BadBatches++
+		return false
+	}
+	t.step(m)
+	t.lastTS = b.TS
+	t.stats.Batches++
+	t.stats.Unknown += uint64(b.Unknown)     //nolint:gosec // counts are not negative
+	t.stats.Malformed += uint64(b.Malformed) //nolint:gosec // counts are not negative
+	t.decoder.Deliver(counting{t}, &t.groups)
+	t.stats.Skipped = t.groups.Skipped
+	if t.decoder.cleared() {
+		t.stats.Partial = false // nothing is left that could be unknown
+		t.fullAt = time.Time{}
+	}
+	return true
+}
+
+// step books that m had its turn.
+func (t *tracker) step(m message) {
+	t.recent[m.seq%recentSize] = print{seq: m.seq, sum: xxh3.Hash(m.payload), set: true}
+	t.next = m.seq + 1
+}
+
+// giveUp passes an unreadable batch: what is known stays, but it is no longer all there is.
+func (t *tracker) giveUp(m message) {
+	t.step(m)
+	t.stats.Partial = true
+}
+
+// drain applies what came meanwhile.
+func (t *tracker) drain(now time.Time) {
+	for len(t.pending) > 0 && t.mode == replayNone {
+		m := t.pending[0]
+		if !t.order(now, m) {
+			return
+		}
+		t.pending[0] = message{}
+		t.pending = t.pending[1:]
+		t.bytes -= len(m.payload)
+	}
+	if t.mode != replayNone {
+		return
+	}
+	t.pending = nil
+	if t.lost && t.have && t.replays {
+		t.lost = false
+		t.start(now, replayTail, t.next) // perhaps this replay brought them all
+		return
+	}
+	t.rounds = 0
+}
+
+// overflow: live batches were dropped in front of the tracker.
+func (t *tracker) overflow(now time.Time) {
+	t.stats.Overflows++
+	switch {
+	case t.mode != replayNone:
+		t.lost = true
+	case t.have && t.replays:
+		t.start(now, replayTail, t.next)
+	case t.have:
+		t.reset(true)
+	}
+}
+
+// tick does what is due.
+func (t *tracker) tick(now time.Time) {
+	if !t.connected || !t.replays || t.mode != replayNone || now.Before(t.cooldown) {
+		return
+	}
+	switch {
+	case t.wantsFull() && !now.Before(t.fullAt):
+		t.start(now, replayFull, 0)
+	case t.have && !t.tailAt.IsZero() && !now.Before(t.tailAt):
+		t.start(now, replayTail, t.next)
+	}
+}
+
+// wantsFull says that a replay was not possible, and that another one could still tell more than is known.
+func (t *tracker) wantsFull() bool { return !t.fullAt.IsZero() && (t.stats.Partial || !t.have) }
+
+// snapshot is the state for readers.
+func (t *tracker) snapshot() Stats {
+	s := t.stats
+	s.Connected, s.Synced, s.Replaying = t.connected, t.have, t.mode != replayNone
+	if t.have {
+		s.LastSeq = t.next - 1
+	}
+	return s
+}
+
+// counting is the sink with its counters.
+type counting struct{ t *tracker }
+
+func (c counting) Stored(ev *Stored) {
+	c.t.stats.Stored++
+	c.t.stats.Blocks += uint64(len(ev.Hashes))
+	c.t.sink.Stored(ev)
+}
+
+func (c counting) Removed(ev *Removed) {
+	c.t.stats.Removed++
+	c.t.sink.Removed(ev)
+}
+
+func (c counting) Cleared() {
+	c.t.stats.Cleared++
+	c.t.sink.Cleared()
+}
+
+func (c counting) Reset(partial bool) { c.t.sink.Reset(partial) }
+
+// seqOf reads the 8 bytes of a sequence number.
+func seqOf(frame []byte) (uint64, bool) {
+	if len(frame) != 8 {
+		return 0, false
+	}
+	return binary.BigEndian.Uint64(frame), true
+}

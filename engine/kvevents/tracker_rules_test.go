@@ -1,0 +1,308 @@
+package kvevents
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+// bench is a tracker with a clock and batches of one block each.
+type bench struct {
+	*tracker
+	t    *testing.T
+	view *blocks
+	now  time.Time
+}
+
+func newBench(t *testing.T, first uint64, replays bool) *bench {
+	view := newBlocks()
+	return &bench{tracker: newTracker(first, replays, view), t: t, view: view, now: time.Unix(1000, 0)}
+}
+
+// batch n of incarnation run stores block 1000·run + n.
+func (b *bench) batch(run, n int) message {
+	at := float64(run*1_000_000 + n)
+	return message{seq: uint64(n), payload: pack(b.t, list{at, list{stored(list{1000*run + n + 1}, nil, 2)}, 0})}
+}
+
+func (b *bench) lives(run int, seqs ...int) {
+	for _, n := range seqs {
+		b.live(b.now, b.batch(run, n))
+	}
+}
+
+// answer ends the replay that is wanted with batches seqs; it returns where it was asked from.
+func (b *bench) answer(run int, err error, seqs ...int) uint64 {
+	b.t.Helper()
+	a := b.take()
+	require.NotNil(b.t, a, "no replay is wanted")
+	for _, n := range seqs {
+		if b.running(a.id) {
+			b.replayed(b.now, b.batch(run, n))
+		}
+	}
+	if b.running(a.id) {
+		b.replayEnd(b.now, err)
+	}
+	return a.from
+}
+
+func (b *bench) holds(run int, seqs ...int) {
+	b.t.Helper()
+	want := map[Hash]int{}
+	for _, n := range seqs {
+		want[UintHash(uint64(1000*run+n+1))]++
+	}
+	assert.Equal(b.t, want, b.view.copies)
+}
+
+func TestGapIsOneReplayFromTheFirstMissing(t *testing.T) {
+	b := newBench(t, 0, true)
+	b.connect(b.now)
+	b.lives(1, 3) // waits for the baseline
+	assert.Equal(t, uint64(0), b.answer(1, nil, 0, 1, 2))
+	b.holds(1, 0, 1, 2, 3)
+	b.lives(1, 6, 7)
+	assert.Equal(t, uint64(4), b.answer(1, nil, 4, 5, 6))
+	b.holds(1, 0, 1, 2, 3, 4, 5, 6, 7)
+	assert.Nil(t, b.take())
+	assert.Equal(t, []bool{false}, b.view.resets)
+	st := b.snapshot()
+	assert.Equal(t, uint64(1), st.Gaps)
+	assert.Equal(t, uint64(2), st.Replays)
+	assert.Equal(t, uint64(7), st.LastSeq)
+}
+
+func TestRangeThatIsGoneDropsTheBlocks(t *testing.T) {
+	b := newBench(t, 0, true)
+	b.connect(b.now)
+	b.answer(1, nil, 0)
+	b.lives(1, 9)
+	b.answer(1, nil, 7, 8, 9)
+	b.holds(1, 7, 8, 9)
+	assert.Equal(t, []bool{false, true}, b.view.resets)
+	b.lives(1, 12)
+	b.answer(1, nil) // nothing at all
+	b.holds(1, 12)
+	assert.True(t, b.snapshot().Partial)
+}
+
+func TestFirstNumberOfTheEngine(t *testing.T) {
+	for _, tc := range []struct {
+		first   uint64
+		seen    int
+		partial bool
+	}{{0, 0, false}, {0, 1, true}, {1, 1, false}, {1, 2, true}} {
+		b := newBench(t, tc.first, true)
+		b.connect(b.now)
+		b.answer(1, nil, tc.seen)
+		assert.Equal(t, []bool{tc.partial}, b.view.resets)
+	}
+	b := newBench(t, 1, true)
+	b.connect(b.now)
+	b.answer(1, nil)
+	b.lives(1, 1)
+	assert.False(t, b.snapshot().Partial)
+	assert.Zero(t, b.snapshot().Gaps)
+}
+
+func TestFailedReplayCoolsDown(t *testing.T) {
+	b := newBench(t, 0, true)
+	b.connect(b.now)
+	b.answer(1, errTest)
+	b.lives(1, 4, 5)
+	b.holds(1, 4, 5)
+	assert.True(t, b.snapshot().Partial)
+	b.lives(1, 8)
+	assert.Nil(t, b.take(), "not within the cooldown")
+	b.holds(1, 8)
+	b.now = b.now.Add(ReplayCooldown - time.Second)
+	b.tick(b.now)
+	assert.Nil(t, b.take())
+	b.now = b.now.Add(time.Second)
+	b.tick(b.now)
+	assert.Equal(t, uint64(0), b.answer(1, nil, 0, 1, 2, 3, 4, 5, 6, 7, 8), "then everything again")
+	b.holds(1, 0, 1, 2, 3, 4, 5, 6, 7, 8)
+	assert.False(t, b.snapshot().Partial)
+	b.now = b.now.Add(tailDelay)
+	b.tick(b.now)
+	assert.Equal(t, uint64(9), b.answer(1, nil), "and only the end is looked at from now on")
+}
+
+func TestReconnectAsksWhetherItIsTheSameEngine(t *testing.T) {
+	connected := func(t *testing.T) *bench {
+		b := newBench(t, 0, true)
+		b.connect(b.now)
+		b.answer(1, nil, 0, 1, 2, 3)
+		b.disconnect()
+		b.holds(1, 0, 1, 2, 3)
+		b.connect(b.now)
+		return b
+	}
+	t.Run("same", func(t *testing.T) {
+		b := connected(t)
+		b.lives(1, 6)
+		assert.Equal(t, uint64(3), b.answer(1, nil, 3, 4, 5, 6))
+		b.holds(1, 0, 1, 2, 3, 4, 5, 6)
+		assert.Zero(t, b.snapshot().Restarts)
+	})
+	t.Run("another, still behind", func(t *testing.T) {
+		b := connected(t)
+		b.lives(2, 2)
+		b.answer(2, nil)
+		assert.Empty(t, b.view.copies, "at once")
+		assert.Equal(t, uint64(0), b.answer(2, nil, 0, 1))
+		b.holds(2, 0, 1, 2)
+		assert.Equal(t, uint64(1), b.snapshot().Restarts)
+		assert.False(t, b.snapshot().Partial)
+	})
+	t.Run("another, already past", func(t *testing.T) {
+		b := connected(t)
+		b.lives(2, 6)
+		b.answer(2, nil, 3, 4, 5, 6)
+		assert.Empty(t, b.view.copies)
+		b.answer(2, nil, 0, 1, 2, 3, 4, 5, 6)
+		b.holds(2, 0, 1, 2, 3, 4, 5, 6)
+		assert.Equal(t, uint64(1), b.snapshot().Restarts)
+	})
+	t.Run("nobody answers", func(t *testing.T) {
+		b := connected(t)
+		b.answer(1, errTest)
+		assert.Empty(t, b.view.copies, "who knows")
+		assert.True(t, b.snapshot().Partial)
+	})
+}
+
+func TestOldNumbers(t *testing.T) {
+	b := newBench(t, 0, false)
+	b.connect(b.now)
+	b.lives(1, 0, 1, 2, 2, 0)
+	b.holds(1, 0, 1, 2)
+	assert.Equal(t, uint64(2), b.snapshot().Duplicates)
+	b.lives(1, 5, 4) // a gap that is given up, then its straggler
+	b.holds(1, 5)
+	assert.Equal(t, uint64(1), b.snapshot().Stragglers)
+	b.lives(2, 0, 1) // numbers go backwards: a new incarnation
+	b.holds(2, 0, 1)
+	st := b.snapshot()
+	assert.Equal(t, uint64(1), st.Restarts)
+	assert.False(t, st.Partial, "followed from its first batch on")
+	b.disconnect()
+	assert.Empty(t, b.view.copies, "without replays a lost connection is a gap")
+	b.connect(b.now)
+	b.lives(3, 0)
+	assert.Equal(t, uint64(2), b.snapshot().Restarts)
+}
+
+func TestPublisherSaysGoodbye(t *testing.T) {
+	b := newBench(t, 0, true)
+	b.connect(b.now)
+	b.answer(1, nil, 0, 1)
+	b.live(b.now, message{seq: seqReset})
+	assert.Empty(t, b.view.copies)
+	b.lives(2, 1)
+	b.answer(2, nil, 0, 1)
+	b.holds(2, 0, 1)
+}
+
+func TestDamagedBatches(t *testing.T) {
+	damaged := func(b *bench, n int) message {
+		m := b.batch(1, n)
+		m.payload = m.payload[:len(m.payload)-1]
+		return m
+	}
+	t.Run("the ring has it whole", func(t *testing.T) {
+		b := newBench(t, 0, true)
+		b.connect(b.now)
+		b.answer(1, nil, 0)
+		b.live(b.now, damaged(b, 1))
+		assert.Equal(t, uint64(1), b.answer(1, nil, 1))
+		b.holds(1, 0, 1)
+		assert.False(t, b.snapshot().Partial)
+		assert.Zero(t, b.snapshot().Restarts)
+	})
+	t.Run("nobody has it whole", func(t *testing.T) {
+		b := newBench(t, 0, true)
+		b.connect(b.now)
+		b.answer(1, nil, 0)
+		b.live(b.now, damaged(b, 1))
+		a := b.take()
+		b.replayed(b.now, damaged(b, 1))
+		require.True(t, b.running(a.id))
+		b.replayEnd(b.now, nil)
+		b.lives(1, 2)
+		b.holds(1, 0, 2)
+		assert.Nil(t, b.take())
+		assert.True(t, b.snapshot().Partial, "visible, and nothing is wiped")
+	})
+	t.Run("without replay", func(t *testing.T) {
+		b := newBench(t, 0, false)
+		b.connect(b.now)
+		b.lives(1, 0)
+		b.live(b.now, damaged(b, 1))
+		b.lives(1, 2)
+		b.holds(1, 0, 2)
+		assert.True(t, b.snapshot().Partial)
+	})
+}
+
+func TestLostTailIsFound(t *testing.T) {
+	b := newBench(t, 0, true)
+	b.connect(b.now)
+	b.answer(1, nil)
+	b.lives(1, 0)
+	b.tick(b.now.Add(tailDelay - 1))
+	assert.Nil(t, b.take())
+	b.now = b.now.Add(tailDelay)
+	b.tick(b.now)
+	assert.Equal(t, uint64(1), b.answer(1, nil, 1, 2))
+	b.holds(1, 0, 1, 2)
+	b.tick(b.now.Add(tailInterval - 1))
+	assert.Nil(t, b.take())
+	b.tick(b.now.Add(tailInterval))
+	b.answer(1, errTest)
+	b.holds(1, 0, 1, 2)
+	assert.False(t, b.snapshot().Partial, "a check that failed says nothing")
+	b.lives(1, 4)
+	assert.Equal(t, uint64(3), b.answer(1, nil, 3, 4), "and forbids nothing")
+}
+
+func TestAnEngineThatNeverCatchesUp(t *testing.T) {
+	b := newBench(t, 0, true)
+	b.connect(b.now)
+	b.answer(1, nil, 0)
+	n := 2
+	asked := 0
+	for ; asked < 100; asked++ { // every second batch is lost, during every replay
+		b.lives(1, n)
+		if b.want == nil {
+			break
+		}
+		n += 2
+		b.lives(1, n)
+		a := b.take()
+		for i := b.next; i < uint64(n)-1; i++ {
+			b.replayed(b.now, b.batch(1, int(i)))
+		}
+		require.True(t, b.running(a.id))
+		b.replayEnd(b.now, nil)
+		n += 2
+	}
+	assert.LessOrEqual(t, asked, 2*maxRounds, "replays in a row are bounded")
+	assert.True(t, b.snapshot().Partial)
+}
+
+func TestPendingIsBounded(t *testing.T) {
+	b := newBench(t, 0, true)
+	b.connect(b.now)
+	for n := range maxPending + 5 {
+		b.lives(1, n)
+	}
+	assert.LessOrEqual(t, len(b.pending), maxPending)
+	assert.Equal(t, uint64(1), b.snapshot().Overflows)
+	b.answer(1, nil, 0)
+	from := b.answer(1, nil)
+	assert.Equal(t, uint64(1), from, "what was dropped is a gap")
+}

@@ -1,0 +1,168 @@
+package zmtp
+
+import (
+	"bufio"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+	"time"
+
+	"github.com/go-zeromq/zmq4"
+	"github.com/go-zeromq/zmq4/security/null"
+)
+
+// Role is the kind of socket this side plays.
+type Role string
+
+// The roles.
+const (
+	Pub    Role = "PUB"
+	Sub    Role = "SUB"
+	Dealer Role = "DEALER"
+	Router Role = "ROUTER"
+)
+
+// Sizes and times of a connection.
+const (
+	readBuffer       = 32 << 10
+	HandshakeTimeout = 5 * time.Second // what a peer gets to say hello
+)
+
+// errHandshake stands for a handshake that made the library panic: hostile metadata.
+var errHandshake = errors.New("zmtp: malformed handshake")
+
+// Conn is one connection after its handshake. One goroutine may receive while others send; Close ends both.
+type Conn struct {
+	stream *stream
+	zmq    *zmq4.Conn
+	out    []byte // guarded by stream.mu
+}
+
+// Open shakes hands on raw, which it owns from now on: it is closed on an error. server is the side that accepted the connection.
+func Open(raw net.Conn, role Role, server bool, lim Limits) (*Conn, error) {
+	s := &stream{Conn: raw, in: bufio.NewReaderSize(raw, readBuffer), lim: newLimiter(lim)}
+	z, err := shake(s, role, server)
+	if err != nil {
+		_ = raw.Close()
+		return nil, err
+	}
+	s.open = true
+	return &Conn{stream: s, zmq: z}, nil
+}
+
+// shake bounds the handshake in time, and in damage: the library indexes a peer's metadata unchecked.
+func shake(s *stream, role Role, server bool) (z *zmq4.Conn, err error) {
+	defer func() {
+		if recover() != nil {
+			z, err = nil, errHandshake
+		}
+	}()
+	if err := s.SetDeadline(time.Now().Add(HandshakeTimeout)); err != nil {
+		return nil, fmt.Errorf("zmtp: handshake: %w", err)
+	}
+	z, err = zmq4.Open(s, null.Security(), zmq4.SocketType(role), nil, server, nil)
+	if err != nil {
+		return nil, fmt.Errorf("zmtp: handshake: %w", err)
+	}
+	return z, s.SetDeadline(time.Time{})
+}
+
+// Recv is the next message; its frames belong to the caller. Commands of the protocol (heartbeats) are answered and skipped.
+func (c *Conn) Recv() ([][]byte, error) {
+	for {
+		msg, err := c.zmq.RecvMsg()
+		if err != nil {
+			return nil, err
+		}
+		if msg.Type == zmq4.UsrMsg {
+			return msg.Frames, nil
+		}
+	}
+}
+
+// Send writes one message of the given frames, whole or not at all unless the connection breaks.
+func (c *Conn) Send(frames ...[]byte) error {
+	c.stream.mu.Lock()
+	defer c.stream.mu.Unlock()
+	c.out = c.out[:0]
+	for i, f := range frames {
+		c.out = appendFrame(c.out, f, i < len(frames)-1)
+	}
+	_, err := c.stream.Conn.Write(c.out)
+	if cap(c.out) > maxKept {
+		c.out = nil
+	}
+	return err
+}
+
+// maxKept bounds the send buffer that a connection keeps.
+const maxKept = 256 << 10
+
+func appendFrame(dst, body []byte, more bool) []byte {
+	var flags byte
+	if more {
+		flags |= flagMore
+	}
+	if len(body) > 255 {
+		dst = append(dst, flags|flagLong)
+		dst = binary.BigEndian.AppendUint64(dst, uint64(len(body)))
+	} else {
+		dst = append(dst, flags, byte(len(body))) //nolint:gosec // at most 255
+	}
+	return append(dst, body...)
+}
+
+// Subscribe asks a publisher for the topics that begin with prefix.
+func (c *Conn) Subscribe(prefix string) error { return c.Send(append([]byte{1}, prefix...)) }
+
+// SetReadDeadline bounds the next Recv. After a timeout the connection is of no more use.
+func (c *Conn) SetReadDeadline(t time.Time) error { return c.stream.SetReadDeadline(t) }
+
+// SetWriteDeadline bounds the next Send. After a timeout the connection is of no more use.
+func (c *Conn) SetWriteDeadline(t time.Time) error { return c.stream.SetWriteDeadline(t) }
+
+// RemoteAddr is the peer's address.
+func (c *Conn) RemoteAddr() net.Addr { return c.stream.RemoteAddr() }
+
+// Close ends the connection and whoever waits on it. It may be called often.
+func (c *Conn) Close() error { return c.stream.Close() }
+
+// stream is what the library reads and writes: buffered and limited on the way in, whole commands on the way out.
+type stream struct {
+	net.Conn
+	in   *bufio.Reader
+	lim  limiter
+	open bool // after the handshake
+
+	mu   sync.Mutex // one message or command at a time
+	held []byte     // head of a command whose body follows
+}
+
+// Read implements io.Reader with the limits.
+func (s *stream) Read(p []byte) (int, error) {
+	n, err := s.in.Read(p)
+	if tooLarge := s.lim.pass(p[:n]); tooLarge != nil {
+		_ = s.Close()
+		return 0, tooLarge
+	}
+	return n, err
+}
+
+// Write is reached by the library alone. After the handshake these are commands, in two calls each, head and body: they may not
+// fall between the frames of a message that another goroutine sends.
+func (s *stream) Write(p []byte) (int, error) {
+	if !s.open {
+		return s.Conn.Write(p)
+	}
+	if s.held == nil {
+		s.held = append([]byte{}, p...)
+		return len(p), nil
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	_, err := s.Conn.Write(append(s.held, p...))
+	s.held = nil
+	return len(p), err
+}

@@ -1,0 +1,54 @@
+// Package nearest finds the word that was probably meant.
+package nearest
+
+import "strings"
+
+// Word is the word of words that was probably meant by found, or "". Case and the choice of _ or - do not count as
+// a difference; otherwise about one edit in three characters is forgiven.
+func Word(found string, words []string) string {
+	if len(found) > maxWord {
+		return ""
+	}
+	best, bound := "", max(1, len(found)/3)+1
+	for _, w := range words {
+		if d := distance(plain(found), plain(w)); d < bound {
+			best, bound = w, d
+		}
+	}
+	return best
+}
+
+func plain(s string) string { return strings.ReplaceAll(strings.ToLower(s), "_", "-") }
+
+// maxWord bounds the words that are compared; longer ones are never taken for a typing error.
+const maxWord = 64
+
+// distance is the number of edits (insert, delete, replace, swap of neighbours) between a and b, in bytes.
+func distance(a, b string) int {
+	if len(b) > maxWord {
+		return maxWord
+	}
+	var rows [3][maxWord + 1]int
+	for j := range len(b) + 1 {
+		rows[0][j] = j
+	}
+	for i := range len(a) {
+		before, above, row := &rows[(i+2)%3], &rows[i%3], &rows[(i+1)%3]
+		row[0] = i + 1
+		for j := range len(b) {
+			change := above[j] + differ(a[i], b[j])
+			row[j+1] = min(change, row[j]+1, above[j+1]+1)
+			if i > 0 && j > 0 && a[i] == b[j-1] && a[i-1] == b[j] {
+				row[j+1] = min(row[j+1], before[j-1]+1)
+			}
+		}
+	}
+	return rows[len(a)%3][len(b)]
+}
+
+func differ(a, b byte) int {
+	if a == b {
+		return 0
+	}
+	return 1
+}

@@ -1,0 +1,188 @@
+package kvindex
+
+import "slices"
+
+// aside keeps stored blocks whose parent is not known, as digests. They count for nothing until the parent is stored,
+// and are never taken for blocks 0.
+type aside struct {
+	blocks   map[Handle]waiting
+	children map[Handle][]Handle // by parent, in order of arrival
+	order    []turn              // by age; a turn that is not its block's is over
+	turns    uint64
+}
+
+// waiting is one block kept aside.
+type waiting struct {
+	parent Handle
+	digest uint64
+	more   uint32 // copies beyond the first
+	turn   uint64
+}
+
+type turn struct {
+	block Handle
+	n     uint64
+}
+
+const (
+	maxAside   = 4096 // blocks per column
+	asideBytes = 256  // charged per block: three maps and the order
+)
+
+func (a *aside) bytes() int { return len(a.blocks) * asideBytes }
+
+// setAside keeps the event's blocks, whose parent is unknown. It stops at a block that is held: at and up say where the
+// chain goes on. up is none if all were kept, or the event was dropped.
+func (c *Column) setAside(h Hasher, ev *StoredEvent) (at int, up slot) {
+	if contains(ev.Blocks, c.aside.top(ev.Parent)) {
+		c.ix.counters.Cycle++
+		return 0, none
+	}
+	parent, extras := ev.Parent, ev.Extras
+	for i, b := range ev.Blocks {
+		var d uint64
+		d, extras = h.digest(i, ev.Tokens[i*ev.BlockSize:(i+1)*ev.BlockSize], extras)
+		if s := c.resolve(b); s != none {
+			c.side.copy(c.ix, b, 1)
+			return i + 1, s
+		}
+		switch c.aside.add(c.ix, b, parent, d) {
+		case clashes:
+			c.ix.counters.Conflict++
+			c.removeAll(ev.Blocks[:i])
+			return 0, none
+		case full:
+			c.ix.counters.AsideDropped += uint64(len(ev.Blocks) - i) //nolint:gosec // not negative
+			return 0, none
+		case kept:
+		}
+		parent = b
+	}
+	return 0, none
+}
+
+// top is the first ancestor of h that is not aside; h itself if it is not.
+func (a *aside) top(h Handle) Handle {
+	for {
+		w, ok := a.blocks[h]
+		if !ok {
+			return h
+		}
+		h = w.parent
+	}
+}
+
+// add keeps one block, in place of the oldest when there are too many.
+func (a *aside) add(ix *Index, b, parent Handle, digest uint64) verdict {
+	if w, ok := a.blocks[b]; ok {
+		if w.parent != parent || w.digest != digest {
+			return clashes
+		}
+		w.more++
+		a.blocks[b] = w
+		return kept
+	}
+	ix.counters.UnknownParent++
+	if len(a.blocks) >= maxAside {
+		a.dropOldest(ix)
+	}
+	if !ix.pay(asideBytes) {
+		return full
+	}
+	if a.blocks == nil {
+		a.blocks, a.children = make(map[Handle]waiting), make(map[Handle][]Handle)
+	}
+	a.turns++
+	a.blocks[b] = waiting{parent: parent, digest: digest, turn: a.turns}
+	a.children[parent] = append(a.children[parent], b)
+	if len(a.order) >= 2*maxAside {
+		a.order = slices.DeleteFunc(a.order, a.over)
+	}
+	a.order = append(a.order, turn{b, a.turns})
+	return kept
+}
+
+func (a *aside) over(t turn) bool {
+	w, ok := a.blocks[t.block]
+	return !ok || w.turn != t.n
+}
+
+func (a *aside) dropOldest(ix *Index) {
+	for len(a.order) > 0 {
+		t := a.order[0]
+		a.order = a.order[1:]
+		if !a.over(t) {
+			a.take(ix, t.block)
+			ix.counters.AsideDropped++
+			return
+		}
+	}
+}
+
+// take removes b, if it is there, and says how many copies there were.
+func (a *aside) take(ix *Index, b Handle) (w waiting, copies uint32) {
+	w, ok := a.blocks[b]
+	if !ok {
+		return w, 0
+	}
+	delete(a.blocks, b)
+	ix.charge -= asideBytes
+	peers := a.children[w.parent]
+	peers = slices.DeleteFunc(peers, func(p Handle) bool { return p == b })
+	if len(peers) == 0 {
+		delete(a.children, w.parent)
+	} else {
+		a.children[w.parent] = peers
+	}
+	return w, 1 + w.more
+}
+
+// remove takes one copy of b away; false if b is not aside.
+func (a *aside) remove(ix *Index, b Handle) bool {
+	w, ok := a.blocks[b]
+	if !ok {
+		return false
+	}
+	if w.more == 0 {
+		a.take(ix, b)
+		return true
+	}
+	w.more--
+	a.blocks[b] = w
+	return true
+}
+
+// attachAside stores what waited for these blocks, and what waited for that.
+func (c *Column) attachAside(h Hasher, blocks []Handle) {
+	if len(c.aside.blocks) == 0 {
+		return
+	}
+	todo := slices.Clone(blocks)
+	for len(todo) > 0 {
+		parent := todo[len(todo)-1]
+		todo = todo[:len(todo)-1]
+		for _, b := range slices.Clone(c.aside.children[parent]) {
+			if c.attachOne(h, parent, b) {
+				todo = append(todo, b)
+			}
+		}
+	}
+}
+
+// attachOne stores a block that waited for parent, if that is held now.
+func (c *Column) attachOne(h Hasher, parent, b Handle) bool {
+	ix := c.ix
+	up := c.resolve(parent)
+	if up == none {
+		return false
+	}
+	w, copies := c.aside.take(ix, b)
+	ix.pin = up
+	_, v := c.retain(b, h.fold(ix.hash(up), w.digest), up, copies-1)
+	if v == clashes {
+		ix.counters.Conflict++
+	}
+	ix.unpin()
+	ix.endRun(c)
+	return v == kept
+}

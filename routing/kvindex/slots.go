@@ -1,0 +1,167 @@
+package kvindex
+
+import "sync/atomic"
+
+// A slot is one chain hash known to the index: its holders and its place in the tree of prefixes.
+//
+// Hot words are shared with readers: [hash, holders…], one bit per column. hash 0 is a free slot. Cold fields belong to
+// the writer, but for the stamp. A slot without holders lives on while it has children ("ghost"): it keeps their place.
+type slot = uint32
+
+const (
+	none      slot = 0 // root's parent; end of a list; not found
+	unknown   slot = 1 // the parent of a ghost that was only ever named
+	firstSlot slot = 2
+
+	chunkBits  = 10 // slots are allocated by 1024
+	chunkSlots = 1 << chunkBits
+)
+
+type cold struct {
+	parent, child, next, prev slot          // child: the first of a list linked by next and prev
+	stamp                     atomic.Uint32 // tick of the last match that ended here, or of the store; readers write it
+}
+
+type chunk struct {
+	hot    []atomic.Uint64
+	cold   []cold
+	queued [chunkSlots / 64]uint64 // slot has an element in the heap
+}
+
+// What a slot is charged against the cap: cold fields, its share of the table (8 B per word at a load of at least 0.5)
+// and an element of the heap.
+const slotCharge = 20 + 16 + 8
+
+// pool hands out slots.
+type pool struct {
+	stride     int                     // words per slot: 1 + columns/64
+	chunks     []atomic.Pointer[chunk] // as long as the cap allows; filled from the left
+	n          int                     // chunks in use
+	live       int                     // slots in use
+	head, tail slot                    // free slots, oldest first, linked by next: a freed slot is reused as late as possible
+}
+
+func (p *pool) chargePerChunk() int { return chunkSlots * (8*p.stride + slotCharge) }
+
+func (p *pool) hot(s slot) []atomic.Uint64 {
+	i := int(s%chunkSlots) * p.stride
+	return p.chunks[s>>chunkBits].Load().hot[i : i+p.stride]
+}
+
+func (p *pool) cold(s slot) *cold { return &p.chunks[s>>chunkBits].Load().cold[s%chunkSlots] }
+
+func (p *pool) hash(s slot) uint64 {
+	return p.chunks[s>>chunkBits].Load().hot[int(s%chunkSlots)*p.stride].Load()
+}
+
+func (p *pool) queued(s slot) bool {
+	return p.chunks[s>>chunkBits].Load().queued[s%chunkSlots/64]>>(s%64)&1 == 1
+}
+
+func (p *pool) setQueued(s slot, on bool) {
+	w := &p.chunks[s>>chunkBits].Load().queued[s%chunkSlots/64]
+	if on {
+		*w |= 1 << (s % 64)
+		return
+	}
+	*w &^= 1 << (s % 64)
+}
+
+// addChunk puts chunkSlots free slots at the end of the free list.
+func (p *pool) addChunk() {
+	p.chunks[p.n].Store(&chunk{hot: make([]atomic.Uint64, chunkSlots*p.stride), cold: make([]cold, chunkSlots)})
+	first := slot(p.n << chunkBits) //nolint:gosec // bounded by New
+	p.n++
+	for s := max(first, firstSlot); s < first+chunkSlots; s++ {
+		p.append(s)
+	}
+}
+
+// end is one beyond the highest slot.
+func (p *pool) end() int { return p.n << chunkBits }
+
+// append puts s at the end of the free list.
+func (p *pool) append(s slot) {
+	p.cold(s).next = none
+	if p.tail == none {
+		p.head = s
+	} else {
+		p.cold(p.tail).next = s
+	}
+	p.tail = s
+}
+
+// take is the oldest free slot, if any.
+func (p *pool) take() slot {
+	s := p.head
+	if s == none {
+		return none
+	}
+	c := p.cold(s)
+	p.head = c.next
+	if p.head == none {
+		p.tail = none
+	}
+	c.parent, c.child, c.next, c.prev = none, none, none, none
+	p.live++
+	return s
+}
+
+// free gives s back. Its holders are 0 already, it is in no table and no list.
+func (p *pool) free(s slot) {
+	p.hot(s)[0].Store(0)
+	p.live--
+	p.append(s)
+}
+
+// holderless says that no column holds s.
+func (p *pool) holderless(s slot) bool {
+	for w := range p.hot(s)[1:] {
+		if p.hot(s)[1+w].Load() != 0 {
+			return false
+		}
+	}
+	return true
+}
+
+func (p *pool) holds(s slot, bit int) bool { return p.hot(s)[1+bit>>6].Load()>>(bit&63)&1 == 1 }
+
+// link makes s a child of parent.
+func (p *pool) link(s, parent slot) {
+	c := p.cold(s)
+	c.parent = parent
+	if parent < firstSlot {
+		return
+	}
+	up := p.cold(parent)
+	c.next, c.prev = up.child, none
+	if up.child != none {
+		p.cold(up.child).prev = s
+	}
+	up.child = s
+}
+
+// unlink takes s from its parent's children.
+func (p *pool) unlink(s slot) {
+	c := p.cold(s)
+	if c.next != none {
+		p.cold(c.next).prev = c.prev
+	}
+	if c.prev != none {
+		p.cold(c.prev).next = c.next
+	} else if c.parent >= firstSlot {
+		p.cold(c.parent).child = c.next
+	}
+	c.next, c.prev = none, none
+}
+
+// childrenHolding counts the children of s that the column of bit holds.
+func (p *pool) childrenHolding(s slot, bit int) int {
+	n := 0
+	for k := p.cold(s).child; k != none; k = p.cold(k).next {
+		if p.holds(k, bit) {
+			n++
+		}
+	}
+	return n
+}

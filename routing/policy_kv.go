@@ -1,0 +1,286 @@
+package routing
+
+import (
+	"math"
+	"math/rand/v2"
+	"time"
+)
+
+var (
+	_ Policy       = KV{}
+	_ formula      = KV{}
+	_ opensWatcher = KV{}
+)
+
+// The variants of KV.
+const (
+	// VariantKV071 is the cost of Dynamo's KV cache routing page, v0.7.1. The empty variant is this one.
+	VariantKV071 = "0.7.1"
+	// VariantKV2 is its newer form.
+	VariantKV2 = "kv2"
+)
+
+const (
+	// kvWeight and kvWeightTuned are overlap_score_weight. The documented 1, and anything up to 8, is far too low.
+	kvWeight, kvWeightTuned = 1, 32
+	// approximateTTL is how long a routed prompt counts as cached in approximate mode.
+	approximateTTL = 120 * time.Second
+	// maxWeight bounds weights and temperatures, so that no cost overflows.
+	maxWeight = 1e9
+	// hostCredit and diskCredit: variant kv2, what a block in host memory and on disk is worth beside one on the device.
+	hostCredit, diskCredit = 0.75, 0.25
+)
+
+// KV is Dynamo's KV cache routing. The lowest cost wins, ties are drawn:
+//
+//	0.7.1: Weight * prefill_blocks + decode_blocks
+//	kv2:   PrefillWeight * max(raw_prefill_blocks - credit, 0) + decode_blocks + RequestWeight * O
+//
+//	prefill_blocks     = (Q + L - hit) / b
+//	decode_blocks      = distinct prompt blocks of the rank's active sequences, plus the new ones of this request
+//	raw_prefill_blocks = (Q + L) / b
+//	credit             = Credit * decay * device + 0.75 * host + 0.25 * disk          blocks
+//	decay              = 1 / (1 + Decay * (queued prefill blocks above the least loaded) / request blocks)
+//
+// Temperature T > 0 draws a rank with probability ∝ exp(-(c - min)/((max - min)·T)); all equal is uniform. Per request,
+// weight and temperature may be overridden (Request.Override).
+type KV struct {
+	Variant     string  // VariantKV071 or VariantKV2; empty is VariantKV071
+	Weight      float64 // overlap_score_weight; 0 ignores caches, and no index is built
+	Temperature float64 // router_temperature, 0 = lowest cost
+	NoTrack     bool    // no_track_active_blocks: no decode term, for ranks that only prefill
+	NoEvents    bool    // no_kv_events: approximate mode
+
+	PrefillWeight float64 // kv2: P
+	Credit        float64 // kv2: C
+	Decay         float64 // kv2: δ
+	RequestWeight float64 // kv2: R_w
+}
+
+type kvState struct{ active *activeBlocks }
+
+func newKV(p *params) Policy {
+	return KV{
+		Variant:       p.word("variant", VariantKV071, VariantKV071, VariantKV2),
+		Weight:        p.number("overlap_score_weight", p.choose(kvWeight, kvWeightTuned), 0, maxWeight),
+		Temperature:   p.number("router_temperature", 0, 0, maxWeight),
+		NoTrack:       p.boolean("no_track_active_blocks", false),
+		NoEvents:      p.boolean("no_kv_events", false),
+		PrefillWeight: p.number("prefill_weight", 1, 0, maxWeight),
+		Credit:        p.number("overlap_credit", 1, 0, maxWeight),
+		Decay:         p.number("overlap_decay", 0, 0, maxWeight),
+		RequestWeight: p.number("request_weight", 0, 0, maxWeight),
+	}
+}
+
+// Name is "kv".
+func (KV) Name() string { return nameKV }
+
+func (p KV) needs() Needs {
+	n := Needs{Hits: p.newForm() || p.Weight > 0, Blocks: !p.NoTrack}
+	if n.Hits && p.NoEvents {
+		n.Approximate, n.ApproximateTTL = true, approximateTTL
+	}
+	return n
+}
+
+func (p KV) newForm() bool { return p.Variant == VariantKV2 }
+
+func (p KV) watchesOpens() bool { return !p.NoTrack }
+
+// NewState has nothing active.
+func (p KV) NewState(v *View, _ *rand.Rand) State {
+	if p.NoTrack {
+		return nil
+	}
+	return &kvState{active: newActiveBlocks(v)}
+}
+
+// Observe follows the active sequences.
+func (KV) Observe(s State, v *View, e *Event) {
+	st, ok := s.(*kvState)
+	if !ok {
+		return
+	}
+	switch e.Kind {
+	case EvRankUp:
+		st.active.align(v)
+	case EvRankDown:
+		st.active.removeRank(e.Rank)
+		st.active.align(v)
+	case EvOpened:
+		if i, ok := v.Find(e.Rank); ok {
+			st.open(&v.Ranks[i], e)
+		}
+	case EvClosed:
+		st.active.close(e.Rank, e.ReqID)
+	default:
+	}
+}
+
+func (st *kvState) open(rk *Rank, e *Event) {
+	q := e.Request
+	if q == nil {
+		q = &Request{}
+	}
+	blocks := ceilDiv(int64(e.Tokens), int64(rk.blockSize(q)))
+	st.active.open(rk.ID, e.ReqID, blocks, q.Blocks)
+}
+
+// Decide takes the candidate with the lowest cost, or draws one.
+func (p KV) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
+	p = p.overridden(q.Override)
+	begin(d)
+	t, ok := gather(q, v, &d.scratch)
+	if !ok {
+		none(q, v, d)
+		return
+	}
+	decideAmong(p, t, q, v, s, r, d)
+	if p.Temperature > 0 && d.Kind == Route {
+		p.sample(t, v, r, d)
+	}
+}
+
+func (p KV) overridden(o *Override) KV {
+	if o == nil {
+		return p
+	}
+	if o.HasOverlapScoreWeight {
+		p.Weight, p.Credit = o.OverlapScoreWeight, o.OverlapScoreWeight
+	}
+	if o.HasRouterTemperature {
+		p.Temperature = o.RouterTemperature
+	}
+	return p
+}
+
+// prepare: extra is the rank's decode_blocks; x[0] is the least queued prefill of all candidates in blocks (kv2).
+func (p KV) prepare(q *Request, v *View, s State, c *scratch) aggregate {
+	a := aggregate{why: ReasonLowestScore, x: [4]float64{math.Inf(1)}}
+	p.decodeBlocks(q, v, s, c)
+	if !p.newForm() {
+		return a
+	}
+	for _, i := range c.candidates {
+		rk := &v.Ranks[i]
+		a.x[0] = min(a.x[0], float64(rk.Load.Q)/float64(rk.blockSize(q)))
+	}
+	return a
+}
+
+// decodeBlocks fills c.extra, aligned with the view.
+func (p KV) decodeBlocks(q *Request, v *View, s State, c *scratch) {
+	st, ok := s.(*kvState)
+	if p.NoTrack || !ok || len(st.active.rows) != len(v.Ranks) {
+		return
+	}
+	active := st.active
+	depths := active.depths(q.Blocks, c)
+	size, own := 0, int64(0)
+	for i := range v.Ranks {
+		if b := v.Ranks[i].blockSize(q); b != size { // mostly all ranks have the same, and a division is dear
+			size, own = b, ceilDiv(int64(q.Tokens), int64(b))
+		}
+		slot := int(active.rows[i])
+		c.extra[i] = active.of(slot) + max(0, own-int64(depths[slot]))
+	}
+}
+
+func (p KV) summands(q *Request, rk *Rank, hit, extra int64, a *aggregate) sums {
+	if p.newForm() {
+		return p.newTerms(q, rk, hit, extra, a)
+	}
+	return pageTerms(q, rk, hit, extra, p.Weight)
+}
+
+// pageTerms are the terms of the page.
+func pageTerms(q *Request, rk *Rank, hit, extra int64, weight float64) sums {
+	return two(float64(rk.Load.Q+int64(q.Tokens)-hit)/float64(rk.blockSize(q)), weight, float64(extra), 1)
+}
+
+// newTerms are those of kv2.
+func (p *KV) newTerms(q *Request, rk *Rank, hit, extra int64, a *aggregate) sums {
+	b := float64(rk.blockSize(q))
+	queued := float64(rk.Load.Q) / b
+	blocks := max(1, float64(ceilDiv(int64(q.Tokens), int64(rk.blockSize(q)))))
+	decay := 1 / (1 + p.Decay*(queued-a.x[0])/blocks)
+	left := max(0, queued+float64(q.Tokens)/b-p.credit(q, rk, hit, decay))
+	return three(left, p.PrefillWeight, float64(extra), 1, float64(rk.ongoing()), p.RequestWeight)
+}
+
+// credit is what kv2 takes off a rank's prefill for what it holds, in blocks.
+func (p *KV) credit(q *Request, rk *Rank, hit int64, decay float64) float64 {
+	b := float64(rk.blockSize(q))
+	credit := float64(p.Credit*decay*float64(hit)) / b
+	if h := q.findHit(rk.ID); h != nil && hit > 0 {
+		credit += float64(hostCredit*float64(h.Host)) / b
+		credit += float64(diskCredit*float64(h.Disk)) / b
+	}
+	return credit
+}
+
+func (p KV) fill(q *Request, v *View, c *scratch) {
+	if !p.newForm() {
+		for k, i := range c.candidates {
+			c.scores[k] = total(pageTerms(q, &v.Ranks[i], c.hits[i], c.extra[i], p.Weight))
+		}
+		return
+	}
+	for k, i := range c.candidates {
+		c.scores[k] = total(p.summands(q, &v.Ranks[i], c.hits[i], c.extra[i], &c.all))
+	}
+}
+
+func (p KV) labels(*aggregate) []label {
+	all := []label{{"prefill_blocks", "blocks"}, {"decode_blocks", "blocks"}, {"open", "requests"}}
+	if p.newForm() {
+		return all
+	}
+	if p.NoTrack {
+		return all[:1]
+	}
+	return all[:2]
+}
+
+func (KV) rule(*aggregate) rule { return rule{} }
+
+// sample replaces the choice by a draw from the softmax over the costs, scaled to [0, 1].
+func (p KV) sample(t tier, v *View, r *rand.Rand, d *Decision) {
+	c := &d.scratch
+	low, high := math.Inf(1), math.Inf(-1)
+	for _, cost := range c.scores {
+		if cost-cost == 0 { // a number
+			low, high = min(low, cost), max(high, cost)
+		}
+	}
+	scale, sum := (high-low)*p.Temperature, 0.0
+	for k, cost := range c.scores {
+		switch {
+		case cost-cost != 0:
+			c.scores[k] = 0
+		case scale > 0:
+			c.scores[k] = math.Exp((low - cost) / scale)
+		default:
+			c.scores[k] = 1
+		}
+		sum += c.scores[k]
+	}
+	d.Ranked = d.Ranked[:0]
+	routeTo(d, t, &v.Ranks[c.candidates[draw(c.scores, r.Float64()*sum)]], ReasonSampled)
+}
+
+// draw is the index whose share of the weights' sum x falls into; an index of weight 0 never.
+func draw(weights []float64, x float64) int {
+	last := 0
+	for i, w := range weights {
+		if w == 0 {
+			continue
+		}
+		if last = i; x < w {
+			break
+		}
+		x -= w
+	}
+	return last
+}

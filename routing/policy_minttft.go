@@ -1,0 +1,117 @@
+package routing
+
+import (
+	"math/rand/v2"
+	"time"
+
+	"github.com/dpserve/dpserve/steptime"
+)
+
+var (
+	_ Policy  = MinTTFT{}
+	_ formula = MinTTFT{}
+)
+
+const (
+	// rhoPeriod is how often the prefill utilisation ρ is measured: ρ ← ½ρ + ½·(prefill ms dispatched)/(N·Δt).
+	rhoPeriod = 5 * time.Second
+	// maxRho bounds η = ρ/(1-ρ) to 9.
+	maxRho = 0.9
+)
+
+// MinTTFT takes the rank where the first token is predicted to come first (Mooncake's rule by the step law):
+//
+//	score = Wq + P [+ η·P]        milliseconds
+//	P     = gT·u + pA·(u²/2 + u·hit)   own prefill
+//	Wq    = Σ P of what waits or prefills there
+//	η     = ρ'/(1-ρ'), ρ' = min(ρ, 0.9): the delay to requests still to come, with Eta
+//
+// The lowest wins, ties are drawn. Mooncake also moves KV between ranks and rejects what will miss its SLO; there is
+// neither here. Parameters: eta (false).
+type MinTTFT struct {
+	Eta bool                  // charge what the prefill costs later arrivals
+	Law steptime.Coefficients // of one rank; the zero value is steptime.Reference
+}
+
+type minTTFTState struct {
+	began time.Duration // of the running period, view.Now
+	work  float64       // ms of prefill dispatched in it
+	rho   float64
+}
+
+func newMinTTFT(p *params) Policy { return MinTTFT{Eta: p.boolean("eta", false)} }
+
+func (p MinTTFT) law() steptime.Coefficients {
+	if p.Law == (steptime.Coefficients{}) {
+		return steptime.Reference()
+	}
+	return p.Law
+}
+
+// prefill is the predicted prefill of u uncached tokens behind hit cached ones, in ms.
+func prefill(law *steptime.Coefficients, u, hit int64) float64 {
+	return law.TokenMS*float64(u) + law.PairMS*steptime.Pairs(int(u), int(hit))
+}
+
+// Name is "min-ttft".
+func (MinTTFT) Name() string { return nameMinTTFT }
+
+func (MinTTFT) needs() Needs { return Needs{Hits: true} }
+
+// NewState begins with an idle system.
+func (MinTTFT) NewState(v *View, _ *rand.Rand) State { return &minTTFTState{began: v.Now} }
+
+// Observe measures ρ.
+func (p MinTTFT) Observe(s State, v *View, e *Event) {
+	st, ok := s.(*minTTFTState)
+	if !ok || !p.Eta {
+		return
+	}
+	if e.Kind == EvDispatched {
+		law := p.law()
+		st.work += prefill(&law, int64(e.Tokens-e.Hit), int64(e.Hit))
+	}
+	if spent := v.Now - st.began; spent >= rhoPeriod && len(v.Ranks) > 0 {
+		st.rho = st.rho/2 + st.work/(2*float64(len(v.Ranks))*float64(spent)/float64(time.Millisecond))
+		st.began, st.work = v.Now, 0
+	}
+}
+
+// Decide takes the candidate with the smallest predicted time to first token.
+func (p MinTTFT) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
+	decideByScore(p, q, v, s, r, d)
+}
+
+// prepare: x is gT, pA, η.
+func (p MinTTFT) prepare(_ *Request, _ *View, s State, _ *scratch) aggregate {
+	law := p.law()
+	a := aggregate{why: ReasonLowestScore, x: [4]float64{law.TokenMS, law.PairMS}}
+	if st, ok := s.(*minTTFTState); ok && p.Eta {
+		rho := min(st.rho, maxRho)
+		a.x[2] = rho / (1 - rho)
+	}
+	return a
+}
+
+func (p MinTTFT) summands(q *Request, rk *Rank, hit, _ int64, a *aggregate) sums {
+	law := steptime.Coefficients{TokenMS: a.x[0], PairMS: a.x[1]}
+	queue := float64(law.TokenMS*float64(rk.Load.Q)) + float64(law.PairMS*(float64(rk.Pairs)/2))
+	own := prefill(&law, int64(q.Tokens)-hit, hit)
+	return three(queue, 1, own, 1, own, a.x[2])
+}
+
+func (p MinTTFT) fill(q *Request, v *View, c *scratch) {
+	for k, i := range c.candidates {
+		c.scores[k] = total(p.summands(q, &v.Ranks[i], c.hits[i], c.extra[i], &c.all))
+	}
+}
+
+func (p MinTTFT) labels(*aggregate) []label {
+	all := []label{{"queue", "ms"}, {"prefill", "ms"}, {"later_arrivals", "ms"}}
+	if p.Eta {
+		return all
+	}
+	return all[:2]
+}
+
+func (MinTTFT) rule(*aggregate) rule { return rule{} }

@@ -1,0 +1,149 @@
+package routing
+
+import "time"
+
+// textState is what prefix-aware and cache-aware remember: the text sent to each rank, and when they last swept it.
+type textState struct {
+	tree  *textTree
+	swept time.Duration // view.Now
+}
+
+func newTextState(v *View) *textState {
+	return &textState{tree: newTextTree(v, maxTreeChars), swept: v.Now}
+}
+
+// sweep is how a policy's tree is kept small: every interval, each rank above high loses its least recently used text
+// until it is at low. 0 interval never sweeps.
+type sweep struct {
+	interval  time.Duration
+	high, low func(v *View, id RankID) int
+	nodes     bool // high and low count tree nodes, not characters
+}
+
+// observe follows ranks and dispatches, and sweeps when it is time.
+func (st *textState) observe(v *View, e *Event, w sweep) {
+	switch e.Kind {
+	case EvRankUp:
+		st.tree.addRank(e.Rank, e.Incarnation)
+	case EvRankDown:
+		st.tree.removeRank(e.Rank)
+	case EvDispatched:
+		if i, ok := v.Find(e.Rank); ok && e.Request != nil && cacheable(e.Request, &v.Ranks[i]) {
+			st.tree.insert(e.Request.Text, e.Rank)
+		}
+	default:
+	}
+	if w.interval > 0 && v.Now-st.swept >= w.interval {
+		st.swept = v.Now
+		st.sweep(v, w)
+	}
+}
+
+func (st *textState) sweep(v *View, w sweep) {
+	for i := range v.Ranks {
+		id := v.Ranks[i].ID
+		s := st.tree.slots.get(uint64(id) + 1)
+		if s == 0 || st.size(s-1, w.nodes) <= w.high(v, id) {
+			continue
+		}
+		for low := w.low(v, id); st.size(s-1, w.nodes) > low; {
+			st.tree.evict(s - 1)
+		}
+	}
+}
+
+func (st *textState) size(slot uint32, nodes bool) int {
+	if nodes {
+		return st.tree.ranks[slot].nodes
+	}
+	return st.tree.ranks[slot].chars
+}
+
+// cacheable says whether a prompt is worth remembering: there is text, and at least one whole block for an engine to
+// cache. Shorter prompts would all follow the first of their kind to one rank and gain nothing there.
+func cacheable(q *Request, rk *Rank) bool {
+	return len(q.Text) > 0 && q.Tokens >= rk.blockSize(q)
+}
+
+// anyCacheable is cacheable on some rank.
+func anyCacheable(q *Request, v *View) bool {
+	for i := range v.Ranks {
+		if cacheable(q, &v.Ranks[i]) {
+			return true
+		}
+	}
+	return false
+}
+
+// owners finds the longest match that a candidate has been sent and gives its owners among the candidates 0 and all
+// others 1, in c.extra. length is the match in characters; 0 if no candidate was ever sent a prefix of the text.
+func (st *textState) owners(q *Request, v *View, c *scratch) (length int) {
+	c.exclude()
+	for m := st.tree.match(q.Text); m.node != 0; m = st.tree.up(m) {
+		found := false
+		for k := st.tree.nodes[m.node].marks; k != 0; k = st.tree.marks[k].next {
+			i, ok := v.Find(st.tree.ranks[st.tree.marks[k].slot].id)
+			if ok && c.tier.has(q, &v.Ranks[i]) {
+				c.extra[i], found = 0, true
+			}
+		}
+		if found {
+			return m.length
+		}
+	}
+	return 0
+}
+
+// smallest gives the candidates with the least text 0 and all others 1, in c.extra.
+func (st *textState) smallest(v *View, nodes bool, c *scratch) {
+	c.exclude()
+	least := -1
+	for _, i := range c.candidates {
+		size := st.sizeOf(v.Ranks[i].ID, nodes)
+		if least < 0 || size < least {
+			least = size
+		}
+		c.extra[i] = int64(size)
+	}
+	for _, i := range c.candidates {
+		c.extra[i] = min(1, c.extra[i]-int64(least))
+	}
+}
+
+func (st *textState) sizeOf(id RankID, nodes bool) int {
+	s := st.tree.slots.get(uint64(id) + 1)
+	if s == 0 {
+		return 0
+	}
+	return st.size(s-1, nodes)
+}
+
+// exclude gives every row 1: not preferred.
+func (c *scratch) exclude() {
+	for i := range c.extra {
+		c.extra[i] = 1
+	}
+}
+
+// matchRate is length over the text's characters; the text is not empty.
+func matchRate(length int, q *Request) float64 {
+	return float64(length) / float64(min(len(q.Text), maxTextChars))
+}
+
+// spreadOpen is the largest and the smallest number of open requests over the ranks that q may go to, full ones
+// included: a full rank is the clearest sign of imbalance.
+func spreadOpen(q *Request, v *View) (most, least int) {
+	first := true
+	for i := range v.Ranks {
+		rk := &v.Ranks[i]
+		if !Eligible(q, rk) || rk.Silent {
+			continue
+		}
+		o := rk.ongoing()
+		if first {
+			first, most, least = false, o, o
+		}
+		most, least = max(most, o), min(least, o)
+	}
+	return most, least
+}
