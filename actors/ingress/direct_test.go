@@ -45,7 +45,8 @@ func TestForgottenClients(t *testing.T) {
 	l := newLegs(Timers{}.withDefaults(), nil)
 	defer l.close()
 	for _, host := range []string{"a:1", "b:1", "c:1"} {
-		assert.Same(t, l.owned.client(host), l.owned.client(host))
+		first := l.owned.client(host)
+		assert.Same(t, first, l.owned.client(host))
 		assert.Len(t, l.owned.clients, 1)
 	}
 }
