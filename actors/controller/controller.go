@@ -33,6 +33,8 @@ type Controller struct {
 	mu   sync.Mutex
 	core *core
 
+	booted    chan struct{} // closed when the first state behind the barrier is taken up
+	boot      sync.Once
 	timer     *time.Timer // the actor's own
 	stop      context.CancelFunc
 	loops     sync.WaitGroup
@@ -45,7 +47,7 @@ var _ msg.Reporter = (*Controller)(nil)
 // New makes a Controller.
 func New(cfg Config) *Controller {
 	cfg = cfg.withDefaults()
-	return &Controller{cfg: cfg, ring: newRing(), core: newCore(cfg.Timers)}
+	return &Controller{cfg: cfg, ring: newRing(), core: newCore(cfg.Timers), booted: make(chan struct{})}
 }
 
 // Start spawns the actor. Nothing is granted before the barrier has passed.
@@ -153,6 +155,9 @@ func (c *Controller) step(m any) ([]effect, time.Time) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	effects := c.core.Step(c.cfg.Clock(), nodes, m)
+	if c.core.state != nil {
+		c.boot.Do(func() { close(c.booted) })
+	}
 	return effects, c.core.Due()
 }
 
@@ -236,14 +241,19 @@ func (c *Controller) Delete(ctx context.Context, name string) (state.Result, err
 // catchUp waits until Status shows what was committed, so that who deploys and then asks is not told that there is no such
 // app. The change is committed whatever happens here: running out of time is no error.
 func (c *Controller) catchUp(ctx context.Context, apps []string) error {
+	ctx, cancel := context.WithTimeout(ctx, c.cfg.Timers.Call)
+	defer cancel()
+	select {
+	case <-c.booted: // before, there is nothing to catch up
+	case <-c.box.Stopped():
+	case <-ctx.Done():
+	}
 	m := redeployed{apps, c.cfg.Store.State(), make(chan struct{})}
 	if err := c.box.TrySend(m); errors.Is(err, inbox.ErrStopped) {
 		return problem.New(problem.Unavailable, "tell the controller: %w", ErrStopped).WithHint("dpserve is stopping; start it again")
 	} else if err != nil {
 		return problem.New(problem.Overloaded, "tell the controller: %w", err).WithHint("deploy again in a second")
 	}
-	ctx, cancel := context.WithTimeout(ctx, c.cfg.Timers.Call)
-	defer cancel()
 	select {
 	case <-m.done:
 	case <-c.box.Stopped():
