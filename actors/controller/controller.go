@@ -222,11 +222,12 @@ func (c *Controller) Deploy(ctx context.Context, apps []*app.Application, expect
 		put.Apps = append(put.Apps, state.AppSpec{Name: a.Name, Spec: spec, Names: a.Model.ServedNames(), Route: a.RoutePrefix})
 		names = append(names, a.Name)
 	}
+	before := c.epochs()
 	r, err := c.cfg.Proposer.Propose(ctx, state.Command{PutApps: put})
 	if err != nil {
 		return r, err
 	}
-	return r, c.catchUp(ctx, names)
+	return r, c.catchUp(ctx, names, before)
 }
 
 // Delete ends an application: its units drain and stop, then it is forgotten. A second time changes nothing.
@@ -235,12 +236,23 @@ func (c *Controller) Delete(ctx context.Context, name string) (state.Result, err
 	if err != nil {
 		return r, err
 	}
-	return r, c.catchUp(ctx, nil)
+	return r, c.catchUp(ctx, nil, nil)
+}
+
+// epochs gives the epoch of every unit there is now.
+func (c *Controller) epochs() map[string]uint64 {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	out := make(map[string]uint64, len(c.core.units))
+	for id, u := range c.core.units {
+		out[id] = u.m.Epoch
+	}
+	return out
 }
 
 // catchUp waits until Status shows what was committed, so that who deploys and then asks is not told that there is no such
 // app. The change is committed whatever happens here: running out of time is no error.
-func (c *Controller) catchUp(ctx context.Context, apps []string) error {
+func (c *Controller) catchUp(ctx context.Context, apps []string, before map[string]uint64) error {
 	ctx, cancel := context.WithTimeout(ctx, c.cfg.Timers.Call)
 	defer cancel()
 	select {
@@ -248,7 +260,7 @@ func (c *Controller) catchUp(ctx context.Context, apps []string) error {
 	case <-c.box.Stopped():
 	case <-ctx.Done():
 	}
-	m := redeployed{apps, c.cfg.Store.State(), make(chan struct{})}
+	m := redeployed{apps, before, c.cfg.Store.State(), make(chan struct{})}
 	if err := c.box.TrySend(m); errors.Is(err, inbox.ErrStopped) {
 		return problem.New(problem.Unavailable, "tell the controller: %w", ErrStopped).WithHint("dpserve is stopping; start it again")
 	} else if err != nil {

@@ -267,7 +267,12 @@ func (c *core) redeploy(now time.Time, in redeployed) {
 		c.look(now, in.state)
 	}
 	for _, id := range c.ids() {
-		if u := c.units[id]; slices.Contains(in.apps, u.app) {
+		u := c.units[id]
+		if !slices.Contains(in.apps, u.app) {
+			continue
+		}
+		// A start that the change itself brought about, and that has failed by now, is not forgiven.
+		if epoch, there := in.before[id]; in.before == nil || there && epoch == u.m.Epoch {
 			c.feed(now, u, state.Event{Kind: state.EvRedeploy})
 		}
 	}

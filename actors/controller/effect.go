@@ -16,9 +16,10 @@ type (
 	// redeployed says that applications were deployed again: their failed units get another chance. It carries the state that
 	// holds the change, so that who asked sees it in the status; done is closed when it does.
 	redeployed struct {
-		apps  []string
-		state *state.State
-		done  chan struct{}
+		apps   []string
+		before map[string]uint64 // the units there were before the change, with their epochs; nil = whichever there are now
+		state  *state.State
+		done   chan struct{}
 	}
 	// granted is the outcome of a grantEffect.
 	granted struct {

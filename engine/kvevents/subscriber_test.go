@@ -209,7 +209,7 @@ func TestReplayAnswersThatMakeNoSense(t *testing.T) {
 			t.Parallel()
 			s := newScript(t, func(c *zmtp.Conn, _ uint64) { reply(c) })
 			sub, _ := begin(t, Config{Endpoints: s.endpoints(true)})
-			eventually(t, func() bool { return sub.Stats().ReplayFailures == 1 })
+			eventually(t, func() bool { return s.subscribed() && sub.Stats().ReplayFailures == 1 })
 			s.publish(t, nil, seq(0), unhex(t, goldens["array stored"]))
 			eventually(t, func() bool { return sub.Stats().Batches == 1 })
 			assert.False(t, sub.Stats().Partial, "the first batch of all is a baseline")
