@@ -18,7 +18,8 @@ const (
 	PresetDocumented = "documented"
 	PresetTuned      = "tuned"
 
-	IdentityText = "text"
+	IdentityText   = "text"
+	IdentityTokens = "tokens"
 
 	StrategyPack         = "PACK"
 	StrategyStrictPack   = "STRICT_PACK"

@@ -194,6 +194,9 @@ func routingLines(r, standard *Routing) lines {
 	}
 	l.block("params", params)
 	l.word("identity", r.Identity, standard.Identity)
+	if r.BusyThreshold != nil {
+		l.put("busy_threshold", strconv.FormatFloat(*r.BusyThreshold, 'g', -1, 64))
+	}
 	return l
 }
 

@@ -34,10 +34,11 @@ applications:
     placement_group_strategy: PACK     # PACK | STRICT_PACK | SPREAD | STRICT_SPREAD
     max_ranks_per_node: 8
     routing:
-      policy: power-of-two             # power-of-two | least-loaded | round-robin | random | direct
+      policy: power-of-two             # docs/routing.md lists them all
       preset: documented               # documented | tuned
       params: {}                       # the policy's own knobs
-      identity: text
+      identity: text                   # text | tokens: how a prompt becomes blocks
+      busy_threshold: 0.95             # 0 to 1: ranks whose KV cache is fuller get nothing; default: no threshold
     max_ongoing_requests: 64           # per rank; default: what the engine reports, else 256
     max_queued_requests: 1000          # then 503
     timeouts: {queue_s: 60, first_token_s: 300, between_tokens_s: 30}

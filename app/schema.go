@@ -207,22 +207,21 @@ func routingFields() []field[Routing] {
 		{key: "preset", read: word(func(r *Routing) *string { return &r.Preset }, PresetDocumented, PresetTuned)},
 		{key: "params", read: readParams},
 		{key: "identity", read: readIdentity},
-		{key: "busy_threshold", later: true},
+		{key: "busy_threshold", read: readBusyThreshold},
 		{key: "slo", later: true},
 	}
 }
 
-// policies are the ones of this version; laterPolicies have a name, and some of them code in routing/, but the ingress does not
-// feed them yet.
+// policies are the ones of this version; laterPolicies have a name already.
 func policies() []string {
-	return []string{"power-of-two", "least-loaded", "round-robin", "random", "direct"}
+	return []string{
+		"power-of-two", "least-loaded", "round-robin", "random", "direct", "scoring", "cache-aware", "prefix-aware", "kv", "least-kv", "lmetric", "lmetric-1",
+		"lpwl", "min-ttft", "sticky", "chwbl", "session-affinity",
+	}
 }
 
 func laterPolicies() []string {
-	return []string{
-		"least-kv", "scoring", "cache-aware", "prefix-aware", "kv", "lmetric", "lmetric-1", "lpwl", "min-ttft", "sticky", "chwbl",
-		"session-affinity", "mex", "group-balance", "group-least-kv",
-	}
+	return []string{"mex", "group-balance", "group-least-kv"}
 }
 
 func readPolicy(c cursor, r *Routing) {
@@ -239,11 +238,18 @@ func readPolicy(c cursor, r *Routing) {
 }
 
 func readIdentity(c cursor, r *Routing) {
-	if c.n.text == "tokens" || c.n.text == "learned" {
+	if c.n.text == "learned" {
 		c.refuse(notYet("identity " + strconv.Quote(c.n.text)))
 		return
 	}
-	c.word(&r.Identity, IdentityText)
+	c.word(&r.Identity, IdentityText, IdentityTokens)
+}
+
+// readBusyThreshold reads a share of the KV cache.
+func readBusyThreshold(c cursor, r *Routing) {
+	var v float64
+	c.number(&v, 1, true, "a share")
+	r.BusyThreshold = &v
 }
 
 func timeoutFields() []field[Timeouts] {

@@ -2,6 +2,7 @@ package cluster
 
 import (
 	"context"
+	"crypto/rand"
 	"time"
 
 	"github.com/hashicorp/raft"
@@ -80,14 +81,23 @@ func (c *Cluster) lead() error {
 	if a := c.submit(ctx, c.barrier); a.err != nil {
 		return a.err
 	}
-	switch c.State().Cluster {
-	case c.ident.Cluster:
+	switch st := c.State(); {
+	case st.Cluster == c.ident.Cluster && len(st.Secret) > 0:
 		return nil
-	case "":
-		_, err := c.Propose(ctx, state.Command{Init: &state.Init{Cluster: c.ident.Cluster}})
+	case st.Cluster == "" || st.Cluster == c.ident.Cluster: // new, or of a version without a secret
+		_, err := c.Propose(ctx, state.Command{Init: &state.Init{Cluster: c.ident.Cluster, Secret: newSecret()}})
 		return err
 	default:
 		return problem.New(problem.Conflict, "the log in the data dir is of cluster %s, its %s says %s", c.State().Cluster, identityFile, c.ident.Cluster).
 			WithHint("two data dirs were mixed; restore one from a backup or choose an empty --data-dir")
 	}
+}
+
+// secretBytes is the length of a cluster's secret.
+const secretBytes = 32
+
+func newSecret() []byte {
+	b := make([]byte, secretBytes)
+	_, _ = rand.Read(b) // never fails since Go 1.24
+	return b
 }

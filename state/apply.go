@@ -59,5 +59,8 @@ func (s *State) init(c *Init) error {
 			WithHint("use another --data-dir for another cluster")
 	}
 	s.Cluster = c.Cluster
+	if len(s.Secret) == 0 {
+		s.Secret = c.Secret
+	}
 	return nil
 }

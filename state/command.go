@@ -15,9 +15,10 @@ type Command struct {
 	Release    *UnitRef    `json:"release,omitempty"`
 }
 
-// Init names the cluster; refused if it already has another name.
+// Init names the cluster and gives it its secret; refused if it already has another name. The first secret stays.
 type Init struct {
 	Cluster string `json:"cluster"`
+	Secret  []byte `json:"secret,omitempty"` // keys what ingresses and replicas must hash alike and nobody else may
 }
 
 // AppSpec is one application of a PutApps.

@@ -68,6 +68,7 @@ type Unit struct {
 type State struct {
 	Index     uint64            `json:"index"`    // raft index of the last command
 	Cluster   string            `json:"cluster"`  // cluster id, set once
+	Secret    []byte            `json:"secret,omitempty"` // set once, by Init
 	Revision  uint64            `json:"revision"` // +1 per PutApps or DeleteApp that changed something
 	Apps      map[string]*App   `json:"apps"`
 	Units     map[string]*Unit  `json:"units"`

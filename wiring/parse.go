@@ -2,7 +2,6 @@ package wiring
 
 import (
 	"github.com/dpserve/dpserve/app"
-	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -14,10 +13,6 @@ func ParseApps(file string, text []byte) (*app.File, []app.Warning, error) {
 
 // routingRule has the policy check its own parameters.
 func routingRule(a *app.Application) (string, error) {
-	policy, err := routing.New(a.Routing.Policy, a.Routing.Preset, a.Routing.Params)
-	if l, ok := policy.(routing.LeastLoaded); ok && l.Variant != "" && l.Variant != routing.VariantCount {
-		err = problem.New(problem.InvalidArgument, "variant %s is not supported in this version: nothing tells the router of KV caches yet", l.Variant).
-			WithHint("leave variant out, or write %s", routing.VariantCount)
-	}
+	_, err := routing.New(a.Routing.Policy, a.Routing.Preset, a.Routing.Params)
 	return "routing.params", err
 }

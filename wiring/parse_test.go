@@ -33,15 +33,3 @@ func TestPolicyChecksItsParameters(t *testing.T) {
 	assert.Contains(t, err.Error(), "params.prefer_lokal: unknown parameter")
 	assert.Contains(t, err.Error(), `did you mean "prefer_local"`)
 }
-
-// What the ingress does not feed yet is refused, not served in silence.
-func TestVariantsWithoutTheirInputAreRefused(t *testing.T) {
-	for variant, ok := range map[string]bool{"count": true, "kv": false, "tokens": false} {
-		_, _, err := ParseApps("app.yaml", []byte("applications: [{name: a, model: {id: a}, engine: {kind: sim}, routing: {policy: least-loaded, params: {variant: "+variant+"}}}]"))
-		if ok {
-			assert.NoError(t, err, variant)
-		} else {
-			assert.ErrorContains(t, err, "not supported in this version", variant)
-		}
-	}
-}

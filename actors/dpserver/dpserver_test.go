@@ -135,7 +135,7 @@ func demo() *app.Application {
 func bubble(t *testing.T, maxOngoing int, owned bool, f func(t *testing.T, r *rig)) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRig(t, owned)
-		require.NoError(t, r.Ready(t.Context(), 7, maxOngoing))
+		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 7, MaxOngoing: maxOngoing}))
 		synctest.Wait()
 		r.tape.take()
 		f(t, r)
@@ -370,7 +370,7 @@ func TestAFenceIsHeardOnceAndGoneEndsTheStream(t *testing.T) {
 		require.Equal(t, []msg.RecordKind{msg.RecState, msg.RecGone}, kinds(got))
 		assert.Equal(t, "process exited", got[0].Cause)
 		assert.Empty(t, r.tape.told(), "a fence from outside is no news to the node")
-		require.ErrorIs(t, r.Ready(t.Context(), 8, 1), inbox.ErrStopped)
+		require.ErrorIs(t, r.Ready(t.Context(), msg.Facts{Incarnation: 8, MaxOngoing: 1}), inbox.ErrStopped)
 	})
 }
 
@@ -571,7 +571,7 @@ func TestAnAttachedEngineComesBackWithANewIncarnation(t *testing.T) {
 		require.Len(t, r.tape.told(), 1)
 
 		r.tape.take()
-		require.NoError(t, r.Ready(t.Context(), 8, 9))
+		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 8, MaxOngoing: 9}))
 		got := r.tape.take()
 		require.Equal(t, []msg.RecordKind{msg.RecSnapshot}, kinds(got))
 		assert.Equal(t, uint64(8), got[0].Incarnation)

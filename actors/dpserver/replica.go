@@ -27,9 +27,8 @@ type (
 	subscribe   struct{ sub *subscription }
 	unsubscribe struct{ sub *subscription }
 	ready       struct {
-		incarnation uint64
-		maxOngoing  int
-		taken       chan struct{}
+		facts msg.Facts
+		taken chan struct{}
 	}
 	fence struct {
 		cause string
@@ -153,13 +152,13 @@ func (r *replica) ready(m ready) {
 	r.account.reset()
 	r.trip.stop()
 	r.trip, r.busy = trip{}, busy{round: r.busy.round + 1}
-	r.vitals.phase, r.vitals.incarnation, r.vitals.maxOngoing, r.vitals.seq = open, m.incarnation, m.maxOngoing, 0
+	r.vitals.phase, r.vitals.incarnation, r.vitals.maxOngoing, r.vitals.seq = open, m.facts.Incarnation, m.facts.MaxOngoing, 0
 	r.keep()
 	for _, sub := range r.sinks {
 		r.snapshot(sub)
 	}
 	r.note()
-	r.log.Info("rank is ready", slog.String("incarnation", hex(m.incarnation)), slog.String("url", r.spec.Target.URL))
+	r.log.Info("rank is ready", slog.String("incarnation", hex(m.facts.Incarnation)), slog.String("url", r.spec.Target.URL))
 }
 
 func hex(v uint64) string { return fmt.Sprintf("%016x", v) }

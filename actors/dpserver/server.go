@@ -55,11 +55,11 @@ func (s *Server) name() string {
 // Mailbox is where ingresses post to.
 func (s *Server) Mailbox() msg.Mailbox { return s.box }
 
-// Ready opens admission for a new incarnation of the engine and begins to watch it. maxOngoing is requests at once.
+// Ready opens admission for a new incarnation of the engine and begins to watch it.
 // It returns when the actor has taken it, so that what comes after it finds the rank open.
-func (s *Server) Ready(ctx context.Context, incarnation uint64, maxOngoing int) error {
+func (s *Server) Ready(ctx context.Context, f msg.Facts) error {
 	taken := make(chan struct{})
-	s.box.Send(ready{incarnation: incarnation, maxOngoing: maxOngoing, taken: taken})
+	s.box.Send(ready{facts: f, taken: taken})
 	select {
 	case <-taken:
 		return nil

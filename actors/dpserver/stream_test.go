@@ -57,7 +57,7 @@ func TestTheStreamIsTheAccount(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		synctest.Test(t, func(t *testing.T) {
 			r := newRig(t, rapid.Bool().Draw(rt, "owned"))
-			require.NoError(t, r.Ready(t.Context(), 7, 3))
+			require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 7, MaxOngoing: 3}))
 			synctest.Wait()
 			old := &follower{t: rt}
 			for _, rec := range r.tape.take() {
@@ -103,7 +103,7 @@ func randomMessage(rt *rapid.T, ctx context.Context, r *rig, i uint64) {
 		time.Sleep(time.Duration(rapid.IntRange(0, 3000).Draw(rt, "ms")) * time.Millisecond)
 	case 6:
 		if rapid.IntRange(0, 9).Draw(rt, "again") == 0 {
-			require.NoError(rt, r.Ready(ctx, 8+i, 3))
+			require.NoError(rt, r.Ready(ctx, msg.Facts{Incarnation: 8+i, MaxOngoing: 3}))
 		}
 	}
 }
@@ -128,7 +128,7 @@ func BenchmarkAdmission(b *testing.B) {
 	s, err := f.New(msg.ReplicaSpec{App: demo(), Unit: "demo/0/0", Epoch: 1, Watcher: &tape{}, Target: msg.Target{Owned: true}})
 	require.NoError(b, err)
 	defer func() { _ = s.Stop(context.Background()) }()
-	require.NoError(b, s.Ready(b.Context(), 1, 256))
+	require.NoError(b, s.Ready(b.Context(), msg.Facts{Incarnation: 1, MaxOngoing: 256}))
 	ctx, cancel := context.WithCancel(b.Context())
 	defer cancel()
 	admit := &msg.Admit{Ctx: ctx, Epoch: 1, Tokens: 100, Reply: make(chan msg.AdmitReply, 1)}

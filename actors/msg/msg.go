@@ -48,7 +48,8 @@ var refusalNames = [...]string{"granted", "full", "stale_epoch", "not_ready", "f
 func (r Refusal) String() string { return refusalNames[r] }
 
 // Admit asks a DPServer for a ticket. Reply must have room for one answer; the sender keeps it until it has read it or has
-// started a drain that does (a late ticket goes back by Done{Refused}).
+// started a drain that does (a late ticket goes back by Done{Refused}). Blocks are the sender's again with the reply: without one
+// they must not be used again.
 type Admit struct {
 	Ctx       context.Context // the message's cancellation
 	ReqID     uint64          // unique per ingress process, same value as in routing
@@ -56,7 +57,9 @@ type Admit struct {
 	Class     Class
 	Tokens    int
 	Estimated bool
-	Hit       int
+	Hit       int       // prompt tokens that the sender's index says the rank has cached
+	Blocks    []uint64  // chain hashes of the prompt's full blocks; nil if the policy reads no index
+	HitBlocks int       // leading entries of Blocks that Hit stands for
 	Deadline  time.Time // zero: none
 	Ingress   string
 	Reply     chan AdmitReply
@@ -120,6 +123,7 @@ type Done struct {
 	Cause            string
 	PromptTokens     int
 	CachedTokens     int
+	HasCached        bool // the engine reported CachedTokens
 	CompletionTokens int
 	FirstToken       time.Duration // admission → first token; 0 = none seen
 	Trip             bool

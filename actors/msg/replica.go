@@ -12,7 +12,27 @@ type ReplicaSpec struct {
 	Node    string
 	Devices []int
 	Target  Target
+	Events  *EventSource // where its engine publishes KV events; nil = it does not, or Facts will tell
 	Watcher ReplicaWatcher
+}
+
+// EventSource is where the KV events of one engine are found: exactly one of Connect and Bind (the engine dials).
+type EventSource struct {
+	Connect string // tcp://HOST:PORT of the engine's publisher
+	Bind    string // tcp://HOST:PORT to listen on
+	Replay  string // tcp://HOST:PORT of the engine's replay socket; "" = none
+	Topic   string
+	Host    string // of the engine, if it is not on this machine: who may be spoken to
+}
+
+// Facts are what a node knows of an engine process when it opens the rank for it.
+type Facts struct {
+	Incarnation uint64
+	MaxOngoing  int          // requests at once
+	BlockSize   int          // tokens per KV block; 0 = not told
+	Blocks      int          // KV blocks on the device; 0 = not told
+	CachingOff  bool         // the engine runs without prefix caching
+	Events      *EventSource // attach: found by asking the engine; nil = as in ReplicaSpec
 }
 
 // ReplicaEventKind is the closed list of what a DPServer tells its node.

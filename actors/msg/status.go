@@ -17,7 +17,19 @@ type AppStatus struct {
 	Desired  int          `json:"desired"` // ranks
 	Ready    int          `json:"ready"`   // ranks
 	Queued   int          `json:"queued"`  // requests in this node's FIFO
+	Identity string       `json:"identity,omitempty"`
+	Index    *IndexStatus `json:"index,omitempty"` // of this node's ingress; nil: the policy reads none
 	Units    []UnitStatus `json:"units"`
+}
+
+// IndexStatus is an ingress's picture of an application's KV caches.
+type IndexStatus struct {
+	Blocks  int    `json:"blocks"`
+	Bytes   int    `json:"bytes"`
+	Cap     int    `json:"cap_bytes"`
+	Orphans int    `json:"orphans"`
+	Evicted uint64 `json:"evicted"`
+	Resyncs uint64 `json:"resyncs"` // columns that were asked for again after a gap
 }
 
 // UnitStatus is one unit of an application.
@@ -53,4 +65,31 @@ type RankStatus struct {
 	TTFTp50Ms   float64 `json:"ttft_p50_ms"`        // over the last 512 requests
 	TTFTp95Ms   float64 `json:"ttft_p95_ms"`        //
 	Progress    string  `json:"progress,omitempty"` // while starting: what it waits for
+
+	PromptTokens uint64    `json:"prompt_tokens,omitempty"` // of ended requests whose engine reported cached tokens
+	CachedTokens uint64    `json:"cached_tokens,omitempty"` // of PromptTokens, found in the rank's cache
+	HitRate      float64   `json:"hit_rate"`                // CachedTokens / PromptTokens over the last 512 such requests
+	KV           *KVStatus `json:"kv,omitempty"`            // nil: nothing reads this rank's KV index
+}
+
+// KVStatus is what a rank knows of its engine's KV cache.
+type KVStatus struct {
+	Blocks    int          `json:"blocks"` // in the index, by events or by the rank's own record
+	Bytes     int          `json:"bytes"`  // memory of the rank's index
+	BlockSize int          `json:"block_size,omitempty"`
+	Capacity  int64        `json:"capacity_tokens,omitempty"`
+	Usage     float64      `json:"usage"`
+	Sent      int          `json:"sent_blocks"` // of Blocks: by the rank's own record of what it was sent
+	Events    *EventStatus `json:"events,omitempty"`
+	Note      string       `json:"note,omitempty"` // what a person should know: silent events, other block size, caching off
+}
+
+// EventStatus is the health of a rank's KV events.
+type EventStatus struct {
+	State     string  `json:"state"` // connecting | live | partial | silent
+	Batches   uint64  `json:"batches"`
+	Gaps      uint64  `json:"gaps"`
+	Restarts  uint64  `json:"restarts"`
+	Dropped   uint64  `json:"dropped"` // malformed, unknown or contradictory events
+	SilentFor float64 `json:"silent_for_s,omitempty"`
 }

@@ -1,11 +1,16 @@
 package msg
 
-import "github.com/dpserve/dpserve/routing"
+import (
+	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/routing/kvindex"
+)
 
 // RecordKind is the closed list of entries of a replica's stream.
 type RecordKind uint8
 
-// The records. RecGone ends an incarnation's stream.
+// The records. RecGone ends an incarnation's stream. RecKVBegin, any number of RecKV with Stored, and RecKVEnd are the snapshot of one
+// column of the rank's KV cache: they follow a RecSnapshot, carry its number, and stand alone where a column begins within a
+// stream. Until RecKVEnd the column must not be shown.
 const (
 	RecSnapshot RecordKind = iota
 	RecAdmitted
@@ -14,6 +19,10 @@ const (
 	RecDone
 	RecState
 	RecGone
+	RecStatus  // the engine's own report: Status
+	RecKVBegin // a column begins anew: KV.Tier, KV.BlockSize
+	RecKV      // blocks entered or left a column: KV.Tier, KV.Delta
+	RecKVEnd   // a column's snapshot is whole: KV.Tier, KV.Len, KV.Sum
 )
 
 // Record is one entry of a replica's ordered stream, numbered from 1 per incarnation. It is only valid during Deliver.
@@ -29,6 +38,7 @@ type Record struct {
 	ReqID   uint64 // RecAdmitted … RecDone: as in Admit
 	Ingress string // who asked
 	Tokens  int
+	Hit     int // RecAdmitted: prompt tokens expected in the rank's cache
 	Out     int
 	Cause   string // RecDone, RecState
 
@@ -36,12 +46,37 @@ type Record struct {
 	Fenced    bool      // RecState: the rank is fenced, what it has in hand is lost
 	Draining  bool      // RecState: takes nothing new and lets its streams end; with Fenced: the drain is over, and cuts what is left
 	Snapshot  *Snapshot // RecSnapshot
+	KV        KV        // RecKVBegin, RecKV, RecKVEnd
+	Status    Status    // RecStatus
 }
+
+// KV is what a record says of one column of a rank's KV cache. Delta.Hashes is valid during Deliver only.
+type KV struct {
+	Tier      kvindex.Tier
+	BlockSize int           // RecKVBegin: tokens or bytes per block, 0 = not known yet
+	Delta     kvindex.Delta // RecKV
+	Len       int           // RecKVEnd: blocks in the column, and the sum of their hashes: equal at the reader, or it lost something
+	Sum       uint64
+}
+
+// Status is an engine's report of itself.
+type Status struct {
+	KVUsage    float64 // referenced blocks / all blocks, 0 to 1
+	HasKVUsage bool
+	Capacity   int64 // tokens its KV cache holds; 0 = not known
+	BlockSize  int   // tokens per block; 0 = not known
+}
+
+// Resync asks a DPServer to give one of its sinks a new RecSnapshot with all KV columns: the sink has missed a record.
+type Resync struct{ Sink Sink }
 
 // Snapshot is a replica's whole account at Record.Seq.
 type Snapshot struct {
 	Accepting  bool
 	MaxOngoing int
+	Capacity   int64 // tokens of the KV cache; 0 = not known
+	BlockSize  int   // tokens per KV block; 0 = not known
+	CachingOff bool  // the engine runs without prefix caching
 	Node       string
 	Target     Target
 	Mailbox    Mailbox // in-process; remote replicas come with the nodes step
@@ -53,6 +88,7 @@ type OpenRequest struct {
 	ReqID    uint64
 	Ingress  string
 	Tokens   int
+	Hit      int // of Tokens: expected in the rank's cache when it was admitted
 	Out      int
 	Decoding bool
 }

@@ -27,13 +27,13 @@ const mailboxBound = 1024
 
 // Replica is one rank's DPServer as its node sees it.
 type Replica interface {
-	Assign(ctx context.Context) error                                    // assign_rank: the RankAssigner agrees with the grant
-	Ready(ctx context.Context, incarnation uint64, maxOngoing int) error // opens admission and begins to watch the engine
-	Fence(cause string) <-chan struct{}                                  // stops admission at once; closed when every sink has heard of it
-	Drain(cause string)                                                  // stops admission, running requests go on
-	Drained() <-chan struct{}                                            // closed when a Drain found no request left
-	Stop(ctx context.Context) error                                      // ends the stream and the actor
-	Status() msg.RankStatus                                              // the account
+	Assign(ctx context.Context) error             // assign_rank: the RankAssigner agrees with the grant
+	Ready(ctx context.Context, f msg.Facts) error // opens admission and begins to watch the engine
+	Fence(cause string) <-chan struct{}           // stops admission at once; closed when every sink has heard of it
+	Drain(cause string)                           // stops admission, running requests go on
+	Drained() <-chan struct{}                     // closed when a Drain found no request left
+	Stop(ctx context.Context) error               // ends the stream and the actor
+	Status() msg.RankStatus                       // the account
 }
 
 // Config is one node.

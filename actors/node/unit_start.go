@@ -352,7 +352,7 @@ func (u *unit) index(r *rank) int {
 func (u *unit) becomeReady(ctx context.Context) error {
 	limit := engine.MaxOngoing(u.m.App)
 	for _, r := range u.ranks {
-		if err := r.replica.Ready(ctx, u.n.incarnation(), limit); err != nil {
+		if err := r.replica.Ready(ctx, msg.Facts{Incarnation: u.n.incarnation(), MaxOngoing: limit}); err != nil {
 			return &startError{r.grant.Rank, err}
 		}
 		r.setProgress("")

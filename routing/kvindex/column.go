@@ -10,6 +10,7 @@ const (
 	GPU Tier = iota
 	CPU
 	Disk
+	Sent // not a place: what the rank was sent, by its own record. Its blocks need not be token blocks
 )
 
 // Owner is whom a column belongs to.
