@@ -92,6 +92,7 @@ type AttachRank struct {
 	Addressing string    `json:"addressing,omitempty" yaml:"addressing,omitempty"` // url (default) | header | body
 	Selector   int       `json:"selector,omitempty" yaml:"selector,omitempty"`
 	Group      int       `json:"group,omitempty" yaml:"group,omitempty"`
+	Number     *int      `json:"rank,omitempty" yaml:"rank,omitempty"` // nil = its place among the ranks of its group
 	Role       string    `json:"role,omitempty" yaml:"role,omitempty"` // both (default); prefill and decode come with pd
 	Node       string    `json:"node,omitempty" yaml:"node,omitempty"`
 	KVEvents   *KVSocket `json:"kv_events,omitempty" yaml:"kv_events,omitempty"`
@@ -140,21 +141,6 @@ type Retries struct {
 	Attempts int `json:"attempts" yaml:"attempts"`
 }
 
-// Rank is the attached engine that has the given number in its group (ranks are numbered in file order), nil if there is
-// none.
-func (e *Engine) Rank(group, rank int) *AttachRank {
-	for i := range e.Ranks {
-		if e.Ranks[i].Group != group {
-			continue
-		}
-		if rank == 0 {
-			return &e.Ranks[i]
-		}
-		rank--
-	}
-	return nil
-}
-
 // Runs says whether this version starts or attaches engines of the kind. The others parse and validate only.
 func (k Kind) Runs() bool { return k == KindSim || k == KindAttach }
 
@@ -173,16 +159,12 @@ type Unit struct {
 func (a *Application) Units() []Unit {
 	var out []Unit
 	for g := range a.NumGroups {
-		group := a.Name + "/" + strconv.Itoa(g)
+		group, ranks := a.Name+"/"+strconv.Itoa(g), a.RankNumbers(g)
 		if a.DataParallel.Coupling == Lockstep {
-			u := Unit{ID: group, App: a.Name, Group: g}
-			for r := range a.DataParallel.DPSize {
-				u.Ranks = append(u.Ranks, r)
-			}
-			out = append(out, u)
+			out = append(out, Unit{ID: group, App: a.Name, Group: g, Ranks: ranks})
 			continue
 		}
-		for r := range a.DataParallel.DPSize {
+		for _, r := range ranks {
 			out = append(out, Unit{ID: group + "/" + strconv.Itoa(r), App: a.Name, Group: g, Ranks: []int{r}})
 		}
 	}

@@ -100,11 +100,24 @@ func diff(from, to *Application) []Diff {
 			out = append(out, hide(Diff{Path: p, Old: before[p], New: after[p]}))
 		}
 	}
-	if was, is := argNames(from), argNames(to); len(out) == 0 && was != is {
-		out = append(out, Diff{Path: "engine.args", Old: was, New: is})
+	if len(out) > 0 {
+		return out
+	}
+	for _, order := range []struct{ path, was, is string }{
+		{pathArgs, argNames(from), argNames(to)}, {pathRanks, rankNames(from), rankNames(to)},
+	} {
+		if order.was != order.is {
+			out = append(out, Diff{Path: order.path, Old: order.was, New: order.is})
+		}
 	}
 	return out
 }
+
+// Lists whose items are named in differences, not counted.
+const (
+	pathArgs  = "engine.args"
+	pathRanks = "engine.ranks"
+)
 
 // argNames is the order of the arguments, which nothing else shows.
 func argNames(a *Application) string {
@@ -113,6 +126,15 @@ func argNames(a *Application) string {
 		out = append(out, arg.Name)
 	}
 	return "order " + strings.Join(out, " ")
+}
+
+// rankNames is the order of the attached ranks, which their numbers hide where they are written.
+func rankNames(a *Application) string {
+	var out []string
+	for i := range a.Engine.Ranks {
+		out = append(out, a.Engine.Ranks[i].Address())
+	}
+	return "order " + strings.Join(out, ", ")
 }
 
 // hide takes the values of environment variables out of d.
@@ -142,7 +164,21 @@ func leaves(a *Application) map[string]string {
 		return out
 	}
 	walk(out, "", v)
+	walkRanks(out, &a.Engine)
 	return out
+}
+
+// walkRanks names attached ranks by their engine: one that comes or goes leaves the others as they are.
+func walkRanks(out map[string]string, e *Engine) {
+	numbers := e.numbers()
+	for i := range e.Ranks {
+		r := e.Ranks[i]
+		r.Number = &numbers[i]
+		text, err := json.Marshal(r)
+		if err == nil { // it is all text and numbers
+			out[pathRanks+"["+r.Address()+"]"] = string(text)
+		}
+	}
 }
 
 func walk(out map[string]string, path string, v any) {
@@ -155,8 +191,11 @@ func walk(out map[string]string, path string, v any) {
 			out[path] = "{}"
 		}
 	case []any:
-		if path == "engine.args" {
+		switch path {
+		case pathArgs:
 			walkArgs(out, path, t)
+			return
+		case pathRanks: // walkRanks
 			return
 		}
 		for i, item := range t {

@@ -162,6 +162,9 @@ func rankLines(r *AttachRank) lines {
 		l.put("selector", strconv.Itoa(r.Selector))
 	}
 	l.whole("group", r.Group, 0)
+	if r.Number != nil {
+		l.put("rank", strconv.Itoa(*r.Number))
+	}
 	l.word("role", r.Role, RoleBoth)
 	l.word("node", r.Node, "")
 	if r.KVEvents != nil {

@@ -27,6 +27,7 @@ func (d *decoder) check(a *draft) {
 	d.checkEngine(a)
 	d.settleSizes(a)
 	d.settleCoupling(a)
+	d.settleNumbers(a)
 	d.settleResources(a)
 }
 

@@ -145,6 +145,10 @@ func rankFields() []field[AttachRank] {
 		{key: "addressing", read: word(func(r *AttachRank) *string { return &r.Addressing }, AddressURL, AddressHeader, AddressBody)},
 		{key: "selector", read: whole(func(r *AttachRank) *int { return &r.Selector }, 0, MaxDPSize-1)},
 		{key: "group", read: whole(func(r *AttachRank) *int { return &r.Group }, 0, MaxRanks-1)},
+		{key: "rank", read: func(c cursor, r *AttachRank) {
+			r.Number = new(int)
+			c.whole(r.Number, 0, MaxDPSize-1)
+		}},
 		{key: "role", read: readRole},
 		{key: "node", read: text(func(r *AttachRank) *string { return &r.Node })},
 		{key: "kv_events", read: func(c cursor, r *AttachRank) {

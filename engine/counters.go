@@ -2,18 +2,28 @@ package engine
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"math"
 	"strconv"
+
+	"github.com/dpserve/dpserve/app"
 )
 
-// Counters are what an engine's /metrics says about its progress. Counters only grow in one process.
+// Counters are what an engine's /metrics says about its progress and its load. The token counters only grow in one process.
+// What is not told is zero.
 type Counters struct {
 	PromptTokens     float64
 	GenerationTokens float64
-	StartTime        float64 // unix seconds of the process; 0 = not told
-	BlockSize        int     // of cache_config_info; 0 = not told
-	Seen             bool    // at least one of the two token counters was there
+	StartTime        float64 // unix seconds of the process
+	Running          float64 // requests in the batch
+	Waiting          float64 // requests in the engine's own queue
+	KVUsage          float64 // blocks in use / all blocks, 0 to 1
+	HasKVUsage       bool
+	BlockSize        int  // tokens per KV block
+	Blocks           int  // KV blocks on the device
+	CachingOff       bool // it runs without prefix caching
+	Seen             bool // at least one of the two token counters was there
 }
 
 // Moved says that the engine worked between before and c.
@@ -29,36 +39,120 @@ func (c Counters) Restarted(before Counters) bool {
 	return c.Seen && before.Seen && (c.PromptTokens < before.PromptTokens || c.GenerationTokens < before.GenerationTokens)
 }
 
-// Counters asks /metrics.
+// Counters asks /metrics. Where several ranks answer behind one URL, it is what the page says of the client's own.
 func (c *Client) Counters(ctx context.Context) (Counters, error) {
-	b, err := c.get(ctx, "/metrics", maxMetrics)
-	if err != nil {
-		return Counters{}, err
-	}
-	return ParseCounters(b), nil
+	p, err := c.metrics(ctx)
+	return p.Counters, err
 }
 
-// ParseCounters sums the token counters of a Prometheus page over all label sets. Names are matched whole: every counter has a
-// _created twin that holds a unix time (TRAPS 26). Lines it does not understand are skipped.
-func ParseCounters(page []byte) Counters {
-	var c Counters
-	for line := range bytes.Lines(page) {
+func (c *Client) metrics(ctx context.Context) (metricsPage, error) {
+	b, err := c.get(ctx, "/metrics", maxMetrics)
+	if err != nil {
+		return metricsPage{}, err
+	}
+	rank := ""
+	if c.addr.Mode == app.AddressHeader || c.addr.Mode == app.AddressBody {
+		rank = strconv.Itoa(c.addr.Selector)
+	}
+	return parsePage(b, rank), nil
+}
+
+// ParseCounters reads a Prometheus page: counters, running and waiting are summed over all label sets, of usage the highest is
+// taken. Names are matched whole: every counter has a _created twin that holds a unix time (TRAPS 26). Lines it does not
+// understand and values that cannot be are skipped.
+func ParseCounters(page []byte) Counters { return parsePage(page, "").Counters }
+
+// metricsPage is a page while it is read.
+type metricsPage struct {
+	Counters
+	sglang bool // it is SGLang's
+}
+
+// parsePage reads what a page says of one rank; "" = of all.
+func parsePage(b []byte, rank string) metricsPage {
+	var p metricsPage
+	for line := range bytes.Lines(b) {
 		name, labels, value, ok := parseSample(line)
-		if !ok {
+		if !ok || rank != "" && !ofRank(labels, rank) {
 			continue
 		}
-		switch string(name) {
-		case "vllm:prompt_tokens_total", "sglang:prompt_tokens_total", "sglang_prompt_tokens_total":
-			c.PromptTokens, c.Seen = c.PromptTokens+value, true
-		case "vllm:generation_tokens_total", "sglang:generation_tokens_total", "sglang_generation_tokens_total":
-			c.GenerationTokens, c.Seen = c.GenerationTokens+value, true
-		case "process_start_time_seconds":
-			c.StartTime = value
-		case "vllm:cache_config_info":
-			c.BlockSize = intLabel(labels, "block_size")
+		if string(name) == "process_start_time_seconds" {
+			p.StartTime = value
+		}
+		if rest, ok := bytes.CutPrefix(name, []byte("vllm:")); ok {
+			p.add(rest, labels, value)
+		} else if rest, ok := cutSGLang(name); ok {
+			p.sglang = true
+			p.add(rest, labels, value)
 		}
 	}
-	return c
+	return p
+}
+
+// cutSGLang takes SGLang's prefix off: sglang: up to 0.5.3, sglang_ from then on.
+func cutSGLang(name []byte) (rest []byte, ok bool) {
+	if rest, ok = bytes.CutPrefix(name, []byte("sglang")); !ok || len(rest) < 2 || rest[0] != ':' && rest[0] != '_' {
+		return nil, false
+	}
+	return rest[1:], true
+}
+
+// add takes one sample; name is without the engine's prefix.
+func (p *metricsPage) add(name, labels []byte, value float64) {
+	if value < 0 {
+		return
+	}
+	switch string(name) {
+	case "prompt_tokens_total":
+		p.PromptTokens, p.Seen = p.PromptTokens+value, true
+	case "generation_tokens_total":
+		p.GenerationTokens, p.Seen = p.GenerationTokens+value, true
+	case "num_requests_running", "num_running_reqs":
+		p.Running += value
+	case "num_requests_waiting", "num_queue_reqs":
+		p.Waiting += value
+	case "kv_cache_usage_perc", "gpu_cache_usage_perc", "token_usage": // the second is vLLM's before 0.10
+		if value <= 1 {
+			p.KVUsage, p.HasKVUsage = max(p.KVUsage, value), true
+		}
+	case "page_size": // SGLang from 0.5.11; before, labels of cache_config_info
+		p.BlockSize = sane(value, maxBlockSize)
+	case "num_pages":
+		p.Blocks = sane(value, maxBlocks)
+	case "cache_config_info":
+		p.config(labels)
+	}
+}
+
+// config reads the labels of an info series. "None" is a value that is not set.
+func (p *metricsPage) config(labels []byte) {
+	p.BlockSize = cmp.Or(intLabel(labels, "block_size", maxBlockSize), intLabel(labels, "page_size", maxBlockSize), p.BlockSize)
+	p.Blocks = cmp.Or(intLabel(labels, "num_gpu_blocks", maxBlocks), intLabel(labels, "num_pages", maxBlocks), p.Blocks)
+	p.CachingOff = p.CachingOff || label(labels, "enable_prefix_caching") == "False"
+}
+
+// Bounds of what is believed.
+const (
+	maxBlockSize = 1 << 20 // tokens per block
+	maxBlocks    = 1 << 32 // blocks of a device
+)
+
+// sane is a number of things as an int, 0 if it cannot be one.
+func sane(value, limit float64) int {
+	if value != math.Trunc(value) || value < 1 || value > limit {
+		return 0
+	}
+	return int(value)
+}
+
+// ofRank says whether a series is the rank's: it names it, or names none.
+func ofRank(labels []byte, rank string) bool {
+	for _, key := range []string{"engine", "dp_rank"} {
+		if text := label(labels, key); text != "" {
+			return text == rank
+		}
+	}
+	return true
 }
 
 // parseSample splits one line of the text format: name, the label part without its braces, value. A timestamp behind the
@@ -80,7 +174,7 @@ func parseSample(line []byte) (name, labels []byte, value float64, ok bool) {
 		return nil, nil, 0, false
 	}
 	value, err := strconv.ParseFloat(string(fields[0]), 64)
-	return name, labels, value, err == nil && !math.IsNaN(value) // NaN is no count
+	return name, labels, value, err == nil && !math.IsNaN(value) && !math.IsInf(value, 0) // those are no counts
 }
 
 // cutLabels finds the closing brace outside of quotes.
@@ -99,25 +193,43 @@ func cutLabels(s []byte) (labels, rest []byte, ok bool) {
 	return nil, nil, false
 }
 
-// intLabel reads key="number" of a label part; 0 if it is missing or no number. The key is matched whole: other labels end
-// in the same words.
-func intLabel(labels []byte, key string) int {
-	mark := []byte(key + `="`)
-	for from := 0; ; {
-		at := bytes.Index(labels[from:], mark)
-		if at < 0 {
-			return 0
-		}
-		at += from
-		from = at + len(mark)
-		if at > 0 && labels[at-1] != ',' {
-			continue
-		}
-		value, _, _ := bytes.Cut(labels[from:], []byte{'"'})
-		n, err := strconv.Atoi(string(value))
-		if err != nil {
-			return 0
-		}
-		return n
+// intLabel reads key="number" of a label part; 0 if it is missing, no number or above limit.
+func intLabel(labels []byte, key string, limit int) int {
+	n, err := strconv.Atoi(label(labels, key))
+	if err != nil || n < 0 || n > limit {
+		return 0
 	}
+	return n
+}
+
+// label reads key="value" of a label part; "" if it is missing. Escapes stay as they are.
+func label(labels []byte, key string) string {
+	for len(labels) > 0 {
+		name, rest, ok := bytes.Cut(labels, []byte(`="`))
+		if !ok {
+			return ""
+		}
+		end := closingQuote(rest)
+		if end < 0 {
+			return ""
+		}
+		if string(bytes.TrimSpace(name)) == key {
+			return string(rest[:end])
+		}
+		labels = bytes.TrimLeft(rest[end+1:], ", ")
+	}
+	return ""
+}
+
+// closingQuote is where a label's value ends; -1 if it does not.
+func closingQuote(s []byte) int {
+	for i := 0; i < len(s); i++ {
+		switch s[i] {
+		case '\\':
+			i++
+		case '"':
+			return i
+		}
+	}
+	return -1
 }

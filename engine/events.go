@@ -1,14 +1,29 @@
 package engine
 
 import (
+	"context"
+	"encoding/json"
+	"net"
+	"net/url"
+	"strconv"
+
 	"github.com/dpserve/dpserve/app"
 	"github.com/dpserve/dpserve/routing"
 )
 
+// EventSource is where dpserve finds the KV events of one rank: exactly one of Connect and Bind (the engine dials). All are
+// tcp://HOST:PORT.
+type EventSource struct {
+	Connect string
+	Bind    string
+	Replay  string // "" = none
+	Host    string // where the engine runs; nobody else may publish
+}
+
 // WantsEvents says whether the engines of a should publish KV events: its policy reads the KV index, its file does not forbid
-// them, and its kind can.
+// them, its kind can, and its engines cache prefixes.
 func WantsEvents(a *app.Application) bool {
-	if a.Engine.KVEvents == app.KVEventsOff || a.Engine.Family == app.FamilyOpenAI {
+	if a.Engine.KVEvents == app.KVEventsOff || a.Engine.Family == app.FamilyOpenAI || CachingOff(a) {
 		return false
 	}
 	p, err := routing.New(a.Routing.Policy, a.Routing.Preset, a.Routing.Params)
@@ -18,3 +33,74 @@ func WantsEvents(a *app.Application) bool {
 	needs := routing.NeedsOf(p)
 	return needs.Hits && !needs.Approximate
 }
+
+// CachingOff says that engine.args start the engines of a without prefix caching. Of several flags the last one counts, as it
+// does for the engines.
+func CachingOff(a *app.Application) bool {
+	off := false
+	for _, arg := range a.Engine.Args {
+		on, ok := arg.Value.(bool)
+		switch name := flagName(arg.Name); {
+		case !ok:
+		case name == "enable-prefix-caching":
+			off = !on
+		case name == "no-enable-prefix-caching", name == "disable-radix-cache":
+			off = on
+		}
+	}
+	return off
+}
+
+// EventSources asks /kv_event_sources: the body, which engine/kvevents reads. An engine without the route gives a *StatusError
+// of 404.
+func (c *Client) EventSources(ctx context.Context) ([]byte, error) {
+	return c.get(ctx, "/kv_event_sources", maxAnswer)
+}
+
+// eventsConfig is vLLM's --kv-events-config as dpserve writes it.
+type eventsConfig struct {
+	Enabled   bool   `json:"enable_kv_cache_events"`
+	Publisher string `json:"publisher"`
+	Endpoint  string `json:"endpoint"`        // without * the engine dials
+	Replay    string `json:"replay_endpoint"` // the engine binds
+	Topic     string `json:"topic"`
+}
+
+// eventFlags make a launched engine publish. It is told the ports of index 0: it adds its own number, which is 0 where it does
+// not know of others.
+func eventFlags(s *Spec) ([]string, error) {
+	if !WantsEvents(s.App) {
+		return nil, nil
+	}
+	p := s.Ports()
+	b, err := json.Marshal(eventsConfig{Enabled: true, Publisher: "zmq", Endpoint: loopbackTCP(p.KV(0)), Replay: loopbackTCP(p.Replay(0))})
+	return []string{"--kv-events-config", string(b)}, err
+}
+
+// launchedEvents is where the events of a launched rank arrive; nil if it publishes none.
+func launchedEvents(s *Spec) *EventSource {
+	if !WantsEvents(s.App) {
+		return nil
+	}
+	p := s.Ports()
+	return &EventSource{Bind: loopbackTCP(p.KV(s.Index())), Replay: loopbackTCP(p.Replay(s.Index())), Host: Loopback}
+}
+
+// declaredEvents is what the app file says of an attached rank; nil if it says nothing, or nobody wants to know.
+func declaredEvents(a *app.Application, r *app.AttachRank) *EventSource {
+	if r.KVEvents == nil || !WantsEvents(a) {
+		return nil
+	}
+	return &EventSource{Connect: r.KVEvents.Connect, Bind: r.KVEvents.Bind, Replay: r.KVEvents.Replay, Host: HostOf(r.URL)}
+}
+
+// HostOf is the host of an engine's URL, without port and brackets; "" if there is none.
+func HostOf(base string) string {
+	u, err := url.Parse(base)
+	if err != nil {
+		return ""
+	}
+	return u.Hostname()
+}
+
+func loopbackTCP(port int) string { return "tcp://" + net.JoinHostPort(Loopback, strconv.Itoa(port)) }

@@ -31,6 +31,8 @@ type Launch struct {
 	Argv []string // Argv[0] is the program
 	Env  []string // the whole environment, KEY=VALUE
 	URL  string   // http://host:port, no path
+
+	Events *EventSource // where its KV events are found; nil: it publishes none, or (attach) its file does not tell
 }
 
 // Ports is the layout of the block of s.
@@ -82,7 +84,7 @@ func attachProfile(s *Spec, _ []string) (Launch, error) {
 	if err != nil {
 		return Launch{}, err
 	}
-	return Launch{URL: r.URL}, nil
+	return Launch{URL: r.URL, Events: declaredEvents(s.App, &r)}, nil
 }
 
 // AttachedRank finds the entry of engine.ranks that stands for a rank: the rank-th of its group, in file order.

@@ -12,17 +12,37 @@ func PortsOf(base, dpSize int) Ports { return Ports{base: base, size: dpSize} }
 // HTTP is the port of a rank's API.
 func (p Ports) HTTP(rank int) int { return p.base + rank }
 
+// KV is where a rank's engine publishes its KV events to: the engine dials, its DPServer listens.
+func (p Ports) KV(rank int) int { return p.base + p.size + rank }
+
+// Replay is where a rank's engine answers for KV events that were missed.
+func (p Ports) Replay(rank int) int { return p.base + 2*p.size + rank }
+
 // RPC is where rank 0 of a lockstep unit meets the others.
 func (p Ports) RPC() int { return p.base + 5*p.size }
 
-// Used lists the ports the given ranks of the unit listen on in this version: their API, and the rendezvous if rank 0 is one
-// of them in a unit of several. They are bind-tested before a start and verified free after an end.
-func (p Ports) Used(ranks ...int) []int {
+// Bound lists the ports that the engines of the given ranks bind in this version: their API, the replay socket if they publish
+// KV events, and the rendezvous if rank 0 is one of them in a unit of several. They are verified free after an end.
+func (p Ports) Bound(events bool, ranks ...int) []int {
 	var out []int
 	for _, r := range ranks {
 		out = append(out, p.HTTP(r))
+		if events {
+			out = append(out, p.Replay(r))
+		}
 		if r == 0 && p.size > 1 {
 			out = append(out, p.RPC())
+		}
+	}
+	return out
+}
+
+// Used is Bound and the ports where DPServers listen for KV events, which their end frees. They are bind-tested before a start.
+func (p Ports) Used(events bool, ranks ...int) []int {
+	out := p.Bound(events, ranks...)
+	if events {
+		for _, r := range ranks {
+			out = append(out, p.KV(r))
 		}
 	}
 	return out

@@ -29,6 +29,11 @@ func simProfile(s *Spec, environ []string) (Launch, error) {
 	argv = append(argv, s.App.Model.ServedNames()...)
 	argv = append(argv, "--shutdown-timeout", shutdownTimeout(s.App), "--enable-prompt-tokens-details", "--sim-watch-stdin")
 	argv = append(argv, lockstepFlags(s)...)
+	events, err := eventFlags(s)
+	if err != nil {
+		return Launch{}, err
+	}
+	argv = append(argv, events...)
 	flags, err := Flags(s.App.Engine.Args)
 	if err != nil {
 		return Launch{}, err
@@ -37,7 +42,9 @@ func simProfile(s *Spec, environ []string) (Launch, error) {
 		"GOMAXPROCS=1", "GOGC=" + strconv.Itoa(simGOGC), // TRAPS 9
 		"VLLM_HTTP_TIMEOUT_KEEP_ALIVE=" + strconv.Itoa(KeepAliveS),
 	}
-	return Launch{Argv: append(argv, flags...), Env: Environment(environ, own, s.App.Engine.Env), URL: loopbackURL(port)}, nil
+	return Launch{
+		Argv: append(argv, flags...), Env: Environment(environ, own, s.App.Engine.Env), URL: loopbackURL(port), Events: launchedEvents(s),
+	}, nil
 }
 
 // shutdownTimeout is the whole grace time in seconds: the drain is dpserve's, the node's timer enforces what is left of it.

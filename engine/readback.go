@@ -1,10 +1,13 @@
 package engine
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"math"
+	"net/http"
 )
 
 // ErrNoModels says that an engine lists no model.
@@ -74,4 +77,49 @@ func (c *Client) ReadBack(ctx context.Context) (Settings, error) {
 		s.BlockSize = n.BlockSize
 	}
 	return s, nil
+}
+
+// Cache is an engine's KV cache as it reports it. What is not told is zero.
+type Cache struct {
+	BlockSize  int  // tokens per block
+	Blocks     int  // blocks on the device
+	CachingOff bool // it runs without prefix caching
+}
+
+// Cache asks /metrics, and SGLang, which need not have that, /server_info. The error says why not all is known.
+func (c *Client) Cache(ctx context.Context) (Cache, error) {
+	p, err := c.metrics(ctx)
+	out := Cache{BlockSize: p.BlockSize, Blocks: p.Blocks, CachingOff: p.CachingOff}
+	if !p.sglang && out.BlockSize > 0 {
+		return out, nil
+	}
+	b, infoErr := c.get(ctx, "/server_info", maxAnswer)
+	var s *StatusError
+	if errors.As(infoErr, &s) && s.Status == http.StatusNotFound {
+		b, infoErr = c.get(ctx, "/get_server_info", maxAnswer) // its name before 0.5.4
+	}
+	if infoErr != nil {
+		return out, errors.Join(err, infoErr)
+	}
+	told := parseServerInfo(b)
+	return Cache{
+		BlockSize: cmp.Or(out.BlockSize, told.BlockSize), Blocks: cmp.Or(out.Blocks, told.Blocks), CachingOff: out.CachingOff || told.CachingOff,
+	}, nil
+}
+
+// parseServerInfo reads what SGLang says of its cache. Another engine's answer, or none that can be read, says nothing.
+func parseServerInfo(b []byte) Cache {
+	var info struct {
+		PageSize  float64 `json:"page_size"`
+		MaxTokens float64 `json:"max_total_num_tokens"`
+		RadixOff  bool    `json:"disable_radix_cache"`
+	}
+	if err := json.Unmarshal(b, &info); err != nil {
+		return Cache{}
+	}
+	c := Cache{BlockSize: sane(info.PageSize, maxBlockSize), CachingOff: info.RadixOff}
+	if c.BlockSize > 0 {
+		c.Blocks = sane(math.Floor(info.MaxTokens/info.PageSize), maxBlocks)
+	}
+	return c
 }

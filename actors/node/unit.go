@@ -240,15 +240,14 @@ func (u *unit) rankNumbers() []int {
 	return out
 }
 
-// ports is the layout of the unit's block and the ports of it that this node's ranks use; none for attached engines.
-func (u *unit) ports() (engine.Ports, []int) {
+// layout is the layout of the unit's port block, and the numbers of this node's ranks in it; none of attached engines.
+func (u *unit) layout() (engine.Ports, []int) {
 	s := engine.Spec{App: u.m.App, Base: u.m.Block.Base}
-	p := s.Ports()
-	if u.attached() {
-		return p, nil
+	switch {
+	case u.attached():
+		return s.Ports(), nil
+	case u.lockstep():
+		return s.Ports(), u.rankNumbers()
 	}
-	if !u.lockstep() {
-		return p, p.Used(0)
-	}
-	return p, p.Used(u.rankNumbers()...)
+	return s.Ports(), []int{0}
 }

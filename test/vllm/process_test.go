@@ -1,0 +1,27 @@
+package vllm
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+)
+
+// descendants are the live processes below pid, by parent links at this moment.
+func descendants(pid int) []int {
+	var out []int
+	files, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/children", pid))
+	for _, f := range files {
+		b, err := os.ReadFile(f)
+		if err != nil {
+			continue
+		}
+		for s := range strings.FieldsSeq(string(b)) {
+			if n, err := strconv.Atoi(s); err == nil {
+				out = append(append(out, n), descendants(n)...)
+			}
+		}
+	}
+	return out
+}
