@@ -37,6 +37,12 @@ bench: build ## the numbers: added latency, CPU, throughput, against nginx (if t
 acceptance: ## rows of docs/acceptance.md in real time, with real processes
 	DPSERVE_ACCEPTANCE=1 go test -count=1 -timeout 30m ./cmd/... ./test/...
 
+# Installs the CPU build of vLLM once, outside the repository (minutes, 6 GB); see docs/real-vllm.md.
+.PHONY: test-vllm
+test-vllm: ## two real vLLM engines on the CPU: KV events, cache-aware routing, restarts
+	test/vllm/install.sh
+	DPSERVE_VLLM=1 go test -count=1 -v -timeout 20m ./test/vllm
+
 .PHONY: clean
 clean: ## what build left behind
 	rm -rf bin

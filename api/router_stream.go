@@ -18,7 +18,7 @@ func (s *Server) dumpEvents(c *gin.Context) {
 		s.fail(c, err)
 		return
 	}
-	ctx, done, err := s.open(c.Request, s.generates, maxGenerates, "dumps and generate calls")
+	ctx, done, err := s.open(c.Request, s.generates, "dumps and generate calls are under way")
 	if err != nil {
 		s.fail(c, err)
 		return
@@ -91,7 +91,7 @@ func (s *Server) generate(c *gin.Context) {
 		s.fail(c, err)
 		return
 	}
-	ctx, done, err := s.open(c.Request, s.generates, maxGenerates, "dumps and generate calls")
+	ctx, done, err := s.open(c.Request, s.generates, "dumps and generate calls are under way")
 	if err != nil {
 		s.fail(c, err)
 		return

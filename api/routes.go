@@ -40,6 +40,8 @@ func (s *Server) newRoutes() http.Handler {
 	g.DELETE(pathApps+"/:app", s.reply(s.delete))
 	g.GET(pathApps+"/:app/logs", s.logs)
 	g.GET(pathEvents, s.events)
+	s.routers(g)
+	s.ranks(g)
 	if s.cfg.Metrics != nil {
 		g.GET(pathMetrics, s.metrics)
 	}
@@ -49,7 +51,7 @@ func (s *Server) newRoutes() http.Handler {
 // headAsGet answers HEAD like GET without the body, which net/http leaves out: probes ask that way. Streams have no HEAD.
 func headAsGet(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if r.Method == http.MethodHead && r.URL.Path != pathEvents && !strings.HasSuffix(r.URL.Path, "/logs") {
+		if r.Method == http.MethodHead && r.URL.Path != pathEvents && !strings.HasSuffix(r.URL.Path, "/logs") && !strings.HasSuffix(r.URL.Path, "/dump_events") {
 			r = r.WithContext(r.Context()) // a copy: the server goes by its own for what it writes
 			r.Method = http.MethodGet
 		}
@@ -90,9 +92,16 @@ func (s *Server) reply(h answer) gin.HandlerFunc {
 			s.fail(c, err)
 			return
 		}
+		if text, ok := body.(plainText); ok {
+			c.String(status, "%s", string(text))
+			return
+		}
 		writeJSON(c.Writer, status, body)
 	}
 }
+
+// plainText is the body of an answer that is no JSON.
+type plainText string
 
 // rearm gives the next write its time limit. What cannot have one (tests without a connection) goes without.
 func rearm(w http.ResponseWriter) {

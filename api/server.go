@@ -36,6 +36,8 @@ const (
 // Config is what a server is made of. Backend is required.
 type Config struct {
 	Backend Backend
+	Routers Routers      // nil = 404 on /api/v1/routers
+	Ranks   Ranks        // nil = 404 on the paths of rank changes
 	Metrics http.Handler // nil = 404 on /metrics
 	Version BuildInfo
 	Log     *slog.Logger // nil = silent
@@ -43,9 +45,10 @@ type Config struct {
 
 // Server serves the admin API: New, Listen (or Attach), Serve, Close.
 type Server struct {
-	cfg     Config
-	routes  http.Handler
-	streams chan struct{} // a slot per open stream
+	cfg       Config
+	routes    http.Handler
+	streams   chan struct{} // a slot per open stream
+	generates chan struct{} // a slot per generate call or dump
 
 	mu     sync.Mutex
 	ln     net.Listener
@@ -62,7 +65,7 @@ func NewServer(cfg Config) *Server {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
 	gin.SetMode(gin.ReleaseMode) // debug mode prints to stdout, which belongs to the commands
-	s := &Server{cfg: cfg, streams: make(chan struct{}, maxStreams), stop: make(chan struct{})}
+	s := &Server{cfg: cfg, streams: make(chan struct{}, maxStreams), generates: make(chan struct{}, maxGenerates), stop: make(chan struct{})}
 	s.routes = s.newRoutes()
 	return s
 }

@@ -18,10 +18,15 @@ import (
 
 // stream takes a stream's slot and gives a context that also ends with the server; done gives both back.
 func (s *Server) stream(r *http.Request) (ctx context.Context, done func(), err error) {
+	return s.open(r, s.streams, "logs and events are being followed")
+}
+
+// open is stream with slots of its own; what says who holds them.
+func (s *Server) open(r *http.Request, slots chan struct{}, what string) (ctx context.Context, done func(), err error) {
 	select {
-	case s.streams <- struct{}{}:
+	case slots <- struct{}{}:
 	default:
-		return nil, nil, problem.New(problem.Overloaded, "%d logs and events are being followed already", maxStreams).WithHint("end one of them")
+		return nil, nil, problem.New(problem.Overloaded, "%d %s already", cap(slots), what).WithHint("end one of them")
 	}
 	ctx, cancel := context.WithCancel(r.Context())
 	over := make(chan struct{})
@@ -33,7 +38,7 @@ func (s *Server) stream(r *http.Request) (ctx context.Context, done func(), err 
 		case <-ctx.Done():
 		}
 	}()
-	return ctx, func() { cancel(); <-over; <-s.streams }, nil
+	return ctx, func() { cancel(); <-over; <-slots }, nil
 }
 
 // logs sends log lines as text, one per line (LogLine.String), as they come.

@@ -82,6 +82,7 @@ type Change struct {
 	App    string   `json:"app"`
 	Action Action   `json:"action"`
 	Fields []string `json:"fields,omitempty"` // replace: paths that differ
+	Gone   []string `json:"gone,omitempty"`   // replace of attached ranks: those that the file does not list, GROUP/RANK and engine
 }
 
 // DeployResult is what was committed.
@@ -181,7 +182,7 @@ func (l *LogLine) parseRank(s string) error {
 type Event struct {
 	Number uint64    `json:"number"` // from 1 per process of the node; a jump means that events were dropped
 	Time   time.Time `json:"time"`
-	Kind   string    `json:"kind"` // deployed, deleted, gone, unit
+	Kind   string    `json:"kind"` // deployed, deleted, gone, unit, router-reset
 	App    string    `json:"app,omitempty"`
 	Unit   string    `json:"unit,omitempty"`
 	Rank   *int      `json:"rank,omitempty"` // the rank that caused it, if one did

@@ -18,6 +18,7 @@ func ownedFlag(flag string) string {
 		spread = "dpserve places the ranks; write resources and placement_group_strategy"
 		always = "it is always set; leave it out"
 	)
+	flag, _, _ = strings.Cut(flag, ".") // one key of a flag that takes JSON
 	switch flag {
 	case "host":
 		return "dpserve binds engines to 127.0.0.1; where clients connect is set on the node (--http-bind)"

@@ -283,25 +283,33 @@ func (d *decoder) settleNumbers(a *draft) {
 	if a.Engine.Kind != KindAttach || !d.good(path, a.path+".data_parallel.coupling") {
 		return
 	}
-	numbers, by := a.Engine.numbers(), map[[2]int]string{}
-	ok := true
+	numbers, by, ok := a.Engine.numbers(), map[[2]int]string{}, true
 	for i := range a.Engine.Ranks {
 		at, group := index(path, i), a.Engine.Ranks[i].Group
-		ok = ok && d.good(at+".rank", at+".group")
-		switch first := by[[2]int{group, numbers[i]}]; {
-		case d.has(at+".rank") && a.DataParallel.Coupling == Lockstep:
-			d.broken(at+".rank", Fault{Message: "the ranks of a lockstep group are numbered in the order of the file", Hint: "leave rank out"})
+		if !d.good(at+".rank", at+".group") {
 			ok = false
-		case first != "" && d.good(at+".rank"):
-			d.broken(at+".rank", Fault{
-				Message: "rank " + strconv.Itoa(numbers[i]) + " of the group is taken by " + first,
-				Hint:    "choose another number; a rank without one has its place in the file as number",
-			})
-			ok = false
+			continue
 		}
+		ok = d.checkNumber(a, at, numbers[i], by[[2]int{group, numbers[i]}]) && ok
 		by[[2]int{group, numbers[i]}] = at
 	}
 	if ok {
 		a.Engine.number(numbers)
 	}
+}
+
+// checkNumber checks the number of one rank; first is the path of another one that has it, if any.
+func (d *decoder) checkNumber(a *draft, path string, number int, first string) bool {
+	switch {
+	case d.has(path+".rank") && a.DataParallel.Coupling == Lockstep:
+		d.broken(path+".rank", Fault{Message: "the ranks of a lockstep group are numbered in the order of the file", Hint: "leave rank out"})
+	case first != "":
+		d.broken(path+".rank", Fault{
+			Message: "rank " + strconv.Itoa(number) + " of the group is taken by " + first,
+			Hint:    "choose another number; a rank without one has its place in the file as number",
+		})
+	default:
+		return true
+	}
+	return false
 }

@@ -78,6 +78,23 @@ func drawRanks(t *rapid.T, n, groups int) []AttachRank {
 	return out
 }
 
+// drawNumbers gives independent ranks numbers with holes, in any order.
+func drawNumbers(t *rapid.T, a *Application) {
+	if a.DataParallel.Coupling == Lockstep || !rapid.Bool().Draw(t, "holes") {
+		return
+	}
+	numbers := make([]int, len(a.Engine.Ranks))
+	for g := range a.NumGroups {
+		free := rapid.SliceOfNDistinct(rapid.IntRange(0, 40), a.DataParallel.DPSize, a.DataParallel.DPSize, rapid.ID[int]).Draw(t, "numbers")
+		for i := range a.Engine.Ranks {
+			if a.Engine.Ranks[i].Group == g {
+				numbers[i], free = free[0], free[1:]
+			}
+		}
+	}
+	a.Engine.number(numbers)
+}
+
 func drawApplication(t *rapid.T, name string, names map[string]bool) *Application {
 	a := Default()
 	a.Name = name
@@ -108,6 +125,7 @@ func drawEngine(t *rapid.T, a *Application) {
 	if e.Kind == KindAttach {
 		e.Family = rapid.SampledFrom([]string{"", FamilyVLLM, FamilySGLang}).Draw(t, "family")
 		e.Ranks = drawRanks(t, a.NumReplicas, a.NumGroups)
+		drawNumbers(t, a)
 		return
 	}
 	if rapid.Bool().Draw(t, "command") {
@@ -132,6 +150,11 @@ func drawTuning(t *rapid.T, a *Application) {
 	a.Routing.Preset = rapid.SampledFrom([]string{PresetDocumented, PresetTuned}).Draw(t, "preset")
 	if rapid.Bool().Draw(t, "params") {
 		a.Routing.Params = rapid.MapOfN(anyText(), anyValue(2), 1, 3).Draw(t, "param values")
+	}
+	a.Routing.Identity = rapid.SampledFrom([]string{IdentityText, IdentityTokens}).Draw(t, "identity")
+	if rapid.Bool().Draw(t, "busy") {
+		share := rapid.OneOf(rapid.SampledFrom([]float64{0, 1, 0.95}), rapid.Float64Range(0, 1)).Draw(t, "busy threshold")
+		a.Routing.BusyThreshold = &share
 	}
 	a.MaxOngoingRequests = rapid.IntRange(0, 300).Draw(t, "ongoing")
 	a.MaxQueuedRequests = rapid.IntRange(0, 2000).Draw(t, "queued")

@@ -38,7 +38,7 @@ func (d *decoder) checkRank(family string, r *AttachRank, path string, addresses
 		d.broken(path+".node", Fault{Found: strconv.Quote(r.Node), Wanted: "the id of a dpserve node"})
 	}
 	if r.KVEvents != nil {
-		d.checkSocket(r.KVEvents, path+".kv_events")
+		d.checkSocket(r, path, addresses)
 	}
 	d.claimAddress(addresses, r, path)
 }
@@ -130,33 +130,4 @@ func (d *decoder) mixed(path, first string) {
 	d.broken(path+".addressing", Fault{
 		Message: fmt.Sprintf("the url is addressed as a whole and by selector (%s)", first), Hint: "write addressing and selector on each of its ranks",
 	})
-}
-
-func (d *decoder) checkSocket(s *KVSocket, path string) {
-	if !d.good(path) {
-		return
-	}
-	if (s.Connect == "") == (s.Bind == "") {
-		d.broken(path, Fault{
-			Message: "exactly one of connect and bind says where KV events are found",
-			Hint:    "connect when the engine binds its socket (vllm, sglang), bind when it dials",
-		})
-	}
-	for key, text := range map[string]string{"connect": s.Connect, "bind": s.Bind, "replay": s.Replay} {
-		at := join(path, key)
-		if d.has(at) && d.good(at) && !validSocket(text, key == "bind") {
-			d.broken(at, Fault{Found: strconv.Quote(text), Wanted: "tcp://HOST:PORT"})
-		}
-	}
-}
-
-func validSocket(text string, wildcard bool) bool {
-	u, err := url.Parse(text)
-	if err != nil || u.Scheme != "tcp" || u.Hostname() == "" || !validPort(u.Port()) {
-		return false
-	}
-	if u.Hostname() == "*" && !wildcard {
-		return false
-	}
-	return u.User == nil && u.Path == "" && u.RawQuery == "" && u.Fragment == ""
 }

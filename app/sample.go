@@ -56,4 +56,5 @@ applications:
         - {url: "http://127.0.0.1:8100", group: 0, role: both, node: node-1}
         - {url: "http://127.0.0.1:8101", kv_events: {connect: "tcp://127.0.0.1:5557", replay: "tcp://127.0.0.1:5558"}}
         - {url: "http://127.0.0.1:8102", addressing: header, selector: 3, kv_events: {bind: "tcp://127.0.0.1:5567"}}
+        - {url: "http://127.0.0.1:8104", rank: 4}   # its number, where a removed rank has left a hole; default: its place here
 `

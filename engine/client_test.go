@@ -15,6 +15,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/app"
 	"github.com/dpserve/dpserve/engine"
 	"github.com/dpserve/dpserve/internal/memnet"
 )
@@ -156,4 +157,58 @@ func TestModelsRefuseNonsense(t *testing.T) {
 		_, err := c.Models(t.Context())
 		require.EqualError(t, err, want)
 	}
+}
+
+// answers is an engine that knows some paths, and 404 for the others.
+func answers(pages map[string]string) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		text, ok := pages[r.URL.Path]
+		if !ok {
+			w.WriteHeader(http.StatusNotFound)
+		}
+		_, _ = io.WriteString(w, text)
+	}
+}
+
+func TestCacheIsAskedWhereTheEngineTells(t *testing.T) {
+	const info = `{"page_size":16,"max_total_num_tokens":1600,"disable_radix_cache":true}`
+	for name, c := range map[string]struct {
+		pages map[string]string
+		want  engine.Cache
+		err   string
+	}{
+		"vllm":                     {pages: map[string]string{"/metrics": string(file(t, "metrics_dense.txt")), "/server_info": info}, want: engine.Cache{BlockSize: 32, Blocks: 24}},
+		"sglang":                   {pages: map[string]string{"/metrics": "sglang_page_size 8\n", "/server_info": info}, want: engine.Cache{BlockSize: 8, Blocks: 100, CachingOff: true}},
+		"sglang without metrics":   {pages: map[string]string{"/get_server_info": info}, want: engine.Cache{BlockSize: 16, Blocks: 100, CachingOff: true}},
+		"an engine that is silent": {err: "/metrics answered 404\n/get_server_info answered 404"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got, err := serve(t, engine.Addressing{}, "", answers(c.pages)).Cache(t.Context())
+			assert.Equal(t, c.want, got)
+			if c.err == "" {
+				require.NoError(t, err)
+			} else {
+				require.EqualError(t, err, c.err)
+			}
+		})
+	}
+}
+
+func TestARankBehindASharedURLReadsItsOwnSeries(t *testing.T) {
+	pages := map[string]string{"/metrics": "vllm:kv_cache_usage_perc{engine=\"0\"} 0.9\nvllm:kv_cache_usage_perc{engine=\"1\"} 0.1\n"}
+	for mode, want := range map[string]float64{app.AddressURL: 0.9, app.AddressHeader: 0.1, app.AddressBody: 0.1} {
+		c, err := serve(t, engine.Addressing{Mode: mode, Selector: 1}, "", answers(pages)).Counters(t.Context())
+		require.NoError(t, err)
+		assert.InDelta(t, want, c.KVUsage, 0, mode)
+	}
+}
+
+func TestEventSourcesAreHandedOnAsTheyAre(t *testing.T) {
+	b, err := serve(t, engine.Addressing{}, "", answers(map[string]string{"/kv_event_sources": "<html>"})).EventSources(t.Context())
+	require.NoError(t, err)
+	assert.Equal(t, "<html>", string(b))
+	_, err = serve(t, engine.Addressing{}, "", answers(nil)).EventSources(t.Context())
+	var status *engine.StatusError
+	require.ErrorAs(t, err, &status)
+	assert.Equal(t, http.StatusNotFound, status.Status)
 }

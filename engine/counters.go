@@ -23,6 +23,7 @@ type Counters struct {
 	BlockSize        int  // tokens per KV block
 	Blocks           int  // KV blocks on the device
 	CachingOff       bool // it runs without prefix caching
+	Asleep           bool // it was put to sleep: its KV cache is gone
 	Seen             bool // at least one of the two token counters was there
 }
 
@@ -111,16 +112,20 @@ func (p *metricsPage) add(name, labels []byte, value float64) {
 		p.Running += value
 	case "num_requests_waiting", "num_queue_reqs":
 		p.Waiting += value
-	case "kv_cache_usage_perc", "gpu_cache_usage_perc", "token_usage": // the second is vLLM's before 0.10
+	case "kv_cache_usage_perc", "gpu_cache_usage_perc", "token_usage": // the second is older vLLM's
 		if value <= 1 {
 			p.KVUsage, p.HasKVUsage = max(p.KVUsage, value), true
 		}
-	case "page_size": // SGLang from 0.5.11; before, labels of cache_config_info
+	case "page_size": // newer SGLang; in older ones a label of cache_config_info
 		p.BlockSize = sane(value, maxBlockSize)
 	case "num_pages":
 		p.Blocks = sane(value, maxBlocks)
 	case "cache_config_info":
 		p.config(labels)
+	case "engine_sleep_state": // one series per state, the present one is 1
+		if label(labels, "sleep_state") == "awake" {
+			p.Asleep = p.Asleep || value == 0
+		}
 	}
 }
 
@@ -134,7 +139,7 @@ func (p *metricsPage) config(labels []byte) {
 // Bounds of what is believed.
 const (
 	maxBlockSize = 1 << 20 // tokens per block
-	maxBlocks    = 1 << 32 // blocks of a device
+	maxBlocks    = 1 << 30 // blocks of a device
 )
 
 // sane is a number of things as an int, 0 if it cannot be one.

@@ -87,17 +87,10 @@ func attachProfile(s *Spec, _ []string) (Launch, error) {
 	return Launch{URL: r.URL, Events: declaredEvents(s.App, &r)}, nil
 }
 
-// AttachedRank finds the entry of engine.ranks that stands for a rank: the rank-th of its group, in file order.
+// AttachedRank finds the entry of engine.ranks that stands for a rank.
 func AttachedRank(a *app.Application, group, rank int) (app.AttachRank, error) {
-	n := 0
-	for _, r := range a.Engine.Ranks {
-		if r.Group != group {
-			continue
-		}
-		if n == rank {
-			return r, nil
-		}
-		n++
+	if r := a.Engine.Rank(group, rank); r != nil {
+		return *r, nil
 	}
 	return app.AttachRank{}, problem.New(problem.InvalidArgument, "app %s declares no engine for rank %d of group %d", a.Name, rank, group).
 		WithHint("add it to engine.ranks or lower data_parallel.dp_size")

@@ -76,16 +76,35 @@ func TestAttachedRanksAreCountedInsideTheirGroup(t *testing.T) {
 	l, err := engine.Render(&engine.Spec{App: a, Group: 0, Rank: 1}, nil)
 	require.NoError(t, err)
 	assert.Equal(t, engine.Launch{URL: "http://c:1"}, l)
+	seven := 7
+	a.Engine.Ranks[2].Number = &seven // ranks that were removed left a hole
+	l, err = engine.Render(&engine.Spec{App: a, Group: 0, Rank: 7}, nil)
+	require.NoError(t, err)
+	assert.Equal(t, "http://c:1", l.URL)
 	_, err = engine.Render(&engine.Spec{App: a, Group: 1, Rank: 1}, nil)
 	require.EqualError(t, err, "app demo declares no engine for rank 1 of group 1")
 }
 
 func TestPortLayout(t *testing.T) {
 	p := engine.PortsOf(20000, 8)
-	assert.Equal(t, 20003, p.HTTP(3))
-	assert.Equal(t, 20040, p.RPC())
-	assert.Equal(t, []int{20000, 20040, 20001}, p.Used(0, 1))
-	assert.Equal(t, []int{20000}, engine.PortsOf(20000, 1).Used(0))
+	assert.Equal(t, [...]int{20003, 20011, 20019, 20040}, [...]int{p.HTTP(3), p.KV(3), p.Replay(3), p.RPC()})
+	assert.Equal(t, []int{20000, 20040, 20001}, p.Used(false, 0, 1))
+	assert.Equal(t, []int{20000, 20016, 20040, 20001, 20017}, p.Bound(true, 0, 1))
+	assert.Equal(t, []int{20000, 20016, 20040, 20001, 20017, 20008, 20009}, p.Used(true, 0, 1))
+	assert.Equal(t, []int{20000}, engine.PortsOf(20000, 1).Used(false, 0))
+	assert.Equal(t, []int{20000, 20002, 20001}, engine.PortsOf(20000, 1).Used(true, 0))
+	for _, size := range []int{1, 2, 64} { // no two ranks share a port, and all are in the block
+		ranks := make([]int, size)
+		for i := range ranks {
+			ranks[i] = i
+		}
+		seen := map[int]bool{}
+		for _, port := range engine.PortsOf(20000, size).Used(true, ranks...) {
+			assert.False(t, seen[port], port)
+			assert.Less(t, port-20000, 5*size+8)
+			seen[port] = true
+		}
+	}
 }
 
 func TestFlagValues(t *testing.T) {

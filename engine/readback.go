@@ -96,7 +96,7 @@ func (c *Client) Cache(ctx context.Context) (Cache, error) {
 	b, infoErr := c.get(ctx, "/server_info", maxAnswer)
 	var s *StatusError
 	if errors.As(infoErr, &s) && s.Status == http.StatusNotFound {
-		b, infoErr = c.get(ctx, "/get_server_info", maxAnswer) // its name before 0.5.4
+		b, infoErr = c.get(ctx, "/get_server_info", maxAnswer) // its older name
 	}
 	if infoErr != nil {
 		return out, errors.Join(err, infoErr)

@@ -37,6 +37,10 @@ type sample struct {
 	failure  string          // kind of the error; empty = good
 	proxied  bool            // which side of a comparison
 	rank     string          // app/group/rank, if the answer names one
+
+	talks    bool   // answer is wanted
+	answer   []byte // text of the first choice
+	reusable int    // prompt tokens that a perfect cache holds
 }
 
 // client sends requests of one shape. Safe for concurrent use.
@@ -87,20 +91,39 @@ func (c *client) close() { c.http.CloseIdleConnections() }
 // do sends request number n and waits for its end. It never fails: errors are part of the sample.
 func (c *client) do(ctx context.Context, n uint64, intended time.Time) *sample {
 	s := &sample{intended: intended}
-	c.send(ctx, c.prompts.body(n), s)
-	if s.failure != "" && ctx.Err() != nil { // the run was stopped: not the server's failure
-		s.failure = failureStopped
-	}
+	c.send(ctx, c.prompts.body(n), "", s)
 	return s
 }
 
-func (c *client) send(ctx context.Context, body []byte, s *sample) {
+// turn sends a turn of a session and waits for its end.
+func (c *client) turn(ctx context.Context, body []byte, session string, intended time.Time) *sample {
+	s := &sample{intended: intended, talks: true}
+	c.send(ctx, body, session, s)
+	return s
+}
+
+// sessionHeader names the conversation a request belongs to.
+const sessionHeader = "X-Session-Id"
+
+// send fills in s; session may be empty.
+func (c *client) send(ctx context.Context, body []byte, session string, s *sample) {
+	c.exchange(ctx, body, session, s)
+	if s.failure != "" && ctx.Err() != nil { // the run was stopped: not the server's failure
+		s.failure = failureStopped
+	}
+}
+
+func (c *client) exchange(ctx context.Context, body []byte, session string, s *sample) {
 	ctx, cancel := context.WithTimeout(ctx, c.cfg.Timeout)
 	defer cancel()
 	req := c.template.WithContext(ctx) // shares the headers, which the transport only reads
 	req.ContentLength = int64(len(body))
 	req.GetBody = func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(body)), nil }
 	req.Body = io.NopCloser(bytes.NewReader(body))
+	if session != "" {
+		req.Header = req.Header.Clone()
+		req.Header.Set(sessionHeader, session)
+	}
 	s.sent = time.Now()
 	if s.intended.IsZero() {
 		s.intended = s.sent
@@ -202,6 +225,9 @@ func (s *sample) event(data []byte, now time.Time) bool {
 		s.gaps = append(s.gaps, now.Sub(s.last))
 	}
 	s.last = now
+	if s.talks {
+		s.answer = append(s.answer, deltaOf(data)...)
+	}
 	return kind == finishEvent
 }
 

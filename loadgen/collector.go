@@ -37,7 +37,7 @@ type collector struct {
 type counts struct{ requests, chunks int }
 
 // totals are sums over good requests.
-type totals struct{ prompt, completion, cached int }
+type totals struct{ prompt, completion, cached, reusable int }
 
 func newCollector(cfg Config) *collector {
 	c := &collector{slo: cfg.SLO, errors: map[string]int{}, ranks: map[string]int{}}
@@ -81,6 +81,7 @@ func (c *collector) addGood(s *sample) {
 	c.usage.prompt += s.usage.Prompt
 	c.usage.completion += s.tokens()
 	c.usage.cached += s.usage.cached()
+	c.usage.reusable += s.reusable
 	c.e2e.add(s.end.Sub(s.intended))
 	met := true
 	if !s.first.IsZero() {

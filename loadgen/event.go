@@ -96,6 +96,22 @@ func hasContent(data []byte) bool {
 	return len(rest) > 0 && rest[0] != '"'
 }
 
+// deltaOf is the text that an event of the chat route adds to the first choice.
+func deltaOf(data []byte) string {
+	var body struct {
+		Choices []struct {
+			Index int `json:"index"`
+			Delta struct {
+				Content string `json:"content"`
+			} `json:"delta"`
+		} `json:"choices"`
+	}
+	if json.Unmarshal(data, &body) != nil || len(body.Choices) == 0 || body.Choices[0].Index != 0 {
+		return ""
+	}
+	return body.Choices[0].Delta.Content
+}
+
 // usage is what an answer says about its tokens.
 type usage struct {
 	Prompt     int `json:"prompt_tokens"`

@@ -1,8 +1,6 @@
 package loadgen
 
 import (
-	"encoding/json"
-	"fmt"
 	"math/rand/v2"
 	"strconv"
 )
@@ -11,27 +9,15 @@ import (
 // and equal for equal seeds.
 type prompts struct {
 	head, tail []byte
-	text       []byte // random words, of which each prompt is a slice
+	texts      texts
 	size       int
 	seed       uint64
 }
 
-// textStream tells the random stream of the text from those of the single prompts, which are numbered from 1.
-const textStream = 0
-
-const spareText = 64 << 10 // how far slices of the text may be apart
-
 func newPrompts(cfg Config) (*prompts, error) {
-	fields := map[string]any{"model": cfg.Model, "max_tokens": cfg.MaxTokens, "stream": cfg.Stream}
-	if cfg.Stream {
-		fields["stream_options"] = map[string]any{"include_usage": true}
-	}
-	if cfg.IgnoreEOS {
-		fields["ignore_eos"] = true
-	}
-	settings, err := json.Marshal(fields)
+	settings, err := settingsOf(cfg)
 	if err != nil {
-		return nil, fmt.Errorf("build the request: %w", err)
+		return nil, err
 	}
 	p := &prompts{head: []byte(`{"prompt":"`), size: cfg.PromptBytes, seed: cfg.Seed}
 	p.tail = append([]byte(`",`), settings[1:]...)
@@ -39,8 +25,36 @@ func newPrompts(cfg Config) (*prompts, error) {
 		p.head = []byte(`{"messages":[{"role":"user","content":"`)
 		p.tail = append([]byte(`"}],`), settings[1:]...)
 	}
-	p.text = words(rand.New(rand.NewPCG(cfg.Seed, textStream)), cfg.PromptBytes+spareText)
+	p.texts = newTexts(cfg.Seed, cfg.PromptBytes)
 	return p, nil
+}
+
+// body is the whole body of request n.
+func (p *prompts) body(n uint64) []byte {
+	out := make([]byte, 0, len(p.head)+p.size+len(p.tail))
+	out = p.texts.append(append(out, p.head...), rand.New(rand.NewPCG(p.seed, n)), p.size)
+	return append(out, p.tail...)
+}
+
+// textStream tells the random stream of the text from those of the single prompts, which are numbered from 1.
+const textStream = 0
+
+const spareText = 64 << 10 // how far slices of the text may be apart
+
+// texts are words for prompts: a tag that is drawn, then a slice of random words.
+type texts struct{ words []byte }
+
+// newTexts has texts of up to longest bytes.
+func newTexts(seed uint64, longest int) texts {
+	return texts{words(rand.New(rand.NewPCG(seed, textStream)), longest+spareText)}
+}
+
+// append appends a text of size bytes that r draws. Texts of different draws differ from their first bytes on.
+func (t texts) append(dst []byte, r *rand.Rand, size int) []byte {
+	tag := strconv.AppendUint(nil, r.Uint64()>>1, 36)
+	tag = tag[:min(len(tag), size)]
+	from := r.IntN(spareText)
+	return append(append(dst, tag...), t.words[from:from+size-len(tag)]...)
 }
 
 // words is n bytes of lower-case words.
@@ -53,16 +67,4 @@ func words(r *rand.Rand, n int) []byte {
 		}
 	}
 	return out
-}
-
-// body is the whole body of request n.
-func (p *prompts) body(n uint64) []byte {
-	r := rand.New(rand.NewPCG(p.seed, n))
-	tag := strconv.AppendUint(nil, r.Uint64()>>1, 36)
-	tag = tag[:min(len(tag), p.size)]
-	from := r.IntN(spareText)
-	out := make([]byte, 0, len(p.head)+p.size+len(p.tail))
-	out = append(append(out, p.head...), tag...)
-	out = append(out, p.text[from:from+p.size-len(tag)]...)
-	return append(out, p.tail...)
 }

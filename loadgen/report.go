@@ -1,6 +1,7 @@
 package loadgen
 
 import (
+	"cmp"
 	"fmt"
 	"io"
 	"maps"
@@ -42,6 +43,7 @@ type Report struct {
 	PromptTokens     int     `json:"prompt_tokens"` // as the engine counts them, of good requests
 	OutputTokens     int     `json:"output_tokens"`
 	CachedTokens     int     `json:"cached_tokens"`
+	HitShare         float64 `json:"hit_share"` // cached over prompt tokens, 0 to 1
 
 	TTFT *Percentiles `json:"ttft,omitempty"` // first token; streams only
 	ITL  *Percentiles `json:"itl,omitempty"`  // every gap between chunks; chunks of one read have a gap of 0
@@ -49,9 +51,32 @@ type Report struct {
 	E2E  *Percentiles `json:"e2e,omitempty"`
 	Lag  *Percentiles `json:"send_lag,omitempty"` // how late the client sent; large values mean the client is the bottleneck
 
-	Goodput Goodput        `json:"goodput"`
-	Ranks   map[string]int `json:"ranks,omitempty"` // answers per app/group/rank, where the server names it
-	CPU     *CPU           `json:"cpu,omitempty"`
+	Goodput  Goodput        `json:"goodput"`
+	Ranks    map[string]int `json:"ranks,omitempty"`    // answers per app/group/rank, where the server names it
+	Busiest  float64        `json:"max_mean,omitempty"` // answers of the busiest of these ranks over their mean; one that never answered is not among them
+	Sessions *SessionReport `json:"sessions,omitempty"` // of RunSessions
+	CPU      *CPU           `json:"cpu,omitempty"`
+}
+
+// SessionReport is what a run of sessions has beside its requests: what was played, and what a perfect cache would have made of
+// the same prompts (see oracle).
+type SessionReport struct {
+	Sessions      int     `json:"sessions"` // asked for
+	Turns         int     `json:"turns"`
+	SystemPrompts int     `json:"system_prompts"`
+	SystemTokens  int     `json:"system_tokens"` // of 4 bytes, as the next ones
+	TurnTokens    int     `json:"turn_tokens"`
+	ThinkMs       float64 `json:"think_ms"`
+	LongShare     float64 `json:"long_share,omitempty"`
+	LongTokens    int     `json:"long_tokens,omitempty"`
+
+	Begun int `json:"begun"`
+	Whole int `json:"whole"` // played to the last turn
+	Cut   int `json:"cut"`   // ended by a failed turn
+
+	ReusableTokens int     `json:"reusable_tokens"` // prompt tokens of good requests that a cache without limit holds
+	OracleShare    float64 `json:"oracle_share"`    // of the prompt tokens, 0 to 1: the bound of HitShare
+	OfOracle       float64 `json:"of_oracle"`       // cached over reusable tokens; above 1 if engines were warm before
 }
 
 // Goodput counts requests that met both limits; failed ones count against it.
@@ -77,6 +102,10 @@ func (c *collector) report(cfg Config, start time.Time) *Report {
 	if cfg.Mode == Open {
 		r.Rate, r.Arrivals, r.Lag = cfg.Rate, cfg.Arrivals, c.lag.percentiles()
 	}
+	if c.usage.prompt > 0 {
+		r.HitShare = float64(c.usage.cached) / float64(c.usage.prompt)
+	}
+	r.Busiest = maxOverMean(r.Ranks)
 	if c.offered > 0 {
 		r.Goodput.Share = float64(c.good) / float64(c.offered)
 	}
@@ -89,6 +118,18 @@ func (c *collector) report(cfg Config, start time.Time) *Report {
 	return r
 }
 
+// maxOverMean is the largest count over the mean; 0 without counts.
+func maxOverMean(counts map[string]int) float64 {
+	var most, sum int
+	for _, n := range counts {
+		most, sum = max(most, n), sum+n
+	}
+	if sum == 0 {
+		return 0
+	}
+	return float64(most*len(counts)) / float64(sum)
+}
+
 // WriteTable writes r for people.
 func (r *Report) WriteTable(w io.Writer) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
@@ -97,15 +138,17 @@ func (r *Report) WriteTable(w io.Writer) error {
 	p("%d requests in %.1f s: %d ok, %d failed%s\n", r.Offered, r.DurationS, r.OK, r.Failed, kinds(r.Errors))
 	p("%.1f requests/s, %.0f output tokens/s\n", r.RequestsPerS, r.OutputTokensPerS)
 	p("goodput %.1f %% (TTFT ≤ %g ms, TPOT ≤ %g ms), %.1f requests/s\n\n", 100*r.Goodput.Share, r.Goodput.TTFTMs, r.Goodput.TPOTMs, r.Goodput.PerS)
-	p("ms\tmean\tp50\tp90\tp99\tmax\tcount\t\n")
+	r.writeCache(p)
+	p("ms\tmean\tp50\tp90\tp95\tp99\tmax\tcount\t\n")
 	for _, row := range []struct {
 		name string
 		v    *Percentiles
 	}{{"first token", r.TTFT}, {"between tokens", r.ITL}, {"per output token", r.TPOT}, {"end to end", r.E2E}, {"send lag", r.Lag}} {
 		if v := row.v; v != nil {
-			p("%s\t%.2f\t%.2f\t%.2f\t%.2f\t%.2f\t%d\t\n", row.name, v.Mean, v.P50, v.P90, v.P99, v.Max, v.Count)
+			p("%s\t%.2f\t%.2f\t%.2f\t%.2f\t%.2f\t%.2f\t%d\t\n", row.name, v.Mean, v.P50, v.P90, v.P95, v.P99, v.Max, v.Count)
 		}
 	}
+	r.writeRanks(p)
 	if r.CPU != nil {
 		p("\n%s\n", r.CPU)
 	}
@@ -115,16 +158,55 @@ func (r *Report) WriteTable(w io.Writer) error {
 	return nil
 }
 
+// writeCache is one line about cached tokens, and one about what was possible.
+func (r *Report) writeCache(p func(format string, args ...any)) {
+	if r.CachedTokens > 0 || r.Sessions != nil {
+		p("cached %.1f %% of %d prompt tokens", 100*r.HitShare, r.PromptTokens)
+		if s := r.Sessions; s != nil {
+			p("; a perfect cache holds %.1f %%, of which that is %.1f %%", 100*s.OracleShare, 100*s.OfOracle)
+		}
+		p("\n\n")
+	}
+}
+
+// writeRanks is a line per rank.
+func (r *Report) writeRanks(p func(format string, args ...any)) {
+	if len(r.Ranks) == 0 {
+		return
+	}
+	p("\nrank\trequests\t\n")
+	for _, name := range slices.SortedFunc(maps.Keys(r.Ranks), compareRanks) {
+		p("%s\t%d\t\n", name, r.Ranks[name])
+	}
+	p("busiest over mean\t%.2f\t\n", r.Busiest)
+}
+
+// compareRanks orders app/group/rank with numbers as numbers.
+func compareRanks(a, b string) int {
+	return cmp.Or(cmp.Compare(len(a), len(b)), strings.Compare(a, b))
+}
+
 func (r *Report) headline() string {
 	load := fmt.Sprintf("closed loop, %d clients", r.Concurrency)
 	if r.Mode == Open {
 		load = fmt.Sprintf("open loop, %g requests/s, %s", r.Rate, r.Arrivals)
+	}
+	if s := r.Sessions; s != nil {
+		return fmt.Sprintf("%s, model %s: %d sessions of %d turns, %g/s, %s; %s of %d tokens, %d tokens a message, %g ms between turns, %d tokens an answer",
+			r.URL, r.Model, s.Begun, s.Turns, r.Rate, r.Arrivals, plural(s.SystemPrompts, "system prompt"), s.SystemTokens, s.TurnTokens, s.ThinkMs, r.MaxTokens)
 	}
 	stream := "whole answers"
 	if r.Stream {
 		stream = "streams"
 	}
 	return fmt.Sprintf("%s, model %s: %s, %s, %s, %d byte prompts, %d tokens", r.URL, r.Model, load, r.Route, stream, r.PromptBytes, r.MaxTokens)
+}
+
+func plural(n int, noun string) string {
+	if n != 1 {
+		noun += "s"
+	}
+	return fmt.Sprintf("%d %s", n, noun)
 }
 
 // kinds lists errors, most frequent first.

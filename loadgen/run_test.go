@@ -66,7 +66,7 @@ func TestClosedLoop(t *testing.T) {
 		assert.EqualValues(t, 4, f.busiest.Load())
 		assert.InDelta(t, 1, report.DurationS, 1e-9)
 		assert.InDelta(t, 40, report.RequestsPerS, 1e-9)
-		assert.Equal(t, &Percentiles{Count: 40, Mean: 100, P50: 100, P90: 100, P99: 100, Max: 100}, report.TTFT)
+		assert.Equal(t, &Percentiles{Count: 40, Mean: 100, P50: 100, P90: 100, P95: 100, P99: 100, Max: 100}, report.TTFT)
 		assert.Nil(t, report.Lag)
 		assert.Nil(t, report.TPOT)
 	})
@@ -189,7 +189,7 @@ func TestPercentilesAgainstTheDefinition(t *testing.T) {
 		slices.Sort(values)
 		n := len(values)
 		at := func(percent int) float64 { return float64(values[percent*(n-1)/100]) / 1000 }
-		require.Equal(t, []float64{at(50), at(90), at(99), at(100)}, []float64{got.P50, got.P90, got.P99, got.Max})
+		require.Equal(t, []float64{at(50), at(90), at(95), at(99), at(100)}, []float64{got.P50, got.P90, got.P95, got.P99, got.Max})
 		require.Equal(t, n, got.Count)
 	})
 }

@@ -37,6 +37,7 @@ type Percentiles struct {
 	Mean  float64 `json:"mean_ms"`
 	P50   float64 `json:"p50_ms"`
 	P90   float64 `json:"p90_ms"`
+	P95   float64 `json:"p95_ms"`
 	P99   float64 `json:"p99_ms"`
 	Max   float64 `json:"max_ms"`
 }
@@ -49,7 +50,8 @@ func (t *times) percentiles() *Percentiles {
 	slices.Sort(t.kept)
 	return &Percentiles{
 		Count: t.n, Mean: ms(time.Duration(t.sum / float64(t.n))),
-		P50: ms(rankOfShare(t.kept, 0.5)), P90: ms(rankOfShare(t.kept, 0.9)), P99: ms(rankOfShare(t.kept, 0.99)), Max: ms(t.max),
+		P50: ms(rankOfShare(t.kept, 0.5)), P90: ms(rankOfShare(t.kept, 0.9)), P95: ms(rankOfShare(t.kept, 0.95)),
+		P99: ms(rankOfShare(t.kept, 0.99)), Max: ms(t.max),
 	}
 }
 

@@ -9,6 +9,7 @@ type Needs struct {
 	Blocks  bool // Request.Blocks: chain hashes of the prompt, also of what no rank holds
 	Text    bool // Request.Text
 	Session bool // Request.Session
+	Usage   bool // Rank.Usage: the engines' own report of their KV cache
 
 	// Approximate: do not use the engines' KV events; a routed prompt's blocks count as cached on that rank for
 	// ApproximateTTL, renewed by each routing (kv with no_kv_events).

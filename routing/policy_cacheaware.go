@@ -102,7 +102,10 @@ const maxRetries = 100
 func (CacheAware) Name() string { return nameCacheAware }
 
 func (p CacheAware) needs() Needs {
-	return Needs{Hits: p.KVMatches, Text: true, AttemptsPerRank: p.RetriesPerRank, AttemptsPerRequest: p.RetriesPerRequest}
+	return Needs{
+		Hits: p.KVMatches, Text: true, Usage: p.UsageSpread > 0 || p.UsageCeiling > 0,
+		AttemptsPerRank: p.RetriesPerRank, AttemptsPerRequest: p.RetriesPerRequest,
+	}
 }
 
 // NewState has an empty tree.

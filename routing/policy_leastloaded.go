@@ -72,7 +72,9 @@ func newLeastLoaded(p *params) Policy {
 // Name is "least-loaded".
 func (LeastLoaded) Name() string { return nameLeastLoaded }
 
-func (p LeastLoaded) needs() Needs { return Needs{Hits: p.Variant == VariantTokens} }
+func (p LeastLoaded) needs() Needs {
+	return Needs{Hits: p.Variant == VariantTokens, Usage: p.Variant == VariantKV}
+}
 
 // NewState draws the first start.
 func (p LeastLoaded) NewState(v *View, r *rand.Rand) State {

@@ -129,6 +129,10 @@ func (r *Router) rejudge(id RankID) (freed bool) {
 func (r *Router) Explain(q *Request) Decision {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	return r.explain(q)
+}
+
+func (r *Router) explain(q *Request) Decision {
 	source, v := r.source, r.view
 	v.Now = max(v.Now, q.Now)
 	d := Decision{Explain: true}

@@ -21,6 +21,7 @@ type App struct {
 	attempts, retries         children[causeKey, prometheus.Counter]
 	refusals                  children[string, prometheus.Counter]
 	picks                     children[pickKey, prometheus.Counter]
+	prompts                   promptCounters
 }
 
 // routeTimes are the histograms of one route.
@@ -49,6 +50,7 @@ func newApp(v *vectors, name, policy string) *App {
 		prompt:      v.tokens.WithLabelValues(name, "prompt"),
 		cached:      v.tokens.WithLabelValues(name, "cached"),
 		generated:   v.tokens.WithLabelValues(name, "generated"),
+		prompts:     promptCounters{gaps: v.prompts.indexGaps.WithLabelValues(name), resyncs: v.prompts.indexResyncs.WithLabelValues(name)},
 	}
 }
 
@@ -157,4 +159,5 @@ func (a *App) forget() {
 	a.retries.close()
 	a.refusals.close()
 	a.picks.close()
+	a.prompts.tokenize.close()
 }

@@ -27,6 +27,7 @@ const scrapeTimeout = 10 * time.Second
 type Metrics struct {
 	registry *prometheus.Registry
 	vecs     *vectors
+	kv       *kvCollector
 	ranks    children[rankKey, prometheus.Gauge]
 
 	mu   sync.Mutex
@@ -38,8 +39,9 @@ type appKey struct{ app, policy string }
 
 // New makes an empty set of metrics with the Go runtime's and the process's own collectors.
 func New() *Metrics {
-	m := &Metrics{registry: prometheus.NewRegistry(), vecs: newVectors(), apps: map[appKey]*App{}}
+	m := &Metrics{registry: prometheus.NewRegistry(), vecs: newVectors(), kv: newKVCollector(), apps: map[appKey]*App{}}
 	m.registry.MustRegister(m.vecs.all()...)
+	m.registry.MustRegister(m.kv)
 	m.registry.MustRegister(
 		collectors.NewGoCollector(),
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),

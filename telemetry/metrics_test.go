@@ -68,6 +68,9 @@ func use(m *telemetry.Metrics) {
 	a.Refusal("full")
 	a.Decision(300 * time.Nanosecond)
 	a.Pick(0, 3, "two_choices")
+	a.Tokenize("hit")
+	a.IndexGap()
+	a.IndexResync()
 	m.UnitPhase("demo", "demo/0", state.Starting, 1)
 	m.UnitPhase("demo", "demo/0", state.Ready, 2)
 	m.UnitRestart("demo", "demo/0")
@@ -204,6 +207,7 @@ func hitPath(m *telemetry.Metrics) map[string]func() {
 		"refusal":  func() { a.Refusal("full") },
 		"decision": func() { a.Decision(100 * time.Nanosecond) },
 		"pick":     func() { a.Pick(0, 7, "two_choices") },
+		"tokenize": func() { a.Tokenize("hit") },
 		"inflight": func() { m.RankInflight("demo", 0, 7, 3) },
 	}
 }

@@ -17,6 +17,7 @@ const (
 	labelPolicy = "policy"
 	labelReason = "reason"
 	labelNode   = "node"
+	labelResult = "result"
 )
 
 // vectors are all series of dpserve, declared once.
@@ -24,6 +25,7 @@ type vectors struct {
 	requests, tokens, attempts, retries, refusals, picks, restarts *prometheus.CounterVec
 	requestSeconds, ttft, itl, queueWait, decision, raftApply      *prometheus.HistogramVec
 	rankInflight, queueLength, queueTokens, unitState, unitEpoch   *prometheus.GaugeVec
+	prompts                                                        promptVectors
 }
 
 // forgetter is what all vectors share.
@@ -37,6 +39,7 @@ func newVectors() *vectors {
 	v.addRequests()
 	v.addRouting()
 	v.addUnits()
+	v.prompts = newPromptVectors()
 	return v
 }
 
@@ -79,11 +82,11 @@ func (v *vectors) all() []prometheus.Collector {
 
 // perApp lists the vectors that carry the label app.
 func (v *vectors) perApp() []forgetter {
-	return []forgetter{
+	return append(v.prompts.list(),
 		v.requests, v.tokens, v.attempts, v.retries, v.refusals, v.picks, v.restarts,
 		v.requestSeconds, v.ttft, v.itl, v.queueWait, v.decision,
 		v.rankInflight, v.queueLength, v.queueTokens, v.unitState, v.unitEpoch,
-	}
+	)
 }
 
 // forget deletes every per-app series that has all of these labels.

@@ -109,6 +109,7 @@ func changeOf(now *state.App, a *app.Application) (api.Change, error) {
 			c.Fields = append(c.Fields, f.Path)
 		}
 	}
+	c.Gone = goneRanks(&old, a)
 	return c, nil
 }
 
@@ -118,6 +119,7 @@ func (b *backend) Apps(context.Context) ([]msg.AppStatus, error) {
 	ranks := b.n.node.RankStatuses()
 	for i := range list {
 		list[i].Queued = b.n.ingress.QueueLen(list[i].Name)
+		list[i].Index, list[i].Identity = b.n.ingress.Index(list[i].Name), b.n.ingress.Identity(list[i].Name)
 		for j := range list[i].Units {
 			merge(&list[i].Units[j], ranks[list[i].Units[j].Unit])
 		}

@@ -24,16 +24,21 @@ func (n *Node) longestGrace() time.Duration {
 func (n *Node) scrape() http.Handler {
 	pages := n.metrics.Handler()
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		var kv kvPage
+		ranks := n.node.RankStatuses()
 		for _, a := range n.control.Status() {
-			ranks := n.node.RankStatuses()
 			for i := range a.Units {
 				u := &a.Units[i]
 				merge(u, ranks[u.Unit])
-				for _, k := range u.Ranks {
+				for j := range u.Ranks {
+					k := &u.Ranks[j]
 					n.metrics.RankInflight(a.Name, k.Group, k.Rank, k.InFlight)
+					kv.rank(a.Name, k)
 				}
 			}
+			kv.index(a.Name, n.ingress.Index(a.Name))
 		}
+		n.metrics.ShowKV(kv.ranks, kv.apps)
 		pages.ServeHTTP(w, r)
 	})
 }

@@ -48,6 +48,24 @@ func (c *Config) bindTest() func(port int) error {
 	}
 }
 
+// dialEvents is how DPServers reach event sockets that engines bind; nil = TCP.
+func (c *Config) dialEvents() func(ctx context.Context, addr string) (net.Conn, error) {
+	if c.Network == nil {
+		return nil
+	}
+	return func(ctx context.Context, addr string) (net.Conn, error) {
+		return c.Network.DialContext(ctx, "tcp", addr)
+	}
+}
+
+// listenEvents is where DPServers bind event sockets that engines dial; nil = TCP.
+func (c *Config) listenEvents() func(ctx context.Context, addr string) (net.Listener, error) {
+	if c.Network == nil {
+		return nil
+	}
+	return func(_ context.Context, addr string) (net.Listener, error) { return c.Network.Listen(addr) }
+}
+
 // listenHTTP binds the inference endpoint.
 func (n *Node) listenHTTP(ctx context.Context, addr string) (net.Addr, error) {
 	if n.cfg.Network == nil {

@@ -21,6 +21,7 @@ import (
 	"github.com/dpserve/dpserve/actors/rankassigner"
 	"github.com/dpserve/dpserve/api"
 	"github.com/dpserve/dpserve/cluster"
+	"github.com/dpserve/dpserve/engine/kvevents"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/placement"
@@ -101,7 +102,7 @@ func (n *Node) build() error {
 	}); err != nil {
 		return err
 	}
-	n.admin = api.NewServer(api.Config{Backend: &backend{n}, Metrics: n.scrape(), Version: api.BuildInfo{Version: n.cfg.Version}, Log: n.log})
+	n.admin = api.NewServer(api.Config{Backend: &backend{n}, Ranks: &backend{n}, Routers: &routers{n}, Metrics: n.scrape(), Version: api.BuildInfo{Version: n.cfg.Version}, Log: n.log})
 	if err := n.control.Start(n.system); err != nil {
 		return err
 	}
@@ -141,7 +142,11 @@ func (n *Node) buildWorker(t *timers) error {
 		},
 		Agent: func(id string) (msg.NodeAgent, bool) { return n.node, id == n.cfg.NodeID && n.node != nil },
 	})
-	factory := &dpserver.Factory{System: n.system, Hub: n.hub, Assigner: n.assign, NewEngine: dpserver.NewClient(n.probes), PrefillTime: prefillTime, Timers: t.replica, Log: n.log}
+	factory := &dpserver.Factory{
+		System: n.system, Hub: n.hub, Assigner: n.assign, NewEngine: dpserver.NewClient(n.probes), PrefillTime: prefillTime, Timers: t.replica, Log: n.log,
+		Secret: func() []byte { return n.cluster.State().Secret }, App: newPresent(n.cluster).app,
+		Replays: kvevents.NewReplays(), DialEvents: n.cfg.dialEvents(), ListenEvents: n.cfg.listenEvents(),
+	}
 	n.node, err = node.New(node.Config{
 		ID: n.cfg.NodeID, DataDir: n.cfg.DataDir, PortLo: lo, PortHi: hi, Slots: n.cfg.Slots, Devices: devices, Labels: n.cfg.Labels,
 		Executable: n.cfg.Executable, System: n.system, Assigner: n.assign, Reporter: n.control, Rand: random, Timers: t.node, Log: n.log,

@@ -37,6 +37,7 @@ var byName = map[string]func(t *timers) []*time.Duration{
 	"resend":         func(t *timers) []*time.Duration { return []*time.Duration{&t.controller.Unit.Resend} },
 	"read_header":    func(t *timers) []*time.Duration { return []*time.Duration{&t.ingress.ReadHeader} },
 	"body_stall":     func(t *timers) []*time.Duration { return []*time.Duration{&t.ingress.BodyStall} },
+	"reservation":    func(t *timers) []*time.Duration { return []*time.Duration{&t.ingress.Reservation} },
 	"slow_reader":    func(t *timers) []*time.Duration { return []*time.Duration{&t.ingress.SlowReader} },
 }
 

@@ -145,8 +145,12 @@ func (c *core) endReason(a *application) string {
 	return "not wanted by revision " + strconv.FormatUint(a.revision, 10)
 }
 
-// grace is how long running streams of the unit may go on: what the present revision says, else what it was started with.
+// grace is how long running streams of the unit may go on: what was ordered, else what the present revision says, else what it
+// was started with.
 func (c *core) grace(u *unit) time.Duration {
+	if u.drain != nil {
+		return *u.drain
+	}
 	if a := c.apps[u.app]; a != nil && a.spec != nil {
 		return app.Seconds(a.spec.GracefulShutdownTimeout)
 	}

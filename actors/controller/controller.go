@@ -33,6 +33,7 @@ type Controller struct {
 	mu   sync.Mutex
 	core *core
 
+	reshaping chan struct{} // held by the one change of ranks under way
 	booted    chan struct{} // closed when the first state behind the barrier is taken up
 	boot      sync.Once
 	timer     *time.Timer // the actor's own
@@ -47,7 +48,7 @@ var _ msg.Reporter = (*Controller)(nil)
 // New makes a Controller.
 func New(cfg Config) *Controller {
 	cfg = cfg.withDefaults()
-	return &Controller{cfg: cfg, ring: newRing(), core: newCore(cfg.Timers), booted: make(chan struct{})}
+	return &Controller{cfg: cfg, ring: newRing(), core: newCore(cfg.Timers), reshaping: make(chan struct{}, 1), booted: make(chan struct{})}
 }
 
 // Start spawns the actor. Nothing is granted before the barrier has passed.
@@ -215,11 +216,11 @@ func (c *Controller) Deploy(ctx context.Context, apps []*app.Application, expect
 	put := &state.PutApps{Expect: expect, Prune: prune}
 	names := make([]string, 0, len(apps))
 	for _, a := range apps {
-		spec, err := json.Marshal(a)
+		spec, err := specOf(a)
 		if err != nil {
-			return state.Result{}, problem.New(problem.Internal, "deploy %s: %w", a.Name, err)
+			return state.Result{}, err
 		}
-		put.Apps = append(put.Apps, state.AppSpec{Name: a.Name, Spec: spec, Names: a.Model.ServedNames(), Route: a.RoutePrefix})
+		put.Apps = append(put.Apps, spec)
 		names = append(names, a.Name)
 	}
 	before := c.epochs()
@@ -228,6 +229,15 @@ func (c *Controller) Deploy(ctx context.Context, apps []*app.Application, expect
 		return r, err
 	}
 	return r, c.catchUp(ctx, names, before)
+}
+
+// specOf is an application as the state keeps it.
+func specOf(a *app.Application) (state.AppSpec, error) {
+	spec, err := json.Marshal(a)
+	if err != nil {
+		return state.AppSpec{}, problem.New(problem.Internal, "deploy %s: %w", a.Name, err)
+	}
+	return state.AppSpec{Name: a.Name, Spec: spec, Names: a.Model.ServedNames(), Route: a.RoutePrefix}, nil
 }
 
 // Delete ends an application: its units drain and stop, then it is forgotten. A second time changes nothing.

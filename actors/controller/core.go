@@ -224,7 +224,7 @@ func (c *core) conclude(now time.Time, in granted) {
 
 // begun starts what was granted.
 func (c *core) begun(now time.Time, u *unit, s seat, epoch uint64, attempt int) {
-	u.seat, u.noRoom = s, ""
+	u.seat, u.noRoom, u.drain = s, "", nil
 	u.forgetReports()
 	c.feed(now, u, state.Event{Kind: state.EvGranted, Epoch: epoch, Attempt: attempt})
 }

@@ -39,3 +39,38 @@ func TestLaunchHash(t *testing.T) {
 		assert.NotEqual(t, same, hash(f), name)
 	}
 }
+
+// Engines are started with other flags when KV events begin or cease to be wanted, and an attached rank's DPServer follows them
+// or not: that, and nothing else of routing, is another launch.
+func TestLaunchHashFollowsWhoWantsEvents(t *testing.T) {
+	for _, kind := range []app.Kind{app.KindSim, app.KindAttach} {
+		t.Run(string(kind), func(t *testing.T) {
+			hash := func(policy, events string, change func(a *app.Application)) string {
+				a := *sim("chat", 2, app.Independent)
+				a.Engine.Kind, a.Engine.KVEvents, a.Routing.Policy = kind, events, policy
+				if kind == app.KindAttach {
+					a.Engine.Ranks = []app.AttachRank{{URL: "http://127.0.0.1:1"}, {URL: "http://127.0.0.1:2"}}
+				}
+				change(&a)
+				u := a.Units()[0]
+				h, err := launchHash(&a, &u)
+				require.NoError(t, err)
+				return h
+			}
+			asIs := func(*app.Application) {}
+			without, with := hash("power-of-two", app.KVEventsAuto, asIs), hash("scoring", app.KVEventsAuto, asIs)
+			assert.NotEqual(t, without, with, "a policy that reads the index")
+			assert.Equal(t, with, hash("kv", app.KVEventsAuto, asIs), "another one")
+			assert.Equal(t, without, hash("scoring", app.KVEventsOff, asIs), "forbidden")
+			assert.Equal(t, without, hash("power-of-two", app.KVEventsOff, asIs), "forbidden, and nobody wanted them")
+			assert.Equal(t, without, hash("prefix-aware", app.KVEventsAuto, asIs), "a policy that looks at texts")
+			assert.Equal(t, with, hash("scoring", app.KVEventsAuto, func(a *app.Application) {
+				busy := 0.5
+				a.Routing.Identity, a.Routing.BusyThreshold = "tokens", &busy
+			}))
+			assert.Equal(t, without, hash("kv", app.KVEventsAuto, func(a *app.Application) {
+				a.Routing.Params = map[string]any{"no_kv_events": true}
+			}), "approximate")
+		})
+	}
+}

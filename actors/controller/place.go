@@ -155,7 +155,7 @@ func groupSpec(a *app.Application, group int) placement.Group {
 	}
 	if a.Engine.Kind == app.KindAttach {
 		g.Attach, g.Pinned = true, map[int]string{}
-		for r := range a.DataParallel.DPSize {
+		for _, r := range a.RankNumbers(group) {
 			if e := a.Engine.Rank(group, r); e != nil {
 				g.Pinned[r] = e.Node
 			}

@@ -37,7 +37,8 @@ type unit struct {
 	current wish   // under way
 	busy    bool   // a command of this unit is under way
 	retryAt time.Time
-	noRoom  string // why placement found no place; "" = not tried, or found one
+	drain   *time.Duration // grace of the end that was ordered for this unit; nil = the application's
+	noRoom  string         // why placement found no place; "" = not tried, or found one
 
 	started, ready, ended, gone map[string]bool // nodes that reported it for the epoch in hand
 }

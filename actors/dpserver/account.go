@@ -1,12 +1,21 @@
 package dpserver
 
-import "github.com/dpserve/dpserve/actors/msg"
+import (
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/routing/kvindex"
+)
 
 // ticket is one request a rank has in hand.
 type ticket struct {
-	req     msg.OpenRequest
-	stopCtx func() bool // ends the watch of the admission's context
+	req       msg.OpenRequest
+	stopCtx   func() bool      // ends the watch of the admission's context
+	blocks    []uint64         // of the prompt, as the record of what was sent has them; empty if nobody asks
+	hitBlocks int              // leading blocks that the sender expected in the cache
+	sent      kvindex.Recorded // what was written down
 }
+
+// keptBlocks is the longest list of blocks that a ticket keeps for its next request: a prompt of 512 KiB.
+const keptBlocks = 8192
 
 // account is every open ticket of an incarnation.
 type account struct {
@@ -19,14 +28,15 @@ func newAccount() account { return account{tickets: map[uint64]*ticket{}} }
 
 func (a *account) open() int { return len(a.tickets) }
 
-func (a *account) add(id uint64, req msg.OpenRequest, stopCtx func() bool) {
+func (a *account) add(id uint64, req msg.OpenRequest, stopCtx func() bool) *ticket {
 	t := &ticket{}
 	if n := len(a.free); n > 0 {
 		t, a.free = a.free[n-1], a.free[:n-1]
 	}
-	*t = ticket{req: req, stopCtx: stopCtx}
+	*t = ticket{req: req, stopCtx: stopCtx, blocks: t.blocks[:0]}
 	a.tickets[id] = t
 	a.prefillTokens += req.Tokens
+	return t
 }
 
 // decoding marks a ticket's prefill as done; false if it was already, or the ticket is unknown.
@@ -40,7 +50,7 @@ func (a *account) decoding(id uint64) (*ticket, bool) {
 	return t, true
 }
 
-// remove takes a ticket off the account; nil if it is unknown (lapsed, or of an incarnation before).
+// remove takes a ticket off the account; nil if it is unknown (lapsed, or of an incarnation before). The caller recycles it.
 func (a *account) remove(id uint64) *ticket {
 	t := a.tickets[id]
 	if t == nil {
@@ -53,14 +63,21 @@ func (a *account) remove(id uint64) *ticket {
 	if t.stopCtx != nil {
 		t.stopCtx()
 	}
-	a.free = append(a.free, t)
 	return t
+}
+
+// recycle keeps a removed ticket for a later request.
+func (a *account) recycle(t *ticket) {
+	if cap(t.blocks) > keptBlocks {
+		t.blocks = nil
+	}
+	a.free = append(a.free, t)
 }
 
 // reset drops every ticket.
 func (a *account) reset() {
 	for id := range a.tickets {
-		a.remove(id)
+		a.recycle(a.remove(id))
 	}
 }
 

@@ -14,7 +14,9 @@ func (r *replica) admit(m *msg.Admit) {
 		return
 	}
 	id := r.vitals.lastTicket + 1
-	req := msg.OpenRequest{ReqID: m.ReqID, Ingress: m.Ingress, Tokens: m.Tokens}
+	req := msg.OpenRequest{ReqID: m.ReqID, Ingress: m.Ingress, Tokens: m.Tokens, Hit: m.Hit}
+	hitBlocks := m.HitBlocks
+	r.blocks = append(r.blocks[:0], m.Blocks...) // they are the sender's again with the reply
 	ctx, idle := m.Ctx, r.account.open() == 0
 	granted := msg.Ticket{
 		ID: id, Epoch: r.spec.Epoch, Incarnation: r.vitals.incarnation, Seq: r.vitals.seq + 1, Rank: r.id, Target: r.spec.Target,
@@ -23,11 +25,15 @@ func (r *replica) admit(m *msg.Admit) {
 		return // a reply channel without room: nobody would ever give the ticket back
 	}
 	r.vitals.lastTicket = id
-	r.account.add(id, req, r.watchContext(ctx, id))
+	t := r.account.add(id, req, r.watchContext(ctx, id))
+	t.blocks, r.blocks, t.hitBlocks = r.blocks, t.blocks, hitBlocks
 	if idle {
 		r.keeper.moved() // the stall clock starts with the first request in hand
 	}
 	r.record(msg.RecAdmitted, &req, "")
+	if len(t.blocks) > 0 {
+		r.sent(t)
+	}
 }
 
 // refusal checks in the order of CONTRACTS section 4: lease (from the nodes step on), epoch, state, tripped, room. A caller
@@ -42,7 +48,7 @@ func (r *replica) refusal(m *msg.Admit) msg.Refusal {
 		return refusals[r.vitals.phase]
 	case r.trip.tripped:
 		return msg.NotReady
-	case r.busy.on, r.account.open() >= r.vitals.maxOngoing:
+	case r.busy.on, r.account.open() >= r.vitals.facts.MaxOngoing:
 		return msg.Full
 	}
 	return msg.Granted
@@ -93,9 +99,15 @@ func (r *replica) done(m *msg.Done) {
 	r.keeper.moved()
 	if m.Outcome != msg.Refused {
 		r.stats.ended(time.Now(), max(0, m.CompletionTokens-t.req.Out), m.FirstToken)
+		if m.HasCached {
+			r.stats.cached(m.PromptTokens, m.CachedTokens)
+		}
 		t.req.Out = max(t.req.Out, m.CompletionTokens)
 	}
 	r.record(msg.RecDone, &t.req, m.Cause)
+	r.countDue(m)
+	r.correct(t, m)
+	r.account.recycle(t)
 	r.judge(m)
 	r.settle()
 }
@@ -120,7 +132,7 @@ func (r *replica) judge(m *msg.Done) {
 
 // record emits an entry about one request.
 func (r *replica) record(kind msg.RecordKind, req *msg.OpenRequest, cause string) {
-	r.rec = msg.Record{Kind: kind, ReqID: req.ReqID, Ingress: req.Ingress, Tokens: req.Tokens, Out: req.Out, Cause: cause}
+	r.rec = msg.Record{Kind: kind, ReqID: req.ReqID, Ingress: req.Ingress, Tokens: req.Tokens, Hit: req.Hit, Out: req.Out, Cause: cause}
 	r.emit(&r.rec)
 	r.stats.inFlight(r.account.open())
 }

@@ -142,18 +142,22 @@ func bubble(t *testing.T, maxOngoing int, owned bool, f func(t *testing.T, r *ri
 	})
 }
 
-func newRig(t *testing.T, owned bool) *rig {
+func newRig(t *testing.T, owned bool, change ...func(f *Factory, spec *msg.ReplicaSpec)) *rig {
 	r := &rig{t: t, tape: &tape{}, hub: NewHub(), log: &bytes.Buffer{}, engine: &fakeEngine{health: engine.Alive, asked: map[string]int{}}}
 	sys := inbox.NewSystem(slog.New(slog.DiscardHandler))
 	f := &Factory{
 		System: sys, Hub: r.hub, Assigner: assigner{msg.AssignReply{Rank: 2, Epoch: 3, DPSize: 4}},
 		NewEngine: func(*msg.ReplicaSpec) Engine { return r.engine }, Log: slog.New(slog.NewTextHandler(r.log, nil)),
 	}
+	spec := msg.ReplicaSpec{
+		App: demo(), Unit: "demo/0/2", Rank: 2, Epoch: 3, Node: "n", Watcher: r.tape, Target: msg.Target{URL: "http://e", Owned: owned},
+	}
+	for _, c := range change {
+		c(f, &spec)
+	}
 	cancel := r.hub.Subscribe(r.tape)
 	var err error
-	r.Server, err = f.New(msg.ReplicaSpec{
-		App: demo(), Unit: "demo/0/2", Rank: 2, Epoch: 3, Node: "n", Watcher: r.tape, Target: msg.Target{URL: "http://e", Owned: owned},
-	})
+	r.Server, err = f.New(spec)
 	require.NoError(t, err)
 	t.Cleanup(func() {
 		require.NoError(t, r.Stop(context.Background()))
@@ -621,7 +625,7 @@ func TestAssignChecksTheGrant(t *testing.T) {
 func TestDefaultsArePinned(t *testing.T) {
 	assert.Equal(t, Timers{
 		Canary: 10 * time.Second, TicketLapse: 5 * time.Second, BusyHold: time.Second, TripBackoff: time.Second,
-		TripCeiling: 64 * time.Second, CounterLimit: 500 * time.Millisecond,
+		TripCeiling: 64 * time.Second, CounterLimit: 500 * time.Millisecond, Scrape: time.Second, Silence: 30 * time.Second,
 	}, Timers{}.withDefaults())
 	assert.Equal(t, [...]int{4096, 5, 3, 3}, [...]int{mailboxBound, tripAfter, fenceAfter, stallFactor})
 	var none app.Application

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net"
 	"net/http"
 	"strconv"
 	"time"
@@ -16,8 +17,10 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/app"
 	"github.com/dpserve/dpserve/engine"
+	"github.com/dpserve/dpserve/engine/kvevents"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
 // mailboxBound is how many unread bounded messages a DPServer takes (CONTRACTS section 4): more than max_ongoing of any rank,
@@ -37,17 +40,28 @@ type Factory struct {
 	Hub         *Hub
 	Assigner    msg.Assigner
 	NewEngine   func(spec *msg.ReplicaSpec) Engine
-	PrefillTime func(tokens int) time.Duration // predicted, may be nil: stretches the stall timeout
+	PrefillTime func(tokens int) time.Duration     // predicted, may be nil: stretches the stall timeout
+	Secret      func() []byte                      // the cluster's: keys the hashes of KV events as the ingresses key theirs; nil = none
+	App         func(name string) *app.Application // its present file, for routing; nil, or a nil answer: the one the rank was started with
+	Address     string                             // of the node: where engines of other machines may dial their KV events to; "" = loopback only
+	Replays     *kvevents.Replays                  // of KV events, shared by the ranks of a node; nil = unbounded
 	Timers      Timers
 	Log         *slog.Logger
+
+	// DialEvents and ListenEvents replace the network of KV event sockets (nodes in one process); nil = TCP.
+	DialEvents   func(ctx context.Context, addr string) (net.Conn, error)
+	ListenEvents func(ctx context.Context, addr string) (net.Listener, error)
 }
 
-// New starts the DPServer of one rank: it refuses everything until Ready. The caller owns it and ends it with Stop.
+// New starts the DPServer of one rank: it refuses everything until Ready. It listens for the KV events of spec.Events when it returns,
+// so that an engine that is started then finds it. The caller owns it and ends it with Stop.
 func (f *Factory) New(spec msg.ReplicaSpec) (*Server, error) {
 	ctx, cancel := context.WithCancel(context.Background())
 	s := &Server{
 		spec: spec, hub: f.Hub, assigner: f.Assigner, engine: f.NewEngine(&spec), timers: f.Timers.withDefaults(), prefill: f.PrefillTime,
 		id: routing.ID(spec.Group, spec.Rank), ctx: ctx, cancel: cancel, drained: make(chan struct{}),
+		net:    network{address: f.Address, dial: f.DialEvents, listen: f.ListenEvents, replays: f.Replays},
+		hasher: f.hasher(), present: f.App, vitals: vitals{life: 1, source: spec.Events},
 		log: f.Log.With(slog.String("app", spec.App.Name), slog.String("unit", spec.Unit), slog.Int("rank", spec.Rank), slog.Uint64("epoch", spec.Epoch)),
 	}
 	box, err := inbox.Spawn(f.System, s.name(), mailboxBound, func() inbox.Receiver { return newReplica(s) })
@@ -56,8 +70,22 @@ func (f *Factory) New(spec msg.ReplicaSpec) (*Server, error) {
 		return nil, err
 	}
 	s.box = box
+	if spec.Events != nil {
+		if err := s.listen(ctx, spec.Events, s.vitals.life); err != nil {
+			cancel()
+			box.Halt()
+			return nil, fmt.Errorf("kv events of rank %s: %w", s.id, err)
+		}
+	}
 	s.box.Send(begin{})
 	return s, nil
+}
+
+func (f *Factory) hasher() kvindex.Hasher {
+	if f.Secret == nil {
+		return kvindex.NewHasher(nil)
+	}
+	return kvindex.NewHasher(f.Secret())
 }
 
 // NewClient is the NewEngine of real engines over one transport.

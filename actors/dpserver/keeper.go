@@ -64,6 +64,8 @@ func (r *replica) keep() {
 	r.keeper.stop()
 	r.vitals.rounds++
 	r.keeper = keeper{round: r.vitals.rounds}
+	r.scrape.stop()
+	r.scrape = scrape{asking: r.scrape.asking}
 	r.keeper.moved()
 	r.armTick()
 }
@@ -124,6 +126,12 @@ func (r *replica) onTick() {
 	r.armTick()
 	r.probeHealth()
 	r.checkStall()
+	r.refresh()
+	r.feelPulse()
+	if r.listening.now.Load() == nil {
+		r.startListening()
+	}
+	r.noteKV()
 }
 
 // probeHealth asks GET /health beside the actor; one question at a time.

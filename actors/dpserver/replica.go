@@ -1,11 +1,15 @@
 package dpserver
 
 import (
+	"crypto/rand"
+	"encoding/binary"
 	"fmt"
 	"log/slog"
 	"slices"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
 // phase is what a DPServer knows of its own life; the unit's phase is the node's.
@@ -49,6 +53,14 @@ type replica struct {
 	keeper  keeper
 	trip    trip
 	busy    busy
+
+	app      *app.Application // its present file, for routing
+	kv       *ledger          // nil until somebody asks what the rank's KV cache holds
+	blocks   []uint64         // of the admission at hand
+	uncached bool             // it was asked in vain: the engine caches nothing
+	clock    clock
+	pulse    pulse
+	scrape   scrape
 }
 
 // busy is the hold after an engine_busy answer.
@@ -58,14 +70,50 @@ type busy struct {
 }
 
 func newReplica(s *Server) *replica {
-	r := &replica{Server: s, account: newAccount()}
+	r := &replica{Server: s, account: newAccount(), app: s.application()}
 	if s.vitals.began { // a panic: the account is lost, and every sink is told so by a snapshot
 		s.log.Error("the account of a rank was lost, it begins anew", slog.Uint64("incarnation", s.vitals.incarnation))
+		r.resume()
 		r.publish()
 		r.keep()
 		r.settle()
 	}
 	return r
+}
+
+// resume begins the ledger anew after a panic: partial until the events say that they are not.
+func (r *replica) resume() {
+	h := r.listening.now.Load()
+	if h == nil {
+		return
+	}
+	if l := r.book(); l != nil {
+		l.lost = true
+	}
+	r.box.Send(arrived{h.in}) // the actor before may have been about to take what waits
+}
+
+// book is the ledger, made when it is needed first; nil if the engine caches nothing.
+func (r *replica) book() *ledger {
+	if r.vitals.facts.CachingOff {
+		r.uncached = true
+		return nil
+	}
+	if r.kv == nil {
+		l, err := newLedger(r.Server, r.emitKV)
+		if err != nil {
+			r.log.Error("a rank has no ledger of its kv cache", slog.String("err", err.Error()))
+			return nil
+		}
+		l.muted = r.vitals.incarnation == 0 // the snapshot of Ready says what it holds by then
+		r.kv = l
+	}
+	return r.kv
+}
+
+func (r *replica) emitKV(kind msg.RecordKind, kv msg.KV) {
+	r.rec = msg.Record{Kind: kind, KV: kv}
+	r.emit(&r.rec)
 }
 
 // Receive implements inbox.Receiver.
@@ -91,6 +139,8 @@ func (r *replica) Receive(m any) {
 		r.lapse()
 	case sortOut:
 		r.sortOrphans()
+	case arrived:
+		r.onArrived(m)
 	default:
 		r.control(m)
 	}
@@ -105,6 +155,10 @@ func (r *replica) control(m any) {
 	case subscribe:
 		r.add(m.sub)
 		r.snapshot(m.sub)
+	case msg.Resync:
+		r.resync(m.Sink)
+	case *msg.Resync:
+		r.resync(m.Sink)
 	case unsubscribe:
 		r.sinks = slices.DeleteFunc(r.sinks, func(s *subscription) bool { return s == m.sub })
 	case ready:
@@ -123,6 +177,14 @@ func (r *replica) control(m any) {
 		if m.round == r.busy.round {
 			r.clearBusy()
 		}
+	case listened:
+		r.onListened(m)
+	case chime:
+		r.onChime(m)
+	case scrapeTick:
+		r.onScrapeTick(m)
+	case scraped:
+		r.onScraped(m)
 	default:
 		r.watch(m)
 	}
@@ -142,23 +204,80 @@ func (r *replica) add(sub *subscription) {
 	if !slices.Contains(r.sinks, sub) {
 		r.sinks = append(r.sinks, sub)
 	}
+	r.scrape.told = msg.Status{} // the newcomer does not know it: the next report goes out even if nothing is new
 }
 
-// ready begins an incarnation: the account of the one before is gone with its engine.
+// resync gives a sink that has missed a record the whole of it again.
+func (r *replica) resync(sink msg.Sink) {
+	for _, sub := range r.sinks {
+		if sub.sink == sink {
+			r.scrape.told = msg.Status{}
+			r.snapshot(sub)
+		}
+	}
+}
+
+// ready opens the rank for an engine. What an engine published before it was first ready is its own; a later one is another, or was
+// out of sight: its events are asked for anew.
 func (r *replica) ready(m ready) {
 	if r.vitals.phase == ended || r.vitals.phase == draining {
 		return
 	}
+	anew := r.vitals.incarnation != 0
+	if r.spec.Events == nil {
+		anew = anew || m.facts.Events != nil
+		r.vitals.source = m.facts.Events
+	}
+	r.incarnate(m.facts, anew)
+	r.log.Info("rank is ready", slog.String("incarnation", hex(m.facts.Incarnation)), slog.String("url", r.spec.Target.URL))
+}
+
+// incarnate begins an incarnation: the account of the one before is gone with its engine. anew says that the subscription to its
+// events begins anew too.
+func (r *replica) incarnate(f msg.Facts, anew bool) {
+	if r.kv != nil {
+		r.kv.mute()
+		r.kv.drop(kvindex.Sent)
+	}
 	r.account.reset()
 	r.trip.stop()
 	r.trip, r.busy = trip{}, busy{round: r.busy.round + 1}
-	r.vitals.phase, r.vitals.incarnation, r.vitals.maxOngoing, r.vitals.seq = open, m.facts.Incarnation, m.facts.MaxOngoing, 0
+	r.vitals.phase, r.vitals.incarnation, r.vitals.facts, r.vitals.seq = open, f.Incarnation, f, 0
+	if anew {
+		r.relisten()
+	}
+	if r.kv != nil {
+		r.kv.unmute()
+	}
 	r.keep()
 	for _, sub := range r.sinks {
 		r.snapshot(sub)
 	}
 	r.note()
-	r.log.Info("rank is ready", slog.String("incarnation", hex(m.facts.Incarnation)), slog.String("url", r.spec.Target.URL))
+	r.refresh()
+}
+
+// restarted: an attached engine is another process, though its health never failed. Its requests ended with it; the epoch stays, as
+// nobody but this rank serves it. Another's process is its node's to judge.
+func (r *replica) restarted(why string, anew bool) {
+	if r.spec.Target.Owned || r.vitals.phase != open {
+		return
+	}
+	f := r.vitals.facts
+	f.Incarnation = newIncarnation()
+	r.incarnate(f, anew)
+	r.log.Warn("engine was restarted in place", slog.String("cause", why), slog.String("incarnation", hex(f.Incarnation)))
+}
+
+// newIncarnation draws the random number of one engine process; 0 means none.
+func newIncarnation() uint64 {
+	var b [8]byte
+	for {
+		_, _ = rand.Read(b[:]) // never fails since Go 1.24
+		if v := binary.LittleEndian.Uint64(b[:]); v != 0 {
+			return v
+		}
+	}
 }
 
 func hex(v uint64) string { return fmt.Sprintf("%016x", v) }
@@ -219,6 +338,8 @@ func (r *replica) end() {
 	r.account.reset()
 	r.keeper.stop()
 	r.trip.stop()
+	r.scrape.stop()
+	r.clock.stop()
 	r.emit(&msg.Record{Kind: msg.RecGone})
 	r.settle()
 	r.note()
@@ -252,16 +373,24 @@ func (r *replica) stamp(rec *msg.Record) {
 	rec.Incarnation, rec.Seq = r.vitals.incarnation, r.vitals.seq
 }
 
-// snapshot gives one sink the whole account as of the last record.
+// snapshot gives one sink the whole account, and the KV columns, as of the last record.
 func (r *replica) snapshot(sub *subscription) {
-	rec := &msg.Record{Kind: msg.RecSnapshot, Accepting: r.accepting(), Snapshot: &msg.Snapshot{
-		Accepting: r.accepting(), MaxOngoing: r.vitals.maxOngoing, Node: r.spec.Node, Target: r.spec.Target, Mailbox: r.box, Open: r.account.snapshot(),
-	}}
-	r.stamp(rec)
-	sub.deliver(rec)
+	f := &r.vitals.facts
+	give := func(rec *msg.Record) {
+		r.stamp(rec)
+		sub.deliver(rec)
+	}
+	give(&msg.Record{Kind: msg.RecSnapshot, Accepting: r.accepting(), Snapshot: &msg.Snapshot{
+		Accepting: r.accepting(), MaxOngoing: f.MaxOngoing, Capacity: r.capacity(), BlockSize: r.toldBlockSize(), CachingOff: f.CachingOff,
+		Node: r.spec.Node, Target: r.spec.Target, Mailbox: r.box, Open: r.account.snapshot(),
+	}})
+	if r.kv != nil {
+		r.kv.snapshot(func(kind msg.RecordKind, kv msg.KV) { give(&msg.Record{Kind: kind, KV: kv}) })
+	}
 }
 
 // note copies what Status shows.
 func (r *replica) note() {
-	r.stats.note(r.account.open(), r.vitals.maxOngoing, r.vitals.incarnation)
+	r.stats.note(r.account.open(), r.vitals.facts.MaxOngoing, r.vitals.incarnation)
+	r.noteKV()
 }

@@ -8,8 +8,10 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
 // Server is the outside of one DPServer: what its node holds. It outlives a panic of the actor inside.
@@ -21,6 +23,9 @@ type Server struct {
 	engine   Engine
 	timers   Timers
 	prefill  func(tokens int) time.Duration
+	hasher   kvindex.Hasher
+	present  func(name string) *app.Application // nil: spec.App
+	net      network
 	log      *slog.Logger
 	box      *inbox.Inbox
 
@@ -31,9 +36,10 @@ type Server struct {
 	drained   chan struct{}
 	drainOnce sync.Once
 
-	vitals  vitals // only the actor's goroutine touches it
-	stats   stats
-	orphans orphans
+	vitals    vitals // only the actor's goroutine touches it
+	stats     stats
+	orphans   orphans
+	listening listening
 }
 
 // vitals survive a panic of the actor: the new one goes on with them, with an empty account.
@@ -41,10 +47,14 @@ type vitals struct {
 	began       bool
 	phase       phase
 	incarnation uint64
-	maxOngoing  int
-	seq         uint64 // number of the last record of this incarnation
+	facts       msg.Facts // of the incarnation, and what its engine said of itself since
+	seq         uint64    // number of the last record of this incarnation
 	lastTicket  uint64
 	rounds      uint64 // of the keeper, so that results of one that is gone are known
+
+	source   *msg.EventSource // of the engine's KV events; nil: it publishes none
+	life     uint64           // of the subscription to them: events of an older one are dropped
+	restarts uint64           // of the engine, as the subscription counted them and we have heard
 }
 
 // name is the actor's name; the epoch keeps a successor apart from a predecessor that is still being stopped.
@@ -92,9 +102,10 @@ func (s *Server) Status() msg.RankStatus {
 	return st
 }
 
-// Stop ends the stream (RecGone), the probes and the actor, and waits for them. Idempotent.
+// Stop ends the stream (RecGone), the probes, the subscription and the actor, and waits for them. Idempotent.
 func (s *Server) Stop(ctx context.Context) error {
 	s.cancel()
+	s.listening.close()
 	s.box.Send(gone{})
 	select {
 	case <-s.box.Stopped():
@@ -117,6 +128,16 @@ func (s *Server) probe(limit time.Duration, work func(ctx context.Context)) {
 // after posts m in d, unless the server was stopped by then (a stopped inbox drops it).
 func (s *Server) after(d time.Duration, m any) *time.Timer {
 	return time.AfterFunc(d, func() { s.box.Send(m) })
+}
+
+// application is the present file of the rank's application, as far as routing goes; the engine runs by the one it was started with.
+func (s *Server) application() *app.Application {
+	if s.present != nil {
+		if a := s.present(s.spec.App.Name); a != nil {
+			return a
+		}
+	}
+	return s.spec.App
 }
 
 // tell reports to the node.

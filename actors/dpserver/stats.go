@@ -12,6 +12,7 @@ import (
 const (
 	rateWindow = 10  // seconds of tokens per second
 	ttftWindow = 512 // requests of time to first token
+	hitWindow  = 512 // requests of the hit rate
 )
 
 // stats is the part of a rank's account that others read. The actor writes it, Status reads it.
@@ -25,6 +26,48 @@ type stats struct {
 	buckets     [rateWindow]bucket
 	ttft        [ttftWindow]time.Duration
 	ttftSeen    uint64
+	hits        hits
+	kv          msg.KVStatus
+	hasKV       bool
+}
+
+// hits is what engines reported of the prompts they had cached.
+type hits struct {
+	prompt, cached uint64 // tokens, of all requests
+	window         [hitWindow]struct{ prompt, cached int }
+	seen           uint64
+}
+
+// rate is cached over prompt tokens within the window.
+func (h *hits) rate() float64 {
+	prompt, cached := 0, 0
+	for _, w := range h.window[:min(h.seen, hitWindow)] {
+		prompt, cached = prompt+w.prompt, cached+w.cached
+	}
+	if prompt == 0 {
+		return 0
+	}
+	return float64(cached) / float64(prompt)
+}
+
+// cached counts a request whose engine reported cached tokens; more than the prompt has are none.
+func (s *stats) cached(prompt, cached int) {
+	if prompt <= 0 || cached < 0 {
+		return
+	}
+	cached = min(cached, prompt)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	h := &s.hits
+	h.prompt, h.cached = h.prompt+uint64(prompt), h.cached+uint64(cached)
+	h.window[h.seen%hitWindow] = struct{ prompt, cached int }{prompt, cached}
+	h.seen++
+}
+
+func (s *stats) noteKV(kv *msg.KVStatus) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.kv, s.hasKV = *kv, true
 }
 
 // bucket is the tokens of one second.
@@ -80,6 +123,11 @@ func (s *stats) status(now time.Time) msg.RankStatus {
 	s.mu.Lock()
 	st := msg.RankStatus{
 		MaxOngoing: s.maxOngoing, InFlight: s.open, Requests: s.requests, Tokens: s.tokens, TokensPerS: s.rate(now),
+		PromptTokens: s.hits.prompt, CachedTokens: s.hits.cached, HitRate: s.hits.rate(),
+	}
+	if s.hasKV {
+		kv := s.kv // Events is made anew with every note
+		st.KV = &kv
 	}
 	if s.incarnation != 0 {
 		st.Incarnation = hex(s.incarnation)

@@ -103,7 +103,7 @@ func randomMessage(rt *rapid.T, ctx context.Context, r *rig, i uint64) {
 		time.Sleep(time.Duration(rapid.IntRange(0, 3000).Draw(rt, "ms")) * time.Millisecond)
 	case 6:
 		if rapid.IntRange(0, 9).Draw(rt, "again") == 0 {
-			require.NoError(rt, r.Ready(ctx, msg.Facts{Incarnation: 8+i, MaxOngoing: 3}))
+			require.NoError(rt, r.Ready(ctx, msg.Facts{Incarnation: 8 + i, MaxOngoing: 3}))
 		}
 	}
 }

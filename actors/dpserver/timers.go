@@ -11,6 +11,8 @@ type Timers struct {
 	TripBackoff  time.Duration // before the first canary of a tripped rank; doubles
 	TripCeiling  time.Duration // longest such wait
 	CounterLimit time.Duration // deadline of one look at /metrics
+	Scrape       time.Duration // between two such looks, while somebody reads what they say
+	Silence      time.Duration // requests complete that long without a kv event: the events are silent
 }
 
 // Defaults (CONTRACTS sections 2, 7 and 9).
@@ -21,6 +23,8 @@ const (
 	DefaultTripBackoff   = time.Second
 	DefaultTripCeiling   = 64 * time.Second
 	DefaultCounterLimit  = 500 * time.Millisecond
+	DefaultScrape        = time.Second
+	DefaultSilence       = 30 * time.Second
 	DefaultHealthPeriod  = time.Second
 	DefaultHealthTimeout = 5 * time.Second
 	DefaultStallTimeout  = 20 * time.Second
@@ -40,6 +44,8 @@ func (t Timers) withDefaults() Timers {
 	def(&t.TripBackoff, DefaultTripBackoff)
 	def(&t.TripCeiling, DefaultTripCeiling)
 	def(&t.CounterLimit, DefaultCounterLimit)
+	def(&t.Scrape, DefaultScrape)
+	def(&t.Silence, DefaultSilence)
 	return t
 }
 

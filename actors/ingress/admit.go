@@ -12,11 +12,14 @@ import (
 // as the ticket: the DPServer would take that for an abandoned one.
 func (c *call) admit(ctx, request context.Context, rk *rank) (msg.AdmitReply, cause) {
 	reply, _ := c.in.replies.Get().(chan msg.AdmitReply)
-	err := rk.mailbox.TrySend(&msg.Admit{
+	m := &msg.Admit{
 		Ctx: request, ReqID: c.query.ID, Epoch: rk.epoch, Class: msg.ClassBoth, Tokens: c.query.Tokens, Estimated: c.query.Estimated,
 		Deadline: c.due, Ingress: c.in.node, Reply: reply,
-	})
-	if err != nil {
+	}
+	if c.prompt.looked {
+		m.Hit, m.Blocks, m.HitBlocks = c.query.HitOn(rk.id), c.prompt.blocks, c.prompt.held(rk.id)
+	}
+	if err := rk.mailbox.TrySend(m); err != nil {
 		c.in.replies.Put(reply)
 		return msg.AdmitReply{}, unsent(rk)
 	}
@@ -25,8 +28,10 @@ func (c *call) admit(ctx, request context.Context, rk *rank) (msg.AdmitReply, ca
 		c.in.replies.Put(reply)
 		return rep, refusedAs(rep.Refusal)
 	case <-rk.mailbox.Stopped():
+		c.prompt.shared = true
 		return c.in.afterStop(reply)
 	case <-ctx.Done():
+		c.prompt.shared = true
 		c.in.awaitLate(rk.mailbox, reply)
 		return msg.AdmitReply{}, ended(ctx)
 	}

@@ -91,7 +91,7 @@ func (c *call) passes(res *result) bool {
 	if res.status >= http.StatusInternalServerError || res.cause != causeStatus {
 		return false
 	}
-	return c.attempts+1 >= c.entry.attempts
+	return c.attempts+1 >= c.maxAttempts()
 }
 
 // passOn sends a whole answer.

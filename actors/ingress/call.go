@@ -30,6 +30,7 @@ type call struct {
 	header http.Header
 
 	entry   *entry
+	prompt  prompt
 	query   routing.Request
 	choice  routing.Decision
 	due     time.Time // of x-dpserve-timeout-ms; zero: none
@@ -59,6 +60,11 @@ func newCall(in *Ingress) *call {
 
 // serve answers one inference request in its scope.
 func (in *Ingress) serve(w http.ResponseWriter, r *http.Request, s *scope, route openai.Route) {
+	in.serveWith(w, r, s, route, nil)
+}
+
+// serveWith is serve with what the router's own API asks of a call beyond headers; nil: nothing.
+func (in *Ingress) serveWith(w http.ResponseWriter, r *http.Request, s *scope, route openai.Route, demand func(*call)) {
 	c, _ := in.calls.Get().(*call)
 	in.inflight.Add(1)
 	c.w, c.r, c.route, c.start, c.settled = w, r, route, time.Now(), true
@@ -74,6 +80,9 @@ func (in *Ingress) serve(w http.ResponseWriter, r *http.Request, s *scope, route
 			panic(http.ErrAbortHandler)
 		}
 	}()
+	if demand != nil {
+		demand(c)
+	}
 	if f := c.run(s); f != nil {
 		c.refuse(f)
 	}
@@ -94,6 +103,7 @@ func (c *call) release() {
 	clear(c.tried)
 	c.w, c.rc, c.flush, c.r, c.body, c.send, c.header, c.entry = nil, nil, nil, nil, nil, nil, nil, nil
 	c.query = routing.Request{Tried: c.query.Tried[:0]}
+	c.prompt.release()
 	c.due, c.waitDue, c.written, c.begun = time.Time{}, time.Time{}, time.Time{}, time.Time{}
 	c.tried, c.rejoin, c.attempts, c.status, c.cut, c.counted, c.id = c.tried[:0], false, 0, 0, false, 0, ""
 	c.usage = openai.Usage{}
@@ -119,12 +129,12 @@ func (c *call) run(s *scope) *failure {
 	if f := c.options(); f != nil {
 		return f
 	}
-	c.prepare()
-	c.entry.lane.budget.request(c.clock())
+	if f := c.prepare(); f != nil {
+		return f
+	}
+	c.entry.lane.budget.request(c.in.clock())
 	return c.dispatch()
 }
-
-func (c *call) clock() time.Duration { return time.Since(c.in.base) }
 
 // identify gives the request its id, and the answer too.
 func (c *call) identify() {
@@ -161,7 +171,7 @@ func (c *call) find(s *scope) *failure {
 	return nil
 }
 
-// options reads dpserve's own request headers.
+// options reads those of dpserve's own request headers that do not concern the routing.
 func (c *call) options() *failure {
 	if v := c.r.Header[headerTimeout]; len(v) > 0 {
 		d, ok := parseTimeout(v[0])
@@ -170,28 +180,21 @@ func (c *call) options() *failure {
 		}
 		c.due = c.start.Add(d)
 	}
-	if v := c.r.Header[headerRank]; len(v) > 0 {
-		id, ok := parseRank(v[0])
-		if !ok {
-			return fail(openai.CodeInvalidRequest, "x-dpserve-rank must be GROUP/RANK, for example 0/3")
-		}
-		c.query.Direct, c.query.HasDirect = id, true
-	}
 	return nil
 }
 
-// prepare makes what goes to the engine, once for all attempts.
-func (c *call) prepare() {
-	c.query.Tokens, c.query.Estimated = c.scan.PromptTokens, false
-	if c.scan.PromptTokens < 0 {
-		c.query.Tokens, c.query.Estimated = c.entry.lane.ratios[c.route].Tokens(c.scan.PromptBytes), true
+// prepare makes what goes to the Router and to the engine, once for all attempts.
+func (c *call) prepare() *failure {
+	if f := c.prompt.fromBody(c.r.Context(), c.entry.lane, c.route, &c.scan, c.body.b, c.r.Header); f != nil {
+		return f
 	}
-	c.waiter.tokens = int64(c.query.Tokens)
+	c.waiter.tokens = int64(c.prompt.tokens)
 	c.send = c.scan.Spliced(c.splice[:0], c.body.b)
 	if len(c.scan.Strip) > 0 {
 		c.splice = c.send
 	}
 	c.header = engineHeader(c.r.Header, c.ids)
+	return nil
 }
 
 // dispatch tries ranks until one has answered; nil if the client has its answer.
@@ -238,16 +241,24 @@ func (c *call) judge(rk *rank, res *result) *failure {
 	if !what.free && !l.isLost(rk) {
 		budget = "drawn"
 	}
-	if c.attempts >= c.entry.attempts {
+	if c.attempts >= c.maxAttempts() {
 		return c.giveUp(res, budget)
 	}
-	if budget == "drawn" && !l.budget.draw(c.clock()) {
+	if budget == "drawn" && !l.budget.draw(c.in.clock()) {
 		return c.giveUp(res, "empty")
 	}
 	l.meter.Load().Attempt(what.name, budget)
 	l.meter.Load().Retry(what.name, budget)
 	c.log(slog.LevelDebug, "attempt failed, trying another rank", res)
 	return nil
+}
+
+// maxAttempts is the policy's number of attempts of a request, if it has one (cache-aware), else the application's.
+func (c *call) maxAttempts() int {
+	if n := c.entry.lane.reads().needs.AttemptsPerRequest; n > 0 {
+		return n
+	}
+	return c.entry.attempts
 }
 
 func (c *call) giveUp(res *result, budget string) *failure {

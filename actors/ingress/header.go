@@ -18,6 +18,12 @@ const (
 	headerRank       = "X-Dpserve-Rank"
 	headerAttempts   = "X-Dpserve-Attempts"
 	headerTimeout    = "X-Dpserve-Timeout-Ms"
+	headerTTFT       = "X-Dpserve-Ttft-Ms"
+	headerTPOT       = "X-Dpserve-Tpot-Ms"
+	headerPriority   = "X-Dpserve-Priority"
+	headerSession    = "X-Dpserve-Session"
+	headerSessionID  = "X-Session-Id"
+	headerCached     = "X-Dpserve-Cached-Tokens"
 	headerEngineRank = "X-Data-Parallel-Rank"
 )
 

@@ -13,6 +13,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/routing/kvindex"
 	"github.com/dpserve/dpserve/state"
 	"github.com/dpserve/dpserve/telemetry"
 )
@@ -57,9 +58,10 @@ type Ingress struct {
 	server  *http.Server
 	legs    *legs
 	table   atomic.Pointer[table]
-	calls   sync.Pool // *call
-	buffers sync.Pool // *bodyBuffer
-	replies sync.Pool // chan msg.AdmitReply
+	hasher  atomic.Pointer[kvindex.Hasher] // keyed by the cluster's secret
+	calls   sync.Pool                      // *call
+	buffers sync.Pool                      // *bodyBuffer
+	replies sync.Pool                      // chan msg.AdmitReply
 
 	nextID   atomic.Uint64
 	requests atomic.Uint64
@@ -103,6 +105,7 @@ func New(c Config) (*Ingress, error) {
 	in.handler = in.routes()
 	in.server = in.newServer()
 	in.table.Store(newTable())
+	in.key(nil)
 	changed := in.store.Changed() // before State, so that no change is missed
 	in.rebuild(in.store.State())
 	in.resubscribe()
@@ -132,6 +135,7 @@ func (in *Ingress) follow(ctx context.Context, changed <-chan struct{}) {
 // rebuild makes a table of the state. fresh says that a Router is new and knows no rank yet.
 func (in *Ingress) rebuild(st *state.State) (fresh bool) {
 	t := newTable()
+	in.key(st.Secret)
 	for name, a := range st.Apps {
 		l := in.lane(name)
 		spec, isNew, err := in.adopt(l, a)
@@ -163,20 +167,44 @@ func (in *Ingress) adopt(l *lane, a *state.App) (spec *served, fresh bool, err e
 	if err != nil {
 		return nil, false, fmt.Errorf("read the specification of revision %d: %w", a.Revision, err)
 	}
-	if !sameRouting(old, spec) {
-		policy, err := routing.New(spec.app.Routing.Policy, spec.app.Routing.Preset, spec.app.Routing.Params)
-		if err != nil {
-			return nil, false, fmt.Errorf("revision %d: %w", a.Revision, err)
-		}
-		router := routing.NewRouter(policy, mix(in.seed^in.nextID.Load()))
-		router.OnRoom = l.queue.room
-		l.router.Store(router)
-		l.meter.Store(in.metrics.App(a.Name, policy.Name()))
-		fresh = true
+	policy, err := routing.New(spec.app.Routing.Policy, spec.app.Routing.Preset, spec.app.Routing.Params)
+	if err != nil {
+		return nil, false, fmt.Errorf("revision %d: %w", a.Revision, err)
 	}
-	l.spec.Store(spec)
-	return spec, fresh, nil
+	if fresh, err = in.read(l, spec, policy); err != nil {
+		return nil, false, fmt.Errorf("revision %d: %w", a.Revision, err)
+	}
+	if l.spec.Store(spec); sameRouting(old, spec) {
+		return spec, fresh, nil
+	}
+	in.newRouter(l, policy)
+	return spec, true, nil
 }
+
+// newRouter gives a lane a Router that knows no rank yet.
+func (in *Ingress) newRouter(l *lane, policy routing.Policy) {
+	router := routing.NewRouter(policy, mix(in.seed^in.nextID.Load()))
+	router.OnRoom = l.queue.room
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.meter.Store(in.metrics.App(l.name, policy.Name()))
+	l.router.Store(router)
+	l.configure()
+}
+
+// key takes the cluster's secret over. It is set once, before the first application.
+func (in *Ingress) key(secret []byte) {
+	h := kvindex.NewHasher(secret)
+	if old := in.hasher.Load(); old == nil || *old != h {
+		in.hasher.Store(&h)
+	}
+}
+
+// hash is the cluster's hasher of prompts.
+func (in *Ingress) hash() kvindex.Hasher { return *in.hasher.Load() }
+
+// clock is the time that Routers and indexes are told.
+func (in *Ingress) clock() time.Duration { return time.Since(in.base) }
 
 // keepOld goes on with the revision before when one cannot be read; nil if there is none. One log line per revision.
 func (in *Ingress) keepOld(l *lane, a *state.App, err error) *served {

@@ -22,6 +22,15 @@ type lane struct {
 	spec   atomic.Pointer[served]         // nil until the table has seen the application
 	router atomic.Pointer[routing.Router] // nil as spec; replaced when the routing part of the file changes
 	meter  atomic.Pointer[telemetry.App]
+
+	reading     atomic.Pointer[reading] // nil as spec
+	cachingOff  atomic.Bool             // every ready rank runs without prefix caching
+	blockTokens atomic.Int32            // tokens per KV block of most ranks; 0: not known
+	resyncs     atomic.Uint64
+	recent      recent // decisions, for replays
+
+	reservations reservations
+
 	ratios openai.Estimators
 	mean   atomic.Int64 // EWMA of how long a request holds its place, in ns
 
@@ -49,7 +58,8 @@ func newLane(in *Ingress, name string) *lane {
 	return l
 }
 
-// deliver applies one record of a rank's stream.
+// deliver applies one record of a rank's stream. The parts of a snapshot share its number, and all that may come twice does no
+// harm when it comes at once; what comes late is dropped, and so is what came before a jump: the rank is asked for a snapshot.
 func (l *lane) deliver(rec *msg.Record) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -58,15 +68,29 @@ func (l *lane) deliver(rec *msg.Record) {
 		return
 	}
 	r := l.ranks[rec.Rank]
-	if r == nil || !r.is(rec) {
+	switch {
+	case r == nil || !r.is(rec):
 		return // of an incarnation that is over
+	case rec.Kind == msg.RecGone:
+		l.drop(r)
+		return
+	case rec.Seq < r.seq:
+		return
+	case rec.Seq > r.seq+1:
+		l.miss(r)
 	}
 	r.seq = rec.Seq
+	l.apply(r, rec)
+}
+
+func (l *lane) apply(r *rank, rec *msg.Record) {
 	switch rec.Kind {
 	case msg.RecState:
 		l.state(r, rec)
-	case msg.RecGone:
-		l.drop(r)
+	case msg.RecStatus:
+		l.status(r, rec)
+	case msg.RecKVBegin, msg.RecKV, msg.RecKVEnd:
+		l.kv(r, rec)
 	default:
 		l.account(r, rec)
 	}
@@ -75,8 +99,8 @@ func (l *lane) deliver(rec *msg.Record) {
 // snapshot begins an incarnation, or begins a known one's account anew after a new subscription.
 func (l *lane) snapshot(rec *msg.Record) {
 	r := l.ranks[rec.Rank]
-	if r != nil && r.epoch > rec.Epoch {
-		return // a ghost: its successor serves
+	if r != nil && (r.epoch > rec.Epoch || r.is(rec) && rec.Seq < r.seq) {
+		return // a ghost: its successor serves. Or it comes too late
 	}
 	if r == nil || !r.is(rec) {
 		fresh, err := newRank(rec, l.in.node)
@@ -87,6 +111,7 @@ func (l *lane) snapshot(rec *msg.Record) {
 		if r != nil {
 			r.lose()
 			l.forgetFull(r)
+			l.told(r)
 			if r.epoch == fresh.epoch {
 				delete(l.fenced, r.unit) // it came back in place
 			}
@@ -95,6 +120,9 @@ func (l *lane) snapshot(rec *msg.Record) {
 		l.ranks[rec.Rank] = r
 	}
 	r.accepting, r.busy, r.maxOngoing, r.seq = rec.Snapshot.Accepting, false, rec.Snapshot.MaxOngoing, rec.Seq
+	r.cachingOff = rec.Snapshot.CachingOff
+	l.told(r)
+	l.resize(r, rec.Snapshot.BlockSize)
 	l.raise(r, rec)
 	l.show(r)
 	l.hope()
@@ -104,12 +132,14 @@ func (l *lane) snapshot(rec *msg.Record) {
 func (l *lane) raise(r *rank, rec *msg.Record) {
 	l.opens = l.opens[:0]
 	for _, o := range rec.Snapshot.Open {
-		l.opens = append(l.opens, routing.Open{ReqID: l.in.fold(o.Ingress, o.ReqID), Tokens: o.Tokens, Out: o.Out, Decoding: o.Decoding})
+		l.opens = append(l.opens, routing.Open{ReqID: l.in.fold(o.Ingress, o.ReqID), Tokens: o.Tokens, Hit: o.Hit, Out: o.Out, Decoding: o.Decoding})
 	}
 	l.observe(routing.Event{
 		Kind: routing.EvRankUp, Rank: r.id, Epoch: r.epoch, Incarnation: r.incarnation, Seq: rec.Seq, Local: r.local, Snapshot: l.opens,
+		Capacity: rec.Snapshot.Capacity, BlockSize: rec.Snapshot.BlockSize,
 	})
 	r.shownReady, r.shownMax = true, 0
+	l.judgeCaching()
 }
 
 // show tells the Router what has changed of a rank since it was told last.
@@ -118,6 +148,7 @@ func (l *lane) show(r *rank) {
 	ready, maxOngoing := r.want(ok && epoch == r.epoch)
 	if ready != r.shownReady {
 		r.shownReady = ready
+		defer l.judgeCaching()
 		l.observe(routing.Event{Kind: routing.EvAccepting, Rank: r.id, Incarnation: r.incarnation, Accepting: ready})
 	}
 	if maxOngoing != r.shownMax {
@@ -152,7 +183,7 @@ func (l *lane) account(r *rank, rec *msg.Record) {
 	default:
 	}
 	l.observe(routing.Event{
-		Kind: kind, Rank: r.id, ReqID: l.in.fold(rec.Ingress, rec.ReqID), Seq: rec.Seq, Incarnation: rec.Incarnation, Tokens: rec.Tokens, Out: rec.Out,
+		Kind: kind, Rank: r.id, ReqID: l.in.fold(rec.Ingress, rec.ReqID), Seq: rec.Seq, Incarnation: rec.Incarnation, Tokens: rec.Tokens, Hit: rec.Hit, Out: rec.Out,
 	})
 	if rec.Kind == msg.RecDone && r.full {
 		l.forgetFull(r)
@@ -164,6 +195,8 @@ func (l *lane) account(r *rank, rec *msg.Record) {
 func (l *lane) drop(r *rank) {
 	delete(l.ranks, r.id)
 	l.forgetFull(r)
+	l.told(r)
+	l.judgeCaching()
 	l.observe(routing.Event{Kind: routing.EvRankDown, Rank: r.id, Incarnation: r.incarnation})
 	r.lose()
 }
@@ -287,7 +320,14 @@ func (l *lane) end() {
 	for r := range l.timers {
 		l.forgetFull(r)
 	}
+	for _, r := range l.ranks {
+		l.told(r)
+	}
 	l.mu.Unlock()
+	l.reservations.end()
+	if c := l.reads().cache; c != nil {
+		c.close()
+	}
 	l.units(nil, 0)
 	l.queue.room()
 }

@@ -1,6 +1,10 @@
 package ingress
 
-import "time"
+import (
+	"time"
+
+	"github.com/dpserve/dpserve/routing/kvindex"
+)
 
 // Limits bound what clients may send and what an ingress holds. A zero field means its default.
 type Limits struct {
@@ -9,6 +13,8 @@ type Limits struct {
 	MaxHeaderFields int   // header fields; more is 431
 	MaxConns        int   // client connections; more wait in the kernel's backlog
 	MaxQueueTokens  int64 // estimated prompt tokens in one application's queue; more is 503
+	IndexBytes      int   // memory of one application's picture of what its ranks have cached
+	TokenizeBytes   int   // memory of one application's tokenized prompts
 }
 
 // Defaults of Limits (STYLE 9).
@@ -18,6 +24,8 @@ const (
 	DefaultMaxHeaderFields = 100
 	DefaultMaxConns        = 16_000
 	DefaultMaxQueueTokens  = 4 << 20
+	DefaultIndexBytes      = kvindex.DefaultBytes
+	DefaultTokenizeBytes   = 64 << 20
 )
 
 // Timers of an ingress. A zero field means its default. Per-application times are in app.yaml.
@@ -37,6 +45,7 @@ type Timers struct {
 	Queue        time.Duration // timeouts.queue_s when the file leaves it out
 	FirstToken   time.Duration // timeouts.first_token_s when the file leaves it out
 	BetweenToken time.Duration // timeouts.between_tokens_s when the file leaves it out
+	Reservation  time.Duration // for a reservation of the router's own API that nobody frees
 }
 
 // Defaults of Timers (STYLE 9, APP 8, CONTRACTS 7).
@@ -56,6 +65,7 @@ const (
 	DefaultQueue        = 60 * time.Second
 	DefaultFirstToken   = 300 * time.Second
 	DefaultBetweenToken = 30 * time.Second
+	DefaultReservation  = 300 * time.Second
 )
 
 // Numbers without a knob.
@@ -81,6 +91,8 @@ func (l Limits) withDefaults() Limits {
 	orDefault(&l.MaxHeaderFields, DefaultMaxHeaderFields)
 	orDefault(&l.MaxConns, DefaultMaxConns)
 	orDefault(&l.MaxQueueTokens, DefaultMaxQueueTokens)
+	orDefault(&l.IndexBytes, DefaultIndexBytes)
+	orDefault(&l.TokenizeBytes, DefaultTokenizeBytes)
 	return l
 }
 
@@ -100,6 +112,7 @@ func (t Timers) withDefaults() Timers {
 	orDefault(&t.Queue, DefaultQueue)
 	orDefault(&t.FirstToken, DefaultFirstToken)
 	orDefault(&t.BetweenToken, DefaultBetweenToken)
+	orDefault(&t.Reservation, DefaultReservation)
 	return t
 }
 

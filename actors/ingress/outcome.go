@@ -79,6 +79,9 @@ func (c *call) ownHeaders(h http.Header, rk *rank) {
 	h[headerApp] = []string{c.entry.app.Name}
 	if rk != nil {
 		h[headerGroup], h[headerRank] = rk.groupValue, rk.rankValue
+		if c.prompt.looked { // predicted at dispatch; what the engine found is in its usage
+			h[headerCached] = []string{strconv.Itoa(c.query.HitOn(rk.id))}
+		}
 	}
 	n := c.attempts
 	if rk != nil {

@@ -27,6 +27,7 @@ func (c *call) decide(last *result) (rk *rank, f *failure, wait bool) {
 		router := l.router.Load()
 		c.exclude()
 		c.query.ID = c.in.requestID()
+		l.describe(&c.query, &c.prompt) // before the Router's lock, and anew each time: the caches have moved on
 		began := time.Now()
 		router.Pick(&c.query, &c.choice)
 		l.meter.Load().Decision(time.Since(began))
@@ -35,6 +36,7 @@ func (c *call) decide(last *result) (rk *rank, f *failure, wait bool) {
 			id := c.choice.Ranked[0]
 			if rk := l.find(id); rk != nil {
 				l.meter.Load().Pick(id.Group(), id.Rank(), c.choice.Reason)
+				l.recent.note(c.id, c.attempts+1, router.Policy(), &c.prompt, &c.query, &c.choice)
 				c.attempt.router = router
 				return rk, nil, false
 			}
@@ -48,14 +50,27 @@ func (c *call) decide(last *result) (rk *rank, f *failure, wait bool) {
 	}
 }
 
-// exclude names the ranks that failed this request. One that came back as a new incarnation has not failed it.
+// exclude names the ranks that failed this request, as often as the policy lets them (once unless it says otherwise). One that
+// came back as a new incarnation has not failed it.
 func (c *call) exclude() {
 	c.query.Tried = c.query.Tried[:0]
-	for _, rk := range c.tried {
-		if c.entry.lane.find(rk.id) == rk {
+	most := max(c.entry.lane.reads().needs.AttemptsPerRank, 1)
+	for i, rk := range c.tried {
+		if failures(c.tried[:i+1], rk) == most && c.entry.lane.find(rk.id) == rk {
 			c.query.Tried = append(c.query.Tried, rk.id)
 		}
 	}
+}
+
+// failures counts the attempts on rk.
+func failures(tried []*rank, rk *rank) int {
+	n := 0
+	for _, t := range tried {
+		if t == rk {
+			n++
+		}
+	}
+	return n
 }
 
 // rejected says what a request gets that no rank can take.
@@ -68,6 +83,9 @@ func (c *call) rejected(last *result) *failure {
 	}
 	if last != nil {
 		return final(last)
+	}
+	if c.choice.Reason == routing.ReasonAllBusy {
+		return fail(openai.CodeOverloaded, "every rank of this application is above routing.busy_threshold; try again").after(c.entry.lane.retryAfter())
 	}
 	f := fail(openai.CodeNoReadyRank, "no rank of this application is ready; see `dpserve status`").after(c.entry.lane.retryAfter())
 	f.cause = c.choice.Reason

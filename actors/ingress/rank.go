@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"net/url"
 	"strconv"
+	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/engine/openai"
@@ -35,6 +36,12 @@ type rank struct {
 	draining   bool // takes nothing new and lets its streams end
 	maxOngoing int
 	seq        uint64 // of the last record
+	cachingOff bool   // its engine runs without prefix caching
+	blockSize  int    // tokens per KV block; 0: not known
+
+	deaf   bool          // a record was missed: nothing of its cache is believed before its next snapshot
+	asked  time.Duration // when it was asked for one last; 0: never
+	asking *time.Timer   // until it is asked again; nil: it is not
 
 	shownReady bool // what the Router was told
 	shownMax   int

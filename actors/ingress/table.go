@@ -17,6 +17,7 @@ type served struct {
 	revision   uint64
 	created    int64 // unix seconds: when this ingress first saw the application; shown by /v1/models
 	names      []string
+	adapters   map[string]string // served name → LoRA adapter
 	attempts   int
 	queue      time.Duration
 	firstToken time.Duration
@@ -113,6 +114,7 @@ func (in *Ingress) decode(a *state.App, old *served) (*served, error) {
 	if len(s.names) == 0 {
 		s.names = spec.Model.ServedNames()
 	}
+	s.adapters = adaptersOf(&spec.Model)
 	if s.attempts <= 0 {
 		s.attempts = defaultAttempts
 	}
@@ -120,6 +122,18 @@ func (in *Ingress) decode(a *state.App, old *served) (*served, error) {
 	orDefault(&s.firstToken, in.timers.FirstToken)
 	orDefault(&s.between, in.timers.BetweenToken)
 	return s, nil
+}
+
+// adaptersOf finds an adapter by the names under which it is served (Model.ServedNames); nil without adapters.
+func adaptersOf(m *app.Model) map[string]string {
+	if len(m.Adapters) == 0 {
+		return nil
+	}
+	out := make(map[string]string, 2*len(m.Adapters))
+	for _, a := range m.Adapters {
+		out[a.ID], out[m.ID+":"+a.ID] = a.ID, a.ID
+	}
+	return out
 }
 
 // sameRouting says that a Router made for old goes on under s.

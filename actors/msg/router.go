@@ -33,7 +33,8 @@ type Explanation struct {
 	Estimated bool              `json:"estimated"`          // Tokens, and all token counts below, are bytes / k
 	Blocks    int               `json:"blocks"`             // full blocks of the prompt that were looked up
 	BlockSize int               `json:"block_size,omitempty"`
-	Decision  string            `json:"decision"` // route | queue | reject
+	BlockUnit string            `json:"block_unit,omitempty"` // of BlockSize: tokens | bytes
+	Decision  string            `json:"decision"`             // route | queue | reject
 	Pick      string            `json:"pick,omitempty"`
 	Reason    string            `json:"reason"`
 	Formula   string            `json:"formula,omitempty"` // how the terms add up, and which score wins; "" = no rank was scored
@@ -48,7 +49,8 @@ type RankExplanation struct {
 	Group      int      `json:"group"`
 	Rank       int      `json:"rank"`
 	Eligible   bool     `json:"eligible"`      // it could have been picked
-	Why        string   `json:"why,omitempty"` // why it could not: not ready, tried, busy …, no room …, silent
+	State      string   `json:"state"`         // ok | silent | full | busy | draining | not-ready | tried | unknown
+	Why        string   `json:"why,omitempty"` // it could not be picked, or only if nothing else was left: the reason in words
 	InFlight   int      `json:"in_flight"`
 	MaxOngoing int      `json:"max_ongoing"`
 	KVUsage    *float64 `json:"kv_usage,omitempty"` // share of its KV cache in use; nil = not known
@@ -161,11 +163,11 @@ type Generate struct {
 // Generated is a part of the answer. TokenIDs come as the engine sends them; the last part has a FinishReason, and Usage if the
 // engine told it.
 type Generated struct {
-	TokenIDs     []uint32   `json:"token_ids"`
-	Text         string     `json:"text,omitempty"`
-	FinishReason string     `json:"finish_reason,omitempty"`
-	Worker       string     `json:"worker,omitempty"`     // with the first part
-	RequestID    string     `json:"request_id,omitempty"` // with the first part
+	TokenIDs     []uint32    `json:"token_ids"`
+	Text         string      `json:"text,omitempty"`
+	FinishReason string      `json:"finish_reason,omitempty"`
+	Worker       string      `json:"worker,omitempty"`     // with the first part
+	RequestID    string      `json:"request_id,omitempty"` // with the first part
 	Usage        *TokenUsage `json:"usage,omitempty"`
 }
 

@@ -80,9 +80,19 @@ type KVStatus struct {
 	Capacity  int64        `json:"capacity_tokens,omitempty"`
 	Usage     float64      `json:"usage"`
 	Sent      int          `json:"sent_blocks"` // of Blocks: by the rank's own record of what it was sent
+	Orphans   int          `json:"orphans"`     // of Blocks: their parent is not there
+	Evicted   uint64       `json:"evicted"`     // blocks dropped at the index's memory cap
 	Events    *EventStatus `json:"events,omitempty"`
 	Note      string       `json:"note,omitempty"` // what a person should know: silent events, other block size, caching off
 }
+
+// States of a rank's KV events.
+const (
+	EventsConnecting = "connecting" // no event yet
+	EventsLive       = "live"
+	EventsPartial    = "partial" // events were lost: what the rank held before them is not known
+	EventsSilent     = "silent"  // traffic, and no event
+)
 
 // EventStatus is the health of a rank's KV events.
 type EventStatus struct {

@@ -20,6 +20,9 @@ type remote struct {
 	t    *testing.T
 	addr string
 	srv  *http.Server
+
+	pages map[string]string // what it answers besides
+	slow  map[string]bool   // what it does not answer
 }
 
 func newRemote(t *testing.T) *remote {
@@ -35,8 +38,16 @@ func (e *remote) start() {
 	ln, err := net.Listen("tcp", e.addr)
 	require.NoError(e.t, err)
 	e.srv = &http.Server{ReadHeaderTimeout: time.Second, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if r.URL.Path == "/v1/completions" {
+		text, ok := e.pages[r.URL.Path]
+		switch {
+		case r.URL.Path == "/v1/completions":
 			fmt.Fprint(w, `{"choices":[{"finish_reason":"length"}]}`)
+		case e.slow[r.URL.Path]:
+			<-r.Context().Done()
+		case ok:
+			fmt.Fprint(w, text)
+		case r.URL.Path != "/health":
+			w.WriteHeader(http.StatusNotFound)
 		}
 	})}
 	go func() { _ = e.srv.Serve(ln) }()

@@ -19,11 +19,12 @@ import (
 // The test binary is also the engine: TestMain hands over to fakeEngine when its first argument says so.
 const (
 	engineWord = "fake-engine"
+	simWord    = "sim-engine" // the simulated engine itself
 	childWord  = "fake-child"
 	nodeWord   = "fake-node"
 )
 
-// fakeEngine speaks the four routes a node asks for, and misbehaves as its flags say.
+// fakeEngine speaks the routes a node asks for, and misbehaves as its flags say.
 func fakeEngine(args []string) int {
 	fs := flag.NewFlagSet(engineWord, flag.ContinueOnError)
 	port := fs.Int("port", 0, "")
@@ -34,6 +35,7 @@ func fakeEngine(args []string) int {
 	for _, name := range []string{"host", "served-model-name", "shutdown-timeout", "data-parallel-size", "data-parallel-size-local", "data-parallel-address", "data-parallel-rpc-port"} {
 		fs.StringVar(&ignored, name, "", "")
 	}
+	events := fs.String("kv-events-config", "", "")
 	fs.Bool("enable-prompt-tokens-details", false, "")
 	fs.Bool("sim-watch-stdin", false, "")
 	if err := fs.Parse(args); err != nil {
@@ -54,7 +56,7 @@ func fakeEngine(args []string) int {
 	case has("hang"):
 		time.Sleep(time.Hour)
 	}
-	return serveFake(*port, *rank, has)
+	return serveFake(*port, fakeRoutes(*rank, *events, has), has)
 }
 
 // once says true the first time it is asked about a file.
@@ -67,7 +69,7 @@ func once(file string) bool {
 	return true
 }
 
-func serveFake(port, rank int, has func(string) bool) int {
+func serveFake(port int, routes http.Handler, has func(string) bool) int {
 	ln, err := net.Listen("tcp", "127.0.0.1:"+strconv.Itoa(port))
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
@@ -81,7 +83,7 @@ func serveFake(port, rank int, has func(string) bool) int {
 	}
 	terms := make(chan os.Signal, 1)
 	signal.Notify(terms, syscall.SIGTERM)
-	srv := &http.Server{Handler: fakeRoutes(rank, has), ReadHeaderTimeout: time.Second}
+	srv := &http.Server{Handler: routes, ReadHeaderTimeout: time.Second}
 	go func() { _ = srv.Serve(ln) }()
 	go func() {
 		_, _ = io.Copy(io.Discard, os.Stdin)
@@ -96,8 +98,24 @@ func serveFake(port, rank int, has func(string) bool) int {
 	return 0
 }
 
-func fakeRoutes(rank int, has func(string) bool) http.Handler {
+func fakeRoutes(rank int, events string, has func(string) bool) http.Handler {
 	mux := http.NewServeMux()
+	mux.HandleFunc("/kv_event_sources", func(w http.ResponseWriter, _ *http.Request) {
+		switch {
+		case has("garbage"):
+			fmt.Fprint(w, "<html>")
+		case has("broken"):
+			http.Error(w, "oops", 500)
+		case has("silent"):
+			fmt.Fprint(w, "{}")
+		case has("elsewhere"):
+			fmt.Fprintf(w, `{"%d":{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5557","replay_endpoint":null}}`, rank)
+		case has("nooffset"): // what it was told, without its number
+			fmt.Fprintf(w, `{"%d":%s}`, rank, events)
+		default:
+			http.Error(w, `{"detail":"Not Found"}`, http.StatusNotFound)
+		}
+	})
 	mux.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
 	mux.HandleFunc("/v1/models", func(w http.ResponseWriter, _ *http.Request) {
 		length := 2048

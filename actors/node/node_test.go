@@ -25,6 +25,7 @@ import (
 	"github.com/dpserve/dpserve/actors/node"
 	"github.com/dpserve/dpserve/app"
 	"github.com/dpserve/dpserve/engine"
+	"github.com/dpserve/dpserve/engine/sim"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/state"
 )
@@ -34,6 +35,8 @@ func TestMain(m *testing.M) {
 		switch os.Args[1] {
 		case engineWord:
 			os.Exit(fakeEngine(os.Args[2:]))
+		case simWord:
+			os.Exit(sim.Main(context.Background(), os.Args[2:], os.Stdout, os.Stderr))
 		case childWord:
 			os.Exit(fakeChild())
 		case nodeWord:

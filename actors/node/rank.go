@@ -3,6 +3,7 @@ package node
 import (
 	"sync"
 
+	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/engine"
 	"github.com/dpserve/dpserve/state"
 )
@@ -10,8 +11,9 @@ import (
 // rank is one rank of a unit on this node.
 type rank struct {
 	grant   state.RankGrant
-	target  string // URL
-	owned   bool   // we start its engine
+	target  msg.Target
+	events  *msg.EventSource // where its KV events are known to be found
+	facts   msg.Facts        // of the engine as last asked; the unit's goroutine alone uses it
 	replica Replica
 	client  *engine.Client
 	out     [2]*lineWriter

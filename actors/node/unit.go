@@ -1,9 +1,12 @@
 package node
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"log/slog"
+	"net"
+	"strconv"
 	"sync"
 	"time"
 
@@ -250,4 +253,14 @@ func (u *unit) layout() (engine.Ports, []int) {
 		return s.Ports(), u.rankNumbers()
 	}
 	return s.Ports(), []int{0}
+}
+
+// bindTest says whether a loopback port can be bound.
+func bindTest(port int) error {
+	var lc net.ListenConfig
+	l, err := lc.Listen(context.Background(), "tcp", net.JoinHostPort(engine.Loopback, strconv.Itoa(port)))
+	if err != nil {
+		return err
+	}
+	return l.Close()
 }

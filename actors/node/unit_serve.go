@@ -59,9 +59,13 @@ func (u *unit) comeBack() {
 	u.failure = nil
 	clear(u.back)
 	u.mu.Unlock()
-	ctx, cancel := context.WithTimeout(context.Background(), u.n.timers.ReplicaStop)
-	defer cancel()
-	if err := u.becomeReady(ctx); err != nil {
+	err := u.forEach(context.Background(), u.learn) // another engine may answer now
+	if err == nil {
+		ctx, cancel := context.WithTimeout(context.Background(), u.n.timers.ReplicaStop)
+		defer cancel()
+		err = u.becomeReady(ctx)
+	}
+	if err != nil {
 		u.log.Warn("unit did not come back", slog.String("err", err.Error()))
 	}
 }

@@ -5,8 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net"
-	"strconv"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -147,13 +145,14 @@ func (u *unit) makeRanks(ctx context.Context) error {
 }
 
 func (u *unit) makeRank(g state.RankGrant) (*rank, error) {
-	target, err := u.target(g)
+	target, events, err := u.target(g)
 	if err != nil {
 		return nil, err
 	}
-	r := &rank{grant: g, target: target.URL, owned: target.Owned}
+	r := &rank{grant: g, target: target, events: events}
 	r.replica, err = u.n.cfg.NewReplica(msg.ReplicaSpec{
-		App: u.m.App, Unit: u.m.Unit, Group: u.m.Group, Rank: g.Rank, Epoch: u.m.Epoch, Node: u.n.cfg.ID, Devices: g.Devices, Target: target, Watcher: u,
+		App: u.m.App, Unit: u.m.Unit, Group: u.m.Group, Rank: g.Rank, Epoch: u.m.Epoch, Node: u.n.cfg.ID, Devices: g.Devices, Target: target,
+		Events: events, Watcher: u,
 	})
 	if err != nil {
 		return nil, err
@@ -163,14 +162,21 @@ func (u *unit) makeRank(g state.RankGrant) (*rank, error) {
 	return r, nil
 }
 
-// target says where the engine of a rank will answer.
-func (u *unit) target(g state.RankGrant) (msg.Target, error) {
+// target says where the engine of a rank will answer, and where its KV events will be found if that is known.
+func (u *unit) target(g state.RankGrant) (msg.Target, *msg.EventSource, error) {
+	l, err := u.render(g, "", 0)
+	if err != nil {
+		return msg.Target{}, nil, err
+	}
+	t := msg.Target{URL: l.URL, Addressing: app.AddressURL, Owned: true}
 	if u.attached() {
 		a, err := engine.AttachedRank(u.m.App, u.m.Group, g.Rank)
-		return msg.Target{URL: a.URL, Addressing: a.Addressing, Selector: a.Selector}, err
+		if err != nil {
+			return msg.Target{}, nil, err
+		}
+		t = msg.Target{URL: a.URL, Addressing: a.Addressing, Selector: a.Selector}
 	}
-	l, err := u.render(g, "", 0)
-	return msg.Target{URL: l.URL, Addressing: "url", Owned: true}, err
+	return t, eventSource(l.Events), nil
 }
 
 func (u *unit) render(g state.RankGrant, addr string, port int) (engine.Launch, error) {
@@ -236,12 +242,23 @@ func (u *unit) watchExit(r *rank, p Process) {
 	}
 }
 
-// await waits until every rank answers, checks that coupled ones agree, and makes each compute a token.
+// await waits until every rank answers, checks that engines publish where they were told to and that coupled ones agree, makes
+// each compute a token, and asks it about itself.
 func (u *unit) await(ctx context.Context) error {
+	if err := u.answers(ctx); err != nil {
+		return err
+	}
+	return u.forEach(ctx, u.learn)
+}
+
+func (u *unit) answers(ctx context.Context) error {
 	if u.attached() {
 		return u.forEach(ctx, u.awaitAttached)
 	}
 	if err := u.forEach(ctx, u.awaitHealth); err != nil {
+		return err
+	}
+	if err := u.forEach(ctx, u.checkEvents); err != nil {
 		return err
 	}
 	if u.lockstep() {
@@ -273,7 +290,7 @@ func (u *unit) awaitHealth(ctx context.Context, r *rank) error {
 		if h == engine.Alive {
 			return nil
 		}
-		r.setProgress(fmt.Sprintf("waiting for %s/health: %v", r.target, err))
+		r.setProgress(fmt.Sprintf("waiting for %s/health: %v", r.target.URL, err))
 		if err := sleep(ctx, wait); err != nil {
 			return err
 		}
@@ -306,53 +323,18 @@ func (u *unit) awaitAttached(ctx context.Context, r *rank) error {
 		if err == nil {
 			return nil
 		}
-		r.setProgress(fmt.Sprintf("waiting for %s: %v", r.target, err))
+		r.setProgress(fmt.Sprintf("waiting for %s: %v", r.target.URL, err))
 		if err := sleep(ctx, u.healthPeriod()); err != nil {
 			return err
 		}
 	}
 }
 
-// agree compares what the ranks of a coupled unit report of themselves: different settings start and answer /health, and go
-// wrong later (ENGINES 1.3).
-func (u *unit) agree(ctx context.Context) error {
-	settings := make([]engine.Settings, len(u.ranks))
-	err := u.forEach(ctx, func(ctx context.Context, r *rank) error {
-		r.setProgress("reading its settings back")
-		ctx, cancel := context.WithTimeout(ctx, u.healthTimeout())
-		defer cancel()
-		s, err := r.client.ReadBack(ctx)
-		settings[u.index(r)] = s
-		return err
-	})
-	if err != nil {
-		return err
-	}
-	for i, s := range settings {
-		if s != settings[0] {
-			return &startError{u.ranks[i].grant.Rank, fmt.Errorf("%w: rank %d has %+v, rank %d has %+v", errMismatch, u.ranks[0].grant.Rank, settings[0], u.ranks[i].grant.Rank, s)}
-		}
-	}
-	return nil
-}
-
-// errMismatch says that coupled ranks run with different settings.
-var errMismatch = errors.New("ranks of one group disagree on their settings")
-
-func (u *unit) index(r *rank) int {
-	for i := range u.ranks {
-		if u.ranks[i] == r {
-			return i
-		}
-	}
-	return -1
-}
-
 // becomeReady opens every DPServer for a new incarnation of its engine. A rank that failed meanwhile closes them again.
 func (u *unit) becomeReady(ctx context.Context) error {
-	limit := engine.MaxOngoing(u.m.App)
 	for _, r := range u.ranks {
-		if err := r.replica.Ready(ctx, msg.Facts{Incarnation: u.n.incarnation(), MaxOngoing: limit}); err != nil {
+		r.facts.Incarnation = u.n.incarnation()
+		if err := r.replica.Ready(ctx, r.facts); err != nil {
 			return &startError{r.grant.Rank, err}
 		}
 		r.setProgress("")
@@ -411,14 +393,4 @@ func sleep(ctx context.Context, d time.Duration) error {
 	case <-ctx.Done():
 		return context.Cause(ctx)
 	}
-}
-
-// bindTest says whether a loopback port can be bound.
-func bindTest(port int) error {
-	var lc net.ListenConfig
-	l, err := lc.Listen(context.Background(), "tcp", net.JoinHostPort(engine.Loopback, strconv.Itoa(port)))
-	if err != nil {
-		return err
-	}
-	return l.Close()
 }

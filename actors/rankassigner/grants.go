@@ -2,6 +2,7 @@ package rankassigner
 
 import (
 	"encoding/json"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -33,11 +34,12 @@ func assign(s *state.State, m *msg.Assign) msg.AssignReply {
 	if err != nil {
 		return msg.AssignReply{Err: err}
 	}
-	size, err := dpSize(s, m.App, m.Group)
+	ranks, err := ranksOf(s, m.App, m.Group)
 	if err != nil {
 		return msg.AssignReply{Err: err}
 	}
-	if slot >= size {
+	size := len(ranks)
+	if !slices.Contains(ranks, slot) {
 		return msg.AssignReply{DPSize: size, Err: problem.New(problem.Conflict, "assign rank: %w: group %s/%d has %d ranks, %s would be one more",
 			ErrGroupFull, m.App, m.Group, size, m.ReplicaID).WithHint("raise data_parallel.dp_size or num_replicas and deploy again")}
 	}
@@ -49,20 +51,20 @@ func assign(s *state.State, m *msg.Assign) msg.AssignReply {
 	return msg.AssignReply{Rank: slot, Epoch: u.Epoch, DPSize: size}
 }
 
-// dpSize is the size of a group of the committed application.
-func dpSize(s *state.State, name string, group int) (int, error) {
+// ranksOf are the rank numbers of a group of the committed application.
+func ranksOf(s *state.State, name string, group int) ([]int, error) {
 	a, ok := s.Apps[name]
 	if !ok {
-		return 0, problem.New(problem.NotFound, "assign rank: %w %q", state.ErrUnknownApp, name)
+		return nil, problem.New(problem.NotFound, "assign rank: %w %q", state.ErrUnknownApp, name)
 	}
 	var spec app.Application
 	if err := json.Unmarshal(a.Spec, &spec); err != nil {
-		return 0, problem.New(problem.Internal, "assign rank: read the spec of %q: %w", name, err)
+		return nil, problem.New(problem.Internal, "assign rank: read the spec of %q: %w", name, err)
 	}
 	if group < 0 || group >= spec.NumGroups {
-		return 0, problem.New(problem.NotFound, "assign rank: application %q has no group %d: %w", name, group, ErrNotGranted)
+		return nil, problem.New(problem.NotFound, "assign rank: application %q has no group %d: %w", name, group, ErrNotGranted)
 	}
-	return spec.DataParallel.DPSize, nil
+	return spec.RankNumbers(group), nil
 }
 
 // unitOf is the granted unit that holds a rank; there is at most one, the state sees to it.

@@ -13,7 +13,12 @@ type admin interface {
 	Apps(ctx context.Context) ([]msg.AppStatus, error)
 	Deploy(ctx context.Context, r api.DeployRequest) (api.DeployResult, error)
 	Delete(ctx context.Context, name string) error
+	AddRank(ctx context.Context, app string, rank []byte) (api.RankChange, error)
+	RemoveRank(ctx context.Context, app string, r api.RankRemoval) (api.RankChange, error)
 	Logs(ctx context.Context, q api.LogQuery) (io.ReadCloser, error)
+	Explain(ctx context.Context, app string, q *msg.RouteQuery) (*msg.Explanation, error)
+	Router(ctx context.Context, app string) (msg.RouterInfo, error)
+	ResetRouter(ctx context.Context, app string) (msg.ResetResult, error)
 	Close() // ends idle connections
 }
 

@@ -14,10 +14,13 @@ import (
 
 type benchFlags struct {
 	config loadgen.Config
+	talk   loadgen.Conversation
 	keyEnv string
 	direct string // --overhead
 	whole  bool
 	output *format
+
+	sessions bool // talk is played
 }
 
 func newBench(e *env) *cobra.Command {
@@ -26,14 +29,22 @@ func newBench(e *env) *cobra.Command {
 		Use:   "bench URL [flags]",
 		Short: "send load to an OpenAI endpoint and measure what its clients see",
 		Long: `bench measures time to first token, between tokens and end to end. With --rate it is an open loop, in which a slow server
-cannot slow the clients down; without it a closed loop of --concurrency clients. Failed requests end it with exit code 1.`,
+cannot slow the clients down; without it a closed loop of --concurrency clients. Failed requests end it with exit code 1.
+
+With --sessions it plays chats of several turns with shared system prompts. Each turn sends the whole history with the answers it
+got, and names its session in x-session-id. The report tells which share of the prompt tokens the engines had cached, and which
+share one perfect cache without limit would have had. Equal seeds say the same: against engines that saw a run, take another --seed.`,
 		Example: `  dpserve bench http://127.0.0.1:8000 --rate 20 --duration 30s
-  dpserve bench http://127.0.0.1:8000 --concurrency 64 --requests 1000 -o json`,
+  dpserve bench http://127.0.0.1:8000 --concurrency 64 --requests 1000 -o json
+  dpserve bench http://127.0.0.1:8000 --sessions 40`,
 		Args: takes(1, "URL"),
 	}
 	f.add(cmd)
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
-		var err error
+		err := f.checkSessions(cmd)
+		if err != nil {
+			return err
+		}
 		if f.config.URL, err = engineURL("bench", "URL", args[0]); err != nil {
 			return err
 		}
@@ -70,6 +81,7 @@ func (f *benchFlags) add(cmd *cobra.Command) {
 	flags.Lookup("pid").DefValue = ""
 	flags.StringVar(&f.direct, "overhead", "", "`URL` of the engine behind the endpoint: measure what the endpoint adds, both in turns")
 	flags.StringVar(&f.keyEnv, "api-key-env", "", "`name` of the environment variable that holds the API key")
+	f.addSessions(flags)
 	f.output = addOutput(cmd)
 }
 
@@ -91,11 +103,18 @@ func (e *env) bench(ctx context.Context, f *benchFlags) error {
 	if f.direct != "" {
 		return e.benchOverhead(ctx, c, f)
 	}
-	report, err := loadgen.Run(ctx, c)
+	report, err := f.run(ctx, c)
 	if report == nil {
 		return err
 	}
 	return errors.Join(e.writeReport(report, c.Model, *f.output), err, failedRequests(report.Failed, report.Offered))
+}
+
+func (f *benchFlags) run(ctx context.Context, c loadgen.Config) (*loadgen.Report, error) {
+	if f.sessions {
+		return loadgen.RunSessions(ctx, c, f.talk)
+	}
+	return loadgen.Run(ctx, c)
 }
 
 // benchOverhead compares the endpoint with the engine behind it.

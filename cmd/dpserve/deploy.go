@@ -178,6 +178,9 @@ func (e *env) tellChanges(result api.DeployResult) {
 			fields = ": " + strings.Join(c.Fields, ", ")
 		}
 		talk(e.io.Err, "%s %s%s", c.Action, c.App, fields)
+		for _, r := range c.Gone {
+			talk(e.io.Err, "%s: the file does not list rank %s, which goes", c.App, r)
+		}
 	}
 }
 

@@ -88,6 +88,9 @@ type fakeCluster struct {
 	deployed []api.DeployRequest
 	deleted  []string
 	asked    []api.LogQuery
+	router   routerOf
+	added    []string          // APP RANK
+	removed  []api.RankRemoval // of edge
 	onApps   func(call int)
 	calls    int
 }
@@ -126,6 +129,21 @@ func (f *fakeCluster) Delete(_ context.Context, name string) error {
 	defer f.mu.Unlock()
 	f.deleted = append(f.deleted, name)
 	return f.down
+}
+
+func (f *fakeCluster) AddRank(_ context.Context, app string, rank []byte) (api.RankChange, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.added = append(f.added, app+" "+string(rank))
+	return api.RankChange{App: app, Rank: 2, URL: "http://h:1", Revision: 2}, f.down
+}
+
+func (f *fakeCluster) RemoveRank(_ context.Context, app string, r api.RankRemoval) (api.RankChange, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.removed = append(f.removed, r)
+	seven := 7
+	return api.RankChange{App: app, Rank: 1, URL: "http://h:1", Selector: &seven, Revision: 3}, f.down
 }
 
 func (f *fakeCluster) Logs(_ context.Context, q api.LogQuery) (io.ReadCloser, error) {

@@ -66,6 +66,7 @@ type listing struct {
 	document any
 	names    []string
 	table    func(wide bool) []*table
+	notes    []string // lines under the tables
 }
 
 func (l *listing) write(s *IOStreams, f format) error {
@@ -86,7 +87,16 @@ func (l *listing) write(s *IOStreams, f format) error {
 			return err
 		}
 	}
-	return nil
+	return writeNotes(s.Out, l.notes)
+}
+
+// writeNotes sets lines apart from the tables above them.
+func writeNotes(w io.Writer, notes []string) error {
+	if len(notes) == 0 {
+		return nil
+	}
+	_, err := fmt.Fprintln(w, "\n"+strings.Join(notes, "\n"))
+	return err
 }
 
 func writeNames(w io.Writer, names []string) error {

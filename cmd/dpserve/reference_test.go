@@ -48,14 +48,17 @@ func reference(t *testing.T) string {
 	t.Helper()
 	var b strings.Builder
 	b.WriteString(referenceHead)
-	for _, name := range []string{"up", "start", "validate", "deploy", "status", "logs", "delete", "bench", "version", "completion"} {
+	for _, name := range []string{"up", "start", "validate", "deploy", "status", "route", "route explain", "router", "router show", "router reset", "logs", "delete", "ranks", "ranks add", "ranks remove", "bench", "version", "completion"} {
 		cli := newCLI(t)
-		require.Equal(t, 0, cli.run([]string{"help", name}))
+		require.Equal(t, 0, cli.run(append([]string{"help"}, strings.Fields(name)...)))
 		b.WriteString("\n## " + name + "\n\n```text\n" + strings.TrimSpace(cli.stdout()) + "\n```\n")
 	}
 	cli := newCLI(t)
 	for _, cmd := range newRoot(cli.env).Commands() {
 		require.Contains(t, b.String(), "\n## "+cmd.Name()+"\n", "the reference lacks a command")
+		for _, sub := range cmd.Commands() {
+			require.Contains(t, b.String(), "\n## "+nameOf(sub)+"\n", "the reference lacks a command")
+		}
 	}
 	return b.String()
 }

@@ -64,7 +64,7 @@ func newRoot(e *env) *cobra.Command {
 	root.SetHelpTemplate(helpTemplate)
 	root.SetFlagErrorFunc(flagError)
 	root.SetHelpCommand(newHelp(root))
-	root.AddCommand(newUp(e), newStart(e), newValidate(e), newDeploy(e), newStatus(e), newLogs(e), newDelete(e),
+	root.AddCommand(newUp(e), newStart(e), newValidate(e), newDeploy(e), newStatus(e), newRoute(e), newRouter(e), newLogs(e), newDelete(e), newRanks(e),
 		newBench(e), newVersion(e), newCompletion(e))
 	for _, cmd := range root.Commands() {
 		cmd.DisableFlagsInUseLine = true
@@ -97,21 +97,21 @@ func unknownCommand(root *cobra.Command, name string) error {
 		}
 	}
 	if near := nearest.Word(name, names); near != "" {
-		return err.WithHint("did you mean `dpserve %s`?", near)
+		return err.WithHint("did you mean `%s %s`?", root.CommandPath(), near)
 	}
-	return err.WithHint("`dpserve help` lists the commands")
+	return err.WithHint("`%s` lists the commands", strings.Replace(root.CommandPath(), program, program+" help", 1))
 }
 
 // flagError turns pflag's errors into ours; an unknown flag gets a did-you-mean.
 func flagError(cmd *cobra.Command, err error) error {
 	var missing *pflag.NotExistError
 	if !errors.As(err, &missing) {
-		return usageError(cmd.Name(), "%s", err.Error())
+		return usageError(nameOf(cmd), "%s", err.Error())
 	}
 	if near := nearestFlag(cmd, missing.GetSpecifiedName()); near != "" {
 		return problem.New(problem.InvalidArgument, "%s", err.Error()).WithHint("did you mean --%s?", near)
 	}
-	return usageError(cmd.Name(), "%s", err.Error())
+	return usageError(nameOf(cmd), "%s", err.Error())
 }
 
 func nearestFlag(cmd *cobra.Command, name string) string {
@@ -129,12 +129,15 @@ func takes(least int, names ...string) cobra.PositionalArgs {
 	return func(cmd *cobra.Command, args []string) error {
 		switch {
 		case len(args) < least:
-			return usageError(cmd.Name(), "%s wants %s", cmd.Name(), strings.Join(names[len(args):least], " "))
+			return usageError(nameOf(cmd), "%s wants %s", nameOf(cmd), strings.Join(names[len(args):least], " "))
 		case len(args) > len(names) && len(names) == 0:
-			return usageError(cmd.Name(), "%s takes no argument, got %q", cmd.Name(), args[0])
+			return usageError(nameOf(cmd), "%s takes no argument, got %q", nameOf(cmd), args[0])
 		case len(args) > len(names):
-			return usageError(cmd.Name(), "%s takes %s and nothing more, got %q", cmd.Name(), strings.Join(names, " "), args[len(names)])
+			return usageError(nameOf(cmd), "%s takes %s and nothing more, got %q", nameOf(cmd), strings.Join(names, " "), args[len(names)])
 		}
 		return nil
 	}
 }
+
+// nameOf is the command as it is typed behind dpserve, and as help knows it.
+func nameOf(cmd *cobra.Command) string { return strings.TrimPrefix(cmd.CommandPath(), program+" ") }

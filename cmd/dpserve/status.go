@@ -98,7 +98,7 @@ func (e *env) statusListing(apps []msg.AppStatus) *listing {
 	view := statusView{now: e.now(), relative: e.io.OutTTY}
 	return &listing{
 		document: statusDocument{APIVersion: apiVersion, Apps: apps}, names: names,
-		table: func(wide bool) []*table { return view.tables(apps, wide) },
+		table: func(wide bool) []*table { return view.tables(apps, wide) }, notes: notes(apps),
 	}
 }
 
@@ -162,6 +162,9 @@ func (w *watcher) redraw(apps []msg.AppStatus, wide bool) error {
 			lines = append(lines, "")
 		}
 		lines = append(lines, t.lines(nil)...)
+	}
+	if more := notes(apps); len(more) > 0 {
+		lines = append(append(lines, ""), more...)
 	}
 	w.scr.show(lines...)
 	return nil

@@ -49,7 +49,7 @@ func (v statusView) apps(apps []msg.AppStatus, wide bool) *table {
 }
 
 func (v statusView) ranks(apps []msg.AppStatus, wide bool) *table {
-	t := &table{head: []string{"RANK", "STATE", "EPOCH", "AGE", "NODE", "IN-FLIGHT", "TOK/S", "TTFT-P50", "TTFT-P95", "RESTARTS"}}
+	t := &table{head: []string{"RANK", "STATE", "EPOCH", "AGE", "NODE", "IN-FLIGHT", "TOK/S", "TTFT-P50", "TTFT-P95", "RESTARTS", "HIT%"}}
 	if !v.relative {
 		t.head[3] = "SINCE"
 	}
@@ -59,7 +59,7 @@ func (v statusView) ranks(apps []msg.AppStatus, wide bool) *table {
 	t.head = append(t.head, "REASON")
 	for r := range eachRank(apps) {
 		row := cells(r.name(), r.rank.Phase, strconv.FormatUint(r.rank.Epoch, 10), v.since(r.unit.Since), r.rank.Node, strconv.Itoa(r.rank.InFlight),
-			fmt.Sprintf("%.0f", r.rank.TokensPerS), millis(r.rank.TTFTp50Ms), millis(r.rank.TTFTp95Ms), strconv.Itoa(r.unit.Restarts))
+			fmt.Sprintf("%.0f", r.rank.TokensPerS), millis(r.rank.TTFTp50Ms), millis(r.rank.TTFTp95Ms), strconv.Itoa(r.unit.Restarts), hitRate(r.rank))
 		row[1].color = phaseColor(r.rank.Phase)
 		if wide {
 			row = append(row, cells(strconv.FormatUint(r.rank.Requests, 10), number(r.rank.PID), r.rank.Incarnation, r.rank.URL)...)

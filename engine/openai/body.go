@@ -25,8 +25,14 @@ type Body struct {
 	PromptBytes  int    // length of the value of prompt, messages or tokens as written, 0 if absent
 	PromptTokens int    // exact if the prompt is token ids, else -1
 	Strip        []Span // members that only dpserve may set, commas included; for Spliced
+	Tools        Span   // value of tools as written (chat), zero if absent or null
+	User         []byte // user, decoded as Model is; nil if absent or no string
+	CacheSalt    []byte // cache_salt, likewise
 
 	route         Route
+	first         Span   // the first prompt as written, with its quotes or brackets; zero if there is none
+	rawModel      Span   // value of model as written
+	template      []Span // members that decide with the prompt what its tokens are
 	prompts       int
 	maxCompletion bool // MaxTokens is max_completion_tokens
 	fields        []field
@@ -44,7 +50,7 @@ type field struct {
 func (b *Body) reset(route Route) {
 	*b = Body{
 		N: 1, MaxTokens: -1, PromptTokens: -1, Strip: b.Strip[:0],
-		route: route, prompts: 1, fields: b.fields[:0], decoded: b.decoded[:0], model: b.model[:0], run: run{first: -1},
+		route: route, prompts: 1, template: b.template[:0], fields: b.fields[:0], decoded: b.decoded[:0], model: b.model[:0], run: run{first: -1},
 	}
 }
 
@@ -132,6 +138,9 @@ func (b *Body) member(s *scanner, i int) (end int, err error) {
 	}
 	if end, err = b.read(s, key, value); err != nil {
 		return 0, err
+	}
+	if templated(key) {
+		b.template = append(b.template, Span{i, end})
 	}
 	b.Strip = b.run.member(b.Strip, Span{i, end}, reserved(key))
 	return end, nil

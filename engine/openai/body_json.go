@@ -52,6 +52,7 @@ func (s *scanner) peek(i int) byte {
 // tally counts the elements of an array by kind; inner, if set, those of all arrays directly in it.
 type tally struct {
 	strings, numbers, arrays, others int
+	first                            int // end of the first element that is no plain number
 	inner                            *tally
 }
 
@@ -162,6 +163,9 @@ func (s *scanner) array(i, depth int, t *tally) int {
 		t.count(s.peek(i))
 		if i = s.value(i, depth, t.inner); i < 0 {
 			return -1
+		}
+		if t.first == 0 {
+			t.first = i
 		}
 		switch i = s.space(i); s.peek(i) {
 		case ',':

@@ -26,8 +26,14 @@ func (b *Body) read(s *scanner, key []byte, i int) (end int, err error) {
 	if end < 0 {
 		return 0, s.err(key)
 	}
-	if string(key) == "model" {
+	switch string(key) {
+	case "model":
+		b.rawModel = Span{i, end}
 		return end, b.readModel(s.b[i:end])
+	case "tools":
+		if s.b[i] != 'n' {
+			b.Tools = Span{i, end}
+		}
 	}
 	if !b.route.Generates() {
 		return end, nil
@@ -46,8 +52,23 @@ func (b *Body) readOption(key, raw []byte) error {
 		return b.readN(raw)
 	case "max_tokens", "max_completion_tokens":
 		return b.readMaxTokens(key, raw)
+	case "user":
+		b.User = b.text(raw)
+	case "cache_salt":
+		b.CacheSalt = b.text(raw)
 	}
 	return nil
+}
+
+// text is the meaning of a checked string; nil if raw is none.
+func (b *Body) text(raw []byte) []byte {
+	if raw[0] != '"' {
+		return nil
+	}
+	if raw = raw[1 : len(raw)-1]; bytes.IndexByte(raw, '\\') >= 0 {
+		return b.decode(raw)
+	}
+	return raw
 }
 
 // prompt checks the prompt at i and counts prompts and token ids: a string, [string], [id] or [[id]]; anything else is
@@ -58,13 +79,14 @@ func (b *Body) prompt(s *scanner, i int) (end int) {
 	if end = s.value(i, 1, &outer); end < 0 {
 		return end
 	}
-	b.PromptBytes = end - i
+	b.PromptBytes, b.first = end-i, Span{i, end}
 	switch {
 	case b.route == Chat:
 	case outer.numbers > 0 && outer.strings+outer.arrays+outer.others == 0:
 		b.PromptTokens = outer.numbers
 	case outer.strings+outer.arrays > 0 && outer.numbers+outer.others == 0:
 		b.prompts = outer.strings + outer.arrays
+		b.first = Span{s.space(i + 1), outer.first}
 		if outer.strings+inner.strings+inner.arrays+inner.others == 0 {
 			b.PromptTokens = inner.numbers
 		}

@@ -39,6 +39,8 @@ func rooms() []room {
 	return []room{
 		{name: "internal", floor: -1, deny: []string{gin, raft, gossip, cobra}},
 
+		{name: "client", floor: -1, deny: []string{module, gin, raft, gossip, cobra, metrics}}, // public: stands alone
+
 		{name: "app", floor: 0, deny: io()},
 		{name: "state", floor: 0, deny: io()},
 		{name: "placement", floor: 0, deny: io()},

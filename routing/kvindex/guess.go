@@ -1,6 +1,7 @@
 package kvindex
 
 import (
+	"math"
 	"slices"
 	"sort"
 	"time"
@@ -32,20 +33,46 @@ func (c *Column) Speculate(hashes []uint64, now time.Duration) {
 	}
 }
 
+// Recorded is what one Record did.
+type Recorded struct {
+	Held int           // leading blocks that the record had before
+	At   time.Duration // when the blocks expire, unless they are renewed
+}
+
 // Record counts a routed prompt's blocks as cached on the rank for Options.TTL from now; each routing renews them. Over
 // Options.Capacity the least recently recorded go. FromRecords.
-func (c *Column) Record(hashes []uint64, now time.Duration) {
+func (c *Column) Record(hashes []uint64, now time.Duration) Recorded {
 	if !c.usable(FromRecords) {
-		return
+		return Recorded{}
 	}
-	c.guess(hashes, now)
+	r := c.guess(hashes, now)
 	if c.opt.Capacity > 0 {
+		c.trimTo(c.opt.Capacity)
+	}
+	return r
+}
+
+// SetCapacity changes Options.Capacity; 0 is no bound. FromRecords.
+func (c *Column) SetCapacity(blocks int) {
+	if c.opt.Capacity = max(0, blocks); c.opt.Capacity > 0 && c.usable(FromRecords) {
 		c.trimTo(c.opt.Capacity)
 	}
 }
 
+// Expires says when the first of what is held for a time may expire; false if there is nothing.
+func (c *Column) Expires() (at time.Duration, ok bool) {
+	if len(c.prompts) == 0 {
+		return 0, false
+	}
+	return c.prompts[0].at, true
+}
+
 // Forget takes blocks out of the record: the engine reported fewer cached tokens than were expected. FromRecords.
-func (c *Column) Forget(hashes []uint64) {
+func (c *Column) Forget(hashes []uint64) { c.Withdraw(hashes, math.MaxInt64) }
+
+// Withdraw is Forget of the blocks that no Record has renewed since the one that said latest (Recorded.At): its request
+// was not served, and what others were routed for stays. FromRecords.
+func (c *Column) Withdraw(hashes []uint64, latest time.Duration) {
 	if !c.usable(FromRecords) {
 		return
 	}
@@ -56,6 +83,9 @@ func (c *Column) Forget(hashes []uint64) {
 			continue
 		}
 		at, up := c.guesses[s], c.ix.cold(s).parent
+		if at > latest {
+			continue
+		}
 		c.lapse(s)
 		if i == 0 || up < firstSlot || c.ix.hash(up) != hashes[i-1] {
 			c.cover(up, at)
@@ -71,27 +101,31 @@ func (c *Column) Trim(n int) {
 }
 
 // guess holds a chain until now + TTL.
-func (c *Column) guess(hashes []uint64, now time.Duration) {
+func (c *Column) guess(hashes []uint64, now time.Duration) (r Recorded) {
 	ix := c.ix
 	if len(hashes) == 0 {
-		return
+		return r
 	}
 	if !c.payPrompt() {
 		ix.counters.Refused++
-		return
+		return r
 	}
 	at := now + c.opt.TTL
 	if n := len(c.prompts); n > 0 {
 		at = max(at, c.prompts[n-1].at)
 	}
+	r.At = at
 	last := none
-	for _, hash := range hashes {
+	for i, hash := range hashes {
 		ix.pin = last
 		s, ok := ix.descend(last, hash)
 		if !ok {
 			break
 		}
 		ix.pin = s
+		if r.Held == i && c.has(s) {
+			r.Held++
+		}
 		if !c.claim(s, hash, at) {
 			break
 		}
@@ -104,6 +138,7 @@ func (c *Column) guess(hashes []uint64, now time.Duration) {
 		p.hash = ix.hash(last)
 	}
 	c.addPrompt(p)
+	return r
 }
 
 // claim holds s until at, or for certain if it was; false without room.

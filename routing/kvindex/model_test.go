@@ -279,18 +279,36 @@ func TestRecordsEqualASortedList(t *testing.T) {
 				}
 			}
 			k, a, b := f.stretch(t)
-			switch rapid.IntRange(0, 5).Draw(t, "op") {
+			switch rapid.IntRange(0, 7).Draw(t, "op") {
 			case 0:
 				c.Forget(f.hashes[k][a:])
 				for _, h := range f.hashes[k][a:] {
 					delete(o, h)
+				}
+			case 6:
+				at := now - time.Duration(rapid.IntRange(0, 9).Draw(t, "ago"))*second + 10*second
+				c.Withdraw(f.hashes[k][a:], at)
+				for _, h := range f.hashes[k][a:] {
+					if o[h].at <= at {
+						delete(o, h)
+					}
+				}
+			case 7:
+				capacity = rapid.IntRange(0, 120).Draw(t, "new capacity")
+				c.SetCapacity(capacity)
+				if capacity > 0 {
+					o.drop(len(o) - capacity)
 				}
 			case 1:
 				n := rapid.IntRange(0, 30).Draw(t, "n")
 				c.Trim(n)
 				o.drop(n)
 			default:
-				c.Record(f.hashes[k][:b], now)
+				held := 0
+				for held < b && o[f.hashes[k][held]].at > 0 {
+					held++
+				}
+				require.Equal(t, Recorded{Held: held, At: now + 10*second}, c.Record(f.hashes[k][:b], now))
 				for i, h := range f.hashes[k][:b] {
 					o[h] = recorded{now + 10*second, i}
 				}
@@ -304,6 +322,11 @@ func TestRecordsEqualASortedList(t *testing.T) {
 			}
 			require.Equal(t, len(o), c.Len())
 			require.Equal(t, sum, c.Sum())
+			at, some := c.Expires()
+			require.True(t, some || len(o) == 0)
+			for _, r := range o {
+				require.LessOrEqual(t, at, r.at)
+			}
 			for _, d := range deltas {
 				copied.Apply(d)
 			}

@@ -11,6 +11,7 @@ import (
 	"net"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"time"
 )
 
@@ -23,6 +24,7 @@ type client struct {
 	req    []byte
 	tokens int    // chunks that req asks for
 	seen   []byte // the end of the stream so far
+	tag    []byte // part of req's prompt that do changes each time; nil = always the same prompt
 }
 
 // seenBytes is how much of a stream's end is kept: the first two chunks of a stream.
@@ -52,6 +54,23 @@ func tokensOf(req []byte) int {
 	return n
 }
 
+// tagged is where a prompt begins: its first tagBytes bytes can be overwritten with anything of that length.
+func tagged(req []byte) []byte {
+	const mark = `"content":"`
+	i := bytes.Index(req, []byte(mark)) + len(mark)
+	return req[i : i+tagBytes]
+}
+
+const tagBytes = 16
+
+// promptNumber tells all prompts of a run apart.
+var promptNumber atomic.Uint64
+
+// nextPrompt makes the prompt one that nobody has sent.
+func (c *client) nextPrompt() {
+	copy(c.tag, fmt.Sprintf("%0*x", tagBytes, promptNumber.Add(1)*0x9E3779B97F4A7C15))
+}
+
 func dial(ctx context.Context, addr string, req []byte) (*client, error) {
 	c, err := (&net.Dialer{Timeout: 5 * time.Second}).DialContext(ctx, "tcp", addr)
 	if err != nil {
@@ -64,6 +83,9 @@ func dial(ctx context.Context, addr string, req []byte) (*client, error) {
 // what the engine says it slept before it, so that the mock's timers do not count as anybody's latency. chunks is what the request
 // asked for: a stream that does not end with [DONE] is an error.
 func (c *client) do() (first time.Duration, chunks int, err error) {
+	if c.tag != nil {
+		c.nextPrompt()
+	}
 	start := time.Now()
 	if err := c.c.SetDeadline(start.Add(60 * time.Second)); err != nil {
 		return 0, 0, err

@@ -8,4 +8,10 @@
 //
 //	go run ./test/bench -dpserve bin/dpserve
 //	go run ./test/bench -dpserve before,after -only paced
+//
+// Role policies compares the routing policies: the same multi-turn load on four simulated ranks under each of them, on fresh
+// processes. Role policy-cpu measures what a policy costs the gateway, with the mocks of the first role.
+//
+//	go run ./test/bench -role policies -rounds 1 -traffic chat -policies lmetric-1,kv-tuned
+//	go run ./test/bench -role policy-cpu
 package main

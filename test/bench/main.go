@@ -18,13 +18,19 @@ import (
 
 func main() {
 	runtime.LockOSThread() // children die with this thread
-	role := flag.String("role", "bench", "bench | engine | proxy (the last two are children of the first)")
+	role := flag.String("role", "bench", "bench | policies | policy-cpu | engine | proxy (the last two are children of the others)")
 	listen := flag.String("listen", "", "address of a child")
 	engines := flag.String("engines", "", "engines of a proxy child")
 	bin := flag.String("dpserve", "bin/dpserve", "the binary to measure, or several with commas between: they stand side by side")
 	rounds := flag.Int("rounds", 3, "interleaved rounds per shape")
 	slice := flag.Duration("slice", 1500*time.Millisecond, "length of one slice")
 	only := flag.String("only", "", "run only the shapes whose name contains this")
+	var p policyFlags
+	flag.StringVar(&p.policies, "policies", "", "policies and policy-cpu: rows to run, with commas between; empty = all")
+	flag.StringVar(&p.traffic, "traffic", "", "policies: traffics to run, with commas between; empty = all")
+	flag.DurationVar(&p.warmup, "warmup", 12*time.Second, "policies: time that is not measured, longer than a session")
+	flag.DurationVar(&p.duration, "duration", 30*time.Second, "policies: length of the measurement")
+	flag.Float64Var(&p.load, "load", 1, "policies: factor on every rate")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
 	defer stop()
@@ -35,6 +41,10 @@ func main() {
 		err = runEngine(ctx, *listen)
 	case "proxy":
 		err = runReverseProxy(*listen, strings.Split(*engines, ","))
+	case "policies":
+		err = p.compare(ctx, *bin, *rounds)
+	case "policy-cpu":
+		err = p.cpu(ctx, *bin, *rounds, *slice)
 	default:
 		err = bench(ctx, *bin, *rounds, *slice, *only)
 	}
@@ -74,7 +84,7 @@ func bench(ctx context.Context, bin string, rounds int, slice time.Duration, onl
 	ts = append(ts, rp)
 	var own []target
 	for i, b := range strings.Split(bin, ",") {
-		dp, err := startDpserve(ctx, b, filepath.Join(dir, strconv.Itoa(i)), eng)
+		dp, err := startDpserve(ctx, b, filepath.Join(dir, strconv.Itoa(i)), eng, routed{})
 		if err != nil {
 			return err
 		}

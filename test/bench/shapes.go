@@ -3,6 +3,7 @@
 package main
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"fmt"
@@ -30,6 +31,7 @@ type load struct {
 	conns   int
 	rate    float64 // requests per second in all, at jittered times
 	stagger time.Duration
+	fresh   bool // no prompt is sent twice
 }
 
 // add joins what one connection or request gave.
@@ -84,14 +86,20 @@ func (l load) dial(ctx context.Context, t target) ([]*client, sample) {
 			s.add(sample{errs: 1, err: err})
 			continue
 		}
+		if l.fresh {
+			c.req = bytes.Clone(l.req)
+		}
 		out = append(out, c)
 	}
 	warm := payload(64, 2, 5*time.Millisecond, true, false)
 	each(out, func(_ int, c *client) sample {
 		var one sample
+		own := c.req
 		c.req = warm
 		one.one(c)
-		c.req = l.req
+		if c.req = own; l.fresh {
+			c.tag = tagged(own)
+		}
 		return sample{errs: one.errs, err: one.err}
 	}, &s)
 	return out, s

@@ -4,6 +4,7 @@ package main
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"fmt"
 	"io"
@@ -120,28 +121,49 @@ func nginxProcesses(ctx context.Context, master int) ([]int, error) {
 	return nil, fmt.Errorf("%w: nginx has no workers after 5 s", errUnexpected)
 }
 
-func startDpserve(ctx context.Context, bin, dir string, engines []string) (target, error) {
-	httpAddr, adminAddr := freeAddr(), freeAddr()
+// node is a running dpserve.
+type node struct {
+	bin, dir    string
+	http, admin string
+	cmd         *exec.Cmd
+}
+
+func startNode(ctx context.Context, bin, dir string) (*node, error) {
+	n := &node{bin: bin, dir: dir, http: freeAddr(), admin: freeAddr()}
 	if err := os.Mkdir(dir, 0o700); err != nil {
-		return target{}, err
+		return nil, err
 	}
-	cmd, err := spawn(ctx, adminAddr, bin, "start", "--http-bind", httpAddr, "--admin-bind", adminAddr, "--data-dir", filepath.Join(dir, "data"), "--log-level", "warn")
+	var err error
+	n.cmd, err = spawn(ctx, n.admin, bin, "start", "--http-bind", n.http, "--admin-bind", n.admin, "--data-dir", filepath.Join(dir, "data"), "--log-level", "warn")
+	return n, err
+}
+
+// deploy brings up the applications of a file and waits for them.
+func (n *node) deploy(ctx context.Context, yaml string) error {
+	file := filepath.Join(n.dir, "bench.yaml")
+	if err := os.WriteFile(file, []byte(yaml), 0o600); err != nil {
+		return err
+	}
+	deploy := exec.CommandContext(ctx, n.bin, "deploy", file, "--timeout", "30s")
+	deploy.Env = append(os.Environ(), "DPSERVE_ADDR="+n.admin)
+	if out, err := deploy.CombinedOutput(); err != nil {
+		return fmt.Errorf("deploy: %w\n%s", err, out)
+	}
+	return nil
+}
+
+func startDpserve(ctx context.Context, bin, dir string, engines []string, r routed) (target, error) {
+	n, err := startNode(ctx, bin, dir)
 	if err != nil {
 		return target{}, err
 	}
 	var y strings.Builder
-	fmt.Fprintf(&y, "applications:\n  - name: bench\n    model: {id: bench}\n    max_ongoing_requests: 1024\n    engine:\n      kind: attach\n      family: vllm\n      ranks:\n")
+	fmt.Fprintf(&y, "applications:\n  - name: bench\n    model: {id: bench}\n    max_ongoing_requests: 1024\n%s    engine:\n      kind: attach\n      family: vllm\n      ranks:\n", r.yaml())
 	for _, e := range engines {
 		fmt.Fprintf(&y, "        - {url: \"http://%s\"}\n", e)
 	}
-	file := filepath.Join(dir, "bench.yaml")
-	if err := os.WriteFile(file, []byte(y.String()), 0o600); err != nil {
+	if err := n.deploy(ctx, y.String()); err != nil {
 		return target{}, err
 	}
-	deploy := exec.CommandContext(ctx, bin, "deploy", file, "--timeout", "30s")
-	deploy.Env = append(os.Environ(), "DPSERVE_ADDR="+adminAddr)
-	if out, err := deploy.CombinedOutput(); err != nil {
-		return target{}, fmt.Errorf("deploy: %w\n%s", err, out)
-	}
-	return target{filepath.Base(bin), []string{httpAddr}, []int{cmd.Process.Pid}}, nil
+	return target{cmp.Or(r.name, filepath.Base(bin)), []string{n.http}, []int{n.cmd.Process.Pid}}, nil
 }

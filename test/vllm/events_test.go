@@ -77,7 +77,7 @@ func both(ranks []*rank, f func(i int, r *rank) (tally, error)) ([]tally, []erro
 // testEvents: what a rank's events say is what the rank then reports, request by request, under evictions, salts and repeats; who joins
 // late gets the same picture by replay.
 func testEvents(t *testing.T, ranks []*rank) {
-	const requests = 400 // of a rank
+	const requests = 250 // of a rank
 	followers := []*follower{follow(t, ranks[0]), follow(t, ranks[1])}
 	tallies, errs := both(ranks, func(i int, r *rank) (tally, error) {
 		return runDirect(t.Context(), r, followers[i], newFamilies(uint64(i)), requests)
@@ -131,7 +131,9 @@ func testRestart(t *testing.T, ranks []*rank) {
 	held, sum := followers[0].content()
 	before, _ := followers[1].content()
 	require.Positive(t, before)
-	ranks[1].restart()
+	ranks[1].crash()
+	ranks[1].start()
+	ranks[1].ready()
 	followers[1].wait(t, "sees the new engine", func(s kvevents.Stats) bool { return s.Restarts > 0 || s.Resets > 1 })
 	tallies, errs := both(ranks[1:], func(_ int, r *rank) (tally, error) {
 		return runDirect(t.Context(), r, followers[1], newFamilies(5), 50)

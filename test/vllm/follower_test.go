@@ -92,7 +92,7 @@ func handle(group int, h kvevents.Hash) kvindex.Handle {
 	case kvevents.HashUint:
 		return kvindex.UintHandle(group, binary.BigEndian.Uint64(h.Data[:]))
 	case kvevents.HashInt:
-		return kvindex.IntHandle(group, int64(binary.BigEndian.Uint64(h.Data[:]))) //nolint:gosec // the bit pattern is the name
+		return kvindex.IntHandle(group, int64(binary.BigEndian.Uint64(h.Data[:])))
 	case kvevents.HashBytes:
 		return kvindex.BytesHandle(group, h.Data[:h.Len])
 	case kvevents.HashNone:
@@ -151,6 +151,6 @@ func (f *follower) settle(ctx context.Context) {
 		if same++; n != last {
 			same, last = 0, n
 		}
-		pause(ctx)
+		sleep(ctx, look)
 	}
 }

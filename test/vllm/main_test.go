@@ -59,6 +59,8 @@ func TestRealVLLM(t *testing.T) {
 		{"Events", testEvents},
 		{"Cleared", testCleared},
 		{"Restart", testRestart},
+		{"Routing", testRouting},
+		{"RestartUnderDpserve", testRestartUnderDpserve},
 	} {
 		if !t.Run(part.name, func(t *testing.T) { part.run(t, ranks) }) {
 			return

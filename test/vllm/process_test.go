@@ -25,3 +25,12 @@ func descendants(pid int) []int {
 	}
 	return out
 }
+
+// title is what a process calls itself.
+func title(pid int) string {
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
+	if err != nil {
+		return ""
+	}
+	return string(b)
+}

@@ -2,6 +2,7 @@ package vllm
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -9,6 +10,8 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -20,20 +23,23 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// How the engines are started. 384 blocks are little on purpose: blocks are evicted while the tests run.
+// How the engines are started. CPU attention wants blocks of 32. 128 of them are little on purpose: blocks are evicted while the tests run.
 const (
 	model      = "tiny"
-	blockSize  = 16
-	blocks     = 384 // of a rank
+	blockSize  = 32
+	blocks     = 128 // of a rank
 	maxContext = 2048
 
 	startTimeout = 300 * time.Second // seen: 18 to 150 s
 	stopTimeout  = 15 * time.Second
 )
 
-// guard runs an engine and ends its whole process group, itself included, when its standard input does: at stop, and when the test
-// dies without coming to that.
-const guard = `exec 3<&0; (read -r _ <&3; kill -KILL 0) & "$@" </dev/null 3<&-`
+// guard runs an engine. A line on its standard input is passed on as SIGTERM; the end of it, which also comes if the test dies, kills the
+// process group, guard included.
+const guard = `exec 3<&0
+"$@" </dev/null 3<&- & front=$!
+(read -r _ <&3 && kill -TERM $front; read -r _ <&3; kill -KILL 0) &
+wait $front`
 
 // rank is one engine process with its ports, which it keeps over restarts.
 type rank struct {
@@ -46,7 +52,7 @@ type rank struct {
 	replay string // tcp://HOST:PORT where the engine answers replays
 
 	cmd   *exec.Cmd
-	stdin io.Closer
+	stdin io.WriteCloser
 	out   *harness.Buffer
 	done  chan struct{} // closed with the engine's end
 }
@@ -55,7 +61,8 @@ func newRank(t *testing.T, program string) *rank {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "dpserve-vllm-") // short: it holds the engine's sockets
 	require.NoError(t, err)
-	r := &rank{t: t, program: program, dir: dir, addr: harness.FreeAddr(t), events: "tcp://" + harness.FreeAddr(t), replay: "tcp://" + harness.FreeAddr(t)}
+	ports := freePorts(t, 3)
+	r := &rank{t: t, program: program, dir: dir, addr: ports[0], events: "tcp://" + ports[1], replay: "tcp://" + ports[2]}
 	t.Cleanup(func() {
 		r.stop()
 		if t.Failed() {
@@ -64,6 +71,25 @@ func newRank(t *testing.T, program string) *rank {
 		assert.NoError(t, os.RemoveAll(dir))
 	})
 	return r
+}
+
+// freePorts are loopback addresses below the range that the kernel takes ports of connections from. The engine dials its event port
+// from the start and for ever: inside that range such a dial would meet itself one day, and nobody could listen there any more.
+func freePorts(t *testing.T, n int) []string {
+	t.Helper()
+	lo, _, _ := strings.Cut(harness.PortRange(t), "-")
+	port, err := strconv.Atoi(lo)
+	require.NoError(t, err)
+	var out []string
+	for ; len(out) < n; port++ {
+		addr := net.JoinHostPort("127.0.0.1", strconv.Itoa(port))
+		l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", addr)
+		if err == nil {
+			out = append(out, addr)
+			require.NoError(t, l.Close())
+		}
+	}
+	return out
 }
 
 func (r *rank) args() []string {
@@ -135,31 +161,45 @@ func (r *rank) healthy() bool {
 	return resp.StatusCode == http.StatusOK
 }
 
-// stop ends the engine as a crash does, with everything it started. Idempotent.
+// stop ends the engine: as its operator does, then by force. Idempotent.
 func (r *rank) stop() {
 	if r.cmd == nil {
 		return
 	}
-	group := r.cmd.Process.Pid
-	all := descendants(group)
-	_ = r.stdin.Close()
-	gone := assert.Eventually(r.t, func() bool { return syscall.Kill(-group, 0) == syscall.ESRCH }, stopTimeout, 20*time.Millisecond, "the process group ends")
-	if !gone {
-		_ = syscall.Kill(-group, syscall.SIGKILL)
-	}
-	<-r.done
-	for _, pid := range all {
-		assert.False(r.t, harness.Alive(pid), "process %d of the engine is left", pid)
-	}
-	r.cmd = nil
+	all := r.processes()
+	_, _ = io.WriteString(r.stdin, "\n")
+	r.ended(all)
 }
 
-// restart replaces the engine by a new one on the same ports.
-func (r *rank) restart() {
+// crash kills the engine's core process; the others end after it.
+func (r *rank) crash() {
 	r.t.Helper()
-	r.stop()
-	r.start()
-	r.ready()
+	all := r.processes()
+	core := slices.IndexFunc(all, func(pid int) bool { return strings.Contains(title(pid), "EngineCore") })
+	require.NotEqual(r.t, -1, core, "the engine's core process")
+	require.NoError(r.t, syscall.Kill(all[core], syscall.SIGKILL))
+	r.ended(all)
+}
+
+// processes are those of the engine, without the guard's.
+func (r *rank) processes() []int {
+	return slices.DeleteFunc(descendants(r.cmd.Process.Pid), func(pid int) bool { return strings.HasPrefix(title(pid), "sh\x00") })
+}
+
+// ended waits for the end of the engine and of everything it started, kills what does not end in time, and says so.
+func (r *rank) ended(all []int) {
+	select {
+	case <-r.done:
+	case <-time.After(stopTimeout):
+		assert.Fail(r.t, "the engine does not end by itself")
+	}
+	assert.Eventually(r.t, func() bool { return !slices.ContainsFunc(all, harness.Alive) }, stopTimeout, 20*time.Millisecond, "its processes end")
+	group := r.cmd.Process.Pid
+	_ = r.stdin.Close()
+	assert.Eventually(r.t, func() bool { return errors.Is(syscall.Kill(-group, 0), syscall.ESRCH) }, stopTimeout, 20*time.Millisecond,
+		"its process group ends")
+	<-r.done
+	r.cmd = nil
 }
 
 // resetCache drops every block of the engine's prefix cache.
@@ -171,5 +211,5 @@ func (r *rank) resetCache(ctx context.Context) error {
 // tail is the end of what the engine printed.
 func (r *rank) tail() string {
 	text := r.out.String()
-	return strings.TrimSpace(text[max(0, len(text)-4000):])
+	return strings.TrimSpace(text[max(0, len(text)-30000):])
 }

@@ -84,17 +84,12 @@ func (f *families) answered(q request, out []uint32) {
 	}
 }
 
-// pause is a short wait.
-func pause(ctx context.Context) {
-	select {
-	case <-ctx.Done():
-	case <-time.After(2 * time.Millisecond):
-	}
-}
+// look is the time between two looks at something that changes by itself.
+const look = 2 * time.Millisecond
 
 // eventually polls until ok.
 func eventually(ctx context.Context, ok func() bool) bool {
-	for deadline := time.Now().Add(harness.Patience); time.Now().Before(deadline) && ctx.Err() == nil; pause(ctx) {
+	for deadline := time.Now().Add(harness.Patience); time.Now().Before(deadline) && ctx.Err() == nil; sleep(ctx, look) {
 		if ok() {
 			return true
 		}

@@ -2,6 +2,7 @@ package zmtp
 
 import (
 	"bufio"
+	"bytes"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -46,6 +47,7 @@ func Open(raw net.Conn, role Role, server bool, lim Limits) (*Conn, error) {
 	z, err := shake(s, role, server)
 	if err != nil {
 		_ = raw.Close()
+		s.spoken()
 		return nil, err
 	}
 	s.open = true
@@ -66,6 +68,7 @@ func shake(s *stream, role Role, server bool) (z *zmq4.Conn, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("zmtp: handshake: %w", err)
 	}
+	s.spoken()
 	return z, s.SetDeadline(time.Time{})
 }
 
@@ -134,7 +137,8 @@ type stream struct {
 	net.Conn
 	in   *bufio.Reader
 	lim  limiter
-	open bool // after the handshake
+	open bool          // after the handshake
+	said chan struct{} // closed when the last part of the handshake is written; nil before the first
 
 	mu   sync.Mutex // one message or command at a time
 	held []byte     // head of a command whose body follows
@@ -154,7 +158,7 @@ func (s *stream) Read(p []byte) (int, error) {
 // fall between the frames of a message that another goroutine sends.
 func (s *stream) Write(p []byte) (int, error) {
 	if !s.open {
-		return s.Conn.Write(p)
+		return s.say(p)
 	}
 	if s.held == nil {
 		s.held = append([]byte{}, p...)
@@ -165,4 +169,28 @@ func (s *stream) Write(p []byte) (int, error) {
 	_, err := s.Conn.Write(append(s.held, p...))
 	s.held = nil
 	return len(p), err
+}
+
+// say writes a part of the handshake beside the reader: both peers speak first, and on a transport without a buffer (a pipe) they
+// would wait for each other. A failed write closes the connection, which the reader notices; the handshake's deadline bounds both.
+func (s *stream) say(p []byte) (int, error) {
+	part, before, done := bytes.Clone(p), s.said, make(chan struct{})
+	s.said = done
+	go func() {
+		defer close(done)
+		if before != nil {
+			<-before
+		}
+		if _, err := s.Conn.Write(part); err != nil {
+			_ = s.Close()
+		}
+	}()
+	return len(p), nil
+}
+
+// spoken waits until what was said is written.
+func (s *stream) spoken() {
+	if s.said != nil {
+		<-s.said
+	}
 }

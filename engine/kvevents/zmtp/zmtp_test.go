@@ -55,6 +55,29 @@ func TestMessagesCrossWhole(t *testing.T) {
 	}
 }
 
+// A pipe has no buffer, and both peers speak first.
+func TestPeersMeetOnAPipe(t *testing.T) {
+	here, there := net.Pipe()
+	got := make(chan [][]byte, 1)
+	go func() {
+		defer close(got)
+		c, err := Open(there, Router, true, DefaultLimits())
+		if err != nil {
+			return
+		}
+		defer func() { _ = c.Close() }()
+		if m, err := c.Recv(); err == nil {
+			got <- m
+		}
+	}()
+	c, err := Open(here, Dealer, false, DefaultLimits())
+	require.NoError(t, err)
+	require.NoError(t, c.Send(nil, []byte("hello")))
+	assert.Equal(t, [][]byte{{}, []byte("hello")}, <-got)
+	require.NoError(t, c.Close())
+	<-got
+}
+
 func TestRolesThatDoNotFitAreRefused(t *testing.T) {
 	s := serve(t, Pub, 4, func(*Conn) { t.Error("no handler for a stranger") })
 	_, err := Dial(t.Context(), nil, s.Addr().String(), Dealer, DefaultLimits())

@@ -1,0 +1,161 @@
+package ingress
+
+import (
+	"sync"
+
+	"github.com/dpserve/dpserve/routing/kvindex"
+)
+
+// Sizes of a queue of KV records.
+const (
+	batchHashes = 4096 // what a replica puts into one record at most
+	batchOps    = 128
+	opBytes     = 96 // of a kvOp
+	batchBytes  = 8*batchHashes + opBytes*batchOps
+	maxKVQueue  = 32 << 20 // bytes waiting for the writer; over it a rank's records are dropped and it is asked again
+	maxBatches  = maxKVQueue / batchBytes
+)
+
+// opKind is what a kvOp does.
+type opKind uint8
+
+const (
+	opDrop  opKind = iota // close every column of the rank: a snapshot begins, or the rank is gone
+	opMask                // hide every column of the rank: a record is missing
+	opBegin               // a column begins
+	opDelta               // a column changes
+	opEnd                 // a column's snapshot should be whole
+)
+
+// kvOp is one KV record, copied.
+type kvOp struct {
+	kind   opKind
+	change kvindex.Change
+	owner  kvindex.Owner
+	size   int // of a block
+	parent uint64
+	n      int    // opDelta: hashes in the batch; opEnd: blocks in the column
+	sum    uint64 // opEnd
+}
+
+// kvBatch is a run of operations with their hashes.
+type kvBatch struct {
+	ops    []kvOp
+	hashes []uint64
+}
+
+// kvQueue takes records from the ranks' goroutines to the cache's writer. Bounded; safe for concurrent use.
+type kvQueue struct {
+	wake chan struct{} // one slot
+
+	mu    sync.Mutex
+	list  []*kvBatch
+	head  int        // of list: those in front are taken
+	spare []*kvBatch // at most two: what a steady stream needs
+	size  int        // batches waiting or being written
+	lost  map[kvindex.Owner]struct{}
+}
+
+// push copies one operation; false if there is no room. What hides or closes columns always has room: it comes once per
+// snapshot or gap.
+func (q *kvQueue) push(op kvOp, hashes []uint64) bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	op.n = max(op.n, len(hashes))
+	b := q.last()
+	if b == nil || len(b.ops) == cap(b.ops) || len(b.hashes)+len(hashes) > cap(b.hashes) {
+		if q.size >= maxBatches && op.kind > opMask {
+			return false
+		}
+		b = q.add(len(hashes))
+	}
+	b.ops, b.hashes = append(b.ops, op), append(b.hashes, hashes...)
+	q.poke()
+	return true
+}
+
+func (q *kvQueue) last() *kvBatch {
+	if q.head == len(q.list) {
+		return nil
+	}
+	return q.list[len(q.list)-1]
+}
+
+// add appends a batch with room for n hashes.
+func (q *kvQueue) add(n int) *kvBatch {
+	b := &kvBatch{}
+	if k := len(q.spare); k > 0 {
+		b, q.spare = q.spare[k-1], q.spare[:k-1]
+	}
+	if cap(b.hashes) < n || b.hashes == nil {
+		b.ops, b.hashes = make([]kvOp, 0, batchOps), make([]uint64, 0, max(n, batchHashes))
+	}
+	q.size += 1 + (n-1)/batchHashes
+	q.list = append(q.list, b)
+	return b
+}
+
+// take gives the oldest batch, nil if there is none. It counts as waiting until release.
+func (q *kvQueue) take() *kvBatch {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.head == len(q.list) {
+		return nil
+	}
+	b := q.list[q.head]
+	q.list[q.head] = nil
+	if q.head++; q.head == len(q.list) {
+		q.list, q.head = q.list[:0], 0
+	}
+	return b
+}
+
+// release gives a batch back.
+func (q *kvQueue) release(b *kvBatch) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.size -= 1 + (cap(b.hashes)-1)/batchHashes
+	if cap(b.hashes) == batchHashes && len(q.spare) < 2 {
+		b.ops, b.hashes = b.ops[:0], b.hashes[:0]
+		q.spare = append(q.spare, b)
+	}
+}
+
+// lose remembers a rank whose records were dropped. It is asked again once nothing waits any more, one rank at a time, or the
+// answers would fill the queue again.
+func (q *kvQueue) lose(owner kvindex.Owner) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.lost == nil {
+		q.lost = map[kvindex.Owner]struct{}{}
+	}
+	q.lost[owner] = struct{}{}
+}
+
+func (q *kvQueue) hasLost() bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return len(q.lost) > 0
+}
+
+// nextLost takes one of the ranks that lost records, if nothing waits.
+func (q *kvQueue) nextLost() (owner kvindex.Owner, ok bool) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.head < len(q.list) {
+		return owner, false
+	}
+	for owner = range q.lost {
+		delete(q.lost, owner)
+		return owner, true
+	}
+	return owner, false
+}
+
+// poke wakes the writer.
+func (q *kvQueue) poke() {
+	select {
+	case q.wake <- struct{}{}:
+	default: // it has not seen the last one yet
+	}
+}

@@ -1,0 +1,150 @@
+package ingress
+
+import (
+	"context"
+	"net/http"
+
+	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/routing/kvindex"
+)
+
+// prompt is what a Router may ask of a request: how long its prompt is, whose it is, and its identity, which is what two
+// prompts with an equal beginning share. It is read once per request by fromBody or fromTokens, before any lock, and turned
+// into a routing.Request by lane.describe: once per decision, because what ranks hold changes. Live requests, explanations and
+// the router's own API all go this way, so they cannot differ. The memory is used again; the zero value is ready.
+type prompt struct {
+	wishes
+
+	tokens    int
+	estimated bool
+	adapter   string
+	session   string
+	text      []byte // canonical, a salt in front if there is one; nil if no policy reads it
+
+	unit     kvindex.Unit  // of blocks; 0: there are none
+	size     int           // of a block, in its unit; of a text's first blocks
+	blocks   []uint64      // chain hashes of the full blocks
+	perBlock ratio         // tokens per block of tokens, or per byte of a text
+	rows     []kvindex.Hit // of the last look-up
+	hits     []routing.Hit // likewise, by rank
+	looked   bool          // the index was asked
+
+	shared bool // an Admit without an answer may still hold blocks
+	ids    []uint32
+	salt   []byte
+	salted []byte
+	ask    []byte // for a tokenizer
+}
+
+// ratio is a number of tokens without rounding.
+type ratio struct{ tokens, per int64 }
+
+// of is n in tokens, rounded down.
+func (r ratio) of(n int) int {
+	if r.per == 0 {
+		return 0
+	}
+	return int(int64(n) * r.tokens / r.per)
+}
+
+// Buffers of a prompt that are larger are left to the garbage collector, in entries.
+const maxPooledPrompt = 256 << 10
+
+// reset forgets the request and keeps the memory.
+func (p *prompt) reset() {
+	*p = prompt{
+		blocks: keep(p.blocks), rows: keep(p.rows), hits: keep(p.hits), ids: keep(p.ids),
+		salt: keep(p.salt), salted: keep(p.salted), ask: keep(p.ask),
+	}
+}
+
+// release is reset at a request's end: blocks that an actor may still read are not used again.
+func (p *prompt) release() {
+	if p.shared {
+		p.blocks = nil
+	}
+	p.reset()
+}
+
+// keep is s without content, nil if it is too large to be kept.
+func keep[T any](s []T) []T {
+	if cap(s) > maxPooledPrompt {
+		return nil
+	}
+	return s[:0]
+}
+
+// origin is whose a prompt is, besides what its body says.
+type origin struct {
+	adapter   string // LoRA adapter, "" for none
+	cacheSalt string
+	session   string
+}
+
+// fromBody reads a request: its header, and its body as scanned. The failure is about a header that cannot be read. ctx ends
+// the question to a tokenizer, if one is asked at all.
+func (p *prompt) fromBody(ctx context.Context, l *lane, route openai.Route, scan *openai.Body, body []byte, h http.Header) *failure {
+	p.reset()
+	if f := p.read(h); f != nil {
+		return f
+	}
+	p.tokens, p.estimated = scan.PromptTokens, false
+	if scan.PromptTokens < 0 {
+		p.tokens, p.estimated = l.ratios[route].Tokens(scan.PromptBytes), true
+	}
+	if !route.Generates() {
+		return nil // it leaves no trace in a rank's cache
+	}
+	r := l.reads()
+	p.adapter = l.adapter(scan.Model)
+	if r.needs.Session {
+		p.session = sessionOf(h, scan.User)
+	}
+	p.identify(ctx, l, r, scan, body, h)
+	if r.needs.Text {
+		p.setText(scan.Text(body))
+	}
+	return nil
+}
+
+// fromTokens reads a prompt given as token ids, outside of a request. ids are not kept.
+func (p *prompt) fromTokens(l *lane, ids []uint32, o origin) {
+	p.reset()
+	r := l.reads()
+	p.tokens, p.adapter, p.session = len(ids), o.adapter, o.session
+	p.salt = append(p.salt, o.cacheSalt...)
+	if r.chains() {
+		p.hashTokens(l, ids)
+	}
+}
+
+// describe writes what p is into q, with what the ranks hold of it now. q's other fields (ID, Tried, Force, Override) are the
+// caller's. q shares p's memory: it is good until p is read anew or described again.
+func (l *lane) describe(q *routing.Request, p *prompt) {
+	r := l.reads()
+	q.Now = l.in.clock()
+	q.Tokens, q.Estimated = p.tokens, p.estimated
+	q.Direct, q.HasDirect = p.direct, p.hasDirect
+	q.Priority, q.TTFTms, q.TPOTms = p.priority, p.ttftMs, p.tpotMs
+	q.Session, q.Adapter, q.Text = p.session, p.adapter, p.text
+	q.Blocks, q.BlockSize, q.Hits = nil, 0, nil
+	if len(p.blocks) > 0 {
+		q.Blocks, q.BlockSize = p.blocks, max(p.span(1), 1)
+	}
+	if r.cache != nil && !l.cachingOff.Load() {
+		p.lookUp(r, l.in.clock())
+		q.Hits = p.hits
+	}
+}
+
+// setText keeps the canonical text. Texts under different salts, adapters or tools share nothing, so their key goes in front.
+func (p *prompt) setText(text []byte) {
+	if len(text) == 0 || p.adapter == "" && len(p.salt) == 0 {
+		p.text = text
+		return
+	}
+	p.salted = append(append(append(append(p.salted[:0], p.adapter...), 0), p.salt...), 0)
+	p.salted = append(p.salted, text...)
+	p.text = p.salted
+}

@@ -1,0 +1,139 @@
+package ingress
+
+import (
+	"context"
+	"encoding/binary"
+	"net/http"
+	"slices"
+	"time"
+	"unsafe"
+
+	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/routing/kvindex"
+)
+
+// identify salts the prompt and cuts it into blocks. Token ids are what engines themselves go by, so a client's are used
+// whatever the application's identity is; a text is tokenized if the application asks for that and a tokenizer answers.
+func (p *prompt) identify(ctx context.Context, l *lane, r *reading, scan *openai.Body, body []byte, h http.Header) {
+	if !r.chains() && !r.needs.Text {
+		return
+	}
+	p.salt = append(p.salt, scan.CacheSalt...)
+	switch {
+	case r.chains() && scan.PromptTokens >= 0:
+		p.clientTokens(l, scan, body)
+	case r.chains() && r.tokens != nil && r.tokens.identify(ctx, p, scan, body, h):
+	default:
+		p.saltTools(l, scan, body)
+		if r.chains() {
+			p.hashText(l, scan, body)
+		}
+	}
+}
+
+func (p *prompt) clientTokens(l *lane, scan *openai.Body, body []byte) {
+	var ok bool
+	if p.ids, ok = scan.TokenIDs(p.ids[:0], body); ok {
+		p.hashTokens(l, p.ids)
+	}
+}
+
+// saltTools tells texts with different tools apart: an engine's template puts them in front of the messages.
+func (p *prompt) saltTools(l *lane, scan *openai.Body, body []byte) {
+	if scan.Tools.End == 0 {
+		return
+	}
+	p.salt = binary.LittleEndian.AppendUint64(append(p.salt, 0), l.in.hash().Key(view(body[scan.Tools.Start:scan.Tools.End])))
+}
+
+func (p *prompt) hashText(l *lane, scan *openai.Body, body []byte) {
+	p.unit, p.size = kvindex.Text, kvindex.DefaultTextBlock
+	h := l.in.hash()
+	p.blocks = textBlocks(p.blocks[:0], h, h.Root(p.rootSalt(l)), scan.Text(body))
+	p.perBlock = ratio{int64(p.tokens), int64(max(scan.PromptBytes, 1))}
+}
+
+// hashTokens cuts ids into blocks of the ranks' own size.
+func (p *prompt) hashTokens(l *lane, ids []uint32) {
+	p.unit, p.size = kvindex.Tokens, l.tokensPerBlock()
+	h := l.in.hash()
+	p.blocks = h.Tokens(p.blocks[:0], h.Root(p.rootSalt(l)), ids, p.size, nil)
+	p.perBlock = ratio{int64(p.size), 1}
+}
+
+// rootSalt is what a DPServer salts the blocks of its engine's events with.
+func (p *prompt) rootSalt(l *lane) kvindex.Salt {
+	return kvindex.Salt{Unit: p.unit, BlockSize: p.size, Model: l.model(), Adapter: p.adapter, CacheSalt: view(p.salt)}
+}
+
+// view is b as a string, as long as b stays as it is.
+func view(b []byte) string {
+	return unsafe.String(unsafe.SliceData(b), len(b)) //nolint:gosec // the callers only hash it, at once
+}
+
+// lookUp asks the index and gathers its answer by rank, ascending.
+func (p *prompt) lookUp(r *reading, now time.Duration) {
+	p.looked = true
+	p.hits = p.hits[:0]
+	if len(p.blocks) == 0 {
+		return
+	}
+	r.cache.touch(now)
+	p.rows = slices.DeleteFunc(r.cache.index.Match(p.blocks, p.rows[:0]), func(h kvindex.Hit) bool {
+		return h.Blocks == 0 || r.needs.Approximate && h.Tier != kvindex.Sent
+	})
+	if !slices.IsSortedFunc(p.rows, byRank) {
+		slices.SortFunc(p.rows, byRank)
+	}
+	for i := 0; i < len(p.rows); {
+		n := i + 1
+		for n < len(p.rows) && p.rows[n].Rank == p.rows[i].Rank {
+			n++
+		}
+		p.hits = append(p.hits, p.hitOf(p.rows[i:n]))
+		i = n
+	}
+}
+
+func byRank(a, b kvindex.Hit) int { return int(a.Rank) - int(b.Rank) }
+
+// hitOf is one rank's hit by its tiers: what it was sent counts as being on the device, and a tier below counts for what the
+// tiers above do not hold.
+func (p *prompt) hitOf(rows []kvindex.Hit) routing.Hit {
+	var tiers [kvindex.Sent + 1]int
+	for _, row := range rows {
+		tiers[row.Tier] = int(row.Blocks)
+	}
+	device := p.hitTokens(max(tiers[kvindex.GPU], tiers[kvindex.Sent]))
+	host := max(0, p.hitTokens(tiers[kvindex.CPU])-device)
+	disk := max(0, p.hitTokens(tiers[kvindex.Disk])-device-host)
+	return routing.Hit{Rank: routing.RankID(rows[0].Rank), Tokens: int32(device), Host: int32(host), Disk: int32(disk)} //nolint:gosec // tokens of a body of at most MaxBody bytes
+}
+
+// hitTokens is what n leading blocks spare an engine: it always computes the last token, and keeps whole blocks of tokens.
+func (p *prompt) hitTokens(n int) int {
+	if p.unit == kvindex.Tokens {
+		n = min(n, max(p.tokens-1, 0)/p.size)
+	}
+	return min(p.span(n), max(p.tokens-1, 0))
+}
+
+// span is n leading blocks in tokens.
+func (p *prompt) span(n int) int {
+	if p.unit == kvindex.Text {
+		n = textSpan(n)
+	}
+	return p.perBlock.of(n)
+}
+
+// held is how many leading blocks a rank was found to hold on its device.
+func (p *prompt) held(id routing.RankID) int {
+	n := 0
+	for _, row := range p.rows {
+		if row.Rank == uint32(id) && (row.Tier == kvindex.GPU || row.Tier == kvindex.Sent) {
+			n = max(n, int(row.Blocks))
+		}
+	}
+	return n
+}

@@ -1,0 +1,246 @@
+package ingress
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"net/http"
+	"strconv"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// Generate sends a prompt of token ids through the inference handler itself, as a streamed completion: queue, attempts,
+// deadlines, account, metrics and log line are those of every request. emit gets the tokens as they come; its error ends the
+// request. Errors are *problem.Error, and what emit gave.
+func (in *Ingress) Generate(ctx context.Context, app string, q *msg.Generate, emit func(*msg.Generated) error) error {
+	l, _, err := in.router(app)
+	if err != nil {
+		return err
+	}
+	req, k, err := l.generation(ctx, q)
+	if err != nil {
+		return err
+	}
+	run, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	closing := in.cutCtx(nil)
+	defer context.AfterFunc(closing, func() { cancel(context.Cause(closing)) })()
+	w := &idWriter{header: http.Header{}, emit: emit}
+	in.serveFor(w, req.WithContext(run), &entry{served: l.spec.Load(), lane: l}, k)
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	return w.outcome()
+}
+
+// generation makes the request. k has what a header cannot say.
+func (l *lane) generation(ctx context.Context, q *msg.Generate) (*http.Request, *question, error) {
+	k := &question{}
+	if err := l.demand(k, q.Worker, q.Override); err != nil {
+		return nil, nil, err
+	}
+	if q.RequestID != "" {
+		if err := validReservation(q.RequestID); err != nil {
+			return nil, nil, err
+		}
+	}
+	body, err := l.completion(q)
+	if err != nil {
+		return nil, nil, err
+	}
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, openai.Completions.Path(), bytes.NewReader(body))
+	if err != nil {
+		return nil, nil, problem.New(problem.Internal, "make the request: %w", err)
+	}
+	req.Header.Set("Content-Type", "application/json")
+	req.Header.Set(headerRequestID, cmp.Or(q.RequestID, newRequestID(mix(l.in.requestID()))))
+	if q.Worker != "" {
+		req.Header.Set(headerRank, k.prompt.direct.String())
+	}
+	return req, k, nil
+}
+
+// completion is the body: the caller's sampling members, and those that generate itself decides.
+func (l *lane) completion(q *msg.Generate) ([]byte, error) {
+	own := map[string]any{
+		"model": l.model(), "prompt": q.TokenIDs, "stream": true, "stream_options": map[string]bool{"include_usage": true}, "return_token_ids": true,
+	}
+	for name, value := range q.Sampling {
+		if _, taken := own[name]; taken || name == "n" || name == "best_of" {
+			return nil, problem.New(problem.InvalidArgument, "sampling.%s is not the caller's to set", name[:min(len(name), maxNameShown)]).
+				WithHint("generate sends one prompt of token ids and streams one answer")
+		}
+		own[name] = value
+	}
+	body, err := json.Marshal(own)
+	if err != nil {
+		return nil, problem.New(problem.InvalidArgument, "sampling is not JSON: %w", err).WithHint("its members are those of a /v1/completions body")
+	}
+	if int64(len(body)) > l.in.limits.MaxBody {
+		return nil, problemOf(l.in.tooLarge())
+	}
+	return body, nil
+}
+
+// serveFor is serve for one application, with what the service may ask for beyond a header. A cut, which the client of a
+// connection sees as a broken one, ends in w.
+func (in *Ingress) serveFor(w *idWriter, r *http.Request, e *entry, k *question) {
+	defer func() {
+		switch p := recover(); {
+		case p == nil:
+		case errors.Is(asError(p), http.ErrAbortHandler):
+			w.cut = true
+		default:
+			panic(p)
+		}
+	}()
+	s := newScope()
+	s.add(e)
+	in.serveWith(w, r, s, openai.Completions, func(c *call) { c.query.Force, c.query.Override = k.query.Force, k.query.Override })
+}
+
+func asError(p any) error {
+	err, _ := p.(error)
+	return err
+}
+
+// maxLine bounds a line of an engine's answer that is held here, in bytes.
+const maxLine = 1 << 20
+
+// idWriter is the client's end of a generation: it takes the relayed events apart and hands their tokens out.
+type idWriter struct {
+	header http.Header
+	emit   func(*msg.Generated) error
+	status int
+	told   bool // the first part names worker and request
+	rest   []byte
+	failed error // of emit, or an error event
+	done   bool
+	cut    bool
+}
+
+var _ http.ResponseWriter = (*idWriter)(nil)
+
+// Header implements http.ResponseWriter.
+func (w *idWriter) Header() http.Header { return w.header }
+
+// WriteHeader implements http.ResponseWriter.
+func (w *idWriter) WriteHeader(status int) { w.status = cmp.Or(w.status, status) }
+
+// FlushError is called behind every relayed event: there is nothing to do, emit has it.
+func (w *idWriter) FlushError() error { return nil }
+
+// Write takes a piece of the answer.
+func (w *idWriter) Write(b []byte) (int, error) {
+	w.WriteHeader(http.StatusOK)
+	if len(w.rest)+len(b) > maxLine {
+		return 0, errors.New("the engine's answer has a line that is too long to be taken apart")
+	}
+	w.rest = append(w.rest, b...)
+	if w.status != http.StatusOK {
+		return len(b), nil // an error's body is read at the end
+	}
+	for {
+		end := bytes.IndexByte(w.rest, '\n')
+		if end < 0 {
+			return len(b), nil
+		}
+		line := bytes.TrimSuffix(w.rest[:end], []byte("\r"))
+		if data, ok := bytes.CutPrefix(line, []byte("data:")); ok {
+			if err := w.event(bytes.TrimSpace(data)); err != nil {
+				return 0, err
+			}
+		}
+		w.rest = w.rest[end+1:]
+	}
+}
+
+// streamed is what is read of a completion's event.
+type streamed struct {
+	Choices []struct {
+		Text         string   `json:"text"`
+		TokenIDs     []uint32 `json:"token_ids"`
+		FinishReason string   `json:"finish_reason"`
+	} `json:"choices"`
+	Usage *struct {
+		Prompt     int `json:"prompt_tokens"`
+		Completion int `json:"completion_tokens"`
+		Details    *struct {
+			Cached int `json:"cached_tokens"`
+		} `json:"prompt_tokens_details"`
+	} `json:"usage"`
+	Error json.RawMessage `json:"error"`
+}
+
+// event hands one event on.
+func (w *idWriter) event(data []byte) error {
+	if string(data) == "[DONE]" {
+		w.done = true
+		return nil
+	}
+	var e streamed
+	if err := json.Unmarshal(data, &e); err != nil {
+		return problem.New(problem.Upstream, "an event of the engine cannot be read: %w", err)
+	}
+	if len(e.Error) > 0 {
+		w.failed = upstreamError(http.StatusBadGateway, data)
+		return nil
+	}
+	return w.part(&e)
+}
+
+func (w *idWriter) part(e *streamed) error {
+	out := msg.Generated{TokenIDs: []uint32{}}
+	if !w.told {
+		w.told = true
+		out.Worker = w.header.Get(headerGroup) + "/" + w.header.Get(headerRank)
+		out.RequestID = w.header.Get(headerRequestID)
+	}
+	if len(e.Choices) > 0 {
+		c := &e.Choices[0]
+		out.Text, out.FinishReason = c.Text, c.FinishReason
+		out.TokenIDs = append(out.TokenIDs, c.TokenIDs...)
+	}
+	if u := e.Usage; u != nil && len(e.Choices) == 0 {
+		out.Usage = &msg.TokenUsage{Prompt: u.Prompt, Completion: u.Completion}
+		if u.Details != nil {
+			out.Usage.Cached = u.Details.Cached
+		}
+	}
+	if err := w.emit(&out); err != nil {
+		w.failed = err
+		return err
+	}
+	return nil
+}
+
+// outcome is how the generation ended, once the handler has returned.
+func (w *idWriter) outcome() error {
+	switch {
+	case w.failed != nil:
+		return w.failed
+	case w.status != http.StatusOK && w.status != 0:
+		return upstreamError(w.status, w.rest)
+	case w.cut || !w.done:
+		return problem.New(problem.Upstream, "the answer broke off").WithHint("dpserve's log says why; try again")
+	}
+	return nil
+}
+
+// upstreamError reads an error in the OpenAI shape: the engine's, or dpserve's own with a word as its code.
+func upstreamError(status int, body []byte) error {
+	var own struct {
+		Error struct {
+			Code any `json:"code"`
+		} `json:"error"`
+	}
+	_ = json.Unmarshal(body, &own) // what it cannot read has no code
+	code, _ := own.Error.Code.(string)
+	e := openai.ParseError(body)
+	return problemOf(&failure{status: status, code: code, message: cmp.Or(e.Message, "the engine answered with status "+strconv.Itoa(status))})
+}

@@ -1,0 +1,208 @@
+package ingress
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"math"
+	"net/http"
+	"net/textproto"
+	"slices"
+	"strings"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/routing"
+)
+
+// router finds the lane of an application and its Router, for the service around it.
+func (in *Ingress) router(app string) (*lane, *routing.Router, error) {
+	if l := in.known(app); l != nil && l.spec.Load() != nil {
+		if r := l.router.Load(); r != nil {
+			return l, r, nil
+		}
+	}
+	return nil, nil, problem.New(problem.NotFound, "there is no app %q", app).WithHint("`dpserve status` lists the applications")
+}
+
+// question is a request outside of the live path, made by the very functions that make the live ones.
+type question struct {
+	prompt prompt
+	query  routing.Request
+}
+
+// pose describes the question as lane.describe leaves it for Router.Pick. Its id is the one that the next request will get:
+// policies without a session go by it.
+func (l *lane) pose(k *question) {
+	k.query.ID = l.in.nextID.Load() + 1
+	l.describe(&k.query, &k.prompt)
+}
+
+// question makes a question of a RouteQuery, but for Replay.
+func (l *lane) question(ctx context.Context, rq *msg.RouteQuery) (*question, error) {
+	k := &question{}
+	var err error
+	switch {
+	case rq.Prompt != nil:
+		err = l.readPrompt(ctx, k, rq)
+	case len(rq.Request) > 0:
+		err = l.readRequest(ctx, k, rq.Route, rq.Request, rq.Headers)
+	default:
+		k.prompt.fromTokens(l, rq.TokenIDs, origin{})
+	}
+	if err != nil {
+		return nil, err
+	}
+	return k, l.demand(k, rq.Worker, rq.Override)
+}
+
+// demand adds what only the service may ask for: a forced rank, other parameters.
+func (l *lane) demand(k *question, worker string, o *msg.RouterOverride) error {
+	if worker != "" {
+		id, err := workerID(worker)
+		if err != nil {
+			return err
+		}
+		k.prompt.direct, k.prompt.hasDirect, k.query.Force = id, true, true
+	}
+	var err error
+	k.query.Override, err = l.override(o)
+	return err
+}
+
+func workerID(s string) (routing.RankID, error) {
+	id, ok := parseRank(s)
+	if !ok {
+		return 0, problem.New(problem.InvalidArgument, "worker %q is not GROUP/RANK", s[:min(len(s), maxNameShown)]).WithHint("for example 0/3")
+	}
+	return id, nil
+}
+
+// maxParameter bounds an override, as the policy bounds its own parameters.
+const maxParameter = 1e9
+
+// override checks router_config_override. Policies without these parameters refuse it: it would have no effect.
+func (l *lane) override(o *msg.RouterOverride) (*routing.Override, error) {
+	if o == nil || o.OverlapScoreWeight == nil && o.RouterTemperature == nil {
+		return nil, nil //nolint:nilnil // nothing is overridden
+	}
+	if policy := l.router.Load().Policy(); policy != "kv" {
+		return nil, problem.New(problem.InvalidArgument, "router_config_override has no effect under policy %s", policy).WithHint("only policy kv has these parameters")
+	}
+	out := &routing.Override{}
+	for _, p := range []struct {
+		name string
+		from *float64
+		to   *float64
+		has  *bool
+	}{
+		{"overlap_score_weight", o.OverlapScoreWeight, &out.OverlapScoreWeight, &out.HasOverlapScoreWeight},
+		{"router_temperature", o.RouterTemperature, &out.RouterTemperature, &out.HasRouterTemperature},
+	} {
+		if p.from == nil {
+			continue
+		}
+		if v := *p.from; math.IsNaN(v) || v < 0 || v > maxParameter {
+			return nil, problem.New(problem.InvalidArgument, "router_config_override.%s is %g", p.name, v).WithHint("it is a number from 0 to 1e9")
+		}
+		*p.to, *p.has = *p.from, true
+	}
+	return out, nil
+}
+
+// readPrompt makes a body of a text, as a client would.
+func (l *lane) readPrompt(ctx context.Context, k *question, rq *msg.RouteQuery) error {
+	route := rq.Route
+	if route == "" {
+		route = openai.Completions.Path()
+	}
+	body := map[string]any{"model": l.model(), "prompt": *rq.Prompt}
+	if route == openai.Chat.Path() {
+		body = map[string]any{"model": l.model(), "messages": []map[string]string{{"role": "user", "content": *rq.Prompt}}}
+	}
+	text, err := json.Marshal(body)
+	if err != nil {
+		return fmt.Errorf("make a request of the prompt: %w", err)
+	}
+	return l.readRequest(ctx, k, route, text, rq.Headers)
+}
+
+// readRequest scans a body and reads it as call.run does.
+func (l *lane) readRequest(ctx context.Context, k *question, path string, body []byte, headers map[string]string) error {
+	route, err := routeOf(path, body)
+	if err != nil {
+		return err
+	}
+	var scan openai.Body
+	if err := scan.Scan(route, body); err != nil {
+		return problemOf(badBody(err))
+	}
+	if scan.HasModel && !slices.Contains(l.spec.Load().names, string(scan.Model)) {
+		return problemOf(fail(openai.CodeModelNotFound, fmt.Sprintf("app %s does not serve the model %q; it serves %s",
+			l.name, shown(scan.Model), list(l.spec.Load().names))))
+	}
+	h := http.Header{}
+	for name, value := range headers {
+		h[textproto.CanonicalMIMEHeaderKey(name)] = []string{value}
+	}
+	if f := k.prompt.fromBody(ctx, l, route, &scan, body, h); f != nil {
+		return problemOf(f)
+	}
+	return nil
+}
+
+// shown is the part of a client's text that an error repeats.
+func shown(b []byte) string {
+	return strings.ToValidUTF8(string(b[:min(len(b), maxNameShown)]), "?")
+}
+
+// routeOf finds the route of a path; without one the body tells a chat from a completion.
+func routeOf(path string, body []byte) (openai.Route, error) {
+	if path == "" {
+		var is struct {
+			Messages json.RawMessage `json:"messages"`
+		}
+		if json.Unmarshal(body, &is) == nil && is.Messages != nil {
+			return openai.Chat, nil
+		}
+		return openai.Completions, nil
+	}
+	route := openai.RouteOf(path)
+	if route == openai.NoRoute || route.Method() != http.MethodPost {
+		return route, problem.New(problem.InvalidArgument, "route %q takes no requests that are routed", path[:min(len(path), maxNameShown)]).
+			WithHint("routes are %s and %s", openai.Chat.Path(), openai.Completions.Path())
+	}
+	return route, nil
+}
+
+// problemOf turns what a client of the inference endpoint would get into what one of the admin API gets.
+func problemOf(f *failure) error {
+	code := problem.Internal
+	switch f.status {
+	case http.StatusBadRequest:
+		code = problem.InvalidArgument
+	case http.StatusNotFound:
+		code = problem.NotFound
+	case http.StatusRequestTimeout:
+		code = problem.SlowRequest
+	case http.StatusRequestEntityTooLarge:
+		code = problem.TooLarge
+	case http.StatusTooManyRequests:
+		code = problem.QuotaExceeded
+	case http.StatusBadGateway:
+		code = problem.Upstream
+	case http.StatusServiceUnavailable:
+		code = problem.Unavailable
+		if f.code == openai.CodeOverloaded || f.code == openai.CodeQueueTimeout {
+			code = problem.Overloaded
+		}
+	case http.StatusGatewayTimeout:
+		code = problem.Timeout
+	}
+	e := problem.New(code, "%s", f.message)
+	if f.retryAfter > 0 {
+		return e.WithHint("try again in %d s", f.retryAfter)
+	}
+	return e.WithHint("change the request and try again")
+}

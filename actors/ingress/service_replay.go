@@ -1,0 +1,119 @@
+package ingress
+
+import (
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/routing"
+)
+
+// Bounds of what is kept for replays, per application.
+const (
+	maxRecent       = 1024 // decisions
+	maxRecentBlocks = 1024 // leading blocks of each prompt: 8 KiB, 8 MiB in all
+)
+
+// recent is a ring of what the last live requests were decided on: the request without its text, and the decision. The ranks'
+// load is not kept: a view per request would cost more than the decision. Entries are used again, so that a request allocates
+// nothing here in the long run. The zero value is ready; safe for concurrent use.
+type recent struct {
+	mu   sync.Mutex
+	ring []decided
+	next int
+}
+
+// decided is one entry.
+type decided struct {
+	id      string        // x-request-id
+	at      time.Duration // on the ingress's clock
+	attempt int
+	policy  string
+	reason  string
+	pick    routing.RankID
+	hit     int
+
+	prompt prompt // without text; blocks are the entry's own memory
+	whole  bool   // every block was kept
+	hits   []routing.Hit
+	tried  []routing.RankID
+}
+
+// note keeps the decision of a live request that was routed.
+func (r *recent) note(id string, attempt int, policy string, p *prompt, q *routing.Request, d *routing.Decision) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if len(r.ring) < maxRecent {
+		r.ring = append(r.ring, decided{})
+	}
+	e := &r.ring[r.next]
+	r.next = (r.next + 1) % maxRecent
+	blocks := append(e.prompt.blocks[:0], p.blocks[:min(len(p.blocks), maxRecentBlocks)]...)
+	*e = decided{
+		id: id, at: q.Now, attempt: attempt, policy: policy, reason: d.Reason, pick: d.Ranked[0], hit: q.HitOn(d.Ranked[0]),
+		prompt: prompt{
+			wishes: p.wishes, tokens: p.tokens, estimated: p.estimated, adapter: p.adapter, session: p.session,
+			unit: p.unit, size: p.size, blocks: blocks, perBlock: p.perBlock,
+		},
+		whole: len(blocks) == len(p.blocks), hits: append(e.hits[:0], q.Hits...), tried: append(e.tried[:0], q.Tried...),
+	}
+}
+
+// find copies the newest entry of a request.
+func (r *recent) find(id string) (decided, bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for n := range r.ring {
+		e := &r.ring[(r.next-1-n+len(r.ring))%len(r.ring)]
+		if e.id != id {
+			continue
+		}
+		out := *e
+		out.prompt.blocks = append([]uint64(nil), e.prompt.blocks...)
+		out.hits = append([]routing.Hit(nil), e.hits...)
+		out.tried = append([]routing.RankID(nil), e.tried...)
+		return out, true
+	}
+	return decided{}, false
+}
+
+// replay shows what a recent request was decided on, and what it would get now as a new request.
+func (l *lane) replay(router *routing.Router, rq *msg.RouteQuery) (*msg.Explanation, error) {
+	e, ok := l.recent.find(rq.Replay)
+	if !ok {
+		return nil, problem.New(problem.NotFound, "no request %q among the last %d of app %s", rq.Replay[:min(len(rq.Replay), maxRequestID)], maxRecent, l.name).
+			WithHint("the id is in the answer's x-request-id header; requests that found no rank are not kept")
+	}
+	k := &question{prompt: e.prompt}
+	if err := l.demand(k, rq.Worker, rq.Override); err != nil {
+		return nil, err
+	}
+	x := l.explain(router, k)
+	x.Replay = e.show(l.in.base)
+	if l.reads().needs.Text {
+		x.Notes = append(x.Notes, "this policy reads the prompt's text, which is not kept: what it would get now is without it")
+	}
+	if !e.whole {
+		x.Notes = append(x.Notes, fmt.Sprintf("only the first %d blocks of the prompt are kept: hits behind them are not seen now", maxRecentBlocks))
+	}
+	return x, nil
+}
+
+// show is the decision of that time. base is the origin of its clock.
+func (e *decided) show(base time.Time) *msg.Replay {
+	out := &msg.Replay{
+		RequestID: e.id, At: base.Add(e.at).Round(0), Attempt: e.attempt, Policy: e.policy, Pick: e.pick.String(), Reason: e.reason, HitTokens: e.hit,
+	}
+	for _, h := range e.hits {
+		if out.Hits == nil {
+			out.Hits = map[string]int{}
+		}
+		out.Hits[h.Rank.String()] = int(h.Tokens)
+	}
+	for _, id := range e.tried {
+		out.Tried = append(out.Tried, id.String())
+	}
+	return out
+}

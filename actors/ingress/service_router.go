@@ -1,0 +1,150 @@
+package ingress
+
+import (
+	"cmp"
+	"context"
+	"log/slog"
+	"slices"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/routing/kvindex"
+)
+
+// RouterInfo describes an application's Router. Errors are *problem.Error.
+func (in *Ingress) RouterInfo(app string) (msg.RouterInfo, error) {
+	l, router, err := in.router(app)
+	if err != nil {
+		return msg.RouterInfo{}, err
+	}
+	a, view := l.spec.Load().app, router.Snapshot()
+	out := msg.RouterInfo{
+		App: app, Policy: router.Policy(), Preset: a.Routing.Preset, Params: a.Routing.Params, Identity: a.Routing.Identity, Reads: l.reads().words(),
+		BusyThreshold: a.Routing.BusyThreshold, CachingOff: view.PrefixCachingOff, Ranks: len(view.Ranks), Queued: in.QueueLen(app),
+		Reservations: l.reservations.len(), Imbalance: router.MaxMean(), Index: in.Index(app),
+	}
+	for i := range view.Ranks {
+		if view.Ranks[i].Ready {
+			out.Ready++
+		}
+	}
+	return out, nil
+}
+
+// words are what the policy reads beyond load and prompt length.
+func (r *reading) words() []string {
+	out := []string{}
+	for _, n := range []struct {
+		is   bool
+		word string
+	}{{r.needs.Hits, "hits"}, {r.needs.Blocks, "blocks"}, {r.needs.Text, "text"}, {r.needs.Session, "session"}} {
+		if n.is {
+			out = append(out, n.word)
+		}
+	}
+	return out
+}
+
+// ResetRouter drops what an application's Router remembers, bumps that no rank has confirmed and the index, and asks every rank
+// for a snapshot (CONTRACTS 8). Requests in flight, the queue and reservations are not touched. Errors are *problem.Error.
+func (in *Ingress) ResetRouter(app string) (msg.ResetResult, error) {
+	l, router, err := in.router(app)
+	if err != nil {
+		return msg.ResetResult{}, err
+	}
+	router.Reset()
+	n := l.forgetCaches()
+	in.log.Info("router reset", slog.String("app", app), slog.String("policy", router.Policy()), slog.Int("ranks", n))
+	return msg.ResetResult{App: app, Ranks: n}, nil
+}
+
+// forgetCaches drops every column of the index and asks the ranks for all they have; until they answer their caches count as
+// cold. It gives the number of ranks asked.
+func (l *lane) forgetCaches() int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, r := range l.ranks {
+		r.deaf = true // what comes before the snapshot is in it
+		if c := l.reads().cache; c != nil {
+			c.queue.push(kvOp{kind: opDrop, owner: r.owner(0)}, nil)
+		}
+		l.ask(r)
+	}
+	return len(l.ranks)
+}
+
+// Bounds of a dump.
+const (
+	maxDump  = 1 << 20 // blocks
+	dumpRuns = 1024    // blocks per run
+)
+
+// tierNames are the tiers as a dump names them.
+var tierNames = [...]string{kvindex.GPU: "gpu", kvindex.CPU: "cpu", kvindex.Disk: "disk", kvindex.Sent: "sent"}
+
+// hex16 is a hash as a dump writes it.
+func hex16(h uint64) string { return newRequestID(h) }
+
+// chain is a run of blocks as the index has it.
+type chain struct {
+	owner  kvindex.Owner
+	parent uint64
+	hashes []uint64
+}
+
+// DumpEvents hands out the index column by column, as runs of stored blocks; truncated: it holds more than maxDump. Each run is
+// good during emit. Errors are *problem.Error, those of emit, and ctx's.
+func (in *Ingress) DumpEvents(ctx context.Context, app string, emit func(*msg.KVRun) error) (truncated bool, err error) {
+	l, _, err := in.router(app)
+	if err != nil {
+		return false, err
+	}
+	c := l.reads().cache
+	if c == nil {
+		return false, nil
+	}
+	var chains []chain
+	if !c.inspect(ctx, func(held []*column) { chains, truncated = copyColumns(held) }) {
+		return false, context.Cause(ctx)
+	}
+	run := msg.KVRun{}
+	for _, ch := range chains {
+		run.Worker, run.Tier, run.Parent = routing.RankID(ch.owner.Rank).String(), tierNames[ch.owner.Tier], ""
+		if ch.parent != 0 {
+			run.Parent = hex16(ch.parent)
+		}
+		run.Blocks = run.Blocks[:0]
+		for _, h := range ch.hashes {
+			run.Blocks = append(run.Blocks, hex16(h))
+		}
+		if err := emit(&run); err != nil {
+			return false, err
+		}
+		if ctx.Err() != nil {
+			return false, context.Cause(ctx)
+		}
+	}
+	return truncated, nil
+}
+
+// copyColumns copies what shown columns hold, at most maxDump blocks: it runs on the index's writer, for some ms at the bound.
+func copyColumns(held []*column) (out []chain, truncated bool) {
+	slices.SortFunc(held, func(a, b *column) int {
+		x, y := a.Owner(), b.Owner()
+		return cmp.Or(cmp.Compare(x.Rank, y.Rank), cmp.Compare(x.Tier, y.Tier))
+	})
+	left := maxDump
+	for _, col := range held {
+		if !col.Shown() {
+			continue
+		}
+		if truncated = truncated || col.Len() > left; truncated {
+			continue
+		}
+		left -= col.Len()
+		col.Snapshot(dumpRuns, func(d kvindex.Delta) {
+			out = append(out, chain{col.Owner(), d.Parent, append([]uint64(nil), d.Hashes...)})
+		})
+	}
+	return out, truncated
+}

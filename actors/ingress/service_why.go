@@ -1,0 +1,61 @@
+package ingress
+
+import (
+	"fmt"
+	"slices"
+
+	"github.com/dpserve/dpserve/routing"
+)
+
+// judge says of each rank whether a request could go there. It restates what routing.Eligible and the tiers decide; a test
+// holds the two together.
+type judge struct {
+	query    *routing.Request
+	view     *routing.View
+	anyOpen  bool // some rank has room and a live stream
+	draining map[routing.RankID]bool
+	hold     map[routing.RankID]string // why a rank counts as full whatever its numbers say
+}
+
+func (l *lane) judgeRanks(k *question, v *routing.View) *judge {
+	j := &judge{query: &k.query, view: v, draining: map[routing.RankID]bool{}, hold: map[routing.RankID]string{}}
+	for i := range v.Ranks {
+		rk := &v.Ranks[i]
+		j.anyOpen = j.anyOpen || !rk.Silent && routing.HasRoom(rk) && routing.Eligible(&k.query, rk)
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for id, r := range l.ranks {
+		j.draining[id] = r.draining
+		switch {
+		case r.busy:
+			j.hold[id] = "its engine said that it is busy"
+		case r.full:
+			j.hold[id] = "it said that it is full"
+		}
+	}
+	return j
+}
+
+// judge gives the rank's state, the reason in words ("" if it may be picked), and whether it could be picked.
+func (j *judge) judge(rk *routing.Rank) (state, why string, eligible bool) {
+	switch {
+	case slices.Contains(j.query.Tried, rk.ID):
+		return "tried", "it failed this request already", false
+	case !rk.Ready && j.draining[rk.ID]:
+		return "draining", "it takes nothing new and lets its requests end", false
+	case !rk.Ready:
+		return "not-ready", "its unit is not ready, or its engine does not accept", false
+	case rk.Busy:
+		return "busy", fmt.Sprintf("KV usage %.2f, busy_threshold %.2f", rk.Usage(), j.view.BusyThreshold), false
+	case rk.Silent && j.anyOpen:
+		return "silent", "its stream is silent, and others are not", false
+	case rk.Silent:
+		return "silent", "", true // admission has the last word
+	case j.hold[rk.ID] != "" && !routing.HasRoom(rk):
+		return "full", j.hold[rk.ID], false
+	case !routing.HasRoom(rk):
+		return "full", fmt.Sprintf("%d of %d requests in flight", rk.Load.O(), rk.MaxOngoing), false
+	}
+	return "ok", "", true
+}

@@ -1,0 +1,69 @@
+package ingress
+
+import (
+	"context"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/routing/kvindex"
+)
+
+// BestWorker says where a prompt of token ids should go. With a request id it is admitted there like a request and counts until
+// Free, at most Timers.Reservation; without one nothing changes. It never waits in the queue. Errors are *problem.Error.
+func (in *Ingress) BestWorker(ctx context.Context, app string, q *msg.BestWorker) (msg.Worker, error) {
+	l, router, err := in.router(app)
+	if err != nil {
+		return msg.Worker{}, err
+	}
+	k := &question{}
+	k.prompt.fromTokens(l, q.TokenIDs, origin{})
+	if err := l.demand(k, q.Worker, q.Override); err != nil {
+		return msg.Worker{}, err
+	}
+	if q.RequestID != "" {
+		return l.reserve(ctx, k, q.RequestID)
+	}
+	l.pose(k)
+	d := router.Explain(&k.query)
+	if d.Kind != routing.Route {
+		return msg.Worker{}, refusal(app, k, &d)
+	}
+	rk := l.find(d.Ranked[0])
+	if rk == nil {
+		return msg.Worker{}, problem.New(problem.Unavailable, "rank %s of app %s is gone", d.Ranked[0], app).WithHint("ask again")
+	}
+	return k.worker(rk, d.Reason), nil
+}
+
+// worker describes a picked rank.
+func (k *question) worker(rk *rank, reason string) msg.Worker {
+	out := msg.Worker{
+		Worker: rk.id.String(), Group: rk.id.Group(), DPRank: rk.id.Rank(), HitTokens: k.query.HitOn(rk.id), Reason: reason,
+		URL: rk.target.URL, Addressing: rk.target.Addressing, Selector: rk.target.Selector,
+	}
+	if k.prompt.unit == kvindex.Tokens {
+		out.BlockSize = k.prompt.size
+		out.OverlapBlocks = out.HitTokens / k.prompt.size
+	}
+	return out
+}
+
+// PotentialLoads says what each rank would have in hand with a prompt; without ids, what it has. Errors are *problem.Error.
+func (in *Ingress) PotentialLoads(app string, ids []uint32) ([]msg.PotentialLoad, error) {
+	l, router, err := in.router(app)
+	if err != nil {
+		return nil, err
+	}
+	k := &question{}
+	k.prompt.fromTokens(l, ids, origin{})
+	l.pose(k)
+	loads := router.PotentialLoads(&k.query)
+	out := make([]msg.PotentialLoad, len(loads))
+	for i, p := range loads {
+		out[i] = msg.PotentialLoad{
+			Worker: p.Rank.String(), Group: p.Rank.Group(), DPRank: p.Rank.Rank(), PrefillTokens: p.PrefillTokens, DecodeBlocks: p.DecodeBlocks,
+		}
+	}
+	return out, nil
+}

@@ -1,0 +1,209 @@
+package ingress
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/zeebo/xxh3"
+
+	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/routing/kvindex"
+)
+
+// Bounds of asking an engine's tokenizer.
+const (
+	tokenizeTime  = 2 * time.Second // for an answer
+	tokenizePause = 2 * time.Second // without questions after one that failed: requests must not all wait for a tokenizer that is ill
+	maxTokenized  = 64 << 20        // bytes of an answer
+)
+
+// What came of a prompt's tokens, as in dpserve_tokenize_total.
+const (
+	tokenizeHit      = "hit"
+	tokenizeMiss     = "miss"
+	tokenizeFallback = "fallback" // identified by its text instead
+)
+
+// tokenizer turns the text prompts of an application into blocks of token ids by asking one of its engines, once per prompt:
+// answers are kept, and equal prompts wait for one. Safe for concurrent use.
+type tokenizer struct {
+	lane   *lane
+	paused atomic.Int64 // clock until which nobody asks, in ns
+
+	mu      sync.Mutex
+	known   tokenized
+	flights map[tokenizeKey]*flight
+}
+
+// tokenizeKey is a prompt with everything that decides its blocks.
+type tokenizeKey struct {
+	body xxh3.Uint128
+	root uint64
+}
+
+// tokenChain is a tokenized prompt: its full blocks, and how many tokens it has. Immutable.
+type tokenChain struct {
+	blocks []uint64
+	tokens int
+}
+
+// flight is a question under way.
+type flight struct {
+	done  chan struct{}
+	chain *tokenChain // nil: it failed
+}
+
+func newTokenizer(l *lane) *tokenizer {
+	return &tokenizer{lane: l, known: newTokenized(l.in.limits.TokenizeBytes), flights: map[tokenizeKey]*flight{}}
+}
+
+// identify fills p's blocks from the tokens of a text prompt; false: it is to be known by its text. Images and the like have
+// no place in the tokens of a text, so prompts with them are.
+func (t *tokenizer) identify(ctx context.Context, p *prompt, scan *openai.Body, body []byte, h http.Header) bool {
+	p.ask = scan.TokenizeBody(p.ask[:0], body)
+	if len(p.ask) == 0 {
+		return false
+	}
+	var found *tokenChain
+	how := tokenizeFallback
+	if !scan.Media(body) {
+		found, how = t.find(ctx, p, h)
+	}
+	t.lane.meter.Load().Tokenize(how)
+	if found == nil {
+		p.unit = 0
+		return false
+	}
+	p.blocks = append(p.blocks[:0], found.blocks...)
+	p.tokens, p.estimated, p.perBlock = found.tokens, false, ratio{int64(p.size), 1}
+	return true
+}
+
+// find gives the chain of p's question, nil if there is none; how is a word for the metrics.
+func (t *tokenizer) find(ctx context.Context, p *prompt, h http.Header) (found *tokenChain, how string) {
+	p.unit, p.size = kvindex.Tokens, t.lane.tokensPerBlock()
+	key := tokenizeKey{body: xxh3.Hash128(p.ask), root: t.lane.in.hash().Root(p.rootSalt(t.lane))}
+	known, f, leads := t.join(key)
+	if known != nil {
+		return known, tokenizeHit
+	}
+	if leads {
+		t.fly(ctx, key, f, p, h)
+	} else if f != nil {
+		select {
+		case <-f.done:
+		case <-ctx.Done():
+			return nil, tokenizeFallback
+		}
+	}
+	if f == nil || f.chain == nil {
+		return nil, tokenizeFallback
+	}
+	return f.chain, tokenizeMiss
+}
+
+// join gives what is known, or the flight to wait for, or a new one to lead; nothing while the tokenizer is given a rest.
+func (t *tokenizer) join(key tokenizeKey) (known *tokenChain, f *flight, leads bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if c := t.known.get(key); c != nil {
+		return c, nil, false
+	}
+	if f := t.flights[key]; f != nil {
+		return nil, f, false
+	}
+	if int64(t.lane.in.clock()) < t.paused.Load() {
+		return nil, nil, false
+	}
+	f = &flight{done: make(chan struct{})}
+	t.flights[key] = f
+	return nil, f, true
+}
+
+// fly asks and keeps the answer.
+func (t *tokenizer) fly(ctx context.Context, key tokenizeKey, f *flight, p *prompt, h http.Header) {
+	defer func() {
+		t.mu.Lock()
+		defer t.mu.Unlock()
+		delete(t.flights, key)
+		if f.chain != nil {
+			t.known.put(key, f.chain)
+		}
+		close(f.done)
+	}()
+	if err := t.tokenize(ctx, p, h); err != nil {
+		if ctx.Err() == nil && !errors.Is(err, errNotTokenized) {
+			t.paused.Store(int64(t.lane.in.clock() + tokenizePause))
+		}
+		return
+	}
+	hash := t.lane.in.hash()
+	f.chain = &tokenChain{
+		blocks: hash.Tokens(make([]uint64, 0, len(p.ids)/p.size), key.root, p.ids, p.size, nil),
+		tokens: len(p.ids),
+	}
+}
+
+// errNotTokenized is an engine's refusal of this very prompt.
+var errNotTokenized = errors.New("the engine did not tokenize the prompt")
+
+// tokenize asks a ready rank's engine; the ids are in p.ids.
+func (t *tokenizer) tokenize(ctx context.Context, p *prompt, h http.Header) error {
+	rk := t.lane.anyReady()
+	if rk == nil {
+		return errNotTokenized
+	}
+	ctx, cancel := context.WithTimeout(ctx, tokenizeTime)
+	defer cancel()
+	o := &outgoing{url: rk.urls[openai.Tokenize], header: tokenizeHeader(h), body: p.ask}
+	resp, err := t.lane.in.legs.to(&rk.target).send(ctx, o)
+	if !o.settled() {
+		p.ask = nil // somebody may still read it
+	}
+	if err != nil {
+		return err
+	}
+	defer closeBody(resp)
+	switch {
+	case resp.StatusCode == http.StatusBadRequest:
+		return errNotTokenized
+	case resp.StatusCode != http.StatusOK:
+		return fmt.Errorf("/tokenize answered %d", resp.StatusCode)
+	}
+	answer, err := io.ReadAll(io.LimitReader(resp.Body, maxTokenized))
+	if err != nil {
+		return err
+	}
+	var ok bool
+	if p.ids, ok = openai.ParseTokenize(p.ids[:0], answer); !ok {
+		return errors.New("/tokenize gave no tokens")
+	}
+	return nil
+}
+
+// tokenizeHeader passes on what lets the client in.
+func tokenizeHeader(client http.Header) http.Header {
+	out := http.Header{"Content-Type": {"application/json"}, "User-Agent": nil}
+	if v := client["Authorization"]; len(v) > 0 {
+		out["Authorization"] = v
+	}
+	return out
+}
+
+// anyReady is some rank that serves; nil if there is none.
+func (l *lane) anyReady() *rank {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, r := range l.ranks { // in no order: the questions spread
+		if r.shownReady {
+			return r
+		}
+	}
+	return nil
+}

@@ -1,0 +1,130 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/engine"
+	"github.com/dpserve/dpserve/engine/kvevents"
+)
+
+// eventSource is an engine's event source as a DPServer takes it. Topics are ours to choose: none.
+func eventSource(e *engine.EventSource) *msg.EventSource {
+	if e == nil {
+		return nil
+	}
+	return &msg.EventSource{Connect: e.Connect, Bind: e.Bind, Replay: e.Replay, Host: e.Host}
+}
+
+// checkEvents compares where a launched engine says it publishes KV events with what it was told (ENGINES 5.1): somebody else's
+// events would credit this rank with blocks it does not have. An engine that cannot be asked is taken at its command line.
+func (u *unit) checkEvents(ctx context.Context, r *rank) error {
+	if r.events == nil {
+		return nil
+	}
+	r.setProgress("reading its event sockets back")
+	sources, err := u.sources(ctx, r)
+	if err != nil || sources == nil {
+		return err
+	}
+	number := 0
+	if u.lockstep() {
+		number = r.grant.Rank
+	}
+	return kvevents.Verify(sources, number, r.events.Bind, r.events.Replay)
+}
+
+// sources asks an engine for its event sockets; nil if it cannot be asked. An answer that makes no sense is an error.
+func (u *unit) sources(ctx context.Context, r *rank) (map[int]kvevents.Source, error) {
+	ctx, cancel := context.WithTimeout(ctx, u.healthTimeout())
+	defer cancel()
+	body, err := r.client.EventSources(ctx)
+	if err != nil {
+		var s *engine.StatusError
+		if !errors.As(err, &s) || s.Status != http.StatusNotFound { // 404: no such route in its version
+			u.log.Warn("the engine does not tell where its KV events are", slog.Int("rank", r.grant.Rank), slog.String("err", err.Error()))
+		}
+		return nil, nil //nolint:nilnil // nothing is known
+	}
+	return kvevents.ParseSources(body)
+}
+
+// agree compares what the ranks of a coupled unit report of themselves: different settings start and answer /health, and go
+// wrong later (ENGINES 1.3).
+func (u *unit) agree(ctx context.Context) error {
+	settings := make([]engine.Settings, len(u.ranks))
+	err := u.forEach(ctx, func(ctx context.Context, r *rank) error {
+		r.setProgress("reading its settings back")
+		ctx, cancel := context.WithTimeout(ctx, u.healthTimeout())
+		defer cancel()
+		s, err := r.client.ReadBack(ctx)
+		settings[u.index(r)] = s
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	for i, s := range settings {
+		if s != settings[0] {
+			return &startError{u.ranks[i].grant.Rank, fmt.Errorf("%w: rank %d has %+v, rank %d has %+v", errMismatch, u.ranks[0].grant.Rank, settings[0], u.ranks[i].grant.Rank, s)}
+		}
+	}
+	return nil
+}
+
+// errMismatch says that coupled ranks run with different settings.
+var errMismatch = errors.New("ranks of one group disagree on their settings")
+
+func (u *unit) index(r *rank) int {
+	for i := range u.ranks {
+		if u.ranks[i] == r {
+			return i
+		}
+	}
+	return -1
+}
+
+// learn asks a ready engine about itself. What it does not tell is zero, and no reason not to serve.
+func (u *unit) learn(ctx context.Context, r *rank) error {
+	r.setProgress("asking for its settings")
+	limit, cancel := context.WithTimeout(ctx, u.healthTimeout())
+	defer cancel()
+	c, err := r.client.Cache(limit)
+	if err != nil {
+		u.log.Debug("the engine does not tell all of its KV cache", slog.Int("rank", r.grant.Rank), slog.String("err", err.Error()))
+	}
+	r.facts = msg.Facts{
+		MaxOngoing: engine.MaxOngoing(u.m.App), BlockSize: c.BlockSize, Blocks: c.Blocks, CachingOff: c.CachingOff || engine.CachingOff(u.m.App),
+	}
+	if u.attached() && r.events == nil && engine.WantsEvents(u.m.App) && !c.CachingOff {
+		r.facts.Events = u.discover(ctx, r)
+	}
+	if cause := context.Cause(ctx); cause != nil {
+		return cause
+	}
+	return nil
+}
+
+// discover finds the event sockets of an attached engine whose file does not name them; nil if it publishes nothing that may be
+// followed. Routing then carries on with what the rank was sent.
+func (u *unit) discover(ctx context.Context, r *rank) *msg.EventSource {
+	sources, err := u.sources(ctx, r)
+	number := -1 // the only one there is
+	if r.target.Addressing == app.AddressHeader || r.target.Addressing == app.AddressBody {
+		number = r.target.Selector
+	}
+	host := engine.HostOf(r.target.URL)
+	d, ok, discoverErr := kvevents.Discover(sources, number, host, kvevents.Hosts{})
+	if err = errors.Join(err, discoverErr); err != nil {
+		u.log.Warn("KV events of an attached engine cannot be used", slog.Int("rank", r.grant.Rank), slog.String("err", fmt.Sprint(err)))
+	}
+	if err != nil || !ok {
+		return nil
+	}
+	return &msg.EventSource{Connect: d.Endpoints.Connect, Bind: d.Endpoints.Bind, Replay: d.Endpoints.Replay, Topic: d.Topic, Host: host}
+}

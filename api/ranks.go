@@ -1,0 +1,170 @@
+package api
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net/http"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/gin-gonic/gin"
+
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// The paths by which attached ranks come and go: dpserve's own below an app, and those of SGLang's router.
+const (
+	pathRanks        = "/ranks" // behind pathApps/APP
+	pathAddWorker    = "/add_worker"
+	pathRemoveWorker = "/remove_worker"
+	pathListWorkers  = "/list_workers"
+)
+
+// Bounds of a rank change.
+const (
+	maxRankBody = 16 << 10            // bytes
+	maxDeadline = 30 * 24 * time.Hour // as graceful_shutdown_timeout_s
+)
+
+// Ranks changes the attached ranks of applications. Safe for concurrent use; a method ends when its ctx does. An empty app
+// stands for the one application of kind attach. Errors that users can act on are *problem.Error: Conflict for what is attached
+// already and for applications whose ranks do not come and go, NotFound for unknown ones, InvalidArgument for a malformed rank.
+type Ranks interface {
+	// AddRank attaches an engine, described like an item of engine.ranks (YAML or JSON), and returns once that is committed,
+	// before the engine has answered. No other rank is touched.
+	AddRank(ctx context.Context, app string, rank []byte) (RankChange, error)
+	// RemoveRank drains a rank and lets go of it; it returns once that is committed, while its streams go on.
+	RemoveRank(ctx context.Context, app string, r RankRemoval) (RankChange, error)
+	// Workers lists the URLs of the attached engines in order of rank, each once.
+	Workers(ctx context.Context, app string) ([]string, error)
+}
+
+// RankRemoval says which rank goes.
+type RankRemoval struct {
+	Rank     app.RankRef
+	Deadline *time.Duration // for its running streams, 0 = cut; nil = graceful_shutdown_timeout_s of the application
+}
+
+// RankChange is what was committed.
+type RankChange struct {
+	App      string `json:"app"`
+	Group    int    `json:"group"`
+	Rank     int    `json:"rank"`
+	URL      string `json:"url"`
+	Selector *int   `json:"selector,omitempty"` // if several ranks are behind the URL
+	Revision uint64 `json:"revision"`           // of the application
+}
+
+// RankReply answers POST and DELETE /api/v1/apps/{app}/ranks.
+type RankReply struct {
+	Envelope
+	RankChange
+}
+
+// WorkersReply answers GET /list_workers, as SGLang's router does.
+type WorkersReply struct {
+	URLs []string `json:"urls"`
+}
+
+// ranks adds the paths of the Ranks.
+func (s *Server) ranks(g *gin.Engine) {
+	if s.cfg.Ranks == nil {
+		return
+	}
+	g.POST(pathApps+"/:app"+pathRanks, s.reply(s.addRank))
+	g.DELETE(pathApps+"/:app"+pathRanks, s.reply(s.removeRank))
+	g.POST(pathAddWorker, s.reply(s.addWorker))
+	g.POST(pathRemoveWorker, s.reply(s.removeWorker))
+	g.GET(pathListWorkers, s.reply(s.listWorkers))
+}
+
+func (s *Server) addRank(c *gin.Context) (int, any, error) {
+	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
+		return 0, nil, err
+	}
+	text, err := readRank(c)
+	if err != nil {
+		return 0, nil, err
+	}
+	change, err := s.cfg.Ranks.AddRank(c.Request.Context(), c.Param("app"), text)
+	return http.StatusAccepted, RankReply{Envelope{APIVersion}, change}, err
+}
+
+// readRank reads the body whole, within its size limit and the time limit that guard has set.
+func readRank(c *gin.Context) ([]byte, error) {
+	text, err := io.ReadAll(http.MaxBytesReader(c.Writer, c.Request.Body, maxRankBody))
+	var big *http.MaxBytesError
+	switch {
+	case errors.As(err, &big):
+		return nil, problem.New(problem.TooLarge, "the body is larger than %d bytes", maxRankBody).WithHint(`send one rank: {"url": "http://HOST:PORT"}`)
+	case err != nil:
+		return nil, problem.New(problem.SlowRequest, "the body did not arrive: %w", err).WithHint("send it again")
+	}
+	_ = http.NewResponseController(c.Writer).SetReadDeadline(time.Time{}) // net/http reads on, to notice a client that leaves
+	return text, nil
+}
+
+func (s *Server) removeRank(c *gin.Context) (int, any, error) {
+	r, err := parseRemoval(c.Request.URL.RawQuery)
+	if err != nil {
+		return 0, nil, err
+	}
+	change, err := s.cfg.Ranks.RemoveRank(c.Request.Context(), c.Param("app"), r)
+	return http.StatusAccepted, RankReply{Envelope{APIVersion}, change}, err
+}
+
+// parseRemoval reads url=, selector=, rank= and deadline=.
+func parseRemoval(raw string) (r RankRemoval, err error) {
+	q, err := parseQuery(raw, "url", "selector", "rank", "deadline")
+	if err != nil {
+		return r, err
+	}
+	if r.Rank, err = q.rankRef(); err != nil {
+		return r, err
+	}
+	v := q.values.Get("deadline")
+	if v == "" {
+		return r, nil
+	}
+	d, err := time.ParseDuration(v)
+	if err != nil || d < 0 || d > maxDeadline {
+		return r, badValue("deadline", v, "write a duration like 30s; 0s cuts running streams")
+	}
+	r.Deadline = &d
+	return r, nil
+}
+
+// rankRef reads url=, with selector= if need be, or rank=GROUP/RANK.
+func (q query) rankRef() (app.RankRef, error) {
+	ref := app.RankRef{URL: q.values.Get("url")}
+	rank, selector := q.values.Get("rank"), q.values.Get("selector")
+	switch {
+	case (ref.URL == "") == (rank == ""):
+		return ref, problem.New(problem.InvalidArgument, "one of url and rank says which rank goes").WithHint("add url=http://HOST:PORT or rank=GROUP/RANK")
+	case rank != "" && selector != "":
+		return ref, problem.New(problem.InvalidArgument, "selector goes with url, not with rank").WithHint("leave it out")
+	case rank != "":
+		var ok bool
+		if ref.Group, ref.Rank, ok = ParseRankName(rank); !ok {
+			return ref, badValue("rank", rank, "write GROUP/RANK, for example 0/3")
+		}
+	case selector != "":
+		n, err := q.number("selector", 0, maxNumber)
+		if err != nil {
+			return ref, err
+		}
+		ref.Selector = &n
+	}
+	return ref, nil
+}
+
+// ParseRankName reads GROUP/RANK.
+func ParseRankName(s string) (group, rank int, ok bool) {
+	a, b, found := strings.Cut(s, "/")
+	g, err := strconv.ParseUint(a, 10, 16)
+	r, err2 := strconv.ParseUint(b, 10, 16)
+	return int(g), int(r), found && err == nil && err2 == nil
+}

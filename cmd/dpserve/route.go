@@ -1,0 +1,200 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"io"
+	"net/textproto"
+	"os"
+	"strconv"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// maxRequest bounds a request file: what the inference endpoint takes. Bytes.
+const maxRequest = 16 << 20
+
+type explainFlags struct {
+	prompt, file, tokens, replay string
+	route                        string
+	headers                      []string
+	output                       *format
+}
+
+func newRoute(e *env) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:     "route COMMAND",
+		Short:   "how requests find their rank",
+		Example: `  dpserve route explain demo --prompt hello`,
+		RunE:    wantsCommand,
+	}
+	cmd.Args = cobra.ArbitraryArgs
+	cmd.AddCommand(newRouteExplain(e))
+	return cmd
+}
+
+// wantsCommand is a command that only holds others: its help, or a word on a command that is not there.
+func wantsCommand(cmd *cobra.Command, args []string) error {
+	if len(args) == 0 {
+		return cmd.Help()
+	}
+	return unknownCommand(cmd, args[0])
+}
+
+func newRouteExplain(e *env) *cobra.Command {
+	f := &explainFlags{}
+	cmd := &cobra.Command{
+		Use:   "explain APP [flags]",
+		Short: "which rank a request would get, and why",
+		Long: `explain asks the Router of an application what it would decide for a request, by the same code and on the same state as
+for live requests, and changes nothing. The table has a row per rank: whether it could be picked and if not why, requests in flight
+of those it may hold, prompt tokens it has cached, each term of its score, and the score. ~ marks estimated tokens.
+--replay shows what a recent request was decided on (its prompt blocks, the hits found, the ranks tried, the pick), and
+what it would get now; the ranks' load at that moment is not kept. -o json has every number in full.`,
+		Example: `  dpserve route explain demo --prompt hello
+  dpserve route explain demo -f request.json --route /v1/chat/completions
+  dpserve route explain demo --replay 5f2c9d0e11aa43b7 -o json`,
+		Args: takes(1, "APP"),
+	}
+	cmd.DisableFlagsInUseLine = true
+	flags := cmd.Flags()
+	flags.StringVar(&f.prompt, "prompt", "", "`text` of a prompt")
+	flags.StringVarP(&f.file, "file", "f", "", "`file` with the JSON body of a request; - is stdin")
+	flags.StringVar(&f.tokens, "tokens", "", "prompt as token `ids`: 1,2,3")
+	flags.StringVar(&f.replay, "replay", "", "`id` (x-request-id) of a recent request")
+	flags.StringVar(&f.route, "route", "", "`path` of --prompt and -f; default: /v1/completions, or chat if the body has messages")
+	flags.StringArrayVar(&f.headers, "header", nil, "`NAME: VALUE` of --prompt and -f, may be repeated")
+	f.output = addOutput(cmd)
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		q, err := e.routeQuery(f, cmd.Flags().Changed)
+		if err != nil {
+			return err
+		}
+		return e.explain(cmd.Context(), args[0], q, *f.output)
+	}
+	return cmd
+}
+
+// routeQuery reads the flags. given says whether one was on the command line: an empty prompt is a prompt.
+func (e *env) routeQuery(f *explainFlags, given func(string) bool) (*msg.RouteQuery, error) {
+	n := 0
+	for _, name := range []string{"prompt", "file", "tokens", "replay"} {
+		if given(name) {
+			n++
+		}
+	}
+	if n != 1 {
+		return nil, usageError("route explain", "route explain wants one of --prompt, -f, --tokens and --replay")
+	}
+	q := &msg.RouteQuery{Replay: f.replay, Route: f.route}
+	var err error
+	if q.Headers, err = parseHeaders(f.headers); err != nil {
+		return nil, err
+	}
+	switch {
+	case given("prompt"):
+		q.Prompt = &f.prompt
+	case given("tokens"):
+		q.TokenIDs, err = parseTokens(f.tokens)
+	case given("file"):
+		q.Request, err = e.readRequest(f.file)
+	case f.replay == "":
+		err = usageError("route explain", "--replay wants a request id")
+	}
+	if err == nil && !given("prompt") && !given("file") && (f.route != "" || len(f.headers) > 0) {
+		err = usageError("route explain", "--route and --header go with --prompt and -f")
+	}
+	return q, err
+}
+
+func parseHeaders(lines []string) (map[string]string, error) {
+	if len(lines) == 0 {
+		return nil, nil //nolint:nilnil // no headers
+	}
+	out := map[string]string{}
+	for _, l := range lines {
+		name, value, ok := strings.Cut(l, ":")
+		if name = textproto.TrimString(name); !ok || name == "" {
+			return nil, usageError("route explain", "--header %q: wanted NAME: VALUE", l)
+		}
+		out[name] = textproto.TrimString(value)
+	}
+	return out, nil
+}
+
+func parseTokens(s string) ([]uint32, error) {
+	var out []uint32
+	for word := range strings.SplitSeq(s, ",") {
+		id, err := strconv.ParseUint(strings.TrimSpace(word), 10, 32)
+		if err != nil {
+			return nil, problem.New(problem.InvalidArgument, "--tokens: %q is not a token id", word).WithHint("token ids are numbers with commas between them: 1,2,3")
+		}
+		out = append(out, uint32(id))
+	}
+	return out, nil
+}
+
+func (e *env) readRequest(path string) ([]byte, error) {
+	in := e.io.In
+	if path != "-" {
+		f, err := os.Open(path)
+		if err != nil {
+			return nil, requestError(path, err)
+		}
+		defer func() { _ = f.Close() }() // only read
+		in = f
+	}
+	text, err := io.ReadAll(io.LimitReader(in, maxRequest+1))
+	switch {
+	case err != nil:
+		return nil, requestError(path, err)
+	case len(text) > maxRequest:
+		return nil, problem.New(problem.TooLarge, "%s is larger than 16 MiB", path).WithHint("the inference endpoint takes no larger body")
+	case !json.Valid(text):
+		return nil, problem.New(problem.InvalidArgument, "%s is not JSON", path).WithHint("give the body as it is sent to the inference endpoint")
+	}
+	return text, nil
+}
+
+func requestError(path string, err error) error {
+	var perr *os.PathError
+	if errors.As(err, &perr) {
+		err = perr.Err
+	}
+	return problem.New(problem.InvalidArgument, "cannot read %s: %w", path, err).WithHint("-f takes the JSON body of a request")
+}
+
+// explanationDocument is the JSON of route explain.
+type explanationDocument struct {
+	APIVersion string `json:"apiVersion"`
+	*msg.Explanation
+}
+
+func (e *env) explain(ctx context.Context, app string, q *msg.RouteQuery, f format) error {
+	client, err := e.admin()
+	if err != nil {
+		return err
+	}
+	defer client.Close()
+	x, err := client.Explain(ctx, app, q)
+	if err != nil {
+		return err
+	}
+	l := &listing{
+		document: explanationDocument{apiVersion, x}, names: pickNames(x),
+		table: func(wide bool) []*table { return []*table{explanationTable(x, wide)} }, notes: explanationLines(x),
+	}
+	return l.write(e.io, f)
+}
+
+func pickNames(x *msg.Explanation) []string {
+	if x.Pick == "" {
+		return nil
+	}
+	return []string{x.Pick}
+}

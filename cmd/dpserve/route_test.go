@@ -1,0 +1,252 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/state"
+)
+
+// routerOf is what the fake cluster knows of a Router.
+type routerOf struct {
+	asked  []*msg.RouteQuery
+	answer *msg.Explanation
+	info   msg.RouterInfo
+	resets []string
+}
+
+func (f *fakeCluster) Explain(_ context.Context, app string, q *msg.RouteQuery) (*msg.Explanation, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.router.asked = append(f.router.asked, q)
+	if app != "demo" {
+		return nil, problem.New(problem.NotFound, "there is no app %q", app).WithHint("`dpserve status` lists the applications")
+	}
+	return f.router.answer, f.down
+}
+
+func (f *fakeCluster) Router(context.Context, string) (msg.RouterInfo, error) {
+	return f.router.info, f.down
+}
+
+func (f *fakeCluster) ResetRouter(_ context.Context, app string) (msg.ResetResult, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.router.resets = append(f.router.resets, app)
+	return msg.ResetResult{App: app, Ranks: 4}, f.down
+}
+
+func float(v float64) *float64 { return &v }
+
+// explained is a decision of policy kv over four ranks of which two could be picked.
+func explained() *msg.Explanation {
+	terms := func(prefill, decode float64) []msg.Term {
+		return []msg.Term{
+			{Name: "prefill_blocks", Unit: "blocks", Raw: prefill, Weight: 32, Value: 32 * prefill},
+			{Name: "decode_blocks", Unit: "blocks", Raw: decode, Weight: 1, Value: decode},
+		}
+	}
+	return &msg.Explanation{
+		App: "demo", Policy: "kv", Identity: "text", Tokens: 1234, Estimated: true, Blocks: 77, BlockSize: 64, BlockUnit: "bytes",
+		Decision: "route", Pick: "0/1", Reason: "lowest_score",
+		Formula: "32 × prefill_blocks (blocks) + decode_blocks (blocks); lowest wins",
+		Ranks: []msg.RankExplanation{
+			{Worker: "0/0", Eligible: true, State: "ok", InFlight: 3, MaxOngoing: 8, HitTokens: 512, HitBlocks: 32, KVUsage: float(0.42), Terms: terms(45.125, 120), Score: float(1564)},
+			{Worker: "0/1", Rank: 1, Eligible: true, State: "ok", InFlight: 1, MaxOngoing: 8, HitTokens: 1168, HitBlocks: 73, HostTokens: 16, Terms: terms(4.125, 78), Score: float(210), Picked: true},
+			{Worker: "0/2", Rank: 2, State: "busy", Why: "KV usage 0.97, busy_threshold 0.95", InFlight: 7, MaxOngoing: 8},
+			{Worker: "0/3", Rank: 3, State: "unknown", Why: "it has not started yet, or is gone; see `dpserve status`"},
+		},
+		Notes: []string{"ranks above busy_threshold 0.95 get nothing"},
+	}
+}
+
+// TestRouteExplainTable pins what a person sees.
+func TestRouteExplainTable(t *testing.T) {
+	cli := newCLI(t)
+	cli.cluster.router.answer = explained()
+	require.Equal(t, 0, cli.run([]string{"route", "explain", "demo", "--prompt", "once upon a time"}), cli.stderr())
+	assert.Equal(t, strings.TrimPrefix(`
+RANK  STATE    IN-FLIGHT  HIT    PREFILL-BLOCKS  DECODE-BLOCKS  SCORE  PICK  WHY-NOT
+0/0   ok       3/8        ~512   1444            120            1564
+0/1   ok       1/8        ~1168  132             78             210    <
+0/2   busy     7/8        0      -               -              -            KV usage 0.97, busy_threshold 0.95
+0/3   unknown  0/0        0      -               -              -            it has not started yet, or is gone; see `+"`dpserve status`"+`
+
+pick    0/1: lowest_score
+prompt  ~1234 tokens, 77 full blocks of 64 bytes
+policy  kv
+score   32 × prefill_blocks (blocks) + decode_blocks (blocks); lowest wins
+note    ranks above busy_threshold 0.95 get nothing
+`, "\n"), cli.stdout())
+	assert.Equal(t, "once upon a time", *cli.cluster.router.asked[0].Prompt)
+
+	cli = newCLI(t)
+	cli.cluster.router.answer = explained()
+	require.Equal(t, 0, cli.run([]string{"route", "explain", "demo", "--prompt", "", "-o", "wide"}))
+	assert.Contains(t, cli.stdout(), "RANK  STATE    IN-FLIGHT  HIT    BLOCKS  HOST  DISK  KV-USAGE  PREFILL-BLOCKS")
+	assert.Contains(t, cli.stdout(), "0/1   ok       1/8        ~1168  73      ~16   0     -         132")
+	assert.NotNil(t, cli.cluster.router.asked[0].Prompt, "an empty prompt is a prompt")
+}
+
+// TestRouteExplainReplay: what was decided, and that the rest is of now.
+func TestRouteExplainReplay(t *testing.T) {
+	cli := newCLI(t)
+	x := explained()
+	x.Pick, x.Decision, x.Reason, x.Formula, x.Notes = "", "queue", "no_room", "", nil
+	x.Replay = &msg.Replay{
+		RequestID: "abc", At: time.Unix(0, 0), Attempt: 2, Policy: "kv", Pick: "0/0", Reason: "lowest_score", HitTokens: 64, Tried: []string{"0/3"},
+	}
+	cli.cluster.router.answer = x
+	require.Equal(t, 0, cli.run([]string{"route", "explain", "demo", "--replay", "abc"}))
+	assert.Contains(t, cli.stdout(), `
+then    abc at 1970-01-01T00:00:00Z, attempt 2 (tried 0/3): 0/0 by kv: lowest_score, hit 64 tokens; the rest is what it would get now
+pick    none: queue, no_room
+prompt  `)
+	assert.Equal(t, "abc", cli.cluster.router.asked[0].Replay)
+}
+
+// TestRouteExplainDocuments: JSON has the numbers as they are; name is the pick.
+func TestRouteExplainDocuments(t *testing.T) {
+	cli := newCLI(t)
+	cli.cluster.router.answer = explained()
+	require.Equal(t, 0, cli.run([]string{"route", "explain", "demo", "--tokens", "1, 2,4294967295", "-o", "json"}))
+	var doc explanationDocument
+	require.NoError(t, json.Unmarshal([]byte(cli.stdout()), &doc))
+	assert.Equal(t, apiVersion, doc.APIVersion)
+	assert.Equal(t, explained(), doc.Explanation)
+	assert.Equal(t, []uint32{1, 2, 4294967295}, cli.cluster.router.asked[0].TokenIDs)
+
+	cli = newCLI(t)
+	cli.cluster.router.answer = explained()
+	require.Equal(t, 0, cli.run([]string{"route", "explain", "demo", "--tokens", "1", "-o", "name"}))
+	assert.Equal(t, "0/1\n", cli.stdout())
+}
+
+func TestRouteExplainRequest(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "request.json")
+	require.NoError(t, os.WriteFile(path, []byte(`{"messages": []}`), 0o600))
+	cli := newCLI(t)
+	cli.cluster.router.answer = explained()
+	require.Equal(t, 0, cli.run([]string{
+		"route", "explain", "demo", "-f", path, "--route", "/v1/chat/completions", "--header", "x-session-id: s1", "--header", "X-A:",
+	}), cli.stderr())
+	q := cli.cluster.router.asked[0]
+	assert.JSONEq(t, `{"messages": []}`, string(q.Request))
+	assert.Equal(t, "/v1/chat/completions", q.Route)
+	assert.Equal(t, map[string]string{"x-session-id": "s1", "X-A": ""}, q.Headers)
+
+	cli = newCLI(t)
+	cli.cluster.router.answer = explained()
+	cli.stdin.Reset(`{"prompt": "x"}`)
+	require.Equal(t, 0, cli.run([]string{"route", "explain", "demo", "-f", "-"}), cli.stderr())
+	assert.JSONEq(t, `{"prompt": "x"}`, string(cli.cluster.router.asked[0].Request))
+}
+
+// TestRouteBadUsage: nothing of this reaches the cluster.
+func TestRouteBadUsage(t *testing.T) {
+	notJSON := filepath.Join(t.TempDir(), "x")
+	require.NoError(t, os.WriteFile(notJSON, []byte(`{`), 0o600))
+	for _, c := range []struct {
+		args []string
+		text string
+	}{
+		{[]string{"route", "explain"}, "route explain wants APP"},
+		{[]string{"route", "explain", "demo"}, "route explain wants one of --prompt, -f, --tokens and --replay"},
+		{[]string{"route", "explain", "demo", "--prompt", "a", "--tokens", "1"}, "wants one of"},
+		{[]string{"route", "explain", "demo", "--tokens", "1,x"}, `--tokens: "x" is not a token id`},
+		{[]string{"route", "explain", "demo", "--tokens", ""}, `--tokens: "" is not a token id`},
+		{[]string{"route", "explain", "demo", "--tokens", "-1"}, `--tokens: "-1" is not a token id`},
+		{[]string{"route", "explain", "demo", "--replay", ""}, "--replay wants a request id"},
+		{[]string{"route", "explain", "demo", "--tokens", "1", "--route", "/v1/completions"}, "--route and --header go with"},
+		{[]string{"route", "explain", "demo", "--prompt", "a", "--header", "nonsense"}, `--header "nonsense": wanted NAME: VALUE`},
+		{[]string{"route", "explain", "demo", "-f", notJSON}, "is not JSON"},
+		{[]string{"route", "explain", "demo", "-f", notJSON + "-missing"}, "no such file"},
+		{[]string{"route", "explain", "demo", "--promt", "a"}, "did you mean --prompt?"},
+		{[]string{"route", "explian"}, "did you mean `dpserve route explain`?"},
+		{[]string{"router", "resett"}, "did you mean `dpserve router reset`?"},
+		{[]string{"router", "show"}, "router show wants APP"},
+	} {
+		cli := newCLI(t)
+		assert.Equal(t, 2, cli.run(c.args), "%v", c.args)
+		assert.Contains(t, cli.stderr(), c.text, "%v", c.args)
+		assert.Empty(t, cli.cluster.router.asked, "%v", c.args)
+	}
+	cli := newCLI(t)
+	assert.Equal(t, 1, cli.run([]string{"route", "explain", "other", "--prompt", "a"}))
+	assert.Contains(t, cli.stderr(), "dpserve: there is no app \"other\"\nhint: `dpserve status` lists the applications\n")
+}
+
+func TestRouterShow(t *testing.T) {
+	cli := newCLI(t)
+	cli.cluster.router.info = msg.RouterInfo{
+		App: "demo", Policy: "kv", Preset: "documented", Params: map[string]any{"overlap_score_weight": 2, "router_temperature": 0.5}, Identity: "text",
+		Reads: []string{"hits", "blocks"}, BusyThreshold: float(0.95), Ranks: 4, Ready: 3, Imbalance: 1.25, Reservations: 2,
+		Index: &msg.IndexStatus{Blocks: 12345, Bytes: 3 << 20, Cap: 512 << 20, Resyncs: 1},
+	}
+	require.Equal(t, 0, cli.run([]string{"router", "show", "demo"}))
+	assert.Equal(t, strings.TrimPrefix(`
+ROUTER                       demo
+policy                       kv
+preset                       documented
+params.overlap_score_weight  2
+params.router_temperature    0.5
+reads                        load, hits, blocks
+identity                     text
+busy threshold               0.95
+ranks ready                  3/4
+queued                       0
+imbalance                    1.25
+reservations                 2
+index                        12345 blocks, 3.0 MiB of 512.0 MiB, 1 resyncs
+`, "\n"), cli.stdout())
+}
+
+func TestRouterReset(t *testing.T) {
+	cli := newCLI(t)
+	require.Equal(t, 0, cli.run([]string{"router", "reset", "demo"}))
+	assert.Equal(t, []string{"demo"}, cli.cluster.router.resets)
+	assert.Equal(t, "dpserve: the router of demo was reset; 4 ranks asked for a snapshot\n", cli.stderr())
+	assert.Empty(t, cli.stdout())
+}
+
+// TestStatusShowsCaches: hit rates in the table; below it what is worth a word, and nothing else.
+func TestStatusShowsCaches(t *testing.T) {
+	a := demo(statusRunning, 1, state.Ready, state.Ready, state.Ready)
+	a.Identity, a.Index = "text", &msg.IndexStatus{Blocks: 7, Bytes: 1 << 20, Cap: 512 << 20}
+	rank := func(i int) *msg.RankStatus { return &a.Units[i].Ranks[0] }
+	rank(0).PromptTokens, rank(0).HitRate = 1000, 0.875
+	rank(0).KV = &msg.KVStatus{Events: &msg.EventStatus{State: msg.EventsLive}}
+	rank(1).KV = &msg.KVStatus{Events: &msg.EventStatus{State: msg.EventsSilent, SilentFor: 34.4, Dropped: 2}}
+	rank(2).KV = &msg.KVStatus{Note: "prefix caching is off"}
+	cli := newCLI(t)
+	cli.cluster.script = [][]msg.AppStatus{{a}}
+	require.Equal(t, 0, cli.run([]string{"status"}))
+	lines := strings.Split(cli.stdout(), "\n")
+	assert.Contains(t, lines[3], "RESTARTS  HIT%  REASON")
+	assert.True(t, strings.HasSuffix(lines[4], "0         87.5"), lines[4])
+	assert.True(t, strings.HasSuffix(lines[5], "0         -"), lines[5])
+	assert.Equal(t, []string{
+		"", "demo: index 7 blocks, 1.0 MiB of 512.0 MiB; identity text",
+		"demo/0/1: KV events silent for 34 s under traffic; 2 KV events dropped",
+		"demo/0/2: prefix caching is off", "",
+	}, lines[7:])
+}
+
+// TestDecimal: numbers of very different size in one column.
+func TestDecimal(t *testing.T) {
+	for v, want := range map[float64]string{
+		0: "0", 1: "1", -0.5: "-0.5", 0.55 * 0.3: "0.165", 1.0 / 3: "0.3333", 35184372088833: "3.518e+13", 1e-9: "1e-09", 9999999.5: "9999999.5", 120: "120",
+	} {
+		assert.Equal(t, want, decimal(v))
+	}
+}

@@ -1,0 +1,122 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/dpserve/dpserve/actors/msg"
+)
+
+func newRouter(e *env) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "router COMMAND",
+		Short: "what an application's Router is, and make it forget",
+		Example: `  dpserve router show demo
+  dpserve router reset demo`,
+		RunE: wantsCommand,
+	}
+	cmd.Args = cobra.ArbitraryArgs
+	cmd.AddCommand(newRouterShow(e), newRouterReset(e))
+	return cmd
+}
+
+func newRouterShow(e *env) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:     "show APP [flags]",
+		Short:   "policy, parameters, prompt identity, index",
+		Long:    "show describes the Router of an application: what it decides by, what it reads, and how much it knows.",
+		Example: "  dpserve router show demo",
+		Args:    takes(1, "APP"),
+	}
+	cmd.DisableFlagsInUseLine = true
+	output := addOutput(cmd)
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		return e.showRouter(cmd.Context(), args[0], *output)
+	}
+	return cmd
+}
+
+// routerDocument is the JSON of router show.
+type routerDocument struct {
+	APIVersion string `json:"apiVersion"`
+	msg.RouterInfo
+}
+
+func (e *env) showRouter(ctx context.Context, app string, f format) error {
+	client, err := e.admin()
+	if err != nil {
+		return err
+	}
+	defer client.Close()
+	r, err := client.Router(ctx, app)
+	if err != nil {
+		return err
+	}
+	l := &listing{
+		document: routerDocument{apiVersion, r}, names: []string{r.App},
+		table: func(bool) []*table { return []*table{routerTable(&r)} },
+	}
+	return l.write(e.io, f)
+}
+
+func routerTable(r *msg.RouterInfo) *table {
+	t := &table{head: []string{"ROUTER", r.App}}
+	row := func(name, value string) { t.add(cells(name, value)...) }
+	row("policy", r.Policy)
+	row("preset", r.Preset)
+	for _, name := range slices.Sorted(maps.Keys(r.Params)) {
+		row("params."+name, fmt.Sprint(r.Params[name]))
+	}
+	row("reads", strings.Join(append([]string{"load"}, r.Reads...), ", "))
+	row("identity", r.Identity)
+	if r.BusyThreshold != nil {
+		row("busy threshold", decimal(*r.BusyThreshold))
+	}
+	if r.CachingOff {
+		row("prefix caching", "off in the engines")
+	}
+	row("ranks ready", fmt.Sprintf("%d/%d", r.Ready, r.Ranks))
+	row("queued", strconv.Itoa(r.Queued))
+	row("imbalance", decimal(r.Imbalance))
+	row("reservations", strconv.Itoa(r.Reservations))
+	if r.Index == nil {
+		row("index", "none: the policy reads no caches")
+	} else {
+		row("index", indexText(r.Index))
+	}
+	return t
+}
+
+func newRouterReset(e *env) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "reset APP",
+		Short: "make the Router forget and learn anew",
+		Long: `reset drops what the Router of an application remembers (policy state, index, loads that no rank has confirmed) and asks
+every rank for its state. Requests in flight are not touched; for a moment caches look cold.`,
+		Example: "  dpserve router reset demo",
+		Args:    takes(1, "APP"),
+		RunE:    func(cmd *cobra.Command, args []string) error { return e.resetRouter(cmd.Context(), args[0]) },
+	}
+	cmd.DisableFlagsInUseLine = true
+	return cmd
+}
+
+func (e *env) resetRouter(ctx context.Context, app string) error {
+	client, err := e.admin()
+	if err != nil {
+		return err
+	}
+	defer client.Close()
+	r, err := client.ResetRouter(ctx, app)
+	if err != nil {
+		return err
+	}
+	talk(e.io.Err, "the router of %s was reset; %s asked for a snapshot", r.App, count(r.Ranks, "rank"))
+	return nil
+}

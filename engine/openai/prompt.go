@@ -1,0 +1,120 @@
+package openai
+
+import (
+	"bytes"
+	"math"
+	"slices"
+)
+
+// templated says whether a top-level field decides, with the prompt, what its tokens are. These are the ones that an
+// engine's /tokenize takes too.
+func templated(key []byte) bool {
+	switch string(key) {
+	case "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "add_special_tokens", "mm_processor_kwargs":
+		return true
+	}
+	return false
+}
+
+// Text is the first prompt of body, as last scanned, as bytes with which a later prompt begins that goes on where it ends:
+// messages and token ids without their closing bracket, a string without its quotes, all as written. Nil if there is none.
+func (b *Body) Text(body []byte) []byte {
+	raw := body[b.first.Start:b.first.End]
+	if len(raw) < 2 {
+		return nil
+	}
+	switch raw[0] {
+	case '"':
+		raw = raw[1 : len(raw)-1]
+	case '[':
+		if raw = bytes.TrimRight(raw[:len(raw)-1], " \t\r\n"); len(raw) == 1 {
+			return nil
+		}
+	default:
+		return nil
+	}
+	return raw
+}
+
+// TokenIDs appends the first prompt of body, as last scanned, to dst if it is given as token ids. ok is false if it is not,
+// or if a number is no id of 32 bits.
+func (b *Body) TokenIDs(dst []uint32, body []byte) (ids []uint32, ok bool) {
+	if b.PromptTokens <= 0 {
+		return dst, false
+	}
+	return appendIDs(slices.Grow(dst, b.PromptTokens), body[b.first.Start:b.first.End])
+}
+
+// appendIDs reads a checked list of numbers.
+func appendIDs(dst []uint32, raw []byte) (ids []uint32, ok bool) {
+	for i := 0; i < len(raw); i++ {
+		n := uint64(raw[i] - '0')
+		if n > 9 {
+			switch raw[i] {
+			case ',', ' ', '[', ']', '\n', '\t', '\r':
+				continue
+			}
+			return dst, false
+		}
+		for i++; i < len(raw) && raw[i]-'0' <= 9; i++ {
+			if n = 10*n + uint64(raw[i]-'0'); n > math.MaxUint32 {
+				return dst, false
+			}
+		}
+		dst = append(dst, uint32(n)) //nolint:gosec // checked above
+		i--
+	}
+	return dst, true
+}
+
+// Media says whether the messages of body, as last scanned, may hold parts that are no text: what an engine makes of those is
+// not in the tokens of the text.
+func (b *Body) Media(body []byte) bool {
+	if b.route != Chat {
+		return false
+	}
+	raw := body[b.first.Start:b.first.End]
+	for _, mark := range [...]string{`_url"`, `"input_audio"`, `_embeds"`, `"image_pil"`} {
+		if bytes.Contains(raw, []byte(mark)) {
+			return true
+		}
+	}
+	return false
+}
+
+// TokenizeBody appends to dst what asks an engine's /tokenize for the tokens of the first prompt of body, as last scanned:
+// model, prompt, and the fields that decide what its tokens are, all as written. Nothing is appended if there is no prompt.
+func (b *Body) TokenizeBody(dst, body []byte) []byte {
+	if b.first.End == 0 {
+		return dst
+	}
+	dst = append(dst, '{')
+	if b.HasModel {
+		dst = append(append(append(dst, `"model":`...), body[b.rawModel.Start:b.rawModel.End]...), ',')
+	}
+	dst = appendString(dst, routes[b.route].prompts[0])
+	dst = append(append(dst, ':'), body[b.first.Start:b.first.End]...)
+	for _, m := range b.template {
+		dst = append(append(dst, ','), body[m.Start:m.End]...)
+	}
+	return append(dst, '}')
+}
+
+// ParseTokenize appends the token ids of an answer of /tokenize to dst; false if there are none.
+func ParseTokenize(dst []uint32, answer []byte) (ids []uint32, ok bool) {
+	s := scanner{b: answer}
+	i := s.space(0)
+	if s.peek(i) != '{' {
+		return dst, false
+	}
+	end := s.members(i, 1, func(key []byte, _ bool, v Span) bool {
+		if raw := answer[v.Start:v.End]; string(key) == "tokens" && raw[0] == '[' && !ok {
+			ids, ok = appendIDs(dst, raw)
+		}
+		return true
+	})
+	if end < 0 || !ok || s.space(end) < len(answer) {
+		return dst, false
+	}
+	return ids, true
+}

@@ -1,0 +1,125 @@
+package telemetry
+
+import (
+	"strconv"
+	"sync/atomic"
+
+	"github.com/prometheus/client_golang/prometheus"
+)
+
+// RankKV is what one rank knows of its engine's KV cache.
+type RankKV struct {
+	App         string
+	Group, Rank int
+	Blocks      int
+	Bytes       int
+	Orphans     int
+	Evicted     uint64
+	Events      bool   // it follows its engine's events: the fields below count
+	Batches     uint64 // event batches applied
+	Gaps        uint64 // sequence jumps
+	Restarts    uint64 // of the engine, seen by its sequence
+	Dropped     uint64 // malformed, unknown or contradictory events
+	Silent      bool   // traffic, and no event
+}
+
+// AppIndex is an ingress's own picture of the KV caches of an application.
+type AppIndex struct {
+	App     string
+	Blocks  int
+	Bytes   int
+	Evicted uint64
+	Resyncs uint64
+}
+
+// kvCollector shows what the last ShowKV brought, so that a series goes with its rank.
+type kvCollector struct {
+	shown atomic.Pointer[kvSamples]
+
+	blocks, bytes, orphans, evictions, events, silent  *prometheus.Desc
+	routerBlocks, routerBytes, routerEvicted, resynced *prometheus.Desc
+}
+
+type kvSamples struct {
+	ranks []RankKV
+	apps  []AppIndex
+}
+
+func newKVCollector() *kvCollector {
+	return &kvCollector{
+		blocks:        rankDesc("kv_index_blocks", "Blocks that the rank's KV index holds, by its engine's events or by the record of what it was sent."),
+		bytes:         rankDesc("kv_index_bytes", "Memory of the rank's KV index."),
+		orphans:       rankDesc("kv_index_orphans", "Blocks in the rank's KV index whose parent is not there."),
+		evictions:     rankDesc("kv_index_evictions_total", "Blocks dropped from the rank's KV index at its memory cap."),
+		events:        rankDesc("kv_events_total", "What came of the engine's KV events: batches applied, gaps, engine restarts, events dropped.", labelKind),
+		silent:        rankDesc("kv_silent", "1 while the rank's engine should send KV events under traffic and does not."),
+		routerBlocks:  appDesc("router_index_blocks", "Blocks in this ingress's KV index, over all ranks."),
+		routerBytes:   appDesc("router_index_bytes", "Memory of this ingress's KV index."),
+		routerEvicted: appDesc("router_index_evictions_total", "Blocks dropped from this ingress's KV index at its memory cap."),
+		resynced:      appDesc("router_index_resyncs_total", "Columns of this ingress's KV index that were asked for again after a gap."),
+	}
+}
+
+func rankDesc(name, help string, more ...string) *prometheus.Desc {
+	return prometheus.NewDesc(prometheus.BuildFQName(namespace, "", name), help, append([]string{labelApp, labelGroup, labelRank}, more...), nil)
+}
+
+func appDesc(name, help string) *prometheus.Desc {
+	return prometheus.NewDesc(prometheus.BuildFQName(namespace, "", name), help, []string{labelApp}, nil)
+}
+
+// ShowKV replaces what /metrics shows of KV caches. Call it before each scrape with all ranks and applications that have one.
+func (m *Metrics) ShowKV(ranks []RankKV, apps []AppIndex) {
+	m.kv.shown.Store(&kvSamples{ranks, apps})
+}
+
+// Describe implements prometheus.Collector.
+func (c *kvCollector) Describe(ch chan<- *prometheus.Desc) {
+	for _, d := range []*prometheus.Desc{
+		c.blocks, c.bytes, c.orphans, c.evictions, c.events, c.silent, c.routerBlocks, c.routerBytes, c.routerEvicted, c.resynced,
+	} {
+		ch <- d
+	}
+}
+
+// Collect implements prometheus.Collector.
+func (c *kvCollector) Collect(ch chan<- prometheus.Metric) {
+	s := c.shown.Load()
+	if s == nil {
+		return
+	}
+	for i := range s.ranks {
+		c.rank(ch, &s.ranks[i])
+	}
+	for i := range s.apps {
+		a := &s.apps[i]
+		ch <- gaugeOf(c.routerBlocks, float64(a.Blocks), a.App)
+		ch <- gaugeOf(c.routerBytes, float64(a.Bytes), a.App)
+		ch <- counterOf(c.routerEvicted, a.Evicted, a.App)
+		ch <- counterOf(c.resynced, a.Resyncs, a.App)
+	}
+}
+
+func (c *kvCollector) rank(ch chan<- prometheus.Metric, r *RankKV) {
+	group, rank := strconv.Itoa(r.Group), strconv.Itoa(r.Rank)
+	ch <- gaugeOf(c.blocks, float64(r.Blocks), r.App, group, rank)
+	ch <- gaugeOf(c.bytes, float64(r.Bytes), r.App, group, rank)
+	ch <- gaugeOf(c.orphans, float64(r.Orphans), r.App, group, rank)
+	ch <- counterOf(c.evictions, r.Evicted, r.App, group, rank)
+	if !r.Events {
+		return
+	}
+	ch <- gaugeOf(c.silent, oneIf(r.Silent), r.App, group, rank)
+	ch <- counterOf(c.events, r.Batches, r.App, group, rank, "batch")
+	ch <- counterOf(c.events, r.Gaps, r.App, group, rank, "gap")
+	ch <- counterOf(c.events, r.Restarts, r.App, group, rank, "restart")
+	ch <- counterOf(c.events, r.Dropped, r.App, group, rank, "dropped")
+}
+
+func gaugeOf(d *prometheus.Desc, v float64, labels ...string) prometheus.Metric {
+	return prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, labels...)
+}
+
+func counterOf(d *prometheus.Desc, v uint64, labels ...string) prometheus.Metric {
+	return prometheus.MustNewConstMetric(d, prometheus.CounterValue, float64(v), labels...)
+}

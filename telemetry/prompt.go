@@ -1,0 +1,40 @@
+package telemetry
+
+import "github.com/prometheus/client_golang/prometheus"
+
+// promptVectors count how prompts are identified, and what the ingress's picture of the ranks' caches missed.
+type promptVectors struct {
+	tokenize, indexGaps, indexResyncs *prometheus.CounterVec
+}
+
+func newPromptVectors() promptVectors {
+	return promptVectors{
+		tokenize: counter("tokenize_total", "Text prompts to be identified by tokens: hit (known), miss (an engine was asked), fallback (identified by text).",
+			labelApp, labelResult),
+		indexGaps:    counter("index_gaps_total", "Times a rank's cache was hidden from routing because a record of its stream was missed.", labelApp),
+		indexResyncs: counter("index_resyncs_total", "Snapshots that this ingress asked ranks for after a gap.", labelApp),
+	}
+}
+
+func (v *promptVectors) list() []forgetter {
+	return []forgetter{v.tokenize, v.indexGaps, v.indexResyncs}
+}
+
+// promptCounters are those of one application.
+type promptCounters struct {
+	tokenize      children[string, prometheus.Counter]
+	gaps, resyncs prometheus.Counter
+}
+
+// Tokenize counts a text prompt to be identified by tokens; result is hit, miss or fallback.
+func (a *App) Tokenize(result string) {
+	if c, ok := a.prompts.tokenize.get(result, func() prometheus.Counter { return a.vecs.prompts.tokenize.WithLabelValues(a.name, result) }); ok {
+		c.Inc()
+	}
+}
+
+// IndexGap counts a rank whose cache was hidden because a record of its stream was missed.
+func (a *App) IndexGap() { a.prompts.gaps.Inc() }
+
+// IndexResync counts a snapshot that was asked for.
+func (a *App) IndexResync() { a.prompts.resyncs.Inc() }

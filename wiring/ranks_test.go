@@ -1,0 +1,145 @@
+package wiring
+
+import (
+	"fmt"
+	"io"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/api"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/state"
+)
+
+// nowhere is an engine that does not answer; attach goes on asking.
+func nowhere(n int) string { return fmt.Sprintf("http://127.0.0.1:%d", n) }
+
+// newBackend is the backend of a node that listens nowhere.
+func newBackend(t *testing.T, files ...string) *backend {
+	t.Helper()
+	c := DefaultConfig()
+	c.NodeID, c.DataDir, c.LogWriter, c.Ephemeral = "n1", t.TempDir(), io.Discard, true
+	n, err := New(c)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, n.Close()) })
+	b := &backend{n}
+	for _, f := range files {
+		_, err := b.Deploy(t.Context(), api.DeployRequest{File: "app.yaml", Text: []byte(f)})
+		require.NoError(t, err)
+	}
+	return b
+}
+
+const (
+	edgeFile = `applications: [{name: edge, model: {id: edge}, engine: {kind: attach, ranks: [{url: "http://127.0.0.1:1"}]}}]`
+	moeFile  = `applications: [{name: moe, model: {id: moe}, data_parallel: {coupling: lockstep}, engine: {kind: attach, ranks: [{url: "http://127.0.0.1:1"}]}}]`
+)
+
+func (b *backend) spec(t *testing.T, name string) *app.Application {
+	t.Helper()
+	a, _, err := attachedApp(b.n.cluster.State(), name)
+	require.NoError(t, err)
+	return a
+}
+
+// TestRankChangesAllLand: those that overtake each other are made anew, and each rank has a number of its own.
+func TestRankChangesAllLand(t *testing.T) {
+	b := newBackend(t, edgeFile)
+	const n = 10
+	var wg sync.WaitGroup
+	var mu sync.Mutex
+	numbers := map[int]bool{0: true}
+	for i := range n {
+		wg.Go(func() {
+			c, err := b.AddRank(t.Context(), "edge", fmt.Appendf(nil, `{"url": %q}`, nowhere(i+2)))
+			assert.NoError(t, err)
+			mu.Lock()
+			defer mu.Unlock()
+			assert.False(t, numbers[c.Rank], "rank %d twice", c.Rank)
+			numbers[c.Rank] = true
+		})
+	}
+	wg.Wait()
+	a := b.spec(t, "edge")
+	assert.Equal(t, n+1, a.DataParallel.DPSize)
+	assert.Equal(t, []int{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10}, a.RankNumbers(0))
+	for i := range n {
+		wg.Go(func() {
+			_, err := b.RemoveRank(t.Context(), "edge", api.RankRemoval{Rank: app.RankRef{URL: nowhere(i + 2)}})
+			assert.NoError(t, err)
+		})
+	}
+	wg.Wait()
+	urls, err := b.Workers(t.Context(), "")
+	require.NoError(t, err)
+	assert.Equal(t, []string{nowhere(1)}, urls)
+	assert.Equal(t, uint64(1), b.n.cluster.State().Units["edge/0/0"].Epoch, "nobody touched it")
+}
+
+func TestRankChangesAreRefusedWithAReason(t *testing.T) {
+	b := newBackend(t, edgeFile, moeFile)
+	add := func(name, rank string) error { _, err := b.AddRank(t.Context(), name, []byte(rank)); return err }
+	for name, c := range map[string]struct {
+		err  error
+		code problem.Code
+		text string
+	}{
+		"unknown app": {add("egde", `{"url": "http://h:1"}`), problem.NotFound, `there is no app "egde"`},
+		"two apps":    {add("", `{"url": "http://h:1"}`), problem.InvalidArgument, "there are 2 applications of kind attach"},
+		"duplicate":   {add("edge", `{"url": "http://127.0.0.1:1/"}`), problem.Conflict, "is attached already, as edge/0/0"},
+		"lockstep":    {add("moe", `{"url": "http://h:1"}`), problem.Conflict, "one lockstep group"},
+		"malformed":   {add("edge", `{"url": "h"}`), problem.InvalidArgument, `url: found "h"`},
+		"no node":     {add("edge", `{"url": "http://h:1", "node": "n9"}`), problem.Unplaceable, "node n9 is not there"},
+	} {
+		require.Error(t, c.err, name)
+		assert.Equal(t, c.code, problem.CodeOf(c.err), name)
+		assert.Contains(t, c.err.Error(), c.text, name)
+	}
+	assert.Equal(t, uint64(1), b.n.cluster.State().Apps["edge"].Revision, "nothing has changed")
+	require.NoError(t, b.Delete(t.Context(), "edge"))
+	assert.Equal(t, problem.InvalidArgument, problem.CodeOf(add("", `{"url": "h"}`)), "the only one left")
+	none := newBackend(t)
+	_, err := none.Workers(t.Context(), "")
+	assert.Equal(t, problem.NotFound, problem.CodeOf(err))
+}
+
+// TestDeployAfterRankChanges: the file is what counts, and the answer says which ranks go.
+func TestDeployAfterRankChanges(t *testing.T) {
+	b := newBackend(t, edgeFile)
+	_, err := b.AddRank(t.Context(), "edge", []byte(`{"url": "http://127.0.0.1:2"}`))
+	require.NoError(t, err)
+	_, err = b.AddRank(t.Context(), "edge", []byte(`{"url": "http://127.0.0.1:3", "addressing": "header", "selector": 4}`))
+	require.NoError(t, err)
+	zero := time.Duration(0)
+	c, err := b.RemoveRank(t.Context(), "edge", api.RankRemoval{Rank: app.RankRef{Rank: 1}, Deadline: &zero})
+	require.NoError(t, err)
+	assert.Equal(t, nowhere(2), c.URL)
+	assert.Equal(t, uint64(4), c.Revision)
+	printed := (&app.File{Applications: []*app.Application{b.spec(t, "edge")}}).Print()
+	assert.Contains(t, string(printed), "rank: 2", "the file it stands for says the number")
+	res, err := b.Deploy(t.Context(), api.DeployRequest{File: "printed.yaml", Text: printed})
+	require.NoError(t, err)
+	assert.Equal(t, []api.Change{{App: "edge", Action: api.ActionUnchanged}}, res.Changes)
+
+	res, err = b.Deploy(t.Context(), api.DeployRequest{File: "app.yaml", Text: []byte(edgeFile)})
+	require.NoError(t, err)
+	assert.Equal(t, []api.Change{{
+		App: "edge", Action: api.ActionReplace, Fields: []string{"data_parallel.dp_size", "engine.ranks[http://127.0.0.1:3 selector 4]", "num_replicas"},
+		Gone: []string{"0/2 http://127.0.0.1:3 selector 4"},
+	}}, res.Changes)
+}
+
+// TestANumberIsFreeOnceItsUnitIs: a rank that drains keeps it.
+func TestANumberIsFreeOnceItsUnitIs(t *testing.T) {
+	st := state.New()
+	held := heldBy(st, "edge")
+	assert.False(t, held(1))
+	st.Units["edge/0/1"] = &state.Unit{ID: "edge/0/1", App: "edge", Phase: state.Ready}
+	assert.True(t, held(1))
+	assert.False(t, held(0))
+}

@@ -1,0 +1,66 @@
+package wiring
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/api"
+)
+
+// eventRouterReset is the kind of the event behind a router reset.
+const eventRouterReset = "router-reset"
+
+// routers are the Routers of the node's ingress.
+type routers struct{ n *Node }
+
+var _ api.Routers = (*routers)(nil)
+
+// Explain implements api.Routers.
+func (r *routers) Explain(ctx context.Context, app string, q *msg.RouteQuery) (*msg.Explanation, error) {
+	return r.n.ingress.ExplainRoute(ctx, app, q)
+}
+
+// Reset implements api.Routers.
+func (r *routers) Reset(_ context.Context, app string) (msg.ResetResult, error) {
+	res, err := r.n.ingress.ResetRouter(app)
+	if err == nil {
+		r.n.control.Note(app, eventRouterReset, fmt.Sprintf("%d ranks asked for a snapshot", res.Ranks))
+	}
+	return res, err
+}
+
+// Router implements api.Routers.
+func (r *routers) Router(_ context.Context, app string) (msg.RouterInfo, error) {
+	return r.n.ingress.RouterInfo(app)
+}
+
+// BestWorker implements api.Routers.
+func (r *routers) BestWorker(ctx context.Context, app string, q *msg.BestWorker) (msg.Worker, error) {
+	return r.n.ingress.BestWorker(ctx, app, q)
+}
+
+// PotentialLoads implements api.Routers.
+func (r *routers) PotentialLoads(_ context.Context, app string, ids []uint32) ([]msg.PotentialLoad, error) {
+	return r.n.ingress.PotentialLoads(app, ids)
+}
+
+// MarkPrefillComplete implements api.Routers.
+func (r *routers) MarkPrefillComplete(_ context.Context, app, requestID string) error {
+	return r.n.ingress.MarkPrefillComplete(app, requestID)
+}
+
+// Free implements api.Routers.
+func (r *routers) Free(_ context.Context, app, requestID string) error {
+	return r.n.ingress.Free(app, requestID)
+}
+
+// DumpEvents implements api.Routers.
+func (r *routers) DumpEvents(ctx context.Context, app string, emit func(*msg.KVRun) error) (truncated bool, err error) {
+	return r.n.ingress.DumpEvents(ctx, app, emit)
+}
+
+// Generate implements api.Routers.
+func (r *routers) Generate(ctx context.Context, app string, q *msg.Generate, emit func(*msg.Generated) error) error {
+	return r.n.ingress.Generate(ctx, app, q, emit)
+}
