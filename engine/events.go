@@ -51,6 +51,16 @@ func CachingOff(a *app.Application) bool {
 	return off
 }
 
+// AskedBlockSize is the tokens per KV block that engine.args ask for, which an engine need not keep to; 0 = they do not say.
+func AskedBlockSize(a *app.Application) int {
+	for _, arg := range a.Engine.Args {
+		if n, ok := arg.Value.(int64); ok && flagName(arg.Name) == "block-size" && n > 0 && n <= maxBlockSize {
+			return int(n)
+		}
+	}
+	return 0
+}
+
 // EventSources asks /kv_event_sources: the body, which engine/kvevents reads. An engine without the route gives a *StatusError
 // of 404.
 func (c *Client) EventSources(ctx context.Context) ([]byte, error) {

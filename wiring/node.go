@@ -265,6 +265,9 @@ func (n *Node) AdminAddr() string {
 // Feed is the streams of this node's ranks, for an ingress beside the node's own.
 func (n *Node) Feed() msg.Feed { return n.hub }
 
+// Store is the cluster's state, for an ingress beside the node's own.
+func (n *Node) Store() msg.Store { return n.cluster }
+
 // Totals are requests ended, tokens generated and requests in flight at this node's ingress.
 func (n *Node) Totals() (requests, tokens uint64, inflight int) { return n.ingress.Totals() }
 

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"slices"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -78,7 +79,9 @@ type tape struct {
 func (s *tape) Deliver(r *msg.Record) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.records = append(s.records, *r)
+	rec := *r
+	rec.KV.Delta.Hashes = slices.Clone(rec.KV.Delta.Hashes)
+	s.records = append(s.records, rec)
 }
 
 func (s *tape) ReplicaEvent(e msg.ReplicaEvent) {

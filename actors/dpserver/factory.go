@@ -74,6 +74,7 @@ func (f *Factory) New(spec msg.ReplicaSpec) (*Server, error) {
 		if err := s.listen(ctx, spec.Events, s.vitals.life); err != nil {
 			cancel()
 			box.Halt()
+			<-box.Stopped() // it has received nothing yet: its name is free for another try
 			return nil, fmt.Errorf("kv events of rank %s: %w", s.id, err)
 		}
 	}

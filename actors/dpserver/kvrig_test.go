@@ -245,7 +245,7 @@ func (p *publisher) raw(seq uint64, payload []byte) {
 	p.mu.Lock()
 	c := p.subs[len(p.subs)-1]
 	p.mu.Unlock()
-	assert.NoError(p.t, c.Send(nil, number(seq), payload))
+	require.NoError(p.t, c.Send(nil, number(seq), payload))
 	synctest.Wait()
 }
 

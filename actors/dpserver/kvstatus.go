@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/engine"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
@@ -35,7 +36,7 @@ func (r *replica) noteKV() {
 	if l := r.kv; l != nil {
 		index := l.ix.Stats()
 		for t := range l.columns {
-			st.Blocks += l.len(kvindex.Tier(t)) //nolint:gosec // one of four
+			st.Blocks += l.len(kvindex.Tier(t))
 		}
 		st.Bytes, st.Sent, st.Orphans, st.Evicted = index.Bytes, l.len(kvindex.Sent), index.Orphans, index.Evicted
 		events.Dropped += index.BadLength + index.BadBlockSize + index.SelfParent + index.Cycle + index.Conflict + index.AsideDropped
@@ -66,8 +67,12 @@ func (r *replica) noteText() string {
 		notes = append(notes, fmt.Sprintf("no kv event for %s while requests complete: routing goes by what the rank was sent; look at the engine's --kv-events-config",
 			r.pulse.quiet.Round(time.Second)))
 	}
-	if told, seen := r.vitals.facts.BlockSize, r.eventBlockSize(); told > 0 && seen > 0 && told != seen {
+	told, seen, asked := r.vitals.facts.BlockSize, r.eventBlockSize(), engine.AskedBlockSize(r.spec.App)
+	switch is := cmp.Or(seen, told); {
+	case told > 0 && seen > 0 && told != seen:
 		notes = append(notes, fmt.Sprintf("kv events come in blocks of %d tokens, the engine reported %d", seen, told))
+	case asked > 0 && is > 0 && is != asked:
+		notes = append(notes, fmt.Sprintf("the engine's kv blocks are of %d tokens, engine.args asks for %d", is, asked))
 	}
 	return strings.Join(notes, "; ")
 }

@@ -163,7 +163,7 @@ func (l *ledger) snapshot(give func(kind msg.RecordKind, kv msg.KV)) {
 		if !l.told[t] {
 			continue
 		}
-		tier := kvindex.Tier(t) //nolint:gosec // one of four
+		tier := kvindex.Tier(t)
 		give(msg.RecKVBegin, msg.KV{Tier: tier, BlockSize: c.BlockSize()})
 		c.Snapshot(partBlocks, func(d kvindex.Delta) { give(msg.RecKV, msg.KV{Tier: tier, Delta: d}) })
 		give(msg.RecKVEnd, msg.KV{Tier: tier, Len: c.Len(), Sum: c.Sum()})

@@ -48,7 +48,7 @@ func (r *replica) sent(t *ticket) {
 
 // capacity is the tokens the engine's KV cache holds; 0 = not known.
 func (r *replica) capacity() int64 {
-	return int64(r.vitals.facts.Blocks) * int64(r.vitals.facts.BlockSize)
+	return int64(r.vitals.facts.Blocks) * int64(r.toldBlockSize())
 }
 
 // seed begins the average with the first request.

@@ -16,7 +16,7 @@ import (
 
 // begin sends status and header: from here on the attempt is the last one.
 func (c *call) begin(status int, engine http.Header, length int) {
-	c.entry.lane.begun(c.attempt.rank, &c.attempt)
+	c.entry.lane.begun(&c.attempt)
 	now := time.Now()
 	c.begun, c.status = now, status
 	h := c.w.Header()

@@ -22,8 +22,9 @@ type attempt struct {
 	first  time.Time // first token
 	posted time.Time // last FirstToken or Progress
 
-	prev, next *attempt // rank.unbegun
+	prev, next *attempt // rank.attempts
 	tracked    bool
+	begun      bool // it has a first byte; lane.mu
 }
 
 // try dispatches to rk and relays its answer. When it returns, the rank's load is given back. If c.status is 0 and c.cut is
@@ -40,7 +41,7 @@ func (c *call) try(parent context.Context, rk *rank) result {
 		c.undo()
 		return result{cause: causeGone}
 	}
-	defer c.entry.lane.begun(rk, a)
+	defer c.entry.lane.over(rk, a)
 
 	c.guard.arm(a.start, a.start.Add(c.in.timers.Admit), errAdmitSlow)
 	rep, refused := c.admit(ctx, parent, rk)

@@ -169,6 +169,9 @@ func (l *lane) state(r *rank, rec *msg.Record) {
 	if rec.Fenced {
 		r.lose()
 	}
+	if rec.Fenced && r.draining && !r.target.Owned {
+		r.cut()
+	}
 }
 
 func (l *lane) account(r *rank, rec *msg.Record) {
@@ -262,7 +265,7 @@ func (l *lane) isDraining(r *rank) bool {
 	return r.draining
 }
 
-// begin registers an attempt that may be given up while it has no first byte; false if the rank is lost already.
+// begin registers an attempt, which may be given up while it has no first byte; false if the rank is lost already.
 func (l *lane) begin(r *rank, a *attempt) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -273,7 +276,13 @@ func (l *lane) begin(r *rank, a *attempt) bool {
 	return true
 }
 
-func (l *lane) begun(r *rank, a *attempt) {
+func (l *lane) begun(a *attempt) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	a.begun = true
+}
+
+func (l *lane) over(r *rank, a *attempt) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	r.untrack(a)

@@ -45,7 +45,7 @@ type rank struct {
 
 	shownReady bool // what the Router was told
 	shownMax   int
-	unbegun    *attempt // attempts without a first byte: head of a list
+	attempts   *attempt // those it has in hand: head of a list
 }
 
 // newRank reads a snapshot. The error is about the target's URL.
@@ -82,13 +82,13 @@ func (r *rank) want(stateReady bool) (ready bool, maxOngoing int) {
 	return ready, r.maxOngoing
 }
 
-// track puts an attempt on the list of those that are lost without harm when the rank is lost.
+// track puts an attempt on the list of those the rank has in hand.
 func (r *rank) track(a *attempt) {
-	a.next = r.unbegun
+	a.next = r.attempts
 	if a.next != nil {
 		a.next.prev = a
 	}
-	r.unbegun, a.prev, a.tracked = a, nil, true
+	r.attempts, a.prev, a.tracked = a, nil, true
 }
 
 // untrack takes an attempt off the list. Safe to call twice.
@@ -99,7 +99,7 @@ func (r *rank) untrack(a *attempt) {
 	if a.prev != nil {
 		a.prev.next = a.next
 	} else {
-		r.unbegun = a.next
+		r.attempts = a.next
 	}
 	if a.next != nil {
 		a.next.prev = a.prev
@@ -111,7 +111,18 @@ func (r *rank) untrack(a *attempt) {
 // process is gone. Streams that have begun go on as long as their engine does.
 func (r *rank) lose() {
 	r.lost = true
-	for a := r.unbegun; a != nil; a = a.next {
-		a.cancel(errUnitLost)
+	for a := r.attempts; a != nil; a = a.next {
+		if !a.begun {
+			a.cancel(errUnitLost)
+		}
+	}
+}
+
+// cut ends the streams of an attached rank whose drain is over: its engine goes on, and would let them go on too.
+func (r *rank) cut() {
+	for a := r.attempts; a != nil; a = a.next {
+		if a.begun {
+			a.cancel(ErrDrained)
+		}
 	}
 }

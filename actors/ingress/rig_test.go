@@ -127,6 +127,7 @@ type replica struct {
 	peak        int
 	dones       []msg.Done
 	firsts      int
+	resyncs     int
 	admits      int
 	refuse      func(m *msg.Admit) msg.Refusal
 	mute        bool // answers nobody
@@ -151,6 +152,9 @@ func (r *replica) Send(m any) {
 			return
 		}
 		r.admit(m)
+	case msg.Resync:
+		r.resyncs++
+		go r.publish() // its sender holds a lock that Deliver takes
 	case *msg.FirstToken:
 		r.firsts++
 		if a, ok := r.open[m.TicketID]; ok {

@@ -185,7 +185,8 @@ func (w *idWriter) event(data []byte) error {
 	}
 	var e streamed
 	if err := json.Unmarshal(data, &e); err != nil {
-		return problem.New(problem.Upstream, "an event of the engine cannot be read: %w", err)
+		w.failed = problem.New(problem.Upstream, "an event of the engine cannot be read: %w", err).WithHint("is it an engine that answers return_token_ids?")
+		return w.failed
 	}
 	if len(e.Error) > 0 {
 		w.failed = upstreamError(http.StatusBadGateway, data)

@@ -39,19 +39,23 @@ type Stats struct {
 // begins with its first Check.
 type Silence struct {
 	batches, completed uint64
-	since              time.Time
+	since              time.Time     // the first completion without a batch behind it
+	quiet              time.Duration // from there to the newest
 	began              bool
 }
 
-// Check tells how long requests have completed without a batch; 0 where events flow or nothing completes. batches and completed are
-// counters. The caller compares the result with its limit (30 s by ACCEPTANCE KV10).
+// Check tells how long requests have completed without a batch: from the first such completion to the newest, as far as they were
+// looked at. Time in which nothing completes does not count: an idle engine is silent. batches and completed are counters. The
+// caller compares the result with its limit (30 s by ACCEPTANCE KV10).
 func (s *Silence) Check(now time.Time, batches, completed uint64) time.Duration {
-	if !s.began || batches != s.batches || completed < s.completed {
-		*s = Silence{batches: batches, completed: completed, since: now, began: true}
-		return 0
+	switch {
+	case !s.began || batches != s.batches || completed < s.completed:
+		*s = Silence{batches: batches, completed: completed, began: true}
+	case completed > s.completed:
+		if s.since.IsZero() {
+			s.since = now
+		}
+		s.completed, s.quiet = completed, now.Sub(s.since)
 	}
-	if completed == s.completed {
-		return 0
-	}
-	return now.Sub(s.since)
+	return s.quiet
 }

@@ -344,13 +344,18 @@ func TestQueueOverflowIsOneGap(t *testing.T) {
 func TestSilence(t *testing.T) {
 	var s Silence
 	at := time.Unix(1000, 0)
-	assert.Zero(t, s.Check(at, 0, 0))
-	assert.Zero(t, s.Check(at.Add(40*time.Second), 0, 0), "nothing completes: an idle engine is silent")
-	assert.Equal(t, 41*time.Second, s.Check(at.Add(41*time.Second), 0, 5))
-	assert.Zero(t, s.Check(at.Add(42*time.Second), 1, 6), "events flow again")
-	assert.Zero(t, s.Check(at.Add(43*time.Second), 1, 6))
-	assert.Equal(t, 30*time.Second, s.Check(at.Add(72*time.Second), 1, 7))
-	assert.Zero(t, s.Check(at.Add(73*time.Second), 1, 0), "counters of a new process")
+	check := func(seconds int, batches, completed uint64) time.Duration {
+		return s.Check(at.Add(time.Duration(seconds)*time.Second), batches, completed)
+	}
+	assert.Zero(t, check(0, 0, 0))
+	assert.Zero(t, check(40, 0, 0), "nothing completes: an idle engine is silent")
+	assert.Zero(t, check(41, 0, 5), "the first one may have its batch on the way")
+	assert.Equal(t, 20*time.Second, check(61, 0, 6))
+	assert.Equal(t, 20*time.Second, check(99, 0, 6), "idle time does not count")
+	assert.Zero(t, check(100, 1, 7), "events flow again")
+	assert.Zero(t, check(101, 1, 8))
+	assert.Equal(t, 30*time.Second, check(131, 1, 9))
+	assert.Zero(t, check(132, 1, 0), "counters of a new process")
 }
 
 func TestSources(t *testing.T) {

@@ -79,6 +79,8 @@ func (s *Server) Fail(f Fault) error {
 		s.faults.on(f, func() {})
 	case ModeKVRestart:
 		s.restartKV()
+	case ModeKVSleep:
+		s.sleep(f)
 	}
 	return nil
 }

@@ -1,6 +1,7 @@
 package sim
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"hash/fnv"
@@ -58,6 +59,8 @@ type Config struct {
 	TensorParallel   int    // must be equal on all ranks
 	HandshakeTimeout time.Duration
 	InternalLB       int // ranks behind this one port (attach tests); 0 = this process is one rank
+
+	ToldBlockSize int // what /metrics tells in place of Model.BlockSize; 0 = the truth
 
 	KVEvents KVEvents
 	Hashing  enginemodel.Hashing // of blocks
@@ -129,6 +132,8 @@ func (c *Config) logger() *slog.Logger {
 	}
 	return c.Logger
 }
+
+func (c *Config) toldBlockSize() int { return cmp.Or(c.ToldBlockSize, c.Model.BlockSize) }
 
 func (c *Config) lockstep() bool { return c.DPSize > 1 }
 

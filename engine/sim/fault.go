@@ -80,7 +80,7 @@ func (f *Fault) argument(arg string) error {
 	case ModeKVDrop, ModeKVDuplicate, ModeKVReorder, ModeKVGarbage, ModeKVUnknown:
 		f.Rate = v
 	case ModeKill, ModeCoreDead, ModeHang, ModeRefuse, ModeHealth503, ModeStopping, ModeIgnoreSigterm, ModeHTTP500, ModeHTTP503,
-		ModeBusy, ModeBareDone, ModeKVRestart, ModeKVNoReplay, ModeKVShortReplay, ModeKVSlowReplay:
+		ModeBusy, ModeBareDone, ModeKVRestart, ModeKVSleep, ModeKVNoReplay, ModeKVShortReplay, ModeKVSlowReplay:
 		return fmt.Errorf("mode %s takes no argument", f.Mode)
 	}
 	return nil
@@ -98,7 +98,7 @@ func (f *Fault) validate() error {
 	switch f.Mode {
 	case ModeCrash, ModeKill, ModeOrphan, ModeCoreDead, ModeHang, ModeSlow, ModeRefuse, ModeHealth503, ModeStopping, ModeIgnoreSigterm,
 		ModeHTTP500, ModeHTTP503, ModeBusy, ModeCut, ModeNoDone, ModeErrorEvent, ModeAbort, ModeBareDone, ModeStall,
-		ModeKVDrop, ModeKVDuplicate, ModeKVReorder, ModeKVGarbage, ModeKVUnknown, ModeKVRestart, ModeKVNoReplay, ModeKVShortReplay,
+		ModeKVDrop, ModeKVDuplicate, ModeKVReorder, ModeKVGarbage, ModeKVUnknown, ModeKVRestart, ModeKVSleep, ModeKVNoReplay, ModeKVShortReplay,
 		ModeKVSlowReplay:
 		return nil
 	}

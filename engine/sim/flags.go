@@ -60,6 +60,7 @@ type flagParser struct {
 	dpRank  int // -1 = not given
 	stepMS  *float64
 	sha256  bool // sha256_cbor was asked for
+	settled int  // block size after the load; 0 = as asked for
 }
 
 // set applies one flag; known is false for names this engine has no use for.
@@ -150,6 +151,8 @@ func (p *flagParser) ints(name string) *int {
 		return &p.rpcPort
 	case "--sim-internal-lb":
 		return &p.cfg.InternalLB
+	case "--sim-settle-block-size":
+		return &p.settled
 	}
 	return nil
 }
@@ -273,6 +276,9 @@ func (p *flagParser) fail(s string) error {
 // finish derives what several flags decide together.
 func (p *flagParser) finish() error {
 	c := &p.cfg
+	if p.settled > 0 {
+		c.ToldBlockSize, c.Model.BlockSize = c.Model.BlockSize, p.settled
+	}
 	for _, f := range p.ranked {
 		if f.rank != p.dpRank {
 			continue

@@ -14,6 +14,7 @@ const (
 	ModeKVGarbage     Mode = "kv-garbage"      // batches arrive damaged; the replay ring has them whole
 	ModeKVUnknown     Mode = "kv-unknown"      // batches hold an event of an unknown type
 	ModeKVRestart     Mode = "kv-restart"      // as if the engine had begun anew in its place: cache empty, numbers from the first, connections cut
+	ModeKVSleep       Mode = "kv-sleep"        // put to sleep: cache empty without any event, the sleep state says so
 	ModeKVNoReplay    Mode = "kv-no-replay"    // replay requests get no answer
 	ModeKVShortReplay Mode = "kv-short-replay" // the ring holds two batches
 	ModeKVSlowReplay  Mode = "kv-slow-replay"  // answers come 3 s apart
@@ -52,6 +53,17 @@ func (s *Server) restartKV() {
 		r.mu.Unlock()
 		r.wake()
 	}
+}
+
+// sleep gives the caches up and tells nobody; Recover wakes it. It goes on computing.
+func (s *Server) sleep(f Fault) {
+	for _, r := range s.ranks {
+		r.mu.Lock()
+		r.core.ResetPrefixCache(true, true)
+		r.mu.Unlock()
+		r.wake()
+	}
+	s.faults.on(f, func() {})
 }
 
 // blocks hands the changes of a step to the publisher; it runs in the rank's turn.

@@ -128,7 +128,7 @@ func (s *Server) metrics() []byte {
 	g.b = appendMetric(append(g.b, "# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.\n"+
 		"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds "...), g.created)
 	g.b = append(g.b, '\n')
-	g.gauges(snaps)
+	g.gauges(snaps, s.faults.is(ModeKVSleep))
 	g.counters(snaps)
 	g.histograms(snaps)
 	g.config(s, snaps)
@@ -152,7 +152,7 @@ func zero(*em.Stats) float64 { return 0 }
 
 func one(*em.Stats) float64 { return 1 }
 
-func (g *page) gauges(snaps []snapshot) {
+func (g *page) gauges(snaps []snapshot, asleep bool) {
 	running := func(s *em.Stats) float64 { return float64(s.Running) }
 	waiting := func(s *em.Stats) float64 { return float64(s.Waiting) }
 	usage := func(s *em.Stats) float64 { return float64(s.UsedBlocks) / float64(s.Blocks) }
@@ -160,9 +160,13 @@ func (g *page) gauges(snaps []snapshot) {
 	g.gauge("num_requests_waiting", "Requests in the queue.", each(snaps, waiting)...)
 	g.gauge("num_requests_waiting_by_reason", "Requests in the queue by what they wait for.",
 		append(labelled(snaps, "", `reason="capacity"`, waiting), labelled(snaps, "", `reason="deferred"`, zero)...)...)
-	sleep := labelled(snaps, "", `sleep_state="awake"`, one)
+	awake, discarded := one, zero
+	if asleep {
+		awake, discarded = zero, one
+	}
+	sleep := labelled(snaps, "", `sleep_state="awake"`, awake)
 	sleep = append(sleep, labelled(snaps, "", `sleep_state="weights_offloaded"`, zero)...)
-	g.gauge("engine_sleep_state", "Sleep state, one series per state.", append(sleep, labelled(snaps, "", `sleep_state="discard_all"`, zero)...)...)
+	g.gauge("engine_sleep_state", "Sleep state, one series per state.", append(sleep, labelled(snaps, "", `sleep_state="discard_all"`, discarded)...)...)
 	g.gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", each(snaps, usage)...)
 }
 
@@ -245,7 +249,7 @@ func (g *page) config(s *Server, snaps []snapshot) {
 	}
 	g.head("cache_config_info", "gauge", "Settings of the KV cache as labels.")
 	for i := range snaps {
-		g.b = append(g.b, `vllm:cache_config_info{block_size="`+strconv.Itoa(m.BlockSize)+`",cache_dtype="auto",enable_prefix_caching="`+caching+
+		g.b = append(g.b, `vllm:cache_config_info{block_size="`+strconv.Itoa(s.cfg.toldBlockSize())+`",cache_dtype="auto",enable_prefix_caching="`+caching+
 			`",engine="`+snaps[i].engine+`",kv_cache_size_tokens="`+strconv.Itoa(m.Blocks*m.BlockSize)+`",num_cpu_blocks="None",num_gpu_blocks="`+
 			strconv.Itoa(m.Blocks)+`",num_gpu_blocks_override="None",prefix_caching_hash_algo="xxh3",sliding_window="None"} 1.0`+"\n"...)
 	}

@@ -19,7 +19,7 @@ import (
 // policyFlags are the flags of the roles policies and policy-cpu.
 type policyFlags struct {
 	policies, traffic string
-	warmup, duration  time.Duration
+	duration          time.Duration
 	load              float64
 }
 
@@ -48,8 +48,8 @@ func (p *policyFlags) compare(ctx context.Context, bin string, rounds int) error
 		return err
 	}
 	defer os.RemoveAll(dir)
-	fmt.Printf("%d CPUs, %s, %d simulated ranks with %d tokens each, %s warm-up and %s measured per run, median of %d rounds\n",
-		runtime.NumCPU(), runtime.Version(), simRanks, simBlocks*16, p.warmup, p.duration, rounds)
+	fmt.Printf("%d CPUs, %s, %d simulated ranks with %d tokens each, %s measured per run, median of %d rounds\n",
+		runtime.NumCPU(), runtime.Version(), simRanks, simBlocks*16, p.duration, rounds)
 	for _, t := range kinds {
 		if err := p.under(ctx, bin, dir, t, rows, rounds); err != nil {
 			return err
@@ -70,8 +70,8 @@ func (p *policyFlags) under(ctx context.Context, bin, dir string, t traffic, row
 			got[i] = append(got[i], report)
 		}
 	}
-	fmt.Printf("\n%s: %s\n%s; %s/s of %d turns, %d system prompts of %d tokens, %d tokens a message, %d tokens an answer\n%-24s",
-		t.name, t.what, "sessions", strconv.FormatFloat(t.rate*p.load, 'g', 4, 64), t.talk.Turns, t.talk.SystemPrompts, t.talk.SystemTokens, t.talk.TurnTokens, t.tokens, "")
+	fmt.Printf("\n%s: %s\n%g sessions/s of %d turns, %d system prompts of %d tokens, %d tokens a message, %d tokens an answer\n%-24s",
+		t.name, t.what, t.rate*p.load, t.talk.Turns, t.talk.SystemPrompts, t.talk.SystemTokens, t.talk.TurnTokens, t.tokens, "")
 	for _, c := range figures() {
 		fmt.Printf("%12s", c.head)
 	}
@@ -115,7 +115,7 @@ func (p *policyFlags) run(ctx context.Context, bin, dir string, t traffic, r rou
 	}
 	return loadgen.RunSessions(ctx, loadgen.Config{
 		URL: "http://" + n.http, Model: "bench", Stream: true, IgnoreEOS: true, MaxTokens: t.tokens, Rate: t.rate * p.load,
-		Warmup: p.warmup, Duration: p.duration, Seed: uint64(round) + 1, PIDs: []int{n.cmd.Process.Pid}, //nolint:gosec // rounds are few
+		Warmup: t.warmup, Duration: p.duration, Seed: uint64(round) + 1,
 	}, t.talk)
 }
 
@@ -148,12 +148,6 @@ func figures() []figure {
 		{"TPOT p50 ms", 1, func(r, _ *loadgen.Report) float64 { return p50(r.TPOT) }},
 		{"max/mean", 2, func(r, _ *loadgen.Report) float64 { return busiest(r.Ranks) }},
 		{"p50 of rr %", 0, func(r, base *loadgen.Report) float64 { return 100 * p50(r.TTFT) / max(p50(base.TTFT), 1e-3) }},
-		{"us/request", 0, func(r, _ *loadgen.Report) float64 {
-			if r.CPU == nil {
-				return 0
-			}
-			return r.CPU.UsPerRequest
-		}},
 	}
 }
 

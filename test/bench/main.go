@@ -28,7 +28,6 @@ func main() {
 	var p policyFlags
 	flag.StringVar(&p.policies, "policies", "", "policies and policy-cpu: rows to run, with commas between; empty = all")
 	flag.StringVar(&p.traffic, "traffic", "", "policies: traffics to run, with commas between; empty = all")
-	flag.DurationVar(&p.warmup, "warmup", 12*time.Second, "policies: time that is not measured, longer than a session")
 	flag.DurationVar(&p.duration, "duration", 30*time.Second, "policies: length of the measurement")
 	flag.Float64Var(&p.load, "load", 1, "policies: factor on every rate")
 	flag.Parse()

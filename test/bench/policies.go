@@ -74,8 +74,9 @@ const (
 type traffic struct {
 	name   string
 	what   string
-	rate   float64 // sessions per second
-	tokens int     // answer
+	warmup time.Duration // not measured: until as many sessions end as begin, and caches are full
+	rate   float64       // sessions per second
+	tokens int           // answer
 	talk   loadgen.Conversation
 }
 
@@ -84,27 +85,27 @@ func traffics() []traffic {
 	return []traffic{
 		{
 			name: "chat", what: "multi-turn sessions with shared system prompts; 70 % load under round-robin",
-			rate: 1.5, tokens: 64,
+			warmup: 24 * time.Second, rate: 2.7, tokens: 64,
 			talk: loadgen.Conversation{Sessions: many, Turns: 8, SystemPrompts: 8, SystemTokens: 4000, TurnTokens: 1000, Think: time.Second},
 		},
 		{
 			name: "single", what: "single turns that share nothing; 70 % load",
-			rate: 19, tokens: 32,
+			warmup: 5 * time.Second, rate: 19, tokens: 32,
 			talk: loadgen.Conversation{Sessions: many, Turns: 1, TurnTokens: 3000},
 		},
 		{
 			name: "hot", what: "three long system prompts, of which one has 61 % of the traffic; 70 % of what warm ranks can do",
-			rate: 40, tokens: 16,
+			warmup: 5 * time.Second, rate: 40, tokens: 16,
 			talk: loadgen.Conversation{Sessions: many, Turns: 1, SystemPrompts: 3, SystemTokens: 12_000, TurnTokens: 1000},
 		},
 		{
 			name: "documents", what: "questions about 32 documents of 8,000 tokens, more than a rank holds; 70 % load under round-robin",
-			rate: 14, tokens: 32,
+			warmup: 10 * time.Second, rate: 17, tokens: 32,
 			talk: loadgen.Conversation{Sessions: many, Turns: 1, SystemPrompts: 32, SystemTokens: 8000, TurnTokens: 300},
 		},
 		{
 			name: "mixed", what: "short questions, one in ten with 16,000 tokens of its own; 70 % load",
-			rate: 19, tokens: 32,
+			warmup: 5 * time.Second, rate: 23, tokens: 32,
 			talk: loadgen.Conversation{Sessions: many, Turns: 1, SystemPrompts: 4, SystemTokens: 500, TurnTokens: 500, LongShare: 0.1, LongTokens: 16_000},
 		},
 	}

@@ -373,6 +373,9 @@ func (c *Cluster) ask(method, url, body string) (string, error) {
 // Feed is the ranks' streams: what a second ingress would follow.
 func (c *Cluster) Feed() msg.Feed { return c.node.Feed() }
 
+// Store is the cluster's state: what a second ingress would follow.
+func (c *Cluster) Store() msg.Store { return c.node.Store() }
+
 // Kill ends the engine of a rank as SIGKILL from outside does; false if it has none.
 func (c *Cluster) Kill(app string, group, rank int) bool {
 	c.T.Helper()

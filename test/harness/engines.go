@@ -64,7 +64,8 @@ func (s *Engines) Start(_ context.Context, l engine.Launch, stdout, stderr io.Wr
 	cfg.Logger = slog.New(slog.NewTextHandler(stderr, nil))
 	cfg.Listen = func(_ context.Context, addr string) (net.Listener, error) { return s.net.Listen(addr) }
 	cfg.Dial = func(ctx context.Context, addr string) (net.Conn, error) { return s.net.DialContext(ctx, "tcp", addr) }
-	e := &Engine{URL: l.URL, began: time.Now(), signals: make(chan os.Signal, 1), exited: make(chan struct{})}
+	cfg.DevMode = slices.Contains(l.Env, "VLLM_SERVER_DEV_MODE=1")
+	e := &Engine{URL: l.URL, Argv: l.Argv, began: time.Now(), signals: make(chan os.Signal, 1), exited: make(chan struct{})}
 	ctx, cancel := context.WithCancel(context.Background())
 	e.cancel = cancel
 	s.mu.Lock()
@@ -125,7 +126,8 @@ func (s *Engines) name(unit string, rank int, epoch uint64, url string) {
 
 // Engine is one simulated engine. It is a node.Process: Kill is what SIGKILL is to a process, whoever sends it.
 type Engine struct {
-	URL string
+	URL  string
+	Argv []string
 
 	owner   owner
 	epoch   uint64

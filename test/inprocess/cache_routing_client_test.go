@@ -1,0 +1,241 @@
+package inprocess
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net/http"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/test/harness"
+)
+
+// completion is a prompt of token ids: what it weighs is exact, for dpserve and for the engine.
+type completion struct {
+	Model     string   `json:"model"`
+	Prompt    []uint32 `json:"prompt"`
+	MaxTokens int      `json:"max_tokens"`
+	IgnoreEOS bool     `json:"ignore_eos"`
+	Stream    bool     `json:"stream"`
+	Options   struct {
+		IncludeUsage bool `json:"include_usage"`
+	} `json:"stream_options"`
+	ReturnIDs bool `json:"return_token_ids"`
+}
+
+// answer is what a client saw of a completion.
+type answer struct {
+	status int
+	rank   string // GROUP/RANK
+	code   string // of the error, "" if there is none
+	retry  string // Retry-After
+	ids    []uint32
+	prompt int // tokens, as the engine counts
+	cached int
+	hit    int // tokens, as dpserve expected
+	err    error
+}
+
+func (a *answer) ok() bool { return a.err == nil && a.status == http.StatusOK && a.code == "" && a.prompt > 0 }
+
+func (a *answer) String() string {
+	return fmt.Sprintf("status %d rank %s code %q retry-after %q cached %d of %d err %v", a.status, a.rank, a.code, a.retry, a.cached, a.prompt, a.err)
+}
+
+// complete runs one streamed completion to its end.
+func complete(ctx context.Context, c *harness.Cluster, model string, prompt []uint32, maxTokens int, header ...string) *answer {
+	q := completion{Model: model, Prompt: prompt, MaxTokens: maxTokens, IgnoreEOS: true, Stream: true, ReturnIDs: true}
+	q.Options.IncludeUsage = true
+	body, err := json.Marshal(q)
+	if err != nil {
+		return &answer{err: err}
+	}
+	resp, err := c.Post(ctx, "/v1/completions", string(body), header...)
+	if err != nil {
+		return &answer{err: err}
+	}
+	defer resp.Body.Close()
+	a := &answer{
+		status: resp.StatusCode, rank: resp.Header.Get("x-dpserve-group") + "/" + resp.Header.Get("x-dpserve-rank"), retry: resp.Header.Get("Retry-After"),
+	}
+	a.hit, _ = strconv.Atoi(resp.Header.Get("x-dpserve-cached-tokens")) // absent: 0
+	a.read(resp.Body)
+	return a
+}
+
+// read takes the events, or the one object of an error.
+func (a *answer) read(body io.Reader) {
+	lines := bufio.NewReader(body)
+	for {
+		line, err := lines.ReadString('\n')
+		data := strings.TrimPrefix(strings.TrimSpace(line), "data: ")
+		if strings.HasPrefix(data, "{") {
+			a.event(data)
+		}
+		if err != nil {
+			if err != io.EOF {
+				a.err = err
+			}
+			return
+		}
+	}
+}
+
+func (a *answer) event(data string) {
+	var e struct {
+		Error   *struct{ Code any }
+		Choices []struct {
+			IDs []uint32 `json:"token_ids"`
+		}
+		Usage *struct {
+			Prompt  int                     `json:"prompt_tokens"`
+			Details *struct{ Cached int } `json:"-"`
+			More    *struct {
+				Cached int `json:"cached_tokens"`
+			} `json:"prompt_tokens_details"`
+		}
+	}
+	if a.err = json.Unmarshal([]byte(data), &e); a.err != nil {
+		return
+	}
+	if e.Error != nil {
+		a.code = fmt.Sprint(e.Error.Code)
+	}
+	for _, c := range e.Choices {
+		a.ids = append(a.ids, c.IDs...)
+	}
+	if e.Usage != nil {
+		a.prompt = e.Usage.Prompt
+		if e.Usage.More != nil {
+			a.cached = e.Usage.More.Cached
+		}
+	}
+}
+
+// force runs a completion on a rank, whatever the policy says.
+func force(c *harness.Cluster, app, worker string, prompt []uint32, maxTokens int) error {
+	body, err := json.Marshal(map[string]any{
+		"token_ids": prompt, "worker": worker, "sampling": map[string]any{"max_tokens": maxTokens, "ignore_eos": true},
+	})
+	if err != nil {
+		return err
+	}
+	code, text := c.Do(http.MethodPost, "/api/v1/routers/"+app+"/generate", string(body))
+	if code != http.StatusOK || strings.Contains(text, "event: error") {
+		return fmt.Errorf("generate on %s: %d %s", worker, code, text[:min(len(text), 300)])
+	}
+	return nil
+}
+
+// park puts a request straight into an engine, behind the back of dpserve: KV memory that somebody else uses. release takes it
+// out again and waits until the engine has it out.
+func park(t *testing.T, c *harness.Cluster, url, model string, prompt []uint32, maxTokens int) (release func()) {
+	t.Helper()
+	body, err := json.Marshal(completion{Model: model, Prompt: prompt, MaxTokens: maxTokens, IgnoreEOS: true, Stream: true})
+	require.NoError(t, err)
+	ctx, cancel := context.WithCancel(t.Context())
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, url+"/v1/completions", strings.NewReader(string(body)))
+	require.NoError(t, err)
+	transport := &http.Transport{DialContext: c.Net.DialContext}
+	resp, err := transport.RoundTrip(req)
+	require.NoError(t, err)
+	require.Equal(t, http.StatusOK, resp.StatusCode)
+	first := make([]byte, 1)
+	_, err = io.ReadFull(resp.Body, first) // its prompt is in the cache
+	require.NoError(t, err)
+	drained := make(chan struct{})
+	go func() {
+		defer close(drained)
+		_, _ = io.Copy(io.Discard, resp.Body) // ends with an error: it is cancelled
+	}()
+	before := stats(t, c, url).Running
+	return func() {
+		cancel()
+		<-drained
+		_ = resp.Body.Close()
+		transport.CloseIdleConnections()
+		c.Until("the engine lets go", func() error {
+			if now := stats(t, c, url).Running; now >= before {
+				return fmt.Errorf("%d running", now)
+			}
+			return nil
+		})
+	}
+}
+
+// fresh is a prompt that shares no block with any other.
+func fresh(r *rand.Rand, tokens int) []uint32 {
+	out := make([]uint32, tokens)
+	for i := range out {
+		out[i] = 1 + r.Uint32N(1<<24)
+	}
+	return out
+}
+
+// tally counts where requests went. Safe for concurrent use.
+type tally struct {
+	mu     sync.Mutex
+	ranks  map[string]int
+	prompt int // tokens
+	cached int
+	failed int
+	first  map[string]int // ranks of the first requests that were asked for
+	early  int
+}
+
+func newTally(early int) *tally {
+	return &tally{ranks: map[string]int{}, first: map[string]int{}, early: early}
+}
+
+func (y *tally) note(t *testing.T, a *answer) {
+	y.mu.Lock()
+	defer y.mu.Unlock()
+	if !assert.True(t, a.ok(), a) {
+		y.failed++
+		return
+	}
+	y.ranks[a.rank]++
+	y.prompt, y.cached = y.prompt+a.prompt, y.cached+a.cached
+	if y.early > 0 {
+		y.early--
+		y.first[a.rank]++
+	}
+}
+
+func (y *tally) hitRate() float64 { return float64(y.cached) / float64(max(1, y.prompt)) }
+
+// spread is the busiest of n ranks over their mean.
+func (y *tally) spread(n int) float64 {
+	most, all := 0, 0
+	for _, served := range y.ranks {
+		most, all = max(most, served), all+served
+	}
+	return float64(most) * float64(n) / float64(max(1, all))
+}
+
+// arrive starts n requests at random times with a mean gap, and waits for their ends.
+func arrive(r *rand.Rand, n int, gap time.Duration, request func(i int)) {
+	var wg sync.WaitGroup
+	for i := range n {
+		time.Sleep(time.Duration(r.ExpFloat64() * float64(gap)))
+		wg.Go(func() { request(i) })
+	}
+	wg.Wait()
+}
+
+// workRouting are the policies that weigh prefill work, as app.yaml has them.
+func workRouting() []string {
+	return []string{
+		"{policy: kv, preset: tuned}", "{policy: lmetric-1}", "{policy: lpwl}", "{policy: min-ttft}", "{policy: min-ttft, params: {eta: true}}",
+	}
+}

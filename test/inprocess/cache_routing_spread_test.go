@@ -1,0 +1,273 @@
+package inprocess
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"net/http"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/engine/sim"
+	"github.com/dpserve/dpserve/test/harness"
+)
+
+// stats is what an engine has in hand.
+func stats(t *testing.T, c *harness.Cluster, url string) sim.Stats {
+	t.Helper()
+	st, err := c.Stats(url)
+	require.NoError(t, err)
+	return st
+}
+
+// RT4: eight replicas, one system prompt of 2048 tokens, 70 % of the prefill that warm ranks can do. The busiest rank gets at
+// most 1.3 times the mean, and all are warm after 200 requests.
+func TestRT4SharedSystemPromptWarmsAllRanks(t *testing.T) {
+	const ranks, system, own, output = 8, 2048, 256, 16
+	const gap = own * 47 * time.Microsecond * 10 / 7 / ranks
+	for _, routing := range append(workRouting(), "{policy: cache-aware, preset: tuned}", "{policy: least-kv}") {
+		t.Run(routing, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				c := harness.New(t)
+				c.Deploy(simApp("a", ranks, "independent", "", "routing: "+routing))
+				c.WaitStatus("a", "RUNNING")
+				r, y := rand.New(rand.NewPCG(4, 4)), newTally(200)
+				shared := fresh(r, system)
+				var mu sync.Mutex
+				arrive(r, 2000, gap, func(int) {
+					mu.Lock()
+					prompt := append(append([]uint32{}, shared...), fresh(r, own)...)
+					mu.Unlock()
+					y.note(t, complete(t.Context(), c, "a", prompt, output))
+				})
+				assert.Len(t, y.first, ranks, "warm after 200 requests")
+				assert.LessOrEqual(t, y.spread(ranks), 1.3)
+				t.Logf("%d requests, busiest rank %.2f times the mean, %.1f %% cached, %v", 2000, y.spread(ranks), 100*y.hitRate(), y.ranks)
+				c.Quiet()
+			})
+		})
+	}
+}
+
+// RT6: rank A has work in hand, rank B has served a lot and is idle. Prompts that neither knows go to B until both have as much
+// to do.
+func TestRT6ColdPromptsGoToTheIdleRank(t *testing.T) {
+	const busy, prompt = 12, 2048
+	for _, routing := range append(workRouting(), "{policy: cache-aware, preset: tuned}", "{policy: least-kv}", "{policy: scoring, preset: tuned}") {
+		t.Run(routing, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				c := harness.New(t)
+				c.Deploy(simApp("a", 2, "independent", "", "routing: "+routing))
+				c.WaitStatus("a", "RUNNING")
+				r := rand.New(rand.NewPCG(6, 6))
+				for range 40 {
+					require.NoError(t, force(c, "a", "0/1", fresh(r, prompt), 1))
+				}
+				c.Fail("a", 0, 0, sim.Fault{Mode: sim.ModeHang}) // what they have in hand stays as it is
+				c.Fail("a", 0, 1, sim.Fault{Mode: sim.ModeHang})
+				var wg sync.WaitGroup
+				for range busy {
+					prompt := fresh(r, prompt)
+					wg.Go(func() { assert.NoError(t, force(c, "a", "0/0", prompt, 1)) })
+				}
+				synctest.Wait()
+				require.Equal(t, busy, c.Rank("a", 0, 0).InFlight)
+				y := newTally(0)
+				for range busy { // as many as make both equal
+					prompt := fresh(r, prompt)
+					wg.Go(func() { y.note(t, complete(t.Context(), c, "a", prompt, 1)) })
+					synctest.Wait()
+				}
+				c.Recover("a", 0, 0)
+				c.Recover("a", 0, 1)
+				wg.Wait()
+				assert.GreaterOrEqual(t, y.ranks["0/1"]*10, busy*9)
+				t.Logf("%d of %d cold prompts went to the idle rank", y.ranks["0/1"], busy)
+				c.Quiet()
+			})
+		})
+	}
+}
+
+// RT9: a prompt of 100,000 tokens prefills on one rank of four; ten of 100 tokens come, and none goes there.
+func TestRT9ShortPromptsKeepAwayFromALongPrefill(t *testing.T) {
+	for _, routing := range append(workRouting(), "{policy: lmetric}", "{policy: kv}", "{policy: least-kv}", "{policy: scoring}", "{policy: sticky, preset: tuned}") {
+		t.Run(routing, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				c := harness.New(t)
+				c.Deploy(simApp("a", 4, "independent", "max_model_len: 131072", "routing: "+routing))
+				c.WaitStatus("a", "RUNNING")
+				r := rand.New(rand.NewPCG(9, 9))
+				long := make(chan *answer, 1)
+				began := time.Now()
+				var took time.Duration
+				go func() {
+					a := complete(t.Context(), c, "a", fresh(r, 100_000), 1)
+					took = time.Since(began)
+					long <- a
+				}()
+				time.Sleep(time.Second)
+				var wg sync.WaitGroup
+				y := newTally(0)
+				for i := range 10 {
+					prompt := fresh(rand.New(rand.NewPCG(9, uint64(i))), 100)
+					wg.Go(func() { y.note(t, complete(t.Context(), c, "a", prompt, 50)) })
+					time.Sleep(20 * time.Millisecond)
+				}
+				wg.Wait()
+				short := time.Since(began)
+				a := <-long
+				require.True(t, a.ok(), a)
+				require.Less(t, short, took, "the long prefill outlasts the others")
+				assert.Zero(t, y.ranks[a.rank], "beside the long prefill")
+				t.Logf("0 of 10 on rank %s, whose prefill took %s: %v", a.rank, took.Round(time.Millisecond), y.ranks)
+				c.Quiet()
+			})
+		})
+	}
+}
+
+// crowd is clients that ask again as soon as they are answered, until stop is closed.
+func crowd(n int, stop <-chan struct{}, ask func(client int)) *sync.WaitGroup {
+	var wg sync.WaitGroup
+	for i := range n {
+		wg.Go(func() {
+			for {
+				select {
+				case <-stop:
+					return
+				default:
+					ask(i)
+				}
+			}
+		})
+	}
+	return &wg
+}
+
+// RT10: 512 clients on the eight ranks of one lockstep group; the KV memory of two is above 95 %. Those get nothing until they are
+// below 90 %, the others of the same group go on, and share what waits.
+func TestRT10FullRanksOfAGroupGetNothing(t *testing.T) {
+	const ranks, clients, limit = 8, 512, 0.95
+	full := map[string]bool{"0/2": true, "0/5": true}
+	for _, routing := range []string{"power-of-two", "least-loaded", "kv", "lpwl"} {
+		t.Run(routing, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				c := harness.New(t)
+				c.Deploy(simApp("a", ranks, "lockstep", "num_gpu_blocks_override: 2048, max_model_len: 32768, max_num_seqs: 32, sim_step_ms: 100",
+					"max_ongoing_requests: 256", fmt.Sprintf("routing: {policy: %s, busy_threshold: %v}", routing, limit)))
+				c.WaitStatus("a", "RUNNING")
+				r := rand.New(rand.NewPCG(10, 10))
+				var release []func()
+				for _, rank := range []int{2, 5} { // 31,900 of 32,768 tokens: 97 %
+					release = append(release, park(t, c, c.Rank("a", 0, rank).URL, "a", fresh(r, 31_900), 800))
+				}
+				time.Sleep(1500 * time.Millisecond) // a report
+				y, stop := newTally(0), make(chan struct{})
+				wg := crowd(clients, stop, func(client int) {
+					y.note(t, complete(t.Context(), c, "a", fresh(rand.New(rand.NewPCG(10, uint64(client))), 64), 8))
+				})
+				worst := 0.0
+				for range 10 {
+					time.Sleep(time.Second)
+					worst = max(worst, waiting(t, c, full))
+				}
+				y.mu.Lock()
+				assert.Zero(t, y.ranks["0/2"]+y.ranks["0/5"], "%v", y.ranks)
+				assert.Len(t, y.ranks, ranks-len(full), "the others of the group serve")
+				before := fmt.Sprint(y.ranks)
+				clear(y.ranks)
+				y.mu.Unlock()
+				assert.LessOrEqual(t, worst, 1.5, "waiting, the most over the mean")
+				for _, let := range release {
+					let()
+				}
+				time.Sleep(5 * time.Second)
+				close(stop)
+				wg.Wait()
+				assert.Positive(t, y.ranks["0/2"])
+				assert.Positive(t, y.ranks["0/5"])
+				t.Logf("full: %s, waiting at most %.2f times the mean; below: %v", before, worst, y.ranks)
+				c.Quiet()
+			})
+		})
+	}
+}
+
+// waiting is the longest queue of an engine over the mean, without those of except.
+func waiting(t *testing.T, c *harness.Cluster, except map[string]bool) float64 {
+	t.Helper()
+	most, all, n := 0, 0, 0
+	st, _ := c.App("a")
+	for _, u := range st.Units {
+		for _, k := range u.Ranks {
+			if except[fmt.Sprintf("%d/%d", k.Group, k.Rank)] {
+				continue
+			}
+			w := stats(t, c, k.URL).Waiting
+			most, all, n = max(most, w), all+w, n+1
+		}
+	}
+	require.Positive(t, all, "something waits")
+	return float64(most) * float64(n) / float64(all)
+}
+
+// RT16: busy_threshold 0.5 under every policy. Two of four ranks above it get nothing; all four: 503 with Retry-After; answers
+// again a second after the load fell.
+func TestRT16BusyThresholdHoldsUnderEveryPolicy(t *testing.T) {
+	for _, policy := range policies() {
+		t.Run(policy, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				c := harness.New(t)
+				c.Deploy(simApp("a", 4, "independent", "num_gpu_blocks_override: 256, max_model_len: 4096, sim_step_ms: 50",
+					"routing: {policy: "+policy+", busy_threshold: 0.5}"))
+				c.WaitStatus("a", "RUNNING")
+				r := rand.New(rand.NewPCG(16, 16))
+				ask := func(rank int) *answer {
+					return complete(t.Context(), c, "a", fresh(r, 40), 1, "x-dpserve-rank", fmt.Sprintf("0/%d", rank), "x-session-id", fmt.Sprint(r.Uint32()))
+				}
+				var release []func()
+				above := func(ranks ...int) {
+					for _, k := range ranks {
+						release = append(release, park(t, c, c.Rank("a", 0, k).URL, "a", fresh(r, 2200), 1800)) // 54 %, and growing
+					}
+					time.Sleep(1100 * time.Millisecond) // a report
+				}
+				above(0, 3)
+				y := newTally(0)
+				for i := range 20 {
+					y.note(t, ask(1+i%2))
+				}
+				assert.Zero(t, y.ranks["0/0"]+y.ranks["0/3"], "%v", y.ranks)
+				above(1, 2)
+				refused := ask(1)
+				assert.Equal(t, http.StatusServiceUnavailable, refused.status, refused)
+				assert.NotEmpty(t, refused.retry)
+				for _, let := range release {
+					let()
+				}
+				fell := time.Now()
+				c.Until("an answer", func() error {
+					if a := ask(1); !a.ok() {
+						return fmt.Errorf("%s", a)
+					}
+					return nil
+				})
+				assert.LessOrEqual(t, time.Since(fell), 1200*time.Millisecond)
+				t.Logf("%v; then %d %s, Retry-After %s; answers again after %s", y.ranks, refused.status, refused.code, refused.retry,
+					time.Since(fell).Round(time.Millisecond))
+				c.Quiet()
+			})
+		})
+	}
+}
+
+// policies are all of this build that need no more than a name.
+func policies() []string {
+	return strings.Fields("round-robin random direct power-of-two least-loaded least-kv scoring cache-aware prefix-aware kv lmetric lmetric-1 lpwl min-ttft sticky chwbl session-affinity")
+}
