@@ -33,6 +33,12 @@ bench: build ## the numbers: added latency, CPU, throughput, against nginx (if t
 		./routing ./internal/inbox ./internal/quietnet ./actors/dpserver ./actors/ingress ./engine/openai
 	go run ./test/bench -dpserve bin/dpserve
 
+# One traffic takes about 15 minutes: POLICIES=kv-tuned,lmetric-1 TRAFFIC=chat,mixed make bench-policies takes part of it.
+.PHONY: bench-policies
+bench-policies: build ## routing policies side by side on simulated ranks, and what each costs the gateway; over an hour; Linux
+	go run ./test/bench -role policies -dpserve bin/dpserve -rounds 1 -policies "$(POLICIES)" -traffic "$(TRAFFIC)"
+	go run ./test/bench -role policy-cpu -dpserve bin/dpserve -policies "$(POLICIES)"
+
 .PHONY: acceptance
 acceptance: ## rows of docs/acceptance.md in real time, with real processes
 	DPSERVE_ACCEPTANCE=1 go test -count=1 -timeout 30m ./cmd/... ./test/...
@@ -49,4 +55,4 @@ clean: ## what build left behind
 
 .PHONY: help
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -44,6 +44,9 @@ func bodyTooLarge() error {
 // decodeStrict reads one JSON object into the struct behind v. Unknown, doubled and differently cased keys are refused:
 // encoding/json would take the last of them in silence.
 func decodeStrict(data []byte, v any) error {
+	if len(bytes.TrimSpace(data)) == 0 {
+		return problem.New(problem.InvalidArgument, "the body is empty").WithHint("send a JSON object")
+	}
 	if err := checkKeys(data, keysOf(v)); err != nil {
 		return err
 	}
@@ -125,8 +128,8 @@ func notReadable(err error) error {
 	switch {
 	case errors.As(err, &kind):
 		return problem.New(problem.InvalidArgument, "%s cannot be a JSON %s", kind.Field, cutText(kind.Value)).WithHint("see docs/router.md for what it takes")
-	case errors.Is(err, io.EOF):
-		return problem.New(problem.InvalidArgument, "the body is empty").WithHint("send a JSON object")
+	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF):
+		return problem.New(problem.InvalidArgument, "the body ends too early").WithHint("send one whole JSON object")
 	}
 	return problem.New(problem.InvalidArgument, "the body is not JSON: %s", strings.TrimPrefix(err.Error(), "json: ")).WithHint("send one JSON object")
 }

@@ -65,6 +65,8 @@ func checkQuery(q *msg.RouteQuery) error {
 		return problem.New(problem.InvalidArgument, "%d requests at once", given).WithHint(hint)
 	case (q.Route != "" || len(q.Headers) > 0) && q.Prompt == nil && len(q.Request) == 0:
 		return problem.New(problem.InvalidArgument, "route and headers go with prompt and request").WithHint("leave them out")
+	case q.Model != "" && q.Prompt == nil && q.TokenIDs == nil:
+		return problem.New(problem.InvalidArgument, "model goes with prompt and token_ids").WithHint("leave it out: the request names its own")
 	case q.TokenIDs != nil:
 		return checkIDs(q.TokenIDs)
 	}

@@ -116,7 +116,7 @@ func (s *Server) fail(c *gin.Context, err error) {
 }
 
 func unknownPath(r *http.Request) error {
-	hint := "paths begin with /api/v1: version, healthz, validate, apps, apps/APP, apps/APP/logs, events; and /metrics"
+	hint := "paths begin with /api/v1: version, healthz, validate, apps, apps/APP, apps/APP/logs, events, routers/APP; and /metrics"
 	if strings.HasPrefix(r.URL.Path, "/v1/") {
 		hint = "this is the admin api; OpenAI requests go to the other port, 8000 by default"
 	}

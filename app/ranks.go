@@ -268,11 +268,9 @@ func (f Faults) ofRank(path string) error {
 		}
 	}
 	err := problem.New(problem.InvalidArgument, "the rank is not as it should be: %s", lines[0])
-	if len(lines) > 1 {
-		err.WithDetails(lines...)
-	}
-	if f[0].Hint != "" {
-		err.WithHint("%s", f[0].Hint)
+	err.Hint = f[0].Hint
+	if len(lines) > 1 { // a single one is the message
+		err.Details = lines
 	}
 	return err
 }

@@ -1,7 +1,6 @@
 package app
 
 import (
-	"errors"
 	"slices"
 	"strconv"
 	"testing"
@@ -209,7 +208,7 @@ func TestRankChangesAreWhatAFileCouldSay(t *testing.T) {
 			}
 			if err != nil {
 				var p *problem.Error
-				require.True(t, errors.As(err, &p))
+				require.ErrorAs(t, err, &p)
 				continue
 			}
 			app = next

@@ -23,6 +23,7 @@ type Override struct {
 type BestWorkerRequest struct {
 	TokenIDs  []uint32  `json:"token_ids"`
 	RequestID string    `json:"request_id,omitempty"`             // "" = only a question; else a place is reserved under it
+	Model     string    `json:"model,omitempty"`                  // a name that the application serves; "" = its model, no adapter
 	Worker    string    `json:"worker,omitempty"`                 // GROUP/RANK: this one or an error; "" = the policy decides
 	Override  *Override `json:"router_config_override,omitempty"` // nil = the application's parameters
 }
@@ -91,6 +92,7 @@ type Query struct {
 	TokenIDs []uint32          `json:"token_ids,omitempty"`
 	Request  json.RawMessage   `json:"request,omitempty"` // the body of an inference request
 	Replay   string            `json:"replay,omitempty"`  // x-request-id of a request of the last minutes
+	Model    string            `json:"model,omitempty"`   // of Prompt and TokenIDs: a name that the application serves
 	Route    string            `json:"route,omitempty"`   // of Prompt and Request: /v1/chat/completions …
 	Headers  map[string]string `json:"headers,omitempty"` // of Prompt and Request
 	Worker   string            `json:"worker,omitempty"`  // GROUP/RANK that is taken under every policy
@@ -175,4 +177,39 @@ func (r *RouterClient) Reset(ctx context.Context) (ranks int, err error) {
 	}
 	err = r.c.call(ctx, http.MethodPost, r.path+"/reset", nil, &out)
 	return out.Ranks, err
+}
+
+// Info describes a router.
+type Info struct {
+	App           string         `json:"app"`
+	Policy        string         `json:"policy"`
+	Preset        string         `json:"preset"`
+	Params        map[string]any `json:"params"`
+	Identity      string         `json:"identity"`
+	Reads         []string       `json:"reads"` // what the policy reads beyond load: hits, blocks, text, session
+	BusyThreshold *float64       `json:"busy_threshold"`
+	CachingOff    bool           `json:"prefix_caching_off"`
+	Ranks         int            `json:"ranks"`
+	Ready         int            `json:"ready"`
+	Queued        int            `json:"queued"`
+	Reservations  int            `json:"reservations"`
+	Imbalance     float64        `json:"imbalance"` // open requests on the fullest rank over the mean
+	Index         *Index         `json:"index"`     // nil: the policy reads no caches
+}
+
+// Index is the size of a router's picture of its workers' caches.
+type Index struct {
+	Blocks  int    `json:"blocks"`
+	Bytes   int    `json:"bytes"`
+	Cap     int    `json:"cap_bytes"`
+	Orphans int    `json:"orphans"`
+	Evicted uint64 `json:"evicted"`
+	Resyncs uint64 `json:"resyncs"`
+}
+
+// Info describes the router.
+func (r *RouterClient) Info(ctx context.Context) (Info, error) {
+	var out Info
+	err := r.c.call(ctx, http.MethodGet, r.path, nil, &out)
+	return out, err
 }

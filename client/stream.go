@@ -20,6 +20,7 @@ type GenerateRequest struct {
 	TokenIDs  []uint32       `json:"token_ids"`
 	Sampling  map[string]any `json:"sampling,omitempty"`   // members of a /v1/completions body: max_tokens, temperature, stop …
 	RequestID string         `json:"request_id,omitempty"` // "" = dpserve makes one
+	Model     string         `json:"model,omitempty"`      // a name that the application serves; "" = its model, no adapter
 	Worker    string         `json:"worker,omitempty"`
 	Override  *Override      `json:"router_config_override,omitempty"`
 }

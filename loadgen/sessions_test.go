@@ -93,7 +93,7 @@ func (e *perfect) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	e.store(append(tokens, slices.Repeat([]string{"wörd"[:4]}, answer-1)...))
 	e.mu.Unlock()
 	if e.fail != nil && e.fail(n) {
-		http.Error(w, `{"error":{"message":"secret","type":"x","code":"all_busy"}}`, http.StatusServiceUnavailable)
+		http.Error(w, `{"error":{"message":"secret","type":"x","code":"overloaded"}}`, http.StatusServiceUnavailable)
 		return
 	}
 	w.Header().Set("x-dpserve-app", "demo")
@@ -320,7 +320,7 @@ func TestAFailedTurnEndsItsSession(t *testing.T) {
 	e.fail = func(n int) bool { return n == 5 }
 	r, err := RunSessions(t.Context(), Config{URL: url, Model: "demo", Rate: 300, Stream: true}, quickTalk)
 	require.NoError(t, err)
-	assert.Equal(t, map[string]int{"http 503 all_busy": 1}, r.Errors)
+	assert.Equal(t, map[string]int{"http 503 overloaded": 1}, r.Errors)
 	assert.Equal(t, []int{11, 1}, []int{r.Sessions.Whole, r.Sessions.Cut})
 }
 

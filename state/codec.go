@@ -89,7 +89,7 @@ func (c *Command) UnmarshalJSON(b []byte) error {
 }
 
 // Encode is the whole state, as a snapshot holds it.
-func (s *State) Encode() ([]byte, error) { return json.Marshal(s) }
+func (s *State) Encode() ([]byte, error) { return json.Marshal(s) } //nolint:gosec // the secret belongs into the snapshot, which lies in the data dir
 
 // Decode reads a snapshot. Fields it does not know are refused: they would be lost with the next snapshot.
 func Decode(b []byte) (*State, error) {

@@ -66,10 +66,10 @@ type Unit struct {
 
 // State is the replicated state. Apply is its only writer; readers hold a snapshot (Clone) and never change it.
 type State struct {
-	Index     uint64            `json:"index"`    // raft index of the last command
-	Cluster   string            `json:"cluster"`  // cluster id, set once
+	Index     uint64            `json:"index"`            // raft index of the last command
+	Cluster   string            `json:"cluster"`          // cluster id, set once
 	Secret    []byte            `json:"secret,omitempty"` // set once, by Init
-	Revision  uint64            `json:"revision"` // +1 per PutApps or DeleteApp that changed something
+	Revision  uint64            `json:"revision"`         // +1 per PutApps or DeleteApp that changed something
 	Apps      map[string]*App   `json:"apps"`
 	Units     map[string]*Unit  `json:"units"`
 	Revisions map[string]uint64 `json:"revisions"`       // last revision of apps that are gone, so that a re-deployed name never repeats one

@@ -29,6 +29,8 @@ var byName = map[string]func(t *timers) []*time.Duration{
 	"verify_named":   func(t *timers) []*time.Duration { return []*time.Duration{&t.node.VerifyNamed} },
 	"rendezvous":     func(t *timers) []*time.Duration { return []*time.Duration{&t.node.Rendezvous, &t.assigner.Rendezvous} },
 	"ticket_unused":  func(t *timers) []*time.Duration { return []*time.Duration{&t.replica.TicketLapse} },
+	"scrape":         func(t *timers) []*time.Duration { return []*time.Duration{&t.replica.Scrape} },
+	"kv_silence":     func(t *timers) []*time.Duration { return []*time.Duration{&t.replica.Silence} },
 	"trip_backoff":   func(t *timers) []*time.Duration { return []*time.Duration{&t.replica.TripBackoff} },
 	"start_retry":    func(t *timers) []*time.Duration { return []*time.Duration{&t.controller.Unit.StartRetry} },
 	"restart_min":    func(t *timers) []*time.Duration { return []*time.Duration{&t.controller.Unit.RestartMin} },

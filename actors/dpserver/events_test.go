@@ -243,7 +243,7 @@ func TestKV5ClearedEmptiesThisRankAlone(t *testing.T) {
 	})
 }
 
-// TestGarbageIsCountedAndChangesNothing: KV13 on the replica's side.
+// TestKV13GarbageIsCountedAndChangesNothing: KV13 on the replica's side.
 func TestKV13GarbageIsCountedAndChangesNothing(t *testing.T) {
 	listener(t, true, true, func(t *testing.T, r *rig, p *publisher) {
 		old := newReader(t)
@@ -266,7 +266,7 @@ func TestKV13GarbageIsCountedAndChangesNothing(t *testing.T) {
 		p.raw(2, p.ring[2])
 		old.follow(r)
 		assert.Equal(t, was, old.holds())
-		time.Sleep(time.Second)
+		time.Sleep(1500 * time.Millisecond)
 		assert.Equal(t, msg.EventsPartial, events(r).State)
 		time.Sleep(time.Second)
 		assert.GreaterOrEqual(t, events(r).Dropped, uint64(6))
@@ -327,7 +327,7 @@ func TestKV10SilentEvents(t *testing.T) {
 	})
 }
 
-// TestNoAlarmWhereNoEventIsDue: requests that were cached whole store nothing.
+// TestKV10NoAlarmWhereNoEventIsDue: requests that were cached whole store nothing.
 func TestKV10NoAlarmWhereNoEventIsDue(t *testing.T) {
 	for name, d := range map[string]msg.Done{
 		"cached whole":          {PromptTokens: 18, CompletionTokens: 2, CachedTokens: 16, HasCached: true, FirstToken: 1},
@@ -357,9 +357,8 @@ func TestKV10NoAlarmWhereNoEventIsDue(t *testing.T) {
 
 // TestTheRecordFollowsTheEngine: text blocks live long, but the record never outgrows what the engine says it still holds.
 func TestTheRecordFollowsTheEngine(t *testing.T) {
+	text := func(_ *Factory, spec *msg.ReplicaSpec) { spec.App.Routing.Identity = app.IdentityText }
 	listener(t, true, true, func(t *testing.T, r *rig, p *publisher) {
-		r.spec.App.Routing.Identity = app.IdentityText
-		time.Sleep(time.Second)
 		old := newReader(t)
 		for i := range uint32(4) {
 			id := r.sendPrompt(prompt(ids(1000*i, 16)...), 0) // stands for 16 tokens of text
@@ -374,7 +373,7 @@ func TestTheRecordFollowsTheEngine(t *testing.T) {
 		assert.Equal(t, uint64(10), old.holds()[kvindex.Sent][0])
 		assert.Equal(t, 4, old.hit(kvindex.Sent, prompt(ids(3000, 16)...)), "the oldest go")
 		assert.Zero(t, old.hit(kvindex.Sent, prompt(ids(0, 16)...)))
-	})
+	}, text)
 }
 
 // TestTheEnginesReport: it is read while somebody wants to know, and only what is new is told.

@@ -51,7 +51,7 @@ type reader struct {
 }
 
 func newReader(t require.TestingT) *reader {
-	ix, err := kvindex.New(kvindex.Config{})
+	ix, err := kvindex.New(kvindex.Config{Bytes: 8 << 20})
 	require.NoError(t, err)
 	return &reader{t: t, ix: ix}
 }
@@ -128,7 +128,7 @@ func (r *rig) fresh(t require.TestingT) *reader {
 	return f
 }
 
-// send admits a prompt that the sender's index expects hit tokens of, and gives its ticket.
+// sendPrompt admits a prompt that the sender's index expects hit tokens of, and gives its ticket.
 func (r *rig) sendPrompt(blocks []uint64, hitBlocks int) uint64 {
 	rep := r.ask(func(a *msg.Admit) {
 		a.Tokens, a.Blocks, a.Hit, a.HitBlocks = 4*len(blocks), append([]uint64(nil), blocks...), 4*hitBlocks, hitBlocks
@@ -139,7 +139,7 @@ func (r *rig) sendPrompt(blocks []uint64, hitBlocks int) uint64 {
 
 type list = []any
 
-// storedBlocks is a BlockStored of blocks of 4 tokens, named 100·salt + their first token.
+// storedBlocks is a BlockStored of blocks of 4 tokens, named 1000·salt + their first token.
 func storedBlocks(salt int, parent any, tokens []uint32, more ...any) list {
 	hashes := list{}
 	for i := 0; i < len(tokens); i += 4 {
@@ -259,7 +259,7 @@ func (p *publisher) restart() {
 }
 
 // listener runs a test with a rank that follows a publisher by connecting, with replay or without. Identity tokens.
-func listener(t *testing.T, owned, replay bool, f func(t *testing.T, r *rig, p *publisher)) {
+func listener(t *testing.T, owned, replay bool, f func(t *testing.T, r *rig, p *publisher), change ...func(f *Factory, spec *msg.ReplicaSpec)) {
 	synctest.Test(t, func(t *testing.T) {
 		network := &memnet.Network{}
 		p := newPublisher(t, network)
@@ -270,6 +270,9 @@ func listener(t *testing.T, owned, replay bool, f func(t *testing.T, r *rig, p *
 		r := newRig(t, owned, func(f *Factory, spec *msg.ReplicaSpec) {
 			over(network)(f, spec)
 			spec.Events = src
+			for _, c := range change {
+				c(f, spec)
+			}
 		})
 		t.Cleanup(p.close)
 		synctest.Wait()

@@ -218,7 +218,7 @@ func sum(hashes []uint64) (s uint64) {
 	return s
 }
 
-// TestBytesOfABatchAreCounted: what an inlet holds is bounded by what it takes.
+// TestEventsBeyondTheBoundBeginAnew: what an inlet holds is bounded by what it takes.
 func TestEventsBeyondTheBoundBeginAnew(t *testing.T) {
 	bubble(t, 9, true, func(t *testing.T, r *rig) {
 		woken := 0
@@ -229,8 +229,11 @@ func TestEventsBeyondTheBoundBeginAnew(t *testing.T) {
 		r.send(arrived{in})
 		old.follow(r)
 		require.Equal(t, 1, old.hit(kvindex.GPU, prompt(ids(0, 4)...)))
-		for i := range 200_000 {
-			ev.Hashes[0] = kvevents.UintHash(uint64(10 + i))
+		for i := range 8_000 {
+			ev.Tokens, ev.Hashes = ids(0, 400), nil
+			for k := range 100 {
+				ev.Hashes = append(ev.Hashes, kvevents.UintHash(uint64(1000*i+k+10)))
+			}
 			in.Stored(ev)
 			require.LessOrEqual(t, in.waiting.bytes(), maxWaiting)
 		}
@@ -239,12 +242,12 @@ func TestEventsBeyondTheBoundBeginAnew(t *testing.T) {
 		assert.Equal(t, 2, woken, "one message, however many events")
 		r.send(arrived{in})
 		old.follow(r)
-		assert.LessOrEqual(t, old.holds()[kvindex.GPU][0], uint64(1))
+		assert.LessOrEqual(t, old.holds()[kvindex.GPU][0], uint64(100))
 		assert.Equal(t, old.holds(), r.fresh(t).holds())
 	})
 }
 
-// TestHashesOfEveryTypeAndPlace: KV12 on the replica's side. Chain hashes are those of an ingress; salt and adapter set apart, an image
+// TestKV12EventsHashAsPromptsDo: KV12 on the replica's side. Chain hashes are those of an ingress; salt and adapter set apart, an image
 // matches no text, and what is on other machines is nobody's hit.
 func TestKV12EventsHashAsPromptsDo(t *testing.T) {
 	bubble(t, 9, true, func(t *testing.T, r *rig) {

@@ -82,8 +82,7 @@ func (r *replica) correct(t *ticket, m *msg.Done) {
 	}
 	c := l.columns[kvindex.Sent]
 	if m.Outcome != msg.OK && !t.req.Decoding && m.FirstToken == 0 {
-		from := min(max(t.sent.Held, t.hitBlocks), len(t.blocks))
-		c.Withdraw(t.blocks[from:], t.sent.At)
+		c.Withdraw(t.blocks, max(t.sent.Held, t.hitBlocks), t.sent.At)
 	} else {
 		l.learn(t, m.PromptTokens)
 		if short := r.shortfall(t, m); short > 0 {

@@ -27,7 +27,8 @@ type cache struct {
 	clock   func() time.Duration
 	queue   kvQueue
 	jobs    chan func(held []*column)
-	stop    context.CancelFunc
+	quit    chan struct{}
+	once    sync.Once // closes quit
 	done    chan struct{}
 
 	ticked atomic.Int64 // clock of the last Advance, in ns
@@ -58,20 +59,19 @@ func (in *Ingress) newCache(l *lane, columns int) (*cache, error) {
 	if err != nil {
 		return nil, err
 	}
-	ctx, stop := context.WithCancel(context.Background())
 	c := &cache{
 		index: index, columns: columns, lane: l, clock: in.clock, jobs: make(chan func([]*column)),
-		stop: stop, done: make(chan struct{}), held: map[place]*column{}, deaf: map[uint32]bool{},
+		quit: make(chan struct{}), done: make(chan struct{}), held: map[place]*column{}, deaf: map[uint32]bool{},
 	}
 	c.queue.wake = make(chan struct{}, 1)
 	c.report()
-	in.running.Go(func() { c.run(ctx) })
+	in.running.Go(c.run)
 	return c, nil
 }
 
 // close ends the writer and waits for it. Look-ups go on to find what was there last.
 func (c *cache) close() {
-	c.stop()
+	c.once.Do(func() { close(c.quit) })
 	<-c.done
 }
 
@@ -83,22 +83,30 @@ func (c *cache) touch(now time.Duration) {
 }
 
 // run is the writer: it applies what waits, then tidies up piece by piece as long as nothing waits.
-func (c *cache) run(ctx context.Context) {
+func (c *cache) run() {
 	defer close(c.done)
-	for {
-		for b := c.queue.take(); b != nil && ctx.Err() == nil; b = c.queue.take() {
+	for !c.ended() {
+		for b := c.queue.take(); b != nil && !c.ended(); b = c.queue.take() {
 			c.write(b)
 			c.queue.release(b)
 		}
-		more := c.tidy()
-		if ctx.Err() != nil || !more && !c.wait(ctx) {
-			return
+		if more := c.tidy(); !more {
+			c.wait()
 		}
 	}
 }
 
-// wait sleeps until there is something to do; false at the end.
-func (c *cache) wait(ctx context.Context) bool {
+func (c *cache) ended() bool {
+	select {
+	case <-c.quit:
+		return true
+	default:
+		return false
+	}
+}
+
+// wait sleeps until there is something to do, or the end.
+func (c *cache) wait() {
 	var due <-chan time.Time
 	if c.pending() {
 		t := time.NewTimer(cacheTick)
@@ -106,14 +114,12 @@ func (c *cache) wait(ctx context.Context) bool {
 		due = t.C
 	}
 	select {
-	case <-ctx.Done():
-		return false
+	case <-c.quit:
 	case <-c.queue.wake:
 	case <-due:
 	case f := <-c.jobs:
 		f(c.list())
 	}
-	return true
 }
 
 // pending says that time alone brings something to do.

@@ -197,7 +197,7 @@ func prompts(n, length int) [][]uint64 {
 	text := make([]byte, 64*length)
 	for i := range out {
 		for k := 64 * (i % 5) * length / 5; k < len(text); k++ {
-			text[k] = byte(r.Uint32N(256)) //nolint:gosec // one byte is meant
+			text[k] = byte(r.Uint32N(256))
 		}
 		out[i] = h.Bytes(nil, h.Root(kvindex.Salt{Unit: kvindex.Text, BlockSize: 64}), text, 64)
 	}
@@ -210,7 +210,7 @@ func (r *kvReplica) act(tb testing.TB, all [][]uint64) {
 	rnd := r.feed.rand
 	chain := all[rnd.IntN(len(all))]
 	chain = chain[:1+rnd.IntN(len(chain))]
-	tier := kvindex.Tier(rnd.IntN(3)) //nolint:gosec // a tier
+	tier := kvindex.Tier(rnd.IntN(3))
 	switch rnd.IntN(10) {
 	case 0, 1, 2:
 		r.column(tb, kvindex.Sent).Record(chain, r.now)

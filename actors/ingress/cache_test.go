@@ -21,12 +21,12 @@ var byScore = app.Routing{Policy: "scoring", Preset: "documented", Identity: app
 // rest the ingress holds exactly what the replicas hold, column by column, and counts the same load.
 func TestKV3IndexEqualsReplicasAtRest(t *testing.T) {
 	all := prompts(40, 60)
-	for seed := range uint64(20) {
+	for seed := range uint64(8) {
 		t.Run(fmt.Sprint(seed), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				g := newKVRig(t, 3, seed, byScore)
 				g.feed.faults = []int{10, 50}[seed%2] // 1 % of each kind, or 5 %
-				for step := range 4000 {
+				for step := range 2000 {
 					g.step(t, all)
 					if step%10 == 0 {
 						g.pass(time.Duration(g.feed.rand.IntN(200)) * time.Millisecond)
@@ -151,7 +151,7 @@ func TestOverflowIsAGap(t *testing.T) {
 		for i := range long {
 			long[i] = mix(uint64(i + 1))
 		}
-		for n := range 2 * maxBatches {
+		for n := range maxBatches + 100 {
 			r := g.feed.replicas[n%2]
 			r.feed.mu.Lock()
 			if c := r.column(t, kvindex.GPU); c.Len() == 0 {

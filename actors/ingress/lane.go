@@ -122,7 +122,7 @@ func (l *lane) snapshot(rec *msg.Record) {
 	r.accepting, r.busy, r.maxOngoing, r.seq = rec.Snapshot.Accepting, false, rec.Snapshot.MaxOngoing, rec.Seq
 	r.cachingOff = rec.Snapshot.CachingOff
 	l.told(r)
-	l.resize(r, rec.Snapshot.BlockSize)
+	l.resize(r, rec.Snapshot.BlockSize, false)
 	l.raise(r, rec)
 	l.show(r)
 	l.hope()

@@ -20,7 +20,7 @@ func (r *rank) owner(tier kvindex.Tier) kvindex.Owner {
 // kv hands a KV record to the index's writer. Call with mu held.
 func (l *lane) kv(r *rank, rec *msg.Record) {
 	if rec.Kind == msg.RecKVBegin && rec.KV.Tier == kvindex.GPU {
-		l.resize(r, rec.KV.BlockSize)
+		l.resize(r, rec.KV.BlockSize, true)
 	}
 	c := l.reads().cache
 	if c == nil || r.deaf || rec.KV.Tier > kvindex.Sent {
@@ -123,26 +123,37 @@ func (l *lane) told(r *rank) {
 	}
 }
 
-// resize notes a rank's tokens per KV block. Prompts are cut to the size that most ranks have; a rank of another size hits
-// nothing, and its log line says why.
-func (l *lane) resize(r *rank, tokens int) {
-	if tokens <= 0 || tokens == r.blockSize {
+// resize notes a rank's tokens per KV block; proven: its events came in them. Prompts are cut to the size that most ranks have; a
+// rank of another size hits nothing, and its log line says why.
+func (l *lane) resize(r *rank, tokens int, proven bool) {
+	if tokens <= 0 || tokens == r.blockSize && (r.proven || !proven) {
 		return
 	}
-	r.blockSize = tokens
-	votes, best := map[int]int{}, 0
-	for _, other := range l.ranks {
-		if n := other.blockSize; n > 0 {
-			if votes[n]++; votes[n] > votes[best] || votes[n] == votes[best] && n < best {
-				best = n
-			}
-		}
-	}
-	l.blockTokens.Store(int32(best)) //nolint:gosec // kvindex.MaxBlockSize at most counts
-	if best != tokens {
+	r.blockSize, r.proven = tokens, r.proven || proven
+	best, known := l.mostBlockTokens()
+	l.blockTokens.Store(int32(best)) //nolint:gosec // tokens of a block
+	if best != tokens && (r.proven || !known) {
 		l.in.log.Warn("a rank's KV blocks are of another size than the other ranks': its cache is not seen", slog.String("app", l.name),
 			slog.String("unit", r.unit), slog.Int("block_size", tokens), slog.Int("others", best))
 	}
+}
+
+// mostBlockTokens is the block size of most ranks, the smaller of two. What events came in counts, before what engines report: some
+// settle on another size than they report. proven: it was seen in events.
+func (l *lane) mostBlockTokens() (best int, proven bool) {
+	votes := map[bool]map[int]int{true: {}, false: {}}
+	for _, r := range l.ranks {
+		if r.blockSize > 0 {
+			votes[r.proven][r.blockSize]++
+		}
+	}
+	proven = len(votes[true]) > 0
+	for n, count := range votes[proven] {
+		if most := votes[proven][best]; count > most || count == most && n < best {
+			best = n
+		}
+	}
+	return best, proven
 }
 
 // tokensPerBlock is the size to which prompts are cut.
@@ -156,7 +167,7 @@ func (l *lane) tokensPerBlock() int {
 // status takes over an engine's report.
 func (l *lane) status(r *rank, rec *msg.Record) {
 	s := &rec.Status
-	l.resize(r, s.BlockSize)
+	l.resize(r, s.BlockSize, false)
 	if s.HasKVUsage {
 		l.observe(routing.Event{
 			Kind: routing.EvStatus, Rank: r.id, Incarnation: r.incarnation, Seq: rec.Seq, KVUsage: s.KVUsage, Capacity: s.Capacity, BlockSize: s.BlockSize,
@@ -177,6 +188,9 @@ func (l *lane) judgeCaching() {
 	}
 	if now := ready > 0 && ready == off; ready > 0 && now != l.cachingOff.Load() {
 		l.cachingOff.Store(now)
+		if now && l.reads().needs.Hits {
+			l.in.log.Warn("every engine runs without prefix caching: routing goes by load alone", slog.String("app", l.name))
+		}
 		l.configure()
 	}
 }

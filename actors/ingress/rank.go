@@ -38,6 +38,7 @@ type rank struct {
 	seq        uint64 // of the last record
 	cachingOff bool   // its engine runs without prefix caching
 	blockSize  int    // tokens per KV block; 0: not known
+	proven     bool   // its events came in blocks of that size
 
 	deaf   bool          // a record was missed: nothing of its cache is believed before its next snapshot
 	asked  time.Duration // when it was asked for one last; 0: never

@@ -98,7 +98,7 @@ func (b *lab) happen(r *rand.Rand) {
 func randomBody(r *rand.Rand) []byte {
 	ids := make([]uint32, 16*(1+r.IntN(6))+r.IntN(16))
 	for i := range ids {
-		ids[i] = uint32(i/16 + 7*r.IntN(2)*(i/64)) //nolint:gosec // small
+		ids[i] = uint32(i/16 + 7*r.IntN(2)*(i/64))
 	}
 	var body map[string]any
 	switch r.IntN(3) {
@@ -171,7 +171,7 @@ func (b *lab) seed(r *rand.Rand) {
 		var k question
 		ids := make([]uint32, 64)
 		for j := range ids {
-			ids[j] = uint32(j / 16) //nolint:gosec // small
+			ids[j] = uint32(j / 16)
 		}
 		k.prompt.fromTokens(b.lane, ids, origin{})
 		b.holds(i, k.prompt.blocks[:1+r.IntN(len(k.prompt.blocks))])

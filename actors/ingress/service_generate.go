@@ -28,14 +28,19 @@ func (in *Ingress) Generate(ctx context.Context, app string, q *msg.Generate, em
 	}
 	run, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	closing := in.cutCtx(nil)
-	defer context.AfterFunc(closing, func() { cancel(context.Cause(closing)) })()
+	defer in.endWith(cancel)() //nolint:contextcheck // the ingress's end is no child of ctx
 	w := &idWriter{header: http.Header{}, emit: emit}
-	in.serveFor(w, req.WithContext(run), &entry{served: l.spec.Load(), lane: l}, k)
+	in.serveFor(w, req.WithContext(run), &entry{served: l.spec.Load(), lane: l}, k) //nolint:contextcheck // it is in the request
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
 	return w.outcome()
+}
+
+// endWith cancels a request that has no connection of the ingress's own when the ingress closes; stop ends that.
+func (in *Ingress) endWith(cancel context.CancelCauseFunc) (stop func() bool) {
+	closing := in.cutCtx(nil)
+	return context.AfterFunc(closing, func() { cancel(context.Cause(closing)) })
 }
 
 // generation makes the request. k has what a header cannot say.
@@ -48,6 +53,9 @@ func (l *lane) generation(ctx context.Context, q *msg.Generate) (*http.Request, 
 		if err := validReservation(q.RequestID); err != nil {
 			return nil, nil, err
 		}
+	}
+	if err := l.serves(q.Model); err != nil {
+		return nil, nil, err
 	}
 	body, err := l.completion(q)
 	if err != nil {
@@ -68,7 +76,7 @@ func (l *lane) generation(ctx context.Context, q *msg.Generate) (*http.Request, 
 // completion is the body: the caller's sampling members, and those that generate itself decides.
 func (l *lane) completion(q *msg.Generate) ([]byte, error) {
 	own := map[string]any{
-		"model": l.model(), "prompt": q.TokenIDs, "stream": true, "stream_options": map[string]bool{"include_usage": true}, "return_token_ids": true,
+		"model": cmp.Or(q.Model, l.model()), "prompt": q.TokenIDs, "stream": true, "stream_options": map[string]bool{"include_usage": true}, "return_token_ids": true,
 	}
 	for name, value := range q.Sampling {
 		if _, taken := own[name]; taken || name == "n" || name == "best_of" {

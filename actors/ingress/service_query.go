@@ -1,6 +1,7 @@
 package ingress
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -49,12 +50,29 @@ func (l *lane) question(ctx context.Context, rq *msg.RouteQuery) (*question, err
 	case len(rq.Request) > 0:
 		err = l.readRequest(ctx, k, rq.Route, rq.Request, rq.Headers)
 	default:
-		k.prompt.fromTokens(l, rq.TokenIDs, origin{})
+		err = l.readTokens(k, rq.TokenIDs, rq.Model)
 	}
 	if err != nil {
 		return nil, err
 	}
 	return k, l.demand(k, rq.Worker, rq.Override)
+}
+
+// readTokens reads a prompt of token ids for a model of the application.
+func (l *lane) readTokens(k *question, ids []uint32, model string) error {
+	if err := l.serves(model); err != nil {
+		return err
+	}
+	k.prompt.fromTokens(l, ids, origin{adapter: l.adapter([]byte(model))})
+	return nil
+}
+
+// serves checks a model's name; "" is the application's own.
+func (l *lane) serves(model string) error {
+	if names := l.spec.Load().names; model != "" && !slices.Contains(names, model) {
+		return problem.New(problem.NotFound, "app %s does not serve the model %q", l.name, shown([]byte(model))).WithHint("it serves %s", list(names))
+	}
+	return nil
 }
 
 // demand adds what only the service may ask for: a forced rank, other parameters.
@@ -117,9 +135,10 @@ func (l *lane) readPrompt(ctx context.Context, k *question, rq *msg.RouteQuery) 
 	if route == "" {
 		route = openai.Completions.Path()
 	}
-	body := map[string]any{"model": l.model(), "prompt": *rq.Prompt}
+	model := cmp.Or(rq.Model, l.model())
+	body := map[string]any{"model": model, "prompt": *rq.Prompt}
 	if route == openai.Chat.Path() {
-		body = map[string]any{"model": l.model(), "messages": []map[string]string{{"role": "user", "content": *rq.Prompt}}}
+		body = map[string]any{"model": model, "messages": []map[string]string{{"role": "user", "content": *rq.Prompt}}}
 	}
 	text, err := json.Marshal(body)
 	if err != nil {
@@ -138,9 +157,8 @@ func (l *lane) readRequest(ctx context.Context, k *question, path string, body [
 	if err := scan.Scan(route, body); err != nil {
 		return problemOf(badBody(err))
 	}
-	if scan.HasModel && !slices.Contains(l.spec.Load().names, string(scan.Model)) {
-		return problemOf(fail(openai.CodeModelNotFound, fmt.Sprintf("app %s does not serve the model %q; it serves %s",
-			l.name, shown(scan.Model), list(l.spec.Load().names))))
+	if err := l.serves(string(scan.Model)); scan.HasModel && err != nil {
+		return err
 	}
 	h := http.Header{}
 	for name, value := range headers {

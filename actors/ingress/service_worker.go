@@ -17,7 +17,9 @@ func (in *Ingress) BestWorker(ctx context.Context, app string, q *msg.BestWorker
 		return msg.Worker{}, err
 	}
 	k := &question{}
-	k.prompt.fromTokens(l, q.TokenIDs, origin{})
+	if err := l.readTokens(k, q.TokenIDs, q.Model); err != nil {
+		return msg.Worker{}, err
+	}
 	if err := l.demand(k, q.Worker, q.Override); err != nil {
 		return msg.Worker{}, err
 	}
@@ -56,7 +58,9 @@ func (in *Ingress) PotentialLoads(app string, ids []uint32) ([]msg.PotentialLoad
 		return nil, err
 	}
 	k := &question{}
-	k.prompt.fromTokens(l, ids, origin{})
+	if err := l.readTokens(k, ids, ""); err != nil {
+		return nil, err
+	}
 	l.pose(k)
 	loads := router.PotentialLoads(&k.query)
 	out := make([]msg.PotentialLoad, len(loads))

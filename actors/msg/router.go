@@ -12,6 +12,7 @@ type RouteQuery struct {
 	TokenIDs []uint32          `json:"token_ids,omitempty"` // the prompt as ids
 	Request  json.RawMessage   `json:"request,omitempty"`   // body of an inference request
 	Replay   string            `json:"replay,omitempty"`    // x-request-id of a request of the last minutes
+	Model    string            `json:"model,omitempty"`     // of Prompt and TokenIDs: a name that the application serves; "" = its model, no adapter
 	Route    string            `json:"route,omitempty"`     // path of Prompt and Request; "" = /v1/completions, or chat if Request has messages
 	Headers  map[string]string `json:"headers,omitempty"`   // of Prompt and Request, as a client would send them
 	Worker   string            `json:"worker,omitempty"`    // GROUP/RANK that is taken under every policy; "" = the policy decides
@@ -114,6 +115,7 @@ type ResetResult struct {
 type BestWorker struct {
 	TokenIDs  []uint32        `json:"token_ids"`
 	RequestID string          `json:"request_id,omitempty"`
+	Model     string          `json:"model,omitempty"`  // a name that the application serves; "" = its model, no adapter
 	Worker    string          `json:"worker,omitempty"` // GROUP/RANK: this one or an error
 	Override  *RouterOverride `json:"router_config_override,omitempty"`
 }
@@ -156,6 +158,7 @@ type Generate struct {
 	TokenIDs  []uint32                   `json:"token_ids"`
 	Sampling  map[string]json.RawMessage `json:"sampling,omitempty"` // members of a /v1/completions body: max_tokens, temperature, stop …
 	RequestID string                     `json:"request_id,omitempty"`
+	Model     string                     `json:"model,omitempty"` // a name that the application serves; "" = its model, no adapter
 	Worker    string                     `json:"worker,omitempty"`
 	Override  *RouterOverride            `json:"router_config_override,omitempty"`
 }

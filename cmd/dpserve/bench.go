@@ -65,7 +65,7 @@ func (f *benchFlags) add(cmd *cobra.Command) {
 	flags.StringVar((*string)(&c.Arrivals), "arrivals", string(loadgen.Poisson), "open loop: poisson or uniform")
 	flags.IntVar(&c.Concurrency, "concurrency", 0, "clients of a closed loop (default 16), or most requests in flight of an open one")
 	flags.IntVar(&c.Requests, "requests", 0, "requests to measure; 0 = until --duration is over")
-	flags.DurationVar(&c.Duration, "duration", 0, "length of the measurement (default 10s, if --requests is not given)")
+	flags.DurationVar(&c.Duration, "duration", 0, "length of the measurement (default 10s, if neither --requests nor --sessions is given)")
 	flags.DurationVar(&c.Warmup, "warmup", 0, "time before it that is not measured")
 	flags.IntVar(&c.PromptTokens, "prompt-tokens", 0, "length of prompts in tokens of 4 bytes")
 	flags.IntVar(&c.PromptBytes, "prompt-bytes", 0, "length of prompts in bytes (default 256)")

@@ -21,7 +21,7 @@ const maxRequest = 16 << 20
 
 type explainFlags struct {
 	prompt, file, tokens, replay string
-	route                        string
+	route, model                 string
 	headers                      []string
 	output                       *format
 }
@@ -68,6 +68,7 @@ what it would get now; the ranks' load at that moment is not kept. -o json has e
 	flags.StringVar(&f.tokens, "tokens", "", "prompt as token `ids`: 1,2,3")
 	flags.StringVar(&f.replay, "replay", "", "`id` (x-request-id) of a recent request")
 	flags.StringVar(&f.route, "route", "", "`path` of --prompt and -f; default: /v1/completions, or chat if the body has messages")
+	flags.StringVar(&f.model, "model", "", "`name` of the model or adapter of --prompt and --tokens; default: the application's model")
 	flags.StringArrayVar(&f.headers, "header", nil, "`NAME: VALUE` of --prompt and -f, may be repeated")
 	f.output = addOutput(cmd)
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
@@ -91,7 +92,7 @@ func (e *env) routeQuery(f *explainFlags, given func(string) bool) (*msg.RouteQu
 	if n != 1 {
 		return nil, usageError("route explain", "route explain wants one of --prompt, -f, --tokens and --replay")
 	}
-	q := &msg.RouteQuery{Replay: f.replay, Route: f.route}
+	q := &msg.RouteQuery{Replay: f.replay, Route: f.route, Model: f.model}
 	var err error
 	if q.Headers, err = parseHeaders(f.headers); err != nil {
 		return nil, err
@@ -108,6 +109,9 @@ func (e *env) routeQuery(f *explainFlags, given func(string) bool) (*msg.RouteQu
 	}
 	if err == nil && !given("prompt") && !given("file") && (f.route != "" || len(f.headers) > 0) {
 		err = usageError("route explain", "--route and --header go with --prompt and -f")
+	}
+	if err == nil && f.model != "" && !given("prompt") && !given("tokens") {
+		err = usageError("route explain", "--model goes with --prompt and --tokens")
 	}
 	return q, err
 }
@@ -187,7 +191,7 @@ func (e *env) explain(ctx context.Context, app string, q *msg.RouteQuery, f form
 	}
 	l := &listing{
 		document: explanationDocument{apiVersion, x}, names: pickNames(x),
-		table: func(wide bool) []*table { return []*table{explanationTable(x, wide)} }, notes: explanationLines(x),
+		table: func(wide bool) []*table { return []*table{explanationTable(x, wide)} }, notes: explanationLines(x, statusView{now: e.now(), relative: e.io.OutTTY}),
 	}
 	return l.write(e.io, f)
 }

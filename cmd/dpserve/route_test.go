@@ -83,7 +83,7 @@ RANK  STATE    IN-FLIGHT  HIT    PREFILL-BLOCKS  DECODE-BLOCKS  SCORE  PICK  WHY
 0/3   unknown  0/0        0      -               -              -            it has not started yet, or is gone; see `+"`dpserve status`"+`
 
 pick    0/1: lowest_score
-prompt  ~1234 tokens, 77 full blocks of 64 bytes
+prompt  ~1234 tokens, 77 full blocks of 64 bytes, known by its text
 policy  kv
 score   32 × prefill_blocks (blocks) + decode_blocks (blocks); lowest wins
 note    ranks above busy_threshold 0.95 get nothing

@@ -84,10 +84,10 @@ func termValue(r *msg.RankExplanation, name string) string {
 }
 
 // explanationLines are the sentences under the table.
-func explanationLines(x *msg.Explanation) []string {
+func explanationLines(x *msg.Explanation, v statusView) []string {
 	var out []string
 	if x.Replay != nil {
-		out = append(out, replayLine(x.Replay))
+		out = append(out, replayLine(x.Replay, v))
 	}
 	switch {
 	case x.Pick != "":
@@ -110,11 +110,17 @@ func promptLine(x *msg.Explanation) string {
 	if x.Blocks > 0 {
 		s += fmt.Sprintf(", %s of %d %s", count(x.Blocks, "full block"), x.BlockSize, x.BlockUnit)
 	}
+	if x.Identity != "" {
+		s += ", known by its " + x.Identity
+	}
 	return s
 }
 
-func replayLine(r *msg.Replay) string {
+func replayLine(r *msg.Replay, v statusView) string {
 	s := fmt.Sprintf("then    %s at %s", r.RequestID, r.At.UTC().Format(time.RFC3339))
+	if v.relative {
+		s = fmt.Sprintf("then    %s, %s ago", r.RequestID, age(v.now.Sub(r.At)))
+	}
 	if r.Attempt > 1 {
 		s += fmt.Sprintf(", attempt %d (tried %s)", r.Attempt, strings.Join(r.Tried, ", "))
 	}

@@ -2,7 +2,9 @@ package openai
 
 import (
 	"bytes"
+	"encoding/binary"
 	"math"
+	"math/bits"
 	"slices"
 )
 
@@ -47,24 +49,55 @@ func (b *Body) TokenIDs(dst []uint32, body []byte) (ids []uint32, ok bool) {
 
 // appendIDs reads a checked list of numbers.
 func appendIDs(dst []uint32, raw []byte) (ids []uint32, ok bool) {
-	for i := 0; i < len(raw); i++ {
-		n := uint64(raw[i] - '0')
-		if n > 9 {
-			switch raw[i] {
-			case ',', ' ', '[', ']', '\n', '\t', '\r':
-				continue
-			}
-			return dst, false
+	for i := 0; i < len(raw); {
+		if id, n := shortID(raw[i:]); n > 0 {
+			dst = append(dst, id)
+			i += n
+			continue
 		}
-		for i++; i < len(raw) && raw[i]-'0' <= 9; i++ {
-			if n = 10*n + uint64(raw[i]-'0'); n > math.MaxUint32 {
+		switch c := raw[i]; {
+		case c-'0' <= 9:
+			id, end := longID(raw, i)
+			if end < 0 {
 				return dst, false
 			}
+			dst, i = append(dst, id), end
+		case c == ',' || c <= ' ' || c == '[' || c == ']':
+			i++
+		default:
+			return dst, false
 		}
-		dst = append(dst, uint32(n)) //nolint:gosec // checked above
-		i--
 	}
 	return dst, true
+}
+
+// shortID reads one to seven digits and the comma behind them, eight bytes at a time; n is 0 if that is not what b begins with.
+func shortID(b []byte) (id uint32, n int) {
+	if len(b) < 8 {
+		return 0, 0
+	}
+	w := binary.LittleEndian.Uint64(b) ^ ones*'0' // digits are 0 to 9 now
+	other := ((w + ones*(0x80-10)) | w) & highs   // the lowest mark is exact
+	n = bits.TrailingZeros64(other) / 8
+	if n == 0 || n == 8 || b[n] != ',' {
+		return 0, 0
+	}
+	w <<= 64 - 8*n                               // zeros in front
+	w = w*10 + w>>8                              // pairs of digits, in every second byte
+	w = (w & 0x00ff00ff00ff00ff) * (100<<16 + 1) // fours, in every fourth byte and the one above
+	w = (w >> 16 & 0x0000ffff0000ffff) * (10000<<32 + 1) >> 32
+	return uint32(w), n + 1
+}
+
+// longID reads the digits at i; end is -1 if they are more than an id holds.
+func longID(raw []byte, i int) (id uint32, end int) {
+	n := uint64(0)
+	for ; i < len(raw) && raw[i]-'0' <= 9; i++ {
+		if n = 10*n + uint64(raw[i]-'0'); n > math.MaxUint32 {
+			return 0, -1
+		}
+	}
+	return uint32(n), i
 }
 
 // Media says whether the messages of body, as last scanned, may hold parts that are no text: what an engine makes of those is

@@ -9,6 +9,7 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
 )
 
 func scanned(t *testing.T, r Route, body string) *Body {
@@ -66,6 +67,9 @@ func TestTokenIDs(t *testing.T) {
 		{`[1,2,3]`, []uint32{1, 2, 3}, true},
 		{"[ 0 ,\n4294967295 ]", []uint32{0, 4294967295}, true},
 		{`[[7,8],[9]]`, []uint32{7, 8}, true},
+		{`[1,12,123,1234,12345,123456,1234567,12345678,123456789,9,98,987,9876,98765,987654,9876543,98765432]`, []uint32{
+			1, 12, 123, 1234, 12345, 123456, 1234567, 12345678, 123456789, 9, 98, 987, 9876, 98765, 987654, 9876543, 98765432,
+		}, true},
 		{`[4294967296]`, nil, false},
 		{`[-1]`, nil, false},
 		{`[1.5]`, nil, false},
@@ -83,6 +87,28 @@ func TestTokenIDs(t *testing.T) {
 				assert.Equal(t, tt.want, got)
 			}
 		})
+	}
+}
+
+// Every number reads as itself, wherever it stands.
+func TestAppendIDs(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		want := rapid.SliceOfN(rapid.OneOf(rapid.Uint32(), rapid.Uint32Max(200_000), rapid.Uint32Max(9_999_999)), 1, 50).Draw(t, "ids")
+		raw, err := json.Marshal(want)
+		require.NoError(t, err)
+		got, ok := appendIDs(nil, raw)
+		require.True(t, ok)
+		require.Equal(t, want, got)
+	})
+}
+
+func BenchmarkTokenIDs(b *testing.B) {
+	raw := []byte("[" + strings.Repeat("15339,", 400<<10/6) + "7]")
+	var ids []uint32
+	b.SetBytes(int64(len(raw)))
+	b.ReportAllocs()
+	for b.Loop() {
+		ids, _ = appendIDs(ids[:0], raw)
 	}
 }
 
@@ -179,7 +205,7 @@ func FuzzPrompt(f *testing.F) {
 		} else {
 			require.NoError(t, json.Unmarshal(whole.Prompt, &want))
 		}
-		require.Equal(t, len(want), len(ids))
+		require.Len(t, ids, len(want))
 		for i := range want {
 			require.Equal(t, want[i], ids[i])
 		}

@@ -74,7 +74,7 @@ type Column struct {
 	aside    aside
 	filtered map[int]struct{} // attention groups that are not indexed
 
-	guesses  map[slot]time.Duration // speculative or recorded blocks → expiry
+	guesses  map[slot]time.Duration // speculative blocks, or ends of recorded prompts → expiry
 	prompts  []prompt               // what was recorded, by expiry
 	guessFee int                    // bytes charged for the two above
 }
@@ -169,13 +169,20 @@ func (c *Column) lose(s slot, hash uint64) {
 	at, guess := c.guesses[s]
 	if guess {
 		c.unguess(s)
-		c.cover(c.ix.cold(s).parent, at)
 	}
 	c.side.forgetAliases(c.ix, s)
 	c.stale = true
+	up := c.ix.cold(s).parent
 	c.lack(s)
 	if !guess || c.opt.Feed == FromRecords {
 		c.leave(hash)
 		c.ix.tell(c, Removed, hash)
+	}
+	switch {
+	case !guess:
+	case c.opt.Feed == FromRecords:
+		c.cover(up, at)
+	default:
+		c.coverGuess(up, at)
 	}
 }

@@ -112,7 +112,7 @@ func apply(t *testing.T, ix *Index, columns []*Column, in *tape, now *time.Durat
 	case 8:
 		c.Record(in.hashes(6), *now)
 	case 9:
-		c.Withdraw(in.hashes(6), *now+time.Duration(in.n(255))*time.Second)
+		c.Withdraw(in.hashes(6), in.n(6), *now+time.Duration(in.n(255))*time.Second)
 	case 10:
 		*now += time.Duration(in.n(255)) * time.Second
 		ix.Advance(*now)

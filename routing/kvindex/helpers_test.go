@@ -145,6 +145,9 @@ func verifyColumns(t assert.TestingT, ix *Index) {
 				n++
 				sum += ix.hash(s)
 			}
+			if c.opt.Feed == FromRecords && !c.guessed(s) {
+				same(t, true, ix.holdsChild(s, bit), "a recorded block that never expires")
+			}
 		}
 		assert.Equal(t, c.count, n, "blocks of column %d", bit)
 		assert.Equal(t, c.sum, sum, "sum of column %d", bit)

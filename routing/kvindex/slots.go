@@ -155,6 +155,16 @@ func (p *pool) unlink(s slot) {
 	c.next, c.prev = none, none
 }
 
+// holdsChild says whether the column of bit holds a child of s.
+func (p *pool) holdsChild(s slot, bit int) bool {
+	for k := p.cold(s).child; k != none; k = p.cold(k).next {
+		if p.holds(k, bit) {
+			return true
+		}
+	}
+	return false
+}
+
 // childrenHolding counts the children of s that the column of bit holds.
 func (p *pool) childrenHolding(s slot, bit int) int {
 	n := 0

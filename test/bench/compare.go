@@ -49,7 +49,7 @@ func (p *policyFlags) compare(ctx context.Context, bin string, rounds int) error
 	}
 	defer os.RemoveAll(dir)
 	fmt.Printf("%d CPUs, %s, %d simulated ranks with %d tokens each, %s measured per run, median of %d rounds\n",
-		runtime.NumCPU(), runtime.Version(), simRanks, simBlocks*16, p.duration, rounds)
+		runtime.NumCPU(), runtime.Version(), simRanks, simBlocks*simBlockSize, p.duration, rounds)
 	for _, t := range kinds {
 		if err := p.under(ctx, bin, dir, t, rows, rounds); err != nil {
 			return err
@@ -68,10 +68,17 @@ func (p *policyFlags) under(ctx context.Context, bin, dir string, t traffic, row
 				return fmt.Errorf("%s under %s: %w", t.name, r.name, err)
 			}
 			got[i] = append(got[i], report)
+			fmt.Fprintf(os.Stderr, "%s %s, round %d: %d requests, %d failed, hit %.1f %%\n", t.name, r.name, round+1, report.Offered, report.Failed, 100*report.HitShare)
 		}
 	}
+	t.write(p.load, rows, got)
+	return nil
+}
+
+// write prints the table: a row per policy, a column per figure, medians over the rounds.
+func (t traffic) write(load float64, rows []routed, got [][]*loadgen.Report) {
 	fmt.Printf("\n%s: %s\n%g sessions/s of %d turns, %d system prompts of %d tokens, %d tokens a message, %d tokens an answer\n%-24s",
-		t.name, t.what, t.rate*p.load, t.talk.Turns, t.talk.SystemPrompts, t.talk.SystemTokens, t.talk.TurnTokens, t.tokens, "")
+		t.name, t.what, t.rate*load, t.talk.Turns, t.talk.SystemPrompts, t.talk.SystemTokens, t.talk.TurnTokens, t.tokens, "")
 	for _, c := range figures() {
 		fmt.Printf("%12s", c.head)
 	}
@@ -90,11 +97,10 @@ func (p *policyFlags) under(ctx context.Context, bin, dir string, t traffic, row
 			failed += report.Failed
 		}
 		if failed > 0 {
-			fmt.Printf("  (%d failed: %v)", failed, got[i][0].Errors)
+			fmt.Printf("  (%d failed, in round 1: %v)", failed, got[i][0].Errors)
 		}
 		fmt.Println()
 	}
-	return nil
 }
 
 // run measures one policy under one traffic.
@@ -108,15 +114,24 @@ func (p *policyFlags) run(ctx context.Context, bin, dir string, t traffic, r rou
 	if err != nil {
 		return nil, err
 	}
-	err = n.deploy(ctx, fmt.Sprintf("applications:\n  - name: bench\n    model: {id: bench}\n%s    engine: {kind: sim, args: {%s}}\n    data_parallel: {dp_size: %d, coupling: independent}\n    graceful_shutdown_timeout_s: 1\n",
-		r.yaml(), simArgs, simRanks))
-	if err != nil {
+	if err := n.deploy(ctx, simApp(r)); err != nil {
 		return nil, err
 	}
 	return loadgen.RunSessions(ctx, loadgen.Config{
 		URL: "http://" + n.http, Model: "bench", Stream: true, IgnoreEOS: true, MaxTokens: t.tokens, Rate: t.rate * p.load,
 		Warmup: t.warmup, Duration: p.duration, Seed: uint64(round) + 1,
 	}, t.talk)
+}
+
+// simApp is the file of the application that is compared.
+func simApp(r routed) string {
+	return fmt.Sprintf(`applications:
+  - name: bench
+    model: {id: bench}
+%s    engine: {kind: sim, args: {max_model_len: 65536, num_gpu_blocks_override: %d, block_size: %d}}
+    data_parallel: {dp_size: %d, coupling: independent}
+    graceful_shutdown_timeout_s: 1
+`, r.yaml(), simBlocks, simBlockSize, simRanks)
 }
 
 // figure is a column of the comparison; base is the first row of the same round.

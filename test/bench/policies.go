@@ -65,9 +65,9 @@ func settings() []routed {
 // The simulated ranks of the comparison: the reference model of steptime at real speed, with room for 131,072 tokens, so that the
 // working set of a traffic fits in all ranks together and not in one.
 const (
-	simRanks  = 4
-	simBlocks = 8192
-	simArgs   = "max_model_len: 65536, num_gpu_blocks_override: 8192, block_size: 16"
+	simRanks     = 4
+	simBlocks    = 8192
+	simBlockSize = 16
 )
 
 // traffic is one kind of load. Its rate makes the ranks compute about 70 % of the prefill they can do, under the policy named.
@@ -85,7 +85,7 @@ func traffics() []traffic {
 	return []traffic{
 		{
 			name: "chat", what: "multi-turn sessions with shared system prompts; 70 % load under round-robin",
-			warmup: 24 * time.Second, rate: 2.7, tokens: 64,
+			warmup: 24 * time.Second, rate: 2.2, tokens: 64,
 			talk: loadgen.Conversation{Sessions: many, Turns: 8, SystemPrompts: 8, SystemTokens: 4000, TurnTokens: 1000, Think: time.Second},
 		},
 		{
@@ -100,12 +100,12 @@ func traffics() []traffic {
 		},
 		{
 			name: "documents", what: "questions about 32 documents of 8,000 tokens, more than a rank holds; 70 % load under round-robin",
-			warmup: 10 * time.Second, rate: 17, tokens: 32,
+			warmup: 10 * time.Second, rate: 15, tokens: 32,
 			talk: loadgen.Conversation{Sessions: many, Turns: 1, SystemPrompts: 32, SystemTokens: 8000, TurnTokens: 300},
 		},
 		{
 			name: "mixed", what: "short questions, one in ten with 16,000 tokens of its own; 70 % load",
-			warmup: 5 * time.Second, rate: 23, tokens: 32,
+			warmup: 5 * time.Second, rate: 20, tokens: 32,
 			talk: loadgen.Conversation{Sessions: many, Turns: 1, SystemPrompts: 4, SystemTokens: 500, TurnTokens: 500, LongShare: 0.1, LongTokens: 16_000},
 		},
 	}

@@ -146,3 +146,9 @@ func errorCode(b []byte) string {
 	}
 	return fmt.Sprint(e.Error.Code)
 }
+
+// ReadStream reads a streaming answer to its end and closes it; its times count from now.
+func ReadStream(resp *http.Response) *Stream {
+	defer resp.Body.Close()
+	return readStream(resp, time.Now())
+}

@@ -8,7 +8,7 @@ import (
 	"io"
 	"math/rand/v2"
 	"net/http"
-	"strconv"
+	"os"
 	"strings"
 	"sync"
 	"testing"
@@ -20,8 +20,8 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// completion is a prompt of token ids: what it weighs is exact, for dpserve and for the engine.
-type completion struct {
+// idPrompt is a prompt of token ids: what it weighs is exact, for dpserve and for the engine.
+type idPrompt struct {
 	Model     string   `json:"model"`
 	Prompt    []uint32 `json:"prompt"`
 	MaxTokens int      `json:"max_tokens"`
@@ -33,8 +33,8 @@ type completion struct {
 	ReturnIDs bool `json:"return_token_ids"`
 }
 
-// answer is what a client saw of a completion.
-type answer struct {
+// idAnswer is what a client saw of a completion.
+type idAnswer struct {
 	status int
 	rank   string // GROUP/RANK
 	code   string // of the error, "" if there is none
@@ -42,39 +42,41 @@ type answer struct {
 	ids    []uint32
 	prompt int // tokens, as the engine counts
 	cached int
-	hit    int // tokens, as dpserve expected
 	err    error
 }
 
-func (a *answer) ok() bool { return a.err == nil && a.status == http.StatusOK && a.code == "" && a.prompt > 0 }
+func (a *idAnswer) ok() bool { return a.err == nil && a.status == http.StatusOK && a.code == "" && a.prompt > 0 }
 
-func (a *answer) String() string {
+func (a *idAnswer) String() string {
 	return fmt.Sprintf("status %d rank %s code %q retry-after %q cached %d of %d err %v", a.status, a.rank, a.code, a.retry, a.cached, a.prompt, a.err)
 }
 
-// complete runs one streamed completion to its end.
-func complete(ctx context.Context, c *harness.Cluster, model string, prompt []uint32, maxTokens int, header ...string) *answer {
-	q := completion{Model: model, Prompt: prompt, MaxTokens: maxTokens, IgnoreEOS: true, Stream: true, ReturnIDs: true}
-	q.Options.IncludeUsage = true
+// askIDs runs one streamed completion to its end.
+func askIDs(ctx context.Context, c *harness.Cluster, model string, prompt []uint32, maxTokens int, header ...string) *idAnswer {
+	return idPrompt{Model: model, Prompt: prompt, MaxTokens: maxTokens}.ask(ctx, c, header...)
+}
+
+// ask streams the completion to its end.
+func (q idPrompt) ask(ctx context.Context, c *harness.Cluster, header ...string) *idAnswer {
+	q.IgnoreEOS, q.Stream, q.Options.IncludeUsage = true, true, true
 	body, err := json.Marshal(q)
 	if err != nil {
-		return &answer{err: err}
+		return &idAnswer{err: err}
 	}
 	resp, err := c.Post(ctx, "/v1/completions", string(body), header...)
 	if err != nil {
-		return &answer{err: err}
+		return &idAnswer{err: err}
 	}
 	defer resp.Body.Close()
-	a := &answer{
+	a := &idAnswer{
 		status: resp.StatusCode, rank: resp.Header.Get("x-dpserve-group") + "/" + resp.Header.Get("x-dpserve-rank"), retry: resp.Header.Get("Retry-After"),
 	}
-	a.hit, _ = strconv.Atoi(resp.Header.Get("x-dpserve-cached-tokens")) // absent: 0
 	a.read(resp.Body)
 	return a
 }
 
 // read takes the events, or the one object of an error.
-func (a *answer) read(body io.Reader) {
+func (a *idAnswer) read(body io.Reader) {
 	lines := bufio.NewReader(body)
 	for {
 		line, err := lines.ReadString('\n')
@@ -91,16 +93,15 @@ func (a *answer) read(body io.Reader) {
 	}
 }
 
-func (a *answer) event(data string) {
+func (a *idAnswer) event(data string) {
 	var e struct {
 		Error   *struct{ Code any }
 		Choices []struct {
 			IDs []uint32 `json:"token_ids"`
 		}
 		Usage *struct {
-			Prompt  int                     `json:"prompt_tokens"`
-			Details *struct{ Cached int } `json:"-"`
-			More    *struct {
+			Prompt int `json:"prompt_tokens"`
+			More   *struct {
 				Cached int `json:"cached_tokens"`
 			} `json:"prompt_tokens_details"`
 		}
@@ -122,8 +123,8 @@ func (a *answer) event(data string) {
 	}
 }
 
-// force runs a completion on a rank, whatever the policy says.
-func force(c *harness.Cluster, app, worker string, prompt []uint32, maxTokens int) error {
+// askOn runs a completion on a rank, whatever the policy says.
+func askOn(c *harness.Cluster, app, worker string, prompt []uint32, maxTokens int) error {
 	body, err := json.Marshal(map[string]any{
 		"token_ids": prompt, "worker": worker, "sampling": map[string]any{"max_tokens": maxTokens, "ignore_eos": true},
 	})
@@ -137,15 +138,16 @@ func force(c *harness.Cluster, app, worker string, prompt []uint32, maxTokens in
 	return nil
 }
 
-// park puts a request straight into an engine, behind the back of dpserve: KV memory that somebody else uses. release takes it
+// parkOn puts a request straight into an engine, behind the back of dpserve: KV memory that somebody else uses. release takes it
 // out again and waits until the engine has it out.
-func park(t *testing.T, c *harness.Cluster, url, model string, prompt []uint32, maxTokens int) (release func()) {
+func parkOn(t *testing.T, c *harness.Cluster, url, model string, prompt []uint32, maxTokens int) (release func()) {
 	t.Helper()
-	body, err := json.Marshal(completion{Model: model, Prompt: prompt, MaxTokens: maxTokens, IgnoreEOS: true, Stream: true})
+	body, err := json.Marshal(idPrompt{Model: model, Prompt: prompt, MaxTokens: maxTokens, IgnoreEOS: true, Stream: true})
 	require.NoError(t, err)
 	ctx, cancel := context.WithCancel(t.Context())
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, url+"/v1/completions", strings.NewReader(string(body)))
 	require.NoError(t, err)
+	req.Header.Set("Content-Type", "application/json")
 	transport := &http.Transport{DialContext: c.Net.DialContext}
 	resp, err := transport.RoundTrip(req)
 	require.NoError(t, err)
@@ -158,14 +160,14 @@ func park(t *testing.T, c *harness.Cluster, url, model string, prompt []uint32, 
 		defer close(drained)
 		_, _ = io.Copy(io.Discard, resp.Body) // ends with an error: it is cancelled
 	}()
-	before := stats(t, c, url).Running
+	before := engineStats(t, c, url).Running
 	return func() {
 		cancel()
 		<-drained
 		_ = resp.Body.Close()
 		transport.CloseIdleConnections()
 		c.Until("the engine lets go", func() error {
-			if now := stats(t, c, url).Running; now >= before {
+			if now := engineStats(t, c, url).Running; now >= before {
 				return fmt.Errorf("%d running", now)
 			}
 			return nil
@@ -173,8 +175,8 @@ func park(t *testing.T, c *harness.Cluster, url, model string, prompt []uint32, 
 	}
 }
 
-// fresh is a prompt that shares no block with any other.
-func fresh(r *rand.Rand, tokens int) []uint32 {
+// freshPrompt is a prompt that shares no block with any other.
+func freshPrompt(r *rand.Rand, tokens int) []uint32 {
 	out := make([]uint32, tokens)
 	for i := range out {
 		out[i] = 1 + r.Uint32N(1<<24)
@@ -197,7 +199,7 @@ func newTally(early int) *tally {
 	return &tally{ranks: map[string]int{}, first: map[string]int{}, early: early}
 }
 
-func (y *tally) note(t *testing.T, a *answer) {
+func (y *tally) note(t *testing.T, a *idAnswer) {
 	y.mu.Lock()
 	defer y.mu.Unlock()
 	if !assert.True(t, a.ok(), a) {
@@ -210,6 +212,15 @@ func (y *tally) note(t *testing.T, a *answer) {
 		y.early--
 		y.first[a.rank]++
 	}
+}
+
+// take is how many each rank served since the last take.
+func (y *tally) take() map[string]int {
+	y.mu.Lock()
+	defer y.mu.Unlock()
+	out := y.ranks
+	y.ranks = map[string]int{}
+	return out
 }
 
 func (y *tally) hitRate() float64 { return float64(y.cached) / float64(max(1, y.prompt)) }
@@ -233,9 +244,15 @@ func arrive(r *rand.Rand, n int, gap time.Duration, request func(i int)) {
 	wg.Wait()
 }
 
-// workRouting are the policies that weigh prefill work, as app.yaml has them.
+// workRouting are the policies that weigh prefill work and stay with a cache, as app.yaml has them.
 func workRouting() []string {
-	return []string{
-		"{policy: kv, preset: tuned}", "{policy: lmetric-1}", "{policy: lpwl}", "{policy: min-ttft}", "{policy: min-ttft, params: {eta: true}}",
+	return []string{"{policy: kv, preset: tuned}", "{policy: lpwl}", "{policy: min-ttft}", "{policy: min-ttft, params: {eta: true}}"}
+}
+
+// some are the first few of all, and all of them in an acceptance run.
+func some(few int, all ...string) []string {
+	if os.Getenv("DPSERVE_ACCEPTANCE") != "" {
+		return all
 	}
+	return all[:few]
 }

@@ -3,6 +3,7 @@ package vllm
 import (
 	"context"
 	"fmt"
+	"strings"
 	"sync"
 	"testing"
 
@@ -16,11 +17,14 @@ import (
 // goodShare of the requests must be predicted to the token.
 const goodShare = 0.99
 
+// maxMisses are told one by one.
+const maxMisses = 20
+
 // tally compares predictions with reports.
 type tally struct {
 	requests, exact, under, over int
 	prompt, cached, predicted    int // tokens
-	first                        string
+	misses                       []string
 }
 
 func (y *tally) add(a answer, predicted int) {
@@ -34,16 +38,16 @@ func (y *tally) add(a answer, predicted int) {
 	default:
 		y.over++
 	}
-	if y.first == "" {
-		y.first = fmt.Sprintf("; first miss: predicted %d, reported %d of %d", predicted, a.Cached, a.Prompt)
+	if len(y.misses) < maxMisses {
+		y.misses = append(y.misses, fmt.Sprintf("%s predicted %d, reported %d of %d", a.Rank, predicted, a.Cached, a.Prompt))
 	}
 }
 
 func (y *tally) share() float64 { return float64(y.exact) / float64(max(1, y.requests)) }
 
 func (y *tally) String() string {
-	return fmt.Sprintf("%d requests, %d exact (%.1f %%), %d under, %d over; prompt tokens %d, predicted %d, reported %d (%.0f %% cached)%s",
-		y.requests, y.exact, 100*y.share(), y.under, y.over, y.prompt, y.predicted, y.cached, 100*float64(y.cached)/float64(max(1, y.prompt)), y.first)
+	return fmt.Sprintf("%d requests, %d exact (%.1f %%), %d under, %d over; prompt tokens %d, predicted %d, reported %d (%.0f %% cached) %s",
+		y.requests, y.exact, 100*y.share(), y.under, y.over, y.prompt, y.predicted, y.cached, 100*float64(y.cached)/float64(max(1, y.prompt)), strings.Join(y.misses, "; "))
 }
 
 // runDirect sends n requests to a rank one after the other and compares.

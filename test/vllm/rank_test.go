@@ -23,11 +23,12 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// How the engines are started. CPU attention wants blocks of 32. 128 of them are little on purpose: blocks are evicted while the tests run.
+// How the engines are started. CPU attention wants blocks of 32. 256 of them hold what is in flight at
+// once, and little more: blocks are evicted while the tests run.
 const (
 	model      = "tiny"
 	blockSize  = 32
-	blocks     = 128 // of a rank
+	blocks     = 256 // of a rank
 	maxContext = 2048
 
 	startTimeout = 300 * time.Second // seen: 18 to 150 s

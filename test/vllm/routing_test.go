@@ -115,6 +115,10 @@ func testRestartUnderDpserve(t *testing.T, ranks []*rank) {
 		require.NoError(t, l.err)
 		dp.Quiet()
 		t.Logf("%-34s %v", what, &l.tally)
+		for i := range ranks {
+			kv := kvOf(dp, app, i)
+			t.Logf("rank %d: %+v %+v", i, kv, kv.Events)
+		}
 		assert.GreaterOrEqual(t, l.tally.share(), goodShare, what)
 	}
 	step("under way:", 1)

@@ -1,0 +1,189 @@
+package ingress
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/routing/kvindex"
+	"github.com/dpserve/dpserve/telemetry"
+)
+
+// decider does what a request does between its scanned body and its rank: identify, look up, pick, and give the bump back. 8
+// ranks hold the first half of every prompt, each also the second half of every eighth.
+type decider struct {
+	lane   *lane
+	route  openai.Route
+	bodies [][]byte
+	scans  []openai.Body
+	header http.Header
+	p      prompt
+	q      routing.Request
+	d      routing.Decision
+	e      routing.Event
+	n      int
+}
+
+// deciderBodies are 64 prompts of 128 blocks.
+func deciderBodies(route openai.Route) (out [][]byte) {
+	for n := range 64 {
+		if route == openai.Completions {
+			ids := strings.Repeat("1234,", 1024) + strings.Repeat(fmt.Sprint(1000+n, ","), 1023) + "7"
+			out = append(out, []byte(`{"model":"demo","prompt":[`+ids+`]}`))
+			continue
+		}
+		half := textSpan(128) / 2
+		out = append(out, []byte(chat(strings.Repeat("shared word ", half/12)+strings.Repeat(fmt.Sprintf("own words%03d", n), half/12))))
+	}
+	return out
+}
+
+func newDecider(tb testing.TB, policy string, route openai.Route) *decider {
+	tb.Helper()
+	g := newKVRig(tb, 8, 1, app.Routing{Policy: policy, Preset: "documented", Identity: app.IdentityText})
+	b := &decider{lane: g.lane, route: route, bodies: deciderBodies(route), header: http.Header{headerSessionID: {"a session"}}}
+	b.scans = make([]openai.Body, len(b.bodies))
+	for i, body := range b.bodies {
+		require.NoError(tb, b.scans[i].Scan(route, body))
+		require.Nil(tb, b.p.fromBody(context.Background(), b.lane, route, &b.scans[i], body, b.header))
+		for k, r := range g.feed.replicas {
+			blocks := b.p.blocks
+			if k != i%8 {
+				blocks = blocks[:len(blocks)/2]
+			}
+			r.column(tb, kvindex.GPU).Apply(kvindex.Delta{Change: kvindex.Stored, Hashes: blocks})
+		}
+	}
+	if c := b.lane.reads().cache; c != nil {
+		require.True(tb, c.inspect(context.Background(), func([]*column) {}))
+	}
+	for range 200 {
+		b.step()
+	}
+	return b
+}
+
+func (b *decider) step() {
+	i := b.n % len(b.bodies)
+	b.n++
+	if b.p.fromBody(context.Background(), b.lane, b.route, &b.scans[i], b.bodies[i], b.header) != nil {
+		panic("refused")
+	}
+	b.q.ID++
+	b.lane.describe(&b.q, &b.p)
+	router := b.lane.router.Load()
+	router.Pick(&b.q, &b.d)
+	if b.d.Kind == routing.Route {
+		b.e = routing.Event{Kind: routing.EvUndo, Rank: b.d.Ranked[0], ReqID: b.q.ID}
+		router.Observe(&b.e)
+	}
+}
+
+// TestDecisionAllocatesNothing: from the scanned body to the rank, under every policy.
+func TestDecisionAllocatesNothing(t *testing.T) {
+	for _, policy := range routing.Names() {
+		for _, route := range []openai.Route{openai.Chat, openai.Completions} {
+			b := newDecider(t, policy, route)
+			assert.Zero(t, testing.AllocsPerRun(64, b.step), "%s %s", policy, route)
+		}
+	}
+}
+
+// BenchmarkDecision is identify + look-up + pick at 8 ranks and prompts of 128 blocks: 16 KiB of text, or 2,048 token ids.
+func BenchmarkDecision(b *testing.B) {
+	for _, policy := range routing.Names() {
+		for _, route := range []openai.Route{openai.Chat, openai.Completions} {
+			b.Run(policy+"/"+route.String(), func(b *testing.B) {
+				d := newDecider(b, policy, route)
+				b.ReportAllocs()
+				for b.Loop() {
+					d.step()
+				}
+			})
+		}
+	}
+}
+
+// BenchmarkTextBlocks is the identity of a text alone.
+func BenchmarkTextBlocks(b *testing.B) {
+	h := kvindex.NewHasher([]byte("s"))
+	for _, size := range []int{100, 16 << 10, 400 << 10} {
+		b.Run(fmt.Sprint(size), func(b *testing.B) {
+			text := []byte(strings.Repeat("x", size))
+			var dst []uint64
+			b.SetBytes(int64(size))
+			b.ReportAllocs()
+			for b.Loop() {
+				dst = textBlocks(dst[:0], h, 1, text)
+			}
+			b.ReportMetric(float64(len(dst)), "blocks")
+		})
+	}
+}
+
+// routedIngress is an ingress in front of one engine whose replica remembers what it was sent.
+func routedIngress(b *testing.B, engine, policy string) string {
+	b.Helper()
+	s, f := newStore(), &feed{}
+	r := &replica{feed: f, app: "demo", unit: "demo/0/0", url: engine, max: 1024, owned: true, epoch: 1, incarnation: 7, accepting: true}
+	r.stopped, r.open = make(chan struct{}), map[uint64]msg.Admit{}
+	f.replicas = []*replica{r}
+	a := demoApp()
+	a.Routing = app.Routing{Policy: policy, Preset: "documented", Identity: app.IdentityText}
+	deploy(b, s, a, 1)
+	in, err := New(Config{Node: "n1", Store: s, Feed: f, Metrics: telemetry.New(), Log: slog.New(slog.DiscardHandler), Seed: 1})
+	require.NoError(b, err)
+	remembers(b, r)
+	addr, err := in.Listen(context.Background(), "127.0.0.1:0")
+	require.NoError(b, err)
+	go func() { _ = in.Serve() }()
+	b.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+		defer cancel()
+		_ = in.Close(ctx)
+	})
+	return "http://" + addr.String()
+}
+
+// BenchmarkCacheAwareCost compares the CPU of requests under a policy that reads caches with round-robin, in one run, slices
+// interleaved: index, records and look-ups included, direct cost taken off. "fresh" prompts are new from their first byte on.
+func BenchmarkCacheAwareCost(b *testing.B) {
+	large := strings.Repeat("a prompt. ", 40<<10)
+	for name, body := range map[string]func(n int) string{
+		"small":       func(int) string { return chatBody },
+		"400KB":       func(int) string { return chat(large) },
+		"400KB_fresh": func(n int) string { return chat(fmt.Sprint(n, large)) },
+	} {
+		b.Run(name, func(b *testing.B) { compareRouting(b, body) })
+	}
+}
+
+func compareRouting(b *testing.B, body func(n int) string) {
+	engine := benchEngine(b, 0, 0)
+	targets := []string{engine, routedIngress(b, engine, "round-robin"), routedIngress(b, engine, "scoring"), routedIngress(b, engine, "kv")}
+	const per = 16 // requests of one body in a slice
+	total := make([]time.Duration, len(targets))
+	rounds := 0
+	for b.Loop() {
+		for i, t := range targets {
+			total[i] += load(b, t, body(rounds), per, 4)
+		}
+		rounds++
+	}
+	us := func(i int) float64 { return float64((total[i] - total[0]).Nanoseconds()) / 1000 / float64(rounds) }
+	b.ReportMetric(us(1), "us-round-robin")
+	b.ReportMetric(us(2), "us-scoring")
+	b.ReportMetric(us(2)/us(1), "scoring/round-robin")
+	b.ReportMetric(us(3)/us(1), "kv/round-robin")
+}

@@ -1,0 +1,422 @@
+package ingress
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/routing/kvindex"
+)
+
+// remembers makes a fake replica keep the record of what it was sent, as a DPServer does, and tell it in its stream.
+func remembers(tb testing.TB, r *replica) {
+	tb.Helper()
+	ix, err := kvindex.New(kvindex.Config{Bytes: 64 << 20, OnChange: func(_ *kvindex.Column, d kvindex.Delta) {
+		r.emit(&msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: kvindex.Sent, Delta: d}})
+	}})
+	require.NoError(tb, err)
+	c, err := ix.Open(kvindex.Owner{Rank: uint32(r.id), Tier: kvindex.Sent}, kvindex.Options{Feed: kvindex.FromRecords})
+	require.NoError(tb, err)
+	r.mu.Lock()
+	r.emit(&msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: kvindex.Sent, BlockSize: kvindex.DefaultTextBlock}})
+	r.emit(&msg.Record{Kind: msg.RecKVEnd, KV: msg.KV{Tier: kvindex.Sent}})
+	r.mu.Unlock()
+	began := time.Now()
+	r.setRefuse(func(m *msg.Admit) msg.Refusal {
+		c.Record(m.Blocks, time.Since(began))
+		return msg.Granted
+	})
+}
+
+// settled waits until the ingress has heard of everything its ranks recorded.
+func (g *rig) settled() {
+	g.t.Helper()
+	c := g.in.known("demo").reads().cache
+	require.NotNil(g.t, c)
+	require.True(g.t, c.inspect(g.t.Context(), func([]*column) {}))
+	require.True(g.t, c.inspect(g.t.Context(), func([]*column) {}), "what came while the first was waiting")
+}
+
+func withRouting(policy string, more ...func(*app.Application)) func(*app.Application) {
+	return func(a *app.Application) {
+		a.Routing = app.Routing{Policy: policy, Preset: "documented", Identity: app.IdentityText}
+		for _, m := range more {
+			m(a)
+		}
+	}
+}
+
+func engines(n int, h http.HandlerFunc) []http.HandlerFunc {
+	return slices.Repeat([]http.HandlerFunc{h}, n)
+}
+
+// A prompt that goes on goes to the rank that has its beginning; answer, admission and account say how much it has.
+func TestPromptGoesToItsHolder(t *testing.T) {
+	g := newRig(t, options{engines: engines(4, sends(textChunk, stopChunk, usageChunk, doneEvent)), app: withRouting("lpwl")})
+	for _, r := range g.replicas {
+		remembers(t, r)
+	}
+	words := strings.Repeat("shared words ", 200)
+	first := g.post("/v1/chat/completions", chat(words, `"stream":true`))
+	assert.Equal(t, "0", first.header.Get(headerCached))
+	for turn := range 6 {
+		g.settled()
+		next := g.post("/v1/chat/completions", chat(words+strings.Repeat("more ", turn), `"stream":true`))
+		assert.Equal(t, first.header.Get(headerRank), next.header.Get(headerRank))
+		assert.NotEqual(t, "0", next.header.Get(headerCached))
+	}
+	var last msg.Done
+	for _, r := range g.replicas {
+		if r.granted() > 0 {
+			last = r.lastDone(t)
+		}
+	}
+	assert.True(t, last.HasCached)
+	assert.Equal(t, 3, last.CachedTokens)
+	assert.NotZero(t, g.in.Index("demo").Blocks)
+	assert.Zero(t, g.in.Index("demo").Resyncs)
+}
+
+// What an Admit says of the hit is what the policy saw.
+func TestAdmitCarriesBlocksAndHit(t *testing.T) {
+	g := newRig(t, options{engines: engines(1, replies(200, wholeAnswer)), app: withRouting("scoring")})
+	var mu sync.Mutex
+	var seen []msg.Admit
+	remembers(t, g.replicas[0])
+	record := g.replicas[0].refuse
+	g.replicas[0].setRefuse(func(m *msg.Admit) msg.Refusal {
+		mu.Lock()
+		defer mu.Unlock()
+		kept := *m
+		kept.Blocks = slices.Clone(m.Blocks)
+		seen = append(seen, kept)
+		return record(m)
+	})
+	ids := strings.Repeat("5,", 100)
+	g.post("/v1/completions", `{"prompt":[`+ids+`1]}`)
+	g.settled()
+	g.post("/v1/completions", `{"prompt":[`+ids+ids+`1]}`)
+	g.post("/tokenize", `{"prompt":"`+strings.Repeat("x", 640)+`"}`)
+	require.Len(t, seen, 3)
+	assert.Equal(t, []int{101, 0, 6, 0}, []int{seen[0].Tokens, seen[0].Hit, len(seen[0].Blocks), seen[0].HitBlocks})
+	assert.Equal(t, []int{201, 96, 12, 6}, []int{seen[1].Tokens, seen[1].Hit, len(seen[1].Blocks), seen[1].HitBlocks})
+	assert.Equal(t, seen[0].Blocks, seen[1].Blocks[:6])
+	assert.Empty(t, seen[2].Blocks, "a text to be tokenized leaves nothing in a cache")
+}
+
+// TestRT14ShortPromptsSplit: prompts that are shorter than a block have nothing to be found by, and spread by load.
+func TestRT14ShortPromptsSplit(t *testing.T) {
+	for _, policy := range []string{"scoring", "kv", "lpwl", "lmetric", "lmetric-1", "min-ttft", "sticky", "cache-aware", "prefix-aware", "least-kv"} {
+		t.Run(policy, func(t *testing.T) {
+			h := &hang{}
+			g := newRig(t, options{engines: engines(2, h.sends()), app: withRouting(policy), max: 64})
+			ctx, cancel := context.WithCancel(t.Context())
+			var all sync.WaitGroup
+			for n := range 12 {
+				all.Go(func() { g.postCtx(ctx, "/v1/completions", fmt.Sprintf(`{"prompt":"say %d"}`, n%3)) })
+				eventually(t, func() bool { return int(h.came.Load()) == n+1 }, "the engine has it")
+			}
+			assert.InDelta(t, 6, g.replicas[0].inFlight(), 1)
+			assert.InDelta(t, 6, g.replicas[1].inFlight(), 1)
+			cancel()
+			all.Wait()
+		})
+	}
+}
+
+// TestRT16BusyThreshold: ranks above busy_threshold get nothing under any policy; all of them above it is 503 with Retry-After,
+// until the load falls.
+func TestRT16BusyThreshold(t *testing.T) {
+	for _, policy := range routing.Names() {
+		if policy == "direct" {
+			continue // the client names the rank; it is refused there
+		}
+		t.Run(policy, func(t *testing.T) {
+			half := 0.5
+			g := newRig(t, options{engines: engines(4, replies(200, wholeAnswer)), app: withRouting(policy, func(a *app.Application) {
+				a.Routing.BusyThreshold = &half
+			})})
+			usage := func(of ...float64) {
+				for i, u := range of {
+					r := g.replicas[i]
+					r.mu.Lock()
+					r.emit(&msg.Record{Kind: msg.RecStatus, Status: msg.Status{KVUsage: u, HasKVUsage: true}})
+					r.mu.Unlock()
+				}
+			}
+			ask := func(n int) (ok int, last answer) {
+				for i := range n {
+					last = g.post("/v1/chat/completions", chat(strings.Repeat(fmt.Sprint("some words ", i%5), 30)), headerSessionID, fmt.Sprint(i))
+					if last.status == http.StatusOK {
+						ok++
+					}
+				}
+				return ok, last
+			}
+			usage(0.9, 0.1, 0.51, 0.5)
+			ok, _ := ask(20)
+			assert.Equal(t, 20, ok)
+			assert.Zero(t, g.replicas[0].granted())
+			assert.Zero(t, g.replicas[2].granted())
+			usage(0.9, 0.9, 0.9, 0.9)
+			ok, last := ask(2)
+			assert.Zero(t, ok)
+			assert.Equal(t, http.StatusServiceUnavailable, last.status)
+			assert.Equal(t, "overloaded", last.code(t))
+			assert.NotEmpty(t, last.header.Get("Retry-After"))
+			usage(0.1, 0.1, 0.1, 0.1)
+			ok, _ = ask(4)
+			assert.Equal(t, 4, ok)
+		})
+	}
+}
+
+// A session stays on its rank, by header or by the body's user.
+func TestSessionsStay(t *testing.T) {
+	g := newRig(t, options{engines: engines(4, replies(200, wholeAnswer)), app: withRouting("session-affinity")})
+	ranks := map[string]bool{}
+	for s := range 12 {
+		name := fmt.Sprint("session-", s)
+		first := g.post("/v1/chat/completions", chatBody, headerSessionID, name).header.Get(headerRank)
+		ranks[first] = true
+		assert.Equal(t, first, g.post("/v1/chat/completions", chatBody, headerSession, name).header.Get(headerRank))
+		assert.Equal(t, first, g.post("/v1/chat/completions", chat("hi", `"user":"`+name+`"`)).header.Get(headerRank))
+	}
+	assert.Greater(t, len(ranks), 1)
+}
+
+// Headers that ask for something unreadable are the client's fault; readable ones do not reach an engine.
+func TestWishesInHeaders(t *testing.T) {
+	var mu sync.Mutex
+	var seen http.Header
+	g := newRig(t, options{engines: engines(1, func(w http.ResponseWriter, r *http.Request) {
+		mu.Lock()
+		seen = r.Header.Clone()
+		mu.Unlock()
+		replies(200, wholeAnswer)(w, r)
+	})})
+	for _, name := range []string{headerTTFT, headerTPOT, headerPriority, headerRank} {
+		a := g.post("/v1/chat/completions", chatBody, name, "soon")
+		assert.Equal(t, http.StatusBadRequest, a.status, name)
+		assert.Contains(t, a.body, strings.ToLower(name))
+	}
+	a := g.post("/v1/chat/completions", chatBody, headerTTFT, "100", headerTPOT, "20.5", headerPriority, "2", headerSession, "s", headerSessionID, "t")
+	require.Equal(t, http.StatusOK, a.status)
+	assert.Empty(t, a.header.Get(headerCached), "round-robin predicts nothing")
+	for name := range seen {
+		assert.NotContains(t, name, "Dpserve")
+	}
+	assert.Equal(t, "t", seen.Get(headerSessionID))
+}
+
+// cache-aware, documented, gives a request six attempts, three of them on one rank.
+func TestAttemptsOfThePolicy(t *testing.T) {
+	g := newRig(t, options{engines: engines(3, replies(500, `{"error":{"message":"x"}}`)), app: withRouting("cache-aware")})
+	a := g.post("/v1/chat/completions", chat(strings.Repeat("words ", 50)))
+	assert.Equal(t, http.StatusBadGateway, a.status)
+	assert.Equal(t, "6", a.header.Get(headerAttempts))
+	counts := []int{}
+	for _, r := range g.replicas {
+		counts = append(counts, r.granted())
+		assert.LessOrEqual(t, r.granted(), 3)
+	}
+	assert.Equal(t, 6, counts[0]+counts[1]+counts[2])
+}
+
+// Engines without prefix caching hold nothing, whatever they were sent.
+func TestCachingOffMeansNoHits(t *testing.T) {
+	g := newRig(t, options{engines: engines(2, replies(200, wholeAnswer)), app: withRouting("scoring")})
+	for _, r := range g.replicas {
+		remembers(t, r)
+	}
+	l := g.in.known("demo")
+	body := chat(strings.Repeat("words ", 100))
+	g.post("/v1/chat/completions", body)
+	g.settled()
+	assert.NotEqual(t, "0", g.post("/v1/chat/completions", body).header.Get(headerCached))
+	l.mu.Lock()
+	for _, r := range l.ranks {
+		r.cachingOff = true
+	}
+	l.judgeCaching()
+	l.mu.Unlock()
+	a := g.post("/v1/chat/completions", body)
+	assert.Empty(t, a.header.Get(headerCached))
+	assert.True(t, l.router.Load().Snapshot().PrefixCachingOff)
+}
+
+// Blocks that an unanswered Admit still holds are not used for the next request.
+func TestBlocksOfAnUnansweredAdmitStay(t *testing.T) {
+	g := newRig(t, options{engines: engines(1, replies(200, wholeAnswer)), app: withRouting("scoring"), timers: Timers{Admit: 20 * time.Millisecond, LateTicket: 50 * time.Millisecond}})
+	r := g.replicas[0]
+	r.mu.Lock()
+	r.mute = true
+	r.mu.Unlock()
+	for n := range 20 {
+		g.post("/v1/chat/completions", chat(strings.Repeat(fmt.Sprintf("words of %d ", n), 50)))
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	require.NotEmpty(t, r.held)
+	seen := map[uint64]bool{}
+	for _, m := range r.held {
+		require.NotEmpty(t, m.Blocks)
+		assert.False(t, seen[m.Blocks[0]], "each has its own")
+		seen[m.Blocks[0]] = true
+	}
+	r.mute = false
+}
+
+// tokenizing is an engine with a tokenizer of one token per four bytes of the question, which it counts.
+type tokenizing struct {
+	mu    sync.Mutex
+	asked []string
+	fail  int // status; 0: none
+	wait  chan struct{}
+}
+
+func (e *tokenizing) serve(w http.ResponseWriter, r *http.Request) {
+	if r.URL.Path != "/tokenize" {
+		replies(200, wholeAnswer)(w, r)
+		return
+	}
+	var body json.RawMessage
+	if json.NewDecoder(r.Body).Decode(&body) != nil {
+		w.WriteHeader(http.StatusBadRequest)
+		return
+	}
+	e.mu.Lock()
+	e.asked = append(e.asked, string(body))
+	fail, wait := e.fail, e.wait
+	e.mu.Unlock()
+	if wait != nil {
+		<-wait
+	}
+	if fail != 0 {
+		w.WriteHeader(fail)
+		return
+	}
+	ids := []uint32{}
+	for b := []byte(body); len(b) >= 4; b = b[4:] {
+		ids = append(ids, uint32(b[0])<<16|uint32(b[1])<<8|uint32(b[2]))
+	}
+	_ = json.NewEncoder(w).Encode(map[string]any{"count": len(ids), "tokens": ids})
+}
+
+func (e *tokenizing) count() int {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return len(e.asked)
+}
+
+func tokenRig(t *testing.T, e *tokenizing) (*rig, func() []msg.Admit) {
+	g := newRig(t, options{engines: engines(1, e.serve), app: withRouting("scoring", func(a *app.Application) { a.Routing.Identity = app.IdentityTokens })})
+	var mu sync.Mutex
+	var seen []msg.Admit
+	g.replicas[0].setRefuse(func(m *msg.Admit) msg.Refusal {
+		mu.Lock()
+		defer mu.Unlock()
+		kept := *m
+		kept.Blocks = slices.Clone(m.Blocks)
+		seen = append(seen, kept)
+		return msg.Granted
+	})
+	return g, func() []msg.Admit {
+		mu.Lock()
+		defer mu.Unlock()
+		return slices.Clone(seen)
+	}
+}
+
+// A text is tokenized by an engine once; then it is known. Its blocks are those of its ids.
+func TestTokenIdentity(t *testing.T) {
+	e := &tokenizing{}
+	g, admits := tokenRig(t, e)
+	body := chat(strings.Repeat("words ", 100), `"tools":[{"a":1}]`)
+	for range 3 {
+		require.Equal(t, http.StatusOK, g.post("/v1/chat/completions", body).status)
+	}
+	g.post("/v1/completions", `{"model":"demo","prompt":"`+strings.Repeat("text ", 50)+`"}`)
+	g.post("/v1/completions", `{"prompt":[`+strings.Repeat("9,", 50)+`1]}`)
+	require.Equal(t, 2, e.count(), "ids of the client are not asked for")
+	assert.Contains(t, e.asked[0], `"tools":[{"a":1}]`)
+	all := admits()
+	ids := make([]uint32, 0, 300)
+	for b := []byte(e.asked[0]); len(b) >= 4; b = b[4:] {
+		ids = append(ids, uint32(b[0])<<16|uint32(b[1])<<8|uint32(b[2]))
+	}
+	var want prompt
+	want.fromTokens(g.in.known("demo"), ids, origin{})
+	assert.Equal(t, want.blocks, all[0].Blocks)
+	assert.Equal(t, all[0].Blocks, all[2].Blocks)
+	assert.Equal(t, len(ids), all[0].Tokens)
+	assert.False(t, all[0].Estimated)
+	assert.Equal(t, app.IdentityTokens, g.in.Identity("demo"))
+}
+
+// Equal prompts that come together ask once.
+func TestTokenizeFliesOnce(t *testing.T) {
+	e := &tokenizing{wait: make(chan struct{})}
+	g, admits := tokenRig(t, e)
+	var all sync.WaitGroup
+	for range 8 {
+		all.Go(func() { g.post("/v1/chat/completions", chat(strings.Repeat("words ", 100))) })
+	}
+	eventually(t, func() bool { return e.count() == 1 }, "asked")
+	close(e.wait)
+	all.Wait()
+	assert.Equal(t, 1, e.count())
+	for _, m := range admits() {
+		assert.False(t, m.Estimated)
+	}
+}
+
+// Where tokens cannot be had, a prompt is known by its text: images, an engine that refuses, one that is ill. An ill one is left
+// in peace for a while.
+func TestTokenizeFallsBackToText(t *testing.T) {
+	e := &tokenizing{fail: http.StatusBadRequest}
+	g, admits := tokenRig(t, e)
+	g.post("/v1/chat/completions", chat(strings.Repeat("words ", 100)))
+	g.post("/v1/chat/completions", chat(strings.Repeat("other words ", 100)))
+	assert.Equal(t, 2, e.count(), "a refusal is about one prompt")
+	g.post("/v1/chat/completions", `{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:`+strings.Repeat("a", 300)+`"}}]}]}`)
+	assert.Equal(t, 2, e.count())
+	e.mu.Lock()
+	e.fail = http.StatusInternalServerError
+	e.mu.Unlock()
+	for n := range 5 {
+		g.post("/v1/chat/completions", chat(strings.Repeat(fmt.Sprint("words ", n), 100)))
+	}
+	assert.Equal(t, 3, e.count())
+	for _, m := range admits() {
+		assert.True(t, m.Estimated)
+		assert.NotEmpty(t, m.Blocks)
+	}
+}
+
+// The cache of tokenized prompts keeps to its bytes and lets the least used go.
+func TestTokenizedIsBounded(t *testing.T) {
+	c := newTokenized(10 * (tokenizedBytes + 80))
+	key := func(n int) tokenizeKey { return tokenizeKey{root: uint64(n)} }
+	for n := range 100 {
+		c.put(key(n), &tokenChain{blocks: make([]uint64, 10)})
+		assert.LessOrEqual(t, c.bytes, c.limit)
+		require.NotNil(t, c.get(key(0)), "used all the time")
+	}
+	assert.Len(t, c.at, 10)
+	assert.Equal(t, 10, c.order.Len())
+	c.put(key(1000), &tokenChain{blocks: make([]uint64, 1000)})
+	assert.Nil(t, c.get(key(1000)), "too large to be kept")
+}

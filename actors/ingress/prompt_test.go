@@ -1,0 +1,316 @@
+package ingress
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"strings"
+	"testing"
+	"testing/synctest"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/routing/kvindex"
+)
+
+// promptLane is a lane whose policy reads hits, blocks, text and sessions.
+func promptLane(needs routing.Needs) *lane {
+	in := bareIngress()
+	in.key([]byte("secret"))
+	l := newLane(in, "demo")
+	a := demoApp()
+	a.Model.Adapters = []app.Adapter{{ID: "poet", Source: "s"}}
+	l.spec.Store(&served{app: a, adapters: adaptersOf(&a.Model)})
+	l.reading.Store(&reading{needs: needs, identity: app.IdentityText})
+	return l
+}
+
+// readPrompt identifies a body as a live request's.
+func readPrompt(t require.TestingT, l *lane, route openai.Route, body string, header ...string) *prompt {
+	var scan openai.Body
+	require.NoError(t, scan.Scan(route, []byte(body)))
+	h := http.Header{}
+	for i := 0; i+1 < len(header); i += 2 {
+		h.Set(header[i], header[i+1])
+	}
+	p := &prompt{}
+	require.Nil(t, p.fromBody(context.Background(), l, route, &scan, []byte(body), h))
+	return p
+}
+
+func chat(content string, more ...string) string {
+	return `{"model":"demo",` + strings.Join(append(more, ""), ",") + `"messages":[{"role":"user","content":"` + content + `"}]}`
+}
+
+func shared(a, b *prompt) int {
+	n := 0
+	for n < min(len(a.blocks), len(b.blocks)) && a.blocks[n] == b.blocks[n] {
+		n++
+	}
+	return n
+}
+
+var wantsAll = routing.Needs{Hits: true, Blocks: true, Text: true, Session: true}
+
+// TestKV12NothingIsSharedUnderAnotherSalt: the same words under another cache_salt, LoRA, set of tools or image share no block
+// and no text.
+func TestKV12NothingIsSharedUnderAnotherSalt(t *testing.T) {
+	l := promptLane(wantsAll)
+	words := strings.Repeat("the same words ", 100)
+	ids := strings.TrimSuffix(strings.Repeat("7,", 100), ",")
+	image := func(url string) string {
+		return `{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:` + strings.Repeat(url, 30) + `"}},{"type":"text","text":"` + words + `"}]}]}`
+	}
+	for name, pair := range map[string][2]*prompt{
+		"salt":     {readPrompt(t, l, openai.Chat, chat(words, `"cache_salt":"a"`)), readPrompt(t, l, openai.Chat, chat(words, `"cache_salt":"b"`))},
+		"one salt": {readPrompt(t, l, openai.Chat, chat(words)), readPrompt(t, l, openai.Chat, chat(words, `"cache_salt":"b"`))},
+		"LoRA":     {readPrompt(t, l, openai.Chat, chat(words)), readPrompt(t, l, openai.Chat, strings.Replace(chat(words), "demo", "poet", 1))},
+		"tools":    {readPrompt(t, l, openai.Chat, chat(words)), readPrompt(t, l, openai.Chat, chat(words, `"tools":[{"a":1}]`))},
+		"image":    {readPrompt(t, l, openai.Chat, image("abc")), readPrompt(t, l, openai.Chat, image("xyz"))},
+		"ids": {
+			readPrompt(t, l, openai.Completions, `{"prompt":[`+ids+`]}`),
+			readPrompt(t, l, openai.Completions, `{"cache_salt":"b","prompt":[`+ids+`]}`),
+		},
+		"ids and text": {readPrompt(t, l, openai.Completions, `{"prompt":[`+ids+`]}`), readPrompt(t, l, openai.Completions, `{"prompt":"`+ids+`"}`)},
+	} {
+		t.Run(name, func(t *testing.T) {
+			a, b := pair[0], pair[1]
+			assert.NotEmpty(t, a.blocks)
+			if n := shared(a, b); name == "image" {
+				assert.Equal(t, 1, n, "what stands before the image is the same")
+			} else {
+				assert.Zero(t, n)
+				assert.NotEqual(t, a.text, b.text)
+			}
+		})
+	}
+	assert.Equal(t, readPrompt(t, l, openai.Chat, strings.Replace(chat(words), "demo", "demo:poet", 1)).blocks,
+		readPrompt(t, l, openai.Chat, strings.Replace(chat(words), "demo", "poet", 1)).blocks, "one adapter by both its names")
+}
+
+// TestKV12LongPromptHitsWhole: 4,096 blocks on 32 ranks are found on all of them, to the last that a hit may have.
+func TestKV12LongPromptHitsWhole(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := newKVRig(t, 32, 1, byScore)
+		ids := make([]uint32, 4096*16+1)
+		for i := range ids {
+			ids[i] = uint32(i % 1000)
+		}
+		var p prompt
+		p.fromTokens(g.lane, ids, origin{})
+		require.Len(t, p.blocks, 4096)
+		for _, r := range g.feed.replicas {
+			r.column(t, kvindex.GPU).Apply(kvindex.Delta{Change: kvindex.Stored, Hashes: p.blocks})
+		}
+		synctest.Wait()
+		var q routing.Request
+		g.lane.describe(&q, &p)
+		require.Len(t, q.Hits, 32)
+		for i, h := range q.Hits {
+			assert.Equal(t, routing.Hit{Rank: routing.ID(0, i), Tokens: 4096 * 16}, h)
+			assert.Equal(t, 4096, p.held(h.Rank))
+		}
+		p.fromTokens(g.lane, ids[:4096*16], origin{})
+		g.lane.describe(&q, &p)
+		assert.Equal(t, int32(4095*16), q.Hits[0].Tokens, "the last token is always computed, and with it its block")
+	})
+}
+
+// A hit's tiers: the record of what was sent counts as the device, memory and disk for what is behind that.
+func TestHitsByTier(t *testing.T) {
+	p := &prompt{unit: kvindex.Tokens, size: 16, tokens: 1000, perBlock: ratio{16, 1}}
+	rows := func(gpu, sent, cpu, disk int32) []kvindex.Hit {
+		return []kvindex.Hit{
+			{Rank: 5, Tier: kvindex.GPU, Blocks: gpu},
+			{Rank: 5, Tier: kvindex.CPU, Blocks: cpu},
+			{Rank: 5, Tier: kvindex.Disk, Blocks: disk},
+			{Rank: 5, Tier: kvindex.Sent, Blocks: sent},
+		}
+	}
+	assert.Equal(t, routing.Hit{Rank: 5, Tokens: 64, Host: 32, Disk: 16}, p.hitOf(rows(2, 4, 6, 7)))
+	assert.Equal(t, routing.Hit{Rank: 5, Tokens: 992}, p.hitOf(rows(1000, 0, 3, 0)))
+	p = &prompt{unit: kvindex.Text, tokens: 100, perBlock: ratio{100, 400}}
+	assert.Equal(t, routing.Hit{Rank: 5, Tokens: 48}, p.hitOf(rows(0, 3, 0, 0)), "3 × 64 bytes of 4 per token")
+}
+
+// TestRT14OddPrompts: prompts of every size and kind are identified without a panic, and short ones have nothing to be found by.
+func TestRT14OddPrompts(t *testing.T) {
+	l := promptLane(wantsAll)
+	for name, tt := range map[string]struct {
+		route  openai.Route
+		body   string
+		blocks int
+	}{
+		"short":          {openai.Completions, `{"prompt":"hello"}`, 0},
+		"empty":          {openai.Completions, `{"prompt":""}`, 0},
+		"no prompt":      {openai.Completions, `{}`, 0},
+		"null":           {openai.Completions, `{"prompt":null}`, 0},
+		"no ids":         {openai.Completions, `{"prompt":[]}`, 0},
+		"empty list":     {openai.Chat, `{"messages":[]}`, 0},
+		"empty lists":    {openai.Completions, `{"prompt":[[],[]]}`, 0},
+		"ids too large":  {openai.Completions, `{"prompt":[` + strings.Repeat("4294967296,", 40) + `1]}`, 0},
+		"one block":      {openai.Completions, `{"prompt":"` + strings.Repeat("x", 64) + `"}`, 1},
+		"two prompts":    {openai.Completions, `{"prompt":["` + strings.Repeat("x", 128) + `","y"]}`, 2},
+		"ids":            {openai.Completions, `{"prompt":[` + strings.Repeat("5,", 40) + `1]}`, 2},
+		"image only":     {openai.Chat, `{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:image/png;base64,` + strings.Repeat("A", 1000) + `"}}]}]}`, 17},
+		"1 MiB":          {openai.Completions, `{"prompt":"` + strings.Repeat("x", 1<<20) + `"}`, 64 + 8*32},
+		"tokenize":       {openai.Tokenize, `{"prompt":"` + strings.Repeat("x", 640) + `"}`, 0},
+		"not text":       {openai.Chat, `{"messages":"` + strings.Repeat("x", 640) + `"}`, 10},
+		"broken unicode": {openai.Completions, `{"prompt":"` + strings.Repeat("\xff\xfe", 64) + `"}`, 2},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := readPrompt(t, l, tt.route, tt.body)
+			assert.Len(t, p.blocks, tt.blocks)
+			var q routing.Request
+			l.describe(&q, p)
+			assert.Empty(t, q.Hits)
+			assert.GreaterOrEqual(t, q.Tokens, 0)
+		})
+	}
+	a := readPrompt(t, l, openai.Completions, `{"prompt":"`+strings.Repeat("é", 31)+"\u00e9"+`"}`)
+	b := readPrompt(t, l, openai.Completions, `{"prompt":"`+strings.Repeat("é", 31)+"\u00e8"+`"}`)
+	assert.NotEqual(t, a.blocks, b.blocks, "a fork inside a character is a fork")
+}
+
+// TestTextBlocks: blocks of a text that goes on begin with those of the text, each covers what textSpan says, and none is more
+// than 1/32 of its place.
+func TestTextBlocks(t *testing.T) {
+	h := kvindex.NewHasher([]byte("s"))
+	text := []byte(strings.Repeat("0123456789abcdef", 1<<15)) // 512 KiB
+	whole := textBlocks(nil, h, 1, text)
+	assert.Len(t, whole, textFine+7*textStep)
+	seen := map[uint64]bool{}
+	for n := range whole {
+		assert.Equal(t, whole[:n+1], textBlocks(nil, h, 1, text[:textSpan(n+1)]))
+		assert.Len(t, textBlocks(nil, h, 1, text[:textSpan(n+1)-1]), n)
+		if at := textSpan(n); n >= textFine {
+			assert.LessOrEqual(t, textSpan(n+1)-at, at/32)
+		}
+		assert.False(t, seen[whole[n]])
+		seen[whole[n]] = true
+	}
+	assert.Equal(t, 10<<20, textSpan(len(textBlocks(nil, h, 1, make([]byte, 10<<20+1)))), "blocks stop growing at 64 KiB")
+}
+
+// A text that changes anywhere shares exactly the blocks in front of the change.
+func TestTextBlocksShareWhatIsInFront(t *testing.T) {
+	h := kvindex.NewHasher([]byte("s"))
+	rapid.Check(t, func(t *rapid.T) {
+		text := make([]byte, rapid.IntRange(1, 100_000).Draw(t, "n"))
+		for i := range text {
+			text[i] = byte(i * 7)
+		}
+		one := textBlocks(nil, h, 1, text)
+		at := rapid.IntRange(0, len(text)-1).Draw(t, "at")
+		text[at]++
+		two := textBlocks(nil, h, 1, text)
+		n := 0
+		for n < len(one) && one[n] == two[n] {
+			n++
+		}
+		require.LessOrEqual(t, textSpan(n), at)
+		require.True(t, n == len(one) || textSpan(n+1) > at)
+	})
+}
+
+// Only what the policy reads is made.
+func TestPromptsAreReadAsNeeded(t *testing.T) {
+	body := chat(strings.Repeat("words ", 100), `"user":"u"`)
+	for _, tt := range []struct {
+		needs           routing.Needs
+		blocks, text, s bool
+	}{
+		{routing.Needs{}, false, false, false},
+		{routing.Needs{Hits: true}, true, false, false},
+		{routing.Needs{Blocks: true}, true, false, false},
+		{routing.Needs{Text: true}, false, true, false},
+		{routing.Needs{Session: true}, false, false, true},
+	} {
+		p := readPrompt(t, promptLane(tt.needs), openai.Chat, body)
+		assert.Equal(t, tt.blocks, len(p.blocks) > 0)
+		assert.Equal(t, tt.text, len(p.text) > 0)
+		assert.Equal(t, tt.s, p.session != "")
+		assert.Positive(t, p.tokens)
+	}
+}
+
+func TestSessionOf(t *testing.T) {
+	h := func(kv ...string) http.Header {
+		out := http.Header{}
+		for i := 0; i < len(kv); i += 2 {
+			out.Set(kv[i], kv[i+1])
+		}
+		return out
+	}
+	assert.Equal(t, "a", sessionOf(h("x-session-id", "a", "x-dpserve-session", "b"), []byte("u")))
+	assert.Equal(t, "b", sessionOf(h("x-dpserve-session", "b"), []byte("u")))
+	assert.Equal(t, "u", sessionOf(h("x-session-id", ""), []byte("u")))
+	assert.Empty(t, sessionOf(nil, nil))
+	assert.Len(t, sessionOf(nil, []byte(strings.Repeat("u", 1000))), maxSession)
+}
+
+func TestWishes(t *testing.T) {
+	h := func(name, value string) http.Header { return http.Header{name: {value}} }
+	var w wishes
+	require.Nil(t, w.read(h(headerTTFT, "250.5")))
+	assert.Equal(t, wishes{ttftMs: 250.5}, w)
+	require.Nil(t, w.read(h(headerTPOT, "30")))
+	require.Nil(t, w.read(h(headerPriority, "-3")))
+	assert.Equal(t, wishes{priority: -3}, w)
+	require.Nil(t, w.read(h(headerRank, "1/2")))
+	assert.Equal(t, wishes{direct: routing.ID(1, 2), hasDirect: true}, w)
+	for _, name := range []string{headerTTFT, headerTPOT} {
+		for _, bad := range []string{"", "x", "0", "-1", "NaN", "Inf", "1e99"} {
+			assert.NotNil(t, w.read(h(name, bad)), "%s: %q", name, bad)
+		}
+	}
+	for _, bad := range []string{"", "x", "1.5", "99999999999"} {
+		assert.NotNil(t, w.read(h(headerPriority, bad)), bad)
+	}
+}
+
+// FuzzWishes: never panics; what is taken is a number that a policy can reckon with.
+func FuzzWishes(f *testing.F) {
+	f.Add("250", "0/3", "1")
+	f.Fuzz(func(t *testing.T, ms, rank, priority string) {
+		var w wishes
+		if w.read(http.Header{headerTTFT: {ms}, headerTPOT: {ms}, headerRank: {rank}, headerPriority: {priority}}) == nil {
+			require.Greater(t, w.ttftMs, 0.0)
+			require.LessOrEqual(t, w.tpotMs, 86_400_000.0)
+		}
+	})
+}
+
+// The prompts of other processes under one secret get the same blocks; without the secret nobody can foresee them.
+func TestBlocksAreKeyedByTheSecret(t *testing.T) {
+	a, b, c := promptLane(wantsAll), promptLane(wantsAll), promptLane(wantsAll)
+	c.in.key([]byte("another"))
+	body := chat(strings.Repeat("words ", 100), `"tools":[1]`)
+	assert.Equal(t, readPrompt(t, a, openai.Chat, body).blocks, readPrompt(t, b, openai.Chat, body).blocks)
+	assert.NotEqual(t, readPrompt(t, a, openai.Chat, body).blocks, readPrompt(t, c, openai.Chat, body).blocks)
+}
+
+// Token prompts are cut to the size that most ranks have.
+func TestBlockSizeFollowsTheRanks(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := newKVRig(t, 3, 1, byScore)
+		assert.Equal(t, 16, g.lane.tokensPerBlock())
+		for i, r := range g.feed.replicas[:2] {
+			part := kvindex.Options{Feed: kvindex.FromDeltas, BlockSize: 32}
+			c, err := r.index.Open(kvindex.Owner{Rank: uint32(r.id), Epoch: r.epoch, Incarnation: r.incarnation}, part)
+			require.NoError(t, err)
+			r.columns[kvindex.GPU] = c
+			r.emit(&msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: kvindex.GPU, BlockSize: 32}})
+			assert.Equal(t, []int{16, 32}[i], g.lane.tokensPerBlock(), fmt.Sprint(i))
+		}
+		var p prompt
+		p.fromTokens(g.lane, make([]uint32, 100), origin{})
+		assert.Len(t, p.blocks, 3)
+	})
+}

@@ -1,0 +1,251 @@
+package client_test
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/api"
+	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// routers answers like a node with two ranks, and keeps what it was asked.
+type routers struct {
+	asked  any
+	fail   error
+	broken error
+	runs   int
+	cut    bool
+}
+
+var _ api.Routers = (*routers)(nil)
+
+func (r *routers) Explain(_ context.Context, app string, q *msg.RouteQuery) (*msg.Explanation, error) {
+	r.asked = *q
+	score := 0.1 + 0.2
+	return &msg.Explanation{
+		App: app, Policy: "kv", Pick: "0/1", Ranks: []msg.RankExplanation{{Worker: "0/1", Rank: 1, State: "ok", Score: &score, Terms: []msg.Term{{Name: "a", Value: score}}}},
+		Replay: &msg.Replay{RequestID: "x"},
+	}, r.fail
+}
+
+func (r *routers) Reset(_ context.Context, app string) (msg.ResetResult, error) {
+	return msg.ResetResult{App: app, Ranks: 2}, r.fail
+}
+
+func (r *routers) Router(_ context.Context, app string) (msg.RouterInfo, error) {
+	return msg.RouterInfo{App: app, Policy: "kv", Index: &msg.IndexStatus{Blocks: 7}}, r.fail
+}
+
+func (r *routers) BestWorker(_ context.Context, _ string, q *msg.BestWorker) (msg.Worker, error) {
+	r.asked = *q
+	return msg.Worker{Worker: "0/1", DPRank: 1, OverlapBlocks: 3, BlockSize: 16, RequestID: q.RequestID, ExpiresS: 300}, r.fail
+}
+
+func (r *routers) PotentialLoads(_ context.Context, _ string, ids []uint32) ([]msg.PotentialLoad, error) {
+	r.asked = ids
+	return []msg.PotentialLoad{{Worker: "0/0", PrefillTokens: 5, DecodeBlocks: 1}}, r.fail
+}
+
+func (r *routers) MarkPrefillComplete(_ context.Context, _, id string) error {
+	r.asked = "mark " + id
+	return r.fail
+}
+
+func (r *routers) Free(_ context.Context, _, id string) error {
+	r.asked = "free " + id
+	return r.fail
+}
+
+func (r *routers) DumpEvents(_ context.Context, _ string, emit func(*msg.KVRun) error) (bool, error) {
+	for range r.runs {
+		if err := emit(&msg.KVRun{Worker: "0/1", Tier: "gpu", Blocks: []string{"00000000000000aa"}}); err != nil {
+			return false, err
+		}
+	}
+	return r.cut, r.fail
+}
+
+func (r *routers) Generate(_ context.Context, _ string, q *msg.Generate, emit func(*msg.Generated) error) error {
+	r.asked = *q
+	if r.fail != nil {
+		return r.fail
+	}
+	for _, p := range []msg.Generated{
+		{TokenIDs: []uint32{5, 6}, Worker: "0/1", RequestID: "g"},
+		{TokenIDs: []uint32{7}, FinishReason: "stop"},
+		{TokenIDs: []uint32{}, Usage: &msg.TokenUsage{Prompt: 3, Cached: 2, Completion: 3}},
+	} {
+		if err := emit(&p); err != nil {
+			return err
+		}
+	}
+	return r.broken
+}
+
+// start serves r on a free port of loopback, as a node does, and gives a client of application demo.
+func start(r api.Routers) (c *client.RouterClient, stop func(), err error) {
+	s := api.NewServer(api.Config{Routers: r})
+	if err := s.Listen(context.Background(), "127.0.0.1:0"); err != nil {
+		return nil, nil, err
+	}
+	served := make(chan error, 1)
+	go func() { served <- s.Serve() }()
+	cl, err := client.New(s.Addr().String())
+	return cl.Router("demo"), func() { cl.Close(); _ = s.Close(); <-served }, err
+}
+
+func serve(t *testing.T, r api.Routers) *client.RouterClient {
+	t.Helper()
+	c, stop, err := start(r)
+	require.NoError(t, err)
+	t.Cleanup(stop)
+	return c
+}
+
+// TestEveryCall: what is asked arrives, what is answered comes back.
+func TestEveryCall(t *testing.T) {
+	r := &routers{runs: 2}
+	c := serve(t, r)
+	ctx, weight := t.Context(), 2.0
+
+	w, err := c.BestWorker(ctx, client.BestWorkerRequest{TokenIDs: []uint32{1}, RequestID: "r", Model: "m", Worker: "0/1", Override: &client.Override{OverlapScoreWeight: &weight}})
+	require.NoError(t, err)
+	assert.Equal(t, client.Worker{Worker: "0/1", DPRank: 1, OverlapBlocks: 3, BlockSize: 16, RequestID: "r", ExpiresS: 300}, w)
+	assert.Equal(t, msg.BestWorker{TokenIDs: []uint32{1}, RequestID: "r", Model: "m", Worker: "0/1", Override: &msg.RouterOverride{OverlapScoreWeight: &weight}}, r.asked)
+
+	loads, err := c.PotentialLoads(ctx, []uint32{1, 2})
+	require.NoError(t, err)
+	assert.Equal(t, []client.PotentialLoad{{Worker: "0/0", PrefillTokens: 5, DecodeBlocks: 1}}, loads)
+	assert.Equal(t, []uint32{1, 2}, r.asked)
+	_, err = c.PotentialLoads(ctx, nil)
+	require.NoError(t, err)
+	require.NoError(t, c.MarkPrefillComplete(ctx, "r"))
+	assert.Equal(t, "mark r", r.asked)
+	require.NoError(t, c.Free(ctx, "r"))
+	assert.Equal(t, "free r", r.asked)
+
+	text := "hello"
+	x, err := c.Explain(ctx, client.Query{Prompt: &text, Route: "/v1/chat/completions", Headers: map[string]string{"a": "b"}})
+	require.NoError(t, err)
+	assert.Equal(t, msg.RouteQuery{Prompt: &text, Route: "/v1/chat/completions", Headers: map[string]string{"a": "b"}}, r.asked)
+	assert.Equal(t, 0.1+0.2, *x.Ranks[0].Score) //nolint:testifylint // bit for bit
+	assert.Equal(t, "x", x.Replay.RequestID)
+
+	n, err := c.Reset(ctx)
+	require.NoError(t, err)
+	assert.Equal(t, 2, n)
+	info, err := c.Info(ctx)
+	require.NoError(t, err)
+	assert.Equal(t, []any{"kv", 7}, []any{info.Policy, info.Index.Blocks})
+}
+
+func TestGenerate(t *testing.T) {
+	r := &routers{}
+	c := serve(t, r)
+	var parts []client.Part
+	for p, err := range c.Generate(t.Context(), client.GenerateRequest{TokenIDs: []uint32{1}, Sampling: map[string]any{"max_tokens": 3}, RequestID: "g"}) {
+		require.NoError(t, err)
+		parts = append(parts, p)
+	}
+	assert.Equal(t, []client.Part{
+		{TokenIDs: []uint32{5, 6}, Worker: "0/1", RequestID: "g"},
+		{TokenIDs: []uint32{7}, FinishReason: "stop"},
+		{TokenIDs: []uint32{}, Usage: &client.Usage{Prompt: 3, Cached: 2, Completion: 3}},
+	}, parts)
+	for range c.Generate(t.Context(), client.GenerateRequest{TokenIDs: []uint32{1}}) {
+		break // who has seen enough leaves
+	}
+
+	c = serve(t, &routers{broken: problem.New(problem.Upstream, "the answer broke off")})
+	n, last := 0, error(nil)
+	for _, err := range c.Generate(t.Context(), client.GenerateRequest{TokenIDs: []uint32{1}}) {
+		n, last = n+1, err
+	}
+	assert.Equal(t, 4, n)
+	assert.Equal(t, "upstream", client.CodeOf(last))
+	c = serve(t, &routers{fail: problem.New(problem.Overloaded, "full").WithHint("later")})
+	for _, err := range c.Generate(t.Context(), client.GenerateRequest{TokenIDs: []uint32{1}}) {
+		var e *client.Error
+		require.ErrorAs(t, err, &e)
+		assert.Equal(t, client.Error{Status: 503, Code: "overloaded", Message: "full", Hint: "later"}, *e)
+	}
+}
+
+func TestDumpEvents(t *testing.T) {
+	count := func(r *routers) (n int, last error) {
+		for run, err := range serve(t, r).DumpEvents(t.Context()) {
+			if last = err; err == nil {
+				n++
+				assert.Equal(t, client.Run{Worker: "0/1", Tier: "gpu", Blocks: []string{"00000000000000aa"}}, run)
+			}
+		}
+		return n, last
+	}
+	n, err := count(&routers{runs: 3})
+	require.NoError(t, err)
+	assert.Equal(t, 3, n)
+	n, err = count(&routers{runs: 3, cut: true})
+	require.ErrorIs(t, err, client.ErrTruncated)
+	assert.Equal(t, 3, n)
+	for range serve(t, &routers{runs: 3}).DumpEvents(t.Context()) {
+		break
+	}
+	gone := problem.New(problem.NotFound, "no app")
+	_, err = count(&routers{fail: gone})
+	assert.Equal(t, "not_found", client.CodeOf(err))
+	_, err = count(&routers{runs: 3, fail: gone})
+	require.Error(t, err, "half a dump is an error")
+}
+
+// TestBadAnswers: whatever a server sends, the client says so and ends.
+func TestBadAnswers(t *testing.T) {
+	for name, body := range map[string]string{
+		"empty": "", "html": "<html>", "stranger": `{}`, "other version": `{"apiVersion":"dpserve/v9"}`, "list": `[]`, "cut dump": `{"events":[{"worker":"0/1"`,
+		"no list": `{"events":{}}`, "odd run": `{"events":[7]}`, "cut stream": "data: {\"token_ids\":[1]}\n\n", "odd part": "data: {\n\n", "odd error": "event: error\ndata: x\n\n",
+		"long line": "data: " + strings.Repeat("x", 2<<20),
+	} {
+		t.Run(name, func(t *testing.T) {
+			srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, body) }))
+			defer srv.Close()
+			cl, err := client.New(srv.URL)
+			require.NoError(t, err)
+			defer cl.Close()
+			c := cl.Router("demo")
+			_, err = c.Info(t.Context())
+			require.Error(t, err)
+			if !strings.HasPrefix(body, "{") || strings.Contains(body, "events") {
+				for _, err = range c.DumpEvents(t.Context()) {
+				}
+				require.Error(t, err)
+			}
+			for _, err = range c.Generate(t.Context(), client.GenerateRequest{}) {
+			}
+			require.Error(t, err)
+		})
+	}
+	for _, addr := range []string{"ftp://x", "http://x/path", "http://", "x:y:z", "http://u:p@x"} {
+		_, err := client.New(addr)
+		require.Error(t, err, addr)
+	}
+	c, err := client.New("")
+	require.NoError(t, err)
+	c.Close()
+	nobody, err := client.New("127.0.0.1:1")
+	require.NoError(t, err)
+	_, err = nobody.Router("a/b").Info(t.Context())
+	require.ErrorContains(t, err, "no answer from http://127.0.0.1:1")
+	assert.Empty(t, client.CodeOf(errors.New("x")))
+}

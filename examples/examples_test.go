@@ -1,0 +1,89 @@
+// Package examples_test checks the files that users start from.
+package examples_test
+
+import (
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/wiring"
+)
+
+// files are the examples with their text.
+func files(t *testing.T) map[string]string {
+	t.Helper()
+	names, err := filepath.Glob("*/app.yaml")
+	require.NoError(t, err)
+	require.Greater(t, len(names), 10)
+	out := map[string]string{}
+	for _, name := range names {
+		text, err := os.ReadFile(name)
+		require.NoError(t, err)
+		out[name] = string(text)
+	}
+	return out
+}
+
+// TestExamplesAreValid: by the rules of every room, without a warning, and with a comment that says how to start them.
+func TestExamplesAreValid(t *testing.T) {
+	for name, text := range files(t) {
+		_, warnings, err := wiring.ParseApps(name, []byte(text))
+		require.NoError(t, err, name)
+		assert.Empty(t, warnings, name)
+		assert.True(t, strings.HasPrefix(text, "# "), name)
+		assert.Contains(t, text, "#   dpserve up examples/"+name+"\n")
+	}
+}
+
+// TestExamplesWithTheirOtherLinesAreValid: a routing line that is commented out takes the place of the lines of its key.
+func TestExamplesWithTheirOtherLinesAreValid(t *testing.T) {
+	other := regexp.MustCompile(`(?m)^      # ((policy|params): .*)$`)
+	for name, text := range files(t) {
+		for _, found := range other.FindAllStringSubmatch(text, -1) {
+			parsed, _, err := wiring.ParseApps(name, []byte(text))
+			require.NoError(t, err)
+			own := parsed.Applications[0].Routing
+			routed := "policy: " + own.Policy + "\n      " + found[1]
+			if found[2] == "policy" {
+				routed = found[1]
+			}
+			head, _, _ := strings.Cut(text, "    routing:\n")
+			_, _, err = wiring.ParseApps(name, []byte(head+"    routing:\n      "+routed+"\n"))
+			require.NoError(t, err, "%s: %s", name, found[1])
+		}
+	}
+}
+
+// TestEveryPolicyHasAnExample: as the policy of an application, or as a line of the comment that opens one.
+func TestEveryPolicyHasAnExample(t *testing.T) {
+	var shown []string
+	for name, text := range files(t) {
+		parsed, _, err := wiring.ParseApps(name, []byte(text))
+		require.NoError(t, err)
+		for _, a := range parsed.Applications {
+			shown = append(shown, a.Routing.Policy)
+			if strings.HasPrefix(name, "routing-") {
+				assert.Equal(t, app.KindSim, a.Engine.Kind, name)
+				assert.Equal(t, 4, a.DataParallel.DPSize, name)
+			}
+		}
+		for _, policy := range routing.Names() {
+			if strings.Contains(text, "\n#   "+policy+" ") {
+				shown = append(shown, policy)
+			}
+		}
+	}
+	for _, policy := range routing.Names() {
+		if !slices.Contains([]string{"direct", "lmetric"}, policy) { // direct is the caller's own choice, lmetric is worse than lmetric-1
+			assert.Contains(t, shown, policy)
+		}
+	}
+}
