@@ -50,7 +50,7 @@ func newApp(v *vectors, name, policy string) *App {
 		prompt:      v.tokens.WithLabelValues(name, "prompt"),
 		cached:      v.tokens.WithLabelValues(name, "cached"),
 		generated:   v.tokens.WithLabelValues(name, "generated"),
-		prompts:     promptCounters{gaps: v.prompts.indexGaps.WithLabelValues(name), resyncs: v.prompts.indexResyncs.WithLabelValues(name)},
+		prompts:     promptCounters{gaps: v.prompts.indexGaps.WithLabelValues(name)},
 	}
 }
 

@@ -70,7 +70,6 @@ func use(m *telemetry.Metrics) {
 	a.Pick(0, 3, "two_choices")
 	a.Tokenize("hit")
 	a.IndexGap()
-	a.IndexResync()
 	m.UnitPhase("demo", "demo/0", state.Starting, 1)
 	m.UnitPhase("demo", "demo/0", state.Ready, 2)
 	m.UnitRestart("demo", "demo/0")

@@ -4,26 +4,25 @@ import "github.com/prometheus/client_golang/prometheus"
 
 // promptVectors count how prompts are identified, and what the ingress's picture of the ranks' caches missed.
 type promptVectors struct {
-	tokenize, indexGaps, indexResyncs *prometheus.CounterVec
+	tokenize, indexGaps *prometheus.CounterVec
 }
 
 func newPromptVectors() promptVectors {
 	return promptVectors{
 		tokenize: counter("tokenize_total", "Text prompts to be identified by tokens: hit (known), miss (an engine was asked), fallback (identified by text).",
 			labelApp, labelResult),
-		indexGaps:    counter("index_gaps_total", "Times a rank's cache was hidden from routing because a record of its stream was missed.", labelApp),
-		indexResyncs: counter("index_resyncs_total", "Snapshots that this ingress asked ranks for after a gap.", labelApp),
+		indexGaps: counter("router_index_gaps_total", "Times a rank's cache was hidden from routing because a record of its stream was missed.", labelApp),
 	}
 }
 
 func (v *promptVectors) list() []forgetter {
-	return []forgetter{v.tokenize, v.indexGaps, v.indexResyncs}
+	return []forgetter{v.tokenize, v.indexGaps}
 }
 
 // promptCounters are those of one application.
 type promptCounters struct {
-	tokenize      children[string, prometheus.Counter]
-	gaps, resyncs prometheus.Counter
+	tokenize children[string, prometheus.Counter]
+	gaps     prometheus.Counter
 }
 
 // Tokenize counts a text prompt to be identified by tokens; result is hit, miss or fallback.
@@ -35,6 +34,3 @@ func (a *App) Tokenize(result string) {
 
 // IndexGap counts a rank whose cache was hidden because a record of its stream was missed.
 func (a *App) IndexGap() { a.prompts.gaps.Inc() }
-
-// IndexResync counts a snapshot that was asked for.
-func (a *App) IndexResync() { a.prompts.resyncs.Inc() }

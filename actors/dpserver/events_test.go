@@ -14,6 +14,7 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/app"
 	"github.com/dpserve/dpserve/engine"
+	"github.com/dpserve/dpserve/engine/kvevents"
 	"github.com/dpserve/dpserve/engine/kvevents/zmtp"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/memnet"
@@ -81,9 +82,9 @@ func TestNewFailsWhereEventsCannotBeHeard(t *testing.T) {
 		sys := inbox.NewSystem(slog.New(slog.DiscardHandler))
 		defer sys.Shutdown()
 		for bind, want := range map[string]string{
-			"tcp://" + pubAddr:     "kv events of rank 0/0: listen for kv events on " + pubAddr,
-			"tcp://10.1.2.3:5557":  "beyond loopback",
-			"ipc:///tmp/somewhere": "is not tcp://HOST:PORT",
+			"tcp://" + pubAddr:    "kv events of rank 0/0: listen for kv events on " + pubAddr,
+			"tcp://10.1.2.3:5557": "beyond loopback",
+			"ipc:///kv.sock":      "is not tcp://HOST:PORT",
 		} {
 			f := &Factory{System: sys, Hub: NewHub(), NewEngine: func(*msg.ReplicaSpec) Engine { return healthy{} }, Log: slog.New(slog.DiscardHandler)}
 			spec := msg.ReplicaSpec{App: demo(), Watcher: &tape{}, Events: &msg.EventSource{Bind: bind}}
@@ -453,5 +454,21 @@ func TestReportsAreAskedOneAtATime(t *testing.T) {
 		}
 		assert.Equal(t, 1, slow.count("most"))
 		assert.LessOrEqual(t, slow.count("counters"), 7)
+	})
+}
+
+// TestEventsOfAnOlderSubscriptionAreDropped: they speak of an engine that may be gone.
+func TestEventsOfAnOlderSubscriptionAreDropped(t *testing.T) {
+	listener(t, false, true, func(t *testing.T, r *rig, p *publisher) {
+		old := newReader(t)
+		before := r.listening.now.Load().in
+		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 8, MaxOngoing: 9}))
+		synctest.Wait()
+		before.Stored(&kvevents.Stored{BlockSize: 4, Tokens: ids(0, 4), Hashes: []kvevents.Hash{kvevents.UintHash(1)}})
+		old.follow(r)
+		assert.Empty(t, old.holds())
+		p.publish(storedBlocks(1, nil, ids(100, 8)))
+		old.follow(r)
+		assert.Equal(t, uint64(2), old.holds()[kvindex.GPU][0])
 	})
 }

@@ -190,3 +190,32 @@ func TestHitRate(t *testing.T) {
 		assert.InDelta(t, 0.9, r.Status().HitRate, 1e-9)
 	})
 }
+
+// TestWhatWasThereBeforeStays: although only the withdrawn request had kept it from expiring.
+func TestWhatWasThereBeforeStays(t *testing.T) {
+	sentRig(t, 0, func(t *testing.T, r *rig, old *reader) {
+		r.sendPrompt(prompt(ids(0, 16)...), 0)
+		time.Sleep(kvindex.DefaultRecord - time.Second)
+		id := r.sendPrompt(prompt(ids(0, 32)...), 0)
+		time.Sleep(2 * time.Second)
+		r.send(msg.Done{TicketID: id, Outcome: msg.Cancelled})
+		old.follow(r)
+		assert.Equal(t, 4, old.hit(kvindex.Sent, prompt(ids(0, 32)...)))
+	})
+}
+
+// TestANewIncarnationWasSentNothing: what its predecessor was sent went with it.
+func TestANewIncarnationWasSentNothing(t *testing.T) {
+	sentRig(t, 0, func(t *testing.T, r *rig, old *reader) {
+		r.sendPrompt(prompt(ids(0, 16)...), 0)
+		old.follow(r)
+		require.Equal(t, 4, old.hit(kvindex.Sent, prompt(ids(0, 16)...)))
+		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 8, MaxOngoing: 9}))
+		old.follow(r)
+		assert.Empty(t, old.holds())
+		assert.Zero(t, r.Status().KV.Sent)
+		r.sendPrompt(prompt(ids(0, 8)...), 0)
+		old.follow(r)
+		assert.Equal(t, 2, old.hit(kvindex.Sent, prompt(ids(0, 16)...)))
+	})
+}

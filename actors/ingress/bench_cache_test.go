@@ -172,7 +172,7 @@ func BenchmarkCacheAwareCost(b *testing.B) {
 func compareRouting(b *testing.B, body func(n int) string) {
 	engine := benchEngine(b, 0, 0)
 	targets := []string{engine, routedIngress(b, engine, "round-robin"), routedIngress(b, engine, "scoring"), routedIngress(b, engine, "kv")}
-	const per = 16 // requests of one body in a slice
+	const per = 48 // requests of one body in a slice
 	total := make([]time.Duration, len(targets))
 	rounds := 0
 	for b.Loop() {

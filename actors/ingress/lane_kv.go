@@ -106,9 +106,6 @@ func (l *lane) resync(r *rank) {
 		return
 	}
 	l.resyncs.Add(1)
-	if m := l.meter.Load(); m != nil {
-		m.IndexResync()
-	}
 }
 
 // told ends the questions: a snapshot is here, or the rank is gone. What the index holds of the rank is dropped.
@@ -126,10 +123,10 @@ func (l *lane) told(r *rank) {
 // resize notes a rank's tokens per KV block; proven: its events came in them. Prompts are cut to the size that most ranks have; a
 // rank of another size hits nothing, and its log line says why.
 func (l *lane) resize(r *rank, tokens int, proven bool) {
-	if tokens <= 0 || tokens == r.blockSize && (r.proven || !proven) {
+	if tokens <= 0 || r.proven && !proven || tokens == r.blockSize && r.proven == proven {
 		return
 	}
-	r.blockSize, r.proven = tokens, r.proven || proven
+	r.blockSize, r.proven = tokens, proven
 	best, known := l.mostBlockTokens()
 	l.blockTokens.Store(int32(best)) //nolint:gosec // tokens of a block
 	if best != tokens && (r.proven || !known) {

@@ -296,18 +296,16 @@ func TestBlocksAreKeyedByTheSecret(t *testing.T) {
 	assert.NotEqual(t, readPrompt(t, a, openai.Chat, body).blocks, readPrompt(t, c, openai.Chat, body).blocks)
 }
 
-// Token prompts are cut to the size that most ranks have.
+// Token prompts are cut to the size that most ranks' events come in, before what their engines report.
 func TestBlockSizeFollowsTheRanks(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newKVRig(t, 3, 1, byScore)
-		assert.Equal(t, 16, g.lane.tokensPerBlock())
-		for i, r := range g.feed.replicas[:2] {
-			part := kvindex.Options{Feed: kvindex.FromDeltas, BlockSize: 32}
-			c, err := r.index.Open(kvindex.Owner{Rank: uint32(r.id), Epoch: r.epoch, Incarnation: r.incarnation}, part)
-			require.NoError(t, err)
-			r.columns[kvindex.GPU] = c
-			r.emit(&msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: kvindex.GPU, BlockSize: 32}})
-			assert.Equal(t, []int{16, 32}[i], g.lane.tokensPerBlock(), fmt.Sprint(i))
+		assert.Equal(t, 16, g.lane.tokensPerBlock(), "as reported")
+		for i, want := range []int{64, 32, 32} {
+			r := g.feed.replicas[i]
+			r.emit(&msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: kvindex.GPU, BlockSize: []int{64, 32, 32}[i]}})
+			r.emit(&msg.Record{Kind: msg.RecStatus, Status: msg.Status{BlockSize: 16}})
+			assert.Equal(t, want, g.lane.tokensPerBlock(), fmt.Sprint(i))
 		}
 		var p prompt
 		p.fromTokens(g.lane, make([]uint32, 100), origin{})

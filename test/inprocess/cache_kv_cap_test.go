@@ -27,11 +27,12 @@ func soakSize() soak {
 	if os.Getenv("DPSERVE_ACCEPTANCE") != "" {
 		return soak{cap: 256 << 20, requests: 30 * 60 * 10, blocks: 1 << 19}
 	}
-	return soak{cap: 2 << 20, requests: 120, blocks: 1 << 14}
+	return soak{cap: 2 << 20, requests: 60, blocks: 1 << 14}
 }
 
 // KV11: eight engines, prompts of 20k tokens, ten a second: the index stays within its cap and counts what it gives up.
 func TestKV11IndexWithinItsCap(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		const ranks, tokens = 8, 20_000
 		size := soakSize()

@@ -16,6 +16,7 @@ import (
 
 // KV8: four ranks, ports base + rank, a store on rank 2 only.
 func TestKV8EventsBelongToTheirRank(t *testing.T) {
+	t.Parallel()
 	for _, coupling := range []string{"independent", "lockstep"} {
 		t.Run(coupling, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -49,6 +50,7 @@ func TestKV8EventsBelongToTheirRank(t *testing.T) {
 
 // KV5: one rank of four clears its cache, by an event; then another by going to sleep, without any.
 func TestKV5ClearedAndAsleep(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		r := newKVRig(t)
 		yaml := strings.Replace(simApp("a", 4, "independent", "", kvLocality), "engine: {kind: sim, args: {}}", kvDevMode, 1)
@@ -90,6 +92,7 @@ func TestKV5ClearedAndAsleep(t *testing.T) {
 
 // KV4, an engine that dpserve started: killed and started again, its events begin anew.
 func TestKV4RestartOfALaunchedEngine(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		r := newKVRig(t)
 		r.Deploy(simApp("a", 4, "independent", "sim_step_ms: 5", kvLocality))
@@ -123,6 +126,7 @@ func TestKV4RestartOfALaunchedEngine(t *testing.T) {
 
 // KV4, engines that somebody else restarts in their place: numbers from 0, and no replay to ask.
 func TestKV4RestartOfAnAttachedEngine(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		r := newKVRig(t)
 		var ranks []string

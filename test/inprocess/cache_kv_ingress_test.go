@@ -28,6 +28,7 @@ const joinLimit = 2 * time.Second
 
 // KV2: an ingress joins after a thousand batches, and joins again.
 func TestKV2AnIngressJoinsLate(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		r := newKVRig(t)
 		r.Deploy(simApp("a", 4, "independent", "sim_step_ms: 5, num_gpu_blocks_override: 2048, max_model_len: 4096", kvLocality))
@@ -59,13 +60,14 @@ func TestKV2AnIngressJoinsLate(t *testing.T) {
 
 // KV2: dpserve itself joins an engine whose replay buffer no longer has the beginning.
 func TestKV2DpserveJoinsAnEngineLate(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		const batches = 20_000
 		r := newKVRig(t)
 		s := r.byHand(handFlags(0, "a", true, "--sim-step-ms", "1", "--block-size", "1", "--max-model-len", "40000")...)
 		api, events, replay := handPorts(0)
 		for n := uint64(0); n < batches; { // every step fills a block
-			body, err := json.Marshal(map[string]any{"model": "a", "prompt": kvDoc(int(n), 8), "max_tokens": 5000, "ignore_eos": true}) //nolint:gosec // small
+			body, err := json.Marshal(map[string]any{"model": "a", "prompt": kvDoc(int(n), 8), "max_tokens": 5000, "ignore_eos": true})
 			require.NoError(t, err)
 			r.engine(http.MethodPost, "http://"+api+"/v1/completions", string(body))
 			_, n = r.held("http://" + api)
@@ -79,7 +81,7 @@ func TestKV2DpserveJoinsAnEngineLate(t *testing.T) {
 			}
 			return nil
 		})
-		before := len(r.warnings())
+		before, replayed := len(r.warnings()), len(r.dump("a")["0/0 gpu"])
 		for i := range 50 {
 			r.must(kvAsk{app: "a", ids: kvDoc(100_000+i, 40)})
 		}
@@ -88,6 +90,7 @@ func TestKV2DpserveJoinsAnEngineLate(t *testing.T) {
 			x := r.explain("a", kvDoc(100_000+i, 40))
 			assert.Equal(t, []int{39}, kvHits(&x), "it fills again")
 		}
+		assert.Len(t, r.dump("a")["0/0 gpu"], replayed+50*40, "by events")
 		assert.Len(t, r.warnings(), before, "no line per request")
 		kv = r.Rank("a", 0, 0).KV
 		assert.Equal(t, msg.EventsPartial, kv.Events.State)
@@ -164,6 +167,7 @@ func (d *dials) list() []string {
 
 // KV14: three ingresses under load, all killed; a new one knows everything from the replicas alone.
 func TestKV14AnIngressFromTheReplicasAlone(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		r := newKVRig(t)
 		r.Deploy(simApp("a", 4, "independent", "sim_step_ms: 20", kvLocality))
@@ -246,6 +250,7 @@ func (r *kvRig) stream(addr, app string, ids []uint32, tokens int) *harness.Stre
 
 // KV15: the Router is reset under 64 streams.
 func TestKV15ResetUnderLoad(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		r := newKVRig(t)
 		r.Deploy(simApp("a", 4, "independent", "sim_step_ms: 20", kvLocality) +
@@ -262,8 +267,8 @@ func TestKV15ResetUnderLoad(t *testing.T) {
 		remembered := r.why("b", text)
 		other := r.join("other", nil)
 		var s streams
-		s.run(64, func(i int) *harness.Stream { return r.stream("", "a", kvDoc(1000+i, 8*blockTokens), 300) })
-		time.Sleep(2 * time.Second)
+		s.run(64, func(i int) *harness.Stream { return r.stream("", "a", kvDoc(1000+i, 8*blockTokens), 150) })
+		time.Sleep(time.Second)
 
 		for _, app := range []string{"a", "b"} {
 			code, answer := r.Do(http.MethodPost, "/api/v1/routers/"+app+"/reset", "")

@@ -52,9 +52,9 @@ func newKVRig(t *testing.T, options ...harness.Option) *kvRig {
 func kvDoc(number, n int) []uint32 {
 	out := make([]uint32, n)
 	for i := range out {
-		out[i] = uint32(1000 + (number*7919+i*31)%30000) //nolint:gosec // small
+		out[i] = uint32(1000 + (number*7919+i*31)%30000)
 	}
-	out[0] = uint32(1000 + number) //nolint:gosec // small
+	out[0] = uint32(1000 + number)
 	return out
 }
 

@@ -42,7 +42,7 @@ func (r *kvRig) converse(app string, first, sessions, turns int, think time.Dura
 			time.Sleep(time.Duration(k) * 150 * time.Millisecond)
 			said := kvDoc(first+k, 12*blockTokens)
 			for turn := range turns {
-				a := r.complete(kvAsk{app: app, ids: said, tokens: 150})
+				a := r.complete(kvAsk{app: app, ids: said, tokens: 100})
 				if assert.Equal(r.t, http.StatusOK, a.status, a.code) {
 					out.add(&a)
 				}
@@ -57,6 +57,7 @@ func (r *kvRig) converse(app string, first, sessions, turns int, think time.Dura
 
 // KV10: events never come, under traffic: it shows, and the ranks' own record carries on.
 func TestKV10SilentEvents(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		r := newKVRig(t, harness.Slots(16))
 		args := "sim_step_ms: 10, num_gpu_blocks_override: 4096"
@@ -98,8 +99,8 @@ func TestKV10SilentEvents(t *testing.T) {
 		assert.Len(t, r.Journal.Find(`"level":"WARN"`, "no kv event comes"), 4, "one line per rank")
 
 		var with, without *share
-		wg.Go(func() { with = r.converse("live", 5000, 32, 8, 3*time.Second) })
-		wg.Go(func() { without = r.converse("mute", 5000, 32, 8, 3*time.Second) })
+		wg.Go(func() { with = r.converse("live", 5000, 16, 7, 3*time.Second) })
+		wg.Go(func() { without = r.converse("mute", 5000, 16, 7, 3*time.Second) })
 		wg.Wait()
 		assert.Greater(t, with.rate(), 0.5, "the conversations repeat themselves")
 		assert.GreaterOrEqual(t, without.rate(), 0.9*with.rate())
@@ -126,6 +127,7 @@ func (r *kvRig) metrics(name string) map[string]string {
 
 // KV9: the engine settles on another block size than its file asks for, and goes on telling the file's.
 func TestKV9BlockSizeOfTheEngine(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		const real = 768
 		r := newKVRig(t)
@@ -156,6 +158,7 @@ func TestKV9BlockSizeOfTheEngine(t *testing.T) {
 
 // KV16: no prefix caching in the engine; no weight for overlap; no events wanted.
 func TestKV16WithoutCachesOrEvents(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		r := newKVRig(t)
 		list := func(yaml string) string { return yaml[len("applications:\n"):] }

@@ -25,7 +25,7 @@ const kvRouting = "    routing: {policy: scoring, identity: tokens, params: {pro
 func kvPrompt(number, n int) []uint32 {
 	out := make([]uint32, n)
 	for i := range out {
-		out[i] = uint32(1000 + (number*7919+i*31)%30000) //nolint:gosec // small
+		out[i] = uint32(1000 + (number*7919+i*31)%30000)
 	}
 	return out
 }

@@ -1,0 +1,268 @@
+package system
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/test/harness"
+)
+
+// accepting says that rows run at their full length.
+func accepting() bool { return os.Getenv("DPSERVE_ACCEPTANCE") != "" }
+
+// soak sends n requests from clients at once and gives the statuses other than 200, and how many ranks answered.
+func soak(t *testing.T, r *harness.Real, model, policy string, n int) (failed map[string]int, ranks int) {
+	t.Helper()
+	const clients = 32
+	client := &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: clients}}
+	defer client.CloseIdleConnections()
+	var mu sync.Mutex
+	failed, served := map[string]int{}, map[string]bool{}
+	var next atomic.Int64
+	var wg sync.WaitGroup
+	for range clients {
+		wg.Go(func() {
+			for {
+				i := int(next.Add(1))
+				if i > n {
+					return
+				}
+				rank, err := soakOne(t.Context(), client, r.HTTP, model, i)
+				mu.Lock()
+				served[rank] = true
+				if err != nil {
+					failed[policy+": "+err.Error()]++
+				}
+				mu.Unlock()
+			}
+		})
+	}
+	wg.Wait()
+	delete(served, "")
+	return failed, len(served)
+}
+
+// soakOne is one request; every second one streams, and eight of them share a beginning.
+func soakOne(ctx context.Context, client *http.Client, addr, model string, i int) (rank string, err error) {
+	prompt := fmt.Sprintf("document %d: ", i/8) + strings.Repeat("text ", 40) + strconv.Itoa(i)
+	body := harness.Chat(model, prompt, 4, i%2 == 0)
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+addr+"/v1/chat/completions", strings.NewReader(body))
+	if err != nil {
+		return "", err
+	}
+	req.Header.Set("Content-Type", "application/json")
+	req.Header.Set("x-session-id", strconv.Itoa(i/8))
+	req.Header.Set("x-dpserve-rank", "0/"+strconv.Itoa(i%soakRanks))
+	resp, err := client.Do(req)
+	if err != nil {
+		return "", err
+	}
+	defer resp.Body.Close()
+	text, err := io.ReadAll(resp.Body)
+	if err != nil {
+		return "", err
+	}
+	whole := strings.Contains(string(text), `"finish_reason":"length"`) && (i%2 == 1 || strings.HasSuffix(string(text), "data: [DONE]\n\n"))
+	if resp.StatusCode != http.StatusOK || !whole {
+		return "", fmt.Errorf("status %d, whole %v", resp.StatusCode, whole)
+	}
+	return resp.Header.Get("x-dpserve-rank"), nil
+}
+
+const soakRanks = 4
+
+// SK3 over HTTP/1: 1,024 requests under every policy, one after the other put into the same running application, on engines at 1000
+// times speed; in a lockstep group at 50 times. No error, and nothing is left. Short of an acceptance run: 256 requests, and
+// three policies in lockstep.
+func TestSK3EveryPolicySoaked(t *testing.T) {
+	all := strings.Fields("round-robin random direct power-of-two least-loaded session-affinity chwbl " + // without a KV index
+		"prefix-aware cache-aware least-kv scoring kv lmetric lmetric-1 lpwl min-ttft sticky")
+	requests, lockstep := 256, []string{"power-of-two", "scoring", "kv"}
+	if accepting() {
+		requests, lockstep = 1024, all
+	}
+	for _, c := range []struct {
+		coupling string
+		speed    int
+		policies []string
+	}{{"independent", 1000, all}, {"lockstep", 50, lockstep}} {
+		t.Run(c.coupling, func(t *testing.T) {
+			t.Parallel()
+			r := harness.Start(t)
+			for _, policy := range c.policies {
+				r.Deploy(routed("soak", soakRanks, c.coupling, fmt.Sprintf("sim_speed: %d", c.speed), "{policy: "+policy+"}"))
+				r.Eventually(func() error {
+					if st := r.App("soak"); st.Status != "RUNNING" || st.Policy != policy || st.Ready != soakRanks {
+						return fmt.Errorf("%s with %s, %d ready", st.Status, st.Policy, st.Ready)
+					}
+					return nil
+				}, policy+" runs")
+				failed, ranks := soak(t, r, "soak", policy, requests)
+				assert.Empty(t, failed)
+				assert.Positive(t, ranks)
+				r.Quiet()
+			}
+			t.Logf("%d requests under each of %d policies, HTTP/1: 0 errors", requests, len(c.policies))
+			r.Delete("soak")
+			assert.Empty(t, r.Children())
+		})
+	}
+}
+
+// cpu is the processor time that a process has used.
+func cpu(t *testing.T, pid int) time.Duration {
+	t.Helper()
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	require.NoError(t, err)
+	_, after, ok := strings.Cut(string(text), ") ")
+	require.True(t, ok)
+	fields := strings.Fields(after)
+	require.Greater(t, len(fields), 12)
+	ticks := 0
+	for _, field := range fields[11:13] { // user and system
+		n, err := strconv.Atoi(field)
+		require.NoError(t, err)
+		ticks += n
+	}
+	const perSecond = 100 // USER_HZ, the same on every Linux that Go runs on
+	return time.Duration(ticks) * time.Second / perSecond
+}
+
+// peak is the most memory that a process ever held.
+func peak(t *testing.T, pid int) (mib int) {
+	t.Helper()
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+	require.NoError(t, err)
+	for line := range strings.Lines(string(text)) {
+		if rest, ok := strings.CutPrefix(line, "VmHWM:"); ok {
+			kib, err := strconv.Atoi(strings.Fields(rest)[0])
+			require.NoError(t, err)
+			return kib >> 10
+		}
+	}
+	t.Fatal("no VmHWM")
+	return 0
+}
+
+// SK4, long prompts: 100,000 tokens each, 50 a second, routed by cache: at most four cores (80 ms of processor time a request) and 2 GiB
+// in dpserve. 3 seconds of it, 60 in an acceptance run.
+func TestSK4LongPrompts(t *testing.T) {
+	const rate, tokens = 50, 100_000
+	n := 3 * rate
+	if accepting() {
+		n = 60 * rate
+	}
+	r := harness.Start(t)
+	r.Deploy(routed("long", 2, "independent", "sim_speed: 1000, max_model_len: 131072", "{policy: kv, preset: tuned}"))
+	r.WaitStatus("long", "RUNNING")
+	documents := make([]string, 16) // most of a prompt is one of these
+	for i := range documents {
+		var b strings.Builder
+		for j := 0; b.Len() < 4*(tokens-100); j++ {
+			fmt.Fprintf(&b, "%d.%d ", i, j)
+		}
+		documents[i] = b.String()
+	}
+	before := cpu(t, r.PID)
+	began := time.Now()
+	var failed atomic.Int64
+	var wg sync.WaitGroup
+	for i := range n {
+		time.Sleep(time.Until(began.Add(time.Duration(i) * time.Second / rate)))
+		wg.Go(func() {
+			if !r.StreamChat(t.Context(), "long", documents[i%len(documents)]+strconv.Itoa(i), 1).OK() {
+				failed.Add(1)
+			}
+		})
+	}
+	wg.Wait()
+	took := cpu(t, r.PID) - before
+	assert.Zero(t, failed.Load())
+	assert.LessOrEqual(t, took/time.Duration(n), 4*time.Second/rate)
+	assert.LessOrEqual(t, peak(t, r.PID), 2048)
+	t.Logf("%d prompts of %d tokens at %d a second: %.1f ms of processor time each (%.2f cores at that rate), at most %d MiB, hit rate %v", n, tokens, rate,
+		float64(took.Microseconds())/1000/float64(n), took.Seconds()/float64(n)*rate, peak(t, r.PID), hitRates(r, "long"))
+	r.Quiet()
+	r.Delete("long")
+	assert.Empty(t, r.Children())
+}
+
+func hitRates(r *harness.Real, app string) (out []string) {
+	for _, u := range r.App(app).Units {
+		for _, k := range u.Ranks {
+			out = append(out, fmt.Sprintf("%.2f", k.HitRate))
+		}
+	}
+	return out
+}
+
+// SK4, idle: 100 ranks with live KV indexes and nothing to do take at most 0.2 core. They are one engine process here, whose time does
+// not count. 5 seconds of it, 60 in an acceptance run.
+func TestSK4IdleRanks(t *testing.T) {
+	const ranks = 100
+	idle := 5 * time.Second
+	if accepting() {
+		idle = time.Minute
+	}
+	engine := startEngine(t, "--served-model-name", "idle", "--sim-internal-lb", strconv.Itoa(ranks))
+	var b strings.Builder
+	b.WriteString("applications:\n  - name: idle\n    model: {id: idle}\n    routing: {policy: kv, busy_threshold: 0.9}\n    engine:\n      kind: attach\n      family: vllm\n      ranks:\n")
+	for i := range ranks {
+		fmt.Fprintf(&b, "        - {url: %q, addressing: header, selector: %d}\n", "http://"+engine, i)
+	}
+	r := harness.Start(t)
+	r.Deploy(b.String())
+	r.WaitStatus("idle", "RUNNING")
+	for i := range 20 {
+		require.True(t, r.StreamChat(t.Context(), "idle", fmt.Sprint("warm ", i), 1).OK())
+	}
+	r.Quiet()
+	before, began := cpu(t, r.PID), time.Now()
+	time.Sleep(idle)
+	took, wall := cpu(t, r.PID)-before, time.Since(began)
+	assert.LessOrEqual(t, took, wall/5)
+	t.Logf("%d idle ranks: %.3f core over %s, at most %d MiB", ranks, took.Seconds()/wall.Seconds(), wall.Round(time.Second), peak(t, r.PID))
+	r.Delete("idle")
+}
+
+// startEngine runs a simulated engine of its own until the test ends, and gives its address.
+func startEngine(t *testing.T, args ...string) string {
+	t.Helper()
+	addr := harness.FreeAddr(t)
+	_, port, _ := strings.Cut(addr, ":")
+	log, err := os.Create(filepath.Join(t.TempDir(), "engine.log"))
+	require.NoError(t, err)
+	cmd := exec.Command(harness.Binary(t), append([]string{"engine", "sim", "--host", "127.0.0.1", "--port", port}, args...)...)
+	cmd.Stdout, cmd.Stderr = log, log
+	require.NoError(t, cmd.Start())
+	t.Cleanup(func() {
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait()
+		_ = log.Close()
+	})
+	deadline := time.Now().Add(harness.Patience)
+	for {
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "http://"+addr+"/health", nil)
+		require.NoError(t, err)
+		if resp, err := http.DefaultClient.Do(req); err == nil {
+			_ = resp.Body.Close()
+			return addr
+		}
+		require.True(t, time.Now().Before(deadline), "the engine answers")
+		time.Sleep(20 * time.Millisecond)
+	}
+}
