@@ -28,7 +28,8 @@ func (r *replica) eventTotals() msg.EventStatus {
 
 // noteKV copies what Status shows of the KV cache.
 func (r *replica) noteKV() {
-	if r.kv == nil && r.vitals.source == nil && !r.uncached {
+	uncached := r.uncached || r.vitals.facts.CachingOff && needsOf(r.app).Hits
+	if r.kv == nil && r.vitals.source == nil && !uncached {
 		return
 	}
 	st := msg.KVStatus{BlockSize: r.toldBlockSize(), Capacity: r.capacity(), Usage: r.scrape.last.KVUsage, Note: r.noteText()}

@@ -44,12 +44,16 @@ func (r *replica) wantsScrape() bool {
 	if r.vitals.phase != open && r.vitals.phase != draining {
 		return false
 	}
-	return r.vitals.source != nil || r.app.Routing.BusyThreshold != nil || readsUsage(r.app)
+	return r.vitals.source != nil || r.app.Routing.BusyThreshold != nil || needsOf(r.app).Usage
 }
 
-func readsUsage(a *app.Application) bool {
+// needsOf is what the application's policy reads; nothing if there is no such policy, which was refused when it was deployed.
+func needsOf(a *app.Application) routing.Needs {
 	p, err := routing.New(a.Routing.Policy, a.Routing.Preset, a.Routing.Params)
-	return err == nil && routing.NeedsOf(p).Usage // an error was refused when it was deployed
+	if err != nil {
+		return routing.Needs{}
+	}
+	return routing.NeedsOf(p)
 }
 
 // refresh takes the present routing of the application over, with every tick of the keeper.

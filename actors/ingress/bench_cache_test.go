@@ -35,9 +35,9 @@ type decider struct {
 	n      int
 }
 
-// deciderBodies are 64 prompts of 128 blocks.
-func deciderBodies(route openai.Route) (out [][]byte) {
-	for n := range 64 {
+// deciderBodies are n prompts of 128 blocks.
+func deciderBodies(route openai.Route, n int) (out [][]byte) {
+	for n := range n {
 		if route == openai.Completions {
 			ids := strings.Repeat("1234,", 1024) + strings.Repeat(fmt.Sprint(1000+n, ","), 1023) + "7"
 			out = append(out, []byte(`{"model":"demo","prompt":[`+ids+`]}`))
@@ -49,10 +49,10 @@ func deciderBodies(route openai.Route) (out [][]byte) {
 	return out
 }
 
-func newDecider(tb testing.TB, policy string, route openai.Route) *decider {
+func newDecider(tb testing.TB, policy string, route openai.Route, prompts int) *decider {
 	tb.Helper()
 	g := newKVRig(tb, 8, 1, app.Routing{Policy: policy, Preset: "documented", Identity: app.IdentityText})
-	b := &decider{lane: g.lane, route: route, bodies: deciderBodies(route), header: http.Header{headerSessionID: {"a session"}}}
+	b := &decider{lane: g.lane, route: route, bodies: deciderBodies(route, prompts), header: http.Header{headerSessionID: {"a session"}}}
 	b.scans = make([]openai.Body, len(b.bodies))
 	for i, body := range b.bodies {
 		require.NoError(tb, b.scans[i].Scan(route, body))
@@ -68,7 +68,7 @@ func newDecider(tb testing.TB, policy string, route openai.Route) *decider {
 	if c := b.lane.reads().cache; c != nil {
 		require.True(tb, c.inspect(context.Background(), func([]*column) {}))
 	}
-	for range 200 {
+	for range 3 * len(b.bodies) {
 		b.step()
 	}
 	return b
@@ -94,8 +94,8 @@ func (b *decider) step() {
 func TestDecisionAllocatesNothing(t *testing.T) {
 	for _, policy := range routing.Names() {
 		for _, route := range []openai.Route{openai.Chat, openai.Completions} {
-			b := newDecider(t, policy, route)
-			assert.Zero(t, testing.AllocsPerRun(64, b.step), "%s %s", policy, route)
+			b := newDecider(t, policy, route, 8)
+			assert.Zero(t, testing.AllocsPerRun(32, b.step), "%s %s", policy, route)
 		}
 	}
 }
@@ -105,7 +105,7 @@ func BenchmarkDecision(b *testing.B) {
 	for _, policy := range routing.Names() {
 		for _, route := range []openai.Route{openai.Chat, openai.Completions} {
 			b.Run(policy+"/"+route.String(), func(b *testing.B) {
-				d := newDecider(b, policy, route)
+				d := newDecider(b, policy, route, 64)
 				b.ReportAllocs()
 				for b.Loop() {
 					d.step()

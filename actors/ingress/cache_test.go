@@ -156,8 +156,8 @@ func TestOverflowIsAGap(t *testing.T) {
 			r.feed.mu.Lock()
 			if c := r.column(t, kvindex.GPU); c.Len() == 0 {
 				c.Apply(kvindex.Delta{Change: kvindex.Stored, Hashes: long})
-			} else { // again: it changes nothing, but it has to be written
-				r.emit(&msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: kvindex.GPU, Delta: kvindex.Delta{Change: kvindex.Stored, Hashes: long}}})
+			} else { // it takes room and changes nothing
+				r.emit(&msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: kvindex.GPU, Delta: kvindex.Delta{Hashes: long}}})
 			}
 			r.feed.mu.Unlock()
 		}

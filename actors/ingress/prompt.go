@@ -48,14 +48,14 @@ func (r ratio) of(n int) int {
 	return int(int64(n) * r.tokens / r.per)
 }
 
-// Buffers of a prompt that are larger are left to the garbage collector, in entries.
-const maxPooledPrompt = 256 << 10
+// maxPooledPrompt is how many blocks or ids a prompt's memory keeps room for; larger memory is left to the garbage collector.
+const maxPooledPrompt = 128 << 10
 
 // reset forgets the request and keeps the memory.
 func (p *prompt) reset() {
 	*p = prompt{
-		blocks: keep(p.blocks), rows: keep(p.rows), hits: keep(p.hits), ids: keep(p.ids),
-		salt: keep(p.salt), salted: keep(p.salted), ask: keep(p.ask),
+		blocks: keep(p.blocks, maxPooledPrompt), rows: keep(p.rows, maxPooledPrompt), hits: keep(p.hits, maxPooledPrompt),
+		ids: keep(p.ids, maxPooledPrompt), salt: keep(p.salt, maxPooledBody), salted: keep(p.salted, maxPooledBody), ask: keep(p.ask, maxPooledBody),
 	}
 }
 
@@ -68,8 +68,8 @@ func (p *prompt) release() {
 }
 
 // keep is s without content, nil if it is too large to be kept.
-func keep[T any](s []T) []T {
-	if cap(s) > maxPooledPrompt {
+func keep[T any](s []T, most int) []T {
+	if cap(s) > most {
 		return nil
 	}
 	return s[:0]

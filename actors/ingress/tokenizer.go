@@ -10,8 +10,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/zeebo/xxh3"
-
 	"github.com/dpserve/dpserve/engine/openai"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
@@ -42,10 +40,7 @@ type tokenizer struct {
 }
 
 // tokenizeKey is a prompt with everything that decides its blocks.
-type tokenizeKey struct {
-	body xxh3.Uint128
-	root uint64
-}
+type tokenizeKey struct{ hi, lo, root uint64 }
 
 // tokenChain is a tokenized prompt: its full blocks, and how many tokens it has. Immutable.
 type tokenChain struct {
@@ -66,46 +61,52 @@ func newTokenizer(l *lane) *tokenizer {
 // identify fills p's blocks from the tokens of a text prompt; false: it is to be known by its text. Images and the like have
 // no place in the tokens of a text, so prompts with them are.
 func (t *tokenizer) identify(ctx context.Context, p *prompt, scan *openai.Body, body []byte, h http.Header) bool {
-	p.ask = scan.TokenizeBody(p.ask[:0], body)
-	if len(p.ask) == 0 {
+	hi, lo := scan.TokenizeKey(body, t.lane.in.seed)
+	if hi == 0 {
 		return false
 	}
-	var found *tokenChain
-	how := tokenizeFallback
-	if !scan.Media(body) {
-		found, how = t.find(ctx, p, h)
+	p.unit, p.size = kvindex.Tokens, t.lane.tokensPerBlock()
+	key := tokenizeKey{hi, lo, t.lane.in.hash().Root(p.rootSalt(t.lane))}
+	found, how := t.find(key), tokenizeHit
+	if found == nil && !scan.Media(body) {
+		found, how = t.ask(ctx, key, p, scan, body, h), tokenizeMiss
 	}
-	t.lane.meter.Load().Tokenize(how)
 	if found == nil {
+		t.lane.meter.Load().Tokenize(tokenizeFallback)
 		p.unit = 0
 		return false
 	}
+	t.lane.meter.Load().Tokenize(how)
 	p.blocks = append(p.blocks[:0], found.blocks...)
 	p.tokens, p.estimated, p.perBlock = found.tokens, false, ratio{int64(p.size), 1}
 	return true
 }
 
-// find gives the chain of p's question, nil if there is none; how is a word for the metrics.
-func (t *tokenizer) find(ctx context.Context, p *prompt, h http.Header) (found *tokenChain, how string) {
-	p.unit, p.size = kvindex.Tokens, t.lane.tokensPerBlock()
-	key := tokenizeKey{body: xxh3.Hash128(p.ask), root: t.lane.in.hash().Root(p.rootSalt(t.lane))}
+func (t *tokenizer) find(key tokenizeKey) *tokenChain {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.known.get(key)
+}
+
+// ask gets a prompt's chain from an engine, or from whoever asks already; nil if there is none to be had.
+func (t *tokenizer) ask(ctx context.Context, key tokenizeKey, p *prompt, scan *openai.Body, body []byte, h http.Header) *tokenChain {
 	known, f, leads := t.join(key)
-	if known != nil {
-		return known, tokenizeHit
-	}
-	if leads {
+	switch {
+	case known != nil:
+		return known
+	case f == nil:
+		return nil
+	case leads:
+		p.ask = scan.TokenizeBody(p.ask[:0], body)
 		t.fly(ctx, key, f, p, h)
-	} else if f != nil {
-		select {
-		case <-f.done:
-		case <-ctx.Done():
-			return nil, tokenizeFallback
-		}
+		return f.chain
 	}
-	if f == nil || f.chain == nil {
-		return nil, tokenizeFallback
+	select {
+	case <-f.done:
+		return f.chain
+	case <-ctx.Done():
+		return nil
 	}
-	return f.chain, tokenizeMiss
 }
 
 // join gives what is known, or the flight to wait for, or a new one to lead; nothing while the tokenizer is given a rest.

@@ -6,6 +6,8 @@ import (
 	"math"
 	"math/bits"
 	"slices"
+
+	"github.com/zeebo/xxh3"
 )
 
 // templated says whether a top-level field decides, with the prompt, what its tokens are. These are the ones that an
@@ -131,6 +133,21 @@ func (b *Body) TokenizeBody(dst, body []byte) []byte {
 		dst = append(append(dst, ','), body[m.Start:m.End]...)
 	}
 	return append(dst, '}')
+}
+
+// TokenizeKey is a hash of what TokenizeBody would append: equal questions have equal keys. hi and lo are 0 if there is no prompt.
+func (b *Body) TokenizeKey(body []byte, seed uint64) (hi, lo uint64) {
+	if b.first.End == 0 {
+		return 0, 0
+	}
+	key := xxh3.Hash128Seed(body[b.first.Start:b.first.End], seed+uint64(b.route))
+	for _, m := range b.template {
+		key = xxh3.Hash128Seed(body[m.Start:m.End], key.Hi^bits.RotateLeft64(key.Lo, 32))
+	}
+	if b.HasModel {
+		key = xxh3.Hash128Seed(b.Model, key.Hi^bits.RotateLeft64(key.Lo, 32))
+	}
+	return key.Hi | 1, key.Lo
 }
 
 // ParseTokenize appends the token ids of an answer of /tokenize to dst; false if there are none.

@@ -156,6 +156,26 @@ func TestTokenizeBody(t *testing.T) {
 	}
 }
 
+// Two questions have one key exactly when they are one question.
+func TestTokenizeKey(t *testing.T) {
+	bodies := []string{
+		`{"model":"m","messages":[1]}`, `{"messages":[1]}`, `{"model":"n","messages":[1]}`, `{"model":"m","messages":[2]}`,
+		`{"model":"m","messages":[1],"tools":[1]}`, `{"model":"m","messages":[1],"chat_template":[1]}`, `{"model":"m","messages":[1],"tools":[2]}`,
+	}
+	seen := map[[2]uint64]string{}
+	for _, body := range bodies {
+		hi, lo := scanned(t, Chat, body).TokenizeKey([]byte(body), 1)
+		require.NotZero(t, hi)
+		require.Empty(t, seen[[2]uint64{hi, lo}], body)
+		seen[[2]uint64{hi, lo}] = body
+	}
+	more := `{"seed":3,"model":"m","stream":true,"messages":[1],"max_tokens":5}`
+	hi, lo := scanned(t, Chat, more).TokenizeKey([]byte(more), 1)
+	assert.Equal(t, bodies[0], seen[[2]uint64{hi, lo}], "what is not asked makes no difference")
+	hi, _ = scanned(t, Chat, `{}`).TokenizeKey([]byte(`{}`), 1)
+	assert.Zero(t, hi)
+}
+
 func TestParseTokenizeOfCapturedAnswers(t *testing.T) {
 	for file, want := range map[string][]uint32{
 		"tokenize.json":      {309, 351, 353, 355},

@@ -62,15 +62,16 @@ func settings() []routed {
 	}
 }
 
-// The simulated ranks of the comparison: the reference model of steptime at real speed, with room for 131,072 tokens, so that the
+// The simulated ranks of the comparison: the reference model of steptime at real speed, with room for 262,144 tokens, so that the
 // working set of a traffic fits in all ranks together and not in one.
 const (
 	simRanks     = 4
-	simBlocks    = 8192
+	simBlocks    = 16384
 	simBlockSize = 16
 )
 
-// traffic is one kind of load. Its rate makes the ranks compute about 70 % of the prefill they can do, under the policy named.
+// traffic is one kind of load. Its rate makes the ranks compute about 70 % of the prefill they can do: under round-robin, or with
+// warm caches where it says so. Column "load %" counts tokens alone; attention adds a tenth to a half of it.
 type traffic struct {
 	name   string
 	what   string
@@ -85,8 +86,13 @@ func traffics() []traffic {
 	return []traffic{
 		{
 			name: "chat", what: "multi-turn sessions with shared system prompts; 70 % load under round-robin",
-			warmup: 24 * time.Second, rate: 2.2, tokens: 64,
+			warmup: 24 * time.Second, rate: 2.3, tokens: 64,
 			talk: loadgen.Conversation{Sessions: many, Turns: 8, SystemPrompts: 8, SystemTokens: 4000, TurnTokens: 1000, Think: time.Second},
+		},
+		{
+			name: "agents", what: "the same with longer messages; 70 % of what warm ranks can do, which is more than blind routing can",
+			warmup: 20 * time.Second, rate: 3.4, tokens: 32,
+			talk: loadgen.Conversation{Sessions: many, Turns: 6, SystemPrompts: 8, SystemTokens: 4000, TurnTokens: 2000, Think: time.Second},
 		},
 		{
 			name: "single", what: "single turns that share nothing; 70 % load",
@@ -99,9 +105,9 @@ func traffics() []traffic {
 			talk: loadgen.Conversation{Sessions: many, Turns: 1, SystemPrompts: 3, SystemTokens: 12_000, TurnTokens: 1000},
 		},
 		{
-			name: "documents", what: "questions about 32 documents of 8,000 tokens, more than a rank holds; 70 % load under round-robin",
+			name: "documents", what: "questions about 48 documents of 8,000 tokens, more than a rank holds; 70 % load under round-robin",
 			warmup: 10 * time.Second, rate: 15, tokens: 32,
-			talk: loadgen.Conversation{Sessions: many, Turns: 1, SystemPrompts: 32, SystemTokens: 8000, TurnTokens: 300},
+			talk: loadgen.Conversation{Sessions: many, Turns: 1, SystemPrompts: 48, SystemTokens: 8000, TurnTokens: 300},
 		},
 		{
 			name: "mixed", what: "short questions, one in ten with 16,000 tokens of its own; 70 % load",

@@ -45,7 +45,9 @@ type idAnswer struct {
 	err    error
 }
 
-func (a *idAnswer) ok() bool { return a.err == nil && a.status == http.StatusOK && a.code == "" && a.prompt > 0 }
+func (a *idAnswer) ok() bool {
+	return a.err == nil && a.status == http.StatusOK && a.code == "" && a.prompt > 0
+}
 
 func (a *idAnswer) String() string {
 	return fmt.Sprintf("status %d rank %s code %q retry-after %q cached %d of %d err %v", a.status, a.rank, a.code, a.retry, a.cached, a.prompt, a.err)
@@ -234,11 +236,16 @@ func (y *tally) spread(n int) float64 {
 	return float64(most) * float64(n) / float64(max(1, all))
 }
 
-// arrive starts n requests at random times with a mean gap, and waits for their ends.
+// arrive starts n requests at random times whose gaps have exactly this mean, and waits for their ends.
 func arrive(r *rand.Rand, n int, gap time.Duration, request func(i int)) {
+	gaps, sum := make([]float64, n), 0.0
+	for i := range gaps {
+		gaps[i] = r.ExpFloat64()
+		sum += gaps[i]
+	}
 	var wg sync.WaitGroup
 	for i := range n {
-		time.Sleep(time.Duration(r.ExpFloat64() * float64(gap)))
+		time.Sleep(time.Duration(gaps[i] * float64(n) / sum * float64(gap)))
 		wg.Go(func() { request(i) })
 	}
 	wg.Wait()

@@ -6,8 +6,6 @@ import (
 	"io"
 	"net/http"
 	"os"
-	"os/exec"
-	"path/filepath"
 	"strconv"
 	"strings"
 	"sync"
@@ -18,6 +16,8 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/engine/sim"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -169,7 +169,7 @@ func TestSK4LongPrompts(t *testing.T) {
 	r := harness.Start(t)
 	r.Deploy(routed("long", 2, "independent", "sim_speed: 1000, max_model_len: 131072", "{policy: kv, preset: tuned}"))
 	r.WaitStatus("long", "RUNNING")
-	documents := make([]string, 16) // most of a prompt is one of these
+	documents := make([]string, 8) // most of a prompt is one of these
 	for i := range documents {
 		var b strings.Builder
 		for j := 0; b.Len() < 4*(tokens-100); j++ {
@@ -194,75 +194,83 @@ func TestSK4LongPrompts(t *testing.T) {
 	assert.Zero(t, failed.Load())
 	assert.LessOrEqual(t, took/time.Duration(n), 4*time.Second/rate)
 	assert.LessOrEqual(t, peak(t, r.PID), 2048)
-	t.Logf("%d prompts of %d tokens at %d a second: %.1f ms of processor time each (%.2f cores at that rate), at most %d MiB, hit rate %v", n, tokens, rate,
-		float64(took.Microseconds())/1000/float64(n), took.Seconds()/float64(n)*rate, peak(t, r.PID), hitRates(r, "long"))
+	t.Logf("%d prompts of %d tokens at %d a second: %.1f ms of processor time each (%.2f cores at that rate), at most %d MiB, %s of the prompt tokens cached", n, tokens, rate,
+		float64(took.Microseconds())/1000/float64(n), took.Seconds()/float64(n)*rate, peak(t, r.PID), cachedShare(t, r, "long"))
 	r.Quiet()
 	r.Delete("long")
 	assert.Empty(t, r.Children())
 }
 
-func hitRates(r *harness.Real, app string) (out []string) {
+// cachedShare is what the engines of an app found in their caches.
+func cachedShare(t *testing.T, r *harness.Real, app string) string {
+	t.Helper()
+	var all sim.Stats
 	for _, u := range r.App(app).Units {
 		for _, k := range u.Ranks {
-			out = append(out, fmt.Sprintf("%.2f", k.HitRate))
+			req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, k.URL+"/_sim/stats", nil)
+			require.NoError(t, err)
+			resp, err := http.DefaultClient.Do(req)
+			require.NoError(t, err)
+			var st sim.Stats
+			decode(t, resp, &st)
+			all.PromptTokens, all.CachedTokens = all.PromptTokens+st.PromptTokens, all.CachedTokens+st.CachedTokens
 		}
 	}
-	return out
+	return fmt.Sprintf("%.0f %%", 100*float64(all.CachedTokens)/float64(max(1, all.PromptTokens)))
 }
 
-// SK4, idle: 100 ranks with live KV indexes and nothing to do take at most 0.2 core. They are one engine process here, whose time does
-// not count. 5 seconds of it, 60 in an acceptance run.
+// SK4, idle: 100 ranks that publish KV events, with nothing to do, take at most 0.2 core of dpserve. Their engines live in this test's
+// process, whose time does not count. 5 seconds of it, 60 in an acceptance run.
 func TestSK4IdleRanks(t *testing.T) {
 	const ranks = 100
 	idle := 5 * time.Second
 	if accepting() {
 		idle = time.Minute
 	}
-	engine := startEngine(t, "--served-model-name", "idle", "--sim-internal-lb", strconv.Itoa(ranks))
 	var b strings.Builder
-	b.WriteString("applications:\n  - name: idle\n    model: {id: idle}\n    routing: {policy: kv, busy_threshold: 0.9}\n    engine:\n      kind: attach\n      family: vllm\n      ranks:\n")
-	for i := range ranks {
-		fmt.Fprintf(&b, "        - {url: %q, addressing: header, selector: %d}\n", "http://"+engine, i)
+	b.WriteString("applications:\n  - name: idle\n    model: {id: idle}\n    routing: {policy: kv, busy_threshold: 0.9}\n" +
+		"    engine:\n      kind: attach\n      family: vllm\n      ranks:\n")
+	for range ranks {
+		fmt.Fprintf(&b, "        - {url: %q}\n", attachedEngine(t, "idle"))
 	}
 	r := harness.Start(t)
 	r.Deploy(b.String())
 	r.WaitStatus("idle", "RUNNING")
-	for i := range 20 {
-		require.True(t, r.StreamChat(t.Context(), "idle", fmt.Sprint("warm ", i), 1).OK())
+	for i := range ranks { // two blocks for each
+		ids := strings.Repeat(strconv.Itoa(1000+i)+",", 39) + "1"
+		code, text := r.Do(http.MethodPost, "/api/v1/routers/idle/generate", fmt.Sprintf(`{"token_ids":[%s],"worker":"0/%d","sampling":{"max_tokens":1}}`, ids, i))
+		require.Equal(t, http.StatusOK, code, text)
 	}
 	r.Quiet()
+	r.Eventually(func() error {
+		for _, u := range r.App("idle").Units {
+			if kv := u.Ranks[0].KV; kv == nil || kv.Events == nil || kv.Events.State != msg.EventsLive {
+				return fmt.Errorf("the events of %s are not live", u.Unit)
+			}
+		}
+		return nil
+	}, "every rank's events are live")
 	before, began := cpu(t, r.PID), time.Now()
 	time.Sleep(idle)
 	took, wall := cpu(t, r.PID)-before, time.Since(began)
 	assert.LessOrEqual(t, took, wall/5)
+	assert.Equal(t, ranks, r.App("idle").Ready)
 	t.Logf("%d idle ranks: %.3f core over %s, at most %d MiB", ranks, took.Seconds()/wall.Seconds(), wall.Round(time.Second), peak(t, r.PID))
 	r.Delete("idle")
 }
 
-// startEngine runs a simulated engine of its own until the test ends, and gives its address.
-func startEngine(t *testing.T, args ...string) string {
+// attachedEngine runs a simulated engine with KV events in this process until the test ends, and gives its URL.
+func attachedEngine(t *testing.T, model string) string {
 	t.Helper()
-	addr := harness.FreeAddr(t)
-	_, port, _ := strings.Cut(addr, ":")
-	log, err := os.Create(filepath.Join(t.TempDir(), "engine.log"))
-	require.NoError(t, err)
-	cmd := exec.Command(harness.Binary(t), append([]string{"engine", "sim", "--host", "127.0.0.1", "--port", port}, args...)...)
-	cmd.Stdout, cmd.Stderr = log, log
-	require.NoError(t, cmd.Start())
-	t.Cleanup(func() {
-		_ = cmd.Process.Kill()
-		_ = cmd.Wait()
-		_ = log.Close()
+	_, port, _ := strings.Cut(harness.FreeAddr(t), ":")
+	_, events, _ := strings.Cut(harness.FreeAddr(t), ":")
+	cfg, _, err := sim.ParseFlags([]string{
+		"--host", "127.0.0.1", "--port", port, "--served-model-name", model, "--num-gpu-blocks-override", "2048",
+		"--kv-events-config", `{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:` + events + `"}`,
 	})
-	deadline := time.Now().Add(harness.Patience)
-	for {
-		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "http://"+addr+"/health", nil)
-		require.NoError(t, err)
-		if resp, err := http.DefaultClient.Do(req); err == nil {
-			_ = resp.Body.Close()
-			return addr
-		}
-		require.True(t, time.Now().Before(deadline), "the engine answers")
-		time.Sleep(20 * time.Millisecond)
-	}
+	require.NoError(t, err)
+	s, err := sim.Start(t.Context(), cfg)
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = s.Close() })
+	return s.URL()
 }

@@ -45,9 +45,12 @@ func (y *tally) add(a answer, predicted int) {
 
 func (y *tally) share() float64 { return float64(y.exact) / float64(max(1, y.requests)) }
 
+func (y *tally) cachedShare() float64 { return float64(y.cached) / float64(max(1, y.prompt)) }
+
 func (y *tally) String() string {
-	return fmt.Sprintf("%d requests, %d exact (%.1f %%), %d under, %d over; prompt tokens %d, predicted %d, reported %d (%.0f %% cached) %s",
-		y.requests, y.exact, 100*y.share(), y.under, y.over, y.prompt, y.predicted, y.cached, 100*float64(y.cached)/float64(max(1, y.prompt)), strings.Join(y.misses, "; "))
+	text := fmt.Sprintf("%d requests, %d exact (%.1f %%), %d under, %d over; prompt tokens %d, predicted %d, reported %d (%.0f %%)",
+		y.requests, y.exact, 100*y.share(), y.under, y.over, y.prompt, y.predicted, y.cached, 100*y.cachedShare())
+	return strings.Join(append([]string{text}, y.misses...), "; ")
 }
 
 // runDirect sends n requests to a rank one after the other and compares.

@@ -23,8 +23,8 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// How the engines are started. CPU attention wants blocks of 32. 256 of them hold what is in flight at
-// once, and little more: blocks are evicted while the tests run.
+// How the engines are started. CPU attention wants blocks of 32. 256 of them hold what is in flight at once, and little more: blocks are
+// evicted while the tests run.
 const (
 	model      = "tiny"
 	blockSize  = 32

@@ -19,6 +19,7 @@ const (
 	turnWords     = 120
 	answerTokens  = 24
 	think         = 30 * time.Millisecond
+	stagger       = 300 * time.Millisecond
 )
 
 // words are single tokens of the tiny model, behind a space.
@@ -93,8 +94,9 @@ func runSessions(ctx context.Context, addr string, seed uint64, n int) *load {
 	}
 	close(next)
 	var all sync.WaitGroup
-	for range atOnce {
+	for worker := range atOnce {
 		all.Go(func() {
+			sleep(ctx, time.Duration(worker)*stagger) // who comes first is no accident
 			for i := range next {
 				s := newSession(seed, i)
 				for range turns {
