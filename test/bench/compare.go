@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"runtime"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/dpserve/dpserve/loadgen"
@@ -182,7 +183,7 @@ func prefillLoad(r *loadgen.Report) float64 {
 }
 
 // cpu measures the gateway's CPU time per request under each policy, over the mocks, interleaved.
-func (p *policyFlags) cpu(ctx context.Context, bin string, rounds int, slice time.Duration) error {
+func (p *policyFlags) cpu(ctx context.Context, bin string, rounds int, slice time.Duration, only string) error {
 	rows, err := p.rows()
 	if err != nil {
 		return err
@@ -213,7 +214,9 @@ func (p *policyFlags) cpu(ctx context.Context, bin string, rounds int, slice tim
 	fmt.Printf("%d CPUs, %s, engines: %d mocks, each slice %s\n", runtime.NumCPU(), runtime.Version(), simRanks, slice)
 	rnd := rand.New(rand.NewPCG(1, 2))
 	for _, sh := range cpuShapes() {
-		sh.measure(ctx, ts, rounds, slice, rnd)
+		if strings.Contains(sh.name, only) && ctx.Err() == nil {
+			sh.measure(ctx, ts, rounds, slice, rnd)
+		}
 	}
 	return nil
 }

@@ -43,7 +43,7 @@ func main() {
 	case "policies":
 		err = p.compare(ctx, *bin, *rounds)
 	case "policy-cpu":
-		err = p.cpu(ctx, *bin, *rounds, *slice)
+		err = p.cpu(ctx, *bin, *rounds, *slice, *only)
 	default:
 		err = bench(ctx, *bin, *rounds, *slice, *only)
 	}

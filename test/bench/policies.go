@@ -91,7 +91,7 @@ func traffics() []traffic {
 		},
 		{
 			name: "agents", what: "the same with longer messages; 70 % of what warm ranks can do, which is more than blind routing can",
-			warmup: 20 * time.Second, rate: 3.4, tokens: 32,
+			warmup: 20 * time.Second, rate: 3, tokens: 32,
 			talk: loadgen.Conversation{Sessions: many, Turns: 6, SystemPrompts: 8, SystemTokens: 4000, TurnTokens: 2000, Think: time.Second},
 		},
 		{

@@ -22,12 +22,12 @@ type soak struct {
 	blocks   int // of each engine
 }
 
-// soakSize is short in `go test`; DPSERVE_ACCEPTANCE=1 makes it half an hour and the cap the row's.
+// soakSize is short in `go test`; DPSERVE_ACCEPTANCE=1 makes it half an hour of fake time and the cap the row's: seven minutes, 3 GB.
 func soakSize() soak {
 	if os.Getenv("DPSERVE_ACCEPTANCE") != "" {
 		return soak{cap: 256 << 20, requests: 30 * 60 * 10, blocks: 1 << 19}
 	}
-	return soak{cap: 2 << 20, requests: 60, blocks: 1 << 14}
+	return soak{cap: 2 << 20, requests: 40, blocks: 1 << 14}
 }
 
 // KV11: eight engines, prompts of 20k tokens, ten a second: the index stays within its cap and counts what it gives up.
@@ -38,7 +38,7 @@ func TestKV11IndexWithinItsCap(t *testing.T) {
 		size := soakSize()
 		r := newKVRig(t)
 		r.Deploy(simApp("a", ranks, "independent",
-			fmt.Sprintf("sim_step_ms: 400, max_num_batched_tokens: 32768, max_model_len: 32768, num_gpu_blocks_override: %d", size.blocks), kvLocality))
+			fmt.Sprintf("sim_step_ms: 800, max_num_batched_tokens: 32768, max_model_len: 32768, num_gpu_blocks_override: %d", size.blocks), kvLocality))
 		r.WaitStatus("a", "RUNNING")
 		in := r.join("small", func(c *ingress.Config) { c.Limits.IndexBytes = size.cap })
 		soon(t, joinLimit, "it knows its ranks", func() error {

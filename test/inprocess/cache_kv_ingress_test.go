@@ -174,7 +174,7 @@ func TestKV14AnIngressFromTheReplicasAlone(t *testing.T) {
 		st := r.WaitStatus("a", "RUNNING")
 		r.must(kvAsk{app: "a", rank: "0/3", ids: kvDoc(7, 30*blockTokens)})
 		var kept, cut streams
-		kept.run(16, func(int) *harness.Stream { return r.StreamChat(t.Context(), "a", 1500) })
+		kept.run(16, func(int) *harness.Stream { return r.StreamChat(t.Context(), "a", 500) })
 		var old []*second
 		for i := range 3 {
 			in := r.join(fmt.Sprintf("old-%d", i), nil)
@@ -267,8 +267,8 @@ func TestKV15ResetUnderLoad(t *testing.T) {
 		remembered := r.why("b", text)
 		other := r.join("other", nil)
 		var s streams
-		s.run(64, func(i int) *harness.Stream { return r.stream("", "a", kvDoc(1000+i, 8*blockTokens), 150) })
-		time.Sleep(time.Second)
+		s.run(64, func(i int) *harness.Stream { return r.stream("", "a", kvDoc(1000+i, 8*blockTokens), 100) })
+		time.Sleep(500 * time.Millisecond)
 
 		for _, app := range []string{"a", "b"} {
 			code, answer := r.Do(http.MethodPost, "/api/v1/routers/"+app+"/reset", "")

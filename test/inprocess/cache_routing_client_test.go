@@ -263,3 +263,11 @@ func some(few int, all ...string) []string {
 	}
 	return all[:few]
 }
+
+// skipShort leaves a test with thousands of requests to the runs without the race detector, under which it takes minutes.
+func skipShort(t *testing.T) {
+	t.Helper()
+	if testing.Short() {
+		t.Skip("thousands of requests")
+	}
+}

@@ -26,7 +26,7 @@ const (
 	rt7Token    = 47 * time.Microsecond // of prefill, by the reference law
 )
 
-// turns is how the turns of sessions went. Safe for concurrent use.
+// turns is how the turns of sessions went.
 type turns struct {
 	stayed, left   int
 	prompt, cached int // tokens
@@ -56,8 +56,8 @@ type conversations struct {
 	mu    sync.Mutex
 	hot   bool
 	calm  turns
-	after turns // of all ranks but the overloaded one's sessions
-	away  turns // of sessions that were at home on the overloaded rank
+	after turns
+	away  turns // of after: sessions that were at home on the overloaded rank
 }
 
 // session is one conversation.
@@ -94,6 +94,7 @@ func (s *conversations) note(a *idAnswer, home, overloaded string) {
 // one. The policies that go by prefill work alone are not here: with openings of 2000 tokens in between, the wait at home
 // often exceeds what a turn of 2200 saves there, and 70 to 83 % of the turns stay.
 func TestRT7TurnsStayHome(t *testing.T) {
+	skipShort(t)
 	const sessions, work = 120, rt7Opening + (rt7Turns-1)*rt7Question // tokens to prefill per session
 	const gap, overloaded = work * rt7Token * 10 / 6 / rt7Ranks, "0/1"
 	for _, routing := range []string{"{policy: sticky, preset: tuned}", "{policy: scoring}"} {

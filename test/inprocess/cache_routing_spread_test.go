@@ -6,6 +6,7 @@ import (
 	"net/http"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -28,6 +29,7 @@ func engineStats(t *testing.T, c *harness.Cluster, url string) sim.Stats {
 // RT4: eight replicas, one system prompt of 2048 tokens, 70 % of the prefill that warm ranks can do. The busiest rank gets at
 // most 1.3 times the mean, and all are warm after 200 requests.
 func TestRT4SharedSystemPromptWarmsAllRanks(t *testing.T) {
+	skipShort(t)
 	const ranks, requests, system, own, output = 8, 600, 2048, 256, 16
 	const gap = own * 47 * time.Microsecond * 10 / 7 / ranks
 	for _, routing := range some(4, append([]string{"{policy: lmetric-1}", "{policy: cache-aware, preset: tuned}", "{policy: least-kv}"}, workRouting()...)...) {
@@ -139,16 +141,16 @@ func TestRT9ShortPromptsKeepAwayFromALongPrefill(t *testing.T) {
 const report = 1100 * time.Millisecond
 
 // crowd is clients that ask again as soon as they are answered, until stop is closed.
-func crowd(n int, stop <-chan struct{}, ask func(client int)) *sync.WaitGroup {
+func crowd(n int, stop <-chan struct{}, ask func()) *sync.WaitGroup {
 	var wg sync.WaitGroup
-	for i := range n {
+	for range n {
 		wg.Go(func() {
 			for {
 				select {
 				case <-stop:
 					return
 				default:
-					ask(i)
+					ask()
 				}
 			}
 		})
@@ -159,6 +161,7 @@ func crowd(n int, stop <-chan struct{}, ask func(client int)) *sync.WaitGroup {
 // RT10: 512 clients on the eight ranks of one lockstep group; the KV memory of two is above 95 %. Those get nothing until they are
 // below 90 %, the others of the same group go on, and share what waits.
 func TestRT10FullRanksOfAGroupGetNothing(t *testing.T) {
+	skipShort(t)
 	const ranks, clients, limit = 8, 512, 0.95
 	full := map[string]bool{"0/2": true, "0/5": true}
 	for _, routing := range some(2, "power-of-two", "kv", "least-loaded", "lpwl") {
@@ -178,8 +181,9 @@ func TestRT10FullRanksOfAGroupGetNothing(t *testing.T) {
 				}
 				time.Sleep(report)
 				y, stop := newTally(0), make(chan struct{})
-				wg := crowd(clients, stop, func(client int) {
-					y.note(t, askIDs(t.Context(), c, "a", freshPrompt(rand.New(rand.NewPCG(10, uint64(client))), 64), 8))
+				var sent atomic.Uint64
+				wg := crowd(clients, stop, func() {
+					y.note(t, askIDs(t.Context(), c, "a", freshPrompt(rand.New(rand.NewPCG(11, sent.Add(1))), 64), 8))
 				})
 				worst := 0.0
 				for range 5 {

@@ -223,9 +223,9 @@ func cachedShare(t *testing.T, r *harness.Real, app string) string {
 // process, whose time does not count. 5 seconds of it, 60 in an acceptance run.
 func TestSK4IdleRanks(t *testing.T) {
 	const ranks = 100
-	idle := 5 * time.Second
+	idle, most := 5*time.Second, 0.4 // beside other tests
 	if accepting() {
-		idle = time.Minute
+		idle, most = time.Minute, 0.2
 	}
 	var b strings.Builder
 	b.WriteString("applications:\n  - name: idle\n    model: {id: idle}\n    routing: {policy: kv, busy_threshold: 0.9}\n" +
@@ -253,7 +253,7 @@ func TestSK4IdleRanks(t *testing.T) {
 	before, began := cpu(t, r.PID), time.Now()
 	time.Sleep(idle)
 	took, wall := cpu(t, r.PID)-before, time.Since(began)
-	assert.LessOrEqual(t, took, wall/5)
+	assert.LessOrEqual(t, took.Seconds(), most*wall.Seconds())
 	assert.Equal(t, ranks, r.App("idle").Ready)
 	t.Logf("%d idle ranks: %.3f core over %s, at most %d MiB", ranks, took.Seconds()/wall.Seconds(), wall.Round(time.Second), peak(t, r.PID))
 	r.Delete("idle")

@@ -2,8 +2,10 @@ package vllm
 
 import (
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 )
@@ -33,4 +35,21 @@ func title(pid int) string {
 		return ""
 	}
 	return string(b)
+}
+
+// sharedMemory is the shared memory that processes have mapped.
+func sharedMemory(pids []int) []string {
+	seen := map[string]bool{}
+	for _, pid := range pids {
+		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/maps", pid))
+		if err != nil {
+			continue
+		}
+		for line := range strings.Lines(string(b)) {
+			if _, name, ok := strings.Cut(strings.TrimSpace(line), "/dev/shm/"); ok && !strings.HasSuffix(name, " (deleted)") {
+				seen["/dev/shm/"+name] = true
+			}
+		}
+	}
+	return slices.Collect(maps.Keys(seen))
 }

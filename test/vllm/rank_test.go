@@ -182,10 +182,14 @@ func (r *rank) stop() {
 func (r *rank) crash() {
 	r.t.Helper()
 	all := r.processes()
+	shared := sharedMemory(all)
 	core := slices.IndexFunc(all, func(pid int) bool { return strings.Contains(title(pid), "EngineCore") })
 	require.NotEqual(r.t, -1, core, "the engine's core process")
 	require.NoError(r.t, syscall.Kill(all[core], syscall.SIGKILL))
 	r.ended(all)
+	for _, name := range shared { // most of it goes with the engine
+		_ = os.Remove(name)
+	}
 }
 
 // processes are those of the engine, without the guard's.
