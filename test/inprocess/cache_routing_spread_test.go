@@ -164,7 +164,7 @@ func TestRT10FullRanksOfAGroupGetNothing(t *testing.T) {
 	skipShort(t)
 	const ranks, clients, limit = 8, 512, 0.95
 	full := map[string]bool{"0/2": true, "0/5": true}
-	for _, routing := range some(2, "power-of-two", "kv", "least-loaded", "lpwl") {
+	for _, routing := range some(2, "power-of-two", "least-loaded", "kv", "lpwl") {
 		t.Run(routing, func(t *testing.T) {
 			t.Parallel()
 			synctest.Test(t, func(t *testing.T) {
