@@ -45,30 +45,49 @@ func (in *Ingress) routes() http.Handler {
 func (in *Ingress) outermost(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		defer in.recover(w, r)
-		if fields(r) > in.limits.MaxHeaderFields {
-			in.refusePlain(w, r, &failure{
-				status: http.StatusRequestHeaderFieldsTooLarge, code: openai.CodeInvalidRequest,
-				message: fmt.Sprintf("the request has more than %d header fields", in.limits.MaxHeaderFields),
-			})
+		if f := in.headerTooLarge(r); f != nil {
+			in.refusePlain(w, r, f)
 			return
 		}
 		next.ServeHTTP(w, r)
 	})
 }
 
-// fields counts header fields as sent; net/http takes Host and Transfer-Encoding out of the map.
-func fields(r *http.Request) int {
-	n := 0
-	for _, values := range r.Header {
-		n += len(values)
+// headerTooLarge holds a request's line and header against the limits.
+func (in *Ingress) headerTooLarge(r *http.Request) *failure {
+	fields, bytes := measureHeader(r)
+	f := &failure{status: http.StatusRequestHeaderFieldsTooLarge, code: openai.CodeInvalidRequest}
+	switch {
+	case fields > in.limits.MaxHeaderFields:
+		f.message = fmt.Sprintf("the request has more than %d header fields", in.limits.MaxHeaderFields)
+	case bytes > in.limits.MaxHeaderBytes:
+		f.message = fmt.Sprintf("the request's line and header are larger than %d bytes", in.limits.MaxHeaderBytes)
+	default:
+		return nil
+	}
+	return f
+}
+
+// measureHeader counts fields and bytes as they are usually sent; net/http takes Host and Transfer-Encoding out of the map. Its
+// own limit on bytes is coarse: it reads a buffer more, and another one before it knows the protocol.
+func measureHeader(r *http.Request) (fields, bytes int) {
+	const between, lineEnd = len(": "), len("\r\n")
+	bytes = len(r.Method) + len(" ") + len(r.RequestURI) + len(" ") + len(r.Proto) + 2*lineEnd
+	for key, values := range r.Header {
+		fields += len(values)
+		for _, v := range values {
+			bytes += len(key) + between + len(v) + lineEnd
+		}
 	}
 	if r.Host != "" {
-		n++
+		fields++
+		bytes += len("Host") + between + len(r.Host) + lineEnd
 	}
 	if len(r.TransferEncoding) > 0 {
-		n++
+		fields++
+		bytes += len("Transfer-Encoding: chunked") + lineEnd
 	}
-	return n
+	return fields, bytes
 }
 
 func (in *Ingress) recover(_ http.ResponseWriter, r *http.Request) {

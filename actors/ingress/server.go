@@ -13,19 +13,35 @@ import (
 	"github.com/dpserve/dpserve/internal/quietnet"
 )
 
-// headerSlop is what net/http reads beyond MaxHeaderBytes before it answers 431; taken off, the limit is exact.
-const headerSlop = 4096
-
 // newServer has every bound of STYLE 9. No WriteTimeout: it would cut long streams (TRAPS 3).
 func (in *Ingress) newServer() *http.Server {
 	return &http.Server{
 		Handler:           in.handler,
 		ReadHeaderTimeout: in.timers.ReadHeader,
 		IdleTimeout:       in.timers.Idle,
-		MaxHeaderBytes:    max(in.limits.MaxHeaderBytes-headerSlop, 1),
+		MaxHeaderBytes:    in.limits.MaxHeaderBytes,
 		BaseContext:       in.cutCtx,
 		ErrorLog:          slog.NewLogLogger(in.log.Handler(), slog.LevelDebug),
+		Protocols:         protocols(),
+		HTTP2: &http.HTTP2Config{
+			MaxConcurrentStreams: maxStreams, MaxReceiveBufferPerStream: streamWindow, MaxReceiveBufferPerConnection: connWindow,
+		},
 	}
+}
+
+// Bounds of HTTP/2 (STYLE 9).
+const (
+	maxStreams   = 250     // of a connection
+	streamWindow = 1 << 20 // bytes of upload: at 64 KiB and 50 ms of distance an upload runs at 1.3 MB/s
+	connWindow   = 4 << 20 // bytes
+)
+
+// protocols are HTTP/1.1, and HTTP/2 without TLS for clients that know (h2c with prior knowledge).
+func protocols() *http.Protocols {
+	p := new(http.Protocols)
+	p.SetHTTP1(true)
+	p.SetUnencryptedHTTP2(true)
+	return p
 }
 
 // Listen binds addr (HOST:PORT; port 0 takes a free one) and gives the address bound.

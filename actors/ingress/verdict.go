@@ -64,7 +64,7 @@ type row struct {
 
 var rows = [...]row{
 	causeOK:     {name: "ok", done: msg.OK},
-	causePassed: {name: "client_error", done: msg.OK}, // the engine did its work
+	causePassed: {name: msg.CauseClientError, done: msg.OK}, // the engine did its work
 
 	causeFull:       {name: "full", retry: true, free: true, done: msg.Refused},
 	causeStaleEpoch: {name: "stale_epoch", retry: true, free: true, done: msg.Refused},

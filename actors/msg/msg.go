@@ -115,6 +115,9 @@ const (
 	Refused // ticket given back unused
 )
 
+// CauseClientError is the cause of a request that its engine refused: it did its work, and computed nothing.
+const CauseClientError = "client_error"
+
 // Done ends a ticket and gives its load back, exactly once. Trip says that the failure counts towards the trip;
 // Probe asks for an immediate health probe (refused or reset connection).
 type Done struct {

@@ -39,6 +39,7 @@ func (c *Column) put(parent uint64, hashes []uint64) {
 		return
 	}
 	ix := c.ix
+	ix.warmHashes(hashes)
 	up, ok := ix.place(parent)
 	ix.pin = up
 	for i := 0; ok && i < len(hashes); i++ {

@@ -11,7 +11,7 @@ import (
 // Block sizes.
 const (
 	MaxBlockSize     = 1 << 16 // tokens or bytes per block; larger ones in events are faults (engines are seen with 1 to 784)
-	DefaultTextBlock = 64      // bytes per block of identity "text": about 16 tokens of English
+	DefaultTextBlock = 256     // bytes per block of identity "text": about 64 tokens of English
 )
 
 // Unit is what a chain's blocks are made of. Chains of different units never share a block.

@@ -105,6 +105,7 @@ func (c *Column) extend(hashes []uint64, held int) slot {
 		last = ix.table.find(&ix.pool, hashes[held-1])
 	}
 	ix.pin = last
+	ix.warmHashes(hashes[held:])
 	for _, hash := range hashes[held:] {
 		s, ok := ix.descend(last, hash)
 		if !ok {

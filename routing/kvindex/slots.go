@@ -28,9 +28,9 @@ type chunk struct {
 	queued [chunkSlots / 64]uint64 // slot has an element in the heap
 }
 
-// What a slot is charged against the cap: cold fields, its share of the table (8 B per word at a load of at least 0.5)
+// What a slot is charged against the cap: cold fields, its share of the table (8 B per word at a load of at least 0.4)
 // and an element of the heap.
-const slotCharge = 20 + 16 + 8
+const slotCharge = 20 + 20 + 8
 
 // pool hands out slots.
 type pool struct {

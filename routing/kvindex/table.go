@@ -19,9 +19,10 @@ const (
 	segmentMin    = 32 // words
 	tombstone     = 1
 
-	// A segment of n words holds at most n·4/5 entries and tombstones, and is rebuilt to hold 5/3 words per entry.
+	// A segment of n words holds at most n·4/5 entries and tombstones, and is rebuilt to hold 5/2 words per entry:
+	// a rebuild for as many inserts as there are entries.
 	loadNum, loadDen = 4, 5
-	sizeNum, sizeDen = 5, 3
+	sizeNum, sizeDen = 5, 2
 )
 
 type segment struct{ words []atomic.Uint64 }

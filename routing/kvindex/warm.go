@@ -22,6 +22,18 @@ func (c *Column) warmStore(blocks []Handle, hashes []uint64) {
 	c.ix.warmth += sum
 }
 
+// warmHashes fetches what storing chain hashes will read of the table.
+func (ix *Index) warmHashes(hashes []uint64) {
+	if len(hashes) < warmLeast {
+		return
+	}
+	sum := uint64(0)
+	for _, hash := range hashes {
+		sum += ix.table.peek(hash)
+	}
+	ix.warmth += sum
+}
+
 // warmRemove fetches what removing blocks will read: records, then slots, then the table.
 func (c *Column) warmRemove(blocks []Handle) {
 	if len(blocks) < warmLeast {

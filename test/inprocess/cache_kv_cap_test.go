@@ -22,7 +22,7 @@ type soak struct {
 	blocks   int // of each engine
 }
 
-// soakSize is short in `go test`; DPSERVE_ACCEPTANCE=1 makes it half an hour of fake time and the cap the row's: seven minutes, 3 GB.
+// soakSize is short in `go test`; DPSERVE_ACCEPTANCE=1 makes it half an hour of fake time and the cap the row's: seven minutes, 4 GB.
 func soakSize() soak {
 	if os.Getenv("DPSERVE_ACCEPTANCE") != "" {
 		return soak{cap: 256 << 20, requests: 30 * 60 * 10, blocks: 1 << 19}
