@@ -63,8 +63,10 @@ func (r *replica) stateOf(st *kvevents.Stats) string {
 	switch {
 	case r.pulse.quiet >= r.timers.Silence:
 		return msg.EventsSilent
-	case !st.Connected || !st.Synced:
+	case !st.Connected:
 		return msg.EventsConnecting
+	case !st.Synced:
+		return msg.EventsWaiting
 	case st.Partial || r.kv != nil && r.kv.lost:
 		return msg.EventsPartial
 	}

@@ -88,7 +88,8 @@ type KVStatus struct {
 
 // States of a rank's KV events.
 const (
-	EventsConnecting = "connecting" // no event yet
+	EventsConnecting = "connecting" // its engine is not there
+	EventsWaiting    = "waiting"    // for the first event
 	EventsLive       = "live"
 	EventsPartial    = "partial" // events were lost: what the rank held before them is not known
 	EventsSilent     = "silent"  // traffic, and no event
@@ -96,7 +97,7 @@ const (
 
 // EventStatus is the health of a rank's KV events.
 type EventStatus struct {
-	State     string  `json:"state"` // connecting | live | partial | silent
+	State     string  `json:"state"` // connecting | waiting | live | partial | silent
 	Batches   uint64  `json:"batches"`
 	Gaps      uint64  `json:"gaps"`
 	Restarts  uint64  `json:"restarts"`

@@ -60,7 +60,7 @@ func kvText(kv *msg.KVStatus) string {
 	case e.State == msg.EventsPartial:
 		add("KV events partial: what it held before is not known")
 	case e.State == msg.EventsConnecting:
-		add("no KV event yet")
+		add("its KV events are not connected")
 	}
 	if e.Gaps > 0 {
 		add(fmt.Sprintf("%d gaps in its KV events", e.Gaps))

@@ -24,11 +24,14 @@ import (
 // accepting says that rows run at their full length.
 func accepting() bool { return os.Getenv("DPSERVE_ACCEPTANCE") != "" }
 
-// soak sends n requests from clients at once and gives the statuses other than 200, and how many ranks answered.
-func soak(t *testing.T, r *harness.Real, model, policy string, n int) (failed map[string]int, ranks int) {
+// soak sends n requests over one protocol from clients at once and gives the statuses other than 200, and how many ranks answered.
+func soak(t *testing.T, r *harness.Real, model, policy string, n int, http2 bool) (failed map[string]int, ranks int) {
 	t.Helper()
 	const clients = 32
-	client := &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: clients}}
+	protocols := new(http.Protocols)
+	protocols.SetHTTP1(!http2)
+	protocols.SetUnencryptedHTTP2(http2)
+	client := &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: clients, Protocols: protocols}}
 	defer client.CloseIdleConnections()
 	var mu sync.Mutex
 	failed, served := map[string]int{}, map[string]bool{}
@@ -41,7 +44,7 @@ func soak(t *testing.T, r *harness.Real, model, policy string, n int) (failed ma
 				if i > n {
 					return
 				}
-				rank, err := soakOne(t.Context(), client, r.HTTP, model, i)
+				rank, err := soakOne(t.Context(), client, r.HTTP, model, i, http2)
 				mu.Lock()
 				served[rank] = true
 				if err != nil {
@@ -57,7 +60,7 @@ func soak(t *testing.T, r *harness.Real, model, policy string, n int) (failed ma
 }
 
 // soakOne is one request; every second one streams, and eight of them share a beginning.
-func soakOne(ctx context.Context, client *http.Client, addr, model string, i int) (rank string, err error) {
+func soakOne(ctx context.Context, client *http.Client, addr, model string, i int, http2 bool) (rank string, err error) {
 	prompt := fmt.Sprintf("document %d: ", i/8) + strings.Repeat("text ", 40) + strconv.Itoa(i)
 	body := harness.Chat(model, prompt, 4, i%2 == 0)
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+addr+"/v1/chat/completions", strings.NewReader(body))
@@ -77,21 +80,21 @@ func soakOne(ctx context.Context, client *http.Client, addr, model string, i int
 		return "", err
 	}
 	whole := strings.Contains(string(text), `"finish_reason":"length"`) && (i%2 == 1 || strings.HasSuffix(string(text), "data: [DONE]\n\n"))
-	if resp.StatusCode != http.StatusOK || !whole {
-		return "", fmt.Errorf("status %d, whole %v", resp.StatusCode, whole)
+	if resp.StatusCode != http.StatusOK || !whole || http2 != (resp.ProtoMajor == 2) {
+		return "", fmt.Errorf("status %d, whole %v, %s", resp.StatusCode, whole, resp.Proto)
 	}
 	return resp.Header.Get("x-dpserve-rank"), nil
 }
 
 const soakRanks = 4
 
-// SK3 over HTTP/1: 1,024 requests under every policy, one after the other put into the same running application, on engines at 1000
-// times speed; in a lockstep group at 50 times. No error, and nothing is left. Short of an acceptance run: 256 requests, and
+// SK3: 1,024 requests under every policy over HTTP/1 and as many over HTTP/2, one after the other put into the same running application, on engines at 1000
+// times speed; in a lockstep group at 50 times. No error, and nothing is left. Short of an acceptance run: 128 requests, and
 // three policies in lockstep.
 func TestSK3EveryPolicySoaked(t *testing.T) {
 	all := strings.Fields("round-robin random direct power-of-two least-loaded session-affinity chwbl " + // without a KV index
 		"prefix-aware cache-aware least-kv scoring kv lmetric lmetric-1 lpwl min-ttft sticky")
-	requests, lockstep := 256, []string{"power-of-two", "scoring", "kv"}
+	requests, lockstep := 128, []string{"power-of-two", "scoring", "kv"}
 	if accepting() {
 		requests, lockstep = 1024, all
 	}
@@ -111,12 +114,14 @@ func TestSK3EveryPolicySoaked(t *testing.T) {
 					}
 					return nil
 				}, policy+" runs")
-				failed, ranks := soak(t, r, "soak", policy, requests)
-				assert.Empty(t, failed)
-				assert.Positive(t, ranks)
-				r.Quiet()
+				for _, http2 := range []bool{false, true} {
+					failed, ranks := soak(t, r, "soak", policy, requests, http2)
+					assert.Empty(t, failed)
+					assert.Positive(t, ranks)
+					r.Quiet()
+				}
 			}
-			t.Logf("%d requests under each of %d policies, HTTP/1: 0 errors", requests, len(c.policies))
+			t.Logf("%d requests over each of HTTP/1 and HTTP/2 under each of %d policies: 0 errors", requests, len(c.policies))
 			r.Delete("soak")
 			assert.Empty(t, r.Children())
 		})
