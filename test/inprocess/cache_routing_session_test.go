@@ -1,8 +1,11 @@
 package inprocess
 
 import (
+	"encoding/json"
 	"fmt"
+	"math"
 	"math/rand/v2"
+	"net/http"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -11,6 +14,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/engine/sim"
 	"github.com/dpserve/dpserve/test/harness"
 )
@@ -186,6 +190,129 @@ func TestRT7TurnLeavesWhenTheWaitExceedsThePrefillItSaves(t *testing.T) {
 				require.True(t, second.ok(), second)
 				assert.Equal(t, queued <= opening, second.rank == first.rank)
 				t.Logf("%d tokens in front of %d that are cached: home %v", queued, opening, second.rank == first.rank)
+				c.Quiet()
+			})
+		})
+	}
+}
+
+// leaving is a turn's decision as the Router explains it in front of it.
+type leaving struct {
+	pick   string
+	leaves bool // by the rule: home's score, wait and prefill, is above the lowest of the others
+	even   bool // both scores are the same
+}
+
+// explainTurn asks where a turn would go, and decides by the terms whether the wait at home exceeds the prefill that it saves.
+func explainTurn(t *testing.T, c *harness.Cluster, prompt []uint32, home string) (out leaving) {
+	body, err := json.Marshal(map[string]any{"token_ids": prompt})
+	require.NoError(t, err)
+	code, text := c.Do(http.MethodPost, "/api/v1/routers/a/explain", string(body))
+	require.Equal(t, http.StatusOK, code, text)
+	var x msg.Explanation
+	require.NoError(t, json.Unmarshal([]byte(text), &x))
+	wait, prefill := map[string]float64{}, map[string]float64{}
+	for _, r := range x.Ranks {
+		require.NotEmpty(t, r.Terms, r.Why)
+		wait[r.Worker] = r.Terms[0].Value
+		for _, term := range r.Terms[1:] { // its own, and what it costs those behind it
+			prefill[r.Worker] += term.Value
+		}
+	}
+	out.pick = x.Pick
+	for other := range wait {
+		longer, saved := wait[home]-wait[other], prefill[other]-prefill[home]
+		out.leaves = out.leaves || other != home && longer > saved
+		out.even = out.even || other != home && math.Abs(longer-saved) < 1e-6
+	}
+	return out
+}
+
+// unknown takes tokens of a later turn that no earlier one has left behind off what could have been cached.
+func (s *conversations) unknown(tokens int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.hot {
+		s.after.cold += tokens
+	} else {
+		s.calm.cold += tokens
+	}
+}
+
+// judged counts the decisions that were held against the rule.
+type judged struct{ all, left, wrong int }
+
+// talk is a session whose every turn adds half an opening. While a rank is overloaded, decisions are held against the rule.
+func (s *conversations) talk(t *testing.T, c *harness.Cluster, r *rand.Rand, overloaded string, j *judged) {
+	const opening, more = 1000, 500
+	prompt, home, known := freshPrompt(r, opening), "", 0
+	for range rt7Turns {
+		s.mu.Lock()
+		judge := s.hot && home != ""
+		s.mu.Unlock()
+		var rule leaving
+		if judge {
+			rule = explainTurn(t, c, prompt, home)
+		}
+		a := idPrompt{Model: "a", Prompt: prompt, MaxTokens: rt7Output, ReturnIDs: true}.ask(t.Context(), c)
+		if !assert.True(t, a.ok(), a) {
+			return
+		}
+		s.note(a, home, overloaded)
+		if known > 0 {
+			s.unknown(a.prompt - known)
+		}
+		if judge && !rule.even {
+			s.mu.Lock()
+			j.all++
+			if rule.leaves {
+				j.left++
+			}
+			if rule.leaves != (a.rank != home) {
+				j.wrong++
+			}
+			s.mu.Unlock()
+		}
+		home, prompt = a.rank, append(prompt, a.ids...)
+		known, prompt = len(prompt), append(prompt, freshPrompt(r, more)...)
+		time.Sleep(time.Second + time.Duration(r.Int64N(int64(2*time.Second))))
+	}
+}
+
+// RT7, all of it, by predicted time to first token: a conversation of 1000 tokens and 500 more with every turn, seconds apart.
+// The prefill that a turn saves is its own and, by eta, that of those behind it.
+func TestRT7ConversationsStayUnlessTheWaitExceedsThePrefillTheySave(t *testing.T) {
+	skipShort(t)
+	const sessions, work, overloaded = 300, 1000 + (rt7Turns-1)*500, "0/1"
+	const gap = work * rt7Token * 10 / 6 / rt7Ranks
+	for seed := range uint64(len(some(1, "", "", ""))) {
+		t.Run(fmt.Sprint("seed ", seed+1), func(t *testing.T) {
+			t.Parallel()
+			synctest.Test(t, func(t *testing.T) {
+				c := harness.New(t)
+				c.Deploy(simApp("a", rt7Ranks, "independent", "", "routing: {policy: min-ttft, params: {eta: true}}"))
+				c.WaitStatus("a", "RUNNING")
+				var s conversations
+				var j judged
+				var overload sync.WaitGroup
+				r, stop := rand.New(rand.NewPCG(seed+1, 70)), make(chan struct{})
+				arrive(r, sessions, gap, func(i int) {
+					if i == sessions/2 {
+						s.mu.Lock()
+						s.hot = true
+						s.mu.Unlock()
+						overload.Go(func() { overloadRank(t, c, overloaded, stop) })
+					}
+					s.talk(t, c, rand.New(rand.NewPCG(seed+1, uint64(1000+i))), overloaded, &j)
+				})
+				close(stop)
+				overload.Wait()
+				assert.GreaterOrEqual(t, s.calm.stay(), 0.95, "turns at home")
+				assert.GreaterOrEqual(t, s.after.hitRate(), s.calm.hitRate()-0.05)
+				assert.Zero(t, j.wrong, "decisions against the rule, of %d", j.all)
+				assert.Positive(t, j.left)
+				t.Logf("60 %% load: %.1f %% of %d turns stay, %.3f of what they left is cached; one home at twice its capacity: %.1f %% stay, %d of %d leave it, %.3f cached; rule: %+v",
+					100*s.calm.stay(), s.calm.stayed+s.calm.left, s.calm.hitRate(), 100*s.after.stay(), s.away.left, s.away.left+s.away.stayed, s.after.hitRate(), j)
 				c.Quiet()
 			})
 		})
