@@ -33,7 +33,7 @@ const (
 	DefaultDPSize              = 1
 	DefaultStartupTimeoutS     = 600
 	DefaultStallTimeoutS       = 20
-	DefaultPolicy              = "power-of-two"
+	DefaultPolicy              = "lmetric-1"
 	DefaultMaxQueuedRequests   = 1000
 	DefaultQueueS              = 60
 	DefaultFirstTokenS         = 300

@@ -343,7 +343,7 @@ func TestDefaults(t *testing.T) {
 		Engine:       Engine{Kind: KindSim, KVEvents: "auto", StartupTimeoutS: 600, StallTimeoutS: 20},
 		DataParallel: DataParallel{DPSize: 4, Coupling: Independent}, NumReplicas: 4, NumGroups: 1,
 		PlacementGroupStrategy: "PACK",
-		Routing:                Routing{Policy: "power-of-two", Preset: "documented", Identity: "text"},
+		Routing:                Routing{Policy: "lmetric-1", Preset: "documented", Identity: "text"},
 		MaxQueuedRequests:      1000,
 		Timeouts:               Timeouts{QueueS: 60, FirstTokenS: 300, BetweenTokensS: 30},
 		Retries:                Retries{Attempts: 3},

@@ -34,7 +34,7 @@ applications:
     placement_group_strategy: PACK     # PACK | STRICT_PACK | SPREAD | STRICT_SPREAD
     max_ranks_per_node: 8
     routing:
-      policy: power-of-two             # docs/routing.md lists them all
+      policy: lmetric-1                # docs/routing.md lists them all
       preset: documented               # documented | tuned
       params: {}                       # the policy's own knobs
       identity: text                   # text | tokens: how a prompt becomes blocks
