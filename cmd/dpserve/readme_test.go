@@ -38,13 +38,16 @@ func TestREADME(t *testing.T) {
 		t.Skip("streams two whole answers")
 	}
 	commands := commandBlocks(t, "../../README.md")
-	var up, curl string
+	var ups []string
+	var curl, script string
 	for _, c := range commands {
 		switch {
 		case strings.HasPrefix(c, "go run ./cmd/dpserve up"):
-			up = strings.TrimPrefix(c, "go run ./cmd/dpserve ")
+			ups = append(ups, strings.TrimPrefix(c, "go run ./cmd/dpserve "))
 		case strings.HasPrefix(c, "curl "):
 			curl = c
+		case strings.HasPrefix(c, "examples/"):
+			script = c
 		case c == "go test ./...":
 			ci, err := os.ReadFile("../../.ci/run")
 			require.NoError(t, err)
@@ -53,16 +56,35 @@ func TestREADME(t *testing.T) {
 			t.Errorf("nobody runs this command of the README: %s", c)
 		}
 	}
-	require.NotEmpty(t, up)
+	require.Len(t, ups, 2)
 	require.NotEmpty(t, curl)
+	require.NotEmpty(t, script)
 	assert.Contains(t, commands, "go test ./...")
 
-	p := startUp(t, strings.Fields(up)...)
+	p := startUp(t, strings.Fields(ups[0])...)
 	assert.Contains(t, p.stdout.String(), curl[:strings.Index(curl, "http")], "the README and `up` print the same curl")
 	for _, command := range []string{p.printed(t, "curl "), strings.ReplaceAll(curl, "127.0.0.1:8000", p.endpoint(t))} {
 		answer := shell(t, command)
 		assert.Contains(t, answer, `"delta":{"content":"`, command)
 		assert.True(t, strings.HasSuffix(strings.TrimSpace(answer), "data: [DONE]"), "%s\n%s", command, answer)
+	}
+	p.interrupt(t)
+	playConversations(t, script, ups[1])
+}
+
+// playConversations runs the README's second example, with fewer conversations.
+func playConversations(t *testing.T, script, up string) {
+	t.Helper()
+	p := startUp(t, strings.Fields(up)...)
+	ctx, cancel := context.WithTimeout(context.Background(), 2*scriptWait)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, "./"+script, "http://"+p.endpoint(t))
+	cmd.Dir = "../.."
+	cmd.Env = append(os.Environ(), "DPSERVE="+p.cmd.Path, "SESSIONS=4", "TURNS=3", "RATE=4")
+	out, err := cmd.CombinedOutput()
+	require.NoError(t, err, "%s", out)
+	for _, want := range []string{"model round-robin: 4 sessions of 3 turns", "model lmetric-1: 4 sessions of 3 turns", "12 ok, 0 failed", "a perfect cache holds"} {
+		assert.Contains(t, string(out), want)
 	}
 	p.interrupt(t)
 }

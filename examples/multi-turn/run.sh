@@ -7,6 +7,6 @@ set -eu
 url="${1:-http://127.0.0.1:8000}"
 for model in round-robin lmetric-1; do
   ${DPSERVE:-go run ./cmd/dpserve} bench "$url" --model "$model" \
-    --sessions 40 --rate 2.5 --turns 8 --think 1s --system-prompts 8 --system-tokens 4000 --turn-tokens 1000 --seed "${SEED:-1}"
+    --sessions "${SESSIONS:-40}" --rate "${RATE:-2.5}" --turns "${TURNS:-8}" --think 1s --system-prompts 8 --system-tokens 4000 --turn-tokens 1000 --seed "${SEED:-1}"
   echo
 done
