@@ -22,7 +22,7 @@ func (p Ports) Replay(rank int) int { return p.base + 2*p.size + rank }
 func (p Ports) RPC() int { return p.base + 5*p.size }
 
 // Bound lists the ports that the engines of the given ranks bind in this version: their API, the replay socket if they publish
-// KV events, and the rendezvous if rank 0 is one of them in a unit of several. They are verified free after an end.
+// KV events, and the rendezvous if rank 0 is one of them in a unit of several. They are bind-tested before a start and verified free after an end.
 func (p Ports) Bound(events bool, ranks ...int) []int {
 	var out []int
 	for _, r := range ranks {
@@ -37,7 +37,8 @@ func (p Ports) Bound(events bool, ranks ...int) []int {
 	return out
 }
 
-// Used is Bound and the ports where DPServers listen for KV events, which their end frees. They are bind-tested before a start.
+// Used is Bound and the ports where DPServers listen for KV events, which their end frees. Those are not bind-tested before a start: to
+// listen is the test, and a socket that a test has closed lives on for a moment in a child that is being forked beside it.
 func (p Ports) Used(events bool, ranks ...int) []int {
 	out := p.Bound(events, ranks...)
 	if events {

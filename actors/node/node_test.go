@@ -388,7 +388,9 @@ func TestFS1AnExitTakesTheWholeLockstepUnitOutAtOnce(t *testing.T) {
 		} {
 			t.Run(string(coupling)+" "+name, func(t *testing.T) {
 				r := newRig(t)
-				m := r.start(demo(coupling, 3, ""))
+				a := demo(coupling, 3, "")
+				a.HealthCheckPeriodS = 60 // or a probe may see the end before the exit is reaped
+				m := r.start(a)
 				r.ready(m)
 				last := r.statuses(m)[len(m.Ranks)-1]
 				began := time.Now()

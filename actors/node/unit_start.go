@@ -101,7 +101,7 @@ func (u *unit) slowest() (rank int, progress string) {
 
 func (u *unit) bringUp(ctx context.Context) error {
 	layout, ranks := u.layout()
-	for _, p := range layout.Used(engine.WantsEvents(u.m.App), ranks...) {
+	for _, p := range layout.Bound(engine.WantsEvents(u.m.App), ranks...) {
 		if err := u.n.cfg.BindTest(p); err != nil {
 			return &startError{-1, fmt.Errorf("port %d of the unit's block is taken: %w", p, err)}
 		}
