@@ -173,16 +173,17 @@ func TestRankRemovalDeadline(t *testing.T) {
 	r.WaitStatus("edge", "RUNNING")
 	streams := make(chan *harness.Stream, 4)
 	for range cap(streams) {
-		go func() { streams <- r.StreamChat(t.Context(), "edge", "hello", 600) }() // 3 s
+		go func() { streams <- r.StreamChat(t.Context(), "edge", "hello", 1200) }() // 6 s
 	}
+	onFirst := 0
 	r.Eventually(func() error {
-		for rank := range 2 {
-			if k, _ := r.Rank("edge", 0, rank); k.InFlight != 2 {
-				return fmt.Errorf("rank %d: %d in flight", rank, k.InFlight)
-			}
+		k, _ := r.Rank("edge", 0, 0)
+		other, _ := r.Rank("edge", 0, 1)
+		if onFirst = k.InFlight; onFirst == 0 || onFirst+other.InFlight != cap(streams) {
+			return fmt.Errorf("%d and %d in flight", k.InFlight, other.InFlight)
 		}
 		return nil
-	}, "two long streams on each rank")
+	}, "all streams run, one of them at least on rank 0")
 	code, body := r.Do(http.MethodDelete, "/api/v1/apps/edge/ranks?rank=0/0&deadline=100ms", "")
 	require.Equal(t, http.StatusAccepted, code, body)
 	cut := 0
@@ -194,7 +195,7 @@ func TestRankRemovalDeadline(t *testing.T) {
 			assert.True(t, s.OK(), s)
 		}
 	}
-	assert.Equal(t, 2, cut)
+	assert.Equal(t, onFirst, cut)
 	r.Quiet()
 }
 
