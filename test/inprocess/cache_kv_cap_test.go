@@ -32,6 +32,9 @@ func soakSize() soak {
 
 // KV11: eight engines, prompts of 20k tokens, ten a second: the index stays within its cap and counts what it gives up.
 func TestKV11IndexWithinItsCap(t *testing.T) {
+	if testing.Short() {
+		t.Skip("tens of thousands of batches")
+	}
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		const ranks, tokens = 8, 20_000

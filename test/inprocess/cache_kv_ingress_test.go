@@ -28,6 +28,9 @@ const joinLimit = 2 * time.Second
 
 // KV2: an ingress joins after a thousand batches, and joins again.
 func TestKV2AnIngressJoinsLate(t *testing.T) {
+	if testing.Short() {
+		t.Skip("tens of thousands of batches")
+	}
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		r := newKVRig(t)
@@ -60,6 +63,9 @@ func TestKV2AnIngressJoinsLate(t *testing.T) {
 
 // KV2: dpserve itself joins an engine whose replay buffer no longer has the beginning.
 func TestKV2DpserveJoinsAnEngineLate(t *testing.T) {
+	if testing.Short() {
+		t.Skip("tens of thousands of batches")
+	}
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		const batches = 20_000

@@ -57,6 +57,9 @@ func (r *kvRig) converse(app string, first, sessions, turns int, think time.Dura
 
 // KV10: events never come, under traffic: it shows, and the ranks' own record carries on.
 func TestKV10SilentEvents(t *testing.T) {
+	if testing.Short() {
+		t.Skip("tens of thousands of batches")
+	}
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		r := newKVRig(t, harness.Slots(16))
