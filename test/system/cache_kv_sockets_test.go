@@ -30,12 +30,19 @@ func kvPrompt(number, n int) []uint32 {
 	return out
 }
 
-// kvOn sends a prompt of token ids to a rank, whatever the policy says.
+// kvOn sends a prompt of token ids to a rank, whatever the policy says. A named rank is refused, not waited for, until the ingress knows
+// it too, a moment after the controller says RUNNING.
 func kvOn(r *harness.Real, app, worker string, ids []uint32) {
 	r.T.Helper()
 	body, err := json.Marshal(map[string]any{"token_ids": ids, "worker": worker, "sampling": map[string]any{"max_tokens": 2}})
 	require.NoError(r.T, err)
-	code, text := r.Do(http.MethodPost, "/api/v1/routers/"+app+"/generate", string(body))
+	code, text := 0, ""
+	r.Eventually(func() error {
+		if code, text = r.Do(http.MethodPost, "/api/v1/routers/"+app+"/generate", string(body)); code == http.StatusServiceUnavailable {
+			return fmt.Errorf("%d %s", code, text)
+		}
+		return nil
+	}, "the ingress knows "+app+"/"+worker)
 	require.Equal(r.T, http.StatusOK, code, text)
 	require.NotContains(r.T, text, "event: error")
 }
