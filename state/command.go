@@ -13,12 +13,20 @@ type Command struct {
 	UnitFenced *UnitRef    `json:"unit_fenced,omitempty"`
 	UnitFailed *UnitRef    `json:"unit_failed,omitempty"`
 	Release    *UnitRef    `json:"release,omitempty"`
+	PutNode    *PutNode    `json:"put_node,omitempty"`
+	NodeLost   *NodeRef    `json:"node_lost,omitempty"`
+	NodeBack   *NodeRef    `json:"node_back,omitempty"`
+	DrainNode  *DrainNode  `json:"drain_node,omitempty"`
+	RemoveNode *RemoveNode `json:"remove_node,omitempty"`
+	PutToken   *Token      `json:"put_token,omitempty"`
+	UseToken   *UseToken   `json:"use_token,omitempty"`
 }
 
 // Init names the cluster and gives it its secret; refused if it already has another name. The first secret stays.
 type Init struct {
 	Cluster string `json:"cluster"`
 	Secret  []byte `json:"secret,omitempty"` // keys what ingresses and replicas must hash alike and nobody else may
+	Secrets
 }
 
 // AppSpec is one application of a PutApps.

@@ -72,7 +72,11 @@ type State struct {
 	Revision  uint64            `json:"revision"`         // +1 per PutApps or DeleteApp that changed something
 	Apps      map[string]*App   `json:"apps"`
 	Units     map[string]*Unit  `json:"units"`
-	Revisions map[string]uint64 `json:"revisions"`       // last revision of apps that are gone, so that a re-deployed name never repeats one
-	Epochs    map[string]uint64 `json:"epochs"`          // highest epoch per unit ever; outlives the unit, so a re-deployed name never repeats
-	Freed     []Block           `json:"freed,omitempty"` // port blocks freed and not used again, the latest last; placement re-uses them last
+	Revisions map[string]uint64 `json:"revisions"` // last revision of apps that are gone, so that a re-deployed name never repeats one
+	Epochs    map[string]uint64 `json:"epochs"`    // highest epoch per unit ever; outlives the unit, so a re-deployed name never repeats
+	Nodes     map[string]*Node  `json:"nodes,omitempty"`
+	Tokens    map[string]*Token `json:"tokens,omitempty"`  // by hash
+	Removed   []string          `json:"removed,omitempty"` // UIDs of nodes that were removed, the latest last
+	Secrets   Secrets           `json:"secrets,omitzero"`  // not in what followers get
+	Freed     []Block           `json:"freed,omitempty"`   // port blocks freed and not used again, the latest last; placement re-uses them last
 }

@@ -23,6 +23,7 @@ const (
 	RecKVBegin // a column begins anew: KV.Tier, KV.BlockSize
 	RecKV      // blocks entered or left a column: KV.Tier, KV.Delta
 	RecKVEnd   // a column's snapshot is whole: KV.Tier, KV.Len, KV.Sum
+	RecSilent  // Silent: nothing is heard of the rank's node, or is again; not of the rank, so without a number
 )
 
 // Record is one entry of a replica's ordered stream, numbered from 1 per incarnation. It is only valid during Deliver.
@@ -48,6 +49,7 @@ type Record struct {
 	Snapshot  *Snapshot // RecSnapshot
 	KV        KV        // RecKVBegin, RecKV, RecKVEnd
 	Status    Status    // RecStatus
+	Silent    bool      // RecSilent
 }
 
 // KV is what a record says of one column of a rank's KV cache. Delta.Hashes is valid during Deliver only.
@@ -79,7 +81,7 @@ type Snapshot struct {
 	CachingOff bool  // the engine runs without prefix caching
 	Node       string
 	Target     Target
-	Mailbox    Mailbox // in-process; remote replicas come with the nodes step
+	Mailbox    Mailbox // of a rank on another node: takes what gives back and Resync, never an Admit
 	Open       []OpenRequest
 }
 

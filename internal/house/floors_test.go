@@ -50,7 +50,8 @@ func rooms() []room {
 
 		{name: "actors/msg", floor: 1, deny: io()},
 		{name: "engine", floor: 1, deny: []string{actorLib, gin, raft, gossip, cobra}},
-		{name: "cluster", floor: 1, deny: []string{actorLib, gin, cobra}},
+		{name: "proto", floor: 1, deny: []string{actorLib, gin, raft, gossip, cobra}},
+		{name: "cluster", floor: 1, also: []string{"proto"}, deny: []string{actorLib, gin, cobra}},
 		{name: "telemetry", floor: 1, deny: []string{actorLib, gin, raft, gossip, cobra}},
 		{name: "loadgen", floor: 1, deny: []string{actorLib, gin, raft, gossip, cobra}},
 
@@ -59,6 +60,7 @@ func rooms() []room {
 		{name: "actors/rankassigner", floor: 2, deny: thin},
 		{name: "actors/controller", floor: 2, deny: thin},
 		{name: "actors/node", floor: 2, deny: thin},
+		{name: "actors/remote", floor: 2, deny: []string{gin, raft, gossip, cobra}},
 		{name: "api", floor: 2, deny: []string{raft, gossip, cobra, actorLib}},
 
 		{name: "wiring", floor: 3, deny: []string{cobra}},

@@ -1,0 +1,88 @@
+package msg
+
+import (
+	"context"
+	"time"
+
+	"github.com/dpserve/dpserve/state"
+)
+
+// NodeReport is what a node tells the leader with every renewal of its lease: at least every lease_renew, and at once when a unit
+// has news.
+type NodeReport struct {
+	Node        state.Node  // as it sees itself; Lost and Draining are not its to say
+	Incarnation uint64      // random per process of the node: its units are those of this process
+	Wall        time.Time   // its clock, for people
+	Index       uint64      // of its copy of the state
+	Events      []UnitEvent // not yet taken, by Number
+	Units       []UnitEvent // the newest of every unit the node has, whoever took it: a new leader learns from these
+}
+
+// Lease is the leader's answer.
+type Lease struct {
+	TTL    time.Duration
+	Taken  uint64 // events up to this number need not be sent again
+	Leader string // node id
+	Index  uint64 // of the leader's state
+}
+
+// Leader is the leader as the nodes see it. Renew refuses with problem.PermissionDenied whom it does not know any more, and with
+// problem.Unavailable where nobody leads.
+type Leader interface {
+	Renew(ctx context.Context, r *NodeReport) (Lease, error)
+}
+
+// NodeView is what the admin API asks of a node.
+type NodeView interface {
+	// Statuses is the account of every rank of the node by unit, and the length of its ingress's queue by application.
+	Statuses(ctx context.Context) (ranks map[string][]RankStatus, queued map[string]int, err error)
+	// Logs gives lines in order of time; a give that fails ends them. It returns when there are no more, or ctx ends.
+	Logs(ctx context.Context, q LogQuery, give func(LogLine) error) error
+	// ResetRouter begins the routing of an application anew on the node's ingress.
+	ResetRouter(ctx context.Context, app string) (ranks int, err error)
+}
+
+// LogQuery picks log lines. Unit "" and Rank -1 mean all.
+type LogQuery struct {
+	App    string
+	Unit   string
+	Rank   int
+	Tail   int       // last lines to begin with; 0 = all that are kept
+	Since  time.Time // lines at or after
+	Follow bool      // go on until ctx is done
+}
+
+// LogLine is one line of an engine.
+type LogLine struct {
+	Unit   string
+	Rank   int
+	Epoch  uint64
+	At     time.Time
+	Stream string // stdout | stderr | dpserve
+	Text   string
+}
+
+// NodeStatus is a node as `dpserve nodes` shows it.
+type NodeStatus struct {
+	Node       string    `json:"node"`
+	State      string    `json:"state"` // alive | silent | lost | draining | drained | unknown
+	Reason     string    `json:"reason,omitempty"`
+	Roles      []string  `json:"roles"`
+	Address    string    `json:"address,omitempty"`
+	Zone       string    `json:"zone,omitempty"`
+	Version    string    `json:"version,omitempty"`
+	Leader     bool      `json:"leader,omitempty"`
+	Voter      bool      `json:"voter,omitempty"`
+	SlotsUsed  int       `json:"slots_used"`
+	Slots      int       `json:"slots"`
+	GPUsUsed   int       `json:"gpus_used"`
+	GPUs       int       `json:"gpus"`
+	Ranks      int       `json:"ranks"`
+	Groups     []string  `json:"groups,omitempty"` // app/group that have a rank there
+	InFlight   int       `json:"in_flight"`
+	SkewMs     int64     `json:"clock_skew_ms"`
+	LeaseLeftS float64   `json:"lease_left_s"`
+	LastSeen   time.Time `json:"last_seen,omitzero"`
+	SeenBy     string    `json:"seen_by,omitempty"` // leader | gossip
+	Notes      []string  `json:"notes,omitempty"`   // what a person should know: clock skew, version skew
+}

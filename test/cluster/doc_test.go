@@ -1,0 +1,3 @@
+package cluster_test
+
+import _ "github.com/anishathalye/porcupine"
