@@ -1,0 +1,46 @@
+package msg
+
+// Plan is what a deploy would do, on paper.
+type Plan struct {
+	Revision uint64     `json:"revision"` // of the cluster it was made for: `deploy --revision`
+	Changes  bool       `json:"changes"`
+	Apps     []AppPlan  `json:"apps"`
+	Nodes    []NodePlan `json:"nodes"`
+	Fits     bool       `json:"fits"` // all that is wanted finds a place
+}
+
+// AppPlan is one application's part.
+type AppPlan struct {
+	App    string     `json:"app"`
+	Action string     `json:"action"` // create | replace | delete | unchanged
+	Fields []string   `json:"fields,omitempty"`
+	Units  []UnitPlan `json:"units,omitempty"`
+}
+
+// UnitPlan is what becomes of one unit. A unit that stays as it is has Action unchanged and its present seats.
+type UnitPlan struct {
+	Unit   string     `json:"unit"`
+	Action string     `json:"action"` // create | replace | delete | unchanged
+	Seats  []SeatPlan `json:"seats,omitempty"`
+	Why    string     `json:"why,omitempty"`  // it cannot be placed
+	Hint   string     `json:"hint,omitempty"` // what would make room
+}
+
+// SeatPlan is one rank's place.
+type SeatPlan struct {
+	Rank    int    `json:"rank"`
+	Node    string `json:"node"`
+	Devices []int  `json:"devices,omitempty"`
+}
+
+// NodePlan is what a node has and what the plan takes of it.
+type NodePlan struct {
+	Node      string `json:"node"`
+	Slots     int    `json:"slots"`
+	SlotsFree int    `json:"slots_free"` // before
+	SlotsNeed int    `json:"slots_need"` // that the plan takes anew
+	GPUs      int    `json:"gpus"`
+	GPUsFree  int    `json:"gpus_free"`
+	GPUsNeed  int    `json:"gpus_need"`
+	Note      string `json:"note,omitempty"` // why placement leaves it out: lost, draining, no role worker
+}
