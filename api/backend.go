@@ -13,6 +13,8 @@ import (
 type Backend interface {
 	// Validate checks a file as Deploy would, and changes nothing. The error is app.Faults.
 	Validate(file string, text []byte) ([]app.Warning, error)
+	// Plan says what Deploy would do, with the place of every rank, and changes nothing.
+	Plan(ctx context.Context, req DeployRequest) (msg.Plan, []app.Warning, error)
 	// Deploy makes the apps of a file wanted and returns once that is committed, before anything runs.
 	Deploy(ctx context.Context, req DeployRequest) (DeployResult, error)
 	// Apps lists every application, by name.

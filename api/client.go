@@ -109,6 +109,9 @@ func (c *Client) Deploy(ctx context.Context, req DeployRequest) (DeployResult, e
 	if req.Prune {
 		q.Set("prune", "true")
 	}
+	if req.Partial {
+		q.Set("partial", "true")
+	}
 	var r DeployReply
 	err := c.call(ctx, http.MethodPut, pathApps, q, req.Text, &r)
 	return r.DeployResult, err

@@ -79,6 +79,11 @@ func (b *backend) Deploy(_ context.Context, req api.DeployRequest) (api.DeployRe
 	}, nil
 }
 
+func (b *backend) Plan(_ context.Context, req api.DeployRequest) (msg.Plan, []app.Warning, error) {
+	warnings, err := b.Validate(req.File, req.Text)
+	return msg.Plan{Revision: 7, Fits: true, Apps: []msg.AppPlan{{App: "demo", Action: "create"}}}, warnings, err
+}
+
 func (b *backend) Apps(context.Context) ([]msg.AppStatus, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -77,6 +77,19 @@ func (q query) number(key string, def, limit int) (int, error) {
 	return n, nil
 }
 
+// duration reads a time span from 0 to maxDeadline; absent is nil.
+func (q query) duration(key string) (*time.Duration, error) {
+	v := q.values.Get(key)
+	if v == "" {
+		return nil, nil //nolint:nilnil // not given
+	}
+	d, err := time.ParseDuration(v)
+	if err != nil || d < 0 || d > maxDeadline {
+		return nil, badValue(key, v, "write a duration like 30s; 0s cuts running streams")
+	}
+	return &d, nil
+}
+
 // counter reads an unsigned 64-bit number; ok is false when it is absent.
 func (q query) counter(key string) (n uint64, ok bool, err error) {
 	v := q.values.Get(key)

@@ -125,16 +125,8 @@ func parseRemoval(raw string) (r RankRemoval, err error) {
 	if r.Rank, err = q.rankRef(); err != nil {
 		return r, err
 	}
-	v := q.values.Get("deadline")
-	if v == "" {
-		return r, nil
-	}
-	d, err := time.ParseDuration(v)
-	if err != nil || d < 0 || d > maxDeadline {
-		return r, badValue("deadline", v, "write a duration like 30s; 0s cuts running streams")
-	}
-	r.Deadline = &d
-	return r, nil
+	r.Deadline, err = q.duration("deadline")
+	return r, err
 }
 
 // rankRef reads url=, with selector= if need be, or rank=GROUP/RANK.

@@ -34,6 +34,7 @@ func (s *Server) newRoutes() http.Handler {
 	g.GET(pathVersion, s.reply(s.version))
 	g.GET(pathHealthz, s.reply(s.healthz))
 	g.POST(pathValidate, s.reply(s.validate))
+	g.POST(pathPlan, s.reply(s.plan))
 	g.PUT(pathApps, s.reply(s.deploy))
 	g.GET(pathApps, s.reply(s.apps))
 	g.GET(pathApps+"/:app", s.reply(s.app))
@@ -42,10 +43,11 @@ func (s *Server) newRoutes() http.Handler {
 	g.GET(pathEvents, s.events)
 	s.routers(g)
 	s.ranks(g)
+	s.nodes(g)
 	if s.cfg.Metrics != nil {
 		g.GET(pathMetrics, s.metrics)
 	}
-	return headAsGet(g)
+	return s.forward(headAsGet(g))
 }
 
 // headAsGet answers HEAD like GET without the body, which net/http leaves out: probes ask that way. Streams have no HEAD.
@@ -116,7 +118,7 @@ func (s *Server) fail(c *gin.Context, err error) {
 }
 
 func unknownPath(r *http.Request) error {
-	hint := "paths begin with /api/v1: version, healthz, validate, apps, apps/APP, apps/APP/logs, events, routers/APP; and /metrics"
+	hint := "paths begin with /api/v1: version, healthz, validate, plan, apps, apps/APP, apps/APP/logs, events, nodes, join-tokens, routers/APP; and /metrics"
 	if strings.HasPrefix(r.URL.Path, "/v1/") {
 		hint = "this is the admin api; OpenAI requests go to the other port, 8000 by default"
 	}
@@ -171,7 +173,7 @@ func (s *Server) deploy(c *gin.Context) (int, any, error) {
 }
 
 func parseDeploy(c *gin.Context) (req DeployRequest, err error) {
-	q, err := parseQuery(c.Request.URL.RawQuery, "revision", "prune", "file")
+	q, err := parseQuery(c.Request.URL.RawQuery, "revision", "prune", "partial", "file")
 	if err != nil {
 		return req, err
 	}
@@ -185,8 +187,20 @@ func parseDeploy(c *gin.Context) (req DeployRequest, err error) {
 	if req.Prune, err = q.flag("prune"); err != nil {
 		return req, err
 	}
+	if req.Partial, err = q.flag("partial"); err != nil {
+		return req, err
+	}
 	req.File, req.Text, err = readFile(c, q)
 	return req, err
+}
+
+func (s *Server) plan(c *gin.Context) (int, any, error) {
+	req, err := parseDeploy(c)
+	if err != nil {
+		return 0, nil, err
+	}
+	p, warnings, err := s.cfg.Backend.Plan(c.Request.Context(), req)
+	return http.StatusOK, PlanReply{Envelope{APIVersion}, p, warnings}, err
 }
 
 func (s *Server) apps(c *gin.Context) (int, any, error) {

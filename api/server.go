@@ -38,6 +38,8 @@ type Config struct {
 	Backend Backend
 	Routers Routers      // nil = 404 on /api/v1/routers
 	Ranks   Ranks        // nil = 404 on the paths of rank changes
+	Nodes   Nodes        // nil = 404 on the paths of nodes
+	Forward Forward      // nil = this node answers everything
 	Metrics http.Handler // nil = 404 on /metrics
 	Version BuildInfo
 	Log     *slog.Logger // nil = silent

@@ -22,6 +22,7 @@ const (
 	pathVersion  = "/api/v1/version"
 	pathHealthz  = "/api/v1/healthz"
 	pathValidate = "/api/v1/validate"
+	pathPlan     = "/api/v1/plan"
 	pathApps     = "/api/v1/apps"
 	pathEvents   = "/api/v1/events"
 	pathMetrics  = "/metrics"
@@ -33,6 +34,7 @@ type BuildInfo struct {
 	Commit  string `json:"commit,omitempty"`
 	Date    string `json:"date,omitempty"` // of the commit, RFC 3339
 	Go      string `json:"go,omitempty"`
+	Node    string `json:"node,omitempty"` // that answers
 }
 
 // Envelope is what every answer begins with.
@@ -64,6 +66,7 @@ type DeployRequest struct {
 	Text     []byte  // app.yaml, or the same as JSON
 	Revision *uint64 // the cluster revision the caller saw; Conflict if a named app has changed since; nil = any
 	Prune    bool    // delete the apps that the file does not list
+	Partial  bool    // start what finds a place; the rest waits for one
 }
 
 // Action is what a deploy does to an application.
@@ -97,6 +100,13 @@ type DeployResult struct {
 type DeployReply struct {
 	Envelope
 	DeployResult
+}
+
+// PlanReply answers POST /api/v1/plan.
+type PlanReply struct {
+	Envelope
+	Plan     msg.Plan      `json:"plan"`
+	Warnings []app.Warning `json:"warnings,omitempty"`
 }
 
 // AppsReply answers GET /api/v1/apps.

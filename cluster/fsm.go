@@ -71,7 +71,7 @@ func (f *fsm) ApplyBatch(logs []*raft.Log) []any {
 			continue
 		}
 		a := f.applyOne(l)
-		changed = changed || a.err == nil
+		changed = changed || (a.err == nil && !a.result.Unchanged)
 		out[i] = a
 	}
 	if changed {

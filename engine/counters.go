@@ -58,18 +58,15 @@ func (c *Client) metrics(ctx context.Context) (metricsPage, error) {
 	return parsePage(b, rank), nil
 }
 
-// ParseCounters reads a Prometheus page: counters, running and waiting are summed over all label sets, of usage the highest is
-// taken. Names are matched whole: every counter has a _created twin that holds a unix time (TRAPS 26). Lines it does not
-// understand and values that cannot be are skipped.
-func ParseCounters(page []byte) Counters { return parsePage(page, "").Counters }
-
 // metricsPage is a page while it is read.
 type metricsPage struct {
 	Counters
 	sglang bool // it is SGLang's
 }
 
-// parsePage reads what a page says of one rank; "" = of all.
+// parsePage reads what a Prometheus page says of one rank; "" = of all: counters, running and waiting are summed over label sets, of
+// usage the highest is taken. Names are matched whole: every counter has a _created twin that holds a unix time (TRAPS 26). Lines it
+// does not understand and values that cannot be are skipped.
 func parsePage(b []byte, rank string) metricsPage {
 	var p metricsPage
 	for line := range bytes.Lines(b) {

@@ -15,10 +15,10 @@ import (
 func TestCountersOfRealPages(t *testing.T) {
 	dense, err := os.ReadFile("testdata/metrics_dense.txt")
 	require.NoError(t, err)
-	assert.Equal(t, Counters{PromptTokens: 3524, GenerationTokens: 3074, StartTime: 1.79523078344e9, BlockSize: 32, Blocks: 24, Seen: true}, ParseCounters(dense))
+	assert.Equal(t, Counters{PromptTokens: 3524, GenerationTokens: 3074, StartTime: 1.79523078344e9, BlockSize: 32, Blocks: 24, Seen: true}, counters(dense))
 	two, err := os.ReadFile("testdata/metrics_internal_lb.txt")
 	require.NoError(t, err)
-	assert.Equal(t, Counters{PromptTokens: 810, GenerationTokens: 18, BlockSize: 32, Blocks: 65536, Seen: true}, ParseCounters(two))
+	assert.Equal(t, Counters{PromptTokens: 810, GenerationTokens: 18, BlockSize: 32, Blocks: 65536, Seen: true}, counters(two))
 	var sum Counters
 	for rank := range 2 {
 		c := parsePage(two, strconv.Itoa(rank)).Counters
@@ -28,7 +28,7 @@ func TestCountersOfRealPages(t *testing.T) {
 	}
 	assert.Equal(t, Counters{PromptTokens: 810, GenerationTokens: 18}, sum, "the page of two engines, one by one")
 	assert.Equal(t, Counters{}, parsePage(two, "2").Counters, "a rank that is not there")
-	assert.Equal(t, Counters{}, ParseCounters([]byte("# nothing\n\nup 1\nvllm:prompt_tokens_total NaN\n")))
+	assert.Equal(t, Counters{}, counters([]byte("# nothing\n\nup 1\nvllm:prompt_tokens_total NaN\n")))
 }
 
 func TestCountersTellProgressFromARestart(t *testing.T) {
@@ -69,7 +69,7 @@ func FuzzParseCountersNeverFails(f *testing.F) {
 		f.Add([]byte(s))
 	}
 	f.Fuzz(func(t *testing.T, page []byte) {
-		c := ParseCounters(page)
+		c := counters(page)
 		if c.PromptTokens != 0 && !c.Seen {
 			t.Fatal("counted what was not seen")
 		}
@@ -160,3 +160,6 @@ func TestServerInfo(t *testing.T) {
 		assert.Equal(t, want, parseServerInfo([]byte(text)), text)
 	}
 }
+
+// counters is what a page says of all ranks together.
+func counters(page []byte) Counters { return parsePage(page, "").Counters }

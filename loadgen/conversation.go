@@ -38,14 +38,6 @@ type Conversation struct {
 	LongTokens    int           // length of that document
 }
 
-// DefaultConversation is made of the defaults, without documents.
-func DefaultConversation() Conversation {
-	return Conversation{
-		Sessions: DefaultSessions, Turns: DefaultTurns, SystemPrompts: DefaultSystemPrompts, SystemTokens: DefaultSystemTokens,
-		TurnTokens: DefaultTurnTokens, Think: DefaultThink,
-	}
-}
-
 // validate names everything that is wrong with c, and with what cfg says beside it; cfg has its defaults.
 func (c *Conversation) validate(cfg *Config) error {
 	var bad []string

@@ -327,7 +327,10 @@ func TestAFailedTurnEndsItsSession(t *testing.T) {
 func TestSessionsAreChecked(t *testing.T) {
 	t.Parallel()
 	good := Config{URL: "http://127.0.0.1:8000", Model: "demo", Stream: true}
-	talk := DefaultConversation()
+	talk := Conversation{
+		Sessions: DefaultSessions, Turns: DefaultTurns, SystemPrompts: DefaultSystemPrompts, SystemTokens: DefaultSystemTokens,
+		TurnTokens: DefaultTurnTokens, Think: DefaultThink,
+	}
 	cfg, err := sessionConfig(good, &talk)
 	require.NoError(t, err)
 	assert.InDelta(t, DefaultSessionRate, cfg.Rate, 0)

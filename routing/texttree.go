@@ -101,14 +101,6 @@ func (t *textTree) clearRank(slot uint32) {
 	}
 }
 
-// rank is what the tree knows of a rank; the zero value if it is unknown.
-func (t *textTree) rank(id RankID) textRank {
-	if s := t.slots.get(uint64(id) + 1); s != 0 {
-		return t.ranks[s-1]
-	}
-	return textRank{}
-}
-
 // textMatch is a place in the tree: length characters of the text match, the last within of them in node.
 type textMatch struct {
 	node           uint32

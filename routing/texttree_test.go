@@ -176,3 +176,11 @@ func TestCommonPrefix(t *testing.T) {
 		require.Equal(t, want, commonPrefix(a, b))
 	})
 }
+
+// rank is what the tree knows of a rank; the zero value if it is unknown.
+func (t *textTree) rank(id RankID) textRank {
+	if s := t.slots.get(uint64(id) + 1); s != 0 {
+		return t.ranks[s-1]
+	}
+	return textRank{}
+}

@@ -8,13 +8,16 @@ import (
 
 // New is the empty state of a cluster that has no name yet.
 func New() *State {
-	return &State{Apps: map[string]*App{}, Units: map[string]*Unit{}, Epochs: map[string]uint64{}, Revisions: map[string]uint64{}}
+	return &State{
+		Apps: map[string]*App{}, Units: map[string]*Unit{}, Epochs: map[string]uint64{}, Revisions: map[string]uint64{},
+		Nodes: map[string]*Node{}, Tokens: map[string]*Token{},
+	}
 }
 
 // Apply carries out one committed command, whole or not at all. It is deterministic: the same commands in the same order
 // give the same state on every node. The error is a typed refusal (errors.Is with the Err… values of this room, a
-// *problem.Error outside); a refused command changes nothing but Index. Apply never writes into an App or a Unit: it puts a
-// new one in its place, so that clones stay as they were.
+// *problem.Error outside); a refused command changes nothing but Index. Apply never writes into an App, Unit, Node or Token: it
+// puts a new one in its place, so that clones stay as they were.
 func (s *State) Apply(index uint64, c *Command) (Result, error) {
 	s.Index = index
 	if err := c.check(); err != nil {
@@ -37,23 +40,56 @@ func (s *State) Apply(index uint64, c *Command) (Result, error) {
 		return Result{}, s.unitFenced(c.UnitFenced)
 	case c.UnitFailed != nil:
 		return Result{}, s.unitFailed(c.UnitFailed)
-	default:
+	case c.Release != nil:
 		return Result{}, s.release(c.Release)
+	default:
+		return s.applyNodes(c)
 	}
 }
 
-// Clone is a snapshot for readers. It is cheap: apps and units are shared, because Apply replaces them and never writes
-// into them.
+// applyNodes carries out a command about nodes or join tokens.
+func (s *State) applyNodes(c *Command) (Result, error) {
+	switch {
+	case c.PutNode != nil:
+		return s.putNode(c.PutNode)
+	case c.NodeLost != nil:
+		return s.nodeLost(c.NodeLost)
+	case c.NodeBack != nil:
+		return s.nodeBack(c.NodeBack)
+	case c.DrainNode != nil:
+		return s.drainNode(c.DrainNode)
+	case c.RemoveNode != nil:
+		return s.removeNode(c.RemoveNode)
+	case c.PutToken != nil:
+		return s.putToken(c.PutToken)
+	default:
+		return s.useToken(c.UseToken)
+	}
+}
+
+// Clone is a snapshot for readers. It is cheap: apps, units, nodes and tokens are shared, because Apply replaces them and never
+// writes into them.
 func (s *State) Clone() *State {
 	c := *s
 	c.Apps, c.Units, c.Epochs, c.Revisions = maps.Clone(s.Apps), maps.Clone(s.Units), maps.Clone(s.Epochs), maps.Clone(s.Revisions)
+	c.Nodes, c.Tokens = maps.Clone(s.Nodes), maps.Clone(s.Tokens)
 	return &c
+}
+
+// Public is a snapshot for nodes that take no part in consensus: without what only control nodes may know. Secret stays:
+// ingresses hash with it.
+func (s *State) Public() *State {
+	c := s.Clone()
+	c.Secrets, c.Tokens = Secrets{}, map[string]*Token{}
+	return c
 }
 
 func (s *State) init(c *Init) error {
 	switch {
 	case c.Cluster == "":
 		return problem.New(problem.InvalidArgument, "init: %w: the cluster id is empty", ErrBadCommand)
+	case (len(c.Authority) == 0) != (len(c.AuthorityKey) == 0):
+		return problem.New(problem.InvalidArgument, "init: %w: an authority comes with its key", ErrBadCommand)
 	case s.Cluster != "" && s.Cluster != c.Cluster:
 		return problem.New(problem.Conflict, "init: %w: this is %s, not %s", ErrWrongCluster, s.Cluster, c.Cluster).
 			WithHint("use another --data-dir for another cluster")
@@ -62,5 +98,17 @@ func (s *State) init(c *Init) error {
 	if len(s.Secret) == 0 {
 		s.Secret = c.Secret
 	}
+	s.Secrets = s.Secrets.completed(c.Secrets)
 	return nil
+}
+
+// completed takes over what is missing, each once: certificates and memberships made with the first stay good.
+func (s Secrets) completed(by Secrets) Secrets {
+	if len(s.Authority) == 0 {
+		s.Authority, s.AuthorityKey = by.Authority, by.AuthorityKey
+	}
+	if len(s.GossipKey) == 0 {
+		s.GossipKey = by.GossipKey
+	}
+	return s
 }

@@ -17,7 +17,11 @@ func drawCommand(t *rapid.T, s *State) Command {
 	if rapid.IntRange(0, 5).Draw(t, "stale") == 0 {
 		epoch += uint64(rapid.IntRange(0, 2).Draw(t, "off"))
 	}
-	switch rapid.IntRange(0, 9).Draw(t, "kind") {
+	switch rapid.IntRange(0, 13).Draw(t, "kind") {
+	case 10, 11, 12:
+		return drawNodeCommand(t)
+	case 13:
+		return drawTokenCommand(t)
 	case 0:
 		return Command{PutApps: &PutApps{
 			Apps:  []AppSpec{spec(name, rapid.SampledFrom([]string{"1", "2"}).Draw(t, "v"), rapid.SampledFrom([]string{"m", "n"}).Draw(t, "model"))},
@@ -38,6 +42,33 @@ func drawCommand(t *rapid.T, s *State) Command {
 	default:
 		return drawGrant(t, s, name)
 	}
+}
+
+func drawNodeCommand(t *rapid.T) Command {
+	id := rapid.SampledFrom([]string{"a", "b"}).Draw(t, "node")
+	uid := fmt.Sprint(id, rapid.IntRange(0, 2).Draw(t, "uid"))
+	switch rapid.IntRange(0, 6).Draw(t, "kind") {
+	case 0:
+		return Command{NodeLost: &NodeRef{Node: id, UID: uid}}
+	case 1:
+		return Command{NodeBack: &NodeRef{Node: id, UID: uid}}
+	case 2:
+		return Command{DrainNode: &DrainNode{Node: id, Undo: rapid.Bool().Draw(t, "undo")}}
+	case 3:
+		return Command{RemoveNode: &RemoveNode{Node: id}}
+	default:
+		n := node(id, rapid.SliceOfNDistinct(rapid.SampledFrom([]Role{RoleControl, RoleWorker}), 0, 2, rapid.ID[Role]).Draw(t, "roles")...)
+		n.UID, n.Offer.Slots = uid, rapid.IntRange(-1, 3).Draw(t, "slots")
+		return putNode(n)
+	}
+}
+
+func drawTokenCommand(t *rapid.T) Command {
+	hash, at := rapid.SampledFrom([]string{"g", "h"}).Draw(t, "hash"), rapid.Int64Range(1, 3).Draw(t, "at")
+	if rapid.IntRange(0, 3).Draw(t, "put") == 0 {
+		return token(hash, at+1, rapid.IntRange(0, 2).Draw(t, "uses"))
+	}
+	return use(hash, fmt.Sprint("u", rapid.IntRange(0, 3).Draw(t, "uid")), at)
 }
 
 func drawGrant(t *rapid.T, s *State, name string) Command {
@@ -103,6 +134,7 @@ func checkState(t require.TestingT, s *State) {
 			}
 		}
 	}
+	checkNodesOf(t, s)
 	models := map[string]string{}
 	for name, a := range s.Apps {
 		for _, m := range a.Names {
@@ -110,6 +142,47 @@ func checkState(t require.TestingT, s *State) {
 				require.Empty(t, models[m])
 				models[m] = name
 			}
+		}
+	}
+}
+
+// checkNodesOf holds names and UIDs one to one and tokens within their uses.
+func checkNodesOf(t require.TestingT, s *State) {
+	holder := map[string]string{}
+	for id, n := range s.Nodes {
+		require.Equal(t, id, n.ID)
+		require.Empty(t, holder[n.UID], "%s has two names", n.UID)
+		holder[n.UID] = id
+		require.NotContains(t, s.Removed, n.UID)
+	}
+	for hash, k := range s.Tokens {
+		require.Equal(t, hash, k.Hash)
+		require.GreaterOrEqual(t, k.Uses, 0)
+	}
+}
+
+// checkHosts says that a grant went to nodes that take ranks, that only units of a lost node may be without it, and that the last
+// control node stays.
+func checkHosts(t *rapid.T, before, after *State, c *Command) {
+	if g := c.GrantGroup; g != nil && len(before.Nodes) > 0 {
+		for _, u := range g.Units {
+			for _, r := range u.Ranks {
+				require.True(t, before.Nodes[r.Node].Takes(), "a grant on node %s", r.Node)
+			}
+		}
+	}
+	control := 0
+	for _, n := range after.Nodes {
+		if n.Has(RoleControl) {
+			control++
+		}
+	}
+	for id, n := range before.Nodes {
+		if n.Has(RoleControl) {
+			require.Positive(t, control)
+		}
+		if after.Nodes[id] == nil && !n.Lost {
+			require.Empty(t, after.unitsOn(id))
 		}
 	}
 }
@@ -122,8 +195,12 @@ func TestAnyCommandsKeepTheInvariants(t *testing.T) {
 		var log [][]byte
 		var middle []byte
 		n := rapid.IntRange(1, 60).Draw(t, "commands")
+		first := rapid.SampledFrom([][]string{nil, {"a", "b"}}).Draw(t, "nodes")
 		for i := range n {
 			c := drawCommand(t, s)
+			if i < len(first) {
+				c = putNode(node(first[i]))
+			}
 			b, err := EncodeCommand(&c)
 			require.NoError(t, err)
 			log = append(log, b)
@@ -132,6 +209,9 @@ func TestAnyCommandsKeepTheInvariants(t *testing.T) {
 			checkState(t, s)
 			require.Equal(t, encoded, mustEncode(t, before), "a clone changed")
 			checkEpochs(t, before, s, r, err)
+			if err == nil {
+				checkHosts(t, before, s, &c)
+			}
 			if i == n/2 {
 				middle = mustEncode(t, s)
 			}
@@ -150,7 +230,7 @@ func TestAnyCommandsKeepTheInvariants(t *testing.T) {
 }
 
 func checkEpochs(t *rapid.T, before, after *State, r Result, err error) {
-	if err != nil {
+	if err != nil || r.Unchanged {
 		want := before.Clone()
 		want.Index = after.Index
 		require.Equal(t, want, after, "a refusal changed something")

@@ -317,6 +317,18 @@ func TestInitNamesTheClusterOnce(t *testing.T) {
 	m.refused(Command{Init: &Init{Cluster: "c2"}}, ErrWrongCluster, problem.Conflict)
 }
 
+func TestInitSetsEachSecretOnce(t *testing.T) {
+	m := newMachine(t)
+	m.must(Command{Init: &Init{Cluster: "c", Secret: []byte("s")}})
+	m.refused(Command{Init: &Init{Cluster: "c", Secrets: Secrets{Authority: []byte("a")}}}, ErrBadCommand, problem.InvalidArgument)
+	m.must(Command{Init: &Init{Cluster: "c", Secrets: Secrets{Authority: []byte("a1"), AuthorityKey: []byte("k1")}}})
+	m.must(Command{Init: &Init{Cluster: "c", Secret: []byte("s2"), Secrets: Secrets{
+		Authority: []byte("a2"), AuthorityKey: []byte("k2"), GossipKey: []byte("g"),
+	}}})
+	assert.Equal(t, Secrets{Authority: []byte("a1"), AuthorityKey: []byte("k1"), GossipKey: []byte("g")}, m.Secrets)
+	assert.Equal(t, []byte("s"), m.Secret)
+}
+
 func TestCommandsSayExactlyOneThing(t *testing.T) {
 	for _, c := range []*Command{nil, {}, {Init: &Init{Cluster: "c"}, Release: ref("x", 1)}} {
 		_, err := New().Apply(1, c)
@@ -329,7 +341,7 @@ func TestCommandsSayExactlyOneThing(t *testing.T) {
 
 func TestUnknownCommandIsAnErrorNotACrash(t *testing.T) {
 	for in, why := range map[string]error{
-		`{"node_lost":{"node":"a"}}`:            ErrUnknownCommand,
+		`{"node_moved":{"node":"a"}}`:           ErrUnknownCommand,
 		`{}`:                                    ErrUnknownCommand,
 		`{"init":null}`:                         ErrUnknownCommand,
 		`{"init":{"cluster":"c"},"release":{}}`: ErrUnknownCommand,
@@ -351,6 +363,8 @@ func TestUnknownCommandIsAnErrorNotACrash(t *testing.T) {
 func TestSnapshotRefusesWhatIsNotWhole(t *testing.T) {
 	for _, in := range []string{
 		``, `null`, `{}x`, `{"later":1}`, `{"apps":null}`, `{"apps":{"x":null}}`, `{"apps":{"x":{"name":"y"}}}`,
+		`{"nodes":{"a":null}}`, `{"nodes":{"a":{"id":"b","uid":"1"}}}`, `{"nodes":{"a":{"id":"a"}}}`, `{"nodes":{"a":{"id":"a","uid":"1"}},"removed":["1"]}`,
+		`{"nodes":{"a":{"id":"a","uid":"1"},"b":{"id":"b","uid":"1"}}}`, `{"tokens":{"h":null}}`, `{"tokens":{"h":{}}}`,
 		`{"units":{"u":{"id":"u","epoch":2}},"epochs":{"u":1}}`, `{"units":{"u":null}}`, `{"units":{"u":{"id":"u"}}}`,
 	} {
 		_, err := Decode([]byte(in))

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 
 	"github.com/dpserve/dpserve/internal/problem"
 )
@@ -16,6 +17,8 @@ func (c *Command) kinds() map[string]bool {
 		"init": c.Init != nil, "put_apps": c.PutApps != nil, "delete_app": c.DeleteApp != nil, "forget_app": c.ForgetApp != nil,
 		"grant_group": c.GrantGroup != nil, "unit_ready": c.UnitReady != nil, "unit_fenced": c.UnitFenced != nil,
 		"unit_failed": c.UnitFailed != nil, "release": c.Release != nil,
+		"put_node": c.PutNode != nil, "node_lost": c.NodeLost != nil, "node_back": c.NodeBack != nil, "drain_node": c.DrainNode != nil,
+		"remove_node": c.RemoveNode != nil, "put_token": c.PutToken != nil, "use_token": c.UseToken != nil,
 	}
 }
 
@@ -108,17 +111,44 @@ func Decode(b []byte) (*State, error) {
 // complete refuses a snapshot with holes, so that no reader needs to look for them.
 func (s *State) complete() error {
 	if s.Apps == nil || s.Units == nil || s.Epochs == nil || s.Revisions == nil {
-		return problem.New(problem.Internal, "decode snapshot: apps, units or epochs are missing")
+		return notWhole("apps, units or epochs are missing")
 	}
 	for name, a := range s.Apps {
 		if a == nil || a.Name != name {
-			return problem.New(problem.Internal, "decode snapshot: application %q is not whole", name)
+			return notWhole("application %q is not whole", name)
 		}
 	}
 	for id, u := range s.Units {
 		if u == nil || u.ID != id || u.Epoch == 0 || s.Epochs[id] != u.Epoch {
-			return problem.New(problem.Internal, "decode snapshot: unit %q is not whole", id)
+			return notWhole("unit %q is not whole", id)
+		}
+	}
+	return s.completeNodes()
+}
+
+// completeNodes looks at nodes and tokens, which an older snapshot does not have.
+func (s *State) completeNodes() error {
+	if s.Nodes == nil {
+		s.Nodes = map[string]*Node{}
+	}
+	if s.Tokens == nil {
+		s.Tokens = map[string]*Token{}
+	}
+	holders := make(map[string]string, len(s.Nodes))
+	for id, n := range s.Nodes {
+		if n == nil || n.ID != id || n.UID == "" || holders[n.UID] != "" || slices.Contains(s.Removed, n.UID) {
+			return notWhole("node %q is not whole", id)
+		}
+		holders[n.UID] = id
+	}
+	for hash, t := range s.Tokens {
+		if t == nil || t.Hash != hash {
+			return notWhole("a join token is not whole")
 		}
 	}
 	return nil
+}
+
+func notWhole(format string, args ...any) error {
+	return problem.New(problem.Internal, "decode snapshot: "+format, args...)
 }

@@ -14,6 +14,12 @@ func FuzzDecodeCommandNeverPanicsAndApplies(f *testing.F) {
 		{UnitFailed: ref("x/0/0", 1)},
 		{Init: &Init{Cluster: "c"}},
 		{DeleteApp: &DeleteApp{Name: "x"}},
+		putNode(node("a")), putNode(node("b", RoleWorker)),
+		{NodeLost: nodeRef("a")},
+		{NodeBack: nodeRef("a")},
+		{DrainNode: &DrainNode{Node: "a", By: 1}},
+		{RemoveNode: &RemoveNode{Node: "a"}},
+		token("h", 2, 1), use("h", "u", 1),
 	} {
 		b, err := EncodeCommand(&c)
 		require.NoError(f, err)
@@ -25,14 +31,12 @@ func FuzzDecodeCommandNeverPanicsAndApplies(f *testing.F) {
 		if err != nil {
 			return
 		}
-		s := New()
-		first, second := put(spec("x", "1")), grant("x", 1, 0, 0, 0)
-		_, err = s.Apply(1, &first)
-		require.NoError(t, err)
-		_, err = s.Apply(2, &second)
-		require.NoError(t, err)
-		_, _ = s.Apply(3, c)
-		checkState(t, s)
+		m := withNodes(t, "a")
+		m.must(put(spec("x", "1")))
+		m.must(grant("x", 1, 0, 0, 0))
+		m.must(token("h", 2, 1))
+		_, _ = m.Apply(5, c)
+		checkState(t, m.State)
 		_, err = EncodeCommand(c)
 		require.NoError(t, err)
 	})
@@ -41,9 +45,10 @@ func FuzzDecodeCommandNeverPanicsAndApplies(f *testing.F) {
 // FuzzDecodeSnapshotIsWholeOrRefused: any bytes are an error or a state that encodes and decodes to itself.
 func FuzzDecodeSnapshotIsWholeOrRefused(f *testing.F) {
 	s := New()
-	first, second := put(spec("x", "1")), grant("x", 1, 0, 0, 0)
-	_, _ = s.Apply(1, &first)
-	_, _ = s.Apply(2, &second)
+	for i, c := range []Command{putNode(node("a")), put(spec("x", "1")), grant("x", 1, 0, 0, 0), token("h", 2, 1)} {
+		_, err := s.Apply(uint64(i+1), &c)
+		require.NoError(f, err)
+	}
 	b, err := s.Encode()
 	require.NoError(f, err)
 	f.Add(b)

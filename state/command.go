@@ -85,4 +85,7 @@ type Result struct {
 	Revision uint64            `json:"revision,omitempty"` // cluster revision after PutApps, DeleteApp
 	Apps     map[string]uint64 `json:"apps,omitempty"`     // PutApps: revision per app
 	Epochs   map[string]uint64 `json:"epochs,omitempty"`   // GrantGroup: new epoch per unit
+
+	// Unchanged says that a command about nodes or tokens changed nothing but Index: nobody needs to look.
+	Unchanged bool `json:"unchanged,omitempty"`
 }

@@ -24,6 +24,7 @@ var (
 	ErrUnknownNode    = errors.New("unknown node")
 	ErrNodeTaken      = errors.New("node name taken")
 	ErrNodeRemoved    = errors.New("node was removed")
+	ErrNodeGone       = errors.New("node takes no ranks")
 	ErrLastControl    = errors.New("last control node")
 	ErrTokenUnknown   = errors.New("unknown join token")
 	ErrTokenUsed      = errors.New("join token is used up")

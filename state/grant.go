@@ -89,6 +89,9 @@ func (s *State) checkGrant(c *GrantGroup) error {
 		if err := s.checkUnit(c, g); err != nil {
 			return err
 		}
+		if err := s.checkNodes(g); err != nil {
+			return err
+		}
 		if named[g.Unit] {
 			return badGrant("%s is in it twice", g.Unit)
 		}

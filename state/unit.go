@@ -16,7 +16,8 @@ type Machine struct {
 	Attach    bool      // engine of someone else: it recovers in place, fenced → ready
 	Stopping  bool      // nobody wants the grant in hand: after its end comes release
 	WasReady  bool      // the grant in hand was ready once
-	Confirmed bool      // the node confirmed the last order
+	Confirmed bool      // every node confirmed the last order
+	NodeLost  bool      // a node of the grant is lost and the others end their parts: after that comes a release, then another grant
 	ReadyAt   time.Time // when the grant in hand became ready
 	Since     time.Time // when Phase began
 	Due       time.Time // next tick wanted; zero = none
@@ -35,7 +36,7 @@ const (
 	EvUnwant                        // delete, newer revision or node drain: Grace for running streams
 	EvGranted                       // GrantGroup committed: Epoch, Attempt
 	EvLost                          // the leader started anew and no node runs this grant
-	EvNodeLost                      // a node of the unit is lost for its TTL + 2 s
+	EvNodeLost                      // a node of the unit is lost for its TTL + 2 s: whatever it had counts as gone
 	EvTick                          // Due has passed
 
 	EvStarted  // StartRank taken
@@ -53,6 +54,7 @@ type Event struct {
 	Attempt  int    // EvGranted
 	Grace    time.Duration
 	WasReady bool // EvGone: the node saw it ready (its EvReady may have been lost)
+	Others   bool // other nodes of the unit live and have not said the same; EvNodeLost, EvGone: their parts are not gone
 	Reason   string
 	LogTail  []string
 }
@@ -105,7 +107,7 @@ func (m *Machine) on(e Event, now time.Time, t Timers) []Effect {
 	case EvGranted:
 		return m.grant(e, now, t)
 	case EvLost, EvNodeLost:
-		return m.lost(e)
+		return m.lost(e, now, t)
 	case EvTick:
 		return m.tick(now, t)
 	case EvStarted, EvDraining:
@@ -113,10 +115,13 @@ func (m *Machine) on(e Event, now time.Time, t Timers) []Effect {
 	case EvReady:
 		return m.ready(now)
 	case EvFenced:
-		return m.fenced(e)
+		return m.fenced(e, now, t)
 	case EvKilling:
-		return m.killing(e)
+		return m.killing(e, now, t)
 	case EvGone:
+		if e.Others {
+			return m.killing(e, now, t)
+		}
 		return m.gone(e, now, t)
 	default:
 		return nil
@@ -202,19 +207,40 @@ func (m *Machine) grant(e Event, now time.Time, t Timers) []Effect {
 }
 
 // lost starts a unit anew whose processes are known to be no more. After EvLost the new grant takes the place of the old
-// one, after EvNodeLost the old one is released first.
-func (m *Machine) lost(e Event) []Effect {
-	if !m.up() && (m.Phase != Backoff || e.Kind == EvLost) {
+// one, after EvNodeLost the old one is released first, and before that the nodes that live have ended their parts.
+func (m *Machine) lost(e Event, now time.Time, t Timers) []Effect {
+	switch {
+	case !m.up() && (m.Phase != Backoff || e.Kind == EvLost):
 		return nil
-	}
-	if m.Stopping {
+	case e.Kind == EvNodeLost && e.Others && m.up():
+		return m.endOthers(e, now, t)
+	case m.Stopping:
 		return m.end()
 	}
-	*m = Machine{Phase: Pending, Epoch: m.Epoch, Attach: m.Attach, Starts: max(1, m.Starts), Failures: m.Failures, Reason: e.Reason}
+	m.anew(e.Reason)
 	if e.Kind == EvNodeLost {
 		return []Effect{{Kind: ProposeRelease}, {Kind: DoGrant, Attempt: 1}}
 	}
 	return []Effect{{Kind: DoGrant, Attempt: 1}}
+}
+
+// anew waits for a grant that is no restart of a failed one.
+func (m *Machine) anew(reason string) {
+	*m = Machine{Phase: Pending, Epoch: m.Epoch, Attach: m.Attach, Starts: max(1, m.Starts), Failures: m.Failures, Reason: reason}
+}
+
+// endOthers ends what is left of a unit that has lost a node: its ranks need each other, and their slots are wanted again.
+func (m *Machine) endOthers(e Event, now time.Time, t Timers) []Effect {
+	if m.NodeLost || (m.Stopping && m.Phase == Killing) {
+		return nil
+	}
+	fence := m.Phase == Ready
+	m.because(Killing, e, now, t)
+	m.NodeLost, m.StopBy = true, now
+	if fence {
+		return []Effect{{Kind: ProposeFenced}, {Kind: DoStopOthers}}
+	}
+	return []Effect{{Kind: DoStopOthers}}
 }
 
 func (m *Machine) tick(now time.Time, t Timers) []Effect {
@@ -231,19 +257,29 @@ func (m *Machine) tick(now time.Time, t Timers) []Effect {
 	case m.Stopping && !m.Confirmed:
 		m.Due = now.Add(t.Resend)
 		return []Effect{{Kind: DoStop, Grace: max(0, m.StopBy.Sub(now))}}
+	case !m.Confirmed && (m.Phase == Killing || (m.Phase == Fenced && !m.Attach)):
+		m.Due = now.Add(t.Resend)
+		return []Effect{{Kind: DoStopOthers}}
 	}
 	return nil
 }
 
-// confirm notes that the node took an order. A node that drains by itself stops admitting like one that was told to.
+// confirm notes that the nodes took an order. A node that drains by itself stops admitting like one that was told to.
 func (m *Machine) confirm(e Event) []Effect {
 	switch {
 	case e.Kind == EvStarted && m.Phase == Starting, e.Kind == EvDraining && m.Phase == Draining:
-		m.Confirmed, m.Due = true, time.Time{}
+		m.settle(e)
 	case e.Kind == EvDraining && m.Phase == Ready:
 		m.Phase, m.Confirmed, m.Reason = Draining, true, e.Reason
 	}
 	return nil
+}
+
+// settle needs no further order, unless some nodes have not confirmed the last one.
+func (m *Machine) settle(e Event) {
+	if !e.Others {
+		m.Confirmed, m.Due = true, time.Time{}
+	}
 }
 
 // ready admits the unit to routing. A launched unit that was fenced does not come back under the same epoch.
@@ -257,11 +293,11 @@ func (m *Machine) ready(now time.Time) []Effect {
 }
 
 // fenced follows a failure of a ready unit. In the phase starting the node's ready report is still on its way.
-func (m *Machine) fenced(e Event) []Effect {
+func (m *Machine) fenced(e Event, now time.Time, t Timers) []Effect {
 	if m.Phase != Ready && m.Phase != Starting {
 		return nil
 	}
-	m.because(Fenced, e)
+	m.because(Fenced, e, now, t)
 	m.WasReady = true
 	if m.Attach {
 		return []Effect{{Kind: ProposeFenced}}
@@ -269,16 +305,16 @@ func (m *Machine) fenced(e Event) []Effect {
 	return []Effect{{Kind: ProposeFenced}, {Kind: DoStopOthers}}
 }
 
-func (m *Machine) killing(e Event) []Effect {
+func (m *Machine) killing(e Event, now time.Time, t Timers) []Effect {
 	was := m.Phase
 	switch was {
 	case Starting, Fenced, Draining:
-		m.because(Killing, e)
+		m.because(Killing, e, now, t)
 	case Ready:
-		m.because(Killing, e)
+		m.because(Killing, e, now, t)
 		return []Effect{{Kind: ProposeFenced}, {Kind: DoStopOthers}}
 	case Killing:
-		m.Confirmed, m.Due = true, time.Time{}
+		m.settle(e)
 	default:
 	}
 	if was == Starting {
@@ -287,8 +323,9 @@ func (m *Machine) killing(e Event) []Effect {
 	return nil
 }
 
-// because enters a phase on the way to the end of a grant and keeps the first reason given for it.
-func (m *Machine) because(p Phase, e Event) {
+// because enters a phase on the way to the end of a grant and keeps the first reason given for it. Nodes that have not confirmed
+// are told again.
+func (m *Machine) because(p Phase, e Event, now time.Time, t Timers) {
 	if m.Phase == Starting || m.Phase == Ready {
 		m.Reason, m.LogTail = e.Reason, nil
 	}
@@ -297,6 +334,9 @@ func (m *Machine) because(p Phase, e Event) {
 		m.LogTail = Tail(e.LogTail)
 	}
 	m.Phase, m.Confirmed, m.Due = p, true, time.Time{}
+	if e.Others {
+		m.Confirmed, m.Due = false, now.Add(t.Resend)
+	}
 }
 
 // gone decides what follows the end of a grant: release, another start, or failed.
@@ -304,12 +344,16 @@ func (m *Machine) gone(e Event, now time.Time, t Timers) []Effect {
 	if !m.up() {
 		return nil
 	}
-	if m.Stopping {
+	switch {
+	case m.Stopping:
 		return m.end()
+	case m.NodeLost:
+		m.anew(m.Reason)
+		return []Effect{{Kind: ProposeRelease}, {Kind: DoGrant, Attempt: 1}}
 	}
 	wasReady := m.WasReady || e.WasReady
 	fence := m.Phase == Ready || (m.Phase == Starting && wasReady)
-	m.because(Backoff, e)
+	m.because(Backoff, e, now, t)
 	switch {
 	case wasReady:
 		m.afterReady(now, t)

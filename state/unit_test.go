@@ -98,6 +98,20 @@ var edges = map[string]string{
 	"failed redeploy": "pending: grant",
 }
 
+// edgesOthers are those that differ while other nodes of the unit live and have not said the same.
+var edgesOthers = map[string]string{
+	"starting node lost": "killing: stop others",
+	"starting gone":      "killing: stop others",
+	"ready node lost":    "killing: UnitFenced, stop others",
+	"ready gone":         "killing: UnitFenced, stop others",
+	"fenced node lost":   "killing: stop others",
+	"fenced gone":        "killing:",
+	"killing node lost":  "killing: stop others",
+	"killing gone":       "killing:",
+	"draining node lost": "killing: stop others",
+	"draining gone":      "killing:",
+}
+
 func describe(m Machine, effects []Effect) string {
 	var names []string
 	for _, e := range effects {
@@ -114,26 +128,38 @@ func epochFor(k UnitEventKind) uint64 {
 }
 
 func TestEveryPhaseAndEvent(t *testing.T) {
-	seen := map[string]bool{}
-	for _, p := range allPhases {
-		for k := EvWant; k <= EvGone; k++ {
-			name := string(p) + " " + eventNames[k]
-			before := in(p)
-			after, effects := Next(before, Event{Kind: k, Epoch: epochFor(k), Attempt: 3, Grace: time.Minute}, noon, Timers{})
-			want, listed := edges[name]
-			seen[name] = true
-			if !listed {
-				assert.Equal(t, before, after, name)
-				assert.Empty(t, effects, name)
-				continue
+	for _, others := range []bool{false, true} {
+		seen := map[string]bool{}
+		for _, p := range allPhases {
+			for k := EvWant; k <= EvGone; k++ {
+				seen[string(p)+" "+eventNames[k]] = true
+				checkEdge(t, p, k, others)
 			}
-			assert.Equal(t, want, describe(after, effects), name)
-			assert.Equal(t, in(p), before, "the argument changed")
+		}
+		for name := range edges {
+			assert.True(t, seen[name], "edge %q of the table belongs to no phase and event", name)
+		}
+		for name := range edgesOthers {
+			assert.True(t, seen[name], "edge %q of the table belongs to no phase and event", name)
 		}
 	}
-	for name := range edges {
-		assert.True(t, seen[name], "edge %q of the table belongs to no phase and event", name)
+}
+
+func checkEdge(t *testing.T, p Phase, k UnitEventKind, others bool) {
+	name := string(p) + " " + eventNames[k]
+	want, listed := edges[name]
+	if w, differs := edgesOthers[name]; others && differs {
+		want, listed = w, true
 	}
+	before := in(p)
+	after, effects := Next(before, Event{Kind: k, Epoch: epochFor(k), Attempt: 3, Grace: time.Minute, Others: others}, noon, Timers{})
+	assert.Equal(t, in(p), before, "the argument changed")
+	if !listed {
+		assert.Equal(t, before, after, name)
+		assert.Empty(t, effects, name)
+		return
+	}
+	assert.Equal(t, want, describe(after, effects), "%s, others %v", name, others)
 }
 
 func TestEventsOfOtherEpochsChangeNothing(t *testing.T) {

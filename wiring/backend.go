@@ -48,6 +48,11 @@ func (b *backend) Deploy(ctx context.Context, req api.DeployRequest) (api.Deploy
 	return api.DeployResult{Revision: r.Revision, Apps: r.Apps, Changes: changes, Warnings: warnings}, nil
 }
 
+// Plan implements api.Backend.
+func (b *backend) Plan(context.Context, api.DeployRequest) (msg.Plan, []app.Warning, error) {
+	return msg.Plan{}, nil, problem.New(problem.Unavailable, "plans are not at hand yet")
+}
+
 // expected pins the revision of every named app to what a caller at cluster revision want has seen. Apps that changed after it
 // are a conflict.
 func expected(st *state.State, apps []*app.Application, want *uint64) (map[string]uint64, error) {

@@ -22,7 +22,21 @@ const (
 	DefaultDataDir   = "dpserve-data"
 	DefaultPortRange = "20000-29999"
 	DefaultSlots     = 64
+	DefaultNodePort  = 7947
+	DefaultGossip    = 7946
 )
+
+// The token that the first start of a cluster prints.
+const (
+	FirstTokenTTL  = 24 * time.Hour
+	FirstTokenUses = 64
+)
+
+// Join says which cluster a node joins.
+type Join struct {
+	Address string // HOST:PORT of the node port of a member
+	Token   string
+}
 
 // Config is one node.
 type Config struct {
@@ -35,6 +49,13 @@ type Config struct {
 	GPUs           string                   // count, or list like 0-3,6
 	Labels         map[string]string        // matched by resources.labels
 	Timers         map[string]time.Duration // overrides by name, for support and tests
+	Advertise      string                   // IP or host for other nodes; "" = this node is alone
+	NodePort       int                      // of Advertise
+	GossipPort     int                      // of Advertise
+	Roles          []string                 // control, worker, ingress
+	Zone           string                   // what fails together
+	OnLeaseLoss    string                   // serve | fence
+	Join           *Join                    // nil = a cluster of its own, or the one of the data dir
 	InsecurePublic bool                     // allow a public bind without keys and TLS
 	Ephemeral      bool                     // port 0 instead of a taken one; small raft segments
 	Executable     string                   // what starts simulated engines; default: this program
@@ -55,6 +76,7 @@ func DefaultConfig() Config {
 	}
 	return Config{
 		NodeID: host, DataDir: DefaultDataDir, HTTPBind: DefaultHTTPBind, AdminBind: DefaultAdminBind,
+		NodePort: DefaultNodePort, GossipPort: DefaultGossip, Roles: []string{"control", "worker", "ingress"}, OnLeaseLoss: "serve",
 		PortRange: DefaultPortRange, Slots: DefaultSlots, LogWriter: os.Stderr, LogFormat: "text", LogLevel: "info",
 	}
 }

@@ -17,35 +17,35 @@ type acts struct {
 	cfg   *Config
 	post  func(any)
 	slots chan struct{}
-	nodes map[string]chan effect // the actor's own
+	nodes map[string]chan Effect // the actor's own
 	work  sync.WaitGroup
 }
 
 func newActs(ctx context.Context, cfg *Config, post func(any)) *acts {
-	return &acts{ctx: ctx, cfg: cfg, post: post, slots: make(chan struct{}, maxCommands), nodes: map[string]chan effect{}}
+	return &acts{ctx: ctx, cfg: cfg, post: post, slots: make(chan struct{}, maxCommands), nodes: map[string]chan Effect{}}
 }
 
 // do starts an effect and returns at once.
-func (a *acts) do(e effect) {
+func (a *acts) do(e Effect) {
 	switch e := e.(type) {
-	case grantEffect:
+	case GrantEffect:
 		a.command(func(ctx context.Context) { a.post(a.grant(ctx, &e)) })
-	case proposeEffect:
+	case ProposeEffect:
 		a.command(func(ctx context.Context) {
-			_, err := a.cfg.Proposer.Propose(ctx, e.command)
-			a.failed(e.command.Kind(), e.unit, err)
-			a.post(concluded{e.app, e.unit, err})
+			_, err := a.cfg.Proposer.Propose(ctx, e.Command)
+			a.failed(e.Command.Kind(), e.Unit, err)
+			a.post(Concluded{e.App, e.Unit, e.Node, err})
 		})
-	case releaseEffect:
+	case ReleaseEffect:
 		a.command(func(ctx context.Context) {
-			err := a.cfg.Granter.Release(ctx, e.release)
-			a.failed("release", e.release.Unit, err)
-			a.post(concluded{e.app, e.release.Unit, err})
+			err := a.cfg.Granter.Release(ctx, e.Release)
+			a.failed("release", e.Release.Unit, err)
+			a.post(Concluded{App: e.App, Unit: e.Release.Unit, Err: err})
 		})
-	case startEffect:
-		a.order(e.node, e)
-	case stopEffect:
-		a.order(e.node, e)
+	case StartEffect:
+		a.order(e.Node, e)
+	case StopEffect:
+		a.order(e.Node, e)
 	}
 }
 
@@ -64,13 +64,13 @@ func (a *acts) command(f func(ctx context.Context)) {
 	})
 }
 
-func (a *acts) grant(ctx context.Context, e *grantEffect) granted {
-	out := granted{}
-	for i := range e.grant.Units {
-		out.units = append(out.units, e.grant.Units[i].Unit)
+func (a *acts) grant(ctx context.Context, e *GrantEffect) Granted {
+	out := Granted{}
+	for i := range e.Grant.Units {
+		out.Units = append(out.Units, e.Grant.Units[i].Unit)
 	}
-	out.result, out.err = a.cfg.Granter.Grant(ctx, e.grant)
-	a.failed("grant_group", out.units[0], out.err)
+	out.Result, out.Err = a.cfg.Granter.Grant(ctx, e.Grant)
+	a.failed("grant_group", out.Units[0], out.Err)
 	return out
 }
 
@@ -81,10 +81,10 @@ func (a *acts) failed(kind, unit string, err error) {
 }
 
 // order queues an order for a node. A full queue drops it: the resend timer sends it again.
-func (a *acts) order(node string, e effect) {
+func (a *acts) order(node string, e Effect) {
 	q := a.nodes[node]
 	if q == nil {
-		q = make(chan effect, nodeQueue)
+		q = make(chan Effect, nodeQueue)
 		a.nodes[node] = q
 		a.work.Go(func() { a.serve(q) })
 	}
@@ -96,7 +96,7 @@ func (a *acts) order(node string, e effect) {
 }
 
 // serve sends the orders of one node.
-func (a *acts) serve(q <-chan effect) {
+func (a *acts) serve(q <-chan Effect) {
 	for {
 		select {
 		case e := <-q:
@@ -107,19 +107,19 @@ func (a *acts) serve(q <-chan effect) {
 	}
 }
 
-func (a *acts) send(e effect) {
+func (a *acts) send(e Effect) {
 	ctx, cancel := context.WithTimeout(a.ctx, a.cfg.Timers.Call)
 	defer cancel()
 	switch e := e.(type) {
-	case startEffect:
-		a.start(ctx, e.node, e.order)
-	case stopEffect:
-		agent, ok := a.cfg.Agent(e.node)
+	case StartEffect:
+		a.start(ctx, e.Node, e.Order)
+	case StopEffect:
+		agent, ok := a.cfg.Agent(e.Node)
 		if !ok {
 			return
 		}
-		if err := agent.StopRank(ctx, e.order); err != nil {
-			a.failed("stop_rank", e.order.Unit, err)
+		if err := agent.StopRank(ctx, e.Order); err != nil {
+			a.failed("stop_rank", e.Order.Unit, err)
 		}
 	}
 }
@@ -136,7 +136,7 @@ func (a *acts) start(ctx context.Context, node string, o *msg.StartRank) {
 	}
 	a.failed("start_rank", o.Unit, err)
 	if !silence(err) {
-		a.post(refused{node, o.Unit, o.Epoch, err})
+		a.post(Refused{node, o.Unit, o.Epoch, err})
 	}
 }
 

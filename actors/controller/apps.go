@@ -61,7 +61,7 @@ func (a *application) fill(spec *app.Application) error {
 }
 
 // lookAtApps brings the decoded apps up to the state.
-func (c *core) lookAtApps() {
+func (c *Core) lookAtApps() {
 	for name, s := range c.state.Apps {
 		old := c.apps[name]
 		if old == nil || old.revision != s.Revision {
@@ -82,16 +82,16 @@ func (c *core) lookAtApps() {
 	}
 }
 
-func (c *core) isAttach(name string) bool {
+func (c *Core) isAttach(name string) bool {
 	a := c.apps[name]
 	return a != nil && a.spec != nil && a.spec.Engine.Kind == app.KindAttach
 }
 
 // names are the apps in order.
-func (c *core) names() []string { return slices.Sorted(maps.Keys(c.apps)) }
+func (c *Core) names() []string { return slices.Sorted(maps.Keys(c.apps)) }
 
 // reconcile compares what is wanted with what is, and does the next thing towards it.
-func (c *core) reconcile(now time.Time) {
+func (c *Core) reconcile(now time.Time) {
 	c.adoptGrants(now)
 	c.endUnwanted(now)
 	for _, name := range c.names() {
@@ -108,7 +108,7 @@ func (c *core) reconcile(now time.Time) {
 }
 
 // adoptGrants takes over grants that stand in the state and were not answered: their command was thought lost.
-func (c *core) adoptGrants(now time.Time) {
+func (c *Core) adoptGrants(now time.Time) {
 	for _, id := range slices.Sorted(maps.Keys(c.state.Units)) {
 		rec, u := c.state.Units[id], c.units[id]
 		if u != nil && (u.busy || rec.Epoch <= u.m.Epoch || !u.awaitsGrant()) {
@@ -125,7 +125,7 @@ func (c *core) adoptGrants(now time.Time) {
 
 // endUnwanted stops units whose app is being deleted, is gone, or does not want them any more. The units of a spec that this
 // version cannot read run on: nobody said that they are not wanted.
-func (c *core) endUnwanted(now time.Time) {
+func (c *Core) endUnwanted(now time.Time) {
 	for _, id := range c.ids() {
 		u := c.units[id]
 		a := c.apps[u.app]
@@ -138,7 +138,7 @@ func (c *core) endUnwanted(now time.Time) {
 	}
 }
 
-func (c *core) endReason(a *application) string {
+func (c *Core) endReason(a *application) string {
 	if a == nil || a.deleting {
 		return "deleted"
 	}
@@ -147,7 +147,7 @@ func (c *core) endReason(a *application) string {
 
 // grace is how long running streams of the unit may go on: what was ordered, else what the present revision says, else what it
 // was started with.
-func (c *core) grace(u *unit) time.Duration {
+func (c *Core) grace(u *unit) time.Duration {
 	if u.drain != nil {
 		return *u.drain
 	}
@@ -161,7 +161,7 @@ func (c *core) grace(u *unit) time.Duration {
 }
 
 // reconcileApp starts what is missing and rolls a newer revision out.
-func (c *core) reconcileApp(now time.Time, a *application) {
+func (c *Core) reconcileApp(now time.Time, a *application) {
 	for i := range a.units {
 		w := &a.units[i]
 		u := c.units[w.ID]
@@ -184,7 +184,7 @@ func (c *core) reconcileApp(now time.Time, a *application) {
 }
 
 // want begins a unit, unless another unit still holds its ranks: the coupling of the app has changed.
-func (c *core) want(now time.Time, u *unit, w *app.Unit) {
+func (c *Core) want(now time.Time, u *unit, w *app.Unit) {
 	for id, rec := range c.state.Units {
 		if id != u.id && rec.App == w.App && rec.Group == w.Group && rec.Holds() && shares(rec, w.Ranks) {
 			return
@@ -199,13 +199,13 @@ func shares(rec *state.Unit, ranks []int) bool {
 }
 
 // stale says whether the grant in hand starts something else than the present revision.
-func (c *core) stale(a *application, u *unit) bool {
+func (c *Core) stale(a *application, u *unit) bool {
 	return len(u.seat.ranks) > 0 && u.seat.launch != a.launch[u.id]
 }
 
 // roll ends a unit of an older revision, so that it starts anew: at once if it does not serve, else one ready unit of the app
 // at a time. A unit that fails under the new revision stops the roll-out; the others go on serving.
-func (c *core) roll(now time.Time, a *application, u *unit) {
+func (c *Core) roll(now time.Time, a *application, u *unit) {
 	switch u.m.Phase {
 	case state.Starting, state.Fenced, state.Killing, state.Backoff, state.Failed:
 	case state.Ready:
@@ -219,7 +219,7 @@ func (c *core) roll(now time.Time, a *application, u *unit) {
 }
 
 // underWay says whether another unit of the app is not ready. One that finds no room does not count: it may wait for this one's.
-func (c *core) underWay(a *application, but *unit) bool {
+func (c *Core) underWay(a *application, but *unit) bool {
 	for i := range a.units {
 		u := c.units[a.units[i].ID]
 		if u != but && (u == nil || (u.m.Phase != state.Ready && u.noRoom == "")) {
@@ -230,7 +230,7 @@ func (c *core) underWay(a *application, but *unit) bool {
 }
 
 // tellRaft carries out every wish but grants. A wish that the state has overtaken is dropped.
-func (c *core) tellRaft(now time.Time) {
+func (c *Core) tellRaft(now time.Time) {
 	for _, id := range c.ids() {
 		u := c.units[id]
 		for u.due(now, false) {
@@ -248,32 +248,32 @@ func (c *core) tellRaft(now time.Time) {
 }
 
 // unseen says whether the grant in hand is newer than the snapshot: its answer came before the snapshot that holds it.
-func (c *core) unseen(u *unit) bool { return u.m.Epoch > c.state.Epochs[u.id] }
+func (c *Core) unseen(u *unit) bool { return u.m.Epoch > c.state.Epochs[u.id] }
 
-func (c *core) propose(u *unit, w wish) {
+func (c *Core) propose(u *unit, w wish) {
 	ref := u.ref()
 	switch w.kind {
 	case state.ProposeReady:
 		ref.Reason = ""
-		c.emit(proposeEffect{u.app, u.id, state.Command{UnitReady: ref}})
+		c.emit(ProposeEffect{App: u.app, Unit: u.id, Command: state.Command{UnitReady: ref}})
 	case state.ProposeFenced:
-		c.emit(proposeEffect{u.app, u.id, state.Command{UnitFenced: ref}})
+		c.emit(ProposeEffect{App: u.app, Unit: u.id, Command: state.Command{UnitFenced: ref}})
 	case state.ProposeFailed:
 		ref.LogTail = state.Tail(u.m.LogTail)
-		c.emit(proposeEffect{u.app, u.id, state.Command{UnitFailed: ref}})
+		c.emit(ProposeEffect{App: u.app, Unit: u.id, Command: state.Command{UnitFailed: ref}})
 	default:
-		c.emit(releaseEffect{u.app, releaseOf(u)})
+		c.emit(ReleaseEffect{u.app, releaseOf(u)})
 	}
 }
 
 // sweep forgets units of which nothing is left, then apps.
-func (c *core) sweep(now time.Time) {
+func (c *Core) sweep(now time.Time) {
 	left := map[string]int{}
 	for _, id := range c.ids() {
 		u := c.units[id]
 		if a := c.apps[u.app]; (a == nil || !a.wants(id)) && u.idle(c.state) {
 			delete(c.units, id)
-			c.emit(forgetEffect{u.app, id})
+			c.emit(ForgetEffect{u.app, id})
 			continue
 		}
 		left[u.app]++
@@ -282,13 +282,13 @@ func (c *core) sweep(now time.Time) {
 		a := c.apps[name]
 		if a.deleting && left[name] == 0 && !a.busy && !now.Before(a.retryAt) {
 			a.busy = true
-			c.emit(proposeEffect{app: name, command: state.Command{ForgetApp: &state.ForgetApp{Name: name}}})
+			c.emit(ProposeEffect{App: name, Command: state.Command{ForgetApp: &state.ForgetApp{Name: name}}})
 		}
 	}
 }
 
 // sumUp derives the app's status and notes its change.
-func (c *core) sumUp(now time.Time, a *application) {
+func (c *Core) sumUp(now time.Time, a *application) {
 	s := c.derive(a)
 	if s == state.Running {
 		a.running = a.revision
@@ -296,11 +296,11 @@ func (c *core) sumUp(now time.Time, a *application) {
 	if s == a.status {
 		return
 	}
-	c.emit(changeEffect{Event{At: now, App: a.name, From: string(a.status), To: string(s), Reason: c.message(a)}})
+	c.emit(ChangeEffect{Event{At: now, App: a.name, From: string(a.status), To: string(s), Reason: c.message(a)}})
 	a.status = s
 }
 
-func (c *core) derive(a *application) state.AppStatus {
+func (c *Core) derive(a *application) state.AppStatus {
 	if a.broken != "" && !a.deleting {
 		return state.DeployFailed
 	}
@@ -312,7 +312,7 @@ func (c *core) derive(a *application) state.AppStatus {
 }
 
 // phaseOf is a wanted unit's phase; what still runs an older revision is on its way.
-func (c *core) phaseOf(a *application, id string) state.Phase {
+func (c *Core) phaseOf(a *application, id string) state.Phase {
 	u := c.units[id]
 	if u == nil || u.m.Phase == "" || c.stale(a, u) {
 		return state.Pending
@@ -321,7 +321,7 @@ func (c *core) phaseOf(a *application, id string) state.Phase {
 }
 
 // message says in words why the app is not RUNNING.
-func (c *core) message(a *application) string {
+func (c *Core) message(a *application) string {
 	if a.broken != "" || a.deleting {
 		return a.broken
 	}

@@ -14,6 +14,7 @@ import (
 	"github.com/dpserve/dpserve/app"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/placement"
 	"github.com/dpserve/dpserve/state"
 )
 
@@ -31,7 +32,7 @@ type Controller struct {
 	acts *acts
 
 	mu   sync.Mutex
-	core *core
+	core *Core
 
 	reshaping chan struct{} // held by the one change of ranks under way
 	booted    chan struct{} // closed when the first state behind the barrier is taken up
@@ -48,7 +49,7 @@ var _ msg.Reporter = (*Controller)(nil)
 // New makes a Controller.
 func New(cfg Config) *Controller {
 	cfg = cfg.withDefaults()
-	return &Controller{cfg: cfg, ring: newRing(), core: newCore(cfg.Timers), reshaping: make(chan struct{}, 1), booted: make(chan struct{})}
+	return &Controller{cfg: cfg, ring: newRing(), core: NewCore(cfg.Timers), reshaping: make(chan struct{}, 1), booted: make(chan struct{})}
 }
 
 // Start spawns the actor. Nothing is granted before the barrier has passed.
@@ -91,7 +92,7 @@ func (c *Controller) follow(ctx context.Context) {
 	}
 	for {
 		changed := c.cfg.Store.Changed() // before State, or a change in between goes unseen
-		c.box.Send(stateSeen{c.cfg.Store.State()})
+		c.box.Send(StateSeen{c.cfg.Store.State()})
 		select {
 		case <-changed:
 		case <-ctx.Done():
@@ -117,6 +118,12 @@ func (c *Controller) passBarrier(ctx context.Context) bool {
 	return ctx.Err() == nil
 }
 
+// caughtUp tells the core of a deploy, and who deployed when the core has seen it.
+type caughtUp struct {
+	Redeployed
+	done chan struct{}
+}
+
 // receiver is the actor: it steps the core and hands the effects on.
 type receiver struct{ *Controller }
 
@@ -126,12 +133,12 @@ func (c receiver) Receive(m any) {
 	woken := false
 	for _, e := range effects {
 		switch e := e.(type) {
-		case changeEffect:
+		case ChangeEffect:
 			c.tell(e.Event)
-		case restartEffect:
-			c.cfg.Metrics.UnitRestart(e.app, e.unit)
-		case forgetEffect:
-			c.cfg.Metrics.UnitForget(e.app, e.unit)
+		case RestartEffect:
+			c.cfg.Metrics.UnitRestart(e.App, e.Unit)
+		case ForgetEffect:
+			c.cfg.Metrics.UnitForget(e.App, e.Unit)
 		default:
 			c.acts.do(e)
 			continue
@@ -139,27 +146,39 @@ func (c receiver) Receive(m any) {
 		woken = true
 	}
 	switch m.(type) {
-	case stateSeen, redeployed:
+	case StateSeen, *caughtUp:
 		woken = true
 	}
 	if woken {
 		c.ring.wake()
 	}
 	c.arm(due)
-	if r, ok := m.(redeployed); ok {
+	if r, ok := m.(*caughtUp); ok {
 		close(r.done)
 	}
 }
 
-func (c *Controller) step(m any) ([]effect, time.Time) {
-	nodes := c.cfg.Nodes()
+func (c *Controller) step(m any) ([]Effect, time.Time) {
+	if u, ok := m.(*caughtUp); ok {
+		m = u.Redeployed
+	}
+	inventory := c.inventory()
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	effects := c.core.Step(c.cfg.Clock(), nodes, m)
+	c.core.inventory = inventory
+	effects := c.core.Step(c.cfg.Clock(), m)
 	if c.core.state != nil {
 		c.boot.Do(func() { close(c.booted) })
 	}
 	return effects, c.core.Due()
+}
+
+// inventory is what there is while the state knows no nodes.
+func (c *Controller) inventory() []placement.Node {
+	if c.cfg.Nodes == nil {
+		return nil
+	}
+	return c.cfg.Nodes()
 }
 
 // tell puts a change into ring, metrics and log: one line per state change.
@@ -184,11 +203,11 @@ func (c *Controller) arm(due time.Time) {
 	if due.IsZero() {
 		return
 	}
-	c.timer = time.AfterFunc(max(minTick, due.Sub(c.cfg.Clock())), func() { c.box.Send(ticked{}) })
+	c.timer = time.AfterFunc(max(minTick, due.Sub(c.cfg.Clock())), func() { c.box.Send(Ticked{}) })
 }
 
 // Report implements msg.Reporter: idempotent by (node, number), never blocks.
-func (c *Controller) Report(e msg.UnitEvent) { c.box.Send(reported{e}) }
+func (c *Controller) Report(e msg.UnitEvent) { c.box.Send(Reported{e}) }
 
 // Status is the picture of all applications, in order of name. Nothing of a rank's account is in it: those who know it add it.
 func (c *Controller) Status() []msg.AppStatus {
@@ -210,7 +229,7 @@ func (c *Controller) Deploy(ctx context.Context, apps []*app.Application, expect
 	if err := runnable(apps); err != nil {
 		return state.Result{}, err
 	}
-	if err := dryRun(c.cfg.Store.State(), c.cfg.Nodes(), apps, prune); err != nil {
+	if err := dryRun(c.cfg.Store.State(), c.inventory(), apps, prune); err != nil {
 		return state.Result{}, err
 	}
 	put := &state.PutApps{Expect: expect, Prune: prune}
@@ -270,7 +289,7 @@ func (c *Controller) catchUp(ctx context.Context, apps []string, before map[stri
 	case <-c.box.Stopped():
 	case <-ctx.Done():
 	}
-	m := redeployed{apps, before, c.cfg.Store.State(), make(chan struct{})}
+	m := &caughtUp{Redeployed{apps, before, c.cfg.Store.State()}, make(chan struct{})}
 	if err := c.box.TrySend(m); errors.Is(err, inbox.ErrStopped) {
 		return problem.New(problem.Unavailable, "tell the controller: %w", ErrStopped).WithHint("dpserve is stopping; start it again")
 	} else if err != nil {

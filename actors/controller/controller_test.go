@@ -282,7 +282,7 @@ func TestRG6ThroughTheActor(t *testing.T) {
 		synctest.Wait()
 		assert.Equal(t, []string{"start chat/0/0 1", "start chat/0/0 2", "start chat/0/0 3"}, r.agent.seen())
 		assert.Equal(t, 2, r.metrics.restarts)
-		assert.Equal(t, "node a refused: stale epoch", r.store.State().Units["chat/0/0"].Reason)
+		assert.Equal(t, "node a Refused: stale epoch", r.store.State().Units["chat/0/0"].Reason)
 		r.agent.refuse(nil)
 		r.deploy(t, sim("chat", 1, app.Independent))
 		assert.Equal(t, "RUNNING", r.Status()[0].Status)

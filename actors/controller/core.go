@@ -13,47 +13,51 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// core decides; it has no IO, no clock and no goroutines. Same inputs at the same times: same effects. It is level-triggered:
+// Core decides; it has no IO, no clock and no goroutines. Same inputs at the same times: same effects. It is level-triggered:
 // every step compares what is wanted with what is, so a lost answer only delays.
-type core struct {
+type Core struct {
 	timers Timers
-	state  *state.State // nil before the barrier: nothing is decided
-	nodes  []placement.Node
+	state  *state.State     // nil before the barrier: nothing is decided
+	nodes  []placement.Node // that may get ranks
 	apps   map[string]*application
 	units  map[string]*unit
 	seen   map[string]*numbers // reports per node
-	out    []effect
+	out    []Effect
+
+	inventory []placement.Node // what there is while the state knows no nodes
 }
 
-func newCore(t Timers) *core {
-	return &core{timers: t.withDefaults(), apps: map[string]*application{}, units: map[string]*unit{}, seen: map[string]*numbers{}}
+// NewCore makes a Core that has seen nothing.
+func NewCore(t Timers) *Core {
+	return &Core{timers: t.withDefaults(), apps: map[string]*application{}, units: map[string]*unit{}, seen: map[string]*numbers{}}
 }
 
-// Step takes one input at a time now, with the inventory of that moment, and returns what is to be done.
-func (c *core) Step(now time.Time, nodes []placement.Node, in any) []effect {
-	c.out, c.nodes = nil, nodes
+// Step takes one input at a time now, and returns what is to be done.
+func (c *Core) Step(now time.Time, in any) []Effect {
+	c.out = nil
 	c.take(now, in)
 	if c.state != nil {
+		c.nodes = nodesOf(c.state, c.inventory)
 		c.reconcile(now)
 	}
 	return c.out
 }
 
-func (c *core) take(now time.Time, in any) {
+func (c *Core) take(now time.Time, in any) {
 	switch in := in.(type) {
-	case stateSeen:
-		c.look(now, in.state)
-	case reported:
-		c.report(now, &in.event)
-	case refused:
+	case StateSeen:
+		c.look(now, in.State)
+	case Reported:
+		c.report(now, &in.Event)
+	case Refused:
 		c.refuse(now, in)
-	case granted:
+	case Granted:
 		c.conclude(now, in)
-	case concluded:
+	case Concluded:
 		c.answered(now, in)
-	case redeployed:
+	case Redeployed:
 		c.redeploy(now, in)
-	case ticked:
+	case Ticked:
 		for _, id := range c.ids() {
 			c.feed(now, c.units[id], state.Event{Kind: state.EvTick})
 		}
@@ -61,7 +65,7 @@ func (c *core) take(now time.Time, in any) {
 }
 
 // Due is the next time at which a tick is wanted; zero = none.
-func (c *core) Due() time.Time {
+func (c *Core) Due() time.Time {
 	var due time.Time
 	earlier := func(t time.Time) {
 		if !t.IsZero() && (due.IsZero() || t.Before(due)) {
@@ -82,14 +86,14 @@ func (c *core) Due() time.Time {
 	return due
 }
 
-func (c *core) emit(e effect) { c.out = append(c.out, e) }
+func (c *Core) emit(e Effect) { c.out = append(c.out, e) }
 
 // ids are the unit ids in order, so that effects have one.
-func (c *core) ids() []string { return slices.Sorted(maps.Keys(c.units)) }
+func (c *Core) ids() []string { return slices.Sorted(maps.Keys(c.units)) }
 
 // look takes a snapshot. The first one is the boot: whatever is granted in it runs nowhere, because engines die with their
 // node process, and is granted anew.
-func (c *core) look(now time.Time, s *state.State) {
+func (c *Core) look(now time.Time, s *state.State) {
 	boot := c.state == nil
 	if !boot && s.Index < c.state.Index {
 		return
@@ -108,7 +112,7 @@ func (c *core) look(now time.Time, s *state.State) {
 }
 
 // retryAfterChange lets a grant that was refused try again at once: what it met has changed.
-func (c *core) retryAfterChange(u *unit) time.Time {
+func (c *Core) retryAfterChange(u *unit) time.Time {
 	if len(u.wishes) > 0 && u.wishes[0].kind == state.DoGrant {
 		return time.Time{}
 	}
@@ -116,7 +120,7 @@ func (c *core) retryAfterChange(u *unit) time.Time {
 }
 
 // resume brings a unit back that was granted before this process began.
-func (c *core) resume(now time.Time, rec *state.Unit) {
+func (c *Core) resume(now time.Time, rec *state.Unit) {
 	u := c.adopt(rec)
 	u.m = state.Machine{
 		Phase: rec.Phase, Epoch: rec.Epoch, Attempt: rec.Attempt, Starts: 1, Since: now, Attach: c.isAttach(rec.App),
@@ -129,7 +133,7 @@ func (c *core) resume(now time.Time, rec *state.Unit) {
 }
 
 // adopt makes a unit of a record.
-func (c *core) adopt(rec *state.Unit) *unit {
+func (c *Core) adopt(rec *state.Unit) *unit {
 	u := newUnit(rec.ID, rec.App, rec.Group, nil)
 	for i := range rec.Ranks {
 		u.ranks = append(u.ranks, rec.Ranks[i].Rank)
@@ -139,7 +143,7 @@ func (c *core) adopt(rec *state.Unit) *unit {
 	return u
 }
 
-func (c *core) seatOf(rec *state.Unit) seat {
+func (c *Core) seatOf(rec *state.Unit) seat {
 	s := seat{revision: rec.AppRevision, launch: rec.Launch, ranks: rec.Ranks, blocks: rec.Blocks}
 	if a := c.apps[rec.App]; a != nil {
 		s.spec = a.spec
@@ -148,7 +152,7 @@ func (c *core) seatOf(rec *state.Unit) seat {
 }
 
 // feed gives a machine an event and does what it asks for.
-func (c *core) feed(now time.Time, u *unit, e state.Event) {
+func (c *Core) feed(now time.Time, u *unit, e state.Event) {
 	before := u.m.Phase
 	m, effects := state.Next(u.m, e, now, c.timers.Unit)
 	u.m = m
@@ -163,11 +167,11 @@ func (c *core) feed(now time.Time, u *unit, e state.Event) {
 	}
 }
 
-func (c *core) changed(now time.Time, u *unit, from, to state.Phase) {
-	c.emit(changeEffect{Event{At: now, App: u.app, Unit: u.id, Epoch: u.m.Epoch, From: string(from), To: string(to), Reason: u.m.Reason}})
+func (c *Core) changed(now time.Time, u *unit, from, to state.Phase) {
+	c.emit(ChangeEffect{Event{At: now, App: u.app, Unit: u.id, Epoch: u.m.Epoch, From: string(from), To: string(to), Reason: u.m.Reason}})
 }
 
-func (c *core) obey(u *unit, f state.Effect) {
+func (c *Core) obey(u *unit, f state.Effect) {
 	switch f.Kind {
 	case state.DoGrant, state.ProposeReady, state.ProposeFenced, state.ProposeFailed, state.ProposeRelease:
 		u.wantRaft(wish{kind: f.Kind, attempt: f.Attempt})
@@ -178,41 +182,41 @@ func (c *core) obey(u *unit, f state.Effect) {
 	case state.DoStopOthers:
 		c.stop(u, u.ended, 0)
 	case state.CountRestart:
-		c.emit(restartEffect{u.app, u.id})
+		c.emit(RestartEffect{u.app, u.id})
 	}
 }
 
 // start tells the nodes that have not confirmed.
-func (c *core) start(u *unit) {
+func (c *Core) start(u *unit) {
 	if u.seat.spec == nil {
 		return
 	}
 	for _, n := range u.nodes() {
 		if !u.started[n] {
-			c.emit(startEffect{n, u.startOn(n)})
+			c.emit(StartEffect{n, u.startOn(n)})
 		}
 	}
 }
 
 // stop tells the nodes of the unit that are not done.
-func (c *core) stop(u *unit, done map[string]bool, grace time.Duration) {
+func (c *Core) stop(u *unit, done map[string]bool, grace time.Duration) {
 	for _, n := range u.nodes() {
 		if !done[n] {
-			c.emit(stopEffect{n, &msg.StopRank{Unit: u.id, Epoch: u.m.Epoch, Grace: grace, Reason: u.m.Reason}})
+			c.emit(StopEffect{n, &msg.StopRank{Unit: u.id, Epoch: u.m.Epoch, Grace: grace, Reason: u.m.Reason}})
 		}
 	}
 }
 
 // conclude takes the outcome of a grant. A grant whose outcome is unknown may be in the state: reconcile finds it there.
-func (c *core) conclude(now time.Time, in granted) {
-	for _, id := range in.units {
+func (c *Core) conclude(now time.Time, in Granted) {
+	for _, id := range in.Units {
 		u := c.units[id]
 		if u == nil {
 			continue
 		}
 		u.busy = false
-		epoch := in.result.Epochs[id]
-		if in.err != nil || epoch == 0 {
+		epoch := in.Result.Epochs[id]
+		if in.Err != nil || epoch == 0 {
 			if u.m.Phase != state.Gone { // else it was given up meanwhile: there is nothing to try again
 				u.again(now.Add(c.timers.Retry))
 			}
@@ -223,30 +227,30 @@ func (c *core) conclude(now time.Time, in granted) {
 }
 
 // begun starts what was granted.
-func (c *core) begun(now time.Time, u *unit, s seat, epoch uint64, attempt int) {
+func (c *Core) begun(now time.Time, u *unit, s seat, epoch uint64, attempt int) {
 	u.seat, u.noRoom, u.drain = s, "", nil
 	u.forgetReports()
 	c.feed(now, u, state.Event{Kind: state.EvGranted, Epoch: epoch, Attempt: attempt})
 }
 
 // answered takes the outcome of any other command. A typed refusal means that the state went on without it.
-func (c *core) answered(now time.Time, in concluded) {
-	if in.unit == "" {
-		if a := c.apps[in.app]; a != nil {
-			a.busy = a.deleting && in.err == nil // forgotten: the state that says so is on its way
+func (c *Core) answered(now time.Time, in Concluded) {
+	if in.Unit == "" {
+		if a := c.apps[in.App]; a != nil {
+			a.busy = a.deleting && in.Err == nil // forgotten: the state that says so is on its way
 			a.retryAt = time.Time{}
-			if in.err != nil {
+			if in.Err != nil {
 				a.retryAt = now.Add(c.timers.Retry)
 			}
 		}
 		return
 	}
-	u := c.units[in.unit]
+	u := c.units[in.Unit]
 	if u == nil {
 		return
 	}
 	u.busy = false
-	if in.err != nil && !typedRefusal(in.err) {
+	if in.Err != nil && !typedRefusal(in.Err) {
 		u.again(now.Add(c.timers.Retry))
 	}
 }
@@ -262,17 +266,17 @@ func typedRefusal(err error) bool {
 }
 
 // redeploy looks at the new state first, but never boots from it: that is for the first snapshot after the barrier.
-func (c *core) redeploy(now time.Time, in redeployed) {
-	if c.state != nil && in.state != nil {
-		c.look(now, in.state)
+func (c *Core) redeploy(now time.Time, in Redeployed) {
+	if c.state != nil && in.State != nil {
+		c.look(now, in.State)
 	}
 	for _, id := range c.ids() {
 		u := c.units[id]
-		if !slices.Contains(in.apps, u.app) {
+		if !slices.Contains(in.Apps, u.app) {
 			continue
 		}
 		// A start that the change itself brought about, and that has failed by now, is not forgiven.
-		if epoch, there := in.before[id]; in.before == nil || there && epoch == u.m.Epoch {
+		if epoch, there := in.Before[id]; in.Before == nil || there && epoch == u.m.Epoch {
 			c.feed(now, u, state.Event{Kind: state.EvRedeploy})
 		}
 	}

@@ -76,13 +76,13 @@ func TestReportsAreTakenOncePerNumberAndForTheEpochInHandOnly(t *testing.T) {
 	w.deploy(sim("chat", 1, app.Independent))
 	w.up("chat/0/0")
 	fenced := msg.UnitEvent{Node: "a", Number: 77, Unit: "chat/0/0", Epoch: 1, Kind: msg.UnitFenced}
-	w.step(reported{fenced})
+	w.step(Reported{fenced})
 	w.says("a", "chat/0/0", msg.UnitGone, wasReady)
 	w.pass(time.Second)
 	w.up("chat/0/0")
 	w.takeTrace()
 	fenced.Epoch = 2
-	w.step(reported{fenced})
+	w.step(Reported{fenced})
 	w.says("a", "chat/0/0", msg.UnitGone, at(1))
 	assert.Empty(t, w.takeTrace())
 	assert.Equal(t, "RUNNING", w.status("chat"))
@@ -104,10 +104,10 @@ func TestOldIncarnationIsToldToStop(t *testing.T) {
 func TestRefusedStartIsAFailedStart(t *testing.T) {
 	w := newWorld(t)
 	w.deploy(sim("chat", 1, app.Independent))
-	w.step(refused{"a", "chat/0/0", 1, errLost})
+	w.step(Refused{"a", "chat/0/0", 1, errLost})
 	assert.Equal(t, state.Backoff, w.phase("chat/0/0"))
-	assert.Contains(t, w.core.status()[0].Message, "node a refused: leadership was lost")
-	w.step(refused{"a", "chat/0/0", 1, errLost})
+	assert.Contains(t, w.core.status()[0].Message, "node a Refused: leadership was lost")
+	w.step(Refused{"a", "chat/0/0", 1, errLost})
 	w.pass(time.Second)
 	assert.Equal(t, state.Starting, w.phase("chat/0/0"))
 }

@@ -25,8 +25,8 @@ func runnable(apps []*app.Application) error {
 
 // dryRun places what a deploy would start, beside what stays, and refuses it as a whole if that is impossible. Units of the
 // other apps that wait for a place go first and do not count: they were not asked for now.
-func dryRun(s *state.State, nodes []placement.Node, apps []*app.Application, prune bool) error {
-	o := newOverlay(nodes, s)
+func dryRun(s *state.State, inventory []placement.Node, apps []*app.Application, prune bool) error {
+	o := newOverlay(nodesOf(s, inventory), s)
 	named := map[string]*application{}
 	for _, a := range apps {
 		next := &application{name: a.Name, launch: map[string]string{}}

@@ -13,7 +13,7 @@ import (
 )
 
 // grantAll places the units that wait for a grant, group by group, and proposes each placed group as one command.
-func (c *core) grantAll(now time.Time) {
+func (c *Core) grantAll(now time.Time) {
 	var waiting []*unit
 	for _, u := range c.units {
 		if a := c.apps[u.app]; u.due(now, true) && a != nil && a.wants(u.id) {
@@ -39,7 +39,7 @@ func sameGroup(us []*unit) int {
 
 // grantGroup places units of one group: those that start again on their seats, the others anew, all of them or none. One kind
 // that finds no room does not keep the other waiting.
-func (c *core) grantGroup(us []*unit) {
+func (c *Core) grantGroup(us []*unit) {
 	again, anew := c.split(us)
 	var found []*unit
 	var placed []placement.Placed
@@ -60,7 +60,7 @@ func (c *core) grantGroup(us []*unit) {
 }
 
 // split tells units that can keep their seats from those that need new ones.
-func (c *core) split(us []*unit) (again, anew []*unit) {
+func (c *Core) split(us []*unit) (again, anew []*unit) {
 	for _, u := range us {
 		if c.keepsSeats(u) {
 			again = append(again, u)
@@ -72,7 +72,7 @@ func (c *core) split(us []*unit) (again, anew []*unit) {
 }
 
 // keepsSeats says whether the unit's last grant still holds its seats, on nodes that are there, for what is started now.
-func (c *core) keepsSeats(u *unit) bool {
+func (c *Core) keepsSeats(u *unit) bool {
 	rec, a := c.state.Units[u.id], c.apps[u.app]
 	if rec == nil || !rec.Holds() || rec.Launch != a.launch[u.id] {
 		return false
@@ -81,7 +81,7 @@ func (c *core) keepsSeats(u *unit) bool {
 }
 
 // offers says whether the inventory still has the seat.
-func (c *core) offers(r *state.RankGrant) bool {
+func (c *Core) offers(r *state.RankGrant) bool {
 	i := slices.IndexFunc(c.nodes, func(n placement.Node) bool { return n.ID == r.Node })
 	if i < 0 {
 		return false
@@ -91,14 +91,14 @@ func (c *core) offers(r *state.RankGrant) bool {
 }
 
 // without notes why the units found no room. They are tried again with every change.
-func (c *core) without(us []*unit, err error) {
+func (c *Core) without(us []*unit, err error) {
 	for _, u := range us {
 		u.noRoom, u.retryAt = explain(err), time.Time{}
 	}
 }
 
 // propound proposes one command for all units of the group.
-func (c *core) propound(us []*unit, placed []placement.Placed) {
+func (c *Core) propound(us []*unit, placed []placement.Placed) {
 	a := c.apps[us[0].app]
 	g := state.GrantGroup{App: a.name, AppRevision: a.revision, Group: us[0].group}
 	for _, u := range us {
@@ -112,7 +112,7 @@ func (c *core) propound(us []*unit, placed []placement.Placed) {
 			Ranks: u.next.ranks, Blocks: u.next.blocks,
 		})
 	}
-	c.emit(grantEffect{g})
+	c.emit(GrantEffect{g})
 }
 
 // fill takes a unit's part of a placed group.
@@ -130,7 +130,7 @@ func (s *seat) fill(ranks []int, p *placement.Placed) {
 }
 
 // groupOf is what placement is asked for: the units' ranks, with or without seats of their own.
-func (c *core) groupOf(us []*unit, placed []placement.Placed) placement.Group {
+func (c *Core) groupOf(us []*unit, placed []placement.Placed) placement.Group {
 	a := c.apps[us[0].app]
 	g := groupSpec(a.spec, us[0].group)
 	g.Held = c.held(us, placed)
@@ -170,7 +170,7 @@ func groupSpec(a *app.Application, group int) placement.Group {
 }
 
 // held counts, per node, the ranks of the group that stay where they are.
-func (c *core) held(us []*unit, placed []placement.Placed) map[string]int {
+func (c *Core) held(us []*unit, placed []placement.Placed) map[string]int {
 	out := map[string]int{}
 	for id, rec := range c.state.Units {
 		if rec.App == us[0].app && rec.Group == us[0].group && rec.Holds() && !hasID(us, id) && !seatedIn(placed, rec) {
@@ -205,7 +205,7 @@ func hasID(us []*unit, id string) bool {
 
 // overlay is the inventory with what is in use: by the state, by grants under way, by placed. The units that are placed now
 // leave their own seats free, and their own ports as those freed last.
-func (c *core) overlay(us []*unit, placed []placement.Placed) []placement.Node {
+func (c *Core) overlay(us []*unit, placed []placement.Placed) []placement.Node {
 	o := newOverlay(c.nodes, c.state)
 	for _, id := range slices.Sorted(maps.Keys(c.state.Units)) {
 		rec := c.state.Units[id]

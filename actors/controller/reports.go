@@ -8,7 +8,7 @@ import (
 )
 
 // report takes what a node says of a unit: once per number, and only for the grant in hand.
-func (c *core) report(now time.Time, e *msg.UnitEvent) {
+func (c *Core) report(now time.Time, e *msg.UnitEvent) {
 	s := c.seen[e.Node]
 	if s == nil {
 		s = &numbers{}
@@ -36,14 +36,14 @@ func (u *unit) on(node string) bool {
 }
 
 // orphan stops an old incarnation that came back: its epoch is not, or no longer, granted to this node.
-func (c *core) orphan(e *msg.UnitEvent) {
+func (c *Core) orphan(e *msg.UnitEvent) {
 	if c.state != nil && (e.Kind == msg.UnitStarted || e.Kind == msg.UnitReady) {
-		c.emit(stopEffect{e.Node, &msg.StopRank{Unit: e.Unit, Epoch: e.Epoch, Reason: "superseded"}})
+		c.emit(StopEffect{e.Node, &msg.StopRank{Unit: e.Unit, Epoch: e.Epoch, Reason: "superseded"}})
 	}
 }
 
 // heard sums the reports of the unit's nodes up: ready when all are, gone when all are, fenced with the first.
-func (c *core) heard(now time.Time, u *unit, e *msg.UnitEvent) {
+func (c *Core) heard(now time.Time, u *unit, e *msg.UnitEvent) {
 	ev := state.Event{Epoch: e.Epoch, Reason: e.Reason, LogTail: e.LogTail, WasReady: e.WasReady}
 	switch e.Kind {
 	case msg.UnitStarted:
@@ -75,7 +75,7 @@ func (c *core) heard(now time.Time, u *unit, e *msg.UnitEvent) {
 }
 
 // goneFrom notes that nothing of the unit is left on a node. The unit is gone with the last one; until then it is being killed.
-func (c *core) goneFrom(now time.Time, u *unit, node string, ev state.Event) {
+func (c *Core) goneFrom(now time.Time, u *unit, node string, ev state.Event) {
 	u.ended[node], u.gone[node] = true, true
 	ev.Kind = state.EvGone
 	if !u.all(u.gone) {
@@ -85,10 +85,10 @@ func (c *core) goneFrom(now time.Time, u *unit, node string, ev state.Event) {
 }
 
 // refuse takes a node's refusal to start: nothing runs there, and the start has failed.
-func (c *core) refuse(now time.Time, in refused) {
-	u := c.units[in.unit]
-	if u == nil || in.epoch != u.m.Epoch || !u.on(in.node) {
+func (c *Core) refuse(now time.Time, in Refused) {
+	u := c.units[in.Unit]
+	if u == nil || in.Epoch != u.m.Epoch || !u.on(in.Node) {
 		return
 	}
-	c.goneFrom(now, u, in.node, state.Event{Epoch: in.epoch, Reason: "node " + in.node + " refused: " + in.err.Error()})
+	c.goneFrom(now, u, in.Node, state.Event{Epoch: in.Epoch, Reason: "node " + in.Node + " Refused: " + in.Err.Error()})
 }

@@ -78,12 +78,12 @@ func (l *lossy) note(c state.Command) error {
 }
 
 // carry puts orders into the bag.
-func (l *lossy) carry(_ *world, e effect) bool {
+func (l *lossy) carry(_ *world, e Effect) bool {
 	switch e := e.(type) {
-	case startEffect:
-		l.post(e.node, func() { l.hosts[e.node].start(l, e.order) })
-	case stopEffect:
-		l.post(e.node, func() { l.hosts[e.node].stop(l, e.order) })
+	case StartEffect:
+		l.post(e.Node, func() { l.hosts[e.Node].start(l, e.Order) })
+	case StopEffect:
+		l.post(e.Node, func() { l.hosts[e.Node].stop(l, e.Order) })
 	default:
 		return false
 	}
@@ -95,12 +95,12 @@ func (l *lossy) post(node string, f func()) { l.bag = append(l.bag, parcel{node,
 func (h *host) tell(l *lossy, unit string, epoch uint64, kind msg.UnitEventKind, ready bool) {
 	h.n++
 	e := msg.UnitEvent{Node: h.id, Number: h.n, Unit: unit, Epoch: epoch, Kind: kind, WasReady: ready}
-	l.post(h.id, func() { l.step(reported{e}) })
+	l.post(h.id, func() { l.step(Reported{e}) })
 }
 
 func (h *host) start(l *lossy, o *msg.StartRank) {
 	if o.Epoch < h.high[o.Unit] {
-		l.post(h.id, func() { l.step(refused{h.id, o.Unit, o.Epoch, errStaleOrder}) })
+		l.post(h.id, func() { l.step(Refused{h.id, o.Unit, o.Epoch, errStaleOrder}) })
 		return
 	}
 	h.high[o.Unit], h.runs[o.Unit] = o.Epoch, o.Epoch // an older instance is killed first
@@ -218,7 +218,7 @@ func (l *lossy) settle() {
 	l.calm = true
 	l.cut = map[string]bool{}
 	l.nodes = l.someNodes()
-	l.step(ticked{}) // the inventory has changed
+	l.step(Ticked{}) // the inventory has changed
 	for range 2000 {
 		for len(l.bag) > 0 {
 			l.deliver()

@@ -102,7 +102,7 @@ func TestSpecThatCannotBeReadLeavesItsUnitsAlone(t *testing.T) {
 	put := &state.PutApps{Apps: []state.AppSpec{{Name: "chat", Spec: []byte(`{"name": 7}`), Route: "/"}}}
 	_, err := w.apply(state.Command{PutApps: put})
 	require.NoError(t, err)
-	w.step(ticked{})
+	w.step(Ticked{})
 	assert.Equal(t, state.Ready, w.phase("chat/0/0"))
 	assert.Equal(t, "DEPLOY_FAILED", w.status("chat"))
 	assert.Contains(t, w.core.status()[0].Message, "cannot be read")
@@ -124,7 +124,7 @@ func TestResizeOfAGroupInBackoff(t *testing.T) {
 		_, err = w.apply(state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{Name: "gang", Spec: spec, Names: []string{"gang"}, Route: "/"}}}})
 		require.NoError(t, err)
 		w.inbox = nil // who deploys is faster than the store's watch: its news bring the state along
-		w.step(redeployed{apps: []string{"gang"}, state: w.state.Clone()})
+		w.step(Redeployed{Apps: []string{"gang"}, State: w.state.Clone()})
 		require.Equal(t, state.Starting, w.phase("gang/0"))
 		assert.Len(t, w.state.Units["gang/0"].Ranks, size)
 		assert.Equal(t, uint64(2), w.state.Units["gang/0"].AppRevision)
@@ -135,19 +135,19 @@ func TestResizeOfAGroupInBackoff(t *testing.T) {
 func TestDeleteOvertakesTheFirstGrant(t *testing.T) {
 	w := newWorld(t)
 	var asked []string
-	w.auto = func(_ *world, e effect) bool {
-		g, ok := e.(grantEffect)
+	w.auto = func(_ *world, e Effect) bool {
+		g, ok := e.(GrantEffect)
 		if ok {
-			asked = append(asked, g.grant.Units[0].Unit)
+			asked = append(asked, g.Grant.Units[0].Unit)
 		}
 		return ok
 	}
 	w.deploy(sim("gang", 2, app.Lockstep))
 	require.Equal(t, []string{"gang/0"}, asked)
 	w.delete("gang")
-	w.step(granted{units: asked, err: state.ErrDeleting})
+	w.step(Granted{Units: asked, Err: state.ErrDeleting})
 	w.now = w.now.Add(time.Minute)
-	w.step(ticked{})
+	w.step(Ticked{})
 	assert.Empty(t, w.state.Apps)
 	assert.Zero(t, w.core.Due())
 	assert.Len(t, asked, 1)

@@ -23,7 +23,7 @@ var start = time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
 // in order and is written to trace.
 type world struct {
 	t      testing.TB
-	core   *core
+	core   *Core
 	state  *state.State
 	index  uint64
 	now    time.Time
@@ -31,7 +31,7 @@ type world struct {
 	trace  []string
 	number uint64
 	inbox  []any // inputs that follow from effects
-	auto   func(w *world, e effect) bool
+	auto   func(w *world, e Effect) bool
 	lose   func(c state.Command) error // before: not applied
 	after  func(c state.Command) error // after: applied, and the answer lost
 }
@@ -41,8 +41,8 @@ func newWorld(t testing.TB, nodes ...placement.Node) *world {
 		nodes = []placement.Node{node("a", 64)}
 	}
 	w := &world{t: t, state: state.New(), now: start, nodes: nodes}
-	w.core = newCore(Timers{})
-	w.step(stateSeen{w.state.Clone()})
+	w.core = NewCore(Timers{})
+	w.step(StateSeen{w.state.Clone()})
 	return w
 }
 
@@ -65,10 +65,15 @@ func (w *world) step(in any) {
 		require.Less(w.t, n, 10000, "no end in sight: %v", w.trace)
 		next := w.inbox[0]
 		w.inbox = w.inbox[1:]
-		for _, e := range w.core.Step(w.now, w.nodes, next) {
+		for _, e := range w.stepCore(next) {
 			w.do(e)
 		}
 	}
+}
+
+func (w *world) stepCore(in any) []Effect {
+	w.core.inventory = w.nodes
+	return w.core.Step(w.now, in)
 }
 
 func (w *world) log(format string, args ...any) {
@@ -82,37 +87,37 @@ func (w *world) takeTrace() []string {
 	return t
 }
 
-func (w *world) do(e effect) {
+func (w *world) do(e Effect) {
 	if w.auto != nil && w.auto(w, e) {
 		return
 	}
 	switch e := e.(type) {
-	case changeEffect:
+	case ChangeEffect:
 		w.log("%s%s: %s → %s", e.App, strings.TrimPrefix(e.Unit, e.App), e.From, e.To)
-	case grantEffect:
-		g := granted{}
-		for _, u := range e.grant.Units {
-			g.units = append(g.units, u.Unit)
+	case GrantEffect:
+		g := Granted{}
+		for _, u := range e.Grant.Units {
+			g.Units = append(g.Units, u.Unit)
 			w.log("grant %s attempt %d on %s", u.Unit, u.Attempt, places(u.Ranks))
 		}
-		g.result, g.err = w.apply(state.Command{GrantGroup: &e.grant})
+		g.Result, g.Err = w.apply(state.Command{GrantGroup: &e.Grant})
 		w.inbox = append(w.inbox, g)
-	case proposeEffect:
-		w.log("%s %s", e.command.Kind(), e.unit)
-		_, err := w.apply(e.command)
-		w.inbox = append(w.inbox, concluded{e.app, e.unit, err})
-	case releaseEffect:
-		w.log("release %s epoch %d", e.release.Unit, e.release.Epoch)
-		_, err := w.apply(state.Command{Release: &state.UnitRef{Unit: e.release.Unit, Epoch: e.release.Epoch}})
-		w.inbox = append(w.inbox, concluded{e.app, e.release.Unit, err})
-	case startEffect:
-		w.log("start %s epoch %d on %s", e.order.Unit, e.order.Epoch, e.node)
-	case stopEffect:
-		w.log("stop %s epoch %d on %s, grace %s", e.order.Unit, e.order.Epoch, e.node, e.order.Grace)
-	case restartEffect:
-		w.log("restart %s", e.unit)
-	case forgetEffect:
-		w.log("forget %s", e.unit)
+	case ProposeEffect:
+		w.log("%s %s", e.Command.Kind(), e.Unit)
+		_, err := w.apply(e.Command)
+		w.inbox = append(w.inbox, Concluded{e.App, e.Unit, e.Node, err})
+	case ReleaseEffect:
+		w.log("release %s epoch %d", e.Release.Unit, e.Release.Epoch)
+		_, err := w.apply(state.Command{Release: &state.UnitRef{Unit: e.Release.Unit, Epoch: e.Release.Epoch}})
+		w.inbox = append(w.inbox, Concluded{App: e.App, Unit: e.Release.Unit, Err: err})
+	case StartEffect:
+		w.log("start %s epoch %d on %s", e.Order.Unit, e.Order.Epoch, e.Node)
+	case StopEffect:
+		w.log("stop %s epoch %d on %s, grace %s", e.Order.Unit, e.Order.Epoch, e.Node, e.Order.Grace)
+	case RestartEffect:
+		w.log("restart %s", e.Unit)
+	case ForgetEffect:
+		w.log("forget %s", e.Unit)
 	}
 }
 
@@ -137,17 +142,17 @@ func (w *world) apply(c state.Command) (state.Result, error) {
 	w.index++
 	r, err := w.state.Apply(w.index, d)
 	if err != nil {
-		w.log("refused: %v", err)
+		w.log("Refused: %v", err)
 		return r, err
 	}
 	if w.after != nil {
 		if err := w.after(c); err != nil {
 			r = state.Result{}
-			w.inbox = append(w.inbox, stateSeen{w.state.Clone()})
+			w.inbox = append(w.inbox, StateSeen{w.state.Clone()})
 			return r, err
 		}
 	}
-	w.inbox = append(w.inbox, stateSeen{w.state.Clone()})
+	w.inbox = append(w.inbox, StateSeen{w.state.Clone()})
 	return r, nil
 }
 
@@ -162,13 +167,13 @@ func (w *world) deploy(apps ...*app.Application) {
 	}
 	_, err := w.apply(state.Command{PutApps: put})
 	require.NoError(w.t, err)
-	w.step(redeployed{apps: names})
+	w.step(Redeployed{Apps: names})
 }
 
 func (w *world) delete(name string) {
 	_, err := w.apply(state.Command{DeleteApp: &state.DeleteApp{Name: name}})
 	require.NoError(w.t, err)
-	w.step(ticked{})
+	w.step(Ticked{})
 }
 
 // says posts a node's report of a unit at its present epoch.
@@ -178,7 +183,7 @@ func (w *world) says(node, unit string, kind msg.UnitEventKind, more ...func(*ms
 	for _, f := range more {
 		f(&e)
 	}
-	w.step(reported{e})
+	w.step(Reported{e})
 }
 
 func because(reason string, tail ...string) func(*msg.UnitEvent) {
@@ -200,10 +205,10 @@ func (w *world) pass(d time.Duration) {
 		if due.After(w.now) {
 			w.now = due
 		}
-		w.step(ticked{})
+		w.step(Ticked{})
 	}
 	w.now = end
-	w.step(ticked{})
+	w.step(Ticked{})
 }
 
 func (w *world) up(units ...string) {
@@ -241,9 +246,9 @@ func (w *world) saw(prefix string) int {
 
 // reboot is a restart of the process: a new core on the old state.
 func (w *world) reboot() {
-	w.core = newCore(Timers{})
+	w.core = NewCore(Timers{})
 	w.number = 0
-	w.step(stateSeen{w.state.Clone()})
+	w.step(StateSeen{w.state.Clone()})
 }
 
 // memStore is a Store and Proposer in memory.

@@ -10,7 +10,7 @@ import (
 )
 
 // status is the picture of all applications, in order of name. Accounts of ranks are filled in by those who know them.
-func (c *core) status() []msg.AppStatus {
+func (c *Core) status() []msg.AppStatus {
 	out := make([]msg.AppStatus, 0, len(c.apps))
 	for _, name := range c.names() {
 		out = append(out, c.appStatus(c.apps[name]))
@@ -18,7 +18,7 @@ func (c *core) status() []msg.AppStatus {
 	return out
 }
 
-func (c *core) appStatus(a *application) msg.AppStatus {
+func (c *Core) appStatus(a *application) msg.AppStatus {
 	s := msg.AppStatus{Name: a.name, Status: string(c.derive(a)), Message: c.message(a), Revision: a.revision}
 	if a.spec != nil {
 		describe(&s, a.spec)
@@ -39,7 +39,7 @@ func describe(s *msg.AppStatus, a *app.Application) {
 }
 
 // unitsOf are the wanted units of an app, then those of it that are still being ended.
-func (c *core) unitsOf(a *application) []string {
+func (c *Core) unitsOf(a *application) []string {
 	var out []string
 	for i := range a.units {
 		if id := a.units[i].ID; !a.deleting || c.units[id] != nil {
@@ -54,7 +54,7 @@ func (c *core) unitsOf(a *application) []string {
 	return out
 }
 
-func (c *core) unitStatus(a *application, id string) msg.UnitStatus {
+func (c *Core) unitStatus(a *application, id string) msg.UnitStatus {
 	u := c.units[id]
 	if u == nil {
 		return waitingUnit(a, id)

@@ -298,7 +298,7 @@ func TestKV10SilentEvents(t *testing.T) {
 		}
 		p.publish(storedBlocks(1, nil, ids(0, 16)))
 		serve(0)
-		time.Sleep(kvindex.DefaultSpeculation + minRest)
+		time.Sleep(untilEvents + minRest)
 		old.follow(r)
 		assert.Zero(t, old.hit(kvindex.Sent, prompt(ids(0, 16)...)), "events tell the truth: the record is for the time until they come")
 		assert.Equal(t, 4, old.hit(kvindex.GPU, prompt(ids(0, 16)...)))

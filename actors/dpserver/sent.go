@@ -14,6 +14,9 @@ import (
 // ratioShare is the share of one request in the average of tokens per block.
 const ratioShare = 1.0 / 16
 
+// untilEvents is how long a routed prompt counts as present beside live events: until they are due.
+const untilEvents = 2 * time.Second
+
 // sentOptions are those of the record now. While events tell the truth in the same blocks, a prompt counts until its events are due
 // only; without them, or in blocks of text, for as long as an engine may keep it.
 func (r *replica) sentOptions() kvindex.Options {
@@ -21,7 +24,7 @@ func (r *replica) sentOptions() kvindex.Options {
 	if r.app.Routing.Identity == app.IdentityTokens {
 		opt.BlockSize = 0
 		if r.pulse.truth {
-			opt.TTL = kvindex.DefaultSpeculation
+			opt.TTL = untilEvents
 		}
 	}
 	return opt

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"io"
-	"net"
 	"net/http"
 	"os"
 	"strconv"
@@ -53,12 +52,6 @@ func (c *call) unwritten(ctx context.Context, err error) result {
 func isStream(h http.Header) bool {
 	v := h["Content-Type"]
 	return len(v) > 0 && strings.HasPrefix(v[0], "text/event-stream")
-}
-
-// isDial says that no connection came about: nothing was sent.
-func isDial(err error) bool {
-	var op *net.OpError
-	return errors.As(err, &op) && op.Op == "dial"
 }
 
 // read fills buf from the engine under the guard, which is armed for as long as the read blocks.

@@ -9,6 +9,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/internal/engineleg"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -141,7 +142,7 @@ func (c *call) firstTokenDue() time.Time {
 // no attempt.
 func (c *call) request(ctx context.Context) (*http.Response, error) {
 	resp, o, err := c.sendOnce(ctx)
-	if err == nil || !o.reused.Load() || o.begun.Load() || ctx.Err() != nil {
+	if err == nil || !o.Stale() || ctx.Err() != nil {
 		return resp, err
 	}
 	c.entry.lane.meter.Load().Attempt("keepalive_resend", "free")
@@ -149,17 +150,17 @@ func (c *call) request(ctx context.Context) (*http.Response, error) {
 	return resp, err
 }
 
-func (c *call) sendOnce(ctx context.Context) (*http.Response, *outgoing, error) {
+func (c *call) sendOnce(ctx context.Context) (*http.Response, *engineleg.Request, error) {
 	a := &c.attempt
-	o := &outgoing{url: a.rank.urls[c.route], header: c.header, body: c.send}
+	o := &engineleg.Request{URL: a.rank.urls[c.route], Header: c.header, Body: c.send}
 	switch t := &a.ticket.Target; t.Addressing {
 	case "header":
-		o.header = withRank(c.header, t.Selector)
+		o.Header = withRank(c.header, t.Selector)
 	case "body":
-		o.body = openai.AppendField(nil, c.send, "routed_dp_rank", strconv.AppendInt(nil, int64(t.Selector), 10))
+		o.Body = openai.AppendField(nil, c.send, "routed_dp_rank", strconv.AppendInt(nil, int64(t.Selector), 10))
 	}
-	resp, err := c.in.legs.to(&a.ticket.Target).send(ctx, o)
-	if !o.settled() {
+	resp, err := c.in.legs.Send(ctx, a.ticket.Target.Owned, o)
+	if !o.Settled() {
 		c.settled = false
 	}
 	return resp, o, err
@@ -170,7 +171,7 @@ func (c *call) unanswered(ctx context.Context, err error) result {
 	if ctx.Err() != nil {
 		return result{cause: ended(ctx), err: err}
 	}
-	if isDial(err) {
+	if engineleg.Refused(err) {
 		return result{cause: causeRefused, err: err}
 	}
 	return result{cause: causeReset, err: err}

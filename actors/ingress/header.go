@@ -2,11 +2,11 @@ package ingress
 
 import (
 	"net/http"
-	"net/textproto"
 	"strconv"
 	"strings"
 	"time"
 
+	"github.com/dpserve/dpserve/internal/engineleg"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -27,15 +27,6 @@ const (
 	headerEngineRank = "X-Data-Parallel-Rank"
 )
 
-// hopHeader says that a field belongs to one connection and is never passed on (RFC 9110, 7.6.1).
-func hopHeader(name string) bool {
-	switch name {
-	case "Connection", "Keep-Alive", "Proxy-Connection", "Proxy-Authenticate", "Proxy-Authorization", "Te", "Trailer", "Transfer-Encoding", "Upgrade":
-		return true
-	}
-	return false
-}
-
 // ownHeader says that dpserve alone may set a field towards an engine: how far a request came, and which rank it is for
 // (STYLE 10).
 func ownHeader(name string) bool {
@@ -47,30 +38,12 @@ func ownHeader(name string) bool {
 		strings.HasPrefix(name, "X-Data-Parallel-")
 }
 
-// connectionNames are the fields that Connection declares to be for this hop; nil for most requests.
-func connectionNames(h http.Header) map[string]bool {
-	var out map[string]bool
-	for _, line := range h["Connection"] {
-		for _, name := range strings.Split(line, ",") {
-			name = textproto.CanonicalMIMEHeaderKey(strings.TrimSpace(name))
-			if name == "" || name == "Close" || name == "Keep-Alive" {
-				continue
-			}
-			if out == nil {
-				out = map[string]bool{}
-			}
-			out[name] = true
-		}
-	}
-	return out
-}
-
 // engineHeader is what goes to the engine of a client's header. Values are shared, not copied: nobody changes them.
 func engineHeader(client http.Header, requestID []string) http.Header {
-	hop := connectionNames(client)
+	hop := engineleg.HopNames(client)
 	out := make(http.Header, len(client)+1)
 	for name, values := range client {
-		if !hopHeader(name) && !ownHeader(name) && !hop[name] {
+		if !engineleg.Hop(name) && !ownHeader(name) && !hop[name] {
 			out[name] = values
 		}
 	}
@@ -83,9 +56,9 @@ func engineHeader(client http.Header, requestID []string) http.Header {
 
 // clientHeader copies an engine's header into the answer. Content-Length is the relay's to set.
 func clientHeader(dst, engine http.Header) {
-	hop := connectionNames(engine)
+	hop := engineleg.HopNames(engine)
 	for name, values := range engine {
-		if !hopHeader(name) && !hop[name] && name != "Content-Length" && name != headerRequestID && !strings.HasPrefix(name, "X-Dpserve-") {
+		if !engineleg.Hop(name) && !hop[name] && name != "Content-Length" && name != headerRequestID && !strings.HasPrefix(name, "X-Dpserve-") {
 			dst[name] = values
 		}
 	}

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/engineleg"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
 	"github.com/dpserve/dpserve/state"
@@ -26,6 +27,9 @@ type Metrics interface {
 	App(app, policy string) *telemetry.App
 	ForgetApp(app string)
 }
+
+// Dialer opens a connection to an engine.
+type Dialer = engineleg.Dialer
 
 // Config is what an ingress needs. Store, Feed, Metrics and Log are required.
 type Config struct {
@@ -56,7 +60,7 @@ type Ingress struct {
 
 	handler http.Handler
 	server  *http.Server
-	legs    *legs
+	legs    *engineleg.Legs
 	table   atomic.Pointer[table]
 	hasher  atomic.Pointer[kvindex.Hasher] // keyed by the cluster's secret
 	calls   sync.Pool                      // *call
@@ -98,7 +102,7 @@ func New(c Config) (*Ingress, error) {
 	in.calls.New = func() any { return newCall(in) }
 	in.buffers.New = func() any { return &bodyBuffer{} }
 	in.replies.New = func() any { return make(chan msg.AdmitReply, 1) }
-	in.legs = newLegs(in.timers, c.Dial)
+	in.legs = engineleg.New(engineleg.Timers{Dial: in.timers.Dial, IdleOwned: in.timers.IdleOwned, IdleAttached: in.timers.IdleAttached}, c.Dial)
 	ctx, stop := context.WithCancel(context.Background())
 	cutCtx, cut := context.WithCancelCause(context.Background())
 	in.stop, in.cut, in.cutCtx = stop, cut, func(net.Listener) context.Context { return cutCtx }
@@ -326,13 +330,4 @@ func (in *Ingress) Ready() bool {
 		}
 	}
 	return len(t.lanes) == 0
-}
-
-// Explain is what the application's Router would decide for a request of so many prompt tokens; nothing changes.
-func (in *Ingress) Explain(app string, tokens int) (routing.Decision, bool) {
-	l := in.known(app)
-	if l == nil || l.router.Load() == nil {
-		return routing.Decision{}, false
-	}
-	return l.router.Load().Explain(&routing.Request{Tokens: tokens, Estimated: true}), true
 }

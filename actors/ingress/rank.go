@@ -22,6 +22,7 @@ type rank struct {
 	unit        string
 	epoch       uint64
 	incarnation uint64
+	node        string // that runs it
 	local       bool
 	mailbox     msg.Mailbox
 	target      msg.Target
@@ -54,7 +55,7 @@ func newRank(rec *msg.Record, node string) (*rank, error) {
 	s := rec.Snapshot
 	r := &rank{
 		id: rec.Rank, unit: rec.Unit, epoch: rec.Epoch, incarnation: rec.Incarnation,
-		local: s.Node == node, mailbox: s.Mailbox, target: s.Target,
+		node: s.Node, local: s.Node == node, mailbox: s.Mailbox, target: s.Target,
 		groupValue: []string{strconv.Itoa(rec.Rank.Group())}, rankValue: []string{strconv.Itoa(rec.Rank.Rank())},
 	}
 	base, err := url.Parse(s.Target.URL)

@@ -111,7 +111,7 @@ func (in *Ingress) close(ctx context.Context) error {
 	in.mu.Unlock()
 	in.endLanes()
 	in.running.Wait()
-	in.legs.close()
+	in.legs.Close()
 	return err
 }
 

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/internal/engineleg"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
@@ -162,9 +163,9 @@ func (t *tokenizer) tokenize(ctx context.Context, p *prompt, h http.Header) erro
 	}
 	ctx, cancel := context.WithTimeout(ctx, tokenizeTime)
 	defer cancel()
-	o := &outgoing{url: rk.urls[openai.Tokenize], header: tokenizeHeader(h), body: p.ask}
-	resp, err := t.lane.in.legs.to(&rk.target).send(ctx, o)
-	if !o.settled() {
+	o := &engineleg.Request{URL: rk.urls[openai.Tokenize], Header: tokenizeHeader(h), Body: p.ask}
+	resp, err := t.lane.in.legs.Send(ctx, rk.target.Owned, o)
+	if !o.Settled() {
 		p.ask = nil // somebody may still read it
 	}
 	if err != nil {

@@ -1,14 +1,14 @@
 package node
 
 import (
-	"errors"
 	"path/filepath"
 
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/state"
 )
 
 // ErrStaleEpoch refuses a command below the highest epoch this node has seen of a unit.
-var ErrStaleEpoch = errors.New("stale epoch")
+var ErrStaleEpoch = state.ErrStaleEpoch
 
 // epochs is the highest epoch seen per unit; it outlives the node's process. Only the node's actor uses it.
 type epochs struct {

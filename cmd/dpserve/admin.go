@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"io"
+	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/api"
@@ -10,7 +11,9 @@ import (
 
 // admin is what the CLI asks of a cluster: the admin REST API and nothing else. Errors are *problem.Error.
 type admin interface {
+	Version(ctx context.Context) (api.BuildInfo, error)
 	Apps(ctx context.Context) ([]msg.AppStatus, error)
+	Plan(ctx context.Context, r api.DeployRequest) (msg.Plan, error)
 	Deploy(ctx context.Context, r api.DeployRequest) (api.DeployResult, error)
 	Delete(ctx context.Context, name string) error
 	AddRank(ctx context.Context, app string, rank []byte) (api.RankChange, error)
@@ -19,6 +22,11 @@ type admin interface {
 	Explain(ctx context.Context, app string, q *msg.RouteQuery) (*msg.Explanation, error)
 	Router(ctx context.Context, app string) (msg.RouterInfo, error)
 	ResetRouter(ctx context.Context, app string) (msg.ResetResult, error)
+	Nodes(ctx context.Context) ([]msg.NodeStatus, error)
+	Drain(ctx context.Context, node string, deadline *time.Duration) error
+	Undrain(ctx context.Context, node string) error
+	RemoveNode(ctx context.Context, node string) error
+	NewToken(ctx context.Context, req api.TokenRequest) (api.Token, error)
 	Close() // ends idle connections
 }
 

@@ -98,11 +98,10 @@ func TestDeployDetach(t *testing.T) {
 
 func TestDeployDryRun(t *testing.T) {
 	cli := newCLI(t)
-	other := demo(statusRunning, 1)
-	other.Name = "other"
-	cli.cluster.script = [][]msg.AppStatus{{demo(statusRunning, 1), other}}
+	cli.cluster.nodes.plan = msg.Plan{Changes: true, Fits: true, Apps: []msg.AppPlan{{App: "demo", Action: "create"}, {App: "other", Action: "delete"}}}
 	assert.Equal(t, 0, cli.run([]string{"deploy", "--dry-run", "--prune", file(t, tiny), "-o", "name"}))
 	assert.Empty(t, cli.cluster.deployed)
+	assert.True(t, cli.cluster.planned[0].Prune)
 	assert.Equal(t, "demo\nother\n", cli.stdout())
 }
 

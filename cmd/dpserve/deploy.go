@@ -3,7 +3,6 @@ package main
 import (
 	"context"
 	"errors"
-	"fmt"
 	"slices"
 	"strings"
 	"time"
@@ -19,10 +18,13 @@ import (
 const deployTimeout = 10 * time.Minute
 
 type deployFlags struct {
-	detach, dryRun, prune, yes bool
-	timeout                    time.Duration
-	engine                     string
-	output                     *format
+	detach, dryRun, prune, yes, partial bool
+
+	revision uint64
+	pinned   *uint64 // revision, if it was given
+	timeout  time.Duration
+	engine   string
+	output   *format
 }
 
 func newDeploy(e *env) *cobra.Command {
@@ -34,18 +36,25 @@ func newDeploy(e *env) *cobra.Command {
 stay as they are, unless --prune is given. A rollout that fails ends it with exit code 5 and the last log lines of the rank that
 failed; Ctrl-C leaves the monitor (exit code 130) and the rollout goes on.`,
 		Example: `  dpserve deploy examples/quickstart/app.yaml
-  dpserve deploy app.yaml --dry-run            # what would change`,
+  dpserve deploy app.yaml --dry-run            # as dpserve plan`,
 		Args: takes(1, "FILE"),
 	}
 	flags := cmd.Flags()
 	flags.BoolVar(&f.detach, "detach", false, "do not wait for RUNNING")
 	flags.BoolVar(&f.dryRun, "dry-run", false, "show what would change, and change nothing")
 	flags.BoolVar(&f.prune, "prune", false, "delete applications that FILE does not list")
+	flags.BoolVar(&f.partial, "partial", false, "start the groups that find a place, and the others when there is one")
+	flags.Uint64Var(&f.revision, "revision", 0, "cluster revision that `dpserve plan` showed; refused if an application of FILE has changed since")
 	flags.BoolVar(&f.yes, "yes", false, "do not ask before --prune deletes something")
 	flags.DurationVar(&f.timeout, "timeout", deployTimeout, "how long to wait for RUNNING; then exit code 8")
 	flags.StringVar(&f.engine, "engine", "", "sim: run the file on the simulated engine")
 	f.output = addOutput(cmd)
-	cmd.RunE = func(cmd *cobra.Command, args []string) error { return e.deploy(cmd.Context(), f, args[0]) }
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		if cmd.Flags().Changed("revision") {
+			f.pinned = &f.revision
+		}
+		return e.deploy(cmd.Context(), f, args[0])
+	}
 	return cmd
 }
 
@@ -53,7 +62,7 @@ func (e *env) deploy(ctx context.Context, f *deployFlags, path string) error {
 	if f.timeout <= 0 {
 		return usageError("deploy", "--timeout %s: must be positive", f.timeout)
 	}
-	file, err := e.deployFile(f, path)
+	file, err := e.deployFile(f.engine, path)
 	if err != nil {
 		return err
 	}
@@ -62,18 +71,18 @@ func (e *env) deploy(ctx context.Context, f *deployFlags, path string) error {
 		return err
 	}
 	defer client.Close()
-	before, err := client.Apps(ctx)
-	if err != nil {
-		return err
-	}
-	plan := planOf(file, before, f.prune)
+	req := api.DeployRequest{File: file.name, Text: file.text, Prune: f.prune, Partial: f.partial, Revision: f.pinned}
 	if f.dryRun {
-		return plan.listing().write(e.io, *f.output)
+		p, err := client.Plan(ctx, req)
+		if err != nil {
+			return err
+		}
+		return planListing(&p, file.name).write(e.io, *f.output)
 	}
-	if err := e.confirmPrune(f, plan); err != nil {
+	if err := e.confirmPrune(ctx, f, client, file); err != nil {
 		return err
 	}
-	result, err := client.Deploy(ctx, api.DeployRequest{File: file.name, Text: file.text, Prune: f.prune})
+	result, err := client.Deploy(ctx, req)
 	if err != nil {
 		return err
 	}
@@ -85,15 +94,15 @@ func (e *env) deploy(ctx context.Context, f *deployFlags, path string) error {
 	return e.awaitRunning(ctx, f, client, result)
 }
 
-func (e *env) deployFile(f *deployFlags, path string) (*appFile, error) {
-	if err := checkEngine(f.engine); err != nil {
+func (e *env) deployFile(engine, path string) (*appFile, error) {
+	if err := checkEngine(engine); err != nil {
 		return nil, err
 	}
 	file, err := e.readApps(path)
 	if err != nil {
 		return nil, err
 	}
-	if f.engine == engineSim {
+	if engine == engineSim {
 		if err := e.simulate(file); err != nil {
 			return nil, err
 		}
@@ -121,53 +130,29 @@ func (e *env) awaitRunning(ctx context.Context, f *deployFlags, client admin, re
 	return e.statusListing(apps).write(e.io, *f.output)
 }
 
-func (e *env) confirmPrune(f *deployFlags, p *plan) error {
-	if len(p.Delete) == 0 {
+// confirmPrune asks before applications go that the file does not list.
+func (e *env) confirmPrune(ctx context.Context, f *deployFlags, client admin, file *appFile) error {
+	if !f.prune {
 		return nil
 	}
-	name := p.Delete[0]
-	if len(p.Delete) > 1 {
-		name = "prune"
+	apps, err := client.Apps(ctx)
+	if err != nil {
+		return err
 	}
-	return e.confirm(fmt.Sprintf("--prune deletes %s", strings.Join(p.Delete, ", ")), name, f.yes)
-}
-
-// plan is what a deploy does to the applications there are.
-type plan struct {
-	APIVersion string   `json:"apiVersion"`
-	Create     []string `json:"create"`
-	Replace    []string `json:"replace"` // if anything in them differs; else they stay as they are
-	Delete     []string `json:"delete"`
-}
-
-func planOf(file *appFile, before []msg.AppStatus, prune bool) *plan {
-	p := &plan{APIVersion: apiVersion, Create: []string{}, Replace: []string{}, Delete: []string{}}
-	for _, name := range file.names() {
-		if slices.ContainsFunc(before, func(a msg.AppStatus) bool { return a.Name == name }) {
-			p.Replace = append(p.Replace, name)
-		} else {
-			p.Create = append(p.Create, name)
+	var gone []string
+	for i := range apps {
+		if !slices.Contains(file.names(), apps[i].Name) {
+			gone = append(gone, apps[i].Name)
 		}
 	}
-	for _, a := range before {
-		if prune && !slices.Contains(file.names(), a.Name) {
-			p.Delete = append(p.Delete, a.Name)
-		}
+	switch len(gone) {
+	case 0:
+		return nil
+	case 1:
+		return e.confirm("--prune deletes "+gone[0], gone[0], f.yes)
+	default:
+		return e.confirm("--prune deletes "+strings.Join(gone, ", "), "prune", f.yes)
 	}
-	return p
-}
-
-func (p *plan) rows() [][]cell {
-	var rows [][]cell
-	for _, group := range []struct {
-		what  string
-		names []string
-	}{{"create", p.Create}, {"replace, if it differs", p.Replace}, {"delete", p.Delete}} {
-		for _, n := range group.names {
-			rows = append(rows, cells(n, group.what))
-		}
-	}
-	return rows
 }
 
 // tellChanges says what the cluster did, one line per application.
@@ -182,12 +167,6 @@ func (e *env) tellChanges(result api.DeployResult) {
 			talk(e.io.Err, "%s: the file does not list rank %s, which goes", c.App, r)
 		}
 	}
-}
-
-func (p *plan) listing() *listing {
-	return &listing{document: p, names: slices.Concat(p.Create, p.Replace, p.Delete), table: func(bool) []*table {
-		return []*table{{head: []string{"APP", "CHANGE"}, rows: p.rows()}}
-	}}
 }
 
 // appNamed finds an application, or says which ones there are.

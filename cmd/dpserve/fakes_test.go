@@ -87,6 +87,8 @@ type fakeCluster struct {
 	down     error // what every call gives
 	deployed []api.DeployRequest
 	deleted  []string
+	planned  []api.DeployRequest
+	nodes    fakeNodes
 	asked    []api.LogQuery
 	router   routerOf
 	added    []string          // APP RANK
@@ -177,6 +179,9 @@ func refused() error {
 
 // fakeNode serves until it is told to stop; with slow it drains until it is killed.
 type fakeNode struct {
+	joinAt    string
+	joinWith  string
+	left      bool
 	config    wiring.Config
 	listenErr error
 	serveErr  error

@@ -20,6 +20,8 @@ type node interface {
 	Close() error
 	HTTPAddr() string
 	AdminAddr() string
+	FirstToken() (address, token string)
+	Left() bool
 	Totals() (requests, tokens uint64, inflight int)
 }
 

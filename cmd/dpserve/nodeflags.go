@@ -1,6 +1,7 @@
 package main
 
 import (
+	"net"
 	"slices"
 	"strings"
 	"time"
@@ -31,6 +32,38 @@ func (f *nodeFlags) addCommon(cmd *cobra.Command) {
 	flags.StringVar(&f.config.LogLevel, "log-level", f.config.LogLevel, "debug, info, warn or error")
 }
 
+// addNode adds what start and join take.
+func (f *nodeFlags) addNode(cmd *cobra.Command) {
+	flags := cmd.Flags()
+	flags.StringVar(&f.config.NodeID, "node-id", f.config.NodeID, "name of this node; default: the host's")
+	flags.StringVar(&f.config.DataDir, "data-dir", f.config.DataDir, "`folder` for state and engine logs")
+	flags.StringVar(&f.config.HTTPBind, "http-bind", f.config.HTTPBind, "`HOST:PORT` of the OpenAI endpoint")
+	flags.StringVar(&f.config.AdminBind, "admin-bind", f.config.AdminBind, "`HOST:PORT` of the admin API and /metrics")
+	flags.BoolVar(&f.config.InsecurePublic, "insecure-public", false, "allow a bind that is not loopback, without keys and TLS")
+	flags.StringVar(&f.config.Advertise, "advertise", "", "`IP` of this machine for other nodes; without it the node stays alone")
+	flags.IntVar(&f.config.NodePort, "node-port", f.config.NodePort, "tcp port between nodes (mutual TLS)")
+	flags.IntVar(&f.config.GossipPort, "gossip-port", f.config.GossipPort, "tcp and udp port of the gossip between nodes (encrypted)")
+	flags.StringSliceVar(&f.config.Roles, "roles", f.config.Roles, "what this node does: control, worker, ingress")
+	flags.StringVar(&f.config.Zone, "zone", "", "`name` of what fails together, like a rack; voters are spread over zones")
+	flags.StringVar(&f.config.OnLeaseLoss, "on-lease-loss", f.config.OnLeaseLoss, "serve or fence: what ranks do when no leader answers")
+	f.addCommon(cmd)
+	cmd.Flag("node-id").DefValue = "" // the host's name would make every help text different
+	cmd.Flag("roles").DefValue = strings.Join(f.config.Roles, ",")
+}
+
+// settle fits the defaults of the binds to an advertise address that is itself a loopback one: several nodes on one machine.
+func (f *nodeFlags) settle(cmd *cobra.Command) {
+	ip := net.ParseIP(f.config.Advertise)
+	if ip == nil || !ip.IsLoopback() {
+		return
+	}
+	for flag, bind := range map[string]*string{"http-bind": &f.config.HTTPBind, "admin-bind": &f.config.AdminBind} {
+		if _, port, err := net.SplitHostPort(*bind); err == nil && !cmd.Flags().Changed(flag) {
+			*bind = net.JoinHostPort(f.config.Advertise, port)
+		}
+	}
+}
+
 // node gives the config as the flags say. wiring.Config.Validate judges it; only what is no config value is judged here.
 func (f *nodeFlags) node() (wiring.Config, error) {
 	c := f.config
@@ -43,6 +76,9 @@ func (f *nodeFlags) node() (wiring.Config, error) {
 			return c, problem.New(problem.InvalidArgument, "--timers %s=%s: wanted a duration", name, text).WithHint("for example --timers %s=500ms", name)
 		}
 		c.Timers[name] = d
+	}
+	if err := oneOf("--on-lease-loss", c.OnLeaseLoss, "serve", "fence"); err != nil {
+		return c, err
 	}
 	if err := oneOf("--log-format", c.LogFormat, "text", "json"); err != nil {
 		return c, err

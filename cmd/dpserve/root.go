@@ -33,7 +33,7 @@ Everywhere:
 const rootLong = `dpserve serves data-parallel LLM engines behind one OpenAI endpoint: it starts one engine per rank, hands out the ranks,
 routes each request to the rank where it does the most good, and restarts what dies.
 
-DPSERVE_ADDR selects the cluster for all commands but up, start, validate and bench (default ` + defaultAddr + `).
+DPSERVE_ADDR selects the cluster for all commands but up, start, join, validate and bench (default ` + defaultAddr + `).
 
 Exit codes: 0 ok, 1 error, 2 usage or validation, 3 differs (only with --exit-code), 4 authentication,
 5 cannot be rolled out, 8 still pending at the timeout, 130 interrupted.`
@@ -64,8 +64,8 @@ func newRoot(e *env) *cobra.Command {
 	root.SetHelpTemplate(helpTemplate)
 	root.SetFlagErrorFunc(flagError)
 	root.SetHelpCommand(newHelp(root))
-	root.AddCommand(newUp(e), newStart(e), newValidate(e), newDeploy(e), newStatus(e), newRoute(e), newRouter(e), newLogs(e), newDelete(e), newRanks(e),
-		newBench(e), newVersion(e), newCompletion(e))
+	root.AddCommand(newUp(e), newStart(e), newJoin(e), newValidate(e), newPlan(e), newDeploy(e), newStatus(e), newRoute(e), newRouter(e), newLogs(e), newDelete(e), newRanks(e),
+		newNodes(e), newDrain(e), newUndrain(e), newLeave(e), newToken(e), newBench(e), newVersion(e), newCompletion(e))
 	for _, cmd := range root.Commands() {
 		cmd.DisableFlagsInUseLine = true
 	}

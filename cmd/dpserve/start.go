@@ -25,22 +25,20 @@ func newStart(e *env) *cobra.Command {
 		Use:   "start [flags]",
 		Short: "run a node in the foreground",
 		Long: `start runs a node until Ctrl-C or SIGTERM. Apps that were deployed before come back from the data folder. The first Ctrl-C
-drains (each app's graceful_shutdown_timeout_s), a second one stops at once. Ports bind loopback only; a public bind needs
---insecure-public in this version.`,
+drains (each app's graceful_shutdown_timeout_s), a second one stops at once. With --advertise it is the first node of a cluster, or
+one that has joined before: at its very first start it prints the command by which others join. Ports 8000 and 8265 bind loopback
+only; a public bind of them needs --insecure-public in this version.`,
 		Example: `  dpserve start                                # then, in another terminal: dpserve deploy app.yaml
+  dpserve start --advertise 10.0.0.1           # the first node of several
   dpserve start --http-bind 127.0.0.1:0 -o json   # any free port, told as JSON on stdout`,
 		Args: takes(0),
 	}
-	flags := cmd.Flags()
-	flags.StringVar(&f.config.NodeID, "node-id", f.config.NodeID, "name of this node; default: the host's")
-	flags.StringVar(&f.config.DataDir, "data-dir", f.config.DataDir, "`folder` for state and engine logs")
-	flags.StringVar(&f.config.HTTPBind, "http-bind", f.config.HTTPBind, "`HOST:PORT` of the OpenAI endpoint")
-	flags.StringVar(&f.config.AdminBind, "admin-bind", f.config.AdminBind, "`HOST:PORT` of the admin API and /metrics")
-	flags.BoolVar(&f.config.InsecurePublic, "insecure-public", false, "allow a bind that is not loopback, without keys and TLS")
-	f.addCommon(cmd)
+	f.addNode(cmd)
 	output := addOutput(cmd)
-	cmd.Flag("node-id").DefValue = "" // the host's name would make every help text different
-	cmd.RunE = func(cmd *cobra.Command, _ []string) error { return e.start(cmd.Context(), f, *output) }
+	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
+		f.settle(cmd)
+		return e.start(cmd.Context(), f, *output)
+	}
 	return cmd
 }
 
@@ -59,8 +57,16 @@ func (e *env) start(ctx context.Context, f *nodeFlags, output format) error {
 	if err := e.announce(s, c.NodeID, output); err != nil {
 		return err
 	}
+	if at, token := s.FirstToken(); token != "" {
+		talk(e.io.Err, "other machines join with (good for %s, for up to %d nodes):", wiring.FirstTokenTTL, wiring.FirstTokenUses)
+		talk(e.io.Err, "  %s", joinCommand(at, token))
+	}
 	select {
 	case <-s.done:
+		if s.err == nil && s.Left() {
+			talk(e.io.Err, "%s has left its cluster", c.NodeID)
+			return nil
+		}
 		return s.failed()
 	case <-e.sig.first:
 		return s.stop(e.sig, scr)

@@ -42,7 +42,7 @@ type Options struct {
 	Feed Feed
 	// BlockSize is that of the chain hashes, tokens or bytes. 0 with FromEvents: learned from the first event.
 	BlockSize int
-	// TTL of a speculative store or a record; 0 is DefaultSpeculation, or DefaultRecord with FromRecords.
+	// TTL of a record, with FromRecords; 0 is DefaultRecord.
 	TTL time.Duration
 	// Capacity, with FromRecords, is the most blocks the rank holds: over it the least recently recorded go. 0: no bound.
 	Capacity int
@@ -50,11 +50,8 @@ type Options struct {
 	Shown bool
 }
 
-// Lifetimes of what no event said.
-const (
-	DefaultSpeculation = 2 * time.Second   // a routed prompt counts as present until its events are due
-	DefaultRecord      = 120 * time.Second // approximate mode: a routed prompt counts as cached that long
-)
+// DefaultRecord is how long a routed prompt counts as cached while no event says more.
+const DefaultRecord = 120 * time.Second
 
 // Column is what one incarnation of a rank holds in one tier. Its methods are the writer's.
 type Column struct {
@@ -64,9 +61,9 @@ type Column struct {
 	opt   Options
 	shown bool
 
-	count   int    // blocks held, without speculative ones
+	count   int    // blocks held
 	sum     uint64 // sum of their hashes mod 2^64: equal columns have equal sums
-	orphans int    // held blocks whose parent is not held, speculative ones included
+	orphans int    // held blocks whose parent is not held
 
 	handles  handleTable
 	side     side
@@ -74,15 +71,15 @@ type Column struct {
 	aside    aside
 	filtered map[int]struct{} // attention groups that are not indexed
 
-	guesses  map[slot]time.Duration // speculative blocks, or ends of recorded prompts → expiry
-	prompts  []prompt               // what was recorded, by expiry
-	guessFee int                    // bytes charged for the two above
+	ends    map[slot]time.Duration // of recorded prompts → expiry
+	prompts []prompt               // what was recorded, by expiry
+	endFee  int                    // bytes charged for the two above
 }
 
 // Owner of the column.
 func (c *Column) Owner() Owner { return c.owner }
 
-// Len is the number of blocks held. Speculative ones do not count; records do.
+// Len is the number of blocks held.
 func (c *Column) Len() int { return c.count }
 
 // Sum is the sum of the hashes of the blocks held: two columns with equal Len and Sum hold the same.
@@ -160,29 +157,23 @@ func (c *Column) addOrphans(n int) {
 	}
 }
 
-// enter and leave keep the account of what is held for certain.
+// enter and leave keep the account of what is held.
 func (c *Column) enter(hash uint64) { c.count++; c.sum += hash }
 func (c *Column) leave(hash uint64) { c.count--; c.sum -= hash }
 
 // lose takes s from the column whatever it is held for; the caller reaps s.
 func (c *Column) lose(s slot, hash uint64) {
-	at, guess := c.guesses[s]
-	if guess {
-		c.unguess(s)
+	at, end := c.ends[s]
+	if end {
+		c.unend(s)
 	}
 	c.side.forgetAliases(c.ix, s)
 	c.stale = true
 	up := c.ix.cold(s).parent
 	c.lack(s)
-	if !guess || c.opt.Feed == FromRecords {
-		c.leave(hash)
-		c.ix.tell(c, Removed, hash)
-	}
-	switch {
-	case !guess:
-	case c.opt.Feed == FromRecords:
+	c.leave(hash)
+	c.ix.tell(c, Removed, hash)
+	if end {
 		c.cover(up, at)
-	default:
-		c.coverGuess(up, at)
 	}
 }

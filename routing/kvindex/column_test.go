@@ -157,25 +157,6 @@ func TestAsideIsBounded(t *testing.T) {
 	verify(t, ix)
 }
 
-func TestSpeculationEndsWithTheEventOrTheClock(t *testing.T) {
-	var told int
-	ix := newIndex(t, Config{OnChange: func(_ *Column, d Delta) { told += len(d.Hashes) }})
-	c := open(t, ix, 0, FromEvents)
-	ids := count(64)
-	p := chain(ids, 16)
-	ix.Advance(10 * second)
-	c.Speculate(p, 10*second)
-	assert.Equal(t, 4, hitsOf(ix, p)[0], "a burst of equal prompts stays together")
-	assert.Zero(t, c.Len())
-	assert.Zero(t, told)
-	c.Stored(testHasher, event(ids[:32], 16, 1))
-	assert.Equal(t, 2, told)
-	ix.Advance(10*second + DefaultSpeculation)
-	assert.Equal(t, 2, hitsOf(ix, p)[0])
-	assert.Equal(t, 2, c.Len())
-	verify(t, ix)
-}
-
 func TestNewRefusesWhatCannotWork(t *testing.T) {
 	for _, c := range []Config{{Columns: -1}, {Columns: MaxColumns + 1}, {Bytes: 1000}, {Columns: MaxColumns, Bytes: MinBytes}} {
 		_, err := New(c)

@@ -17,10 +17,7 @@ func (ix *Index) Open(o Owner, opt Options) (*Column, error) {
 		return nil, ErrNoColumn
 	}
 	if opt.TTL <= 0 {
-		opt.TTL = DefaultSpeculation
-		if opt.Feed == FromRecords {
-			opt.TTL = DefaultRecord
-		}
+		opt.TTL = DefaultRecord
 	}
 	c := &Column{ix: ix, bit: bit, owner: o, opt: opt, shown: opt.Shown}
 	ix.columns[bit], ix.owners[p], ix.epochs[p] = c, c, o.Epoch
@@ -99,9 +96,9 @@ func (c *Column) drop() {
 	ix.columns[c.bit] = nil
 	ix.sweep.add(c.bit)
 	ix.handles -= c.handles.n
-	ix.charge -= c.handles.bytes() + c.aside.bytes() + c.side.bytes() + c.guessFee
-	c.handles, c.side, c.aside, c.guesses, c.prompts = handleTable{}, side{}, aside{}, nil, nil
-	c.count, c.sum, c.orphans, c.guessFee, c.stale = 0, 0, 0, 0, false
+	ix.charge -= c.handles.bytes() + c.aside.bytes() + c.side.bytes() + c.endFee
+	c.handles, c.side, c.aside, c.ends, c.prompts = handleTable{}, side{}, aside{}, nil, nil
+	c.count, c.sum, c.orphans, c.endFee, c.stale = 0, 0, 0, 0, false
 }
 
 // bit is a free column bit, without holes; -1 if all are taken.

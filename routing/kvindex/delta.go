@@ -84,17 +84,13 @@ func (ix *Index) descend(up slot, hash uint64) (slot, bool) {
 	return s, true
 }
 
-// settle makes the column hold s for certain.
+// settle makes the column hold s.
 func (c *Column) settle(s slot, hash uint64) {
-	switch {
-	case !c.has(s):
-		c.gain(s)
-	case len(c.guesses) > 0 && c.guessed(s):
-		c.unguess(s)
-	default:
+	if c.has(s) {
 		c.ix.endRun(c) // the chain goes on with a block that was held
 		return
 	}
+	c.gain(s)
 	c.enter(hash)
 	c.ix.addRun(hash, c.ix.cold(s).parent)
 }
@@ -103,7 +99,7 @@ func (c *Column) settle(s slot, hash uint64) {
 func (c *Column) remove(hashes []uint64) {
 	for i := len(hashes) - 1; i >= 0; i-- {
 		s := c.ix.table.find(&c.ix.pool, hashes[i])
-		if s == none || !c.has(s) || len(c.guesses) > 0 && c.guessed(s) {
+		if s == none || !c.has(s) {
 			c.ix.counters.UnknownRemove++
 			continue
 		}
@@ -111,7 +107,7 @@ func (c *Column) remove(hashes []uint64) {
 	}
 }
 
-// release ends the certain holding of s.
+// release ends the holding of s.
 func (c *Column) release(s slot, hash uint64) {
 	c.lack(s)
 	c.leave(hash)
@@ -119,7 +115,7 @@ func (c *Column) release(s slot, hash uint64) {
 	c.ix.reap(s)
 }
 
-// Snapshot hands out what the column holds for certain as Stored deltas of at most n hashes, such that applying them to
+// Snapshot hands out what the column holds as Stored deltas of at most n hashes, such that applying them to
 // an empty column makes an equal one. A chain is one run as far as it is the first branch of its parent.
 // Delta.Hashes is reused between calls of emit.
 func (c *Column) Snapshot(n int, emit func(Delta)) {
@@ -130,14 +126,14 @@ func (c *Column) Snapshot(n int, emit func(Delta)) {
 	n = max(n, 1)
 	chain := make([]uint64, 0, n)
 	for s := firstSlot; int(s) < ix.end(); s++ {
-		if ix.hash(s) == 0 || !c.certain(s) || c.continues(s) {
+		if ix.hash(s) == 0 || !c.has(s) || c.continues(s) {
 			continue
 		}
 		parent := uint64(0)
 		if up := ix.cold(s).parent; up >= firstSlot {
 			parent = ix.hash(up)
 		}
-		for k := s; k != none && c.certain(k); k = ix.cold(k).child {
+		for k := s; k != none && c.has(k); k = ix.cold(k).child {
 			if len(chain) == n {
 				emit(Delta{Change: Stored, Parent: parent, Hashes: chain})
 				parent, chain = chain[n-1], chain[:0]
@@ -149,15 +145,10 @@ func (c *Column) Snapshot(n int, emit func(Delta)) {
 	}
 }
 
-// certain says that the column holds s, and not only speculatively.
-func (c *Column) certain(s slot) bool {
-	return c.has(s) && (c.opt.Feed == FromRecords || len(c.guesses) == 0 || !c.guessed(s))
-}
-
 // continues says that s comes in the run of its parent.
 func (c *Column) continues(s slot) bool {
 	up := c.ix.cold(s).parent
-	return up >= firstSlot && c.ix.cold(up).child == s && c.certain(up)
+	return up >= firstSlot && c.ix.cold(up).child == s && c.has(up)
 }
 
 // run collects blocks of one chain that a column newly holds, so that they are told together.

@@ -174,7 +174,7 @@ func (c *Column) retain(name Handle, hash uint64, up slot, more uint32) (slot, v
 		more += copies
 	}
 	c.side.copy(ix, name, more)
-	if c.has(s) && (len(c.guesses) == 0 || !c.guessed(s)) {
+	if c.has(s) {
 		c.side.alias(ix, s)
 	}
 	c.settle(s, hash)

@@ -107,9 +107,7 @@ func apply(t *testing.T, ix *Index, columns []*Column, in *tape, now *time.Durat
 		c.Apply(Delta{Change: Stored, Parent: uint64(in.n(24)) * 0x0101010101010101, Hashes: in.hashes(6)})
 	case 6:
 		c.Apply(Delta{Change: Removed, Hashes: in.hashes(6)})
-	case 7:
-		c.Speculate(in.hashes(6), *now)
-	case 8:
+	case 7, 8:
 		c.Record(in.hashes(6), *now)
 	case 9:
 		c.Withdraw(in.hashes(6), in.n(6), *now+time.Duration(in.n(255))*time.Second)

@@ -141,7 +141,7 @@ func (c *Column) resolve(h Handle) slot {
 
 // fresh says that the record's block is still there.
 func (c *Column) fresh(r *record) bool {
-	return uint32(c.ix.hash(r.slot)) == r.proof && c.has(r.slot) && (len(c.guesses) == 0 || !c.guessed(r.slot)) //nolint:gosec // the low half is wanted
+	return uint32(c.ix.hash(r.slot)) == r.proof && c.has(r.slot) //nolint:gosec // the low half is wanted
 }
 
 // bind records that h names s; old is what find says of h. False if there is no room for it.

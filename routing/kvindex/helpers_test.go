@@ -130,7 +130,7 @@ func verifyColumns(t assert.TestingT, ix *Index) {
 		if c == nil {
 			continue
 		}
-		n, guesses, orphans, sum := 0, 0, 0, uint64(0)
+		n, ends, orphans, sum := 0, 0, 0, uint64(0)
 		for s := firstSlot; int(s) < ix.end(); s++ {
 			if ix.hash(s) == 0 || !ix.holds(s, bit) {
 				continue
@@ -138,21 +138,19 @@ func verifyColumns(t assert.TestingT, ix *Index) {
 			if up := ix.cold(s).parent; up == unknown || up >= firstSlot && !ix.holds(up, bit) {
 				orphans++
 			}
-			if c.guessed(s) {
-				guesses++
+			if c.isEnd(s) {
+				ends++
 			}
-			if c.certain(s) {
-				n++
-				sum += ix.hash(s)
-			}
-			if c.opt.Feed == FromRecords && !c.guessed(s) {
+			n++
+			sum += ix.hash(s)
+			if c.opt.Feed == FromRecords && !c.isEnd(s) {
 				same(t, true, ix.holdsChild(s, bit), "a recorded block that never expires")
 			}
 		}
 		assert.Equal(t, c.count, n, "blocks of column %d", bit)
 		assert.Equal(t, c.sum, sum, "sum of column %d", bit)
 		assert.Equal(t, c.orphans, orphans, "orphans of column %d", bit)
-		assert.Len(t, c.guesses, guesses, "guesses of column %d", bit)
+		assert.Len(t, c.ends, ends, "ends of column %d", bit)
 		assert.Equal(t, orphans > 0, ix.holed[bit>>6].Load()>>(bit&63)&1 == 1, "hole mark of column %d", bit)
 		records := 0
 		for i := range c.handles.segments {
@@ -165,8 +163,8 @@ func verifyColumns(t assert.TestingT, ix *Index) {
 		}
 		assert.Equal(t, records, c.handles.n)
 		handles += records
-		assert.Equal(t, guessBytes*len(c.guesses)+promptBytes*len(c.prompts), c.guessFee)
-		charge += c.handles.bytes() + c.side.bytes() + c.aside.bytes() + c.guessFee
+		assert.Equal(t, endBytes*len(c.ends)+promptBytes*len(c.prompts), c.endFee)
+		charge += c.handles.bytes() + c.side.bytes() + c.aside.bytes() + c.endFee
 	}
 	assert.Equal(t, handles, ix.handles)
 	assert.Equal(t, charge, ix.charge, "charge")

@@ -22,14 +22,14 @@ type model struct {
 
 func (m *model) open(t require.TestingT, rank int, shown bool) {
 	m.opened++
-	c, err := m.ix.Open(Owner{Rank: uint32(rank), Epoch: 1, Incarnation: m.opened}, Options{Feed: FromEvents, Shown: shown, TTL: 3 * time.Second})
+	c, err := m.ix.Open(Owner{Rank: uint32(rank), Epoch: 1, Incarnation: m.opened}, Options{Feed: FromEvents, Shown: shown})
 	require.NoError(t, err)
 	m.columns[rank], m.oracles[rank] = c, newOracle()
 }
 
 func (m *model) step(t *rapid.T) {
 	rank := rapid.IntRange(0, m.ranks-1).Draw(t, "rank")
-	c, o := m.columns[rank], m.oracles[rank]
+	c := m.columns[rank]
 	switch rapid.IntRange(0, 19).Draw(t, "op") {
 	case 0:
 		c.Clear()
@@ -45,14 +45,7 @@ func (m *model) step(t *rapid.T) {
 	case 5, 6:
 		m.now += time.Duration(rapid.IntRange(1, 20).Draw(t, "ticks")) * 200 * time.Millisecond
 		m.ix.Advance(m.now)
-		for _, o := range m.oracles {
-			o.expire(m.now)
-		}
-	case 7, 8:
-		k, _, b := m.f.stretch(t)
-		c.Speculate(m.f.hashes[k][:b], m.now)
-		o.speculate(m.f.hashes[k][:b], m.now+3*time.Second)
-	case 9, 10, 11, 12, 13:
+	case 7, 8, 9, 10, 11, 12, 13:
 		m.remove(t, rank)
 	default:
 		m.store(t, rank)

@@ -1,8 +1,6 @@
 package kvindex
 
 import (
-	"time"
-
 	"pgregory.net/rapid"
 )
 
@@ -10,7 +8,6 @@ import (
 type oracle struct {
 	held    map[Handle]*oracleBlock
 	waiting []oracleWait
-	guesses map[uint64]time.Duration
 }
 
 type oracleBlock struct {
@@ -25,7 +22,7 @@ type oracleWait struct {
 }
 
 func newOracle() *oracle {
-	return &oracle{held: map[Handle]*oracleBlock{}, guesses: map[uint64]time.Duration{}}
+	return &oracle{held: map[Handle]*oracleBlock{}}
 }
 
 // stored takes a chain of one-token blocks behind parent (nil: block 0).
@@ -81,7 +78,6 @@ func (o *oracle) hold(b Handle, up uint64, token uint32, copies int) {
 		}
 	}
 	hash := testHasher.Tokens(nil, up, []uint32{token}, 1, nil)[0]
-	delete(o.guesses, hash)
 	o.held[b] = &oracleBlock{hash, copies}
 }
 
@@ -102,7 +98,7 @@ func (o *oracle) removed(b Handle) {
 	}
 }
 
-func (o *oracle) certain(hash uint64) bool {
+func (o *oracle) holds(hash uint64) bool {
 	for _, b := range o.held {
 		if b.hash == hash {
 			return true
@@ -111,25 +107,9 @@ func (o *oracle) certain(hash uint64) bool {
 	return false
 }
 
-func (o *oracle) speculate(hashes []uint64, until time.Duration) {
-	for _, h := range hashes {
-		if !o.certain(h) {
-			o.guesses[h] = until
-		}
-	}
-}
-
-func (o *oracle) expire(now time.Duration) {
-	for h, at := range o.guesses {
-		if at <= now {
-			delete(o.guesses, h)
-		}
-	}
-}
-
 func (o *oracle) leading(hashes []uint64) int {
 	for i, h := range hashes {
-		if _, guess := o.guesses[h]; !guess && !o.certain(h) {
+		if !o.holds(h) {
 			return i
 		}
 	}

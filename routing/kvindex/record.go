@@ -6,7 +6,7 @@ import (
 )
 
 // A record holds the blocks of every prompt that was routed and has not expired. Only a prompt's last block, its end, has a time
-// (Column.guesses): each block in front of it is held because one behind it is. So a prompt that is known costs a few
+// (Column.ends): each block in front of it is held because one behind it is. So a prompt that is known costs a few
 // look-ups to renew, however long it is. A held block without a held child is an end.
 
 // Recorded is what one Record did.
@@ -47,11 +47,11 @@ func (c *Column) Withdraw(hashes []uint64, keep int, at time.Duration) {
 		return
 	}
 	s := c.ix.table.find(&c.ix.pool, hashes[n-1])
-	end, ok := c.guesses[s]
+	end, ok := c.ends[s]
 	if !ok || end > at {
 		return
 	}
-	c.unguess(s)
+	c.unend(s)
 	for ; n > keep && c.loose(s); n-- {
 		up := c.ix.cold(s).parent
 		c.leaveRecord(s)
@@ -112,13 +112,7 @@ func (c *Column) extend(hashes []uint64, held int) slot {
 			break
 		}
 		ix.pin = s
-		if c.has(s) {
-			ix.endRun(c)
-		} else {
-			c.gain(s)
-			c.enter(hash)
-			ix.addRun(hash, ix.cold(s).parent)
-		}
+		c.settle(s, hash)
 		last = s
 	}
 	ix.unpin()
@@ -128,7 +122,7 @@ func (c *Column) extend(hashes []uint64, held int) slot {
 
 // loose says that s is held and nothing needs it: it is no end, and no child is held.
 func (c *Column) loose(s slot) bool {
-	return s >= firstSlot && c.has(s) && !c.guessed(s) && !c.ix.holdsChild(s, c.bit)
+	return s >= firstSlot && c.has(s) && !c.isEnd(s) && !c.ix.holdsChild(s, c.bit)
 }
 
 // leaveRecord ends the holding of s.
@@ -139,33 +133,33 @@ func (c *Column) payEnd() bool {
 	if !c.payPrompt() {
 		return false
 	}
-	for !c.ix.pay(guessBytes) {
+	for !c.ix.pay(endBytes) {
 		if len(c.prompts) == 0 {
-			c.guessFee -= promptBytes
+			c.endFee -= promptBytes
 			c.ix.charge -= promptBytes
 			return false
 		}
 		c.lapseRecord(-1)
 	}
-	c.guessFee += guessBytes
+	c.endFee += endBytes
 	return true
 }
 
 // setEnd makes s, paid for by payEnd, the end of a prompt that expires at.
 func (c *Column) setEnd(s slot, at time.Duration) {
 	if s == none || !c.has(s) {
-		c.guessFee -= promptBytes + guessBytes
-		c.ix.charge -= promptBytes + guessBytes
+		c.endFee -= promptBytes + endBytes
+		c.ix.charge -= promptBytes + endBytes
 		return
 	}
-	if c.guessed(s) { // one end of it is enough
-		c.guessFee -= guessBytes
-		c.ix.charge -= guessBytes
+	if c.isEnd(s) { // one end of it is enough
+		c.endFee -= endBytes
+		c.ix.charge -= endBytes
 	}
-	if c.guesses == nil {
-		c.guesses = make(map[slot]time.Duration)
+	if c.ends == nil {
+		c.ends = make(map[slot]time.Duration)
 	}
-	c.guesses[s] = max(at, c.guesses[s])
+	c.ends[s] = max(at, c.ends[s])
 	c.addPrompt(prompt{at, s, c.ix.hash(s)})
 }
 
@@ -191,16 +185,16 @@ func (c *Column) cover(s slot, at time.Duration) {
 func (c *Column) lapseRecord(n int) {
 	p := c.prompts[0]
 	s := p.leaf
-	if at, ok := c.guesses[s]; !ok || at != p.at || c.ix.hash(s) != p.hash {
+	if at, ok := c.ends[s]; !ok || at != p.at || c.ix.hash(s) != p.hash {
 		c.popPrompt() // renewed since, or gone
 		return
 	}
-	c.unguess(s)
+	c.unend(s)
 	for c.loose(s) {
 		if n == 0 {
-			c.guesses[s] = p.at
-			c.guessFee += guessBytes
-			c.ix.charge += guessBytes // just given back
+			c.ends[s] = p.at
+			c.endFee += endBytes
+			c.ix.charge += endBytes // just given back
 			c.prompts[0].leaf, c.prompts[0].hash = s, c.ix.hash(s)
 			return
 		}

@@ -187,7 +187,7 @@ func TestARecordUnderTheCapStaysCovered(t *testing.T) {
 		ix.Advance(1000 * second)
 		assert.Zero(t, c.Len(), "all of it expires")
 		assert.Empty(t, c.prompts)
-		assert.Empty(t, c.guesses)
+		assert.Empty(t, c.ends)
 		verify(t, ix)
 	})
 }

@@ -22,16 +22,15 @@ type Counters struct {
 // Stats are gauges of an index.
 type Stats struct {
 	Counters
-	Blocks       int // chain hashes known, ghosts included
-	Columns      int // open
-	Bytes        int // charged against Cap
-	Cap          int
-	Handles      int // engine handles, over all columns
-	HandleBytes  int // of Bytes
-	Aside        int // blocks waiting for their parents
-	Orphans      int // held blocks whose parent is not held
-	Speculations int // blocks held for a limited time
-	Unswept      bool
+	Blocks      int // chain hashes known, ghosts included
+	Columns     int // open
+	Bytes       int // charged against Cap
+	Cap         int
+	Handles     int // engine handles, over all columns
+	HandleBytes int // of Bytes
+	Aside       int // blocks waiting for their parents
+	Orphans     int // held blocks whose parent is not held
+	Unswept     bool
 }
 
 // Stats is the writer's: call it where events are applied.
@@ -48,7 +47,6 @@ func (ix *Index) Stats() Stats {
 		s.HandleBytes += c.handles.bytes()
 		s.Aside += len(c.aside.blocks)
 		s.Orphans += c.orphans
-		s.Speculations += len(c.guesses)
 	}
 	return s
 }

@@ -514,6 +514,99 @@ func (x *UnitEvent) GetAtUnixNano() int64 {
 	return 0
 }
 
+// Problem is an error on its way: the detail of a status.
+type Problem struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Code          string                 `protobuf:"bytes,1,opt,name=code,proto3" json:"code,omitempty"` // problem.Code
+	Message       string                 `protobuf:"bytes,2,opt,name=message,proto3" json:"message,omitempty"`
+	Hint          string                 `protobuf:"bytes,3,opt,name=hint,proto3" json:"hint,omitempty"`
+	Doc           string                 `protobuf:"bytes,4,opt,name=doc,proto3" json:"doc,omitempty"`
+	Details       []string               `protobuf:"bytes,5,rep,name=details,proto3" json:"details,omitempty"`
+	Is            []string               `protobuf:"bytes,6,rep,name=is,proto3" json:"is,omitempty"`         // names of the known errors in its chain (actors/remote, errors.go)
+	Leader        string                 `protobuf:"bytes,7,opt,name=leader,proto3" json:"leader,omitempty"` // of not_leader: the node that leads; empty = not known
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Problem) Reset() {
+	*x = Problem{}
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Problem) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Problem) ProtoMessage() {}
+
+func (x *Problem) ProtoReflect() protoreflect.Message {
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Problem.ProtoReflect.Descriptor instead.
+func (*Problem) Descriptor() ([]byte, []int) {
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *Problem) GetCode() string {
+	if x != nil {
+		return x.Code
+	}
+	return ""
+}
+
+func (x *Problem) GetMessage() string {
+	if x != nil {
+		return x.Message
+	}
+	return ""
+}
+
+func (x *Problem) GetHint() string {
+	if x != nil {
+		return x.Hint
+	}
+	return ""
+}
+
+func (x *Problem) GetDoc() string {
+	if x != nil {
+		return x.Doc
+	}
+	return ""
+}
+
+func (x *Problem) GetDetails() []string {
+	if x != nil {
+		return x.Details
+	}
+	return nil
+}
+
+func (x *Problem) GetIs() []string {
+	if x != nil {
+		return x.Is
+	}
+	return nil
+}
+
+func (x *Problem) GetLeader() string {
+	if x != nil {
+		return x.Leader
+	}
+	return ""
+}
+
 type CertifyRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Csr           []byte                 `protobuf:"bytes,1,opt,name=csr,proto3" json:"csr,omitempty"`
@@ -523,7 +616,7 @@ type CertifyRequest struct {
 
 func (x *CertifyRequest) Reset() {
 	*x = CertifyRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[6]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -535,7 +628,7 @@ func (x *CertifyRequest) String() string {
 func (*CertifyRequest) ProtoMessage() {}
 
 func (x *CertifyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[6]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -548,7 +641,7 @@ func (x *CertifyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CertifyRequest.ProtoReflect.Descriptor instead.
 func (*CertifyRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{6}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *CertifyRequest) GetCsr() []byte {
@@ -568,7 +661,7 @@ type CertifyReply struct {
 
 func (x *CertifyReply) Reset() {
 	*x = CertifyReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[7]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -580,7 +673,7 @@ func (x *CertifyReply) String() string {
 func (*CertifyReply) ProtoMessage() {}
 
 func (x *CertifyReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[7]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -593,7 +686,7 @@ func (x *CertifyReply) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CertifyReply.ProtoReflect.Descriptor instead.
 func (*CertifyReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{7}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *CertifyReply) GetCertificate() []byte {
@@ -619,7 +712,7 @@ type ApplyRequest struct {
 
 func (x *ApplyRequest) Reset() {
 	*x = ApplyRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[8]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -631,7 +724,7 @@ func (x *ApplyRequest) String() string {
 func (*ApplyRequest) ProtoMessage() {}
 
 func (x *ApplyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[8]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -644,7 +737,7 @@ func (x *ApplyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ApplyRequest.ProtoReflect.Descriptor instead.
 func (*ApplyRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{8}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *ApplyRequest) GetCommand() []byte {
@@ -663,7 +756,7 @@ type ApplyReply struct {
 
 func (x *ApplyReply) Reset() {
 	*x = ApplyReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[9]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -675,7 +768,7 @@ func (x *ApplyReply) String() string {
 func (*ApplyReply) ProtoMessage() {}
 
 func (x *ApplyReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[9]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -688,7 +781,7 @@ func (x *ApplyReply) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ApplyReply.ProtoReflect.Descriptor instead.
 func (*ApplyReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{9}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *ApplyReply) GetResult() []byte {
@@ -707,7 +800,7 @@ type WatchRequest struct {
 
 func (x *WatchRequest) Reset() {
 	*x = WatchRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[10]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -719,7 +812,7 @@ func (x *WatchRequest) String() string {
 func (*WatchRequest) ProtoMessage() {}
 
 func (x *WatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[10]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -732,7 +825,7 @@ func (x *WatchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchRequest.ProtoReflect.Descriptor instead.
 func (*WatchRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{10}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *WatchRequest) GetIndex() uint64 {
@@ -752,7 +845,7 @@ type WatchUpdate struct {
 
 func (x *WatchUpdate) Reset() {
 	*x = WatchUpdate{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[11]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -764,7 +857,7 @@ func (x *WatchUpdate) String() string {
 func (*WatchUpdate) ProtoMessage() {}
 
 func (x *WatchUpdate) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[11]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -777,7 +870,7 @@ func (x *WatchUpdate) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchUpdate.ProtoReflect.Descriptor instead.
 func (*WatchUpdate) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{11}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *WatchUpdate) GetState() []byte {
@@ -805,7 +898,7 @@ type AssignRequest struct {
 
 func (x *AssignRequest) Reset() {
 	*x = AssignRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[12]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -817,7 +910,7 @@ func (x *AssignRequest) String() string {
 func (*AssignRequest) ProtoMessage() {}
 
 func (x *AssignRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[12]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -830,7 +923,7 @@ func (x *AssignRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AssignRequest.ProtoReflect.Descriptor instead.
 func (*AssignRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{12}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *AssignRequest) GetApp() string {
@@ -865,7 +958,7 @@ type AssignReply struct {
 
 func (x *AssignReply) Reset() {
 	*x = AssignReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[13]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -877,7 +970,7 @@ func (x *AssignReply) String() string {
 func (*AssignReply) ProtoMessage() {}
 
 func (x *AssignReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[13]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -890,7 +983,7 @@ func (x *AssignReply) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AssignReply.ProtoReflect.Descriptor instead.
 func (*AssignReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{13}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *AssignReply) GetRank() int32 {
@@ -927,7 +1020,7 @@ type PublishRequest struct {
 
 func (x *PublishRequest) Reset() {
 	*x = PublishRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[14]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -939,7 +1032,7 @@ func (x *PublishRequest) String() string {
 func (*PublishRequest) ProtoMessage() {}
 
 func (x *PublishRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[14]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -952,7 +1045,7 @@ func (x *PublishRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PublishRequest.ProtoReflect.Descriptor instead.
 func (*PublishRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{14}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *PublishRequest) GetUnit() string {
@@ -998,7 +1091,7 @@ type PublishReply struct {
 
 func (x *PublishReply) Reset() {
 	*x = PublishReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[15]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1010,7 +1103,7 @@ func (x *PublishReply) String() string {
 func (*PublishReply) ProtoMessage() {}
 
 func (x *PublishReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[15]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1023,7 +1116,7 @@ func (x *PublishReply) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PublishReply.ProtoReflect.Descriptor instead.
 func (*PublishReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{15}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{16}
 }
 
 type AwaitRequest struct {
@@ -1037,7 +1130,7 @@ type AwaitRequest struct {
 
 func (x *AwaitRequest) Reset() {
 	*x = AwaitRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[16]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1049,7 +1142,7 @@ func (x *AwaitRequest) String() string {
 func (*AwaitRequest) ProtoMessage() {}
 
 func (x *AwaitRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[16]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1062,7 +1155,7 @@ func (x *AwaitRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AwaitRequest.ProtoReflect.Descriptor instead.
 func (*AwaitRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{16}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *AwaitRequest) GetUnit() string {
@@ -1096,7 +1189,7 @@ type AwaitReply struct {
 
 func (x *AwaitReply) Reset() {
 	*x = AwaitReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[17]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1108,7 +1201,7 @@ func (x *AwaitReply) String() string {
 func (*AwaitReply) ProtoMessage() {}
 
 func (x *AwaitReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[17]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1121,7 +1214,7 @@ func (x *AwaitReply) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AwaitReply.ProtoReflect.Descriptor instead.
 func (*AwaitReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{17}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *AwaitReply) GetAddr() string {
@@ -1154,7 +1247,7 @@ type StartRankRequest struct {
 
 func (x *StartRankRequest) Reset() {
 	*x = StartRankRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[18]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1166,7 +1259,7 @@ func (x *StartRankRequest) String() string {
 func (*StartRankRequest) ProtoMessage() {}
 
 func (x *StartRankRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[18]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1179,7 +1272,7 @@ func (x *StartRankRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartRankRequest.ProtoReflect.Descriptor instead.
 func (*StartRankRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{18}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *StartRankRequest) GetApp() []byte {
@@ -1246,7 +1339,7 @@ type StartRankReply struct {
 
 func (x *StartRankReply) Reset() {
 	*x = StartRankReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[19]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1258,7 +1351,7 @@ func (x *StartRankReply) String() string {
 func (*StartRankReply) ProtoMessage() {}
 
 func (x *StartRankReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[19]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1271,7 +1364,7 @@ func (x *StartRankReply) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartRankReply.ProtoReflect.Descriptor instead.
 func (*StartRankReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{19}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{20}
 }
 
 type RankGrant struct {
@@ -1286,7 +1379,7 @@ type RankGrant struct {
 
 func (x *RankGrant) Reset() {
 	*x = RankGrant{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[20]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1298,7 +1391,7 @@ func (x *RankGrant) String() string {
 func (*RankGrant) ProtoMessage() {}
 
 func (x *RankGrant) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[20]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1311,7 +1404,7 @@ func (x *RankGrant) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RankGrant.ProtoReflect.Descriptor instead.
 func (*RankGrant) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{20}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *RankGrant) GetRank() int32 {
@@ -1353,7 +1446,7 @@ type Block struct {
 
 func (x *Block) Reset() {
 	*x = Block{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[21]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1365,7 +1458,7 @@ func (x *Block) String() string {
 func (*Block) ProtoMessage() {}
 
 func (x *Block) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[21]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1378,7 +1471,7 @@ func (x *Block) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Block.ProtoReflect.Descriptor instead.
 func (*Block) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{21}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *Block) GetNode() string {
@@ -1414,7 +1507,7 @@ type StopRankRequest struct {
 
 func (x *StopRankRequest) Reset() {
 	*x = StopRankRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[22]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1426,7 +1519,7 @@ func (x *StopRankRequest) String() string {
 func (*StopRankRequest) ProtoMessage() {}
 
 func (x *StopRankRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[22]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1439,7 +1532,7 @@ func (x *StopRankRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopRankRequest.ProtoReflect.Descriptor instead.
 func (*StopRankRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{22}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *StopRankRequest) GetUnit() string {
@@ -1478,7 +1571,7 @@ type StopRankReply struct {
 
 func (x *StopRankReply) Reset() {
 	*x = StopRankReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[23]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1490,7 +1583,7 @@ func (x *StopRankReply) String() string {
 func (*StopRankReply) ProtoMessage() {}
 
 func (x *StopRankReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[23]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1503,7 +1596,7 @@ func (x *StopRankReply) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopRankReply.ProtoReflect.Descriptor instead.
 func (*StopRankReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{23}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{24}
 }
 
 type StatusRequest struct {
@@ -1514,7 +1607,7 @@ type StatusRequest struct {
 
 func (x *StatusRequest) Reset() {
 	*x = StatusRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[24]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1526,7 +1619,7 @@ func (x *StatusRequest) String() string {
 func (*StatusRequest) ProtoMessage() {}
 
 func (x *StatusRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[24]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1539,7 +1632,7 @@ func (x *StatusRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatusRequest.ProtoReflect.Descriptor instead.
 func (*StatusRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{24}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{25}
 }
 
 type StatusReply struct {
@@ -1552,7 +1645,7 @@ type StatusReply struct {
 
 func (x *StatusReply) Reset() {
 	*x = StatusReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[25]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1564,7 +1657,7 @@ func (x *StatusReply) String() string {
 func (*StatusReply) ProtoMessage() {}
 
 func (x *StatusReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[25]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1577,7 +1670,7 @@ func (x *StatusReply) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatusReply.ProtoReflect.Descriptor instead.
 func (*StatusReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{25}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *StatusReply) GetRanks() []byte {
@@ -1608,7 +1701,7 @@ type LogsRequest struct {
 
 func (x *LogsRequest) Reset() {
 	*x = LogsRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[26]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1620,7 +1713,7 @@ func (x *LogsRequest) String() string {
 func (*LogsRequest) ProtoMessage() {}
 
 func (x *LogsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[26]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1633,7 +1726,7 @@ func (x *LogsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LogsRequest.ProtoReflect.Descriptor instead.
 func (*LogsRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{26}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *LogsRequest) GetApp() string {
@@ -1687,7 +1780,7 @@ type LogLines struct {
 
 func (x *LogLines) Reset() {
 	*x = LogLines{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[27]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1699,7 +1792,7 @@ func (x *LogLines) String() string {
 func (*LogLines) ProtoMessage() {}
 
 func (x *LogLines) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[27]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1712,7 +1805,7 @@ func (x *LogLines) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LogLines.ProtoReflect.Descriptor instead.
 func (*LogLines) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{27}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *LogLines) GetLines() []*LogLine {
@@ -1736,7 +1829,7 @@ type LogLine struct {
 
 func (x *LogLine) Reset() {
 	*x = LogLine{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[28]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1748,7 +1841,7 @@ func (x *LogLine) String() string {
 func (*LogLine) ProtoMessage() {}
 
 func (x *LogLine) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[28]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1761,7 +1854,7 @@ func (x *LogLine) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LogLine.ProtoReflect.Descriptor instead.
 func (*LogLine) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{28}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *LogLine) GetUnit() string {
@@ -1815,7 +1908,7 @@ type ResetRouterRequest struct {
 
 func (x *ResetRouterRequest) Reset() {
 	*x = ResetRouterRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[29]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1827,7 +1920,7 @@ func (x *ResetRouterRequest) String() string {
 func (*ResetRouterRequest) ProtoMessage() {}
 
 func (x *ResetRouterRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[29]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1840,7 +1933,7 @@ func (x *ResetRouterRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetRouterRequest.ProtoReflect.Descriptor instead.
 func (*ResetRouterRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{29}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *ResetRouterRequest) GetApp() string {
@@ -1859,7 +1952,7 @@ type ResetRouterReply struct {
 
 func (x *ResetRouterReply) Reset() {
 	*x = ResetRouterReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[30]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1871,7 +1964,7 @@ func (x *ResetRouterReply) String() string {
 func (*ResetRouterReply) ProtoMessage() {}
 
 func (x *ResetRouterReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[30]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1884,7 +1977,7 @@ func (x *ResetRouterReply) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetRouterReply.ProtoReflect.Descriptor instead.
 func (*ResetRouterReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{30}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *ResetRouterReply) GetRanks() int32 {
@@ -1906,7 +1999,7 @@ type SubscribeRequest struct {
 
 func (x *SubscribeRequest) Reset() {
 	*x = SubscribeRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[31]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1918,7 +2011,7 @@ func (x *SubscribeRequest) String() string {
 func (*SubscribeRequest) ProtoMessage() {}
 
 func (x *SubscribeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[31]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1931,7 +2024,7 @@ func (x *SubscribeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SubscribeRequest.ProtoReflect.Descriptor instead.
 func (*SubscribeRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{31}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *SubscribeRequest) GetIngress() string {
@@ -1968,13 +2061,14 @@ type Post struct {
 	//	*Post_Progress
 	//	*Post_Resync
 	Message       isPost_Message `protobuf_oneof:"message"`
+	Incarnation   uint64         `protobuf:"varint,8,opt,name=incarnation,proto3" json:"incarnation,omitempty"` // of the rank when its ticket was given; a Resync goes by unit and rank alone
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Post) Reset() {
 	*x = Post{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[32]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1986,7 +2080,7 @@ func (x *Post) String() string {
 func (*Post) ProtoMessage() {}
 
 func (x *Post) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[32]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1999,7 +2093,7 @@ func (x *Post) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Post.ProtoReflect.Descriptor instead.
 func (*Post) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{32}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *Post) GetUnit() string {
@@ -2066,6 +2160,13 @@ func (x *Post) GetResync() *Resync {
 	return nil
 }
 
+func (x *Post) GetIncarnation() uint64 {
+	if x != nil {
+		return x.Incarnation
+	}
+	return 0
+}
+
 type isPost_Message interface {
 	isPost_Message()
 }
@@ -2113,7 +2214,7 @@ type Done struct {
 
 func (x *Done) Reset() {
 	*x = Done{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[33]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2125,7 +2226,7 @@ func (x *Done) String() string {
 func (*Done) ProtoMessage() {}
 
 func (x *Done) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[33]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2138,7 +2239,7 @@ func (x *Done) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Done.ProtoReflect.Descriptor instead.
 func (*Done) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{33}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *Done) GetTicket() uint64 {
@@ -2228,7 +2329,7 @@ type FirstToken struct {
 
 func (x *FirstToken) Reset() {
 	*x = FirstToken{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[34]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2240,7 +2341,7 @@ func (x *FirstToken) String() string {
 func (*FirstToken) ProtoMessage() {}
 
 func (x *FirstToken) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[34]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2253,7 +2354,7 @@ func (x *FirstToken) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FirstToken.ProtoReflect.Descriptor instead.
 func (*FirstToken) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{34}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *FirstToken) GetTicket() uint64 {
@@ -2280,7 +2381,7 @@ type Progress struct {
 
 func (x *Progress) Reset() {
 	*x = Progress{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[35]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2292,7 +2393,7 @@ func (x *Progress) String() string {
 func (*Progress) ProtoMessage() {}
 
 func (x *Progress) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[35]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2305,7 +2406,7 @@ func (x *Progress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Progress.ProtoReflect.Descriptor instead.
 func (*Progress) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{35}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *Progress) GetTicket() uint64 {
@@ -2330,7 +2431,7 @@ type Resync struct {
 
 func (x *Resync) Reset() {
 	*x = Resync{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[36]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2342,7 +2443,7 @@ func (x *Resync) String() string {
 func (*Resync) ProtoMessage() {}
 
 func (x *Resync) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[36]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2355,7 +2456,7 @@ func (x *Resync) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Resync.ProtoReflect.Descriptor instead.
 func (*Resync) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{36}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{37}
 }
 
 // Records is a piece of the streams of a node's ranks, in order. The records are packed (actors/remote, record.go): each has
@@ -2369,7 +2470,7 @@ type Records struct {
 
 func (x *Records) Reset() {
 	*x = Records{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[37]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2381,7 +2482,7 @@ func (x *Records) String() string {
 func (*Records) ProtoMessage() {}
 
 func (x *Records) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[37]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2394,7 +2495,7 @@ func (x *Records) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Records.ProtoReflect.Descriptor instead.
 func (*Records) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{37}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *Records) GetPacked() []byte {
@@ -2453,7 +2554,15 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\x05asked\x18\t \x01(\bR\x05asked\x12 \n" +
 	"\fat_unix_nano\x18\n" +
 	" \x01(\x03R\n" +
-	"atUnixNano\"\"\n" +
+	"atUnixNano\"\x9f\x01\n" +
+	"\aProblem\x12\x12\n" +
+	"\x04code\x18\x01 \x01(\tR\x04code\x12\x18\n" +
+	"\amessage\x18\x02 \x01(\tR\amessage\x12\x12\n" +
+	"\x04hint\x18\x03 \x01(\tR\x04hint\x12\x10\n" +
+	"\x03doc\x18\x04 \x01(\tR\x03doc\x12\x18\n" +
+	"\adetails\x18\x05 \x03(\tR\adetails\x12\x0e\n" +
+	"\x02is\x18\x06 \x03(\tR\x02is\x12\x16\n" +
+	"\x06leader\x18\a \x01(\tR\x06leader\"\"\n" +
 	"\x0eCertifyRequest\x12\x10\n" +
 	"\x03csr\x18\x01 \x01(\fR\x03csr\"N\n" +
 	"\fCertifyReply\x12 \n" +
@@ -2547,7 +2656,7 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\x10SubscribeRequest\x12\x18\n" +
 	"\aingress\x18\x01 \x01(\tR\aingress\x12&\n" +
 	"\x05posts\x18\x02 \x03(\v2\x10.dpserve.v1.PostR\x05posts\x12\x16\n" +
-	"\x06resync\x18\x03 \x01(\bR\x06resync\"\x94\x02\n" +
+	"\x06resync\x18\x03 \x01(\bR\x06resync\"\xb6\x02\n" +
 	"\x04Post\x12\x12\n" +
 	"\x04unit\x18\x01 \x01(\tR\x04unit\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x04R\x05epoch\x12\x12\n" +
@@ -2556,7 +2665,8 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\vfirst_token\x18\x05 \x01(\v2\x16.dpserve.v1.FirstTokenH\x00R\n" +
 	"firstToken\x122\n" +
 	"\bprogress\x18\x06 \x01(\v2\x14.dpserve.v1.ProgressH\x00R\bprogress\x12,\n" +
-	"\x06resync\x18\a \x01(\v2\x12.dpserve.v1.ResyncH\x00R\x06resyncB\t\n" +
+	"\x06resync\x18\a \x01(\v2\x12.dpserve.v1.ResyncH\x00R\x06resync\x12 \n" +
+	"\vincarnation\x18\b \x01(\x04R\vincarnationB\t\n" +
 	"\amessage\"\xcc\x02\n" +
 	"\x04Done\x12\x16\n" +
 	"\x06ticket\x18\x01 \x01(\x04R\x06ticket\x12\x18\n" +
@@ -2613,7 +2723,7 @@ func file_dpserve_v1_dpserve_proto_rawDescGZIP() []byte {
 	return file_dpserve_v1_dpserve_proto_rawDescData
 }
 
-var file_dpserve_v1_dpserve_proto_msgTypes = make([]protoimpl.MessageInfo, 38)
+var file_dpserve_v1_dpserve_proto_msgTypes = make([]protoimpl.MessageInfo, 39)
 var file_dpserve_v1_dpserve_proto_goTypes = []any{
 	(*JoinRequest)(nil),        // 0: dpserve.v1.JoinRequest
 	(*JoinReply)(nil),          // 1: dpserve.v1.JoinReply
@@ -2621,81 +2731,82 @@ var file_dpserve_v1_dpserve_proto_goTypes = []any{
 	(*RenewRequest)(nil),       // 3: dpserve.v1.RenewRequest
 	(*RenewReply)(nil),         // 4: dpserve.v1.RenewReply
 	(*UnitEvent)(nil),          // 5: dpserve.v1.UnitEvent
-	(*CertifyRequest)(nil),     // 6: dpserve.v1.CertifyRequest
-	(*CertifyReply)(nil),       // 7: dpserve.v1.CertifyReply
-	(*ApplyRequest)(nil),       // 8: dpserve.v1.ApplyRequest
-	(*ApplyReply)(nil),         // 9: dpserve.v1.ApplyReply
-	(*WatchRequest)(nil),       // 10: dpserve.v1.WatchRequest
-	(*WatchUpdate)(nil),        // 11: dpserve.v1.WatchUpdate
-	(*AssignRequest)(nil),      // 12: dpserve.v1.AssignRequest
-	(*AssignReply)(nil),        // 13: dpserve.v1.AssignReply
-	(*PublishRequest)(nil),     // 14: dpserve.v1.PublishRequest
-	(*PublishReply)(nil),       // 15: dpserve.v1.PublishReply
-	(*AwaitRequest)(nil),       // 16: dpserve.v1.AwaitRequest
-	(*AwaitReply)(nil),         // 17: dpserve.v1.AwaitReply
-	(*StartRankRequest)(nil),   // 18: dpserve.v1.StartRankRequest
-	(*StartRankReply)(nil),     // 19: dpserve.v1.StartRankReply
-	(*RankGrant)(nil),          // 20: dpserve.v1.RankGrant
-	(*Block)(nil),              // 21: dpserve.v1.Block
-	(*StopRankRequest)(nil),    // 22: dpserve.v1.StopRankRequest
-	(*StopRankReply)(nil),      // 23: dpserve.v1.StopRankReply
-	(*StatusRequest)(nil),      // 24: dpserve.v1.StatusRequest
-	(*StatusReply)(nil),        // 25: dpserve.v1.StatusReply
-	(*LogsRequest)(nil),        // 26: dpserve.v1.LogsRequest
-	(*LogLines)(nil),           // 27: dpserve.v1.LogLines
-	(*LogLine)(nil),            // 28: dpserve.v1.LogLine
-	(*ResetRouterRequest)(nil), // 29: dpserve.v1.ResetRouterRequest
-	(*ResetRouterReply)(nil),   // 30: dpserve.v1.ResetRouterReply
-	(*SubscribeRequest)(nil),   // 31: dpserve.v1.SubscribeRequest
-	(*Post)(nil),               // 32: dpserve.v1.Post
-	(*Done)(nil),               // 33: dpserve.v1.Done
-	(*FirstToken)(nil),         // 34: dpserve.v1.FirstToken
-	(*Progress)(nil),           // 35: dpserve.v1.Progress
-	(*Resync)(nil),             // 36: dpserve.v1.Resync
-	(*Records)(nil),            // 37: dpserve.v1.Records
+	(*Problem)(nil),            // 6: dpserve.v1.Problem
+	(*CertifyRequest)(nil),     // 7: dpserve.v1.CertifyRequest
+	(*CertifyReply)(nil),       // 8: dpserve.v1.CertifyReply
+	(*ApplyRequest)(nil),       // 9: dpserve.v1.ApplyRequest
+	(*ApplyReply)(nil),         // 10: dpserve.v1.ApplyReply
+	(*WatchRequest)(nil),       // 11: dpserve.v1.WatchRequest
+	(*WatchUpdate)(nil),        // 12: dpserve.v1.WatchUpdate
+	(*AssignRequest)(nil),      // 13: dpserve.v1.AssignRequest
+	(*AssignReply)(nil),        // 14: dpserve.v1.AssignReply
+	(*PublishRequest)(nil),     // 15: dpserve.v1.PublishRequest
+	(*PublishReply)(nil),       // 16: dpserve.v1.PublishReply
+	(*AwaitRequest)(nil),       // 17: dpserve.v1.AwaitRequest
+	(*AwaitReply)(nil),         // 18: dpserve.v1.AwaitReply
+	(*StartRankRequest)(nil),   // 19: dpserve.v1.StartRankRequest
+	(*StartRankReply)(nil),     // 20: dpserve.v1.StartRankReply
+	(*RankGrant)(nil),          // 21: dpserve.v1.RankGrant
+	(*Block)(nil),              // 22: dpserve.v1.Block
+	(*StopRankRequest)(nil),    // 23: dpserve.v1.StopRankRequest
+	(*StopRankReply)(nil),      // 24: dpserve.v1.StopRankReply
+	(*StatusRequest)(nil),      // 25: dpserve.v1.StatusRequest
+	(*StatusReply)(nil),        // 26: dpserve.v1.StatusReply
+	(*LogsRequest)(nil),        // 27: dpserve.v1.LogsRequest
+	(*LogLines)(nil),           // 28: dpserve.v1.LogLines
+	(*LogLine)(nil),            // 29: dpserve.v1.LogLine
+	(*ResetRouterRequest)(nil), // 30: dpserve.v1.ResetRouterRequest
+	(*ResetRouterReply)(nil),   // 31: dpserve.v1.ResetRouterReply
+	(*SubscribeRequest)(nil),   // 32: dpserve.v1.SubscribeRequest
+	(*Post)(nil),               // 33: dpserve.v1.Post
+	(*Done)(nil),               // 34: dpserve.v1.Done
+	(*FirstToken)(nil),         // 35: dpserve.v1.FirstToken
+	(*Progress)(nil),           // 36: dpserve.v1.Progress
+	(*Resync)(nil),             // 37: dpserve.v1.Resync
+	(*Records)(nil),            // 38: dpserve.v1.Records
 }
 var file_dpserve_v1_dpserve_proto_depIdxs = []int32{
 	2,  // 0: dpserve.v1.JoinReply.seeds:type_name -> dpserve.v1.Peer
 	5,  // 1: dpserve.v1.RenewRequest.events:type_name -> dpserve.v1.UnitEvent
 	5,  // 2: dpserve.v1.RenewRequest.units:type_name -> dpserve.v1.UnitEvent
 	2,  // 3: dpserve.v1.RenewReply.peers:type_name -> dpserve.v1.Peer
-	20, // 4: dpserve.v1.StartRankRequest.ranks:type_name -> dpserve.v1.RankGrant
-	20, // 5: dpserve.v1.StartRankRequest.all_ranks:type_name -> dpserve.v1.RankGrant
-	21, // 6: dpserve.v1.StartRankRequest.block:type_name -> dpserve.v1.Block
-	28, // 7: dpserve.v1.LogLines.lines:type_name -> dpserve.v1.LogLine
-	32, // 8: dpserve.v1.SubscribeRequest.posts:type_name -> dpserve.v1.Post
-	33, // 9: dpserve.v1.Post.done:type_name -> dpserve.v1.Done
-	34, // 10: dpserve.v1.Post.first_token:type_name -> dpserve.v1.FirstToken
-	35, // 11: dpserve.v1.Post.progress:type_name -> dpserve.v1.Progress
-	36, // 12: dpserve.v1.Post.resync:type_name -> dpserve.v1.Resync
+	21, // 4: dpserve.v1.StartRankRequest.ranks:type_name -> dpserve.v1.RankGrant
+	21, // 5: dpserve.v1.StartRankRequest.all_ranks:type_name -> dpserve.v1.RankGrant
+	22, // 6: dpserve.v1.StartRankRequest.block:type_name -> dpserve.v1.Block
+	29, // 7: dpserve.v1.LogLines.lines:type_name -> dpserve.v1.LogLine
+	33, // 8: dpserve.v1.SubscribeRequest.posts:type_name -> dpserve.v1.Post
+	34, // 9: dpserve.v1.Post.done:type_name -> dpserve.v1.Done
+	35, // 10: dpserve.v1.Post.first_token:type_name -> dpserve.v1.FirstToken
+	36, // 11: dpserve.v1.Post.progress:type_name -> dpserve.v1.Progress
+	37, // 12: dpserve.v1.Post.resync:type_name -> dpserve.v1.Resync
 	0,  // 13: dpserve.v1.Enroll.Join:input_type -> dpserve.v1.JoinRequest
 	3,  // 14: dpserve.v1.Control.Renew:input_type -> dpserve.v1.RenewRequest
-	6,  // 15: dpserve.v1.Control.Certify:input_type -> dpserve.v1.CertifyRequest
-	8,  // 16: dpserve.v1.Control.ForwardApply:input_type -> dpserve.v1.ApplyRequest
-	10, // 17: dpserve.v1.Control.Watch:input_type -> dpserve.v1.WatchRequest
-	12, // 18: dpserve.v1.Control.Assign:input_type -> dpserve.v1.AssignRequest
-	14, // 19: dpserve.v1.Control.Publish:input_type -> dpserve.v1.PublishRequest
-	16, // 20: dpserve.v1.Control.Await:input_type -> dpserve.v1.AwaitRequest
-	18, // 21: dpserve.v1.Node.StartRank:input_type -> dpserve.v1.StartRankRequest
-	22, // 22: dpserve.v1.Node.StopRank:input_type -> dpserve.v1.StopRankRequest
-	24, // 23: dpserve.v1.Node.Status:input_type -> dpserve.v1.StatusRequest
-	26, // 24: dpserve.v1.Node.Logs:input_type -> dpserve.v1.LogsRequest
-	29, // 25: dpserve.v1.Node.ResetRouter:input_type -> dpserve.v1.ResetRouterRequest
-	31, // 26: dpserve.v1.Replica.Subscribe:input_type -> dpserve.v1.SubscribeRequest
+	7,  // 15: dpserve.v1.Control.Certify:input_type -> dpserve.v1.CertifyRequest
+	9,  // 16: dpserve.v1.Control.ForwardApply:input_type -> dpserve.v1.ApplyRequest
+	11, // 17: dpserve.v1.Control.Watch:input_type -> dpserve.v1.WatchRequest
+	13, // 18: dpserve.v1.Control.Assign:input_type -> dpserve.v1.AssignRequest
+	15, // 19: dpserve.v1.Control.Publish:input_type -> dpserve.v1.PublishRequest
+	17, // 20: dpserve.v1.Control.Await:input_type -> dpserve.v1.AwaitRequest
+	19, // 21: dpserve.v1.Node.StartRank:input_type -> dpserve.v1.StartRankRequest
+	23, // 22: dpserve.v1.Node.StopRank:input_type -> dpserve.v1.StopRankRequest
+	25, // 23: dpserve.v1.Node.Status:input_type -> dpserve.v1.StatusRequest
+	27, // 24: dpserve.v1.Node.Logs:input_type -> dpserve.v1.LogsRequest
+	30, // 25: dpserve.v1.Node.ResetRouter:input_type -> dpserve.v1.ResetRouterRequest
+	32, // 26: dpserve.v1.Replica.Subscribe:input_type -> dpserve.v1.SubscribeRequest
 	1,  // 27: dpserve.v1.Enroll.Join:output_type -> dpserve.v1.JoinReply
 	4,  // 28: dpserve.v1.Control.Renew:output_type -> dpserve.v1.RenewReply
-	7,  // 29: dpserve.v1.Control.Certify:output_type -> dpserve.v1.CertifyReply
-	9,  // 30: dpserve.v1.Control.ForwardApply:output_type -> dpserve.v1.ApplyReply
-	11, // 31: dpserve.v1.Control.Watch:output_type -> dpserve.v1.WatchUpdate
-	13, // 32: dpserve.v1.Control.Assign:output_type -> dpserve.v1.AssignReply
-	15, // 33: dpserve.v1.Control.Publish:output_type -> dpserve.v1.PublishReply
-	17, // 34: dpserve.v1.Control.Await:output_type -> dpserve.v1.AwaitReply
-	19, // 35: dpserve.v1.Node.StartRank:output_type -> dpserve.v1.StartRankReply
-	23, // 36: dpserve.v1.Node.StopRank:output_type -> dpserve.v1.StopRankReply
-	25, // 37: dpserve.v1.Node.Status:output_type -> dpserve.v1.StatusReply
-	27, // 38: dpserve.v1.Node.Logs:output_type -> dpserve.v1.LogLines
-	30, // 39: dpserve.v1.Node.ResetRouter:output_type -> dpserve.v1.ResetRouterReply
-	37, // 40: dpserve.v1.Replica.Subscribe:output_type -> dpserve.v1.Records
+	8,  // 29: dpserve.v1.Control.Certify:output_type -> dpserve.v1.CertifyReply
+	10, // 30: dpserve.v1.Control.ForwardApply:output_type -> dpserve.v1.ApplyReply
+	12, // 31: dpserve.v1.Control.Watch:output_type -> dpserve.v1.WatchUpdate
+	14, // 32: dpserve.v1.Control.Assign:output_type -> dpserve.v1.AssignReply
+	16, // 33: dpserve.v1.Control.Publish:output_type -> dpserve.v1.PublishReply
+	18, // 34: dpserve.v1.Control.Await:output_type -> dpserve.v1.AwaitReply
+	20, // 35: dpserve.v1.Node.StartRank:output_type -> dpserve.v1.StartRankReply
+	24, // 36: dpserve.v1.Node.StopRank:output_type -> dpserve.v1.StopRankReply
+	26, // 37: dpserve.v1.Node.Status:output_type -> dpserve.v1.StatusReply
+	28, // 38: dpserve.v1.Node.Logs:output_type -> dpserve.v1.LogLines
+	31, // 39: dpserve.v1.Node.ResetRouter:output_type -> dpserve.v1.ResetRouterReply
+	38, // 40: dpserve.v1.Replica.Subscribe:output_type -> dpserve.v1.Records
 	27, // [27:41] is the sub-list for method output_type
 	13, // [13:27] is the sub-list for method input_type
 	13, // [13:13] is the sub-list for extension type_name
@@ -2708,7 +2819,7 @@ func file_dpserve_v1_dpserve_proto_init() {
 	if File_dpserve_v1_dpserve_proto != nil {
 		return
 	}
-	file_dpserve_v1_dpserve_proto_msgTypes[32].OneofWrappers = []any{
+	file_dpserve_v1_dpserve_proto_msgTypes[33].OneofWrappers = []any{
 		(*Post_Done)(nil),
 		(*Post_FirstToken)(nil),
 		(*Post_Progress)(nil),
@@ -2720,7 +2831,7 @@ func file_dpserve_v1_dpserve_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dpserve_v1_dpserve_proto_rawDesc), len(file_dpserve_v1_dpserve_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   38,
+			NumMessages:   39,
 			NumExtensions: 0,
 			NumServices:   4,
 		},

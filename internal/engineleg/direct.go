@@ -1,4 +1,4 @@
-package ingress
+package engineleg
 
 import (
 	"context"
@@ -18,9 +18,9 @@ import (
 // http.Transport, whose second goroutine reads meanwhile (HOTPATH 4).
 const maxDirect = 1 << 20
 
-// directLeg is engineLeg on the own client, for plain HTTP; the rest goes to the transport.
-type directLeg struct {
-	transport *transportLeg
+// direct is the leg on the own client, for plain HTTP; the rest goes to the transport.
+type direct struct {
+	transport *transport
 	dial      Dialer
 	idle      time.Duration
 
@@ -29,18 +29,16 @@ type directLeg struct {
 	closed  bool
 }
 
-var _ engineLeg = (*directLeg)(nil)
-
-func newDirectLeg(dial Dialer, patience, idle time.Duration) *directLeg {
-	return &directLeg{transport: newTransportLeg(dial, patience, idle), dial: dial, idle: idle, clients: map[string]*enginehttp.Client{}}
+func newDirect(dial Dialer, patience, idle time.Duration) *direct {
+	return &direct{transport: newTransport(dial, patience, idle), dial: dial, idle: idle, clients: map[string]*enginehttp.Client{}}
 }
 
-// send implements engineLeg. The own client has let go of the request when it returns: it is settled.
-func (l *directLeg) send(ctx context.Context, o *outgoing) (*http.Response, error) {
-	if len(o.body) > maxDirect || !direct(o.url) {
+// send: the own client has let go of the request when it returns: it is settled.
+func (l *direct) send(ctx context.Context, o *Request) (*http.Response, error) {
+	if len(o.Body) > maxDirect || !plain(o.URL) {
 		return l.transport.send(ctx, o)
 	}
-	resp, err := l.client(o.url.Host).Send(ctx, http.MethodPost, o.url.RequestURI(), o.header, o.body)
+	resp, err := l.client(o.URL.Host).Send(ctx, http.MethodPost, o.URL.RequestURI(), o.Header, o.Body)
 	if err != nil {
 		var e *enginehttp.SendError
 		if errors.As(err, &e) {
@@ -53,8 +51,8 @@ func (l *directLeg) send(ctx context.Context, o *outgoing) (*http.Response, erro
 	return resp, nil
 }
 
-// direct says that a URL is of the simple kind: plain HTTP to a host in ASCII without a zone. net/http knows what to do with others.
-func direct(u *url.URL) bool {
+// plain says that a URL is of the simple kind: plain HTTP to a host in ASCII without a zone. net/http knows what to do with others.
+func plain(u *url.URL) bool {
 	if u.Scheme != "http" || u.Opaque != "" || strings.Contains(u.Host, "%") {
 		return false
 	}
@@ -67,7 +65,7 @@ func direct(u *url.URL) bool {
 }
 
 // client gives the client of one engine.
-func (l *directLeg) client(host string) *enginehttp.Client {
+func (l *direct) client(host string) *enginehttp.Client {
 	l.mu.RLock()
 	c := l.clients[host]
 	l.mu.RUnlock()
@@ -79,7 +77,7 @@ func (l *directLeg) client(host string) *enginehttp.Client {
 
 // add makes a client. Engines come and go with their ports, so those that nobody uses any more are forgotten here. A request that
 // has just found one of them goes on: its connection is closed behind it.
-func (l *directLeg) add(host string) *enginehttp.Client {
+func (l *direct) add(host string) *enginehttp.Client {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if c := l.clients[host]; c != nil {
@@ -91,7 +89,7 @@ func (l *directLeg) add(host string) *enginehttp.Client {
 			delete(l.clients, h)
 		}
 	}
-	c := enginehttp.New(enginehttp.Config{Host: host, Dial: l.dial, Idle: l.idle, MaxIdle: maxIdlePerEngine})
+	c := enginehttp.New(enginehttp.Config{Host: host, Dial: l.dial, Idle: l.idle, MaxIdle: maxIdle})
 	if l.closed {
 		c.Close()
 	}
@@ -100,12 +98,12 @@ func (l *directLeg) add(host string) *enginehttp.Client {
 }
 
 // close closes idle connections, and those in use when their requests end.
-func (l *directLeg) close() {
+func (l *direct) close() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.closed = true
 	for _, c := range l.clients {
 		c.Close()
 	}
-	l.transport.transport.CloseIdleConnections()
+	l.transport.inner.CloseIdleConnections()
 }

@@ -1,0 +1,289 @@
+package remote
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"log/slog"
+	"slices"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/cluster"
+	"github.com/dpserve/dpserve/internal/problem"
+	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
+	"github.com/dpserve/dpserve/state"
+)
+
+// How long one node is given to answer, and how long a question survives changes of leader when its caller sets no limit.
+const (
+	renewLimit   = time.Second
+	assignLimit  = 2 * time.Second
+	awaitLimit   = 5 * time.Second // then asked again: a leader that went silent must not keep a start waiting
+	certifyLimit = 5 * time.Second
+	persistLimit = 120 * time.Second
+)
+
+// LeaderConfig is what a LeaderClient is made of. Conns, Store and Log are required.
+type LeaderConfig struct {
+	Self    string // node id
+	Conns   *Conns
+	Hint    func() (node string, ok bool) // who leads, as far as this node knows; nil = it knows nothing
+	Leading Leading                       // this node leads itself: asked in-process; nil = it never does
+	Store   msg.Store                     // says which publications are superseded
+	Log     *slog.Logger
+}
+
+// LeaderClient is the leader as every node sees it, wherever it is and however often it changes. It implements msg.Leader,
+// msg.Assigner and msg.Proposer. Safe for concurrent use.
+type LeaderClient struct {
+	cfg       LeaderConfig
+	publisher *publisher
+
+	mu    sync.Mutex
+	known string // the node that answered as the leader, or was named as it; "" = none
+	avoid string // the node that did not answer last: asked after the others
+	watch int    // how many copies of the state were asked for
+}
+
+var (
+	_ msg.Leader   = (*LeaderClient)(nil)
+	_ msg.Assigner = (*LeaderClient)(nil)
+	_ msg.Proposer = (*LeaderClient)(nil)
+)
+
+// NewLeaderClient makes a LeaderClient. Close it.
+func NewLeaderClient(cfg LeaderConfig) *LeaderClient {
+	if cfg.Hint == nil {
+		cfg.Hint = func() (string, bool) { return "", false }
+	}
+	if cfg.Leading == nil {
+		cfg.Leading = func() (msg.Leader, msg.Assigner, bool) { return nil, nil, false }
+	}
+	c := &LeaderClient{cfg: cfg}
+	c.publisher = newPublisher(c.publish, c.superseded, cfg.Log)
+	return c
+}
+
+// Close drops publications that were not taken yet, and waits.
+func (c *LeaderClient) Close() error { return c.publisher.close() }
+
+// Renew implements msg.Leader. One round: where no leader is found the caller tries again, as its lease allows.
+func (c *LeaderClient) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) {
+	ctx, cancel := context.WithTimeout(ctx, renewLimit)
+	defer cancel()
+	return ask(ctx, c, question[msg.Lease]{
+		limit: renewLimit,
+		local: func(l msg.Leader, _ msg.Assigner) (msg.Lease, error) { return l.Renew(ctx, r) },
+		remote: func(ctx context.Context, to dpservev1.ControlClient, opts ...grpc.CallOption) (msg.Lease, error) {
+			req, err := encodeReport(r)
+			if err != nil {
+				return msg.Lease{}, err
+			}
+			reply, err := to.Renew(ctx, req, opts...)
+			if err != nil {
+				return msg.Lease{}, err
+			}
+			return decodeLease(reply)
+		},
+	})
+}
+
+// Assign implements msg.Assigner; it survives changes of leader.
+func (c *LeaderClient) Assign(ctx context.Context, app string, group int, replicaID string) (msg.AssignReply, error) {
+	return persist(ctx, c, question[msg.AssignReply]{
+		limit: assignLimit,
+		local: func(_ msg.Leader, a msg.Assigner) (msg.AssignReply, error) {
+			return a.Assign(ctx, app, group, replicaID)
+		},
+		remote: func(ctx context.Context, to dpservev1.ControlClient, opts ...grpc.CallOption) (msg.AssignReply, error) {
+			r, err := to.Assign(ctx, &dpservev1.AssignRequest{App: app, Group: i32(group), ReplicaId: replicaID}, opts...)
+			return msg.AssignReply{Rank: int(r.GetRank()), Epoch: r.GetEpoch(), DPSize: int(r.GetDpSize())}, err
+		},
+	})
+}
+
+// Await implements msg.Assigner; it survives changes of leader.
+func (c *LeaderClient) Await(ctx context.Context, unit string, epoch uint64, rank int) (string, int, error) {
+	r, err := persist(ctx, c, question[msg.AwaitReply]{
+		limit: awaitLimit,
+		local: func(_ msg.Leader, a msg.Assigner) (msg.AwaitReply, error) {
+			addr, port, err := a.Await(ctx, unit, epoch, rank)
+			return msg.AwaitReply{Addr: addr, Port: port}, err
+		},
+		remote: func(ctx context.Context, to dpservev1.ControlClient, opts ...grpc.CallOption) (msg.AwaitReply, error) {
+			r, err := to.Await(ctx, &dpservev1.AwaitRequest{Unit: unit, Epoch: epoch, Rank: i32(rank)}, opts...)
+			return msg.AwaitReply{Addr: r.GetAddr(), Port: int(r.GetPort())}, err
+		},
+	})
+	return r.Addr, r.Port, err
+}
+
+// Publish implements msg.Assigner: it returns at once, and the leader is told as soon as there is one.
+func (c *LeaderClient) Publish(p msg.Publish) { c.publisher.add(p) }
+
+func (c *LeaderClient) publish(ctx context.Context, p msg.Publish) error {
+	_, err := ask(ctx, c, question[struct{}]{
+		limit: assignLimit,
+		local: func(_ msg.Leader, a msg.Assigner) (struct{}, error) { a.Publish(p); return struct{}{}, nil },
+		remote: func(ctx context.Context, to dpservev1.ControlClient, opts ...grpc.CallOption) (struct{}, error) {
+			_, err := to.Publish(ctx, &dpservev1.PublishRequest{Unit: p.Unit, Epoch: p.Epoch, Rank: i32(p.Rank), Addr: p.Addr, Port: i32(p.Port)}, opts...)
+			return struct{}{}, err
+		},
+	})
+	return err
+}
+
+func (c *LeaderClient) superseded(p msg.Publish) bool {
+	return c.cfg.Store.State().Epochs[p.Unit] > p.Epoch
+}
+
+// Propose implements msg.Proposer for a node that is not part of consensus: one round. cluster.ErrOutcomeUnknown where the node
+// that had the command did not answer.
+func (c *LeaderClient) Propose(ctx context.Context, cmd state.Command) (state.Result, error) {
+	data, err := state.EncodeCommand(&cmd)
+	if err != nil {
+		return state.Result{}, err
+	}
+	return ask(ctx, c, proposal(data))
+}
+
+// Forward proposes a command at the node that leads, and once more at the one which that names instead. It fits consensus on a
+// node that follows.
+func (c *LeaderClient) Forward(ctx context.Context, leader state.Node, cmd state.Command) (state.Result, error) {
+	data, err := state.EncodeCommand(&cmd)
+	if err != nil {
+		return state.Result{}, err
+	}
+	r, err := at(ctx, c, leader.ID, proposal(data))
+	if next := leaderOf(err); next != "" && next != leader.ID && next != c.cfg.Self {
+		return at(ctx, c, next, proposal(data))
+	}
+	return r, err
+}
+
+func proposal(data []byte) question[state.Result] {
+	return question[state.Result]{limit: proposalLimit, once: true,
+		remote: func(ctx context.Context, to dpservev1.ControlClient, opts ...grpc.CallOption) (state.Result, error) {
+			var result state.Result
+			reply, err := to.ForwardApply(ctx, &dpservev1.ApplyRequest{Command: data}, opts...)
+			if err != nil {
+				return result, err
+			}
+			if err := json.Unmarshal(reply.GetResult(), &result); err != nil {
+				return result, problem.New(problem.Internal, "read the result of a proposal: %w", err)
+			}
+			return result, nil
+		}}
+}
+
+// Certify asks any control node for this node's next certificate.
+func (c *LeaderClient) Certify(ctx context.Context, csr []byte) (certificate, authority []byte, err error) {
+	r, err := ask(ctx, c, question[*dpservev1.CertifyReply]{
+		limit: certifyLimit,
+		remote: func(ctx context.Context, to dpservev1.ControlClient, opts ...grpc.CallOption) (*dpservev1.CertifyReply, error) {
+			return to.Certify(ctx, &dpservev1.CertifyRequest{Csr: csr}, opts...)
+		},
+	})
+	return r.GetCertificate(), r.GetAuthority(), err
+}
+
+// Watch follows the state from a control node, another one at each call, until the stream breaks or ctx ends; nil data is a
+// heartbeat. An error of apply ends it.
+func (c *LeaderClient) Watch(ctx context.Context, from uint64, apply func(data []byte, index uint64) error) error {
+	node, ok := c.source()
+	if !ok {
+		return problem.New(problem.Unavailable, "no control node is known").WithHint("join again, or look at `dpserve nodes` on another node")
+	}
+	conn, err := c.cfg.Conns.Get(node)
+	if err != nil {
+		return err
+	}
+	stream, err := dpservev1.NewControlClient(conn).Watch(ctx, &dpservev1.WatchRequest{Index: from}, callOptions()...)
+	for err == nil {
+		var u *dpservev1.WatchUpdate
+		if u, err = stream.Recv(); err != nil {
+			break
+		}
+		if err := apply(u.GetState(), u.GetIndex()); err != nil {
+			return err
+		}
+	}
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	return fromStatus(node, err)
+}
+
+// source is the control node to copy the state from. Nodes begin with different ones.
+func (c *LeaderClient) source() (string, bool) {
+	nodes := c.controls()
+	if len(nodes) == 0 {
+		return "", false
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.watch++
+	spread := 0
+	for _, b := range []byte(c.cfg.Self) {
+		spread += int(b)
+	}
+	return nodes[(spread+c.watch)%len(nodes)], true
+}
+
+// controls are the other nodes with role control by name, lost ones last.
+func (c *LeaderClient) controls() []string {
+	var live, lost []string
+	for name, n := range c.cfg.Conns.cfg.Nodes() {
+		switch {
+		case name == c.cfg.Self || n.Address == "" || !slices.Contains(n.Roles, state.RoleControl):
+		case n.Lost:
+			lost = append(lost, name)
+		default:
+			live = append(live, name)
+		}
+	}
+	slices.Sort(live)
+	slices.Sort(lost)
+	return append(live, lost...)
+}
+
+// next is the node to ask now: who led last, who is said to lead, then the others.
+func (c *LeaderClient) next(tried map[string]bool) (string, bool) {
+	hint, _ := c.cfg.Hint()
+	c.mu.Lock()
+	known, avoid := c.known, c.avoid
+	c.mu.Unlock()
+	order := append([]string{known, hint}, c.controls()...)
+	for _, pass := range []bool{false, true} {
+		for _, node := range order {
+			if node != "" && node != c.cfg.Self && !tried[node] && (pass || node != avoid) {
+				return node, true
+			}
+		}
+	}
+	return "", false
+}
+
+// learn keeps what an answer says about who leads.
+func (c *LeaderClient) learn(node string, err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	switch {
+	case err == nil || !elsewhere(err):
+		c.known = node
+		if c.avoid == node {
+			c.avoid = ""
+		}
+	case errors.Is(err, cluster.ErrNotLeader):
+		c.known = leaderOf(err)
+	default:
+		c.avoid = node
+		if c.known == node {
+			c.known = ""
+		}
+	}
+}

@@ -1,0 +1,49 @@
+package remote
+
+import (
+	"context"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+)
+
+// Bounds of messages, in bytes. The largest a server takes is a report with all its log lines, the largest a client takes the
+// state of the cluster.
+const (
+	maxRequest = 16 << 20
+	maxReply   = 64 << 20
+	maxEnroll  = 1 << 20
+	maxEnrolls = 64     // calls of strangers on one connection
+	maxOpen    = 10_000 // calls of one member on one connection; the bound is admission
+)
+
+// ServerOptions are those of the gRPC server for members: bounds, and a count of what this version does not know, which it
+// refuses or passes over.
+func ServerOptions(unknown func(what string)) []grpc.ServerOption {
+	if unknown == nil {
+		unknown = func(string) {}
+	}
+	return []grpc.ServerOption{
+		grpc.MaxRecvMsgSize(maxRequest), grpc.MaxConcurrentStreams(maxOpen),
+		grpc.UnknownServiceHandler(func(any, grpc.ServerStream) error {
+			unknown("method")
+			return status.Error(codes.Unimplemented, "unknown method")
+		}),
+		grpc.ChainUnaryInterceptor(func(ctx context.Context, req any, _ *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any, error) {
+			if m, ok := req.(proto.Message); ok && len(m.ProtoReflect().GetUnknown()) > 0 {
+				unknown("field")
+			}
+			return next(ctx, req)
+		}),
+	}
+}
+
+// EnrollOptions are those of the gRPC server that strangers meet: it serves Enroll alone, in small messages.
+func EnrollOptions() []grpc.ServerOption {
+	return []grpc.ServerOption{grpc.MaxRecvMsgSize(maxEnroll), grpc.MaxConcurrentStreams(maxEnrolls)}
+}
+
+// callOptions are those of every call to another node.
+func callOptions() []grpc.CallOption { return []grpc.CallOption{grpc.MaxCallRecvMsgSize(maxReply)} }

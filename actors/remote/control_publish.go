@@ -1,0 +1,128 @@
+package remote
+
+import (
+	"context"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+)
+
+const (
+	publishLimit = 120 * time.Second // how long others wait for a publication at most
+	maxPublished = 1024              // units that wait to be published; far more than a node starts at once
+)
+
+// publisher brings publications to the leader: each until it is taken, superseded, or too old to be waited for. Its goroutine
+// lives while there is something to bring.
+type publisher struct {
+	send       func(context.Context, msg.Publish) error
+	superseded func(msg.Publish) bool
+	log        *slog.Logger
+
+	ctx    context.Context //nolint:containedctx // the life of the publisher
+	stop   context.CancelFunc
+	worker sync.WaitGroup
+
+	mu      sync.Mutex
+	waiting map[string]publication // by unit: the newest
+	running bool
+	closed  bool
+}
+
+type publication struct {
+	msg.Publish
+	until time.Time
+}
+
+func newPublisher(send func(context.Context, msg.Publish) error, superseded func(msg.Publish) bool, log *slog.Logger) *publisher {
+	ctx, stop := context.WithCancel(context.Background())
+	return &publisher{send: send, superseded: superseded, log: log, ctx: ctx, stop: stop, waiting: map[string]publication{}}
+}
+
+// add takes a publication in place of an older one of the same unit. It never waits.
+func (p *publisher) add(m msg.Publish) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	old, ok := p.waiting[m.Unit]
+	switch {
+	case p.closed || ok && old.Epoch > m.Epoch:
+		return
+	case !ok && len(p.waiting) >= maxPublished:
+		p.log.Error("rendezvous address not published: too many wait for the leader", "room", "remote", "unit", m.Unit, "epoch", m.Epoch)
+		return
+	}
+	p.waiting[m.Unit] = publication{m, time.Now().Add(publishLimit)}
+	if !p.running {
+		p.running = true
+		p.worker.Go(p.run)
+	}
+}
+
+func (p *publisher) run() {
+	pause := roundPauseMin
+	for {
+		batch := p.due()
+		if len(batch) == 0 {
+			return
+		}
+		failed := false
+		for _, m := range batch {
+			failed = !p.bring(m) || failed
+		}
+		if !failed {
+			pause = roundPauseMin
+			continue
+		}
+		if !sleep(p.ctx, pause) {
+			return
+		}
+		pause = min(2*pause, roundPauseMax)
+	}
+}
+
+// due drops what nobody waits for any more and gives the rest; none ends the worker.
+func (p *publisher) due() []publication {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var out []publication
+	for unit, m := range p.waiting {
+		if time.Now().After(m.until) || p.superseded(m.Publish) {
+			delete(p.waiting, unit)
+			continue
+		}
+		out = append(out, m)
+	}
+	p.running = len(out) > 0 && !p.closed
+	if p.closed {
+		return nil
+	}
+	return out
+}
+
+// bring says whether m needs no further attempt.
+func (p *publisher) bring(m publication) bool {
+	err := p.send(p.ctx, m.Publish)
+	if err != nil && (elsewhere(err) || p.ctx.Err() != nil) {
+		return false
+	}
+	if err != nil {
+		p.log.Error("rendezvous address refused", "room", "remote", "unit", m.Unit, "epoch", m.Epoch, "err", err)
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.waiting[m.Unit] == m {
+		delete(p.waiting, m.Unit)
+	}
+	return true
+}
+
+func (p *publisher) close() error {
+	p.mu.Lock()
+	p.closed = true
+	p.mu.Unlock()
+	p.stop()
+	p.worker.Wait()
+	return nil
+}

@@ -1,0 +1,258 @@
+package remote
+
+import (
+	"context"
+	"encoding/json"
+	"log/slog"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/cluster"
+	"github.com/dpserve/dpserve/cluster/pki"
+	"github.com/dpserve/dpserve/internal/problem"
+	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
+	"github.com/dpserve/dpserve/state"
+)
+
+// proposalLimit bounds one command of another node, whatever its caller is ready to wait.
+const proposalLimit = 5 * time.Second
+
+// PeerOf says who is at the other end of a call, by its certificate.
+type PeerOf func(ctx context.Context) (pki.Identity, bool)
+
+// Leading is how what runs on the leader alone is found: ok only while this node leads and both are up.
+type Leading func() (leader msg.Leader, assigner msg.Assigner, ok bool)
+
+// ControlConfig is what a ControlServer is made of. All but Unknown and Now are required.
+type ControlConfig struct {
+	Leading  Leading
+	Hint     func() (node string, ok bool) // who leads, as far as this node knows
+	Store    msg.Store
+	Proposer msg.Proposer
+	// Follow sends the state to a node that keeps a copy: whenever it changed, and nil data as a heartbeat.
+	Follow  func(ctx context.Context, from uint64, send func(data []byte, index uint64) error) error
+	Peer    PeerOf
+	Version string
+	Unknown func(what string) // counts what this version does not understand; nil = nobody does
+	Now     func() time.Time  // of certificates; nil = the clock
+	Log     *slog.Logger
+}
+
+// ControlServer answers the other nodes on a node with role control. What only the leader can answer it refuses elsewhere, with
+// the leader's name.
+type ControlServer struct {
+	dpservev1.UnimplementedControlServer
+	cfg ControlConfig
+}
+
+var _ dpservev1.ControlServer = (*ControlServer)(nil)
+
+// NewControlServer makes a ControlServer; register it at a grpc.Server with ServerOptions.
+func NewControlServer(cfg ControlConfig) *ControlServer {
+	if cfg.Unknown == nil {
+		cfg.Unknown = func(string) {}
+	}
+	if cfg.Now == nil {
+		cfg.Now = time.Now
+	}
+	return &ControlServer{cfg: cfg}
+}
+
+// lead gives what leads, or the refusal that names who does.
+func (s *ControlServer) lead() (msg.Leader, msg.Assigner, error) {
+	leader, assigner, ok := s.cfg.Leading()
+	if !ok {
+		node, _ := s.cfg.Hint()
+		return nil, nil, refuseNotLeader(node)
+	}
+	return leader, assigner, nil
+}
+
+// Renew implements dpservev1.ControlServer.
+func (s *ControlServer) Renew(ctx context.Context, r *dpservev1.RenewRequest) (*dpservev1.RenewReply, error) {
+	lease, err := s.renew(ctx, r)
+	if err != nil {
+		return nil, toStatus(err)
+	}
+	return encodeLease(lease), nil
+}
+
+func (s *ControlServer) renew(ctx context.Context, r *dpservev1.RenewRequest) (msg.Lease, error) {
+	leader, _, err := s.lead()
+	if err != nil {
+		return msg.Lease{}, err
+	}
+	report, unknown, err := decodeReport(r)
+	if err != nil {
+		return msg.Lease{}, err
+	}
+	if err := s.itself(ctx, &report.Node); err != nil {
+		return msg.Lease{}, err
+	}
+	for range unknown {
+		s.cfg.Unknown("unit_event")
+	}
+	lease, err := leader.Renew(ctx, report)
+	lease.Taken = takenOf(lease.Taken, report.Events, r.GetEvents())
+	return lease, err
+}
+
+// itself refuses a report about another node than the one that sends it, and one of a version that is too old.
+func (s *ControlServer) itself(ctx context.Context, n *state.Node) error {
+	peer, ok := s.cfg.Peer(ctx)
+	if !ok || peer.UID != n.UID || peer.Node != n.ID {
+		return problem.New(problem.PermissionDenied, "node %s (%s) may not renew the lease of node %s (%s)", peer.Node, peer.UID, n.ID, n.UID).
+			WithHint("each data dir belongs to one node; join again with an empty --data-dir")
+	}
+	return supported(n.Version, s.cfg.Version)
+}
+
+// takenOf counts events that this version left out as taken, once all before them are: nobody would ever take them.
+func takenOf(taken uint64, kept []msg.UnitEvent, sent []*dpservev1.UnitEvent) uint64 {
+	next := uint64(0) // the first that the leader has not taken
+	for i := range kept {
+		if kept[i].Number > taken {
+			next = kept[i].Number
+			break
+		}
+	}
+	for _, e := range sent {
+		if n := e.GetNumber(); n > taken && (next == 0 || n < next) {
+			taken = n
+		}
+	}
+	return taken
+}
+
+// Certify implements dpservev1.ControlServer: any control node signs, for the node that asks and as the state knows it.
+func (s *ControlServer) Certify(ctx context.Context, r *dpservev1.CertifyRequest) (*dpservev1.CertifyReply, error) {
+	peer, _ := s.cfg.Peer(ctx)
+	st := s.cfg.Store.State()
+	n := st.Nodes[peer.Node]
+	if n == nil || n.UID != peer.UID {
+		return nil, toStatus(problem.New(problem.PermissionDenied, "certificate: node %s (%s) is not a member", peer.Node, peer.UID).
+			WithHint("join it again with an empty --data-dir"))
+	}
+	cert, authority, err := certify(st, n, r.GetCsr(), s.cfg.Now())
+	if err != nil {
+		return nil, toStatus(err)
+	}
+	return &dpservev1.CertifyReply{Certificate: cert, Authority: authority}, nil
+}
+
+// certify signs a node's certificate request with the authority in the state.
+func certify(st *state.State, n *state.Node, csr []byte, now time.Time) (cert, authority []byte, err error) {
+	if len(st.Secrets.AuthorityKey) == 0 {
+		return nil, nil, problem.New(problem.Unavailable, "certificate: this cluster has no certificate authority").
+			WithHint("start its first node with --advertise IP")
+	}
+	a, err := pki.LoadAuthority(st.Secrets.Authority, st.Secrets.AuthorityKey)
+	if err != nil {
+		return nil, nil, problem.New(problem.Internal, "certificate: %w", err)
+	}
+	id := pki.Identity{Cluster: st.Cluster, Node: n.ID, UID: n.UID}
+	for _, r := range n.Roles {
+		id.Roles = append(id.Roles, string(r))
+	}
+	cert, err = a.Sign(csr, id, now, pki.DefaultLife)
+	if err != nil {
+		return nil, nil, problem.New(problem.CodeOf(err), "certificate: %w", err)
+	}
+	authority, _ = a.PEM()
+	return cert, authority, nil
+}
+
+// ForwardApply implements dpservev1.ControlServer: a proposal of a node that does not lead. It is not forwarded again.
+func (s *ControlServer) ForwardApply(ctx context.Context, r *dpservev1.ApplyRequest) (*dpservev1.ApplyReply, error) {
+	if _, _, err := s.lead(); err != nil {
+		return nil, toStatus(err)
+	}
+	c, err := state.DecodeCommand(r.GetCommand())
+	if err != nil {
+		return nil, toStatus(err)
+	}
+	if c.Init != nil {
+		return nil, toStatus(problem.New(problem.PermissionDenied, "only the leader itself names its cluster"))
+	}
+	ctx, cancel := context.WithTimeout(ctx, proposalLimit)
+	defer cancel()
+	result, err := s.cfg.Proposer.Propose(ctx, *c)
+	if err != nil {
+		return nil, toStatus(err)
+	}
+	data, err := json.Marshal(result)
+	if err != nil {
+		return nil, toStatus(problem.New(problem.Internal, "encode a result: %w", err))
+	}
+	return &dpservev1.ApplyReply{Result: data}, nil
+}
+
+// Watch implements dpservev1.ControlServer.
+func (s *ControlServer) Watch(r *dpservev1.WatchRequest, stream dpservev1.Control_WatchServer) error {
+	err := s.cfg.Follow(stream.Context(), r.GetIndex(), func(data []byte, index uint64) error {
+		return stream.Send(&dpservev1.WatchUpdate{State: data, Index: index})
+	})
+	if stream.Context().Err() != nil {
+		return nil //nolint:nilerr // the reader has gone; nobody hears an answer
+	}
+	return toStatus(err)
+}
+
+// Assign implements dpservev1.ControlServer.
+func (s *ControlServer) Assign(ctx context.Context, r *dpservev1.AssignRequest) (*dpservev1.AssignReply, error) {
+	_, a, err := s.lead()
+	if err != nil {
+		return nil, toStatus(err)
+	}
+	if err := checks(named(r.GetApp(), "app"), named(r.GetReplicaId(), "replica_id")); err != nil {
+		return nil, toStatus(err)
+	}
+	out, err := a.Assign(ctx, r.GetApp(), int(r.GetGroup()), r.GetReplicaId())
+	if err != nil {
+		return nil, toStatus(s.unlessDeposed(a, err))
+	}
+	return &dpservev1.AssignReply{Rank: i32(out.Rank), Epoch: out.Epoch, DpSize: i32(out.DPSize)}, nil
+}
+
+// Publish implements dpservev1.ControlServer.
+func (s *ControlServer) Publish(_ context.Context, r *dpservev1.PublishRequest) (*dpservev1.PublishReply, error) {
+	_, a, err := s.lead()
+	if err != nil {
+		return nil, toStatus(err)
+	}
+	if err := checks(named(r.GetUnit(), "unit"), named(r.GetAddr(), "addr")); err != nil {
+		return nil, toStatus(err)
+	}
+	a.Publish(msg.Publish{Unit: r.GetUnit(), Epoch: r.GetEpoch(), Rank: int(r.GetRank()), Addr: r.GetAddr(), Port: int(r.GetPort())})
+	return &dpservev1.PublishReply{}, nil
+}
+
+// Await implements dpservev1.ControlServer. It lasts until rank 0 has published, the caller leaves, or this node leads no more.
+func (s *ControlServer) Await(ctx context.Context, r *dpservev1.AwaitRequest) (*dpservev1.AwaitReply, error) {
+	_, a, err := s.lead()
+	if err != nil {
+		return nil, toStatus(err)
+	}
+	if err := named(r.GetUnit(), "unit"); err != nil {
+		return nil, toStatus(err)
+	}
+	addr, port, err := a.Await(ctx, r.GetUnit(), r.GetEpoch(), int(r.GetRank()))
+	if err != nil {
+		return nil, toStatus(s.unlessDeposed(a, err))
+	}
+	return &dpservev1.AwaitReply{Addr: addr, Port: i32(port)}, nil
+}
+
+// unlessDeposed turns the error of an assigner that has been closed meanwhile into the refusal of a node that does not lead: the
+// next leader's is to be asked.
+func (s *ControlServer) unlessDeposed(asked msg.Assigner, err error) error {
+	_, now, refused := s.lead()
+	switch {
+	case refused != nil:
+		return refused
+	case now != asked:
+		return problem.New(problem.Unavailable, "the leader changed: %w", cluster.ErrNotLeader)
+	default:
+		return err
+	}
+}

@@ -1,0 +1,142 @@
+package remote
+
+import (
+	"encoding/json"
+	"slices"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/problem"
+	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
+	"github.com/dpserve/dpserve/state"
+)
+
+// Bounds of a report. Events beyond its size wait for the next one; what the units were last seen doing always fits, if need be
+// without log lines.
+const (
+	maxReport     = 4 << 20  // bytes of the events, and of the units with their log lines
+	maxEvents     = 64 << 10 // events or units in one report
+	maxNodeRecord = 64 << 10 // bytes of a state.Node as JSON
+)
+
+func encodeReport(r *msg.NodeReport) (*dpservev1.RenewRequest, error) {
+	node, err := json.Marshal(r.Node)
+	if err != nil {
+		return nil, problem.New(problem.Internal, "encode node %s: %w", r.Node.ID, err)
+	}
+	return &dpservev1.RenewRequest{
+		Node: node, Incarnation: r.Incarnation, WallUnixNano: nanos(r.Wall), Index: r.Index,
+		Events: encodeEvents(r.Events), Units: encodeUnits(r.Units),
+	}, nil
+}
+
+// encodeEvents gives the first events, as many as fit; at least one.
+func encodeEvents(in []msg.UnitEvent) []*dpservev1.UnitEvent {
+	var out []*dpservev1.UnitEvent
+	size := 0
+	for i := range in {
+		e := encodeEvent(&in[i])
+		size += proto.Size(e)
+		if size > maxReport && len(out) > 0 || len(out) == maxEvents {
+			break
+		}
+		out = append(out, e)
+	}
+	return out
+}
+
+// encodeUnits gives all units, those that do not fit without their log lines.
+func encodeUnits(in []msg.UnitEvent) []*dpservev1.UnitEvent {
+	out := make([]*dpservev1.UnitEvent, 0, len(in))
+	size := 0
+	for i := range in {
+		e := encodeEvent(&in[i])
+		if size += proto.Size(e); size > maxReport {
+			e.LogTail = nil
+		}
+		out = append(out, e)
+	}
+	return out
+}
+
+func encodeEvent(e *msg.UnitEvent) *dpservev1.UnitEvent {
+	out := &dpservev1.UnitEvent{
+		Number: e.Number, Unit: e.Unit, Epoch: e.Epoch, Kind: string(e.Kind), Rank: i32(e.Rank), Reason: text(e.Reason, maxReason),
+		WasReady: e.WasReady, Asked: e.Asked, AtUnixNano: nanos(e.At),
+	}
+	for _, line := range lastLines(e.LogTail) {
+		out.LogTail = append(out.LogTail, text(line, maxLine))
+	}
+	return out
+}
+
+func lastLines(lines []string) []string { return lines[max(0, len(lines)-maxTail):] }
+
+// decodeReport reads a report. unknown counts the events that this version does not understand; they are left out, for a node must
+// not lose its lease over them.
+func decodeReport(r *dpservev1.RenewRequest) (report *msg.NodeReport, unknown int, err error) {
+	report = &msg.NodeReport{Incarnation: r.GetIncarnation(), Wall: fromNanos(r.GetWallUnixNano()), Index: r.GetIndex()}
+	node, err := decodeNode(r.GetNode())
+	if err != nil {
+		return nil, 0, err
+	}
+	report.Node = *node
+	var more int
+	var errUnits error
+	report.Events, unknown, err = decodeEvents(node.ID, r.GetEvents())
+	report.Units, more, errUnits = decodeEvents(node.ID, r.GetUnits())
+	return report, unknown + more, checks(err, errUnits)
+}
+
+func decodeEvents(node string, in []*dpservev1.UnitEvent) (out []msg.UnitEvent, unknown int, err error) {
+	if err := field(len(in) <= maxEvents, "events"); err != nil {
+		return nil, 0, err
+	}
+	for _, e := range in {
+		if !slices.Contains(eventKinds(), msg.UnitEventKind(e.GetKind())) || named(e.GetUnit(), "events.unit") != nil {
+			unknown++
+			continue
+		}
+		out = append(out, decodeEvent(node, e))
+	}
+	return out, unknown, nil
+}
+
+// eventKinds are the kinds that this version knows.
+func eventKinds() []msg.UnitEventKind {
+	return []msg.UnitEventKind{msg.UnitStarted, msg.UnitReady, msg.UnitFenced, msg.UnitKilling, msg.UnitDraining, msg.UnitGone}
+}
+
+func decodeEvent(node string, e *dpservev1.UnitEvent) msg.UnitEvent {
+	out := msg.UnitEvent{
+		Node: node, Number: e.GetNumber(), Unit: e.GetUnit(), Epoch: e.GetEpoch(), Kind: msg.UnitEventKind(e.GetKind()), Rank: max(-1, int(e.GetRank())),
+		Reason: text(e.GetReason(), maxReason), WasReady: e.GetWasReady(), Asked: e.GetAsked(), At: fromNanos(e.GetAtUnixNano()),
+	}
+	for _, line := range lastLines(e.GetLogTail()) {
+		out.LogTail = append(out.LogTail, text(line, maxLine))
+	}
+	return out
+}
+
+// decodeNode reads a node's record. Fields of a later version are passed over.
+func decodeNode(b []byte) (*state.Node, error) {
+	n := new(state.Node)
+	if err := field(len(b) <= maxNodeRecord, "node"); err != nil {
+		return nil, err
+	}
+	if err := json.Unmarshal(b, n); err != nil {
+		return nil, problem.New(problem.InvalidArgument, "read the record of a node: %w", err).WithHint("run the same version of dpserve on every node")
+	}
+	return n, checks(named(n.ID, "node.id"), named(n.UID, "node.uid"), field(len(n.Roles) <= maxRoles, "node.roles"))
+}
+
+func encodeLease(l msg.Lease) *dpservev1.RenewReply {
+	return &dpservev1.RenewReply{TtlNano: int64(l.TTL), Leader: l.Leader, Taken: l.Taken, Index: l.Index}
+}
+
+func decodeLease(r *dpservev1.RenewReply) (msg.Lease, error) {
+	l := msg.Lease{TTL: time.Duration(r.GetTtlNano()), Leader: r.GetLeader(), Taken: r.GetTaken(), Index: r.GetIndex()}
+	return l, checks(field(l.TTL > 0, "ttl_nano"), named(l.Leader, "leader"))
+}

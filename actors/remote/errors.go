@@ -1,0 +1,246 @@
+package remote
+
+import (
+	"context"
+	"errors"
+	"strings"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/dpserve/dpserve/cluster"
+	"github.com/dpserve/dpserve/internal/inbox"
+	"github.com/dpserve/dpserve/internal/problem"
+	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
+	"github.com/dpserve/dpserve/state"
+)
+
+// Errors of the way, not of the answer. Each comes inside a *problem.Error.
+var (
+	ErrUnreachable = errors.New("cannot be reached")
+	ErrNoAddress   = errors.New("has no node port")
+)
+
+// Bounds of an error on the wire: it travels in the trailer of its call.
+const (
+	maxMessage = 8 << 10
+	maxHint    = 2 << 10
+	maxDetails = 64 // lines
+	maxDetail  = 1 << 10
+)
+
+// sentinel is an error that errors.Is finds on both sides of the wire.
+type sentinel struct {
+	name string
+	err  error
+}
+
+const (
+	notLeaderName = "not_leader"
+	deadlineName  = "deadline"
+)
+
+// sentinels are the known errors by their names on the wire. A name is never given to another error.
+func sentinels() []sentinel {
+	return []sentinel{
+		{"unknown_command", state.ErrUnknownCommand},
+		{"wrong_cluster", state.ErrWrongCluster},
+		{"bad_command", state.ErrBadCommand},
+		{"unknown_app", state.ErrUnknownApp},
+		{"unknown_unit", state.ErrUnknownUnit},
+		{"stale_revision", state.ErrStaleRevision},
+		{"stale_epoch", state.ErrStaleEpoch},
+		{"wrong_phase", state.ErrWrongPhase},
+		{"name_taken", state.ErrNameTaken},
+		{"route_taken", state.ErrRouteTaken},
+		{"deleting", state.ErrDeleting},
+		{"not_deleting", state.ErrNotDeleting},
+		{"units_left", state.ErrUnitsLeft},
+		{"rank_taken", state.ErrRankTaken},
+		{"slot_taken", state.ErrSlotTaken},
+		{"device_taken", state.ErrDeviceTaken},
+		{"port_taken", state.ErrPortTaken},
+		{"unknown_node", state.ErrUnknownNode},
+		{"node_taken", state.ErrNodeTaken},
+		{"node_removed", state.ErrNodeRemoved},
+		{"node_gone", state.ErrNodeGone},
+		{"last_control", state.ErrLastControl},
+		{"token_unknown", state.ErrTokenUnknown},
+		{"token_used", state.ErrTokenUsed},
+		{"token_expired", state.ErrTokenExpired},
+		{notLeaderName, cluster.ErrNotLeader},
+		{"closed", cluster.ErrClosed},
+		{"outcome_unknown", cluster.ErrOutcomeUnknown},
+		{"overloaded", inbox.ErrOverloaded},
+		{"stopped", inbox.ErrStopped},
+		{deadlineName, context.DeadlineExceeded},
+	}
+}
+
+// statuses are the gRPC codes of ours, for tools that look at the wire; the Problem in the details is what counts.
+var statuses = map[problem.Code]codes.Code{
+	problem.InvalidArgument: codes.InvalidArgument, problem.Unauthenticated: codes.Unauthenticated, problem.PermissionDenied: codes.PermissionDenied,
+	problem.NotFound: codes.NotFound, problem.SlowRequest: codes.DeadlineExceeded, problem.Conflict: codes.FailedPrecondition,
+	problem.TooLarge: codes.ResourceExhausted, problem.Unplaceable: codes.FailedPrecondition, problem.QuotaExceeded: codes.ResourceExhausted,
+	problem.HeaderTooLarge: codes.ResourceExhausted, problem.Internal: codes.Internal, problem.Upstream: codes.Internal,
+	problem.Overloaded: codes.ResourceExhausted, problem.Unavailable: codes.Unavailable, problem.Timeout: codes.DeadlineExceeded,
+}
+
+// notLeader refuses what only the leader can answer and says who that is ("" = not known). It is cluster.ErrNotLeader.
+type notLeader struct{ leader string }
+
+func (e *notLeader) Error() string {
+	if e.leader == "" {
+		return cluster.ErrNotLeader.Error() + "; nobody leads at the moment"
+	}
+	return cluster.ErrNotLeader.Error() + "; it is " + e.leader
+}
+
+func (*notLeader) Is(target error) bool { return target == cluster.ErrNotLeader }
+
+func refuseNotLeader(leader string) error {
+	return problem.New(problem.Unavailable, "%w", &notLeader{leader}).WithHint("wait for the election and try again")
+}
+
+// wireError is what is left of an error that came over the wire: its text, and the known errors of its chain.
+type wireError struct {
+	text string
+	is   []error
+}
+
+func (e *wireError) Error() string   { return e.text }
+func (e *wireError) Unwrap() []error { return e.is }
+
+// toStatus makes an error fit for the wire: its problem in the details, the names of the known errors in its chain. nil stays nil.
+func toStatus(err error) error {
+	if err == nil {
+		return nil
+	}
+	p := toProblem(err)
+	code := statuses[problem.Code(p.GetCode())]
+	if p.GetLeader() != "" || errors.Is(err, cluster.ErrNotLeader) {
+		code = codes.FailedPrecondition
+	}
+	st, bad := status.New(code, p.GetMessage()).WithDetails(p)
+	if bad != nil {
+		return status.Error(code, p.GetMessage())
+	}
+	return st.Err()
+}
+
+func toProblem(err error) *dpservev1.Problem {
+	p := &dpservev1.Problem{Code: string(codeOf(err)), Message: text(err.Error(), maxMessage)}
+	var e *problem.Error
+	if errors.As(err, &e) {
+		p.Hint, p.Doc = text(e.Hint, maxHint), text(e.Doc, maxHint)
+		for _, line := range e.Details[:min(len(e.Details), maxDetails)] {
+			p.Details = append(p.Details, text(line, maxDetail))
+		}
+	}
+	for _, s := range sentinels() {
+		if errors.Is(err, s.err) {
+			p.Is = append(p.Is, s.name)
+		}
+	}
+	var n *notLeader
+	if errors.As(err, &n) {
+		p.Leader = text(n.leader, maxName)
+	}
+	return p
+}
+
+// codeOf is the code of an error; one of a context that ended at its server is no fault of the server's.
+func codeOf(err error) problem.Code {
+	var e *problem.Error
+	switch {
+	case errors.As(err, &e):
+		if _, ok := statuses[e.Code]; ok {
+			return e.Code
+		}
+	case errors.Is(err, context.DeadlineExceeded):
+		return problem.Timeout
+	case errors.Is(err, context.Canceled):
+		return problem.Unavailable
+	}
+	return problem.Internal
+}
+
+// fromStatus is the error of a call to a node as its caller sees it. A code or a name of a later version degrades to Internal
+// or is passed over.
+func fromStatus(node string, err error) error {
+	if err == nil {
+		return nil
+	}
+	st, ok := status.FromError(err)
+	if !ok {
+		return problem.New(problem.Internal, "node %s: %w", node, err)
+	}
+	for _, d := range st.Details() {
+		if p, ok := d.(*dpservev1.Problem); ok {
+			return fromProblem(p)
+		}
+	}
+	return ofTheWay(node, st)
+}
+
+// ofTheWay is for a status that no handler of ours made.
+func ofTheWay(node string, st *status.Status) error {
+	switch st.Code() {
+	case codes.DeadlineExceeded:
+		return problem.New(problem.Timeout, "node %s did not answer in time: %w", node, context.DeadlineExceeded).
+			WithHint("look at `dpserve nodes`; the node may be overloaded or cut off")
+	case codes.Unavailable, codes.Canceled, codes.Aborted:
+		return problem.New(problem.Unavailable, "node %s %w: %s", node, ErrUnreachable, st.Message()).
+			WithHint("look at `dpserve nodes`, and whether its node port can be reached from here")
+	case codes.Unimplemented:
+		return problem.New(problem.Unavailable, "node %s does not know this call: %s", node, st.Message()).
+			WithHint("run the same version of dpserve on every node")
+	case codes.ResourceExhausted:
+		return problem.New(problem.TooLarge, "node %s: %s", node, st.Message())
+	case codes.PermissionDenied, codes.Unauthenticated:
+		return problem.New(problem.PermissionDenied, "node %s: %s", node, st.Message())
+	default:
+		return problem.New(problem.Internal, "node %s: %s", node, st.Message())
+	}
+}
+
+func fromProblem(p *dpservev1.Problem) error {
+	code := problem.Code(p.GetCode())
+	if _, ok := statuses[code]; !ok {
+		code = problem.Internal
+	}
+	w := &wireError{text: p.GetMessage()}
+	for _, name := range p.GetIs()[:min(len(p.GetIs()), maxDetails)] {
+		w.is = append(w.is, known(name, p.GetLeader())...)
+	}
+	e := problem.New(code, "%w", w)
+	e.Hint, e.Doc, e.Details = p.GetHint(), p.GetDoc(), p.GetDetails()
+	return e
+}
+
+// known is the error of a name on the wire, none if it is not known here.
+func known(name, leader string) []error {
+	if name == notLeaderName {
+		return []error{&notLeader{leader}}
+	}
+	for _, s := range sentinels() {
+		if s.name == name {
+			return []error{s.err}
+		}
+	}
+	return nil
+}
+
+// leaderOf is the node that a refusal names as the leader.
+func leaderOf(err error) string {
+	var n *notLeader
+	if errors.As(err, &n) {
+		return n.leader
+	}
+	return ""
+}
+
+// text makes a string fit for a field of type string, which must be UTF-8, and cuts it to limit bytes.
+func text(s string, limit int) string {
+	return strings.ToValidUTF8(s[:min(len(s), limit)], "�")
+}

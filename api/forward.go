@@ -1,0 +1,48 @@
+package api
+
+import (
+	"net/http"
+	"strings"
+
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// Forward gives the way of a request to the node that leads the cluster. ok is false while this node leads, or is alone: then it
+// answers itself. A nil handler with ok means that nobody leads.
+type Forward func() (to http.Handler, ok bool)
+
+// forwarded marks a request that came from another node: it is not sent on, whoever leads by now.
+const forwarded = "X-Dpserve-Forwarded"
+
+// local says that a path is about this very node: its process, its routers, its metrics.
+func local(path string) bool {
+	switch path {
+	case pathVersion, pathHealthz, pathValidate, pathMetrics:
+		return true
+	}
+	return strings.HasPrefix(path, pathRouters)
+}
+
+// forward sends what only the leader can answer to the leader.
+func (s *Server) forward(next http.Handler) http.Handler {
+	if s.cfg.Forward == nil {
+		return next
+	}
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if local(r.URL.Path) {
+			next.ServeHTTP(w, r)
+			return
+		}
+		to, ok := s.cfg.Forward()
+		switch {
+		case !ok:
+			next.ServeHTTP(w, r)
+		case to == nil || r.Header.Get(forwarded) != "":
+			writeError(w, problem.New(problem.Unavailable, "no node leads the cluster at this moment").
+				WithHint("an election takes a second or two; if it stays so, a majority of the control nodes is not there: `dpserve nodes` on each shows which"))
+		default:
+			r.Header.Set(forwarded, "1")
+			to.ServeHTTP(w, r)
+		}
+	})
+}

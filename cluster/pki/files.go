@@ -1,0 +1,100 @@
+package pki
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// Names of the files below <data-dir>/pki.
+const (
+	keyFile       = "key.pem"
+	certFile      = "cert.pem"
+	authorityFile = "ca.pem"
+	gossipFile    = "gossip.key"
+)
+
+// Files are what a member keeps on disk.
+type Files struct {
+	Key       []byte // PEM
+	Cert      []byte // PEM
+	Authority []byte // PEM
+	GossipKey []byte
+}
+
+// Credentials reads the certificate files.
+func (f Files) Credentials() (*Credentials, error) { return NewCredentials(f.Authority, f.Cert, f.Key) }
+
+// Save writes the files, readable by their owner alone. Each is whole or absent after a crash, and cert.pem comes last: with it
+// the set is complete. A renewal keeps the key, so that every mixture of old and new files is a valid set; another key begins
+// with the removal of cert.pem.
+func Save(dir string, f Files) error {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return unwritable(dir, err)
+	}
+	if old, err := os.ReadFile(filepath.Join(dir, keyFile)); err != nil || !bytes.Equal(old, f.Key) { //nolint:gosec // the operator's own data dir
+		if err := os.Remove(filepath.Join(dir, certFile)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return unwritable(dir, err)
+		}
+	}
+	for _, file := range []struct {
+		name string
+		data []byte
+	}{{keyFile, f.Key}, {authorityFile, f.Authority}, {gossipFile, f.GossipKey}, {certFile, f.Cert}} {
+		if err := writeFile(filepath.Join(dir, file.name), file.data); err != nil {
+			return unwritable(dir, err)
+		}
+	}
+	return nil
+}
+
+// Load reads the files. A dir without cert.pem gives fs.ErrNotExist: this node is no member yet.
+func Load(dir string) (Files, error) {
+	var f Files
+	for _, file := range []struct {
+		name string
+		data *[]byte
+	}{{certFile, &f.Cert}, {keyFile, &f.Key}, {authorityFile, &f.Authority}, {gossipFile, &f.GossipKey}} {
+		data, err := os.ReadFile(filepath.Join(dir, file.name)) //nolint:gosec // the operator's own data dir
+		switch {
+		case errors.Is(err, fs.ErrNotExist) && file.name == certFile:
+			return Files{}, fmt.Errorf("no certificate in %s: %w", dir, err)
+		case err != nil:
+			// Not wrapped: a missing key beside a certificate is damage, not a node that has not joined.
+			return Files{}, problem.New(problem.Conflict, "%s cannot be read beside %s: %v", file.name, certFile, err).
+				WithHint("restore the data dir from a backup, or join again with an empty one")
+		}
+		*file.data = data
+	}
+	return f, nil
+}
+
+func unwritable(dir string, err error) error {
+	return problem.New(problem.InvalidArgument, "write the node's certificate to %s: %w", dir, err).
+		WithHint("choose a --data-dir that you may write to, on a disk with room")
+}
+
+// writeFile writes a file that is whole or absent after a crash: new file, fsync, rename, fsync of the directory.
+func writeFile(path string, data []byte) error {
+	f, err := os.CreateTemp(filepath.Dir(path), filepath.Base(path)+".*.tmp") // mode 0600
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(data)
+	if err = errors.Join(err, f.Sync(), f.Close()); err == nil {
+		err = os.Rename(f.Name(), path)
+	}
+	if err != nil {
+		return errors.Join(err, os.Remove(f.Name()))
+	}
+	d, err := os.Open(filepath.Dir(path))
+	if err != nil {
+		return err
+	}
+	return errors.Join(d.Sync(), d.Close())
+}

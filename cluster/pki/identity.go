@@ -1,0 +1,90 @@
+package pki
+
+import (
+	"crypto/x509"
+	"net/url"
+	"slices"
+	"strings"
+
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// scheme of the URI that names a node in its certificate: dpserve:///CLUSTER/NODE?role=..&uid=..
+// The cluster is no host name (x509 would refuse most ids there), so the host stays empty.
+const scheme = "dpserve"
+
+// maxPart bounds each part of an identity, in bytes.
+const maxPart = 256
+
+// maxRoles bounds how many roles one identity has.
+const maxRoles = 8
+
+// Identity is who a certificate stands for.
+type Identity struct {
+	Cluster string
+	Node    string
+	UID     string
+	Roles   []string
+}
+
+// HasRole says that the node has one of the roles.
+func (id Identity) HasRole(roles ...string) bool {
+	return slices.ContainsFunc(roles, func(r string) bool { return slices.Contains(id.Roles, r) })
+}
+
+// IdentityOf reads the identity in a certificate. It does not say that the certificate is to be trusted.
+func IdentityOf(cert *x509.Certificate) (Identity, error) {
+	if cert == nil || len(cert.URIs) != 1 {
+		return Identity{}, problem.New(problem.Unauthenticated, "the certificate names no node")
+	}
+	return identityOfURI(cert.URIs[0])
+}
+
+func identityOfURI(u *url.URL) (Identity, error) {
+	strange := problem.New(problem.Unauthenticated, "the certificate names no node")
+	cluster, node, ok := strings.Cut(strings.TrimPrefix(u.EscapedPath(), "/"), "/")
+	if u.Scheme != scheme || u.Host != "" || !ok {
+		return Identity{}, strange
+	}
+	var id Identity
+	var err [3]error
+	var query url.Values
+	id.Cluster, err[0] = url.PathUnescape(cluster)
+	id.Node, err[1] = url.PathUnescape(node)
+	query, err[2] = url.ParseQuery(u.RawQuery)
+	if err != [3]error{} || strings.Contains(node, "/") {
+		return Identity{}, strange
+	}
+	id.UID, id.Roles = query.Get("uid"), query["role"]
+	if id.check() != nil {
+		return Identity{}, strange
+	}
+	return id, nil
+}
+
+// uri is the inverse of identityOfURI.
+func (id Identity) uri() *url.URL {
+	path := "/" + url.PathEscape(id.Cluster) + "/" + url.PathEscape(id.Node)
+	return &url.URL{
+		Scheme: scheme, Path: "/" + id.Cluster + "/" + id.Node, RawPath: path,
+		RawQuery: url.Values{"uid": {id.UID}, "role": id.Roles}.Encode(),
+	}
+}
+
+// check refuses what could not be read back or is out of bounds.
+func (id Identity) check() error {
+	for _, part := range []struct{ name, value string }{{"cluster", id.Cluster}, {"node", id.Node}, {"uid", id.UID}} {
+		if part.value == "" || len(part.value) > maxPart {
+			return problem.New(problem.InvalidArgument, "%s of an identity has %d bytes, allowed are 1 to %d", part.name, len(part.value), maxPart)
+		}
+	}
+	if len(id.Roles) > maxRoles {
+		return problem.New(problem.InvalidArgument, "an identity has %d roles, allowed are %d", len(id.Roles), maxRoles)
+	}
+	for _, r := range id.Roles {
+		if r == "" || len(r) > maxPart {
+			return problem.New(problem.InvalidArgument, "a role of an identity has %d bytes, allowed are 1 to %d", len(r), maxPart)
+		}
+	}
+	return nil
+}

@@ -1,0 +1,65 @@
+package main
+
+import (
+	"context"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+func newLeave(e *env) *cobra.Command {
+	f := &drainFlags{}
+	var yes bool
+	cmd := &cobra.Command{
+		Use:   "leave [flags]",
+		Short: "take the node at DPSERVE_ADDR out of its cluster",
+		Long: `leave drains the node that DPSERVE_ADDR names, waits until it is empty and removes it from the cluster. Its process then ends
+with exit code 0, and its data folder is of no more use: to come back, join with an empty one.`,
+		Example: `  DPSERVE_ADDR=127.0.0.3:8265 dpserve leave`,
+		Args:    takes(0),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return e.withAdmin(func(client admin) error {
+				return e.leave(cmd.Context(), client, f, yes, cmd.Flags().Changed("deadline"))
+			})
+		},
+	}
+	cmd.Flags().DurationVar(&f.deadline, "deadline", 0, "when running streams are cut; default: each application's graceful_shutdown_timeout_s")
+	cmd.Flags().DurationVar(&f.timeout, "timeout", drainTimeout, "how long to wait for the drain; then exit code 8")
+	cmd.Flags().BoolVar(&yes, "yes", false, "do not ask")
+	return cmd
+}
+
+func (e *env) leave(ctx context.Context, client admin, f *drainFlags, yes, bounded bool) error {
+	v, err := client.Version(ctx)
+	if err != nil {
+		return err
+	}
+	if v.Node == "" {
+		return problem.New(problem.Upstream, "the node at DPSERVE_ADDR does not tell its name").WithHint("it runs another version: use its own dpserve command")
+	}
+	list, err := client.Nodes(ctx)
+	if err != nil {
+		return err
+	}
+	if _, err := nodeNamed(list, v.Node); err != nil {
+		return err
+	}
+	if len(list) == 1 {
+		return problem.New(problem.Conflict, "%s is the only node of its cluster", v.Node).WithHint("stop it with Ctrl-C or SIGTERM")
+	}
+	if err := e.confirm(v.Node+" leaves its cluster", v.Node, yes); err != nil {
+		return err
+	}
+	if err := e.drain(ctx, client, f, v.Node, bounded); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(ctx, time.Minute)
+	defer cancel()
+	if err := client.RemoveNode(ctx, v.Node); err != nil {
+		return err
+	}
+	talk(e.io.Err, "%s has left", v.Node)
+	return nil
+}

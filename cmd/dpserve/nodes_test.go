@@ -1,0 +1,131 @@
+package main
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/api"
+)
+
+func twoNodes(b msg.NodeStatus) []msg.NodeStatus {
+	return []msg.NodeStatus{
+		{
+			Node: "a", State: "alive", Roles: []string{"control", "worker"}, Leader: true, Voter: true, SlotsUsed: 3, Slots: 64, Ranks: 3, Groups: []string{"chat/0"},
+			LastSeen: time.Unix(100, 0), SeenBy: "leader", SkewMs: 3600_000, Notes: []string{"its clock is 1h0m0s ahead of the leader's"},
+		}, b,
+	}
+}
+
+func TestNodesTable(t *testing.T) {
+	c := newCLI(t)
+	c.cluster.nodes.script = [][]msg.NodeStatus{twoNodes(msg.NodeStatus{Node: "b", State: "lost", Roles: []string{"ingress"}, Reason: "silent for 12s"})}
+	require.Zero(t, c.run([]string{"nodes"}), c.stderr())
+	assert.Contains(t, c.stdout(), "NODE  STATE  ROLES            SLOTS  GPUS  RANKS  IN-FLIGHT  GROUPS")
+	assert.Contains(t, c.stdout(), "control,worker*  3/64   0/0   3      0          chat/0")
+	assert.Contains(t, c.stdout(), "1h0m0s")
+	assert.Contains(t, c.stdout(), "silent for 12s")
+	assert.Contains(t, c.stdout(), "a: its clock is 1h0m0s ahead of the leader's")
+}
+
+func TestDrainWatchesUntilTheNodeIsEmpty(t *testing.T) {
+	c := newCLI(t)
+	c.cluster.nodes.script = [][]msg.NodeStatus{
+		twoNodes(msg.NodeStatus{Node: "b", State: "draining", Ranks: 2, InFlight: 5}),
+		twoNodes(msg.NodeStatus{Node: "b", State: "draining", Ranks: 1}),
+		twoNodes(msg.NodeStatus{Node: "b", State: "drained"}),
+	}
+	require.Zero(t, c.run([]string{"drain", "b", "--deadline", "30m"}), c.stderr())
+	assert.Equal(t, []string{"b"}, c.cluster.nodes.drained)
+	assert.Equal(t, 30*time.Minute, *c.cluster.nodes.deadline)
+	assert.Contains(t, c.stderr(), "b: 2 ranks, 5 requests in flight\n")
+	assert.Contains(t, c.stderr(), "b: 1 rank, 0 requests in flight\n")
+	assert.Contains(t, c.stderr(), "b is drained\n")
+}
+
+func TestDrainThatSomebodyEnded(t *testing.T) {
+	c := newCLI(t)
+	c.cluster.nodes.script = [][]msg.NodeStatus{twoNodes(msg.NodeStatus{Node: "b", State: "alive"})}
+	assert.Equal(t, 1, c.run([]string{"drain", "b"}))
+	assert.Contains(t, c.stderr(), "b is alive: somebody has ended the drain")
+	assert.Nil(t, c.cluster.nodes.deadline)
+}
+
+func TestLeaveDrainsThenRemoves(t *testing.T) {
+	c := newCLI(t)
+	c.cluster.nodes.script = [][]msg.NodeStatus{twoNodes(msg.NodeStatus{Node: "b", State: "drained"})}
+	require.Zero(t, c.run([]string{"leave", "--yes"}), c.stderr())
+	assert.Equal(t, []string{"b"}, c.cluster.nodes.drained)
+	assert.Equal(t, []string{"b"}, c.cluster.nodes.gone)
+}
+
+func TestTheOnlyNodeDoesNotLeave(t *testing.T) {
+	c := newCLI(t)
+	c.cluster.nodes.script = [][]msg.NodeStatus{{{Node: "b", State: "alive"}}}
+	assert.Equal(t, 1, c.run([]string{"leave", "--yes"}))
+	assert.Empty(t, c.cluster.nodes.drained)
+}
+
+func TestTokenPrintsTheJoinCommand(t *testing.T) {
+	c := newCLI(t)
+	require.Zero(t, c.run([]string{"token", "--uses", "3"}), c.stderr())
+	assert.Equal(t, "dpserve join 10.0.0.1:7947 --token dpj1.x\n", c.stdout())
+	assert.Equal(t, []api.TokenRequest{{TTL: time.Hour, Uses: 3}}, c.cluster.nodes.tokens)
+}
+
+func TestPlanShowsPlacesAndExitCodes(t *testing.T) {
+	c := newCLI(t)
+	c.cluster.nodes.plan = msg.Plan{
+		Revision: 7, Changes: true, Fits: true,
+		Apps: []msg.AppPlan{{App: "moe", Action: "create", Units: []msg.UnitPlan{{
+			Unit: "moe/0", Action: "create",
+			Seats: []msg.SeatPlan{{Rank: 0, Node: "a", Devices: []int{0, 1}}, {Rank: 1, Node: "a", Devices: []int{2, 3}}, {Rank: 2, Node: "b", Devices: []int{0, 1}}},
+		}}}},
+		Nodes: []msg.NodePlan{{Node: "a", GPUs: 4, GPUsFree: 4, GPUsNeed: 4}},
+	}
+	path := file(t, tiny)
+	require.Zero(t, c.run([]string{"plan", path}), c.stderr())
+	assert.Contains(t, c.stdout(), "moe/0  create  0-1    a     0-3")
+	assert.Contains(t, c.stdout(), "moe/0  create  2      b     0-1")
+	assert.Contains(t, c.stdout(), "--revision 7")
+	assert.Equal(t, 3, c.run([]string{"plan", path, "--exit-code"}))
+
+	c.cluster.nodes.plan.Fits = false
+	c.cluster.nodes.plan.Apps[0].Units[0] = msg.UnitPlan{Unit: "moe/0", Action: "create", Why: "needs 6 devices, 4 are free", Hint: "moving chat/1 from a to b would make room"}
+	assert.Equal(t, 5, c.run([]string{"plan", path}))
+	assert.Contains(t, c.stderr(), "moe/0: needs 6 devices, 4 are free")
+	assert.Contains(t, c.stderr(), "hint: moving chat/1 from a to b would make room")
+
+	c.cluster.nodes.plan = msg.Plan{Fits: true}
+	assert.Zero(t, c.run([]string{"plan", path, "--exit-code"}))
+	assert.Contains(t, c.stdout(), "no changes")
+}
+
+func TestIntListAndSpan(t *testing.T) {
+	assert.Equal(t, "0-3,6", intList([]int{3, 2, 1, 0, 6}))
+	assert.Empty(t, intList(nil))
+	assert.Equal(t, "3", span(3, 3))
+}
+
+func TestStartPrintsTheJoinCommandOnce(t *testing.T) {
+	c := newCLI(t)
+	c.node.joinAt, c.node.joinWith = "10.0.0.1:7947", "dpj1.y"
+	go func() { time.Sleep(50 * time.Millisecond); c.interrupt() }()
+	require.Zero(t, c.run([]string{"start", "--advertise", "127.0.0.2"}), c.stderr())
+	assert.Contains(t, c.stderr(), "dpserve join 10.0.0.1:7947 --token dpj1.y")
+	assert.Equal(t, "127.0.0.2:8000", c.node.config.HTTPBind)
+	assert.Equal(t, "127.0.0.2:8265", c.node.config.AdminBind)
+}
+
+func TestJoinWantsAToken(t *testing.T) {
+	c := newCLI(t)
+	assert.Equal(t, 2, c.run([]string{"join", "10.0.0.1:7947"}))
+	assert.Contains(t, c.stderr(), "join wants --token")
+	go func() { time.Sleep(50 * time.Millisecond); c.interrupt() }()
+	require.Zero(t, c.run([]string{"join", "10.0.0.1:7947", "--token", "dpj1.z", "--advertise", "10.0.0.2"}), c.stderr())
+	assert.Equal(t, "10.0.0.1:7947", c.node.config.Join.Address)
+	assert.Equal(t, "127.0.0.1:8000", c.node.config.HTTPBind)
+}

@@ -1,0 +1,118 @@
+// Package engineleg is the way of one request to an engine: on the own client where that can be, else on http.Transport
+// (HOTPATH 4). An ingress uses it for ranks of its node, a data port for requests of other nodes.
+package engineleg
+
+import (
+	"context"
+	"errors"
+	"net"
+	"net/http"
+	"net/http/httptrace"
+	"net/url"
+	"sync/atomic"
+	"time"
+
+	"github.com/dpserve/dpserve/internal/quietnet"
+)
+
+// Dialer opens a connection to an engine.
+type Dialer func(ctx context.Context, network, addr string) (net.Conn, error)
+
+// Request is one request on its way to an engine: a POST. One per send; not reused.
+type Request struct {
+	URL    *url.URL
+	Header http.Header // read only
+	Body   []byte
+
+	reused  atomic.Bool  // the connection had served a request before
+	begun   atomic.Bool  // a byte of the answer has arrived
+	writing atomic.Int32 // connections that may still read Body
+}
+
+// Settled says that nobody reads the request's memory any more.
+func (r *Request) Settled() bool { return r.writing.Load() == 0 }
+
+// Stale says of a request that failed: its connection had been used before and turned out to be closed. That is nobody's fault;
+// the request may be sent once more (ENGINES 3.6).
+func (r *Request) Stale() bool { return r.reused.Load() && !r.begun.Load() }
+
+func (r *Request) trace() *httptrace.ClientTrace {
+	return &httptrace.ClientTrace{
+		GotConn: func(info httptrace.GotConnInfo) {
+			r.reused.Store(info.Reused)
+			r.writing.Add(1)
+		},
+		WroteRequest:         func(httptrace.WroteRequestInfo) { r.writing.Add(-1) },
+		GotFirstResponseByte: func() { r.begun.Store(true) },
+	}
+}
+
+// Refused says of a send's error that no connection came about: nothing was sent.
+func Refused(err error) bool {
+	var op *net.OpError
+	return errors.As(err, &op) && op.Op == "dial"
+}
+
+// Numbers without a knob.
+const (
+	// maxIdle connections per engine must not be below max_ongoing_requests, or a burst dials once per request (TRAPS 4).
+	maxIdle      = 4096
+	maxHead      = 64 << 10  // bytes of an answer's header
+	kernelBuffer = 256 << 10 // bytes of a connection's receive buffer: what a stuck reader can pile up (HOTPATH 5)
+)
+
+// Timers are those of the connections to engines. All must be set.
+type Timers struct {
+	Dial         time.Duration // for a connection
+	IdleOwned    time.Duration // idle connections to engines that dpserve started
+	IdleAttached time.Duration // idle connections to other engines
+}
+
+// Legs are the two ways to an engine: one that dpserve started keeps idle connections for longer. Safe for concurrent use.
+type Legs struct{ owned, attached *direct }
+
+// New makes the legs; a nil dial is TCP.
+func New(t Timers, dial Dialer) *Legs {
+	if dial == nil {
+		dial = (&net.Dialer{Timeout: t.Dial, KeepAlive: -1}).DialContext
+	}
+	dial = cappedDial(dial)
+	return &Legs{owned: newDirect(dial, t.Dial, t.IdleOwned), attached: newDirect(dial, t.Dial, t.IdleAttached)}
+}
+
+// Send returns when the answer's header is there. It never follows redirects and never sends twice. The caller closes the
+// answer's body, and does not change its header. The request's memory may still be read after Send has returned, until
+// Settled says otherwise. owned: dpserve started the engine.
+func (l *Legs) Send(ctx context.Context, owned bool, r *Request) (*http.Response, error) {
+	if owned {
+		return l.owned.send(ctx, r)
+	}
+	return l.attached.send(ctx, r)
+}
+
+// Close closes idle connections, and those in use when their requests end.
+func (l *Legs) Close() {
+	l.owned.close()
+	l.attached.close()
+}
+
+// cappedDial dials connections that are capped.
+func cappedDial(dial Dialer) Dialer {
+	return func(ctx context.Context, network, addr string) (net.Conn, error) {
+		c, err := dial(ctx, network, addr)
+		if err != nil {
+			return nil, err
+		}
+		return capped(c), nil
+	}
+}
+
+// capped bounds what a stuck client makes pile up in the kernel on the engine's side, and gives a quiet connection.
+func capped(c net.Conn) net.Conn {
+	if tcp, ok := c.(*net.TCPConn); ok {
+		if tcp.SetReadBuffer(kernelBuffer) != nil {
+			return c // closing already: the first use will say so
+		}
+	}
+	return quietnet.Conn(c)
+}

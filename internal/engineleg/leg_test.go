@@ -1,0 +1,117 @@
+package engineleg
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"net/url"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+func newLegs(t *testing.T) *Legs {
+	t.Helper()
+	l := New(Timers{Dial: 5 * time.Second, IdleOwned: time.Minute, IdleAttached: time.Second}, nil)
+	t.Cleanup(l.Close)
+	return l
+}
+
+func parsed(t *testing.T, s string) *url.URL {
+	t.Helper()
+	u, err := url.Parse(s)
+	require.NoError(t, err)
+	return u
+}
+
+// TestPlain: only plain URLs go over the own client.
+func TestPlain(t *testing.T) {
+	for s, want := range map[string]bool{
+		"http://127.0.0.1:8000/v1/x": true, "http://[::1]:8000/": true, "http://engine/": true,
+		"https://engine/": false, "http://[fe80::1%25eth0]:1/": false, "http://b\u00fccher/": false,
+	} {
+		assert.Equal(t, want, plain(parsed(t, s)), s)
+	}
+}
+
+// TestBySize: small bodies use the own client, large ones the transport, and both keep their connections.
+func TestBySize(t *testing.T) {
+	seen := make(chan string, 8)
+	srv := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+		_, _ = io.Copy(io.Discard, r.Body)
+		seen <- r.RemoteAddr
+	}))
+	defer srv.Close()
+	l, addrs := newLegs(t), map[string]bool{}
+	for _, size := range []int{10, maxDirect + 1, 10, maxDirect + 1} {
+		o := &Request{URL: parsed(t, srv.URL+"/x"), Header: http.Header{}, Body: make([]byte, size)}
+		resp, err := l.Send(t.Context(), true, o)
+		require.NoError(t, err)
+		_, err = io.ReadAll(resp.Body)
+		require.NoError(t, err)
+		require.NoError(t, resp.Body.Close())
+		assert.Eventually(t, o.Settled, time.Second, time.Millisecond)
+		addrs[<-seen] = true
+	}
+	assert.Len(t, addrs, 2)
+	assert.Len(t, l.owned.clients, 1)
+	assert.Empty(t, l.attached.clients)
+}
+
+// TestForgottenClients: engines that are gone leave no client behind once another one comes.
+func TestForgottenClients(t *testing.T) {
+	l := newLegs(t)
+	for _, host := range []string{"a:1", "b:1", "c:1"} {
+		first := l.owned.client(host)
+		assert.Same(t, first, l.owned.client(host))
+		assert.Len(t, l.owned.clients, 1)
+	}
+}
+
+// TestRefused tells a connection that did not come about from one that broke.
+func TestRefused(t *testing.T) {
+	dead, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	require.NoError(t, dead.Close())
+	_, err = newLegs(t).Send(t.Context(), false, &Request{URL: parsed(t, "http://"+dead.Addr().String()+"/")})
+	require.Error(t, err)
+	assert.True(t, Refused(err))
+	assert.False(t, Refused(&net.OpError{Op: "read", Err: errors.New("reset")}))
+}
+
+// TestStale: a connection that was closed while it waited is told from one that fails at its first use.
+func TestStale(t *testing.T) {
+	n := 0
+	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		if n++; n == 2 {
+			panic(http.ErrAbortHandler)
+		}
+		_, _ = io.WriteString(w, "ok")
+	}))
+	defer srv.Close()
+	l := newLegs(t)
+	send := func() (*Request, error) {
+		o := &Request{URL: parsed(t, srv.URL+"/"), Body: []byte("{}")}
+		resp, err := l.Send(context.Background(), true, o)
+		if err == nil {
+			_, _ = io.ReadAll(resp.Body)
+			_ = resp.Body.Close()
+		}
+		return o, err
+	}
+	_, err := send()
+	require.NoError(t, err)
+	o, err := send()
+	require.Error(t, err)
+	assert.True(t, o.Stale())
+	_, err = send()
+	require.NoError(t, err)
+}

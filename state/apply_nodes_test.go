@@ -1,0 +1,268 @@
+package state
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+func node(id string, roles ...Role) Node {
+	if roles == nil {
+		roles = []Role{RoleControl, RoleWorker, RoleIngress}
+	}
+	return Node{ID: id, UID: "uid-" + id, Address: id + ":7947", Roles: roles, Offer: Offer{Slots: 8, PortLo: 20000, PortHi: 29999}}
+}
+
+func putNode(n Node) Command { return Command{PutNode: &PutNode{Node: n}} }
+
+func nodeRef(id string) *NodeRef {
+	return &NodeRef{Node: id, UID: "uid-" + id, Reason: "silent for 12s"}
+}
+
+// withNodes is a state with nodes a, b and so on, of all roles.
+func withNodes(t testing.TB, ids ...string) *machine {
+	m := newMachine(t)
+	for _, id := range ids {
+		m.must(putNode(node(id)))
+	}
+	return m
+}
+
+func TestPutNodeUpdatesItsOwnRecordOnly(t *testing.T) {
+	m := withNodes(t, "a", "b")
+	moved := node("a")
+	moved.Address, moved.Offer.Labels = "elsewhere:7947", map[string]string{"zone": "1"}
+	assert.False(t, m.must(putNode(moved)).Unchanged)
+	assert.Equal(t, moved, *m.Nodes["a"])
+
+	other := node("a")
+	other.UID = "uid-x"
+	err := m.refused(putNode(other), ErrNodeTaken, problem.Conflict)
+	require.EqualError(t, err, `put node: node name taken: "a" is held by another node`)
+	var p *problem.Error
+	require.ErrorAs(t, err, &p)
+	assert.Contains(t, p.Hint, "--node-id")
+	renamed := node("c")
+	renamed.UID = "uid-a"
+	err = m.refused(putNode(renamed), ErrNodeTaken, problem.Conflict)
+	require.EqualError(t, err, `put node: node name taken: this data dir belongs to node "a", not "c"`)
+}
+
+func TestPutNodeThatSaysTheSameChangesNothing(t *testing.T) {
+	m := withNodes(t, "a")
+	before := m.Nodes["a"]
+	same := node("a")
+	same.Offer.Devices, same.Offer.Labels = []int{}, map[string]string{}
+	assert.True(t, m.must(putNode(same)).Unchanged)
+	assert.Same(t, before, m.Nodes["a"])
+}
+
+func TestPutNodeLeavesWhatTheClusterDecided(t *testing.T) {
+	m := withNodes(t, "a", "b")
+	m.must(Command{NodeLost: nodeRef("a")})
+	m.must(Command{DrainNode: &DrainNode{Node: "a", By: 7}})
+	again := node("a")
+	again.Version = "2"
+	m.must(putNode(again))
+	n := m.Nodes["a"]
+	assert.True(t, n.Lost && n.Draining && n.DrainBy == 7 && n.Version == "2")
+	fresh := node("c")
+	fresh.Lost, fresh.Draining, fresh.DrainBy, fresh.Reason = true, true, 9, "r"
+	m.must(putNode(fresh))
+	assert.Equal(t, node("c"), *m.Nodes["c"], "not the node's to say")
+}
+
+func TestPutNodeRefusesWhatIsNotWhole(t *testing.T) {
+	for name, change := range map[string]func(*Node){
+		"no name":         func(n *Node) { n.ID = "" },
+		"no uid":          func(n *Node) { n.UID = "" },
+		"no role":         func(n *Node) { n.Roles = nil },
+		"negative slots":  func(n *Node) { n.Offer.Slots = -1 },
+		"negative device": func(n *Node) { n.Offer.Devices = []int{-1} },
+		"port below":      func(n *Node) { n.Offer.PortLo = -1 },
+		"port above":      func(n *Node) { n.Offer.PortHi = 65536 },
+	} {
+		t.Run(name, func(t *testing.T) {
+			n := node("a")
+			change(&n)
+			newMachine(t).refused(putNode(n), ErrBadCommand, problem.InvalidArgument)
+		})
+	}
+}
+
+func TestLastControlNodeStays(t *testing.T) {
+	m := withNodes(t, "a", "b")
+	m.must(putNode(node("w", RoleWorker)))
+	m.must(Command{NodeLost: nodeRef("b")})
+	m.refused(Command{RemoveNode: &RemoveNode{Node: "a"}}, ErrLastControl, problem.Conflict)
+	m.refused(putNode(node("a", RoleWorker)), ErrLastControl, problem.Conflict)
+	m.must(Command{RemoveNode: &RemoveNode{Node: "b"}})
+	m.must(Command{RemoveNode: &RemoveNode{Node: "w"}})
+	m.must(putNode(node("b2")))
+	m.must(Command{RemoveNode: &RemoveNode{Node: "a"}})
+}
+
+func TestLostAndBackAreIdempotent(t *testing.T) {
+	m := withNodes(t, "a")
+	assert.True(t, m.must(Command{NodeBack: nodeRef("a")}).Unchanged)
+	assert.False(t, m.must(Command{NodeLost: nodeRef("a")}).Unchanged)
+	later := nodeRef("a")
+	later.Reason = "again"
+	assert.True(t, m.must(Command{NodeLost: later}).Unchanged)
+	assert.Equal(t, "silent for 12s", m.Nodes["a"].Reason)
+	assert.False(t, m.must(Command{NodeBack: nodeRef("a")}).Unchanged)
+	assert.Equal(t, node("a"), *m.Nodes["a"])
+	for _, r := range []*NodeRef{{Node: "z", UID: "uid-z"}, {Node: "a", UID: "uid-of-its-predecessor"}, {Node: "a"}} {
+		m.refused(Command{NodeLost: r}, ErrUnknownNode, problem.NotFound)
+		m.refused(Command{NodeBack: r}, ErrUnknownNode, problem.NotFound)
+	}
+}
+
+func TestDrainAndUndo(t *testing.T) {
+	m := withNodes(t, "a")
+	m.refused(Command{DrainNode: &DrainNode{Node: "z"}}, ErrUnknownNode, problem.NotFound)
+	m.must(Command{DrainNode: &DrainNode{Node: "a", By: 5}})
+	assert.True(t, m.Nodes["a"].Draining)
+	assert.True(t, m.must(Command{DrainNode: &DrainNode{Node: "a", By: 5}}).Unchanged)
+	m.must(Command{DrainNode: &DrainNode{Node: "a", By: 9}})
+	assert.Equal(t, int64(9), m.Nodes["a"].DrainBy)
+	m.must(Command{DrainNode: &DrainNode{Node: "a", By: 3, Undo: true}})
+	assert.Equal(t, node("a"), *m.Nodes["a"])
+}
+
+func TestRemoveNodeWaitsForItsUnits(t *testing.T) {
+	m := withNodes(t, "a", "b")
+	m.must(put(spec("x", "1")))
+	m.must(grant("x", 1, 0, 0, 0))
+	m.must(grant("x", 1, 1, 1, 0))
+	err := m.refused(Command{RemoveNode: &RemoveNode{Node: "a"}}, ErrUnitsLeft, problem.Conflict)
+	var p *problem.Error
+	require.ErrorAs(t, err, &p)
+	assert.Equal(t, []string{"x/0/0", "x/0/1"}, p.Details)
+	assert.Contains(t, p.Hint, "dpserve drain a")
+	m.must(Command{Release: ref("x/0/1", 1)})
+	m.must(Command{UnitFailed: ref("x/0/0", 1)})
+	require.Len(t, m.Freed, 2)
+	m.must(Command{RemoveNode: &RemoveNode{Node: "a"}})
+	assert.Empty(t, m.Freed, "ports of a machine that is not there")
+	assert.Equal(t, []string{"uid-a"}, m.Removed)
+	m.refused(Command{RemoveNode: &RemoveNode{Node: "a"}}, ErrUnknownNode, problem.NotFound)
+	m.refused(putNode(node("a")), ErrNodeRemoved, problem.PermissionDenied)
+	successor := node("a")
+	successor.UID = "uid-new"
+	m.must(putNode(successor))
+}
+
+func TestLostNodeIsRemovedWithItsUnits(t *testing.T) {
+	m := withNodes(t, "a", "b")
+	m.must(put(spec("x", "1")))
+	m.must(grant("x", 1, 0, 0, 0))
+	m.must(Command{NodeLost: nodeRef("a")})
+	m.must(Command{RemoveNode: &RemoveNode{Node: "a"}})
+	m.must(Command{Release: ref("x/0/0", 1)})
+}
+
+func TestRemovedIsBounded(t *testing.T) {
+	m := withNodes(t, "a")
+	for i := range maxRemoved {
+		m.Removed = append(m.Removed, fmt.Sprint("u", i))
+	}
+	m.must(putNode(node("b")))
+	m.must(Command{RemoveNode: &RemoveNode{Node: "b"}})
+	require.Len(t, m.Removed, maxRemoved)
+	assert.Equal(t, "u1", m.Removed[0])
+	assert.Equal(t, "uid-b", m.Removed[maxRemoved-1])
+}
+
+func TestGrantsGoToNodesThatTakeRanks(t *testing.T) {
+	m := withNodes(t, "b")
+	m.must(put(spec("x", "1")))
+	err := m.refused(grant("x", 1, 0, 0, 0), ErrNodeGone, problem.Conflict)
+	require.EqualError(t, err, "grant group: node takes no ranks: rank 0 of x/0/0 on node a, which is not known")
+	m.must(putNode(node("a", RoleControl)))
+	m.refused(grant("x", 1, 0, 0, 0), ErrNodeGone, problem.Conflict)
+	m.must(putNode(node("a")))
+	m.must(Command{DrainNode: &DrainNode{Node: "a"}})
+	m.refused(grant("x", 1, 0, 0, 0), ErrNodeGone, problem.Conflict)
+	m.must(Command{DrainNode: &DrainNode{Node: "a", Undo: true}})
+	m.must(Command{NodeLost: nodeRef("a")})
+	m.refused(grant("x", 1, 0, 0, 0), ErrNodeGone, problem.Conflict)
+	m.must(Command{NodeBack: nodeRef("a")})
+	m.must(grant("x", 1, 0, 0, 0))
+}
+
+func token(hash string, expires int64, uses int) Command {
+	return Command{PutToken: &Token{Hash: hash, Expires: expires, Uses: uses}}
+}
+
+func use(hash, uid string, now int64) Command {
+	return Command{UseToken: &UseToken{Hash: hash, UID: uid, Now: now}}
+}
+
+func TestTokenIsSpentOncePerNode(t *testing.T) {
+	m := withNodes(t, "a", "b")
+	m.refused(use("h", "u1", 1), ErrTokenUnknown, problem.Unauthenticated)
+	m.must(token("h", 100, 2))
+	m.refused(use("h", "", 1), ErrBadCommand, problem.InvalidArgument)
+	m.must(use("h", "u1", 1))
+	assert.True(t, m.must(use("h", "u1", 2)).Unchanged, "a join is safe to repeat")
+	assert.True(t, m.must(token("h", 100, 2)).Unchanged, "and so is making the token")
+	m.must(use("h", "u2", 99))
+	m.refused(use("h", "u3", 99), ErrTokenUsed, problem.Unauthenticated)
+	m.must(use("h", "u2", 99))
+	m.refused(use("h", "u2", 100), ErrTokenExpired, problem.Unauthenticated)
+	assert.Equal(t, Token{Hash: "h", Expires: 100, UsedBy: []string{"u1", "u2"}}, *m.Tokens["h"])
+
+	m.must(Command{RemoveNode: &RemoveNode{Node: "b"}})
+	m.must(token("k", 100, 1))
+	m.refused(use("k", "uid-b", 1), ErrNodeRemoved, problem.PermissionDenied)
+}
+
+func TestTokensAreBounded(t *testing.T) {
+	m := newMachine(t)
+	for _, c := range []Command{token("", 1, 1), token("h", 0, 1), token("h", 1, 0), token("h", 1, maxTokenUses+1)} {
+		m.refused(c, ErrBadCommand, problem.InvalidArgument)
+	}
+	for i := range maxTokens {
+		m.must(token(fmt.Sprintf("h%03d", i), int64(1000-i/2), 1))
+	}
+	m.must(token("late", 1, 1))
+	assert.Len(t, m.Tokens, maxTokens)
+	assert.Nil(t, m.Tokens["h254"], "of the two that expire first the lower one")
+	assert.NotNil(t, m.Tokens["h255"])
+	assert.NotNil(t, m.Tokens["late"])
+}
+
+func TestPublicHidesWhatOnlyControlNodesMayKnow(t *testing.T) {
+	m := withNodes(t, "a")
+	m.must(Command{Init: &Init{Cluster: "c", Secret: []byte("s"), Secrets: Secrets{GossipKey: []byte("g")}}})
+	m.must(token("h", 100, 1))
+	p := m.Public()
+	assert.Equal(t, Secrets{}, p.Secrets)
+	assert.Empty(t, p.Tokens)
+	assert.Equal(t, []byte("s"), p.Secret)
+	assert.Equal(t, m.Nodes, p.Nodes)
+	assert.Len(t, m.Tokens, 1, "the state itself stays as it is")
+	b, err := p.Encode()
+	require.NoError(t, err)
+	assert.NotContains(t, string(b), "gossip_key")
+	_, err = Decode(b)
+	require.NoError(t, err)
+}
+
+func TestSnapshotOfBeforeNodesIsRead(t *testing.T) {
+	for _, in := range []string{`{"index":7,"cluster":"c","apps":{},"units":{},"epochs":{},"revisions":{}}`, `{"nodes":null,"tokens":null}`} {
+		s, err := Decode([]byte(in))
+		require.NoError(t, err)
+		c := putNode(node("a"))
+		_, err = s.Apply(8, &c)
+		require.NoError(t, err)
+		c = token("h", 1, 1)
+		_, err = s.Apply(9, &c)
+		require.NoError(t, err)
+	}
+}
