@@ -3,9 +3,7 @@ package engine
 import (
 	"context"
 	"encoding/json"
-	"net"
 	"net/url"
-	"strconv"
 
 	"github.com/dpserve/dpserve/app"
 	"github.com/dpserve/dpserve/routing"
@@ -83,7 +81,7 @@ func eventFlags(s *Spec) ([]string, error) {
 		return nil, nil
 	}
 	p := s.Ports()
-	b, err := json.Marshal(eventsConfig{Enabled: true, Publisher: "zmq", Endpoint: loopbackTCP(p.KV(0)), Replay: loopbackTCP(p.Replay(0))})
+	b, err := json.Marshal(eventsConfig{Enabled: true, Publisher: "zmq", Endpoint: s.tcp(p.KV(0)), Replay: s.tcp(p.Replay(0))})
 	return []string{"--kv-events-config", string(b)}, err
 }
 
@@ -93,7 +91,7 @@ func launchedEvents(s *Spec) *EventSource {
 		return nil
 	}
 	p := s.Ports()
-	return &EventSource{Bind: loopbackTCP(p.KV(s.Index())), Replay: loopbackTCP(p.Replay(s.Index())), Host: Loopback}
+	return &EventSource{Bind: s.tcp(p.KV(s.Index())), Replay: s.tcp(p.Replay(s.Index())), Host: s.host()}
 }
 
 // declaredEvents is what the app file says of an attached rank; nil if it says nothing, or nobody wants to know.
@@ -113,4 +111,4 @@ func HostOf(base string) string {
 	return u.Hostname()
 }
 
-func loopbackTCP(port int) string { return "tcp://" + net.JoinHostPort(Loopback, strconv.Itoa(port)) }
+func (s *Spec) tcp(port int) string { return "tcp://" + s.hostPort(port) }

@@ -3,6 +3,7 @@
 package engine
 
 import (
+	"cmp"
 	"errors"
 	"net"
 	"strconv"
@@ -20,10 +21,12 @@ type Spec struct {
 	Group      int
 	Rank       int    // number in the group, as granted
 	Base       int    // first port of the unit's block on this node
+	Host       string // where the engine listens and is reached; "" = Loopback
 	Devices    []int  // devices of the rank; empty: none
 	Executable string // path of this program, which is also the simulated engine
 	Rank0Addr  string // lockstep: host of rank 0's rendezvous
 	Rank0Port  int    // lockstep: its port
+	GroupKey   string // lockstep: a secret of the ranks of one start; "" = none
 }
 
 // Launch is a rendered start: what to execute, and where the engine will answer. An attached engine has no Argv.
@@ -42,6 +45,11 @@ func (s *Spec) Ports() Ports {
 	}
 	return PortsOf(s.Base, 1)
 }
+
+// host is where the engine listens.
+func (s *Spec) host() string { return cmp.Or(s.Host, Loopback) }
+
+func (s *Spec) hostPort(port int) string { return net.JoinHostPort(s.host(), strconv.Itoa(port)) }
 
 // Index is the rank's number inside its unit: what the block's offsets count.
 func (s *Spec) Index() int {
@@ -95,5 +103,3 @@ func AttachedRank(a *app.Application, group, rank int) (app.AttachRank, error) {
 	return app.AttachRank{}, problem.New(problem.InvalidArgument, "app %s declares no engine for rank %d of group %d", a.Name, rank, group).
 		WithHint("add it to engine.ranks or lower data_parallel.dp_size")
 }
-
-func loopbackURL(port int) string { return "http://" + net.JoinHostPort(Loopback, strconv.Itoa(port)) }

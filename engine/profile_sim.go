@@ -7,8 +7,11 @@ import (
 	"github.com/dpserve/dpserve/app"
 )
 
-// Loopback is where every engine that dpserve launches listens.
+// Loopback is where engines that dpserve launches listen, unless their node shares the machine with others.
 const Loopback = "127.0.0.1"
+
+// GroupKeyVar is the environment variable by which the simulated engines of one group know each other.
+const GroupKeyVar = "DPSERVE_GROUP_KEY"
 
 // KeepAliveS is the idle time in seconds that launched engines are told to keep connections (their own default of 5 meets the
 // pool's POSTs on closing sockets). The pools of dpserve stay below it.
@@ -25,7 +28,7 @@ func simProfile(s *Spec, environ []string) (Launch, error) {
 		argv = []string{s.Executable, "engine", "sim"}
 	}
 	port := s.Ports().HTTP(s.Index())
-	argv = append(argv[:len(argv):len(argv)], "--host", Loopback, "--port", strconv.Itoa(port), "--served-model-name")
+	argv = append(argv[:len(argv):len(argv)], "--host", s.host(), "--port", strconv.Itoa(port), "--served-model-name")
 	argv = append(argv, s.App.Model.ServedNames()...)
 	argv = append(argv, "--shutdown-timeout", shutdownTimeout(s.App), "--enable-prompt-tokens-details", "--sim-watch-stdin")
 	argv = append(argv, lockstepFlags(s)...)
@@ -42,8 +45,11 @@ func simProfile(s *Spec, environ []string) (Launch, error) {
 		"GOMAXPROCS=1", "GOGC=" + strconv.Itoa(simGOGC), // TRAPS 9
 		"VLLM_HTTP_TIMEOUT_KEEP_ALIVE=" + strconv.Itoa(KeepAliveS),
 	}
+	if s.GroupKey != "" {
+		own = append(own, GroupKeyVar+"="+s.GroupKey)
+	}
 	return Launch{
-		Argv: append(argv, flags...), Env: Environment(environ, own, s.App.Engine.Env), URL: loopbackURL(port), Events: launchedEvents(s),
+		Argv: append(argv, flags...), Env: Environment(environ, own, s.App.Engine.Env), URL: "http://" + s.hostPort(port), Events: launchedEvents(s),
 	}, nil
 }
 

@@ -88,4 +88,7 @@ type Result struct {
 
 	// Unchanged says that a command about nodes or tokens changed nothing but Index: nobody needs to look.
 	Unchanged bool `json:"unchanged,omitempty"`
+
+	// Index is the raft index the command was applied at. Consensus sets it, Apply does not.
+	Index uint64 `json:"index,omitempty"`
 }

@@ -28,9 +28,11 @@ const (
 
 // Timers are the waits of this room. Zero fields mean the defaults.
 type Timers struct {
-	Unit  state.Timers  // retries, restarts, resends
-	Retry time.Duration // before a failed command is proposed again
-	Call  time.Duration // one order, one command
+	Unit     state.Timers  // retries, restarts, resends
+	Retry    time.Duration // before a failed command is proposed again
+	Call     time.Duration // one order, one command
+	LeaseTTL time.Duration // how long a renewal of a node's lease lasts
+	Regrant  time.Duration // silence after which a node is lost and its ranks go elsewhere; more than LeaseTTL
 }
 
 func (t Timers) withDefaults() Timers {
@@ -40,6 +42,12 @@ func (t Timers) withDefaults() Timers {
 	}
 	if t.Call <= 0 {
 		t.Call = DefaultCall
+	}
+	if t.LeaseTTL <= 0 {
+		t.LeaseTTL = state.LeaseTTL
+	}
+	if t.Regrant <= t.LeaseTTL {
+		t.Regrant = t.LeaseTTL + state.LeaseGrace
 	}
 	return t
 }
@@ -57,12 +65,14 @@ type Metrics interface {
 	UnitForget(app, unit string)
 }
 
-// Config is what a Controller is made of. Store, Proposer, Granter, Nodes, Agent and Log are required.
+// Config is what a Controller is made of. Store, Proposer, Granter, Agent and Log are required.
 type Config struct {
+	// Self is the id of the node that leads.
+	Self     string
 	Store    msg.Store
 	Proposer msg.Proposer
 	Granter  Granter
-	// Nodes is the inventory: ids, slots, devices, labels, port ranges. What is in use is taken from the store.
+	// Nodes is what there is while the state knows no nodes; nil = nothing.
 	Nodes func() []placement.Node
 	// Agent is how a node is told; false while it is not connected.
 	Agent func(node string) (msg.NodeAgent, bool)

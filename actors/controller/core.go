@@ -21,7 +21,9 @@ type Core struct {
 	nodes  []placement.Node // that may get ranks
 	apps   map[string]*application
 	units  map[string]*unit
-	seen   map[string]*numbers // reports per node
+	peers  map[string]*peer // by node
+	leases *state.Leases
+	last   time.Time // of the last step
 	out    []Effect
 
 	inventory []placement.Node // what there is while the state knows no nodes
@@ -29,12 +31,17 @@ type Core struct {
 
 // NewCore makes a Core that has seen nothing.
 func NewCore(t Timers) *Core {
-	return &Core{timers: t.withDefaults(), apps: map[string]*application{}, units: map[string]*unit{}, seen: map[string]*numbers{}}
+	t = t.withDefaults()
+	return &Core{
+		timers: t, apps: map[string]*application{}, units: map[string]*unit{}, peers: map[string]*peer{},
+		leases: state.NewLeases(t.LeaseTTL, t.Regrant-t.LeaseTTL),
+	}
 }
 
 // Step takes one input at a time now, and returns what is to be done.
 func (c *Core) Step(now time.Time, in any) []Effect {
 	c.out = nil
+	c.keepTime(now)
 	c.take(now, in)
 	if c.state != nil {
 		c.nodes = nodesOf(c.state, c.inventory)
@@ -47,8 +54,10 @@ func (c *Core) take(now time.Time, in any) {
 	switch in := in.(type) {
 	case StateSeen:
 		c.look(now, in.State)
+	case NodeSeen:
+		c.emit(c.renew(now, in.Report))
 	case Reported:
-		c.report(now, &in.Event)
+		c.report(now, 0, &in.Event)
 	case Refused:
 		c.refuse(now, in)
 	case Granted:
@@ -83,6 +92,7 @@ func (c *Core) Due() time.Time {
 			earlier(a.retryAt)
 		}
 	}
+	c.dueOfNodes(earlier)
 	return due
 }
 
@@ -91,23 +101,24 @@ func (c *Core) emit(e Effect) { c.out = append(c.out, e) }
 // ids are the unit ids in order, so that effects have one.
 func (c *Core) ids() []string { return slices.Sorted(maps.Keys(c.units)) }
 
-// look takes a snapshot. The first one is the boot: whatever is granted in it runs nowhere, because engines die with their
-// node process, and is granted anew.
+// look takes a snapshot. The first one is the boot: what is granted in it goes on, if its nodes say so.
 func (c *Core) look(now time.Time, s *state.State) {
-	boot := c.state == nil
-	if !boot && s.Index < c.state.Index {
+	old := c.state
+	if old != nil && s.Index < old.Index {
 		return
 	}
 	c.state = s
 	c.lookAtApps()
-	if !boot {
-		for _, u := range c.units {
-			u.retryAt = c.retryAfterChange(u)
-		}
+	c.lookAtNodes(now)
+	if old == nil {
+		c.boot(now)
 		return
 	}
-	for _, id := range slices.Sorted(maps.Keys(s.Units)) {
-		c.resume(now, s.Units[id])
+	for _, u := range c.units {
+		u.retryAt = c.retryAfterChange(u)
+	}
+	if joined(old, s) {
+		c.retryFailed(now)
 	}
 }
 
@@ -117,38 +128,6 @@ func (c *Core) retryAfterChange(u *unit) time.Time {
 		return time.Time{}
 	}
 	return u.retryAt
-}
-
-// resume brings a unit back that was granted before this process began.
-func (c *Core) resume(now time.Time, rec *state.Unit) {
-	u := c.adopt(rec)
-	u.m = state.Machine{
-		Phase: rec.Phase, Epoch: rec.Epoch, Attempt: rec.Attempt, Starts: 1, Since: now, Attach: c.isAttach(rec.App),
-		Reason: rec.Reason, LogTail: rec.LogTail,
-	}
-	c.feed(now, u, state.Event{Kind: state.EvLost, Reason: "dpserve was started again"})
-	if rec.Phase == state.Failed {
-		c.changed(now, u, "", u.m.Phase)
-	}
-}
-
-// adopt makes a unit of a record.
-func (c *Core) adopt(rec *state.Unit) *unit {
-	u := newUnit(rec.ID, rec.App, rec.Group, nil)
-	for i := range rec.Ranks {
-		u.ranks = append(u.ranks, rec.Ranks[i].Rank)
-	}
-	u.seat = c.seatOf(rec)
-	c.units[rec.ID] = u
-	return u
-}
-
-func (c *Core) seatOf(rec *state.Unit) seat {
-	s := seat{revision: rec.AppRevision, launch: rec.Launch, ranks: rec.Ranks, blocks: rec.Blocks}
-	if a := c.apps[rec.App]; a != nil {
-		s.spec = a.spec
-	}
-	return s
 }
 
 // feed gives a machine an event and does what it asks for.
@@ -178,30 +157,33 @@ func (c *Core) obey(u *unit, f state.Effect) {
 	case state.DoStart:
 		c.start(u)
 	case state.DoStop:
-		c.stop(u, u.gone, f.Grace)
+		c.stop(u, isGone, f.Grace)
 	case state.DoStopOthers:
-		c.stop(u, u.ended, 0)
+		c.stop(u, isEnded, 0)
 	case state.CountRestart:
 		c.emit(RestartEffect{u.app, u.id})
 	}
 }
 
-// start tells the nodes that have not confirmed.
+// start tells the nodes that have not confirmed. Those that may have it from before this leader led say so first.
 func (c *Core) start(u *unit) {
-	if u.seat.spec == nil {
-		return
-	}
 	for _, n := range u.nodes() {
-		if !u.started[n] {
-			c.emit(StartEffect{n, u.startOn(n)})
+		if p := u.parts[n]; !p.started && !p.gone && (!p.adopted || p.absent) {
+			c.startOn(u, n)
 		}
 	}
 }
 
+func (c *Core) startOn(u *unit, node string) {
+	if u.seat.spec != nil {
+		c.emit(StartEffect{node, u.startOn(node)})
+	}
+}
+
 // stop tells the nodes of the unit that are not done.
-func (c *Core) stop(u *unit, done map[string]bool, grace time.Duration) {
+func (c *Core) stop(u *unit, done func(*part) bool, grace time.Duration) {
 	for _, n := range u.nodes() {
-		if !done[n] {
+		if !done(u.parts[n]) {
 			c.emit(StopEffect{n, &msg.StopRank{Unit: u.id, Epoch: u.m.Epoch, Grace: grace, Reason: u.m.Reason}})
 		}
 	}
@@ -228,13 +210,17 @@ func (c *Core) conclude(now time.Time, in Granted) {
 
 // begun starts what was granted.
 func (c *Core) begun(now time.Time, u *unit, s seat, epoch uint64, attempt int) {
-	u.seat, u.noRoom, u.drain = s, "", nil
-	u.forgetReports()
+	u.noRoom, u.drain, u.away, u.stays = "", nil, nil, ""
+	u.sit(s)
 	c.feed(now, u, state.Event{Kind: state.EvGranted, Epoch: epoch, Attempt: attempt})
 }
 
 // answered takes the outcome of any other command. A typed refusal means that the state went on without it.
 func (c *Core) answered(now time.Time, in Concluded) {
+	if in.Node != "" {
+		c.answeredNode(now, in)
+		return
+	}
 	if in.Unit == "" {
 		if a := c.apps[in.App]; a != nil {
 			a.busy = a.deleting && in.Err == nil // forgotten: the state that says so is on its way

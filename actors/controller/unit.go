@@ -40,17 +40,23 @@ type unit struct {
 	drain   *time.Duration // grace of the end that was ordered for this unit; nil = the application's
 	noRoom  string         // why placement found no place; "" = not tried, or found one
 
-	started, ready, ended, gone map[string]bool // nodes that reported it for the epoch in hand
+	parts map[string]*part // of the grant in hand, by node
+	away  *seat            // where it is to go from a draining node: kept free for it
+	stays string           // why it is still on a draining node
 }
 
 func newUnit(id, app string, group int, ranks []int) *unit {
-	u := &unit{id: id, app: app, group: group, ranks: ranks}
-	u.forgetReports()
-	return u
+	return &unit{id: id, app: app, group: group, ranks: ranks, parts: map[string]*part{}}
 }
 
-func (u *unit) forgetReports() {
-	u.started, u.ready, u.ended, u.gone = map[string]bool{}, map[string]bool{}, map[string]bool{}, map[string]bool{}
+// sit takes the seat of a grant: nothing is known of its parts.
+func (u *unit) sit(s seat) {
+	u.seat, u.parts = s, map[string]*part{}
+	for i := range s.ranks {
+		if n := s.ranks[i].Node; u.parts[n] == nil {
+			u.parts[n] = &part{}
+		}
+	}
 }
 
 // wantRaft notes what raft should be told. The newest wish counts; only a release is not left out before a new grant.
@@ -79,29 +85,6 @@ func (u *unit) again(at time.Time) {
 		u.wishes = append([]wish{u.current}, u.wishes...)
 	}
 	u.retryAt = at
-}
-
-// nodes are the nodes of the grant in hand, each once, in the order of the ranks.
-func (u *unit) nodes() []string {
-	var out []string
-	seen := map[string]bool{}
-	for i := range u.seat.ranks {
-		if n := u.seat.ranks[i].Node; !seen[n] {
-			seen[n] = true
-			out = append(out, n)
-		}
-	}
-	return out
-}
-
-// all says whether every node of the grant is in the set.
-func (u *unit) all(set map[string]bool) bool {
-	for _, n := range u.nodes() {
-		if !set[n] {
-			return false
-		}
-	}
-	return true
 }
 
 // startOn is the order to start the ranks of one node.

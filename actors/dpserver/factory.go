@@ -45,6 +45,7 @@ type Factory struct {
 	App         func(name string) *app.Application // its present file, for routing; nil, or a nil answer: the one the rank was started with
 	Address     string                             // of the node: where engines of other machines may dial their KV events to; "" = loopback only
 	Replays     *kvevents.Replays                  // of KV events, shared by the ranks of a node; nil = unbounded
+	Lease       func() bool                        // whether the node may admit now, asked for every request; nil = always
 	Timers      Timers
 	Log         *slog.Logger
 
@@ -61,7 +62,7 @@ func (f *Factory) New(spec msg.ReplicaSpec) (*Server, error) {
 		spec: spec, hub: f.Hub, assigner: f.Assigner, engine: f.NewEngine(&spec), timers: f.Timers.withDefaults(), prefill: f.PrefillTime,
 		id: routing.ID(spec.Group, spec.Rank), ctx: ctx, cancel: cancel, drained: make(chan struct{}),
 		net:    network{address: f.Address, dial: f.DialEvents, listen: f.ListenEvents, replays: f.Replays},
-		hasher: f.hasher(), present: f.App, vitals: vitals{life: 1, source: spec.Events},
+		hasher: f.hasher(), present: f.App, lease: f.Lease, vitals: vitals{life: 1, source: spec.Events},
 		log: f.Log.With(slog.String("app", spec.App.Name), slog.String("unit", spec.Unit), slog.Int("rank", spec.Rank), slog.Uint64("epoch", spec.Epoch)),
 	}
 	box, err := inbox.Spawn(f.System, s.name(), mailboxBound, func() inbox.Receiver { return newReplica(s) })

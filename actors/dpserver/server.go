@@ -25,6 +25,7 @@ type Server struct {
 	prefill  func(tokens int) time.Duration
 	hasher   kvindex.Hasher
 	present  func(name string) *app.Application // nil: spec.App
+	lease    func() bool                        // nil: always
 	net      network
 	log      *slog.Logger
 	box      *inbox.Inbox

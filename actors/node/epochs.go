@@ -1,6 +1,7 @@
 package node
 
 import (
+	"maps"
 	"path/filepath"
 
 	"github.com/dpserve/dpserve/internal/problem"
@@ -12,8 +13,9 @@ var ErrStaleEpoch = state.ErrStaleEpoch
 
 // epochs is the highest epoch seen per unit; it outlives the node's process. Only the node's actor uses it.
 type epochs struct {
-	path string // "" = memory only
-	seen map[string]uint64
+	path    string // "" = memory only
+	seen    map[string]uint64
+	earlier map[string]uint64 // seen by earlier processes
 }
 
 // loadEpochs reads the file of dir. A file that cannot be read is an error: a node that forgets epochs may serve an old one.
@@ -29,7 +31,20 @@ func loadEpochs(dir string) (*epochs, error) {
 	if e.seen == nil {
 		e.seen = map[string]uint64{}
 	}
+	e.earlier = maps.Clone(e.seen)
 	return e, nil
+}
+
+// begin is admit for a start, which needs an epoch of its own: one that this node has seen, and has no unit of, is over.
+func (e *epochs) begin(unit string, epoch uint64) error {
+	if epoch == 0 || epoch != e.seen[unit] {
+		return e.admit(unit, epoch)
+	}
+	what := "has ended on this node"
+	if epoch == e.earlier[unit] {
+		what = "was started by an earlier process of this node"
+	}
+	return problem.New(problem.Conflict, "unit %s: %w: epoch %d %s", unit, ErrStaleEpoch, epoch, what)
 }
 
 // admit refuses an epoch below the highest, and records a higher one on disk before it counts.

@@ -9,6 +9,8 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
 )
 
 // Bounds of the logs of one rank.
@@ -22,25 +24,12 @@ const (
 	streamError = "stderr"
 )
 
-// LogLine is one line an engine wrote.
-type LogLine struct {
-	At     time.Time `json:"at"`
-	Unit   string    `json:"unit"`
-	Rank   int       `json:"rank"`
-	Epoch  uint64    `json:"epoch"`
-	Stream string    `json:"stream"` // stdout | stderr
-	Text   string    `json:"text"`
-}
-
-// LogQuery selects lines. The zero value of a field selects everything but Rank, where -1 does.
-type LogQuery struct {
-	App    string
-	Unit   string
-	Rank   int
-	Tail   int       // last lines to begin with; 0 = all that are kept
-	Since  time.Time // lines at or after
-	Follow bool      // go on until ctx is done
-}
+// LogLine is one line an engine wrote, and LogQuery selects lines. The zero value of a field of a query selects everything but
+// Rank, where -1 does.
+type (
+	LogLine  = msg.LogLine
+	LogQuery = msg.LogQuery
+)
 
 // logStore is the logs of a node's ranks. They outlive units and restarts: what a rank wrote before it died is what one
 // wants to read afterwards.

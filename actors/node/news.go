@@ -1,6 +1,7 @@
 package node
 
 import (
+	"cmp"
 	"slices"
 	"sync"
 
@@ -17,26 +18,26 @@ const (
 
 // news is what the leader has not taken yet of a node's events, and the newest of each unit. Safe for concurrent use.
 type news struct {
-	mu      sync.Mutex
-	queue   []msg.UnitEvent          // not yet taken, by Number
-	newest  map[string]msg.UnitEvent // by unit: of its highest epoch
-	dropped uint64
+	mu     sync.Mutex
+	queue  []msg.UnitEvent          // not yet taken, by Number
+	newest map[string]msg.UnitEvent // by unit: of its highest epoch
 }
 
 func newNews() *news { return &news{newest: map[string]msg.UnitEvent{}} }
 
-// add takes an event that has its number.
-func (n *news) add(e msg.UnitEvent) {
+// add takes an event that has its number. full says that an older one had to go.
+func (n *news) add(e msg.UnitEvent) (full bool) {
 	e.LogTail = state.Tail(e.LogTail)
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	if len(n.queue) == newsKept {
-		n.queue, n.dropped = slices.Delete(n.queue, 0, 1), n.dropped+1
+	if full = len(n.queue) == newsKept; full {
+		n.queue = slices.Delete(n.queue, 0, 1)
 	}
 	n.queue = append(n.queue, e)
 	if e.Epoch >= n.newest[e.Unit].Epoch { // an older epoch's end comes after its successor's start
 		n.newest[e.Unit] = e
 	}
+	return full
 }
 
 // report gives what a renewal carries. Both lists are of one moment: none of events is newer than its unit in units.
@@ -47,7 +48,7 @@ func (n *news) report() (events, units []msg.UnitEvent) {
 	for _, e := range n.newest {
 		units = append(units, e)
 	}
-	slices.SortFunc(units, func(a, b msg.UnitEvent) int { return int(a.Number) - int(b.Number) }) //nolint:gosec // counts events of one process
+	slices.SortFunc(units, func(a, b msg.UnitEvent) int { return cmp.Compare(a.Number, b.Number) })
 	budget := tailBytes
 	trim(units, &budget)
 	trim(events, &budget)
@@ -69,12 +70,13 @@ func trim(events []msg.UnitEvent, budget *int) {
 	}
 }
 
-// taken drops the events up to number, and says whether others wait.
+// taken drops the events up to number. more says that some went and others wait.
 func (n *news) taken(number uint64) (more bool) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
+	before := len(n.queue)
 	n.queue = slices.DeleteFunc(n.queue, func(e msg.UnitEvent) bool { return e.Number <= number })
-	return len(n.queue) > 0
+	return len(n.queue) > 0 && len(n.queue) < before
 }
 
 // forget drops the newest event of a unit that the cluster knows no more, unless a later epoch came meanwhile.

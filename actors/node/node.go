@@ -50,13 +50,20 @@ type Config struct {
 	System     *actor.ActorSystem
 	NewReplica func(spec msg.ReplicaSpec) (Replica, error)
 	Assigner   msg.Assigner
-	Reporter   msg.Reporter
+	Reporter   msg.Reporter         // where events go if there is no Leader
 	Launcher   Launcher             // nil = processes
 	Transport  http.RoundTripper    // probes of starting engines; nil = one of its own
-	BindTest   func(port int) error // nil = by binding loopback
+	BindTest   func(port int) error // nil = by binding the address it is for
 	Rand       func() uint64        // incarnations
 	Timers     Timers
 	Log        *slog.Logger
+
+	Leader      msg.Leader        // gives the lease and takes the events; nil = no lease is needed
+	Self        func() state.Node // as the leader is to know this node; nil = ID, Advertise and what is offered above
+	Store       msg.Store         // shows which units are superseded; nil = nobody tells
+	OnLeaseLoss LeaseLoss         // "" = Serve
+	EngineHost  string            // where engines listen and are reached: an address of this machine only; "" = engine.Loopback
+	Advertise   string            // where ranks of other nodes find rank 0 of a lockstep unit; "" = nowhere
 }
 
 // Node is one running supervisor. It implements msg.NodeAgent.
@@ -69,6 +76,10 @@ type Node struct {
 	own       *http.Transport
 	timers    Timers
 	log       *slog.Logger
+
+	renewer *renewer           // nil without a Leader
+	halt    context.CancelFunc // ends the renewer and the guard, after the units
+	aside   sync.WaitGroup     // both
 
 	hard     chan struct{} // closed: end engines at once
 	hardOnce sync.Once
@@ -104,7 +115,20 @@ func New(cfg Config) (*Node, error) {
 		n.closeResources()
 		return nil, err
 	}
+	n.watch()
 	return n, nil
+}
+
+// watch begins to renew the lease and to look for what is over.
+func (n *Node) watch() {
+	ctx, cancel := context.WithCancel(context.Background())
+	n.halt = cancel
+	if n.renewer != nil {
+		n.aside.Go(func() { n.renewer.run(ctx) })
+	}
+	if n.renewer != nil || n.cfg.Store != nil {
+		n.aside.Go(func() { n.guard(ctx) })
+	}
 }
 
 func (n *Node) defaults() error {
@@ -122,11 +146,25 @@ func (n *Node) defaults() error {
 		n.own = engine.NewTransport()
 		n.cfg.Transport = n.own
 	}
-	if n.cfg.BindTest == nil {
-		n.cfg.BindTest = bindTest
+	if n.cfg.EngineHost == "" {
+		n.cfg.EngineHost = engine.Loopback
+	}
+	if n.cfg.Self == nil {
+		n.cfg.Self = n.self
 	}
 	n.launcher = n.cfg.Launcher
+	if n.cfg.Leader != nil {
+		n.renewer = newRenewer(&n.cfg, &n.timers)
+		n.cfg.Reporter = n.renewer
+	}
 	return nil
+}
+
+func (n *Node) self() state.Node {
+	c := &n.cfg
+	return state.Node{ID: c.ID, Advertise: c.Advertise, Roles: []state.Role{state.RoleWorker}, Offer: state.Offer{
+		Slots: c.Slots, Devices: c.Devices, Labels: c.Labels, PortLo: c.PortLo, PortHi: c.PortHi,
+	}}
 }
 
 func (n *Node) openProcesses() error {
@@ -147,8 +185,11 @@ func logDir(dataDir string) string {
 }
 
 // StartRank implements msg.NodeAgent. A nil error means that the start was taken; what becomes of it is reported.
-// Errors: ErrStaleEpoch (problem.Conflict), problem.Internal, or the mailbox's.
+// Errors: ErrStaleEpoch (problem.Conflict), problem.Unavailable without a lease, problem.Internal, or the mailbox's.
 func (n *Node) StartRank(ctx context.Context, m *msg.StartRank) error {
+	if n.renewer != nil {
+		n.renewer.ensure(ctx)
+	}
 	return n.command(ctx, func(reply chan error) any { return startRank{m, reply} })
 }
 
@@ -185,6 +226,8 @@ func (n *Node) Close(ctx context.Context, grace time.Duration) error {
 	stopHard := context.AfterFunc(ctx, n.killAll)
 	defer stopHard()
 	<-done // bounded: drain by grace, kill by KillGrace, verify by VerifyNamed
+	n.halt()
+	n.aside.Wait()
 	n.closeResources()
 	return n.leftBehind()
 }
@@ -229,6 +272,22 @@ func (n *Node) list() []*unit {
 func (n *Node) report(e msg.UnitEvent) {
 	n.reportMu.Lock()
 	defer n.reportMu.Unlock()
+	n.number(e)
+}
+
+// reportAgain reports the last event of a unit anew. It reads it under the lock of report: a newer one cannot get in front of it.
+func (n *Node) reportAgain(u *unit) {
+	n.reportMu.Lock()
+	defer n.reportMu.Unlock()
+	u.mu.Lock()
+	e := u.last
+	u.mu.Unlock()
+	if e.Kind != "" {
+		n.number(e)
+	}
+}
+
+func (n *Node) number(e msg.UnitEvent) {
 	n.reports++
 	e.Node, e.Number, e.At = n.cfg.ID, n.reports, time.Now()
 	n.cfg.Reporter.Report(e)

@@ -5,6 +5,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/problem"
 )
 
 // Messages of the node's actor.
@@ -42,16 +43,16 @@ func (s *supervisor) Receive(m any) {
 	}
 }
 
-// start takes a unit, unless it is there already or older than what this node has seen. An older incarnation is ended
-// first, at once: two owners of a rank must never overlap.
+// start takes a unit, unless it is there already, older than what this node or its copy of the state has seen, or not covered by
+// the lease. An older incarnation is ended first, at once: two owners of a rank must never overlap.
 func (s *supervisor) start(m *msg.StartRank) error {
-	if err := s.epochs.admit(m.Unit, m.Epoch); err != nil {
-		return err
-	}
 	before := s.unit(m.Unit)
-	if before != nil && before.m.Epoch == m.Epoch {
+	if before != nil && before.m.Epoch == m.Epoch && s.epochs.seen[m.Unit] == m.Epoch {
 		before.repeat()
 		return nil
+	}
+	if err := s.mayBegin(m); err != nil {
+		return err
 	}
 	u := newUnit(s.Node, m, before)
 	if before != nil {
@@ -62,6 +63,19 @@ func (s *supervisor) start(m *msg.StartRank) error {
 	s.mu.Unlock()
 	s.running.Go(u.run)
 	return nil
+}
+
+// mayBegin checks a start, and records its epoch if nothing speaks against it.
+func (s *supervisor) mayBegin(m *msg.StartRank) error {
+	if s.cfg.Store != nil {
+		if now := s.cfg.Store.State(); superseded(now, m.Unit, m.Epoch) {
+			return problem.New(problem.Conflict, "unit %s: %w: epoch %d was asked for, the cluster has released it (it is at %d)", m.Unit, ErrStaleEpoch, m.Epoch, now.Epochs[m.Unit])
+		}
+	}
+	if err := s.mayStart(); err != nil {
+		return err
+	}
+	return s.epochs.begin(m.Unit, m.Epoch)
 }
 
 // stop asks a unit to end. One that is not here is gone already, and says so: the controller may have missed it.
@@ -77,10 +91,4 @@ func (s *supervisor) stop(m *msg.StopRank) error {
 		u.repeat()
 	}
 	return nil
-}
-
-func (s *supervisor) unit(name string) *unit {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.units[name]
 }

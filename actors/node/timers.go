@@ -1,6 +1,10 @@
 package node
 
-import "time"
+import (
+	"time"
+
+	"github.com/dpserve/dpserve/state"
+)
 
 // Timers of a node; the zero value of a field means its default. The start deadline and the drain are the application's.
 type Timers struct {
@@ -13,6 +17,8 @@ type Timers struct {
 	VerifyNamed    time.Duration // after this what still holds them is named in the unit's reason
 	Rendezvous     time.Duration // how long ranks of a lockstep unit wait for rank 0's address
 	ReplicaStop    time.Duration // deadline of ending one DPServer
+	LeaseTTL       time.Duration // until the leader has said how long a lease lasts
+	LeaseRenew     time.Duration // from one renewal to the next; also from one rendezvous announcement to the next
 }
 
 // Defaults (CONTRACTS section 7; startup_timeout_s APP section 8).
@@ -26,6 +32,8 @@ const (
 	DefaultVerifyNamed    = 10 * time.Second
 	DefaultRendezvous     = 120 * time.Second
 	DefaultReplicaStop    = 5 * time.Second
+	DefaultLeaseTTL       = state.LeaseTTL
+	DefaultLeaseRenew     = 2 * time.Second
 )
 
 func (t Timers) withDefaults() Timers {
@@ -41,6 +49,8 @@ func (t Timers) withDefaults() Timers {
 		{&t.VerifyNamed, DefaultVerifyNamed},
 		{&t.Rendezvous, DefaultRendezvous},
 		{&t.ReplicaStop, DefaultReplicaStop},
+		{&t.LeaseTTL, DefaultLeaseTTL},
+		{&t.LeaseRenew, DefaultLeaseRenew},
 	} {
 		if *d.field <= 0 {
 			*d.field = d.value

@@ -191,14 +191,7 @@ func (u *unit) seal(e msg.UnitEvent) msg.UnitEvent {
 }
 
 // repeat reports the last event again, to a controller that asked for something that already is.
-func (u *unit) repeat() {
-	u.mu.Lock()
-	e := u.last
-	u.mu.Unlock()
-	if e.Kind != "" {
-		u.n.report(e)
-	}
-}
+func (u *unit) repeat() { u.n.reportAgain(u) }
 
 // tail is the last lines of a rank's engine at this epoch.
 func (u *unit) tail(rank int) []string {
@@ -255,10 +248,17 @@ func (u *unit) layout() (engine.Ports, []int) {
 	return s.Ports(), []int{0}
 }
 
-// bindTest says whether a loopback port can be bound.
-func bindTest(port int) error {
+// bindTest says whether a port of the unit's block can be bound where its engines will.
+func (u *unit) bindTest(port int) error {
+	if u.n.cfg.BindTest != nil {
+		return u.n.cfg.BindTest(port)
+	}
+	host := u.n.cfg.EngineHost
+	if layout, _ := u.layout(); u.lockstep() && port == layout.RPC() {
+		host = u.meetingHost()
+	}
 	var lc net.ListenConfig
-	l, err := lc.Listen(context.Background(), "tcp", net.JoinHostPort(engine.Loopback, strconv.Itoa(port)))
+	l, err := lc.Listen(context.Background(), "tcp", net.JoinHostPort(host, strconv.Itoa(port)))
 	if err != nil {
 		return err
 	}

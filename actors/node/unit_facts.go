@@ -119,7 +119,7 @@ func (u *unit) discover(ctx context.Context, r *rank) *msg.EventSource {
 		number = r.target.Selector
 	}
 	host := engine.HostOf(r.target.URL)
-	d, ok, discoverErr := kvevents.Discover(sources, number, host, kvevents.Hosts{})
+	d, ok, discoverErr := kvevents.Discover(sources, number, host, kvevents.Hosts{Node: u.n.cfg.Advertise})
 	if err = errors.Join(err, discoverErr); err != nil {
 		u.log.Warn("KV events of an attached engine cannot be used", slog.Int("rank", r.grant.Rank), slog.String("err", fmt.Sprint(err)))
 	}

@@ -100,9 +100,12 @@ func (u *unit) slowest() (rank int, progress string) {
 }
 
 func (u *unit) bringUp(ctx context.Context) error {
+	if err := u.checkMeeting(); err != nil {
+		return &startError{0, err}
+	}
 	layout, ranks := u.layout()
 	for _, p := range layout.Bound(engine.WantsEvents(u.m.App), ranks...) {
-		if err := u.n.cfg.BindTest(p); err != nil {
+		if err := u.bindTest(p); err != nil {
 			return &startError{-1, fmt.Errorf("port %d of the unit's block is taken: %w", p, err)}
 		}
 	}
@@ -181,35 +184,16 @@ func (u *unit) target(g state.RankGrant) (msg.Target, *msg.EventSource, error) {
 
 func (u *unit) render(g state.RankGrant, addr string, port int) (engine.Launch, error) {
 	return engine.Render(&engine.Spec{
-		App: u.m.App, Group: u.m.Group, Rank: g.Rank, Base: u.m.Block.Base, Devices: g.Devices, Executable: u.n.cfg.Executable,
-		Rank0Addr: addr, Rank0Port: port,
+		App: u.m.App, Group: u.m.Group, Rank: g.Rank, Base: u.m.Block.Base, Host: u.n.cfg.EngineHost, Devices: g.Devices,
+		Executable: u.n.cfg.Executable, Rank0Addr: addr, Rank0Port: port, GroupKey: u.groupKey(),
 	}, u.n.cfg.Environ)
-}
-
-// rendezvous gives rank 0's address in a coupled unit: its node publishes what its block holds, the others wait for it.
-func (u *unit) rendezvous(ctx context.Context, layout engine.Ports) (addr string, port int, err error) {
-	if u.attached() || !u.lockstep() {
-		return "", 0, nil
-	}
-	for _, r := range u.ranks {
-		if r.grant.Rank == 0 {
-			u.n.cfg.Assigner.Publish(msg.Publish{Unit: u.m.Unit, Epoch: u.m.Epoch, Rank: 0, Addr: engine.Loopback, Port: layout.RPC()})
-			return engine.Loopback, layout.RPC(), nil
-		}
-	}
-	first := u.ranks[0]
-	first.setProgress("waiting for the address of rank 0")
-	ctx, cancel := context.WithTimeout(ctx, u.n.timers.Rendezvous)
-	defer cancel()
-	addr, port, err = u.n.cfg.Assigner.Await(ctx, u.m.Unit, u.m.Epoch, first.grant.Rank)
-	if err != nil {
-		return "", 0, &startError{first.grant.Rank, err}
-	}
-	return addr, port, nil
 }
 
 // launch starts every rank's engine; from then on each exit is watched.
 func (u *unit) launch(ctx context.Context, addr string, port int) error {
+	if err := u.n.mayStart(); err != nil { // it may have run out while the unit waited
+		return &startError{-1, err}
+	}
 	for _, r := range u.ranks {
 		l, err := u.render(r.grant, addr, port)
 		if err == nil {
@@ -333,7 +317,7 @@ func (u *unit) awaitAttached(ctx context.Context, r *rank) error {
 // becomeReady opens every DPServer for a new incarnation of its engine. A rank that failed meanwhile closes them again.
 func (u *unit) becomeReady(ctx context.Context) error {
 	for _, r := range u.ranks {
-		r.facts.Incarnation = u.n.incarnation()
+		r.facts.Incarnation = draw(u.n.cfg.Rand)
 		if err := r.replica.Ready(ctx, r.facts); err != nil {
 			return &startError{r.grant.Rank, err}
 		}
@@ -374,10 +358,10 @@ func (u *unit) healthTimeout() time.Duration {
 	return u.n.timers.Canary
 }
 
-// incarnation draws the random number of one engine process; 0 means none.
-func (n *Node) incarnation() uint64 {
+// draw draws the random number of one process; 0 means none.
+func draw(random func() uint64) uint64 {
 	for {
-		if v := n.cfg.Rand(); v != 0 {
+		if v := random(); v != 0 {
 			return v
 		}
 	}

@@ -24,6 +24,7 @@ const (
 type question[R any] struct {
 	limit  time.Duration // for one node
 	once   bool          // a node that may have heard it is the last to be asked
+	any    bool          // every control node may answer it
 	local  func(msg.Leader, msg.Assigner) (R, error)
 	remote func(context.Context, dpservev1.ControlClient, ...grpc.CallOption) (R, error)
 }
@@ -58,7 +59,7 @@ func at[R any](ctx context.Context, c *LeaderClient, node string, q question[R])
 	r, err := call(ctx, c.cfg.Conns, node, q.limit, func(ctx context.Context, conn *grpc.ClientConn, opts ...grpc.CallOption) (R, error) {
 		return q.remote(ctx, dpservev1.NewControlClient(conn), opts...)
 	})
-	if ctx.Err() == nil || err == nil {
+	if (ctx.Err() == nil || err == nil) && !q.any {
 		c.learn(node, err)
 	}
 	if q.once && unanswered(err) {
@@ -69,7 +70,7 @@ func at[R any](ctx context.Context, c *LeaderClient, node string, q question[R])
 
 // unanswered says that a node may have taken a call that it did not answer.
 func unanswered(err error) bool {
-	return err != nil && !errors.Is(err, errUnsent) && (errors.Is(err, ErrUnreachable) || errors.Is(err, context.DeadlineExceeded))
+	return err != nil && !errors.Is(err, errUnsent) && elsewhere(err) && !errors.Is(err, cluster.ErrNotLeader)
 }
 
 // persist asks round after round until there is a leader that answers, or ctx ends; without a deadline after persistLimit.

@@ -22,9 +22,8 @@ import (
 const (
 	renewLimit   = time.Second
 	assignLimit  = 2 * time.Second
-	awaitLimit   = 5 * time.Second // then asked again: a leader that went silent must not keep a start waiting
 	certifyLimit = 5 * time.Second
-	persistLimit = 120 * time.Second
+	persistLimit = 150 * time.Second // more than a rendezvous takes, which names who is missing
 )
 
 // LeaderConfig is what a LeaderClient is made of. Conns, Store and Log are required.
@@ -106,10 +105,13 @@ func (c *LeaderClient) Assign(ctx context.Context, app string, group int, replic
 	})
 }
 
-// Await implements msg.Assigner; it survives changes of leader.
+// Await implements msg.Assigner; it survives changes of leader. The leader answers now and then that there is no address yet, so
+// that one which went silent is noticed.
 func (c *LeaderClient) Await(ctx context.Context, unit string, epoch uint64, rank int) (string, int, error) {
-	r, err := persist(ctx, c, question[msg.AwaitReply]{
-		limit: awaitLimit,
+	ctx, cancel := context.WithTimeout(ctx, persistLimit)
+	defer cancel()
+	q := question[msg.AwaitReply]{
+		limit: 2 * awaitHold,
 		local: func(_ msg.Leader, a msg.Assigner) (msg.AwaitReply, error) {
 			addr, port, err := a.Await(ctx, unit, epoch, rank)
 			return msg.AwaitReply{Addr: addr, Port: port}, err
@@ -118,8 +120,13 @@ func (c *LeaderClient) Await(ctx context.Context, unit string, epoch uint64, ran
 			r, err := to.Await(ctx, &dpservev1.AwaitRequest{Unit: unit, Epoch: epoch, Rank: i32(rank)}, opts...)
 			return msg.AwaitReply{Addr: r.GetAddr(), Port: int(r.GetPort())}, err
 		},
-	})
-	return r.Addr, r.Port, err
+	}
+	for {
+		r, err := persist(ctx, c, q)
+		if err != nil || r.Addr != "" {
+			return r.Addr, r.Port, err
+		}
+	}
 }
 
 // Publish implements msg.Assigner: it returns at once, and the leader is told as soon as there is one.
@@ -183,7 +190,7 @@ func proposal(data []byte) question[state.Result] {
 // Certify asks any control node for this node's next certificate.
 func (c *LeaderClient) Certify(ctx context.Context, csr []byte) (certificate, authority []byte, err error) {
 	r, err := ask(ctx, c, question[*dpservev1.CertifyReply]{
-		limit: certifyLimit,
+		limit: certifyLimit, any: true,
 		remote: func(ctx context.Context, to dpservev1.ControlClient, opts ...grpc.CallOption) (*dpservev1.CertifyReply, error) {
 			return to.Certify(ctx, &dpservev1.CertifyRequest{Csr: csr}, opts...)
 		},
@@ -202,7 +209,9 @@ func (c *LeaderClient) Watch(ctx context.Context, from uint64, apply func(data [
 	if err != nil {
 		return err
 	}
-	stream, err := dpservev1.NewControlClient(conn).Watch(ctx, &dpservev1.WatchRequest{Index: from}, callOptions()...)
+	inner, cancel := context.WithCancel(ctx)
+	defer cancel()
+	stream, err := dpservev1.NewControlClient(conn).Watch(inner, &dpservev1.WatchRequest{Index: from}, callOptions()...)
 	for err == nil {
 		var u *dpservev1.WatchUpdate
 		if u, err = stream.Recv(); err != nil {

@@ -3,6 +3,7 @@ package remote
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"log/slog"
 	"time"
 
@@ -14,8 +15,10 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// proposalLimit bounds one command of another node, whatever its caller is ready to wait.
-const proposalLimit = 5 * time.Second
+const (
+	proposalLimit = 5 * time.Second // bounds one command of another node, whatever its caller is ready to wait
+	awaitHold     = 4 * time.Second // how long an Await without an answer is held
+)
 
 // PeerOf says who is at the other end of a call, by its certificate.
 type PeerOf func(ctx context.Context) (pki.Identity, bool)
@@ -227,7 +230,8 @@ func (s *ControlServer) Publish(_ context.Context, r *dpservev1.PublishRequest) 
 	return &dpservev1.PublishReply{}, nil
 }
 
-// Await implements dpservev1.ControlServer. It lasts until rank 0 has published, the caller leaves, or this node leads no more.
+// Await implements dpservev1.ControlServer. It lasts until rank 0 has published or awaitHold is over (no address: ask again), the
+// caller leaves, or this node leads no more.
 func (s *ControlServer) Await(ctx context.Context, r *dpservev1.AwaitRequest) (*dpservev1.AwaitReply, error) {
 	_, a, err := s.lead()
 	if err != nil {
@@ -236,11 +240,17 @@ func (s *ControlServer) Await(ctx context.Context, r *dpservev1.AwaitRequest) (*
 	if err := named(r.GetUnit(), "unit"); err != nil {
 		return nil, toStatus(err)
 	}
-	addr, port, err := a.Await(ctx, r.GetUnit(), r.GetEpoch(), int(r.GetRank()))
-	if err != nil {
-		return nil, toStatus(s.unlessDeposed(a, err))
+	hold, cancel := context.WithTimeout(ctx, awaitHold)
+	defer cancel()
+	addr, port, err := a.Await(hold, r.GetUnit(), r.GetEpoch(), int(r.GetRank()))
+	if err == nil {
+		return &dpservev1.AwaitReply{Addr: addr, Port: i32(port)}, nil
 	}
-	return &dpservev1.AwaitReply{Addr: addr, Port: i32(port)}, nil
+	err = s.unlessDeposed(a, err)
+	if errors.Is(err, context.DeadlineExceeded) && ctx.Err() == nil {
+		return &dpservev1.AwaitReply{}, nil
+	}
+	return nil, toStatus(err)
 }
 
 // unlessDeposed turns the error of an assigner that has been closed meanwhile into the refusal of a node that does not lead: the

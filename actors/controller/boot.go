@@ -1,0 +1,74 @@
+package controller
+
+import (
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/dpserve/dpserve/state"
+)
+
+// boot takes up what is granted. A state that knows no nodes is older than their records: its engines died with the process that
+// started them.
+func (c *Core) boot(now time.Time) {
+	for _, id := range slices.Sorted(maps.Keys(c.state.Units)) {
+		if rec := c.state.Units[id]; rec.Phase == state.Failed || len(c.state.Nodes) > 0 {
+			c.resume(now, rec)
+		} else {
+			c.restart(now, rec)
+		}
+	}
+}
+
+// resume goes on with a unit under its epoch. Its nodes will say what they have of it; one that does not is lost.
+func (c *Core) resume(now time.Time, rec *state.Unit) {
+	u := c.adopt(rec)
+	u.m = c.machineOf(now, rec)
+	switch {
+	case rec.Phase == state.Ready:
+		u.m.WasReady, u.m.ReadyAt, u.m.Confirmed = true, now, true
+	case rec.Phase == state.Fenced:
+		u.m.WasReady, u.m.Confirmed = true, u.m.Attach
+	default:
+	}
+	if rec.Holds() && !u.m.Confirmed {
+		u.m.Due = now.Add(c.timers.Unit.Resend) // the last order may not have come through
+	}
+	for _, p := range u.parts {
+		p.adopted = rec.Holds()
+	}
+	c.changed(now, u, "", u.m.Phase)
+}
+
+// restart grants a unit anew that runs nowhere.
+func (c *Core) restart(now time.Time, rec *state.Unit) {
+	u := c.adopt(rec)
+	u.m = c.machineOf(now, rec)
+	c.feed(now, u, state.Event{Kind: state.EvLost, Reason: "dpserve was started again"})
+}
+
+func (c *Core) machineOf(now time.Time, rec *state.Unit) state.Machine {
+	return state.Machine{
+		Phase: rec.Phase, Epoch: rec.Epoch, Attempt: rec.Attempt, Starts: 1, Since: now, Attach: c.isAttach(rec.App),
+		Reason: rec.Reason, LogTail: rec.LogTail,
+	}
+}
+
+// adopt makes a unit of a record.
+func (c *Core) adopt(rec *state.Unit) *unit {
+	u := newUnit(rec.ID, rec.App, rec.Group, nil)
+	for i := range rec.Ranks {
+		u.ranks = append(u.ranks, rec.Ranks[i].Rank)
+	}
+	u.sit(c.seatOf(rec))
+	c.units[rec.ID] = u
+	return u
+}
+
+func (c *Core) seatOf(rec *state.Unit) seat {
+	s := seat{revision: rec.AppRevision, launch: rec.Launch, ranks: rec.Ranks, blocks: rec.Blocks}
+	if a := c.apps[rec.App]; a != nil {
+		s.spec = a.spec
+	}
+	return s
+}

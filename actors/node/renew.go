@@ -1,0 +1,220 @@
+package node
+
+import (
+	"context"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/state"
+)
+
+// Parts of lease_renew: 1 s, and 100 ms to 1 s, of its 2 s.
+const (
+	renewPatience = 2  // the deadline of one renewal
+	retryFirst    = 20 // the first wait after one that failed; doubles
+	retryLast     = 2  // the longest such wait
+)
+
+// renewer keeps the node's lease and tells the leader what happened here. It implements msg.Reporter.
+type renewer struct {
+	leader      msg.Leader
+	self        func() state.Node
+	store       msg.Store // may be nil
+	incarnation uint64
+	ttl         time.Duration // unless the leader says another
+	period      time.Duration
+	log         *slog.Logger
+	news        *news
+	wake        chan struct{} // one slot
+	failing     bool          // the last renewal failed; the loop's own
+
+	base time.Time
+	open atomic.Int64 // requests are admitted until base plus this, in ns: one load and a look at the clock for each
+
+	mu    sync.Mutex
+	lease lease
+	tried chan struct{} // closed and replaced when a renewal has ended
+}
+
+var _ msg.Reporter = (*renewer)(nil)
+
+func newRenewer(c *Config, t *Timers) *renewer {
+	now := time.Now()
+	return &renewer{
+		leader: c.Leader, self: c.Self, store: c.Store, incarnation: draw(c.Rand), ttl: t.LeaseTTL, period: t.LeaseRenew, log: c.Log, news: newNews(),
+		wake: make(chan struct{}, 1), base: now, tried: make(chan struct{}),
+		lease: lease{fence: c.OnLeaseLoss == Fence, ttl: t.LeaseTTL, beat: now, doubt: now}, // nothing is known of before
+	}
+}
+
+// Report implements msg.Reporter: the event goes out at once.
+func (r *renewer) Report(e msg.UnitEvent) {
+	if r.news.add(e) {
+		r.log.Warn("the leader takes no events, the oldest is dropped: it will learn the newest of each unit")
+	}
+	r.kick()
+}
+
+func (r *renewer) kick() {
+	select {
+	case r.wake <- struct{}{}:
+	default:
+	}
+}
+
+// run renews until ctx ends, and once more if events wait then and somebody takes them.
+func (r *renewer) run(ctx context.Context) {
+	retry := r.period / retryFirst
+	for ctx.Err() == nil {
+		sent := time.Now()
+		switch more, err := r.renew(ctx); {
+		case err != nil:
+			r.pause(ctx, r.period/retryFirst, retry)
+			retry = min(2*retry, r.period/retryLast)
+		case !more:
+			r.pause(ctx, 0, r.period-time.Since(sent))
+			fallthrough
+		default:
+			retry = r.period / retryFirst
+		}
+	}
+	if r.news.waiting() && !r.failing {
+		_, _ = r.renew(context.WithoutCancel(ctx))
+	}
+}
+
+// pause waits for longest, or until there is news, but not less than least.
+func (r *renewer) pause(ctx context.Context, least, longest time.Duration) {
+	if sleep(ctx, least) != nil {
+		return
+	}
+	t := time.NewTimer(longest - least)
+	defer t.Stop()
+	select {
+	case <-r.wake:
+	case <-t.C:
+	case <-ctx.Done():
+	}
+}
+
+// renew asks once. more says that the leader took events and others wait.
+func (r *renewer) renew(ctx context.Context) (more bool, err error) {
+	sent := r.look()
+	limit, cancel := context.WithTimeout(ctx, r.period/renewPatience)
+	defer cancel()
+	granted, err := r.leader.Renew(limit, r.report(sent))
+	if err != nil {
+		r.ended(sent, 0)
+		r.complain(ctx, err)
+		return false, err
+	}
+	more = r.news.taken(granted.Taken)
+	if granted.TTL <= 0 {
+		granted.TTL = r.ttl
+	}
+	r.ended(sent, granted.TTL)
+	if r.failing {
+		r.failing = false
+		r.log.Info("the node's lease is renewed again", slog.String("leader", granted.Leader))
+	}
+	return more, nil
+}
+
+func (r *renewer) report(now time.Time) *msg.NodeReport {
+	m := &msg.NodeReport{Node: r.self(), Incarnation: r.incarnation, Wall: now}
+	m.Events, m.Units = r.news.report()
+	if r.store != nil {
+		m.Index = r.store.State().Index
+	}
+	return m
+}
+
+// complain tells of the first failure in a row.
+func (r *renewer) complain(ctx context.Context, err error) {
+	if r.failing || ctx.Err() != nil {
+		return
+	}
+	r.failing = true
+	text := "the node's lease cannot be renewed"
+	if problem.CodeOf(err) == problem.PermissionDenied {
+		text = "the cluster refuses this node's lease"
+	}
+	r.log.Warn(text, slog.Duration("left", r.left()), slog.String("err", err.Error()))
+}
+
+// look notes that the node runs.
+func (r *renewer) look() time.Time {
+	now := time.Now()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.lease.look(now)
+	r.publish()
+	return now
+}
+
+func (r *renewer) ended(sent time.Time, ttl time.Duration) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.lease.ended(sent, time.Now(), ttl)
+	r.publish()
+	close(r.tried)
+	r.tried = make(chan struct{})
+}
+
+// publish tells admits, under mu.
+func (r *renewer) publish() {
+	var open time.Duration // base itself: over
+	if until := r.lease.admitsUntil(); !until.IsZero() {
+		open = until.Sub(r.base)
+	}
+	r.open.Store(int64(open))
+}
+
+// admits says whether requests may be admitted now.
+func (r *renewer) admits() bool { return int64(time.Since(r.base)) < r.open.Load() }
+
+// starts says whether an engine may be started now.
+func (r *renewer) starts() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.lease.starts(time.Now())
+}
+
+// ensure is starts for a command of the leader: before it is refused the lease is asked for once more, as a leader is there.
+func (r *renewer) ensure(ctx context.Context) {
+	for range 2 { // the first may have begun before
+		r.mu.Lock()
+		tried := r.tried
+		r.mu.Unlock()
+		if r.starts() {
+			return
+		}
+		r.kick()
+		select {
+		case <-tried:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// fences says whether all units must be out, and else when that will be if nothing is renewed; 0: never.
+func (r *renewer) fences() (now bool, in time.Duration) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	at := time.Now()
+	if !r.lease.fence || r.lease.fences(at) {
+		return r.lease.fence, 0
+	}
+	return false, r.lease.stop().Sub(at)
+}
+
+func (r *renewer) left() time.Duration {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.lease.left(time.Now())
+}

@@ -1,0 +1,274 @@
+package remote
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net/http"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/routing"
+)
+
+// Fields of the data port, in canonical form. All of them begin with dataPrefix, and no others do: those of clients are dropped at
+// the ingress, those of engines at the data port.
+const (
+	dataPrefix = "Dpserve-"
+
+	dataApp        = "Dpserve-App"
+	dataUnit       = "Dpserve-Unit"
+	dataRank       = "Dpserve-Rank" // GROUP/RANK
+	dataClass      = "Dpserve-Class"
+	dataIngress    = "Dpserve-Ingress"
+	dataReq        = "Dpserve-Req"
+	dataTokens     = "Dpserve-Tokens"
+	dataEstimated  = "Dpserve-Estimated" // 1: Tokens is bytes / k
+	dataHit        = "Dpserve-Hit"
+	dataHitBlocks  = "Dpserve-Hit-Blocks"
+	dataBlocks     = "Dpserve-Blocks"         // hashes in front of the body, 8 bytes each, little endian
+	dataDeadline   = "Dpserve-Deadline-Ms"    // left: the clocks differ
+	dataFirstToken = "Dpserve-First-Token-Ms" // left until the engine's head must be there
+
+	dataRefused    = "Dpserve-Refused" // answer: no ticket, and why
+	dataCause      = "Dpserve-Cause"   // answer: no engine's, and why
+	dataEpoch      = "Dpserve-Epoch"   // of the request, and of an answer
+	dataSeq        = "Dpserve-Seq"
+	dataRetryAfter = "Dpserve-Retry-After-Ms"
+	dataTicket     = "Dpserve-Ticket"
+	dataInc        = "Dpserve-Incarnation"
+	dataResent     = "Dpserve-Resent"
+)
+
+// holdPath is asked for a ticket that no request follows.
+const holdPath = "/dpserve/hold"
+
+// The classes.
+const (
+	classBoth = "both" // a request and its ticket
+	classHold = "hold" // a ticket that lives as long as the stream
+	classNone = "none" // a request that needs no ticket
+)
+
+// The causes of a data port's own answers.
+const (
+	causeRefused    = "refused"     // the engine took no connection
+	causeReset      = "reset"       // the engine broke off before it answered
+	causeFirstToken = "first_token" // its head did not come in time
+	causeDenied     = "denied"      // the caller is not who may ask
+	causeMalformed  = "malformed"
+	causeTooLarge   = "too_large"
+)
+
+// Bounds of what a caller sends.
+const (
+	maxDataName   = 512     // bytes of an application's, unit's or ingress's name
+	maxDataBlocks = 1 << 20 // chain hashes of a prompt
+	hashBytes     = 8
+)
+
+// dataHead is what the header of a request says.
+type dataHead struct {
+	app, unit  string
+	rank       routing.RankID
+	class      string
+	route      openai.Route // classBoth and classNone
+	admit      msg.Admit    // without Ctx, Blocks and Reply; the zero value in classNone
+	blocks     int
+	firstToken time.Duration // 0: no bound
+}
+
+// writeHead puts a dispatch into the header of its request. The engine's fields share their values with d.
+func writeHead(d *msg.Dispatch, now time.Time) http.Header {
+	h := make(http.Header, len(d.Header)+14)
+	for name, values := range d.Header {
+		if !strings.HasPrefix(name, dataPrefix) {
+			h[name] = values
+		}
+	}
+	f := fields{header: h, values: make([]string, 0, 14)}
+	f.set(dataApp, d.App)
+	f.set(dataUnit, d.Unit)
+	f.set(dataRank, d.Rank.String())
+	f.set(dataClass, classOf(d))
+	if d.FirstToken > 0 {
+		f.duration(dataFirstToken, d.FirstToken)
+	}
+	if d.Admit != nil {
+		f.admit(d.Admit, now)
+	}
+	return h
+}
+
+func classOf(d *msg.Dispatch) string {
+	switch {
+	case d.Admit == nil:
+		return classNone
+	case d.Path == "":
+		return classHold
+	default:
+		return classBoth
+	}
+}
+
+// fields sets header fields whose values share one array.
+type fields struct {
+	header http.Header
+	values []string
+}
+
+func (f *fields) set(name, value string) {
+	n := len(f.values)
+	f.values = append(f.values, value)
+	f.header[name] = f.values[n : n+1 : n+1]
+}
+
+func (f *fields) number(name string, n uint64) { f.set(name, strconv.FormatUint(n, 10)) }
+
+func (f *fields) count(name string, n int) { f.number(name, uint64(max(n, 0))) } //nolint:gosec // not negative
+
+func (f *fields) duration(name string, d time.Duration) {
+	f.count(name, int(max(d.Round(time.Millisecond)/time.Millisecond, 1)))
+}
+
+func (f *fields) admit(m *msg.Admit, now time.Time) {
+	f.set(dataIngress, m.Ingress)
+	f.number(dataReq, m.ReqID)
+	f.number(dataEpoch, m.Epoch)
+	f.count(dataTokens, m.Tokens)
+	if m.Estimated {
+		f.set(dataEstimated, "1")
+	}
+	if len(m.Blocks) > 0 {
+		f.count(dataHit, m.Hit)
+		f.count(dataHitBlocks, m.HitBlocks)
+		f.count(dataBlocks, len(m.Blocks))
+	}
+	if !m.Deadline.IsZero() {
+		f.duration(dataDeadline, m.Deadline.Sub(now))
+	}
+}
+
+// reading takes fields out of a header; the first error stays.
+type reading struct {
+	header http.Header
+	err    error
+}
+
+func (r *reading) text(name string) string {
+	v := r.header[name]
+	if len(v) == 1 && len(v[0]) > 0 && len(v[0]) <= maxDataName {
+		return v[0]
+	}
+	r.fail(name)
+	return ""
+}
+
+// number is optional: 0 without the field.
+func (r *reading) number(name string, bits int) uint64 {
+	v := r.header[name]
+	if len(v) == 0 {
+		return 0
+	}
+	n, err := strconv.ParseUint(v[0], 10, bits)
+	if err != nil || len(v) > 1 {
+		r.fail(name)
+		return 0
+	}
+	return n
+}
+
+// count is a number that fits an int32.
+func (r *reading) count(name string) int { return int(r.number(name, 31)) } //nolint:gosec // 31 bits
+
+func (r *reading) duration(name string) time.Duration {
+	return time.Duration(r.count(name)) * time.Millisecond
+}
+
+func (r *reading) fail(name string) {
+	if r.err == nil {
+		r.err = fmt.Errorf("the field %s is missing or malformed", strings.ToLower(name))
+	}
+}
+
+// readHead reads the header of a request to path.
+func readHead(h http.Header, path string, now time.Time) (*dataHead, error) {
+	r := reading{header: h}
+	d := &dataHead{app: r.text(dataApp), unit: r.text(dataUnit), class: r.text(dataClass), firstToken: r.duration(dataFirstToken)}
+	var ok bool
+	if d.rank, ok = parseRank(r.text(dataRank)); !ok {
+		r.fail(dataRank)
+	}
+	if d.class != classHold {
+		d.route = openai.RouteOf(path)
+		if d.route == openai.NoRoute || d.route.Method() != http.MethodPost {
+			return nil, errors.New("there is no such route")
+		}
+	}
+	switch d.class {
+	case classBoth, classHold:
+		d.readAdmit(&r, now)
+	case classNone:
+	default:
+		r.fail(dataClass)
+	}
+	if d.blocks > maxDataBlocks || d.admit.HitBlocks > d.blocks {
+		r.fail(dataBlocks)
+	}
+	return d, r.err
+}
+
+func (d *dataHead) readAdmit(r *reading, now time.Time) {
+	d.admit = msg.Admit{
+		ReqID: r.number(dataReq, 64), Epoch: r.number(dataEpoch, 64), Class: msg.ClassBoth, Tokens: r.count(dataTokens),
+		Estimated: r.number(dataEstimated, 1) == 1, Hit: r.count(dataHit), HitBlocks: r.count(dataHitBlocks), Ingress: r.text(dataIngress),
+	}
+	d.blocks = r.count(dataBlocks)
+	if left := r.duration(dataDeadline); left > 0 {
+		d.admit.Deadline = now.Add(left)
+	}
+}
+
+// parseRank reads GROUP/RANK.
+func parseRank(s string) (id routing.RankID, ok bool) {
+	g, r, found := strings.Cut(s, "/")
+	group, err1 := strconv.ParseUint(g, 10, 16)
+	rank, err2 := strconv.ParseUint(r, 10, 16)
+	if !found || err1 != nil || err2 != nil {
+		return 0, false
+	}
+	return routing.ID(int(group), int(rank)), true
+}
+
+// appendBlocks puts chain hashes in front of a body.
+func appendBlocks(dst []byte, blocks []uint64) []byte {
+	for _, b := range blocks {
+		dst = binary.LittleEndian.AppendUint64(dst, b)
+	}
+	return dst
+}
+
+// takeBlocks takes n hashes from the front of b; ok is false if there are fewer.
+func takeBlocks(dst []uint64, b []byte, n int) (blocks []uint64, rest []byte, ok bool) {
+	if n > len(b)/hashBytes {
+		return dst, nil, false
+	}
+	for range n {
+		dst = append(dst, binary.LittleEndian.Uint64(b))
+		b = b[hashBytes:]
+	}
+	return dst, b, true
+}
+
+// refusalOf is the refusal of a name; one that this build does not know counts as not ready.
+func refusalOf(name string) msg.Refusal {
+	for r := msg.Full; r <= msg.Overloaded; r++ {
+		if r.String() == name {
+			return r
+		}
+	}
+	return msg.NotReady
+}

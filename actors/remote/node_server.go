@@ -1,0 +1,161 @@
+package remote
+
+import (
+	"context"
+	"encoding/json"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/problem"
+	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
+	"github.com/dpserve/dpserve/state"
+)
+
+// Bounds of one message of log lines.
+const (
+	maxBatch      = 256
+	maxBatchBytes = 1 << 20
+)
+
+// NodeConfig is what a NodeServer is made of. All are required.
+type NodeConfig struct {
+	Agent msg.NodeAgent // nil on a node without role worker
+	View  msg.NodeView
+	Peer  PeerOf
+}
+
+// NodeServer answers what the leader and the admin API of other nodes ask of this node.
+type NodeServer struct {
+	dpservev1.UnimplementedNodeServer
+	cfg NodeConfig
+}
+
+var _ dpservev1.NodeServer = (*NodeServer)(nil)
+
+// NewNodeServer makes a NodeServer; register it at a grpc.Server with ServerOptions.
+func NewNodeServer(cfg NodeConfig) *NodeServer { return &NodeServer{cfg: cfg} }
+
+// agent refuses orders of nodes that cannot lead: an order names the program to start.
+func (s *NodeServer) agent(ctx context.Context) (msg.NodeAgent, error) {
+	if peer, ok := s.cfg.Peer(ctx); !ok || !peer.HasRole(string(state.RoleControl)) {
+		return nil, problem.New(problem.PermissionDenied, "node %s has no role control and orders nothing", peer.Node)
+	}
+	if s.cfg.Agent == nil {
+		return nil, problem.New(problem.Conflict, "this node has no role worker")
+	}
+	return s.cfg.Agent, nil
+}
+
+// StartRank implements dpservev1.NodeServer.
+func (s *NodeServer) StartRank(ctx context.Context, r *dpservev1.StartRankRequest) (*dpservev1.StartRankReply, error) {
+	agent, err := s.agent(ctx)
+	if err != nil {
+		return nil, toStatus(err)
+	}
+	m, err := decodeStartRank(r)
+	if err != nil {
+		return nil, toStatus(err)
+	}
+	if err := agent.StartRank(ctx, m); err != nil {
+		return nil, toStatus(err)
+	}
+	return &dpservev1.StartRankReply{}, nil
+}
+
+// StopRank implements dpservev1.NodeServer.
+func (s *NodeServer) StopRank(ctx context.Context, r *dpservev1.StopRankRequest) (*dpservev1.StopRankReply, error) {
+	agent, err := s.agent(ctx)
+	if err != nil {
+		return nil, toStatus(err)
+	}
+	m, err := decodeStopRank(r)
+	if err != nil {
+		return nil, toStatus(err)
+	}
+	if err := agent.StopRank(ctx, m); err != nil {
+		return nil, toStatus(err)
+	}
+	return &dpservev1.StopRankReply{}, nil
+}
+
+// Status implements dpservev1.NodeServer.
+func (s *NodeServer) Status(ctx context.Context, _ *dpservev1.StatusRequest) (*dpservev1.StatusReply, error) {
+	ranks, queued, err := s.cfg.View.Statuses(ctx)
+	if err != nil {
+		return nil, toStatus(err)
+	}
+	var reply dpservev1.StatusReply
+	if reply.Ranks, err = json.Marshal(ranks); err == nil {
+		reply.Queued, err = json.Marshal(queued)
+	}
+	if err != nil {
+		return nil, toStatus(problem.New(problem.Internal, "encode the ranks' status: %w", err))
+	}
+	return &reply, nil
+}
+
+// ResetRouter implements dpservev1.NodeServer.
+func (s *NodeServer) ResetRouter(ctx context.Context, r *dpservev1.ResetRouterRequest) (*dpservev1.ResetRouterReply, error) {
+	if err := named(r.GetApp(), "app"); err != nil {
+		return nil, toStatus(err)
+	}
+	n, err := s.cfg.View.ResetRouter(ctx, r.GetApp())
+	if err != nil {
+		return nil, toStatus(err)
+	}
+	return &dpservev1.ResetRouterReply{Ranks: i32(n)}, nil
+}
+
+// Logs implements dpservev1.NodeServer. Lines that wait together leave together; a slow reader slows the reading of the log.
+func (s *NodeServer) Logs(r *dpservev1.LogsRequest, stream dpservev1.Node_LogsServer) error {
+	q, err := decodeQuery(r)
+	if err != nil {
+		return toStatus(err)
+	}
+	ctx, cancel := context.WithCancel(stream.Context())
+	lines := make(chan *dpservev1.LogLine, maxBatch)
+	ended := make(chan error, 1)
+	go func() {
+		defer close(lines)
+		ended <- s.cfg.View.Logs(ctx, q, func(l msg.LogLine) error {
+			select {
+			case lines <- encodeLine(&l):
+				return nil
+			case <-ctx.Done():
+				return context.Cause(ctx)
+			}
+		})
+	}()
+	err = sendLines(stream, lines)
+	cancel()
+	if gone := <-ended; err == nil && stream.Context().Err() == nil {
+		err = toStatus(gone)
+	}
+	return err
+}
+
+// sendLines sends until lines is closed or the reader has gone.
+func sendLines(stream dpservev1.Node_LogsServer, lines <-chan *dpservev1.LogLine) error {
+	for first := range lines {
+		if err := stream.Send(&dpservev1.LogLines{Lines: batchOf(first, lines)}); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// batchOf gives first and what waits behind it, within the bounds of a message.
+func batchOf(first *dpservev1.LogLine, lines <-chan *dpservev1.LogLine) []*dpservev1.LogLine {
+	batch, size := []*dpservev1.LogLine{first}, len(first.GetText())
+	for len(batch) < maxBatch && size < maxBatchBytes {
+		select {
+		case l, ok := <-lines:
+			if !ok {
+				return batch
+			}
+			batch, size = append(batch, l), size+len(l.GetText())
+		default:
+			return batch
+		}
+	}
+	return batch
+}

@@ -1,0 +1,252 @@
+package remote
+
+import (
+	"encoding/binary"
+	"math"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/routing"
+)
+
+// The packed form of the records of a node's ranks. Each record is
+//
+//	length (uvarint) · kind (byte) · slot (uvarint) · fields
+//
+// A slot is a number that the sending process gives to one incarnation of a rank, and never again. A snapshot says whose it is, so
+// every other record names its rank in one or two bytes. Numbers are uvarints, hashes and random numbers 8 bytes little endian, texts
+// have their length in front. Fields are only ever added at the end of a record: a reader skips what it does not know, as it
+// skips kinds that it does not know.
+
+// wireKind is a record's kind on the wire. The numbers are fixed; a test pins them.
+type wireKind byte
+
+// The records of msg are on the wire under their own number and 1. These are the wire's own.
+const (
+	wireMore   wireKind = 64 // open requests that did not fit into the snapshot in front
+	wireRoster wireKind = 65 // every rank of the node; others it does not have
+	lastRecord          = wireKind(msg.RecKVEnd) + 1
+)
+
+func wireOf(k msg.RecordKind) wireKind { return wireKind(k) + 1 }
+
+// Bounds of what is packed and of what is believed when it is unpacked.
+const (
+	maxString   = 4 << 10  // bytes of a text
+	maxHashes   = 4 << 10  // of one record
+	maxOpen     = 1 << 20  // open requests of a snapshot
+	maxRanks    = 1 << 16  // of a node
+	maxCount    = 1 << 40  // of tokens and the like
+	partBytes   = 32 << 10 // of a snapshot, before it is cut
+	openBytes   = 64       // of an open request, beside its ingress's name, at most
+	prefixBytes = 4        // of a length, at most: no record is longer than 256 MiB
+)
+
+// Flags of a record.
+const (
+	flagAccepting byte = 1 << iota // RecSnapshot, RecState
+	flagTaking                     // RecSnapshot: Snapshot.Accepting
+	flagCachingOff
+	flagOwned
+	flagMore // of a snapshot: a wireMore follows
+	flagFenced
+	flagDraining
+	flagUsage // RecStatus: HasKVUsage
+)
+
+// identity names one incarnation of a rank.
+type identity struct {
+	app, unit          string
+	rank               routing.RankID
+	epoch, incarnation uint64
+}
+
+func identityOf(rec *msg.Record) identity {
+	return identity{rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation}
+}
+
+// packer packs records. What it gives is valid until its next use; in the steady state it allocates nothing.
+type packer struct {
+	buf  []byte
+	ends []int // of the records in buf
+}
+
+// pack gives the packed parts of a record, one after the other: buf[:ends[0]], buf[ends[0]:ends[1]] … A record over a bound has none:
+// its reader sees a gap, and asks for a snapshot.
+func (p *packer) pack(slot uint64, rec *msg.Record) {
+	p.buf, p.ends = p.buf[:0], p.ends[:0]
+	switch rec.Kind {
+	case msg.RecSnapshot:
+		p.snapshot(slot, rec)
+	case msg.RecAdmitted, msg.RecFirstToken, msg.RecProgress, msg.RecDone:
+		p.begin(wireOf(rec.Kind), slot)
+		p.u64(rec.Seq)
+		p.request(rec.ReqID, rec.Ingress, rec.Tokens, rec.Hit, rec.Out)
+		p.text(rec.Cause)
+		p.end()
+	case msg.RecState:
+		p.begin(wireOf(rec.Kind), slot)
+		p.u64(rec.Seq)
+		p.buf = append(p.buf, flag(rec.Accepting, flagAccepting)|flag(rec.Fenced, flagFenced)|flag(rec.Draining, flagDraining))
+		p.text(rec.Cause)
+		p.end()
+	case msg.RecGone:
+		p.begin(wireOf(rec.Kind), slot)
+		p.u64(rec.Seq)
+		p.end()
+	case msg.RecStatus:
+		p.status(slot, rec)
+	case msg.RecKVBegin, msg.RecKV, msg.RecKVEnd:
+		p.kv(slot, rec)
+	case msg.RecSilent: // a reader's own finding
+	}
+}
+
+func (p *packer) status(slot uint64, rec *msg.Record) {
+	s := &rec.Status
+	p.begin(wireOf(rec.Kind), slot)
+	p.u64(rec.Seq)
+	p.buf = append(p.buf, flag(s.HasKVUsage, flagUsage))
+	p.fixed(math.Float64bits(s.KVUsage))
+	p.count(s.Capacity)
+	p.count(int64(s.BlockSize))
+	p.end()
+}
+
+func (p *packer) kv(slot uint64, rec *msg.Record) {
+	kv := &rec.KV
+	if len(kv.Delta.Hashes) > maxHashes {
+		return
+	}
+	p.begin(wireOf(rec.Kind), slot)
+	p.u64(rec.Seq)
+	p.buf = append(p.buf, byte(kv.Tier))
+	switch rec.Kind {
+	case msg.RecKVBegin:
+		p.count(int64(kv.BlockSize))
+	case msg.RecKVEnd:
+		p.count(int64(kv.Len))
+		p.fixed(kv.Sum)
+	default:
+		p.buf = append(p.buf, byte(kv.Delta.Change))
+		p.fixed(kv.Delta.Parent)
+		p.count(int64(len(kv.Delta.Hashes)))
+		for _, h := range kv.Delta.Hashes {
+			p.fixed(h)
+		}
+	}
+	p.end()
+}
+
+// snapshot packs a snapshot in as many parts as it needs.
+func (p *packer) snapshot(slot uint64, rec *msg.Record) {
+	s := rec.Snapshot
+	n := fitting(s.Open)
+	p.begin(wireOf(rec.Kind), slot)
+	p.buf = append(p.buf, flag(rec.Accepting, flagAccepting)|flag(s.Accepting, flagTaking)|flag(s.CachingOff, flagCachingOff)|
+		flag(s.Target.Owned, flagOwned)|flag(n < len(s.Open), flagMore))
+	p.u64(rec.Seq)
+	p.identity(identityOf(rec))
+	p.count(int64(s.MaxOngoing))
+	p.count(s.Capacity)
+	p.count(int64(s.BlockSize))
+	p.text(s.Node)
+	p.text(s.Target.URL)
+	p.text(s.Target.Addressing)
+	p.count(int64(s.Target.Selector))
+	p.open(s.Open[:n])
+	p.end()
+	for rest := s.Open[n:]; len(rest) > 0; rest = rest[n:] {
+		n = fitting(rest)
+		p.begin(wireMore, slot)
+		p.buf = append(p.buf, flag(n < len(rest), flagMore))
+		p.open(rest[:n])
+		p.end()
+	}
+}
+
+// fitting is how many open requests go into one part.
+func fitting(open []msg.OpenRequest) (n int) {
+	for size := 0; n < len(open) && size < partBytes; n++ {
+		size += openBytes + len(open[n].Ingress)
+	}
+	return n
+}
+
+func (p *packer) open(list []msg.OpenRequest) {
+	p.count(int64(len(list)))
+	for i := range list {
+		o := &list[i]
+		p.request(o.ReqID, o.Ingress, o.Tokens, o.Hit, o.Out)
+		p.buf = append(p.buf, flag(o.Decoding, 1))
+	}
+}
+
+// roster packs the list of all ranks of a node, by slot.
+func (p *packer) roster(n int, each func(yield func(slot uint64, id identity))) {
+	p.buf, p.ends = p.buf[:0], p.ends[:0]
+	p.begin(wireRoster, 0)
+	p.count(int64(n))
+	each(func(slot uint64, id identity) {
+		p.u64(slot)
+		p.identity(id)
+	})
+	p.end()
+}
+
+func (p *packer) identity(id identity) {
+	p.text(id.app)
+	p.text(id.unit)
+	p.u64(uint64(id.rank))
+	p.u64(id.epoch)
+	p.fixed(id.incarnation)
+}
+
+func (p *packer) request(id uint64, ingress string, tokens, hit, out int) {
+	p.fixed(id)
+	p.text(ingress)
+	p.count(int64(tokens))
+	p.count(int64(hit))
+	p.count(int64(out))
+}
+
+// begin leaves one byte for the length: nearly every record is that short.
+func (p *packer) begin(kind wireKind, slot uint64) {
+	p.buf = append(p.buf, 0, byte(kind))
+	p.u64(slot)
+}
+
+func (p *packer) end() {
+	start := 0
+	if n := len(p.ends); n > 0 {
+		start = p.ends[n-1]
+	}
+	size := len(p.buf) - start - 1
+	var prefix [prefixBytes + 1]byte
+	n := binary.PutUvarint(prefix[:], uint64(size)) //nolint:gosec // a length
+	if n > 1 {
+		p.buf = append(p.buf, prefix[:n-1]...)
+		copy(p.buf[start+n:], p.buf[start+1:start+1+size])
+	}
+	copy(p.buf[start:], prefix[:n])
+	p.ends = append(p.ends, len(p.buf))
+}
+
+func (p *packer) u64(v uint64) { p.buf = binary.AppendUvarint(p.buf, v) }
+
+// count packs a number that is not negative; what no reader would believe becomes the nearest that it does.
+func (p *packer) count(v int64) { p.u64(uint64(min(max(v, 0), maxCount))) } //nolint:gosec // not negative
+
+func (p *packer) fixed(v uint64) { p.buf = binary.LittleEndian.AppendUint64(p.buf, v) }
+
+func (p *packer) text(s string) {
+	s = s[:min(len(s), maxString)]
+	p.u64(uint64(len(s)))
+	p.buf = append(p.buf, s...)
+}
+
+func flag(on bool, bit byte) byte {
+	if on {
+		return bit
+	}
+	return 0
+}

@@ -1,0 +1,371 @@
+package remote
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math"
+	"sync/atomic"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/routing/kvindex"
+)
+
+// errFraming says that packed records end in the middle of one, or that a length is none: nothing behind it can be read.
+var errFraming = errors.New("a record's length does not fit what was sent")
+
+// source is a rank as a stream's reader knows it.
+type source struct {
+	identity
+	slot uint64
+	gen  uint64 // of the audience that has its snapshot; the Feed's
+	box  *remoteBox
+}
+
+// rankKey names a rank whatever its incarnation.
+type rankKey struct {
+	app  string
+	rank routing.RankID
+}
+
+func (id *identity) key() rankKey { return rankKey{id.app, id.rank} }
+
+// taker gets what an unpacker reads. rec is valid during the call only.
+type taker interface {
+	record(src *source, rec *msg.Record)
+	roster(list []identity)
+}
+
+// unread counts what an unpacker skipped.
+type unread struct {
+	kinds     atomic.Uint64 // records of a kind that is not known
+	fields    atomic.Uint64 // records with fields behind the known ones
+	malformed atomic.Uint64 // records that contradict themselves or a bound
+	strays    atomic.Uint64 // records of ranks whose snapshot has not come
+}
+
+// unpacker reads the packed records of one stream. Its memory is bounded whatever comes. In the steady state it allocates
+// nothing.
+type unpacker struct {
+	skipped *unread
+	slots   map[uint64]*source
+	ranks   map[rankKey]*source
+	texts   map[string]string
+
+	rec     msg.Record // reused, as all below
+	snap    msg.Snapshot
+	hashes  []uint64
+	pending *source // of the snapshot at hand, until its last part is here
+	ids     []identity
+}
+
+// maxTexts bounds the texts an unpacker keeps, so that names that come again cost nothing.
+const maxTexts = 1024
+
+func newUnpacker(skipped *unread) *unpacker {
+	return &unpacker{skipped: skipped, slots: map[uint64]*source{}, ranks: map[rankKey]*source{}, texts: map[string]string{}}
+}
+
+// unpack gives the records to to, in order. An error means that nothing more can be read of this stream.
+func (u *unpacker) unpack(packed []byte, to taker) error {
+	for len(packed) > 0 {
+		size, n := binary.Uvarint(packed)
+		if n <= 0 || size == 0 || size > uint64(len(packed)-n) {
+			return fmt.Errorf("%w: %d bytes left", errFraming, len(packed))
+		}
+		body := packed[n : n+int(size)] //nolint:gosec // at most len(packed)
+		packed = packed[n+int(size):]   //nolint:gosec // as above
+		u.one(wireKind(body[0]), &cursor{b: body[1:], texts: u.texts}, to)
+	}
+	return nil
+}
+
+// one reads one record.
+func (u *unpacker) one(kind wireKind, c *cursor, to taker) {
+	slot := c.u64()
+	if kind != wireMore {
+		u.pending = nil // a snapshot's parts stand together
+	}
+	var src *source
+	switch {
+	case kind == wireRoster:
+		u.readRoster(c)
+	case kind == wireMore:
+		src = u.readMore(slot, c)
+	case kind == wireOf(msg.RecSnapshot):
+		src = u.readSnapshot(slot, c)
+	case kind > 0 && kind <= lastRecord:
+		src = u.readDelta(msg.RecordKind(kind-1), slot, c)
+	default:
+		u.skipped.kinds.Add(1)
+		return
+	}
+	if !u.sound(c) {
+		u.pending = nil
+		return
+	}
+	if kind == wireRoster {
+		to.roster(u.ids)
+	} else if src != nil {
+		u.give(src, to)
+	}
+}
+
+// sound says that a record was read whole, and counts why not.
+func (u *unpacker) sound(c *cursor) bool {
+	if c.bad {
+		u.skipped.malformed.Add(1)
+		return false
+	}
+	if len(c.b) > 0 {
+		u.skipped.fields.Add(1)
+	}
+	if len(u.texts) > maxTexts {
+		clear(u.texts)
+	}
+	return true
+}
+
+// give hands the record at hand on, and enters or forgets its rank.
+func (u *unpacker) give(src *source, to taker) {
+	switch u.rec.Kind {
+	case msg.RecSnapshot:
+		if !u.enter(src) {
+			u.skipped.malformed.Add(1)
+			return
+		}
+	case msg.RecGone:
+		u.forget(src)
+	default:
+	}
+	u.rec.App, u.rec.Unit, u.rec.Rank, u.rec.Epoch, u.rec.Incarnation = src.app, src.unit, src.rank, src.epoch, src.incarnation
+	to.record(src, &u.rec)
+}
+
+func (u *unpacker) enter(src *source) bool {
+	key := src.key()
+	if old := u.ranks[key]; old != nil && old != src {
+		u.forget(old)
+	}
+	if old := u.slots[src.slot]; old != nil && old != src {
+		u.forget(old)
+	}
+	if len(u.slots) >= maxRanks && u.slots[src.slot] == nil {
+		return false
+	}
+	u.slots[src.slot], u.ranks[key] = src, src
+	return true
+}
+
+func (u *unpacker) forget(src *source) {
+	if u.slots[src.slot] == src {
+		delete(u.slots, src.slot)
+	}
+	if u.ranks[src.key()] == src {
+		delete(u.ranks, src.key())
+	}
+}
+
+// readDelta reads every record but a snapshot; nil if its rank is not known.
+func (u *unpacker) readDelta(kind msg.RecordKind, slot uint64, c *cursor) *source {
+	src := u.slots[slot]
+	if src == nil {
+		u.skipped.strays.Add(1)
+		c.b = nil
+		return nil
+	}
+	rec := &u.rec
+	*rec = msg.Record{Kind: kind, Seq: c.u64()}
+	switch kind {
+	case msg.RecState:
+		flags := c.byte()
+		rec.Accepting, rec.Fenced, rec.Draining = flags&flagAccepting != 0, flags&flagFenced != 0, flags&flagDraining != 0
+		rec.Cause = c.text()
+	case msg.RecStatus:
+		rec.Status.HasKVUsage = c.byte()&flagUsage != 0
+		rec.Status.KVUsage = math.Float64frombits(c.fixed())
+		rec.Status.Capacity, rec.Status.BlockSize = c.count(), c.int()
+	case msg.RecKVBegin, msg.RecKV, msg.RecKVEnd:
+		u.readKV(c)
+	case msg.RecGone:
+	default:
+		rec.ReqID, rec.Ingress, rec.Tokens, rec.Hit, rec.Out = c.request()
+		rec.Cause = c.text()
+	}
+	return src
+}
+
+func (u *unpacker) readKV(c *cursor) {
+	kv := &u.rec.KV
+	kv.Tier = kvindex.Tier(c.byte())
+	switch u.rec.Kind {
+	case msg.RecKVBegin:
+		kv.BlockSize = c.int()
+	case msg.RecKVEnd:
+		kv.Len = c.int()
+		kv.Sum = c.fixed()
+	default:
+		kv.Delta.Change = kvindex.Change(c.byte())
+		kv.Delta.Parent = c.fixed()
+		u.hashes = u.hashes[:0]
+		for range c.size(maxHashes, 8) {
+			u.hashes = append(u.hashes, c.fixed())
+		}
+		kv.Delta.Hashes = u.hashes
+	}
+}
+
+// readSnapshot reads a snapshot, or its first part: then there is nothing to give yet.
+func (u *unpacker) readSnapshot(slot uint64, c *cursor) *source {
+	flags := c.byte()
+	u.rec = msg.Record{Kind: msg.RecSnapshot, Accepting: flags&flagAccepting != 0, Seq: c.u64(), Snapshot: &u.snap}
+	id := c.identity()
+	u.snap = msg.Snapshot{
+		Accepting: flags&flagTaking != 0, CachingOff: flags&flagCachingOff != 0, MaxOngoing: c.int(), Capacity: c.count(), BlockSize: c.int(),
+		Node: c.text(), Target: msg.Target{Owned: flags&flagOwned != 0, URL: c.text(), Addressing: c.text(), Selector: c.int()}, Open: u.snap.Open[:0],
+	}
+	u.readOpen(c)
+	src := u.slots[slot]
+	if src == nil || src.identity != id {
+		src = &source{identity: id, slot: slot}
+	}
+	return u.whole(src, flags)
+}
+
+// readMore reads a further part of a snapshot.
+func (u *unpacker) readMore(slot uint64, c *cursor) *source {
+	flags := c.byte()
+	if u.pending == nil || u.pending.slot != slot {
+		u.skipped.strays.Add(1) // its first part was not sound
+		c.b = nil
+		return nil
+	}
+	u.readOpen(c)
+	return u.whole(u.pending, flags)
+}
+
+func (u *unpacker) whole(src *source, flags byte) *source {
+	if flags&flagMore != 0 {
+		u.pending = src
+		return nil
+	}
+	u.pending = nil
+	return src
+}
+
+func (u *unpacker) readOpen(c *cursor) {
+	n := c.size(maxOpen-len(u.snap.Open), 8)
+	for range n {
+		var o msg.OpenRequest
+		o.ReqID, o.Ingress, o.Tokens, o.Hit, o.Out = c.request()
+		o.Decoding = c.byte() != 0
+		if c.bad {
+			return
+		}
+		u.snap.Open = append(u.snap.Open, o)
+	}
+}
+
+func (u *unpacker) readRoster(c *cursor) {
+	u.ids = u.ids[:0]
+	for range c.size(maxRanks, 8) {
+		c.u64() // the slot: its snapshot will say it again
+		u.ids = append(u.ids, c.identity())
+	}
+}
+
+// cursor reads the fields of a record. After a field that is not there everything is zero, and bad is set.
+type cursor struct {
+	b     []byte
+	bad   bool
+	texts map[string]string
+}
+
+func (c *cursor) fail() {
+	c.bad, c.b = true, nil
+}
+
+func (c *cursor) u64() uint64 {
+	v, n := binary.Uvarint(c.b)
+	if n <= 0 {
+		c.fail()
+		return 0
+	}
+	c.b = c.b[n:]
+	return v
+}
+
+func (c *cursor) count() int64 {
+	v := c.u64()
+	if v > maxCount {
+		c.fail()
+		return 0
+	}
+	return int64(v)
+}
+
+func (c *cursor) int() int { return int(c.count()) }
+
+// size is the length of a list whose entries have at least so many bytes.
+func (c *cursor) size(most, entry int) int {
+	n := c.int()
+	if n > most || n > len(c.b)/entry {
+		c.fail()
+		return 0
+	}
+	return n
+}
+
+func (c *cursor) byte() byte {
+	if len(c.b) == 0 {
+		c.fail()
+		return 0
+	}
+	v := c.b[0]
+	c.b = c.b[1:]
+	return v
+}
+
+func (c *cursor) fixed() uint64 {
+	if len(c.b) < 8 {
+		c.fail()
+		return 0
+	}
+	v := binary.LittleEndian.Uint64(c.b)
+	c.b = c.b[8:]
+	return v
+}
+
+// text is a string of the stream; one that came before costs nothing.
+func (c *cursor) text() string {
+	n := c.size(maxString, 1)
+	if n == 0 {
+		return ""
+	}
+	raw := c.b[:n]
+	c.b = c.b[n:]
+	if s, ok := c.texts[string(raw)]; ok {
+		return s
+	}
+	s := string(raw)
+	if c.texts != nil && len(c.texts) <= maxTexts {
+		c.texts[s] = s
+	}
+	return s
+}
+
+func (c *cursor) identity() (id identity) {
+	id.app, id.unit = c.text(), c.text()
+	rank := c.u64()
+	if rank > math.MaxUint32 {
+		c.fail()
+		return id
+	}
+	id.rank, id.epoch, id.incarnation = routing.RankID(rank), c.u64(), c.fixed()
+	return id
+}
+
+func (c *cursor) request() (id uint64, ingress string, tokens, hit, out int) {
+	return c.fixed(), c.text(), c.int(), c.int(), c.int()
+}

@@ -1,0 +1,36 @@
+package remote
+
+import (
+	"cmp"
+	"time"
+)
+
+// StreamTimers are the times of the ranks' streams between nodes. Zero values take the defaults.
+type StreamTimers struct {
+	Heartbeat  time.Duration // a stream without records says that it lives, 250 ms
+	Suspect    time.Duration // of silence: the node's ranks are picked last, 1 s
+	Out        time.Duration // of silence: they are out, 3 s
+	BackoffMin time.Duration // between tries to reach a node, growing, 50 ms
+	BackoffMax time.Duration // 1 s
+	Resync     time.Duration // a rank has so long to answer when it is asked for a snapshot, 1 s
+}
+
+func (t StreamTimers) withDefaults() StreamTimers {
+	return StreamTimers{
+		Heartbeat:  cmp.Or(t.Heartbeat, 250*time.Millisecond),
+		Suspect:    cmp.Or(t.Suspect, time.Second),
+		Out:        cmp.Or(t.Out, 3*time.Second),
+		BackoffMin: cmp.Or(t.BackoffMin, 50*time.Millisecond),
+		BackoffMax: cmp.Or(t.BackoffMax, time.Second),
+		Resync:     cmp.Or(t.Resync, time.Second),
+	}
+}
+
+// Messages of a node to all its peers together cost a bounded share of a core: each peer gets one at most every perPeer × peers. What
+// waits meanwhile leaves together. A first message after a rest leaves at once.
+const (
+	perPeer = 200 * time.Microsecond
+	maxPace = 20 * time.Millisecond
+)
+
+func paceOf(peers int) time.Duration { return min(time.Duration(peers)*perPeer, maxPace) }
