@@ -24,49 +24,49 @@ const dirMode = 0o700
 // keyCurrentTerm is raft's own name for the term in the stable store; see unfinished.
 const keyCurrentTerm = "CurrentTerm"
 
-// disk is what raft writes to: files under a lock, or memory.
+// logStore is where raft keeps its entries, its term and its votes.
+type logStore interface {
+	raft.LogStore
+	raft.StableStore
+}
+
+// disk is what raft writes to: files in a data dir that this process has taken, or memory.
 type disk struct {
-	logs    raft.LogStore
-	stable  raft.StableStore
+	log     logStore
 	snaps   raft.SnapshotStore
 	closers []io.Closer // in order of opening
 }
 
-// openDisk takes the data dir (lock, identity, log, snapshots) or makes one in memory.
-func openDisk(cfg Config) (_ *disk, ident identity, err error) {
+// openHome takes the data dir and reads whose it is; without one the identity is new and there is nothing to close.
+func openHome(cfg Config) (io.Closer, identity, error) {
 	if cfg.DataDir == "" {
-		mem := raft.NewInmemStore()
-		return &disk{logs: mem, stable: mem, snaps: raft.NewInmemSnapshotStore()}, newIdentity(cfg), nil
+		return nil, newIdentity(cfg, clusterName(cfg)), nil
 	}
-	d := &disk{}
-	defer func() {
-		if err != nil {
-			err = firstError(err, d.Close())
-		}
-	}()
-	dir := filepath.Join(cfg.DataDir, raftDir)
-	if err = os.MkdirAll(cfg.DataDir, dirMode); err != nil {
-		return nil, ident, problem.New(problem.InvalidArgument, "make data dir: %w", err).WithHint("choose a --data-dir that you may write to")
+	lock, err := takeDir(cfg.DataDir)
+	if err != nil {
+		return nil, identity{}, err
 	}
-	if err = d.lock(cfg.DataDir); err != nil {
-		return nil, ident, err
+	ident, err := loadIdentity(cfg)
+	if err != nil {
+		return nil, ident, firstError(err, lock.Close())
 	}
-	if ident, err = loadIdentity(cfg); err != nil {
-		return nil, ident, err
-	}
-	if err = os.MkdirAll(dir, dirMode); err != nil {
-		return nil, ident, fmt.Errorf("make raft dir: %w", err)
-	}
-	return d, ident, d.openRaft(cfg, dir)
+	return lock, ident, nil
 }
 
-func (d *disk) lock(dir string) error {
-	l, err := lockDir(dir)
-	if err != nil {
-		return err
+// openDisk opens log and snapshots. The caller holds the data dir.
+func openDisk(cfg Config) (*disk, error) {
+	if cfg.DataDir == "" {
+		return &disk{log: raft.NewInmemStore(), snaps: raft.NewInmemSnapshotStore()}, nil
 	}
-	d.closers = append(d.closers, l)
-	return nil
+	dir := filepath.Join(cfg.DataDir, raftDir)
+	if err := os.MkdirAll(dir, dirMode); err != nil {
+		return nil, fmt.Errorf("make raft dir: %w", err)
+	}
+	d := &disk{}
+	if err := d.openRaft(cfg, dir); err != nil {
+		return nil, firstError(err, d.Close())
+	}
+	return d, nil
 }
 
 // openRaft opens log and snapshots. The log's meta store is ours to close: raft-wal's Close leaves it open, and a second
@@ -80,7 +80,10 @@ func (d *disk) openRaft(cfg Config, dir string) error {
 		return broken("open the log", err)
 	}
 	d.closers = append(d.closers, w)
-	d.logs, d.stable = w, w
+	d.log = w
+	if cfg.stores != nil {
+		d.log = cfg.stores(w)
+	}
 	return d.openSnapshots(dir, logger)
 }
 
@@ -99,12 +102,12 @@ func broken(what string, err error) error {
 }
 
 // bootstrap makes this node the only voter of an empty log.
-func (d *disk) bootstrap(rc *raft.Config, self raft.ServerAddress, t raft.Transport) error {
+func (d *disk) bootstrap(rc *raft.Config, t raft.Transport) error {
 	if err := d.unfinished(); err != nil {
 		return broken("repair an unfinished first start", err)
 	}
-	voters := raft.Configuration{Servers: []raft.Server{{ID: rc.LocalID, Address: self}}}
-	err := raft.BootstrapCluster(rc, d.logs, d.stable, d.snaps, t, voters)
+	voters := raft.Configuration{Servers: []raft.Server{{ID: rc.LocalID, Address: t.LocalAddr()}}}
+	err := raft.BootstrapCluster(rc, d.log, d.log, d.snaps, t, voters)
 	if err != nil && !errors.Is(err, raft.ErrCantBootstrap) { // ErrCantBootstrap: there is a past, raft goes on from it
 		return broken("bootstrap", err)
 	}
@@ -114,11 +117,11 @@ func (d *disk) bootstrap(rc *raft.Config, self raft.ServerAddress, t raft.Transp
 // unfinished undoes a first start that died inside raft.BootstrapCluster, between its write of the term and of the voters:
 // such a log has no voter and would never elect anybody. Nothing can have been acknowledged yet.
 func (d *disk) unfinished() error {
-	term, err := d.stable.GetUint64([]byte(keyCurrentTerm))
+	term, err := d.log.GetUint64([]byte(keyCurrentTerm))
 	if err != nil || term != 1 {
 		return nil //nolint:nilerr // in-memory stores answer "not found" on an empty store; real faults come up in BootstrapCluster
 	}
-	last, err := d.logs.LastIndex()
+	last, err := d.log.LastIndex()
 	if err != nil || last > 0 {
 		return err
 	}
@@ -126,10 +129,10 @@ func (d *disk) unfinished() error {
 	if err != nil || len(snaps) > 0 {
 		return err
 	}
-	return d.stable.SetUint64([]byte(keyCurrentTerm), 0)
+	return d.log.SetUint64([]byte(keyCurrentTerm), 0)
 }
 
-// Close closes in reverse order; the lock goes last.
+// Close closes in reverse order.
 func (d *disk) Close() error {
 	var errs []error
 	for i := len(d.closers) - 1; i >= 0; i-- {

@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"context"
 	"fmt"
 	"io"
 	"sync"
@@ -28,6 +29,8 @@ type fsm struct {
 
 	mu      sync.Mutex
 	changed chan struct{} // closed and replaced after each publication
+	applied uint64        // index of the last command, whether it changed something or not
+	moved   chan struct{} // closed when applied grows; nil while nobody waits
 }
 
 var _ raft.BatchingFSM = (*fsm)(nil)
@@ -37,6 +40,9 @@ func newFSM() *fsm {
 	f.published.Store(f.work.Clone())
 	return f
 }
+
+// begin empties the working copy for a run of raft, which brings the past back from its snapshot and its log.
+func (f *fsm) begin() { f.work = state.New() }
 
 // State is the published copy.
 func (f *fsm) State() *state.State { return f.published.Load() }
@@ -49,8 +55,11 @@ func (f *fsm) Changed() <-chan struct{} {
 }
 
 // publish shows the state to readers, then wakes those who wait. It runs before raft answers the proposer, so a proposer
-// always reads its own write.
+// always reads its own write. While a later run repeats the past, readers keep what they have seen.
 func (f *fsm) publish() {
+	if f.work.Index < f.State().Index {
+		return
+	}
 	f.published.Store(f.work.Clone())
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -77,7 +86,61 @@ func (f *fsm) ApplyBatch(logs []*raft.Log) []any {
 	if changed {
 		f.publish()
 	}
+	f.advance()
 	return out
+}
+
+// advance tells those who wait how far the commands are applied.
+func (f *fsm) advance() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.applied = max(f.applied, f.work.Index)
+	if f.moved != nil {
+		close(f.moved)
+		f.moved = nil
+	}
+}
+
+// await waits until the command at an index is applied.
+func (f *fsm) await(ctx context.Context, index uint64) error {
+	for {
+		moved, ok := f.reached(index)
+		if ok {
+			return nil
+		}
+		select {
+		case <-moved:
+		case <-ctx.Done():
+			return fmt.Errorf("wait for entry %d: %w", index, context.Cause(ctx))
+		}
+	}
+}
+
+func (f *fsm) reached(index uint64) (moved <-chan struct{}, ok bool) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.applied >= index {
+		return nil, true
+	}
+	if f.moved == nil {
+		f.moved = make(chan struct{})
+	}
+	return f.moved, false
+}
+
+// awaitCluster waits until the state has the cluster's name.
+func (f *fsm) awaitCluster(ctx context.Context) error {
+	for {
+		changed := f.Changed()
+		if f.State().Cluster != "" {
+			return nil
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return fmt.Errorf("wait for the state: %w", context.Cause(ctx))
+		}
+	}
 }
 
 func (f *fsm) applyOne(l *raft.Log) (a applied) {
@@ -86,6 +149,7 @@ func (f *fsm) applyOne(l *raft.Log) (a applied) {
 		return applied{err: fmt.Errorf("log entry %d: %w", l.Index, err)}
 	}
 	a.result, a.err = f.work.Apply(l.Index, cmd)
+	a.result.Index = l.Index
 	return a
 }
 
@@ -107,6 +171,7 @@ func (f *fsm) Restore(r io.ReadCloser) error {
 	}
 	f.work = s
 	f.publish()
+	f.advance()
 	return nil
 }
 
@@ -127,12 +192,3 @@ func (s snapshot) Persist(sink raft.SnapshotSink) error {
 
 // Release has nothing to release.
 func (snapshot) Release() {}
-
-func firstError(errs ...error) error {
-	for _, err := range errs {
-		if err != nil {
-			return err
-		}
-	}
-	return nil
-}

@@ -14,7 +14,7 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// identityFile says whose data dir this is; it is written before anything else and never changed.
+// identityFile says whose data dir this is; it is written before anything else. Only an empty cluster is ever filled in.
 const identityFile = "cluster.json"
 
 // formatVersion is raised when an older dpserve could no longer read the data dir.
@@ -23,31 +23,80 @@ const formatVersion = 1
 // fileMode keeps files to their owner.
 const fileMode = 0o600
 
+// Identity is whose data dir it is. The UID is drawn with the data dir: a node that lost its data dir is another node, whatever
+// its name.
+type Identity struct {
+	Cluster string // "" = it belongs to none yet: the node has been named in order to join one
+	Node    string
+	UID     string
+}
+
 // identity is the content of identityFile.
 type identity struct {
 	Format  int    `json:"format"`
 	Cluster string `json:"cluster"`
 	Node    string `json:"node"`
+	UID     string `json:"uid,omitempty"` // missing in older data dirs: their UID is the node's name, which raft knows them by
+}
+
+// Identify reads a data dir's identity, or draws one that belongs to no cluster yet: what a node says of itself when it joins,
+// every time the same until it has joined. node "" = the data dir's name, or a new one. Refused: a data dir in use, or of
+// another node.
+func Identify(dataDir, node string) (_ Identity, err error) {
+	cfg := Config{DataDir: dataDir, NodeID: node}
+	lock, err := takeDir(dataDir)
+	if err != nil {
+		return Identity{}, err
+	}
+	defer func() { err = firstError(err, lock.Close()) }()
+	id, err := readIdentity(cfg)
+	if errors.Is(err, fs.ErrNotExist) {
+		id, err = createIdentity(cfg, "")
+	}
+	return Identity{Cluster: id.Cluster, Node: id.Node, UID: id.UID}, err
 }
 
 // newIdentity fills in what the config leaves open.
-func newIdentity(cfg Config) identity {
-	id := identity{Format: formatVersion, Cluster: cfg.ClusterID, Node: cfg.NodeID}
-	if id.Cluster == "" {
-		id.Cluster = strings.ToLower(rand.Text())
-	}
+func newIdentity(cfg Config, cluster string) identity {
+	id := identity{Format: formatVersion, Cluster: cluster, Node: cfg.NodeID, UID: cfg.UID}
 	if id.Node == "" {
-		id.Node = "node-" + strings.ToLower(rand.Text()[:6])
+		id.Node = "node-" + randomName()[:6]
+	}
+	if id.UID == "" {
+		id.UID = randomName()
 	}
 	return id
 }
 
+// clusterName is the name of the cluster the node belongs to: as it joined it, or a new one.
+func clusterName(cfg Config) string {
+	if cfg.ClusterID != "" {
+		return cfg.ClusterID
+	}
+	return randomName()
+}
+
+func randomName() string { return strings.ToLower(rand.Text()) }
+
 // loadIdentity reads the data dir's identity, or makes it; one that is not ours is refused with the reason.
 func loadIdentity(cfg Config) (identity, error) {
-	path := filepath.Join(cfg.DataDir, identityFile)
-	data, err := os.ReadFile(path) //nolint:gosec // the operator's own data dir
+	id, err := readIdentity(cfg)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return createIdentity(cfg, clusterName(cfg))
+	case err == nil && id.Cluster == "":
+		id.Cluster = clusterName(cfg)
+		return id, id.write(cfg.DataDir)
+	default:
+		return id, err
+	}
+}
+
+// readIdentity reads identityFile; fs.ErrNotExist if there is none.
+func readIdentity(cfg Config) (identity, error) {
+	data, err := os.ReadFile(filepath.Join(cfg.DataDir, identityFile)) //nolint:gosec // the operator's own data dir
 	if errors.Is(err, fs.ErrNotExist) {
-		return createIdentity(cfg, path)
+		return identity{}, err
 	}
 	if err != nil {
 		return identity{}, problem.New(problem.InvalidArgument, "read %s: %w", identityFile, err).WithHint("choose a --data-dir that you may read")
@@ -57,22 +106,30 @@ func loadIdentity(cfg Config) (identity, error) {
 		return id, problem.New(problem.Conflict, "%s in %s cannot be read: %w", identityFile, cfg.DataDir, err).
 			WithHint("restore the data dir from a backup, or choose an empty --data-dir")
 	}
-	return id, id.check(cfg)
+	return id.older(), id.check(cfg)
 }
 
-// check compares the data dir's identity with what the config asks for.
+// older fills in what the file of an older version lacks.
+func (id identity) older() identity {
+	if id.UID == "" {
+		id.UID = id.Node
+	}
+	return id
+}
+
+// check compares the data dir's identity with what the config asks for. Only a node with a UID may be without a cluster.
 func (id identity) check(cfg Config) error {
 	switch {
 	case id.Format > formatVersion:
 		return problem.New(problem.Conflict, "data dir %s has format %d, this dpserve knows up to %d", cfg.DataDir, id.Format, formatVersion).
 			WithHint("use the newer dpserve that wrote it, or choose an empty --data-dir")
-	case id.Format < 1 || id.Cluster == "" || id.Node == "":
+	case id.Format < 1 || id.Node == "" || id.Cluster == "" && id.UID == "":
 		return problem.New(problem.Conflict, "%s in %s lacks format, cluster or node", identityFile, cfg.DataDir).
 			WithHint("restore the data dir from a backup, or choose an empty --data-dir")
-	case cfg.ClusterID != "" && cfg.ClusterID != id.Cluster:
+	case cfg.ClusterID != "" && id.Cluster != "" && cfg.ClusterID != id.Cluster:
 		return problem.New(problem.Conflict, "data dir %s belongs to cluster %s, not %s", cfg.DataDir, id.Cluster, cfg.ClusterID).
 			WithHint("choose another --data-dir, or an empty one to start anew")
-	case cfg.NodeID != "" && cfg.NodeID != id.Node:
+	case cfg.NodeID != "" && cfg.NodeID != id.Node, cfg.UID != "" && cfg.UID != id.older().UID:
 		return problem.New(problem.Conflict, "data dir %s belongs to node %s, not %s", cfg.DataDir, id.Node, cfg.NodeID).
 			WithHint("leave --node-id out, or choose another --data-dir")
 	}
@@ -80,43 +137,19 @@ func (id identity) check(cfg Config) error {
 }
 
 // createIdentity makes and stores an identity. A log without one is the remainder of something else and is not taken over.
-func createIdentity(cfg Config, path string) (identity, error) {
+func createIdentity(cfg Config, cluster string) (identity, error) {
 	if _, err := os.Stat(filepath.Join(cfg.DataDir, raftDir)); err == nil {
 		return identity{}, problem.New(problem.Conflict, "data dir %s has a log but no %s", cfg.DataDir, identityFile).
 			WithHint("restore the data dir from a backup, or choose an empty --data-dir")
 	}
-	id := newIdentity(cfg)
+	id := newIdentity(cfg, cluster)
+	return id, id.write(cfg.DataDir)
+}
+
+func (id identity) write(dataDir string) error {
 	data, err := json.MarshalIndent(id, "", "  ")
 	if err != nil {
-		return id, fmt.Errorf("encode %s: %w", identityFile, err)
+		return fmt.Errorf("encode %s: %w", identityFile, err)
 	}
-	return id, writeFile(path, append(bytes.TrimSpace(data), '\n'))
-}
-
-// writeFile writes a file that is whole or absent after a crash: new file, fsync, rename, fsync of the directory.
-func writeFile(path string, data []byte) error {
-	tmp := path + ".tmp"
-	f, err := os.OpenFile(tmp, os.O_CREATE|os.O_WRONLY|os.O_TRUNC, fileMode) //nolint:gosec // the operator's own data dir
-	if err != nil {
-		return fmt.Errorf("create %s: %w", filepath.Base(path), err)
-	}
-	_, err = f.Write(data)
-	if err = firstError(err, f.Sync(), f.Close()); err != nil {
-		return fmt.Errorf("write %s: %w", filepath.Base(path), err)
-	}
-	if err := os.Rename(tmp, path); err != nil {
-		return fmt.Errorf("put %s in place: %w", filepath.Base(path), err)
-	}
-	return syncDir(filepath.Dir(path))
-}
-
-func syncDir(dir string) error {
-	d, err := os.Open(dir) //nolint:gosec // the operator's own data dir
-	if err != nil {
-		return fmt.Errorf("open data dir: %w", err)
-	}
-	if err := firstError(d.Sync(), d.Close()); err != nil {
-		return fmt.Errorf("sync data dir: %w", err)
-	}
-	return nil
+	return writeFile(filepath.Join(dataDir, identityFile), append(bytes.TrimSpace(data), '\n'))
 }

@@ -14,6 +14,14 @@ import (
 // lockFile is held by the process that uses the data dir. The kernel frees it when the process dies, however it dies.
 const lockFile = "lock"
 
+// takeDir makes the data dir if there is none and takes it for this process. Closing the result gives it back.
+func takeDir(dir string) (io.Closer, error) {
+	if err := os.MkdirAll(dir, dirMode); err != nil {
+		return nil, problem.New(problem.InvalidArgument, "make data dir: %w", err).WithHint("choose a --data-dir that you may write to")
+	}
+	return lockDir(dir)
+}
+
 // lockDir takes the data dir for this process. Closing the result gives it back.
 func lockDir(dir string) (io.Closer, error) {
 	f, err := os.OpenFile(filepath.Join(dir, lockFile), os.O_CREATE|os.O_RDWR, fileMode) //nolint:gosec // the operator's own data dir

@@ -23,17 +23,27 @@ func errClosed() error {
 	return problem.New(problem.Unavailable, "propose: %w", ErrClosed).WithHint("dpserve is stopping; start it again")
 }
 
-// Propose puts a command through consensus and returns what state.Apply made of it: its result, or its typed error as it is.
-// The command is durable when Propose returns nil. When ctx ends first, the error is ctx's cause and the command may still be
-// applied later: propose only commands that are safe to repeat (they carry expected revisions or epochs).
+// Propose puts a command through consensus and returns what state.Apply made of it: its result, or its typed error as it is. A
+// node that does not lead sends it to the leader, once. The command is durable when Propose returns nil, and this node has
+// applied it. When ctx ends first, the error is ctx's cause and the command may still be applied later: propose only commands
+// that are safe to repeat (they carry expected revisions or epochs).
 func (c *Cluster) Propose(ctx context.Context, cmd state.Command) (state.Result, error) {
+	res, err := c.ProposeHere(ctx, cmd)
+	if c.cfg.Forward == nil || !errors.Is(err, ErrNotLeader) {
+		return res, err
+	}
+	return c.proposeThere(ctx, cmd)
+}
+
+// ProposeHere is Propose for a node that takes itself for the leader: it is never sent on. ErrNotLeader: nothing was done.
+func (c *Cluster) ProposeHere(ctx context.Context, cmd state.Command) (state.Result, error) {
 	data, err := state.EncodeCommand(&cmd)
 	if err != nil {
 		return state.Result{}, err
 	}
 	started := time.Now()
 	a := c.submit(ctx, func() applied { return c.commit(ctx, data) })
-	c.apply(time.Since(started))
+	c.cfg.ApplySeconds(time.Since(started))
 	return a.result, a.err
 }
 
@@ -60,8 +70,8 @@ func (c *Cluster) submit(ctx context.Context, call func() applied) applied {
 
 // barrier waits until everything committed so far is applied.
 func (c *Cluster) barrier() applied {
-	if err := c.raft.Barrier(proposeTimeout).Error(); err != nil {
-		return applied{err: proposeError(err)}
+	if err := c.run.Load().raft.Barrier(proposeTimeout).Error(); err != nil {
+		return applied{err: c.proposeError(err)}
 	}
 	return applied{}
 }
@@ -77,7 +87,7 @@ func (c *Cluster) enter(ctx context.Context) error {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.closing {
+	if c.stopping {
 		<-c.slots
 		return errClosed()
 	}
@@ -92,9 +102,9 @@ func (c *Cluster) leave() {
 
 // commit hands the command to raft, which batches what waits, and waits for it to be applied.
 func (c *Cluster) commit(ctx context.Context, data []byte) applied {
-	f := c.raft.Apply(data, enqueueTimeout(ctx))
+	f := c.run.Load().raft.Apply(data, enqueueTimeout(ctx))
 	if err := f.Error(); err != nil {
-		return applied{err: proposeError(err)}
+		return applied{err: c.proposeError(err)}
 	}
 	a, ok := f.Response().(applied)
 	if !ok {
@@ -112,11 +122,25 @@ func enqueueTimeout(ctx context.Context) time.Duration {
 	return max(time.Millisecond, min(time.Until(deadline), proposeTimeout))
 }
 
-// proposeError turns raft's errors into ours.
-func proposeError(err error) error {
+// faultOf is the disk's part in an error of raft; nil: none.
+func (c *Cluster) faultOf(err error) error {
 	switch {
-	case errors.Is(err, raft.ErrNotLeader):
-		return problem.New(problem.Unavailable, "propose: %w", ErrNotLeader).WithHint("wait for the election and try again")
+	case errors.Is(err, ErrDisk):
+		return c.diskProblem(err)
+	case errors.Is(err, raft.ErrRaftShutdown):
+		return c.Fault()
+	}
+	return nil
+}
+
+// proposeError turns raft's errors into ours. Where nothing was done it is ErrNotLeader; where the disk is at fault, that.
+func (c *Cluster) proposeError(err error) error {
+	if fault := c.faultOf(err); fault != nil {
+		return fault
+	}
+	switch {
+	case errors.Is(err, raft.ErrNotLeader), errors.Is(err, raft.ErrLeadershipTransferInProgress):
+		return errNotLeader()
 	case errors.Is(err, raft.ErrRaftShutdown):
 		return errClosed()
 	case errors.Is(err, raft.ErrLeadershipLost), errors.Is(err, raft.ErrAbortedByRestore):
@@ -127,4 +151,8 @@ func proposeError(err error) error {
 	default:
 		return problem.New(problem.Internal, "propose: %w", err).WithHint("look for raft errors in the log; the disk may be full")
 	}
+}
+
+func errNotLeader() error {
+	return problem.New(problem.Unavailable, "propose: %w", ErrNotLeader).WithHint("wait for the election and try again")
 }

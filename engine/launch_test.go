@@ -56,6 +56,25 @@ func TestALockstepRankNamesItsPlaceAndRankZero(t *testing.T) {
 	assert.Equal(t, []string{"other", "engine"}, a.Engine.Command, "the app's own slice is left alone")
 }
 
+// Nodes that share a machine have their engines on addresses of their own, event sockets too; ranks of one start share a secret.
+func TestALaunchOnAnotherAddress(t *testing.T) {
+	a := demo(app.Lockstep)
+	a.Engine.Args, a.Routing.Policy = nil, "kv"
+	s := &engine.Spec{App: a, Rank: 2, Base: 20016, Host: "127.0.0.2", Rank0Addr: "127.0.0.1", Rank0Port: 20036, GroupKey: "k"}
+	l, err := engine.Render(s, nil)
+	require.NoError(t, err)
+	assert.Equal(t, "http://127.0.0.2:20018", l.URL)
+	assert.Equal(t, []string{"--host", "127.0.0.2", "--port", "20018"}, l.Argv[3:7])
+	assert.Contains(t, l.Argv, `{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://127.0.0.2:20020","replay_endpoint":"tcp://127.0.0.2:20024","topic":""}`)
+	assert.Equal(t, &engine.EventSource{Bind: "tcp://127.0.0.2:20022", Replay: "tcp://127.0.0.2:20026", Host: "127.0.0.2"}, l.Events)
+	assert.Contains(t, l.Env, "DPSERVE_GROUP_KEY=k")
+	assert.NotContains(t, l.Argv, "k", "every user of the machine sees a command line")
+	a.DataParallel.Coupling = app.Independent
+	l, err = engine.Render(s, nil)
+	require.NoError(t, err)
+	assert.NotContains(t, l.Env, "DPSERVE_GROUP_KEY=k")
+}
+
 func TestKindsOfTheNextVersionSayWhatToDo(t *testing.T) {
 	for _, kind := range []app.Kind{app.KindVLLM, app.KindSGLang} {
 		a := demo(app.Independent)

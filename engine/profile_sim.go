@@ -45,7 +45,7 @@ func simProfile(s *Spec, environ []string) (Launch, error) {
 		"GOMAXPROCS=1", "GOGC=" + strconv.Itoa(simGOGC), // TRAPS 9
 		"VLLM_HTTP_TIMEOUT_KEEP_ALIVE=" + strconv.Itoa(KeepAliveS),
 	}
-	if s.GroupKey != "" {
+	if s.GroupKey != "" && s.App.DataParallel.Coupling == app.Lockstep {
 		own = append(own, GroupKeyVar+"="+s.GroupKey)
 	}
 	return Launch{

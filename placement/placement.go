@@ -49,6 +49,8 @@ type Group struct {
 	Devices         int               // devices per rank
 	Attach          bool              // engines of someone else: no slot, device or port, only a node that watches them
 	Pinned          map[int]string    // attach: rank → node
+
+	loose bool // the devices of a rank may be any of its node: there is no room else
 }
 
 // Seat is where a rank lies.
@@ -83,11 +85,11 @@ func Place(nodes []Node, groups []Group) (Placement, error) {
 	pools := newPools(nodes)
 	out := Placement{Groups: make([]Placed, 0, len(groups))}
 	for i := range groups {
-		g := &groups[i]
+		g := groups[i]
 		if err := g.check(); err != nil {
 			return Placement{}, err
 		}
-		p, err := pools.place(g)
+		p, err := pools.place(&g)
 		if err != nil {
 			return Placement{}, err
 		}

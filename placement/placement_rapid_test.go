@@ -2,6 +2,7 @@ package placement
 
 import (
 	"fmt"
+	"maps"
 	"slices"
 	"testing"
 
@@ -87,10 +88,9 @@ func checkPlacement(t *rapid.T, nodes []Node, groups []Group, p Placement) {
 				take("slot %s %d", s.Node, s.Slot)
 			}
 			require.Len(t, s.Devices, g.Devices)
-			for k, d := range s.Devices {
+			require.True(t, slices.IsSorted(s.Devices))
+			for _, d := range s.Devices {
 				require.Contains(t, n.Devices, d)
-				require.Equal(t, s.Devices[0]+k, d, "contiguous")
-				require.Zero(t, s.Devices[0]%g.Devices, "aligned")
 				take("device %s %d", s.Node, d)
 			}
 		}
@@ -180,8 +180,38 @@ func TestAnyPlacementIsSound(t *testing.T) {
 	})
 }
 
-// TestPackUsesAsFewNodesAsPossible against all subsets of nodes.
-func TestPackUsesAsFewNodesAsPossible(t *testing.T) {
+// rooms is how many ranks each node takes: with aligned devices if that is room enough for all, else with any.
+func rooms(nodes []Node, g Group) map[string]int {
+	strict, loose, sum := map[string]int{}, map[string]int{}, 0
+	for _, n := range nodes {
+		strict[n.ID], loose[n.ID] = newPools([]Node{n})[0].fits(&g), room(n, g)
+		sum += min(strict[n.ID], len(g.Ranks))
+	}
+	if sum >= len(g.Ranks) {
+		return strict
+	}
+	return loose
+}
+
+// shares is the oracle of PACK: all ways to deal need ranks to the rooms from i on; it keeps the best by (nodes, largest block).
+func shares(rooms []int, i, need, nodes, most int, best *[2]int) {
+	if need == 0 {
+		if (*best)[0] == 0 || nodes < (*best)[0] || (nodes == (*best)[0] && most < (*best)[1]) {
+			*best = [2]int{nodes, most}
+		}
+		return
+	}
+	if i == len(rooms) {
+		return
+	}
+	shares(rooms, i+1, need, nodes, most, best)
+	for n := 1; n <= min(need, rooms[i]); n++ {
+		shares(rooms, i+1, need-n, nodes+1, max(most, n), best)
+	}
+}
+
+// TestPackUsesFewNodesInEqualBlocks: of all ways to deal the ranks none has fewer nodes, and of those none a smaller largest block.
+func TestPackUsesFewNodesInEqualBlocks(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		nodes := drawNodes(t)
 		g := drawGroup(t, "g/0")
@@ -190,21 +220,35 @@ func TestPackUsesAsFewNodesAsPossible(t *testing.T) {
 		if err != nil {
 			return
 		}
-		used := map[string]bool{}
+		per, most := map[string]int{}, 0
 		for _, s := range p.Groups[0].Seats {
-			used[s.Node] = true
+			per[s.Node]++
+			most = max(most, per[s.Node])
 		}
-		rooms := make([]int, 0, len(nodes))
+		var best [2]int
+		shares(slices.Collect(maps.Values(rooms(nodes, g))), 0, len(g.Ranks), 0, 0, &best)
+		require.Equal(t, [2]int{len(per), most}, best)
+	})
+}
+
+// TestDevicesAreAlignedWherePossible: a rank has devices that are not consecutive and aligned only if the group had no room else.
+func TestDevicesAreAlignedWherePossible(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		nodes := drawNodes(t)
+		g := drawGroup(t, "g/0")
+		g.Strategy, g.Devices = Pack, rapid.IntRange(2, 3).Draw(t, "devices")
+		p, err := Place(nodes, []Group{g})
+		if err != nil {
+			return
+		}
+		strict := 0
 		for _, n := range nodes {
-			rooms = append(rooms, room(n, g))
+			strict += newPools([]Node{n})[0].fits(&g)
 		}
-		slices.Sort(rooms)
-		need, least := len(g.Ranks), 0
-		for i := len(rooms) - 1; need > 0; i-- {
-			need -= rooms[i]
-			least++
+		for _, s := range p.Groups[0].Seats {
+			aligned := s.Devices[0]%g.Devices == 0 && s.Devices[g.Devices-1] == s.Devices[0]+g.Devices-1
+			require.True(t, aligned || strict < len(g.Ranks))
 		}
-		require.Len(t, used, least)
 	})
 }
 
@@ -222,10 +266,11 @@ func TestSpreadIsEven(t *testing.T) {
 		for _, s := range p.Groups[0].Seats {
 			per[s.Node]++
 		}
+		left := rooms(nodes, g)
 		for _, low := range nodes {
 			for _, high := range nodes {
 				if per[high.ID] > per[low.ID]+1 {
-					require.Equal(t, per[low.ID], room(low, g), "%s has room and %s has more", low.ID, high.ID)
+					require.Equal(t, per[low.ID], left[low.ID], "%s has room and %s has more", low.ID, high.ID)
 				}
 			}
 		}

@@ -2,6 +2,7 @@ package placement
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 
@@ -58,7 +59,11 @@ func TestStrategies(t *testing.T) {
 	}{
 		{"pack: one node if it fits", []Node{slots("a", 4), slots("b", 4)}, group("g", 4, Pack), "a: 0@0 1@1 2@2 3@3"},
 		{"pack: the tightest node", []Node{slots("a", 8), slots("b", 4)}, group("g", 3, Pack), "b: 0@0 1@1 2@2"},
-		{"pack: fewest nodes, contiguous in node order", []Node{slots("a", 2), slots("b", 4), slots("c", 3)}, group("g", 6, Pack), "a: 0@0 1@1 b: 2@0 3@1 4@2 5@3"},
+		{"pack: fewest nodes, contiguous in node order", []Node{slots("a", 2), slots("b", 4), slots("c", 2)}, group("g", 6, Pack), "a: 0@0 1@1 b: 2@0 3@1 4@2 5@3"},
+		{"pack: of as few nodes those with equal blocks", []Node{slots("a", 2), slots("b", 4), slots("c", 3)}, group("g", 6, Pack), "b: 0@0 1@1 2@2 c: 3@0 4@1 5@2"},
+		{"pack: equal blocks", []Node{slots("a", 4), slots("b", 5)}, group("g", 6, Pack), "a: 0@0 1@1 2@2 b: 3@0 4@1 5@2"},
+		{"pack: as equal as room allows", []Node{slots("a", 1), slots("b", 4), slots("c", 4)}, group("g", 9, Pack), "a: 0@0 b: 1@0 2@1 3@2 4@3 c: 5@0 6@1 7@2 8@3"},
+		{"pack: ten over three", []Node{slots("a", 4), slots("b", 4), slots("c", 2), slots("d", 3)}, group("g", 10, Pack), "a: 0@0 1@1 2@2 3@3 b: 4@0 5@1 6@2 d: 7@0 8@1 9@2"},
 		{"pack: too much", []Node{slots("a", 2), slots("b", 1)}, group("g", 4, Pack), "place g: 3 of 4 ranks can be placed (PACK)"},
 		{"strict pack: one node", []Node{slots("a", 2), slots("b", 5), slots("c", 4)}, group("g", 4, StrictPack), "c: 0@0 1@1 2@2 3@3"},
 		{"strict pack: no single node", []Node{slots("a", 3), slots("b", 3)}, group("g", 4, StrictPack), "place g: 3 of 4 ranks can be placed (STRICT_PACK)"},
@@ -135,7 +140,10 @@ func TestDevicesAreLowestContiguousAndAligned(t *testing.T) {
 	assert.Equal(t, "a: 0@0[0,1] 1@1[2,3]", place(2, 2, gpus("a", 3, 1, 2, 0, 6)), "order of the list does not matter")
 	assert.Equal(t, "none", place(2, 3, gpus("a", 0, 1, 2, 3, 6)))
 	assert.Equal(t, "a: 0@0[2,3]", place(2, 1, gpus("a", 1, 2, 3, 4)), "aligned to a multiple of the count")
-	assert.Equal(t, "none", place(4, 1, gpus("a", 2, 3, 4, 5)))
+	assert.Equal(t, "a: 0@0[2,3,4,5]", place(4, 1, gpus("a", 2, 3, 4, 5)), "no aligned set: any of the node")
+	assert.Equal(t, "a: 0@0[0,2] 1@1[4,6]", place(2, 2, gpus("a", 0, 2, 4, 6)))
+	assert.Equal(t, "a: 0@0[2,3] 1@1[1,4]", place(2, 2, gpus("a", 1, 2, 3, 4)), "aligned sets first")
+	assert.Equal(t, "none", place(4, 1, gpus("a", 2, 3, 4)))
 	used := gpus("a", 0, 1, 2, 3, 4, 5, 6, 7)
 	used.UsedDevices = []int{1}
 	assert.Equal(t, "a: 0@0[4,5,6,7]", place(4, 1, used))
@@ -152,6 +160,61 @@ func TestPL1TwoGroupsWithTP2(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, "a: 0@0[0,1] 1@1[2,3] 2@2[4,5] 3@3[6,7]", draw(p.Groups[0]))
 	assert.Equal(t, "b: 0@0[0,1] 1@1[2,3] 2@2[4,5] 3@3[6,7]", draw(p.Groups[1]))
+}
+
+// TestPL1LabelsMoveAllMembers: a selector takes every member of both groups along.
+func TestPL1LabelsMoveAllMembers(t *testing.T) {
+	nodes := []Node{gpus("a", count0(8)...), gpus("b", count0(8)...), gpus("c", count0(8)...)}
+	nodes[1].Labels, nodes[2].Labels = map[string]string{"pool": "new"}, map[string]string{"pool": "new"}
+	one, two := group("x/0", 4, Pack), group("x/1", 4, Pack)
+	one.Devices, two.Devices = 2, 2
+	one.Labels, two.Labels = map[string]string{"pool": "new"}, map[string]string{"pool": "new"}
+	p, err := Place(nodes, []Group{one, two})
+	require.NoError(t, err)
+	assert.Equal(t, "b: 0@0[0,1] 1@1[2,3] 2@2[4,5] 3@3[6,7]", draw(p.Groups[0]))
+	assert.Equal(t, "c: 0@0[0,1] 1@1[2,3] 2@2[4,5] 3@3[6,7]", draw(p.Groups[1]))
+}
+
+// TestRG1GroupsOverTwoNodes is the unit form of RG1: two groups of 8 on a node each, then one of 16 in equal consecutive blocks,
+// however often and in whatever order the nodes came.
+func TestRG1GroupsOverTwoNodes(t *testing.T) {
+	for round := range 20 {
+		nodes := []Node{slots("a", 8), slots("b", 8)}
+		if round%2 == 1 {
+			slices.Reverse(nodes)
+		}
+		one, two := group("x/0", 8, Pack), group("x/1", 8, Pack)
+		one.Lockstep, two.Lockstep = true, true
+		p, err := Place(nodes, []Group{one, two})
+		require.NoError(t, err)
+		assert.Equal(t, "a: 0@0 1@1 2@2 3@3 4@4 5@5 6@6 7@7", draw(p.Groups[0]))
+		assert.Equal(t, "b: 0@0 1@1 2@2 3@3 4@4 5@5 6@6 7@7", draw(p.Groups[1]))
+		for _, size := range []int{8, 10} {
+			nodes[0].Slots, nodes[1].Slots = size, size
+			all := group("x/0", 16, Pack)
+			all.Lockstep = true
+			p, err = Place(nodes, []Group{all})
+			require.NoError(t, err)
+			assert.Equal(t, "a: 0@0 1@1 2@2 3@3 4@4 5@5 6@6 7@7 b: 8@0 9@1 10@2 11@3 12@4 13@5 14@6 15@7", draw(p.Groups[0]))
+			assert.Equal(t, []Block{{-1, "a", 20000, 96}, {-1, "b", 20000, 96}}, p.Groups[0].Blocks)
+		}
+	}
+}
+
+// TestRG7WholeGroupsOnly is the unit form of RG7: of three gangs of 4 on 10 slots two fit, the third says "2 of 4" and takes nothing;
+// one node more, and it fits.
+func TestRG7WholeGroupsOnly(t *testing.T) {
+	nodes := []Node{slots("a", 5), slots("b", 5)}
+	for i := range 2 {
+		p, err := Place(nodes, []Group{group(fmt.Sprintf("x/%d", i), 4, Pack)})
+		require.NoError(t, err)
+		nodes = mark(nodes, p.Groups[0])
+	}
+	_, err := Place(nodes, []Group{group("x/2", 4, Pack)})
+	require.EqualError(t, err, "place x/2: 2 of 4 ranks can be placed (PACK)")
+	p, err := Place(append(nodes, slots("c", 4)), []Group{group("x/2", 4, Pack)})
+	require.NoError(t, err)
+	assert.Equal(t, "c: 0@0 1@1 2@2 3@3", draw(p.Groups[0]))
 }
 
 func TestSecondGroupThatDoesNotFitRefusesBoth(t *testing.T) {

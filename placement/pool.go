@@ -80,7 +80,7 @@ func (p *pool) fits(g *Group) int {
 		n = min(n, len(p.slots))
 	}
 	if g.Devices > 0 {
-		n = min(n, len(p.deviceSets(g.Devices)))
+		n = min(n, len(p.deviceSets(g.Devices, g.loose)))
 	}
 	return min(n, p.fitsPorts(g))
 }
@@ -121,14 +121,23 @@ func (g *Group) on(node string) int {
 	return n
 }
 
-// deviceSets are the free sets of k devices: consecutive numbers, the first a multiple of k, lowest first.
-func (p *pool) deviceSets(k int) [][]int {
+// deviceSets are the free sets of k devices: consecutive numbers, the first a multiple of k, lowest first; if loose, then also what
+// is left, in ascending order.
+func (p *pool) deviceSets(k int, loose bool) [][]int {
 	var out [][]int
-	for i := 0; i+k <= len(p.devices); i++ {
+	var rest []int
+	for i := 0; i < len(p.devices); {
 		first := p.devices[i]
-		if first%k == 0 && p.devices[i+k-1] == first+k-1 {
+		if i+k <= len(p.devices) && first%k == 0 && p.devices[i+k-1] == first+k-1 {
 			out = append(out, p.devices[i:i+k])
+			i += k
+			continue
 		}
+		rest = append(rest, first)
+		i++
+	}
+	if loose {
+		out = slices.AppendSeq(out, slices.Chunk(rest[:len(rest)-len(rest)%k], k))
 	}
 	return out
 }
@@ -140,7 +149,7 @@ func (p *pool) take(g *Group, rank int) Seat {
 		s.Slot, p.slots = p.slots[0], p.slots[1:]
 	}
 	if g.Devices > 0 {
-		s.Devices = slices.Clone(p.deviceSets(g.Devices)[0])
+		s.Devices = slices.Clone(p.deviceSets(g.Devices, g.loose)[0])
 		p.devices = without(p.devices, s.Devices)
 	}
 	p.ranks++

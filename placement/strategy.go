@@ -12,13 +12,15 @@ type choice struct {
 	n    int // ranks given to it
 }
 
-// seat chooses nodes by the strategy and seats the ranks along them.
+// seat chooses nodes by the strategy and seats the ranks along them. Only a group that finds no room else takes devices that are
+// not consecutive and aligned.
 func (ps pools) seat(g *Group) ([]Seat, *shortage) {
-	choices := make([]*choice, len(ps))
-	for i, p := range ps {
-		choices[i] = &choice{pool: p, fits: p.fits(g)}
+	choices, got := ps.choose(g)
+	if got < len(g.Ranks) && g.Devices > 1 {
+		g.loose = true
+		choices, got = ps.choose(g)
 	}
-	if got := g.share(choices); got < len(g.Ranks) {
+	if got < len(g.Ranks) {
 		return nil, &shortage{fits: got}
 	}
 	seats := make([]Seat, 0, len(g.Ranks))
@@ -28,6 +30,15 @@ func (ps pools) seat(g *Group) ([]Seat, *shortage) {
 		}
 	}
 	return seats, nil
+}
+
+// choose deals the ranks to nodes by what each has room for, and returns how many found one.
+func (ps pools) choose(g *Group) ([]*choice, int) {
+	choices := make([]*choice, len(ps))
+	for i, p := range ps {
+		choices[i] = &choice{pool: p, fits: p.fits(g)}
+	}
+	return choices, g.share(choices)
 }
 
 // share deals the ranks to nodes and returns how many found one. The choices stay in node order.
@@ -67,28 +78,79 @@ func (g *Group) closer(a, b *choice) int {
 	return cmp.Or(cmp.Compare(min(1, g.on(b.pool.ID)), min(1, g.on(a.pool.ID))), cmp.Compare(a.fits, b.fits))
 }
 
-// pack takes the tightest single node; without one the roomiest nodes until the rest fits into one.
+// pack takes the tightest single node; without one as few nodes as possible, and of those the ones that take the most equal
+// blocks, the tightest first.
 func (g *Group) pack(choices []*choice, need int) int {
-	left := need
-	for left > 0 {
-		if c := g.tightest(choices, left); c != nil {
-			c.n = left
-			return need
-		}
-		c := g.roomiest(choices)
-		if c == nil {
-			return need - left
-		}
-		c.n = c.fits
-		left -= c.n
+	if c := g.tightest(choices, need); c != nil {
+		c.n = need
+		return need
 	}
-	return need
+	nodes, most, fits := evenest(choices, need)
+	if fits < need {
+		return fits
+	}
+	chosen := make([]*choice, 0, nodes)
+	for left := need; left > 0; {
+		c := g.last(choices, left, most, need/nodes)
+		if c == nil {
+			c = g.roomiest(choices, most)
+		}
+		c.n = min(c.fits, most) // taken; dealt anew below
+		left -= c.n
+		chosen = append(chosen, c)
+	}
+	for _, c := range chosen {
+		c.n = 0
+	}
+	return g.spread(inNodeOrder(choices, chosen), need)
 }
 
-func (g *Group) roomiest(choices []*choice) *choice {
+func inNodeOrder(choices, chosen []*choice) []*choice {
+	return slices.DeleteFunc(slices.Clone(choices), func(c *choice) bool { return !slices.Contains(chosen, c) })
+}
+
+// evenest is the least number of nodes that take need ranks, and the size of the largest block if they share them as equally as
+// they can. Without room for all it gives how many fit.
+func evenest(choices []*choice, need int) (nodes, most, fits int) {
+	rooms := make([]int, 0, len(choices))
+	for _, c := range choices {
+		rooms = append(rooms, c.fits)
+	}
+	slices.SortFunc(rooms, func(a, b int) int { return cmp.Compare(b, a) })
+	for nodes < len(rooms) && fits < need {
+		fits += min(rooms[nodes], need)
+		nodes++
+	}
+	if fits < need {
+		return nodes, 0, fits
+	}
+	for left, i := need, nodes-1; i >= 0; i-- { // the roomiest nodes, the smallest first: each takes its share or all it has
+		share := (left + i) / (i + 1)
+		most = max(most, min(share, rooms[i]))
+		left -= min(share, rooms[i])
+	}
+	return nodes, most, fits
+}
+
+// last is the tightest node that takes what is left, and an equal share if one can.
+func (g *Group) last(choices []*choice, left, most, share int) *choice {
+	if left > most {
+		return nil
+	}
+	if c := g.tightest(choices, max(left, share)); c != nil {
+		return c
+	}
+	return g.tightest(choices, left)
+}
+
+// roomiest is the node that takes the largest block of at most most ranks; among equals the tightest.
+func (g *Group) roomiest(choices []*choice, most int) *choice {
 	var best *choice
 	for _, c := range choices {
-		if c.n == 0 && c.fits > 0 && (best == nil || c.fits > best.fits) {
+		if c.n > 0 || c.fits == 0 {
+			continue
+		}
+		if best == nil || cmp.Or(cmp.Compare(min(best.fits, most), min(c.fits, most)), g.closer(c, best)) < 0 {
 			best = c
 		}
 	}
@@ -105,7 +167,7 @@ func (g *Group) strictPack(choices []*choice, need int) int {
 		c.n = need
 		return need
 	}
-	if c := g.roomiest(allowed); c != nil {
+	if c := g.roomiest(allowed, need); c != nil {
 		return c.fits
 	}
 	return 0

@@ -78,7 +78,7 @@ func (s *State) checkHolder(n *Node) error {
 	}
 	if old := s.Nodes[n.ID]; old != nil && old.UID != n.UID {
 		return problem.New(problem.Conflict, "put node: %w: %q is held by another node", ErrNodeTaken, n.ID).
-			WithHint("join under another --node-id, or remove the old node first: dpserve remove %s", n.ID)
+			WithHint("join under another --node-id, or remove the old node first: dpserve nodes remove %s", n.ID)
 	}
 	for id, other := range s.Nodes {
 		if other.UID == n.UID && id != n.ID {

@@ -41,7 +41,7 @@ func (b *backend) Deploy(ctx context.Context, req api.DeployRequest) (api.Deploy
 	if err != nil {
 		return api.DeployResult{}, err
 	}
-	r, err := b.n.control.Deploy(ctx, file.Applications, expect, req.Prune)
+	r, err := b.n.control.Deploy(ctx, file.Applications, expect, req.Prune, req.Partial)
 	if err != nil {
 		return api.DeployResult{}, err
 	}

@@ -93,12 +93,15 @@ func (c *Core) names() []string { return slices.Sorted(maps.Keys(c.apps)) }
 // reconcile compares what is wanted with what is, and does the next thing towards it.
 func (c *Core) reconcile(now time.Time) {
 	c.adoptGrants(now)
+	c.loseParts(now)
 	c.endUnwanted(now)
 	for _, name := range c.names() {
 		if a := c.apps[name]; !a.deleting {
 			c.reconcileApp(now, a)
 		}
 	}
+	c.moveAway(now)
+	c.tend(now)
 	c.tellRaft(now)
 	c.grantAll(now)
 	c.sweep(now)
@@ -133,6 +136,7 @@ func (c *Core) endUnwanted(now time.Time) {
 			continue
 		}
 		if a == nil || !a.wants(id) {
+			u.away = nil
 			c.feed(now, u, state.Event{Kind: state.EvUnwant, Grace: c.grace(u), Reason: c.endReason(a)})
 		}
 	}
@@ -222,7 +226,7 @@ func (c *Core) roll(now time.Time, a *application, u *unit) {
 func (c *Core) underWay(a *application, but *unit) bool {
 	for i := range a.units {
 		u := c.units[a.units[i].ID]
-		if u != but && (u == nil || (u.m.Phase != state.Ready && u.noRoom == "")) {
+		if u != but && (u == nil || (u.m.Phase != state.Ready && u.noRoom == "") || u.unsure()) {
 			return true
 		}
 	}
@@ -343,6 +347,9 @@ const maxMessageLines = 4
 
 // why is the reason for the unit's phase.
 func (u *unit) why() string {
+	if u.stays != "" {
+		return u.stays
+	}
 	if u.m.Phase == state.Pending && u.noRoom != "" {
 		return u.noRoom
 	}

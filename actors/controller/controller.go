@@ -44,7 +44,10 @@ type Controller struct {
 	closeErr  error
 }
 
-var _ msg.Reporter = (*Controller)(nil)
+var (
+	_ msg.Reporter = (*Controller)(nil)
+	_ msg.Leader   = (*Controller)(nil)
+)
 
 // New makes a Controller.
 func New(cfg Config) *Controller {
@@ -133,6 +136,9 @@ func (c receiver) Receive(m any) {
 	woken := false
 	for _, e := range effects {
 		switch e := e.(type) {
+		case RenewEffect:
+			m.(*renewal).reply <- e
+			continue
 		case ChangeEffect:
 			c.tell(e.Event)
 		case RestartEffect:
@@ -159,14 +165,19 @@ func (c receiver) Receive(m any) {
 }
 
 func (c *Controller) step(m any) ([]Effect, time.Time) {
-	if u, ok := m.(*caughtUp); ok {
-		m = u.Redeployed
-	}
 	inventory := c.inventory()
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.core.inventory = inventory
-	effects := c.core.Step(c.cfg.Clock(), m)
+	var effects []Effect
+	switch in := m.(type) {
+	case *caughtUp:
+		m = in.Redeployed
+	case *renewal:
+		effects = c.freshen()
+		m = NodeSeen{in.report}
+	}
+	effects = append(effects, c.core.Step(c.cfg.Clock(), m)...)
 	if c.core.state != nil {
 		c.boot.Do(func() { close(c.booted) })
 	}
@@ -223,14 +234,17 @@ func (c *Controller) Watch() <-chan struct{} { return c.ring.watch() }
 func (c *Controller) Events(since uint64) []Event { return c.ring.since(since) }
 
 // Deploy creates or replaces applications and, with prune, deletes the others. It first places on paper all that would be
-// started: what cannot be placed is refused before anything happens. expect gives the revision the caller saw per app (0 = none).
-// Apps that do not change get another chance for their failed units. Errors: problem.Unplaceable, problem.Conflict.
-func (c *Controller) Deploy(ctx context.Context, apps []*app.Application, expect map[string]uint64, prune bool) (state.Result, error) {
+// started: what cannot be placed is refused before anything happens; with partial, groups without room wait for it instead. expect
+// gives the revision the caller saw per app (0 = none). Apps that do not change get another chance for their failed units. Errors:
+// problem.Unplaceable, problem.Conflict.
+func (c *Controller) Deploy(ctx context.Context, apps []*app.Application, expect map[string]uint64, prune, partial bool) (state.Result, error) {
 	if err := runnable(apps); err != nil {
 		return state.Result{}, err
 	}
-	if err := dryRun(c.cfg.Store.State(), c.inventory(), apps, prune); err != nil {
-		return state.Result{}, err
+	if !partial {
+		if err := dryRun(c.cfg.Store.State(), c.inventory(), apps, prune); err != nil {
+			return state.Result{}, err
+		}
 	}
 	put := &state.PutApps{Expect: expect, Prune: prune}
 	names := make([]string, 0, len(apps))
@@ -291,7 +305,7 @@ func (c *Controller) catchUp(ctx context.Context, apps []string, before map[stri
 	}
 	m := &caughtUp{Redeployed{apps, before, c.cfg.Store.State()}, make(chan struct{})}
 	if err := c.box.TrySend(m); errors.Is(err, inbox.ErrStopped) {
-		return problem.New(problem.Unavailable, "tell the controller: %w", ErrStopped).WithHint("dpserve is stopping; start it again")
+		return errStopped()
 	} else if err != nil {
 		return problem.New(problem.Overloaded, "tell the controller: %w", err).WithHint("deploy again in a second")
 	}

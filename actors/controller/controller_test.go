@@ -132,7 +132,7 @@ func rigged(t *testing.T, change func(*Config), f func(t *testing.T, r *rig)) {
 
 func (r *rig) deploy(t *testing.T, apps ...*app.Application) state.Result {
 	t.Helper()
-	res, err := r.Deploy(t.Context(), apps, nil, false)
+	res, err := r.Deploy(t.Context(), apps, nil, false, false)
 	require.NoError(t, err)
 	synctest.Wait()
 	return res
@@ -175,7 +175,7 @@ func TestDeployIsRefusedBeforeAnythingStarts(t *testing.T) {
 	rigged(t, nil, func(t *testing.T, r *rig) {
 		r.deploy(t, sim("small", 4, app.Independent))
 		big := sim("big", 16, app.Lockstep)
-		_, err := r.Deploy(t.Context(), []*app.Application{sim("fits", 1, app.Independent), big}, nil, false)
+		_, err := r.Deploy(t.Context(), []*app.Application{sim("fits", 1, app.Independent), big}, nil, false, false)
 		var p *problem.Error
 		require.ErrorAs(t, err, &p)
 		assert.Equal(t, problem.Unplaceable, p.Code)
@@ -188,7 +188,7 @@ func TestDeployIsRefusedBeforeAnythingStarts(t *testing.T) {
 		r.deploy(t, grown)
 		assert.Equal(t, "RUNNING", r.Status()[0].Status, "what is replaced makes room")
 
-		_, err = r.Deploy(t.Context(), []*app.Application{sim("other", 8, app.Independent)}, nil, true)
+		_, err = r.Deploy(t.Context(), []*app.Application{sim("other", 8, app.Independent)}, nil, true, false)
 		require.NoError(t, err, "so does what is pruned")
 		synctest.Wait()
 		require.Len(t, r.Status(), 1)
@@ -202,7 +202,7 @@ func TestKindsOfTheNextVersionAreRefused(t *testing.T) {
 		for _, k := range []app.Kind{app.KindVLLM, app.KindSGLang} {
 			a := sim("real", 1, app.Independent)
 			a.Engine.Kind = k
-			_, err := r.Deploy(t.Context(), []*app.Application{a}, nil, false)
+			_, err := r.Deploy(t.Context(), []*app.Application{a}, nil, false, false)
 			var p *problem.Error
 			require.ErrorAs(t, err, &p)
 			assert.Equal(t, problem.Unplaceable, p.Code)
@@ -217,7 +217,7 @@ func TestStatusShowsWhatWasJustDeployedOrDeleted(t *testing.T) {
 		r.agent.refuse(context.DeadlineExceeded) // silent
 		for n := range 20 {
 			name := fmt.Sprint("app", n)
-			_, err := r.Deploy(t.Context(), []*app.Application{sim(name, 1, app.Independent)}, nil, true)
+			_, err := r.Deploy(t.Context(), []*app.Application{sim(name, 1, app.Independent)}, nil, true, false)
 			require.NoError(t, err)
 			names := map[string]string{}
 			for _, s := range r.Status() {
@@ -236,7 +236,7 @@ func TestStatusShowsWhatWasJustDeployedOrDeleted(t *testing.T) {
 func TestStaleRevisionIsRefused(t *testing.T) {
 	rigged(t, nil, func(t *testing.T, r *rig) {
 		r.deploy(t, sim("chat", 1, app.Independent))
-		_, err := r.Deploy(t.Context(), []*app.Application{sim("chat", 2, app.Independent)}, map[string]uint64{"chat": 0}, false)
+		_, err := r.Deploy(t.Context(), []*app.Application{sim("chat", 2, app.Independent)}, map[string]uint64{"chat": 0}, false, false)
 		require.ErrorIs(t, err, state.ErrStaleRevision)
 		assert.Equal(t, problem.Conflict, problem.CodeOf(err))
 	})
@@ -282,7 +282,7 @@ func TestRG6ThroughTheActor(t *testing.T) {
 		synctest.Wait()
 		assert.Equal(t, []string{"start chat/0/0 1", "start chat/0/0 2", "start chat/0/0 3"}, r.agent.seen())
 		assert.Equal(t, 2, r.metrics.restarts)
-		assert.Equal(t, "node a Refused: stale epoch", r.store.State().Units["chat/0/0"].Reason)
+		assert.Equal(t, "node a refused: stale epoch", r.store.State().Units["chat/0/0"].Reason)
 		r.agent.refuse(nil)
 		r.deploy(t, sim("chat", 1, app.Independent))
 		assert.Equal(t, "RUNNING", r.Status()[0].Status)
@@ -346,7 +346,7 @@ func TestCallsAfterClose(t *testing.T) {
 		require.NoError(t, c.Start(system))
 		require.NoError(t, c.Close())
 		c.Report(msg.UnitEvent{Node: "a", Number: 1})
-		_, err := c.Deploy(t.Context(), []*app.Application{sim("chat", 1, app.Independent)}, nil, false)
+		_, err := c.Deploy(t.Context(), []*app.Application{sim("chat", 1, app.Independent)}, nil, false, false)
 		require.ErrorIs(t, err, ErrStopped)
 		system.Shutdown()
 		time.Sleep(time.Second)
@@ -358,6 +358,6 @@ func TestTimersDefaults(t *testing.T) {
 		Unit: state.Timers{
 			StartRetry: time.Second, RestartMin: time.Second, RestartMax: 64 * time.Second, RestartReset: 10 * time.Minute, Resend: 2 * time.Second,
 		},
-		Retry: time.Second, Call: 5 * time.Second,
+		Retry: time.Second, Call: 5 * time.Second, LeaseTTL: 10 * time.Second, Regrant: 12 * time.Second,
 	}, Timers{}.withDefaults())
 }

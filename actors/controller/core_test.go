@@ -75,16 +75,18 @@ func TestReportsAreTakenOncePerNumberAndForTheEpochInHandOnly(t *testing.T) {
 	w := newWorld(t)
 	w.deploy(sim("chat", 1, app.Independent))
 	w.up("chat/0/0")
-	fenced := msg.UnitEvent{Node: "a", Number: 77, Unit: "chat/0/0", Epoch: 1, Kind: msg.UnitFenced}
+	fenced := msg.UnitEvent{Node: "a", Number: 3, Unit: "chat/0/0", Epoch: 1, Kind: msg.UnitFenced}
 	w.step(Reported{fenced})
+	w.number++
 	w.says("a", "chat/0/0", msg.UnitGone, wasReady)
 	w.pass(time.Second)
 	w.up("chat/0/0")
 	w.takeTrace()
+	w.step(Reported{fenced})
 	fenced.Epoch = 2
 	w.step(Reported{fenced})
 	w.says("a", "chat/0/0", msg.UnitGone, at(1))
-	assert.Empty(t, w.takeTrace())
+	assert.Equal(t, []string{"stop chat/0/0 epoch 1 on a, grace 0s"}, w.takeTrace(), "what belongs to an old epoch is not wanted")
 	assert.Equal(t, "RUNNING", w.status("chat"))
 }
 
@@ -106,7 +108,7 @@ func TestRefusedStartIsAFailedStart(t *testing.T) {
 	w.deploy(sim("chat", 1, app.Independent))
 	w.step(Refused{"a", "chat/0/0", 1, errLost})
 	assert.Equal(t, state.Backoff, w.phase("chat/0/0"))
-	assert.Contains(t, w.core.status()[0].Message, "node a Refused: leadership was lost")
+	assert.Contains(t, w.core.status()[0].Message, "node a refused: leadership was lost")
 	w.step(Refused{"a", "chat/0/0", 1, errLost})
 	w.pass(time.Second)
 	assert.Equal(t, state.Starting, w.phase("chat/0/0"))
@@ -265,19 +267,12 @@ func TestUnitWithoutItsNodeIsPlacedElsewhere(t *testing.T) {
 	assert.Equal(t, "b", w.state.Units["chat/0/0"].Ranks[0].Node)
 }
 
-func TestNumbersTolerateDisorderAndRepetition(t *testing.T) {
-	var s numbers
-	for _, n := range []uint64{2, 1, 4, 3, 7} {
-		assert.True(t, s.first(n), n)
+func TestOfAPartOnlyTheNewestNewsCount(t *testing.T) {
+	var p part
+	for _, c := range []struct {
+		process, number uint64
+		news            bool
+	}{{1, 2, true}, {1, 1, false}, {1, 2, false}, {1, 4, true}, {1, 0, true}, {1, 3, false}, {2, 1, true}, {2, 1, false}, {2, 2, true}} {
+		assert.Equal(t, c.news, p.news(c.process, c.number), c)
 	}
-	for _, n := range []uint64{1, 2, 3, 4, 7} {
-		assert.False(t, s.first(n), n)
-	}
-	assert.Equal(t, uint64(4), s.low)
-	for n := uint64(10); n < 5000; n += 2 {
-		s.first(n)
-	}
-	assert.LessOrEqual(t, len(s.above), numbersAhead)
-	assert.True(t, s.first(0))
-	assert.True(t, s.first(0))
 }

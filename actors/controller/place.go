@@ -218,8 +218,12 @@ func (c *Core) overlay(us []*unit, placed []placement.Placed) []placement.Node {
 		}
 	}
 	for _, u := range c.units {
-		if u.busy && u.current.kind == state.DoGrant && !hasID(us, u.id) {
+		switch {
+		case hasID(us, u.id):
+		case u.busy && u.current.kind == state.DoGrant:
 			o.use(u.next.ranks, u.next.blocks)
+		case u.away != nil:
+			o.use(u.away.ranks, u.away.blocks)
 		}
 	}
 	for i := range placed {

@@ -1,9 +1,7 @@
 package controller
 
 import (
-	"errors"
 	"fmt"
-	"maps"
 	"math/rand/v2"
 	"slices"
 	"testing"
@@ -13,48 +11,34 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/app"
-	"github.com/dpserve/dpserve/placement"
 	"github.com/dpserve/dpserve/state"
 )
 
-// lossy is a cluster on a network that delays, repeats and reorders: orders and reports lie in a bag and come out in any
-// order, some of them twice; nodes are cut off and come back with what they ran.
+// lossy is a cluster on a network that delays, repeats, reorders and loses: orders, reports and answers lie in a bag and come out
+// in any order, some of them twice and some never; nodes are cut off and come back with what they ran, or start again; leaders
+// change.
 type lossy struct {
-	*world
+	*cluster
 	r       *rand.Rand
 	bag     []parcel
-	hosts   map[string]*host
 	granted map[string]uint64            // highest epoch ever granted, per unit
 	where   map[string][]state.RankGrant // per "unit@epoch"
-	cut     map[string]bool
 	calm    bool
 }
 
-// parcel is an order for a node or a report from one.
+// parcel is a message to or from a node.
 type parcel struct {
 	node    string
+	sent    time.Time
 	deliver func()
 }
 
-// host is a node as CONTRACTS 1 wants it: it keeps the highest epoch seen per unit and refuses what is below.
-type host struct {
-	id   string
-	high map[string]uint64
-	runs map[string]uint64 // unit → epoch of its instance
-	n    uint64
-}
-
-var errStaleOrder = errors.New("stale epoch")
+// reportLife is the deadline of a renewal: what is on its way for longer is never delivered.
+const reportLife = time.Second
 
 func newLossy(t testing.TB, seed uint64) *lossy {
-	l := &lossy{
-		r: rand.New(rand.NewPCG(seed, seed)), hosts: map[string]*host{}, granted: map[string]uint64{},
-		where: map[string][]state.RankGrant{}, cut: map[string]bool{},
-	}
-	l.world = newWorld(t, node("a", 6), node("b", 6), node("c", 6))
-	for _, id := range []string{"a", "b", "c"} {
-		l.hosts[id] = &host{id: id, high: map[string]uint64{}, runs: map[string]uint64{}}
-	}
+	l := &lossy{r: rand.New(rand.NewPCG(seed, seed)), granted: map[string]uint64{}, where: map[string][]state.RankGrant{}}
+	l.cluster = newCluster(t, newHost("a", 6), newHost("b", 6), newHost("c", 6))
 	l.auto = l.carry
 	l.after = l.note
 	return l
@@ -81,74 +65,64 @@ func (l *lossy) note(c state.Command) error {
 func (l *lossy) carry(_ *world, e Effect) bool {
 	switch e := e.(type) {
 	case StartEffect:
-		l.post(e.Node, func() { l.hosts[e.Node].start(l, e.Order) })
+		l.post(e.Node, func() {
+			if err := l.hosts[e.Node].start(e.Order); err != nil {
+				l.post(e.Node, func() { l.step(Refused{e.Node, e.Order.Unit, e.Order.Epoch, err}) })
+			}
+		})
 	case StopEffect:
-		l.post(e.Node, func() { l.hosts[e.Node].stop(l, e.Order) })
+		l.post(e.Node, func() { l.hosts[e.Node].stop(e.Order) })
+	case RenewEffect:
+		l.lease[e.Node] = e
 	default:
 		return false
 	}
 	return true
 }
 
-func (l *lossy) post(node string, f func()) { l.bag = append(l.bag, parcel{node, f}) }
+func (l *lossy) post(node string, f func()) { l.bag = append(l.bag, parcel{node, l.now, f}) }
 
-func (h *host) tell(l *lossy, unit string, epoch uint64, kind msg.UnitEventKind, ready bool) {
-	h.n++
-	e := msg.UnitEvent{Node: h.id, Number: h.n, Unit: unit, Epoch: epoch, Kind: kind, WasReady: ready}
-	l.post(h.id, func() { l.step(Reported{e}) })
+// report puts a renewal into the bag. Its answer may be lost.
+func (l *lossy) report(id string) {
+	h := l.hosts[id]
+	r, process := h.report(l.now), h.process
+	sent := l.now
+	l.post(id, func() {
+		if l.now.Sub(sent) > reportLife {
+			return
+		}
+		again := *r
+		again.Events, again.Units = slices.Clone(r.Events), slices.Clone(r.Units)
+		l.step(NodeSeen{&again})
+		if a := l.lease[id]; a.Err == nil && h.process == process && (l.calm || l.r.IntN(4) > 0) {
+			h.taken(a.Lease.Taken)
+		}
+	})
 }
 
-func (h *host) start(l *lossy, o *msg.StartRank) {
-	if o.Epoch < h.high[o.Unit] {
-		l.post(h.id, func() { l.step(Refused{h.id, o.Unit, o.Epoch, errStaleOrder}) })
-		return
-	}
-	h.high[o.Unit], h.runs[o.Unit] = o.Epoch, o.Epoch // an older instance is killed first
-	h.tell(l, o.Unit, o.Epoch, msg.UnitStarted, false)
-	h.tell(l, o.Unit, o.Epoch, msg.UnitReady, false)
-}
-
-func (h *host) stop(l *lossy, o *msg.StopRank) {
-	if o.Epoch < h.high[o.Unit] {
-		return
-	}
-	h.high[o.Unit] = o.Epoch
-	delete(h.runs, o.Unit)
-	h.tell(l, o.Unit, o.Epoch, msg.UnitGone, false)
-}
-
-// crash ends an instance of the node.
-func (h *host) crash(l *lossy) {
-	for _, u := range slices.Sorted(maps.Keys(h.runs)) {
-		epoch := h.runs[u]
-		delete(h.runs, u)
-		h.tell(l, u, epoch, msg.UnitFenced, true)
-		h.tell(l, u, epoch, msg.UnitGone, true)
-		return
-	}
-}
-
-// deliver takes one parcel out of the bag, now and then leaving it in for a second time.
+// deliver takes one parcel out of the bag, now and then leaving it in for a second time, or losing it.
 func (l *lossy) deliver() {
 	if len(l.bag) == 0 {
 		return
 	}
 	i := l.r.IntN(len(l.bag))
 	p := l.bag[i]
-	if l.cut[p.node] {
+	if l.hosts[p.node].cut {
 		return
 	}
 	if l.calm || l.r.IntN(8) > 0 {
 		l.bag = slices.Delete(l.bag, i, i+1)
 	}
-	p.deliver()
+	if l.calm || l.r.IntN(20) > 0 {
+		p.deliver()
+	}
 }
 
 // check is the invariant: (rank, epoch) runs only where it was granted, so in at most one place, and at most one of all
 // incarnations of a rank is the one that ingresses accept.
 func (l *lossy) check() {
 	accepted := map[string]string{}
-	for _, id := range []string{"a", "b", "c"} {
+	for _, id := range l.ids() {
 		for unit, epoch := range l.hosts[id].runs {
 			seats, ok := l.where[fmt.Sprint(unit, "@", epoch)]
 			require.True(l.t, ok, "%s runs %s at epoch %d, which nobody granted", id, unit, epoch)
@@ -167,7 +141,8 @@ func (l *lossy) check() {
 
 // chance does one random thing.
 func (l *lossy) chance() {
-	names := []string{"x", "y"}
+	names, id := []string{"x", "y"}, l.ids()[l.r.IntN(3)]
+	h := l.hosts[id]
 	switch n := l.r.IntN(100); {
 	case n < 4:
 		l.tryDeploy(names[l.r.IntN(2)])
@@ -176,15 +151,23 @@ func (l *lossy) chance() {
 			l.delete(name)
 		}
 	case n < 8:
-		l.nodes = l.someNodes()
-		l.reboot()
+		l.newLeader()
+	case n < 10:
+		h.cut = !h.cut
+	case n < 11:
+		h.restart()
 	case n < 12:
-		id := []string{"a", "b", "c"}[l.r.IntN(3)]
-		l.cut[id] = !l.cut[id]
+		_, err := l.apply(state.Command{DrainNode: &state.DrainNode{Node: id, Undo: l.state.Nodes[id].Draining}})
+		require.NoError(l.t, err)
+		l.step(Ticked{})
 	case n < 16:
-		l.hosts[[]string{"a", "b", "c"}[l.r.IntN(3)]].crash(l)
-	case n < 24:
-		l.pass(time.Duration(l.r.IntN(3000)) * time.Millisecond)
+		h.crash([]string{"x/0", "y/0", "x/0/0", "y/0/1"}[l.r.IntN(4)])
+	case n < 20 && !h.cut:
+		h.follow(l.state)
+	case n < 28:
+		l.pass(time.Duration(l.r.IntN(2000)) * time.Millisecond)
+	case n < 45:
+		l.report(id)
 	default:
 		l.deliver()
 	}
@@ -204,54 +187,30 @@ func (l *lossy) tryDeploy(name string) {
 	l.deploy(a)
 }
 
-func (l *lossy) someNodes() []placement.Node {
-	all := []placement.Node{node("a", 6), node("b", 6), node("c", 6)}
-	out := slices.DeleteFunc(slices.Clone(all), func(n placement.Node) bool { return l.cut[n.ID] })
-	if len(out) == 0 {
-		return all
-	}
-	return out
-}
-
-// settle heals the network and waits until nothing is left to do.
+// settle heals the network and lets time go by until nothing is left to do.
 func (l *lossy) settle() {
 	l.calm = true
-	l.cut = map[string]bool{}
-	l.nodes = l.someNodes()
-	l.step(Ticked{}) // the inventory has changed
-	for range 2000 {
+	for _, id := range l.ids() {
+		l.hosts[id].cut = false
+		_, err := l.apply(state.Command{DrainNode: &state.DrainNode{Node: id, Undo: true}})
+		require.NoError(l.t, err)
+	}
+	l.step(Ticked{})
+	for range 300 {
+		for _, id := range l.ids() {
+			l.hosts[id].follow(l.state)
+			l.report(id)
+		}
 		for len(l.bag) > 0 {
 			l.deliver()
 			l.check()
 		}
-		due := l.core.Due()
-		if due.IsZero() && !l.renew() {
-			return
-		}
-		if !due.IsZero() {
-			l.pass(max(0, due.Sub(l.now)))
-		}
+		l.pass(time.Second)
 	}
-	l.t.Fatal("does not settle")
 }
 
-// renew has every node say what it runs, as it does with each renewal of its lease; true if any of it is not granted.
-func (l *lossy) renew() bool {
-	old := false
-	for _, id := range []string{"a", "b", "c"} {
-		h := l.hosts[id]
-		for _, unit := range slices.Sorted(maps.Keys(h.runs)) {
-			if rec := l.state.Units[unit]; rec == nil || rec.Epoch != h.runs[unit] {
-				h.tell(l, unit, h.runs[unit], msg.UnitStarted, false)
-				old = true
-			}
-		}
-	}
-	return old
-}
-
-// TestRG3OldIncarnationReturns: whatever the network does, never two accepted holders of (rank, epoch), no epoch twice, and in
-// the end only what is granted runs.
+// TestRG3OldIncarnationReturns: whatever the network, the nodes and the leaders do, never two accepted holders of (rank, epoch), no
+// epoch twice, and in the end what runs is what is granted.
 func TestRG3OldIncarnationReturns(t *testing.T) {
 	seeds := uint64(1000)
 	if testing.Short() {
@@ -261,21 +220,39 @@ func TestRG3OldIncarnationReturns(t *testing.T) {
 		l := newLossy(t, seed)
 		t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) {
 			l.t = t
-			for range 300 {
+			for range 400 {
 				l.chance()
 				l.check()
 			}
 			l.settle()
-			for _, h := range l.hosts {
-				for unit, epoch := range h.runs {
-					rec := l.state.Units[unit]
-					require.NotNil(t, rec, "%s still runs %s", h.id, unit)
-					require.Equal(t, rec.Epoch, epoch, "%s runs an old incarnation of %s", h.id, unit)
-				}
-			}
-			for _, s := range l.core.status() {
-				require.Contains(t, []string{"RUNNING", "DEPLOY_FAILED"}, s.Status, s.Message)
-			}
+			l.settled()
 		})
 	}
+}
+
+func (l *lossy) settled() {
+	for _, id := range l.ids() {
+		for unit, epoch := range l.hosts[id].runs {
+			rec := l.state.Units[unit]
+			require.NotNil(l.t, rec, "%s still runs %s", id, unit)
+			require.Equal(l.t, rec.Epoch, epoch, "%s runs an old incarnation of %s", id, unit)
+		}
+	}
+	for _, s := range l.core.status() {
+		require.Contains(l.t, []string{"RUNNING", "DEPLOY_FAILED"}, s.Status, s.Message)
+	}
+	for id, rec := range l.state.Units {
+		for _, r := range rec.Ranks {
+			require.True(l.t, rec.Phase == state.Failed || l.hosts[r.Node].runs[id] == rec.Epoch, "%s is %s, and %s does not run it", id, rec.Phase, r.Node)
+		}
+	}
+	require.Empty(l.t, slices.Collect(func(yield func(msg.UnitEvent) bool) {
+		for _, id := range l.ids() {
+			for _, e := range l.hosts[id].events {
+				if !yield(e) {
+					return
+				}
+			}
+		}
+	}), "events that nobody took")
 }

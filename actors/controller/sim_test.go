@@ -142,7 +142,7 @@ func (w *world) apply(c state.Command) (state.Result, error) {
 	w.index++
 	r, err := w.state.Apply(w.index, d)
 	if err != nil {
-		w.log("Refused: %v", err)
+		w.log("refused: %v", err)
 		return r, err
 	}
 	if w.after != nil {

@@ -43,8 +43,8 @@ func (r *replica) admit(m *msg.Admit) {
 	}
 }
 
-// refusal checks in the order of CONTRACTS section 4: lease, epoch, state, tripped, room. A caller
-// that has left, or whose deadline is over, comes first: its answer helps nobody.
+// refusal checks in the order of CONTRACTS section 4: lease, epoch, state, tripped, room. A caller that has left, or whose deadline
+// is over, comes first: its answer helps nobody.
 func (r *replica) refusal(m *msg.Admit) msg.Refusal {
 	switch {
 	case m.Ctx != nil && m.Ctx.Err() != nil, !m.Deadline.IsZero() && !time.Now().Before(m.Deadline):

@@ -12,13 +12,8 @@ import (
 // as the ticket: the DPServer would take that for an abandoned one.
 func (c *call) admit(ctx, request context.Context, rk *rank) (msg.AdmitReply, cause) {
 	reply, _ := c.in.replies.Get().(chan msg.AdmitReply)
-	m := &msg.Admit{
-		Ctx: request, ReqID: c.query.ID, Epoch: rk.epoch, Class: msg.ClassBoth, Tokens: c.query.Tokens, Estimated: c.query.Estimated,
-		Deadline: c.due, Ingress: c.in.node, Reply: reply,
-	}
-	if c.prompt.looked {
-		m.Hit, m.Blocks, m.HitBlocks = c.query.HitOn(rk.id), c.prompt.blocks, c.prompt.held(rk.id)
-	}
+	m := &msg.Admit{Ctx: request, Reply: reply}
+	c.admission(m, rk)
 	if err := rk.mailbox.TrySend(m); err != nil {
 		c.in.replies.Put(reply)
 		return msg.AdmitReply{}, unsent(rk)
@@ -34,6 +29,15 @@ func (c *call) admit(ctx, request context.Context, rk *rank) (msg.AdmitReply, ca
 		c.prompt.shared = true
 		c.in.awaitLate(rk.mailbox, reply)
 		return msg.AdmitReply{}, ended(ctx)
+	}
+}
+
+// admission fills in what an admission says of its request.
+func (c *call) admission(m *msg.Admit, rk *rank) {
+	m.ReqID, m.Epoch, m.Class, m.Tokens, m.Estimated = c.query.ID, rk.epoch, msg.ClassBoth, c.query.Tokens, c.query.Estimated
+	m.Deadline, m.Ingress = c.due, c.in.node
+	if c.prompt.looked {
+		m.Hit, m.Blocks, m.HitBlocks = c.query.HitOn(rk.id), c.prompt.blocks, c.prompt.held(rk.id)
 	}
 }
 

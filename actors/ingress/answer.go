@@ -89,6 +89,9 @@ func (c *call) passes(res *result) bool {
 
 // passOn sends a whole answer.
 func (c *call) passOn(ctx context.Context, status int, header http.Header, body []byte, res result) result {
+	if !c.served() {
+		return c.unserved()
+	}
 	c.begin(status, header, len(body))
 	if err := c.write(body, c.begun); err != nil {
 		return c.unwritten(ctx, err)
@@ -142,8 +145,15 @@ func (c *call) readWhole(resp *http.Response) (body []byte, whole bool, err erro
 
 // relayRest streams an answer that is too long to be held: it has begun.
 func (c *call) relayRest(ctx context.Context, resp *http.Response, head []byte) result {
+	if !c.served() {
+		return c.unserved()
+	}
 	c.begin(resp.StatusCode, resp.Header, int(resp.ContentLength))
 	for b := head; ; {
+		if !c.served() {
+			c.cut = true
+			return result{cause: causeUnitLost}
+		}
 		now := time.Now()
 		if err := c.write(b, now); err != nil {
 			return c.unwritten(ctx, err)

@@ -43,19 +43,27 @@ func (c *call) try(parent context.Context, rk *rank) result {
 		return result{cause: causeGone}
 	}
 	defer c.entry.lane.over(rk, a)
-
+	if !rk.local {
+		return c.tryRemote(ctx, rk)
+	}
 	c.guard.arm(a.start, a.start.Add(c.in.timers.Admit), errAdmitSlow)
 	rep, refused := c.admit(ctx, parent, rk)
 	c.guard.pause()
 	if refused != causeOK {
 		return c.refused(rep, refused)
 	}
-	a.ticket = rep.Ticket
-	a.router.Observe(&routing.Event{Kind: routing.EvTicket, Rank: rk.id, ReqID: c.query.ID, Seq: rep.Ticket.Seq, Incarnation: rep.Ticket.Incarnation})
+	c.granted(&rep.Ticket)
 	res := result{cause: causeDrained} // what a panic leaves behind
 	defer func() { c.done(&res) }()
 	res = c.exchange(ctx)
 	return res
+}
+
+// granted notes the ticket: from here on it is owed back.
+func (c *call) granted(t *msg.Ticket) {
+	a := &c.attempt
+	a.ticket = *t
+	a.router.Observe(&routing.Event{Kind: routing.EvTicket, Rank: a.rank.id, ReqID: c.query.ID, Seq: t.Seq, Incarnation: t.Incarnation})
 }
 
 // refused takes the bump back. A full rank's picture is corrected first, so the undo wakes nobody in vain.
@@ -105,7 +113,7 @@ func (c *call) account() {
 	}
 }
 
-// exchange sends the request and relays the answer.
+// exchange sends the request to an engine of this node and relays the answer.
 func (c *call) exchange(ctx context.Context) result {
 	c.guard.arm(time.Now(), c.firstTokenDue(), errFirstToken)
 	resp, err := c.request(ctx)
@@ -113,6 +121,11 @@ func (c *call) exchange(ctx context.Context) result {
 	if err != nil {
 		return c.unanswered(ctx, err)
 	}
+	return c.relay(ctx, resp)
+}
+
+// relay passes the answer on.
+func (c *call) relay(ctx context.Context, resp *http.Response) result {
 	defer closeBody(resp)
 	switch {
 	case resp.StatusCode >= http.StatusBadRequest:
@@ -166,17 +179,6 @@ func (c *call) sendOnce(ctx context.Context) (*http.Response, *engineleg.Request
 	return resp, o, err
 }
 
-// unanswered says what a failed exchange means: no byte of an answer came.
-func (c *call) unanswered(ctx context.Context, err error) result {
-	if ctx.Err() != nil {
-		return result{cause: ended(ctx), err: err}
-	}
-	if engineleg.Refused(err) {
-		return result{cause: causeRefused, err: err}
-	}
-	return result{cause: causeReset, err: err}
-}
-
 // broke says what a failed read of an answer's body means.
 func (c *call) broke(ctx context.Context, err error, begun bool) result {
 	switch {
@@ -186,6 +188,8 @@ func (c *call) broke(ctx context.Context, err error, begun bool) result {
 			why = causeFirstToken // an empty delta came, and then nothing
 		}
 		return result{cause: why, err: err}
+	case errors.Is(err, msg.ErrUnreachable):
+		return result{cause: causeUnreachable, err: err}
 	case begun:
 		return result{cause: c.lostStream(), err: err}
 	default:

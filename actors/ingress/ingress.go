@@ -41,8 +41,10 @@ type Config struct {
 	Log     *slog.Logger
 	Limits  Limits
 	Timers  Timers
-	Seed    uint64 // of the Routers' generators and of the request ids: random per process
-	Dial    Dialer // to the engines; nil = TCP
+	Seed    uint64      // of the Routers' generators and of the request ids: random per process
+	Dial    Dialer      // to the engines; nil = TCP
+	Remote  Remote      // to the ranks of other nodes; nil = they cannot be used
+	Serves  func() bool // false: the ranks of this node may not be served (its lease is over); nil = always
 }
 
 // Ingress serves the OpenAI surface. Safe for concurrent use. New starts one goroutine, which Close ends.
@@ -61,6 +63,8 @@ type Ingress struct {
 	handler http.Handler
 	server  *http.Server
 	legs    *engineleg.Legs
+	remote  Remote
+	serves  func() bool // nil: always
 	table   atomic.Pointer[table]
 	hasher  atomic.Pointer[kvindex.Hasher] // keyed by the cluster's secret
 	calls   sync.Pool                      // *call
@@ -102,6 +106,7 @@ func New(c Config) (*Ingress, error) {
 	in.calls.New = func() any { return newCall(in) }
 	in.buffers.New = func() any { return &bodyBuffer{} }
 	in.replies.New = func() any { return make(chan msg.AdmitReply, 1) }
+	in.remote, in.serves = c.Remote, c.Serves
 	in.legs = engineleg.New(engineleg.Timers{Dial: in.timers.Dial, IdleOwned: in.timers.IdleOwned, IdleAttached: in.timers.IdleAttached}, c.Dial)
 	ctx, stop := context.WithCancel(context.Background())
 	cutCtx, cut := context.WithCancelCause(context.Background())

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
 	"github.com/dpserve/dpserve/engine/openai"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/telemetry"
@@ -74,6 +75,10 @@ func (l *lane) deliver(rec *msg.Record) {
 	case rec.Kind == msg.RecGone:
 		l.drop(r)
 		return
+	case rec.Kind == msg.RecSilent:
+		r.silent = rec.Silent
+		l.show(r)
+		return
 	case rec.Seq < r.seq:
 		return
 	case rec.Seq > r.seq+1:
@@ -116,6 +121,7 @@ func (l *lane) snapshot(rec *msg.Record) {
 				delete(l.fenced, r.unit) // it came back in place
 			}
 		}
+		fresh.foreign = !fresh.local && l.in.remote == nil
 		r = fresh
 		l.ranks[rec.Rank] = r
 	}
@@ -138,7 +144,7 @@ func (l *lane) raise(r *rank, rec *msg.Record) {
 		Kind: routing.EvRankUp, Rank: r.id, Epoch: r.epoch, Incarnation: r.incarnation, Seq: rec.Seq, Local: r.local, Snapshot: l.opens,
 		Capacity: rec.Snapshot.Capacity, BlockSize: rec.Snapshot.BlockSize,
 	})
-	r.shownReady, r.shownMax = true, 0
+	r.shownReady, r.shownMax, r.shownSilent = true, 0, false
 	l.judgeCaching()
 }
 
@@ -150,6 +156,10 @@ func (l *lane) show(r *rank) {
 		r.shownReady = ready
 		defer l.judgeCaching()
 		l.observe(routing.Event{Kind: routing.EvAccepting, Rank: r.id, Incarnation: r.incarnation, Accepting: ready})
+	}
+	if r.silent != r.shownSilent {
+		r.shownSilent = r.silent
+		l.observe(routing.Event{Kind: routing.EvSilent, Rank: r.id, Incarnation: r.incarnation, Silent: r.silent})
 	}
 	if maxOngoing != r.shownMax {
 		r.shownMax = maxOngoing
@@ -167,11 +177,33 @@ func (l *lane) state(r *rank, rec *msg.Record) {
 	}
 	l.show(r) // out of routing first
 	if rec.Fenced {
-		r.lose()
+		l.fence(r)
 	}
 	if rec.Fenced && r.draining && !r.target.Owned {
 		r.cut()
 	}
+}
+
+// fence gives up what has not begun on a fenced rank. A lockstep unit fails as one: unless this is the end of a drain, its other
+// ranks, wherever they run, are out with the first of them, and stay so until they come back as another incarnation.
+func (l *lane) fence(r *rank) {
+	lost := []*rank{r}
+	for _, s := range l.ranks {
+		if !r.draining && s != r && !s.lost && s.unit == r.unit && s.epoch == r.epoch && l.lockstep() {
+			s.accepting, s.busy = false, false
+			l.forgetFull(s)
+			l.show(s)
+			lost = append(lost, s)
+		}
+	}
+	for _, s := range lost { // when none of them is picked any more
+		s.lose()
+	}
+}
+
+func (l *lane) lockstep() bool {
+	spec := l.spec.Load()
+	return spec != nil && spec.app.DataParallel.Coupling == app.Lockstep
 }
 
 func (l *lane) account(r *rank, rec *msg.Record) {

@@ -24,6 +24,7 @@ type rank struct {
 	incarnation uint64
 	node        string // that runs it
 	local       bool
+	foreign     bool // of another node, and this ingress has no way there
 	mailbox     msg.Mailbox
 	target      msg.Target
 	urls        [openai.NumRoutes]*url.URL
@@ -35,6 +36,7 @@ type rank struct {
 	full       bool // said full, and the stream has told nothing new since
 	lost       bool // fenced, gone, or replaced by a new incarnation: what it has in hand fails
 	draining   bool // takes nothing new and lets its streams end
+	silent     bool // nothing is heard of its node
 	maxOngoing int
 	seq        uint64 // of the last record
 	cachingOff bool   // its engine runs without prefix caching
@@ -45,9 +47,10 @@ type rank struct {
 	asked  time.Duration // when it was asked for one last; 0: never
 	asking *time.Timer   // until it is asked again; nil: it is not
 
-	shownReady bool // what the Router was told
-	shownMax   int
-	attempts   *attempt // those it has in hand: head of a list
+	shownReady  bool // what the Router was told
+	shownMax    int
+	shownSilent bool
+	attempts    *attempt // those it has in hand: head of a list
 }
 
 // newRank reads a snapshot. The error is about the target's URL.
@@ -77,7 +80,7 @@ func (r *rank) is(rec *msg.Record) bool {
 
 // want is what the Router should see: is the rank ready, and how many requests may it hold. A busy rank is ready and full.
 func (r *rank) want(stateReady bool) (ready bool, maxOngoing int) {
-	ready = stateReady && !r.lost && (r.accepting || r.busy)
+	ready = stateReady && !r.foreign && !r.lost && (r.accepting || r.busy)
 	if r.busy || r.full {
 		return ready, 0
 	}

@@ -20,6 +20,9 @@ func (c *call) relayStream(ctx context.Context, resp *http.Response) result {
 		now := time.Now()
 		s.filled += n
 		v := c.inspect(now, err)
+		if !c.served() {
+			return c.unserved()
+		}
 		if v == opened {
 			c.open(resp)
 			s.watcher.Begun()
@@ -158,6 +161,21 @@ func (c *call) interrupted(ctx context.Context, err error) result {
 	}
 	if res.cause == causeClientGone {
 		c.cut = true
+		return res
+	}
+	return c.breakOff(res)
+}
+
+// served asks for leave to pass on what an engine of this node has said: a node that was frozen must not go on as if nothing had
+// been. The data ports of other nodes ask for themselves.
+func (c *call) served() bool {
+	return c.in.serves == nil || !c.attempt.rank.local || c.in.serves()
+}
+
+// unserved ends an attempt at a rank that may not serve any more.
+func (c *call) unserved() result {
+	res := result{cause: causeUnitLost}
+	if c.status == 0 {
 		return res
 	}
 	return c.breakOff(res)

@@ -171,6 +171,9 @@ func (l *lane) admitReservation(ctx, life context.Context, c *call) (*reservatio
 func (c *call) admitWithin(ctx, life context.Context, rk *rank) (msg.AdmitReply, cause) {
 	ctx, cancel := context.WithTimeoutCause(ctx, c.in.timers.Admit, errAdmitSlow)
 	defer cancel()
+	if !rk.local {
+		return c.hold(ctx, life, rk)
+	}
 	return c.admit(ctx, life, rk)
 }
 

@@ -10,6 +10,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/engine/openai"
 	"github.com/dpserve/dpserve/internal/engineleg"
 	"github.com/dpserve/dpserve/routing/kvindex"
@@ -163,11 +164,7 @@ func (t *tokenizer) tokenize(ctx context.Context, p *prompt, h http.Header) erro
 	}
 	ctx, cancel := context.WithTimeout(ctx, tokenizeTime)
 	defer cancel()
-	o := &engineleg.Request{URL: rk.urls[openai.Tokenize], Header: tokenizeHeader(h), Body: p.ask}
-	resp, err := t.lane.in.legs.Send(ctx, rk.target.Owned, o)
-	if !o.Settled() {
-		p.ask = nil // somebody may still read it
-	}
+	resp, err := t.question(ctx, rk, p, tokenizeHeader(h))
 	if err != nil {
 		return err
 	}
@@ -189,6 +186,27 @@ func (t *tokenizer) tokenize(ctx context.Context, p *prompt, h http.Header) erro
 	return nil
 }
 
+// question sends p.ask to a rank's engine, by its node's data port if that is another one.
+func (t *tokenizer) question(ctx context.Context, rk *rank, p *prompt, h http.Header) (*http.Response, error) {
+	in := t.lane.in
+	if !rk.local {
+		d := &msg.Dispatch{
+			Node: rk.node, App: t.lane.name, Unit: rk.unit, Rank: rk.id, Path: openai.Tokenize.Path(), Header: h, Body: p.ask, FirstToken: tokenizeTime,
+		}
+		resp, rep, err := in.remote.Send(ctx, d)
+		if err == nil && rep.Refusal != msg.Granted {
+			err = errNotTokenized
+		}
+		return resp, err
+	}
+	o := &engineleg.Request{URL: rk.urls[openai.Tokenize], Header: h, Body: p.ask}
+	resp, err := in.legs.Send(ctx, rk.target.Owned, o)
+	if !o.Settled() {
+		p.ask = nil // somebody may still read it
+	}
+	return resp, err
+}
+
 // tokenizeHeader passes on what lets the client in.
 func tokenizeHeader(client http.Header) http.Header {
 	out := http.Header{"Content-Type": {"application/json"}, "User-Agent": nil}
@@ -198,14 +216,18 @@ func tokenizeHeader(client http.Header) http.Header {
 	return out
 }
 
-// anyReady is some rank that serves; nil if there is none.
+// anyReady is some rank that serves, of this node if there is one; nil if there is none.
 func (l *lane) anyReady() *rank {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	var far *rank
 	for _, r := range l.ranks { // in no order: the questions spread
-		if r.shownReady {
+		switch {
+		case r.shownReady && r.local:
 			return r
+		case r.shownReady:
+			far = r
 		}
 	}
-	return nil
+	return far
 }

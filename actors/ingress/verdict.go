@@ -29,15 +29,16 @@ const (
 	causeExpired
 
 	// Failures before the first byte.
-	causeRefused    // no connection
-	causeReset      // reset or end before any byte of an answer
-	causeUnitLost   // the stream shows the unit fenced or gone
-	causeEngineBusy // the engine's own admission limit
-	causeStatus     // 5xx, 408 or 429
-	causeEmpty      // 200 without a first byte
-	causeAborted    // finish_reason abort that we did not cause
-	causeFirstToken // no first token in time
-	causeOverlong   // header or body of the answer is beyond what an ingress holds
+	causeRefused     // no connection
+	causeReset       // reset or end before any byte of an answer
+	causeUnreachable // the data port of the rank's node is lost, before the first byte or after it
+	causeUnitLost    // the stream shows the unit fenced or gone
+	causeEngineBusy  // the engine's own admission limit
+	causeStatus      // 5xx, 408 or 429
+	causeEmpty       // 200 without a first byte
+	causeAborted     // finish_reason abort that we did not cause
+	causeFirstToken  // no first token in time
+	causeOverlong    // header or body of the answer is beyond what an ingress holds
 
 	// Failures after the first byte.
 	causeUpstreamLost
@@ -76,15 +77,16 @@ var rows = [...]row{
 	causeOverloaded: {name: "overloaded", retry: true, free: true, done: msg.Refused},
 	causeExpired:    {name: "expired", done: msg.Refused},
 
-	causeRefused:    {name: "connection_refused", retry: true, free: true, probe: true, done: msg.FailedOutcome},
-	causeReset:      {name: "reset", retry: true, free: true, probe: true, done: msg.FailedOutcome},
-	causeUnitLost:   {name: "unit_lost", retry: true, free: true, done: msg.FailedOutcome},
-	causeEngineBusy: {name: "engine_busy", retry: true, free: true, busy: true, done: msg.FailedOutcome},
-	causeStatus:     {name: "engine_error", retry: true, trip: true, done: msg.FailedOutcome},
-	causeEmpty:      {name: "empty", retry: true, trip: true, done: msg.FailedOutcome},
-	causeAborted:    {name: "aborted", retry: true, trip: true, done: msg.FailedOutcome},
-	causeFirstToken: {name: "first_token_timeout", retry: true, trip: true, done: msg.FailedOutcome},
-	causeOverlong:   {name: "overlong", retry: true, trip: true, done: msg.FailedOutcome},
+	causeRefused:     {name: "connection_refused", retry: true, free: true, probe: true, done: msg.FailedOutcome},
+	causeReset:       {name: "reset", retry: true, free: true, probe: true, done: msg.FailedOutcome},
+	causeUnreachable: {name: "node_unreachable", retry: true, free: true, done: msg.FailedOutcome},
+	causeUnitLost:    {name: "unit_lost", retry: true, free: true, done: msg.FailedOutcome},
+	causeEngineBusy:  {name: "engine_busy", retry: true, free: true, busy: true, done: msg.FailedOutcome},
+	causeStatus:      {name: "engine_error", retry: true, trip: true, done: msg.FailedOutcome},
+	causeEmpty:       {name: "empty", retry: true, trip: true, done: msg.FailedOutcome},
+	causeAborted:     {name: "aborted", retry: true, trip: true, done: msg.FailedOutcome},
+	causeFirstToken:  {name: "first_token_timeout", retry: true, trip: true, done: msg.FailedOutcome},
+	causeOverlong:    {name: "overlong", retry: true, trip: true, done: msg.FailedOutcome},
 
 	causeUpstreamLost: {name: "upstream_lost", trip: true, probe: true, done: msg.FailedOutcome},
 	causeStalled:      {name: "stalled", trip: true, probe: true, done: msg.FailedOutcome},

@@ -71,7 +71,7 @@ func superseded(s *state.State, unit string, epoch uint64) bool {
 // supersede stops what s shows to be over, and forgets what is gone: its leader has heard of it.
 func (n *Node) supersede(s *state.State) {
 	for _, u := range n.list() {
-		if superseded(s, u.m.Unit, u.m.Epoch) && !u.askStop(0, causeSuperseded) {
+		if superseded(s, u.m.Unit, u.m.Epoch) && !u.askStop(0, causeSuperseded) && u.heldNow() == "" {
 			n.forget(u)
 		}
 	}

@@ -153,6 +153,7 @@ func TestDefaultsArePinned(t *testing.T) {
 	assert.Equal(t, Timers{
 		Canary: 10 * time.Second, PollFirst: 10 * time.Millisecond, PollLast: 200 * time.Millisecond, KillGrace: 5 * time.Second,
 		VerifyPoll: 200 * time.Millisecond, VerifyNamed: 10 * time.Second, Rendezvous: 120 * time.Second, ReplicaStop: 5 * time.Second,
+		LeaseTTL: 10 * time.Second, LeaseRenew: 2 * time.Second,
 	}, Timers{}.withDefaults())
 	assert.Equal(t, 600*time.Second, DefaultStartupTimeout)
 	assert.Equal(t, [...]int{1024, 4096, 65536, 10 << 20}, [...]int{mailboxBound, ringLines, lineLimit, logFileSize})

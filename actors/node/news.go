@@ -21,23 +21,24 @@ type news struct {
 	mu     sync.Mutex
 	queue  []msg.UnitEvent          // not yet taken, by Number
 	newest map[string]msg.UnitEvent // by unit: of its highest epoch
+	full   bool                     // events were dropped since some were taken last
 }
 
 func newNews() *news { return &news{newest: map[string]msg.UnitEvent{}} }
 
-// add takes an event that has its number. full says that an older one had to go.
-func (n *news) add(e msg.UnitEvent) (full bool) {
+// add takes an event that has its number. dropped says that older ones have to go from now on.
+func (n *news) add(e msg.UnitEvent) (dropped bool) {
 	e.LogTail = state.Tail(e.LogTail)
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	if full = len(n.queue) == newsKept; full {
-		n.queue = slices.Delete(n.queue, 0, 1)
+	if len(n.queue) == newsKept {
+		n.queue, dropped, n.full = slices.Delete(n.queue, 0, 1), !n.full, true
 	}
 	n.queue = append(n.queue, e)
 	if e.Epoch >= n.newest[e.Unit].Epoch { // an older epoch's end comes after its successor's start
 		n.newest[e.Unit] = e
 	}
-	return full
+	return dropped
 }
 
 // report gives what a renewal carries. Both lists are of one moment: none of events is newer than its unit in units.
@@ -76,7 +77,11 @@ func (n *news) taken(number uint64) (more bool) {
 	defer n.mu.Unlock()
 	before := len(n.queue)
 	n.queue = slices.DeleteFunc(n.queue, func(e msg.UnitEvent) bool { return e.Number <= number })
-	return len(n.queue) > 0 && len(n.queue) < before
+	if len(n.queue) == before {
+		return false
+	}
+	n.full = false
+	return len(n.queue) > 0
 }
 
 // forget drops the newest event of a unit that the cluster knows no more, unless a later epoch came meanwhile.

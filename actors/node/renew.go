@@ -38,6 +38,7 @@ type renewer struct {
 	mu    sync.Mutex
 	lease lease
 	tried chan struct{} // closed and replaced when a renewal has ended
+	done  chan struct{} // closed when nothing is renewed any more
 }
 
 var _ msg.Reporter = (*renewer)(nil)
@@ -46,7 +47,7 @@ func newRenewer(c *Config, t *Timers) *renewer {
 	now := time.Now()
 	return &renewer{
 		leader: c.Leader, self: c.Self, store: c.Store, incarnation: draw(c.Rand), ttl: t.LeaseTTL, period: t.LeaseRenew, log: c.Log, news: newNews(),
-		wake: make(chan struct{}, 1), base: now, tried: make(chan struct{}),
+		wake: make(chan struct{}, 1), base: now, tried: make(chan struct{}), done: make(chan struct{}),
 		lease: lease{fence: c.OnLeaseLoss == Fence, ttl: t.LeaseTTL, beat: now, doubt: now}, // nothing is known of before
 	}
 }
@@ -68,6 +69,7 @@ func (r *renewer) kick() {
 
 // run renews until ctx ends, and once more if events wait then and somebody takes them.
 func (r *renewer) run(ctx context.Context) {
+	defer close(r.done)
 	retry := r.period / retryFirst
 	for ctx.Err() == nil {
 		sent := time.Now()
@@ -196,6 +198,8 @@ func (r *renewer) ensure(ctx context.Context) {
 		r.kick()
 		select {
 		case <-tried:
+		case <-r.done:
+			return
 		case <-ctx.Done():
 			return
 		}

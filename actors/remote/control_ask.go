@@ -33,7 +33,7 @@ type question[R any] struct {
 // and that is asked next.
 func ask[R any](ctx context.Context, c *LeaderClient, q question[R]) (R, error) {
 	var none R
-	last := error(&notLeader{})
+	last := error(&notLeaderError{})
 	if leader, assigner, ok := c.cfg.Leading(); ok && q.local != nil {
 		r, err := q.local(leader, assigner)
 		if err == nil || ctx.Err() != nil || !elsewhere(err) {

@@ -36,7 +36,7 @@ func call[R any](ctx context.Context, conns *Conns, node string, limit time.Dura
 		return none, fmt.Errorf("ask node %s: %w", node, context.Cause(ctx))
 	}
 	err = fromStatus(node, err)
-	if at.Addr == nil && errors.Is(err, ErrUnreachable) {
+	if at.Addr == nil && elsewhere(err) {
 		err = unreached(err, errUnsent)
 	}
 	return none, err

@@ -173,7 +173,8 @@ func (c *LeaderClient) Forward(ctx context.Context, leader state.Node, cmd state
 }
 
 func proposal(data []byte) question[state.Result] {
-	return question[state.Result]{limit: proposalLimit, once: true,
+	return question[state.Result]{
+		limit: proposalLimit, once: true,
 		remote: func(ctx context.Context, to dpservev1.ControlClient, opts ...grpc.CallOption) (state.Result, error) {
 			var result state.Result
 			reply, err := to.ForwardApply(ctx, &dpservev1.ApplyRequest{Command: data}, opts...)
@@ -184,7 +185,8 @@ func proposal(data []byte) question[state.Result] {
 				return result, problem.New(problem.Internal, "read the result of a proposal: %w", err)
 			}
 			return result, nil
-		}}
+		},
+	}
 }
 
 // Certify asks any control node for this node's next certificate.

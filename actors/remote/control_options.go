@@ -12,11 +12,11 @@ import (
 // Bounds of messages, in bytes. The largest a server takes is a report with all its log lines, the largest a client takes the
 // state of the cluster.
 const (
-	maxRequest = 16 << 20
-	maxReply   = 64 << 20
-	maxEnroll  = 1 << 20
-	maxEnrolls = 64     // calls of strangers on one connection
-	maxOpen    = 10_000 // calls of one member on one connection; the bound is admission
+	maxRequest     = 16 << 20
+	maxReply       = 64 << 20
+	maxEnroll      = 1 << 20
+	maxEnrollCalls = 64     // calls of strangers on one connection
+	maxMemberCalls = 10_000 // calls of one member on one connection; the bound is admission
 )
 
 // ServerOptions are those of the gRPC server for members: bounds, and a count of what this version does not know, which it
@@ -26,7 +26,7 @@ func ServerOptions(unknown func(what string)) []grpc.ServerOption {
 		unknown = func(string) {}
 	}
 	return []grpc.ServerOption{
-		grpc.MaxRecvMsgSize(maxRequest), grpc.MaxConcurrentStreams(maxOpen),
+		grpc.MaxRecvMsgSize(maxRequest), grpc.MaxConcurrentStreams(maxMemberCalls),
 		grpc.UnknownServiceHandler(func(any, grpc.ServerStream) error {
 			unknown("method")
 			return status.Error(codes.Unimplemented, "unknown method")
@@ -42,7 +42,7 @@ func ServerOptions(unknown func(what string)) []grpc.ServerOption {
 
 // EnrollOptions are those of the gRPC server that strangers meet: it serves Enroll alone, in small messages.
 func EnrollOptions() []grpc.ServerOption {
-	return []grpc.ServerOption{grpc.MaxRecvMsgSize(maxEnroll), grpc.MaxConcurrentStreams(maxEnrolls)}
+	return []grpc.ServerOption{grpc.MaxRecvMsgSize(maxEnroll), grpc.MaxConcurrentStreams(maxEnrollCalls)}
 }
 
 // callOptions are those of every call to another node.

@@ -18,7 +18,7 @@ const (
 	maxReason = 4 << 10  // bytes of a reason
 	maxTail   = 20       // lines of an event's log tail
 	maxLine   = 2 << 10  // bytes of each
-	maxRanks  = 64 << 10 // ranks of one unit
+	maxGrants = 64 << 10 // ranks of one unit
 	maxText   = 64 << 10 // bytes of a log line
 )
 
@@ -106,7 +106,7 @@ func encodeGrants(in []state.RankGrant) []*dpservev1.RankGrant {
 }
 
 func decodeGrants(in []*dpservev1.RankGrant, name string) ([]state.RankGrant, error) {
-	if err := field(len(in) <= maxRanks, name); err != nil || len(in) == 0 {
+	if err := field(len(in) <= maxGrants, name); err != nil || len(in) == 0 {
 		return nil, err
 	}
 	out := make([]state.RankGrant, 0, len(in))

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io"
 	"net/http"
+	"strconv"
 	"strings"
 	"time"
 
@@ -134,7 +135,7 @@ func (p *passage) send(ctx context.Context, header http.Header) (*engineleg.Requ
 	t := &p.target.target
 	o := &engineleg.Request{URL: p.target.urls[p.head.route], Header: header, Body: p.body}
 	if t.Addressing == "body" && p.head.class == classBoth {
-		o.Body = openai.AppendSelector(nil, p.body, t.Selector)
+		o.Body = openai.AppendField(nil, p.body, "routed_dp_rank", strconv.AppendInt(nil, int64(t.Selector), 10))
 	}
 	resp, err := p.server.legs.Send(ctx, t.Owned, o)
 	if !o.Settled() {
@@ -209,7 +210,7 @@ func (p *passage) arm(now time.Time) {
 func (p *passage) engineHeader() http.Header {
 	out := make(http.Header, len(p.r.Header))
 	for name, values := range p.r.Header {
-		if !engineleg.Hop(name) && !strings.HasPrefix(name, dataPrefix) && name != "Content-Length" && name != "Accept-Encoding" && name != openai.HeaderRank {
+		if !engineleg.Hop(name) && !strings.HasPrefix(name, dataPrefix) && name != "Content-Length" && name != "Accept-Encoding" && name != headerEngineRank {
 			out[name] = values
 		}
 	}
@@ -217,7 +218,7 @@ func (p *passage) engineHeader() http.Header {
 		out["User-Agent"] = nil // or net/http adds its own
 	}
 	if t := &p.target.target; t.Addressing == "header" && p.head.class == classBoth {
-		out[openai.HeaderRank] = []string{openai.SelectorValue(t.Selector)}
+		out[headerEngineRank] = []string{strconv.Itoa(t.Selector)}
 	}
 	return out
 }

@@ -41,6 +41,8 @@ const (
 	dataTicket     = "Dpserve-Ticket"
 	dataInc        = "Dpserve-Incarnation"
 	dataResent     = "Dpserve-Resent"
+
+	headerEngineRank = "X-Data-Parallel-Rank" // of an engine that hosts several ranks
 )
 
 // holdPath is asked for a ticket that no request follows.

@@ -86,20 +86,20 @@ var statuses = map[problem.Code]codes.Code{
 	problem.Overloaded: codes.ResourceExhausted, problem.Unavailable: codes.Unavailable, problem.Timeout: codes.DeadlineExceeded,
 }
 
-// notLeader refuses what only the leader can answer and says who that is ("" = not known). It is cluster.ErrNotLeader.
-type notLeader struct{ leader string }
+// notLeaderError refuses what only the leader can answer and says who that is ("" = not known). It is cluster.ErrNotLeader.
+type notLeaderError struct{ leader string }
 
-func (e *notLeader) Error() string {
+func (e *notLeaderError) Error() string {
 	if e.leader == "" {
 		return cluster.ErrNotLeader.Error() + "; nobody leads at the moment"
 	}
 	return cluster.ErrNotLeader.Error() + "; it is " + e.leader
 }
 
-func (*notLeader) Is(target error) bool { return target == cluster.ErrNotLeader }
+func (*notLeaderError) Is(target error) bool { return target == cluster.ErrNotLeader }
 
 func refuseNotLeader(leader string) error {
-	return problem.New(problem.Unavailable, "%w", &notLeader{leader}).WithHint("wait for the election and try again")
+	return problem.New(problem.Unavailable, "%w", &notLeaderError{leader}).WithHint("wait for the election and try again")
 }
 
 // wireError is what is left of an error that came over the wire: its text, and the known errors of its chain.
@@ -142,7 +142,7 @@ func toProblem(err error) *dpservev1.Problem {
 			p.Is = append(p.Is, s.name)
 		}
 	}
-	var n *notLeader
+	var n *notLeaderError
 	if errors.As(err, &n) {
 		p.Leader = text(n.leader, maxName)
 	}
@@ -221,7 +221,7 @@ func fromProblem(p *dpservev1.Problem) error {
 // known is the error of a name on the wire, none if it is not known here.
 func known(name, leader string) []error {
 	if name == notLeaderName {
-		return []error{&notLeader{leader}}
+		return []error{&notLeaderError{leader}}
 	}
 	for _, s := range sentinels() {
 		if s.name == name {
@@ -233,7 +233,7 @@ func known(name, leader string) []error {
 
 // leaderOf is the node that a refusal names as the leader.
 func leaderOf(err error) string {
-	var n *notLeader
+	var n *notLeaderError
 	if errors.As(err, &n) {
 		return n.leader
 	}

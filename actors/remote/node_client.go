@@ -107,10 +107,10 @@ func (n *NodeClient) Logs(ctx context.Context, q msg.LogQuery, give func(msg.Log
 	return n.ended(ctx, inner, err)
 }
 
-// givenUp wraps the error of a reader of lines, which goes back to it as it is.
-type givenUp struct{ err error }
+// readerError wraps the error of a reader of lines, which goes back to it as it is.
+type readerError struct{ err error }
 
-func (e *givenUp) Error() string { return e.err.Error() }
+func (e *readerError) Error() string { return e.err.Error() }
 
 func (n *NodeClient) read(stream dpservev1.Node_LogsClient, give func(msg.LogLine) error) error {
 	for {
@@ -120,7 +120,7 @@ func (n *NodeClient) read(stream dpservev1.Node_LogsClient, give func(msg.LogLin
 		}
 		for _, l := range m.GetLines() {
 			if err := give(decodeLine(l)); err != nil {
-				return &givenUp{err}
+				return &readerError{err}
 			}
 		}
 	}
@@ -128,10 +128,10 @@ func (n *NodeClient) read(stream dpservev1.Node_LogsClient, give func(msg.LogLin
 
 // ended says why a log came to its end; nil for its last line and, as in-process, for the end of ctx.
 func (n *NodeClient) ended(ctx, inner context.Context, err error) error {
-	var mine *givenUp
+	var mine *readerError
 	switch {
 	case errors.Is(err, io.EOF) || ctx.Err() != nil:
-		return nil
+		return nil //nolint:nilerr // the reader has what it wanted
 	case errors.As(err, &mine):
 		return mine.err
 	case inner.Err() != nil:

@@ -31,14 +31,14 @@ func wireOf(k msg.RecordKind) wireKind { return wireKind(k) + 1 }
 
 // Bounds of what is packed and of what is believed when it is unpacked.
 const (
-	maxString   = 4 << 10  // bytes of a text
-	maxHashes   = 4 << 10  // of one record
-	maxOpen     = 1 << 20  // open requests of a snapshot
-	maxRanks    = 1 << 16  // of a node
-	maxCount    = 1 << 40  // of tokens and the like
-	partBytes   = 32 << 10 // of a snapshot, before it is cut
-	openBytes   = 64       // of an open request, beside its ingress's name, at most
-	prefixBytes = 4        // of a length, at most: no record is longer than 256 MiB
+	maxString       = 4 << 10  // bytes of a text
+	maxHashes       = 4 << 10  // of one record
+	maxOpenRequests = 1 << 20  // open requests of a snapshot
+	maxRanks        = 1 << 16  // of a node
+	maxCount        = 1 << 40  // of tokens and the like
+	partBytes       = 32 << 10 // of a snapshot, before it is cut
+	openBytes       = 64       // of an open request, beside its ingress's name, at most
+	prefixBytes     = 4        // of a length, at most: no record is longer than 256 MiB
 )
 
 // Flags of a record.
@@ -234,7 +234,7 @@ func (p *packer) end() {
 func (p *packer) u64(v uint64) { p.buf = binary.AppendUvarint(p.buf, v) }
 
 // count packs a number that is not negative; what no reader would believe becomes the nearest that it does.
-func (p *packer) count(v int64) { p.u64(uint64(min(max(v, 0), maxCount))) } //nolint:gosec // not negative
+func (p *packer) count(v int64) { p.u64(uint64(min(max(v, 0), maxCount))) }
 
 func (p *packer) fixed(v uint64) { p.buf = binary.LittleEndian.AppendUint64(p.buf, v) }
 

@@ -23,13 +23,13 @@ type source struct {
 	box  *remoteBox
 }
 
-// rankKey names a rank whatever its incarnation.
-type rankKey struct {
+// appRank names a rank whatever its incarnation.
+type appRank struct {
 	app  string
 	rank routing.RankID
 }
 
-func (id *identity) key() rankKey { return rankKey{id.app, id.rank} }
+func (id *identity) key() appRank { return appRank{id.app, id.rank} }
 
 // taker gets what an unpacker reads. rec is valid during the call only.
 type taker interface {
@@ -50,7 +50,7 @@ type unread struct {
 type unpacker struct {
 	skipped *unread
 	slots   map[uint64]*source
-	ranks   map[rankKey]*source
+	ranks   map[appRank]*source
 	texts   map[string]string
 
 	rec     msg.Record // reused, as all below
@@ -64,14 +64,14 @@ type unpacker struct {
 const maxTexts = 1024
 
 func newUnpacker(skipped *unread) *unpacker {
-	return &unpacker{skipped: skipped, slots: map[uint64]*source{}, ranks: map[rankKey]*source{}, texts: map[string]string{}}
+	return &unpacker{skipped: skipped, slots: map[uint64]*source{}, ranks: map[appRank]*source{}, texts: map[string]string{}}
 }
 
 // unpack gives the records to to, in order. An error means that nothing more can be read of this stream.
 func (u *unpacker) unpack(packed []byte, to taker) error {
 	for len(packed) > 0 {
 		size, n := binary.Uvarint(packed)
-		if n <= 0 || size == 0 || size > uint64(len(packed)-n) {
+		if n <= 0 || size == 0 || size > uint64(len(packed[n:])) {
 			return fmt.Errorf("%w: %d bytes left", errFraming, len(packed))
 		}
 		body := packed[n : n+int(size)] //nolint:gosec // at most len(packed)
@@ -255,7 +255,7 @@ func (u *unpacker) whole(src *source, flags byte) *source {
 }
 
 func (u *unpacker) readOpen(c *cursor) {
-	n := c.size(maxOpen-len(u.snap.Open), 8)
+	n := c.size(maxOpenRequests-len(u.snap.Open), 8)
 	for range n {
 		var o msg.OpenRequest
 		o.ReqID, o.Ingress, o.Tokens, o.Hit, o.Out = c.request()

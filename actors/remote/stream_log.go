@@ -52,7 +52,7 @@ func (l *recordLog) end() place {
 	if n == 0 {
 		return place{chunk: l.first, count: l.count}
 	}
-	return place{chunk: l.first + uint64(n-1), pos: len(l.chunks[n-1].buf), count: l.count}
+	return place{chunk: l.first + uint64(n) - 1, pos: len(l.chunks[n-1].buf), count: l.count}
 }
 
 // lost says that a reader at p missed records, or is more than limit of them behind.

@@ -13,8 +13,9 @@ import (
 	em "github.com/dpserve/dpserve/enginemodel"
 )
 
-// The ranks of a lockstep group meet at rank 0 over loopback TCP. Every message is one frame of frameSize bytes: kind, a flag, the
-// rank (2 bytes), a spare word of 4, then 8 bytes of duration or hash; little-endian.
+// The ranks of a lockstep group meet at rank 0 over TCP. Every message is one frame of frameSize bytes: kind, a flag, the rank (2
+// bytes), a spare word of 4, then 8 bytes of duration or hash; little-endian. Behind the first one, the hello, comes the proof that
+// its sender belongs to the group.
 const frameSize = 16
 
 // Kinds of frames.
@@ -105,17 +106,16 @@ func (l *link) gather(ctx context.Context, cfg *Config) error {
 	if err != nil {
 		return fmt.Errorf("open the group's meeting point: %w", err)
 	}
-	defer func() { _ = ln.Close() }() // nobody can join later: a lone rank never comes back
-	stop := context.AfterFunc(ctx, func() { _ = ln.Close() })
-	defer stop()
+	d := newDoor(ctx, ln, cfg)
+	defer d.close() // nobody can join later: a lone rank never comes back
 	l.conns = make([]net.Conn, cfg.DPSize)
 	for missing := cfg.DPSize - 1; missing > 0; {
-		conn, err := ln.Accept()
+		g, err := d.next()
 		if err != nil {
 			l.hangUp()
 			return fmt.Errorf("%d of %d ranks came to the group's meeting point: %w", cfg.DPSize-missing, cfg.DPSize, errors.Join(context.Cause(ctx), err))
 		}
-		ok, err := l.welcome(conn, cfg)
+		ok, err := l.welcome(g, cfg)
 		if err != nil {
 			l.hangUp()
 			return err
@@ -127,19 +127,16 @@ func (l *link) gather(ctx context.Context, cfg *Config) error {
 	return l.open(cfg)
 }
 
-// welcome checks a newcomer; false = it was no rank of this group.
-func (l *link) welcome(conn net.Conn, cfg *Config) (bool, error) {
-	_ = conn.SetReadDeadline(time.Now().Add(frameTimeout))
-	hello, _ := readFrame(conn) // an unreadable one is no hello
-	rank := int(hello.rank)
-	if hello.kind != frameHello || int(hello.spare) != cfg.DPSize || rank == 0 || rank >= cfg.DPSize || l.conns[rank] != nil {
-		return false, conn.Close()
+// welcome seats a rank of the group; false = its seat is taken, or it has none.
+func (l *link) welcome(g guest, cfg *Config) (bool, error) {
+	rank := int(g.hello.rank)
+	if int(g.hello.spare) != cfg.DPSize || rank == 0 || rank >= cfg.DPSize || l.conns[rank] != nil {
+		return false, g.conn.Close()
 	}
-	l.conns[rank] = conn
-	if hello.value != cfg.collectiveHash() {
+	l.conns[rank] = g.conn
+	if g.hello.value != cfg.collectiveHash() {
 		return false, fmt.Errorf("%w detected for engine %d: all ranks of a group need equal sizes, expert parallelism and sync interval", errMismatch, rank)
 	}
-	_ = conn.SetReadDeadline(time.Time{})
 	return true, nil
 }
 
@@ -184,7 +181,7 @@ func (l *link) hello(ctx context.Context, cfg *Config) (net.Conn, error) {
 	stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
 	defer stop()
 	hello := frame{kind: frameHello, rank: uint16(cfg.DPRank), spare: uint32(cfg.DPSize), value: cfg.collectiveHash()} //nolint:gosec // bounded by maxGroupRanks
-	if err := writeFrame(conn, hello); err != nil {
+	if err := writeHello(conn, hello, cfg.GroupKey); err != nil {
 		_ = conn.Close()
 		return nil, err
 	}

@@ -31,6 +31,9 @@ const holdFlag = "--sim-hold-port"
 // holdTime bounds the life of such a child.
 const holdTime = 2 * time.Minute
 
+// groupKeyVar is the environment variable with Config.GroupKey. A flag would show it to every user of the machine.
+const groupKeyVar = "DPSERVE_GROUP_KEY"
+
 // watchFlag ends the process when its standard input does: its parent is gone.
 const watchFlag = "--sim-watch-stdin"
 
@@ -56,6 +59,7 @@ func Main(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 		return complain(stderr, err)
 	}
 	kvFromEnv(&cfg)
+	cfg.GroupKey = os.Getenv(groupKeyVar)
 	cfg.kill = func() { _ = syscall.Kill(os.Getpid(), syscall.SIGKILL) }
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)

@@ -1,0 +1,139 @@
+package controller
+
+import (
+	"context"
+	"slices"
+	"time"
+
+	"github.com/dpserve/dpserve/placement"
+	"github.com/dpserve/dpserve/state"
+)
+
+// Drain begins to move what a node has to other nodes. by is when running streams are cut; zero = each application's
+// graceful_shutdown_timeout_s. Errors: state.ErrUnknownNode.
+func (c *Controller) Drain(ctx context.Context, node string, by time.Time) error {
+	d := &state.DrainNode{Node: node}
+	if !by.IsZero() {
+		d.By = by.UnixMilli()
+	}
+	return c.tell1(ctx, state.Command{DrainNode: d})
+}
+
+// Undrain lets a node have ranks again. What is on its way elsewhere goes there.
+func (c *Controller) Undrain(ctx context.Context, node string) error {
+	return c.tell1(ctx, state.Command{DrainNode: &state.DrainNode{Node: node, Undo: true}})
+}
+
+// Remove forgets a node for good. Errors: state.ErrUnitsLeft while a living node has ranks, state.ErrLastControl,
+// state.ErrUnknownNode.
+func (c *Controller) Remove(ctx context.Context, node string) error {
+	return c.tell1(ctx, state.Command{RemoveNode: &state.RemoveNode{Node: node}})
+}
+
+func (c *Controller) tell1(ctx context.Context, cmd state.Command) error {
+	if _, err := c.cfg.Proposer.Propose(ctx, cmd); err != nil {
+		return err
+	}
+	return c.catchUp(ctx, nil, nil)
+}
+
+// moveAway ends units on draining nodes that find room elsewhere: per application one ready unit at a time.
+func (c *Core) moveAway(now time.Time) {
+	draining := map[string]*state.Node{}
+	for id, n := range c.state.Nodes {
+		if n.Draining && !n.Lost {
+			draining[id] = n
+		}
+	}
+	for _, id := range c.ids() {
+		u := c.units[id]
+		u.stays = ""
+		a := c.apps[u.app]
+		if n := u.mustLeave(draining); n != nil && a != nil && a.spec != nil && a.wants(id) {
+			c.move(now, a, u, n)
+		}
+	}
+}
+
+// mustLeave is the draining node that the unit lies on and can leave now, nil if there is none.
+func (u *unit) mustLeave(draining map[string]*state.Node) *state.Node {
+	switch {
+	case u.unsure():
+		return nil
+	case u.m.Phase == state.Starting, u.m.Phase == state.Ready, u.m.Phase == state.Fenced && u.m.Attach:
+	default:
+		return nil // it ends, or has ended: it starts again elsewhere
+	}
+	for _, id := range u.nodes() {
+		if n := draining[id]; n != nil && !u.parts[id].gone {
+			return n
+		}
+	}
+	return nil
+}
+
+// move ends a unit on a draining node, or notes why it stays.
+func (c *Core) move(now time.Time, a *application, u *unit, n *state.Node) {
+	late := n.DrainBy > 0 && !now.Before(time.UnixMilli(n.DrainBy))
+	if u.m.Phase == state.Ready && !late {
+		if other := c.inTransit(a, u); other != "" {
+			u.stays = "waits on draining node " + n.ID + " until " + other + " is ready"
+			return
+		}
+	}
+	to, err := c.roomFor(u)
+	if err != nil {
+		u.stays = "stays on draining node " + n.ID + ": " + explain(err)
+		return
+	}
+	u.away = to
+	c.feed(now, u, state.Event{Kind: state.EvUnwant, Grace: c.graceOfMove(now, u, n), Reason: "node " + n.ID + " is being drained"})
+}
+
+// inTransit names another unit of the application that is on its way up or down; "" = none. Failed units and those without room
+// are not on their way.
+func (c *Core) inTransit(a *application, but *unit) string {
+	for i := range a.units {
+		id := a.units[i].ID
+		u := c.units[id]
+		switch {
+		case u == but:
+		case u == nil, u.unsure():
+			return id
+		case u.m.Phase != state.Ready && u.m.Phase != state.Failed && u.noRoom == "":
+			return id
+		}
+	}
+	return ""
+}
+
+// roomFor is where the unit would go if it ended now.
+func (c *Core) roomFor(u *unit) (*seat, error) {
+	us := []*unit{u}
+	p, err := placement.Place(c.overlay(us, nil), []placement.Group{c.groupOf(us, nil)})
+	if err != nil {
+		return nil, err
+	}
+	to := &seat{}
+	to.fill(ranksOf(&p.Groups[0]), &p.Groups[0])
+	return to, nil
+}
+
+// graceOfMove is how long running streams of a unit that moves may go on.
+func (c *Core) graceOfMove(now time.Time, u *unit, n *state.Node) time.Duration {
+	if n.DrainBy > 0 {
+		return max(0, time.UnixMilli(n.DrainBy).Sub(now))
+	}
+	return c.grace(u)
+}
+
+// leavers are the units that lie on a node, in order.
+func (c *Core) leavers(node string) []*unit {
+	var out []*unit
+	for _, id := range c.ids() {
+		if p := c.units[id].parts[node]; p != nil && !p.gone {
+			out = append(out, c.units[id])
+		}
+	}
+	return slices.Clip(out)
+}

@@ -1,0 +1,113 @@
+package node
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"pgregory.net/rapid"
+)
+
+// oracle says by the whole history what a lease allows.
+type oracle struct {
+	fence  bool
+	ttl    time.Duration
+	looks  []time.Time
+	grants []time.Time // when renewals that were granted were sent
+	tries  []time.Time // when renewals that have ended were sent
+}
+
+func (o *oracle) until() (out time.Time) {
+	for _, g := range o.grants {
+		if u := g.Add(o.ttl); u.After(out) {
+			out = u
+		}
+	}
+	return out
+}
+
+// doubted says whether a freeze was noticed that no later renewal has answered for.
+func (o *oracle) doubted() bool {
+	for i := 1; i < len(o.looks); i++ {
+		if o.looks[i].Sub(o.looks[i-1]) <= o.ttl {
+			continue
+		}
+		answered := false
+		for _, t := range o.tries {
+			answered = answered || !t.Before(o.looks[i])
+		}
+		if !answered {
+			return true
+		}
+	}
+	return false
+}
+
+func (o *oracle) covered(now time.Time) bool { return now.Before(o.until().Add(-o.ttl / 10)) }
+
+func (o *oracle) admits(now time.Time) bool {
+	return now.Sub(o.looks[len(o.looks)-1]) < o.ttl && !o.doubted() && (!o.fence || o.covered(now))
+}
+
+func TestLeaseIsWhatItsHistoryAllows(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		start := time.Unix(1000, 0)
+		fence := rapid.Bool().Draw(t, "fence")
+		l := lease{fence: fence, ttl: 10 * time.Second, beat: start}
+		o := oracle{fence: fence, ttl: 10 * time.Second, looks: []time.Time{start}}
+		now, sent := start, []time.Time(nil)
+		t.Repeat(map[string]func(*rapid.T){
+			"time passes": func(t *rapid.T) {
+				now = now.Add(time.Duration(rapid.IntRange(1, 4000).Draw(t, "ms")) * time.Millisecond)
+			},
+			"freeze": func(t *rapid.T) {
+				now = now.Add(time.Duration(rapid.IntRange(5, 30).Draw(t, "s")) * time.Second)
+			},
+			"look": func(*rapid.T) {
+				l.look(now)
+				o.looks = append(o.looks, now)
+			},
+			"send": func(*rapid.T) {
+				l.look(now)
+				o.looks, sent = append(o.looks, now), append(sent, now)
+			},
+			"end": func(t *rapid.T) {
+				if len(sent) == 0 {
+					t.Skip("nothing is under way")
+				}
+				at := sent[0]
+				sent = sent[1:]
+				ttl := o.ttl
+				if !rapid.Bool().Draw(t, "granted") {
+					ttl = 0
+				} else {
+					o.grants = append(o.grants, at)
+				}
+				l.ended(at, now, ttl)
+				o.looks, o.tries = append(o.looks, now), append(o.tries, at)
+			},
+			"": func(t *rapid.T) {
+				assert.Equal(t, o.admits(now), now.Before(l.admitsUntil()), "admits")
+				assert.Equal(t, o.covered(now) && !o.doubted(), l.starts(now), "starts")
+				assert.Equal(t, fence && !o.covered(now), l.fences(now), "fences")
+				assert.Equal(t, max(0, o.until().Sub(now)), l.left(now))
+			},
+		})
+	})
+}
+
+func TestALeaseCountsFromWhenItWasAskedFor(t *testing.T) {
+	start := time.Unix(1000, 0)
+	l := lease{fence: true, ttl: 10 * time.Second, beat: start}
+	at := func(s float64) time.Time { return start.Add(time.Duration(s * float64(time.Second))) }
+	assert.False(t, l.starts(start), "none was ever granted")
+	l.ended(start, at(0.9), 10*time.Second)
+	assert.True(t, l.starts(at(8.9)))
+	assert.False(t, l.fences(at(8.9)))
+	assert.False(t, l.starts(at(9)), "lease_stop is a tenth before the end")
+	assert.True(t, l.fences(at(9)))
+	l.ended(at(0.5), at(9), 0) // a late refusal takes nothing away
+	assert.Equal(t, time.Second, l.left(at(9)))
+	l.ended(at(-5), at(9), 10*time.Second) // nor does an answer to an older renewal
+	assert.Equal(t, time.Second, l.left(at(9)))
+}

@@ -1,0 +1,317 @@
+package remote
+
+import (
+	"context"
+	"log/slog"
+	"net"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/metadata"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/cluster/pki"
+	"github.com/dpserve/dpserve/internal/memnet"
+	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
+	"github.com/dpserve/dpserve/state"
+)
+
+// town is some nodes over a network in memory.
+type town struct {
+	t     *testing.T
+	net   memnet.Network
+	store *fakeStore
+
+	mu    sync.Mutex
+	nodes map[string]*townsman
+}
+
+// townsman is one node: what it serves, and its clients.
+type townsman struct {
+	town   *town
+	name   string
+	server *grpc.Server
+	conns  *Conns
+	client *LeaderClient
+	agent  *fakeAgent
+	view   *fakeView
+
+	leads    atomic.Pointer[fakeLeader]
+	hint     atomic.Value // string
+	unknown  atomic.Int64
+	follow   func(ctx context.Context, from uint64, send func([]byte, uint64) error) error
+	proposer *fakeStore
+}
+
+func newTown(t *testing.T, names ...string) *town {
+	t.Helper()
+	w := &town{t: t, store: newFakeStore(), nodes: map[string]*townsman{}}
+	for i, name := range names {
+		w.store.put(&state.Node{ID: name, UID: "uid-" + name, Address: net.JoinHostPort(name, "7947"), Roles: []state.Role{state.RoleControl, state.RoleWorker}})
+		_ = i
+	}
+	for _, name := range names {
+		w.nodes[name] = w.settle(name)
+	}
+	return w
+}
+
+func (w *town) settle(name string) *townsman {
+	m := &townsman{town: w, name: name, agent: &fakeAgent{}, view: &fakeView{}, proposer: w.store}
+	m.hint.Store("")
+	m.conns = NewConns(ConnsConfig{Dial: func(address, _ string) (*grpc.ClientConn, error) { return w.dial(name, address) }, Nodes: w.store.nodes})
+	m.client = NewLeaderClient(LeaderConfig{
+		Self: name, Conns: m.conns, Store: w.store, Log: slog.New(slog.DiscardHandler), Leading: m.leading,
+		Hint: func() (string, bool) { h := m.hint.Load().(string); return h, h != "" },
+	})
+	m.open()
+	return m
+}
+
+func (m *townsman) leading() (msg.Leader, msg.Assigner, bool) {
+	if l := m.leads.Load(); l != nil {
+		return l, l, true
+	}
+	return nil, nil, false
+}
+
+// open serves; stop ends it with every connection.
+func (m *townsman) open() {
+	ln, err := m.town.net.Listen(net.JoinHostPort(m.name, "7947"))
+	require.NoError(m.town.t, err)
+	m.server = grpc.NewServer(ServerOptions(func(string) { m.unknown.Add(1) })...)
+	dpservev1.RegisterControlServer(m.server, NewControlServer(ControlConfig{
+		Leading: m.leading, Hint: func() (string, bool) { h := m.hint.Load().(string); return h, h != "" }, Store: m.town.store, Proposer: m.proposer,
+		Follow: func(ctx context.Context, from uint64, send func([]byte, uint64) error) error { return m.follow(ctx, from, send) },
+		Peer:   peerOf, Version: "v0.2.0", Unknown: func(string) { m.unknown.Add(1) }, Log: slog.New(slog.DiscardHandler),
+	}))
+	dpservev1.RegisterNodeServer(m.server, NewNodeServer(NodeConfig{Agent: m.agent, View: m.view, Peer: peerOf}))
+	go func() { _ = m.server.Serve(ln) }()
+}
+
+func (w *town) close() {
+	for _, m := range w.nodes {
+		require.NoError(w.t, m.client.Close())
+		require.NoError(w.t, m.conns.Close())
+		require.NoError(w.t, m.conns.Close())
+		m.server.Stop()
+	}
+}
+
+// lead makes one node the leader and tells the others of it.
+func (w *town) lead(name string) *fakeLeader {
+	l := &fakeLeader{name: name, store: w.store, lost: make(chan struct{}), published: make(chan msg.Publish, 64)}
+	for _, m := range w.nodes {
+		if old := m.leads.Swap(nil); old != nil {
+			close(old.lost)
+		}
+		m.hint.Store(name)
+	}
+	if m := w.nodes[name]; m != nil {
+		m.leads.Store(l)
+	}
+	return l
+}
+
+// dial connects in memory, and says in the metadata who calls.
+func (w *town) dial(from, address string) (*grpc.ClientConn, error) {
+	return grpc.NewClient("passthrough:///"+address, grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithNoProxy(),
+		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoff.Config{BaseDelay: 10 * time.Millisecond, Multiplier: 1.6, MaxDelay: 100 * time.Millisecond}, MinConnectTimeout: time.Second}),
+		grpc.WithContextDialer(func(ctx context.Context, a string) (net.Conn, error) { return w.net.DialContext(ctx, "tcp", a) }),
+		grpc.WithUnaryInterceptor(func(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, do grpc.UnaryInvoker, opts ...grpc.CallOption) error {
+			return do(metadata.AppendToOutgoingContext(ctx, "from", from), method, req, reply, cc, opts...)
+		}))
+}
+
+// peerOf stands for the certificate.
+func peerOf(ctx context.Context) (pki.Identity, bool) {
+	md, _ := metadata.FromIncomingContext(ctx)
+	from := slices.Concat(md.Get("from"), []string{""})[0]
+	if from == "" {
+		return pki.Identity{}, false
+	}
+	id := pki.Identity{Cluster: "c", Node: from, UID: "uid-" + from}
+	if from != "ingress" {
+		id.Roles = []string{string(state.RoleControl)}
+	}
+	return id, true
+}
+
+// fakeLeader is a leader's controller and assigner.
+type fakeLeader struct {
+	name      string
+	store     *fakeStore
+	lost      chan struct{}
+	published chan msg.Publish
+	renewals  atomic.Int64
+	awaits    atomic.Int64
+	err       error
+
+	mu   sync.Mutex
+	addr string
+}
+
+func (l *fakeLeader) Renew(_ context.Context, r *msg.NodeReport) (msg.Lease, error) {
+	l.renewals.Add(1)
+	if l.err != nil {
+		return msg.Lease{}, l.err
+	}
+	taken := uint64(0)
+	if n := len(r.Events); n > 0 {
+		taken = r.Events[n-1].Number
+	}
+	return msg.Lease{TTL: state.LeaseTTL, Leader: l.name, Taken: taken, Index: r.Index}, nil
+}
+
+func (l *fakeLeader) Assign(context.Context, string, int, string) (msg.AssignReply, error) {
+	return msg.AssignReply{Rank: 3, Epoch: 2, DPSize: 8}, l.err
+}
+
+func (l *fakeLeader) Publish(p msg.Publish) {
+	l.mu.Lock()
+	l.addr = p.Addr
+	l.mu.Unlock()
+	l.published <- p
+}
+
+// Await polls: the fake clock makes it cheap.
+func (l *fakeLeader) Await(ctx context.Context, _ string, _ uint64, _ int) (string, int, error) {
+	l.awaits.Add(1)
+	tick := time.NewTicker(100 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		l.mu.Lock()
+		addr := l.addr
+		l.mu.Unlock()
+		if addr != "" {
+			return addr, 7, nil
+		}
+		select {
+		case <-tick.C:
+		case <-l.lost:
+			return "", 0, refuseNotLeader("")
+		case <-ctx.Done():
+			return "", 0, context.Cause(ctx)
+		}
+	}
+}
+
+// fakeStore is the replicated state, whole in every node at once.
+type fakeStore struct {
+	mu    sync.Mutex
+	state *state.State
+	err   error
+}
+
+func newFakeStore() *fakeStore {
+	s := &fakeStore{state: state.New()}
+	s.state.Cluster = "c"
+	s.state.Nodes = map[string]*state.Node{}
+	return s
+}
+
+func (s *fakeStore) put(n *state.Node) {
+	s.change(func(st *state.State) {
+		nodes := map[string]*state.Node{n.ID: n}
+		for id, old := range st.Nodes {
+			if id != n.ID {
+				nodes[id] = old
+			}
+		}
+		st.Nodes = nodes
+	})
+}
+
+func (s *fakeStore) change(f func(*state.State)) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	next := s.state.Clone()
+	f(next)
+	s.state = next
+}
+
+func (s *fakeStore) nodes() map[string]*state.Node { return s.State().Nodes }
+
+func (s *fakeStore) State() *state.State {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.state
+}
+
+func (s *fakeStore) Changed() <-chan struct{} { return nil }
+
+func (s *fakeStore) Propose(_ context.Context, c state.Command) (state.Result, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.err != nil {
+		return state.Result{}, s.err
+	}
+	next := s.state.Clone()
+	r, err := next.Apply(next.Index+1, &c)
+	if err == nil {
+		s.state = next
+	}
+	return r, err
+}
+
+// fakeAgent and fakeView are a node's supervisor and what the admin API asks of it.
+type fakeAgent struct {
+	mu      sync.Mutex
+	started []*msg.StartRank
+	stopped []*msg.StopRank
+	err     error
+	hang    bool
+}
+
+func (a *fakeAgent) StartRank(ctx context.Context, m *msg.StartRank) error {
+	if a.hang {
+		<-ctx.Done()
+		return context.Cause(ctx)
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.started = append(a.started, m)
+	return a.err
+}
+
+func (a *fakeAgent) StopRank(_ context.Context, m *msg.StopRank) error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.stopped = append(a.stopped, m)
+	return a.err
+}
+
+type fakeView struct {
+	lines int
+	err   error
+	stall bool // stands still after the lines, and does not end
+	sent  atomic.Int64
+	ended atomic.Bool
+}
+
+func (v *fakeView) Statuses(context.Context) (map[string][]msg.RankStatus, map[string]int, error) {
+	return map[string][]msg.RankStatus{"chat/0": {{Rank: 1, Node: "b", Phase: "ready", TokensPerS: 2.5}}}, map[string]int{"chat": 4}, v.err
+}
+
+func (v *fakeView) Logs(ctx context.Context, q msg.LogQuery, give func(msg.LogLine) error) error {
+	defer v.ended.Store(true)
+	for i := range v.lines {
+		if err := give(msg.LogLine{Unit: q.Unit, Rank: i, Text: "line"}); err != nil {
+			return err
+		}
+		v.sent.Add(1)
+	}
+	if v.stall {
+		<-ctx.Done()
+	}
+	return v.err
+}
+
+func (v *fakeView) ResetRouter(context.Context, string) (int, error) { return 3, v.err }

@@ -1,0 +1,379 @@
+package remote
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/protobuf/encoding/protowire"
+	"google.golang.org/protobuf/types/known/emptypb"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/cluster"
+	"github.com/dpserve/dpserve/cluster/pki"
+	"github.com/dpserve/dpserve/internal/problem"
+	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
+	"github.com/dpserve/dpserve/state"
+)
+
+// inTown runs f in a bubble of fake time.
+func inTown(t *testing.T, f func(t *testing.T, w *town), names ...string) {
+	t.Helper()
+	synctest.Test(t, func(t *testing.T) {
+		w := newTown(t, names...)
+		defer synctest.Wait()
+		defer w.close()
+		f(t, w)
+	})
+}
+
+func report(node string) *msg.NodeReport {
+	return &msg.NodeReport{Node: state.Node{ID: node, UID: "uid-" + node}, Index: 5, Events: []msg.UnitEvent{{Number: 8, Unit: "chat/0", Kind: msg.UnitReady}}}
+}
+
+func TestRenewFindsTheLeader(t *testing.T) {
+	inTown(t, func(t *testing.T, w *town) {
+		l := w.lead("c")
+		for _, node := range []string{"a", "b", "c"} {
+			lease, err := w.nodes[node].client.Renew(t.Context(), report(node))
+			require.NoError(t, err, node)
+			assert.Equal(t, msg.Lease{TTL: state.LeaseTTL, Leader: "c", Taken: 8, Index: 5}, lease)
+		}
+		for _, m := range w.nodes {
+			m.hint.Store("") // nobody told them
+		}
+		l2 := w.lead("b")
+		for _, m := range w.nodes {
+			m.hint.Store("")
+		}
+		w.nodes["c"].hint.Store("b")
+		_, err := w.nodes["a"].client.Renew(t.Context(), report("a"))
+		require.NoError(t, err, "the old leader names the new one")
+		assert.Equal(t, []int64{3, 1}, []int64{l.renewals.Load(), l2.renewals.Load()})
+	}, "a", "b", "c")
+}
+
+func TestRenewWithoutLeader(t *testing.T) {
+	inTown(t, func(t *testing.T, w *town) {
+		_, err := w.nodes["a"].client.Renew(t.Context(), report("a"))
+		require.ErrorIs(t, err, cluster.ErrNotLeader)
+		assert.Equal(t, problem.Unavailable, problem.CodeOf(err))
+		w.nodes["b"].server.Stop()
+		_, err = w.nodes["a"].client.Renew(t.Context(), report("a"))
+		require.ErrorIs(t, err, ErrUnreachable)
+		assert.Equal(t, problem.Unavailable, problem.CodeOf(err))
+	}, "a", "b")
+}
+
+func TestRenewOfAnotherNodeIsRefused(t *testing.T) {
+	inTown(t, func(t *testing.T, w *town) {
+		l := w.lead("b")
+		_, err := w.nodes["a"].client.Renew(t.Context(), report("b"))
+		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
+		other := report("a")
+		other.Node.UID = "uid-of-a-wiped-disk"
+		_, err = w.nodes["a"].client.Renew(t.Context(), other)
+		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
+		old := report("a")
+		old.Node.Version = "v0.0.9"
+		_, err = w.nodes["a"].client.Renew(t.Context(), old)
+		require.EqualError(t, err, "the node runs dpserve v0.0.9, this cluster v0.2.0, which works with v0.1.0 and later")
+		assert.Zero(t, l.renewals.Load())
+
+		l.err = problem.New(problem.PermissionDenied, "removed")
+		_, err = w.nodes["a"].client.Renew(t.Context(), report("a"))
+		require.EqualError(t, err, "removed")
+		assert.Equal(t, int64(1), l.renewals.Load(), "a refusal is an answer")
+	}, "a", "b")
+}
+
+// TestRenewGoesOnToTheOthers: a leader that went silent costs one renewal, not the lease.
+func TestRenewGoesOnToTheOthers(t *testing.T) {
+	inTown(t, func(t *testing.T, w *town) {
+		l := w.lead("b")
+		a := w.nodes["a"]
+		_, err := a.client.Renew(t.Context(), report("a"))
+		require.NoError(t, err)
+		w.nodes["b"].server.Stop() // its node is gone; the hint is old
+		w.nodes["c"].leads.Store(l)
+		_, err = a.client.Renew(t.Context(), report("a"))
+		require.NoError(t, err)
+	}, "a", "b", "c")
+}
+
+func TestUnknownMessagesAreCounted(t *testing.T) {
+	inTown(t, func(t *testing.T, w *town) {
+		w.lead("b")
+		a, b := w.nodes["a"], w.nodes["b"]
+		r := report("a")
+		r.Events = append(r.Events, msg.UnitEvent{Number: 9, Unit: "chat/0", Kind: "of_the_future"})
+		lease, err := a.client.Renew(t.Context(), r)
+		require.NoError(t, err)
+		assert.Equal(t, uint64(9), lease.Taken)
+		assert.Equal(t, int64(1), b.unknown.Load())
+
+		conn, err := a.conns.Get("b")
+		require.NoError(t, err)
+		err = conn.Invoke(t.Context(), "/dpserve.v1.Control/Dance", &emptypb.Empty{}, &emptypb.Empty{})
+		assert.Equal(t, problem.Unavailable, problem.CodeOf(fromStatus("b", err)))
+		assert.Equal(t, int64(2), b.unknown.Load())
+
+		req := &dpservev1.AssignRequest{App: "chat", ReplicaId: "chat.0.3"}
+		req.ProtoReflect().SetUnknown(protowire.AppendVarint(protowire.AppendTag(nil, 99, protowire.VarintType), 1))
+		_, err = dpservev1.NewControlClient(conn).Assign(t.Context(), req)
+		require.NoError(t, err, "a field of a later version is passed over")
+		assert.Equal(t, int64(3), b.unknown.Load())
+	}, "a", "b")
+}
+
+func TestAssignSurvivesAChangeOfLeader(t *testing.T) {
+	inTown(t, func(t *testing.T, w *town) {
+		w.nodes["b"].server.Stop()
+		time.AfterFunc(3*time.Second, func() { w.lead("c") })
+		began := time.Now()
+		r, err := w.nodes["a"].client.Assign(t.Context(), "chat", 0, "chat.0.3")
+		require.NoError(t, err)
+		assert.Equal(t, msg.AssignReply{Rank: 3, Epoch: 2, DPSize: 8}, r)
+		assert.Less(t, time.Since(began), 3*time.Second+roundPauseMax+time.Millisecond, "fake time")
+
+		l := w.lead("a")
+		r, err = w.nodes["a"].client.Assign(t.Context(), "chat", 0, "chat.0.3")
+		require.NoError(t, err)
+		assert.Equal(t, 3, r.Rank, "in-process")
+		l.err = problem.New(problem.Unavailable, "not granted")
+		_, err = w.nodes["c"].client.Assign(t.Context(), "chat", 0, "chat.0.3")
+		require.EqualError(t, err, "not granted", "a typed refusal is an answer")
+		ctx, cancel := context.WithTimeoutCause(t.Context(), time.Second, errors.New("start given up"))
+		defer cancel()
+		w.lead("nobody")
+		_, err = w.nodes["c"].client.Assign(ctx, "chat", 0, "chat.0.3")
+		require.Error(t, err)
+	}, "a", "b", "c")
+}
+
+// TestAwaitSurvivesLeaders: one that steps down, one that dies, one that goes silent; the last one answers.
+func TestAwaitSurvivesLeaders(t *testing.T) {
+	inTown(t, func(t *testing.T, w *town) {
+		first := w.lead("b")
+		got := make(chan msg.AwaitReply, 1)
+		go func() {
+			addr, port, err := w.nodes["a"].client.Await(t.Context(), "moe/0", 1, 4)
+			got <- msg.AwaitReply{Addr: addr, Port: port, Err: err}
+		}()
+		time.Sleep(10 * time.Second)
+		assert.Equal(t, int64(3), first.awaits.Load(), "held and asked again")
+		second := w.lead("c") // b steps down
+		time.Sleep(time.Second)
+		assert.Equal(t, int64(1), second.awaits.Load())
+		w.nodes["c"].server.Stop() // c dies
+		time.Sleep(time.Second)
+		third := w.lead("b")
+		w.nodes["a"].client.Publish(msg.Publish{Unit: "moe/0", Epoch: 1, Addr: "10.0.0.1", Port: 7})
+		assert.Equal(t, msg.AwaitReply{Addr: "10.0.0.1", Port: 7}, <-got)
+		assert.Positive(t, third.awaits.Load())
+
+		late, _, err := w.nodes["b"].client.Await(t.Context(), "moe/0", 1, 5)
+		require.NoError(t, err)
+		assert.Equal(t, "10.0.0.1", late, "in-process")
+	}, "a", "b", "c")
+}
+
+func TestAwaitEndsWithItsContext(t *testing.T) {
+	inTown(t, func(t *testing.T, w *town) {
+		w.lead("b")
+		why := errors.New("superseded")
+		ctx, cancel := context.WithCancelCause(t.Context())
+		time.AfterFunc(6*time.Second, func() { cancel(why) })
+		_, _, err := w.nodes["a"].client.Await(ctx, "moe/0", 1, 4)
+		require.ErrorIs(t, err, why)
+		w.lead("nobody")
+		began := time.Now()
+		_, _, err = w.nodes["a"].client.Await(t.Context(), "moe/0", 1, 4)
+		require.Error(t, err)
+		assert.InDelta(t, persistLimit.Seconds(), time.Since(began).Seconds(), 1, "bounded even without a deadline")
+	}, "a", "b")
+}
+
+func TestPublishIsRepeatedUntilTaken(t *testing.T) {
+	inTown(t, func(t *testing.T, w *town) {
+		a := w.nodes["a"]
+		a.client.Publish(msg.Publish{Unit: "moe/0", Epoch: 1, Addr: "old", Port: 1})
+		a.client.Publish(msg.Publish{Unit: "moe/0", Epoch: 2, Addr: "new", Port: 2})
+		a.client.Publish(msg.Publish{Unit: "moe/0", Epoch: 1, Addr: "older still", Port: 1})
+		time.Sleep(30 * time.Second)
+		l := w.lead("b")
+		assert.Equal(t, msg.Publish{Unit: "moe/0", Epoch: 2, Addr: "new", Port: 2}, <-l.published)
+		time.Sleep(time.Minute)
+		assert.Empty(t, l.published, "once")
+
+		w.lead("nobody")
+		a.client.Publish(msg.Publish{Unit: "moe/0", Epoch: 2})
+		a.client.Publish(msg.Publish{Unit: "moe/1", Epoch: 5})
+		w.store.change(func(st *state.State) { st.Epochs = map[string]uint64{"moe/0": 3} })
+		time.Sleep(time.Second)
+		assert.Len(t, a.client.publisher.waiting, 1, "the other one is superseded")
+		time.Sleep(publishLimit)
+		assert.Empty(t, a.client.publisher.waiting, "nobody waits so long")
+		assert.False(t, a.client.publisher.running)
+
+		for range 2 * maxPublished {
+			a.client.Publish(msg.Publish{Unit: time.Now().String(), Epoch: 1})
+			time.Sleep(time.Nanosecond)
+		}
+		assert.LessOrEqual(t, len(a.client.publisher.waiting), maxPublished)
+	}, "a", "b")
+}
+
+func TestProposalsOfFollowers(t *testing.T) {
+	inTown(t, func(t *testing.T, w *town) {
+		a := w.nodes["a"]
+		put := state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{Name: "chat", Spec: []byte(`{}`), Route: "/"}}, Expect: map[string]uint64{"chat": 0}}}
+		_, err := a.client.Propose(t.Context(), put)
+		require.ErrorIs(t, err, cluster.ErrNotLeader)
+		w.lead("c")
+		r, err := a.client.Propose(t.Context(), put)
+		require.NoError(t, err)
+		assert.Equal(t, map[string]uint64{"chat": 1}, r.Apps)
+		_, err = a.client.Forward(t.Context(), *w.store.nodes()["b"], put)
+		require.ErrorIs(t, err, state.ErrStaleRevision, "b names c, and c refuses")
+		_, err = a.client.Propose(t.Context(), state.Command{Init: &state.Init{Cluster: "mine"}})
+		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
+		_, err = a.client.Propose(t.Context(), state.Command{})
+		require.ErrorIs(t, err, state.ErrUnknownCommand)
+
+		w.store.err = problem.New(problem.Unavailable, "propose: %w", cluster.ErrClosed)
+		_, err = a.client.Propose(t.Context(), put)
+		require.ErrorIs(t, err, cluster.ErrOutcomeUnknown)
+		for _, m := range w.nodes {
+			m.server.Stop()
+		}
+		time.Sleep(time.Second) // the connections are known to be gone
+		_, err = a.client.Forward(t.Context(), *w.store.nodes()["c"], put)
+		require.ErrorIs(t, err, ErrUnreachable)
+		require.NotErrorIs(t, err, cluster.ErrOutcomeUnknown, "it was not sent")
+	}, "a", "b", "c")
+}
+
+func TestWatchFollowsAnyControlNode(t *testing.T) {
+	inTown(t, func(t *testing.T, w *town) {
+		for _, m := range w.nodes {
+			m.follow = func(ctx context.Context, from uint64, send func([]byte, uint64) error) error {
+				if err := send([]byte("{}"), from+1); err != nil {
+					return err
+				}
+				if err := send(nil, from+1); err != nil {
+					return err
+				}
+				<-ctx.Done()
+				return ctx.Err()
+			}
+		}
+		got := errors.New("enough")
+		for range 4 {
+			var seen []uint64
+			err := w.nodes["a"].client.Watch(t.Context(), 41, func(data []byte, index uint64) error {
+				seen = append(seen, index, uint64(len(data)))
+				if len(seen) == 4 {
+					return got
+				}
+				return nil
+			})
+			require.ErrorIs(t, err, got)
+			assert.Equal(t, []uint64{42, 2, 42, 0}, seen)
+		}
+		w.nodes["b"].server.Stop()
+		w.nodes["c"].server.Stop()
+		require.ErrorIs(t, w.nodes["a"].client.Watch(t.Context(), 0, nil), ErrUnreachable)
+	}, "a", "b", "c")
+}
+
+func TestWatchWithoutControlNodes(t *testing.T) {
+	inTown(t, func(t *testing.T, w *town) {
+		assert.Equal(t, problem.Unavailable, problem.CodeOf(w.nodes["a"].client.Watch(t.Context(), 0, nil)))
+	}, "a")
+}
+
+func TestCertify(t *testing.T) {
+	inTown(t, func(t *testing.T, w *town) {
+		key, err := pki.NewKey()
+		require.NoError(t, err)
+		csr, err := pki.NewCSR(key)
+		require.NoError(t, err)
+		_, _, err = w.nodes["a"].client.Certify(t.Context(), csr)
+		require.EqualError(t, err, "certificate: this cluster has no certificate authority")
+		authority := w.store.authority(t)
+		cert, ca, err := w.nodes["a"].client.Certify(t.Context(), csr)
+		require.NoError(t, err, "no leader is needed")
+		assert.Equal(t, authority, ca)
+		c, err := pki.NewCredentials(ca, cert, key)
+		require.NoError(t, err)
+		assert.Equal(t, pki.Identity{Cluster: "c", Node: "a", UID: "uid-a", Roles: []string{"control", "worker"}}, c.Identity)
+		_, _, err = w.nodes["a"].client.Certify(t.Context(), []byte("junk"))
+		assert.Equal(t, problem.InvalidArgument, problem.CodeOf(err))
+		w.store.put(&state.Node{ID: "a", UID: "another", Address: "a:7947"})
+		_, _, err = w.nodes["a"].client.Certify(t.Context(), csr)
+		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
+	}, "a", "b")
+}
+
+// authority gives the state a certificate authority.
+func (s *fakeStore) authority(t *testing.T) []byte {
+	t.Helper()
+	a, err := pki.NewAuthority("c", time.Now())
+	require.NoError(t, err)
+	cert, key := a.PEM()
+	s.change(func(st *state.State) {
+		st.Secrets = state.Secrets{Authority: cert, AuthorityKey: key, GossipKey: make([]byte, 32)}
+	})
+	return cert
+}
+
+func TestConnsFollowTheNodes(t *testing.T) {
+	inTown(t, func(t *testing.T, w *town) {
+		a := w.nodes["a"].conns
+		_, err := a.Get("x")
+		require.ErrorIs(t, err, state.ErrUnknownNode)
+		w.store.put(&state.Node{ID: "alone", UID: "u"})
+		_, err = a.Get("alone")
+		require.ErrorIs(t, err, ErrNoAddress)
+		assert.Equal(t, problem.Unavailable, problem.CodeOf(err))
+		first, err := a.Get("b")
+		require.NoError(t, err)
+		again, err := a.Get("b")
+		require.NoError(t, err)
+		assert.Same(t, first, again)
+
+		w.store.put(&state.Node{ID: "b", UID: "uid-b", Address: "elsewhere:1"})
+		moved, err := a.Get("b")
+		require.NoError(t, err)
+		assert.NotSame(t, first, moved)
+		require.ErrorIs(t, fromStatus("b", first.Invoke(t.Context(), "/x/y", &emptypb.Empty{}, &emptypb.Empty{})), ErrUnreachable, "it is closed")
+
+		w.store.put(&state.Node{ID: "b", UID: "uid-b2", Address: "elsewhere:1"})
+		_, err = a.Get("b")
+		require.NoError(t, err)
+		assert.Equal(t, "uid-b2", a.held["b"].uid)
+		w.store.change(func(st *state.State) { st.Nodes = nil })
+		_, err = a.Get("b")
+		require.ErrorIs(t, err, state.ErrUnknownNode)
+		assert.Empty(t, a.held)
+		require.NoError(t, a.Close())
+		_, err = a.Get("b")
+		require.ErrorIs(t, err, ErrUnreachable)
+	}, "a", "b")
+}
+
+func TestConnsReportAFailedDial(t *testing.T) {
+	c := NewConns(ConnsConfig{
+		Dial:  func(string, string) (*grpc.ClientConn, error) { return nil, errors.New("bad address") },
+		Nodes: func() map[string]*state.Node { return map[string]*state.Node{"b": {ID: "b", Address: "?"}} },
+	})
+	_, err := c.Get("b")
+	require.ErrorIs(t, err, ErrUnreachable)
+	require.EqualError(t, c.Node("b").StopRank(t.Context(), &msg.StopRank{Unit: "chat/0"}), "node b cannot be reached: bad address")
+}

@@ -1,0 +1,619 @@
+package remote
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/routing"
+)
+
+// TestDataStream: an engine's stream arrives whole, with its header and the ticket; each chunk as soon as it is there.
+func TestDataStream(t *testing.T) {
+	next := make(chan struct{})
+	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
+		swallowBody(r)
+		w.Header().Set("X-Engine", "yes")
+		for range 5 {
+			<-next
+			dataChunks(w, 1)
+		}
+	}})
+	resp, rep, err := g.client.Send(t.Context(), func() *msg.Dispatch { close2(next, 5); return g.dispatch() }())
+	require.NoError(t, err)
+	defer resp.Body.Close()
+	assert.Equal(t, msg.AdmitReply{Epoch: 3, Seq: 12, Ticket: msg.Ticket{ID: ticketID, Epoch: 3, Incarnation: 9, Seq: 12, Rank: routing.ID(0, 1)}}, rep)
+	assert.Equal(t, "yes", resp.Header.Get("X-Engine"))
+	for name := range resp.Header {
+		assert.NotContains(t, name, dataPrefix)
+	}
+	b, err := io.ReadAll(resp.Body)
+	require.NoError(t, err)
+	assert.Equal(t, strings.Repeat(dataChunk, 5), string(b))
+	assert.Empty(t, g.rank.done(), "the ticket is the ingress's to give back")
+}
+
+// close2 feeds n steps from the side.
+func close2(c chan struct{}, n int) {
+	go func() {
+		for range n {
+			c <- struct{}{}
+		}
+	}()
+}
+
+// TestDataChunkByChunk: nothing waits for what comes behind it.
+func TestDataChunkByChunk(t *testing.T) {
+	next := make(chan struct{})
+	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
+		swallowBody(r)
+		for range next {
+			dataChunks(w, 1)
+		}
+	}})
+	go func() { next <- struct{}{} }()
+	resp, _, err := g.client.Send(t.Context(), g.dispatch())
+	require.NoError(t, err)
+	defer resp.Body.Close()
+	buf := make([]byte, 4096)
+	for i := range 3 {
+		n, err := resp.Body.Read(buf)
+		require.NoError(t, err)
+		require.Equal(t, dataChunk, string(buf[:n]))
+		if i < 2 {
+			next <- struct{}{}
+		}
+	}
+	close(next)
+	_, err = resp.Body.Read(buf)
+	assert.ErrorIs(t, err, io.EOF)
+}
+
+// TestDataWholeAndErrors: whatever an engine answers passes byte for byte, statuses that the port itself uses too.
+func TestDataWholeAndErrors(t *testing.T) {
+	for _, status := range []int{200, 400, 403, 413, 429, 500, 502, 503} {
+		g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
+			swallowBody(r)
+			w.Header().Set("Content-Type", "application/json")
+			w.Header().Set("Retry-After", "7")
+			w.Header().Set("Dpserve-Refused", "full") // an engine cannot speak for the port
+			w.Header().Set("Dpserve-Cause", "refused")
+			w.Header().Set("Connection", "X-Hop")
+			w.Header().Set("X-Hop", "1")
+			w.WriteHeader(status)
+			_, _ = io.WriteString(w, `{"a":1}`)
+		}})
+		a := g.send(g.dispatch())
+		require.NoError(t, a.err)
+		require.NoError(t, a.cut)
+		assert.Equal(t, status, a.status)
+		assert.Equal(t, `{"a":1}`, a.body)
+		assert.EqualValues(t, ticketID, a.reply.Ticket.ID)
+		assert.Equal(t, []string{"7"}, a.header["Retry-After"])
+		assert.Equal(t, []string{"7"}, a.header["Content-Length"])
+		assert.Empty(t, a.header["X-Hop"])
+		assert.Empty(t, a.header["Dpserve-Refused"])
+	}
+}
+
+// TestDataAdmission: what the rank is asked is what the ingress said, hashes and all; the engine gets the body alone.
+func TestDataAdmission(t *testing.T) {
+	bodies := make(chan string, 1)
+	g := newDataRig(t, dataOptions{engine: func(_ http.ResponseWriter, r *http.Request) { bodies <- swallowBody(r) }})
+	for _, n := range []int{0, 1, 63, 5000} {
+		d := g.dispatch()
+		d.Body = bigBody(400 << 10)
+		d.Admit.Hit, d.Admit.HitBlocks = 16*min(n, 1), min(n, 1)
+		for i := range n {
+			d.Admit.Blocks = append(d.Admit.Blocks, uint64(i)*0x9e3779b97f4a7c15+1)
+		}
+		d.Admit.Deadline = time.Now().Add(time.Hour)
+		require.NoError(t, g.send(d).err)
+		assert.Equal(t, string(d.Body), <-bodies)
+		asked := g.rank.asked()
+		m := asked[len(asked)-1]
+		assert.Equal(t, d.Admit.Blocks, m.Blocks)
+		assert.WithinDuration(t, d.Admit.Deadline, m.Deadline, time.Minute)
+		require.NotNil(t, m.Ctx)
+		m.Ctx, m.Reply, m.Deadline, m.Blocks = nil, nil, d.Admit.Deadline, d.Admit.Blocks
+		assert.Equal(t, *d.Admit, m)
+	}
+}
+
+// TestDataEngineHeader: the engine gets what the ingress prepared, and nothing of this wire.
+func TestDataEngineHeader(t *testing.T) {
+	seen := make(chan http.Header, 1)
+	g := newDataRig(t, dataOptions{engine: func(_ http.ResponseWriter, r *http.Request) {
+		swallowBody(r)
+		seen <- r.Header
+	}})
+	d := g.dispatch()
+	d.Header["Authorization"] = []string{"Bearer x"}
+	d.Header["Dpserve-Rank"] = []string{"9/9"} // as a client might send it
+	d.Header["Dpserve-Evil"] = []string{"1"}
+	d.Header["X-Data-Parallel-Rank"] = []string{"4"}
+	require.NoError(t, g.send(d).err)
+	assert.Equal(t, http.Header{
+		"Content-Type": {"application/json"}, "Authorization": {"Bearer x"}, "X-Request-Id": {"r1"}, "Content-Length": {"13"},
+	}, <-seen)
+}
+
+// TestDataAddressing: an engine that hosts several ranks is told which.
+func TestDataAddressing(t *testing.T) {
+	type got struct {
+		header []string
+		body   string
+	}
+	for mode, want := range map[string]got{
+		"url": {nil, `{"model":"m"}`}, "header": {[]string{"6"}, `{"model":"m"}`}, "body": {nil, `{"model":"m","routed_dp_rank":6}`},
+	} {
+		seen := make(chan got, 1)
+		g := newDataRig(t, dataOptions{target: msg.Target{Addressing: mode, Selector: 6}, engine: func(_ http.ResponseWriter, r *http.Request) {
+			seen <- got{r.Header["X-Data-Parallel-Rank"], swallowBody(r)}
+		}})
+		require.NoError(t, g.send(g.dispatch()).err)
+		assert.Equal(t, want, <-seen, mode)
+	}
+}
+
+// TestDataRefusals: every refusal arrives as it was given.
+func TestDataRefusals(t *testing.T) {
+	g := newDataRig(t, dataOptions{url: "http://127.0.0.1:1"})
+	for r := msg.Full; r <= msg.Overloaded; r++ {
+		want := msg.AdmitReply{Refusal: r, Epoch: 8, Seq: 4, RetryAfter: 3 * time.Second}
+		g.rank.set(func(k *dataBox) { k.reply = want })
+		a := g.send(g.dispatch())
+		require.NoError(t, a.err)
+		assert.Equal(t, want, a.reply)
+		assert.Zero(t, a.status)
+	}
+	assert.Equal(t, msg.NotReady, refusalOf("of_a_later_build"))
+}
+
+// TestDataUnknownRank: who is not there has gone; a ghost's record changes nothing.
+func TestDataUnknownRank(t *testing.T) {
+	g := newDataRig(t, dataOptions{engine: func(_ http.ResponseWriter, r *http.Request) { swallowBody(r) }})
+	for _, change := range []func(d *msg.Dispatch){
+		func(d *msg.Dispatch) { d.Unit = "demo/1" },
+		func(d *msg.Dispatch) { d.App = "other" },
+		func(d *msg.Dispatch) { d.Rank = routing.ID(0, 2) },
+	} {
+		d := g.dispatch()
+		change(d)
+		assert.Equal(t, msg.Gone, g.send(d).reply.Refusal)
+	}
+	gone := &msg.Record{App: "demo", Unit: "demo/0", Rank: routing.ID(0, 1), Epoch: 3, Incarnation: 8, Kind: msg.RecGone}
+	g.feed.say(gone)
+	assert.Equal(t, 200, g.send(g.dispatch()).status, "of another incarnation")
+	g.snapshot(2, 9, msg.Target{URL: "http://127.0.0.1:1"})
+	assert.Equal(t, 200, g.send(g.dispatch()).status, "of an older epoch")
+	gone.Incarnation = 9
+	g.feed.say(gone)
+	assert.Equal(t, msg.Gone, g.send(g.dispatch()).reply.Refusal)
+}
+
+// TestDataMailbox: a full, a stopped and a silent mailbox, as at home.
+func TestDataMailbox(t *testing.T) {
+	g := newDataRig(t, dataOptions{url: "http://127.0.0.1:1", config: func(c *DataConfig) { c.Timers.Admit = 20 * time.Millisecond }})
+	g.rank.set(func(k *dataBox) { k.full = true })
+	assert.Equal(t, msg.Overloaded, g.send(g.dispatch()).reply.Refusal)
+	g.rank.set(func(k *dataBox) { k.full, k.mute = false, true })
+	d := g.dispatch()
+	d.Admit.Blocks = []uint64{1, 2, 3}
+	assert.Equal(t, msg.Overloaded, g.send(d).reply.Refusal)
+	g.rank.set(func(k *dataBox) {
+		assert.Equal(t, []uint64{1, 2, 3}, k.held[0].Blocks, "the message's own until it is answered")
+		k.held[0].Reply <- k.reply
+	})
+	dataEventually(t, func() bool { return len(g.rank.done()) == 1 }, "the late ticket comes back")
+	assert.Equal(t, msg.Done{TicketID: ticketID, Outcome: msg.Refused, Cause: "late_ticket"}, g.rank.done()[0])
+	close(g.rank.stopped)
+	assert.Equal(t, msg.Gone, g.send(g.dispatch()).reply.Refusal)
+	g.rank.set(func(k *dataBox) { k.full = true })
+	assert.Equal(t, msg.Gone, g.send(g.dispatch()).reply.Refusal)
+}
+
+// TestDataEngineLost: an engine that takes no connection is told from one that breaks off, with the ticket.
+func TestDataEngineLost(t *testing.T) {
+	dead, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	require.NoError(t, dead.Close())
+	a := newDataRig(t, dataOptions{url: "http://" + dead.Addr().String()}).send(newDispatch())
+	require.ErrorIs(t, a.err, msg.ErrEngineRefused)
+	assert.EqualValues(t, ticketID, a.reply.Ticket.ID)
+
+	a = newDataRig(t, dataOptions{engine: func(_ http.ResponseWriter, r *http.Request) {
+		swallowBody(r)
+		panic(http.ErrAbortHandler)
+	}}).send(newDispatch())
+	require.Error(t, a.err)
+	require.NotErrorIs(t, a.err, msg.ErrEngineRefused)
+	require.NotErrorIs(t, a.err, msg.ErrUnreachable)
+	assert.EqualValues(t, ticketID, a.reply.Ticket.ID)
+}
+
+func newDispatch() *msg.Dispatch { return (&dataRig{}).dispatch() }
+
+// TestDataResend: a reused connection that turns out closed costs one resend, and the ingress hears of it.
+func TestDataResend(t *testing.T) {
+	var n atomic.Int32
+	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
+		swallowBody(r)
+		if n.Add(1) == 2 {
+			panic(http.ErrAbortHandler)
+		}
+		_, _ = io.WriteString(w, "{}")
+	}})
+	d := g.dispatch()
+	require.Equal(t, 200, g.send(d).status)
+	assert.False(t, d.Resent)
+	require.Equal(t, 200, g.send(d).status)
+	assert.True(t, d.Resent)
+	assert.EqualValues(t, 3, n.Load())
+}
+
+// TestDataFirstToken: an engine that does not answer in time is named as that, and let go.
+func TestDataFirstToken(t *testing.T) {
+	left := make(chan struct{})
+	g := newDataRig(t, dataOptions{engine: func(_ http.ResponseWriter, r *http.Request) {
+		swallowBody(r)
+		<-r.Context().Done()
+		close(left)
+	}})
+	d := g.dispatch()
+	d.FirstToken = 20 * time.Millisecond
+	a := g.send(d)
+	require.ErrorIs(t, a.err, msg.ErrFirstToken)
+	assert.EqualValues(t, ticketID, a.reply.Ticket.ID)
+	<-left
+}
+
+// TestDataCut: an engine that breaks off in mid-stream is a reset here: no clean end, and not the node's fault.
+func TestDataCut(t *testing.T) {
+	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
+		swallowBody(r)
+		dataChunks(w, 2)
+		panic(http.ErrAbortHandler)
+	}})
+	a := g.send(g.dispatch())
+	require.NoError(t, a.err)
+	require.Error(t, a.cut)
+	require.NotErrorIs(t, a.cut, msg.ErrUnreachable)
+	assert.Equal(t, strings.Repeat(dataChunk, 2), a.body)
+}
+
+// lateEngine answers with a chunk, or with nothing at all, and then says nothing until its client leaves.
+func lateEngine() (engine http.HandlerFunc, came, left chan struct{}) {
+	came, left = make(chan struct{}, 4), make(chan struct{}, 4)
+	return func(w http.ResponseWriter, r *http.Request) {
+		swallowBody(r)
+		if r.Header.Get("X-Mute") == "" {
+			dataChunks(w, 1)
+		}
+		came <- struct{}{}
+		<-r.Context().Done()
+		left <- struct{}{}
+	}, came, left
+}
+
+// midway gives a stream of which the first chunk is here, and a request whose engine has not answered; their ends come in order.
+func (g *dataRig) midway(ctx context.Context, came chan struct{}) (begun, mute chan error) {
+	begun, mute = make(chan error, 1), make(chan error, 1)
+	resp, _, err := g.client.Send(ctx, g.dispatch())
+	require.NoError(g.t, err)
+	_, err = io.ReadFull(resp.Body, make([]byte, len(dataChunk)))
+	require.NoError(g.t, err)
+	go func() {
+		defer resp.Body.Close()
+		_, err := resp.Body.Read(make([]byte, 100))
+		begun <- err
+	}()
+	d := g.dispatch()
+	d.Header = map[string][]string{"X-Mute": {"1"}}
+	go func() { mute <- g.sendCtx(ctx, d).err }()
+	<-came
+	<-came
+	return begun, mute
+}
+
+// oneBack: the ticket that no ingress heard of comes back from the data port, the other one is the ingress's.
+func (g *dataRig) oneBack() {
+	dataEventually(g.t, func() bool { return len(g.rank.done()) == 1 }, "the ticket that nobody heard of")
+	assert.Equal(g.t, msg.Done{TicketID: ticketID, Outcome: msg.Cancelled, Cause: "client_gone"}, g.rank.done()[0])
+}
+
+// TestDataNodeLost: a connection that is lost is the node's fault, before the answer and within it.
+func TestDataNodeLost(t *testing.T) {
+	engine, came, left := lateEngine()
+	g := newDataRig(t, dataOptions{engine: engine})
+	begun, mute := g.midway(t.Context(), came)
+	require.NoError(t, g.http.Close())
+	require.ErrorIs(t, <-begun, msg.ErrUnreachable)
+	require.ErrorIs(t, <-mute, msg.ErrUnreachable)
+	<-left
+	<-left
+	require.ErrorIs(t, g.send(g.dispatch()).err, msg.ErrUnreachable, "nobody listens any more")
+	g.oneBack()
+}
+
+// TestDataCancel: an ingress that gives up ends the engine's requests, within a stream and before its answer.
+func TestDataCancel(t *testing.T) {
+	engine, came, left := lateEngine()
+	g := newDataRig(t, dataOptions{engine: engine})
+	ctx, cancel := context.WithCancel(t.Context())
+	begun, mute := g.midway(ctx, came)
+	cancel()
+	<-left
+	<-left
+	require.ErrorIs(t, <-begun, context.Canceled)
+	require.ErrorIs(t, <-mute, context.Canceled)
+	g.oneBack()
+}
+
+// TestDataHold: a ticket without a request lives as long as its stream.
+func TestDataHold(t *testing.T) {
+	g := newDataRig(t, dataOptions{url: "http://127.0.0.1:1"})
+	ctx, cancel := context.WithCancel(t.Context())
+	d := g.dispatch()
+	d.Path, d.Body, d.Header = "", nil, nil
+	resp, rep, err := g.client.Send(ctx, d)
+	require.NoError(t, err)
+	assert.EqualValues(t, ticketID, rep.Ticket.ID)
+	held := g.rank.asked()[0].Ctx
+	require.NoError(t, held.Err())
+	cancel()
+	<-held.Done()
+	require.NoError(t, resp.Body.Close())
+}
+
+// TestDataNoTicket: a tokenizer is asked without admission.
+func TestDataNoTicket(t *testing.T) {
+	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
+		swallowBody(r)
+		_, _ = io.WriteString(w, r.URL.Path)
+	}})
+	d := g.dispatch()
+	d.Path, d.Admit = "/tokenize", nil
+	a := g.send(d)
+	assert.Equal(t, "/tokenize", a.body)
+	assert.Equal(t, msg.AdmitReply{Ticket: msg.Ticket{Rank: d.Rank}}, a.reply)
+	assert.Empty(t, g.rank.asked())
+}
+
+// TestDataLease: a node without its lease admits nothing and sends nothing on.
+func TestDataLease(t *testing.T) {
+	var serves atomic.Bool
+	serves.Store(true)
+	next := make(chan struct{})
+	g := newDataRig(t, dataOptions{
+		config: func(c *DataConfig) { c.Serves = serves.Load },
+		engine: func(w http.ResponseWriter, r *http.Request) {
+			swallowBody(r)
+			dataChunks(w, 1)
+			<-next
+			dataChunks(w, 1)
+		},
+	})
+	resp, _, err := g.client.Send(t.Context(), g.dispatch())
+	require.NoError(t, err)
+	defer resp.Body.Close()
+	buf := make([]byte, 4096)
+	n, err := resp.Body.Read(buf)
+	require.NoError(t, err)
+	require.Equal(t, dataChunk, string(buf[:n]))
+	serves.Store(false)
+	close(next)
+	n, err = resp.Body.Read(buf)
+	require.Error(t, err)
+	require.NotErrorIs(t, err, io.EOF)
+	assert.Zero(t, n)
+	assert.Equal(t, msg.NoLease, g.send(g.dispatch()).reply.Refusal)
+}
+
+// TestDataStrangers: who may not ask, or asks for what is not there, is told so, and no rank hears of it.
+func TestDataStrangers(t *testing.T) {
+	var denied atomic.Bool
+	g := newDataRig(t, dataOptions{url: "http://127.0.0.1:1", config: func(c *DataConfig) {
+		c.Caller = func(context.Context) (string, bool) { return "n1", !denied.Load() }
+	}})
+	for text, change := range map[string]func(d *msg.Dispatch){
+		"malformed":  func(d *msg.Dispatch) { d.Path = "/metrics" },
+		"\"denied\"": func(d *msg.Dispatch) { d.Admit.Ingress = "n7" },
+		"too_large":  func(d *msg.Dispatch) { d.Body = make([]byte, maxDataBody) },
+	} {
+		d := g.dispatch()
+		d.Admit.Blocks = []uint64{1}
+		change(d)
+		a := g.send(d)
+		require.ErrorIs(t, a.err, msg.ErrUnreachable)
+		assert.ErrorContains(t, a.err, text)
+	}
+	denied.Store(true)
+	assert.ErrorContains(t, g.send(g.dispatch()).err, "denied")
+	assert.Empty(t, g.rank.asked())
+	_, _, err := NewDataClient(func(string) (http.RoundTripper, error) { return nil, errors.New("no such node") }).Send(t.Context(), g.dispatch())
+	assert.ErrorIs(t, err, msg.ErrUnreachable)
+}
+
+// TestDataBodyStalls: an upload that stands still is given up.
+func TestDataBodyStalls(t *testing.T) {
+	g := newDataRig(t, dataOptions{url: "http://127.0.0.1:1", config: func(c *DataConfig) { c.Timers.Body = 20 * time.Millisecond }})
+	body, w := io.Pipe()
+	defer w.Close()
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+dataHost+"/v1/completions", body)
+	require.NoError(t, err)
+	d := g.dispatch()
+	req.Header, req.ContentLength = writeHead(d, time.Now()), 100
+	go func() { _, _ = w.Write([]byte("{")) }()
+	_, err = g.way.RoundTrip(req)
+	require.Error(t, err)
+	assert.Empty(t, g.rank.asked())
+}
+
+// TestDataSlowReaders: 64 readers that stand still do not stop one that reads.
+func TestDataSlowReaders(t *testing.T) {
+	const slow = 64
+	part := strings.Repeat("x", 64<<10)
+	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
+		swallowBody(r)
+		for range 256 { // 16 MiB: far more than a window
+			if _, err := io.WriteString(w, part); err != nil {
+				return
+			}
+		}
+	}})
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	var stuck sync.WaitGroup
+	for range slow {
+		stuck.Go(func() {
+			resp, _, err := g.client.Send(ctx, g.dispatch())
+			if assert.NoError(t, err) {
+				t.Cleanup(func() { _ = resp.Body.Close() })
+			}
+		})
+	}
+	stuck.Wait()
+	for range 3 {
+		a := g.send(g.dispatch())
+		require.NoError(t, a.cut)
+		require.Len(t, a.body, 256*len(part))
+	}
+}
+
+// TestDataClose: what runs is cut, and Close waits for it.
+func TestDataClose(t *testing.T) {
+	came, left := make(chan struct{}), make(chan struct{})
+	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
+		swallowBody(r)
+		dataChunks(w, 1)
+		close(came)
+		<-r.Context().Done()
+		close(left)
+	}})
+	over := make(chan dataAnswer, 1)
+	go func() { over <- g.send(g.dispatch()) }()
+	<-came
+	require.NoError(t, g.server.Close())
+	<-left
+	require.Error(t, (<-over).cut)
+	require.ErrorIs(t, g.send(g.dispatch()).err, msg.ErrUnreachable)
+	require.NoError(t, g.server.Close())
+}
+
+// TestDataConcurrent: many requests at once keep their bodies, hashes and answers apart.
+func TestDataConcurrent(t *testing.T) {
+	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) { _, _ = io.WriteString(w, swallowBody(r)) }})
+	var wg sync.WaitGroup
+	for i := range 16 {
+		wg.Go(func() {
+			for k := range 30 {
+				d := g.dispatch()
+				d.Body = []byte(strings.Repeat(string(rune('a'+i)), 1+k*700))
+				d.Admit.Blocks = make([]uint64, k)
+				ctx, cancel := context.WithCancel(t.Context())
+				if k%7 == 3 {
+					go cancel()
+				}
+				if a := g.sendCtx(ctx, d); a.err == nil && a.cut == nil {
+					assert.Equal(t, string(d.Body), a.body)
+				} else {
+					assert.Equal(t, 3, k%7, "%v %v", a.err, a.cut)
+				}
+				cancel()
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// TestUploadAfterRelease: a transport that reads on reads nothing.
+func TestUploadAfterRelease(t *testing.T) {
+	u := &upload{parts: [2][]byte{[]byte("ab"), []byte("cde")}}
+	r, err := u.open()
+	require.NoError(t, err)
+	b, err := io.ReadAll(io.LimitReader(r, 3))
+	require.NoError(t, err)
+	assert.Equal(t, "abc", string(b))
+	again, err := u.open()
+	require.NoError(t, err)
+	all, err := io.ReadAll(again)
+	require.NoError(t, err)
+	assert.Equal(t, "abcde", string(all))
+	u.release()
+	_, err = r.Read(b)
+	require.ErrorIs(t, err, errReleased)
+}
+
+// FuzzDataHead: no header breaks the reader, and what it takes is within bounds.
+func FuzzDataHead(f *testing.F) {
+	f.Add("demo", "demo/0", "0/1", "both", "17", "40", "3", "1", "/v1/completions")
+	f.Add("", "x", "65536/1", "hold", "-1", "4294967296", "", "9", "/x")
+	f.Fuzz(func(t *testing.T, app, unit, rank, class, req, tokens, blocks, hits, path string) {
+		h := http.Header{
+			dataApp: {app}, dataUnit: {unit}, dataRank: {rank}, dataClass: {class}, dataReq: {req}, dataTokens: {tokens}, dataBlocks: {blocks},
+			dataHitBlocks: {hits}, dataIngress: {app}, dataDeadline: {tokens}, dataFirstToken: {req},
+		}
+		d, err := readHead(h, path, time.Unix(0, 0))
+		if err != nil {
+			return
+		}
+		assert.True(t, d.blocks >= 0 && d.blocks <= maxDataBlocks && d.admit.HitBlocks <= d.blocks && d.admit.Tokens >= 0)
+		assert.NotEmpty(t, d.app)
+		if class == classHold {
+			path = ""
+		}
+		again := &msg.Dispatch{App: d.app, Unit: d.unit, Rank: d.rank, Path: path, FirstToken: d.firstToken}
+		if class != classNone {
+			again.Admit = &d.admit
+			again.Admit.Blocks = make([]uint64, d.blocks)
+			if d.blocks == 0 {
+				again.Admit.Hit, d.admit.HitBlocks = 0, 0
+			}
+		}
+		back, err := readHead(writeHead(again, time.Unix(0, 0)), path, time.Unix(0, 0))
+		require.NoError(t, err)
+		back.admit.Blocks = d.admit.Blocks
+		assert.Equal(t, d, back)
+	})
+}
+
+// FuzzDataAnswer: whatever a data port says, a dispatch ends in an answer with its ticket, a refusal, or an error.
+func FuzzDataAnswer(f *testing.F) {
+	f.Add(200, "", "", "5", "1")
+	f.Add(503, "full", "", "", "x")
+	f.Add(502, "", "refused", "5", "")
+	f.Fuzz(func(t *testing.T, status int, refused, cause, ticket, seq string) {
+		rec := httptest.NewRecorder()
+		h := http.Header{dataTicket: {ticket}, dataSeq: {seq}}
+		if refused != "" {
+			h[dataRefused] = []string{refused}
+		}
+		if cause != "" {
+			h[dataCause] = []string{cause}
+		}
+		resp := rec.Result()
+		resp.Header, resp.StatusCode = h, status
+		got, rep, err := answered(t.Context(), newDispatch(), resp)
+		switch {
+		case got != nil:
+			assert.NoError(t, err)
+			assert.NotZero(t, rep.Ticket.ID)
+			assert.Empty(t, got.Header)
+		case err == nil:
+			assert.NotEqual(t, msg.Granted, rep.Refusal)
+		}
+	})
+}

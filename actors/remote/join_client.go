@@ -1,0 +1,135 @@
+package remote
+
+import (
+	"context"
+	"crypto/sha256"
+	"errors"
+	"time"
+
+	"google.golang.org/grpc"
+
+	"github.com/dpserve/dpserve/cluster/nodeport"
+	"github.com/dpserve/dpserve/cluster/pki"
+	"github.com/dpserve/dpserve/internal/problem"
+	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
+	"github.com/dpserve/dpserve/state"
+)
+
+// Pauses between two attempts to join a cluster that is busy electing.
+const (
+	joinPauseMin = 200 * time.Millisecond
+	joinPauseMax = time.Second
+)
+
+// JoinConfig is what Join needs. Key and Dial may be left out.
+type JoinConfig struct {
+	Address string     // HOST:PORT of the node port of a member with role control
+	Token   string     // as `dpserve start` printed it
+	Node    state.Node // who joins
+	Key     []byte     // PEM; nil = a new one
+	// Dial connects to the node at an address, which must show the authority with this fingerprint. nil = nodeport.JoinGRPC over TCP.
+	Dial func(ctx context.Context, address string, fingerprint [sha256.Size]byte) (*grpc.ClientConn, error)
+}
+
+// Joined is what a member keeps.
+type Joined struct {
+	Cluster string
+	Files   pki.Files
+	Seeds   []state.Node // where the others are; their offers are not told
+}
+
+// Join makes a node a member: its token is spent, its certificate signed, its record put into the state. It may be repeated with
+// the same UID as often as needed. An error begins with the step that failed: token, certificate or member. At most 10 s.
+func Join(ctx context.Context, cfg JoinConfig) (*Joined, error) {
+	token, err := pki.ParseToken(cfg.Token)
+	if err != nil {
+		return nil, failed(stepToken, err)
+	}
+	key := cfg.Key
+	if key == nil {
+		if key, err = pki.NewKey(); err != nil {
+			return nil, failed(stepCertificate, err)
+		}
+	}
+	csr, err := pki.NewCSR(key)
+	if err != nil {
+		return nil, failed(stepCertificate, err)
+	}
+	req, err := encodeJoin(token, &cfg.Node, csr)
+	if err != nil {
+		return nil, failed(stepMember, err)
+	}
+	reply, err := enroll(ctx, &cfg, token.Fingerprint, req)
+	if err != nil {
+		return nil, err
+	}
+	joined := decodeJoined(reply, key)
+	return joined, joined.check(token.Fingerprint, &cfg.Node)
+}
+
+// enroll asks until there is an answer that another attempt would not change.
+func enroll(ctx context.Context, cfg *JoinConfig, fingerprint [sha256.Size]byte, req *dpservev1.JoinRequest) (*dpservev1.JoinReply, error) {
+	ctx, cancel := context.WithTimeout(ctx, joinLimit)
+	defer cancel()
+	conn, err := cfg.dial(ctx, fingerprint)
+	if err != nil {
+		return nil, dialError(err)
+	}
+	defer func() { _ = conn.Close() }() // nothing is left in it
+	for pause := joinPauseMin; ; pause = min(2*pause, joinPauseMax) {
+		reply, err := dpservev1.NewEnrollClient(conn).Join(ctx, req, grpc.MaxCallRecvMsgSize(maxEnroll))
+		if err == nil {
+			return reply, nil
+		}
+		err = fromStatus(cfg.Address, err)
+		if again := problem.CodeOf(err) == problem.Unavailable && !errors.Is(err, ErrUnreachable); !again || !sleep(ctx, pause) {
+			return nil, enrollError(err)
+		}
+	}
+}
+
+func (cfg *JoinConfig) dial(ctx context.Context, fingerprint [sha256.Size]byte) (*grpc.ClientConn, error) {
+	if cfg.Dial != nil {
+		return cfg.Dial(ctx, cfg.Address, fingerprint)
+	}
+	return nodeport.JoinGRPC(ctx, nil, cfg.Address, fingerprint)
+}
+
+// dialError names the step that a connection was needed for. A node that shows another authority is not of the token's cluster.
+func dialError(err error) error {
+	switch {
+	case errors.Is(err, nodeport.ErrOtherCluster):
+		return failed(stepToken, err)
+	case errors.Is(err, nodeport.ErrExpired):
+		return failed(stepCertificate, err)
+	default:
+		return failed(stepMember, err)
+	}
+}
+
+// enrollError names the step where the other side could not.
+func enrollError(err error) error {
+	if errors.Is(err, ErrUnreachable) || errors.Is(err, context.DeadlineExceeded) {
+		return failed(stepMember, err)
+	}
+	return err
+}
+
+// check refuses an answer that is not of the token's cluster, or not for this node.
+func (j *Joined) check(fingerprint [sha256.Size]byte, n *state.Node) error {
+	got, err := pki.Fingerprint(j.Files.Authority)
+	if err == nil && got != fingerprint {
+		err = problem.New(problem.Conflict, "it is of another authority than the token")
+	}
+	if err != nil {
+		return failed(stepCertificate, err)
+	}
+	c, err := j.Files.Credentials()
+	if err == nil && (c.Identity.Node != n.ID || c.Identity.UID != n.UID || c.Identity.Cluster != j.Cluster) {
+		err = problem.New(problem.Conflict, "it is for node %s (%s) of cluster %s", c.Identity.Node, c.Identity.UID, c.Identity.Cluster)
+	}
+	if err != nil {
+		return failed(stepCertificate, err)
+	}
+	return nil
+}

@@ -1,0 +1,165 @@
+package remote
+
+import (
+	"context"
+	"encoding/json"
+	"log/slog"
+	"net"
+	"slices"
+	"strings"
+	"time"
+
+	"google.golang.org/grpc/peer"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/cluster/pki"
+	"github.com/dpserve/dpserve/internal/problem"
+	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
+	"github.com/dpserve/dpserve/state"
+)
+
+const (
+	joinLimit = 10 * time.Second // for the whole of a join
+	maxSeeds  = 16               // told to a newcomer
+)
+
+// EnrollConfig is what an EnrollServer is made of. All but Now are required.
+type EnrollConfig struct {
+	Store    msg.Store // with its secrets: of a node with role control
+	Proposer msg.Proposer
+	Version  string
+	Now      func() time.Time // nil = the clock
+	Log      *slog.Logger
+}
+
+// EnrollServer answers strangers with a join token. It runs on every node with role control, leader or not.
+type EnrollServer struct {
+	dpservev1.UnimplementedEnrollServer
+	cfg   EnrollConfig
+	wrong wrongTokens
+}
+
+var _ dpservev1.EnrollServer = (*EnrollServer)(nil)
+
+// NewEnrollServer makes an EnrollServer; register it at a grpc.Server of its own with EnrollOptions.
+func NewEnrollServer(cfg EnrollConfig) *EnrollServer {
+	if cfg.Now == nil {
+		cfg.Now = time.Now
+	}
+	return &EnrollServer{cfg: cfg}
+}
+
+// Join implements dpservev1.EnrollServer. Every step can be repeated: the token knows the node it was spent for.
+func (s *EnrollServer) Join(ctx context.Context, r *dpservev1.JoinRequest) (*dpservev1.JoinReply, error) {
+	ctx, cancel := context.WithTimeout(ctx, joinLimit)
+	defer cancel()
+	n, err := s.newcomer(r)
+	if err != nil {
+		return nil, toStatus(failed(stepMember, err))
+	}
+	log := s.cfg.Log.With("room", "remote", "node", n.ID, "source", sourceOf(ctx))
+	if err := s.token(ctx, r.GetToken(), n); err != nil {
+		log.Warn("join refused", "err", err)
+		return nil, toStatus(failed(stepToken, err))
+	}
+	cert, authority, err := certify(s.cfg.Store.State(), n, r.GetCsr(), s.cfg.Now())
+	if err != nil {
+		log.Warn("join refused", "err", err)
+		return nil, toStatus(err) // certify names its step
+	}
+	if _, err := s.cfg.Proposer.Propose(ctx, state.Command{PutNode: &state.PutNode{Node: *n}}); err != nil {
+		log.Warn("join refused", "err", err)
+		return nil, toStatus(failed(stepMember, err))
+	}
+	log.Info("node joined", "roles", n.Roles, "address", n.Address)
+	st := s.cfg.Store.State()
+	return &dpservev1.JoinReply{
+		Certificate: cert, Authority: authority, Cluster: st.Cluster, GossipKey: st.Secrets.GossipKey, Seeds: seedsOf(st, n.ID),
+	}, nil
+}
+
+// newcomer reads the record of who wants in, and refuses what can never be a member.
+func (s *EnrollServer) newcomer(r *dpservev1.JoinRequest) (*state.Node, error) {
+	n, err := decodeNode(r.GetNode())
+	if err != nil {
+		return nil, err
+	}
+	n.Lost, n.Reason, n.Draining, n.DrainBy = false, "", false, 0 // not its to say
+	if err := supported(n.Version, s.cfg.Version); err != nil {
+		return nil, err
+	}
+	return n, checkNode(n)
+}
+
+// token spends one use of the token for the node. One that this node's copy of the state does not have may be a moment old, so
+// the leader is asked, if not too many strangers made it ask.
+func (s *EnrollServer) token(ctx context.Context, secret string, n *state.Node) error {
+	hash, err := pki.HashSecret(secret)
+	if err != nil {
+		return problem.New(problem.Unauthenticated, "%w: it is malformed", state.ErrTokenUnknown).WithHint("copy the whole join command again")
+	}
+	if s.cfg.Store.State().Tokens[hash] == nil && !s.wrong.allows(sourceOf(ctx), s.cfg.Now()) {
+		return problem.New(problem.Overloaded, "too many wrong tokens").WithHint("make a new one with `dpserve token` and try again in a minute")
+	}
+	_, err = s.cfg.Proposer.Propose(ctx, state.Command{UseToken: &state.UseToken{Hash: hash, UID: n.UID, Now: s.cfg.Now().UnixMilli()}})
+	return err
+}
+
+// seedsOf are the nodes that a newcomer meets first: those with role control, then others, live ones only.
+func seedsOf(st *state.State, newcomer string) []*dpservev1.Peer {
+	var out []*dpservev1.Peer
+	for _, control := range []bool{true, false} {
+		var some []*dpservev1.Peer
+		for name, n := range st.Nodes {
+			if name == newcomer || n.Lost || n.Address == "" || slices.Contains(n.Roles, state.RoleControl) != control {
+				continue
+			}
+			p := &dpservev1.Peer{Node: name, Uid: n.UID, Address: n.Address, Gossip: n.Gossip}
+			for _, r := range n.Roles {
+				p.Roles = append(p.Roles, string(r))
+			}
+			some = append(some, p)
+		}
+		slices.SortFunc(some, func(a, b *dpservev1.Peer) int { return strings.Compare(a.GetNode(), b.GetNode()) })
+		out = append(out, some...)
+	}
+	return out[:min(len(out), maxSeeds)]
+}
+
+// sourceOf is the address a stranger calls from, without its port.
+func sourceOf(ctx context.Context) string {
+	p, ok := peer.FromContext(ctx)
+	if !ok || p.Addr == nil {
+		return ""
+	}
+	host, _, err := net.SplitHostPort(p.Addr.String())
+	if err != nil {
+		return p.Addr.String()
+	}
+	return host
+}
+
+// decodeJoined is what a newcomer gets of a reply.
+func decodeJoined(r *dpservev1.JoinReply, key []byte) *Joined {
+	j := &Joined{
+		Cluster: r.GetCluster(),
+		Files:   pki.Files{Key: key, Cert: r.GetCertificate(), Authority: r.GetAuthority(), GossipKey: r.GetGossipKey()},
+	}
+	for _, p := range r.GetSeeds()[:min(len(r.GetSeeds()), maxSeeds)] {
+		n := state.Node{ID: p.GetNode(), UID: p.GetUid(), Address: p.GetAddress(), Gossip: p.GetGossip()}
+		for _, role := range p.GetRoles() {
+			n.Roles = append(n.Roles, state.Role(role))
+		}
+		j.Seeds = append(j.Seeds, n)
+	}
+	return j
+}
+
+// encodeJoin is the request of a newcomer.
+func encodeJoin(t pki.Token, n *state.Node, csr []byte) (*dpservev1.JoinRequest, error) {
+	data, err := json.Marshal(n)
+	if err != nil {
+		return nil, problem.New(problem.Internal, "encode node %s: %w", n.ID, err)
+	}
+	return &dpservev1.JoinRequest{Token: t.SecretText(), Csr: csr, Node: data}, nil
+}

@@ -1,0 +1,305 @@
+package remote
+
+import (
+	"encoding/binary"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/routing/kvindex"
+)
+
+// heap keeps copies of what an unpacker gives.
+type heap struct {
+	records []msg.Record
+	rosters [][]identity
+}
+
+func (h *heap) record(_ *source, rec *msg.Record) {
+	c := *rec
+	if rec.Snapshot != nil {
+		s := *rec.Snapshot
+		s.Open = append([]msg.OpenRequest(nil), s.Open...)
+		c.Snapshot = &s
+	}
+	c.KV.Delta.Hashes = append([]uint64(nil), rec.KV.Delta.Hashes...)
+	h.records = append(h.records, c)
+}
+
+func (h *heap) roster(list []identity) { h.rosters = append(h.rosters, slices.Clone(list)) }
+
+// packed is what a packer makes of records, all of slot 7.
+func packed(recs ...msg.Record) []byte {
+	var p packer
+	var out []byte
+	for i := range recs {
+		p.pack(7, &recs[i])
+		out = append(out, p.buf...)
+	}
+	return out
+}
+
+func unpacked(t require.TestingT, raw []byte) (*heap, *unread) {
+	h, skipped := &heap{}, &unread{}
+	require.NoError(t, newUnpacker(skipped).unpack(raw, h))
+	return h, skipped
+}
+
+func firstRecord() msg.Record {
+	return msg.Record{
+		App: "chat", Unit: "chat/3/1", Rank: routing.ID(3, 1), Epoch: 9, Incarnation: 1 << 63, Seq: 41, Kind: msg.RecSnapshot,
+		Snapshot: &msg.Snapshot{},
+	}
+}
+
+// delta is a record of the same rank.
+func delta(kind msg.RecordKind, seq uint64) msg.Record {
+	r := firstRecord()
+	return msg.Record{App: r.App, Unit: r.Unit, Rank: r.Rank, Epoch: r.Epoch, Incarnation: r.Incarnation, Seq: seq, Kind: kind}
+}
+
+func drawText(t *rapid.T, label string) string {
+	return rapid.OneOf(rapid.SampledFrom([]string{"", "n1", "node-12", "engine_busy", "http://127.0.0.1:8001"}), rapid.StringN(0, 40, 200)).Draw(t, label)
+}
+
+func drawCount(t *rapid.T, label string) int {
+	return rapid.OneOf(rapid.IntRange(0, 300), rapid.IntRange(0, maxCount)).Draw(t, label)
+}
+
+func drawSnapshot(t *rapid.T) *msg.Snapshot {
+	s := &msg.Snapshot{
+		Accepting: rapid.Bool().Draw(t, "accepting"), CachingOff: rapid.Bool().Draw(t, "off"), MaxOngoing: drawCount(t, "max"),
+		Capacity: int64(drawCount(t, "capacity")), BlockSize: drawCount(t, "block"), Node: drawText(t, "node"),
+		Target: msg.Target{URL: drawText(t, "url"), Addressing: drawText(t, "addr"), Selector: drawCount(t, "sel"), Owned: rapid.Bool().Draw(t, "own")},
+	}
+	for range rapid.SampledFrom([]int{0, 1, 3, 600, 2000}).Draw(t, "open") {
+		s.Open = append(s.Open, msg.OpenRequest{ReqID: uint64(len(s.Open)) * 7919, Ingress: "n2", Tokens: len(s.Open), Hit: 3, Out: 5, Decoding: len(s.Open)%2 == 1})
+	}
+	return s
+}
+
+func drawRecord(t *rapid.T) msg.Record {
+	kind := rapid.SampledFrom([]msg.RecordKind{
+		msg.RecSnapshot, msg.RecAdmitted, msg.RecFirstToken, msg.RecProgress, msg.RecDone, msg.RecState, msg.RecStatus, msg.RecKVBegin, msg.RecKV, msg.RecKVEnd,
+	}).Draw(t, "kind")
+	r := delta(kind, rapid.Uint64().Draw(t, "seq"))
+	switch kind {
+	case msg.RecSnapshot:
+		r.Accepting, r.Snapshot = rapid.Bool().Draw(t, "taking"), drawSnapshot(t)
+	case msg.RecState:
+		r.Accepting, r.Fenced, r.Draining = rapid.Bool().Draw(t, "a"), rapid.Bool().Draw(t, "f"), rapid.Bool().Draw(t, "d")
+		r.Cause = drawText(t, "cause")
+	case msg.RecStatus:
+		r.Status = msg.Status{KVUsage: rapid.Float64().Draw(t, "usage"), HasKVUsage: rapid.Bool().Draw(t, "has"), Capacity: 4096, BlockSize: drawCount(t, "bs")}
+	case msg.RecKVBegin:
+		r.KV = msg.KV{Tier: kvindex.CPU, BlockSize: drawCount(t, "bs")}
+	case msg.RecKVEnd:
+		r.KV = msg.KV{Tier: kvindex.Sent, Len: drawCount(t, "len"), Sum: rapid.Uint64().Draw(t, "sum")}
+	case msg.RecKV:
+		n := rapid.SampledFrom([]int{0, 1, 15, 17, maxHashes}).Draw(t, "n")
+		r.KV.Delta = kvindex.Delta{Change: kvindex.Stored, Parent: rapid.Uint64().Draw(t, "parent")}
+		for i := range n {
+			r.KV.Delta.Hashes = append(r.KV.Delta.Hashes, uint64(i)*0x9e3779b97f4a7c15)
+		}
+	default:
+		r.ReqID, r.Ingress, r.Cause = rapid.Uint64().Draw(t, "req"), drawText(t, "ingress"), drawText(t, "cause")
+		r.Tokens, r.Hit, r.Out = drawCount(t, "tokens"), drawCount(t, "hit"), drawCount(t, "out")
+	}
+	return r
+}
+
+// TestRecordsComeBackEqual: what is packed is what is unpacked, wherever the messages are cut.
+func TestRecordsComeBackEqual(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		want := []msg.Record{firstRecord()}
+		for range rapid.IntRange(0, 12).Draw(t, "n") {
+			want = append(want, drawRecord(t))
+		}
+		h, skipped := &heap{}, &unread{}
+		in := newUnpacker(skipped)
+		var p packer
+		for i := range want {
+			p.pack(7, &want[i])
+			start := 0
+			for _, end := range p.ends { // each part alone
+				require.NoError(t, in.unpack(p.buf[start:end], h))
+				require.LessOrEqual(t, end-start, chunkBytes)
+				start = end
+			}
+		}
+		require.Equal(t, want, h.records)
+		assert.Zero(t, skipped.malformed.Load()+skipped.kinds.Load()+skipped.fields.Load()+skipped.strays.Load())
+	})
+}
+
+// TestPackingAllocatesNothing: neither end, in the steady state.
+func TestPackingAllocatesNothing(t *testing.T) {
+	var p packer
+	snap, rec := firstRecord(), delta(msg.RecDone, 42)
+	rec.ReqID, rec.Ingress, rec.Tokens, rec.Cause = 1<<60, "node-12", 800, "ok"
+	in := newUnpacker(&unread{})
+	sink := discard{}
+	p.pack(1, &snap)
+	require.NoError(t, in.unpack(p.buf, sink))
+	assert.Zero(t, testing.AllocsPerRun(100, func() {
+		p.pack(1, &rec)
+		if in.unpack(p.buf, sink) != nil {
+			t.Fail()
+		}
+	}))
+	assert.Less(t, len(p.buf), 40, "bytes of a record about a request")
+}
+
+type discard struct{}
+
+func (discard) record(*source, *msg.Record) {}
+func (discard) roster([]identity)           {}
+
+// TestNumbersOnTheWire pins what other versions rely on.
+func TestNumbersOnTheWire(t *testing.T) {
+	assert.Equal(t, []wireKind{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}, []wireKind{
+		wireOf(msg.RecSnapshot), wireOf(msg.RecAdmitted), wireOf(msg.RecFirstToken), wireOf(msg.RecProgress), wireOf(msg.RecDone), wireOf(msg.RecState),
+		wireOf(msg.RecGone), wireOf(msg.RecStatus), wireOf(msg.RecKVBegin), wireOf(msg.RecKV), wireOf(msg.RecKVEnd),
+	})
+	state := delta(msg.RecState, 300)
+	state.Fenced, state.Cause = true, "x"
+	assert.Equal(t, []byte{7, 6, 7, 0xac, 2, flagFenced, 1, 'x'}, packed(state))
+	status := delta(msg.RecStatus, 1)
+	status.Status = msg.Status{HasKVUsage: true, Capacity: 1, BlockSize: 2}
+	assert.Equal(t, []byte{14, 8, 7, 1, flagUsage, 0, 0, 0, 0, 0, 0, 0, 0, 1, 2}, packed(status))
+}
+
+// TestMB6UnknownKindsAndFields: what a later version adds is skipped and counted, and the rest is read.
+func TestMB6UnknownKindsAndFields(t *testing.T) {
+	raw := packed(firstRecord())
+	raw = append(raw, 3, 99, 7, 1)                        // a kind that is not known
+	longer := packed(delta(msg.RecState, 42))             // a field behind the known ones
+	raw = append(append(raw, longer[0]+2), longer[1:]...) // its length
+	raw = append(append(raw, 0xff, 0xff), packed(delta(msg.RecDone, 43))...)
+	h, skipped := unpacked(t, raw)
+	require.Len(t, h.records, 3)
+	assert.Equal(t, delta(msg.RecState, 42), h.records[1])
+	assert.Equal(t, delta(msg.RecDone, 43), h.records[2])
+	assert.EqualValues(t, 1, skipped.kinds.Load())
+	assert.EqualValues(t, 1, skipped.fields.Load())
+	assert.Zero(t, skipped.malformed.Load())
+}
+
+// TestMalformedRecordsAreLeftOut: the others of the message are read.
+func TestMalformedRecordsAreLeftOut(t *testing.T) {
+	big := delta(msg.RecKV, 42)
+	big.KV.Delta.Hashes = make([]uint64, maxHashes+1)
+	assert.Empty(t, packed(big), "its reader sees a gap")
+
+	hashes := append([]byte{0, byte(wireOf(msg.RecKV)), 7, 1, 0, byte(kvindex.Stored)}, make([]byte, 8)...)
+	hashes = binary.AppendUvarint(hashes, maxHashes+1)
+	longText := binary.AppendUvarint([]byte{0, byte(wireOf(msg.RecState)), 7, 1, 0}, maxString+1)
+	longText = append(longText, strings.Repeat("x", maxString+1)...)
+	for name, body := range map[string][]byte{
+		"ends early": {0, byte(wireOf(msg.RecDone)), 7, 1, 2, 3}, "hashes": hashes, "text": longText,
+		"count": binary.AppendUvarint([]byte{0, byte(wireOf(msg.RecKVBegin)), 7, 1, 0}, maxCount+1),
+	} {
+		raw := binary.AppendUvarint(packed(firstRecord()), uint64(len(body)-1))
+		raw = append(append(raw, body[1:]...), packed(delta(msg.RecDone, 43))...)
+		h, skipped := unpacked(t, raw)
+		assert.Len(t, h.records, 2, name)
+		assert.EqualValues(t, 1, skipped.malformed.Load(), name)
+	}
+}
+
+func TestFramingThatBreaksEndsTheStream(t *testing.T) {
+	for _, raw := range [][]byte{{5, 1}, {0}, {0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1}, {0x80}} {
+		require.ErrorIs(t, newUnpacker(&unread{}).unpack(raw, discard{}), errFraming)
+	}
+}
+
+// TestASnapshotWithoutItsEndIsNoSnapshot: another record in between, or a part that is not sound.
+func TestASnapshotWithoutItsEndIsNoSnapshot(t *testing.T) {
+	rec := firstRecord()
+	for range 1500 {
+		rec.Snapshot.Open = append(rec.Snapshot.Open, msg.OpenRequest{Ingress: "n2", Tokens: 4})
+	}
+	var p packer
+	p.pack(7, &rec)
+	require.Len(t, p.ends, 4)
+	first, last := p.buf[:p.ends[0]], p.buf[p.ends[2]:]
+	h, skipped := unpacked(t, slices.Concat(first, packed(delta(msg.RecDone, 42)), last))
+	assert.Empty(t, h.records)
+	assert.EqualValues(t, 2, skipped.strays.Load())
+	h, _ = unpacked(t, slices.Concat(first, p.buf))
+	require.Len(t, h.records, 1, "a whole one behind a broken one")
+	assert.Equal(t, rec, h.records[0])
+}
+
+// TestSlots: a rank's next incarnation has another slot, and records of the one before are nobody's.
+func TestSlots(t *testing.T) {
+	var p packer
+	h, skipped := &heap{}, &unread{}
+	in := newUnpacker(skipped)
+	give := func(slot uint64, rec msg.Record) {
+		p.pack(slot, &rec)
+		require.NoError(t, in.unpack(p.buf, h))
+	}
+	next := firstRecord()
+	next.Incarnation++
+	give(1, firstRecord())
+	give(2, next)
+	give(1, delta(msg.RecDone, 42))
+	assert.EqualValues(t, 1, skipped.strays.Load())
+	give(2, delta(msg.RecGone, 42))
+	give(2, delta(msg.RecDone, 43))
+	require.Len(t, h.records, 3)
+	assert.Equal(t, next.Incarnation, h.records[2].Incarnation)
+	assert.EqualValues(t, 2, skipped.strays.Load())
+	assert.Empty(t, in.slots)
+	assert.Empty(t, in.ranks)
+}
+
+func TestRosterComesBackEqual(t *testing.T) {
+	var p packer
+	a, b := firstRecord(), firstRecord()
+	b.Rank++
+	want := []identity{identityOf(&a), identityOf(&b)}
+	p.roster(2, func(yield func(uint64, identity)) {
+		yield(1, want[0])
+		yield(2, want[1])
+	})
+	h, skipped := unpacked(t, p.buf)
+	assert.Equal(t, [][]identity{want}, h.rosters)
+	assert.Zero(t, skipped.fields.Load())
+}
+
+// FuzzUnpack: whatever comes is read without a panic and within its bounds, and what is given is sound.
+func FuzzUnpack(f *testing.F) {
+	f.Add(packed(firstRecord(), delta(msg.RecState, 42), delta(msg.RecDone, 43), delta(msg.RecGone, 44)))
+	kv := delta(msg.RecKV, 42)
+	kv.KV.Delta = kvindex.Delta{Change: kvindex.Removed, Hashes: []uint64{1, 2, 3}}
+	f.Add(packed(firstRecord(), delta(msg.RecKVBegin, 42), kv, delta(msg.RecKVEnd, 43)))
+	long := firstRecord()
+	long.Snapshot.Open = make([]msg.OpenRequest, 700)
+	f.Add(packed(long, delta(msg.RecStatus, 42)))
+	f.Add([]byte{3, byte(wireRoster), 0, 9})
+	f.Fuzz(func(t *testing.T, raw []byte) {
+		h := &heap{}
+		in := newUnpacker(&unread{})
+		if in.unpack(raw, h) != nil {
+			return
+		}
+		for i := range h.records {
+			r := &h.records[i]
+			assert.LessOrEqual(t, len(r.KV.Delta.Hashes), len(raw))
+			assert.LessOrEqual(t, len(r.Cause), maxString)
+			assert.True(t, r.Tokens >= 0 && r.Tokens <= maxCount)
+			assert.Equal(t, r.Kind == msg.RecSnapshot, r.Snapshot != nil)
+		}
+		assert.LessOrEqual(t, len(in.texts), maxTexts+1)
+		again := packed(h.records...)
+		assert.NotNil(t, append(again, 0))
+	})
+}

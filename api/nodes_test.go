@@ -1,0 +1,120 @@
+package api_test
+
+import (
+	"context"
+	"net/http"
+	"net/http/httptest"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/api"
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// nodeKeeper records what it was asked; there are nodes a and b.
+type nodeKeeper struct {
+	asked []string
+	token api.TokenRequest
+}
+
+func (k *nodeKeeper) Nodes(context.Context) ([]msg.NodeStatus, error) {
+	return []msg.NodeStatus{{Node: "a", State: "alive", Roles: []string{"control"}}, {Node: "b", State: "lost"}}, nil
+}
+
+func (k *nodeKeeper) ask(what, node string) error {
+	k.asked = append(k.asked, what+" "+node)
+	if node != "a" && node != "b" {
+		return problem.New(problem.NotFound, "unknown node %q", node).WithHint("nodes are a, b")
+	}
+	return nil
+}
+
+func (k *nodeKeeper) Drain(_ context.Context, node string, deadline *time.Duration) error {
+	if deadline != nil {
+		node, what := node, "drain in "+deadline.String()
+		return k.ask(what, node)
+	}
+	return k.ask("drain", node)
+}
+
+func (k *nodeKeeper) Undrain(_ context.Context, node string) error { return k.ask("undrain", node) }
+func (k *nodeKeeper) Remove(_ context.Context, node string) error  { return k.ask("remove", node) }
+
+func (k *nodeKeeper) NewToken(_ context.Context, req api.TokenRequest) (api.Token, error) {
+	k.token = req
+	return api.Token{Token: "dpj1.x", Address: "10.0.0.1:7947", Uses: req.Uses}, nil
+}
+
+func TestNodesByClient(t *testing.T) {
+	k := &nodeKeeper{}
+	_, c := serve(t, api.Config{Backend: newBackend(), Nodes: k})
+	ctx := t.Context()
+	list, err := c.Nodes(ctx)
+	require.NoError(t, err)
+	assert.Equal(t, []string{"a", "b"}, []string{list[0].Node, list[1].Node})
+	half := 30 * time.Minute
+	require.NoError(t, c.Drain(ctx, "b", &half))
+	require.NoError(t, c.Drain(ctx, "a", nil))
+	require.NoError(t, c.Undrain(ctx, "a"))
+	require.NoError(t, c.RemoveNode(ctx, "b"))
+	err = c.Drain(ctx, "nowhere", nil)
+	assert.Equal(t, problem.NotFound, problem.CodeOf(err))
+	assert.Equal(t, []string{"drain in 30m0s b", "drain a", "undrain a", "remove b", "drain nowhere"}, k.asked)
+	token, err := c.NewToken(ctx, api.TokenRequest{TTL: time.Minute, Uses: 4})
+	require.NoError(t, err)
+	assert.Equal(t, "dpj1.x", token.Token)
+	assert.Equal(t, api.TokenRequest{TTL: time.Minute, Uses: 4}, k.token)
+}
+
+func TestTokensAreBounded(t *testing.T) {
+	_, c := serve(t, api.Config{Backend: newBackend(), Nodes: &nodeKeeper{}})
+	for _, req := range []api.TokenRequest{{TTL: time.Minute}, {TTL: 0, Uses: 1}, {TTL: 365 * 24 * time.Hour, Uses: 1}, {TTL: time.Minute, Uses: 1 << 20}} {
+		_, err := c.NewToken(t.Context(), req)
+		assert.Equal(t, problem.InvalidArgument, problem.CodeOf(err), req)
+	}
+}
+
+func TestPlanByClient(t *testing.T) {
+	_, c := serve(t, api.Config{Backend: newBackend()})
+	p, err := c.Plan(t.Context(), api.DeployRequest{File: "app.yaml", Text: []byte("x")})
+	require.NoError(t, err)
+	assert.Equal(t, uint64(7), p.Revision)
+	_, err = c.Plan(t.Context(), api.DeployRequest{File: "app.yaml", Text: []byte("faulty")})
+	require.Error(t, err)
+}
+
+// TestForward: what only the leader can answer goes to the leader, once; what is about this node stays.
+func TestForward(t *testing.T) {
+	leader := httptest.NewServer(http.NotFoundHandler())
+	defer leader.Close()
+	var sent []string
+	to := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		sent = append(sent, r.Method+" "+r.URL.Path)
+		w.WriteHeader(http.StatusTeapot)
+	}))
+	away := true
+	s := api.NewServer(api.Config{Backend: newBackend(), Nodes: &nodeKeeper{}, Forward: func() (http.Handler, bool) { return to, away }})
+	ask := func(method, path string, headers ...string) int {
+		r := httptest.NewRequestWithContext(t.Context(), method, "http://127.0.0.1:8265"+path, nil)
+		for i := 0; i < len(headers); i += 2 {
+			r.Header.Set(headers[i], headers[i+1])
+		}
+		w := httptest.NewRecorder()
+		s.Handler().ServeHTTP(w, r)
+		return w.Code
+	}
+	assert.Equal(t, http.StatusTeapot, ask(http.MethodGet, "/api/v1/apps"))
+	assert.Equal(t, http.StatusTeapot, ask(http.MethodPost, "/api/v1/nodes/a/drain"))
+	assert.Equal(t, http.StatusOK, ask(http.MethodGet, "/api/v1/version"))
+	assert.Equal(t, http.StatusServiceUnavailable, ask(http.MethodGet, "/api/v1/apps", "X-Dpserve-Forwarded", "1"), "not in circles")
+	assert.Equal(t, []string{"GET /api/v1/apps", "POST /api/v1/nodes/a/drain"}, sent)
+	to = nil
+	assert.Equal(t, http.StatusServiceUnavailable, ask(http.MethodGet, "/api/v1/apps"), "nobody leads")
+	away = false
+	assert.Equal(t, http.StatusOK, ask(http.MethodGet, "/api/v1/apps"))
+	assert.Equal(t, http.StatusOK, ask(http.MethodGet, "/api/v1/apps", "X-Dpserve-Forwarded", "1"))
+}

@@ -1,0 +1,95 @@
+package cluster
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// faultPause is the pause before raft is started again over a disk that refused a write, and between further attempts.
+const faultPause = time.Second
+
+// ErrDisk is in every error that comes of a disk that refuses writes. What was to be written has not been acknowledged.
+var ErrDisk = errors.New("the disk of the data dir refuses writes")
+
+// Fault is what is wrong with the disk of the data dir: a *problem.Error that wraps ErrDisk, nil while writes succeed. While
+// there is one this node neither leads nor votes; it heals by itself when the disk takes writes again.
+func (c *Cluster) Fault() error {
+	if !c.faulty.Load() {
+		return nil
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.fault == nil {
+		return nil
+	}
+	return c.diskProblem(c.fault)
+}
+
+func (c *Cluster) diskProblem(err error) error {
+	return problem.New(problem.Unavailable, "data dir %s: %w", c.cfg.DataDir, err).
+		WithHint("free disk space or make the data dir writable: dpserve goes on by itself; look at the state before you repeat the command")
+}
+
+func (c *Cluster) setFault(err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.fault = err
+	c.faulty.Store(err != nil)
+}
+
+// diskWorks is told of every successful write.
+func (c *Cluster) diskWorks() {
+	if c.faulty.Load() {
+		c.log.Info("the disk of the data dir takes writes again", "room", "cluster")
+		c.setFault(nil)
+	}
+}
+
+// keep watches over the runs: it ends one whose disk refused a write and begins the next, and ends the last at Close.
+func (c *Cluster) keep() {
+	for c.serve(c.run.Load()) {
+		next := c.renew()
+		if next == nil {
+			return
+		}
+		c.run.Store(next)
+		c.loops.Go(func() { c.watch(next) })
+	}
+}
+
+// serve waits for the end of a run and stops it. True: of a fault, there should be another.
+func (c *Cluster) serve(r *run) bool {
+	select {
+	case <-c.done:
+		c.closed = r.stop(ErrClosed)
+		return false
+	case <-r.guard.failed:
+	}
+	err := r.guard.failure()
+	c.setFault(err)
+	c.log.Error("the disk refuses writes: this node leaves consensus until it takes them again", "room", "cluster", "err", err)
+	if err := r.stop(ErrDisk); err != nil {
+		c.log.Warn("stopped with an error", "room", "cluster", "err", err)
+	}
+	return true
+}
+
+// renew begins a run over the log that is read anew; nil after Close.
+func (c *Cluster) renew() *run {
+	for {
+		select {
+		case <-time.After(faultPause):
+		case <-c.done:
+			return nil
+		}
+		r, err := c.newRun()
+		if err == nil {
+			return r
+		}
+		c.setFault(fmt.Errorf("%w: %w", ErrDisk, err))
+		c.log.Debug("consensus cannot start again yet", "room", "cluster", "err", err)
+	}
+}

@@ -1,0 +1,55 @@
+package nodeport
+
+import (
+	"context"
+	"crypto/tls"
+	"net"
+
+	"google.golang.org/grpc/peer"
+
+	"github.com/dpserve/dpserve/cluster/pki"
+)
+
+// Conn is a connection after handshake and greeting. Peer is empty at the serving side of Join.
+type Conn struct {
+	*tls.Conn
+	Peer pki.Identity
+	ALPN string
+
+	port *Port // nil: of a newcomer
+}
+
+// Close ends the connection.
+func (c *Conn) Close() error {
+	if c.port != nil {
+		c.port.drop(c)
+	}
+	return c.Conn.Close()
+}
+
+// abort ends it without a farewell, which could block.
+func (c *Conn) abort() { _ = c.NetConn().Close() }
+
+// PeerOf says who is at the other end of a connection of this package; false for a stranger who joins.
+func PeerOf(c net.Conn) (pki.Identity, bool) {
+	conn, ok := c.(*Conn)
+	if !ok {
+		return pki.Identity{}, false
+	}
+	return conn.Peer, conn.Peer.UID != ""
+}
+
+type peerKey struct{}
+
+// PeerFromContext says who sent a call of gRPC or a request of HTTP/2; false for a stranger who joins.
+func PeerFromContext(ctx context.Context) (pki.Identity, bool) {
+	if id, ok := ctx.Value(peerKey{}).(pki.Identity); ok {
+		return id, id.UID != ""
+	}
+	if p, ok := peer.FromContext(ctx); ok {
+		if info, ok := p.AuthInfo.(authInfo); ok {
+			return info.peer, info.peer.UID != ""
+		}
+	}
+	return pki.Identity{}, false
+}

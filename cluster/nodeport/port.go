@@ -1,0 +1,186 @@
+package nodeport
+
+import (
+	"container/list"
+	"context"
+	"errors"
+	"net"
+	"sync"
+	"time"
+
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// Port is a node's port and its way to the ports of others. It is safe for concurrent use.
+type Port struct {
+	cfg        Config
+	complaints complaints
+	wg         sync.WaitGroup // handshakes
+
+	mu        sync.Mutex
+	socket    net.Listener
+	listeners map[string]*listener
+	shaking   *list.List     // of *handshake, oldest first
+	ends      map[any]func() // what Close has to end: connections, dials, transports
+	closed    bool
+}
+
+// New makes a port that dials; Listen or Attach let it serve.
+func New(cfg Config) *Port {
+	cfg = cfg.withDefaults()
+	return &Port{
+		cfg:        cfg,
+		complaints: complaints{log: cfg.Log, last: map[Reason]time.Time{}, left: map[Reason]int{}},
+		listeners:  map[string]*listener{},
+		shaking:    list.New(),
+		ends:       map[any]func(){},
+	}
+}
+
+// Listen binds an address (HOST:PORT; port 0 picks a free one).
+func (p *Port) Listen(ctx context.Context, addr string) error {
+	socket, err := p.cfg.Bind(ctx, addr)
+	if err != nil {
+		return problem.New(problem.Unavailable, "the node port cannot listen on %s: %w", addr, err).
+			WithHint("is another dpserve running there? choose another --advertise, or stop it")
+	}
+	p.Attach(socket)
+	return nil
+}
+
+// Attach serves a listener that somebody else bound. The port closes it.
+func (p *Port) Attach(socket net.Listener) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.socket = socket
+}
+
+// Addr is what the port is bound to, nil before Listen.
+func (p *Port) Addr() net.Addr {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.socket == nil {
+		return nil
+	}
+	return p.socket.Addr()
+}
+
+// Serve accepts until Close, and then gives nil.
+func (p *Port) Serve() error {
+	p.mu.Lock()
+	socket := p.socket
+	p.mu.Unlock()
+	if socket == nil {
+		return problem.New(problem.Internal, "the node port is not bound")
+	}
+	pause := time.Duration(0)
+	for {
+		raw, err := socket.Accept()
+		switch {
+		case err == nil:
+			pause = 0
+			p.begin(raw)
+		case p.isClosed():
+			return nil
+		case errors.Is(err, net.ErrClosed):
+			return problem.New(problem.Unavailable, "the node port's socket is gone: %w", err)
+		default: // out of files or memory: others go on, so does the port
+			pause = min(max(2*pause, 5*time.Millisecond), time.Second)
+			p.complaints.about(Overload, socket.Addr(), err)
+			time.Sleep(pause)
+		}
+	}
+}
+
+// Listener gives the connections of one protocol, each a *Conn whose handshake is over. Before it was asked for, and after it is
+// closed, the protocol is not served. The same name gives the same listener.
+func (p *Port) Listener(alpn string) net.Listener {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	l := p.listeners[alpn]
+	if l == nil {
+		l = &listener{port: p, alpn: alpn, conns: make(chan *Conn, backlog), done: make(chan struct{})}
+		if p.closed {
+			l.end()
+			return l
+		}
+		p.listeners[alpn] = l
+	}
+	return l
+}
+
+// Disconnect ends every connection with a node: it was removed.
+func (p *Port) Disconnect(uid string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for key := range p.ends {
+		if c, ok := key.(*Conn); ok && c.Peer.UID == uid {
+			c.abort()
+		}
+	}
+}
+
+// Close ends the port and every connection made through it, and waits for handshakes.
+func (p *Port) Close() error {
+	p.mu.Lock()
+	if p.closed {
+		p.mu.Unlock()
+		p.wg.Wait()
+		return nil
+	}
+	p.closed = true
+	var err error
+	if p.socket != nil {
+		err = p.socket.Close()
+	}
+	for e := p.shaking.Front(); e != nil; e = e.Next() {
+		e.Value.(*handshake).abort() //nolint:errcheck // nothing else is in the list
+	}
+	listeners, ends := p.listeners, p.ends
+	p.listeners, p.ends = map[string]*listener{}, map[any]func(){}
+	p.mu.Unlock()
+
+	for _, l := range listeners {
+		l.end()
+	}
+	for _, end := range ends {
+		end()
+	}
+	p.wg.Wait()
+	return err
+}
+
+func (p *Port) isClosed() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.closed
+}
+
+// hold remembers what Close has to end; false says that the port is closed already.
+func (p *Port) hold(key any, end func()) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.closed {
+		return false
+	}
+	p.ends[key] = end
+	return true
+}
+
+func (p *Port) drop(key any) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	delete(p.ends, key)
+}
+
+// served is the first of the offered protocols that somebody listens for.
+func (p *Port) served(offered []string) string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, alpn := range offered {
+		if p.listeners[alpn] != nil {
+			return alpn
+		}
+	}
+	return ""
+}

@@ -1,0 +1,129 @@
+package cluster
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/hashicorp/raft"
+)
+
+// Bounds of the log. State is a few KiB per app, so a snapshot is cheap and a short log keeps restarts and disks small.
+const (
+	snapshotInterval  = 30 * time.Second // how often raft looks whether a snapshot is due
+	snapshotThreshold = 1024             // log entries that make one due
+	trailingLogs      = 256              // entries kept behind a snapshot
+	snapshotsKept     = 2
+)
+
+// run is one raft over the data dir. It ends with Close or with the first write that fails; then another begins over the same
+// data dir, as after a restart of the process.
+type run struct {
+	raft  *raft.Raft
+	disk  *disk
+	guard *guard
+	net   *network // nil: alone
+	lead  <-chan bool
+	seen  chan raft.Observation // holds one: who leads may have changed
+	over  chan struct{}         // closed by stop
+}
+
+// newRun opens the disk and starts raft over it. A log without a past gets this node as its only voter, unless it is a member of
+// a cluster that will send its own.
+func (c *Cluster) newRun() (_ *run, err error) {
+	d, err := openDisk(c.cfg)
+	if err != nil {
+		return nil, err
+	}
+	r := &run{disk: d, guard: newGuard(d.log, c.diskWorks), net: c.net, seen: make(chan raft.Observation, 1), over: make(chan struct{})}
+	if err := r.start(c); err != nil {
+		return nil, errors.Join(err, d.Close())
+	}
+	return r, nil
+}
+
+func (r *run) start(c *Cluster) error {
+	rc := raftConfig(c)
+	var transport raft.Transport = r.net
+	if r.net == nil {
+		_, transport = raft.NewInmemTransport(raft.ServerAddress(c.ident.UID))
+	} else {
+		r.net.wake()
+	}
+	if !c.cfg.Member {
+		if err := r.disk.bootstrap(rc, transport); err != nil {
+			return err
+		}
+	}
+	c.fsm.begin()
+	var err error
+	if r.raft, err = raft.NewRaft(rc, c.fsm, r.guard, r.guard, r.disk.snaps, transport); err != nil {
+		return fmt.Errorf("start raft: %w", err)
+	}
+	r.lead = r.raft.LeaderCh()
+	r.raft.RegisterObserver(raft.NewObserver(r.seen, false, func(o *raft.Observation) bool {
+		_, ok := o.Data.(raft.LeaderObservation)
+		return ok
+	}))
+	return r.electNow(c)
+}
+
+func raftConfig(c *Cluster) *raft.Config {
+	rc := raft.DefaultConfig()
+	rc.LocalID = raft.ServerID(c.ident.UID)
+	rc.HeartbeatTimeout = c.cfg.Timers.Heartbeat + suspicion
+	rc.ElectionTimeout = c.cfg.Timers.Election + suspicion
+	rc.LeaderLeaseTimeout = c.cfg.Timers.Lease
+	rc.SnapshotInterval = snapshotInterval
+	rc.SnapshotThreshold = snapshotThreshold
+	rc.TrailingLogs = trailingLogs
+	rc.NoLegacyTelemetry = true
+	rc.ShutdownOnRemove = false
+	rc.Logger = newRaftLog(c.log)
+	return rc
+}
+
+// suspicion is taken off raft's time-outs by electNow: it is the change that makes raft look at its leader at once.
+const suspicion = time.Millisecond
+
+// electNow spares the only voter the wait (200 ms to 2 s of every start) for a leader that cannot exist: a follower whose
+// heartbeat time-out becomes shorter looks at once whether it has heard of its leader. Where there are other voters the
+// time-outs stay, or every restart of a node would begin with an election.
+func (r *run) electNow(c *Cluster) error {
+	if !c.onlyVoter(r.raft) {
+		return nil
+	}
+	rc := r.raft.ReloadableConfig()
+	rc.HeartbeatTimeout, rc.ElectionTimeout = c.cfg.Timers.Heartbeat, c.cfg.Timers.Election
+	if err := r.raft.ReloadConfig(rc); err != nil {
+		return fmt.Errorf("set raft's time-outs: %w", err)
+	}
+	return nil
+}
+
+func (c *Cluster) onlyVoter(r *raft.Raft) bool {
+	alone := false
+	for _, s := range r.GetConfiguration().Configuration().Servers {
+		if s.Suffrage != raft.Voter {
+			continue
+		}
+		if alone = string(s.ID) == c.ident.UID; !alone {
+			return false
+		}
+	}
+	return alone
+}
+
+// stop ends raft and closes the disk; other nodes are told why.
+func (r *run) stop(why error) error {
+	close(r.over)
+	if r.net != nil {
+		r.net.SetHeartbeatHandler(nil) // a raft that stops would leave heartbeats unanswered
+	}
+	down := r.raft.Shutdown()
+	r.guard.release()
+	if r.net != nil {
+		r.net.rest(why)
+	}
+	return errors.Join(down.Error(), r.disk.Close())
+}

@@ -1,0 +1,354 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/state"
+)
+
+// Timers of a Watcher.
+const (
+	watchSilence    = 3 * time.Second       // without a word from the control node: another one is asked
+	watchBackoffMin = 50 * time.Millisecond // before the first attempt after one that heard something
+	watchBackoffMax = time.Second
+	watchSave       = time.Second // least pause between two writes of the state to disk
+)
+
+// WatcherConfig says how a node without role control reaches those that have it.
+type WatcherConfig struct {
+	NodeID    string // "" = the data dir's, or a new one
+	ClusterID string // "" = the data dir's
+	UID       string // "" = the data dir's, or a new one
+	DataDir   string // "" = in memory
+	Log       *slog.Logger
+
+	// Watch is one attempt to follow one control node, best another at every call: it hands on what that node's Follow sends
+	// until ctx ends or the connection breaks.
+	Watch func(ctx context.Context, from uint64, apply func(data []byte, index uint64)) error
+	// Forward puts a command to the leader.
+	Forward func(ctx context.Context, leader state.Node, c state.Command) (state.Result, error)
+	// Resolve finds a node's HOST:PORT by its UID, before State().Nodes does; nil = those only.
+	Resolve func(uid string) (address string, ok bool)
+}
+
+// Watcher is a copy of the state on a node that takes no part in consensus. What it got last is kept in the data dir, so that a
+// node that starts while nobody leads still knows its applications. Safe for concurrent use.
+type Watcher struct {
+	cfg   WatcherConfig
+	log   *slog.Logger
+	ident identity
+	home  io.Closer
+
+	published atomic.Pointer[state.State]
+	cancel    context.CancelCauseFunc
+	ctx       context.Context //nolint:containedctx // the watcher's life, not a call's
+	loops     sync.WaitGroup
+	once      sync.Once
+	closed    error
+
+	mu      sync.Mutex
+	leader  string        // UID; "" = not known
+	fresh   bool          // a control node with a leader has spoken since Start
+	changed chan struct{} // closed and replaced after each publication
+	turn    chan struct{} // closed and replaced when leader or fresh changes
+}
+
+// NewWatcher takes the data dir, reads the state it holds and begins to follow.
+func NewWatcher(cfg WatcherConfig) (*Watcher, error) {
+	if cfg.Log == nil {
+		cfg.Log = slog.New(slog.DiscardHandler)
+	}
+	home, ident, err := openHome(Config{NodeID: cfg.NodeID, ClusterID: cfg.ClusterID, UID: cfg.UID, DataDir: cfg.DataDir})
+	if err != nil {
+		return nil, err
+	}
+	w := &Watcher{cfg: cfg, log: cfg.Log, ident: ident, home: home, changed: make(chan struct{}), turn: make(chan struct{})}
+	w.ctx, w.cancel = context.WithCancelCause(context.Background())
+	st, err := loadState(cfg.DataDir, ident.Cluster)
+	if err != nil {
+		w.log.Warn("the state of the last time cannot be read", "room", "cluster", "err", err)
+	}
+	w.published.Store(st)
+	w.loops.Go(w.follow)
+	if cfg.DataDir != "" {
+		w.loops.Go(func() { w.save(st.Index) })
+	}
+	return w, nil
+}
+
+// NodeID is this node's name.
+func (w *Watcher) NodeID() string { return w.ident.Node }
+
+// UID is drawn with this node's data dir.
+func (w *Watcher) UID() string { return w.ident.UID }
+
+// ClusterID is the cluster's name.
+func (w *Watcher) ClusterID() string { return w.ident.Cluster }
+
+// State is the newest state this node has heard of. It is immutable and shared: read it, never change it.
+func (w *Watcher) State() *state.State { return w.published.Load() }
+
+// Changed is closed at the next change of State. Take it before State, or a change in between goes unseen.
+func (w *Watcher) Changed() <-chan struct{} {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.changed
+}
+
+// Leader is false: a node without role control never leads.
+func (w *Watcher) Leader() bool { return false }
+
+// LeaderNode is the UID of the node that leads, as the control node says that is followed.
+func (w *Watcher) LeaderNode() (uid string, known bool) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.leader, w.leader != ""
+}
+
+// Leadership is closed at the next change of LeaderNode.
+func (w *Watcher) Leadership() <-chan struct{} {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.turn
+}
+
+// Ready waits until a control node that knows a leader has sent its state, or confirmed that ours is the newest.
+func (w *Watcher) Ready(ctx context.Context) error {
+	for {
+		w.mu.Lock()
+		fresh, turn := w.fresh, w.turn
+		w.mu.Unlock()
+		if fresh {
+			return nil
+		}
+		select {
+		case <-turn:
+		case <-ctx.Done():
+			return problem.New(problem.Timeout, "wait for a control node: %w", context.Cause(ctx)).WithHint("%s", w.leaderHint())
+		case <-w.ctx.Done():
+			return errClosed()
+		}
+	}
+}
+
+// Propose sends a command to the leader, once, and waits until this node's copy shows it. See Cluster.Propose.
+func (w *Watcher) Propose(ctx context.Context, cmd state.Command) (state.Result, error) {
+	if w.cfg.Forward == nil {
+		return state.Result{}, errNotLeader()
+	}
+	leader, err := awaitLeader(ctx, w)
+	if err != nil {
+		return state.Result{}, err
+	}
+	res, err := forwarder(w.cfg.Forward).send(ctx, leader, cmd)
+	if err == nil && !res.Unchanged {
+		w.readOwn(ctx, res)
+	}
+	return res, err
+}
+
+// readOwn gives this node's copy the time to show a command that the leader has acknowledged.
+func (w *Watcher) readOwn(ctx context.Context, res state.Result) {
+	ctx, cancel := context.WithTimeout(ctx, proposeTimeout)
+	defer cancel()
+	for {
+		changed := w.Changed()
+		if w.State().Index >= res.Index {
+			return
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return
+		case <-w.ctx.Done():
+			return
+		}
+	}
+}
+
+// Close ends following and gives the data dir free. Idempotent; waits.
+func (w *Watcher) Close() error {
+	w.once.Do(func() {
+		w.cancel(ErrClosed)
+		w.loops.Wait()
+		if w.home != nil {
+			w.closed = w.home.Close()
+		}
+	})
+	return w.closed
+}
+
+func (w *Watcher) closing() <-chan struct{} { return w.ctx.Done() }
+
+func (w *Watcher) refusal() error {
+	if w.ctx.Err() != nil {
+		return errClosed()
+	}
+	return nil
+}
+
+func (w *Watcher) find(uid string) state.Node {
+	n := find(w.State(), uid)
+	if w.cfg.Resolve != nil {
+		if address, ok := w.cfg.Resolve(uid); ok {
+			n.Address = address
+		}
+	}
+	return n
+}
+
+func (w *Watcher) leaderHint() string {
+	var control []string
+	for _, n := range w.State().Nodes {
+		if n.Has(state.RoleControl) {
+			control = append(control, n.UID)
+		}
+	}
+	return startThem(w.State(), control)
+}
+
+// follow asks one control node after the other until Close.
+func (w *Watcher) follow() {
+	pause := watchBackoffMin
+	for w.ctx.Err() == nil {
+		heard, err := w.attempt()
+		w.setLeader("")
+		if heard {
+			pause = watchBackoffMin
+		}
+		w.log.Debug("follows no control node", "room", "cluster", "err", err, "again_in", pause)
+		select {
+		case <-time.After(pause):
+		case <-w.ctx.Done():
+		}
+		pause = min(2*pause, watchBackoffMax)
+	}
+}
+
+// errSilent ends an attempt that heard nothing for watchSilence.
+var errSilent = errors.New("the control node is silent")
+
+// attempt follows one control node while it speaks. heard: it did.
+func (w *Watcher) attempt() (heard bool, err error) {
+	ctx, cancel := context.WithCancelCause(w.ctx)
+	defer cancel(nil)
+	silence := time.AfterFunc(watchSilence, func() { cancel(errSilent) })
+	defer silence.Stop()
+	var spoke atomic.Bool
+	err = w.cfg.Watch(ctx, w.State().Index, func(data []byte, index uint64) {
+		if ctx.Err() != nil {
+			return // too late: another attempt may be running
+		}
+		silence.Reset(watchSilence)
+		if err := w.take(data, index); err != nil {
+			cancel(err)
+			return
+		}
+		spoke.Store(true)
+	})
+	if cause := context.Cause(ctx); cause != nil {
+		err = cause
+	}
+	return spoke.Load(), err
+}
+
+// take is one message of the control node.
+func (w *Watcher) take(data []byte, _ uint64) error {
+	if len(data) == 0 { // a heartbeat: that node knows a leader, and ours is its newest state
+		w.setFresh()
+		return nil
+	}
+	st, leader, err := decodeUpdate(data)
+	if err != nil {
+		return err
+	}
+	if st != nil {
+		if err := w.publish(st); err != nil {
+			return err
+		}
+	}
+	w.setLeader(leader)
+	if leader != "" {
+		w.setFresh()
+	}
+	return nil
+}
+
+// publish shows a state to readers. An older one is passed over: the control node lags behind the last one.
+func (w *Watcher) publish(st *state.State) error {
+	if st.Cluster != w.ident.Cluster {
+		return problem.New(problem.Conflict, "the control node is of cluster %q, not %q", st.Cluster, w.ident.Cluster).
+			WithHint("join the cluster with an empty --data-dir")
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if st.Index <= w.State().Index {
+		return nil
+	}
+	w.published.Store(st)
+	close(w.changed)
+	w.changed = make(chan struct{})
+	return nil
+}
+
+func (w *Watcher) setLeader(uid string) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.leader != uid {
+		w.leader = uid
+		w.wake()
+	}
+}
+
+func (w *Watcher) setFresh() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if !w.fresh {
+		w.fresh = true
+		w.wake()
+	}
+}
+
+// wake needs mu.
+func (w *Watcher) wake() {
+	close(w.turn)
+	w.turn = make(chan struct{})
+}
+
+// save writes the newest state to disk, at most once per watchSave, and the last one at Close.
+func (w *Watcher) save(saved uint64) {
+	for w.ctx.Err() == nil {
+		changed := w.Changed()
+		saved = w.saveNewer(saved)
+		pause := time.After(watchSave)
+		select {
+		case <-changed:
+		case <-w.ctx.Done():
+		}
+		select {
+		case <-pause:
+		case <-w.ctx.Done():
+		}
+	}
+	w.saveNewer(saved)
+}
+
+// saveNewer writes the state if it is newer than the saved one.
+func (w *Watcher) saveNewer(saved uint64) uint64 {
+	st := w.State()
+	if st.Index <= saved {
+		return saved
+	}
+	if err := saveState(w.cfg.DataDir, st); err != nil {
+		w.log.Warn("the state cannot be kept for the next start", "room", "cluster", "err", fmt.Errorf("%w: %w", ErrDisk, err))
+	}
+	return st.Index
+}

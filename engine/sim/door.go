@@ -1,0 +1,119 @@
+package sim
+
+import (
+	"context"
+	"crypto/hmac"
+	"crypto/sha256"
+	"errors"
+	"io"
+	"net"
+	"sync"
+	"time"
+)
+
+// doorGuests bounds connections to a meeting point that have not said who they are.
+const doorGuests = 64
+
+// door is rank 0's meeting point while it waits for the group: strangers and silent callers hold up nobody.
+type door struct {
+	ctx    context.Context //nolint:containedctx // ends with close: it is the life of the goroutines that listen to callers
+	cancel context.CancelFunc
+	ln     net.Listener
+	cfg    *Config
+	guests chan guest
+	work   sync.WaitGroup
+	failed chan error // one slot: the listener's end
+}
+
+// guest is a caller that has proved to be of this group.
+type guest struct {
+	conn  net.Conn
+	hello frame
+}
+
+func newDoor(ctx context.Context, ln net.Listener, cfg *Config) *door {
+	d := &door{ln: ln, cfg: cfg, guests: make(chan guest), failed: make(chan error, 1)}
+	d.ctx, d.cancel = context.WithCancel(ctx)
+	d.work.Go(d.accept)
+	return d
+}
+
+// next gives the next rank that came, or why none will.
+func (d *door) next() (guest, error) {
+	select {
+	case g := <-d.guests:
+		return g, nil
+	case err := <-d.failed:
+		return guest{}, err
+	case <-d.ctx.Done():
+		return guest{}, context.Cause(d.ctx)
+	}
+}
+
+// close ends the meeting point. Those who were not welcomed are gone.
+func (d *door) close() {
+	d.cancel()
+	_ = d.ln.Close() // nothing is lost with it
+	d.work.Wait()
+}
+
+func (d *door) accept() {
+	seats := make(chan struct{}, doorGuests)
+	for {
+		select {
+		case seats <- struct{}{}:
+		case <-d.ctx.Done():
+			return
+		}
+		conn, err := d.ln.Accept()
+		if err != nil {
+			d.failed <- err
+			return
+		}
+		d.work.Go(func() {
+			d.receive(conn)
+			<-seats
+		})
+	}
+}
+
+// receive listens to one caller.
+func (d *door) receive(conn net.Conn) {
+	stop := context.AfterFunc(d.ctx, func() { _ = conn.Close() })
+	hello, ok := readHello(conn, d.cfg.GroupKey)
+	if !stop() || !ok { // stopped before it is handed on: the end of the meeting must not close what was welcomed
+		_ = conn.Close()
+		return
+	}
+	select {
+	case d.guests <- guest{conn, hello}:
+	case <-d.ctx.Done():
+		_ = conn.Close()
+	}
+}
+
+// proof shows that a hello comes from a rank of the group: only those of the same start know the key.
+func proof(hello frame, key string) []byte {
+	b := hello.encode()
+	h := hmac.New(sha256.New, []byte(key))
+	h.Write(b[:])
+	return h.Sum(nil)
+}
+
+func writeHello(c net.Conn, hello frame, key string) error {
+	if err := writeFrame(c, hello); err != nil {
+		return err
+	}
+	_, err := c.Write(proof(hello, key)) // under the deadline of the frame
+	return err
+}
+
+// readHello reads who calls; false if it is nobody of the group.
+func readHello(c net.Conn, key string) (frame, bool) {
+	deadline := c.SetReadDeadline(time.Now().Add(frameTimeout))
+	hello, err := readFrame(c)
+	said := make([]byte, sha256.Size)
+	_, errProof := io.ReadFull(c, said)
+	err = errors.Join(deadline, err, errProof, c.SetReadDeadline(time.Time{}))
+	return hello, err == nil && hello.kind == frameHello && hmac.Equal(said, proof(hello, key))
+}
