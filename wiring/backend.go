@@ -32,7 +32,7 @@ func (b *backend) Deploy(ctx context.Context, req api.DeployRequest) (api.Deploy
 	if err != nil {
 		return api.DeployResult{}, err
 	}
-	st := b.n.cluster.State()
+	st := b.n.store.State()
 	expect, err := expected(st, file.Applications, req.Revision)
 	if err != nil {
 		return api.DeployResult{}, err
@@ -41,7 +41,11 @@ func (b *backend) Deploy(ctx context.Context, req api.DeployRequest) (api.Deploy
 	if err != nil {
 		return api.DeployResult{}, err
 	}
-	r, err := b.n.control.Deploy(ctx, file.Applications, expect, req.Prune, req.Partial)
+	l, err := b.n.lead()
+	if err != nil {
+		return api.DeployResult{}, err
+	}
+	r, err := l.control.Deploy(ctx, file.Applications, expect, req.Prune, req.Partial)
 	if err != nil {
 		return api.DeployResult{}, err
 	}
@@ -49,8 +53,17 @@ func (b *backend) Deploy(ctx context.Context, req api.DeployRequest) (api.Deploy
 }
 
 // Plan implements api.Backend.
-func (b *backend) Plan(context.Context, api.DeployRequest) (msg.Plan, []app.Warning, error) {
-	return msg.Plan{}, nil, problem.New(problem.Unavailable, "plans are not at hand yet")
+func (b *backend) Plan(_ context.Context, req api.DeployRequest) (msg.Plan, []app.Warning, error) {
+	file, warnings, err := ParseApps(req.File, req.Text)
+	if err != nil {
+		return msg.Plan{}, nil, err
+	}
+	l, err := b.n.lead()
+	if err != nil {
+		return msg.Plan{}, nil, err
+	}
+	p, err := l.control.Plan(file.Applications, req.Prune)
+	return p, warnings, err
 }
 
 // expected pins the revision of every named app to what a caller at cluster revision want has seen. Apps that changed after it
@@ -119,12 +132,18 @@ func changeOf(now *state.App, a *app.Application) (api.Change, error) {
 }
 
 // Apps implements api.Backend.
-func (b *backend) Apps(context.Context) ([]msg.AppStatus, error) {
-	list := b.n.control.Status()
-	ranks := b.n.node.RankStatuses()
+func (b *backend) Apps(ctx context.Context) ([]msg.AppStatus, error) {
+	l, err := b.n.lead()
+	if err != nil {
+		return nil, err
+	}
+	list := l.control.Status()
+	ranks, queued := b.n.accounts(ctx)
 	for i := range list {
-		list[i].Queued = b.n.ingress.QueueLen(list[i].Name)
-		list[i].Index, list[i].Identity = b.n.ingress.Index(list[i].Name), b.n.ingress.Identity(list[i].Name)
+		list[i].Queued = queued[list[i].Name]
+		if b.n.ingress != nil {
+			list[i].Index, list[i].Identity = b.n.ingress.Index(list[i].Name), b.n.ingress.Identity(list[i].Name)
+		}
 		for j := range list[i].Units {
 			merge(&list[i].Units[j], ranks[list[i].Units[j].Unit])
 		}
@@ -173,15 +192,23 @@ func (b *backend) Delete(ctx context.Context, name string) error {
 	if _, err := b.App(ctx, name); err != nil {
 		return err
 	}
-	_, err := b.n.control.Delete(ctx, name)
+	l, err := b.n.lead()
+	if err != nil {
+		return err
+	}
+	_, err = l.control.Delete(ctx, name)
 	return err
 }
 
 // Events implements api.Backend.
 func (b *backend) Events(since uint64) ([]api.Event, <-chan struct{}) {
-	next := b.n.control.Watch() // before Events, or a change in between goes unseen
+	l, err := b.n.lead()
+	if err != nil {
+		return nil, b.n.store.Leadership() // until somebody leads who has events
+	}
+	next := l.control.Watch() // before Events, or a change in between goes unseen
 	var out []api.Event
-	for _, e := range b.n.control.Events(since) {
+	for _, e := range l.control.Events(since) {
 		out = append(out, api.Event{Number: e.Seq, Time: e.At, Kind: kindOf(e.Unit, e.To), App: e.App, Unit: e.Unit, Epoch: e.Epoch, Phase: e.To, Reason: e.Reason})
 	}
 	return out, next

@@ -6,6 +6,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"slices"
 	"sort"
 	"strconv"
 	"strings"
@@ -13,6 +14,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/node"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/state"
 )
 
 // Defaults of a node. Ports: ARCHITECTURE of the project, section "Planes and ports".
@@ -97,6 +99,9 @@ func (c *Config) Validate() error {
 	if _, err := ParseGPUs(c.GPUs); err != nil {
 		return err
 	}
+	if err := c.validateCluster(); err != nil {
+		return err
+	}
 	if strings.ContainsAny(c.NodeID, "/ \t\n") || c.NodeID == "" {
 		return problem.New(problem.InvalidArgument, "--node-id %q: must be a name without spaces and slashes", c.NodeID)
 	}
@@ -125,6 +130,55 @@ func (c *Config) checkBind(flag, addr string) error {
 			WithHint("bind 127.0.0.1 behind your own front end, or add --insecure-public if everyone who reaches this port may use it")
 	}
 	return nil
+}
+
+// offer is what placement may use of this node.
+func (c *Config) offer() (state.Offer, error) {
+	lo, hi, err := parsePortRange(c.PortRange)
+	if err != nil {
+		return state.Offer{}, err
+	}
+	devices, err := ParseGPUs(c.GPUs)
+	return state.Offer{Slots: c.Slots, Devices: devices, Labels: c.Labels, PortLo: lo, PortHi: hi}, err
+}
+
+// validateCluster checks what concerns other nodes.
+func (c *Config) validateCluster() error {
+	for _, r := range c.Roles {
+		if r != string(state.RoleControl) && r != string(state.RoleWorker) && r != string(state.RoleIngress) {
+			return problem.New(problem.InvalidArgument, "--roles: unknown role %q", r).WithHint("roles are control, worker and ingress")
+		}
+	}
+	control := slices.Contains(c.Roles, string(state.RoleControl))
+	switch {
+	case len(c.Roles) == 0:
+		return problem.New(problem.InvalidArgument, "--roles is empty").WithHint("roles are control, worker and ingress")
+	case c.Advertise == "" && c.Join != nil:
+		return problem.New(problem.InvalidArgument, "a node that joins must be reachable").WithHint("add --advertise with this machine's IP")
+	case c.Advertise == "" && !control:
+		return problem.New(problem.InvalidArgument, "a node that stands alone needs role control").WithHint("add it to --roles, or --advertise and join a cluster")
+	case c.Advertise != "" && !advertisable(c.Advertise):
+		return problem.New(problem.InvalidArgument, "--advertise %q: want an IP or host name that other nodes reach, without a port", c.Advertise).
+			WithHint("for example --advertise 10.0.0.1")
+	}
+	for _, p := range []struct {
+		flag string
+		port int
+	}{{"--node-port", c.NodePort}, {"--gossip-port", c.GossipPort}} {
+		if p.port < 0 || p.port > 65535 {
+			return problem.New(problem.InvalidArgument, "%s %d: the port must be 0 to 65535", p.flag, p.port)
+		}
+	}
+	return nil
+}
+
+// advertisable says whether other machines could dial a host.
+func advertisable(host string) bool {
+	ip := net.ParseIP(host)
+	if ip == nil {
+		return !strings.ContainsAny(host, ":/ \t\n")
+	}
+	return !ip.IsUnspecified() && !ip.IsMulticast()
 }
 
 func isLoopback(host string) bool {

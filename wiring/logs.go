@@ -8,7 +8,6 @@ import (
 	"sync"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/actors/node"
 	"github.com/dpserve/dpserve/api"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/state"
@@ -23,11 +22,11 @@ func (b *backend) Logs(ctx context.Context, q api.LogQuery) (api.LogStream, erro
 	if err != nil {
 		return nil, err
 	}
-	st := b.n.cluster.State()
+	st := b.n.store.State()
 	if err := knownRank(st, &status, q); err != nil {
 		return nil, err
 	}
-	nq := node.LogQuery{App: q.App, Rank: q.Rank, Since: q.Since, Follow: q.Follow, Tail: q.Tail}
+	nq := msg.LogQuery{App: q.App, Rank: q.Rank, Since: q.Since, Follow: q.Follow, Tail: q.Tail}
 	if q.Group != api.AllRanks {
 		nq.Unit = unitOf(st, q)
 	}
@@ -40,7 +39,7 @@ func (b *backend) Logs(ctx context.Context, q api.LogQuery) (api.LogStream, erro
 	s.cancel = cancel
 	s.copying.Go(func() {
 		defer close(s.lines)
-		_ = b.n.node.Logs(run, nq, func(l node.LogLine) error { return s.put(run, l) }) // the only error is put's own
+		b.n.collectLogs(run, nq, func(l msg.LogLine) error { return s.put(run, l) })
 	})
 	return s, nil
 }
@@ -89,7 +88,7 @@ type logStream struct {
 	copying sync.WaitGroup
 }
 
-func (s *logStream) put(ctx context.Context, l node.LogLine) error {
+func (s *logStream) put(ctx context.Context, l msg.LogLine) error {
 	group := groupOf(l.Unit)
 	if s.group != api.AllRanks && s.group != group {
 		return nil

@@ -2,11 +2,15 @@ package wiring
 
 import (
 	"context"
+	"crypto/sha256"
 	"net"
 	"net/http"
 	"strconv"
 
+	"google.golang.org/grpc"
+
 	"github.com/dpserve/dpserve/actors/ingress"
+	"github.com/dpserve/dpserve/cluster/nodeport"
 	"github.com/dpserve/dpserve/engine"
 )
 
@@ -40,7 +44,7 @@ func (c *Config) bindTest() func(port int) error {
 		return nil
 	}
 	return func(port int) error {
-		l, err := c.Network.Listen(net.JoinHostPort(engine.Loopback, strconv.Itoa(port)))
+		l, err := c.Network.Listen(net.JoinHostPort(c.engineHost(), strconv.Itoa(port)))
 		if err != nil {
 			return err
 		}
@@ -64,6 +68,38 @@ func (c *Config) listenEvents() func(ctx context.Context, addr string) (net.List
 		return nil
 	}
 	return func(_ context.Context, addr string) (net.Listener, error) { return c.Network.Listen(addr) }
+}
+
+// bind is where the node port listens; nil = TCP.
+func (c *Config) bind() func(ctx context.Context, addr string) (net.Listener, error) {
+	return c.listenEvents()
+}
+
+// connect is how the node port dials; nil = TCP.
+func (c *Config) connect() nodeport.DialFunc {
+	if c.Network == nil {
+		return nil
+	}
+	return c.Network.DialContext
+}
+
+// joinDialer is how a newcomer reaches the cluster; nil = TCP.
+func (c *Config) joinDialer() func(ctx context.Context, address string, fingerprint [sha256.Size]byte) (*grpc.ClientConn, error) {
+	if c.Network == nil {
+		return nil
+	}
+	return func(ctx context.Context, address string, fingerprint [sha256.Size]byte) (*grpc.ClientConn, error) {
+		return nodeport.JoinGRPC(ctx, c.Network.DialContext, address, fingerprint)
+	}
+}
+
+// engineHost is where engines listen: loopback, or the advertised address if that is a loopback one too, so that several nodes on
+// one machine do not share ports.
+func (c *Config) engineHost() string {
+	if ip := net.ParseIP(c.Advertise); ip != nil && ip.IsLoopback() {
+		return c.Advertise
+	}
+	return engine.Loopback
 }
 
 // listenHTTP binds the inference endpoint.

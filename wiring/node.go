@@ -8,23 +8,24 @@ import (
 	"log/slog"
 	"net/http"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
 	"github.com/asynkron/protoactor-go/actor"
 
-	"github.com/dpserve/dpserve/actors/controller"
 	"github.com/dpserve/dpserve/actors/dpserver"
 	"github.com/dpserve/dpserve/actors/ingress"
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/node"
-	"github.com/dpserve/dpserve/actors/rankassigner"
+	"github.com/dpserve/dpserve/actors/remote"
 	"github.com/dpserve/dpserve/api"
 	"github.com/dpserve/dpserve/cluster"
+	"github.com/dpserve/dpserve/cluster/nodeport"
 	"github.com/dpserve/dpserve/engine/kvevents"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/placement"
+	"github.com/dpserve/dpserve/state"
 	"github.com/dpserve/dpserve/steptime"
 	"github.com/dpserve/dpserve/telemetry"
 )
@@ -36,30 +37,40 @@ const (
 	afterDrain = 2 * time.Second
 )
 
-// Node is one running dpserve: all three roles on one machine.
+// Node is one running dpserve, alone or as a member of a cluster.
 type Node struct {
-	cfg     Config
-	log     *slog.Logger
-	metrics *telemetry.Metrics
-	system  *actor.ActorSystem
-	cluster *cluster.Cluster
-	hub     *dpserver.Hub
-	probes  *http.Transport
-	node    *node.Node
-	assign  *rankassigner.Assigner
-	control *controller.Controller
-	ingress *ingress.Ingress
-	admin   *api.Server
+	cfg       Config
+	log       *slog.Logger
+	metrics   *telemetry.Metrics
+	here      *telemetry.Node
+	system    *actor.ActorSystem
+	ident     cluster.Identity
+	store     cluster.Store
+	consensus *cluster.Cluster // store, on a node with role control; else nil
+	mesh      *mesh            // nil: this node is alone
+	conns     *remote.Conns
+	leader    *remote.LeaderClient // the leader, wherever it is
+	leads     atomic.Pointer[leading]
+	hub       *dpserver.Hub
+	probes    *http.Transport
+	offer     state.Offer
+	node      *node.Node
+	ingress   *ingress.Ingress // nil without role ingress
+	admin     *api.Server
 
-	httpAddr string
-	kill     context.CancelFunc
-	killed   context.Context //nolint:containedctx // ends the drain of this process, not of one call
-	once     sync.Once
-	closeErr error
+	httpAddr   string
+	firstToken string
+	left       atomic.Bool
+	out        chan struct{} // closed when it has left
+	kill       context.CancelFunc
+	killed     context.Context //nolint:containedctx // ends the drain of this process, not of one call
+	loops      sync.WaitGroup
+	once       sync.Once
+	closeErr   error
 }
 
-// New builds a node: it opens the data dir, waits until this node leads its cluster, and brings back the apps that were there.
-// Nothing listens before Listen. Errors are *problem.Error.
+// New builds a node: it opens the data dir, joins its cluster or waits until it leads its own, and brings back the apps that were
+// there. Clients are served from Listen on. Errors are *problem.Error.
 func New(c Config) (*Node, error) {
 	if err := c.Validate(); err != nil {
 		return nil, err
@@ -68,7 +79,8 @@ func New(c Config) (*Node, error) {
 	if err := level.UnmarshalText([]byte(c.LogLevel)); err != nil {
 		return nil, problem.New(problem.InvalidArgument, "--log-level %q: want debug, info, warn or error", c.LogLevel)
 	}
-	n := &Node{cfg: c, metrics: telemetry.New(), hub: dpserver.NewHub(), probes: c.probes()}
+	n := &Node{cfg: c, metrics: telemetry.New(), hub: dpserver.NewHub(), probes: c.probes(), out: make(chan struct{})}
+	n.here = n.metrics.Node(c.NodeID)
 	n.log = telemetry.NewLogger(c.LogWriter, c.LogFormat, level).With(slog.String("node", c.NodeID))
 	n.killed, n.kill = context.WithCancel(context.Background())
 	if err := n.build(); err != nil {
@@ -81,83 +93,138 @@ func (n *Node) build() error {
 	t := n.cfg.timers()
 	n.system = inbox.NewSystem(n.log)
 	var err error
-	if n.cluster, err = cluster.Open(cluster.Config{NodeID: n.cfg.NodeID, DataDir: n.cfg.DataDir, Log: n.log, ApplySeconds: n.metrics.RaftApply(n.cfg.NodeID)}); err != nil {
+	if n.offer, err = n.cfg.offer(); err != nil {
 		return err
 	}
 	ctx, cancel := context.WithTimeout(n.killed, readyTimeout)
 	defer cancel()
-	if err := n.cluster.Ready(ctx); err != nil {
-		return err
+	if n.cfg.Advertise != "" {
+		if err := n.enter(ctx); err != nil {
+			return err
+		}
+		if err := n.mesh.open(ctx); err != nil {
+			return err
+		}
 	}
-	n.assign = rankassigner.New(rankassigner.Config{Store: n.cluster, Proposer: n.cluster, Timers: t.assigner, Log: n.log})
-	if err := n.assign.Start(n.system); err != nil {
+	n.conns = remote.NewConns(remote.ConnsConfig{Dial: n.mesh.dial, Nodes: n.peers})
+	n.leader = remote.NewLeaderClient(remote.LeaderConfig{Self: n.cfg.NodeID, Conns: n.conns, Hint: n.leaderName, Leading: n.leadingNow, Store: late{n}, Log: n.log})
+	if err := n.openStore(ctx); err != nil {
 		return err
 	}
 	if err := n.buildWorker(t); err != nil {
 		return err
 	}
-	if n.ingress, err = ingress.New(ingress.Config{
-		Node: n.cfg.NodeID, Version: n.cfg.Version, Store: n.cluster, Feed: n.hub, Metrics: n.metrics, Log: n.log, Timers: t.ingress, Seed: random(),
-		Dial: n.cfg.dialer(),
-	}); err != nil {
+	if err := n.buildServers(t); err != nil {
 		return err
 	}
-	n.admin = api.NewServer(api.Config{Backend: &backend{n}, Ranks: &backend{n}, Routers: &routers{n}, Metrics: n.scrape(), Version: api.BuildInfo{Version: n.cfg.Version}, Log: n.log})
-	if err := n.control.Start(n.system); err != nil {
+	return n.begin(ctx)
+}
+
+// openStore opens this node's copy of the state and waits until it is whole.
+func (n *Node) openStore(ctx context.Context) error {
+	if n.has(state.RoleControl) {
+		cfg := cluster.Config{
+			NodeID: n.cfg.NodeID, DataDir: n.cfg.DataDir, ClusterID: n.ident.Cluster, UID: n.ident.UID, Log: n.log,
+			ApplySeconds: n.metrics.RaftApply(n.cfg.NodeID), Forward: n.leader.Forward,
+		}
+		if n.mesh != nil {
+			cfg.Layer, cfg.Member, cfg.Resolve = raftLayer{n.mesh.port, n.mesh.port.Listener(nodeport.Raft)}, n.mesh.member, n.mesh.resolve
+			if n.mesh.founding {
+				cfg.Secrets = func() state.Secrets { return n.mesh.secrets }
+			}
+		}
+		c, err := cluster.Open(cfg)
+		if err != nil {
+			return err
+		}
+		n.consensus, n.store = c, c
+	} else {
+		w, err := cluster.NewWatcher(cluster.WatcherConfig{
+			NodeID: n.cfg.NodeID, ClusterID: n.ident.Cluster, UID: n.ident.UID, DataDir: n.cfg.DataDir, Log: n.log,
+			Watch: n.watchState, Forward: n.leader.Forward, Resolve: n.mesh.resolve,
+		})
+		if err != nil {
+			return err
+		}
+		n.store = w
+	}
+	n.ident = cluster.Identity{Cluster: n.store.ClusterID(), Node: n.cfg.NodeID, UID: n.store.UID()}
+	if err := n.store.Ready(ctx); err != nil {
 		return err
 	}
-	return n.shown(ctx)
+	return n.mesh.keep()
 }
 
-// shown waits until the controller shows the apps that were there before a restart: who asks for one is not told that there is
-// none.
-func (n *Node) shown(ctx context.Context) error {
-	for {
-		next := n.control.Watch() // before Status, or a change in between goes unseen
-		if len(n.control.Status()) >= len(n.cluster.State().Apps) {
-			return nil
-		}
-		select {
-		case <-next:
-		case <-ctx.Done():
-			return problem.New(problem.Timeout, "the controller has not taken up the applications of the data dir: %w", context.Cause(ctx))
-		}
-	}
-}
-
-// buildWorker makes the node's supervisor and the controller, which know each other.
+// buildWorker makes the node's supervisor: every node has one, for its lease; ranks come to those with role worker.
 func (n *Node) buildWorker(t *timers) error {
-	lo, hi, err := parsePortRange(n.cfg.PortRange)
-	if err != nil {
-		return err
-	}
-	devices, err := ParseGPUs(n.cfg.GPUs)
-	if err != nil {
-		return err
-	}
-	n.control = controller.New(controller.Config{
-		Store: n.cluster, Proposer: n.cluster, Granter: n.assign, Metrics: n.metrics, Timers: t.controller, Log: n.log,
-		Nodes: func() []placement.Node {
-			return []placement.Node{{ID: n.cfg.NodeID, Slots: n.cfg.Slots, Devices: devices, Labels: n.cfg.Labels, Ports: placement.Ports{Lo: lo, Hi: hi}}}
-		},
-		Agent: func(id string) (msg.NodeAgent, bool) { return n.node, id == n.cfg.NodeID && n.node != nil },
-	})
 	factory := &dpserver.Factory{
-		System: n.system, Hub: n.hub, Assigner: n.assign, NewEngine: dpserver.NewClient(n.probes), PrefillTime: prefillTime, Timers: t.replica, Log: n.log,
-		Secret: func() []byte { return n.cluster.State().Secret }, App: newPresent(n.cluster).app,
+		System: n.system, Hub: n.hub, Assigner: n.leader, NewEngine: dpserver.NewClient(n.probes), PrefillTime: prefillTime, Timers: t.replica, Log: n.log,
+		Secret: func() []byte { return n.store.State().Secret }, App: newPresent(n.store).app, Address: n.cfg.Advertise,
+		Lease:   func() bool { return n.node.Admits() },
 		Replays: kvevents.NewReplays(), DialEvents: n.cfg.dialEvents(), ListenEvents: n.cfg.listenEvents(),
 	}
+	var err error
 	n.node, err = node.New(node.Config{
-		ID: n.cfg.NodeID, DataDir: n.cfg.DataDir, PortLo: lo, PortHi: hi, Slots: n.cfg.Slots, Devices: devices, Labels: n.cfg.Labels,
-		Executable: n.cfg.Executable, System: n.system, Assigner: n.assign, Reporter: n.control, Rand: random, Timers: t.node, Log: n.log,
+		ID: n.cfg.NodeID, DataDir: n.cfg.DataDir, PortLo: n.offer.PortLo, PortHi: n.offer.PortHi, Slots: n.offer.Slots, Devices: n.offer.Devices,
+		Labels: n.offer.Labels, Executable: n.cfg.Executable, System: n.system, Assigner: n.leader, Rand: random, Timers: t.node, Log: n.log,
 		Launcher: n.cfg.Launcher, Transport: n.probes, BindTest: n.cfg.bindTest(),
 		NewReplica: func(spec msg.ReplicaSpec) (node.Replica, error) { return factory.New(spec) },
+		Leader:     n.leader, Self: n.self, Store: n.store, OnLeaseLoss: node.LeaseLoss(n.cfg.OnLeaseLoss), EngineHost: n.cfg.engineHost(), Advertise: n.cfg.Advertise,
 	})
 	return err
 }
 
+// buildServers makes what clients and operators speak to, and what other nodes do.
+func (n *Node) buildServers(t *timers) error {
+	if n.has(state.RoleIngress) {
+		cfg := ingress.Config{
+			Node: n.cfg.NodeID, Version: n.cfg.Version, Store: n.store, Feed: n.hub, Metrics: n.metrics, Log: n.log, Timers: t.ingress, Seed: random(),
+			Dial: n.cfg.dialer(), Serves: n.node.Serves(),
+		}
+		var err error
+		if n.mesh != nil {
+			if cfg.Feed, err = n.mesh.follow(n.hub, t.stream); err != nil {
+				return err
+			}
+			cfg.Remote = remote.NewDataClient(n.mesh.toData)
+		}
+		if n.ingress, err = ingress.New(cfg); err != nil {
+			return err
+		}
+	}
+	b := &backend{n}
+	n.admin = api.NewServer(api.Config{
+		Backend: b, Ranks: b, Nodes: b, Routers: routersOf(n), Metrics: n.scrape(), Forward: n.forward,
+		Version: api.BuildInfo{Version: n.cfg.Version, Node: n.cfg.NodeID}, Log: n.log,
+	})
+	if n.mesh != nil {
+		return n.mesh.serve()
+	}
+	return nil
+}
+
+// begin starts what goes on by itself, and waits until the applications that were there are shown.
+func (n *Node) begin(ctx context.Context) error {
+	if err := n.adaptLeadership(ctx); err != nil {
+		return err
+	}
+	n.loops.Go(func() { n.followLeadership(n.killed) })
+	n.loops.Go(func() { n.watchOut(n.killed) })
+	if n.mesh == nil {
+		return nil
+	}
+	if n.consensus != nil {
+		n.loops.Go(func() { n.keepVoters(n.killed) })
+	}
+	n.loops.Go(func() { n.mesh.renew(n.killed) })
+	return n.firstJoin(ctx)
+}
+
 // Listen binds both ports. A taken one is problem.Unavailable, or another port if the node is Ephemeral.
 func (n *Node) Listen() error {
+	if n.ingress == nil {
+		return n.bind(n.cfg.AdminBind, "--admin-bind", n.listenAdmin)
+	}
 	if err := n.bind(n.cfg.HTTPBind, "--http-bind", func(ctx context.Context, addr string) error {
 		a, err := n.listenHTTP(ctx, addr)
 		if err == nil {
@@ -184,14 +251,18 @@ func (n *Node) bind(addr, flag string, listen func(ctx context.Context, addr str
 	return nil
 }
 
-// Serve answers until ctx ends; then it drains and returns when every engine is gone. Kill ends the drain.
+// Serve answers until ctx ends, or the node has left its cluster; then it drains and returns when every engine is gone. Kill ends the
+// drain.
 func (n *Node) Serve(ctx context.Context) error {
 	failed := make(chan error, 2) // both servers
-	go func() { failed <- n.ingress.Serve() }()
+	if n.ingress != nil {
+		go func() { failed <- n.ingress.Serve() }()
+	}
 	go func() { failed <- n.admin.Serve() }()
 	var err error
 	select {
 	case <-ctx.Done():
+	case <-n.out:
 	case err = <-failed:
 	}
 	return errors.Join(err, n.drain()) //nolint:contextcheck // a drain outlives the context that asks for it
@@ -199,13 +270,21 @@ func (n *Node) Serve(ctx context.Context) error {
 
 // drain turns readiness off, gives each app's streams its grace, ends the engines, then the servers.
 func (n *Node) drain() error {
-	n.ingress.Drain()
-	err := n.control.Close() // first: what ends now is not to be started again
+	if n.ingress != nil {
+		n.ingress.Drain()
+	}
+	n.handOver()
+	var err error
+	if n.mesh == nil { // nobody else: what ends now is not to be started again
+		err = n.stepDown()
+	}
 	err = errors.Join(err, n.node.Close(n.killed, n.longestGrace()))
 	ctx, cancel := context.WithTimeout(n.killed, afterDrain)
 	defer cancel()
-	if cerr := n.ingress.Close(ctx); cerr != nil && !errors.Is(cerr, context.Canceled) && !errors.Is(cerr, context.DeadlineExceeded) {
-		err = errors.Join(err, cerr)
+	if n.ingress != nil {
+		if cerr := n.ingress.Close(ctx); cerr != nil && !errors.Is(cerr, context.Canceled) && !errors.Is(cerr, context.DeadlineExceeded) {
+			err = errors.Join(err, cerr)
+		}
 	}
 	return errors.Join(err, n.admin.Close())
 }
@@ -223,10 +302,8 @@ func (n *Node) Close() error {
 }
 
 func (n *Node) close() error {
-	var errs []error
-	if n.control != nil {
-		errs = append(errs, n.control.Close())
-	}
+	n.loops.Wait()
+	errs := []error{n.stepDown()}
 	if n.node != nil {
 		errs = append(errs, n.node.Close(n.killed, 0))
 	}
@@ -238,12 +315,16 @@ func (n *Node) close() error {
 	if n.admin != nil {
 		errs = append(errs, n.admin.Close())
 	}
-	if n.assign != nil {
-		errs = append(errs, n.assign.Close())
+	if n.leader != nil {
+		errs = append(errs, n.leader.Close())
 	}
-	if n.cluster != nil {
-		errs = append(errs, n.cluster.Close())
+	if n.conns != nil {
+		errs = append(errs, n.conns.Close())
 	}
+	if n.store != nil {
+		errs = append(errs, n.store.Close())
+	}
+	errs = append(errs, n.mesh.close())
 	n.probes.CloseIdleConnections()
 	if n.system != nil {
 		n.system.Shutdown()
@@ -266,10 +347,15 @@ func (n *Node) AdminAddr() string {
 func (n *Node) Feed() msg.Feed { return n.hub }
 
 // Store is the cluster's state, for an ingress beside the node's own.
-func (n *Node) Store() msg.Store { return n.cluster }
+func (n *Node) Store() msg.Store { return n.store }
 
 // Totals are requests ended, tokens generated and requests in flight at this node's ingress.
-func (n *Node) Totals() (requests, tokens uint64, inflight int) { return n.ingress.Totals() }
+func (n *Node) Totals() (requests, tokens uint64, inflight int) {
+	if n.ingress == nil {
+		return 0, 0, 0
+	}
+	return n.ingress.Totals()
+}
 
 // prefillTime is what the reference machine takes for a prompt alone: it stretches the stall timeout, so only its order counts.
 func prefillTime(tokens int) time.Duration {

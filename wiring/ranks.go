@@ -61,7 +61,7 @@ func (b *backend) RemoveRank(ctx context.Context, name string, r api.RankRemoval
 
 // Workers implements api.Ranks.
 func (b *backend) Workers(_ context.Context, name string) ([]string, error) {
-	a, _, err := attachedApp(b.n.cluster.State(), name)
+	a, _, err := attachedApp(b.n.store.State(), name)
 	if err != nil {
 		return nil, err
 	}
@@ -89,7 +89,7 @@ func groupsOf(a *app.Application) map[int]bool {
 func (b *backend) reshape(ctx context.Context, name string, alter func(*app.Application, *state.State) (change, error)) (api.RankChange, error) {
 	var stale error
 	for range maxReshapes {
-		st := b.n.cluster.State()
+		st := b.n.store.State()
 		a, revision, err := attachedApp(st, name)
 		if err != nil {
 			return api.RankChange{}, err
@@ -98,7 +98,11 @@ func (b *backend) reshape(ctx context.Context, name string, alter func(*app.Appl
 		if err != nil {
 			return api.RankChange{}, err
 		}
-		r, err := b.n.control.Reshape(ctx, c.app, revision, c.grace)
+		l, err := b.n.lead()
+		if err != nil {
+			return api.RankChange{}, err
+		}
+		r, err := l.control.Reshape(ctx, c.app, revision, c.grace)
 		if err == nil {
 			c.said.Revision = r.Apps[a.Name]
 			return c.said, nil

@@ -42,7 +42,7 @@ const (
 
 func (b *backend) spec(t *testing.T, name string) *app.Application {
 	t.Helper()
-	a, _, err := attachedApp(b.n.cluster.State(), name)
+	a, _, err := attachedApp(b.n.store.State(), name)
 	require.NoError(t, err)
 	return a
 }
@@ -80,7 +80,7 @@ func TestRankChangesAllLand(t *testing.T) {
 	urls, err := b.Workers(t.Context(), "")
 	require.NoError(t, err)
 	assert.Equal(t, []string{nowhere(1)}, urls)
-	assert.Equal(t, uint64(1), b.n.cluster.State().Units["edge/0/0"].Epoch, "nobody touched it")
+	assert.Equal(t, uint64(1), b.n.store.State().Units["edge/0/0"].Epoch, "nobody touched it")
 }
 
 func TestRankChangesAreRefusedWithAReason(t *testing.T) {
@@ -102,7 +102,7 @@ func TestRankChangesAreRefusedWithAReason(t *testing.T) {
 		assert.Equal(t, c.code, problem.CodeOf(c.err), name)
 		assert.Contains(t, c.err.Error(), c.text, name)
 	}
-	assert.Equal(t, uint64(1), b.n.cluster.State().Apps["edge"].Revision, "nothing has changed")
+	assert.Equal(t, uint64(1), b.n.store.State().Apps["edge"].Revision, "nothing has changed")
 	require.NoError(t, b.Delete(t.Context(), "edge"))
 	assert.Equal(t, problem.InvalidArgument, problem.CodeOf(add("", `{"url": "h"}`)), "the only one left")
 	none := newBackend(t)

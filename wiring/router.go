@@ -3,6 +3,8 @@ package wiring
 import (
 	"context"
 	"fmt"
+	"sync/atomic"
+	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/api"
@@ -11,23 +13,42 @@ import (
 // eventRouterReset is the kind of the event behind a router reset.
 const eventRouterReset = "router-reset"
 
+// resetTimeout bounds a reset of the routers of all nodes.
+const resetTimeout = 5 * time.Second
+
 // routers are the Routers of the node's ingress.
 type routers struct{ n *Node }
 
 var _ api.Routers = (*routers)(nil)
+
+// routersOf are the Routers of a node with role ingress; others have none.
+func routersOf(n *Node) api.Routers {
+	if n.ingress == nil {
+		return nil
+	}
+	return &routers{n}
+}
 
 // Explain implements api.Routers.
 func (r *routers) Explain(ctx context.Context, app string, q *msg.RouteQuery) (*msg.Explanation, error) {
 	return r.n.ingress.ExplainRoute(ctx, app, q)
 }
 
-// Reset implements api.Routers.
-func (r *routers) Reset(_ context.Context, app string) (msg.ResetResult, error) {
-	res, err := r.n.ingress.ResetRouter(app)
-	if err == nil {
-		r.n.control.Note(app, eventRouterReset, fmt.Sprintf("%d ranks asked for a snapshot", res.Ranks))
+// Reset implements api.Routers: on every ingress there is.
+func (r *routers) Reset(ctx context.Context, app string) (msg.ResetResult, error) {
+	if _, err := r.n.ingress.RouterInfo(app); err != nil {
+		return msg.ResetResult{}, err
 	}
-	return res, err
+	var ranks atomic.Int64
+	err := r.n.everywhere(ctx, resetTimeout, func(ctx context.Context, v msg.NodeView) error {
+		k, err := v.ResetRouter(ctx, app)
+		ranks.Store(max(ranks.Load(), int64(k)))
+		return err
+	})
+	if l := r.n.leads.Load(); err == nil && l != nil {
+		l.control.Note(app, eventRouterReset, fmt.Sprintf("%d ranks asked for a snapshot", ranks.Load()))
+	}
+	return msg.ResetResult{App: app, Ranks: int(ranks.Load())}, err
 }
 
 // Router implements api.Routers.

@@ -208,16 +208,23 @@ func plainProxy(b *testing.B, engine string) string {
 }
 
 // benchIngress is an ingress in front of one engine, with a fake replica.
-func benchIngress(b *testing.B, engine string) string {
+func benchIngress(b *testing.B, engine string) string { return benchIngressAt(b, engine, "n1") }
+
+// benchIngressAt is the same with the replica on a given node: another one than n1 has a data port.
+func benchIngressAt(b *testing.B, engine, node string) string {
 	b.Helper()
 	s, f := newStore(), &feed{}
-	r := &replica{feed: f, app: "demo", unit: "demo/0/0", url: engine, max: 1024, owned: true, epoch: 1, incarnation: 7, accepting: true}
+	r := &replica{feed: f, app: "demo", unit: "demo/0/0", url: engine, max: 1024, owned: true, epoch: 1, incarnation: 7, accepting: true, node: node}
 	r.stopped, r.open = make(chan struct{}), map[uint64]msg.Admit{}
 	f.replicas = []*replica{r}
 	a := demoApp()
 	a.Routing = app.Routing{Policy: "power-of-two", Preset: "documented"}
 	deploy(b, s, a, 1)
-	in, err := New(Config{Node: "n1", Store: s, Feed: f, Metrics: telemetry.New(), Log: slog.New(slog.DiscardHandler), Seed: 1})
+	c := Config{Node: "n1", Store: s, Feed: f, Metrics: telemetry.New(), Log: slog.New(slog.DiscardHandler), Seed: 1}
+	if node != c.Node {
+		c.Remote = newDataPort(b, f, nil).client
+	}
+	in, err := New(c)
 	require.NoError(b, err)
 	addr, err := in.Listen(context.Background(), "127.0.0.1:0")
 	require.NoError(b, err)

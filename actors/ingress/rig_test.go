@@ -2,6 +2,7 @@ package ingress
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -80,6 +81,7 @@ func (s *store) set(change func(st *state.State)) {
 type feed struct {
 	mu       sync.Mutex
 	sink     msg.Sink
+	port     msg.Sink // of a data port; nil: none
 	replicas []*replica
 }
 
@@ -104,6 +106,26 @@ func (f *feed) deliver(rec *msg.Record) {
 	if f.sink != nil {
 		f.sink.Deliver(rec)
 	}
+	if f.port != nil {
+		f.port.Deliver(rec)
+	}
+}
+
+// portFeed is the same feed to a data port.
+type portFeed struct{ *feed }
+
+func (f portFeed) Subscribe(s msg.Sink) func() {
+	f.mu.Lock()
+	f.port = s
+	f.mu.Unlock()
+	for _, r := range f.replicas {
+		r.publish()
+	}
+	return func() {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		f.port = nil
+	}
 }
 
 // replica is a fake DPServer: admission, an account, a stream.
@@ -115,6 +137,7 @@ type replica struct {
 	url     string
 	max     int
 	owned   bool
+	node    string // "": that of the ingress
 	stopped chan struct{}
 
 	mu          sync.Mutex
@@ -219,7 +242,7 @@ func (r *replica) publish() {
 }
 
 func (r *replica) snapshot() {
-	s := &msg.Snapshot{Accepting: r.accepting, MaxOngoing: r.max, Node: "n1", Target: r.target(), Mailbox: r}
+	s := &msg.Snapshot{Accepting: r.accepting, MaxOngoing: r.max, Node: cmp.Or(r.node, "n1"), Target: r.target(), Mailbox: r}
 	for _, m := range r.open {
 		s.Open = append(s.Open, msg.OpenRequest{ReqID: m.ReqID, Ingress: m.Ingress, Tokens: m.Tokens})
 	}
@@ -320,6 +343,8 @@ type options struct {
 	limits  Limits
 	noApp   bool
 	level   slog.Level
+	far     bool        // the ranks are those of another node
+	lease   func() bool // of the node that has the ranks
 }
 
 const model1 = "demo"
@@ -339,6 +364,7 @@ func newRig(t *testing.T, o options) *rig {
 	if o.max == 0 {
 		o.max = 8
 	}
+	o.far = o.far || strings.HasPrefix(t.Name(), "TestFar/")
 	urls := []string{}
 	for _, e := range o.engines {
 		srv := httptest.NewServer(e)
@@ -362,11 +388,14 @@ func newRig(t *testing.T, o options) *rig {
 	if !o.noApp {
 		g.deploy(a, 1)
 	}
-	metrics := telemetry.New()
-	in, err := New(Config{
-		Node: "n1", Version: "v-test", Store: g.store, Feed: g.feed, Metrics: metrics, Seed: 7, Limits: o.limits, Timers: o.timers,
+	c := Config{
+		Node: "n1", Version: "v-test", Store: g.store, Feed: g.feed, Metrics: telemetry.New(), Seed: 7, Limits: o.limits, Timers: o.timers, Serves: o.lease,
 		Log: slog.New(slog.NewTextHandler(g.logs, &slog.HandlerOptions{Level: o.level})),
-	})
+	}
+	if o.far {
+		c.Serves, c.Remote = nil, g.dataPort(o.lease).client
+	}
+	in, err := New(c)
 	require.NoError(t, err)
 	g.in = in
 	addr, err := in.Listen(t.Context(), "127.0.0.1:0")

@@ -53,9 +53,8 @@ type townsman struct {
 func newTown(t *testing.T, names ...string) *town {
 	t.Helper()
 	w := &town{t: t, store: newFakeStore(), nodes: map[string]*townsman{}}
-	for i, name := range names {
+	for _, name := range names {
 		w.store.put(&state.Node{ID: name, UID: "uid-" + name, Address: net.JoinHostPort(name, "7947"), Roles: []state.Role{state.RoleControl, state.RoleWorker}})
-		_ = i
 	}
 	for _, name := range names {
 		w.nodes[name] = w.settle(name)

@@ -117,6 +117,8 @@ type dataRig struct {
 const (
 	dataTestNode = "n2"
 	ticketID     = 77
+
+	dataTestWindow = 256 << 10 // bytes a stream may hold back at the client; small, so that tests fill it soon
 )
 
 // dataOptions change a rig before it starts.
@@ -183,7 +185,7 @@ func (g *dataRig) serve() {
 func (g *dataRig) connect() {
 	p := new(http.Protocols)
 	p.SetUnencryptedHTTP2(true)
-	g.way = &http.Transport{Protocols: p, DialContext: func(ctx context.Context, network, _ string) (net.Conn, error) {
+	g.way = &http.Transport{Protocols: p, HTTP2: &http.HTTP2Config{MaxReceiveBufferPerStream: dataTestWindow}, DialContext: func(ctx context.Context, network, _ string) (net.Conn, error) {
 		return (&net.Dialer{}).DialContext(ctx, network, g.addr)
 	}}
 	g.client = NewDataClient(func(node string) (http.RoundTripper, error) {

@@ -30,9 +30,13 @@ const (
 	maxLabels  = 64
 )
 
-// failed puts the step in front of an error.
+// failed puts the step in front of an error, in place of the command that the state refused.
 func failed(step string, err error) *problem.Error {
-	e := problem.New(problem.CodeOf(err), "%s: %w", step, err)
+	why := err.Error()
+	for _, command := range []string{"use token: ", "put node: "} {
+		why = strings.TrimPrefix(why, command)
+	}
+	e := problem.New(problem.CodeOf(err), "%w", &wireError{text: step + ": " + why, is: []error{err}})
 	var inner *problem.Error
 	if errors.As(err, &inner) {
 		e.Hint, e.Doc, e.Details = inner.Hint, inner.Doc, inner.Details

@@ -17,10 +17,11 @@ var ErrRefused = errors.New("connection refused")
 // backlog bounds connections that were dialled and not yet accepted.
 const backlog = 128
 
-// Network is a set of listeners by address. The zero value is ready; safe for concurrent use.
+// Network is a set of listeners by address, for streams and for packets. The zero value is ready; safe for concurrent use.
 type Network struct {
 	mu        sync.Mutex
 	listeners map[string]*listener
+	packets   map[string]*Packets
 	next      int
 }
 

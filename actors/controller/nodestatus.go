@@ -1,0 +1,128 @@
+package controller
+
+import (
+	"maps"
+	"slices"
+	"strconv"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/state"
+)
+
+// The states of a node.
+const (
+	nodeAlive    = "alive"
+	nodeSilent   = "silent" // more than half of its lease has passed without a renewal
+	nodeLost     = "lost"
+	nodeDraining = "draining"
+	nodeDrained  = "drained"
+	nodeUnknown  = "unknown" // this leader has not heard of it
+)
+
+const (
+	silentPart = 2 // of lease_ttl
+	// skewNoted is a difference of clocks that a person should know of: certificates and logs are read by them.
+	skewNoted  = time.Second
+	seenLeader = "leader"
+)
+
+// Nodes is the picture of all nodes, in order. Voter and InFlight are filled in by those who know them.
+func (c *Controller) Nodes() []msg.NodeStatus {
+	now := c.cfg.Clock()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.core.state == nil {
+		return nil
+	}
+	out := make([]msg.NodeStatus, 0, len(c.core.state.Nodes))
+	for _, id := range slices.Sorted(maps.Keys(c.core.state.Nodes)) {
+		out = append(out, c.core.nodeStatus(now, c.core.state.Nodes[id], c.cfg.Self))
+	}
+	return out
+}
+
+func (c *Core) nodeStatus(now time.Time, n *state.Node, leader string) msg.NodeStatus {
+	s := msg.NodeStatus{
+		Node: n.ID, Address: n.Address, Zone: n.Zone, Version: n.Version, Leader: n.ID == leader, Slots: n.Offer.Slots, GPUs: len(n.Offer.Devices),
+	}
+	for _, r := range n.Roles {
+		s.Roles = append(s.Roles, string(r))
+	}
+	c.load(&s)
+	p := c.peers[n.ID]
+	if p != nil && !p.seen.IsZero() {
+		s.LastSeen, s.SeenBy = p.seen, seenLeader
+		s.LeaseLeftS = c.leases.Left(n.ID, now).Seconds()
+		if !p.wall.IsZero() {
+			s.SkewMs = p.wall.Sub(p.seen.Round(0)).Milliseconds()
+		}
+	}
+	s.State, s.Reason = c.stateOf(now, n, p)
+	s.Notes = c.notes(&s, p, leader)
+	return s
+}
+
+// load adds what units have of the node.
+func (c *Core) load(s *msg.NodeStatus) {
+	for _, id := range slices.Sorted(maps.Keys(c.state.Units)) {
+		rec := c.state.Units[id]
+		if !rec.Holds() || !liesOn(rec, s.Node) {
+			continue
+		}
+		if g := rec.App + "/" + strconv.Itoa(rec.Group); !slices.Contains(s.Groups, g) {
+			s.Groups = append(s.Groups, g)
+		}
+		for i := range rec.Ranks {
+			if r := &rec.Ranks[i]; r.Node == s.Node {
+				s.Ranks++
+				s.SlotsUsed += slots(r)
+				s.GPUsUsed += len(r.Devices)
+			}
+		}
+	}
+}
+
+// stateOf is the word for a node, and why.
+func (c *Core) stateOf(now time.Time, n *state.Node, p *peer) (word, reason string) {
+	left := c.leavers(n.ID)
+	switch {
+	case n.Lost:
+		return nodeLost, n.Reason
+	case n.Draining && len(left) == 0:
+		return nodeDrained, ""
+	case n.Draining:
+		return nodeDraining, whyLeft(left)
+	case p == nil || p.seen.IsZero():
+		return nodeUnknown, "it has not renewed its lease since this leader leads"
+	case now.Sub(p.seen) > c.timers.LeaseTTL/silentPart:
+		return nodeSilent, "it has not renewed its lease for " + now.Sub(p.seen).Round(time.Second).String()
+	default:
+		return nodeAlive, ""
+	}
+}
+
+// whyLeft is the first reason why a unit is still on a draining node.
+func whyLeft(left []*unit) string {
+	for _, u := range left {
+		if u.stays != "" {
+			return u.id + " " + u.stays
+		}
+	}
+	return left[0].id + " is " + string(left[0].m.Phase)
+}
+
+// notes are what a person should know.
+func (c *Core) notes(s *msg.NodeStatus, p *peer, leader string) []string {
+	var out []string
+	if skew := time.Duration(s.SkewMs) * time.Millisecond; skew.Abs() > skewNoted {
+		out = append(out, "its clock differs by "+skew.Round(time.Millisecond).String()+" from the leader's")
+	}
+	if l := c.state.Nodes[leader]; l != nil && l.Version != s.Version {
+		out = append(out, "it runs version "+s.Version+", the leader "+l.Version)
+	}
+	if p != nil && p.why != "" {
+		out = append(out, p.why)
+	}
+	return out
+}

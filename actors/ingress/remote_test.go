@@ -1,0 +1,188 @@
+package ingress
+
+import (
+	"context"
+	"log/slog"
+	"net"
+	"net/http"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/actors/remote"
+)
+
+// dataPort is another node's data port, over HTTP/2 on loopback.
+type dataPort struct {
+	server *remote.DataServer
+	http   *http.Server
+	client *remote.DataClient
+}
+
+// dataPort makes the rig's ranks those of another node.
+func (g *rig) dataPort(lease func() bool) *dataPort {
+	for _, r := range g.replicas {
+		r.node = "n2"
+	}
+	return newDataPort(g.t, g.feed, lease)
+}
+
+func newDataPort(tb testing.TB, f *feed, lease func() bool) *dataPort {
+	tb.Helper()
+	server, err := remote.NewDataServer(remote.DataConfig{
+		Feed: portFeed{f}, Caller: func(context.Context) (string, bool) { return "n1", true }, Serves: lease, Log: slog.New(slog.DiscardHandler),
+	})
+	require.NoError(tb, err)
+	l, err := (&net.ListenConfig{}).Listen(context.Background(), "tcp", "127.0.0.1:0")
+	require.NoError(tb, err)
+	h2 := new(http.Protocols)
+	h2.SetUnencryptedHTTP2(true)
+	p := &dataPort{server: server, http: &http.Server{
+		Handler: server, Protocols: h2, ReadHeaderTimeout: time.Minute, ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelError),
+		HTTP2: &http.HTTP2Config{MaxConcurrentStreams: 10_000, MaxReceiveBufferPerStream: 1 << 20, MaxReceiveBufferPerConnection: 64 << 20},
+	}}
+	go func() { _ = p.http.Serve(l) }()
+	way := &http.Transport{Protocols: h2, DialContext: func(ctx context.Context, network, _ string) (net.Conn, error) {
+		return (&net.Dialer{}).DialContext(ctx, network, l.Addr().String())
+	}}
+	p.client = remote.NewDataClient(func(string) (http.RoundTripper, error) { return way, nil })
+	tb.Cleanup(func() {
+		way.CloseIdleConnections()
+		assert.NoError(tb, server.Close())
+		assert.NoError(tb, p.http.Close())
+	})
+	return p
+}
+
+// TestFar: what a client sees of ranks of this node it sees of those of another one, and so do the ranks.
+func TestFar(t *testing.T) {
+	for name, test := range map[string]func(t *testing.T){
+		"FS4Answers500": TestFS4EveryReplicaAnswers500, "FS4Refuses": TestFS4EveryReplicaRefuses, "FS6": TestFS6ClientLeaves,
+		"FirstToken": TestFirstTokenDeadline, "Stalled": TestStalledStream, "Deadline": TestRequestDeadline, "SlowReader": TestSlowReader,
+		"Whole": TestWholeAnswerPassesByteForByte, "Reserved": TestReservedFieldsNeverReachTheEngine, "Stream": TestStreamPassesByteForByte,
+		"HoweverCut": TestStreamHoweverItIsCut, "Overlong": TestOverlongEventPasses, "Held": TestManyHeldChunksBegin,
+		"CleanEnd": TestCleanEndWithoutDoneIsCompleteIfEveryChoiceFinished, "Long": TestLongWholeAnswerStreams,
+		"BeforeTheFirstByte": TestBeforeTheFirstByte, "OutOfTries": TestOutOfTries, "4xx": TestOther4xxPassesByteForByte,
+		"ErrorEvent": TestFirstErrorEventBelow500BecomesThatStatus, "429": TestThe429OfTheLastRankPasses, "After": TestAfterTheFirstByte,
+		"ErrorEventPasses": TestErrorEventBelow500PassesWithItsDone, "Drained": TestDrainedRankSaysSo, "Resend": TestResendOnAReusedConnection,
+		"Fenced": TestToldFencedIsTriedAgainAtOnce, "CloseCuts": TestCloseCutsWithDrained, "Drain": TestTheEndOfADrainCutsAttachedStreams,
+	} {
+		t.Run(name, test)
+	}
+}
+
+// TestLease: a node without its lease ends its streams with an error event and begins none; so does a data port.
+func TestLease(t *testing.T) {
+	for _, far := range []bool{false, true} {
+		var lost atomic.Bool
+		next := make(chan struct{})
+		g := newRig(t, options{far: far, lease: func() bool { return !lost.Load() }, engines: []http.HandlerFunc{
+			func(w http.ResponseWriter, r *http.Request) {
+				drain(r)
+				sse(w, textChunk)
+				<-next
+				sse(w, stopChunk, doneEvent)
+			},
+		}})
+		answers := make(chan answer)
+		go func() { answers <- g.post("/v1/chat/completions", streamBody) }()
+		eventually(t, func() bool {
+			g.replicas[0].mu.Lock()
+			defer g.replicas[0].mu.Unlock()
+			return g.replicas[0].firsts == 1
+		}, "the first token")
+		lost.Store(true)
+		close(next)
+		a := <-answers
+		require.Error(t, a.err)
+		assert.Contains(t, a.body, "upstream_lost")
+		assert.NotContains(t, a.body, doneEvent)
+		assert.Equal(t, map[bool]int{false: 502, true: 503}[far], g.post("/v1/chat/completions", chatBody).status) // a DPServer would refuse, as the port does
+	}
+}
+
+// TestNoWayToOtherNodes: without one, their ranks are no choice.
+func TestNoWayToOtherNodes(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer), replies(200, wholeAnswer)}})
+	g.replicas[0].node = "n2"
+	g.replicas[0].reborn()
+	g.phase("demo/0/0", "ready", 2)
+	for range 4 {
+		a := g.post("/v1/chat/completions", chatBody)
+		assert.Equal(t, 200, a.status)
+		assert.Equal(t, "1", a.header.Get("X-Dpserve-Rank"))
+	}
+}
+
+// TestNodeLost: requests without a first byte go elsewhere for free when their node's connection is lost, however many they are;
+// streams end with an error event; neither counts against the rank.
+func TestNodeLost(t *testing.T) {
+	h := &hang{}
+	g := newRig(t, options{max: 128, engines: []http.HandlerFunc{h.sends(textChunk), h.sends(), replies(200, wholeAnswer)}})
+	for _, r := range g.replicas[:2] {
+		r.node = "n2"
+	}
+	p := newDataPort(t, g.feed, nil)
+	g.in.remote = p.client
+	for i, r := range g.replicas[:2] {
+		r.reborn()
+		g.phase([]string{"demo/0/0", "demo/0/1"}[i], "ready", 2)
+	}
+	const n = 90 // a third each: more than the retry budget pays for
+	answers := make(chan answer, n)
+	for range n {
+		go func() { answers <- g.post("/v1/chat/completions", streamBody) }()
+	}
+	eventually(t, func() bool { return h.came.Load() == 2*n/3 && g.replicas[0].inFlight() == n/3 }, "all wait")
+	eventually(t, func() bool {
+		g.replicas[0].mu.Lock()
+		defer g.replicas[0].mu.Unlock()
+		return g.replicas[0].firsts == n/3
+	}, "a third streams")
+	require.NoError(t, p.http.Close())
+	cut := 0
+	for range n {
+		a := <-answers
+		assert.Equal(t, 200, a.status)
+		if a.err != nil {
+			cut++
+			assert.Contains(t, a.body, "upstream_lost")
+		}
+	}
+	assert.Equal(t, n/3, cut)
+	g.replicas[0].mu.Lock()
+	defer g.replicas[0].mu.Unlock()
+	for _, d := range g.replicas[0].dones {
+		assert.Equal(t, "node_unreachable", d.Cause)
+		assert.False(t, d.Trip || d.Probe)
+	}
+}
+
+// TestFarReservation: a ticket without a request on another node lives until it is freed.
+func TestFarReservation(t *testing.T) {
+	g := newRig(t, options{far: true, engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
+	r := g.replicas[0]
+	w, err := g.in.BestWorker(t.Context(), "demo", &msg.BestWorker{TokenIDs: []uint32{1, 2, 3}, RequestID: "r1"})
+	require.NoError(t, err)
+	assert.Equal(t, "0/0", w.Worker)
+	require.Equal(t, 1, r.inFlight())
+	ctx := func() context.Context {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		for _, m := range r.open {
+			return m.Ctx
+		}
+		return nil
+	}()
+	require.NoError(t, ctx.Err())
+	require.NoError(t, g.in.Free("demo", "r1"))
+	<-ctx.Done()
+	assert.Zero(t, r.inFlight())
+	r.setRefuse(func(*msg.Admit) msg.Refusal { return msg.Draining })
+	_, err = g.in.BestWorker(t.Context(), "demo", &msg.BestWorker{TokenIDs: []uint32{1}, RequestID: "r2"})
+	require.Error(t, err)
+}

@@ -1,0 +1,263 @@
+package remote
+
+import (
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/routing/kvindex"
+	"github.com/dpserve/dpserve/state"
+)
+
+// TestThreeIngressesTwoNodes: everybody has every rank's account, whichever node runs it, before and after deltas.
+func TestThreeIngressesTwoNodes(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newCluster(t)
+		w1, w2 := c.worker("n1"), c.worker("n2")
+		defer w1.stop()
+		defer w2.stop()
+		a, b := w1.rank(0, 10), w2.rank(1, 11)
+		a.do(func() { a.admit(1, "i1"); a.store(kvindex.GPU, 5, 6, 7) })
+		nodes := []*node{c.ingress("i1", nil), c.ingress("i2", nil), c.ingress("n1", w1.hub)} // the last has ranks of its own
+		defer func() {
+			for _, n := range nodes {
+				n.stop()
+			}
+		}()
+		calm()
+		check := func() {
+			t.Helper()
+			calm()
+			for _, n := range nodes {
+				n.equals(t, a)
+				n.equals(t, b)
+				assert.Zero(t, n.wrong)
+			}
+		}
+		check()
+		a.do(func() { a.admit(2, "i2"); a.finish(1); a.remove(kvindex.GPU, 6) })
+		b.do(func() {
+			b.store(kvindex.Sent, 9)
+			b.accepting = false
+			b.emit(msg.Record{Kind: msg.RecState, Cause: "tripped"})
+		})
+		check()
+		late := w2.rank(2, 12) // starts later
+		calm()
+		for _, n := range nodes {
+			n.equals(t, late)
+		}
+		late.stop()
+		calm()
+		for _, n := range nodes {
+			assert.Equal(t, []string{"chat/0/0#1.10", "chat/0/1#1.11"}, n.ids())
+		}
+		assert.EqualValues(t, 2, w1.streams.Stats().Streams)
+		assert.EqualValues(t, 3, w2.streams.Stats().Streams)
+	})
+}
+
+// TestSilence: 1 s without a sign is silent, 3 s are out; a sign brings the ranks back.
+func TestSilence(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newCluster(t)
+		w := c.worker("n1")
+		defer w.stop()
+		a, b := w.rank(0, 10), w.rank(1, 11)
+		n := c.ingress("i1", nil)
+		defer n.stop()
+		calm()
+		time.Sleep(10 * time.Second)
+		assert.Empty(t, n.takeNotes(epoch), "heartbeats keep it alive")
+		box := n.get(a.id).box
+
+		began := time.Now()
+		c.freeze("n1", true)
+		time.Sleep(2 * time.Second)
+		c.freeze("n1", false)
+		calm()
+		notes := n.takeNotes(began)
+		assert.Len(t, notes, 4)
+		assert.Contains(t, notes, "0/0 heard 2s")
+		n.equals(t, a)
+
+		c.freeze("n1", true)
+		time.Sleep(5 * time.Second)
+		assert.Empty(t, n.ids())
+		select {
+		case <-box.Stopped():
+		default:
+			t.Error("the mailbox of a rank that is out goes on")
+		}
+		c.freeze("n1", false)
+		time.Sleep(3 * time.Second)
+		calm()
+		n.equals(t, a)
+		n.equals(t, b)
+		assert.NotSame(t, box, n.get(a.id).box)
+	})
+}
+
+// TestSilenceTimes: the times run from the last sign, and heartbeats are 250 ms apart.
+func TestSilenceTimes(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newCluster(t)
+		w := c.worker("n1")
+		defer w.stop()
+		a := w.rank(0, 10)
+		n := c.ingress("i1", nil)
+		defer n.stop()
+		calm()
+		a.do(func() { a.admit(1, "i1") })
+		synctest.Wait()
+		began := time.Now()
+		c.freeze("n1", true)
+		time.Sleep(5 * time.Second)
+		assert.Equal(t, []string{"0/0 gone 3s", "0/0 silent 1s"}, n.takeNotes(began))
+		c.freeze("n1", false)
+		time.Sleep(2 * time.Second)
+		n.equals(t, a)
+	})
+}
+
+// TestResetIsSilentAtOnce and comes back at once, with everything that was missed.
+func TestResetIsSilentAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newCluster(t)
+		w := c.worker("n1")
+		defer w.stop()
+		a, b := w.rank(0, 10), w.rank(1, 11)
+		n := c.ingress("i1", nil)
+		defer n.stop()
+		time.Sleep(5 * time.Second)
+		box := n.get(a.id).box
+		began := time.Now()
+		c.reset("n1")
+		a.do(func() { a.admit(1, "i1") })
+		b.stop()
+		calm()
+		assert.Equal(t, []string{"0/0 heard 0s", "0/0 silent 0s", "0/1 gone 0s", "0/1 heard 0s", "0/1 silent 0s"}, n.takeNotes(began))
+		n.equals(t, a)
+		assert.Same(t, box, n.get(a.id).box)
+	})
+}
+
+// TestRefusedIsOutAtOnce: the node's kernel answers, and nobody listens.
+func TestRefusedIsOutAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newCluster(t)
+		w := c.worker("n1")
+		a := w.rank(0, 10)
+		n := c.ingress("i1", nil)
+		defer n.stop()
+		time.Sleep(5 * time.Second)
+		began := time.Now()
+		w.kill()
+		calm()
+		assert.Equal(t, []string{"0/0 gone 0s", "0/0 silent 0s"}, n.takeNotes(began))
+
+		w.listen() // the process is back, with the same rank
+		time.Sleep(2 * time.Second)
+		n.equals(t, a)
+		w.stop()
+	})
+}
+
+// TestLostAndRemovedNodesAreOutAtOnce: what the state says goes.
+func TestLostAndRemovedNodesAreOutAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newCluster(t)
+		w := c.worker("n1")
+		defer w.stop()
+		a := w.rank(0, 10)
+		n := c.ingress("i1", nil)
+		defer n.stop()
+		calm()
+		for what, f := range map[string]func(nodes map[string]*state.Node){
+			"lost":       func(nodes map[string]*state.Node) { nodes["n1"].Lost = true },
+			"removed":    func(nodes map[string]*state.Node) { delete(nodes, "n1") },
+			"no ranks":   func(nodes map[string]*state.Node) { nodes["n1"].Roles = []state.Role{state.RoleIngress} },
+			"no address": func(nodes map[string]*state.Node) { nodes["n1"].Address = "" },
+		} {
+			n.equals(t, a)
+			was := *c.book.State().Nodes["n1"]
+			began := time.Now()
+			c.book.change(f)
+			synctest.Wait()
+			assert.Equal(t, []string{"0/0 gone 0s"}, n.takeNotes(began), what)
+			c.book.change(func(nodes map[string]*state.Node) { nodes["n1"] = &was })
+			time.Sleep(2 * time.Second)
+		}
+		n.equals(t, a)
+	})
+}
+
+// TestPosts: what gives back reaches the rank it is for, in order, and no other incarnation.
+func TestPosts(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newCluster(t)
+		w := c.worker("n1")
+		defer w.stop()
+		a := w.rank(0, 10)
+		n := c.ingress("i1", nil)
+		defer n.stop()
+		calm()
+		box := n.get(a.id).box
+		at := time.Now().Add(-30 * time.Millisecond)
+		done := msg.Done{
+			TicketID: 7, Outcome: msg.FailedOutcome, Cause: "upstream_lost", PromptTokens: 10, CachedTokens: 4, HasCached: true, CompletionTokens: 3,
+			FirstToken: 40 * time.Millisecond, Trip: true, Busy: true, Probe: true,
+		}
+		first := &msg.FirstToken{TicketID: 7, At: at}
+		box.Send(first)
+		first.TicketID = 99 // its sender may use it again
+		box.Send(msg.Progress{TicketID: 7, Out: 3})
+		box.Send(&done)
+		calm()
+		a.do(func() {
+			assert.Equal(t, []any{&msg.FirstToken{TicketID: 7, At: at}, &msg.Progress{TicketID: 7, Out: 3}, &done}, a.got)
+			a.got = nil
+		})
+		assert.Error(t, box.TrySend(&msg.Admit{}))
+
+		a.do(func() { a.id.incarnation, a.seq = 11, 0; a.publish() })
+		box.Send(&done)
+		calm()
+		a.do(func() { assert.Empty(t, a.got, "of an incarnation that is over") })
+		assert.EqualValues(t, 1, w.streams.Stats().StrangePosts)
+		assert.EqualValues(t, 3, w.streams.Stats().Posts)
+		n.equals(t, a)
+	})
+}
+
+// TestPostsWaitForTheNode, within their bound: reports of progress go first.
+func TestPostsWaitForTheNode(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newCluster(t)
+		w := c.worker("n1")
+		defer w.stop()
+		a := w.rank(0, 10)
+		n := c.ingress("i1", nil)
+		defer n.stop()
+		calm()
+		box := n.get(a.id).box
+		w.kill()
+		calm()
+		for i := range 2 * maxPosts {
+			box.Send(&msg.Progress{TicketID: 1, Out: i})
+		}
+		for i := range maxPosts - 1 {
+			box.Send(&msg.Done{TicketID: uint64(i)})
+		}
+		w.listen()
+		time.Sleep(3 * time.Second)
+		a.do(func() {
+			assert.Len(t, a.got, maxPosts-1)
+			assert.Equal(t, &msg.Done{TicketID: maxPosts - 2}, a.got[maxPosts-2])
+		})
+		assert.EqualValues(t, 2*maxPosts, n.feed.Stats().LostPosts)
+	})
+}

@@ -1,0 +1,95 @@
+package wiring
+
+import (
+	"context"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/api"
+	"github.com/dpserve/dpserve/cluster/pki"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/state"
+)
+
+var _ api.Nodes = (*backend)(nil)
+
+// Nodes implements api.Nodes.
+func (b *backend) Nodes(ctx context.Context) ([]msg.NodeStatus, error) {
+	l, err := b.n.lead()
+	if err != nil {
+		return nil, err
+	}
+	list := l.control.Nodes()
+	inflight := map[string]int{}
+	ranks, _ := b.n.accounts(ctx)
+	for _, unit := range ranks {
+		for i := range unit {
+			inflight[unit[i].Node] += unit[i].InFlight
+		}
+	}
+	for i := range list {
+		s := &list[i]
+		s.Leader, s.InFlight = s.Node == b.n.cfg.NodeID, inflight[s.Node]
+		if rec := b.n.store.State().Nodes[s.Node]; rec != nil {
+			s.Voter = b.n.votes(rec.UID)
+		}
+	}
+	return list, nil
+}
+
+// Drain implements api.Nodes.
+func (b *backend) Drain(ctx context.Context, node string, deadline *time.Duration) error {
+	l, err := b.n.lead()
+	if err != nil {
+		return err
+	}
+	var by time.Time
+	if deadline != nil {
+		by = time.Now().Add(*deadline)
+	}
+	return l.control.Drain(ctx, node, by)
+}
+
+// Undrain implements api.Nodes.
+func (b *backend) Undrain(ctx context.Context, node string) error {
+	l, err := b.n.lead()
+	if err != nil {
+		return err
+	}
+	return l.control.Undrain(ctx, node)
+}
+
+// Remove implements api.Nodes.
+func (b *backend) Remove(ctx context.Context, node string) error {
+	l, err := b.n.lead()
+	if err != nil {
+		return err
+	}
+	return l.control.Remove(ctx, node)
+}
+
+// NewToken implements api.Nodes.
+func (b *backend) NewToken(ctx context.Context, req api.TokenRequest) (api.Token, error) {
+	if b.n.mesh == nil {
+		return api.Token{}, problem.New(problem.Conflict, "this node stands alone: no other can join it").WithHint("start it with --advertise IP")
+	}
+	return b.n.newToken(ctx, req.TTL, req.Uses)
+}
+
+// newToken makes a join token; the cluster keeps its hash.
+func (n *Node) newToken(ctx context.Context, ttl time.Duration, uses int) (api.Token, error) {
+	authority := n.store.State().Secrets.Authority
+	if len(authority) == 0 {
+		return api.Token{}, errNotLeading()
+	}
+	t, err := pki.NewToken(authority)
+	if err != nil {
+		return api.Token{}, err
+	}
+	expires := time.Now().Add(ttl)
+	put := &state.Token{Hash: t.Hash(), Expires: expires.UnixMilli(), Uses: uses}
+	if _, err := n.store.Propose(ctx, state.Command{PutToken: put}); err != nil {
+		return api.Token{}, err
+	}
+	return api.Token{Token: t.String(), Address: n.mesh.address, Uses: uses, Expires: expires}, nil
+}

@@ -1,0 +1,181 @@
+package wiring
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/remote"
+	"github.com/dpserve/dpserve/cluster"
+	"github.com/dpserve/dpserve/cluster/pki"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/state"
+)
+
+// seedsFile says where the others were when this node joined. Where it is, the cluster began elsewhere.
+const seedsFile = "seeds.json"
+
+const gossipKeyBytes = 32
+
+// enter makes the node's mesh: from the files of its data dir, by joining, or as the first node of a new cluster.
+func (n *Node) enter(ctx context.Context) error {
+	m := &mesh{n: n, dir: pkiDir(n.cfg.DataDir), address: hostPort(n.cfg.Advertise, n.cfg.NodePort), gossipAddress: hostPort(n.cfg.Advertise, n.cfg.GossipPort)}
+	id, err := n.identify()
+	if err != nil {
+		return err
+	}
+	n.ident = id
+	m.files, err = m.load()
+	switch {
+	case err != nil && !errors.Is(err, fs.ErrNotExist):
+		return err
+	case err == nil:
+		err = m.readSeeds()
+	case n.cfg.Join != nil:
+		err = m.join(ctx)
+	default:
+		err = m.found()
+	}
+	if err != nil {
+		return err
+	}
+	c, err := m.files.Credentials()
+	if err != nil {
+		return err
+	}
+	if err := m.owned(c.Identity); err != nil {
+		return err
+	}
+	n.ident.Cluster = c.Identity.Cluster
+	m.credentials.Store(c)
+	n.mesh = m
+	return nil
+}
+
+// identify reads whose data dir it is, or draws it.
+func (n *Node) identify() (cluster.Identity, error) {
+	if n.cfg.DataDir == "" {
+		return cluster.Identity{Node: n.cfg.NodeID, UID: strings.ToLower(rand.Text())}, nil
+	}
+	if err := os.MkdirAll(n.cfg.DataDir, 0o700); err != nil {
+		return cluster.Identity{}, problem.New(problem.InvalidArgument, "make data dir: %w", err).WithHint("choose a --data-dir that you may write to")
+	}
+	return cluster.Identify(n.cfg.DataDir, n.cfg.NodeID)
+}
+
+func (m *mesh) load() (pki.Files, error) {
+	if m.dir == "" {
+		return pki.Files{}, fs.ErrNotExist
+	}
+	return pki.Load(m.dir)
+}
+
+// owned refuses certificate files of another node: two data dirs were mixed.
+func (m *mesh) owned(id pki.Identity) error {
+	if want := m.n.ident; id.UID != want.UID || want.Cluster != "" && id.Cluster != want.Cluster {
+		return problem.New(problem.Conflict, "the certificate in %s is of node %s of cluster %s, the data dir of node %s of cluster %s", m.dir, id.Node, id.Cluster, want.Node, want.Cluster).
+			WithHint("two data dirs were mixed: restore one from a backup, or join again with an empty one")
+	}
+	return nil
+}
+
+// join becomes a member: token, certificate, member.
+func (m *mesh) join(ctx context.Context) error {
+	n := m.n
+	if n.ident.Cluster != "" {
+		return problem.New(problem.Conflict, "data dir %s belongs to cluster %s already", n.cfg.DataDir, n.ident.Cluster).
+			WithHint("start it with `dpserve start`, or join with an empty --data-dir")
+	}
+	joined, err := remote.Join(ctx, remote.JoinConfig{Address: n.cfg.Join.Address, Token: n.cfg.Join.Token, Node: n.describe(m), Dial: n.cfg.joinDialer()})
+	if err != nil {
+		return err
+	}
+	m.files, m.seeds, m.member = joined.Files, joined.Seeds, true
+	if m.dir == "" {
+		return nil
+	}
+	if err := m.writeSeeds(); err != nil { // first: certificate files without it would begin a cluster
+		return err
+	}
+	return pki.Save(m.dir, m.files)
+}
+
+// found begins a cluster: its authority, this node's certificate, the key of its gossip.
+func (m *mesh) found() error {
+	n := m.n
+	if n.ident.Cluster == "" {
+		n.ident.Cluster = strings.ToLower(rand.Text())
+	}
+	now := time.Now()
+	authority, err := pki.NewAuthority(n.ident.Cluster, now)
+	if err != nil {
+		return err
+	}
+	if m.files.Key, err = pki.NewKey(); err != nil {
+		return err
+	}
+	csr, err := pki.NewCSR(m.files.Key)
+	if err != nil {
+		return err
+	}
+	id := pki.Identity{Cluster: n.ident.Cluster, Node: n.cfg.NodeID, UID: n.ident.UID, Roles: n.cfg.Roles}
+	if m.files.Cert, err = authority.Sign(csr, id, now, pki.DefaultLife); err != nil {
+		return err
+	}
+	m.files.GossipKey = make([]byte, gossipKeyBytes)
+	_, _ = rand.Read(m.files.GossipKey) // never fails since Go 1.24
+	var key []byte
+	m.files.Authority, key = authority.PEM()
+	m.secrets = state.Secrets{Authority: m.files.Authority, AuthorityKey: key, GossipKey: m.files.GossipKey}
+	m.founding = true
+	return nil
+}
+
+// keep writes the files of a founder: after its cluster has them too, or a crash in between would leave a node whose certificate no
+// authority stands behind.
+func (m *mesh) keep() error {
+	if m == nil || !m.founding || m.dir == "" {
+		return nil
+	}
+	if a := m.n.store.State().Secrets.Authority; string(a) != string(m.files.Authority) {
+		return problem.New(problem.Conflict, "the certificates of this node's cluster are gone from %s", m.dir).
+			WithHint("restore that folder from a backup; otherwise this node has to be removed and to join again with an empty --data-dir")
+	}
+	return pki.Save(m.dir, m.files)
+}
+
+func (m *mesh) writeSeeds() error {
+	data, err := json.Marshal(m.seeds)
+	if err != nil {
+		return err
+	}
+	if err := os.MkdirAll(m.dir, 0o700); err != nil {
+		return problem.New(problem.InvalidArgument, "make %s: %w", m.dir, err).WithHint("choose a --data-dir that you may write to")
+	}
+	if err := os.WriteFile(filepath.Join(m.dir, seedsFile), data, 0o600); err != nil {
+		return problem.New(problem.InvalidArgument, "write %s: %w", seedsFile, err).WithHint("free space in the --data-dir")
+	}
+	return nil
+}
+
+// readSeeds reads where the others were; a node that began its cluster has no such file.
+func (m *mesh) readSeeds() error {
+	data, err := os.ReadFile(filepath.Join(m.dir, seedsFile))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err == nil {
+		err = json.Unmarshal(data, &m.seeds)
+	}
+	if err != nil {
+		return problem.New(problem.Conflict, "%s in %s cannot be read: %w", seedsFile, m.dir, err).WithHint("restore the data dir from a backup, or join again with an empty one")
+	}
+	m.member = true
+	return nil
+}

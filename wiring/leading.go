@@ -1,0 +1,155 @@
+package wiring
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/controller"
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/actors/rankassigner"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/state"
+)
+
+// takeOverPause is the wait before a node that leads tries once more to begin what only the leader does.
+const takeOverPause = 200 * time.Millisecond
+
+// leading is what runs on the node that leads, and nowhere else: made at each election behind the barrier, ended with the leadership.
+type leading struct {
+	assign  *rankassigner.Assigner
+	control *controller.Controller
+}
+
+// errNotLeading answers what came here although another node leads by now.
+func errNotLeading() error {
+	return problem.New(problem.Unavailable, "this node does not lead the cluster at this moment").WithHint("try again in a second")
+}
+
+// lead gives the leader's actors, if this node leads.
+func (n *Node) lead() (*leading, error) {
+	if l := n.leads.Load(); l != nil {
+		return l, nil
+	}
+	return nil, errNotLeading()
+}
+
+// leadingNow is remote.Leading.
+func (n *Node) leadingNow() (msg.Leader, msg.Assigner, bool) {
+	l := n.leads.Load()
+	if l == nil {
+		return nil, nil, false
+	}
+	return l.control, l.assign, true
+}
+
+// followLeadership begins and ends the leader's actors as elections go, until ctx ends.
+func (n *Node) followLeadership(ctx context.Context) {
+	for {
+		changed := n.store.Leadership() // before Leader, or a change in between goes unseen
+		if err := n.adaptLeadership(ctx); err != nil && ctx.Err() == nil {
+			n.log.Error("cannot lead", slog.Any("err", err))
+			select {
+			case <-time.After(takeOverPause):
+				continue
+			case <-ctx.Done():
+			}
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+func (n *Node) adaptLeadership(ctx context.Context) error {
+	switch leads := n.store.Leader(); {
+	case leads && n.leads.Load() == nil:
+		return n.takeOver(ctx)
+	case !leads:
+		return n.stepDown()
+	}
+	return nil
+}
+
+// takeOver begins what the leader does. The state holds all that was committed before: Leader is true behind a barrier only.
+func (n *Node) takeOver(ctx context.Context) error {
+	if err := n.putSelf(ctx); err != nil {
+		return err
+	}
+	t := n.cfg.timers()
+	l := &leading{assign: rankassigner.New(rankassigner.Config{Store: n.store, Proposer: n.store, Timers: t.assigner, Log: n.log})}
+	l.control = controller.New(controller.Config{
+		Store: n.store, Proposer: n.store, Granter: l.assign, Metrics: n.metrics, Timers: t.controller, Log: n.log, Agent: n.agent,
+	})
+	if err := l.assign.Start(n.system); err != nil {
+		return err
+	}
+	if err := l.control.Start(n.system); err != nil {
+		return errors.Join(err, l.assign.Close())
+	}
+	n.leads.Store(l)
+	if err := n.shown(ctx, l); err != nil {
+		return err
+	}
+	n.log.Info("this node leads the cluster")
+	return nil
+}
+
+// putSelf makes this node known to the cluster that it leads.
+func (n *Node) putSelf(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, readyTimeout)
+	defer cancel()
+	_, err := n.store.Propose(ctx, state.Command{PutNode: &state.PutNode{Node: n.self()}})
+	return err
+}
+
+// stepDown ends what the leader does. Idempotent.
+func (n *Node) stepDown() error {
+	l := n.leads.Swap(nil)
+	if l == nil {
+		return nil
+	}
+	n.log.Info("another node leads the cluster now, or none")
+	return errors.Join(l.control.Close(), l.assign.Close())
+}
+
+// shown waits until the controller shows the apps that were there before a restart: who asks for one is not told that there is
+// none.
+func (n *Node) shown(ctx context.Context, l *leading) error {
+	for {
+		next := l.control.Watch() // before Status, or a change in between goes unseen
+		if len(l.control.Status()) >= len(n.store.State().Apps) {
+			return nil
+		}
+		select {
+		case <-next:
+		case <-ctx.Done():
+			return problem.New(problem.Timeout, "the controller has not taken up the applications of the data dir: %w", context.Cause(ctx))
+		}
+	}
+}
+
+// agent is how the controller tells a node.
+func (n *Node) agent(id string) (msg.NodeAgent, bool) {
+	if id == n.cfg.NodeID {
+		return n.node, n.node != nil
+	}
+	return n.mesh.agent(id)
+}
+
+// self is this node as it shows itself to the others.
+func (n *Node) self() state.Node { return n.describe(n.mesh) }
+
+func (n *Node) describe(m *mesh) state.Node {
+	out := state.Node{ID: n.cfg.NodeID, UID: n.ident.UID, Zone: n.cfg.Zone, Version: n.cfg.Version, Offer: n.offer}
+	for _, r := range n.cfg.Roles {
+		out.Roles = append(out.Roles, state.Role(r))
+	}
+	if m != nil {
+		out.Advertise, out.Address, out.Gossip = n.cfg.Advertise, m.address, m.gossipAddress
+	}
+	return out
+}

@@ -1,0 +1,210 @@
+package wiring
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"net"
+	"net/http"
+	"slices"
+	"time"
+
+	"github.com/hashicorp/raft"
+	"google.golang.org/grpc"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/cluster"
+	"github.com/dpserve/dpserve/cluster/nodeport"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/state"
+)
+
+// late is the state for those who are made before the store.
+type late struct{ n *Node }
+
+var _ msg.Store = late{}
+
+// State implements msg.Store.
+func (l late) State() *state.State {
+	if l.n.store == nil {
+		return state.New()
+	}
+	return l.n.store.State()
+}
+
+// Changed implements msg.Store.
+func (l late) Changed() <-chan struct{} {
+	if l.n.store == nil {
+		return nil
+	}
+	return l.n.store.Changed()
+}
+
+// peers are the nodes there are, by name: those of the state, or while it is not there yet those that this node joined at.
+func (n *Node) peers() map[string]*state.Node {
+	if nodes := (late{n}).State().Nodes; len(nodes) > 0 || n.mesh == nil {
+		return nodes
+	}
+	out := map[string]*state.Node{}
+	for i := range n.mesh.seeds {
+		out[n.mesh.seeds[i].ID] = &n.mesh.seeds[i]
+	}
+	return out
+}
+
+func (n *Node) peer(id string) *state.Node { return n.peers()[id] }
+
+// leaderName is the node that leads, as far as this one knows.
+func (n *Node) leaderName() (string, bool) {
+	if n.store == nil {
+		return "", false
+	}
+	uid, ok := n.store.LeaderNode()
+	if !ok {
+		return "", false
+	}
+	for id, rec := range n.peers() {
+		if rec.UID == uid {
+			return id, true
+		}
+	}
+	return "", false
+}
+
+// removed says that a node was removed from the cluster.
+func (n *Node) removed(uid string) bool { return slices.Contains((late{n}).State().Removed, uid) }
+
+// has says whether this node has a role.
+func (n *Node) has(role state.Role) bool { return slices.Contains(n.cfg.Roles, string(role)) }
+
+// forward is api.Forward: the way to the leader, unless it is here.
+func (n *Node) forward() (http.Handler, bool) {
+	if n.mesh == nil || n.leads.Load() != nil {
+		return nil, false
+	}
+	id, ok := n.leaderName()
+	if !ok || id == n.cfg.NodeID { // elected a moment ago, and not ready
+		return nil, true
+	}
+	return n.mesh.toAdmin(id), true
+}
+
+// proposeHere is how commands of other nodes are proposed: at this node or not at all, or two nodes could send them to each other
+// for ever.
+type proposeHere struct{ n *Node }
+
+// Propose implements msg.Proposer.
+func (p proposeHere) Propose(ctx context.Context, c state.Command) (state.Result, error) {
+	return p.n.consensus.ProposeHere(ctx, c)
+}
+
+// watchOut ends the node when the cluster has removed it.
+func (n *Node) watchOut(ctx context.Context) {
+	for {
+		changed := n.store.Changed()
+		if n.removed(n.ident.UID) {
+			n.log.Info("this node was removed from its cluster")
+			n.left.Store(true)
+			close(n.out)
+			return
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// FirstToken is where and with what other machines join, right after the very first start of a cluster; else empty.
+func (n *Node) FirstToken() (address, token string) {
+	if n.firstToken == "" {
+		return "", ""
+	}
+	return n.mesh.address, n.firstToken
+}
+
+// Left says that this node was removed from its cluster.
+func (n *Node) Left() bool { return n.left.Load() }
+
+// firstJoin makes the token that the first start prints.
+func (n *Node) firstJoin(ctx context.Context) error {
+	if !n.mesh.founding {
+		return nil
+	}
+	t, err := n.newToken(ctx, FirstTokenTTL, FirstTokenUses)
+	n.firstToken = t.Token
+	return err
+}
+
+// handOver lets another node lead before this one goes.
+func (n *Node) handOver() {
+	if n.consensus == nil || n.mesh == nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(n.killed, handOverTime)
+	defer cancel()
+	if err := n.consensus.StepDown(ctx); err != nil && problem.CodeOf(err) != problem.Conflict {
+		n.log.Warn("leadership was not handed over", slog.Any("err", err))
+	}
+}
+
+// handOverTime bounds a change of leaders that this node asks for.
+const handOverTime = 3 * time.Second
+
+// raftLayer is raft's way between nodes.
+type raftLayer struct {
+	port *nodeport.Port
+	net.Listener
+}
+
+var _ raft.StreamLayer = raftLayer{}
+
+// Dial implements raft.StreamLayer.
+func (l raftLayer) Dial(address raft.ServerAddress, timeout time.Duration) (net.Conn, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), timeout)
+	defer cancel()
+	return l.port.Dial(ctx, nodeport.Raft, string(address), "")
+}
+
+// watchState is one attempt to follow a control node's state.
+func (n *Node) watchState(ctx context.Context, from uint64, apply func(data []byte, index uint64)) error {
+	return n.leader.Watch(ctx, from, func(data []byte, index uint64) error {
+		apply(data, index)
+		return nil
+	})
+}
+
+// ranksHere takes the leader's orders, on a node with role worker.
+func (n *Node) ranksHere() msg.NodeAgent {
+	if !n.has(state.RoleWorker) {
+		return nil
+	}
+	return n.node
+}
+
+// members are the nodes that take part in consensus; none are known on a node that does not.
+func (n *Node) members() []cluster.Member {
+	if n.consensus == nil {
+		return nil
+	}
+	return n.consensus.Members()
+}
+
+// dial is the way of remote.Conns; a node that stands alone reaches nobody.
+func (m *mesh) dial(address, uid string) (*grpc.ClientConn, error) {
+	if m == nil {
+		return nil, errors.New("this node stands alone")
+	}
+	return m.port.GRPC(address, uid)
+}
+
+// resolve finds a node's port before the state does: those that this node joined at.
+func (m *mesh) resolve(uid string) (string, bool) {
+	for i := range m.seeds {
+		if m.seeds[i].UID == uid {
+			return m.seeds[i].Address, true
+		}
+	}
+	return "", false
+}

@@ -1,0 +1,95 @@
+package wiring
+
+import (
+	"context"
+	"maps"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+)
+
+// viewTimeout bounds what a listing waits for a node that does not answer: it is shown without its ranks' accounts.
+const viewTimeout = time.Second
+
+// localView is msg.NodeView of this node.
+type localView struct{ n *Node }
+
+var _ msg.NodeView = localView{}
+
+// Statuses implements msg.NodeView.
+func (v localView) Statuses(context.Context) (ranks map[string][]msg.RankStatus, queued map[string]int, err error) {
+	queued = map[string]int{}
+	if in := v.n.ingress; in != nil {
+		for name := range v.n.store.State().Apps {
+			queued[name] = in.QueueLen(name)
+		}
+	}
+	return v.n.node.RankStatuses(), queued, nil
+}
+
+// Logs implements msg.NodeView.
+func (v localView) Logs(ctx context.Context, q msg.LogQuery, give func(msg.LogLine) error) error {
+	return v.n.node.Logs(ctx, q, give)
+}
+
+// ResetRouter implements msg.NodeView.
+func (v localView) ResetRouter(_ context.Context, app string) (ranks int, err error) {
+	if v.n.ingress == nil {
+		return 0, nil
+	}
+	res, err := v.n.ingress.ResetRouter(app)
+	return res.Ranks, err
+}
+
+// views are the nodes that can be asked, by name.
+func (n *Node) views() map[string]msg.NodeView {
+	out := map[string]msg.NodeView{n.cfg.NodeID: localView{n}}
+	for id, node := range n.store.State().Nodes {
+		if id != n.cfg.NodeID && !node.Lost && node.Address != "" {
+			out[id] = n.mesh.view(id)
+		}
+	}
+	return out
+}
+
+// everywhere asks every node at once, each for at most limit. The error is the first by name; the others were asked all the same.
+func (n *Node) everywhere(ctx context.Context, limit time.Duration, ask func(ctx context.Context, v msg.NodeView) error) error {
+	views := n.views()
+	ids := slices.Sorted(maps.Keys(views))
+	errs := make([]error, len(ids))
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	var wg sync.WaitGroup
+	for i, id := range ids {
+		wg.Go(func() { errs[i] = ask(ctx, views[id]) })
+	}
+	wg.Wait()
+	for _, err := range errs {
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// accounts are the replicas' own accounts of all nodes by unit, and the queues of all ingresses by application. A node that does not
+// answer is left out.
+func (n *Node) accounts(ctx context.Context) (ranks map[string][]msg.RankStatus, queued map[string]int) {
+	ranks, queued = map[string][]msg.RankStatus{}, map[string]int{}
+	var mu sync.Mutex
+	_ = n.everywhere(ctx, viewTimeout, func(ctx context.Context, v msg.NodeView) error {
+		r, q, err := v.Statuses(ctx)
+		mu.Lock()
+		defer mu.Unlock()
+		for unit, list := range r {
+			ranks[unit] = append(ranks[unit], list...)
+		}
+		for app, k := range q {
+			queued[app] += k
+		}
+		return err
+	})
+	return ranks, queued
+}

@@ -1,0 +1,123 @@
+package wiring
+
+import (
+	"context"
+	"log/slog"
+	"time"
+
+	"github.com/dpserve/dpserve/cluster"
+	"github.com/dpserve/dpserve/state"
+)
+
+// Pace of the leader's care for who votes.
+const (
+	votersEvery = time.Second // what changes without a change of the state: a standby catches up, a node falls silent
+	votersCall  = 10 * time.Second
+)
+
+// keepVoters lets the leader change who votes, one step at a time, until ctx ends.
+func (n *Node) keepVoters(ctx context.Context) {
+	tick := time.NewTicker(votersEvery)
+	defer tick.Stop()
+	for {
+		changed := n.store.Changed()
+		for n.store.Leader() && n.changeVoters(ctx) && ctx.Err() == nil { //nolint:revive // one change after the other
+		}
+		select {
+		case <-changed:
+		case <-tick.C:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// changeVoters makes the next change there is; false: there is none, or it failed and is tried again with the next tick.
+func (n *Node) changeVoters(ctx context.Context) bool {
+	change := state.Electorate(n.electors(), n.ident.UID)
+	ctx, cancel := context.WithTimeout(ctx, votersCall)
+	defer cancel()
+	var err error
+	switch change.Kind {
+	case state.NoChange:
+		return false
+	case state.AddStandby:
+		err = n.consensus.AddStandby(ctx, change.UID)
+	case state.Promote:
+		err = n.consensus.Promote(ctx, change.UID)
+	case state.Demote:
+		err = n.consensus.Demote(ctx, change.UID)
+	case state.RemoveMember:
+		err = n.consensus.Remove(ctx, change.UID)
+	}
+	if err != nil {
+		n.log.Warn("voters could not be changed, trying again", slog.Any("err", err))
+		return false
+	}
+	n.log.Info("consensus changed", slog.Int("change", int(change.Kind)), slog.String("uid", change.UID))
+	return true
+}
+
+// electors are the control nodes, and what consensus still has of others.
+func (n *Node) electors() []state.Elector {
+	in := map[string]cluster.Member{}
+	for _, m := range n.consensus.Members() {
+		in[m.UID] = m
+	}
+	var out []state.Elector
+	heard := n.heard()
+	known := map[string]bool{}
+	for _, rec := range n.store.State().Nodes {
+		m, member := in[rec.UID]
+		known[rec.UID] = true
+		control := hasRole(rec, state.RoleControl)
+		if !control && !member {
+			continue
+		}
+		out = append(out, state.Elector{
+			UID: rec.UID, Node: rec.ID, Zone: rec.Zone, Control: control, Lost: rec.Lost, Member: member, Voter: m.Voter,
+			Live: !rec.Lost && heard[rec.ID],
+		})
+	}
+	for uid, m := range in {
+		if !known[uid] {
+			out = append(out, state.Elector{UID: uid, Member: true, Voter: m.Voter})
+		}
+	}
+	return out
+}
+
+// heard are the nodes that renew their leases, and this one.
+func (n *Node) heard() map[string]bool {
+	out := map[string]bool{n.cfg.NodeID: true}
+	l := n.leads.Load()
+	if l == nil {
+		return out
+	}
+	list := l.control.Nodes()
+	for i := range list {
+		if s := list[i].State; s == "alive" || s == "draining" || s == "drained" {
+			out[list[i].Node] = true
+		}
+	}
+	return out
+}
+
+// votes says whether a node is a voter.
+func (n *Node) votes(uid string) bool {
+	for _, m := range n.members() {
+		if m.UID == uid {
+			return m.Voter
+		}
+	}
+	return false
+}
+
+func hasRole(rec *state.Node, role state.Role) bool {
+	for _, r := range rec.Roles {
+		if r == role {
+			return true
+		}
+	}
+	return false
+}
