@@ -82,7 +82,7 @@ func (n *Node) takeOver(ctx context.Context) error {
 	t := n.cfg.timers()
 	l := &leading{assign: rankassigner.New(rankassigner.Config{Store: n.store, Proposer: n.store, Timers: t.assigner, Log: n.log})}
 	l.control = controller.New(controller.Config{
-		Store: n.store, Proposer: n.store, Granter: l.assign, Metrics: n.metrics, Timers: t.controller, Log: n.log, Agent: n.agent,
+		Store: n.store, Proposer: n.store, Granter: l.assign, Metrics: n.metrics, Timers: t.controller, Log: n.log, Agent: n.agent, Self: n.cfg.NodeID,
 	})
 	if err := l.assign.Start(n.system); err != nil {
 		return err

@@ -35,7 +35,9 @@ func (c *Core) resume(now time.Time, rec *state.Unit) {
 		u.m.Due = now.Add(c.timers.Unit.Resend) // the last order may not have come through
 	}
 	for _, p := range u.parts {
-		p.adopted = rec.Holds()
+		if p.adopted = rec.Holds(); !p.adopted {
+			p.end()
+		}
 	}
 	c.changed(now, u, "", u.m.Phase)
 }

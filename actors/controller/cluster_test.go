@@ -257,4 +257,3 @@ func (c *cluster) where(unit string) string {
 	}
 	return strings.Join(out, " ")
 }
-

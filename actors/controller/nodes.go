@@ -198,10 +198,15 @@ func record(n *state.Node) []byte {
 	return b
 }
 
-// differs says whether a node's record is not what it says, and was not refused to become it.
-func (p *peer) differs(n *state.Node) bool {
+// compare notes whether a node's record is not what it says, unless it was refused to become that.
+func (p *peer) compare(n *state.Node) {
 	said := record(&p.node)
-	return !bytes.Equal(said, record(n)) && !bytes.Equal(said, p.declined)
+	switch {
+	case bytes.Equal(said, record(n)):
+		p.changed, p.declined, p.why = false, nil, ""
+	default:
+		p.changed = !bytes.Equal(said, p.declined)
+	}
 }
 
 // gone is why nothing of a unit is left on a node; "" = the node is there.

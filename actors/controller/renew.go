@@ -34,7 +34,7 @@ func (c *Core) renew(now time.Time, r *msg.NodeReport) RenewEffect {
 		return out
 	}
 	p.follow(now, r)
-	p.changed = p.differs(n)
+	p.compare(n)
 	c.hear(now, p, r)
 	if n.Lost {
 		p.returned = true

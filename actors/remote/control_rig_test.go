@@ -28,8 +28,6 @@ type town struct {
 	t     *testing.T
 	net   memnet.Network
 	store *fakeStore
-
-	mu    sync.Mutex
 	nodes map[string]*townsman
 }
 
@@ -88,8 +86,10 @@ func (m *townsman) open() {
 	m.server = grpc.NewServer(ServerOptions(func(string) { m.unknown.Add(1) })...)
 	dpservev1.RegisterControlServer(m.server, NewControlServer(ControlConfig{
 		Leading: m.leading, Hint: func() (string, bool) { h := m.hint.Load().(string); return h, h != "" }, Store: m.town.store, Proposer: m.proposer,
-		Follow: func(ctx context.Context, from uint64, send func([]byte, uint64) error) error { return m.follow(ctx, from, send) },
-		Peer:   peerOf, Version: "v0.2.0", Unknown: func(string) { m.unknown.Add(1) }, Log: slog.New(slog.DiscardHandler),
+		Follow: func(ctx context.Context, from uint64, send func([]byte, uint64) error) error {
+			return m.follow(ctx, from, send)
+		},
+		Peer: peerOf, Version: "v0.2.0", Unknown: func(string) { m.unknown.Add(1) }, Log: slog.New(slog.DiscardHandler),
 	}))
 	dpservev1.RegisterNodeServer(m.server, NewNodeServer(NodeConfig{Agent: m.agent, View: m.view, Peer: peerOf}))
 	go func() { _ = m.server.Serve(ln) }()

@@ -174,7 +174,7 @@ func (s *ControlServer) ForwardApply(ctx context.Context, r *dpservev1.ApplyRequ
 	if err != nil {
 		return nil, toStatus(err)
 	}
-	if c.Init != nil {
+	if i := c.Init; i != nil && (len(i.Secret) > 0 || i.Authority != nil || i.AuthorityKey != nil || i.GossipKey != nil) { // with the name alone it is how a node catches up
 		return nil, toStatus(problem.New(problem.PermissionDenied, "only the leader itself names its cluster"))
 	}
 	ctx, cancel := context.WithTimeout(ctx, proposalLimit)

@@ -216,17 +216,26 @@ func TestPublishIsRepeatedUntilTaken(t *testing.T) {
 		a.client.Publish(msg.Publish{Unit: "moe/1", Epoch: 5})
 		w.store.change(func(st *state.State) { st.Epochs = map[string]uint64{"moe/0": 3} })
 		time.Sleep(time.Second)
-		assert.Len(t, a.client.publisher.waiting, 1, "the other one is superseded")
+		waiting, _ := a.client.publisher.count()
+		assert.Equal(t, 1, waiting, "the other one is superseded")
 		time.Sleep(publishLimit)
-		assert.Empty(t, a.client.publisher.waiting, "nobody waits so long")
-		assert.False(t, a.client.publisher.running)
+		waiting, running := a.client.publisher.count()
+		assert.Zero(t, waiting, "nobody waits so long")
+		assert.False(t, running)
 
 		for range 2 * maxPublished {
 			a.client.Publish(msg.Publish{Unit: time.Now().String(), Epoch: 1})
 			time.Sleep(time.Nanosecond)
 		}
-		assert.LessOrEqual(t, len(a.client.publisher.waiting), maxPublished)
+		waiting, _ = a.client.publisher.count()
+		assert.LessOrEqual(t, waiting, maxPublished)
 	}, "a", "b")
+}
+
+func (p *publisher) count() (waiting int, running bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return len(p.waiting), p.running
 }
 
 func TestProposalsOfFollowers(t *testing.T) {

@@ -230,76 +230,84 @@ func TestWrongStreams(t *testing.T) {
 // TestAnyHistory: whatever the ranks do, and whatever the network does to the streams, at rest every ingress holds every rank's own
 // account, and its KV columns block for block.
 func TestAnyHistory(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		rapid.Check(t, func(rt *rapid.T) { anyHistory(t, rt) })
+	rapid.Check(t, func(rt *rapid.T) {
+		script := rapid.SliceOfN(rapid.Custom(drawEvent), 1, 40).Draw(rt, "script")
+		var found mistakes
+		synctest.Test(t, func(t *testing.T) { play(t, script, &found) })
+		if len(found) > 0 {
+			rt.Fatalf("%s", found[0])
+		}
 	})
 }
 
-type history struct {
-	*rapid.T
-	c       *cluster
-	workers []*worker
-	nodes   []*node
-	next    uint64
+// mistakes takes what a run in a bubble finds out of it.
+type mistakes []string
+
+func (m *mistakes) Errorf(format string, args ...any) { *m = append(*m, fmt.Sprintf(format, args...)) }
+
+// event is one thing that happens. Numbers are taken modulo what there is.
+type event struct {
+	What, Worker, Ingress, Rank int
+	On                          bool
+	Tier                        kvindex.Tier
+	Blocks                      []uint64
+	Sleep                       time.Duration
 }
 
-func anyHistory(t *testing.T, rt *rapid.T) {
-	h := &history{T: rt, c: newCluster(t), next: 100}
-	h.workers = []*worker{h.c.worker("n1"), h.c.worker("n2")}
-	for i, w := range h.workers {
-		w.rank(2*i, h.fresh())
-		w.rank(2*i+1, h.fresh())
+func drawEvent(t *rapid.T) event {
+	return event{
+		What: rapid.IntRange(0, 13).Draw(t, "what"), Worker: rapid.IntRange(0, 1).Draw(t, "worker"), Ingress: rapid.IntRange(0, 2).Draw(t, "ingress"),
+		Rank: rapid.IntRange(0, 1).Draw(t, "rank"), On: rapid.Bool().Draw(t, "on"), Tier: rapid.SampledFrom([]kvindex.Tier{kvindex.GPU, kvindex.Sent}).Draw(t, "tier"),
+		Blocks: rapid.SliceOfNDistinct(rapid.Uint64Range(1, 50), 1, 20, rapid.ID).Draw(t, "blocks"),
+		Sleep:  rapid.SampledFrom([]time.Duration{0, time.Millisecond, 30 * time.Millisecond, 900 * time.Millisecond, 4 * time.Second}).Draw(t, "sleep"),
+	}
+}
+
+// play runs a script, and looks at the end whether everybody knows everything.
+func play(t *testing.T, script []event, found *mistakes) {
+	c, last := newCluster(t), uint64(100)
+	workers := []*worker{c.worker("n1"), c.worker("n2")}
+	var nodes []*node
+	for i := range 4 {
+		workers[i/2].rank(i, uint64(10+i))
 	}
 	for i := range 3 {
-		h.nodes = append(h.nodes, h.c.ingress(fmt.Sprintf("i%d", i), nil))
+		nodes = append(nodes, c.ingress(fmt.Sprintf("i%d", i), nil))
 	}
-	defer func() {
-		for _, n := range h.nodes {
-			n.stop()
+	for _, e := range script {
+		last++
+		if w := workers[e.Worker]; e.What < 6 || len(w.hub.ranks) == 0 {
+			c.happen(e, w, nodes[e.Ingress])
+		} else {
+			w.hub.ranks[e.Rank%len(w.hub.ranks)].happen(e, last)
 		}
-		for _, w := range h.workers {
-			w.stop()
-		}
-	}()
-	for range rapid.IntRange(1, 40).Draw(rt, "steps") {
-		h.step()
 	}
-	for _, w := range h.workers {
-		h.c.freeze(w.id, false)
+	for _, w := range workers {
+		c.freeze(w.id, false)
 	}
 	time.Sleep(8 * time.Second)
-	for _, n := range h.nodes {
-		count := 0
-		for _, w := range h.workers {
+	for _, n := range nodes {
+		assert.Len(found, n.ids(), len(workers[0].hub.ranks)+len(workers[1].hub.ranks))
+		assert.Zero(found, n.wrong)
+		for _, w := range workers {
 			for _, r := range w.hub.ranks {
-				n.equals(rt, r)
-				count++
+				n.equals(found, r)
 			}
 		}
-		require.Len(rt, n.ids(), count)
-		require.Zero(rt, n.wrong)
+		n.stop()
+	}
+	for _, w := range workers {
+		w.stop()
 	}
 }
 
-func (h *history) fresh() uint64 { h.next++; return h.next }
-
-func (h *history) step() {
-	w := rapid.SampledFrom(h.workers).Draw(h, "worker")
-	n := rapid.SampledFrom(h.nodes).Draw(h, "ingress")
-	if what := rapid.IntRange(0, 9).Draw(h, "step"); what < 5 || len(w.hub.ranks) == 0 {
-		h.network(what, w, n)
-		return
-	}
-	h.rank(rapid.SampledFrom(w.hub.ranks).Draw(h, "rank"))
-}
-
-// network is what happens to streams.
-func (h *history) network(what int, w *worker, n *node) {
-	switch what {
+// happen is what happens to streams.
+func (c *cluster) happen(e event, w *worker, n *node) {
+	switch e.What {
 	case 0:
-		h.c.freeze(w.id, rapid.Bool().Draw(h, "freeze"))
+		c.freeze(w.id, e.On)
 	case 1:
-		h.c.reset(w.id)
+		c.reset(w.id)
 	case 2:
 		n.cancel()
 		n.cancel = n.feed.Subscribe(n.reader)
@@ -307,43 +315,41 @@ func (h *history) network(what int, w *worker, n *node) {
 		w.kill()
 		w.listen()
 	default:
-		time.Sleep(rapid.SampledFrom([]time.Duration{0, time.Millisecond, 30 * time.Millisecond, 900 * time.Millisecond, 4 * time.Second}).Draw(h, "sleep"))
+		time.Sleep(e.Sleep)
 	}
 }
 
-// rank is what happens to a rank.
-func (h *history) rank(r *fakeRank) {
-	blocks := rapid.SliceOfNDistinct(rapid.Uint64Range(1, 50), 1, 20, rapid.ID).Draw(h, "blocks")
-	tier := rapid.SampledFrom([]kvindex.Tier{kvindex.GPU, kvindex.Sent}).Draw(h, "tier")
-	switch rapid.IntRange(0, 8).Draw(h, "change") {
-	case 0:
+// happen is what happens to a rank.
+func (r *fakeRank) happen(e event, number uint64) {
+	switch e.What {
+	case 6:
 		r.burst(3000)
-	case 1:
-		r.do(func() { r.id.incarnation, r.seq, r.open = h.fresh(), 0, map[uint64]msg.OpenRequest{}; r.publish() })
-	case 2: // after a panic: same incarnation, nothing in hand
+	case 7:
+		r.do(func() { r.id.incarnation, r.seq, r.open = number, 0, map[uint64]msg.OpenRequest{}; r.publish() })
+	case 8: // after a panic: same incarnation, nothing in hand
 		r.do(func() {
 			r.open, r.columns = map[uint64]msg.OpenRequest{}, map[kvindex.Tier]map[uint64]bool{}
 			r.publish()
 		})
-	case 3:
+	case 9:
 		r.stop()
-		if rapid.Bool().Draw(h, "again") {
+		if e.On {
 			id := r.id
-			id.epoch, id.incarnation = id.epoch+1, h.fresh()
+			id.epoch, id.incarnation = id.epoch+1, number
 			r.hub.start(r.node, id)
 		}
-	case 4:
+	case 10:
 		r.do(func() { r.accepting = !r.accepting; r.emit(msg.Record{Kind: msg.RecState, Accepting: r.accepting}) })
-	case 5, 6:
-		r.do(func() { r.store(tier, blocks...) })
-	case 7:
-		r.do(func() { r.remove(tier, blocks...) })
+	case 11:
+		r.do(func() { r.store(e.Tier, e.Blocks...) })
+	case 12:
+		r.do(func() { r.remove(e.Tier, e.Blocks...) })
 	default:
 		r.do(func() {
-			for _, b := range blocks {
+			for _, b := range e.Blocks {
 				r.admit(b, "i1")
 			}
-			r.finish(blocks[0])
+			r.finish(e.Blocks[0])
 		})
 	}
 }

@@ -3,7 +3,6 @@ package remote
 import (
 	"context"
 	"crypto/sha256"
-	"errors"
 	"fmt"
 	"log/slog"
 	"net"
@@ -320,7 +319,7 @@ func FuzzNewcomer(f *testing.F) {
 		_, err := s.Join(t.Context(), &dpservev1.JoinRequest{Node: node, Token: token, Csr: csr})
 		require.Error(t, err)
 		var p *problem.Error
-		require.True(t, errors.As(fromStatus("a", err), &p))
+		require.ErrorAs(t, fromStatus("a", err), &p)
 		require.NotEqual(t, problem.Internal, p.Code, p.Message)
 	})
 }

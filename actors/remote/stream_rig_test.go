@@ -386,18 +386,20 @@ func (r *reader) takeNotes(since time.Time) (out []string) {
 }
 
 // equals says that the reader's picture is the rank's own account.
-func (r *reader) equals(t require.TestingT, rank *fakeRank) {
+func (r *reader) equals(t assert.TestingT, rank *fakeRank) {
 	rank.do(func() {
 		p := r.get(rank.id)
-		require.NotNil(t, p, "%s is not known", rank.id.unit)
-		require.Equal(t, rank.id, p.id)
-		require.Equal(t, rank.node, p.node)
-		require.Equal(t, rank.seq, p.seq)
-		require.Equal(t, rank.accepting, p.accepting)
-		require.Equal(t, rank.open, p.open)
-		require.Equal(t, rank.columns, p.columns)
-		require.False(t, p.silent)
-		require.False(t, p.deaf)
+		if !assert.NotNil(t, p, "%s is not known", rank.id.unit) {
+			return
+		}
+		assert.Equal(t, rank.id, p.id)
+		assert.Equal(t, rank.node, p.node)
+		assert.Equal(t, rank.seq, p.seq)
+		assert.Equal(t, rank.accepting, p.accepting)
+		assert.Equal(t, rank.open, p.open)
+		assert.Equal(t, rank.columns, p.columns)
+		assert.False(t, p.silent)
+		assert.False(t, p.deaf)
 	})
 }
 
