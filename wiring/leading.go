@@ -68,7 +68,8 @@ func (n *Node) adaptLeadership(ctx context.Context) error {
 	switch leads := n.store.Leader(); {
 	case leads && n.leads.Load() == nil:
 		return n.takeOver(ctx)
-	case !leads:
+	case !leads && n.leads.Load() != nil:
+		n.log.Info("this node leads no more")
 		return n.stepDown()
 	}
 	return nil
@@ -112,7 +113,6 @@ func (n *Node) stepDown() error {
 	if l == nil {
 		return nil
 	}
-	n.log.Info("another node leads the cluster now, or none")
 	return errors.Join(l.control.Close(), l.assign.Close())
 }
 

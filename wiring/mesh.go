@@ -104,7 +104,7 @@ func (m *mesh) run(serve func() error) {
 func (m *mesh) serveControl() {
 	n := m.n
 	dpservev1.RegisterControlServer(m.grpc, remote.NewControlServer(remote.ControlConfig{
-		Leading: n.leadingNow, Hint: n.leaderName, Store: n.store, Proposer: proposeHere{n}, Follow: n.consensus.Follow, Peer: nodeport.PeerFromContext,
+		Leading: n.leadingNow, Hint: n.store.LeaderNode, Store: n.store, Propose: n.consensus.ProposeHere, Follow: n.consensus.Follow, Peer: nodeport.PeerFromContext,
 		Version: n.cfg.Version, Unknown: n.here.Unknown, Log: n.log,
 	}))
 	m.enroll = grpc.NewServer(append(nodeport.ServerOptions(), remote.EnrollOptions()...)...)

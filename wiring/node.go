@@ -107,7 +107,7 @@ func (n *Node) build() error {
 		}
 	}
 	n.conns = remote.NewConns(remote.ConnsConfig{Dial: n.mesh.dial, Nodes: n.peers})
-	n.leader = remote.NewLeaderClient(remote.LeaderConfig{Self: n.cfg.NodeID, Conns: n.conns, Hint: n.leaderName, Leading: n.leadingNow, Store: late{n}, Log: n.log})
+	n.leader = remote.NewLeaderClient(remote.LeaderConfig{Self: n.cfg.NodeID, Conns: n.conns, Hint: n.leaderUID, Leading: n.leadingNow, Store: late{n}, Log: n.log})
 	if err := n.openStore(ctx); err != nil {
 		return err
 	}
@@ -141,7 +141,7 @@ func (n *Node) openStore(ctx context.Context) error {
 	} else {
 		w, err := cluster.NewWatcher(cluster.WatcherConfig{
 			NodeID: n.cfg.NodeID, ClusterID: n.ident.Cluster, UID: n.ident.UID, DataDir: n.cfg.DataDir, Log: n.log,
-			Watch: n.watchState, Forward: n.leader.Forward, Resolve: n.mesh.resolve,
+			Watch: n.leader.Watch, Forward: n.leader.Forward, Resolve: n.mesh.resolve,
 		})
 		if err != nil {
 			return err

@@ -54,21 +54,12 @@ func (n *Node) peers() map[string]*state.Node {
 
 func (n *Node) peer(id string) *state.Node { return n.peers()[id] }
 
-// leaderName is the node that leads, as far as this one knows.
-func (n *Node) leaderName() (string, bool) {
+// leaderUID is the node that leads, as far as this one knows.
+func (n *Node) leaderUID() (uid string, known bool) {
 	if n.store == nil {
 		return "", false
 	}
-	uid, ok := n.store.LeaderNode()
-	if !ok {
-		return "", false
-	}
-	for id, rec := range n.peers() {
-		if rec.UID == uid {
-			return id, true
-		}
-	}
-	return "", false
+	return n.store.LeaderNode()
 }
 
 // removed says that a node was removed from the cluster.
@@ -82,20 +73,16 @@ func (n *Node) forward() (http.Handler, bool) {
 	if n.mesh == nil || n.leads.Load() != nil {
 		return nil, false
 	}
-	id, ok := n.leaderName()
-	if !ok || id == n.cfg.NodeID { // elected a moment ago, and not ready
+	uid, ok := n.leaderUID()
+	if !ok || uid == n.ident.UID { // elected a moment ago, and not ready
 		return nil, true
 	}
-	return n.mesh.toAdmin(id), true
-}
-
-// proposeHere is how commands of other nodes are proposed: at this node or not at all, or two nodes could send them to each other
-// for ever.
-type proposeHere struct{ n *Node }
-
-// Propose implements msg.Proposer.
-func (p proposeHere) Propose(ctx context.Context, c state.Command) (state.Result, error) {
-	return p.n.consensus.ProposeHere(ctx, c)
+	for id, rec := range n.peers() {
+		if rec.UID == uid {
+			return n.mesh.toAdmin(id), true
+		}
+	}
+	return nil, true
 }
 
 // watchOut ends the node when the cluster has removed it.
@@ -165,14 +152,6 @@ func (l raftLayer) Dial(address raft.ServerAddress, timeout time.Duration) (net.
 	ctx, cancel := context.WithTimeout(context.Background(), timeout)
 	defer cancel()
 	return l.port.Dial(ctx, nodeport.Raft, string(address), "")
-}
-
-// watchState is one attempt to follow a control node's state.
-func (n *Node) watchState(ctx context.Context, from uint64, apply func(data []byte, index uint64)) error {
-	return n.leader.Watch(ctx, from, func(data []byte, index uint64) error {
-		apply(data, index)
-		return nil
-	})
 }
 
 // ranksHere takes the leader's orders, on a node with role worker.

@@ -127,8 +127,8 @@ func (a *acts) send(e Effect) {
 // start tells a node. Its refusal is a failed start; silence is answered by the resend timer.
 func (a *acts) start(ctx context.Context, node string, o *msg.StartRank) {
 	agent, ok := a.cfg.Agent(node)
-	if !ok {
-		return
+	if rec := a.cfg.Store.State().Units[o.Unit]; !ok || rec == nil || rec.Epoch != o.Epoch {
+		return // the order waited behind others for too long
 	}
 	err := agent.StartRank(ctx, o)
 	if err == nil {

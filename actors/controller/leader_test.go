@@ -16,7 +16,7 @@ import (
 // TestRG4NewLeaderContinues: same ranks, same epochs, nobody is told anything.
 func TestRG4NewLeaderContinues(t *testing.T) {
 	for _, coupling := range []app.Coupling{app.Independent, app.Lockstep} {
-		c := newCluster(t, newHost("a", 8), newHost("b", 8))
+		c := newCluster(t, newHost("a", 9), newHost("b", 9))
 		c.deploy(sim("m", 16, coupling))
 		c.run(3 * time.Second)
 		require.Equal(t, "RUNNING", c.status("m"))
@@ -32,7 +32,8 @@ func TestRG4NewLeaderContinues(t *testing.T) {
 		}
 		after, _ := c.state.Encode()
 		assert.Equal(t, string(before), string(after))
-		c.deploy(sim("more", 0, app.Independent)) // and it decides
+		c.deploy(sim("more", 2, app.Lockstep)) // and it decides
+		c.renew("a", "b")
 		assert.Equal(t, "RUNNING", c.status("more"))
 	}
 }

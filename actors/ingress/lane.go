@@ -125,7 +125,7 @@ func (l *lane) snapshot(rec *msg.Record) {
 		r = fresh
 		l.ranks[rec.Rank] = r
 	}
-	r.accepting, r.busy, r.maxOngoing, r.seq = rec.Snapshot.Accepting, false, rec.Snapshot.MaxOngoing, rec.Seq
+	r.accepting, r.busy, r.maxOngoing, r.seq, r.silent = rec.Snapshot.Accepting, false, rec.Snapshot.MaxOngoing, rec.Seq, false
 	r.cachingOff = rec.Snapshot.CachingOff
 	l.told(r)
 	l.resize(r, rec.Snapshot.BlockSize, false)

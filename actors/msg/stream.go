@@ -23,7 +23,7 @@ const (
 	RecKVBegin // a column begins anew: KV.Tier, KV.BlockSize
 	RecKV      // blocks entered or left a column: KV.Tier, KV.Delta
 	RecKVEnd   // a column's snapshot is whole: KV.Tier, KV.Len, KV.Sum
-	RecSilent  // Silent: nothing is heard of the rank's node, or is again; not of the rank, so without a number
+	RecSilent  // Silent: nothing is heard of the rank's node, or is again (a snapshot says so too); not of the rank, so without a number
 )
 
 // Record is one entry of a replica's ordered stream, numbered from 1 per incarnation. It is only valid during Deliver.

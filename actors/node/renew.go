@@ -106,9 +106,10 @@ func (r *renewer) pause(ctx context.Context, least, longest time.Duration) {
 // renew asks once. more says that the leader took events and others wait.
 func (r *renewer) renew(ctx context.Context) (more bool, err error) {
 	sent := r.look()
+	report := r.report(sent)
 	limit, cancel := context.WithTimeout(ctx, r.period/renewPatience)
 	defer cancel()
-	granted, err := r.leader.Renew(limit, r.report(sent))
+	granted, err := r.leader.Renew(limit, report)
 	if err != nil {
 		r.ended(sent, 0)
 		r.complain(ctx, err)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"io"
 	"log/slog"
 	"slices"
 	"sync"
@@ -30,9 +31,9 @@ const (
 type LeaderConfig struct {
 	Self    string // node id
 	Conns   *Conns
-	Hint    func() (node string, ok bool) // who leads, as far as this node knows; nil = it knows nothing
-	Leading Leading                       // this node leads itself: asked in-process; nil = it never does
-	Store   msg.Store                     // says which publications are superseded
+	Hint    Hint      // nil = this node knows nothing of who leads
+	Leading Leading   // this node leads itself: asked in-process; nil = it never does
+	Store   msg.Store // says which publications are superseded
 	Log     *slog.Logger
 }
 
@@ -158,15 +159,19 @@ func (c *LeaderClient) Propose(ctx context.Context, cmd state.Command) (state.Re
 	return ask(ctx, c, proposal(data))
 }
 
-// Forward proposes a command at the node that leads, and once more at the one which that names instead. It fits consensus on a
-// node that follows.
+// Forward proposes a command at the node that leads, and once more at the one which that names instead. It fits cluster.Config and
+// cluster.WatcherConfig.
 func (c *LeaderClient) Forward(ctx context.Context, leader state.Node, cmd state.Command) (state.Result, error) {
+	node := nameOf(c.cfg.Conns.cfg.Nodes(), leader.UID)
+	if node == "" || node == c.cfg.Self {
+		return c.Propose(ctx, cmd)
+	}
 	data, err := state.EncodeCommand(&cmd)
 	if err != nil {
 		return state.Result{}, err
 	}
-	r, err := at(ctx, c, leader.ID, proposal(data))
-	if next := leaderOf(err); next != "" && next != leader.ID && next != c.cfg.Self {
+	r, err := at(ctx, c, node, proposal(data))
+	if next := leaderOf(err); next != "" && next != node && next != c.cfg.Self {
 		return at(ctx, c, next, proposal(data))
 	}
 	return r, err
@@ -201,8 +206,8 @@ func (c *LeaderClient) Certify(ctx context.Context, csr []byte) (certificate, au
 }
 
 // Watch follows the state from a control node, another one at each call, until the stream breaks or ctx ends; nil data is a
-// heartbeat. An error of apply ends it.
-func (c *LeaderClient) Watch(ctx context.Context, from uint64, apply func(data []byte, index uint64) error) error {
+// heartbeat. It fits cluster.WatcherConfig.
+func (c *LeaderClient) Watch(ctx context.Context, from uint64, apply func(data []byte, index uint64)) error {
 	node, ok := c.source()
 	if !ok {
 		return problem.New(problem.Unavailable, "no control node is known").WithHint("join again, or look at `dpserve nodes` on another node")
@@ -211,20 +216,18 @@ func (c *LeaderClient) Watch(ctx context.Context, from uint64, apply func(data [
 	if err != nil {
 		return err
 	}
-	inner, cancel := context.WithCancel(ctx)
-	defer cancel()
-	stream, err := dpservev1.NewControlClient(conn).Watch(inner, &dpservev1.WatchRequest{Index: from}, callOptions()...)
+	stream, err := dpservev1.NewControlClient(conn).Watch(ctx, &dpservev1.WatchRequest{Index: from}, callOptions()...)
 	for err == nil {
 		var u *dpservev1.WatchUpdate
-		if u, err = stream.Recv(); err != nil {
-			break
-		}
-		if err := apply(u.GetState(), u.GetIndex()); err != nil {
-			return err
+		if u, err = stream.Recv(); err == nil {
+			apply(u.GetState(), u.GetIndex())
 		}
 	}
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
+	}
+	if errors.Is(err, io.EOF) {
+		return problem.New(problem.Unavailable, "node %s %w: it ended the stream", node, ErrUnreachable)
 	}
 	return fromStatus(node, err)
 }
@@ -264,7 +267,7 @@ func (c *LeaderClient) controls() []string {
 
 // next is the node to ask now: who led last, who is said to lead, then the others.
 func (c *LeaderClient) next(tried map[string]bool) (string, bool) {
-	hint, _ := c.cfg.Hint()
+	hint := c.cfg.Hint.node(c.cfg.Conns.cfg.Nodes())
 	c.mu.Lock()
 	known, avoid := c.known, c.avoid
 	c.mu.Unlock()

@@ -17,8 +17,10 @@ import (
 	"google.golang.org/grpc/metadata"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/cluster"
 	"github.com/dpserve/dpserve/cluster/pki"
 	"github.com/dpserve/dpserve/internal/memnet"
+	"github.com/dpserve/dpserve/internal/problem"
 	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/state"
 )
@@ -41,11 +43,10 @@ type townsman struct {
 	agent  *fakeAgent
 	view   *fakeView
 
-	leads    atomic.Pointer[fakeLeader]
-	hint     atomic.Value // string
-	unknown  atomic.Int64
-	follow   func(ctx context.Context, from uint64, send func([]byte, uint64) error) error
-	proposer *fakeStore
+	leads   atomic.Pointer[fakeLeader]
+	hint    atomic.Value // string
+	unknown atomic.Int64
+	follow  func(ctx context.Context, from uint64, send func([]byte, uint64) error) error
 }
 
 func newTown(t *testing.T, names ...string) *town {
@@ -61,12 +62,12 @@ func newTown(t *testing.T, names ...string) *town {
 }
 
 func (w *town) settle(name string) *townsman {
-	m := &townsman{town: w, name: name, agent: &fakeAgent{}, view: &fakeView{}, proposer: w.store}
+	m := &townsman{town: w, name: name, agent: &fakeAgent{}, view: &fakeView{}}
 	m.hint.Store("")
 	m.conns = NewConns(ConnsConfig{Dial: func(address, _ string) (*grpc.ClientConn, error) { return w.dial(name, address) }, Nodes: w.store.nodes})
 	m.client = NewLeaderClient(LeaderConfig{
 		Self: name, Conns: m.conns, Store: w.store, Log: slog.New(slog.DiscardHandler), Leading: m.leading,
-		Hint: func() (string, bool) { h := m.hint.Load().(string); return h, h != "" },
+		Hint: m.knows,
 	})
 	m.open()
 	return m
@@ -79,13 +80,25 @@ func (m *townsman) leading() (msg.Leader, msg.Assigner, bool) {
 	return nil, nil, false
 }
 
+func (m *townsman) knows() (string, bool) {
+	h, _ := m.hint.Load().(string)
+	return "uid-" + h, h != ""
+}
+
+func (m *townsman) proposeHere(ctx context.Context, c state.Command) (state.Result, error) {
+	if m.leads.Load() == nil {
+		return state.Result{}, problem.New(problem.Unavailable, "propose: %w", cluster.ErrNotLeader)
+	}
+	return m.town.store.Propose(ctx, c)
+}
+
 // open serves; stop ends it with every connection.
 func (m *townsman) open() {
 	ln, err := m.town.net.Listen(net.JoinHostPort(m.name, "7947"))
 	require.NoError(m.town.t, err)
 	m.server = grpc.NewServer(ServerOptions(func(string) { m.unknown.Add(1) })...)
 	dpservev1.RegisterControlServer(m.server, NewControlServer(ControlConfig{
-		Leading: m.leading, Hint: func() (string, bool) { h := m.hint.Load().(string); return h, h != "" }, Store: m.town.store, Proposer: m.proposer,
+		Leading: m.leading, Hint: m.knows, Store: m.town.store, Propose: m.proposeHere,
 		Follow: func(ctx context.Context, from uint64, send func([]byte, uint64) error) error {
 			return m.follow(ctx, from, send)
 		},

@@ -23,15 +23,38 @@ const (
 // PeerOf says who is at the other end of a call, by its certificate.
 type PeerOf func(ctx context.Context) (pki.Identity, bool)
 
+// Hint says who leads, as far as this node knows: its UID.
+type Hint func() (uid string, known bool)
+
+// node is the name of the node that leads, "" if it is not known.
+func (h Hint) node(nodes map[string]*state.Node) string {
+	uid, known := h()
+	if !known {
+		return ""
+	}
+	return nameOf(nodes, uid)
+}
+
+// nameOf is the name of the node with a UID, "" if there is none.
+func nameOf(nodes map[string]*state.Node, uid string) string {
+	for name, n := range nodes {
+		if n.UID == uid {
+			return name
+		}
+	}
+	return ""
+}
+
 // Leading is how what runs on the leader alone is found: ok only while this node leads and both are up.
 type Leading func() (leader msg.Leader, assigner msg.Assigner, ok bool)
 
 // ControlConfig is what a ControlServer is made of. All but Unknown and Now are required.
 type ControlConfig struct {
-	Leading  Leading
-	Hint     func() (node string, ok bool) // who leads, as far as this node knows
-	Store    msg.Store
-	Proposer msg.Proposer
+	Leading Leading
+	Hint    Hint
+	Store   msg.Store
+	// Propose puts a command through consensus if this node leads, and never sends it on: cluster.Cluster.ProposeHere.
+	Propose func(ctx context.Context, c state.Command) (state.Result, error)
 	// Follow sends the state to a node that keeps a copy: whenever it changed, and nil data as a heartbeat.
 	Follow  func(ctx context.Context, from uint64, send func(data []byte, index uint64) error) error
 	Peer    PeerOf
@@ -65,10 +88,13 @@ func NewControlServer(cfg ControlConfig) *ControlServer {
 func (s *ControlServer) lead() (msg.Leader, msg.Assigner, error) {
 	leader, assigner, ok := s.cfg.Leading()
 	if !ok {
-		node, _ := s.cfg.Hint()
-		return nil, nil, refuseNotLeader(node)
+		return nil, nil, s.refuse()
 	}
 	return leader, assigner, nil
+}
+
+func (s *ControlServer) refuse() error {
+	return refuseNotLeader(s.cfg.Hint.node(s.cfg.Store.State().Nodes))
 }
 
 // Renew implements dpservev1.ControlServer.
@@ -167,19 +193,19 @@ func certify(st *state.State, n *state.Node, csr []byte, now time.Time) (cert, a
 
 // ForwardApply implements dpservev1.ControlServer: a proposal of a node that does not lead. It is not forwarded again.
 func (s *ControlServer) ForwardApply(ctx context.Context, r *dpservev1.ApplyRequest) (*dpservev1.ApplyReply, error) {
-	if _, _, err := s.lead(); err != nil {
-		return nil, toStatus(err)
-	}
 	c, err := state.DecodeCommand(r.GetCommand())
 	if err != nil {
 		return nil, toStatus(err)
 	}
-	if i := c.Init; i != nil && (len(i.Secret) > 0 || i.Authority != nil || i.AuthorityKey != nil || i.GossipKey != nil) { // with the name alone it is how a node catches up
+	if c.Init != nil && hasSecrets(c.Init) {
 		return nil, toStatus(problem.New(problem.PermissionDenied, "only the leader itself names its cluster"))
 	}
 	ctx, cancel := context.WithTimeout(ctx, proposalLimit)
 	defer cancel()
-	result, err := s.cfg.Proposer.Propose(ctx, *c)
+	result, err := s.cfg.Propose(ctx, *c)
+	if errors.Is(err, cluster.ErrNotLeader) {
+		err = s.refuse()
+	}
 	if err != nil {
 		return nil, toStatus(err)
 	}
@@ -188,6 +214,12 @@ func (s *ControlServer) ForwardApply(ctx context.Context, r *dpservev1.ApplyRequ
 		return nil, toStatus(problem.New(problem.Internal, "encode a result: %w", err))
 	}
 	return &dpservev1.ApplyReply{Result: data}, nil
+}
+
+// hasSecrets tells the making of a cluster, which is its first node's, from an Init with the name alone, by which a follower
+// learns how far its copy must be.
+func hasSecrets(i *state.Init) bool {
+	return len(i.Secret)+len(i.Authority)+len(i.AuthorityKey)+len(i.GossipKey) > 0
 }
 
 // Watch implements dpservev1.ControlServer.

@@ -250,10 +250,15 @@ func TestProposalsOfFollowers(t *testing.T) {
 		assert.Equal(t, map[string]uint64{"chat": 1}, r.Apps)
 		_, err = a.client.Forward(t.Context(), *w.store.nodes()["b"], put)
 		require.ErrorIs(t, err, state.ErrStaleRevision, "b names c, and c refuses")
-		_, err = a.client.Propose(t.Context(), state.Command{Init: &state.Init{Cluster: "mine"}})
+		_, err = a.client.Propose(t.Context(), state.Command{Init: &state.Init{Cluster: "c", Secret: []byte("mine")}})
 		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
+		_, err = a.client.Propose(t.Context(), state.Command{Init: &state.Init{Cluster: "c"}})
+		require.NoError(t, err, "the name alone")
 		_, err = a.client.Propose(t.Context(), state.Command{})
 		require.ErrorIs(t, err, state.ErrUnknownCommand)
+
+		_, err = a.client.Forward(t.Context(), state.Node{UID: "uid-of-a-newcomer"}, put)
+		require.ErrorIs(t, err, state.ErrStaleRevision, "who leads is not in this node's copy yet")
 
 		w.store.err = problem.New(problem.Unavailable, "propose: %w", cluster.ErrClosed)
 		_, err = a.client.Propose(t.Context(), put)
@@ -270,33 +275,44 @@ func TestProposalsOfFollowers(t *testing.T) {
 
 func TestWatchFollowsAnyControlNode(t *testing.T) {
 	inTown(t, func(t *testing.T, w *town) {
-		for _, m := range w.nodes {
+		asked := map[string]int{}
+		for name, m := range w.nodes {
 			m.follow = func(ctx context.Context, from uint64, send func([]byte, uint64) error) error {
-				if err := send([]byte("{}"), from+1); err != nil {
-					return err
-				}
-				if err := send(nil, from+1); err != nil {
+				asked[name]++
+				if err := errors.Join(send([]byte("{}"), from+1), send(nil, from+1)); err != nil {
 					return err
 				}
 				<-ctx.Done()
 				return ctx.Err()
 			}
 		}
-		got := errors.New("enough")
+		enough := errors.New("enough")
 		for range 4 {
 			var seen []uint64
-			err := w.nodes["a"].client.Watch(t.Context(), 41, func(data []byte, index uint64) error {
-				seen = append(seen, index, uint64(len(data)))
-				if len(seen) == 4 {
-					return got
+			ctx, stop := context.WithCancelCause(t.Context())
+			err := w.nodes["a"].client.Watch(ctx, 41, func(data []byte, index uint64) {
+				if seen = append(seen, index, uint64(len(data))); len(seen) == 4 {
+					stop(enough)
 				}
-				return nil
 			})
-			require.ErrorIs(t, err, got)
+			require.ErrorIs(t, err, enough)
 			assert.Equal(t, []uint64{42, 2, 42, 0}, seen)
 		}
+		synctest.Wait()
+		assert.Equal(t, map[string]int{"b": 2, "c": 2}, asked)
+		for _, m := range w.nodes {
+			m.follow = func(context.Context, uint64, func([]byte, uint64) error) error { return nil }
+		}
+		require.ErrorIs(t, w.nodes["a"].client.Watch(t.Context(), 0, nil), ErrUnreachable, "it ended")
+		for _, m := range w.nodes {
+			m.follow = func(context.Context, uint64, func([]byte, uint64) error) error {
+				return problem.New(problem.Unavailable, "propose: %w", cluster.ErrClosed)
+			}
+		}
+		require.ErrorIs(t, w.nodes["a"].client.Watch(t.Context(), 0, nil), cluster.ErrClosed)
 		w.nodes["b"].server.Stop()
 		w.nodes["c"].server.Stop()
+		time.Sleep(time.Second)
 		require.ErrorIs(t, w.nodes["a"].client.Watch(t.Context(), 0, nil), ErrUnreachable)
 	}, "a", "b", "c")
 }

@@ -25,19 +25,19 @@ func trip[M proto.Message](t require.TestingT, m M) M {
 	return out
 }
 
-func name() *rapid.Generator[string] { return rapid.StringMatching(`[a-z][a-z0-9./-]{0,20}`) }
+func anyName() *rapid.Generator[string] { return rapid.StringMatching(`[a-z][a-z0-9./-]{0,20}`) }
 
-func words() *rapid.Generator[string] { return rapid.StringN(0, 40, 200) }
+func anyWords() *rapid.Generator[string] { return rapid.StringN(0, 40, 200) }
 
 // moment is a time with the precision of the wire, or none.
-func moment() *rapid.Generator[time.Time] {
+func anyMoment() *rapid.Generator[time.Time] {
 	return rapid.Map(rapid.Int64Range(0, 1<<62), fromNanos)
 }
 
-func grants() *rapid.Generator[[]state.RankGrant] {
+func anyGrants() *rapid.Generator[[]state.RankGrant] {
 	one := rapid.Custom(func(t *rapid.T) state.RankGrant {
 		return state.RankGrant{
-			Rank: rapid.IntRange(0, 1<<20).Draw(t, "rank"), Node: name().Draw(t, "node"), Slot: rapid.IntRange(-1, 4096).Draw(t, "slot"),
+			Rank: rapid.IntRange(0, 1<<20).Draw(t, "rank"), Node: anyName().Draw(t, "node"), Slot: rapid.IntRange(-1, 4096).Draw(t, "slot"),
 			Devices: some(rapid.IntRange(0, 64), 8).Draw(t, "devices"),
 		}
 	})
@@ -54,22 +54,22 @@ func some[V any](of *rapid.Generator[V], most int) *rapid.Generator[[]V] {
 	})
 }
 
-func event(node string) *rapid.Generator[msg.UnitEvent] {
+func anyEvent(node string) *rapid.Generator[msg.UnitEvent] {
 	return rapid.Custom(func(t *rapid.T) msg.UnitEvent {
 		return msg.UnitEvent{
-			Node: node, Number: rapid.Uint64().Draw(t, "number"), Unit: name().Draw(t, "unit"), Epoch: rapid.Uint64().Draw(t, "epoch"),
-			Kind: rapid.SampledFrom(eventKinds()).Draw(t, "kind"), Rank: rapid.IntRange(-1, 4096).Draw(t, "rank"), Reason: words().Draw(t, "reason"),
-			LogTail: some(words(), maxTail).Draw(t, "tail"), WasReady: rapid.Bool().Draw(t, "ready"), Asked: rapid.Bool().Draw(t, "asked"),
-			At: moment().Draw(t, "at"),
+			Node: node, Number: rapid.Uint64().Draw(t, "number"), Unit: anyName().Draw(t, "unit"), Epoch: rapid.Uint64().Draw(t, "epoch"),
+			Kind: rapid.SampledFrom(eventKinds()).Draw(t, "kind"), Rank: rapid.IntRange(-1, 4096).Draw(t, "rank"), Reason: anyWords().Draw(t, "reason"),
+			LogTail: some(anyWords(), maxTail).Draw(t, "tail"), WasReady: rapid.Bool().Draw(t, "ready"), Asked: rapid.Bool().Draw(t, "asked"),
+			At: anyMoment().Draw(t, "at"),
 		}
 	})
 }
 
-func node() *rapid.Generator[state.Node] {
+func anyNode() *rapid.Generator[state.Node] {
 	return rapid.Custom(func(t *rapid.T) state.Node {
 		return state.Node{
-			ID: name().Draw(t, "id"), UID: name().Draw(t, "uid"), Advertise: name().Draw(t, "advertise"), Address: name().Draw(t, "address"),
-			Gossip: name().Draw(t, "gossip"), Zone: words().Draw(t, "zone"), Version: words().Draw(t, "version"),
+			ID: anyName().Draw(t, "id"), UID: anyName().Draw(t, "uid"), Advertise: anyName().Draw(t, "advertise"), Address: anyName().Draw(t, "address"),
+			Gossip: anyName().Draw(t, "gossip"), Zone: anyWords().Draw(t, "zone"), Version: anyWords().Draw(t, "version"),
 			Roles: some(rapid.SampledFrom([]state.Role{state.RoleControl, state.RoleWorker, state.RoleIngress}), 3).Draw(t, "roles"),
 			Offer: state.Offer{
 				Slots: rapid.IntRange(0, 64).Draw(t, "slots"), Devices: some(rapid.IntRange(0, 64), 8).Draw(t, "devices"),
@@ -81,10 +81,10 @@ func node() *rapid.Generator[state.Node] {
 
 func TestReportsSurviveTheWire(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		n := node().Draw(t, "node")
+		n := anyNode().Draw(t, "node")
 		want := &msg.NodeReport{
-			Node: n, Incarnation: rapid.Uint64().Draw(t, "incarnation"), Wall: moment().Draw(t, "wall"), Index: rapid.Uint64().Draw(t, "index"),
-			Events: some(event(n.ID), 5).Draw(t, "events"), Units: some(event(n.ID), 5).Draw(t, "units"),
+			Node: n, Incarnation: rapid.Uint64().Draw(t, "incarnation"), Wall: anyMoment().Draw(t, "wall"), Index: rapid.Uint64().Draw(t, "index"),
+			Events: some(anyEvent(n.ID), 5).Draw(t, "events"), Units: some(anyEvent(n.ID), 5).Draw(t, "units"),
 		}
 		req, err := encodeReport(want)
 		require.NoError(t, err)
@@ -99,13 +99,13 @@ func TestOrdersSurviveTheWire(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		want := &msg.StartRank{
 			App: &app.Application{
-				Name: name().Draw(t, "app"), NumGroups: rapid.IntRange(1, 9).Draw(t, "groups"),
+				Name: anyName().Draw(t, "app"), NumGroups: rapid.IntRange(1, 9).Draw(t, "groups"),
 				Engine: app.Engine{Kind: app.KindSim, Args: app.Args{{Name: "seed", Value: int64(1<<62 + 1)}}},
 			},
-			AppRevision: rapid.Uint64().Draw(t, "revision"), Unit: name().Draw(t, "unit"), Group: rapid.IntRange(0, 1000).Draw(t, "group"),
-			Epoch: rapid.Uint64Min(1).Draw(t, "epoch"), AllRanks: grants().Draw(t, "all"),
-			Ranks: append(grants().Draw(t, "ranks"), state.RankGrant{Node: "a", Slot: -1}),
-			Block: state.Block{Node: name().Draw(t, "node"), Base: rapid.IntRange(0, 60000).Draw(t, "base"), Size: rapid.IntRange(0, 5000).Draw(t, "size")},
+			AppRevision: rapid.Uint64().Draw(t, "revision"), Unit: anyName().Draw(t, "unit"), Group: rapid.IntRange(0, 1000).Draw(t, "group"),
+			Epoch: rapid.Uint64Min(1).Draw(t, "epoch"), AllRanks: anyGrants().Draw(t, "all"),
+			Ranks: append(anyGrants().Draw(t, "ranks"), state.RankGrant{Node: "a", Slot: -1}),
+			Block: state.Block{Node: anyName().Draw(t, "node"), Base: rapid.IntRange(0, 60000).Draw(t, "base"), Size: rapid.IntRange(0, 5000).Draw(t, "size")},
 		}
 		req, err := encodeStartRank(want)
 		require.NoError(t, err)
@@ -113,7 +113,7 @@ func TestOrdersSurviveTheWire(t *testing.T) {
 		require.NoError(t, err)
 		assert.Equal(t, want, got)
 
-		stop := &msg.StopRank{Unit: want.Unit, Epoch: want.Epoch, Grace: time.Duration(rapid.Int64Min(0).Draw(t, "grace")), Reason: words().Draw(t, "reason")}
+		stop := &msg.StopRank{Unit: want.Unit, Epoch: want.Epoch, Grace: time.Duration(rapid.Int64Min(0).Draw(t, "grace")), Reason: anyWords().Draw(t, "reason")}
 		stopped, err := decodeStopRank(trip(t, encodeStopRank(stop)))
 		require.NoError(t, err)
 		assert.Equal(t, stop, stopped)
@@ -123,15 +123,15 @@ func TestOrdersSurviveTheWire(t *testing.T) {
 func TestLogsSurviveTheWire(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		q := msg.LogQuery{
-			App: name().Draw(t, "app"), Unit: name().Draw(t, "unit"), Rank: rapid.IntRange(-1, 4096).Draw(t, "rank"),
-			Tail: rapid.IntRange(0, 1<<20).Draw(t, "tail"), Since: moment().Draw(t, "since"), Follow: rapid.Bool().Draw(t, "follow"),
+			App: anyName().Draw(t, "app"), Unit: anyName().Draw(t, "unit"), Rank: rapid.IntRange(-1, 4096).Draw(t, "rank"),
+			Tail: rapid.IntRange(0, 1<<20).Draw(t, "tail"), Since: anyMoment().Draw(t, "since"), Follow: rapid.Bool().Draw(t, "follow"),
 		}
 		got, err := decodeQuery(trip(t, encodeQuery(q)))
 		require.NoError(t, err)
 		assert.Equal(t, q, got)
 		l := msg.LogLine{
-			Unit: q.Unit, Rank: q.Rank, Epoch: rapid.Uint64().Draw(t, "epoch"), At: moment().Draw(t, "at"),
-			Stream: rapid.SampledFrom([]string{"stdout", "stderr", "dpserve"}).Draw(t, "stream"), Text: words().Draw(t, "text"),
+			Unit: q.Unit, Rank: q.Rank, Epoch: rapid.Uint64().Draw(t, "epoch"), At: anyMoment().Draw(t, "at"),
+			Stream: rapid.SampledFrom([]string{"stdout", "stderr", "dpserve"}).Draw(t, "stream"), Text: anyWords().Draw(t, "text"),
 		}
 		assert.Equal(t, l, decodeLine(trip(t, encodeLine(&l))))
 	})

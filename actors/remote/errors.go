@@ -71,6 +71,8 @@ func sentinels() []sentinel {
 		{notLeaderName, cluster.ErrNotLeader},
 		{"closed", cluster.ErrClosed},
 		{"outcome_unknown", cluster.ErrOutcomeUnknown},
+		{"disk", cluster.ErrDisk},
+		{"no_majority", cluster.ErrNoMajority},
 		{"overloaded", inbox.ErrOverloaded},
 		{"stopped", inbox.ErrStopped},
 		{deadlineName, context.DeadlineExceeded},

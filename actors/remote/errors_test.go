@@ -7,6 +7,7 @@ import (
 	"go/ast"
 	"go/parser"
 	"go/token"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -49,22 +50,32 @@ func TestEveryKnownErrorSurvives(t *testing.T) {
 	}
 }
 
-// TestNoRefusalOfStateIsForgotten reads the list of the state room: one that is not in the table would become anonymous on its way.
-func TestNoRefusalOfStateIsForgotten(t *testing.T) {
-	file, err := parser.ParseFile(token.NewFileSet(), "../../state/errors.go", nil, 0)
-	require.NoError(t, err)
+// TestNoSentinelIsForgotten reads the errors of the rooms that speak over the wire: one that is not in the table would become
+// anonymous on its way.
+func TestNoSentinelIsForgotten(t *testing.T) {
 	names := map[string]bool{}
 	for _, s := range sentinels() {
 		names[strings.ReplaceAll(s.name, "_", "")] = true
 	}
-	ast.Inspect(file, func(n ast.Node) bool {
-		if v, ok := n.(*ast.ValueSpec); ok {
-			for _, id := range v.Names {
-				assert.True(t, names[strings.ToLower(strings.TrimPrefix(id.Name, "Err"))], id.Name)
+	sources, err := filepath.Glob("../../cluster/*.go")
+	require.NoError(t, err)
+	found := 0
+	for _, source := range append(sources, "../../state/errors.go") {
+		file, err := parser.ParseFile(token.NewFileSet(), source, nil, 0)
+		require.NoError(t, err)
+		ast.Inspect(file, func(n ast.Node) bool {
+			if v, ok := n.(*ast.ValueSpec); ok {
+				for _, id := range v.Names {
+					if after, ok := strings.CutPrefix(id.Name, "Err"); ok {
+						found++
+						assert.True(t, names[strings.ToLower(after)], id.Name)
+					}
+				}
 			}
-		}
-		return true
-	})
+			return true
+		})
+	}
+	assert.Greater(t, found, 25)
 }
 
 func TestNotLeaderNamesTheLeader(t *testing.T) {

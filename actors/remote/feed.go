@@ -153,14 +153,16 @@ func (f *Feed) unsubscribe(l *listener) {
 	l.closed = true
 }
 
-// deliver gives a record of a rank to all who have its snapshot.
+// deliver gives a record of a rank to all who have its snapshot. That a rank is gone or silent is told to all: who subscribed anew may
+// know it from before.
 func (f *Feed) deliver(src *source, rec *msg.Record) {
 	a := f.audience.Load()
 	if rec.Kind == msg.RecSnapshot {
 		src.gen = a.gen
 	}
+	all := rec.Kind == msg.RecGone || rec.Kind == msg.RecSilent
 	for _, l := range a.listeners {
-		if src.gen >= l.since {
+		if all || src.gen >= l.since {
 			l.deliver(rec)
 		}
 	}

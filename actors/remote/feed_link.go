@@ -146,10 +146,10 @@ func (l *link) record(src *source, rec *msg.Record) {
 		}
 		rec.Snapshot.Mailbox = src.box
 	case msg.RecGone:
-		if old == src {
+		if old != nil && old.identity == src.identity {
 			delete(l.ranks, key)
+			old.box.stop()
 		}
-		src.box.stop()
 	default:
 	}
 	l.feed.deliver(src, rec)

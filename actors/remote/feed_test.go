@@ -119,10 +119,10 @@ func TestAskedAgain(t *testing.T) {
 		synctest.Wait()
 		n := c.ingress("i1", nil)
 		defer n.stop()
-		time.Sleep(5 * time.Second)
+		time.Sleep(4500 * time.Millisecond)
 		n.equals(t, b)
 		a.do(func() {
-			assert.InDelta(t, 4, a.resyncs, 1)
+			assert.InDelta(t, 5, a.resyncs, 1)
 			a.mute = false
 		})
 		time.Sleep(2 * time.Second)
@@ -309,8 +309,9 @@ func (c *cluster) happen(e event, w *worker, n *node) {
 	case 1:
 		c.reset(w.id)
 	case 2:
-		n.cancel()
+		old := n.cancel
 		n.cancel = n.feed.Subscribe(n.reader)
+		old()
 	case 3:
 		w.kill()
 		w.listen()

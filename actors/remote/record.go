@@ -12,8 +12,8 @@ import (
 //
 //	length (uvarint) · kind (byte) · slot (uvarint) · fields
 //
-// A slot is a number that the sending process gives to one incarnation of a rank, and never again. A snapshot says whose it is, so
-// every other record names its rank in one or two bytes. Numbers are uvarints, hashes and random numbers 8 bytes little endian, texts
+// A slot is a number that the sending process gives to one incarnation of a rank, and never again. A snapshot says whose it is, and so
+// does the end, which may come to a reader before the snapshot; every other record names its rank in one or two bytes. Numbers are uvarints, hashes and random numbers 8 bytes little endian, texts
 // have their length in front. Fields are only ever added at the end of a record: a reader skips what it does not know, as it
 // skips kinds that it does not know.
 
@@ -92,6 +92,7 @@ func (p *packer) pack(slot uint64, rec *msg.Record) {
 	case msg.RecGone:
 		p.begin(wireOf(rec.Kind), slot)
 		p.u64(rec.Seq)
+		p.identity(identityOf(rec))
 		p.end()
 	case msg.RecStatus:
 		p.status(slot, rec)

@@ -95,6 +95,8 @@ func (u *unpacker) one(kind wireKind, c *cursor, to taker) {
 		src = u.readMore(slot, c)
 	case kind == wireOf(msg.RecSnapshot):
 		src = u.readSnapshot(slot, c)
+	case kind == wireOf(msg.RecGone):
+		src = u.readGone(slot, c)
 	case kind > 0 && kind <= lastRecord:
 		src = u.readDelta(msg.RecordKind(kind-1), slot, c)
 	default:
@@ -167,7 +169,17 @@ func (u *unpacker) forget(src *source) {
 	}
 }
 
-// readDelta reads every record but a snapshot; nil if its rank is not known.
+// readGone reads the end of a rank, be it known or not.
+func (u *unpacker) readGone(slot uint64, c *cursor) *source {
+	u.rec = msg.Record{Kind: msg.RecGone, Seq: c.u64()}
+	id := c.identity()
+	if src := u.slots[slot]; src != nil && src.identity == id {
+		return src
+	}
+	return &source{identity: id, slot: slot}
+}
+
+// readDelta reads what happens to a rank between its snapshot and its end; nil if the rank is not known.
 func (u *unpacker) readDelta(kind msg.RecordKind, slot uint64, c *cursor) *source {
 	src := u.slots[slot]
 	if src == nil {
@@ -188,7 +200,6 @@ func (u *unpacker) readDelta(kind msg.RecordKind, slot uint64, c *cursor) *sourc
 		rec.Status.Capacity, rec.Status.BlockSize = c.count(), c.int()
 	case msg.RecKVBegin, msg.RecKV, msg.RecKVEnd:
 		u.readKV(c)
-	case msg.RecGone:
 	default:
 		rec.ReqID, rec.Ingress, rec.Tokens, rec.Hit, rec.Out = c.request()
 		rec.Cause = c.text()

@@ -252,7 +252,9 @@ func TestSlots(t *testing.T) {
 	give(2, next)
 	give(1, delta(msg.RecDone, 42))
 	assert.EqualValues(t, 1, skipped.strays.Load())
-	give(2, delta(msg.RecGone, 42))
+	end := delta(msg.RecGone, 42)
+	end.Incarnation = next.Incarnation
+	give(2, end)
 	give(2, delta(msg.RecDone, 43))
 	require.Len(t, h.records, 3)
 	assert.Equal(t, next.Incarnation, h.records[2].Incarnation)

@@ -96,6 +96,10 @@ func (h *hub) start(node string, id identity) *fakeRank {
 	h.mu.Lock()
 	h.ranks = append(h.ranks, r)
 	subs := slices.Clone(h.subs)
+	r.post(func() {
+		r.subs = subs
+		r.publish()
+	})
 	h.mu.Unlock()
 	go func() {
 		defer close(r.done)
@@ -103,10 +107,6 @@ func (h *hub) start(node string, id identity) *fakeRank {
 			f()
 		}
 	}()
-	r.post(func() {
-		r.subs = subs
-		r.publish()
-	})
 	return r
 }
 
@@ -286,7 +286,6 @@ func (r *reader) Deliver(rec *msg.Record) {
 		r.note(rec.Rank, "gone")
 		return
 	case rec.Kind == msg.RecSilent:
-		assert.NotEqual(r.t, p.silent, rec.Silent, "told twice")
 		p.silent = rec.Silent
 		r.note(rec.Rank, map[bool]string{true: "silent", false: "heard"}[rec.Silent])
 		return
@@ -306,9 +305,6 @@ func (r *reader) begin(p *picture, id identity, rec *msg.Record) {
 	next := &picture{
 		id: id, node: rec.Snapshot.Node, seq: rec.Seq, accepting: rec.Snapshot.Accepting, open: map[uint64]msg.OpenRequest{},
 		columns: map[kvindex.Tier]map[uint64]bool{}, box: rec.Snapshot.Mailbox,
-	}
-	if p != nil && p.id == id {
-		next.silent = p.silent
 	}
 	for _, o := range rec.Snapshot.Open {
 		next.open[o.ReqID] = o

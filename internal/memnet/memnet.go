@@ -63,6 +63,11 @@ func (n *Network) DialContext(ctx context.Context, _, addr string) (net.Conn, er
 	here, there := net.Pipe()
 	select {
 	case l.conns <- there:
+		select {
+		case <-l.done: // closed meanwhile: whoever empties the queue last, nobody waits in it
+			l.empty()
+		default:
+		}
 		return here, nil
 	case <-l.done:
 		return nil, &net.OpError{Op: "dial", Net: "mem", Addr: address(addr), Err: ErrRefused}
@@ -94,16 +99,20 @@ func (l *listener) Close() error {
 		delete(l.net.listeners, string(l.addr))
 		l.net.mu.Unlock()
 		close(l.done)
-		for {
-			select {
-			case c := <-l.conns:
-				_ = c.Close()
-			default:
-				return
-			}
-		}
+		l.empty()
 	})
 	return nil
+}
+
+func (l *listener) empty() {
+	for {
+		select {
+		case c := <-l.conns:
+			_ = c.Close()
+		default:
+			return
+		}
+	}
 }
 
 func (l *listener) Addr() net.Addr { return l.addr }

@@ -1,0 +1,222 @@
+package controller
+
+import (
+	"context"
+	"log/slog"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/inbox"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/state"
+)
+
+// worker is a host that takes orders and renews its lease by itself.
+type worker struct {
+	mu sync.Mutex
+	*host
+}
+
+func (w *worker) StartRank(_ context.Context, m *msg.StartRank) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.start(m)
+}
+
+func (w *worker) StopRank(_ context.Context, m *msg.StopRank) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.stop(m)
+	return nil
+}
+
+func (w *worker) renew(c *Controller) (msg.Lease, error) {
+	w.mu.Lock()
+	r := w.report(time.Now())
+	w.mu.Unlock()
+	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+	defer cancel()
+	l, err := c.Renew(ctx, r)
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if err == nil {
+		w.taken(l.Taken)
+	}
+	return l, err
+}
+
+// nodesRig is a controller over nodes of its state.
+type nodesRig struct {
+	*Controller
+	t       *testing.T
+	store   *memStore
+	workers map[string]*worker
+}
+
+func (r *nodesRig) renewAll(rounds int) {
+	for range rounds {
+		for _, w := range r.workers {
+			_, _ = w.renew(r.Controller)
+		}
+		synctest.Wait()
+	}
+}
+
+func withNodes(t *testing.T, change func(*Config), f func(t *testing.T, r *nodesRig)) {
+	t.Helper()
+	synctest.Test(t, func(t *testing.T) {
+		r := &nodesRig{t: t, store: newMemStore(), workers: map[string]*worker{}}
+		for _, id := range []string{"a", "b"} {
+			h := newHost(id, 4)
+			r.workers[id] = &worker{host: h}
+			_, err := r.store.Propose(t.Context(), state.Command{PutNode: &state.PutNode{Node: h.node}})
+			require.NoError(t, err)
+		}
+		cfg := Config{
+			Self: "a", Store: r.store, Proposer: r.store, Granter: r.store, Log: slog.New(slog.DiscardHandler),
+			Agent: func(id string) (msg.NodeAgent, bool) { w, ok := r.workers[id]; return w, ok },
+		}
+		if change != nil {
+			change(&cfg)
+		}
+		r.Controller = New(cfg)
+		system := inbox.NewSystem(slog.New(slog.DiscardHandler))
+		require.NoError(t, r.Start(system))
+		f(t, r)
+		require.NoError(t, r.Close())
+		system.Shutdown()
+		time.Sleep(time.Second)
+	})
+}
+
+func TestRenewThroughTheActor(t *testing.T) {
+	withNodes(t, nil, func(t *testing.T, r *nodesRig) {
+		l, err := r.workers["a"].renew(r.Controller)
+		require.NoError(t, err)
+		assert.Equal(t, msg.Lease{TTL: 10 * time.Second, Leader: "a", Index: 2}, l)
+		_, err = r.Deploy(t.Context(), []*app.Application{sim("moe", 8, app.Lockstep)}, nil, false, false)
+		require.NoError(t, err)
+		synctest.Wait()
+		r.renewAll(2)
+		assert.Equal(t, "RUNNING", r.Status()[0].Status)
+		list := r.Nodes()
+		require.Len(t, list, 2)
+		assert.Equal(t, "alive", list[1].State)
+		assert.Equal(t, 4, list[1].SlotsUsed)
+		assert.True(t, list[0].Leader)
+
+		_, err = r.Renew(t.Context(), &msg.NodeReport{Node: state.Node{ID: "c", UID: "x"}})
+		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
+		joined := newHost("c", 4)
+		_, err = r.store.Propose(t.Context(), state.Command{PutNode: &state.PutNode{Node: joined.node}})
+		require.NoError(t, err)
+		_, err = r.Renew(t.Context(), joined.report(time.Now()))
+		require.NoError(t, err, "who has just joined is no stranger")
+	})
+}
+
+func TestNodesAreLostDrainedAndRemovedThroughTheActor(t *testing.T) {
+	withNodes(t, nil, func(t *testing.T, r *nodesRig) {
+		_, err := r.Deploy(t.Context(), []*app.Application{sim("chat", 2, app.Independent)}, nil, false, false)
+		require.NoError(t, err)
+		synctest.Wait()
+		r.renewAll(2)
+		require.Equal(t, "RUNNING", r.Status()[0].Status)
+		require.NoError(t, r.Drain(t.Context(), "a", time.Time{}))
+		for range 8 {
+			synctest.Wait()
+			r.renewAll(2)
+		}
+		assert.Equal(t, "drained", r.Nodes()[0].State)
+		assert.Equal(t, "RUNNING", r.Status()[0].Status)
+		require.NoError(t, r.Undrain(t.Context(), "a"))
+		require.ErrorIs(t, r.Drain(t.Context(), "nobody", time.Time{}), state.ErrUnknownNode)
+		require.ErrorIs(t, r.Remove(t.Context(), "b"), state.ErrUnitsLeft)
+
+		for range 7 { // b is silent
+			_, err := r.workers["a"].renew(r.Controller)
+			require.NoError(t, err)
+			time.Sleep(2 * time.Second)
+		}
+		synctest.Wait()
+		r.renewOnly("a")
+		assert.Equal(t, "lost", r.Nodes()[1].State)
+		assert.Equal(t, "RUNNING", r.Status()[0].Status)
+		require.NoError(t, r.Remove(t.Context(), "b"))
+		assert.Len(t, r.Nodes(), 1)
+		_, err = r.workers["b"].renew(r.Controller)
+		require.ErrorIs(t, err, state.ErrNodeRemoved)
+	})
+}
+
+func (r *nodesRig) renewOnly(id string) {
+	for range 3 {
+		_, err := r.workers[id].renew(r.Controller)
+		require.NoError(r.t, err)
+		synctest.Wait()
+	}
+}
+
+func TestRenewWaitsForALeaderThatHasJustBegun(t *testing.T) {
+	var barrier chan struct{}
+	withNodes(t, func(c *Config) {
+		barrier = make(chan struct{})
+		c.Barrier = func(ctx context.Context) error {
+			select {
+			case <-barrier:
+				return nil
+			case <-ctx.Done():
+				return ctx.Err()
+			}
+		}
+	}, func(t *testing.T, r *nodesRig) {
+		_, err := r.workers["a"].renew(r.Controller)
+		require.ErrorIs(t, err, context.DeadlineExceeded)
+		time.AfterFunc(time.Second/2, func() { close(barrier) })
+		_, err = r.workers["a"].renew(r.Controller)
+		require.NoError(t, err)
+		require.NoError(t, r.Close())
+		_, err = r.workers["a"].renew(r.Controller)
+		require.ErrorIs(t, err, ErrStopped)
+		assert.Equal(t, problem.Unavailable, problem.CodeOf(err))
+	})
+}
+
+// TestPartialDeployStartsWhatFits, and without it nothing is started.
+func TestPartialDeployStartsWhatFits(t *testing.T) {
+	withNodes(t, nil, func(t *testing.T, r *nodesRig) {
+		apps := []*app.Application{groups("moe", 3, 4)}
+		_, err := r.Deploy(t.Context(), apps, nil, false, false)
+		assert.Equal(t, problem.Unplaceable, problem.CodeOf(err))
+		p, err := r.Plan(apps, false)
+		require.NoError(t, err)
+		assert.False(t, p.Fits)
+		_, err = r.Deploy(t.Context(), apps, nil, false, true)
+		require.NoError(t, err)
+		synctest.Wait()
+		r.renewAll(2)
+		assert.Equal(t, 8, r.Status()[0].Ready)
+		assert.Equal(t, "DEPLOYING", r.Status()[0].Status)
+	})
+}
+
+// TestOrdersForAnOldGrantAreNotSent: they waited behind a node that did not answer.
+func TestOrdersForAnOldGrantAreNotSent(t *testing.T) {
+	withNodes(t, nil, func(t *testing.T, r *nodesRig) {
+		_, err := r.Deploy(t.Context(), []*app.Application{sim("chat", 1, app.Independent)}, nil, false, false)
+		require.NoError(t, err)
+		synctest.Wait()
+		before := len(r.workers["a"].events) + len(r.workers["b"].events)
+		r.acts.do(StartEffect{"a", &msg.StartRank{Unit: "chat/0/0", Epoch: 7}})
+		r.acts.do(StartEffect{"b", &msg.StartRank{Unit: "chat/0/1", Epoch: 1}})
+		synctest.Wait()
+		assert.Equal(t, before, len(r.workers["a"].events)+len(r.workers["b"].events))
+	})
+}

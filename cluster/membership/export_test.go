@@ -1,0 +1,9 @@
+package membership
+
+// Kill ends a member as a power cut would: without a farewell.
+func (g *Gossip) Kill() error { return g.end(false) }
+
+// Encode, DecodeMeta and ReasonOf are for tests.
+func (m Meta) Encode() ([]byte, error)           { return m.encode() }
+func DecodeMeta(b []byte) (Meta, error)          { return decodeMeta(b) }
+func SplitName(s string) (string, uint64, error) { return splitName(s) }

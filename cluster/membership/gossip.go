@@ -1,0 +1,282 @@
+package membership
+
+import (
+	"context"
+	"fmt"
+	"log"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/hashicorp/memberlist"
+
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// maxKeys are in use while one replaces another.
+const maxKeys = 2
+
+// Gossip is this node's part in the gossip. It is safe for concurrent use.
+type Gossip struct {
+	cfg       Config
+	table     *table
+	ring      *memberlist.Keyring
+	transport *transport
+	list      *memberlist.Memberlist // nil before Start
+
+	mu      sync.Mutex
+	meta    []byte // encoded
+	plain   Meta
+	renewed chan struct{} // one slot: meta changed
+
+	life sync.Mutex // Start and Close
+	done chan struct{}
+	wg   sync.WaitGroup
+}
+
+// New binds, so that a taken port is told early; Start begins.
+func New(ctx context.Context, cfg Config) (*Gossip, error) {
+	cfg = cfg.withDefaults()
+	if err := cfg.check(); err != nil {
+		return nil, err
+	}
+	ring, err := memberlist.NewKeyring(nil, cfg.Key)
+	if err != nil {
+		return nil, fmt.Errorf("gossip key: %w", err)
+	}
+	ip, port, err := cfg.advertised(ctx)
+	if err != nil {
+		return nil, err
+	}
+	g := &Gossip{cfg: cfg, table: newTable(), ring: ring, renewed: make(chan struct{}, 1), done: make(chan struct{})}
+	if err := g.setMeta(cfg.Meta); err != nil {
+		return nil, err
+	}
+	if g.transport, err = newTransport(ctx, cfg.Network, cfg.Bind, ip, port); err != nil {
+		return nil, err
+	}
+	if _, _, err := g.transport.FinalAdvertiseAddr("", 0); err != nil {
+		_ = g.transport.Shutdown()
+		return nil, err
+	}
+	return g, nil
+}
+
+// Address is where others reach this node's gossip (IP:PORT).
+func (g *Gossip) Address() string {
+	ip, port, err := g.transport.FinalAdvertiseAddr("", 0)
+	if err != nil {
+		return ""
+	}
+	return (&memberlist.Node{Addr: ip, Port: uint16(port)}).Address() //nolint:gosec // a port
+}
+
+// Start joins the others, as far as they are there, and goes on looking for seeds that are missing. It does not wait for them.
+func (g *Gossip) Start() error {
+	g.life.Lock()
+	defer g.life.Unlock()
+	if g.list != nil || g.closed() {
+		return problem.New(problem.Internal, "the gossip was started or closed before")
+	}
+	list, err := memberlist.Create(g.config())
+	if err != nil {
+		return problem.New(problem.Internal, "start the gossip: %w", err)
+	}
+	g.list = list
+	g.wg.Go(g.tell)
+	g.wg.Go(g.upkeep)
+	return nil
+}
+
+// config is memberlist's.
+func (g *Gossip) config() *memberlist.Config {
+	c := memberlist.DefaultLANConfig()
+	c.Name = g.cfg.name()
+	c.Transport = g.transport
+	c.Keyring = g.ring
+	c.GossipVerifyIncoming, c.GossipVerifyOutgoing = true, true
+	c.ProbeInterval, c.ProbeTimeout = g.cfg.Timers.Probe, g.cfg.Timers.ProbeTimeout
+	c.SuspicionMult, c.SuspicionMaxTimeoutMult = suspicionMult, suspicionMax
+	c.GossipInterval = min(gossipEvery, g.cfg.Timers.Probe)
+	c.PushPullInterval = pushPull
+	c.TCPTimeout = streamTimeout
+	c.Logger = log.New(newListener(g.cfg.Log, g.cfg.Refused), "", 0)
+	d := &delegate{g: g}
+	c.Delegate, c.Events, c.Merge, c.Alive, c.Ping = d, g.table, d, d, d
+	return c
+}
+
+// Members is the view of this node, itself included: one entry per UID, sorted by node. Who was removed is not in it.
+func (g *Gossip) Members() []Member {
+	return slices.DeleteFunc(g.table.list(), func(m Member) bool { return g.cfg.Revoked(m.UID) })
+}
+
+// UpdateMeta announces another Meta, at most once per second: the last one counts.
+func (g *Gossip) UpdateMeta(m Meta) error {
+	if m.Cluster != g.cfg.Meta.Cluster || m.UID != g.cfg.Meta.UID {
+		return problem.New(problem.InvalidArgument, "a member keeps its cluster and its UID")
+	}
+	return g.setMeta(m)
+}
+
+func (g *Gossip) setMeta(m Meta) error {
+	b, err := m.encode()
+	if err != nil {
+		return err
+	}
+	g.mu.Lock()
+	g.meta, g.plain = b, m.clone()
+	g.mu.Unlock()
+	select {
+	case g.renewed <- struct{}{}:
+	default:
+	}
+	return nil
+}
+
+func (g *Gossip) encodedMeta() []byte {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.meta
+}
+
+// AddKey lets messages with another key in: the first step of a rotation, on every node, before UseKey on any.
+func (g *Gossip) AddKey(key []byte) error {
+	g.life.Lock()
+	defer g.life.Unlock()
+	if len(key) != KeySize {
+		return problem.New(problem.InvalidArgument, "a gossip key has %d bytes, this one has %d", KeySize, len(key))
+	}
+	// With three, RemoveKey would change a list that is being read: the keyring shares it.
+	if len(g.ring.GetKeys()) >= maxKeys {
+		return problem.New(problem.Conflict, "a change of the gossip key is under way").WithHint("end it: remove the old key first")
+	}
+	return g.ring.AddKey(key)
+}
+
+// UseKey sends with a key that AddKey let in.
+func (g *Gossip) UseKey(key []byte) error {
+	g.life.Lock()
+	defer g.life.Unlock()
+	if err := g.ring.UseKey(key); err != nil {
+		return problem.New(problem.NotFound, "use a gossip key: %w", err)
+	}
+	return nil
+}
+
+// RemoveKey keeps messages with a key out: the last step, after UseKey on every node.
+func (g *Gossip) RemoveKey(key []byte) error {
+	g.life.Lock()
+	defer g.life.Unlock()
+	if err := g.ring.RemoveKey(key); err != nil {
+		return problem.New(problem.Conflict, "remove a gossip key: %w", err)
+	}
+	return nil
+}
+
+// Close says farewell, for at most a second, and ends.
+func (g *Gossip) Close() error { return g.end(true) }
+
+func (g *Gossip) end(farewell bool) error {
+	g.life.Lock()
+	defer g.life.Unlock()
+	if g.closed() {
+		return nil
+	}
+	close(g.done)
+	if g.list == nil {
+		return g.transport.Shutdown()
+	}
+	if farewell {
+		g.farewell()
+	}
+	err := g.list.Shutdown()
+	g.wg.Wait()
+	return err
+}
+
+// farewell tells the others that this is no failure. memberlist's own word for it reaches the delegates as a death, so Meta says it
+// first. Whoever misses it will find out by silence.
+func (g *Gossip) farewell() {
+	g.mu.Lock()
+	m := g.plain
+	g.mu.Unlock()
+	m.leaving = true
+	if g.setMeta(m) == nil {
+		_ = g.list.UpdateNode(leaveTimeout)
+	}
+	_ = g.list.Leave(leaveTimeout)
+}
+
+func (g *Gossip) closed() bool {
+	select {
+	case <-g.done:
+		return true
+	default:
+		return false
+	}
+}
+
+// tell calls OnChange, outside of memberlist's locks.
+func (g *Gossip) tell() {
+	for {
+		select {
+		case <-g.table.changed:
+			g.cfg.OnChange()
+		case <-g.done:
+			return
+		}
+	}
+}
+
+// upkeep looks for missing seeds and announces what changed.
+func (g *Gossip) upkeep() {
+	seek := time.NewTimer(0)
+	defer seek.Stop()
+	announce := time.NewTicker(min(metaEvery, g.cfg.Timers.Rejoin))
+	defer announce.Stop()
+	for {
+		select {
+		case <-g.done:
+			return
+		case <-seek.C:
+			g.rejoin()
+			seek.Reset(g.pause())
+		case <-announce.C:
+			select {
+			case <-g.renewed:
+				_ = g.list.UpdateNode(metaEvery) // who does not hear it now hears it by push and pull
+			default:
+			}
+		}
+	}
+}
+
+// pause is short while nobody else is there.
+func (g *Gossip) pause() time.Duration {
+	if g.table.alone() {
+		return min(aloneRejoin, g.cfg.Timers.Rejoin)
+	}
+	return g.cfg.Timers.Rejoin
+}
+
+// rejoin asks some of the missing seeds for their view: it heals a split, which the gossip alone never would.
+func (g *Gossip) rejoin() {
+	var addresses []string
+	for _, seed := range g.cfg.Seeds() {
+		if a, err := g.numeric(seed); err == nil {
+			addresses = append(addresses, a)
+		}
+	}
+	missing := g.table.missing(addresses)
+	rand.Shuffle(len(missing), func(i, j int) { missing[i], missing[j] = missing[j], missing[i] })
+	for i, a := range missing {
+		if g.closed() || i >= seedsPerRound && !g.table.alone() {
+			return
+		}
+		if _, err := g.list.Join([]string{a}); err != nil {
+			g.cfg.Log.Debug("gossip does not reach a seed", "seed", a, "err", err.Error())
+		}
+	}
+}

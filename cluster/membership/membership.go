@@ -1,0 +1,167 @@
+// Package membership finds the nodes of a cluster and suspects those that fall silent (hashicorp/memberlist). It never decides
+// anything: who is a member is in the state, who serves is in the leases.
+package membership
+
+import (
+	"context"
+	"crypto/hkdf"
+	"crypto/sha256"
+	"fmt"
+	"log/slog"
+	"net"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// Defaults and bounds. A silent node is suspected after at most two probes, and dead after suspicion: between SuspicionMult ·
+// log(N+1) · Probe, at least SuspicionMult · Probe = 0.9 s, and suspicionMax times that, depending on how many confirm it.
+const (
+	Probe        = 300 * time.Millisecond // between probes
+	ProbeTimeout = 150 * time.Millisecond // of a direct probe
+	Rejoin       = 10 * time.Second       // between attempts to reach seeds that are not alive
+
+	suspicionMult = 3
+	suspicionMax  = 2
+
+	gossipEvery    = 100 * time.Millisecond
+	pushPull       = 15 * time.Second       // whole view with one other node
+	streamTimeout  = 2 * time.Second        // of a push and pull, or a probe over TCP
+	leaveTimeout   = 500 * time.Millisecond // for the farewell, twice
+	aloneRejoin    = time.Second            // instead of Rejoin while nobody else is alive
+	metaEvery      = time.Second            // between announcements of a changed Meta
+	seedsPerRound  = 3                      // while somebody is alive
+	resolveTimeout = 2 * time.Second
+)
+
+// KeySize of a gossip key, in bytes.
+const KeySize = 32
+
+// Timers are what --timers and tests may change. Zero values are the constants of this package.
+type Timers struct {
+	Probe, ProbeTimeout, Rejoin time.Duration
+}
+
+// Config says who this node is and how it reaches others.
+type Config struct {
+	Node        string
+	Incarnation uint64 // random per process: a node that restarts comes as a new member, under whatever address
+	Meta        Meta
+	Bind        string // IP:PORT, for UDP and TCP; port 0 picks a free one
+	Advertise   string // HOST or HOST:PORT that others use; "" or no port: as bound
+	Key         []byte // KeySize bytes: DeriveKey
+	// Seeds are gossip addresses (HOST:PORT) of nodes that should be there. Asked before each attempt.
+	Seeds func() []string
+	// Revoked says that the node with this UID was removed. Nil: none was. It must not block.
+	Revoked func(uid string) bool
+	// OnChange is called, by one goroutine, after Members changed. Nil: nobody cares.
+	OnChange func()
+	// Refused counts what was turned away. Nil: nobody counts. It must not block.
+	Refused func(reason Reason)
+	Timers  Timers
+	Network Network
+	Log     *slog.Logger // nil is silent
+}
+
+// DeriveKey makes the key of the gossip from the cluster's secret.
+func DeriveKey(secret []byte, cluster string) ([]byte, error) {
+	key, err := hkdf.Key(sha256.New, secret, []byte(cluster), "dpserve gossip 1", KeySize)
+	if err != nil {
+		return nil, fmt.Errorf("derive the gossip key: %w", err)
+	}
+	return key, nil
+}
+
+func (c Config) withDefaults() Config {
+	if c.Seeds == nil {
+		c.Seeds = func() []string { return nil }
+	}
+	if c.Revoked == nil {
+		c.Revoked = func(string) bool { return false }
+	}
+	if c.OnChange == nil {
+		c.OnChange = func() {}
+	}
+	if c.Refused == nil {
+		c.Refused = func(Reason) {}
+	}
+	if c.Log == nil {
+		c.Log = slog.New(slog.DiscardHandler)
+	}
+	c.Timers.Probe = orElse(c.Timers.Probe, Probe)
+	c.Timers.ProbeTimeout = orElse(c.Timers.ProbeTimeout, ProbeTimeout)
+	c.Timers.Rejoin = orElse(c.Timers.Rejoin, Rejoin)
+	c.Network = c.Network.withDefaults()
+	return c
+}
+
+func orElse(d, other time.Duration) time.Duration {
+	if d == 0 {
+		return other
+	}
+	return d
+}
+
+// check refuses what could only fail later and less clearly.
+func (c Config) check() error {
+	if len(c.Key) != KeySize {
+		return problem.New(problem.InvalidArgument, "a gossip key has %d bytes, this one has %d", KeySize, len(c.Key))
+	}
+	if c.Node == "" || c.Meta.UID == "" || c.Meta.Cluster == "" {
+		return problem.New(problem.InvalidArgument, "a member needs a node name, a UID and a cluster")
+	}
+	_, err := c.Meta.encode()
+	return err
+}
+
+// name is what memberlist knows the node by.
+func (c Config) name() string { return c.Node + "#" + strconv.FormatUint(c.Incarnation, 16) }
+
+// splitName is the inverse of name.
+func splitName(name string) (node string, incarnation uint64, err error) {
+	i := strings.LastIndexByte(name, '#')
+	if i <= 0 {
+		return "", 0, fmt.Errorf("member %q has no incarnation", name)
+	}
+	incarnation, err = strconv.ParseUint(name[i+1:], 16, 64)
+	if err != nil {
+		return "", 0, fmt.Errorf("member %q has no incarnation: %w", name, err)
+	}
+	return name[:i], incarnation, nil
+}
+
+// advertised gives the IP and port that others use; port 0 is the bound one.
+func (c Config) advertised(ctx context.Context) (net.IP, int, error) {
+	host, port := c.Advertise, 0
+	if h, p, err := net.SplitHostPort(c.Advertise); err == nil {
+		n, err := strconv.ParseUint(p, 10, 16)
+		if err != nil {
+			return nil, 0, problem.New(problem.InvalidArgument, "advertised gossip address %q has no valid port", c.Advertise)
+		}
+		host, port = h, int(n)
+	}
+	if host == "" {
+		return nil, port, nil
+	}
+	ip, err := resolve(ctx, host)
+	if err != nil {
+		return nil, 0, problem.New(problem.InvalidArgument, "advertised address %q: %w", c.Advertise, err).WithHint("use an IP address that the other nodes reach")
+	}
+	return ip, port, nil
+}
+
+// resolve gives an IP for a host.
+func resolve(ctx context.Context, host string) (net.IP, error) {
+	if ip := net.ParseIP(host); ip != nil {
+		return ip, nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, resolveTimeout)
+	defer cancel()
+	ips, err := net.DefaultResolver.LookupIP(ctx, "ip", host)
+	if err != nil {
+		return nil, err
+	}
+	return ips[0], nil
+}
