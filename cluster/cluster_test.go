@@ -260,8 +260,17 @@ func TestMixedDataDir(t *testing.T) {
 	dir := t.TempDir()
 	c := open(t, cluster.Config{DataDir: dir, NodeID: "node-1", ClusterID: "alpha"})
 	require.NoError(t, c.Close())
-	require.NoError(t, os.WriteFile(filepath.Join(dir, "cluster.json"), []byte(`{"format":1,"cluster":"beta","node":"node-1"}`), 0o600))
-	c, err := cluster.Open(cluster.Config{DataDir: dir})
+	rename := func(uid string) {
+		whose := fmt.Sprintf(`{"format":1,"cluster":"beta","node":"node-1","uid":%q}`, uid)
+		require.NoError(t, os.WriteFile(filepath.Join(dir, "cluster.json"), []byte(whose), 0o600))
+	}
+	rename("another")
+	_, err := cluster.Open(cluster.Config{DataDir: dir})
+	assertConflict(t, err, "the log in the data dir has the votes of other nodes",
+		"start this node with --advertise, as it was; if two data dirs were mixed, restore one from a backup")
+
+	rename(c.UID())
+	c, err = cluster.Open(cluster.Config{DataDir: dir})
 	require.NoError(t, err)
 	assertConflict(t, c.Ready(t.Context()), "the log in the data dir is of cluster alpha, its cluster.json says beta",
 		"two data dirs were mixed; restore one from a backup or choose an empty --data-dir")

@@ -6,6 +6,8 @@ import (
 	"time"
 
 	"github.com/hashicorp/raft"
+
+	"github.com/dpserve/dpserve/internal/problem"
 )
 
 // Bounds of the log. State is a few KiB per app, so a snapshot is cheap and a short log keeps restarts and disks small.
@@ -91,7 +93,7 @@ const suspicion = time.Millisecond
 // time-outs stay, or every restart of a node would begin with an election.
 func (r *run) electNow(c *Cluster) error {
 	if !c.onlyVoter(r.raft) {
-		return nil
+		return r.reachable()
 	}
 	rc := r.raft.ReloadableConfig()
 	rc.HeartbeatTimeout, rc.ElectionTimeout = c.cfg.Timers.Heartbeat, c.cfg.Timers.Election
@@ -99,6 +101,15 @@ func (r *run) electNow(c *Cluster) error {
 		return fmt.Errorf("set raft's time-outs: %w", err)
 	}
 	return nil
+}
+
+// reachable refuses to start alone over a log that needs other nodes' votes: nobody would ever lead.
+func (r *run) reachable() error {
+	if r.net != nil {
+		return nil
+	}
+	return errors.Join(problem.New(problem.Conflict, "the log in the data dir has the votes of other nodes").
+		WithHint("start this node with --advertise, as it was; if two data dirs were mixed, restore one from a backup"), r.raft.Shutdown().Error())
 }
 
 func (c *Cluster) onlyVoter(r *raft.Raft) bool {

@@ -24,10 +24,10 @@ func (c *Core) boot(now time.Time) {
 func (c *Core) resume(now time.Time, rec *state.Unit) {
 	u := c.adopt(rec)
 	u.m = c.machineOf(now, rec)
-	switch {
-	case rec.Phase == state.Ready:
+	switch rec.Phase {
+	case state.Ready:
 		u.m.WasReady, u.m.ReadyAt, u.m.Confirmed = true, now, true
-	case rec.Phase == state.Fenced:
+	case state.Fenced:
 		u.m.WasReady, u.m.Confirmed = true, u.m.Attach
 	default:
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"log/slog"
 	"sync"
 	"time"
@@ -12,14 +13,15 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/cluster"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/placement"
 	"github.com/dpserve/dpserve/state"
 )
 
-// ErrStopped says that the controller was closed.
-var ErrStopped = errors.New("controller is stopped")
+// ErrStopped says that the controller was closed: its node stops, or does not lead any more. It is cluster.ErrNotLeader.
+var ErrStopped = fmt.Errorf("controller is stopped: %w", cluster.ErrNotLeader)
 
 // minTick keeps a due time in the past from becoming a busy loop.
 const minTick = time.Millisecond
@@ -137,7 +139,9 @@ func (c receiver) Receive(m any) {
 	for _, e := range effects {
 		switch e := e.(type) {
 		case RenewEffect:
-			m.(*renewal).reply <- e
+			if r, ok := m.(*renewal); ok {
+				r.reply <- e
+			}
 			continue
 		case ChangeEffect:
 			c.tell(e.Event)

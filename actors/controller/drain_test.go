@@ -12,7 +12,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-func (c *cluster) drain(node string, by time.Time) {
+func (c *fleet) drain(node string, by time.Time) {
 	d := &state.DrainNode{Node: node}
 	if !by.IsZero() {
 		d.By = by.UnixMilli()
@@ -22,18 +22,18 @@ func (c *cluster) drain(node string, by time.Time) {
 	c.step(Ticked{})
 }
 
-func (c *cluster) undrain(node string) {
+func (c *fleet) undrain(node string) {
 	_, err := c.apply(state.Command{DrainNode: &state.DrainNode{Node: node, Undo: true}})
 	require.NoError(c.t, err)
 	c.step(Ticked{})
 }
 
-func (c *cluster) nodeState(id string) (string, string) {
+func (c *fleet) nodeState(id string) (string, string) {
 	s := c.core.nodeStatus(c.now, c.state.Nodes[id], "a")
 	return s.State, s.Reason
 }
 
-func (c *cluster) ready(app string) int {
+func (c *fleet) ready(app string) int {
 	for _, s := range c.core.status() {
 		if s.Name == app {
 			return s.Ready
@@ -44,7 +44,7 @@ func (c *cluster) ready(app string) int {
 
 // TestDrainMovesOneUnitAtATime of each application, and both at once.
 func TestDrainMovesOneUnitAtATime(t *testing.T) {
-	c := newCluster(t, newHost("a", 5), newHost("b", 9))
+	c := newFleet(t, newHost("a", 5), newHost("b", 9))
 	c.deploy(sim("chat", 3, app.Independent))
 	c.deploy(sim("moe", 2, app.Lockstep))
 	c.renew("a", "b")
@@ -82,7 +82,7 @@ func TestDrainMovesOneUnitAtATime(t *testing.T) {
 }
 
 func TestDrainLeavesWhatFindsNoRoom(t *testing.T) {
-	c := newCluster(t, newHost("a", 4), newHost("b", 4))
+	c := newFleet(t, newHost("a", 4), newHost("b", 4))
 	c.deploy(sim("big", 4, app.Lockstep))
 	c.deploy(sim("small", 2, app.Independent))
 	c.renew("a", "b")
@@ -104,7 +104,7 @@ func TestDrainLeavesWhatFindsNoRoom(t *testing.T) {
 
 // TestTwoUnitsThatMoveDoNotCountOnTheSameRoom: the place of the first is kept while it drains.
 func TestTwoUnitsThatMoveDoNotCountOnTheSameRoom(t *testing.T) {
-	c := newCluster(t, newHost("a", 4))
+	c := newFleet(t, newHost("a", 4))
 	c.deploy(sim("x", 2, app.Lockstep))
 	c.deploy(sim("y", 2, app.Lockstep))
 	c.renew("a")
@@ -124,7 +124,7 @@ func TestTwoUnitsThatMoveDoNotCountOnTheSameRoom(t *testing.T) {
 }
 
 func TestDrainWithADeadline(t *testing.T) {
-	c := newCluster(t, newHost("a", 4), newHost("b", 4))
+	c := newFleet(t, newHost("a", 4), newHost("b", 4))
 	c.deploy(sim("chat", 2, app.Independent))
 	c.renew("a", "b")
 	require.Equal(t, "a:0", c.where("chat/0/0"))
@@ -137,7 +137,7 @@ func TestDrainWithADeadline(t *testing.T) {
 }
 
 func TestDrainOverALeaderChange(t *testing.T) {
-	c := newCluster(t, newHost("a", 4), newHost("b", 4))
+	c := newFleet(t, newHost("a", 4), newHost("b", 4))
 	c.deploy(sim("chat", 3, app.Independent))
 	c.renew("a", "b")
 	c.drain("a", time.Time{})
@@ -157,7 +157,7 @@ func TestDrainOverALeaderChange(t *testing.T) {
 func TestDrainMovesWhatIsNotReadyAtOnce(t *testing.T) {
 	a := newHost("a", 4)
 	a.slow = true
-	c := newCluster(t, a, newHost("b", 4))
+	c := newFleet(t, a, newHost("b", 4))
 	c.deploy(sim("chat", 2, app.Independent))
 	c.renew("a")
 	a.up("chat/0/1")
@@ -176,7 +176,7 @@ func TestDrainMovesWhatIsNotReadyAtOnce(t *testing.T) {
 
 // TestDrainMovesAttachedRanks: their engines stay where they are, who watches them moves.
 func TestDrainMovesAttachedRanks(t *testing.T) {
-	c := newCluster(t, newHost("a", 4), newHost("b", 4))
+	c := newFleet(t, newHost("a", 4), newHost("b", 4))
 	e := attachedTo("http://1", "http://2")
 	e.Engine.Ranks[1].Node = "a"
 	c.deploy(e)

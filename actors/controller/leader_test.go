@@ -16,7 +16,7 @@ import (
 // TestRG4NewLeaderContinues: same ranks, same epochs, nobody is told anything.
 func TestRG4NewLeaderContinues(t *testing.T) {
 	for _, coupling := range []app.Coupling{app.Independent, app.Lockstep} {
-		c := newCluster(t, newHost("a", 9), newHost("b", 9))
+		c := newFleet(t, newHost("a", 9), newHost("b", 9))
 		c.deploy(sim("m", 16, coupling))
 		c.run(3 * time.Second)
 		require.Equal(t, "RUNNING", c.status("m"))
@@ -42,7 +42,7 @@ func TestRG4NewLeaderContinues(t *testing.T) {
 func TestNewLeaderAmidAStart(t *testing.T) {
 	a, b := newHost("a", 2), newHost("b", 2)
 	a.slow, b.slow = true, true
-	c := newCluster(t, a, b)
+	c := newFleet(t, a, b)
 	b.cut = true
 	c.deploy(sim("moe", 4, app.Lockstep))
 	b.cut = false
@@ -62,20 +62,20 @@ func TestNewLeaderAmidAStart(t *testing.T) {
 
 func TestNewLeaderTakesUpEveryPhase(t *testing.T) {
 	ways := map[string]struct {
-		way   func(c *cluster, a, b *host)
+		way   func(c *fleet, a, b *host)
 		epoch uint64
 	}{
-		"fenced":              {func(c *cluster, _, b *host) { c.auto = deaf("a", c); b.crash("moe/0"); c.renew("b"); c.auto = c.carry }, 2},
-		"fenced and not told": {func(_ *cluster, _, b *host) { b.crash("moe/0") }, 2},
-		"gone":                {func(c *cluster, a, b *host) { b.crash("moe/0"); a.crash("moe/0"); c.renew("a", "b") }, 2},
-		"gone and not told":   {func(_ *cluster, a, b *host) { b.crash("moe/0"); a.crash("moe/0") }, 2},
-		"in backoff":          {func(c *cluster, a, b *host) { b.crash("moe/0"); c.renew("b", "a") }, 2},
-		"with a lost node":    {func(c *cluster, _, b *host) { b.cut = true; c.run(13 * time.Second); b.cut = false; b.restart() }, 2},
+		"fenced":              {func(c *fleet, _, b *host) { c.auto = deaf("a", c); b.crash("moe/0"); c.renew("b"); c.auto = c.carry }, 2},
+		"fenced and not told": {func(_ *fleet, _, b *host) { b.crash("moe/0") }, 2},
+		"gone":                {func(c *fleet, a, b *host) { b.crash("moe/0"); a.crash("moe/0"); c.renew("a", "b") }, 2},
+		"gone and not told":   {func(_ *fleet, a, b *host) { b.crash("moe/0"); a.crash("moe/0") }, 2},
+		"in backoff":          {func(c *fleet, a, b *host) { b.crash("moe/0"); c.renew("b", "a") }, 2},
+		"with a lost node":    {func(c *fleet, _, b *host) { b.cut = true; c.run(13 * time.Second); b.cut = false; b.restart() }, 2},
 	}
 	for name, w := range ways {
 		t.Run(name, func(t *testing.T) {
 			a, b := newHost("a", 4), newHost("b", 4)
-			c := newCluster(t, a, b)
+			c := newFleet(t, a, b)
 			c.deploy(sim("moe", 8, app.Lockstep))
 			c.renew("a", "b")
 			require.Equal(t, "RUNNING", c.status("moe"))
@@ -89,7 +89,7 @@ func TestNewLeaderTakesUpEveryPhase(t *testing.T) {
 }
 
 // deaf loses the orders for a node.
-func deaf(node string, c *cluster) func(*world, Effect) bool {
+func deaf(node string, c *fleet) func(*world, Effect) bool {
 	return func(w *world, e Effect) bool {
 		if s, ok := e.(StopEffect); ok && s.Node == node {
 			return true
@@ -101,7 +101,7 @@ func deaf(node string, c *cluster) func(*world, Effect) bool {
 // TestNewLeaderFindsNothingWhereANodeIsSilent: that node is lost, and the unit starts elsewhere.
 func TestNewLeaderFindsNothingWhereANodeIsSilent(t *testing.T) {
 	a, b := newHost("a", 2), newHost("b", 2)
-	c := newCluster(t, a, b)
+	c := newFleet(t, a, b)
 	c.deploy(sim("chat", 2, app.Independent))
 	c.renew("a", "b")
 	require.Equal(t, "a:0", c.where("chat/0/0"))
@@ -115,7 +115,7 @@ func TestNewLeaderFindsNothingWhereANodeIsSilent(t *testing.T) {
 }
 
 func TestDeletingAppOverALeaderChange(t *testing.T) {
-	c := newCluster(t, newHost("a", 2))
+	c := newFleet(t, newHost("a", 2))
 	c.deploy(sim("chat", 2, app.Independent))
 	c.renew("a")
 	c.delete("chat")
@@ -133,7 +133,7 @@ func TestDeletingAppOverALeaderChange(t *testing.T) {
 func TestLeaderChangesRestartNothing(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		hosts := []*host{newHost("a", 4), newHost("b", 4), newHost("c", 4)}
-		c := newCluster(t, hosts...)
+		c := newFleet(t, hosts...)
 		for _, h := range hosts {
 			h.slow = true
 		}
@@ -211,7 +211,7 @@ func wholly(hosts []*host, rec *state.Unit) bool {
 }
 
 // settleOf waits for a crashed unit's next start, so that its next crash is one more.
-func (c *cluster) settleOf(hosts []*host, unit string) {
+func (c *fleet) settleOf(hosts []*host, unit string) {
 	c.lose = nil
 	want := c.state.Epochs[unit] + 1
 	for range 100 {

@@ -15,7 +15,7 @@ import (
 
 func TestNodeThatIsSilentIsLostAndItsRanksGoElsewhere(t *testing.T) {
 	a, b := newHost("a", 2), newHost("b", 4)
-	c := newCluster(t, a, b)
+	c := newFleet(t, a, b)
 	c.deploy(sim("chat", 4, app.Independent))
 	c.renew("a", "b")
 	require.Equal(t, "RUNNING", c.status("chat"))
@@ -49,7 +49,7 @@ func TestNodeThatIsSilentIsLostAndItsRanksGoElsewhere(t *testing.T) {
 }
 
 func TestRanksOfOtherNodesDoNotNoticeALostNode(t *testing.T) {
-	c := newCluster(t, newHost("a", 2), newHost("b", 2), newHost("c", 2))
+	c := newFleet(t, newHost("a", 2), newHost("b", 2), newHost("c", 2))
 	spread := sim("chat", 3, app.Independent)
 	spread.PlacementGroupStrategy = "SPREAD"
 	c.deploy(spread)
@@ -74,7 +74,7 @@ func TestRanksOfOtherNodesDoNotNoticeALostNode(t *testing.T) {
 // TestGangOfALostNode: the part that lives ends before its slots are given away.
 func TestGangOfALostNode(t *testing.T) {
 	a, b := newHost("a", 4), newHost("b", 4)
-	c := newCluster(t, a, b, newHost("c", 4))
+	c := newFleet(t, a, b, newHost("c", 4))
 	c.deploy(sim("moe", 8, app.Lockstep))
 	c.renew("a", "b", "c")
 	require.Equal(t, "a:0,1,2,3 b:4,5,6,7", c.where("moe/0"))
@@ -107,7 +107,7 @@ func TestGangOfALostNode(t *testing.T) {
 func TestNodeThatStartsAgainStartsItsUnitsAgain(t *testing.T) {
 	for _, changes := range []bool{false, true} { // the leader, too
 		a, b := newHost("a", 2), newHost("b", 2)
-		c := newCluster(t, a, b)
+		c := newFleet(t, a, b)
 		spread := sim("chat", 2, app.Independent)
 		spread.PlacementGroupStrategy = "STRICT_SPREAD"
 		c.deploy(spread)
@@ -134,7 +134,7 @@ func TestNodeThatStartsAgainAmidAStart(t *testing.T) {
 	for _, changes := range []bool{false, true} {
 		a := newHost("a", 2)
 		a.slow = true
-		c := newCluster(t, a)
+		c := newFleet(t, a)
 		c.deploy(sim("chat", 1, app.Independent))
 		c.renew("a")
 		for want := uint64(2); want < 7; want++ {
@@ -153,7 +153,7 @@ func TestNodeThatStartsAgainAmidAStart(t *testing.T) {
 
 func TestPartOfAGangThatEndsWithItsNodeEndsTheOthers(t *testing.T) {
 	a, b := newHost("a", 4), newHost("b", 4)
-	c := newCluster(t, a, b)
+	c := newFleet(t, a, b)
 	c.deploy(sim("moe", 8, app.Lockstep))
 	c.renew("a", "b")
 	b.restart()
@@ -170,7 +170,7 @@ func TestPartOfAGangThatEndsWithItsNodeEndsTheOthers(t *testing.T) {
 // TestDigestBringsBackWhatWasMissed: the events are lost, the newest of each unit is not.
 func TestDigestBringsBackWhatWasMissed(t *testing.T) {
 	a := newHost("a", 2)
-	c := newCluster(t, a)
+	c := newFleet(t, a)
 	c.deploy(sim("chat", 2, app.Independent))
 	a.events = nil
 	c.renew("a")
@@ -191,7 +191,7 @@ func TestDigestBringsBackWhatWasMissed(t *testing.T) {
 }
 
 func TestStrangersGetNoLease(t *testing.T) {
-	c := newCluster(t, newHost("a", 2), newHost("b", 2))
+	c := newFleet(t, newHost("a", 2), newHost("b", 2))
 	ask := func(id, uid string) error {
 		h := newHost(id, 2)
 		h.node.UID = uid
@@ -213,7 +213,7 @@ func TestStrangersGetNoLease(t *testing.T) {
 
 func TestNodeThatSaysOtherThanItsRecordChangesIt(t *testing.T) {
 	a := newHost("a", 1)
-	c := newCluster(t, a)
+	c := newFleet(t, a)
 	c.deploy(sim("chat", 2, app.Independent))
 	require.Equal(t, state.Pending, c.phase("chat/0/0"))
 	a.node.Offer.Slots, a.node.Address = 2, "10.0.0.9:7947"
@@ -232,7 +232,7 @@ func TestNodeThatSaysOtherThanItsRecordChangesIt(t *testing.T) {
 
 func TestOvertakenReportsAreRefused(t *testing.T) {
 	a := newHost("a", 2)
-	c := newCluster(t, a)
+	c := newFleet(t, a)
 	old := a.report(c.now)
 	c.now = c.now.Add(time.Second)
 	c.deploy(sim("chat", 1, app.Independent))
@@ -259,7 +259,7 @@ func TestOvertakenReportsAreRefused(t *testing.T) {
 
 // TestLeaderThatWasFrozenBlamesNobody: it did not hear its nodes because it did not run.
 func TestLeaderThatWasFrozenBlamesNobody(t *testing.T) {
-	c := newCluster(t, newHost("a", 2), newHost("b", 2))
+	c := newFleet(t, newHost("a", 2), newHost("b", 2))
 	c.deploy(sim("chat", 2, app.Independent))
 	c.run(5 * time.Second)
 	c.now = c.now.Add(time.Minute)
@@ -273,7 +273,7 @@ func TestLeaderThatWasFrozenBlamesNobody(t *testing.T) {
 
 func TestNewLeaderGivesEveryNodeOneWholeLease(t *testing.T) {
 	a, b := newHost("a", 2), newHost("b", 2)
-	c := newCluster(t, a, b)
+	c := newFleet(t, a, b)
 	b.cut = true
 	c.run(9 * time.Second)
 	c.newLeader()
@@ -285,7 +285,7 @@ func TestNewLeaderGivesEveryNodeOneWholeLease(t *testing.T) {
 
 func TestLostNodeThatIsRemovedFreesItsRanks(t *testing.T) {
 	a, b := newHost("a", 4), newHost("b", 2)
-	c := newCluster(t, a, b)
+	c := newFleet(t, a, b)
 	c.deploy(sim("chat", 2, app.Independent))
 	c.renew("a", "b")
 	require.Equal(t, "b:0", c.where("chat/0/0"))
@@ -303,7 +303,7 @@ func TestLostNodeThatIsRemovedFreesItsRanks(t *testing.T) {
 
 func TestCommandsAboutNodesAreRepeatedUntilTheyGetThrough(t *testing.T) {
 	a, b := newHost("a", 2), newHost("b", 2)
-	c := newCluster(t, a, b)
+	c := newFleet(t, a, b)
 	tries := 0
 	c.lose = func(cmd state.Command) error {
 		if cmd.NodeLost == nil {
@@ -325,7 +325,7 @@ func TestNodeStatuses(t *testing.T) {
 	a, b := newHost("a", 4), newHost("b", 4)
 	a.node.Version, b.node.Version = "1", "2"
 	b.node.Offer.Devices = []int{0, 1}
-	c := newCluster(t, a, b)
+	c := newFleet(t, a, b)
 	spread := sim("moe", 2, app.Lockstep)
 	spread.PlacementGroupStrategy = "STRICT_SPREAD"
 	c.deploy(spread)

@@ -21,7 +21,7 @@ func groups(name string, n, dp int) *app.Application {
 
 // TestRG7ThreeGangsOnTenSlots: what fits runs, the third waits, and starts when a node joins.
 func TestRG7ThreeGangsOnTenSlots(t *testing.T) {
-	c := newCluster(t, newHost("a", 4), newHost("b", 6))
+	c := newFleet(t, newHost("a", 4), newHost("b", 6))
 	c.deploy(groups("moe", 3, 4))
 	c.run(4 * time.Second)
 	assert.Equal(t, "DEPLOYING", c.status("moe"))
@@ -38,7 +38,7 @@ func TestRG7ThreeGangsOnTenSlots(t *testing.T) {
 func TestNodeThatJoinsGivesFailedUnitsAnotherChance(t *testing.T) {
 	a := newHost("a", 1)
 	a.slow = true
-	c := newCluster(t, a)
+	c := newFleet(t, a)
 	c.deploy(sim("chat", 1, app.Independent))
 	for range 3 {
 		a.crash("chat/0/0")
@@ -57,7 +57,7 @@ func TestNodeThatJoinsGivesFailedUnitsAnotherChance(t *testing.T) {
 
 // TestPL3WholeGroupsOnly: 4 to 2 to 8 groups; those that stay keep their epoch.
 func TestPL3WholeGroupsOnly(t *testing.T) {
-	c := newCluster(t, newHost("a", 12), newHost("b", 12), newHost("c", 12))
+	c := newFleet(t, newHost("a", 12), newHost("b", 12), newHost("c", 12))
 	for _, n := range []int{4, 2, 8} {
 		c.deploy(groups("moe", n, 4))
 		for i := n; i < 8; i++ {
@@ -79,7 +79,7 @@ func TestPL3WholeGroupsOnly(t *testing.T) {
 // TestRG1RanksInConsecutiveBlocks: two groups of 8 over two nodes of 8, then one of 16.
 func TestRG1RanksInConsecutiveBlocks(t *testing.T) {
 	for range 20 {
-		c := newCluster(t, newHost("a", 8), newHost("b", 8))
+		c := newFleet(t, newHost("a", 8), newHost("b", 8))
 		c.deploy(groups("moe", 2, 8))
 		c.renew("a", "b")
 		require.Equal(t, "a:0,1,2,3,4,5,6,7", c.where("moe/0"))

@@ -144,13 +144,14 @@ func changed(old *state.App, a *app.Application) (action string, fields []string
 	if err := json.Unmarshal(old.Spec, was); err != nil {
 		return actionReplace, nil // of another version: what differs cannot be told
 	}
-	for _, c := range app.Compare([]*app.Application{was}, []*app.Application{a}) {
-		for _, f := range c.Fields {
-			fields = append(fields, f.Path)
-		}
-		return actionReplace, fields
+	changes := app.Compare([]*app.Application{was}, []*app.Application{a})
+	if len(changes) == 0 {
+		return actionUnchanged, nil
 	}
-	return actionUnchanged, nil
+	for _, f := range changes[0].Fields {
+		fields = append(fields, f.Path)
+	}
+	return actionReplace, fields
 }
 
 // unitsOf are the records of an application, in order.

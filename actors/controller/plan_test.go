@@ -12,7 +12,7 @@ import (
 )
 
 // plan makes a plan and checks that it changed nothing.
-func (c *cluster) plan(prune bool, apps ...*app.Application) msg.Plan {
+func (c *fleet) plan(prune bool, apps ...*app.Application) msg.Plan {
 	before, _ := c.state.Encode()
 	p, err := planOf(c.state, nil, apps, prune)
 	require.NoError(c.t, err)
@@ -22,7 +22,7 @@ func (c *cluster) plan(prune bool, apps ...*app.Application) msg.Plan {
 }
 
 func TestPlanOfAFirstDeploy(t *testing.T) {
-	c := newCluster(t, newHost("a", 8), newHost("b", 8))
+	c := newFleet(t, newHost("a", 8), newHost("b", 8))
 	p := c.plan(false, sim("moe", 12, app.Lockstep))
 	require.Len(t, p.Apps, 1)
 	assert.True(t, p.Fits)
@@ -48,7 +48,7 @@ func TestPlanOfAFirstDeploy(t *testing.T) {
 }
 
 func TestPlanOfAChange(t *testing.T) {
-	c := newCluster(t, newHost("a", 8))
+	c := newFleet(t, newHost("a", 8))
 	c.deploy(sim("chat", 3, app.Independent), sim("old", 2, app.Independent))
 	c.renew("a")
 	p := c.plan(false, sim("chat", 3, app.Independent))
@@ -77,7 +77,7 @@ func TestPlanOfAChange(t *testing.T) {
 }
 
 func TestPlanSaysWhyItDoesNotFit(t *testing.T) {
-	c := newCluster(t, newHost("a", 4), newHost("b", 4))
+	c := newFleet(t, newHost("a", 4), newHost("b", 4))
 	spread := sim("one", 2, app.Independent)
 	spread.PlacementGroupStrategy = "SPREAD"
 	c.deploy(spread)
@@ -96,7 +96,7 @@ func TestPlanSaysWhyItDoesNotFit(t *testing.T) {
 }
 
 func TestPlanShowsNodesThatAreLeftOut(t *testing.T) {
-	c := newCluster(t, newHost("a", 4), newHost("b", 4), newHost("c", 4))
+	c := newFleet(t, newHost("a", 4), newHost("b", 4), newHost("c", 4))
 	_, err := c.apply(state.Command{NodeLost: &state.NodeRef{Node: "b", UID: "uid-b", Reason: "silent"}})
 	require.NoError(t, err)
 	c.drain("c", c.now)
@@ -107,7 +107,7 @@ func TestPlanShowsNodesThatAreLeftOut(t *testing.T) {
 }
 
 func TestPlanIsRefusedAsTheDeployWouldBe(t *testing.T) {
-	c := newCluster(t, newHost("a", 4))
+	c := newFleet(t, newHost("a", 4))
 	c.deploy(sim("chat", 1, app.Independent))
 	twin := sim("twin", 1, app.Independent)
 	twin.Model.ID = "chat"

@@ -43,7 +43,7 @@ type Config struct {
 	Timers  Timers
 	Seed    uint64      // of the Routers' generators and of the request ids: random per process
 	Dial    Dialer      // to the engines; nil = TCP
-	Remote  Remote      // to the ranks of other nodes; nil = they cannot be used
+	Remote  Remote      // to the ranks of other nodes; nil = Feed has none: every rank's mailbox is in this process
 	Serves  func() bool // false: the ranks of this node may not be served (its lease is over); nil = always
 }
 

@@ -121,7 +121,7 @@ func (l *lane) snapshot(rec *msg.Record) {
 				delete(l.fenced, r.unit) // it came back in place
 			}
 		}
-		fresh.foreign = !fresh.local && l.in.remote == nil
+		fresh.local = fresh.local || l.in.remote == nil
 		r = fresh
 		l.ranks[rec.Rank] = r
 	}

@@ -24,7 +24,6 @@ type rank struct {
 	incarnation uint64
 	node        string // that runs it
 	local       bool
-	foreign     bool // of another node, and this ingress has no way there
 	mailbox     msg.Mailbox
 	target      msg.Target
 	urls        [openai.NumRoutes]*url.URL
@@ -80,7 +79,7 @@ func (r *rank) is(rec *msg.Record) bool {
 
 // want is what the Router should see: is the rank ready, and how many requests may it hold. A busy rank is ready and full.
 func (r *rank) want(stateReady bool) (ready bool, maxOngoing int) {
-	ready = stateReady && !r.foreign && !r.lost && (r.accepting || r.busy)
+	ready = stateReady && !r.lost && (r.accepting || r.busy)
 	if r.busy || r.full {
 		return ready, 0
 	}

@@ -70,6 +70,10 @@ func TestFar(t *testing.T) {
 		"ErrorEvent": TestFirstErrorEventBelow500BecomesThatStatus, "429": TestThe429OfTheLastRankPasses, "After": TestAfterTheFirstByte,
 		"ErrorEventPasses": TestErrorEventBelow500PassesWithItsDone, "Drained": TestDrainedRankSaysSo, "Resend": TestResendOnAReusedConnection,
 		"Fenced": TestToldFencedIsTriedAgainAtOnce, "CloseCuts": TestCloseCutsWithDrained, "Drain": TestTheEndOfADrainCutsAttachedStreams,
+		"Holder": TestPromptGoesToItsHolder, "Blocks": TestAdmitCarriesBlocksAndHit, "Wishes": TestWishesInHeaders, "Attempts": TestAttemptsOfThePolicy,
+		"TokenIdentity": TestTokenIdentity, "TokenizeOnce": TestTokenizeFliesOnce, "TokenizeFallsBack": TestTokenizeFallsBackToText,
+		"Reservation": TestReservation, "ReservationExpires": TestReservationExpires, "ReservationRefused": TestReservationRefused,
+		"Generate": TestGenerate, "GenerateFails": TestGenerateFails, "GenerateEnds": TestGenerateEndsWithItsCaller, "Reset": TestKV15ResetUnderStreams,
 	} {
 		t.Run(name, test)
 	}

@@ -36,7 +36,13 @@ type bubble struct {
 	mu       sync.Mutex
 	replicas map[string]*fakeReplica // by unit, epoch and rank
 	procs    []*fakeProcess
+	launches []engine.Launch
 	meets    []msg.Publish
+	asked    map[int]bool // ranks that awaited rank 0
+
+	known chan struct{} // closed: addr and port are set
+	addr  string
+	port  int
 }
 
 // fakeLeader takes what a node says, and answers as the test wants.
@@ -219,11 +225,11 @@ func (p *fakeProcess) Kill()                   { p.Terminate() }
 func (*fakeProcess) Held() string              { return "" }
 
 // Start implements Launcher.
-func (b *bubble) Start(context.Context, engine.Launch, io.Writer, io.Writer) (Process, error) {
+func (b *bubble) Start(_ context.Context, l engine.Launch, _, _ io.Writer) (Process, error) {
 	p := &fakeProcess{exited: make(chan struct{})}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.procs = append(b.procs, p)
+	b.procs, b.launches = append(b.procs, p), append(b.launches, l)
 	return p, nil
 }
 
@@ -264,8 +270,21 @@ func (b *bubble) published() []msg.Publish {
 var errNobody = errors.New("no report from rank 0")
 
 func (b *bubble) Await(ctx context.Context, _ string, _ uint64, rank int) (string, int, error) {
-	<-ctx.Done()
-	return "", 0, fmt.Errorf("rank %d: %w", rank, errNobody)
+	b.mu.Lock()
+	b.asked[rank] = true
+	b.mu.Unlock()
+	select {
+	case <-b.known:
+		return b.addr, b.port, nil
+	case <-ctx.Done():
+		return "", 0, fmt.Errorf("rank %d: %w", rank, errNobody)
+	}
+}
+
+// answer tells everybody where rank 0 is.
+func (b *bubble) answer(addr string, port int) {
+	b.addr, b.port = addr, port
+	close(b.known)
 }
 
 // inBubble runs f with a node that has a lease.
@@ -273,7 +292,7 @@ func inBubble(t *testing.T, change func(c *Config), f func(t *testing.T, b *bubb
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
 		b := &bubble{
-			t: t, leader: &fakeLeader{}, replicas: map[string]*fakeReplica{},
+			t: t, leader: &fakeLeader{}, replicas: map[string]*fakeReplica{}, asked: map[int]bool{}, known: make(chan struct{}),
 			store: &fakeStore{now: state.New(), changed: make(chan struct{})},
 		}
 		log := slog.New(slog.DiscardHandler)
@@ -547,19 +566,52 @@ func TestACopyOfTheStateThatLagsEndsNothing(t *testing.T) {
 	})
 }
 
-// The unit that waits for its predecessor, or for its rendezvous, when the lease ends does not start its engines afterwards.
+// A unit that has to wait (here for its rendezvous) while the lease runs out does not start its engines afterwards.
 func TestALeaseThatEndsWhileAUnitWaits(t *testing.T) {
-	inBubble(t, func(c *Config) { c.Timers.Rendezvous = 20 * time.Second }, func(t *testing.T, b *bubble) {
+	inBubble(t, nil, func(t *testing.T, b *bubble) {
 		m := b.order("demo/0", 1)
 		m.App = testApp(app.KindSim, app.Lockstep, 3)
 		m.AllRanks = []state.RankGrant{{Rank: 0, Node: "m"}, {Rank: 1, Node: "n"}, {Rank: 2, Node: "n"}}
 		m.Ranks = m.AllRanks[1:]
 		require.NoError(t, b.node.StartRank(t.Context(), m))
+		b.leader.becomes(silent)
 		time.Sleep(19 * time.Second)
 		assert.Equal(t, state.Starting, b.phase("demo/0"))
-		time.Sleep(2 * time.Second)
+		b.answer("10.0.0.7", 20010)
+		time.Sleep(time.Second)
 		assert.Zero(t, b.launched())
-		assert.Contains(t, b.leader.reason("demo/0"), "no report from rank 0")
+		assert.Equal(t, state.Gone, b.phase("demo/0"))
+		b.leader.becomes(nil)
+		time.Sleep(2 * time.Second)
+		assert.Equal(t, "node n: no lease: it may start no engines", b.leader.reason("demo/0"))
+	})
+}
+
+func TestARendezvousThatComesAndOneThatDoesNot(t *testing.T) {
+	inBubble(t, nil, func(t *testing.T, b *bubble) {
+		start := func(epoch uint64) {
+			m := b.order("demo/0", epoch)
+			m.App = testApp(app.KindSim, app.Lockstep, 3)
+			m.AllRanks = []state.RankGrant{{Rank: 0, Node: "m"}, {Rank: 1, Node: "n"}, {Rank: 2, Node: "n"}}
+			m.Ranks = m.AllRanks[1:]
+			require.NoError(t, b.node.StartRank(t.Context(), m))
+		}
+		start(1)
+		time.Sleep(121 * time.Second)
+		assert.Contains(t, b.leader.reason("demo/0"), errNobody.Error())
+		assert.Equal(t, map[int]bool{1: true, 2: true}, b.asked, "each rank reports, so that the missing ones can be named")
+		assert.Zero(t, b.launched())
+		b.answer("10.0.0.7", 20010)
+		start(2)
+		time.Sleep(time.Second)
+		assert.Equal(t, state.Ready, b.phase("demo/0"))
+		require.Equal(t, 2, b.launched())
+		for _, l := range b.launches {
+			assert.Subset(t, l.Argv, []string{"--data-parallel-address", "10.0.0.7", "--data-parallel-rpc-port", "20010"})
+			assert.Equal(t, b.launches[0].Env, l.Env, "one secret for all")
+			assert.Contains(t, strings.Join(l.Env, " "), engine.GroupKeyVar)
+		}
+		assert.Empty(t, b.published())
 	})
 }
 

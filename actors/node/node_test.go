@@ -514,6 +514,24 @@ func TestEpochsNeverFall(t *testing.T) {
 		require.ErrorIs(t, err, node.ErrStaleEpoch)
 		require.EqualError(t, err, "unit demo/0/0: stale epoch: epoch 5 was asked for, 6 has been seen")
 	})
+	t.Run("what an earlier process started", func(t *testing.T) {
+		r := newRig(t, inDir)
+		r.ports.epoch = 6
+		m := r.order(demo(app.Independent, 1, ""))
+		err := r.node.StartRank(t.Context(), m)
+		require.ErrorIs(t, err, node.ErrStaleEpoch)
+		require.EqualError(t, err, "unit demo/0/0: stale epoch: epoch 6 was started by an earlier process of this node")
+		r.stop(m, 0)
+		assert.Equal(t, uint64(6), r.expect(msg.UnitGone).Epoch)
+		r.ports.epoch = 7
+		m.Epoch = 7
+		require.NoError(t, r.node.StartRank(t.Context(), m))
+		r.ready(m)
+		r.stop(m, 0)
+		r.expect(msg.UnitGone, msg.UnitKilling)
+		require.NoError(t, r.node.StartRank(t.Context(), m)) // known, and gone: it says so again
+		r.expect(msg.UnitGone)
+	})
 	t.Run("a torn file stops the node", func(t *testing.T) {
 		require.NoError(t, os.WriteFile(filepath.Join(dir, "epochs.json"), []byte("{"), 0o600))
 		_, err := node.New(node.Config{DataDir: dir, Log: slog.New(slog.DiscardHandler), Rand: rand.Uint64})
@@ -527,6 +545,8 @@ func TestAStopOfAUnitThatIsNotHereIsGone(t *testing.T) {
 	e := r.expect(msg.UnitGone)
 	assert.True(t, e.Asked)
 	assert.Equal(t, uint64(3), e.Epoch)
+	err := r.node.StartRank(t.Context(), &msg.StartRank{App: demo(app.Lockstep, 1, ""), Unit: "x/0", Epoch: 3}) // overtaken on its way
+	require.EqualError(t, err, "unit x/0: stale epoch: epoch 3 has ended on this node")
 }
 
 func TestAStopWhileStarting(t *testing.T) {

@@ -4,6 +4,7 @@ package rankassigner
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"sync"
 	"time"
@@ -88,7 +89,8 @@ func (a *Assigner) Start(system *actor.ActorSystem) error {
 	return nil
 }
 
-// Close stops the actor and its proposals and waits for both. Whoever waits for an answer gets ErrStopped.
+// Close stops the actor and its proposals and waits for both: its node stops, or does not lead any more. Whoever waits for an
+// answer gets ErrStopped.
 func (a *Assigner) Close() error {
 	a.closeOnce.Do(func() {
 		if a.box == nil {
@@ -131,7 +133,8 @@ func (a *Assigner) Assign(ctx context.Context, app string, group int, replicaID 
 	return r, r.Err
 }
 
-// Publish announces rank 0's rendezvous address of a lockstep unit to those who wait for it.
+// Publish announces rank 0's rendezvous address of a lockstep unit to those who wait for it, on whatever node. The table is in
+// memory: rank 0's node repeats it while the unit starts, so that a new leader learns it. A repetition changes nothing.
 func (a *Assigner) Publish(p msg.Publish) { a.box.Send(&p) }
 
 // Await waits for rank 0's address. Errors: ErrRendezvous after the deadline, naming the ranks that did not report;
@@ -181,7 +184,9 @@ func (a *Assigner) propose(ctx context.Context, c state.Command) (state.Result, 
 // ask posts m and waits for its answer: a stopped actor answers nobody, so it selects on that too (TRAPS 6).
 func ask[R any](ctx context.Context, box *inbox.Inbox, m any, reply <-chan R) (R, error) {
 	var none R
-	if err := box.TrySend(m); err != nil {
+	if err := box.TrySend(m); errors.Is(err, inbox.ErrStopped) {
+		return none, errStopped()
+	} else if err != nil {
 		return none, problem.New(problem.Overloaded, "ask the rank assigner: %w", err).WithHint("try again in a second")
 	}
 	select {

@@ -17,6 +17,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/cluster"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/state"
@@ -232,6 +233,59 @@ func TestRendezvous(t *testing.T) {
 	})
 }
 
+// TestRendezvousOverNodes: whichever node a rank lies on; rank 0's repeats its address while the unit starts.
+func TestRendezvousOverNodes(t *testing.T) {
+	rigged(t, func(t *testing.T, r *rig) {
+		r.deploy("moe", 4, app.Lockstep)
+		g := state.GrantGroup{App: "moe", AppRevision: 1, Units: []state.UnitGrant{{Unit: "moe/0", Attempt: 1}}}
+		for i, n := range []string{"a", "a", "b", "b"} {
+			g.Units[0].Ranks = append(g.Units[0].Ranks, state.RankGrant{Rank: i, Node: n, Slot: i})
+		}
+		_, err := r.Grant(t.Context(), g)
+		require.NoError(t, err)
+		two := r.await("moe/0", 1, 2)
+		p := msg.Publish{Unit: "moe/0", Epoch: 1, Rank: 0, Addr: "10.0.0.1", Port: 20020}
+		r.Publish(p)
+		assert.Equal(t, msg.AwaitReply{Addr: "10.0.0.1", Port: 20020}, <-two)
+		for range 100 {
+			r.Publish(p)
+			time.Sleep(2 * time.Second)
+		}
+		assert.Equal(t, msg.AwaitReply{Addr: "10.0.0.1", Port: 20020}, <-r.await("moe/0", 1, 3))
+		require.NoError(t, r.Close())
+		assert.Len(t, r.table.meetings, 1)
+	})
+}
+
+// TestNewLeaderLearnsTheRendezvous: who waits asks the next leader, and rank 0's node repeats what it said.
+func TestNewLeaderLearnsTheRendezvous(t *testing.T) {
+	rigged(t, func(t *testing.T, r *rig) {
+		r.deploy("moe", 2, app.Lockstep)
+		_, err := r.grant("moe", 2, true, 0)
+		require.NoError(t, err)
+		waiting := r.await("moe/0", 1, 1)
+		synctest.Wait()
+		require.NoError(t, r.Close())
+		reply := <-waiting
+		require.ErrorIs(t, reply.Err, cluster.ErrNotLeader)
+
+		next := New(r.cfg)
+		system := inbox.NewSystem(slog.New(slog.DiscardHandler))
+		require.NoError(t, next.Start(system))
+		go func() {
+			time.Sleep(2 * time.Second)
+			next.Publish(msg.Publish{Unit: "moe/0", Epoch: 1, Rank: 0, Addr: "10.0.0.1", Port: 7})
+		}()
+		addr, port, err := next.Await(t.Context(), "moe/0", 1, 1)
+		require.NoError(t, err)
+		assert.Equal(t, "10.0.0.1", addr)
+		assert.Equal(t, 7, port)
+		require.NoError(t, next.Close())
+		system.Shutdown()
+		time.Sleep(time.Second)
+	})
+}
+
 func TestRendezvousTimesOutAndNamesTheMissing(t *testing.T) {
 	rigged(t, func(t *testing.T, r *rig) {
 		r.deploy("moe", 5, app.Lockstep)
@@ -379,7 +433,9 @@ func TestCloseLetsEveryoneGo(t *testing.T) {
 		err = <-granting
 		assert.True(t, errors.Is(err, ErrStopped) || errors.Is(err, context.Canceled), err)
 		_, err = r.Assign(t.Context(), "moe", 0, "moe.0.1")
-		require.ErrorIs(t, err, inbox.ErrStopped)
+		require.ErrorIs(t, err, ErrStopped)
+		require.ErrorIs(t, err, cluster.ErrNotLeader)
+		assert.Equal(t, problem.Unavailable, problem.CodeOf(err))
 		r.Publish(msg.Publish{Unit: "moe/0", Epoch: 1})
 	})
 }

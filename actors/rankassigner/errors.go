@@ -2,7 +2,9 @@ package rankassigner
 
 import (
 	"errors"
+	"fmt"
 
+	"github.com/dpserve/dpserve/cluster"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -14,10 +16,13 @@ var (
 	ErrRendezvous = errors.New("rendezvous timed out")
 	ErrSuperseded = errors.New("superseded by a later call of the same rank")
 	ErrPartial    = errors.New("a unit is released whole")
-	ErrStopped    = errors.New("rank assigner is stopped")
 	ErrTooMany    = errors.New("too many commands under way")
 )
 
+// ErrStopped says that the assigner was closed: its node does not lead any more, and the next leader's is to be asked. It is
+// cluster.ErrNotLeader.
+var ErrStopped = fmt.Errorf("rank assigner is stopped: %w", cluster.ErrNotLeader)
+
 func errStopped() error {
-	return problem.New(problem.Unavailable, "ask the rank assigner: %w", ErrStopped).WithHint("this node is stopping; ask again after its restart")
+	return problem.New(problem.Unavailable, "ask the rank assigner: %w", ErrStopped).WithHint("ask the leader; if this node is the only one, after its restart")
 }

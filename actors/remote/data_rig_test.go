@@ -35,7 +35,9 @@ func (f *dataFeed) Subscribe(s msg.Sink) func() {
 func (f *dataFeed) say(rec *msg.Record) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.sink.Deliver(rec)
+	if f.sink != nil { // else the port listens to another feed
+		f.sink.Deliver(rec)
+	}
 }
 
 // dataBox is a DPServer's mailbox that grants, refuses, or says nothing.

@@ -259,6 +259,7 @@ func (l *link) tick() {
 
 // send writes what is posted to the node's ranks, until the stream ends.
 func (l *link) send(ctx context.Context, stream StreamClient) {
+	l.posts.greet()
 	hello := &dpservev1.SubscribeRequest{Ingress: l.feed.config.Self, Resync: true}
 	if stream.Send(hello) != nil {
 		return // the reader gets the reason

@@ -125,6 +125,13 @@ func (q *postQueue) resync() {
 	q.poke()
 }
 
+// greet says that a stream begins, which asks for all snapshots anyway.
+func (q *postQueue) greet() {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.again = false
+}
+
 // take gives what leaves next.
 func (q *postQueue) take() (batch []post, resync bool) {
 	q.mu.Lock()

@@ -141,6 +141,7 @@ func TestStrangersStayOutside(t *testing.T) {
 			keys.Add(1)
 		case membership.BadCluster:
 			clusters.Add(1)
+		default:
 		}
 	}
 	guard.Revoked = func(uid string) bool { return uid == "uid-removed" }

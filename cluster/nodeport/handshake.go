@@ -18,6 +18,7 @@ var errNoCredentials = problem.New(problem.Unavailable, "this node has no certif
 // handshake is a connection that is nobody's yet.
 type handshake struct {
 	raw     net.Conn
+	began   time.Time
 	place   *list.Element // in Port.shaking
 	evicted atomic.Bool   // to make room
 	creds   *pki.Credentials
@@ -25,23 +26,52 @@ type handshake struct {
 
 func (h *handshake) abort() { _ = h.raw.Close() }
 
-// begin starts a handshake in a goroutine of its own, so that a slow one holds up nobody (TRAPS 12). Where too many are under
-// way, the oldest goes: a flood of half-open connections cannot keep out a member, who needs milliseconds.
+// begin starts a handshake in a goroutine of its own, so that a slow one holds up nobody (TRAPS 12).
 func (p *Port) begin(raw net.Conn) {
-	h := &handshake{raw: raw}
+	p.makeRoom()
+	h := &handshake{raw: raw, began: time.Now()}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.closed {
 		h.abort()
 		return
 	}
-	if p.shaking.Len() >= maxHandshakes {
-		oldest := p.shaking.Remove(p.shaking.Front()).(*handshake) //nolint:errcheck // nothing else is in the list
-		oldest.evicted.Store(true)
-		oldest.abort()
-	}
 	h.place = p.shaking.PushBack(h)
 	p.wg.Go(func() { p.shake(h) })
+}
+
+// makeRoom waits where too many handshakes are under way, until one ends or the oldest has had its time: that one goes. So a flood
+// of half-open connections delays members, who need milliseconds, and does not keep them out; the rest waits in the kernel.
+func (p *Port) makeRoom() {
+	for {
+		left := p.roomIn()
+		if left <= 0 {
+			return
+		}
+		timer := time.NewTimer(left)
+		select {
+		case <-p.room:
+		case <-timer.C:
+		}
+		timer.Stop()
+	}
+}
+
+// roomIn is how long the oldest handshake still has, 0 if there is room.
+func (p *Port) roomIn() time.Duration {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.closed || p.shaking.Len() < maxHandshakes {
+		return 0
+	}
+	oldest := p.shaking.Front().Value.(*handshake) //nolint:errcheck // nothing else is in the list
+	if left := patience - time.Since(oldest.began); left > 0 {
+		return left
+	}
+	p.shaking.Remove(oldest.place)
+	oldest.evicted.Store(true)
+	oldest.abort()
+	return 0
 }
 
 func (p *Port) shake(h *handshake) {
@@ -131,6 +161,15 @@ func (p *Port) leave(h *handshake) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.shaking.Remove(h.place) // no-op if it was evicted or has left
+	p.roomMade()
+}
+
+// roomMade wakes makeRoom.
+func (p *Port) roomMade() {
+	select {
+	case p.room <- struct{}{}:
+	default:
+	}
 }
 
 func (p *Port) listening(alpn string) *listener {

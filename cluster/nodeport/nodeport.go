@@ -25,7 +25,8 @@ const (
 const (
 	HandshakeTimeout = 5 * time.Second // from accept to the end of the greeting
 	DialTimeout      = 3 * time.Second // connect, handshake and greeting, if the caller's context allows no less
-	maxHandshakes    = 256             // at once; the oldest goes, for an honest one takes milliseconds
+	maxHandshakes    = 256             // at once
+	patience         = time.Second / 4 // with the oldest handshake, while others wait for its place
 	backlog          = 128             // connections per protocol that nobody accepted yet
 	logEvery         = time.Second     // per reason of refusal
 )

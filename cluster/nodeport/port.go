@@ -16,6 +16,7 @@ type Port struct {
 	cfg        Config
 	complaints complaints
 	wg         sync.WaitGroup // handshakes
+	room       chan struct{}  // one slot: a handshake has ended
 
 	mu        sync.Mutex
 	socket    net.Listener
@@ -31,6 +32,7 @@ func New(cfg Config) *Port {
 	return &Port{
 		cfg:        cfg,
 		complaints: complaints{log: cfg.Log, last: map[Reason]time.Time{}, left: map[Reason]int{}},
+		room:       make(chan struct{}, 1),
 		listeners:  map[string]*listener{},
 		shaking:    list.New(),
 		ends:       map[any]func(){},
@@ -139,6 +141,7 @@ func (p *Port) Close() error {
 	listeners, ends := p.listeners, p.ends
 	p.listeners, p.ends = map[string]*listener{}, map[any]func(){}
 	p.mu.Unlock()
+	p.roomMade()
 
 	for _, l := range listeners {
 		l.end()

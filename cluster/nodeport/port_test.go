@@ -195,10 +195,9 @@ func TestDialOfWhatIsNoPort(t *testing.T) {
 	_, err = b.Dial(t.Context(), nodeport.GRPC, listen(func(net.Conn) {}), "")
 	assert.Equal(t, problem.Unavailable, problem.CodeOf(err))
 
-	closed := listen(func(net.Conn) {})
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
-	closed = l.Addr().String()
+	closed := l.Addr().String()
 	require.NoError(t, l.Close())
 	_, err = b.Dial(t.Context(), nodeport.GRPC, closed, "")
 	require.ErrorIs(t, err, syscall.ECONNREFUSED)

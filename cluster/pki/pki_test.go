@@ -152,14 +152,13 @@ func TestCredentialsBelongTogether(t *testing.T) {
 		},
 	} {
 		_, err := broken.Credentials()
-		assert.Error(t, err, name)
 		var p *problem.Error
 		require.ErrorAs(t, err, &p, name)
 	}
 	_, err := pki.LoadAuthority(caOf(a), f.Key)
-	assert.Error(t, err)
+	require.Error(t, err)
 	_, err = pki.LoadAuthority(f.Cert, f.Key)
-	assert.Error(t, err, "a member is no authority")
+	require.Error(t, err, "a member is no authority")
 }
 
 func TestIdentitiesSurviveTheCertificate(t *testing.T) {
@@ -190,9 +189,9 @@ func TestStrangeCertificatesNameNobody(t *testing.T) {
 		assert.Equal(t, problem.Unauthenticated, problem.CodeOf(err), uri)
 	}
 	_, err := pki.IdentityOf(&x509.Certificate{})
-	assert.Error(t, err)
+	require.Error(t, err)
 	_, err = pki.IdentityOf(nil)
-	assert.Error(t, err)
+	require.Error(t, err)
 }
 
 func TestFilesAreWholeOrAbsent(t *testing.T) {

@@ -148,16 +148,16 @@ func (h *host) taken(n uint64) {
 	h.events = slices.DeleteFunc(h.events, func(e msg.UnitEvent) bool { return e.Number <= n })
 }
 
-// cluster is a world with nodes in its state, whose hosts take orders at once.
-type cluster struct {
+// fleet is a world with nodes in its state, whose hosts take orders at once.
+type fleet struct {
 	*world
 	hosts map[string]*host
 	lease map[string]RenewEffect // the last answer per node
 }
 
-func newCluster(t testing.TB, hosts ...*host) *cluster {
-	c := &cluster{world: newWorld(t), hosts: map[string]*host{}, lease: map[string]RenewEffect{}}
-	c.world.nodes = nil
+func newFleet(t testing.TB, hosts ...*host) *fleet {
+	c := &fleet{world: newWorld(t), hosts: map[string]*host{}, lease: map[string]RenewEffect{}}
+	c.nodes = nil
 	c.auto = c.carry
 	for _, h := range hosts {
 		c.join(h)
@@ -165,7 +165,7 @@ func newCluster(t testing.TB, hosts ...*host) *cluster {
 	return c
 }
 
-func (c *cluster) join(h *host) {
+func (c *fleet) join(h *host) {
 	_, err := c.apply(state.Command{PutNode: &state.PutNode{Node: h.node}})
 	require.NoError(c.t, err)
 	c.hosts[h.node.ID] = h
@@ -173,10 +173,10 @@ func (c *cluster) join(h *host) {
 	c.renew(h.node.ID)
 }
 
-func (c *cluster) ids() []string { return slices.Sorted(maps.Keys(c.hosts)) }
+func (c *fleet) ids() []string { return slices.Sorted(maps.Keys(c.hosts)) }
 
 // carry gives orders to hosts; those that are cut do not hear them.
-func (c *cluster) carry(_ *world, e Effect) bool {
+func (c *fleet) carry(_ *world, e Effect) bool {
 	switch e := e.(type) {
 	case StartEffect:
 		c.log("start %s epoch %d on %s", e.Order.Unit, e.Order.Epoch, e.Node)
@@ -201,7 +201,7 @@ func (c *cluster) carry(_ *world, e Effect) bool {
 }
 
 // renew has hosts report, those that are not cut.
-func (c *cluster) renew(ids ...string) {
+func (c *fleet) renew(ids ...string) {
 	for _, id := range ids {
 		h := c.hosts[id]
 		if h.cut {
@@ -216,7 +216,7 @@ func (c *cluster) renew(ids ...string) {
 }
 
 // run lets time go by, with renewals of all every two seconds.
-func (c *cluster) run(d time.Duration) {
+func (c *fleet) run(d time.Duration) {
 	for end := c.now.Add(d); c.now.Before(end); {
 		c.renew(c.ids()...)
 		c.pass(min(2*time.Second, end.Sub(c.now)))
@@ -225,7 +225,7 @@ func (c *cluster) run(d time.Duration) {
 }
 
 // drained ends the drain of a unit on its nodes.
-func (c *cluster) drained(unit string) {
+func (c *fleet) drained(unit string) {
 	for _, id := range c.ids() {
 		if c.hosts[id].runs[unit] != 0 {
 			c.hosts[id].gone(unit)
@@ -235,14 +235,14 @@ func (c *cluster) drained(unit string) {
 }
 
 // newLeader is another node that leads from now on: a new core on the same state, the hosts as they are.
-func (c *cluster) newLeader() {
+func (c *fleet) newLeader() {
 	c.core = NewCore(Timers{})
 	c.inbox = nil
 	c.step(StateSeen{c.state.Clone()})
 }
 
 // where is "node:rank,rank …" of a unit's grant.
-func (c *cluster) where(unit string) string {
+func (c *fleet) where(unit string) string {
 	rec := c.state.Units[unit]
 	if rec == nil {
 		return ""

@@ -1,0 +1,184 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/state"
+)
+
+// lossyLeader is a row of leaders, one after the other, on a bad network.
+type lossyLeader struct {
+	mu   sync.Mutex
+	rand *rand.Rand
+	calm bool
+
+	high uint64                   // of the present leader: events taken
+	view map[string]msg.UnitEvent // of the present leader
+	seen map[uint64]bool          // events that some leader took
+	bad  []string
+}
+
+var errLost = errors.New("lost")
+
+func (l *lossyLeader) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) {
+	l.mu.Lock()
+	fate := l.rand.IntN(10)
+	if l.calm {
+		fate = 9
+	}
+	l.mu.Unlock()
+	switch fate {
+	case 0: // never arrives
+		<-ctx.Done()
+		return msg.Lease{}, context.Cause(ctx)
+	case 1: // refused at once
+		return msg.Lease{}, errLost
+	case 2: // slow
+		time.Sleep(700 * time.Millisecond)
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if fate == 3 { // another leads, and knows nothing
+		l.high, l.view = 0, map[string]msg.UnitEvent{}
+	}
+	l.take(r)
+	if fate == 4 { // the answer is lost
+		return msg.Lease{}, errLost
+	}
+	return msg.Lease{TTL: 10 * time.Second, Taken: l.high}, nil
+}
+
+func (l *lossyLeader) take(r *msg.NodeReport) {
+	last := uint64(0)
+	for _, e := range r.Events {
+		if e.Number <= last {
+			l.bad = append(l.bad, fmt.Sprintf("event %d after %d", e.Number, last))
+		}
+		last = e.Number
+		if e.Number <= l.high {
+			continue
+		}
+		if l.high > 0 && e.Number != l.high+1 {
+			l.bad = append(l.bad, fmt.Sprintf("event %d is missing: %d came", l.high+1, e.Number))
+		}
+		l.high, l.seen[e.Number] = e.Number, true
+		if e.Epoch >= l.view[e.Unit].Epoch {
+			l.view[e.Unit] = e
+		}
+	}
+	for _, e := range r.Units { // level-triggered
+		if have := l.view[e.Unit]; e.Epoch > have.Epoch || e.Epoch == have.Epoch && e.Number >= have.Number {
+			l.view[e.Unit] = e
+		} else if len(r.Events) < newsSent {
+			l.bad = append(l.bad, fmt.Sprintf("the digest is older than the events: %v, %v", e, have))
+		}
+	}
+}
+
+// TestEveryEventArrivesInOrderAndTheViewConverges: whatever the network does, some leader takes every event, each leader takes them
+// in order, and when it is quiet the leader's view is the node's.
+func TestEveryEventArrivesInOrderAndTheViewConverges(t *testing.T) {
+	for seed := range uint64(150) {
+		synctest.Test(t, func(t *testing.T) {
+			r := rand.New(rand.NewPCG(seed, 5))
+			l := &lossyLeader{rand: rand.New(rand.NewPCG(seed, 6)), view: map[string]msg.UnitEvent{}, seen: map[uint64]bool{}}
+			timers := Timers{}.withDefaults()
+			w := newRenewer(&Config{
+				Leader: l, Self: func() state.Node { return state.Node{ID: "n"} }, Rand: func() uint64 { return 7 }, Log: slog.New(slog.DiscardHandler),
+			}, &timers)
+			ctx, cancel := context.WithCancel(t.Context())
+			var running sync.WaitGroup
+			running.Go(func() { w.run(ctx) })
+			truth := map[string]msg.UnitEvent{}
+			kinds := []msg.UnitEventKind{msg.UnitStarted, msg.UnitReady, msg.UnitFenced, msg.UnitKilling, msg.UnitGone}
+			number := uint64(0)
+			for range 1 + r.IntN(60) {
+				for range r.IntN(8) {
+					number++
+					e := msg.UnitEvent{Number: number, Unit: fmt.Sprint("u/", r.IntN(5)), Epoch: 1 + uint64(r.IntN(3)), Kind: kinds[r.IntN(len(kinds))]}
+					if e.Epoch >= truth[e.Unit].Epoch {
+						truth[e.Unit] = e
+					}
+					w.Report(e)
+				}
+				time.Sleep(time.Duration(r.IntN(1500)) * time.Millisecond)
+			}
+			l.mu.Lock()
+			l.calm = true
+			l.mu.Unlock()
+			time.Sleep(4 * time.Second)
+			synctest.Wait()
+			l.mu.Lock()
+			assert.Empty(t, l.bad, "seed %d", seed)
+			assert.Len(t, l.seen, int(number), "seed %d", seed)
+			for unit, e := range truth {
+				have := l.view[unit]
+				assert.Equal(t, [...]any{e.Epoch, e.Kind, e.Number}, [...]any{have.Epoch, have.Kind, have.Number}, "seed %d: %s", seed, unit)
+			}
+			assert.Len(t, l.view, len(truth))
+			l.mu.Unlock()
+			assert.False(t, w.news.waiting())
+			cancel()
+			running.Wait()
+		})
+	}
+}
+
+func TestWhatWaitsForALeaderIsBounded(t *testing.T) {
+	n := newNews()
+	long := []string{strings.Repeat("x", 100<<10)}
+	first := 0
+	for i := range 3000 {
+		if n.add(msg.UnitEvent{Number: uint64(i + 1), Unit: fmt.Sprint("u", i%2000), Epoch: 1, LogTail: long}) {
+			first = i
+		}
+	}
+	assert.Equal(t, newsKept, first, "it is told once")
+	events, units := n.report()
+	assert.Len(t, events, newsSent)
+	assert.Equal(t, uint64(3000-newsKept+1), events[0].Number, "the oldest went")
+	assert.Len(t, units, 2000)
+	bytes := 0
+	for _, e := range append(events, units...) {
+		for _, line := range e.LogTail {
+			bytes += len(line)
+		}
+	}
+	assert.LessOrEqual(t, bytes, tailBytes)
+	assert.Positive(t, bytes)
+	assert.True(t, n.taken(2900))
+	assert.False(t, n.taken(2900), "nobody takes more")
+	assert.False(t, n.taken(3000))
+	n.forget("u1", 0)
+	require.Len(t, n.units(), 2000)
+	n.forget("u1", 1)
+	require.Len(t, n.units(), 1999)
+}
+
+// A burst that is larger than one report goes out at once, in pieces.
+func TestABurstLeavesInPieces(t *testing.T) {
+	inBubble(t, nil, func(t *testing.T, b *bubble) {
+		before := b.leader.renewals()
+		for i := range 3 * newsSent {
+			b.node.report(msg.UnitEvent{Unit: "u", Epoch: 1, Kind: msg.UnitStarted, Rank: i})
+		}
+		synctest.Wait()
+		b.leader.mu.Lock()
+		assert.Len(t, b.leader.events, 3*newsSent)
+		b.leader.mu.Unlock()
+		assert.LessOrEqual(t, b.leader.renewals()-before, 3*newsSent)
+	})
+}
