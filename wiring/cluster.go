@@ -32,6 +32,7 @@ func (b *backend) Nodes(ctx context.Context) ([]msg.NodeStatus, error) {
 		s.Leader, s.InFlight = s.Node == b.n.cfg.NodeID, inflight[s.Node]
 		if rec := b.n.store.State().Nodes[s.Node]; rec != nil {
 			s.Voter = b.n.votes(rec.UID)
+			b.n.mesh.sight(s, rec)
 		}
 	}
 	return list, nil

@@ -17,6 +17,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/remote"
+	"github.com/dpserve/dpserve/cluster/membership"
 	"github.com/dpserve/dpserve/cluster/nodeport"
 	"github.com/dpserve/dpserve/cluster/pki"
 	"github.com/dpserve/dpserve/internal/engineleg"
@@ -38,6 +39,7 @@ type mesh struct {
 	secrets       state.Secrets // of founding
 	credentials   atomic.Pointer[pki.Credentials]
 	port          *nodeport.Port
+	gossip        *membership.Gossip // nil on a network in memory
 
 	ways   *ways
 	grpc   *grpc.Server
@@ -192,6 +194,9 @@ func (m *mesh) close() error {
 	}
 	m.stop()
 	var errs []error
+	if m.gossip != nil {
+		errs = append(errs, m.gossip.Close())
+	}
 	if m.feed != nil {
 		m.feed.Close()
 	}

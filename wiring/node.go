@@ -105,6 +105,9 @@ func (n *Node) build() error {
 		if err := n.mesh.open(ctx); err != nil {
 			return err
 		}
+		if err := n.mesh.talk(ctx, t.gossip); err != nil {
+			return err
+		}
 	}
 	n.conns = remote.NewConns(remote.ConnsConfig{Dial: n.mesh.dial, Nodes: n.peers})
 	n.leader = remote.NewLeaderClient(remote.LeaderConfig{Self: n.cfg.NodeID, Conns: n.conns, Hint: n.leaderUID, Leading: n.leadingNow, Store: late{n}, Log: n.log})
@@ -217,6 +220,9 @@ func (n *Node) begin(ctx context.Context) error {
 		n.loops.Go(func() { n.keepVoters(n.killed) })
 	}
 	n.loops.Go(func() { n.mesh.renew(n.killed) })
+	if n.mesh.gossip != nil {
+		n.loops.Go(func() { n.mesh.keepMeta(n.killed) })
+	}
 	return n.firstJoin(ctx)
 }
 

@@ -14,6 +14,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/cluster"
+	"github.com/dpserve/dpserve/cluster/membership"
 	"github.com/dpserve/dpserve/cluster/nodeport"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/state"
@@ -52,7 +53,14 @@ func (n *Node) peers() map[string]*state.Node {
 	return out
 }
 
-func (n *Node) peer(id string) *state.Node { return n.peers()[id] }
+// peer is one of peers, at the address where it was seen last.
+func (n *Node) peer(id string) *state.Node {
+	rec := n.peers()[id]
+	if rec == nil || n.mesh == nil {
+		return rec
+	}
+	return n.mesh.moved(rec)
+}
 
 // leaderUID is the node that leads, as far as this one knows.
 func (n *Node) leaderUID() (uid string, known bool) {
@@ -178,8 +186,11 @@ func (m *mesh) dial(address, uid string) (*grpc.ClientConn, error) {
 	return m.port.GRPC(address, uid)
 }
 
-// resolve finds a node's port before the state does: those that this node joined at.
+// resolve finds a node's port before the state does: as the gossip knows it, or where this node joined.
 func (m *mesh) resolve(uid string) (string, bool) {
+	if g, ok := m.seen(uid); ok && g.State == membership.Alive && g.Address != "" {
+		return g.Address, true
+	}
 	for i := range m.seeds {
 		if m.seeds[i].UID == uid {
 			return m.seeds[i].Address, true

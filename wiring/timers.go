@@ -11,6 +11,7 @@ import (
 	"github.com/dpserve/dpserve/actors/node"
 	"github.com/dpserve/dpserve/actors/rankassigner"
 	"github.com/dpserve/dpserve/actors/remote"
+	"github.com/dpserve/dpserve/cluster/membership"
 )
 
 // timers are those of every room; a zero field means the room's default.
@@ -21,6 +22,7 @@ type timers struct {
 	controller controller.Timers
 	ingress    ingress.Timers
 	stream     remote.StreamTimers
+	gossip     membership.Timers
 }
 
 // byName are the names of --timers. Each room owns its defaults; here are only the names.
@@ -48,6 +50,9 @@ var byName = map[string]func(t *timers) []*time.Duration{
 	"stream_heartbeat": func(t *timers) []*time.Duration { return []*time.Duration{&t.stream.Heartbeat} },
 	"stream_suspect":   func(t *timers) []*time.Duration { return []*time.Duration{&t.stream.Suspect} },
 	"stream_out":       func(t *timers) []*time.Duration { return []*time.Duration{&t.stream.Out} },
+	"gossip_probe":     func(t *timers) []*time.Duration { return []*time.Duration{&t.gossip.Probe} },
+	"gossip_timeout":   func(t *timers) []*time.Duration { return []*time.Duration{&t.gossip.ProbeTimeout} },
+	"seed_rejoin":      func(t *timers) []*time.Duration { return []*time.Duration{&t.gossip.Rejoin} },
 	"slow_reader":      func(t *timers) []*time.Duration { return []*time.Duration{&t.ingress.SlowReader} },
 }
 

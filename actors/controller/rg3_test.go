@@ -243,7 +243,7 @@ func (l *lossy) unsettled() string {
 // TestRG3OldIncarnationReturns: whatever the network, the nodes and the leaders do, never two accepted holders of (rank, epoch), no
 // epoch twice, and in the end what runs is what is granted.
 func TestRG3OldIncarnationReturns(t *testing.T) {
-	seeds := uint64(400)
+	seeds := uint64(6000)
 	if testing.Short() {
 		seeds = 50
 	}

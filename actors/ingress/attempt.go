@@ -121,12 +121,12 @@ func (c *call) exchange(ctx context.Context) result {
 	if err != nil {
 		return c.unanswered(ctx, err)
 	}
+	defer closeBody(resp)
 	return c.relay(ctx, resp)
 }
 
 // relay passes the answer on.
 func (c *call) relay(ctx context.Context, resp *http.Response) result {
-	defer closeBody(resp)
 	switch {
 	case resp.StatusCode >= http.StatusBadRequest:
 		return c.relayError(ctx, resp)

@@ -46,9 +46,10 @@ func (c *call) tryRemote(ctx context.Context, rk *rank) result {
 	defer func() { c.done(&res) }()
 	if err != nil {
 		res = c.unanswered(ctx, err)
-	} else {
-		res = c.relay(ctx, resp)
+		return res
 	}
+	defer closeBody(resp)
+	res = c.relay(ctx, resp)
 	return res
 }
 

@@ -71,7 +71,7 @@ func TestFar(t *testing.T) {
 		"ErrorEventPasses": TestErrorEventBelow500PassesWithItsDone, "Drained": TestDrainedRankSaysSo, "Resend": TestResendOnAReusedConnection,
 		"Fenced": TestToldFencedIsTriedAgainAtOnce, "CloseCuts": TestCloseCutsWithDrained, "Drain": TestTheEndOfADrainCutsAttachedStreams,
 		"Holder": TestPromptGoesToItsHolder, "Blocks": TestAdmitCarriesBlocksAndHit, "Wishes": TestWishesInHeaders, "Attempts": TestAttemptsOfThePolicy,
-		"TokenIdentity": TestTokenIdentity, "TokenizeOnce": TestTokenizeFliesOnce, "TokenizeFallsBack": TestTokenizeFallsBackToText,
+		"TokenIdentity": TestTokenIdentity, "TokenizeOnce": TestTokenizeFliesOnce,
 		"Reservation": TestReservation, "ReservationExpires": TestReservationExpires, "ReservationRefused": TestReservationRefused,
 		"Generate": TestGenerate, "GenerateFails": TestGenerateFails, "GenerateEnds": TestGenerateEndsWithItsCaller, "Reset": TestKV15ResetUnderStreams,
 	} {

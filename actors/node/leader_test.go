@@ -99,6 +99,13 @@ func (l *fakeLeader) renewals() int {
 	return len(l.asked)
 }
 
+// lastBegan is when the newest renewal was asked for.
+func (l *fakeLeader) lastBegan() time.Time {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.began[len(l.began)-1]
+}
+
 // last is the newest report.
 func (l *fakeLeader) last() *msg.NodeReport {
 	l.mu.Lock()
@@ -395,7 +402,7 @@ func TestEventsGoOutAtOnceAndTheLeaseIsRenewed(t *testing.T) {
 func TestWithoutALeaseNothingStartsAndWhatRunsIsServed(t *testing.T) {
 	inBubble(t, nil, func(t *testing.T, b *bubble) {
 		b.serving("demo/0/0", 1)
-		began := b.leader.began[len(b.leader.began)-1]
+		began := b.leader.lastBegan()
 		b.leader.becomes(silent)
 		time.Sleep(time.Until(began.Add(9*time.Second - time.Millisecond)))
 		require.NoError(t, b.node.mayStart())
@@ -439,7 +446,7 @@ func TestMB3FenceEndsAllBeforeTheLeaderGrantsItElsewhere(t *testing.T) {
 		serves := b.node.Serves()
 		require.True(t, serves())
 		synctest.Wait()
-		began := b.leader.began[len(b.leader.began)-1]
+		began := b.leader.lastBegan()
 		b.leader.becomes(silent)
 		time.Sleep(time.Until(began.Add(9*time.Second - time.Millisecond)))
 		synctest.Wait()

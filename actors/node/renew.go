@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/state"
 )
 
@@ -142,11 +141,7 @@ func (r *renewer) complain(ctx context.Context, err error) {
 		return
 	}
 	r.failing = true
-	text := "the node's lease cannot be renewed"
-	if problem.CodeOf(err) == problem.PermissionDenied {
-		text = "the cluster refuses this node's lease"
-	}
-	r.log.Warn(text, slog.Duration("left", r.left()), slog.String("err", err.Error()))
+	r.log.Warn("the node's lease cannot be renewed", slog.Duration("left", r.left()), slog.String("err", err.Error()))
 }
 
 // look notes that the node runs.

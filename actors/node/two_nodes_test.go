@@ -23,7 +23,6 @@ import (
 
 // meeting is the RankAssigner of several nodes.
 type meeting struct {
-	*rig
 	mu   sync.Mutex
 	at   map[uint64]msg.Publish // by epoch
 	news chan struct{}
@@ -67,8 +66,8 @@ func TestRG1AGroupOverTwoNodes(t *testing.T) {
 	on := func(id, host string) *rig {
 		return newRig(t, func(c *node.Config) {
 			c.ID, c.EngineHost, c.Advertise = id, host, host
-			shared.rig, _ = c.Reporter.(*rig)
-			c.Assigner = &meetingOf{shared, shared.rig}
+			own, _ := c.Reporter.(*rig)
+			c.Assigner = &meetingOf{shared, own}
 		})
 	}
 	a, b := on("a", "127.0.0.1"), on("b", "127.0.0.2")

@@ -249,7 +249,7 @@ func (u *unit) layout() (engine.Ports, []int) {
 }
 
 // bindTest says whether a port of the unit's block can be bound where its engines will.
-func (u *unit) bindTest(port int) error {
+func (u *unit) bindTest(ctx context.Context, port int) error {
 	if u.n.cfg.BindTest != nil {
 		return u.n.cfg.BindTest(port)
 	}
@@ -258,7 +258,7 @@ func (u *unit) bindTest(port int) error {
 		host = u.meetingHost()
 	}
 	var lc net.ListenConfig
-	l, err := lc.Listen(context.Background(), "tcp", net.JoinHostPort(host, strconv.Itoa(port)))
+	l, err := lc.Listen(ctx, "tcp", net.JoinHostPort(host, strconv.Itoa(port)))
 	if err != nil {
 		return err
 	}

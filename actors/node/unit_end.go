@@ -179,7 +179,7 @@ func (u *unit) left() string {
 	}
 	layout, ranks := u.layout()
 	for _, p := range layout.Bound(engine.WantsEvents(u.m.App), ranks...) {
-		if err := u.bindTest(p); err != nil {
+		if err := u.bindTest(context.Background(), p); err != nil {
 			return fmt.Sprintf("port %d (%v)", p, err)
 		}
 	}

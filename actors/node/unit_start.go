@@ -105,7 +105,7 @@ func (u *unit) bringUp(ctx context.Context) error {
 	}
 	layout, ranks := u.layout()
 	for _, p := range layout.Bound(engine.WantsEvents(u.m.App), ranks...) {
-		if err := u.bindTest(p); err != nil {
+		if err := u.bindTest(ctx, p); err != nil {
 			return &startError{-1, fmt.Errorf("port %d of the unit's block is taken: %w", p, err)}
 		}
 	}

@@ -101,7 +101,7 @@ func (s *DataServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	defer s.running.Done()
 	ctx, cancel := context.WithCancelCause(r.Context())
 	defer cancel(nil)
-	defer context.AfterFunc(s.closing, func() { cancel(errClosing) })()
+	defer context.AfterFunc(s.closing, func() { cancel(errClosing) })() //nolint:contextcheck // the server's life, beside the request's
 	in, _ := s.uploads.Get().(*arrival)
 	p := &passage{server: s, w: w, rc: http.NewResponseController(w), r: r, cancel: cancel, in: in, settled: true}
 	whole := false

@@ -38,8 +38,13 @@ func (t DataTimers) withDefaults() DataTimers {
 		at    *time.Duration
 		value time.Duration
 	}{
-		{&t.Admit, DefaultDataAdmit}, {&t.LateTicket, DefaultDataLateTicket}, {&t.Body, DefaultDataBody}, {&t.Stuck, DefaultDataStuck},
-		{&t.Dial, DefaultDataDial}, {&t.IdleOwned, DefaultDataIdleOwned}, {&t.IdleAttached, DefaultDataIdleAttached},
+		{&t.Admit, DefaultDataAdmit},
+		{&t.LateTicket, DefaultDataLateTicket},
+		{&t.Body, DefaultDataBody},
+		{&t.Stuck, DefaultDataStuck},
+		{&t.Dial, DefaultDataDial},
+		{&t.IdleOwned, DefaultDataIdleOwned},
+		{&t.IdleAttached, DefaultDataIdleAttached},
 	} {
 		if *d.at <= 0 {
 			*d.at = d.value

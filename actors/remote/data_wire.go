@@ -25,7 +25,7 @@ const (
 	dataClass      = "Dpserve-Class"
 	dataIngress    = "Dpserve-Ingress"
 	dataReq        = "Dpserve-Req"
-	dataTokens     = "Dpserve-Tokens"
+	dataTokens     = "Dpserve-Tokens"    //nolint:gosec // a field's name
 	dataEstimated  = "Dpserve-Estimated" // 1: Tokens is bytes / k
 	dataHit        = "Dpserve-Hit"
 	dataHitBlocks  = "Dpserve-Hit-Blocks"
@@ -130,7 +130,7 @@ func (f *fields) set(name, value string) {
 
 func (f *fields) number(name string, n uint64) { f.set(name, strconv.FormatUint(n, 10)) }
 
-func (f *fields) count(name string, n int) { f.number(name, uint64(max(n, 0))) } //nolint:gosec // not negative
+func (f *fields) count(name string, n int) { f.number(name, uint64(max(n, 0))) }
 
 func (f *fields) duration(name string, d time.Duration) {
 	f.count(name, int(max(d.Round(time.Millisecond)/time.Millisecond, 1)))

@@ -342,6 +342,7 @@ func (p *picture) apply(r *reader, rec *msg.Record) {
 			r.wrong++
 			p.ask(r)
 		}
+	default: // says nothing that a picture shows
 	}
 }
 
@@ -384,7 +385,9 @@ func (r *reader) takeNotes(since time.Time) (out []string) {
 // equals says that the reader's picture is the rank's own account.
 func (r *reader) equals(t assert.TestingT, rank *fakeRank) {
 	rank.do(func() {
-		p := r.get(rank.id)
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		p := r.ranks[rank.id.key()]
 		if !assert.NotNil(t, p, "%s is not known", rank.id.unit) {
 			return
 		}

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/routing/kvindex"
@@ -55,8 +56,8 @@ func TestThreeIngressesTwoNodes(t *testing.T) {
 		for _, n := range nodes {
 			assert.Equal(t, []string{"chat/0/0#1.10", "chat/0/1#1.11"}, n.ids())
 		}
-		assert.EqualValues(t, 2, w1.streams.Stats().Streams)
-		assert.EqualValues(t, 3, w2.streams.Stats().Streams)
+		assert.Equal(t, 2, w1.streams.Stats().Streams)
+		assert.Equal(t, 3, w2.streams.Stats().Streams)
 	})
 }
 
@@ -221,7 +222,7 @@ func TestPosts(t *testing.T) {
 			assert.Equal(t, []any{&msg.FirstToken{TicketID: 7, At: at}, &msg.Progress{TicketID: 7, Out: 3}, &done}, a.got)
 			a.got = nil
 		})
-		assert.Error(t, box.TrySend(&msg.Admit{}))
+		require.ErrorIs(t, box.TrySend(&msg.Admit{}), errNotPosted)
 
 		a.do(func() { a.id.incarnation, a.seq = 11, 0; a.publish() })
 		box.Send(&done)

@@ -1,0 +1,245 @@
+package cluster_test
+
+import (
+	"context"
+	"errors"
+	"net"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/hashicorp/raft"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/cluster"
+	"github.com/dpserve/dpserve/state"
+)
+
+// quick are raft's timers of these tests: short enough for many elections, long enough not to flap on busy cores (TRAPS 22).
+func quick() cluster.Timers {
+	return cluster.Timers{Heartbeat: 500 * time.Millisecond, Election: 500 * time.Millisecond, Lease: 250 * time.Millisecond}
+}
+
+// wires connects the nodes of a test over loopback and can cut one off.
+type wires struct {
+	mu    sync.Mutex
+	cut   map[string]bool // by address
+	conns map[net.Conn][2]string
+}
+
+var errCut = errors.New("cut off by the test")
+
+func newWires() *wires { return &wires{cut: map[string]bool{}, conns: map[net.Conn][2]string{}} }
+
+func (w *wires) dial(from, to string, timeout time.Duration) (net.Conn, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.cut[from] || w.cut[to] {
+		return nil, errCut
+	}
+	conn, err := net.DialTimeout("tcp", to, timeout)
+	if err == nil {
+		w.conns[conn] = [2]string{from, to}
+	}
+	return conn, err
+}
+
+// isolate cuts a node off, or lets it back.
+func (w *wires) isolate(address string, cut bool) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.cut[address] = cut
+	for conn, ends := range w.conns {
+		if cut && (ends[0] == address || ends[1] == address) {
+			_ = conn.Close()
+			delete(w.conns, conn)
+		}
+	}
+}
+
+// tcpLayer is one node's end.
+type tcpLayer struct {
+	net.Listener
+	wires *wires
+}
+
+func (l *tcpLayer) Dial(to raft.ServerAddress, timeout time.Duration) (net.Conn, error) {
+	return l.wires.dial(l.Addr().String(), string(to), timeout)
+}
+
+// member is one node of a group.
+type member struct {
+	*cluster.Cluster
+	cfg     cluster.Config
+	address string
+	up      bool
+}
+
+// group is several nodes in one process.
+type group struct {
+	t       testing.TB
+	wires   *wires
+	mu      sync.Mutex
+	members []*member
+}
+
+func newGroup(t testing.TB) *group { return &group{t: t, wires: newWires()} }
+
+// start opens a member, again on the port it had.
+func (g *group) start(m *member) {
+	g.t.Helper()
+	if m.address == "" {
+		m.address = "127.0.0.1:0"
+	}
+	l, err := net.Listen("tcp", m.address)
+	require.NoError(g.t, err)
+	m.address = l.Addr().String()
+	cfg := m.cfg
+	cfg.Log = dbg(cfg.NodeID)
+	cfg.Layer, cfg.Timers, cfg.Forward = &tcpLayer{l, g.wires}, quick(), g.forward
+	c, err := cluster.Open(cfg)
+	require.NoError(g.t, err)
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	m.Cluster, m.up = c, true
+}
+
+// add opens a new member.
+func (g *group) add(cfg cluster.Config) *member {
+	g.t.Helper()
+	m := &member{cfg: cfg}
+	g.start(m)
+	g.mu.Lock()
+	g.members = append(g.members, m)
+	g.mu.Unlock()
+	g.t.Cleanup(func() { require.NoError(g.t, m.Close()) })
+	return m
+}
+
+func (g *group) stop(m *member) {
+	g.t.Helper()
+	g.mu.Lock()
+	m.up = false
+	g.mu.Unlock()
+	require.NoError(g.t, m.Close())
+}
+
+func (g *group) running() []*member {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	var all []*member
+	for _, m := range g.members {
+		if m.up {
+			all = append(all, m)
+		}
+	}
+	return all
+}
+
+// forward is the wire between nodes.
+func (g *group) forward(ctx context.Context, leader state.Node, c state.Command) (state.Result, error) {
+	for _, m := range g.running() {
+		if m.UID() == leader.UID {
+			return m.ProposeHere(ctx, c)
+		}
+	}
+	return state.Result{}, errCut
+}
+
+// leader waits until one of the given members leads and is ready.
+func (g *group) leader(of ...*member) *member {
+	g.t.Helper()
+	if len(of) == 0 {
+		of = g.running()
+	}
+	var found *member
+	require.Eventually(g.t, func() bool {
+		for _, m := range of {
+			if m.Leader() {
+				found = m
+				return true
+			}
+		}
+		return false
+	}, limit, 5*time.Millisecond, "nobody leads")
+	return found
+}
+
+// others are the running members but one.
+func (g *group) others(but *member) []*member {
+	var all []*member
+	for _, m := range g.running() {
+		if m != but {
+			all = append(all, m)
+		}
+	}
+	return all
+}
+
+// put makes a member's address known; it is repeated until somebody takes it.
+func (g *group) put(m *member) {
+	g.t.Helper()
+	g.propose(state.Command{PutNode: &state.PutNode{Node: state.Node{
+		ID: m.NodeID(), UID: m.UID(), Address: m.address, Roles: []state.Role{state.RoleControl, state.RoleWorker},
+	}}})
+}
+
+// propose asks whoever leads until it is done.
+func (g *group) propose(cmd state.Command) state.Result {
+	g.t.Helper()
+	var res state.Result
+	g.retry(func() error {
+		var err error
+		res, err = g.leader().Propose(g.t.Context(), cmd)
+		return err
+	})
+	return res
+}
+
+// retry repeats what a change of the leader may disturb.
+func (g *group) retry(do func() error) {
+	g.t.Helper()
+	var err error
+	require.Eventually(g.t, func() bool { err = do(); return err == nil }, limit, 20*time.Millisecond, "last error: %v", &err)
+}
+
+// join makes a new member a standby, or a voter.
+func (g *group) join(cfg cluster.Config, voter bool) *member {
+	g.t.Helper()
+	cfg.Member, cfg.ClusterID = true, g.leader().ClusterID()
+	m := g.add(cfg)
+	g.put(m)
+	g.retry(func() error { return g.leader().AddStandby(g.t.Context(), m.UID()) })
+	g.ready(m)
+	if voter {
+		g.retry(func() error { return g.leader().Promote(g.t.Context(), m.UID()) })
+	}
+	return m
+}
+
+func (g *group) ready(m *member) {
+	g.t.Helper()
+	ctx, cancel := context.WithTimeout(g.t.Context(), limit)
+	defer cancel()
+	require.NoError(g.t, m.Ready(ctx))
+}
+
+// threeVoters is a group of three. disk: with data dirs.
+func threeVoters(t testing.TB, disk bool) *group {
+	t.Helper()
+	g := newGroup(t)
+	for i, name := range []string{"node-1", "node-2", "node-3"} {
+		cfg := cluster.Config{NodeID: name, SegmentSize: 64 << 10}
+		if disk {
+			cfg.DataDir = t.TempDir()
+		}
+		if i > 0 {
+			g.join(cfg, true)
+			continue
+		}
+		m := g.add(cfg)
+		g.ready(m)
+		g.put(m)
+	}
+	return g
+}
