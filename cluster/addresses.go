@@ -1,56 +1,87 @@
 package cluster
 
 import (
-	"errors"
-	"maps"
-	"time"
+	"bytes"
+	"sync"
 
 	"github.com/hashicorp/raft"
 
 	"github.com/dpserve/dpserve/state"
 )
 
-// address is where a node's port is: as Config.Resolve says, else as the state does.
-func (c *Cluster) address(uid string) (string, bool) {
-	if c.cfg.Resolve != nil {
-		if address, ok := c.cfg.Resolve(uid); ok {
-			return address, true
-		}
-	}
-	address := find(c.State(), uid).Address
-	return address, address != ""
+// addressBook is where the nodes are as the entries of this node's log say, committed or not. Who has no leader does not know
+// what of its log is committed, so the state may lack the addresses of the very nodes whose votes are needed; and a wrong address
+// does no harm, because a Layer connects to nobody but the node that was asked for.
+type addressBook struct {
+	mu    sync.Mutex
+	byUID map[string]string
 }
 
-// voices are the addresses of the nodes that may vote, by UID.
-func voices(st *state.State) map[string]string {
-	all := map[string]string{}
-	for _, n := range st.Nodes {
-		if n.Has(state.RoleControl) {
-			all[n.UID] = n.Address
-		}
+// putNode is how an entry that concerns the book can be told without decoding the others.
+func putNode() []byte { return []byte(`"put_node"`) }
+
+// read takes up one entry.
+func (b *addressBook) read(l *raft.Log) {
+	if l.Type != raft.LogCommand || !bytes.Contains(l.Data, putNode()) {
+		return
 	}
-	return all
+	cmd, err := state.DecodeCommand(l.Data)
+	if err != nil || cmd.PutNode == nil {
+		return
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.byUID == nil {
+		b.byUID = map[string]string{}
+	}
+	b.byUID[cmd.PutNode.Node.UID] = cmd.PutNode.Node.Address
 }
 
-// keepAddresses writes a snapshot whenever the address of a control node has changed. When all control nodes start at once
-// nobody leads yet, so nobody knows what of the log behind the snapshot was committed: the addresses at which to ask for votes
-// must be in the snapshot.
-func (c *Cluster) keepAddresses(saved map[string]string) {
-	for {
-		changed, now := c.Changed(), voices(c.State())
-		again := (<-chan time.Time)(nil)
-		if !maps.Equal(now, saved) {
-			if err := c.Snapshot(); err == nil || errors.Is(err, raft.ErrNothingNewToSnapshot) {
-				saved = now
-			} else {
-				again = time.After(faultPause)
+// readAll takes up a whole log.
+func (b *addressBook) readAll(log raft.LogStore) error {
+	first, err := log.FirstIndex()
+	if err != nil {
+		return err
+	}
+	last, err := log.LastIndex()
+	if err != nil || last == 0 {
+		return err
+	}
+	for i := first; i <= last; i++ {
+		var l raft.Log
+		if err := log.GetLog(i, &l); err != nil {
+			return err
+		}
+		b.read(&l)
+	}
+	return nil
+}
+
+func (b *addressBook) of(uid string) string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.byUID[uid]
+}
+
+// addresses are where a node's port may be, the likeliest first: as Config.Resolve says, the log, the state.
+func (c *Cluster) addresses(uid string) []string {
+	var all []string
+	add := func(address string) {
+		for _, a := range all {
+			if a == address {
+				return
 			}
 		}
-		select {
-		case <-changed:
-		case <-again:
-		case <-c.done:
-			return
+		if address != "" {
+			all = append(all, address)
 		}
 	}
+	if c.cfg.Resolve != nil {
+		if address, ok := c.cfg.Resolve(uid); ok {
+			add(address)
+		}
+	}
+	add(c.book.of(uid))
+	add(find(c.State(), uid).Address)
+	return all
 }

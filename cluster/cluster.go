@@ -13,8 +13,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/hashicorp/raft"
-
 	"github.com/dpserve/dpserve/state"
 )
 
@@ -37,6 +35,7 @@ type Cluster struct {
 	home  io.Closer // the data dir, held over all runs; nil in memory
 	fsm   *fsm
 	net   *network // nil: alone
+	book  addressBook
 	run   atomic.Pointer[run]
 
 	leader atomic.Bool // elected, and everything before the election is applied
@@ -66,8 +65,8 @@ type Config struct {
 	Log          *slog.Logger        // nil = silent; raft's own talk comes at debug, its errors at error
 	ApplySeconds func(time.Duration) // told how long each proposal took, refused ones too; nil = nobody
 
-	// Layer connects control nodes by the HOST:PORT of their node ports; nil = this node is alone. Close closes it.
-	Layer raft.StreamLayer
+	// Layer connects control nodes; nil = this node is alone. Close closes it.
+	Layer Layer
 	// Resolve finds a node's HOST:PORT by its UID, before State().Nodes does; nil = those only.
 	Resolve func(uid string) (address string, ok bool)
 	// Member: the node has joined a cluster, whose leader will make it a voter or a standby. ClusterID is that cluster's.
@@ -124,7 +123,7 @@ func Open(cfg Config) (*Cluster, error) {
 // start begins the first run and the loops around it.
 func (c *Cluster) start() error {
 	if c.cfg.Layer != nil {
-		c.net = newNetwork(c.cfg, c.ident.UID, c.address)
+		c.net = newNetwork(c.cfg, c.ident.UID, c.addresses)
 	}
 	r, err := c.newRun()
 	if err != nil {
@@ -133,10 +132,6 @@ func (c *Cluster) start() error {
 	c.run.Store(r)
 	c.loops.Go(func() { c.watch(r) })
 	c.loops.Go(c.keep)
-	if c.net != nil && c.cfg.DataDir != "" {
-		saved := voices(c.State())
-		c.loops.Go(func() { c.keepAddresses(saved) })
-	}
 	return nil
 }
 

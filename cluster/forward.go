@@ -125,8 +125,8 @@ func (c *Cluster) refusal() error { return firstError(c.ended(), c.Fault()) }
 
 func (c *Cluster) find(uid string) state.Node {
 	n := find(c.State(), uid)
-	if address, ok := c.address(uid); ok {
-		n.Address = address
+	if all := c.addresses(uid); len(all) > 0 {
+		n.Address = all[0]
 	}
 	return n
 }

@@ -8,7 +8,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/hashicorp/raft"
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/cluster"
@@ -63,8 +62,8 @@ type tcpLayer struct {
 	wires *wires
 }
 
-func (l *tcpLayer) Dial(to raft.ServerAddress, timeout time.Duration) (net.Conn, error) {
-	return l.wires.dial(l.Addr().String(), string(to), timeout)
+func (l *tcpLayer) Dial(_, to string, timeout time.Duration) (net.Conn, error) {
+	return l.wires.dial(l.Addr().String(), to, timeout)
 }
 
 // member is one node of a group.

@@ -13,7 +13,8 @@ import (
 // read anew.
 type guard struct {
 	logStore
-	wrote func() // told of every write that succeeded
+	book  *addressBook // takes up every entry that is written
+	wrote func()       // told of every write that succeeded
 
 	failed   chan struct{} // closed at the first write that fails
 	released chan struct{} // closed when raft has been told to stop
@@ -23,8 +24,8 @@ type guard struct {
 	err error // of the first failure
 }
 
-func newGuard(log logStore, wrote func()) *guard {
-	return &guard{logStore: log, wrote: wrote, failed: make(chan struct{}), released: make(chan struct{})}
+func newGuard(log logStore, book *addressBook, wrote func()) *guard {
+	return &guard{logStore: log, book: book, wrote: wrote, failed: make(chan struct{}), released: make(chan struct{})}
 }
 
 // do is one write.
@@ -59,13 +60,14 @@ func (g *guard) fail(err error) error {
 // release lets go what waits in SetUint64. Raft must have been told to stop before.
 func (g *guard) release() { g.once.Do(func() { close(g.released) }) }
 
-// StoreLog and StoreLogs append. When they fail raft refuses what it was to append, and stops leading.
-func (g *guard) StoreLog(l *raft.Log) error {
-	return g.do(func() error { return g.logStore.StoreLog(l) })
-}
+// StoreLog appends one entry.
+func (g *guard) StoreLog(l *raft.Log) error { return g.StoreLogs([]*raft.Log{l}) }
 
-// StoreLogs appends several entries.
+// StoreLogs appends entries. When it fails raft refuses what it was to append, and stops leading.
 func (g *guard) StoreLogs(logs []*raft.Log) error {
+	for _, l := range logs {
+		g.book.read(l)
+	}
 	return g.do(func() error { return g.logStore.StoreLogs(logs) })
 }
 

@@ -37,7 +37,7 @@ func (c *Cluster) newRun() (_ *run, err error) {
 	if err != nil {
 		return nil, err
 	}
-	r := &run{disk: d, guard: newGuard(d.log, c.diskWorks), net: c.net, seen: make(chan raft.Observation, 1), over: make(chan struct{})}
+	r := &run{disk: d, guard: newGuard(d.log, &c.book, c.diskWorks), net: c.net, seen: make(chan raft.Observation, 1), over: make(chan struct{})}
 	if err := r.start(c); err != nil {
 		return nil, errors.Join(err, d.Close())
 	}
@@ -56,6 +56,9 @@ func (r *run) start(c *Cluster) error {
 		if err := r.disk.bootstrap(rc, transport); err != nil {
 			return err
 		}
+	}
+	if err := c.book.readAll(r.disk.log); err != nil {
+		return broken("read the log", err)
 	}
 	c.fsm.begin()
 	var err error

@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"errors"
 	"maps"
 	"net"
 	"slices"
@@ -19,6 +20,15 @@ const (
 	transportPool = 3
 )
 
+// Layer connects control nodes by their node ports.
+type Layer interface {
+	net.Listener // of connections that other control nodes of this cluster made for consensus
+
+	// Dial connects to the node with a UID at HOST:PORT. It must refuse everybody else who answers there: raft would take the
+	// one's votes and acknowledgements for the other's.
+	Dial(uid, address string, timeout time.Duration) (net.Conn, error)
+}
+
 // network carries raft's messages between nodes, over all runs of raft in this process. Raft knows nodes by their UID only, as
 // id and as address: an address in its log would be stale when the node moves, and raft takes two candidates with one address
 // for the same.
@@ -32,8 +42,8 @@ type network struct {
 }
 
 // newNetwork starts to accept. Messages wait for the first run of raft.
-func newNetwork(cfg Config, uid string, resolve func(uid string) (string, bool)) *network {
-	l := &layer{StreamLayer: cfg.Layer, resolve: resolve, conns: map[net.Conn]struct{}{}}
+func newNetwork(cfg Config, uid string, resolve func(uid string) []string) *network {
+	l := &layer{Layer: cfg.Layer, resolve: resolve, conns: map[net.Conn]struct{}{}}
 	return &network{uid: raft.ServerAddress(uid), layer: l, NetworkTransport: raft.NewNetworkTransportWithConfig(&raft.NetworkTransportConfig{
 		Stream: l, MaxPool: transportPool, Timeout: transportTimeout, Logger: newRaftLog(cfg.Log), MsgpackUseNewTimeFormat: true,
 	})}
@@ -85,28 +95,35 @@ func (n *network) shut() error {
 	return nil
 }
 
-// layer dials by UID and remembers what it accepted, which raft's transport does not close.
+// layer is a raft.StreamLayer that dials by UID and remembers what it accepted, which raft's transport does not close.
 type layer struct {
-	raft.StreamLayer
-	resolve func(uid string) (string, bool)
+	Layer
+	resolve func(uid string) []string
 
 	mu     sync.Mutex
 	closed bool
 	conns  map[net.Conn]struct{}
 }
 
-// Dial connects to a node by its UID.
+// Dial connects to a node by its UID, wherever it may be.
 func (l *layer) Dial(uid raft.ServerAddress, timeout time.Duration) (net.Conn, error) {
-	address, ok := l.resolve(string(uid))
-	if !ok {
+	var errs []error
+	for _, address := range l.resolve(string(uid)) {
+		conn, err := l.Layer.Dial(string(uid), address, timeout)
+		if err == nil {
+			return conn, nil
+		}
+		errs = append(errs, err)
+	}
+	if errs == nil {
 		return nil, problem.New(problem.Unavailable, "no address is known of the node with UID %s", uid)
 	}
-	return l.StreamLayer.Dial(raft.ServerAddress(address), timeout)
+	return nil, errors.Join(errs...)
 }
 
 // Accept waits for the next connection.
 func (l *layer) Accept() (net.Conn, error) {
-	conn, err := l.StreamLayer.Accept()
+	conn, err := l.Layer.Accept()
 	if err != nil {
 		return nil, err
 	}

@@ -9,7 +9,6 @@ import (
 	"slices"
 	"time"
 
-	"github.com/hashicorp/raft"
 	"google.golang.org/grpc"
 
 	"github.com/dpserve/dpserve/actors/msg"
@@ -93,10 +92,16 @@ func (n *Node) forward() (http.Handler, bool) {
 	return nil, true
 }
 
-// watchOut ends the node when the cluster has removed it.
+// watchOut ends the connections of nodes that the cluster has removed, and this node when it is one of them.
 func (n *Node) watchOut(ctx context.Context) {
-	for {
+	for seen := 0; ; {
 		changed := n.store.Changed()
+		if gone := n.store.State().Removed; len(gone) != seen && n.mesh != nil {
+			for _, uid := range gone {
+				n.mesh.port.Disconnect(uid)
+			}
+			seen = len(gone)
+		}
 		if n.removed(n.ident.UID) {
 			n.log.Info("this node was removed from its cluster")
 			n.left.Store(true)
@@ -153,13 +158,13 @@ type raftLayer struct {
 	net.Listener
 }
 
-var _ raft.StreamLayer = raftLayer{}
+var _ cluster.Layer = raftLayer{}
 
-// Dial implements raft.StreamLayer.
-func (l raftLayer) Dial(address raft.ServerAddress, timeout time.Duration) (net.Conn, error) {
+// Dial implements cluster.Layer: nobody but the node with the UID will do.
+func (l raftLayer) Dial(uid, address string, timeout time.Duration) (net.Conn, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), timeout)
 	defer cancel()
-	return l.port.Dial(ctx, nodeport.Raft, string(address), "")
+	return l.port.Dial(ctx, nodeport.Raft, address, uid)
 }
 
 // ranksHere takes the leader's orders, on a node with role worker.

@@ -112,11 +112,12 @@ func (c *Core) hear(now time.Time, p *peer, r *msg.NodeReport) {
 	}
 }
 
-// missing follows from a node that does not have its part of a unit. One that never had it will be told again.
+// missing follows from a node that does not have its part of a unit. One that never had it is told again, and so is one that may
+// still get an order to start it from an earlier leader: to start it, or, by the resend timer, to stop it.
 func (c *Core) missing(now time.Time, u *unit, node string, p *part, process uint64) {
 	switch {
-	case p.adopted && u.m.Phase == state.Starting:
-		if !p.absent {
+	case p.adopted && !u.m.WasReady:
+		if !p.absent && u.m.Phase == state.Starting {
 			p.absent = true
 			c.startOn(u, node)
 		}

@@ -48,7 +48,7 @@ func (f *follower) apply(rec *msg.Record) {
 	case msg.RecDone:
 		require.True(f.t, known)
 		delete(f.open, rec.ReqID)
-	case msg.RecSnapshot, msg.RecState, msg.RecGone, msg.RecStatus, msg.RecKVBegin, msg.RecKV, msg.RecKVEnd:
+	case msg.RecSnapshot, msg.RecState, msg.RecGone, msg.RecStatus, msg.RecKVBegin, msg.RecKV, msg.RecKVEnd, msg.RecSilent:
 	}
 }
 

@@ -52,8 +52,7 @@ func (n *Node) checkLease(every time.Duration) time.Duration {
 	now, in := n.renewer.fences()
 	if now {
 		for _, u := range n.list() {
-			u.fail(-1, causeLeaseLost)
-			u.askStop(0, causeLeaseLost)
+			u.cut(causeLeaseLost)
 		}
 	}
 	if in > 0 {
@@ -71,7 +70,7 @@ func superseded(s *state.State, unit string, epoch uint64) bool {
 // supersede stops what s shows to be over, and forgets what is gone: its leader has heard of it.
 func (n *Node) supersede(s *state.State) {
 	for _, u := range n.list() {
-		if superseded(s, u.m.Unit, u.m.Epoch) && !u.askStop(0, causeSuperseded) && u.heldNow() == "" {
+		if superseded(s, u.m.Unit, u.m.Epoch) && !u.cut(causeSuperseded) && u.heldNow() == "" {
 			n.forget(u)
 		}
 	}

@@ -111,3 +111,16 @@ func TestALeaseCountsFromWhenItWasAskedFor(t *testing.T) {
 	l.ended(at(-5), at(9), 10*time.Second) // nor does an answer to an older renewal
 	assert.Equal(t, time.Second, l.left(at(9)))
 }
+
+// BenchmarkAdmits is what every admission pays.
+func BenchmarkAdmits(b *testing.B) {
+	timers := Timers{}.withDefaults()
+	r := newRenewer(&Config{Rand: func() uint64 { return 1 }}, &timers)
+	r.ended(time.Now(), timers.LeaseTTL)
+	b.ReportAllocs()
+	for b.Loop() {
+		if !r.admits() {
+			b.Fatal("closed")
+		}
+	}
+}

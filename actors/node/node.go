@@ -216,6 +216,9 @@ func (n *Node) command(ctx context.Context, message func(reply chan error) any) 
 // Close drains every unit for at most grace and its app's graceful_shutdown_timeout_s, ends all engines and waits until no process is left. When ctx is done before,
 // engines are killed at once; what even then does not end within VerifyNamed is named in the error. Idempotent.
 func (n *Node) Close(ctx context.Context, grace time.Duration) error {
+	if n.renewer != nil {
+		n.renewer.closing.Store(true)
+	}
 	n.box.Send(closeAllUnits{grace})
 	done := make(chan struct{})
 	go func() {

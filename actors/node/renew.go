@@ -28,8 +28,10 @@ type renewer struct {
 	period      time.Duration
 	log         *slog.Logger
 	news        *news
-	wake        chan struct{} // one slot
+	wake        chan struct{} // one slot: there is news
+	demand      chan struct{} // one slot: a command waits for the lease
 	failing     bool          // the last renewal failed; the loop's own
+	closing     atomic.Bool   // the node ends: that its leader went first is no news
 
 	base time.Time
 	open atomic.Int64 // requests are admitted until base plus this, in ns: one load and a look at the clock for each
@@ -46,7 +48,7 @@ func newRenewer(c *Config, t *Timers) *renewer {
 	now := time.Now()
 	return &renewer{
 		leader: c.Leader, self: c.Self, store: c.Store, incarnation: draw(c.Rand), ttl: t.LeaseTTL, period: t.LeaseRenew, log: c.Log, news: newNews(),
-		wake: make(chan struct{}, 1), base: now, tried: make(chan struct{}), done: make(chan struct{}),
+		wake: make(chan struct{}, 1), demand: make(chan struct{}, 1), base: now, tried: make(chan struct{}), done: make(chan struct{}),
 		lease: lease{fence: c.OnLeaseLoss == Fence, ttl: t.LeaseTTL, beat: now, doubt: now}, // nothing is known of before
 	}
 }
@@ -56,12 +58,12 @@ func (r *renewer) Report(e msg.UnitEvent) {
 	if r.news.add(e) {
 		r.log.Warn("the leader takes no events, the oldest is dropped: it will learn the newest of each unit")
 	}
-	r.kick()
+	strike(r.wake)
 }
 
-func (r *renewer) kick() {
+func strike(bell chan struct{}) {
 	select {
-	case r.wake <- struct{}{}:
+	case bell <- struct{}{}:
 	default:
 	}
 }
@@ -88,16 +90,23 @@ func (r *renewer) run(ctx context.Context) {
 	}
 }
 
-// pause waits for longest, or until there is news, but not less than least.
+// pause waits for longest, until there is news, but then for least, or until a command waits for the lease.
 func (r *renewer) pause(ctx context.Context, least, longest time.Duration) {
-	if sleep(ctx, least) != nil {
+	began := time.NewTimer(least)
+	defer began.Stop()
+	over := time.NewTimer(longest)
+	defer over.Stop()
+	select {
+	case <-began.C:
+	case <-r.demand:
+		return
+	case <-ctx.Done():
 		return
 	}
-	t := time.NewTimer(longest - least)
-	defer t.Stop()
 	select {
 	case <-r.wake:
-	case <-t.C:
+	case <-r.demand:
+	case <-over.C:
 	case <-ctx.Done():
 	}
 }
@@ -141,7 +150,11 @@ func (r *renewer) complain(ctx context.Context, err error) {
 		return
 	}
 	r.failing = true
-	r.log.Warn("the node's lease cannot be renewed", slog.Duration("left", r.left()), slog.String("err", err.Error()))
+	level := slog.LevelWarn
+	if r.closing.Load() {
+		level = slog.LevelDebug
+	}
+	r.log.Log(ctx, level, "the node's lease cannot be renewed", slog.Duration("left", r.left()), slog.String("err", err.Error()))
 }
 
 // look notes that the node runs.
@@ -191,7 +204,7 @@ func (r *renewer) ensure(ctx context.Context) {
 		if r.starts() {
 			return
 		}
-		r.kick()
+		strike(r.demand)
 		select {
 		case <-tried:
 		case <-r.done:

@@ -108,6 +108,26 @@ func (u *unit) askStop(grace time.Duration, reason string) bool {
 	return true
 }
 
+// cut is fail and askStop in one step: fenced at once, then ended, an attached unit too. False if it is gone already.
+func (u *unit) cut(cause string) bool {
+	u.mu.Lock()
+	if u.phase == state.Gone {
+		u.mu.Unlock()
+		return false
+	}
+	if now := time.Now(); u.stop == nil || now.Before(u.stop.deadline) {
+		u.stop = &stopWish{deadline: now, reason: cause}
+	}
+	u.fence(-1, cause)
+	cancel := u.cancel
+	u.mu.Unlock()
+	if cancel != nil {
+		cancel(errStopAsked)
+	}
+	u.nudge()
+	return true
+}
+
 // fail takes the unit out of routing, before anything else and on the caller's goroutine: every DPServer of the unit on this
 // node has its fence in the mailbox when fail returns. Only the first failure since the last ready counts.
 func (u *unit) fail(rank int, cause string) {
@@ -115,21 +135,29 @@ func (u *unit) fail(rank int, cause string) {
 		cause = fmt.Sprintf("rank %d: %s", rank, cause)
 	}
 	u.mu.Lock()
-	if u.failure != nil || u.phase == state.Killing || u.phase == state.Gone {
-		u.mu.Unlock()
+	fenced := u.fence(rank, cause)
+	cancel := u.cancel
+	u.mu.Unlock()
+	if !fenced {
 		return
+	}
+	if cancel != nil {
+		cancel(errRankLost)
+	}
+	u.nudge()
+}
+
+// fence is the part of fail under mu; false if the unit is out already.
+func (u *unit) fence(rank int, cause string) bool {
+	if u.failure != nil || u.phase == state.Killing || u.phase == state.Gone {
+		return false
 	}
 	u.failure = &failure{rank: rank, cause: cause}
 	clear(u.back)
 	for _, r := range u.ranks {
 		u.failure.heard = append(u.failure.heard, r.replica.Fence(cause))
 	}
-	cancel := u.cancel
-	u.mu.Unlock()
-	if cancel != nil {
-		cancel(errRankLost)
-	}
-	u.nudge()
+	return true
 }
 
 // ReplicaEvent implements msg.ReplicaWatcher.

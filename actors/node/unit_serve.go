@@ -56,9 +56,15 @@ func (u *unit) fenced(f *failure) {
 // the DPServers go on probing.
 func (u *unit) comeBack() {
 	u.mu.Lock()
-	u.failure = nil
-	clear(u.back)
+	over := u.stop != nil // since it was looked at: serve sees it next
+	if !over {
+		u.failure = nil
+		clear(u.back)
+	}
 	u.mu.Unlock()
+	if over {
+		return
+	}
 	err := u.forEach(context.Background(), u.learn) // another engine may answer now
 	if err == nil {
 		ctx, cancel := context.WithTimeout(context.Background(), u.n.timers.ReplicaStop)

@@ -508,7 +508,8 @@ func TestDataClose(t *testing.T) {
 	<-came
 	require.NoError(t, g.server.Close())
 	<-left
-	require.Error(t, (<-over).cut)
+	a := <-over
+	require.Error(t, errors.Join(a.err, a.cut))
 	require.ErrorIs(t, g.send(g.dispatch()).err, msg.ErrUnreachable)
 	require.NoError(t, g.server.Close())
 }

@@ -29,8 +29,8 @@ func (t StreamTimers) withDefaults() StreamTimers {
 // Messages of a node to all its peers together cost a bounded share of a core: each peer gets one at most every perPeer × peers. What
 // waits meanwhile leaves together. A first message after a rest leaves at once.
 const (
-	perPeer = 200 * time.Microsecond
-	maxPace = 20 * time.Millisecond
+	perPeer = 500 * time.Microsecond
+	maxPace = 40 * time.Millisecond
 )
 
 func paceOf(peers int) time.Duration { return min(time.Duration(peers)*perPeer, maxPace) }
