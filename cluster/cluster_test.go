@@ -39,6 +39,13 @@ func TestMain(m *testing.M) {
 		writeForEver(dir)
 		return
 	}
+	if dir := os.Getenv(fullDir); dir != "" {
+		if err := fillTheDisk(dir); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		return
+	}
 	goleak.VerifyTestMain(m)
 }
 

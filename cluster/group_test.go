@@ -94,7 +94,6 @@ func (g *group) start(m *member) {
 	require.NoError(g.t, err)
 	m.address = l.Addr().String()
 	cfg := m.cfg
-	cfg.Log = dbg(cfg.NodeID)
 	cfg.Layer, cfg.Timers, cfg.Forward = &tcpLayer{l, g.wires}, quick(), g.forward
 	c, err := cluster.Open(cfg)
 	require.NoError(g.t, err)
@@ -135,9 +134,20 @@ func (g *group) running() []*member {
 	return all
 }
 
+// clusters are those of all members, running or not.
+func (g *group) clusters() []*cluster.Cluster {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	all := make([]*cluster.Cluster, len(g.members))
+	for i, m := range g.members {
+		all[i] = m.Cluster
+	}
+	return all
+}
+
 // forward is the wire between nodes.
 func (g *group) forward(ctx context.Context, leader state.Node, c state.Command) (state.Result, error) {
-	for _, m := range g.running() {
+	for _, m := range g.clusters() {
 		if m.UID() == leader.UID {
 			return m.ProposeHere(ctx, c)
 		}

@@ -3,6 +3,7 @@ package cluster
 import (
 	"context"
 	"crypto/rand"
+	"log/slog"
 	"time"
 
 	"github.com/hashicorp/raft"
@@ -37,6 +38,15 @@ func (c *Cluster) Term() uint64 { return c.run.Load().raft.CurrentTerm() }
 // Barrier waits until everything committed so far is applied here. Only the leader can say so: ErrNotLeader elsewhere.
 func (c *Cluster) Barrier(ctx context.Context) error { return c.submit(ctx, c.barrier).err }
 
+// tell logs a change of leadership; alone there is nothing to tell.
+func (c *Cluster) tell(what string, args ...any) {
+	level := slog.LevelInfo
+	if c.net == nil {
+		level = slog.LevelDebug
+	}
+	c.log.Log(context.Background(), level, what, append(args, "room", "cluster")...) //nolint:sloglint // a message of this file
+}
+
 func (c *Cluster) wakeLeadership() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -65,7 +75,7 @@ func (c *Cluster) watch(r *run) {
 // follow takes readiness back.
 func (c *Cluster) follow() {
 	if c.leader.Swap(false) {
-		c.log.Info("leads no longer", "room", "cluster")
+		c.tell("leads no longer")
 	}
 	c.mu.Lock()
 	select {
@@ -104,7 +114,7 @@ func (r *run) pause() {
 
 // setReady lets everybody who waits go on.
 func (c *Cluster) setReady(r *run) {
-	c.log.Info("leads", "room", "cluster", "term", r.raft.CurrentTerm())
+	c.tell("leads", "term", r.raft.CurrentTerm())
 	c.leader.Store(true)
 	c.mu.Lock()
 	close(c.ready)

@@ -6,28 +6,52 @@ import (
 	"io"
 	"log"
 	"log/slog"
+	"sync"
+	"time"
 
 	"github.com/hashicorp/go-hclog"
 )
 
-// raftLog lets raft and raft-wal write to slog. What they call an error stays one; everything else is debug, because their
-// warnings tell of elections that are normal for a single voter.
+// errorEvery is how often one message of raft's may come at error: about a peer that is down it has one twice a second.
+const errorEvery = 30 * time.Second
+
+// raftLog lets raft and raft-wal write to slog. What they call an error stays one, but for repetitions; everything else is debug,
+// because their warnings tell of elections that are normal for a single voter.
 type raftLog struct {
 	slog    *slog.Logger
 	name    string
 	implied []any
+	said    *said
+}
+
+// said is when which message came at error last; raft has about forty.
+type said struct {
+	mu   sync.Mutex
+	when map[string]time.Time
+}
+
+// again says whether a message came less than errorEvery ago.
+func (s *said) again(msg string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	last, ok := s.when[msg]
+	if ok && time.Since(last) < errorEvery {
+		return true
+	}
+	s.when[msg] = time.Now()
+	return false
 }
 
 var _ hclog.Logger = (*raftLog)(nil)
 
 func newRaftLog(l *slog.Logger) *raftLog {
-	return &raftLog{slog: l.With("room", "cluster"), name: "raft"}
+	return &raftLog{slog: l.With("room", "cluster"), name: "raft", said: &said{when: map[string]time.Time{}}}
 }
 
 // Log writes one line.
 func (r *raftLog) Log(level hclog.Level, msg string, args ...any) {
 	to := slog.LevelDebug
-	if level == hclog.Error {
+	if level == hclog.Error && !r.said.again(msg) {
 		to = slog.LevelError
 	}
 	ctx := context.Background()

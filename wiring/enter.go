@@ -23,14 +23,19 @@ const seedsFile = "seeds.json"
 
 const gossipKeyBytes = 32
 
-// enter makes the node's mesh: from the files of its data dir, by joining, or as the first node of a new cluster.
+// enter makes the node's mesh: from the files of its data dir, by joining, or as the first node of a new cluster. The node port
+// is bound before anybody hears of this node.
 func (n *Node) enter(ctx context.Context) error {
-	m := &mesh{n: n, dir: pkiDir(n.cfg.DataDir), address: hostPort(n.cfg.Advertise, n.cfg.NodePort), gossipAddress: hostPort(n.cfg.Advertise, n.cfg.GossipPort)}
+	m := &mesh{n: n, dir: pkiDir(n.cfg.DataDir), gossipAddress: hostPort(n.cfg.Advertise, n.cfg.GossipPort)}
+	n.mesh = m
 	id, err := n.identify()
 	if err != nil {
 		return err
 	}
 	n.ident = id
+	if err := m.open(ctx); err != nil {
+		return err
+	}
 	m.files, err = m.load()
 	switch {
 	case err != nil && !errors.Is(err, fs.ErrNotExist):
@@ -54,8 +59,7 @@ func (n *Node) enter(ctx context.Context) error {
 	}
 	n.ident.Cluster = c.Identity.Cluster
 	m.credentials.Store(c)
-	n.mesh = m
-	return nil
+	return m.talk(ctx)
 }
 
 // identify reads whose data dir it is, or draws it.

@@ -15,7 +15,7 @@ const metaEvery = 10 * time.Second
 
 // talk starts the gossip, which finds nodes that have moved and suspects silent ones. Without it the state's addresses and the
 // leases are what there is: networks in memory have no packets and do without.
-func (m *mesh) talk(ctx context.Context, t membership.Timers) error {
+func (m *mesh) talk(ctx context.Context) error {
 	n := m.n
 	if n.cfg.Network != nil {
 		return nil
@@ -27,11 +27,12 @@ func (m *mesh) talk(ctx context.Context, t membership.Timers) error {
 	m.gossip, err = membership.New(ctx, membership.Config{
 		Node: n.cfg.NodeID, Incarnation: random(), Meta: m.meta(), Bind: m.gossipAddress, Advertise: m.gossipAddress, Key: key,
 		Seeds: m.gossipSeeds, Revoked: n.removed, Refused: func(r membership.Reason) { n.here.Refused("gossip_" + string(r)) },
-		Timers: t, Log: n.log.With(slog.String("room", "membership")),
+		Timers: n.cfg.timers().gossip, Log: n.log.With(slog.String("room", "membership")),
 	})
 	if err != nil {
 		return err
 	}
+	m.gossipAddress = m.gossip.Address()
 	return m.gossip.Start()
 }
 

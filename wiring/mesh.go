@@ -62,8 +62,12 @@ func (m *mesh) open(ctx context.Context) error {
 		Credentials: m.credentials.Load, Revoked: n.removed, Bind: n.cfg.bind(), Connect: n.cfg.connect(), Log: n.log.With(slog.String("room", "nodeport")),
 		Refused: func(r nodeport.Reason) { n.here.Refused(string(r)) },
 	})
-	if err := m.port.Listen(ctx, m.address); err != nil {
+	if err := m.port.Listen(ctx, hostPort(n.cfg.Advertise, n.cfg.NodePort)); err != nil {
 		return err
+	}
+	m.address = hostPort(n.cfg.Advertise, n.cfg.NodePort)
+	if bound, ok := m.port.Addr().(*net.TCPAddr); ok { // of port 0
+		m.address = hostPort(n.cfg.Advertise, bound.Port)
 	}
 	m.ways = newWays(m.port, n.peer)
 	m.loops.Go(func() {

@@ -102,12 +102,6 @@ func (n *Node) build() error {
 		if err := n.enter(ctx); err != nil {
 			return err
 		}
-		if err := n.mesh.open(ctx); err != nil {
-			return err
-		}
-		if err := n.mesh.talk(ctx, t.gossip); err != nil {
-			return err
-		}
 	}
 	n.conns = remote.NewConns(remote.ConnsConfig{Dial: n.mesh.dial, Nodes: n.peers})
 	n.leader = remote.NewLeaderClient(remote.LeaderConfig{Self: n.cfg.NodeID, Conns: n.conns, Hint: n.leaderUID, Leading: n.leadingNow, Store: late{n}, Log: n.log})

@@ -3,6 +3,7 @@ package controller
 import (
 	"maps"
 	"slices"
+	"time"
 )
 
 // part is what one node has of the grant in hand of a unit.
@@ -13,8 +14,9 @@ type part struct {
 	adopted                  bool // granted before this leader led, and its node has not spoken of it
 	absent                   bool // adopted, and its node says that it does not have it
 
-	process uint64 // of the node that spoke of it last
-	number  uint64 // of the newest event taken from that process
+	process uint64    // of the node that spoke of it last
+	number  uint64    // of the newest event taken from that process
+	missed  time.Time // since when that process has not spoken of it; zero = it does
 }
 
 // news says whether an event is newer than what is known. 0 is no number and always new.

@@ -106,8 +106,12 @@ func (c *Core) hear(now time.Time, p *peer, r *msg.NodeReport) {
 	}
 	for _, id := range c.ids() {
 		u := c.units[id]
-		if part := u.parts[r.Node.ID]; part != nil && !part.gone && has[id] < u.m.Epoch {
+		switch part := u.parts[r.Node.ID]; {
+		case part == nil || part.gone:
+		case has[id] < u.m.Epoch:
 			c.missing(now, u, r.Node.ID, part, p.process)
+		default:
+			part.missed = time.Time{}
 		}
 	}
 }
@@ -123,7 +127,9 @@ func (c *Core) missing(now time.Time, u *unit, node string, p *part, process uin
 		}
 	case p.adopted, p.started && p.process != process:
 		c.endedWith(now, u, node)
-	case p.started:
+	case p.started && p.missed.IsZero():
+		p.missed = now // or this report was overtaken
+	case p.started && now.Sub(p.missed) >= c.timers.LeaseTTL/delayPart:
 		c.goneFrom(now, u, node, state.Event{Epoch: u.m.Epoch, Reason: "node " + node + " has it no more", WasReady: u.m.WasReady})
 	}
 }

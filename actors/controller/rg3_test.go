@@ -105,9 +105,9 @@ func (l *lossy) post(node string, f func()) { l.bag = append(l.bag, parcel{node,
 func (l *lossy) report(id string) {
 	h := l.hosts[id]
 	r, process := h.report(l.now), h.process
-	sent := l.now
+	sent, leader := l.now, l.core
 	l.post(id, func() {
-		if l.now.Sub(sent) > reportLife {
+		if l.now.Sub(sent) > reportLife || l.core != leader {
 			return
 		}
 		again := *r
@@ -224,9 +224,9 @@ func (l *lossy) settle() {
 			l.deliver()
 			l.check()
 		}
-		l.takeTrace()
+		before := len(l.trace)
 		l.pass(time.Second)
-		if quiet++; len(l.trace) > 0 || l.unsettled() != "" {
+		if quiet++; len(l.trace) > before || l.unsettled() != "" {
 			quiet = 0
 		}
 	}

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -224,6 +225,23 @@ func TestARequestsWayThroughTheStream(t *testing.T) {
 			Rank: 2, Node: "n", Epoch: 3, Incarnation: "0000000000000007", URL: "http://e", MaxOngoing: 2,
 			Requests: 1, Tokens: 9, TokensPerS: 0.9, TTFTp50Ms: 30, TTFTp95Ms: 30,
 		}, st)
+	})
+}
+
+// A node without a lease refuses before anything else is looked at, and takes requests again as soon as it has one.
+func TestNothingIsAdmittedWithoutTheNodesLease(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var held atomic.Bool
+		r := newRig(t, true, func(f *Factory, _ *msg.ReplicaSpec) { f.Lease = held.Load })
+		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 7, MaxOngoing: 1}))
+		assert.Equal(t, msg.NoLease, r.ask(func(a *msg.Admit) { a.Epoch = 2 }).Refusal)
+		assert.Equal(t, msg.NoLease, r.ask().Refusal)
+		assert.Zero(t, r.Status().InFlight)
+		held.Store(true)
+		require.Equal(t, msg.Granted, r.ask().Refusal)
+		held.Store(false)
+		assert.Equal(t, msg.NoLease, r.ask().Refusal, "also of a full rank")
+		assert.Equal(t, 1, r.Status().InFlight, "what runs goes on")
 	})
 }
 

@@ -24,11 +24,11 @@ type dataPort struct {
 }
 
 // dataPort makes the rig's ranks those of another node.
-func (g *rig) dataPort(lease func() bool) *dataPort {
-	for _, r := range g.replicas {
+func (g *rig) dataPort(o *options) *dataPort {
+	for _, r := range g.replicas[:len(g.replicas)-o.home] {
 		r.node = "n2"
 	}
-	return newDataPort(g.t, g.feed, lease)
+	return newDataPort(g.t, g.feed, o.lease)
 }
 
 func newDataPort(tb testing.TB, f *feed, lease func() bool) *dataPort {
@@ -109,33 +109,21 @@ func TestLease(t *testing.T) {
 	}
 }
 
-// TestNoWayToOtherNodes: without one, their ranks are no choice.
-func TestNoWayToOtherNodes(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer), replies(200, wholeAnswer)}})
+// TestWithoutRemote: without a way to other nodes the feed has none, whatever their names: every mailbox is in this process.
+func TestWithoutRemote(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	g.replicas[0].node = "n2"
 	g.replicas[0].reborn()
 	g.phase("demo/0/0", "ready", 2)
-	for range 4 {
-		a := g.post("/v1/chat/completions", chatBody)
-		assert.Equal(t, 200, a.status)
-		assert.Equal(t, "1", a.header.Get("X-Dpserve-Rank"))
-	}
+	assert.Equal(t, 200, g.post("/v1/chat/completions", chatBody).status)
+	assert.Equal(t, 1, g.replicas[0].granted())
 }
 
 // TestNodeLost: requests without a first byte go elsewhere for free when their node's connection is lost, however many they are;
 // streams end with an error event; neither counts against the rank.
 func TestNodeLost(t *testing.T) {
 	h := &hang{}
-	g := newRig(t, options{max: 128, engines: []http.HandlerFunc{h.sends(textChunk), h.sends(), replies(200, wholeAnswer)}})
-	for _, r := range g.replicas[:2] {
-		r.node = "n2"
-	}
-	p := newDataPort(t, g.feed, nil)
-	g.in.remote = p.client
-	for i, r := range g.replicas[:2] {
-		r.reborn()
-		g.phase([]string{"demo/0/0", "demo/0/1"}[i], "ready", 2)
-	}
+	g := newRig(t, options{max: 128, far: true, home: 1, engines: []http.HandlerFunc{h.sends(textChunk), h.sends(), replies(200, wholeAnswer)}})
 	const n = 90 // a third each: more than the retry budget pays for
 	answers := make(chan answer, n)
 	for range n {
@@ -147,7 +135,7 @@ func TestNodeLost(t *testing.T) {
 		defer g.replicas[0].mu.Unlock()
 		return g.replicas[0].firsts == n/3
 	}, "a third streams")
-	require.NoError(t, p.http.Close())
+	require.NoError(t, g.port.http.Close())
 	cut := 0
 	for range n {
 		a := <-answers

@@ -280,7 +280,7 @@ func (l *link) send(ctx context.Context, stream StreamClient) {
 			l.posts.putBack(batch)
 			return
 		}
-		if !rest(ctx.Done(), timer, l.feed.pacing()) {
+		if !rest(ctx.Done(), timer, untilBeat(l.feed.pacing())) {
 			return
 		}
 	}

@@ -45,7 +45,7 @@ func benchNode(b *testing.B, nodes int) {
 	require.NoError(b, err)
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(b, err)
-	server := grpc.NewServer(grpc.Creds(credentials.NewTLS(&tls.Config{Certificates: []tls.Certificate{selfSigned(b)}, MinVersion: tls.VersionTLS13})))
+	server := grpc.NewServer(grpc.Creds(credentials.NewTLS(&tls.Config{Certificates: []tls.Certificate{selfSigned(b)}, MinVersion: tls.VersionTLS13})), grpc.InitialWindowSize(1<<20), grpc.InitialConnWindowSize(1<<20))
 	dpservev1.RegisterReplicaServer(server, streams)
 	go func() { _ = server.Serve(l) }()
 	w := &worker{id: "n1", hub: h}
@@ -140,7 +140,7 @@ func TestReadersOfABenchmark(t *testing.T) {
 
 func benchIngress(t *testing.T, b *book, id string, posts int) {
 	f, err := NewFeed(FeedConfig{Self: id, Store: b, Log: slog.New(slog.DiscardHandler), Open: func(ctx context.Context, n state.Node) (StreamClient, error) {
-		cc, err := grpc.NewClient(n.Address, grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{InsecureSkipVerify: true})))
+		cc, err := grpc.NewClient(n.Address, grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{InsecureSkipVerify: true})), grpc.WithInitialWindowSize(1<<20), grpc.WithInitialConnWindowSize(1<<20))
 		if err != nil {
 			return nil, err
 		}

@@ -100,8 +100,8 @@ func (s *StreamServer) write(sub *subscriber, stream grpc.BidiStreamingServer[dp
 			s.counts.resyncs.Add(1)
 			_ = ask.TrySend(msg.Resync{Sink: s.asker}) // a rank that has no room for it is asked again
 		}
-		if packed == nil && time.Since(sent) < s.timers.Heartbeat {
-			timer.Reset(s.timers.Heartbeat - time.Since(sent))
+		if quiet := time.Since(sent); packed == nil && quiet < s.timers.Heartbeat/2 {
+			timer.Reset(heartbeatIn(quiet, s.timers.Heartbeat))
 			select {
 			case <-sub.done:
 				return nil
@@ -114,21 +114,20 @@ func (s *StreamServer) write(sub *subscriber, stream grpc.BidiStreamingServer[dp
 			return err
 		}
 		sent = time.Now()
-		if len(packed) > 0 && len(packed) < unpaced && !rest(sub.done, timer, pace) {
+		if len(packed) > 0 && len(packed) < unpaced && !rest(sub.done, timer, untilBeat(pace)) {
 			return nil
 		}
 	}
 }
 
-// rest waits; false if done was closed meanwhile.
-func rest(done <-chan struct{}, timer *time.Timer, d time.Duration) bool {
-	timer.Reset(d)
-	select {
-	case <-done:
-		return false
-	case <-timer.C:
-		return true
+// heartbeatIn is the time to the next heartbeat of a stream that has said nothing for quiet: on the beat, and at most every and a half
+// behind the last message.
+func heartbeatIn(quiet, every time.Duration) time.Duration {
+	d := untilBeat(every)
+	if quiet+d < every/2 {
+		d += every
 	}
+	return d
 }
 
 // next is what a stream sends next, nil if there is nothing, and the rank that it asks for a snapshot, nil if none.

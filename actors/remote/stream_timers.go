@@ -7,7 +7,7 @@ import (
 
 // StreamTimers are the times of the ranks' streams between nodes. Zero values take the defaults.
 type StreamTimers struct {
-	Heartbeat  time.Duration // a stream without records says that it lives, 250 ms
+	Heartbeat  time.Duration // of a stream without records, at most half as much later: it says that it lives, 250 ms
 	Suspect    time.Duration // of silence: the node's ranks are picked last, 1 s
 	Out        time.Duration // of silence: they are out, 3 s
 	BackoffMin time.Duration // between tries to reach a node, growing, 50 ms
@@ -27,10 +27,30 @@ func (t StreamTimers) withDefaults() StreamTimers {
 }
 
 // Messages of a node to all its peers together cost a bounded share of a core: each peer gets one at most every perPeer × peers. What
-// waits meanwhile leaves together. A first message after a rest leaves at once.
+// waits meanwhile leaves together. A first message after a rest leaves at once. All streams of a process wait for the same beat: waking
+// up costs more than a message.
 const (
 	perPeer = 500 * time.Microsecond
 	maxPace = 40 * time.Millisecond
 )
 
 func paceOf(peers int) time.Duration { return min(time.Duration(peers)*perPeer, maxPace) }
+
+// untilBeat is the time to the next beat of a clock that all have.
+func untilBeat(every time.Duration) time.Duration {
+	if every <= 0 {
+		return 0
+	}
+	return every - time.Duration(time.Now().UnixNano())%every
+}
+
+// rest waits; false if done was closed meanwhile.
+func rest(done <-chan struct{}, timer *time.Timer, d time.Duration) bool {
+	timer.Reset(d)
+	select {
+	case <-done:
+		return false
+	case <-timer.C:
+		return true
+	}
+}

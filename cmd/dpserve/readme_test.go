@@ -2,10 +2,13 @@ package main
 
 import (
 	"context"
+	"fmt"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -39,15 +42,17 @@ func TestREADME(t *testing.T) {
 	}
 	commands := commandBlocks(t, "../../README.md")
 	var ups []string
-	var curl, script string
+	var curl, script, cluster string
 	for _, c := range commands {
 		switch {
 		case strings.HasPrefix(c, "go run ./cmd/dpserve up"):
 			ups = append(ups, strings.TrimPrefix(c, "go run ./cmd/dpserve "))
 		case strings.HasPrefix(c, "curl "):
 			curl = c
-		case strings.HasPrefix(c, "examples/"):
+		case strings.HasPrefix(c, "examples/multi-turn/"):
 			script = c
+		case strings.HasPrefix(c, "examples/cluster/"):
+			cluster = c
 		case c == "go test ./...":
 			ci, err := os.ReadFile("../../.ci/run")
 			require.NoError(t, err)
@@ -70,6 +75,31 @@ func TestREADME(t *testing.T) {
 	}
 	p.interrupt(t)
 	playConversations(t, script, ups[1])
+	threeNodes(t, cluster, p.cmd.Path)
+}
+
+// threeNodes runs the README's cluster to its first answers, on ports that are free.
+func threeNodes(t *testing.T, script, binary string) {
+	t.Helper()
+	require.NotEmpty(t, script)
+	if runtime.GOOS != "linux" {
+		t.Skip("127.0.0.2 is not up elsewhere")
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 2*scriptWait)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, "./"+script)
+	cmd.Dir = "../.."
+	cmd.Env = append(os.Environ(), "ONCE=1", "DPSERVE="+binary)
+	for _, name := range []string{"HTTP_PORT", "ADMIN_PORT", "NODE_PORT", "GOSSIP_PORT"} {
+		l, err := (&net.ListenConfig{}).Listen(ctx, "tcp", "127.0.0.1:0")
+		require.NoError(t, err)
+		cmd.Env = append(cmd.Env, fmt.Sprintf("%s=%d", name, l.Addr().(*net.TCPAddr).Port)) //nolint:errcheck // a tcp listener
+		require.NoError(t, l.Close())
+	}
+	out, err := cmd.CombinedOutput()
+	require.NoError(t, err, string(out))
+	assert.Equal(t, 6, strings.Count(string(out), "HTTP/1.1 200 OK"), string(out))
+	assert.Regexp(t, `node-1 +alive +control,worker,ingress\*`, string(out))
 }
 
 // playConversations runs the README's second example, with fewer conversations.

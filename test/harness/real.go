@@ -63,6 +63,18 @@ func Run(t testing.TB, args ...string) *Real {
 
 func (r *Real) run(args []string) {
 	r.T.Helper()
+	r.launch(args)
+	r.T.Cleanup(func() {
+		r.Stop()
+		if r.T.Failed() {
+			r.T.Logf("dpserve %s\n%s", strings.Join(args, " "), r.out)
+		}
+	})
+}
+
+// launch starts the process; who calls it ends it.
+func (r *Real) launch(args []string) {
+	r.T.Helper()
 	r.out, r.done = &Buffer{}, make(chan struct{})
 	r.cmd = exec.Command(Binary(r.T), args...)
 	r.cmd.Stdout, r.cmd.Stderr = r.out, r.out
@@ -70,12 +82,6 @@ func (r *Real) run(args []string) {
 	require.NoError(r.T, r.cmd.Start())
 	r.PID = r.cmd.Process.Pid
 	go func() { _ = r.cmd.Wait(); close(r.done) }()
-	r.T.Cleanup(func() {
-		r.Stop()
-		if r.T.Failed() {
-			r.T.Logf("dpserve %s\n%s", strings.Join(args, " "), r.out)
-		}
-	})
 }
 
 // Output is what the process wrote so far, stdout and stderr together.

@@ -1,0 +1,146 @@
+package cluster_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/anishathalye/porcupine"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/cluster"
+	"github.com/dpserve/dpserve/state"
+)
+
+// attempt is one PutApps of the register: the revision it expected.
+type attempt struct{ expect uint64 }
+
+// outcome is what came of it. unknown: it may or may not have been applied, also later.
+type outcome struct {
+	revision uint64
+	stale    bool
+	unknown  bool
+}
+
+// register is a revision: a write that expects it makes it one more, any other is refused.
+func register() porcupine.Model {
+	m := porcupine.NondeterministicModel{
+		Init: func() []any { return []any{uint64(0)} },
+		Step: func(st, in, out any) []any {
+			rev, a, o := st.(uint64), in.(attempt), out.(outcome)
+			fits := a.expect == rev
+			switch {
+			case o.unknown && fits:
+				return []any{rev, rev + 1}
+			case o.unknown:
+				return []any{rev}
+			case o.stale && !fits:
+				return []any{rev}
+			case !o.stale && fits && o.revision == rev+1:
+				return []any{rev + 1}
+			}
+			return nil
+		},
+		Equal:             func(a, b any) bool { return a == b },
+		DescribeOperation: func(in, out any) string { return fmt.Sprintf("%+v → %+v", in, out) },
+	}
+	return m.ToModel()
+}
+
+// history is what clients saw.
+type history struct {
+	mu  sync.Mutex
+	ops []porcupine.Operation
+}
+
+func (h *history) add(op porcupine.Operation) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.ops = append(h.ops, op)
+}
+
+// ask is one write, through any member.
+func ask(ctx context.Context, c *cluster.Cluster, a attempt, spec string) (outcome, bool) {
+	cmd := putApp("demo", spec)
+	cmd.PutApps.Expect = map[string]uint64{"demo": a.expect}
+	res, err := c.Propose(ctx, cmd)
+	switch {
+	case err == nil:
+		return outcome{revision: res.Apps["demo"]}, true
+	case errors.Is(err, state.ErrStaleRevision):
+		return outcome{stale: true}, true
+	case errors.Is(err, cluster.ErrNotLeader), errors.Is(err, cluster.ErrNoMajority):
+		return outcome{}, false // nothing was done
+	default:
+		return outcome{unknown: true}, true
+	}
+}
+
+// TestLinearizable: clients race for the next revision through every member while leaders are killed and cut off. What they saw
+// must be explained by one register, whoever answered.
+func TestLinearizable(t *testing.T) {
+	t.Parallel()
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	random := rand.New(rand.NewPCG(seed, 0))
+	rounds, clients := 4, 4
+	if testing.Short() {
+		rounds = 2
+	}
+	g := threeVoters(t, true)
+	h := &history{}
+	ctx, stop := context.WithCancel(t.Context())
+	begin := time.Now()
+	var wg sync.WaitGroup
+	for id := range clients {
+		wg.Go(func() { g.client(ctx, h, id, rand.New(rand.NewPCG(seed, uint64(id)+1)), begin) }) //nolint:gosec // not a secret
+	}
+	for range rounds {
+		time.Sleep(time.Duration(50+random.IntN(150)) * time.Millisecond)
+		m := g.leader()
+		if random.IntN(2) == 0 {
+			g.wires.isolate(m.address, true)
+			g.leader(g.others(m)...)
+			g.wires.isolate(m.address, false)
+			continue
+		}
+		g.stop(m)
+		g.leader()
+		g.start(m)
+	}
+	stop()
+	wg.Wait()
+	require.NotEmpty(t, h.ops)
+	res := porcupine.CheckOperationsTimeout(register(), h.ops, limit)
+	assert.NotEqual(t, porcupine.Illegal, res, "seed %d: %d operations have no order that explains them", seed, len(h.ops))
+	g.same()
+}
+
+// client writes until ctx ends: with the revision its member shows, or with the last it saw.
+func (g *group) client(ctx context.Context, h *history, id int, random *rand.Rand, begin time.Time) {
+	for n := 0; ctx.Err() == nil; n++ {
+		all := g.clusters()
+		m := all[random.IntN(len(all))]
+		a := attempt{}
+		if app := m.State().Apps["demo"]; app != nil {
+			a.expect = app.Revision
+		}
+		each, cancel := context.WithTimeout(ctx, 2*time.Second)
+		called := time.Since(begin).Nanoseconds()
+		out, done := ask(each, m, a, fmt.Sprint(id, "-", n))
+		cancel()
+		if done {
+			back := time.Since(begin).Nanoseconds()
+			if out.unknown {
+				back = 1 << 62 // it may happen at any time after the call
+			}
+			h.add(porcupine.Operation{ClientId: id, Input: a, Call: called, Output: out, Return: back})
+		}
+		time.Sleep(time.Duration(random.IntN(5)) * time.Millisecond)
+	}
+}

@@ -1,0 +1,330 @@
+package harness
+
+import (
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+)
+
+// Members is a cluster of running dpserve processes on loopback addresses of their own, all with the same port numbers. Use it from
+// the test's goroutine; Load's clients are the exception.
+type Members struct {
+	T   testing.TB
+	All []*Member // in the order in which they joined
+
+	dir       string
+	net       string // the rig's addresses without their last number
+	slots     int
+	timers    map[string]time.Duration
+	nodePort  int
+	gossip    int
+	http      int
+	admin     int
+	token     string
+	addresses int
+}
+
+// MembersOption changes how a cluster begins.
+type MembersOption func(*Members)
+
+// MemberSlots is how many ranks fit on each node.
+func MemberSlots(n int) MembersOption { return func(c *Members) { c.slots = n } }
+
+// MemberTimer overrides one timer of --timers.
+func MemberTimer(name string, d time.Duration) MembersOption {
+	return func(c *Members) { c.timers[name] = d }
+}
+
+// Part of the real waits that a cluster of tests has: leases, restarts and the ranks' streams (ACCEPTANCE, "Steps"). The waits of raft
+// and of the gossip have no part: they are short already.
+const (
+	Pace        = 10
+	LeaseTTL    = 10 * time.Second / Pace
+	LeaseRegant = 12 * time.Second / Pace
+)
+
+func memberTimers() map[string]time.Duration {
+	return map[string]time.Duration{
+		"lease_ttl": LeaseTTL, "lease_renew": 2 * time.Second / Pace, "lease_regrant": LeaseRegant,
+		"stream_heartbeat": 250 * time.Millisecond / Pace, "stream_suspect": time.Second / Pace, "stream_out": 3 * time.Second / Pace,
+		"start_retry": time.Second / Pace, "restart_min": time.Second / Pace, "resend": 2 * time.Second / Pace,
+		"kill_grace": 5 * time.Second / Pace,
+	}
+}
+
+// StartMembers makes a cluster of n nodes, or of one for each list of flags: node 0 begins it, the others join. It returns when all are
+// alive and those with role control that should vote do. At the test's end nothing is left running, or the test fails.
+func StartMembers(t testing.TB, flags [][]string, options ...MembersOption) *Members {
+	t.Helper()
+	c := &Members{T: t, dir: t.TempDir(), net: loopNet(t), slots: 64, timers: memberTimers()}
+	for _, o := range options {
+		o(c)
+	}
+	ports := []*int{&c.nodePort, &c.gossip, &c.http, &c.admin}
+	for i, p := range freePorts(t, len(ports)) {
+		*ports[i] = p
+	}
+	t.Cleanup(c.end)
+	for i, f := range flags {
+		m := c.Add(string(rune('a'+i)), f...)
+		if i == 0 {
+			c.token = m.firstToken()
+		}
+	}
+	c.Settled()
+	return c
+}
+
+// Each gives the same flags to n nodes.
+func Each(n int, flags ...string) [][]string { return slices.Repeat([][]string{flags}, n) }
+
+// Add starts one more node that joins the cluster, and does not wait for it; the first one begins the cluster.
+func (c *Members) Add(name string, flags ...string) *Member {
+	c.T.Helper()
+	m := &Member{Name: name, rig: c, flags: flags, dir: filepath.Join(c.dir, name)}
+	m.Move(c.NextIP())
+	if len(c.All) == 0 {
+		m.Start()
+	} else {
+		m.Join(c.token)
+	}
+	c.All = append(c.All, m)
+	return m
+}
+
+// NextIP is an address of the rig that no node has.
+func (c *Members) NextIP() string {
+	c.addresses++
+	return c.net + strconv.Itoa(c.addresses)
+}
+
+// Token is what new nodes join with.
+func (c *Members) Token() string { return c.token }
+
+// NodePort is where a node is joined.
+func (c *Members) NodePort() int { return c.nodePort }
+
+// By is the node of a name.
+func (c *Members) By(name string) *Member {
+	c.T.Helper()
+	for _, m := range c.All {
+		if m.Name == name {
+			return m
+		}
+	}
+	c.T.Fatalf("there is no node %q", name)
+	return nil
+}
+
+// Up are the nodes whose process runs and is not stopped.
+func (c *Members) Up() []*Member {
+	return slices.DeleteFunc(slices.Clone(c.All), func(m *Member) bool { return !m.Runs() || m.frozen })
+}
+
+// Nodes is the list of nodes, as the first that answers tells it.
+func (c *Members) Nodes() (list []msg.NodeStatus, err error) {
+	err = fmt.Errorf("no node of %d runs", len(c.All))
+	for _, m := range c.Up() {
+		if list, err = m.Nodes(); err == nil {
+			return list, nil
+		}
+	}
+	return nil, err
+}
+
+// WaitNode waits until a node's status is as wanted.
+func (c *Members) WaitNode(name, what string, want func(s *msg.NodeStatus) bool) {
+	c.T.Helper()
+	c.Eventually("node "+name+" "+what, func() error {
+		list, err := c.Nodes()
+		if err != nil {
+			return err
+		}
+		for i := range list {
+			if list[i].Node == name && want(&list[i]) {
+				return nil
+			}
+		}
+		return fmt.Errorf("nodes are %s", brief(list))
+	})
+}
+
+// Settled waits until the running nodes are alive, the rest is not, and as many vote as may: 1, 3 or 5.
+func (c *Members) Settled() {
+	c.T.Helper()
+	c.Eventually("all nodes alive, voters as they should be", func() error {
+		list, err := c.Nodes()
+		if err != nil {
+			return err
+		}
+		return c.settled(list)
+	})
+}
+
+func (c *Members) settled(list []msg.NodeStatus) error {
+	control, voters, leaders := 0, 0, 0
+	alive := map[string]bool{}
+	for i := range list {
+		s := &list[i]
+		alive[s.Node] = s.State == "alive"
+		if slices.Contains(s.Roles, "control") && s.State == "alive" {
+			control++
+		}
+		if s.Voter {
+			voters++
+		}
+		if s.Leader {
+			leaders++
+		}
+	}
+	for _, m := range c.All {
+		if alive[m.Name] != (m.Runs() && !m.frozen) {
+			return fmt.Errorf("node %s: nodes are %s", m.Name, brief(list))
+		}
+	}
+	if want := min(5, (control-1)/2*2+1); voters != want || leaders != 1 {
+		return fmt.Errorf("%d of %d control nodes vote, want %d, and %d lead: %s", voters, control, want, leaders, brief(list))
+	}
+	return nil
+}
+
+func brief(list []msg.NodeStatus) string {
+	var out []string
+	for i := range list {
+		s := &list[i]
+		text := fmt.Sprintf("%s %s ranks=%d", s.Node, s.State, s.Ranks)
+		if s.Leader {
+			text += " leads"
+		}
+		if s.Voter {
+			text += " votes"
+		}
+		out = append(out, text)
+	}
+	return strings.Join(out, ", ")
+}
+
+// Leader is the node that leads.
+func (c *Members) Leader() *Member {
+	c.T.Helper()
+	name := ""
+	c.Eventually("a leader", func() error {
+		list, err := c.Nodes()
+		for i := range list {
+			if list[i].Leader {
+				name = list[i].Node
+			}
+		}
+		if err == nil && name == "" {
+			err = fmt.Errorf("nodes are %s", brief(list))
+		}
+		return err
+	})
+	return c.By(name)
+}
+
+// Eventually polls until f gives nil, or fails the test with f's last error.
+func (c *Members) Eventually(what string, f func() error) {
+	c.T.Helper()
+	deadline := time.Now().Add(Patience)
+	for {
+		err := f()
+		if err == nil {
+			return
+		}
+		if time.Now().After(deadline) {
+			c.T.Fatalf("waiting for %s: %v", what, err)
+		}
+		time.Sleep(pollEvery)
+	}
+}
+
+// pollEvery is the wait between two questions of a test that waits.
+const pollEvery = 20 * time.Millisecond
+
+// end stops all nodes at once, and looks for what they left behind.
+func (c *Members) end() {
+	for _, m := range c.All {
+		m.signal(syscall.SIGCONT)
+		m.signal(os.Interrupt)
+	}
+	for _, m := range c.All {
+		m.gone()
+	}
+	assert.Eventually(c.T, func() bool { return len(c.leftovers()) == 0 }, 5*time.Second, pollEvery, "processes left behind: %v", c.leftovers())
+	if c.T.Failed() {
+		for _, m := range c.All {
+			c.T.Logf("node %s %v\n%s", m.Name, m.args, m.Log())
+		}
+	}
+}
+
+// leftovers are processes that speak of the rig's addresses: its nodes and their engines.
+func (c *Members) leftovers() (pids []int) {
+	files, _ := filepath.Glob("/proc/[0-9]*/cmdline")
+	for _, f := range files {
+		b, err := os.ReadFile(f)
+		if err != nil || !strings.Contains(string(b), c.net) {
+			continue
+		}
+		if pid, err := strconv.Atoi(filepath.Base(filepath.Dir(f))); err == nil && pid != os.Getpid() && Alive(pid) {
+			pids = append(pids, pid)
+		}
+	}
+	return pids
+}
+
+var rigs atomic.Int64
+
+// loopNet is a range of loopback addresses for one cluster: 127.X.Y., X by the test process.
+func loopNet(t testing.TB) string {
+	t.Helper()
+	prefix := fmt.Sprintf("127.%d.%d.", 1+os.Getpid()%250, 1+rigs.Add(1))
+	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", prefix+"1:0")
+	if err != nil {
+		t.Skipf("this machine has no loopback addresses but 127.0.0.1: %v", err)
+	}
+	require.NoError(t, l.Close())
+	return prefix
+}
+
+// freePorts are numbers that are free on every address right now.
+func freePorts(t testing.TB, n int) []int {
+	t.Helper()
+	out := make([]int, n)
+	for i := range out {
+		l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp4", "0.0.0.0:0") //nolint:gosec // closed at once
+		require.NoError(t, err)
+		defer l.Close()
+		addr, ok := l.Addr().(*net.TCPAddr)
+		require.True(t, ok)
+		out[i] = addr.Port
+	}
+	return out
+}
+
+var tokenLine = regexp.MustCompile(`--token (\S+)`)
+
+// timerFlag is --timers.
+func (c *Members) timerFlag() string {
+	var out []string
+	for name, d := range c.timers {
+		out = append(out, name+"="+d.String())
+	}
+	slices.Sort(out)
+	return strings.Join(out, ",")
+}

@@ -1,0 +1,180 @@
+package harness
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+)
+
+// Load is clients that keep asking an application through one or more endpoints until End.
+type Load struct {
+	t      testing.TB
+	stop   context.CancelFunc
+	ctx    context.Context //nolint:containedctx // the clients' life
+	wg     sync.WaitGroup
+	mu     sync.Mutex
+	all    []Answer
+	hung   time.Duration
+	client *http.Client
+}
+
+// Answer is what one client saw of one request.
+type Answer struct {
+	*Stream
+	At    string    // the endpoint
+	Began time.Time // when it was sent
+	Hung  bool      // it was given up
+}
+
+func (a *Answer) String() string {
+	return fmt.Sprintf("at %s, began %s, took %s, hung %v: %v", a.At, a.Began.Format("05.000"), a.Total.Round(time.Millisecond), a.Hung, a.Stream)
+}
+
+// Tally counts answers.
+type Tally struct {
+	OK      int
+	Refused int // errors before the first byte
+	Broken  int // well-formed error events after it
+	Cut     int // ends after it without a word
+	Hung    int
+	Ranks   map[string]int // GROUP/RANK of OK
+	Bad     []string       // the first ones that were not OK
+}
+
+func (y Tally) String() string {
+	return fmt.Sprintf("ok %d, errors before the first byte %d, error events after it %d, cut after it %d, hung %d, by rank %v\n%s", y.OK, y.Refused, y.Broken, y.Cut, y.Hung, y.Ranks, strings.Join(y.Bad, "\n"))
+}
+
+// HungAfter is when a client of Load gives a request up.
+const HungAfter = 30 * time.Second
+
+// StartLoad runs clients at each endpoint (host:port). Every second client streams tokens tokens, the others ask for a short whole
+// answer.
+func StartLoad(t testing.TB, app string, clients, tokens int, endpoints ...string) *Load {
+	t.Helper()
+	l := &Load{t: t, hung: HungAfter, client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: clients}}}
+	l.ctx, l.stop = context.WithCancel(context.Background())
+	for _, at := range endpoints {
+		for i := range clients {
+			l.wg.Go(func() { l.run(app, at, tokens, i%2 == 0) })
+		}
+	}
+	t.Cleanup(func() { l.End() })
+	return l
+}
+
+func (l *Load) run(app, at string, tokens int, stream bool) {
+	if !stream {
+		tokens = 1
+	}
+	body := Chat(app, "hello", tokens, stream)
+	for l.ctx.Err() == nil {
+		a := l.one(at, body, stream)
+		l.mu.Lock()
+		l.all = append(l.all, a)
+		l.mu.Unlock()
+		if !a.OK() {
+			time.Sleep(pollEvery) // a client that is refused at once waits a little, as people do
+		}
+	}
+}
+
+func (l *Load) one(at, body string, stream bool) Answer {
+	ctx, cancel := context.WithTimeout(context.Background(), l.hung)
+	defer cancel()
+	a := Answer{At: at, Began: time.Now()}
+	a.Stream = l.ask(ctx, at, body, stream, a.Began)
+	a.Total = time.Since(a.Began)
+	a.Hung = ctx.Err() != nil
+	return a
+}
+
+func (l *Load) ask(ctx context.Context, at, body string, stream bool, began time.Time) *Stream {
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+at+"/v1/chat/completions", strings.NewReader(body))
+	if err != nil {
+		return &Stream{Err: err}
+	}
+	req.Header.Set("Content-Type", "application/json")
+	resp, err := l.client.Do(req)
+	if err != nil {
+		return &Stream{Err: err}
+	}
+	defer resp.Body.Close()
+	if !stream && resp.StatusCode == http.StatusOK {
+		return readWhole(resp, began)
+	}
+	return readStream(resp, began)
+}
+
+// Since counts the answers to requests that were sent at or after a moment and have ended by now.
+func (l *Load) Since(at time.Time) Tally {
+	y := Tally{Ranks: map[string]int{}}
+	for _, a := range l.Answers(at) {
+		y.add(&a)
+	}
+	return y
+}
+
+// Answers are those to requests that were sent at or after a moment and have ended by now.
+func (l *Load) Answers(at time.Time) (out []Answer) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, a := range l.all {
+		if !a.Began.Before(at) {
+			out = append(out, a)
+		}
+	}
+	return out
+}
+
+// maxBad bounds what a test prints.
+const maxBad = 20
+
+func (y *Tally) add(a *Answer) {
+	switch {
+	case a.OK():
+		y.OK++
+		y.Ranks[a.Rank]++
+		return
+	case a.Hung:
+		y.Hung++
+	case !a.FirstByte():
+		y.Refused++
+	case a.Error != "" && a.Whole():
+		y.Broken++
+	default:
+		y.Cut++
+	}
+	if len(y.Bad) < maxBad {
+		y.Bad = append(y.Bad, a.String())
+	}
+}
+
+// Reaches waits until n more requests, sent from now on, were answered well.
+func (l *Load) Reaches(n int) {
+	l.t.Helper()
+	from := time.Now()
+	deadline := from.Add(Patience)
+	for {
+		y := l.Since(from)
+		if y.OK >= n {
+			return
+		}
+		if time.Now().After(deadline) {
+			l.t.Fatalf("%d answers in %s, want %d: %v", y.OK, Patience, n, y)
+		}
+		time.Sleep(pollEvery)
+	}
+}
+
+// End lets the requests under way end and gives the count of all. Idempotent.
+func (l *Load) End() Tally {
+	l.stop()
+	l.wg.Wait()
+	l.client.CloseIdleConnections()
+	return l.Since(time.Time{})
+}

@@ -1,0 +1,308 @@
+package harness
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+)
+
+// Member is one node of Members: a process that may end and start again on its data dir.
+type Member struct {
+	*Real         // the newest process
+	Name   string // node id
+	IP     string // what it advertises
+
+	rig    *Members
+	flags  []string
+	args   []string
+	dir    string
+	logs   string // of the processes before
+	frozen bool
+}
+
+// Move gives the node another address, for its next start.
+func (m *Member) Move(ip string) { m.IP = ip }
+
+// Start runs `dpserve start` on the node's data dir and waits until its admin API answers.
+func (m *Member) Start() {
+	m.rig.T.Helper()
+	m.run("start")
+	m.ready()
+}
+
+// Join runs `dpserve join` at the first node that runs, and waits until its admin API answers.
+func (m *Member) Join(token string) {
+	m.rig.T.Helper()
+	m.run("join", m.rig.seed(), "--token", token)
+	m.ready()
+}
+
+// Launch is Join for a node that may be refused: it does not wait.
+func (m *Member) Launch(args ...string) {
+	m.rig.T.Helper()
+	m.run(args...)
+}
+
+func (c *Members) seed() string {
+	c.T.Helper()
+	for _, m := range c.Up() {
+		return m.NodePort()
+	}
+	c.T.Fatal("no node runs that could be joined")
+	return ""
+}
+
+// NodePort is the address of the node's port for other nodes.
+func (m *Member) NodePort() string { return m.on(m.rig.nodePort) }
+
+func (m *Member) on(port int) string { return m.IP + ":" + strconv.Itoa(port) }
+
+func (m *Member) run(args ...string) {
+	m.rig.T.Helper()
+	if m.Real != nil {
+		m.logs = m.Log()
+	}
+	c := m.rig
+	m.args = append(args, "--node-id", m.Name, "--advertise", m.IP, "--data-dir", m.dir, "--node-port", strconv.Itoa(c.nodePort),
+		"--gossip-port", strconv.Itoa(c.gossip), "--http-bind", m.on(c.http), "--admin-bind", m.on(c.admin), "--slots", strconv.Itoa(c.slots),
+		"--timers", c.timerFlag())
+	m.args = append(m.args, m.flags...)
+	m.Real = &Real{T: c.T, HTTP: m.on(c.http), Admin: m.on(c.admin), Dir: m.dir}
+	m.launch(m.args)
+	m.frozen = false
+}
+
+// ready waits until the admin API answers.
+func (m *Member) ready() {
+	m.rig.T.Helper()
+	m.rig.Eventually("node "+m.Name+" answers", func() error {
+		if !m.Runs() {
+			m.rig.T.Fatalf("node %s has ended:\n%s", m.Name, m.Output())
+		}
+		return m.Get("/api/v1/healthz", nil)
+	})
+}
+
+func (m *Member) firstToken() string {
+	m.rig.T.Helper()
+	token := ""
+	m.rig.Eventually("the first join token", func() error {
+		if found := tokenLine.FindStringSubmatch(m.Output()); found != nil {
+			token = found[1]
+			return nil
+		}
+		return errors.New(m.Output())
+	})
+	return token
+}
+
+// Runs says whether the node's process lives.
+func (m *Member) Runs() bool {
+	if m.Real == nil {
+		return false
+	}
+	select {
+	case <-m.done:
+		return false
+	default:
+		return true
+	}
+}
+
+// Log is what the node's processes wrote so far.
+func (m *Member) Log() string {
+	if m.Real == nil {
+		return m.logs
+	}
+	return m.logs + m.Output()
+}
+
+func (m *Member) signal(sig os.Signal) {
+	if m.Runs() {
+		m.Signal(sig)
+	}
+}
+
+// Kill is a node's sudden end: it and its engines are gone when Kill returns.
+func (m *Member) Kill() {
+	m.rig.T.Helper()
+	engines := m.Children()
+	m.signal(syscall.SIGKILL)
+	<-m.done
+	m.frozen = false
+	m.rig.Eventually("the engines of "+m.Name+" gone", func() error {
+		for _, pid := range engines {
+			if Alive(pid) {
+				return fmt.Errorf("process %d lives", pid)
+			}
+		}
+		return nil
+	})
+}
+
+// Term asks the node to end and waits for it.
+func (m *Member) Term() {
+	m.rig.T.Helper()
+	m.signal(syscall.SIGTERM)
+	m.gone()
+}
+
+// Freeze stops the node's process where it is; its engines go on.
+func (m *Member) Freeze() {
+	m.signal(syscall.SIGSTOP)
+	m.frozen = true
+}
+
+// Thaw lets it go on.
+func (m *Member) Thaw() {
+	m.signal(syscall.SIGCONT)
+	m.frozen = false
+}
+
+// endTime is how long a node may take to end, before it is killed and the test fails.
+const endTime = 15 * time.Second
+
+// gone waits for the end of a node that was asked to end.
+func (m *Member) gone() {
+	if m.Real == nil {
+		return
+	}
+	select {
+	case <-m.done:
+	case <-time.After(endTime):
+		m.rig.T.Errorf("node %s did not end within %s", m.Name, endTime)
+		m.signal(syscall.SIGKILL)
+		<-m.done
+	}
+}
+
+// askTime bounds one question to an admin API: a stopped process never answers.
+const askTime = 5 * time.Second
+
+// Get asks the node's admin API; into may be nil.
+func (m *Member) Get(path string, into any) error {
+	code, text, err := m.Ask(http.MethodGet, path, "")
+	if err == nil && code != http.StatusOK {
+		err = fmt.Errorf("GET %s at %s: %d %s", path, m.Name, code, text)
+	}
+	if err != nil || into == nil {
+		return err
+	}
+	return json.Unmarshal([]byte(text), into)
+}
+
+// Ask is one request to the node's admin API.
+func (m *Member) Ask(method, path, body string) (code int, text string, err error) {
+	ctx, cancel := context.WithTimeout(context.Background(), askTime)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, method, "http://"+m.Admin+path, strings.NewReader(body))
+	if err != nil {
+		return 0, "", err
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		return 0, "", err
+	}
+	defer resp.Body.Close()
+	b, err := io.ReadAll(resp.Body)
+	return resp.StatusCode, string(b), err
+}
+
+// Nodes is the list of nodes as this one tells it.
+func (m *Member) Nodes() ([]msg.NodeStatus, error) {
+	var reply struct{ Nodes []msg.NodeStatus }
+	err := m.Get("/api/v1/nodes", &reply)
+	return reply.Nodes, err
+}
+
+// AppOf is an application's status as this node tells it.
+func (m *Member) AppOf(name string) (msg.AppStatus, error) {
+	var reply struct{ App msg.AppStatus }
+	err := m.Get("/api/v1/apps/"+name, &reply)
+	return reply.App, err
+}
+
+// Route is what this node's router says of each rank of an application, by GROUP/RANK: ok, silent, not-ready and so on.
+func (m *Member) Route(app string) (map[string]string, error) {
+	code, text, err := m.Ask(http.MethodPost, "/api/v1/routers/"+app+"/explain", `{"prompt":"hello"}`)
+	if err != nil || code != http.StatusOK {
+		return nil, fmt.Errorf("explain at %s: %d %s: %w", m.Name, code, text, err)
+	}
+	var e msg.Explanation
+	if err := json.Unmarshal([]byte(text), &e); err != nil {
+		return nil, err
+	}
+	out := map[string]string{}
+	for i := range e.Ranks {
+		out[e.Ranks[i].Worker] = e.Ranks[i].State
+	}
+	return out, nil
+}
+
+// Want puts an app.yaml through this node, and again while nobody leads.
+func (m *Member) Want(yaml string) {
+	m.rig.T.Helper()
+	m.rig.Eventually("a deploy is accepted", func() error {
+		code, text, err := m.Ask(http.MethodPut, "/api/v1/apps?file=app.yaml", yaml)
+		if err == nil && code != http.StatusAccepted {
+			err = fmt.Errorf("%d %s", code, text)
+		}
+		return err
+	})
+}
+
+// WaitApp waits until an application's status, as the first node that answers tells it, is as wanted.
+func (c *Members) WaitApp(app, what string, want func(st *msg.AppStatus) error) msg.AppStatus {
+	c.T.Helper()
+	var st msg.AppStatus
+	c.Eventually("app "+app+" "+what, func() error {
+		err := errors.New("no node runs")
+		for _, m := range c.Up() {
+			if st, err = m.AppOf(app); err == nil {
+				break
+			}
+		}
+		if err != nil {
+			return err
+		}
+		return want(&st)
+	})
+	return st
+}
+
+// Running waits until an application runs with all its ranks.
+func (c *Members) Running(app string) msg.AppStatus {
+	c.T.Helper()
+	return c.WaitApp(app, "RUNNING", func(st *msg.AppStatus) error {
+		if st.Status != "RUNNING" || st.Ready != st.Desired {
+			return fmt.Errorf("%s, %d of %d ready: %s", st.Status, st.Ready, st.Desired, st.Message)
+		}
+		for _, u := range st.Units {
+			for i := range u.Ranks {
+				if u.Ranks[i].PID == 0 {
+					return fmt.Errorf("%s rank %d: its account is not there yet", u.Unit, u.Ranks[i].Rank)
+				}
+			}
+		}
+		return nil
+	})
+}
+
+// AllQuiet waits until nothing is in flight or queued anywhere.
+func (c *Members) AllQuiet() {
+	c.T.Helper()
+	require.NotEmpty(c.T, c.Up())
+	c.Up()[0].Quiet()
+}
