@@ -73,3 +73,6 @@ func writeJSON(w http.ResponseWriter, status int, v any) {
 	w.WriteHeader(status)
 	_, _ = w.Write(append(data, '\n'))
 }
+
+// WriteError answers a request with an error in the form of this API.
+func WriteError(w http.ResponseWriter, err error) { writeError(w, err) }

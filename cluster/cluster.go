@@ -188,7 +188,7 @@ func (c *Cluster) close() error {
 func (c *Cluster) shut() error {
 	var errs []error
 	if c.net != nil {
-		errs = append(errs, c.net.shut())
+		c.net.shut()
 	}
 	if c.home != nil {
 		errs = append(errs, c.home.Close())

@@ -66,11 +66,85 @@ func (l *tcpLayer) Dial(_, to string, timeout time.Duration) (net.Conn, error) {
 	return l.wires.dial(l.Addr().String(), to, timeout)
 }
 
+// door is a port that stays with a member over its restarts; while nobody is in, visitors are turned away.
+type door struct {
+	net.Listener
+	mu sync.Mutex
+	in *doorListener
+}
+
+// doorListener is the door for one life of the member.
+type doorListener struct {
+	*door
+	conns chan net.Conn
+	gone  chan struct{}
+	once  sync.Once
+}
+
+func newDoor(t testing.TB) *door {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	d := &door{Listener: l}
+	served := make(chan struct{})
+	go func() { defer close(served); d.serve() }()
+	t.Cleanup(func() { require.NoError(t, l.Close()); <-served })
+	return d
+}
+
+func (d *door) serve() {
+	for {
+		conn, err := d.Accept()
+		if err != nil {
+			return
+		}
+		d.mu.Lock()
+		in := d.in
+		d.mu.Unlock()
+		if in == nil {
+			_ = conn.Close()
+			continue
+		}
+		select {
+		case in.conns <- conn:
+		case <-in.gone:
+			_ = conn.Close()
+		}
+	}
+}
+
+func (d *door) open() net.Listener {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.in = &doorListener{door: d, conns: make(chan net.Conn), gone: make(chan struct{})}
+	return d.in
+}
+
+func (l *doorListener) Accept() (net.Conn, error) {
+	select {
+	case conn := <-l.conns:
+		return conn, nil
+	case <-l.gone:
+		return nil, net.ErrClosed
+	}
+}
+
+func (l *doorListener) Close() error {
+	l.once.Do(func() { close(l.gone) })
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.in == l {
+		l.in = nil
+	}
+	return nil
+}
+
 // member is one node of a group.
 type member struct {
 	*cluster.Cluster
 	cfg     cluster.Config
 	address string
+	door    *door
 	up      bool
 }
 
@@ -87,14 +161,8 @@ func newGroup(t testing.TB) *group { return &group{t: t, wires: newWires()} }
 // start opens a member, again on the port it had.
 func (g *group) start(m *member) {
 	g.t.Helper()
-	if m.address == "" {
-		m.address = "127.0.0.1:0"
-	}
-	l, err := net.Listen("tcp", m.address)
-	require.NoError(g.t, err)
-	m.address = l.Addr().String()
 	cfg := m.cfg
-	cfg.Layer, cfg.Timers, cfg.Forward = &tcpLayer{l, g.wires}, quick(), g.forward
+	cfg.Layer, cfg.Timers, cfg.Forward = &tcpLayer{m.door.open(), g.wires}, quick(), g.forward
 	c, err := cluster.Open(cfg)
 	require.NoError(g.t, err)
 	g.mu.Lock()
@@ -105,7 +173,8 @@ func (g *group) start(m *member) {
 // add opens a new member.
 func (g *group) add(cfg cluster.Config) *member {
 	g.t.Helper()
-	m := &member{cfg: cfg}
+	m := &member{cfg: cfg, door: newDoor(g.t)}
+	m.address = m.door.Addr().String()
 	g.start(m)
 	g.mu.Lock()
 	g.members = append(g.members, m)

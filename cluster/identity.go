@@ -94,7 +94,7 @@ func loadIdentity(cfg Config) (identity, error) {
 
 // readIdentity reads identityFile; fs.ErrNotExist if there is none.
 func readIdentity(cfg Config) (identity, error) {
-	data, err := os.ReadFile(filepath.Join(cfg.DataDir, identityFile)) //nolint:gosec // the operator's own data dir
+	data, err := os.ReadFile(filepath.Join(cfg.DataDir, identityFile))
 	if errors.Is(err, fs.ErrNotExist) {
 		return identity{}, err
 	}

@@ -17,16 +17,21 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// same waits until every running member shows what the leader does.
+// same waits until every running member shows what the leader does. Only Index may differ: what was refused behind the last
+// change counts where both came in one batch.
 func (g *group) same() {
 	g.t.Helper()
-	require.Eventually(g.t, func() bool {
-		want, err := g.leader().State().Encode()
+	shown := func(m *member) string {
+		st := m.State().Clone()
+		st.Index = 0
+		data, err := st.Encode()
 		require.NoError(g.t, err)
+		return string(data)
+	}
+	require.Eventually(g.t, func() bool {
+		want := shown(g.leader())
 		for _, m := range g.running() {
-			got, err := m.State().Encode()
-			require.NoError(g.t, err)
-			if string(got) != string(want) {
+			if shown(m) != want {
 				return false
 			}
 		}
@@ -38,7 +43,7 @@ func TestKilledLeader(t *testing.T) {
 	t.Parallel()
 	g := threeVoters(t, true)
 	rev := g.propose(putApp("demo", "one")).Apps["demo"]
-	for epoch := range uint64(3) {
+	for epoch := range uint64(2) {
 		old := g.leader()
 		term := old.Term()
 		res := g.propose(grantOn("node-1", rev, epoch))
@@ -149,10 +154,11 @@ func TestLeaderRemovesItself(t *testing.T) {
 	assert.False(t, old.Leader())
 }
 
-// TestCutOffLeader: a leader without a majority accepts nothing, and what it was asked is not there when it is back.
+// TestCutOffLeader: a leader without a majority accepts nothing, and what it was asked is not there when it is back, nor after
+// its restart. (Its log was cut at the end: raft-wal 0.4.0 could not read such a log again.)
 func TestCutOffLeader(t *testing.T) {
 	t.Parallel()
-	g := threeVoters(t, false)
+	g := threeVoters(t, true)
 	old := g.leader()
 	g.wires.isolate(old.address, true)
 	accepted := make(chan int, 1)
@@ -176,8 +182,12 @@ func TestCutOffLeader(t *testing.T) {
 	g.wires.isolate(old.address, false)
 	g.retry(func() error { _, err := old.Propose(t.Context(), putApp("back", "one")); return err })
 	g.same()
+	g.stop(old)
+	g.start(old)
+	g.ready(old)
 	assert.NotContains(t, old.State().Apps, "lost")
 	assert.Contains(t, old.State().Apps, "demo")
+	assert.Contains(t, old.State().Apps, "back")
 }
 
 func TestNoMajority(t *testing.T) {
@@ -197,7 +207,7 @@ func TestNoMajority(t *testing.T) {
 	require.ErrorAs(t, err, &p)
 	assert.Equal(t, problem.Unavailable, p.Code)
 	assert.Contains(t, p.Hint, "these vote: node-1, node-2, node-3")
-	assert.NoError(t, last.Fault())
+	require.NoError(t, last.Fault())
 
 	gone, cancelled := context.WithCancelCause(t.Context())
 	cancelled(errCut)

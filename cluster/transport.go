@@ -85,14 +85,13 @@ func (n *network) wake() {
 }
 
 // shut ends it all, for good.
-func (n *network) shut() error {
+func (n *network) shut() {
 	n.once.Do(func() {
 		n.wake()
 		_ = n.NetworkTransport.Close() // closes the layer; it has no error of its own
 		n.CloseStreams()
 		n.layer.closeConns()
 	})
-	return nil
 }
 
 // layer is a raft.StreamLayer that dials by UID and remembers what it accepted, which raft's transport does not close.

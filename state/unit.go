@@ -166,7 +166,7 @@ func (m *Machine) unwant(e Event, now time.Time, t Timers) []Effect {
 	m.Stopping, m.Confirmed, m.Reason, m.LogTail = true, false, e.Reason, nil
 	m.Due, m.StopBy = now.Add(t.Resend), now
 	grace := time.Duration(0)
-	if m.Phase == Ready {
+	if m.Phase == Ready || m.Phase == Draining { // draining already: for an earlier leader, or by itself
 		grace = max(0, e.Grace)
 		m.Phase, m.StopBy = Draining, now.Add(grace)
 	} else {

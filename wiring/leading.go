@@ -92,6 +92,7 @@ func (n *Node) takeOver(ctx context.Context) error {
 		return errors.Join(err, l.assign.Close())
 	}
 	n.leads.Store(l)
+	n.node.Renew(ctx) // what runs here is known before anybody asks; what does not is not shown as running
 	if err := n.shown(ctx, l); err != nil {
 		return err
 	}

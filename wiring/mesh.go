@@ -17,10 +17,12 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/remote"
+	"github.com/dpserve/dpserve/api"
 	"github.com/dpserve/dpserve/cluster/membership"
 	"github.com/dpserve/dpserve/cluster/nodeport"
 	"github.com/dpserve/dpserve/cluster/pki"
 	"github.com/dpserve/dpserve/internal/engineleg"
+	"github.com/dpserve/dpserve/internal/problem"
 	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/state"
 )
@@ -122,7 +124,7 @@ func (m *mesh) serveControl() {
 func (m *mesh) serveRanks() error {
 	n := m.n
 	var err error
-	m.stream, err = remote.NewStreamServer(remote.StreamServerConfig{Feed: n.hub, Peer: peerName, Log: n.log})
+	m.stream, err = remote.NewStreamServer(remote.StreamServerConfig{Feed: n.hub, Peer: peerName, Timers: n.cfg.timers().stream, Log: n.log})
 	if err != nil {
 		return err
 	}
@@ -184,6 +186,10 @@ func (m *mesh) toAdmin(node string) http.Handler {
 	}
 	return &httputil.ReverseProxy{
 		Transport: way, FlushInterval: -1, ErrorLog: slog.NewLogLogger(m.n.log.Handler(), slog.LevelDebug),
+		ErrorHandler: func(w http.ResponseWriter, _ *http.Request, err error) {
+			api.WriteError(w, problem.New(problem.Unavailable, "the node that leads, %s, does not answer: %w", node, err).
+				WithHint("it may have failed just now: try again in some seconds"))
+		},
 		Rewrite: func(r *httputil.ProxyRequest) {
 			r.SetURL(&url.URL{Scheme: "http", Host: "127.0.0.1"})
 			r.Out.Host = "127.0.0.1"

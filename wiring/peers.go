@@ -97,10 +97,8 @@ func (n *Node) watchOut(ctx context.Context) {
 	for seen := 0; ; {
 		changed := n.store.Changed()
 		if gone := n.store.State().Removed; len(gone) != seen && n.mesh != nil {
-			for _, uid := range gone {
-				n.mesh.port.Disconnect(uid)
-			}
 			seen = len(gone)
+			n.loops.Go(func() { n.partFrom(ctx, gone) })
 		}
 		if n.removed(n.ident.UID) {
 			n.log.Info("this node was removed from its cluster")
@@ -115,6 +113,21 @@ func (n *Node) watchOut(ctx context.Context) {
 		}
 	}
 }
+
+// partFrom ends the connections with removed nodes: a moment later, or a node that asked to leave would not hear that it has.
+func (n *Node) partFrom(ctx context.Context, uids []string) {
+	select {
+	case <-time.After(farewell):
+	case <-ctx.Done():
+		return
+	}
+	for _, uid := range uids {
+		n.mesh.port.Disconnect(uid)
+	}
+}
+
+// farewell is how long the connections of a removed node live on.
+const farewell = time.Second
 
 // FirstToken is where and with what other machines join, right after the very first start of a cluster; else empty.
 func (n *Node) FirstToken() (address, token string) {

@@ -172,7 +172,7 @@ func (c *Core) reconcileApp(now time.Time, a *application) {
 		if u == nil {
 			u = newUnit(w.ID, w.App, w.Group, w.Ranks)
 			u.m = state.Machine{Epoch: c.state.Epochs[w.ID]}
-			c.units[w.ID] = u
+			c.add(u)
 		}
 		u.m.Attach = a.spec.Engine.Kind == app.KindAttach
 		if u.awaitsGrant() {
@@ -211,7 +211,7 @@ func (c *Core) stale(a *application, u *unit) bool {
 // at a time. A unit that fails under the new revision stops the roll-out; the others go on serving.
 func (c *Core) roll(now time.Time, a *application, u *unit) {
 	switch u.m.Phase {
-	case state.Starting, state.Fenced, state.Killing, state.Backoff, state.Failed:
+	case state.Starting, state.Fenced, state.Killing, state.Backoff, state.Failed, state.Draining:
 	case state.Ready:
 		if c.underWay(a, u) {
 			return
@@ -276,7 +276,7 @@ func (c *Core) sweep(now time.Time) {
 	for _, id := range c.ids() {
 		u := c.units[id]
 		if a := c.apps[u.app]; (a == nil || !a.wants(id)) && u.idle(c.state) {
-			delete(c.units, id)
+			c.drop(id)
 			c.emit(ForgetEffect{u.app, id})
 			continue
 		}

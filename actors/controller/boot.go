@@ -63,7 +63,7 @@ func (c *Core) adopt(rec *state.Unit) *unit {
 		u.ranks = append(u.ranks, rec.Ranks[i].Rank)
 	}
 	u.sit(c.seatOf(rec))
-	c.units[rec.ID] = u
+	c.add(u)
 	return u
 }
 

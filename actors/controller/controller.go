@@ -71,7 +71,8 @@ func (c *Controller) Start(system *actor.ActorSystem) error {
 	return nil
 }
 
-// Close stops deciding and waits for the calls under way. Units go on as they are: ending them is the node's.
+// Close stops deciding and waits for the calls under way: the node stops, or does not lead any more. Units go on as they are, and the
+// next leader counts them.
 func (c *Controller) Close() error {
 	c.closeOnce.Do(func() {
 		if c.box == nil {
@@ -85,6 +86,9 @@ func (c *Controller) Close() error {
 		c.acts.wait()
 		if c.timer != nil {
 			c.timer.Stop()
+		}
+		for id, u := range c.core.units {
+			c.cfg.Metrics.UnitForget(u.app, id)
 		}
 	})
 	return c.closeErr
@@ -228,7 +232,7 @@ func (c *Controller) Report(e msg.UnitEvent) { c.box.Send(Reported{e}) }
 func (c *Controller) Status() []msg.AppStatus {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.core.status()
+	return c.core.Status()
 }
 
 // Watch is closed at the next change of what Status or Events show. Take it before them, or a change in between goes unseen.

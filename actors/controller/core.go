@@ -21,9 +21,11 @@ type Core struct {
 	nodes  []placement.Node // that may get ranks
 	apps   map[string]*application
 	units  map[string]*unit
+	order  []string         // ids of units; nil = to be sorted
 	peers  map[string]*peer // by node
 	leases *state.Leases
 	last   time.Time // of the last step
+	still  bool      // nothing has happened in this step
 	out    []Effect
 
 	inventory []placement.Node // what there is while the state knows no nodes
@@ -41,9 +43,10 @@ func NewCore(t Timers) *Core {
 // Step takes one input at a time now, and returns what is to be done.
 func (c *Core) Step(now time.Time, in any) []Effect {
 	c.out = nil
+	_, c.still = in.(NodeSeen) // most renewals say nothing new
 	c.keepTime(now)
 	c.take(now, in)
-	if c.state != nil {
+	if c.state != nil && !c.still {
 		c.nodes = nodesOf(c.state, c.inventory)
 		c.reconcile(now)
 	}
@@ -99,7 +102,19 @@ func (c *Core) Due() time.Time {
 func (c *Core) emit(e Effect) { c.out = append(c.out, e) }
 
 // ids are the unit ids in order, so that effects have one.
-func (c *Core) ids() []string { return slices.Sorted(maps.Keys(c.units)) }
+func (c *Core) ids() []string {
+	if c.order == nil {
+		c.order = slices.Sorted(maps.Keys(c.units))
+	}
+	return c.order
+}
+
+func (c *Core) add(u *unit) { c.units[u.id], c.order = u, nil }
+
+func (c *Core) drop(id string) {
+	delete(c.units, id)
+	c.order = nil
+}
 
 // look takes a snapshot. The first one is the boot: what is granted in it goes on, if its nodes say so.
 func (c *Core) look(now time.Time, s *state.State) {
@@ -132,6 +147,7 @@ func (c *Core) retryAfterChange(u *unit) time.Time {
 
 // feed gives a machine an event and does what it asks for.
 func (c *Core) feed(now time.Time, u *unit, e state.Event) {
+	c.still = false
 	before := u.m.Phase
 	m, effects := state.Next(u.m, e, now, c.timers.Unit)
 	u.m = m
@@ -167,7 +183,7 @@ func (c *Core) obey(u *unit, f state.Effect) {
 
 // start tells the nodes that have not confirmed. Those that may have it from before this leader led say so first.
 func (c *Core) start(u *unit) {
-	for _, n := range u.nodes() {
+	for _, n := range u.nodes {
 		if p := u.parts[n]; !p.started && !p.gone && (!p.adopted || p.absent) {
 			c.startOn(u, n)
 		}
@@ -182,7 +198,7 @@ func (c *Core) startOn(u *unit, node string) {
 
 // stop tells the nodes of the unit that are not done.
 func (c *Core) stop(u *unit, done func(*part) bool, grace time.Duration) {
-	for _, n := range u.nodes() {
+	for _, n := range u.nodes {
 		if !done(u.parts[n]) {
 			c.emit(StopEffect{n, &msg.StopRank{Unit: u.id, Epoch: u.m.Epoch, Grace: grace, Reason: u.m.Reason}})
 		}

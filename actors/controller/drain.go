@@ -2,7 +2,6 @@ package controller
 
 import (
 	"context"
-	"slices"
 	"time"
 
 	"github.com/dpserve/dpserve/placement"
@@ -45,9 +44,14 @@ func (c *Core) moveAway(now time.Time) {
 			draining[id] = n
 		}
 	}
+	for _, u := range c.units {
+		u.stays = ""
+	}
+	if len(draining) == 0 {
+		return
+	}
 	for _, id := range c.ids() {
 		u := c.units[id]
-		u.stays = ""
 		a := c.apps[u.app]
 		if n := u.mustLeave(draining); n != nil && a != nil && a.spec != nil && a.wants(id) {
 			c.move(now, a, u, n)
@@ -58,13 +62,13 @@ func (c *Core) moveAway(now time.Time) {
 // mustLeave is the draining node that the unit lies on and can leave now, nil if there is none.
 func (u *unit) mustLeave(draining map[string]*state.Node) *state.Node {
 	switch {
-	case u.unsure():
+	case u.unsure(), u.m.Stopping:
 		return nil
-	case u.m.Phase == state.Starting, u.m.Phase == state.Ready, u.m.Phase == state.Fenced && u.m.Attach:
+	case u.m.Phase == state.Starting, u.m.Phase == state.Ready, u.m.Phase == state.Draining, u.m.Phase == state.Fenced && u.m.Attach:
 	default:
 		return nil // it ends, or has ended: it starts again elsewhere
 	}
-	for _, id := range u.nodes() {
+	for _, id := range u.nodes {
 		if n := draining[id]; n != nil && !u.parts[id].gone {
 			return n
 		}
@@ -125,15 +129,4 @@ func (c *Core) graceOfMove(now time.Time, u *unit, n *state.Node) time.Duration 
 		return max(0, time.UnixMilli(n.DrainBy).Sub(now))
 	}
 	return c.grace(u)
-}
-
-// leavers are the units that lie on a node, in order.
-func (c *Core) leavers(node string) []*unit {
-	var out []*unit
-	for _, id := range c.ids() {
-		if p := c.units[id].parts[node]; p != nil && !p.gone {
-			out = append(out, c.units[id])
-		}
-	}
-	return slices.Clip(out)
 }

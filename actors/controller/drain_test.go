@@ -34,7 +34,7 @@ func (c *fleet) nodeState(id string) (string, string) {
 }
 
 func (c *fleet) ready(app string) int {
-	for _, s := range c.core.status() {
+	for _, s := range c.core.Status() {
 		if s.Name == app {
 			return s.Ready
 		}
@@ -94,7 +94,7 @@ func TestDrainLeavesWhatFindsNoRoom(t *testing.T) {
 	assert.Equal(t, "RUNNING", c.status("big"))
 	_, why := c.nodeState("a")
 	assert.Contains(t, why, "big/0 stays on draining node a: place big/0: 2 of 4 ranks can be placed (PACK)")
-	assert.Contains(t, c.core.status()[0].Units[0].Reason, "stays on draining node a")
+	assert.Contains(t, c.core.Status()[0].Units[0].Reason, "stays on draining node a")
 	c.join(newHost("c", 4))
 	c.drained("big/0")
 	c.renew("c")

@@ -11,7 +11,7 @@ type (
 	// nothing.
 	StateSeen struct{ State *state.State }
 	// NodeSeen is a renewal of a node's lease with all that the node has to say; the answer is a RenewEffect of the same step. The
-	// report is the core's from then on.
+	// report is not changed, and must not be by others.
 	NodeSeen struct{ Report *msg.NodeReport }
 	// Reported is one event of a unit.
 	Reported struct{ Event msg.UnitEvent }

@@ -128,6 +128,29 @@ func TestDeletingAppOverALeaderChange(t *testing.T) {
 	assert.Empty(t, c.core.units)
 }
 
+// TestNewLeaderGoesOnWithARollOut: what drains goes on draining, and nothing else does.
+func TestNewLeaderGoesOnWithARollOut(t *testing.T) {
+	c := newFleet(t, newHost("a", 3))
+	c.deploy(sim("chat", 3, app.Independent))
+	c.renew("a")
+	next := sim("chat", 3, app.Independent)
+	next.Model.Source = "m2"
+	c.deploy(next)
+	c.renew("a")
+	require.Equal(t, state.Draining, c.phase("chat/0/0"))
+	c.newLeader()
+	assert.Zero(t, c.saw("stop chat/0/1"))
+	c.renew("a")
+	assert.Equal(t, state.Draining, c.phase("chat/0/0"))
+	c.takeTrace()
+	c.drained("chat/0/0")
+	assert.Equal(t, uint64(2), c.state.Units["chat/0/0"].AppRevision, "at once")
+	assert.Equal(t, 1, c.state.Units["chat/0/0"].Attempt)
+	c.renew("a")
+	assert.Equal(t, 1, c.saw("stop chat/0/1 epoch 1 on a, grace 30s"))
+	assert.Zero(t, c.saw("stop chat/0/2"))
+}
+
 // TestLeaderChangesRestartNothing: whenever leaders change, in whatever order nodes report to the new one, and whatever of it is
 // lost: a unit that runs keeps its epoch, and each start takes exactly one.
 func TestLeaderChangesRestartNothing(t *testing.T) {

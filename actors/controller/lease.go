@@ -15,8 +15,8 @@ type renewal struct {
 	reply  chan RenewEffect // one slot
 }
 
-// Renew implements msg.Leader: it takes what a node has to say and prolongs its lease. The report is the controller's from then
-// on. It waits for a leader that has just begun, and for nothing else. Errors: problem.PermissionDenied for a node that is not, or
+// Renew implements msg.Leader: it takes what a node has to say and prolongs its lease. The report must not be changed any more.
+// It waits for a leader that has just begun, and for nothing else. Errors: problem.PermissionDenied for a node that is not, or
 // no longer, a member; problem.Unavailable, problem.Overloaded, problem.Conflict and ctx's: try again.
 func (c *Controller) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) {
 	select {

@@ -113,7 +113,7 @@ func (c *Core) keepTime(now time.Time) {
 	}
 	c.last = now
 	for _, id := range c.leases.Overdue(now) {
-		c.peers[id].losing = true
+		c.peers[id].losing, c.still = true, false
 		c.leases.Forget(id)
 	}
 }
@@ -228,7 +228,7 @@ func (c *Core) gone(id string) string {
 func (c *Core) loseParts(now time.Time) {
 	for _, id := range c.ids() {
 		u := c.units[id]
-		for _, n := range u.nodes() {
+		for _, n := range u.nodes {
 			why := c.gone(n)
 			if p := u.parts[n]; why != "" && !p.gone {
 				p.end()

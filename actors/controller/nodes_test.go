@@ -189,7 +189,7 @@ func TestDigestBringsBackWhatWasMissed(t *testing.T) {
 	assert.Equal(t, state.Ready, c.phase("chat/0/0"), "a report may have been overtaken")
 	c.run(2 * time.Second)
 	assert.Equal(t, state.Backoff, c.phase("chat/0/0"))
-	assert.Contains(t, c.core.status()[0].Message, "node a has it no more")
+	assert.Contains(t, c.core.Status()[0].Message, "node a has it no more")
 }
 
 func TestStrangersGetNoLease(t *testing.T) {

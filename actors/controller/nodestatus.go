@@ -32,12 +32,17 @@ func (c *Controller) Nodes() []msg.NodeStatus {
 	now := c.cfg.Clock()
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.core.state == nil {
+	return c.core.Nodes(now, c.cfg.Self)
+}
+
+// Nodes is the picture of all nodes now, in order, as the node named leader sees it.
+func (c *Core) Nodes(now time.Time, leader string) []msg.NodeStatus {
+	if c.state == nil {
 		return nil
 	}
-	out := make([]msg.NodeStatus, 0, len(c.core.state.Nodes))
-	for _, id := range slices.Sorted(maps.Keys(c.core.state.Nodes)) {
-		out = append(out, c.core.nodeStatus(now, c.core.state.Nodes[id], c.cfg.Self))
+	out := make([]msg.NodeStatus, 0, len(c.state.Nodes))
+	for _, id := range slices.Sorted(maps.Keys(c.state.Nodes)) {
+		out = append(out, c.nodeStatus(now, c.state.Nodes[id], leader))
 	}
 	return out
 }
@@ -85,7 +90,7 @@ func (c *Core) load(s *msg.NodeStatus) {
 
 // stateOf is the word for a node, and why.
 func (c *Core) stateOf(now time.Time, n *state.Node, p *peer) (word, reason string) {
-	left := c.leavers(n.ID)
+	left := c.partsOn(n.ID)
 	switch {
 	case n.Lost:
 		return nodeLost, n.Reason

@@ -1,10 +1,6 @@
 package controller
 
-import (
-	"maps"
-	"slices"
-	"time"
-)
+import "time"
 
 // part is what one node has of the grant in hand of a unit.
 type part struct {
@@ -36,9 +32,6 @@ func (p *part) news(process, number uint64) bool {
 
 // end notes that nothing is left of the part.
 func (p *part) end() { p.ended, p.gone, p.adopted = true, true, false }
-
-// nodes are the nodes of the grant in hand, in order.
-func (u *unit) nodes() []string { return slices.Sorted(maps.Keys(u.parts)) }
 
 // all says whether every part is so.
 func (u *unit) all(so func(*part) bool) bool {

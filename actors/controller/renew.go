@@ -1,6 +1,7 @@
 package controller
 
 import (
+	"cmp"
 	"slices"
 	"time"
 
@@ -37,12 +38,13 @@ func (c *Core) renew(now time.Time, r *msg.NodeReport) RenewEffect {
 	p.compare(n)
 	c.hear(now, p, r)
 	if n.Lost {
-		p.returned = true
+		p.returned, c.still = true, false
 		out.Err = problem.New(problem.Unavailable, "renew the lease of node %s: it was taken for lost (%s); its return is being recorded", n.ID, n.Reason).
 			WithHint("try again in a moment")
 		return out
 	}
 	p.losing = false
+	c.still = c.still && !p.changed
 	c.leases.Seen(n.ID, now)
 	out.Lease = msg.Lease{TTL: c.timers.LeaseTTL, Taken: taken(r), Index: c.state.Index}
 	return out
@@ -98,22 +100,31 @@ func taken(r *msg.NodeReport) uint64 {
 func (c *Core) hear(now time.Time, p *peer, r *msg.NodeReport) {
 	has := map[string]uint64{}
 	for _, list := range [][]msg.UnitEvent{r.Events, r.Units} {
-		for i := range list {
-			e := &list[i]
+		for _, e := range list {
 			e.Node, has[e.Unit] = r.Node.ID, max(has[e.Unit], e.Epoch)
-			c.report(now, p.process, e)
+			c.report(now, p.process, &e)
 		}
 	}
-	for _, id := range c.ids() {
-		u := c.units[id]
-		switch part := u.parts[r.Node.ID]; {
-		case part == nil || part.gone:
-		case has[id] < u.m.Epoch:
+	for _, u := range c.partsOn(r.Node.ID) {
+		part := u.parts[r.Node.ID]
+		if has[u.id] < u.m.Epoch {
 			c.missing(now, u, r.Node.ID, part, p.process)
-		default:
+		} else {
 			part.missed = time.Time{}
 		}
 	}
+}
+
+// partsOn are the units, in order, that have a part on a node.
+func (c *Core) partsOn(node string) []*unit {
+	var out []*unit
+	for _, u := range c.units {
+		if p := u.parts[node]; p != nil && !p.gone {
+			out = append(out, u)
+		}
+	}
+	slices.SortFunc(out, func(a, b *unit) int { return cmp.Compare(a.id, b.id) })
+	return out
 }
 
 // missing follows from a node that does not have its part of a unit. One that never had it is told again, and so is one that may

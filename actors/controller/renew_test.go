@@ -189,6 +189,38 @@ func TestRenewWaitsForALeaderThatHasJustBegun(t *testing.T) {
 	})
 }
 
+// TestLeadersFollowEachOtherInOneProcess: this node leads, another does, this one again.
+func TestLeadersFollowEachOtherInOneProcess(t *testing.T) {
+	withNodes(t, nil, func(t *testing.T, r *nodesRig) {
+		r.cfg.Metrics = &counter{phases: map[string]state.Phase{}}
+		_, err := r.Deploy(t.Context(), []*app.Application{sim("moe", 8, app.Lockstep)}, nil, false, false)
+		require.NoError(t, err)
+		synctest.Wait()
+		r.renewAll(2)
+		require.Equal(t, "RUNNING", r.Status()[0].Status)
+		system := inbox.NewSystem(slog.New(slog.DiscardHandler))
+		defer system.Shutdown()
+		last := r.Controller
+		for range 3 {
+			require.NoError(t, last.Close())
+			next := New(last.cfg)
+			assert.Empty(t, next.cfg.Metrics.(*counter).phases, "who does not lead counts nothing")
+			require.NoError(t, next.Start(system))
+			synctest.Wait()
+			for _, w := range r.workers {
+				_, err := w.renew(next)
+				require.NoError(t, err)
+			}
+			synctest.Wait()
+			assert.Equal(t, "RUNNING", next.Status()[0].Status)
+			assert.Equal(t, state.Ready, next.cfg.Metrics.(*counter).phases["moe/0"])
+			last = next
+		}
+		require.NoError(t, last.Close())
+		assert.Equal(t, uint64(1), r.store.State().Epochs["moe/0"])
+	})
+}
+
 // TestPartialDeployStartsWhatFits, and without it nothing is started.
 func TestPartialDeployStartsWhatFits(t *testing.T) {
 	withNodes(t, nil, func(t *testing.T, r *nodesRig) {

@@ -47,6 +47,7 @@ func (c *Core) supersede(e *msg.UnitEvent) {
 
 // heard sums the reports of the unit's nodes up: ready when all are, gone when all are, fenced with the first.
 func (c *Core) heard(now time.Time, u *unit, e *msg.UnitEvent) {
+	c.still = false
 	p := u.parts[e.Node]
 	p.adopted = false
 	if p.gone && runs(e.Kind) {

@@ -245,7 +245,7 @@ func (l *lossy) unsettled() string {
 			return id + " has events that nobody took"
 		}
 	}
-	for _, s := range l.core.status() {
+	for _, s := range l.core.Status() {
 		if s.Status != "RUNNING" && s.Status != "DEPLOY_FAILED" {
 			return s.Name + " is " + s.Status + ": " + s.Message
 		}
@@ -263,7 +263,7 @@ func (l *lossy) unsettled() string {
 // TestRG3OldIncarnationReturns: whatever the network, the nodes and the leaders do, never two accepted holders of (rank, epoch), no
 // epoch twice, and in the end what runs is what is granted.
 func TestRG3OldIncarnationReturns(t *testing.T) {
-	seeds := uint64(400)
+	seeds := uint64(200)
 	if testing.Short() {
 		seeds = 50
 	}

@@ -226,7 +226,7 @@ func (w *world) phase(unit string) state.Phase {
 }
 
 func (w *world) status(name string) string {
-	for _, s := range w.core.status() {
+	for _, s := range w.core.Status() {
 		if s.Name == name {
 			return s.Status
 		}

@@ -9,8 +9,8 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// status is the picture of all applications, in order of name. Accounts of ranks are filled in by those who know them.
-func (c *Core) status() []msg.AppStatus {
+// Status is the picture of all applications, in order of name. Accounts of ranks are filled in by those who know them.
+func (c *Core) Status() []msg.AppStatus {
 	out := make([]msg.AppStatus, 0, len(c.apps))
 	for _, name := range c.names() {
 		out = append(out, c.appStatus(c.apps[name]))

@@ -1,6 +1,8 @@
 package controller
 
 import (
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
@@ -41,6 +43,7 @@ type unit struct {
 	noRoom  string         // why placement found no place; "" = not tried, or found one
 
 	parts map[string]*part // of the grant in hand, by node
+	nodes []string         // those of parts, in order
 	away  *seat            // where it is to go from a draining node: kept free for it
 	stays string           // why it is still on a draining node
 }
@@ -57,6 +60,7 @@ func (u *unit) sit(s seat) {
 			u.parts[n] = &part{}
 		}
 	}
+	u.nodes = slices.Sorted(maps.Keys(u.parts))
 }
 
 // wantRaft notes what raft should be told. The newest wish counts; only a release is not left out before a new grant.

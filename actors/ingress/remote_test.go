@@ -62,7 +62,7 @@ func newDataPort(tb testing.TB, f *feed, lease func() bool) *dataPort {
 func TestFar(t *testing.T) {
 	for name, test := range map[string]func(t *testing.T){
 		"FS4Answers500": TestFS4EveryReplicaAnswers500, "FS4Refuses": TestFS4EveryReplicaRefuses, "FS6": TestFS6ClientLeaves,
-		"FirstToken": TestFirstTokenDeadline, "Stalled": TestStalledStream, "Deadline": TestRequestDeadline, "SlowReader": TestSlowReader,
+		"FirstToken": TestFirstTokenDeadline, "Stalled": TestStalledStream, "SlowReader": TestSlowReader,
 		"Whole": TestWholeAnswerPassesByteForByte, "Reserved": TestReservedFieldsNeverReachTheEngine, "Stream": TestStreamPassesByteForByte,
 		"HoweverCut": TestStreamHoweverItIsCut, "Overlong": TestOverlongEventPasses, "Held": TestManyHeldChunksBegin,
 		"CleanEnd": TestCleanEndWithoutDoneIsCompleteIfEveryChoiceFinished, "Long": TestLongWholeAnswerStreams,
@@ -76,6 +76,17 @@ func TestFar(t *testing.T) {
 		"Generate": TestGenerate, "GenerateFails": TestGenerateFails, "GenerateEnds": TestGenerateEndsWithItsCaller, "Reset": TestKV15ResetUnderStreams,
 	} {
 		t.Run(name, test)
+	}
+}
+
+// TestFarDeadline: a request whose deadline is over leaves nothing behind on the other node, however far it came.
+func TestFarDeadline(t *testing.T) {
+	var h hang
+	for _, list := range [][]string{nil, {textChunk}} {
+		g := newRig(t, options{far: true, engines: []http.HandlerFunc{h.sends(list...)}})
+		for _, ms := range []string{"1", "5", "20", "100"} {
+			assert.Contains(t, g.post("/v1/chat/completions", streamBody, "X-Dpserve-Timeout-Ms", ms).body, `"code":"deadline_exceeded"`)
+		}
 	}
 }
 

@@ -187,7 +187,9 @@ func (r *replica) Send(m any) {
 		if len(r.dones) == 1000 {
 			r.dones = r.dones[:0]
 		}
-		r.dones = append(r.dones, *m)
+		if m.Cause != "ticket_lapsed" {
+			r.dones = append(r.dones, *m)
+		}
 		if a, ok := r.open[m.TicketID]; ok {
 			delete(r.open, m.TicketID)
 			r.record(msg.RecDone, &a)
@@ -215,6 +217,9 @@ func (r *replica) admit(m *msg.Admit) {
 	r.open[r.next] = *m
 	r.peak = max(r.peak, len(r.open))
 	r.record(msg.RecAdmitted, m)
+	if ticket := r.next; r.node != "" {
+		context.AfterFunc(m.Ctx, func() { time.AfterFunc(lapse, func() { r.Send(&msg.Done{TicketID: ticket, Outcome: msg.Cancelled, Cause: "ticket_lapsed"}) }) })
+	}
 	m.Reply <- msg.AdmitReply{Epoch: r.epoch, Seq: r.seq, Ticket: msg.Ticket{
 		ID: r.next, Epoch: r.epoch, Incarnation: r.incarnation, Seq: r.seq, Rank: r.id, Target: r.target(),
 	}}
@@ -599,6 +604,9 @@ func (h *hang) sends(list ...string) http.HandlerFunc {
 		h.left.Add(1)
 	}
 }
+
+// lapse is how long a ticket of another node outlives its stream without a Done: a DPServer's net, which local tests do without.
+const lapse = 500 * time.Millisecond
 
 const soon = 5 * time.Second
 

@@ -107,6 +107,14 @@ func (n *Node) mayStart() error {
 		WithHint("wait until the node reaches the cluster's leader again, or look at its log")
 }
 
+// Renew asks the leader now, and returns when that has ended, well or not: who has just begun to lead learns what its own node has
+// before anybody asks it.
+func (n *Node) Renew(ctx context.Context) {
+	if n.renewer != nil {
+		n.renewer.ask(ctx, func() bool { return false })
+	}
+}
+
 // Admits says whether this node's ranks may admit requests now: always without a leader; else not after the node was frozen, until
 // it has asked the leader once, and with on_lease_loss fence not without a lease. Cheap: it is asked for every request.
 func (n *Node) Admits() bool { return n.renewer == nil || n.renewer.admits() }

@@ -672,6 +672,24 @@ type roundTripper func(r *http.Request) (*http.Response, error)
 
 func (f roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
 
+func TestRenewAsksAtOnceAndOnlyOnce(t *testing.T) {
+	inBubble(t, nil, func(t *testing.T, b *bubble) {
+		b.leader.becomes(leaderless)
+		time.Sleep(time.Minute)
+		before, now := b.leader.renewals(), time.Now()
+		b.node.Renew(t.Context())
+		assert.Zero(t, time.Since(now))
+		b.leader.becomes(nil)
+		b.node.Renew(t.Context())
+		assert.Zero(t, time.Since(now))
+		assert.Equal(t, before+2, b.leader.renewals())
+		assert.Equal(t, 10*time.Second, b.node.LeaseLeft())
+		b.leader.becomes(silent)
+		b.node.Renew(t.Context())
+		assert.Equal(t, time.Second, time.Since(now), "one renewal's deadline")
+	})
+}
+
 func TestTheLastEventsLeaveWithTheNode(t *testing.T) {
 	inBubble(t, nil, func(t *testing.T, b *bubble) {
 		b.serving("demo/0/0", 1)

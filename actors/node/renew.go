@@ -30,8 +30,12 @@ type renewer struct {
 	news        *news
 	wake        chan struct{} // one slot: there is news
 	demand      chan struct{} // one slot: a command waits for the lease
-	failing     bool          // the last renewal failed; the loop's own
 	closing     atomic.Bool   // the node ends: that its leader went first is no news
+
+	// The loop's own.
+	failing bool      // the last renewal failed
+	warned  bool      // it has failed for long
+	granted time.Time // when the last one that did not was sent; at first: the beginning
 
 	base time.Time
 	open atomic.Int64 // requests are admitted until base plus this, in ns: one load and a look at the clock for each
@@ -39,6 +43,8 @@ type renewer struct {
 	mu    sync.Mutex
 	lease lease
 	tried chan struct{} // closed and replaced when a renewal has ended
+	begun uint64        // renewals
+	last  uint64        // the number of the last that has ended
 	done  chan struct{} // closed when nothing is renewed any more
 }
 
@@ -48,7 +54,7 @@ func newRenewer(c *Config, t *Timers) *renewer {
 	now := time.Now()
 	return &renewer{
 		leader: c.Leader, self: c.Self, store: c.Store, incarnation: draw(c.Rand), ttl: t.LeaseTTL, period: t.LeaseRenew, log: c.Log, news: newNews(),
-		wake: make(chan struct{}, 1), demand: make(chan struct{}, 1), base: now, tried: make(chan struct{}), done: make(chan struct{}),
+		wake: make(chan struct{}, 1), demand: make(chan struct{}, 1), base: now, granted: now, tried: make(chan struct{}), done: make(chan struct{}),
 		lease: lease{fence: c.OnLeaseLoss == Fence, ttl: t.LeaseTTL, beat: now, doubt: now}, // nothing is known of before
 	}
 }
@@ -113,14 +119,14 @@ func (r *renewer) pause(ctx context.Context, least, longest time.Duration) {
 
 // renew asks once. more says that the leader took events and others wait.
 func (r *renewer) renew(ctx context.Context) (more bool, err error) {
-	sent := r.look()
+	sent := r.begin()
 	report := r.report(sent)
 	limit, cancel := context.WithTimeout(ctx, r.period/renewPatience)
 	defer cancel()
 	granted, err := r.leader.Renew(limit, report)
 	if err != nil {
 		r.ended(sent, 0)
-		r.complain(ctx, err)
+		r.failed(ctx, err)
 		return false, err
 	}
 	more = r.news.taken(granted.Taken)
@@ -128,8 +134,9 @@ func (r *renewer) renew(ctx context.Context) (more bool, err error) {
 		granted.TTL = r.ttl
 	}
 	r.ended(sent, granted.TTL)
-	if r.failing {
-		r.failing = false
+	r.granted, r.failing = sent, false
+	if r.warned {
+		r.warned = false
 		r.log.Info("the node's lease is renewed again", slog.String("leader", granted.Leader))
 	}
 	return more, nil
@@ -144,17 +151,25 @@ func (r *renewer) report(now time.Time) *msg.NodeReport {
 	return m
 }
 
-// complain tells of the first failure in a row.
-func (r *renewer) complain(ctx context.Context, err error) {
-	if r.failing || ctx.Err() != nil {
+// failed tells once of a lease that is half over: leaders change, and a node may be there before its first one.
+func (r *renewer) failed(ctx context.Context, err error) {
+	if ctx.Err() != nil { // cut off: it says nothing of the leader
 		return
 	}
 	r.failing = true
-	level := slog.LevelWarn
-	if r.closing.Load() {
-		level = slog.LevelDebug
+	if r.warned || r.closing.Load() || time.Since(r.granted) < r.ttl/2 {
+		return
 	}
-	r.log.Log(ctx, level, "the node's lease cannot be renewed", slog.Duration("left", r.left()), slog.String("err", err.Error()))
+	r.warned = true
+	r.log.Warn("the node's lease cannot be renewed", slog.Duration("left", r.left()), slog.String("err", err.Error()))
+}
+
+// begin is look, for a renewal.
+func (r *renewer) begin() time.Time {
+	r.mu.Lock()
+	r.begun++
+	r.mu.Unlock()
+	return r.look()
 }
 
 // look notes that the node runs.
@@ -172,6 +187,7 @@ func (r *renewer) ended(sent time.Time, ttl time.Duration) {
 	defer r.mu.Unlock()
 	r.lease.ended(sent, time.Now(), ttl)
 	r.publish()
+	r.last = r.begun // one at a time
 	close(r.tried)
 	r.tried = make(chan struct{})
 }
@@ -196,12 +212,18 @@ func (r *renewer) starts() bool {
 }
 
 // ensure is starts for a command of the leader: before it is refused the lease is asked for once more, as a leader is there.
-func (r *renewer) ensure(ctx context.Context) {
-	for range 2 { // the first may have begun before
+func (r *renewer) ensure(ctx context.Context) { r.ask(ctx, r.starts) }
+
+// ask asks the leader, and returns when a renewal that began after the call has ended, or enough says so before.
+func (r *renewer) ask(ctx context.Context, enough func() bool) {
+	r.mu.Lock()
+	before := r.begun
+	r.mu.Unlock()
+	for !enough() {
 		r.mu.Lock()
-		tried := r.tried
+		tried, last := r.tried, r.last
 		r.mu.Unlock()
-		if r.starts() {
+		if last > before {
 			return
 		}
 		strike(r.demand)

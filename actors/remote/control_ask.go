@@ -59,7 +59,7 @@ func at[R any](ctx context.Context, c *LeaderClient, node string, q question[R])
 	r, err := call(ctx, c.cfg.Conns, node, q.limit, func(ctx context.Context, conn *grpc.ClientConn, opts ...grpc.CallOption) (R, error) {
 		return q.remote(ctx, dpservev1.NewControlClient(conn), opts...)
 	})
-	if (ctx.Err() == nil || err == nil) && !q.any {
+	if (err == nil || !errors.Is(ctx.Err(), context.Canceled)) && !q.any { // also when the caller's own patience was over first: it was this node that was silent
 		c.learn(node, err)
 	}
 	if q.once && unanswered(err) {

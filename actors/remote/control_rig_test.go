@@ -165,13 +165,18 @@ type fakeLeader struct {
 	renewals  atomic.Int64
 	awaits    atomic.Int64
 	err       error
+	silent    atomic.Bool // Renew never answers
 
 	mu   sync.Mutex
 	addr string
 }
 
-func (l *fakeLeader) Renew(_ context.Context, r *msg.NodeReport) (msg.Lease, error) {
+func (l *fakeLeader) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) {
 	l.renewals.Add(1)
+	if l.silent.Load() {
+		<-ctx.Done()
+		return msg.Lease{}, ctx.Err()
+	}
 	if l.err != nil {
 		return msg.Lease{}, l.err
 	}

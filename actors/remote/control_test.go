@@ -106,6 +106,27 @@ func TestRenewGoesOnToTheOthers(t *testing.T) {
 	}, "a", "b", "c")
 }
 
+// TestRenewAfterASilentLeader: it is asked last from then on, also if the caller's patience ended before the question's own limit.
+func TestRenewAfterASilentLeader(t *testing.T) {
+	inTown(t, func(t *testing.T, w *town) {
+		l := w.lead("b")
+		a := w.nodes["a"]
+		_, err := a.client.Renew(t.Context(), report("a"))
+		require.NoError(t, err)
+		l.silent.Store(true)
+		w.lead("c")
+		w.nodes["b"].leads.Store(l) // it believes that it still leads
+		a.hint.Store("")            // and a does not know better
+		ctx, cancel := context.WithTimeout(t.Context(), renewLimit/2)
+		defer cancel()
+		_, err = a.client.Renew(ctx, report("a"))
+		require.ErrorIs(t, err, context.DeadlineExceeded)
+		lease, err := a.client.Renew(t.Context(), report("a"))
+		require.NoError(t, err)
+		assert.Equal(t, "c", lease.Leader)
+	}, "a", "b", "c")
+}
+
 func TestUnknownMessagesAreCounted(t *testing.T) {
 	inTown(t, func(t *testing.T, w *town) {
 		w.lead("b")

@@ -33,7 +33,7 @@ func (r *fakeRank) burst(n int) {
 // TestOverflow: a reader that is too slow loses everything that waits, hears which ranks are left, and is given them anew.
 func TestOverflow(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		c := newCluster(t)
+		c := newStreamNet(t)
 		w := c.worker("n1")
 		defer w.stop()
 		a, b, gone := w.rank(0, 10), w.rank(1, 11), w.rank(2, 12)
@@ -63,7 +63,7 @@ func TestOverflow(t *testing.T) {
 		mine.mu.Unlock()
 		time.Sleep(3 * time.Second)
 		assert.EqualValues(t, 1, w.streams.Stats().Gaps)
-		for _, n := range []*node{slow, fast} {
+		for _, n := range []*ingressNode{slow, fast} {
 			n.equals(t, a)
 			n.equals(t, b)
 			n.equals(t, late)
@@ -76,7 +76,7 @@ func TestOverflow(t *testing.T) {
 // TestLargeSnapshots: columns and open requests of many messages, asked for by several ingresses at once.
 func TestLargeSnapshots(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		c := newCluster(t)
+		c := newStreamNet(t)
 		w := c.worker("n1")
 		defer w.stop()
 		var ranks []*fakeRank
@@ -111,7 +111,7 @@ func TestLargeSnapshots(t *testing.T) {
 // TestAskedAgain: a rank that does not answer is asked every second, and holds up no other.
 func TestAskedAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		c := newCluster(t)
+		c := newStreamNet(t)
 		w := c.worker("n1")
 		defer w.stop()
 		a, b := w.rank(0, 10), w.rank(1, 11)
@@ -133,7 +133,7 @@ func TestAskedAgain(t *testing.T) {
 // TestSubscriptions: each begins with snapshots, and hears nothing after its end.
 func TestSubscriptions(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		c := newCluster(t)
+		c := newStreamNet(t)
 		w := c.worker("n1")
 		defer w.stop()
 		a := w.rank(0, 10)
@@ -170,7 +170,7 @@ func (f firstIsSnapshot) Deliver(rec *msg.Record) {
 // TestAnotherStreamOfTheSameIngress takes the place of the first; the name is held against the connection's.
 func TestAnotherStreamOfTheSameIngress(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		c := newCluster(t)
+		c := newStreamNet(t)
 		w := c.worker("n1")
 		w.rank(0, 10)
 		first, second := c.stream("i1"), c.stream("i1")
@@ -211,11 +211,11 @@ func TestAnotherStreamOfTheSameIngress(t *testing.T) {
 // TestWrongStreams: what cannot be read ends the stream, and a node that cannot be reached is tried again ever more rarely.
 func TestWrongStreams(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		book, tries := newBook(), 0
+		book, tries := newNodeBook(), 0
 		book.change(func(nodes map[string]*state.Node) {
 			nodes["n1"] = &state.Node{ID: "n1", Address: "n1:1", Roles: []state.Role{state.RoleWorker}}
 		})
-		f, err := NewFeed(FeedConfig{Self: "i1", Store: book, Log: newCluster(t).log, Open: func(context.Context, state.Node) (StreamClient, error) {
+		f, err := NewFeed(FeedConfig{Self: "i1", Store: book, Log: newStreamNet(t).log, Open: func(context.Context, state.Node) (StreamClient, error) {
 			tries++
 			return nil, errors.New("no route to host")
 		}})
@@ -265,9 +265,9 @@ func drawEvent(t *rapid.T) event {
 
 // play runs a script, and looks at the end whether everybody knows everything.
 func play(t *testing.T, script []event, found *mistakes) {
-	c, last := newCluster(t), uint64(100)
-	workers := []*worker{c.worker("n1"), c.worker("n2")}
-	var nodes []*node
+	c, last := newStreamNet(t), uint64(100)
+	workers := []*workerNode{c.worker("n1"), c.worker("n2")}
+	var nodes []*ingressNode
 	for i := range 4 {
 		workers[i/2].rank(i, uint64(10+i))
 	}
@@ -302,7 +302,7 @@ func play(t *testing.T, script []event, found *mistakes) {
 }
 
 // happen is what happens to streams.
-func (c *cluster) happen(e event, w *worker, n *node) {
+func (c *streamNet) happen(e event, w *workerNode, n *ingressNode) {
 	switch e.What {
 	case 0:
 		c.freeze(w.id, e.On)

@@ -40,7 +40,7 @@ func BenchmarkNode(b *testing.B) {
 }
 
 func benchNode(b *testing.B, nodes int) {
-	h := &hub{}
+	h := &fakeHub{}
 	streams, err := NewStreamServer(StreamServerConfig{Feed: h, Log: slog.New(slog.DiscardHandler)})
 	require.NoError(b, err)
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -48,7 +48,7 @@ func benchNode(b *testing.B, nodes int) {
 	server := grpc.NewServer(grpc.Creds(credentials.NewTLS(&tls.Config{Certificates: []tls.Certificate{selfSigned(b)}, MinVersion: tls.VersionTLS13})), grpc.InitialWindowSize(1<<20), grpc.InitialConnWindowSize(1<<20))
 	dpservev1.RegisterReplicaServer(server, streams)
 	go func() { _ = server.Serve(l) }()
-	w := &worker{id: "n1", hub: h}
+	w := &workerNode{id: "n1", hub: h}
 	var ranks []*fakeRank
 	for i := range benchRanks / nodes {
 		ranks = append(ranks, w.rank(i, uint64(100+i)))
@@ -124,7 +124,7 @@ func TestReadersOfABenchmark(t *testing.T) {
 	var port int
 	_, err = fmt.Sscanf(addr, "%d/%d", &port, &nodes)
 	require.NoError(t, err)
-	b := newBook()
+	b := newNodeBook()
 	b.change(func(all map[string]*state.Node) {
 		for i := range benchIngresses {
 			id := fmt.Sprintf("i%d", i)
@@ -138,7 +138,7 @@ func TestReadersOfABenchmark(t *testing.T) {
 	select {}
 }
 
-func benchIngress(t *testing.T, b *book, id string, posts int) {
+func benchIngress(t *testing.T, b *nodeBook, id string, posts int) {
 	f, err := NewFeed(FeedConfig{Self: id, Store: b, Log: slog.New(slog.DiscardHandler), Open: func(ctx context.Context, n state.Node) (StreamClient, error) {
 		cc, err := grpc.NewClient(n.Address, grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{InsecureSkipVerify: true})), grpc.WithInitialWindowSize(1<<20), grpc.WithInitialConnWindowSize(1<<20))
 		if err != nil {

@@ -26,8 +26,8 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// hub is a node's local feed over fake ranks; it keeps to the contract of the real one.
-type hub struct {
+// fakeHub is a node's local feed over fake ranks; it keeps to the contract of the real one.
+type fakeHub struct {
 	mu    sync.Mutex
 	subs  []*hubSub
 	ranks []*fakeRank
@@ -47,7 +47,7 @@ func (s *hubSub) deliver(rec *msg.Record) {
 	}
 }
 
-func (h *hub) Subscribe(sink msg.Sink) (cancel func()) {
+func (h *fakeHub) Subscribe(sink msg.Sink) (cancel func()) {
 	sub := &hubSub{sink: sink}
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -70,10 +70,11 @@ func (h *hub) Subscribe(sink msg.Sink) (cancel func()) {
 
 // fakeRank is a DPServer: an actor with an account, KV columns and a stream.
 type fakeRank struct {
-	hub  *hub
+	hub  *fakeHub
 	node string
 	id   identity
 	work chan func()
+	quit chan struct{}
 	done chan struct{}
 
 	// below: its own goroutine
@@ -88,9 +89,9 @@ type fakeRank struct {
 	ended     bool
 }
 
-func (h *hub) start(node string, id identity) *fakeRank {
+func (h *fakeHub) start(node string, id identity) *fakeRank {
 	r := &fakeRank{
-		hub: h, node: node, id: id, work: make(chan func(), 1<<16), done: make(chan struct{}), accepting: true,
+		hub: h, node: node, id: id, work: make(chan func(), 1<<16), quit: make(chan struct{}), done: make(chan struct{}), accepting: true,
 		open: map[uint64]msg.OpenRequest{}, columns: map[kvindex.Tier]map[uint64]bool{},
 	}
 	h.mu.Lock()
@@ -103,14 +104,24 @@ func (h *hub) start(node string, id identity) *fakeRank {
 	h.mu.Unlock()
 	go func() {
 		defer close(r.done)
-		for f := range r.work {
-			f()
+		for {
+			select {
+			case f := <-r.work:
+				f()
+			case <-r.quit:
+				return
+			}
 		}
 	}()
 	return r
 }
 
-func (r *fakeRank) post(f func()) { r.work <- f }
+func (r *fakeRank) post(f func()) {
+	select {
+	case r.work <- f:
+	case <-r.done:
+	}
+}
 
 // do runs f as the actor, and waits.
 func (r *fakeRank) do(f func()) {
@@ -128,7 +139,7 @@ func (r *fakeRank) stop() {
 		r.emit(msg.Record{Kind: msg.RecGone})
 		r.ended = true
 	})
-	close(r.work)
+	close(r.quit)
 	<-r.done
 }
 
@@ -402,28 +413,28 @@ func (r *reader) equals(t assert.TestingT, rank *fakeRank) {
 	})
 }
 
-// book is a msg.Store of nodes.
-type book struct {
+// nodeBook is a msg.Store of nodes.
+type nodeBook struct {
 	mu      sync.Mutex
 	st      *state.State
 	changed chan struct{}
 }
 
-func newBook() *book { return &book{st: &state.State{}, changed: make(chan struct{})} }
+func newNodeBook() *nodeBook { return &nodeBook{st: &state.State{}, changed: make(chan struct{})} }
 
-func (b *book) State() *state.State {
+func (b *nodeBook) State() *state.State {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.st
 }
 
-func (b *book) Changed() <-chan struct{} {
+func (b *nodeBook) Changed() <-chan struct{} {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.changed
 }
 
-func (b *book) change(f func(nodes map[string]*state.Node)) {
+func (b *nodeBook) change(f func(nodes map[string]*state.Node)) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	nodes := map[string]*state.Node{}
@@ -437,34 +448,34 @@ func (b *book) change(f func(nodes map[string]*state.Node)) {
 	b.changed = make(chan struct{})
 }
 
-// cluster is worker nodes and ingresses over a network in memory.
-type cluster struct {
+// streamNet is worker nodes and ingresses over a network in memory.
+type streamNet struct {
 	t     testing.TB
 	net   memnet.Network
-	book  *book
+	book  *nodeBook
 	log   *slog.Logger
 	mu    sync.Mutex
 	conns map[string][]*faultyConn // by node
 
-	byHand []*node
+	byHand []*ingressNode
 }
 
-func newCluster(t testing.TB) *cluster {
-	return &cluster{t: t, book: newBook(), log: slog.New(slog.DiscardHandler), conns: map[string][]*faultyConn{}}
+func newStreamNet(t testing.TB) *streamNet {
+	return &streamNet{t: t, book: newNodeBook(), log: slog.New(slog.DiscardHandler), conns: map[string][]*faultyConn{}}
 }
 
-// worker is a node with ranks.
-type worker struct {
-	c       *cluster
+// workerNode is a node with ranks.
+type workerNode struct {
+	c       *streamNet
 	id      string
-	hub     *hub
+	hub     *fakeHub
 	streams *StreamServer
 	server  *grpc.Server
 	served  chan struct{}
 }
 
-func (c *cluster) worker(id string) *worker {
-	w := &worker{c: c, id: id, hub: &hub{}}
+func (c *streamNet) worker(id string) *workerNode {
+	w := &workerNode{c: c, id: id, hub: &fakeHub{}}
 	w.listen()
 	c.book.change(func(nodes map[string]*state.Node) {
 		nodes[id] = &state.Node{ID: id, UID: id + "-uid", Address: id + ":7947", Roles: []state.Role{state.RoleWorker}}
@@ -472,7 +483,7 @@ func (c *cluster) worker(id string) *worker {
 	return w
 }
 
-func (w *worker) listen() {
+func (w *workerNode) listen() {
 	l, err := w.c.net.Listen(w.id + ":7947")
 	require.NoError(w.c.t, err)
 	w.streams, err = NewStreamServer(StreamServerConfig{Feed: w.hub, Log: w.c.log})
@@ -486,26 +497,26 @@ func (w *worker) listen() {
 }
 
 // kill ends the node's process: its kernel resets every connection.
-func (w *worker) kill() {
+func (w *workerNode) kill() {
 	w.server.Stop()
 	<-w.served
 	w.streams.Close()
 }
 
-func (w *worker) rank(rank int, incarnation uint64) *fakeRank {
+func (w *workerNode) rank(rank int, incarnation uint64) *fakeRank {
 	id := routing.ID(0, rank)
 	return w.hub.start(w.id, identity{app: "chat", unit: fmt.Sprintf("chat/0/%d", rank), rank: id, epoch: 1, incarnation: incarnation})
 }
 
-func (w *worker) stop() {
+func (w *workerNode) stop() {
 	for len(w.hub.ranks) > 0 {
 		w.hub.ranks[0].stop()
 	}
 	w.kill()
 }
 
-// node is one with an ingress.
-type node struct {
+// ingressNode is one with an ingress.
+type ingressNode struct {
 	*reader
 	feed   *Feed
 	cancel func()
@@ -513,8 +524,8 @@ type node struct {
 	mu     sync.Mutex
 }
 
-func (c *cluster) ingress(id string, local msg.Feed) *node {
-	n := &node{reader: newReader(c.t), dials: map[string]*grpc.ClientConn{}}
+func (c *streamNet) ingress(id string, local msg.Feed) *ingressNode {
+	n := &ingressNode{reader: newReader(c.t), dials: map[string]*grpc.ClientConn{}}
 	var err error
 	n.feed, err = NewFeed(FeedConfig{Self: id, Local: local, Store: c.book, Log: c.log, Open: func(ctx context.Context, to state.Node) (StreamClient, error) {
 		return dpservev1.NewReplicaClient(c.dial(n, to)).Subscribe(ctx)
@@ -524,7 +535,7 @@ func (c *cluster) ingress(id string, local msg.Feed) *node {
 	return n
 }
 
-func (c *cluster) dial(n *node, to state.Node) *grpc.ClientConn {
+func (c *streamNet) dial(n *ingressNode, to state.Node) *grpc.ClientConn {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if n.dials[to.ID] == nil {
@@ -543,7 +554,7 @@ func (c *cluster) dial(n *node, to state.Node) *grpc.ClientConn {
 	return n.dials[to.ID]
 }
 
-func (n *node) stop() {
+func (n *ingressNode) stop() {
 	n.cancel()
 	n.feed.Close()
 	for _, cc := range n.dials {
@@ -560,7 +571,7 @@ type faultyConn struct {
 	closed bool
 }
 
-func (c *cluster) wrap(node string, conn net.Conn) net.Conn {
+func (c *streamNet) wrap(node string, conn net.Conn) net.Conn {
 	f := &faultyConn{Conn: conn}
 	f.cond = sync.NewCond(&f.mu)
 	c.mu.Lock()
@@ -598,7 +609,7 @@ func (f *faultyConn) Close() error {
 }
 
 // freeze stops or lets go everything between a node and the others.
-func (c *cluster) freeze(node string, on bool) {
+func (c *streamNet) freeze(node string, on bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for _, f := range c.conns[node] {
@@ -610,7 +621,7 @@ func (c *cluster) freeze(node string, on bool) {
 }
 
 // reset breaks all connections to a node, which goes on listening.
-func (c *cluster) reset(node string) {
+func (c *streamNet) reset(node string) {
 	c.mu.Lock()
 	list := c.conns[node]
 	c.conns[node] = nil
@@ -627,8 +638,8 @@ func calm() {
 }
 
 // stream opens one by hand.
-func (c *cluster) stream(name string) StreamClient {
-	n := &node{dials: map[string]*grpc.ClientConn{}}
+func (c *streamNet) stream(name string) StreamClient {
+	n := &ingressNode{dials: map[string]*grpc.ClientConn{}}
 	c.mu.Lock()
 	c.byHand = append(c.byHand, n)
 	c.mu.Unlock()
@@ -638,7 +649,7 @@ func (c *cluster) stream(name string) StreamClient {
 }
 
 // hangUp closes what stream opened.
-func (c *cluster) hangUp() {
+func (c *streamNet) hangUp() {
 	for _, n := range c.byHand {
 		for _, cc := range n.dials {
 			_ = cc.Close()

@@ -16,13 +16,13 @@ import (
 // TestThreeIngressesTwoNodes: everybody has every rank's account, whichever node runs it, before and after deltas.
 func TestThreeIngressesTwoNodes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		c := newCluster(t)
+		c := newStreamNet(t)
 		w1, w2 := c.worker("n1"), c.worker("n2")
 		defer w1.stop()
 		defer w2.stop()
 		a, b := w1.rank(0, 10), w2.rank(1, 11)
 		a.do(func() { a.admit(1, "i1"); a.store(kvindex.GPU, 5, 6, 7) })
-		nodes := []*node{c.ingress("i1", nil), c.ingress("i2", nil), c.ingress("n1", w1.hub)} // the last has ranks of its own
+		nodes := []*ingressNode{c.ingress("i1", nil), c.ingress("i2", nil), c.ingress("n1", w1.hub)} // the last has ranks of its own
 		defer func() {
 			for _, n := range nodes {
 				n.stop()
@@ -64,7 +64,7 @@ func TestThreeIngressesTwoNodes(t *testing.T) {
 // TestSilence: 1 s without a sign is silent, 3 s are out; a sign brings the ranks back.
 func TestSilence(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		c := newCluster(t)
+		c := newStreamNet(t)
 		w := c.worker("n1")
 		defer w.stop()
 		a, b := w.rank(0, 10), w.rank(1, 11)
@@ -105,7 +105,7 @@ func TestSilence(t *testing.T) {
 // TestSilenceTimes: the times run from the last sign, and heartbeats are 250 ms apart.
 func TestSilenceTimes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		c := newCluster(t)
+		c := newStreamNet(t)
 		w := c.worker("n1")
 		defer w.stop()
 		a := w.rank(0, 10)
@@ -127,7 +127,7 @@ func TestSilenceTimes(t *testing.T) {
 // TestResetIsSilentAtOnce and comes back at once, with everything that was missed.
 func TestResetIsSilentAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		c := newCluster(t)
+		c := newStreamNet(t)
 		w := c.worker("n1")
 		defer w.stop()
 		a, b := w.rank(0, 10), w.rank(1, 11)
@@ -149,7 +149,7 @@ func TestResetIsSilentAtOnce(t *testing.T) {
 // TestRefusedIsOutAtOnce: the node's kernel answers, and nobody listens.
 func TestRefusedIsOutAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		c := newCluster(t)
+		c := newStreamNet(t)
 		w := c.worker("n1")
 		a := w.rank(0, 10)
 		n := c.ingress("i1", nil)
@@ -170,7 +170,7 @@ func TestRefusedIsOutAtOnce(t *testing.T) {
 // TestLostAndRemovedNodesAreOutAtOnce: what the state says goes.
 func TestLostAndRemovedNodesAreOutAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		c := newCluster(t)
+		c := newStreamNet(t)
 		w := c.worker("n1")
 		defer w.stop()
 		a := w.rank(0, 10)
@@ -199,7 +199,7 @@ func TestLostAndRemovedNodesAreOutAtOnce(t *testing.T) {
 // TestPosts: what gives back reaches the rank it is for, in order, and no other incarnation.
 func TestPosts(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		c := newCluster(t)
+		c := newStreamNet(t)
 		w := c.worker("n1")
 		defer w.stop()
 		a := w.rank(0, 10)
@@ -237,7 +237,7 @@ func TestPosts(t *testing.T) {
 // TestPostsWaitForTheNode, within their bound: reports of progress go first.
 func TestPostsWaitForTheNode(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		c := newCluster(t)
+		c := newStreamNet(t)
 		w := c.worker("n1")
 		defer w.stop()
 		a := w.rank(0, 10)

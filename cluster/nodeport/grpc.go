@@ -22,6 +22,7 @@ const (
 	grpcBackoff     = 50 * time.Millisecond
 	grpcBackoffMax  = time.Second
 	grpcMaxMessage  = 64 << 20 // bytes; the whole state travels in one message
+	grpcWindow      = 1 << 20  // bytes per stream and per connection; a fixed one saves the pings that measure the way, about half of what small messages cost
 )
 
 // TransportCredentials tell gRPC who is at the other end of a connection of this package, which is encrypted already (TRAPS 12).
@@ -34,6 +35,8 @@ func ServerOptions() []grpc.ServerOption {
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: grpcPing / 2, PermitWithoutStream: true}),
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: grpcPing, Timeout: grpcPingTimeout}),
 		grpc.MaxRecvMsgSize(grpcMaxMessage),
+		grpc.InitialWindowSize(grpcWindow),
+		grpc.InitialConnWindowSize(grpcWindow),
 	}
 }
 
@@ -79,6 +82,8 @@ func client(addr string, dial func(context.Context) (net.Conn, error)) (*grpc.Cl
 			MinConnectTimeout: DialTimeout,
 		}),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(grpcMaxMessage)),
+		grpc.WithInitialWindowSize(grpcWindow),
+		grpc.WithInitialConnWindowSize(grpcWindow),
 	)
 	if err != nil {
 		return nil, problem.New(problem.InvalidArgument, "address %q of a node: %w", addr, err)

@@ -96,7 +96,7 @@ func TestPlanShowsPlacesAndExitCodes(t *testing.T) {
 	c.cluster.nodes.plan.Fits = false
 	c.cluster.nodes.plan.Apps[0].Units[0] = msg.UnitPlan{Unit: "moe/0", Action: "create", Why: "needs 6 devices, 4 are free", Hint: "moving chat/1 from a to b would make room"}
 	assert.Equal(t, 5, c.run([]string{"plan", path}))
-	assert.Contains(t, c.stderr(), "moe/0: needs 6 devices, 4 are free")
+	assert.Contains(t, c.stderr(), "  needs 6 devices, 4 are free")
 	assert.Contains(t, c.stderr(), "hint: moving chat/1 from a to b would make room")
 
 	c.cluster.nodes.plan = msg.Plan{Fits: true}

@@ -77,13 +77,15 @@ func (e *env) plan(ctx context.Context, f *planFlags, path string) error {
 // unplaced is the error of a plan that does not fit.
 func unplaced(p *msg.Plan) error {
 	var lines []string
+	said := map[string]bool{} // the ranks of a group have one reason
 	hint := "add nodes or slots, ask for fewer ranks, or deploy with --partial what fits"
 	for i := range p.Apps {
 		for _, u := range p.Apps[i].Units {
-			if u.Why == "" {
+			if u.Why == "" || said[u.Why] {
 				continue
 			}
-			lines = append(lines, u.Unit+": "+u.Why)
+			said[u.Why] = true
+			lines = append(lines, u.Why)
 			if u.Hint != "" {
 				hint = u.Hint
 			}
@@ -128,7 +130,7 @@ func planApps(p *msg.Plan) *table {
 
 // planUnits lists the units that change; wide, all of them.
 func planUnits(p *msg.Plan, wide bool) *table {
-	t := &table{head: []string{"UNIT", "CHANGE", "RANKS", "NODE", "GPUS", "WHY NOT"}}
+	t := &table{head: []string{"UNIT", "CHANGE", "RANKS", "NODE", "GPUS"}}
 	for i := range p.Apps {
 		for _, u := range p.Apps[i].Units {
 			if u.Action == actionUnchanged && u.Why == "" && !wide {
@@ -146,7 +148,11 @@ func planUnits(p *msg.Plan, wide bool) *table {
 // unitRows is one row per node of a unit.
 func unitRows(u *msg.UnitPlan) [][]cell {
 	if len(u.Seats) == 0 {
-		return [][]cell{cells(u.Unit, u.Action, "", "", "", u.Why)}
+		where := ""
+		if u.Why != "" {
+			where = "no place"
+		}
+		return [][]cell{cells(u.Unit, u.Action, "", where, "")}
 	}
 	var out [][]cell
 	for rest := u.Seats; len(rest) > 0; {
@@ -158,7 +164,7 @@ func unitRows(u *msg.UnitPlan) [][]cell {
 		for _, s := range rest[:n] {
 			devices = append(devices, s.Devices...)
 		}
-		out = append(out, cells(u.Unit, u.Action, span(rest[0].Rank, rest[n-1].Rank), rest[0].Node, intList(devices), u.Why))
+		out = append(out, cells(u.Unit, u.Action, span(rest[0].Rank, rest[n-1].Rank), rest[0].Node, intList(devices)))
 		rest = rest[n:]
 	}
 	return out

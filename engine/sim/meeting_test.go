@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"net"
+	"os"
 	"strconv"
 	"strings"
 	"testing"
@@ -81,12 +82,11 @@ func TestAGroupOverTwoAddressesStepsTogether(t *testing.T) {
 	}
 	require.NoError(t, l.Close())
 	t.Setenv(groupKeyVar, "secret of this start")
-	_, rpc, err := net.SplitHostPort(freePort(t))
-	require.NoError(t, err)
+	base := freeBlock(t, ranks+1)
 	var all []*process
 	for rank := range ranks {
-		p := launch(t, "--host", host(rank), "--data-parallel-size", strconv.Itoa(ranks), "--data-parallel-rank", strconv.Itoa(rank),
-			"--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", rpc, "--sim-speed", "50", "--sim-step-ms", "0")
+		p := launchOn(t, base+rank, "--host", host(rank), "--data-parallel-size", strconv.Itoa(ranks), "--data-parallel-rank", strconv.Itoa(rank),
+			"--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", strconv.Itoa(base+ranks), "--sim-speed", "50", "--sim-step-ms", "0")
 		all = append(all, p)
 	}
 	at := func(rank int) string { return fmt.Sprintf("http://%s:%d", host(rank), all[rank].port) }
@@ -125,4 +125,23 @@ func host(rank int) string {
 		return "127.0.0.1"
 	}
 	return "127.0.0.2"
+}
+
+// freeBlock is a block of ports below those that the kernel gives away, free on both addresses.
+func freeBlock(t *testing.T, size int) int {
+	t.Helper()
+	for base := 22000 + os.Getpid()%50*20; base < 24000; base += 20 {
+		free := true
+		for i := range 2 * size {
+			l, err := net.Listen("tcp", net.JoinHostPort(host(i%2*8), strconv.Itoa(base+i/2)))
+			if free = free && err == nil; err == nil {
+				_ = l.Close()
+			}
+		}
+		if free {
+			return base
+		}
+	}
+	t.Fatal("no free block of ports")
+	return 0
 }

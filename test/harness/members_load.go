@@ -38,7 +38,7 @@ func (a *Answer) String() string {
 type Tally struct {
 	OK      int
 	Refused int // errors before the first byte
-	Broken  int // well-formed error events after it
+	Broken  int // well-formed error events after it; the connection ends there
 	Cut     int // ends after it without a word
 	Hung    int
 	Ranks   map[string]int // GROUP/RANK of OK
@@ -144,7 +144,7 @@ func (y *Tally) add(a *Answer) {
 		y.Hung++
 	case !a.FirstByte():
 		y.Refused++
-	case a.Error != "" && a.Whole():
+	case a.Error != "":
 		y.Broken++
 	default:
 		y.Cut++

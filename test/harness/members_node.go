@@ -20,9 +20,9 @@ import (
 
 // Member is one node of Members: a process that may end and start again on its data dir.
 type Member struct {
-	*Real         // the newest process
-	Name   string // node id
-	IP     string // what it advertises
+	*Real        // the newest process
+	Name  string // node id
+	IP    string // what it advertises
 
 	rig    *Members
 	flags  []string
@@ -256,6 +256,9 @@ func (m *Member) Want(yaml string) {
 	m.rig.T.Helper()
 	m.rig.Eventually("a deploy is accepted", func() error {
 		code, text, err := m.Ask(http.MethodPut, "/api/v1/apps?file=app.yaml", yaml)
+		if err == nil && code >= http.StatusBadRequest && code < http.StatusInternalServerError {
+			m.rig.T.Fatalf("the deploy is refused: %d %s", code, text)
+		}
 		if err == nil && code != http.StatusAccepted {
 			err = fmt.Errorf("%d %s", code, text)
 		}

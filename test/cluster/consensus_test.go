@@ -1,0 +1,488 @@
+package cluster_test
+
+import (
+	"slices"
+	"time"
+
+	"github.com/dpserve/dpserve/state"
+)
+
+// Timers of consensus: those of the room cluster for more than one voter, and hashicorp/raft's heartbeats, a tenth to a fifth of the
+// first.
+const (
+	raftHeartbeat = time.Second
+	raftElection  = time.Second
+	raftLease     = 500 * time.Millisecond
+	raftBeat      = raftHeartbeat / 10
+	raftLife      = 2 * time.Second // of a message
+	fsyncMax      = 8 * time.Millisecond
+	maxEntries    = 64 // in one message
+)
+
+// entry is one entry of the log: a command, a configuration, or neither (a new leader's first).
+type entry struct {
+	term    uint64
+	command *state.Command
+	members []voter
+}
+
+// voter is a member of consensus.
+type voter struct {
+	i     int // its machine
+	votes bool
+}
+
+// disk is what a machine's process leaves to the next one.
+type disk struct {
+	term     uint64
+	votedFor int // machine, -1: nobody
+	log      []*entry
+	synced   int // entries that are on disk: the rest is lost, wholly or in part, when the process ends
+	epochs   map[string]uint64
+	saved    *state.State // of a node without role control
+}
+
+type role uint8
+
+const (
+	follower role = iota
+	candidate
+	leader
+)
+
+// raft is a model of hashicorp/raft: elections with pre-vote, a leader's lease, commit by the majority of the newest configuration,
+// one change of members at a time. Logs are not compacted.
+type raft struct {
+	c *cluster
+	m *machine
+	*disk
+	role      role
+	leads     int // machine that leads as far as is known, -1: nobody
+	commit    int
+	applied   int
+	heard     time.Duration // of a leader, or of a candidate that got the vote
+	guard     int           // number of the wait for the leader's silence
+	round     int           // number of the election or leadership under way: what belongs to an older one is dropped
+	votes     map[int]bool
+	next      []int
+	match     []int
+	contact   []time.Duration
+	pending   map[int]func(state.Result, error)
+	ready     bool // leads, and has applied what was committed before
+	conf      []voter // the newest configuration of the log, at confAt; nil: to be looked up
+	confAt    int
+}
+
+func newRaft(m *machine) *raft {
+	r := &raft{c: m.c, m: m, disk: m.disk, leads: -1, heard: m.c.now, pending: map[int]func(state.Result, error){}}
+	r.watch()
+	return r
+}
+
+// watch waits for the leader's silence.
+func (r *raft) watch() {
+	r.guard++
+	guard := r.guard
+	r.c.after(r.m.process, r.c.span(raftHeartbeat, 2*raftHeartbeat), func() {
+		switch {
+		case r.role != follower || r.guard != guard:
+		case r.c.now-r.heard >= raftHeartbeat:
+			r.campaign()
+		default:
+			r.watch()
+		}
+	})
+}
+
+func (r *raft) last() int { return len(r.log) }
+
+func (r *raft) termAt(i int) uint64 {
+	if i == 0 {
+		return 0
+	}
+	return r.log[i-1].term
+}
+
+// members is the newest configuration of the log, committed or not, and where it stands.
+func (r *raft) members() ([]voter, int) {
+	for i := len(r.log); i > 0 && r.conf == nil; i-- {
+		if m := r.log[i-1].members; m != nil {
+			r.conf, r.confAt = m, i
+		}
+	}
+	return r.conf, r.confAt
+}
+
+func (r *raft) isVoter(i int) bool {
+	all, _ := r.members()
+	return slices.Contains(all, voter{i, true})
+}
+
+// majority says whether so is true of more than half of the voters.
+func (r *raft) majority(so func(i int) bool) bool {
+	all, _ := r.members()
+	voters, yes := 0, 0
+	for _, v := range all {
+		if v.votes {
+			voters++
+			if so(v.i) {
+				yes++
+			}
+		}
+	}
+	return yes > voters/2
+}
+
+// campaign asks whether it would be elected, then to be elected, until it is decided.
+func (r *raft) campaign() {
+	r.leads, r.role = -1, candidate
+	r.m.led()
+	if !r.isVoter(r.m.i) {
+		r.role = follower
+		r.watch()
+		return
+	}
+	r.ballot(true)
+	round := r.round
+	r.c.after(r.m.process, r.c.span(raftElection, 2*raftElection), func() {
+		if r.role == candidate && r.round <= round+1 {
+			r.campaign()
+		}
+	})
+}
+
+func (r *raft) ballot(pre bool) {
+	r.round++
+	r.votes = map[int]bool{r.m.i: true}
+	term := r.term + 1
+	if !pre {
+		r.term, r.votedFor = term, r.m.i
+	}
+	r.c.log("ballot", r.m.name, term, pre)
+	round, at, lastTerm := r.round, r.last(), r.termAt(r.last())
+	all, _ := r.members()
+	for _, v := range all {
+		if v.votes && v.i != r.m.i {
+			to := r.c.machines[v.i]
+			r.c.send(r.m, to, raftLife, true, func() { to.raft.asked(r.m, term, at, lastTerm, pre, func(yes bool, now uint64) { r.counted(to.i, round, pre, yes, now) }) })
+		}
+	}
+	r.elected(round, pre)
+}
+
+// asked answers a candidate.
+func (r *raft) asked(from *machine, term uint64, last int, lastTerm uint64, pre bool, answer func(bool, uint64)) {
+	yes := false
+	switch {
+	case r.leads >= 0 && r.leads != from.i, term < r.term: // a leader is known: nobody else is wanted
+	case pre:
+		yes = r.upToDate(last, lastTerm)
+	default:
+		if term > r.term {
+			r.follow(term, -1)
+		}
+		if (r.votedFor < 0 || r.votedFor == from.i) && r.upToDate(last, lastTerm) {
+			r.votedFor, r.heard, yes = from.i, r.c.now, true
+		}
+	}
+	now := r.term
+	r.c.after(r.m.process, r.c.span(0, fsyncMax), func() { // a vote is on disk before it is given
+		r.c.send(r.m, from, raftLife, true, func() { answer(yes, now) })
+	})
+}
+
+func (r *raft) upToDate(last int, lastTerm uint64) bool {
+	own := r.termAt(r.last())
+	return lastTerm > own || lastTerm == own && last >= r.last()
+}
+
+func (r *raft) counted(i, round int, pre, yes bool, term uint64) {
+	if term > r.term {
+		r.follow(term, -1)
+	}
+	if r.role == candidate && r.round == round && yes {
+		r.votes[i] = true
+		r.elected(round, pre)
+	}
+}
+
+func (r *raft) elected(round int, pre bool) {
+	if r.role != candidate || r.round != round || !r.majority(func(i int) bool { return r.votes[i] }) {
+		return
+	}
+	if pre {
+		r.ballot(false)
+		return
+	}
+	r.lead()
+}
+
+// follow takes a term over, and a leader.
+func (r *raft) follow(term uint64, of int) {
+	was := r.role
+	if term > r.term {
+		r.term, r.votedFor = term, -1
+	}
+	r.role = follower
+	if was != follower {
+		r.round++
+		r.stepDown()
+		r.watch()
+	}
+	if of != r.leads {
+		r.leads = of
+		r.m.led()
+	}
+}
+
+// stepDown gives up what only a leader may hold.
+func (r *raft) stepDown() {
+	r.ready = false
+	pending := r.pending
+	r.pending = map[int]func(state.Result, error){}
+	for _, i := range sorted(pending) {
+		pending[i](state.Result{}, errUnknown)
+	}
+	r.m.led()
+}
+
+func (r *raft) lead() {
+	n := len(r.c.machines)
+	r.c.canon.elected(r)
+	r.role, r.leads = leader, r.m.i
+	r.round++
+	r.next, r.match, r.contact = make([]int, n), make([]int, n), make([]time.Duration, n)
+	for i := range n {
+		r.next[i], r.contact[i] = r.last()+1, r.c.now
+	}
+	r.match[r.m.i] = r.synced
+	first := r.append(&entry{term: r.term})
+	r.pending[first] = func(_ state.Result, err error) {
+		if err == nil {
+			r.ready = true
+			r.m.led()
+		}
+	}
+	r.beat(r.round)
+	r.lease(r.round)
+}
+
+// append puts an entry behind the log. It counts when it is on disk.
+func (r *raft) append(e *entry) int {
+	r.add(e)
+	at, round := r.last(), r.round
+	r.c.after(r.m.process, r.c.span(0, fsyncMax), func() {
+		if r.role != leader || r.round != round {
+			return
+		}
+		r.synced = max(r.synced, at)
+		r.match[r.m.i] = r.synced
+		r.spread()
+		r.advance()
+	})
+	return at
+}
+
+func (r *raft) add(e *entry) {
+	r.log = append(r.log, e)
+	if e.members != nil {
+		r.conf, r.confAt = e.members, r.last()
+	}
+}
+
+func (r *raft) beat(round int) {
+	if r.role != leader || r.round != round {
+		return
+	}
+	r.spread()
+	r.c.after(r.m.process, r.c.span(raftBeat, 2*raftBeat), func() { r.beat(round) })
+}
+
+// spread sends everybody what is missing there, or a heartbeat.
+func (r *raft) spread() {
+	all, _ := r.members()
+	for _, v := range all {
+		if v.i != r.m.i {
+			r.replicate(r.c.machines[v.i])
+		}
+	}
+}
+
+func (r *raft) replicate(to *machine) {
+	prev := r.next[to.i] - 1
+	end := min(r.synced, prev+maxEntries)
+	a := &appendEntries{from: r.m, term: r.term, round: r.round, prev: prev, prevTerm: r.termAt(prev), commit: r.commit}
+	if end > prev {
+		a.entries = slices.Clone(r.log[prev:end])
+	}
+	r.c.send(r.m, to, raftLife, true, func() {
+		if to.raft != nil {
+			to.raft.taken(a)
+		}
+	})
+}
+
+// appendEntries is a leader's message.
+type appendEntries struct {
+	from     *machine
+	term     uint64
+	round    int
+	prev     int
+	prevTerm uint64
+	entries  []*entry
+	commit   int
+}
+
+// taken is a follower's part.
+func (r *raft) taken(a *appendEntries) {
+	if a.term < r.term {
+		r.reply(a, false, 0)
+		return
+	}
+	r.follow(a.term, a.from.i)
+	r.heard = r.c.now
+	if a.prev > r.last() || r.termAt(a.prev) != a.prevTerm {
+		r.reply(a, false, min(r.last(), a.prev-1))
+		return
+	}
+	for k, e := range a.entries {
+		at := a.prev + k + 1
+		if at <= r.last() && r.termAt(at) == e.term {
+			continue
+		}
+		if at <= r.last() {
+			if at <= r.commit {
+				r.c.violate("%s drops the committed entry %d", r.m.name, at)
+			}
+			r.log, r.synced, r.conf, r.confAt = slices.Clone(r.log[:at-1]), min(r.synced, at-1), nil, 0
+		}
+		r.add(e)
+	}
+	match := a.prev + len(a.entries)
+	wait := time.Duration(0)
+	if match > r.synced {
+		wait = r.c.span(0, fsyncMax)
+	}
+	r.c.after(r.m.process, wait, func() {
+		if match <= r.last() && r.termAt(match) == a.lastTerm() {
+			r.synced = max(r.synced, match)
+			r.learn(min(a.commit, match))
+			r.reply(a, true, match)
+		}
+	})
+}
+
+// lastTerm is the term of the last entry that a message vouches for.
+func (a *appendEntries) lastTerm() uint64 {
+	if len(a.entries) == 0 {
+		return a.prevTerm
+	}
+	return a.entries[len(a.entries)-1].term
+}
+
+func (r *raft) reply(a *appendEntries, ok bool, at int) {
+	term, to := r.term, a.from
+	r.c.send(r.m, to, raftLife, true, func() { to.raft.replied(r.m.i, a, term, ok, at) })
+}
+
+// replied is what a leader hears of a follower.
+func (r *raft) replied(i int, a *appendEntries, term uint64, ok bool, at int) {
+	if term > r.term {
+		r.follow(term, -1)
+		return
+	}
+	if r.role != leader || r.round != a.round {
+		return
+	}
+	r.contact[i] = r.c.now
+	if !ok {
+		r.next[i] = max(1, min(r.next[i]-1, at+1), r.match[i]+1)
+		r.replicate(r.c.machines[i])
+		return
+	}
+	if at > r.match[i] {
+		r.match[i] = at
+		r.next[i] = max(r.next[i], at+1)
+		r.advance()
+		if r.next[i] <= r.synced {
+			r.replicate(r.c.machines[i])
+		}
+	}
+}
+
+// lease ends a leadership that a majority has not confirmed for too long.
+func (r *raft) lease(round int) {
+	if r.role != leader || r.round != round {
+		return
+	}
+	oldest := time.Duration(0)
+	confirmed := r.majority(func(i int) bool {
+		silent := r.c.now - r.contact[i]
+		if i == r.m.i {
+			silent = 0
+		}
+		if silent <= raftLease {
+			oldest = max(oldest, silent)
+		}
+		return silent <= raftLease
+	})
+	if !confirmed {
+		r.c.log("lease lost", r.m.name)
+		r.follow(r.term, -1)
+		return
+	}
+	r.c.after(r.m.process, max(10*time.Millisecond, raftLease-oldest), func() { r.lease(round) })
+}
+
+// advance commits what a majority has.
+func (r *raft) advance() {
+	for i := r.synced; i > r.commit && r.termAt(i) == r.term; i-- {
+		if r.majority(func(m int) bool { return r.match[m] >= i }) {
+			r.learn(i)
+			r.spread()
+			break
+		}
+	}
+}
+
+// learn applies what is committed, publishes it, and answers who waits.
+func (r *raft) learn(commit int) {
+	if commit <= r.commit {
+		return
+	}
+	r.commit = commit
+	for r.applied < commit {
+		r.applied++
+		r.c.canon.commit(r, r.applied, r.log[r.applied-1])
+	}
+	r.m.publish(r.c.canon.states[commit])
+	for _, i := range sorted(r.pending) {
+		if done := r.pending[i]; i <= commit && done != nil {
+			delete(r.pending, i)
+			done(r.c.canon.results[i], r.c.canon.errs[i])
+		}
+	}
+	if _, at := r.members(); r.role == leader && at <= commit && !r.isVoter(r.m.i) {
+		r.follow(r.term, -1) // it was taken out
+	}
+}
+
+// maxPending bounds proposals in flight, as cluster does.
+const maxPending = 256
+
+// propose appends a command at the leader. ok is false elsewhere: nothing was done.
+func (r *raft) propose(c *state.Command, done func(state.Result, error)) (ok bool) {
+	if r == nil || r.role != leader || len(r.pending) >= maxPending {
+		return false
+	}
+	r.pending[r.append(&entry{term: r.term, command: c})] = done
+	return true
+}
+
+// change appends a configuration, if the one before is committed.
+func (r *raft) change(members []voter) {
+	if _, at := r.members(); r.role == leader && at <= r.commit {
+		r.append(&entry{term: r.term, members: members})
+		r.c.log("members", members)
+	}
+}

@@ -1,0 +1,215 @@
+package system
+
+import (
+	"fmt"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/test/harness"
+)
+
+// engines are the processes of a node's ranks.
+func engines(all map[string]msg.RankStatus, node string) (pids []int) {
+	for _, seat := range on(all, node) {
+		pids = append(pids, all[seat].PID)
+	}
+	return pids
+}
+
+// movedFrom waits until an application runs with no rank on a node, and gives its ranks.
+func movedFrom(c *harness.Members, app, node string) map[string]msg.RankStatus {
+	c.T.Helper()
+	st := c.WaitApp(app, "whole without "+node, func(st *msg.AppStatus) error {
+		for seat, k := range seats(st) {
+			if k.Phase != "ready" || k.Node == node || k.PID == 0 {
+				return fmt.Errorf("rank %s: %+v", seat, k)
+			}
+		}
+		return nil
+	})
+	return seats(&st)
+}
+
+// dead waits until processes are gone.
+func dead(c *harness.Members, what string, pids []int) {
+	c.T.Helper()
+	c.Eventually(what, func() error {
+		for _, p := range pids {
+			if harness.Alive(p) {
+				return fmt.Errorf("process %d lives", p)
+			}
+		}
+		return nil
+	})
+}
+
+// freezePast stops a node for longer than its lease, until its ranks serve elsewhere, and lets it go on: what it held is over.
+func freezePast(t *testing.T, c *harness.Members, m *harness.Member, load *harness.Load) {
+	t.Helper()
+	st := c.Running("wide")
+	before := seats(&st)
+	old := engines(before, m.Name)
+	require.NotEmpty(t, old)
+	log := len(m.Log())
+	m.Freeze()
+	after := movedFrom(c, "wide", m.Name)
+	for seat, k := range after {
+		if was := before[seat]; was.Node == m.Name {
+			assert.Equal(t, was.Epoch+1, k.Epoch, "rank %s is granted anew, once", seat)
+		} else {
+			assert.Equal(t, was, k, "rank %s of a node that is awake", seat)
+		}
+	}
+	load.Reaches(20)
+	thawed := time.Now()
+	m.Thaw()
+	code, _, err := m.Ask(http.MethodPut, "/api/v1/apps?file=app.yaml", simApp("late-"+m.Name, 1, "independent", "")+"    route_prefix: /late-"+m.Name+"\n")
+	dead(c, "the old engines of "+m.Name, old)
+	stopped := time.Since(thawed)
+	assert.Less(t, stopped, slack*time.Second, "it stops what is not its own any more")
+	c.WaitNode(m.Name, "back", func(s *msg.NodeStatus) bool { return s.State == "alive" })
+	if err == nil && code == http.StatusAccepted { // then the leader of now took it
+		for _, o := range c.All {
+			c.Eventually("what was accepted is known at "+o.Name, func() error { _, err := o.AppOf("late-" + m.Name); return err })
+		}
+	}
+	t.Logf("%s stopped what it held %s after it went on; a write there: %d %v", m.Name, stopped, code, err)
+	woke := m.Log()[log:]
+	for line := range strings.Lines(woke) {
+		if strings.Contains(line, "engine started") {
+			assert.NotContains(t, line, "app=wide", "no start on a grant of before")
+		}
+	}
+	st = c.Running("wide")
+	for seat, k := range seats(&st) {
+		assert.Equal(t, after[seat], k, "rank %s: a node's return moves nothing", seat)
+	}
+	c.Settled()
+}
+
+// MB3, on-lease-loss serve: the leader, then a worker is stopped (SIGSTOP) longer than a lease and goes on; then a minority is left.
+func TestMB3FreezeServe(t *testing.T) {
+	t.Parallel()
+	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(6))
+	c.All[0].Want(spread("wide", 6))
+	c.Running("wide")
+
+	leader := c.Leader()
+	load := harness.StartLoad(t, "wide", 6, 20, others(c, leader)...)
+	load.Reaches(20)
+	freezePast(t, c, leader, load)
+	y := load.End()
+	assert.Zero(t, y.Refused+y.Cut+y.Hung, "what clients saw: %v", y)
+
+	now := c.Leader()
+	require.NotEqual(t, leader.Name, now.Name, "the old leader does not lead any more")
+	worker := firstWithRanks(t, c, now)
+	load = harness.StartLoad(t, "wide", 6, 20, others(c, worker)...)
+	load.Reaches(20)
+	freezePast(t, c, worker, load)
+	y = load.End()
+	assert.Zero(t, y.Refused+y.Cut+y.Hung, "what clients saw: %v", y)
+
+	minority(t, c, true)
+	c.AllQuiet()
+}
+
+// others are the endpoints of all nodes but one.
+func others(c *harness.Members, but *harness.Member) (out []string) {
+	for _, m := range c.All {
+		if m != but {
+			out = append(out, m.HTTP)
+		}
+	}
+	return out
+}
+
+// firstWithRanks is a node with ranks that is not the given one.
+func firstWithRanks(t *testing.T, c *harness.Members, but *harness.Member) *harness.Member {
+	t.Helper()
+	st := c.Running("wide")
+	for _, m := range c.All {
+		if m != but && len(on(seats(&st), m.Name)) > 0 {
+			return m
+		}
+	}
+	t.Fatal("no other node has ranks")
+	return nil
+}
+
+// minority stops all nodes but one that has ranks, for longer than a lease, and lets them go on.
+func minority(t *testing.T, c *harness.Members, serve bool) {
+	t.Helper()
+	st := c.Running("wide")
+	before := seats(&st)
+	left := firstWithRanks(t, c, c.Leader())
+	mine := engines(before, left.Name)
+	log := len(left.Log())
+	for _, m := range c.All {
+		if m != left {
+			m.Freeze()
+		}
+	}
+	time.Sleep(fenceFactor * harness.LeaseRegrant) // the subject: a majority's silence that outlasts every lease
+	if serve {
+		load := harness.StartLoad(t, "wide", 4, 5, left.HTTP)
+		load.Reaches(20)
+		y := load.End()
+		assert.Zero(t, y.Refused+y.Broken+y.Cut+y.Hung, "its own ranks are served: %v", y)
+		for _, pid := range mine {
+			assert.True(t, harness.Alive(pid), "engine %d goes on", pid)
+		}
+	} else {
+		dead(c, "the engines of a node without a lease", mine)
+	}
+	code, text, err := left.Ask(http.MethodPut, "/api/v1/apps?file=app.yaml", simApp("never", 1, "independent", "")+"    route_prefix: /never\n")
+	assert.True(t, err != nil || code >= http.StatusInternalServerError, "a minority takes no write: %d %s", code, text)
+	assert.NotContains(t, left.Log()[log:], "engine started", "a minority starts nothing")
+	for _, m := range c.All {
+		if m != left {
+			m.Thaw()
+		}
+	}
+	c.Settled()
+	st = c.Running("wide")
+	for seat, k := range seats(&st) {
+		if serve {
+			assert.Equal(t, before[seat], k, "rank %s: nobody could grant it anew", seat)
+		} else {
+			assert.Greater(t, k.Epoch, before[seat].Epoch, "rank %s was fenced", seat)
+		}
+	}
+	load := harness.StartLoad(t, "wide", 2, 5, others(c, nil)...)
+	load.Reaches(20)
+	y := load.End()
+	assert.Zero(t, y.Refused+y.Broken+y.Cut+y.Hung, "after it: %v", y)
+}
+
+// fenceFactor lengthens the leases of nodes that fence: a machine that stumbles must not fence them.
+const fenceFactor = 2
+
+// MB3, on-lease-loss fence.
+func TestMB3FreezeFence(t *testing.T) {
+	t.Parallel()
+	if testing.Short() {
+		t.Skip("stops nodes for longer than their leases")
+	}
+	c := harness.StartMembers(t, harness.Each(3, "--on-lease-loss", "fence"), harness.MemberSlots(6), harness.MemberTimer("lease_ttl", fenceFactor*harness.LeaseTTL),
+		harness.MemberTimer("lease_regrant", fenceFactor*harness.LeaseRegrant))
+	c.All[0].Want(spread("wide", 6))
+	c.Running("wide")
+	worker := firstWithRanks(t, c, c.Leader())
+	load := harness.StartLoad(t, "wide", 6, 20, others(c, worker)...)
+	load.Reaches(20)
+	freezePast(t, c, worker, load)
+	y := load.End()
+	assert.Zero(t, y.Refused+y.Cut+y.Hung, "what clients saw: %v", y)
+	minority(t, c, false)
+	c.AllQuiet()
+}

@@ -1,0 +1,119 @@
+package system
+
+import (
+	"crypto/tls"
+	"encoding/json"
+	"net"
+	"net/http"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/test/harness"
+)
+
+// SP10: who may not join is refused, with the reason and what to do. The renewal of certificates and the gossip's encryption are tested
+// in their rooms.
+func TestSP10JoinRefused(t *testing.T) {
+	t.Parallel()
+	c := harness.StartMembers(t, harness.Each(1))
+	foreign := harness.StartMembers(t, harness.Each(1))
+	a := c.All[0]
+	used, expired := newToken(t, a, "ttl=1h&uses=1"), newToken(t, a, "ttl=1s&uses=9")
+	wait := time.Now().Add(1100 * time.Millisecond)
+	join := func(args ...string) *harness.Real {
+		return harness.Run(t, append([]string{"join", a.NodePort(), "--advertise", c.NextIP(), "--node-port", "0", "--data-dir", filepath.Join(t.TempDir(), "data"),
+			"--http-bind", "127.0.0.1:0", "--admin-bind", "127.0.0.1:0"}, args...)...)
+	}
+	m := c.Add("b") // takes the cluster's own token; the next takes the one that is good for one node
+	m.Kill()
+	first := harness.Run(t, "join", a.NodePort(), "--token", used, "--node-id", "x", "--advertise", c.NextIP(), "--data-dir", t.TempDir(), "--http-bind", "127.0.0.1:0",
+		"--admin-bind", "127.0.0.1:0")
+	c.Eventually("the token's one use", func() error {
+		list, err := a.Nodes()
+		if err == nil && len(list) < 3 {
+			err = errNotYet
+		}
+		return err
+	})
+	first.Stop()
+	time.Sleep(time.Until(wait))
+	for name, try := range map[string]struct {
+		args []string
+		says string
+		code int
+	}{
+		"no token":          {nil, "--token", 2},
+		"junk":              {[]string{"--token", "sesame"}, "token", 2},
+		"used":              {[]string{"--token", used, "--node-id", "y"}, "used", 0},
+		"expired":           {[]string{"--token", expired, "--node-id", "y"}, "expired", 0},
+		"another cluster's": {[]string{"--token", foreign.Token(), "--node-id", "y"}, "cluster", 0},
+		"changed":           {[]string{"--token", changed(c.Token()), "--node-id", "y"}, "token", 0},
+		"a taken name":      {[]string{"--token", c.Token(), "--node-id", "a"}, "a", 0},
+	} {
+		r := join(try.args...)
+		code := r.ExitCode()
+		assert.NotZero(t, code, "%s: %s", name, r.Output())
+		if try.code != 0 {
+			assert.Equal(t, try.code, code, "%s: %s", name, r.Output())
+		}
+		assert.Contains(t, r.Output(), try.says, name)
+		assert.Contains(t, r.Output(), "hint:", name)
+		t.Logf("%s: exit code %d: %s", name, code, r.Output())
+	}
+	list, err := a.Nodes()
+	require.NoError(t, err)
+	assert.Len(t, list, 3, "nobody else is in")
+	strangers(t, a.NodePort())
+	c.WaitNode("a", "leads on", alive)
+}
+
+// changed is a token with another secret.
+func changed(token string) string {
+	last := byte('A')
+	if token[len(token)-1] == last {
+		last = 'Q'
+	}
+	return token[:len(token)-1] + string(last)
+}
+
+func newToken(t *testing.T, m *harness.Member, query string) string {
+	t.Helper()
+	code, text, err := m.Ask(http.MethodPost, "/api/v1/join-tokens?"+query, "")
+	require.NoError(t, err)
+	require.Less(t, code, http.StatusMultipleChoices, text)
+	var reply struct{ Token string }
+	require.NoError(t, json.Unmarshal([]byte(text), &reply))
+	require.NotEmpty(t, reply.Token, text)
+	return reply.Token
+}
+
+// strangers speaks to the node port as one does who has no business there: each is refused before it is heard.
+func strangers(t *testing.T, address string) {
+	t.Helper()
+	for name, config := range map[string]*tls.Config{
+		"TLS 1.2":        {MaxVersion: tls.VersionTLS12, NextProtos: []string{"dpserve-grpc/1"}},
+		"no certificate": {NextProtos: []string{"dpserve-grpc/1"}},
+		"no protocol":    {},
+	} {
+		config.InsecureSkipVerify = true //nolint:gosec // the stranger does not care
+		conn, err := tls.DialWithDialer(&net.Dialer{Timeout: harness.Patience}, "tcp", address, config)
+		if err == nil { // with TLS 1.3 a client learns of its refusal when it reads
+			assert.NoError(t, conn.SetDeadline(time.Now().Add(harness.Patience)))
+			_, err = conn.Read(make([]byte, 1))
+			_ = conn.Close()
+		}
+		assert.Error(t, err, name)
+		t.Logf("%s: %v", name, err)
+	}
+	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", address)
+	require.NoError(t, err)
+	defer conn.Close()
+	require.NoError(t, conn.SetDeadline(time.Now().Add(harness.Patience)))
+	_, _ = conn.Write([]byte("GET / HTTP/1.1\r\nHost: x\r\n\r\n"))
+	n, err := conn.Read(make([]byte, 512))
+	t.Logf("plain text: %d bytes, %v", n, err)
+}

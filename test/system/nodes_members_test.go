@@ -1,0 +1,173 @@
+package system
+
+import (
+	"fmt"
+	"net/http"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/test/harness"
+)
+
+// slack is how much longer than a row's own limit a test waits before it fails: machines are shared and noisy.
+const slack = 5
+
+// spread is an app of independent ranks that are spread over the nodes.
+func spread(name string, dp int) string {
+	return strings.Replace(simApp(name, dp, "independent", "sim_step_ms: 5"), "    data_parallel:", "    placement_group_strategy: SPREAD\n    data_parallel:", 1)
+}
+
+// seats are an application's ranks by GROUP/RANK, without what changes from one moment to the next.
+func seats(st *msg.AppStatus) map[string]msg.RankStatus {
+	out := map[string]msg.RankStatus{}
+	for _, u := range st.Units {
+		for i := range u.Ranks {
+			k := &u.Ranks[i]
+			out[fmt.Sprintf("%d/%d", k.Group, k.Rank)] = msg.RankStatus{
+				Group: k.Group, Rank: k.Rank, Node: k.Node, Phase: k.Phase, Epoch: k.Epoch, Incarnation: k.Incarnation, PID: k.PID, URL: k.URL,
+			}
+		}
+	}
+	return out
+}
+
+// on are the seats of one node.
+func on(all map[string]msg.RankStatus, node string) (out []string) {
+	for seat := range all {
+		if all[seat].Node == node {
+			out = append(out, seat)
+		}
+	}
+	return out
+}
+
+// outOf waits until an ingress no longer counts ranks as usable.
+func outOf(c *harness.Members, at *harness.Member, app string, ranks []string) {
+	c.T.Helper()
+	c.Eventually("out of routing at "+at.Name, func() error {
+		route, err := at.Route(app)
+		for _, r := range ranks {
+			if err == nil && route[r] == "ok" {
+				err = fmt.Errorf("rank %s is still ok: %v", r, route)
+			}
+		}
+		return err
+	})
+}
+
+// MB1: three nodes join, one is killed under load. Timers of leases and streams are a tenth of the real ones.
+func TestMB1JoinAndLoss(t *testing.T) {
+	t.Parallel()
+	c := harness.StartMembers(t, harness.Each(1), harness.MemberSlots(4))
+	a := c.All[0]
+	pauses := writeOn(a)
+	b, lost := c.Add("b"), c.Add("c")
+	c.Settled()
+	assert.Less(t, pauses(), slack*time.Second, "growth from one vote to three pauses writes")
+	for _, m := range c.All {
+		list, err := m.Nodes()
+		require.NoError(t, err)
+		assert.Len(t, list, 3, "each node tells of all")
+	}
+
+	a.Want(spread("wide", 6))
+	st := c.Running("wide")
+	before := seats(&st)
+	gone := on(before, lost.Name)
+	require.Len(t, gone, 2)
+	load := harness.StartLoad(t, "wide", 8, 40, a.HTTP, b.HTTP)
+	load.Reaches(50)
+
+	killed := time.Now()
+	lost.Kill()
+	for _, at := range []*harness.Member{a, b} {
+		outOf(c, at, "wide", gone)
+	}
+	out := time.Since(killed)
+	assert.Less(t, out, slack*time.Second, "its kernel answers: out of routing")
+	c.WaitNode(lost.Name, "lost", func(s *msg.NodeStatus) bool { return s.State == "lost" })
+	lostAfter := time.Since(killed)
+	assert.Greater(t, lostAfter, harness.LeaseTTL, "no sooner than its lease ends")
+	st = c.WaitApp("wide", "whole again", func(st *msg.AppStatus) error {
+		for seat, k := range seats(st) {
+			if k.Phase != "ready" || k.Node == lost.Name {
+				return fmt.Errorf("rank %s: %+v", seat, k)
+			}
+		}
+		return nil
+	})
+	t.Logf("out of routing after %s, lost after %s, granted again after %s", out, lostAfter, time.Since(killed))
+	for seat, k := range seats(&st) {
+		if was := before[seat]; was.Node != lost.Name {
+			assert.Equal(t, was, k, "rank %s of a node that lives", seat)
+		} else {
+			assert.Equal(t, was.Epoch+1, k.Epoch, "rank %s is granted anew, once", seat)
+		}
+	}
+	load.Reaches(50)
+	y := load.End()
+	assert.Zero(t, y.Refused+y.Cut+y.Hung, "what clients saw: %v", y)
+	c.Settled()
+	assert.NotContains(t, a.Log()+b.Log(), "panic")
+	c.AllQuiet()
+}
+
+// writeOn writes to the cluster's state until the function it gives is called, which tells the longest write.
+func writeOn(m *harness.Member) (stop func() time.Duration) {
+	end := make(chan struct{})
+	var wg sync.WaitGroup
+	var longest time.Duration
+	wg.Go(func() {
+		for {
+			began := time.Now()
+			code, text, err := m.Ask(http.MethodPost, "/api/v1/join-tokens?ttl=1h&uses=1", "")
+			if err != nil || code >= http.StatusMultipleChoices {
+				m.T.Errorf("a write failed: %d %s: %v", code, text, err)
+			}
+			longest = max(longest, time.Since(began))
+			select {
+			case <-end:
+				return
+			case <-time.After(20 * time.Millisecond):
+			}
+		}
+	})
+	return func() time.Duration { close(end); wg.Wait(); return longest }
+}
+
+// RG4: the leader is killed while 16 ranks serve on other nodes.
+func TestRG4LeaderKilled(t *testing.T) {
+	t.Parallel()
+	control, worker := []string{"--roles", "control"}, []string{"--roles", "worker,ingress"}
+	c := harness.StartMembers(t, [][]string{control, control, control, worker, worker}, harness.MemberSlots(9))
+	w1, w2 := c.By("d"), c.By("e")
+	w1.Want(simApp("big", 8, "lockstep", "sim_step_ms: 5") + "    num_groups: 2\n")
+	st := c.Running("big")
+	before := seats(&st)
+	require.Len(t, before, 16)
+	load := harness.StartLoad(t, "big", 8, 40, w1.HTTP, w2.HTTP)
+	load.Reaches(50)
+
+	leader := c.Leader()
+	killed := time.Now()
+	leader.Kill()
+	w2.Want(simApp("next", 1, "independent", "") + "    route_prefix: /next\n")
+	again := time.Since(killed)
+	assert.Less(t, again, slack*3*time.Second, "assignments are accepted again")
+	c.WaitNode(leader.Name, "lost", func(s *msg.NodeStatus) bool { return s.State == "lost" })
+	load.Reaches(50)
+	st = c.Running("big")
+	assert.Equal(t, before, seats(&st), "ranks, epochs, endpoints and processes are those of before")
+	t.Logf("a deploy was accepted %s after the leader's end", again)
+	y := load.End()
+	assert.Zero(t, y.Refused+y.Broken+y.Cut+y.Hung, "what clients saw: %v", y)
+	c.AllQuiet()
+}
+
+func alive(s *msg.NodeStatus) bool { return s.State == "alive" }
