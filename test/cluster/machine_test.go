@@ -35,7 +35,6 @@ type machine struct {
 	follows  []*following // copies of the state that this control node feeds
 	known    int          // machine that answered as the leader last, -1: none
 	avoid    int          // machine that did not answer last, -1: none
-	lookedAt time.Duration
 }
 
 // boot starts the machine's process on what its disk has.
@@ -237,6 +236,7 @@ type watcher struct {
 	m       *machine
 	leads   int
 	heard   time.Duration
+	spoke   bool // something came of this session
 	session int
 	turn    int
 	wait    time.Duration
@@ -278,7 +278,7 @@ func (w *watcher) connect() {
 		return
 	}
 	source := m.c.machines[all[w.turn%len(all)]]
-	w.heard = m.c.now
+	w.heard, w.spoke = m.c.now, false
 	from := m.view.Index
 	call(m.c, m, source, watchSilence, false, func(answer func(struct{}, error)) {
 		f := &following{to: m, gen: m.gen, session: session, told: from, leads: -1}
@@ -287,7 +287,7 @@ func (w *watcher) connect() {
 		source.beatFollower(f)
 		answer(struct{}{}, nil)
 	}, func(_ struct{}, err error) {
-		if err != nil && w.session == session && w.heard < m.c.now-watchMin {
+		if err != nil && !w.spoke {
 			w.broke(session)
 		}
 	})
@@ -321,7 +321,7 @@ func (w *watcher) take(session int, s *state.State, leads int) {
 	if w.session != session {
 		return
 	}
-	w.heard, w.wait, w.leads = w.m.c.now, watchMin, leads
+	w.heard, w.spoke, w.wait, w.leads = w.m.c.now, true, watchMin, leads
 	if s != nil {
 		w.m.publish(s)
 	}

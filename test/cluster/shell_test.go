@@ -1,0 +1,266 @@
+package cluster_test
+
+import (
+	"time"
+
+	"github.com/dpserve/dpserve/actors/controller"
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/state"
+)
+
+// shell is what runs on the machine that leads: the controller's core, and a model of what surrounds it. Commands have 5 s each and
+// at most 64 are under way; orders to one node are sent in order, one after the other; a timer ticks when the core wants it.
+type shell struct {
+	m        *machine
+	core     *controller.Core
+	seen     *state.State // the newest that the core was shown
+	orders   map[string]*orderQueue
+	running  int
+	waiting  []func()
+	armed    int // number of the timer
+	leaving  bool
+	closed   bool
+	meetings map[string]uint64 // rank 0 of the unit at this epoch has said where it listens
+}
+
+type orderQueue struct {
+	list []controller.Effect
+	busy bool
+}
+
+// Bounds of the controller's shell.
+const (
+	maxCommands   = 64
+	maxOrders     = 4096
+	orderLimit    = 5 * time.Second
+	minTick       = time.Millisecond
+	outcomeWithin = 2 * time.Millisecond // between an answer and the controller that takes it out of its mailbox
+)
+
+func newShell(m *machine) *shell {
+	l := &shell{m: m, core: controller.NewCore(m.c.cfg.controller()), orders: map[string]*orderQueue{}, meetings: map[string]uint64{}}
+	m.c.log("shell", m.name)
+	l.seen = m.view
+	l.step(controller.StateSeen{State: m.view})
+	return l
+}
+
+// close ends it: nothing it has under way comes to anything here.
+func (l *shell) close() {
+	if l.closed {
+		return
+	}
+	l.closed = true
+	l.m.c.log("shell closed", l.m.name)
+	if l.m.shell == l {
+		l.m.shell = nil
+	}
+	l.m.led()
+}
+
+// step feeds the core and carries out what it asks for; the answer to a renewal is returned.
+func (l *shell) step(in any) (renewed controller.RenewEffect) {
+	if l.closed {
+		return controller.RenewEffect{Err: errUnreachable}
+	}
+	for _, e := range l.core.Step(l.m.c.clock(), in) {
+		switch e := e.(type) {
+		case controller.RenewEffect:
+			renewed = e
+		case controller.ChangeEffect:
+			l.m.c.log("unit", l.m.name, e.App, e.Unit, e.Epoch, e.From, e.To, e.Reason)
+		default:
+			l.do(e)
+		}
+	}
+	l.arm()
+	return renewed
+}
+
+// arm sets the one timer.
+func (l *shell) arm() {
+	due := l.core.Due()
+	if due.IsZero() {
+		return
+	}
+	l.armed++
+	armed := l.armed
+	l.m.c.after(l.m.process, max(minTick, due.Sub(l.m.c.clock())), func() {
+		if l.armed == armed && !l.closed {
+			l.step(controller.Ticked{})
+		}
+	})
+}
+
+// look shows the core the newest state, a moment later: answers to commands may overtake it.
+func (l *shell) look() {
+	l.m.c.after(l.m.process, l.m.c.span(0, outcomeWithin), l.freshen)
+}
+
+func (l *shell) freshen() {
+	if !l.closed && l.m.view != l.seen {
+		l.seen = l.m.view
+		l.step(controller.StateSeen{State: l.seen})
+	}
+}
+
+// renew is msg.Leader.
+func (l *shell) renew(r *msg.NodeReport, answer func(msg.Lease, error)) {
+	if l.closed {
+		answer(msg.Lease{}, errUnreachable)
+		return
+	}
+	l.freshen()
+	own := *r // the report is the core's from then on, and may come twice
+	own.Events, own.Units = append([]msg.UnitEvent(nil), r.Events...), append([]msg.UnitEvent(nil), r.Units...)
+	e := l.step(controller.NodeSeen{Report: &own})
+	e.Lease.Leader = l.m.name
+	answer(e.Lease, e.Err)
+}
+
+func (l *shell) do(e controller.Effect) {
+	switch e := e.(type) {
+	case controller.GrantEffect:
+		l.command(state.Command{GrantGroup: &e.Grant}, func(r state.Result, err error) {
+			g := controller.Granted{Result: r, Err: err}
+			for i := range e.Grant.Units {
+				g.Units = append(g.Units, e.Grant.Units[i].Unit)
+			}
+			l.step(g)
+		})
+	case controller.ProposeEffect:
+		l.command(e.Command, func(_ state.Result, err error) {
+			l.step(controller.Concluded{App: e.App, Unit: e.Unit, Node: e.Node, Err: err})
+		})
+	case controller.ReleaseEffect:
+		ref := &state.UnitRef{Unit: e.Release.Unit, Epoch: e.Release.Epoch, Reason: e.Release.Reason}
+		l.command(state.Command{Release: ref}, func(_ state.Result, err error) {
+			l.step(controller.Concluded{App: e.App, Unit: e.Release.Unit, Err: err})
+		})
+	case controller.StartEffect:
+		l.order(e.Node, e)
+	case controller.StopEffect:
+		l.order(e.Node, e)
+	}
+}
+
+// command waits for a slot, proposes, and tells the outcome.
+func (l *shell) command(c state.Command, done func(state.Result, error)) {
+	if l.running == maxCommands {
+		l.waiting = append(l.waiting, func() { l.command(c, done) })
+		return
+	}
+	l.running++
+	l.m.c.log("propose", l.m.name, c.Kind())
+	l.m.propose(c, proposeLimit, func(r state.Result, err error) {
+		l.m.c.after(l.m.process, l.m.c.span(0, outcomeWithin), func() {
+			l.running--
+			if len(l.waiting) > 0 && !l.closed {
+				next := l.waiting[0]
+				l.waiting = l.waiting[1:]
+				next()
+			}
+			done(r, err)
+		})
+	})
+}
+
+// order queues an order for a node. A full queue drops it: the resend timer sends it again.
+func (l *shell) order(id string, e controller.Effect) {
+	q := l.orders[id]
+	if q == nil {
+		q = &orderQueue{}
+		l.orders[id] = q
+	}
+	if len(q.list) < maxOrders {
+		q.list = append(q.list, e)
+	}
+	l.serve(id, q)
+}
+
+func (l *shell) serve(id string, q *orderQueue) {
+	for !q.busy && len(q.list) > 0 && !l.closed {
+		e := q.list[0]
+		q.list = q.list[1:]
+		q.busy = true
+		l.send(id, e, func() {
+			q.busy = false
+			l.serve(id, q)
+		})
+	}
+}
+
+// send tells a node, if it is known and the order not overtaken, and goes on when it has answered or the time is over.
+func (l *shell) send(id string, e controller.Effect, next func()) {
+	to := l.agent(id)
+	c := l.m.c
+	switch e := e.(type) {
+	case controller.StartEffect:
+		if rec := l.m.view.Units[e.Order.Unit]; to == nil || rec == nil || rec.Epoch != e.Order.Epoch {
+			next()
+			return
+		}
+		c.log("order start", id, e.Order.Unit, e.Order.Epoch)
+		call(c, l.m, to, orderLimit, true, func(answer func(struct{}, error)) { to.host.startRank(e.Order, answer) }, func(_ struct{}, err error) {
+			if err != nil && !silence(err) {
+				l.step(controller.Refused{Node: id, Unit: e.Order.Unit, Epoch: e.Order.Epoch, Err: err})
+			}
+			next()
+		})
+	case controller.StopEffect:
+		if to == nil {
+			next()
+			return
+		}
+		c.log("order stop", id, e.Order.Unit, e.Order.Epoch)
+		call(c, l.m, to, orderLimit, true, func(answer func(struct{}, error)) { to.host.stopRank(e.Order, answer) }, func(struct{}, error) { next() })
+	}
+}
+
+// agent is the machine of a node, nil if it is not a member.
+func (l *shell) agent(id string) *machine {
+	if n := l.m.view.Nodes[id]; n != nil {
+		return l.m.c.machines[l.m.c.byUID[n.UID]]
+	}
+	return nil
+}
+
+// silence tells a call without an answer from a refusal, as the controller does.
+func silence(err error) bool {
+	switch problem.CodeOf(err) {
+	case problem.Overloaded, problem.Unavailable, problem.Timeout:
+		return true
+	default:
+		return false
+	}
+}
+
+// assign is the RankAssigner's answer: the epoch of the grant that holds the unit's ranks.
+func (l *shell) assign(unit string, answer func(uint64, error)) {
+	rec := l.m.view.Units[unit]
+	if rec == nil || !rec.Holds() {
+		answer(0, problem.New(problem.Conflict, "not granted"))
+		return
+	}
+	answer(rec.Epoch, nil)
+}
+
+// deploy changes applications as the admin API does: the controller sees the change with the word that it was asked for.
+func (l *shell) deploy(put *state.PutApps, answer func(state.Result, error)) {
+	before := map[string]uint64{}
+	for id := range l.m.view.Units {
+		before[id] = l.m.view.Epochs[id]
+	}
+	l.m.propose(state.Command{PutApps: put}, proposeLimit, func(r state.Result, err error) {
+		if err == nil && !l.closed {
+			in := controller.Redeployed{Before: before, State: l.m.view}
+			for i := range put.Apps {
+				in.Apps = append(in.Apps, put.Apps[i].Name)
+			}
+			l.seen = l.m.view
+			l.step(in)
+		}
+		answer(r, err)
+	})
+}
