@@ -219,7 +219,7 @@ func (c *call) dispatch() *failure {
 		if f := c.judge(rk, &res); f != nil {
 			return f
 		}
-		if res.cause != causeFull {
+		if res.cause != causeFull && res.cause != causeUnreachable {
 			last = &res
 		}
 	}
@@ -232,8 +232,14 @@ func (c *call) judge(rk *rank, res *result) *failure {
 		return c.giveUp(res, "free")
 	}
 	c.rejoin = true // it had its turn: no later request overtakes it
-	if res.cause == causeFull {
+	switch res.cause {
+	case causeFull:
 		return nil // no attempt: the view was wrong
+	case causeUnreachable:
+		l.meter.Load().Attempt(what.name, "free")
+		l.doubt(rk.node)
+		return nil // no attempt: nobody was asked
+	default:
 	}
 	c.attempts++
 	c.tried = append(c.tried, rk)

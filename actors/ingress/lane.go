@@ -46,10 +46,11 @@ type lane struct {
 	opens  []routing.Open    // scratch
 	ended  bool              // no timer may start any more
 	timers map[*rank]*time.Timer
+	doubts map[string]*time.Timer // nodes whose data port was not reached a moment ago
 }
 
 func newLane(in *Ingress, name string) *lane {
-	l := &lane{in: in, name: name, ranks: map[routing.RankID]*rank{}, epochs: map[string]uint64{}, fenced: map[string]uint64{}, timers: map[*rank]*time.Timer{}}
+	l := &lane{in: in, name: name, ranks: map[routing.RankID]*rank{}, epochs: map[string]uint64{}, fenced: map[string]uint64{}, timers: map[*rank]*time.Timer{}, doubts: map[string]*time.Timer{}}
 	l.budget = newBudget(in.timers.BudgetWindow)
 	l.queue.onChange = func(n int, tokens int64) {
 		if m := l.meter.Load(); m != nil {
@@ -151,7 +152,7 @@ func (l *lane) raise(r *rank, rec *msg.Record) {
 // show tells the Router what has changed of a rank since it was told last.
 func (l *lane) show(r *rank) {
 	epoch, ok := l.epochs[r.unit]
-	ready, maxOngoing := r.want(ok && epoch == r.epoch)
+	ready, maxOngoing := r.want(ok && epoch == r.epoch && l.doubts[r.node] == nil)
 	if ready != r.shownReady {
 		r.shownReady = ready
 		defer l.judgeCaching()
@@ -226,9 +227,15 @@ func (l *lane) account(r *rank, rec *msg.Record) {
 	}
 }
 
-// drop takes a rank out for good.
+// drop takes a rank out for good. If it was not asked to end, it will be back, on this node or another: nobody is refused before the
+// state says so too.
 func (l *lane) drop(r *rank) {
 	delete(l.ranks, r.id)
+	if !r.draining && l.epochs[r.unit] == r.epoch {
+		l.fenced[r.unit] = r.epoch
+		l.hope()
+		l.fence(r)
+	}
 	l.forgetFull(r)
 	l.told(r)
 	l.judgeCaching()
@@ -351,7 +358,39 @@ func (l *lane) units(ready map[string]uint64, onTheWay int) {
 
 // hope tells the Router how many units may still come up.
 func (l *lane) hope() {
-	l.observe(routing.Event{Kind: routing.EvOnTheWay, N: l.coming + len(l.fenced)})
+	l.observe(routing.Event{Kind: routing.EvOnTheWay, N: l.coming + len(l.fenced) + len(l.doubts)})
+}
+
+// doubt takes the ranks of a node out for a moment, because a request has not reached it: others are picked, and if there are none,
+// requests wait instead of failing one after the other until the node's stream says how it is.
+func (l *lane) doubt(node string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.ended || l.doubts[node] != nil {
+		return
+	}
+	l.doubts[node] = time.AfterFunc(l.in.timers.Doubt, func() { l.trust(node) })
+	l.hope() // before the ranks are out: whoever is asked meanwhile waits
+	l.showNode(node)
+}
+
+func (l *lane) trust(node string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.doubts[node] == nil || l.ended {
+		return
+	}
+	delete(l.doubts, node)
+	l.showNode(node)
+	l.hope()
+}
+
+func (l *lane) showNode(node string) {
+	for _, r := range l.ranks {
+		if r.node == node {
+			l.show(r)
+		}
+	}
 }
 
 // end stops the lane's timers. Requests that wait find no rank and leave.
@@ -363,6 +402,10 @@ func (l *lane) end() {
 	}
 	for _, r := range l.ranks {
 		l.told(r)
+	}
+	for node, t := range l.doubts {
+		t.Stop()
+		delete(l.doubts, node)
 	}
 	l.mu.Unlock()
 	l.reservations.end()

@@ -36,6 +36,7 @@ type Timers struct {
 	SlowReader   time.Duration // for one write to a client that does not read
 	Admit        time.Duration // for a DPServer's answer; longer counts as overloaded
 	LateTicket   time.Duration // how long a given-up admission is waited for, to hand its ticket back
+	Doubt        time.Duration // how long a node whose data port was not reached is left alone
 	FullRecheck  time.Duration // how long a rank that said full counts as full if its stream says nothing new
 	Tail         time.Duration // for the end of an engine's body behind [DONE], so that the connection can be used again
 	Dial         time.Duration // for a connection to an engine
@@ -56,6 +57,7 @@ const (
 	DefaultSlowReader   = 60 * time.Second
 	DefaultAdmit        = 5 * time.Second
 	DefaultLateTicket   = 10 * time.Second
+	DefaultDoubt        = 500 * time.Millisecond
 	DefaultFullRecheck  = time.Second
 	DefaultTail         = time.Second
 	DefaultDial         = 5 * time.Second
@@ -103,6 +105,7 @@ func (t Timers) withDefaults() Timers {
 	orDefault(&t.SlowReader, DefaultSlowReader)
 	orDefault(&t.Admit, DefaultAdmit)
 	orDefault(&t.LateTicket, DefaultLateTicket)
+	orDefault(&t.Doubt, DefaultDoubt)
 	orDefault(&t.FullRecheck, DefaultFullRecheck)
 	orDefault(&t.Tail, DefaultTail)
 	orDefault(&t.Dial, DefaultDial)

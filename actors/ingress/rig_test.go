@@ -218,7 +218,9 @@ func (r *replica) admit(m *msg.Admit) {
 	r.peak = max(r.peak, len(r.open))
 	r.record(msg.RecAdmitted, m)
 	if ticket := r.next; r.node != "" {
-		context.AfterFunc(m.Ctx, func() { time.AfterFunc(lapse, func() { r.Send(&msg.Done{TicketID: ticket, Outcome: msg.Cancelled, Cause: "ticket_lapsed"}) }) })
+		context.AfterFunc(m.Ctx, func() {
+			time.AfterFunc(lapse, func() { r.Send(&msg.Done{TicketID: ticket, Outcome: msg.Cancelled, Cause: "ticket_lapsed"}) })
+		})
 	}
 	m.Reply <- msg.AdmitReply{Epoch: r.epoch, Seq: r.seq, Ticket: msg.Ticket{
 		ID: r.next, Epoch: r.epoch, Incarnation: r.incarnation, Seq: r.seq, Rank: r.id, Target: r.target(),
