@@ -177,6 +177,8 @@ func TestCutOffLeader(t *testing.T) {
 	_, err := next.Propose(t.Context(), putApp("demo", "one"))
 	require.NoError(t, err)
 	assert.Zero(t, <-accepted, "a leader without a majority accepted writes")
+	require.NoError(t, next.Confirm(t.Context()))
+	require.ErrorIs(t, old.Confirm(t.Context()), cluster.ErrNotLeader)
 	require.Eventually(t, func() bool { return !old.Leader() }, limit, 10*time.Millisecond, "it still takes itself for the leader")
 
 	g.wires.isolate(old.address, false)

@@ -8,7 +8,9 @@ import (
 
 	"github.com/dpserve/dpserve/actors/controller"
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/actors/node"
 	"github.com/dpserve/dpserve/actors/rankassigner"
+	"github.com/dpserve/dpserve/cluster"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/state"
 )
@@ -41,7 +43,22 @@ func (n *Node) leadingNow() (msg.Leader, msg.Assigner, bool) {
 	if l == nil {
 		return nil, nil, false
 	}
-	return l.control, l.assign, true
+	return confirmed{l.control, n.consensus}, l.assign, true
+}
+
+// confirmed is the leader that asks a majority before it prolongs a lease: one that was frozen would else grant leases that are not its
+// to grant any more, the first of them to itself.
+type confirmed struct {
+	control   *controller.Controller
+	consensus *cluster.Cluster
+}
+
+// Renew implements msg.Leader.
+func (c confirmed) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) {
+	if err := c.consensus.Confirm(ctx); err != nil {
+		return msg.Lease{}, err
+	}
+	return c.control.Renew(ctx, r)
 }
 
 // followLeadership begins and ends the leader's actors as elections go, until ctx ends.
@@ -139,6 +156,14 @@ func (n *Node) agent(id string) (msg.NodeAgent, bool) {
 		return n.node, n.node != nil
 	}
 	return n.mesh.agent(id)
+}
+
+// onLeaseLoss is what ranks do when no leader answers: a node that stands alone serves until it ends.
+func (n *Node) onLeaseLoss() node.LeaseLoss {
+	if n.mesh == nil {
+		return node.Serve
+	}
+	return node.LeaseLoss(n.cfg.OnLeaseLoss)
 }
 
 // self is this node as it shows itself to the others.

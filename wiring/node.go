@@ -46,8 +46,9 @@ type Node struct {
 	system    *actor.ActorSystem
 	ident     cluster.Identity
 	store     cluster.Store
-	consensus *cluster.Cluster // store, on a node with role control; else nil
-	mesh      *mesh            // nil: this node is alone
+	opened    atomic.Pointer[cluster.Store] // store, for those who run before it is there
+	consensus *cluster.Cluster              // store, on a node with role control; else nil
+	mesh      *mesh                         // nil: this node is alone
 	conns     *remote.Conns
 	leader    *remote.LeaderClient // the leader, wherever it is
 	leads     atomic.Pointer[leading]
@@ -145,7 +146,10 @@ func (n *Node) openStore(ctx context.Context) error {
 		}
 		n.store = w
 	}
-	n.ident = cluster.Identity{Cluster: n.store.ClusterID(), Node: n.cfg.NodeID, UID: n.store.UID()}
+	n.opened.Store(&n.store)
+	if n.mesh == nil { // else it was known before
+		n.ident = cluster.Identity{Cluster: n.store.ClusterID(), Node: n.cfg.NodeID, UID: n.store.UID()}
+	}
 	if err := n.store.Ready(ctx); err != nil {
 		return err
 	}
@@ -166,7 +170,7 @@ func (n *Node) buildWorker(t *timers) error {
 		Labels: n.offer.Labels, Executable: n.cfg.Executable, System: n.system, Assigner: n.leader, Rand: random, Timers: t.node, Log: n.log,
 		Launcher: n.cfg.Launcher, Transport: n.probes, BindTest: n.cfg.bindTest(),
 		NewReplica: func(spec msg.ReplicaSpec) (node.Replica, error) { return factory.New(spec) },
-		Leader:     n.leader, Self: n.self, Store: n.store, OnLeaseLoss: node.LeaseLoss(n.cfg.OnLeaseLoss), EngineHost: n.cfg.engineHost(), Advertise: n.cfg.Advertise,
+		Leader:     n.leader, Self: n.self, Store: n.store, OnLeaseLoss: n.onLeaseLoss(), EngineHost: n.cfg.engineHost(), Advertise: n.cfg.Advertise,
 	})
 	return err
 }

@@ -26,18 +26,18 @@ var _ msg.Store = late{}
 
 // State implements msg.Store.
 func (l late) State() *state.State {
-	if l.n.store == nil {
-		return state.New()
+	if s := l.n.opened.Load(); s != nil {
+		return (*s).State()
 	}
-	return l.n.store.State()
+	return state.New()
 }
 
 // Changed implements msg.Store.
 func (l late) Changed() <-chan struct{} {
-	if l.n.store == nil {
-		return nil
+	if s := l.n.opened.Load(); s != nil {
+		return (*s).Changed()
 	}
-	return l.n.store.Changed()
+	return nil
 }
 
 // peers are the nodes there are, by name: those of the state, or while it is not there yet those that this node joined at.
@@ -63,10 +63,10 @@ func (n *Node) peer(id string) *state.Node {
 
 // leaderUID is the node that leads, as far as this one knows.
 func (n *Node) leaderUID() (uid string, known bool) {
-	if n.store == nil {
-		return "", false
+	if s := n.opened.Load(); s != nil {
+		return (*s).LeaderNode()
 	}
-	return n.store.LeaderNode()
+	return "", false
 }
 
 // removed says that a node was removed from the cluster.

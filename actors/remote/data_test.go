@@ -438,10 +438,10 @@ func TestDataStrangers(t *testing.T) {
 		change(d)
 		a := g.send(d)
 		require.ErrorIs(t, a.err, msg.ErrUnreachable)
-		assert.ErrorContains(t, a.err, text)
+		require.ErrorContains(t, a.err, text)
 	}
 	denied.Store(true)
-	assert.ErrorContains(t, g.send(g.dispatch()).err, "denied")
+	require.ErrorContains(t, g.send(g.dispatch()).err, "denied")
 	assert.Empty(t, g.rank.asked())
 	_, _, err := NewDataClient(func(string) (http.RoundTripper, error) { return nil, errors.New("no such node") }).Send(t.Context(), g.dispatch())
 	assert.ErrorIs(t, err, msg.ErrUnreachable)
@@ -610,7 +610,7 @@ func FuzzDataAnswer(f *testing.F) {
 		got, rep, err := answered(t.Context(), newDispatch(), resp)
 		switch {
 		case got != nil:
-			assert.NoError(t, err)
+			require.NoError(t, err)
 			assert.NotZero(t, rep.Ticket.ID)
 			assert.Empty(t, got.Header)
 		case err == nil:

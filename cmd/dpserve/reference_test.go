@@ -30,7 +30,7 @@ unless nohup ignores it) mean the same.
 | 4 | authentication |
 | 5 | cannot be rolled out |
 | 8 | still pending at the time-out |
-| 130 | interrupted: before ` + "`up`" + ` served, by a second Ctrl-C, or in the monitor of ` + "`deploy` or `delete`" + `, which go on without it |
+| 130 | interrupted: before ` + "`up`" + ` served, by a second Ctrl-C, or in the monitor of ` + "`deploy`, `delete` or `drain`" + `, which go on without it |
 `
 
 // TestReference pins every help text: docs/cli.md is made of them.
@@ -48,7 +48,7 @@ func reference(t *testing.T) string {
 	t.Helper()
 	var b strings.Builder
 	b.WriteString(referenceHead)
-	for _, name := range []string{"up", "start", "validate", "deploy", "status", "route", "route explain", "router", "router show", "router reset", "logs", "delete", "ranks", "ranks add", "ranks remove", "bench", "version", "completion"} {
+	for _, name := range []string{"up", "start", "join", "validate", "plan", "deploy", "status", "route", "route explain", "router", "router show", "router reset", "logs", "delete", "ranks", "ranks add", "ranks remove", "nodes", "nodes remove", "drain", "undrain", "leave", "token", "bench", "version", "completion"} {
 		cli := newCLI(t)
 		require.Equal(t, 0, cli.run(append([]string{"help"}, strings.Fields(name)...)))
 		b.WriteString("\n## " + name + "\n\n```text\n" + strings.TrimSpace(cli.stdout()) + "\n```\n")

@@ -46,7 +46,7 @@ func (n *canon) commit(r *raft, at int, e *entry) {
 		if err == nil && !res.Unchanged {
 			last = n.master.Clone()
 		}
-		n.c.committed(r, e.command, res, err)
+		n.c.committed(e.term, e.command, res, err)
 	}
 	n.states, n.results, n.errs = append(n.states, last), append(n.results, res), append(n.errs, err)
 }

@@ -79,6 +79,9 @@ func (h *host) renew() {
 
 func (h *host) ended(sent time.Duration, lease msg.Lease, err error) {
 	h.renewing = false
+	if sent >= h.m.thawed {
+		h.m.mustAsk = false
+	}
 	more := false
 	if err != nil {
 		h.rules.Renewed(epochStart.Add(sent), h.c.clock(), 0)

@@ -22,11 +22,15 @@ type machine struct {
 	removed bool // by a person, who will switch it off
 	disk    *disk
 	wall    time.Duration // what its wall clock is ahead
+	upset   time.Duration // when something was wrong with it last
+	thawed  time.Duration // when it was frozen last, till then
+	mustAsk bool          // it was frozen for longer than its lease, and has not asked the leader since
 
 	// of its process
 	raft     *raft    // nil without role control
 	watch    *watcher // nil with role control
 	view     *state.State
+	viewed   map[string]time.Duration // when view has shown first that a unit here is over
 	dirty    bool // view has changed and nobody was told yet
 	shell    *shell
 	taking   bool // it is about to lead
@@ -42,7 +46,7 @@ func (m *machine) boot() {
 	m.alive, m.dark, m.frozen, m.slow = true, false, false, false
 	m.shell, m.host, m.ing, m.follows, m.dirty, m.taking = nil, nil, nil, nil, false, false
 	m.raft, m.watch, m.known, m.avoid = nil, nil, -1, -1
-	m.view = state.New()
+	m.view, m.viewed, m.mustAsk = state.New(), map[string]time.Duration{}, false
 	m.c.log("boot", m.name)
 	if m.control {
 		m.raft = newRaft(m)
@@ -115,6 +119,15 @@ func (m *machine) publish(s *state.State) {
 		return
 	}
 	m.view = s
+	if m.host != nil {
+		for id, u := range m.host.units {
+			if over := node.Superseded(s, id, u.order.Epoch); !over {
+				delete(m.viewed, id)
+			} else if m.viewed[id] == 0 {
+				m.viewed[id] = m.c.now
+			}
+		}
+	}
 	if m.watch != nil {
 		m.disk.saved = s
 	}

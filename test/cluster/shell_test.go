@@ -21,6 +21,7 @@ type shell struct {
 	armed    int // number of the timer
 	leaving  bool
 	closed   bool
+	heard    map[string]time.Duration
 	meetings map[string]uint64 // rank 0 of the unit at this epoch has said where it listens
 }
 
@@ -39,10 +40,11 @@ const (
 )
 
 func newShell(m *machine) *shell {
-	l := &shell{m: m, core: controller.NewCore(m.c.cfg.controller()), orders: map[string]*orderQueue{}, meetings: map[string]uint64{}}
+	l := &shell{m: m, core: controller.NewCore(m.c.cfg.controller()), orders: map[string]*orderQueue{}, meetings: map[string]uint64{}, heard: map[string]time.Duration{}}
 	m.c.log("shell", m.name)
 	l.seen = m.view
 	l.step(controller.StateSeen{State: m.view})
+	l.keepVoters()
 	return l
 }
 
@@ -116,12 +118,17 @@ func (l *shell) renew(r *msg.NodeReport, answer func(msg.Lease, error)) {
 	own.Events, own.Units = append([]msg.UnitEvent(nil), r.Events...), append([]msg.UnitEvent(nil), r.Units...)
 	e := l.step(controller.NodeSeen{Report: &own})
 	e.Lease.Leader = l.m.name
+	l.heard[r.Node.ID] = l.m.c.now
+	if l.m.c.cfg.mutant == noGrace && e.Err == nil {
+		e.Lease.TTL = l.m.c.cfg.ttl
+	}
 	answer(e.Lease, e.Err)
 }
 
 func (l *shell) do(e controller.Effect) {
 	switch e := e.(type) {
 	case controller.GrantEffect:
+		l.m.c.audit.proposed[&e.Grant] = l.m.c.now
 		l.command(state.Command{GrantGroup: &e.Grant}, func(r state.Result, err error) {
 			g := controller.Granted{Result: r, Err: err}
 			for i := range e.Grant.Units {

@@ -36,6 +36,7 @@ type process struct {
 	alive   bool
 	gen     int           // +1 per start
 	frozen  bool          // nothing runs, everything waits
+	since   time.Duration // of that
 	slow    bool          // it has a tenth of a CPU
 	reached time.Duration // slow: when it got to its last event
 	waiting []event       // while frozen
@@ -123,7 +124,7 @@ func (s *sim) delay(e event) {
 // freeze stops a process: its clock goes on, what comes for it waits.
 func (p *process) freeze() {
 	if p.alive && !p.frozen {
-		p.frozen = true
+		p.frozen, p.since = true, p.s.now
 		p.s.log("freeze", p.name)
 	}
 }

@@ -1,0 +1,264 @@
+package cluster_test
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/node"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/state"
+)
+
+// audit knows everything, and holds the cluster to what it promises.
+type audit struct {
+	high     map[string]uint64 // by unit: the highest epoch granted
+	grants   map[string]*granted
+	launches map[string]int // by unit, epoch and machine
+	proposed map[*state.GrantGroup]time.Duration
+	puts     map[*state.PutApps]time.Duration // committed, at
+	leases   []leaseOp
+	lost     int // nodes that were taken for lost
+	restarts int // epochs above the first, of units that nobody asked to change
+	tickets  int
+}
+
+// granted is one grant that was committed.
+type granted struct {
+	unit  *state.Unit
+	at    time.Duration
+	lost  map[string]bool // machines that were taken for lost while it stood
+	over  bool
+	order time.Duration
+}
+
+func newAudit() *audit {
+	return &audit{
+		high: map[string]uint64{}, grants: map[string]*granted{}, launches: map[string]int{},
+		proposed: map[*state.GrantGroup]time.Duration{}, puts: map[*state.PutApps]time.Duration{},
+	}
+}
+
+func key(unit string, epoch uint64) string { return fmt.Sprint(unit, "@", epoch) }
+
+// before looks at a command that is about to be applied for the first time.
+func (c *cluster) before(cmd *state.Command) {
+	if ref := cmd.NodeLost; ref != nil {
+		for id, u := range c.canon.master.Units {
+			if g := c.audit.grants[key(id, u.Epoch)]; g != nil {
+				g.lost[ref.Node] = true
+			}
+		}
+	}
+}
+
+// committed looks at a command that was.
+func (c *cluster) committed(term uint64, cmd *state.Command, res state.Result, err error) {
+	if err != nil {
+		return
+	}
+	switch {
+	case cmd.GrantGroup != nil:
+		c.grantCommitted(cmd.GrantGroup, res)
+	case cmd.Release != nil:
+		c.ended(cmd.Release.Unit, cmd.Release.Epoch)
+		c.lease(leaseOp{kind: releases, unit: cmd.Release.Unit, epoch: cmd.Release.Epoch, call: c.now, back: c.now})
+	case cmd.UnitFailed != nil:
+		c.ended(cmd.UnitFailed.Unit, cmd.UnitFailed.Epoch)
+		c.lease(leaseOp{kind: releases, unit: cmd.UnitFailed.Unit, epoch: cmd.UnitFailed.Epoch, call: c.now, back: c.now})
+	case cmd.PutApps != nil:
+		c.audit.puts[cmd.PutApps] = c.now
+	case cmd.NodeLost != nil && !res.Unchanged:
+		c.nodeLost(c.canon.leaders[term], cmd.NodeLost)
+	}
+}
+
+// grantCommitted: epochs rise by one, groups are whole, and nobody but a lost node still has what is granted anew.
+func (c *cluster) grantCommitted(g *state.GrantGroup, res state.Result) {
+	a := c.audit
+	for _, u := range g.Units {
+		epoch := res.Epochs[u.Unit]
+		if epoch != a.high[u.Unit]+1 {
+			c.violate("%s is granted epoch %d after %d", u.Unit, epoch, a.high[u.Unit])
+		}
+		c.ended(u.Unit, epoch-1)
+		a.high[u.Unit] = epoch
+		a.grants[key(u.Unit, epoch)] = &granted{unit: c.canon.master.Units[u.Unit], at: c.now, lost: map[string]bool{}}
+		c.whole(g, &u)
+		call, known := a.proposed[g]
+		if !known {
+			call = c.now
+		}
+		c.lease(leaseOp{kind: acquires, unit: u.Unit, epoch: epoch, call: call, back: c.now})
+		if epoch > 1 {
+			a.restarts++
+		}
+		if c.cfg.gentle && epoch > 1 {
+			c.violate("%s was started again, and nothing had happened to it", u.Unit)
+		}
+	}
+}
+
+// whole: a lockstep unit has all its ranks, each once.
+func (c *cluster) whole(g *state.GrantGroup, u *state.UnitGrant) {
+	spec := c.specOf(c.canon.master.Apps[g.App])
+	for _, w := range spec.Units() {
+		if w.ID != u.Unit {
+			continue
+		}
+		var ranks []int
+		for i := range u.Ranks {
+			ranks = append(ranks, u.Ranks[i].Rank)
+		}
+		slices.Sort(ranks)
+		if !slices.Equal(ranks, w.Ranks) {
+			c.violate("%s was granted ranks %v of %v", u.Unit, ranks, w.Ranks)
+		}
+		return
+	}
+	c.violate("%s was granted, and its application does not have it", u.Unit)
+}
+
+// ended: a grant is history. Nobody has processes of it but nodes that were taken for lost.
+func (c *cluster) ended(unit string, epoch uint64) {
+	g := c.audit.grants[key(unit, epoch)]
+	if g == nil {
+		return
+	}
+	g.over = true
+	for _, m := range c.machines {
+		if !m.alive {
+			continue
+		}
+		for _, e := range m.host.engines {
+			if e.unit == unit && e.epoch == epoch && !g.lost[m.name] {
+				c.violate("%s is given back at epoch %d, and %s still runs it", unit, epoch, m.name)
+			}
+		}
+	}
+}
+
+// launched: engines start once per grant and machine, where they were granted, and share no slot, device or port.
+func (c *cluster) launched(h *host, u *hosted) {
+	id := u.order.Unit
+	at := fmt.Sprint(key(id, u.order.Epoch), " on ", h.m.name)
+	if c.audit.launches[at]++; c.audit.launches[at] > 1 {
+		c.violate("%s was started twice", at)
+	}
+	c.owner(h.m, id, u.order.Epoch)
+	for _, mine := range u.engines {
+		for _, e := range h.engines {
+			if e != mine && e.clashes(mine) {
+				c.violate("%s starts %s beside %s at epoch %d, which holds slot %d and devices %v still", h.m.name, at, e.unit, e.epoch, e.grant.Slot, e.grant.Devices)
+			}
+		}
+	}
+}
+
+// clashes says whether two engines of a machine hold the same.
+func (e *engine) clashes(o *engine) bool {
+	if e.grant.Slot >= 0 && e.grant.Slot == o.grant.Slot {
+		return true
+	}
+	for _, d := range e.grant.Devices {
+		if slices.Contains(o.grant.Devices, d) {
+			return true
+		}
+	}
+	other := e.unit != o.unit || e.epoch != o.epoch
+	return other && e.block.Size > 0 && e.block.Base < o.block.Base+o.block.Size && o.block.Base < e.block.Base+e.block.Size
+}
+
+// owner is the grant that a machine acts on.
+func (c *cluster) owner(m *machine, unit string, epoch uint64) *granted {
+	g := c.audit.grants[key(unit, epoch)]
+	if g == nil || !slices.ContainsFunc(g.unit.Ranks, func(r state.RankGrant) bool { return r.Node == m.name }) {
+		c.violate("%s acts for %s at epoch %d, which nobody granted to it", m.name, unit, epoch)
+	}
+	return g
+}
+
+// accepted: a request is admitted under a grant that stands. Under one that does not, only with on_lease_loss serve, by a node that
+// was taken for lost and does not know it.
+func (c *cluster) accepted(m *machine, unit string, epoch uint64) {
+	c.audit.tickets++
+	g := c.owner(m, unit, epoch)
+	if g.over && (c.cfg.fence || !g.lost[m.name]) {
+		c.violate("%s admits for %s at epoch %d, which is over", m.name, unit, epoch)
+	}
+	if m.mustAsk {
+		c.violate("%s admits for %s after it was frozen for longer than its lease, and has not asked the leader yet", m.name, unit)
+	}
+	if node.Superseded(m.view, unit, epoch) && c.now-max(m.viewed[unit], m.thawed) > time.Second && !m.slow {
+		c.violate("%s admits for %s at epoch %d for more than 1 s after its copy of the state has shown that it is over", m.name, unit, epoch)
+	}
+}
+
+// calm is how long nothing has been wrong with a way, a machine or the network when silence is no excuse.
+const calm = 14 * time.Second
+
+// nodeLost: a node that runs, and that the leader could hear all the time, is not taken for lost.
+func (c *cluster) nodeLost(by string, ref *state.NodeRef) {
+	c.audit.lost++
+	i, leader := c.byUID[ref.UID], c.named(by)
+	m := c.machines[i]
+	c.log("node lost", m.name, by)
+	if c.cfg.gentle {
+		c.violate("%s was taken for lost by %s, and was only bothered a little", m.name, by)
+	}
+	quiet := func(since time.Duration) bool { return c.now-since > calm }
+	if leader == nil || !m.alive || m.frozen || leader.frozen || !quiet(m.upset) || !quiet(leader.upset) || !quiet(c.upset) {
+		return
+	}
+	for _, way := range [][2]int{{m.i, leader.i}, {leader.i, m.i}} {
+		if c.net.cuts[way[0]][way[1]] || !quiet(c.net.changed[way[0]][way[1]]) {
+			return
+		}
+	}
+	c.violate("%s was taken for lost by %s, and nothing was wrong with it for %v", m.name, by, calm)
+}
+
+func (c *cluster) named(name string) *machine {
+	for _, m := range c.machines {
+		if m.name == name {
+			return m
+		}
+	}
+	return nil
+}
+
+// Bounds of what may wait anywhere.
+const (
+	maxEvents  = 20000
+	maxNews    = 1024
+	maxBacklog = 4000
+)
+
+// bounded: nothing grows without end.
+func (c *cluster) bounded() {
+	if len(c.queue) > maxEvents {
+		c.violate("%d events wait", len(c.queue))
+	}
+	for _, m := range c.machines {
+		switch {
+		case !m.alive || m.frozen:
+		case len(m.waiting) > maxBacklog:
+			c.violate("%d events wait for %s", len(m.waiting), m.name)
+		case m.shell != nil && len(m.shell.waiting) > len(m.view.Units)+maxCommands:
+			c.violate("%d commands wait on %s", len(m.shell.waiting), m.name)
+		case len(m.host.units) > len(m.view.Units)+maxNews:
+			c.violate("%s keeps %d units", m.name, len(m.host.units))
+		}
+	}
+	c.after(nil, time.Second, c.bounded)
+}
+
+// specOf reads an application of the workload.
+func (c *cluster) specOf(a *state.App) *app.Application {
+	if spec := c.specs[string(a.Spec)]; spec != nil {
+		return spec
+	}
+	spec := readSpec(a.Spec)
+	c.specs[string(a.Spec)] = spec
+	return spec
+}

@@ -1,0 +1,130 @@
+package cluster_test
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/controller"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/state"
+)
+
+// mutant is a rule that is broken on purpose: a simulation that does not notice proves nothing.
+type mutant string
+
+// The mutants.
+const (
+	noMutant    mutant = ""
+	noSupersede mutant = "a node runs on what the state shows superseded"
+	noFence     mutant = "with on_lease_loss fence a node admits without a lease"
+	noGrace     mutant = "the leader grants again before a lease is over"
+	noBarrier   mutant = "a leader begins with the state of before its election"
+	noFsync     mutant = "an entry counts before it is on disk"
+)
+
+// config is a run.
+type config struct {
+	fence    bool
+	ttl      time.Duration
+	renew    time.Duration
+	controls int // machines with role control alone
+	full     int // machines with all roles
+	workers  int // machines without role control
+	gentle   bool
+	mutant   mutant
+}
+
+// controller gives the leader's timers.
+func (cfg *config) controller() controller.Timers {
+	t := controller.Timers{LeaseTTL: cfg.ttl}
+	if cfg.mutant == noGrace {
+		t.LeaseTTL, t.Regrant = cfg.ttl/4, cfg.ttl/2
+	}
+	return t
+}
+
+// cluster is the world of one run.
+type cluster struct {
+	*sim
+	cfg        config
+	machines   []*machine
+	byUID      map[string]int
+	net        *network
+	canon      *canon
+	audit      *audit
+	startFails float64       // of engine starts that fail
+	upset      time.Duration // when something was wrong with the whole network last
+	specs      map[string]*app.Application
+	work       *workload
+}
+
+func newCluster(seed uint64, cfg config, trace bool) *cluster {
+	c := &cluster{sim: newSim(seed, trace), cfg: cfg, byUID: map[string]int{}, specs: map[string]*app.Application{}}
+	c.net = newNetwork(cfg.controls + cfg.full + cfg.workers + spares)
+	c.canon, c.audit = newCanon(c), newAudit()
+	for range cfg.full {
+		c.add(true, true)
+	}
+	for range cfg.controls {
+		c.add(true, false)
+	}
+	for range cfg.workers {
+		c.add(false, true)
+	}
+	c.found()
+	for _, m := range c.machines {
+		m.boot()
+	}
+	return c
+}
+
+// spares is how many machines may come later.
+const spares = 2
+
+// add makes a machine that is not a member yet.
+func (c *cluster) add(control, worker bool) *machine {
+	i := len(c.machines)
+	m := &machine{
+		process: &process{s: c.sim, name: fmt.Sprintf("n%d", i)}, c: c, i: i, uid: uidOf(i), control: control, worker: worker, ingress: worker,
+		disk: &disk{votedFor: -1, epochs: map[string]uint64{}, saved: state.New()},
+	}
+	c.machines = append(c.machines, m)
+	c.byUID[m.uid] = i
+	return m
+}
+
+// found writes the log of a cluster whose machines are all members: its name, its nodes, its voters.
+func (c *cluster) found() {
+	log := []*entry{{term: 1, command: &state.Command{Init: &state.Init{Cluster: "sim", Secret: []byte("secret")}}}}
+	var members []voter
+	for _, m := range c.machines {
+		log = append(log, &entry{term: 1, command: &state.Command{PutNode: &state.PutNode{Node: m.record()}}})
+		if m.control {
+			members = append(members, voter{m.i, len(members) < voters(c.cfg.controls+c.cfg.full)})
+		}
+	}
+	log = append(log, &entry{term: 1, members: members})
+	first := &raft{c: c, m: c.machines[0]}
+	for i, e := range log {
+		c.canon.commit(first, i+1, e)
+	}
+	for _, m := range c.machines {
+		if m.control {
+			m.disk.log, m.disk.synced, m.disk.term = append([]*entry(nil), log...), len(log), 1
+		} else {
+			m.disk.saved = c.canon.now()
+		}
+	}
+}
+
+// voters is how many of n control nodes vote.
+func voters(n int) int {
+	switch {
+	case n >= 5:
+		return 5
+	case n >= 3:
+		return 3
+	default:
+		return 1
+	}
+}
