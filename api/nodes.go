@@ -15,7 +15,7 @@ import (
 const (
 	pathNodes      = "/api/v1/nodes"
 	pathDrain      = "/drain" // behind pathNodes/NODE
-	pathJoinTokens = "/api/v1/join-tokens"
+	pathJoinTokens = "/api/v1/join-tokens" //nolint:gosec // a path
 )
 
 // Bounds of a join token.

@@ -87,7 +87,7 @@ func (n *Node) adaptLeadership(ctx context.Context) error {
 		return n.takeOver(ctx)
 	case !leads && n.leads.Load() != nil:
 		n.log.Info("this node leads no more")
-		return n.stepDown()
+		return n.stepDown() //nolint:contextcheck // actors outlive the election that begins or ends them
 	}
 	return nil
 }
@@ -102,11 +102,11 @@ func (n *Node) takeOver(ctx context.Context) error {
 	l.control = controller.New(controller.Config{
 		Store: n.store, Proposer: n.store, Granter: l.assign, Metrics: n.metrics, Timers: t.controller, Log: n.log, Agent: n.agent, Self: n.cfg.NodeID,
 	})
-	if err := l.assign.Start(n.system); err != nil {
+	if err := l.assign.Start(n.system); err != nil { //nolint:contextcheck // as above
 		return err
 	}
-	if err := l.control.Start(n.system); err != nil {
-		return errors.Join(err, l.assign.Close())
+	if err := l.control.Start(n.system); err != nil { //nolint:contextcheck // as above
+		return errors.Join(err, l.assign.Close()) //nolint:contextcheck // as above
 	}
 	n.leads.Store(l)
 	n.node.Renew(ctx) // what runs here is known before anybody asks; what does not is not shown as running

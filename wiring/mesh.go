@@ -21,7 +21,6 @@ import (
 	"github.com/dpserve/dpserve/cluster/membership"
 	"github.com/dpserve/dpserve/cluster/nodeport"
 	"github.com/dpserve/dpserve/cluster/pki"
-	"github.com/dpserve/dpserve/internal/engineleg"
 	"github.com/dpserve/dpserve/internal/problem"
 	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/state"
@@ -72,7 +71,7 @@ func (m *mesh) open(ctx context.Context) error {
 		m.address = hostPort(n.cfg.Advertise, bound.Port)
 	}
 	m.ways = newWays(m.port, n.peer)
-	m.loops.Go(func() {
+	m.loops.Go(func() { //nolint:contextcheck // the port lives until it is closed
 		if err := m.port.Serve(); err != nil {
 			n.log.Error("the node port is gone", slog.Any("err", err))
 		}
@@ -129,7 +128,7 @@ func (m *mesh) serveRanks() error {
 		return err
 	}
 	dpservev1.RegisterReplicaServer(m.grpc, m.stream)
-	m.data, err = remote.NewDataServer(remote.DataConfig{Feed: n.hub, Caller: ingressName, Serves: n.node.Serves(), Dial: engineleg.Dialer(n.cfg.dialer()), Log: n.log})
+	m.data, err = remote.NewDataServer(remote.DataConfig{Feed: n.hub, Caller: ingressName, Serves: n.node.Serves(), Dial: n.cfg.dialer(), Log: n.log})
 	if err != nil {
 		return err
 	}

@@ -131,7 +131,7 @@ func (n *Node) openStore(ctx context.Context) error {
 				cfg.Secrets = func() state.Secrets { return n.mesh.secrets }
 			}
 		}
-		c, err := cluster.Open(cfg)
+		c, err := cluster.Open(cfg) //nolint:contextcheck // it lives until it is closed
 		if err != nil {
 			return err
 		}

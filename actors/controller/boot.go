@@ -8,22 +8,20 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// boot takes up what is granted. A state that knows no nodes is older than their records: its engines died with the process that
-// started them.
+// boot takes up what is granted.
 func (c *Core) boot(now time.Time) {
 	for _, id := range slices.Sorted(maps.Keys(c.state.Units)) {
-		if rec := c.state.Units[id]; rec.Phase == state.Failed || len(c.state.Nodes) > 0 {
-			c.resume(now, rec)
-		} else {
-			c.restart(now, rec)
-		}
+		c.resume(now, c.state.Units[id])
 	}
 }
 
 // resume goes on with a unit under its epoch. Its nodes will say what they have of it; one that does not is lost.
 func (c *Core) resume(now time.Time, rec *state.Unit) {
 	u := c.adopt(rec)
-	u.m = c.machineOf(now, rec)
+	u.m = state.Machine{
+		Phase: rec.Phase, Epoch: rec.Epoch, Attempt: rec.Attempt, Starts: 1, Since: now, Attach: c.isAttach(rec.App),
+		Reason: rec.Reason, LogTail: rec.LogTail,
+	}
 	switch rec.Phase {
 	case state.Ready:
 		u.m.WasReady, u.m.ReadyAt, u.m.Confirmed = true, now, true
@@ -40,20 +38,6 @@ func (c *Core) resume(now time.Time, rec *state.Unit) {
 		}
 	}
 	c.changed(now, u, "", u.m.Phase)
-}
-
-// restart grants a unit anew that runs nowhere.
-func (c *Core) restart(now time.Time, rec *state.Unit) {
-	u := c.adopt(rec)
-	u.m = c.machineOf(now, rec)
-	c.feed(now, u, state.Event{Kind: state.EvLost, Reason: "dpserve was started again"})
-}
-
-func (c *Core) machineOf(now time.Time, rec *state.Unit) state.Machine {
-	return state.Machine{
-		Phase: rec.Phase, Epoch: rec.Epoch, Attempt: rec.Attempt, Starts: 1, Since: now, Attach: c.isAttach(rec.App),
-		Reason: rec.Reason, LogTail: rec.LogTail,
-	}
 }
 
 // adopt makes a unit of a record.

@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/placement"
 	"github.com/dpserve/dpserve/state"
 )
 
@@ -72,8 +71,6 @@ type Config struct {
 	Store    msg.Store
 	Proposer msg.Proposer
 	Granter  Granter
-	// Nodes is what there is while the state knows no nodes; nil = nothing.
-	Nodes func() []placement.Node
 	// Agent is how a node is told; false while it is not connected.
 	Agent func(node string) (msg.NodeAgent, bool)
 	// Barrier waits until the store has all that was committed before this node led. Nothing is granted before (TRAPS 10);

@@ -16,7 +16,6 @@ import (
 	"github.com/dpserve/dpserve/cluster"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/placement"
 	"github.com/dpserve/dpserve/state"
 )
 
@@ -46,10 +45,7 @@ type Controller struct {
 	closeErr  error
 }
 
-var (
-	_ msg.Reporter = (*Controller)(nil)
-	_ msg.Leader   = (*Controller)(nil)
-)
+var _ msg.Leader = (*Controller)(nil)
 
 // New makes a Controller.
 func New(cfg Config) *Controller {
@@ -173,10 +169,8 @@ func (c receiver) Receive(m any) {
 }
 
 func (c *Controller) step(m any) ([]Effect, time.Time) {
-	inventory := c.inventory()
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.core.inventory = inventory
 	var effects []Effect
 	switch in := m.(type) {
 	case *caughtUp:
@@ -190,14 +184,6 @@ func (c *Controller) step(m any) ([]Effect, time.Time) {
 		c.boot.Do(func() { close(c.booted) })
 	}
 	return effects, c.core.Due()
-}
-
-// inventory is what there is while the state knows no nodes.
-func (c *Controller) inventory() []placement.Node {
-	if c.cfg.Nodes == nil {
-		return nil
-	}
-	return c.cfg.Nodes()
 }
 
 // tell puts a change into ring, metrics and log: one line per state change.
@@ -225,9 +211,6 @@ func (c *Controller) arm(due time.Time) {
 	c.timer = time.AfterFunc(max(minTick, due.Sub(c.cfg.Clock())), func() { c.box.Send(Ticked{}) })
 }
 
-// Report implements msg.Reporter: idempotent by (node, number), never blocks.
-func (c *Controller) Report(e msg.UnitEvent) { c.box.Send(Reported{e}) }
-
 // Status is the picture of all applications, in order of name. Nothing of a rank's account is in it: those who know it add it.
 func (c *Controller) Status() []msg.AppStatus {
 	c.mu.Lock()
@@ -250,7 +233,7 @@ func (c *Controller) Deploy(ctx context.Context, apps []*app.Application, expect
 		return state.Result{}, err
 	}
 	if !partial {
-		if err := dryRun(c.cfg.Store.State(), c.inventory(), apps, prune); err != nil {
+		if err := dryRun(c.cfg.Store.State(), apps, prune); err != nil {
 			return state.Result{}, err
 		}
 	}

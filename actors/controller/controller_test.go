@@ -6,6 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
+	"slices"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -19,7 +21,6 @@ import (
 	"github.com/dpserve/dpserve/app"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/placement"
 	"github.com/dpserve/dpserve/state"
 )
 
@@ -30,6 +31,7 @@ type agent struct {
 	mu      sync.Mutex
 	c       *Controller
 	n       uint64
+	newest  map[string]msg.UnitEvent
 	refuses error
 	orders  []string
 }
@@ -48,7 +50,13 @@ func (a *agent) seen() []string {
 
 func (a *agent) report(unit string, epoch uint64, kind msg.UnitEventKind) {
 	a.n++
-	a.c.Report(msg.UnitEvent{Node: "a", Number: a.n, Unit: unit, Epoch: epoch, Kind: kind})
+	e := msg.UnitEvent{Number: a.n, Unit: unit, Epoch: epoch, Kind: kind}
+	a.newest[unit] = e
+	r := &msg.NodeReport{Node: node("a", 8), Incarnation: 1, Events: []msg.UnitEvent{e}}
+	for _, u := range slices.Sorted(maps.Keys(a.newest)) {
+		r.Units = append(r.Units, a.newest[u])
+	}
+	_, _ = a.c.Renew(context.Background(), r)
 }
 
 func (a *agent) StartRank(_ context.Context, m *msg.StartRank) error {
@@ -108,13 +116,15 @@ type rig struct {
 func rigged(t *testing.T, change func(*Config), f func(t *testing.T, r *rig)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
-		r := &rig{store: newMemStore(), agent: &agent{}, metrics: &counter{phases: map[string]state.Phase{}}, logs: new(bytes.Buffer)}
+		r := &rig{store: newMemStore(), agent: &agent{newest: map[string]msg.UnitEvent{}}, metrics: &counter{phases: map[string]state.Phase{}}, logs: new(bytes.Buffer)}
+		_, err := r.store.Propose(t.Context(), state.Command{PutNode: &state.PutNode{Node: node("a", 8)}})
+		require.NoError(t, err)
 		cfg := Config{
 			Store: r.store, Proposer: r.store, Granter: r.store, Metrics: r.metrics,
-			Nodes: func() []placement.Node { return []placement.Node{node("a", 8)} },
 			Agent: func(id string) (msg.NodeAgent, bool) { return r.agent, id == "a" },
 			Log:   slog.New(slog.NewTextHandler(r.logs, nil)),
 		}
+		cfg.Timers.LeaseTTL = patience
 		if change != nil {
 			change(&cfg)
 		}
@@ -309,22 +319,24 @@ func TestPanicInReceiveForgetsNothing(t *testing.T) {
 	var mu sync.Mutex
 	broken := false
 	rigged(t, func(c *Config) {
-		inner := c.Nodes
-		c.Nodes = func() []placement.Node {
+		c.Clock = func() time.Time {
 			mu.Lock()
 			defer mu.Unlock()
 			if broken {
 				broken = false
-				panic("inventory")
+				panic("clock")
 			}
-			return inner()
+			return time.Now()
 		}
 	}, func(t *testing.T, r *rig) {
 		r.deploy(t, sim("chat", 2, app.Independent))
 		mu.Lock()
 		broken = true
 		mu.Unlock()
-		r.Report(msg.UnitEvent{Node: "a", Unit: "chat/0/0", Epoch: 1, Kind: msg.UnitDraining})
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		_, err := r.Renew(ctx, &msg.NodeReport{Node: node("a", 8), Incarnation: 1})
+		require.ErrorIs(t, err, context.DeadlineExceeded, "its answer is lost, the deadline is not")
 		synctest.Wait()
 		assert.Equal(t, "RUNNING", r.Status()[0].Status)
 		r.deploy(t, sim("more", 2, app.Independent))
@@ -337,7 +349,6 @@ func TestCallsAfterClose(t *testing.T) {
 		store := newMemStore()
 		c := New(Config{
 			Store: store, Proposer: store, Granter: store, Log: slog.New(slog.DiscardHandler),
-			Nodes: func() []placement.Node { return []placement.Node{node("a", 8)} },
 			Agent: func(string) (msg.NodeAgent, bool) { return nil, false },
 		})
 		require.NoError(t, c.Close(), "never started")
@@ -345,7 +356,6 @@ func TestCallsAfterClose(t *testing.T) {
 		system := inbox.NewSystem(slog.New(slog.DiscardHandler))
 		require.NoError(t, c.Start(system))
 		require.NoError(t, c.Close())
-		c.Report(msg.UnitEvent{Node: "a", Number: 1})
 		_, err := c.Deploy(t.Context(), []*app.Application{sim("chat", 1, app.Independent)}, nil, false, false)
 		require.ErrorIs(t, err, ErrStopped)
 		system.Shutdown()

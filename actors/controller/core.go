@@ -27,8 +27,6 @@ type Core struct {
 	last   time.Time // of the last step
 	still  bool      // nothing has happened in this step
 	out    []Effect
-
-	inventory []placement.Node // what there is while the state knows no nodes
 }
 
 // NewCore makes a Core that has seen nothing.
@@ -47,7 +45,7 @@ func (c *Core) Step(now time.Time, in any) []Effect {
 	c.keepTime(now)
 	c.take(now, in)
 	if c.state != nil && !c.still {
-		c.nodes = nodesOf(c.state, c.inventory)
+		c.nodes = nodesOf(c.state)
 		c.reconcile(now)
 	}
 	return c.out
@@ -59,8 +57,6 @@ func (c *Core) take(now time.Time, in any) {
 		c.look(now, in.State)
 	case NodeSeen:
 		c.emit(c.renew(now, in.Report))
-	case Reported:
-		c.report(now, 0, &in.Event)
 	case Refused:
 		c.refuse(now, in)
 	case Granted:

@@ -10,7 +10,6 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/app"
-	"github.com/dpserve/dpserve/placement"
 	"github.com/dpserve/dpserve/state"
 )
 
@@ -76,15 +75,15 @@ func TestReportsAreTakenOncePerNumberAndForTheEpochInHandOnly(t *testing.T) {
 	w.deploy(sim("chat", 1, app.Independent))
 	w.up("chat/0/0")
 	fenced := msg.UnitEvent{Node: "a", Number: 3, Unit: "chat/0/0", Epoch: 1, Kind: msg.UnitFenced}
-	w.step(Reported{fenced})
+	w.renews("a", fenced)
 	w.number++
 	w.says("a", "chat/0/0", msg.UnitGone, wasReady)
 	w.pass(time.Second)
 	w.up("chat/0/0")
 	w.takeTrace()
-	w.step(Reported{fenced})
+	w.renews("a", fenced)
 	fenced.Epoch = 2
-	w.step(Reported{fenced})
+	w.renews("a", fenced)
 	w.says("a", "chat/0/0", msg.UnitGone, at(1))
 	assert.Equal(t, []string{"stop chat/0/0 epoch 1 on a, grace 0s"}, w.takeTrace(), "what belongs to an old epoch is not wanted")
 	assert.Equal(t, "RUNNING", w.status("chat"))
@@ -169,7 +168,7 @@ func TestPendingSaysWhyAndStartsWhenThereIsRoom(t *testing.T) {
 	w.deploy(sim("two", 1, app.Independent))
 	assert.Equal(t, state.Pending, w.phase("two/0/0"))
 	assert.Contains(t, w.core.Status()[1].Message, "two/0/0 is pending: place two/0")
-	assert.True(t, w.core.Due().IsZero(), "no polling")
+	assert.True(t, w.quiet(), "no polling")
 	w.delete("one")
 	w.says("a", "one/0/0", msg.UnitGone)
 	w.says("a", "one/0/1", msg.UnitGone)
@@ -201,7 +200,7 @@ func TestDeleteInEveryPhaseLeavesNothing(t *testing.T) {
 			assert.Empty(t, w.state.Apps)
 			assert.Empty(t, w.state.Units)
 			assert.Empty(t, w.core.units)
-			assert.True(t, w.core.Due().IsZero())
+			assert.True(t, w.quiet())
 		})
 	}
 }
@@ -262,7 +261,8 @@ func TestUnitWithoutItsNodeIsPlacedElsewhere(t *testing.T) {
 	w := newWorld(t, node("a", 1), node("b", 1))
 	w.deploy(sim("chat", 1, app.Independent))
 	w.up("chat/0/0")
-	w.nodes = []placement.Node{node("b", 1)}
+	_, err := w.apply(state.Command{NodeLost: &state.NodeRef{Node: "a", UID: "uid-a"}})
+	require.NoError(t, err)
 	w.reboot()
 	assert.Equal(t, "b", w.state.Units["chat/0/0"].Ranks[0].Node)
 }

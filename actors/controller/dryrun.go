@@ -24,8 +24,8 @@ func runnable(apps []*app.Application) error {
 }
 
 // dryRun refuses a deploy as a whole if it cannot place what it would start.
-func dryRun(s *state.State, inventory []placement.Node, apps []*app.Application, prune bool) error {
-	d, err := newDryRunner(s, inventory, apps, prune)
+func dryRun(s *state.State, apps []*app.Application, prune bool) error {
+	d, err := newDryRunner(s, apps, prune)
 	if err != nil {
 		return err
 	}
@@ -56,8 +56,8 @@ type outcome struct {
 
 // newDryRunner places what stays beside a deploy. Units of the other apps that wait for a place go first and do not count: they
 // were not asked for now.
-func newDryRunner(s *state.State, inventory []placement.Node, apps []*app.Application, prune bool) (*dryRunner, error) {
-	d := &dryRunner{state: s, overlay: newOverlay(nodesOf(s, inventory), s), named: map[string]*application{}, others: map[string]*application{}}
+func newDryRunner(s *state.State, apps []*app.Application, prune bool) (*dryRunner, error) {
+	d := &dryRunner{state: s, overlay: newOverlay(nodesOf(s), s), named: map[string]*application{}, others: map[string]*application{}}
 	for _, a := range apps {
 		next := &application{name: a.Name, launch: map[string]string{}}
 		if err := next.fill(a); err != nil {

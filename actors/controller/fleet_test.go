@@ -156,8 +156,7 @@ type fleet struct {
 }
 
 func newFleet(t testing.TB, hosts ...*host) *fleet {
-	c := &fleet{world: newWorld(t), hosts: map[string]*host{}, lease: map[string]RenewEffect{}}
-	c.nodes = nil
+	c := &fleet{world: bareWorld(t, Timers{}), hosts: map[string]*host{}, lease: map[string]RenewEffect{}}
 	c.auto = c.carry
 	for _, h := range hosts {
 		c.join(h)
@@ -236,7 +235,7 @@ func (c *fleet) drained(unit string) {
 
 // newLeader is another node that leads from now on: a new core on the same state, the hosts as they are.
 func (c *fleet) newLeader() {
-	c.core = NewCore(Timers{})
+	c.core = NewCore(c.timers)
 	c.inbox = nil
 	c.step(StateSeen{c.state.Clone()})
 }

@@ -13,8 +13,6 @@ type (
 	// NodeSeen is a renewal of a node's lease with all that the node has to say; the answer is a RenewEffect of the same step. The
 	// report is not changed, and must not be by others.
 	NodeSeen struct{ Report *msg.NodeReport }
-	// Reported is one event of a unit.
-	Reported struct{ Event msg.UnitEvent }
 	// Ticked says that a time named by Due has come.
 	Ticked struct{}
 	// Redeployed says that applications were deployed again: their failed units get another chance. State holds the change (nil =

@@ -37,12 +37,8 @@ type peer struct {
 	retryAt time.Time
 }
 
-// nodesOf are the nodes that may be given ranks, in order. A state that knows no nodes is older than their records: then the
-// inventory counts.
-func nodesOf(s *state.State, inventory []placement.Node) []placement.Node {
-	if len(s.Nodes) == 0 {
-		return inventory
-	}
+// nodesOf are the nodes that may be given ranks, in order.
+func nodesOf(s *state.State) []placement.Node {
 	var out []placement.Node
 	for _, id := range slices.Sorted(maps.Keys(s.Nodes)) {
 		if n := s.Nodes[id]; n.Takes() {
@@ -214,7 +210,7 @@ func (c *Core) gone(id string) string {
 	n := c.state.Nodes[id]
 	switch {
 	case len(c.state.Nodes) == 0:
-		return "" // older than the records of nodes
+		return "" // older than the records of nodes: theirs is on its way
 	case n == nil:
 		return "node " + id + " was removed"
 	case n.Lost:

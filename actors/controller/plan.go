@@ -7,7 +7,6 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/app"
-	"github.com/dpserve/dpserve/placement"
 	"github.com/dpserve/dpserve/state"
 )
 
@@ -25,7 +24,7 @@ func (c *Controller) Plan(apps []*app.Application, prune bool) (msg.Plan, error)
 	if err := runnable(apps); err != nil {
 		return msg.Plan{}, err
 	}
-	return planOf(c.cfg.Store.State(), c.inventory(), apps, prune)
+	return planOf(c.cfg.Store.State(), apps, prune)
 }
 
 // planner is a plan in the making.
@@ -35,7 +34,7 @@ type planner struct {
 	nodes map[string]*msg.NodePlan
 }
 
-func planOf(s *state.State, inventory []placement.Node, apps []*app.Application, prune bool) (msg.Plan, error) {
+func planOf(s *state.State, apps []*app.Application, prune bool) (msg.Plan, error) {
 	put := &state.PutApps{Prune: prune}
 	for _, a := range apps {
 		spec, err := specOf(a)
@@ -47,12 +46,12 @@ func planOf(s *state.State, inventory []placement.Node, apps []*app.Application,
 	if _, err := s.Clone().Apply(s.Index+1, &state.Command{PutApps: put}); err != nil {
 		return msg.Plan{}, err
 	}
-	d, err := newDryRunner(s, inventory, apps, prune)
+	d, err := newDryRunner(s, apps, prune)
 	if err != nil {
 		return msg.Plan{}, err
 	}
 	p := &planner{dryRunner: d, plan: msg.Plan{Revision: s.Revision, Fits: true}, nodes: map[string]*msg.NodePlan{}}
-	p.lookAtNodes(inventory)
+	p.lookAtNodes()
 	for _, a := range apps {
 		p.app(d.named[a.Name])
 	}
@@ -64,15 +63,11 @@ func planOf(s *state.State, inventory []placement.Node, apps []*app.Application,
 }
 
 // lookAtNodes lists the nodes with what they have free before the deploy.
-func (p *planner) lookAtNodes(inventory []placement.Node) {
-	for i := range inventory {
-		if len(p.state.Nodes) == 0 {
-			p.node(&inventory[i], "")
-		}
-	}
+func (p *planner) lookAtNodes() {
 	for _, n := range p.state.Nodes {
-		at := placed(n)
-		p.node(&at, whyNot(n))
+		p.nodes[n.ID] = &msg.NodePlan{
+			Node: n.ID, Slots: n.Offer.Slots, SlotsFree: n.Offer.Slots, GPUs: len(n.Offer.Devices), GPUsFree: len(n.Offer.Devices), Note: whyNot(n),
+		}
 	}
 	for _, rec := range p.state.Units {
 		for i := range rec.Ranks {
@@ -82,10 +77,6 @@ func (p *planner) lookAtNodes(inventory []placement.Node) {
 			}
 		}
 	}
-}
-
-func (p *planner) node(n *placement.Node, note string) {
-	p.nodes[n.ID] = &msg.NodePlan{Node: n.ID, Slots: n.Slots, SlotsFree: n.Slots, GPUs: len(n.Devices), GPUsFree: len(n.Devices), Note: note}
 }
 
 // whyNot is why placement leaves a node out; "" = it does not.

@@ -14,7 +14,7 @@ import (
 // plan makes a plan and checks that it changed nothing.
 func (c *fleet) plan(prune bool, apps ...*app.Application) msg.Plan {
 	before, _ := c.state.Encode()
-	p, err := planOf(c.state, nil, apps, prune)
+	p, err := planOf(c.state, apps, prune)
 	require.NoError(c.t, err)
 	after, _ := c.state.Encode()
 	require.Equal(c.t, string(before), string(after))
@@ -90,7 +90,7 @@ func TestPlanSaysWhyItDoesNotFit(t *testing.T) {
 	assert.Regexp(t, `^moving one/0/(0 from a to b|1 from b to a) would make room$`, u.Hint)
 	assert.Empty(t, u.Seats)
 
-	err := dryRun(c.state, nil, []*app.Application{groups("gang", 1, 4)}, false)
+	err := dryRun(c.state, []*app.Application{groups("gang", 1, 4)}, false)
 	require.Error(t, err)
 	assert.Contains(t, explain(err), "3 of 4")
 }
@@ -111,8 +111,8 @@ func TestPlanIsRefusedAsTheDeployWouldBe(t *testing.T) {
 	c.deploy(sim("chat", 1, app.Independent))
 	twin := sim("twin", 1, app.Independent)
 	twin.Model.ID = "chat"
-	_, err := planOf(c.state, nil, []*app.Application{twin}, false)
+	_, err := planOf(c.state, []*app.Application{twin}, false)
 	require.ErrorIs(t, err, state.ErrNameTaken)
-	_, err = planOf(c.state, nil, []*app.Application{twin}, true)
+	_, err = planOf(c.state, []*app.Application{twin}, true)
 	require.NoError(t, err)
 }

@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -13,7 +15,6 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/app"
-	"github.com/dpserve/dpserve/placement"
 	"github.com/dpserve/dpserve/state"
 )
 
@@ -27,7 +28,9 @@ type world struct {
 	state  *state.State
 	index  uint64
 	now    time.Time
-	nodes  []placement.Node
+	timers Timers
+	hears  map[string]map[string]msg.UnitEvent // per node, the newest of each unit
+	starts uint64                              // of all nodes at once
 	trace  []string
 	number uint64
 	inbox  []any // inputs that follow from effects
@@ -36,18 +39,52 @@ type world struct {
 	after  func(c state.Command) error // after: applied, and the answer lost
 }
 
-func newWorld(t testing.TB, nodes ...placement.Node) *world {
+func newWorld(t testing.TB, nodes ...state.Node) *world {
 	if len(nodes) == 0 {
-		nodes = []placement.Node{node("a", 64)}
+		nodes = []state.Node{node("a", 64)}
 	}
-	w := &world{t: t, state: state.New(), now: start, nodes: nodes}
-	w.core = NewCore(Timers{})
+	w := bareWorld(t, Timers{LeaseTTL: patience}, nodes...)
+	w.hello()
+	w.takeTrace()
+	return w
+}
+
+// patience is a lease that outlives any test: the nodes of a plain world say only what the test has them say.
+const patience = 10000 * time.Hour
+
+func bareWorld(t testing.TB, timers Timers, nodes ...state.Node) *world {
+	w := &world{t: t, state: state.New(), now: start, timers: timers, hears: map[string]map[string]msg.UnitEvent{}, starts: 1}
+	w.core = NewCore(timers)
+	for _, n := range nodes {
+		_, err := w.apply(state.Command{PutNode: &state.PutNode{Node: n}})
+		require.NoError(t, err)
+	}
+	w.inbox = nil
 	w.step(StateSeen{w.state.Clone()})
 	return w
 }
 
-func node(id string, slots int) placement.Node {
-	return placement.Node{ID: id, Slots: slots, Ports: placement.Ports{Lo: 20000, Hi: 29999}}
+func node(id string, slots int) state.Node {
+	return state.Node{
+		ID: id, UID: "uid-" + id, Roles: []state.Role{state.RoleControl, state.RoleWorker, state.RoleIngress},
+		Offer: state.Offer{Slots: slots, PortLo: 20000, PortHi: 29999},
+	}
+}
+
+// hello has every node renew its lease.
+func (w *world) hello() {
+	for _, id := range slices.Sorted(maps.Keys(w.state.Nodes)) {
+		w.renews(id)
+	}
+}
+
+// renews has a node say what it has, with these events.
+func (w *world) renews(id string, events ...msg.UnitEvent) {
+	r := &msg.NodeReport{Node: *w.state.Nodes[id], Incarnation: w.starts, Events: events}
+	for _, u := range slices.Sorted(maps.Keys(w.hears[id])) {
+		r.Units = append(r.Units, w.hears[id][u])
+	}
+	w.step(NodeSeen{r})
 }
 
 func sim(name string, dp int, coupling app.Coupling) *app.Application {
@@ -65,15 +102,10 @@ func (w *world) step(in any) {
 		require.Less(w.t, n, 10000, "no end in sight: %v", w.trace)
 		next := w.inbox[0]
 		w.inbox = w.inbox[1:]
-		for _, e := range w.stepCore(next) {
+		for _, e := range w.core.Step(w.now, next) {
 			w.do(e)
 		}
 	}
-}
-
-func (w *world) stepCore(in any) []Effect {
-	w.core.inventory = w.nodes
-	return w.core.Step(w.now, in)
 }
 
 func (w *world) log(format string, args ...any) {
@@ -183,7 +215,13 @@ func (w *world) says(node, unit string, kind msg.UnitEventKind, more ...func(*ms
 	for _, f := range more {
 		f(&e)
 	}
-	w.step(Reported{e})
+	if w.hears[node] == nil {
+		w.hears[node] = map[string]msg.UnitEvent{}
+	}
+	if w.hears[node][unit].Epoch <= e.Epoch {
+		w.hears[node][unit] = e
+	}
+	w.renews(node, e)
 }
 
 func because(reason string, tail ...string) func(*msg.UnitEvent) {
@@ -244,12 +282,24 @@ func (w *world) saw(prefix string) int {
 	return n
 }
 
-// reboot is a restart of the process: a new core on the old state.
+// reboot is a restart of all nodes: a new core on the old state, and nothing runs. What was about to start is refused, as its epoch
+// was seen before.
 func (w *world) reboot() {
-	w.core = NewCore(Timers{})
-	w.number = 0
-	w.step(StateSeen{w.state.Clone()})
+	w.core = NewCore(w.timers)
+	w.number, w.hears = 0, map[string]map[string]msg.UnitEvent{}
+	w.starts++
+	was := w.state.Clone()
+	w.step(StateSeen{was})
+	w.hello()
+	for _, id := range slices.Sorted(maps.Keys(was.Units)) {
+		for _, r := range was.Units[id].Ranks {
+			w.step(Refused{r.Node, id, was.Units[id].Epoch, errStaleOrder})
+		}
+	}
 }
+
+// quiet says that no tick is wanted but for the leases.
+func (w *world) quiet() bool { return w.core.Due().Sub(w.now) > patience/8 }
 
 // memStore is a Store and Proposer in memory.
 type memStore struct {

@@ -18,7 +18,7 @@ later starts need no token: "dpserve start" with the same folder and address. "d
 		Example: `  dpserve join 10.0.0.1:7947 --token dpj1.... --advertise 10.0.0.2`,
 		Args:    takes(1, "ADDR"),
 	}
-	cmd.Flags().StringVar(&to.Token, "token", "", "what `dpserve start` or `dpserve token` printed")
+	cmd.Flags().StringVar(&to.Token, "token", "", "`TOKEN` that dpserve start or dpserve token printed")
 	f.addNode(cmd)
 	output := addOutput(cmd)
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {

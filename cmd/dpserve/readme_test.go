@@ -93,7 +93,7 @@ func threeNodes(t *testing.T, script, binary string) {
 	for _, name := range []string{"HTTP_PORT", "ADMIN_PORT", "NODE_PORT", "GOSSIP_PORT"} {
 		l, err := (&net.ListenConfig{}).Listen(ctx, "tcp", "127.0.0.1:0")
 		require.NoError(t, err)
-		cmd.Env = append(cmd.Env, fmt.Sprintf("%s=%d", name, l.Addr().(*net.TCPAddr).Port)) //nolint:errcheck // a tcp listener
+		cmd.Env = append(cmd.Env, fmt.Sprintf("%s=%d", name, l.Addr().(*net.TCPAddr).Port))
 		require.NoError(t, l.Close())
 	}
 	out, err := cmd.CombinedOutput()

@@ -1,3 +1,0 @@
-package cluster_test
-
-import _ "github.com/anishathalye/porcupine"

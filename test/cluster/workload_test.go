@@ -1,0 +1,297 @@
+package cluster_test
+
+import (
+	"encoding/json"
+	"errors"
+	"strconv"
+	"time"
+
+	"github.com/anishathalye/porcupine"
+
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/state"
+)
+
+// workload is what people and engines do: deploys with expected revisions from several nodes, groups more and less, crashes, drains.
+type workload struct {
+	c       *cluster
+	apps    []*shape
+	served  map[string]int
+	history map[string][]porcupine.Operation // by application
+	values  int                              // of the registers: each is written once
+	over    bool                             // nobody changes anything any more
+}
+
+// shape is an application of the workload, as its clients last wanted it.
+type shape struct {
+	name      string
+	coupling  app.Coupling
+	dp        int
+	groups    int
+	source    int
+	gpus      int
+	strategy  string
+	revisions []uint64 // that each client saw last
+}
+
+// clients is how many change each application.
+const clients = 3
+
+func newWorkload(c *cluster) *workload {
+	w := &workload{c: c, served: map[string]int{}, history: map[string][]porcupine.Operation{}}
+	strategies := []string{app.StrategyPack, app.StrategySpread}
+	for i, coupling := range []app.Coupling{app.Lockstep, app.Independent} {
+		w.apps = append(w.apps, &shape{
+			name: string(coupling), coupling: coupling, dp: 2 + c.IntN(2), groups: 1, gpus: i, strategy: strategies[c.IntN(2)],
+			revisions: make([]uint64, clients),
+		})
+	}
+	for _, a := range w.apps {
+		c.after(nil, c.span(2*time.Second, 3*time.Second), func() { w.put(a, 0) })
+		for k := range clients {
+			if !c.cfg.gentle {
+				c.after(nil, c.span(5*time.Second, 8*time.Second), func() { w.client(a, k) })
+			}
+		}
+	}
+	if !c.cfg.gentle {
+		c.after(nil, c.span(6*time.Second, 10*time.Second), w.breaks)
+	}
+	return w
+}
+
+// spec is the application; value is what the register holds: something that starts nothing anew.
+func (a *shape) spec(value int) *app.Application {
+	return &app.Application{
+		Name: a.name, RoutePrefix: "/" + a.name, Model: app.Model{ID: a.name, Source: "v" + strconv.Itoa(a.source)}, Engine: app.Engine{Kind: app.KindVLLM},
+		DataParallel: app.DataParallel{DPSize: a.dp, Coupling: a.coupling}, NumReplicas: a.dp * a.groups, NumGroups: a.groups,
+		PlacementGroupStrategy: a.strategy, GracefulShutdownTimeout: 1, Resources: app.Resources{GPUs: a.gpus}, MaxQueuedRequests: value,
+	}
+}
+
+func readSpec(b []byte) *app.Application {
+	a := new(app.Application)
+	if err := json.Unmarshal(b, a); err != nil {
+		panic(err)
+	}
+	return a
+}
+
+// client does one thing after the other.
+func (w *workload) client(a *shape, k int) {
+	if w.over {
+		return
+	}
+	if w.c.IntN(3) == 0 {
+		w.read(a, k)
+	} else {
+		w.change(a)
+		w.put(a, k)
+	}
+	w.c.after(nil, w.c.span(time.Second, 5*time.Second), func() { w.client(a, k) })
+}
+
+// change now and then wants something else to run.
+func (w *workload) change(a *shape) {
+	switch w.c.IntN(8) {
+	case 0:
+		a.groups = 1 + w.c.IntN(2)
+	case 1:
+		a.source++
+	}
+}
+
+// entry is a machine that a client talks to, nil if it finds none.
+func (w *workload) entry() *machine {
+	m := w.c.machines[w.c.IntN(len(w.c.machines))]
+	if !m.alive || m.removed || m.view.Cluster == "" {
+		return nil
+	}
+	return m
+}
+
+// adminLimit is how long a client waits.
+const adminLimit = 10 * time.Second
+
+// atLeader takes a call of the admin API to the machine that leads, once. sent is false where nothing was done.
+func (w *workload) atLeader(m *machine, ask func(l *shell, answer func(state.Result, error)), done func(r state.Result, sent bool, err error)) {
+	gen, over := m.gen, false
+	finish := func(r state.Result, sent bool, err error) {
+		if !over {
+			over = true
+			done(r, sent, err)
+		}
+	}
+	w.c.after(nil, adminLimit+time.Second, func() { finish(state.Result{}, true, errLate) })
+	w.c.arrive(m.process, 0, func() {
+		to := m.leadsAs()
+		switch {
+		case gen != m.gen:
+		case m.shell != nil:
+			ask(m.shell, func(r state.Result, err error) { finish(r, true, err) })
+		case to < 0 || to == m.i:
+			finish(state.Result{}, false, errNotLeader)
+		default:
+			call(w.c, m, w.c.machines[to], adminLimit, false, func(answer func(state.Result, error)) {
+				if l := w.c.machines[to].shell; l != nil {
+					ask(l, answer)
+					return
+				}
+				answer(state.Result{}, errNotLeader)
+			}, func(r state.Result, err error) { finish(r, err != errNotLeader && err != errUnreachable, err) }) //nolint:errorlint // they are never wrapped
+		}
+	})
+}
+
+// put replaces an application that is at the revision the client saw last.
+func (w *workload) put(a *shape, k int) {
+	m := w.entry()
+	if m == nil {
+		return
+	}
+	w.values++
+	op := revisionOp{app: a.name, put: true, expect: a.revisions[k], value: w.values}
+	spec := a.spec(op.value)
+	raw, err := json.Marshal(spec)
+	if err != nil {
+		panic(err)
+	}
+	put := &state.PutApps{
+		Apps:   []state.AppSpec{{Name: a.name, Spec: raw, Names: spec.Model.ServedNames(), Route: spec.RoutePrefix}},
+		Expect: map[string]uint64{a.name: op.expect},
+	}
+	call := w.c.now
+	w.atLeader(m, func(l *shell, answer func(state.Result, error)) { l.deploy(put, answer) }, func(r state.Result, sent bool, err error) {
+		w.c.log("put", m.name, a.name, int(op.expect), err != nil, sent)
+		committed, known := w.c.audit.puts[put]
+		switch {
+		case err == nil:
+			a.revisions[k] = r.Apps[a.name]
+			w.note(op, revisionOut{revision: r.Apps[a.name], value: op.value}, call, w.c.now)
+		case errors.Is(err, state.ErrStaleRevision):
+			w.note(op, revisionOut{stale: true}, call, w.c.now)
+			a.revisions[k] = w.c.canon.now().Apps[a.name].Revision // it looks, and tries again
+		case known:
+			w.note(op, revisionOut{revision: op.expect + 1, value: op.value}, call, committed)
+		case sent:
+			w.c.after(nil, time.Minute, func() { w.late(op, put, call) })
+		}
+		if err != nil && !w.over && w.c.canon.now().Apps[a.name] == nil && k == 0 {
+			w.c.after(nil, time.Second, func() { w.put(a, k) })
+		}
+	})
+}
+
+// late notes a change that was committed after its client had given up.
+func (w *workload) late(op revisionOp, put *state.PutApps, call time.Duration) {
+	if at, known := w.c.audit.puts[put]; known {
+		w.note(op, revisionOut{revision: op.expect + 1, value: op.value}, call, at)
+	}
+}
+
+// read asks for an application, behind a barrier.
+func (w *workload) read(a *shape, k int) {
+	m := w.entry()
+	if m == nil {
+		return
+	}
+	call := w.c.now
+	var out revisionOut
+	w.atLeader(m, func(l *shell, answer func(state.Result, error)) {
+		l.m.propose(state.Command{Init: &state.Init{Cluster: "sim"}}, proposeLimit, func(r state.Result, err error) {
+			if have := l.m.view.Apps[a.name]; have != nil {
+				out = revisionOut{revision: have.Revision, value: readSpec(have.Spec).MaxQueuedRequests}
+			}
+			answer(r, err)
+		})
+	}, func(_ state.Result, _ bool, err error) {
+		if err == nil {
+			a.revisions[k] = out.revision
+			w.note(revisionOp{app: a.name}, out, call, w.c.now)
+		}
+	})
+}
+
+func (w *workload) note(op revisionOp, out revisionOut, call, back time.Duration) {
+	w.history[op.app] = append(w.history[op.app], porcupine.Operation{Input: op, Output: out, Call: int64(call), Return: int64(back)})
+}
+
+// breaks lets an engine die, or a person drain a node, now and then.
+func (w *workload) breaks() {
+	if w.over {
+		return
+	}
+	m := w.c.machines[w.c.IntN(len(w.c.machines))]
+	switch {
+	case !m.alive || m.removed || !m.worker:
+	case w.c.IntN(3) > 0:
+		w.crash(m)
+	default:
+		w.drain(m)
+	}
+	w.c.after(nil, w.c.span(2*time.Second, 8*time.Second), w.breaks)
+}
+
+// crash ends an engine that nobody asked to end.
+func (w *workload) crash(m *machine) {
+	if len(m.host.engines) == 0 {
+		return
+	}
+	e := m.host.engines[w.c.IntN(len(m.host.engines))]
+	w.c.log("engine dies", m.name, e.unit, e.epoch)
+	w.c.arrive(m.process, 0, func() {
+		if u := m.host.units[e.unit]; u != nil && u.order.Epoch == e.epoch {
+			u.fail("signal: killed")
+		}
+	})
+}
+
+func (w *workload) drain(m *machine) {
+	w.admin(state.Command{DrainNode: &state.DrainNode{Node: m.name}}, nil)
+	w.c.after(nil, w.c.span(5*time.Second, 20*time.Second), func() { w.undrain(m) })
+}
+
+func (w *workload) undrain(m *machine) {
+	if n := w.c.canon.now().Nodes[m.name]; n == nil || !n.Draining {
+		return
+	}
+	w.admin(state.Command{DrainNode: &state.DrainNode{Node: m.name, Undo: true}}, func(err error) {
+		if err != nil && problem.CodeOf(err) != problem.NotFound {
+			w.c.after(nil, time.Second, func() { w.undrain(m) })
+		}
+	})
+}
+
+// admin proposes a command of a person from any machine.
+func (w *workload) admin(cmd state.Command, done func(error)) {
+	m := w.entry()
+	if m == nil {
+		if done != nil {
+			done(errUnreachable)
+		}
+		return
+	}
+	w.atLeader(m, func(l *shell, answer func(state.Result, error)) { l.m.propose(cmd, proposeLimit, answer) }, func(_ state.Result, _ bool, err error) {
+		if done != nil {
+			done(err)
+		}
+	})
+}
+
+// redeploy gives every application another chance, as a person does who sees that one has failed.
+func (w *workload) redeploy(l *shell) {
+	for _, a := range w.apps {
+		w.values++
+		spec := a.spec(w.values)
+		if have := w.c.canon.now().Apps[a.name]; have != nil {
+			spec = readSpec(have.Spec)
+			spec.MaxQueuedRequests = w.values
+		}
+		raw, err := json.Marshal(spec)
+		if err != nil {
+			panic(err)
+		}
+		l.deploy(&state.PutApps{Apps: []state.AppSpec{{Name: a.name, Spec: raw, Names: spec.Model.ServedNames(), Route: spec.RoutePrefix}}}, func(state.Result, error) {})
+	}
+}

@@ -1,0 +1,22 @@
+package harness
+
+import (
+	"context"
+	"net/http"
+	"testing"
+	"time"
+)
+
+// StartStreams is StartLoad with clients that all stream, and give a stream up after patience.
+func StartStreams(t testing.TB, app string, clients, tokens int, patience time.Duration, endpoints ...string) *Load {
+	t.Helper()
+	l := &Load{t: t, hung: patience, client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: clients}}}
+	l.ctx, l.stop = context.WithCancel(context.Background())
+	for _, at := range endpoints {
+		for range clients {
+			l.wg.Go(func() { l.run(app, at, tokens, true) })
+		}
+	}
+	t.Cleanup(func() { l.End() })
+	return l
+}
