@@ -14,7 +14,7 @@ import (
 // The paths of the cluster's nodes.
 const (
 	pathNodes      = "/api/v1/nodes"
-	pathDrain      = "/drain" // behind pathNodes/NODE
+	pathDrain      = "/drain"              // behind pathNodes/NODE
 	pathJoinTokens = "/api/v1/join-tokens" //nolint:gosec // a path
 )
 

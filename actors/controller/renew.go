@@ -96,13 +96,17 @@ func taken(r *msg.NodeReport) uint64 {
 	return n
 }
 
-// hear takes a report's events, then what follows from its digest: what is not in it is not there.
+// hear takes a report's events, then its digest, and what follows from it: what is not in it is not there.
 func (c *Core) hear(now time.Time, p *peer, r *msg.NodeReport) {
-	has := map[string]uint64{}
-	for _, list := range [][]msg.UnitEvent{r.Events, r.Units} {
-		for _, e := range list {
-			e.Node, has[e.Unit] = r.Node.ID, max(has[e.Unit], e.Epoch)
-			c.report(now, p.process, &e)
+	has := make(map[string]uint64, len(r.Units))
+	for _, e := range r.Events {
+		e.Node, has[e.Unit] = r.Node.ID, max(has[e.Unit], e.Epoch)
+		c.report(now, p.process, &e)
+	}
+	for _, e := range r.Units {
+		e.Node, has[e.Unit] = r.Node.ID, max(has[e.Unit], e.Epoch)
+		if !c.report(now, p.process, &e) {
+			c.orphan(&e)
 		}
 	}
 	for _, u := range c.partsOn(r.Node.ID) {

@@ -8,16 +8,17 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// report takes what a process of a node says of a unit: what is not older than the last, and only for the grant in hand.
-func (c *Core) report(now time.Time, process uint64, e *msg.UnitEvent) {
+// report takes what a process of a node says of a unit: what is not older than the last, and only for the grant in hand. It says
+// whether it is about that.
+func (c *Core) report(now time.Time, process uint64, e *msg.UnitEvent) bool {
 	u := c.units[e.Unit]
 	if u == nil || e.Epoch != u.m.Epoch || u.parts[e.Node] == nil {
-		c.orphan(e)
-		return
+		return false
 	}
 	if u.parts[e.Node].news(process, e.Number) {
 		c.heard(now, u, e)
 	}
+	return true
 }
 
 // runs says whether a node with this news has processes of the unit.
@@ -32,7 +33,7 @@ func runs(k msg.UnitEventKind) bool {
 
 // orphan stops an old incarnation that came back: its epoch is not, or no longer, granted to this node.
 func (c *Core) orphan(e *msg.UnitEvent) {
-	if c.state == nil || !runs(e.Kind) {
+	if !runs(e.Kind) {
 		return
 	}
 	if rec := c.state.Units[e.Unit]; rec != nil && rec.Epoch == e.Epoch && rec.Holds() && liesOn(rec, e.Node) {

@@ -56,6 +56,7 @@ type cluster struct {
 	upset      time.Duration // when something was wrong with the whole network last
 	specs      map[string]*app.Application
 	work       *workload
+	removals   int
 }
 
 func newCluster(seed uint64, cfg config, trace bool) *cluster {

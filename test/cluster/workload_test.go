@@ -20,6 +20,8 @@ type workload struct {
 	served  map[string]int
 	history map[string][]porcupine.Operation // by application
 	values  int                              // of the registers: each is written once
+
+	undecided []func() // changes whose clients had given up: at the end it is known what became of them
 	over    bool                             // nobody changes anything any more
 }
 
@@ -175,7 +177,7 @@ func (w *workload) put(a *shape, k int) {
 		case known:
 			w.note(op, revisionOut{revision: op.expect + 1, value: op.value}, call, committed)
 		case sent:
-			w.c.after(nil, time.Minute, func() { w.late(op, put, call) })
+			w.undecided = append(w.undecided, func() { w.late(op, put, call) })
 		}
 		if err != nil && !w.over && w.c.canon.now().Apps[a.name] == nil && k == 0 {
 			w.c.after(nil, time.Second, func() { w.put(a, k) })
