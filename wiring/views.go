@@ -43,11 +43,13 @@ func (v localView) ResetRouter(_ context.Context, app string) (ranks int, err er
 	return res.Ranks, err
 }
 
-// views are the nodes that can be asked, by name.
+// views are the nodes that can be asked, by name. The leader leaves out those that it has not heard for a while: nobody should wait
+// for them.
 func (n *Node) views() map[string]msg.NodeView {
 	out := map[string]msg.NodeView{n.cfg.NodeID: localView{n}}
+	heard, leads := n.heard(), n.leads.Load() != nil
 	for id, node := range n.store.State().Nodes {
-		if id != n.cfg.NodeID && !node.Lost && node.Address != "" {
+		if id != n.cfg.NodeID && !node.Lost && node.Address != "" && (heard[id] || !leads) {
 			out[id] = n.mesh.view(id)
 		}
 	}

@@ -56,21 +56,21 @@ type raft struct {
 	c *cluster
 	m *machine
 	*disk
-	role      role
-	leads     int // machine that leads as far as is known, -1: nobody
-	commit    int
-	applied   int
-	heard     time.Duration // of a leader, or of a candidate that got the vote
-	guard     int           // number of the wait for the leader's silence
-	round     int           // number of the election or leadership under way: what belongs to an older one is dropped
-	votes     map[int]bool
-	next      []int
-	match     []int
-	contact   []time.Duration
-	pending   map[int]func(state.Result, error)
-	ready     bool // leads, and has applied what was committed before
-	conf      []voter // the newest configuration of the log, at confAt; nil: to be looked up
-	confAt    int
+	role    role
+	leads   int // machine that leads as far as is known, -1: nobody
+	commit  int
+	applied int
+	heard   time.Duration // of a leader, or of a candidate that got the vote
+	guard   int           // number of the wait for the leader's silence
+	round   int           // number of the election or leadership under way: what belongs to an older one is dropped
+	votes   map[int]bool
+	next    []int
+	match   []int
+	contact []time.Duration
+	pending map[int]func(state.Result, error)
+	ready   bool    // leads, and has applied what was committed before
+	conf    []voter // the newest configuration of the log, at confAt; nil: to be looked up
+	confAt  int
 }
 
 func newRaft(m *machine) *raft {
@@ -164,7 +164,9 @@ func (r *raft) ballot(pre bool) {
 	for _, v := range all {
 		if v.votes && v.i != r.m.i {
 			to := r.c.machines[v.i]
-			r.c.send(r.m, to, raftLife, true, func() { to.raft.asked(r.m, term, at, lastTerm, pre, func(yes bool, now uint64) { r.counted(to.i, round, pre, yes, now) }) })
+			r.c.send(r.m, to, raftLife, true, func() {
+				to.raft.asked(r.m, term, at, lastTerm, pre, func(yes bool, now uint64) { r.counted(to.i, round, pre, yes, now) })
+			})
 		}
 	}
 	r.elected(round, pre)

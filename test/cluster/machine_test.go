@@ -27,18 +27,18 @@ type machine struct {
 	mustAsk bool          // it was frozen for longer than its lease, and has not asked the leader since
 
 	// of its process
-	raft     *raft    // nil without role control
-	watch    *watcher // nil with role control
-	view     *state.State
-	viewed   map[string]time.Duration // when view has shown first that a unit here is over
-	dirty    bool // view has changed and nobody was told yet
-	shell    *shell
-	taking   bool // it is about to lead
-	host     *host
-	ing      *gateway
-	follows  []*following // copies of the state that this control node feeds
-	known    int          // machine that answered as the leader last, -1: none
-	avoid    int          // machine that did not answer last, -1: none
+	raft    *raft    // nil without role control
+	watch   *watcher // nil with role control
+	view    *state.State
+	viewed  map[string]time.Duration // when view has shown first that a unit here is over
+	dirty   bool                     // view has changed and nobody was told yet
+	shell   *shell
+	taking  bool // it is about to lead
+	host    *host
+	ing     *gateway
+	follows []*following // copies of the state that this control node feeds
+	known   int          // machine that answered as the leader last, -1: none
+	avoid   int          // machine that did not answer last, -1: none
 }
 
 // boot starts the machine's process on what its disk has.

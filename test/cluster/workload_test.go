@@ -22,7 +22,7 @@ type workload struct {
 	values  int                              // of the registers: each is written once
 
 	undecided []func() // changes whose clients had given up: at the end it is known what became of them
-	over    bool                             // nobody changes anything any more
+	over      bool     // nobody changes anything any more
 }
 
 // shape is an application of the workload, as its clients last wanted it.
