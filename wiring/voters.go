@@ -44,6 +44,9 @@ func (n *Node) changeVoters(ctx context.Context) bool {
 	case state.AddStandby:
 		err = n.consensus.AddStandby(ctx, change.UID)
 	case state.Promote:
+		if !n.answers(ctx, change.UID) {
+			return false
+		}
 		err = n.consensus.Promote(ctx, change.UID)
 	case state.Demote:
 		err = n.consensus.Demote(ctx, change.UID)
@@ -56,6 +59,24 @@ func (n *Node) changeVoters(ctx context.Context) bool {
 	}
 	n.log.Info("consensus changed", slog.Int("change", int(change.Kind)), slog.String("uid", change.UID))
 	return true
+}
+
+// answers asks a standby for a sign of life: its lease speaks of seconds ago, and the vote of a node that has died meanwhile takes a
+// young cluster's majority away.
+func (n *Node) answers(ctx context.Context, uid string) bool {
+	ctx, cancel := context.WithTimeout(ctx, votersEvery)
+	defer cancel()
+	for id, rec := range n.store.State().Nodes {
+		if rec.UID != uid {
+			continue
+		}
+		_, _, err := n.mesh.view(id).Statuses(ctx)
+		if err != nil {
+			n.log.Debug("a standby gets no vote yet", slog.String("standby", id), slog.Any("err", err))
+		}
+		return err == nil
+	}
+	return false
 }
 
 // electors are the control nodes, and what consensus still has of others.

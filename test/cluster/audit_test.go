@@ -203,11 +203,14 @@ func (c *cluster) nodeLost(by string, ref *state.NodeRef) {
 	i, leader := c.byUID[ref.UID], c.named(by)
 	m := c.machines[i]
 	c.log("node lost", m.name, by)
+	quiet := func(since time.Duration) bool { return c.now-since > calm }
+	if !m.alive || m.frozen || !quiet(m.upset) {
+		return
+	}
 	if c.cfg.gentle {
 		c.violate("%s was taken for lost by %s, and was only bothered a little", m.name, by)
 	}
-	quiet := func(since time.Duration) bool { return c.now-since > calm }
-	if leader == nil || !m.alive || m.frozen || leader.frozen || !quiet(m.upset) || !quiet(leader.upset) || !quiet(c.upset) {
+	if leader == nil || leader.frozen || !quiet(leader.upset) || !quiet(c.upset) {
 		return
 	}
 	for _, way := range [][2]int{{m.i, leader.i}, {leader.i, m.i}} {

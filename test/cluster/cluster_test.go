@@ -19,6 +19,7 @@ const (
 	noFence     mutant = "with on_lease_loss fence a node admits without a lease"
 	noGrace     mutant = "the leader grants again before a lease is over"
 	noBarrier   mutant = "a leader begins with the state of before its election"
+	sendsOn     mutant = "what a deposed leader's controller proposes is sent on to the next leader"
 	noFsync     mutant = "an entry counts before it is on disk"
 )
 

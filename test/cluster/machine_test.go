@@ -212,6 +212,26 @@ func (m *machine) propose(c state.Command, limit time.Duration, done func(state.
 	m.forward(&c, m.c.now+limit, 1, finish)
 }
 
+// proposeHere is propose for what only the leader may propose: it is never sent on. A controller that was deposed and does not know it
+// would decide on what it saw last.
+func (m *machine) proposeHere(c state.Command, limit time.Duration, done func(state.Result, error)) {
+	if m.c.cfg.mutant == sendsOn {
+		m.propose(c, limit, done)
+		return
+	}
+	over := false
+	finish := func(r state.Result, err error) {
+		if !over {
+			over = true
+			done(r, err)
+		}
+	}
+	m.c.after(m.process, limit, func() { finish(state.Result{}, errLate) })
+	if !m.raft.propose(&c, finish) {
+		finish(state.Result{}, errNotLeader)
+	}
+}
+
 func (m *machine) forward(c *state.Command, until time.Duration, again int, done func(state.Result, error)) {
 	to := m.leadsAs()
 	if to < 0 || to == m.i {

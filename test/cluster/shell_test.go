@@ -160,7 +160,7 @@ func (l *shell) command(c state.Command, done func(state.Result, error)) {
 	}
 	l.running++
 	l.m.c.log("propose", l.m.name, c.Kind())
-	l.m.propose(c, proposeLimit, func(r state.Result, err error) {
+	l.m.proposeHere(c, proposeLimit, func(r state.Result, err error) {
 		l.m.c.after(l.m.process, l.m.c.span(0, outcomeWithin), func() {
 			l.running--
 			if len(l.waiting) > 0 && !l.closed {
@@ -259,7 +259,7 @@ func (l *shell) deploy(put *state.PutApps, answer func(state.Result, error)) {
 	for id := range l.m.view.Units {
 		before[id] = l.m.view.Epochs[id]
 	}
-	l.m.propose(state.Command{PutApps: put}, proposeLimit, func(r state.Result, err error) {
+	l.m.proposeHere(state.Command{PutApps: put}, proposeLimit, func(r state.Result, err error) {
 		if err == nil && !l.closed {
 			in := controller.Redeployed{Before: before, State: l.m.view}
 			for i := range put.Apps {

@@ -201,7 +201,7 @@ func (w *workload) read(a *shape, k int) {
 	call := w.c.now
 	var out revisionOut
 	w.atLeader(m, func(l *shell, answer func(state.Result, error)) {
-		l.m.propose(state.Command{Init: &state.Init{Cluster: "sim"}}, proposeLimit, func(r state.Result, err error) {
+		l.m.proposeHere(state.Command{Init: &state.Init{Cluster: "sim"}}, proposeLimit, func(r state.Result, err error) {
 			if have := l.m.view.Apps[a.name]; have != nil {
 				out = revisionOut{revision: have.Revision, value: readSpec(have.Spec).MaxQueuedRequests}
 			}
@@ -274,7 +274,7 @@ func (w *workload) admin(cmd state.Command, done func(error)) {
 		}
 		return
 	}
-	w.atLeader(m, func(l *shell, answer func(state.Result, error)) { l.m.propose(cmd, proposeLimit, answer) }, func(_ state.Result, _ bool, err error) {
+	w.atLeader(m, func(l *shell, answer func(state.Result, error)) { l.m.proposeHere(cmd, proposeLimit, answer) }, func(_ state.Result, _ bool, err error) {
 		if done != nil {
 			done(err)
 		}

@@ -274,6 +274,9 @@ func (c *Members) end() {
 		m.gone()
 	}
 	assert.Eventually(c.T, func() bool { return len(c.leftovers()) == 0 }, 5*time.Second, pollEvery, "processes left behind: %v", c.leftovers())
+	for _, m := range c.All {
+		assert.NotContains(c.T, m.Log(), "panic:", "node %s", m.Name)
+	}
 	if c.T.Failed() {
 		for _, m := range c.All {
 			c.T.Logf("node %s at %s\n%s", m.Name, m.IP, m.Log())

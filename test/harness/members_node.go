@@ -39,17 +39,17 @@ func (m *Member) Move(ip string) { m.IP = ip }
 func (m *Member) Start() {
 	m.rig.T.Helper()
 	m.run("start")
-	m.ready()
+	m.Ready()
 }
 
 // Join runs `dpserve join` at the first node that runs, and waits until its admin API answers.
 func (m *Member) Join(token string) {
 	m.rig.T.Helper()
 	m.run("join", m.rig.seed(), "--token", token)
-	m.ready()
+	m.Ready()
 }
 
-// Launch is Join for a node that may be refused: it does not wait.
+// Launch runs a command on the node's data dir and waits for nothing.
 func (m *Member) Launch(args ...string) {
 	m.rig.T.Helper()
 	m.run(args...)
@@ -84,8 +84,8 @@ func (m *Member) run(args ...string) {
 	m.frozen = false
 }
 
-// ready waits until the admin API answers.
-func (m *Member) ready() {
+// Ready waits until the node's admin API answers.
+func (m *Member) Ready() {
 	m.rig.T.Helper()
 	m.rig.Eventually("node "+m.Name+" answers", func() error {
 		if !m.Runs() {

@@ -28,9 +28,9 @@ func TestSP10JoinRefused(t *testing.T) {
 		return harness.Run(t, append([]string{"join", a.NodePort(), "--advertise", c.NextIP(), "--node-port", "0", "--data-dir", filepath.Join(t.TempDir(), "data"),
 			"--http-bind", "127.0.0.1:0", "--admin-bind", "127.0.0.1:0"}, args...)...)
 	}
-	m := c.Add("b") // takes the cluster's own token; the next takes the one that is good for one node
+	m := c.Add("b", "--roles", "worker") // takes the cluster's own token; the next takes the one that is good for one node
 	m.Kill()
-	first := harness.Run(t, "join", a.NodePort(), "--token", used, "--node-id", "x", "--advertise", c.NextIP(), "--data-dir", t.TempDir(), "--http-bind", "127.0.0.1:0",
+	first := harness.Run(t, "join", a.NodePort(), "--token", used, "--node-id", "x", "--roles", "worker", "--advertise", c.NextIP(), "--data-dir", t.TempDir(), "--http-bind", "127.0.0.1:0",
 		"--admin-bind", "127.0.0.1:0")
 	c.Eventually("the token's one use", func() error {
 		list, err := a.Nodes()

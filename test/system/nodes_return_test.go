@@ -114,3 +114,57 @@ func runs(st *msg.AppStatus) error {
 	}
 	return nil
 }
+
+// MB7, as a power cut does it: every node is killed at once and started again, in any order.
+func TestMB7AllAtOnce(t *testing.T) {
+	t.Parallel()
+	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(4))
+	c.All[0].Want(spread("wide", 6))
+	st := c.Running("wide")
+	before := seats(&st)
+	for _, m := range c.All {
+		m.Kill()
+	}
+	for i := range c.All {
+		c.All[len(c.All)-1-i].Launch("start")
+	}
+	for _, m := range c.All {
+		m.Ready()
+	}
+	c.Settled()
+	st = c.Running("wide")
+	after := seats(&st)
+	assert.Len(t, after, len(before))
+	for seat, k := range after {
+		assert.Greater(t, k.Epoch, before[seat].Epoch, "rank %s was started again", seat)
+		assert.NotEqual(t, before[seat].Incarnation, k.Incarnation)
+	}
+	load := harness.StartLoad(t, "wide", 4, 8, others(c, nil)...)
+	load.Reaches(40)
+	y := load.End()
+	assert.Zero(t, y.Refused+y.Broken+y.Cut+y.Hung, "%v", y)
+	c.AllQuiet()
+}
+
+// A rolling restart of one version, as MB6 has it of two: each node ends and comes back in turn, and clients of the others see nothing.
+func TestMB6RollingRestart(t *testing.T) {
+	t.Parallel()
+	if testing.Short() {
+		t.Skip("restarts three nodes one by one")
+	}
+	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(6))
+	c.All[0].Want(spread("wide", 6))
+	c.Running("wide")
+	for _, m := range c.All {
+		load := harness.StartLoad(t, "wide", 6, 20, others(c, m)...)
+		load.Reaches(20)
+		m.Term()
+		load.Reaches(20)
+		m.Start()
+		c.Settled()
+		c.Running("wide")
+		y := load.End()
+		assert.Zero(t, y.Refused+y.Broken+y.Cut+y.Hung, "while %s restarted: %v", m.Name, y)
+	}
+	c.AllQuiet()
+}

@@ -79,11 +79,11 @@ func roll(step int) string {
 	return strings.Replace(simApp("roll", 2, "lockstep", fmt.Sprintf("sim_step_ms: %d", step)), "timeout_s: 2", "timeout_s: 60", 1) + "    num_groups: 3\n"
 }
 
-// FS10: a new revision, then a node's drain, then a node's restart by SIGTERM, under long streams and short requests. A few streams of 3 s
+// FS10: a new revision, then a node's drain, then a node's restart by SIGTERM, under long streams and short requests. A few streams of 1 s
 // here, 500 of 20 minutes and 100 short requests a second in an acceptance run.
 func TestFS10RollAndDrain(t *testing.T) {
 	t.Parallel()
-	streams, tokens, short := 12, 400, 2
+	streams, tokens, short := 12, 240, 2
 	if accepting() {
 		streams, tokens, short = 250, 240_000, 10
 	}
@@ -119,7 +119,14 @@ func TestFS10RollAndDrain(t *testing.T) {
 		m = c.All[1]
 	}
 	require.NotEmpty(t, on(seats(&st), m.Name))
+	c.Eventually("streams on "+m.Name, func() error {
+		if n := inFlight(a, "roll", m.Name); n < 4 {
+			return fmt.Errorf("%d", n)
+		}
+		return nil
+	})
 	phase("the drain of "+m.Name, func() {
+		t.Logf("%s has %d streams", m.Name, inFlight(a, "roll", m.Name))
 		code, text := command(a, "drain", m.Name, "--timeout", "50s")
 		require.Zero(t, code, text)
 		st := c.Running("roll")
@@ -129,10 +136,17 @@ func TestFS10RollAndDrain(t *testing.T) {
 	})
 	st = c.Running("roll")
 	m = c.All[2]
+	c.Eventually("streams on "+m.Name, func() error {
+		if had := on(seats(&st), m.Name); len(had) > 0 && inFlight(a, "roll", m.Name) < 4 {
+			return fmt.Errorf("few on %v", had)
+		}
+		return nil
+	})
 	phase("the restart of "+m.Name, func() {
-		had := len(on(seats(&st), m.Name))
+		had, streams := len(on(seats(&st), m.Name)), inFlight(a, "roll", m.Name)
+		began := time.Now()
 		m.Term()
-		t.Logf("%s with %d ranks has ended", m.Name, had)
+		t.Logf("%s with %d ranks and %d streams has ended after %s", m.Name, had, streams, time.Since(began).Round(time.Millisecond))
 		m.Start()
 		c.Settled()
 		c.Running("roll")
@@ -144,6 +158,20 @@ func TestFS10RollAndDrain(t *testing.T) {
 		t.Logf("%s: %d", what, y.OK)
 	}
 	c.AllQuiet()
+}
+
+// inFlight is how many requests the ranks of a node have.
+func inFlight(at *harness.Member, app, node string) (n int) {
+	st, err := at.AppOf(app)
+	require.NoError(at.T, err)
+	for _, u := range st.Units {
+		for i := range u.Ranks {
+			if u.Ranks[i].Node == node {
+				n += u.Ranks[i].InFlight
+			}
+		}
+	}
+	return n
 }
 
 // streamsOf keeps long streams running through a node.
