@@ -81,7 +81,7 @@ func (b *backend) NewToken(ctx context.Context, req api.TokenRequest) (api.Token
 func (n *Node) newToken(ctx context.Context, ttl time.Duration, uses int) (api.Token, error) {
 	authority := n.store.State().Secrets.Authority
 	if len(authority) == 0 {
-		return api.Token{}, errNotLeading()
+		return api.Token{}, n.errNotLeading()
 	}
 	t, err := pki.NewToken(authority)
 	if err != nil {

@@ -24,8 +24,11 @@ type leading struct {
 	control *controller.Controller
 }
 
-// errNotLeading answers what came here although another node leads by now.
-func errNotLeading() error {
+// errNotLeading answers what came here although another node leads by now, or although this one could if its disk took writes.
+func (n *Node) errNotLeading() error {
+	if err := n.diskFault(); err != nil {
+		return err
+	}
 	return problem.New(problem.Unavailable, "this node does not lead the cluster at this moment").WithHint("try again in a second")
 }
 
@@ -34,7 +37,15 @@ func (n *Node) lead() (*leading, error) {
 	if l := n.leads.Load(); l != nil {
 		return l, nil
 	}
-	return nil, errNotLeading()
+	return nil, n.errNotLeading()
+}
+
+// diskFault is why this node cannot take part in consensus now, nil if it can or never does.
+func (n *Node) diskFault() error {
+	if n.consensus == nil {
+		return nil
+	}
+	return n.consensus.Fault()
 }
 
 // leadingNow is remote.Leading.
@@ -59,6 +70,15 @@ func (c confirmed) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, err
 		return msg.Lease{}, err
 	}
 	return c.control.Renew(ctx, r)
+}
+
+// proposesHere proposes for the leader's actors, and never sends on: one that was deposed and does not know it decides on what it saw
+// last, which the next leader must not carry out.
+type proposesHere struct{ consensus *cluster.Cluster }
+
+// Propose implements msg.Proposer.
+func (p proposesHere) Propose(ctx context.Context, c state.Command) (state.Result, error) {
+	return p.consensus.ProposeHere(ctx, c)
 }
 
 // followLeadership begins and ends the leader's actors as elections go, until ctx ends.
@@ -98,9 +118,10 @@ func (n *Node) takeOver(ctx context.Context) error {
 		return err
 	}
 	t := n.cfg.timers()
-	l := &leading{assign: rankassigner.New(rankassigner.Config{Store: n.store, Proposer: n.store, Timers: t.assigner, Log: n.log})}
+	here := proposesHere{n.consensus}
+	l := &leading{assign: rankassigner.New(rankassigner.Config{Store: n.store, Proposer: here, Timers: t.assigner, Log: n.log})}
 	l.control = controller.New(controller.Config{
-		Store: n.store, Proposer: n.store, Granter: l.assign, Metrics: n.metrics, Timers: t.controller, Log: n.log, Agent: n.agent, Self: n.cfg.NodeID,
+		Store: n.store, Proposer: here, Granter: l.assign, Metrics: n.metrics, Timers: t.controller, Log: n.log, Agent: n.agent, Self: n.cfg.NodeID,
 	})
 	if err := l.assign.Start(n.system); err != nil { //nolint:contextcheck // as above
 		return err

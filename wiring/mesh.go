@@ -123,7 +123,7 @@ func (m *mesh) serveControl() {
 func (m *mesh) serveRanks() error {
 	n := m.n
 	var err error
-	m.stream, err = remote.NewStreamServer(remote.StreamServerConfig{Feed: n.hub, Peer: peerName, Timers: n.cfg.timers().stream, Log: n.log})
+	m.stream, err = remote.NewStreamServer(remote.StreamServerConfig{Feed: n.hub, Peer: peerName, Unknown: n.here.Unknown, Timers: n.cfg.timers().stream, Log: n.log})
 	if err != nil {
 		return err
 	}

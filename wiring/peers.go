@@ -75,14 +75,15 @@ func (n *Node) removed(uid string) bool { return slices.Contains((late{n}).State
 // has says whether this node has a role.
 func (n *Node) has(role state.Role) bool { return slices.Contains(n.cfg.Roles, string(role)) }
 
-// forward is api.Forward: the way to the leader, unless it is here.
+// forward is api.Forward: the way to the leader, unless it is here. A node that knows no leader and whose disk refuses writes answers
+// itself, and says so.
 func (n *Node) forward() (http.Handler, bool) {
 	if n.mesh == nil || n.leads.Load() != nil {
 		return nil, false
 	}
 	uid, ok := n.leaderUID()
 	if !ok || uid == n.ident.UID { // elected a moment ago, and not ready
-		return nil, true
+		return nil, n.diskFault() == nil
 	}
 	for id, rec := range n.peers() {
 		if rec.UID == uid {

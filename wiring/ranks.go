@@ -84,9 +84,18 @@ func groupsOf(a *app.Application) map[int]bool {
 	return out
 }
 
-// reshape makes a change of an application's ranks durable. A change that somebody else's overtook is made anew on what is
-// there now.
+// reshape makes a change of an application's ranks durable, one after another. A change that a deploy overtook is made anew on what
+// is there now.
 func (b *backend) reshape(ctx context.Context, name string, alter func(*app.Application, *state.State) (change, error)) (api.RankChange, error) {
+	l, err := b.n.lead()
+	if err != nil {
+		return api.RankChange{}, err
+	}
+	done, err := l.control.Turn(ctx)
+	if err != nil {
+		return api.RankChange{}, err
+	}
+	defer done()
 	var stale error
 	for range maxReshapes {
 		st := b.n.store.State()
@@ -95,10 +104,6 @@ func (b *backend) reshape(ctx context.Context, name string, alter func(*app.Appl
 			return api.RankChange{}, err
 		}
 		c, err := alter(a, st)
-		if err != nil {
-			return api.RankChange{}, err
-		}
-		l, err := b.n.lead()
 		if err != nil {
 			return api.RankChange{}, err
 		}

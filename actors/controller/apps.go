@@ -121,7 +121,6 @@ func (c *Core) adoptGrants(now time.Time) {
 			u = c.adopt(rec)
 			u.m = state.Machine{Phase: state.Gone, Attach: c.isAttach(rec.App), Since: now}
 		}
-		u.wishes = nil
 		c.begun(now, u, c.seatOf(rec), rec.Epoch, rec.Attempt)
 	}
 }

@@ -216,13 +216,13 @@ func (c *Core) conclude(now time.Time, in Granted) {
 			}
 			continue
 		}
-		c.begun(now, u, u.next, epoch, u.current.attempt)
+		c.begun(now, u, u.next, epoch, u.attempted())
 	}
 }
 
-// begun starts what was granted.
+// begun starts what was granted. What was wished before is answered with it.
 func (c *Core) begun(now time.Time, u *unit, s seat, epoch uint64, attempt int) {
-	u.noRoom, u.drain, u.away, u.stays = "", nil, nil, ""
+	u.noRoom, u.drain, u.away, u.stays, u.wishes = "", nil, nil, "", nil
 	u.sit(s)
 	c.feed(now, u, state.Event{Kind: state.EvGranted, Epoch: epoch, Attempt: attempt})
 }

@@ -28,7 +28,7 @@ type peer struct {
 	seen    time.Time  // by ours
 
 	losing   bool // its lease is over and NodeLost is to be proposed
-	returned bool // it was lost, and renewed
+	returned bool // it was lost, and renews with nothing left of before
 	changed  bool // its record is not what it says
 	declined []byte
 	why      string // why its record was not changed to declined

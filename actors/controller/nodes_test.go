@@ -48,6 +48,34 @@ func TestNodeThatIsSilentIsLostAndItsRanksGoElsewhere(t *testing.T) {
 	assert.Equal(t, uint64(2), c.state.Epochs["chat/0/0"], "nothing moves back")
 }
 
+// TestLostNodeIsBackWhenNothingIsLeftThere: its slots were given up, and nothing is placed beside what still dies there.
+func TestLostNodeIsBackWhenNothingIsLeftThere(t *testing.T) {
+	a, b := newHost("a", 1), newHost("b", 1)
+	c := newFleet(t, a, b)
+	c.deploy(sim("chat", 2, app.Independent))
+	c.renew("a", "b")
+	require.Equal(t, "b:1", c.where("chat/0/1"))
+	b.cut = true
+	c.run(13 * time.Second)
+	require.Equal(t, state.Pending, c.phase("chat/0/1"), "no room elsewhere")
+	b.cut = false
+	c.auto = deaf("b", c) // its engines take their time to die
+	b.tell("chat/0/1", 1, msg.UnitKilling)
+	for range 3 {
+		c.step(NodeSeen{b.report(c.now)})
+		assert.Equal(t, problem.Unavailable, problem.CodeOf(c.lease["b"].Err))
+		assert.True(t, c.state.Nodes["b"].Lost)
+		assert.Equal(t, state.Pending, c.phase("chat/0/1"))
+	}
+	c.auto = c.carry
+	b.gone("chat/0/1")
+	c.renew("b", "b", "b")
+	require.NoError(t, c.lease["b"].Err)
+	assert.False(t, c.state.Nodes["b"].Lost)
+	assert.Equal(t, "RUNNING", c.status("chat"))
+	assert.Equal(t, uint64(2), c.state.Epochs["chat/0/1"])
+}
+
 func TestRanksOfOtherNodesDoNotNoticeALostNode(t *testing.T) {
 	c := newFleet(t, newHost("a", 2), newHost("b", 2), newHost("c", 2))
 	spread := sim("chat", 3, app.Independent)

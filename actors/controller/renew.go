@@ -38,9 +38,9 @@ func (c *Core) renew(now time.Time, r *msg.NodeReport) RenewEffect {
 	p.compare(n)
 	c.hear(now, p, r)
 	if n.Lost {
-		p.returned, c.still = true, false
-		out.Err = problem.New(problem.Unavailable, "renew the lease of node %s: it was taken for lost (%s); its return is being recorded", n.ID, n.Reason).
-			WithHint("try again in a moment")
+		p.returned, c.still = c.empty(r), false
+		out.Err = problem.New(problem.Unavailable, "renew the lease of node %s: it was taken for lost (%s); it is back when nothing of before is left there",
+			n.ID, n.Reason).WithHint("try again in a moment")
 		return out
 	}
 	p.losing = false
@@ -48,6 +48,22 @@ func (c *Core) renew(now time.Time, r *msg.NodeReport) RenewEffect {
 	c.leases.Seen(n.ID, now)
 	out.Lease = msg.Lease{TTL: c.timers.LeaseTTL, Taken: taken(r), Index: c.state.Index}
 	return out
+}
+
+// empty says whether nothing is left on a node that was lost: its slots and devices were given up, so what it has is not wanted, and
+// nothing may be placed beside it.
+func (c *Core) empty(r *msg.NodeReport) bool {
+	empty := true
+	for _, e := range r.Units {
+		if e.Kind == msg.UnitGone {
+			continue
+		}
+		empty, e.Node = false, r.Node.ID
+		if runs(e.Kind) {
+			c.supersede(&e)
+		}
+	}
+	return empty
 }
 
 // stranger is why a node has no lease here.

@@ -12,7 +12,7 @@ import (
 // Reshape puts an application with other attached ranks in the place of its revision: new ranks start, missing ones drain (the
 // units in grace for so long, else as the application says) and are released. Unlike Deploy it is no second chance for units
 // that wait or have failed: nothing but what comes and goes is touched. Errors: problem.Conflict if the application is at
-// another revision by now, problem.Unplaceable.
+// another revision by now, problem.Unplaceable. The caller has the Turn.
 func (c *Controller) Reshape(ctx context.Context, a *app.Application, revision uint64, grace map[string]time.Duration) (state.Result, error) {
 	if err := dryRun(c.cfg.Store.State(), []*app.Application{a}, false); err != nil {
 		return state.Result{}, err
@@ -21,10 +21,6 @@ func (c *Controller) Reshape(ctx context.Context, a *app.Application, revision u
 	if err != nil {
 		return state.Result{}, err
 	}
-	if err := c.alone(ctx); err != nil {
-		return state.Result{}, err
-	}
-	defer func() { <-c.reshaping }()
 	c.order(grace)
 	put := &state.PutApps{Apps: []state.AppSpec{spec}, Expect: map[string]uint64{a.Name: revision}}
 	r, err := c.cfg.Proposer.Propose(ctx, state.Command{PutApps: put})
@@ -37,13 +33,14 @@ func (c *Controller) Reshape(ctx context.Context, a *app.Application, revision u
 	return r, c.catchUp(ctx, nil, nil)
 }
 
-// alone waits until no other change of ranks is under way: each makes its own order for its own unit.
-func (c *Controller) alone(ctx context.Context) error {
+// Turn waits until no other change of ranks is under way; done ends the turn. Who reads the application that it changes within its
+// turn is not overtaken by the next one, again and again.
+func (c *Controller) Turn(ctx context.Context) (done func(), err error) {
 	select {
 	case c.reshaping <- struct{}{}:
-		return nil
+		return func() { <-c.reshaping }, nil
 	case <-ctx.Done():
-		return problem.New(problem.Timeout, "change the ranks: other changes are under way: %w", ctx.Err()).WithHint("try again")
+		return nil, problem.New(problem.Timeout, "change the ranks: other changes are under way: %w", ctx.Err()).WithHint("try again")
 	}
 }
 

@@ -152,3 +152,28 @@ func TestDeleteOvertakesTheFirstGrant(t *testing.T) {
 	assert.True(t, w.quiet())
 	assert.Len(t, asked, 1)
 }
+
+// A deploy that meets a unit whose next grant is under way does not have it granted twice.
+func TestDeployWhileAGrantIsUnderWay(t *testing.T) {
+	w := newWorld(t)
+	w.deploy(sim("gang", 2, app.Lockstep))
+	w.up("gang/0")
+	w.says("a", "gang/0", msg.UnitGone, wasReady)
+	var held []GrantEffect
+	w.auto = func(_ *world, e Effect) bool {
+		g, ok := e.(GrantEffect)
+		if ok {
+			held = append(held, g)
+		}
+		return ok
+	}
+	w.pass(time.Second)
+	require.Len(t, held, 1)
+	w.deploy(sim("gang", 2, app.Lockstep))
+	r, err := w.apply(state.Command{GrantGroup: &held[0].Grant})
+	require.NoError(t, err)
+	w.step(Granted{Units: []string{"gang/0"}, Result: r})
+	assert.Equal(t, state.Starting, w.phase("gang/0"))
+	w.pass(time.Minute)
+	assert.Len(t, held, 1)
+}

@@ -91,6 +91,16 @@ func (u *unit) again(at time.Time) {
 	u.retryAt = at
 }
 
+// attempted is the number of the start that the grant under way is for: a unit that was given another chance meanwhile begins anew.
+func (u *unit) attempted() int {
+	for _, w := range u.wishes {
+		if w.kind == state.DoGrant {
+			return w.attempt
+		}
+	}
+	return u.current.attempt
+}
+
 // startOn is the order to start the ranks of one node.
 func (u *unit) startOn(node string) *msg.StartRank {
 	s := &msg.StartRank{

@@ -165,6 +165,10 @@ func (r *replica) TrySend(m any) error {
 func (r *replica) Stopped() <-chan struct{} { return r.stopped }
 
 func (r *replica) Send(m any) {
+	if _, ok := m.(msg.Resync); ok {
+		go r.resync() // its sender holds a lock that Deliver takes
+		return
+	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	switch m := m.(type) {
@@ -175,9 +179,6 @@ func (r *replica) Send(m any) {
 			return
 		}
 		r.admit(m)
-	case msg.Resync:
-		r.resyncs++
-		go r.publish() // its sender holds a lock that Deliver takes
 	case *msg.FirstToken:
 		r.firsts++
 		if a, ok := r.open[m.TicketID]; ok {
@@ -195,6 +196,13 @@ func (r *replica) Send(m any) {
 			r.record(msg.RecDone, &a)
 		}
 	}
+}
+
+func (r *replica) resync() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.resyncs++
+	r.snapshot()
 }
 
 func (r *replica) admit(m *msg.Admit) {

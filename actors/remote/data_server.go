@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"net/http"
 	"sync"
+	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/engineleg"
@@ -101,9 +102,13 @@ func (s *DataServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	defer s.running.Done()
 	ctx, cancel := context.WithCancelCause(r.Context())
 	defer cancel(nil)
-	defer context.AfterFunc(s.closing, func() { cancel(errClosing) })() //nolint:contextcheck // the server's life, beside the request's
+	rc := http.NewResponseController(w)
+	defer s.onClose(func() {
+		cancel(errClosing)
+		_ = rc.SetWriteDeadline(time.Now()) // a write to a reader that stands still ends too
+	})()
 	in, _ := s.uploads.Get().(*arrival)
-	p := &passage{server: s, w: w, rc: http.NewResponseController(w), r: r, cancel: cancel, in: in, settled: true}
+	p := &passage{server: s, w: w, rc: rc, r: r, cancel: cancel, in: in, settled: true}
 	whole := false
 	defer func() {
 		if whole && p.settled { // after a panic nobody knows who still reads it
@@ -114,6 +119,20 @@ func (s *DataServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	whole = true
 	if !clean { // TRAPS 1: the ingress must not take a broken answer for a whole one
 		panic(http.ErrAbortHandler)
+	}
+}
+
+// onClose calls cut when Close does, until over, which waits for a cut under way.
+func (s *DataServer) onClose(cut func()) (over func()) {
+	done := make(chan struct{})
+	stop := context.AfterFunc(s.closing, func() {
+		defer close(done)
+		cut()
+	})
+	return func() {
+		if !stop() {
+			<-done
+		}
 	}
 }
 

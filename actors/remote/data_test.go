@@ -514,6 +514,24 @@ func TestDataClose(t *testing.T) {
 	require.NoError(t, g.server.Close())
 }
 
+// TestDataCloseStuck: a reader that stands still does not hold Close up.
+func TestDataCloseStuck(t *testing.T) {
+	left := make(chan struct{})
+	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
+		swallowBody(r)
+		for r.Context().Err() == nil {
+			_, _ = io.WriteString(w, strings.Repeat("x", 64<<10))
+		}
+		close(left)
+	}})
+	resp, _, err := g.client.Send(t.Context(), g.dispatch())
+	require.NoError(t, err)
+	defer resp.Body.Close()
+	time.Sleep(50 * time.Millisecond) // the windows fill; earlier is no harm
+	require.NoError(t, g.server.Close())
+	<-left
+}
+
 // TestDataConcurrent: many requests at once keep their bodies, hashes and answers apart.
 func TestDataConcurrent(t *testing.T) {
 	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) { _, _ = io.WriteString(w, swallowBody(r)) }})

@@ -50,6 +50,9 @@ func (s *StreamServer) post(sub *subscriber, p *dpservev1.Post) {
 	box, here := r.mailbox, r.epoch == p.GetEpoch() && r.incarnation == p.GetIncarnation()
 	s.mu.Unlock()
 	m := fromPost(p, time.Now())
+	if m == nil {
+		s.config.Unknown("post")
+	}
 	if m == nil || !here {
 		s.counts.strangePosts.Add(1)
 		return

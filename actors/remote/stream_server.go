@@ -26,10 +26,12 @@ const (
 
 // StreamServerConfig is what a StreamServer needs. Feed and Log are required.
 type StreamServerConfig struct {
-	Feed   msg.Feed // the node's own ranks
-	Peer   func(ctx context.Context) (node string, ok bool)
-	Timers StreamTimers
-	Log    *slog.Logger
+	Feed msg.Feed // the node's own ranks
+	Peer func(ctx context.Context) (node string, ok bool)
+	// Unknown counts posts of a kind that this version does not know. Nil: nobody counts.
+	Unknown func(what string)
+	Timers  StreamTimers
+	Log     *slog.Logger
 }
 
 // StreamServer serves the streams of a node's ranks to the ingresses of other nodes, and takes what they post to the ranks.
@@ -94,6 +96,9 @@ var _ dpservev1.ReplicaServer = (*StreamServer)(nil)
 func NewStreamServer(c StreamServerConfig) (*StreamServer, error) {
 	if c.Feed == nil || c.Log == nil {
 		return nil, errors.New("stream server: Feed and Log must be set")
+	}
+	if c.Unknown == nil {
+		c.Unknown = func(string) {}
 	}
 	s := &StreamServer{
 		config: c, timers: c.Timers.withDefaults(), log: c.Log.With(slog.String("room", "remote")),

@@ -18,9 +18,12 @@ const (
 	noSupersede mutant = "a node runs on what the state shows superseded"
 	noFence     mutant = "with on_lease_loss fence a node admits without a lease"
 	noGrace     mutant = "the leader grants again before a lease is over"
+	noConfirm   mutant = "a leader prolongs leases without asking a majority whether it leads"
 	noBarrier   mutant = "a leader begins with the state of before its election"
+	noFsync     mutant = "a follower acknowledges what is not on its disk"
 	sendsOn     mutant = "what a deposed leader's controller proposes is sent on to the next leader"
-	noFsync     mutant = "an entry counts before it is on disk"
+	forgets     mutant = "a node forgets at a restart which epochs it has seen"
+	early       mutant = "a node tells that a unit is gone when it begins to end it"
 )
 
 // config is a run.

@@ -56,21 +56,23 @@ type raft struct {
 	c *cluster
 	m *machine
 	*disk
-	role    role
-	leads   int // machine that leads as far as is known, -1: nobody
-	commit  int
-	applied int
-	heard   time.Duration // of a leader, or of a candidate that got the vote
-	guard   int           // number of the wait for the leader's silence
-	round   int           // number of the election or leadership under way: what belongs to an older one is dropped
-	votes   map[int]bool
-	next    []int
-	match   []int
-	contact []time.Duration
-	pending map[int]func(state.Result, error)
-	ready   bool    // leads, and has applied what was committed before
-	conf    []voter // the newest configuration of the log, at confAt; nil: to be looked up
-	confAt  int
+	role      role
+	leads     int // machine that leads as far as is known, -1: nobody
+	commit    int
+	applied   int
+	heard     time.Duration // of a leader, or of a candidate that got the vote
+	guard     int           // number of the wait for the leader's silence
+	round     int           // number of the election or leadership under way: what belongs to an older one is dropped
+	votes     map[int]bool
+	next      []int
+	match     []int
+	contact   []time.Duration
+	confirmed []time.Duration // when the newest message was sent that a member has answered
+	verifying []*verifying
+	pending   map[int]func(state.Result, error)
+	ready     bool    // leads, and has applied what was committed before
+	conf      []voter // the newest configuration of the log, at confAt; nil: to be looked up
+	confAt    int
 }
 
 func newRaft(m *machine) *raft {
@@ -245,6 +247,11 @@ func (r *raft) stepDown() {
 	for _, i := range sorted(pending) {
 		pending[i](state.Result{}, errUnknown)
 	}
+	waiting := r.verifying
+	r.verifying = nil
+	for _, v := range waiting {
+		v.done(false)
+	}
 	r.m.led()
 }
 
@@ -253,11 +260,15 @@ func (r *raft) lead() {
 	r.c.canon.elected(r)
 	r.role, r.leads = leader, r.m.i
 	r.round++
-	r.next, r.match, r.contact = make([]int, n), make([]int, n), make([]time.Duration, n)
+	r.next, r.match, r.contact, r.confirmed = make([]int, n), make([]int, n), make([]time.Duration, n), make([]time.Duration, n)
 	for i := range n {
 		r.next[i], r.contact[i] = r.last()+1, r.c.now
 	}
 	r.match[r.m.i] = r.synced
+	if r.c.cfg.mutant == noBarrier {
+		r.ready = true
+		r.m.led()
+	}
 	first := r.append(&entry{term: r.term})
 	r.pending[first] = func(_ state.Result, err error) {
 		if err == nil {
@@ -313,7 +324,7 @@ func (r *raft) spread() {
 func (r *raft) replicate(to *machine) {
 	prev := r.next[to.i] - 1
 	end := min(r.synced, prev+maxEntries)
-	a := &appendEntries{from: r.m, term: r.term, round: r.round, prev: prev, prevTerm: r.termAt(prev), commit: r.commit}
+	a := &appendEntries{from: r.m, sent: r.c.now, term: r.term, round: r.round, prev: prev, prevTerm: r.termAt(prev), commit: r.commit}
 	if end > prev {
 		a.entries = slices.Clone(r.log[prev:end])
 	}
@@ -327,6 +338,7 @@ func (r *raft) replicate(to *machine) {
 // appendEntries is a leader's message.
 type appendEntries struct {
 	from     *machine
+	sent     time.Duration
 	term     uint64
 	round    int
 	prev     int
@@ -362,17 +374,29 @@ func (r *raft) taken(a *appendEntries) {
 	}
 	match := a.prev + len(a.entries)
 	wait := time.Duration(0)
-	if match > r.synced {
+	if match > r.synced && r.c.cfg.mutant != noFsync {
 		wait = r.c.span(0, fsyncMax)
 	}
 	r.c.after(r.m.process, wait, func() {
 		if match <= r.last() && r.termAt(match) == a.lastTerm() {
-			r.synced = max(r.synced, match)
+			r.flushed(match)
 			r.learn(min(a.commit, match))
 			r.reply(a, true, match)
 		}
 	})
 }
+
+// flushed notes what is on disk.
+func (r *raft) flushed(at int) {
+	if r.c.cfg.mutant == noFsync {
+		r.c.after(r.m.process, lazyFsync, func() { r.synced = max(r.synced, min(at, r.last())) })
+		return
+	}
+	r.synced = max(r.synced, at)
+}
+
+// lazyFsync is how late a mutant writes what it has acknowledged.
+const lazyFsync = 3 * time.Second
 
 // lastTerm is the term of the last entry that a message vouches for.
 func (a *appendEntries) lastTerm() uint64 {
@@ -397,6 +421,8 @@ func (r *raft) replied(i int, a *appendEntries, term uint64, ok bool, at int) {
 		return
 	}
 	r.contact[i] = r.c.now
+	r.confirmed[i] = max(r.confirmed[i], a.sent)
+	r.verified()
 	if !ok {
 		r.next[i] = max(1, min(r.next[i]-1, at+1), r.match[i]+1)
 		r.replicate(r.c.machines[i])
@@ -486,5 +512,33 @@ func (r *raft) change(members []voter) {
 	if _, at := r.members(); r.role == leader && at <= r.commit {
 		r.append(&entry{term: r.term, members: members})
 		r.c.log("members", members)
+	}
+}
+
+// verifying waits until a majority has answered something that was sent later.
+type verifying struct {
+	since time.Duration
+	done  func(bool)
+}
+
+// verify asks a majority whether this still leads.
+func (r *raft) verify(done func(bool)) {
+	if r == nil || r.role != leader {
+		done(false)
+		return
+	}
+	r.verifying = append(r.verifying, &verifying{r.c.now, done})
+	r.spread()
+	r.verified()
+}
+
+func (r *raft) verified() {
+	for len(r.verifying) > 0 {
+		v := r.verifying[0]
+		if !r.majority(func(i int) bool { return i == r.m.i || r.confirmed[i] >= v.since }) {
+			return
+		}
+		r.verifying = r.verifying[1:]
+		v.done(true)
 	}
 }

@@ -44,8 +44,8 @@ func kinds() []fault {
 
 // gentleKinds must not cost a single restart: what they do is between workers, or among control nodes without ranks, or too little
 // to end a lease.
-func gentleKinds() []fault {
-	return []fault{
+func gentleKinds(fence bool) []fault {
+	all := []fault{
 		{"cut between workers", func(f *faults, until time.Duration) { f.betweenWorkers(until) }},
 		{"short flaps", (*faults).shortFlaps},
 		{"loss", func(f *faults, until time.Duration) { f.setNet(&f.c.net.loss, 0.1, until) }},
@@ -53,17 +53,22 @@ func gentleKinds() []fault {
 		{"delay and reorder", func(f *faults, until time.Duration) { f.setNet(&f.c.net.lag, 0.3, until) }},
 		{"slow", func(f *faults, until time.Duration) { f.slow(f.any(), until) }},
 		{"clock", func(f *faults, _ time.Duration) { f.clock() }},
+	}
+	if fence {
+		return all // without a leader for 9 s everything must be out
+	}
+	return append(all, []fault{
 		{"freeze a control node", func(f *faults, _ time.Duration) { f.freeze(f.control()) }},
 		{"crash a control node", func(f *faults, until time.Duration) { f.crash(f.control(), until) }},
 		{"crash the leader", func(f *faults, until time.Duration) { f.crash(f.leader(), until) }},
-	}
+	}...)
 }
 
 // plan draws the faults of a run.
 func (f *faults) plan() {
 	c, all := f.c, kinds()
 	if c.cfg.gentle {
-		all = gentleKinds()
+		all = gentleKinds(c.cfg.fence)
 	}
 	for range 2 + c.IntN(6) {
 		k := all[c.IntN(len(all))]
@@ -280,8 +285,16 @@ func (f *faults) remove() {
 	f.c.removals++
 	f.c.work.admin(state.Command{DrainNode: &state.DrainNode{Node: m.name}}, nil)
 	f.c.after(nil, f.c.span(8*time.Second, 15*time.Second), func() {
-		f.c.work.admin(state.Command{RemoveNode: &state.RemoveNode{Node: m.name}}, func(error) {})
+		f.c.work.admin(state.Command{RemoveNode: &state.RemoveNode{Node: m.name}}, func(error) { f.switchOff(m) })
 	})
+}
+
+// switchOff ends a machine that was removed.
+func (f *faults) switchOff(m *machine) {
+	if f.c.canon.now().Nodes[m.name] == nil {
+		m.removed = true
+		f.c.after(nil, f.c.span(time.Second, 20*time.Second), func() { m.crash(false) })
+	}
 }
 
 // healAll ends all trouble.
@@ -303,6 +316,8 @@ func (f *faults) healAll() {
 		if c.canon.now().Nodes[m.name] != nil {
 			f.boot(m)
 			c.work.undrain(m)
+		} else {
+			m.removed = true
 		}
 	}
 }

@@ -108,9 +108,7 @@ type gateway struct {
 type inlink struct {
 	uid     string
 	session int
-	open    bool // the worker has answered the subscription
-	next    int  // number of the next record
-	early   map[int]record
+	in      inOrder
 	parts   map[string]*part
 	heard   time.Duration
 	tried   time.Duration
@@ -158,7 +156,7 @@ func (g *gateway) open(i int) {
 		return
 	}
 	g.sessions++
-	l.session, l.open, l.next, l.early, l.tried, l.resting = g.sessions, false, 1, map[int]record{}, g.c.now, false
+	l.session, l.in, l.tried, l.resting = g.sessions, inOrder{}, g.c.now, false
 	id, to := l.session, g.c.machines[i]
 	call(g.c, g.m, to, streamOut, false, func(answer func(struct{}, error)) {
 		to.host.subscribe(g.m, id)
@@ -223,17 +221,10 @@ func (g *gateway) hear(i, id, seq int, r record) {
 	if l == nil || l.session != id {
 		return
 	}
-	l.early[seq] = r
-	for {
-		r, ok := l.early[l.next]
-		if !ok {
-			return
-		}
-		delete(l.early, l.next)
-		l.next++
+	l.in.take(seq, func() {
 		l.heard, l.silent, l.wait = g.c.now, false, streamMin
 		g.take(l, r)
-	}
+	})
 }
 
 func (g *gateway) take(l *inlink, r record) {

@@ -1,6 +1,7 @@
 package cluster_test
 
 import (
+	"slices"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
@@ -164,11 +165,32 @@ func (u *hosted) bringUp() {
 		u.after(c.span(0, startMax), func() { u.fail("the engine exited while it started") })
 		return
 	}
-	u.after(c.span(startMin, startMax), func() {
-		u.phase, u.wasReady, u.accepting, u.incarnation = state.Ready, true, true, c.Uint64()
-		u.h.show(u)
-		u.tell(msg.UnitEvent{Kind: msg.UnitReady, Rank: -1})
-	})
+	u.after(c.span(startMin, startMax), u.up)
+}
+
+// up is the readiness of all ranks here. Engines that are coupled wait for each other first.
+func (u *hosted) up() {
+	c := u.h.c
+	if u.lockstep() && !c.complete(u.order) {
+		u.after(askAgain/2, u.up)
+		return
+	}
+	u.phase, u.wasReady, u.accepting, u.incarnation = state.Ready, true, true, c.Uint64()
+	u.h.show(u)
+	u.tell(msg.UnitEvent{Kind: msg.UnitReady, Rank: -1})
+}
+
+// complete says whether all engines of a unit's grant run.
+func (c *cluster) complete(o *msg.StartRank) bool {
+	for _, r := range o.AllRanks {
+		m := c.named(r.Node)
+		if !m.alive || !slices.ContainsFunc(m.host.engines, func(e *engine) bool {
+			return e.unit == o.Unit && e.epoch == o.Epoch && e.grant.Rank == r.Rank
+		}) {
+			return false
+		}
+	}
+	return true
 }
 
 // fail takes the unit out of routing before anything else.
@@ -265,6 +287,9 @@ func (u *hosted) finish() {
 		d = c.span(0, killLong)
 	default:
 		d = c.span(0, killMax)
+	}
+	if c.cfg.mutant == early {
+		u.tell(msg.UnitEvent{Kind: msg.UnitGone, Rank: -1, Reason: u.why(), Asked: u.stop != nil})
 	}
 	u.after(d, func() {
 		u.h.kill(u)

@@ -46,6 +46,9 @@ func (m *machine) boot() {
 	m.alive, m.dark, m.frozen, m.slow = true, false, false, false
 	m.shell, m.host, m.ing, m.follows, m.dirty, m.taking = nil, nil, nil, nil, false, false
 	m.raft, m.watch, m.known, m.avoid = nil, nil, -1, -1
+	if m.c.cfg.mutant == forgets {
+		m.disk.epochs = map[string]uint64{}
+	}
 	m.view, m.viewed, m.mustAsk = state.New(), map[string]time.Duration{}, false
 	m.c.log("boot", m.name)
 	if m.control {
@@ -165,6 +168,8 @@ const closeAfter = 20 * time.Millisecond
 func (m *machine) led() {
 	m.feedFollowers()
 	switch r := m.raft; {
+	case r.ready && m.shell == nil && m.c.cfg.mutant == noBarrier:
+		m.shell = newShell(m)
 	case r.ready && m.shell == nil && !m.taking:
 		m.taking = true
 		m.takeOver(r.round)
@@ -273,6 +278,7 @@ type watcher struct {
 	session int
 	turn    int
 	wait    time.Duration
+	in      inOrder
 }
 
 // following is a copy that a control node feeds.
@@ -283,6 +289,7 @@ type following struct {
 	told    uint64
 	leads   int
 	queued  bool
+	seq     int
 }
 
 // Times of the copies, as in cluster.
@@ -304,6 +311,7 @@ func newWatcher(m *machine) *watcher {
 func (w *watcher) connect() {
 	m := w.m
 	w.session++
+	w.in = inOrder{}
 	w.turn++
 	session := w.session
 	all := m.controls()
@@ -350,10 +358,7 @@ func (w *watcher) broke(session int) {
 }
 
 // take is what a control node says.
-func (w *watcher) take(session int, s *state.State, leads int) {
-	if w.session != session {
-		return
-	}
+func (w *watcher) take(s *state.State, leads int) {
 	w.heard, w.spoke, w.wait, w.leads = w.m.c.now, true, watchMin, leads
 	if s != nil {
 		w.m.publish(s)
@@ -395,7 +400,13 @@ func (m *machine) feed(f *following) bool {
 		return true
 	}
 	f.told, f.leads = m.view.Index, leads
-	m.c.send(m, f.to, watchSilence, true, func() { f.to.watch.take(f.session, s, leads) })
+	f.seq++
+	seq := f.seq
+	m.c.send(m, f.to, watchSilence, false, func() {
+		if w := f.to.watch; w.session == f.session {
+			w.in.take(seq, func() { w.take(s, leads) })
+		}
+	})
 	return true
 }
 

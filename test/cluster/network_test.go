@@ -2,6 +2,7 @@ package cluster_test
 
 import (
 	"context"
+	"slices"
 	"time"
 
 	"github.com/dpserve/dpserve/internal/problem"
@@ -60,6 +61,9 @@ func (c *cluster) send(from, to *machine, life time.Duration, twice bool, do fun
 }
 
 func (c *cluster) try(m *message) {
+	if m.from.shuns(m.to) || m.to.shuns(m.from) {
+		return
+	}
 	if c.net.cuts[m.from.i][m.to.i] || c.chance(c.net.loss) {
 		wait := retransmit << min(m.tries, 4)
 		m.tries++
@@ -74,6 +78,9 @@ func (c *cluster) try(m *message) {
 	}
 	c.arrive(m.to.process, d, m.do)
 }
+
+// shuns says whether a machine's copy of the state has shown that the other one was removed: their node ports refuse each other.
+func (m *machine) shuns(o *machine) bool { return m.alive && slices.Contains(m.view.Removed, o.uid) }
 
 // set cuts a way, or heals it.
 func (c *cluster) set(from, to *machine, cut bool) {
@@ -123,4 +130,22 @@ func call[R any](c *cluster, from, to *machine, limit time.Duration, twice bool,
 			}
 		})
 	})
+}
+
+// inOrder is the reader's end of a stream: what overtakes waits, as TCP has it. A stream that has lost something says nothing more.
+type inOrder struct {
+	last  int
+	early map[int]func()
+}
+
+func (o *inOrder) take(seq int, do func()) {
+	if o.early == nil {
+		o.early = map[int]func(){}
+	}
+	o.early[seq] = do
+	for next := o.early[o.last+1]; next != nil; next = o.early[o.last+1] {
+		o.last++
+		delete(o.early, o.last)
+		next()
+	}
 }

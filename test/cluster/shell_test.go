@@ -107,8 +107,22 @@ func (l *shell) freshen() {
 	}
 }
 
-// renew is msg.Leader.
+// renew is msg.Leader: a majority is asked first whether this leads.
 func (l *shell) renew(r *msg.NodeReport, answer func(msg.Lease, error)) {
+	if l.m.c.cfg.mutant == noConfirm {
+		l.renewed(r, answer)
+		return
+	}
+	l.m.raft.verify(func(leads bool) {
+		if !leads {
+			answer(msg.Lease{}, errNotLeader)
+			return
+		}
+		l.renewed(r, answer)
+	})
+}
+
+func (l *shell) renewed(r *msg.NodeReport, answer func(msg.Lease, error)) {
 	if l.closed {
 		answer(msg.Lease{}, errUnreachable)
 		return

@@ -275,7 +275,9 @@ func (c *Members) end() {
 	}
 	assert.Eventually(c.T, func() bool { return len(c.leftovers()) == 0 }, 5*time.Second, pollEvery, "processes left behind: %v", c.leftovers())
 	for _, m := range c.All {
-		assert.NotContains(c.T, m.Log(), "panic:", "node %s", m.Name)
+		for _, bad := range []string{"panic:", "DATA RACE"} {
+			assert.NotContains(c.T, m.Log(), bad, "node %s", m.Name)
+		}
 	}
 	if c.T.Failed() {
 		for _, m := range c.All {
@@ -318,7 +320,7 @@ func freePorts(t testing.TB, n int) []int {
 	t.Helper()
 	out := make([]int, n)
 	for i := range out {
-		l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp4", "0.0.0.0:0") //nolint:gosec // closed at once
+		l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp4", "0.0.0.0:0")
 		require.NoError(t, err)
 		defer l.Close()
 		addr, ok := l.Addr().(*net.TCPAddr)

@@ -20,3 +20,9 @@ func StartStreams(t testing.TB, app string, clients, tokens int, patience time.D
 	t.Cleanup(func() { l.End() })
 	return l
 }
+
+// RealTimers leaves every timer of the nodes as it is for users.
+func RealTimers() MembersOption { return func(c *Members) { clear(c.timers) } }
+
+// Gossip is the address of the node's gossip, of UDP and TCP.
+func (m *Member) Gossip() string { return m.on(m.rig.gossip) }

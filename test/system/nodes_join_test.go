@@ -25,13 +25,14 @@ func TestSP10JoinRefused(t *testing.T) {
 	used, expired := newToken(t, a, "ttl=1h&uses=1"), newToken(t, a, "ttl=1s&uses=9")
 	wait := time.Now().Add(1100 * time.Millisecond)
 	join := func(args ...string) *harness.Real {
-		return harness.Run(t, append([]string{"join", a.NodePort(), "--advertise", c.NextIP(), "--node-port", "0", "--data-dir", filepath.Join(t.TempDir(), "data"),
-			"--http-bind", "127.0.0.1:0", "--admin-bind", "127.0.0.1:0"}, args...)...)
+		return harness.Run(t, append([]string{
+			"join", a.NodePort(), "--advertise", c.NextIP(), "--roles", "worker",
+			"--data-dir", filepath.Join(t.TempDir(), "data"), "--http-bind", "127.0.0.1:0", "--admin-bind", "127.0.0.1:0",
+		}, args...)...)
 	}
 	m := c.Add("b", "--roles", "worker") // takes the cluster's own token; the next takes the one that is good for one node
 	m.Kill()
-	first := harness.Run(t, "join", a.NodePort(), "--token", used, "--node-id", "x", "--roles", "worker", "--advertise", c.NextIP(), "--data-dir", t.TempDir(), "--http-bind", "127.0.0.1:0",
-		"--admin-bind", "127.0.0.1:0")
+	first := join("--token", used, "--node-id", "x")
 	c.Eventually("the token's one use", func() error {
 		list, err := a.Nodes()
 		if err == nil && len(list) < 3 {
@@ -99,14 +100,14 @@ func strangers(t *testing.T, address string) {
 		"no certificate": {NextProtos: []string{"dpserve-grpc/1"}},
 		"no protocol":    {},
 	} {
-		config.InsecureSkipVerify = true //nolint:gosec // the stranger does not care
+		config.InsecureSkipVerify = true
 		conn, err := tls.DialWithDialer(&net.Dialer{Timeout: harness.Patience}, "tcp", address, config)
 		if err == nil { // with TLS 1.3 a client learns of its refusal when it reads
-			assert.NoError(t, conn.SetDeadline(time.Now().Add(harness.Patience)))
+			require.NoError(t, conn.SetDeadline(time.Now().Add(harness.Patience)), name)
 			_, err = conn.Read(make([]byte, 1))
 			_ = conn.Close()
 		}
-		assert.Error(t, err, name)
+		require.Error(t, err, name)
 		t.Logf("%s: %v", name, err)
 	}
 	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", address)

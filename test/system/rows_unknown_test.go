@@ -1,0 +1,178 @@
+package system
+
+import (
+	"context"
+	"encoding/json"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/encoding/protowire"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/dpserve/dpserve/actors/remote"
+	"github.com/dpserve/dpserve/cluster/nodeport"
+	"github.com/dpserve/dpserve/cluster/pki"
+	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
+	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/test/harness"
+)
+
+// standIn is a member of a cluster of which nothing runs but this test: it speaks to the others as another release might.
+type standIn struct {
+	state.Node
+	port  *nodeport.Port
+	conns map[string]*grpc.ClientConn
+}
+
+// joinAs takes a token and joins as a node of a release.
+func joinAs(c *harness.Members, name, release string) (*remote.Joined, *state.Node, error) {
+	ip := c.NextIP()
+	n := &state.Node{
+		ID: name, UID: "uid-of-" + name, Address: ip + ":7947", Gossip: ip + ":7946", Roles: []state.Role{state.RoleIngress}, Version: release,
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), harness.Patience)
+	defer cancel()
+	joined, err := remote.Join(ctx, remote.JoinConfig{Address: c.Up()[0].NodePort(), Token: c.Token(), Node: *n})
+	return joined, n, err
+}
+
+func newStandIn(t *testing.T, c *harness.Members, name, release string) *standIn {
+	t.Helper()
+	joined, n, err := joinAs(c, name, release)
+	require.NoError(t, err)
+	creds, err := joined.Files.Credentials()
+	require.NoError(t, err)
+	s := &standIn{Node: *n, port: nodeport.New(nodeport.Config{Credentials: func() *pki.Credentials { return creds }}), conns: map[string]*grpc.ClientConn{}}
+	t.Cleanup(func() {
+		for _, cc := range s.conns {
+			assert.NoError(t, cc.Close())
+		}
+		assert.NoError(t, s.port.Close())
+	})
+	for _, m := range c.All {
+		cc, err := s.port.GRPC(m.NodePort(), "")
+		require.NoError(t, err)
+		s.conns[m.Name] = cc
+	}
+	return s
+}
+
+// report is a renewal of the stand-in's lease.
+func (s *standIn) report(t *testing.T, release string) *dpservev1.RenewRequest {
+	t.Helper()
+	n := s.Node
+	n.Version = release
+	text, err := json.Marshal(n)
+	require.NoError(t, err)
+	text = append(text[:len(text)-1], `,"colour":"blue"}`...) // a record may have more than this version knows
+	return &dpservev1.RenewRequest{Node: text, Incarnation: 7, WallUnixNano: time.Now().UnixNano()}
+}
+
+// news adds a field that nobody has heard of.
+func news[M proto.Message](m M) M {
+	raw := protowire.AppendTag(nil, 2026, protowire.BytesType)
+	m.ProtoReflect().SetUnknown(protowire.AppendBytes(raw, []byte("what a later release has to say")))
+	return m
+}
+
+// counted is a counter's sum over the lines of /metrics that have all of the words.
+func counted(t *testing.T, m *harness.Member, words ...string) (sum float64) {
+	t.Helper()
+	_, text, err := m.Ask("GET", "/metrics", "")
+	require.NoError(t, err)
+lines:
+	for line := range strings.Lines(text) {
+		for _, w := range words {
+			if strings.HasPrefix(line, "#") || !strings.Contains(line, w) {
+				continue lines
+			}
+		}
+		v, err := strconv.ParseFloat(strings.TrimSpace(line[strings.LastIndexByte(strings.TrimSpace(line), ' '):]), 64)
+		require.NoError(t, err, line)
+		sum += v
+	}
+	return sum
+}
+
+// MB6: a member of a later release sends what this one does not know, and one of a release that is too old wants in. There is no
+// previous release yet to upgrade from: that half of the row is open.
+func TestMB6UnknownMessages(t *testing.T) {
+	t.Parallel()
+	c := harness.StartMembers(t, harness.Each(2), harness.MemberSlots(4))
+	a, b := c.All[0], c.All[1]
+	a.Want(spread("wide", 4))
+	st := c.Running("wide")
+	before := seats(&st)
+	load := harness.StartLoad(t, "wide", 4, 20, a.HTTP, b.HTTP)
+	load.Reaches(10)
+
+	_, _, err := joinAs(c, "old", "v0.0.9")
+	require.Error(t, err)
+	assert.Contains(t, err.Error(), "v0.0.9")
+	assert.Contains(t, err.Error(), remote.OldestVersion)
+	t.Logf("an old release: %v", err)
+
+	s := newStandIn(t, c, "new", "v9.0.0")
+	leader := dpservev1.NewControlClient(s.conns[a.Name])
+	ctx, cancel := context.WithTimeout(t.Context(), harness.Patience)
+	defer cancel()
+	r := news(s.report(t, "v9.0.0"))
+	r.Events = []*dpservev1.UnitEvent{{Number: 1, Unit: "wide/0/0", Kind: "sings"}}
+	lease, err := leader.Renew(ctx, r)
+	require.NoError(t, err, "it is heard all the same")
+	assert.Equal(t, uint64(1), lease.GetTaken(), "an event that nobody knows is not kept for ever")
+	_, err = leader.Renew(ctx, s.report(t, "v0.0.9"))
+	require.Error(t, err, "a lease of an old release")
+	assert.Contains(t, err.Error(), "v0.0.9")
+	assert.Contains(t, err.Error(), remote.OldestVersion)
+	for _, method := range []string{"/dpserve.v1.Control/Dance", "/dpserve.v9.Weather/Tell"} {
+		for _, m := range c.All {
+			err := s.conns[m.Name].Invoke(ctx, method, &dpservev1.StatusRequest{}, &dpservev1.StatusReply{})
+			assert.Equal(t, codes.Unimplemented, status.Code(err), "%s: %v", method, err)
+		}
+	}
+	for _, m := range c.All {
+		s.posts(ctx, t, m)
+		for kind, least := range map[string]float64{"method": 2, "post": 2} {
+			assert.GreaterOrEqual(t, counted(t, m, "dpserve_unknown_messages_total", `kind="`+kind+`"`), least, "%s at %s", kind, m.Name)
+		}
+	}
+	for _, kind := range []string{"field", "unit_event"} {
+		assert.NotZero(t, counted(t, a, "dpserve_unknown_messages_total", `kind="`+kind+`"`), kind)
+	}
+	load.Reaches(20)
+	y := load.End()
+	assert.Zero(t, y.Refused+y.Broken+y.Cut+y.Hung, "what clients saw: %v", y)
+	st = c.Running("wide")
+	assert.Equal(t, before, seats(&st), "nothing was stopped")
+	assert.NotContains(t, a.Log()+b.Log(), "panic")
+	assert.True(t, a.Runs() && b.Runs())
+	c.AllQuiet()
+}
+
+// posts follows a node's ranks, and posts to them what they do not know. The stream lives on.
+func (s *standIn) posts(ctx context.Context, t *testing.T, m *harness.Member) {
+	t.Helper()
+	stream, err := dpservev1.NewReplicaClient(s.conns[m.Name]).Subscribe(ctx)
+	require.NoError(t, err)
+	require.NoError(t, stream.Send(news(&dpservev1.SubscribeRequest{Ingress: s.ID})))
+	_, err = stream.Recv()
+	require.NoError(t, err)
+	for rank := range uint32(4) { // two of them are here
+		p := news(&dpservev1.Post{Unit: "wide/0/" + strconv.Itoa(int(rank)), Epoch: 1, Rank: rank})
+		require.NoError(t, stream.Send(&dpservev1.SubscribeRequest{Posts: []*dpservev1.Post{p}}))
+	}
+	require.NoError(t, stream.Send(&dpservev1.SubscribeRequest{Resync: true}))
+	for range 3 {
+		_, err = stream.Recv()
+		require.NoError(t, err, "the stream goes on")
+	}
+	require.NoError(t, stream.CloseSend())
+}
