@@ -14,7 +14,7 @@ import (
 type address struct {
 	APIVersion string `json:"apiVersion"`
 	Node       string `json:"node"`
-	URL        string `json:"url"`   // OpenAI endpoint, without a path
+	URL        string `json:"url"`   // OpenAI endpoint, without a path; empty without role ingress
 	Admin      string `json:"admin"` // HOST:PORT for DPSERVE_ADDR
 	PID        int    `json:"pid"`
 }
@@ -75,7 +75,10 @@ func (e *env) start(ctx context.Context, f *nodeFlags, output format) error {
 
 // announce tells where a node listens, in the form that was asked for.
 func (e *env) announce(s *serving, id string, output format) error {
-	a := address{APIVersion: apiVersion, Node: id, URL: "http://" + s.HTTPAddr(), Admin: s.AdminAddr(), PID: os.Getpid()}
+	a := address{APIVersion: apiVersion, Node: id, Admin: s.AdminAddr(), PID: os.Getpid()}
+	if at := s.HTTPAddr(); at != "" {
+		a.URL = "http://" + at
+	}
 	switch output {
 	case formatJSON:
 		return writeJSONLine(e.io.Out, a)
@@ -85,6 +88,10 @@ func (e *env) announce(s *serving, id string, output format) error {
 		return writeNames(e.io.Out, []string{a.Node})
 	case formatTable, formatWide:
 	}
-	_, err := fmt.Fprintf(e.io.Out, "node %s\nendpoint %s/v1\nadmin http://%s\n", a.Node, a.URL, a.Admin)
+	endpoint := ""
+	if a.URL != "" {
+		endpoint = "endpoint " + a.URL + "/v1\n"
+	}
+	_, err := fmt.Fprintf(e.io.Out, "node %s\n%sadmin http://%s\n", a.Node, endpoint, a.Admin)
 	return err
 }

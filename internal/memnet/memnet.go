@@ -9,6 +9,7 @@ import (
 	"net"
 	"strconv"
 	"sync"
+	"time"
 )
 
 // ErrRefused is what Dial gives where nobody listens, as the kernel would.
@@ -23,6 +24,13 @@ type Network struct {
 	listeners map[string]*listener
 	packets   map[string]*Packets
 	next      int
+
+	silent map[link]bool // what is sent that way does not arrive
+	cut    map[link]bool // both ways
+	delays map[link]time.Duration
+	down   map[string]bool // hosts
+	wires  map[*wire]bool
+	turned chan struct{} // closed when links change; nil = nobody waits
 }
 
 // Listen binds addr ("host:port"; port 0 picks a free one).
@@ -58,22 +66,17 @@ func (n *Network) DialContext(ctx context.Context, _, addr string) (net.Conn, er
 	l := n.listeners[addr]
 	n.mu.Unlock()
 	if l == nil {
-		return nil, &net.OpError{Op: "dial", Net: "mem", Addr: address(addr), Err: ErrRefused}
+		return nil, refused(addr)
 	}
 	here, there := net.Pipe()
-	select {
-	case l.conns <- there:
-		select {
-		case <-l.done: // closed meanwhile: whoever empties the queue last, nobody waits in it
-			l.empty()
-		default:
-		}
-		return here, nil
-	case <-l.done:
-		return nil, &net.OpError{Op: "dial", Net: "mem", Addr: address(addr), Err: ErrRefused}
-	case <-ctx.Done():
-		return nil, ctx.Err()
+	if err := l.take(ctx, there); err != nil {
+		return nil, err
 	}
+	return here, nil
+}
+
+func refused(addr string) error {
+	return &net.OpError{Op: "dial", Net: "mem", Addr: address(addr), Err: ErrRefused}
 }
 
 type listener struct {
@@ -82,6 +85,23 @@ type listener struct {
 	conns chan net.Conn
 	done  chan struct{}
 	once  sync.Once
+}
+
+// take queues a connection that was dialled.
+func (l *listener) take(ctx context.Context, c net.Conn) error {
+	select {
+	case l.conns <- c:
+		select {
+		case <-l.done: // closed meanwhile: whoever empties the queue last, nobody waits in it
+			l.empty()
+		default:
+		}
+		return nil
+	case <-l.done:
+		return refused(string(l.addr))
+	case <-ctx.Done():
+		return ctx.Err()
+	}
 }
 
 func (l *listener) Accept() (net.Conn, error) {

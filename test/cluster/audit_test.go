@@ -189,9 +189,18 @@ func (c *cluster) accepted(m *machine, unit string, epoch uint64) {
 	if m.mustAsk {
 		c.violate("%s admits for %s after it was frozen for longer than its lease, and has not asked the leader yet", m.name, unit)
 	}
-	if node.Superseded(m.view, unit, epoch) && c.now-max(m.viewed[unit], m.thawed) > time.Second && !m.slow {
-		c.violate("%s admits for %s at epoch %d for more than 1 s after its copy of the state has shown that it is over", m.name, unit, epoch)
+}
+
+// overdue is a unit that a machine should have stopped a second ago, by what its own copy of the state shows; "" = there is none.
+func (c *cluster) overdue(m *machine) string {
+	for _, id := range sorted(m.host.units) {
+		u := m.host.units[id]
+		since := max(m.viewed[id], m.thawed)
+		if u.accepting && !m.slow && node.Superseded(m.view, id, u.order.Epoch) && c.now-since > time.Second {
+			return key(id, u.order.Epoch)
+		}
 	}
+	return ""
 }
 
 // calm is how long nothing has been wrong with a way, a machine or the network when silence is no excuse.
@@ -249,6 +258,8 @@ func (c *cluster) bounded() {
 			c.violate("%d events wait for %s", len(m.waiting), m.name)
 		case m.shell != nil && len(m.shell.waiting) > len(m.view.Units)+maxCommands:
 			c.violate("%d commands wait on %s", len(m.shell.waiting), m.name)
+		case c.overdue(m) != "":
+			c.violate("%s admits for %s for more than 1 s after its copy of the state has shown that it is over", m.name, c.overdue(m))
 		case len(m.host.units) > len(m.view.Units)+maxNews:
 			c.violate("%s keeps %d units", m.name, len(m.host.units))
 		}

@@ -36,3 +36,10 @@ func hunt(m mutant) (seed uint64, why string) {
 	}
 	return seed, why
 }
+
+func TestX(t *testing.T) {
+	o := play(330, draw(330, noConfirm), true)
+	for _, l := range o.lines {
+		t.Log(l)
+	}
+}

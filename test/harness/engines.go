@@ -6,6 +6,7 @@ import (
 	"io"
 	"log/slog"
 	"net"
+	"net/url"
 	"os"
 	"slices"
 	"strconv"
@@ -29,6 +30,7 @@ type Engines struct {
 	all    []*Engine
 	epochs map[owner]uint64 // highest started
 	faults []string
+	shared []string
 }
 
 // owner is a rank over its epochs.
@@ -62,10 +64,12 @@ func (s *Engines) Start(_ context.Context, l engine.Launch, stdout, stderr io.Wr
 	}
 	cfg.KeepAlive = engine.KeepAliveS * time.Second
 	cfg.Logger = slog.New(slog.NewTextHandler(stderr, nil))
-	cfg.Listen = func(_ context.Context, addr string) (net.Listener, error) { return s.net.Listen(addr) }
-	cfg.Dial = func(ctx context.Context, addr string) (net.Conn, error) { return s.net.DialContext(ctx, "tcp", addr) }
+	host := hostOf(l.URL)
+	place := s.net.Host(host)
+	cfg.Listen = func(_ context.Context, addr string) (net.Listener, error) { return place.Listen(addr) }
+	cfg.Dial = func(ctx context.Context, addr string) (net.Conn, error) { return place.DialContext(ctx, "tcp", addr) }
 	cfg.DevMode = slices.Contains(l.Env, "VLLM_SERVER_DEV_MODE=1")
-	e := &Engine{URL: l.URL, Argv: l.Argv, began: time.Now(), signals: make(chan os.Signal, 1), exited: make(chan struct{})}
+	e := &Engine{URL: l.URL, Argv: l.Argv, host: host, began: time.Now(), signals: make(chan os.Signal, 1), exited: make(chan struct{})}
 	ctx, cancel := context.WithCancel(context.Background())
 	e.cancel = cancel
 	s.mu.Lock()
@@ -105,6 +109,28 @@ func (s *Engines) Faults() []string {
 	return slices.Clone(s.faults)
 }
 
+// Overlaps tells of every rank that started under a higher epoch while an engine of an older one lived on another host: an owner
+// that is cut off and serves on does that.
+func (s *Engines) Overlaps() []string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Clone(s.shared)
+}
+
+// on are the live engines of a host.
+func (s *Engines) on(host string) []*Engine {
+	return slices.DeleteFunc(s.Live(), func(e *Engine) bool { return e.host != host })
+}
+
+// hostOf is the host of an engine's URL.
+func hostOf(engine string) string {
+	u, err := url.Parse(engine)
+	if err != nil {
+		return ""
+	}
+	return u.Hostname()
+}
+
 // name tells which rank the newest engine at a URL is, as the node's log has it.
 func (s *Engines) name(unit string, rank int, epoch uint64, url string) {
 	s.mu.Lock()
@@ -118,6 +144,8 @@ func (s *Engines) name(unit string, rank int, epoch uint64, url string) {
 		switch {
 		case e.URL == url && e.owner.unit == "":
 			e.named(who, epoch)
+		case e.owner.seat() == who.seat() && e.alive() && e.host != hostOf(url):
+			s.shared = append(s.shared, fmt.Sprintf("%s rank %d: epoch %d lives on %s while epoch %d starts on %s", unit, rank, e.epoch, e.host, epoch, hostOf(url)))
 		case e.owner.seat() == who.seat() && e.alive():
 			s.faults = append(s.faults, fmt.Sprintf("%s rank %d: epoch %d lives while epoch %d starts", unit, rank, e.epoch, epoch))
 		}
@@ -129,6 +157,7 @@ type Engine struct {
 	URL  string
 	Argv []string
 
+	host    string
 	owner   owner
 	epoch   uint64
 	began   time.Time

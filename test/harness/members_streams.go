@@ -22,7 +22,9 @@ func StartStreams(t testing.TB, app string, clients, tokens int, patience time.D
 }
 
 // RealTimers leaves every timer of the nodes as it is for users.
-func RealTimers() MembersOption { return func(c *Members) { clear(c.timers) } }
+func RealTimers() MembersOption {
+	return func(c *Members) { c.timers = map[string]time.Duration{"lease_ttl": Pace * LeaseTTL} } // --timers needs one
+}
 
 // Gossip is the address of the node's gossip, of UDP and TCP.
 func (m *Member) Gossip() string { return m.on(m.rig.gossip) }

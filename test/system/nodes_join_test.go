@@ -53,7 +53,7 @@ func TestSP10JoinRefused(t *testing.T) {
 		"expired":           {[]string{"--token", expired, "--node-id", "y"}, "expired", 0},
 		"another cluster's": {[]string{"--token", foreign.Token(), "--node-id", "y"}, "cluster", 0},
 		"changed":           {[]string{"--token", changed(c.Token()), "--node-id", "y"}, "token", 0},
-		"a taken name":      {[]string{"--token", c.Token(), "--node-id", "a"}, "a", 0},
+		"a taken name":      {[]string{"--token", c.Token(), "--node-id", "a"}, `"a" is held by another node`, 0},
 	} {
 		r := join(try.args...)
 		code := r.ExitCode()
