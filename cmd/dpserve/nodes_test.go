@@ -129,3 +129,10 @@ func TestJoinWantsAToken(t *testing.T) {
 	assert.Equal(t, "10.0.0.1:7947", c.node.config.Join.Address)
 	assert.Equal(t, "127.0.0.1:8000", c.node.config.HTTPBind)
 }
+
+func TestJoinShowsItselfWhereItReachesTheCluster(t *testing.T) {
+	c := newCLI(t)
+	go func() { time.Sleep(50 * time.Millisecond); c.interrupt() }()
+	require.Zero(t, c.run([]string{"join", "127.0.0.1:7947", "--token", "dpj1.z"}), c.stderr())
+	assert.Equal(t, "127.0.0.1", c.node.config.Advertise)
+}
