@@ -187,6 +187,14 @@ func (n *Node) onLeaseLoss() node.LeaseLoss {
 	return node.LeaseLoss(n.cfg.OnLeaseLoss)
 }
 
+// trouble is what people should know of this node.
+func (n *Node) trouble() string {
+	if err := n.diskFault(); err != nil {
+		return err.Error()
+	}
+	return ""
+}
+
 // self is this node as it shows itself to the others.
 func (n *Node) self() state.Node { return n.describe(n.mesh) }
 

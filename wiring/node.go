@@ -170,7 +170,7 @@ func (n *Node) buildWorker(t *timers) error {
 		Labels: n.offer.Labels, Executable: n.cfg.Executable, System: n.system, Assigner: n.leader, Rand: random, Timers: t.node, Log: n.log,
 		Launcher: n.cfg.Launcher, Transport: n.probes, BindTest: n.cfg.bindTest(),
 		NewReplica: func(spec msg.ReplicaSpec) (node.Replica, error) { return factory.New(spec) },
-		Leader:     n.leader, Self: n.self, Store: n.store, OnLeaseLoss: n.onLeaseLoss(), EngineHost: n.cfg.engineHost(), Advertise: n.cfg.Advertise,
+		Leader:     n.leader, Self: n.self, Trouble: n.trouble, Store: n.store, OnLeaseLoss: n.onLeaseLoss(), EngineHost: n.cfg.engineHost(), Advertise: n.cfg.Advertise,
 	})
 	return err
 }
@@ -347,8 +347,14 @@ func (n *Node) AdminAddr() string {
 	return ""
 }
 
-// Feed is the streams of this node's ranks, for an ingress beside the node's own.
-func (n *Node) Feed() msg.Feed { return n.hub }
+// Feed is the streams of all ranks as this node's ingress follows them, for another one beside it; without role ingress those of this
+// node's own ranks.
+func (n *Node) Feed() msg.Feed {
+	if n.mesh != nil && n.mesh.feed != nil {
+		return n.mesh.feed
+	}
+	return n.hub
+}
 
 // Store is the cluster's state, for an ingress beside the node's own.
 func (n *Node) Store() msg.Store { return n.store }

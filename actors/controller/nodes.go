@@ -25,6 +25,7 @@ type peer struct {
 	past    []uint64   // processes before it, the latest last
 	node    state.Node // as it saw itself then
 	wall    time.Time  // by its clock
+	trouble string     // what people should know of it
 	seen    time.Time  // by ours
 
 	losing   bool // its lease is over and NodeLost is to be proposed

@@ -126,8 +126,13 @@ func (c *Core) notes(s *msg.NodeStatus, p *peer, leader string) []string {
 	if l := c.state.Nodes[leader]; l != nil && l.Version != s.Version {
 		out = append(out, "it runs version "+s.Version+", the leader "+l.Version)
 	}
-	if p != nil && p.why != "" {
-		out = append(out, p.why)
+	if p == nil {
+		return out
+	}
+	for _, why := range []string{p.why, p.trouble} {
+		if why != "" {
+			out = append(out, why)
+		}
 	}
 	return out
 }

@@ -99,7 +99,7 @@ func (p *peer) follow(now time.Time, r *msg.NodeReport) {
 		p.past = append(p.past, p.process)
 		p.past = p.past[max(0, len(p.past)-maxPast):]
 	}
-	p.process, p.node, p.wall, p.seen = r.Incarnation, r.Node, r.Wall, now
+	p.process, p.node, p.wall, p.trouble, p.seen = r.Incarnation, r.Node, r.Wall, r.Trouble, now
 }
 
 // taken is the number up to which a report's events need not be sent again: all of them, as nothing behind this can lose one that

@@ -14,6 +14,7 @@ type NodeReport struct {
 	Incarnation uint64      // random per process of the node: its units are those of this process
 	Wall        time.Time   // its clock, for people
 	Index       uint64      // of its copy of the state
+	Trouble     string      // what people should know of it, like a full disk; "" = nothing
 	Events      []UnitEvent // not yet taken, by Number
 	Units       []UnitEvent // the newest of every unit the node has, whoever took it: a new leader learns from these
 }

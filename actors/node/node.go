@@ -60,6 +60,7 @@ type Config struct {
 
 	Leader      msg.Leader        // gives the lease and takes the events; nil = no lease is needed
 	Self        func() state.Node // as the leader is to know this node; nil = ID, Advertise and what is offered above
+	Trouble     func() string     // what people should know of this node, "" = nothing; may be nil
 	Store       msg.Store         // shows which units are superseded; nil = nobody tells
 	OnLeaseLoss LeaseLoss         // "" = Serve
 	EngineHost  string            // where engines listen and are reached: an address of this machine only; "" = engine.Loopback

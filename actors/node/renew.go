@@ -22,7 +22,8 @@ const (
 type renewer struct {
 	leader      msg.Leader
 	self        func() state.Node
-	store       msg.Store // may be nil
+	trouble     func() string // may be nil
+	store       msg.Store     // may be nil
 	incarnation uint64
 	ttl         time.Duration // unless the leader says another
 	period      time.Duration
@@ -53,7 +54,7 @@ var _ msg.Reporter = (*renewer)(nil)
 func newRenewer(c *Config, t *Timers) *renewer {
 	now := time.Now()
 	return &renewer{
-		leader: c.Leader, self: c.Self, store: c.Store, incarnation: draw(c.Rand), ttl: t.LeaseTTL, period: t.LeaseRenew, log: c.Log, news: newNews(),
+		leader: c.Leader, self: c.Self, trouble: c.Trouble, store: c.Store, incarnation: draw(c.Rand), ttl: t.LeaseTTL, period: t.LeaseRenew, log: c.Log, news: newNews(),
 		wake: make(chan struct{}, 1), demand: make(chan struct{}, 1), base: now, granted: now, tried: make(chan struct{}), done: make(chan struct{}),
 		lease: lease{fence: c.OnLeaseLoss == Fence, ttl: t.LeaseTTL, beat: now, doubt: now}, // nothing is known of before
 	}
@@ -147,6 +148,9 @@ func (r *renewer) report(now time.Time) *msg.NodeReport {
 	m.Events, m.Units = r.news.report()
 	if r.store != nil {
 		m.Index = r.store.State().Index
+	}
+	if r.trouble != nil {
+		m.Trouble = r.trouble()
 	}
 	return m
 }

@@ -24,13 +24,13 @@ type end struct {
 	peer          *end
 	local, remote address
 
-	in         []chunk // what is on its way here, in order
-	size       int     // of in
-	changed    chan struct{}
-	read       time.Time // deadlines
-	write      time.Time
-	closed     bool
-	wasReset   bool
+	in       []chunk // what is on its way here, in order
+	size     int     // of in
+	changed  chan struct{}
+	read     time.Time // deadlines
+	write    time.Time
+	closed   bool
+	wasReset bool
 }
 
 // chunk is what one write sent.
@@ -65,7 +65,9 @@ func (n *Network) connect(way link, addr string) (here, there *end, l *listener)
 	return here, there, n.listeners[addr]
 }
 
-func (w *wire) joins(host string) bool { return w.ends[0].way.from == host || w.ends[1].way.from == host }
+func (w *wire) joins(host string) bool {
+	return w.ends[0].way.from == host || w.ends[1].way.from == host
+}
 
 func (w *wire) other(host string) string {
 	if w.ends[0].way.from == host {

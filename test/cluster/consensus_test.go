@@ -61,6 +61,7 @@ type raft struct {
 	commit    int
 	applied   int
 	heard     time.Duration // of a leader, or of a candidate that got the vote
+	forced    bool          // the leader has asked it to take its place
 	guard     int           // number of the wait for the leader's silence
 	round     int           // number of the election or leadership under way: what belongs to an older one is dropped
 	votes     map[int]bool
@@ -145,6 +146,11 @@ func (r *raft) campaign() {
 		return
 	}
 	r.ballot(true)
+	r.retry()
+}
+
+// retry asks again if nothing was decided.
+func (r *raft) retry() {
 	round := r.round
 	r.c.after(r.m.process, r.c.span(raftElection, 2*raftElection), func() {
 		if r.role == candidate && r.round <= round+1 {
@@ -161,13 +167,13 @@ func (r *raft) ballot(pre bool) {
 		r.term, r.votedFor = term, r.m.i
 	}
 	r.c.log("ballot", r.m.name, term, pre)
-	round, at, lastTerm := r.round, r.last(), r.termAt(r.last())
+	round, at, lastTerm, force := r.round, r.last(), r.termAt(r.last()), r.forced
 	all, _ := r.members()
 	for _, v := range all {
 		if v.votes && v.i != r.m.i {
 			to := r.c.machines[v.i]
 			r.c.send(r.m, to, raftLife, true, func() {
-				to.raft.asked(r.m, term, at, lastTerm, pre, func(yes bool, now uint64) { r.counted(to.i, round, pre, yes, now) })
+				to.raft.asked(r.m, term, at, lastTerm, pre, force, func(yes bool, now uint64) { r.counted(to.i, round, pre, yes, now) })
 			})
 		}
 	}
@@ -175,9 +181,14 @@ func (r *raft) ballot(pre bool) {
 }
 
 // asked answers a candidate.
-func (r *raft) asked(from *machine, term uint64, last int, lastTerm uint64, pre bool, answer func(bool, uint64)) {
+func (r *raft) asked(from *machine, term uint64, last int, lastTerm uint64, pre, force bool, answer func(bool, uint64)) {
 	yes := false
 	switch {
+	case force && term > r.term:
+		r.follow(term, -1)
+		if r.upToDate(last, lastTerm) {
+			r.votedFor, r.heard, yes = from.i, r.c.now, true
+		}
 	case r.leads >= 0 && r.leads != from.i, term < r.term: // a leader is known: nobody else is wanted
 	case pre:
 		yes = r.upToDate(last, lastTerm)
@@ -253,6 +264,33 @@ func (r *raft) stepDown() {
 		v.done(false)
 	}
 	r.m.led()
+}
+
+// transfer asks the voter that has most of the log to take the place of this leader; false if there is none.
+func (r *raft) transfer() bool {
+	all, _ := r.members()
+	best := -1
+	for _, v := range all {
+		if v.votes && v.i != r.m.i && (best < 0 || r.match[v.i] > r.match[best]) {
+			best = v.i
+		}
+	}
+	if best < 0 {
+		return false
+	}
+	if r.match[best] < r.last() {
+		return true // it is sent what it lacks first
+	}
+	to, term := r.c.machines[best], r.term
+	r.c.send(r.m, to, raftLife, false, func() {
+		if to.raft.term == term && to.raft.role == follower {
+			to.raft.role, to.raft.forced = candidate, true
+			to.raft.ballot(false)
+			to.raft.forced = false
+			to.raft.retry()
+		}
+	})
+	return true
 }
 
 func (r *raft) lead() {

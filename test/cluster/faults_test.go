@@ -285,16 +285,8 @@ func (f *faults) remove() {
 	f.c.removals++
 	f.c.work.admin(state.Command{DrainNode: &state.DrainNode{Node: m.name}}, nil)
 	f.c.after(nil, f.c.span(8*time.Second, 15*time.Second), func() {
-		f.c.work.admin(state.Command{RemoveNode: &state.RemoveNode{Node: m.name}}, func(error) { f.switchOff(m) })
+		f.c.work.admin(state.Command{RemoveNode: &state.RemoveNode{Node: m.name}}, nil)
 	})
-}
-
-// switchOff ends a machine that was removed.
-func (f *faults) switchOff(m *machine) {
-	if f.c.canon.now().Nodes[m.name] == nil {
-		m.removed = true
-		f.c.after(nil, f.c.span(time.Second, 20*time.Second), func() { m.crash(false) })
-	}
 }
 
 // healAll ends all trouble.
@@ -318,6 +310,7 @@ func (f *faults) healAll() {
 			c.work.undrain(m)
 		} else {
 			m.removed = true
+			m.crash(false)
 		}
 	}
 }

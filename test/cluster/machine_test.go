@@ -30,6 +30,8 @@ type machine struct {
 	raft    *raft    // nil without role control
 	watch   *watcher // nil with role control
 	view    *state.State
+	gone    map[string]time.Duration // when view has shown first that a machine was removed, by UID
+	leaving bool                     // it was removed, and has seen that
 	viewed  map[string]time.Duration // when view has shown first that a unit here is over
 	dirty   bool                     // view has changed and nobody was told yet
 	shell   *shell
@@ -50,6 +52,7 @@ func (m *machine) boot() {
 		m.disk.epochs = map[string]uint64{}
 	}
 	m.view, m.viewed, m.mustAsk = state.New(), map[string]time.Duration{}, false
+	m.gone, m.leaving = map[string]time.Duration{}, false
 	m.c.log("boot", m.name)
 	if m.control {
 		m.raft = newRaft(m)
@@ -122,6 +125,15 @@ func (m *machine) publish(s *state.State) {
 		return
 	}
 	m.view = s
+	for _, uid := range s.Removed {
+		if _, known := m.gone[uid]; !known {
+			m.gone[uid] = m.c.now
+		}
+	}
+	if _, gone := m.gone[m.uid]; gone && !m.leaving {
+		m.leaving = true
+		m.c.after(m.process, m.c.span(0, closeAfter), m.leave)
+	}
 	if m.host != nil {
 		for id, u := range m.host.units {
 			if over := node.Superseded(s, id, u.order.Epoch); !over {
@@ -151,6 +163,25 @@ func (m *machine) changed() {
 		m.ing.adopt()
 	}
 	m.feedFollowers()
+}
+
+// handOverLimit bounds the wait for another leader.
+const handOverLimit = 3 * time.Second
+
+// leave ends a machine that was removed: another one leads first, if it can.
+func (m *machine) leave() {
+	m.removed = true
+	m.c.log("leaves", m.name)
+	until := m.c.now + handOverLimit
+	var wait func()
+	wait = func() {
+		if m.raft == nil || m.raft.role != leader || m.c.now > until || !m.raft.transfer() {
+			m.crash(false)
+			return
+		}
+		m.c.after(m.process, 100*time.Millisecond, wait)
+	}
+	wait()
 }
 
 // leadsAs is who leads as far as the machine knows, -1: nobody.

@@ -2,7 +2,6 @@ package cluster_test
 
 import (
 	"context"
-	"slices"
 	"time"
 
 	"github.com/dpserve/dpserve/internal/problem"
@@ -79,8 +78,15 @@ func (c *cluster) try(m *message) {
 	c.arrive(m.to.process, d, m.do)
 }
 
-// shuns says whether a machine's copy of the state has shown that the other one was removed: their node ports refuse each other.
-func (m *machine) shuns(o *machine) bool { return m.alive && slices.Contains(m.view.Removed, o.uid) }
+// farewell is how long the connections of a removed machine live on.
+const farewell = time.Second
+
+// shuns says whether a machine's copy of the state has shown for a while that the other one was removed: their node ports refuse
+// each other.
+func (m *machine) shuns(o *machine) bool {
+	since, gone := m.gone[o.uid]
+	return gone && m.alive && m.c.now-since > farewell
+}
 
 // set cuts a way, or heals it.
 func (c *cluster) set(from, to *machine, cut bool) {

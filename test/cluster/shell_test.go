@@ -104,6 +104,7 @@ func (l *shell) freshen() {
 	if !l.closed && l.m.view != l.seen {
 		l.seen = l.m.view
 		l.step(controller.StateSeen{State: l.seen})
+		l.changeVoters()
 	}
 }
 

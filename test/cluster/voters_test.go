@@ -20,6 +20,9 @@ func (l *shell) keepVoters() {
 }
 
 func (l *shell) changeVoters() {
+	if l.closed {
+		return
+	}
 	members, _ := l.m.raft.members()
 	change := state.Electorate(l.electors(members), l.m.uid)
 	i := l.m.c.byUID[change.UID]

@@ -22,8 +22,8 @@ import (
 )
 
 // Cluster is whole nodes in this process: the wiring of the binary, on a network, a raft and engines in memory. It lives in a
-// synctest bubble, so time is fake: it stands still while anything computes, and waiting costs nothing. Safe for concurrent
-// use by the goroutines of its bubble.
+// synctest bubble, so time is fake: it stands still while anything computes, and waiting costs nothing. What it asks and does
+// goes through the first node; a Peer goes through another. Safe for concurrent use by the goroutines of its bubble.
 type Cluster struct {
 	T       testing.TB
 	Net     *memnet.Network
@@ -32,8 +32,7 @@ type Cluster struct {
 
 	node   *wiring.Node
 	client *http.Client
-	stop   context.CancelFunc
-	served chan error
+	peers  []*Peer
 }
 
 // Option changes how New builds a cluster.
@@ -41,10 +40,11 @@ type Option func(*settings)
 
 type settings struct {
 	nodes  int
+	roles  map[int][]string // by node; none = all
 	config wiring.Config
 }
 
-// Nodes is how many nodes there are; one, until nodes can join.
+// Nodes is how many nodes there are. One stands alone; more are a cluster, that the others have joined when New returns.
 func Nodes(n int) Option { return func(s *settings) { s.nodes = n } }
 
 // Slots is how many ranks fit on a node.
@@ -59,47 +59,45 @@ func Timer(name string, d time.Duration) Option {
 // may be left running. Without options it is one node with every default.
 func New(t testing.TB, options ...Option) *Cluster {
 	t.Helper()
-	s := settings{nodes: 1, config: wiring.DefaultConfig()}
+	s := settings{nodes: 1, roles: map[int][]string{}, config: wiring.DefaultConfig()}
 	s.config.Timers = map[string]time.Duration{}
 	for _, o := range options {
 		o(&s)
 	}
-	if s.nodes != 1 {
-		t.Fatalf("harness.Nodes(%d): this version has single nodes; more come with the step that lets nodes join", s.nodes)
-	}
-	c := &Cluster{T: t, Net: &memnet.Network{}, served: make(chan error, 1)}
-	c.Journal = &Journal{}
+	c := &Cluster{T: t, Net: &memnet.Network{}, Journal: &Journal{}}
 	c.Engines = newEngines(c.Net)
 	c.Journal.started = c.Engines.name
-	s.config.NodeID, s.config.DataDir, s.config.Executable = "node-1", "", "dpserve"
-	s.config.LogWriter, s.config.LogFormat, s.config.LogLevel = c.Journal, "json", "info"
-	s.config.Network, s.config.Launcher = c.Net, c.Engines
-	c.client = &http.Client{Transport: &http.Transport{DialContext: c.Net.DialContext, MaxIdleConnsPerHost: 64}}
-	c.start(s.config)
+	s.config.DataDir, s.config.Executable, s.config.Launcher = "", "dpserve", c.Engines
+	s.config.LogFormat, s.config.LogLevel = "json", "info"
+	c.T.Cleanup(c.end)
+	for i := range s.nodes {
+		c.enter(s, i)
+	}
+	for _, m := range c.peers {
+		m.peers = c.peers
+	}
 	return c
 }
 
-func (c *Cluster) start(cfg wiring.Config) {
-	c.T.Helper()
-	var err error
-	c.node, err = wiring.New(cfg)
-	require.NoError(c.T, err)
-	require.NoError(c.T, c.node.Listen())
-	ctx, stop := context.WithCancel(context.Background())
-	c.stop = stop
-	go func() { c.served <- c.node.Serve(ctx) }()
-	c.T.Cleanup(c.end)
-}
-
-// end drains the node and checks what it leaves behind.
+// end drains the nodes and checks what they leave behind.
 func (c *Cluster) end() {
-	c.stop()
-	assert.NoError(c.T, <-c.served, "the node drains")
-	assert.NoError(c.T, c.node.Close())
-	c.client.CloseIdleConnections()
+	c.Reconnect()
+	for _, m := range c.peers {
+		m.stop()
+	}
+	for _, m := range c.peers {
+		assert.NoError(c.T, m.drained(), "node %s drains", m.ID)
+	}
+	for _, m := range c.peers {
+		assert.NoError(c.T, m.node.Close(), "node %s closes", m.ID)
+		m.client.CloseIdleConnections()
+	}
+	if len(c.peers) > 1 {
+		time.Sleep(afterwards)
+	}
 	assert.Empty(c.T, c.Engines.Live(), "engines left behind")
 	assert.Empty(c.T, c.Engines.Faults(), "two owners of a rank")
-	assert.Empty(c.T, c.Journal.Errors(), "ERROR lines")
+	assert.Empty(c.T, c.errors(), "ERROR lines")
 	if c.T.Failed() {
 		c.T.Logf("journal:\n%s", c.Journal)
 	}

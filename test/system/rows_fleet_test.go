@@ -80,8 +80,7 @@ func (l *rated) end() (ok int, bad []string) {
 func fleet(t *testing.T, n int) (urls []string) {
 	t.Helper()
 	for range n {
-		_, port, _ := strings.Cut(harness.FreeAddr(t), ":")
-		cfg, _, err := sim.ParseFlags([]string{"--host", "127.0.0.1", "--port", port, "--served-model-name", "edge", "--sim-step-ms", "2"})
+		cfg, _, err := sim.ParseFlags([]string{"--host", "127.0.0.1", "--port", "0", "--served-model-name", "edge", "--sim-step-ms", "2"})
 		require.NoError(t, err)
 		s, err := sim.Start(t.Context(), cfg)
 		require.NoError(t, err)

@@ -25,7 +25,7 @@ func command(m *harness.Member, args ...string) (code int, text string) {
 	m.T.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), harness.Patience)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, harness.Binary(m.T), args...) //nolint:gosec // the binary under test
+	cmd := exec.CommandContext(ctx, harness.Binary(m.T), args...)
 	cmd.Env = append(os.Environ(), "DPSERVE_ADDR="+m.Admin)
 	b, err := cmd.CombinedOutput()
 	var exit *exec.ExitError

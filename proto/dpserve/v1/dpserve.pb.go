@@ -242,9 +242,10 @@ type RenewRequest struct {
 	Node          []byte                 `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"`                // state.Node as JSON
 	Incarnation   uint64                 `protobuf:"varint,2,opt,name=incarnation,proto3" json:"incarnation,omitempty"` // of the node's process
 	WallUnixNano  int64                  `protobuf:"varint,3,opt,name=wall_unix_nano,json=wallUnixNano,proto3" json:"wall_unix_nano,omitempty"`
-	Events        []*UnitEvent           `protobuf:"bytes,4,rep,name=events,proto3" json:"events,omitempty"` // not yet taken, by number
-	Units         []*UnitEvent           `protobuf:"bytes,5,rep,name=units,proto3" json:"units,omitempty"`   // the newest of every unit the node has
-	Index         uint64                 `protobuf:"varint,6,opt,name=index,proto3" json:"index,omitempty"`  // of its copy of the state
+	Events        []*UnitEvent           `protobuf:"bytes,4,rep,name=events,proto3" json:"events,omitempty"`   // not yet taken, by number
+	Units         []*UnitEvent           `protobuf:"bytes,5,rep,name=units,proto3" json:"units,omitempty"`     // the newest of every unit the node has
+	Index         uint64                 `protobuf:"varint,6,opt,name=index,proto3" json:"index,omitempty"`    // of its copy of the state
+	Trouble       string                 `protobuf:"bytes,7,opt,name=trouble,proto3" json:"trouble,omitempty"` // what people should know of the node; empty = nothing
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -319,6 +320,13 @@ func (x *RenewRequest) GetIndex() uint64 {
 		return x.Index
 	}
 	return 0
+}
+
+func (x *RenewRequest) GetTrouble() string {
+	if x != nil {
+		return x.Trouble
+	}
+	return ""
 }
 
 type RenewReply struct {
@@ -1179,6 +1187,7 @@ func (x *AwaitRequest) GetRank() int32 {
 	return 0
 }
 
+// AwaitReply without an address says: not yet, ask again.
 type AwaitReply struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Addr          string                 `protobuf:"bytes,1,opt,name=addr,proto3" json:"addr,omitempty"`
@@ -2527,14 +2536,15 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\aaddress\x18\x02 \x01(\tR\aaddress\x12\x16\n" +
 	"\x06gossip\x18\x03 \x01(\tR\x06gossip\x12\x14\n" +
 	"\x05roles\x18\x04 \x03(\tR\x05roles\x12\x10\n" +
-	"\x03uid\x18\x05 \x01(\tR\x03uid\"\xdc\x01\n" +
+	"\x03uid\x18\x05 \x01(\tR\x03uid\"\xf6\x01\n" +
 	"\fRenewRequest\x12\x12\n" +
 	"\x04node\x18\x01 \x01(\fR\x04node\x12 \n" +
 	"\vincarnation\x18\x02 \x01(\x04R\vincarnation\x12$\n" +
 	"\x0ewall_unix_nano\x18\x03 \x01(\x03R\fwallUnixNano\x12-\n" +
 	"\x06events\x18\x04 \x03(\v2\x15.dpserve.v1.UnitEventR\x06events\x12+\n" +
 	"\x05units\x18\x05 \x03(\v2\x15.dpserve.v1.UnitEventR\x05units\x12\x14\n" +
-	"\x05index\x18\x06 \x01(\x04R\x05index\"\x93\x01\n" +
+	"\x05index\x18\x06 \x01(\x04R\x05index\x12\x18\n" +
+	"\atrouble\x18\a \x01(\tR\atrouble\"\x93\x01\n" +
 	"\n" +
 	"RenewReply\x12\x19\n" +
 	"\bttl_nano\x18\x01 \x01(\x03R\attlNano\x12\x16\n" +

@@ -1,0 +1,255 @@
+package harness
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/memnet"
+	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/wiring"
+)
+
+// afterwards is how long the goroutines of connections between nodes may need to see that both ends are gone.
+const afterwards = 30 * time.Second
+
+// Peer is one node of a Cluster, on a host of its own. What is asked and done by its methods goes through this node.
+type Peer struct {
+	*Cluster
+	ID   string
+	Host string // of everything that it binds
+
+	place  *memnet.Host
+	voice  *voice
+	stop   context.CancelFunc
+	served chan error
+	once   sync.Once
+	err    error
+	gone   atomic.Bool
+}
+
+// Roles are those of the i-th node, from 0, instead of all. The first one needs control.
+func Roles(i int, roles ...string) Option { return func(s *settings) { s.roles[i] = roles } }
+
+// OnLeaseLoss is what ranks do on nodes that hear no leader: serve, the default, or fence.
+func OnLeaseLoss(rule string) Option { return func(s *settings) { s.config.OnLeaseLoss = rule } }
+
+// voice is a node's way to the journal, until the node is dead.
+type voice struct {
+	journal *Journal
+	dead    atomic.Bool
+}
+
+// Write takes one line.
+func (v *voice) Write(line []byte) (int, error) {
+	if v.dead.Load() {
+		return len(line), nil
+	}
+	return v.journal.Write(line)
+}
+
+// enter starts the i-th node: alone, or the first of a cluster, or one that joins the first.
+func (c *Cluster) enter(s settings, i int) {
+	c.T.Helper()
+	cfg := s.config
+	m := &Peer{ID: "node-" + strconv.Itoa(i+1), Host: "127.0.0." + strconv.Itoa(i+1), served: make(chan error, 1)}
+	m.place, m.voice = c.Net.Host(m.Host), &voice{journal: c.Journal}
+	cfg.NodeID, cfg.LogWriter, cfg.Network = m.ID, m.voice, m.place
+	if roles := s.roles[i]; len(roles) > 0 {
+		cfg.Roles = roles
+	}
+	if s.nodes > 1 {
+		cfg.Advertise, cfg.HTTPBind, cfg.AdminBind = m.Host, m.Host+":8000", m.Host+":8265"
+	}
+	if i > 0 {
+		address, token := c.node.FirstToken()
+		cfg.Join = &wiring.Join{Address: address, Token: token}
+	}
+	self := *c
+	m.Cluster = &self
+	self.client = &http.Client{Transport: &http.Transport{DialContext: m.place.DialContext, MaxIdleConnsPerHost: 64}}
+	var err error
+	self.node, err = wiring.New(cfg)
+	require.NoError(c.T, err)
+	require.NoError(c.T, self.node.Listen())
+	if i == 0 {
+		c.node, c.client = self.node, self.client
+	}
+	c.peers = append(c.peers, m)
+	ctx, stop := context.WithCancel(context.Background())
+	m.stop = stop
+	go func() { m.served <- self.node.Serve(ctx) }()
+}
+
+// drained waits until the node has answered its last, which stop asks for.
+func (m *Peer) drained() error {
+	m.once.Do(func() { m.err = <-m.served })
+	return m.err
+}
+
+// Peer is the i-th node, from 0.
+func (c *Cluster) Peer(i int) *Peer { return c.peers[i] }
+
+// Peers are all nodes, also those that were dropped.
+func (c *Cluster) Peers() []*Peer { return c.peers }
+
+// Close drains the node and ends it, as SIGTERM does.
+func (m *Peer) Close() {
+	m.T.Helper()
+	m.stop()
+	require.NoError(m.T, m.drained())
+	require.NoError(m.T, m.node.Close())
+	m.gone.Store(true)
+}
+
+// Drop ends the node as SIGKILL does: its connections are reset, its engines die, and it says nothing more. What is left of it in
+// this process ends by itself.
+func (m *Peer) Drop() {
+	m.voice.dead.Store(true)
+	m.gone.Store(true)
+	m.place.Down()
+	for _, e := range m.Engines.on(m.Host) {
+		e.Kill()
+	}
+	m.stop()
+	m.node.Kill()
+}
+
+// Silence cuts the node off from some others, or from all: nothing arrives any more, either way, and nobody is told.
+func (m *Peer) Silence(others ...*Peer) {
+	for _, o := range m.orAll(others) {
+		m.Net.Silence(m.Host, o.Host)
+		m.Net.Silence(o.Host, m.Host)
+	}
+}
+
+func (m *Peer) orAll(list []*Peer) []*Peer {
+	if len(list) > 0 {
+		return list
+	}
+	var out []*Peer
+	for _, o := range m.peers {
+		if o.Host != m.Host {
+			out = append(out, o)
+		}
+	}
+	return out
+}
+
+// Reconnect ends every cut and silence.
+func (c *Cluster) Reconnect() {
+	for i, a := range c.peers {
+		for _, b := range c.peers[:i] {
+			c.Net.Heal(a.Host, b.Host)
+		}
+	}
+}
+
+// HTTP is the base URL of the node's OpenAI endpoint, for its own host.
+func (m *Peer) HTTP() string { return "http://" + m.node.HTTPAddr() }
+
+// Admin is the base URL of the node's admin API, for its own host.
+func (m *Peer) Admin() string { return "http://" + m.node.AdminAddr() }
+
+// Epoch is the highest epoch of a unit in the node's copy of the state.
+func (m *Peer) Epoch(unit string) uint64 { return m.State().Epochs[unit] }
+
+// State is the node's copy of the state.
+func (m *Peer) State() *state.State { return m.node.Store().State() }
+
+// Leads says whether the node takes itself for the leader.
+func (m *Peer) Leads() bool {
+	l, ok := m.node.Store().(interface{ Leader() bool })
+	return ok && l.Leader()
+}
+
+// Leader waits for a node that leads among those that run.
+func (c *Cluster) Leader(among ...*Peer) *Peer {
+	c.T.Helper()
+	if len(among) == 0 {
+		among = c.peers
+	}
+	var found *Peer
+	c.Until("a leader", func() error {
+		for _, m := range among {
+			if !m.gone.Load() && m.Leads() {
+				found = m
+				return nil
+			}
+		}
+		return fmt.Errorf("nobody leads")
+	})
+	return found
+}
+
+// List is `dpserve nodes` by name; nil while nobody answers.
+func (c *Cluster) List() map[string]msg.NodeStatus {
+	c.T.Helper()
+	code, text := c.Do(http.MethodGet, "/api/v1/nodes", "")
+	if code != http.StatusOK {
+		return nil
+	}
+	var list struct{ Nodes []msg.NodeStatus }
+	require.NoError(c.T, json.Unmarshal([]byte(text), &list))
+	out := map[string]msg.NodeStatus{}
+	for i := range list.Nodes {
+		out[list.Nodes[i].Node] = list.Nodes[i]
+	}
+	return out
+}
+
+// WaitVoters lets time pass until that many nodes vote.
+func (c *Cluster) WaitVoters(want int) {
+	c.T.Helper()
+	c.Until(fmt.Sprintf("%d voters", want), func() error {
+		votes := 0
+		for _, n := range c.List() {
+			if n.Voter {
+				votes++
+			}
+		}
+		if votes != want {
+			return fmt.Errorf("there are %d", votes)
+		}
+		return nil
+	})
+}
+
+// errors are the ERROR lines; those of raft tell of nodes that do not answer, which tests of clusters bring about.
+func (c *Cluster) errors() []string {
+	lines := c.Journal.Errors()
+	if len(c.peers) > 1 {
+		lines = slices.DeleteFunc(lines, func(l string) bool { return strings.Contains(l, `"msg":"raft: `) })
+	}
+	return lines
+}
+
+// When gives the moment at which the node's copy of the state first is as asked.
+func (m *Peer) When(is func(*state.State) bool) <-chan time.Time {
+	out := make(chan time.Time, 1)
+	go func() {
+		for {
+			changed := m.node.Store().Changed()
+			if is(m.State()) {
+				out <- time.Now()
+				return
+			}
+			select {
+			case <-changed:
+			case <-m.T.Context().Done():
+				return
+			}
+		}
+	}()
+	return out
+}
