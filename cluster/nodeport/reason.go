@@ -1,6 +1,7 @@
 package nodeport
 
 import (
+	"context"
 	"crypto/x509"
 	"errors"
 	"log/slog"
@@ -91,5 +92,9 @@ func (c *complaints) about(reason Reason, from net.Addr, err error) {
 		attrs = append(attrs, slog.String("err", err.Error()))
 	}
 	c.last[reason], c.left[reason] = now, 0
-	c.log.Warn("node port refused a connection", attrs...)
+	level := slog.LevelWarn
+	if reason == BadALPN || reason == BadTLS && errors.Is(err, errNoCredentials) {
+		level = slog.LevelInfo // a member asks for what this node does not serve yet: it is starting
+	}
+	c.log.Log(context.Background(), level, "node port refused a connection", attrs...)
 }
