@@ -64,6 +64,7 @@ type electorate struct {
 	all    []Elector // by name
 	leader string
 	target int
+	leaves bool // the leader itself is no control node any more
 }
 
 func newElectorate(members []Elector, leader string) *electorate {
@@ -73,7 +74,7 @@ func newElectorate(members []Elector, leader string) *electorate {
 	for i := range e.all {
 		m := &e.all[i]
 		if m.UID == leader {
-			m.Lost, m.Live = false, true
+			m.Lost, m.Live, e.leaves = false, true, !m.Control
 		}
 		if m.Control {
 			control++
@@ -158,8 +159,12 @@ func (e *electorate) votesIn(zone string) int {
 	return n
 }
 
-// demote takes a vote too many: of a lost node, of one that does not answer, of the zone that votes the most, of the last name.
+// demote takes a vote too many: of a lost node, of one that does not answer, of the zone that votes the most, of the last name. A
+// leader that goes takes none: those who stay would be left with its vote, and without it.
 func (e *electorate) demote() Change {
+	if e.leaves {
+		return Change{}
+	}
 	voters := 0
 	var worst *Elector
 	for i := range e.all {

@@ -161,6 +161,15 @@ func TestAnyElectorateSettlesWithItsQuorum(t *testing.T) {
 	})
 }
 
+// A leader that was removed goes soon: the votes of the others must do without it then.
+func TestALeaderThatGoesTakesNoVotes(t *testing.T) {
+	for _, others := range []string{"b:v c:v", "b:v! c:v", "b:v c:v d:v e:v"} {
+		ms := electors("a:vx " + others)
+		assert.Equal(t, Change{}, Electorate(ms, "a"), others)
+		assert.NotEqual(t, Change{}, Electorate(ms, "c"), others)
+	}
+}
+
 // checkSettled counts by hand what is left to be wished for.
 func checkSettled(t *rapid.T, ms []Elector) {
 	voters, control, troubled, strangers := 0, 0, false, 0

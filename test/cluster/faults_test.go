@@ -285,8 +285,30 @@ func (f *faults) remove() {
 	f.c.removals++
 	f.c.work.admin(state.Command{DrainNode: &state.DrainNode{Node: m.name}}, nil)
 	f.c.after(nil, f.c.span(8*time.Second, 15*time.Second), func() {
-		f.c.work.admin(state.Command{RemoveNode: &state.RemoveNode{Node: m.name}}, nil)
+		if f.spare(m) {
+			f.c.work.admin(state.Command{RemoveNode: &state.RemoveNode{Node: m.name}}, nil)
+		}
 	})
+}
+
+// spare says whether the voters that stay can do without a machine: who takes one of two that live takes the majority.
+func (f *faults) spare(m *machine) bool {
+	l := f.leader()
+	if l == nil {
+		return false
+	}
+	voters, live := 0, 0
+	all, _ := l.raft.members()
+	for _, v := range all {
+		o := f.c.machines[v.i]
+		if v.votes {
+			voters++
+		}
+		if v.votes && o != m && o.alive && !o.frozen {
+			live++
+		}
+	}
+	return live > voters/2
 }
 
 // healAll ends all trouble.

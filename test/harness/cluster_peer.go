@@ -118,7 +118,7 @@ func (m *Peer) Drop() {
 	m.voice.dead.Store(true)
 	m.gone.Store(true)
 	m.place.Down()
-	for _, e := range m.Engines.on(m.Host) {
+	for _, e := range m.Engines.On(m.Host) {
 		e.Kill()
 	}
 	m.stop()
@@ -253,3 +253,6 @@ func (m *Peer) When(is func(*state.State) bool) <-chan time.Time {
 	}()
 	return out
 }
+
+// Send sends a request from the node's host.
+func (m *Peer) Send(r *http.Request) (*http.Response, error) { return m.client.Do(r) }

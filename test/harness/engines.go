@@ -117,8 +117,8 @@ func (s *Engines) Overlaps() []string {
 	return slices.Clone(s.shared)
 }
 
-// on are the live engines of a host.
-func (s *Engines) on(host string) []*Engine {
+// On are the live engines of a host.
+func (s *Engines) On(host string) []*Engine {
 	return slices.DeleteFunc(s.Live(), func(e *Engine) bool { return e.host != host })
 }
 

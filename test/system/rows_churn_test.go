@@ -95,17 +95,17 @@ func patiently(c *harness.Members, limit time.Duration, what string, f func() er
 }
 
 // FS10: a new revision, then a node's drain, then a node's restart by SIGTERM, under long streams and short requests. A few streams of
-// about 1 s here, 500 of 40 s and more than 100 short requests a second in an acceptance run: 20 minutes of each would be hours.
+// about 1 s here, 500 of 20 s and more than 100 short requests a second in an acceptance run: 20 minutes of each would be hours.
 func TestFS10RollAndDrain(t *testing.T) {
 	t.Parallel()
-	streams, tokens, short := 12, 240, 2
+	streams, tokens, short, step := 12, 240, 2, 5
 	if accepting() {
-		streams, tokens, short = 250, 8000, 8
+		streams, tokens, short, step = 250, 1000, 8, 20
 	}
 	limit := harness.Patience + time.Duration(tokens)*50*time.Millisecond
 	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(4))
 	a := c.All[0]
-	a.Want(roll(5))
+	a.Want(roll(step))
 	c.Running("roll")
 	long := []*harness.Load{streamsOf(t, streams, tokens, a), streamsOf(t, streams, tokens, c.All[1])}
 	load := harness.StartLoad(t, "roll", short, 1, a.HTTP, c.All[1].HTTP)
@@ -119,7 +119,7 @@ func TestFS10RollAndDrain(t *testing.T) {
 		t.Logf("%s took %s, at least %d of 6 ranks were ready", what, time.Since(began).Round(time.Millisecond), watch.least())
 	}
 	phase("a new revision", func() {
-		a.Want(roll(6))
+		a.Want(roll(step + 1))
 		patiently(c, limit, "the new revision", func() error {
 			st, err := a.AppOf("roll")
 			if err != nil {

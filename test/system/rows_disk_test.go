@@ -157,7 +157,9 @@ func TestMB10LeadersDisk(t *testing.T) {
 	})
 	now := c.Leader()
 	assert.NotEqual(t, leader.Name, now.Name)
-	c.WaitNode(leader.Name, "with its trouble", func(s *msg.NodeStatus) bool { return strings.Contains(strings.Join(s.Notes, "\n"), "disk of the data dir refuses writes") })
+	c.WaitNode(leader.Name, "with its trouble", func(s *msg.NodeStatus) bool {
+		return strings.Contains(strings.Join(s.Notes, "\n"), "disk of the data dir refuses writes")
+	})
 	_, status := command(writer, "nodes")
 	assert.Contains(t, status, "disk", "people see it")
 	t.Logf("nodes:\n%s", status)

@@ -1,0 +1,120 @@
+package inprocess
+
+import (
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/test/harness"
+)
+
+// Times of the leases and streams, as they are promised. ACCEPTANCE MB1.
+const (
+	suspectAt = time.Second
+	outAt     = 3 * time.Second
+	lostAt    = 12 * time.Second // after the last renewal, which is up to 2 s old
+	beat      = 300 * time.Millisecond
+)
+
+// A node's power is cut: nobody is told, no connection is reset.
+func TestSilentNodeLosesItsRanks(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := harness.New(t, harness.Nodes(3), harness.Slots(4))
+		c.WaitVoters(3)
+		c.Deploy(spread("a", 6, "routing: {policy: round-robin}"))
+		c.WaitStatus("a", "RUNNING")
+		silent := c.Peer(2)
+		gone := ranksOn(c.Peer(0), silent.ID)
+		require.Len(t, gone, 2)
+		diaries := []*diary{follow(c.Peer(0)), follow(c.Peer(1))}
+		time.Sleep(5 * time.Second)
+		loads := []*traffic{ask(t, c.Peer(0), "a", 50*time.Millisecond, 10), ask(t, c.Peer(1), "a", 50*time.Millisecond, 10)}
+		long := []*traffic{ask(t, c.Peer(0), "a", time.Hour, 400), ask(t, c.Peer(0), "a", time.Hour, 400), ask(t, c.Peer(0), "a", time.Hour, 400)}
+		time.Sleep(time.Second)
+
+		cut := time.Now()
+		wasLost := c.Peer(0).When(lost(silent.ID))
+		silent.Silence()
+		at := (<-wasLost).Sub(cut)
+		assert.LessOrEqual(t, at, lostAt+beat)
+		assert.GreaterOrEqual(t, at, lostAt-2*time.Second-beat)
+		c.Until("all ranks elsewhere", func() error { return allReady(c, "a", 6) })
+		time.Sleep(time.Second)
+		broken := 0
+		for _, l := range long {
+			broken += clean(t, l.end())
+		}
+		t.Logf("%d of 3 long streams broken", broken)
+		for i, l := range loads {
+			list := l.end()
+			broken := clean(t, list)
+			t.Logf("ingress %d: %d requests, %d broken after the first byte, node lost after %s", i+1, len(list), broken, at)
+			for _, a := range list {
+				if when := a.at.Sub(cut); when > suspectAt+beat && when < outAt+beat {
+					assert.False(t, gone[a.Rank], "rank %s was picked %s after the cut", a.Rank, when)
+				}
+				assert.Less(t, a.Total, outAt+time.Second, "asked %s after the cut: %s", a.at.Sub(cut), a.Stream)
+			}
+		}
+		for i, d := range diaries {
+			for what, limit := range map[msg.RecordKind]time.Duration{msg.RecSilent: suspectAt, msg.RecGone: outAt} {
+				list := d.all(func(h heard) bool { return h.kind == what && h.at.After(cut) && h.epoch == 1 })
+				require.Len(t, list, 2, "ingress %d, record %d", i+1, what)
+				for _, h := range list {
+					assert.LessOrEqual(t, h.at.Sub(cut), limit+beat)
+					assert.GreaterOrEqual(t, h.at.Sub(cut), limit-beat)
+				}
+			}
+		}
+		for id, u := range c.Peer(0).State().Units {
+			want := uint64(1)
+			for k := range gone {
+				if id == "a/"+k {
+					want = 2
+				}
+			}
+			assert.Equal(t, want, u.Epoch, "unit %s", id)
+		}
+	})
+}
+
+// A node comes back after the cluster has given it up: it stops what is not its own any more, and takes ranks again.
+func TestNodeReturns(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := harness.New(t, harness.Nodes(3), harness.Slots(2))
+		c.WaitVoters(3)
+		c.Deploy(spread("a", 6))
+		c.WaitStatus("a", "RUNNING")
+		away := c.Peer(2)
+		wasLost := c.Peer(0).When(lost(away.ID))
+		away.Silence()
+		<-wasLost
+		time.Sleep(5 * time.Second)
+		old := away.Engines.Live()
+		require.Len(t, old, 6, "it serves on")
+
+		healed := time.Now()
+		wasBack := c.Peer(0).When(back(away.ID))
+		c.Reconnect()
+		assert.LessOrEqual(t, (<-wasBack).Sub(healed), 10*time.Second)
+		c.Until("all ranks again", func() error { return allReady(c, "a", 6) })
+		t.Logf("6 of 6 ready %s after the heal", time.Since(healed))
+		assert.Less(t, time.Since(healed), 15*time.Second)
+		assert.Len(t, ranksOn(c.Peer(0), away.ID), 2)
+		for _, u := range c.Peer(0).State().Units {
+			want := uint64(1)
+			if u.Ranks[0].Node == away.ID {
+				want = 2
+			}
+			assert.Equal(t, want, u.Epoch, u.ID)
+		}
+		for _, p := range c.Peers() {
+			s := p.StreamChat(t.Context(), "a", 5)
+			assert.True(t, s.OK(), s)
+		}
+	})
+}
