@@ -37,9 +37,11 @@ func (s *Server) forward(next http.Handler) http.Handler {
 		switch {
 		case !ok:
 			next.ServeHTTP(w, r)
+		case to == nil && r.Method == http.MethodGet && r.URL.Path == pathNodes:
+			next.ServeHTTP(w, r) // this node's own view is all there is
 		case to == nil || r.Header.Get(forwarded) != "":
 			writeError(w, problem.New(problem.Unavailable, "no node leads the cluster at this moment").
-				WithHint("an election takes a second or two; if it stays so, a majority of the control nodes is not there: `dpserve nodes` on each shows which"))
+				WithHint("an election takes a second or two; if it stays so, a majority of the control nodes is not there: `dpserve nodes` shows whom this node hears"))
 		default:
 			r.Header.Set(forwarded, "1")
 			to.ServeHTTP(w, r)

@@ -2,6 +2,8 @@ package wiring
 
 import (
 	"context"
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
@@ -17,7 +19,7 @@ var _ api.Nodes = (*backend)(nil)
 func (b *backend) Nodes(ctx context.Context) ([]msg.NodeStatus, error) {
 	l, err := b.n.lead()
 	if err != nil {
-		return nil, err
+		return b.n.withoutLeader(), nil //nolint:nilerr // what is known is better than an error
 	}
 	list := l.control.Nodes()
 	inflight := map[string]int{}
@@ -36,6 +38,26 @@ func (b *backend) Nodes(ctx context.Context) ([]msg.NodeStatus, error) {
 		}
 	}
 	return list, nil
+}
+
+// withoutLeader is what this node knows by itself: the last state, and whom the gossip hears.
+func (n *Node) withoutLeader() []msg.NodeStatus {
+	st := n.store.State()
+	var out []msg.NodeStatus
+	for _, id := range slices.Sorted(maps.Keys(st.Nodes)) {
+		rec := st.Nodes[id]
+		s := msg.NodeStatus{Node: id, State: "unknown", Reason: "no node leads: a majority of the control nodes has to be there", Address: rec.Address, Zone: rec.Zone,
+			Version: rec.Version, Voter: n.votes(rec.UID), Slots: rec.Offer.Slots, GPUs: len(rec.Offer.Devices)}
+		for _, r := range rec.Roles {
+			s.Roles = append(s.Roles, string(r))
+		}
+		n.mesh.sight(&s, rec)
+		if s.SeenBy == "" && rec.UID != n.ident.UID {
+			s.Reason = "not heard of, and " + s.Reason
+		}
+		out = append(out, s)
+	}
+	return out
 }
 
 // Drain implements api.Nodes.

@@ -54,9 +54,10 @@ type Config struct {
 	Advertise      string                   // IP or host for other nodes; "" = this node is alone
 	NodePort       int                      // of Advertise
 	GossipPort     int                      // of Advertise
-	Roles          []string                 // control, worker, ingress
+	Roles          []string                 // control, worker, ingress; nil = those it joined with, or all
 	Zone           string                   // what fails together
 	OnLeaseLoss    string                   // serve | fence
+	Stop           <-chan struct{}          // closed: New gives up; nil = never
 	Join           *Join                    // nil = a cluster of its own, or the one of the data dir
 	InsecurePublic bool                     // allow a public bind without keys and TLS
 	Ephemeral      bool                     // port 0 instead of a taken one; small raft segments
@@ -78,7 +79,7 @@ func DefaultConfig() Config {
 	}
 	return Config{
 		NodeID: host, DataDir: DefaultDataDir, HTTPBind: DefaultHTTPBind, AdminBind: DefaultAdminBind,
-		NodePort: DefaultNodePort, GossipPort: DefaultGossip, Roles: []string{"control", "worker", "ingress"}, OnLeaseLoss: "serve",
+		NodePort: DefaultNodePort, GossipPort: DefaultGossip, OnLeaseLoss: "serve",
 		PortRange: DefaultPortRange, Slots: DefaultSlots, LogWriter: os.Stderr, LogFormat: "text", LogLevel: "info",
 	}
 }
@@ -139,7 +140,28 @@ func (c *Config) offer() (state.Offer, error) {
 		return state.Offer{}, err
 	}
 	devices, err := ParseGPUs(c.GPUs)
-	return state.Offer{Slots: c.Slots, Devices: devices, Labels: c.Labels, PortLo: lo, PortHi: hi}, err
+	o := state.Offer{Slots: c.Slots, Devices: devices, Labels: c.Labels, PortLo: lo, PortHi: hi}
+	if !slices.Contains(c.Roles, string(state.RoleWorker)) {
+		o.Slots, o.Devices = 0, nil
+	}
+	return o, err
+}
+
+// AllRoles are what a node does unless it is told otherwise.
+func AllRoles() []string {
+	return []string{string(state.RoleControl), string(state.RoleWorker), string(state.RoleIngress)}
+}
+
+// keepRoles takes over what a node has joined with: the other nodes go by its certificate.
+func (c *Config) keepRoles(joined []string) error {
+	if c.Roles == nil {
+		c.Roles = joined
+	}
+	if same := len(c.Roles) == len(joined) && !slices.ContainsFunc(c.Roles, func(r string) bool { return !slices.Contains(joined, r) }); same {
+		return nil
+	}
+	return problem.New(problem.Conflict, "this node has joined with roles %s, not %s", strings.Join(joined, ","), strings.Join(c.Roles, ",")).
+		WithHint("leave --roles out; for other roles let it leave (`dpserve leave`) and join again with an empty --data-dir")
 }
 
 // validateCluster checks what concerns other nodes.
@@ -149,10 +171,13 @@ func (c *Config) validateCluster() error {
 			return problem.New(problem.InvalidArgument, "--roles: unknown role %q", r).WithHint("roles are control, worker and ingress")
 		}
 	}
-	control := slices.Contains(c.Roles, string(state.RoleControl))
+	control := c.Roles == nil || slices.Contains(c.Roles, string(state.RoleControl))
 	switch {
-	case len(c.Roles) == 0:
+	case c.Roles != nil && len(c.Roles) == 0:
 		return problem.New(problem.InvalidArgument, "--roles is empty").WithHint("roles are control, worker and ingress")
+	case c.Join != nil && isLoopback(c.Advertise) && !loopbackPort(c.Join.Address):
+		return problem.New(problem.InvalidArgument, "--advertise %s is reachable on this machine alone, and the cluster is on others", c.Advertise).
+			WithHint("leave --advertise out, or write this machine's IP")
 	case c.Advertise == "" && c.Join != nil:
 		return problem.New(problem.InvalidArgument, "a node that joins must be reachable").WithHint("add --advertise with this machine's IP")
 	case c.Advertise == "" && !control:
@@ -170,6 +195,12 @@ func (c *Config) validateCluster() error {
 		}
 	}
 	return nil
+}
+
+// loopbackPort says whether a HOST:PORT is on this machine.
+func loopbackPort(address string) bool {
+	host, _, err := net.SplitHostPort(address)
+	return err != nil || isLoopback(host) // what is no address fails with its own error
 }
 
 // advertisable says whether other machines could dial a host.

@@ -25,6 +25,7 @@ func (n *Node) longestGrace() time.Duration {
 func (n *Node) scrape() http.Handler {
 	pages := n.metrics.Handler()
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		n.here.Show(n.node.LeaseLeft().Seconds(), n.leads.Load() != nil)
 		var kv kvPage
 		for unit, ranks := range n.node.RankStatuses() {
 			name, _, _ := strings.Cut(unit, "/")

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"io/fs"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"strings"
@@ -21,6 +22,9 @@ import (
 // seedsFile says where the others were when this node joined. Where it is, the cluster began elsewhere.
 const seedsFile = "seeds.json"
 
+// removedFile says that the cluster has removed this node.
+const removedFile = "removed"
+
 const gossipKeyBytes = 32
 
 // enter makes the node's mesh: from the files of its data dir, by joining, or as the first node of a new cluster. The node port
@@ -33,15 +37,22 @@ func (n *Node) enter(ctx context.Context) error {
 		return err
 	}
 	n.ident = id
+	if err := m.removedBefore(); err != nil {
+		return err
+	}
 	if err := m.open(ctx); err != nil {
 		return err
 	}
-	m.files, err = m.load()
+	if m.files, err = m.load(); errors.Is(err, fs.ErrNotExist) && n.cfg.Roles == nil {
+		n.cfg.Roles = AllRoles()
+	}
 	switch {
 	case err != nil && !errors.Is(err, fs.ErrNotExist):
 		return err
 	case err == nil:
-		err = m.readSeeds()
+		if err = m.readSeeds(); err == nil {
+			err = m.again()
+		}
 	case n.cfg.Join != nil:
 		err = m.join(ctx)
 	default:
@@ -54,7 +65,7 @@ func (n *Node) enter(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if err := m.owned(c.Identity); err != nil {
+	if err := errors.Join(m.owned(c.Identity), n.cfg.keepRoles(c.Identity.Roles)); err != nil {
 		return err
 	}
 	n.ident.Cluster = c.Identity.Cluster
@@ -78,6 +89,53 @@ func (m *mesh) load() (pki.Files, error) {
 		return pki.Files{}, fs.ErrNotExist
 	}
 	return pki.Load(m.dir)
+}
+
+// noteRemoval leaves word in the data dir of a node that was removed: nobody would tell a later process of it.
+func (m *mesh) noteRemoval() {
+	if m == nil || m.dir == "" {
+		return
+	}
+	if err := os.WriteFile(filepath.Join(m.dir, removedFile), nil, 0o600); err != nil {
+		m.n.log.Warn("the removal cannot be noted in the data dir", slog.Any("err", err))
+	}
+}
+
+// removedBefore refuses the data dir of a node that was removed.
+func (m *mesh) removedBefore() error {
+	if _, err := os.Stat(filepath.Join(m.dir, removedFile)); m.dir == "" || err != nil {
+		return nil //nolint:nilerr // there is no such file
+	}
+	return problem.New(problem.PermissionDenied, "this node was removed from its cluster").WithHint("to come back, join with an empty --data-dir: `dpserve token` on a member makes the command")
+}
+
+// again is a join with the data dir of a member: nothing is left to do, if it is the same cluster.
+func (m *mesh) again() error {
+	if m.n.cfg.Join == nil {
+		return nil
+	}
+	t, err := pki.ParseToken(m.n.cfg.Join.Token)
+	if err != nil {
+		return err
+	}
+	own, err := pki.Fingerprint(m.files.Authority)
+	if err == nil && own != t.Fingerprint {
+		err = problem.New(problem.Conflict, "data dir %s belongs to another cluster than the token", m.n.cfg.DataDir).
+			WithHint("start it with `dpserve start --advertise IP`, or join with an empty --data-dir")
+	}
+	return err
+}
+
+// alone refuses to begin a cluster on the data dir of another one's member.
+func (n *Node) alone() error {
+	if n.cfg.DataDir == "" {
+		return nil
+	}
+	if _, err := os.Stat(filepath.Join(pkiDir(n.cfg.DataDir), seedsFile)); err != nil {
+		return nil //nolint:nilerr // there is no such file: it has not joined
+	}
+	return problem.New(problem.Conflict, "data dir %s belongs to a member of a cluster, and members need --advertise", n.cfg.DataDir).
+		WithHint("add --advertise with this machine's IP")
 }
 
 // owned refuses certificate files of another node: two data dirs were mixed.

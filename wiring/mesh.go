@@ -223,7 +223,9 @@ func (m *mesh) close() error {
 	if m.stream != nil {
 		m.stream.Close()
 	}
-	m.ways.close()
+	if m.ways != nil {
+		m.ways.close()
+	}
 	errs = append(errs, m.port.Close())
 	m.loops.Wait()
 	return errors.Join(errs...)

@@ -84,7 +84,17 @@ func New(c Config) (*Node, error) {
 	n.here = n.metrics.Node(c.NodeID)
 	n.log = telemetry.NewLogger(c.LogWriter, c.LogFormat, level).With(slog.String("node", c.NodeID))
 	n.killed, n.kill = context.WithCancel(context.Background())
-	if err := n.build(); err != nil {
+	built := make(chan struct{})
+	go func() {
+		select {
+		case <-c.Stop:
+			n.kill()
+		case <-built:
+		}
+	}()
+	err := n.build()
+	close(built)
+	if err != nil {
 		return nil, errors.Join(err, n.Close())
 	}
 	return n, nil
@@ -94,15 +104,20 @@ func (n *Node) build() error {
 	t := n.cfg.timers()
 	n.system = inbox.NewSystem(n.log)
 	var err error
-	if n.offer, err = n.cfg.offer(); err != nil {
-		return err
-	}
 	ctx, cancel := context.WithTimeout(n.killed, readyTimeout)
 	defer cancel()
 	if n.cfg.Advertise != "" {
 		if err := n.enter(ctx); err != nil {
 			return err
 		}
+	} else if err := n.alone(); err != nil {
+		return err
+	}
+	if n.cfg.Roles == nil {
+		n.cfg.Roles = AllRoles()
+	}
+	if n.offer, err = n.cfg.offer(); err != nil {
+		return err
 	}
 	n.conns = remote.NewConns(remote.ConnsConfig{Dial: n.mesh.dial, Nodes: n.peers})
 	n.leader = remote.NewLeaderClient(remote.LeaderConfig{Self: n.cfg.NodeID, Conns: n.conns, Hint: n.leaderUID, Leading: n.leadingNow, Store: late{n}, Log: n.log})
@@ -120,13 +135,15 @@ func (n *Node) build() error {
 
 // openStore opens this node's copy of the state and waits until it is whole.
 func (n *Node) openStore(ctx context.Context) error {
+	ctx, giveUp := context.WithCancelCause(ctx)
+	defer giveUp(nil)
 	if n.has(state.RoleControl) {
 		cfg := cluster.Config{
 			NodeID: n.cfg.NodeID, DataDir: n.cfg.DataDir, ClusterID: n.ident.Cluster, UID: n.ident.UID, Log: n.log,
 			ApplySeconds: n.metrics.RaftApply(n.cfg.NodeID), Forward: n.leader.Forward,
 		}
 		if n.mesh != nil {
-			cfg.Layer, cfg.Member, cfg.Resolve = raftLayer{n.mesh.port, n.mesh.port.Listener(nodeport.Raft)}, n.mesh.member, n.mesh.resolve
+			cfg.Layer, cfg.Member, cfg.Resolve = raftLayer{n.mesh.port, n.mesh.port.Listener(nodeport.Raft), giveUp}, n.mesh.member, n.mesh.resolve
 			if n.mesh.founding {
 				cfg.Secrets = func() state.Secrets { return n.mesh.secrets }
 			}
@@ -151,6 +168,9 @@ func (n *Node) openStore(ctx context.Context) error {
 		n.ident = cluster.Identity{Cluster: n.store.ClusterID(), Node: n.cfg.NodeID, UID: n.store.UID()}
 	}
 	if err := n.store.Ready(ctx); err != nil {
+		if cause := context.Cause(ctx); errors.Is(cause, nodeport.ErrRemoved) {
+			return cause
+		}
 		return err
 	}
 	return n.mesh.keep()

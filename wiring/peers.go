@@ -103,6 +103,7 @@ func (n *Node) watchOut(ctx context.Context) {
 		}
 		if n.removed(n.ident.UID) {
 			n.log.Info("this node was removed from its cluster")
+			n.mesh.noteRemoval()
 			n.left.Store(true)
 			close(n.out)
 			return
@@ -170,6 +171,7 @@ const handOverTime = 3 * time.Second
 type raftLayer struct {
 	port *nodeport.Port
 	net.Listener
+	giveUp context.CancelCauseFunc // ends the wait for a leader
 }
 
 var _ cluster.Layer = raftLayer{}
@@ -178,7 +180,14 @@ var _ cluster.Layer = raftLayer{}
 func (l raftLayer) Dial(uid, address string, timeout time.Duration) (net.Conn, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), timeout)
 	defer cancel()
-	return l.port.Dial(ctx, nodeport.Raft, address, uid)
+	c, err := l.port.Dial(ctx, nodeport.Raft, address, uid)
+	if errors.Is(err, nodeport.ErrRemoved) {
+		l.giveUp(err)
+	}
+	if err != nil {
+		return nil, err // not a nil *Conn in an interface
+	}
+	return c, nil
 }
 
 // ranksHere takes the leader's orders, on a node with role worker.

@@ -1,6 +1,7 @@
 package controller
 
 import (
+	"cmp"
 	"encoding/json"
 	"maps"
 	"slices"
@@ -52,7 +53,7 @@ func planOf(s *state.State, apps []*app.Application, prune bool) (msg.Plan, erro
 	}
 	p := &planner{dryRunner: d, plan: msg.Plan{Revision: s.Revision, Fits: true}, nodes: map[string]*msg.NodePlan{}}
 	p.lookAtNodes()
-	for _, a := range apps {
+	for _, a := range slices.SortedFunc(slices.Values(apps), byName) { // as the core takes its turns
 		p.app(d.named[a.Name])
 	}
 	if prune {
@@ -61,6 +62,8 @@ func planOf(s *state.State, apps []*app.Application, prune bool) (msg.Plan, erro
 	p.sum()
 	return p.plan, nil
 }
+
+func byName(a, b *app.Application) int { return cmp.Compare(a.Name, b.Name) }
 
 // lookAtNodes lists the nodes with what they have free before the deploy.
 func (p *planner) lookAtNodes() {

@@ -41,6 +41,7 @@ func (e *env) serve(ctx context.Context, c wiring.Config) (*serving, error) {
 	if err := c.Validate(); err != nil {
 		return nil, err
 	}
+	c.Stop = e.sig.first
 	n, err := e.newNode(c)
 	if err != nil {
 		return nil, err

@@ -43,12 +43,12 @@ func (f *nodeFlags) addNode(cmd *cobra.Command) {
 	flags.StringVar(&f.config.Advertise, "advertise", "", "`IP` of this machine for other nodes; without it the node stays alone")
 	flags.IntVar(&f.config.NodePort, "node-port", f.config.NodePort, "tcp port between nodes (mutual TLS)")
 	flags.IntVar(&f.config.GossipPort, "gossip-port", f.config.GossipPort, "tcp and udp port of the gossip between nodes (encrypted)")
-	flags.StringSliceVar(&f.config.Roles, "roles", f.config.Roles, "what this node does: control, worker, ingress")
+	flags.StringSliceVar(&f.config.Roles, "roles", nil, "what this node does: control, worker, ingress; fixed when it joins")
 	flags.StringVar(&f.config.Zone, "zone", "", "`name` of what fails together, like a rack; voters are spread over zones")
 	flags.StringVar(&f.config.OnLeaseLoss, "on-lease-loss", f.config.OnLeaseLoss, "serve or fence: what ranks do when no leader answers")
 	f.addCommon(cmd)
 	cmd.Flag("node-id").DefValue = "" // the host's name would make every help text different
-	cmd.Flag("roles").DefValue = strings.Join(f.config.Roles, ",")
+	cmd.Flag("roles").DefValue = strings.Join(wiring.AllRoles(), ",")
 }
 
 // settle fits the defaults of the binds to an advertise address that is itself a loopback one: several nodes on one machine.

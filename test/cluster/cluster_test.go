@@ -31,10 +31,12 @@ type config struct {
 	fence    bool
 	ttl      time.Duration
 	renew    time.Duration
-	controls int // machines with role control alone
-	full     int // machines with all roles
-	workers  int // machines without role control
-	gentle   bool
+	controls int    // machines with role control alone
+	full     int    // machines with all roles
+	workers  int    // machines without role control
+	gentle   bool   // nothing happens that may cost a restart
+	rush     bool   // ten times the requests
+	only     string // the one kind of fault; "": all
 	mutant   mutant
 }
 

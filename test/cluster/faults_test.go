@@ -1,6 +1,7 @@
 package cluster_test
 
 import (
+	"slices"
 	"time"
 
 	"github.com/dpserve/dpserve/state"
@@ -69,6 +70,9 @@ func (f *faults) plan() {
 	c, all := f.c, kinds()
 	if c.cfg.gentle {
 		all = gentleKinds(c.cfg.fence)
+	}
+	if c.cfg.only != "" {
+		all = slices.DeleteFunc(all, func(k fault) bool { return k.name != c.cfg.only })
 	}
 	for range 2 + c.IntN(6) {
 		k := all[c.IntN(len(all))]

@@ -272,7 +272,11 @@ const (
 // request sends one request and the next one later.
 func (g *gateway) request() {
 	g.attempt(map[int]bool{})
-	g.c.after(g.m.process, g.c.span(requestMin, requestMax), g.request)
+	pause := g.c.span(requestMin, requestMax)
+	if g.c.cfg.rush {
+		pause /= 10
+	}
+	g.c.after(g.m.process, pause, g.request)
 }
 
 // choice is a part of a unit that may be asked.

@@ -1,7 +1,6 @@
 package cluster_test
 
 import (
-	"sync/atomic"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -22,24 +21,22 @@ func TestMutants(t *testing.T) {
 	}
 }
 
-// hunt is the first seed that notices.
+// hunt is the first seed that notices. Rules of nodes that must not serve without a lease are looked for in runs with fence.
 func hunt(m mutant) (seed uint64, why string) {
-	var found atomic.Pointer[outcome]
 	for seed = range uint64(mutantSeeds) {
-		if o := play(seed, draw(seed, m), false); o.err != "" {
-			found.Store(&o)
-			break
+		cfg := draw(seed, m)
+		switch m {
+		case noFence, noGrace, noConfirm:
+			cfg.fence, cfg.gentle = true, false
+			cfg.controls, cfg.full, cfg.workers = 0, 3, 0
+			if m == noConfirm { // seen only by a request in the moment between the thaw and the first word of the next leader
+				cfg.rush, cfg.only = true, "freeze the leader"
+			}
+		default:
+		}
+		if o := play(seed, cfg, false); o.err != "" {
+			return seed, o.err
 		}
 	}
-	if o := found.Load(); o != nil {
-		why = o.err
-	}
-	return seed, why
-}
-
-func TestX(t *testing.T) {
-	o := play(330, draw(330, noConfirm), true)
-	for _, l := range o.lines {
-		t.Log(l)
-	}
+	return 0, ""
 }

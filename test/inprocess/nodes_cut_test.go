@@ -73,14 +73,15 @@ func cutOff(t *testing.T, rule string) {
 	} else {
 		assert.Empty(t, c.Engines.On(minority.Host), "all fenced")
 		assert.Empty(t, c.Engines.Overlaps())
-		fences := c.Journal.Times(`"node":"`+minority.ID+`"`, `"msg":"unit is fenced"`)
+		fences := c.Journal.Times(`"node":"`+minority.ID+`"`, `"msg":"rank is fenced"`)
+		assert.Len(t, fences, 2)
 		for _, at := range fences {
 			assert.LessOrEqual(t, at.Sub(cut), fencedAt+beat)
 			assert.True(t, at.Before(again), "fenced at %s, granted again at %s", at, again)
 		}
-		t.Logf("%d fences, the last %v", len(fences), fences)
 	}
 
+	seen := regranted(minority, "a", held)
 	healed := time.Now()
 	c.Reconnect()
 	c.Until("old engines end", func() error {
@@ -89,10 +90,15 @@ func cutOff(t *testing.T, rule string) {
 		}
 		return nil
 	})
-	t.Logf("old engines over %s after the heal", time.Since(healed))
-	seen := c.Journal.Find(`"node":"`+minority.ID+`"`, "superseded")
-	t.Log(seen)
-	assert.Less(t, time.Since(healed), 5*time.Second+stopsIn)
+	if rule == "serve" {
+		sees := <-seen
+		gone := c.Journal.Times(`"node":"`+minority.ID+`"`, `"msg":"unit is gone"`, `"cause":"superseded"`)
+		assert.Len(t, gone, 2)
+		for _, at := range gone {
+			assert.LessOrEqual(t, at.Sub(sees), stopsIn)
+		}
+		assert.LessOrEqual(t, sees.Sub(healed), oneViewIn)
+	}
 	c.Until("one view", func() error { return oneView(c) })
 	t.Logf("one view %s after the heal", time.Since(healed))
 	assert.LessOrEqual(t, time.Since(healed), oneViewIn)
