@@ -394,31 +394,3 @@ func (r *raft) change(members []voter) {
 		r.c.log("members", members)
 	}
 }
-
-// verifying waits until a majority has answered something that was sent later.
-type verifying struct {
-	since time.Duration
-	done  func(bool)
-}
-
-// verify asks a majority whether this still leads.
-func (r *raft) verify(done func(bool)) {
-	if r == nil || r.role != leader {
-		done(false)
-		return
-	}
-	r.verifying = append(r.verifying, &verifying{r.c.now, done})
-	r.spread()
-	r.verified()
-}
-
-func (r *raft) verified() {
-	for len(r.verifying) > 0 {
-		v := r.verifying[0]
-		if !r.majority(func(i int) bool { return i == r.m.i || r.confirmed[i] >= v.since }) {
-			return
-		}
-		r.verifying = r.verifying[1:]
-		v.done(true)
-	}
-}

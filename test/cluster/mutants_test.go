@@ -21,19 +21,30 @@ func TestMutants(t *testing.T) {
 	}
 }
 
-// hunt is the first seed that notices. Rules of nodes that must not serve without a lease are looked for in runs with fence.
+// tweak makes runs in which a mutant has more to do.
+func tweak(cfg *config) {
+	switch cfg.mutant {
+	case noFence, noGrace:
+		cfg.fence, cfg.gentle = true, false
+		cfg.controls, cfg.full, cfg.workers = 0, 3, 0
+	case noConfirm: // seen only by a request in the moment between the thaw and the first word of the next leader
+		cfg.fence, cfg.gentle, cfg.rush, cfg.only = true, false, true, "freeze the leader"
+		cfg.controls, cfg.full, cfg.workers = 0, 3, 0
+	case noSupersede: // seen only where the state comes through, and the leader's orders do not
+		cfg.fence, cfg.gentle, cfg.only = false, false, "bridge"
+		cfg.controls, cfg.full, cfg.workers = 0, 3, 2
+	case noBarrier, forgets:
+		cfg.gentle, cfg.only = false, "crash the leader"
+		cfg.controls, cfg.full, cfg.workers = 0, 3, 0
+	default:
+	}
+}
+
+// hunt is the first seed that notices.
 func hunt(m mutant) (seed uint64, why string) {
 	for seed = range uint64(mutantSeeds) {
 		cfg := draw(seed, m)
-		switch m {
-		case noFence, noGrace, noConfirm:
-			cfg.fence, cfg.gentle = true, false
-			cfg.controls, cfg.full, cfg.workers = 0, 3, 0
-			if m == noConfirm { // seen only by a request in the moment between the thaw and the first word of the next leader
-				cfg.rush, cfg.only = true, "freeze the leader"
-			}
-		default:
-		}
+		tweak(&cfg)
 		if o := play(seed, cfg, false); o.err != "" {
 			return seed, o.err
 		}

@@ -37,7 +37,7 @@ func seeds(t *testing.T) (from, to uint64) {
 	if n, ok := number("DPSERVE_SEEDS"); ok {
 		return 0, n
 	}
-	if testing.Short() {
+	if testing.Short() || raced {
 		return 0, seedsShort
 	}
 	return 0, seedsChange
