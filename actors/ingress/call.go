@@ -216,7 +216,7 @@ func (c *call) dispatch() *failure {
 			c.finish(&res)
 			return nil
 		}
-		if f := c.judge(rk, &res); f != nil {
+		if f := c.judge(ctx, rk, &res); f != nil {
 			return f
 		}
 		if res.cause != causeFull && res.cause != causeUnreachable {
@@ -226,7 +226,7 @@ func (c *call) dispatch() *failure {
 }
 
 // judge decides whether another rank is tried: nil means yes.
-func (c *call) judge(rk *rank, res *result) *failure {
+func (c *call) judge(ctx context.Context, rk *rank, res *result) *failure {
 	what, l := rows[res.cause], c.entry.lane
 	if !what.retry {
 		return c.giveUp(res, "free")
@@ -247,7 +247,7 @@ func (c *call) judge(rk *rank, res *result) *failure {
 	if !what.free && !l.isLost(rk) {
 		budget = "drawn"
 	}
-	if c.attempts >= c.maxAttempts() {
+	if c.attempts >= c.maxAttempts() && !c.unitLost(ctx, rk) {
 		return c.giveUp(res, budget)
 	}
 	if budget == "drawn" && !l.budget.draw(c.in.clock()) {

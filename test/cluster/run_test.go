@@ -171,6 +171,9 @@ func (c *cluster) unsettled() string {
 	}
 	now, wanted := c.canon.now(), 0
 	for _, name := range sorted(now.Apps) {
+		if now.Apps[name].Deleting {
+			return name + " is still being deleted"
+		}
 		spec := c.specOf(now.Apps[name])
 		for _, w := range spec.Units() {
 			wanted++

@@ -59,6 +59,8 @@ func newWorkload(c *cluster) *workload {
 	}
 	if !c.cfg.gentle {
 		c.after(nil, c.span(6*time.Second, 10*time.Second), w.breaks)
+		brief := &shape{name: "brief", coupling: app.Independent, dp: 1, groups: 1, strategy: app.StrategyPack}
+		c.after(nil, c.span(4*time.Second, 10*time.Second), func() { w.passes(brief) })
 	}
 	return w
 }
@@ -69,6 +71,22 @@ func (a *shape) spec(value int) *app.Application {
 		Name: a.name, RoutePrefix: "/" + a.name, Model: app.Model{ID: a.name, Source: "v" + strconv.Itoa(a.source)}, Engine: app.Engine{Kind: app.KindVLLM},
 		DataParallel: app.DataParallel{DPSize: a.dp, Coupling: a.coupling}, NumReplicas: a.dp * a.groups, NumGroups: a.groups,
 		PlacementGroupStrategy: a.strategy, GracefulShutdownTimeout: 1, Resources: app.Resources{GPUs: a.gpus}, MaxQueuedRequests: value,
+	}
+}
+
+// command deploys it.
+func (a *shape) command(value int, expect map[string]uint64) *state.PutApps {
+	return putOf(a.spec(value), expect)
+}
+
+func putOf(spec *app.Application, expect map[string]uint64) *state.PutApps {
+	raw, err := json.Marshal(spec)
+	if err != nil {
+		panic(err)
+	}
+	return &state.PutApps{
+		Apps:   []state.AppSpec{{Name: spec.Name, Spec: raw, Names: spec.Model.ServedNames(), Route: spec.RoutePrefix}},
+		Expect: expect,
 	}
 }
 
@@ -154,15 +172,7 @@ func (w *workload) put(a *shape, k int) {
 	}
 	w.values++
 	op := revisionOp{app: a.name, put: true, expect: a.revisions[k], value: w.values}
-	spec := a.spec(op.value)
-	raw, err := json.Marshal(spec)
-	if err != nil {
-		panic(err)
-	}
-	put := &state.PutApps{
-		Apps:   []state.AppSpec{{Name: a.name, Spec: raw, Names: spec.Model.ServedNames(), Route: spec.RoutePrefix}},
-		Expect: map[string]uint64{a.name: op.expect},
-	}
+	put := a.command(op.value, map[string]uint64{a.name: op.expect})
 	call := w.c.now
 	w.atLeader(m, func(l *shell, answer func(state.Result, error)) { l.deploy(put, answer) }, func(r state.Result, sent bool, err error) {
 		w.c.log("put", m.name, a.name, int(op.expect), err != nil, sent)
@@ -281,19 +291,30 @@ func (w *workload) admin(cmd state.Command, done func(error)) {
 	})
 }
 
+// passes deletes an application and deploys it again, and so on: its epochs go on.
+func (w *workload) passes(a *shape) {
+	if w.over {
+		return
+	}
+	if have := w.c.canon.now().Apps[a.name]; have != nil && !have.Deleting {
+		w.admin(state.Command{DeleteApp: &state.DeleteApp{Name: a.name}}, nil)
+	} else if m := w.entry(); m != nil {
+		put := a.command(0, nil)
+		w.atLeader(m, func(l *shell, answer func(state.Result, error)) { l.deploy(put, answer) }, func(state.Result, bool, error) {})
+	}
+	w.c.after(nil, w.c.span(3*time.Second, 15*time.Second), func() { w.passes(a) })
+}
+
 // redeploy gives every application another chance, as a person does who sees that one has failed.
 func (w *workload) redeploy(l *shell) {
-	for _, a := range w.apps {
+	apps := w.c.canon.now().Apps
+	for _, name := range sorted(apps) {
+		if apps[name].Deleting {
+			continue
+		}
 		w.values++
-		spec := a.spec(w.values)
-		if have := w.c.canon.now().Apps[a.name]; have != nil {
-			spec = readSpec(have.Spec)
-			spec.MaxQueuedRequests = w.values
-		}
-		raw, err := json.Marshal(spec)
-		if err != nil {
-			panic(err)
-		}
-		l.deploy(&state.PutApps{Apps: []state.AppSpec{{Name: a.name, Spec: raw, Names: spec.Model.ServedNames(), Route: spec.RoutePrefix}}}, func(state.Result, error) {})
+		spec := readSpec(apps[name].Spec)
+		spec.MaxQueuedRequests = w.values
+		l.deploy(putOf(spec, nil), func(state.Result, error) {})
 	}
 }
