@@ -14,7 +14,7 @@ type Node struct {
 func (m *Metrics) Node(name string) *Node {
 	n := &Node{
 		refused: counter("nodeport_refused_total", "Connections that the node port turned away before it read a byte of a protocol.", labelNode, labelReason),
-		unknown: counter("unknown_messages_total", "What other nodes sent and this version does not know: methods and fields. It was passed over.", labelNode, labelKind),
+		unknown: counter("unknown_messages_total", "What other nodes sent and this version does not know: methods, fields and posts to ranks. It was passed over.", labelNode, labelKind),
 	}
 	lease := gauge("lease_seconds_left", "How long this node's lease still lasts; 0 = it has none.", labelNode)
 	leader := gauge("raft_leader", "1 on the node that leads the cluster.", labelNode)
@@ -38,4 +38,23 @@ func (n *Node) Show(leaseSeconds float64, leads bool) {
 	if leads {
 		n.leader.Set(1)
 	}
+}
+
+// StreamCounts is what happened to the ranks' streams between this node and others.
+type StreamCounts struct {
+	Gaps    uint64 // a reader of this node's ranks was too slow, and got snapshots
+	Dropped uint64 // records of other nodes that were malformed, or of a later version
+	Lost    uint64 // messages to ranks of other nodes that found no room or no node
+}
+
+// Streams shows the counts of this node's streams at every scrape; call it once.
+func (m *Metrics) Streams(node string, read func() StreamCounts) {
+	self := prometheus.Labels{labelNode: node}
+	add := func(name, help string, value func(StreamCounts) uint64) {
+		m.registry.MustRegister(prometheus.NewCounterFunc(
+			prometheus.CounterOpts{Namespace: namespace, Name: name, Help: help, ConstLabels: self}, func() float64 { return float64(value(read())) }))
+	}
+	add("stream_gaps_total", "Times that a reader of this node's ranks was too slow and got snapshots.", func(c StreamCounts) uint64 { return c.Gaps })
+	add("stream_dropped_total", "Records of other nodes' ranks that were malformed or of a later version.", func(c StreamCounts) uint64 { return c.Dropped })
+	add("stream_posts_lost_total", "Messages to ranks of other nodes that found no room, or no node.", func(c StreamCounts) uint64 { return c.Lost })
 }

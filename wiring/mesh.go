@@ -24,6 +24,7 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/telemetry"
 )
 
 // mesh is a node's way to the others: the node port, what it serves there, and the connections to other nodes. A node that stands
@@ -92,6 +93,7 @@ func (m *mesh) serve() error {
 			return err
 		}
 	}
+	n.metrics.Streams(n.cfg.NodeID, m.streamCounts)
 	m.http = append(m.http, m.port.ServeHTTP2(nodeport.Admin, n.admin.Handler()))
 	m.run(func() error { return m.grpc.Serve(m.port.Listener(nodeport.GRPC)) })
 	for _, s := range m.http {
@@ -146,6 +148,19 @@ func peerName(ctx context.Context) (string, bool) {
 func ingressName(ctx context.Context) (string, bool) {
 	id, ok := nodeport.PeerFromContext(ctx)
 	return id.Node, ok && id.HasRole(string(state.RoleIngress))
+}
+
+// streamCounts are those of both ends.
+func (m *mesh) streamCounts() telemetry.StreamCounts {
+	var c telemetry.StreamCounts
+	if m.stream != nil {
+		c.Gaps = m.stream.Stats().Gaps
+	}
+	if m.feed != nil {
+		s := m.feed.Stats()
+		c.Dropped, c.Lost = s.Malformed+s.UnknownKinds, s.LostPosts
+	}
+	return c
 }
 
 // follow is the streams of all nodes' ranks, for this node's ingress; local are its own.

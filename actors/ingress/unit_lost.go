@@ -21,7 +21,7 @@ func (c *call) unitLost(ctx context.Context, rk *rank) bool {
 	if there < 2 || !c.entry.lane.lockstep() || !c.lossOf(ctx, rk) {
 		return false
 	}
-	c.attempts -= there - 1
+	c.attempts = max(c.attempts-there, 0) + 1
 	return true
 }
 

@@ -58,10 +58,10 @@ func (m *machine) forward(c *state.Command, until time.Duration, again int, done
 	target := m.c.machines[to]
 	call(m.c, m, target, until-m.c.now, false, func(answer func(state.Result, error)) {
 		if !target.raft.propose(c, answer) {
-			answer(state.Result{}, &notLeader{target.leadsAs()})
+			answer(state.Result{}, &notLeaderError{target.leadsAs()})
 		}
 	}, func(r state.Result, err error) {
-		if hint, ok := err.(*notLeader); ok { //nolint:errorlint // it is never wrapped
+		if hint, ok := err.(*notLeaderError); ok { //nolint:errorlint // it is never wrapped
 			if again > 0 && hint.leads >= 0 && hint.leads != to {
 				m.forward(c, until, again-1, done)
 				return
@@ -72,10 +72,10 @@ func (m *machine) forward(c *state.Command, until time.Duration, again int, done
 	})
 }
 
-// notLeader refuses what only the leader does, and names it.
-type notLeader struct{ leads int }
+// notLeaderError refuses what only the leader does, and names it.
+type notLeaderError struct{ leads int }
 
-func (*notLeader) Error() string { return "not the leader" }
+func (*notLeaderError) Error() string { return "not the leader" }
 
 // askLeader asks each control node in turn until one answers that leads, for at most limit in all: as the remote room does it.
 func askLeader[R any](m *machine, limit time.Duration, twice bool, ask func(l *shell, answer func(R, error)), done func(R, error)) {
@@ -97,12 +97,12 @@ func askLeader[R any](m *machine, limit time.Duration, twice bool, ask func(l *s
 		to := m.c.machines[i]
 		call(m.c, m, to, until-m.c.now, twice, func(answer func(R, error)) {
 			if to.shell == nil {
-				answer(none, &notLeader{to.leadsAs()})
+				answer(none, &notLeaderError{to.leadsAs()})
 				return
 			}
 			ask(to.shell, answer)
 		}, func(r R, err error) {
-			hint, refused := err.(*notLeader) //nolint:errorlint // it is never wrapped
+			hint, refused := err.(*notLeaderError) //nolint:errorlint // it is never wrapped
 			m.learn(i, hint, err)
 			if refused || err == errUnreachable || err == errLate { //nolint:errorlint // they are never wrapped
 				next()
@@ -127,7 +127,7 @@ func (m *machine) nextLeader(tried map[int]bool) int {
 	return -1
 }
 
-func (m *machine) learn(i int, hint *notLeader, err error) {
+func (m *machine) learn(i int, hint *notLeaderError, err error) {
 	switch {
 	case hint != nil:
 		m.known = hint.leads

@@ -25,11 +25,10 @@ type audit struct {
 
 // granted is one grant that was committed.
 type granted struct {
-	unit  *state.Unit
-	at    time.Duration
-	lost  map[string]bool // machines that were taken for lost while it stood
-	over  bool
-	order time.Duration
+	unit *state.Unit
+	at   time.Duration
+	lost map[string]bool // machines that were taken for lost while it stood
+	over bool
 }
 
 func newAudit() *audit {

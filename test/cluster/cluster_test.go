@@ -22,6 +22,7 @@ const (
 	noBarrier   mutant = "a leader begins with the state of before its election"
 	noFsync     mutant = "a follower acknowledges what is not on its disk"
 	sendsOn     mutant = "what a deposed leader's controller proposes is sent on to the next leader"
+	impatient   mutant = "the leader gives a node up that has missed one renewal"
 	forgets     mutant = "a node forgets at a restart which epochs it has seen"
 	early       mutant = "a node tells that a unit is gone when it begins to end it"
 )
@@ -42,11 +43,14 @@ type config struct {
 
 // controller gives the leader's timers.
 func (cfg *config) controller() controller.Timers {
-	t := controller.Timers{LeaseTTL: cfg.ttl}
-	if cfg.mutant == noGrace {
-		t.LeaseTTL, t.Regrant = cfg.ttl/4, cfg.ttl/2
+	switch cfg.mutant {
+	case noGrace:
+		return controller.Timers{LeaseTTL: cfg.ttl / 4, Regrant: cfg.ttl / 2}
+	case impatient:
+		return controller.Timers{LeaseTTL: cfg.renew / 2, Regrant: cfg.renew + cfg.renew/4}
+	default:
+		return controller.Timers{LeaseTTL: cfg.ttl}
 	}
-	return t
 }
 
 // cluster is the world of one run.

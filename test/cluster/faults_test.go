@@ -103,6 +103,7 @@ func (f *faults) any() *machine { return f.pick(func(*machine) bool { return tru
 func (f *faults) control() *machine {
 	return f.pick(func(m *machine) bool { return m.control && !m.worker })
 }
+
 func (f *faults) leader() *machine { return f.pick(func(m *machine) bool { return m.shell != nil }) }
 
 func (f *faults) until(t time.Duration, do func()) { f.c.after(nil, t-f.c.now, do) }

@@ -3,7 +3,6 @@ package cluster_test
 import (
 	"time"
 
-	"github.com/dpserve/dpserve/app"
 	"github.com/dpserve/dpserve/state"
 )
 
@@ -338,6 +337,3 @@ func (g *gateway) pick(tried map[int]bool) (choice, bool) {
 	}
 	return good[g.c.IntN(len(good))], true
 }
-
-// coupling of the applications of the workload.
-func lockstepOf(a *app.Application) bool { return a.DataParallel.Coupling == app.Lockstep }

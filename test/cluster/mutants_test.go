@@ -11,7 +11,7 @@ const mutantSeeds = 600
 
 // TestMutants: each rule that is broken on purpose is noticed. Without this the silence of TestSeeds would say nothing.
 func TestMutants(t *testing.T) {
-	for _, m := range []mutant{noSupersede, noFence, noGrace, noConfirm, noBarrier, noFsync, sendsOn, forgets, early} {
+	for _, m := range []mutant{noSupersede, noFence, noGrace, noConfirm, noBarrier, noFsync, sendsOn, impatient, forgets, early} {
 		t.Run(string(m), func(t *testing.T) {
 			t.Parallel()
 			seed, why := hunt(m)
@@ -33,6 +33,8 @@ func tweak(cfg *config) {
 	case noSupersede: // seen only where the state comes through, and the leader's orders do not
 		cfg.fence, cfg.gentle, cfg.only = false, false, "bridge"
 		cfg.controls, cfg.full, cfg.workers = 0, 3, 2
+	case impatient:
+		cfg.gentle, cfg.fence, cfg.controls, cfg.full, cfg.workers = true, false, 3, 0, 3
 	case noBarrier, forgets:
 		cfg.gentle, cfg.only = false, "crash the leader"
 		cfg.controls, cfg.full, cfg.workers = 0, 3, 0

@@ -134,8 +134,8 @@ func (l *shell) renewed(r *msg.NodeReport, answer func(msg.Lease, error)) {
 	e := l.step(controller.NodeSeen{Report: &own})
 	e.Lease.Leader = l.m.name
 	l.heard[r.Node.ID] = l.m.c.now
-	if l.m.c.cfg.mutant == noGrace && e.Err == nil {
-		e.Lease.TTL = l.m.c.cfg.ttl
+	if e.Err == nil {
+		e.Lease.TTL = l.m.c.cfg.ttl // a mutant leader gives what it does not keep
 	}
 	answer(e.Lease, e.Err)
 }
