@@ -255,7 +255,7 @@ func (c *call) judge(ctx context.Context, rk *rank, res *result) *failure {
 	}
 	l.meter.Load().Attempt(what.name, budget)
 	l.meter.Load().Retry(what.name, budget)
-	c.log(slog.LevelDebug, "attempt failed, trying another rank", res)
+	c.log(slog.LevelDebug, "attempt failed, trying another rank", res) //nolint:contextcheck // the line is the request's
 	return nil
 }
 

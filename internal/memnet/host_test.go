@@ -2,7 +2,6 @@ package memnet
 
 import (
 	"context"
-	"errors"
 	"io"
 	"net"
 	"os"
@@ -156,7 +155,7 @@ func TestDialWaitsForTheNextSYN(t *testing.T) {
 		require.NoError(t, err)
 		require.NoError(t, c.Close())
 		_, err = there.Read(make([]byte, 1))
-		require.True(t, errors.Is(err, io.EOF))
+		require.ErrorIs(t, err, io.EOF)
 		require.NoError(t, there.Close())
 	})
 }

@@ -86,10 +86,10 @@ func (c *Cluster) end() {
 		m.stop()
 	}
 	for _, m := range c.peers {
-		assert.NoError(c.T, m.drained(), "node %s drains", m.ID)
+		assert.NoError(c.T, m.drained(), "node %s drains", m.ID) //nolint:testifylint // all are ended
 	}
 	for _, m := range c.peers {
-		assert.NoError(c.T, m.node.Close(), "node %s closes", m.ID)
+		assert.NoError(c.T, m.node.Close(), "node %s closes", m.ID) //nolint:testifylint // as above
 		m.client.CloseIdleConnections()
 	}
 	if len(c.peers) > 1 {

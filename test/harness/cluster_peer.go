@@ -100,6 +100,11 @@ func (m *Peer) drained() error {
 // Peer is the i-th node, from 0.
 func (c *Cluster) Peer(i int) *Peer { return c.peers[i] }
 
+// Running are the nodes that were neither closed nor dropped.
+func (c *Cluster) Running() []*Peer {
+	return slices.DeleteFunc(slices.Clone(c.peers), func(m *Peer) bool { return m.gone.Load() })
+}
+
 // Peers are all nodes, also those that were dropped.
 func (c *Cluster) Peers() []*Peer { return c.peers }
 

@@ -13,6 +13,7 @@ import (
 
 // Three nodes form: three votes, one app over all of them, and every ingress serves every rank.
 func TestThreeNodesForm(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t, harness.Nodes(3), harness.Slots(2))
 		c.WaitVoters(3)

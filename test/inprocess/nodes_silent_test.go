@@ -23,6 +23,7 @@ const (
 
 // A node's power is cut: nobody is told, no connection is reset.
 func TestSilentNodeLosesItsRanks(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t, harness.Nodes(3), harness.Slots(4))
 		c.WaitVoters(3)
@@ -82,6 +83,7 @@ func TestSilentNodeLosesItsRanks(t *testing.T) {
 
 // A node comes back after the cluster has given it up: it stops what is not its own any more, and takes ranks again.
 func TestNodeReturns(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t, harness.Nodes(3), harness.Slots(2))
 		c.WaitVoters(3)

@@ -55,8 +55,14 @@ func walkNodes(t *testing.T, seed uint64) {
 	r.c.Deploy(spread("a", 6) + simApp("gang", 6, "lockstep", "sim_step_ms: 10, sim_startup_s: 1", "placement_group_strategy: SPREAD")[len("applications:\n"):])
 	r.c.WaitStatus("a", "RUNNING")
 	r.c.WaitStatus("gang", "RUNNING")
-	for range nodeSteps {
+	dies := r.rand.IntN(3 * nodeSteps)
+	for i := range nodeSteps {
 		r.step()
+		if i == dies {
+			p := r.peer()
+			r.note("drop %s, leads %v", p.ID, p.Leads())
+			p.Drop()
+		}
 		limit := nodeRest
 		if r.rand.IntN(4) == 0 {
 			limit = nodeLong
@@ -73,7 +79,10 @@ func (r *rover) note(format string, args ...any) {
 	r.steps = append(r.steps, time.Now().Format("04:05.000 ")+fmt.Sprintf(format, args...))
 }
 
-func (r *rover) peer() *harness.Peer { return r.c.Peer(r.rand.IntN(len(r.c.Peers()))) }
+func (r *rover) peer() *harness.Peer {
+	list := r.c.Running()
+	return list[r.rand.IntN(len(list))]
+}
 
 // pair draws two nodes.
 func (r *rover) pair() (a, b *harness.Peer) {
@@ -142,6 +151,7 @@ func (r *rover) settle(rule string) {
 	r.note("heal for good")
 	r.c.Reconnect()
 	healed := time.Now()
+	r.c = r.c.Running()[0].Cluster
 	r.c.Until("one view", func() error { return oneView(r.c) })
 	r.note("one view after %s", time.Since(healed))
 	assert.LessOrEqual(r.t, time.Since(healed), oneViewIn+5*time.Second)
@@ -160,7 +170,7 @@ func (r *rover) settle(rule string) {
 		return nil
 	})
 	r.clients.Wait()
-	for _, p := range r.c.Peers() {
+	for _, p := range r.c.Running() {
 		for _, model := range []string{"a", "gang"} {
 			ctx, cancel := context.WithTimeout(r.t.Context(), 10*time.Second)
 			s := p.StreamChat(ctx, model, 5)
