@@ -41,7 +41,7 @@ func TestOneLostUnitIsOneAttempt(t *testing.T) {
 	g.phase(unit, state.Ready, 2)
 	select {
 	case a := <-done:
-		assert.Equal(t, http.StatusOK, a.status, string(a.body))
+		assert.Equal(t, http.StatusOK, a.status, a.body)
 	case <-time.After(soon):
 		t.Fatal("no answer")
 	}

@@ -36,7 +36,7 @@ type config struct {
 	full     int    // machines with all roles
 	workers  int    // machines without role control
 	gentle   bool   // nothing happens that may cost a restart
-	rush     bool   // ten times the requests
+	rush     bool   // thirty times the requests
 	only     string // the one kind of fault; "": all
 	mutant   mutant
 }

@@ -74,7 +74,11 @@ func (f *faults) plan() {
 	if c.cfg.only != "" {
 		all = slices.DeleteFunc(all, func(k fault) bool { return k.name != c.cfg.only })
 	}
-	for range 2 + c.IntN(6) {
+	often := 2 + c.IntN(6)
+	if c.cfg.only != "" {
+		often = 8
+	}
+	for range often {
 		k := all[c.IntN(len(all))]
 		at := c.span(5*time.Second, f.heal-2*time.Second)
 		c.after(nil, at, func() {
@@ -202,7 +206,11 @@ func (f *faults) freeze(m *machine) {
 	}
 	m.freeze()
 	gen := m.gen
-	f.until(min(f.heal, f.c.now+f.c.span(time.Second, 20*time.Second)), func() {
+	least := time.Second
+	if f.c.cfg.only != "" {
+		least = 13 * time.Second
+	}
+	f.until(min(f.heal, f.c.now+f.c.span(least, 20*time.Second)), func() {
 		if m.gen == gen {
 			f.thaw(m)
 		}

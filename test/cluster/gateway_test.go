@@ -273,7 +273,7 @@ func (g *gateway) request() {
 	g.attempt(map[int]bool{})
 	pause := g.c.span(requestMin, requestMax)
 	if g.c.cfg.rush {
-		pause /= 10
+		pause /= 30
 	}
 	g.c.after(g.m.process, pause, g.request)
 }

@@ -102,8 +102,11 @@ func (c *Cluster) Peer(i int) *Peer { return c.peers[i] }
 
 // Running are the nodes that were neither closed nor dropped.
 func (c *Cluster) Running() []*Peer {
-	return slices.DeleteFunc(slices.Clone(c.peers), func(m *Peer) bool { return m.gone.Load() })
+	return slices.DeleteFunc(slices.Clone(c.peers), func(m *Peer) bool { return m.Gone() })
 }
+
+// Gone says whether the node was closed or dropped.
+func (m *Peer) Gone() bool { return m.gone.Load() }
 
 // Peers are all nodes, also those that were dropped.
 func (c *Cluster) Peers() []*Peer { return c.peers }

@@ -135,7 +135,7 @@ func (r *rover) ask(p *harness.Peer) {
 		r.clients.Go(func() {
 			s := p.StreamChat(r.t.Context(), model, tokens)
 			switch {
-			case s.OK():
+			case s.OK(), p.Gone():
 			case s.Status == http.StatusOK:
 				assert.Contains(r.t, []string{"upstream_lost", "stalled", "drained"}, s.Error, s)
 				assert.False(r.t, s.Whole(), s)
