@@ -52,6 +52,9 @@ func (n *Node) withoutLeader() []msg.NodeStatus {
 			s.Roles = append(s.Roles, string(r))
 		}
 		n.mesh.sight(&s, rec)
+		if t := n.trouble(); t != "" && rec.UID == n.ident.UID {
+			s.Notes = append(s.Notes, t)
+		}
 		if s.SeenBy == "" && rec.UID != n.ident.UID {
 			s.Reason = "not heard of, and " + s.Reason
 		}
