@@ -86,7 +86,11 @@ func (n *Node) followLeadership(ctx context.Context) {
 	for {
 		changed := n.store.Leadership() // before Leader, or a change in between goes unseen
 		if err := n.adaptLeadership(ctx); err != nil && ctx.Err() == nil {
-			n.log.Error("cannot lead", slog.Any("err", err))
+			level := slog.LevelError
+			if !n.store.Leader() { // another one does by now
+				level = slog.LevelInfo
+			}
+			n.log.Log(ctx, level, "cannot lead", slog.Any("err", err))
 			select {
 			case <-time.After(takeOverPause):
 				continue

@@ -218,7 +218,7 @@ func (c *cluster) nodeLost(by string, ref *state.NodeRef) {
 	if c.cfg.gentle {
 		c.violate("%s was taken for lost by %s, and was only bothered a little", m.name, by)
 	}
-	if leader == nil || leader.frozen || !quiet(leader.upset) || !quiet(c.upset) {
+	if leader == nil || leader.frozen || c.net.drop+c.net.loss+c.net.lag > 0 || !quiet(leader.upset) || !quiet(c.upset) {
 		return
 	}
 	for _, way := range [][2]int{{m.i, leader.i}, {leader.i, m.i}} {

@@ -298,7 +298,7 @@ func (f *faults) remove() {
 	f.c.removals++
 	f.c.work.admin(state.Command{DrainNode: &state.DrainNode{Node: m.name}}, nil)
 	f.c.after(nil, f.c.span(8*time.Second, 15*time.Second), func() {
-		if f.spare(m) {
+		if !f.c.work.over && f.spare(m) {
 			f.c.work.admin(state.Command{RemoveNode: &state.RemoveNode{Node: m.name}}, nil)
 		}
 	})
@@ -306,8 +306,13 @@ func (f *faults) remove() {
 
 // spare says whether the voters that stay can do without a machine: who takes one of two that live takes the majority.
 func (f *faults) spare(m *machine) bool {
-	l := f.leader()
-	if l == nil {
+	l, workers := f.leader(), 0
+	for _, n := range f.c.canon.now().Nodes {
+		if n.Has(state.RoleWorker) && n.ID != m.name {
+			workers++
+		}
+	}
+	if l == nil || workers < 2 { // what is wanted must have room
 		return false
 	}
 	voters, live := 0, 0

@@ -94,9 +94,17 @@ func (m *machine) crash(power bool) {
 // reset tells everybody who had a stream of the machine.
 func (c *cluster) reset(m *machine) {
 	for _, o := range c.machines {
-		if o.alive && o != m && o.ing != nil && !c.net.cuts[m.i][o.i] {
-			c.arrive(o.process, c.span(latencyMin, latencyMax), func() { o.ing.broke(m.i) })
+		if !o.alive || o == m || c.net.cuts[m.i][o.i] {
+			continue
 		}
+		c.arrive(o.process, c.span(latencyMin, latencyMax), func() {
+			if o.ing != nil {
+				o.ing.broke(m.i)
+			}
+			if w := o.watch; w != nil && w.source == m {
+				w.broke(w.session)
+			}
+		})
 	}
 }
 

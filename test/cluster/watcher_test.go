@@ -10,6 +10,7 @@ import (
 type watcher struct {
 	m       *machine
 	leads   int
+	source  *machine
 	heard   time.Duration
 	spoke   bool // something came of this session
 	session int
@@ -56,6 +57,7 @@ func (w *watcher) connect() {
 		return
 	}
 	source := m.c.machines[all[w.turn%len(all)]]
+	w.source = source
 	w.heard, w.spoke = m.c.now, false
 	from := m.view.Index
 	call(m.c, m, source, watchSilence, false, func(answer func(struct{}, error)) {

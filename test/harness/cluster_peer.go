@@ -200,6 +200,17 @@ func (c *Cluster) Leader(among ...*Peer) *Peer {
 	return found
 }
 
+// Led lets time pass until the node's admin API finds the leader.
+func (c *Cluster) Led() {
+	c.T.Helper()
+	c.Until("the admin API answers", func() error {
+		if code, text := c.Do(http.MethodGet, "/api/v1/apps", ""); code != http.StatusOK {
+			return fmt.Errorf("%d %s", code, text)
+		}
+		return nil
+	})
+}
+
 // List is `dpserve nodes` by name; nil while nobody answers.
 func (c *Cluster) List() map[string]msg.NodeStatus {
 	c.T.Helper()

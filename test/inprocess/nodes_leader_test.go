@@ -132,7 +132,7 @@ func TestGroupOverTwoNodesFailsAsOne(t *testing.T) {
 
 // The leader dies at any moment of the start of a gang over two nodes: the next one brings it up.
 func TestLeaderDiesWhileAGangMeets(t *testing.T) {
-	for _, after := range []int{0, 20, 60, 100, 140, 180, 220, 300, 400, 1000, 2500} {
+	for _, after := range []int{0, 60, 140, 180, 220, 400, 2500} {
 		t.Run(fmt.Sprintf("after %d ms", after), func(t *testing.T) {
 			t.Parallel()
 			synctest.Test(t, func(t *testing.T) { dieWhileMeeting(t, time.Duration(after)*time.Millisecond) })
@@ -154,7 +154,7 @@ func dieWhileMeeting(t *testing.T, after time.Duration) {
 	died := time.Now()
 	c.Peer(0).Drop()
 	left := c.Peer(1)
-	left.Leader()
+	left.Led()
 	left.WaitStatus("gang", "RUNNING")
 	t.Logf("running %s after the leader's death, at epoch %d", time.Since(died), left.Epoch("gang/0"))
 	assert.Less(t, time.Since(died), 30*time.Second)

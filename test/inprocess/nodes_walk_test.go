@@ -16,7 +16,7 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-var nodesSeeds = flag.Int("nodes.seeds", 6, "how many random walks over three nodes")
+var nodesSeeds = flag.Int("nodes.seeds", 4, "how many random walks over three nodes")
 
 // Sizes of a walk over nodes.
 const (
@@ -155,6 +155,7 @@ func (r *rover) settle(rule string) {
 	r.c.Until("one view", func() error { return oneView(r.c) })
 	r.note("one view after %s", time.Since(healed))
 	assert.LessOrEqual(r.t, time.Since(healed), oneViewIn+5*time.Second)
+	r.c.Led()
 	r.c.Until("all ranks serve", func() error {
 		if err := allReady(r.c, "a", 6); err != nil {
 			return err
