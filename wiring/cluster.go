@@ -46,8 +46,10 @@ func (n *Node) withoutLeader() []msg.NodeStatus {
 	var out []msg.NodeStatus
 	for _, id := range slices.Sorted(maps.Keys(st.Nodes)) {
 		rec := st.Nodes[id]
-		s := msg.NodeStatus{Node: id, State: "unknown", Reason: "no node leads: a majority of the control nodes has to be there", Address: rec.Address, Zone: rec.Zone,
-			Version: rec.Version, Voter: n.votes(rec.UID), Slots: rec.Offer.Slots, GPUs: len(rec.Offer.Devices)}
+		s := msg.NodeStatus{
+			Node: id, State: "unknown", Reason: "no node leads: a majority of the control nodes has to be there", Address: rec.Address, Zone: rec.Zone,
+			Version: rec.Version, Voter: n.votes(rec.UID), Slots: rec.Offer.Slots, GPUs: len(rec.Offer.Devices),
+		}
 		for _, r := range rec.Roles {
 			s.Roles = append(s.Roles, string(r))
 		}

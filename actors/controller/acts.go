@@ -91,7 +91,7 @@ func (a *acts) order(node string, e Effect) {
 	select {
 	case q <- e:
 	default:
-		a.cfg.Log.Warn("order dropped, the node does not keep up", slog.String("room", actorName), slog.String("node", node))
+		a.cfg.Log.Warn("order dropped, the node does not keep up", slog.String("room", actorName), slog.String("peer", node))
 	}
 }
 

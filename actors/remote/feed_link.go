@@ -46,7 +46,7 @@ func newLink(ctx context.Context, f *Feed, n state.Node) *link {
 	ctx, cancel := context.WithCancel(ctx)
 	now := time.Now()
 	l := &link{
-		feed: f, node: n, log: f.log.With(slog.String("node", n.ID)), cancel: cancel, done: make(chan struct{}),
+		feed: f, node: n, log: f.log.With(slog.String("peer", n.ID)), cancel: cancel, done: make(chan struct{}),
 		ranks: map[appRank]*source{}, heard: now, tried: now, drop: func() {},
 	}
 	l.posts.init(&f.lost)
