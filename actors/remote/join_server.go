@@ -57,7 +57,7 @@ func (s *EnrollServer) Join(ctx context.Context, r *dpservev1.JoinRequest) (*dps
 	if err != nil {
 		return nil, toStatus(failed(stepMember, err))
 	}
-	log := s.cfg.Log.With("room", "remote", "node", n.ID, "source", sourceOf(ctx))
+	log := s.cfg.Log.With("room", "remote", "peer", n.ID, "source", sourceOf(ctx))
 	if err := s.token(ctx, r.GetToken(), n); err != nil {
 		log.Warn("join refused", "err", err)
 		return nil, toStatus(failed(stepToken, err))
