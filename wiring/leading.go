@@ -87,7 +87,7 @@ func (n *Node) followLeadership(ctx context.Context) {
 		changed := n.store.Leadership() // before Leader, or a change in between goes unseen
 		if err := n.adaptLeadership(ctx); err != nil && ctx.Err() == nil {
 			level := slog.LevelError
-			if !n.store.Leader() { // another one does by now
+			if !n.store.Leader() || errors.Is(err, cluster.ErrNotLeader) { // another one does by now
 				level = slog.LevelInfo
 			}
 			n.log.Log(ctx, level, "cannot lead", slog.Any("err", err))

@@ -72,7 +72,8 @@ func (in *Ingress) Serve() error {
 	if l == nil {
 		return errors.New("the ingress does not listen: call Listen first")
 	}
-	if err := in.server.Serve(l); !errors.Is(err, http.ErrServerClosed) {
+	err := in.server.Serve(l)
+	if closed := errors.Is(err, net.ErrClosed) && in.draining.Load(); !closed && !errors.Is(err, http.ErrServerClosed) {
 		return fmt.Errorf("serve inference requests: %w", err)
 	}
 	return nil
