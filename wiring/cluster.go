@@ -93,6 +93,9 @@ func (b *backend) Remove(ctx context.Context, node string) error {
 	if err != nil {
 		return err
 	}
+	if err := b.n.unvote(ctx, node); err != nil {
+		return err
+	}
 	return l.control.Remove(ctx, node)
 }
 

@@ -52,6 +52,7 @@ type Node struct {
 	conns     *remote.Conns
 	leader    *remote.LeaderClient // the leader, wherever it is
 	leads     atomic.Pointer[leading]
+	voting    sync.Mutex // one change of the voters at a time
 	hub       *dpserver.Hub
 	probes    *http.Transport
 	offer     state.Offer

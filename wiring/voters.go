@@ -34,6 +34,8 @@ func (n *Node) keepVoters(ctx context.Context) {
 
 // changeVoters makes the next change there is; false: there is none, or it failed and is tried again with the next tick.
 func (n *Node) changeVoters(ctx context.Context) bool {
+	n.voting.Lock()
+	defer n.voting.Unlock()
 	change := state.Electorate(n.electors(), n.ident.UID)
 	ctx, cancel := context.WithTimeout(ctx, votersCall)
 	defer cancel()

@@ -293,7 +293,9 @@ func (c *LeaderClient) learn(node string, err error) {
 			c.avoid = ""
 		}
 	case errors.Is(err, cluster.ErrNotLeader):
-		c.known = leaderOf(err)
+		if c.known = leaderOf(err); c.known == c.avoid {
+			c.avoid = "" // others hear it
+		}
 	default:
 		c.avoid = node
 		if c.known == node {

@@ -55,11 +55,32 @@ func (e *env) leave(ctx context.Context, client admin, f *drainFlags, yes, bound
 	if err := e.drain(ctx, client, f, v.Node, bounded); err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(ctx, time.Minute)
-	defer cancel()
-	if err := client.RemoveNode(ctx, v.Node); err != nil {
+	if err := removeNode(ctx, client, v.Node); err != nil {
 		return err
 	}
 	talk(e.io.Err, "%s has left", v.Node)
 	return nil
 }
+
+// removeNode asks again while the node's vote or its leadership goes to another one.
+func removeNode(ctx context.Context, client admin, node string) error {
+	ctx, cancel := context.WithTimeout(ctx, removeTimeout)
+	defer cancel()
+	for {
+		err := client.RemoveNode(ctx, node)
+		if problem.CodeOf(err) != problem.Unavailable || ctx.Err() != nil {
+			return err
+		}
+		select {
+		case <-time.After(removeRetry):
+		case <-ctx.Done():
+			return err
+		}
+	}
+}
+
+// How long removeNode asks, and the pause in between.
+const (
+	removeTimeout = 30 * time.Second
+	removeRetry   = 500 * time.Millisecond
+)

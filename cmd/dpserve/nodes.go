@@ -133,7 +133,7 @@ control node votes instead. A node that works leaves by "dpserve leave".`,
 				if err := e.confirm(args[0]+" is forgotten for good", args[0], yes); err != nil {
 					return err
 				}
-				if err := client.RemoveNode(cmd.Context(), args[0]); err != nil {
+				if err := removeNode(cmd.Context(), client, args[0]); err != nil {
 					return err
 				}
 				talk(e.io.Err, "%s is removed", args[0])

@@ -245,6 +245,9 @@ func (f *faults) crash(m *machine, until time.Duration) {
 
 func (f *faults) boot(m *machine) {
 	if !m.alive && !m.removed {
+		if m.disk.saved.Index == 0 {
+			m.disk.saved = f.c.canon.now() // what it was told when it joined
+		}
 		m.boot()
 		m.upset = f.c.now
 	}
@@ -283,8 +286,7 @@ func (f *faults) enter(m *machine) {
 		case n == nil:
 			f.c.after(nil, time.Second, func() { f.enter(m) })
 		default:
-			m.disk.saved = f.c.canon.now()
-			m.boot()
+			f.boot(m)
 		}
 	})
 }
