@@ -3,7 +3,9 @@ package harness
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"net"
 	"net/http"
 	"slices"
 	"strconv"
@@ -94,6 +96,9 @@ func (c *Cluster) enter(s settings, i int) {
 // drained waits until the node has answered its last, which stop asks for.
 func (m *Peer) drained() error {
 	m.once.Do(func() { m.err = <-m.served })
+	if m.Gone() && errors.Is(m.err, net.ErrClosed) {
+		return nil // its sockets were taken from under it
+	}
 	return m.err
 }
 
