@@ -20,6 +20,7 @@ const takeOverPause = 200 * time.Millisecond
 
 // leading is what runs on the node that leads, and nowhere else: made at each election behind the barrier, ended with the leadership.
 type leading struct {
+	term    uint64 // raft's, of the election
 	assign  *rankassigner.Assigner
 	control *controller.Controller
 }
@@ -105,25 +106,31 @@ func (n *Node) followLeadership(ctx context.Context) {
 	}
 }
 
+// adaptLeadership ends what an earlier election began, and begins what this one asks for. A leadership that was lost and won again
+// begins anew: another node may have led in between, and told nodes what the actors here know nothing of.
 func (n *Node) adaptLeadership(ctx context.Context) error {
-	switch leads := n.store.Leader(); {
-	case leads && n.leads.Load() == nil:
-		return n.takeOver(ctx)
-	case !leads && n.leads.Load() != nil:
+	leads := n.store.Leader()
+	if l := n.leads.Load(); l != nil && !(leads && n.consensus.Term() == l.term) {
 		n.log.Info("this node leads no more")
-		return n.stepDown() //nolint:contextcheck // actors outlive the election that begins or ends them
+		if err := n.stepDown(); err != nil { //nolint:contextcheck // actors outlive the election that begins or ends them
+			return err
+		}
+	}
+	if leads && n.leads.Load() == nil {
+		return n.takeOver(ctx)
 	}
 	return nil
 }
 
 // takeOver begins what the leader does. The state holds all that was committed before: Leader is true behind a barrier only.
 func (n *Node) takeOver(ctx context.Context) error {
+	term := n.consensus.Term()
 	if err := n.putSelf(ctx); err != nil {
 		return err
 	}
 	t := n.cfg.timers()
 	here := proposesHere{n.consensus}
-	l := &leading{assign: rankassigner.New(rankassigner.Config{Store: n.store, Proposer: here, Timers: t.assigner, Log: n.log})}
+	l := &leading{term: term, assign: rankassigner.New(rankassigner.Config{Store: n.store, Proposer: here, Timers: t.assigner, Log: n.log})}
 	l.control = controller.New(controller.Config{
 		Store: n.store, Proposer: here, Granter: l.assign, Metrics: n.metrics, Timers: t.controller, Log: n.log, Agent: n.agent, Self: n.cfg.NodeID,
 	})
