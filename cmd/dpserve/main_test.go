@@ -2,6 +2,8 @@ package main
 
 import (
 	"os"
+	"os/signal"
+	"syscall"
 	"testing"
 
 	"github.com/rogpeppe/go-internal/testscript"
@@ -12,6 +14,9 @@ import (
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && os.Args[1] == "engine" {
 		os.Exit(Main()) // an engine that a node under test has started from this binary
+	}
+	if signal.Ignored(syscall.SIGHUP) { // under nohup; a script that closes a terminal would wait for ever, for what is ignored is inherited
+		signal.Notify(make(chan os.Signal, 1), syscall.SIGHUP)
 	}
 	testscript.Main(leakChecked{m}, map[string]func(){"dpserve": func() { os.Exit(Main()) }})
 }

@@ -18,6 +18,9 @@ import (
 // scriptWait bounds what a script waits for; it is generous because machines of tests are busy.
 const scriptWait = 30 * time.Second
 
+// scriptsDeadline bounds all scripts together, which take some seconds: one that waits for ever is named, with what it saw.
+const scriptsDeadline = 4 * time.Minute
+
 // TestScripts runs every behaviour under testdata/script against the real binary and, where a script starts one, a real node
 // with real engines.
 func TestScripts(t *testing.T) {
@@ -25,6 +28,7 @@ func TestScripts(t *testing.T) {
 		Dir:                 filepath.Join("testdata", "script"),
 		RequireExplicitExec: true,
 		RequireUniqueNames:  true,
+		Deadline:            time.Now().Add(scriptsDeadline),
 		Condition: func(cond string) (bool, error) {
 			return false, fmt.Errorf("unknown condition %q", cond)
 		},
