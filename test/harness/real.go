@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"net"
 	"net/http"
 	"os"
@@ -283,24 +284,21 @@ func FreeAddr(t testing.TB) string {
 	return l.Addr().String()
 }
 
-var ranges struct {
-	sync.Mutex
-	next int
-}
-
-// PortRange hands every dpserve of a test process its own 500 engine ports; the process id spreads test processes that run side
-// by side. It stays below the default range, which the tests of the commands use.
+// PortRange is 499 engine ports that no other test on this machine has until t ends: the one behind them is held as the sign. They lie
+// below the default range, which the tests of the commands use.
 func PortRange(t testing.TB) string {
 	t.Helper()
 	const lo, width, blocks = 10000, 500, 19
-	ranges.Lock()
-	defer ranges.Unlock()
-	if ranges.next == 0 {
-		ranges.next = os.Getpid() * 7
+	for end := time.Now().Add(time.Minute); time.Now().Before(end); time.Sleep(10 * time.Millisecond) { // on a machine of many cores tests wait for each other
+		base := lo + rand.IntN(blocks)*width
+		sign, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", base+width-1)) //nolint:noctx // at once, or not
+		if err == nil {
+			t.Cleanup(func() { _ = sign.Close() })
+			return fmt.Sprintf("%d-%d", base, base+width-2)
+		}
 	}
-	ranges.next++
-	base := lo + ranges.next%blocks*width
-	return fmt.Sprintf("%d-%d", base, base+width-1)
+	t.Fatalf("all %d blocks of %d engine ports from %d on have been taken for a minute", blocks, width, lo)
+	return ""
 }
 
 // Buffer is a bytes.Buffer for two goroutines.
