@@ -247,7 +247,7 @@ func (c *call) judge(ctx context.Context, rk *rank, res *result) *failure {
 	if !what.free && !l.isLost(rk) {
 		budget = "drawn"
 	}
-	if c.attempts >= c.maxAttempts() && !c.unitLost(ctx, rk) {
+	if c.attempts >= c.maxAttempts() && !c.unitLost(ctx, rk, res.cause) {
 		return c.giveUp(res, budget)
 	}
 	if budget == "drawn" && !l.budget.draw(c.in.clock()) {

@@ -11,41 +11,66 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// TestOneLostUnitIsOneAttempt: all ranks of a lockstep unit break the connection before its stream says that it is lost. The request
-// waits until the unit is back.
+// TestOneLostUnitIsOneAttempt: all ranks of a lockstep unit fail before its stream says that it is lost. The request waits until the
+// unit is back. After the engine's own word that its core is dead the stream has more time: the process is yet to leave.
 func TestOneLostUnitIsOneAttempt(t *testing.T) {
-	const attempts = 3
-	var calls atomic.Int32
-	third := make(chan struct{})
-	engine := func(w http.ResponseWriter, r *http.Request) {
-		switch n := calls.Add(1); {
-		case n < attempts:
-			resets(w, r)
-		case n == attempts:
-			close(third)
-			resets(w, r)
-		default:
-			replies(http.StatusOK, `{"choices":[{"message":{"content":"x"},"finish_reason":"stop"}]}`)(w, r)
-		}
+	for name, c := range map[string]struct {
+		fails http.HandlerFunc
+		told  time.Duration // after the last failure
+	}{
+		"reset":     {resets, 0},
+		"dead core": {replies(http.StatusInternalServerError, deadCore), lossTold + 100*time.Millisecond},
+	} {
+		t.Run(name, func(t *testing.T) {
+			const attempts = 3
+			var calls atomic.Int32
+			third := make(chan struct{})
+			engine := func(w http.ResponseWriter, r *http.Request) {
+				switch n := calls.Add(1); {
+				case n < attempts:
+					c.fails(w, r)
+				case n == attempts:
+					close(third)
+					c.fails(w, r)
+				default:
+					replies(http.StatusOK, `{"choices":[{"message":{"content":"x"},"finish_reason":"stop"}]}`)(w, r)
+				}
+			}
+			g := lockstepRig(t, engine, engine, engine, engine)
+			done := make(chan answer, 1)
+			go func() { done <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
+			<-third
+			time.Sleep(c.told)
+			g.replicas[0].say(false, true, "process_exit")
+			unit := g.replicas[0].unit
+			g.phase(unit, state.Starting, 2)
+			for _, r := range g.replicas {
+				r.reborn()
+			}
+			g.phase(unit, state.Ready, 2)
+			select {
+			case a := <-done:
+				assert.Equal(t, http.StatusOK, a.status, a.body)
+			case <-time.After(soon):
+				t.Fatal("no answer")
+			}
+			assert.Equal(t, int32(attempts+1), calls.Load())
+		})
 	}
-	g := lockstepRig(t, engine, engine, engine, engine)
-	done := make(chan answer, 1)
-	go func() { done <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
-	<-third
-	g.replicas[0].say(false, true, "process_exit")
-	unit := g.replicas[0].unit
-	g.phase(unit, state.Starting, 2)
-	for _, r := range g.replicas {
-		r.reborn()
-	}
-	g.phase(unit, state.Ready, 2)
-	select {
-	case a := <-done:
-		assert.Equal(t, http.StatusOK, a.status, a.body)
-	case <-time.After(soon):
-		t.Fatal("no answer")
-	}
-	assert.Equal(t, int32(attempts+1), calls.Load())
+}
+
+const deadCore = `{"error":{"message":"EngineCore encountered an issue. See stack trace (above) for the root cause.","type":"InternalServerError","param":null,"code":500}}`
+
+// TestDeadCore: the rank's DPServer looks at once, and trying another rank costs no budget.
+func TestDeadCore(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(http.StatusInternalServerError, deadCore)}})
+	a := g.post("/v1/chat/completions", chatBody)
+	assert.Equal(t, http.StatusBadGateway, a.status)
+	assert.Equal(t, "upstream_failed", a.code(t))
+	done := g.replicas[0].lastDone(t)
+	assert.True(t, done.Probe)
+	assert.False(t, done.Trip, "the probe judges")
+	assert.Equal(t, "engine_dead", done.Cause)
 }
 
 // TestRanksThatFailWithoutALoss: the same without a word of the stream is what it is.

@@ -34,6 +34,7 @@ const (
 	causeUnreachable // the data port of the rank's node is lost, before the first byte or after it
 	causeUnitLost    // the stream shows the unit fenced or gone
 	causeEngineBusy  // the engine's own admission limit
+	causeEngineDead  // the engine said that its core is dead
 	causeStatus      // 5xx, 408 or 429
 	causeEmpty       // 200 without a first byte
 	causeAborted     // finish_reason abort that we did not cause
@@ -82,6 +83,7 @@ var rows = [...]row{
 	causeUnreachable: {name: "node_unreachable", retry: true, free: true, done: msg.FailedOutcome},
 	causeUnitLost:    {name: "unit_lost", retry: true, free: true, done: msg.FailedOutcome},
 	causeEngineBusy:  {name: "engine_busy", retry: true, free: true, busy: true, done: msg.FailedOutcome},
+	causeEngineDead:  {name: "engine_dead", retry: true, free: true, probe: true, done: msg.FailedOutcome},
 	causeStatus:      {name: "engine_error", retry: true, trip: true, done: msg.FailedOutcome},
 	causeEmpty:       {name: "empty", retry: true, trip: true, done: msg.FailedOutcome},
 	causeAborted:     {name: "aborted", retry: true, trip: true, done: msg.FailedOutcome},
@@ -150,7 +152,7 @@ type result struct {
 	cause  cause
 	err    error              // for the log: no part of a prompt or an answer
 	engine openai.EngineError // what the engine said of it
-	status int                // causePassed, causeStatus, causeEngineBusy, causeErrorEvent: the engine's status
+	status int                // of the engine: causePassed, causeStatus, causeEngineDead, causeEngineBusy, causeErrorEvent
 	word   string             // replaces the cause's name in the log
 }
 
@@ -181,6 +183,8 @@ func statusCause(status int, e *openai.EngineError) cause {
 	switch {
 	case status == http.StatusServiceUnavailable && e.Busy():
 		return causeEngineBusy
+	case status >= http.StatusInternalServerError && e.Dead():
+		return causeEngineDead
 	case status >= http.StatusInternalServerError, status == http.StatusRequestTimeout, status == http.StatusTooManyRequests:
 		return causeStatus
 	default:
@@ -240,7 +244,7 @@ func finalOf(r *result) *failure {
 		return fail(openai.CodeNoReadyRank, "this ingress is shutting down; try again").after(1)
 	case causeClientGone, causeSlowReader:
 		return &failure{status: statusClientGone, gone: true}
-	case causeStatus:
+	case causeStatus, causeEngineDead:
 		return engineFailed(r.status)
 	default:
 		return engineFailed(http.StatusBadGateway)

@@ -19,6 +19,12 @@ const BusyType = "Service Unavailable"
 // Busy says that the engine refused because it is full, not because it is ill.
 func (e EngineError) Busy() bool { return e.Type == BusyType }
 
+// coreDead begins vLLM's message when its engine core is gone (ENGINES 3: the process leaves within a second).
+const coreDead = "EngineCore encountered an issue"
+
+// Dead says that the engine will not answer anybody any more.
+func (e EngineError) Dead() bool { return strings.HasPrefix(e.Message, coreDead) }
+
 // maxErrorText bounds what of an engine's message is kept for the log.
 const maxErrorText = 300
 
