@@ -110,7 +110,7 @@ func (n *Node) followLeadership(ctx context.Context) {
 // begins anew: another node may have led in between, and told nodes what the actors here know nothing of.
 func (n *Node) adaptLeadership(ctx context.Context) error {
 	leads := n.store.Leader()
-	if l := n.leads.Load(); l != nil && !(leads && n.consensus.Term() == l.term) {
+	if l := n.leads.Load(); l != nil && (!leads || n.consensus.Term() != l.term) {
 		n.log.Info("this node leads no more")
 		if err := n.stepDown(); err != nil { //nolint:contextcheck // actors outlive the election that begins or ends them
 			return err

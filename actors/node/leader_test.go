@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -32,6 +33,7 @@ type bubble struct {
 	node   *Node
 	leader *fakeLeader
 	store  *fakeStore
+	busy   atomic.Bool // engines do not end by themselves
 
 	mu       sync.Mutex
 	replicas map[string]*fakeReplica // by unit, epoch and rank
@@ -197,7 +199,7 @@ type fakeReplica struct {
 func (*fakeReplica) Assign(context.Context) error           { return nil }
 func (*fakeReplica) Ready(context.Context, msg.Facts) error { return nil }
 func (*fakeReplica) Drain(string)                           {}
-func (*fakeReplica) Drained() <-chan struct{}               { return nil }
+func (*fakeReplica) Drained() <-chan struct{}               { return over }
 func (*fakeReplica) Stop(context.Context) error             { return nil }
 func (*fakeReplica) Status() msg.RankStatus                 { return msg.RankStatus{} }
 
@@ -207,10 +209,14 @@ func (r *fakeReplica) Fence(cause string) <-chan struct{} {
 	if r.fence == "" {
 		r.fence, r.at = cause, time.Now()
 	}
+	return over
+}
+
+var over = func() <-chan struct{} {
 	c := make(chan struct{})
 	close(c)
 	return c
-}
+}()
 
 func (r *fakeReplica) fenced() (cause string, at time.Time) {
 	r.mu.Lock()
@@ -218,8 +224,9 @@ func (r *fakeReplica) fenced() (cause string, at time.Time) {
 	return r.fence, r.at
 }
 
-// fakeProcess is an engine that ends when it is told to.
+// fakeProcess is an engine that ends when it is told to, a busy one only when it is killed.
 type fakeProcess struct {
+	busy   *atomic.Bool
 	once   sync.Once
 	exited chan struct{}
 }
@@ -227,13 +234,18 @@ type fakeProcess struct {
 func (*fakeProcess) PID() int                  { return 1 }
 func (p *fakeProcess) Exited() <-chan struct{} { return p.exited }
 func (*fakeProcess) Exit() Exit                { return Exit{} }
-func (p *fakeProcess) Terminate()              { p.once.Do(func() { close(p.exited) }) }
-func (p *fakeProcess) Kill()                   { p.Terminate() }
+func (p *fakeProcess) Kill()                   { p.once.Do(func() { close(p.exited) }) }
 func (*fakeProcess) Held() string              { return "" }
+
+func (p *fakeProcess) Terminate() {
+	if !p.busy.Load() {
+		p.Kill()
+	}
+}
 
 // Start implements Launcher.
 func (b *bubble) Start(_ context.Context, l engine.Launch, _, _ io.Writer) (Process, error) {
-	p := &fakeProcess{exited: make(chan struct{})}
+	p := &fakeProcess{busy: &b.busy, exited: make(chan struct{})}
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.procs, b.launches = append(b.procs, p), append(b.launches, l)
@@ -475,6 +487,30 @@ func TestMB3FenceEndsAllBeforeTheLeaderGrantsItElsewhere(t *testing.T) {
 		assert.Equal(t, "lease_lost", b.leader.reason("demo/0/0"))
 		require.NoError(t, b.start("demo/0/0", 2))
 	})
+}
+
+// TestMB3ABusyEngineIsKilledInTime: neither the grace of other stops nor one that is under way already keeps an engine beyond the
+// moment from which its unit may run elsewhere.
+func TestMB3ABusyEngineIsKilledInTime(t *testing.T) {
+	for name, asked := range map[string]bool{"serving": false, "ending already": true} {
+		t.Run(name, func(t *testing.T) {
+			inBubble(t, func(c *Config) { c.OnLeaseLoss = Fence }, func(t *testing.T, b *bubble) {
+				b.serving("demo/0/0", 1)
+				b.busy.Store(true)
+				synctest.Wait()
+				began := b.leader.lastBegan()
+				b.leader.becomes(silent)
+				time.Sleep(time.Until(began.Add(8 * time.Second)))
+				if asked {
+					b.node.unit("demo/0/0").askStop(time.Minute, "drain")
+				}
+				time.Sleep(time.Until(began.Add(9*time.Second + 400*time.Millisecond)))
+				assert.NotEqual(t, state.Gone, b.phase("demo/0/0"), "SIGTERM comes first")
+				time.Sleep(600 * time.Millisecond)
+				assert.Equal(t, state.Gone, b.phase("demo/0/0"))
+			})
+		})
+	}
 }
 
 // TestMB3AThawedNodeAsksFirst: nothing is admitted between the thaw and the end of one renewal, whatever it says.

@@ -25,6 +25,7 @@ type unit struct {
 	log    *slog.Logger
 	done   chan struct{} // closed after Gone was reported
 	wake   chan struct{} // one slot
+	hasten chan struct{} // closed at the first cut
 
 	mu       sync.Mutex
 	ranks    []*rank
@@ -61,7 +62,7 @@ var _ msg.ReplicaWatcher = (*unit)(nil)
 
 func newUnit(n *Node, m *msg.StartRank, before *unit) *unit {
 	u := &unit{
-		n: n, m: m, before: before, done: make(chan struct{}), wake: make(chan struct{}, 1), phase: state.Starting, back: map[int]bool{},
+		n: n, m: m, before: before, done: make(chan struct{}), wake: make(chan struct{}, 1), hasten: make(chan struct{}), phase: state.Starting, back: map[int]bool{},
 		log: n.log.With(slog.String("app", m.App.Name), slog.String("unit", m.Unit), slog.Uint64("epoch", m.Epoch)),
 	}
 	return u
@@ -108,7 +109,8 @@ func (u *unit) askStop(grace time.Duration, reason string) bool {
 	return true
 }
 
-// cut is fail and askStop in one step: fenced at once, then ended, an attached unit too. False if it is gone already.
+// cut is fail and askStop in one step: fenced at once, then ended, an attached unit too, and faster than other stops: it is granted
+// elsewhere or soon will be. False if it is gone already.
 func (u *unit) cut(cause string) bool {
 	u.mu.Lock()
 	if u.phase == state.Gone {
@@ -117,6 +119,9 @@ func (u *unit) cut(cause string) bool {
 	}
 	if now := time.Now(); u.stop == nil || now.Before(u.stop.deadline) {
 		u.stop = &stopWish{deadline: now, reason: cause}
+	}
+	if !closed(u.hasten) {
+		close(u.hasten)
 	}
 	u.fence(-1, cause)
 	cancel := u.cancel

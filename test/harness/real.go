@@ -291,7 +291,7 @@ func PortRange(t testing.TB) string {
 	const lo, width, blocks = 10000, 500, 19
 	for end := time.Now().Add(time.Minute); time.Now().Before(end); time.Sleep(10 * time.Millisecond) { // on a machine of many cores tests wait for each other
 		base := lo + rand.IntN(blocks)*width
-		sign, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", base+width-1)) //nolint:noctx // at once, or not
+		sign, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", base+width-1))
 		if err == nil {
 			t.Cleanup(func() { _ = sign.Close() })
 			return fmt.Sprintf("%d-%d", base, base+width-2)
