@@ -15,11 +15,11 @@ race: ## tests of the rooms that have goroutines, under the race detector
 	.ci/run race
 
 .PHONY: lint
-lint: ## go vet, gofmt and golangci-lint at the pinned version
-	.ci/run vet format lint
+lint: ## gofmt and golangci-lint (with go vet) at the pinned version
+	.ci/run format lint
 
 .PHONY: fuzz
-fuzz: ## ten seconds of each fuzz target (FUZZ_TIME=1m for more)
+fuzz: ## three seconds of each fuzz target (FUZZ_TIME=1m for more)
 	.ci/run fuzz
 
 .PHONY: ci

@@ -86,6 +86,9 @@ type traffic struct {
 
 // ask begins a load of short streams.
 func ask(t *testing.T, p *harness.Peer, model string, every time.Duration, tokens int, header ...string) *traffic {
+	if testing.Short() {
+		every *= 3
+	}
 	l := &traffic{stop: make(chan struct{})}
 	l.done.Go(func() {
 		tick := time.NewTicker(every)

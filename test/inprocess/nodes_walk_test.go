@@ -30,7 +30,11 @@ const (
 // TestRandomWalkOverNodes cuts, silences and delays links, kills engines, deploys and asks at random; once all is healed, everything
 // must be as wanted, with one view everywhere. A failing walk names its seed: -run 'TestRandomWalkOverNodes/seed_7$'.
 func TestRandomWalkOverNodes(t *testing.T) {
-	for seed := range *nodesSeeds {
+	n := *nodesSeeds
+	if testing.Short() {
+		n = min(n, 2)
+	}
+	for seed := range n {
 		t.Run(fmt.Sprintf("seed %d", seed), func(t *testing.T) {
 			t.Parallel()
 			synctest.Test(t, func(t *testing.T) { walkNodes(t, uint64(seed)) })

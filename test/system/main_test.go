@@ -3,9 +3,12 @@ package system
 
 import (
 	"encoding/json"
+	"flag"
 	"fmt"
 	"net/http"
 	"os"
+	"runtime"
+	"strconv"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -13,7 +16,16 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
+// leastParallel is how many tests run side by side on however few cores: most of them wait.
+const leastParallel = 4
+
 func TestMain(m *testing.M) {
+	flag.Parse()
+	if p := flag.Lookup("test.parallel"); p.Value.String() == strconv.Itoa(runtime.GOMAXPROCS(0)) && runtime.GOMAXPROCS(0) < leastParallel {
+		if err := p.Value.Set(strconv.Itoa(leastParallel)); err != nil {
+			panic(err)
+		}
+	}
 	code := m.Run()
 	harness.RemoveBinary()
 	os.Exit(code)
