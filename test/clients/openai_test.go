@@ -1,8 +1,11 @@
-package system
+// Package clients tests the built binary with clients that others have written. It is apart from test/system because those take long
+// to compile.
+package clients
 
 import (
 	"errors"
 	"net/http"
+	"os"
 	"strings"
 	"testing"
 
@@ -13,6 +16,12 @@ import (
 
 	"github.com/dpserve/dpserve/test/harness"
 )
+
+func TestMain(m *testing.M) {
+	code := m.Run()
+	harness.RemoveBinary()
+	os.Exit(code)
+}
 
 const twoApps = `applications:
   - name: one
@@ -126,42 +135,5 @@ func TestOpenAIClient(t *testing.T) {
 		require.True(t, errors.As(s.Err(), &e), "%v", s.Err()) //nolint:testifylint // the target is used below
 		assert.Equal(t, http.StatusBadRequest, e.StatusCode)
 	})
-	r.Quiet()
-}
-
-// Bodies that are malformed, cut, too large or of an unknown route are refused, and nothing else is disturbed.
-func TestBadRequests(t *testing.T) {
-	t.Parallel()
-	r := harness.Start(t)
-	r.Deploy(twoApps)
-	r.WaitStatus("one", "RUNNING")
-	for _, c := range []struct {
-		path, body string
-		status     int
-		code       string
-	}{
-		{"/v1/chat/completions", `{"model":"model-one","messages":[`, 400, "invalid_request"},
-		{"/v1/chat/completions", `[]`, 400, "invalid_request"},
-		{"/v1/chat/completions", ``, 400, "invalid_request"},
-		{"/v1/chat/completions", `{"model":"model-one","model":"model-two","messages":[]}`, 400, "invalid_request"},
-		{"/v1/chat/completions", `{"model":"model-one","n":129,"messages":[]}`, 400, "invalid_request"},
-		{"/v1/chat/completions", `{"messages":[]}`, 400, "invalid_request"},
-		{"/v1/chat/completions", `{"model":"other","messages":[]}`, 404, "model_not_found"},
-		{"/v1/embeddings", `{"model":"model-one","input":"x"}`, 404, "unsupported_route"},
-		{"/v1/chat/completions", `{"model":"model-one","messages":[{"role":"user","content":"` + strings.Repeat("x", 16<<20) + `"}]}`, 413, "body_too_large"},
-	} {
-		resp, err := r.Post(t.Context(), c.path, c.body)
-		require.NoError(t, err)
-		var e struct {
-			Error struct{ Code, Message, Type string }
-		}
-		decode(t, resp, &e)
-		head := c.body[:min(len(c.body), 60)]
-		assert.Equal(t, c.status, resp.StatusCode, head)
-		assert.Equal(t, c.code, e.Error.Code, head)
-		assert.NotEmpty(t, e.Error.Message)
-		assert.NotEmpty(t, resp.Header.Get("x-request-id"), head)
-	}
-	assert.True(t, r.StreamChat(t.Context(), "model-one", "still fine", 3).OK())
 	r.Quiet()
 }
