@@ -23,7 +23,7 @@ var walkSeeds = flag.Int("walk.seeds", defaultSeeds, "how many random walks")
 
 // Sizes of a walk.
 const (
-	shortSeeds  = 20
+	shortSeeds  = 8
 	walkRounds  = 2                // each ends with a quiet point
 	roundSteps  = 16               // actions in a round
 	shortRest   = 2 * time.Second  // longest pause between most actions
