@@ -242,6 +242,7 @@ func (n *Node) begin(ctx context.Context) error {
 	if n.mesh.gossip != nil {
 		n.loops.Go(func() { n.mesh.keepMeta(n.killed) })
 	}
+	n.known(ctx)
 	return n.firstJoin(ctx)
 }
 

@@ -152,6 +152,27 @@ func (n *Node) firstJoin(ctx context.Context) error {
 	return err
 }
 
+// knownWait bounds how long a node that has just come waits until the cluster knows what it offers. Its first renewal says it.
+const knownWait = 5 * time.Second
+
+// known waits until a deploy would find room on this node: who is told that a node has joined deploys next.
+func (n *Node) known(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, knownWait)
+	defer cancel()
+	for {
+		changed := n.store.Changed() // before State, or a change in between goes unseen
+		if rec := n.store.State().Nodes[n.cfg.NodeID]; rec != nil && rec.Offer.Slots == n.offer.Slots && rec.Offer.PortLo == n.offer.PortLo {
+			return
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			n.log.Warn("the cluster does not know yet what this node offers")
+			return
+		}
+	}
+}
+
 // handOver lets another node lead before this one goes.
 func (n *Node) handOver() {
 	if n.consensus == nil || n.mesh == nil {

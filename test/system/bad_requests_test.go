@@ -10,19 +10,21 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// oneApp is an application of two ranks.
-const oneApp = `applications:
+const twoApps = `applications:
   - name: one
     model: {id: model-one}
     engine: {kind: sim, args: {sim_step_ms: 1}}
     data_parallel: {dp_size: 2}
+  - name: two
+    model: {id: model-two}
+    engine: {kind: sim, args: {sim_step_ms: 1}}
 `
 
 // Bodies that are malformed, cut, too large or of an unknown route are refused, and nothing else is disturbed.
 func TestBadRequests(t *testing.T) {
 	t.Parallel()
 	r := harness.Start(t)
-	r.Deploy(oneApp)
+	r.Deploy(twoApps)
 	r.WaitStatus("one", "RUNNING")
 	for _, c := range []struct {
 		path, body string
