@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"net/url"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -89,9 +90,9 @@ func TestRefused(t *testing.T) {
 
 // TestStale: a connection that was closed while it waited is told from one that fails at its first use.
 func TestStale(t *testing.T) {
-	n := 0
+	var n atomic.Int32
 	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		if n++; n == 2 {
+		if n.Add(1) == 2 {
 			panic(http.ErrAbortHandler)
 		}
 		_, _ = io.WriteString(w, "ok")
