@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"syscall"
+	"time"
 
 	"github.com/dpserve/dpserve/internal/problem"
 )
@@ -22,13 +23,25 @@ func takeDir(dir string) (io.Closer, error) {
 	return lockDir(dir)
 }
 
+// lockWait is how long a lock may outlive its process: until the last child that it forked has become another program.
+const lockWait = 500 * time.Millisecond
+
+func lock(f *os.File) error {
+	for end := time.Now().Add(lockWait); ; time.Sleep(lockWait / 50) {
+		err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+		if !errors.Is(err, syscall.EWOULDBLOCK) || time.Now().After(end) {
+			return err
+		}
+	}
+}
+
 // lockDir takes the data dir for this process. Closing the result gives it back.
 func lockDir(dir string) (io.Closer, error) {
 	f, err := os.OpenFile(filepath.Join(dir, lockFile), os.O_CREATE|os.O_RDWR, fileMode) //nolint:gosec // the operator's own data dir
 	if err != nil {
 		return nil, problem.New(problem.InvalidArgument, "open lock: %w", err).WithHint("choose a --data-dir that you may write to")
 	}
-	err = syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+	err = lock(f)
 	if err == nil {
 		return f, nil
 	}
