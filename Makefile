@@ -11,7 +11,7 @@ test: ## every test, as the README says it
 	go test ./...
 
 .PHONY: race
-race: ## tests of the rooms that have goroutines, under the race detector
+race: ## tests under the race detector, where it can see something
 	.ci/run race
 
 .PHONY: lint

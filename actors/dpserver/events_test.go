@@ -42,7 +42,6 @@ func TestKV3EventsReachTheStream(t *testing.T) {
 		asked := p.asked
 		p.mu.Unlock()
 		assert.Equal(t, []uint64{0, 1}, asked, "one replay of all there was, one from the first missing batch")
-		time.Sleep(10 * time.Second) // the status is a copy of some moments ago
 		assert.Equal(t, msg.EventStatus{State: msg.EventsLive, Batches: 4, Gaps: 1}, events(r))
 		assert.Equal(t, old.holds(), r.fresh(t).holds())
 	})
@@ -233,8 +232,10 @@ func TestKV5ClearedEmptiesThisRankAlone(t *testing.T) {
 		r.send(msg.Done{TicketID: id, FirstToken: 1})
 		p.publish(list{"AllBlocksCleared"}, storedBlocks(1, nil, ids(300, 8)))
 		old.follow(r)
-		assert.Equal(t, map[kvindex.Tier][2]uint64{kvindex.GPU: {2, sum(prompt(ids(300, 8)...))}, kvindex.Sent: old.holds()[kvindex.Sent]}, old.holds())
-		assert.LessOrEqual(t, old.holds()[kvindex.Sent][0], uint64(2), "no more than the engine holds")
+		holds := old.holds()
+		assert.LessOrEqual(t, holds[kvindex.Sent][0], uint64(2), "no more than the engine holds, now or between the two events")
+		delete(holds, kvindex.Sent)
+		assert.Equal(t, map[kvindex.Tier][2]uint64{kvindex.GPU: {2, sum(prompt(ids(300, 8)...))}}, holds)
 		assert.Equal(t, old.holds(), r.fresh(t).holds())
 
 		r.engine.set(func(f *fakeEngine) { f.counters.Asleep = true })

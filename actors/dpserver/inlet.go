@@ -79,8 +79,18 @@ func (in *inlet) put(add func()) {
 		in.waiting = &batch{}
 		in.waiting.add(change{kind: lost})
 	}
-	wake := !in.woken && !in.waiting.empty()
-	in.woken = in.woken || wake
+	empty := in.waiting.empty()
+	in.mu.Unlock()
+	if !empty {
+		in.stir()
+	}
+}
+
+// stir makes the actor look here: at what waits, and then at the subscription's Stats.
+func (in *inlet) stir() {
+	in.mu.Lock()
+	wake := !in.woken
+	in.woken = true
 	in.mu.Unlock()
 	if wake {
 		in.wake()

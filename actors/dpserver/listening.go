@@ -68,8 +68,8 @@ func (s *Server) subscription(src *msg.EventSource, life uint64) (*hearing, erro
 		hosts.Peers = []string{src.Host}
 	}
 	sub, err := kvevents.New(kvevents.Config{
-		Endpoints: kvevents.Endpoints{Connect: src.Connect, Bind: src.Bind, Replay: src.Replay}, Hosts: hosts, Topic: src.Topic, Sink: in,
-		Replays: s.net.replays, Logger: s.log, Dial: s.net.dial, Listen: s.net.listen,
+		Endpoints: kvevents.Endpoints{Connect: src.Connect, Bind: src.Bind, Replay: src.Replay}, Hosts: hosts, Topic: src.Topic,
+		Sink: in, Changed: in.stir, Replays: s.net.replays, Logger: s.log, Dial: s.net.dial, Listen: s.net.listen,
 	})
 	return &hearing{sub: sub, in: in}, err
 }
@@ -135,6 +135,7 @@ func (r *replica) onListened(m listened) {
 			r.log.Warn("kv events of a rank cannot be followed", slog.String("err", m.err.Error()))
 		}
 	}
+	r.feelPulse()
 	r.noteKV()
 }
 

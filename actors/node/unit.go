@@ -61,11 +61,11 @@ var (
 var _ msg.ReplicaWatcher = (*unit)(nil)
 
 func newUnit(n *Node, m *msg.StartRank, before *unit) *unit {
-	u := &unit{
-		n: n, m: m, before: before, done: make(chan struct{}), wake: make(chan struct{}, 1), hasten: make(chan struct{}), phase: state.Starting, back: map[int]bool{},
+	return &unit{
+		n: n, m: m, before: before, phase: state.Starting, back: map[int]bool{},
+		done: make(chan struct{}), wake: make(chan struct{}, 1), hasten: make(chan struct{}),
 		log: n.log.With(slog.String("app", m.App.Name), slog.String("unit", m.Unit), slog.Uint64("epoch", m.Epoch)),
 	}
-	return u
 }
 
 func (u *unit) attached() bool { return u.m.App.Engine.Kind == app.KindAttach }

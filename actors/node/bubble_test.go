@@ -1,0 +1,387 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"maps"
+	"net/http"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/engine"
+	"github.com/dpserve/dpserve/internal/inbox"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/state"
+)
+
+// bubble is a node in virtual time with a leader, a state, engines and DPServers that the test holds.
+type bubble struct {
+	t      testing.TB
+	node   *Node
+	leader *fakeLeader
+	store  *fakeStore
+	busy   atomic.Bool // engines do not end by themselves
+
+	mu       sync.Mutex
+	replicas map[string]*fakeReplica // by unit, epoch and rank
+	procs    []*fakeProcess
+	launches []engine.Launch
+	meets    []msg.Publish
+	asked    map[int]bool // ranks that awaited rank 0
+
+	known chan struct{} // closed: addr and port are set
+	addr  string
+	port  int
+}
+
+// fakeLeader takes what a node says, and answers as the test wants.
+type fakeLeader struct {
+	mu     sync.Mutex
+	answer func(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) // nil: grants
+	began  []time.Time                                                     // of each renewal
+	asked  []*msg.NodeReport
+	events []msg.UnitEvent // in order of arrival, each number once
+	high   uint64
+}
+
+func (l *fakeLeader) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) {
+	l.mu.Lock()
+	l.began, l.asked = append(l.began, time.Now()), append(l.asked, r)
+	answer := l.answer
+	l.mu.Unlock()
+	if answer != nil {
+		return answer(ctx, r)
+	}
+	return l.grant(r), nil
+}
+
+func (l *fakeLeader) grant(r *msg.NodeReport) msg.Lease {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, e := range r.Events {
+		if e.Number > l.high {
+			l.high, l.events = e.Number, append(l.events, e)
+		}
+	}
+	return msg.Lease{TTL: 10 * time.Second, Taken: l.high, Leader: "l"}
+}
+
+func (l *fakeLeader) becomes(answer func(ctx context.Context, r *msg.NodeReport) (msg.Lease, error)) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.answer = answer
+}
+
+// silent never answers, leaderless says at once that nobody leads.
+func silent(ctx context.Context, _ *msg.NodeReport) (msg.Lease, error) {
+	<-ctx.Done()
+	return msg.Lease{}, context.Cause(ctx)
+}
+
+func leaderless(context.Context, *msg.NodeReport) (msg.Lease, error) {
+	return msg.Lease{}, problem.New(problem.Unavailable, "nobody leads")
+}
+
+func (l *fakeLeader) renewals() int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return len(l.asked)
+}
+
+// lastBegan is when the newest renewal was asked for.
+func (l *fakeLeader) lastBegan() time.Time {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.began[len(l.began)-1]
+}
+
+// last is the newest report.
+func (l *fakeLeader) last() *msg.NodeReport {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.asked[len(l.asked)-1]
+}
+
+// kinds are the events that were taken of a unit, as epoch:kind.
+func (l *fakeLeader) kinds(unit string) (out []string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, e := range l.events {
+		if e.Unit == unit {
+			out = append(out, fmt.Sprint(e.Epoch, ":", e.Kind))
+		}
+	}
+	return out
+}
+
+// reason is that of the last event of a unit.
+func (l *fakeLeader) reason(unit string) (out string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, e := range l.events {
+		if e.Unit == unit {
+			out = e.Reason
+		}
+	}
+	return out
+}
+
+// fakeStore is a copy of the state.
+type fakeStore struct {
+	mu      sync.Mutex
+	now     *state.State
+	changed chan struct{}
+	frozen  chan struct{} // State waits until it is closed: who looks stands still
+}
+
+func (s *fakeStore) State() *state.State {
+	s.mu.Lock()
+	now, frozen := s.now, s.frozen
+	s.mu.Unlock()
+	if frozen != nil {
+		<-frozen
+	}
+	return now
+}
+
+func (s *fakeStore) Changed() <-chan struct{} {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.changed
+}
+
+func (s *fakeStore) change(f func(s *state.State)) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	next := *s.now
+	next.Units, next.Epochs = maps.Clone(next.Units), maps.Clone(next.Epochs)
+	f(&next)
+	next.Index++
+	s.now = &next
+	close(s.changed)
+	s.changed = make(chan struct{})
+}
+
+// freeze makes everything that looks at the state stand still until thaw.
+func (s *fakeStore) freeze() (thaw func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	c := make(chan struct{})
+	s.frozen = c
+	return func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.frozen = nil
+		close(c)
+	}
+}
+
+// fakeReplica is a DPServer that only remembers.
+type fakeReplica struct {
+	mu    sync.Mutex
+	fence string // cause
+	at    time.Time
+}
+
+func (*fakeReplica) Assign(context.Context) error           { return nil }
+func (*fakeReplica) Ready(context.Context, msg.Facts) error { return nil }
+func (*fakeReplica) Drain(string)                           {}
+func (*fakeReplica) Drained() <-chan struct{}               { return over }
+func (*fakeReplica) Stop(context.Context) error             { return nil }
+func (*fakeReplica) Status() msg.RankStatus                 { return msg.RankStatus{} }
+
+func (r *fakeReplica) Fence(cause string) <-chan struct{} {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.fence == "" {
+		r.fence, r.at = cause, time.Now()
+	}
+	return over
+}
+
+var over = func() <-chan struct{} {
+	c := make(chan struct{})
+	close(c)
+	return c
+}()
+
+func (r *fakeReplica) fenced() (cause string, at time.Time) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.fence, r.at
+}
+
+// fakeProcess is an engine that ends when it is told to, a busy one only when it is killed.
+type fakeProcess struct {
+	busy   *atomic.Bool
+	once   sync.Once
+	exited chan struct{}
+}
+
+func (*fakeProcess) PID() int                  { return 1 }
+func (p *fakeProcess) Exited() <-chan struct{} { return p.exited }
+func (*fakeProcess) Exit() Exit                { return Exit{} }
+func (p *fakeProcess) Kill()                   { p.once.Do(func() { close(p.exited) }) }
+func (*fakeProcess) Held() string              { return "" }
+
+func (p *fakeProcess) Terminate() {
+	if !p.busy.Load() {
+		p.Kill()
+	}
+}
+
+// Start implements Launcher.
+func (b *bubble) Start(_ context.Context, l engine.Launch, _, _ io.Writer) (Process, error) {
+	p := &fakeProcess{busy: &b.busy, exited: make(chan struct{})}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.procs, b.launches = append(b.procs, p), append(b.launches, l)
+	return p, nil
+}
+
+func (b *bubble) launched() int {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return len(b.procs)
+}
+
+// RoundTrip implements http.RoundTripper: every engine is well.
+func (b *bubble) RoundTrip(r *http.Request) (*http.Response, error) {
+	body := ""
+	switch r.URL.Path {
+	case "/v1/models":
+		body = `{"data":[{"id":"demo","max_model_len":2048}]}`
+	case "/v1/completions":
+		body = `{"choices":[{"finish_reason":"length"}]}`
+	}
+	return &http.Response{StatusCode: 200, Header: http.Header{}, Body: io.NopCloser(strings.NewReader(body)), Request: r}, nil
+}
+
+func (b *bubble) Assign(context.Context, string, int, string) (msg.AssignReply, error) {
+	return msg.AssignReply{}, nil
+}
+
+func (b *bubble) Publish(p msg.Publish) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.meets = append(b.meets, p)
+}
+
+func (b *bubble) published() []msg.Publish {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return slices.Clone(b.meets)
+}
+
+var errNobody = errors.New("no report from rank 0")
+
+func (b *bubble) Await(ctx context.Context, _ string, _ uint64, rank int) (string, int, error) {
+	b.mu.Lock()
+	b.asked[rank] = true
+	b.mu.Unlock()
+	select {
+	case <-b.known:
+		return b.addr, b.port, nil
+	case <-ctx.Done():
+		return "", 0, fmt.Errorf("rank %d: %w", rank, errNobody)
+	}
+}
+
+// answer tells everybody where rank 0 is.
+func (b *bubble) answer(addr string, port int) {
+	b.addr, b.port = addr, port
+	close(b.known)
+}
+
+// inBubble runs f with a node that has a lease.
+func inBubble(t *testing.T, change func(c *Config), f func(t *testing.T, b *bubble)) {
+	t.Helper()
+	synctest.Test(t, func(t *testing.T) {
+		b := &bubble{
+			t: t, leader: &fakeLeader{}, replicas: map[string]*fakeReplica{}, asked: map[int]bool{}, known: make(chan struct{}),
+			store: &fakeStore{now: state.New(), changed: make(chan struct{})},
+		}
+		log := slog.New(slog.DiscardHandler)
+		sys := inbox.NewSystem(log)
+		var number uint64
+		cfg := Config{
+			ID: "n", Slots: 8, System: sys, Assigner: b, Launcher: b, Transport: b, BindTest: func(int) error { return nil }, Log: log,
+			Rand: func() uint64 { number++; return number }, Executable: "dpserve", Environ: []string{}, Leader: b.leader, Store: b.store,
+			NewReplica: func(s msg.ReplicaSpec) (Replica, error) {
+				r := &fakeReplica{}
+				b.mu.Lock()
+				defer b.mu.Unlock()
+				b.replicas[fmt.Sprint(s.Unit, " ", s.Epoch, " ", s.Rank)] = r
+				return r, nil
+			},
+		}
+		if change != nil {
+			change(&cfg)
+		}
+		var err error
+		b.node, err = New(cfg)
+		require.NoError(t, err)
+		synctest.Wait()
+		f(t, b)
+		require.NoError(t, b.node.Close(t.Context(), 0))
+		sys.Shutdown()
+	})
+}
+
+func (b *bubble) replica(unit string, epoch uint64, rank int) *fakeReplica {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	r := b.replicas[fmt.Sprint(unit, " ", epoch, " ", rank)]
+	require.NotNil(b.t, r, "%s %d %d", unit, epoch, rank)
+	return r
+}
+
+func testApp(kind app.Kind, coupling app.Coupling, dpSize int) *app.Application {
+	return &app.Application{
+		Name: "demo", Model: app.Model{ID: "demo"}, NumGroups: 1, Engine: app.Engine{Kind: kind, Ranks: []app.AttachRank{{URL: "http://e:1"}}},
+		DataParallel: app.DataParallel{DPSize: dpSize, Coupling: coupling},
+	}
+}
+
+// order is the start of an independent rank, which the state grants too.
+func (b *bubble) order(unit string, epoch uint64) *msg.StartRank {
+	b.store.change(func(s *state.State) {
+		s.Epochs[unit] = epoch
+		s.Units[unit] = &state.Unit{ID: unit, Epoch: epoch, Phase: state.Starting}
+	})
+	ranks := []state.RankGrant{{Rank: 0, Node: "n"}}
+	return &msg.StartRank{
+		App: testApp(app.KindSim, app.Independent, 1), Unit: unit, Epoch: epoch, Ranks: ranks, AllRanks: ranks, Block: state.Block{Node: "n", Base: 20000, Size: 16},
+	}
+}
+
+func (b *bubble) start(unit string, epoch uint64) error {
+	return b.node.StartRank(b.t.Context(), b.order(unit, epoch))
+}
+
+// serving starts a unit and waits until it is ready.
+func (b *bubble) serving(unit string, epoch uint64) {
+	b.t.Helper()
+	require.NoError(b.t, b.start(unit, epoch))
+	time.Sleep(100 * time.Millisecond)
+	require.Equal(b.t, state.Ready, b.phase(unit))
+}
+
+func (b *bubble) phase(unit string) state.Phase {
+	if u := b.node.unit(unit); u != nil {
+		return u.currentPhase()
+	}
+	return ""
+}
