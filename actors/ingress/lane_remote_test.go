@@ -102,7 +102,7 @@ func TestOneFencedRankFencesItsUnit(t *testing.T) {
 	g.replicas[2].publish()
 	g.replicas[2].fenced()
 	assert.Equal(t, []string{"not-ready", "not-ready", "not-ready"}, g.states())
-	assert.Equal(t, 3, g.in.QueueLen("demo"), "they wait: the unit will be back")
+	eventually(t, func() bool { return g.in.QueueLen("demo") == 3 }, "they wait: the unit will be back")
 
 	for _, r := range g.replicas {
 		r.reborn()

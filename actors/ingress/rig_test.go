@@ -468,13 +468,16 @@ func deploy(tb testing.TB, s *store, a *app.Application, revision uint64) {
 	})
 }
 
+// phase puts a unit's phase into the state; when it returns, the ingress has seen it.
 func (g *rig) phase(unit string, p state.Phase, epoch uint64) {
+	before := g.in.table.Load()
 	g.store.set(func(st *state.State) {
 		if st.Units[unit] == nil {
 			st.Units[unit] = &state.Unit{ID: unit, App: "demo"}
 		}
 		st.Units[unit].Phase, st.Units[unit].Epoch, st.Epochs[unit] = p, epoch, epoch
 	})
+	assert.Eventually(g.t, func() bool { return g.in.table.Load() != before }, soon, time.Millisecond, "a change of the state is followed")
 }
 
 // answer is a client's view of an answer.

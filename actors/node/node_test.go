@@ -112,22 +112,34 @@ func (r *rig) accepts() int {
 // portAllocator gives blocks of free ports, and is where the epoch under test lives.
 type portAllocator struct{ epoch uint64 }
 
+// block is one that no other test has until t ends: the port behind it is held as the sign.
 func (p *portAllocator) block(t testing.TB) state.Block {
-	for range 100 {
-		base := 21000 + 16*rand.IntN(500)
-		free := true
-		for port := base; port < base+32 && free; port++ {
-			ln, err := net.Listen("tcp", "127.0.0.1:"+strconv.Itoa(port))
-			if free = err == nil; free {
-				_ = ln.Close()
-			}
+	const lo, size, blocks = 24000, 32, 170
+	for range 10 * blocks {
+		base := lo + rand.IntN(blocks)*(size+1)
+		sign, err := net.Listen("tcp", "127.0.0.1:"+strconv.Itoa(base+size))
+		if err != nil {
+			continue
 		}
-		if free {
-			return state.Block{Node: "n", Base: base, Size: 32}
+		if portsFree(base, size) {
+			t.Cleanup(func() { _ = sign.Close() })
+			return state.Block{Node: "n", Base: base, Size: size}
 		}
+		_ = sign.Close()
 	}
 	t.Fatal("no free block of ports")
 	return state.Block{}
+}
+
+func portsFree(base, n int) bool {
+	for port := base; port < base+n; port++ {
+		ln, err := net.Listen("tcp", "127.0.0.1:"+strconv.Itoa(port))
+		if err != nil {
+			return false
+		}
+		_ = ln.Close()
+	}
+	return true
 }
 
 // timers are a tenth of the defaults.
@@ -343,10 +355,10 @@ func TestRG6AFailedStartNamesItsRankAndItsLastLines(t *testing.T) {
 }
 
 func TestAStartThatHangsEndsAtItsDeadline(t *testing.T) {
-	r := newRig(t, func(c *node.Config) { c.Timers.StartupTimeout = 300 * time.Millisecond })
+	r := newRig(t, func(c *node.Config) { c.Timers.StartupTimeout = 3 * time.Second })
 	m := r.start(demo(app.Independent, 1, "hang"))
 	e := r.expect(msg.UnitGone, msg.UnitStarted, msg.UnitKilling)
-	assert.Contains(t, e.Reason, "not ready within the startup timeout of 300ms (engine.startup_timeout_s); rank 0: waiting for http://127.0.0.1:"+strconv.Itoa(m.Block.Base)+"/health: ")
+	assert.Contains(t, e.Reason, "not ready within the startup timeout of 3s (engine.startup_timeout_s); rank 0: waiting for http://127.0.0.1:"+strconv.Itoa(m.Block.Base)+"/health: ")
 	assert.Equal(t, []string{"engine rank 0 on port " + strconv.Itoa(m.Block.Base)}, e.LogTail)
 }
 

@@ -36,6 +36,12 @@ func (m *meeting) Publish(p msg.Publish) {
 	m.news = make(chan struct{})
 }
 
+func (m *meeting) said(epoch uint64) msg.Publish {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.at[epoch]
+}
+
 func (m *meeting) Await(ctx context.Context, _ string, epoch uint64, _ int) (string, int, error) {
 	for {
 		m.mu.Lock()
@@ -90,7 +96,7 @@ func TestRG1AGroupOverTwoNodes(t *testing.T) {
 		r.expect(msg.UnitReady, msg.UnitStarted)
 		require.Equal(t, ranks/2, r.accepts())
 	}
-	assert.Equal(t, msg.Publish{Unit: "demo/0", Epoch: 1, Addr: "127.0.0.1", Port: blocks["a"].Base + 5*ranks}, shared.at[1])
+	assert.Equal(t, msg.Publish{Unit: "demo/0", Epoch: 1, Addr: "127.0.0.1", Port: blocks["a"].Base + 5*ranks}, shared.said(1))
 	urls := map[int]string{}
 	for _, r := range []*rig{a, b} {
 		for _, s := range r.node.RankStatuses()["demo/0"] {
