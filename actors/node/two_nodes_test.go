@@ -111,7 +111,7 @@ func TestRG1AGroupOverTwoNodes(t *testing.T) {
 	victim := b.node.RankStatuses()["demo/0"][3]
 	require.NoError(t, syscall.Kill(victim.PID, syscall.SIGKILL))
 	e := b.expect(msg.UnitFenced)
-	assert.Equal(t, 11, e.Rank)
+	assert.GreaterOrEqual(t, e.Rank, ranks/2, "11, or another one of b whose engine missed it first")
 	require.NoError(t, a.node.StopRank(t.Context(), &msg.StopRank{Unit: "demo/0", Epoch: 1, Reason: "a rank elsewhere failed"}))
 	a.expect(msg.UnitGone, msg.UnitFenced, msg.UnitKilling)
 	b.expect(msg.UnitGone, msg.UnitKilling)

@@ -13,6 +13,8 @@ import (
 
 	"github.com/rogpeppe/go-internal/testscript"
 	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/test/harness"
 )
 
 // scriptWait bounds what a script waits for; it is generous because machines of tests are busy.
@@ -39,6 +41,7 @@ func TestScripts(t *testing.T) {
 		},
 		Cmds: map[string]func(*testscript.TestScript, bool, []string){
 			"exit":    cmdExit,
+			"ports":   cmdPorts,
 			"node":    cmdNode,
 			"waitfor": cmdWaitFor,
 			"take":    cmdTake,
@@ -62,6 +65,14 @@ func cmdExit(ts *testscript.TestScript, neg bool, args []string) {
 	if fmt.Sprint(code) != args[0] {
 		ts.Fatalf("dpserve %s: exit code %d, wanted %s", strings.Join(args[1:], " "), code, args[0])
 	}
+}
+
+// cmdPorts is `ports`: sets PORTS, a range of engine ports that no other script has.
+func cmdPorts(ts *testscript.TestScript, _ bool, _ []string) {
+	ports, release, err := harness.HoldPorts()
+	ts.Check(err)
+	ts.Defer(release)
+	ts.Setenv("PORTS", ports)
 }
 
 // cmdNode is `node FILE`: waits until FILE (the stdout of start or up with -o json) holds an address, and sets DPSERVE_ADDR,

@@ -284,21 +284,29 @@ func FreeAddr(t testing.TB) string {
 	return l.Addr().String()
 }
 
-// PortRange is 499 engine ports that no other test on this machine has until t ends: the one behind them is held as the sign. They lie
-// below the default range, which the tests of the commands use.
+// PortRange is engine ports of HoldPorts, until t ends.
 func PortRange(t testing.TB) string {
 	t.Helper()
+	ports, release, err := HoldPorts()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(release)
+	return ports
+}
+
+// HoldPorts gives 499 engine ports that no other test on this machine has until release: the one behind them is held as the sign. They
+// lie below the default range.
+func HoldPorts() (ports string, release func(), err error) {
 	const lo, width, blocks = 10000, 500, 19
 	for end := time.Now().Add(time.Minute); time.Now().Before(end); time.Sleep(10 * time.Millisecond) { // on a machine of many cores tests wait for each other
 		base := lo + rand.IntN(blocks)*width
 		sign, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", base+width-1))
 		if err == nil {
-			t.Cleanup(func() { _ = sign.Close() })
-			return fmt.Sprintf("%d-%d", base, base+width-2)
+			return fmt.Sprintf("%d-%d", base, base+width-2), func() { _ = sign.Close() }, nil
 		}
 	}
-	t.Fatalf("all %d blocks of %d engine ports from %d on have been taken for a minute", blocks, width, lo)
-	return ""
+	return "", nil, fmt.Errorf("all %d blocks of %d engine ports from %d on have been taken for a minute", blocks, width, lo)
 }
 
 // Buffer is a bytes.Buffer for two goroutines.
