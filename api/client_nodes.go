@@ -48,6 +48,19 @@ func (c *Client) NewToken(ctx context.Context, req TokenRequest) (Token, error) 
 	return r.Token, err
 }
 
+// RotateKey begins to give the gossip a new key; KeyRotation shows how it goes on.
+func (c *Client) RotateKey(ctx context.Context) error {
+	var r KeyRotationReply
+	return c.call(ctx, http.MethodPost, pathGossipKey, nil, nil, &r)
+}
+
+// KeyRotation says how far a change of the gossip key is.
+func (c *Client) KeyRotation(ctx context.Context) (KeyRotation, error) {
+	var r KeyRotationReply
+	err := c.call(ctx, http.MethodGet, pathGossipKey, nil, nil, &r)
+	return r.KeyRotation, err
+}
+
 // Plan says what Deploy would do, and changes nothing.
 func (c *Client) Plan(ctx context.Context, req DeployRequest) (msg.Plan, error) {
 	q := fileQuery(req.File)

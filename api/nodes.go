@@ -16,6 +16,7 @@ const (
 	pathNodes      = "/api/v1/nodes"
 	pathDrain      = "/drain"              // behind pathNodes/NODE
 	pathJoinTokens = "/api/v1/join-tokens" //nolint:gosec // a path
+	pathGossipKey  = "/api/v1/gossip-key"
 )
 
 // Bounds of a join token.
@@ -40,6 +41,16 @@ type Nodes interface {
 	Remove(ctx context.Context, node string) error
 	// NewToken makes a token that lets nodes join.
 	NewToken(ctx context.Context, req TokenRequest) (Token, error)
+	// RotateKey begins to give the gossip a new key, which takes some renewals of every node's lease.
+	RotateKey(ctx context.Context) error
+	// KeyRotation says how far that is.
+	KeyRotation(ctx context.Context) (KeyRotation, error)
+}
+
+// KeyRotation is how far a change of the gossip key is.
+type KeyRotation struct {
+	Done    bool     `json:"done"`
+	Waiting []string `json:"waiting,omitempty"` // nodes that have not taken the present step
 }
 
 // TokenRequest says what a join token is good for.
@@ -75,6 +86,12 @@ type TokenReply struct {
 	Token
 }
 
+// KeyRotationReply answers POST and GET /api/v1/gossip-key.
+type KeyRotationReply struct {
+	Envelope
+	KeyRotation
+}
+
 // nodes adds the paths of the Nodes.
 func (s *Server) nodes(g *gin.Engine) {
 	if s.cfg.Nodes == nil {
@@ -85,6 +102,24 @@ func (s *Server) nodes(g *gin.Engine) {
 	g.POST(pathNodes+"/:node"+pathDrain, s.reply(s.drainNode))
 	g.DELETE(pathNodes+"/:node"+pathDrain, s.reply(s.undrainNode))
 	g.POST(pathJoinTokens, s.reply(s.newToken))
+	g.POST(pathGossipKey, s.reply(s.rotateKey))
+	g.GET(pathGossipKey, s.reply(s.keyRotation))
+}
+
+func (s *Server) rotateKey(c *gin.Context) (int, any, error) {
+	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
+		return 0, nil, err
+	}
+	err := s.cfg.Nodes.RotateKey(c.Request.Context())
+	return http.StatusAccepted, KeyRotationReply{Envelope: Envelope{APIVersion}}, err
+}
+
+func (s *Server) keyRotation(c *gin.Context) (int, any, error) {
+	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
+		return 0, nil, err
+	}
+	r, err := s.cfg.Nodes.KeyRotation(c.Request.Context())
+	return http.StatusOK, KeyRotationReply{Envelope{APIVersion}, r}, err
 }
 
 func (s *Server) listNodes(c *gin.Context) (int, any, error) {

@@ -49,6 +49,12 @@ func (k *nodeKeeper) NewToken(_ context.Context, req api.TokenRequest) (api.Toke
 	return api.Token{Token: "dpj1.x", Address: "10.0.0.1:7947", Uses: req.Uses}, nil
 }
 
+func (k *nodeKeeper) RotateKey(context.Context) error { return k.ask("rotate", "a") }
+
+func (k *nodeKeeper) KeyRotation(context.Context) (api.KeyRotation, error) {
+	return api.KeyRotation{Waiting: []string{"b"}}, nil
+}
+
 func TestNodesByClient(t *testing.T) {
 	k := &nodeKeeper{}
 	_, c := serve(t, api.Config{Backend: newBackend(), Nodes: k})
@@ -68,6 +74,11 @@ func TestNodesByClient(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, "dpj1.x", token.Token)
 	assert.Equal(t, api.TokenRequest{TTL: time.Minute, Uses: 4}, k.token)
+	require.NoError(t, c.RotateKey(ctx))
+	assert.Equal(t, "rotate a", k.asked[len(k.asked)-1])
+	rotation, err := c.KeyRotation(ctx)
+	require.NoError(t, err)
+	assert.Equal(t, api.KeyRotation{Waiting: []string{"b"}}, rotation)
 }
 
 func TestTokensAreBounded(t *testing.T) {

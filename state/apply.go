@@ -47,7 +47,7 @@ func (s *State) Apply(index uint64, c *Command) (Result, error) {
 	}
 }
 
-// applyNodes carries out a command about nodes or join tokens.
+// applyNodes carries out a command about nodes, join tokens or the gossip key.
 func (s *State) applyNodes(c *Command) (Result, error) {
 	switch {
 	case c.PutNode != nil:
@@ -62,8 +62,10 @@ func (s *State) applyNodes(c *Command) (Result, error) {
 		return s.removeNode(c.RemoveNode)
 	case c.PutToken != nil:
 		return s.putToken(c.PutToken)
-	default:
+	case c.UseToken != nil:
 		return s.useToken(c.UseToken)
+	default:
+		return s.turnKey(c.TurnKey)
 	}
 }
 

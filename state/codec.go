@@ -18,7 +18,7 @@ func (c *Command) kinds() map[string]bool {
 		"grant_group": c.GrantGroup != nil, "unit_ready": c.UnitReady != nil, "unit_fenced": c.UnitFenced != nil,
 		"unit_failed": c.UnitFailed != nil, "release": c.Release != nil,
 		"put_node": c.PutNode != nil, "node_lost": c.NodeLost != nil, "node_back": c.NodeBack != nil, "drain_node": c.DrainNode != nil,
-		"remove_node": c.RemoveNode != nil, "put_token": c.PutToken != nil, "use_token": c.UseToken != nil,
+		"remove_node": c.RemoveNode != nil, "put_token": c.PutToken != nil, "use_token": c.UseToken != nil, "turn_key": c.TurnKey != nil,
 	}
 }
 

@@ -26,6 +26,7 @@ var (
 	ErrNodeRemoved    = errors.New("node was removed")
 	ErrNodeGone       = errors.New("node takes no ranks")
 	ErrLastControl    = errors.New("last control node")
+	ErrKeyTurned      = errors.New("another change of the key is under way")
 	ErrTokenUnknown   = errors.New("unknown join token")
 	ErrTokenUsed      = errors.New("join token is used up")
 	ErrTokenExpired   = errors.New("join token has expired")

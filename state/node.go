@@ -23,6 +23,7 @@ type Node struct {
 	Roles     []Role `json:"roles"`
 	Zone      string `json:"zone,omitempty"`
 	Version   string `json:"version,omitempty"`
+	Keyring   string `json:"keyring,omitempty"` // KeyringSum of the gossip keys it has taken; "" = it knows no key yet
 	Offer     Offer  `json:"offer"`
 
 	Lost     bool   `json:"lost,omitempty"`     // silent for its lease and 2 s: its units are released
@@ -80,13 +81,6 @@ type UseToken struct {
 	Hash string `json:"hash"`
 	UID  string `json:"uid"`
 	Now  int64  `json:"now"` // unix ms, of the proposer
-}
-
-// Secrets are what only members may know. Set by Init, each once.
-type Secrets struct {
-	Authority    []byte `json:"authority,omitempty"`     // PEM, the cluster's certificate authority
-	AuthorityKey []byte `json:"authority_key,omitempty"` // PEM
-	GossipKey    []byte `json:"gossip_key,omitempty"`    // 32 bytes
 }
 
 // LeaseTTL is how long a renewed lease lasts, and LeaseGrace what the leader waits on top before it takes the node for lost.

@@ -39,21 +39,33 @@ func (m *mesh) certify(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	next := m.files
-	if next.Cert, next.Authority, err = m.n.leader.Certify(ctx, csr); err != nil {
+	cert, authority, err := m.n.leader.Certify(ctx, csr)
+	if err != nil {
 		return err
 	}
+	m.held.Lock()
+	defer m.held.Unlock()
+	next := m.files
+	next.Cert, next.Authority = cert, authority
 	c, err := next.Credentials()
 	if err != nil {
 		return err
 	}
+	if err := m.save(next); err != nil {
+		return err
+	}
+	m.credentials.Store(c)
+	m.n.log.Info("the node's certificate was renewed", slog.Time("expires", c.NotAfter))
+	return nil
+}
+
+// save keeps files, here and in the data dir. The caller has held.
+func (m *mesh) save(files pki.Files) error {
 	if m.dir != "" {
-		if err := pki.Save(m.dir, next); err != nil {
+		if err := pki.Save(m.dir, files); err != nil {
 			return err
 		}
 	}
-	m.files = next
-	m.credentials.Store(c)
-	m.n.log.Info("the node's certificate was renewed", slog.Time("expires", c.NotAfter))
+	m.files = files
 	return nil
 }

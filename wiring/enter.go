@@ -25,8 +25,6 @@ const seedsFile = "seeds.json"
 // removedFile says that the cluster has removed this node.
 const removedFile = "removed"
 
-const gossipKeyBytes = 32
-
 // enter makes the node's mesh: from the files of its data dir, by joining, or as the first node of a new cluster. The node port
 // is bound before anybody hears of this node.
 func (n *Node) enter(ctx context.Context) error {
@@ -190,7 +188,7 @@ func (m *mesh) found() error {
 	if m.files.Cert, err = authority.Sign(csr, id, now, pki.DefaultLife); err != nil {
 		return err
 	}
-	m.files.GossipKey = make([]byte, gossipKeyBytes)
+	m.files.GossipKey = make([]byte, state.GossipKeySize)
 	_, _ = rand.Read(m.files.GossipKey) // never fails since Go 1.24
 	var key []byte
 	m.files.Authority, key = authority.PEM()

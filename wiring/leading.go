@@ -70,7 +70,11 @@ func (c confirmed) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, err
 	if err := c.consensus.Confirm(ctx); err != nil {
 		return msg.Lease{}, err
 	}
-	return c.control.Renew(ctx, r)
+	lease, err := c.control.Renew(ctx, r)
+	if secrets := c.consensus.State().Secrets; err == nil && r.Node.Keyring != state.KeyringSum(secrets.Keyring()) {
+		lease.Keyring = secrets.Keyring()
+	}
+	return lease, err
 }
 
 // proposesHere proposes for the leader's actors, and never sends on: one that was deposed and does not know it decides on what it saw
@@ -215,7 +219,7 @@ func (n *Node) describe(m *mesh) state.Node {
 		out.Roles = append(out.Roles, state.Role(r))
 	}
 	if m != nil {
-		out.Advertise, out.Address, out.Gossip = n.cfg.Advertise, m.address, m.gossipAddress
+		out.Advertise, out.Address, out.Gossip, out.Keyring = n.cfg.Advertise, m.address, m.gossipAddress, m.keyringSum()
 	}
 	return out
 }

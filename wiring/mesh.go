@@ -35,6 +35,8 @@ type mesh struct {
 	gossipAddress string
 	dir           string // of the certificate files; "" = in memory
 	files         pki.Files
+	keyring       [][]byte      // gossip keys, the first is sent with; nil = that of files alone
+	held          sync.Mutex    // guards files and keyring once the node renews its lease
 	seeds         []state.Node  // where the others were when this node joined
 	member        bool          // it joined; else the cluster began here
 	founding      bool          // it begins here and now

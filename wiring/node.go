@@ -191,7 +191,7 @@ func (n *Node) buildWorker(t *timers) error {
 		Labels: n.offer.Labels, Executable: n.cfg.Executable, System: n.system, Assigner: n.leader, Rand: random, Timers: t.node, Log: n.log,
 		Launcher: n.cfg.Launcher, Transport: n.probes, BindTest: n.cfg.bindTest(),
 		NewReplica: func(spec msg.ReplicaSpec) (node.Replica, error) { return factory.New(spec) },
-		Leader:     n.leader, Self: n.self, Trouble: n.trouble, Store: n.store, OnLeaseLoss: n.onLeaseLoss(), EngineHost: n.cfg.engineHost(), Advertise: n.cfg.Advertise,
+		Leader:     keyed{n}, Self: n.self, Trouble: n.trouble, Store: n.store, OnLeaseLoss: n.onLeaseLoss(), EngineHost: n.cfg.engineHost(), Advertise: n.cfg.Advertise,
 	})
 	return err
 }
@@ -236,7 +236,7 @@ func (n *Node) begin(ctx context.Context) error {
 		return nil
 	}
 	if n.consensus != nil {
-		n.loops.Go(func() { n.keepVoters(n.killed) })
+		n.loops.Go(func() { n.keepOrder(n.killed) })
 	}
 	n.loops.Go(func() { n.mesh.renew(n.killed) })
 	if n.mesh.gossip != nil {

@@ -15,13 +15,13 @@ const (
 	votersCall  = 10 * time.Second
 )
 
-// keepVoters lets the leader change who votes, one step at a time, until ctx ends.
-func (n *Node) keepVoters(ctx context.Context) {
+// keepOrder lets the leader change who votes and go on with a change of the gossip key, one step at a time, until ctx ends.
+func (n *Node) keepOrder(ctx context.Context) {
 	tick := time.NewTicker(votersEvery)
 	defer tick.Stop()
 	for {
 		changed := n.store.Changed()
-		for n.store.Leader() && n.changeVoters(ctx) && ctx.Err() == nil { //nolint:revive // one change after the other
+		for n.store.Leader() && (n.changeVoters(ctx) || n.turnKey(ctx)) && ctx.Err() == nil { //nolint:revive // one change after the other
 		}
 		select {
 		case <-changed:

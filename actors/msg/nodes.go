@@ -25,6 +25,8 @@ type Lease struct {
 	Taken  uint64 // events up to this number need not be sent again
 	Leader string // node id
 	Index  uint64 // of the leader's state
+	// Keyring is the gossip keys, for a node that reported others: it lets all in and sends with the first. nil = no change.
+	Keyring [][]byte
 }
 
 // Leader is the leader as the nodes see it. Renew refuses with problem.PermissionDenied whom it does not know any more, and with

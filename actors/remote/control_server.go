@@ -197,8 +197,8 @@ func (s *ControlServer) ForwardApply(ctx context.Context, r *dpservev1.ApplyRequ
 	if err != nil {
 		return nil, toStatus(err)
 	}
-	if c.Init != nil && hasSecrets(c.Init) {
-		return nil, toStatus(problem.New(problem.PermissionDenied, "only the leader itself names its cluster"))
+	if c.Init != nil && hasSecrets(c.Init) || c.TurnKey != nil {
+		return nil, toStatus(problem.New(problem.PermissionDenied, "only the leader itself names its cluster and changes its gossip key"))
 	}
 	ctx, cancel := context.WithTimeout(ctx, proposalLimit)
 	defer cancel()

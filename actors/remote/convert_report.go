@@ -133,10 +133,10 @@ func decodeNode(b []byte) (*state.Node, error) {
 }
 
 func encodeLease(l msg.Lease) *dpservev1.RenewReply {
-	return &dpservev1.RenewReply{TtlNano: int64(l.TTL), Leader: l.Leader, Taken: l.Taken, Index: l.Index}
+	return &dpservev1.RenewReply{TtlNano: int64(l.TTL), Leader: l.Leader, Taken: l.Taken, Index: l.Index, Keyring: l.Keyring}
 }
 
 func decodeLease(r *dpservev1.RenewReply) (msg.Lease, error) {
-	l := msg.Lease{TTL: time.Duration(r.GetTtlNano()), Leader: r.GetLeader(), Taken: r.GetTaken(), Index: r.GetIndex()}
-	return l, checks(field(l.TTL > 0, "ttl_nano"), named(l.Leader, "leader"))
+	l := msg.Lease{TTL: time.Duration(r.GetTtlNano()), Leader: r.GetLeader(), Taken: r.GetTaken(), Index: r.GetIndex(), Keyring: r.GetKeyring()}
+	return l, checks(field(l.TTL > 0, "ttl_nano"), named(l.Leader, "leader"), field(len(l.Keyring) <= 2, "keyring"))
 }

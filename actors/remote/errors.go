@@ -65,6 +65,7 @@ func sentinels() []sentinel {
 		{"node_removed", state.ErrNodeRemoved},
 		{"node_gone", state.ErrNodeGone},
 		{"last_control", state.ErrLastControl},
+		{"key_turned", state.ErrKeyTurned},
 		{"token_unknown", state.ErrTokenUnknown},
 		{"token_used", state.ErrTokenUsed},
 		{"token_expired", state.ErrTokenExpired},

@@ -88,8 +88,9 @@ func checkNode(n *state.Node) error {
 		return badNode("its node port %q is not HOST:PORT", text(n.Address, maxNodeID))
 	case badGossip != nil:
 		return badNode("its gossip address %q is not HOST:PORT", text(n.Gossip, maxNodeID))
-	case len(n.Address) > maxName || len(n.Gossip) > maxName || len(n.Advertise) > maxName || len(n.Zone) > maxName || len(n.Version) > maxName:
-		return badNode("its addresses, zone or version are too long")
+	case len(n.Address) > maxName || len(n.Gossip) > maxName || len(n.Advertise) > maxName || len(n.Zone) > maxName || len(n.Version) > maxName,
+		len(n.Keyring) > maxName:
+		return badNode("its addresses, zone, version or keyring are too long")
 	case o.Slots < 0 || o.Slots > maxSlots || len(o.Devices) > maxDevices || len(o.Labels) > maxLabels:
 		return badNode("it offers more than %d slots, %d devices or %d labels", maxSlots, maxDevices, maxLabels)
 	case o.PortLo < 0 || o.PortHi < o.PortLo || o.PortHi > 65535:

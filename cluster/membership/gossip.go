@@ -1,7 +1,9 @@
 package membership
 
 import (
+	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"log"
 	"math/rand/v2"
@@ -141,38 +143,36 @@ func (g *Gossip) encodedMeta() []byte {
 	return g.meta
 }
 
-// AddKey lets messages with another key in: the first step of a rotation, on every node, before UseKey on any.
-func (g *Gossip) AddKey(key []byte) error {
+// SetKeys lets messages with these keys in, one or two, and sends with the first. A change of the key has three steps, each taken by all
+// nodes before any takes the next: the new one behind the old, the old one behind the new, the new one alone.
+func (g *Gossip) SetKeys(keys ...[]byte) error {
 	g.life.Lock()
 	defer g.life.Unlock()
-	if len(key) != KeySize {
-		return problem.New(problem.InvalidArgument, "a gossip key has %d bytes, this one has %d", KeySize, len(key))
+	if len(keys) == 0 || len(keys) > maxKeys {
+		return problem.New(problem.InvalidArgument, "gossip has one key or %d, these are %d", maxKeys, len(keys))
 	}
-	// With three, RemoveKey would change a list that is being read: the keyring shares it.
-	if len(g.ring.GetKeys()) >= maxKeys {
-		return problem.New(problem.Conflict, "a change of the gossip key is under way").WithHint("end it: remove the old key first")
+	for _, k := range keys {
+		if len(k) != KeySize {
+			return problem.New(problem.InvalidArgument, "a gossip key has %d bytes, this one has %d", KeySize, len(k))
+		}
 	}
-	return g.ring.AddKey(key)
+	// Never three at a time: RemoveKey would change a list that is being read, as the keyring shares it.
+	err := errors.Join(g.keep(keys...), g.ring.AddKey(keys[0]), g.ring.UseKey(keys[0]), g.keep(keys...))
+	for _, k := range keys[1:] {
+		err = errors.Join(err, g.ring.AddKey(k))
+	}
+	return err
 }
 
-// UseKey sends with a key that AddKey let in.
-func (g *Gossip) UseKey(key []byte) error {
-	g.life.Lock()
-	defer g.life.Unlock()
-	if err := g.ring.UseKey(key); err != nil {
-		return problem.New(problem.NotFound, "use a gossip key: %w", err)
+// keep removes the keys that are not among keys, but for the one in use.
+func (g *Gossip) keep(keys ...[]byte) error {
+	var err error
+	for _, k := range g.ring.GetKeys()[1:] {
+		if !slices.ContainsFunc(keys, func(kept []byte) bool { return bytes.Equal(kept, k) }) {
+			err = errors.Join(err, g.ring.RemoveKey(k))
+		}
 	}
-	return nil
-}
-
-// RemoveKey keeps messages with a key out: the last step, after UseKey on every node.
-func (g *Gossip) RemoveKey(key []byte) error {
-	g.life.Lock()
-	defer g.life.Unlock()
-	if err := g.ring.RemoveKey(key); err != nil {
-		return problem.New(problem.Conflict, "remove a gossip key: %w", err)
-	}
-	return nil
+	return err
 }
 
 // Close says farewell, for at most a second, and ends.

@@ -27,6 +27,8 @@ type admin interface {
 	Undrain(ctx context.Context, node string) error
 	RemoveNode(ctx context.Context, node string) error
 	NewToken(ctx context.Context, req api.TokenRequest) (api.Token, error)
+	RotateKey(ctx context.Context) error
+	KeyRotation(ctx context.Context) (api.KeyRotation, error)
 	Close() // ends idle connections
 }
 

@@ -31,7 +31,7 @@ its roles (* = leads, + = votes), slots and devices in use, the groups that have
 		RunE:    func(cmd *cobra.Command, _ []string) error { return e.nodes(cmd.Context(), *output) },
 	}
 	output = addOutput(cmd)
-	cmd.AddCommand(newNodesRemove(e))
+	cmd.AddCommand(newNodesRemove(e), newRotateKey(e))
 	return cmd
 }
 

@@ -76,6 +76,18 @@ func TestTokenPrintsTheJoinCommand(t *testing.T) {
 	assert.Equal(t, []api.TokenRequest{{TTL: time.Hour, Uses: 3}}, c.cluster.nodes.tokens)
 }
 
+func TestRotateKeyWaitsForEveryNode(t *testing.T) {
+	c := newCLI(t)
+	c.cluster.nodes.turning = [][]string{{"a", "b"}, {"b"}, {}}
+	require.Zero(t, c.run([]string{"nodes", "rotate-key"}), c.stderr())
+	assert.Equal(t, "dpserve: the gossip has a new key\n", c.stderr())
+	c = newCLI(t)
+	c.cluster.nodes.turning = [][]string{{"a", "b"}}
+	assert.Equal(t, 8, c.run([]string{"nodes", "rotate-key", "--timeout", "10ms"}))
+	assert.Contains(t, c.stderr(), "it waits for a, b; the change goes on")
+	assert.Equal(t, 2, newCLI(t).run([]string{"nodes", "rotate-key", "--timeout", "0s"}))
+}
+
 func TestPlanShowsPlacesAndExitCodes(t *testing.T) {
 	c := newCLI(t)
 	c.cluster.nodes.plan = msg.Plan{

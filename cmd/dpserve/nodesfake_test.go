@@ -17,6 +17,7 @@ type fakeNodes struct {
 	undone   []string
 	gone     []string
 	tokens   []api.TokenRequest
+	turning  [][]string // nodes that have not taken the key, look by look; the last stays
 }
 
 func (f *fakeCluster) Version(context.Context) (api.BuildInfo, error) {
@@ -61,6 +62,16 @@ func (f *fakeCluster) RemoveNode(_ context.Context, node string) error {
 func (f *fakeCluster) NewToken(_ context.Context, req api.TokenRequest) (api.Token, error) {
 	f.nodes.tokens = append(f.nodes.tokens, req)
 	return api.Token{Token: "dpj1.x", Address: "10.0.0.1:7947", Uses: req.Uses, Expires: time.Unix(0, 0)}, f.down
+}
+
+func (f *fakeCluster) RotateKey(context.Context) error { return f.down }
+
+func (f *fakeCluster) KeyRotation(context.Context) (api.KeyRotation, error) {
+	now := f.nodes.turning[0]
+	if len(f.nodes.turning) > 1 {
+		f.nodes.turning = f.nodes.turning[1:]
+	}
+	return api.KeyRotation{Done: len(now) == 0, Waiting: now}, nil
 }
 
 func (n *fakeNode) FirstToken() (address, token string) { return n.joinAt, n.joinWith }

@@ -48,7 +48,7 @@ func reference(t *testing.T) string {
 	t.Helper()
 	var b strings.Builder
 	b.WriteString(referenceHead)
-	for _, name := range []string{"up", "start", "join", "validate", "plan", "deploy", "status", "route", "route explain", "router", "router show", "router reset", "logs", "delete", "ranks", "ranks add", "ranks remove", "nodes", "nodes remove", "drain", "undrain", "leave", "token", "bench", "version", "completion"} {
+	for _, name := range []string{"up", "start", "join", "validate", "plan", "deploy", "status", "route", "route explain", "router", "router show", "router reset", "logs", "delete", "ranks", "ranks add", "ranks remove", "nodes", "nodes remove", "nodes rotate-key", "drain", "undrain", "leave", "token", "bench", "version", "completion"} {
 		cli := newCLI(t)
 		require.Equal(t, 0, cli.run(append([]string{"help"}, strings.Fields(name)...)))
 		b.WriteString("\n## " + name + "\n\n```text\n" + strings.TrimSpace(cli.stdout()) + "\n```\n")

@@ -335,7 +335,7 @@ type RenewReply struct {
 	Leader        string                 `protobuf:"bytes,2,opt,name=leader,proto3" json:"leader,omitempty"`
 	Taken         uint64                 `protobuf:"varint,3,opt,name=taken,proto3" json:"taken,omitempty"` // events up to this number need not be sent again
 	Index         uint64                 `protobuf:"varint,4,opt,name=index,proto3" json:"index,omitempty"`
-	Peers         []*Peer                `protobuf:"bytes,5,rep,name=peers,proto3" json:"peers,omitempty"`
+	Keyring       [][]byte               `protobuf:"bytes,5,rep,name=keyring,proto3" json:"keyring,omitempty"` // gossip keys, for a node that has others: it sends with the first; empty = no change
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -398,9 +398,9 @@ func (x *RenewReply) GetIndex() uint64 {
 	return 0
 }
 
-func (x *RenewReply) GetPeers() []*Peer {
+func (x *RenewReply) GetKeyring() [][]byte {
 	if x != nil {
-		return x.Peers
+		return x.Keyring
 	}
 	return nil
 }
@@ -2544,14 +2544,14 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\x06events\x18\x04 \x03(\v2\x15.dpserve.v1.UnitEventR\x06events\x12+\n" +
 	"\x05units\x18\x05 \x03(\v2\x15.dpserve.v1.UnitEventR\x05units\x12\x14\n" +
 	"\x05index\x18\x06 \x01(\x04R\x05index\x12\x18\n" +
-	"\atrouble\x18\a \x01(\tR\atrouble\"\x93\x01\n" +
+	"\atrouble\x18\a \x01(\tR\atrouble\"\x85\x01\n" +
 	"\n" +
 	"RenewReply\x12\x19\n" +
 	"\bttl_nano\x18\x01 \x01(\x03R\attlNano\x12\x16\n" +
 	"\x06leader\x18\x02 \x01(\tR\x06leader\x12\x14\n" +
 	"\x05taken\x18\x03 \x01(\x04R\x05taken\x12\x14\n" +
-	"\x05index\x18\x04 \x01(\x04R\x05index\x12&\n" +
-	"\x05peers\x18\x05 \x03(\v2\x10.dpserve.v1.PeerR\x05peers\"\xfd\x01\n" +
+	"\x05index\x18\x04 \x01(\x04R\x05index\x12\x18\n" +
+	"\akeyring\x18\x05 \x03(\fR\akeyring\"\xfd\x01\n" +
 	"\tUnitEvent\x12\x16\n" +
 	"\x06number\x18\x01 \x01(\x04R\x06number\x12\x12\n" +
 	"\x04unit\x18\x02 \x01(\tR\x04unit\x12\x14\n" +
@@ -2779,49 +2779,48 @@ var file_dpserve_v1_dpserve_proto_depIdxs = []int32{
 	2,  // 0: dpserve.v1.JoinReply.seeds:type_name -> dpserve.v1.Peer
 	5,  // 1: dpserve.v1.RenewRequest.events:type_name -> dpserve.v1.UnitEvent
 	5,  // 2: dpserve.v1.RenewRequest.units:type_name -> dpserve.v1.UnitEvent
-	2,  // 3: dpserve.v1.RenewReply.peers:type_name -> dpserve.v1.Peer
-	21, // 4: dpserve.v1.StartRankRequest.ranks:type_name -> dpserve.v1.RankGrant
-	21, // 5: dpserve.v1.StartRankRequest.all_ranks:type_name -> dpserve.v1.RankGrant
-	22, // 6: dpserve.v1.StartRankRequest.block:type_name -> dpserve.v1.Block
-	29, // 7: dpserve.v1.LogLines.lines:type_name -> dpserve.v1.LogLine
-	33, // 8: dpserve.v1.SubscribeRequest.posts:type_name -> dpserve.v1.Post
-	34, // 9: dpserve.v1.Post.done:type_name -> dpserve.v1.Done
-	35, // 10: dpserve.v1.Post.first_token:type_name -> dpserve.v1.FirstToken
-	36, // 11: dpserve.v1.Post.progress:type_name -> dpserve.v1.Progress
-	37, // 12: dpserve.v1.Post.resync:type_name -> dpserve.v1.Resync
-	0,  // 13: dpserve.v1.Enroll.Join:input_type -> dpserve.v1.JoinRequest
-	3,  // 14: dpserve.v1.Control.Renew:input_type -> dpserve.v1.RenewRequest
-	7,  // 15: dpserve.v1.Control.Certify:input_type -> dpserve.v1.CertifyRequest
-	9,  // 16: dpserve.v1.Control.ForwardApply:input_type -> dpserve.v1.ApplyRequest
-	11, // 17: dpserve.v1.Control.Watch:input_type -> dpserve.v1.WatchRequest
-	13, // 18: dpserve.v1.Control.Assign:input_type -> dpserve.v1.AssignRequest
-	15, // 19: dpserve.v1.Control.Publish:input_type -> dpserve.v1.PublishRequest
-	17, // 20: dpserve.v1.Control.Await:input_type -> dpserve.v1.AwaitRequest
-	19, // 21: dpserve.v1.Node.StartRank:input_type -> dpserve.v1.StartRankRequest
-	23, // 22: dpserve.v1.Node.StopRank:input_type -> dpserve.v1.StopRankRequest
-	25, // 23: dpserve.v1.Node.Status:input_type -> dpserve.v1.StatusRequest
-	27, // 24: dpserve.v1.Node.Logs:input_type -> dpserve.v1.LogsRequest
-	30, // 25: dpserve.v1.Node.ResetRouter:input_type -> dpserve.v1.ResetRouterRequest
-	32, // 26: dpserve.v1.Replica.Subscribe:input_type -> dpserve.v1.SubscribeRequest
-	1,  // 27: dpserve.v1.Enroll.Join:output_type -> dpserve.v1.JoinReply
-	4,  // 28: dpserve.v1.Control.Renew:output_type -> dpserve.v1.RenewReply
-	8,  // 29: dpserve.v1.Control.Certify:output_type -> dpserve.v1.CertifyReply
-	10, // 30: dpserve.v1.Control.ForwardApply:output_type -> dpserve.v1.ApplyReply
-	12, // 31: dpserve.v1.Control.Watch:output_type -> dpserve.v1.WatchUpdate
-	14, // 32: dpserve.v1.Control.Assign:output_type -> dpserve.v1.AssignReply
-	16, // 33: dpserve.v1.Control.Publish:output_type -> dpserve.v1.PublishReply
-	18, // 34: dpserve.v1.Control.Await:output_type -> dpserve.v1.AwaitReply
-	20, // 35: dpserve.v1.Node.StartRank:output_type -> dpserve.v1.StartRankReply
-	24, // 36: dpserve.v1.Node.StopRank:output_type -> dpserve.v1.StopRankReply
-	26, // 37: dpserve.v1.Node.Status:output_type -> dpserve.v1.StatusReply
-	28, // 38: dpserve.v1.Node.Logs:output_type -> dpserve.v1.LogLines
-	31, // 39: dpserve.v1.Node.ResetRouter:output_type -> dpserve.v1.ResetRouterReply
-	38, // 40: dpserve.v1.Replica.Subscribe:output_type -> dpserve.v1.Records
-	27, // [27:41] is the sub-list for method output_type
-	13, // [13:27] is the sub-list for method input_type
-	13, // [13:13] is the sub-list for extension type_name
-	13, // [13:13] is the sub-list for extension extendee
-	0,  // [0:13] is the sub-list for field type_name
+	21, // 3: dpserve.v1.StartRankRequest.ranks:type_name -> dpserve.v1.RankGrant
+	21, // 4: dpserve.v1.StartRankRequest.all_ranks:type_name -> dpserve.v1.RankGrant
+	22, // 5: dpserve.v1.StartRankRequest.block:type_name -> dpserve.v1.Block
+	29, // 6: dpserve.v1.LogLines.lines:type_name -> dpserve.v1.LogLine
+	33, // 7: dpserve.v1.SubscribeRequest.posts:type_name -> dpserve.v1.Post
+	34, // 8: dpserve.v1.Post.done:type_name -> dpserve.v1.Done
+	35, // 9: dpserve.v1.Post.first_token:type_name -> dpserve.v1.FirstToken
+	36, // 10: dpserve.v1.Post.progress:type_name -> dpserve.v1.Progress
+	37, // 11: dpserve.v1.Post.resync:type_name -> dpserve.v1.Resync
+	0,  // 12: dpserve.v1.Enroll.Join:input_type -> dpserve.v1.JoinRequest
+	3,  // 13: dpserve.v1.Control.Renew:input_type -> dpserve.v1.RenewRequest
+	7,  // 14: dpserve.v1.Control.Certify:input_type -> dpserve.v1.CertifyRequest
+	9,  // 15: dpserve.v1.Control.ForwardApply:input_type -> dpserve.v1.ApplyRequest
+	11, // 16: dpserve.v1.Control.Watch:input_type -> dpserve.v1.WatchRequest
+	13, // 17: dpserve.v1.Control.Assign:input_type -> dpserve.v1.AssignRequest
+	15, // 18: dpserve.v1.Control.Publish:input_type -> dpserve.v1.PublishRequest
+	17, // 19: dpserve.v1.Control.Await:input_type -> dpserve.v1.AwaitRequest
+	19, // 20: dpserve.v1.Node.StartRank:input_type -> dpserve.v1.StartRankRequest
+	23, // 21: dpserve.v1.Node.StopRank:input_type -> dpserve.v1.StopRankRequest
+	25, // 22: dpserve.v1.Node.Status:input_type -> dpserve.v1.StatusRequest
+	27, // 23: dpserve.v1.Node.Logs:input_type -> dpserve.v1.LogsRequest
+	30, // 24: dpserve.v1.Node.ResetRouter:input_type -> dpserve.v1.ResetRouterRequest
+	32, // 25: dpserve.v1.Replica.Subscribe:input_type -> dpserve.v1.SubscribeRequest
+	1,  // 26: dpserve.v1.Enroll.Join:output_type -> dpserve.v1.JoinReply
+	4,  // 27: dpserve.v1.Control.Renew:output_type -> dpserve.v1.RenewReply
+	8,  // 28: dpserve.v1.Control.Certify:output_type -> dpserve.v1.CertifyReply
+	10, // 29: dpserve.v1.Control.ForwardApply:output_type -> dpserve.v1.ApplyReply
+	12, // 30: dpserve.v1.Control.Watch:output_type -> dpserve.v1.WatchUpdate
+	14, // 31: dpserve.v1.Control.Assign:output_type -> dpserve.v1.AssignReply
+	16, // 32: dpserve.v1.Control.Publish:output_type -> dpserve.v1.PublishReply
+	18, // 33: dpserve.v1.Control.Await:output_type -> dpserve.v1.AwaitReply
+	20, // 34: dpserve.v1.Node.StartRank:output_type -> dpserve.v1.StartRankReply
+	24, // 35: dpserve.v1.Node.StopRank:output_type -> dpserve.v1.StopRankReply
+	26, // 36: dpserve.v1.Node.Status:output_type -> dpserve.v1.StatusReply
+	28, // 37: dpserve.v1.Node.Logs:output_type -> dpserve.v1.LogLines
+	31, // 38: dpserve.v1.Node.ResetRouter:output_type -> dpserve.v1.ResetRouterReply
+	38, // 39: dpserve.v1.Replica.Subscribe:output_type -> dpserve.v1.Records
+	26, // [26:40] is the sub-list for method output_type
+	12, // [12:26] is the sub-list for method input_type
+	12, // [12:12] is the sub-list for extension type_name
+	12, // [12:12] is the sub-list for extension extendee
+	0,  // [0:12] is the sub-list for field type_name
 }
 
 func init() { file_dpserve_v1_dpserve_proto_init() }
