@@ -138,7 +138,7 @@ func TestKV4RestartOfAnAttachedEngine(t *testing.T) {
 		r.Deploy(attached("a", kvLocality, ranks...))
 		r.WaitStatus("a", "RUNNING")
 		r.spread("a", 3, 0, 30, 10*blockTokens)
-		before := r.dump("a").only("gpu")
+		before := r.settled("a")
 		old := []msg.RankStatus{r.Rank("a", 0, 0), r.Rank("a", 0, 1), r.Rank("a", 0, 2)}
 		require.NotEmpty(t, before["0/1 gpu"])
 

@@ -82,7 +82,7 @@ func TestKV2DpserveJoinsAnEngineLate(t *testing.T) {
 		r.WaitStatus("a", "RUNNING")
 		var kv *msg.KVStatus
 		r.Until("its events are partial", func() error {
-			if kv = r.Rank("a", 0, 0).KV; kv == nil || kv.Events == nil || kv.Events.State != msg.EventsPartial {
+			if kv = r.Rank("a", 0, 0).KV; kv == nil || kv.Events == nil || kv.Events.State != msg.EventsPartial || kv.Events.Batches < batches/2 {
 				return fmt.Errorf("%+v", kv)
 			}
 			return nil
