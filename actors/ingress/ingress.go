@@ -86,10 +86,11 @@ type Ingress struct {
 	closeOnce   sync.Once
 	closeErr    error
 
-	stop    context.CancelFunc      // ends the table's goroutine
-	cut     context.CancelCauseFunc // ends every request
-	cutCtx  func(net.Listener) context.Context
-	running sync.WaitGroup // the table's goroutine, late tickets
+	stop     context.CancelFunc      // ends the table's goroutine
+	followed chan struct{}           // closed: it has ended
+	cut      context.CancelCauseFunc // ends every request
+	cutCtx   func(net.Listener) context.Context
+	running  sync.WaitGroup // indexes, late tickets
 }
 
 // New makes an ingress and follows Store and Feed at once; it serves when Serve is called, or through Handler.
@@ -100,7 +101,7 @@ func New(c Config) (*Ingress, error) {
 	in := &Ingress{
 		node: c.Node, version: c.Version, store: c.Store, feed: c.Feed, metrics: c.Metrics,
 		log: c.Log.With(slog.String("room", "ingress")), limits: c.Limits.withDefaults(), timers: c.Timers.withDefaults(),
-		seed: c.Seed, base: time.Now(), lanes: map[string]*lane{},
+		seed: c.Seed, base: time.Now(), lanes: map[string]*lane{}, followed: make(chan struct{}),
 	}
 	in.nextID.Store(mix(c.Seed))
 	in.calls.New = func() any { return newCall(in) }
@@ -118,7 +119,7 @@ func New(c Config) (*Ingress, error) {
 	changed := in.store.Changed() // before State, so that no change is missed
 	in.rebuild(in.store.State())
 	in.resubscribe()
-	in.running.Go(func() { in.follow(ctx, changed) })
+	go in.follow(ctx, changed)
 	return in, nil
 }
 
@@ -128,6 +129,7 @@ func (in *Ingress) Handler() http.Handler { return in.handler }
 
 // follow rebuilds the table whenever the state changes.
 func (in *Ingress) follow(ctx context.Context, changed <-chan struct{}) {
+	defer close(in.followed)
 	for {
 		select {
 		case <-ctx.Done():

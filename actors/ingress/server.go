@@ -101,6 +101,7 @@ func (in *Ingress) close(ctx context.Context) error {
 		err = in.finish(ctx)
 	}
 	in.stop()
+	<-in.followed // or it would make a lane that nobody ends
 	in.mu.Lock()
 	if in.listener != nil {
 		err = errors.Join(err, ignoreClosed(in.listener.Close()))
