@@ -49,9 +49,6 @@ func (r *Rules) Begin(unit string, epoch uint64) error { return r.epochs.begin(u
 // Admit records the epoch of a stop, or refuses it.
 func (r *Rules) Admit(unit string, epoch uint64) error { return r.epochs.admit(unit, epoch) }
 
-// Seen is the highest epoch seen per unit: what is on disk.
-func (r *Rules) Seen() map[string]uint64 { return maps.Clone(r.epochs.seen) }
-
 // Tell takes an event that has its number.
 func (r *Rules) Tell(e msg.UnitEvent) { r.news.add(e) }
 

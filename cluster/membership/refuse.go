@@ -19,9 +19,6 @@ const (
 	Conflict   Reason = "conflict"  // one name at two addresses
 )
 
-// Reasons is the closed list, for metrics.
-func Reasons() []Reason { return []Reason{BadKey, BadCluster, Malformed, Conflict} }
-
 // Lines of memberlist's log that mean something to us. It has no other way to tell.
 var told = []struct {
 	text   string

@@ -36,11 +36,6 @@ var greetings = []Reason{welcome, BadALPN, BadCertificate, BadCluster, Revoked, 
 // welcome is no reason to refuse.
 const welcome Reason = ""
 
-// Reasons is the closed list, for metrics.
-func Reasons() []Reason {
-	return []Reason{BadTLS, BadALPN, BadCertificate, BadCluster, Expired, Revoked, BadRole, TooSlow, Overload}
-}
-
 // greeting is the byte for an answer. Expired and the others that end the handshake itself have none.
 func greeting(r Reason) byte {
 	if i := slices.Index(greetings, r); i >= 0 {

@@ -50,11 +50,6 @@ func Nodes(n int) Option { return func(s *settings) { s.nodes = n } }
 // Slots is how many ranks fit on a node.
 func Slots(n int) Option { return func(s *settings) { s.config.Slots = n } }
 
-// Timer overrides a timer by its name in --timers.
-func Timer(name string, d time.Duration) Option {
-	return func(s *settings) { s.config.Timers[name] = d }
-}
-
 // New starts a cluster inside a synctest bubble and ends it with the test; then its journal must hold no error, and nothing
 // may be left running. Without options it is one node with every default.
 func New(t testing.TB, options ...Option) *Cluster {
