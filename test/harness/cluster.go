@@ -55,7 +55,6 @@ func Slots(n int) Option { return func(s *settings) { s.config.Slots = n } }
 func New(t testing.TB, options ...Option) *Cluster {
 	t.Helper()
 	s := settings{nodes: 1, roles: map[int][]string{}, config: wiring.DefaultConfig()}
-	s.config.Timers = map[string]time.Duration{}
 	for _, o := range options {
 		o(&s)
 	}
