@@ -54,7 +54,7 @@ func KeyringSum(ring [][]byte) string {
 	return hex.EncodeToString(sum[:8])
 }
 
-// Untaken are the nodes, by name, that have not taken the present keyring. Lost ones do not count: they get it before anything else.
+// Untaken are the nodes, by name, that have not taken the present keyring. Lost ones do not count: they get it with their first lease.
 func (s *State) Untaken() []string {
 	sum := KeyringSum(s.Secrets.Keyring())
 	var names []string

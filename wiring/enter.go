@@ -68,6 +68,7 @@ func (n *Node) enter(ctx context.Context) error {
 	}
 	n.ident.Cluster = c.Identity.Cluster
 	m.credentials.Store(c)
+	m.keyring = [][]byte{m.files.GossipKey}
 	return m.talk(ctx)
 }
 
@@ -188,8 +189,7 @@ func (m *mesh) found() error {
 	if m.files.Cert, err = authority.Sign(csr, id, now, pki.DefaultLife); err != nil {
 		return err
 	}
-	m.files.GossipKey = make([]byte, state.GossipKeySize)
-	_, _ = rand.Read(m.files.GossipKey) // never fails since Go 1.24
+	m.files.GossipKey = newGossipKey()
 	var key []byte
 	m.files.Authority, key = authority.PEM()
 	m.secrets = state.Secrets{Authority: m.files.Authority, AuthorityKey: key, GossipKey: m.files.GossipKey}

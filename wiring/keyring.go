@@ -70,11 +70,7 @@ func (m *mesh) gossipWith(ring [][]byte) error {
 func (m *mesh) keyringSum() string {
 	m.held.Lock()
 	defer m.held.Unlock()
-	ring := m.keyring
-	if ring == nil && len(m.files.GossipKey) > 0 {
-		ring = [][]byte{m.files.GossipKey}
-	}
-	return state.KeyringSum(ring)
+	return state.KeyringSum(m.keyring)
 }
 
 // turnKey goes on with a change of the gossip key once every node has taken the step before; false = there is nothing to do now.
@@ -106,9 +102,13 @@ func (b *backend) RotateKey(ctx context.Context) error {
 	if _, err := b.n.lead(); err != nil {
 		return err
 	}
+	return b.n.turn(ctx, b.n.store.State(), newGossipKey())
+}
+
+func newGossipKey() []byte {
 	key := make([]byte, state.GossipKeySize)
 	_, _ = rand.Read(key) // never fails since Go 1.24
-	return b.n.turn(ctx, b.n.store.State(), key)
+	return key
 }
 
 // KeyRotation implements api.Nodes.

@@ -35,7 +35,7 @@ type mesh struct {
 	gossipAddress string
 	dir           string // of the certificate files; "" = in memory
 	files         pki.Files
-	keyring       [][]byte      // gossip keys, the first is sent with; nil = that of files alone
+	keyring       [][]byte      // gossip keys, the first is sent with
 	held          sync.Mutex    // guards files and keyring once the node renews its lease
 	seeds         []state.Node  // where the others were when this node joined
 	member        bool          // it joined; else the cluster began here

@@ -131,7 +131,6 @@ func (r *replica) onTick() {
 	if r.listening.now.Load() == nil {
 		r.startListening()
 	}
-	r.noteKV()
 }
 
 // probeHealth asks GET /health beside the actor; one question at a time.

@@ -136,7 +136,6 @@ func (r *replica) onListened(m listened) {
 		}
 	}
 	r.feelPulse()
-	r.noteKV()
 }
 
 // onArrived applies some of the events that wait and comes back for the rest: an admission waits for one step at most.

@@ -40,11 +40,16 @@ func (r *replica) eventStats() kvevents.Stats {
 	return kvevents.Stats{}
 }
 
-// feelPulse looks at the events' health: with every tick of the keeper, and when events were applied.
+// feelPulse looks at the events' health, and notes it: with every tick of the keeper, when events were applied, and when their
+// subscription has changed.
 func (r *replica) feelPulse() {
-	if r.vitals.source == nil {
-		return
+	if r.vitals.source != nil {
+		r.judgeEvents()
 	}
+	r.noteKV()
+}
+
+func (r *replica) judgeEvents() {
 	st, now, was := r.eventStats(), time.Now(), r.pulse.state
 	r.listenForSilence(now, st.Batches)
 	r.pulse.state = r.stateOf(&st)
@@ -56,7 +61,6 @@ func (r *replica) feelPulse() {
 		r.vitals.restarts = st.Restarts
 		r.restarted("its kv events began anew", false)
 	}
-	r.noteKV()
 }
 
 func (r *replica) stateOf(st *kvevents.Stats) string {

@@ -273,6 +273,8 @@ func TestProposalsOfFollowers(t *testing.T) {
 		require.ErrorIs(t, err, state.ErrStaleRevision, "b names c, and c refuses")
 		_, err = a.client.Propose(t.Context(), state.Command{Init: &state.Init{Cluster: "c", Secret: []byte("mine")}})
 		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
+		_, err = a.client.Propose(t.Context(), state.Command{TurnKey: &state.TurnKey{Next: []byte("mine")}})
+		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
 		_, err = a.client.Propose(t.Context(), state.Command{Init: &state.Init{Cluster: "c"}})
 		require.NoError(t, err, "the name alone")
 		_, err = a.client.Propose(t.Context(), state.Command{})

@@ -88,7 +88,7 @@ func checkNode(n *state.Node) error {
 		return badNode("its node port %q is not HOST:PORT", text(n.Address, maxNodeID))
 	case badGossip != nil:
 		return badNode("its gossip address %q is not HOST:PORT", text(n.Gossip, maxNodeID))
-	case len(n.Address) > maxName || len(n.Gossip) > maxName || len(n.Advertise) > maxName || len(n.Zone) > maxName || len(n.Version) > maxName,
+	case len(n.Address) > maxName || len(n.Gossip) > maxName || len(n.Advertise) > maxName || len(n.Zone) > maxName || len(n.Version) > maxName ||
 		len(n.Keyring) > maxName:
 		return badNode("its addresses, zone, version or keyring are too long")
 	case o.Slots < 0 || o.Slots > maxSlots || len(o.Devices) > maxDevices || len(o.Labels) > maxLabels:

@@ -258,16 +258,28 @@ func (c tappedConn) Write(b []byte) (int, error) {
 }
 
 func TestTheKeyChangesWithoutALostMember(t *testing.T) {
-	a := start(t, config(t, "a"))
-	b := start(t, config(t, "b", a.Address()))
+	var unread atomic.Int32
+	of := func(node string, seeds ...string) membership.Config {
+		cfg := config(t, node, seeds...)
+		cfg.Refused = func(r membership.Reason) {
+			if r == membership.BadKey {
+				unread.Add(1)
+			}
+		}
+		return cfg
+	}
+	a := start(t, of("a"))
+	b := start(t, of("b", a.Address()))
 	eventually(t, "a:alive b:alive", a, b)
 	first, second, third := key(t, secret), key(t, []byte("the second secret")), key(t, []byte("the third"))
 	for _, keys := range [][][]byte{{first, second}, {second, first}, {second}} {
 		for _, g := range []*membership.Gossip{a, b} {
 			require.NoError(t, g.SetKeys(keys...))
 			require.NoError(t, g.SetKeys(keys...), "again")
+			time.Sleep(200 * time.Millisecond) // some probes, one node a step ahead
 		}
 	}
+	assert.Zero(t, unread.Load(), "every message on the way was read")
 	for _, bad := range [][][]byte{{}, {first, second, third}, {first[:5]}} {
 		assert.Equal(t, problem.InvalidArgument, problem.CodeOf(a.SetKeys(bad...)))
 	}

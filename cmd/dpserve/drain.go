@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"time"
 
@@ -63,35 +62,15 @@ func (e *env) drain(ctx context.Context, client admin, f *drainFlags, node strin
 
 // awaitDrained shows what a node still has until it has nothing.
 func (e *env) awaitDrained(ctx context.Context, client admin, node string, timeout time.Duration) error {
-	ctx, cancel := context.WithTimeout(ctx, timeout)
-	defer cancel()
-	scr, said := newScreen(e.io), ""
-	tick := time.NewTicker(redrawEvery)
-	defer tick.Stop()
-	for {
-		left, over, err := e.drained(ctx, client, node)
-		if err != nil && ctx.Err() == nil {
-			return err
-		}
-		if over {
-			scr.show()
-			talk(e.io.Err, "%s is drained", node)
-			return nil
-		}
-		switch {
-		case scr.tty:
-			scr.show(left)
-		case left != said && left != "":
-			scr.say("%s", left)
-			said = left
-		}
-		select {
-		case <-tick.C:
-		case <-ctx.Done():
-			scr.show()
-			return e.leftDrain(ctx, node)
-		}
+	err := e.linger(ctx, timeout, func(ctx context.Context) (string, bool, error) { return e.drained(ctx, client, node) },
+		"the drain goes on, `dpserve undrain "+node+"` ends it",
+		func(string) error {
+			return problem.New(problem.Timeout, "%s is not drained in time; the drain goes on", node).WithHint("watch it with `dpserve nodes`")
+		})
+	if err == nil {
+		talk(e.io.Err, "%s is drained", node)
 	}
+	return err
 }
 
 // drained says what a node still has in a line, and whether that is nothing.
@@ -116,14 +95,6 @@ func (e *env) drained(ctx context.Context, client admin, node string) (left stri
 		left += "; " + oneLine(n.Reason)
 	}
 	return left, false, nil
-}
-
-func (e *env) leftDrain(ctx context.Context, node string) error {
-	if errors.Is(context.Cause(ctx), errInterrupted) {
-		talk(e.io.Err, "interrupted; the drain goes on, `dpserve undrain %s` ends it", node)
-		return &silentError{code: exitInterrupted}
-	}
-	return problem.New(problem.Timeout, "%s is not drained in time; the drain goes on", node).WithHint("watch it with `dpserve nodes`")
 }
 
 func newUndrain(e *env) *cobra.Command {

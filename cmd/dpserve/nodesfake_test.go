@@ -18,6 +18,8 @@ type fakeNodes struct {
 	gone     []string
 	tokens   []api.TokenRequest
 	turning  [][]string // nodes that have not taken the key, look by look; the last stays
+
+	onRotation func() // at the first look
 }
 
 func (f *fakeCluster) Version(context.Context) (api.BuildInfo, error) {
@@ -67,6 +69,10 @@ func (f *fakeCluster) NewToken(_ context.Context, req api.TokenRequest) (api.Tok
 func (f *fakeCluster) RotateKey(context.Context) error { return f.down }
 
 func (f *fakeCluster) KeyRotation(context.Context) (api.KeyRotation, error) {
+	if on := f.nodes.onRotation; on != nil {
+		f.nodes.onRotation = nil
+		on()
+	}
 	now := f.nodes.turning[0]
 	if len(f.nodes.turning) > 1 {
 		f.nodes.turning = f.nodes.turning[1:]

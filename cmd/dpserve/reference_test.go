@@ -30,7 +30,7 @@ unless nohup ignores it) mean the same.
 | 4 | authentication |
 | 5 | cannot be rolled out |
 | 8 | still pending at the time-out |
-| 130 | interrupted: before ` + "`up`" + ` served, by a second Ctrl-C, or in the monitor of ` + "`deploy`, `delete` or `drain`" + `, which go on without it |
+| 130 | interrupted: before ` + "`up`" + ` served, by a second Ctrl-C, or in the monitor of ` + "`deploy`, `delete`, `drain` or `nodes rotate-key`" + `, which go on without it |
 `
 
 // TestReference pins every help text: docs/cli.md is made of them.

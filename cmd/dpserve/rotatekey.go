@@ -3,7 +3,6 @@ package main
 import (
 	"cmp"
 	"context"
-	"errors"
 	"strings"
 	"time"
 
@@ -12,10 +11,8 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-const (
-	rotateTimeout = 2 * time.Minute
-	rotateLook    = 250 * time.Millisecond
-)
+// rotateTimeout is how long rotate-key watches unless --timeout says otherwise.
+const rotateTimeout = 2 * time.Minute
 
 func newRotateKey(e *env) *cobra.Command {
 	timeout := rotateTimeout
@@ -42,35 +39,26 @@ func (e *env) rotateKey(ctx context.Context, client admin, timeout time.Duration
 	if err := client.RotateKey(ctx); err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(ctx, timeout)
-	defer cancel()
-	tick := time.NewTicker(rotateLook)
-	defer tick.Stop()
-	waiting := ""
-	for {
-		r, err := client.KeyRotation(ctx)
-		switch {
-		case err != nil && ctx.Err() == nil && problem.CodeOf(err) != problem.Unavailable: // while another node begins to lead
-			return err
-		case err == nil && r.Done:
-			talk(e.io.Err, "the gossip has a new key")
-			return nil
-		case err == nil:
-			waiting = strings.Join(r.Waiting, ", ")
-		}
-		select {
-		case <-tick.C:
-		case <-ctx.Done():
-			return e.leftRotation(ctx, waiting)
-		}
+	err := e.linger(ctx, timeout, func(ctx context.Context) (string, bool, error) { return rotated(ctx, client) },
+		"the change of the key goes on",
+		func(left string) error {
+			return problem.New(problem.Timeout, "the gossip has no new key yet, %s; the change goes on", cmp.Or(left, "nobody leads")).
+				WithHint("`dpserve nodes` shows what is wrong with them")
+		})
+	if err == nil {
+		talk(e.io.Err, "the gossip has a new key")
 	}
+	return err
 }
 
-func (e *env) leftRotation(ctx context.Context, waiting string) error {
-	if errors.Is(context.Cause(ctx), errInterrupted) {
-		talk(e.io.Err, "interrupted; the change of the key goes on")
-		return &silentError{code: exitInterrupted}
+// rotated says for whom a change of the key waits, "" while another node begins to lead, and whether it is complete.
+func rotated(ctx context.Context, client admin) (left string, over bool, err error) {
+	r, err := client.KeyRotation(ctx)
+	switch {
+	case problem.CodeOf(err) == problem.Unavailable:
+		return "", false, nil
+	case err != nil || r.Done || len(r.Waiting) == 0: // nobody: the leader takes the next step
+		return "", r.Done, err
 	}
-	return problem.New(problem.Timeout, "the gossip has no new key yet, it waits for %s; the change goes on", cmp.Or(waiting, "the leader")).
-		WithHint("`dpserve nodes` shows what is wrong with them")
+	return "waiting for " + strings.Join(r.Waiting, ", "), false, nil
 }

@@ -35,6 +35,14 @@ type Stats struct {
 	Refused        uint64 // peers that may not publish here
 }
 
+// status is what a reader acts upon; the rest counts.
+type status struct {
+	connected, synced, partial bool
+	restarts                   uint64
+}
+
+func (s *Stats) status() status { return status{s.Connected, s.Synced, s.Partial, s.Restarts} }
+
 // Silence is the alarm on "requests complete, but no events come" (ENGINES 7.3). It is pure: the time is handed in. The zero value
 // begins with its first Check.
 type Silence struct {

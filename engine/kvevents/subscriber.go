@@ -28,7 +28,7 @@ type Config struct {
 	Topic     string   // prefix of the topics; "" = all
 	FirstSeq  uint64   // the engine's first sequence number: 0, 1 for llm-d-inference-sim
 	Sink      Sink     // required
-	Changed   func()   // optional: Stats say something else than before; behind what the Sink was told, and must not block either
+	Changed   func()   // optional: Stats tell of another state; behind what the Sink was told, and must not block either
 	Replays   *Replays // shared by the subscriptions of a node; nil = unbounded
 
 	Logger *slog.Logger // nil = silent
@@ -255,7 +255,7 @@ func (f *follower) end() {
 func (f *follower) publish() {
 	stats := f.t.snapshot()
 	f.s.mu.Lock()
-	changed := f.s.stats != stats
+	changed := f.s.stats.status() != stats.status()
 	f.s.stats = stats
 	f.s.mu.Unlock()
 	if changed && f.s.cfg.Changed != nil {

@@ -15,8 +15,8 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// SP10: the gossip gets a new key under load. No request notices, no node is silent for a moment, whoever has the old key is outside then,
-// and a node that was away all the time is inside again.
+// SP10: the gossip gets a new key under load. No request notices, whoever has the old key is outside then, and a node that was
+// away all the time is inside again.
 func TestSP10RotateKey(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, append(harness.Each(3), []string{"--roles", "worker"}, []string{"--roles", "worker"}))
