@@ -13,6 +13,7 @@ import (
 	"runtime"
 	"slices"
 	"strconv"
+	"sync"
 	"syscall"
 	"time"
 
@@ -144,20 +145,22 @@ func listen(ctx context.Context, s *Server, signals <-chan os.Signal, stderr io.
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	done := make(chan struct{})
-	defer close(done)
-	go func() {
+	var watch sync.WaitGroup
+	watch.Go(func() {
 		select {
 		case <-signals:
 			cancel(errStopped)
 		case <-done:
 		}
-	}()
+	})
 	err := s.Listen(ctx)
+	close(done)
+	watch.Wait() // or it would take the first signal of a running engine, and nobody would hear of it
 	switch {
-	case err == nil:
-		return exitOK, true
 	case errors.Is(context.Cause(ctx), errStopped):
 		return exitOK, false
+	case err == nil:
+		return exitOK, true
 	}
 	return complain(stderr, err), false
 }
