@@ -20,6 +20,10 @@ const (
 	roundPauseMax = 500 * time.Millisecond // the share in "grants accepted again within 3 s"
 )
 
+// fairWait is how long a node must have been asked before its silence says something about it. One that is asked with what another
+// node left of the caller's time is not to blame.
+const fairWait = 100 * time.Millisecond
+
 // question is what the leader is asked, in-process (nil = never) or over the wire.
 type question[R any] struct {
 	limit  time.Duration // for one node
@@ -56,16 +60,33 @@ func ask[R any](ctx context.Context, c *LeaderClient, q question[R]) (R, error) 
 
 // at asks one node.
 func at[R any](ctx context.Context, c *LeaderClient, node string, q question[R]) (R, error) {
+	began := time.Now()
 	r, err := call(ctx, c.cfg.Conns, node, q.limit, func(ctx context.Context, conn *grpc.ClientConn, opts ...grpc.CallOption) (R, error) {
 		return q.remote(ctx, dpservev1.NewControlClient(conn), opts...)
 	})
-	if (err == nil || !errors.Is(ctx.Err(), context.Canceled)) && !q.any { // also when the caller's own patience was over first: it was this node that was silent
-		c.learn(node, err)
+	if !q.any {
+		c.judge(ctx, node, err, time.Since(began))
 	}
 	if q.once && unanswered(err) {
 		return r, problem.New(problem.Unavailable, "propose at %s: %w", node, cluster.ErrOutcomeUnknown).WithHint("look at the state, then try again")
 	}
 	return r, err
+}
+
+// judge keeps what came of asking a node for so long. One that was silent until the caller's own patience was over is no better than
+// one that was silent for the limit.
+func (c *LeaderClient) judge(ctx context.Context, node string, err error, asked time.Duration) {
+	switch {
+	case err == nil:
+		c.learn(node, nil)
+	case errors.Is(ctx.Err(), context.Canceled): // the caller left
+	case errors.Is(err, context.DeadlineExceeded) || ctx.Err() != nil:
+		if asked >= fairWait {
+			c.learn(node, context.DeadlineExceeded)
+		}
+	default:
+		c.learn(node, err)
+	}
 }
 
 // unanswered says that a node may have taken a call that it did not answer.

@@ -127,6 +127,38 @@ func TestRenewAfterASilentLeader(t *testing.T) {
 	}, "a", "b", "c")
 }
 
+// TestJudgeIsFair: whoever is asked with what a silent node left of the caller's time is not to blame for it.
+func TestJudgeIsFair(t *testing.T) {
+	why := errors.New("start given up")
+	over, stop := context.WithTimeoutCause(t.Context(), 0, why)
+	defer stop()
+	left, leave := context.WithCancel(t.Context())
+	leave()
+	silent := problem.New(problem.Timeout, "node b: %w", context.DeadlineExceeded)
+	for name, c := range map[string]struct {
+		ctx          context.Context
+		err          error
+		asked        time.Duration
+		known, avoid string
+	}{
+		"silent for the limit":            {t.Context(), silent, time.Second, "", "b"},
+		"silent until the caller left":    {left, context.Canceled, time.Second, "b", ""},
+		"silent until the caller's end":   {over, why, fairWait, "", "b"},
+		"asked at the caller's end":       {over, why, time.Millisecond, "b", ""},
+		"heard that its time is over":     {t.Context(), silent, time.Millisecond, "b", ""},
+		"gone at once":                    {t.Context(), unreached(why), 0, "", "b"},
+		"answered at the caller's end":    {over, nil, time.Second, "b", ""},
+		"refused, which is an answer":     {t.Context(), problem.New(problem.PermissionDenied, "removed"), 0, "b", ""},
+		"does not lead, and knows no one": {t.Context(), refuseNotLeader(""), 0, "", ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			client := &LeaderClient{known: "b"}
+			client.judge(c.ctx, "b", c.err, c.asked)
+			assert.Equal(t, []string{c.known, c.avoid}, []string{client.known, client.avoid})
+		})
+	}
+}
+
 func TestUnknownMessagesAreCounted(t *testing.T) {
 	inTown(t, func(t *testing.T, w *town) {
 		w.lead("b")
