@@ -50,6 +50,8 @@ func (b *backend) spec(t *testing.T, name string) *app.Application {
 // TestRankChangesAllLand: those that overtake each other are made anew, and each rank has a number of its own.
 func TestRankChangesAllLand(t *testing.T) {
 	b := newBackend(t, edgeFile)
+	first := func() *state.Unit { return b.n.store.State().Units["edge/0/0"] }
+	require.Eventually(t, func() bool { return first() != nil }, 10*time.Second, time.Millisecond)
 	const n = 10
 	var wg sync.WaitGroup
 	var mu sync.Mutex
@@ -80,7 +82,7 @@ func TestRankChangesAllLand(t *testing.T) {
 	urls, err := b.Workers(t.Context(), "")
 	require.NoError(t, err)
 	assert.Equal(t, []string{nowhere(1)}, urls)
-	assert.Equal(t, uint64(1), b.n.store.State().Units["edge/0/0"].Epoch, "nobody touched it")
+	assert.Equal(t, uint64(1), first().Epoch, "nobody touched it")
 }
 
 func TestRankChangesAreRefusedWithAReason(t *testing.T) {

@@ -32,7 +32,7 @@ func call[R any](ctx context.Context, conns *Conns, node string, limit time.Dura
 	switch {
 	case err == nil:
 		return r, nil
-	case ctx.Err() != nil:
+	case over(ctx):
 		return none, fmt.Errorf("ask node %s: %w", node, context.Cause(ctx))
 	}
 	err = fromStatus(node, err)
@@ -40,6 +40,15 @@ func call[R any](ctx context.Context, conns *Conns, node string, limit time.Dura
 		err = unreached(err, errUnsent)
 	}
 	return none, err
+}
+
+// over says that ctx has ended. It waits for that where its deadline has passed: the node that was asked has the same deadline, and
+// may have seen it a moment before.
+func over(ctx context.Context) bool {
+	if d, ok := ctx.Deadline(); ok && !time.Now().Before(d) {
+		<-ctx.Done()
+	}
+	return ctx.Err() != nil
 }
 
 // unreached adds to an error of the way what is known about it.

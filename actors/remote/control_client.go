@@ -223,7 +223,7 @@ func (c *LeaderClient) Watch(ctx context.Context, from uint64, apply func(data [
 			apply(u.GetState(), u.GetIndex())
 		}
 	}
-	if ctx.Err() != nil {
+	if over(ctx) {
 		return context.Cause(ctx)
 	}
 	if errors.Is(err, io.EOF) {

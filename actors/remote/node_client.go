@@ -130,7 +130,7 @@ func (n *NodeClient) read(stream dpservev1.Node_LogsClient, give func(msg.LogLin
 func (n *NodeClient) ended(ctx, inner context.Context, err error) error {
 	var mine *readerError
 	switch {
-	case errors.Is(err, io.EOF) || ctx.Err() != nil:
+	case errors.Is(err, io.EOF) || over(ctx):
 		return nil //nolint:nilerr // the reader has what it wanted
 	case errors.As(err, &mine):
 		return mine.err

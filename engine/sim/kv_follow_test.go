@@ -74,12 +74,30 @@ func (v *kvView) size() int {
 	return len(v.copies)
 }
 
-// follow subscribes to rank i of s.
+// follow subscribes to rank i of s, and waits until the rank knows: what it publishes before that is lost to the subscriber, which
+// is connected by its own account.
 func follow(t *testing.T, s *Server, i int, edit func(*kvevents.Config)) (*kvevents.Subscriber, *kvView) {
 	t.Helper()
 	kv := s.ranks[i].kv
+	known := kv.listeners()
 	cfg := kvevents.Config{Endpoints: kvevents.Endpoints{Connect: schemeTCP + kvAddr(s, kv.sockets.endpoint), Replay: kv.sockets.replay}}
-	return subscribe(t, cfg, edit)
+	sub, view := subscribe(t, cfg, edit)
+	eventually(t, func() bool { return kv.listeners() > known })
+	return sub, view
+}
+
+// listeners is how many subscribers have said what they want.
+func (p *kvPublisher) listeners() (n int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for s := range p.subs {
+		s.mu.Lock()
+		if s.wants(p.set.Topic) {
+			n++
+		}
+		s.mu.Unlock()
+	}
+	return n
 }
 
 func subscribe(t *testing.T, cfg kvevents.Config, edit func(*kvevents.Config)) (*kvevents.Subscriber, *kvView) {
@@ -202,7 +220,6 @@ func TestWithoutReplayAGapIsVisible(t *testing.T) {
 	c.KVEvents.Replay = nil
 	s := start(t, c)
 	sub, view := follow(t, s, 0, nil)
-	eventually(t, func() bool { return sub.Stats().Connected })
 	ask(t, s, "/v1/completions", `{"prompt":"the first request of all, long enough for blocks","max_tokens":1}`)
 	agree(t, s, sub, view, 0)
 	assert.False(t, sub.Stats().Partial, "followed from the first batch on")
@@ -248,12 +265,11 @@ func TestRestartInPlace(t *testing.T) {
 			}
 			s := start(t, c)
 			sub, view := follow(t, s, 0, nil)
-			eventually(t, func() bool { return sub.Stats().Connected })
 			converse(t, s.URL())
 			agree(t, s, sub, view, 0)
 			require.NoError(t, s.Fail(Fault{Mode: ModeKVRestart}))
 			eventually(t, func() bool { return view.size() == 0 })
-			eventually(t, func() bool { return sub.Stats().Connects == 2 })
+			eventually(t, func() bool { return sub.Stats().Connects == 2 && s.ranks[0].kv.listeners() == 1 })
 			ask(t, s, "/v1/completions", `{"prompt":"the first one of the new incarnation, with some blocks","max_tokens":1}`)
 			agree(t, s, sub, view, 0)
 			st := sub.Stats()

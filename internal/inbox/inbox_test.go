@@ -206,9 +206,10 @@ func TestNamesAreUniqueAndFreeAfterStop(t *testing.T) {
 }
 
 func TestStopGivesUpWithTheContext(t *testing.T) {
-	sys, gate := system(t, nil), make(chan struct{})
-	box := spawn(t, sys, 1, func(any) { <-gate })
+	sys, busy, gate := system(t, nil), make(chan struct{}), make(chan struct{})
+	box := spawn(t, sys, 1, func(any) { close(busy); <-gate })
 	require.NoError(t, box.TrySend(1))
+	<-busy // a stop overtakes what is queued
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	require.ErrorIs(t, box.Stop(ctx), context.Canceled)
