@@ -192,13 +192,16 @@ func (in *Ingress) adopt(l *lane, a *state.App) (spec *served, fresh bool, err e
 	return spec, true, nil
 }
 
-// newRouter gives a lane a Router that knows no rank yet.
+// newRouter gives a lane a Router that knows no rank yet, but how many to wait for.
 func (in *Ingress) newRouter(l *lane, policy routing.Policy) {
 	router := routing.NewRouter(policy, mix(in.seed^in.nextID.Load()))
 	router.OnRoom = l.queue.room
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.meter.Store(in.metrics.App(l.name, policy.Name()))
+	l.survey(router)
+	hopes := l.hopes()
+	router.Observe(&hopes)
 	l.router.Store(router)
 	l.configure()
 }

@@ -39,18 +39,19 @@ type lane struct {
 
 	mu     sync.Mutex
 	ranks  map[routing.RankID]*rank
-	epochs map[string]uint64 // units that the state says are ready → epoch
-	fenced map[string]uint64 // of these, units that a stream showed fenced, ahead of the state → epoch
-	coming int               // units that the state says are on their way
-	event  routing.Event     // scratch: the Router does not keep it
-	opens  []routing.Open    // scratch
-	ended  bool              // no timer may start any more
+	epochs map[string]uint64   // units that the state says are ready → epoch
+	fenced map[string]uint64   // of these, units that a stream showed fenced, ahead of the state → epoch
+	unseen map[string]struct{} // of these, units whose streams have not told the Router of a rank yet
+	coming int                 // units that the state says are on their way
+	event  routing.Event       // scratch: the Router does not keep it
+	opens  []routing.Open      // scratch
+	ended  bool                // no timer may start any more
 	timers map[*rank]*time.Timer
 	doubts map[string]*time.Timer // nodes whose data port was not reached a moment ago
 }
 
 func newLane(in *Ingress, name string) *lane {
-	l := &lane{in: in, name: name, ranks: map[routing.RankID]*rank{}, epochs: map[string]uint64{}, fenced: map[string]uint64{}, timers: map[*rank]*time.Timer{}, doubts: map[string]*time.Timer{}}
+	l := &lane{in: in, name: name, ranks: map[routing.RankID]*rank{}, epochs: map[string]uint64{}, fenced: map[string]uint64{}, unseen: map[string]struct{}{}, timers: map[*rank]*time.Timer{}, doubts: map[string]*time.Timer{}}
 	l.budget = newBudget(in.timers.BudgetWindow)
 	l.queue.onChange = func(n int, tokens int64) {
 		if m := l.meter.Load(); m != nil {
@@ -145,7 +146,10 @@ func (l *lane) raise(r *rank, rec *msg.Record) {
 		Kind: routing.EvRankUp, Rank: r.id, Epoch: r.epoch, Incarnation: r.incarnation, Seq: rec.Seq, Local: r.local, Snapshot: l.opens,
 		Capacity: rec.Snapshot.Capacity, BlockSize: rec.Snapshot.BlockSize,
 	})
-	r.shownReady, r.shownMax, r.shownSilent = true, 0, false
+	r.router, r.shownReady, r.shownMax, r.shownSilent = l.router.Load(), true, 0, false
+	if l.epochs[r.unit] == r.epoch {
+		delete(l.unseen, r.unit)
+	}
 	l.judgeCaching()
 }
 
@@ -353,12 +357,31 @@ func (l *lane) units(ready map[string]uint64, onTheWay int) {
 		l.show(r)
 	}
 	l.coming = onTheWay
+	l.survey(l.router.Load())
 	l.hope()
 }
 
 // hope tells the Router how many units may still come up.
-func (l *lane) hope() {
-	l.observe(routing.Event{Kind: routing.EvOnTheWay, N: l.coming + len(l.fenced) + len(l.doubts)})
+func (l *lane) hope() { l.observe(l.hopes()) }
+
+func (l *lane) hopes() routing.Event {
+	return routing.Event{Kind: routing.EvOnTheWay, N: l.coming + len(l.unseen) + len(l.fenced) + len(l.doubts)}
+}
+
+// survey finds the units that are ready, and no rank of which the Router has been told of: the state is ahead of their streams, or the
+// Router is new. Requests wait for them.
+func (l *lane) survey(router *routing.Router) {
+	clear(l.unseen)
+	for unit := range l.epochs {
+		if _, fenced := l.fenced[unit]; !fenced {
+			l.unseen[unit] = struct{}{}
+		}
+	}
+	for _, r := range l.ranks {
+		if r.router == router && l.epochs[r.unit] == r.epoch {
+			delete(l.unseen, r.unit)
+		}
+	}
 }
 
 // doubt takes the ranks of a node out for a moment, because a request has not reached it: others are picked, and if there are none,

@@ -83,12 +83,16 @@ type feed struct {
 	sink     msg.Sink
 	port     msg.Sink // of a data port; nil: none
 	replicas []*replica
+	late     bool // a subscription is not answered: the test publishes
 }
 
 func (f *feed) Subscribe(s msg.Sink) func() {
 	f.mu.Lock()
 	f.sink = s
 	all := append([]*replica(nil), f.replicas...)
+	if f.late {
+		all = nil
+	}
 	f.mu.Unlock()
 	for _, r := range all {
 		r.publish()

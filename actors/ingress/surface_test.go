@@ -171,6 +171,32 @@ func TestChangedPolicyKeepsTheAccounts(t *testing.T) {
 	assert.Zero(t, v.Ranks[0].Load.O())
 }
 
+// TestRequestsWaitForRanksThatAreReady: what the state calls ready and no stream has told of yet is on its way, for a new Router (a
+// deploy that changes the policy and starts nothing anew) as for a new epoch.
+func TestRequestsWaitForRanksThatAreReady(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
+	l := g.in.lane("demo")
+	waits := func(why string, tell func()) {
+		got := make(chan answer, 1)
+		go func() { got <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
+		eventually(t, func() bool { return g.in.QueueLen("demo") == 1 }, why)
+		tell()
+		assert.Equal(t, 200, (<-got).status, why)
+	}
+	g.feed.mu.Lock()
+	g.feed.late = true
+	g.feed.mu.Unlock()
+	old, a := l.router.Load(), demoApp()
+	a.Routing.Policy = "least-loaded"
+	g.deploy(a, 2)
+	eventually(t, func() bool { return l.router.Load() != old }, "a new Router")
+	waits("a new Router", g.replicas[0].publish)
+
+	g.phase("demo/0/0", state.Ready, 2)
+	waits("a new epoch", g.replicas[0].reborn)
+	assert.Zero(t, l.router.Load().Snapshot().OnTheWay, "nothing is hoped for any more")
+}
+
 func TestGhostIsIgnored(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	r := g.replicas[0]
