@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"testing"
 	"testing/synctest"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -31,6 +32,35 @@ func TestThreeNodesForm(t *testing.T) {
 				assert.Equal(t, fmt.Sprintf("0/%d", rank), s.Rank)
 				assert.Equal(t, 20, s.Chunks)
 			}
+		}
+		c.Quiet()
+	})
+}
+
+// A deploy that changes the policy alone starts no engine anew, and no request notices: not at an ingress either that hears of the
+// ranks from afar.
+func TestPolicyChangesUnderLoad(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		c := harness.New(t, harness.Nodes(3), harness.Slots(2), harness.Roles(2, "ingress"))
+		for _, p := range c.Peers()[:2] {
+			c.Net.Delay(p.Host, c.Peer(2).Host, 5*time.Millisecond)
+		}
+		app := func(policy string) string {
+			return simApp("a", 4, "independent", "sim_step_ms: 10", "routing: {policy: "+policy+"}")
+		}
+		c.Deploy(app("power-of-two"))
+		c.WaitStatus("a", "RUNNING")
+		c.Peer(2).WaitStatus("a", "RUNNING")
+		near, far := ask(t, c.Peer(0), "a", time.Millisecond, 3), ask(t, c.Peer(2), "a", time.Millisecond, 3)
+		for _, policy := range []string{"least-loaded", "round-robin", "power-of-two", "random"} {
+			time.Sleep(100 * time.Millisecond)
+			c.Deploy(app(policy))
+		}
+		time.Sleep(100 * time.Millisecond)
+		assert.Zero(t, clean(t, append(near.end(), far.end()...)))
+		for _, u := range c.Peer(0).State().Units {
+			assert.Equal(t, uint64(1), u.Epoch, u.ID)
 		}
 		c.Quiet()
 	})
