@@ -136,7 +136,7 @@ func TestJudgeIsFair(t *testing.T) {
 	leave()
 	silent := problem.New(problem.Timeout, "node b: %w", context.DeadlineExceeded)
 	for name, c := range map[string]struct {
-		ctx          context.Context
+		ctx          context.Context //nolint:containedctx // a row of the table
 		err          error
 		asked        time.Duration
 		known, avoid string

@@ -131,7 +131,7 @@ func (n *NodeClient) ended(ctx, inner context.Context, err error) error {
 	var mine *readerError
 	switch {
 	case errors.Is(err, io.EOF) || over(ctx):
-		return nil //nolint:nilerr // the reader has what it wanted
+		return nil // the reader has what it wanted
 	case errors.As(err, &mine):
 		return mine.err
 	case inner.Err() != nil:
