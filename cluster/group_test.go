@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"net"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -291,8 +292,18 @@ func (g *group) join(cfg cluster.Config, voter bool) *member {
 	g.ready(m)
 	if voter {
 		g.retry(func() error { return g.leader().Promote(g.t.Context(), m.UID()) })
+		g.heard(cluster.Member{UID: m.UID(), Voter: true})
 	}
 	return m
+}
+
+// heard waits until every running member knows another's part. One that has not heard of a new voter gives it no vote: a leader that
+// is cut off in that moment has no successor (docs/internals.md).
+func (g *group) heard(part cluster.Member) {
+	g.t.Helper()
+	require.Eventually(g.t, func() bool {
+		return !slices.ContainsFunc(g.running(), func(m *member) bool { return !slices.Contains(m.Members(), part) })
+	}, limit, 5*time.Millisecond, "not all know of a new voter")
 }
 
 func (g *group) ready(m *member) {
