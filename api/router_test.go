@@ -108,7 +108,7 @@ func TestRouterAnswers(t *testing.T) {
 		{"GET", "", "", `{"apiVersion":"dpserve/v1","app":"demo","policy":"kv","preset":"","identity":"","reads":null,"ranks":0,"ready":0,"queued":0,"reservations":0,"imbalance":0}`},
 		{"POST", "/explain", `{"prompt":"x"}`, `{"apiVersion":"dpserve/v1","app":"demo","policy":"","tokens":0,"estimated":false,"blocks":0,"decision":"","pick":"0/1","reason":"","ranks":null}`},
 		{"POST", "/reset", ``, `{"apiVersion":"dpserve/v1","app":"demo","ranks":4}`},
-		{"POST", "/best_worker", `{"token_ids":[1],"request_id":"r"}`, `{"apiVersion":"dpserve/v1","worker":"0/1","group":0,"dp_rank":0,"overlap_blocks":0,"hit_tokens":0,"block_size":0,"reason":"","url":"","addressing":"","request_id":"r"}`},
+		{"POST", "/best_worker", `{"token_ids":[1],"request_id":"r"}`, `{"apiVersion":"dpserve/v1","worker":"0/1","group":0,"dp_rank":0,"overlap_blocks":0,"hit_tokens":0,"block_size":0,"reason":"","node":"","url":"","addressing":"","request_id":"r"}`},
 		{"POST", "/potential_loads", `{"token_ids":[1]}`, `{"apiVersion":"dpserve/v1","loads":[]}`},
 		{"POST", "/potential_loads", `{}`, `{"apiVersion":"dpserve/v1","loads":[]}`},
 		{"POST", "/mark_prefill_complete", `{"request_id":"r"}`, `{"apiVersion":"dpserve/v1","request_id":"r","status":"prefill_complete"}`},

@@ -37,7 +37,8 @@ type Worker struct {
 	HitTokens     int     `json:"hit_tokens"`     // the same in tokens
 	BlockSize     int     `json:"block_size"`     // tokens per block
 	Reason        string  `json:"reason"`         // why this one: lowest_score, highest_score, prefix_match …
-	URL           string  `json:"url"`            // of its engine
+	Node          string  `json:"node"`           // that runs it
+	URL           string  `json:"url"`            // of its engine, as that node sees it: a started engine listens at its loopback
 	Addressing    string  `json:"addressing"`     // how the engine is told the rank: url | header | body
 	Selector      int     `json:"selector"`       // what it is told
 	RequestID     string  `json:"request_id"`     // reserved under; "" = not reserved

@@ -42,7 +42,7 @@ func (in *Ingress) BestWorker(ctx context.Context, app string, q *msg.BestWorker
 func (k *question) worker(rk *rank, reason string) msg.Worker {
 	out := msg.Worker{
 		Worker: rk.id.String(), Group: rk.id.Group(), DPRank: rk.id.Rank(), HitTokens: k.query.HitOn(rk.id), Reason: reason,
-		URL: rk.target.URL, Addressing: rk.target.Addressing, Selector: rk.target.Selector,
+		Node: rk.node, URL: rk.target.URL, Addressing: rk.target.Addressing, Selector: rk.target.Selector,
 	}
 	if k.prompt.unit == kvindex.Tokens {
 		out.BlockSize = k.prompt.size

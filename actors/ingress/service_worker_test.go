@@ -38,7 +38,7 @@ func TestBestWorkerWithoutIDChangesNothing(t *testing.T) {
 		w, err := b.in.BestWorker(t.Context(), "demo", &msg.BestWorker{TokenIDs: ids})
 		require.NoError(t, err)
 		assert.Equal(t, msg.Worker{
-			Worker: "0/2", DPRank: 2, OverlapBlocks: 3, HitTokens: 48, BlockSize: 16, Reason: "lowest_score", URL: "http://127.0.0.1:3", Addressing: "url",
+			Worker: "0/2", DPRank: 2, OverlapBlocks: 3, HitTokens: 48, BlockSize: 16, Reason: "lowest_score", Node: "n1", URL: "http://127.0.0.1:3", Addressing: "url",
 		}, w)
 	}
 	after := b.lane.router.Load().Snapshot()

@@ -129,7 +129,8 @@ type Worker struct {
 	HitTokens     int     `json:"hit_tokens"`
 	BlockSize     int     `json:"block_size"`
 	Reason        string  `json:"reason"`
-	URL           string  `json:"url"`        // of its engine
+	Node          string  `json:"node"`       // that runs it
+	URL           string  `json:"url"`        // of its engine, as that node sees it
 	Addressing    string  `json:"addressing"` // how the rank is named there: url | header | body
 	Selector      int     `json:"selector,omitempty"`
 	RequestID     string  `json:"request_id,omitempty"` // reserved under
