@@ -87,9 +87,9 @@ func (c *Cluster) enter(ctx context.Context) error {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.stopping {
+	if why := c.why; why != nil || c.stopping {
 		<-c.slots
-		return errClosed()
+		return firstError(why, errClosed())
 	}
 	c.proposals.Add(1)
 	return nil
