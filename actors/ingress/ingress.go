@@ -143,7 +143,7 @@ func (in *Ingress) follow(ctx context.Context, changed <-chan struct{}) {
 	}
 }
 
-// rebuild makes a table of the state. fresh says that a Router is new and knows no rank yet.
+// rebuild makes a table of the state. fresh says that a Router or an index is new, and lacks what the ranks' snapshots tell.
 func (in *Ingress) rebuild(st *state.State) (fresh bool) {
 	t := newTable()
 	in.key(st.Secret)
@@ -192,18 +192,12 @@ func (in *Ingress) adopt(l *lane, a *state.App) (spec *served, fresh bool, err e
 	return spec, true, nil
 }
 
-// newRouter gives a lane a Router that knows no rank yet, but how many to wait for.
+// newRouter gives a lane a Router.
 func (in *Ingress) newRouter(l *lane, policy routing.Policy) {
 	router := routing.NewRouter(policy, mix(in.seed^in.nextID.Load()))
 	router.OnRoom = l.queue.room
-	l.mu.Lock()
-	defer l.mu.Unlock()
 	l.meter.Store(in.metrics.App(l.name, policy.Name()))
-	l.survey(router)
-	hopes := l.hopes()
-	router.Observe(&hopes)
-	l.router.Store(router)
-	l.configure()
+	l.succeed(router)
 }
 
 // key takes the cluster's secret over. It is set once, before the first application.

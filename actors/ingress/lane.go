@@ -21,7 +21,7 @@ type lane struct {
 	queue  fifo
 	budget *budget
 	spec   atomic.Pointer[served]         // nil until the table has seen the application
-	router atomic.Pointer[routing.Router] // nil as spec; replaced when the routing part of the file changes
+	router atomic.Pointer[routing.Router] // of requests. Nil as spec; replaced when the routing part of the file changes
 	meter  atomic.Pointer[telemetry.App]
 
 	reading     atomic.Pointer[reading] // nil as spec
@@ -38,6 +38,7 @@ type lane struct {
 	unreadable uint64 // revision that could not be read; only rebuild touches it
 
 	mu     sync.Mutex
+	learns *routing.Router // what happens: router, but for the moment in which a new one is not shown to requests yet
 	ranks  map[routing.RankID]*rank
 	epochs map[string]uint64   // units that the state says are ready → epoch
 	fenced map[string]uint64   // of these, units that a stream showed fenced, ahead of the state → epoch
@@ -131,22 +132,22 @@ func (l *lane) snapshot(rec *msg.Record) {
 	r.cachingOff = rec.Snapshot.CachingOff
 	l.told(r)
 	l.resize(r, rec.Snapshot.BlockSize, false)
-	l.raise(r, rec)
+	l.raise(r, rec.Seq, rec.Snapshot)
 	l.show(r)
 	l.hope()
 }
 
 // raise puts the rank and its account into the Router, without room until show says how much it has.
-func (l *lane) raise(r *rank, rec *msg.Record) {
+func (l *lane) raise(r *rank, seq uint64, s *msg.Snapshot) {
 	l.opens = l.opens[:0]
-	for _, o := range rec.Snapshot.Open {
+	for _, o := range s.Open {
 		l.opens = append(l.opens, routing.Open{ReqID: l.in.fold(o.Ingress, o.ReqID), Tokens: o.Tokens, Hit: o.Hit, Out: o.Out, Decoding: o.Decoding})
 	}
 	l.observe(routing.Event{
-		Kind: routing.EvRankUp, Rank: r.id, Epoch: r.epoch, Incarnation: r.incarnation, Seq: rec.Seq, Local: r.local, Snapshot: l.opens,
-		Capacity: rec.Snapshot.Capacity, BlockSize: rec.Snapshot.BlockSize,
+		Kind: routing.EvRankUp, Rank: r.id, Epoch: r.epoch, Incarnation: r.incarnation, Seq: seq, Local: r.local, Snapshot: l.opens,
+		Capacity: s.Capacity, BlockSize: s.BlockSize,
 	})
-	r.router, r.shownReady, r.shownMax, r.shownSilent = l.router.Load(), true, 0, false
+	r.shownReady, r.shownMax, r.shownSilent = true, 0, false
 	if l.epochs[r.unit] == r.epoch {
 		delete(l.unseen, r.unit)
 	}
@@ -247,11 +248,28 @@ func (l *lane) drop(r *rank) {
 	r.lose()
 }
 
+// succeed puts a new Router in the place of the old one. It knows the ranks at once, and what they have in hand with their next
+// snapshots; requests see it when it knows the ranks.
+func (l *lane) succeed(router *routing.Router) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.learns = router
+	l.configure()
+	for _, r := range l.ranks {
+		l.raise(r, r.seq, &msg.Snapshot{BlockSize: r.blockSize})
+		l.show(r)
+	}
+	l.survey()
+	l.hope()
+	l.router.Store(router)
+	l.queue.room()
+}
+
 // observe hands an event to the Router, which may wake the queue. Call with mu held.
 func (l *lane) observe(e routing.Event) {
-	if router := l.router.Load(); router != nil {
+	if l.learns != nil {
 		l.event = e
-		router.Observe(&l.event)
+		l.learns.Observe(&l.event)
 	}
 }
 
@@ -357,20 +375,18 @@ func (l *lane) units(ready map[string]uint64, onTheWay int) {
 		l.show(r)
 	}
 	l.coming = onTheWay
-	l.survey(l.router.Load())
+	l.survey()
 	l.hope()
 }
 
 // hope tells the Router how many units may still come up.
-func (l *lane) hope() { l.observe(l.hopes()) }
-
-func (l *lane) hopes() routing.Event {
-	return routing.Event{Kind: routing.EvOnTheWay, N: l.coming + len(l.unseen) + len(l.fenced) + len(l.doubts)}
+func (l *lane) hope() {
+	l.observe(routing.Event{Kind: routing.EvOnTheWay, N: l.coming + len(l.unseen) + len(l.fenced) + len(l.doubts)})
 }
 
-// survey finds the units that are ready, and no rank of which the Router has been told of: the state is ahead of their streams, or the
-// Router is new. Requests wait for them.
-func (l *lane) survey(router *routing.Router) {
+// survey finds the units that are ready, and no rank of which the Router has been told of: the state is ahead of their streams.
+// Requests wait for them.
+func (l *lane) survey() {
 	clear(l.unseen)
 	for unit := range l.epochs {
 		if _, fenced := l.fenced[unit]; !fenced {
@@ -378,7 +394,7 @@ func (l *lane) survey(router *routing.Router) {
 		}
 	}
 	for _, r := range l.ranks {
-		if r.router == router && l.epochs[r.unit] == r.epoch {
+		if l.epochs[r.unit] == r.epoch {
 			delete(l.unseen, r.unit)
 		}
 	}

@@ -46,8 +46,7 @@ type rank struct {
 	asked  time.Duration // when it was asked for one last; 0: never
 	asking *time.Timer   // until it is asked again; nil: it is not
 
-	router      *routing.Router // that knows it; nil: none does yet
-	shownReady  bool            // what that Router was told
+	shownReady  bool // what the Router was told
 	shownMax    int
 	shownSilent bool
 	attempts    *attempt // those it has in hand: head of a list

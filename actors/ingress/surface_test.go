@@ -171,30 +171,38 @@ func TestChangedPolicyKeepsTheAccounts(t *testing.T) {
 	assert.Zero(t, v.Ranks[0].Load.O())
 }
 
-// TestRequestsWaitForRanksThatAreReady: what the state calls ready and no stream has told of yet is on its way, for a new Router (a
-// deploy that changes the policy and starts nothing anew) as for a new epoch.
-func TestRequestsWaitForRanksThatAreReady(t *testing.T) {
+// TestANewRouterKnowsTheRanks before any of them has sent a snapshot: a deploy that changes the policy refuses nobody, not under policy
+// direct either, which never waits.
+func TestANewRouterKnowsTheRanks(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
-	l := g.in.lane("demo")
-	waits := func(why string, tell func()) {
-		got := make(chan answer, 1)
-		go func() { got <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
-		eventually(t, func() bool { return g.in.QueueLen("demo") == 1 }, why)
-		tell()
-		assert.Equal(t, 200, (<-got).status, why)
-	}
 	g.feed.mu.Lock()
 	g.feed.late = true
 	g.feed.mu.Unlock()
-	old, a := l.router.Load(), demoApp()
-	a.Routing.Policy = "least-loaded"
-	g.deploy(a, 2)
-	eventually(t, func() bool { return l.router.Load() != old }, "a new Router")
-	waits("a new Router", g.replicas[0].publish)
+	l := g.in.lane("demo")
+	for revision, policy := range []string{2: "least-loaded", 3: "direct"} {
+		if policy == "" {
+			continue
+		}
+		old, a := l.router.Load(), demoApp()
+		a.Routing.Policy = policy
+		g.deploy(a, uint64(revision))
+		eventually(t, func() bool { return l.router.Load() != old }, "a new Router")
+		assert.Equal(t, 200, g.post("/v1/chat/completions", chatBody, "X-Dpserve-Rank", "0/0").status, policy)
+	}
+	g.replicas[0].publish()
+	assert.Zero(t, l.router.Load().Snapshot().Ranks[0].Load.O())
+}
 
+// TestRequestsWaitForRanksThatAreReady: what the state calls ready and no stream has told of yet is on its way.
+func TestRequestsWaitForRanksThatAreReady(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	g.phase("demo/0/0", state.Ready, 2)
-	waits("a new epoch", g.replicas[0].reborn)
-	assert.Zero(t, l.router.Load().Snapshot().OnTheWay, "nothing is hoped for any more")
+	got := make(chan answer, 1)
+	go func() { got <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
+	eventually(t, func() bool { return g.in.QueueLen("demo") == 1 }, "it waits")
+	g.replicas[0].reborn()
+	assert.Equal(t, 200, (<-got).status)
+	assert.Zero(t, g.in.lane("demo").router.Load().Snapshot().OnTheWay, "nothing is hoped for any more")
 }
 
 func TestGhostIsIgnored(t *testing.T) {
