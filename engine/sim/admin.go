@@ -57,7 +57,13 @@ func (s *Server) Fail(f Fault) error {
 	if err := f.validate(); err != nil {
 		return err
 	}
-	s.log.Info("failure injected", "mode", string(f.Mode), "for_s", f.ForS, "count", f.Count)
+	note := func() { s.log.Info("failure injected", "mode", string(f.Mode), "for_s", f.ForS, "count", f.Count) }
+	switch f.Mode { // the first may end the process at once
+	case ModeCrash, ModeKill, ModeOrphan, ModeCoreDead:
+		note()
+	default:
+		defer note() // whoever reads it finds the failure on
+	}
 	switch f.Mode {
 	case ModeCrash:
 		code := defaultExitCode
