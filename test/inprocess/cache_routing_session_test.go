@@ -175,6 +175,7 @@ func TestRT7TurnLeavesWhenTheWaitExceedsThePrefillItSaves(t *testing.T) {
 				prompt := freshPrompt(r, opening)
 				first := askIDs(t.Context(), c, "a", prompt, 1)
 				require.True(t, first.ok(), first)
+				time.Sleep(time.Second) // its end, and what it left in the cache, have reached the ingress
 				var home int
 				_, err := fmt.Sscanf(first.rank, "0/%d", &home)
 				require.NoError(t, err)

@@ -94,13 +94,7 @@ func ask(t *testing.T, p *harness.Peer, model string, every time.Duration, token
 		tick := time.NewTicker(every)
 		defer tick.Stop()
 		for {
-			l.done.Go(func() {
-				at := time.Now()
-				s := p.StreamChat(t.Context(), model, tokens, header...)
-				l.mu.Lock()
-				defer l.mu.Unlock()
-				l.out = append(l.out, asked{at, s})
-			})
+			l.one(t, p, model, tokens, header...)
 			select {
 			case <-tick.C:
 			case <-l.stop:
@@ -109,6 +103,25 @@ func ask(t *testing.T, p *harness.Peer, model string, every time.Duration, token
 		}
 	})
 	return l
+}
+
+// volley asks n times at once; more than one round of round-robin reaches every rank.
+func volley(t *testing.T, p *harness.Peer, model string, n, tokens int) *traffic {
+	l := &traffic{stop: make(chan struct{})}
+	for range n {
+		l.one(t, p, model, tokens)
+	}
+	return l
+}
+
+func (l *traffic) one(t *testing.T, p *harness.Peer, model string, tokens int, header ...string) {
+	l.done.Go(func() {
+		at := time.Now()
+		s := p.StreamChat(t.Context(), model, tokens, header...)
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		l.out = append(l.out, asked{at, s})
+	})
 }
 
 // end gives all requests, once the last one is over.

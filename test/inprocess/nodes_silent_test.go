@@ -34,8 +34,8 @@ func TestSilentNodeLosesItsRanks(t *testing.T) {
 		require.Len(t, gone, 2)
 		diaries := []*diary{follow(c.Peer(0)), follow(c.Peer(1))}
 		time.Sleep(5 * time.Second)
+		long := volley(t, c.Peer(0), "a", 12, 400)
 		loads := []*traffic{ask(t, c.Peer(0), "a", 50*time.Millisecond, 10), ask(t, c.Peer(1), "a", 50*time.Millisecond, 10)}
-		long := ask(t, c.Peer(0), "a", 50*time.Millisecond, 400)
 		time.Sleep(time.Second)
 
 		cut := time.Now()
