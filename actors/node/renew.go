@@ -99,16 +99,18 @@ func (r *renewer) run(ctx context.Context) {
 
 // pause waits for longest, until there is news, but then for least, or until a command waits for the lease.
 func (r *renewer) pause(ctx context.Context, least, longest time.Duration) {
-	began := time.NewTimer(least)
-	defer began.Stop()
 	over := time.NewTimer(longest)
 	defer over.Stop()
-	select {
-	case <-began.C:
-	case <-r.demand:
-		return
-	case <-ctx.Done():
-		return
+	if least > 0 {
+		began := time.NewTimer(least)
+		defer began.Stop()
+		select {
+		case <-began.C:
+		case <-r.demand:
+			return
+		case <-ctx.Done():
+			return
+		}
 	}
 	select {
 	case <-r.wake:

@@ -38,8 +38,16 @@ func (c *coordinator) run() {
 	timer := time.NewTimer(time.Hour)
 	defer timer.Stop()
 	for {
-		wake := c.turn()
-		timer.Reset(min(max(0, wake-time.Since(c.zero)), time.Hour))
+		wait := c.turn() - time.Since(c.zero)
+		if wait <= 0 {
+			select {
+			case <-c.stop:
+				return
+			default:
+				continue
+			}
+		}
+		timer.Reset(min(wait, time.Hour))
 		select {
 		case <-c.kick:
 		case <-timer.C:
