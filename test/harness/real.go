@@ -48,8 +48,11 @@ func Start(t testing.TB, args ...string) *Real {
 // StartIn is Start on a given data dir, for tests of restarts.
 func StartIn(t testing.TB, dir string, args ...string) *Real {
 	t.Helper()
-	r := &Real{T: t, HTTP: FreeAddr(t), Admin: FreeAddr(t), Dir: dir}
-	r.run(append([]string{"start", "--http-bind", r.HTTP, "--admin-bind", r.Admin, "--data-dir", dir, "--port-range", PortRange(t)}, args...))
+	var lo, hi int // its own two ports are from there too: no connection of anybody takes them meanwhile
+	_, err := fmt.Sscanf(PortRange(t), "%d-%d", &lo, &hi)
+	require.NoError(t, err)
+	r := &Real{T: t, HTTP: fmt.Sprintf("127.0.0.1:%d", hi), Admin: fmt.Sprintf("127.0.0.1:%d", hi-1), Dir: dir}
+	r.run(append([]string{"start", "--http-bind", r.HTTP, "--admin-bind", r.Admin, "--data-dir", dir, "--port-range", fmt.Sprintf("%d-%d", lo, hi-2)}, args...))
 	r.Eventually(func() error { return r.get("/api/v1/healthz", nil) }, "admin API answers")
 	return r
 }
