@@ -192,6 +192,36 @@ func TestCutOffLeader(t *testing.T) {
 	assert.Contains(t, old.State().Apps, "back")
 }
 
+// TestLeaderCutOffInTheMomentOfAVote: a voter that has not heard of a new vote and the new voter do not elect each other
+// (docs/internals.md); with the leader back there is one again, and nothing that was acknowledged is lost.
+func TestLeaderCutOffInTheMomentOfAVote(t *testing.T) {
+	t.Parallel()
+	g := newGroup(t)
+	first := g.add(cluster.Config{NodeID: "node-1"})
+	g.ready(first)
+	g.put(first)
+	second := g.join(cluster.Config{NodeID: "node-2"}, true)
+	third := g.join(cluster.Config{NodeID: "node-3"}, false)
+	old, deaf := g.leader(), second
+	if old == second {
+		deaf = first
+	}
+	g.wires.isolate(deaf.address, true)
+	vote := cluster.Member{UID: third.UID(), Voter: true}
+	g.retry(func() error { return old.Promote(t.Context(), third.UID()) })
+	require.Contains(t, third.Members(), vote)
+	require.NotContains(t, deaf.Members(), vote)
+	g.wires.isolate(old.address, true)
+	g.wires.isolate(deaf.address, false)
+	require.Eventually(t, func() bool { return !old.Leader() }, limit, 10*time.Millisecond)
+	assert.NotContains(t, deaf.Members(), vote)
+
+	g.wires.isolate(old.address, false)
+	g.heard(vote)
+	g.propose(putApp("demo", "one"))
+	g.same()
+}
+
 func TestNoMajority(t *testing.T) {
 	t.Parallel()
 	g := threeVoters(t, false)

@@ -37,18 +37,18 @@ type lane struct {
 
 	unreadable uint64 // revision that could not be read; only rebuild touches it
 
-	mu     sync.Mutex
-	learns *routing.Router // what happens: router, but for the moment in which a new one is not shown to requests yet
-	ranks  map[routing.RankID]*rank
-	epochs map[string]uint64   // units that the state says are ready → epoch
-	fenced map[string]uint64   // of these, units that a stream showed fenced, ahead of the state → epoch
-	unseen map[string]struct{} // of these, units whose streams have not told the Router of a rank yet
-	coming int                 // units that the state says are on their way
-	event  routing.Event       // scratch: the Router does not keep it
-	opens  []routing.Open      // scratch
-	ended  bool                // no timer may start any more
-	timers map[*rank]*time.Timer
-	doubts map[string]*time.Timer // nodes whose data port was not reached a moment ago
+	mu      sync.Mutex
+	learner *routing.Router // that events go to: router, but for the moment before a new one is shown to requests
+	ranks   map[routing.RankID]*rank
+	epochs  map[string]uint64   // units that the state says are ready → epoch
+	fenced  map[string]uint64   // of these, units that a stream showed fenced, ahead of the state → epoch
+	unseen  map[string]struct{} // of these, units whose streams have not told the Router of a rank yet
+	coming  int                 // units that the state says are on their way
+	event   routing.Event       // scratch: the Router does not keep it
+	opens   []routing.Open      // scratch
+	ended   bool                // no timer may start any more
+	timers  map[*rank]*time.Timer
+	doubts  map[string]*time.Timer // nodes whose data port was not reached a moment ago
 }
 
 func newLane(in *Ingress, name string) *lane {
@@ -253,7 +253,7 @@ func (l *lane) drop(r *rank) {
 func (l *lane) succeed(router *routing.Router) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.learns = router
+	l.learner = router
 	l.configure()
 	for _, r := range l.ranks {
 		l.raise(r, r.seq, &msg.Snapshot{BlockSize: r.blockSize})
@@ -267,9 +267,9 @@ func (l *lane) succeed(router *routing.Router) {
 
 // observe hands an event to the Router, which may wake the queue. Call with mu held.
 func (l *lane) observe(e routing.Event) {
-	if l.learns != nil {
+	if l.learner != nil {
 		l.event = e
-		l.learns.Observe(&l.event)
+		l.learner.Observe(&l.event)
 	}
 }
 

@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -31,6 +32,16 @@ func TestThreeNodesForm(t *testing.T) {
 				require.True(t, s.OK(), "%s rank %d: %s", p.ID, rank, s)
 				assert.Equal(t, fmt.Sprintf("0/%d", rank), s.Rank)
 				assert.Equal(t, 20, s.Chunks)
+			}
+		}
+		for rank := range 6 { // the Router as a service says whose view a URL is, and reaches every rank too
+			r, name := c.Router("a"), fmt.Sprintf("0/%d", rank)
+			w, err := r.BestWorker(t.Context(), client.BestWorkerRequest{TokenIDs: []uint32{1, 2, 3}, Worker: name})
+			require.NoError(t, err)
+			assert.Contains(t, ranksOn(c.Peer(0), w.Node), name)
+			for part, err := range r.Generate(t.Context(), client.GenerateRequest{TokenIDs: []uint32{1, 2, 3}, Worker: name, Sampling: map[string]any{"max_tokens": 2}}) {
+				require.NoError(t, err)
+				assert.Contains(t, []string{"", name}, part.Worker)
 			}
 		}
 		c.Quiet()
