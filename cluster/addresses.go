@@ -37,24 +37,27 @@ func (b *addressBook) read(l *raft.Log) {
 	b.byUID[cmd.PutNode.Node.UID] = cmd.PutNode.Node.Address
 }
 
-// readAll takes up a whole log.
-func (b *addressBook) readAll(log raft.LogStore) error {
+// readAll takes up a whole log, and gives its newest list of members with its index; 0 = it has none.
+func (b *addressBook) readAll(log raft.LogStore) (members raft.Configuration, index uint64, err error) {
 	first, err := log.FirstIndex()
 	if err != nil {
-		return err
+		return members, 0, err
 	}
 	last, err := log.LastIndex()
 	if err != nil || last == 0 {
-		return err
+		return members, 0, err
 	}
 	for i := first; i <= last; i++ {
 		var l raft.Log
 		if err := log.GetLog(i, &l); err != nil {
-			return err
+			return members, 0, err
 		}
 		b.read(&l)
+		if l.Type == raft.LogConfiguration {
+			members, index = raft.DecodeConfiguration(l.Data), i
+		}
 	}
-	return nil
+	return members, index, nil
 }
 
 func (b *addressBook) of(uid string) string {

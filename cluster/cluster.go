@@ -13,6 +13,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/state"
 )
 
@@ -20,8 +21,12 @@ import (
 // ready.
 const proposeTimeout = 5 * time.Second
 
-// closeGrace is how long Close waits for proposals in flight before it stops raft under them.
-const closeGrace = 2 * time.Second
+const (
+	// closeGrace is how long Close waits for proposals in flight before it stops raft under them.
+	closeGrace = 2 * time.Second
+	// diskGrace is how long Close waits for raft and the disk after that: twice as long as raft waits for a node that does not answer.
+	diskGrace = 2 * transportTimeout
+)
 
 // maxProposals bounds proposals in flight; each holds a goroutine until raft answers.
 const maxProposals = 256
@@ -38,12 +43,17 @@ type Cluster struct {
 	book  addressBook
 	run   atomic.Pointer[run]
 
+	memory *disk       // without a data dir: of all runs; keep's own after Open
+	alone  atomic.Bool // this node is the only voter of the log on disk
+	holds  atomic.Bool // see Holds
 	leader atomic.Bool // elected, and everything before the election is applied
 	slots  chan struct{}
 	done   chan struct{} // closed by end: Close was called, or a fault that no wait can heal
 	loops  sync.WaitGroup
 	once   sync.Once
 	closed error
+
+	stopped error // of the last run; keep's own until loops has ended
 
 	mu        sync.Mutex
 	stopping  bool
@@ -78,7 +88,8 @@ type Config struct {
 	// Timers are raft's; zero = DefaultTimers.
 	Timers Timers
 
-	stores func(logStore) logStore // tests: a disk that fails
+	// Stores stands between raft and its log, at every opening; nil = nothing does.
+	Stores func(LogStore) LogStore
 }
 
 // DefaultSegmentSize is what one log file preallocates. raft-wal's own 64 MiB suit databases; here a day's log is a few
@@ -180,8 +191,31 @@ func (c *Cluster) close() error {
 	c.settle()
 	c.leader.Store(false)
 	c.end(errClosed())
-	c.loops.Wait() // keep stops the run
-	return c.shut()
+	c.holds.Store(false)
+	done := make(chan struct{})
+	go func() { c.loops.Wait(); close(done) }() // keep stops the run
+	select {
+	case <-done:
+		return c.shut()
+	case <-time.After(diskGrace):
+		return c.abandon(done)
+	}
+}
+
+// abandon is the end over a disk that hangs: it leaves the data dir to what still writes there. The dir stays taken until that has
+// returned, or the process has ended.
+func (c *Cluster) abandon(done <-chan struct{}) error {
+	if c.net != nil {
+		c.net.stop()
+	}
+	go func() {
+		<-done
+		if err := c.shut(); err != nil {
+			c.log.Warn("closed late, with an error", "room", "cluster", "err", err)
+		}
+	}()
+	return problem.New(problem.Unavailable, "close data dir %s: %w: %w", c.cfg.DataDir, ErrDisk, errDiskHangs).
+		WithHint("the disk does not answer: look at it before you start dpserve there again")
 }
 
 // shut closes what outlives the runs.
@@ -193,7 +227,7 @@ func (c *Cluster) shut() error {
 	if c.home != nil {
 		errs = append(errs, c.home.Close())
 	}
-	return errors.Join(append(errs, c.closed)...)
+	return errors.Join(append(errs, c.stopped)...)
 }
 
 // settle waits for proposals in flight, at most closeGrace: raft may drop a queued one without an answer when it stops.

@@ -24,11 +24,13 @@ const dirMode = 0o700
 // keyCurrentTerm is raft's own name for the term in the stable store; see unfinished.
 const keyCurrentTerm = "CurrentTerm"
 
-// logStore is where raft keeps its entries, its term and its votes.
-type logStore interface {
+// LogStore is where raft keeps its entries, its term and its votes.
+type LogStore interface {
 	raft.LogStore
 	raft.StableStore
 }
+
+type logStore = LogStore
 
 // disk is what raft writes to: files in a data dir that this process has taken, or memory.
 type disk struct {
@@ -53,11 +55,22 @@ func openHome(cfg Config) (io.Closer, identity, error) {
 	return lock, ident, nil
 }
 
-// openDisk opens log and snapshots. The caller holds the data dir.
-func openDisk(cfg Config) (*disk, error) {
-	if cfg.DataDir == "" {
-		return &disk{log: raft.NewInmemStore(), snaps: raft.NewInmemSnapshotStore()}, nil
+// openDisk opens log and snapshots. The data dir is held. In memory they outlive the run as files do: a node that forgot its votes
+// might vote twice.
+func (c *Cluster) openDisk() (*disk, error) {
+	if c.cfg.DataDir != "" {
+		return openFiles(c.cfg)
 	}
+	if c.memory == nil {
+		c.memory = &disk{log: raft.NewInmemStore(), snaps: raft.NewInmemSnapshotStore()}
+		if c.cfg.Stores != nil {
+			c.memory.log = c.cfg.Stores(c.memory.log)
+		}
+	}
+	return c.memory, nil
+}
+
+func openFiles(cfg Config) (*disk, error) {
 	dir := filepath.Join(cfg.DataDir, raftDir)
 	if err := os.MkdirAll(dir, dirMode); err != nil {
 		return nil, fmt.Errorf("make raft dir: %w", err)
@@ -81,8 +94,8 @@ func (d *disk) openRaft(cfg Config, dir string) error {
 	}
 	d.closers = append(d.closers, w)
 	d.log = w
-	if cfg.stores != nil {
-		d.log = cfg.stores(w)
+	if cfg.Stores != nil {
+		d.log = cfg.Stores(w)
 	}
 	return d.openSnapshots(dir, logger)
 }

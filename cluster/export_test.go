@@ -1,11 +1,8 @@
 package cluster
 
-// LogStore is what raft writes to.
-type LogStore = logStore
-
 // WithStores lets a test stand between raft and its disk.
 func (cfg Config) WithStores(wrap func(LogStore) LogStore) Config {
-	cfg.stores = wrap
+	cfg.Stores = wrap
 	return cfg
 }
 

@@ -11,7 +11,8 @@ import (
 // faultPause is the pause before raft is started again over a disk that refused a write, and between further attempts.
 const faultPause = time.Second
 
-// ErrDisk is in every error that comes of a disk that refuses writes. What was to be written has not been acknowledged.
+// ErrDisk is in every error that comes of a disk that refuses writes or does not answer. What was to be written has not been
+// acknowledged.
 var ErrDisk = errors.New("the disk of the data dir refuses writes")
 
 // Fault is what is wrong with the disk of the data dir: a *problem.Error that wraps ErrDisk, nil while writes succeed. While
@@ -29,6 +30,11 @@ func (c *Cluster) Fault() error {
 }
 
 func (c *Cluster) diskProblem(err error) error {
+	if errors.Is(err, errDiskHangs) {
+		return problem.New(problem.Unavailable, "data dir %s: %w", c.cfg.DataDir, err).
+			WithHint("look at the disk of the data dir, it is broken or very slow: dpserve goes on by itself when it answers; " +
+				"look at the state before you repeat the command")
+	}
 	return problem.New(problem.Unavailable, "data dir %s: %w", c.cfg.DataDir, err).
 		WithHint("free disk space or make the data dir writable: dpserve goes on by itself; look at the state before you repeat the command")
 }
@@ -38,6 +44,38 @@ func (c *Cluster) setFault(err error) {
 	defer c.mu.Unlock()
 	c.fault = err
 	c.faulty.Store(err != nil)
+}
+
+// diskFails is told of the first failure of a run, before raft is: whoever sees that raft leads no more sees the fault too.
+func (c *Cluster) diskFails(err error) {
+	c.setFault(err)
+	if c.leader.Load() && c.alone.Load() && c.ended() == nil {
+		c.holds.Store(true)
+	}
+}
+
+// Holds says that this node led when its disk failed, and that nobody else can lead meanwhile: it is the only voter, so every
+// majority there can be needs its vote, and it gives none without a disk. What it decided goes on to be true, and leases may be
+// prolonged; nothing can be proposed. It ends when raft leads again, or the log on disk turns out to have other voters.
+func (c *Cluster) Holds() bool { return c.holds.Load() }
+
+// readLog takes up what the log on disk says of addresses and voters, before raft starts over it.
+func (c *Cluster) readLog(d *disk) error {
+	members, index, err := c.book.readAll(d.log)
+	if err != nil {
+		return err
+	}
+	snaps, err := d.snaps.List()
+	if err != nil {
+		return err
+	}
+	if len(snaps) > 0 && snaps[0].ConfigurationIndex > index {
+		members = snaps[0].Configuration
+	}
+	if c.alone.Store(isOnlyVoter(members, c.ident.UID)); !c.alone.Load() && c.holds.Swap(false) {
+		c.wakeLeadership()
+	}
+	return nil
 }
 
 // diskWorks is told of every successful write.
@@ -64,13 +102,11 @@ func (c *Cluster) keep() {
 func (c *Cluster) serve(r *run) bool {
 	select {
 	case <-c.done:
-		c.closed = r.stop(ErrClosed)
+		c.stopped = r.stop(ErrClosed)
 		return false
 	case <-r.guard.failed:
 	}
-	err := r.guard.failure()
-	c.setFault(err)
-	c.log.Error("the disk refuses writes: this node leaves consensus until it takes them again", "room", "cluster", "err", err)
+	c.log.Error("the disk refuses writes: this node leaves consensus until it takes them again", "room", "cluster", "err", r.guard.failure())
 	if err := r.stop(ErrDisk); err != nil {
 		c.log.Warn("stopped with an error", "room", "cluster", "err", err)
 	}

@@ -153,8 +153,9 @@ func (f *fsm) applyOne(l *raft.Log) (a applied) {
 	return a
 }
 
-// Snapshot hands out the published copy, which nobody changes any more.
-func (f *fsm) Snapshot() (raft.FSMSnapshot, error) { return snapshot{f.State()}, nil }
+// Snapshot hands out a copy of what this run has applied. The published copy may be newer than that: a run that repeats the past
+// does not take back what readers have seen, and raft files the snapshot under the index that this run has reached.
+func (f *fsm) Snapshot() (raft.FSMSnapshot, error) { return snapshot{f.work.Clone()}, nil }
 
 // Restore replaces the state by a snapshot's.
 func (f *fsm) Restore(r io.ReadCloser) error {

@@ -20,7 +20,11 @@ func (c *Cluster) Leader() bool { return c.leader.Load() }
 
 // LeaderNode is the UID of the node that leads as far as this node knows; it may have been elected a moment ago and not be ready.
 func (c *Cluster) LeaderNode() (uid string, known bool) {
-	_, id := c.run.Load().raft.LeaderWithID()
+	r := c.run.Load().raft
+	_, id := r.LeaderWithID()
+	if string(id) == c.ident.UID && r.State() != raft.Leader {
+		return "", false // raft was told to stop, and has not come to it: its disk hangs
+	}
 	return string(id), id != ""
 }
 
@@ -116,6 +120,7 @@ func (r *run) pause() {
 func (c *Cluster) setReady(r *run) {
 	c.tell("leads", "term", r.raft.CurrentTerm())
 	c.leader.Store(true)
+	c.holds.Store(false)
 	c.mu.Lock()
 	close(c.ready)
 	c.mu.Unlock()

@@ -33,11 +33,12 @@ type run struct {
 // newRun opens the disk and starts raft over it. A log without a past gets this node as its only voter, unless it is a member of
 // a cluster that will send its own.
 func (c *Cluster) newRun() (_ *run, err error) {
-	d, err := openDisk(c.cfg)
+	d, err := c.openDisk()
 	if err != nil {
 		return nil, err
 	}
-	r := &run{disk: d, guard: newGuard(d.log, &c.book, c.diskWorks), net: c.net, seen: make(chan raft.Observation, 1), over: make(chan struct{})}
+	g := newGuard(d.log, &c.book, guardHooks{uid: c.ident.UID, alone: &c.alone, wrote: c.diskWorks, failed: c.diskFails})
+	r := &run{disk: d, guard: g, net: c.net, seen: make(chan raft.Observation, 1), over: make(chan struct{})}
 	if err := r.start(c); err != nil {
 		return nil, errors.Join(err, d.Close())
 	}
@@ -57,12 +58,12 @@ func (r *run) start(c *Cluster) error {
 			return err
 		}
 	}
-	if err := c.book.readAll(r.disk.log); err != nil {
+	if err := c.readLog(r.disk); err != nil {
 		return broken("read the log", err)
 	}
 	c.fsm.begin()
 	var err error
-	if r.raft, err = raft.NewRaft(rc, c.fsm, r.guard, r.guard, r.disk.snaps, transport); err != nil {
+	if r.raft, err = raft.NewRaft(rc, c.fsm, r.guard, r.guard, &guardedSnapshots{r.disk.snaps, r.guard}, transport); err != nil {
 		return fmt.Errorf("start raft: %w", err)
 	}
 	r.lead = r.raft.LeaderCh()
@@ -116,19 +117,25 @@ func (r *run) reachable() error {
 }
 
 func (c *Cluster) onlyVoter(r *raft.Raft) bool {
+	return isOnlyVoter(r.GetConfiguration().Configuration(), c.ident.UID)
+}
+
+// isOnlyVoter says whether a node votes and no other does.
+func isOnlyVoter(members raft.Configuration, uid string) bool {
 	alone := false
-	for _, s := range r.GetConfiguration().Configuration().Servers {
+	for _, s := range members.Servers {
 		if s.Suffrage != raft.Voter {
 			continue
 		}
-		if alone = string(s.ID) == c.ident.UID; !alone {
+		if alone = string(s.ID) == uid; !alone {
 			return false
 		}
 	}
 	return alone
 }
 
-// stop ends raft and closes the disk; other nodes are told why.
+// stop ends raft and closes the disk; other nodes are told why. It waits for calls of the disk that hang, however long: nothing may
+// be closed or opened under them.
 func (r *run) stop(why error) error {
 	close(r.over)
 	if r.net != nil {
@@ -139,5 +146,7 @@ func (r *run) stop(why error) error {
 	if r.net != nil {
 		r.net.rest(why)
 	}
-	return errors.Join(down.Error(), r.disk.Close())
+	err := down.Error()
+	r.guard.settled()
+	return errors.Join(err, r.disk.Close())
 }

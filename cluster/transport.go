@@ -6,6 +6,7 @@ import (
 	"net"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/hashicorp/raft"
@@ -39,12 +40,26 @@ type network struct {
 	once  sync.Once
 	idle  chan struct{} // closed ends the shedding of messages between two runs; nil while raft runs
 	shed  sync.WaitGroup
+
+	resting atomic.Bool // no raft runs, or one that was told to stop: nothing is sent
+
+	mu      sync.Mutex
+	answers map[raft.ServerID]answered
 }
+
+// answered is the newest message to a node, by when it was sent, that the node has acknowledged.
+type answered struct {
+	term uint64
+	sent time.Time
+}
+
+// errResting is the answer of a network whose raft was told to stop.
+var errResting = errors.New("this node has left consensus")
 
 // newNetwork starts to accept. Messages wait for the first run of raft.
 func newNetwork(cfg Config, uid string, resolve func(uid string) []string) *network {
 	l := &layer{Layer: cfg.Layer, resolve: resolve, conns: map[net.Conn]struct{}{}}
-	return &network{uid: raft.ServerAddress(uid), layer: l, NetworkTransport: raft.NewNetworkTransportWithConfig(&raft.NetworkTransportConfig{
+	return &network{uid: raft.ServerAddress(uid), layer: l, answers: map[raft.ServerID]answered{}, NetworkTransport: raft.NewNetworkTransportWithConfig(&raft.NetworkTransportConfig{
 		Stream: l, MaxPool: transportPool, Timeout: transportTimeout, Logger: newRaftLog(cfg.Log), MsgpackUseNewTimeFormat: true,
 	})}
 }
@@ -55,12 +70,67 @@ func (n *network) LocalAddr() raft.ServerAddress { return n.uid }
 // EncodePeer is the UID: what candidates and leaders sign with.
 func (n *network) EncodePeer(id raft.ServerID, _ raft.ServerAddress) []byte { return []byte(id) }
 
+// AppendEntries sends entries or a heartbeat, and notes when a message was sent that was acknowledged. A raft that was told to stop
+// sends nothing: while its disk hangs in the main loop, its heartbeats would keep the others from an election.
+func (n *network) AppendEntries(
+	id raft.ServerID, target raft.ServerAddress, args *raft.AppendEntriesRequest, resp *raft.AppendEntriesResponse,
+) error {
+	if n.resting.Load() {
+		return errResting
+	}
+	sent := time.Now()
+	err := n.NetworkTransport.AppendEntries(id, target, args, resp)
+	if err == nil && resp.Success {
+		n.mu.Lock()
+		defer n.mu.Unlock()
+		if last := n.answers[id]; args.Term > last.term || args.Term == last.term && sent.After(last.sent) {
+			n.answers[id] = answered{args.Term, sent}
+		}
+	}
+	return err
+}
+
+// hasAnswered says whether a node has acknowledged a message that was sent in a term after a moment.
+func (n *network) hasAnswered(id raft.ServerID, term uint64, since time.Time) bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	a := n.answers[id]
+	return a.term == term && !a.sent.Before(since)
+}
+
+// AppendEntriesPipeline is for entries in a row.
+func (n *network) AppendEntriesPipeline(id raft.ServerID, target raft.ServerAddress) (raft.AppendPipeline, error) {
+	if n.resting.Load() {
+		return nil, errResting
+	}
+	p, err := n.NetworkTransport.AppendEntriesPipeline(id, target)
+	if err != nil {
+		return nil, err
+	}
+	return &pipeline{p, &n.resting}, nil
+}
+
+// pipeline sends nothing for a raft that was told to stop.
+type pipeline struct {
+	raft.AppendPipeline
+	resting *atomic.Bool
+}
+
+// AppendEntries sends entries without waiting for the answer.
+func (p *pipeline) AppendEntries(args *raft.AppendEntriesRequest, resp *raft.AppendEntriesResponse) (raft.AppendFuture, error) {
+	if p.resting.Load() {
+		return nil, errResting
+	}
+	return p.AppendPipeline.AppendEntries(args, resp)
+}
+
 // Close does nothing: raft calls it at the end of a run, and the next one needs the network again.
 func (n *network) Close() error { return nil }
 
 // rest answers every message with an error until wake: no raft runs here. Heartbeats take the same way as the others, because
 // a raft that has stopped would never answer them.
 func (n *network) rest(why error) {
+	n.resting.Store(true)
 	idle := make(chan struct{})
 	n.idle = idle
 	n.shed.Go(func() {
@@ -82,16 +152,22 @@ func (n *network) wake() {
 		n.shed.Wait()
 		n.idle = nil
 	}
+	n.resting.Store(false)
 }
 
-// shut ends it all, for good.
-func (n *network) shut() {
+// stop closes every connection, for good. A raft may still run into that.
+func (n *network) stop() {
 	n.once.Do(func() {
-		n.wake()
 		_ = n.NetworkTransport.Close() // closes the layer; it has no error of its own
 		n.CloseStreams()
 		n.layer.closeConns()
 	})
+}
+
+// shut ends it all when no raft runs any more.
+func (n *network) shut() {
+	n.wake()
+	n.stop()
 }
 
 // layer is a raft.StreamLayer that dials by UID and remembers what it accepted, which raft's transport does not close.

@@ -323,32 +323,43 @@ func (w *Watcher) wake() {
 	w.turn = make(chan struct{})
 }
 
-// save writes the newest state to disk, at most once per watchSave, and the last one at Close.
+// save writes the newest state to disk, at most once per watchSave, and the last one at Close. What could not be written is tried
+// again; the log has one line when that begins and one when it ends.
 func (w *Watcher) save(saved uint64) {
+	var failing bool
 	for w.ctx.Err() == nil {
 		changed := w.Changed()
-		saved = w.saveNewer(saved)
+		now, err := w.saveNewer(saved)
+		switch {
+		case err != nil && !failing:
+			w.log.Warn("the state cannot be kept for the next start", "room", "cluster", "err", fmt.Errorf("%w: %w", ErrDisk, err))
+		case err == nil && failing:
+			w.log.Info("the state is kept for the next start again", "room", "cluster")
+		}
+		saved, failing = now, err != nil
 		pause := time.After(watchSave)
-		select {
-		case <-changed:
-		case <-w.ctx.Done():
+		if !failing {
+			select {
+			case <-changed:
+			case <-w.ctx.Done():
+			}
 		}
 		select {
 		case <-pause:
 		case <-w.ctx.Done():
 		}
 	}
-	w.saveNewer(saved)
+	_, _ = w.saveNewer(saved)
 }
 
-// saveNewer writes the state if it is newer than the saved one.
-func (w *Watcher) saveNewer(saved uint64) uint64 {
+// saveNewer writes the state if it is newer than the saved one, and gives the index of what is saved now.
+func (w *Watcher) saveNewer(saved uint64) (uint64, error) {
 	st := w.State()
 	if st.Index <= saved {
-		return saved
+		return saved, nil
 	}
 	if err := saveState(w.cfg.DataDir, st); err != nil {
-		w.log.Warn("the state cannot be kept for the next start", "room", "cluster", "err", fmt.Errorf("%w: %w", ErrDisk, err))
+		return saved, err
 	}
-	return st.Index
+	return st.Index, nil
 }

@@ -111,10 +111,12 @@ func (n *Node) followLeadership(ctx context.Context) {
 }
 
 // adaptLeadership ends what an earlier election began, and begins what this one asks for. A leadership that was lost and won again
-// begins anew: another node may have led in between, and told nodes what the actors here know nothing of.
+// begins anew: another node may have led in between, and told nodes what the actors here know nothing of. The only voter keeps what
+// runs while its disk is sick: nobody else can lead meanwhile, and the leases of healthy nodes do not need the disk.
 func (n *Node) adaptLeadership(ctx context.Context) error {
 	leads := n.store.Leader()
-	if l := n.leads.Load(); l != nil && (!leads || n.consensus.Term() != l.term) {
+	over := !leads && (n.consensus == nil || !n.consensus.Holds())
+	if l := n.leads.Load(); l != nil && (over || leads && n.consensus.Term() != l.term) {
 		n.log.Info("this node leads no more")
 		if err := n.stepDown(); err != nil { //nolint:contextcheck // actors outlive the election that begins or ends them
 			return err
@@ -137,6 +139,7 @@ func (n *Node) takeOver(ctx context.Context) error {
 	l := &leading{term: term, assign: rankassigner.New(rankassigner.Config{Store: n.store, Proposer: here, Timers: t.assigner, Log: n.log})}
 	l.control = controller.New(controller.Config{
 		Store: n.store, Proposer: here, Granter: l.assign, Metrics: n.metrics, Timers: t.controller, Log: n.log, Agent: n.agent, Self: n.cfg.NodeID,
+		Confirm: n.consensus.Confirm, StepDown: n.consensus.StepDown,
 	})
 	if err := l.assign.Start(n.system); err != nil { //nolint:contextcheck // as above
 		return err

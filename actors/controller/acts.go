@@ -16,13 +16,14 @@ type acts struct {
 	ctx   context.Context //nolint:containedctx // ends the goroutines at Close
 	cfg   *Config
 	post  func(any)
+	stand func(context.Context, *ProposeEffect) error // asks the core whether a command is still to be proposed
 	slots chan struct{}
 	nodes map[string]chan Effect // the actor's own
 	work  sync.WaitGroup
 }
 
-func newActs(ctx context.Context, cfg *Config, post func(any)) *acts {
-	return &acts{ctx: ctx, cfg: cfg, post: post, slots: make(chan struct{}, maxCommands), nodes: map[string]chan Effect{}}
+func newActs(ctx context.Context, cfg *Config, post func(any), stand func(context.Context, *ProposeEffect) error) *acts {
+	return &acts{ctx: ctx, cfg: cfg, post: post, stand: stand, slots: make(chan struct{}, maxCommands), nodes: map[string]chan Effect{}}
 }
 
 // do starts an effect and returns at once.
@@ -32,10 +33,12 @@ func (a *acts) do(e Effect) {
 		a.command(func(ctx context.Context) { a.post(a.grant(ctx, &e)) })
 	case ProposeEffect:
 		a.command(func(ctx context.Context) {
-			_, err := a.cfg.Proposer.Propose(ctx, e.Command)
+			err := a.propose(ctx, &e)
 			a.failed(e.Command.Kind(), e.Unit, err)
 			a.post(Concluded{e.App, e.Unit, e.Node, err})
 		})
+	case StepDownEffect:
+		a.command(func(ctx context.Context) { a.stepDown(ctx, &e) })
 	case ReleaseEffect:
 		a.command(func(ctx context.Context) {
 			err := a.cfg.Granter.Release(ctx, e.Release)
@@ -64,6 +67,32 @@ func (a *acts) command(f func(ctx context.Context)) {
 	})
 }
 
+// errWithdrawn ends the proposal of a loss: the node has renewed its lease meanwhile.
+var errWithdrawn = errors.New("the node has renewed its lease")
+
+// propose proposes a command. The loss of a node is for a leader to say that a majority follows, after the silence; and once it
+// knows that, renewals that waited for the same answer come first.
+func (a *acts) propose(ctx context.Context, e *ProposeEffect) error {
+	if e.Command.NodeLost != nil {
+		if err := a.cfg.Confirm(ctx); err != nil {
+			return err
+		}
+		if err := a.stand(ctx, e); err != nil {
+			return err
+		}
+	}
+	_, err := a.cfg.Proposer.Propose(ctx, e.Command)
+	return err
+}
+
+func (a *acts) stepDown(ctx context.Context, e *StepDownEffect) {
+	log := a.cfg.Log.With(slog.String("room", actorName), slog.Any("silent", e.Overdue))
+	log.Warn("the leader does not hear its own node, or hears less than half of all nodes: it takes the fault for its own and hands over")
+	if err := a.cfg.StepDown(ctx); err != nil && a.ctx.Err() == nil {
+		log.Warn("the leader cannot hand over: nodes that are silent for one more lease are lost", slog.Any("err", err))
+	}
+}
+
 func (a *acts) grant(ctx context.Context, e *GrantEffect) Granted {
 	out := Granted{}
 	for i := range e.Grant.Units {
@@ -75,7 +104,7 @@ func (a *acts) grant(ctx context.Context, e *GrantEffect) Granted {
 }
 
 func (a *acts) failed(kind, unit string, err error) {
-	if err != nil && a.ctx.Err() == nil {
+	if err != nil && a.ctx.Err() == nil && !errors.Is(err, errWithdrawn) {
 		a.cfg.Log.Warn("command failed", slog.String("room", actorName), slog.String("command", kind), slog.String("unit", unit), slog.Any("err", err))
 	}
 }

@@ -76,6 +76,10 @@ type Config struct {
 	// Barrier waits until the store has all that was committed before this node led. Nothing is granted before (TRAPS 10);
 	// nil = Start is called after it.
 	Barrier func(ctx context.Context) error
+	// Confirm asks a majority whether this node still leads: before a node is taken for lost. nil = it does.
+	Confirm func(ctx context.Context) error
+	// StepDown hands the leadership to another voter; its error says that this node goes on leading. nil = there is no other.
+	StepDown func(ctx context.Context) error
 	Metrics Metrics // nil = none
 	Timers  Timers
 	Log     *slog.Logger
@@ -86,6 +90,12 @@ func (c Config) withDefaults() Config {
 	c.Timers = c.Timers.withDefaults()
 	if c.Clock == nil {
 		c.Clock = time.Now
+	}
+	if c.Confirm == nil {
+		c.Confirm = func(context.Context) error { return nil }
+	}
+	if c.StepDown == nil {
+		c.StepDown = func(context.Context) error { return nil }
 	}
 	if c.Metrics == nil {
 		c.Metrics = noMetrics{}

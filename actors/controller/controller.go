@@ -50,13 +50,15 @@ var _ msg.Leader = (*Controller)(nil)
 // New makes a Controller.
 func New(cfg Config) *Controller {
 	cfg = cfg.withDefaults()
-	return &Controller{cfg: cfg, ring: newRing(), core: NewCore(cfg.Timers), reshaping: make(chan struct{}, 1), booted: make(chan struct{})}
+	core := NewCore(cfg.Timers)
+	core.Self = cfg.Self
+	return &Controller{cfg: cfg, ring: newRing(), core: core, reshaping: make(chan struct{}, 1), booted: make(chan struct{})}
 }
 
 // Start spawns the actor. Nothing is granted before the barrier has passed.
 func (c *Controller) Start(system *actor.ActorSystem) error {
 	ctx, stop := context.WithCancel(context.Background())
-	c.acts = newActs(ctx, &c.cfg, func(m any) { c.box.Send(m) })
+	c.acts = newActs(ctx, &c.cfg, func(m any) { c.box.Send(m) }, c.stands)
 	box, err := inbox.Spawn(system, actorName, mailboxBound, func() inbox.Receiver { return receiver{c} })
 	if err != nil {
 		stop()
@@ -129,6 +131,29 @@ type caughtUp struct {
 	done chan struct{}
 }
 
+// standing asks whether a command may still be proposed, behind all that the actor was told before.
+type standing struct {
+	effect *ProposeEffect
+	answer chan bool // one slot
+}
+
+// stands asks the core; errWithdrawn: not any more.
+func (c *Controller) stands(ctx context.Context, e *ProposeEffect) error {
+	m := &standing{e, make(chan bool, 1)}
+	c.box.Send(m)
+	select {
+	case yes := <-m.answer:
+		if !yes {
+			return errWithdrawn
+		}
+		return nil
+	case <-c.box.Stopped():
+		return errStopped()
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}
+
 // receiver is the actor: it steps the core and hands the effects on.
 type receiver struct{ *Controller }
 
@@ -173,6 +198,9 @@ func (c *Controller) step(m any) ([]Effect, time.Time) {
 	defer c.mu.Unlock()
 	var effects []Effect
 	switch in := m.(type) {
+	case *standing:
+		in.answer <- c.core.Stands(in.effect)
+		return nil, c.core.Due()
 	case *caughtUp:
 		m = in.Redeployed
 	case *renewal:

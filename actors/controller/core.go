@@ -16,6 +16,8 @@ import (
 // Core decides; it has no IO, no clock and no goroutines. Same inputs at the same times: same effects. It is level-triggered:
 // every step compares what is wanted with what is, so a lost answer only delays.
 type Core struct {
+	Self string // the node that leads; "" = it has no node of its own
+
 	timers Timers
 	state  *state.State     // nil before the barrier: nothing is decided
 	nodes  []placement.Node // that may get ranks
@@ -25,6 +27,7 @@ type Core struct {
 	peers  map[string]*peer // by node
 	leases *state.Leases
 	last   time.Time // of the last step
+	blamed time.Time // when this leader last took a silence for its own fault
 	still  bool      // nothing has happened in this step
 	out    []Effect
 }

@@ -12,7 +12,8 @@ type Effect any
 type (
 	// GrantEffect proposes the units of one placed group; the answer is Granted.
 	GrantEffect struct{ Grant state.GrantGroup }
-	// ProposeEffect proposes any other command; the answer is Concluded with the same App, Unit and Node.
+	// ProposeEffect proposes any other command; the answer is Concluded with the same App, Unit and Node. A NodeLost is proposed only
+	// after a majority has confirmed that this node leads, asked when the effect is carried out, and if it Stands then.
 	ProposeEffect struct {
 		App, Unit, Node string
 		Command         state.Command
@@ -37,6 +38,11 @@ type (
 		Node  string
 		Lease msg.Lease
 		Err   error
+	}
+	// StepDownEffect hands the leadership to another voter, because this leader may be what keeps nodes silent. There is no answer:
+	// where nobody else can lead, nothing happens.
+	StepDownEffect struct {
+		Overdue []string // nodes that had to be taken for lost otherwise
 	}
 	// ChangeEffect is a change of state for the ring, the log and the metrics.
 	ChangeEffect struct{ Event }

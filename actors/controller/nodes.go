@@ -103,16 +103,53 @@ func (c *Core) lookAtNodes(now time.Time) {
 	}
 }
 
-// keepTime takes nodes whose lease is over for lost, unless this process itself did not run: then each gets one whole lease.
+// keepTime takes nodes whose lease is over for lost, unless this process itself did not run, or hears too little: then each gets one
+// whole lease, and in the second case this node hands over to another leader, which hears for itself.
 func (c *Core) keepTime(now time.Time) {
 	if !c.last.IsZero() && now.Sub(c.last) > c.timers.LeaseTTL/frozenPart {
 		c.thaw(now)
 	}
 	c.last = now
-	for _, id := range c.leases.Overdue(now) {
+	over := c.leases.Overdue(now)
+	if len(over) > 0 && c.isDeaf(now) {
+		c.blamed, c.still = now, false
+		c.thaw(now)
+		c.emit(StepDownEffect{Overdue: over})
+		return
+	}
+	for _, id := range over {
 		c.peers[id].losing, c.still = true, false
 		c.leases.Forget(id)
 	}
+}
+
+// isDeaf says whether the silence of nodes speaks against this leader: its own node is silent, or more than half of all are. Only
+// nodes that it has heard since it leads, or since it last blamed itself, count: their silence is new. So each silence is held
+// against one leader once, and nodes that are truly gone are lost to the next leader, or to this one if nobody else could lead.
+func (c *Core) isDeaf(now time.Time) bool {
+	all, silent := 0, 0
+	for id, p := range c.peers {
+		if c.state.Nodes[id].Lost {
+			continue
+		}
+		all++
+		if p.seen.After(c.blamed) && c.leases.Left(id, now) < c.timers.LeaseTTL/silentPart {
+			if id == c.Self {
+				return true
+			}
+			silent++
+		}
+	}
+	return 2*silent > all
+}
+
+// Stands says whether a command may still be proposed: a renewal withdraws the loss of its node.
+func (c *Core) Stands(e *ProposeEffect) bool {
+	if e.Command.NodeLost == nil {
+		return true
+	}
+	p := c.peers[e.Node]
+	return p != nil && p.losing
 }
 
 func (c *Core) thaw(now time.Time) {
