@@ -41,6 +41,7 @@ const (
 
 func newShell(m *machine) *shell {
 	l := &shell{m: m, core: controller.NewCore(m.c.cfg.controller()), orders: map[string]*orderQueue{}, meetings: map[string]uint64{}, heard: map[string]time.Duration{}}
+	l.core.Self = m.name
 	m.c.log("shell", m.name)
 	l.seen = m.view
 	l.step(controller.StateSeen{State: m.view})
@@ -152,9 +153,10 @@ func (l *shell) do(e controller.Effect) {
 			l.step(g)
 		})
 	case controller.ProposeEffect:
-		l.command(e.Command, func(_ state.Result, err error) {
-			l.step(controller.Concluded{App: e.App, Unit: e.Unit, Node: e.Node, Err: err})
-		})
+		l.propose(&e)
+	case controller.StepDownEffect:
+		l.m.c.log("step down", l.m.name, e.Overdue)
+		l.m.raft.transfer()
 	case controller.ReleaseEffect:
 		ref := &state.UnitRef{Unit: e.Release.Unit, Epoch: e.Release.Epoch, Reason: e.Release.Reason}
 		l.command(state.Command{Release: ref}, func(_ state.Result, err error) {
@@ -165,6 +167,24 @@ func (l *shell) do(e controller.Effect) {
 	case controller.StopEffect:
 		l.order(e.Node, e)
 	}
+}
+
+// propose proposes a command; the loss of a node when a majority has confirmed the leader, and if it stands then.
+func (l *shell) propose(e *controller.ProposeEffect) {
+	done := func(_ state.Result, err error) {
+		l.step(controller.Concluded{App: e.App, Unit: e.Unit, Node: e.Node, Err: err})
+	}
+	if e.Command.NodeLost == nil {
+		l.command(e.Command, done)
+		return
+	}
+	l.m.raft.verify(func(leads bool) {
+		if !leads || l.closed || !l.core.Stands(e) {
+			l.m.c.after(l.m.process, outcomeWithin, func() { done(state.Result{}, errNotLeader) })
+			return
+		}
+		l.command(e.Command, done)
+	})
 }
 
 // command waits for a slot, proposes, and tells the outcome.
