@@ -43,6 +43,8 @@ type Cluster struct {
 	book  addressBook
 	run   atomic.Pointer[run]
 
+	confirms confirms
+
 	memory *disk       // without a data dir: of all runs; keep's own after Open
 	alone  atomic.Bool // this node is the only voter of the log on disk
 	holds  atomic.Bool // see Holds
@@ -214,7 +216,7 @@ func (c *Cluster) abandon(done <-chan struct{}) error {
 			c.log.Warn("closed late, with an error", "room", "cluster", "err", err)
 		}
 	}()
-	return problem.New(problem.Unavailable, "close data dir %s: %w: %w", c.cfg.DataDir, ErrDisk, errDiskHangs).
+	return problem.New(problem.Unavailable, "close data dir %s: %w", c.cfg.DataDir, fmt.Errorf("%w: %w", ErrDisk, errDiskHangs)).
 		WithHint("the disk does not answer: look at it before you start dpserve there again")
 }
 
@@ -224,6 +226,7 @@ func (c *Cluster) shut() error {
 	if c.net != nil {
 		c.net.shut()
 	}
+	c.confirms.loops.Wait() // at most transportTimeout, as for raft's own messages
 	if c.home != nil {
 		errs = append(errs, c.home.Close())
 	}

@@ -14,7 +14,7 @@ const (
 	// diskLimit is how long one call of the disk may take. A leader whose disk hangs leads for that long, and the others need up to
 	// twice their heartbeat time-out and an election on top: together less than 5 s. Raising it keeps a slow disk in consensus, and
 	// a hung leader in office.
-	diskLimit = 2 * time.Second
+	diskLimit = 1500 * time.Millisecond
 	// diskLooks is into how many parts diskLimit is cut. A process that was frozen loses one part, not the whole limit: after the
 	// thaw the disk has the other parts to answer.
 	diskLooks = 8

@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"context"
 	"errors"
 	"maps"
 	"net"
@@ -43,14 +44,8 @@ type network struct {
 
 	resting atomic.Bool // no raft runs, or one that was told to stop: nothing is sent
 
-	mu      sync.Mutex
-	answers map[raft.ServerID]answered
-}
-
-// answered is the newest message to a node, by when it was sent, that the node has acknowledged.
-type answered struct {
-	term uint64
-	sent time.Time
+	mu    sync.Mutex
+	turns map[raft.ServerID]chan struct{} // one slot each: taken while a node is asked for a confirmation
 }
 
 // errResting is the answer of a network whose raft was told to stop.
@@ -59,7 +54,7 @@ var errResting = errors.New("this node has left consensus")
 // newNetwork starts to accept. Messages wait for the first run of raft.
 func newNetwork(cfg Config, uid string, resolve func(uid string) []string) *network {
 	l := &layer{Layer: cfg.Layer, resolve: resolve, conns: map[net.Conn]struct{}{}}
-	return &network{uid: raft.ServerAddress(uid), layer: l, answers: map[raft.ServerID]answered{}, NetworkTransport: raft.NewNetworkTransportWithConfig(&raft.NetworkTransportConfig{
+	return &network{uid: raft.ServerAddress(uid), layer: l, turns: map[raft.ServerID]chan struct{}{}, NetworkTransport: raft.NewNetworkTransportWithConfig(&raft.NetworkTransportConfig{
 		Stream: l, MaxPool: transportPool, Timeout: transportTimeout, Logger: newRaftLog(cfg.Log), MsgpackUseNewTimeFormat: true,
 	})}
 }
@@ -70,32 +65,39 @@ func (n *network) LocalAddr() raft.ServerAddress { return n.uid }
 // EncodePeer is the UID: what candidates and leaders sign with.
 func (n *network) EncodePeer(id raft.ServerID, _ raft.ServerAddress) []byte { return []byte(id) }
 
-// AppendEntries sends entries or a heartbeat, and notes when a message was sent that was acknowledged. A raft that was told to stop
-// sends nothing: while its disk hangs in the main loop, its heartbeats would keep the others from an election.
+// AppendEntries sends entries or a heartbeat. A raft that was told to stop sends nothing: while its disk hangs in the main loop, its
+// heartbeats would keep the others from an election.
 func (n *network) AppendEntries(
 	id raft.ServerID, target raft.ServerAddress, args *raft.AppendEntriesRequest, resp *raft.AppendEntriesResponse,
 ) error {
 	if n.resting.Load() {
 		return errResting
 	}
-	sent := time.Now()
-	err := n.NetworkTransport.AppendEntries(id, target, args, resp)
-	if err == nil && resp.Success {
-		n.mu.Lock()
-		defer n.mu.Unlock()
-		if last := n.answers[id]; args.Term > last.term || args.Term == last.term && sent.After(last.sent) {
-			n.answers[id] = answered{args.Term, sent}
-		}
-	}
-	return err
+	return n.NetworkTransport.AppendEntries(id, target, args, resp)
 }
 
-// hasAnswered says whether a node has acknowledged a message that was sent in a term after a moment.
-func (n *network) hasAnswered(id raft.ServerID, term uint64, since time.Time) bool {
+// confirm sends a heartbeat of the leader of a term, and says whether the node has taken it. A node is asked once at a time: who waits
+// for an answer to an earlier question asks anew, or gives up with ctx.
+func (n *network) confirm(ctx context.Context, id raft.ServerID, term uint64) bool {
 	n.mu.Lock()
-	defer n.mu.Unlock()
-	a := n.answers[id]
-	return a.term == term && !a.sent.Before(since)
+	turn := n.turns[id]
+	if turn == nil {
+		turn = make(chan struct{}, 1)
+		n.turns[id] = turn
+	}
+	n.mu.Unlock()
+	select {
+	case turn <- struct{}{}:
+		defer func() { <-turn }()
+	case <-ctx.Done():
+		return false
+	}
+	self := n.EncodePeer(raft.ServerID(n.uid), n.uid)
+	var resp raft.AppendEntriesResponse
+	err := n.AppendEntries(id, raft.ServerAddress(id), &raft.AppendEntriesRequest{
+		RPCHeader: raft.RPCHeader{ProtocolVersion: raft.ProtocolVersionMax, ID: self, Addr: self}, Term: term, Leader: self,
+	}, &resp)
+	return err == nil && resp.Success
 }
 
 // AppendEntriesPipeline is for entries in a row.

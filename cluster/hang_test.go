@@ -1,0 +1,373 @@
+package cluster_test
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/hashicorp/raft"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/cluster"
+	"github.com/dpserve/dpserve/internal/memnet"
+	"github.com/dpserve/dpserve/state"
+)
+
+// hangs is a disk whose calls do not return while it hangs. Safe for concurrent use.
+type hangs struct {
+	mu    sync.Mutex
+	until chan struct{} // nil = it answers
+	reads bool          // reads hang, instead of writes
+}
+
+// begin makes calls hang from now on, until end.
+func (h *hangs) begin(reads bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.until, h.reads = make(chan struct{}), reads
+}
+
+func (h *hangs) end() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.until != nil {
+		close(h.until)
+		h.until = nil
+	}
+}
+
+func (h *hangs) wait(read bool) {
+	h.mu.Lock()
+	until, mine := h.until, h.reads == read
+	h.mu.Unlock()
+	if until != nil && mine {
+		<-until
+	}
+}
+
+// on is a config whose disk hangs as h says.
+func (h *hangs) on(cfg cluster.Config) cluster.Config {
+	cfg.Stores = func(s cluster.LogStore) cluster.LogStore { return hungDisk{s, h} }
+	return cfg
+}
+
+type hungDisk struct {
+	cluster.LogStore
+	hangs *hangs
+}
+
+func (d hungDisk) StoreLogs(logs []*raft.Log) error {
+	d.hangs.wait(false)
+	return d.LogStore.StoreLogs(logs)
+}
+
+func (d hungDisk) DeleteRange(from, to uint64) error {
+	d.hangs.wait(false)
+	return d.LogStore.DeleteRange(from, to)
+}
+
+func (d hungDisk) Set(key, value []byte) error {
+	d.hangs.wait(false)
+	return d.LogStore.Set(key, value)
+}
+
+func (d hungDisk) SetUint64(key []byte, value uint64) error {
+	d.hangs.wait(false)
+	return d.LogStore.SetUint64(key, value)
+}
+
+func (d hungDisk) GetLog(index uint64, l *raft.Log) error {
+	d.hangs.wait(true)
+	return d.LogStore.GetLog(index, l)
+}
+
+func (d hungDisk) IsMonotonic() bool { return true }
+
+// hostLayer connects the hosts of a network in memory.
+type hostLayer struct {
+	net.Listener
+	host *memnet.Host
+}
+
+func (l hostLayer) Dial(_, to string, timeout time.Duration) (net.Conn, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), timeout)
+	defer cancel()
+	return l.host.DialContext(ctx, "tcp", to)
+}
+
+// room is voters with the default timers, in memory and in fake time. The first one's disk can hang.
+type room struct {
+	t    *testing.T
+	net  *memnet.Network
+	all  []*cluster.Cluster
+	disk *hangs
+}
+
+const roomPort = ":9000"
+
+func hostOf(i int) string { return fmt.Sprintf("127.0.0.%d", i+1) }
+
+// inRoom runs f in a bubble with n voters, of which the first leads.
+func inRoom(t *testing.T, n int, f func(t *testing.T, r *room)) {
+	t.Helper()
+	synctest.Test(t, func(t *testing.T) {
+		r := &room{t: t, net: &memnet.Network{}, disk: &hangs{}}
+		for i := range n {
+			r.enter(i)
+		}
+		r.until("the first one leads", time.Minute, func() bool { return r.all[0].Leader() })
+		r.propose(r.all[0], putApp("demo", "one"))
+		f(t, r)
+		r.disk.end()
+		for _, c := range r.all {
+			require.NoError(t, c.Close())
+		}
+		time.Sleep(time.Minute) // connections see that both ends are gone
+	})
+}
+
+func (r *room) enter(i int) {
+	r.t.Helper()
+	host := r.net.Host(hostOf(i))
+	l, err := host.Listen(hostOf(i) + roomPort)
+	require.NoError(r.t, err)
+	cfg := cluster.Config{NodeID: fmt.Sprintf("node-%d", i+1), Layer: hostLayer{l, host}, Forward: r.forward}
+	if i == 0 {
+		cfg = r.disk.on(cfg)
+	} else {
+		cfg.Member, cfg.ClusterID = true, r.all[0].ClusterID()
+	}
+	c, err := cluster.Open(cfg)
+	require.NoError(r.t, err)
+	r.all = append(r.all, c)
+	if i == 0 {
+		require.NoError(r.t, c.Ready(r.t.Context()))
+	}
+	r.propose(r.all[0], state.Command{PutNode: &state.PutNode{Node: state.Node{
+		ID: c.NodeID(), UID: c.UID(), Address: hostOf(i) + roomPort, Roles: []state.Role{state.RoleControl},
+	}}})
+	if i > 0 {
+		require.NoError(r.t, r.all[0].AddStandby(r.t.Context(), c.UID()))
+		require.NoError(r.t, c.Ready(r.t.Context()))
+		require.NoError(r.t, r.all[0].Promote(r.t.Context(), c.UID()))
+		r.until("all know of the voter", time.Minute, func() bool {
+			for _, m := range r.all {
+				if len(m.Members()) != i+1 || !m.Members()[i].Voter {
+					return false
+				}
+			}
+			return true
+		})
+	}
+}
+
+func (r *room) forward(ctx context.Context, leader state.Node, c state.Command) (state.Result, error) {
+	for _, m := range r.all {
+		if m.UID() == leader.UID {
+			return m.ProposeHere(ctx, c)
+		}
+	}
+	return state.Result{}, errCut
+}
+
+func (r *room) propose(at *cluster.Cluster, cmd state.Command) {
+	r.t.Helper()
+	_, err := at.Propose(r.t.Context(), cmd)
+	require.NoError(r.t, err)
+}
+
+// until lets time pass, at most limit, and gives how much did.
+func (r *room) until(what string, limit time.Duration, is func() bool) time.Duration {
+	r.t.Helper()
+	for began := time.Now(); ; time.Sleep(10 * time.Millisecond) {
+		synctest.Wait()
+		if is() {
+			return time.Since(began)
+		}
+		if time.Since(began) > limit {
+			r.t.Fatalf("not within %s: %s", limit, what)
+		}
+	}
+}
+
+// otherLeads says whether another than the first one leads, and the first one does not say that it does.
+func (r *room) otherLeads() bool {
+	if r.all[0].Leader() {
+		return false
+	}
+	for _, c := range r.all[1:] {
+		if c.Leader() {
+			return true
+		}
+	}
+	return false
+}
+
+func hasApp(c *cluster.Cluster, name string) bool { return c.State().Apps[name] != nil }
+
+// confirmed asks for a second whether a node leads.
+func (r *room) confirmed(c *cluster.Cluster) error {
+	ctx, cancel := context.WithTimeout(r.t.Context(), time.Second)
+	defer cancel()
+	return c.Confirm(ctx)
+}
+
+// TestLeaderWithAHungDiskStepsDown: a write of the leader's log does not return. Within 5 s another one leads and takes writes; when
+// the disk answers again, the node follows, and nothing is lost.
+func TestLeaderWithAHungDiskStepsDown(t *testing.T) {
+	for _, hang := range []time.Duration{12 * time.Second, time.Minute} {
+		t.Run(hang.String(), func(t *testing.T) {
+			inRoom(t, 3, func(t *testing.T, r *room) {
+				first := r.all[0]
+				require.NoError(t, r.confirmed(first))
+				r.disk.begin(false)
+				began := time.Now()
+				answer := make(chan error, 1)
+				go func() {
+					_, err := first.ProposeHere(t.Context(), putApp("demo", "two"))
+					answer <- err
+				}()
+				t.Logf("another one leads after %s", r.until("another one leads", 5*time.Second, r.otherLeads))
+				require.ErrorIs(t, <-answer, cluster.ErrDisk)
+				require.ErrorIs(t, first.Fault(), cluster.ErrDisk)
+				assert.ErrorContains(t, first.Fault(), "a call has not returned for 1.5s")
+				assert.False(t, first.Holds(), "others vote")
+				require.Error(t, r.confirmed(first))
+				r.propose(r.all[1], putApp("other", "x"))
+
+				time.Sleep(hang - time.Since(began))
+				assert.NotContains(t, first.State().Apps, "other", "it is not back while its disk hangs")
+				r.disk.end()
+				r.until("it follows", 10*time.Second, func() bool { return hasApp(first, "other") })
+				require.NoError(t, first.Ready(t.Context()))
+				r.until("the fault is over", 10*time.Second, func() bool { return first.Fault() == nil })
+				assert.Contains(t, first.State().Apps, "demo")
+				r.propose(first, putApp("third", "y"))
+				for _, c := range r.all {
+					r.until("all have it", time.Second, func() bool { return hasApp(c, "third") })
+				}
+			})
+		})
+	}
+}
+
+// TestLeaderWhoseReadsHangStepsDown: raft cannot go on without what it reads, so it is the run that ends, and its heartbeats.
+func TestLeaderWhoseReadsHangStepsDown(t *testing.T) {
+	inRoom(t, 3, func(t *testing.T, r *room) {
+		r.disk.begin(true)
+		go func() { _, _ = r.all[0].ProposeHere(t.Context(), putApp("demo", "two")) }()
+		r.until("another one leads", 5*time.Second, r.otherLeads)
+		r.propose(r.all[1], putApp("other", "x"))
+		r.disk.end()
+		r.until("it follows", 10*time.Second, func() bool { return hasApp(r.all[0], "other") })
+	})
+}
+
+// TestFollowerWithAHungDiskDisturbsNobody: it leaves and comes back, and the leader stays.
+func TestFollowerWithAHungDiskDisturbsNobody(t *testing.T) {
+	inRoom(t, 3, func(t *testing.T, r *room) {
+		require.NoError(t, r.all[0].StepDown(t.Context()))
+		r.until("another one leads", 5*time.Second, r.otherLeads)
+		term := r.all[1].Term()
+		r.disk.begin(false)
+		r.propose(r.all[1], putApp("other", "x"))
+		r.until("the fault is seen", 5*time.Second, func() bool { return r.all[0].Fault() != nil })
+		time.Sleep(10 * time.Second)
+		r.propose(r.all[1], putApp("third", "y"))
+		r.disk.end()
+		r.until("it follows", 10*time.Second, func() bool { return hasApp(r.all[0], "third") })
+		assert.Equal(t, term, r.all[1].Term(), "nobody had to vote")
+	})
+}
+
+// TestCloseOverAHungDiskIsBounded: what still writes keeps the data dir until it has returned.
+func TestCloseOverAHungDiskIsBounded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h, dir := &hangs{}, t.TempDir()
+		c, err := cluster.Open(h.on(cluster.Config{DataDir: dir}))
+		require.NoError(t, err)
+		require.NoError(t, c.Ready(t.Context()))
+		h.begin(false)
+		go func() { _, _ = c.ProposeHere(t.Context(), putApp("demo", "one")) }()
+		time.Sleep(3 * time.Second)
+		began := time.Now()
+		require.ErrorIs(t, c.Close(), cluster.ErrDisk)
+		assert.Less(t, time.Since(began), 15*time.Second)
+		_, err = cluster.Open(cluster.Config{DataDir: dir})
+		require.Error(t, err, "the hung write has the data dir still")
+		h.end()
+		time.Sleep(time.Second)
+		c, err = cluster.Open(cluster.Config{DataDir: dir})
+		require.NoError(t, err)
+		require.NoError(t, c.Close())
+	})
+}
+
+// TestOnlyVoterHoldsWhileItsDiskHangs: nobody else can lead, so what it knows goes on to be true; it changes nothing.
+func TestOnlyVoterHoldsWhileItsDiskHangs(t *testing.T) {
+	inRoom(t, 1, func(t *testing.T, r *room) {
+		c := r.all[0]
+		r.disk.begin(false)
+		go func() { _, _ = c.ProposeHere(t.Context(), putApp("demo", "two")) }()
+		r.until("it holds", 5*time.Second, c.Holds)
+		for range 60 {
+			time.Sleep(time.Second)
+			require.NoError(t, r.confirmed(c))
+		}
+		assert.False(t, c.Leader())
+		_, err := c.Propose(t.Context(), putApp("demo", "three"))
+		require.ErrorIs(t, err, cluster.ErrDisk)
+		r.disk.end()
+		r.until("it leads", 10*time.Second, c.Leader)
+		assert.False(t, c.Holds())
+		require.NoError(t, r.confirmed(c))
+	})
+}
+
+// TestNoHoldWithOtherVoters: the log on disk may name another voter, whether raft knows it or not.
+func TestNoHoldWithOtherVoters(t *testing.T) {
+	inRoom(t, 1, func(t *testing.T, r *room) {
+		c := r.all[0]
+		require.NoError(t, c.AddStandby(t.Context(), "somebody"))
+		r.disk.begin(false)
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		require.Error(t, c.Promote(ctx, "somebody"), "not written, as far as raft knows")
+		assert.False(t, c.Holds())
+		require.Error(t, r.confirmed(c))
+	})
+}
+
+// TestConfirmCountsOnlyWhatWasSentAfterIt: answers that were on their way before say nothing of the moment of the question.
+func TestConfirmCountsOnlyWhatWasSentAfterIt(t *testing.T) {
+	inRoom(t, 3, func(t *testing.T, r *room) {
+		for i := range 20 {
+			for other := 1; other < 3; other++ {
+				r.net.Delay(hostOf(other), hostOf(0), 200*time.Millisecond)
+			}
+			time.Sleep(time.Second + time.Duration(17*i)*time.Millisecond)
+			require.True(t, r.all[0].Leader())
+			for other := 1; other < 3; other++ { // nothing that is sent from now on arrives
+				r.net.Silence(hostOf(0), hostOf(other))
+			}
+			require.Error(t, r.confirmed(r.all[0]))
+			for other := 1; other < 3; other++ {
+				r.net.Heal(hostOf(0), hostOf(other))
+				r.net.Delay(hostOf(other), hostOf(0), 0)
+			}
+			r.until("the first one leads again", time.Minute, func() bool {
+				for _, c := range r.all[1:] {
+					if c.Leader() {
+						_ = c.StepDown(t.Context())
+					}
+				}
+				return r.all[0].Leader()
+			})
+		}
+	})
+}
