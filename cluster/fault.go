@@ -106,7 +106,7 @@ func (c *Cluster) serve(r *run) bool {
 		return false
 	case <-r.guard.failed:
 	}
-	c.log.Error("the disk refuses writes: this node leaves consensus until it takes them again", "room", "cluster", "err", r.guard.failure())
+	c.log.Error("the disk refuses writes or does not answer: this node leaves consensus until it takes them again", "room", "cluster", "err", r.guard.failure())
 	if err := r.stop(ErrDisk); err != nil {
 		c.log.Warn("stopped with an error", "room", "cluster", "err", err)
 	}

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/node"
+	"github.com/dpserve/dpserve/cluster"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/state"
 )
@@ -67,8 +68,9 @@ type Config struct {
 	LogFormat      string // text | json
 	LogLevel       string // debug | info | warn | error
 
-	Network  Network       // nil = TCP; else clients, engines, probes and the admin API meet there
-	Launcher node.Launcher // starts engines; nil = processes
+	Network  Network                                 // nil = TCP; else clients, engines, probes and the admin API meet there
+	Launcher node.Launcher                           // starts engines; nil = processes
+	Stores   func(cluster.LogStore) cluster.LogStore // stands between consensus and its log; nil = nothing does
 }
 
 // DefaultConfig is a node as `dpserve start` without flags makes it.

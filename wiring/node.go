@@ -141,7 +141,7 @@ func (n *Node) openStore(ctx context.Context) error {
 	if n.has(state.RoleControl) {
 		cfg := cluster.Config{
 			NodeID: n.cfg.NodeID, DataDir: n.cfg.DataDir, ClusterID: n.ident.Cluster, UID: n.ident.UID, Log: n.log,
-			ApplySeconds: n.metrics.RaftApply(n.cfg.NodeID), Forward: n.leader.Forward,
+			ApplySeconds: n.metrics.RaftApply(n.cfg.NodeID), Forward: n.leader.Forward, Stores: n.cfg.Stores,
 		}
 		if n.mesh != nil {
 			cfg.Layer, cfg.Member, cfg.Resolve = raftLayer{n.mesh.port, n.mesh.port.Listener(nodeport.Raft), giveUp}, n.mesh.member, n.mesh.resolve

@@ -77,6 +77,9 @@ func New(t testing.TB, options ...Option) *Cluster {
 func (c *Cluster) end() {
 	c.Reconnect()
 	for _, m := range c.peers {
+		m.Disk.Heal()
+	}
+	for _, m := range c.peers {
 		m.stop()
 	}
 	for _, m := range c.peers {

@@ -30,6 +30,7 @@ type Peer struct {
 	*Cluster
 	ID   string
 	Host string // of everything that it binds
+	Disk *Disk  // of its log
 
 	place  *memnet.Host
 	voice  *voice
@@ -64,9 +65,9 @@ func (v *voice) Write(line []byte) (int, error) {
 func (c *Cluster) enter(s settings, i int) {
 	c.T.Helper()
 	cfg := s.config
-	m := &Peer{ID: "node-" + strconv.Itoa(i+1), Host: "127.0.0." + strconv.Itoa(i+1), served: make(chan error, 1)}
+	m := &Peer{ID: "node-" + strconv.Itoa(i+1), Host: "127.0.0." + strconv.Itoa(i+1), Disk: &Disk{}, served: make(chan error, 1)}
 	m.place, m.voice = c.Net.Host(m.Host), &voice{journal: c.Journal}
-	cfg.NodeID, cfg.LogWriter, cfg.Network = m.ID, m.voice, m.place
+	cfg.NodeID, cfg.LogWriter, cfg.Network, cfg.Stores = m.ID, m.voice, m.place, m.Disk.under
 	if roles := s.roles[i]; len(roles) > 0 {
 		cfg.Roles = roles
 	}
@@ -249,9 +250,16 @@ func (c *Cluster) WaitVoters(want int) {
 	})
 }
 
-// errors are the ERROR lines; those of raft tell of nodes that do not answer, which tests of clusters bring about.
+// errors are the ERROR lines; those of raft tell of nodes that do not answer, and one of a disk, which tests of clusters bring about.
 func (c *Cluster) errors() []string {
 	lines := c.Journal.Errors()
+	for _, m := range c.peers {
+		if m.Disk.wasIll() {
+			lines = slices.DeleteFunc(lines, func(l string) bool {
+				return strings.Contains(l, `"node":"`+m.ID+`"`) && strings.Contains(l, "this node leaves consensus")
+			})
+		}
+	}
 	if len(c.peers) > 1 {
 		lines = slices.DeleteFunc(lines, func(l string) bool { return strings.Contains(l, `"msg":"raft: `) })
 	}

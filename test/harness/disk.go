@@ -1,0 +1,88 @@
+package harness
+
+import (
+	"errors"
+	"sync"
+
+	"github.com/hashicorp/raft"
+
+	"github.com/dpserve/dpserve/cluster"
+)
+
+// Disk is the disk under the log of one node. Safe for concurrent use.
+type Disk struct {
+	mu    sync.Mutex
+	until chan struct{} // writes wait for it; nil = they do not
+	err   error         // of every write; nil = they succeed
+	ill   bool          // it was not well once: the journal may say so
+}
+
+// wasIll says whether writes ever hung or failed.
+func (d *Disk) wasIll() bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.ill
+}
+
+// Hang makes writes not return from now on, until Heal.
+func (d *Disk) Hang() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.until == nil {
+		d.until, d.ill = make(chan struct{}), true
+	}
+}
+
+// Fill makes writes fail from now on as on a full disk, until Heal.
+func (d *Disk) Fill() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.err, d.ill = errors.New("no space left on device"), true
+}
+
+// Heal lets writes go on.
+func (d *Disk) Heal() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.until != nil {
+		close(d.until)
+	}
+	d.until, d.err = nil, nil
+}
+
+func (d *Disk) write(do func() error) error {
+	d.mu.Lock()
+	until, err := d.until, d.err
+	d.mu.Unlock()
+	if until != nil {
+		<-until
+	}
+	if err != nil {
+		return err
+	}
+	return do()
+}
+
+// under puts the disk under a log.
+func (d *Disk) under(s cluster.LogStore) cluster.LogStore { return diskLog{s, d} }
+
+type diskLog struct {
+	cluster.LogStore
+	disk *Disk
+}
+
+func (l diskLog) StoreLogs(logs []*raft.Log) error {
+	return l.disk.write(func() error { return l.LogStore.StoreLogs(logs) })
+}
+
+func (l diskLog) DeleteRange(from, to uint64) error {
+	return l.disk.write(func() error { return l.LogStore.DeleteRange(from, to) })
+}
+
+func (l diskLog) Set(key, value []byte) error {
+	return l.disk.write(func() error { return l.LogStore.Set(key, value) })
+}
+
+func (l diskLog) SetUint64(key []byte, value uint64) error {
+	return l.disk.write(func() error { return l.LogStore.SetUint64(key, value) })
+}
