@@ -55,7 +55,7 @@ func TestLeadersDiskHangs(t *testing.T) {
 						if p != sick {
 							well = append(well, p)
 						}
-						loads = append(loads, ask(t, p, "a", 100*time.Millisecond, 10))
+						loads = append(loads, ask(t, p, "a", 400*time.Millisecond, 10))
 					}
 					time.Sleep(2 * time.Second)
 					engines := len(c.Engines.Live())
@@ -109,7 +109,7 @@ func TestOnlyVotersDiskIsSick(t *testing.T) {
 					c.Deploy(spread("a", 4))
 					c.WaitStatus("a", "RUNNING")
 					time.Sleep(5 * time.Second)
-					loads := []*traffic{ask(t, c.Peer(0), "a", 100*time.Millisecond, 10), ask(t, c.Peer(1), "a", 100*time.Millisecond, 10)}
+					loads := []*traffic{ask(t, c.Peer(0), "a", 400*time.Millisecond, 10), ask(t, c.Peer(1), "a", 400*time.Millisecond, 10)}
 
 					sicken(c.Peer(0).Disk)
 					code, text := try(t, c.Peer(0), "refused")

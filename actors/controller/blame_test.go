@@ -1,0 +1,215 @@
+package controller
+
+import (
+	"context"
+	"errors"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/state"
+)
+
+// ledBy is a fleet whose leader is node a, and how often it was told to step down.
+func ledBy(t *testing.T, ids ...string) (c *fleet, downs *int) {
+	t.Helper()
+	var hosts []*host
+	for _, id := range ids {
+		hosts = append(hosts, newHost(id, 2))
+	}
+	c, downs = newFleet(t, hosts...), new(int)
+	c.core.Self = "a"
+	c.auto = func(w *world, e Effect) bool {
+		if _, ok := e.(StepDownEffect); ok {
+			*downs++
+			return true
+		}
+		return c.carry(w, e)
+	}
+	c.deploy(sim("chat", 4, app.Independent))
+	c.run(4 * time.Second)
+	require.Equal(t, "RUNNING", c.status("chat"))
+	return c, downs
+}
+
+func (c *fleet) cut(cut bool, ids ...string) {
+	for _, id := range ids {
+		c.hosts[id].cut = cut
+	}
+}
+
+// TestLeaderThatHearsNobodyBlamesItself: its own node is silent too, so it is the leader that is sick. Nobody is lost, and whoever is
+// heard again within another lease never will be.
+func TestLeaderThatHearsNobodyBlamesItself(t *testing.T) {
+	c, downs := ledBy(t, "a", "b", "c")
+	c.cut(true, "a", "b", "c")
+	c.run(20 * time.Second)
+	assert.Equal(t, 1, *downs)
+	c.cut(false, "a", "b", "c")
+	c.run(time.Minute)
+	assert.Equal(t, 1, *downs)
+	assert.Zero(t, c.saw("node_lost"))
+	assert.Equal(t, uint64(1), c.state.Epochs["chat/0/0"])
+}
+
+func TestLeaderThatDoesNotHearItsOwnNodeBlamesItself(t *testing.T) {
+	c, downs := ledBy(t, "a", "b", "c", "d", "e")
+	c.cut(true, "a")
+	c.run(13 * time.Second)
+	assert.Equal(t, 1, *downs)
+	assert.Zero(t, c.saw("node_lost"))
+}
+
+// TestHalfOfTheNodesMayBeLost: one of two, or two of four, say nothing of the leader.
+func TestHalfOfTheNodesMayBeLost(t *testing.T) {
+	for _, ids := range [][]string{{"a", "b"}, {"a", "b", "c", "d"}} {
+		c, downs := ledBy(t, ids...)
+		dead := ids[len(ids)/2:]
+		c.cut(true, dead...)
+		c.run(15 * time.Second)
+		assert.Zero(t, *downs)
+		assert.Equal(t, len(dead), c.saw("node_lost"))
+	}
+}
+
+// TestDeadMajorityIsLostAtTheSecondLook: the only control node cannot be replaced, and two of its three nodes are dead.
+func TestDeadMajorityIsLostAtTheSecondLook(t *testing.T) {
+	c, downs := ledBy(t, "a", "b", "c")
+	c.hosts["c"].cut = true
+	c.pass(2 * time.Second) // their last words are not of one moment
+	c.renew("a", "b")
+	c.hosts["b"].cut = true
+	c.run(14 * time.Second)
+	assert.Equal(t, 1, *downs)
+	assert.Zero(t, c.saw("node_lost"), "it may be the leader")
+	c.run(14 * time.Second)
+	assert.Equal(t, 1, *downs)
+	assert.Equal(t, 2, c.saw("node_lost"))
+}
+
+// TestNextLeaderDecidesOnADeadMajority: it has never heard the dead, so their silence says nothing of it.
+func TestNextLeaderDecidesOnADeadMajority(t *testing.T) {
+	c, downs := ledBy(t, "a", "b", "c", "d", "e")
+	c.cut(true, "c", "d", "e")
+	c.run(13 * time.Second)
+	require.Equal(t, 1, *downs)
+	c.newLeader()
+	c.core.Self = "b"
+	c.run(13 * time.Second)
+	assert.Equal(t, 1, *downs)
+	assert.Equal(t, 3, c.saw("node_lost"))
+}
+
+// TestRenewalWithdrawsALoss: the command that waits does not stand any more.
+func TestRenewalWithdrawsALoss(t *testing.T) {
+	c, _ := ledBy(t, "a", "b", "c")
+	var waiting *ProposeEffect
+	carry := c.auto
+	c.auto = func(w *world, e Effect) bool {
+		if p, ok := e.(ProposeEffect); ok && p.Command.NodeLost != nil {
+			waiting = &p
+			return true
+		}
+		return carry(w, e)
+	}
+	c.cut(true, "b")
+	c.run(13 * time.Second)
+	require.NotNil(t, waiting)
+	assert.True(t, c.core.Stands(waiting))
+	c.cut(false, "b")
+	c.renew("b")
+	require.NoError(t, c.lease["b"].Err)
+	assert.False(t, c.core.Stands(waiting))
+	assert.True(t, c.core.Stands(&ProposeEffect{Node: "b", Command: state.Command{NodeBack: &state.NodeRef{}}}))
+}
+
+// silentNode has node a renew once, and joins node b, which renews once and is silent then. beat keeps a alive for so long.
+func silentNode(t *testing.T, r *rig) (say func(id string), beat func(time.Duration)) {
+	t.Helper()
+	say = func(id string) {
+		_, err := r.Renew(t.Context(), &msg.NodeReport{Node: node(id, 8), Incarnation: 1, Wall: time.Now()})
+		assert.NoError(t, err)
+	}
+	_, err := r.store.Propose(t.Context(), state.Command{PutNode: &state.PutNode{Node: node("b", 8)}})
+	require.NoError(t, err)
+	say("a")
+	say("b")
+	return say, func(d time.Duration) {
+		for end := time.Now().Add(d); time.Now().Before(end); time.Sleep(time.Second) {
+			say("a")
+		}
+	}
+}
+
+// TestLossIsConfirmedFirst: no majority, no loss; and when the majority is there again the node has spoken before it is asked.
+func TestLossIsConfirmedFirst(t *testing.T) {
+	var asked atomic.Int32
+	var follows atomic.Bool
+	rigged(t, func(c *Config) {
+		c.Self, c.Timers.LeaseTTL = "a", 10*time.Second
+		c.Confirm = func(context.Context) error {
+			asked.Add(1)
+			if !follows.Load() {
+				return errors.New("no majority")
+			}
+			return nil
+		}
+	}, func(t *testing.T, r *rig) {
+		say, beat := silentNode(t, r)
+		beat(11 * time.Second)
+		assert.Zero(t, asked.Load(), "asked after the silence, not before")
+		beat(10 * time.Second)
+		assert.NotZero(t, asked.Load())
+		assert.False(t, r.store.State().Nodes["b"].Lost)
+		say("b")
+		follows.Store(true)
+		beat(5 * time.Second)
+		assert.False(t, r.store.State().Nodes["b"].Lost)
+		beat(10 * time.Second)
+		assert.True(t, r.store.State().Nodes["b"].Lost, "silent again, and a majority says so")
+	})
+}
+
+// TestRenewalBeforeTheConfirmationWithdrawsTheLoss: both waited for the same majority.
+func TestRenewalBeforeTheConfirmationWithdrawsTheLoss(t *testing.T) {
+	var speak func(id string)
+	rigged(t, func(c *Config) {
+		c.Self, c.Timers.LeaseTTL = "a", 10*time.Second
+		c.Confirm = func(context.Context) error {
+			speak("b")
+			return nil
+		}
+	}, func(t *testing.T, r *rig) {
+		say, beat := silentNode(t, r)
+		speak = say
+		beat(40 * time.Second)
+		assert.False(t, r.store.State().Nodes["b"].Lost)
+		assert.NotContains(t, r.logs.String(), "command failed")
+	})
+}
+
+// TestLeaderHandsOver: where that fails it goes on, and decides with the next lease.
+func TestLeaderHandsOver(t *testing.T) {
+	var downs atomic.Int32
+	rigged(t, func(c *Config) {
+		c.Self, c.Timers.LeaseTTL = "a", 10*time.Second
+		c.StepDown = func(context.Context) error {
+			downs.Add(1)
+			return errors.New("no other node votes")
+		}
+	}, func(t *testing.T, r *rig) {
+		silentNode(t, r)
+		time.Sleep(20 * time.Second) // not even node a
+		assert.Equal(t, int32(1), downs.Load())
+		assert.False(t, r.store.State().Nodes["b"].Lost)
+		assert.Contains(t, r.logs.String(), "the leader cannot hand over")
+		time.Sleep(10 * time.Second)
+		assert.True(t, r.store.State().Nodes["b"].Lost)
+		assert.Equal(t, int32(1), downs.Load())
+	})
+}
