@@ -101,6 +101,28 @@ func TestWatcherFollows(t *testing.T) {
 	})
 }
 
+// TestWatcherSavesWhatItCouldNotSave: a disk that was full for a moment costs nothing that the next start needs.
+func TestWatcherSavesWhatItCouldNotSave(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		dir := t.TempDir()
+		block := filepath.Join(dir, "state.json.tmp") // where the file is written first
+		require.NoError(t, os.Mkdir(block, 0o700))
+		w, s := watcher(t, cluster.WatcherConfig{DataDir: dir})
+		propose(t, s.of, putApp("demo", "one"))
+		time.Sleep(10 * time.Second)
+		require.Contains(t, w.State().Apps, "demo")
+		require.NoFileExists(t, filepath.Join(dir, "state.json"))
+		require.NoError(t, os.Remove(block))
+		time.Sleep(2 * time.Second) // nothing new comes
+		saved, err := os.ReadFile(filepath.Join(dir, "state.json"))
+		require.NoError(t, err)
+		assert.Contains(t, string(saved), `"demo"`)
+		require.NoError(t, w.Close())
+		require.NoError(t, s.of.Close())
+	})
+}
+
 // TestWatcherLosesItsNode: silence and refusals are tried again, within 3 s and with at most a second between attempts.
 func TestWatcherLosesItsNode(t *testing.T) {
 	t.Parallel()

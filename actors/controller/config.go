@@ -80,10 +80,10 @@ type Config struct {
 	Confirm func(ctx context.Context) error
 	// StepDown hands the leadership to another voter; its error says that this node goes on leading. nil = there is no other.
 	StepDown func(ctx context.Context) error
-	Metrics Metrics // nil = none
-	Timers  Timers
-	Log     *slog.Logger
-	Clock   func() time.Time // nil = time.Now
+	Metrics  Metrics // nil = none
+	Timers   Timers
+	Log      *slog.Logger
+	Clock    func() time.Time // nil = time.Now
 }
 
 func (c Config) withDefaults() Config {

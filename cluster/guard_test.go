@@ -1,0 +1,121 @@
+package cluster
+
+import (
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/hashicorp/raft"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/state"
+)
+
+// slowLog is a log whose writes take their time.
+type slowLog struct {
+	*raft.InmemStore
+	mu    sync.Mutex
+	takes time.Duration
+}
+
+func (l *slowLog) StoreLogs(logs []*raft.Log) error {
+	l.mu.Lock()
+	takes := l.takes
+	l.mu.Unlock()
+	time.Sleep(takes)
+	return l.InmemStore.StoreLogs(logs)
+}
+
+func guarded(log LogStore) *guard {
+	return newGuard(log, &addressBook{}, guardHooks{alone: new(atomic.Bool), wrote: func() {}, failed: func(error) {}})
+}
+
+// TestGuardGivesUpAWriteThatHangs: raft hears of it at the limit, not before; the write goes on alone, and no other begins.
+func TestGuardGivesUpAWriteThatHangs(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		log := &slowLog{InmemStore: raft.NewInmemStore(), takes: diskLimit - time.Millisecond}
+		g := guarded(log)
+		require.NoError(t, g.StoreLog(&raft.Log{Index: 1, Term: 1}))
+		log.takes = time.Minute
+		began := time.Now()
+		require.ErrorIs(t, g.StoreLog(&raft.Log{Index: 2, Term: 1}), errDiskHangs)
+		assert.Equal(t, diskLimit, time.Since(began))
+		log.takes = 0
+		require.ErrorIs(t, g.StoreLog(&raft.Log{Index: 2, Term: 1}), ErrDisk)
+		require.ErrorIs(t, g.Set([]byte("key"), nil), ErrDisk)
+		require.ErrorIs(t, g.DeleteRange(1, 1), ErrDisk)
+		g.settled()
+		assert.Equal(t, time.Minute, time.Since(began))
+	})
+}
+
+// slowSnapshots take their time to write.
+type slowSnapshots struct{ raft.SnapshotStore }
+
+type slowSink struct{ raft.SnapshotSink }
+
+func (s slowSnapshots) Create(
+	v raft.SnapshotVersion, index, term uint64, c raft.Configuration, at uint64, t raft.Transport,
+) (raft.SnapshotSink, error) {
+	sink, err := s.SnapshotStore.Create(v, index, term, c, at, t)
+	return slowSink{sink}, err
+}
+
+func (s slowSink) Write(p []byte) (int, error) {
+	time.Sleep(time.Minute)
+	return s.SnapshotSink.Write(p)
+}
+
+// TestSnapshotThatHangsEndsTheRun: a follower writes the snapshot of its leader in the main loop of raft.
+func TestSnapshotThatHangsEndsTheRun(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := guarded(raft.NewInmemStore())
+		snaps := &guardedSnapshots{slowSnapshots{raft.NewInmemSnapshotStore()}, g}
+		_, transport := raft.NewInmemTransport("a")
+		sink, err := snaps.Create(raft.SnapshotVersionMax, 7, 1, raft.Configuration{}, 1, transport)
+		require.NoError(t, err)
+		began := time.Now()
+		_, err = sink.Write([]byte("state"))
+		require.ErrorIs(t, err, errDiskHangs)
+		assert.Equal(t, diskLimit, time.Since(began))
+		select {
+		case <-g.failed:
+		default:
+			assert.Fail(t, "the run goes on")
+		}
+		require.ErrorIs(t, sink.Cancel(), ErrDisk)
+		g.settled()
+	})
+}
+
+// TestSnapshotHoldsWhatThisRunHasApplied: readers keep what an earlier run has shown them, and it is no part of the snapshot of a run
+// that has not come so far again.
+func TestSnapshotHoldsWhatThisRunHasApplied(t *testing.T) {
+	entry := func(index uint64, name string) *raft.Log {
+		data, err := state.EncodeCommand(&state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{
+			{Name: name, Spec: []byte(`{}`), Names: []string{name}, Route: "/" + name},
+		}}})
+		require.NoError(t, err)
+		return &raft.Log{Index: index, Type: raft.LogCommand, Data: data}
+	}
+	f := newFSM()
+	f.ApplyBatch([]*raft.Log{entry(1, "one"), entry(2, "two")})
+	f.begin()
+	f.Apply(entry(1, "one"))
+	require.Contains(t, f.State().Apps, "two", "readers do not go back")
+	made, err := f.Snapshot()
+	require.NoError(t, err)
+	store := raft.NewInmemSnapshotStore()
+	sink, err := store.Create(raft.SnapshotVersionMax, 1, 1, raft.Configuration{}, 1, nil)
+	require.NoError(t, err)
+	require.NoError(t, made.Persist(sink))
+	_, data, err := store.Open(sink.ID())
+	require.NoError(t, err)
+	again := newFSM()
+	require.NoError(t, again.Restore(data))
+	assert.Equal(t, uint64(1), again.State().Index)
+	assert.NotContains(t, again.State().Apps, "two")
+}
