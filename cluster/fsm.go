@@ -85,9 +85,21 @@ func (f *fsm) ApplyBatch(logs []*raft.Log) []any {
 	}
 	if changed {
 		f.publish()
+	} else {
+		f.date()
 	}
 	f.advance()
 	return out
+}
+
+// date brings the index of the published copy up to commands that changed nothing, and wakes nobody: whoever compares indexes of two
+// copies must not take one for old that lacks refusals only.
+func (f *fsm) date() {
+	if now := f.State(); f.work.Index > now.Index {
+		dated := *now
+		dated.Index = f.work.Index
+		f.published.Store(&dated)
+	}
 }
 
 // advance tells those who wait how far the commands are applied.

@@ -68,6 +68,31 @@ func TestWithoutALeaseNothingStartsAndWhatRunsIsServed(t *testing.T) {
 	})
 }
 
+// TestNothingStartsBeforeTheCopyHasCaughtUpWithTheLease: the leader of the lease may have released what an earlier leader still orders.
+func TestNothingStartsBeforeTheCopyHasCaughtUpWithTheLease(t *testing.T) {
+	inBubble(t, nil, func(t *testing.T, b *bubble) {
+		first := b.order("demo/0/0", 1)
+		released := b.store.State().Index + 1
+		b.leader.becomes(func(_ context.Context, r *msg.NodeReport) (msg.Lease, error) {
+			l := b.leader.grant(r)
+			l.Index = released
+			return l, nil
+		})
+		time.Sleep(3 * time.Second)
+		err := b.node.StartRank(t.Context(), first)
+		assert.Equal(t, problem.Unavailable, problem.CodeOf(err), "the leader takes it for silence, and orders again")
+		go func() {
+			time.Sleep(100 * time.Millisecond)
+			b.store.change(func(s *state.State) { s.Epochs["demo/0/0"] = 2 })
+		}()
+		require.ErrorIs(t, b.node.StartRank(t.Context(), first), ErrStaleEpoch)
+		second := b.order("demo/0/0", 2)
+		began := time.Now()
+		require.NoError(t, b.node.StartRank(t.Context(), second))
+		assert.Zero(t, time.Since(began))
+	})
+}
+
 func TestRetriesFindTheNextLeaderWithinASecond(t *testing.T) {
 	inBubble(t, nil, func(t *testing.T, b *bubble) {
 		b.leader.becomes(leaderless)

@@ -190,6 +190,7 @@ func logDir(dataDir string) string {
 func (n *Node) StartRank(ctx context.Context, m *msg.StartRank) error {
 	if n.renewer != nil {
 		n.renewer.ensure(ctx)
+		n.renewer.catchUp(ctx)
 	}
 	return n.command(ctx, func(reply chan error) any { return startRank{m, reply} })
 }

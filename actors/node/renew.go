@@ -18,6 +18,10 @@ const (
 	retryLast     = 2  // the longest such wait
 )
 
+// copyWait is how long an order to start waits for this node's copy of the state. A copy is some 10 ms behind; one that is a second
+// behind has lost its control node, and the leader gives the order again.
+const copyWait = time.Second
+
 // renewer keeps the node's lease and tells the leader what happened here. It implements msg.Reporter.
 type renewer struct {
 	leader      msg.Leader
@@ -46,6 +50,7 @@ type renewer struct {
 	tried chan struct{} // closed and replaced when a renewal has ended
 	begun uint64        // renewals
 	last  uint64        // the number of the last that has ended
+	index uint64        // of the newest state of a leader that has granted a lease
 	done  chan struct{} // closed when nothing is renewed any more
 }
 
@@ -136,6 +141,9 @@ func (r *renewer) renew(ctx context.Context) (more bool, err error) {
 	if granted.TTL <= 0 {
 		granted.TTL = r.ttl
 	}
+	r.mu.Lock()
+	r.index = max(r.index, granted.Index)
+	r.mu.Unlock()
 	r.ended(sent, granted.TTL)
 	r.granted, r.failing = sent, false
 	if r.warned {
@@ -219,6 +227,40 @@ func (r *renewer) starts() bool {
 
 // ensure is starts for a command of the leader: before it is refused the lease is asked for once more, as a leader is there.
 func (r *renewer) ensure(ctx context.Context) { r.ask(ctx, r.starts) }
+
+// isBehind says whether this node's copy of the state is older than what the leader had when it granted the last lease. Such a copy
+// may still show an epoch that was released, and an order of a leader that was replaced may be on its way.
+func (r *renewer) isBehind() bool {
+	if r.store == nil {
+		return false
+	}
+	r.mu.Lock()
+	index := r.index
+	r.mu.Unlock()
+	return r.store.State().Index < index
+}
+
+// catchUp waits until the copy of the state is not behind, at most copyWait.
+func (r *renewer) catchUp(ctx context.Context) {
+	if !r.isBehind() { // nearly always
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, copyWait)
+	defer cancel()
+	for {
+		changed := r.store.Changed() // before isBehind, or a change in between goes unseen
+		if !r.isBehind() {
+			return
+		}
+		select {
+		case <-changed:
+		case <-r.done:
+			return
+		case <-ctx.Done():
+			return
+		}
+	}
+}
 
 // ask asks the leader, and returns when a renewal that began after the call has ended, or enough says so before.
 func (r *renewer) ask(ctx context.Context, enough func() bool) {
