@@ -4,6 +4,7 @@ import (
 	"context"
 	"net/http"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -68,19 +69,19 @@ func TestWithoutALeaseNothingStartsAndWhatRunsIsServed(t *testing.T) {
 	})
 }
 
-// TestNothingStartsBeforeTheCopyHasCaughtUpWithTheLease: the leader of the lease may have released what an earlier leader still orders.
-func TestNothingStartsBeforeTheCopyHasCaughtUpWithTheLease(t *testing.T) {
+// TestStartWaitsForTheCopyToCatchUpWithTheLease: the leader of the lease may have released what an earlier leader still orders. A copy
+// that does not catch up keeps nothing from starting.
+func TestStartWaitsForTheCopyToCatchUpWithTheLease(t *testing.T) {
 	inBubble(t, nil, func(t *testing.T, b *bubble) {
 		first := b.order("demo/0/0", 1)
-		released := b.store.State().Index + 1
+		var released atomic.Uint64
+		released.Store(b.store.State().Index + 1)
 		b.leader.becomes(func(_ context.Context, r *msg.NodeReport) (msg.Lease, error) {
 			l := b.leader.grant(r)
-			l.Index = released
+			l.Index = released.Load()
 			return l, nil
 		})
 		time.Sleep(3 * time.Second)
-		err := b.node.StartRank(t.Context(), first)
-		assert.Equal(t, problem.Unavailable, problem.CodeOf(err), "the leader takes it for silence, and orders again")
 		go func() {
 			time.Sleep(100 * time.Millisecond)
 			b.store.change(func(s *state.State) { s.Epochs["demo/0/0"] = 2 })
@@ -90,6 +91,12 @@ func TestNothingStartsBeforeTheCopyHasCaughtUpWithTheLease(t *testing.T) {
 		began := time.Now()
 		require.NoError(t, b.node.StartRank(t.Context(), second))
 		assert.Zero(t, time.Since(began))
+		b.order("other/0/0", 1)
+		released.Store(b.store.State().Index + 2)
+		time.Sleep(3 * time.Second)
+		began = time.Now()
+		require.NoError(t, b.start("other/0/0", 1))
+		assert.Equal(t, copyWait, time.Since(began))
 	})
 }
 

@@ -19,7 +19,7 @@ const (
 )
 
 // copyWait is how long an order to start waits for this node's copy of the state. A copy is some 10 ms behind; one that is a second
-// behind has lost its control node, and the leader gives the order again.
+// behind has lost its source (a control node whose disk is sick, say), and that must not keep a node with a lease from its work.
 const copyWait = time.Second
 
 // renewer keeps the node's lease and tells the leader what happened here. It implements msg.Reporter.

@@ -75,10 +75,6 @@ func (s *supervisor) mayBegin(m *msg.StartRank) error {
 	if err := s.mayStart(); err != nil {
 		return err
 	}
-	if s.renewer != nil && s.renewer.isBehind() {
-		return problem.New(problem.Unavailable, "unit %s: this node's copy of the state is older than its lease", m.Unit).
-			WithHint("the leader gives the order again; if that does not help, look whether the node reaches the control nodes")
-	}
 	return s.epochs.begin(m.Unit, m.Epoch)
 }
 
