@@ -324,9 +324,16 @@ func (c *Core) phaseOf(a *application, id string) state.Phase {
 }
 
 // message says in words why the app is not RUNNING.
-func (c *Core) message(a *application) string {
-	if a.broken != "" || a.deleting {
-		return a.broken
+func (c *Core) message(a *application) string { return joinMessage(c.messageLines(a)) }
+
+func joinMessage(lines []string) string { return strings.Join(lines[:min(len(lines), maxMessageLines)], "\n") }
+
+func (c *Core) messageLines(a *application) []string {
+	if a.broken != "" {
+		return []string{a.broken}
+	}
+	if a.deleting {
+		return nil
 	}
 	var out []string
 	for i := range a.units {
@@ -338,7 +345,7 @@ func (c *Core) message(a *application) string {
 			out = append(out, u.id+" is "+string(u.m.Phase)+": "+why)
 		}
 	}
-	return strings.Join(out[:min(len(out), maxMessageLines)], "\n")
+	return out
 }
 
 // maxMessageLines bounds the message of an app; status shows every unit anyway.

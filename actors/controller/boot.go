@@ -10,6 +10,7 @@ import (
 
 // boot takes up what is granted.
 func (c *Core) boot(now time.Time) {
+	c.led = now
 	for _, id := range slices.Sorted(maps.Keys(c.state.Units)) {
 		c.resume(now, c.state.Units[id])
 	}

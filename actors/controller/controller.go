@@ -246,6 +246,13 @@ func (c *Controller) Status() []msg.AppStatus {
 	return c.core.Status()
 }
 
+// StatusWithout is Status while some nodes do not answer: unreachable gives the reason for each.
+func (c *Controller) StatusWithout(unreachable map[string]string) []msg.AppStatus {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.core.StatusWithout(unreachable)
+}
+
 // Watch is closed at the next change of what Status or Events show. Take it before them, or a change in between goes unseen.
 func (c *Controller) Watch() <-chan struct{} { return c.ring.watch() }
 

@@ -26,6 +26,7 @@ type Core struct {
 	order  []string         // ids of units; nil = to be sorted
 	peers  map[string]*peer // by node
 	leases *state.Leases
+	led    time.Time // when the first state behind the barrier was seen
 	last   time.Time // of the last step
 	blamed time.Time // when this leader last took a silence for its own fault
 	still  bool      // nothing has happened in this step
