@@ -326,7 +326,9 @@ func (c *Core) phaseOf(a *application, id string) state.Phase {
 // message says in words why the app is not RUNNING.
 func (c *Core) message(a *application) string { return joinMessage(c.messageLines(a)) }
 
-func joinMessage(lines []string) string { return strings.Join(lines[:min(len(lines), maxMessageLines)], "\n") }
+func joinMessage(lines []string) string {
+	return strings.Join(lines[:min(len(lines), maxMessageLines)], "\n")
+}
 
 func (c *Core) messageLines(a *application) []string {
 	if a.broken != "" {

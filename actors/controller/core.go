@@ -131,6 +131,7 @@ func (c *Core) look(now time.Time, s *state.State) {
 	}
 	for _, u := range c.units {
 		u.retryAt = c.retryAfterChange(u)
+		u.keepRecord(s.Units[u.id])
 	}
 	if joined(old, s) {
 		c.retryFailed(now)
@@ -154,7 +155,7 @@ func (c *Core) feed(now time.Time, u *unit, e state.Event) {
 	if m.Phase != before {
 		c.changed(now, u, before, m.Phase)
 		if m.Phase == state.Gone {
-			u.wishes, u.noRoom = nil, "" // a grant that was not begun is not wanted any more
+			u.wishes, u.noRoom, u.record = nil, "", nil // a grant that was not begun is not wanted any more
 		}
 	}
 	for _, f := range effects {

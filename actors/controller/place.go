@@ -23,7 +23,7 @@ func (c *Core) grantAll(now time.Time) {
 	inGroups(waiting)
 	for len(waiting) > 0 {
 		n := sameGroup(waiting)
-		c.grantGroup(waiting[:n])
+		c.grantGroup(now, waiting[:n])
 		waiting = waiting[n:]
 	}
 }
@@ -39,7 +39,7 @@ func sameGroup(us []*unit) int {
 
 // grantGroup places units of one group: those that start again on their seats, the others anew, all of them or none. One kind
 // that finds no room does not keep the other waiting.
-func (c *Core) grantGroup(us []*unit) {
+func (c *Core) grantGroup(now time.Time, us []*unit) {
 	again, anew := c.split(us)
 	var found []*unit
 	var placed []placement.Placed
@@ -55,7 +55,7 @@ func (c *Core) grantGroup(us []*unit) {
 		found, placed = append(found, part...), append(placed, p.Groups...)
 	}
 	if len(found) > 0 {
-		c.propound(found, placed)
+		c.propound(now, found, placed)
 	}
 }
 
@@ -98,9 +98,9 @@ func (c *Core) without(us []*unit, err error) {
 }
 
 // propound proposes one command for all units of the group.
-func (c *Core) propound(us []*unit, placed []placement.Placed) {
+func (c *Core) propound(now time.Time, us []*unit, placed []placement.Placed) {
 	a := c.apps[us[0].app]
-	g := state.GrantGroup{App: a.name, AppRevision: a.revision, Group: us[0].group}
+	g := state.GrantGroup{App: a.name, AppRevision: a.revision, Group: us[0].group, At: now.UnixMilli()}
 	for _, u := range us {
 		w := u.begin()
 		u.next = seat{spec: a.spec, revision: a.revision, launch: a.launch[u.id]}
@@ -109,7 +109,7 @@ func (c *Core) propound(us []*unit, placed []placement.Placed) {
 		}
 		g.Units = append(g.Units, state.UnitGrant{
 			Unit: u.id, ExpectEpoch: max(u.m.Epoch, c.state.Epochs[u.id]), Attempt: w.attempt, Launch: u.next.launch,
-			Ranks: u.next.ranks, Blocks: u.next.blocks,
+			Ranks: u.next.ranks, Blocks: u.next.blocks, Restarts: u.restarts(u.next.launch),
 		})
 	}
 	c.emit(GrantEffect{g})

@@ -1,6 +1,7 @@
 package controller
 
 import (
+	"cmp"
 	"maps"
 	"slices"
 
@@ -96,7 +97,7 @@ func (c *Core) unitStatus(a *application, id string) msg.UnitStatus {
 		Unit: id, Group: u.group, Phase: string(phase), Epoch: u.m.Epoch, Attempt: u.m.Attempt, Since: u.m.Since,
 		Reason: u.why(), LogTail: u.m.LogTail,
 	}
-	if rec := c.state.Units[id]; rec != nil {
+	if rec := cmp.Or(c.state.Units[id], u.record); rec != nil {
 		s.Restarts = rec.Restarts
 	}
 	s.Ranks = u.rankStatus(phase)
