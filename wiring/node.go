@@ -57,7 +57,8 @@ type Node struct {
 	probes    *http.Transport
 	offer     state.Offer
 	node      *node.Node
-	ingress   *ingress.Ingress // nil without role ingress
+	ingress   *ingress.Ingress                // nil without role ingress
+	serving   atomic.Pointer[ingress.Ingress] // ingress, for renewals, which begin before it is there
 	admin     *api.Server
 
 	httpAddr   string
@@ -213,6 +214,7 @@ func (n *Node) buildServers(t *timers) error {
 		if n.ingress, err = ingress.New(cfg); err != nil {
 			return err
 		}
+		n.serving.Store(n.ingress)
 	}
 	b := &backend{n}
 	n.admin = api.NewServer(api.Config{

@@ -105,8 +105,10 @@ func (c *Core) reconcile(now time.Time) {
 	c.tellRaft(now)
 	c.grantAll(now)
 	c.sweep(now)
+	c.waiting = nil
 	for _, name := range c.names() {
 		c.sumUp(now, c.apps[name])
+		c.noteWaiting(c.apps[name])
 	}
 }
 

@@ -18,19 +18,20 @@ import (
 type Core struct {
 	Self string // the node that leads; "" = it has no node of its own
 
-	timers Timers
-	state  *state.State     // nil before the barrier: nothing is decided
-	nodes  []placement.Node // that may get ranks
-	apps   map[string]*application
-	units  map[string]*unit
-	order  []string         // ids of units; nil = to be sorted
-	peers  map[string]*peer // by node
-	leases *state.Leases
-	led    time.Time // when the first state behind the barrier was seen
-	last   time.Time // of the last step
-	blamed time.Time // when this leader last took a silence for its own fault
-	still  bool      // nothing has happened in this step
-	out    []Effect
+	timers  Timers
+	state   *state.State     // nil before the barrier: nothing is decided
+	nodes   []placement.Node // that may get ranks
+	apps    map[string]*application
+	units   map[string]*unit
+	order   []string         // ids of units; nil = to be sorted
+	peers   map[string]*peer // by node
+	leases  *state.Leases
+	waiting []msg.Waiting // units without room, as of the last reconcile; never changed, only replaced
+	led     time.Time     // when the first state behind the barrier was seen
+	last    time.Time     // of the last step
+	blamed  time.Time     // when this leader last took a silence for its own fault
+	still   bool          // nothing has happened in this step
+	out     []Effect
 }
 
 // NewCore makes a Core that has seen nothing.

@@ -4,6 +4,7 @@ import (
 	"maps"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
@@ -94,6 +95,32 @@ func (c *Core) offers(r *state.RankGrant) bool {
 func (c *Core) without(us []*unit, err error) {
 	for _, u := range us {
 		u.noRoom, u.retryAt = explain(err), time.Time{}
+	}
+}
+
+// maxWaiting bounds the units without room that a lease names: those over it count as on their way, and requests wait for them.
+const maxWaiting = 4096
+
+// noteWaiting adds an application's units that wait for room to what leases tell the ingresses.
+func (c *Core) noteWaiting(a *application) {
+	left := maxWaiting
+	for i := range c.waiting {
+		left -= len(c.waiting[i].Units)
+	}
+	w := msg.Waiting{App: a.name, Revision: a.revision}
+	for i := range a.units {
+		u := c.units[a.units[i].ID]
+		if a.deleting || u == nil || u.m.Phase != state.Pending || u.noRoom == "" || len(w.Units) == left {
+			continue
+		}
+		if w.Units == nil {
+			w.Reason, _, _ = strings.Cut(u.noRoom, "; ") // what follows lists the nodes
+			w.Units = map[string]uint64{}
+		}
+		w.Units[u.id] = c.state.Epochs[u.id]
+	}
+	if w.Units != nil {
+		c.waiting = append(c.waiting, w)
 	}
 }
 

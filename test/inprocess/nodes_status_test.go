@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/state"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -172,7 +173,13 @@ func TestRequestsForAnAppWithoutRoomAreRefusedWithTheReason(t *testing.T) {
 			assert.NotContains(t, text, p.ID, "a client is not told the names of nodes")
 		}
 
+		joined := time.Now()
 		c.Grow()
+		granted := func(st *state.State) bool { return st.Epochs["gang/0"] == 1 }
+		for _, p := range c.Peers()[:3] {
+			<-p.When(granted)
+		}
+		assert.Less(t, time.Since(joined), 3*time.Second)
 		for _, p := range c.Peers()[:3] {
 			code, text, took := chatAt(t, p, "gang")
 			assert.Equal(t, http.StatusOK, code, "asked at %s after %s: %s", p.ID, took, text)
