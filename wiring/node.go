@@ -84,6 +84,7 @@ func New(c Config) (*Node, error) {
 	}
 	n := &Node{cfg: c, metrics: telemetry.New(), hub: dpserver.NewHub(), probes: c.probes(), out: make(chan struct{})}
 	n.here = n.metrics.Node(c.NodeID)
+	n.metrics.BuildInfo(c.Version)
 	n.log = telemetry.NewLogger(c.LogWriter, c.LogFormat, level).With(slog.String("node", c.NodeID))
 	n.killed, n.kill = context.WithCancel(context.Background())
 	built := make(chan struct{})

@@ -24,7 +24,8 @@ type application struct {
 
 	running uint64 // the last revision that was RUNNING
 	status  state.AppStatus
-	busy    bool // ForgetApp is under way
+	counted *RanksEffect // told last; nil = nothing yet
+	busy    bool         // ForgetApp is under way
 	retryAt time.Time
 }
 
@@ -67,7 +68,7 @@ func (c *Core) lookAtApps() {
 		if old == nil || old.revision != s.Revision {
 			c.apps[name] = readApp(s)
 			if old != nil {
-				c.apps[name].status = old.status
+				c.apps[name].status, c.apps[name].counted = old.status, old.counted
 			}
 		}
 		c.apps[name].deleting = s.Deleting
@@ -78,6 +79,7 @@ func (c *Core) lookAtApps() {
 	for name := range c.apps {
 		if c.state.Apps[name] == nil {
 			delete(c.apps, name)
+			c.emit(ForgetAppEffect{name})
 		}
 	}
 }
@@ -294,6 +296,10 @@ func (c *Core) sweep(now time.Time) {
 
 // sumUp derives the app's status and notes its change.
 func (c *Core) sumUp(now time.Time, a *application) {
+	if ranks := c.countRanks(a); a.counted == nil || *a.counted != ranks {
+		a.counted = &ranks
+		c.emit(ranks)
+	}
 	s := c.derive(a)
 	if s == state.Running {
 		a.running = a.revision
@@ -303,6 +309,22 @@ func (c *Core) sumUp(now time.Time, a *application) {
 	}
 	c.emit(ChangeEffect{Event{At: now, App: a.name, From: string(a.status), To: string(s), Reason: c.message(a)}})
 	a.status = s
+}
+
+// countRanks counts the ranks that are ready, and those that are wanted.
+func (c *Core) countRanks(a *application) RanksEffect {
+	out := RanksEffect{App: a.name}
+	for i := range a.units {
+		w := &a.units[i]
+		if !a.wants(w.ID) {
+			continue
+		}
+		out.Desired += len(w.Ranks)
+		if u := c.units[w.ID]; u != nil && u.m.Phase == state.Ready {
+			out.Ready += len(u.ranks)
+		}
+	}
+	return out
 }
 
 func (c *Core) derive(a *application) state.AppStatus {

@@ -84,6 +84,7 @@ type counter struct {
 	mu       sync.Mutex
 	phases   map[string]state.Phase
 	restarts int
+	ranks    map[string][2]int // by application: ready, desired
 }
 
 func (c *counter) UnitPhase(_, unit string, p state.Phase, _ uint64) {
@@ -104,6 +105,18 @@ func (c *counter) UnitForget(_, unit string) {
 	delete(c.phases, unit)
 }
 
+func (c *counter) AppRanks(app string, ready, desired int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.ranks[app] = [2]int{ready, desired}
+}
+
+func (c *counter) AppRanksForget(app string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	delete(c.ranks, app)
+}
+
 type rig struct {
 	*Controller
 	store   *memStore
@@ -116,7 +129,7 @@ type rig struct {
 func rigged(t *testing.T, change func(*Config), f func(t *testing.T, r *rig)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
-		r := &rig{store: newMemStore(), agent: &agent{newest: map[string]msg.UnitEvent{}}, metrics: &counter{phases: map[string]state.Phase{}}, logs: new(bytes.Buffer)}
+		r := &rig{store: newMemStore(), agent: &agent{newest: map[string]msg.UnitEvent{}}, metrics: &counter{phases: map[string]state.Phase{}, ranks: map[string][2]int{}}, logs: new(bytes.Buffer)}
 		_, err := r.store.Propose(t.Context(), state.Command{PutNode: &state.PutNode{Node: node("a", 8)}})
 		require.NoError(t, err)
 		cfg := Config{

@@ -26,6 +26,7 @@ var ErrDrained = errors.New("the ingress is shutting down")
 type Metrics interface {
 	App(app, policy string) *telemetry.App
 	ForgetApp(app string)
+	RequestRefused(route string, code int)
 }
 
 // Dialer opens a connection to an engine.
