@@ -175,6 +175,7 @@ func TestDeployStatusEventsDelete(t *testing.T) {
 		require.Len(t, s[0].Units, 4)
 		assert.Equal(t, msg.RankStatus{Rank: 2, Node: "a", Phase: "ready", Epoch: 1}, s[0].Units[2].Ranks[0])
 		assert.Equal(t, state.Ready, r.metrics.phases["chat/0/3"])
+		assert.Equal(t, map[string][2]int{"chat": {4, 4}}, r.metrics.ranks)
 
 		events := r.Events(0)
 		require.NotEmpty(t, events)
@@ -191,6 +192,7 @@ func TestDeployStatusEventsDelete(t *testing.T) {
 		assert.Empty(t, r.Status())
 		assert.Empty(t, r.store.State().Apps)
 		assert.Empty(t, r.metrics.phases)
+		assert.Empty(t, r.metrics.ranks)
 	})
 }
 
