@@ -38,7 +38,8 @@ func (s *State) grantGroup(c *GrantGroup) (Result, error) {
 func (s *State) granted(c *GrantGroup, g *UnitGrant) *Unit {
 	u := &Unit{
 		ID: g.Unit, App: c.App, Group: c.Group, Epoch: s.Epochs[g.Unit] + 1, Phase: Starting, Attempt: g.Attempt,
-		AppRevision: c.AppRevision, Launch: g.Launch, Ranks: slices.Clone(g.Ranks), Blocks: slices.Clone(g.Blocks), Since: c.At, Restarts: max(0, g.Restarts),
+		AppRevision: c.AppRevision, Launch: g.Launch, Ranks: slices.Clone(g.Ranks), Blocks: slices.Clone(g.Blocks),
+		Since: c.At, Restarts: max(0, g.Restarts),
 	}
 	slices.SortFunc(u.Ranks, func(a, b RankGrant) int { return cmp.Compare(a.Rank, b.Rank) })
 	if old := s.Units[g.Unit]; old != nil {

@@ -70,7 +70,7 @@ type UnitGrant struct {
 	ExpectEpoch uint64      `json:"expect_epoch"`
 	Attempt     int         `json:"attempt"`
 	Launch      string      `json:"launch,omitempty"`   // as in Unit
-	Restarts    int         `json:"restarts,omitempty"` // of a unit without a record: what Unit.Restarts begins with
+	Restarts    int         `json:"restarts,omitempty"` // what Unit.Restarts begins with if the unit has no record
 	Ranks       []RankGrant `json:"ranks"`
 	Blocks      []Block     `json:"blocks,omitempty"`
 }

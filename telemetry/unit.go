@@ -45,7 +45,8 @@ func (m *Metrics) AppRanks(app string, ready, desired int) {
 	m.vecs.desiredRanks.WithLabelValues(app).Set(float64(desired))
 }
 
-// AppRanksForget deletes the series of AppRanks: the application is gone, or this node does not lead any more.
+// AppRanksForget deletes the series of AppRanks: the application is gone, or this node does not lead any
+// more.
 func (m *Metrics) AppRanksForget(app string) {
 	m.vecs.readyRanks.DeleteLabelValues(app)
 	m.vecs.desiredRanks.DeleteLabelValues(app)

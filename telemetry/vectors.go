@@ -70,8 +70,8 @@ func (v *vectors) addUnits() {
 	v.rankInflight = gauge("rank_inflight", "Requests the rank has in hand.", labelApp, labelGroup, labelRank)
 	v.unitState = gauge("unit_state", "1 for the state the unit is in, 0 for the others.", labelApp, labelUnit, labelState)
 	v.unitEpoch = gauge("unit_epoch", "Epoch of the unit: one more at every start.", labelApp, labelUnit)
-	v.readyRanks = gauge("app_ready_ranks", "Ranks of the application whose units are ready, as the leader knows them.", labelApp)
-	v.desiredRanks = gauge("app_desired_ranks", "Ranks that the application's present revision wants.", labelApp)
+	v.readyRanks = gauge("app_ready_ranks", "Ranks whose units are ready, as the leader knows them.", labelApp)
+	v.desiredRanks = gauge("app_desired_ranks", "Ranks that the present revision wants.", labelApp)
 	v.restarts = counter("unit_restarts_total", "Starts of the unit after its first.", labelApp, labelUnit)
 	v.raftApply = histogram("raft_apply_seconds", "Time from proposing a command to its durable result.", raftBuckets(), labelNode)
 }

@@ -14,8 +14,9 @@ import (
 // viewTimeout bounds what a listing waits for a node that does not answer: it is shown without its ranks' accounts.
 const viewTimeout = time.Second
 
-// heardLately is how recent a renewal must be for a node to count as reachable although it has not answered a question: a node that
-// was started again a moment ago is not connected yet. No more than a second, as `status` shows a dead node within one.
+// heardLately is how recent a renewal must be for a node to count as reachable although it has not answered a
+// question: a node that was started again a moment ago is not connected yet. No more than a second, as
+// `status` shows a dead node within one.
 const heardLately = time.Second
 
 // localView is msg.NodeView of this node.
@@ -48,8 +49,8 @@ func (v localView) ResetRouter(_ context.Context, app string) (ranks int, err er
 	return res.Ranks, err
 }
 
-// views are the nodes that can be asked, by name. The leader leaves out those that it has not heard for half of their lease: nobody
-// should wait for them.
+// views are the nodes that can be asked, by name. The leader leaves out those that it has not heard for half
+// of their lease: nobody should wait for them.
 func (n *Node) views() map[string]msg.NodeView {
 	out := map[string]msg.NodeView{n.cfg.NodeID: localView{n}}
 	var silences map[string]controller.Silence
@@ -65,7 +66,9 @@ func (n *Node) views() map[string]msg.NodeView {
 }
 
 // everywhere asks every node at once, each for at most limit. The error is the first by name; the others were asked all the same.
-func (n *Node) everywhere(ctx context.Context, limit time.Duration, ask func(ctx context.Context, id string, v msg.NodeView) error) error {
+func (n *Node) everywhere(
+	ctx context.Context, limit time.Duration, ask func(ctx context.Context, id string, v msg.NodeView) error,
+) error {
 	views := n.views()
 	ids := slices.Sorted(maps.Keys(views))
 	errs := make([]error, len(ids))
@@ -86,7 +89,9 @@ func (n *Node) everywhere(ctx context.Context, limit time.Duration, ask func(ctx
 
 // accounts are the replicas' own accounts of all nodes by unit, and the queues of all ingresses by application. A node that does not
 // answer is left out of answered.
-func (n *Node) accounts(ctx context.Context) (ranks map[string][]msg.RankStatus, queued map[string]int, answered map[string]bool) {
+func (n *Node) accounts(ctx context.Context) (
+	ranks map[string][]msg.RankStatus, queued map[string]int, answered map[string]bool,
+) {
 	ranks, queued, answered = map[string][]msg.RankStatus{}, map[string]int{}, map[string]bool{}
 	var mu sync.Mutex
 	_ = n.everywhere(ctx, viewTimeout, func(ctx context.Context, id string, v msg.NodeView) error {
@@ -105,9 +110,10 @@ func (n *Node) accounts(ctx context.Context) (ranks map[string][]msg.RankStatus,
 	return ranks, queued, answered
 }
 
-// unreachable are the nodes that have not answered the leader's question for their ranks' accounts and have not renewed their lease
-// lately either, each with the reason that people are shown. A node whose process died refuses the question at once; a node that is
-// cut off lets it run into its time-out. One late renewal says nothing: such a node answers.
+// unreachable are the nodes that have not answered the leader's question for their ranks' accounts and have
+// not renewed their lease lately either, each with the reason that people are shown. A node whose process
+// died refuses the question at once; a node that is cut off lets it run into its time-out. One late renewal
+// says nothing: such a node answers.
 func unreachable(l *leading, answered map[string]bool) map[string]string {
 	out := map[string]string{}
 	for id, silence := range l.control.Silences() {

@@ -46,7 +46,8 @@ type (
 	}
 	// ChangeEffect is a change of state for the ring, the log and the metrics.
 	ChangeEffect struct{ Event }
-	// RanksEffect tells how many ranks of an application are ready and wanted: at first, and when that has changed.
+	// RanksEffect tells how many ranks of an application are ready and wanted: at first, and when that has
+	// changed.
 	RanksEffect struct {
 		App            string
 		Ready, Desired int

@@ -35,8 +35,8 @@ func (c *Controller) Nodes() []msg.NodeStatus {
 	return c.core.Nodes(now, c.cfg.Self)
 }
 
-// Silence is how long the leader has not heard of a node: since its last renewal, or, of a node that has not renewed since this
-// leader leads, since then.
+// Silence is how long the leader has not heard of a node: since its last renewal, or, of a node that has not
+// renewed since this leader leads, since then.
 type Silence struct {
 	For  time.Duration
 	Long bool // more than half of its lease: the node is not asked for anything that people wait for

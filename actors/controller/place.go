@@ -98,7 +98,8 @@ func (c *Core) without(us []*unit, err error) {
 	}
 }
 
-// maxWaiting bounds the units without room that a lease names: those over it count as on their way, and requests wait for them.
+// maxWaiting bounds the units without room that a lease names: those over it count as on their way, and
+// requests wait for them.
 const maxWaiting = 4096
 
 // noteWaiting adds an application's units that wait for room to what leases tell the ingresses.

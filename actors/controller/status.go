@@ -13,8 +13,9 @@ import (
 // Status is the picture of all applications, in order of name. Accounts of ranks are filled in by those who know them.
 func (c *Core) Status() []msg.AppStatus { return c.StatusWithout(nil) }
 
-// StatusWithout is Status while some nodes do not answer; unreachable gives the reason for each. Their ranks are shown as
-// msg.Unreachable and do not count as ready, and an application that is RUNNING else is UNHEALTHY. Nothing is decided by it.
+// StatusWithout is Status while some nodes do not answer; unreachable gives the reason for each. Their ranks
+// are shown as msg.Unreachable and do not count as ready, and an application that is RUNNING else is
+// UNHEALTHY. Nothing is decided by it.
 func (c *Core) StatusWithout(unreachable map[string]string) []msg.AppStatus {
 	out := make([]msg.AppStatus, 0, len(c.apps))
 	for _, name := range c.names() {
@@ -47,8 +48,8 @@ func (c *Core) appStatus(a *application, unreachable map[string]string) msg.AppS
 	return s
 }
 
-// markUnreachable shows the ranks of a unit on nodes that do not answer as unreachable, and the unit with them: a lockstep unit
-// serves on all of its nodes or not at all. A unit without processes stays as it is.
+// markUnreachable shows the ranks of a unit on nodes that do not answer as unreachable, and the unit with
+// them: a lockstep unit serves on all of its nodes or not at all. A unit without processes stays as it is.
 func markUnreachable(u *msg.UnitStatus, unreachable map[string]string) (marked bool) {
 	switch state.Phase(u.Phase) {
 	case state.Starting, state.Ready, state.Fenced, state.Killing, state.Draining:

@@ -102,7 +102,8 @@ func TestAgesAndRestartsSurviveAChangeOfLeader(t *testing.T) {
 	}
 }
 
-// A unit that waits for room because its node is lost keeps its count of restarts, and its next start is one more.
+// A unit that waits for room because its node is lost keeps its count of restarts, and its next start is one
+// more.
 func TestRestartsSurviveTheLossOfANode(t *testing.T) {
 	a := newHost("a", 1)
 	c := newFleet(t, a)

@@ -41,7 +41,7 @@ type unit struct {
 	retryAt time.Time
 	drain   *time.Duration // grace of the end that was ordered for this unit; nil = the application's
 	noRoom  string         // why placement found no place; "" = not tried, or found one
-	record  *state.Unit    // the newest one that the state had while the unit was wanted: it keeps Restarts over a release
+	record  *state.Unit    // the newest in the state while the unit is wanted: it keeps Restarts over a release
 
 	parts map[string]*part // of the grant in hand, by node
 	nodes []string         // those of parts, in order

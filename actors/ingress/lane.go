@@ -366,7 +366,8 @@ func (l *lane) slots() int {
 // canServe says that some rank is ready.
 func (l *lane) canServe() bool { return l.slots() > 0 }
 
-// units takes over what the state says: the ready units with their epochs, how many are on their way, and why others are not.
+// units takes over what the state says: the ready units with their epochs, how many are on their way, and why
+// others are not.
 func (l *lane) units(ready map[string]uint64, onTheWay int, noRoom string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -42,7 +42,8 @@ func (in *Ingress) refusePlain(w http.ResponseWriter, r *http.Request, f *failur
 	in.answerPlain(w, r, func() { writeError(w, f) })
 }
 
-// turnAway is refusePlain for a request that reaches no application: it is counted and has its log line, as one that does.
+// turnAway is refusePlain for a request that reaches no application: it is counted and has its log line, as
+// one that does.
 func (in *Ingress) turnAway(w http.ResponseWriter, r *http.Request, route openai.Route, f *failure) {
 	name := telemetry.RouteOther
 	if route != openai.NoRoute {
@@ -50,8 +51,10 @@ func (in *Ingress) turnAway(w http.ResponseWriter, r *http.Request, route openai
 	}
 	in.metrics.RequestRefused(name, f.status)
 	in.refusePlain(w, r, f)
-	in.log.Info("request not served", slog.String("request_id", w.Header().Get(headerRequestID)), slog.String("route", name), slog.String("cause", f.code),
-		slog.String("method", shown([]byte(r.Method))), slog.String("path", shown([]byte(r.URL.Path))), slog.Int("code", f.status))
+	in.log.Info("request not served",
+		slog.String("request_id", w.Header().Get(headerRequestID)), slog.String("route", name),
+		slog.String("cause", f.code), slog.Int("code", f.status),
+		slog.String("method", shown([]byte(r.Method))), slog.String("path", shown([]byte(r.URL.Path))))
 }
 
 // maxNamesListed bounds the names in an error text.

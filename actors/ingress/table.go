@@ -143,8 +143,11 @@ func sameRouting(old, s *served) bool {
 }
 
 // progress of an application's wanted units, as the state tells it: the ready ones with their epochs, and how many may
-// still come up. Those that wait for room, as the leader says in w, are neither; noRoom is why, "" if there is none.
-func progress(st *state.State, spec *app.Application, deleting bool, w *msg.Waiting) (ready map[string]uint64, onTheWay int, noRoom string) {
+// still come up. Those that wait for room, as the leader says in w, are neither; noRoom is why, "" if there
+// is none.
+func progress(st *state.State, spec *app.Application, deleting bool, w *msg.Waiting) (
+	ready map[string]uint64, onTheWay int, noRoom string,
+) {
 	ready = map[string]uint64{}
 	for id, u := range st.Units {
 		if u.App == spec.Name && u.Phase == state.Ready && st.Epochs[id] <= u.Epoch && !hasNoRoom(st, w, id) {

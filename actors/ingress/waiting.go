@@ -9,8 +9,9 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// waiting is what the leader has said of applications whose units find no room. It comes with each renewal of the node's lease and
-// lasts as long as that: where no leader is heard, units count as on their way again. Safe for concurrent use.
+// waiting is what the leader has said of applications whose units find no room. It comes with each renewal of
+// the node's lease and lasts as long as that: where no leader is heard, units count as on their way again.
+// Safe for concurrent use.
 type waiting struct {
 	news chan struct{} // one slot: what was said has changed
 
@@ -49,12 +50,13 @@ func (w *waiting) now() (apps map[string]*msg.Waiting, left time.Duration) {
 	return apps, left
 }
 
-// TakeWaiting tells the ingress which applications have units that find no room; it replaces what was told before, and holds for
-// lasts. Their units do not count as on their way, so requests that no ready rank can take are refused with the reason.
+// TakeWaiting tells the ingress which applications have units that find no room; it replaces what was told
+// before, and holds for lasts. Their units do not count as on their way, so requests that no ready rank can
+// take are refused with the reason.
 func (in *Ingress) TakeWaiting(said []msg.Waiting, lasts time.Duration) { in.waiting.take(said, lasts) }
 
-// hasNoRoom says whether a unit waits for room. What the leader said does not hold for another revision, which was not placed yet,
-// nor for a unit that was granted meanwhile.
+// hasNoRoom says whether a unit waits for room. What the leader said does not hold for another revision,
+// which was not placed yet, nor for a unit that was granted meanwhile.
 func hasNoRoom(st *state.State, w *msg.Waiting, unit string) bool {
 	if w == nil || st.Apps[w.App] == nil || st.Apps[w.App].Revision != w.Revision {
 		return false

@@ -66,7 +66,8 @@ func TestWaitingForRoomIsOfOneRevision(t *testing.T) {
 	eventually(t, func() bool { return g.onTheWay() == 1 }, "the new revision may find room")
 }
 
-// A unit that was granted is on its way, although the leader has said no such thing yet; one that is started again always is.
+// A unit that was granted is on its way, although the leader has said no such thing yet; one that is started
+// again always is.
 func TestWaitingForRoomEndsWithTheGrant(t *testing.T) {
 	g := emptyRig(t)
 	g.in.TakeWaiting(withoutRoom(1, 0), time.Minute)
@@ -81,7 +82,8 @@ func TestWaitingForRoomEndsWithTheGrant(t *testing.T) {
 	eventually(t, func() bool { return g.onTheWay() == 1 }, "the leader says so no more")
 }
 
-// A unit whose record is ready counts for nothing when the leader has no room to start it again: its process is no more.
+// A unit whose record is ready counts for nothing when the leader has no room to start it again: its process
+// is no more.
 func TestReadyRecordOfAUnitWithoutRoomIsNotWaitedFor(t *testing.T) {
 	g := emptyRig(t)
 	g.phase("demo/0/0", state.Ready, 3)

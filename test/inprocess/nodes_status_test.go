@@ -18,7 +18,8 @@ import (
 // shownAt is how soon after the end of a node `status` shows its ranks as unreachable.
 const shownAt = time.Second
 
-// unreachableRanks counts the ranks that an application's status shows as unreachable, and asserts that they are on one node.
+// unreachableRanks counts the ranks that an application's status shows as unreachable, and asserts that they
+// are on one node.
 func unreachableRanks(t *testing.T, st msg.AppStatus, node string) (count int) {
 	t.Helper()
 	for _, u := range st.Units {
@@ -33,12 +34,13 @@ func unreachableRanks(t *testing.T, st msg.AppStatus, node string) (count int) {
 	return count
 }
 
-// A node's process dies: whichever node is asked, its ranks are unreachable at once and the application is not RUNNING, long before
-// the node is lost. Nothing is restarted because of it.
+// A node's process dies: whichever node is asked, its ranks are unreachable at once and the application is
+// not RUNNING, long before the node is lost. Nothing is restarted because of it.
 func TestRanksOfADeadNodeAreShownUnreachable(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		c := harness.New(t, harness.Nodes(4), harness.Slots(2), harness.Roles(1, "control"), harness.Roles(0, "control", "worker"))
+		c := harness.New(t, harness.Nodes(4), harness.Slots(2),
+			harness.Roles(0, "control", "worker"), harness.Roles(1, "control"))
 		c.WaitVoters(3)
 		c.Deploy(spread("a", 6))
 		c.WaitStatus("a", "RUNNING")
@@ -65,7 +67,8 @@ func TestRanksOfADeadNodeAreShownUnreachable(t *testing.T) {
 	})
 }
 
-// A node's power is cut: an answer takes a second and shows it; a node that is only late with one renewal is not shown so.
+// A node's power is cut: an answer takes a second and shows it; a node that is only late with one renewal is
+// not shown so.
 func TestRanksOfASilentNodeAreShownUnreachable(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -107,7 +110,8 @@ func TestRanksOfASilentNodeAreShownUnreachable(t *testing.T) {
 	})
 }
 
-// The leader dies and takes ranks with it: the next leader, which never heard of that node, shows them as unreachable.
+// The leader dies and takes ranks with it: the next leader, which never heard of that node, shows them as
+// unreachable.
 func TestRanksOfADeadLeaderAreShownUnreachable(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -149,12 +153,13 @@ func chatAt(t *testing.T, p *harness.Peer, model string) (code int, text string,
 	return resp.StatusCode, string(body), time.Since(began)
 }
 
-// An application that finds no room answers with the placement's reason at once, on every ingress; the requests of a deploy that is
-// just being placed wait; and when room appears, requests are served again.
+// An application that finds no room answers with the placement's reason at once, on every ingress; the
+// requests of a deploy that is just being placed wait; and when room appears, requests are served again.
 func TestRequestsForAnAppWithoutRoomAreRefusedWithTheReason(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		c := harness.New(t, harness.Nodes(3), harness.Slots(1), harness.Roles(1, "control", "ingress"), harness.Roles(2, "control", "ingress"))
+		c := harness.New(t, harness.Nodes(3), harness.Slots(1),
+			harness.Roles(1, "control", "ingress"), harness.Roles(2, "control", "ingress"))
 		c.WaitVoters(3)
 		code, text := c.Do(http.MethodPut, "/api/v1/apps?file=app.yaml&partial=true", simApp("gang", 2, "lockstep", "sim_step_ms: 10"))
 		require.Equal(t, http.StatusAccepted, code, text)
