@@ -39,10 +39,14 @@ func (s *State) granted(c *GrantGroup, g *UnitGrant) *Unit {
 	u := &Unit{
 		ID: g.Unit, App: c.App, Group: c.Group, Epoch: s.Epochs[g.Unit] + 1, Phase: Starting, Attempt: g.Attempt,
 		AppRevision: c.AppRevision, Launch: g.Launch, Ranks: slices.Clone(g.Ranks), Blocks: slices.Clone(g.Blocks),
+		Since: c.At, Restarts: max(0, g.Restarts),
 	}
 	slices.SortFunc(u.Ranks, func(a, b RankGrant) int { return cmp.Compare(a.Rank, b.Rank) })
-	if old := s.Units[g.Unit]; old != nil && old.sameLaunch(u) {
-		u.Restarts = old.Restarts + 1
+	if old := s.Units[g.Unit]; old != nil {
+		u.Restarts = 0
+		if old.sameLaunch(u) {
+			u.Restarts = old.Restarts + 1
+		}
 	}
 	return u
 }
@@ -65,7 +69,7 @@ func (s *State) unitReady(c *UnitRef) error {
 	if u.Phase == Failed {
 		return wrongPhase("unit ready", u)
 	}
-	s.replace(u, func(n *Unit) { n.Phase, n.Reason, n.LogTail = Ready, "", nil })
+	s.replace(u, func(n *Unit) { n.Phase, n.Reason, n.LogTail, n.Since = Ready, "", nil, c.At })
 	return nil
 }
 
@@ -78,7 +82,7 @@ func (s *State) unitFenced(c *UnitRef) error {
 	if u.Phase == Failed {
 		return wrongPhase("unit fenced", u)
 	}
-	s.replace(u, func(n *Unit) { n.Phase, n.Reason = Fenced, c.Reason })
+	s.replace(u, func(n *Unit) { n.Phase, n.Reason, n.Since = Fenced, c.Reason, c.At })
 	return nil
 }
 
@@ -89,7 +93,9 @@ func (s *State) unitFailed(c *UnitRef) error {
 		return err
 	}
 	s.free(u.Blocks)
-	s.replace(u, func(n *Unit) { n.Phase, n.Reason, n.LogTail, n.Blocks = Failed, c.Reason, Tail(c.LogTail), nil })
+	s.replace(u, func(n *Unit) {
+		n.Phase, n.Reason, n.LogTail, n.Blocks, n.Since = Failed, c.Reason, Tail(c.LogTail), nil, c.At
+	})
 	return nil
 }
 

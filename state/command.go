@@ -61,6 +61,7 @@ type GrantGroup struct {
 	AppRevision uint64      `json:"app_revision"`
 	Group       int         `json:"group"`
 	Units       []UnitGrant `json:"units"`
+	At          int64       `json:"at,omitempty"` // Unit.Since of all of them
 }
 
 // UnitGrant is one unit of a GrantGroup. ExpectEpoch is the highest epoch the proposer knows (0 = never granted).
@@ -68,7 +69,8 @@ type UnitGrant struct {
 	Unit        string      `json:"unit"`
 	ExpectEpoch uint64      `json:"expect_epoch"`
 	Attempt     int         `json:"attempt"`
-	Launch      string      `json:"launch,omitempty"` // as in Unit
+	Launch      string      `json:"launch,omitempty"`   // as in Unit
+	Restarts    int         `json:"restarts,omitempty"` // what Unit.Restarts begins with if the unit has no record
 	Ranks       []RankGrant `json:"ranks"`
 	Blocks      []Block     `json:"blocks,omitempty"`
 }
@@ -79,6 +81,7 @@ type UnitRef struct {
 	Epoch   uint64   `json:"epoch"`
 	Reason  string   `json:"reason,omitempty"`
 	LogTail []string `json:"log_tail,omitempty"`
+	At      int64    `json:"at,omitempty"` // Unit.Since
 }
 
 // Result is what a command gave back.

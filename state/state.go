@@ -62,6 +62,7 @@ type Unit struct {
 	Blocks      []Block     `json:"blocks,omitempty"`
 	Reason      string      `json:"reason,omitempty"`
 	LogTail     []string    `json:"log_tail,omitempty"` // failed: the engine's last 20 lines
+	Since       int64       `json:"since,omitempty"`    // unix ms by the leader's clock: when Phase began; 0 = not told
 }
 
 // State is the replicated state. Apply is its only writer; readers hold a snapshot (Clone) and never change it.

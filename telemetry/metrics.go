@@ -6,6 +6,8 @@ package telemetry
 
 import (
 	"net/http"
+	"runtime"
+	"strconv"
 	"sync"
 	"time"
 
@@ -83,6 +85,22 @@ func (m *Metrics) ForgetApp(app string) {
 	}
 	m.ranks.drop(func(k rankKey) bool { return k.app == app })
 	m.vecs.forget(prometheus.Labels{labelApp: app})
+}
+
+// RouteOther is the route of requests for paths that are not served.
+const RouteOther = "other"
+
+// RequestRefused counts a request that was refused before its application was known. The route is one of the
+// closed list of the router's table, or RouteOther: what a client sent is never a label.
+func (m *Metrics) RequestRefused(route string, code int) {
+	m.vecs.requests.WithLabelValues("", route, strconv.Itoa(code)).Inc()
+}
+
+// BuildInfo shows which dpserve this is; call it once.
+func (m *Metrics) BuildInfo(version string) {
+	info := gauge("build_info", "1, with the versions of dpserve and of Go.", labelVersion, labelGoVersion)
+	m.registry.MustRegister(info)
+	info.WithLabelValues(version, runtime.Version()).Set(1)
 }
 
 // RaftApply gives the observer of dpserve_raft_apply_seconds of a node: time from proposing a command to its result.

@@ -10,6 +10,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strconv"
 	"strings"
 	"sync"
@@ -74,6 +75,8 @@ func use(m *telemetry.Metrics) {
 	m.UnitPhase("demo", "demo/0", state.Ready, 2)
 	m.UnitRestart("demo", "demo/0")
 	m.RankInflight("demo", 0, 3, 5)
+	m.AppRanks("demo", 3, 4)
+	m.RequestRefused(telemetry.RouteOther, http.StatusNotFound)
 	m.RaftApply("node-1")(150 * time.Microsecond)
 }
 
@@ -239,4 +242,21 @@ func TestNewLogger(t *testing.T) {
 	buf.Reset()
 	telemetry.NewLogger(&buf, telemetry.FormatText, slog.LevelInfo).Info("unit ready", "unit", "demo/0")
 	assert.Contains(t, buf.String(), `level=INFO msg="unit ready" unit=demo/0`)
+}
+
+func TestBuildInfo(t *testing.T) {
+	m := telemetry.New()
+	m.BuildInfo("v1.2.3")
+	assert.Equal(t, []string{`dpserve_build_info{goversion="` + runtime.Version() + `",version="v1.2.3"} 1`}, series(t, m))
+}
+
+// TestRefusedRequestsOutliveApplications: they belong to none.
+func TestRefusedRequestsOutliveApplications(t *testing.T) {
+	m := telemetry.New()
+	m.RequestRefused(telemetry.RouteOther, http.StatusNotFound)
+	m.App("demo", "random").Request("chat", http.StatusOK, time.Second, 0)
+	m.AppRanks("demo", 1, 2)
+	m.AppRanksForget("demo")
+	m.ForgetApp("demo")
+	assert.Equal(t, []string{`dpserve_requests_total{app="",code="404",route="other"} 1`}, series(t, m))
 }

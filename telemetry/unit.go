@@ -39,6 +39,19 @@ func (m *Metrics) UnitForget(app, unit string) {
 	m.vecs.forget(prometheus.Labels{labelApp: app, labelUnit: unit})
 }
 
+// AppRanks shows how many ranks of an application are ready, and how many its present revision wants.
+func (m *Metrics) AppRanks(app string, ready, desired int) {
+	m.vecs.readyRanks.WithLabelValues(app).Set(float64(ready))
+	m.vecs.desiredRanks.WithLabelValues(app).Set(float64(desired))
+}
+
+// AppRanksForget deletes the series of AppRanks: the application is gone, or this node does not lead any
+// more.
+func (m *Metrics) AppRanksForget(app string) {
+	m.vecs.readyRanks.DeleteLabelValues(app)
+	m.vecs.desiredRanks.DeleteLabelValues(app)
+}
+
 // rankKey names a rank over all applications.
 type rankKey struct {
 	app         string

@@ -18,6 +18,9 @@ const (
 	labelReason = "reason"
 	labelNode   = "node"
 	labelResult = "result"
+
+	labelVersion   = "version"
+	labelGoVersion = "goversion"
 )
 
 // vectors are all series of dpserve, declared once.
@@ -25,6 +28,7 @@ type vectors struct {
 	requests, tokens, attempts, retries, refusals, picks, restarts *prometheus.CounterVec
 	requestSeconds, ttft, itl, queueWait, decision, raftApply      *prometheus.HistogramVec
 	rankInflight, queueLength, queueTokens, unitState, unitEpoch   *prometheus.GaugeVec
+	readyRanks, desiredRanks                                       *prometheus.GaugeVec
 	prompts                                                        promptVectors
 }
 
@@ -66,6 +70,8 @@ func (v *vectors) addUnits() {
 	v.rankInflight = gauge("rank_inflight", "Requests the rank has in hand.", labelApp, labelGroup, labelRank)
 	v.unitState = gauge("unit_state", "1 for the state the unit is in, 0 for the others.", labelApp, labelUnit, labelState)
 	v.unitEpoch = gauge("unit_epoch", "Epoch of the unit: one more at every start.", labelApp, labelUnit)
+	v.readyRanks = gauge("app_ready_ranks", "Ranks whose units are ready, as the leader knows them.", labelApp)
+	v.desiredRanks = gauge("app_desired_ranks", "Ranks that the present revision wants.", labelApp)
 	v.restarts = counter("unit_restarts_total", "Starts of the unit after its first.", labelApp, labelUnit)
 	v.raftApply = histogram("raft_apply_seconds", "Time from proposing a command to its durable result.", raftBuckets(), labelNode)
 }
@@ -85,7 +91,7 @@ func (v *vectors) perApp() []forgetter {
 	return append(v.prompts.list(),
 		v.requests, v.tokens, v.attempts, v.retries, v.refusals, v.picks, v.restarts,
 		v.requestSeconds, v.ttft, v.itl, v.queueWait, v.decision,
-		v.rankInflight, v.queueLength, v.queueTokens, v.unitState, v.unitEpoch,
+		v.rankInflight, v.queueLength, v.queueTokens, v.unitState, v.unitEpoch, v.readyRanks, v.desiredRanks,
 	)
 }
 

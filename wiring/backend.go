@@ -137,8 +137,8 @@ func (b *backend) Apps(ctx context.Context) ([]msg.AppStatus, error) {
 	if err != nil {
 		return nil, err
 	}
-	list := l.control.Status()
-	ranks, queued := b.n.accounts(ctx)
+	ranks, queued, answered := b.n.accounts(ctx)
+	list := l.control.StatusWithout(unreachable(l, answered))
 	for i := range list {
 		list[i].Queued = queued[list[i].Name]
 		if b.n.ingress != nil {

@@ -23,7 +23,7 @@ func (b *backend) Nodes(ctx context.Context) ([]msg.NodeStatus, error) {
 	}
 	list := l.control.Nodes()
 	inflight := map[string]int{}
-	ranks, _ := b.n.accounts(ctx)
+	ranks, _, _ := b.n.accounts(ctx)
 	for _, unit := range ranks {
 		for i := range unit {
 			inflight[unit[i].Node] += unit[i].InFlight

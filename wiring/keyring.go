@@ -18,12 +18,15 @@ import (
 const turnCall = 5 * time.Second
 
 // keyed is the leader as this node renews its lease with it: what it says of the gossip's keys is done before the next renewal, which
-// tells the leader so.
+// tells the leader so, and the ingress hears of units that find no room.
 type keyed struct{ n *Node }
 
 // Renew implements msg.Leader.
 func (k keyed) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) {
 	lease, err := k.n.leader.Renew(ctx, r)
+	if in := k.n.serving.Load(); err == nil && in != nil {
+		in.TakeWaiting(lease.Waiting, lease.TTL)
+	}
 	if err == nil && len(lease.Keyring) > 0 && k.n.mesh != nil {
 		if err := k.n.mesh.takeKeyring(lease.Keyring); err != nil {
 			k.n.log.Warn("the gossip's new key cannot be taken, trying again", slog.Any("err", err))

@@ -57,7 +57,8 @@ type Node struct {
 	probes    *http.Transport
 	offer     state.Offer
 	node      *node.Node
-	ingress   *ingress.Ingress // nil without role ingress
+	ingress   *ingress.Ingress                // nil without role ingress
+	serving   atomic.Pointer[ingress.Ingress] // ingress, for renewals, which begin before it is there
 	admin     *api.Server
 
 	httpAddr   string
@@ -83,6 +84,7 @@ func New(c Config) (*Node, error) {
 	}
 	n := &Node{cfg: c, metrics: telemetry.New(), hub: dpserver.NewHub(), probes: c.probes(), out: make(chan struct{})}
 	n.here = n.metrics.Node(c.NodeID)
+	n.metrics.BuildInfo(c.Version)
 	n.log = telemetry.NewLogger(c.LogWriter, c.LogFormat, level).With(slog.String("node", c.NodeID))
 	n.killed, n.kill = context.WithCancel(context.Background())
 	built := make(chan struct{})
@@ -213,6 +215,7 @@ func (n *Node) buildServers(t *timers) error {
 		if n.ingress, err = ingress.New(cfg); err != nil {
 			return err
 		}
+		n.serving.Store(n.ingress)
 	}
 	b := &backend{n}
 	n.admin = api.NewServer(api.Config{

@@ -40,7 +40,7 @@ func (r *routers) Reset(ctx context.Context, app string) (msg.ResetResult, error
 		return msg.ResetResult{}, err
 	}
 	var ranks atomic.Int64
-	err := r.n.everywhere(ctx, resetTimeout, func(ctx context.Context, v msg.NodeView) error {
+	err := r.n.everywhere(ctx, resetTimeout, func(ctx context.Context, _ string, v msg.NodeView) error {
 		k, err := v.ResetRouter(ctx, app)
 		ranks.Store(max(ranks.Load(), int64(k)))
 		return err

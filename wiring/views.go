@@ -7,11 +7,17 @@ import (
 	"sync"
 	"time"
 
+	"github.com/dpserve/dpserve/actors/controller"
 	"github.com/dpserve/dpserve/actors/msg"
 )
 
 // viewTimeout bounds what a listing waits for a node that does not answer: it is shown without its ranks' accounts.
 const viewTimeout = time.Second
+
+// heardLately is how recent a renewal must be for a node to count as reachable although it has not answered a
+// question: a node that was started again a moment ago is not connected yet. No more than a second, as
+// `status` shows a dead node within one.
+const heardLately = time.Second
 
 // localView is msg.NodeView of this node.
 type localView struct{ n *Node }
@@ -43,13 +49,16 @@ func (v localView) ResetRouter(_ context.Context, app string) (ranks int, err er
 	return res.Ranks, err
 }
 
-// views are the nodes that can be asked, by name. The leader leaves out those that it has not heard for a while: nobody should wait
-// for them.
+// views are the nodes that can be asked, by name. The leader leaves out those that it has not heard for half
+// of their lease: nobody should wait for them.
 func (n *Node) views() map[string]msg.NodeView {
 	out := map[string]msg.NodeView{n.cfg.NodeID: localView{n}}
-	heard, leads := n.heard(), n.leads.Load() != nil
+	var silences map[string]controller.Silence
+	if l := n.leads.Load(); l != nil {
+		silences = l.control.Silences()
+	}
 	for id, node := range n.store.State().Nodes {
-		if id != n.cfg.NodeID && !node.Lost && node.Address != "" && (heard[id] || !leads) {
+		if id != n.cfg.NodeID && !node.Lost && node.Address != "" && !silences[id].Long {
 			out[id] = n.mesh.view(id)
 		}
 	}
@@ -57,7 +66,9 @@ func (n *Node) views() map[string]msg.NodeView {
 }
 
 // everywhere asks every node at once, each for at most limit. The error is the first by name; the others were asked all the same.
-func (n *Node) everywhere(ctx context.Context, limit time.Duration, ask func(ctx context.Context, v msg.NodeView) error) error {
+func (n *Node) everywhere(
+	ctx context.Context, limit time.Duration, ask func(ctx context.Context, id string, v msg.NodeView) error,
+) error {
 	views := n.views()
 	ids := slices.Sorted(maps.Keys(views))
 	errs := make([]error, len(ids))
@@ -65,7 +76,7 @@ func (n *Node) everywhere(ctx context.Context, limit time.Duration, ask func(ctx
 	defer cancel()
 	var wg sync.WaitGroup
 	for i, id := range ids {
-		wg.Go(func() { errs[i] = ask(ctx, views[id]) })
+		wg.Go(func() { errs[i] = ask(ctx, id, views[id]) })
 	}
 	wg.Wait()
 	for _, err := range errs {
@@ -77,14 +88,17 @@ func (n *Node) everywhere(ctx context.Context, limit time.Duration, ask func(ctx
 }
 
 // accounts are the replicas' own accounts of all nodes by unit, and the queues of all ingresses by application. A node that does not
-// answer is left out.
-func (n *Node) accounts(ctx context.Context) (ranks map[string][]msg.RankStatus, queued map[string]int) {
-	ranks, queued = map[string][]msg.RankStatus{}, map[string]int{}
+// answer is left out of answered.
+func (n *Node) accounts(ctx context.Context) (
+	ranks map[string][]msg.RankStatus, queued map[string]int, answered map[string]bool,
+) {
+	ranks, queued, answered = map[string][]msg.RankStatus{}, map[string]int{}, map[string]bool{}
 	var mu sync.Mutex
-	_ = n.everywhere(ctx, viewTimeout, func(ctx context.Context, v msg.NodeView) error {
+	_ = n.everywhere(ctx, viewTimeout, func(ctx context.Context, id string, v msg.NodeView) error {
 		r, q, err := v.Statuses(ctx)
 		mu.Lock()
 		defer mu.Unlock()
+		answered[id] = err == nil
 		for unit, list := range r {
 			ranks[unit] = append(ranks[unit], list...)
 		}
@@ -93,5 +107,19 @@ func (n *Node) accounts(ctx context.Context) (ranks map[string][]msg.RankStatus,
 		}
 		return err
 	})
-	return ranks, queued
+	return ranks, queued, answered
+}
+
+// unreachable are the nodes that have not answered the leader's question for their ranks' accounts and have
+// not renewed their lease lately either, each with the reason that people are shown. A node whose process
+// died refuses the question at once; a node that is cut off lets it run into its time-out. One late renewal
+// says nothing: such a node answers.
+func unreachable(l *leading, answered map[string]bool) map[string]string {
+	out := map[string]string{}
+	for id, silence := range l.control.Silences() {
+		if !answered[id] && silence.For >= heardLately {
+			out[id] = "node " + id + " is silent for " + silence.For.Truncate(time.Second).String()
+		}
+	}
+	return out
 }

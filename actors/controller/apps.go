@@ -24,7 +24,8 @@ type application struct {
 
 	running uint64 // the last revision that was RUNNING
 	status  state.AppStatus
-	busy    bool // ForgetApp is under way
+	counted *RanksEffect // told last; nil = nothing yet
+	busy    bool         // ForgetApp is under way
 	retryAt time.Time
 }
 
@@ -67,7 +68,7 @@ func (c *Core) lookAtApps() {
 		if old == nil || old.revision != s.Revision {
 			c.apps[name] = readApp(s)
 			if old != nil {
-				c.apps[name].status = old.status
+				c.apps[name].status, c.apps[name].counted = old.status, old.counted
 			}
 		}
 		c.apps[name].deleting = s.Deleting
@@ -78,6 +79,7 @@ func (c *Core) lookAtApps() {
 	for name := range c.apps {
 		if c.state.Apps[name] == nil {
 			delete(c.apps, name)
+			c.emit(ForgetAppEffect{name})
 		}
 	}
 }
@@ -105,8 +107,10 @@ func (c *Core) reconcile(now time.Time) {
 	c.tellRaft(now)
 	c.grantAll(now)
 	c.sweep(now)
+	c.waiting = nil
 	for _, name := range c.names() {
 		c.sumUp(now, c.apps[name])
+		c.noteWaiting(c.apps[name])
 	}
 }
 
@@ -292,6 +296,10 @@ func (c *Core) sweep(now time.Time) {
 
 // sumUp derives the app's status and notes its change.
 func (c *Core) sumUp(now time.Time, a *application) {
+	if ranks := c.countRanks(a); a.counted == nil || *a.counted != ranks {
+		a.counted = &ranks
+		c.emit(ranks)
+	}
 	s := c.derive(a)
 	if s == state.Running {
 		a.running = a.revision
@@ -301,6 +309,22 @@ func (c *Core) sumUp(now time.Time, a *application) {
 	}
 	c.emit(ChangeEffect{Event{At: now, App: a.name, From: string(a.status), To: string(s), Reason: c.message(a)}})
 	a.status = s
+}
+
+// countRanks counts the ranks that are ready, and those that are wanted.
+func (c *Core) countRanks(a *application) RanksEffect {
+	out := RanksEffect{App: a.name}
+	for i := range a.units {
+		w := &a.units[i]
+		if !a.wants(w.ID) {
+			continue
+		}
+		out.Desired += len(w.Ranks)
+		if u := c.units[w.ID]; u != nil && u.m.Phase == state.Ready {
+			out.Ready += len(u.ranks)
+		}
+	}
+	return out
 }
 
 func (c *Core) derive(a *application) state.AppStatus {
@@ -324,9 +348,18 @@ func (c *Core) phaseOf(a *application, id string) state.Phase {
 }
 
 // message says in words why the app is not RUNNING.
-func (c *Core) message(a *application) string {
-	if a.broken != "" || a.deleting {
-		return a.broken
+func (c *Core) message(a *application) string { return joinMessage(c.messageLines(a)) }
+
+func joinMessage(lines []string) string {
+	return strings.Join(lines[:min(len(lines), maxMessageLines)], "\n")
+}
+
+func (c *Core) messageLines(a *application) []string {
+	if a.broken != "" {
+		return []string{a.broken}
+	}
+	if a.deleting {
+		return nil
 	}
 	var out []string
 	for i := range a.units {
@@ -338,7 +371,7 @@ func (c *Core) message(a *application) string {
 			out = append(out, u.id+" is "+string(u.m.Phase)+": "+why)
 		}
 	}
-	return strings.Join(out[:min(len(out), maxMessageLines)], "\n")
+	return out
 }
 
 // maxMessageLines bounds the message of an app; status shows every unit anyway.

@@ -10,6 +10,7 @@ import (
 
 // boot takes up what is granted.
 func (c *Core) boot(now time.Time) {
+	c.led = now
 	for _, id := range slices.Sorted(maps.Keys(c.state.Units)) {
 		c.resume(now, c.state.Units[id])
 	}
@@ -19,7 +20,7 @@ func (c *Core) boot(now time.Time) {
 func (c *Core) resume(now time.Time, rec *state.Unit) {
 	u := c.adopt(rec)
 	u.m = state.Machine{
-		Phase: rec.Phase, Epoch: rec.Epoch, Attempt: rec.Attempt, Starts: 1, Since: now, Attach: c.isAttach(rec.App),
+		Phase: rec.Phase, Epoch: rec.Epoch, Attempt: rec.Attempt, Starts: 1, Since: sinceOf(rec, now), Attach: c.isAttach(rec.App),
 		Reason: rec.Reason, LogTail: rec.LogTail,
 	}
 	switch rec.Phase {
@@ -40,9 +41,18 @@ func (c *Core) resume(now time.Time, rec *state.Unit) {
 	c.changed(now, u, "", u.m.Phase)
 }
 
+// sinceOf is when the phase of a record began; now where no leader has told, because it ran an older version.
+func sinceOf(rec *state.Unit, now time.Time) time.Time {
+	if rec.Since == 0 {
+		return now
+	}
+	return time.UnixMilli(rec.Since)
+}
+
 // adopt makes a unit of a record.
 func (c *Core) adopt(rec *state.Unit) *unit {
 	u := newUnit(rec.ID, rec.App, rec.Group, nil)
+	u.record = rec
 	for i := range rec.Ranks {
 		u.ranks = append(u.ranks, rec.Ranks[i].Rank)
 	}

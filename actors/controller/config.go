@@ -62,6 +62,8 @@ type Metrics interface {
 	UnitPhase(app, unit string, phase state.Phase, epoch uint64)
 	UnitRestart(app, unit string)
 	UnitForget(app, unit string)
+	AppRanks(app string, ready, desired int)
+	AppRanksForget(app string)
 }
 
 // Config is what a Controller is made of. Store, Proposer, Granter, Agent and Log are required.
@@ -108,3 +110,5 @@ type noMetrics struct{}
 func (noMetrics) UnitPhase(string, string, state.Phase, uint64) {}
 func (noMetrics) UnitRestart(string, string)                    {}
 func (noMetrics) UnitForget(string, string)                     {}
+func (noMetrics) AppRanks(string, int, int)                     {}
+func (noMetrics) AppRanksForget(string)                         {}

@@ -88,6 +88,9 @@ func (c *Controller) Close() error {
 		for id, u := range c.core.units {
 			c.cfg.Metrics.UnitForget(u.app, id)
 		}
+		for name := range c.core.apps {
+			c.cfg.Metrics.AppRanksForget(name)
+		}
 	})
 	return c.closeErr
 }
@@ -174,6 +177,10 @@ func (c receiver) Receive(m any) {
 			c.cfg.Metrics.UnitRestart(e.App, e.Unit)
 		case ForgetEffect:
 			c.cfg.Metrics.UnitForget(e.App, e.Unit)
+		case RanksEffect:
+			c.cfg.Metrics.AppRanks(e.App, e.Ready, e.Desired)
+		case ForgetAppEffect:
+			c.cfg.Metrics.AppRanksForget(e.App)
 		default:
 			c.acts.do(e)
 			continue
@@ -244,6 +251,13 @@ func (c *Controller) Status() []msg.AppStatus {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.core.Status()
+}
+
+// StatusWithout is Status while some nodes do not answer: unreachable gives the reason for each.
+func (c *Controller) StatusWithout(unreachable map[string]string) []msg.AppStatus {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.core.StatusWithout(unreachable)
 }
 
 // Watch is closed at the next change of what Status or Events show. Take it before them, or a change in between goes unseen.

@@ -84,6 +84,7 @@ type counter struct {
 	mu       sync.Mutex
 	phases   map[string]state.Phase
 	restarts int
+	ranks    map[string][2]int // by application: ready, desired
 }
 
 func (c *counter) UnitPhase(_, unit string, p state.Phase, _ uint64) {
@@ -104,6 +105,18 @@ func (c *counter) UnitForget(_, unit string) {
 	delete(c.phases, unit)
 }
 
+func (c *counter) AppRanks(app string, ready, desired int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.ranks[app] = [2]int{ready, desired}
+}
+
+func (c *counter) AppRanksForget(app string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	delete(c.ranks, app)
+}
+
 type rig struct {
 	*Controller
 	store   *memStore
@@ -116,7 +129,7 @@ type rig struct {
 func rigged(t *testing.T, change func(*Config), f func(t *testing.T, r *rig)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
-		r := &rig{store: newMemStore(), agent: &agent{newest: map[string]msg.UnitEvent{}}, metrics: &counter{phases: map[string]state.Phase{}}, logs: new(bytes.Buffer)}
+		r := &rig{store: newMemStore(), agent: &agent{newest: map[string]msg.UnitEvent{}}, metrics: &counter{phases: map[string]state.Phase{}, ranks: map[string][2]int{}}, logs: new(bytes.Buffer)}
 		_, err := r.store.Propose(t.Context(), state.Command{PutNode: &state.PutNode{Node: node("a", 8)}})
 		require.NoError(t, err)
 		cfg := Config{
@@ -162,6 +175,7 @@ func TestDeployStatusEventsDelete(t *testing.T) {
 		require.Len(t, s[0].Units, 4)
 		assert.Equal(t, msg.RankStatus{Rank: 2, Node: "a", Phase: "ready", Epoch: 1}, s[0].Units[2].Ranks[0])
 		assert.Equal(t, state.Ready, r.metrics.phases["chat/0/3"])
+		assert.Equal(t, map[string][2]int{"chat": {4, 4}}, r.metrics.ranks)
 
 		events := r.Events(0)
 		require.NotEmpty(t, events)
@@ -178,6 +192,7 @@ func TestDeployStatusEventsDelete(t *testing.T) {
 		assert.Empty(t, r.Status())
 		assert.Empty(t, r.store.State().Apps)
 		assert.Empty(t, r.metrics.phases)
+		assert.Empty(t, r.metrics.ranks)
 	})
 }
 

@@ -18,18 +18,20 @@ import (
 type Core struct {
 	Self string // the node that leads; "" = it has no node of its own
 
-	timers Timers
-	state  *state.State     // nil before the barrier: nothing is decided
-	nodes  []placement.Node // that may get ranks
-	apps   map[string]*application
-	units  map[string]*unit
-	order  []string         // ids of units; nil = to be sorted
-	peers  map[string]*peer // by node
-	leases *state.Leases
-	last   time.Time // of the last step
-	blamed time.Time // when this leader last took a silence for its own fault
-	still  bool      // nothing has happened in this step
-	out    []Effect
+	timers  Timers
+	state   *state.State     // nil before the barrier: nothing is decided
+	nodes   []placement.Node // that may get ranks
+	apps    map[string]*application
+	units   map[string]*unit
+	order   []string         // ids of units; nil = to be sorted
+	peers   map[string]*peer // by node
+	leases  *state.Leases
+	waiting []msg.Waiting // units without room, as of the last reconcile; never changed, only replaced
+	led     time.Time     // when the first state behind the barrier was seen
+	last    time.Time     // of the last step
+	blamed  time.Time     // when this leader last took a silence for its own fault
+	still   bool          // nothing has happened in this step
+	out     []Effect
 }
 
 // NewCore makes a Core that has seen nothing.
@@ -130,6 +132,7 @@ func (c *Core) look(now time.Time, s *state.State) {
 	}
 	for _, u := range c.units {
 		u.retryAt = c.retryAfterChange(u)
+		u.keepRecord(s.Units[u.id])
 	}
 	if joined(old, s) {
 		c.retryFailed(now)
@@ -153,7 +156,7 @@ func (c *Core) feed(now time.Time, u *unit, e state.Event) {
 	if m.Phase != before {
 		c.changed(now, u, before, m.Phase)
 		if m.Phase == state.Gone {
-			u.wishes, u.noRoom = nil, "" // a grant that was not begun is not wanted any more
+			u.wishes, u.noRoom, u.record = nil, "", nil // a grant that was not begun is not wanted any more
 		}
 	}
 	for _, f := range effects {

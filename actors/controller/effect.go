@@ -46,6 +46,14 @@ type (
 	}
 	// ChangeEffect is a change of state for the ring, the log and the metrics.
 	ChangeEffect struct{ Event }
+	// RanksEffect tells how many ranks of an application are ready and wanted: at first, and when that has
+	// changed.
+	RanksEffect struct {
+		App            string
+		Ready, Desired int
+	}
+	// ForgetAppEffect says that an application is gone.
+	ForgetAppEffect struct{ App string }
 	// RestartEffect counts a start of a unit after its first one.
 	RestartEffect struct{ App, Unit string }
 	// ForgetEffect says that nothing is left of a unit.

@@ -35,6 +35,41 @@ func (c *Controller) Nodes() []msg.NodeStatus {
 	return c.core.Nodes(now, c.cfg.Self)
 }
 
+// Silence is how long the leader has not heard of a node: since its last renewal, or, of a node that has not
+// renewed since this leader leads, since then.
+type Silence struct {
+	For  time.Duration
+	Long bool // more than half of its lease: the node is not asked for anything that people wait for
+}
+
+// Silences are those of all nodes that are not lost.
+func (c *Controller) Silences() map[string]Silence {
+	now := c.cfg.Clock()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.core.Silences(now)
+}
+
+// Silences are those of all nodes that are not lost.
+func (c *Core) Silences(now time.Time) map[string]Silence {
+	out := map[string]Silence{}
+	if c.state == nil {
+		return out
+	}
+	for id, n := range c.state.Nodes {
+		if n.Lost {
+			continue
+		}
+		heard := c.led
+		if p := c.peers[id]; p != nil && !p.seen.IsZero() {
+			heard = p.seen
+		}
+		silent := now.Sub(heard)
+		out[id] = Silence{For: silent, Long: silent > c.timers.LeaseTTL/silentPart}
+	}
+	return out
+}
+
 // Nodes is the picture of all nodes now, in order, as the node named leader sees it.
 func (c *Core) Nodes(now time.Time, leader string) []msg.NodeStatus {
 	if c.state == nil {

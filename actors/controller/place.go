@@ -4,6 +4,7 @@ import (
 	"maps"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
@@ -23,7 +24,7 @@ func (c *Core) grantAll(now time.Time) {
 	inGroups(waiting)
 	for len(waiting) > 0 {
 		n := sameGroup(waiting)
-		c.grantGroup(waiting[:n])
+		c.grantGroup(now, waiting[:n])
 		waiting = waiting[n:]
 	}
 }
@@ -39,7 +40,7 @@ func sameGroup(us []*unit) int {
 
 // grantGroup places units of one group: those that start again on their seats, the others anew, all of them or none. One kind
 // that finds no room does not keep the other waiting.
-func (c *Core) grantGroup(us []*unit) {
+func (c *Core) grantGroup(now time.Time, us []*unit) {
 	again, anew := c.split(us)
 	var found []*unit
 	var placed []placement.Placed
@@ -55,7 +56,7 @@ func (c *Core) grantGroup(us []*unit) {
 		found, placed = append(found, part...), append(placed, p.Groups...)
 	}
 	if len(found) > 0 {
-		c.propound(found, placed)
+		c.propound(now, found, placed)
 	}
 }
 
@@ -97,10 +98,37 @@ func (c *Core) without(us []*unit, err error) {
 	}
 }
 
+// maxWaiting bounds the units without room that a lease names: those over it count as on their way, and
+// requests wait for them.
+const maxWaiting = 4096
+
+// noteWaiting adds an application's units that wait for room to what leases tell the ingresses.
+func (c *Core) noteWaiting(a *application) {
+	left := maxWaiting
+	for i := range c.waiting {
+		left -= len(c.waiting[i].Units)
+	}
+	w := msg.Waiting{App: a.name, Revision: a.revision}
+	for i := range a.units {
+		u := c.units[a.units[i].ID]
+		if a.deleting || u == nil || u.m.Phase != state.Pending || u.noRoom == "" || len(w.Units) == left {
+			continue
+		}
+		if w.Units == nil {
+			w.Reason, _, _ = strings.Cut(u.noRoom, "; ") // what follows lists the nodes
+			w.Units = map[string]uint64{}
+		}
+		w.Units[u.id] = c.state.Epochs[u.id]
+	}
+	if w.Units != nil {
+		c.waiting = append(c.waiting, w)
+	}
+}
+
 // propound proposes one command for all units of the group.
-func (c *Core) propound(us []*unit, placed []placement.Placed) {
+func (c *Core) propound(now time.Time, us []*unit, placed []placement.Placed) {
 	a := c.apps[us[0].app]
-	g := state.GrantGroup{App: a.name, AppRevision: a.revision, Group: us[0].group}
+	g := state.GrantGroup{App: a.name, AppRevision: a.revision, Group: us[0].group, At: now.UnixMilli()}
 	for _, u := range us {
 		w := u.begin()
 		u.next = seat{spec: a.spec, revision: a.revision, launch: a.launch[u.id]}
@@ -109,7 +137,7 @@ func (c *Core) propound(us []*unit, placed []placement.Placed) {
 		}
 		g.Units = append(g.Units, state.UnitGrant{
 			Unit: u.id, ExpectEpoch: max(u.m.Epoch, c.state.Epochs[u.id]), Attempt: w.attempt, Launch: u.next.launch,
-			Ranks: u.next.ranks, Blocks: u.next.blocks,
+			Ranks: u.next.ranks, Blocks: u.next.blocks, Restarts: u.restarts(u.next.launch),
 		})
 	}
 	c.emit(GrantEffect{g})

@@ -47,6 +47,9 @@ func (c *Core) renew(now time.Time, r *msg.NodeReport) RenewEffect {
 	c.still = c.still && !p.changed
 	c.leases.Seen(n.ID, now)
 	out.Lease = msg.Lease{TTL: c.timers.LeaseTTL, Taken: taken(r), Index: c.state.Index}
+	if slices.Contains(r.Node.Roles, state.RoleIngress) {
+		out.Lease.Waiting = c.waiting
+	}
 	return out
 }
 

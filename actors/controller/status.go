@@ -1,6 +1,7 @@
 package controller
 
 import (
+	"cmp"
 	"maps"
 	"slices"
 
@@ -10,27 +11,57 @@ import (
 )
 
 // Status is the picture of all applications, in order of name. Accounts of ranks are filled in by those who know them.
-func (c *Core) Status() []msg.AppStatus {
+func (c *Core) Status() []msg.AppStatus { return c.StatusWithout(nil) }
+
+// StatusWithout is Status while some nodes do not answer; unreachable gives the reason for each. Their ranks
+// are shown as msg.Unreachable and do not count as ready, and an application that is RUNNING else is
+// UNHEALTHY. Nothing is decided by it.
+func (c *Core) StatusWithout(unreachable map[string]string) []msg.AppStatus {
 	out := make([]msg.AppStatus, 0, len(c.apps))
 	for _, name := range c.names() {
-		out = append(out, c.appStatus(c.apps[name]))
+		out = append(out, c.appStatus(c.apps[name], unreachable))
 	}
 	return out
 }
 
-func (c *Core) appStatus(a *application) msg.AppStatus {
-	s := msg.AppStatus{Name: a.name, Status: string(c.derive(a)), Message: c.message(a), Revision: a.revision}
+func (c *Core) appStatus(a *application, unreachable map[string]string) msg.AppStatus {
+	s := msg.AppStatus{Name: a.name, Status: string(c.derive(a)), Revision: a.revision}
 	if a.spec != nil {
 		describe(&s, a.spec)
 	}
+	var missing []string // what the message says of ready units that are unreachable
 	for _, id := range c.unitsOf(a) {
 		us := c.unitStatus(a, id)
-		if us.Phase == string(state.Ready) && a.wants(id) {
+		ready := us.Phase == string(state.Ready) && a.wants(id)
+		switch hidden := markUnreachable(&us, unreachable); {
+		case ready && hidden:
+			missing = append(missing, id+" is "+us.Phase+": "+us.Reason)
+		case ready:
 			s.Ready += len(us.Ranks)
 		}
 		s.Units = append(s.Units, us)
 	}
+	if len(missing) > 0 && s.Status == string(state.Running) {
+		s.Status = string(state.Unhealthy)
+	}
+	s.Message = joinMessage(append(missing, c.messageLines(a)...))
 	return s
+}
+
+// markUnreachable shows the ranks of a unit on nodes that do not answer as unreachable, and the unit with
+// them: a lockstep unit serves on all of its nodes or not at all. A unit without processes stays as it is.
+func markUnreachable(u *msg.UnitStatus, unreachable map[string]string) (marked bool) {
+	switch state.Phase(u.Phase) {
+	case state.Starting, state.Ready, state.Fenced, state.Killing, state.Draining:
+	default:
+		return false
+	}
+	for i := range u.Ranks {
+		if why := unreachable[u.Ranks[i].Node]; why != "" {
+			u.Ranks[i].Phase, u.Phase, u.Reason, marked = msg.Unreachable, msg.Unreachable, why, true
+		}
+	}
+	return marked
 }
 
 func describe(s *msg.AppStatus, a *app.Application) {
@@ -67,7 +98,7 @@ func (c *Core) unitStatus(a *application, id string) msg.UnitStatus {
 		Unit: id, Group: u.group, Phase: string(phase), Epoch: u.m.Epoch, Attempt: u.m.Attempt, Since: u.m.Since,
 		Reason: u.why(), LogTail: u.m.LogTail,
 	}
-	if rec := c.state.Units[id]; rec != nil {
+	if rec := cmp.Or(c.state.Units[id], u.record); rec != nil {
 		s.Restarts = rec.Restarts
 	}
 	s.Ranks = u.rankStatus(phase)

@@ -41,6 +41,7 @@ type unit struct {
 	retryAt time.Time
 	drain   *time.Duration // grace of the end that was ordered for this unit; nil = the application's
 	noRoom  string         // why placement found no place; "" = not tried, or found one
+	record  *state.Unit    // the newest in the state while the unit is wanted: it keeps Restarts over a release
 
 	parts map[string]*part // of the grant in hand, by node
 	nodes []string         // those of parts, in order
@@ -134,7 +135,22 @@ func (u *unit) awaitsGrant() bool {
 	}
 }
 
+// keepRecord notes the unit's record in the state, nil if it has none now.
+func (u *unit) keepRecord(rec *state.Unit) {
+	if rec != nil && u.m.Phase != state.Gone {
+		u.record = rec
+	}
+}
+
+// restarts is what the count of restarts of a grant begins with if the record before it is released by then.
+func (u *unit) restarts(launch string) int {
+	if u.record == nil || u.record.Launch != launch {
+		return 0
+	}
+	return u.record.Restarts + 1
+}
+
 // ref is a report on the grant in hand.
 func (u *unit) ref() *state.UnitRef {
-	return &state.UnitRef{Unit: u.id, Epoch: u.m.Epoch, Reason: u.m.Reason}
+	return &state.UnitRef{Unit: u.id, Epoch: u.m.Epoch, Reason: u.m.Reason, At: u.m.Since.UnixMilli()}
 }

@@ -26,6 +26,7 @@ var ErrDrained = errors.New("the ingress is shutting down")
 type Metrics interface {
 	App(app, policy string) *telemetry.App
 	ForgetApp(app string)
+	RequestRefused(route string, code int)
 }
 
 // Dialer opens a connection to an engine.
@@ -66,6 +67,7 @@ type Ingress struct {
 	remote  Remote
 	serves  func() bool // nil: always
 	table   atomic.Pointer[table]
+	waiting waiting
 	hasher  atomic.Pointer[kvindex.Hasher] // keyed by the cluster's secret
 	calls   sync.Pool                      // *call
 	buffers sync.Pool                      // *bodyBuffer
@@ -102,6 +104,7 @@ func New(c Config) (*Ingress, error) {
 		node: c.Node, version: c.Version, store: c.Store, feed: c.Feed, metrics: c.Metrics,
 		log: c.Log.With(slog.String("room", "ingress")), limits: c.Limits.withDefaults(), timers: c.Timers.withDefaults(),
 		seed: c.Seed, base: time.Now(), lanes: map[string]*lane{}, followed: make(chan struct{}),
+		waiting: waiting{news: make(chan struct{}, 1)},
 	}
 	in.nextID.Store(mix(c.Seed))
 	in.calls.New = func() any { return newCall(in) }
@@ -127,18 +130,26 @@ func New(c Config) (*Ingress, error) {
 // context alone.
 func (in *Ingress) Handler() http.Handler { return in.handler }
 
-// follow rebuilds the table whenever the state changes.
+// follow rebuilds the table whenever the state changes, or what the leader says of units that wait for room.
 func (in *Ingress) follow(ctx context.Context, changed <-chan struct{}) {
 	defer close(in.followed)
+	lapse := time.NewTimer(time.Hour)
+	defer lapse.Stop()
 	for {
+		lapse.Stop()
+		if _, left := in.waiting.now(); left > 0 {
+			lapse.Reset(left)
+		}
 		select {
 		case <-ctx.Done():
 			return
+		case <-in.waiting.news:
+		case <-lapse.C:
 		case <-changed:
 			changed = in.store.Changed()
-			if in.rebuild(in.store.State()) {
-				in.resubscribe()
-			}
+		}
+		if in.rebuild(in.store.State()) {
+			in.resubscribe()
 		}
 	}
 }
@@ -147,6 +158,7 @@ func (in *Ingress) follow(ctx context.Context, changed <-chan struct{}) {
 func (in *Ingress) rebuild(st *state.State) (fresh bool) {
 	t := newTable()
 	in.key(st.Secret)
+	waiting, _ := in.waiting.now()
 	for name, a := range st.Apps {
 		l := in.lane(name)
 		spec, isNew, err := in.adopt(l, a)
@@ -157,7 +169,7 @@ func (in *Ingress) rebuild(st *state.State) (fresh bool) {
 			continue
 		}
 		fresh = fresh || isNew
-		l.units(progress(st, spec.app, a.Deleting))
+		l.units(progress(st, spec.app, a.Deleting, waiting[name]))
 		if !a.Deleting {
 			t.add(&entry{served: spec, lane: l})
 		}

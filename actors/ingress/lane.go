@@ -44,6 +44,7 @@ type lane struct {
 	fenced  map[string]uint64   // of these, units that a stream showed fenced, ahead of the state → epoch
 	unseen  map[string]struct{} // of these, units whose streams have not told the Router of a rank yet
 	coming  int                 // units that the state says are on their way
+	noRoom  string              // why other units are not, "" if there are none
 	event   routing.Event       // scratch: the Router does not keep it
 	opens   []routing.Open      // scratch
 	ended   bool                // no timer may start any more
@@ -365,8 +366,9 @@ func (l *lane) slots() int {
 // canServe says that some rank is ready.
 func (l *lane) canServe() bool { return l.slots() > 0 }
 
-// units takes over what the state says: the ready units with their epochs, and how many are on their way.
-func (l *lane) units(ready map[string]uint64, onTheWay int) {
+// units takes over what the state says: the ready units with their epochs, how many are on their way, and why
+// others are not.
+func (l *lane) units(ready map[string]uint64, onTheWay int, noRoom string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.epochs = ready
@@ -374,7 +376,7 @@ func (l *lane) units(ready map[string]uint64, onTheWay int) {
 	for _, r := range l.ranks {
 		l.show(r)
 	}
-	l.coming = onTheWay
+	l.coming, l.noRoom = onTheWay, noRoom
 	l.survey()
 	l.hope()
 }
@@ -382,6 +384,13 @@ func (l *lane) units(ready map[string]uint64, onTheWay int) {
 // hope tells the Router how many units may still come up.
 func (l *lane) hope() {
 	l.observe(routing.Event{Kind: routing.EvOnTheWay, N: l.coming + len(l.unseen) + len(l.fenced) + len(l.doubts)})
+}
+
+// whyNoRoom is why units of the application are not on their way, "" if there are none.
+func (l *lane) whyNoRoom() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.noRoom
 }
 
 // survey finds the units that are ready, and no rank of which the Router has been told of: the state is ahead of their streams.
@@ -451,7 +460,7 @@ func (l *lane) end() {
 	if c := l.reads().cache; c != nil {
 		c.close()
 	}
-	l.units(nil, 0)
+	l.units(nil, 0, "")
 	l.queue.room()
 }
 

@@ -44,7 +44,7 @@ func (in *Ingress) listModels(w http.ResponseWriter, r *http.Request, s *scope) 
 func (in *Ingress) showModel(w http.ResponseWriter, r *http.Request, s *scope, id string) {
 	e := s.models[id]
 	if e == nil {
-		in.refusePlain(w, r, unknownModel([]byte(id), s))
+		in.turnAway(w, r, openai.Models, unknownModel([]byte(id), s))
 		return
 	}
 	in.answerJSON(w, r, modelOf(id, e))

@@ -61,6 +61,7 @@ func codeOf(res *result) int {
 func (c *call) count(code int) {
 	c.in.requests.Add(1)
 	if c.entry == nil {
+		c.in.metrics.RequestRefused(c.route.String(), code)
 		return
 	}
 	var ttft time.Duration

@@ -87,7 +87,11 @@ func (c *call) rejected(last *result) *failure {
 	if c.choice.Reason == routing.ReasonAllBusy {
 		return fail(openai.CodeOverloaded, "every rank of this application is above routing.busy_threshold; try again").after(c.entry.lane.retryAfter())
 	}
-	f := fail(openai.CodeNoReadyRank, "no rank of this application is ready; see `dpserve status`").after(c.entry.lane.retryAfter())
+	text := "no rank of this application is ready"
+	if why := c.entry.lane.whyNoRoom(); why != "" {
+		text += ", and there is no room to start one: " + why
+	}
+	f := fail(openai.CodeNoReadyRank, text+"; see `dpserve status`").after(c.entry.lane.retryAfter())
 	f.cause = c.choice.Reason
 	return f
 }

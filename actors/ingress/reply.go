@@ -1,12 +1,14 @@
 package ingress
 
 import (
+	"log/slog"
 	"net/http"
 	"strconv"
 	"strings"
 	"time"
 
 	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/telemetry"
 )
 
 // writeError sends a failure in the OpenAI shape.
@@ -38,6 +40,21 @@ func (in *Ingress) answerPlain(w http.ResponseWriter, r *http.Request, write fun
 
 func (in *Ingress) refusePlain(w http.ResponseWriter, r *http.Request, f *failure) {
 	in.answerPlain(w, r, func() { writeError(w, f) })
+}
+
+// turnAway is refusePlain for a request that reaches no application: it is counted and has its log line, as
+// one that does.
+func (in *Ingress) turnAway(w http.ResponseWriter, r *http.Request, route openai.Route, f *failure) {
+	name := telemetry.RouteOther
+	if route != openai.NoRoute {
+		name = route.String()
+	}
+	in.metrics.RequestRefused(name, f.status)
+	in.refusePlain(w, r, f)
+	in.log.Info("request not served",
+		slog.String("request_id", w.Header().Get(headerRequestID)), slog.String("route", name),
+		slog.String("cause", f.code), slog.Int("code", f.status),
+		slog.String("method", shown([]byte(r.Method))), slog.String("path", shown([]byte(r.URL.Path))))
 }
 
 // maxNamesListed bounds the names in an error text.

@@ -46,7 +46,7 @@ func (in *Ingress) outermost(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		defer in.recover(w, r)
 		if f := in.headerTooLarge(r); f != nil {
-			in.refusePlain(w, r, f)
+			in.turnAway(w, r, openai.NoRoute, f)
 			return
 		}
 		next.ServeHTTP(w, r)
@@ -109,7 +109,7 @@ func (in *Ingress) other(c *gin.Context) {
 	switch {
 	case route != openai.NoRoute && r.Method != route.Method():
 		w.Header()["Allow"] = []string{route.Method()}
-		in.refusePlain(w, r, &failure{
+		in.turnAway(w, r, route, &failure{
 			status: http.StatusMethodNotAllowed, code: openai.CodeInvalidRequest,
 			message: fmt.Sprintf("%s takes %s, not %s", path, route.Method(), r.Method),
 		})
@@ -120,7 +120,7 @@ func (in *Ingress) other(c *gin.Context) {
 	case strings.HasPrefix(path, modelsPath+"/") && r.Method == http.MethodGet:
 		in.showModel(w, r, s, path[len(modelsPath)+1:])
 	default:
-		in.refusePlain(w, r, notServed(path))
+		in.turnAway(w, r, route, notServed(path))
 	}
 }
 

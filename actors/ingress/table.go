@@ -7,6 +7,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/app"
 	"github.com/dpserve/dpserve/state"
 )
@@ -142,22 +143,28 @@ func sameRouting(old, s *served) bool {
 }
 
 // progress of an application's wanted units, as the state tells it: the ready ones with their epochs, and how many may
-// still come up.
-func progress(st *state.State, spec *app.Application, deleting bool) (ready map[string]uint64, onTheWay int) {
+// still come up. Those that wait for room, as the leader says in w, are neither; noRoom is why, "" if there
+// is none.
+func progress(st *state.State, spec *app.Application, deleting bool, w *msg.Waiting) (
+	ready map[string]uint64, onTheWay int, noRoom string,
+) {
 	ready = map[string]uint64{}
 	for id, u := range st.Units {
-		if u.App == spec.Name && u.Phase == state.Ready && st.Epochs[id] <= u.Epoch {
+		if u.App == spec.Name && u.Phase == state.Ready && st.Epochs[id] <= u.Epoch && !hasNoRoom(st, w, id) {
 			ready[id] = u.Epoch
 		}
 	}
 	if deleting {
-		return ready, 0
+		return ready, 0, ""
 	}
 	for _, u := range spec.Units() {
 		have := st.Units[u.ID]
-		if have == nil || have.Phase != state.Ready && have.Phase != state.Failed {
+		switch {
+		case hasNoRoom(st, w, u.ID):
+			noRoom = w.Reason
+		case have == nil || have.Phase != state.Ready && have.Phase != state.Failed:
 			onTheWay++
 		}
 	}
-	return ready, onTheWay
+	return ready, onTheWay, noRoom
 }

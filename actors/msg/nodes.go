@@ -27,6 +27,18 @@ type Lease struct {
 	Index  uint64 // of the leader's state
 	// Keyring is the gossip keys, for a node that reported others: it lets all in and sends with the first. nil = no change.
 	Keyring [][]byte
+	// Waiting are the applications with units that find no room, for a node with role ingress. It lasts as
+	// long as the lease.
+	Waiting []Waiting
+}
+
+// Waiting is an application with units that placement found no room for. They are not on their way: a request
+// that no ready rank can take is refused instead of queued.
+type Waiting struct {
+	App      string
+	Revision uint64            // of the application: another one has not been placed yet
+	Reason   string            // for clients: it names no node
+	Units    map[string]uint64 // unit, and the highest epoch it ever had: with a higher one it waits no more
 }
 
 // Leader is the leader as the nodes see it. Renew refuses with problem.PermissionDenied whom it does not know any more, and with

@@ -46,6 +46,10 @@ type UnitStatus struct {
 	Ranks    []RankStatus `json:"ranks"`
 }
 
+// Unreachable is the phase that status shows of units and ranks on a node that does not answer. It is no
+// phase of the unit's life (state.Phase): nothing is granted, released or counted because of it.
+const Unreachable = "unreachable"
+
 // RankStatus is one rank. The account is the replica's own.
 type RankStatus struct {
 	Group       int     `json:"group"`

@@ -133,10 +133,24 @@ func decodeNode(b []byte) (*state.Node, error) {
 }
 
 func encodeLease(l msg.Lease) *dpservev1.RenewReply {
-	return &dpservev1.RenewReply{TtlNano: int64(l.TTL), Leader: l.Leader, Taken: l.Taken, Index: l.Index, Keyring: l.Keyring}
+	out := &dpservev1.RenewReply{TtlNano: int64(l.TTL), Leader: l.Leader, Taken: l.Taken, Index: l.Index, Keyring: l.Keyring}
+	for i := range l.Waiting {
+		w := &l.Waiting[i]
+		out.Waiting = append(out.Waiting, &dpservev1.Waiting{
+			App: w.App, Revision: w.Revision, Reason: text(w.Reason, maxReason), Units: w.Units,
+		})
+	}
+	return out
 }
 
 func decodeLease(r *dpservev1.RenewReply) (msg.Lease, error) {
 	l := msg.Lease{TTL: time.Duration(r.GetTtlNano()), Leader: r.GetLeader(), Taken: r.GetTaken(), Index: r.GetIndex(), Keyring: r.GetKeyring()}
+	for _, w := range r.GetWaiting() {
+		if named(w.GetApp(), "waiting.app") == nil { // a node must not lose its lease over the others
+			l.Waiting = append(l.Waiting, msg.Waiting{
+				App: w.GetApp(), Revision: w.GetRevision(), Reason: text(w.GetReason(), maxReason), Units: w.GetUnits(),
+			})
+		}
+	}
 	return l, checks(field(l.TTL > 0, "ttl_nano"), named(l.Leader, "leader"), field(len(l.Keyring) <= 2, "keyring"))
 }

@@ -138,12 +138,18 @@ func TestLogsSurviveTheWire(t *testing.T) {
 }
 
 func TestLeaseSurvivesTheWire(t *testing.T) {
-	want := msg.Lease{TTL: 10 * time.Second, Taken: 7, Leader: "a", Index: 9}
+	want := msg.Lease{
+		TTL: 10 * time.Second, Taken: 7, Leader: "a", Index: 9,
+		Waiting: []msg.Waiting{{App: "chat", Revision: 3, Reason: "no room", Units: map[string]uint64{"chat/0/0": 2, "chat/0/1": 0}}},
+	}
 	got, err := decodeLease(trip(t, encodeLease(want)))
 	require.NoError(t, err)
 	assert.Equal(t, want, got)
 	_, err = decodeLease(&dpservev1.RenewReply{Leader: "a"})
 	require.EqualError(t, err, "message from another node: ttl_nano is out of bounds")
+	got, err = decodeLease(&dpservev1.RenewReply{TtlNano: 1, Leader: "a", Waiting: []*dpservev1.Waiting{{}, {App: "chat"}}})
+	require.NoError(t, err, "no lease is lost over an application that cannot be read")
+	assert.Equal(t, []msg.Waiting{{App: "chat"}}, got.Waiting)
 }
 
 // TestFreeTextIsMadeFit: an engine may write anything; its node must not lose its lease over that.

@@ -28,7 +28,8 @@ func newStatus(e *env) *cobra.Command {
 		Use:   "status [APP] [flags]",
 		Short: "applications, groups and ranks",
 		Long: `status shows every application, or one, with its ranks. States of an application: DEPLOYING, RUNNING, UNHEALTHY,
-DEPLOY_FAILED, DELETING. -w goes on until Ctrl-C: redrawn on a terminal, one line per change elsewhere.`,
+DEPLOY_FAILED, DELETING. A rank is pending, starting, ready, fenced, killing, backoff, draining or failed; it is unreachable while
+its node does not answer. -w goes on until Ctrl-C: redrawn on a terminal, one line per change elsewhere.`,
 		Example: `  dpserve status demo -w
   dpserve status --exit-code && echo "everything runs"`,
 		Args: takes(0, "APP"),

@@ -125,6 +125,9 @@ func statusColor(status string) color {
 }
 
 func phaseColor(phase string) color {
+	if phase == msg.Unreachable {
+		return bad
+	}
 	switch state.Phase(phase) {
 	case state.Ready:
 		return good

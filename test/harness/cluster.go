@@ -33,6 +33,7 @@ type Cluster struct {
 	node   *wiring.Node
 	client *http.Client
 	peers  []*Peer
+	made   settings // of New, for nodes that join later
 }
 
 // Option changes how New builds a cluster.
@@ -64,6 +65,7 @@ func New(t testing.TB, options ...Option) *Cluster {
 	s.config.DataDir, s.config.Executable, s.config.Launcher = "", "dpserve", c.Engines
 	s.config.LogFormat, s.config.LogLevel = "json", "info"
 	c.T.Cleanup(c.end)
+	c.made = s
 	for i := range s.nodes {
 		c.enter(s, i)
 	}
@@ -71,6 +73,16 @@ func New(t testing.TB, options ...Option) *Cluster {
 		m.peers = c.peers
 	}
 	return c
+}
+
+// Grow lets one more node join the cluster, with the options of New. It has joined when Grow returns.
+func (c *Cluster) Grow() *Peer {
+	c.T.Helper()
+	c.enter(c.made, len(c.peers))
+	for _, m := range c.peers {
+		m.peers = c.peers
+	}
+	return c.peers[len(c.peers)-1]
 }
 
 // end drains the nodes and checks what they leave behind.

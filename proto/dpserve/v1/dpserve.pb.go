@@ -336,6 +336,7 @@ type RenewReply struct {
 	Taken         uint64                 `protobuf:"varint,3,opt,name=taken,proto3" json:"taken,omitempty"` // events up to this number need not be sent again
 	Index         uint64                 `protobuf:"varint,4,opt,name=index,proto3" json:"index,omitempty"`
 	Keyring       [][]byte               `protobuf:"bytes,5,rep,name=keyring,proto3" json:"keyring,omitempty"` // gossip keys, for a node that has others: it sends with the first; empty = no change
+	Waiting       []*Waiting             `protobuf:"bytes,6,rep,name=waiting,proto3" json:"waiting,omitempty"` // applications with units that find no room; for nodes with role ingress
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -405,6 +406,82 @@ func (x *RenewReply) GetKeyring() [][]byte {
 	return nil
 }
 
+func (x *RenewReply) GetWaiting() []*Waiting {
+	if x != nil {
+		return x.Waiting
+	}
+	return nil
+}
+
+// Waiting is an application with units that placement found no room for.
+type Waiting struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	App           string                 `protobuf:"bytes,1,opt,name=app,proto3" json:"app,omitempty"`
+	Revision      uint64                 `protobuf:"varint,2,opt,name=revision,proto3" json:"revision,omitempty"`                                                                     // of the application
+	Reason        string                 `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`                                                                          // for clients: it names no node
+	Units         map[string]uint64      `protobuf:"bytes,4,rep,name=units,proto3" json:"units,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"` // unit, and the highest epoch it ever had: with a higher one it waits no more
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Waiting) Reset() {
+	*x = Waiting{}
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Waiting) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Waiting) ProtoMessage() {}
+
+func (x *Waiting) ProtoReflect() protoreflect.Message {
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Waiting.ProtoReflect.Descriptor instead.
+func (*Waiting) Descriptor() ([]byte, []int) {
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *Waiting) GetApp() string {
+	if x != nil {
+		return x.App
+	}
+	return ""
+}
+
+func (x *Waiting) GetRevision() uint64 {
+	if x != nil {
+		return x.Revision
+	}
+	return 0
+}
+
+func (x *Waiting) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+func (x *Waiting) GetUnits() map[string]uint64 {
+	if x != nil {
+		return x.Units
+	}
+	return nil
+}
+
 // UnitEvent is what a node says of a unit.
 type UnitEvent struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -424,7 +501,7 @@ type UnitEvent struct {
 
 func (x *UnitEvent) Reset() {
 	*x = UnitEvent{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[5]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -436,7 +513,7 @@ func (x *UnitEvent) String() string {
 func (*UnitEvent) ProtoMessage() {}
 
 func (x *UnitEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[5]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -449,7 +526,7 @@ func (x *UnitEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnitEvent.ProtoReflect.Descriptor instead.
 func (*UnitEvent) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{5}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *UnitEvent) GetNumber() uint64 {
@@ -538,7 +615,7 @@ type Problem struct {
 
 func (x *Problem) Reset() {
 	*x = Problem{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[6]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -550,7 +627,7 @@ func (x *Problem) String() string {
 func (*Problem) ProtoMessage() {}
 
 func (x *Problem) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[6]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -563,7 +640,7 @@ func (x *Problem) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Problem.ProtoReflect.Descriptor instead.
 func (*Problem) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{6}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Problem) GetCode() string {
@@ -624,7 +701,7 @@ type CertifyRequest struct {
 
 func (x *CertifyRequest) Reset() {
 	*x = CertifyRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[7]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -636,7 +713,7 @@ func (x *CertifyRequest) String() string {
 func (*CertifyRequest) ProtoMessage() {}
 
 func (x *CertifyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[7]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -649,7 +726,7 @@ func (x *CertifyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CertifyRequest.ProtoReflect.Descriptor instead.
 func (*CertifyRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{7}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *CertifyRequest) GetCsr() []byte {
@@ -669,7 +746,7 @@ type CertifyReply struct {
 
 func (x *CertifyReply) Reset() {
 	*x = CertifyReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[8]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -681,7 +758,7 @@ func (x *CertifyReply) String() string {
 func (*CertifyReply) ProtoMessage() {}
 
 func (x *CertifyReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[8]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -694,7 +771,7 @@ func (x *CertifyReply) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CertifyReply.ProtoReflect.Descriptor instead.
 func (*CertifyReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{8}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *CertifyReply) GetCertificate() []byte {
@@ -720,7 +797,7 @@ type ApplyRequest struct {
 
 func (x *ApplyRequest) Reset() {
 	*x = ApplyRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[9]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -732,7 +809,7 @@ func (x *ApplyRequest) String() string {
 func (*ApplyRequest) ProtoMessage() {}
 
 func (x *ApplyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[9]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -745,7 +822,7 @@ func (x *ApplyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ApplyRequest.ProtoReflect.Descriptor instead.
 func (*ApplyRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{9}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *ApplyRequest) GetCommand() []byte {
@@ -764,7 +841,7 @@ type ApplyReply struct {
 
 func (x *ApplyReply) Reset() {
 	*x = ApplyReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[10]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -776,7 +853,7 @@ func (x *ApplyReply) String() string {
 func (*ApplyReply) ProtoMessage() {}
 
 func (x *ApplyReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[10]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -789,7 +866,7 @@ func (x *ApplyReply) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ApplyReply.ProtoReflect.Descriptor instead.
 func (*ApplyReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{10}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *ApplyReply) GetResult() []byte {
@@ -808,7 +885,7 @@ type WatchRequest struct {
 
 func (x *WatchRequest) Reset() {
 	*x = WatchRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[11]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -820,7 +897,7 @@ func (x *WatchRequest) String() string {
 func (*WatchRequest) ProtoMessage() {}
 
 func (x *WatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[11]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -833,7 +910,7 @@ func (x *WatchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchRequest.ProtoReflect.Descriptor instead.
 func (*WatchRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{11}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *WatchRequest) GetIndex() uint64 {
@@ -853,7 +930,7 @@ type WatchUpdate struct {
 
 func (x *WatchUpdate) Reset() {
 	*x = WatchUpdate{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[12]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -865,7 +942,7 @@ func (x *WatchUpdate) String() string {
 func (*WatchUpdate) ProtoMessage() {}
 
 func (x *WatchUpdate) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[12]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -878,7 +955,7 @@ func (x *WatchUpdate) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchUpdate.ProtoReflect.Descriptor instead.
 func (*WatchUpdate) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{12}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *WatchUpdate) GetState() []byte {
@@ -906,7 +983,7 @@ type AssignRequest struct {
 
 func (x *AssignRequest) Reset() {
 	*x = AssignRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[13]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -918,7 +995,7 @@ func (x *AssignRequest) String() string {
 func (*AssignRequest) ProtoMessage() {}
 
 func (x *AssignRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[13]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -931,7 +1008,7 @@ func (x *AssignRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AssignRequest.ProtoReflect.Descriptor instead.
 func (*AssignRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{13}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *AssignRequest) GetApp() string {
@@ -966,7 +1043,7 @@ type AssignReply struct {
 
 func (x *AssignReply) Reset() {
 	*x = AssignReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[14]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -978,7 +1055,7 @@ func (x *AssignReply) String() string {
 func (*AssignReply) ProtoMessage() {}
 
 func (x *AssignReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[14]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -991,7 +1068,7 @@ func (x *AssignReply) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AssignReply.ProtoReflect.Descriptor instead.
 func (*AssignReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{14}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *AssignReply) GetRank() int32 {
@@ -1028,7 +1105,7 @@ type PublishRequest struct {
 
 func (x *PublishRequest) Reset() {
 	*x = PublishRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[15]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1040,7 +1117,7 @@ func (x *PublishRequest) String() string {
 func (*PublishRequest) ProtoMessage() {}
 
 func (x *PublishRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[15]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1053,7 +1130,7 @@ func (x *PublishRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PublishRequest.ProtoReflect.Descriptor instead.
 func (*PublishRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{15}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *PublishRequest) GetUnit() string {
@@ -1099,7 +1176,7 @@ type PublishReply struct {
 
 func (x *PublishReply) Reset() {
 	*x = PublishReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[16]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1111,7 +1188,7 @@ func (x *PublishReply) String() string {
 func (*PublishReply) ProtoMessage() {}
 
 func (x *PublishReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[16]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1124,7 +1201,7 @@ func (x *PublishReply) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PublishReply.ProtoReflect.Descriptor instead.
 func (*PublishReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{16}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{17}
 }
 
 type AwaitRequest struct {
@@ -1138,7 +1215,7 @@ type AwaitRequest struct {
 
 func (x *AwaitRequest) Reset() {
 	*x = AwaitRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[17]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1150,7 +1227,7 @@ func (x *AwaitRequest) String() string {
 func (*AwaitRequest) ProtoMessage() {}
 
 func (x *AwaitRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[17]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1163,7 +1240,7 @@ func (x *AwaitRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AwaitRequest.ProtoReflect.Descriptor instead.
 func (*AwaitRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{17}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *AwaitRequest) GetUnit() string {
@@ -1198,7 +1275,7 @@ type AwaitReply struct {
 
 func (x *AwaitReply) Reset() {
 	*x = AwaitReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[18]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1210,7 +1287,7 @@ func (x *AwaitReply) String() string {
 func (*AwaitReply) ProtoMessage() {}
 
 func (x *AwaitReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[18]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1223,7 +1300,7 @@ func (x *AwaitReply) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AwaitReply.ProtoReflect.Descriptor instead.
 func (*AwaitReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{18}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *AwaitReply) GetAddr() string {
@@ -1256,7 +1333,7 @@ type StartRankRequest struct {
 
 func (x *StartRankRequest) Reset() {
 	*x = StartRankRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[19]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1268,7 +1345,7 @@ func (x *StartRankRequest) String() string {
 func (*StartRankRequest) ProtoMessage() {}
 
 func (x *StartRankRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[19]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1281,7 +1358,7 @@ func (x *StartRankRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartRankRequest.ProtoReflect.Descriptor instead.
 func (*StartRankRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{19}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *StartRankRequest) GetApp() []byte {
@@ -1348,7 +1425,7 @@ type StartRankReply struct {
 
 func (x *StartRankReply) Reset() {
 	*x = StartRankReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[20]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1360,7 +1437,7 @@ func (x *StartRankReply) String() string {
 func (*StartRankReply) ProtoMessage() {}
 
 func (x *StartRankReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[20]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1373,7 +1450,7 @@ func (x *StartRankReply) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartRankReply.ProtoReflect.Descriptor instead.
 func (*StartRankReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{20}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{21}
 }
 
 type RankGrant struct {
@@ -1388,7 +1465,7 @@ type RankGrant struct {
 
 func (x *RankGrant) Reset() {
 	*x = RankGrant{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[21]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1400,7 +1477,7 @@ func (x *RankGrant) String() string {
 func (*RankGrant) ProtoMessage() {}
 
 func (x *RankGrant) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[21]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1413,7 +1490,7 @@ func (x *RankGrant) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RankGrant.ProtoReflect.Descriptor instead.
 func (*RankGrant) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{21}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *RankGrant) GetRank() int32 {
@@ -1455,7 +1532,7 @@ type Block struct {
 
 func (x *Block) Reset() {
 	*x = Block{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[22]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1467,7 +1544,7 @@ func (x *Block) String() string {
 func (*Block) ProtoMessage() {}
 
 func (x *Block) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[22]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1480,7 +1557,7 @@ func (x *Block) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Block.ProtoReflect.Descriptor instead.
 func (*Block) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{22}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *Block) GetNode() string {
@@ -1516,7 +1593,7 @@ type StopRankRequest struct {
 
 func (x *StopRankRequest) Reset() {
 	*x = StopRankRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[23]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1528,7 +1605,7 @@ func (x *StopRankRequest) String() string {
 func (*StopRankRequest) ProtoMessage() {}
 
 func (x *StopRankRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[23]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1541,7 +1618,7 @@ func (x *StopRankRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopRankRequest.ProtoReflect.Descriptor instead.
 func (*StopRankRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{23}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *StopRankRequest) GetUnit() string {
@@ -1580,7 +1657,7 @@ type StopRankReply struct {
 
 func (x *StopRankReply) Reset() {
 	*x = StopRankReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[24]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1592,7 +1669,7 @@ func (x *StopRankReply) String() string {
 func (*StopRankReply) ProtoMessage() {}
 
 func (x *StopRankReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[24]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1605,7 +1682,7 @@ func (x *StopRankReply) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopRankReply.ProtoReflect.Descriptor instead.
 func (*StopRankReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{24}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{25}
 }
 
 type StatusRequest struct {
@@ -1616,7 +1693,7 @@ type StatusRequest struct {
 
 func (x *StatusRequest) Reset() {
 	*x = StatusRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[25]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1628,7 +1705,7 @@ func (x *StatusRequest) String() string {
 func (*StatusRequest) ProtoMessage() {}
 
 func (x *StatusRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[25]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1641,7 +1718,7 @@ func (x *StatusRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatusRequest.ProtoReflect.Descriptor instead.
 func (*StatusRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{25}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{26}
 }
 
 type StatusReply struct {
@@ -1654,7 +1731,7 @@ type StatusReply struct {
 
 func (x *StatusReply) Reset() {
 	*x = StatusReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[26]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1666,7 +1743,7 @@ func (x *StatusReply) String() string {
 func (*StatusReply) ProtoMessage() {}
 
 func (x *StatusReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[26]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1679,7 +1756,7 @@ func (x *StatusReply) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatusReply.ProtoReflect.Descriptor instead.
 func (*StatusReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{26}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *StatusReply) GetRanks() []byte {
@@ -1710,7 +1787,7 @@ type LogsRequest struct {
 
 func (x *LogsRequest) Reset() {
 	*x = LogsRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[27]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1722,7 +1799,7 @@ func (x *LogsRequest) String() string {
 func (*LogsRequest) ProtoMessage() {}
 
 func (x *LogsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[27]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1735,7 +1812,7 @@ func (x *LogsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LogsRequest.ProtoReflect.Descriptor instead.
 func (*LogsRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{27}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *LogsRequest) GetApp() string {
@@ -1789,7 +1866,7 @@ type LogLines struct {
 
 func (x *LogLines) Reset() {
 	*x = LogLines{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[28]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1801,7 +1878,7 @@ func (x *LogLines) String() string {
 func (*LogLines) ProtoMessage() {}
 
 func (x *LogLines) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[28]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1814,7 +1891,7 @@ func (x *LogLines) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LogLines.ProtoReflect.Descriptor instead.
 func (*LogLines) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{28}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *LogLines) GetLines() []*LogLine {
@@ -1838,7 +1915,7 @@ type LogLine struct {
 
 func (x *LogLine) Reset() {
 	*x = LogLine{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[29]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1850,7 +1927,7 @@ func (x *LogLine) String() string {
 func (*LogLine) ProtoMessage() {}
 
 func (x *LogLine) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[29]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1863,7 +1940,7 @@ func (x *LogLine) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LogLine.ProtoReflect.Descriptor instead.
 func (*LogLine) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{29}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *LogLine) GetUnit() string {
@@ -1917,7 +1994,7 @@ type ResetRouterRequest struct {
 
 func (x *ResetRouterRequest) Reset() {
 	*x = ResetRouterRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[30]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1929,7 +2006,7 @@ func (x *ResetRouterRequest) String() string {
 func (*ResetRouterRequest) ProtoMessage() {}
 
 func (x *ResetRouterRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[30]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1942,7 +2019,7 @@ func (x *ResetRouterRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetRouterRequest.ProtoReflect.Descriptor instead.
 func (*ResetRouterRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{30}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *ResetRouterRequest) GetApp() string {
@@ -1961,7 +2038,7 @@ type ResetRouterReply struct {
 
 func (x *ResetRouterReply) Reset() {
 	*x = ResetRouterReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[31]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1973,7 +2050,7 @@ func (x *ResetRouterReply) String() string {
 func (*ResetRouterReply) ProtoMessage() {}
 
 func (x *ResetRouterReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[31]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1986,7 +2063,7 @@ func (x *ResetRouterReply) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetRouterReply.ProtoReflect.Descriptor instead.
 func (*ResetRouterReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{31}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *ResetRouterReply) GetRanks() int32 {
@@ -2008,7 +2085,7 @@ type SubscribeRequest struct {
 
 func (x *SubscribeRequest) Reset() {
 	*x = SubscribeRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[32]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2020,7 +2097,7 @@ func (x *SubscribeRequest) String() string {
 func (*SubscribeRequest) ProtoMessage() {}
 
 func (x *SubscribeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[32]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2033,7 +2110,7 @@ func (x *SubscribeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SubscribeRequest.ProtoReflect.Descriptor instead.
 func (*SubscribeRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{32}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *SubscribeRequest) GetIngress() string {
@@ -2077,7 +2154,7 @@ type Post struct {
 
 func (x *Post) Reset() {
 	*x = Post{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[33]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2089,7 +2166,7 @@ func (x *Post) String() string {
 func (*Post) ProtoMessage() {}
 
 func (x *Post) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[33]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2102,7 +2179,7 @@ func (x *Post) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Post.ProtoReflect.Descriptor instead.
 func (*Post) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{33}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *Post) GetUnit() string {
@@ -2223,7 +2300,7 @@ type Done struct {
 
 func (x *Done) Reset() {
 	*x = Done{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[34]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2235,7 +2312,7 @@ func (x *Done) String() string {
 func (*Done) ProtoMessage() {}
 
 func (x *Done) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[34]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2248,7 +2325,7 @@ func (x *Done) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Done.ProtoReflect.Descriptor instead.
 func (*Done) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{34}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *Done) GetTicket() uint64 {
@@ -2338,7 +2415,7 @@ type FirstToken struct {
 
 func (x *FirstToken) Reset() {
 	*x = FirstToken{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[35]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2350,7 +2427,7 @@ func (x *FirstToken) String() string {
 func (*FirstToken) ProtoMessage() {}
 
 func (x *FirstToken) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[35]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2363,7 +2440,7 @@ func (x *FirstToken) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FirstToken.ProtoReflect.Descriptor instead.
 func (*FirstToken) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{35}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *FirstToken) GetTicket() uint64 {
@@ -2390,7 +2467,7 @@ type Progress struct {
 
 func (x *Progress) Reset() {
 	*x = Progress{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[36]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2402,7 +2479,7 @@ func (x *Progress) String() string {
 func (*Progress) ProtoMessage() {}
 
 func (x *Progress) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[36]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2415,7 +2492,7 @@ func (x *Progress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Progress.ProtoReflect.Descriptor instead.
 func (*Progress) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{36}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *Progress) GetTicket() uint64 {
@@ -2440,7 +2517,7 @@ type Resync struct {
 
 func (x *Resync) Reset() {
 	*x = Resync{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[37]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2452,7 +2529,7 @@ func (x *Resync) String() string {
 func (*Resync) ProtoMessage() {}
 
 func (x *Resync) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[37]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2465,7 +2542,7 @@ func (x *Resync) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Resync.ProtoReflect.Descriptor instead.
 func (*Resync) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{37}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{38}
 }
 
 // Records is a piece of the streams of a node's ranks, in order. The records are packed (actors/remote, record.go): each has
@@ -2479,7 +2556,7 @@ type Records struct {
 
 func (x *Records) Reset() {
 	*x = Records{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[38]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2491,7 +2568,7 @@ func (x *Records) String() string {
 func (*Records) ProtoMessage() {}
 
 func (x *Records) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[38]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2504,7 +2581,7 @@ func (x *Records) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Records.ProtoReflect.Descriptor instead.
 func (*Records) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{38}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *Records) GetPacked() []byte {
@@ -2544,14 +2621,24 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\x06events\x18\x04 \x03(\v2\x15.dpserve.v1.UnitEventR\x06events\x12+\n" +
 	"\x05units\x18\x05 \x03(\v2\x15.dpserve.v1.UnitEventR\x05units\x12\x14\n" +
 	"\x05index\x18\x06 \x01(\x04R\x05index\x12\x18\n" +
-	"\atrouble\x18\a \x01(\tR\atrouble\"\x85\x01\n" +
+	"\atrouble\x18\a \x01(\tR\atrouble\"\xb4\x01\n" +
 	"\n" +
 	"RenewReply\x12\x19\n" +
 	"\bttl_nano\x18\x01 \x01(\x03R\attlNano\x12\x16\n" +
 	"\x06leader\x18\x02 \x01(\tR\x06leader\x12\x14\n" +
 	"\x05taken\x18\x03 \x01(\x04R\x05taken\x12\x14\n" +
 	"\x05index\x18\x04 \x01(\x04R\x05index\x12\x18\n" +
-	"\akeyring\x18\x05 \x03(\fR\akeyring\"\xfd\x01\n" +
+	"\akeyring\x18\x05 \x03(\fR\akeyring\x12-\n" +
+	"\awaiting\x18\x06 \x03(\v2\x13.dpserve.v1.WaitingR\awaiting\"\xbf\x01\n" +
+	"\aWaiting\x12\x10\n" +
+	"\x03app\x18\x01 \x01(\tR\x03app\x12\x1a\n" +
+	"\brevision\x18\x02 \x01(\x04R\brevision\x12\x16\n" +
+	"\x06reason\x18\x03 \x01(\tR\x06reason\x124\n" +
+	"\x05units\x18\x04 \x03(\v2\x1e.dpserve.v1.Waiting.UnitsEntryR\x05units\x1a8\n" +
+	"\n" +
+	"UnitsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\x04R\x05value:\x028\x01\"\xfd\x01\n" +
 	"\tUnitEvent\x12\x16\n" +
 	"\x06number\x18\x01 \x01(\x04R\x06number\x12\x12\n" +
 	"\x04unit\x18\x02 \x01(\tR\x04unit\x12\x14\n" +
@@ -2733,94 +2820,98 @@ func file_dpserve_v1_dpserve_proto_rawDescGZIP() []byte {
 	return file_dpserve_v1_dpserve_proto_rawDescData
 }
 
-var file_dpserve_v1_dpserve_proto_msgTypes = make([]protoimpl.MessageInfo, 39)
+var file_dpserve_v1_dpserve_proto_msgTypes = make([]protoimpl.MessageInfo, 41)
 var file_dpserve_v1_dpserve_proto_goTypes = []any{
 	(*JoinRequest)(nil),        // 0: dpserve.v1.JoinRequest
 	(*JoinReply)(nil),          // 1: dpserve.v1.JoinReply
 	(*Peer)(nil),               // 2: dpserve.v1.Peer
 	(*RenewRequest)(nil),       // 3: dpserve.v1.RenewRequest
 	(*RenewReply)(nil),         // 4: dpserve.v1.RenewReply
-	(*UnitEvent)(nil),          // 5: dpserve.v1.UnitEvent
-	(*Problem)(nil),            // 6: dpserve.v1.Problem
-	(*CertifyRequest)(nil),     // 7: dpserve.v1.CertifyRequest
-	(*CertifyReply)(nil),       // 8: dpserve.v1.CertifyReply
-	(*ApplyRequest)(nil),       // 9: dpserve.v1.ApplyRequest
-	(*ApplyReply)(nil),         // 10: dpserve.v1.ApplyReply
-	(*WatchRequest)(nil),       // 11: dpserve.v1.WatchRequest
-	(*WatchUpdate)(nil),        // 12: dpserve.v1.WatchUpdate
-	(*AssignRequest)(nil),      // 13: dpserve.v1.AssignRequest
-	(*AssignReply)(nil),        // 14: dpserve.v1.AssignReply
-	(*PublishRequest)(nil),     // 15: dpserve.v1.PublishRequest
-	(*PublishReply)(nil),       // 16: dpserve.v1.PublishReply
-	(*AwaitRequest)(nil),       // 17: dpserve.v1.AwaitRequest
-	(*AwaitReply)(nil),         // 18: dpserve.v1.AwaitReply
-	(*StartRankRequest)(nil),   // 19: dpserve.v1.StartRankRequest
-	(*StartRankReply)(nil),     // 20: dpserve.v1.StartRankReply
-	(*RankGrant)(nil),          // 21: dpserve.v1.RankGrant
-	(*Block)(nil),              // 22: dpserve.v1.Block
-	(*StopRankRequest)(nil),    // 23: dpserve.v1.StopRankRequest
-	(*StopRankReply)(nil),      // 24: dpserve.v1.StopRankReply
-	(*StatusRequest)(nil),      // 25: dpserve.v1.StatusRequest
-	(*StatusReply)(nil),        // 26: dpserve.v1.StatusReply
-	(*LogsRequest)(nil),        // 27: dpserve.v1.LogsRequest
-	(*LogLines)(nil),           // 28: dpserve.v1.LogLines
-	(*LogLine)(nil),            // 29: dpserve.v1.LogLine
-	(*ResetRouterRequest)(nil), // 30: dpserve.v1.ResetRouterRequest
-	(*ResetRouterReply)(nil),   // 31: dpserve.v1.ResetRouterReply
-	(*SubscribeRequest)(nil),   // 32: dpserve.v1.SubscribeRequest
-	(*Post)(nil),               // 33: dpserve.v1.Post
-	(*Done)(nil),               // 34: dpserve.v1.Done
-	(*FirstToken)(nil),         // 35: dpserve.v1.FirstToken
-	(*Progress)(nil),           // 36: dpserve.v1.Progress
-	(*Resync)(nil),             // 37: dpserve.v1.Resync
-	(*Records)(nil),            // 38: dpserve.v1.Records
+	(*Waiting)(nil),            // 5: dpserve.v1.Waiting
+	(*UnitEvent)(nil),          // 6: dpserve.v1.UnitEvent
+	(*Problem)(nil),            // 7: dpserve.v1.Problem
+	(*CertifyRequest)(nil),     // 8: dpserve.v1.CertifyRequest
+	(*CertifyReply)(nil),       // 9: dpserve.v1.CertifyReply
+	(*ApplyRequest)(nil),       // 10: dpserve.v1.ApplyRequest
+	(*ApplyReply)(nil),         // 11: dpserve.v1.ApplyReply
+	(*WatchRequest)(nil),       // 12: dpserve.v1.WatchRequest
+	(*WatchUpdate)(nil),        // 13: dpserve.v1.WatchUpdate
+	(*AssignRequest)(nil),      // 14: dpserve.v1.AssignRequest
+	(*AssignReply)(nil),        // 15: dpserve.v1.AssignReply
+	(*PublishRequest)(nil),     // 16: dpserve.v1.PublishRequest
+	(*PublishReply)(nil),       // 17: dpserve.v1.PublishReply
+	(*AwaitRequest)(nil),       // 18: dpserve.v1.AwaitRequest
+	(*AwaitReply)(nil),         // 19: dpserve.v1.AwaitReply
+	(*StartRankRequest)(nil),   // 20: dpserve.v1.StartRankRequest
+	(*StartRankReply)(nil),     // 21: dpserve.v1.StartRankReply
+	(*RankGrant)(nil),          // 22: dpserve.v1.RankGrant
+	(*Block)(nil),              // 23: dpserve.v1.Block
+	(*StopRankRequest)(nil),    // 24: dpserve.v1.StopRankRequest
+	(*StopRankReply)(nil),      // 25: dpserve.v1.StopRankReply
+	(*StatusRequest)(nil),      // 26: dpserve.v1.StatusRequest
+	(*StatusReply)(nil),        // 27: dpserve.v1.StatusReply
+	(*LogsRequest)(nil),        // 28: dpserve.v1.LogsRequest
+	(*LogLines)(nil),           // 29: dpserve.v1.LogLines
+	(*LogLine)(nil),            // 30: dpserve.v1.LogLine
+	(*ResetRouterRequest)(nil), // 31: dpserve.v1.ResetRouterRequest
+	(*ResetRouterReply)(nil),   // 32: dpserve.v1.ResetRouterReply
+	(*SubscribeRequest)(nil),   // 33: dpserve.v1.SubscribeRequest
+	(*Post)(nil),               // 34: dpserve.v1.Post
+	(*Done)(nil),               // 35: dpserve.v1.Done
+	(*FirstToken)(nil),         // 36: dpserve.v1.FirstToken
+	(*Progress)(nil),           // 37: dpserve.v1.Progress
+	(*Resync)(nil),             // 38: dpserve.v1.Resync
+	(*Records)(nil),            // 39: dpserve.v1.Records
+	nil,                        // 40: dpserve.v1.Waiting.UnitsEntry
 }
 var file_dpserve_v1_dpserve_proto_depIdxs = []int32{
 	2,  // 0: dpserve.v1.JoinReply.seeds:type_name -> dpserve.v1.Peer
-	5,  // 1: dpserve.v1.RenewRequest.events:type_name -> dpserve.v1.UnitEvent
-	5,  // 2: dpserve.v1.RenewRequest.units:type_name -> dpserve.v1.UnitEvent
-	21, // 3: dpserve.v1.StartRankRequest.ranks:type_name -> dpserve.v1.RankGrant
-	21, // 4: dpserve.v1.StartRankRequest.all_ranks:type_name -> dpserve.v1.RankGrant
-	22, // 5: dpserve.v1.StartRankRequest.block:type_name -> dpserve.v1.Block
-	29, // 6: dpserve.v1.LogLines.lines:type_name -> dpserve.v1.LogLine
-	33, // 7: dpserve.v1.SubscribeRequest.posts:type_name -> dpserve.v1.Post
-	34, // 8: dpserve.v1.Post.done:type_name -> dpserve.v1.Done
-	35, // 9: dpserve.v1.Post.first_token:type_name -> dpserve.v1.FirstToken
-	36, // 10: dpserve.v1.Post.progress:type_name -> dpserve.v1.Progress
-	37, // 11: dpserve.v1.Post.resync:type_name -> dpserve.v1.Resync
-	0,  // 12: dpserve.v1.Enroll.Join:input_type -> dpserve.v1.JoinRequest
-	3,  // 13: dpserve.v1.Control.Renew:input_type -> dpserve.v1.RenewRequest
-	7,  // 14: dpserve.v1.Control.Certify:input_type -> dpserve.v1.CertifyRequest
-	9,  // 15: dpserve.v1.Control.ForwardApply:input_type -> dpserve.v1.ApplyRequest
-	11, // 16: dpserve.v1.Control.Watch:input_type -> dpserve.v1.WatchRequest
-	13, // 17: dpserve.v1.Control.Assign:input_type -> dpserve.v1.AssignRequest
-	15, // 18: dpserve.v1.Control.Publish:input_type -> dpserve.v1.PublishRequest
-	17, // 19: dpserve.v1.Control.Await:input_type -> dpserve.v1.AwaitRequest
-	19, // 20: dpserve.v1.Node.StartRank:input_type -> dpserve.v1.StartRankRequest
-	23, // 21: dpserve.v1.Node.StopRank:input_type -> dpserve.v1.StopRankRequest
-	25, // 22: dpserve.v1.Node.Status:input_type -> dpserve.v1.StatusRequest
-	27, // 23: dpserve.v1.Node.Logs:input_type -> dpserve.v1.LogsRequest
-	30, // 24: dpserve.v1.Node.ResetRouter:input_type -> dpserve.v1.ResetRouterRequest
-	32, // 25: dpserve.v1.Replica.Subscribe:input_type -> dpserve.v1.SubscribeRequest
-	1,  // 26: dpserve.v1.Enroll.Join:output_type -> dpserve.v1.JoinReply
-	4,  // 27: dpserve.v1.Control.Renew:output_type -> dpserve.v1.RenewReply
-	8,  // 28: dpserve.v1.Control.Certify:output_type -> dpserve.v1.CertifyReply
-	10, // 29: dpserve.v1.Control.ForwardApply:output_type -> dpserve.v1.ApplyReply
-	12, // 30: dpserve.v1.Control.Watch:output_type -> dpserve.v1.WatchUpdate
-	14, // 31: dpserve.v1.Control.Assign:output_type -> dpserve.v1.AssignReply
-	16, // 32: dpserve.v1.Control.Publish:output_type -> dpserve.v1.PublishReply
-	18, // 33: dpserve.v1.Control.Await:output_type -> dpserve.v1.AwaitReply
-	20, // 34: dpserve.v1.Node.StartRank:output_type -> dpserve.v1.StartRankReply
-	24, // 35: dpserve.v1.Node.StopRank:output_type -> dpserve.v1.StopRankReply
-	26, // 36: dpserve.v1.Node.Status:output_type -> dpserve.v1.StatusReply
-	28, // 37: dpserve.v1.Node.Logs:output_type -> dpserve.v1.LogLines
-	31, // 38: dpserve.v1.Node.ResetRouter:output_type -> dpserve.v1.ResetRouterReply
-	38, // 39: dpserve.v1.Replica.Subscribe:output_type -> dpserve.v1.Records
-	26, // [26:40] is the sub-list for method output_type
-	12, // [12:26] is the sub-list for method input_type
-	12, // [12:12] is the sub-list for extension type_name
-	12, // [12:12] is the sub-list for extension extendee
-	0,  // [0:12] is the sub-list for field type_name
+	6,  // 1: dpserve.v1.RenewRequest.events:type_name -> dpserve.v1.UnitEvent
+	6,  // 2: dpserve.v1.RenewRequest.units:type_name -> dpserve.v1.UnitEvent
+	5,  // 3: dpserve.v1.RenewReply.waiting:type_name -> dpserve.v1.Waiting
+	40, // 4: dpserve.v1.Waiting.units:type_name -> dpserve.v1.Waiting.UnitsEntry
+	22, // 5: dpserve.v1.StartRankRequest.ranks:type_name -> dpserve.v1.RankGrant
+	22, // 6: dpserve.v1.StartRankRequest.all_ranks:type_name -> dpserve.v1.RankGrant
+	23, // 7: dpserve.v1.StartRankRequest.block:type_name -> dpserve.v1.Block
+	30, // 8: dpserve.v1.LogLines.lines:type_name -> dpserve.v1.LogLine
+	34, // 9: dpserve.v1.SubscribeRequest.posts:type_name -> dpserve.v1.Post
+	35, // 10: dpserve.v1.Post.done:type_name -> dpserve.v1.Done
+	36, // 11: dpserve.v1.Post.first_token:type_name -> dpserve.v1.FirstToken
+	37, // 12: dpserve.v1.Post.progress:type_name -> dpserve.v1.Progress
+	38, // 13: dpserve.v1.Post.resync:type_name -> dpserve.v1.Resync
+	0,  // 14: dpserve.v1.Enroll.Join:input_type -> dpserve.v1.JoinRequest
+	3,  // 15: dpserve.v1.Control.Renew:input_type -> dpserve.v1.RenewRequest
+	8,  // 16: dpserve.v1.Control.Certify:input_type -> dpserve.v1.CertifyRequest
+	10, // 17: dpserve.v1.Control.ForwardApply:input_type -> dpserve.v1.ApplyRequest
+	12, // 18: dpserve.v1.Control.Watch:input_type -> dpserve.v1.WatchRequest
+	14, // 19: dpserve.v1.Control.Assign:input_type -> dpserve.v1.AssignRequest
+	16, // 20: dpserve.v1.Control.Publish:input_type -> dpserve.v1.PublishRequest
+	18, // 21: dpserve.v1.Control.Await:input_type -> dpserve.v1.AwaitRequest
+	20, // 22: dpserve.v1.Node.StartRank:input_type -> dpserve.v1.StartRankRequest
+	24, // 23: dpserve.v1.Node.StopRank:input_type -> dpserve.v1.StopRankRequest
+	26, // 24: dpserve.v1.Node.Status:input_type -> dpserve.v1.StatusRequest
+	28, // 25: dpserve.v1.Node.Logs:input_type -> dpserve.v1.LogsRequest
+	31, // 26: dpserve.v1.Node.ResetRouter:input_type -> dpserve.v1.ResetRouterRequest
+	33, // 27: dpserve.v1.Replica.Subscribe:input_type -> dpserve.v1.SubscribeRequest
+	1,  // 28: dpserve.v1.Enroll.Join:output_type -> dpserve.v1.JoinReply
+	4,  // 29: dpserve.v1.Control.Renew:output_type -> dpserve.v1.RenewReply
+	9,  // 30: dpserve.v1.Control.Certify:output_type -> dpserve.v1.CertifyReply
+	11, // 31: dpserve.v1.Control.ForwardApply:output_type -> dpserve.v1.ApplyReply
+	13, // 32: dpserve.v1.Control.Watch:output_type -> dpserve.v1.WatchUpdate
+	15, // 33: dpserve.v1.Control.Assign:output_type -> dpserve.v1.AssignReply
+	17, // 34: dpserve.v1.Control.Publish:output_type -> dpserve.v1.PublishReply
+	19, // 35: dpserve.v1.Control.Await:output_type -> dpserve.v1.AwaitReply
+	21, // 36: dpserve.v1.Node.StartRank:output_type -> dpserve.v1.StartRankReply
+	25, // 37: dpserve.v1.Node.StopRank:output_type -> dpserve.v1.StopRankReply
+	27, // 38: dpserve.v1.Node.Status:output_type -> dpserve.v1.StatusReply
+	29, // 39: dpserve.v1.Node.Logs:output_type -> dpserve.v1.LogLines
+	32, // 40: dpserve.v1.Node.ResetRouter:output_type -> dpserve.v1.ResetRouterReply
+	39, // 41: dpserve.v1.Replica.Subscribe:output_type -> dpserve.v1.Records
+	28, // [28:42] is the sub-list for method output_type
+	14, // [14:28] is the sub-list for method input_type
+	14, // [14:14] is the sub-list for extension type_name
+	14, // [14:14] is the sub-list for extension extendee
+	0,  // [0:14] is the sub-list for field type_name
 }
 
 func init() { file_dpserve_v1_dpserve_proto_init() }
@@ -2828,7 +2919,7 @@ func file_dpserve_v1_dpserve_proto_init() {
 	if File_dpserve_v1_dpserve_proto != nil {
 		return
 	}
-	file_dpserve_v1_dpserve_proto_msgTypes[33].OneofWrappers = []any{
+	file_dpserve_v1_dpserve_proto_msgTypes[34].OneofWrappers = []any{
 		(*Post_Done)(nil),
 		(*Post_FirstToken)(nil),
 		(*Post_Progress)(nil),
@@ -2840,7 +2931,7 @@ func file_dpserve_v1_dpserve_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dpserve_v1_dpserve_proto_rawDesc), len(file_dpserve_v1_dpserve_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   39,
+			NumMessages:   41,
 			NumExtensions: 0,
 			NumServices:   4,
 		},

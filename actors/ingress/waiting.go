@@ -1,0 +1,66 @@
+package ingress
+
+import (
+	"reflect"
+	"sync"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/state"
+)
+
+// waiting is what the leader has said of applications whose units find no room. It comes with each renewal of
+// the node's lease and lasts as long as that: where no leader is heard, units count as on their way again.
+// Safe for concurrent use.
+type waiting struct {
+	news chan struct{} // one slot: what was said has changed
+
+	mu    sync.Mutex
+	said  []msg.Waiting
+	until time.Time
+}
+
+// take replaces what was said before.
+func (w *waiting) take(said []msg.Waiting, lasts time.Duration) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.until = time.Now().Add(lasts)
+	if len(said) == len(w.said) && (len(said) == 0 || reflect.DeepEqual(said, w.said)) {
+		return
+	}
+	w.said = said
+	select {
+	case w.news <- struct{}{}:
+	default:
+	}
+}
+
+// now gives what holds now by application, and for how long; 0: nothing was said, or it is over.
+func (w *waiting) now() (apps map[string]*msg.Waiting, left time.Duration) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if left = time.Until(w.until); left <= 0 || len(w.said) == 0 {
+		w.said = nil
+		return nil, 0
+	}
+	apps = make(map[string]*msg.Waiting, len(w.said))
+	for i := range w.said {
+		apps[w.said[i].App] = &w.said[i]
+	}
+	return apps, left
+}
+
+// TakeWaiting tells the ingress which applications have units that find no room; it replaces what was told
+// before, and holds for lasts. Their units do not count as on their way, so requests that no ready rank can
+// take are refused with the reason.
+func (in *Ingress) TakeWaiting(said []msg.Waiting, lasts time.Duration) { in.waiting.take(said, lasts) }
+
+// hasNoRoom says whether a unit waits for room. What the leader said does not hold for another revision,
+// which was not placed yet, nor for a unit that was granted meanwhile.
+func hasNoRoom(st *state.State, w *msg.Waiting, unit string) bool {
+	if w == nil || st.Apps[w.App] == nil || st.Apps[w.App].Revision != w.Revision {
+		return false
+	}
+	epoch, waits := w.Units[unit]
+	return waits && st.Epochs[unit] == epoch
+}

@@ -1,0 +1,193 @@
+package inprocess
+
+import (
+	"io"
+	"net/http"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/test/harness"
+)
+
+// shownAt is how soon after the end of a node `status` shows its ranks as unreachable.
+const shownAt = time.Second
+
+// unreachableRanks counts the ranks that an application's status shows as unreachable, and asserts that they
+// are on one node.
+func unreachableRanks(t *testing.T, st msg.AppStatus, node string) (count int) {
+	t.Helper()
+	for _, u := range st.Units {
+		for _, k := range u.Ranks {
+			if k.Phase == msg.Unreachable {
+				count++
+				assert.Equal(t, node, k.Node, u.Unit)
+				assert.Contains(t, u.Reason, "node "+node+" is silent for ", u.Unit)
+			}
+		}
+	}
+	return count
+}
+
+// A node's process dies: whichever node is asked, its ranks are unreachable at once and the application is
+// not RUNNING, long before the node is lost. Nothing is restarted because of it.
+func TestRanksOfADeadNodeAreShownUnreachable(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		c := harness.New(t, harness.Nodes(4), harness.Slots(2),
+			harness.Roles(0, "control", "worker"), harness.Roles(1, "control"))
+		c.WaitVoters(3)
+		c.Deploy(spread("a", 6))
+		c.WaitStatus("a", "RUNNING")
+		dead := c.Peer(3)
+		require.True(t, c.Peer(0).Leads())
+		require.Len(t, ranksOn(c.Peer(0), dead.ID), 2)
+		time.Sleep(5 * time.Second)
+
+		died := time.Now()
+		dead.Drop()
+		time.Sleep(shownAt)
+		for _, p := range c.Peers()[:3] { // the leader, which has no ingress, and two that ask it
+			st, _ := p.App("a")
+			assert.Equal(t, "UNHEALTHY", st.Status, "asked at %s", p.ID)
+			assert.Equal(t, 4, st.Ready, "asked at %s", p.ID)
+			assert.Contains(t, st.Message, "is unreachable: node "+dead.ID+" is silent for ")
+			assert.Equal(t, 2, unreachableRanks(t, st, dead.ID), "asked at %s", p.ID)
+		}
+		assert.Less(t, time.Since(died), shownAt+100*time.Millisecond, "nobody waits for a node whose connections were reset")
+		assert.False(t, lost(dead.ID)(c.Peer(0).State()), "it is not lost yet")
+		for id, u := range c.Peer(0).State().Units {
+			assert.Equal(t, uint64(1), u.Epoch, id)
+		}
+	})
+}
+
+// A node's power is cut: an answer takes a second and shows it; a node that is only late with one renewal is
+// not shown so.
+func TestRanksOfASilentNodeAreShownUnreachable(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		c := harness.New(t, harness.Nodes(3), harness.Slots(4))
+		c.WaitVoters(3)
+		c.Deploy(spread("a", 6))
+		c.WaitStatus("a", "RUNNING")
+		time.Sleep(5 * time.Second)
+		for range 100 { // healthy, asked at any moment between two renewals
+			st, _ := c.App("a")
+			require.Equal(t, "RUNNING", st.Status, st.Message)
+			time.Sleep(70 * time.Millisecond)
+		}
+
+		silent := c.Peer(2)
+		cut := time.Now()
+		silent.Silence()
+		st, _ := c.App("a")
+		for st.Status == "RUNNING" {
+			require.Less(t, time.Since(cut), 2*shownAt, "%s", st.Message)
+			st, _ = c.App("a")
+		}
+		t.Logf("shown %s after the cut", time.Since(cut))
+		assert.Equal(t, 2, unreachableRanks(t, st, silent.ID))
+		assert.Equal(t, 4, st.Ready)
+		time.Sleep(6 * time.Second)
+		asked := time.Now()
+		st, _ = c.App("a")
+		assert.Equal(t, 2, unreachableRanks(t, st, silent.ID))
+		assert.Zero(t, time.Since(asked), "nobody waits for a node that is silent for half its lease")
+
+		c.Reconnect()
+		time.Sleep(5 * time.Second)
+		st, _ = c.App("a")
+		assert.Equal(t, "RUNNING", st.Status, st.Message)
+		for _, u := range st.Units {
+			assert.Equal(t, uint64(1), u.Epoch, u.Unit)
+		}
+	})
+}
+
+// The leader dies and takes ranks with it: the next leader, which never heard of that node, shows them as
+// unreachable.
+func TestRanksOfADeadLeaderAreShownUnreachable(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		c := harness.New(t, harness.Nodes(3), harness.Slots(4))
+		c.WaitVoters(3)
+		c.Deploy(spread("a", 6))
+		c.WaitStatus("a", "RUNNING")
+		time.Sleep(5 * time.Second)
+		since := map[string]time.Time{}
+		for _, a := range c.Apps() {
+			for _, u := range a.Units {
+				since[u.Unit] = u.Since.Truncate(time.Millisecond)
+			}
+		}
+		require.Len(t, since, 6)
+		dead := c.Leader()
+		dead.Drop()
+		left := c.Running()[0]
+		left.Led()
+		time.Sleep(shownAt)
+		st, _ := left.App("a")
+		assert.Equal(t, 2, unreachableRanks(t, st, dead.ID))
+		assert.Equal(t, 4, st.Ready)
+		for _, u := range st.Units { // the ages of ranks survive a change of leader
+			assert.True(t, since[u.Unit].Equal(u.Since.Truncate(time.Millisecond)), "%s: since %s, now %s", u.Unit, since[u.Unit], u.Since)
+		}
+	})
+}
+
+// chatAt asks a node for a completion that is not streamed, and gives the answer's status and body.
+func chatAt(t *testing.T, p *harness.Peer, model string) (code int, text string, took time.Duration) {
+	t.Helper()
+	began := time.Now()
+	resp, err := p.Post(t.Context(), "/v1/chat/completions", harness.Chat(model, "hello", 3, false))
+	require.NoError(t, err)
+	defer resp.Body.Close()
+	body, err := io.ReadAll(resp.Body)
+	require.NoError(t, err)
+	return resp.StatusCode, string(body), time.Since(began)
+}
+
+// An application that finds no room answers with the placement's reason at once, on every ingress; the
+// requests of a deploy that is just being placed wait; and when room appears, requests are served again.
+func TestRequestsForAnAppWithoutRoomAreRefusedWithTheReason(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		c := harness.New(t, harness.Nodes(3), harness.Slots(1),
+			harness.Roles(1, "control", "ingress"), harness.Roles(2, "control", "ingress"))
+		c.WaitVoters(3)
+		code, text := c.Do(http.MethodPut, "/api/v1/apps?file=app.yaml&partial=true", simApp("gang", 2, "lockstep", "sim_step_ms: 10"))
+		require.Equal(t, http.StatusAccepted, code, text)
+		for _, p := range c.Peers()[:3] {
+			code, text, took := chatAt(t, p, "gang") // the first may wait for one renewal
+			assert.Equal(t, http.StatusServiceUnavailable, code, "asked at %s", p.ID)
+			assert.Contains(t, text, "no_ready_rank", "asked at %s", p.ID)
+			assert.Contains(t, text, "1 of 2 ranks can be placed", "asked at %s", p.ID)
+			assert.LessOrEqual(t, took, 2500*time.Millisecond, "asked at %s", p.ID)
+		}
+		time.Sleep(3 * time.Second)
+		for _, p := range c.Peers()[:3] {
+			code, text, took := chatAt(t, p, "gang")
+			assert.Equal(t, http.StatusServiceUnavailable, code, text)
+			assert.Less(t, took, 100*time.Millisecond, "asked at %s", p.ID)
+			assert.NotContains(t, text, p.ID, "a client is not told the names of nodes")
+		}
+
+		joined := time.Now()
+		c.Grow()
+		granted := func(st *state.State) bool { return st.Epochs["gang/0"] == 1 }
+		for _, p := range c.Peers()[:3] {
+			<-p.When(granted)
+		}
+		assert.Less(t, time.Since(joined), 3*time.Second)
+		for _, p := range c.Peers()[:3] {
+			code, text, took := chatAt(t, p, "gang")
+			assert.Equal(t, http.StatusOK, code, "asked at %s after %s: %s", p.ID, took, text)
+		}
+	})
+}
