@@ -2,6 +2,7 @@ package state
 
 import (
 	"cmp"
+	"strings"
 	"time"
 )
 
@@ -350,6 +351,9 @@ func (m *Machine) killing(e Event, now time.Time, t Timers) []Effect {
 		m.because(Killing, e, now, t)
 		return []Effect{{Kind: ProposeFenced}, {Kind: DoStopOthers}}
 	case Killing:
+		if strings.HasPrefix(e.Reason, m.Reason) {
+			m.Reason = e.Reason // a node names what does not end
+		}
 		m.settle(e)
 	default:
 	}

@@ -312,6 +312,15 @@ func TestFirstReasonIsKept(t *testing.T) {
 	assert.Len(t, m.LogTail, LogTailLines)
 }
 
+// TestWhatDoesNotEndIsNamed: a node that says what is left adds it to the reason. The reasons of others do not take its place.
+func TestWhatDoesNotEndIsNamed(t *testing.T) {
+	m, _ := Next(in(Ready), Event{Kind: EvFenced, Epoch: 3, Reason: "rank 5: signal killed"}, noon, Timers{})
+	for _, reason := range []string{"rank 5: signal killed", "rank 5: signal killed; still held after 10s: process 7", "rank 6: exit code 1"} {
+		m, _ = Next(m, Event{Kind: EvKilling, Epoch: 3, Reason: reason}, noon, Timers{})
+	}
+	assert.Equal(t, "rank 5: signal killed; still held after 10s: process 7", m.Reason)
+}
+
 func TestTimersArePinned(t *testing.T) {
 	assert.Equal(t, Timers{
 		StartRetry: time.Second, RestartMin: time.Second, RestartMax: 64 * time.Second, RestartReset: 10 * time.Minute, Resend: 2 * time.Second,

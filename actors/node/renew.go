@@ -35,6 +35,7 @@ type renewer struct {
 	news        *news
 	wake        chan struct{} // one slot: there is news
 	demand      chan struct{} // one slot: a command waits for the lease
+	afterStop   bool          // the process of the node before this one was told to end
 	closing     atomic.Bool   // the node ends: that its leader went first is no news
 
 	// The loop's own.
@@ -78,6 +79,12 @@ func strike(bell chan struct{}) {
 	case bell <- struct{}{}:
 	default:
 	}
+}
+
+// close has the leader told that the node ends.
+func (r *renewer) close() {
+	r.closing.Store(true)
+	strike(r.wake)
 }
 
 // run renews until ctx ends, and once more if events wait then and somebody takes them.
@@ -154,7 +161,7 @@ func (r *renewer) renew(ctx context.Context) (more bool, err error) {
 }
 
 func (r *renewer) report(now time.Time) *msg.NodeReport {
-	m := &msg.NodeReport{Node: r.self(), Incarnation: r.incarnation, Wall: now}
+	m := &msg.NodeReport{Node: r.self(), Incarnation: r.incarnation, Wall: now, Stopping: r.closing.Load(), AfterStop: r.afterStop}
 	m.Events, m.Units = r.news.report()
 	if r.store != nil {
 		m.Index = r.store.State().Index
