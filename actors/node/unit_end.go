@@ -154,14 +154,16 @@ func (u *unit) verify(why failure) string {
 		if left == "" {
 			return ""
 		}
-		past := time.Since(began)
-		late := past >= u.n.timers.VerifyNamed
-		giveUp := u.n.closing.Load() && (late || past >= u.n.timers.KillGrace && closed(u.n.hard))
-		if (late || giveUp) && !named {
-			named = true
-			u.named(why, left, past)
+		limit := u.n.timers.VerifyNamed
+		if u.n.closing.Load() && closed(u.n.hard) {
+			limit = min(limit, u.n.timers.KillGrace)
 		}
-		if giveUp {
+		late := time.Since(began) >= limit
+		if late && !named {
+			named = true
+			u.named(why, left, limit)
+		}
+		if late && u.n.closing.Load() {
 			u.log.Error("giving up on an engine that does not end", slog.String("left", left))
 			return left
 		}
@@ -170,8 +172,8 @@ func (u *unit) verify(why failure) string {
 	}
 }
 
-func (u *unit) named(why failure, left string, past time.Duration) {
-	reason := fmt.Sprintf("%s; still held after %s: %s", why.cause, past.Round(time.Second), left)
+func (u *unit) named(why failure, left string, after time.Duration) {
+	reason := fmt.Sprintf("%s; still held after %s: %s", why.cause, after, left)
 	u.log.Warn("an ended engine still holds something", slog.String("left", left))
 	u.enter(state.Killing, reason)
 	u.tell(msg.UnitEvent{Kind: msg.UnitKilling, Rank: why.rank, Reason: reason})
