@@ -135,6 +135,9 @@ func (n *Node) watch() {
 	if n.renewer != nil {
 		n.aside.Go(func() { n.renewer.run(ctx) })
 	}
+	if n.cfg.Store != nil && n.logs.dir != "" {
+		go n.sweepLogs(ctx) // ends with ctx, and after a disk that hangs
+	}
 	if n.renewer != nil || n.cfg.Store != nil {
 		n.aside.Go(func() { n.guard(ctx) })
 	}

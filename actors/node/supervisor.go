@@ -76,10 +76,16 @@ func (s *supervisor) mayBegin(m *msg.StartRank) error {
 	if s.cfg.Store != nil {
 		if now := s.cfg.Store.State(); superseded(now, m.Unit, m.Epoch) {
 			return problem.New(problem.Conflict, "unit %s: %w: epoch %d was asked for, the cluster has released it (it is at %d)", m.Unit, ErrStaleEpoch, m.Epoch, now.Epochs[m.Unit])
+		} else if s.epochs.isBehind(now) {
+			return problem.New(problem.Unavailable, "unit %s: this node's copy of the state is older than before it was started", m.Unit).
+				WithHint("wait until the node has the present state")
 		}
 	}
 	if err := s.mayStart(); err != nil {
 		return err
+	}
+	if s.cfg.Store != nil {
+		s.epochs.prune(s.cfg.Store.State(), func(unit string) bool { return unit == m.Unit || s.unit(unit) != nil })
 	}
 	return s.epochs.begin(m.Unit, m.Epoch)
 }
