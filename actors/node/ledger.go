@@ -68,6 +68,14 @@ func (l *ledger) add(group int, mark string) {
 	l.save()
 }
 
+// owns says whether a process leads a group of the ledger.
+func (l *ledger) owns(pid int) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	_, ok := l.entries[pid]
+	return ok
+}
+
 func (l *ledger) remove(group int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
