@@ -169,7 +169,8 @@ func TestARenewalThatASuspensionCutInTwo(t *testing.T) {
 			slept.Add(int64(4 * time.Second))
 			return b.leader.grant(r), nil
 		})
-		time.Sleep(DefaultLeaseRenew)
+		time.Sleep(DefaultLeaseRenew + DefaultLeaseRenew/4)
+		assert.True(t, once.Load())
 		assert.Less(t, b.node.LeaseLeft(), 7*time.Second)
 		b.leader.becomes(nil)
 		time.Sleep(DefaultLeaseRenew)

@@ -48,8 +48,8 @@ type renewer struct {
 
 	suspended func() time.Duration // of the machine since its boot
 
-	mu    sync.Mutex
-	lease lease
+	mu      sync.Mutex
+	lease   lease
 	slept   time.Duration // what of suspended is in the lease already
 	sleptAt time.Duration // slept when the renewal that is under way was sent
 	tried   chan struct{} // closed and replaced when a renewal has ended
