@@ -2,6 +2,7 @@ package state
 
 import (
 	"cmp"
+	"strings"
 	"time"
 )
 
@@ -18,6 +19,7 @@ type Machine struct {
 	WasReady  bool      // the grant in hand was ready once
 	Confirmed bool      // every node confirmed the last order
 	NodeLost  bool      // a node of the grant is lost and the others end their parts: after that comes a release, then another grant
+	NodeDied  bool      // the last start ended because the process of its node, or the whole node, ended during it
 	ReadyAt   time.Time // when the grant in hand became ready
 	Since     time.Time // when Phase began
 	Due       time.Time // next tick wanted; zero = none
@@ -35,7 +37,7 @@ const (
 	EvRedeploy                      // its app was deployed again, or a node joined: a failed unit gets three more attempts
 	EvUnwant                        // delete, newer revision or node drain: Grace for running streams
 	EvGranted                       // GrantGroup committed: Epoch, Attempt
-	EvLost                          // the leader started anew and no node runs this grant
+	EvLost                          // the process of the unit's node that had this grant is no more
 	EvNodeLost                      // a node of the unit is lost for its TTL + 2 s: whatever it had counts as gone
 	EvTick                          // Due has passed
 
@@ -54,6 +56,7 @@ type Event struct {
 	Attempt  int    // EvGranted
 	Grace    time.Duration
 	WasReady bool // EvGone: the node saw it ready (its EvReady may have been lost)
+	Asked    bool // EvLost: the node's process was told to end, so its end is no failed start
 	Others   bool // other nodes of the unit live and have not said the same; EvNodeLost, EvGone: their parts are not gone
 	Reason   string
 	LogTail  []string
@@ -216,17 +219,48 @@ func (m *Machine) lost(e Event, now time.Time, t Timers) []Effect {
 		return m.endOthers(e, now, t)
 	case m.Stopping:
 		return m.end()
+	case m.Phase == Backoff: // the failed starts before it stay counted
+		return m.anew(e, m.Attempt+1)
+	case !m.WasReady && !m.Attach && !e.Asked:
+		return m.diedStarting(e, now, t)
 	}
-	m.anew(e.Reason)
-	if e.Kind == EvNodeLost {
-		return []Effect{{Kind: ProposeRelease}, {Kind: DoGrant, Attempt: 1}}
-	}
-	return []Effect{{Kind: DoGrant, Attempt: 1}}
+	return m.anew(e, 1)
 }
 
-// anew waits for a grant that is no restart of a failed one.
-func (m *Machine) anew(reason string) {
-	*m = Machine{Phase: Pending, Epoch: m.Epoch, Attach: m.Attach, Starts: max(1, m.Starts), Failures: m.Failures, Reason: reason}
+// anew asks for a grant in place of one that is lost; a grant on a lost node is released first.
+func (m *Machine) anew(e Event, attempt int) []Effect {
+	*m = Machine{
+		Phase: Pending, Epoch: m.Epoch, Attach: m.Attach, Starts: max(1, m.Starts), Failures: m.Failures, NodeDied: m.NodeDied, Reason: e.Reason,
+	}
+	if e.Kind == EvNodeLost {
+		return []Effect{{Kind: ProposeRelease}, {Kind: DoGrant, Attempt: attempt}}
+	}
+	return []Effect{{Kind: DoGrant, Attempt: attempt}}
+}
+
+// diedStarting counts a start during which the node's process, or the node, ended as a failed one: the start may be what ended
+// it. The first one is tried again at once, because a node that ends once has most often another reason.
+func (m *Machine) diedStarting(e Event, now time.Time, t Timers) []Effect {
+	if m.Phase == Starting {
+		m.NodeDied = true
+		e.Reason += ", while the unit was starting"
+	}
+	if m.Attempt <= 1 {
+		return m.anew(e, 2)
+	}
+	m.because(Backoff, e, now, t)
+	m.NodeLost = false
+	switch {
+	case m.Attempt >= MaxStartAttempts:
+		m.Phase = Failed
+		return []Effect{{Kind: ProposeFailed}}
+	case e.Kind == EvNodeLost:
+		m.Due = now.Add(t.startRetry(m.Attempt))
+		return []Effect{{Kind: ProposeRelease}}
+	default:
+		m.Due = now.Add(t.startRetry(m.Attempt))
+		return nil
+	}
 }
 
 // endOthers ends what is left of a unit that has lost a node: its ranks need each other, and their slots are wanted again.
@@ -235,6 +269,9 @@ func (m *Machine) endOthers(e Event, now time.Time, t Timers) []Effect {
 		return nil
 	}
 	fence := m.Phase == Ready
+	if m.Phase == Starting {
+		m.NodeDied = true
+	}
 	m.because(Killing, e, now, t)
 	m.NodeLost, m.StopBy = true, now
 	if fence {
@@ -287,7 +324,7 @@ func (m *Machine) ready(now time.Time) []Effect {
 	if m.Phase != Starting && (m.Phase != Fenced || !m.Attach) {
 		return nil
 	}
-	m.Phase, m.WasReady, m.Confirmed = Ready, true, true
+	m.Phase, m.WasReady, m.Confirmed, m.NodeDied = Ready, true, true, false
 	m.ReadyAt, m.Due, m.Reason, m.LogTail = now, time.Time{}, "", nil
 	return []Effect{{Kind: ProposeReady}}
 }
@@ -314,6 +351,9 @@ func (m *Machine) killing(e Event, now time.Time, t Timers) []Effect {
 		m.because(Killing, e, now, t)
 		return []Effect{{Kind: ProposeFenced}, {Kind: DoStopOthers}}
 	case Killing:
+		if strings.HasPrefix(e.Reason, m.Reason) {
+			m.Reason = e.Reason // a node names what does not end
+		}
 		m.settle(e)
 	default:
 	}
@@ -344,14 +384,15 @@ func (m *Machine) gone(e Event, now time.Time, t Timers) []Effect {
 	if !m.up() {
 		return nil
 	}
+	wasReady := m.WasReady || e.WasReady
 	switch {
 	case m.Stopping:
 		return m.end()
 	case m.NodeLost:
-		m.anew(m.Reason)
-		return []Effect{{Kind: ProposeRelease}, {Kind: DoGrant, Attempt: 1}}
+		m.WasReady = wasReady
+		return m.lost(Event{Kind: EvNodeLost, Reason: m.Reason}, now, t)
 	}
-	wasReady := m.WasReady || e.WasReady
+	m.NodeDied = false
 	fence := m.Phase == Ready || (m.Phase == Starting && wasReady)
 	m.because(Backoff, e, now, t)
 	switch {

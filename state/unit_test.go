@@ -52,8 +52,8 @@ var edges = map[string]string{
 	"pending granted": "starting: start, count",
 
 	"starting unwant":    "killing: stop",
-	"starting lost":      "pending: grant",
-	"starting node lost": "pending: Release, grant",
+	"starting lost":      "backoff:",
+	"starting node lost": "backoff: Release",
 	"starting tick":      "starting: start",
 	"starting started":   "starting:",
 	"starting ready":     "ready: UnitReady",
@@ -76,8 +76,8 @@ var edges = map[string]string{
 	"fenced gone":      "backoff:",
 
 	"killing unwant":    "killing: stop",
-	"killing lost":      "pending: grant",
-	"killing node lost": "pending: Release, grant",
+	"killing lost":      "backoff:",
+	"killing node lost": "backoff: Release",
 	"killing killing":   "killing:",
 	"killing gone":      "backoff:",
 
@@ -214,6 +214,67 @@ func TestThirdFailedStartIsFailed(t *testing.T) {
 	assert.Empty(t, m.Reason)
 }
 
+// TestNodeThatDiesOfAStart: the process of the node, or the whole node, ends during each start of the unit.
+func TestNodeThatDiesOfAStart(t *testing.T) {
+	for kind, effects := range map[UnitEventKind][]string{
+		EvLost:     {"pending: grant", "backoff:", "failed: UnitFailed"},
+		EvNodeLost: {"pending: Release, grant", "backoff: Release", "failed: UnitFailed"},
+	} {
+		m, asked := Next(Machine{}, Event{Kind: EvWant}, noon, Timers{})
+		for i, want := range effects {
+			require.Equal(t, DoGrant, asked[len(asked)-1].Kind)
+			m, _ = Next(m, Event{Kind: EvGranted, Epoch: uint64(i + 1), Attempt: asked[len(asked)-1].Attempt}, noon, Timers{})
+			require.Equal(t, i+1, m.Attempt)
+			m, asked = Next(m, Event{Kind: kind, Reason: "dpserve was started again on node a"}, noon, Timers{})
+			require.Equal(t, want, describe(m, asked))
+			require.True(t, m.NodeDied)
+			if m.Phase == Backoff {
+				require.Equal(t, noon.Add(2*time.Second), m.Due)
+				m, asked = Next(m, Event{Kind: EvTick}, m.Due, Timers{})
+			}
+		}
+		assert.Equal(t, "dpserve was started again on node a, while the unit was starting", m.Reason)
+	}
+}
+
+// TestNodeThatEndsIsNoFailedStart of a unit that served, that starts nothing, or whose node was told to end, however often.
+func TestNodeThatEndsIsNoFailedStart(t *testing.T) {
+	attached := in(Starting)
+	attached.Attach = true
+	for name, c := range map[string]struct {
+		m Machine
+		e Event
+	}{
+		"ready":       {in(Ready), Event{Kind: EvLost}},
+		"fenced":      {in(Fenced), Event{Kind: EvLost}},
+		"node lost":   {in(Ready), Event{Kind: EvNodeLost}},
+		"attached":    {attached, Event{Kind: EvLost}},
+		"told to end": {in(Starting), Event{Kind: EvLost, Asked: true}},
+	} {
+		m, effects := Next(c.m, c.e, noon, Timers{})
+		assert.Equal(t, Pending, m.Phase, name)
+		assert.Equal(t, Effect{Kind: DoGrant, Attempt: 1}, effects[len(effects)-1], name)
+		assert.False(t, m.NodeDied, name)
+	}
+}
+
+// TestNodeLostInBackoffForgivesNothing: the failed starts before it stay counted.
+func TestNodeLostInBackoffForgivesNothing(t *testing.T) {
+	_, effects := Next(in(Backoff), Event{Kind: EvNodeLost}, noon, Timers{})
+	assert.Equal(t, []Effect{{Kind: ProposeRelease}, {Kind: DoGrant, Attempt: 3}}, effects)
+}
+
+// TestUnitOverNodesThatKillsThem counts the same: the others end their parts first.
+func TestUnitOverNodesThatKillsThem(t *testing.T) {
+	m := in(Starting)
+	m, effects := Next(m, Event{Kind: EvNodeLost, Others: true, Reason: "node a is lost"}, noon, Timers{})
+	require.Equal(t, "killing: stop others", describe(m, effects))
+	m, effects = Next(m, Event{Kind: EvGone, Epoch: 3}, noon, Timers{})
+	assert.Equal(t, "backoff: Release", describe(m, effects))
+	assert.True(t, m.NodeDied)
+	assert.False(t, m.NodeLost)
+}
+
 func TestRestartsDoubleAndReset(t *testing.T) {
 	m := in(Ready)
 	now := noon
@@ -251,6 +312,15 @@ func TestFirstReasonIsKept(t *testing.T) {
 	assert.Len(t, m.LogTail, LogTailLines)
 }
 
+// TestWhatDoesNotEndIsNamed: a node that says what is left adds it to the reason. The reasons of others do not take its place.
+func TestWhatDoesNotEndIsNamed(t *testing.T) {
+	m, _ := Next(in(Ready), Event{Kind: EvFenced, Epoch: 3, Reason: "rank 5: signal killed"}, noon, Timers{})
+	for _, reason := range []string{"rank 5: signal killed", "rank 5: signal killed; still held after 10s: process 7", "rank 6: exit code 1"} {
+		m, _ = Next(m, Event{Kind: EvKilling, Epoch: 3, Reason: reason}, noon, Timers{})
+	}
+	assert.Equal(t, "rank 5: signal killed; still held after 10s: process 7", m.Reason)
+}
+
 func TestTimersArePinned(t *testing.T) {
 	assert.Equal(t, Timers{
 		StartRetry: time.Second, RestartMin: time.Second, RestartMax: 64 * time.Second, RestartReset: 10 * time.Minute, Resend: 2 * time.Second,
@@ -270,7 +340,7 @@ func TestAnyEventsKeepTheMachineRight(t *testing.T) {
 		for range rapid.IntRange(1, 80).Draw(t, "events") {
 			now = now.Add(time.Duration(rapid.IntRange(0, 90).Draw(t, "s")) * time.Second)
 			k := UnitEventKind(rapid.IntRange(0, int(EvGone)).Draw(t, "event"))
-			e := Event{Kind: k, Epoch: raft, Grace: time.Second, WasReady: rapid.IntRange(0, 9).Draw(t, "was") == 0}
+			e := Event{Kind: k, Epoch: raft, Grace: time.Second, WasReady: rapid.IntRange(0, 9).Draw(t, "was") == 0, Asked: rapid.IntRange(0, 3).Draw(t, "asked") == 0}
 			if rapid.IntRange(0, 6).Draw(t, "old") == 0 && raft > 0 {
 				e.Epoch = raft - 1
 			}
@@ -289,7 +359,7 @@ func TestAnyEventsKeepTheMachineRight(t *testing.T) {
 				require.Greater(t, m.Epoch, before.Epoch, "every start has a new epoch")
 				require.False(t, before.up(), "two live grants")
 			}
-			row = countFailures(t, row, k, before, m)
+			row = countFailures(t, row, e, before, m)
 			for _, f := range effects {
 				if f.Kind == DoGrant {
 					require.False(t, m.up(), "a grant is asked for while one may be alive")
@@ -304,10 +374,16 @@ func TestAnyEventsKeepTheMachineRight(t *testing.T) {
 	})
 }
 
-func countFailures(t *rapid.T, row int, k UnitEventKind, before, after Machine) int {
+// countFailures is how many starts in a row have failed by now.
+func countFailures(t *rapid.T, row int, e Event, before, after Machine) int {
+	k, wasReady, asked := e.Kind, before.WasReady || e.Kind == EvGone && e.WasReady, e.Kind != EvGone && e.Asked
 	switch {
-	case after.Phase == Ready, k == EvWant && before.Phase != after.Phase, k == EvRedeploy && before.Phase != after.Phase, k == EvLost, k == EvNodeLost:
+	case after.Phase == Ready, after.Phase == Gone, k == EvWant && before.Phase != after.Phase, k == EvRedeploy && before.Phase != after.Phase:
 		row = 0
+	case before.up() && after.Phase == Pending: // its node, or the process there, is no more
+		if row++; wasReady || asked || before.Attach {
+			row = 0
+		}
 	case before.up() && after.Phase == Backoff && after.Attempt == 0:
 		row = 0
 	case before.up() && (after.Phase == Backoff || after.Phase == Failed):

@@ -163,7 +163,9 @@ func (a *acts) start(ctx context.Context, node string, o *msg.StartRank) {
 	if err == nil {
 		return
 	}
-	a.failed("start_rank", o.Unit, err)
+	if !errors.Is(err, msg.ErrNodeStopping) { // its order met the node's end
+		a.failed("start_rank", o.Unit, err)
+	}
 	if !silence(err) {
 		a.post(Refused{node, o.Unit, o.Epoch, err})
 	}
@@ -171,6 +173,9 @@ func (a *acts) start(ctx context.Context, node string, o *msg.StartRank) {
 
 // silence tells a call that got no answer, or a node that has no time for it, from a refusal.
 func silence(err error) bool {
+	if errors.Is(err, msg.ErrNodeStopping) {
+		return false
+	}
 	if errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled) {
 		return true
 	}

@@ -382,7 +382,7 @@ func (u *unit) why() string {
 	if u.stays != "" {
 		return u.stays
 	}
-	if u.m.Phase == state.Pending && u.noRoom != "" {
+	if (u.m.Phase == state.Pending || u.m.Phase == state.Backoff) && u.noRoom != "" {
 		return u.noRoom
 	}
 	return u.m.Reason

@@ -275,7 +275,7 @@ func (c *Controller) Deploy(ctx context.Context, apps []*app.Application, expect
 		return state.Result{}, err
 	}
 	if !partial {
-		if err := dryRun(c.cfg.Store.State(), apps, prune); err != nil {
+		if err := dryRun(c.placeable(), apps, prune); err != nil {
 			return state.Result{}, err
 		}
 	}
@@ -295,6 +295,14 @@ func (c *Controller) Deploy(ctx context.Context, apps []*app.Application, expect
 		return r, err
 	}
 	return r, c.catchUp(ctx, names, before)
+}
+
+// placeable is the present state for a placement on paper.
+func (c *Controller) placeable() *state.State {
+	s := c.cfg.Store.State()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.core.withoutStopping(s)
 }
 
 // specOf is an application as the state keeps it.

@@ -50,7 +50,7 @@ func (c *Core) Step(now time.Time, in any) []Effect {
 	c.keepTime(now)
 	c.take(now, in)
 	if c.state != nil && !c.still {
-		c.nodes = nodesOf(c.state)
+		c.nodes = nodesOf(c.withoutStopping(c.state))
 		c.reconcile(now)
 	}
 	return c.out

@@ -36,6 +36,23 @@ func (c *Controller) tell1(ctx context.Context, cmd state.Command) error {
 	return c.catchUp(ctx, nil, nil)
 }
 
+// leaveNode gives up the units of a node that stops, but those that end already: such a node ends what it has in any case, room
+// elsewhere or not. What has ended is granted anew, without counting as failed. No room is kept free for what still drains: the
+// first one that ends takes it.
+func (c *Core) leaveNode(now time.Time, node string) {
+	for _, u := range c.partsOn(node) {
+		if a := c.apps[u.app]; u.canMove() && !u.m.Stopping && a != nil && a.wants(u.id) {
+			c.leave(now, u, node)
+		}
+	}
+}
+
+// leave gives up a unit because a node of it stops.
+func (c *Core) leave(now time.Time, u *unit, node string) {
+	u.away = nil
+	c.feed(now, u, state.Event{Kind: state.EvUnwant, Grace: c.grace(u), Reason: "node " + node + " is stopping"})
+}
+
 // moveAway ends units on draining nodes that find room elsewhere: per application one ready unit at a time.
 func (c *Core) moveAway(now time.Time) {
 	draining := map[string]*state.Node{}
@@ -61,12 +78,8 @@ func (c *Core) moveAway(now time.Time) {
 
 // mustLeave is the draining node that the unit lies on and can leave now, nil if there is none.
 func (u *unit) mustLeave(draining map[string]*state.Node) *state.Node {
-	switch {
-	case u.unsure(), u.m.Stopping:
+	if u.unsure() || u.m.Stopping || !u.canMove() {
 		return nil
-	case u.m.Phase == state.Starting, u.m.Phase == state.Ready, u.m.Phase == state.Draining, u.m.Phase == state.Fenced && u.m.Attach:
-	default:
-		return nil // it ends, or has ended: it starts again elsewhere
 	}
 	for _, id := range u.nodes {
 		if n := draining[id]; n != nil && !u.parts[id].gone {
@@ -74,6 +87,16 @@ func (u *unit) mustLeave(draining map[string]*state.Node) *state.Node {
 		}
 	}
 	return nil
+}
+
+// canMove is false for a unit that ends, or has ended: it starts again elsewhere by itself.
+func (u *unit) canMove() bool {
+	switch u.m.Phase {
+	case state.Starting, state.Ready, state.Draining:
+		return true
+	default:
+		return u.m.Phase == state.Fenced && u.m.Attach
+	}
 }
 
 // move ends a unit on a draining node, or notes why it stays.

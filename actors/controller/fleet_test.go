@@ -28,6 +28,9 @@ type host struct {
 	n       uint64
 	slow    bool // what it starts becomes ready when the test says so
 	cut     bool
+
+	stopping  bool // it was told to end
+	afterStop bool // its process before this one was
 }
 
 var errStaleOrder = problem.New(problem.Conflict, "stale epoch")
@@ -52,7 +55,20 @@ func (h *host) forget() {
 // restart is a new process of the node: engines die with the old one.
 func (h *host) restart() {
 	h.process++
+	h.stopping, h.afterStop = false, h.stopping
 	h.forget()
+}
+
+// close is SIGTERM: what starts ends at once, what is ready drains until the test says so, and nothing starts any more.
+func (h *host) close() {
+	h.stopping = true
+	for _, unit := range slices.Sorted(maps.Keys(h.runs)) {
+		if h.ready[unit] {
+			h.tell(unit, h.runs[unit], msg.UnitDraining, because("node is stopping"))
+			continue
+		}
+		h.gone(unit)
+	}
 }
 
 func (h *host) tell(unit string, epoch uint64, kind msg.UnitEventKind, more ...func(*msg.UnitEvent)) {
@@ -68,7 +84,7 @@ func (h *host) tell(unit string, epoch uint64, kind msg.UnitEventKind, more ...f
 }
 
 func (h *host) report(now time.Time) *msg.NodeReport {
-	r := &msg.NodeReport{Node: h.node, Incarnation: h.process, Wall: now, Events: slices.Clone(h.events)}
+	r := &msg.NodeReport{Node: h.node, Incarnation: h.process, Wall: now, Events: slices.Clone(h.events), Stopping: h.stopping, AfterStop: h.afterStop}
 	for _, u := range slices.Sorted(maps.Keys(h.newest)) {
 		r.Units = append(r.Units, h.newest[u])
 	}
@@ -80,6 +96,8 @@ func (h *host) start(o *msg.StartRank) error {
 	switch {
 	case o.Epoch == h.runs[o.Unit]:
 		return nil
+	case h.stopping:
+		return problem.New(problem.Unavailable, "node %s: %w", h.node.ID, msg.ErrNodeStopping)
 	case o.Epoch <= h.high[o.Unit]:
 		return errStaleOrder
 	}

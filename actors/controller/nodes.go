@@ -26,7 +26,10 @@ type peer struct {
 	node    state.Node // as it saw itself then
 	wall    time.Time  // by its clock
 	trouble string     // what people should know of it
-	seen    time.Time  // by ours
+
+	stopping  bool      // it says that it ends, or has refused a start because of that
+	afterStop bool      // its process before this one was told to end
+	seen      time.Time // by ours
 
 	losing   bool // its lease is over and NodeLost is to be proposed
 	returned bool // it was lost, and renews with nothing left of before
@@ -36,6 +39,22 @@ type peer struct {
 
 	busy    bool // a command about it is under way
 	retryAt time.Time
+}
+
+// withoutStopping is s with the nodes that stop marked as draining: that is how placement treats them. s is not changed.
+func (c *Core) withoutStopping(s *state.State) *state.State {
+	out := s
+	for id, p := range c.peers {
+		if n := s.Nodes[id]; p.stopping && n != nil && n.UID == p.uid {
+			if out == s {
+				out = s.Clone()
+			}
+			marked := *n
+			marked.Draining = true
+			out.Nodes[id] = &marked
+		}
+	}
+	return out
 }
 
 // nodesOf are the nodes that may be given ranks, in order.

@@ -157,8 +157,8 @@ func TestNodeThatStartsAgainStartsItsUnitsAgain(t *testing.T) {
 	}
 }
 
-// TestNodeThatStartsAgainAmidAStart is no failed start, whoever leads.
-func TestNodeThatStartsAgainAmidAStart(t *testing.T) {
+// TestNodeThatIsStoppedAmidAStart fails no start, whoever leads, even if its last report is lost.
+func TestNodeThatIsStoppedAmidAStart(t *testing.T) {
 	for _, changes := range []bool{false, true} {
 		a := newHost("a", 2)
 		a.slow = true
@@ -166,6 +166,7 @@ func TestNodeThatStartsAgainAmidAStart(t *testing.T) {
 		c.deploy(sim("chat", 1, app.Independent))
 		c.renew("a")
 		for want := uint64(2); want < 7; want++ {
+			a.close()
 			a.restart()
 			if changes {
 				c.newLeader()

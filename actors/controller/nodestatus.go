@@ -16,6 +16,7 @@ const (
 	nodeSilent   = "silent" // more than half of its lease has passed without a renewal
 	nodeLost     = "lost"
 	nodeDraining = "draining"
+	nodeStopping = "stopping" // its process was told to end
 	nodeDrained  = "drained"
 	nodeUnknown  = "unknown" // this leader has not heard of it
 )
@@ -129,20 +130,29 @@ func (c *Core) stateOf(now time.Time, n *state.Node, p *peer) (word, reason stri
 	switch {
 	case n.Lost:
 		return nodeLost, n.Reason
+	case p != nil && p.stopping && !c.isSilent(now, p) && len(left) == 0:
+		return nodeStopping, ""
+	case p != nil && p.stopping && !c.isSilent(now, p):
+		return nodeStopping, whyLeft(left)
 	case n.Draining && len(left) == 0:
 		return nodeDrained, ""
 	case n.Draining:
 		return nodeDraining, whyLeft(left)
 	case p == nil || p.seen.IsZero():
 		return nodeUnknown, "it has not renewed its lease since this leader leads"
-	case now.Sub(p.seen) > c.timers.LeaseTTL/silentPart:
+	case c.isSilent(now, p):
 		return nodeSilent, "it has not renewed its lease for " + now.Sub(p.seen).Round(time.Second).String()
 	default:
 		return nodeAlive, ""
 	}
 }
 
-// whyLeft is the first reason why a unit is still on a draining node.
+// isSilent says whether more than half of the node's lease has passed without a renewal.
+func (c *Core) isSilent(now time.Time, p *peer) bool {
+	return now.Sub(p.seen) > c.timers.LeaseTTL/silentPart
+}
+
+// whyLeft is the first reason why a unit is still on a draining or stopping node.
 func whyLeft(left []*unit) string {
 	for _, u := range left {
 		if u.stays != "" {

@@ -22,11 +22,36 @@ func (c *Core) grantAll(now time.Time) {
 		}
 	}
 	inGroups(waiting)
+	waiting = c.oneSuspect(waiting)
 	for len(waiting) > 0 {
 		n := sameGroup(waiting)
 		c.grantGroup(now, waiting[:n])
 		waiting = waiting[n:]
 	}
+}
+
+// oneSuspect leaves out of the waiting units those whose last attempt has to wait. A unit whose start was cut short twice by the
+// end of its node may be what ended the node, or only have been beside that. So its last attempt is made while no other such
+// unit starts: if the node ends once more, it is known of which.
+func (c *Core) oneSuspect(waiting []*unit) []*unit {
+	starting := ""
+	for _, id := range c.ids() {
+		if u := c.units[id]; u.m.NodeDied && (u.m.Phase == state.Starting || u.busy && u.current.kind == state.DoGrant) {
+			starting = id
+			break
+		}
+	}
+	return slices.DeleteFunc(waiting, func(u *unit) bool {
+		switch {
+		case !u.m.NodeDied || u.wishes[0].attempt < state.MaxStartAttempts:
+		case starting == "":
+			starting = u.id
+		default:
+			u.noRoom, u.retryAt = "waits until "+starting+" has started: their nodes ended while they were starting", time.Time{}
+			return true
+		}
+		return false
+	})
 }
 
 // sameGroup is how many units at the head belong to one group.

@@ -25,7 +25,7 @@ func (c *Controller) Plan(apps []*app.Application, prune bool) (msg.Plan, error)
 	if err := runnable(apps); err != nil {
 		return msg.Plan{}, err
 	}
-	return planOf(c.cfg.Store.State(), apps, prune)
+	return planOf(c.placeable(), apps, prune)
 }
 
 // planner is a plan in the making.

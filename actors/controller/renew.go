@@ -34,8 +34,12 @@ func (c *Core) renew(now time.Time, r *msg.NodeReport) RenewEffect {
 	if out.Err = c.follows(now, p, r); out.Err != nil {
 		return out
 	}
+	c.still = c.still && p.stopping == r.Stopping
 	p.follow(now, r)
 	p.compare(n)
+	if p.stopping && !n.Lost {
+		c.leaveNode(now, n.ID) // first: what the report says has ended did not fail
+	}
 	c.hear(now, p, r)
 	if n.Lost {
 		p.returned, c.still = c.empty(r), false
@@ -103,6 +107,7 @@ func (p *peer) follow(now time.Time, r *msg.NodeReport) {
 		p.past = p.past[max(0, len(p.past)-maxPast):]
 	}
 	p.process, p.node, p.wall, p.trouble, p.seen = r.Incarnation, r.Node, r.Wall, r.Trouble, now
+	p.stopping, p.afterStop = r.Stopping, r.AfterStop
 }
 
 // taken is the number up to which a report's events need not be sent again: all of them, as nothing behind this can lose one that

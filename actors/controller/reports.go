@@ -1,6 +1,7 @@
 package controller
 
 import (
+	"errors"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
@@ -107,6 +108,10 @@ func (c *Core) refuse(now time.Time, in Refused) {
 	if u == nil || in.Epoch != u.m.Epoch || u.parts[in.Node] == nil || u.parts[in.Node].started {
 		return
 	}
+	if p := c.peers[in.Node]; p != nil && errors.Is(in.Err, msg.ErrNodeStopping) {
+		p.stopping = true // until a report says otherwise
+		c.leave(now, u, in.Node)
+	}
 	if u.parts[in.Node].adopted && problem.CodeOf(in.Err) == problem.Conflict {
 		c.endedWith(now, u, in.Node)
 		return
@@ -114,9 +119,13 @@ func (c *Core) refuse(now time.Time, in Refused) {
 	c.goneFrom(now, u, in.Node, state.Event{Epoch: in.Epoch, Reason: "node " + in.Node + " refused: " + in.Err.Error()})
 }
 
-// endedWith takes a part for gone because the node's process that had it is no more. That is no failure of the unit.
+// endedWith takes a part for gone because the node's process that had it is no more. If that was not told to end, and the unit
+// was starting, the start may be what ended it.
 func (c *Core) endedWith(now time.Time, u *unit, node string) {
 	ev := state.Event{Kind: state.EvLost, Epoch: u.m.Epoch, Reason: "dpserve was started again on node " + node, WasReady: u.m.WasReady}
+	if p := c.peers[node]; p != nil {
+		ev.Asked = p.afterStop
+	}
 	if u.others(node, isGone) {
 		c.goneFrom(now, u, node, ev)
 		return

@@ -14,7 +14,7 @@ import (
 // that wait or have failed: nothing but what comes and goes is touched. Errors: problem.Conflict if the application is at
 // another revision by now, problem.Unplaceable. The caller has the Turn.
 func (c *Controller) Reshape(ctx context.Context, a *app.Application, revision uint64, grace map[string]time.Duration) (state.Result, error) {
-	if err := dryRun(c.cfg.Store.State(), []*app.Application{a}, false); err != nil {
+	if err := dryRun(c.placeable(), []*app.Application{a}, false); err != nil {
 		return state.Result{}, err
 	}
 	spec, err := specOf(a)

@@ -2,10 +2,14 @@ package msg
 
 import (
 	"context"
+	"errors"
 	"time"
 
 	"github.com/dpserve/dpserve/state"
 )
+
+// ErrNodeStopping refuses a start on a node that ends. Nothing of the start is there, and it is no fault of the unit.
+var ErrNodeStopping = errors.New("the node is stopping")
 
 // NodeReport is what a node tells the leader with every renewal of its lease: at least every lease_renew, and at once when a unit
 // has news.
@@ -15,6 +19,8 @@ type NodeReport struct {
 	Wall        time.Time   // its clock, for people
 	Index       uint64      // of its copy of the state
 	Trouble     string      // what people should know of it, like a full disk; "" = nothing
+	Stopping    bool        // it ends: it starts no unit any more, and ends those that it has after their grace
+	AfterStop   bool        // the process of the node before this one was told to end; false: it crashed, or there was none
 	Events      []UnitEvent // not yet taken, by Number
 	Units       []UnitEvent // the newest of every unit the node has, whoever took it: a new leader learns from these
 }

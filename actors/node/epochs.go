@@ -13,8 +13,8 @@ var ErrStaleEpoch = state.ErrStaleEpoch
 
 // epochs is the highest epoch seen per unit; it outlives the node's process. Only the node's actor uses it.
 type epochs struct {
-	path    string // "" = memory only
-	seen    map[string]uint64
+	path    string            // "" = memory only
+	seen    map[string]uint64 // and, as indexName, the index of the state that entries were left out by
 	earlier map[string]uint64 // seen by earlier processes
 }
 
@@ -34,6 +34,24 @@ func loadEpochs(dir string) (*epochs, error) {
 	e.earlier = maps.Clone(e.seen)
 	return e, nil
 }
+
+// indexName is no unit: those have a slash.
+const indexName = "index"
+
+// prune leaves out what a copy of the state shows superseded for good and keeps does not want: then the copy itself refuses it, and
+// every later one. An earlier one might not, so starts need a copy that is as new (isBehind).
+func (e *epochs) prune(s *state.State, keeps func(unit string) bool) {
+	before := len(e.seen)
+	maps.DeleteFunc(e.seen, func(unit string, epoch uint64) bool {
+		return unit != indexName && superseded(s, unit, epoch) && !keeps(unit)
+	})
+	if len(e.seen) < before {
+		e.seen[indexName] = max(e.seen[indexName], s.Index)
+	}
+}
+
+// isBehind says whether a copy of the state is older than one by which entries were left out.
+func (e *epochs) isBehind(s *state.State) bool { return s.Index < e.seen[indexName] }
 
 // begin is admit for a start, which needs an epoch of its own: one that this node has seen, and has no unit of, is over.
 func (e *epochs) begin(unit string, epoch uint64) error {

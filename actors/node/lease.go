@@ -35,6 +35,14 @@ func (l *lease) look(now time.Time) {
 	l.beat = now
 }
 
+// sleep takes the machine's suspension for d, which its clock did not count: all that was before is longer ago by that.
+func (l *lease) sleep(d time.Duration) {
+	if !l.until.IsZero() {
+		l.until = l.until.Add(-d)
+	}
+	l.beat = l.beat.Add(-d)
+}
+
 // ended takes the end of a renewal that was sent at sent; ttl 0: it was not granted.
 func (l *lease) ended(sent, now time.Time, ttl time.Duration) {
 	l.look(now)

@@ -1,11 +1,15 @@
 package node
 
 import (
+	"context"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/assert"
 	"pgregory.net/rapid"
+
+	"github.com/dpserve/dpserve/actors/msg"
 )
 
 // oracle says by the whole history what a lease allows.
@@ -123,4 +127,52 @@ func BenchmarkAdmits(b *testing.B) {
 			b.Fatal("closed")
 		}
 	}
+}
+
+// TestAMachineThatWasSuspendedHasNoLease: its clock stood still, the leader's did not. It asks before it goes on.
+func TestAMachineThatWasSuspendedHasNoLease(t *testing.T) {
+	var slept atomic.Int64
+	inBubble(t, func(c *Config) { c.OnLeaseLoss = Fence }, func(t *testing.T, b *bubble) {
+		b.node.renewer.mu.Lock()
+		b.node.renewer.suspended, b.node.renewer.slept = func() time.Duration { return time.Duration(slept.Load()) }, 0
+		b.node.renewer.mu.Unlock()
+		b.serving("demo/0/0", 1)
+		slept.Store(int64(100 * time.Millisecond)) // not more than two looks at clocks are apart
+		time.Sleep(time.Minute)
+		assert.True(t, b.node.Admits())
+		b.leader.becomes(leaderless)
+		slept.Store(int64(time.Hour))
+		assert.Error(t, b.start("demo/0/1", 1), "a start looks at once")
+		time.Sleep(DefaultLeaseTTL / guardPart)
+		assert.False(t, b.node.Admits())
+		assert.Zero(t, b.node.LeaseLeft())
+		cause, _ := b.replica("demo/0/0", 1, 0).fenced()
+		assert.Equal(t, causeLeaseLost, cause)
+		b.leader.becomes(nil)
+		time.Sleep(2 * DefaultLeaseRenew)
+		assert.True(t, b.node.Admits())
+	})
+}
+
+// TestARenewalThatASuspensionCutInTwo counts from when it was sent, by a clock that does not stand still.
+func TestARenewalThatASuspensionCutInTwo(t *testing.T) {
+	var slept atomic.Int64
+	inBubble(t, nil, func(t *testing.T, b *bubble) {
+		b.node.renewer.mu.Lock()
+		b.node.renewer.suspended, b.node.renewer.slept = func() time.Duration { return time.Duration(slept.Load()) }, 0
+		b.node.renewer.mu.Unlock()
+		var once atomic.Bool
+		b.leader.becomes(func(_ context.Context, r *msg.NodeReport) (msg.Lease, error) {
+			if once.Swap(true) {
+				return msg.Lease{}, errNobody
+			}
+			slept.Add(int64(4 * time.Second))
+			return b.leader.grant(r), nil
+		})
+		time.Sleep(DefaultLeaseRenew + DefaultLeaseRenew/4)
+		assert.True(t, once.Load())
+		assert.Less(t, b.node.LeaseLeft(), 7*time.Second)
+		b.leader.becomes(nil)
+		time.Sleep(DefaultLeaseRenew)
+	})
 }

@@ -18,6 +18,7 @@ const (
 	ledgerFile = "pgids"
 	epochsFile = "epochs.json"
 	logsDir    = "logs"
+	stopFile   = "stopped" // there after a process of this node that was told to end
 )
 
 // sweepWait bounds how long a start waits for killed leftovers to vanish.
@@ -65,6 +66,14 @@ func (l *ledger) add(group int, mark string) {
 	defer l.mu.Unlock()
 	l.entries[group] = entry{Group: group, Start: s.start, Mark: mark}
 	l.save()
+}
+
+// owns says whether a process leads a group of the ledger.
+func (l *ledger) owns(pid int) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	_, ok := l.entries[pid]
+	return ok
 }
 
 func (l *ledger) remove(group int) {
@@ -151,7 +160,20 @@ func descendants(group int, start, mark string) []int {
 	return out
 }
 
-// writeJSON replaces a file as a whole: a crash leaves the old or the new one.
+// takeStopMark says whether the process of this node before this one was told to end, and forgets it.
+func takeStopMark(dir string) bool {
+	return dir != "" && os.Remove(filepath.Join(dir, stopFile)) == nil
+}
+
+// leaveStopMark notes for the next process that this one was told to end.
+func leaveStopMark(dir string) error {
+	if dir == "" {
+		return nil
+	}
+	return writeJSON(filepath.Join(dir, stopFile), true)
+}
+
+// writeJSON replaces a file as a whole, on disk when it returns: a crash, and a power cut, leave the old or the new one.
 func writeJSON(path string, v any) error {
 	b, err := json.Marshal(v)
 	if err != nil {
@@ -168,8 +190,18 @@ func writeJSON(path string, v any) error {
 	}
 	if err != nil {
 		_ = os.Remove(f.Name())
+		return err
 	}
-	return err
+	return syncDir(filepath.Dir(path))
+}
+
+// syncDir puts the names in a directory on disk: a renamed file may else be the old one after a power cut.
+func syncDir(dir string) error {
+	d, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	return errors.Join(d.Sync(), d.Close())
 }
 
 // readJSON reads a file if there is one.

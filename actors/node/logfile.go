@@ -1,35 +1,48 @@
 package node
 
 import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
 	"os"
 	"path/filepath"
+	"regexp"
 	"time"
 )
 
-// logFileSize is where a rank's log file is turned over; one older file is kept beside it.
-const logFileSize = 10 << 20
+// Bounds of the log files.
+const (
+	logFileSize  = 10 << 20           // a rank's file is turned over there; one older file is kept beside it
+	logBatch     = 256                // lines that are written at once
+	logRetry     = 30 * time.Second   // after an error, such as a full disk, until the next attempt
+	logCloseWait = time.Second        // for the last lines, at the end of the node
+	logKept      = 7 * 24 * time.Hour // after its last line the file of an application that is gone is deleted
+	logSweep     = time.Hour          // between two looks for such files
+	streamSelf   = "dpserve"          // of lines that no engine wrote
+)
 
-// logFile is the file of one rank's log, opened with its first line. A nil logFile writes nothing. The log store's lock
-// guards it.
+// logFile is the file of one rank's log, opened with its first line. One goroutine uses it: the ring's writer.
 type logFile struct {
 	path string
 	f    *os.File
 	size int64
-	dead bool // an error was returned once; nothing is tried again until the node restarts
+	torn bool // the last line was not written whole
 }
 
-// write appends a line. Only the first error is returned.
-func (l *logFile) write(line *LogLine) error {
-	if l == nil || l.dead {
-		return nil
+// write appends lines and says how many are written.
+func (l *logFile) write(lines []LogLine) (written int, err error) {
+	for i := range lines {
+		if err := l.append(&lines[i]); err != nil {
+			l.close() // the next attempt opens what is there then
+			return i, err
+		}
 	}
-	err := l.append(line)
-	l.dead = err != nil
-	return err
+	return len(lines), nil
 }
 
 func (l *logFile) append(line *LogLine) error {
-	if l.size >= logFileSize {
+	if l.f != nil && l.size >= logFileSize {
 		if err := l.turn(); err != nil {
 			return err
 		}
@@ -39,8 +52,13 @@ func (l *logFile) append(line *LogLine) error {
 			return err
 		}
 	}
-	n, err := l.f.WriteString(line.At.UTC().Format(time.RFC3339Nano) + " " + line.Stream + " " + line.Text + "\n")
+	text := line.At.UTC().Format(time.RFC3339Nano) + " " + line.Stream + " " + line.Text + "\n"
+	if l.torn {
+		text = "\n" + text
+	}
+	n, err := l.f.WriteString(text)
 	l.size += int64(n)
+	l.torn = err != nil && (l.torn || n > 0)
 	return err
 }
 
@@ -58,6 +76,9 @@ func (l *logFile) open() error {
 		return err
 	}
 	l.f, l.size = f, info.Size()
+	if l.size >= logFileSize {
+		return errors.Join(l.turn(), l.open())
+	}
 	return nil
 }
 
@@ -68,8 +89,159 @@ func (l *logFile) turn() error {
 }
 
 func (l *logFile) close() {
-	if l != nil && l.f != nil {
+	if l.f != nil {
 		_ = l.f.Close()
 		l.f = nil
+	}
+}
+
+// keep has a ring's new lines written, and its file closed if nothing will follow. The caller has mu. There is at most one writer
+// of a ring, and no lock while it writes: a disk that hangs holds up the files alone. What waits for it is the ring itself, so the
+// lines that leave the ring meanwhile are not in the file.
+func (s *logStore) keep(r *ring) {
+	if r.file == nil || r.writing {
+		return
+	}
+	r.writing = true
+	s.writers.Go(func() { s.writeOut(r) })
+}
+
+// writeOut is a ring's writer: it ends when all lines are written, or the store is closed and the disk does not take them.
+func (s *logStore) writeOut(r *ring) {
+	for {
+		from, lines, ends := s.unwritten(r)
+		if len(lines) == 0 {
+			if ends {
+				r.file.close()
+			}
+			if s.rest(r) {
+				return
+			}
+			continue
+		}
+		n, err := r.file.write(lines)
+		s.wrote(r, from+uint64(n), err)
+		if err != nil && !s.pause(logRetry) {
+			return
+		}
+	}
+}
+
+// unwritten gives the next lines of a ring for its file, from the number of the first one; ends says that none will follow them. In
+// the place of lines that have left the ring stands a note.
+func (s *logStore) unwritten(r *ring) (from uint64, lines []LogLine, ends bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	from = max(r.first, r.written)
+	rest := r.lines[from-r.first:]
+	if missed := from - r.written; missed > 0 {
+		lines = append(lines, LogLine{At: time.Now(), Stream: streamSelf, Text: fmt.Sprintf("%d lines are missing here: the disk did not take them in time", missed)})
+		from--
+	}
+	return from, append(lines, rest[:min(len(rest), logBatch)]...), r.dropped || s.closed
+}
+
+// rest ends the writer, unless lines came meanwhile.
+func (s *logStore) rest(r *ring) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	r.writing = r.written < r.first+uint64(len(r.lines))
+	return !r.writing
+}
+
+// wrote takes the outcome of a write up to the line with number next. The first error is logged, and that it is over.
+func (s *logStore) wrote(r *ring, next uint64, err error) {
+	s.mu.Lock()
+	r.written = max(r.written, next)
+	was := r.failing
+	r.failing = err != nil
+	s.mu.Unlock()
+	attrs := []any{slog.String("unit", r.key.unit), slog.Int("rank", r.key.rank)}
+	switch {
+	case err != nil && !was:
+		s.log.Warn("cannot write an engine's log file, it goes on in memory", append(attrs, slog.String("err", err.Error()), slog.Duration("retry", logRetry))...)
+	case err == nil && was:
+		s.log.Info("an engine's log file is written again", attrs...)
+	}
+}
+
+// pause waits; false: the store was closed, and the writer gives up.
+func (s *logStore) pause(d time.Duration) bool {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return true
+	case <-s.done:
+		return false
+	}
+}
+
+// close has the last lines written and waits for that, but not for a disk that hangs. Idempotent.
+func (s *logStore) close() {
+	s.mu.Lock()
+	if !s.closed {
+		close(s.done)
+		for _, r := range s.rings {
+			s.keep(r)
+		}
+	}
+	s.closed = true
+	s.mu.Unlock()
+	written := make(chan struct{})
+	go func() {
+		s.writers.Wait()
+		close(written)
+	}()
+	over := time.NewTimer(logCloseWait)
+	defer over.Stop()
+	select {
+	case <-written:
+	case <-over.C:
+		s.log.Warn("the disk does not take the engines' last log lines")
+	}
+}
+
+// logName is the file of a rank: application, group, in an independent one the rank, and the rank; .1 is the older one.
+var logName = regexp.MustCompile(`^([^.]+)(\.[0-9]+){2,3}\.log(\.1)?$`)
+
+// forget drops the logs of applications that are not there (any more), rings and files, if their last line is from before that time.
+func (s *logStore) forget(isThere func(app string) bool, before time.Time) {
+	s.mu.Lock()
+	for key, r := range s.rings {
+		if !isThere(r.app) && r.last.Before(before) {
+			s.drop(key)
+		}
+	}
+	s.mu.Unlock()
+	files, err := os.ReadDir(s.dir)
+	if err != nil {
+		return // there are none yet
+	}
+	for _, f := range files {
+		m := logName.FindStringSubmatch(f.Name())
+		info, err := f.Info()
+		if m == nil || err != nil || isThere(m[1]) || !info.ModTime().Before(before) {
+			continue
+		}
+		if err := os.Remove(filepath.Join(s.dir, f.Name())); err != nil {
+			s.log.Warn("cannot delete an old log file", slog.String("err", err.Error()))
+		}
+	}
+}
+
+// sweepLogs forgets, each hour, the logs of applications that have been gone for a week. Close does not wait for it: a disk may hang.
+func (n *Node) sweepLogs(ctx context.Context) {
+	each := time.NewTicker(logSweep)
+	defer each.Stop()
+	for {
+		select {
+		case <-each.C:
+		case <-ctx.Done():
+			return
+		}
+		if now := n.cfg.Store.State(); now.Index > 0 {
+			n.logs.forget(func(app string) bool { return now.Apps[app] != nil }, time.Now().Add(-logKept))
+		}
 	}
 }

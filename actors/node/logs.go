@@ -31,15 +31,19 @@ type (
 	LogQuery = msg.LogQuery
 )
 
-// logStore is the logs of a node's ranks. They outlive units and restarts: what a rank wrote before it died is what one
+// logStore is the logs of a node's ranks, in memory and, by one writer per rank (logfile.go), in files. They outlive units and restarts: what a rank wrote before it died is what one
 // wants to read afterwards.
 type logStore struct {
 	dir string // "" = no files
 	log *slog.Logger
 
-	mu      sync.Mutex
+	done    chan struct{} // closed with the store
+	writers sync.WaitGroup
+
+	mu      sync.Mutex // never held over a look at the disk
 	rings   map[logKey]*ring
 	changed chan struct{} // closed and replaced at every line
+	closed  bool
 }
 
 type logKey struct {
@@ -48,7 +52,7 @@ type logKey struct {
 }
 
 func newLogStore(dir string, log *slog.Logger) *logStore {
-	return &logStore{dir: dir, log: log, rings: map[logKey]*ring{}, changed: make(chan struct{})}
+	return &logStore{dir: dir, log: log, rings: map[logKey]*ring{}, changed: make(chan struct{}), done: make(chan struct{})}
 }
 
 // ring is the last lines of one rank.
@@ -59,7 +63,12 @@ type ring struct {
 	first uint64    // number of lines[0] since the ring began
 	bytes int
 	last  time.Time
-	file  *logFile
+
+	file    *logFile // the writer's; nil = none
+	written uint64   // number of the first line that is not in the file
+	writing bool     // there is a writer
+	failing bool     // the last write has failed
+	dropped bool     // no line follows
 }
 
 // open gives the two writers of a rank's engine at an epoch.
@@ -87,16 +96,17 @@ func (s *logStore) makeRoom() {
 				oldest = r
 			}
 		}
-		oldest.file.close()
-		delete(s.rings, oldest.key)
+		s.drop(oldest.key)
 	}
 }
 
-func (s *logStore) close() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for _, r := range s.rings {
-		r.file.close()
+// drop forgets a rank's lines. The caller has mu.
+func (s *logStore) drop(key logKey) {
+	r := s.rings[key]
+	r.dropped = true
+	delete(s.rings, key)
+	if !s.closed {
+		s.keep(r)
 	}
 }
 
@@ -113,8 +123,8 @@ func (s *logStore) add(w *lineWriter, text string) {
 		drop++
 	}
 	r.lines, r.first = r.lines[drop:], r.first+uint64(drop)
-	if err := r.file.write(&line); err != nil {
-		s.log.Warn("cannot write an engine's log file, it goes on in memory", slog.String("unit", r.key.unit), slog.Int("rank", r.key.rank), slog.String("err", err.Error()))
+	if !s.closed {
+		s.keep(r)
 	}
 	close(s.changed)
 	s.changed = make(chan struct{})

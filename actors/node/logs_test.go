@@ -1,11 +1,14 @@
 package node
 
 import (
+	"io"
 	"log/slog"
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
 	"unicode/utf8"
 
@@ -114,6 +117,7 @@ func TestLogFilesAreTurnedOver(t *testing.T) {
 	s := newLogStore(dir, slog.New(slog.DiscardHandler))
 	w, _ := s.open("a", "a/0/1", 1, 1)
 	_, _ = w.Write([]byte("first\n"))
+	s.settle(t, w.ring)
 	w.ring.file.size = logFileSize
 	_, _ = w.Write([]byte("second\n"))
 	s.close()
@@ -128,6 +132,119 @@ func TestLogFilesAreTurnedOver(t *testing.T) {
 	_, err := w.Write([]byte("kept in memory\n"))
 	require.NoError(t, err)
 	assert.Equal(t, []string{"kept in memory"}, texts(broken, all()))
+	broken.close()
+}
+
+// settle waits until a ring's writer has ended.
+func (s *logStore) settle(t *testing.T, r *ring) {
+	require.Eventually(t, func() bool {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		return !r.writing
+	}, time.Minute, time.Millisecond)
+}
+
+// TestALogDiskThatHangsHoldsUpNothing but the file: lines, tails, other ranks and their files, starts, and the end of the node. The
+// file is a pipe that nobody reads: to open it hangs.
+func TestALogDiskThatHangsHoldsUpNothing(t *testing.T) {
+	dir := t.TempDir()
+	path := filepath.Join(dir, "a.0.0.0.log")
+	require.NoError(t, syscall.Mkfifo(path, 0o600))
+	s := newLogStore(dir, slog.New(slog.DiscardHandler))
+	w, _ := s.open("a", "a/0/0", 0, 1)
+	for range 3 * ringLines {
+		_, _ = w.Write([]byte("x\n"))
+	}
+	_, _ = w.Write([]byte("the last without its end"))
+	w.end()
+	assert.Equal(t, "the last without its end", s.tail("a/0/0", 0, 1)[tailLines-1])
+	other, _ := s.open("a", "a/0/1", 1, 1)
+	_, _ = other.Write([]byte("y\n"))
+	s.settle(t, other.ring)
+	b, err := os.ReadFile(filepath.Join(dir, "a.0.1.1.log"))
+	require.NoError(t, err)
+	assert.Contains(t, string(b), " stdout y\n")
+	s.close()
+
+	pipe, err := os.OpenFile(path, os.O_RDWR, 0) // the disk is back
+	require.NoError(t, err)
+	go func() { _, _ = io.Copy(io.Discard, pipe) }()
+	s.writers.Wait()
+	require.NoError(t, pipe.Close())
+}
+
+// TestLinesThatADiskDoesNotTakeInTimeAreCounted in the file.
+func TestLinesThatADiskDoesNotTakeInTimeAreCounted(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir, s, w := withFullDisk(t)
+		for range 3 * ringLines {
+			_, _ = w.Write([]byte("x\n"))
+		}
+		time.Sleep(time.Second)
+		require.NoError(t, os.Remove(filepath.Join(dir, "a.0.0.0.log")))
+		time.Sleep(logRetry)
+		s.close()
+		b, err := os.ReadFile(filepath.Join(dir, "a.0.0.0.log"))
+		require.NoError(t, err)
+		lines := strings.Split(strings.TrimSpace(string(b)), "\n")
+		assert.Contains(t, lines[0], " dpserve 8193 lines are missing here") // with the first one
+		assert.Len(t, lines, 1+ringLines)
+	})
+}
+
+// withFullDisk is a store with a rank whose file takes nothing, and one line that was not taken.
+func withFullDisk(t *testing.T) (dir string, s *logStore, w *lineWriter) {
+	dir = t.TempDir()
+	require.NoError(t, os.Symlink("/dev/full", filepath.Join(dir, "a.0.0.0.log")))
+	s = newLogStore(dir, slog.New(slog.DiscardHandler))
+	w, _ = s.open("a", "a/0/0", 0, 1)
+	_, _ = w.Write([]byte("first\n"))
+	synctest.Wait()
+	return dir, s, w
+}
+
+// TestALogFileIsTriedAgainAfterAFullDisk, and has what was written meanwhile.
+func TestALogFileIsTriedAgainAfterAFullDisk(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir, s, w := withFullDisk(t)
+		path := filepath.Join(dir, "a.0.0.0.log")
+		require.NoError(t, os.Remove(path))
+		_, _ = w.Write([]byte("second\n"))
+		time.Sleep(logRetry / 2)
+		assert.NoFileExists(t, path)
+		time.Sleep(logRetry)
+		b, err := os.ReadFile(path)
+		require.NoError(t, err)
+		assert.Regexp(t, "(?s)^[^ ]+ stdout first\n[^ ]+ stdout second\n$", string(b))
+		s.close()
+	})
+}
+
+// TestLogsOfApplicationsThatAreGoneAreDeleted a week after their last line, and nothing else.
+func TestLogsOfApplicationsThatAreGoneAreDeleted(t *testing.T) {
+	dir := t.TempDir()
+	s := newLogStore(dir, slog.New(slog.DiscardHandler))
+	defer s.close()
+	week := time.Now().Add(-logKept)
+	for name, old := range map[string]bool{
+		"gone.0.0.0.log": true, "gone.0.0.0.log.1": true, "gone.1.2.log": true, "gone.0.1.1.log": false, "kept.0.0.0.log": true, "mine.txt": true,
+	} {
+		path := filepath.Join(dir, name)
+		require.NoError(t, os.WriteFile(path, nil, 0o600))
+		if old {
+			require.NoError(t, os.Chtimes(path, week.Add(-time.Minute), week.Add(-time.Minute)))
+		}
+	}
+	w, _ := s.open("gone", "gone/5", 0, 1)
+	w.ring.last = week.Add(-time.Minute)
+	s.forget(func(app string) bool { return app == "kept" }, week)
+	left, err := filepath.Glob(filepath.Join(dir, "*"))
+	require.NoError(t, err)
+	for i := range left {
+		left[i] = filepath.Base(left[i])
+	}
+	assert.Equal(t, []string{"gone.0.1.1.log", "kept.0.0.0.log", "mine.txt"}, left)
+	assert.Empty(t, s.rings)
 }
 
 // FuzzLineWriter: an engine may write anything; what is kept is bounded, valid UTF-8 and without line ends.

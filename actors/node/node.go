@@ -9,7 +9,10 @@ import (
 	"maps"
 	"net/http"
 	"os"
+	"slices"
+	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/asynkron/protoactor-go/actor"
@@ -82,12 +85,14 @@ type Node struct {
 	halt    context.CancelFunc // ends the renewer and the guard, after the units
 	aside   sync.WaitGroup     // both
 
+	closing  atomic.Bool   // nothing starts any more
 	hard     chan struct{} // closed: end engines at once
 	hardOnce sync.Once
 	running  sync.WaitGroup // units
 
 	mu    sync.Mutex
 	units map[string]*unit // the newest of each name; readers copy
+	left  []string         // units whose engines did not end, with what is left of them
 
 	reportMu sync.Mutex
 	reports  uint64
@@ -104,6 +109,9 @@ func New(cfg Config) (*Node, error) {
 	seen, err := loadEpochs(cfg.DataDir)
 	if err != nil {
 		return nil, err
+	}
+	if afterStop := takeStopMark(cfg.DataDir); n.renewer != nil {
+		n.renewer.afterStop = afterStop
 	}
 	n.logs = newLogStore(logDir(cfg.DataDir), n.log)
 	if n.launcher == nil {
@@ -126,6 +134,9 @@ func (n *Node) watch() {
 	n.halt = cancel
 	if n.renewer != nil {
 		n.aside.Go(func() { n.renewer.run(ctx) })
+	}
+	if n.cfg.Store != nil && n.logs.dir != "" {
+		go n.sweepLogs(ctx) // ends with ctx, and after a disk that hangs
 	}
 	if n.renewer != nil || n.cfg.Store != nil {
 		n.aside.Go(func() { n.guard(ctx) })
@@ -215,26 +226,51 @@ func (n *Node) command(ctx context.Context, message func(reply chan error) any) 
 	}
 }
 
-// Close drains every unit for at most grace and its app's graceful_shutdown_timeout_s, ends all engines and waits until no process is left. When ctx is done before,
-// engines are killed at once; what even then does not end within VerifyNamed is named in the error. Idempotent.
+// Close drains every unit for at most grace and its app's graceful_shutdown_timeout_s, ends all engines and waits until no process is
+// left. While it does, the node takes orders to stop, refuses to start (msg.ErrNodeStopping), and says in its reports that it stops.
+// When ctx is done before, engines are killed at once. It always returns: after the grace, KillGrace and VerifyNamed, or 2 × KillGrace
+// after ctx is done, what did not end is named in the error (problem.Internal). Idempotent.
 func (n *Node) Close(ctx context.Context, grace time.Duration) error {
+	n.closing.Store(true)
+	asked := closeAllUnits{grace, make(chan struct{})}
+	n.box.Send(asked)
 	if n.renewer != nil {
-		n.renewer.closing.Store(true)
+		n.renewer.close()
 	}
-	n.box.Send(closeAllUnits{grace})
 	done := make(chan struct{})
 	go func() {
-		<-n.box.Stopped() // no unit is added any more
+		select { // no unit is added any more
+		case <-asked.done:
+		case <-n.box.Stopped():
+		}
 		n.running.Wait()
 		close(done)
 	}()
 	stopHard := context.AfterFunc(ctx, n.killAll)
 	defer stopHard()
 	<-done // bounded: drain by grace, kill by KillGrace, verify by VerifyNamed
+	n.box.Halt()
+	<-n.box.Stopped()
+	n.markStop()
 	n.halt()
 	n.aside.Wait()
 	n.closeResources()
 	return n.leftBehind()
+}
+
+// markStop waits for a disk that hangs for KillGrace at most: what is lost with it is that the next process knows of this end.
+func (n *Node) markStop() {
+	written := make(chan error, 1)
+	go func() { written <- leaveStopMark(n.cfg.DataDir) }()
+	over := time.NewTimer(n.timers.KillGrace)
+	defer over.Stop()
+	select {
+	case err := <-written:
+		if err != nil {
+			n.log.Warn("cannot note that this process was told to end", slog.String("err", err.Error()))
+		}
+	case <-over.C:
+	}
 }
 
 func (n *Node) killAll() { n.hardOnce.Do(func() { close(n.hard) }) }
@@ -249,17 +285,22 @@ func (n *Node) closeResources() {
 	n.logs.close()
 }
 
+// leave notes what a unit leaves behind: unit and processes.
+func (n *Node) leave(what string) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.left = append(n.left, what)
+}
+
 func (n *Node) leftBehind() error {
-	var left []string
-	for _, u := range n.list() {
-		if held := u.heldNow(); held != "" {
-			left = append(left, u.m.Unit+": "+held)
-		}
-	}
-	if len(left) == 0 {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if len(n.left) == 0 {
 		return nil
 	}
-	return problem.New(problem.Internal, "engines were killed and did not end").WithDetails(left...)
+	slices.Sort(n.left)
+	return problem.New(problem.Internal, "engines were killed and did not end: %s", strings.Join(n.left, "; ")).WithDetails(n.left...).
+		WithHint("a process in state D of ps hangs in the kernel or a driver: look at dmesg; its devices are free again after it, or a reboot")
 }
 
 // list copies the units.

@@ -596,8 +596,8 @@ func TestADrainWaitsForRequestsAndIsCutAtItsDeadline(t *testing.T) {
 		t.Fatalf("did not wait for the request: %+v", e)
 	case <-time.After(50 * time.Millisecond):
 	}
-	r.stop(m, 0) // a tighter wish
-	r.expect(msg.UnitGone, msg.UnitKilling)
+	r.stop(m, 0)                                              // a tighter wish
+	r.expect(msg.UnitGone, msg.UnitDraining, msg.UnitKilling) // each order is answered
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	assert.Contains(t, r.causes, "drained")

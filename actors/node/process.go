@@ -18,6 +18,9 @@ import (
 // pipeDelay is how long the output of a dead front process is still read, if something outside of its group holds the pipe.
 const pipeDelay = 2 * time.Second
 
+// reapEach is the pause between two looks for orphans that process 1 has to reap.
+const reapEach = 5 * time.Second
+
 // errClosed says that the node is closed.
 var errClosed = errors.New("the node is closed")
 
@@ -40,6 +43,9 @@ var _ Launcher = (*processes)(nil)
 func newProcesses(l *ledger) *processes {
 	p := &processes{starts: make(chan startOrder), done: make(chan struct{}), ledger: l}
 	go p.serve()
+	if os.Getpid() == 1 {
+		go reapOrphans(p.done, reapEach, l.owns)
+	}
 	return p
 }
 

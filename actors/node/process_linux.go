@@ -6,6 +6,7 @@ import (
 	"strconv"
 	"strings"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -28,6 +29,7 @@ func awaitExit(pid int) bool {
 // stat is what the ledger reads of /proc/PID/stat.
 type stat struct {
 	pid, group int
+	parent     int
 	zombie     bool
 	start      string // clock ticks since boot
 }
@@ -47,11 +49,12 @@ func parseStat(pid int, line string) (stat, bool) {
 	if at < 0 || len(f) < 20 { // field 3 of proc(5) is f[0]
 		return stat{}, false
 	}
+	parent, errParent := strconv.Atoi(f[1])
 	group, err := strconv.Atoi(f[2])
-	if err != nil {
+	if err != nil || errParent != nil {
 		return stat{}, false
 	}
-	return stat{pid: pid, group: group, zombie: f[0] == "Z" || f[0] == "X", start: f[19]}, true
+	return stat{pid: pid, parent: parent, group: group, zombie: f[0] == "Z" || f[0] == "X", start: f[19]}, true
 }
 
 // hasProc says that processes can be listed.
@@ -92,4 +95,41 @@ func environHas(pid int, entry string) bool {
 		}
 	}
 	return false
+}
+
+// reapOrphans reaps, until done is closed, children of this process that nobody waits for. Process 1 of a container is given the
+// orphans of dead engines, and what nobody reaps keeps its number for ever. Engines are waited for, and so is all else that dpserve
+// starts: such a child is a zombie for a moment only. So one that owns does not name, and that is a zombie in two looks, is an orphan.
+func reapOrphans(done <-chan struct{}, each time.Duration, owns func(pid int) bool) {
+	tick := time.NewTicker(each)
+	defer tick.Stop()
+	seen := map[int]string{} // zombies of the last look, by their start time
+	for {
+		select {
+		case <-tick.C:
+		case <-done:
+			return
+		}
+		now := map[int]string{}
+		for _, s := range allProcesses() {
+			switch {
+			case !s.zombie || s.parent != os.Getpid() || owns(s.pid):
+			case seen[s.pid] == s.start:
+				_, _ = unix.Wait4(s.pid, nil, unix.WNOHANG, nil)
+			default:
+				now[s.pid] = s.start
+			}
+		}
+		seen = now
+	}
+}
+
+// suspended is how long the machine has been suspended since its boot: what CLOCK_BOOTTIME counts and the clock of time.Now, which
+// is CLOCK_MONOTONIC, does not.
+func suspended() time.Duration {
+	var all, awake unix.Timespec
+	if unix.ClockGettime(unix.CLOCK_MONOTONIC, &awake) != nil || unix.ClockGettime(unix.CLOCK_BOOTTIME, &all) != nil {
+		return 0
+	}
+	return time.Duration(all.Nano() - awake.Nano())
 }

@@ -2,7 +2,10 @@
 
 package node
 
-import "syscall"
+import (
+	"syscall"
+	"time"
+)
 
 // groupAttr gives an engine a process group of its own. Without a parent-death signal the engine's watch of its standard
 // input ends it with its node.
@@ -22,3 +25,9 @@ func hasProc() bool               { return false }
 func readStat(int) (stat, bool)   { return stat{}, false }
 func allProcesses() []stat        { return nil }
 func environHas(int, string) bool { return false }
+
+// reapOrphans needs /proc.
+func reapOrphans(<-chan struct{}, time.Duration, func(int) bool) {}
+
+// suspended is not known here.
+func suspended() time.Duration { return 0 }

@@ -35,6 +35,7 @@ type renewer struct {
 	news        *news
 	wake        chan struct{} // one slot: there is news
 	demand      chan struct{} // one slot: a command waits for the lease
+	afterStop   bool          // the process of the node before this one was told to end
 	closing     atomic.Bool   // the node ends: that its leader went first is no news
 
 	// The loop's own.
@@ -45,13 +46,17 @@ type renewer struct {
 	base time.Time
 	open atomic.Int64 // requests are admitted until base plus this, in ns: one load and a look at the clock for each
 
-	mu    sync.Mutex
-	lease lease
-	tried chan struct{} // closed and replaced when a renewal has ended
-	begun uint64        // renewals
-	last  uint64        // the number of the last that has ended
-	index uint64        // of the newest state of a leader that has granted a lease
-	done  chan struct{} // closed when nothing is renewed any more
+	suspended func() time.Duration // of the machine since its boot
+
+	mu      sync.Mutex
+	lease   lease
+	slept   time.Duration // what of suspended is in the lease already
+	sleptAt time.Duration // slept when the renewal that is under way was sent
+	tried   chan struct{} // closed and replaced when a renewal has ended
+	begun   uint64        // renewals
+	last    uint64        // the number of the last that has ended
+	index   uint64        // of the newest state of a leader that has granted a lease
+	done    chan struct{} // closed when nothing is renewed any more
 }
 
 var _ msg.Reporter = (*renewer)(nil)
@@ -59,7 +64,7 @@ var _ msg.Reporter = (*renewer)(nil)
 func newRenewer(c *Config, t *Timers) *renewer {
 	now := time.Now()
 	return &renewer{
-		leader: c.Leader, self: c.Self, trouble: c.Trouble, store: c.Store, incarnation: draw(c.Rand), ttl: t.LeaseTTL, period: t.LeaseRenew, log: c.Log, news: newNews(),
+		suspended: suspended, slept: suspended(), leader: c.Leader, self: c.Self, trouble: c.Trouble, store: c.Store, incarnation: draw(c.Rand), ttl: t.LeaseTTL, period: t.LeaseRenew, log: c.Log, news: newNews(),
 		wake: make(chan struct{}, 1), demand: make(chan struct{}, 1), base: now, granted: now, tried: make(chan struct{}), done: make(chan struct{}),
 		lease: lease{fence: c.OnLeaseLoss == Fence, ttl: t.LeaseTTL, beat: now, doubt: now}, // nothing is known of before
 	}
@@ -78,6 +83,12 @@ func strike(bell chan struct{}) {
 	case bell <- struct{}{}:
 	default:
 	}
+}
+
+// close has the leader told that the node ends.
+func (r *renewer) close() {
+	r.closing.Store(true)
+	strike(r.wake)
 }
 
 // run renews until ctx ends, and once more if events wait then and somebody takes them.
@@ -154,7 +165,7 @@ func (r *renewer) renew(ctx context.Context) (more bool, err error) {
 }
 
 func (r *renewer) report(now time.Time) *msg.NodeReport {
-	m := &msg.NodeReport{Node: r.self(), Incarnation: r.incarnation, Wall: now}
+	m := &msg.NodeReport{Node: r.self(), Incarnation: r.incarnation, Wall: now, Stopping: r.closing.Load(), AfterStop: r.afterStop}
 	m.Events, m.Units = r.news.report()
 	if r.store != nil {
 		m.Index = r.store.State().Index
@@ -182,8 +193,21 @@ func (r *renewer) failed(ctx context.Context, err error) {
 func (r *renewer) begin() time.Time {
 	r.mu.Lock()
 	r.begun++
+	r.countSuspension()
+	r.sleptAt = r.slept
 	r.mu.Unlock()
 	return r.look()
+}
+
+// suspensionNoted is more than the time between the two looks at clocks that suspended takes.
+const suspensionNoted = 200 * time.Millisecond
+
+// countSuspension takes what the machine slept since the last look off the lease, under mu.
+func (r *renewer) countSuspension() {
+	if d := r.suspended() - r.slept; d >= suspensionNoted {
+		r.slept += d
+		r.lease.sleep(d)
+	}
 }
 
 // look notes that the node runs.
@@ -191,6 +215,7 @@ func (r *renewer) look() time.Time {
 	now := time.Now()
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	r.countSuspension()
 	r.lease.look(now)
 	r.publish()
 	return now
@@ -199,7 +224,8 @@ func (r *renewer) look() time.Time {
 func (r *renewer) ended(sent time.Time, ttl time.Duration) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.lease.ended(sent, time.Now(), ttl)
+	r.countSuspension()
+	r.lease.ended(sent.Add(r.sleptAt-r.slept), time.Now(), ttl)
 	r.publish()
 	r.last = r.begun // one at a time
 	close(r.tried)
@@ -215,13 +241,15 @@ func (r *renewer) publish() {
 	r.open.Store(int64(open))
 }
 
-// admits says whether requests may be admitted now.
+// admits says whether requests may be admitted now. After a suspension of the machine it is the next look that finds the lease over:
+// in fence within TTL/20 of the thaw.
 func (r *renewer) admits() bool { return int64(time.Since(r.base)) < r.open.Load() }
 
 // starts says whether an engine may be started now.
 func (r *renewer) starts() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	r.countSuspension()
 	return r.lease.starts(time.Now())
 }
 

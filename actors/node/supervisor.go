@@ -18,7 +18,10 @@ type (
 		m     *msg.StopRank
 		reply chan error // one slot
 	}
-	closeAllUnits struct{ grace time.Duration }
+	closeAllUnits struct {
+		grace time.Duration
+		done  chan struct{} // closed when every unit was asked
+	}
 )
 
 // supervisor is the node's actor: it decides which units there are; each unit runs by itself. The one thing it does to a disk
@@ -36,10 +39,10 @@ func (s *supervisor) Receive(m any) {
 	case stopRank:
 		m.reply <- s.stop(m.m)
 	case closeAllUnits:
+		defer close(m.done)
 		for _, u := range s.list() {
 			u.askStop(min(m.grace, app.Seconds(u.m.App.GracefulShutdownTimeout)), "node is stopping")
 		}
-		s.box.Halt()
 	}
 }
 
@@ -50,6 +53,9 @@ func (s *supervisor) start(m *msg.StartRank) error {
 	if before != nil && before.m.Epoch == m.Epoch && s.epochs.seen[m.Unit] == m.Epoch {
 		before.repeat()
 		return nil
+	}
+	if s.closing.Load() {
+		return problem.New(problem.Unavailable, "unit %s: node %s: %w", m.Unit, s.cfg.ID, msg.ErrNodeStopping)
 	}
 	if err := s.mayBegin(m); err != nil {
 		return err
@@ -70,15 +76,22 @@ func (s *supervisor) mayBegin(m *msg.StartRank) error {
 	if s.cfg.Store != nil {
 		if now := s.cfg.Store.State(); superseded(now, m.Unit, m.Epoch) {
 			return problem.New(problem.Conflict, "unit %s: %w: epoch %d was asked for, the cluster has released it (it is at %d)", m.Unit, ErrStaleEpoch, m.Epoch, now.Epochs[m.Unit])
+		} else if s.epochs.isBehind(now) {
+			return problem.New(problem.Unavailable, "unit %s: this node's copy of the state is older than before it was started", m.Unit).
+				WithHint("wait until the node has the present state")
 		}
 	}
 	if err := s.mayStart(); err != nil {
 		return err
 	}
+	if s.cfg.Store != nil {
+		s.epochs.prune(s.cfg.Store.State(), func(unit string) bool { return unit == m.Unit || s.unit(unit) != nil })
+	}
 	return s.epochs.begin(m.Unit, m.Epoch)
 }
 
-// stop asks a unit to end. One that is not here is gone already, and says so: the controller may have missed it.
+// stop asks a unit to end. One that is not here is gone already, and says so: the controller may have missed it. One that ends
+// already says so again: an order that nothing follows would be repeated.
 func (s *supervisor) stop(m *msg.StopRank) error {
 	if err := s.epochs.admit(m.Unit, m.Epoch); err != nil {
 		return err
@@ -87,7 +100,11 @@ func (s *supervisor) stop(m *msg.StopRank) error {
 	if u == nil || u.m.Epoch < m.Epoch {
 		s.report(msg.UnitEvent{Unit: m.Unit, Epoch: m.Epoch, Kind: msg.UnitGone, Rank: -1, Reason: m.Reason, Asked: true})
 	}
-	if u != nil && !u.askStop(m.Grace, m.Reason) {
+	if u == nil {
+		return nil
+	}
+	ends := u.isEnding()
+	if !u.askStop(m.Grace, m.Reason) || ends {
 		u.repeat()
 	}
 	return nil

@@ -223,6 +223,12 @@ func (u *unit) seal(e msg.UnitEvent) msg.UnitEvent {
 	return e
 }
 
+// isEnding says whether the unit drains, or its engines are being ended.
+func (u *unit) isEnding() bool {
+	p := u.currentPhase()
+	return p == state.Draining || p == state.Killing
+}
+
 // repeat reports the last event again, to a controller that asked for something that already is.
 func (u *unit) repeat() { u.n.reportAgain(u) }
 

@@ -28,8 +28,12 @@ func (u *unit) end(startErr error) {
 	u.enter(state.Killing, why.cause)
 	u.tell(msg.UnitEvent{Kind: msg.UnitKilling, Rank: why.rank, Reason: why.cause})
 	u.kill()
-	u.verify(why)
+	left := u.verify(why)
 	u.stopReplicas(context.Background(), u.ranks)
+	if left != "" { // not gone: whoever leads waits until this node is lost
+		u.n.leave(u.m.Unit + ": " + left)
+		return
+	}
 	for _, r := range u.ranks {
 		r.out[0].end()
 		r.out[1].end()
@@ -142,30 +146,34 @@ func (u *unit) awaitExit(p Process, limit time.Duration) {
 
 // verify waits until nothing of the unit's engines is left: groups empty, ports bindable. After VerifyNamed what is left is
 // named, and the wait goes on, killing again: a start beside it would meet its memory and its ports. Only the node's own end
-// gives up then.
-func (u *unit) verify(why failure) {
+// gives up then, after KillGrace if it is hurried, and verify returns what is left.
+func (u *unit) verify(why failure) string {
 	began, named := time.Now(), false
 	for wait := u.n.timers.PollFirst; ; wait = min(2*wait, u.n.timers.VerifyPoll) {
 		left := u.left()
 		if left == "" {
-			return
+			return ""
 		}
-		late := time.Since(began) >= u.n.timers.VerifyNamed
-		if late && closed(u.n.box.Stopped()) {
-			u.log.Error("giving up on an engine that does not end", slog.String("left", left))
-			return
+		limit := u.n.timers.VerifyNamed
+		if u.n.closing.Load() && closed(u.n.hard) {
+			limit = min(limit, u.n.timers.KillGrace)
 		}
+		late := time.Since(began) >= limit
 		if late && !named {
 			named = true
-			u.named(why, left)
+			u.named(why, left, limit)
+		}
+		if late && u.n.closing.Load() {
+			u.log.Error("giving up on an engine that does not end", slog.String("left", left))
+			return left
 		}
 		time.Sleep(wait)
 		u.killAgain()
 	}
 }
 
-func (u *unit) named(why failure, left string) {
-	reason := fmt.Sprintf("%s; still held after %s: %s", why.cause, u.n.timers.VerifyNamed, left)
+func (u *unit) named(why failure, left string, after time.Duration) {
+	reason := fmt.Sprintf("%s; still held after %s: %s", why.cause, after, left)
 	u.log.Warn("an ended engine still holds something", slog.String("left", left))
 	u.enter(state.Killing, reason)
 	u.tell(msg.UnitEvent{Kind: msg.UnitKilling, Rank: why.rank, Reason: reason})

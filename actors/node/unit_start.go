@@ -214,13 +214,17 @@ func (u *unit) launchRank(ctx context.Context, r *rank, l engine.Launch) error {
 	}
 	r.setProc(p)
 	u.log.Info("engine started", slog.Int("rank", r.grant.Rank), slog.Int("pid", p.PID()), slog.String("url", l.URL))
-	u.n.running.Go(func() { u.watchExit(r, p) }) // ends with the engine, which ends with the unit
+	u.n.running.Go(func() { u.watchExit(r, p) }) // ends with the engine or the unit
 	return nil
 }
 
-// watchExit turns every exit we did not ask for into a failure, whatever its code.
+// watchExit turns every exit we did not ask for into a failure, whatever its code. An engine that no signal ends outlives its unit.
 func (u *unit) watchExit(r *rank, p Process) {
-	<-p.Exited()
+	select {
+	case <-p.Exited():
+	case <-u.done:
+		return
+	}
 	if !r.wasAsked() {
 		u.fail(r.grant.Rank, p.Exit().String())
 	}

@@ -28,7 +28,7 @@ func encodeReport(r *msg.NodeReport) (*dpservev1.RenewRequest, error) {
 	}
 	return &dpservev1.RenewRequest{
 		Node: node, Incarnation: r.Incarnation, WallUnixNano: nanos(r.Wall), Index: r.Index, Trouble: text(r.Trouble, maxReason),
-		Events: encodeEvents(r.Events), Units: encodeUnits(r.Units),
+		Stopping: r.Stopping, AfterStop: r.AfterStop, Events: encodeEvents(r.Events), Units: encodeUnits(r.Units),
 	}, nil
 }
 
@@ -77,7 +77,10 @@ func lastLines(lines []string) []string { return lines[max(0, len(lines)-maxTail
 // decodeReport reads a report. unknown counts the events that this version does not understand; they are left out, for a node must
 // not lose its lease over them.
 func decodeReport(r *dpservev1.RenewRequest) (report *msg.NodeReport, unknown int, err error) {
-	report = &msg.NodeReport{Incarnation: r.GetIncarnation(), Wall: fromNanos(r.GetWallUnixNano()), Index: r.GetIndex(), Trouble: text(r.GetTrouble(), maxReason)}
+	report = &msg.NodeReport{
+		Incarnation: r.GetIncarnation(), Wall: fromNanos(r.GetWallUnixNano()), Index: r.GetIndex(), Trouble: text(r.GetTrouble(), maxReason),
+		Stopping: r.GetStopping(), AfterStop: r.GetAfterStop(),
+	}
 	node, err := decodeNode(r.GetNode())
 	if err != nil {
 		return nil, 0, err

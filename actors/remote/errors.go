@@ -8,6 +8,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/cluster"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
@@ -76,6 +77,7 @@ func sentinels() []sentinel {
 		{"no_majority", cluster.ErrNoMajority},
 		{"overloaded", inbox.ErrOverloaded},
 		{"stopped", inbox.ErrStopped},
+		{"node_stopping", msg.ErrNodeStopping},
 		{deadlineName, context.DeadlineExceeded},
 	}
 }

@@ -242,10 +242,12 @@ type RenewRequest struct {
 	Node          []byte                 `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"`                // state.Node as JSON
 	Incarnation   uint64                 `protobuf:"varint,2,opt,name=incarnation,proto3" json:"incarnation,omitempty"` // of the node's process
 	WallUnixNano  int64                  `protobuf:"varint,3,opt,name=wall_unix_nano,json=wallUnixNano,proto3" json:"wall_unix_nano,omitempty"`
-	Events        []*UnitEvent           `protobuf:"bytes,4,rep,name=events,proto3" json:"events,omitempty"`   // not yet taken, by number
-	Units         []*UnitEvent           `protobuf:"bytes,5,rep,name=units,proto3" json:"units,omitempty"`     // the newest of every unit the node has
-	Index         uint64                 `protobuf:"varint,6,opt,name=index,proto3" json:"index,omitempty"`    // of its copy of the state
-	Trouble       string                 `protobuf:"bytes,7,opt,name=trouble,proto3" json:"trouble,omitempty"` // what people should know of the node; empty = nothing
+	Events        []*UnitEvent           `protobuf:"bytes,4,rep,name=events,proto3" json:"events,omitempty"`                         // not yet taken, by number
+	Units         []*UnitEvent           `protobuf:"bytes,5,rep,name=units,proto3" json:"units,omitempty"`                           // the newest of every unit the node has
+	Index         uint64                 `protobuf:"varint,6,opt,name=index,proto3" json:"index,omitempty"`                          // of its copy of the state
+	Trouble       string                 `protobuf:"bytes,7,opt,name=trouble,proto3" json:"trouble,omitempty"`                       // what people should know of the node; empty = nothing
+	Stopping      bool                   `protobuf:"varint,8,opt,name=stopping,proto3" json:"stopping,omitempty"`                    // it starts no unit any more, and ends those that it has after their grace
+	AfterStop     bool                   `protobuf:"varint,9,opt,name=after_stop,json=afterStop,proto3" json:"after_stop,omitempty"` // the node's process before this one was told to end
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -327,6 +329,20 @@ func (x *RenewRequest) GetTrouble() string {
 		return x.Trouble
 	}
 	return ""
+}
+
+func (x *RenewRequest) GetStopping() bool {
+	if x != nil {
+		return x.Stopping
+	}
+	return false
+}
+
+func (x *RenewRequest) GetAfterStop() bool {
+	if x != nil {
+		return x.AfterStop
+	}
+	return false
 }
 
 type RenewReply struct {
@@ -2613,7 +2629,7 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\aaddress\x18\x02 \x01(\tR\aaddress\x12\x16\n" +
 	"\x06gossip\x18\x03 \x01(\tR\x06gossip\x12\x14\n" +
 	"\x05roles\x18\x04 \x03(\tR\x05roles\x12\x10\n" +
-	"\x03uid\x18\x05 \x01(\tR\x03uid\"\xf6\x01\n" +
+	"\x03uid\x18\x05 \x01(\tR\x03uid\"\xb1\x02\n" +
 	"\fRenewRequest\x12\x12\n" +
 	"\x04node\x18\x01 \x01(\fR\x04node\x12 \n" +
 	"\vincarnation\x18\x02 \x01(\x04R\vincarnation\x12$\n" +
@@ -2621,7 +2637,10 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\x06events\x18\x04 \x03(\v2\x15.dpserve.v1.UnitEventR\x06events\x12+\n" +
 	"\x05units\x18\x05 \x03(\v2\x15.dpserve.v1.UnitEventR\x05units\x12\x14\n" +
 	"\x05index\x18\x06 \x01(\x04R\x05index\x12\x18\n" +
-	"\atrouble\x18\a \x01(\tR\atrouble\"\xb4\x01\n" +
+	"\atrouble\x18\a \x01(\tR\atrouble\x12\x1a\n" +
+	"\bstopping\x18\b \x01(\bR\bstopping\x12\x1d\n" +
+	"\n" +
+	"after_stop\x18\t \x01(\bR\tafterStop\"\xb4\x01\n" +
 	"\n" +
 	"RenewReply\x12\x19\n" +
 	"\bttl_nano\x18\x01 \x01(\x03R\attlNano\x12\x16\n" +

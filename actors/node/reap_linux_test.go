@@ -1,0 +1,39 @@
+package node
+
+import (
+	"os"
+	"os/exec"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
+)
+
+// TestProcessOneReapsOrphansAndNothingElse: this process is given orphans like process 1. A child that somebody waits for, however
+// late, keeps its exit code if it is owned.
+func TestProcessOneReapsOrphansAndNothingElse(t *testing.T) {
+	require.NoError(t, unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
+	defer func() { _ = unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) }()
+	own := exec.CommandContext(t.Context(), "sh", "-c", "exit 7")
+	require.NoError(t, own.Start())
+	out, err := exec.CommandContext(t.Context(), "sh", "-c", "sleep 0.05 >/dev/null & echo $!").Output()
+	require.NoError(t, err)
+	orphan, err := strconv.Atoi(strings.TrimSpace(string(out)))
+	require.NoError(t, err)
+	isZombie := func(pid int) bool { s, ok := readStat(pid); return ok && s.zombie && s.parent == os.Getpid() }
+	require.Eventually(t, func() bool { return isZombie(orphan) && isZombie(own.Process.Pid) }, time.Minute, time.Millisecond)
+
+	done, ended := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(ended)
+		reapOrphans(done, 10*time.Millisecond, func(pid int) bool { return pid == own.Process.Pid })
+	}()
+	require.Eventually(t, func() bool { _, there := readStat(orphan); return !there }, time.Minute, time.Millisecond)
+	close(done)
+	<-ended
+	require.Error(t, own.Wait())
+	require.Equal(t, 7, own.ProcessState.ExitCode())
+}
