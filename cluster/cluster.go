@@ -87,6 +87,8 @@ type Config struct {
 	Forward func(ctx context.Context, leader state.Node, c state.Command) (state.Result, error)
 	// Secrets makes what a cluster is given at its first start, or when it has none yet; nil = none.
 	Secrets func() state.Secrets
+	// LeaseTTL is how long leases last in a cluster that begins with Secrets.
+	LeaseTTL time.Duration
 	// Timers are raft's; zero = DefaultTimers.
 	Timers Timers
 

@@ -150,7 +150,7 @@ func (c *Cluster) lead() error {
 func (c *Cluster) founding() state.Command {
 	first := &state.Init{Cluster: c.ident.Cluster, Secret: newSecret()}
 	if c.cfg.Secrets != nil {
-		first.Secrets = c.cfg.Secrets()
+		first.Secrets, first.LeaseTTL = c.cfg.Secrets(), c.cfg.LeaseTTL.Milliseconds()
 	}
 	return state.Command{Init: first}
 }

@@ -90,6 +90,8 @@ func (s *State) init(c *Init) error {
 	switch {
 	case c.Cluster == "":
 		return problem.New(problem.InvalidArgument, "init: %w: the cluster id is empty", ErrBadCommand)
+	case c.LeaseTTL < 0:
+		return problem.New(problem.InvalidArgument, "init: %w: a lease lasts %d ms", ErrBadCommand, c.LeaseTTL)
 	case (len(c.Authority) == 0) != (len(c.AuthorityKey) == 0):
 		return problem.New(problem.InvalidArgument, "init: %w: an authority comes with its key", ErrBadCommand)
 	case s.Cluster != "" && s.Cluster != c.Cluster:
@@ -99,6 +101,9 @@ func (s *State) init(c *Init) error {
 	s.Cluster = c.Cluster
 	if len(s.Secret) == 0 {
 		s.Secret = c.Secret
+	}
+	if s.LeaseTTL == 0 {
+		s.LeaseTTL = c.LeaseTTL
 	}
 	s.Secrets = s.Secrets.completed(c.Secrets)
 	return nil

@@ -1,13 +1,15 @@
 package state
 
 import (
+	"maps"
 	"reflect"
 	"slices"
+	"time"
 
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// maxRemoved bounds the memory of removed nodes; the one removed the longest ago is forgotten first.
+// maxRemoved bounds the memory of removed nodes; the one removed the longest ago is forgotten first, after RemovedFor.
 const maxRemoved = 4096
 
 // Has says whether the node has a role.
@@ -28,11 +30,49 @@ func (s *State) putNode(c *PutNode) (Result, error) {
 	old := s.Nodes[n.ID]
 	if old != nil {
 		n.Lost, n.Reason, n.Draining, n.DrainBy = old.Lost, old.Reason, old.Draining, old.DrainBy
+		if n.Key == "" {
+			n.Key = old.Key
+		}
+		if !old.isKey(n.Key) {
+			return Result{}, otherKey("put node", n.ID)
+		}
+		if !c.AnyRoles && !SameRoles(old.Roles, n.Roles) {
+			return Result{}, rolesFixed(old, n.Roles)
+		}
 		if old.Has(RoleControl) && !n.Has(RoleControl) && s.lastControl(old) {
 			return Result{}, lastControl("put node", n.ID)
 		}
 	}
 	return s.setNode(n), nil
+}
+
+// isKey says whether a key may stand for the node: its own, or any while its own is not known.
+func (n *Node) isKey(key string) bool { return n.Key == "" || n.Key == key }
+
+func otherKey(verb, id string) error {
+	return problem.New(problem.Conflict, "%s: %w: %q belongs to a node with another key", verb, ErrNodeTaken, id).
+		WithHint("if its pki folder is lost, remove the node and join with an empty --data-dir and a new token")
+}
+
+// SameRoles says whether two lists name the same roles, in any order.
+func SameRoles[R ~string](a, b []R) bool {
+	a, b = slices.Sorted(slices.Values(a)), slices.Sorted(slices.Values(b))
+	return slices.Equal(slices.Compact(a), slices.Compact(b))
+}
+
+func rolesFixed(old *Node, now []Role) error {
+	return problem.New(problem.Conflict, "put node: %w: %q has joined with roles %v, not %v", ErrRolesFixed, old.ID, old.Roles, now).
+		WithHint("let it leave (`dpserve leave`) and join again with an empty --data-dir")
+}
+
+// byUID is the record of a node, nil if there is none.
+func (s *State) byUID(uid string) *Node {
+	for _, n := range s.Nodes {
+		if n.UID == uid {
+			return n
+		}
+	}
+	return nil
 }
 
 // clean is a copy as the state keeps it: as it comes back from JSON, and without what others decide.
@@ -166,11 +206,36 @@ func (s *State) removeNode(c *RemoveNode) (Result, error) {
 		return Result{}, problem.New(problem.Conflict, "remove node: %w: %s has a rank on %q", ErrUnitsLeft, left[0], n.ID).
 			WithHint("drain it first: dpserve drain %s", n.ID).WithDetails(left...)
 	}
-	removed := append(slices.Clone(s.Removed), n.UID)
-	s.Removed = removed[max(0, len(removed)-maxRemoved):]
+	if err := s.noteRemoved(n.UID, c.Now); err != nil {
+		return Result{}, err
+	}
 	s.Freed = slices.DeleteFunc(slices.Clone(s.Freed), func(b Block) bool { return b.Node == n.ID })
 	delete(s.Nodes, n.ID)
 	return Result{}, nil
+}
+
+// noteRemoved remembers a removed node, in place of the one removed the longest ago where there is no room.
+func (s *State) noteRemoved(uid string, now int64) error {
+	removed, at := append(slices.Clone(s.Removed), uid), maps.Clone(s.RemovedAt)
+	if at == nil {
+		at = map[string]int64{}
+	}
+	if len(removed) > maxRemoved {
+		if until := time.UnixMilli(at[removed[0]]).Add(RemovedFor); now > 0 && time.UnixMilli(now).Before(until) {
+			return problem.New(problem.Conflict, "remove node: %w: %d since %s", ErrTooManyRemoved, maxRemoved, until.Add(-RemovedFor).UTC().Format(time.RFC3339)).
+				WithHint("try again after %s: until then the certificate of the first of them is good, so it must stay known", until.UTC().Format(time.RFC3339))
+		}
+		delete(at, removed[0])
+		removed = removed[1:]
+	}
+	if now > 0 {
+		at[uid] = now
+	}
+	if len(at) == 0 {
+		at = nil // as it comes back from JSON
+	}
+	s.Removed, s.RemovedAt = removed, at
+	return nil
 }
 
 // lastControl says whether the cluster would be without a living control node but for n.

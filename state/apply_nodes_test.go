@@ -3,6 +3,7 @@ package state
 import (
 	"fmt"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -99,7 +100,7 @@ func TestLastControlNodeStays(t *testing.T) {
 	m.must(putNode(node("w", RoleWorker)))
 	m.must(Command{NodeLost: nodeRef("b")})
 	m.refused(Command{RemoveNode: &RemoveNode{Node: "a"}}, ErrLastControl, problem.Conflict)
-	m.refused(putNode(node("a", RoleWorker)), ErrLastControl, problem.Conflict)
+	m.refused(Command{PutNode: &PutNode{Node: node("a", RoleWorker), AnyRoles: true}}, ErrLastControl, problem.Conflict)
 	m.must(Command{RemoveNode: &RemoveNode{Node: "b"}})
 	m.must(Command{RemoveNode: &RemoveNode{Node: "w"}})
 	m.must(putNode(node("b2")))
@@ -166,16 +167,50 @@ func TestLostNodeIsRemovedWithItsUnits(t *testing.T) {
 	m.must(Command{Release: ref("x/0/0", 1)})
 }
 
-func TestRemovedIsBounded(t *testing.T) {
+// A removed node is forgotten when 4096 others were removed after it, and not before its certificate has expired: a removal for which
+// there is no room is refused.
+func TestRemovedNodeIsRememberedAsLongAsItsCertificateLives(t *testing.T) {
 	m := withNodes(t, "a")
+	day := (24 * time.Hour).Milliseconds()
+	m.RemovedAt = map[string]int64{}
 	for i := range maxRemoved {
-		m.Removed = append(m.Removed, fmt.Sprint("u", i))
+		uid := fmt.Sprint("u", i)
+		m.Removed, m.RemovedAt[uid] = append(m.Removed, uid), 100*day
 	}
 	m.must(putNode(node("b")))
-	m.must(Command{RemoveNode: &RemoveNode{Node: "b"}})
+	err := m.refused(Command{RemoveNode: &RemoveNode{Node: "b", Now: 130 * day}}, ErrTooManyRemoved, problem.Conflict)
+	require.ErrorContains(t, err, "4096 since 1970-04-11T00:00:00Z")
+	assert.NotNil(t, m.Nodes["b"])
+	assert.Equal(t, "u0", m.Removed[0])
+	m.must(Command{RemoveNode: &RemoveNode{Node: "b", Now: 131 * day}})
 	require.Len(t, m.Removed, maxRemoved)
+	require.Len(t, m.RemovedAt, maxRemoved)
 	assert.Equal(t, "u1", m.Removed[0])
 	assert.Equal(t, "uid-b", m.Removed[maxRemoved-1])
+	assert.Equal(t, 131*day, m.RemovedAt["uid-b"])
+
+	m.must(putNode(node("c")))
+	m.must(Command{RemoveNode: &RemoveNode{Node: "c"}}) // an older version's command has no time
+	require.Len(t, m.Removed, maxRemoved)
+	assert.Equal(t, "uid-c", m.Removed[maxRemoved-1])
+}
+
+func TestPutNodeChangesNeitherRolesNorKey(t *testing.T) {
+	m := withNodes(t, "a")
+	edge := node("b", RoleIngress, RoleWorker)
+	m.must(putNode(edge))
+	edge.Key = "k1"
+	m.must(putNode(edge))
+	edge.Key, edge.Roles = "", []Role{RoleWorker, RoleIngress}
+	m.must(putNode(edge))
+	assert.Equal(t, "k1", m.Nodes["b"].Key, "a node does not have to name its key")
+	claim := edge
+	claim.Roles = []Role{RoleControl, RoleWorker, RoleIngress}
+	m.refused(putNode(claim), ErrRolesFixed, problem.Conflict)
+	other := edge
+	other.Key = "k2"
+	m.refused(putNode(other), ErrNodeTaken, problem.Conflict)
+	assert.Equal(t, "k1", m.Nodes["b"].Key)
 }
 
 func TestGrantsGoToNodesThatTakeRanks(t *testing.T) {
@@ -185,7 +220,7 @@ func TestGrantsGoToNodesThatTakeRanks(t *testing.T) {
 	require.EqualError(t, err, "grant group: node takes no ranks: rank 0 of x/0/0 on node a, which is not known")
 	m.must(putNode(node("a", RoleControl)))
 	m.refused(grant("x", 1, 0, 0, 0), ErrNodeGone, problem.Conflict)
-	m.must(putNode(node("a")))
+	m.must(Command{PutNode: &PutNode{Node: node("a"), AnyRoles: true}})
 	m.must(Command{DrainNode: &DrainNode{Node: "a"}})
 	m.refused(grant("x", 1, 0, 0, 0), ErrNodeGone, problem.Conflict)
 	m.must(Command{DrainNode: &DrainNode{Node: "a", Undo: true}})
@@ -220,6 +255,29 @@ func TestTokenIsSpentOncePerNode(t *testing.T) {
 	m.must(Command{RemoveNode: &RemoveNode{Node: "b"}})
 	m.must(token("k", 100, 1))
 	m.refused(use("k", "uid-b", 1), ErrNodeRemoved, problem.PermissionDenied)
+}
+
+func useWith(hash, uid, key string) Command {
+	return Command{UseToken: &UseToken{Hash: hash, UID: uid, Key: key, Now: 1}}
+}
+
+// A UID is no secret: the certificate that a node shows to anybody has it. So the key that used a token is the one that may use it
+// again, and a node that is known is nobody else's, whatever the token.
+func TestATokenIsBoundToTheKeyThatUsedIt(t *testing.T) {
+	m := withNodes(t, "a")
+	m.must(token("h", 100, 2))
+	m.must(useWith("h", "uid-b", "k1"))
+	assert.True(t, m.must(useWith("h", "uid-b", "k1")).Unchanged)
+	m.refused(useWith("h", "uid-b", "k2"), ErrNodeTaken, problem.Conflict)
+	m.refused(use("h", "uid-b", 1), ErrNodeTaken, problem.Conflict)
+	assert.Equal(t, Token{Hash: "h", Expires: 100, Uses: 1, UsedBy: []string{"uid-b k1"}}, *m.Tokens["h"])
+
+	b := node("b")
+	b.Key = "k1"
+	m.must(putNode(b))
+	m.must(token("i", 100, 1))
+	m.refused(useWith("i", "uid-b", "k2"), ErrNodeTaken, problem.Conflict)
+	m.must(useWith("i", "uid-b", "k1"))
 }
 
 func TestTokensAreBounded(t *testing.T) {

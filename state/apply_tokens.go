@@ -3,6 +3,7 @@ package state
 import (
 	"maps"
 	"slices"
+	"strings"
 
 	"github.com/dpserve/dpserve/internal/problem"
 )
@@ -39,9 +40,18 @@ func (s *State) firstToExpire() string {
 	return first
 }
 
-// useToken spends a use for a node, once per node.
+// spentBy is who has spent a use of a token: a UID with the key it showed. The UID alone is no secret, its certificate shows it to anybody.
+func (c *UseToken) spentBy() string {
+	if c.Key == "" {
+		return c.UID
+	}
+	return c.UID + " " + c.Key
+}
+
+// useToken spends a use for a node, once per node and key.
 func (s *State) useToken(c *UseToken) (Result, error) {
 	t := s.Tokens[c.Hash]
+	holder := s.byUID(c.UID)
 	switch {
 	case c.UID == "":
 		return Result{}, badNode("use token", "the node's UID is empty")
@@ -51,15 +61,25 @@ func (s *State) useToken(c *UseToken) (Result, error) {
 		return Result{}, refusedToken(ErrTokenExpired)
 	case slices.Contains(s.Removed, c.UID):
 		return Result{}, removedNode("use token", c.UID)
-	case slices.Contains(t.UsedBy, c.UID):
+	case holder != nil && holder.Key != c.Key, t.hasOtherKey(c): // of a member whose key is not known nobody can say that it is its own
+		return Result{}, otherKey("use token", c.UID)
+	case slices.Contains(t.UsedBy, c.spentBy()):
 		return Result{Unchanged: true}, nil
 	case t.Uses < 1:
 		return Result{}, refusedToken(ErrTokenUsed)
 	}
 	used := *t
-	used.Uses, used.UsedBy = t.Uses-1, append(slices.Clone(t.UsedBy), c.UID)
+	used.Uses, used.UsedBy = t.Uses-1, append(slices.Clone(t.UsedBy), c.spentBy())
 	s.Tokens[c.Hash] = &used
 	return Result{}, nil
+}
+
+// hasOtherKey says that the node's UID has spent a use with another key than it shows now.
+func (t *Token) hasOtherKey(c *UseToken) bool {
+	return slices.ContainsFunc(t.UsedBy, func(by string) bool {
+		uid, key, _ := strings.Cut(by, " ")
+		return uid == c.UID && key != c.Key
+	})
 }
 
 func refusedToken(why error) error {

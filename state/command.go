@@ -27,6 +27,9 @@ type Command struct {
 type Init struct {
 	Cluster string `json:"cluster"`
 	Secret  []byte `json:"secret,omitempty"` // keys what ingresses and replicas must hash alike and nobody else may
+	// LeaseTTL (ms) is how long leases last, for the whole life of the cluster: a leader may only give ranks away when the leases that
+	// leaders before it have granted are over, so all of them grant the same. The first one stays; 0 = not said.
+	LeaseTTL int64 `json:"lease_ttl,omitempty"`
 	Secrets
 }
 

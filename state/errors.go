@@ -26,6 +26,8 @@ var (
 	ErrNodeRemoved    = errors.New("node was removed")
 	ErrNodeGone       = errors.New("node takes no ranks")
 	ErrLastControl    = errors.New("last control node")
+	ErrRolesFixed     = errors.New("roles are fixed when a node joins")
+	ErrTooManyRemoved = errors.New("too many nodes were removed")
 	ErrKeyTurned      = errors.New("another change of the key is under way")
 	ErrTokenUnknown   = errors.New("unknown join token")
 	ErrTokenUsed      = errors.New("join token is used up")

@@ -24,6 +24,7 @@ type Node struct {
 	Zone      string `json:"zone,omitempty"`
 	Version   string `json:"version,omitempty"`
 	Keyring   string `json:"keyring,omitempty"` // KeyringSum of the gossip keys it has taken; "" = it knows no key yet
+	Key       string `json:"key,omitempty"`     // hash of its certificate's public key; "" = not known: it stands alone, or joined earlier
 	Offer     Offer  `json:"offer"`
 
 	Lost     bool   `json:"lost,omitempty"`     // silent for its lease and 2 s: its units are released
@@ -44,15 +45,19 @@ type Offer struct {
 // Token lets nodes join. Only its hash is kept.
 type Token struct {
 	Hash    string   `json:"hash"`
-	Expires int64    `json:"expires"` // unix ms
-	Uses    int      `json:"uses"`    // nodes that may still use it
-	UsedBy  []string `json:"used_by,omitempty"`
+	Expires int64    `json:"expires"`           // unix ms
+	Uses    int      `json:"uses"`              // nodes that may still use it
+	UsedBy  []string `json:"used_by,omitempty"` // UID and hash of the public key of each, with a space between them
 }
 
 // PutNode makes a node known, or updates it: a join, a return under another address, another offer. It leaves Lost, Draining and
-// DrainBy as they are. Refused: ErrNodeTaken (another UID holds the name), ErrNodeRemoved (the UID was removed).
+// DrainBy as they are, and Key where the command has none. Refused: ErrNodeTaken (another UID holds the name, or another key the
+// record), ErrNodeRemoved (the UID was removed), ErrRolesFixed.
 type PutNode struct {
 	Node Node `json:"node"`
+	// AnyRoles lets the record of a known node take other roles. Only a node whose certificate has no say may set it: one that stands
+	// alone, or begins its cluster.
+	AnyRoles bool `json:"any_roles,omitempty"`
 }
 
 // NodeRef names a node for NodeLost and NodeBack.
@@ -70,17 +75,23 @@ type DrainNode struct {
 }
 
 // RemoveNode forgets a node for good; its UID never comes back, and its name is free. Refused while units hold something on it
-// (ErrUnitsLeft), and for the last node with role control.
+// (ErrUnitsLeft), for the last node with role control, and while maxRemoved nodes were removed within RemovedFor
+// (ErrTooManyRemoved): to forget one of them would let its certificate in again.
 type RemoveNode struct {
 	Node string `json:"node"`
+	Now  int64  `json:"now,omitempty"` // unix ms, of the proposer; 0 = an older version's: the oldest is forgotten
 }
 
-// UseToken spends one use of a token for a node: again for the same UID, as often as it asks. Refused: ErrTokenUnknown,
-// ErrTokenUsed, ErrTokenExpired.
+// RemovedFor is how long a removed node is remembered at least: longer than any certificate lives, so that what is forgotten has expired.
+const RemovedFor = 31 * 24 * time.Hour
+
+// UseToken spends one use of a token for a node: again for the same UID with the same key, as often as it asks. Refused:
+// ErrTokenUnknown, ErrTokenUsed, ErrTokenExpired, ErrNodeTaken (the UID belongs to another key).
 type UseToken struct {
 	Hash string `json:"hash"`
 	UID  string `json:"uid"`
-	Now  int64  `json:"now"` // unix ms, of the proposer
+	Key  string `json:"key,omitempty"` // hash of the public key that the node asks a certificate for; "" = an older version's
+	Now  int64  `json:"now"`           // unix ms, of the proposer
 }
 
 // LeaseTTL is how long a renewed lease lasts, and LeaseGrace what the leader waits on top before it takes the node for lost.

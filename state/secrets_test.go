@@ -46,3 +46,12 @@ func TestTurnKey(t *testing.T) {
 	assert.Empty(t, m.Untaken(), "who is lost gets it later")
 	assert.Empty(t, m.Public().Secrets)
 }
+
+func TestLeasesLastAsLongAsTheFirstInitSays(t *testing.T) {
+	m := newMachine(t)
+	m.must(Command{Init: &Init{Cluster: "c"}})
+	m.must(Command{Init: &Init{Cluster: "c", LeaseTTL: 4000}})
+	m.must(Command{Init: &Init{Cluster: "c", LeaseTTL: 1000}})
+	assert.Equal(t, int64(4000), m.LeaseTTL)
+	m.refused(Command{Init: &Init{Cluster: "c", LeaseTTL: -1}}, ErrBadCommand, problem.InvalidArgument)
+}

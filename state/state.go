@@ -76,8 +76,10 @@ type State struct {
 	Revisions map[string]uint64 `json:"revisions"` // last revision of apps that are gone, so that a re-deployed name never repeats one
 	Epochs    map[string]uint64 `json:"epochs"`    // highest epoch per unit ever; outlives the unit, so a re-deployed name never repeats
 	Nodes     map[string]*Node  `json:"nodes,omitempty"`
-	Tokens    map[string]*Token `json:"tokens,omitempty"`  // by hash
-	Removed   []string          `json:"removed,omitempty"` // UIDs of nodes that were removed, the latest last
-	Secrets   Secrets           `json:"secrets,omitzero"`  // not in what followers get
-	Freed     []Block           `json:"freed,omitempty"`   // port blocks freed and not used again, the latest last; placement re-uses them last
+	Tokens    map[string]*Token `json:"tokens,omitempty"`     // by hash
+	Removed   []string          `json:"removed,omitempty"`    // UIDs of nodes that were removed, the latest last
+	RemovedAt map[string]int64  `json:"removed_at,omitempty"` // by UID: unix ms; replaced, never written into
+	Secrets   Secrets           `json:"secrets,omitzero"`     // not in what followers get
+	LeaseTTL  int64             `json:"lease_ttl,omitempty"`  // ms; set once, by Init; 0 = an older version began the cluster: each leader has its own
+	Freed     []Block           `json:"freed,omitempty"`      // port blocks freed and not used again, the latest last; placement re-uses them last
 }

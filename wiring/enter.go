@@ -1,6 +1,7 @@
 package wiring
 
 import (
+	"bytes"
 	"context"
 	"crypto/rand"
 	"encoding/json"
@@ -68,6 +69,9 @@ func (n *Node) enter(ctx context.Context) error {
 	}
 	n.ident.Cluster = c.Identity.Cluster
 	m.credentials.Store(c)
+	if err := m.signOwn(c); err != nil {
+		return err
+	}
 	m.keyring = [][]byte{m.files.GossipKey}
 	return m.talk(ctx)
 }
@@ -108,7 +112,7 @@ func (m *mesh) removedBefore() error {
 	return problem.New(problem.PermissionDenied, "this node was removed from its cluster").WithHint("to come back, join with an empty --data-dir: `dpserve token` on a member makes the command")
 }
 
-// again is a join with the data dir of a member: nothing is left to do, if it is the same cluster.
+// again is a join with the data dir of a member: the address is where a control node is now (meet), if it is the same cluster.
 func (m *mesh) again() error {
 	if m.n.cfg.Join == nil {
 		return nil
@@ -117,6 +121,7 @@ func (m *mesh) again() error {
 	if err != nil {
 		return err
 	}
+	m.rejoin = m.n.cfg.Join.Address
 	own, err := pki.Fingerprint(m.files.Authority)
 	if err == nil && own != t.Fingerprint {
 		err = problem.New(problem.Conflict, "data dir %s belongs to another cluster than the token", m.n.cfg.DataDir).
@@ -153,7 +158,14 @@ func (m *mesh) join(ctx context.Context) error {
 		return problem.New(problem.Conflict, "data dir %s belongs to cluster %s already", n.cfg.DataDir, n.ident.Cluster).
 			WithHint("start it with `dpserve start`, or join with an empty --data-dir")
 	}
-	joined, err := remote.Join(ctx, remote.JoinConfig{Address: n.cfg.Join.Address, Token: n.cfg.Join.Token, Node: n.describe(m), Dial: n.cfg.joinDialer()})
+	var key []byte // kept before it is shown: the token is bound to it, and the answer may be lost
+	if m.dir != "" {
+		var err error
+		if key, err = pki.KeepKey(m.dir); err != nil {
+			return err
+		}
+	}
+	joined, err := remote.Join(ctx, remote.JoinConfig{Address: n.cfg.Join.Address, Token: n.cfg.Join.Token, Node: n.describe(m), Key: key, Dial: n.cfg.joinDialer()})
 	if err != nil {
 		return err
 	}
@@ -198,16 +210,30 @@ func (m *mesh) found() error {
 }
 
 // keep writes the files of a founder: after its cluster has them too, or a crash in between would leave a node whose certificate no
-// authority stands behind.
+// authority stands behind. Other control nodes keep the authority's key beside theirs, for signOwn.
 func (m *mesh) keep() error {
-	if m == nil || !m.founding || m.dir == "" {
+	if m == nil || m.dir == "" {
 		return nil
 	}
-	if a := m.n.store.State().Secrets.Authority; string(a) != string(m.files.Authority) {
+	m.held.Lock()
+	defer m.held.Unlock()
+	secrets := m.n.store.State().Secrets
+	next := m.files
+	next.AuthorityKey = secrets.AuthorityKey
+	if !m.founding {
+		if len(secrets.AuthorityKey) == 0 || bytes.Equal(m.files.AuthorityKey, secrets.AuthorityKey) {
+			return nil
+		}
+		if err := m.save(next); err != nil {
+			m.n.log.Warn("the authority's key could not be kept, trying again at the next renewal", slog.Any("err", err))
+		}
+		return nil
+	}
+	if string(secrets.Authority) != string(m.files.Authority) {
 		return problem.New(problem.Conflict, "the certificates of this node's cluster are gone from %s", m.dir).
 			WithHint("restore that folder from a backup; otherwise this node has to be removed and to join again with an empty --data-dir")
 	}
-	return pki.Save(m.dir, m.files)
+	return m.save(next)
 }
 
 func (m *mesh) writeSeeds() error {

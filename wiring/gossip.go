@@ -7,6 +7,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/cluster/membership"
+	"github.com/dpserve/dpserve/cluster/nodeport"
 	"github.com/dpserve/dpserve/state"
 )
 
@@ -74,15 +75,78 @@ func (m *mesh) gossipSeeds() []string {
 	return out
 }
 
-// moved gives a node's record with the address where the gossip has seen it, if that is newer: the state learns it from the leader.
+// moved gives a node's record with the address where it was seen, if that is newer: the state learns it from the leader.
 func (m *mesh) moved(rec *state.Node) *state.Node {
-	member, ok := m.seen(rec.UID)
-	if !ok || member.State != membership.Alive || member.Address == "" || member.Address == rec.Address {
+	address, ok := m.sighted(rec.UID)
+	if !ok || address == rec.Address {
 		return rec
 	}
 	now := *rec
-	now.Address = member.Address
+	now.Address = address
 	return &now
+}
+
+// sightings is sighted of all nodes, by UID.
+func (m *mesh) sightings() map[string]string {
+	out := map[string]string{}
+	if met := m.met.Load(); met != nil {
+		out[met.UID] = met.Address
+	}
+	if m.gossip == nil {
+		return out
+	}
+	newest := map[string]membership.Member{}
+	for _, g := range m.gossip.Members() {
+		if old, ok := newest[g.UID]; !ok || g.LastSeen.After(old.LastSeen) {
+			newest[g.UID] = g
+		}
+	}
+	for uid, g := range newest {
+		if g.State == membership.Alive && g.Address != "" {
+			out[uid] = g.Address
+		}
+	}
+	return out
+}
+
+// sighted is where a node is, as the gossip says, or as the operator has said with a join.
+func (m *mesh) sighted(uid string) (address string, ok bool) {
+	if g, ok := m.seen(uid); ok && g.State == membership.Alive && g.Address != "" {
+		return g.Address, true
+	}
+	if met := m.met.Load(); met != nil && met.UID == uid {
+		return met.Address, true
+	}
+	return "", false
+}
+
+// meetEvery is the pause between two attempts to find out which node is at the address of a join.
+const meetEvery = time.Second
+
+// meet finds out which control node is at the address of a join with the data dir of a member: it may have moved there while this node
+// was off. It is believed until ctx ends, when the state is there.
+func (m *mesh) meet(ctx context.Context) {
+	defer m.met.Store(nil)
+	for warned := false; ; {
+		c, err := m.port.Dial(ctx, nodeport.Renew, m.rejoin, "")
+		if err == nil {
+			m.met.Store(&state.Node{UID: c.Peer.UID, Address: m.rejoin})
+			_ = c.Close() // it has said who it is
+			<-ctx.Done()
+			return
+		}
+		if !warned && ctx.Err() == nil {
+			warned = true
+			m.n.log.Info("the address of the join does not answer yet", slog.String("address", m.rejoin), slog.Any("err", err))
+		}
+		t := time.NewTimer(meetEvery)
+		select {
+		case <-t.C:
+		case <-ctx.Done():
+			t.Stop()
+			return
+		}
+	}
 }
 
 // seen is the newest that the gossip knows of a node.

@@ -134,7 +134,7 @@ func (n *Node) takeOver(ctx context.Context) error {
 	if err := n.putSelf(ctx); err != nil {
 		return err
 	}
-	t := n.cfg.timers()
+	t := n.timers()
 	here := proposesHere{n.consensus}
 	l := &leading{term: term, assign: rankassigner.New(rankassigner.Config{Store: n.store, Proposer: here, Timers: t.assigner, Log: n.log})}
 	l.control = controller.New(controller.Config{
@@ -160,7 +160,12 @@ func (n *Node) takeOver(ctx context.Context) error {
 func (n *Node) putSelf(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, readyTimeout)
 	defer cancel()
-	_, err := n.store.Propose(ctx, state.Command{PutNode: &state.PutNode{Node: n.self()}})
+	self := n.self()
+	var err error
+	if self.Key, err = n.mesh.keySum(); err != nil {
+		return err
+	}
+	_, err = n.store.Propose(ctx, state.Command{PutNode: &state.PutNode{Node: self, AnyRoles: n.mesh == nil || n.mesh.founding}})
 	return err
 }
 

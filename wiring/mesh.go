@@ -35,12 +35,14 @@ type mesh struct {
 	gossipAddress string
 	dir           string // of the certificate files; "" = in memory
 	files         pki.Files
-	keyring       [][]byte      // gossip keys, the first is sent with
-	held          sync.Mutex    // guards files and keyring once the node renews its lease
-	seeds         []state.Node  // where the others were when this node joined
-	member        bool          // it joined; else the cluster began here
-	founding      bool          // it begins here and now
-	secrets       state.Secrets // of founding
+	keyring       [][]byte                   // gossip keys, the first is sent with
+	held          sync.Mutex                 // guards files and keyring once the node renews its lease
+	seeds         []state.Node               // where the others were when this node joined
+	rejoin        string                     // where a member was told to join again; "" = nowhere
+	met           atomic.Pointer[state.Node] // the control node there, with no more than UID and address; nil = not known, or not needed any more
+	member        bool                       // it joined; else the cluster began here
+	founding      bool                       // it begins here and now
+	secrets       state.Secrets              // of founding
 	credentials   atomic.Pointer[pki.Credentials]
 	port          *nodeport.Port
 	gossip        *membership.Gossip // nil on a network in memory
@@ -48,6 +50,7 @@ type mesh struct {
 	ways   *ways
 	grpc   *grpc.Server
 	enroll *grpc.Server
+	renew  *grpc.Server
 	data   *remote.DataServer
 	stream *remote.StreamServer
 	feed   *remote.Feed
@@ -121,6 +124,11 @@ func (m *mesh) serveControl() {
 	m.enroll = grpc.NewServer(append(nodeport.ServerOptions(), remote.EnrollOptions()...)...)
 	dpservev1.RegisterEnrollServer(m.enroll, remote.NewEnrollServer(remote.EnrollConfig{Store: n.store, Proposer: n.store, Version: n.cfg.Version, Log: n.log}))
 	m.run(func() error { return m.enroll.Serve(m.port.Listener(nodeport.Join)) })
+	m.renew = grpc.NewServer(append(nodeport.ServerOptions(), remote.EnrollOptions()...)...)
+	dpservev1.RegisterControlServer(m.renew, remote.NewRenewServer(remote.RenewConfig{
+		Store: n.store, Confirm: n.consensus.Confirm, Hint: n.store.LeaderNode, Peer: nodeport.PeerFromContext, Log: n.log,
+	}))
+	m.run(func() error { return m.renew.Serve(m.port.Listener(nodeport.Renew)) })
 }
 
 // serveRanks opens this node's ranks to the ingresses of other nodes.
@@ -226,7 +234,7 @@ func (m *mesh) close() error {
 	if m.feed != nil {
 		m.feed.Close()
 	}
-	for _, s := range []*grpc.Server{m.grpc, m.enroll} {
+	for _, s := range []*grpc.Server{m.grpc, m.enroll, m.renew} {
 		if s != nil {
 			s.Stop()
 		}

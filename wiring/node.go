@@ -104,7 +104,6 @@ func New(c Config) (*Node, error) {
 }
 
 func (n *Node) build() error {
-	t := n.cfg.timers()
 	n.system = inbox.NewSystem(n.log)
 	var err error
 	ctx, cancel := context.WithTimeout(n.killed, readyTimeout)
@@ -122,11 +121,12 @@ func (n *Node) build() error {
 	if n.offer, err = n.cfg.offer(); err != nil {
 		return err
 	}
-	n.conns = remote.NewConns(remote.ConnsConfig{Dial: n.mesh.dial, Nodes: n.peers})
+	n.conns = remote.NewConns(remote.ConnsConfig{Dial: n.mesh.dial, Nodes: n.reachable})
 	n.leader = remote.NewLeaderClient(remote.LeaderConfig{Self: n.cfg.NodeID, Conns: n.conns, Hint: n.leaderUID, Leading: n.leadingNow, Store: late{n}, Log: n.log})
 	if err := n.openStore(ctx); err != nil {
 		return err
 	}
+	t := n.timers()
 	if err := n.buildWorker(t); err != nil {
 		return err
 	}
@@ -148,7 +148,7 @@ func (n *Node) openStore(ctx context.Context) error {
 		if n.mesh != nil {
 			cfg.Layer, cfg.Member, cfg.Resolve = raftLayer{n.mesh.port, n.mesh.port.Listener(nodeport.Raft), giveUp}, n.mesh.member, n.mesh.resolve
 			if n.mesh.founding {
-				cfg.Secrets = func() state.Secrets { return n.mesh.secrets }
+				cfg.Secrets, cfg.LeaseTTL = func() state.Secrets { return n.mesh.secrets }, n.cfg.leaseTTL()
 			}
 		}
 		c, err := cluster.Open(cfg) //nolint:contextcheck // it lives until it is closed
@@ -167,6 +167,12 @@ func (n *Node) openStore(ctx context.Context) error {
 		n.store = w
 	}
 	n.opened.Store(&n.store)
+	if n.mesh != nil { // before the state is whole: a node whose certificate has expired gets none without another one
+		n.loops.Go(func() { n.mesh.keepCertificate(n.killed) })
+		if n.mesh.rejoin != "" {
+			n.loops.Go(func() { n.mesh.meet(ctx) })
+		}
+	}
 	if n.mesh == nil { // else it was known before
 		n.ident = cluster.Identity{Cluster: n.store.ClusterID(), Node: n.cfg.NodeID, UID: n.store.UID()}
 	}
@@ -174,6 +180,9 @@ func (n *Node) openStore(ctx context.Context) error {
 		if cause := context.Cause(ctx); errors.Is(cause, nodeport.ErrRemoved) {
 			return cause
 		}
+		return err
+	}
+	if err := n.sameLease(); err != nil {
 		return err
 	}
 	return n.mesh.keep()
@@ -241,7 +250,6 @@ func (n *Node) begin(ctx context.Context) error {
 	if n.consensus != nil {
 		n.loops.Go(func() { n.keepOrder(n.killed) })
 	}
-	n.loops.Go(func() { n.mesh.renew(n.killed) })
 	if n.mesh.gossip != nil {
 		n.loops.Go(func() { n.mesh.keepMeta(n.killed) })
 	}

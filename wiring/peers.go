@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"maps"
 	"net"
 	"net/http"
 	"slices"
@@ -13,7 +14,6 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/cluster"
-	"github.com/dpserve/dpserve/cluster/membership"
 	"github.com/dpserve/dpserve/cluster/nodeport"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/state"
@@ -48,6 +48,24 @@ func (n *Node) peers() map[string]*state.Node {
 	out := map[string]*state.Node{}
 	for i := range n.mesh.seeds {
 		out[n.mesh.seeds[i].ID] = &n.mesh.seeds[i]
+	}
+	return out
+}
+
+// reachable are peers, each at the address where it was seen last: the state's may be older than a move, and only the node that moved
+// could change it, by way of the leader.
+func (n *Node) reachable() map[string]*state.Node {
+	nodes := n.peers()
+	if n.mesh == nil {
+		return nodes
+	}
+	seen, out := n.mesh.sightings(), maps.Clone(nodes) // the state's own map is shared
+	for id, rec := range nodes {
+		if address := seen[rec.UID]; address != "" && address != rec.Address {
+			now := *rec
+			now.Address = address
+			out[id] = &now
+		}
 	}
 	return out
 }
@@ -95,10 +113,10 @@ func (n *Node) forward() (http.Handler, bool) {
 
 // watchOut ends the connections of nodes that the cluster has removed, and this node when it is one of them.
 func (n *Node) watchOut(ctx context.Context) {
-	for seen := 0; ; {
+	for seen := ""; ; {
 		changed := n.store.Changed()
-		if gone := n.store.State().Removed; len(gone) != seen && n.mesh != nil {
-			seen = len(gone)
+		if gone := n.store.State().Removed; len(gone) > 0 && gone[len(gone)-1] != seen && n.mesh != nil { // its length is bounded
+			seen = gone[len(gone)-1]
 			n.loops.Go(func() { n.partFrom(ctx, gone) })
 		}
 		if n.removed(n.ident.UID) {
@@ -237,8 +255,8 @@ func (m *mesh) dial(address, uid string) (*grpc.ClientConn, error) {
 
 // resolve finds a node's port before the state does: as the gossip knows it, or where this node joined.
 func (m *mesh) resolve(uid string) (string, bool) {
-	if g, ok := m.seen(uid); ok && g.State == membership.Alive && g.Address != "" {
-		return g.Address, true
+	if address, ok := m.sighted(uid); ok {
+		return address, true
 	}
 	for i := range m.seeds {
 		if m.seeds[i].UID == uid {

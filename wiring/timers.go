@@ -12,6 +12,8 @@ import (
 	"github.com/dpserve/dpserve/actors/rankassigner"
 	"github.com/dpserve/dpserve/actors/remote"
 	"github.com/dpserve/dpserve/cluster/membership"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/state"
 )
 
 // timers are those of every room; a zero field means the room's default.
@@ -66,4 +68,35 @@ func (c *Config) timers() *timers {
 		}
 	}
 	return t
+}
+
+// timers are those of --timers, with the leases of the cluster.
+func (n *Node) timers() *timers {
+	t := n.cfg.timers()
+	if ttl := leaseTTLOf((late{n}).State()); ttl > 0 {
+		t.node.LeaseTTL, t.controller.LeaseTTL = ttl, ttl
+	}
+	return t
+}
+
+// leaseTTL is how long leases last in a cluster that this node begins.
+func (c *Config) leaseTTL() time.Duration {
+	if d := c.Timers["lease_ttl"]; d > 0 {
+		return d
+	}
+	return state.LeaseTTL
+}
+
+// leaseTTLOf is how long the leases of a cluster last; 0 = it does not say.
+func leaseTTLOf(s *state.State) time.Duration { return time.Duration(s.LeaseTTL) * time.Millisecond }
+
+// sameLease refuses another lease_ttl than the cluster's: a leader with shorter leases would give ranks away that nodes still hold by a lease
+// of the leader before it.
+func (n *Node) sameLease() error {
+	own, ttl := n.cfg.Timers["lease_ttl"], leaseTTLOf(n.store.State())
+	if n.mesh == nil || own == 0 || ttl == 0 || own == ttl {
+		return nil
+	}
+	return problem.New(problem.Conflict, "--timers lease_ttl=%s: the leases of this cluster last %s since it began", own, ttl).
+		WithHint("leave lease_ttl out; for other leases begin a new cluster")
 }

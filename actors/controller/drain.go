@@ -26,7 +26,7 @@ func (c *Controller) Undrain(ctx context.Context, node string) error {
 // Remove forgets a node for good. Errors: state.ErrUnitsLeft while a living node has ranks, state.ErrLastControl,
 // state.ErrUnknownNode.
 func (c *Controller) Remove(ctx context.Context, node string) error {
-	return c.tell1(ctx, state.Command{RemoveNode: &state.RemoveNode{Node: node}})
+	return c.tell1(ctx, state.Command{RemoveNode: &state.RemoveNode{Node: node, Now: c.cfg.Clock().UnixMilli()}})
 }
 
 func (c *Controller) tell1(ctx context.Context, cmd state.Command) error {

@@ -245,7 +245,7 @@ func (c *Core) answeredNode(now time.Time, in Concluded) {
 // record is what a node says of itself, to be compared.
 func record(n *state.Node) []byte {
 	own := *n
-	own.Lost, own.Reason, own.Draining, own.DrainBy = false, "", false, 0
+	own.Lost, own.Reason, own.Draining, own.DrainBy, own.Key = false, "", false, 0, "" // not the node's to say
 	own.Offer.Devices = append([]int(nil), n.Offer.Devices...)
 	b, _ := json.Marshal(&own) // plain data
 	return b

@@ -254,11 +254,25 @@ func TestNodeThatSaysOtherThanItsRecordChangesIt(t *testing.T) {
 	assert.Equal(t, "10.0.0.9:7947", c.state.Nodes["a"].Address)
 	c.renew("a")
 	assert.Equal(t, "RUNNING", c.status("chat"))
-	a.node.Roles = []state.Role{state.RoleWorker} // the last control node
+	a.node.Roles = []state.Role{state.RoleWorker} // they are fixed
 	c.takeTrace()
 	c.run(20 * time.Second)
 	assert.Equal(t, 1, c.saw("put_node"), "what is refused is not asked for again")
 	require.Len(t, c.core.nodeStatus(c.now, c.state.Nodes["a"], "a").Notes, 1)
+}
+
+// Roles are what a node has joined with; its address may change.
+func TestReportedRolesDoNotBecomeTheRecord(t *testing.T) {
+	edge := newHost("edge", 0)
+	edge.node.Roles = []state.Role{state.RoleIngress}
+	c := newFleet(t, newHost("a", 1), edge)
+	edge.node.Roles = []state.Role{state.RoleControl, state.RoleIngress}
+	c.renew("edge")
+	assert.Equal(t, []state.Role{state.RoleIngress}, c.state.Nodes["edge"].Roles)
+	edge.node.Roles, edge.node.Address = []state.Role{state.RoleIngress}, "10.0.0.9:7947"
+	c.run(2 * time.Second)
+	c.renew("edge")
+	assert.Equal(t, "10.0.0.9:7947", c.state.Nodes["edge"].Address)
 }
 
 func TestOvertakenReportsAreRefused(t *testing.T) {

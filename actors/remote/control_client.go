@@ -14,6 +14,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/cluster"
+	"github.com/dpserve/dpserve/cluster/pki"
 	"github.com/dpserve/dpserve/internal/problem"
 	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/state"
@@ -194,8 +195,12 @@ func proposal(data []byte) question[state.Result] {
 	}
 }
 
-// Certify asks any control node for this node's next certificate.
-func (c *LeaderClient) Certify(ctx context.Context, csr []byte) (certificate, authority []byte, err error) {
+// Certify gives the next certificate of this node, which shows own now: a node with role control signs for itself, others ask any control
+// node.
+func (c *LeaderClient) Certify(ctx context.Context, own pki.Identity, csr []byte) (certificate, authority []byte, err error) {
+	if st := c.cfg.Store.State(); len(st.Secrets.AuthorityKey) > 0 {
+		return certifyMember(st, own, csr, time.Now())
+	}
 	r, err := ask(ctx, c, question[*dpservev1.CertifyReply]{
 		limit: certifyLimit, any: true,
 		remote: func(ctx context.Context, to dpservev1.ControlClient, opts ...grpc.CallOption) (*dpservev1.CertifyReply, error) {
@@ -203,6 +208,39 @@ func (c *LeaderClient) Certify(ctx context.Context, csr []byte) (certificate, au
 		},
 	})
 	return r.GetCertificate(), r.GetAuthority(), err
+}
+
+// CertifyExpired is Certify for a node whose certificate nobody takes any more. It asks every control node by a connection that is good
+// for this alone (nodeport.Renew), until one signs; dial makes it.
+func (c *LeaderClient) CertifyExpired(ctx context.Context, csr []byte, dial func(address, uid string) (*grpc.ClientConn, error)) (certificate, authority []byte, err error) {
+	nodes := c.cfg.Conns.cfg.Nodes()
+	err = problem.New(problem.Unavailable, "no control node is known").WithHint("start it with `dpserve join ADDR --token TOKEN`, ADDR of a control node")
+	for _, node := range c.controls() {
+		r, failed := certifyAt(ctx, node, csr, func() (*grpc.ClientConn, error) { return dial(nodes[node].Address, nodes[node].UID) })
+		if failed == nil {
+			return r.GetCertificate(), r.GetAuthority(), nil
+		}
+		err = failed
+		if ctx.Err() != nil || problem.CodeOf(failed) == problem.PermissionDenied {
+			break // it was removed: another node says the same
+		}
+	}
+	return nil, nil, err
+}
+
+func certifyAt(ctx context.Context, node string, csr []byte, dial func() (*grpc.ClientConn, error)) (*dpservev1.CertifyReply, error) {
+	ctx, cancel := context.WithTimeout(ctx, certifyLimit)
+	defer cancel()
+	conn, err := dial()
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = conn.Close() }() // nothing is left in it
+	r, err := dpservev1.NewControlClient(conn).Certify(ctx, &dpservev1.CertifyRequest{Csr: csr}, callOptions()...)
+	if err != nil {
+		return nil, fromStatus(node, err)
+	}
+	return r, nil
 }
 
 // Watch follows the state from a control node, another one at each call, until the stream breaks or ctx ends; nil data is a

@@ -53,7 +53,7 @@ func newTown(t *testing.T, names ...string) *town {
 	t.Helper()
 	w := &town{t: t, store: newFakeStore(), nodes: map[string]*townsman{}}
 	for _, name := range names {
-		w.store.put(&state.Node{ID: name, UID: "uid-" + name, Address: net.JoinHostPort(name, "7947"), Roles: []state.Role{state.RoleControl, state.RoleWorker}})
+		w.store.put(&state.Node{ID: name, UID: "uid-" + name, Address: net.JoinHostPort(name, "7947"), Roles: rolesNamed(name)})
 	}
 	for _, name := range names {
 		w.nodes[name] = w.settle(name)
@@ -65,8 +65,12 @@ func (w *town) settle(name string) *townsman {
 	m := &townsman{town: w, name: name, agent: &fakeAgent{}, view: &fakeView{}}
 	m.hint.Store("")
 	m.conns = NewConns(ConnsConfig{Dial: func(address, _ string) (*grpc.ClientConn, error) { return w.dial(name, address) }, Nodes: w.store.nodes})
+	var store msg.Store = w.store
+	if !slices.Contains(rolesNamed(name), state.RoleControl) {
+		store = follower{w.store}
+	}
 	m.client = NewLeaderClient(LeaderConfig{
-		Self: name, Conns: m.conns, Store: w.store, Log: slog.New(slog.DiscardHandler), Leading: m.leading,
+		Self: name, Conns: m.conns, Store: store, Log: slog.New(slog.DiscardHandler), Leading: m.leading,
 		Hint: m.knows,
 	})
 	m.open()
@@ -149,12 +153,28 @@ func peerOf(ctx context.Context) (pki.Identity, bool) {
 	if from == "" {
 		return pki.Identity{}, false
 	}
-	id := pki.Identity{Cluster: "c", Node: from, UID: "uid-" + from}
-	if from != "ingress" {
-		id.Roles = []string{string(state.RoleControl)}
-	}
-	return id, true
+	return identityNamed(from), true
 }
+
+// identityNamed is what the certificate of a node says.
+func identityNamed(name string) pki.Identity {
+	return pki.Identity{Cluster: "c", Node: name, UID: "uid-" + name, Roles: rolesOf(&state.Node{Roles: rolesNamed(name)})}
+}
+
+// rolesNamed are the roles of a node of a town: its name, or those of a control node.
+func rolesNamed(name string) []state.Role {
+	switch role := state.Role(name); role {
+	case state.RoleWorker, state.RoleIngress:
+		return []state.Role{role}
+	default:
+		return []state.Role{state.RoleControl, state.RoleWorker}
+	}
+}
+
+// follower is the copy of a node without role control.
+type follower struct{ *fakeStore }
+
+func (f follower) State() *state.State { return f.fakeStore.State().Public() }
 
 // fakeLeader is a leader's controller and assigner.
 type fakeLeader struct {

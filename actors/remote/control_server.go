@@ -133,7 +133,29 @@ func (s *ControlServer) itself(ctx context.Context, n *state.Node) error {
 		return problem.New(problem.PermissionDenied, "node %s (%s) may not renew the lease of node %s (%s)", peer.Node, peer.UID, n.ID, n.UID).
 			WithHint("each data dir belongs to one node; join again with an empty --data-dir")
 	}
+	if err := rolesAgree(peer, n); err != nil {
+		return err
+	}
+	n.Key = "" // its join said it
 	return supported(n.Version, s.cfg.Version)
+}
+
+// rolesAgree refuses roles that are not those of the certificate: they are fixed when a node joins.
+func rolesAgree(peer pki.Identity, n *state.Node) error {
+	roles := rolesOf(n)
+	if state.SameRoles(peer.Roles, roles) {
+		return nil
+	}
+	return problem.New(problem.PermissionDenied, "node %s: %w: its certificate is for roles %v, not %v", n.ID, state.ErrRolesFixed, peer.Roles, roles).
+		WithHint("start it without --roles; for other roles let it leave (`dpserve leave`) and join again with an empty --data-dir")
+}
+
+func rolesOf(n *state.Node) []string {
+	var out []string
+	for _, r := range n.Roles {
+		out = append(out, string(r))
+	}
+	return out
 }
 
 // takenOf counts events that this version left out as taken, once all before them are: nobody would ever take them.
@@ -156,20 +178,27 @@ func takenOf(taken uint64, kept []msg.UnitEvent, sent []*dpservev1.UnitEvent) ui
 // Certify implements dpservev1.ControlServer: any control node signs, for the node that asks and as the state knows it.
 func (s *ControlServer) Certify(ctx context.Context, r *dpservev1.CertifyRequest) (*dpservev1.CertifyReply, error) {
 	peer, _ := s.cfg.Peer(ctx)
-	st := s.cfg.Store.State()
-	n := st.Nodes[peer.Node]
-	if n == nil || n.UID != peer.UID {
-		return nil, toStatus(problem.New(problem.PermissionDenied, "certificate: node %s (%s) is not a member", peer.Node, peer.UID).
-			WithHint("join it again with an empty --data-dir"))
-	}
-	cert, authority, err := certify(st, n, r.GetCsr(), s.cfg.Now())
+	cert, authority, err := certifyMember(s.cfg.Store.State(), peer, r.GetCsr(), s.cfg.Now())
 	if err != nil {
 		return nil, toStatus(err)
 	}
 	return &dpservev1.CertifyReply{Certificate: cert, Authority: authority}, nil
 }
 
-// certify signs a node's certificate request with the authority in the state.
+// certifyMember signs the next certificate of a node that shows its present one.
+func certifyMember(st *state.State, peer pki.Identity, csr []byte, now time.Time) (cert, authority []byte, err error) {
+	n := st.Nodes[peer.Node]
+	if n == nil || n.UID != peer.UID {
+		return nil, nil, problem.New(problem.PermissionDenied, "certificate: node %s (%s) is not a member", peer.Node, peer.UID).
+			WithHint("join it again with an empty --data-dir")
+	}
+	if err := rolesAgree(peer, n); err != nil {
+		return nil, nil, err
+	}
+	return certify(st, n, csr, now)
+}
+
+// certify signs a node's certificate request with the authority in the state. The key must be the one that the node's record is bound to.
 func certify(st *state.State, n *state.Node, csr []byte, now time.Time) (cert, authority []byte, err error) {
 	if len(st.Secrets.AuthorityKey) == 0 {
 		return nil, nil, problem.New(problem.Unavailable, "certificate: this cluster has no certificate authority").
@@ -179,10 +208,15 @@ func certify(st *state.State, n *state.Node, csr []byte, now time.Time) (cert, a
 	if err != nil {
 		return nil, nil, problem.New(problem.Internal, "certificate: %w", err)
 	}
-	id := pki.Identity{Cluster: st.Cluster, Node: n.ID, UID: n.UID}
-	for _, r := range n.Roles {
-		id.Roles = append(id.Roles, string(r))
+	key, err := pki.KeySum(csr)
+	if err != nil {
+		return nil, nil, problem.New(problem.CodeOf(err), "certificate: %w", err)
 	}
+	if n.Key != "" && n.Key != key {
+		return nil, nil, problem.New(problem.PermissionDenied, "certificate: node %s has joined with another key", n.ID).
+			WithHint("if its pki folder is lost, remove the node and join with an empty --data-dir and a new token")
+	}
+	id := pki.Identity{Cluster: st.Cluster, Node: n.ID, UID: n.UID, Roles: rolesOf(n)}
 	cert, err = a.Sign(csr, id, now, pki.DefaultLife)
 	if err != nil {
 		return nil, nil, problem.New(problem.CodeOf(err), "certificate: %w", err)
@@ -197,8 +231,8 @@ func (s *ControlServer) ForwardApply(ctx context.Context, r *dpservev1.ApplyRequ
 	if err != nil {
 		return nil, toStatus(err)
 	}
-	if c.Init != nil && hasSecrets(c.Init) || c.TurnKey != nil {
-		return nil, toStatus(problem.New(problem.PermissionDenied, "only the leader itself names its cluster and changes its gossip key"))
+	if err := s.mayForward(ctx, c); err != nil {
+		return nil, toStatus(err)
 	}
 	ctx, cancel := context.WithTimeout(ctx, proposalLimit)
 	defer cancel()
@@ -216,10 +250,24 @@ func (s *ControlServer) ForwardApply(ctx context.Context, r *dpservev1.ApplyRequ
 	return &dpservev1.ApplyReply{Result: data}, nil
 }
 
+// mayForward refuses commands that are not another node's to propose. Who is a member is decided by nodes with role control.
+func (s *ControlServer) mayForward(ctx context.Context, c *state.Command) error {
+	peer, _ := s.cfg.Peer(ctx)
+	switch {
+	case c.Init != nil && hasSecrets(c.Init) || c.TurnKey != nil:
+		return problem.New(problem.PermissionDenied, "only the leader itself names its cluster and changes its gossip key")
+	case c.PutNode != nil && c.PutNode.AnyRoles:
+		return problem.New(problem.PermissionDenied, "%w", state.ErrRolesFixed)
+	case (c.PutNode != nil || c.PutToken != nil || c.UseToken != nil) && !peer.HasRole(string(state.RoleControl)):
+		return problem.New(problem.PermissionDenied, "node %s has not role control: it makes no members and no tokens", peer.Node)
+	}
+	return nil
+}
+
 // hasSecrets tells the making of a cluster, which is its first node's, from an Init with the name alone, by which a follower
 // learns how far its copy must be.
 func hasSecrets(i *state.Init) bool {
-	return len(i.Secret)+len(i.Authority)+len(i.AuthorityKey)+len(i.GossipKey) > 0
+	return len(i.Secret)+len(i.Authority)+len(i.AuthorityKey)+len(i.GossipKey) > 0 || i.LeaseTTL != 0
 }
 
 // Watch implements dpservev1.ControlServer.

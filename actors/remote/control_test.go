@@ -33,7 +33,7 @@ func inTown(t *testing.T, f func(t *testing.T, w *town), names ...string) {
 }
 
 func report(node string) *msg.NodeReport {
-	return &msg.NodeReport{Node: state.Node{ID: node, UID: "uid-" + node}, Index: 5, Events: []msg.UnitEvent{{Number: 8, Unit: "chat/0", Kind: msg.UnitReady}}}
+	return &msg.NodeReport{Node: state.Node{ID: node, UID: "uid-" + node, Roles: rolesNamed(node)}, Index: 5, Events: []msg.UnitEvent{{Number: 8, Unit: "chat/0", Kind: msg.UnitReady}}}
 }
 
 func TestRenewFindsTheLeader(t *testing.T) {
@@ -378,33 +378,112 @@ func TestWatchWithoutControlNodes(t *testing.T) {
 	}, "a")
 }
 
+// request is a key with a request for a certificate on it.
+func request(t *testing.T) (key, csr []byte) {
+	t.Helper()
+	key, err := pki.NewKey()
+	require.NoError(t, err)
+	csr, err = pki.NewCSR(key)
+	require.NoError(t, err)
+	return key, csr
+}
+
 func TestCertify(t *testing.T) {
 	inTown(t, func(t *testing.T, w *town) {
-		key, err := pki.NewKey()
-		require.NoError(t, err)
-		csr, err := pki.NewCSR(key)
-		require.NoError(t, err)
-		_, _, err = w.nodes["a"].client.Certify(t.Context(), csr)
+		key, csr := request(t)
+		own := identityNamed("worker")
+		_, _, err := w.nodes["worker"].client.Certify(t.Context(), own, csr)
 		require.EqualError(t, err, "certificate: this cluster has no certificate authority")
 		authority := w.store.authority(t)
-		cert, ca, err := w.nodes["a"].client.Certify(t.Context(), csr)
+		cert, ca, err := w.nodes["worker"].client.Certify(t.Context(), own, csr)
 		require.NoError(t, err, "no leader is needed")
 		assert.Equal(t, authority, ca)
 		c, err := pki.NewCredentials(ca, cert, key)
 		require.NoError(t, err)
-		assert.Equal(t, pki.Identity{Cluster: "c", Node: "a", UID: "uid-a", Roles: []string{"control", "worker"}}, c.Identity)
-		_, _, err = w.nodes["a"].client.Certify(t.Context(), []byte("junk"))
+		assert.Equal(t, own, c.Identity)
+		_, _, err = w.nodes["worker"].client.Certify(t.Context(), own, []byte("junk"))
 		assert.Equal(t, problem.InvalidArgument, problem.CodeOf(err))
-		w.store.put(&state.Node{ID: "a", UID: "another", Address: "a:7947"})
-		_, _, err = w.nodes["a"].client.Certify(t.Context(), csr)
+		w.store.put(&state.Node{ID: "worker", UID: "another", Address: "worker:7947", Roles: []state.Role{state.RoleWorker}})
+		_, _, err = w.nodes["worker"].client.Certify(t.Context(), own, csr)
 		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
-	}, "a", "b")
+	}, "worker", "b")
+}
+
+// A control node has the authority's key, and may be the only one: it asks nobody, and no leader is needed.
+func TestTheOnlyControlNodeRenewsItsOwnCertificate(t *testing.T) {
+	inTown(t, func(t *testing.T, w *town) {
+		authority := w.store.authority(t)
+		key, csr := request(t)
+		cert, ca, err := w.nodes["a"].client.Certify(t.Context(), identityNamed("a"), csr)
+		require.NoError(t, err)
+		assert.Equal(t, authority, ca)
+		c, err := pki.NewCredentials(ca, cert, key)
+		require.NoError(t, err)
+		assert.Equal(t, identityNamed("a"), c.Identity)
+	}, "a", "worker")
+}
+
+// A certificate is renewed as it was joined: same roles, same key.
+func TestARenewedCertificateHasTheRolesAndTheKeyOfTheJoin(t *testing.T) {
+	inTown(t, func(t *testing.T, w *town) {
+		w.store.authority(t)
+		_, csr := request(t)
+		_, other := request(t)
+		sum, err := pki.KeySum(csr)
+		require.NoError(t, err)
+		w.store.put(&state.Node{ID: "worker", UID: "uid-worker", Address: "worker:7947", Roles: []state.Role{state.RoleWorker}, Key: sum})
+		own := identityNamed("worker")
+		_, _, err = w.nodes["worker"].client.Certify(t.Context(), own, csr)
+		require.NoError(t, err)
+		_, _, err = w.nodes["worker"].client.Certify(t.Context(), own, other)
+		require.EqualError(t, err, "certificate: node worker has joined with another key")
+		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
+		w.store.put(&state.Node{ID: "worker", UID: "uid-worker", Address: "worker:7947", Roles: []state.Role{state.RoleControl}, Key: sum})
+		_, _, err = w.nodes["worker"].client.Certify(t.Context(), own, csr)
+		require.ErrorIs(t, err, state.ErrRolesFixed)
+		require.ErrorContains(t, err, "its certificate is for roles [worker], not [control]")
+	}, "worker", "b")
+}
+
+// Roles stand in the certificate: what a node says of them in a report or a command changes nothing.
+func TestARenewalWithOtherRolesThanTheCertificatesIsRefused(t *testing.T) {
+	inTown(t, func(t *testing.T, w *town) {
+		w.lead("b")
+		r := report("ingress")
+		r.Node.Roles = []state.Role{state.RoleControl}
+		_, err := w.nodes["ingress"].client.Renew(t.Context(), r)
+		require.ErrorIs(t, err, state.ErrRolesFixed)
+		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
+		r.Node.Roles = []state.Role{state.RoleIngress}
+		_, err = w.nodes["ingress"].client.Renew(t.Context(), r)
+		require.NoError(t, err)
+	}, "a", "b", "ingress")
+}
+
+func TestNodesWithoutRoleControlMakeNoMembers(t *testing.T) {
+	inTown(t, func(t *testing.T, w *town) {
+		w.lead("b")
+		claim := state.Node{ID: "ingress", UID: "uid-ingress", Roles: []state.Role{state.RoleControl}}
+		for _, c := range []state.Command{
+			{PutNode: &state.PutNode{Node: claim}},
+			{PutNode: &state.PutNode{Node: claim, AnyRoles: true}},
+			{PutToken: &state.Token{Hash: "h", Expires: 1, Uses: 1}},
+			{UseToken: &state.UseToken{Hash: "h", UID: "u", Now: 1}},
+		} {
+			_, err := w.nodes["ingress"].client.Propose(t.Context(), c)
+			assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err), "%s: %v", c.Kind(), err)
+		}
+		_, err := w.nodes["a"].client.Propose(t.Context(), state.Command{PutNode: &state.PutNode{Node: claim, AnyRoles: true}})
+		require.ErrorIs(t, err, state.ErrRolesFixed)
+		_, err = w.nodes["a"].client.Propose(t.Context(), state.Command{PutToken: &state.Token{Hash: "h", Expires: 1, Uses: 1}})
+		require.NoError(t, err)
+	}, "a", "b", "ingress")
 }
 
 // authority gives the state a certificate authority.
 func (s *fakeStore) authority(t *testing.T) []byte {
 	t.Helper()
-	a, err := pki.NewAuthority("c", time.Now())
+	a, err := pki.NewAuthority("c", time.Now().Add(-400*24*time.Hour))
 	require.NoError(t, err)
 	cert, key := a.PEM()
 	s.change(func(st *state.State) {

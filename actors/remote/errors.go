@@ -66,6 +66,8 @@ func sentinels() []sentinel {
 		{"node_removed", state.ErrNodeRemoved},
 		{"node_gone", state.ErrNodeGone},
 		{"last_control", state.ErrLastControl},
+		{"roles_fixed", state.ErrRolesFixed},
+		{"too_many_removed", state.ErrTooManyRemoved},
 		{"key_turned", state.ErrKeyTurned},
 		{"token_unknown", state.ErrTokenUnknown},
 		{"token_used", state.ErrTokenUsed},

@@ -26,7 +26,7 @@ type JoinConfig struct {
 	Address string     // HOST:PORT of the node port of a member with role control
 	Token   string     // as `dpserve start` printed it
 	Node    state.Node // who joins
-	Key     []byte     // PEM; nil = a new one
+	Key     []byte     // PEM, kept by who may have to repeat the join; nil = a new one
 	// Dial connects to the node at an address, which must show the authority with this fingerprint. nil = nodeport.JoinGRPC over TCP.
 	Dial func(ctx context.Context, address string, fingerprint [sha256.Size]byte) (*grpc.ClientConn, error)
 }
@@ -39,7 +39,7 @@ type Joined struct {
 }
 
 // Join makes a node a member: its token is spent, its certificate signed, its record put into the state. It may be repeated with
-// the same UID as often as needed. An error begins with the step that failed: token, certificate or member. At most 10 s.
+// the same UID and key as often as needed. An error begins with the step that failed: token, certificate or member. At most 10 s.
 func Join(ctx context.Context, cfg JoinConfig) (*Joined, error) {
 	token, err := pki.ParseToken(cfg.Token)
 	if err != nil {

@@ -49,7 +49,8 @@ func NewEnrollServer(cfg EnrollConfig) *EnrollServer {
 	return &EnrollServer{cfg: cfg}
 }
 
-// Join implements dpservev1.EnrollServer. Every step can be repeated: the token knows the node it was spent for.
+// Join implements dpservev1.EnrollServer. Every step can be repeated by the holder of the same key: the token knows the node and the key it
+// was spent for.
 func (s *EnrollServer) Join(ctx context.Context, r *dpservev1.JoinRequest) (*dpservev1.JoinReply, error) {
 	ctx, cancel := context.WithTimeout(ctx, joinLimit)
 	defer cancel()
@@ -58,6 +59,9 @@ func (s *EnrollServer) Join(ctx context.Context, r *dpservev1.JoinRequest) (*dps
 		return nil, toStatus(failed(stepMember, err))
 	}
 	log := s.cfg.Log.With("room", "remote", "peer", n.ID, "source", sourceOf(ctx))
+	if n.Key, err = pki.KeySum(r.GetCsr()); err != nil {
+		return nil, toStatus(failed(stepCertificate, err))
+	}
 	if err := s.token(ctx, r.GetToken(), n); err != nil {
 		log.Warn("join refused", "err", err)
 		return nil, toStatus(failed(stepToken, err))
@@ -101,7 +105,7 @@ func (s *EnrollServer) token(ctx context.Context, secret string, n *state.Node) 
 	if s.cfg.Store.State().Tokens[hash] == nil && !s.wrong.allows(sourceOf(ctx), s.cfg.Now()) {
 		return problem.New(problem.Overloaded, "too many wrong tokens").WithHint("make a new one with `dpserve token` and try again in a minute")
 	}
-	_, err = s.cfg.Proposer.Propose(ctx, state.Command{UseToken: &state.UseToken{Hash: hash, UID: n.UID, Now: s.cfg.Now().UnixMilli()}})
+	_, err = s.cfg.Proposer.Propose(ctx, state.Command{UseToken: &state.UseToken{Hash: hash, UID: n.UID, Key: n.Key, Now: s.cfg.Now().UnixMilli()}})
 	return err
 }
 

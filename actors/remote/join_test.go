@@ -125,7 +125,9 @@ func TestJoin(t *testing.T) {
 		{ID: "a", UID: "uid-a", Address: gateAddress, Gossip: "10.0.0.1:7946", Roles: []state.Role{state.RoleControl}},
 		{ID: "0-worker", UID: "uid-w", Address: "10.0.0.9:7947", Roles: []state.Role{state.RoleWorker}},
 	}, joined.Seeds, "control nodes first, no lost ones")
-	assert.Equal(t, newcomer("b"), *g.store.nodes()["b"])
+	want := newcomer("b")
+	want.Key = keySum(t, joined.Files.Key)
+	assert.Equal(t, want, *g.store.nodes()["b"])
 
 	again, err := g.join(func(c *JoinConfig) { c.Key = joined.Files.Key })
 	require.NoError(t, err, "safe to repeat")
@@ -134,9 +136,48 @@ func TestJoin(t *testing.T) {
 	require.ErrorIs(t, err, state.ErrTokenUsed)
 }
 
+func keySum(t *testing.T, key []byte) string {
+	t.Helper()
+	csr, err := pki.NewCSR(key)
+	require.NoError(t, err)
+	sum, err := pki.KeySum(csr)
+	require.NoError(t, err)
+	return sum
+}
+
+// Name and UID of a node are in the certificate that it shows to everybody, and a token may be read in a journal. Whoever has both is
+// still not the node, as the key is missing; and the node itself gets no other roles by a repeat.
+func TestAUsedTokenGivesNothingToAnotherKey(t *testing.T) {
+	g := openGate(t)
+	victim := newcomer("b")
+	victim.Roles = []state.Role{state.RoleWorker}
+	own, err := g.join(func(c *JoinConfig) { c.Node = victim })
+	require.NoError(t, err)
+	before := *g.store.nodes()["b"]
+	fresh := g.newToken(time.Now().Add(time.Hour), 1)
+	for _, token := range []pki.Token{g.token, fresh} {
+		_, err = g.join(func(c *JoinConfig) {
+			c.Node, c.Token = victim, token.String()
+			c.Node.Address, c.Node.Gossip = "10.6.6.6:7947", "10.6.6.6:7946"
+		})
+		require.ErrorIs(t, err, state.ErrNodeTaken)
+		require.ErrorContains(t, err, `token: node name taken: "uid-b" belongs to a node with another key`)
+	}
+	_, err = g.join(func(c *JoinConfig) {
+		c.Node, c.Key = victim, own.Files.Key
+		c.Node.Roles = []state.Role{state.RoleControl, state.RoleWorker}
+	})
+	require.ErrorIs(t, err, state.ErrRolesFixed)
+	require.ErrorContains(t, err, "member: ")
+	assert.Equal(t, before, *g.store.nodes()["b"])
+	_, err = g.join(func(c *JoinConfig) { c.Node, c.Key = victim, own.Files.Key })
+	require.NoError(t, err, "the node itself may repeat it")
+}
+
 // TestJoinNamesTheStepThatFailed checks text, code and hint as the newcomer sees them.
 func TestJoinNamesTheStepThatFailed(t *testing.T) {
 	g := openGate(t)
+	own, _ := request(t)
 	expired := g.newToken(time.Now().Add(-time.Minute), 1)
 	stranger, err := pki.NewAuthority("other", time.Now())
 	require.NoError(t, err)
@@ -164,7 +205,7 @@ func TestJoinNamesTheStepThatFailed(t *testing.T) {
 		"no address":    {func(c *JoinConfig) { c.Node.Address = "" }, "member", "node port", nil, problem.InvalidArgument},
 	} {
 		t.Run(name, func(t *testing.T) {
-			_, err := g.join(c.change)
+			_, err := g.join(func(cfg *JoinConfig) { cfg.Key = own; c.change(cfg) })
 			require.Error(t, err)
 			assert.True(t, strings.HasPrefix(err.Error(), c.step+": "), err.Error())
 			assert.Contains(t, err.Error(), c.text)
@@ -176,7 +217,7 @@ func TestJoinNamesTheStepThatFailed(t *testing.T) {
 			assert.NotContains(t, err.Error(), g.token.SecretText())
 		})
 	}
-	_, err = g.join(nil)
+	_, err = g.join(func(c *JoinConfig) { c.Key = own })
 	require.NoError(t, err, "none of them spent the token for somebody else")
 }
 

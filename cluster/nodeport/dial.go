@@ -60,6 +60,8 @@ func (p *Port) expect(c *Conn, creds *pki.Credentials, addr, uid string) error {
 		return peerRemoved(addr, c.Peer)
 	case uid != "" && c.Peer.UID != uid:
 		return wrongPeer(addr, uid, c.Peer)
+	case !mayServe(c.ALPN, c.Peer):
+		return notControl(addr, c.Peer, c.ALPN)
 	}
 	return nil
 }
@@ -116,6 +118,24 @@ func (c *Conn) discard() {
 	if c.Conn != nil {
 		c.abort()
 	}
+}
+
+// verifyExpired checks a caller's certificate as of a time when it was valid: what it says is true but for its age. That the caller has
+// its key the handshake has shown.
+func verifyExpired(pool *x509.CertPool, chain []*x509.Certificate) (pki.Identity, error) {
+	leaf := chain[0]
+	at := time.Now()
+	if at.Before(leaf.NotBefore) {
+		return pki.Identity{}, x509.CertificateInvalidError{Cert: leaf, Reason: x509.Expired, Detail: "it is not valid yet"}
+	}
+	if at.After(leaf.NotAfter) {
+		at = leaf.NotAfter
+	}
+	_, err := leaf.Verify(x509.VerifyOptions{Roots: pool, KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}, CurrentTime: at})
+	if err != nil {
+		return pki.Identity{}, err
+	}
+	return pki.IdentityOf(leaf)
 }
 
 // verifyServer checks a server's certificate against the authority and says whose it is.

@@ -49,6 +49,11 @@ func peerRemoved(addr string, peer pki.Identity) error {
 	return problem.New(problem.PermissionDenied, "node %s at %s %w", peer.Node, addr, ErrRemoved).WithHint("stop dpserve on that machine")
 }
 
+func notControl(addr string, peer pki.Identity, alpn string) error {
+	return problem.New(problem.PermissionDenied, "node %s at %s has not role control in its certificate: %s %w", peer.Node, addr, alpn, ErrRole).
+		WithHint("remove that node and let it join again with an empty --data-dir")
+}
+
 func expired(whose string) error {
 	return problem.New(problem.Unauthenticated, "%s %w", whose, ErrExpired).WithHint("check the clocks of both machines")
 }

@@ -46,6 +46,11 @@ func (p *Port) GRPC(addr, uid string) (*grpc.ClientConn, error) {
 	return client(addr, func(ctx context.Context) (net.Conn, error) { return p.Dial(ctx, GRPC, addr, uid) })
 }
 
+// RenewGRPC is GRPC for a node whose certificate has expired: the node at the other end signs the next one, and nothing else.
+func (p *Port) RenewGRPC(addr, uid string) (*grpc.ClientConn, error) {
+	return client(addr, func(ctx context.Context) (net.Conn, error) { return p.Dial(ctx, Renew, addr, uid) })
+}
+
 // JoinGRPC is a newcomer's client of a control node, connected: see DialJoin. The caller closes it.
 func JoinGRPC(ctx context.Context, dial DialFunc, addr string, fingerprint [32]byte) (*grpc.ClientConn, error) {
 	first, err := DialJoin(ctx, dial, addr, fingerprint)

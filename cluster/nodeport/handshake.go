@@ -110,8 +110,14 @@ func (p *Port) judge(h *handshake, c *Conn) (Reason, error) {
 	}
 	if c.ALPN != Join {
 		var err error
-		if c.Peer, err = pki.IdentityOf(c.ConnectionState().PeerCertificates[0]); err != nil {
-			return BadCertificate, err
+		chain := c.ConnectionState().PeerCertificates
+		if c.ALPN == Renew {
+			c.Peer, err = verifyExpired(h.creds.Pool, chain)
+		} else {
+			c.Peer, err = pki.IdentityOf(chain[0])
+		}
+		if err != nil {
+			return reasonOfCertificate(err), err
 		}
 		switch {
 		case c.Peer.Cluster != h.creds.Identity.Cluster:
@@ -204,7 +210,11 @@ func (p *Port) configFor(offered []string, creds *pki.Credentials) *tls.Config {
 	if cfg.NextProtos[0] == "" { // a name that nobody has, so that the refusal is the alert that TLS has for it
 		cfg.NextProtos[0] = "dpserve"
 	}
-	if cfg.NextProtos[0] != Join {
+	switch cfg.NextProtos[0] {
+	case Join:
+	case Renew: // the handshake proves the key; judge looks at the certificate, whose time may be over
+		cfg.ClientAuth = tls.RequireAnyClientCert
+	default:
 		cfg.ClientAuth, cfg.ClientCAs = tls.RequireAndVerifyClientCert, creds.Pool
 	}
 	return cfg

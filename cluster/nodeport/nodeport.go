@@ -19,6 +19,7 @@ const (
 	Data  = "dpserve-data/1"  // HTTP/2 requests for engines; peers have role ingress or control
 	Admin = "dpserve-admin/1" // HTTP/2, the admin API of the leader for other nodes
 	Join  = "dpserve-join/1"  // gRPC for newcomers, without a certificate
+	Renew = "dpserve-renew/1" // gRPC for members whose certificate has expired; peers that are dialed have role control
 )
 
 // Limits and times of the port.
@@ -73,6 +74,11 @@ func (c Config) withDefaults() Config {
 		c.HandshakeTimeout = HandshakeTimeout
 	}
 	return c
+}
+
+// mayServe says that a member may be asked by a protocol: consensus and certificates are for nodes with role control alone.
+func mayServe(alpn string, id pki.Identity) bool {
+	return alpn != Raft && alpn != Renew || id.HasRole(string(state.RoleControl))
 }
 
 // mayUse says that a member may speak a protocol.

@@ -370,6 +370,59 @@ func TestHandshakeTimeoutOnFakeTime(t *testing.T) {
 	})
 }
 
+// A member whose certificate has expired gets through by Renew alone, and only with the key of a certificate of this cluster; a removed
+// one gets through by nothing.
+func TestAnExpiredCertificateIsGoodForItsRenewal(t *testing.T) {
+	w, other := newWorld(t, "c1"), newWorld(t, "c2")
+	now := time.Now()
+	a := newNode(t, w.member(t, "a", "control"), nil).serve(t)
+	for _, alpn := range []string{nodeport.Renew, nodeport.GRPC} {
+		a.echo(t, alpn)
+	}
+	old := w.credentials(t, "b", now.Add(-60*24*time.Hour), 30*24*time.Hour, "worker")
+	b := newNode(t, old, nil)
+	_, err := b.Dial(t.Context(), nodeport.GRPC, a.addr(), "uid-a")
+	require.ErrorIs(t, err, nodeport.ErrExpired)
+	c, err := b.Dial(t.Context(), nodeport.Renew, a.addr(), "uid-a")
+	require.NoError(t, err)
+	defer c.Close()
+	ping(t, c)
+
+	a.mu.Lock()
+	a.revoked["uid-b"] = true
+	a.mu.Unlock()
+	_, err = b.Dial(t.Context(), nodeport.Renew, a.addr(), "uid-a")
+	require.ErrorIs(t, err, nodeport.ErrRemoved)
+
+	_, err = newNode(t, other.member(t, "b", "worker"), nil).Dial(t.Context(), nodeport.Renew, a.addr(), "")
+	require.ErrorIs(t, err, nodeport.ErrOtherCluster)
+	for name, certs := range map[string][]tls.Certificate{"none": nil, "another cluster's": {other.member(t, "b", "worker").Certificate}} {
+		first, err := knock(t, a.addr(), stranger(nodeport.Renew, certs...))
+		assert.True(t, err != nil || first != 0, name)
+	}
+	stolen := old.Certificate // it is shown to everybody; its key is not
+	stolen.PrivateKey = w.member(t, "b", "worker").Certificate.PrivateKey
+	_, err = knock(t, a.addr(), stranger(nodeport.Renew, stolen))
+	require.Error(t, err)
+	late := newNode(t, w.credentials(t, "l", now.Add(48*time.Hour), time.Hour, "worker"), nil)
+	_, err = late.Dial(t.Context(), nodeport.Renew, a.addr(), "uid-a")
+	require.ErrorIs(t, err, nodeport.ErrCertificate, "not valid yet")
+}
+
+// Consensus and certificates are for nodes with role control: whoever dials looks at the certificate, whatever a record says.
+func TestOnlyControlNodesAreDialedForConsensus(t *testing.T) {
+	w := newWorld(t, "c1")
+	edge := newNode(t, w.member(t, "edge", "ingress"), nil).serve(t)
+	a := newNode(t, w.member(t, "a", "control"), nil)
+	for _, alpn := range []string{nodeport.Raft, nodeport.Renew} {
+		edge.echo(t, alpn)
+		_, err := a.Dial(t.Context(), alpn, edge.addr(), "uid-edge")
+		require.ErrorIs(t, err, nodeport.ErrRole)
+		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
+		assert.Contains(t, err.Error(), "has not role control in its certificate")
+	}
+}
+
 // A certificate is renewed: the next connection shows the new one, those that are open go on.
 func TestRenewalDropsNothing(t *testing.T) {
 	w := newWorld(t, "c1")

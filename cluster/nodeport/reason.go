@@ -66,6 +66,15 @@ func reasonOf(err error) Reason {
 	return BadTLS
 }
 
+// reasonOfCertificate is why a certificate was refused after the handshake.
+func reasonOfCertificate(err error) Reason {
+	var unknown x509.UnknownAuthorityError
+	if errors.As(err, &unknown) {
+		return BadCluster
+	}
+	return BadCertificate
+}
+
 // complaints logs refusals, at most one per reason and logEvery.
 type complaints struct {
 	log  *slog.Logger

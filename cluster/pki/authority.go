@@ -5,8 +5,10 @@ import (
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
+	"crypto/sha256"
 	"crypto/x509"
 	"crypto/x509/pkix"
+	"encoding/hex"
 	"fmt"
 	"math/big"
 	"net/url"
@@ -127,6 +129,20 @@ func (a *Authority) mayStandFor(id Identity, life time.Duration) error {
 		return problem.New(problem.InvalidArgument, "a certificate needs a life above 0, not %s", life)
 	}
 	return id.check()
+}
+
+// KeySum is the SHA-256, in hex, of the public key that a certificate request is for. Refused is what Sign refuses of a request.
+func KeySum(csrDER []byte) (string, error) {
+	public, err := requestKey(csrDER)
+	if err != nil {
+		return "", err
+	}
+	der, err := x509.MarshalPKIXPublicKey(public)
+	if err != nil {
+		return "", fmt.Errorf("encode a public key: %w", err)
+	}
+	sum := sha256.Sum256(der)
+	return hex.EncodeToString(sum[:]), nil
 }
 
 // requestKey checks a request and gives its key.

@@ -42,6 +42,9 @@ func NewCredentials(authorityPEM, certPEM, keyPEM []byte) (*Credentials, error) 
 	return &Credentials{Certificate: pair, Pool: pool, Identity: id, NotAfter: pair.Leaf.NotAfter, notBefore: pair.Leaf.NotBefore}, nil
 }
 
+// Expired says that no other node takes the certificate any more.
+func (c *Credentials) Expired(now time.Time) bool { return now.After(c.NotAfter) }
+
 // RenewAt is when two thirds of the life are over.
 func (c *Credentials) RenewAt() time.Time {
 	signed := c.notBefore.Add(backdate)

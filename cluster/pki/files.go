@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"time"
 
 	"github.com/dpserve/dpserve/internal/problem"
 )
@@ -17,6 +18,7 @@ const (
 	certFile      = "cert.pem"
 	authorityFile = "ca.pem"
 	gossipFile    = "gossip.key"
+	signerFile    = "ca.key"
 )
 
 // Files are what a member keeps on disk.
@@ -25,10 +27,54 @@ type Files struct {
 	Cert      []byte // PEM
 	Authority []byte // PEM
 	GossipKey []byte
+	// AuthorityKey (PEM) lets a node with role control sign for itself when no other node would talk to it, as its certificate has
+	// expired. nil on other nodes.
+	AuthorityKey []byte
 }
 
 // Credentials reads the certificate files.
 func (f Files) Credentials() (*Credentials, error) { return NewCredentials(f.Authority, f.Cert, f.Key) }
+
+// Renewed gives the files with a new certificate for the same key and identity, signed by the authority's key among them.
+func (f Files) Renewed(now time.Time) (Files, error) {
+	old, err := f.Credentials()
+	if err != nil {
+		return f, err
+	}
+	a, err := LoadAuthority(f.Authority, f.AuthorityKey)
+	if err != nil {
+		return f, err
+	}
+	csr, err := NewCSR(f.Key)
+	if err != nil {
+		return f, err
+	}
+	f.Cert, err = a.Sign(csr, old.Identity, now, DefaultLife)
+	return f, err
+}
+
+// KeepKey reads the key below dir, or draws one and writes it: a node that asks for a certificate again, because it did not hear the
+// answer, must ask with the same key.
+func KeepKey(dir string) (keyPEM []byte, err error) {
+	path := filepath.Join(dir, keyFile)
+	keyPEM, err = os.ReadFile(path) //nolint:gosec // the operator's own data dir
+	if err == nil || !errors.Is(err, fs.ErrNotExist) {
+		if err == nil {
+			_, err = parseKey(keyPEM)
+		}
+		return keyPEM, err
+	}
+	if keyPEM, err = NewKey(); err != nil {
+		return nil, err
+	}
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, unwritable(dir, err)
+	}
+	if err := writeFile(path, keyPEM); err != nil {
+		return nil, unwritable(dir, err)
+	}
+	return keyPEM, nil
+}
 
 // Save writes the files, readable by their owner alone. Each is whole or absent after a crash, and cert.pem comes last: with it
 // the set is complete. A renewal keeps the key, so that every mixture of old and new files is a valid set; another key begins
@@ -45,7 +91,10 @@ func Save(dir string, f Files) error {
 	for _, file := range []struct {
 		name string
 		data []byte
-	}{{keyFile, f.Key}, {authorityFile, f.Authority}, {gossipFile, f.GossipKey}, {certFile, f.Cert}} {
+	}{{keyFile, f.Key}, {authorityFile, f.Authority}, {gossipFile, f.GossipKey}, {signerFile, f.AuthorityKey}, {certFile, f.Cert}} {
+		if file.name == signerFile && len(file.data) == 0 {
+			continue
+		}
 		if err := writeFile(filepath.Join(dir, file.name), file.data); err != nil {
 			return unwritable(dir, err)
 		}
@@ -59,11 +108,13 @@ func Load(dir string) (Files, error) {
 	for _, file := range []struct {
 		name string
 		data *[]byte
-	}{{certFile, &f.Cert}, {keyFile, &f.Key}, {authorityFile, &f.Authority}, {gossipFile, &f.GossipKey}} {
+	}{{certFile, &f.Cert}, {keyFile, &f.Key}, {authorityFile, &f.Authority}, {gossipFile, &f.GossipKey}, {signerFile, &f.AuthorityKey}} {
 		data, err := os.ReadFile(filepath.Join(dir, file.name)) //nolint:gosec // the operator's own data dir
 		switch {
 		case errors.Is(err, fs.ErrNotExist) && file.name == certFile:
 			return Files{}, fmt.Errorf("no certificate in %s: %w", dir, err)
+		case errors.Is(err, fs.ErrNotExist) && file.name == signerFile:
+			continue
 		case err != nil:
 			// Not wrapped: a missing key beside a certificate is damage, not a node that has not joined.
 			return Files{}, problem.New(problem.Conflict, "%s cannot be read beside %s: %v", file.name, certFile, err).

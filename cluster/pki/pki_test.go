@@ -7,6 +7,7 @@ import (
 	"crypto/rsa"
 	"crypto/x509"
 	"encoding/pem"
+	"io/fs"
 	"net"
 	"net/url"
 	"os"
@@ -228,4 +229,48 @@ func TestFilesAreWholeOrAbsent(t *testing.T) {
 	_, err = pki.Load(dir)
 	require.Equal(t, problem.Conflict, problem.CodeOf(err))
 	require.NotErrorIs(t, err, os.ErrNotExist, "damage is not a node that has not joined")
+}
+
+// A control node keeps the authority's key beside its certificate, and makes its next one of it; other nodes have no such file.
+func TestFilesOfAControlNodeRenewThemselves(t *testing.T) {
+	now := time.Now()
+	a, err := pki.NewAuthority("c1", now.Add(-90*24*time.Hour))
+	require.NoError(t, err)
+	dir := t.TempDir()
+	key, err := pki.KeepKey(dir)
+	require.NoError(t, err)
+	again, err := pki.KeepKey(dir)
+	require.NoError(t, err)
+	assert.Equal(t, key, again, "a join that is repeated shows the same key")
+	_, err = pki.Load(dir)
+	require.ErrorIs(t, err, fs.ErrNotExist, "a key alone is no membership")
+	csr, err := pki.NewCSR(key)
+	require.NoError(t, err)
+	id := pki.Identity{Cluster: "c1", Node: "a", UID: "u", Roles: []string{"control"}}
+	f := pki.Files{Key: key, GossipKey: []byte("g")}
+	f.Authority, _ = a.PEM()
+	f.Cert, err = a.Sign(csr, id, now.Add(-60*24*time.Hour), pki.DefaultLife)
+	require.NoError(t, err)
+	require.NoError(t, pki.Save(dir, f))
+	loaded, err := pki.Load(dir)
+	require.NoError(t, err)
+	assert.Equal(t, f, loaded)
+	_, err = loaded.Renewed(now)
+	require.Error(t, err, "without the authority's key")
+
+	_, f.AuthorityKey = a.PEM()
+	require.NoError(t, pki.Save(dir, f))
+	loaded, err = pki.Load(dir)
+	require.NoError(t, err)
+	assert.Equal(t, f, loaded)
+	old, err := loaded.Credentials()
+	require.NoError(t, err)
+	assert.True(t, old.Expired(now))
+	next, err := loaded.Renewed(now)
+	require.NoError(t, err)
+	c, err := next.Credentials()
+	require.NoError(t, err)
+	assert.Equal(t, id, c.Identity)
+	assert.WithinDuration(t, now.Add(pki.DefaultLife), c.NotAfter, time.Second)
+	assert.Equal(t, key, next.Key)
 }

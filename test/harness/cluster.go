@@ -41,12 +41,16 @@ type Option func(*settings)
 
 type settings struct {
 	nodes  int
+	disk   string           // of data dirs; "" = in memory
 	roles  map[int][]string // by node; none = all
 	config wiring.Config
 }
 
 // Nodes is how many nodes there are. One stands alone; more are a cluster, that the others have joined when New returns.
 func Nodes(n int) Option { return func(s *settings) { s.nodes = n } }
+
+// Timers are those of --timers.
+func Timers(t map[string]time.Duration) Option { return func(s *settings) { s.config.Timers = t } }
 
 // Slots is how many ranks fit on a node.
 func Slots(n int) Option { return func(s *settings) { s.config.Slots = n } }
@@ -64,6 +68,9 @@ func New(t testing.TB, options ...Option) *Cluster {
 	c.Journal.started = c.Engines.name
 	s.config.DataDir, s.config.Executable, s.config.Launcher = "", "dpserve", c.Engines
 	s.config.LogFormat, s.config.LogLevel = "json", "info"
+	if s.disk != "" {
+		s.disk = t.TempDir() // before the cleanup: it goes after the nodes
+	}
 	c.T.Cleanup(c.end)
 	c.made = s
 	for i := range s.nodes {

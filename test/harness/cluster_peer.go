@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -32,6 +33,8 @@ type Peer struct {
 	Host string // of everything that it binds
 	Disk *Disk  // of its log
 
+	root   *Cluster
+	config wiring.Config
 	place  *memnet.Host
 	voice  *voice
 	stop   context.CancelFunc
@@ -65,7 +68,10 @@ func (v *voice) Write(line []byte) (int, error) {
 func (c *Cluster) enter(s settings, i int) {
 	c.T.Helper()
 	cfg := s.config
-	m := &Peer{ID: "node-" + strconv.Itoa(i+1), Host: "127.0.0." + strconv.Itoa(i+1), Disk: &Disk{}, served: make(chan error, 1)}
+	m := &Peer{ID: "node-" + strconv.Itoa(i+1), Host: "127.0.0." + strconv.Itoa(i+1), Disk: &Disk{}, root: c}
+	if s.disk != "" {
+		cfg.DataDir = filepath.Join(s.disk, m.ID)
+	}
 	m.place, m.voice = c.Net.Host(m.Host), &voice{journal: c.Journal}
 	cfg.NodeID, cfg.LogWriter, cfg.Network, cfg.Stores = m.ID, m.voice, m.place, m.Disk.under
 	if roles := s.roles[i]; len(roles) > 0 {
@@ -81,17 +87,42 @@ func (c *Cluster) enter(s settings, i int) {
 	self := *c
 	m.Cluster = &self
 	self.client = &http.Client{Transport: &http.Transport{DialContext: m.place.DialContext, MaxIdleConnsPerHost: 64}}
-	var err error
-	self.node, err = wiring.New(cfg)
-	require.NoError(c.T, err)
-	require.NoError(c.T, self.node.Listen())
+	require.NoError(c.T, m.start(cfg))
 	if i == 0 {
 		c.node, c.client = self.node, self.client
 	}
 	c.peers = append(c.peers, m)
+}
+
+// start builds the node and lets it serve.
+func (m *Peer) start(cfg wiring.Config) error {
+	n, err := wiring.New(cfg)
+	if err != nil {
+		return err
+	}
+	if err := n.Listen(); err != nil {
+		return errors.Join(err, n.Close())
+	}
+	m.config, m.node, m.served, m.once = cfg, n, make(chan error, 1), sync.Once{}
 	ctx, stop := context.WithCancel(context.Background())
 	m.stop = stop
-	go func() { m.served <- self.node.Serve(ctx) }()
+	m.gone.Store(false)
+	go func() { m.served <- n.Serve(ctx) }()
+	return nil
+}
+
+// OnDisk gives each node a data dir, on which it can start again after Close.
+func OnDisk() Option { return func(s *settings) { s.disk = "yes" } }
+
+// Again starts a node that was closed on its data dir, as `dpserve start` does, with other timers if there are any.
+func (m *Peer) Again(timers map[string]time.Duration) error {
+	cfg, first := m.config, m.root.node == m.node
+	cfg.Join, cfg.Timers = nil, timers
+	err := m.start(cfg)
+	if first {
+		m.root.node = m.node
+	}
+	return err
 }
 
 // drained waits until the node has answered its last, which stop asks for.
@@ -123,6 +154,7 @@ func (m *Peer) Close() {
 	m.stop()
 	require.NoError(m.T, m.drained())
 	require.NoError(m.T, m.node.Close())
+	m.client.CloseIdleConnections()
 	m.gone.Store(true)
 }
 

@@ -195,3 +195,11 @@ func put(ctx context.Context, p *harness.Peer, yaml string) (code int, text stri
 	}
 	return resp.StatusCode, string(b)
 }
+
+// aliveHere says whether a node renews its lease.
+func aliveHere(c *harness.Cluster, node string) error {
+	if s := c.List()[node].State; s != "alive" {
+		return fmt.Errorf("it is %s", s)
+	}
+	return nil
+}

@@ -1,0 +1,121 @@
+package remote
+
+import (
+	"context"
+	"log/slog"
+	"net"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+
+	"github.com/dpserve/dpserve/cluster"
+	"github.com/dpserve/dpserve/cluster/nodeport"
+	"github.com/dpserve/dpserve/cluster/pki"
+	"github.com/dpserve/dpserve/internal/problem"
+	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
+	"github.com/dpserve/dpserve/state"
+)
+
+// renewals lets a gate renew expired certificates, on a node port of its own, while leads says that the node leads.
+func (g *gate) renewals(leads func() bool) (port string) {
+	const address = "10.0.0.1:8947"
+	credentials := g.signed(g.t, "a", time.Now(), state.RoleControl)
+	p := nodeport.New(nodeport.Config{
+		Credentials: func() *pki.Credentials { return credentials },
+		Bind:        func(_ context.Context, addr string) (net.Listener, error) { return g.net.Listen(addr) },
+	})
+	require.NoError(g.t, p.Listen(g.t.Context(), address))
+	server := grpc.NewServer(append(nodeport.ServerOptions(), EnrollOptions()...)...)
+	dpservev1.RegisterControlServer(server, NewRenewServer(RenewConfig{
+		Store: g.store, Peer: nodeport.PeerFromContext, Hint: func() (string, bool) { return "uid-l", true }, Log: slog.New(slog.DiscardHandler),
+		Confirm: func(context.Context) error {
+			if !leads() {
+				return problem.New(problem.Unavailable, "confirm: %w", cluster.ErrNotLeader)
+			}
+			return nil
+		},
+	}))
+	var served sync.WaitGroup
+	l := p.Listener(nodeport.Renew)
+	served.Go(func() { _ = p.Serve() })
+	served.Go(func() { _ = server.Serve(l) })
+	g.t.Cleanup(func() {
+		server.Stop()
+		require.NoError(g.t, p.Close())
+		served.Wait()
+	})
+	return address
+}
+
+// signed are a node's credentials, for 30 days from a time on.
+func (g *gate) signed(t *testing.T, node string, at time.Time, roles ...state.Role) *pki.Credentials {
+	t.Helper()
+	key, csr := request(t)
+	cert, err := g.authority.Sign(csr, pki.Identity{Cluster: "c", Node: node, UID: "uid-" + node, Roles: rolesOf(&state.Node{Roles: roles})}, at, pki.DefaultLife)
+	require.NoError(t, err)
+	ca, _ := g.authority.PEM()
+	c, err := pki.NewCredentials(ca, cert, key)
+	require.NoError(t, err)
+	return c
+}
+
+// An expired certificate gives the next one to a node that is a member still, with the roles of its record, at the leader and nowhere else:
+// another node's copy of the state may lack a removal. Nothing else is answered there.
+func TestAnExpiredCertificateIsRenewedByTheLeader(t *testing.T) {
+	g := openGate(t)
+	leads := true
+	address := g.renewals(func() bool { return leads })
+	var own *pki.Credentials
+	p := nodeport.New(nodeport.Config{Credentials: func() *pki.Credentials { return own }, Connect: g.net.DialContext})
+	t.Cleanup(func() { require.NoError(t, p.Close()) })
+	nodes := func() map[string]*state.Node {
+		return map[string]*state.Node{"a": {ID: "a", UID: "uid-a", Address: address, Roles: []state.Role{state.RoleControl}}}
+	}
+	conns := NewConns(ConnsConfig{Dial: func(string, string) (*grpc.ClientConn, error) { return nil, net.ErrClosed }, Nodes: nodes})
+	client := NewLeaderClient(LeaderConfig{Self: "b", Conns: conns, Store: follower{g.store}, Log: slog.New(slog.DiscardHandler)})
+	t.Cleanup(func() { require.NoError(t, client.Close()) })
+	key, csr := request(t)
+	ask := func() (*pki.Credentials, error) {
+		cert, ca, err := client.CertifyExpired(t.Context(), csr, p.RenewGRPC)
+		if err != nil {
+			return nil, err
+		}
+		return pki.NewCredentials(ca, cert, key)
+	}
+	member := &state.Node{ID: "b", UID: "uid-b", Address: "10.0.0.2:7947", Roles: []state.Role{state.RoleWorker}}
+	own = g.signed(t, "b", time.Now().Add(-300*24*time.Hour), state.RoleWorker)
+
+	_, err := ask()
+	assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
+	require.ErrorContains(t, err, "node b (uid-b) is not a member", "it was removed")
+	g.store.put(member)
+	next, err := ask()
+	require.NoError(t, err)
+	assert.Equal(t, own.Identity, next.Identity)
+	assert.False(t, next.Expired(time.Now()))
+
+	leads = false
+	_, err = ask()
+	require.ErrorIs(t, err, cluster.ErrNotLeader)
+	leads = true
+	promoted := *member
+	promoted.Roles = []state.Role{state.RoleControl}
+	g.store.put(&promoted)
+	_, err = ask()
+	require.ErrorIs(t, err, state.ErrRolesFixed)
+	bound := *member
+	bound.Key = "another"
+	g.store.put(&bound)
+	_, err = ask()
+	require.ErrorContains(t, err, "has joined with another key")
+
+	conn, err := p.RenewGRPC(address, "uid-a")
+	require.NoError(t, err)
+	defer conn.Close()
+	_, err = dpservev1.NewControlClient(conn).ForwardApply(t.Context(), &dpservev1.ApplyRequest{Command: []byte(`{}`)})
+	require.ErrorContains(t, err, "Unimplemented")
+}

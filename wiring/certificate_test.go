@@ -1,0 +1,127 @@
+package wiring
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"log/slog"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/cluster/pki"
+	"github.com/dpserve/dpserve/state"
+)
+
+// memberFiles are those of a control node that joins now.
+func memberFiles(t *testing.T) pki.Files {
+	t.Helper()
+	a, err := pki.NewAuthority("c", time.Now())
+	require.NoError(t, err)
+	var f pki.Files
+	f.Authority, f.AuthorityKey = a.PEM()
+	f.Key, err = pki.NewKey()
+	require.NoError(t, err)
+	csr, err := pki.NewCSR(f.Key)
+	require.NoError(t, err)
+	f.Cert, err = a.Sign(csr, pki.Identity{Cluster: "c", Node: "a", UID: "uid-a", Roles: []string{"control"}}, time.Now(), pki.DefaultLife)
+	require.NoError(t, err)
+	return f
+}
+
+// A keeper with the authority's key keeps a valid certificate for as long as it runs; so does one that can renew now and then only.
+func TestTheCertificateIsKeptValidFor60Days(t *testing.T) {
+	t.Parallel()
+	for name, fails := range map[string]time.Duration{"always": 0, "not for nine days after the first attempt": 9 * 24 * time.Hour} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			synctest.Test(t, func(t *testing.T) {
+				files := memberFiles(t)
+				var held atomic.Pointer[pki.Credentials]
+				load := func() {
+					c, err := files.Credentials()
+					require.NoError(t, err)
+					held.Store(c)
+				}
+				load()
+				first, renewed := held.Load(), 0
+				var asked time.Time
+				var log bytes.Buffer
+				k := certificateKeeper{held: held.Load, log: slog.New(slog.NewTextHandler(&log, nil)), renew: func(context.Context) error {
+					if asked.IsZero() {
+						asked = time.Now()
+						assert.WithinDuration(t, first.RenewAt(), asked, 0, "at two thirds of the life")
+					}
+					if time.Since(asked) < fails {
+						return errors.New("nobody answers")
+					}
+					var err error
+					files, err = files.Renewed(time.Now())
+					load()
+					renewed++
+					return err
+				}}
+				ctx, cancel := context.WithCancel(t.Context())
+				done := make(chan struct{})
+				go func() { k.run(ctx); close(done) }()
+				for range 60 * 24 {
+					time.Sleep(time.Hour)
+					synctest.Wait()
+					require.False(t, held.Load().Expired(time.Now()), "after %s", time.Since(first.NotAfter.Add(-pki.DefaultLife)))
+				}
+				cancel()
+				<-done
+				assert.GreaterOrEqual(t, renewed, 2)
+				assert.Equal(t, first.Identity, held.Load().Identity)
+				assert.Equal(t, fails/renewRetry, time.Duration(strings.Count(log.String(), "not renewed, trying again")), "a line a minute")
+			})
+		})
+	}
+}
+
+// A timer stands still while its machine sleeps, so the keeper looks at the clock each hour: a certificate that is due meanwhile (here one
+// with another time is put in place) is renewed within the hour.
+func TestTheCertificateIsLookedAtEveryHour(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		files := memberFiles(t)
+		c, err := files.Credentials()
+		require.NoError(t, err)
+		var held atomic.Pointer[pki.Credentials]
+		held.Store(c)
+		due := make(chan time.Time, 1)
+		k := certificateKeeper{held: held.Load, log: slog.New(slog.DiscardHandler), renew: func(context.Context) error {
+			due <- time.Now()
+			held.Store(c)
+			return nil
+		}}
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan struct{})
+		go func() { k.run(ctx); close(done) }()
+		time.Sleep(36*time.Hour + 20*time.Minute)
+		slept := files
+		a, err := pki.LoadAuthority(files.Authority, files.AuthorityKey)
+		require.NoError(t, err)
+		csr, err := pki.NewCSR(files.Key)
+		require.NoError(t, err)
+		slept.Cert, err = a.Sign(csr, c.Identity, time.Now().Add(-25*24*time.Hour), pki.DefaultLife)
+		require.NoError(t, err)
+		old, err := slept.Credentials()
+		require.NoError(t, err)
+		held.Store(old)
+		woke := time.Now()
+		assert.LessOrEqual(t, (<-due).Sub(woke), time.Hour)
+		cancel()
+		<-done
+	})
+}
+
+// What the cluster forgets of removed nodes has expired by then.
+func TestRemovedNodesAreKnownLongerThanCertificatesLive(t *testing.T) {
+	assert.Greater(t, state.RemovedFor, pki.DefaultLife)
+}
