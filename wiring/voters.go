@@ -3,9 +3,13 @@ package wiring
 import (
 	"context"
 	"log/slog"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/dpserve/dpserve/cluster"
+	"github.com/dpserve/dpserve/cluster/membership"
+	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/state"
 )
 
@@ -36,7 +40,7 @@ func (n *Node) keepOrder(ctx context.Context) {
 func (n *Node) changeVoters(ctx context.Context) bool {
 	n.voting.Lock()
 	defer n.voting.Unlock()
-	change := state.Electorate(n.electors(), n.ident.UID)
+	change := state.Electorate(n.electors(n.heard()), n.ident.UID)
 	ctx, cancel := context.WithTimeout(ctx, votersCall)
 	defer cancel()
 	var err error
@@ -81,14 +85,13 @@ func (n *Node) answers(ctx context.Context, uid string) bool {
 	return false
 }
 
-// electors are the control nodes, and what consensus still has of others.
-func (n *Node) electors() []state.Elector {
+// electors are the control nodes, and what consensus still has of others. heard are the nodes, by name, that answer.
+func (n *Node) electors(heard map[string]bool) []state.Elector {
 	in := map[string]cluster.Member{}
 	for _, m := range n.consensus.Members() {
 		in[m.UID] = m
 	}
 	var out []state.Elector
-	heard := n.heard()
 	known := map[string]bool{}
 	for _, rec := range n.store.State().Nodes {
 		m, member := in[rec.UID]
@@ -99,7 +102,7 @@ func (n *Node) electors() []state.Elector {
 		}
 		out = append(out, state.Elector{
 			UID: rec.UID, Node: rec.ID, Zone: rec.Zone, Control: control, Lost: rec.Lost, Member: member, Voter: m.Voter,
-			Live: !rec.Lost && heard[rec.ID],
+			Live: !rec.Lost && heard[rec.ID] && (!member || n.consensus.IsCloseBehind(rec.UID)),
 		})
 	}
 	for uid, m := range in {
@@ -134,6 +137,46 @@ func (n *Node) votes(uid string) bool {
 		}
 	}
 	return false
+}
+
+// whoVotes is a hint for people when no node leads: the voters, and those that the gossip does not hear.
+func (n *Node) whoVotes() string {
+	nodes := map[string]*state.Node{}
+	for _, rec := range n.store.State().Nodes {
+		nodes[rec.UID] = rec
+	}
+	var all, silent []string
+	for _, m := range n.members() {
+		if !m.Voter {
+			continue
+		}
+		name := m.UID
+		if rec := nodes[m.UID]; rec != nil {
+			name = rec.ID
+		}
+		all = append(all, name)
+		if g, ok := n.mesh.seen(m.UID); m.UID != n.ident.UID && n.mesh != nil && n.mesh.gossip != nil && (!ok || g.State != membership.Alive) {
+			silent = append(silent, name)
+		}
+	}
+	slices.Sort(all)
+	slices.Sort(silent)
+	switch {
+	case len(all) == 0:
+		return "a majority of the voters has to be there"
+	case len(silent) == 0:
+		return "votes: " + strings.Join(all, ", ")
+	case len(silent) == 1:
+		return "votes: " + strings.Join(all, ", ") + "; " + silent[0] + " is not heard"
+	}
+	return "votes: " + strings.Join(all, ", ") + "; " + strings.Join(silent, ", ") + " are not heard"
+}
+
+// noLeader is the answer to what only a leader can do while no node leads.
+func (n *Node) noLeader() error {
+	return problem.New(problem.Unavailable, "no node leads the cluster at this moment").
+		WithHint("an election takes a second or two; if it stays so, a majority of the voters is not there (%s): "+
+			"start those that are down", n.whoVotes())
 }
 
 func hasRole(rec *state.Node, role state.Role) bool {
