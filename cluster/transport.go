@@ -59,12 +59,12 @@ type logEnd struct {
 var errResting = errors.New("this node has left consensus")
 
 // newNetwork starts to accept. Messages wait for the first run of raft.
-func newNetwork(cfg Config, uid string, resolve func(uid string) []string) *network {
+func newNetwork(cfg Config, uid string, resolve func(uid string) []string, nameOf func(uid string) string) *network {
 	l := &layer{Layer: cfg.Layer, resolve: resolve, conns: map[net.Conn]struct{}{}}
 	return &network{
 		uid: raft.ServerAddress(uid), layer: l, turns: map[raft.ServerID]chan struct{}{}, logs: map[raft.ServerID]logEnd{},
 		NetworkTransport: raft.NewNetworkTransportWithConfig(&raft.NetworkTransportConfig{
-			Stream: l, MaxPool: transportPool, Timeout: transportTimeout, Logger: newRaftLog(cfg.Log), MsgpackUseNewTimeFormat: true,
+			Stream: l, MaxPool: transportPool, Timeout: transportTimeout, Logger: newRaftLog(cfg.Log, nameOf), MsgpackUseNewTimeFormat: true,
 		}),
 	}
 }

@@ -60,10 +60,11 @@ func (n *Node) changeVoters(ctx context.Context) bool {
 		err = n.consensus.Remove(ctx, change.UID)
 	}
 	if err != nil {
-		n.log.Warn("voters could not be changed, trying again", slog.Any("err", err))
+		n.log.Warn("voters could not be changed, trying again", slog.String("change", change.Kind.String()),
+			slog.String("peer", n.nameOf(change.UID)), slog.Any("err", err))
 		return false
 	}
-	n.log.Info("consensus changed", slog.Int("change", int(change.Kind)), slog.String("uid", change.UID))
+	n.log.Info("consensus changed", slog.String("change", change.Kind.String()), slog.String("peer", n.nameOf(change.UID)))
 	return true
 }
 
@@ -141,19 +142,12 @@ func (n *Node) votes(uid string) bool {
 
 // whoVotes is a hint for people when no node leads: the voters, and those that the gossip does not hear.
 func (n *Node) whoVotes() string {
-	nodes := map[string]*state.Node{}
-	for _, rec := range n.store.State().Nodes {
-		nodes[rec.UID] = rec
-	}
 	var all, silent []string
 	for _, m := range n.members() {
 		if !m.Voter {
 			continue
 		}
-		name := m.UID
-		if rec := nodes[m.UID]; rec != nil {
-			name = rec.ID
-		}
+		name := n.nameOf(m.UID)
 		all = append(all, name)
 		if g, ok := n.mesh.seen(m.UID); m.UID != n.ident.UID && n.mesh != nil && n.mesh.gossip != nil && (!ok || g.State != membership.Alive) {
 			silent = append(silent, name)
@@ -170,6 +164,16 @@ func (n *Node) whoVotes() string {
 		return "votes: " + strings.Join(all, ", ") + "; " + silent[0] + " is not heard"
 	}
 	return "votes: " + strings.Join(all, ", ") + "; " + strings.Join(silent, ", ") + " are not heard"
+}
+
+// nameOf is the name of a node that takes part in consensus, or its UID if the state does not have it (any more).
+func (n *Node) nameOf(uid string) string {
+	for id, rec := range n.store.State().Nodes {
+		if rec.UID == uid {
+			return id
+		}
+	}
+	return uid
 }
 
 // noLeader is the answer to what only a leader can do while no node leads.

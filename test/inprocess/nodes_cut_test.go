@@ -75,7 +75,7 @@ func cutOff(t *testing.T, rule string) {
 	} else {
 		assert.Empty(t, c.Engines.On(minority.Host), "all fenced")
 		assert.Empty(t, c.Engines.Overlaps())
-		fences := c.Journal.Times(`"node":"`+minority.ID+`"`, `"msg":"rank is fenced"`)
+		fences := c.Journal.Times(`"node":"`+minority.ID+`"`, `"msg":"unit is fenced"`)
 		assert.Len(t, fences, 2)
 		for _, at := range fences {
 			assert.LessOrEqual(t, at.Sub(cut), fencedAt+beat)

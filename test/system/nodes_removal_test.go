@@ -2,8 +2,6 @@ package system
 
 import (
 	"net/http"
-	"os"
-	"os/exec"
 	"slices"
 	"strings"
 	"testing"
@@ -30,18 +28,6 @@ func voters(t *testing.T, at *harness.Member) (out []string) {
 	return out
 }
 
-// command runs the CLI at a node and gives its exit code and what it said.
-func command(t *testing.T, at *harness.Member, args ...string) (code int, said string) {
-	t.Helper()
-	cmd := exec.CommandContext(t.Context(), harness.Binary(t), args...)
-	cmd.Env = append(os.Environ(), "DPSERVE_ADDR="+at.Admin)
-	out, err := cmd.CombinedOutput()
-	if cmd.ProcessState == nil {
-		require.NoError(t, err)
-	}
-	return cmd.ProcessState.ExitCode(), string(out)
-}
-
 // stay checks over some rounds of the leader's care that the same nodes vote and that a write is still accepted.
 func stay(t *testing.T, at *harness.Member, want []string) {
 	t.Helper()
@@ -65,7 +51,7 @@ func TestRefusedRemovalsChangeNothing(t *testing.T) {
 	all := []string{"a", "b", "c"}
 
 	for _, node := range all {
-		code, said := command(t, a, "nodes", "remove", node, "--yes")
+		code, said := command(a, "nodes", "remove", node, "--yes")
 		assert.Equal(t, 1, code, said)
 		assert.Contains(t, said, "units are left", "a healthy node with ranks")
 	}
@@ -83,11 +69,11 @@ func TestRefusedRemovalsChangeNothing(t *testing.T) {
 	voted := voters(t, a)
 
 	began := time.Now()
-	code, said := command(t, b, "leave", "--yes", "--deadline", "1s")
+	code, said := command(b, "leave", "--yes", "--deadline", "1s")
 	assert.Equal(t, 1, code, said)
 	assert.Contains(t, said, `take the vote of node "b": the voters that remain have no living majority: a is alive, c is lost`)
 	assert.Contains(t, said, "hint: c is lost and votes: bring it back or remove it first: dpserve nodes remove c")
-	code, said = command(t, a, "nodes", "remove", "b", "--yes")
+	code, said = command(a, "nodes", "remove", "b", "--yes")
 	assert.Equal(t, 1, code, said)
 	assert.Contains(t, said, "units are left")
 	assert.Less(t, time.Since(began), slack*time.Second, "refused at once")
@@ -96,25 +82,25 @@ func TestRefusedRemovalsChangeNothing(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, before, seats(&after), "nothing was drained")
 
-	code, said = command(t, a, "delete", "wide", "--yes")
+	code, said = command(a, "delete", "wide", "--yes")
 	require.Zero(t, code, said)
-	code, said = command(t, a, "nodes", "remove", "b", "--yes")
+	code, said = command(a, "nodes", "remove", "b", "--yes")
 	assert.Equal(t, 1, code, said)
 	assert.Contains(t, said, "neither lost nor drained", "a node without ranks that works")
-	code, said = command(t, a, "drain", "b")
+	code, said = command(a, "drain", "b")
 	require.Zero(t, code, said)
-	code, said = command(t, a, "nodes", "remove", "b", "--yes")
+	code, said = command(a, "nodes", "remove", "b", "--yes")
 	assert.Equal(t, 1, code, said)
 	assert.Contains(t, said, "hint: c is lost and votes", "drained and without ranks, but its vote is needed")
-	code, said = command(t, a, "undrain", "b")
+	code, said = command(a, "undrain", "b")
 	require.Zero(t, code, said)
 	stay(t, a, voted)
 
-	code, said = command(t, b, "nodes", "remove", "c", "--yes")
+	code, said = command(b, "nodes", "remove", "c", "--yes")
 	require.Zero(t, code, said)
 	c.All = slices.DeleteFunc(c.All, func(m *harness.Member) bool { return m == lost })
 	c.Settled()
-	code, said = command(t, b, "leave", "--yes")
+	code, said = command(b, "leave", "--yes")
 	require.Zero(t, code, said)
 	assert.Contains(t, said, "b has left")
 	assert.Equal(t, []string{"a"}, voters(t, a))
@@ -138,7 +124,7 @@ func TestNoMajorityNamesTheVoters(t *testing.T) {
 		}
 		return err
 	})
-	code, said := command(t, a, "status")
+	code, said := command(a, "status")
 	assert.Equal(t, 1, code, said)
 	assert.Contains(t, said, "a majority of the voters is not there (votes: a, b, c; b, c are not heard)")
 }
