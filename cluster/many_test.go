@@ -301,6 +301,14 @@ func TestStandbyIsCloseBehindOnceItHasTheLog(t *testing.T) {
 	require.NoError(t, first.AddStandby(t.Context(), second.UID()))
 	assert.True(t, first.IsCloseBehind(first.UID()))
 	assert.Never(t, func() bool { return first.IsCloseBehind(second.UID()) }, 500*time.Millisecond, 10*time.Millisecond, "it has no log")
+	for _, c := range []struct {
+		lacks uint64
+		ago   time.Duration
+		want  bool
+	}{{0, 0, true}, {64, 0, true}, {65, 0, false}, {200, 0, false}, {0, 4 * time.Second, true}, {0, 6 * time.Second, false}} {
+		first.NoteLog(second.UID(), first.CommitIndex()-c.lacks, c.ago)
+		assert.Equal(t, c.want, first.IsCloseBehind(second.UID()), "it answered %s ago and lacks %d entries", c.ago, c.lacks)
+	}
 	g.wires.isolate(second.address, false)
 	require.Eventually(t, func() bool { return first.IsCloseBehind(second.UID()) }, limit, 5*time.Millisecond)
 	require.NoError(t, first.Promote(t.Context(), second.UID()))

@@ -1,6 +1,9 @@
 package remote
 
 import (
+	"bytes"
+	"log/slog"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -58,6 +61,38 @@ func TestThreeIngressesTwoNodes(t *testing.T) {
 		}
 		assert.Equal(t, 2, w1.streams.Stats().Streams)
 		assert.Equal(t, 3, w2.streams.Stats().Streams)
+	})
+}
+
+// TestSilenceOfANodeThatJoins: a node is known before it serves; only one that stays silent, or was heard before, is a warning.
+func TestSilenceOfANodeThatJoins(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newStreamNet(t)
+		var out bytes.Buffer
+		c.log = slog.New(slog.NewTextHandler(&out, nil))
+		w := c.worker("n1")
+		w.kill()
+		n := c.ingress("i1", nil)
+		defer n.stop()
+		time.Sleep(8 * time.Second)
+		assert.Empty(t, out.String(), "it is joining")
+		w.listen()
+		w.rank(0, 10)
+		time.Sleep(2 * time.Second)
+		assert.NotContains(t, out.String(), "silent")
+		assert.NotContains(t, out.String(), "heard again")
+		w.stop()
+		time.Sleep(time.Second)
+		assert.Equal(t, 1, strings.Count(out.String(), "a node's stream is silent"), &out)
+
+		out.Reset()
+		gone := c.worker("n2")
+		gone.kill()
+		time.Sleep(9 * time.Second)
+		assert.NotContains(t, out.String(), "peer=n2")
+		time.Sleep(time.Minute)
+		assert.Equal(t, 1, strings.Count(out.String(), "peer=n2"), "it never came: %s", &out)
+		assert.Contains(t, out.String(), "level=WARN")
 	})
 }
 
