@@ -30,9 +30,10 @@ type Cluster struct {
 	Engines *Engines
 	Journal *Journal
 
-	node   *wiring.Node
-	client *http.Client
-	peers  []*Peer
+	node     *wiring.Node
+	client   *http.Client
+	peers    []*Peer
+	settings settings
 }
 
 // Option changes how New builds a cluster.
@@ -64,13 +65,27 @@ func New(t testing.TB, options ...Option) *Cluster {
 	s.config.DataDir, s.config.Executable, s.config.Launcher = "", "dpserve", c.Engines
 	s.config.LogFormat, s.config.LogLevel = "json", "info"
 	c.T.Cleanup(c.end)
-	for i := range s.nodes {
-		c.enter(s, i)
+	c.settings = s
+	for range s.nodes {
+		c.enter(s, len(c.peers))
 	}
+	c.meet()
+	return c
+}
+
+// Join starts one more node, of a cluster that has more than one from the beginning.
+func (c *Cluster) Join() *Peer {
+	c.T.Helper()
+	c.enter(c.settings, len(c.peers))
+	c.meet()
+	return c.peers[len(c.peers)-1]
+}
+
+// meet tells every node of all the others.
+func (c *Cluster) meet() {
 	for _, m := range c.peers {
 		m.peers = c.peers
 	}
-	return c
 }
 
 // end drains the nodes and checks what they leave behind.
