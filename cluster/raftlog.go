@@ -89,7 +89,7 @@ func newRaftLog(l *slog.Logger, nameOf func(uid string) string) *raftLog {
 func (r *raftLog) Log(level hclog.Level, msg string, args ...any) {
 	ctx, to := context.Background(), slog.LevelDebug
 	if level == hclog.Error {
-		if peer, ok := r.peerOf(args); ok {
+		if peer, ok := r.peerOf(args); ok && !errors.Is(errorOf(args), errResting) {
 			if since, warn := r.said.warns(peer); warn {
 				r.slog.Warn("consensus does not reach a node", "peer", peer, "for", time.Since(since).Round(time.Second), "err", errorOf(args))
 			}
@@ -131,21 +131,22 @@ func (r *raftLog) nodeName(v any) (name string, ok bool) {
 	return uid, true
 }
 
-// errorOf is the error of a message.
-func errorOf(args []any) any {
+// errorOf is the error of a message, nil if it has none.
+func errorOf(args []any) error {
 	for i := 0; i+1 < len(args); i += 2 {
-		if args[i] == "error" {
-			return args[i+1]
+		if err, ok := args[i+1].(error); ok && args[i] == "error" {
+			return err
 		}
 	}
 	return nil
 }
 
-// brokenOff says that a message tells of a connection that its other end has closed: the node that ended is reported elsewhere.
+// brokenOff says that a message tells of a connection that its other end has closed, or of a run of raft that was told to stop: both
+// are reported elsewhere.
 func brokenOff(args []any) bool {
-	err, ok := errorOf(args).(error)
+	err := errorOf(args)
 	var broken *net.OpError
-	return ok && (errors.As(err, &broken) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, net.ErrClosed))
+	return err != nil && (errors.Is(err, errResting) || errors.As(err, &broken) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, net.ErrClosed))
 }
 
 // formatted resolves hclog's delayed Printf values, which slog would print as lists, and names nodes.
