@@ -34,6 +34,12 @@ func (c *Client) Undrain(ctx context.Context, node string) error {
 	return c.call(ctx, http.MethodDelete, nodePath(node)+pathDrain, nil, nil, &r)
 }
 
+// CheckLeave says whether a node could be removed if it were drained, and changes nothing.
+func (c *Client) CheckLeave(ctx context.Context, node string) error {
+	var r NodeReply
+	return c.call(ctx, http.MethodGet, nodePath(node)+pathRemoval, nil, nil, &r)
+}
+
 // RemoveNode forgets a node for good.
 func (c *Client) RemoveNode(ctx context.Context, node string) error {
 	var r NodeReply

@@ -3,8 +3,6 @@ package api
 import (
 	"net/http"
 	"strings"
-
-	"github.com/dpserve/dpserve/internal/problem"
 )
 
 // Forward gives the way of a request to the node that leads the cluster. ok is false while this node leads, or is alone: then it
@@ -40,8 +38,7 @@ func (s *Server) forward(next http.Handler) http.Handler {
 		case to == nil && r.Method == http.MethodGet && r.URL.Path == pathNodes:
 			next.ServeHTTP(w, r) // this node's own view is all there is
 		case to == nil || r.Header.Get(forwarded) != "":
-			writeError(w, problem.New(problem.Unavailable, "no node leads the cluster at this moment").
-				WithHint("an election takes a second or two; if it stays so, a majority of the control nodes is not there: `dpserve nodes` shows whom this node hears"))
+			writeError(w, s.cfg.NoLeader())
 		default:
 			r.Header.Set(forwarded, "1")
 			to.ServeHTTP(w, r)

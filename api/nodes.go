@@ -15,6 +15,7 @@ import (
 const (
 	pathNodes      = "/api/v1/nodes"
 	pathDrain      = "/drain"              // behind pathNodes/NODE
+	pathRemoval    = "/removal"            // behind pathNodes/NODE
 	pathJoinTokens = "/api/v1/join-tokens" //nolint:gosec // a path
 	pathGossipKey  = "/api/v1/gossip-key"
 )
@@ -37,7 +38,9 @@ type Nodes interface {
 	Drain(ctx context.Context, node string, deadline *time.Duration) error
 	// Undrain ends a drain.
 	Undrain(ctx context.Context, node string) error
-	// Remove forgets a node for good: a drained one, or one that is lost.
+	// CheckLeave says whether a node could be removed if it were drained, and changes nothing.
+	CheckLeave(ctx context.Context, node string) error
+	// Remove forgets a node for good: a drained one, or one that is lost. A removal that is refused changes nothing.
 	Remove(ctx context.Context, node string) error
 	// NewToken makes a token that lets nodes join.
 	NewToken(ctx context.Context, req TokenRequest) (Token, error)
@@ -77,7 +80,7 @@ type NodesReply struct {
 type NodeReply struct {
 	Envelope
 	Node   string `json:"node"`
-	Status string `json:"status"` // DRAINING | ALIVE | REMOVED
+	Status string `json:"status"` // DRAINING | ALIVE | REMOVABLE | REMOVED
 }
 
 // TokenReply answers POST /api/v1/join-tokens.
@@ -99,6 +102,7 @@ func (s *Server) nodes(g *gin.Engine) {
 	}
 	g.GET(pathNodes, s.reply(s.listNodes))
 	g.DELETE(pathNodes+"/:node", s.reply(s.removeNode))
+	g.GET(pathNodes+"/:node"+pathRemoval, s.reply(s.checkLeave))
 	g.POST(pathNodes+"/:node"+pathDrain, s.reply(s.drainNode))
 	g.DELETE(pathNodes+"/:node"+pathDrain, s.reply(s.undrainNode))
 	g.POST(pathJoinTokens, s.reply(s.newToken))
@@ -153,6 +157,15 @@ func (s *Server) undrainNode(c *gin.Context) (int, any, error) {
 
 func (s *Server) removeNode(c *gin.Context) (int, any, error) {
 	return s.changeNode(c, s.cfg.Nodes.Remove, "REMOVED")
+}
+
+func (s *Server) checkLeave(c *gin.Context) (int, any, error) {
+	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
+		return 0, nil, err
+	}
+	name := c.Param("node")
+	err := s.cfg.Nodes.CheckLeave(c.Request.Context(), name)
+	return http.StatusOK, NodeReply{Envelope{APIVersion}, name, "REMOVABLE"}, err
 }
 
 func (s *Server) changeNode(c *gin.Context, change func(ctx context.Context, node string) error, status string) (int, any, error) {

@@ -42,7 +42,10 @@ func (k *nodeKeeper) Drain(_ context.Context, node string, deadline *time.Durati
 }
 
 func (k *nodeKeeper) Undrain(_ context.Context, node string) error { return k.ask("undrain", node) }
-func (k *nodeKeeper) Remove(_ context.Context, node string) error  { return k.ask("remove", node) }
+func (k *nodeKeeper) CheckLeave(_ context.Context, node string) error {
+	return k.ask("check leave", node)
+}
+func (k *nodeKeeper) Remove(_ context.Context, node string) error { return k.ask("remove", node) }
 
 func (k *nodeKeeper) NewToken(_ context.Context, req api.TokenRequest) (api.Token, error) {
 	k.token = req
@@ -66,10 +69,11 @@ func TestNodesByClient(t *testing.T) {
 	require.NoError(t, c.Drain(ctx, "b", &half))
 	require.NoError(t, c.Drain(ctx, "a", nil))
 	require.NoError(t, c.Undrain(ctx, "a"))
+	require.NoError(t, c.CheckLeave(ctx, "b"))
 	require.NoError(t, c.RemoveNode(ctx, "b"))
 	err = c.Drain(ctx, "nowhere", nil)
 	assert.Equal(t, problem.NotFound, problem.CodeOf(err))
-	assert.Equal(t, []string{"drain in 30m0s b", "drain a", "undrain a", "remove b", "drain nowhere"}, k.asked)
+	assert.Equal(t, []string{"drain in 30m0s b", "drain a", "undrain a", "check leave b", "remove b", "drain nowhere"}, k.asked)
 	token, err := c.NewToken(ctx, api.TokenRequest{TTL: time.Minute, Uses: 4})
 	require.NoError(t, err)
 	assert.Equal(t, "dpj1.x", token.Token)
@@ -108,7 +112,10 @@ func TestForward(t *testing.T) {
 		w.WriteHeader(http.StatusTeapot)
 	}))
 	away := true
-	s := api.NewServer(api.Config{Backend: newBackend(), Nodes: &nodeKeeper{}, Forward: func() (http.Handler, bool) { return to, away }})
+	s := api.NewServer(api.Config{
+		Backend: newBackend(), Nodes: &nodeKeeper{}, Forward: func() (http.Handler, bool) { return to, away },
+		NoLeader: func() error { return problem.New(problem.Unavailable, "nobody leads") },
+	})
 	ask := func(method, path string, headers ...string) int {
 		r := httptest.NewRequestWithContext(t.Context(), method, "http://127.0.0.1:8265"+path, nil)
 		for i := 0; i < len(headers); i += 2 {

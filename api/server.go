@@ -35,14 +35,15 @@ const (
 
 // Config is what a server is made of. Backend is required.
 type Config struct {
-	Backend Backend
-	Routers Routers      // nil = 404 on /api/v1/routers
-	Ranks   Ranks        // nil = 404 on the paths of rank changes
-	Nodes   Nodes        // nil = 404 on the paths of nodes
-	Forward Forward      // nil = this node answers everything
-	Metrics http.Handler // nil = 404 on /metrics
-	Version BuildInfo
-	Log     *slog.Logger // nil = silent
+	Backend  Backend
+	Routers  Routers      // nil = 404 on /api/v1/routers
+	Ranks    Ranks        // nil = 404 on the paths of rank changes
+	Nodes    Nodes        // nil = 404 on the paths of nodes
+	Forward  Forward      // nil = this node answers everything
+	NoLeader func() error // the answer while no node leads; needed with Forward
+	Metrics  http.Handler // nil = 404 on /metrics
+	Version  BuildInfo
+	Log      *slog.Logger // nil = silent
 }
 
 // Server serves the admin API: New, Listen (or Attach), Serve, Close.

@@ -9,12 +9,12 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// addressBook is where the nodes are as the entries of this node's log say, committed or not. Who has no leader does not know
+// addressBook is where the nodes are, and what they are called, as the entries of this node's log say, committed or not. Who has no leader does not know
 // what of its log is committed, so the state may lack the addresses of the very nodes whose votes are needed; and a wrong address
 // does no harm, because a Layer connects to nobody but the node that was asked for.
 type addressBook struct {
 	mu    sync.Mutex
-	byUID map[string]string
+	byUID map[string]state.Node
 }
 
 // putNode is how an entry that concerns the book can be told without decoding the others.
@@ -32,9 +32,9 @@ func (b *addressBook) read(l *raft.Log) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.byUID == nil {
-		b.byUID = map[string]string{}
+		b.byUID = map[string]state.Node{}
 	}
-	b.byUID[cmd.PutNode.Node.UID] = cmd.PutNode.Node.Address
+	b.byUID[cmd.PutNode.Node.UID] = state.Node{ID: cmd.PutNode.Node.ID, Address: cmd.PutNode.Node.Address}
 }
 
 // readAll takes up a whole log, and gives its newest list of members with its index; 0 = it has none.
@@ -60,7 +60,8 @@ func (b *addressBook) readAll(log raft.LogStore) (members raft.Configuration, in
 	return members, index, nil
 }
 
-func (b *addressBook) of(uid string) string {
+// of is the name and address of a node.
+func (b *addressBook) of(uid string) state.Node {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.byUID[uid]
@@ -84,7 +85,15 @@ func (c *Cluster) addresses(uid string) []string {
 			add(address)
 		}
 	}
-	add(c.book.of(uid))
+	add(c.book.of(uid).Address)
 	add(find(c.State(), uid).Address)
 	return all
+}
+
+// nameOf is the name of a node, "" if neither the state nor the log has it.
+func (c *Cluster) nameOf(uid string) string {
+	if n := find(c.State(), uid); n.ID != "" {
+		return n.ID
+	}
+	return c.book.of(uid).ID
 }

@@ -138,7 +138,7 @@ func Open(cfg Config) (*Cluster, error) {
 // start begins the first run and the loops around it.
 func (c *Cluster) start() error {
 	if c.cfg.Layer != nil {
-		c.net = newNetwork(c.cfg, c.ident.UID, c.addresses)
+		c.net = newNetwork(c.cfg, c.ident.UID, c.addresses, c.nameOf)
 	}
 	r, err := c.newRun()
 	if err != nil {

@@ -3,7 +3,6 @@ package cluster
 import (
 	"context"
 	"crypto/rand"
-	"log/slog"
 	"time"
 
 	"github.com/hashicorp/raft"
@@ -42,15 +41,6 @@ func (c *Cluster) Term() uint64 { return c.run.Load().raft.CurrentTerm() }
 // Barrier waits until everything committed so far is applied here. Only the leader can say so: ErrNotLeader elsewhere.
 func (c *Cluster) Barrier(ctx context.Context) error { return c.submit(ctx, c.barrier).err }
 
-// tell logs a change of leadership; alone there is nothing to tell.
-func (c *Cluster) tell(what string, args ...any) {
-	level := slog.LevelInfo
-	if c.net == nil {
-		level = slog.LevelDebug
-	}
-	c.log.Log(context.Background(), level, what, append(args, "room", "cluster")...) //nolint:sloglint // a message of this file
-}
-
 func (c *Cluster) wakeLeadership() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -79,7 +69,7 @@ func (c *Cluster) watch(r *run) {
 // follow takes readiness back.
 func (c *Cluster) follow() {
 	if c.leader.Swap(false) {
-		c.tell("leads no longer")
+		c.log.Debug("leads no longer", "room", "cluster")
 	}
 	c.mu.Lock()
 	select {
@@ -118,7 +108,7 @@ func (r *run) pause() {
 
 // setReady lets everybody who waits go on.
 func (c *Cluster) setReady(r *run) {
-	c.tell("leads", "term", r.raft.CurrentTerm())
+	c.log.Debug("leads", "room", "cluster", "term", r.raft.CurrentTerm())
 	c.leader.Store(true)
 	c.holds.Store(false)
 	c.mu.Lock()

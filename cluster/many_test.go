@@ -285,6 +285,44 @@ func TestSnapshotForANewcomer(t *testing.T) {
 	g.same()
 }
 
+// TestStandbyIsCloseBehindOnceItHasTheLog: a standby that nobody reaches, or that has none of a long log, is not one to give a vote.
+func TestStandbyIsCloseBehindOnceItHasTheLog(t *testing.T) {
+	t.Parallel()
+	g := newGroup(t)
+	first := g.add(cluster.Config{NodeID: "node-1"})
+	g.ready(first)
+	g.put(first)
+	for i := range 200 {
+		propose(t, first.Cluster, putApp("demo", strings.Repeat("x", 256)+fmt.Sprint(i)))
+	}
+	second := g.add(cluster.Config{NodeID: "node-2", Member: true, ClusterID: first.ClusterID()})
+	g.put(second)
+	g.wires.isolate(second.address, true)
+	require.NoError(t, first.AddStandby(t.Context(), second.UID()))
+	assert.True(t, first.IsCloseBehind(first.UID()))
+	assert.Never(t, func() bool { return first.IsCloseBehind(second.UID()) }, 500*time.Millisecond, 10*time.Millisecond, "it has no log")
+	for _, c := range []struct {
+		lacks uint64
+		ago   time.Duration
+		want  bool
+	}{{0, 0, true}, {64, 0, true}, {65, 0, false}, {200, 0, false}, {0, 4 * time.Second, true}, {0, 6 * time.Second, false}} {
+		first.NoteLog(second.UID(), first.CommitIndex()-c.lacks, c.ago)
+		assert.Equal(t, c.want, first.IsCloseBehind(second.UID()), "it answered %s ago and lacks %d entries", c.ago, c.lacks)
+	}
+	g.wires.isolate(second.address, false)
+	require.Eventually(t, func() bool { return first.IsCloseBehind(second.UID()) }, limit, 5*time.Millisecond)
+	require.NoError(t, first.Promote(t.Context(), second.UID()))
+
+	began, longest := time.Now(), time.Duration(0)
+	for i := range 50 {
+		at := time.Now()
+		propose(t, first.Cluster, putApp("demo", fmt.Sprint("after ", i)))
+		longest = max(longest, time.Since(at))
+	}
+	t.Logf("50 writes behind the second vote took %s, the longest %s", time.Since(began), longest)
+	assert.False(t, second.IsCloseBehind(first.UID()), "who does not lead is told nothing")
+}
+
 // TestPortComesAndGoes: a data dir goes on with a node port that it was made without, and the other way round.
 func TestPortComesAndGoes(t *testing.T) {
 	t.Parallel()

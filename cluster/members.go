@@ -32,6 +32,22 @@ func (c *Cluster) member(uid string) (votes, in bool) {
 	return i >= 0 && all[i].Voter, i >= 0
 }
 
+// closeBehind is how many entries a node may lack that gets a vote: raft sends as many in one message. The cluster stands still while
+// a voter that is needed for the majority takes up what it lacks.
+const closeBehind = 64
+
+// IsCloseBehind says whether a node answers this leader's raft and its log lacks at most closeBehind committed entries.
+func (c *Cluster) IsCloseBehind(uid string) bool {
+	if uid == c.ident.UID {
+		return true
+	}
+	if c.net == nil {
+		return false
+	}
+	last, ok := c.net.logOf(uid)
+	return ok && last+closeBehind >= c.run.Load().raft.CommitIndex()
+}
+
 // AddStandby sends the log to a node, which gets no vote. A node that takes part already stays what it is. This and the three
 // below are the leader's (ErrNotLeader elsewhere), return when the change is committed, and may be repeated.
 func (c *Cluster) AddStandby(ctx context.Context, uid string) error {
@@ -43,8 +59,7 @@ func (c *Cluster) AddStandby(ctx context.Context, uid string) error {
 	})
 }
 
-// Promote gives a node a vote. A majority of all votes is needed from then on: promote only a standby that is alive and has the
-// log, or the cluster stands still until it comes.
+// Promote gives a node a vote. A majority of all votes is needed from then on: promote only a standby that IsCloseBehind, or the cluster stands still until it comes.
 func (c *Cluster) Promote(ctx context.Context, uid string) error {
 	if votes, _ := c.member(uid); votes {
 		return c.confirm(ctx)

@@ -2,32 +2,48 @@ package cluster
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"log"
 	"log/slog"
+	"net"
 	"sync"
 	"time"
 
 	"github.com/hashicorp/go-hclog"
+	"github.com/hashicorp/raft"
 )
 
-// errorEvery is how often one message of raft's may come at error: about a peer that is down it has one twice a second.
-const errorEvery = 30 * time.Second
+// Pace of what raft says at error: it repeats itself about a peer that is down twice a second.
+const (
+	errorEvery   = 30 * time.Second // one message about anything but a peer
+	peerPatience = 5 * time.Second  // a peer may not answer so long before it is a warning: it is joining, restarting or being elected
+	peerEvery    = 10 * time.Minute // between two warnings about one peer
+	peerRest     = 10 * time.Second // without an error about a peer: it has answered
+)
 
 // raftLog lets raft and raft-wal write to slog. What they call an error stays one, but for repetitions; everything else is debug,
-// because their warnings tell of elections that are normal for a single voter.
+// because their warnings tell of elections that are normal for a single voter. That a peer does not answer is a warning, and only if
+// it lasts: nodes that end are reported elsewhere. Nodes are named: raft knows their UIDs only.
 type raftLog struct {
 	slog    *slog.Logger
 	name    string
 	implied []any
 	said    *said
+	nameOf  func(uid string) string // "" = not known
 }
 
-// said is when which message came at error last; raft has about forty.
+// said is what came at error last, and when.
 type said struct {
-	mu   sync.Mutex
-	when map[string]time.Time
+	mu    sync.Mutex
+	when  map[string]time.Time // by message; raft has about forty
+	peers map[string]*failing  // by node; those of the cluster
+}
+
+// failing is a peer that does not answer.
+type failing struct {
+	since, last, warned time.Time
 }
 
 // again says whether a message came less than errorEvery ago.
@@ -42,31 +58,106 @@ func (s *said) again(msg string) bool {
 	return false
 }
 
+// warns notes that a peer did not answer, and says whether a person should hear of it now, and since when.
+func (s *said) warns(peer string) (since time.Time, warn bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	now := time.Now()
+	f := s.peers[peer]
+	if f == nil || now.Sub(f.last) > peerRest {
+		f = &failing{since: now}
+		s.peers[peer] = f
+	}
+	f.last = now
+	if now.Sub(f.since) < peerPatience || !f.warned.IsZero() && now.Sub(f.warned) < peerEvery {
+		return f.since, false
+	}
+	f.warned = now
+	return f.since, true
+}
+
 var _ hclog.Logger = (*raftLog)(nil)
 
-func newRaftLog(l *slog.Logger) *raftLog {
-	return &raftLog{slog: l.With("room", "cluster"), name: "raft", said: &said{when: map[string]time.Time{}}}
+func newRaftLog(l *slog.Logger, nameOf func(uid string) string) *raftLog {
+	return &raftLog{
+		slog: l.With("room", "cluster"), name: "raft", nameOf: nameOf,
+		said: &said{when: map[string]time.Time{}, peers: map[string]*failing{}},
+	}
 }
 
 // Log writes one line.
 func (r *raftLog) Log(level hclog.Level, msg string, args ...any) {
-	to := slog.LevelDebug
-	if level == hclog.Error && !r.said.again(msg) {
-		to = slog.LevelError
+	ctx, to := context.Background(), slog.LevelDebug
+	if level == hclog.Error {
+		if peer, ok := r.peerOf(args); ok && !errors.Is(errorOf(args), errResting) {
+			if since, warn := r.said.warns(peer); warn {
+				r.slog.Warn("consensus does not reach a node", "peer", peer, "for", time.Since(since).Round(time.Second), "err", errorOf(args))
+			}
+		} else if !brokenOff(args) && !r.said.again(msg) {
+			to = slog.LevelError
+		}
 	}
-	ctx := context.Background()
 	if r.slog.Enabled(ctx, to) {
-		r.slog.Log(ctx, to, r.name+": "+msg, formatted(args)...) //nolint:sloglint // the message and the keys are raft's
+		r.slog.Log(ctx, to, r.name+": "+msg, r.formatted(args)...) //nolint:sloglint // the message and the keys are raft's
 	}
 }
 
-// formatted resolves hclog's delayed Printf values, which slog would print as lists.
-func formatted(args []any) []any {
+// peerOf is the node that an error is about: "peer" and "target" are what raft calls one that it could not reach.
+func (r *raftLog) peerOf(args []any) (string, bool) {
+	for i := 0; i+1 < len(args); i += 2 {
+		if args[i] == "peer" || args[i] == "target" {
+			return r.nodeName(args[i+1])
+		}
+	}
+	return "", false
+}
+
+// nodeName is the name of the node that raft means, or its UID if the name is not known. ok is false for what is no node.
+func (r *raftLog) nodeName(v any) (name string, ok bool) {
+	var uid string
+	switch v := v.(type) {
+	case raft.Server:
+		uid = string(v.ID)
+	case raft.ServerID:
+		uid = string(v)
+	case raft.ServerAddress:
+		uid = string(v)
+	default:
+		return "", false
+	}
+	if name := r.nameOf(uid); name != "" {
+		return name, true
+	}
+	return uid, true
+}
+
+// errorOf is the error of a message, nil if it has none.
+func errorOf(args []any) error {
+	for i := 0; i+1 < len(args); i += 2 {
+		if err, ok := args[i+1].(error); ok && args[i] == "error" {
+			return err
+		}
+	}
+	return nil
+}
+
+// brokenOff says that a message tells of a connection that its other end has closed, or of a run of raft that was told to stop: both
+// are reported elsewhere.
+func brokenOff(args []any) bool {
+	err := errorOf(args)
+	var broken *net.OpError
+	return err != nil && (errors.Is(err, errResting) || errors.As(err, &broken) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, net.ErrClosed))
+}
+
+// formatted resolves hclog's delayed Printf values, which slog would print as lists, and names nodes.
+func (r *raftLog) formatted(args []any) []any {
 	out := make([]any, len(args))
 	for i, a := range args {
 		out[i] = a
 		if f, ok := a.(hclog.Format); ok && len(f) > 0 {
 			out[i] = fmt.Sprintf(fmt.Sprint(f[0]), f[1:]...)
+		} else if name, ok := r.nodeName(a); ok {
+			out[i] = name
 		}
 	}
 	return out
@@ -108,7 +199,7 @@ func (r *raftLog) IsError() bool { return true }
 func (r *raftLog) With(args ...any) hclog.Logger {
 	c := *r
 	c.implied = append(append([]any{}, r.implied...), args...)
-	c.slog = r.slog.With(formatted(args)...)
+	c.slog = r.slog.With(r.formatted(args)...)
 	return &c
 }
 

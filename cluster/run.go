@@ -85,7 +85,7 @@ func raftConfig(c *Cluster) *raft.Config {
 	rc.TrailingLogs = trailingLogs
 	rc.NoLegacyTelemetry = true
 	rc.ShutdownOnRemove = false
-	rc.Logger = newRaftLog(c.log)
+	rc.Logger = newRaftLog(c.log, c.nameOf)
 	return rc
 }
 

@@ -46,17 +46,27 @@ type network struct {
 
 	mu    sync.Mutex
 	turns map[raft.ServerID]chan struct{} // one slot each: taken while a node is asked for a confirmation
+	logs  map[raft.ServerID]logEnd        // of the nodes that this one leads or led
+}
+
+// logEnd is how far a node's log goes, as its newest answer to this leader says.
+type logEnd struct {
+	index uint64
+	at    time.Time
 }
 
 // errResting is the answer of a network whose raft was told to stop.
 var errResting = errors.New("this node has left consensus")
 
 // newNetwork starts to accept. Messages wait for the first run of raft.
-func newNetwork(cfg Config, uid string, resolve func(uid string) []string) *network {
+func newNetwork(cfg Config, uid string, resolve func(uid string) []string, nameOf func(uid string) string) *network {
 	l := &layer{Layer: cfg.Layer, resolve: resolve, conns: map[net.Conn]struct{}{}}
-	return &network{uid: raft.ServerAddress(uid), layer: l, turns: map[raft.ServerID]chan struct{}{}, NetworkTransport: raft.NewNetworkTransportWithConfig(&raft.NetworkTransportConfig{
-		Stream: l, MaxPool: transportPool, Timeout: transportTimeout, Logger: newRaftLog(cfg.Log), MsgpackUseNewTimeFormat: true,
-	})}
+	return &network{
+		uid: raft.ServerAddress(uid), layer: l, turns: map[raft.ServerID]chan struct{}{}, logs: map[raft.ServerID]logEnd{},
+		NetworkTransport: raft.NewNetworkTransportWithConfig(&raft.NetworkTransportConfig{
+			Stream: l, MaxPool: transportPool, Timeout: transportTimeout, Logger: newRaftLog(cfg.Log, nameOf), MsgpackUseNewTimeFormat: true,
+		}),
+	}
 }
 
 // LocalAddr is this node's UID.
@@ -65,15 +75,32 @@ func (n *network) LocalAddr() raft.ServerAddress { return n.uid }
 // EncodePeer is the UID: what candidates and leaders sign with.
 func (n *network) EncodePeer(id raft.ServerID, _ raft.ServerAddress) []byte { return []byte(id) }
 
-// AppendEntries sends entries or a heartbeat. A raft that was told to stop sends nothing: while its disk hangs in the main loop, its
-// heartbeats would keep the others from an election.
+// AppendEntries sends entries or a heartbeat, and notes how far the log of the node goes that answers: raft itself does not tell how far
+// each node is. Pipelined entries do not pass here, heartbeats do. A raft that was told to stop sends nothing: while its disk hangs in
+// the main loop, its heartbeats would keep the others from an election.
 func (n *network) AppendEntries(
 	id raft.ServerID, target raft.ServerAddress, args *raft.AppendEntriesRequest, resp *raft.AppendEntriesResponse,
 ) error {
 	if n.resting.Load() {
 		return errResting
 	}
-	return n.NetworkTransport.AppendEntries(id, target, args, resp)
+	if err := n.NetworkTransport.AppendEntries(id, target, args, resp); err != nil {
+		return err
+	}
+	if resp.Success {
+		n.mu.Lock()
+		defer n.mu.Unlock()
+		n.logs[id] = logEnd{resp.LastLog, time.Now()}
+	}
+	return nil
+}
+
+// logOf is how far a node's log goes; ok is false if no answer of it is younger than transportTimeout.
+func (n *network) logOf(uid string) (index uint64, ok bool) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	end, known := n.logs[raft.ServerID(uid)]
+	return end.index, known && time.Since(end.at) < transportTimeout
 }
 
 // confirm sends a heartbeat of the leader of a term, and says whether the node has taken it. A node is asked once at a time: who waits

@@ -195,17 +195,10 @@ func (s *State) drainNode(c *DrainNode) (Result, error) {
 
 // removeNode forgets a node, and what its ports were used for: another machine may come under its name.
 func (s *State) removeNode(c *RemoveNode) (Result, error) {
+	if err := s.checkRemoveNode(c.Node); err != nil {
+		return Result{}, err
+	}
 	n := s.Nodes[c.Node]
-	if n == nil {
-		return Result{}, unknownNode("remove node", c.Node)
-	}
-	if n.Has(RoleControl) && s.lastControl(n) {
-		return Result{}, lastControl("remove node", n.ID)
-	}
-	if left := s.unitsOn(n.ID); len(left) > 0 && !n.Lost {
-		return Result{}, problem.New(problem.Conflict, "remove node: %w: %s has a rank on %q", ErrUnitsLeft, left[0], n.ID).
-			WithHint("drain it first: dpserve drain %s", n.ID).WithDetails(left...)
-	}
 	if err := s.noteRemoved(n.UID, c.Now); err != nil {
 		return Result{}, err
 	}
@@ -235,6 +228,45 @@ func (s *State) noteRemoved(uid string, now int64) error {
 		at = nil // as it comes back from JSON
 	}
 	s.Removed, s.RemovedAt = removed, at
+	return nil
+}
+
+// checkRemoveNode is what Apply demands of a removal: the node is known, is not the last control node, and has no units unless it
+// is lost.
+func (s *State) checkRemoveNode(id string) error {
+	if err := s.CheckLeave(id); err != nil {
+		return err
+	}
+	if left := s.unitsOn(id); len(left) > 0 && !s.Nodes[id].Lost {
+		return problem.New(problem.Conflict, "remove node: %w: %s has a rank on %q", ErrUnitsLeft, left[0], id).
+			WithHint("drain it first: dpserve drain %s", id).WithDetails(left...)
+	}
+	return nil
+}
+
+// CheckLeave says whether a node could be removed if it were drained.
+func (s *State) CheckLeave(id string) error {
+	n := s.Nodes[id]
+	if n == nil {
+		return unknownNode("remove node", id)
+	}
+	if n.Has(RoleControl) && s.lastControl(n) {
+		return lastControl("remove node", id)
+	}
+	return nil
+}
+
+// CheckRemoval says whether a person may remove a node now: RemoveNode would be accepted, and the node is lost or drained. Apply
+// itself does not demand the drain, because entries of the log that were accepted once have to be accepted again at every replay.
+func (s *State) CheckRemoval(id string) error {
+	if err := s.checkRemoveNode(id); err != nil {
+		return err
+	}
+	if n := s.Nodes[id]; !n.Lost && !n.Draining {
+		return problem.New(problem.Conflict, "remove node: %w: %q is neither lost nor drained", ErrNodeInUse, id).
+			WithHint("a node that works leaves with `dpserve leave`, or is drained first: dpserve drain %s; "+
+				"a node that is silent is lost after some seconds", id)
+	}
 	return nil
 }
 

@@ -324,3 +324,57 @@ func TestSnapshotOfBeforeNodesIsRead(t *testing.T) {
 		require.NoError(t, err)
 	}
 }
+
+// TestCheckRemoval: what a person may remove is less than what Apply accepts, and the check changes nothing.
+func TestCheckRemoval(t *testing.T) {
+	s := New()
+	put := func(id string, roles ...Role) {
+		_, err := s.Apply(s.Index+1, &Command{PutNode: &PutNode{Node: Node{ID: id, UID: "uid-" + id, Roles: roles}}})
+		require.NoError(t, err)
+	}
+	put("a", RoleControl)
+	put("b", RoleControl, RoleWorker)
+	put("w", RoleWorker)
+	for _, c := range []struct {
+		name  string
+		node  string
+		alter func(s *State)
+		want  error // nil = accepted
+		leave error // of CheckLeave
+	}{
+		{"unknown", "x", nil, ErrUnknownNode, ErrUnknownNode},
+		{"in use", "w", nil, ErrNodeInUse, nil},
+		{"drained", "w", func(s *State) { s.Nodes["w"].Draining = true }, nil, nil},
+		{"lost", "w", func(s *State) { s.Nodes["w"].Lost = true }, nil, nil},
+		{"control, in use", "b", nil, ErrNodeInUse, nil},
+		{"the last living control node", "b", func(s *State) { s.Nodes["a"].Lost = true }, ErrLastControl, ErrLastControl},
+		{"ranks are left", "w", func(s *State) { s.Nodes["w"].Draining = true; s.Units["u"] = unitOn("w") }, ErrUnitsLeft, nil},
+		{"lost with its ranks", "w", func(s *State) { s.Nodes["w"].Lost = true; s.Units["u"] = unitOn("w") }, nil, nil},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			was, err := s.Encode()
+			require.NoError(t, err)
+			now, err := Decode(was)
+			require.NoError(t, err)
+			if c.alter != nil {
+				c.alter(now)
+			}
+			before, err := now.Encode()
+			require.NoError(t, err)
+			require.ErrorIs(t, now.CheckLeave(c.node), c.leave)
+			require.ErrorIs(t, now.CheckRemoval(c.node), c.want)
+			after, err := now.Encode()
+			require.NoError(t, err)
+			assert.Equal(t, string(before), string(after))
+			if c.want == nil {
+				_, err := now.Apply(now.Index+1, &Command{RemoveNode: &RemoveNode{Node: c.node}})
+				require.NoError(t, err, "what the check accepts, Apply accepts")
+			}
+		})
+	}
+}
+
+// unitOn is a unit with a rank on a node.
+func unitOn(node string) *Unit {
+	return &Unit{App: "demo", Phase: Ready, Epoch: 1, Ranks: []RankGrant{{Node: node}}}
+}

@@ -29,6 +29,15 @@ const (
 	RemoveMember
 )
 
+// String names the change.
+func (k ChangeKind) String() string {
+	names := [...]string{"none", "add standby", "give vote", "take vote", "remove"}
+	if int(k) < len(names) {
+		return names[k]
+	}
+	return "unknown"
+}
+
 // Change is one change of consensus.
 type Change struct {
 	Kind ChangeKind

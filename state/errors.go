@@ -25,6 +25,8 @@ var (
 	ErrNodeTaken      = errors.New("node name taken")
 	ErrNodeRemoved    = errors.New("node was removed")
 	ErrNodeGone       = errors.New("node takes no ranks")
+	ErrNodeInUse      = errors.New("node is in use")
+	ErrVoteNeeded     = errors.New("the voters that remain have no living majority")
 	ErrLastControl    = errors.New("last control node")
 	ErrRolesFixed     = errors.New("roles are fixed when a node joins")
 	ErrTooManyRemoved = errors.New("too many nodes were removed")

@@ -43,11 +43,12 @@ func (b *backend) Nodes(ctx context.Context) ([]msg.NodeStatus, error) {
 // withoutLeader is what this node knows by itself: the last state, and whom the gossip hears.
 func (n *Node) withoutLeader() []msg.NodeStatus {
 	st := n.store.State()
+	who := n.whoVotes()
 	var out []msg.NodeStatus
 	for _, id := range slices.Sorted(maps.Keys(st.Nodes)) {
 		rec := st.Nodes[id]
 		s := msg.NodeStatus{
-			Node: id, State: "unknown", Reason: "no node leads: a majority of the control nodes has to be there", Address: rec.Address, Zone: rec.Zone,
+			Node: id, State: "unknown", Reason: "no node leads; " + who, Address: rec.Address, Zone: rec.Zone,
 			Version: rec.Version, Voter: n.votes(rec.UID), Slots: rec.Offer.Slots, GPUs: len(rec.Offer.Devices),
 		}
 		for _, r := range rec.Roles {
@@ -93,10 +94,15 @@ func (b *backend) Remove(ctx context.Context, node string) error {
 	if err != nil {
 		return err
 	}
-	if err := b.n.unvote(ctx, node); err != nil {
+	return b.n.remove(ctx, l, node)
+}
+
+// CheckLeave implements api.Nodes.
+func (b *backend) CheckLeave(ctx context.Context, node string) error {
+	if _, err := b.n.lead(); err != nil {
 		return err
 	}
-	return l.control.Remove(ctx, node)
+	return b.n.checkLeave(ctx, node)
 }
 
 // NewToken implements api.Nodes.

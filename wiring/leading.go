@@ -152,7 +152,7 @@ func (n *Node) takeOver(ctx context.Context) error {
 	if err := n.shown(ctx, l); err != nil {
 		return err
 	}
-	n.log.Info("this node leads the cluster")
+	n.log.Info("this node leads the cluster", slog.Uint64("term", term))
 	return nil
 }
 

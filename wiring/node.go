@@ -228,7 +228,7 @@ func (n *Node) buildServers(t *timers) error {
 	}
 	b := &backend{n}
 	n.admin = api.NewServer(api.Config{
-		Backend: b, Ranks: b, Nodes: b, Routers: routersOf(n), Metrics: n.scrape(), Forward: n.forward,
+		Backend: b, Ranks: b, Nodes: b, Routers: routersOf(n), Metrics: n.scrape(), Forward: n.forward, NoLeader: n.noLeader,
 		Version: api.BuildInfo{Version: n.cfg.Version, Node: n.cfg.NodeID}, Log: n.log,
 	})
 	if n.mesh != nil {

@@ -3,9 +3,13 @@ package wiring
 import (
 	"context"
 	"log/slog"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/dpserve/dpserve/cluster"
+	"github.com/dpserve/dpserve/cluster/membership"
+	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/state"
 )
 
@@ -36,7 +40,7 @@ func (n *Node) keepOrder(ctx context.Context) {
 func (n *Node) changeVoters(ctx context.Context) bool {
 	n.voting.Lock()
 	defer n.voting.Unlock()
-	change := state.Electorate(n.electors(), n.ident.UID)
+	change := state.Electorate(n.electors(n.heard()), n.ident.UID)
 	ctx, cancel := context.WithTimeout(ctx, votersCall)
 	defer cancel()
 	var err error
@@ -56,10 +60,11 @@ func (n *Node) changeVoters(ctx context.Context) bool {
 		err = n.consensus.Remove(ctx, change.UID)
 	}
 	if err != nil {
-		n.log.Warn("voters could not be changed, trying again", slog.Any("err", err))
+		n.log.Warn("voters could not be changed, trying again", slog.String("change", change.Kind.String()),
+			slog.String("peer", n.nameOf(change.UID)), slog.Any("err", err))
 		return false
 	}
-	n.log.Info("consensus changed", slog.Int("change", int(change.Kind)), slog.String("uid", change.UID))
+	n.log.Info("consensus changed", slog.String("change", change.Kind.String()), slog.String("peer", n.nameOf(change.UID)))
 	return true
 }
 
@@ -81,14 +86,13 @@ func (n *Node) answers(ctx context.Context, uid string) bool {
 	return false
 }
 
-// electors are the control nodes, and what consensus still has of others.
-func (n *Node) electors() []state.Elector {
+// electors are the control nodes, and what consensus still has of others. heard are the nodes, by name, that answer.
+func (n *Node) electors(heard map[string]bool) []state.Elector {
 	in := map[string]cluster.Member{}
 	for _, m := range n.consensus.Members() {
 		in[m.UID] = m
 	}
 	var out []state.Elector
-	heard := n.heard()
 	known := map[string]bool{}
 	for _, rec := range n.store.State().Nodes {
 		m, member := in[rec.UID]
@@ -99,7 +103,7 @@ func (n *Node) electors() []state.Elector {
 		}
 		out = append(out, state.Elector{
 			UID: rec.UID, Node: rec.ID, Zone: rec.Zone, Control: control, Lost: rec.Lost, Member: member, Voter: m.Voter,
-			Live: !rec.Lost && heard[rec.ID],
+			Live: !rec.Lost && heard[rec.ID] && (!member || n.consensus.IsCloseBehind(rec.UID)),
 		})
 	}
 	for uid, m := range in {
@@ -134,6 +138,49 @@ func (n *Node) votes(uid string) bool {
 		}
 	}
 	return false
+}
+
+// whoVotes is a hint for people when no node leads: the voters, and those that the gossip does not hear.
+func (n *Node) whoVotes() string {
+	var all, silent []string
+	for _, m := range n.members() {
+		if !m.Voter {
+			continue
+		}
+		name := n.nameOf(m.UID)
+		all = append(all, name)
+		if g, ok := n.mesh.seen(m.UID); m.UID != n.ident.UID && n.mesh != nil && n.mesh.gossip != nil && (!ok || g.State != membership.Alive) {
+			silent = append(silent, name)
+		}
+	}
+	slices.Sort(all)
+	slices.Sort(silent)
+	switch {
+	case len(all) == 0:
+		return "a majority of the voters has to be there"
+	case len(silent) == 0:
+		return "votes: " + strings.Join(all, ", ")
+	case len(silent) == 1:
+		return "votes: " + strings.Join(all, ", ") + "; " + silent[0] + " is not heard"
+	}
+	return "votes: " + strings.Join(all, ", ") + "; " + strings.Join(silent, ", ") + " are not heard"
+}
+
+// nameOf is the name of a node that takes part in consensus, or its UID if the state does not have it (any more).
+func (n *Node) nameOf(uid string) string {
+	for id, rec := range n.store.State().Nodes {
+		if rec.UID == uid {
+			return id
+		}
+	}
+	return uid
+}
+
+// noLeader is the answer to what only a leader can do while no node leads.
+func (n *Node) noLeader() error {
+	return problem.New(problem.Unavailable, "no node leads the cluster at this moment").
+		WithHint("an election takes a second or two; if it stays so, a majority of the voters is not there (%s): "+
+			"start those that are down", n.whoVotes())
 }
 
 func hasRole(rec *state.Node, role state.Role) bool {

@@ -221,7 +221,7 @@ func (c *Controller) step(m any) ([]Effect, time.Time) {
 	return effects, c.core.Due()
 }
 
-// tell puts a change into ring, metrics and log: one line per state change.
+// tell puts a change into ring, metrics and log.
 func (c *Controller) tell(e Event) {
 	c.ring.add(e)
 	attrs := []any{slog.String("room", actorName), slog.String("app", e.App), slog.String("from", e.From), slog.String("to", e.To)}
@@ -229,10 +229,27 @@ func (c *Controller) tell(e Event) {
 		c.cfg.Metrics.UnitPhase(e.App, e.Unit, state.Phase(e.To), e.Epoch)
 		attrs = append(attrs, slog.String("unit", e.Unit), slog.Uint64("epoch", e.Epoch))
 	}
-	if e.Reason != "" {
+	if e.Reason != "" && state.Phase(e.To) != state.Starting { // a start has the reason of the end before it
 		attrs = append(attrs, slog.String("cause", e.Reason))
 	}
-	c.cfg.Log.Info("state changed", attrs...)
+	c.cfg.Log.Log(context.Background(), levelOf(&e), "state changed", attrs...)
+}
+
+// levelOf makes one event one line at level info: of applications every change, of units what this leader decides. What a node
+// reports of a unit is in that node's log; the first sight of a unit or an application is no change, as at each change of leaders.
+func levelOf(e *Event) slog.Level {
+	switch {
+	case e.From == "" && e.To != string(state.Deploying):
+		return slog.LevelDebug
+	case e.Unit == "":
+		return slog.LevelInfo
+	}
+	switch state.Phase(e.To) {
+	case state.Pending, state.Starting, state.Draining, state.Backoff, state.Failed:
+		return slog.LevelInfo
+	default:
+		return slog.LevelDebug
+	}
 }
 
 // arm sets the one timer to the next due time.

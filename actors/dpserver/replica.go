@@ -229,7 +229,7 @@ func (r *replica) ready(m ready) {
 		r.vitals.source = m.facts.Events
 	}
 	r.incarnate(m.facts, anew)
-	r.log.Info("rank is ready", slog.String("incarnation", hex(m.facts.Incarnation)), slog.String("url", r.spec.Target.URL))
+	r.log.Debug("rank is ready", slog.String("incarnation", hex(m.facts.Incarnation)), slog.String("url", r.spec.Target.URL))
 }
 
 // incarnate begins an incarnation: the account of the one before is gone with its engine. anew says that the subscription to its
@@ -290,14 +290,10 @@ func (r *replica) fence(cause string) {
 	if r.vitals.phase == fenced || r.vitals.phase == ended {
 		return
 	}
-	level := slog.LevelInfo // the end of a stop
-	if r.vitals.phase == open && cause != CauseDrained {
-		level = slog.LevelWarn
-	}
 	r.vitals.phase = fenced
 	r.keeper.fenced()
 	r.state(cause)
-	r.log.Log(r.ctx, level, "rank is fenced", slog.String("cause", cause), slog.Int("in_flight", r.account.open()))
+	r.log.Debug("rank is fenced", slog.String("cause", cause), slog.Int("in_flight", r.account.open()))
 	r.settle()
 }
 

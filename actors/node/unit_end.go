@@ -25,6 +25,10 @@ func (u *unit) end(startErr error) {
 	for _, r := range u.ranks {
 		r.replica.Fence(causeDrained) // no news to a fenced one
 	}
+	level := slog.LevelInfo
+	if u.currentPhase() == state.Fenced {
+		level = slog.LevelDebug // the line of the fence has said it
+	}
 	u.enter(state.Killing, why.cause)
 	u.tell(msg.UnitEvent{Kind: msg.UnitKilling, Rank: why.rank, Reason: why.cause})
 	u.kill()
@@ -39,7 +43,7 @@ func (u *unit) end(startErr error) {
 		r.out[1].end()
 	}
 	e := u.seal(msg.UnitEvent{Rank: why.rank, Reason: why.cause, LogTail: u.tail(why.rank)})
-	u.log.Info("unit is gone", slog.String("cause", why.cause), slog.Bool("asked", e.Asked))
+	u.log.Log(context.Background(), level, "unit is gone", slog.String("cause", why.cause), slog.Bool("asked", e.Asked))
 	u.n.report(e)
 }
 

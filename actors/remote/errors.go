@@ -65,6 +65,8 @@ func sentinels() []sentinel {
 		{"node_taken", state.ErrNodeTaken},
 		{"node_removed", state.ErrNodeRemoved},
 		{"node_gone", state.ErrNodeGone},
+		{"node_in_use", state.ErrNodeInUse},
+		{"vote_needed", state.ErrVoteNeeded},
 		{"last_control", state.ErrLastControl},
 		{"roles_fixed", state.ErrRolesFixed},
 		{"too_many_removed", state.ErrTooManyRemoved},

@@ -40,14 +40,20 @@ type link struct {
 	drop   context.CancelFunc // ends the stream at hand
 	timer  *time.Timer
 	closed bool
+
+	expected time.Time // the node may be joining until then: its silence is no warning if nothing was heard before
+	warned   bool      // the log says that it is silent
 }
+
+// joinTime is how long a node that has just become known may take until it serves its ranks' stream.
+const joinTime = 10 * time.Second
 
 func newLink(ctx context.Context, f *Feed, n state.Node) *link {
 	ctx, cancel := context.WithCancel(ctx)
 	now := time.Now()
 	l := &link{
 		feed: f, node: n, log: f.log.With(slog.String("peer", n.ID)), cancel: cancel, done: make(chan struct{}),
-		ranks: map[appRank]*source{}, heard: now, tried: now, drop: func() {},
+		ranks: map[appRank]*source{}, heard: now, tried: now, drop: func() {}, expected: now.Add(joinTime),
 	}
 	l.posts.init(&f.lost)
 	l.mu.Lock()
@@ -129,7 +135,7 @@ func (l *link) take(in *unpacker, packed []byte) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.heard = time.Now()
-	l.tried = l.heard
+	l.tried, l.expected = l.heard, l.heard
 	l.setSilent(false, "")
 	l.out = false
 	return in.unpack(packed, l)
@@ -190,18 +196,29 @@ func (l *link) tell(src *source, rec *msg.Record) {
 }
 
 func (l *link) setSilent(silent bool, why string) {
+	if silent {
+		l.warn(why)
+	}
 	if silent == l.silent {
 		return
 	}
 	l.silent = silent
-	if silent {
-		l.log.Warn("a node's stream is silent, its ranks are used last", slog.String("cause", why), slog.Int("ranks", len(l.ranks)))
-	} else {
+	if !silent && l.warned {
+		l.warned = false
 		l.log.Info("a node's stream is heard again", slog.Int("ranks", len(l.ranks)))
 	}
 	for _, src := range l.ranks {
 		l.tell(src, &msg.Record{Kind: msg.RecSilent, Silent: silent})
 	}
+}
+
+// warn logs once that the node is silent; not while it may be joining.
+func (l *link) warn(why string) {
+	if l.warned || time.Now().Before(l.expected) {
+		return
+	}
+	l.warned = true
+	l.log.Warn("a node's stream is silent, its ranks are used last", slog.String("cause", why), slog.Int("ranks", len(l.ranks)))
 }
 
 func (l *link) goOut(why string) {

@@ -1,6 +1,10 @@
 package remote
 
 import (
+	"bytes"
+	"log/slog"
+	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -58,6 +62,55 @@ func TestThreeIngressesTwoNodes(t *testing.T) {
 		}
 		assert.Equal(t, 2, w1.streams.Stats().Streams)
 		assert.Equal(t, 3, w2.streams.Stats().Streams)
+	})
+}
+
+// pages is a log that can be read while it is written.
+type pages struct {
+	mu   sync.Mutex
+	text bytes.Buffer
+}
+
+func (p *pages) Write(line []byte) (int, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.text.Write(line)
+}
+
+func (p *pages) String() string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.text.String()
+}
+
+// TestSilenceOfANodeThatJoins: a node is known before it serves; only one that stays silent, or was heard before, is a warning.
+func TestSilenceOfANodeThatJoins(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newStreamNet(t)
+		var out pages
+		c.log = slog.New(slog.NewTextHandler(&out, nil))
+		w := c.worker("n1")
+		w.kill()
+		n := c.ingress("i1", nil)
+		defer n.stop()
+		time.Sleep(8 * time.Second)
+		assert.Empty(t, out.String(), "it is joining")
+		w.listen()
+		w.rank(0, 10)
+		time.Sleep(2 * time.Second)
+		assert.NotContains(t, out.String(), "silent")
+		assert.NotContains(t, out.String(), "heard again")
+		w.stop()
+		time.Sleep(time.Second)
+		assert.Equal(t, 1, strings.Count(out.String(), "a node's stream is silent"), &out)
+
+		gone := c.worker("n2")
+		gone.kill()
+		time.Sleep(9 * time.Second)
+		assert.NotContains(t, out.String(), "peer=n2")
+		time.Sleep(time.Minute)
+		assert.Equal(t, 1, strings.Count(out.String(), "peer=n2"), "it never came: %s", &out)
+		assert.Contains(t, out.String(), "level=WARN")
 	})
 }
 

@@ -97,7 +97,10 @@ func (c *complaints) about(reason Reason, from net.Addr, err error) {
 	}
 	c.last[reason], c.left[reason] = now, 0
 	level := slog.LevelWarn
-	if reason == BadALPN || reason == BadTLS && errors.Is(err, errNoCredentials) {
+	switch {
+	case errors.Is(err, errNoCredentials):
+		level = slog.LevelDebug // this node is joining and has no certificate yet; a join that takes long fails
+	case reason == BadALPN:
 		level = slog.LevelInfo // a member asks for what this node does not serve yet: it is starting
 	}
 	c.log.Log(context.Background(), level, "node port refused a connection", attrs...)

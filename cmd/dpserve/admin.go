@@ -25,6 +25,7 @@ type admin interface {
 	Nodes(ctx context.Context) ([]msg.NodeStatus, error)
 	Drain(ctx context.Context, node string, deadline *time.Duration) error
 	Undrain(ctx context.Context, node string) error
+	CheckLeave(ctx context.Context, node string) error
 	RemoveNode(ctx context.Context, node string) error
 	NewToken(ctx context.Context, req api.TokenRequest) (api.Token, error)
 	RotateKey(ctx context.Context) error

@@ -16,7 +16,8 @@ func newLeave(e *env) *cobra.Command {
 		Use:   "leave [flags]",
 		Short: "take the node at DPSERVE_ADDR out of its cluster",
 		Long: `leave drains the node that DPSERVE_ADDR names, waits until it is empty and removes it from the cluster. Its process then ends
-with exit code 0, and its data folder is of no more use: to come back, join with an empty one.`,
+with exit code 0, and its data folder is of no more use: to come back, join with an empty one. A node without which the voters
+that remain would have no living majority is refused before anything changes: remove or bring back the lost ones first.`,
 		Example: `  DPSERVE_ADDR=127.0.0.3:8265 dpserve leave`,
 		Args:    takes(0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -52,6 +53,10 @@ func (e *env) leave(ctx context.Context, client admin, f *drainFlags, yes, bound
 	if err := e.confirm(v.Node+" leaves its cluster", v.Node, yes); err != nil {
 		return err
 	}
+	check := func(ctx context.Context) error { return client.CheckLeave(ctx, v.Node) }
+	if err := askForRemoval(ctx, check); err != nil {
+		return err
+	}
 	if err := e.drain(ctx, client, f, v.Node, bounded); err != nil {
 		return err
 	}
@@ -62,12 +67,18 @@ func (e *env) leave(ctx context.Context, client admin, f *drainFlags, yes, bound
 	return nil
 }
 
-// removeNode asks again while the node's vote or its leadership goes to another one.
+// removeNode removes a node.
 func removeNode(ctx context.Context, client admin, node string) error {
+	return askForRemoval(ctx, func(ctx context.Context) error { return client.RemoveNode(ctx, node) })
+}
+
+// askForRemoval asks again while the node's vote or its leadership goes to another one, or while it is not known whether the voters
+// that remain are alive.
+func askForRemoval(ctx context.Context, ask func(context.Context) error) error {
 	ctx, cancel := context.WithTimeout(ctx, removeTimeout)
 	defer cancel()
 	for {
-		err := client.RemoveNode(ctx, node)
+		err := ask(ctx)
 		if problem.CodeOf(err) != problem.Unavailable || ctx.Err() != nil {
 			return err
 		}
@@ -79,7 +90,7 @@ func removeNode(ctx context.Context, client admin, node string) error {
 	}
 }
 
-// How long removeNode asks, and the pause in between.
+// How long askForRemoval asks, and the pause in between.
 const (
 	removeTimeout = 30 * time.Second
 	removeRetry   = 500 * time.Millisecond

@@ -125,7 +125,8 @@ func newNodesRemove(e *env) *cobra.Command {
 		Use:   "remove NODE [flags]",
 		Short: "forget a node that will not come back",
 		Long: `remove forgets a node that is lost or drained: its certificate is refused from then on, its name is free, and if it voted, another
-control node votes instead. A node that works leaves by "dpserve leave".`,
+control node votes instead. A node that works leaves by "dpserve leave". A removal is refused, and changes nothing, if the voters
+that remain would have no living majority: remove or bring back the lost ones first.`,
 		Example: "  dpserve nodes remove gpu-3",
 		Args:    takes(1, "NODE"),
 		RunE: func(cmd *cobra.Command, args []string) error {

@@ -9,6 +9,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/api"
+	"github.com/dpserve/dpserve/internal/problem"
 )
 
 func twoNodes(b msg.NodeStatus) []msg.NodeStatus {
@@ -60,6 +61,18 @@ func TestLeaveDrainsThenRemoves(t *testing.T) {
 	require.Zero(t, c.run([]string{"leave", "--yes"}), c.stderr())
 	assert.Equal(t, []string{"b"}, c.cluster.nodes.drained)
 	assert.Equal(t, []string{"b"}, c.cluster.nodes.gone)
+}
+
+func TestLeaveAsksBeforeTheDrain(t *testing.T) {
+	c := newCLI(t)
+	c.cluster.nodes.script = [][]msg.NodeStatus{twoNodes(msg.NodeStatus{Node: "b", State: "drained"})}
+	c.cluster.nodes.mayLeave = []error{
+		problem.New(problem.Unavailable, "c is silent"), problem.New(problem.Conflict, "c is lost").WithHint("remove c first"),
+	}
+	assert.Equal(t, 1, c.run([]string{"leave", "--yes"}))
+	assert.Contains(t, c.stderr(), "c is lost\nhint: remove c first\n")
+	assert.Empty(t, c.cluster.nodes.drained, "nothing is drained in vain")
+	assert.Empty(t, c.cluster.nodes.gone)
 }
 
 func TestTheOnlyNodeDoesNotLeave(t *testing.T) {

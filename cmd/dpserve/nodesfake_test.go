@@ -16,6 +16,7 @@ type fakeNodes struct {
 	deadline *time.Duration
 	undone   []string
 	gone     []string
+	mayLeave []error // answers to CheckLeave, one after the other; then nil
 	tokens   []api.TokenRequest
 	turning  [][]string // nodes that have not taken the key, look by look; the last stays
 
@@ -54,6 +55,15 @@ func (f *fakeCluster) Drain(_ context.Context, node string, deadline *time.Durat
 func (f *fakeCluster) Undrain(_ context.Context, node string) error {
 	f.nodes.undone = append(f.nodes.undone, node)
 	return f.down
+}
+
+func (f *fakeCluster) CheckLeave(context.Context, string) error {
+	if len(f.nodes.mayLeave) == 0 {
+		return f.down
+	}
+	err := f.nodes.mayLeave[0]
+	f.nodes.mayLeave = f.nodes.mayLeave[1:]
+	return err
 }
 
 func (f *fakeCluster) RemoveNode(_ context.Context, node string) error {

@@ -30,10 +30,10 @@ type Cluster struct {
 	Engines *Engines
 	Journal *Journal
 
-	node   *wiring.Node
-	client *http.Client
-	peers  []*Peer
-	made   settings // of New, for nodes that join later
+	node     *wiring.Node
+	client   *http.Client
+	peers    []*Peer
+	settings settings
 }
 
 // Option changes how New builds a cluster.
@@ -72,24 +72,27 @@ func New(t testing.TB, options ...Option) *Cluster {
 		s.disk = t.TempDir() // before the cleanup: it goes after the nodes
 	}
 	c.T.Cleanup(c.end)
-	c.made = s
-	for i := range s.nodes {
-		c.enter(s, i)
+	c.settings = s
+	for range s.nodes {
+		c.enter(s, len(c.peers))
 	}
-	for _, m := range c.peers {
-		m.peers = c.peers
-	}
+	c.meet()
 	return c
 }
 
-// Grow lets one more node join the cluster, with the options of New. It has joined when Grow returns.
-func (c *Cluster) Grow() *Peer {
+// Join starts one more node, of a cluster that has more than one from the beginning.
+func (c *Cluster) Join() *Peer {
 	c.T.Helper()
-	c.enter(c.made, len(c.peers))
+	c.enter(c.settings, len(c.peers))
+	c.meet()
+	return c.peers[len(c.peers)-1]
+}
+
+// meet tells every node of all the others.
+func (c *Cluster) meet() {
 	for _, m := range c.peers {
 		m.peers = c.peers
 	}
-	return c.peers[len(c.peers)-1]
 }
 
 // end drains the nodes and checks what they leave behind.

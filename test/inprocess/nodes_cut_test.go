@@ -75,11 +75,11 @@ func cutOff(t *testing.T, rule string) {
 	} else {
 		assert.Empty(t, c.Engines.On(minority.Host), "all fenced")
 		assert.Empty(t, c.Engines.Overlaps())
-		fences := c.Journal.Times(`"node":"`+minority.ID+`"`, `"msg":"rank is fenced"`)
-		assert.Len(t, fences, 2)
-		for _, at := range fences {
+		ends := c.Journal.Times(`"node":"`+minority.ID+`"`, `"msg":"unit is gone"`, `"cause":"lease_lost"`)
+		assert.Len(t, ends, 2)
+		for _, at := range ends {
 			assert.LessOrEqual(t, at.Sub(cut), fencedAt+beat)
-			assert.True(t, at.Before(again), "fenced at %s, granted again at %s", at, again)
+			assert.True(t, at.Before(again), "ended at %s, granted again at %s", at, again)
 		}
 	}
 

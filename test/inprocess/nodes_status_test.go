@@ -179,7 +179,7 @@ func TestRequestsForAnAppWithoutRoomAreRefusedWithTheReason(t *testing.T) {
 		}
 
 		joined := time.Now()
-		c.Grow()
+		c.Join()
 		granted := func(st *state.State) bool { return st.Epochs["gang/0"] == 1 }
 		for _, p := range c.Peers()[:3] {
 			<-p.When(granted)

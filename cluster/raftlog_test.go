@@ -1,0 +1,74 @@
+package cluster
+
+import (
+	"bytes"
+	"errors"
+	"log/slog"
+	"net"
+	"strings"
+	"syscall"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/hashicorp/raft"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+// newTestLog is raft's log of a node that knows the name of one other.
+func newTestLog(level slog.Level) (*raftLog, *bytes.Buffer) {
+	var out bytes.Buffer
+	to := slog.New(slog.NewTextHandler(&out, &slog.HandlerOptions{Level: level}))
+	return newRaftLog(to, func(uid string) string { return map[string]string{"uid3": "gpu-3"}[uid] }), &out
+}
+
+func TestRaftLogNamesNodes(t *testing.T) {
+	l, out := newTestLog(slog.LevelDebug)
+	l.Warn("failed to contact", "server-id", raft.ServerID("uid3"), "time", time.Second)
+	l.With("peer", raft.ServerAddress("uid3")).Info("entering follower state", "leader-id", raft.ServerID("uid9"))
+	l.Error("failed to appendEntries to", "peer", raft.Server{ID: "uid3", Address: "uid3"}, "error", errors.New("refused"))
+	assert.NotContains(t, out.String(), "uid3")
+	assert.Equal(t, 3, strings.Count(out.String(), "gpu-3"), out)
+	assert.Contains(t, out.String(), "leader-id=uid9", "a node without a known name")
+}
+
+// TestRaftWarnsOfAPeerThatStaysAway: a peer that is down for a moment is nobody's concern; one that stays away is one warning in ten
+// minutes, whatever raft wanted of it.
+func TestRaftWarnsOfAPeerThatStaysAway(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l, out := newTestLog(slog.LevelInfo)
+		fail := func(d time.Duration) {
+			for end := time.Now().Add(d); time.Now().Before(end); time.Sleep(500 * time.Millisecond) {
+				l.Error("failed to heartbeat to", "peer", raft.ServerAddress("uid3"), "error", errors.New("refused"))
+				l.Error("failed to make requestVote RPC", "target", raft.Server{ID: "uid3"}, "error", errors.New("refused"))
+			}
+		}
+		for range 5 {
+			fail(4 * time.Second)
+			time.Sleep(time.Minute) // it is back
+		}
+		assert.Empty(t, out.String())
+		fail(9 * time.Minute)
+		require.Equal(t, 1, strings.Count(out.String(), "\n"), out)
+		assert.Contains(t, out.String(), `level=WARN msg="consensus does not reach a node" room=cluster peer=gpu-3 for=5s err=refused`)
+		fail(10 * time.Minute)
+		assert.Equal(t, 2, strings.Count(out.String(), "\n"), out)
+	})
+}
+
+// TestRaftErrorsOfOtherKinds: a connection that its other end closed is none; any other error is one line in 30 s.
+func TestRaftErrorsOfOtherKinds(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l, out := newTestLog(slog.LevelInfo)
+		l.Error("failed to decode incoming command", "error", &net.OpError{Op: "read", Net: "tcp", Err: syscall.ECONNRESET})
+		assert.Empty(t, out.String())
+		for range 60 {
+			l.Error("failed to decode incoming command", "error", errors.New("unknown rpc type 77"))
+			time.Sleep(500*time.Millisecond + time.Millisecond)
+		}
+		assert.Equal(t, 1, strings.Count(out.String(), "level=ERROR"), out)
+		l.Error("failed to decode incoming command", "error", errors.New("unknown rpc type 77"))
+		assert.Equal(t, 2, strings.Count(out.String(), "level=ERROR"), out)
+	})
+}

@@ -1,0 +1,90 @@
+package state
+
+import (
+	"slices"
+	"strings"
+
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// CheckUnvote says whether the node with a UID can give up its vote for good. A removal asks before it changes any vote, because
+// a change that leaves the voters without a living majority cannot be undone: nobody leads then, and every change needs a leader.
+//
+// successor is the UID of the standby that has to get a vote first; "" = none has to. The error is typed and names the voters that
+// are in the way: Conflict if one is lost, Unavailable if all of them may still answer.
+func CheckUnvote(members []Elector, leader, uid string) (successor string, err error) {
+	e := newElectorate(members, leader)
+	i := slices.IndexFunc(e.all, func(m Elector) bool { return m.UID == uid })
+	if i < 0 || !e.all[i].Voter {
+		return "", nil
+	}
+	leaves := e.all[i]
+	if e.quorumWithout(&leaves) {
+		return "", nil
+	}
+	if next := e.successor(uid); next != nil {
+		next.Voter = true
+		if e.quorumWithout(&leaves) && e.quorumWithout(&Elector{}) { // both while it still votes and afterwards
+			return next.UID, nil
+		}
+		next.Voter = false
+	}
+	return "", e.voteNeeded(&leaves)
+}
+
+// successor is the standby that takes over the vote of the node with a UID, nil if there is none: one that lives, and of those one
+// of the zone with the fewest votes.
+func (e *electorate) successor(uid string) *Elector {
+	var best *Elector
+	for i := range e.all {
+		m := &e.all[i]
+		fit := m.UID != uid && m.Control && m.Member && !m.Voter && m.Live && !m.Lost
+		if fit && (best == nil || e.votesIn(m.Zone) < e.votesIn(best.Zone)) {
+			best = m
+		}
+	}
+	return best
+}
+
+// voteNeeded is the refusal to take a vote. It names who would vote without it.
+func (e *electorate) voteNeeded(leaves *Elector) error {
+	var remain, lost, silent []string
+	for i := range e.all {
+		m := &e.all[i]
+		if !m.Voter || m.UID == leaves.UID {
+			continue
+		}
+		name, word := m.Node, "alive"
+		switch {
+		case m.Node == "":
+			name, word = "a removed node", "not there"
+		case m.Lost:
+			word, lost = "lost", append(lost, m.Node)
+		case !m.Live:
+			word, silent = "silent", append(silent, m.Node)
+		}
+		remain = append(remain, name+" is "+word)
+	}
+	who := strings.Join(remain, ", ")
+	if len(remain) == 0 {
+		who = "no other node votes"
+	}
+	code, hint := problem.Unavailable, "wait until another control node answers and has a copy of the state; look at dpserve nodes"
+	switch {
+	case len(lost) > 0:
+		code = problem.Conflict
+		hint = strings.Join(lost, ", ") + oneOrMany(lost, " is lost and votes: bring it back or remove it first",
+			" are lost and vote: bring them back or remove them first") + ": dpserve nodes remove " + lost[0]
+	case len(silent) > 0:
+		hint = strings.Join(silent, ", ") + oneOrMany(silent, " votes and does not answer: wait until it answers or is lost",
+			" vote and do not answer: wait until they answer or are lost")
+	}
+	return problem.New(code, "take the vote of node %q: %w: %s", leaves.Node, ErrVoteNeeded, who).WithHint("%s", hint)
+}
+
+func oneOrMany(list []string, one, many string) string {
+	if len(list) == 1 {
+		return one
+	}
+	return many
+}

@@ -1,0 +1,35 @@
+package system
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+
+	"github.com/dpserve/dpserve/test/harness"
+)
+
+// The first thing that a new operator sees is the log of a join: when all goes well it holds no warning, and neither does the first
+// deploy.
+func TestCleanJoinWarnsOfNothing(t *testing.T) {
+	t.Parallel()
+	calm := []harness.MembersOption{harness.MemberSlots(4)} // the rig's short timers warn of a machine that is busy with other tests
+	for name, d := range map[string]time.Duration{
+		"lease_ttl": time.Minute, "lease_renew": time.Second, "lease_regrant": 2 * time.Minute, "stream_suspect": time.Minute, "stream_out": time.Minute,
+	} {
+		calm = append(calm, harness.MemberTimer(name, d))
+	}
+	c := harness.StartMembers(t, harness.Each(3), calm...)
+	time.Sleep(2 * time.Second)
+	c.All[1].Want(spread("wide", 6))
+	c.Running("wide")
+	for _, m := range c.All {
+		for line := range strings.Lines(m.Log()) {
+			if strings.Contains(line, "UDP probes failed") {
+				continue // a busy machine too
+			}
+			assert.False(t, strings.Contains(line, "level=WARN") || strings.Contains(line, "level=ERROR"), "node %s: %s", m.Name, line)
+		}
+	}
+}
