@@ -29,6 +29,12 @@ func (l *slowLog) StoreLogs(logs []*raft.Log) error {
 	return l.InmemStore.StoreLogs(logs)
 }
 
+func (l *slowLog) take(d time.Duration) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.takes = d
+}
+
 func guarded(log LogStore) *guard {
 	return newGuard(log, &addressBook{}, guardHooks{alone: new(atomic.Bool), wrote: func() {}, failed: func(error) {}})
 }
@@ -39,11 +45,11 @@ func TestGuardGivesUpAWriteThatHangs(t *testing.T) {
 		log := &slowLog{InmemStore: raft.NewInmemStore(), takes: diskLimit - time.Millisecond}
 		g := guarded(log)
 		require.NoError(t, g.StoreLog(&raft.Log{Index: 1, Term: 1}))
-		log.takes = time.Minute
+		log.take(time.Minute)
 		began := time.Now()
 		require.ErrorIs(t, g.StoreLog(&raft.Log{Index: 2, Term: 1}), errDiskHangs)
 		assert.Equal(t, diskLimit, time.Since(began))
-		log.takes = 0
+		log.take(0)
 		require.ErrorIs(t, g.StoreLog(&raft.Log{Index: 2, Term: 1}), ErrDisk)
 		require.ErrorIs(t, g.Set([]byte("key"), nil), ErrDisk)
 		require.ErrorIs(t, g.DeleteRange(1, 1), ErrDisk)

@@ -235,7 +235,7 @@ func TestLeaderWithAHungDiskStepsDown(t *testing.T) {
 				t.Logf("another one leads after %s", r.until("another one leads", 5*time.Second, r.otherLeads))
 				require.ErrorIs(t, <-answer, cluster.ErrDisk)
 				require.ErrorIs(t, first.Fault(), cluster.ErrDisk)
-				assert.ErrorContains(t, first.Fault(), "a call has not returned for 1.5s")
+				require.ErrorContains(t, first.Fault(), "a call has not returned for 1.5s")
 				assert.False(t, first.Holds(), "others vote")
 				require.Error(t, r.confirmed(first))
 				r.propose(r.all[1], putApp("other", "x"))

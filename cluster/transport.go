@@ -122,7 +122,7 @@ func (n *network) confirm(ctx context.Context, id raft.ServerID, term uint64) bo
 	self := n.EncodePeer(raft.ServerID(n.uid), n.uid)
 	var resp raft.AppendEntriesResponse
 	err := n.AppendEntries(id, raft.ServerAddress(id), &raft.AppendEntriesRequest{
-		RPCHeader: raft.RPCHeader{ProtocolVersion: raft.ProtocolVersionMax, ID: self, Addr: self}, Term: term, Leader: self,
+		RPCHeader: raft.RPCHeader{ProtocolVersion: raft.ProtocolVersionMax, ID: self, Addr: self}, Term: term,
 	}, &resp)
 	return err == nil && resp.Success
 }

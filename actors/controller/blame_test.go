@@ -5,6 +5,7 @@ import (
 	"errors"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/assert"
@@ -188,6 +189,7 @@ func TestRenewalBeforeTheConfirmationWithdrawsTheLoss(t *testing.T) {
 		say, beat := silentNode(t, r)
 		speak = say
 		beat(40 * time.Second)
+		synctest.Wait()
 		assert.False(t, r.store.State().Nodes["b"].Lost)
 		assert.NotContains(t, r.logs.String(), "command failed")
 	})
@@ -205,6 +207,7 @@ func TestLeaderHandsOver(t *testing.T) {
 	}, func(t *testing.T, r *rig) {
 		silentNode(t, r)
 		time.Sleep(20 * time.Second) // not even node a
+		synctest.Wait()
 		assert.Equal(t, int32(1), downs.Load())
 		assert.False(t, r.store.State().Nodes["b"].Lost)
 		assert.Contains(t, r.logs.String(), "the leader cannot hand over")
