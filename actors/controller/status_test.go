@@ -106,9 +106,9 @@ func TestAgesAndRestartsSurviveAChangeOfLeader(t *testing.T) {
 // more.
 func TestRestartsSurviveTheLossOfANode(t *testing.T) {
 	a := newHost("a", 1)
-	c := newFleet(t, a)
+	c := newFleet(t, a, newHost("c", 0), newHost("d", 0)) // most nodes are heard, so the leader does not blame itself
 	c.deploy(sim("chat", 1, app.Independent))
-	c.renew("a")
+	c.renew(c.ids()...)
 	a.crash("chat/0/0")
 	c.run(20 * time.Second)
 	require.Equal(t, 1, c.core.Status()[0].Units[0].Restarts)
