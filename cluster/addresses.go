@@ -2,11 +2,10 @@ package cluster
 
 import (
 	"bytes"
+	"encoding/json"
 	"sync"
 
 	"github.com/hashicorp/raft"
-
-	"github.com/dpserve/dpserve/state"
 )
 
 // addressBook is where the nodes are as the entries of this node's log say, committed or not. Who has no leader does not know
@@ -25,8 +24,12 @@ func (b *addressBook) read(l *raft.Log) {
 	if l.Type != raft.LogCommand || !bytes.Contains(l.Data, putNode()) {
 		return
 	}
-	cmd, err := state.DecodeCommand(l.Data)
-	if err != nil || cmd.PutNode == nil {
+	var entry struct { // only what the book needs: the entry may be of a newer version
+		PutNode *struct {
+			Node struct{ UID, Address string }
+		} `json:"put_node"`
+	}
+	if err := json.Unmarshal(l.Data, &entry); err != nil || entry.PutNode == nil {
 		return
 	}
 	b.mu.Lock()
@@ -34,7 +37,7 @@ func (b *addressBook) read(l *raft.Log) {
 	if b.byUID == nil {
 		b.byUID = map[string]string{}
 	}
-	b.byUID[cmd.PutNode.Node.UID] = cmd.PutNode.Node.Address
+	b.byUID[entry.PutNode.Node.UID] = entry.PutNode.Node.Address
 }
 
 // readAll takes up a whole log, and gives its newest list of members with its index; 0 = it has none.

@@ -1,7 +1,6 @@
 package state
 
 import (
-	"errors"
 	"slices"
 	"strings"
 
@@ -11,14 +10,6 @@ import (
 // Level says what this version can read of the log and of snapshots. A version that adds a kind of command, a field of a command or a
 // field of the state has the next level. Each node reports its own level in its record.
 const Level = 1 + nextLevels
-
-var (
-	// ErrNewer is in the error of a command or a snapshot that has a kind or a field of a later version. Passing it over would make
-	// this copy of the state differ from those of the nodes that can read it.
-	ErrNewer = errors.New("a newer version of dpserve wrote it")
-	// ErrControlTooOld refuses a command that a control node could not read.
-	ErrControlTooOld = errors.New("not every control node can read this command yet")
-)
 
 // kind is one kind of command in a Command.
 type kind struct {
