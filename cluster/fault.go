@@ -20,13 +20,12 @@ var ErrDisk = errors.New("the disk of the data dir refuses writes")
 // consensus until it is started again with a version that can.
 var ErrUnreadable = errors.New("this node has left consensus")
 
-// unreadable says what cannot be read, and what to do. Error texts of nodes have no hint, so it is in the message as well.
+// unreadable says what cannot be read, and what to do. The list of nodes shows the message without its hint, so the message says it too.
 func unreadable(what string, err error) error {
-	whose := "is of a newer version of dpserve"
-	if !errors.Is(err, state.ErrNewer) && !errors.Is(err, state.ErrUnknownCommand) {
-		whose = "is damaged or of a newer version of dpserve"
+	if !errors.Is(err, state.ErrNewer) {
+		err = fmt.Errorf("it is damaged, or a newer version of dpserve wrote it: %w", err)
 	}
-	return problem.New(problem.Unavailable, "%w", fmt.Errorf("%w, upgrade its dpserve: %s %s: %w", ErrUnreadable, what, whose, err)).
+	return problem.New(problem.Unavailable, "%w", fmt.Errorf("%w, upgrade its dpserve: %s cannot be read: %w", ErrUnreadable, what, err)).
 		WithHint("start a newer version of dpserve on this node's data dir: it goes on from its log; until then it serves with the state it has")
 }
 

@@ -128,7 +128,7 @@ func assertUnreadable(t *testing.T, err error) {
 	require.ErrorAs(t, err, &p)
 	assert.Equal(t, problem.Unavailable, p.Code)
 	assert.Contains(t, p.Message, "newer version of dpserve")
-	assert.Contains(t, p.Message, "entry ")
+	assert.Contains(t, p.Message, "of the log cannot be read")
 	assert.Contains(t, p.Hint, "start a newer version of dpserve on this node's data dir")
 }
 
@@ -147,7 +147,8 @@ func TestSnapshotOfANewerVersionIsRefused(t *testing.T) {
 	_, err := cluster.Open(cfg)
 	require.ErrorIs(t, err, cluster.ErrUnreadable)
 	require.ErrorIs(t, err, state.ErrNewer)
-	assert.Contains(t, err.Error(), "a snapshot is of a newer version of dpserve")
+	assert.Contains(t, err.Error(), "a snapshot cannot be read")
+	assert.Contains(t, err.Error(), "newer version of dpserve")
 	rewriteSnapshot(t, dir, func([]byte) []byte { return plain })
 	again := open(t, cfg)
 	assert.Contains(t, again.State().Apps, "demo")

@@ -8,7 +8,7 @@ import "github.com/dpserve/dpserve/internal/problem"
 type (
 	nextCommand struct{}
 	nextNode    struct{}
-	nextState   struct{}
+	nextState   struct{} //nolint:unused // embedded in State for next_version.go
 )
 
 const nextLevels = 0

@@ -90,6 +90,7 @@ func (c *Core) heard(now time.Time, u *unit, e *msg.UnitEvent) {
 		c.feed(now, u, ev)
 	case msg.UnitGone:
 		c.goneFrom(now, u, e.Node, ev)
+	case msg.UnitPresent: // says nothing of the unit's phase: see present
 	}
 }
 

@@ -19,7 +19,7 @@ import (
 
 const (
 	nextTrigger = "use-next" // the application whose deploy lets the next version use what it adds
-	useOfNext   = "next: mark refused"
+	markRefused = "next: mark refused"
 )
 
 // upgrade is a cluster under upgrade. Its control nodes are ingresses too.
@@ -155,7 +155,7 @@ func TestMB6UpgradeControlNodesFirst(t *testing.T) {
 	u.restart(last, u.old) // it hands over to one of the next version
 	leader := u.Leader()
 	require.NotEqual(t, last.Name, leader.Name)
-	u.says(leader, useOfNext, "too old: "+last.Name)
+	u.says(leader, markRefused, "too old: "+last.Name)
 	u.restart(all[0], u.old) // back, and again
 	u.restart(all[0], u.next)
 	u.deploy("mixed", edge)
