@@ -1,6 +1,8 @@
 package system
 
 import (
+	"context"
+	"encoding/json"
 	"fmt"
 	"regexp"
 	"slices"
@@ -11,6 +13,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -137,6 +140,43 @@ func (u *upgrade) sameStates() {
 	})
 }
 
+// sameCopies compares what the control nodes, of whatever version, send to nodes that follow them.
+func (u *upgrade) sameCopies() {
+	u.t.Helper()
+	reader := newStandIn(u.t, u.Members, "reader", "v9.0.0")
+	read := func(m *harness.Member) (string, error) {
+		ctx, cancel := context.WithTimeout(u.t.Context(), 5*time.Second)
+		defer cancel()
+		stream, err := dpservev1.NewControlClient(reader.conns[m.Name]).Watch(ctx, &dpservev1.WatchRequest{})
+		if err != nil {
+			return "", err
+		}
+		got, err := stream.Recv()
+		if err != nil {
+			return "", err
+		}
+		var update struct{ State json.RawMessage }
+		err = json.Unmarshal(got.GetState(), &update)
+		return string(update.State), err
+	}
+	u.Eventually("the same copies at every control node", func() error {
+		first := ""
+		for i, m := range u.All[:3] {
+			text, err := read(m)
+			if err != nil {
+				return err
+			}
+			if i == 0 {
+				first = text
+			}
+			if text == "" || text != first {
+				return fmt.Errorf("at %s %s, at %s %s", u.All[0].Name, first, m.Name, text)
+			}
+		}
+		return nil
+	})
+}
+
 // MB6: the control nodes first. What the next version adds is refused while an old control node is there, and used when there is none;
 // old workers and ingresses follow a state with a field that they do not know. A control node that goes back behind that is refused.
 func TestMB6UpgradeControlNodesFirst(t *testing.T) {
@@ -224,5 +264,6 @@ func TestMB6UpgradeWorkersFirstAndBack(t *testing.T) {
 	for _, m := range u.All {
 		assert.NotContains(t, m.Log(), "leaves consensus")
 	}
+	u.sameCopies()
 	u.AllQuiet()
 }
