@@ -2,6 +2,7 @@ package cluster
 
 import (
 	"bytes"
+	"encoding/json"
 	"sync"
 
 	"github.com/hashicorp/raft"
@@ -9,9 +10,10 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// addressBook is where the nodes are, and what they are called, as the entries of this node's log say, committed or not. Who has no leader does not know
-// what of its log is committed, so the state may lack the addresses of the very nodes whose votes are needed; and a wrong address
-// does no harm, because a Layer connects to nobody but the node that was asked for.
+// addressBook is where the nodes are, and what they are called, as the entries of this node's log say, committed or not.
+// Who has no leader does not know what of its log is committed, so the state may lack the addresses of the very nodes
+// whose votes are needed; and a wrong address does no harm, because a Layer connects to nobody but the node that was
+// asked for.
 type addressBook struct {
 	mu    sync.Mutex
 	byUID map[string]state.Node
@@ -25,8 +27,12 @@ func (b *addressBook) read(l *raft.Log) {
 	if l.Type != raft.LogCommand || !bytes.Contains(l.Data, putNode()) {
 		return
 	}
-	cmd, err := state.DecodeCommand(l.Data)
-	if err != nil || cmd.PutNode == nil {
+	var entry struct { // only what the book needs: the entry may be of a newer version
+		PutNode *struct {
+			Node struct{ UID, ID, Address string }
+		} `json:"put_node"`
+	}
+	if err := json.Unmarshal(l.Data, &entry); err != nil || entry.PutNode == nil {
 		return
 	}
 	b.mu.Lock()
@@ -34,7 +40,7 @@ func (b *addressBook) read(l *raft.Log) {
 	if b.byUID == nil {
 		b.byUID = map[string]state.Node{}
 	}
-	b.byUID[cmd.PutNode.Node.UID] = state.Node{ID: cmd.PutNode.Node.ID, Address: cmd.PutNode.Node.Address}
+	b.byUID[entry.PutNode.Node.UID] = state.Node{ID: entry.PutNode.Node.ID, Address: entry.PutNode.Node.Address}
 }
 
 // readAll takes up a whole log, and gives its newest list of members with its index; 0 = it has none.

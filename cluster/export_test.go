@@ -4,6 +4,8 @@ import (
 	"time"
 
 	"github.com/hashicorp/raft"
+
+	"github.com/dpserve/dpserve/state"
 )
 
 // WithStores lets a test stand between raft and its disk.
@@ -24,3 +26,6 @@ func (c *Cluster) NoteLog(uid string, index uint64, ago time.Duration) {
 
 // CommitIndex is how far the log is committed, configurations included.
 func (c *Cluster) CommitIndex() uint64 { return c.run.Load().raft.CommitIndex() }
+
+// State is the state that was read.
+func (c *copied) State() *state.State { return c.state }

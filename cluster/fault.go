@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/state"
 )
 
 // faultPause is the pause before raft is started again over a disk that refused a write, and between further attempts.
@@ -15,8 +16,22 @@ const faultPause = time.Second
 // acknowledged.
 var ErrDisk = errors.New("the disk of the data dir refuses writes")
 
-// Fault is what is wrong with the disk of the data dir: a *problem.Error that wraps ErrDisk, nil while writes succeed. While
-// there is one this node neither leads nor votes; it heals by itself when the disk takes writes again.
+// ErrUnreadable is in every error that comes of an entry of the log, or a snapshot, that this version cannot read. This node has left
+// consensus until it is started again with a version that can.
+var ErrUnreadable = errors.New("this node has left consensus")
+
+// unreadable says what cannot be read, and what to do. The list of nodes shows the message without its hint, so the message says it too.
+func unreadable(what string, err error) error {
+	if !errors.Is(err, state.ErrNewer) {
+		err = fmt.Errorf("it is damaged, or a newer version of dpserve wrote it: %w", err)
+	}
+	return problem.New(problem.Unavailable, "%w", fmt.Errorf("%w, upgrade its dpserve: %s cannot be read: %w", ErrUnreadable, what, err)).
+		WithHint("start a newer version of dpserve on this node's data dir: it goes on from its log; until then it serves with the state it has")
+}
+
+// Fault is why this node takes no part in consensus, nil while it does: a *problem.Error. It wraps ErrDisk while the disk of the data
+// dir takes no writes; that heals by itself. It wraps ErrUnreadable when the log has what this version cannot read; that lasts until
+// another version is started. While there is a fault this node neither leads nor votes.
 func (c *Cluster) Fault() error {
 	if !c.faulty.Load() {
 		return nil
@@ -25,6 +40,9 @@ func (c *Cluster) Fault() error {
 	defer c.mu.Unlock()
 	if c.fault == nil {
 		return nil
+	}
+	if errors.Is(c.fault, ErrUnreadable) {
+		return c.fault
 	}
 	return c.diskProblem(c.fault)
 }
@@ -80,7 +98,7 @@ func (c *Cluster) readLog(d *disk) error {
 
 // diskWorks is told of every successful write.
 func (c *Cluster) diskWorks() {
-	if c.faulty.Load() {
+	if c.faulty.Load() && errors.Is(c.Fault(), ErrDisk) {
 		c.log.Info("the disk of the data dir takes writes again", "room", "cluster")
 		c.setFault(nil)
 	}
@@ -98,7 +116,8 @@ func (c *Cluster) keep() {
 	}
 }
 
-// serve waits for the end of a run and stops it. True: of a fault, there should be another.
+// serve waits for the end of a run and stops it. True: the disk failed, there should be another run. None follows one that met what
+// this version cannot read: it would meet that again.
 func (c *Cluster) serve(r *run) bool {
 	select {
 	case <-c.done:
@@ -106,11 +125,18 @@ func (c *Cluster) serve(r *run) bool {
 		return false
 	case <-r.guard.failed:
 	}
-	c.log.Error("the disk refuses writes or does not answer: this node leaves consensus until it takes them again", "room", "cluster", "err", r.guard.failure())
-	if err := r.stop(ErrDisk); err != nil {
+	err, why := r.guard.failure(), ErrDisk
+	again := !errors.Is(err, ErrUnreadable)
+	if again {
+		c.log.Error("the disk refuses writes or does not answer: this node leaves consensus until it takes them again", "room", "cluster", "err", err)
+	} else {
+		why = ErrUnreadable
+		c.log.Error("this node leaves consensus until a newer version of dpserve runs on it", "room", "cluster", "err", err)
+	}
+	if err := r.stop(why); err != nil {
 		c.log.Warn("stopped with an error", "room", "cluster", "err", err)
 	}
-	return true
+	return again
 }
 
 // renew begins a run over the log that is read anew; nil after Close.
@@ -124,6 +150,15 @@ func (c *Cluster) renew() *run {
 		r, err := c.newRun()
 		if err == nil {
 			return r
+		}
+		if errors.Is(err, ErrUnreadable) {
+			c.setFault(err)
+			c.holds.Store(false)
+			c.wakeLeadership()
+			if c.net != nil {
+				c.net.rest(ErrUnreadable)
+			}
+			return nil
 		}
 		c.setFault(fmt.Errorf("%w: %w", ErrDisk, err))
 		c.log.Debug("consensus cannot start again yet", "room", "cluster", "err", err)

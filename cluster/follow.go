@@ -89,14 +89,30 @@ func (c *Cluster) untilNews(ctx context.Context, changed, turn <-chan struct{}, 
 	}
 }
 
+// copied is a state as a follower has it. It keeps the bytes too: they hold the fields that this version does not know, and a newer
+// version that is started on the data dir finds them there.
+type copied struct {
+	state *state.State
+	data  []byte
+	newer string // what was passed over; "" = nothing
+}
+
+func decodeCopy(data []byte) (*copied, error) {
+	st, newer, err := state.DecodeCopy(data)
+	if err != nil {
+		return nil, err
+	}
+	return &copied{state: st, data: data, newer: newer}, nil
+}
+
 // decodeUpdate reads what Follow sent; st is nil if only the leader has changed.
-func decodeUpdate(data []byte) (st *state.State, leader string, err error) {
+func decodeUpdate(data []byte) (st *copied, leader string, err error) {
 	var u update
 	if err := json.Unmarshal(data, &u); err != nil {
 		return nil, "", problem.New(problem.Internal, "decode the state of a control node: %w", err).WithHint("run the same version of dpserve on every node")
 	}
 	if len(u.State) > 0 {
-		st, err = state.Decode(u.State)
+		st, err = decodeCopy(u.State)
 	}
 	return st, u.Leader, err
 }

@@ -2,6 +2,7 @@ package cluster
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"sync"
@@ -25,6 +26,8 @@ type applied struct {
 // fsm applies committed commands. Raft calls ApplyBatch, Snapshot and Restore from one goroutine; readers load the published copy.
 type fsm struct {
 	work      *state.State // raft's goroutine only
+	stopped   error        // why nothing is applied any more in this run; raft's goroutine only
+	endRun    func(error)  // ends the run of raft that applies
 	published atomic.Pointer[state.State]
 
 	mu      sync.Mutex
@@ -41,8 +44,17 @@ func newFSM() *fsm {
 	return f
 }
 
-// begin empties the working copy for a run of raft, which brings the past back from its snapshot and its log.
-func (f *fsm) begin() { f.work = state.New() }
+// begin empties the working copy for a run of raft, which brings the past back from its snapshot and its log. endRun ends that run
+// where the log has an entry that cannot be read.
+func (f *fsm) begin(endRun func(error)) { f.work, f.stopped, f.endRun = state.New(), nil, endRun }
+
+// stop ends the run: this copy would be another one than those of the nodes that can read what this version cannot. From here on the
+// fsm applies nothing and gives no snapshot.
+func (f *fsm) stop(what string, err error) error {
+	f.stopped = unreadable(what, err)
+	f.endRun(f.stopped)
+	return f.stopped
+}
 
 // State is the published copy.
 func (f *fsm) State() *state.State { return f.published.Load() }
@@ -156,9 +168,12 @@ func (f *fsm) awaitCluster(ctx context.Context) error {
 }
 
 func (f *fsm) applyOne(l *raft.Log) (a applied) {
+	if f.stopped != nil {
+		return applied{err: f.stopped}
+	}
 	cmd, err := state.DecodeCommand(l.Data)
 	if err != nil {
-		return applied{err: fmt.Errorf("log entry %d: %w", l.Index, err)}
+		return applied{err: f.stop(fmt.Sprintf("entry %d of the log", l.Index), err)}
 	}
 	a.result, a.err = f.work.Apply(l.Index, cmd)
 	a.result.Index = l.Index
@@ -166,8 +181,14 @@ func (f *fsm) applyOne(l *raft.Log) (a applied) {
 }
 
 // Snapshot hands out a copy of what this run has applied. The published copy may be newer than that: a run that repeats the past
-// does not take back what readers have seen, and raft files the snapshot under the index that this run has reached.
-func (f *fsm) Snapshot() (raft.FSMSnapshot, error) { return snapshot{f.work.Clone()}, nil }
+// does not take back what readers have seen, and raft files the snapshot under the index that this run has reached. Behind an entry
+// that was not applied there is none: raft would keep it under the index of that entry.
+func (f *fsm) Snapshot() (raft.FSMSnapshot, error) {
+	if f.stopped != nil {
+		return nil, f.stopped
+	}
+	return snapshot{f.work.Clone()}, nil
+}
 
 // Restore replaces the state by a snapshot's.
 func (f *fsm) Restore(r io.ReadCloser) error {
@@ -179,6 +200,9 @@ func (f *fsm) Restore(r io.ReadCloser) error {
 		return problem.New(problem.TooLarge, "snapshot is larger than %d bytes", maxSnapshot)
 	}
 	s, err := state.Decode(data)
+	if errors.Is(err, state.ErrNewer) {
+		return f.stop("a snapshot", err)
+	}
 	if err != nil {
 		return fmt.Errorf("decode snapshot: %w", err)
 	}

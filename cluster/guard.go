@@ -104,6 +104,16 @@ func (g *guard) fail(err error) error {
 	return g.err
 }
 
+// end refuses every further write for another reason than a disk: votes too, from this moment on.
+func (g *guard) end(why error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.err == nil {
+		g.err = why
+		close(g.failed)
+	}
+}
+
 // release lets go what waits in SetUint64. Raft must have been told to stop before.
 func (g *guard) release() { g.once.Do(func() { close(g.released) }) }
 

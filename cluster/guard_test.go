@@ -109,7 +109,7 @@ func TestSnapshotHoldsWhatThisRunHasApplied(t *testing.T) {
 	}
 	f := newFSM()
 	f.ApplyBatch([]*raft.Log{entry(1, "one"), entry(2, "two")})
-	f.begin()
+	f.begin(func(err error) { t.Error(err) })
 	f.Apply(entry(1, "one"))
 	require.Contains(t, f.State().Apps, "two", "readers do not go back")
 	made, err := f.Snapshot()

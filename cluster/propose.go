@@ -28,6 +28,10 @@ func errClosed() error {
 // applied it. When ctx ends first, the error is ctx's cause and the command may still be applied later: propose only commands
 // that are safe to repeat (they carry expected revisions or epochs).
 func (c *Cluster) Propose(ctx context.Context, cmd state.Command) (state.Result, error) {
+	cmd, err := c.State().Readable(cmd)
+	if err != nil {
+		return state.Result{}, err
+	}
 	res, err := c.ProposeHere(ctx, cmd)
 	if c.cfg.Forward == nil || !errors.Is(err, ErrNotLeader) {
 		return res, err
@@ -35,8 +39,13 @@ func (c *Cluster) Propose(ctx context.Context, cmd state.Command) (state.Result,
 	return c.proposeThere(ctx, cmd)
 }
 
-// ProposeHere is Propose for a node that takes itself for the leader: it is never sent on. ErrNotLeader: nothing was done.
+// ProposeHere is Propose for a node that takes itself for the leader: it is never sent on. ErrNotLeader: nothing was done. What a control
+// node could not read is not proposed (state.ErrControlTooOld): its run would end.
 func (c *Cluster) ProposeHere(ctx context.Context, cmd state.Command) (state.Result, error) {
+	cmd, err := c.State().Readable(cmd)
+	if err != nil {
+		return state.Result{}, err
+	}
 	data, err := state.EncodeCommand(&cmd)
 	if err != nil {
 		return state.Result{}, err

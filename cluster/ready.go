@@ -2,6 +2,7 @@ package cluster
 
 import (
 	"context"
+	"errors"
 	"time"
 
 	"github.com/dpserve/dpserve/internal/problem"
@@ -10,13 +11,16 @@ import (
 
 // Ready waits until this node's copy of the state holds all that was committed when it was asked: on the leader by a Barrier, on
 // others by a command that the leader answers and that changes nothing. Until then State may be older than what was
-// acknowledged before a restart: grant nothing from it (TRAPS 10).
+// acknowledged before a restart: grant nothing from it (TRAPS 10). ErrUnreadable: this version cannot read what was committed.
 func (c *Cluster) Ready(ctx context.Context) error {
 	if err := c.ended(); err != nil {
 		return err
 	}
 	for {
 		turn, retry := c.Leadership(), (<-chan time.Time)(nil)
+		if err := c.Fault(); errors.Is(err, ErrUnreadable) {
+			return err
+		}
 		if c.Leader() {
 			return nil
 		}

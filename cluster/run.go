@@ -61,10 +61,16 @@ func (r *run) start(c *Cluster) error {
 	if err := c.readLog(r.disk); err != nil {
 		return broken("read the log", err)
 	}
-	c.fsm.begin()
+	c.fsm.begin(func(why error) {
+		c.setFault(why)
+		r.guard.end(why)
+	})
 	var err error
 	if r.raft, err = raft.NewRaft(rc, c.fsm, r.guard, r.guard, &guardedSnapshots{r.disk.snaps, r.guard}, transport); err != nil {
-		return fmt.Errorf("start raft: %w", err)
+		return firstError(r.guard.failure(), fmt.Errorf("start raft: %w", err))
+	}
+	if err := r.guard.failure(); errors.Is(err, ErrUnreadable) { // raft went on from a snapshot before the one that cannot be read
+		return firstError(err, r.raft.Shutdown().Error())
 	}
 	r.lead = r.raft.LeaderCh()
 	r.raft.RegisterObserver(raft.NewObserver(r.seen, false, func(o *raft.Observation) bool {

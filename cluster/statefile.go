@@ -15,31 +15,24 @@ import (
 const stateFile = "state.json"
 
 // loadState reads the state of the last time. Without one that can be used it is an empty one: the control nodes have a newer.
-func loadState(dataDir, cluster string) (*state.State, error) {
+func loadState(dataDir, cluster string) (*copied, error) {
+	none := &copied{state: state.New()}
 	if dataDir == "" {
-		return state.New(), nil
+		return none, nil
 	}
 	data, err := os.ReadFile(filepath.Join(dataDir, stateFile)) //nolint:gosec // the operator's own data dir
 	if errors.Is(err, fs.ErrNotExist) {
-		return state.New(), nil
+		return none, nil
 	}
 	if err != nil {
-		return state.New(), fmt.Errorf("read %s: %w", stateFile, err)
+		return none, fmt.Errorf("read %s: %w", stateFile, err)
 	}
-	st, err := state.Decode(data)
+	c, err := decodeCopy(data)
 	if err != nil {
-		return state.New(), fmt.Errorf("%s: %w", stateFile, err)
+		return none, fmt.Errorf("%s: %w", stateFile, err)
 	}
-	if st.Cluster != cluster {
-		return state.New(), problem.New(problem.Conflict, "%s is of cluster %s, not %s", stateFile, st.Cluster, cluster)
+	if c.state.Cluster != cluster {
+		return none, problem.New(problem.Conflict, "%s is of cluster %s, not %s", stateFile, c.state.Cluster, cluster)
 	}
-	return st, nil
-}
-
-func saveState(dataDir string, st *state.State) error {
-	data, err := st.Encode()
-	if err != nil {
-		return fmt.Errorf("encode %s: %w", stateFile, err)
-	}
-	return writeFile(filepath.Join(dataDir, stateFile), data)
+	return c, nil
 }

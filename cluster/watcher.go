@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"path/filepath"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -37,6 +38,8 @@ type WatcherConfig struct {
 	Forward func(ctx context.Context, leader state.Node, c state.Command) (state.Result, error)
 	// Resolve finds a node's HOST:PORT by its UID, before State().Nodes does; nil = those only.
 	Resolve func(uid string) (address string, ok bool)
+	// Unknown counts the states with fields of a later version, which were passed over; nil = nobody counts.
+	Unknown func(what string)
 }
 
 // Watcher is a copy of the state on a node that takes no part in consensus. What it got last is kept in the data dir, so that a
@@ -47,7 +50,7 @@ type Watcher struct {
 	ident identity
 	home  io.Closer
 
-	published atomic.Pointer[state.State]
+	published atomic.Pointer[copied]
 	cancel    context.CancelCauseFunc
 	ctx       context.Context //nolint:containedctx // the watcher's life, not a call's
 	loops     sync.WaitGroup
@@ -56,6 +59,7 @@ type Watcher struct {
 
 	mu      sync.Mutex
 	leader  string        // UID; "" = not known
+	newer   string        // what was passed over last
 	fresh   bool          // a control node with a leader has spoken since Start
 	changed chan struct{} // closed and replaced after each publication
 	turn    chan struct{} // closed and replaced when leader or fresh changes
@@ -65,6 +69,9 @@ type Watcher struct {
 func NewWatcher(cfg WatcherConfig) (*Watcher, error) {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
+	}
+	if cfg.Unknown == nil {
+		cfg.Unknown = func(string) {}
 	}
 	home, ident, err := openHome(Config{NodeID: cfg.NodeID, ClusterID: cfg.ClusterID, UID: cfg.UID, DataDir: cfg.DataDir})
 	if err != nil {
@@ -79,7 +86,7 @@ func NewWatcher(cfg WatcherConfig) (*Watcher, error) {
 	w.published.Store(st)
 	w.loops.Go(w.follow)
 	if cfg.DataDir != "" {
-		w.loops.Go(func() { w.save(st.Index) })
+		w.loops.Go(func() { w.save(st.state.Index) })
 	}
 	return w, nil
 }
@@ -94,7 +101,7 @@ func (w *Watcher) UID() string { return w.ident.UID }
 func (w *Watcher) ClusterID() string { return w.ident.Cluster }
 
 // State is the newest state this node has heard of. It is immutable and shared: read it, never change it.
-func (w *Watcher) State() *state.State { return w.published.Load() }
+func (w *Watcher) State() *state.State { return w.published.Load().state }
 
 // Changed is closed at the next change of State. Take it before State, or a change in between goes unseen.
 func (w *Watcher) Changed() <-chan struct{} {
@@ -143,6 +150,10 @@ func (w *Watcher) Ready(ctx context.Context) error {
 func (w *Watcher) Propose(ctx context.Context, cmd state.Command) (state.Result, error) {
 	if w.cfg.Forward == nil {
 		return state.Result{}, errNotLeader()
+	}
+	cmd, err := w.State().Readable(cmd)
+	if err != nil {
+		return state.Result{}, err
 	}
 	leader, err := awaitLeader(ctx, w)
 	if err != nil {
@@ -270,6 +281,9 @@ func (w *Watcher) take(data []byte, _ uint64) error {
 	if err != nil {
 		return err
 	}
+	if st != nil && st.newer != "" {
+		w.noteNewer(st.newer)
+	}
 	if st != nil {
 		if err := w.publish(st); err != nil {
 			return err
@@ -283,7 +297,8 @@ func (w *Watcher) take(data []byte, _ uint64) error {
 }
 
 // publish shows a state to readers. An older one is passed over: the control node lags behind the last one.
-func (w *Watcher) publish(st *state.State) error {
+func (w *Watcher) publish(next *copied) error {
+	st := next.state
 	if st.Cluster != w.ident.Cluster {
 		return problem.New(problem.Conflict, "the control node is of cluster %q, not %q", st.Cluster, w.ident.Cluster).
 			WithHint("join the cluster with an empty --data-dir")
@@ -293,10 +308,22 @@ func (w *Watcher) publish(st *state.State) error {
 	if st.Index <= w.State().Index {
 		return nil
 	}
-	w.published.Store(st)
+	w.published.Store(next)
 	close(w.changed)
 	w.changed = make(chan struct{})
 	return nil
+}
+
+// noteNewer counts a state with a field of a later version, and logs the first one with that field.
+func (w *Watcher) noteNewer(what string) {
+	w.cfg.Unknown("state")
+	w.mu.Lock()
+	noted := w.newer == what
+	w.newer = what
+	w.mu.Unlock()
+	if !noted {
+		w.log.Info("the control nodes run a newer version of dpserve: this node passes over what it does not know of the state", "room", "cluster", "err", what)
+	}
 }
 
 func (w *Watcher) setLeader(uid string) {
@@ -354,12 +381,13 @@ func (w *Watcher) save(saved uint64) {
 
 // saveNewer writes the state if it is newer than the saved one, and gives the index of what is saved now.
 func (w *Watcher) saveNewer(saved uint64) (uint64, error) {
-	st := w.State()
+	newest := w.published.Load()
+	st := newest.state
 	if st.Index <= saved {
 		return saved, nil
 	}
-	if err := saveState(w.cfg.DataDir, st); err != nil {
-		return saved, err
+	if err := writeFile(filepath.Join(w.cfg.DataDir, stateFile), newest.data); err != nil {
+		return saved, fmt.Errorf("write %s: %w", stateFile, err)
 	}
 	return st.Index, nil
 }

@@ -245,7 +245,7 @@ func FuzzDecodeUpdate(f *testing.F) {
 	f.Fuzz(func(t *testing.T, data []byte) {
 		st, _, err := cluster.DecodeUpdate(data)
 		if err == nil && st != nil {
-			_, err = st.Encode()
+			_, err = st.State().Encode()
 			require.NoError(t, err)
 		}
 	})

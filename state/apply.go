@@ -64,8 +64,10 @@ func (s *State) applyNodes(c *Command) (Result, error) {
 		return s.putToken(c.PutToken)
 	case c.UseToken != nil:
 		return s.useToken(c.UseToken)
-	default:
+	case c.TurnKey != nil:
 		return s.turnKey(c.TurnKey)
+	default:
+		return s.applyNext(c)
 	}
 }
 

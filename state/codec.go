@@ -11,22 +11,11 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// kinds lists the command's fields by name, set or not.
-func (c *Command) kinds() map[string]bool {
-	return map[string]bool{
-		"init": c.Init != nil, "put_apps": c.PutApps != nil, "delete_app": c.DeleteApp != nil, "forget_app": c.ForgetApp != nil,
-		"grant_group": c.GrantGroup != nil, "unit_ready": c.UnitReady != nil, "unit_fenced": c.UnitFenced != nil,
-		"unit_failed": c.UnitFailed != nil, "release": c.Release != nil,
-		"put_node": c.PutNode != nil, "node_lost": c.NodeLost != nil, "node_back": c.NodeBack != nil, "drain_node": c.DrainNode != nil,
-		"remove_node": c.RemoveNode != nil, "put_token": c.PutToken != nil, "use_token": c.UseToken != nil, "turn_key": c.TurnKey != nil,
-	}
-}
-
 // Kind is the name of the one field that is set, for logs; "" if it is not exactly one.
 func (c *Command) Kind() string {
 	kind := ""
-	for name, set := range c.kinds() {
-		if !set {
+	for name, k := range c.kinds() {
+		if !k.set {
 			continue
 		}
 		if kind != "" {
@@ -53,8 +42,8 @@ func EncodeCommand(c *Command) ([]byte, error) {
 	return json.Marshal(c)
 }
 
-// DecodeCommand reads a log entry. A command type that this version does not know is ErrUnknownCommand, never a crash: an
-// older node must refuse what a newer leader wrote, loudly and alive.
+// DecodeCommand reads a log entry, or a command of another node. A kind that this version does not know is ErrUnknownCommand and
+// ErrNewer, a field that it does not know is ErrNewer: whoever applies the log must not go on behind such an entry.
 func DecodeCommand(b []byte) (*Command, error) {
 	c := new(Command)
 	if err := json.Unmarshal(b, c); err != nil {
@@ -70,8 +59,7 @@ func DecodeCommand(b []byte) (*Command, error) {
 // commandFields is Command without its UnmarshalJSON.
 type commandFields Command
 
-// UnmarshalJSON implements json.Unmarshaler: fields beside the known commands are ErrUnknownCommand; unknown fields inside a
-// known command are passed over, as a newer version may have added them.
+// UnmarshalJSON implements json.Unmarshaler. It refuses kinds and fields that this version does not know.
 func (c *Command) UnmarshalJSON(b []byte) error {
 	var raw map[string]json.RawMessage
 	if err := json.Unmarshal(b, &raw); err != nil {
@@ -80,32 +68,65 @@ func (c *Command) UnmarshalJSON(b []byte) error {
 	known := c.kinds()
 	for name := range raw {
 		if _, ok := known[name]; !ok {
-			return problem.New(problem.InvalidArgument, "%w %q", ErrUnknownCommand, name).WithHint("run the same version of dpserve on every node")
+			return problem.New(problem.InvalidArgument, "%w", fmt.Errorf("%w %q: %w", ErrUnknownCommand, name, ErrNewer)).WithHint("%s", upgradeHint)
 		}
 	}
 	var f commandFields
-	if err := json.Unmarshal(b, &f); err != nil {
+	err := decodeStrict(b, &f)
+	switch {
+	case errors.Is(err, ErrNewer):
+		return problem.New(problem.InvalidArgument, "decode command: %w", err).WithHint("%s", upgradeHint)
+	case err != nil:
 		return fmt.Errorf("%w: %w", ErrBadCommand, err)
 	}
 	*c = Command(f)
 	return nil
 }
 
+const upgradeHint = "upgrade dpserve on the node that cannot read it"
+
+// decodeStrict reads one JSON value. ErrNewer: the value has a field that this version does not know, and is well-formed otherwise.
+func decodeStrict[T any](b []byte, into *T) error {
+	d := json.NewDecoder(bytes.NewReader(b))
+	d.DisallowUnknownFields()
+	err := d.Decode(into)
+	if err != nil && json.Unmarshal(b, new(T)) == nil {
+		return fmt.Errorf("%w: %w", ErrNewer, err)
+	}
+	if err != nil {
+		return err
+	}
+	if _, err := d.Token(); !errors.Is(err, io.EOF) {
+		return errors.New("data after its end")
+	}
+	return nil
+}
+
 // Encode is the whole state, as a snapshot holds it.
 func (s *State) Encode() ([]byte, error) { return json.Marshal(s) } //nolint:gosec // the secret belongs into the snapshot, which lies in the data dir
 
-// Decode reads a snapshot. Fields it does not know are refused: they would be lost with the next snapshot.
+// Decode reads a snapshot for a node that takes part in consensus. A field that it does not know is ErrNewer: it would be lost with
+// the node's next snapshot.
 func Decode(b []byte) (*State, error) {
 	s := New()
-	d := json.NewDecoder(bytes.NewReader(b))
-	d.DisallowUnknownFields()
-	if err := d.Decode(s); err != nil {
+	if err := decodeStrict(b, s); err != nil {
 		return nil, problem.New(problem.Internal, "decode snapshot: %w", err).WithHint("start the version of dpserve that wrote the data dir")
 	}
-	if _, err := d.Token(); !errors.Is(err, io.EOF) {
-		return nil, problem.New(problem.Internal, "decode snapshot: data after its end")
-	}
 	return s, s.complete()
+}
+
+// DecodeCopy reads a state for a node that only follows, and so never hands on what it read. Fields that it does not know are passed
+// over; newer names the first of them, "" = there is none.
+func DecodeCopy(b []byte) (s *State, newer string, err error) {
+	if s, err = Decode(b); !errors.Is(err, ErrNewer) {
+		return s, "", err
+	}
+	newer = err.Error()
+	s = New()
+	if err := json.Unmarshal(b, s); err != nil {
+		return nil, "", problem.New(problem.Internal, "decode a copy of the state: %w", err)
+	}
+	return s, newer, s.complete()
 }
 
 // complete refuses a snapshot with holes, so that no reader needs to look for them.

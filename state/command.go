@@ -21,6 +21,7 @@ type Command struct {
 	PutToken   *Token      `json:"put_token,omitempty"`
 	UseToken   *UseToken   `json:"use_token,omitempty"`
 	TurnKey    *TurnKey    `json:"turn_key,omitempty"`
+	nextCommand
 }
 
 // Init names the cluster and gives it its secret; refused if it already has another name. The first secret stays.

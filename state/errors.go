@@ -34,4 +34,10 @@ var (
 	ErrTokenUnknown   = errors.New("unknown join token")
 	ErrTokenUsed      = errors.New("join token is used up")
 	ErrTokenExpired   = errors.New("join token has expired")
+
+	// ErrNewer is in the error of a command or a snapshot that has a kind or a field of a later version. Passing it over would make
+	// this copy of the state differ from those of the nodes that can read it.
+	ErrNewer = errors.New("a newer version of dpserve wrote it")
+	// ErrControlTooOld refuses a command that a control node could not read.
+	ErrControlTooOld = errors.New("not every control node can read this command yet")
 )

@@ -25,7 +25,9 @@ type Node struct {
 	Version   string `json:"version,omitempty"`
 	Keyring   string `json:"keyring,omitempty"` // KeyringSum of the gossip keys it has taken; "" = it knows no key yet
 	Key       string `json:"key,omitempty"`     // hash of its certificate's public key; "" = not known: it stands alone, or joined earlier
+	Level     int    `json:"level,omitempty"`   // what its version can read of the log: Level; 0 = 1
 	Offer     Offer  `json:"offer"`
+	nextNode
 
 	Lost     bool   `json:"lost,omitempty"`     // silent for its lease and 2 s: its units are released
 	Reason   string `json:"reason,omitempty"`   // of Lost

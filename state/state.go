@@ -82,4 +82,5 @@ type State struct {
 	Secrets   Secrets           `json:"secrets,omitzero"`     // not in what followers get
 	LeaseTTL  int64             `json:"lease_ttl,omitempty"`  // ms; set once, by Init; 0 = an older version began the cluster: each leader has its own
 	Freed     []Block           `json:"freed,omitempty"`      // port blocks freed and not used again, the latest last; placement re-uses them last
+	nextState                   //nolint:unused // fields only in the build of next_version.go
 }

@@ -23,7 +23,7 @@ type keyed struct{ n *Node }
 
 // Renew implements msg.Leader.
 func (k keyed) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) {
-	lease, err := k.n.leader.Renew(ctx, r)
+	lease, err := k.n.leader.Renew(ctx, nextReport(r))
 	if in := k.n.serving.Load(); err == nil && in != nil {
 		in.TakeWaiting(lease.Waiting, lease.TTL)
 	}

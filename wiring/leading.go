@@ -222,12 +222,13 @@ func (n *Node) trouble() string {
 func (n *Node) self() state.Node { return n.describe(n.mesh) }
 
 func (n *Node) describe(m *mesh) state.Node {
-	out := state.Node{ID: n.cfg.NodeID, UID: n.ident.UID, Zone: n.cfg.Zone, Version: n.cfg.Version, Offer: n.offer}
+	out := state.Node{ID: n.cfg.NodeID, UID: n.ident.UID, Zone: n.cfg.Zone, Version: n.cfg.Version, Level: state.Level, Offer: n.offer}
 	for _, r := range n.cfg.Roles {
 		out.Roles = append(out.Roles, state.Role(r))
 	}
 	if m != nil {
 		out.Advertise, out.Address, out.Gossip, out.Keyring = n.cfg.Advertise, m.address, m.gossipAddress, m.keyringSum()
 	}
+	n.describeNext(&out)
 	return out
 }

@@ -159,7 +159,7 @@ func (n *Node) openStore(ctx context.Context) error {
 	} else {
 		w, err := cluster.NewWatcher(cluster.WatcherConfig{
 			NodeID: n.cfg.NodeID, ClusterID: n.ident.Cluster, UID: n.ident.UID, DataDir: n.cfg.DataDir, Log: n.log,
-			Watch: n.leader.Watch, Forward: n.leader.Forward, Resolve: n.mesh.resolve,
+			Watch: n.leader.Watch, Forward: n.leader.Forward, Resolve: n.mesh.resolve, Unknown: n.here.Unknown,
 		})
 		if err != nil {
 			return err

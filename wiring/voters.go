@@ -25,6 +25,7 @@ func (n *Node) keepOrder(ctx context.Context) {
 	defer tick.Stop()
 	for {
 		changed := n.store.Changed()
+		n.next(ctx)
 		for n.store.Leader() && (n.changeVoters(ctx) || n.turnKey(ctx)) && ctx.Err() == nil { //nolint:revive // one change after the other
 		}
 		select {

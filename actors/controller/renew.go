@@ -36,6 +36,7 @@ func (c *Core) renew(now time.Time, r *msg.NodeReport) RenewEffect {
 	}
 	c.still = c.still && p.stopping == r.Stopping
 	p.follow(now, r)
+	p.node = r.Node.ReadableAt(c.state.ControlLevel())
 	p.compare(n)
 	if p.stopping && !n.Lost {
 		c.leaveNode(now, n.ID) // first: what the report says has ended did not fail
@@ -66,7 +67,7 @@ func (c *Core) empty(r *msg.NodeReport) bool {
 			continue
 		}
 		empty, e.Node = false, r.Node.ID
-		if runs(e.Kind) {
+		if runs(e.Kind) || e.Kind == msg.UnitPresent {
 			c.supersede(&e)
 		}
 	}
@@ -129,7 +130,10 @@ func (c *Core) hear(now time.Time, p *peer, r *msg.NodeReport) {
 	}
 	for _, e := range r.Units {
 		e.Node, has[e.Unit] = r.Node.ID, max(has[e.Unit], e.Epoch)
-		if !c.report(now, p.process, &e) {
+		switch {
+		case e.Kind == msg.UnitPresent:
+			c.present(p.process, &e)
+		case !c.report(now, p.process, &e):
 			c.orphan(&e)
 		}
 	}

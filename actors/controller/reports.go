@@ -22,6 +22,22 @@ func (c *Core) report(now time.Time, process uint64, e *msg.UnitEvent) bool {
 	return true
 }
 
+// present takes the word of a newer node that it has a part of the grant in hand, and nothing else: what the unit does there is not
+// known, so its phase stays. The event's number is not taken, as an earlier event that this version knows may still be on its way.
+func (c *Core) present(process uint64, e *msg.UnitEvent) {
+	u := c.units[e.Unit]
+	if u == nil || e.Epoch != u.m.Epoch || u.parts[e.Node] == nil {
+		return
+	}
+	p := u.parts[e.Node]
+	if p.process != process {
+		p.process, p.number = process, 0
+	}
+	if !p.gone && (p.adopted || !p.started) {
+		p.adopted, p.started, c.still = false, true, false
+	}
+}
+
 // runs says whether a node with this news has processes of the unit.
 func runs(k msg.UnitEventKind) bool {
 	switch k {
@@ -74,6 +90,7 @@ func (c *Core) heard(now time.Time, u *unit, e *msg.UnitEvent) {
 		c.feed(now, u, ev)
 	case msg.UnitGone:
 		c.goneFrom(now, u, e.Node, ev)
+	case msg.UnitPresent: // says nothing of the unit's phase: see present
 	}
 }
 

@@ -45,6 +45,8 @@ const (
 	UnitKilling  UnitEventKind = "killing"  // engines are being ended (start failure or after fence)
 	UnitDraining UnitEventKind = "draining" // StopRank with grace taken
 	UnitGone     UnitEventKind = "gone"     // processes gone, ports verified free
+	// UnitPresent stands in a digest for a kind of a later version: the node has the unit, what the unit does is not known. No node sends it.
+	UnitPresent UnitEventKind = "present"
 )
 
 // UnitEvent is a node's report. For Gone, WasReady tells a failed start from a failure after ready, Asked a stop we asked for.

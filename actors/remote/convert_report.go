@@ -75,7 +75,8 @@ func encodeEvent(e *msg.UnitEvent) *dpservev1.UnitEvent {
 func lastLines(lines []string) []string { return lines[max(0, len(lines)-maxTail):] }
 
 // decodeReport reads a report. unknown counts the events that this version does not understand; they are left out, for a node must
-// not lose its lease over them.
+// not lose its lease over them. In the digest a unit whose newest event is of an unknown kind stays as UnitPresent: what is missing
+// there would be taken for gone.
 func decodeReport(r *dpservev1.RenewRequest) (report *msg.NodeReport, unknown int, err error) {
 	report = &msg.NodeReport{
 		Incarnation: r.GetIncarnation(), Wall: fromNanos(r.GetWallUnixNano()), Index: r.GetIndex(), Trouble: text(r.GetTrouble(), maxReason),
@@ -88,18 +89,25 @@ func decodeReport(r *dpservev1.RenewRequest) (report *msg.NodeReport, unknown in
 	report.Node = *node
 	var more int
 	var errUnits error
-	report.Events, unknown, err = decodeEvents(node.ID, r.GetEvents())
-	report.Units, more, errUnits = decodeEvents(node.ID, r.GetUnits())
+	report.Events, unknown, err = decodeEvents(node.ID, r.GetEvents(), false)
+	report.Units, more, errUnits = decodeEvents(node.ID, r.GetUnits(), true)
 	return report, unknown + more, checks(err, errUnits)
 }
 
-func decodeEvents(node string, in []*dpservev1.UnitEvent) (out []msg.UnitEvent, unknown int, err error) {
+// decodeEvents reads events. digest: those of unknown kinds are kept as UnitPresent.
+func decodeEvents(node string, in []*dpservev1.UnitEvent, digest bool) (out []msg.UnitEvent, unknown int, err error) {
 	if err := field(len(in) <= maxEvents, "events"); err != nil {
 		return nil, 0, err
 	}
 	for _, e := range in {
-		if !slices.Contains(eventKinds(), msg.UnitEventKind(e.GetKind())) || named(e.GetUnit(), "events.unit") != nil {
+		known, hasUnit := slices.Contains(eventKinds(), msg.UnitEventKind(e.GetKind())), named(e.GetUnit(), "events.unit") == nil
+		if !known || !hasUnit {
 			unknown++
+		}
+		if !known && hasUnit && digest {
+			out = append(out, msg.UnitEvent{Node: node, Number: e.GetNumber(), Unit: e.GetUnit(), Epoch: e.GetEpoch(), Kind: msg.UnitPresent, Rank: -1})
+		}
+		if !known || !hasUnit {
 			continue
 		}
 		out = append(out, decodeEvent(node, e))

@@ -196,6 +196,25 @@ func TestUnknownEventsAreLeftOut(t *testing.T) {
 	assert.Equal(t, uint64(2), got.Events[0].Number)
 }
 
+// TestUnknownKindStaysInTheDigest: a unit whose newest event is of a later version's kind is there all the same.
+func TestUnknownKindStaysInTheDigest(t *testing.T) {
+	got, unknown, err := decodeReport(&dpservev1.RenewRequest{
+		Node: []byte(`{"id":"b","uid":"uid-b","roles":["worker"]}`),
+		Units: []*dpservev1.UnitEvent{
+			{Unit: "chat/0/0", Epoch: 3, Number: 9, Kind: "asleep", Rank: 4, Reason: "of a later version", WasReady: true},
+			{Unit: "chat/0/1", Epoch: 1, Number: 8, Kind: string(msg.UnitPresent)}, // no node sends it; it says no more
+			{Unit: "chat/0/2", Epoch: 1, Number: 7, Kind: string(msg.UnitReady)},
+			{Unit: "", Epoch: 1, Number: 6, Kind: "asleep"},
+		},
+	})
+	require.NoError(t, err)
+	assert.Equal(t, 3, unknown)
+	require.Len(t, got.Units, 3)
+	assert.Equal(t, msg.UnitEvent{Node: "b", Number: 9, Unit: "chat/0/0", Epoch: 3, Kind: msg.UnitPresent, Rank: -1}, got.Units[0])
+	assert.Equal(t, msg.UnitPresent, got.Units[1].Kind)
+	assert.Equal(t, msg.UnitReady, got.Units[2].Kind)
+}
+
 func TestTakenGoesPastWhatWasLeftOut(t *testing.T) {
 	sent := func(numbers ...uint64) (out []*dpservev1.UnitEvent) {
 		for _, n := range numbers {

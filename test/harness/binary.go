@@ -7,46 +7,72 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
+	"strings"
 	"sync"
 	"testing"
 )
 
-var build struct {
+// built is one build of dpserve, made once per test process.
+type built struct {
 	once sync.Once
 	path string
 	out  []byte
 	err  error
 }
 
+var build, buildNext built
+
+// nextTag makes the build that stands for the next version of dpserve in tests of upgrades.
+const nextTag = "dpserve_next"
+
 // Binary builds dpserve once per test process and gives its path. Tests use the built program, never `go run` (TRAPS 8).
-func Binary(t testing.TB) string {
+func Binary(t testing.TB) string { return build.binary(t) }
+
+// NextBinary is Binary of a version after this one: it has a kind of command, fields and events that this one does not know.
+func NextBinary(t testing.TB) string { return buildNext.binary(t, "-tags", withTag(nextTag)) }
+
+func (b *built) binary(t testing.TB, flags ...string) string {
 	t.Helper()
-	build.once.Do(func() {
+	b.once.Do(func() {
 		dir, err := os.MkdirTemp("", "dpserve-bin-")
 		if err != nil {
-			build.err = err
+			b.err = err
 			return
 		}
-		build.path = filepath.Join(dir, "dpserve")
+		b.path = filepath.Join(dir, "dpserve")
 		root, err := Root()
 		if err != nil {
-			build.err = err
+			b.err = err
 			return
 		}
-		cmd := exec.Command("go", "build", "-o", build.path, "./cmd/dpserve")
+		cmd := exec.Command("go", slices.Concat([]string{"build"}, flags, []string{"-o", b.path, "./cmd/dpserve"})...)
 		cmd.Dir = root
-		build.out, build.err = cmd.CombinedOutput()
+		b.out, b.err = cmd.CombinedOutput()
 	})
-	if build.err != nil {
-		t.Fatalf("build dpserve: %v\n%s", build.err, build.out)
+	if b.err != nil {
+		t.Fatalf("build dpserve %v: %v\n%s", flags, b.err, b.out)
 	}
-	return build.path
+	return b.path
 }
 
-// RemoveBinary deletes what Binary built; call it at the end of TestMain.
+// withTag adds a build tag to those of GOFLAGS, which a flag of its own would replace: packages that the tag does not change come out
+// of the build cache.
+func withTag(tag string) string {
+	for _, f := range strings.Fields(os.Getenv("GOFLAGS")) {
+		if tags, ok := strings.CutPrefix(f, "-tags="); ok {
+			return tags + "," + tag
+		}
+	}
+	return tag
+}
+
+// RemoveBinary deletes what Binary and NextBinary built; call it at the end of TestMain.
 func RemoveBinary() {
-	if build.path != "" {
-		_ = os.RemoveAll(filepath.Dir(build.path))
+	for _, b := range []*built{&build, &buildNext} {
+		if b.path != "" {
+			_ = os.RemoveAll(filepath.Dir(b.path))
+		}
 	}
 }
 

@@ -24,16 +24,20 @@ type Member struct {
 	Name  string // node id
 	IP    string // what it advertises
 
-	rig    *Members
-	flags  []string
-	args   []string
-	dir    string
-	logs   string // of the processes before
-	frozen bool
+	rig     *Members
+	program string // the binary from its next start on; "" = Binary
+	flags   []string
+	args    []string
+	dir     string
+	logs    string // of the processes before
+	frozen  bool
 }
 
 // Move gives the node another address, for its next start.
 func (m *Member) Move(ip string) { m.IP = ip }
+
+// Use gives the node another build of dpserve, for its next start.
+func (m *Member) Use(binary string) { m.program = binary }
 
 // Start runs `dpserve start` on the node's data dir and waits until its admin API answers.
 func (m *Member) Start() {
@@ -79,7 +83,7 @@ func (m *Member) run(args ...string) {
 		"--gossip-port", strconv.Itoa(c.gossip), "--http-bind", m.on(c.http), "--admin-bind", m.on(c.admin), "--slots", strconv.Itoa(c.slots),
 		"--timers", c.timerFlag())
 	m.args = append(m.args, m.flags...)
-	m.Real = &Real{T: c.T, HTTP: m.on(c.http), Admin: m.on(c.admin), Dir: m.dir}
+	m.Real = &Real{T: c.T, HTTP: m.on(c.http), Admin: m.on(c.admin), Dir: m.dir, program: m.program}
 	m.launch(m.args)
 	m.frozen = false
 }

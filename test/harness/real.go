@@ -34,6 +34,8 @@ type Real struct {
 	Dir   string // data dir
 	PID   int
 
+	program string // the binary; "" = Binary
+
 	cmd  *exec.Cmd
 	done chan struct{}
 	out  *Buffer
@@ -80,7 +82,10 @@ func (r *Real) run(args []string) {
 func (r *Real) launch(args []string) {
 	r.T.Helper()
 	r.out, r.done = &Buffer{}, make(chan struct{})
-	r.cmd = exec.Command(Binary(r.T), args...)
+	if r.program == "" {
+		r.program = Binary(r.T)
+	}
+	r.cmd = exec.Command(r.program, args...)
 	r.cmd.Stdout, r.cmd.Stderr = r.out, r.out
 	r.cmd.WaitDelay = 5 * time.Second
 	require.NoError(r.T, r.cmd.Start())

@@ -101,8 +101,8 @@ lines:
 	return sum
 }
 
-// MB6: a member of a later release sends what this one does not know, and one of a release that is too old wants in. There is no
-// previous release yet to upgrade from: that half of the row is open.
+// MB6: a member of a later release sends what this one does not know, and one of a release that is too old wants in. Upgrades are in
+// upgrade_test.go.
 func TestMB6UnknownMessages(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(2), harness.MemberSlots(4))

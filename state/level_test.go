@@ -1,0 +1,77 @@
+package state
+
+import (
+	"reflect"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+// TestEveryKindOfCommandHasALevel: the table of kinds has every field of Command, and no other.
+func TestEveryKindOfCommandHasALevel(t *testing.T) {
+	listed := (&Command{}).kinds()
+	for _, f := range reflect.VisibleFields(reflect.TypeFor[Command]()) {
+		if f.Anonymous {
+			continue
+		}
+		name, _, _ := strings.Cut(f.Tag.Get("json"), ",")
+		var c Command
+		v := reflect.ValueOf(&c).Elem().FieldByIndex(f.Index)
+		v.Set(reflect.New(f.Type.Elem()))
+		assert.Contains(t, listed, name, "give the new kind of command %s the next level in kinds", f.Name)
+		assert.Equal(t, name, c.Kind())
+		assert.True(t, c.Level() >= 1 && c.Level() <= Level, "%s has level %d of %d", name, c.Level(), Level)
+		delete(listed, name)
+	}
+	assert.Empty(t, listed, "kinds that no command has")
+}
+
+// leveled is a control node of a version with a level; 0 = one that says none.
+func leveled(id string, level int, roles ...Role) *Node {
+	return &Node{ID: id, UID: "uid-" + id, Roles: append(roles, RoleIngress), Level: level}
+}
+
+func TestControlLevelIsThatOfTheOldestControlNode(t *testing.T) {
+	s := New()
+	assert.Equal(t, Level, s.ControlLevel(), "no control node is known yet")
+	s.Nodes["w"] = leveled("w", 0, RoleWorker)
+	s.Nodes["a"] = leveled("a", Level+3, RoleControl)
+	assert.Equal(t, Level, s.ControlLevel(), "this version proposes nothing above its own level; workers do not read the log")
+	s.Nodes["b"] = leveled("b", 0, RoleControl)
+	s.Nodes["b"].Lost = true
+	assert.Equal(t, 1, s.ControlLevel(), "a lost node comes back to the log")
+	c, err := s.Readable(Command{DeleteApp: &DeleteApp{Name: "x"}})
+	require.NoError(t, err)
+	assert.Equal(t, Command{DeleteApp: &DeleteApp{Name: "x"}}, c)
+}
+
+// TestCopyOfANewerStateIsRead: who follows reads what it knows and names what it does not; who takes part in consensus refuses.
+func TestCopyOfANewerStateIsRead(t *testing.T) {
+	s := New()
+	s.Cluster, s.Index = "alpha", 7
+	s.Nodes["a"] = leveled("a", 1, RoleControl)
+	plain, err := s.Encode()
+	require.NoError(t, err)
+	got, newer, err := DecodeCopy(plain)
+	require.NoError(t, err)
+	assert.Empty(t, newer)
+	assert.Equal(t, s, got)
+	for _, in := range []string{
+		strings.Replace(string(plain), `"cluster"`, `"quotas":{"demo":3},"cluster"`, 1),
+		strings.Replace(string(plain), `"uid"`, `"lift":[1,2],"uid"`, 1),
+	} {
+		_, err := Decode([]byte(in))
+		require.ErrorIs(t, err, ErrNewer, in)
+		got, newer, err := DecodeCopy([]byte(in))
+		require.NoError(t, err, in)
+		assert.Contains(t, newer, "unknown field")
+		assert.Equal(t, s, got)
+	}
+	for _, in := range []string{``, `{}x`, `{"apps":null,"later":1}`, `{"apps":7,"later":1}`} {
+		_, _, err := DecodeCopy([]byte(in))
+		require.Error(t, err, in)
+		require.NotErrorIs(t, err, ErrNewer, in)
+	}
+}

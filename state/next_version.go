@@ -1,0 +1,41 @@
+//go:build dpserve_next
+
+package state
+
+// This file is for the test of upgrades (TestMB6 in test/system): with wiring/next_version.go it makes a build that stands for the
+// next version of dpserve. It adds a kind of command, a field of the state and a field of a node's record. It is in no other build.
+
+const nextLevels = 1
+
+// NextTrigger is the name of the application whose deploy makes the next version use what it adds.
+const NextTrigger = "use-next"
+
+type nextCommand struct {
+	Mark *Mark `json:"mark,omitempty"`
+}
+
+// Mark is the kind of command that this version does not know.
+type Mark struct {
+	Text string `json:"text"`
+}
+
+type nextNode struct {
+	Colour string `json:"colour,omitempty"` // set by nodes of the next version once NextTrigger is deployed
+}
+
+type nextState struct {
+	Marked string `json:"marked,omitempty"` // by a Mark
+}
+
+func (c nextCommand) addNext(all map[string]kind) { all["mark"] = kind{1 + nextLevels, c.Mark != nil} }
+
+func (n *nextNode) cutNext(level int) {
+	if level < 1+nextLevels {
+		n.Colour = ""
+	}
+}
+
+func (s *State) applyNext(c *Command) (Result, error) {
+	s.Marked = c.Mark.Text
+	return Result{}, nil
+}
