@@ -240,7 +240,8 @@ func TestMB6UpgradeWorkersFirstAndBack(t *testing.T) {
 	u := upgradeRig(t)
 	worker := u.workers()[0]
 	u.restart(worker, u.next)
-	st := u.Running("wide")
+	u.deploy("rests", u.All[0]) // the ranks of "wide" have gone elsewhere when it stopped
+	st := u.Running("rests")
 	before := seats(&st)
 	require.NotEmpty(t, on(before, worker.Name))
 	u.Eventually("the leader hears of events that it does not know", func() error {
@@ -250,7 +251,7 @@ func TestMB6UpgradeWorkersFirstAndBack(t *testing.T) {
 		return nil
 	})
 	time.Sleep(harness.LeaseTTL) // twice as long as a unit may be missing from the report of its node
-	st = u.Running("wide")
+	st = u.Running("rests")
 	assert.Equal(t, before, seats(&st), "ranks whose node speaks of them in words of the next version")
 	for _, m := range u.controls() {
 		u.restart(m, u.next)
