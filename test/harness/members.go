@@ -1,6 +1,7 @@
 package harness
 
 import (
+	"errors"
 	"fmt"
 	"net"
 	"os"
@@ -15,9 +16,9 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/assert"
-	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 // Members is a cluster of running dpserve processes on loopback addresses of their own, all with the same port numbers. Use it from
@@ -34,6 +35,7 @@ type Members struct {
 	gossip    int
 	http      int
 	admin     int
+	engines   int // the first of the ports of each node's engines
 	token     string
 	addresses int
 }
@@ -75,10 +77,10 @@ func StartMembers(t testing.TB, flags [][]string, options ...MembersOption) *Mem
 	for _, o := range options {
 		o(c)
 	}
-	ports := []*int{&c.nodePort, &c.gossip, &c.http, &c.admin}
-	for i, p := range freePorts(t, len(ports)) {
-		*ports[i] = p
-	}
+	first := c.net + "1" // a port that a program has on every address is found on one
+	c.nodePort = ports.Take(t, 4, first)
+	c.gossip, c.http, c.admin = c.nodePort+1, c.nodePort+2, c.nodePort+3
+	c.engines = ports.FreeRun(t, enginesOfANode, first)
 	t.Cleanup(c.end)
 	for i, f := range flags {
 		m := c.Add(string(rune('a'+i)), f...)
@@ -303,31 +305,28 @@ func (c *Members) leftovers() (pids []int) {
 
 var rigs atomic.Int64
 
-// loopNet is a range of loopback addresses for one cluster: 127.X.Y., X by the test process.
+// enginesOfANode is how many ports each node has for engines.
+const enginesOfANode = 4000
+
+// loopNet is a range of loopback addresses for one cluster, 127.X.Y., that no other cluster of tests has until t ends: a listener on its
+// last address is the sign.
 func loopNet(t testing.TB) string {
 	t.Helper()
-	prefix := fmt.Sprintf("127.%d.%d.", 1+os.Getpid()%250, 1+rigs.Add(1))
-	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", prefix+"1:0")
-	if err != nil {
-		t.Skipf("this machine has no loopback addresses but 127.0.0.1: %v", err)
+	const signPort = 19_999
+	for range 1000 {
+		prefix := fmt.Sprintf("127.%d.%d.", 1+os.Getpid()%250, 1+rigs.Add(1)%250)
+		sign, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", prefix+"254:"+strconv.Itoa(signPort))
+		if errors.Is(err, syscall.EADDRINUSE) {
+			continue
+		}
+		if err != nil {
+			t.Skipf("this machine has no loopback addresses but 127.0.0.1: %v", err)
+		}
+		t.Cleanup(func() { _ = sign.Close() })
+		return prefix
 	}
-	require.NoError(t, l.Close())
-	return prefix
-}
-
-// freePorts are numbers that are free on every address right now.
-func freePorts(t testing.TB, n int) []int {
-	t.Helper()
-	out := make([]int, n)
-	for i := range out {
-		l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp4", "0.0.0.0:0")
-		require.NoError(t, err)
-		defer l.Close()
-		addr, ok := l.Addr().(*net.TCPAddr)
-		require.True(t, ok)
-		out[i] = addr.Port
-	}
-	return out
+	t.Fatal("no range of loopback addresses is free")
+	return ""
 }
 
 var tokenLine = regexp.MustCompile(`--token (\S+)`)

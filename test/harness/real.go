@@ -7,8 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"math/rand/v2"
-	"net"
 	"net/http"
 	"os"
 	"os/exec"
@@ -21,6 +19,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 // Patience is how long a test waits for something that should take a second: machines are shared and noisy.
@@ -45,12 +44,14 @@ func Start(t testing.TB, args ...string) *Real {
 	return StartIn(t, t.TempDir(), args...)
 }
 
+// portsOfANode is enough for a node's own ports and the engines of any test on one node.
+const portsOfANode = 500
+
 // StartIn is Start on a given data dir, for tests of restarts.
 func StartIn(t testing.TB, dir string, args ...string) *Real {
 	t.Helper()
-	var lo, hi int // its own two ports are from there too: no connection of anybody takes them meanwhile
-	_, err := fmt.Sscanf(PortRange(t), "%d-%d", &lo, &hi)
-	require.NoError(t, err)
+	lo := ports.Take(t, portsOfANode) // its own two ports are from there too
+	hi := lo + portsOfANode - 1
 	r := &Real{T: t, HTTP: fmt.Sprintf("127.0.0.1:%d", hi), Admin: fmt.Sprintf("127.0.0.1:%d", hi-1), Dir: dir}
 	r.run(append([]string{"start", "--http-bind", r.HTTP, "--admin-bind", r.Admin, "--data-dir", dir, "--port-range", fmt.Sprintf("%d-%d", lo, hi-2)}, args...))
 	r.Eventually(func() error { return r.get("/api/v1/healthz", nil) }, "admin API answers")
@@ -276,40 +277,6 @@ func (r *Real) Post(ctx context.Context, path, body string) (*http.Response, err
 	}
 	req.Header.Set("Content-Type", "application/json")
 	return http.DefaultClient.Do(req)
-}
-
-// FreeAddr is a loopback address nobody listens on right now.
-func FreeAddr(t testing.TB) string {
-	t.Helper()
-	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	defer l.Close()
-	return l.Addr().String()
-}
-
-// PortRange is engine ports of HoldPorts, until t ends.
-func PortRange(t testing.TB) string {
-	t.Helper()
-	ports, release, err := HoldPorts()
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(release)
-	return ports
-}
-
-// HoldPorts gives 499 engine ports that no other test on this machine has until release: the one behind them is held as the sign. They
-// lie below the default range.
-func HoldPorts() (ports string, release func(), err error) {
-	const lo, width, blocks = 10000, 500, 19
-	for end := time.Now().Add(time.Minute); time.Now().Before(end); time.Sleep(10 * time.Millisecond) { // on a machine of many cores tests wait for each other
-		base := lo + rand.IntN(blocks)*width
-		sign, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", base+width-1))
-		if err == nil {
-			return fmt.Sprintf("%d-%d", base, base+width-2), func() { _ = sign.Close() }, nil
-		}
-	}
-	return "", nil, fmt.Errorf("all %d blocks of %d engine ports from %d on have been taken for a minute", blocks, width, lo)
 }
 
 // Buffer is a bytes.Buffer for two goroutines.

@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/test/harness"
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 // kvHeld is how many blocks the engine at a URL has cached.
@@ -98,7 +99,7 @@ func TestKV4KilledEngineIsForgotten(t *testing.T) {
 // KV2 and KV4 with an attached engine: dpserve ends and begins anew in front of it, then the engine does in its place.
 func TestKV2DpserveRestartsBesideAnEngine(t *testing.T) {
 	t.Parallel()
-	api, events, replay := harness.FreeAddr(t), harness.FreeAddr(t), harness.FreeAddr(t)
+	api, events, replay := ports.TakeAddr(t), ports.TakeAddr(t), ports.TakeAddr(t)
 	hand := func() *harness.Real {
 		host, port, err := net.SplitHostPort(api)
 		require.NoError(t, err)

@@ -19,6 +19,7 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/engine/sim"
 	"github.com/dpserve/dpserve/test/harness"
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 // accepting says that rows run at their full length.
@@ -267,8 +268,8 @@ func TestSK4IdleRanks(t *testing.T) {
 // attachedEngine runs a simulated engine with KV events in this process until the test ends, and gives its URL.
 func attachedEngine(t *testing.T, model string) string {
 	t.Helper()
-	_, port, _ := strings.Cut(harness.FreeAddr(t), ":")
-	_, events, _ := strings.Cut(harness.FreeAddr(t), ":")
+	_, port, _ := strings.Cut(ports.TakeAddr(t), ":")
+	_, events, _ := strings.Cut(ports.TakeAddr(t), ":")
 	cfg, _, err := sim.ParseFlags([]string{
 		"--host", "127.0.0.1", "--port", port, "--served-model-name", model, "--num-gpu-blocks-override", "2048",
 		"--kv-events-config", `{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:` + events + `"}`,

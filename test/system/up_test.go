@@ -17,6 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/test/harness"
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 var urlLine = regexp.MustCompile(`http://127\.0\.0\.1:\d+`)
@@ -123,7 +124,7 @@ func TestUpAttach(t *testing.T) {
 		return harness.Run(t, "engine", "sim", "--host", "127.0.0.1", "--port", port, "--served-model-name", "attached", "--sim-step-ms", "1")
 	}
 	for range 2 {
-		addr := harness.FreeAddr(t)
+		addr := ports.TakeAddr(t)
 		engines, addrs = append(engines, engine(addr)), append(addrs, addr)
 	}
 	for _, a := range addrs {
