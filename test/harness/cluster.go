@@ -25,6 +25,7 @@ import (
 // synctest bubble, so time is fake: it stands still while anything computes, and waiting costs nothing. What it asks and does
 // goes through the first node; a Peer goes through another. Safe for concurrent use by the goroutines of its bubble.
 type Cluster struct {
+	*Expected
 	T       testing.TB
 	Net     *memnet.Network
 	Engines *Engines
@@ -33,7 +34,7 @@ type Cluster struct {
 	node   *wiring.Node
 	client *http.Client
 	peers  []*Peer
-	made   settings // of New, for nodes that join later
+	made   settings // how nodes are made
 }
 
 // Option changes how New builds a cluster.
@@ -42,52 +43,47 @@ type Option func(*settings)
 type settings struct {
 	nodes  int
 	roles  map[int][]string // by node; none = all
+	grows  bool             // it is a cluster even with one node
 	config wiring.Config
 }
 
 // Nodes is how many nodes there are. One stands alone; more are a cluster, that the others have joined when New returns.
 func Nodes(n int) Option { return func(s *settings) { s.nodes = n } }
 
+// Grows makes a cluster of the only node too, so that others can be added.
+func Grows() Option { return func(s *settings) { s.grows = true } }
+
 // Slots is how many ranks fit on a node.
 func Slots(n int) Option { return func(s *settings) { s.config.Slots = n } }
 
-// New starts a cluster inside a synctest bubble and ends it with the test; then its journal must hold no error, and nothing
-// may be left running. Without options it is one node with every default.
+// New starts a cluster inside a synctest bubble and ends it with the test; then nothing may be in hand or left running, and its journal
+// may hold no WARN or ERROR line but those that the test expects. Without options it is one node with every default.
 func New(t testing.TB, options ...Option) *Cluster {
 	t.Helper()
 	s := settings{nodes: 1, roles: map[int][]string{}, config: wiring.DefaultConfig()}
 	for _, o := range options {
 		o(&s)
 	}
-	c := &Cluster{T: t, Net: &memnet.Network{}, Journal: &Journal{}}
+	c := &Cluster{Expected: &Expected{}, T: t, Net: &memnet.Network{}, Journal: &Journal{}}
 	c.Engines = newEngines(c.Net)
 	c.Journal.started = c.Engines.name
 	s.config.DataDir, s.config.Executable, s.config.Launcher = "", "dpserve", c.Engines
 	s.config.LogFormat, s.config.LogLevel = "json", "info"
-	c.T.Cleanup(c.end)
 	c.made = s
-	for i := range s.nodes {
-		c.enter(s, i)
-	}
-	for _, m := range c.peers {
-		m.peers = c.peers
+	c.T.Cleanup(c.end)
+	for range s.nodes {
+		c.Grow()
 	}
 	return c
-}
-
-// Grow lets one more node join the cluster, with the options of New. It has joined when Grow returns.
-func (c *Cluster) Grow() *Peer {
-	c.T.Helper()
-	c.enter(c.made, len(c.peers))
-	for _, m := range c.peers {
-		m.peers = c.peers
-	}
-	return c.peers[len(c.peers)-1]
 }
 
 // end drains the nodes and checks what they leave behind.
 func (c *Cluster) end() {
 	c.Reconnect()
+	for _, m := range c.Running() {
+		assert.NoError(c.T, c.soon(func() error { return m.idle() }), "work in hand at node %s", m.ID) //nolint:testifylint // all are checked
+	}
+	before := len(c.Journal.String())
 	for _, m := range c.peers {
 		m.Disk.Heal()
 	}
@@ -106,7 +102,7 @@ func (c *Cluster) end() {
 	}
 	assert.Empty(c.T, c.Engines.Live(), "engines left behind")
 	assert.Empty(c.T, c.Engines.Faults(), "two owners of a rank")
-	assert.Empty(c.T, c.errors(), "ERROR lines")
+	c.check(c.T, "the nodes", c.Journal.String(), before)
 	if c.T.Failed() {
 		c.T.Logf("journal:\n%s", c.Journal)
 	}
@@ -238,30 +234,22 @@ func (c *Cluster) Until(what string, f func() error) {
 	}
 }
 
-// Quiet lets time pass until nothing is in flight or queued anywhere, in dpserve or in an engine.
-func (c *Cluster) Quiet() {
-	c.T.Helper()
-	c.Until("in-flight and queue 0", c.busy)
+// soon lets fake time pass until f gives nil, at most endPatience, and gives f's last error.
+func (c *Cluster) soon(f func() error) error {
+	for end := time.Now().Add(endPatience); ; time.Sleep(untilStep) {
+		synctest.Wait()
+		if err := f(); err == nil || time.Now().After(end) {
+			return err
+		}
+	}
 }
 
-// busy says what is still in hand.
-func (c *Cluster) busy() error {
-	if _, _, n := c.node.Totals(); n > 0 {
-		return fmt.Errorf("%d requests at the ingress", n)
+// Quiet lets time pass until nothing is in flight, queued or reserved at any node.
+func (c *Cluster) Quiet() {
+	c.T.Helper()
+	for _, m := range c.Running() {
+		c.Until("in-flight, queue and reservations 0 at "+m.ID, m.idle)
 	}
-	for _, a := range c.Apps() {
-		if a.Queued > 0 {
-			return fmt.Errorf("%s: %d queued", a.Name, a.Queued)
-		}
-		for _, u := range a.Units {
-			for _, k := range u.Ranks {
-				if k.InFlight > 0 {
-					return fmt.Errorf("%s rank %d/%d: %d in flight", a.Name, k.Group, k.Rank, k.InFlight)
-				}
-			}
-		}
-	}
-	return nil
 }
 
 // Change is one entry of the admin API's events.

@@ -3,6 +3,7 @@ package harness
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"os"
 	"path/filepath"
@@ -24,6 +25,7 @@ import (
 // Members is a cluster of running dpserve processes on loopback addresses of their own, all with the same port numbers. Use it from
 // the test's goroutine; Load's clients are the exception.
 type Members struct {
+	*Expected
 	T   testing.TB
 	All []*Member // in the order in which they joined
 
@@ -38,6 +40,7 @@ type Members struct {
 	engines   int // the first of the ports of each node's engines
 	token     string
 	addresses int
+	apps      map[string]bool // that the test asked about
 }
 
 // MembersOption changes how a cluster begins.
@@ -73,7 +76,8 @@ func memberTimers() map[string]time.Duration {
 // alive and those with role control that should vote do. At the test's end nothing is left running, or the test fails.
 func StartMembers(t testing.TB, flags [][]string, options ...MembersOption) *Members {
 	t.Helper()
-	c := &Members{T: t, dir: t.TempDir(), net: loopNet(t), slots: 64, timers: memberTimers()}
+	c := &Members{Expected: &Expected{}, T: t, apps: map[string]bool{}, dir: t.TempDir(), net: loopNet(t), slots: 64, timers: memberTimers()}
+	c.Expect(slowMachine)
 	for _, o := range options {
 		o(c)
 	}
@@ -266,8 +270,16 @@ func (c *Members) Eventually(what string, f func() error) {
 // pollEvery is the wait between two questions of a test that waits.
 const pollEvery = 20 * time.Millisecond
 
-// end stops all nodes at once, and looks for what they left behind.
+// end checks that the nodes have nothing in hand, stops all at once, and looks for what they left behind.
 func (c *Members) end() {
+	for _, m := range c.Up() {
+		//nolint:testifylint // all nodes are checked
+		assert.NoError(c.T, soon(func() error { return idle(m.ask, slices.Collect(maps.Keys(c.apps))...) }), "work in hand at node %s", m.Name)
+	}
+	before := map[string]int{}
+	for _, m := range c.All {
+		before[m.Name] = len(m.Log())
+	}
 	for _, m := range c.All {
 		m.signal(syscall.SIGCONT)
 		m.signal(os.Interrupt)
@@ -277,9 +289,7 @@ func (c *Members) end() {
 	}
 	assert.Eventually(c.T, func() bool { return len(c.leftovers()) == 0 }, 5*time.Second, pollEvery, "processes left behind: %v", c.leftovers())
 	for _, m := range c.All {
-		for _, bad := range []string{"panic:", "DATA RACE"} {
-			assert.NotContains(c.T, m.Log(), bad, "node %s", m.Name)
-		}
+		c.check(c.T, "node "+m.Name, m.Log(), before[m.Name])
 	}
 	if c.T.Failed() {
 		for _, m := range c.All {
@@ -290,13 +300,8 @@ func (c *Members) end() {
 
 // leftovers are processes that speak of the rig's addresses: its nodes and their engines.
 func (c *Members) leftovers() (pids []int) {
-	files, _ := filepath.Glob("/proc/[0-9]*/cmdline")
-	for _, f := range files {
-		b, err := os.ReadFile(f)
-		if err != nil || !strings.Contains(string(b), c.net) {
-			continue
-		}
-		if pid, err := strconv.Atoi(filepath.Base(filepath.Dir(f))); err == nil && pid != os.Getpid() && Alive(pid) {
+	for pid, args := range commands() {
+		if strings.Contains(strings.Join(args, " "), c.net) && Alive(pid) {
 			pids = append(pids, pid)
 		}
 	}

@@ -113,12 +113,7 @@ func (m *Member) Runs() bool {
 	if m.Real == nil {
 		return false
 	}
-	select {
-	case <-m.done:
-		return false
-	default:
-		return true
-	}
+	return m.runs()
 }
 
 // Log is what the node's processes wrote so far.
@@ -269,6 +264,7 @@ func (m *Member) Want(yaml string) {
 // WaitApp waits until an application's status, as the first node that answers tells it, is as wanted.
 func (c *Members) WaitApp(app, what string, want func(st *msg.AppStatus) error) msg.AppStatus {
 	c.T.Helper()
+	c.apps[app] = true
 	var st msg.AppStatus
 	c.Eventually("app "+app+" "+what, func() error {
 		err := errors.New("no node runs")
@@ -303,9 +299,11 @@ func (c *Members) Running(app string) msg.AppStatus {
 	})
 }
 
-// AllQuiet waits until nothing is in flight or queued anywhere.
+// AllQuiet waits until nothing is in flight, queued or reserved at any node.
 func (c *Members) AllQuiet() {
 	c.T.Helper()
 	require.NotEmpty(c.T, c.Up())
-	c.Up()[0].Quiet()
+	for _, m := range c.Up() {
+		m.Quiet()
+	}
 }

@@ -170,6 +170,7 @@ func TestRankRemovalDeadline(t *testing.T) {
 	t.Parallel()
 	first, second := handEngine(t), handEngine(t)
 	r := harness.Start(t)
+	r.Expect(harness.StreamBreaks)
 	r.Deploy(edgeApp(first, second))
 	r.WaitStatus("edge", "RUNNING")
 	streams := make(chan *harness.Stream, 4)

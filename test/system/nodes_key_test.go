@@ -20,6 +20,7 @@ import (
 func TestSP10RotateKey(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, append(harness.Each(3), []string{"--roles", "worker"}, []string{"--roles", "worker"}))
+	c.Expect(harness.NodeFails, harness.GossipRefused)
 	c.All[0].Want(spread("wide", 3))
 	c.Running("wide")
 	away := c.All[4]

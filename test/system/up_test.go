@@ -98,6 +98,7 @@ func TestUpSecondInterrupt(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "app.yaml")
 	require.NoError(t, os.WriteFile(file, []byte(simApp("slow", 2, "independent", "sim_step_ms: 500")), 0o600))
 	r := harness.Run(t, "up", file)
+	r.Expect(harness.StreamBreaks)
 	curl := waitOutput(t, r, regexp.MustCompile(`curl [^\n]*`))
 	r.HTTP = strings.TrimPrefix(urlLine.FindString(curl), "http://")
 	done := make(chan *harness.Stream, 1)
@@ -131,6 +132,7 @@ func TestUpAttach(t *testing.T) {
 		waitHealthy(t, a)
 	}
 	r := harness.Run(t, "up", "--attach", "http://"+addrs[0], "--attach", "http://"+addrs[1])
+	r.Expect(harness.EngineFails)
 	curl := waitOutput(t, r, regexp.MustCompile(`curl [^\n]*`))
 	assert.Contains(t, r.Output(), "kind: attach", "the app.yaml it stands for is printed")
 	r.HTTP = strings.TrimPrefix(urlLine.FindString(curl), "http://")
