@@ -6,15 +6,17 @@ import "slices"
 var noise = Fault{
 	{Msg: "node port refused a connection", With: "this node has no certificate yet", Why: "a node that joins listens before it has its certificate"},
 	{Msg: "a node's stream is silent, its ranks are used last", With: joining, Why: "the others dial a node that joins before it can answer"},
-	{Msg: "raft: failed to appendEntries to", With: joining, Why: "as above"},
+	{Msg: "raft: failed to (appendEntries|heartbeat) to", With: joining, Why: "as above"},
 	{Msg: "command failed", With: joining, Why: "as above"},
-	{Msg: "command failed", With: "slot taken|stale revision", Why: "another command came first; the leader decides again"},
+	{Msg: "command failed", With: "(slot|ports) taken|stale revision", Why: "another command came first; the leader decides again"},
 }
 
 // slowMachine are lines of nodes whose timers are a fraction of the real ones, on a machine whose cores are all busy.
 var slowMachine = Fault{
 	{Msg: "a node's stream is silent, its ranks are used last", With: "nothing is heard", Why: "a quarter of a second without the processor is enough"},
+	{Msg: "a node's ranks are out", With: "nothing is heard", Why: "three quarters of a second without the processor are enough"},
 	{Msg: "the node's lease cannot be renewed", With: "deadline exceeded", Why: "the renewal is repeated long before the lease ends"},
+	{Msg: "gossip reaches a node over TCP only.*", With: "UDP probes failed", Why: "a probe by UDP waits half a second"},
 }
 
 // joining is how a node that has just begun answers on its node port.
@@ -31,7 +33,8 @@ var raftPeer = Fault{
 var peerGone = slices.Concat(raftPeer, Fault{
 	{Msg: "a node's stream is silent, its ranks are used last", Why: "the other node says nothing"},
 	{Msg: "a node's ranks are out", Why: "the other node says nothing for longer"},
-	{Msg: "command failed", With: "actor is stopped|cannot be reached|does not answer|deadline exceeded", Why: "the order's node has ended"},
+	{Msg: "command failed", With: "actor is stopped|cannot be reached|does not answer|deadline exceeded|not the leader", Why: "the order's node has ended, or the leader"},
+	{Msg: "command failed", With: "stale epoch: .* by an earlier process of this node", Why: "the node ended between the order and its answer"},
 	{Msg: "node port refused a connection", With: `reason"?[=:]"?tls`, Why: "the handshake ends with its node"},
 	{Msg: "the node's lease cannot be renewed", Why: "the leader does not answer"},
 	{Msg: "leader not ready yet", With: "leadership was lost", Why: "a second election follows the first"},
@@ -79,7 +82,7 @@ var DiskFails = Fault{
 // JoinRefused: somebody without a valid token or certificate speaks to a node port.
 var JoinRefused = Fault{
 	{Msg: "join refused", Why: "the token or the name is not good"},
-	{Msg: "node port refused a connection", With: `reason"?[=:]"?(certificate|protocol|tls)`, Why: "the caller is no member"},
+	{Msg: "node port refused a connection", With: `reason"?[=:]"?(certificate|cluster|tls)`, Why: "the caller is no member"},
 }
 
 // GossipRefused: gossip arrives that the node's keys do not open.

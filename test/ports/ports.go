@@ -119,6 +119,9 @@ func search(ctx context.Context, bases []int, size int, hosts []string) (base in
 		return 0, nil, fmt.Errorf("%d ports: %w", size, errNoBlock)
 	}
 	first := rand.IntN(runs)
+	if width == 1 { // small blocks stay together, so that wide ones find room
+		first = runs - 1 - rand.IntN((runs+3)/4)
+	}
 	for i := range runs {
 		at := (first + i) % runs * width
 		if bases[at+width-1]-bases[at] != (width-1)*cellSize {

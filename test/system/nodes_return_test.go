@@ -56,7 +56,7 @@ func TestMB4NewAddressSameName(t *testing.T) {
 func TestMB7Restarts(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, [][]string{{"--roles", "control"}, {"--roles", "ingress"}, {"--roles", "worker"}, {"--roles", "worker"}}, harness.MemberSlots(4))
-	c.Expect(harness.NodeFails, harness.EngineFails)
+	c.Expect(harness.NodeFails, harness.EngineFails, harness.StreamBreaks)
 	control, ingress, w1, w2 := c.All[0], c.All[1], c.All[2], c.All[3]
 	control.Want(spread("wide", 4))
 	hand := handEngine(t)
