@@ -44,7 +44,6 @@ type settings struct {
 	nodes  int
 	roles  map[int][]string // by node; none = all
 	grows  bool             // it is a cluster even with one node
-	dirs   string           // of the nodes' data dirs; "" = nothing survives a node's end
 	config wiring.Config
 }
 
@@ -53,12 +52,6 @@ func Nodes(n int) Option { return func(s *settings) { s.nodes = n } }
 
 // Grows makes a cluster of the only node too, so that others can be added.
 func Grows() Option { return func(s *settings) { s.grows = true } }
-
-// DataDirs gives each node a folder, so that it can return.
-func DataDirs(t testing.TB) Option {
-	dir := t.TempDir()
-	return func(s *settings) { s.dirs = dir }
-}
 
 // Slots is how many ranks fit on a node.
 func Slots(n int) Option { return func(s *settings) { s.config.Slots = n } }

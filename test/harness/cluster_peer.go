@@ -8,7 +8,6 @@ import (
 	"io"
 	"net"
 	"net/http"
-	"path/filepath"
 	"slices"
 	"strconv"
 	"sync"
@@ -65,25 +64,9 @@ func (v *voice) Write(line []byte) (int, error) {
 // Grow starts one more node: alone, or the first of a cluster, or one that joins the first. It belongs to the cluster that New gave.
 func (c *Cluster) Grow() *Peer {
 	c.T.Helper()
-	i := len(c.peers)
-	return c.enter(i, "node-"+strconv.Itoa(i+1), i > 0)
-}
-
-// Return starts a node again that was closed or dropped, on its data dir and under an address that no node has had.
-func (c *Cluster) Return(old *Peer) *Peer {
-	c.T.Helper()
-	return c.enter(len(c.peers), old.ID, false)
-}
-
-// enter starts the i-th node.
-func (c *Cluster) enter(i int, id string, joins bool) *Peer {
-	c.T.Helper()
-	s := c.made
+	s, i := c.made, len(c.peers)
 	cfg := s.config
-	m := &Peer{ID: id, Host: "127.0.0." + strconv.Itoa(i+1), Disk: &Disk{}, served: make(chan error, 1)}
-	if s.dirs != "" {
-		cfg.DataDir = filepath.Join(s.dirs, id)
-	}
+	m := &Peer{ID: "node-" + strconv.Itoa(i+1), Host: "127.0.0." + strconv.Itoa(i+1), Disk: &Disk{}, served: make(chan error, 1)}
 	m.place, m.voice = c.Net.Host(m.Host), &voice{journal: c.Journal}
 	cfg.NodeID, cfg.LogWriter, cfg.Network, cfg.Stores = m.ID, m.voice, m.place, m.Disk.under
 	if roles := s.roles[i]; len(roles) > 0 {
@@ -92,7 +75,7 @@ func (c *Cluster) enter(i int, id string, joins bool) *Peer {
 	if s.nodes > 1 || s.grows {
 		cfg.Advertise, cfg.HTTPBind, cfg.AdminBind = m.Host, m.Host+":8000", m.Host+":8265"
 	}
-	if joins {
+	if i > 0 {
 		address, token := c.node.FirstToken()
 		cfg.Join = &wiring.Join{Address: address, Token: token}
 	}
