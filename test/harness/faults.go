@@ -72,11 +72,11 @@ var EngineReplaced = Fault{{Msg: "engine was restarted in place", Why: "dpserve 
 // CachingOff: every engine of an application runs without prefix caching.
 var CachingOff = Fault{{Msg: "every engine runs without prefix caching: routing goes by load alone", Why: "the file asked for routing by cache"}}
 
-// DiskFails: the disk of a data dir refuses writes.
+// DiskFails: the disk of a data dir refuses writes, or does not answer.
 var DiskFails = Fault{
-	{Msg: "the disk refuses writes: this node leaves consensus until it takes them again", Why: "what the node must do"},
+	{Msg: "the disk refuses writes.*: this node leaves consensus until it takes them again", Why: "what the node must do"},
 	{Msg: "raft: failed to (commit logs|persist vote)", With: "the disk of the data dir refuses writes", Why: "raft says so too"},
-	{Msg: "command failed", With: "cannot record epoch", Why: "a rank starts only when its epoch is on disk"},
+	{Msg: "command failed", With: "cannot record epoch|the disk of the data dir refuses writes", Why: "neither an order nor a command is taken without the disk"},
 }
 
 // JoinRefused: somebody without a valid token or certificate speaks to a node port.
