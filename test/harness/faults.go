@@ -33,10 +33,12 @@ var raftPeer = Fault{
 var peerGone = slices.Concat(raftPeer, Fault{
 	{Msg: "a node's stream is silent, its ranks are used last", Why: "the other node says nothing"},
 	{Msg: "a node's ranks are out", Why: "the other node says nothing for longer"},
-	{Msg: "command failed", With: "actor is stopped|cannot be reached|does not answer|deadline exceeded|not the leader", Why: "the order's node has ended, or the leader"},
+	{Msg: "command failed", With: "actor is stopped|cannot be reached|does not answer|deadline exceeded|not the leader|which is lost|no lease", Why: "the order's node has ended, or the leader"},
 	{Msg: "command failed", With: "stale epoch: .* by an earlier process of this node", Why: "the node ended between the order and its answer"},
 	{Msg: "node port refused a connection", With: `reason"?[=:]"?tls`, Why: "the handshake ends with its node"},
 	{Msg: "the node's lease cannot be renewed", Why: "the leader does not answer"},
+	{Msg: "the leader does not hear its own node, or hears less than half of all nodes: .*", Why: "too few of them are left"},
+	{Msg: "the leader cannot hand over: .*", Why: "as above"},
 	{Msg: "leader not ready yet", With: "leadership was lost", Why: "a second election follows the first"},
 	{Msg: "gossip reaches a node over TCP only.*", With: "UDP probes failed", Why: "the node dies between the two probes"},
 	{Msg: "leadership was not handed over", Why: "the successor ends too"},

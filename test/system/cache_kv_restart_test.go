@@ -66,7 +66,7 @@ func kvEqual(r *harness.Real, t *testing.T, app string) map[string]int {
 func TestKV4KilledEngineIsForgotten(t *testing.T) {
 	t.Parallel()
 	r := harness.Start(t)
-	r.Expect(harness.EngineFails)
+	r.Expect(harness.EngineFails, harness.RequestRefused)
 	r.Deploy(simApp("a", 4, "independent", "sim_step_ms: 1") + kvRouting)
 	st := r.WaitStatus("a", "RUNNING")
 	kvLive(r, "a", 4)
