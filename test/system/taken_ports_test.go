@@ -17,8 +17,8 @@ import (
 func TestDeployBesideProgramsOnTestPorts(t *testing.T) {
 	t.Parallel()
 	listen := func(port int) {
-		l, err := net.Listen("tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(port))) //nolint:noctx // ends at once
-		if err == nil {                                                                // another program will do as well
+		l, err := net.Listen("tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(port)))
+		if err == nil { // another program will do as well
 			t.Cleanup(func() { _ = l.Close() })
 		}
 	}
