@@ -183,6 +183,9 @@ func (l *lossy) chance() {
 		h.crash([]string{"x/0", "y/0", "x/0/0", "y/0/1"}[l.r.IntN(4)])
 	case n < 20 && !h.cut:
 		h.follow(l.state)
+		for unit, epoch := range h.runs {
+			require.False(l.t, l.state.Epochs[unit] > epoch || l.state.Units[unit] == nil, "%s serves %s at epoch %d on beside its successor", id, unit, epoch)
+		}
 	case n < 26:
 		l.pass(time.Duration(l.r.IntN(1500)) * time.Millisecond)
 	case n < 40:
@@ -263,7 +266,7 @@ func (l *lossy) unsettled() string {
 // TestRG3OldIncarnationReturns: whatever the network, the nodes and the leaders do, never two accepted holders of (rank, epoch), no
 // epoch twice, and in the end what runs is what is granted.
 func TestRG3OldIncarnationReturns(t *testing.T) {
-	seeds := uint64(200)
+	seeds := uint64(1000)
 	if testing.Short() {
 		seeds = 50
 	}

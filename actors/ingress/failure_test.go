@@ -4,6 +4,7 @@ import (
 	"context"
 	"io"
 	"net/http"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -26,6 +27,12 @@ func TestFS4EveryReplicaAnswers500(t *testing.T) {
 		replies(500, `{"error":{"message":"m"}}`)(w, r)
 	}
 	g := newRig(t, options{engines: []http.HandlerFunc{engine, engine, engine, engine}, max: 64})
+	for range 10 {
+		tried := g.attemptsPerRank(func() { assert.Equal(t, 502, g.post("/v1/chat/completions", chatBody).status) })
+		assert.Subset(t, []int{0, 1}, tried, "attempts of one request, by rank")
+	}
+	alone := int(calls.Load())
+	assert.LessOrEqual(t, alone, 30, "three attempts a request")
 	var wg sync.WaitGroup
 	for range 8 {
 		wg.Go(func() {
@@ -37,8 +44,20 @@ func TestFS4EveryReplicaAnswers500(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	assert.LessOrEqual(t, int(calls.Load()), n*11/10+20)
-	assert.Greater(t, int(calls.Load()), n)
+	assert.LessOrEqual(t, int(calls.Load()), (10+n)*11/10+20, "the budget of both loads")
+	assert.Greater(t, int(calls.Load())-alone, n-1)
+}
+
+// attemptsPerRank is how often each rank was tried while f ran.
+func (g *rig) attemptsPerRank(f func()) (tried []int) {
+	for _, r := range g.replicas {
+		tried = append(tried, -r.granted())
+	}
+	f()
+	for i, r := range g.replicas {
+		tried[i] += r.granted()
+	}
+	return tried
 }
 
 // TestFS4EveryReplicaRefuses: three attempts, none twice, load released before the next.
@@ -56,19 +75,14 @@ func TestFS4EveryReplicaRefuses(t *testing.T) {
 		})
 	}
 	for range 30 {
-		before := 0
-		for _, r := range g.replicas {
-			before += r.granted()
-		}
-		a := g.post("/v1/chat/completions", chatBody)
-		assert.Equal(t, 502, a.status)
-		assert.Equal(t, "upstream_failed", a.code(t))
-		assert.Equal(t, "1", a.header.Get("Retry-After"))
-		after := 0
-		for _, r := range g.replicas {
-			after += r.granted()
-		}
-		assert.Equal(t, 3, after-before)
+		tried := g.attemptsPerRank(func() {
+			a := g.post("/v1/chat/completions", chatBody)
+			assert.Equal(t, 502, a.status)
+			assert.Equal(t, "upstream_failed", a.code(t))
+			assert.Equal(t, "1", a.header.Get("Retry-After"))
+		})
+		slices.Sort(tried)
+		assert.Equal(t, []int{0, 1, 1, 1}, tried, "three attempts, no rank twice")
 	}
 }
 

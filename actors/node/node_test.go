@@ -28,6 +28,7 @@ import (
 	"github.com/dpserve/dpserve/engine/sim"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 func TestMain(m *testing.M) {
@@ -112,34 +113,10 @@ func (r *rig) accepts() int {
 // portAllocator gives blocks of free ports, and is where the epoch under test lives.
 type portAllocator struct{ epoch uint64 }
 
-// block is one that no other test has until t ends: the port behind it is held as the sign.
+// block is one that no other test has until t ends.
 func (p *portAllocator) block(t testing.TB) state.Block {
-	const lo, size, blocks = 24000, 32, 170
-	for range 10 * blocks {
-		base := lo + rand.IntN(blocks)*(size+1)
-		sign, err := net.Listen("tcp", "127.0.0.1:"+strconv.Itoa(base+size))
-		if err != nil {
-			continue
-		}
-		if portsFree(base, size) {
-			t.Cleanup(func() { _ = sign.Close() })
-			return state.Block{Node: "n", Base: base, Size: size}
-		}
-		_ = sign.Close()
-	}
-	t.Fatal("no free block of ports")
-	return state.Block{}
-}
-
-func portsFree(base, n int) bool {
-	for port := base; port < base+n; port++ {
-		ln, err := net.Listen("tcp", "127.0.0.1:"+strconv.Itoa(port))
-		if err != nil {
-			return false
-		}
-		_ = ln.Close()
-	}
-	return true
+	const size = 32
+	return state.Block{Node: "n", Base: ports.Take(t, size), Size: size}
 }
 
 // timers are a tenth of the defaults.

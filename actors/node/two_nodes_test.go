@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"net"
-	"os"
 	"strconv"
 	"strings"
 	"sync"
@@ -19,6 +18,7 @@ import (
 	"github.com/dpserve/dpserve/app"
 	"github.com/dpserve/dpserve/engine"
 	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 // meeting is the RankAssigner of several nodes.
@@ -130,22 +130,8 @@ func (m *meetingOf) Assign(ctx context.Context, app string, group int, replicaID
 // wideBlock is a block of free ports for a group of 16.
 func wideBlock(t *testing.T, host string) state.Block {
 	t.Helper()
-	for base := 24000 + os.Getpid()%40*96; base < 29900; base += 96 {
-		var held []net.Listener
-		for port := base; port < base+96; port++ {
-			if l, err := net.Listen("tcp", net.JoinHostPort(host, strconv.Itoa(port))); err == nil {
-				held = append(held, l)
-			}
-		}
-		for _, l := range held {
-			_ = l.Close()
-		}
-		if len(held) == 96 {
-			return state.Block{Base: base, Size: 96}
-		}
-	}
-	t.Fatal(fmt.Sprint("no free block on ", host))
-	return state.Block{}
+	const size = 96
+	return state.Block{Base: ports.Take(t, size, host), Size: size}
 }
 
 // A port that another program holds on the node's own address is found, whatever is free on loopback.

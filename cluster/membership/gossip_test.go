@@ -350,7 +350,15 @@ func (l *lan) set(cut func(from, to string) bool) {
 
 // member starts a node with the timers of production, reached under an IP of its own.
 func (l *lan) member(t *testing.T, i int, seeds ...string) *membership.Gossip {
-	cfg := config(t, fmt.Sprintf("n%d", i), seeds...)
+	t.Helper()
+	return l.process(t, 1, fmt.Sprintf("n%d", i), i, seeds...)
+}
+
+// process is the n-th process of a node, at the i-th address.
+func (l *lan) process(t *testing.T, n uint64, name string, i int, seeds ...string) *membership.Gossip {
+	t.Helper()
+	cfg := config(t, name, seeds...)
+	cfg.Incarnation = n
 	cfg.Timers = membership.Timers{}
 	self := fmt.Sprintf("10.0.0.%d:7946", i)
 	cfg.Bind = self
@@ -426,6 +434,44 @@ func TestTimesOfThreeNodes(t *testing.T) {
 		require.NoError(t, b.Close())
 		time.Sleep(5 * time.Second) // memberlist's last probes end by time-outs, not by Shutdown
 	})
+}
+
+// MB4 on fake time with the real timers: a node that ended in peace or was killed is back within 5 s under another address.
+func TestNodeIsBackUnderANewAddress(t *testing.T) {
+	for name, end := range map[string]func(g *membership.Gossip) error{"closed": (*membership.Gossip).Close, "killed": (*membership.Gossip).Kill} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				l := &lan{}
+				seeds := []string{"10.0.0.1:7946", "10.0.0.2:7946"}
+				a, b, c := l.member(t, 1, seeds...), l.member(t, 2, seeds...), l.member(t, 3, seeds...)
+				within(t, 2*time.Second, "n1:alive n2:alive n3:alive", a, b, c)
+				require.NoError(t, end(c))
+				time.Sleep(4 * time.Second) // a killed one is dead after 3
+
+				began := time.Now()
+				c = l.process(t, 2, "n3", 4, seeds...)
+				at := func(g *membership.Gossip) string {
+					for _, m := range g.Members() {
+						if m.Node == "n3" && m.State == membership.Alive {
+							return m.Gossip
+						}
+					}
+					return ""
+				}
+				for _, g := range []*membership.Gossip{a, b} {
+					for at(g) != "10.0.0.4:7946" {
+						require.LessOrEqual(t, time.Since(began), 5*time.Second, "n3 is at %q: %s", at(g), view(g))
+						time.Sleep(10 * time.Millisecond)
+					}
+				}
+				t.Logf("back after %s", time.Since(began))
+				for _, g := range []*membership.Gossip{a, b, c} {
+					require.NoError(t, g.Close())
+				}
+				time.Sleep(5 * time.Second)
+			})
+		})
+	}
 }
 
 type syncBuffer struct {

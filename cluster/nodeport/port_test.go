@@ -49,6 +49,36 @@ func TestMembersKnowEachOther(t *testing.T) {
 	assert.Contains(t, err.Error(), "uid-a")
 }
 
+// The clock of the node that signs is an hour ahead of the others' or an hour behind: every node's certificate and the authority's own are
+// valid for all from the first moment.
+func TestMembersWithClocksAnHourApart(t *testing.T) {
+	for name, ahead := range map[string]time.Duration{"ahead": time.Hour, "behind": -time.Hour} {
+		t.Run(name, func(t *testing.T) {
+			signer := time.Now().Add(ahead)
+			authority, err := pki.NewAuthority("c1", signer)
+			require.NoError(t, err)
+			w := world{authority}
+			a := newNode(t, w.credentials(t, "a", signer, pki.DefaultLife, "control"), nil).serve(t)
+			b := newNode(t, w.credentials(t, "b", signer, pki.DefaultLife, "control"), nil).serve(t)
+			right := newNode(t, w.member(t, "c", "worker"), nil)
+			for _, to := range []*node{a, b} {
+				to.echo(t, nodeport.GRPC)
+			}
+			for _, way := range []struct {
+				from, to *node
+				uid      string
+			}{{a, b, "uid-b"}, {b, a, "uid-a"}, {right, a, "uid-a"}} {
+				c, err := way.from.Dial(t.Context(), nodeport.GRPC, way.to.addr(), way.uid)
+				require.NoError(t, err)
+				defer c.Close()
+				ping(t, c)
+			}
+			assert.Empty(t, a.refused)
+			assert.Empty(t, b.refused)
+		})
+	}
+}
+
 // Every kind of client that is no member, as it comes through the network: what it sees, and what is counted.
 func TestStrangersAreRefused(t *testing.T) {
 	w, other := newWorld(t, "c1"), newWorld(t, "c2")

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"net"
@@ -14,7 +15,7 @@ import (
 	"github.com/rogpeppe/go-internal/testscript"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/test/harness"
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 // scriptWait bounds what a script waits for; it is generous because machines of tests are busy.
@@ -69,10 +70,11 @@ func cmdExit(ts *testscript.TestScript, neg bool, args []string) {
 
 // cmdPorts is `ports`: sets PORTS, a range of engine ports that no other script has.
 func cmdPorts(ts *testscript.TestScript, _ bool, _ []string) {
-	ports, release, err := harness.HoldPorts()
+	const size = 500
+	base, release, err := ports.Hold(context.Background(), size)
 	ts.Check(err)
 	ts.Defer(release)
-	ts.Setenv("PORTS", ports)
+	ts.Setenv("PORTS", fmt.Sprintf("%d-%d", base, base+size-1))
 }
 
 // cmdNode is `node FILE`: waits until FILE (the stdout of start or up with -o json) holds an address, and sets DPSERVE_ADDR,

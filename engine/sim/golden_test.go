@@ -16,6 +16,8 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 const goldenDir = "testdata/v0.32.0"
@@ -71,14 +73,6 @@ func goldenConfig() Config {
 	return c
 }
 
-func freePort(t *testing.T) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	defer func() { require.NoError(t, l.Close()) }()
-	return l.Addr().String()
-}
-
 func start(t *testing.T, c Config) *Server {
 	t.Helper()
 	s, err := Start(t.Context(), c)
@@ -106,7 +100,7 @@ func TestGoldens(t *testing.T) {
 	})
 	t.Run("moe_external_lb", func(t *testing.T) {
 		c := goldenConfig()
-		c.RPCAddr = freePort(t)
+		c.RPCAddr = ports.TakeAddr(t)
 		group, err := StartGroup(t.Context(), c, 2)
 		require.NoError(t, err)
 		for _, s := range group {

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"io"
 	"maps"
-	"net"
 	"strings"
 	"sync"
 	"testing"
@@ -16,6 +15,7 @@ import (
 
 	"github.com/dpserve/dpserve/engine/kvevents"
 	em "github.com/dpserve/dpserve/enginemodel"
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 // kvView is the dumbest index: copies per hash.
@@ -338,15 +338,7 @@ func TestEngineProcessDialsAndRestarts(t *testing.T) {
 	if testing.Short() {
 		t.Skip("starts processes")
 	}
-	free := func() int {
-		_, port, err := net.SplitHostPort(freePort(t))
-		require.NoError(t, err)
-		var n int
-		_, err = fmt.Sscan(port, &n)
-		require.NoError(t, err)
-		return n
-	}
-	replay, http := free(), free()
+	replay, http := ports.Take(t, 1), ports.Take(t, 1)
 	sub, view := subscribe(t, kvevents.Config{
 		Endpoints: kvevents.Endpoints{Bind: "tcp://127.0.0.1:0", Replay: fmt.Sprintf("tcp://127.0.0.1:%d", replay)},
 	}, nil)

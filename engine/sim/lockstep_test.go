@@ -8,12 +8,14 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 func group(t *testing.T, n int, mutate func(*Config)) []*Server {
 	t.Helper()
 	c := fast() // a step takes the floor of a group step
-	c.RPCAddr = freePort(t)
+	c.RPCAddr = ports.TakeAddr(t)
 	if mutate != nil {
 		mutate(&c)
 	}
@@ -101,7 +103,7 @@ func TestStoppedRankEndsItsStreamsWithTheErrorEvent(t *testing.T) {
 
 func TestMismatchStopsRankZeroAlone(t *testing.T) {
 	c := fast()
-	c.RPCAddr, c.DPSize, c.HandshakeTimeout = freePort(t), 2, 2*time.Second
+	c.RPCAddr, c.DPSize, c.HandshakeTimeout = ports.TakeAddr(t), 2, 2*time.Second
 	other := c
 	other.DPRank, other.ExpertParallel = 1, true
 	ctx, cancel := context.WithCancel(t.Context())
@@ -120,7 +122,7 @@ func TestMismatchStopsRankZeroAlone(t *testing.T) {
 
 func TestLoneRankNeverGetsIn(t *testing.T) {
 	c := fast()
-	c.RPCAddr, c.DPSize, c.DPRank, c.HandshakeTimeout = freePort(t), 2, 1, 50*time.Millisecond
+	c.RPCAddr, c.DPSize, c.DPRank, c.HandshakeTimeout = ports.TakeAddr(t), 2, 1, 50*time.Millisecond
 	_, err := Start(t.Context(), c)
 	require.ErrorContains(t, err, "waited for its group in vain")
 	c.DPRank = 0

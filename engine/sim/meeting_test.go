@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"net"
-	"os"
 	"strconv"
 	"strings"
 	"testing"
@@ -13,12 +12,14 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 // Whoever is not of the group gets no seat and holds up nobody: silent callers, junk, another size, another key, a seat taken twice.
 func TestStrangersAtTheMeetingPoint(t *testing.T) {
 	c := fast()
-	c.RPCAddr, c.DPSize, c.GroupKey = freePort(t), 2, "key of this start"
+	c.RPCAddr, c.DPSize, c.GroupKey = ports.TakeAddr(t), 2, "key of this start"
 	zero := make(chan error, 1)
 	var s *Server
 	go func() {
@@ -60,7 +61,7 @@ func TestStrangersAtTheMeetingPoint(t *testing.T) {
 
 func TestARankOfAnotherStartWaitsInVain(t *testing.T) {
 	c := fast()
-	c.RPCAddr, c.DPSize, c.GroupKey, c.HandshakeTimeout = freePort(t), 2, "epoch 2", 300*time.Millisecond
+	c.RPCAddr, c.DPSize, c.GroupKey, c.HandshakeTimeout = ports.TakeAddr(t), 2, "epoch 2", 300*time.Millisecond
 	old := c
 	old.DPRank, old.GroupKey = 1, "epoch 1"
 	late := make(chan error, 1)
@@ -82,7 +83,7 @@ func TestAGroupOverTwoAddressesStepsTogether(t *testing.T) {
 	}
 	require.NoError(t, l.Close())
 	t.Setenv(groupKeyVar, "secret of this start")
-	base := freeBlock(t, ranks+1)
+	base := ports.Take(t, ranks+1, host(0), host(ranks-1))
 	var all []*process
 	for rank := range ranks {
 		p := launchOn(t, base+rank, "--host", host(rank), "--data-parallel-size", strconv.Itoa(ranks), "--data-parallel-rank", strconv.Itoa(rank),
@@ -125,23 +126,4 @@ func host(rank int) string {
 		return "127.0.0.1"
 	}
 	return "127.0.0.2"
-}
-
-// freeBlock is a block of ports below those that the kernel gives away, free on both addresses.
-func freeBlock(t *testing.T, size int) int {
-	t.Helper()
-	for base := 22000 + os.Getpid()%50*20; base < 24000; base += 20 {
-		free := true
-		for i := range 2 * size {
-			l, err := net.Listen("tcp", net.JoinHostPort(host(i%2*8), strconv.Itoa(base+i/2)))
-			if free = free && err == nil; err == nil {
-				_ = l.Close()
-			}
-		}
-		if free {
-			return base
-		}
-	}
-	t.Fatal("no free block of ports")
-	return 0
 }

@@ -20,6 +20,8 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 // process is an engine in a process of its own: this test binary as the engine (TestMain).
@@ -164,7 +166,7 @@ func TestProcessIgnoresSigtermAsTold(t *testing.T) {
 func TestProcessLeavesAnOrphan(t *testing.T) {
 	p := launch(t)
 	p.waitReady(t)
-	held := freePort(t)
+	held := ports.TakeAddr(t)
 	_, port, _ := net.SplitHostPort(held)
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, p.url()+"/_sim/fail", strings.NewReader(`{"mode":"orphan","port":`+port+`}`))
 	require.NoError(t, err)

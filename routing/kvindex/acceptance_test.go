@@ -308,6 +308,8 @@ func TestKV11TheCapHolds(t *testing.T) {
 	assert.Less(t, used, int64(kv11Cap)*11/10, "heap within cap + 10 %")
 	assert.Positive(t, s.Evicted)
 	assert.Zero(t, s.Orphans, "prefix closure kept")
+	full, hits := chain(k.ids, 16), make([]Hit, 0, 8)
+	assert.Zero(t, testing.AllocsPerRun(100, func() { hits = k.ix.Match(full, hits[:0]) }), "a look-up at the cap costs no memory, as below it")
 	verify(t, k.ix)
 	for rank, c := range k.columns {
 		for _, n := range k.live[rank] {

@@ -25,15 +25,16 @@ import (
 // synctest bubble, so time is fake: it stands still while anything computes, and waiting costs nothing. What it asks and does
 // goes through the first node; a Peer goes through another. Safe for concurrent use by the goroutines of its bubble.
 type Cluster struct {
+	*Expected
 	T       testing.TB
 	Net     *memnet.Network
 	Engines *Engines
 	Journal *Journal
 
-	node     *wiring.Node
-	client   *http.Client
-	peers    []*Peer
-	settings settings
+	node   *wiring.Node
+	client *http.Client
+	peers  []*Peer
+	made   settings // how nodes are made
 }
 
 // Option changes how New builds a cluster.
@@ -43,6 +44,7 @@ type settings struct {
 	nodes  int
 	disk   string           // of data dirs; "" = in memory
 	roles  map[int][]string // by node; none = all
+	grows  bool             // it is a cluster even with one node
 	config wiring.Config
 }
 
@@ -52,18 +54,21 @@ func Nodes(n int) Option { return func(s *settings) { s.nodes = n } }
 // Timers are those of --timers.
 func Timers(t map[string]time.Duration) Option { return func(s *settings) { s.config.Timers = t } }
 
+// Grows makes a cluster of the only node too, so that others can be added.
+func Grows() Option { return func(s *settings) { s.grows = true } }
+
 // Slots is how many ranks fit on a node.
 func Slots(n int) Option { return func(s *settings) { s.config.Slots = n } }
 
-// New starts a cluster inside a synctest bubble and ends it with the test; then its journal must hold no error, and nothing
-// may be left running. Without options it is one node with every default.
+// New starts a cluster inside a synctest bubble and ends it with the test; then nothing may be in hand or left running, and its journal
+// may hold no WARN or ERROR line but those that the test expects. Without options it is one node with every default.
 func New(t testing.TB, options ...Option) *Cluster {
 	t.Helper()
 	s := settings{nodes: 1, roles: map[int][]string{}, config: wiring.DefaultConfig()}
 	for _, o := range options {
 		o(&s)
 	}
-	c := &Cluster{T: t, Net: &memnet.Network{}, Journal: &Journal{}}
+	c := &Cluster{Expected: &Expected{}, T: t, Net: &memnet.Network{}, Journal: &Journal{}}
 	c.Engines = newEngines(c.Net)
 	c.Journal.started = c.Engines.name
 	s.config.DataDir, s.config.Executable, s.config.Launcher = "", "dpserve", c.Engines
@@ -71,33 +76,21 @@ func New(t testing.TB, options ...Option) *Cluster {
 	if s.disk != "" {
 		s.disk = t.TempDir() // before the cleanup: it goes after the nodes
 	}
+	c.made = s
 	c.T.Cleanup(c.end)
-	c.settings = s
 	for range s.nodes {
-		c.enter(s, len(c.peers))
+		c.Grow()
 	}
-	c.meet()
 	return c
-}
-
-// Join starts one more node, of a cluster that has more than one from the beginning.
-func (c *Cluster) Join() *Peer {
-	c.T.Helper()
-	c.enter(c.settings, len(c.peers))
-	c.meet()
-	return c.peers[len(c.peers)-1]
-}
-
-// meet tells every node of all the others.
-func (c *Cluster) meet() {
-	for _, m := range c.peers {
-		m.peers = c.peers
-	}
 }
 
 // end drains the nodes and checks what they leave behind.
 func (c *Cluster) end() {
 	c.Reconnect()
+	for _, m := range c.Running() {
+		assert.NoError(c.T, c.soon(func() error { return m.idle() }), "work in hand at node %s", m.ID) //nolint:testifylint // all are checked
+	}
+	before := len(c.Journal.String())
 	for _, m := range c.peers {
 		m.Disk.Heal()
 	}
@@ -116,7 +109,7 @@ func (c *Cluster) end() {
 	}
 	assert.Empty(c.T, c.Engines.Live(), "engines left behind")
 	assert.Empty(c.T, c.Engines.Faults(), "two owners of a rank")
-	assert.Empty(c.T, c.errors(), "ERROR lines")
+	c.check(c.T, "the nodes", c.Journal.String(), before)
 	if c.T.Failed() {
 		c.T.Logf("journal:\n%s", c.Journal)
 	}
@@ -248,30 +241,22 @@ func (c *Cluster) Until(what string, f func() error) {
 	}
 }
 
-// Quiet lets time pass until nothing is in flight or queued anywhere, in dpserve or in an engine.
-func (c *Cluster) Quiet() {
-	c.T.Helper()
-	c.Until("in-flight and queue 0", c.busy)
+// soon lets fake time pass until f gives nil, at most endPatience, and gives f's last error.
+func (c *Cluster) soon(f func() error) error {
+	for end := time.Now().Add(endPatience); ; time.Sleep(untilStep) {
+		synctest.Wait()
+		if err := f(); err == nil || time.Now().After(end) {
+			return err
+		}
+	}
 }
 
-// busy says what is still in hand.
-func (c *Cluster) busy() error {
-	if _, _, n := c.node.Totals(); n > 0 {
-		return fmt.Errorf("%d requests at the ingress", n)
+// Quiet lets time pass until nothing is in flight, queued or reserved at any node.
+func (c *Cluster) Quiet() {
+	c.T.Helper()
+	for _, m := range c.Running() {
+		c.Until("in-flight, queue and reservations 0 at "+m.ID, m.idle)
 	}
-	for _, a := range c.Apps() {
-		if a.Queued > 0 {
-			return fmt.Errorf("%s: %d queued", a.Name, a.Queued)
-		}
-		for _, u := range a.Units {
-			for _, k := range u.Ranks {
-				if k.InFlight > 0 {
-					return fmt.Errorf("%s rank %d/%d: %d in flight", a.Name, k.Group, k.Rank, k.InFlight)
-				}
-			}
-		}
-	}
-	return nil
 }
 
 // Change is one entry of the admin API's events.

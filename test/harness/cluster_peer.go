@@ -5,12 +5,12 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"path/filepath"
 	"slices"
 	"strconv"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -64,9 +64,10 @@ func (v *voice) Write(line []byte) (int, error) {
 	return v.journal.Write(line)
 }
 
-// enter starts the i-th node: alone, or the first of a cluster, or one that joins the first.
-func (c *Cluster) enter(s settings, i int) {
+// Grow starts one more node: alone, or the first of a cluster, or one that joins the first. It belongs to the cluster that New gave.
+func (c *Cluster) Grow() *Peer {
 	c.T.Helper()
+	s, i := c.made, len(c.peers)
 	cfg := s.config
 	m := &Peer{ID: "node-" + strconv.Itoa(i+1), Host: "127.0.0." + strconv.Itoa(i+1), Disk: &Disk{}, root: c}
 	if s.disk != "" {
@@ -77,7 +78,7 @@ func (c *Cluster) enter(s settings, i int) {
 	if roles := s.roles[i]; len(roles) > 0 {
 		cfg.Roles = roles
 	}
-	if s.nodes > 1 {
+	if s.nodes > 1 || s.grows {
 		cfg.Advertise, cfg.HTTPBind, cfg.AdminBind = m.Host, m.Host+":8000", m.Host+":8265"
 	}
 	if i > 0 {
@@ -92,6 +93,10 @@ func (c *Cluster) enter(s settings, i int) {
 		c.node, c.client = self.node, self.client
 	}
 	c.peers = append(c.peers, m)
+	for _, p := range c.peers {
+		p.peers = c.peers
+	}
+	return m
 }
 
 // start builds the node and lets it serve.
@@ -282,20 +287,29 @@ func (c *Cluster) WaitVoters(want int) {
 	})
 }
 
-// errors are the ERROR lines; those of raft tell of nodes that do not answer, and one of a disk, which tests of clusters bring about.
-func (c *Cluster) errors() []string {
-	lines := c.Journal.Errors()
-	for _, m := range c.peers {
-		if m.Disk.wasIll() {
-			lines = slices.DeleteFunc(lines, func(l string) bool {
-				return strings.Contains(l, `"node":"`+m.ID+`"`) && strings.Contains(l, "this node leaves consensus")
-			})
-		}
+// idle says what the node has in hand.
+func (m *Peer) idle() error {
+	if _, _, n := m.node.Totals(); n > 0 {
+		return fmt.Errorf("%d requests at the ingress", n)
 	}
-	if len(c.peers) > 1 {
-		lines = slices.DeleteFunc(lines, func(l string) bool { return strings.Contains(l, `"msg":"raft: `) })
+	return idle(m.ask)
+}
+
+// ask is a GET at the node's admin API.
+func (m *Peer) ask(path string) (code int, text string, err error) {
+	ctx, cancel := context.WithTimeout(context.Background(), askTime)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, m.Admin()+path, nil)
+	if err != nil {
+		return 0, "", err
 	}
-	return lines
+	resp, err := m.client.Do(req)
+	if err != nil {
+		return 0, "", err
+	}
+	defer resp.Body.Close()
+	b, err := io.ReadAll(resp.Body)
+	return resp.StatusCode, string(b), err
 }
 
 // When gives the moment at which the node's copy of the state first is as asked.

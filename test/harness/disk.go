@@ -14,14 +14,6 @@ type Disk struct {
 	mu    sync.Mutex
 	until chan struct{} // writes wait for it; nil = they do not
 	err   error         // of every write; nil = they succeed
-	ill   bool          // it was not well once: the journal may say so
-}
-
-// wasIll says whether writes ever hung or failed.
-func (d *Disk) wasIll() bool {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	return d.ill
 }
 
 // Hang makes writes not return from now on, until Heal.
@@ -29,7 +21,7 @@ func (d *Disk) Hang() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.until == nil {
-		d.until, d.ill = make(chan struct{}), true
+		d.until = make(chan struct{})
 	}
 }
 
@@ -37,7 +29,7 @@ func (d *Disk) Hang() {
 func (d *Disk) Fill() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.err, d.ill = errors.New("no space left on device"), true
+	d.err = errors.New("no space left on device")
 }
 
 // Heal lets writes go on.

@@ -1,7 +1,9 @@
 package harness
 
 import (
+	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"os"
 	"path/filepath"
@@ -15,14 +17,15 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/assert"
-	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 // Members is a cluster of running dpserve processes on loopback addresses of their own, all with the same port numbers. Use it from
 // the test's goroutine; Load's clients are the exception.
 type Members struct {
+	*Expected
 	T   testing.TB
 	All []*Member // in the order in which they joined
 
@@ -34,8 +37,10 @@ type Members struct {
 	gossip    int
 	http      int
 	admin     int
+	engines   int // the first of the ports of each node's engines
 	token     string
 	addresses int
+	apps      map[string]bool // that the test asked about
 }
 
 // MembersOption changes how a cluster begins.
@@ -71,14 +76,15 @@ func memberTimers() map[string]time.Duration {
 // alive and those with role control that should vote do. At the test's end nothing is left running, or the test fails.
 func StartMembers(t testing.TB, flags [][]string, options ...MembersOption) *Members {
 	t.Helper()
-	c := &Members{T: t, dir: t.TempDir(), net: loopNet(t), slots: 64, timers: memberTimers()}
+	c := &Members{Expected: &Expected{}, T: t, apps: map[string]bool{}, dir: t.TempDir(), net: loopNet(t), slots: 64, timers: memberTimers()}
+	c.Expect(slowMachine)
 	for _, o := range options {
 		o(c)
 	}
-	ports := []*int{&c.nodePort, &c.gossip, &c.http, &c.admin}
-	for i, p := range freePorts(t, len(ports)) {
-		*ports[i] = p
-	}
+	first := c.net + "1" // a port that a program has on every address is found on one
+	c.nodePort = ports.Take(t, 4, first)
+	c.gossip, c.http, c.admin = c.nodePort+1, c.nodePort+2, c.nodePort+3
+	c.engines = ports.FreeRun(t, enginesOfANode, first)
 	t.Cleanup(c.end)
 	for i, f := range flags {
 		m := c.Add(string(rune('a'+i)), f...)
@@ -264,8 +270,16 @@ func (c *Members) Eventually(what string, f func() error) {
 // pollEvery is the wait between two questions of a test that waits.
 const pollEvery = 20 * time.Millisecond
 
-// end stops all nodes at once, and looks for what they left behind.
+// end checks that the nodes have nothing in hand, stops all at once, and looks for what they left behind.
 func (c *Members) end() {
+	for _, m := range c.Up() {
+		//nolint:testifylint // all nodes are checked
+		assert.NoError(c.T, soon(func() error { return idle(m.ask, slices.Collect(maps.Keys(c.apps))...) }), "work in hand at node %s", m.Name)
+	}
+	before := map[string]int{}
+	for _, m := range c.All {
+		before[m.Name] = len(m.Log())
+	}
 	for _, m := range c.All {
 		m.signal(syscall.SIGCONT)
 		m.signal(os.Interrupt)
@@ -275,9 +289,7 @@ func (c *Members) end() {
 	}
 	assert.Eventually(c.T, func() bool { return len(c.leftovers()) == 0 }, 5*time.Second, pollEvery, "processes left behind: %v", c.leftovers())
 	for _, m := range c.All {
-		for _, bad := range []string{"panic:", "DATA RACE"} {
-			assert.NotContains(c.T, m.Log(), bad, "node %s", m.Name)
-		}
+		c.check(c.T, "node "+m.Name, m.Log(), before[m.Name])
 	}
 	if c.T.Failed() {
 		for _, m := range c.All {
@@ -288,13 +300,8 @@ func (c *Members) end() {
 
 // leftovers are processes that speak of the rig's addresses: its nodes and their engines.
 func (c *Members) leftovers() (pids []int) {
-	files, _ := filepath.Glob("/proc/[0-9]*/cmdline")
-	for _, f := range files {
-		b, err := os.ReadFile(f)
-		if err != nil || !strings.Contains(string(b), c.net) {
-			continue
-		}
-		if pid, err := strconv.Atoi(filepath.Base(filepath.Dir(f))); err == nil && pid != os.Getpid() && Alive(pid) {
+	for pid, args := range commands() {
+		if strings.Contains(strings.Join(args, " "), c.net) && Alive(pid) {
 			pids = append(pids, pid)
 		}
 	}
@@ -303,31 +310,28 @@ func (c *Members) leftovers() (pids []int) {
 
 var rigs atomic.Int64
 
-// loopNet is a range of loopback addresses for one cluster: 127.X.Y., X by the test process.
+// enginesOfANode is how many ports each node has for engines.
+const enginesOfANode = 4000
+
+// loopNet is a range of loopback addresses for one cluster, 127.X.Y., that no other cluster of tests has until t ends: a listener on its
+// last address is the sign.
 func loopNet(t testing.TB) string {
 	t.Helper()
-	prefix := fmt.Sprintf("127.%d.%d.", 1+os.Getpid()%250, 1+rigs.Add(1))
-	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", prefix+"1:0")
-	if err != nil {
-		t.Skipf("this machine has no loopback addresses but 127.0.0.1: %v", err)
+	const signPort = 19_999
+	for range 1000 {
+		prefix := fmt.Sprintf("127.%d.%d.", 1+os.Getpid()%250, 1+rigs.Add(1)%250)
+		sign, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", prefix+"254:"+strconv.Itoa(signPort))
+		if errors.Is(err, syscall.EADDRINUSE) {
+			continue
+		}
+		if err != nil {
+			t.Skipf("this machine has no loopback addresses but 127.0.0.1: %v", err)
+		}
+		t.Cleanup(func() { _ = sign.Close() })
+		return prefix
 	}
-	require.NoError(t, l.Close())
-	return prefix
-}
-
-// freePorts are numbers that are free on every address right now.
-func freePorts(t testing.TB, n int) []int {
-	t.Helper()
-	out := make([]int, n)
-	for i := range out {
-		l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp4", "0.0.0.0:0")
-		require.NoError(t, err)
-		defer l.Close()
-		addr, ok := l.Addr().(*net.TCPAddr)
-		require.True(t, ok)
-		out[i] = addr.Port
-	}
-	return out
+	t.Fatal("no range of loopback addresses is free")
+	return ""
 }
 
 var tokenLine = regexp.MustCompile(`--token (\S+)`)

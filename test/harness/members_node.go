@@ -81,7 +81,7 @@ func (m *Member) run(args ...string) {
 	c := m.rig
 	m.args = append(args, "--node-id", m.Name, "--advertise", m.IP, "--data-dir", m.dir, "--node-port", strconv.Itoa(c.nodePort),
 		"--gossip-port", strconv.Itoa(c.gossip), "--http-bind", m.on(c.http), "--admin-bind", m.on(c.admin), "--slots", strconv.Itoa(c.slots),
-		"--timers", c.timerFlag())
+		"--port-range", fmt.Sprintf("%d-%d", c.engines, c.engines+enginesOfANode-1), "--timers", c.timerFlag())
 	m.args = append(m.args, m.flags...)
 	m.Real = &Real{T: c.T, HTTP: m.on(c.http), Admin: m.on(c.admin), Dir: m.dir, program: m.program}
 	m.launch(m.args)
@@ -117,12 +117,7 @@ func (m *Member) Runs() bool {
 	if m.Real == nil {
 		return false
 	}
-	select {
-	case <-m.done:
-		return false
-	default:
-		return true
-	}
+	return m.runs()
 }
 
 // Log is what the node's processes wrote so far.
@@ -273,6 +268,7 @@ func (m *Member) Want(yaml string) {
 // WaitApp waits until an application's status, as the first node that answers tells it, is as wanted.
 func (c *Members) WaitApp(app, what string, want func(st *msg.AppStatus) error) msg.AppStatus {
 	c.T.Helper()
+	c.apps[app] = true
 	var st msg.AppStatus
 	c.Eventually("app "+app+" "+what, func() error {
 		err := errors.New("no node runs")
@@ -307,9 +303,11 @@ func (c *Members) Running(app string) msg.AppStatus {
 	})
 }
 
-// AllQuiet waits until nothing is in flight or queued anywhere.
+// AllQuiet waits until nothing is in flight, queued or reserved at any node.
 func (c *Members) AllQuiet() {
 	c.T.Helper()
 	require.NotEmpty(c.T, c.Up())
-	c.Up()[0].Quiet()
+	for _, m := range c.Up() {
+		m.Quiet()
+	}
 }

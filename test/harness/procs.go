@@ -3,6 +3,7 @@ package harness
 import (
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -36,4 +37,40 @@ func Alive(pid int) bool {
 	}
 	_, after, ok := strings.Cut(string(b), ") ")
 	return ok && !strings.HasPrefix(after, "Z") && !strings.HasPrefix(after, "X")
+}
+
+// living are those of some processes that run.
+func living(pids []int) []int {
+	return slices.DeleteFunc(slices.Clone(pids), func(pid int) bool { return !Alive(pid) })
+}
+
+// enginesOn are processes that were given a port between two, both included.
+func enginesOn(ports [2]int) (pids []int) {
+	for pid, args := range commands() {
+		for i, a := range args {
+			if a != "--port" || i+1 == len(args) {
+				continue
+			}
+			if port, err := strconv.Atoi(args[i+1]); err == nil && ports[0] <= port && port <= ports[1] && Alive(pid) {
+				pids = append(pids, pid)
+			}
+		}
+	}
+	return pids
+}
+
+// commands are the command lines of all processes.
+func commands() map[int][]string {
+	out := map[int][]string{}
+	files, _ := filepath.Glob("/proc/[0-9]*/cmdline")
+	for _, f := range files {
+		pid, err := strconv.Atoi(filepath.Base(filepath.Dir(f)))
+		if err != nil || pid == os.Getpid() {
+			continue
+		}
+		if b, err := os.ReadFile(f); err == nil {
+			out[pid] = strings.Split(string(b), "\x00")
+		}
+	}
+	return out
 }

@@ -7,8 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"math/rand/v2"
-	"net"
 	"net/http"
 	"os"
 	"os/exec"
@@ -18,9 +16,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 // Patience is how long a test waits for something that should take a second: machines are shared and noisy.
@@ -28,17 +28,19 @@ const Patience = 60 * time.Second
 
 // Real is one running dpserve process.
 type Real struct {
-	T     testing.TB
-	HTTP  string // host:port of the OpenAI endpoint
-	Admin string // host:port of the admin API
-	Dir   string // data dir
-	PID   int
+	*Expected // lines of the processes; nil = the rig that this process belongs to has them
+	T         testing.TB
+	HTTP      string // host:port of the OpenAI endpoint
+	Admin     string // host:port of the admin API
+	Dir       string // data dir
+	PID       int
 
 	program string // the binary; "" = Binary
 
-	cmd  *exec.Cmd
-	done chan struct{}
-	out  *Buffer
+	cmd   *exec.Cmd
+	done  chan struct{}
+	out   *Buffer
+	ports [2]int // first and last of its engines' ports; 0 = not known
 }
 
 // Start runs `dpserve start` on free loopback ports with a data dir of its own, and ends it with the test.
@@ -47,13 +49,16 @@ func Start(t testing.TB, args ...string) *Real {
 	return StartIn(t, t.TempDir(), args...)
 }
 
+// portsOfANode is enough for a node's own ports and the engines of any test on one node.
+const portsOfANode = 500
+
 // StartIn is Start on a given data dir, for tests of restarts.
 func StartIn(t testing.TB, dir string, args ...string) *Real {
 	t.Helper()
-	var lo, hi int // its own two ports are from there too: no connection of anybody takes them meanwhile
-	_, err := fmt.Sscanf(PortRange(t), "%d-%d", &lo, &hi)
-	require.NoError(t, err)
-	r := &Real{T: t, HTTP: fmt.Sprintf("127.0.0.1:%d", hi), Admin: fmt.Sprintf("127.0.0.1:%d", hi-1), Dir: dir}
+	lo := ports.Take(t, portsOfANode) // its own two ports are from there too
+	hi := lo + portsOfANode - 1
+	r := &Real{Expected: &Expected{}, T: t, HTTP: fmt.Sprintf("127.0.0.1:%d", hi), Admin: fmt.Sprintf("127.0.0.1:%d", hi-1), Dir: dir}
+	r.ports = [2]int{lo, hi - 2}
 	r.run(append([]string{"start", "--http-bind", r.HTTP, "--admin-bind", r.Admin, "--data-dir", dir, "--port-range", fmt.Sprintf("%d-%d", lo, hi-2)}, args...))
 	r.Eventually(func() error { return r.get("/api/v1/healthz", nil) }, "admin API answers")
 	return r
@@ -62,7 +67,7 @@ func StartIn(t testing.TB, dir string, args ...string) *Real {
 // Run starts dpserve with any arguments, without waiting for anything.
 func Run(t testing.TB, args ...string) *Real {
 	t.Helper()
-	r := &Real{T: t}
+	r := &Real{Expected: &Expected{}, T: t}
 	r.run(args)
 	return r
 }
@@ -71,7 +76,7 @@ func (r *Real) run(args []string) {
 	r.T.Helper()
 	r.launch(args)
 	r.T.Cleanup(func() {
-		r.Stop()
+		r.end()
 		if r.T.Failed() {
 			r.T.Logf("dpserve %s\n%s", strings.Join(args, " "), r.out)
 		}
@@ -91,6 +96,32 @@ func (r *Real) launch(args []string) {
 	require.NoError(r.T, r.cmd.Start())
 	r.PID = r.cmd.Process.Pid
 	go func() { _ = r.cmd.Wait(); close(r.done) }()
+}
+
+// end stops the process and checks what it leaves behind: work in hand, complaints in its log, processes.
+func (r *Real) end() {
+	children, before := r.Children(), len(r.Output())
+	if r.Admin != "" && r.runs() {
+		assert.NoError(r.T, soon(func() error { return idle(r.ask) }), "work in hand at the end") //nolint:testifylint // all is checked
+	}
+	r.Stop()
+	left := func() []int { return append(living(children), enginesOn(r.ports)...) }
+	assert.NoError(r.T, soon(func() error { //nolint:testifylint // as above
+		if pids := left(); len(pids) > 0 {
+			return fmt.Errorf("%v", pids)
+		}
+		return nil
+	}), "processes left behind")
+	r.check(r.T, "dpserve", r.Output(), before)
+}
+
+func (r *Real) runs() bool {
+	select {
+	case <-r.done:
+		return false
+	default:
+		return true
+	}
 }
 
 // Output is what the process wrote so far, stdout and stderr together.
@@ -234,28 +265,27 @@ func (r *Real) Eventually(f func() error, what string) {
 	}
 }
 
-// Quiet waits until nothing is in flight or queued in any app: the state every test must leave behind.
+// Quiet waits until nothing is in flight, queued or reserved in any app: the state every test must leave behind.
 func (r *Real) Quiet() {
 	r.T.Helper()
-	r.Eventually(func() error {
-		var list struct{ Apps []msg.AppStatus }
-		if err := r.get("/api/v1/apps", &list); err != nil {
-			return err
-		}
-		for _, a := range list.Apps {
-			if a.Queued > 0 {
-				return fmt.Errorf("%s: %d queued", a.Name, a.Queued)
-			}
-			for _, u := range a.Units {
-				for _, k := range u.Ranks {
-					if k.InFlight > 0 {
-						return fmt.Errorf("%s rank %d/%d: %d in flight", a.Name, k.Group, k.Rank, k.InFlight)
-					}
-				}
-			}
-		}
-		return nil
-	}, "in-flight and queue 0")
+	r.Eventually(func() error { return idle(r.ask) }, "in-flight, queue and reservations 0")
+}
+
+// ask is a GET at the admin API of this process, with a time limit: a stopped process never answers.
+func (r *Real) ask(path string) (code int, text string, err error) {
+	ctx, cancel := context.WithTimeout(context.Background(), askTime)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+r.Admin+path, nil)
+	if err != nil {
+		return 0, "", err
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		return 0, "", err
+	}
+	defer resp.Body.Close()
+	b, err := io.ReadAll(resp.Body)
+	return resp.StatusCode, string(b), err
 }
 
 // Children are the live processes started by dpserve, by parent links at this moment.
@@ -281,40 +311,6 @@ func (r *Real) Post(ctx context.Context, path, body string) (*http.Response, err
 	}
 	req.Header.Set("Content-Type", "application/json")
 	return http.DefaultClient.Do(req)
-}
-
-// FreeAddr is a loopback address nobody listens on right now.
-func FreeAddr(t testing.TB) string {
-	t.Helper()
-	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	defer l.Close()
-	return l.Addr().String()
-}
-
-// PortRange is engine ports of HoldPorts, until t ends.
-func PortRange(t testing.TB) string {
-	t.Helper()
-	ports, release, err := HoldPorts()
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(release)
-	return ports
-}
-
-// HoldPorts gives 499 engine ports that no other test on this machine has until release: the one behind them is held as the sign. They
-// lie below the default range.
-func HoldPorts() (ports string, release func(), err error) {
-	const lo, width, blocks = 10000, 500, 19
-	for end := time.Now().Add(time.Minute); time.Now().Before(end); time.Sleep(10 * time.Millisecond) { // on a machine of many cores tests wait for each other
-		base := lo + rand.IntN(blocks)*width
-		sign, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", base+width-1))
-		if err == nil {
-			return fmt.Sprintf("%d-%d", base, base+width-2), func() { _ = sign.Close() }, nil
-		}
-	}
-	return "", nil, fmt.Errorf("all %d blocks of %d engine ports from %d on have been taken for a minute", blocks, width, lo)
 }
 
 // Buffer is a bytes.Buffer for two goroutines.

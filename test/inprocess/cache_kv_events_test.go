@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/test/harness"
 )
 
 // KV8: four ranks, ports base + rank, a store on rank 2 only.
@@ -95,6 +96,7 @@ func TestKV4RestartOfALaunchedEngine(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		r := newKVRig(t)
+		r.Expect(harness.EngineFails)
 		r.Deploy(simApp("a", 4, "independent", "sim_step_ms: 5", kvLocality))
 		st := r.WaitStatus("a", "RUNNING")
 		r.spread("a", 4, 0, 40, 10*blockTokens)
@@ -129,6 +131,7 @@ func TestKV4RestartOfAnAttachedEngine(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		r := newKVRig(t)
+		r.Expect(harness.EngineReplaced)
 		var ranks []string
 		for i := range 3 {
 			r.byHand(handFlags(i, "a", false, "--sim-step-ms", "5")...)

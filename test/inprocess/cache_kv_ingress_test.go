@@ -176,6 +176,7 @@ func TestKV14AnIngressFromTheReplicasAlone(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		r := newKVRig(t)
+		r.Expect(harness.StreamBreaks)
 		r.Deploy(simApp("a", 4, "independent", "sim_step_ms: 20", kvLocality))
 		st := r.WaitStatus("a", "RUNNING")
 		r.must(kvAsk{app: "a", rank: "0/3", ids: kvDoc(7, 30*blockTokens)})

@@ -63,6 +63,7 @@ func TestKV10SilentEvents(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		r := newKVRig(t, harness.Slots(16))
+		r.Expect(harness.Fault{{Msg: "no kv event comes though requests complete.*", With: `"app":"mute"`, Why: "what the test looks for"}})
 		args := "sim_step_ms: 10, num_gpu_blocks_override: 4096"
 		r.Deploy(simApp("live", 4, "independent", args, kvLocality) + simApp("mute", 4, "independent", args, kvLocality)[len("applications:\n"):])
 		r.WaitStatus("live", "RUNNING")
@@ -164,6 +165,7 @@ func TestKV16WithoutCachesOrEvents(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		r := newKVRig(t)
+		r.Expect(harness.CachingOff)
 		list := func(yaml string) string { return yaml[len("applications:\n"):] }
 		r.Deploy("applications:\n" +
 			list(simApp("uncached", 2, "independent", "sim_step_ms: 10, enable_prefix_caching: false", kvLocality)) +

@@ -250,6 +250,7 @@ func TestRT16BusyThresholdHoldsUnderEveryPolicy(t *testing.T) {
 			t.Parallel()
 			synctest.Test(t, func(t *testing.T) {
 				c := harness.New(t)
+				c.Expect(harness.RequestRefused)
 				c.Deploy(simApp("a", 4, "independent", "num_gpu_blocks_override: 256, max_model_len: 4096, sim_step_ms: 50",
 					"routing: {policy: "+policy+", busy_threshold: 0.5}"))
 				c.WaitStatus("a", "RUNNING")

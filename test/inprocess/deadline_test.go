@@ -23,6 +23,7 @@ import (
 func TestQueueTimeout(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)
+		c.Expect(harness.RequestRefused)
 		c.Deploy(simApp("a", 1, "independent", "sim_step_ms: 1000", "max_ongoing_requests: 1"))
 		c.WaitStatus("a", "RUNNING")
 		first := make(chan *harness.Stream, 1)
@@ -108,6 +109,7 @@ func TestFirstTokenDeadline(t *testing.T) {
 		t.Run(fmt.Sprintf("%d ranks", ranks), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				c := harness.New(t)
+				c.Expect(harness.RequestRefused)
 				c.Deploy(simApp("a", ranks, "independent", "sim_step_ms: 10", "routing: {policy: round-robin}", "timeouts: {first_token_s: 5}"))
 				c.WaitStatus("a", "RUNNING")
 				c.Fail("a", 0, 0, sim.Fault{Mode: sim.ModeHang})
@@ -139,6 +141,7 @@ func TestFirstTokenDeadline(t *testing.T) {
 func TestBetweenTokensDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)
+		c.Expect(harness.StreamBreaks)
 		c.Deploy(simApp("a", 1, "independent", "sim_step_ms: 100", "timeouts: {between_tokens_s: 3}"))
 		c.WaitStatus("a", "RUNNING")
 		c.Fail("a", 0, 0, sim.Fault{Mode: sim.ModeStall, AfterTokens: 5, Count: 1})
@@ -209,6 +212,7 @@ func TestTripAndItsCanaries(t *testing.T) {
 		t.Run(fmt.Sprintf("recovers %v", recovers), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				c := harness.New(t)
+				c.Expect(harness.EngineFails)
 				c.Deploy(simApp("a", 2, "independent", "sim_step_ms: 10", "routing: {policy: round-robin}"))
 				c.WaitStatus("a", "RUNNING")
 				c.Fail("a", 0, 0, sim.Fault{Mode: sim.ModeHTTP500})

@@ -44,6 +44,7 @@ func TestLeadersDiskHangs(t *testing.T) {
 				t.Parallel()
 				synctest.Test(t, func(t *testing.T) {
 					c := harness.New(t, harness.Nodes(3), harness.Slots(4), harness.OnLeaseLoss(rule))
+					c.Expect(harness.NodeFails, harness.DiskFails)
 					c.WaitVoters(3)
 					c.Deploy(spread("a", 6))
 					c.WaitStatus("a", "RUNNING")
@@ -106,6 +107,7 @@ func TestOnlyVotersDiskIsSick(t *testing.T) {
 				t.Parallel()
 				synctest.Test(t, func(t *testing.T) {
 					c := harness.New(t, harness.Nodes(2), harness.Slots(4), harness.Roles(1, "worker", "ingress"), harness.OnLeaseLoss(rule))
+					c.Expect(harness.NodeFails, harness.DiskFails)
 					c.Deploy(spread("a", 4))
 					c.WaitStatus("a", "RUNNING")
 					time.Sleep(5 * time.Second)
@@ -149,6 +151,7 @@ func TestSickOnlyVoterTakesNobodyForLost(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t, harness.Nodes(2), harness.Slots(4), harness.Roles(1, "worker", "ingress"))
+		c.Expect(harness.NodeFails, harness.DiskFails)
 		c.Deploy(spread("a", 2))
 		c.WaitStatus("a", "RUNNING")
 		c.Peer(0).Disk.Fill()

@@ -23,6 +23,7 @@ func TestLeaderDies(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t, harness.Nodes(3), harness.Slots(10), harness.Roles(0, "control", "ingress"))
+		c.Expect(harness.NodeFails)
 		c.WaitVoters(3)
 		c.Deploy(spread("a", 8) + simApp("gang", 8, "lockstep", "sim_step_ms: 10")[len("applications:\n"):])
 		c.WaitStatus("a", "RUNNING")
@@ -94,6 +95,7 @@ func TestGroupOverTwoNodesFailsAsOne(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const outIn = 250 * time.Millisecond
 		c := harness.New(t, harness.Nodes(3), harness.Slots(8), harness.Roles(0, "control", "ingress"))
+		c.Expect(harness.EngineFails, harness.StreamBreaks)
 		c.WaitVoters(3)
 		c.Deploy(simApp("gang", 16, "lockstep", "sim_step_ms: 10, sim_startup_s: 2"))
 		c.WaitUnit("gang/0", "ready", 1)
@@ -142,6 +144,7 @@ func TestLeaderDiesWhileAGangMeets(t *testing.T) {
 
 func dieWhileMeeting(t *testing.T, after time.Duration) {
 	c := harness.New(t, harness.Nodes(3), harness.Slots(4), harness.Roles(0, "control", "ingress"))
+	c.Expect(harness.NodeFails)
 	c.WaitVoters(3)
 	for _, a := range c.Peers() { // far apart: the steps of a start take time
 		for _, b := range c.Peers() {

@@ -26,6 +26,7 @@ func TestSilentNodeLosesItsRanks(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t, harness.Nodes(3), harness.Slots(4))
+		c.Expect(harness.NodeFails, harness.StreamBreaks)
 		c.WaitVoters(3)
 		c.Deploy(spread("a", 6, "routing: {policy: round-robin}"))
 		c.WaitStatus("a", "RUNNING")
@@ -86,6 +87,7 @@ func TestNodeReturns(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t, harness.Nodes(3), harness.Slots(2))
+		c.Expect(harness.NodeFails, harness.RanksMove)
 		c.WaitVoters(3)
 		c.Deploy(spread("a", 6))
 		c.WaitStatus("a", "RUNNING")

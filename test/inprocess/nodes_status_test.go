@@ -41,6 +41,7 @@ func TestRanksOfADeadNodeAreShownUnreachable(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t, harness.Nodes(4), harness.Slots(2),
 			harness.Roles(0, "control", "worker"), harness.Roles(1, "control"))
+		c.Expect(harness.NodeFails)
 		c.WaitVoters(3)
 		c.Deploy(spread("a", 6))
 		c.WaitStatus("a", "RUNNING")
@@ -73,6 +74,7 @@ func TestRanksOfASilentNodeAreShownUnreachable(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t, harness.Nodes(3), harness.Slots(4))
+		c.Expect(harness.NodeFails)
 		c.WaitVoters(3)
 		c.Deploy(spread("a", 6))
 		c.WaitStatus("a", "RUNNING")
@@ -116,6 +118,7 @@ func TestRanksOfADeadLeaderAreShownUnreachable(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t, harness.Nodes(3), harness.Slots(4))
+		c.Expect(harness.NodeFails)
 		c.WaitVoters(3)
 		c.Deploy(spread("a", 6))
 		c.WaitStatus("a", "RUNNING")
@@ -160,6 +163,7 @@ func TestRequestsForAnAppWithoutRoomAreRefusedWithTheReason(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t, harness.Nodes(3), harness.Slots(1),
 			harness.Roles(1, "control", "ingress"), harness.Roles(2, "control", "ingress"))
+		c.Expect(harness.RequestRefused)
 		c.WaitVoters(3)
 		code, text := c.Do(http.MethodPut, "/api/v1/apps?file=app.yaml&partial=true", simApp("gang", 2, "lockstep", "sim_step_ms: 10"))
 		require.Equal(t, http.StatusAccepted, code, text)
@@ -179,7 +183,7 @@ func TestRequestsForAnAppWithoutRoomAreRefusedWithTheReason(t *testing.T) {
 		}
 
 		joined := time.Now()
-		c.Join()
+		c.Grow()
 		granted := func(st *state.State) bool { return st.Epochs["gang/0"] == 1 }
 		for _, p := range c.Peers()[:3] {
 			<-p.When(granted)

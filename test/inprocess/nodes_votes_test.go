@@ -46,7 +46,7 @@ func TestStandbyGetsNoVoteBeforeItHasTheLog(t *testing.T) {
 			c.Net.Delay(a.Host, host, 100*time.Millisecond)
 			c.Net.Delay(host, a.Host, 100*time.Millisecond)
 		}
-		c.Join()
+		c.Grow()
 		c.Net.Heal(a.Host, b.Host)
 
 		var voted, was uint64

@@ -55,6 +55,7 @@ func walkNodes(t *testing.T, seed uint64) {
 	r := &rover{t: t, rand: rand.New(rand.NewPCG(seed, 1))}
 	rule := []string{"serve", "fence"}[r.rand.IntN(2)]
 	r.c = harness.New(t, harness.Nodes(3), harness.Slots(8), harness.OnLeaseLoss(rule))
+	r.c.Expect(harness.NodeFails, harness.EngineFails, harness.RequestsFail)
 	r.c.WaitVoters(3)
 	r.c.Deploy(spread("a", 6) + simApp("gang", 6, "lockstep", "sim_step_ms: 10, sim_startup_s: 1", "placement_group_strategy: SPREAD")[len("applications:\n"):])
 	r.c.WaitStatus("a", "RUNNING")

@@ -45,6 +45,7 @@ func seconds(list ...int) []time.Duration {
 func TestRestartBackoffAndItsReset(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)
+		c.Expect(harness.EngineFails)
 		c.Deploy(simApp("a", 1, "independent", "sim_step_ms: 10"))
 		u := c.WaitUnit("a/0/0", "ready", 1)
 		crash := func() {
@@ -69,6 +70,7 @@ func TestRestartBackoffAndItsReset(t *testing.T) {
 func TestStartFailsThreeTimes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)
+		c.Expect(harness.RequestRefused)
 		yaml := simApp("a", 1, "independent", "sim_step_ms: 10, sim_fail: start-exit")
 		c.Deploy(yaml)
 		st := c.WaitStatus("a", "DEPLOY_FAILED")
@@ -95,6 +97,7 @@ func TestStartFailsThreeTimes(t *testing.T) {
 func TestLockstepGroupFailsAsOne(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)
+		c.Expect(harness.EngineFails, harness.StreamBreaks)
 		c.Deploy(simApp("gang", 4, "lockstep", "sim_step_ms: 20") + simApp("calm", 2, "independent", "sim_step_ms: 20")[len("applications:\n"):])
 		c.WaitStatus("gang", "RUNNING")
 		before := c.WaitStatus("calm", "RUNNING")
@@ -151,6 +154,7 @@ func TestLockstepGroupFailsAsOne(t *testing.T) {
 func TestHungRankIsFencedByProgress(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)
+		c.Expect(harness.EngineFails)
 		c.Deploy(simApp("a", 1, "independent", "sim_step_ms: 10"))
 		c.WaitUnit("a/0/0", "ready", 1)
 		c.Fail("a", 0, 0, sim.Fault{Mode: sim.ModeHang})

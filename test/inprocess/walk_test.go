@@ -68,6 +68,7 @@ func walk(t *testing.T, seed uint64) {
 		t: t, c: harness.New(t), rand: rand.New(rand.NewPCG(seed, 0)), audit: &audit{open: map[entry]bool{}},
 		wanted: map[string]string{}, outcomes: map[string]int{},
 	}
+	w.c.Expect(harness.EngineFails, harness.RequestsFail)
 	defer w.c.Feed().Subscribe(w.audit)()
 	w.deploy()
 	for range walkRounds {

@@ -16,12 +16,13 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/test/harness"
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 // handEngine starts a simulated engine by hand and gives its URL.
 func handEngine(t *testing.T) string {
 	t.Helper()
-	addr := harness.FreeAddr(t)
+	addr := ports.TakeAddr(t)
 	_, port, err := net.SplitHostPort(addr)
 	require.NoError(t, err)
 	harness.Run(t, "engine", "sim", "--host", "127.0.0.1", "--port", port, "--served-model-name", "edge", "--sim-step-ms", "5")
@@ -169,6 +170,7 @@ func TestRankRemovalDeadline(t *testing.T) {
 	t.Parallel()
 	first, second := handEngine(t), handEngine(t)
 	r := harness.Start(t)
+	r.Expect(harness.StreamBreaks)
 	r.Deploy(edgeApp(first, second))
 	r.WaitStatus("edge", "RUNNING")
 	streams := make(chan *harness.Stream, 4)

@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/test/harness"
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 // kvHeld is how many blocks the engine at a URL has cached.
@@ -65,6 +66,7 @@ func kvEqual(r *harness.Real, t *testing.T, app string) map[string]int {
 func TestKV4KilledEngineIsForgotten(t *testing.T) {
 	t.Parallel()
 	r := harness.Start(t)
+	r.Expect(harness.EngineFails, harness.RequestRefused)
 	r.Deploy(simApp("a", 4, "independent", "sim_step_ms: 1") + kvRouting)
 	st := r.WaitStatus("a", "RUNNING")
 	kvLive(r, "a", 4)
@@ -98,7 +100,7 @@ func TestKV4KilledEngineIsForgotten(t *testing.T) {
 // KV2 and KV4 with an attached engine: dpserve ends and begins anew in front of it, then the engine does in its place.
 func TestKV2DpserveRestartsBesideAnEngine(t *testing.T) {
 	t.Parallel()
-	api, events, replay := harness.FreeAddr(t), harness.FreeAddr(t), harness.FreeAddr(t)
+	api, events, replay := ports.TakeAddr(t), ports.TakeAddr(t), ports.TakeAddr(t)
 	hand := func() *harness.Real {
 		host, port, err := net.SplitHostPort(api)
 		require.NoError(t, err)
@@ -112,6 +114,7 @@ func TestKV2DpserveRestartsBesideAnEngine(t *testing.T) {
 	engine := hand()
 	dir := t.TempDir()
 	r := harness.StartIn(t, dir)
+	r.Expect(harness.EngineReplaced, harness.RequestRefused)
 	r.Deploy(fmt.Sprintf("applications:\n  - name: a\n    model: {id: a}\n    engine:\n      kind: attach\n      family: vllm\n      ranks:\n"+
 		"        - {url: \"http://%s\", kv_events: {connect: \"tcp://%s\", replay: \"tcp://%s\"}}\n%s", api, events, replay, kvRouting))
 	r.WaitStatus("a", "RUNNING")
@@ -123,6 +126,7 @@ func TestKV2DpserveRestartsBesideAnEngine(t *testing.T) {
 	r.Stop()
 
 	r = harness.StartIn(t, dir)
+	r.Expect(harness.EngineReplaced, harness.RequestRefused)
 	r.WaitStatus("a", "RUNNING")
 	kvLive(r, "a", 1)
 	after := kvEqual(r, t, "a")
@@ -150,6 +154,7 @@ func TestKV2DpserveRestartsBesideAnEngine(t *testing.T) {
 func TestKV9AndKV16RealProcesses(t *testing.T) {
 	t.Parallel()
 	r := harness.Start(t)
+	r.Expect(harness.CachingOff)
 	list := func(yaml string) string { return strings.TrimPrefix(yaml, "applications:\n") }
 	r.Deploy(simApp("settled", 1, "independent", "sim_step_ms: 1, block_size: 16, sim_settle_block_size: 768") + kvRouting +
 		list(simApp("uncached", 1, "independent", "sim_step_ms: 1, enable_prefix_caching: false")) + kvRouting +

@@ -23,6 +23,7 @@ func routed(name string, dp int, coupling, args, routing string) string {
 func TestOV3BusyThresholdLetsGo(t *testing.T) {
 	t.Parallel()
 	r := harness.Start(t)
+	r.Expect(harness.RequestRefused)
 	r.Deploy(routed("small", 2, "independent", "num_gpu_blocks_override: 64, max_model_len: 1024, sim_step_ms: 20", "{busy_threshold: 0.2}"))
 	r.WaitStatus("small", "RUNNING")
 	ask := func(client, i, tokens int) int {

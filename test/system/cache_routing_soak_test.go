@@ -19,6 +19,7 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/engine/sim"
 	"github.com/dpserve/dpserve/test/harness"
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 // accepting says that rows run at their full length.
@@ -235,8 +236,9 @@ func TestSK4IdleRanks(t *testing.T) {
 	var b strings.Builder
 	b.WriteString("applications:\n  - name: idle\n    model: {id: idle}\n    routing: {policy: kv, busy_threshold: 0.9}\n" +
 		"    engine:\n      kind: attach\n      family: vllm\n      ranks:\n")
-	for range ranks {
-		fmt.Fprintf(&b, "        - {url: %q}\n", attachedEngine(t, "idle"))
+	base := ports.Take(t, 2*ranks)
+	for i := range ranks {
+		fmt.Fprintf(&b, "        - {url: %q}\n", attachedEngine(t, "idle", base+2*i))
 	}
 	r := harness.Start(t)
 	r.Deploy(b.String())
@@ -264,11 +266,11 @@ func TestSK4IdleRanks(t *testing.T) {
 	r.Delete("idle")
 }
 
-// attachedEngine runs a simulated engine with KV events in this process until the test ends, and gives its URL.
-func attachedEngine(t *testing.T, model string) string {
+// attachedEngine runs a simulated engine with KV events in this process until the test ends, on a port and the next one, and gives its
+// URL.
+func attachedEngine(t *testing.T, model string, base int) string {
 	t.Helper()
-	_, port, _ := strings.Cut(harness.FreeAddr(t), ":")
-	_, events, _ := strings.Cut(harness.FreeAddr(t), ":")
+	port, events := strconv.Itoa(base), strconv.Itoa(base+1)
 	cfg, _, err := sim.ParseFlags([]string{
 		"--host", "127.0.0.1", "--port", port, "--served-model-name", model, "--num-gpu-blocks-override", "2048",
 		"--kv-events-config", `{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:` + events + `"}`,

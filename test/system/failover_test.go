@@ -30,6 +30,7 @@ func cmdline(t *testing.T, pid int) string {
 func TestFS1KillOneOfEight(t *testing.T) {
 	t.Parallel()
 	r := harness.Start(t)
+	r.Expect(harness.EngineFails, harness.StreamBreaks)
 	r.Deploy(simApp("fs", 8, "independent", "sim_step_ms: 10"))
 	st := r.WaitStatus("fs", "RUNNING")
 
@@ -81,6 +82,7 @@ func TestFS1KillOneOfEight(t *testing.T) {
 func TestFS4EveryReplicaFails(t *testing.T) {
 	t.Parallel()
 	r := harness.Start(t)
+	r.Expect(harness.EngineFails, harness.RequestsFail)
 	r.Deploy(simApp("sick", 4, "independent", "sim_step_ms: 1"))
 	r.WaitStatus("sick", "RUNNING")
 	fail := func(mode string) {

@@ -97,6 +97,7 @@ func freezePast(t *testing.T, c *harness.Members, m *harness.Member, load *harne
 func TestMB3FreezeServe(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(6))
+	c.Expect(harness.NodeFails, harness.RanksMove)
 	c.All[0].Want(spread("wide", 6))
 	c.Running("wide")
 
@@ -205,6 +206,7 @@ func TestMB3FreezeFence(t *testing.T) {
 	}
 	c := harness.StartMembers(t, harness.Each(3, "--on-lease-loss", "fence"), harness.MemberSlots(6), harness.MemberTimer("lease_ttl", fenceFactor*harness.LeaseTTL),
 		harness.MemberTimer("lease_regrant", fenceFactor*harness.LeaseRegrant))
+	c.Expect(harness.NodeFails, harness.RanksMove, harness.StreamBreaks)
 	c.All[0].Want(spread("wide", 6))
 	c.Running("wide")
 	worker := firstWithRanks(t, c, c.Leader())

@@ -20,7 +20,9 @@ import (
 func TestSP10JoinRefused(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(1))
+	c.Expect(harness.NodeFails, harness.JoinRefused)
 	foreign := harness.StartMembers(t, harness.Each(1))
+	foreign.Expect(harness.NodeFails, harness.JoinRefused)
 	a := c.All[0]
 	used, expired := newToken(t, a, "ttl=1h&uses=1"), newToken(t, a, "ttl=1s&uses=9")
 	wait := time.Now().Add(1100 * time.Millisecond)

@@ -20,6 +20,7 @@ func TestLockstepOverNodesLosesOne(t *testing.T) {
 		t.Skip("starts a group of engines more than once")
 	}
 	c := harness.StartMembers(t, harness.Each(4), harness.MemberSlots(4))
+	c.Expect(harness.NodeFails, harness.EngineFails, harness.StreamBreaks)
 	c.All[0].Want(simApp("wide", 8, "lockstep", "sim_step_ms: 5"))
 	for _, end := range []func(m *harness.Member){(*harness.Member).Kill, (*harness.Member).Freeze} {
 		st := c.Running("wide")
@@ -64,6 +65,7 @@ func TestLeaderDiesDuringDeploy(t *testing.T) {
 	control, worker := []string{"--roles", "control"}, []string{"--roles", "worker,ingress"}
 	c := harness.StartMembers(t, [][]string{control, control, control, worker, worker}, harness.MemberSlots(8),
 		harness.MemberTimer("lease_ttl", harness.Pace*harness.LeaseTTL), harness.MemberTimer("lease_regrant", harness.Pace*harness.LeaseRegrant)) // leases outlast an election, as real ones do
+	c.Expect(harness.NodeFails)
 	w := c.By("d")
 	leader := c.Leader()
 	w.Want(simApp("slow", 16, "lockstep", "sim_startup_s: 3"))

@@ -65,6 +65,7 @@ func outOf(c *harness.Members, at *harness.Member, app string, ranks []string) {
 func TestMB1JoinAndLoss(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(1), harness.MemberSlots(4))
+	c.Expect(harness.NodeFails, harness.StreamBreaks)
 	a := c.All[0]
 	pauses := writeOn(a)
 	b, lost := c.Add("b"), c.Add("c")
@@ -155,6 +156,7 @@ func TestRG4LeaderKilled(t *testing.T) {
 	t.Parallel()
 	control, worker := []string{"--roles", "control"}, []string{"--roles", "worker,ingress"}
 	c := harness.StartMembers(t, [][]string{control, control, control, worker, worker}, harness.MemberSlots(9))
+	c.Expect(harness.NodeFails)
 	w1, w2 := c.By("d"), c.By("e")
 	w1.Want(simApp("big", 8, "lockstep", "sim_step_ms: 5") + "    num_groups: 2\n")
 	st := c.Running("big")

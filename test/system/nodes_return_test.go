@@ -17,6 +17,7 @@ import (
 func TestMB4NewAddressSameName(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(6))
+	c.Expect(harness.NodeFails, harness.JoinRefused)
 	a, b := c.All[0], c.All[1]
 	a.Want(spread("wide", 6))
 	c.Running("wide")
@@ -55,6 +56,7 @@ func TestMB4NewAddressSameName(t *testing.T) {
 func TestMB7Restarts(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, [][]string{{"--roles", "control"}, {"--roles", "ingress"}, {"--roles", "worker"}, {"--roles", "worker"}}, harness.MemberSlots(4))
+	c.Expect(harness.NodeFails, harness.EngineFails, harness.StreamBreaks)
 	control, ingress, w1, w2 := c.All[0], c.All[1], c.All[2], c.All[3]
 	control.Want(spread("wide", 4))
 	hand := handEngine(t)
@@ -119,6 +121,7 @@ func runs(st *msg.AppStatus) error {
 func TestMB7AllAtOnce(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(4))
+	c.Expect(harness.NodeFails)
 	c.All[0].Want(spread("wide", 6))
 	st := c.Running("wide")
 	before := seats(&st)
@@ -152,7 +155,8 @@ func TestMB6RollingRestart(t *testing.T) {
 	if testing.Short() {
 		t.Skip("restarts three nodes one by one")
 	}
-	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(6))
+	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(6), harness.MemberTimer("lease_ttl", 3*harness.LeaseTTL), harness.MemberTimer("lease_regrant", 3*harness.LeaseRegrant)) // no lease ends because the machine is busy
+	c.Expect(harness.NodeFails)
 	c.All[0].Want(spread("wide", 6))
 	c.Running("wide")
 	for _, m := range c.All {

@@ -80,6 +80,7 @@ func requireDead(t *testing.T, r *harness.Real, pids []int) {
 func TestRG6StartFailures(t *testing.T) {
 	t.Parallel()
 	r := harness.Start(t)
+	r.Expect(harness.RequestRefused)
 	t.Run("always", func(t *testing.T) {
 		r.Deploy(simApp("always", 8, "lockstep", `sim_fail: "start-exit%5"`))
 		st := r.WaitStatus("always", "DEPLOY_FAILED")
@@ -113,6 +114,7 @@ func TestRG6StartFailures(t *testing.T) {
 func TestRG9StubbornEngines(t *testing.T) {
 	t.Parallel()
 	r := harness.Start(t, "--timers", "kill_grace=500ms")
+	r.Expect(harness.EngineFails)
 	r.Deploy(simApp("stubborn", 2, "lockstep", ""))
 	st := r.WaitStatus("stubborn", "RUNNING")
 	for rank := range 2 {
@@ -158,6 +160,7 @@ func portsOf(t *testing.T, st msg.AppStatus) []string {
 func TestRG11IndependentRanks(t *testing.T) {
 	t.Parallel()
 	r := harness.Start(t)
+	r.Expect(harness.EngineFails)
 	r.Deploy(simApp("dense", 4, "independent", "sim_step_ms: 1"))
 	st := r.WaitStatus("dense", "RUNNING")
 	require.Len(t, st.Units, 4)
@@ -219,6 +222,7 @@ func TestRG13EpochsAndIncarnations(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
 	r := harness.StartIn(t, dir)
+	r.Expect(harness.EngineFails)
 	r.Deploy(simApp("lock", 2, "lockstep", ""))
 	r.Deploy(simApp("ind", 2, "independent", ""))
 	lock, ind := r.WaitStatus("lock", "RUNNING"), r.WaitStatus("ind", "RUNNING")
@@ -248,6 +252,7 @@ func TestRG13EpochsAndIncarnations(t *testing.T) {
 	r.Delete("lock")
 	r.Stop()
 	r = harness.StartIn(t, dir)
+	r.Expect(harness.EngineFails)
 	st := r.WaitStatus("ind", "RUNNING")
 	note(st)
 	assert.EqualValues(t, 2, st.Units[0].Epoch)

@@ -34,6 +34,7 @@ func TestFS7NodesComeAndGo(t *testing.T) {
 	}
 	c := harness.StartMembers(t, [][]string{{"--roles", "control,ingress"}, {"--roles", "ingress"}, {"--roles", "worker"}, {"--roles", "worker"}, {"--roles", "worker"}},
 		harness.MemberSlots(4))
+	c.Expect(harness.NodeFails, harness.RanksMove, harness.StreamBreaks)
 	workers := c.All[2:]
 	c.All[0].Want(spread("wide", 6))
 	c.Running("wide")
@@ -103,7 +104,8 @@ func TestFS10RollAndDrain(t *testing.T) {
 		streams, tokens, short, step = 250, 600, 8, 20
 	}
 	limit := harness.Patience + time.Duration(tokens)*50*time.Millisecond
-	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(4))
+	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(4), harness.MemberTimer("lease_ttl", 3*harness.LeaseTTL), harness.MemberTimer("lease_regrant", 3*harness.LeaseRegrant)) // no lease ends because the machine is busy
+	c.Expect(harness.NodeFails)
 	a := c.All[0]
 	a.Want(roll(step))
 	c.Running("roll")
@@ -112,11 +114,15 @@ func TestFS10RollAndDrain(t *testing.T) {
 	load.Reaches(10)
 	watch := watchDrains(c, a, "roll")
 
-	phase := func(what string, f func()) {
+	const ranks, group = 6, 2
+	phase := func(what string, missing int, f func()) {
+		watch.least()
 		began := time.Now()
 		f()
 		load.Reaches(10)
-		t.Logf("%s took %s, at least %d of 6 ranks were ready", what, time.Since(began).Round(time.Millisecond), watch.least())
+		least := watch.least()
+		t.Logf("%s took %s, at least %d of %d ranks were ready", what, time.Since(began).Round(time.Millisecond), least, ranks)
+		assert.GreaterOrEqual(t, least, ranks-missing, "ready ranks during %s", what)
 	}
 	busy := func() { // the streams are spread over all groups
 		st := c.Running("roll")
@@ -130,7 +136,7 @@ func TestFS10RollAndDrain(t *testing.T) {
 		}
 	}
 	busy()
-	phase("a new revision", func() {
+	phase("a new revision", group, func() { // one group after the other
 		a.Want(roll(step + 1))
 		patiently(c, limit, "the new revision", func() error {
 			st, err := a.AppOf("roll")
@@ -152,7 +158,7 @@ func TestFS10RollAndDrain(t *testing.T) {
 	}
 	require.NotEmpty(t, on(seats(&st), m.Name))
 	busy()
-	phase("the drain of "+m.Name, func() {
+	phase("the drain of "+m.Name, len(on(seats(&st), m.Name)), func() { // all but those of the node
 		t.Logf("%s has %d streams", m.Name, inFlight(a, "roll", m.Name))
 		code, text := command(a, "drain", m.Name, "--detach")
 		require.Zero(t, code, text)
@@ -173,7 +179,7 @@ func TestFS10RollAndDrain(t *testing.T) {
 	st = c.Running("roll")
 	m = c.All[2]
 	busy()
-	phase("the restart of "+m.Name, func() {
+	phase("the restart of "+m.Name, len(on(seats(&st), m.Name)), func() {
 		had, streams := len(on(seats(&st), m.Name)), inFlight(a, "roll", m.Name)
 		began := time.Now()
 		m.Signal(syscall.SIGTERM)

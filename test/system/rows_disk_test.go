@@ -3,8 +3,6 @@ package system
 import (
 	"fmt"
 	"net/http"
-	"os/exec"
-	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -15,22 +13,6 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/test/harness"
 )
-
-// diskWrites says whether a node's process may write to files: without, every write fails, as on a disk that is full or read-only. The
-// limit is the process's own and needs no rights.
-func diskWrites(t *testing.T, m *harness.Member, may bool) {
-	t.Helper()
-	size := "0"
-	if may {
-		size = "unlimited"
-	}
-	tool, err := exec.LookPath("prlimit")
-	if err != nil {
-		t.Skip("this machine has no prlimit command to take a process's disk away")
-	}
-	out, err := exec.CommandContext(t.Context(), tool, "--pid", strconv.Itoa(m.PID), "--fsize="+size+":").CombinedOutput()
-	require.NoError(t, err, string(out))
-}
 
 // deploys puts an application with a path of its own and says whether that was acknowledged.
 func deploys(m *harness.Member, name string) (code int, text string) {
@@ -53,11 +35,12 @@ func known(m *harness.Member) (names map[string]bool, err error) {
 	return names, err
 }
 
-// MB10, disk: the disk of the only voter, then of the leader of three, then of all refuses writes. Clocks that jump by an hour are the
-// simulation's: processes of one machine share its clock.
+// MB10, disk: the disk of the only voter, then of the leader of three, then of all refuses writes. Clocks that are wrong by an
+// hour are the simulation's and the node port's: processes of one machine share its clock.
 func TestMB10DiskRefusesWrites(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, [][]string{{}, {"--roles", "worker,ingress"}}, harness.MemberSlots(8))
+	c.Expect(harness.NodeFails, harness.DiskFails)
 	a, b := c.All[0], c.All[1]
 	a.Want(spread("wide", 6))
 	st := c.Running("wide")
@@ -129,6 +112,7 @@ func keeps(c *harness.Members, acknowledged []string, never string) {
 func TestMB10LeadersDisk(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(8))
+	c.Expect(harness.NodeFails, harness.DiskFails)
 	c.All[0].Want(spread("wide", 6))
 	st := c.Running("wide")
 	before := seats(&st)

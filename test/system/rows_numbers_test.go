@@ -69,6 +69,7 @@ func TestNumbersLeaderKilled(t *testing.T) {
 	t.Parallel()
 	control, worker := []string{"--roles", "control"}, []string{"--roles", "worker,ingress"}
 	c := harness.StartMembers(t, [][]string{control, control, control, worker, worker}, harness.RealTimers())
+	c.Expect(harness.NodeFails)
 	w1, w2 := c.By("d"), c.By("e")
 	w1.Want(spread("wide", 8))
 	st := c.Running("wide")
@@ -109,6 +110,7 @@ func TestNumbersNodeLost(t *testing.T) {
 	t.Parallel()
 	worker := []string{"--roles", "worker"}
 	c := harness.StartMembers(t, [][]string{{"--roles", "control,ingress"}, {"--roles", "ingress"}, worker, worker, worker}, harness.RealTimers())
+	c.Expect(harness.NodeFails, harness.StreamBreaks)
 	a, b := c.All[0], c.All[1]
 	a.Want(strings.Replace(spread("wide", 6), "sim_step_ms: 5", "sim_step_ms: 20", 1))
 	st := c.Running("wide")
@@ -141,6 +143,7 @@ func TestNumbersLockstepRankKilled(t *testing.T) {
 	t.Parallel()
 	both := []string{"--slots", "8"}
 	c := harness.StartMembers(t, [][]string{both, both, {"--roles", "ingress"}}, harness.RealTimers())
+	c.Expect(harness.EngineFails, harness.StreamBreaks)
 	began := time.Now()
 	c.All[0].Want(simApp("big", 16, "lockstep", "sim_step_ms: 10"))
 	st := c.Running("big")

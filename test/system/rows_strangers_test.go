@@ -132,6 +132,7 @@ func TestSP11Strangers(t *testing.T) {
 		long = 10 * time.Minute
 	}
 	c := harness.StartMembers(t, harness.Each(2), harness.MemberSlots(4))
+	c.Expect(harness.GossipRefused, harness.JoinRefused)
 	a, b := c.All[0], c.All[1]
 	a.Want(spread("wide", 4))
 	st := c.Running("wide")

@@ -17,6 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/test/harness"
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 var urlLine = regexp.MustCompile(`http://127\.0\.0\.1:\d+`)
@@ -97,6 +98,7 @@ func TestUpSecondInterrupt(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "app.yaml")
 	require.NoError(t, os.WriteFile(file, []byte(simApp("slow", 2, "independent", "sim_step_ms: 500")), 0o600))
 	r := harness.Run(t, "up", file)
+	r.Expect(harness.StreamBreaks)
 	curl := waitOutput(t, r, regexp.MustCompile(`curl [^\n]*`))
 	r.HTTP = strings.TrimPrefix(urlLine.FindString(curl), "http://")
 	done := make(chan *harness.Stream, 1)
@@ -123,13 +125,14 @@ func TestUpAttach(t *testing.T) {
 		return harness.Run(t, "engine", "sim", "--host", "127.0.0.1", "--port", port, "--served-model-name", "attached", "--sim-step-ms", "1")
 	}
 	for range 2 {
-		addr := harness.FreeAddr(t)
+		addr := ports.TakeAddr(t)
 		engines, addrs = append(engines, engine(addr)), append(addrs, addr)
 	}
 	for _, a := range addrs {
 		waitHealthy(t, a)
 	}
 	r := harness.Run(t, "up", "--attach", "http://"+addrs[0], "--attach", "http://"+addrs[1])
+	r.Expect(harness.EngineFails)
 	curl := waitOutput(t, r, regexp.MustCompile(`curl [^\n]*`))
 	assert.Contains(t, r.Output(), "kind: attach", "the app.yaml it stands for is printed")
 	r.HTTP = strings.TrimPrefix(urlLine.FindString(curl), "http://")

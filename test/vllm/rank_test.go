@@ -11,7 +11,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -21,6 +20,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/test/harness"
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 // How the engines are started. CPU attention wants blocks of 32. 256 of them hold what is in flight at once, and little more: blocks are
@@ -66,8 +66,10 @@ type rank struct {
 
 func newRank(t *testing.T, program string) *rank {
 	t.Helper()
-	ports := freePorts(t, 3)
-	r := &rank{t: t, program: program, addr: ports[0], events: "tcp://" + ports[1], replay: "tcp://" + ports[2]}
+	// The engine dials its event port from the start and for ever: inside the kernel's range of ports for connections such a dial would
+	// meet itself one day, and nobody could listen there any more. No port of a test is from that range.
+	addr, events, replay := ports.TakeAddr(t), ports.TakeAddr(t), ports.TakeAddr(t)
+	r := &rank{t: t, program: program, addr: addr, events: "tcp://" + events, replay: "tcp://" + replay}
 	t.Cleanup(func() {
 		r.stop()
 		if t.Failed() {
@@ -75,25 +77,6 @@ func newRank(t *testing.T, program string) *rank {
 		}
 	})
 	return r
-}
-
-// freePorts are loopback addresses below the range that the kernel takes ports of connections from. The engine dials its event port
-// from the start and for ever: inside that range such a dial would meet itself one day, and nobody could listen there any more.
-func freePorts(t *testing.T, n int) []string {
-	t.Helper()
-	lo, _, _ := strings.Cut(harness.PortRange(t), "-")
-	port, err := strconv.Atoi(lo)
-	require.NoError(t, err)
-	var out []string
-	for ; len(out) < n; port++ {
-		addr := net.JoinHostPort("127.0.0.1", strconv.Itoa(port))
-		l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", addr)
-		if err == nil {
-			out = append(out, addr)
-			require.NoError(t, l.Close())
-		}
-	}
-	return out
 }
 
 func (r *rank) args() []string {

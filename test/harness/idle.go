@@ -1,0 +1,80 @@
+package harness
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+)
+
+// get is a GET at one node's admin API.
+type get func(path string) (code int, text string, err error)
+
+// idle says what a node has in hand: requests at ranks as the node's leader tells it, and the queue and the reservations of the node's
+// own ingress. more are applications to ask about while nobody leads and lists them.
+func idle(ask get, more ...string) error {
+	code, text, err := ask("/api/v1/apps")
+	if err != nil {
+		return err
+	}
+	var list struct{ Apps []msg.AppStatus }
+	if code == http.StatusOK {
+		if err := json.Unmarshal([]byte(text), &list); err != nil {
+			return err
+		}
+		more = nil
+	} else if code != http.StatusServiceUnavailable {
+		return fmt.Errorf("apps: %d %s", code, text)
+	}
+	for _, a := range list.Apps {
+		if a.Queued > 0 {
+			return fmt.Errorf("%s: %d queued", a.Name, a.Queued)
+		}
+		for _, u := range a.Units {
+			for _, k := range u.Ranks {
+				if k.InFlight > 0 {
+					return fmt.Errorf("%s rank %d/%d: %d in flight", a.Name, k.Group, k.Rank, k.InFlight)
+				}
+			}
+		}
+		more = append(more, a.Name)
+	}
+	for _, name := range more {
+		if err := idleRouter(ask, name); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func idleRouter(ask get, app string) error {
+	code, text, err := ask("/api/v1/routers/" + app)
+	if err != nil {
+		return err
+	}
+	if code != http.StatusOK {
+		return nil // the node is no ingress, or has no rank of the app
+	}
+	var router msg.RouterInfo
+	if err := json.Unmarshal([]byte(text), &router); err != nil {
+		return err
+	}
+	if router.Queued > 0 || router.Reservations > 0 {
+		return fmt.Errorf("%s: %d queued, %d reserved", app, router.Queued, router.Reservations)
+	}
+	return nil
+}
+
+// endPatience is how long what a test began may take to end by itself.
+const endPatience = 20 * time.Second
+
+// soon polls until f gives nil, and gives f's last error.
+func soon(f func() error) error {
+	for end := time.Now().Add(endPatience); ; time.Sleep(pollEvery) {
+		if err := f(); err == nil || time.Now().After(end) {
+			return err
+		}
+	}
+}

@@ -1,0 +1,67 @@
+package inprocess
+
+import (
+	"encoding/json"
+	"net/http"
+	"strconv"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/engine/sim"
+	"github.com/dpserve/dpserve/test/harness"
+)
+
+// FS4 with exact times: while every engine answers 500, and when every engine refuses the connection, a client has its error within a
+// second, with Retry-After, and no rank gets one request twice.
+func TestFS4AnErrorWithinASecond(t *testing.T) {
+	const ranks, requests, most = 4, 40, 3
+	for _, mode := range []sim.Mode{sim.ModeHTTP500, sim.ModeRefuse} {
+		t.Run(string(mode), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				c := harness.New(t)
+				c.Expect(harness.EngineFails, harness.RequestsFail)
+				c.Deploy(simApp("sick", ranks, "independent", "sim_step_ms: 1"))
+				c.WaitStatus("sick", "RUNNING")
+				taken := func() (out [ranks]uint64) {
+					for rank := range ranks {
+						out[rank] = c.Rank("sick", 0, rank).Requests
+					}
+					return out
+				}
+				for rank := range ranks {
+					c.Fail("sick", 0, rank, sim.Fault{Mode: mode})
+				}
+				for i := range requests {
+					if mode == sim.ModeRefuse && i > 0 {
+						break // the first failure fences the ranks; later requests wait for their restart
+					}
+					before, began := taken(), time.Now()
+					resp, err := c.Post(t.Context(), "/v1/chat/completions", harness.Chat("sick", "hi", 4, true))
+					require.NoError(t, err)
+					var e struct{ Error struct{ Code string } }
+					require.NoError(t, json.NewDecoder(resp.Body).Decode(&e))
+					require.NoError(t, resp.Body.Close())
+					assert.LessOrEqual(t, time.Since(began), time.Second)
+					assert.Contains(t, []int{http.StatusBadGateway, http.StatusServiceUnavailable}, resp.StatusCode)
+					assert.Contains(t, []string{"upstream_failed", "no_ready_rank", "overloaded"}, e.Error.Code)
+					assert.NotEmpty(t, resp.Header.Get("Retry-After"))
+					if attempts := resp.Header.Get("X-Dpserve-Attempts"); attempts != "" {
+						n, err := strconv.Atoi(attempts)
+						require.NoError(t, err)
+						assert.LessOrEqual(t, n, most)
+					}
+					synctest.Wait()
+					for rank, n := range taken() {
+						assert.LessOrEqual(t, n-before[rank], uint64(1), "request %d at rank %d", i, rank)
+					}
+				}
+				c.Delete("sick")
+				c.Until("sick gone", gone(c, "sick"))
+			})
+		})
+	}
+}
