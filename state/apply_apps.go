@@ -2,9 +2,11 @@ package state
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/json"
 	"maps"
 	"slices"
+	"strings"
 
 	"github.com/dpserve/dpserve/internal/problem"
 )
@@ -64,7 +66,7 @@ func (s *State) putApp(next map[string]*App, spec *AppSpec, expect map[string]ui
 	if old != nil && bytes.Equal(old.Spec, canonical) {
 		return false, nil
 	}
-	a := &App{Name: spec.Name, Revision: s.Revisions[spec.Name] + 1, ChangedAt: s.Revision + 1, Spec: canonical, Names: slices.Clone(spec.Names), Route: spec.Route}
+	a := &App{Name: spec.Name, Revision: s.lastRevision(spec.Name) + 1, ChangedAt: s.Revision + 1, Spec: canonical, Names: slices.Clone(spec.Names), Route: spec.Route}
 	if old != nil {
 		a.Revision, a.Previous = old.Revision+1, old.Spec
 	}
@@ -172,7 +174,57 @@ func (s *State) forgetApp(c *ForgetApp) error {
 	}
 	delete(s.Apps, c.Name)
 	s.Revisions[c.Name] = a.Revision
+	s.leaveOut()
 	return nil
+}
+
+// maxGone bounds the names of applications, and of units, that are kept beyond their end.
+const maxGone = 1024
+
+// leaveOut drops names of what is gone over the bound, those with the lowest numbers first. Names without an entry count as at the
+// floor, which is no lower than any that was dropped: so none comes back with a number that it had.
+func (s *State) leaveOut() {
+	gone := func(unit string) bool {
+		app, _, _ := strings.Cut(unit, "/")
+		return s.Units[unit] == nil && s.Apps[app] == nil
+	}
+	s.EpochFloor = max(s.EpochFloor, dropLowest(s.Epochs, gone))
+	s.RevisionFloor = max(s.RevisionFloor, dropLowest(s.Revisions, func(app string) bool { return s.Apps[app] == nil }))
+}
+
+// dropLowest drops all but maxGone of the entries that may go, and gives the highest number that it dropped.
+func dropLowest(of map[string]uint64, mayGo func(name string) bool) (highest uint64) {
+	var names []string
+	for name := range of {
+		if mayGo(name) {
+			names = append(names, name)
+		}
+	}
+	if len(names) <= maxGone {
+		return 0
+	}
+	slices.SortFunc(names, func(a, b string) int { return cmp.Or(cmp.Compare(of[a], of[b]), cmp.Compare(a, b)) })
+	for _, name := range names[:len(names)-maxGone] {
+		highest = max(highest, of[name])
+		delete(of, name)
+	}
+	return highest
+}
+
+// LastEpoch is no lower than any epoch that the unit ever had, and what its next one follows.
+func (s *State) LastEpoch(unit string) uint64 {
+	if e, ok := s.Epochs[unit]; ok {
+		return e
+	}
+	return s.EpochFloor
+}
+
+// lastRevision is the same for the revision of an application.
+func (s *State) lastRevision(app string) uint64 {
+	if r, ok := s.Revisions[app]; ok {
+		return r
+	}
+	return s.RevisionFloor
 }
 
 func (s *State) unknownApp(verb, name string) error {

@@ -37,7 +37,7 @@ func (s *State) grantGroup(c *GrantGroup) (Result, error) {
 // granted is the new record of a unit.
 func (s *State) granted(c *GrantGroup, g *UnitGrant) *Unit {
 	u := &Unit{
-		ID: g.Unit, App: c.App, Group: c.Group, Epoch: s.Epochs[g.Unit] + 1, Phase: Starting, Attempt: g.Attempt,
+		ID: g.Unit, App: c.App, Group: c.Group, Epoch: s.LastEpoch(g.Unit) + 1, Phase: Starting, Attempt: g.Attempt,
 		AppRevision: c.AppRevision, Launch: g.Launch, Ranks: slices.Clone(g.Ranks), Blocks: slices.Clone(g.Blocks),
 		Since: c.At, Restarts: max(0, g.Restarts),
 	}
@@ -116,8 +116,8 @@ func (s *State) current(verb string, c *UnitRef) (*Unit, error) {
 	switch {
 	case ok && u.Epoch == c.Epoch:
 		return u, nil
-	case c.Epoch != s.Epochs[c.Unit]:
-		return nil, staleEpoch(verb, c.Unit, c.Epoch, s.Epochs[c.Unit])
+	case c.Epoch != s.LastEpoch(c.Unit):
+		return nil, staleEpoch(verb, c.Unit, c.Epoch, s.LastEpoch(c.Unit))
 	default:
 		return nil, problem.New(problem.NotFound, "%s: %w %s: epoch %d is released already", verb, ErrUnknownUnit, c.Unit, c.Epoch)
 	}

@@ -124,7 +124,7 @@ func (s *State) checkUnit(c *GrantGroup, g *UnitGrant) error {
 	if !ownsUnit(c.App, c.Group, g) {
 		return badGrant("%s is no unit of group %d of application %q", g.Unit, c.Group, c.App)
 	}
-	if have := s.Epochs[g.Unit]; have != g.ExpectEpoch {
+	if have := s.LastEpoch(g.Unit); have != g.ExpectEpoch {
 		return staleEpoch("grant group", g.Unit, g.ExpectEpoch, have)
 	}
 	if len(g.Ranks) == 0 {

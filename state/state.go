@@ -76,6 +76,11 @@ type State struct {
 	Revisions map[string]uint64 `json:"revisions"` // last revision of apps that are gone, so that a re-deployed name never repeats one
 	Epochs    map[string]uint64 `json:"epochs"`    // highest epoch per unit ever; outlives the unit, so a re-deployed name never repeats
 	Nodes     map[string]*Node  `json:"nodes,omitempty"`
+
+	// Of what is gone only the last maxGone names are in Revisions and Epochs; what was left out was at these at most.
+	RevisionFloor uint64 `json:"revision_floor,omitempty"`
+	EpochFloor    uint64 `json:"epoch_floor,omitempty"`
+
 	Tokens    map[string]*Token `json:"tokens,omitempty"`     // by hash
 	Removed   []string          `json:"removed,omitempty"`    // UIDs of nodes that were removed, the latest last
 	RemovedAt map[string]int64  `json:"removed_at,omitempty"` // by UID: unix ms; replaced, never written into

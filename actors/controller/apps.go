@@ -174,7 +174,7 @@ func (c *Core) reconcileApp(now time.Time, a *application) {
 		u := c.units[w.ID]
 		if u == nil {
 			u = newUnit(w.ID, w.App, w.Group, w.Ranks)
-			u.m = state.Machine{Epoch: c.state.Epochs[w.ID]}
+			u.m = state.Machine{Epoch: c.state.LastEpoch(w.ID)}
 			c.add(u)
 		}
 		u.m.Attach = a.spec.Engine.Kind == app.KindAttach
@@ -255,7 +255,7 @@ func (c *Core) tellRaft(now time.Time) {
 }
 
 // unseen says whether the grant in hand is newer than the snapshot: its answer came before the snapshot that holds it.
-func (c *Core) unseen(u *unit) bool { return u.m.Epoch > c.state.Epochs[u.id] }
+func (c *Core) unseen(u *unit) bool { return u.m.Epoch > c.state.LastEpoch(u.id) }
 
 func (c *Core) propose(u *unit, w wish) {
 	ref := u.ref()

@@ -161,7 +161,7 @@ func (c *Core) propound(now time.Time, us []*unit, placed []placement.Placed) {
 			u.next.fill(u.ranks, &placed[i])
 		}
 		g.Units = append(g.Units, state.UnitGrant{
-			Unit: u.id, ExpectEpoch: max(u.m.Epoch, c.state.Epochs[u.id]), Attempt: w.attempt, Launch: u.next.launch,
+			Unit: u.id, ExpectEpoch: max(u.m.Epoch, c.state.LastEpoch(u.id)), Attempt: w.attempt, Launch: u.next.launch,
 			Ranks: u.next.ranks, Blocks: u.next.blocks, Restarts: u.restarts(u.next.launch),
 		})
 	}

@@ -64,7 +64,8 @@ func (n *Node) checkLease(every time.Duration) time.Duration {
 // superseded says that the cluster has given the unit away, or taken it back, since that epoch. A copy of the state that lags
 // behind says nothing.
 func superseded(s *state.State, unit string, epoch uint64) bool {
-	return s.Epochs[unit] > epoch || s.Epochs[unit] == epoch && s.Units[unit] == nil
+	last := s.LastEpoch(unit)
+	return last > epoch || last == epoch && s.Units[unit] == nil
 }
 
 // supersede stops what s shows to be over, and forgets what is gone: its leader has heard of it.

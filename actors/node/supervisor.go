@@ -75,7 +75,7 @@ func (s *supervisor) start(m *msg.StartRank) error {
 func (s *supervisor) mayBegin(m *msg.StartRank) error {
 	if s.cfg.Store != nil {
 		if now := s.cfg.Store.State(); superseded(now, m.Unit, m.Epoch) {
-			return problem.New(problem.Conflict, "unit %s: %w: epoch %d was asked for, the cluster has released it (it is at %d)", m.Unit, ErrStaleEpoch, m.Epoch, now.Epochs[m.Unit])
+			return problem.New(problem.Conflict, "unit %s: %w: epoch %d was asked for, the cluster has released it (it is at %d)", m.Unit, ErrStaleEpoch, m.Epoch, now.LastEpoch(m.Unit))
 		} else if s.epochs.isBehind(now) {
 			return problem.New(problem.Unavailable, "unit %s: this node's copy of the state is older than before it was started", m.Unit).
 				WithHint("wait until the node has the present state")

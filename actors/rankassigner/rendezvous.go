@@ -151,7 +151,7 @@ func (t *table) prune(s *state.State) {
 		t.last = s
 	}
 	for unit, m := range t.meetings {
-		have := s.Epochs[unit]
+		have := s.LastEpoch(unit)
 		if have < m.epoch || (have == m.epoch && s.Units[unit] != nil && s.Units[unit].Holds()) {
 			continue
 		}

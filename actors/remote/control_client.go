@@ -147,7 +147,7 @@ func (c *LeaderClient) publish(ctx context.Context, p msg.Publish) error {
 }
 
 func (c *LeaderClient) superseded(p msg.Publish) bool {
-	return c.cfg.Store.State().Epochs[p.Unit] > p.Epoch
+	return c.cfg.Store.State().LastEpoch(p.Unit) > p.Epoch
 }
 
 // Propose implements msg.Proposer for a node that is not part of consensus: one round. cluster.ErrOutcomeUnknown where the node

@@ -24,8 +24,9 @@ func newNodes(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "nodes [flags]",
 		Short: "the machines of the cluster",
-		Long: `nodes shows every node: alive, silent (its lease is not renewed), lost (its ranks were given to others), draining or drained;
-its roles (* = leads, + = votes), slots and devices in use, the groups that have ranks there, and when it was last heard of and by whom.`,
+		Long: `nodes shows every node: alive, silent (its lease is not renewed), lost (its ranks were given to others), draining,
+drained or stopping (its process was told to end); its roles (* = leads, + = votes), slots and devices in use, the
+groups that have ranks there, and when it was last heard of and by whom.`,
 		Example: "  dpserve nodes -o wide",
 		Args:    takes(0),
 		RunE:    func(cmd *cobra.Command, _ []string) error { return e.nodes(cmd.Context(), *output) },
@@ -111,7 +112,7 @@ func nodeColor(state string) color {
 	switch state {
 	case "alive":
 		return good
-	case "draining", "silent":
+	case "draining", "silent", "stopping":
 		return busy
 	case "lost":
 		return bad
