@@ -23,7 +23,17 @@ const (
 type entry struct {
 	term    uint64
 	command *state.Command
+	data    []byte // the encoded command, as the disks have it
+	decoded *state.Command
 	members []voter
+}
+
+func newEntry(term uint64, c *state.Command) *entry {
+	data, err := state.EncodeCommand(c)
+	if err != nil {
+		panic(err)
+	}
+	return &entry{term: term, command: c, data: data}
 }
 
 // voter is a member of consensus.
@@ -35,11 +45,14 @@ type voter struct {
 // disk is what a machine's process leaves to the next one.
 type disk struct {
 	term     uint64
-	votedFor int // machine, -1: nobody
-	log      []*entry
-	synced   int // entries that are on disk: the rest is lost, wholly or in part, when the process ends
+	votedFor int       // machine, -1: nobody
+	snap     *snapshot // the newest, nil: none
+	base     int       // entries that a snapshot has taken the place of
+	baseTerm uint64    // of the last of them
+	log      []*entry  // the others: log[0] is entry base + 1
+	synced   int       // the last entry on disk: what follows is lost, wholly or in part, when the process ends
 	epochs   map[string]uint64
-	saved    *state.State // of a node without role control
+	saved    []byte // a node without role control: its copy of the state, encoded
 }
 
 type role uint8
@@ -51,7 +64,7 @@ const (
 )
 
 // raft is a model of hashicorp/raft: elections with pre-vote, a leader's lease, commit by the majority of the newest configuration,
-// one change of members at a time. Logs are not compacted.
+// one change of members at a time, snapshots, and a log that they shorten.
 type raft struct {
 	c *cluster
 	m *machine
@@ -60,6 +73,8 @@ type raft struct {
 	leads     int // machine that leads as far as is known, -1: nobody
 	commit    int
 	applied   int
+	fsm       *fsm
+	compactAt int           // applied at the next snapshot
 	heard     time.Duration // of a leader, or of a candidate that got the vote
 	forced    bool          // the leader has asked it to take its place
 	guard     int           // number of the wait for the leader's silence
@@ -78,6 +93,12 @@ type raft struct {
 
 func newRaft(m *machine) *raft {
 	r := &raft{c: m.c, m: m, disk: m.disk, leads: -1, heard: m.c.now, pending: map[int]func(state.Result, error){}}
+	r.fsm = &fsm{m: m, work: state.New()}
+	if s := r.snap; s != nil {
+		r.commit, r.applied = s.at, s.at
+		r.fsm.restore(s)
+	}
+	r.compactAt = r.applied + m.c.IntN(compactMax)
 	r.watch()
 	return r
 }
@@ -97,23 +118,44 @@ func (r *raft) watch() {
 	})
 }
 
-func (r *raft) last() int { return len(r.log) }
+func (d *disk) last() int { return d.base + len(d.log) }
 
-func (r *raft) termAt(i int) uint64 {
-	if i == 0 {
-		return 0
+// at is an entry that no snapshot has taken the place of.
+func (d *disk) at(i int) *entry { return d.log[i-1-d.base] }
+
+// termAt is the term of an entry from base on.
+func (d *disk) termAt(i int) uint64 {
+	if i == d.base {
+		return d.baseTerm
 	}
-	return r.log[i-1].term
+	return d.at(i).term
+}
+
+// has says whether the log holds the entry of this index and term. What a snapshot has taken the place of is committed,
+// so every leader has the same there.
+func (d *disk) has(i int, term uint64) bool {
+	return i < d.base || i <= d.last() && d.termAt(i) == term
 }
 
 // members is the newest configuration of the log, committed or not, and where it stands.
 func (r *raft) members() ([]voter, int) {
-	for i := len(r.log); i > 0 && r.conf == nil; i-- {
-		if m := r.log[i-1].members; m != nil {
-			r.conf, r.confAt = m, i
-		}
+	if r.conf == nil {
+		r.conf, r.confAt = r.membersAt(r.last())
 	}
 	return r.conf, r.confAt
+}
+
+// membersAt is the newest configuration up to an entry.
+func (d *disk) membersAt(last int) ([]voter, int) {
+	for i := last; i > d.base; i-- {
+		if m := d.at(i).members; m != nil {
+			return m, i
+		}
+	}
+	if d.snap == nil {
+		return nil, 0
+	}
+	return d.snap.members, d.snap.confAt
 }
 
 func (r *raft) isVoter(i int) bool {
@@ -359,17 +401,25 @@ func (r *raft) learn(commit int) {
 		return
 	}
 	r.commit = commit
+	changed, answers := false, []func(){}
 	for r.applied < commit {
 		r.applied++
-		r.c.canon.commit(r, r.applied, r.log[r.applied-1])
-	}
-	r.m.publish(r.c.canon.states[commit])
-	for _, i := range sorted(r.pending) {
-		if done := r.pending[i]; i <= commit && done != nil {
-			delete(r.pending, i)
-			done(r.c.canon.results[i], r.c.canon.errs[i])
+		at, e := r.applied, r.at(r.applied)
+		r.c.canon.commit(r, at, e)
+		res, err := r.fsm.apply(at, e)
+		changed = changed || e.command != nil && err == nil && !res.Unchanged
+		if done := r.pending[at]; done != nil {
+			delete(r.pending, at)
+			answers = append(answers, func() { done(res, err) })
 		}
 	}
+	if changed {
+		r.m.publish(r.fsm.work.Clone())
+	}
+	for _, answer := range answers {
+		answer()
+	}
+	r.compact()
 	if _, at := r.members(); r.role == leader && at <= commit && !r.isVoter(r.m.i) {
 		r.follow(r.term, -1) // it was taken out
 	}
@@ -383,7 +433,7 @@ func (r *raft) propose(c *state.Command, done func(state.Result, error)) (ok boo
 	if r == nil || r.role != leader || len(r.pending) >= maxPending {
 		return false
 	}
-	r.pending[r.append(&entry{term: r.term, command: c})] = done
+	r.pending[r.append(newEntry(r.term, c))] = done
 	return true
 }
 

@@ -245,8 +245,8 @@ func (f *faults) crash(m *machine, until time.Duration) {
 
 func (f *faults) boot(m *machine) {
 	if !m.alive && !m.removed {
-		if m.disk.saved.Index == 0 {
-			m.disk.saved = f.c.canon.now() // what it was told when it joined
+		if m.disk.saved == nil && !m.control {
+			m.disk.saved = f.c.public(f.c.canon.now()) // what it was told when it joined
 		}
 		m.boot()
 		m.upset = f.c.now

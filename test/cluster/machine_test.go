@@ -56,8 +56,13 @@ func (m *machine) boot() {
 	m.c.log("boot", m.name)
 	if m.control {
 		m.raft = newRaft(m)
+		if m.raft.snap != nil {
+			m.view = m.raft.fsm.work.Clone()
+		}
 	} else {
-		m.view = m.disk.saved
+		if m.disk.saved != nil {
+			m.view = m.c.decode(m, m.disk.saved)
+		}
 		m.watch = newWatcher(m)
 	}
 	m.host = newHost(m)
@@ -73,9 +78,9 @@ func (m *machine) crash(power bool) {
 		return
 	}
 	m.c.log("crash", m.name, power)
-	if kept := m.disk.synced; kept < len(m.disk.log) {
-		kept += m.c.IntN(len(m.disk.log) - kept + 1)
-		m.disk.log, m.disk.synced = m.disk.log[:kept:kept], kept
+	if d := m.disk; d.synced < d.last() {
+		kept := d.synced + m.c.IntN(d.last()-d.synced+1)
+		d.log, d.synced = d.log[:kept-d.base:kept-d.base], kept
 	}
 	for _, e := range m.host.engines {
 		e.dead = true
@@ -150,9 +155,6 @@ func (m *machine) publish(s *state.State) {
 				m.viewed[id] = m.c.now
 			}
 		}
-	}
-	if m.watch != nil {
-		m.disk.saved = s
 	}
 	if !m.dirty {
 		m.dirty = true

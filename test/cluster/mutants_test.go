@@ -11,7 +11,7 @@ const mutantSeeds = 600
 
 // TestMutants: each rule that is broken on purpose is noticed. Without this the silence of TestSeeds would say nothing.
 func TestMutants(t *testing.T) {
-	for _, m := range []mutant{noSupersede, noFence, noGrace, noConfirm, noBarrier, noFsync, sendsOn, impatient, forgets, early} {
+	for _, m := range []mutant{noSupersede, noFence, noGrace, noConfirm, noBarrier, noFsync, sendsOn, impatient, forgets, early, skips, losesEpochs} {
 		t.Run(string(m), func(t *testing.T) {
 			if m == noConfirm && (testing.Short() || raced) {
 				t.Skip("it takes a hundred seeds to show itself")

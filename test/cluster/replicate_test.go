@@ -9,7 +9,7 @@ import (
 func (r *raft) append(e *entry) int {
 	r.add(e)
 	at, round := r.last(), r.round
-	r.c.after(r.m.process, r.c.span(0, fsyncMax), func() {
+	r.write(func() {
 		if r.role != leader || r.round != round {
 			return
 		}
@@ -20,6 +20,9 @@ func (r *raft) append(e *entry) int {
 	})
 	return at
 }
+
+// write does something when what was written is on disk.
+func (r *raft) write(then func()) { r.c.after(r.m.process, r.c.span(0, fsyncMax), then) }
 
 func (r *raft) add(e *entry) {
 	r.log = append(r.log, e)
@@ -48,10 +51,14 @@ func (r *raft) spread() {
 
 func (r *raft) replicate(to *machine) {
 	prev := r.next[to.i] - 1
-	end := min(r.synced, prev+maxEntries)
-	a := &appendEntries{from: r.m, sent: r.c.now, term: r.term, round: r.round, prev: prev, prevTerm: r.termAt(prev), commit: r.commit}
-	if end > prev {
-		a.entries = slices.Clone(r.log[prev:end])
+	a := &appendEntries{from: r.m, sent: r.c.now, term: r.term, round: r.round, commit: r.commit}
+	if prev < r.base {
+		a.snapshot = r.snap
+	} else {
+		a.prev, a.prevTerm = prev, r.termAt(prev)
+		if end := min(r.synced, prev+maxEntries); end > prev {
+			a.entries = slices.Clone(r.log[prev-r.base : end-r.base])
+		}
 	}
 	r.c.send(r.m, to, raftLife, true, func() {
 		if to.raft != nil {
@@ -70,6 +77,7 @@ type appendEntries struct {
 	prevTerm uint64
 	entries  []*entry
 	commit   int
+	snapshot *snapshot // in place of entries that the leader's log has no more
 }
 
 // taken is a follower's part.
@@ -80,20 +88,24 @@ func (r *raft) taken(a *appendEntries) {
 	}
 	r.follow(a.term, a.from.i)
 	r.heard = r.c.now
-	if a.prev > r.last() || r.termAt(a.prev) != a.prevTerm {
+	if a.snapshot != nil {
+		r.install(a)
+		return
+	}
+	if !r.has(a.prev, a.prevTerm) {
 		r.reply(a, false, min(r.last(), a.prev-1))
 		return
 	}
 	for k, e := range a.entries {
 		at := a.prev + k + 1
-		if at <= r.last() && r.termAt(at) == e.term {
+		if r.has(at, e.term) {
 			continue
 		}
 		if at <= r.last() {
 			if at <= r.commit {
 				r.c.violate("%s drops the committed entry %d", r.m.name, at)
 			}
-			r.log, r.synced, r.conf, r.confAt = slices.Clone(r.log[:at-1]), min(r.synced, at-1), nil, 0
+			r.log, r.synced, r.conf, r.confAt = slices.Clone(r.log[:at-1-r.base]), min(r.synced, at-1), nil, 0
 		}
 		r.add(e)
 	}
@@ -103,7 +115,7 @@ func (r *raft) taken(a *appendEntries) {
 		wait = r.c.span(0, fsyncMax)
 	}
 	r.c.after(r.m.process, wait, func() {
-		if match <= r.last() && r.termAt(match) == a.lastTerm() {
+		if r.has(match, a.lastTerm()) {
 			r.flushed(match)
 			r.learn(min(a.commit, match))
 			r.reply(a, true, match)

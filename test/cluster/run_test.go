@@ -201,7 +201,7 @@ func (c *cluster) unsettled() string {
 		switch {
 		case m.host.rules.Waiting():
 			return m.name + " has news that nobody took"
-		case m.view != now:
+		case m.view.Index < now.Index:
 			return m.name + " has another state"
 		case m.ing != nil:
 			if why := m.ing.blind(now); why != "" {
