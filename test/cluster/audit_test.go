@@ -238,6 +238,39 @@ func (c *cluster) named(name string) *machine {
 	return nil
 }
 
+// ledWithin bounds the time without a leader that a majority confirms while a majority of the voters is well.
+const ledWithin = 10 * time.Second
+
+// unled says since when nobody could confirm that it leads, although more than half of the voters were well all that time
+// and could talk to each other; "" if that is not so. A machine whose disk hangs is not well, but it is no excuse.
+func (c *cluster) unled() string {
+	if c.now-c.confirmed <= ledWithin || c.net.loss+c.net.drop+c.net.lag > 0 || c.now-c.upset <= ledWithin {
+		return ""
+	}
+	var well []*machine
+	voters := 0
+	all := c.canon.members()
+	for _, v := range all {
+		if m := c.machines[v.i]; v.votes {
+			voters++
+			if m.alive && !m.frozen && !m.slow && !m.removed && c.now-max(m.upset, m.disk.hungTill) > ledWithin {
+				well = append(well, m)
+			}
+		}
+	}
+	if len(well) <= voters/2 {
+		return ""
+	}
+	for _, a := range well {
+		for _, b := range well {
+			if c.net.cuts[a.i][b.i] || a != b && c.now-c.net.changed[a.i][b.i] <= ledWithin {
+				return ""
+			}
+		}
+	}
+	return fmt.Sprintf("nobody could confirm since %v that it leads, and %d of %d voters are well", c.confirmed, len(well), voters)
+}
+
 // Bounds of what may wait anywhere.
 const (
 	maxEvents  = 20000
@@ -249,6 +282,9 @@ const (
 func (c *cluster) bounded() {
 	if len(c.queue) > maxEvents {
 		c.violate("%d events wait", len(c.queue))
+	}
+	if why := c.unled(); why != "" {
+		c.violate("%s", why)
 	}
 	for _, m := range c.machines {
 		switch {

@@ -84,6 +84,16 @@ func (n *canon) encoded(at int) []byte {
 	return n.coded[at]
 }
 
+// members is the newest configuration that was committed.
+func (n *canon) members() []voter {
+	for _, e := range slices.Backward(n.entries) {
+		if e.members != nil {
+			return e.members
+		}
+	}
+	return nil
+}
+
 // now is the newest published state.
 func (n *canon) now() *state.State { return n.states[len(n.states)-1] }
 

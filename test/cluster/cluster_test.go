@@ -14,19 +14,20 @@ type mutant string
 
 // The mutants.
 const (
-	noMutant    mutant = ""
-	noSupersede mutant = "a node runs on what the state shows superseded"
-	noFence     mutant = "with on_lease_loss fence a node admits without a lease"
-	noGrace     mutant = "the leader grants again before a lease is over"
-	noConfirm   mutant = "a leader prolongs leases without asking a majority whether it leads"
-	noBarrier   mutant = "a leader begins with the state of before its election"
-	noFsync     mutant = "a follower acknowledges what is not on its disk"
-	sendsOn     mutant = "what a deposed leader's controller proposes is sent on to the next leader"
-	impatient   mutant = "the leader gives a node up that has missed one renewal"
-	forgets     mutant = "a node forgets at a restart which epochs it has seen"
-	early       mutant = "a node tells that a unit is gone when it begins to end it"
-	skips       mutant = "a control node passes over a command that it does not know"
-	losesEpochs mutant = "a snapshot leaves out the epochs of units that are gone"
+	noMutant     mutant = ""
+	noSupersede  mutant = "a node runs on what the state shows superseded"
+	noFence      mutant = "with on_lease_loss fence a node admits without a lease"
+	noGrace      mutant = "the leader grants again before a lease is over"
+	noConfirm    mutant = "a leader prolongs leases without asking a majority whether it leads"
+	noBarrier    mutant = "a leader begins with the state of before its election"
+	noFsync      mutant = "a follower acknowledges what is not on its disk"
+	sendsOn      mutant = "what a deposed leader's controller proposes is sent on to the next leader"
+	impatient    mutant = "the leader gives a node up that has missed one renewal"
+	forgets      mutant = "a node forgets at a restart which epochs it has seen"
+	early        mutant = "a node tells that a unit is gone when it begins to end it"
+	noWriteLimit mutant = "a write of the log may take as long as it likes"
+	skips        mutant = "a control node passes over a command that it does not know"
+	losesEpochs  mutant = "a snapshot leaves out the epochs of units that are gone"
 )
 
 // config is a run.
@@ -69,6 +70,7 @@ type cluster struct {
 	specs      map[string]*app.Application
 	work       *workload
 	removals   int
+	confirmed  time.Duration    // when a majority said last that somebody leads
 	told       map[uint64]*told // what nodes without role control are sent, by index
 }
 

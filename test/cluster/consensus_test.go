@@ -17,6 +17,7 @@ const (
 	raftLife      = 2 * time.Second // of a message
 	fsyncMax      = 8 * time.Millisecond
 	maxEntries    = 64 // in one message
+	roundsPerRun  = 1 << 20
 )
 
 // entry is one entry of the log: a command, a configuration, or neither (a new leader's first).
@@ -45,12 +46,13 @@ type voter struct {
 // disk is what a machine's process leaves to the next one.
 type disk struct {
 	term     uint64
-	votedFor int       // machine, -1: nobody
-	snap     *snapshot // the newest, nil: none
-	base     int       // entries that a snapshot has taken the place of
-	baseTerm uint64    // of the last of them
-	log      []*entry  // the others: log[0] is entry base + 1
-	synced   int       // the last entry on disk: what follows is lost, wholly or in part, when the process ends
+	votedFor int           // machine, -1: nobody
+	snap     *snapshot     // the newest, nil: none
+	base     int           // entries that a snapshot has taken the place of
+	baseTerm uint64        // of the last of them
+	log      []*entry      // the others: log[0] is entry base + 1
+	synced   int           // the last entry on disk: what follows is lost, wholly or in part, when the process ends
+	hungTill time.Duration // writes that begin before do not return before
 	epochs   map[string]uint64
 	saved    []byte // a node without role control: its copy of the state, encoded
 }
@@ -64,7 +66,8 @@ const (
 )
 
 // raft is a model of hashicorp/raft: elections with pre-vote, a leader's lease, commit by the majority of the newest configuration,
-// one change of members at a time, snapshots, and a log that they shorten.
+// one change of members at a time, snapshots, a log that they shorten, and a main loop that waits for the disk. A run of it ends with
+// the process, or with a write that hangs.
 type raft struct {
 	c *cluster
 	m *machine
@@ -85,6 +88,10 @@ type raft struct {
 	contact   []time.Duration
 	confirmed []time.Duration // when the newest message was sent that a member has answered
 	verifying []*verifying
+	over      bool     // this run has ended
+	stuck     bool     // the main loop waits for a write
+	writing   int      // number of the write that hung last
+	waiting   []func() // for the main loop
 	pending   map[int]func(state.Result, error)
 	ready     bool    // leads, and has applied what was committed before
 	conf      []voter // the newest configuration of the log, at confAt; nil: to be looked up
@@ -92,7 +99,8 @@ type raft struct {
 }
 
 func newRaft(m *machine) *raft {
-	r := &raft{c: m.c, m: m, disk: m.disk, leads: -1, heard: m.c.now, pending: map[int]func(state.Result, error){}}
+	m.runs++
+	r := &raft{c: m.c, m: m, disk: m.disk, leads: -1, heard: m.c.now, pending: map[int]func(state.Result, error){}, round: m.runs * roundsPerRun}
 	r.fsm = &fsm{m: m, work: state.New()}
 	if s := r.snap; s != nil {
 		r.commit, r.applied = s.at, s.at
@@ -107,7 +115,7 @@ func newRaft(m *machine) *raft {
 func (r *raft) watch() {
 	r.guard++
 	guard := r.guard
-	r.c.after(r.m.process, r.c.span(raftHeartbeat, 2*raftHeartbeat), func() {
+	r.after(r.c.span(raftHeartbeat, 2*raftHeartbeat), func() {
 		switch {
 		case r.role != follower || r.guard != guard:
 		case r.c.now-r.heard >= raftHeartbeat:
@@ -194,7 +202,7 @@ func (r *raft) campaign() {
 // retry asks again if nothing was decided.
 func (r *raft) retry() {
 	round := r.round
-	r.c.after(r.m.process, r.c.span(raftElection, 2*raftElection), func() {
+	r.after(r.c.span(raftElection, 2*raftElection), func() {
 		if r.role == candidate && r.round <= round+1 {
 			r.campaign()
 		}
@@ -209,13 +217,34 @@ func (r *raft) ballot(pre bool) {
 		r.term, r.votedFor = term, r.m.i
 	}
 	r.c.log("ballot", r.m.name, term, pre)
-	round, at, lastTerm, force := r.round, r.last(), r.termAt(r.last()), r.forced
+	if force := r.forced; pre {
+		r.canvass(pre, force)
+	} else {
+		round := r.round
+		r.write(func() { // its own vote is on disk before it asks for others
+			if r.role == candidate && r.round == round {
+				r.canvass(pre, force)
+			}
+		})
+	}
+}
+
+// canvass asks the others for their votes.
+func (r *raft) canvass(pre, force bool) {
+	term, round, at, lastTerm := r.term, r.round, r.last(), r.termAt(r.last())
+	if pre {
+		term++
+	}
 	all, _ := r.members()
 	for _, v := range all {
 		if v.votes && v.i != r.m.i {
 			to := r.c.machines[v.i]
 			r.c.send(r.m, to, raftLife, true, func() {
-				to.raft.asked(r.m, term, at, lastTerm, pre, force, func(yes bool, now uint64) { r.counted(to.i, round, pre, yes, now) })
+				to.raft.main(func() {
+					to.raft.asked(r.m, term, at, lastTerm, pre, force, func(yes bool, now uint64) {
+						r.main(func() { r.counted(to.i, round, pre, yes, now) })
+					})
+				})
 			})
 		}
 	}
@@ -243,7 +272,7 @@ func (r *raft) asked(from *machine, term uint64, last int, lastTerm uint64, pre,
 		}
 	}
 	now := r.term
-	r.c.after(r.m.process, r.c.span(0, fsyncMax), func() { // a vote is on disk before it is given
+	r.write(func() { // a vote is on disk before it is given
 		r.c.send(r.m, from, raftLife, true, func() { answer(yes, now) })
 	})
 }
@@ -279,6 +308,9 @@ func (r *raft) follow(term uint64, of int) {
 	was := r.role
 	if term > r.term {
 		r.term, r.votedFor = term, -1
+		if r.disk.hangs(r.c.now) && !r.stuck {
+			r.write(func() {}) // the term
+		}
 	}
 	r.role = follower
 	if was != follower {
@@ -310,6 +342,9 @@ func (r *raft) stepDown() {
 
 // transfer asks the voter that has most of the log to take the place of this leader; false if there is none.
 func (r *raft) transfer() bool {
+	if r.stuck {
+		return true
+	}
 	all, _ := r.members()
 	best := -1
 	for _, v := range all {
@@ -325,12 +360,14 @@ func (r *raft) transfer() bool {
 	}
 	to, term := r.c.machines[best], r.term
 	r.c.send(r.m, to, raftLife, false, func() {
-		if to.raft.term == term && to.raft.role == follower {
-			to.raft.role, to.raft.forced = candidate, true
-			to.raft.ballot(false)
-			to.raft.forced = false
-			to.raft.retry()
-		}
+		to.raft.main(func() {
+			if to.raft.term == term && to.raft.role == follower {
+				to.raft.role, to.raft.forced = candidate, true
+				to.raft.ballot(false)
+				to.raft.forced = false
+				to.raft.retry()
+			}
+		})
 	})
 	return true
 }
@@ -381,7 +418,7 @@ func (r *raft) lease(round int) {
 		r.follow(r.term, -1)
 		return
 	}
-	r.c.after(r.m.process, max(10*time.Millisecond, raftLease-oldest), func() { r.lease(round) })
+	r.after(max(10*time.Millisecond, raftLease-oldest), func() { r.lease(round) })
 }
 
 // advance commits what a majority has.
@@ -430,16 +467,25 @@ const maxPending = 256
 
 // propose appends a command at the leader. ok is false elsewhere: nothing was done.
 func (r *raft) propose(c *state.Command, done func(state.Result, error)) (ok bool) {
-	if r == nil || r.role != leader || len(r.pending) >= maxPending {
+	if r == nil || r.role != leader || len(r.pending)+len(r.waiting) >= maxPending {
 		return false
 	}
-	r.pending[r.append(newEntry(r.term, c))] = done
+	asked := r.c.now
+	r.main(func() {
+		switch {
+		case r.c.now-asked > proposeLimit: // nobody waits for it any more
+		case r.role != leader:
+			done(state.Result{}, errNotLeader)
+		default:
+			r.pending[r.append(newEntry(r.term, c))] = done
+		}
+	})
 	return true
 }
 
 // change appends a configuration, if the one before is committed.
 func (r *raft) change(members []voter) {
-	if _, at := r.members(); r.role == leader && at <= r.commit {
+	if _, at := r.members(); r.role == leader && !r.stuck && at <= r.commit {
 		r.append(&entry{term: r.term, members: members})
 		r.c.log("members", members)
 	}

@@ -36,6 +36,8 @@ func kinds() []fault {
 		{"slow", func(f *faults, until time.Duration) { f.slow(f.any(), until) }},
 		{"crash", func(f *faults, until time.Duration) { f.crash(f.any(), until) }},
 		{"crash the leader", func(f *faults, until time.Duration) { f.crash(f.leader(), until) }},
+		{"a disk hangs", func(f *faults, _ time.Duration) { f.hang(f.any()) }},
+		{"the leader's disk hangs", func(f *faults, _ time.Duration) { f.hang(f.leader()) }},
 		{"clock", func(f *faults, _ time.Duration) { f.clock() }},
 		{"failing starts", (*faults).starts},
 		{"a node comes", func(f *faults, _ time.Duration) { f.join() }},
@@ -59,6 +61,8 @@ func gentleKinds(fence bool) []fault {
 		return all // without a leader for 9 s everything must be out
 	}
 	return append(all, []fault{
+		{"a disk hangs", func(f *faults, _ time.Duration) { f.hang(f.control()) }},
+		{"the leader's disk hangs", func(f *faults, _ time.Duration) { f.hang(f.leader()) }},
 		{"freeze a control node", func(f *faults, _ time.Duration) { f.freeze(f.control()) }},
 		{"crash a control node", func(f *faults, until time.Duration) { f.crash(f.control(), until) }},
 		{"crash the leader", func(f *faults, until time.Duration) { f.crash(f.leader(), until) }},
@@ -245,12 +249,26 @@ func (f *faults) crash(m *machine, until time.Duration) {
 
 func (f *faults) boot(m *machine) {
 	if !m.alive && !m.removed {
+		m.disk.hungTill = 0 // the machine was switched off and on
 		if m.disk.saved == nil && !m.control {
 			m.disk.saved = f.c.public(f.c.canon.now()) // what it was told when it joined
 		}
 		m.boot()
 		m.upset = f.c.now
 	}
+}
+
+// hang lets no write of a machine's disk return for a while.
+func (f *faults) hang(m *machine) {
+	if m == nil || m.disk.hangs(f.c.now) {
+		return
+	}
+	least := time.Duration(0)
+	if f.c.cfg.only != "" {
+		least = 13 * time.Second
+	}
+	m.disk.hungTill = min(f.heal, f.c.now+f.c.span(least, hangMax))
+	f.c.log("disk hangs", m.name, m.disk.hungTill)
 }
 
 // clock sets a wall clock forward or back: by an hour, or by a little.

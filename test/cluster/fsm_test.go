@@ -146,7 +146,8 @@ func (r *raft) compact() {
 	r.c.log("snapshot", r.m.name, s.at, r.base)
 }
 
-// install takes a leader's snapshot in place of the whole log, as raft does over a log that can have no holes.
+// install takes a leader's snapshot in place of the log up to its entry. raft drops the whole log there. It can, because
+// it sends a snapshot only while it sends that node nothing else; the messages here overtake each other.
 func (r *raft) install(a *appendEntries) {
 	s := a.snapshot
 	if s.at <= r.applied {
@@ -158,7 +159,11 @@ func (r *raft) install(a *appendEntries) {
 			return
 		}
 		r.c.log("install", r.m.name, s.at)
-		r.snap, r.log, r.base, r.baseTerm, r.synced = s, nil, s.at, s.term, s.at
+		var rest []*entry
+		if s.at <= r.last() && r.termAt(s.at) == s.term {
+			rest = slices.Clone(r.log[s.at-r.base:])
+		}
+		r.snap, r.log, r.base, r.baseTerm, r.synced = s, rest, s.at, s.term, max(s.at, min(r.synced, s.at+len(rest)))
 		r.conf, r.confAt = nil, 0
 		r.commit, r.applied = s.at, s.at
 		r.fsm.restore(s)

@@ -156,7 +156,16 @@ var errNoLease = problem.New(problem.Unavailable, "no lease")
 
 // startRank takes an order to start, or refuses it.
 func (h *host) startRank(o *msg.StartRank, answer func(struct{}, error)) {
-	h.ensure(2, func() { answer(struct{}{}, h.start(o)) })
+	h.ensure(2, func() { h.flush(func() { answer(struct{}{}, h.start(o)) }) })
+}
+
+// flush does what needs a write: the epoch is on disk before the node answers.
+func (h *host) flush(then func()) {
+	if d := h.m.disk; d.hangs(h.c.now) {
+		h.c.after(h.m.process, d.hungTill-h.c.now, then)
+		return
+	}
+	then()
 }
 
 func (h *host) start(o *msg.StartRank) error {
@@ -186,6 +195,10 @@ func (h *host) start(o *msg.StartRank) error {
 
 // stopRank asks a unit to end. One that is not here says that it is gone.
 func (h *host) stopRank(o *msg.StopRank, answer func(struct{}, error)) {
+	h.flush(func() { h.stop(o, answer) })
+}
+
+func (h *host) stop(o *msg.StopRank, answer func(struct{}, error)) {
 	if err := h.rules.Admit(o.Unit, o.Epoch); err != nil {
 		answer(struct{}{}, err)
 		return

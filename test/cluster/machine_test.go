@@ -19,6 +19,7 @@ type machine struct {
 	worker  bool
 	ingress bool
 	dark    bool // when it is not alive its kernel is not either: nobody is refused, nobody is reset
+	runs    int  // of raft
 	removed bool // by a person, who will switch it off
 	disk    *disk
 	wall    time.Duration // what its wall clock is ahead
@@ -35,6 +36,7 @@ type machine struct {
 	viewed  map[string]time.Duration // when view has shown first that a unit here is over
 	dirty   bool                     // view has changed and nobody was told yet
 	shell   *shell
+	holds   bool // it led when its disk failed, and is the only voter: see cluster.Holds
 	taking  bool // it is about to lead
 	host    *host
 	ing     *gateway
@@ -47,7 +49,7 @@ type machine struct {
 func (m *machine) boot() {
 	m.alive, m.dark, m.frozen, m.slow = true, false, false, false
 	m.shell, m.host, m.ing, m.follows, m.dirty, m.taking = nil, nil, nil, nil, false, false
-	m.raft, m.watch, m.known, m.avoid = nil, nil, -1, -1
+	m.raft, m.watch, m.known, m.avoid, m.holds = nil, nil, -1, -1, false
 	if m.c.cfg.mutant == forgets {
 		m.disk.epochs = map[string]uint64{}
 	}
@@ -78,10 +80,7 @@ func (m *machine) crash(power bool) {
 		return
 	}
 	m.c.log("crash", m.name, power)
-	if d := m.disk; d.synced < d.last() {
-		kept := d.synced + m.c.IntN(d.last()-d.synced+1)
-		d.log, d.synced = d.log[:kept-d.base:kept-d.base], kept
-	}
+	m.disk.lose(m.c.sim)
 	for _, e := range m.host.engines {
 		e.dead = true
 	}
@@ -209,15 +208,15 @@ const closeAfter = 20 * time.Millisecond
 func (m *machine) led() {
 	m.feedFollowers()
 	switch r := m.raft; {
+	case r.ready && m.shell != nil && m.shell.term != r.term && !m.shell.leaving, !r.ready && m.shell != nil && !m.shell.leaving && !m.holds:
+		l := m.shell
+		l.leaving, m.holds = true, false
+		m.c.after(m.process, m.c.span(0, closeAfter), func() { l.close() })
 	case r.ready && m.shell == nil && m.c.cfg.mutant == noBarrier:
 		m.shell = newShell(m)
 	case r.ready && m.shell == nil && !m.taking:
 		m.taking = true
 		m.takeOver(r.round)
-	case !r.ready && m.shell != nil && !m.shell.leaving:
-		l := m.shell
-		l.leaving = true
-		m.c.after(m.process, m.c.span(0, closeAfter), func() { l.close() })
 	}
 }
 

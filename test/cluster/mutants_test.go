@@ -11,7 +11,7 @@ const mutantSeeds = 600
 
 // TestMutants: each rule that is broken on purpose is noticed. Without this the silence of TestSeeds would say nothing.
 func TestMutants(t *testing.T) {
-	for _, m := range []mutant{noSupersede, noFence, noGrace, noConfirm, noBarrier, noFsync, sendsOn, impatient, forgets, early, skips, losesEpochs} {
+	for _, m := range []mutant{noSupersede, noFence, noGrace, noConfirm, noBarrier, noFsync, sendsOn, impatient, forgets, early, skips, losesEpochs, noWriteLimit} {
 		t.Run(string(m), func(t *testing.T) {
 			if m == noConfirm && (testing.Short() || raced) {
 				t.Skip("it takes a hundred seeds to show itself")
@@ -47,6 +47,9 @@ func tweak(cfg *config) {
 	case noBarrier, forgets:
 		cfg.gentle, cfg.only = false, "crash the leader"
 		cfg.controls, cfg.full, cfg.workers = 0, 3, 0
+	case noWriteLimit:
+		cfg.gentle, cfg.fence, cfg.only = true, false, "the leader's disk hangs"
+		cfg.controls, cfg.full, cfg.workers = 3, 0, 3
 	default:
 	}
 }

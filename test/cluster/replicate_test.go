@@ -21,9 +21,6 @@ func (r *raft) append(e *entry) int {
 	return at
 }
 
-// write does something when what was written is on disk.
-func (r *raft) write(then func()) { r.c.after(r.m.process, r.c.span(0, fsyncMax), then) }
-
 func (r *raft) add(e *entry) {
 	r.log = append(r.log, e)
 	if e.members != nil {
@@ -32,7 +29,7 @@ func (r *raft) add(e *entry) {
 }
 
 func (r *raft) beat(round int) {
-	if r.role != leader || r.round != round {
+	if r.over || r.role != leader || r.round != round {
 		return
 	}
 	r.spread()
@@ -62,7 +59,8 @@ func (r *raft) replicate(to *machine) {
 	}
 	r.c.send(r.m, to, raftLife, true, func() {
 		if to.raft != nil {
-			to.raft.taken(a)
+			to.raft.beaten(a)
+			to.raft.main(func() { to.raft.taken(a) })
 		}
 	})
 }
@@ -78,6 +76,14 @@ type appendEntries struct {
 	entries  []*entry
 	commit   int
 	snapshot *snapshot // in place of entries that the leader's log has no more
+}
+
+// beaten answers the heartbeat in a message while the main loop waits for the disk.
+func (r *raft) beaten(a *appendEntries) {
+	if r.stuck && r.role == follower && a.term == r.term && a.from.i == r.leads {
+		r.heard = r.c.now
+		r.c.send(r.m, a.from, raftLife, true, func() { a.from.raft.alive(r.m.i, a) })
+	}
 }
 
 // taken is a follower's part.
@@ -110,17 +116,18 @@ func (r *raft) taken(a *appendEntries) {
 		r.add(e)
 	}
 	match := a.prev + len(a.entries)
-	wait := time.Duration(0)
-	if match > r.synced && r.c.cfg.mutant != noFsync {
-		wait = r.c.span(0, fsyncMax)
-	}
-	r.c.after(r.m.process, wait, func() {
+	acknowledge := func() {
 		if r.has(match, a.lastTerm()) {
 			r.flushed(match)
 			r.learn(min(a.commit, match))
 			r.reply(a, true, match)
 		}
-	})
+	}
+	if match > r.synced && r.c.cfg.mutant != noFsync {
+		r.write(acknowledge)
+	} else {
+		r.after(0, acknowledge)
+	}
 }
 
 // flushed notes what is on disk.
@@ -145,7 +152,23 @@ func (a *appendEntries) lastTerm() uint64 {
 
 func (r *raft) reply(a *appendEntries, ok bool, at int) {
 	term, to := r.term, a.from
-	r.c.send(r.m, to, raftLife, true, func() { to.raft.replied(r.m.i, a, term, ok, at) })
+	r.c.send(r.m, to, raftLife, true, func() {
+		if to.raft != nil && term <= to.raft.term {
+			to.raft.alive(r.m.i, a)
+		}
+		to.raft.main(func() { to.raft.replied(r.m.i, a, term, ok, at) })
+	})
+}
+
+// alive notes a follower's answer, which comes to a goroutine of its own: it counts for the leader's lease, and for whoever
+// asked whether this leads before the message was sent.
+func (r *raft) alive(i int, a *appendEntries) {
+	if r.over || r.role != leader || r.round != a.round {
+		return
+	}
+	r.contact[i] = r.c.now
+	r.confirmed[i] = max(r.confirmed[i], a.sent)
+	r.verified()
 }
 
 // replied is what a leader hears of a follower.
@@ -157,9 +180,6 @@ func (r *raft) replied(i int, a *appendEntries, term uint64, ok bool, at int) {
 	if r.role != leader || r.round != a.round {
 		return
 	}
-	r.contact[i] = r.c.now
-	r.confirmed[i] = max(r.confirmed[i], a.sent)
-	r.verified()
 	if !ok {
 		r.next[i] = max(1, min(r.next[i]-1, at+1), r.match[i]+1)
 		r.replicate(r.c.machines[i])
@@ -175,7 +195,8 @@ func (r *raft) replied(i int, a *appendEntries, term uint64, ok bool, at int) {
 	}
 }
 
-// verifying waits until a majority has answered something that was sent later.
+// verifying waits until a majority has answered something that was sent later. raft itself counts answers to what was sent
+// before; the product asks it again until cluster's own record of what was answered says the same.
 type verifying struct {
 	since time.Duration
 	done  func(bool)
@@ -183,22 +204,34 @@ type verifying struct {
 
 // verify asks a majority whether this still leads.
 func (r *raft) verify(done func(bool)) {
-	if r == nil || r.role != leader {
+	if r != nil && r.m.holds {
+		done(true) // nobody else can lead
+		return
+	}
+	if r == nil || r.over || r.role != leader {
 		done(false)
 		return
 	}
-	r.verifying = append(r.verifying, &verifying{r.c.now, done})
-	r.spread()
-	r.verified()
+	asked := r.c.now
+	r.main(func() {
+		if r.role != leader {
+			done(false)
+			return
+		}
+		r.verifying = append(r.verifying, &verifying{asked, done})
+		r.spread()
+		r.verified()
+	})
 }
 
 func (r *raft) verified() {
-	for len(r.verifying) > 0 {
+	for len(r.verifying) > 0 && !r.stuck && !r.over {
 		v := r.verifying[0]
 		if !r.majority(func(i int) bool { return i == r.m.i || r.confirmed[i] >= v.since }) {
 			return
 		}
 		r.verifying = r.verifying[1:]
+		r.c.confirmed = r.c.now
 		v.done(true)
 	}
 }

@@ -202,7 +202,7 @@ func (c *cluster) unsettled() string {
 		case m.host.rules.Waiting():
 			return m.name + " has news that nobody took"
 		case m.view.Index < now.Index:
-			return m.name + " has another state"
+			return fmt.Sprintf("%s is at %d of the state, not %d", m.name, m.view.Index, now.Index)
 		case m.ing != nil:
 			if why := m.ing.blind(now); why != "" {
 				return why

@@ -13,6 +13,7 @@ import (
 // at most 64 are under way; orders to one node are sent in order, one after the other; a timer ticks when the core wants it.
 type shell struct {
 	m        *machine
+	term     uint64 // of the election
 	core     *controller.Core
 	seen     *state.State // the newest that the core was shown
 	orders   map[string]*orderQueue
@@ -40,7 +41,7 @@ const (
 )
 
 func newShell(m *machine) *shell {
-	l := &shell{m: m, core: controller.NewCore(m.c.cfg.controller()), orders: map[string]*orderQueue{}, meetings: map[string]uint64{}, heard: map[string]time.Duration{}}
+	l := &shell{m: m, term: m.raft.term, core: controller.NewCore(m.c.cfg.controller()), orders: map[string]*orderQueue{}, meetings: map[string]uint64{}, heard: map[string]time.Duration{}}
 	l.core.Self = m.name
 	m.c.log("shell", m.name)
 	l.seen = m.view
@@ -112,6 +113,7 @@ func (l *shell) freshen() {
 // renew is msg.Leader: a majority is asked first whether this leads.
 func (l *shell) renew(r *msg.NodeReport, answer func(msg.Lease, error)) {
 	if l.m.c.cfg.mutant == noConfirm {
+		l.m.c.confirmed = l.m.c.now
 		l.renewed(r, answer)
 		return
 	}

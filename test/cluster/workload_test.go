@@ -52,9 +52,7 @@ func newWorkload(c *cluster) *workload {
 	for _, a := range w.apps {
 		c.after(nil, c.span(2*time.Second, 3*time.Second), func() { w.put(a, 0) })
 		for k := range clients {
-			if !c.cfg.gentle {
-				c.after(nil, c.span(5*time.Second, 8*time.Second), func() { w.client(a, k) })
-			}
+			c.after(nil, c.span(5*time.Second, 8*time.Second), func() { w.client(a, k) })
 		}
 	}
 	if !c.cfg.gentle {
@@ -103,7 +101,7 @@ func (w *workload) client(a *shape, k int) {
 	if w.over {
 		return
 	}
-	if w.c.IntN(3) == 0 {
+	if w.c.cfg.gentle || w.c.IntN(3) == 0 { // a read is behind a barrier, so the leader writes
 		w.read(a, k)
 	} else {
 		w.change(a)
