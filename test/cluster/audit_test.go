@@ -16,6 +16,7 @@ type audit struct {
 	grants   map[string]*granted
 	launches map[string]int // by unit, epoch and machine
 	proposed map[*state.GrantGroup]time.Duration
+	silent   map[*state.NodeRef]time.Duration // when a leader wanted to take a node for lost
 	puts     map[*state.PutApps]time.Duration // committed, at
 	leases   []leaseOp
 	lost     int // nodes that were taken for lost
@@ -34,7 +35,7 @@ type granted struct {
 func newAudit() *audit {
 	return &audit{
 		high: map[string]uint64{}, grants: map[string]*granted{}, launches: map[string]int{},
-		proposed: map[*state.GrantGroup]time.Duration{}, puts: map[*state.PutApps]time.Duration{},
+		proposed: map[*state.GrantGroup]time.Duration{}, silent: map[*state.NodeRef]time.Duration{}, puts: map[*state.PutApps]time.Duration{},
 	}
 }
 
@@ -211,6 +212,9 @@ func (c *cluster) nodeLost(by string, ref *state.NodeRef) {
 	i, leader := c.byUID[ref.UID], c.named(by)
 	m := c.machines[i]
 	c.log("node lost", m.name, by)
+	if l := leader.shell; l != nil && l.sure < c.audit.silent[ref] {
+		c.violate("%s was taken for lost by %s, which did not ask a majority first", m.name, by)
+	}
 	quiet := func(since time.Duration) bool { return c.now-since > calm }
 	if !m.alive || m.frozen || !quiet(m.upset) {
 		return
@@ -241,10 +245,10 @@ func (c *cluster) named(name string) *machine {
 // ledWithin bounds the time without a leader that a majority confirms while a majority of the voters is well.
 const ledWithin = 10 * time.Second
 
-// unled says since when nobody could confirm that it leads, although more than half of the voters were well all that time
+// unled says since when no machine was confirmed as a leader that takes writes, although more than half of the voters were well all that time
 // and could talk to each other; "" if that is not so. A machine whose disk hangs is not well, but it is no excuse.
 func (c *cluster) unled() string {
-	if c.now-c.confirmed <= ledWithin || c.net.loss+c.net.drop+c.net.lag > 0 || c.now-c.upset <= ledWithin {
+	if c.now-c.led <= ledWithin || c.net.loss+c.net.drop+c.net.lag > 0 || c.now-c.upset <= ledWithin {
 		return ""
 	}
 	var well []*machine
@@ -268,7 +272,7 @@ func (c *cluster) unled() string {
 			}
 		}
 	}
-	return fmt.Sprintf("nobody could confirm since %v that it leads, and %d of %d voters are well", c.confirmed, len(well), voters)
+	return fmt.Sprintf("since %v nobody leads that takes writes, and %d of %d voters are well", c.led, len(well), voters)
 }
 
 // Bounds of what may wait anywhere.

@@ -26,6 +26,8 @@ const (
 	forgets      mutant = "a node forgets at a restart which epochs it has seen"
 	early        mutant = "a node tells that a unit is gone when it begins to end it"
 	noWriteLimit mutant = "a write of the log may take as long as it likes"
+	hasty        mutant = "a leader takes a silent node for lost without asking a majority after the silence"
+	innocent     mutant = "a leader that hears too little takes the others for lost"
 	skips        mutant = "a control node passes over a command that it does not know"
 	losesEpochs  mutant = "a snapshot leaves out the epochs of units that are gone"
 )
@@ -70,7 +72,7 @@ type cluster struct {
 	specs      map[string]*app.Application
 	work       *workload
 	removals   int
-	confirmed  time.Duration    // when a majority said last that somebody leads
+	led        time.Duration    // when a majority said last that a machine leads whose disk takes writes
 	told       map[uint64]*told // what nodes without role control are sent, by index
 }
 

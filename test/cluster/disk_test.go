@@ -48,7 +48,6 @@ func (r *raft) written(number int, then func()) {
 	}
 	r.stuck = false
 	then()
-	r.verified()
 	for len(r.waiting) > 0 && !r.stuck && !r.over {
 		next := r.waiting[0]
 		r.waiting = r.waiting[1:]

@@ -38,6 +38,7 @@ func kinds() []fault {
 		{"crash the leader", func(f *faults, until time.Duration) { f.crash(f.leader(), until) }},
 		{"a disk hangs", func(f *faults, _ time.Duration) { f.hang(f.any()) }},
 		{"the leader's disk hangs", func(f *faults, _ time.Duration) { f.hang(f.leader()) }},
+		{"the leader hears nobody", func(f *faults, until time.Duration) { f.deafen(until) }},
 		{"clock", func(f *faults, _ time.Duration) { f.clock() }},
 		{"failing starts", (*faults).starts},
 		{"a node comes", func(f *faults, _ time.Duration) { f.join() }},
@@ -63,6 +64,7 @@ func gentleKinds(fence bool) []fault {
 	return append(all, []fault{
 		{"a disk hangs", func(f *faults, _ time.Duration) { f.hang(f.control()) }},
 		{"the leader's disk hangs", func(f *faults, _ time.Duration) { f.hang(f.leader()) }},
+		{"the leader hears nobody", func(f *faults, until time.Duration) { f.deafen(until) }},
 		{"freeze a control node", func(f *faults, _ time.Duration) { f.freeze(f.control()) }},
 		{"crash a control node", func(f *faults, until time.Duration) { f.crash(f.control(), until) }},
 		{"crash the leader", func(f *faults, until time.Duration) { f.crash(f.leader(), until) }},
@@ -269,6 +271,13 @@ func (f *faults) hang(m *machine) {
 	}
 	m.disk.hungTill = min(f.heal, f.c.now+f.c.span(least, hangMax))
 	f.c.log("disk hangs", m.name, m.disk.hungTill)
+}
+
+// deafen lets the leader's controller take no renewals, while consensus goes on: until another leader begins anew.
+func (f *faults) deafen(until time.Duration) {
+	if m := f.leader(); m != nil && !m.raft.isOnlyVoter() { // nobody could take the place of an only voter
+		m.shell.deafTill = until
+	}
 }
 
 // clock sets a wall clock forward or back: by an hour, or by a little.

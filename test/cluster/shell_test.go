@@ -23,6 +23,8 @@ type shell struct {
 	leaving  bool
 	closed   bool
 	heard    map[string]time.Duration
+	sure     time.Duration     // when it asked last whether it leads, and a majority said yes
+	deafTill time.Duration     // it answers no renewals before
 	meetings map[string]uint64 // rank 0 of the unit at this epoch has said where it listens
 }
 
@@ -112,12 +114,16 @@ func (l *shell) freshen() {
 
 // renew is msg.Leader: a majority is asked first whether this leads.
 func (l *shell) renew(r *msg.NodeReport, answer func(msg.Lease, error)) {
+	if l.m.c.now < l.deafTill {
+		l.m.c.led = l.m.c.now // it asks nobody, and takes writes
+		return
+	}
 	if l.m.c.cfg.mutant == noConfirm {
-		l.m.c.confirmed = l.m.c.now
+		l.m.c.led = l.m.c.now
 		l.renewed(r, answer)
 		return
 	}
-	l.m.raft.verify(func(leads bool) {
+	l.confirm(renewLimit, func(leads bool) {
 		if !leads {
 			answer(msg.Lease{}, errNotLeader)
 			return
@@ -157,8 +163,7 @@ func (l *shell) do(e controller.Effect) {
 	case controller.ProposeEffect:
 		l.propose(&e)
 	case controller.StepDownEffect:
-		l.m.c.log("step down", l.m.name, e.Overdue)
-		l.m.raft.transfer()
+		l.stepDown(&e)
 	case controller.ReleaseEffect:
 		ref := &state.UnitRef{Unit: e.Release.Unit, Epoch: e.Release.Epoch, Reason: e.Release.Reason}
 		l.command(state.Command{Release: ref}, func(_ state.Result, err error) {
@@ -171,22 +176,65 @@ func (l *shell) do(e controller.Effect) {
 	}
 }
 
-// propose proposes a command; the loss of a node when a majority has confirmed the leader, and if it stands then.
+// propose proposes a command. The loss of a node is proposed when a majority has confirmed the leader, and if it stands then.
 func (l *shell) propose(e *controller.ProposeEffect) {
 	done := func(_ state.Result, err error) {
 		l.step(controller.Concluded{App: e.App, Unit: e.Unit, Node: e.Node, Err: err})
 	}
-	if e.Command.NodeLost == nil {
+	if ref := e.Command.NodeLost; ref != nil {
+		l.m.c.audit.silent[ref] = l.m.c.now
+	}
+	if e.Command.NodeLost == nil || l.m.c.cfg.mutant == hasty {
 		l.command(e.Command, done)
 		return
 	}
-	l.m.raft.verify(func(leads bool) {
-		if !leads || l.closed || !l.core.Stands(e) {
+	l.confirm(renewLimit, func(leads bool) {
+		if !leads || !l.core.Stands(e) {
 			l.m.c.after(l.m.process, outcomeWithin, func() { done(state.Result{}, errNotLeader) })
 			return
 		}
 		l.command(e.Command, done)
 	})
+}
+
+// confirm asks a majority whether this leads, for so long.
+func (l *shell) confirm(limit time.Duration, done func(leads bool)) {
+	over, asked := false, l.m.c.now
+	finish := func(leads bool) {
+		if !over {
+			over = true
+			if leads {
+				l.sure = max(l.sure, asked)
+			}
+			done(leads && !l.closed)
+		}
+	}
+	l.m.c.after(l.m.process, limit, func() { finish(false) })
+	l.m.raft.verify(finish)
+}
+
+// stepDown hands over because the leader may be what keeps the nodes silent.
+func (l *shell) stepDown(e *controller.StepDownEffect) {
+	l.m.c.log("step down", l.m.name, e.Overdue)
+	if l.m.c.cfg.mutant != innocent {
+		l.handOver(l.m.c.now + raftElection)
+		return
+	}
+	for _, id := range e.Overdue {
+		n := l.m.view.Nodes[id]
+		l.confirm(proposeLimit, func(leads bool) {
+			if leads && n != nil {
+				l.command(state.Command{NodeLost: &state.NodeRef{Node: id, UID: n.UID}}, func(state.Result, error) {})
+			}
+		})
+	}
+}
+
+// handOver asks another voter to lead as soon as that one has the whole log.
+func (l *shell) handOver(until time.Duration) {
+	if r := l.m.raft; r.role == leader && !l.closed && l.m.c.now < until && r.transfer() {
+		l.m.c.after(l.m.process, 100*time.Millisecond, func() { l.handOver(until) })
+	}
 }
 
 // command waits for a slot, proposes, and tells the outcome.
