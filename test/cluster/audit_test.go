@@ -19,8 +19,10 @@ type audit struct {
 	silent   map[*state.NodeRef]time.Duration // when a leader wanted to take a node for lost
 	puts     map[*state.PutApps]time.Duration // committed, at
 	leases   []leaseOp
-	lost     int // nodes that were taken for lost
-	restarts int // epochs above the first, of units that nobody asked to change
+	left     map[string]leaving // ranks that ended on a machine that stops
+	deaths   map[string]int     // of machines by the start of a unit, in a row
+	lost     int                // nodes that were taken for lost
+	restarts int                // epochs above the first, of units that nobody asked to change
 	tickets  int
 }
 
@@ -35,7 +37,7 @@ type granted struct {
 func newAudit() *audit {
 	return &audit{
 		high: map[string]uint64{}, grants: map[string]*granted{}, launches: map[string]int{},
-		proposed: map[*state.GrantGroup]time.Duration{}, silent: map[*state.NodeRef]time.Duration{}, puts: map[*state.PutApps]time.Duration{},
+		proposed: map[*state.GrantGroup]time.Duration{}, silent: map[*state.NodeRef]time.Duration{}, left: map[string]leaving{}, deaths: map[string]int{}, puts: map[*state.PutApps]time.Duration{},
 	}
 }
 
@@ -63,10 +65,14 @@ func (c *cluster) committed(term uint64, cmd *state.Command, res state.Result, e
 	case cmd.Release != nil:
 		c.ended(cmd.Release.Unit, cmd.Release.Epoch)
 		c.lease(leaseOp{kind: releases, unit: cmd.Release.Unit, epoch: cmd.Release.Epoch, call: c.now, back: c.now})
+	case cmd.UnitReady != nil:
+		delete(c.audit.deaths, cmd.UnitReady.Unit)
 	case cmd.UnitFailed != nil:
+		c.failedBeside(cmd.UnitFailed.Unit)
 		c.ended(cmd.UnitFailed.Unit, cmd.UnitFailed.Epoch)
 		c.lease(leaseOp{kind: releases, unit: cmd.UnitFailed.Unit, epoch: cmd.UnitFailed.Epoch, call: c.now, back: c.now})
 	case cmd.PutApps != nil:
+		clear(c.audit.deaths) // failed units get another chance
 		c.audit.puts[cmd.PutApps] = c.now
 	case cmd.NodeLost != nil && !res.Unchanged:
 		c.nodeLost(c.canon.leaders[term], cmd.NodeLost)
@@ -288,6 +294,9 @@ func (c *cluster) bounded() {
 		c.violate("%d events wait", len(c.queue))
 	}
 	if why := c.unled(); why != "" {
+		c.violate("%s", why)
+	}
+	if why := c.unmoved(); why != "" {
 		c.violate("%s", why)
 	}
 	for _, m := range c.machines {

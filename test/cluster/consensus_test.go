@@ -45,16 +45,17 @@ type voter struct {
 
 // disk is what a machine's process leaves to the next one.
 type disk struct {
-	term     uint64
-	votedFor int           // machine, -1: nobody
-	snap     *snapshot     // the newest, nil: none
-	base     int           // entries that a snapshot has taken the place of
-	baseTerm uint64        // of the last of them
-	log      []*entry      // the others: log[0] is entry base + 1
-	synced   int           // the last entry on disk: what follows is lost, wholly or in part, when the process ends
-	hungTill time.Duration // writes that begin before do not return before
-	epochs   map[string]uint64
-	saved    []byte // a node without role control: its copy of the state, encoded
+	term      uint64
+	votedFor  int           // machine, -1: nobody
+	snap      *snapshot     // the newest, nil: none
+	base      int           // entries that a snapshot has taken the place of
+	baseTerm  uint64        // of the last of them
+	log       []*entry      // the others: log[0] is entry base + 1
+	synced    int           // the last entry on disk: what follows is lost, wholly or in part, when the process ends
+	afterStop bool          // the last process was told to end
+	hungTill  time.Duration // writes that begin before do not return before
+	epochs    map[string]uint64
+	saved     []byte // a node without role control: its copy of the state, encoded
 }
 
 type role uint8

@@ -39,6 +39,8 @@ func kinds() []fault {
 		{"a disk hangs", func(f *faults, _ time.Duration) { f.hang(f.any()) }},
 		{"the leader's disk hangs", func(f *faults, _ time.Duration) { f.hang(f.leader()) }},
 		{"the leader hears nobody", func(f *faults, until time.Duration) { f.deafen(until) }},
+		{"a machine is told to stop", func(f *faults, until time.Duration) { f.stop(f.any(), until) }},
+		{deadlyFault, func(f *faults, until time.Duration) { f.poison(f.any(), until) }},
 		{"clock", func(f *faults, _ time.Duration) { f.clock() }},
 		{"failing starts", (*faults).starts},
 		{"a node comes", func(f *faults, _ time.Duration) { f.join() }},
@@ -372,8 +374,11 @@ func (f *faults) healAll() {
 	net.loss, net.drop, net.double, net.lag, c.startFails = 0, 0, 0, 0, 0
 	c.upset, c.work.over = c.now, true
 	for _, m := range c.machines {
-		m.slow = false
+		m.slow, m.deadly = false, nil
 		f.thaw(m)
+		if m.alive && m.host.stopping { // its time is over
+			m.crash(false)
+		}
 		if c.canon.now().Nodes[m.name] != nil {
 			f.boot(m)
 			c.work.undrain(m)

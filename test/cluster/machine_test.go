@@ -12,20 +12,23 @@ import (
 // ingress.
 type machine struct {
 	*process
-	c       *cluster
-	i       int
-	uid     string
-	control bool
-	worker  bool
-	ingress bool
-	dark    bool // when it is not alive its kernel is not either: nobody is refused, nobody is reset
-	runs    int  // of raft
-	removed bool // by a person, who will switch it off
-	disk    *disk
-	wall    time.Duration // what its wall clock is ahead
-	upset   time.Duration // when something was wrong with it last
-	thawed  time.Duration // when it was frozen last, till then
-	mustAsk bool          // it was frozen for longer than its lease, and has not asked the leader since
+	c          *cluster
+	i          int
+	uid        string
+	control    bool
+	worker     bool
+	ingress    bool
+	dark       bool // when it is not alive its kernel is not either: nobody is refused, nobody is reset
+	runs       int  // of raft
+	removed    bool // by a person, who will switch it off
+	disk       *disk
+	wall       time.Duration   // what its wall clock is ahead
+	upset      time.Duration   // when something was wrong with it last
+	thawed     time.Duration   // when it was frozen last, till then
+	deadly     map[string]bool // units whose start ends the process
+	everDeadly map[string]bool
+	afterStop  bool // the process before this one was told to end
+	mustAsk    bool // it was frozen for longer than its lease, and has not asked the leader since
 
 	// of its process
 	raft    *raft    // nil without role control
@@ -55,6 +58,7 @@ func (m *machine) boot() {
 	}
 	m.view, m.viewed, m.mustAsk = state.New(), map[string]time.Duration{}, false
 	m.gone, m.leaving = map[string]time.Duration{}, false
+	m.afterStop, m.disk.afterStop = m.disk.afterStop, false
 	m.c.log("boot", m.name)
 	if m.control {
 		m.raft = newRaft(m)
@@ -181,16 +185,7 @@ const handOverLimit = 3 * time.Second
 func (m *machine) leave() {
 	m.removed = true
 	m.c.log("leaves", m.name)
-	until := m.c.now + handOverLimit
-	var wait func()
-	wait = func() {
-		if m.raft == nil || m.raft.role != leader || m.c.now > until || !m.raft.transfer() {
-			m.crash(false)
-			return
-		}
-		m.c.after(m.process, 100*time.Millisecond, wait)
-	}
-	wait()
+	m.handOver(m.c.now+handOverLimit, func() bool { return true }, func() { m.crash(false) })
 }
 
 // leadsAs is who leads as far as the machine knows, -1: nobody.
@@ -234,6 +229,8 @@ func (m *machine) takeOver(round int) {
 		default:
 			m.taking = false
 			m.shell = newShell(m)
+			m.host.demanded = true // the leader's own node renews at once
+			m.host.ring()
 		}
 	})
 }

@@ -11,7 +11,7 @@ const mutantSeeds = 600
 
 // TestMutants: each rule that is broken on purpose is noticed. Without this the silence of TestSeeds would say nothing.
 func TestMutants(t *testing.T) {
-	for _, m := range []mutant{noSupersede, noFence, noGrace, noConfirm, noBarrier, noFsync, sendsOn, impatient, forgets, early, skips, losesEpochs, noWriteLimit, hasty, innocent} {
+	for _, m := range []mutant{noSupersede, noFence, noGrace, noConfirm, noBarrier, noFsync, sendsOn, impatient, forgets, early, skips, losesEpochs, noWriteLimit, hasty, innocent, ignoresStop, forgivesDeath} {
 		t.Run(string(m), func(t *testing.T) {
 			if m == noConfirm && (testing.Short() || raced) {
 				t.Skip("it takes a hundred seeds to show itself")
@@ -53,6 +53,12 @@ func tweak(cfg *config) {
 	case innocent:
 		cfg.gentle, cfg.fence, cfg.only = true, false, "the leader hears nobody"
 		cfg.controls, cfg.full, cfg.workers = 3, 0, 3
+	case ignoresStop:
+		cfg.gentle, cfg.steady, cfg.only = false, true, "a machine is told to stop"
+		cfg.controls, cfg.full, cfg.workers = 0, 3, 2
+	case forgivesDeath:
+		cfg.gentle, cfg.steady, cfg.only = false, true, deadlyFault
+		cfg.controls, cfg.full, cfg.workers = 0, 3, 2
 	default:
 	}
 }

@@ -23,6 +23,7 @@ func draw(seed uint64, m mutant) config {
 	case 4:
 		cfg.controls, cfg.full, cfg.workers = 3, s.IntN(2), 2+s.IntN(2)
 	}
+	cfg.steady = !cfg.gentle && s.IntN(6) == 0
 	return cfg
 }
 

@@ -1,6 +1,7 @@
 package cluster_test
 
 import (
+	"errors"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/controller"
@@ -23,6 +24,7 @@ type shell struct {
 	leaving  bool
 	closed   bool
 	heard    map[string]time.Duration
+	stopping map[string]bool   // nodes that have said that they stop
 	sure     time.Duration     // when it asked last whether it leads, and a majority said yes
 	deafTill time.Duration     // it answers no renewals before
 	meetings map[string]uint64 // rank 0 of the unit at this epoch has said where it listens
@@ -43,7 +45,7 @@ const (
 )
 
 func newShell(m *machine) *shell {
-	l := &shell{m: m, term: m.raft.term, core: controller.NewCore(m.c.cfg.controller()), orders: map[string]*orderQueue{}, meetings: map[string]uint64{}, heard: map[string]time.Duration{}}
+	l := &shell{m: m, term: m.raft.term, core: controller.NewCore(m.c.cfg.controller()), orders: map[string]*orderQueue{}, meetings: map[string]uint64{}, heard: map[string]time.Duration{}, stopping: map[string]bool{}}
 	l.core.Self = m.name
 	m.c.log("shell", m.name)
 	l.seen = m.view
@@ -140,10 +142,18 @@ func (l *shell) renewed(r *msg.NodeReport, answer func(msg.Lease, error)) {
 	l.freshen()
 	own := *r // the report is the core's from then on, and may come twice
 	own.Events, own.Units = append([]msg.UnitEvent(nil), r.Events...), append([]msg.UnitEvent(nil), r.Units...)
+	switch l.m.c.cfg.mutant {
+	case ignoresStop:
+		own.Stopping = false
+	case forgivesDeath:
+		own.AfterStop = true
+	default:
+	}
 	e := l.step(controller.NodeSeen{Report: &own})
 	e.Lease.Leader = l.m.name
 	l.heard[r.Node.ID] = l.m.c.now
 	if e.Err == nil {
+		l.stopsHere(r)
 		e.Lease.TTL = l.m.c.cfg.ttl // a mutant leader gives what it does not keep
 	}
 	answer(e.Lease, e.Err)
@@ -152,6 +162,7 @@ func (l *shell) renewed(r *msg.NodeReport, answer func(msg.Lease, error)) {
 func (l *shell) do(e controller.Effect) {
 	switch e := e.(type) {
 	case controller.GrantEffect:
+		l.mayGrant(&e)
 		l.m.c.audit.proposed[&e.Grant] = l.m.c.now
 		l.command(state.Command{GrantGroup: &e.Grant}, func(r state.Result, err error) {
 			g := controller.Granted{Result: r, Err: err}
@@ -320,6 +331,9 @@ func (l *shell) agent(id string) *machine {
 
 // silence tells a call without an answer from a refusal, as the controller does.
 func silence(err error) bool {
+	if errors.Is(err, msg.ErrNodeStopping) {
+		return false
+	}
 	switch problem.CodeOf(err) {
 	case problem.Overloaded, problem.Unavailable, problem.Timeout:
 		return true
