@@ -275,9 +275,10 @@ func (f *faults) hang(m *machine) {
 	f.c.log("disk hangs", m.name, m.disk.hungTill)
 }
 
-// deafen lets the leader's controller take no renewals, while consensus goes on: until another leader begins anew.
+// deafen lets the leader's controller take no renewals, while consensus goes on: until another leader begins anew. The leader has
+// heard its nodes before, and there is another voter to hand over to.
 func (f *faults) deafen(until time.Duration) {
-	if m := f.leader(); m != nil && !m.raft.isOnlyVoter() { // nobody could take the place of an only voter
+	if m := f.leader(); m != nil && !m.raft.isOnlyVoter() && f.c.now-m.shell.began > f.c.cfg.ttl/2 {
 		m.shell.deafTill = until
 	}
 }

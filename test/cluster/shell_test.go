@@ -15,6 +15,7 @@ import (
 type shell struct {
 	m        *machine
 	term     uint64 // of the election
+	began    time.Duration
 	core     *controller.Core
 	seen     *state.State // the newest that the core was shown
 	orders   map[string]*orderQueue
@@ -45,7 +46,7 @@ const (
 )
 
 func newShell(m *machine) *shell {
-	l := &shell{m: m, term: m.raft.term, core: controller.NewCore(m.c.cfg.controller()), orders: map[string]*orderQueue{}, meetings: map[string]uint64{}, heard: map[string]time.Duration{}, stopping: map[string]bool{}}
+	l := &shell{m: m, term: m.raft.term, began: m.c.now, core: controller.NewCore(m.c.cfg.controller()), orders: map[string]*orderQueue{}, meetings: map[string]uint64{}, heard: map[string]time.Duration{}, stopping: map[string]bool{}}
 	l.core.Self = m.name
 	m.c.log("shell", m.name)
 	l.seen = m.view
