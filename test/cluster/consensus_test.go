@@ -309,7 +309,7 @@ func (r *raft) follow(term uint64, of int) {
 	was := r.role
 	if term > r.term {
 		r.term, r.votedFor = term, -1
-		if r.disk.hangs(r.c.now) && !r.stuck {
+		if r.hangs(r.c.now) && !r.stuck {
 			r.write(func() {}) // the term
 		}
 	}

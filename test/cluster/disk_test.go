@@ -9,9 +9,9 @@ import (
 // write answers nothing but heartbeats, and a leader sends nothing but heartbeats: those have goroutines of their own.
 const (
 	hangMax     = 30 * time.Second
-	writeLimit  = 2 * time.Second // as diskLimit in cluster: a write that takes longer ends this node's run of raft
-	faultPause  = time.Second     // as in cluster: between a run that ended and the next one
-	maxMainLoop = 1024            // messages and timers that wait for raft's main loop
+	writeLimit  = 1500 * time.Millisecond // as diskLimit in cluster: a write that takes longer ends this node's run of raft
+	faultPause  = time.Second             // as in cluster: between a run that ended and the next one
+	maxMainLoop = 1024                    // messages and timers that wait for raft's main loop
 )
 
 // hangs says whether writes do not return now.
@@ -19,7 +19,7 @@ func (d *disk) hangs(now time.Duration) bool { return now < d.hungTill }
 
 // write does something when what was written is on disk. While the disk hangs the main loop waits for that.
 func (r *raft) write(then func()) {
-	if !r.disk.hangs(r.c.now) {
+	if !r.hangs(r.c.now) {
 		r.c.after(r.m.process, r.c.span(0, fsyncMax), func() {
 			if !r.over {
 				then()
@@ -31,7 +31,7 @@ func (r *raft) write(then func()) {
 	number := r.writing
 	r.stuck = true
 	r.c.log("write hangs", r.m.name)
-	r.c.after(r.m.process, r.disk.hungTill-r.c.now, func() { r.written(number, then) })
+	r.c.after(r.m.process, r.hungTill-r.c.now, func() { r.written(number, then) })
 	if r.c.cfg.mutant != noWriteLimit {
 		r.c.after(r.m.process, writeLimit, func() {
 			if r.stuck && r.writing == number {

@@ -60,8 +60,8 @@ func gentleKinds(fence bool) []fault {
 		{"slow", func(f *faults, until time.Duration) { f.slow(f.any(), until) }},
 		{"clock", func(f *faults, _ time.Duration) { f.clock() }},
 	}
-	if fence {
-		return all // without a leader for 9 s everything must be out
+	if fence { // without a leader for 9 s everything must be out
+		return append(all, fault{"the only disk hangs", func(f *faults, _ time.Duration) { f.hangAlone(f.control()) }})
 	}
 	return append(all, []fault{
 		{"a disk hangs", func(f *faults, _ time.Duration) { f.hang(f.control()) }},
@@ -273,6 +273,16 @@ func (f *faults) hang(m *machine) {
 	}
 	m.disk.hungTill = min(f.heal, f.c.now+f.c.span(least, hangMax))
 	f.c.log("disk hangs", m.name, m.disk.hungTill)
+}
+
+// hangAlone is hang while all other disks have worked for a while: a majority of the voters takes writes.
+func (f *faults) hangAlone(m *machine) {
+	for _, o := range f.c.machines {
+		if f.c.now < o.disk.hungTill+ledWithin {
+			return
+		}
+	}
+	f.hang(m)
 }
 
 // deafen lets the leader's controller take no renewals, while consensus goes on: until another leader begins anew. The leader has
