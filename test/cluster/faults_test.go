@@ -235,7 +235,7 @@ func (f *faults) thaw(m *machine) {
 }
 
 func (f *faults) slow(m *machine, until time.Duration) {
-	if m == nil {
+	if m == nil || f.c.cfg.gentle && f.c.cfg.fence && m.control && f.anyHung() { // see hangAlone
 		return
 	}
 	m.slow = true
@@ -275,14 +275,16 @@ func (f *faults) hang(m *machine) {
 	f.c.log("disk hangs", m.name, m.disk.hungTill)
 }
 
-// hangAlone is hang while all other disks have worked for a while: a majority of the voters takes writes.
+// hangAlone is hang while the other control nodes are well: two of three have to find a leader within the time of a lease.
 func (f *faults) hangAlone(m *machine) {
-	for _, o := range f.c.machines {
-		if f.c.now < o.disk.hungTill+ledWithin {
-			return
-		}
+	if !f.anyHung() && !slices.ContainsFunc(f.c.machines, func(o *machine) bool { return o.control && o.slow }) {
+		f.hang(m)
 	}
-	f.hang(m)
+}
+
+// anyHung says whether a disk hangs, or has until a moment ago.
+func (f *faults) anyHung() bool {
+	return slices.ContainsFunc(f.c.machines, func(o *machine) bool { return f.c.now < o.disk.hungTill+ledWithin })
 }
 
 // deafen lets the leader's controller take no renewals, while consensus goes on: until another leader begins anew. The leader has
