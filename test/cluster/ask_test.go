@@ -81,7 +81,15 @@ func (*notLeaderError) Error() string { return "not the leader" }
 func askLeader[R any](m *machine, limit time.Duration, twice bool, ask func(l *shell, answer func(R, error)), done func(R, error)) {
 	var none R
 	if m.shell != nil {
-		ask(m.shell, done)
+		over := false
+		finish := func(r R, err error) {
+			if !over {
+				over = true
+				done(r, err)
+			}
+		}
+		m.c.after(m.process, limit, func() { finish(none, errLate) })
+		ask(m.shell, finish)
 		return
 	}
 	until := m.c.now + limit

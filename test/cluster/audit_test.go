@@ -16,10 +16,13 @@ type audit struct {
 	grants   map[string]*granted
 	launches map[string]int // by unit, epoch and machine
 	proposed map[*state.GrantGroup]time.Duration
+	silent   map[*state.NodeRef]time.Duration // when a leader wanted to take a node for lost
 	puts     map[*state.PutApps]time.Duration // committed, at
 	leases   []leaseOp
-	lost     int // nodes that were taken for lost
-	restarts int // epochs above the first, of units that nobody asked to change
+	left     map[string]leaving // ranks that ended on a machine that stops
+	deaths   map[string]int     // of machines by the start of a unit, in a row
+	lost     int                // nodes that were taken for lost
+	restarts int                // epochs above the first, of units that nobody asked to change
 	tickets  int
 }
 
@@ -34,7 +37,7 @@ type granted struct {
 func newAudit() *audit {
 	return &audit{
 		high: map[string]uint64{}, grants: map[string]*granted{}, launches: map[string]int{},
-		proposed: map[*state.GrantGroup]time.Duration{}, puts: map[*state.PutApps]time.Duration{},
+		proposed: map[*state.GrantGroup]time.Duration{}, silent: map[*state.NodeRef]time.Duration{}, left: map[string]leaving{}, deaths: map[string]int{}, puts: map[*state.PutApps]time.Duration{},
 	}
 }
 
@@ -62,10 +65,14 @@ func (c *cluster) committed(term uint64, cmd *state.Command, res state.Result, e
 	case cmd.Release != nil:
 		c.ended(cmd.Release.Unit, cmd.Release.Epoch)
 		c.lease(leaseOp{kind: releases, unit: cmd.Release.Unit, epoch: cmd.Release.Epoch, call: c.now, back: c.now})
+	case cmd.UnitReady != nil:
+		delete(c.audit.deaths, cmd.UnitReady.Unit)
 	case cmd.UnitFailed != nil:
+		c.failedBeside(cmd.UnitFailed.Unit)
 		c.ended(cmd.UnitFailed.Unit, cmd.UnitFailed.Epoch)
 		c.lease(leaseOp{kind: releases, unit: cmd.UnitFailed.Unit, epoch: cmd.UnitFailed.Epoch, call: c.now, back: c.now})
 	case cmd.PutApps != nil:
+		clear(c.audit.deaths) // failed units get another chance
 		c.audit.puts[cmd.PutApps] = c.now
 	case cmd.NodeLost != nil && !res.Unchanged:
 		c.nodeLost(c.canon.leaders[term], cmd.NodeLost)
@@ -211,6 +218,9 @@ func (c *cluster) nodeLost(by string, ref *state.NodeRef) {
 	i, leader := c.byUID[ref.UID], c.named(by)
 	m := c.machines[i]
 	c.log("node lost", m.name, by)
+	if l := leader.shell; l != nil && l.sure < c.audit.silent[ref] {
+		c.violate("%s was taken for lost by %s, which did not ask a majority first", m.name, by)
+	}
 	quiet := func(since time.Duration) bool { return c.now-since > calm }
 	if !m.alive || m.frozen || !quiet(m.upset) {
 		return
@@ -238,6 +248,39 @@ func (c *cluster) named(name string) *machine {
 	return nil
 }
 
+// ledWithin bounds the time without a leader that a majority confirms while a majority of the voters is well.
+const ledWithin = 10 * time.Second
+
+// unled says since when no machine was confirmed as a leader that takes writes, although more than half of the voters were well all that time
+// and could talk to each other; "" if that is not so. A machine whose disk hangs is not well, but it is no excuse.
+func (c *cluster) unled() string {
+	if c.now-c.led <= ledWithin || c.net.loss+c.net.drop+c.net.lag > 0 || c.now-c.upset <= ledWithin {
+		return ""
+	}
+	var well []*machine
+	voters := 0
+	all := c.canon.members()
+	for _, v := range all {
+		if m := c.machines[v.i]; v.votes {
+			voters++
+			if m.alive && !m.frozen && !m.slow && !m.removed && c.now-max(m.upset, m.disk.hungTill) > ledWithin {
+				well = append(well, m)
+			}
+		}
+	}
+	if len(well) <= voters/2 {
+		return ""
+	}
+	for _, a := range well {
+		for _, b := range well {
+			if c.net.cuts[a.i][b.i] || a != b && c.now-c.net.changed[a.i][b.i] <= ledWithin {
+				return ""
+			}
+		}
+	}
+	return fmt.Sprintf("since %v nobody leads that takes writes, and %d of %d voters are well", c.led, len(well), voters)
+}
+
 // Bounds of what may wait anywhere.
 const (
 	maxEvents  = 20000
@@ -249,6 +292,12 @@ const (
 func (c *cluster) bounded() {
 	if len(c.queue) > maxEvents {
 		c.violate("%d events wait", len(c.queue))
+	}
+	if why := c.unled(); why != "" {
+		c.violate("%s", why)
+	}
+	if why := c.unmoved(); why != "" {
+		c.violate("%s", why)
 	}
 	for _, m := range c.machines {
 		switch {

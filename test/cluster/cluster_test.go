@@ -14,17 +14,24 @@ type mutant string
 
 // The mutants.
 const (
-	noMutant    mutant = ""
-	noSupersede mutant = "a node runs on what the state shows superseded"
-	noFence     mutant = "with on_lease_loss fence a node admits without a lease"
-	noGrace     mutant = "the leader grants again before a lease is over"
-	noConfirm   mutant = "a leader prolongs leases without asking a majority whether it leads"
-	noBarrier   mutant = "a leader begins with the state of before its election"
-	noFsync     mutant = "a follower acknowledges what is not on its disk"
-	sendsOn     mutant = "what a deposed leader's controller proposes is sent on to the next leader"
-	impatient   mutant = "the leader gives a node up that has missed one renewal"
-	forgets     mutant = "a node forgets at a restart which epochs it has seen"
-	early       mutant = "a node tells that a unit is gone when it begins to end it"
+	noMutant      mutant = ""
+	noSupersede   mutant = "a node runs on what the state shows superseded"
+	noFence       mutant = "with on_lease_loss fence a node admits without a lease"
+	noGrace       mutant = "the leader grants again before a lease is over"
+	noConfirm     mutant = "a leader prolongs leases without asking a majority whether it leads"
+	noBarrier     mutant = "a leader begins with the state of before its election"
+	noFsync       mutant = "a follower acknowledges what is not on its disk"
+	sendsOn       mutant = "what a deposed leader's controller proposes is sent on to the next leader"
+	impatient     mutant = "the leader gives a node up that has missed one renewal"
+	forgets       mutant = "a node forgets at a restart which epochs it has seen"
+	early         mutant = "a node tells that a unit is gone when it begins to end it"
+	noWriteLimit  mutant = "a write of the log may take as long as it likes"
+	hasty         mutant = "a leader takes a silent node for lost without asking a majority after the silence"
+	innocent      mutant = "a leader that hears too little takes the others for lost"
+	ignoresStop   mutant = "placement ignores that a node says it stops"
+	forgivesDeath mutant = "a start that its node's process dies of does not count"
+	skips         mutant = "a control node passes over a command that it does not know"
+	losesEpochs   mutant = "a snapshot leaves out the epochs of units that are gone"
 )
 
 // config is a run.
@@ -36,6 +43,7 @@ type config struct {
 	full     int    // machines with all roles
 	workers  int    // machines without role control
 	gentle   bool   // nothing happens that may cost a restart
+	steady   bool   // nobody changes what is wanted
 	rush     bool   // thirty times the requests
 	only     string // the one kind of fault; "": all
 	mutant   mutant
@@ -67,10 +75,14 @@ type cluster struct {
 	specs      map[string]*app.Application
 	work       *workload
 	removals   int
+	calmSince  time.Duration    // when something was wrong last, but a machine that stops
+	leader     *shell           // the last that disturbed saw
+	led        time.Duration    // when a majority said last that a machine leads whose disk takes writes
+	told       map[uint64]*told // what nodes without role control are sent, by index
 }
 
 func newCluster(seed uint64, cfg config, trace bool) *cluster {
-	c := &cluster{sim: newSim(seed, trace), cfg: cfg, byUID: map[string]int{}, specs: map[string]*app.Application{}}
+	c := &cluster{sim: newSim(seed, trace), cfg: cfg, byUID: map[string]int{}, specs: map[string]*app.Application{}, told: map[uint64]*told{}}
 	c.net = newNetwork(cfg.controls + cfg.full + cfg.workers + spares)
 	c.canon, c.audit = newCanon(c), newAudit()
 	for range cfg.full {
@@ -96,8 +108,8 @@ const spares = 2
 func (c *cluster) add(control, worker bool) *machine {
 	i := len(c.machines)
 	m := &machine{
-		process: &process{s: c.sim, name: fmt.Sprintf("n%d", i)}, c: c, i: i, uid: uidOf(i), control: control, worker: worker, ingress: worker,
-		disk: &disk{votedFor: -1, epochs: map[string]uint64{}, saved: state.New()},
+		process: &process{s: c.sim, name: fmt.Sprintf("n%d", i)}, c: c, i: i, uid: uidOf(i), control: control, worker: worker, ingress: worker, everDeadly: map[string]bool{},
+		disk: &disk{votedFor: -1, epochs: map[string]uint64{}},
 	}
 	c.machines = append(c.machines, m)
 	c.byUID[m.uid] = i
@@ -106,16 +118,16 @@ func (c *cluster) add(control, worker bool) *machine {
 
 // found writes the log of a cluster whose machines are all members: its name, its nodes, its voters.
 func (c *cluster) found() {
-	log := []*entry{{term: 1, command: &state.Command{Init: &state.Init{Cluster: "sim", Secret: []byte("secret")}}}}
+	log := []*entry{newEntry(1, &state.Command{Init: &state.Init{Cluster: "sim", Secret: []byte("secret")}})}
 	var members []voter
 	for _, m := range c.machines {
-		log = append(log, &entry{term: 1, command: &state.Command{PutNode: &state.PutNode{Node: m.record()}}})
+		log = append(log, newEntry(1, &state.Command{PutNode: &state.PutNode{Node: m.record()}}))
 		if m.control {
 			members = append(members, voter{m.i, len(members) < voters(c.cfg.controls+c.cfg.full)})
 		}
 	}
 	log = append(log, &entry{term: 1, members: members})
-	first := &raft{c: c, m: c.machines[0]}
+	first := &raft{c: c, m: c.machines[0], disk: c.machines[0].disk}
 	for i, e := range log {
 		c.canon.commit(first, i+1, e)
 	}
@@ -123,7 +135,7 @@ func (c *cluster) found() {
 		if m.control {
 			m.disk.log, m.disk.synced, m.disk.term = append([]*entry(nil), log...), len(log), 1
 		} else {
-			m.disk.saved = c.canon.now()
+			m.disk.saved = c.public(c.canon.now())
 		}
 	}
 }

@@ -17,13 +17,24 @@ const (
 	raftLife      = 2 * time.Second // of a message
 	fsyncMax      = 8 * time.Millisecond
 	maxEntries    = 64 // in one message
+	roundsPerRun  = 1 << 20
 )
 
 // entry is one entry of the log: a command, a configuration, or neither (a new leader's first).
 type entry struct {
 	term    uint64
 	command *state.Command
+	data    []byte // the encoded command, as the disks have it
+	decoded *state.Command
 	members []voter
+}
+
+func newEntry(term uint64, c *state.Command) *entry {
+	data, err := state.EncodeCommand(c)
+	if err != nil {
+		panic(err)
+	}
+	return &entry{term: term, command: c, data: data}
 }
 
 // voter is a member of consensus.
@@ -34,12 +45,17 @@ type voter struct {
 
 // disk is what a machine's process leaves to the next one.
 type disk struct {
-	term     uint64
-	votedFor int // machine, -1: nobody
-	log      []*entry
-	synced   int // entries that are on disk: the rest is lost, wholly or in part, when the process ends
-	epochs   map[string]uint64
-	saved    *state.State // of a node without role control
+	term      uint64
+	votedFor  int           // machine, -1: nobody
+	snap      *snapshot     // the newest, nil: none
+	base      int           // entries that a snapshot has taken the place of
+	baseTerm  uint64        // of the last of them
+	log       []*entry      // the others: log[0] is entry base + 1
+	synced    int           // the last entry on disk: what follows is lost, wholly or in part, when the process ends
+	afterStop bool          // the last process was told to end
+	hungTill  time.Duration // writes that begin before do not return before
+	epochs    map[string]uint64
+	saved     []byte // a node without role control: its copy of the state, encoded
 }
 
 type role uint8
@@ -51,7 +67,8 @@ const (
 )
 
 // raft is a model of hashicorp/raft: elections with pre-vote, a leader's lease, commit by the majority of the newest configuration,
-// one change of members at a time. Logs are not compacted.
+// one change of members at a time, snapshots, a log that they shorten, and a main loop that waits for the disk. A run of it ends with
+// the process, or with a write that hangs.
 type raft struct {
 	c *cluster
 	m *machine
@@ -60,6 +77,8 @@ type raft struct {
 	leads     int // machine that leads as far as is known, -1: nobody
 	commit    int
 	applied   int
+	fsm       *fsm
+	compactAt int           // applied at the next snapshot
 	heard     time.Duration // of a leader, or of a candidate that got the vote
 	forced    bool          // the leader has asked it to take its place
 	guard     int           // number of the wait for the leader's silence
@@ -70,6 +89,10 @@ type raft struct {
 	contact   []time.Duration
 	confirmed []time.Duration // when the newest message was sent that a member has answered
 	verifying []*verifying
+	over      bool     // this run has ended
+	stuck     bool     // the main loop waits for a write
+	writing   int      // number of the write that hung last
+	waiting   []func() // for the main loop
 	pending   map[int]func(state.Result, error)
 	ready     bool    // leads, and has applied what was committed before
 	conf      []voter // the newest configuration of the log, at confAt; nil: to be looked up
@@ -77,7 +100,14 @@ type raft struct {
 }
 
 func newRaft(m *machine) *raft {
-	r := &raft{c: m.c, m: m, disk: m.disk, leads: -1, heard: m.c.now, pending: map[int]func(state.Result, error){}}
+	m.runs++
+	r := &raft{c: m.c, m: m, disk: m.disk, leads: -1, heard: m.c.now, pending: map[int]func(state.Result, error){}, round: m.runs * roundsPerRun}
+	r.fsm = &fsm{m: m, work: state.New()}
+	if s := r.snap; s != nil {
+		r.commit, r.applied = s.at, s.at
+		r.fsm.restore(s)
+	}
+	r.compactAt = r.applied + m.c.IntN(compactMax)
 	r.watch()
 	return r
 }
@@ -86,7 +116,7 @@ func newRaft(m *machine) *raft {
 func (r *raft) watch() {
 	r.guard++
 	guard := r.guard
-	r.c.after(r.m.process, r.c.span(raftHeartbeat, 2*raftHeartbeat), func() {
+	r.after(r.c.span(raftHeartbeat, 2*raftHeartbeat), func() {
 		switch {
 		case r.role != follower || r.guard != guard:
 		case r.c.now-r.heard >= raftHeartbeat:
@@ -97,23 +127,44 @@ func (r *raft) watch() {
 	})
 }
 
-func (r *raft) last() int { return len(r.log) }
+func (d *disk) last() int { return d.base + len(d.log) }
 
-func (r *raft) termAt(i int) uint64 {
-	if i == 0 {
-		return 0
+// at is an entry that no snapshot has taken the place of.
+func (d *disk) at(i int) *entry { return d.log[i-1-d.base] }
+
+// termAt is the term of an entry from base on.
+func (d *disk) termAt(i int) uint64 {
+	if i == d.base {
+		return d.baseTerm
 	}
-	return r.log[i-1].term
+	return d.at(i).term
+}
+
+// has says whether the log holds the entry of this index and term. What a snapshot has taken the place of is committed,
+// so every leader has the same there.
+func (d *disk) has(i int, term uint64) bool {
+	return i < d.base || i <= d.last() && d.termAt(i) == term
 }
 
 // members is the newest configuration of the log, committed or not, and where it stands.
 func (r *raft) members() ([]voter, int) {
-	for i := len(r.log); i > 0 && r.conf == nil; i-- {
-		if m := r.log[i-1].members; m != nil {
-			r.conf, r.confAt = m, i
-		}
+	if r.conf == nil {
+		r.conf, r.confAt = r.membersAt(r.last())
 	}
 	return r.conf, r.confAt
+}
+
+// membersAt is the newest configuration up to an entry.
+func (d *disk) membersAt(last int) ([]voter, int) {
+	for i := last; i > d.base; i-- {
+		if m := d.at(i).members; m != nil {
+			return m, i
+		}
+	}
+	if d.snap == nil {
+		return nil, 0
+	}
+	return d.snap.members, d.snap.confAt
 }
 
 func (r *raft) isVoter(i int) bool {
@@ -152,7 +203,7 @@ func (r *raft) campaign() {
 // retry asks again if nothing was decided.
 func (r *raft) retry() {
 	round := r.round
-	r.c.after(r.m.process, r.c.span(raftElection, 2*raftElection), func() {
+	r.after(r.c.span(raftElection, 2*raftElection), func() {
 		if r.role == candidate && r.round <= round+1 {
 			r.campaign()
 		}
@@ -167,13 +218,34 @@ func (r *raft) ballot(pre bool) {
 		r.term, r.votedFor = term, r.m.i
 	}
 	r.c.log("ballot", r.m.name, term, pre)
-	round, at, lastTerm, force := r.round, r.last(), r.termAt(r.last()), r.forced
+	if force := r.forced; pre {
+		r.canvass(pre, force)
+	} else {
+		round := r.round
+		r.write(func() { // its own vote is on disk before it asks for others
+			if r.role == candidate && r.round == round {
+				r.canvass(pre, force)
+			}
+		})
+	}
+}
+
+// canvass asks the others for their votes.
+func (r *raft) canvass(pre, force bool) {
+	term, round, at, lastTerm := r.term, r.round, r.last(), r.termAt(r.last())
+	if pre {
+		term++
+	}
 	all, _ := r.members()
 	for _, v := range all {
 		if v.votes && v.i != r.m.i {
 			to := r.c.machines[v.i]
 			r.c.send(r.m, to, raftLife, true, func() {
-				to.raft.asked(r.m, term, at, lastTerm, pre, force, func(yes bool, now uint64) { r.counted(to.i, round, pre, yes, now) })
+				to.raft.main(func() {
+					to.raft.asked(r.m, term, at, lastTerm, pre, force, func(yes bool, now uint64) {
+						r.main(func() { r.counted(to.i, round, pre, yes, now) })
+					})
+				})
 			})
 		}
 	}
@@ -201,7 +273,7 @@ func (r *raft) asked(from *machine, term uint64, last int, lastTerm uint64, pre,
 		}
 	}
 	now := r.term
-	r.c.after(r.m.process, r.c.span(0, fsyncMax), func() { // a vote is on disk before it is given
+	r.write(func() { // a vote is on disk before it is given
 		r.c.send(r.m, from, raftLife, true, func() { answer(yes, now) })
 	})
 }
@@ -237,6 +309,9 @@ func (r *raft) follow(term uint64, of int) {
 	was := r.role
 	if term > r.term {
 		r.term, r.votedFor = term, -1
+		if r.hangs(r.c.now) && !r.stuck {
+			r.write(func() {}) // the term
+		}
 	}
 	r.role = follower
 	if was != follower {
@@ -268,6 +343,9 @@ func (r *raft) stepDown() {
 
 // transfer asks the voter that has most of the log to take the place of this leader; false if there is none.
 func (r *raft) transfer() bool {
+	if r.stuck {
+		return true
+	}
 	all, _ := r.members()
 	best := -1
 	for _, v := range all {
@@ -283,12 +361,14 @@ func (r *raft) transfer() bool {
 	}
 	to, term := r.c.machines[best], r.term
 	r.c.send(r.m, to, raftLife, false, func() {
-		if to.raft.term == term && to.raft.role == follower {
-			to.raft.role, to.raft.forced = candidate, true
-			to.raft.ballot(false)
-			to.raft.forced = false
-			to.raft.retry()
-		}
+		to.raft.main(func() {
+			if to.raft.term == term && to.raft.role == follower {
+				to.raft.role, to.raft.forced = candidate, true
+				to.raft.ballot(false)
+				to.raft.forced = false
+				to.raft.retry()
+			}
+		})
 	})
 	return true
 }
@@ -339,7 +419,7 @@ func (r *raft) lease(round int) {
 		r.follow(r.term, -1)
 		return
 	}
-	r.c.after(r.m.process, max(10*time.Millisecond, raftLease-oldest), func() { r.lease(round) })
+	r.after(max(10*time.Millisecond, raftLease-oldest), func() { r.lease(round) })
 }
 
 // advance commits what a majority has.
@@ -359,17 +439,25 @@ func (r *raft) learn(commit int) {
 		return
 	}
 	r.commit = commit
+	changed, answers := false, []func(){}
 	for r.applied < commit {
 		r.applied++
-		r.c.canon.commit(r, r.applied, r.log[r.applied-1])
-	}
-	r.m.publish(r.c.canon.states[commit])
-	for _, i := range sorted(r.pending) {
-		if done := r.pending[i]; i <= commit && done != nil {
-			delete(r.pending, i)
-			done(r.c.canon.results[i], r.c.canon.errs[i])
+		at, e := r.applied, r.at(r.applied)
+		r.c.canon.commit(r, at, e)
+		res, err := r.fsm.apply(at, e)
+		changed = changed || e.command != nil && err == nil && !res.Unchanged
+		if done := r.pending[at]; done != nil {
+			delete(r.pending, at)
+			answers = append(answers, func() { done(res, err) })
 		}
 	}
+	if changed {
+		r.m.publish(r.fsm.work.Clone())
+	}
+	for _, answer := range answers {
+		answer()
+	}
+	r.compact()
 	if _, at := r.members(); r.role == leader && at <= commit && !r.isVoter(r.m.i) {
 		r.follow(r.term, -1) // it was taken out
 	}
@@ -380,16 +468,25 @@ const maxPending = 256
 
 // propose appends a command at the leader. ok is false elsewhere: nothing was done.
 func (r *raft) propose(c *state.Command, done func(state.Result, error)) (ok bool) {
-	if r == nil || r.role != leader || len(r.pending) >= maxPending {
+	if r == nil || r.role != leader || len(r.pending)+len(r.waiting) >= maxPending {
 		return false
 	}
-	r.pending[r.append(&entry{term: r.term, command: c})] = done
+	asked := r.c.now
+	r.main(func() {
+		switch {
+		case r.c.now-asked > proposeLimit: // nobody waits for it any more
+		case r.role != leader:
+			done(state.Result{}, errNotLeader)
+		default:
+			r.pending[r.append(newEntry(r.term, c))] = done
+		}
+	})
 	return true
 }
 
 // change appends a configuration, if the one before is committed.
 func (r *raft) change(members []voter) {
-	if _, at := r.members(); r.role == leader && at <= r.commit {
+	if _, at := r.members(); r.role == leader && !r.stuck && at <= r.commit {
 		r.append(&entry{term: r.term, members: members})
 		r.c.log("members", members)
 	}

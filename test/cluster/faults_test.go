@@ -36,6 +36,11 @@ func kinds() []fault {
 		{"slow", func(f *faults, until time.Duration) { f.slow(f.any(), until) }},
 		{"crash", func(f *faults, until time.Duration) { f.crash(f.any(), until) }},
 		{"crash the leader", func(f *faults, until time.Duration) { f.crash(f.leader(), until) }},
+		{"a disk hangs", func(f *faults, _ time.Duration) { f.hang(f.any()) }},
+		{"the leader's disk hangs", func(f *faults, _ time.Duration) { f.hang(f.leader()) }},
+		{"the leader hears nobody", func(f *faults, until time.Duration) { f.deafen(until) }},
+		{"a machine is told to stop", func(f *faults, until time.Duration) { f.stop(f.any(), until) }},
+		{deadlyFault, func(f *faults, until time.Duration) { f.poison(f.any(), until) }},
 		{"clock", func(f *faults, _ time.Duration) { f.clock() }},
 		{"failing starts", (*faults).starts},
 		{"a node comes", func(f *faults, _ time.Duration) { f.join() }},
@@ -55,10 +60,13 @@ func gentleKinds(fence bool) []fault {
 		{"slow", func(f *faults, until time.Duration) { f.slow(f.any(), until) }},
 		{"clock", func(f *faults, _ time.Duration) { f.clock() }},
 	}
-	if fence {
-		return all // without a leader for 9 s everything must be out
+	if fence { // without a leader for 9 s everything must be out
+		return append(all, fault{"the only disk hangs", func(f *faults, _ time.Duration) { f.hangAlone(f.control()) }})
 	}
 	return append(all, []fault{
+		{"a disk hangs", func(f *faults, _ time.Duration) { f.hang(f.control()) }},
+		{"the leader's disk hangs", func(f *faults, _ time.Duration) { f.hang(f.leader()) }},
+		{"the leader hears nobody", func(f *faults, until time.Duration) { f.deafen(until) }},
 		{"freeze a control node", func(f *faults, _ time.Duration) { f.freeze(f.control()) }},
 		{"crash a control node", func(f *faults, until time.Duration) { f.crash(f.control(), until) }},
 		{"crash the leader", func(f *faults, until time.Duration) { f.crash(f.leader(), until) }},
@@ -227,7 +235,7 @@ func (f *faults) thaw(m *machine) {
 }
 
 func (f *faults) slow(m *machine, until time.Duration) {
-	if m == nil {
+	if m == nil || f.c.cfg.gentle && f.c.cfg.fence && m.control && f.anyHung() { // see hangAlone
 		return
 	}
 	m.slow = true
@@ -245,11 +253,45 @@ func (f *faults) crash(m *machine, until time.Duration) {
 
 func (f *faults) boot(m *machine) {
 	if !m.alive && !m.removed {
-		if m.disk.saved.Index == 0 {
-			m.disk.saved = f.c.canon.now() // what it was told when it joined
+		m.disk.hungTill = 0 // the machine was switched off and on
+		if m.disk.saved == nil && !m.control {
+			m.disk.saved = f.c.public(f.c.canon.now()) // what it was told when it joined
 		}
 		m.boot()
 		m.upset = f.c.now
+	}
+}
+
+// hang lets no write of a machine's disk return for a while.
+func (f *faults) hang(m *machine) {
+	if m == nil || m.disk.hangs(f.c.now) {
+		return
+	}
+	least := time.Duration(0)
+	if f.c.cfg.only != "" {
+		least = 13 * time.Second
+	}
+	m.disk.hungTill = min(f.heal, f.c.now+f.c.span(least, hangMax))
+	f.c.log("disk hangs", m.name, m.disk.hungTill)
+}
+
+// hangAlone is hang while the other control nodes are well: two of three have to find a leader within the time of a lease.
+func (f *faults) hangAlone(m *machine) {
+	if !f.anyHung() && !slices.ContainsFunc(f.c.machines, func(o *machine) bool { return o.control && o.slow }) {
+		f.hang(m)
+	}
+}
+
+// anyHung says whether a disk hangs, or has until a moment ago.
+func (f *faults) anyHung() bool {
+	return slices.ContainsFunc(f.c.machines, func(o *machine) bool { return f.c.now < o.disk.hungTill+ledWithin })
+}
+
+// deafen lets the leader's controller take no renewals, while consensus goes on: until another leader begins anew. The leader has
+// heard its nodes before, and there is another voter to hand over to.
+func (f *faults) deafen(until time.Duration) {
+	if m := f.leader(); m != nil && !m.raft.isOnlyVoter() && f.c.now-m.shell.began > f.c.cfg.ttl/2 {
+		m.shell.deafTill = until
 	}
 }
 
@@ -345,8 +387,11 @@ func (f *faults) healAll() {
 	net.loss, net.drop, net.double, net.lag, c.startFails = 0, 0, 0, 0, 0
 	c.upset, c.work.over = c.now, true
 	for _, m := range c.machines {
-		m.slow = false
+		m.slow, m.deadly = false, nil
 		f.thaw(m)
+		if m.alive && m.host.stopping { // its time is over
+			m.crash(false)
+		}
 		if c.canon.now().Nodes[m.name] != nil {
 			f.boot(m)
 			c.work.undrain(m)

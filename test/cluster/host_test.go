@@ -21,6 +21,7 @@ type host struct {
 	numbers uint64
 	asked   []func() // commands that wait for the end of a renewal
 
+	stopping bool // it was told to end
 	renewing bool
 	woken    bool // there is news since the last renewal began
 	demanded bool // a command waits for the lease
@@ -70,6 +71,7 @@ func (h *host) renew() {
 	h.rules.Look(h.c.clock())
 	r := &msg.NodeReport{
 		Node: h.m.record(), Incarnation: h.process, Wall: h.c.clock().Add(h.m.wall), Index: h.m.view.Index,
+		Stopping: h.stopping, AfterStop: h.m.afterStop,
 	}
 	r.Events, r.Units = h.rules.Report()
 	askLeader(h.m, renewLimit, true, func(l *shell, answer func(msg.Lease, error)) { l.renew(r, answer) }, func(lease msg.Lease, err error) {
@@ -156,7 +158,16 @@ var errNoLease = problem.New(problem.Unavailable, "no lease")
 
 // startRank takes an order to start, or refuses it.
 func (h *host) startRank(o *msg.StartRank, answer func(struct{}, error)) {
-	h.ensure(2, func() { answer(struct{}{}, h.start(o)) })
+	h.ensure(2, func() { h.flush(func() { answer(struct{}{}, h.start(o)) }) })
+}
+
+// flush does what needs a write: the epoch is on disk before the node answers.
+func (h *host) flush(then func()) {
+	if d := h.m.disk; d.hangs(h.c.now) {
+		h.c.after(h.m.process, d.hungTill-h.c.now, then)
+		return
+	}
+	then()
 }
 
 func (h *host) start(o *msg.StartRank) error {
@@ -166,6 +177,8 @@ func (h *host) start(o *msg.StartRank) error {
 		return nil
 	}
 	switch {
+	case h.stopping:
+		return errStopping
 	case node.Superseded(h.m.view, o.Unit, o.Epoch):
 		return problem.New(problem.Conflict, "unit %s: epoch %d is superseded", o.Unit, o.Epoch)
 	case !h.rules.Starts(h.c.clock()):
@@ -186,6 +199,10 @@ func (h *host) start(o *msg.StartRank) error {
 
 // stopRank asks a unit to end. One that is not here says that it is gone.
 func (h *host) stopRank(o *msg.StopRank, answer func(struct{}, error)) {
+	h.flush(func() { h.stop(o, answer) })
+}
+
+func (h *host) stop(o *msg.StopRank, answer func(struct{}, error)) {
 	if err := h.rules.Admit(o.Unit, o.Epoch); err != nil {
 		answer(struct{}{}, err)
 		return
@@ -195,8 +212,11 @@ func (h *host) stopRank(o *msg.StopRank, answer func(struct{}, error)) {
 	if u == nil || u.order.Epoch < o.Epoch {
 		h.tell(msg.UnitEvent{Unit: o.Unit, Epoch: o.Epoch, Kind: msg.UnitGone, Rank: -1, Reason: o.Reason, Asked: true})
 	}
-	if u != nil && !u.askStop(o.Grace, o.Reason) {
-		u.repeat()
+	if u != nil {
+		ends := u.phase == state.Draining || u.phase == state.Killing
+		if !u.askStop(o.Grace, o.Reason) || ends {
+			u.repeat()
+		}
 	}
 	answer(struct{}{}, nil)
 }
@@ -258,6 +278,7 @@ func (h *host) launch(u *hosted) {
 		u.engines = append(u.engines, e)
 	}
 	h.c.launched(h, u)
+	h.m.dies(u.order.Unit)
 }
 
 // kill ends them.

@@ -22,6 +22,7 @@ type hosted struct {
 	last        msg.UnitEvent
 	engines     []*engine
 	accepting   bool
+	streams     bool // one of its streams goes on as long as it may
 	incarnation uint64
 	step        int // number of what it does now: timers of older steps are dropped
 	gone        []func()
@@ -268,7 +269,10 @@ func (u *hosted) drain() {
 
 func (u *hosted) drained() {
 	left := u.stop.deadline - u.h.c.now
-	u.after(u.h.c.span(0, left), u.finish)
+	if !u.streams {
+		left = u.h.c.span(0, min(left, drainShort))
+	}
+	u.after(left, u.finish)
 }
 
 // finish takes the unit down.
@@ -294,6 +298,7 @@ func (u *hosted) finish() {
 	u.after(d, func() {
 		u.h.kill(u)
 		u.phase = state.Gone
+		u.h.c.left(u)
 		u.h.show(u)
 		u.tell(msg.UnitEvent{Kind: msg.UnitGone, Rank: -1, Reason: u.why(), Asked: u.stop != nil})
 		for _, f := range u.gone {

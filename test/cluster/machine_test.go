@@ -12,19 +12,23 @@ import (
 // ingress.
 type machine struct {
 	*process
-	c       *cluster
-	i       int
-	uid     string
-	control bool
-	worker  bool
-	ingress bool
-	dark    bool // when it is not alive its kernel is not either: nobody is refused, nobody is reset
-	removed bool // by a person, who will switch it off
-	disk    *disk
-	wall    time.Duration // what its wall clock is ahead
-	upset   time.Duration // when something was wrong with it last
-	thawed  time.Duration // when it was frozen last, till then
-	mustAsk bool          // it was frozen for longer than its lease, and has not asked the leader since
+	c          *cluster
+	i          int
+	uid        string
+	control    bool
+	worker     bool
+	ingress    bool
+	dark       bool // when it is not alive its kernel is not either: nobody is refused, nobody is reset
+	runs       int  // of raft
+	removed    bool // by a person, who will switch it off
+	disk       *disk
+	wall       time.Duration   // what its wall clock is ahead
+	upset      time.Duration   // when something was wrong with it last
+	thawed     time.Duration   // when it was frozen last, till then
+	deadly     map[string]bool // units whose start ends the process
+	everDeadly map[string]bool
+	afterStop  bool // the process before this one was told to end
+	mustAsk    bool // it was frozen for longer than its lease, and has not asked the leader since
 
 	// of its process
 	raft    *raft    // nil without role control
@@ -35,6 +39,7 @@ type machine struct {
 	viewed  map[string]time.Duration // when view has shown first that a unit here is over
 	dirty   bool                     // view has changed and nobody was told yet
 	shell   *shell
+	holds   bool // it led when its disk failed, and is the only voter: see cluster.Holds
 	taking  bool // it is about to lead
 	host    *host
 	ing     *gateway
@@ -47,17 +52,23 @@ type machine struct {
 func (m *machine) boot() {
 	m.alive, m.dark, m.frozen, m.slow = true, false, false, false
 	m.shell, m.host, m.ing, m.follows, m.dirty, m.taking = nil, nil, nil, nil, false, false
-	m.raft, m.watch, m.known, m.avoid = nil, nil, -1, -1
+	m.raft, m.watch, m.known, m.avoid, m.holds = nil, nil, -1, -1, false
 	if m.c.cfg.mutant == forgets {
 		m.disk.epochs = map[string]uint64{}
 	}
 	m.view, m.viewed, m.mustAsk = state.New(), map[string]time.Duration{}, false
 	m.gone, m.leaving = map[string]time.Duration{}, false
+	m.afterStop, m.disk.afterStop = m.disk.afterStop, false
 	m.c.log("boot", m.name)
 	if m.control {
 		m.raft = newRaft(m)
+		if m.raft.snap != nil {
+			m.view = m.raft.fsm.work.Clone()
+		}
 	} else {
-		m.view = m.disk.saved
+		if m.disk.saved != nil {
+			m.view = m.c.decode(m, m.disk.saved)
+		}
 		m.watch = newWatcher(m)
 	}
 	m.host = newHost(m)
@@ -73,10 +84,7 @@ func (m *machine) crash(power bool) {
 		return
 	}
 	m.c.log("crash", m.name, power)
-	if kept := m.disk.synced; kept < len(m.disk.log) {
-		kept += m.c.IntN(len(m.disk.log) - kept + 1)
-		m.disk.log, m.disk.synced = m.disk.log[:kept:kept], kept
-	}
+	m.disk.lose(m.c.sim)
 	for _, e := range m.host.engines {
 		e.dead = true
 	}
@@ -151,9 +159,6 @@ func (m *machine) publish(s *state.State) {
 			}
 		}
 	}
-	if m.watch != nil {
-		m.disk.saved = s
-	}
 	if !m.dirty {
 		m.dirty = true
 		m.c.after(m.process, m.c.span(0, 2*time.Millisecond), m.changed)
@@ -180,16 +185,7 @@ const handOverLimit = 3 * time.Second
 func (m *machine) leave() {
 	m.removed = true
 	m.c.log("leaves", m.name)
-	until := m.c.now + handOverLimit
-	var wait func()
-	wait = func() {
-		if m.raft == nil || m.raft.role != leader || m.c.now > until || !m.raft.transfer() {
-			m.crash(false)
-			return
-		}
-		m.c.after(m.process, 100*time.Millisecond, wait)
-	}
-	wait()
+	m.handOver(m.c.now+handOverLimit, func() bool { return true }, func() { m.crash(false) })
 }
 
 // leadsAs is who leads as far as the machine knows, -1: nobody.
@@ -207,15 +203,15 @@ const closeAfter = 20 * time.Millisecond
 func (m *machine) led() {
 	m.feedFollowers()
 	switch r := m.raft; {
+	case r.ready && m.shell != nil && m.shell.term != r.term && !m.shell.leaving, !r.ready && m.shell != nil && !m.shell.leaving && !m.holds:
+		l := m.shell
+		l.leaving, m.holds = true, false
+		m.c.after(m.process, m.c.span(0, closeAfter), func() { l.close() })
 	case r.ready && m.shell == nil && m.c.cfg.mutant == noBarrier:
 		m.shell = newShell(m)
 	case r.ready && m.shell == nil && !m.taking:
 		m.taking = true
 		m.takeOver(r.round)
-	case !r.ready && m.shell != nil && !m.shell.leaving:
-		l := m.shell
-		l.leaving = true
-		m.c.after(m.process, m.c.span(0, closeAfter), func() { l.close() })
 	}
 }
 
@@ -233,6 +229,8 @@ func (m *machine) takeOver(round int) {
 		default:
 			m.taking = false
 			m.shell = newShell(m)
+			m.host.demanded = true // the leader's own node renews at once
+			m.host.ring()
 		}
 	})
 }

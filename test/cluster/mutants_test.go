@@ -9,9 +9,32 @@ import (
 // mutantSeeds is how many seeds a broken rule has to show itself.
 const mutantSeeds = 600
 
+var mutants = []mutant{
+	noSupersede, noFence, noGrace, noConfirm, noBarrier, noFsync, sendsOn, impatient, forgets, early,
+	skips, losesEpochs, noWriteLimit, hasty, innocent, ignoresStop, forgivesDeath,
+}
+
+// controlSeeds is how many seeds of a mutant's runs are played without the mutant.
+const controlSeeds = 12
+
+// TestMutantsRunsAreSilentWithoutThem: what is noticed in the runs of a mutant is the mutant.
+func TestMutantsRunsAreSilentWithoutThem(t *testing.T) {
+	for _, m := range mutants {
+		t.Run(string(m), func(t *testing.T) {
+			t.Parallel()
+			for seed := range uint64(controlSeeds) {
+				cfg := draw(seed, m)
+				tweak(&cfg)
+				cfg.mutant = noMutant
+				require.Empty(t, play(seed, cfg, false).err, "seed %d", seed)
+			}
+		})
+	}
+}
+
 // TestMutants: each rule that is broken on purpose is noticed. Without this the silence of TestSeeds would say nothing.
 func TestMutants(t *testing.T) {
-	for _, m := range []mutant{noSupersede, noFence, noGrace, noConfirm, noBarrier, noFsync, sendsOn, impatient, forgets, early} {
+	for _, m := range mutants {
 		t.Run(string(m), func(t *testing.T) {
 			if m == noConfirm && (testing.Short() || raced) {
 				t.Skip("it takes a hundred seeds to show itself")
@@ -47,6 +70,18 @@ func tweak(cfg *config) {
 	case noBarrier, forgets:
 		cfg.gentle, cfg.only = false, "crash the leader"
 		cfg.controls, cfg.full, cfg.workers = 0, 3, 0
+	case noWriteLimit:
+		cfg.gentle, cfg.fence, cfg.only = true, false, "the leader's disk hangs"
+		cfg.controls, cfg.full, cfg.workers = 3, 0, 3
+	case innocent:
+		cfg.gentle, cfg.fence, cfg.only = true, false, "the leader hears nobody"
+		cfg.controls, cfg.full, cfg.workers = 3, 0, 3
+	case ignoresStop:
+		cfg.gentle, cfg.steady, cfg.only = false, true, "a machine is told to stop"
+		cfg.controls, cfg.full, cfg.workers = 0, 3, 2
+	case forgivesDeath:
+		cfg.gentle, cfg.steady, cfg.only = false, true, deadlyFault
+		cfg.controls, cfg.full, cfg.workers = 0, 3, 2
 	default:
 	}
 }

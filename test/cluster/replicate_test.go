@@ -9,7 +9,7 @@ import (
 func (r *raft) append(e *entry) int {
 	r.add(e)
 	at, round := r.last(), r.round
-	r.c.after(r.m.process, r.c.span(0, fsyncMax), func() {
+	r.write(func() {
 		if r.role != leader || r.round != round {
 			return
 		}
@@ -29,7 +29,7 @@ func (r *raft) add(e *entry) {
 }
 
 func (r *raft) beat(round int) {
-	if r.role != leader || r.round != round {
+	if r.over || r.role != leader || r.round != round {
 		return
 	}
 	r.spread()
@@ -48,14 +48,19 @@ func (r *raft) spread() {
 
 func (r *raft) replicate(to *machine) {
 	prev := r.next[to.i] - 1
-	end := min(r.synced, prev+maxEntries)
-	a := &appendEntries{from: r.m, sent: r.c.now, term: r.term, round: r.round, prev: prev, prevTerm: r.termAt(prev), commit: r.commit}
-	if end > prev {
-		a.entries = slices.Clone(r.log[prev:end])
+	a := &appendEntries{from: r.m, sent: r.c.now, term: r.term, round: r.round, commit: r.commit}
+	if prev < r.base {
+		a.snapshot = r.snap
+	} else {
+		a.prev, a.prevTerm = prev, r.termAt(prev)
+		if end := min(r.synced, prev+maxEntries); end > prev {
+			a.entries = slices.Clone(r.log[prev-r.base : end-r.base])
+		}
 	}
 	r.c.send(r.m, to, raftLife, true, func() {
 		if to.raft != nil {
-			to.raft.taken(a)
+			to.raft.beaten(a)
+			to.raft.main(func() { to.raft.taken(a) })
 		}
 	})
 }
@@ -70,6 +75,15 @@ type appendEntries struct {
 	prevTerm uint64
 	entries  []*entry
 	commit   int
+	snapshot *snapshot // in place of entries that the leader's log has no more
+}
+
+// beaten answers the heartbeat in a message while the main loop waits for the disk.
+func (r *raft) beaten(a *appendEntries) {
+	if r.stuck && r.role == follower && a.term == r.term && a.from.i == r.leads {
+		r.heard = r.c.now
+		r.c.send(r.m, a.from, raftLife, true, func() { a.from.raft.alive(r.m.i, a) })
+	}
 }
 
 // taken is a follower's part.
@@ -80,35 +94,40 @@ func (r *raft) taken(a *appendEntries) {
 	}
 	r.follow(a.term, a.from.i)
 	r.heard = r.c.now
-	if a.prev > r.last() || r.termAt(a.prev) != a.prevTerm {
+	if a.snapshot != nil {
+		r.install(a)
+		return
+	}
+	if !r.has(a.prev, a.prevTerm) {
 		r.reply(a, false, min(r.last(), a.prev-1))
 		return
 	}
 	for k, e := range a.entries {
 		at := a.prev + k + 1
-		if at <= r.last() && r.termAt(at) == e.term {
+		if r.has(at, e.term) {
 			continue
 		}
 		if at <= r.last() {
 			if at <= r.commit {
 				r.c.violate("%s drops the committed entry %d", r.m.name, at)
 			}
-			r.log, r.synced, r.conf, r.confAt = slices.Clone(r.log[:at-1]), min(r.synced, at-1), nil, 0
+			r.log, r.synced, r.conf, r.confAt = slices.Clone(r.log[:at-1-r.base]), min(r.synced, at-1), nil, 0
 		}
 		r.add(e)
 	}
 	match := a.prev + len(a.entries)
-	wait := time.Duration(0)
-	if match > r.synced && r.c.cfg.mutant != noFsync {
-		wait = r.c.span(0, fsyncMax)
-	}
-	r.c.after(r.m.process, wait, func() {
-		if match <= r.last() && r.termAt(match) == a.lastTerm() {
+	acknowledge := func() {
+		if r.has(match, a.lastTerm()) {
 			r.flushed(match)
 			r.learn(min(a.commit, match))
 			r.reply(a, true, match)
 		}
-	})
+	}
+	if match > r.synced && r.c.cfg.mutant != noFsync {
+		r.write(acknowledge)
+	} else {
+		r.after(0, acknowledge)
+	}
 }
 
 // flushed notes what is on disk.
@@ -133,7 +152,23 @@ func (a *appendEntries) lastTerm() uint64 {
 
 func (r *raft) reply(a *appendEntries, ok bool, at int) {
 	term, to := r.term, a.from
-	r.c.send(r.m, to, raftLife, true, func() { to.raft.replied(r.m.i, a, term, ok, at) })
+	r.c.send(r.m, to, raftLife, true, func() {
+		if to.raft != nil && term <= to.raft.term {
+			to.raft.alive(r.m.i, a)
+		}
+		to.raft.main(func() { to.raft.replied(r.m.i, a, term, ok, at) })
+	})
+}
+
+// alive notes a follower's answer, which comes to a goroutine of its own: it counts for the leader's lease, and for whoever
+// asked whether this leads before the message was sent.
+func (r *raft) alive(i int, a *appendEntries) {
+	if r.over || r.role != leader || r.round != a.round {
+		return
+	}
+	r.contact[i] = r.c.now
+	r.confirmed[i] = max(r.confirmed[i], a.sent)
+	r.verified()
 }
 
 // replied is what a leader hears of a follower.
@@ -145,9 +180,6 @@ func (r *raft) replied(i int, a *appendEntries, term uint64, ok bool, at int) {
 	if r.role != leader || r.round != a.round {
 		return
 	}
-	r.contact[i] = r.c.now
-	r.confirmed[i] = max(r.confirmed[i], a.sent)
-	r.verified()
 	if !ok {
 		r.next[i] = max(1, min(r.next[i]-1, at+1), r.match[i]+1)
 		r.replicate(r.c.machines[i])
@@ -163,7 +195,8 @@ func (r *raft) replied(i int, a *appendEntries, term uint64, ok bool, at int) {
 	}
 }
 
-// verifying waits until a majority has answered something that was sent later.
+// verifying waits until a majority has answered something that was sent later. cluster sends heartbeats of its own for that,
+// so it does not wait for the disk.
 type verifying struct {
 	since time.Duration
 	done  func(bool)
@@ -171,7 +204,11 @@ type verifying struct {
 
 // verify asks a majority whether this still leads.
 func (r *raft) verify(done func(bool)) {
-	if r == nil || r.role != leader {
+	if r != nil && r.m.holds {
+		done(true) // nobody else can lead
+		return
+	}
+	if r == nil || r.over || r.role != leader {
 		done(false)
 		return
 	}
@@ -181,12 +218,15 @@ func (r *raft) verify(done func(bool)) {
 }
 
 func (r *raft) verified() {
-	for len(r.verifying) > 0 {
+	for len(r.verifying) > 0 && !r.over {
 		v := r.verifying[0]
 		if !r.majority(func(i int) bool { return i == r.m.i || r.confirmed[i] >= v.since }) {
 			return
 		}
 		r.verifying = r.verifying[1:]
+		if !r.stuck {
+			r.c.led = r.c.now
+		}
 		v.done(true)
 	}
 }

@@ -23,6 +23,7 @@ func draw(seed uint64, m mutant) config {
 	case 4:
 		cfg.controls, cfg.full, cfg.workers = 3, s.IntN(2), 2+s.IntN(2)
 	}
+	cfg.steady = !cfg.gentle && s.IntN(6) == 0
 	return cfg
 }
 
@@ -201,8 +202,8 @@ func (c *cluster) unsettled() string {
 		switch {
 		case m.host.rules.Waiting():
 			return m.name + " has news that nobody took"
-		case m.view != now:
-			return m.name + " has another state"
+		case m.view.Index < now.Index:
+			return fmt.Sprintf("%s is at %d of the state, not %d", m.name, m.view.Index, now.Index)
 		case m.ing != nil:
 			if why := m.ing.blind(now); why != "" {
 				return why

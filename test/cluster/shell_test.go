@@ -1,6 +1,7 @@
 package cluster_test
 
 import (
+	"errors"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/controller"
@@ -13,6 +14,8 @@ import (
 // at most 64 are under way; orders to one node are sent in order, one after the other; a timer ticks when the core wants it.
 type shell struct {
 	m        *machine
+	term     uint64 // of the election
+	began    time.Duration
 	core     *controller.Core
 	seen     *state.State // the newest that the core was shown
 	orders   map[string]*orderQueue
@@ -22,6 +25,9 @@ type shell struct {
 	leaving  bool
 	closed   bool
 	heard    map[string]time.Duration
+	stopping map[string]bool   // nodes that have said that they stop
+	sure     time.Duration     // when it asked last whether it leads, and a majority said yes
+	deafTill time.Duration     // it answers no renewals before
 	meetings map[string]uint64 // rank 0 of the unit at this epoch has said where it listens
 }
 
@@ -40,7 +46,7 @@ const (
 )
 
 func newShell(m *machine) *shell {
-	l := &shell{m: m, core: controller.NewCore(m.c.cfg.controller()), orders: map[string]*orderQueue{}, meetings: map[string]uint64{}, heard: map[string]time.Duration{}}
+	l := &shell{m: m, term: m.raft.term, began: m.c.now, core: controller.NewCore(m.c.cfg.controller()), orders: map[string]*orderQueue{}, meetings: map[string]uint64{}, heard: map[string]time.Duration{}, stopping: map[string]bool{}}
 	l.core.Self = m.name
 	m.c.log("shell", m.name)
 	l.seen = m.view
@@ -111,11 +117,16 @@ func (l *shell) freshen() {
 
 // renew is msg.Leader: a majority is asked first whether this leads.
 func (l *shell) renew(r *msg.NodeReport, answer func(msg.Lease, error)) {
+	if l.m.c.now < l.deafTill {
+		l.m.c.led = l.m.c.now // it asks nobody, and takes writes
+		return
+	}
 	if l.m.c.cfg.mutant == noConfirm {
+		l.m.c.led = l.m.c.now
 		l.renewed(r, answer)
 		return
 	}
-	l.m.raft.verify(func(leads bool) {
+	l.confirm(renewLimit, func(leads bool) {
 		if !leads {
 			answer(msg.Lease{}, errNotLeader)
 			return
@@ -132,10 +143,18 @@ func (l *shell) renewed(r *msg.NodeReport, answer func(msg.Lease, error)) {
 	l.freshen()
 	own := *r // the report is the core's from then on, and may come twice
 	own.Events, own.Units = append([]msg.UnitEvent(nil), r.Events...), append([]msg.UnitEvent(nil), r.Units...)
+	switch l.m.c.cfg.mutant {
+	case ignoresStop:
+		own.Stopping = false
+	case forgivesDeath:
+		own.AfterStop = true
+	default:
+	}
 	e := l.step(controller.NodeSeen{Report: &own})
 	e.Lease.Leader = l.m.name
 	l.heard[r.Node.ID] = l.m.c.now
 	if e.Err == nil {
+		l.stopsHere(r)
 		e.Lease.TTL = l.m.c.cfg.ttl // a mutant leader gives what it does not keep
 	}
 	answer(e.Lease, e.Err)
@@ -144,6 +163,7 @@ func (l *shell) renewed(r *msg.NodeReport, answer func(msg.Lease, error)) {
 func (l *shell) do(e controller.Effect) {
 	switch e := e.(type) {
 	case controller.GrantEffect:
+		l.mayGrant(&e)
 		l.m.c.audit.proposed[&e.Grant] = l.m.c.now
 		l.command(state.Command{GrantGroup: &e.Grant}, func(r state.Result, err error) {
 			g := controller.Granted{Result: r, Err: err}
@@ -155,8 +175,7 @@ func (l *shell) do(e controller.Effect) {
 	case controller.ProposeEffect:
 		l.propose(&e)
 	case controller.StepDownEffect:
-		l.m.c.log("step down", l.m.name, e.Overdue)
-		l.m.raft.transfer()
+		l.stepDown(&e)
 	case controller.ReleaseEffect:
 		ref := &state.UnitRef{Unit: e.Release.Unit, Epoch: e.Release.Epoch, Reason: e.Release.Reason}
 		l.command(state.Command{Release: ref}, func(_ state.Result, err error) {
@@ -169,22 +188,65 @@ func (l *shell) do(e controller.Effect) {
 	}
 }
 
-// propose proposes a command; the loss of a node when a majority has confirmed the leader, and if it stands then.
+// propose proposes a command. The loss of a node is proposed when a majority has confirmed the leader, and if it stands then.
 func (l *shell) propose(e *controller.ProposeEffect) {
 	done := func(_ state.Result, err error) {
 		l.step(controller.Concluded{App: e.App, Unit: e.Unit, Node: e.Node, Err: err})
 	}
-	if e.Command.NodeLost == nil {
+	if ref := e.Command.NodeLost; ref != nil {
+		l.m.c.audit.silent[ref] = l.m.c.now
+	}
+	if e.Command.NodeLost == nil || l.m.c.cfg.mutant == hasty {
 		l.command(e.Command, done)
 		return
 	}
-	l.m.raft.verify(func(leads bool) {
-		if !leads || l.closed || !l.core.Stands(e) {
+	l.confirm(renewLimit, func(leads bool) {
+		if !leads || !l.core.Stands(e) {
 			l.m.c.after(l.m.process, outcomeWithin, func() { done(state.Result{}, errNotLeader) })
 			return
 		}
 		l.command(e.Command, done)
 	})
+}
+
+// confirm asks a majority whether this leads, for so long.
+func (l *shell) confirm(limit time.Duration, done func(leads bool)) {
+	over, asked := false, l.m.c.now
+	finish := func(leads bool) {
+		if !over {
+			over = true
+			if leads {
+				l.sure = max(l.sure, asked)
+			}
+			done(leads && !l.closed)
+		}
+	}
+	l.m.c.after(l.m.process, limit, func() { finish(false) })
+	l.m.raft.verify(finish)
+}
+
+// stepDown hands over because the leader may be what keeps the nodes silent.
+func (l *shell) stepDown(e *controller.StepDownEffect) {
+	l.m.c.log("step down", l.m.name, e.Overdue)
+	if l.m.c.cfg.mutant != innocent {
+		l.handOver(l.m.c.now + raftElection)
+		return
+	}
+	for _, id := range e.Overdue {
+		n := l.m.view.Nodes[id]
+		l.confirm(proposeLimit, func(leads bool) {
+			if leads && n != nil {
+				l.command(state.Command{NodeLost: &state.NodeRef{Node: id, UID: n.UID}}, func(state.Result, error) {})
+			}
+		})
+	}
+}
+
+// handOver asks another voter to lead as soon as that one has the whole log.
+func (l *shell) handOver(until time.Duration) {
+	if r := l.m.raft; r.role == leader && !l.closed && l.m.c.now < until && r.transfer() {
+		l.m.c.after(l.m.process, 100*time.Millisecond, func() { l.handOver(until) })
+	}
 }
 
 // command waits for a slot, proposes, and tells the outcome.
@@ -270,6 +332,9 @@ func (l *shell) agent(id string) *machine {
 
 // silence tells a call without an answer from a refusal, as the controller does.
 func silence(err error) bool {
+	if errors.Is(err, msg.ErrNodeStopping) {
+		return false
+	}
 	switch problem.CodeOf(err) {
 	case problem.Overloaded, problem.Unavailable, problem.Timeout:
 		return true

@@ -1,10 +1,6 @@
 package cluster_test
 
-import (
-	"time"
-
-	"github.com/dpserve/dpserve/state"
-)
+import "time"
 
 // watcher is the copy of the state on a node without role control.
 type watcher struct {
@@ -97,10 +93,11 @@ func (w *watcher) broke(session int) {
 }
 
 // take is what a control node says.
-func (w *watcher) take(s *state.State, leads int) {
+func (w *watcher) take(s *told, leads int) {
 	w.heard, w.spoke, w.wait, w.leads = w.m.c.now, true, watchMin, leads
-	if s != nil {
-		w.m.publish(s)
+	if s != nil && s.state.Index >= w.m.view.Index {
+		w.m.publish(s.state)
+		w.m.disk.saved = s.data
 	}
 }
 
@@ -130,9 +127,9 @@ func (m *machine) feed(f *following) bool {
 		m.follows = without(m.follows, f)
 		return false
 	}
-	var s *state.State
+	var s *told
 	if m.view.Index > f.told {
-		s = m.view
+		s = m.public()
 	}
 	leads := m.leadsAs()
 	if s == nil && leads < 0 {

@@ -52,12 +52,10 @@ func newWorkload(c *cluster) *workload {
 	for _, a := range w.apps {
 		c.after(nil, c.span(2*time.Second, 3*time.Second), func() { w.put(a, 0) })
 		for k := range clients {
-			if !c.cfg.gentle {
-				c.after(nil, c.span(5*time.Second, 8*time.Second), func() { w.client(a, k) })
-			}
+			c.after(nil, c.span(5*time.Second, 8*time.Second), func() { w.client(a, k) })
 		}
 	}
-	if !c.cfg.gentle {
+	if !c.cfg.gentle && !c.cfg.steady {
 		c.after(nil, c.span(6*time.Second, 10*time.Second), w.breaks)
 		brief := &shape{name: "brief", coupling: app.Independent, dp: 1, groups: 1, strategy: app.StrategyPack}
 		c.after(nil, c.span(4*time.Second, 10*time.Second), func() { w.passes(brief) })
@@ -65,12 +63,20 @@ func newWorkload(c *cluster) *workload {
 	return w
 }
 
+// grace is what its streams get to end.
+func (a *shape) grace() float64 {
+	if a.name == string(app.Independent) {
+		return stopGrace.Seconds()
+	}
+	return 1
+}
+
 // spec is the application; value is what the register holds: something that starts nothing anew.
 func (a *shape) spec(value int) *app.Application {
 	return &app.Application{
 		Name: a.name, RoutePrefix: "/" + a.name, Model: app.Model{ID: a.name, Source: "v" + strconv.Itoa(a.source)}, Engine: app.Engine{Kind: app.KindVLLM},
 		DataParallel: app.DataParallel{DPSize: a.dp, Coupling: a.coupling}, NumReplicas: a.dp * a.groups, NumGroups: a.groups,
-		PlacementGroupStrategy: a.strategy, GracefulShutdownTimeout: 1, Resources: app.Resources{GPUs: a.gpus}, MaxQueuedRequests: value,
+		PlacementGroupStrategy: a.strategy, GracefulShutdownTimeout: a.grace(), Resources: app.Resources{GPUs: a.gpus}, MaxQueuedRequests: value,
 	}
 }
 
@@ -103,7 +109,7 @@ func (w *workload) client(a *shape, k int) {
 	if w.over {
 		return
 	}
-	if w.c.IntN(3) == 0 {
+	if w.c.cfg.gentle || w.c.cfg.steady || w.c.IntN(3) == 0 { // a read is behind a barrier, so the leader writes
 		w.read(a, k)
 	} else {
 		w.change(a)
