@@ -150,7 +150,10 @@ func (l *shell) renewed(r *msg.NodeReport, answer func(msg.Lease, error)) {
 		own.AfterStop = true
 	default:
 	}
+	stopped := l.stopping[r.Node.ID]
+	l.stopping[r.Node.ID] = stopped && r.Stopping // the same step may grant on a node that is back
 	e := l.step(controller.NodeSeen{Report: &own})
+	l.stopping[r.Node.ID] = stopped
 	e.Lease.Leader = l.m.name
 	l.heard[r.Node.ID] = l.m.c.now
 	if e.Err == nil {
