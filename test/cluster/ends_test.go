@@ -68,11 +68,7 @@ func (m *machine) handOver(until time.Duration, done func() bool, then func()) {
 
 // stopsHere says what the leader has heard of a machine that stops.
 func (l *shell) stopsHere(r *msg.NodeReport) {
-	if r.Stopping {
-		l.stopping[r.Node.ID] = true
-	} else {
-		delete(l.stopping, r.Node.ID)
-	}
+	l.stopping[r.Node.ID] = r.Stopping
 }
 
 // mayGrant: nothing is granted on a machine that has told this leader that it stops.

@@ -150,11 +150,16 @@ func (l *shell) renewed(r *msg.NodeReport, answer func(msg.Lease, error)) {
 		own.AfterStop = true
 	default:
 	}
+	stopped := l.stopping[r.Node.ID]
+	l.stopping[r.Node.ID] = stopped && r.Stopping // the same step may grant on a node that is back
 	e := l.step(controller.NodeSeen{Report: &own})
+	l.stopping[r.Node.ID] = stopped
+	if problem.CodeOf(e.Err) != problem.Conflict { // it was not overtaken by a later one
+		l.stopsHere(r)
+	}
 	e.Lease.Leader = l.m.name
 	l.heard[r.Node.ID] = l.m.c.now
 	if e.Err == nil {
-		l.stopsHere(r)
 		e.Lease.TTL = l.m.c.cfg.ttl // a mutant leader gives what it does not keep
 	}
 	answer(e.Lease, e.Err)
