@@ -3,6 +3,7 @@ package cluster
 import (
 	"context"
 	"crypto/rand"
+	"errors"
 	"time"
 
 	"github.com/hashicorp/raft"
@@ -83,6 +84,7 @@ func (c *Cluster) follow() {
 
 // takeOver makes a fresh leader ready: all that was committed before is applied first, then the cluster gets its name.
 func (c *Cluster) takeOver(r *run) {
+	warned := false
 	for r.raft.State() == raft.Leader && c.ended() == nil {
 		err := c.lead()
 		if err == nil {
@@ -94,7 +96,10 @@ func (c *Cluster) takeOver(r *run) {
 			c.end(err)
 			return
 		}
-		c.log.Warn("leader not ready yet", "room", "cluster", "err", err)
+		if !warned && !errors.Is(err, ErrNotLeader) { // that it hands over meanwhile is no fault
+			c.log.Warn("leader not ready yet", "room", "cluster", "err", err)
+			warned = true
+		}
 		r.pause()
 	}
 }

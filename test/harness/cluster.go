@@ -101,8 +101,7 @@ func (c *Cluster) end() {
 		assert.NoError(c.T, m.drained(), "node %s drains", m.ID) //nolint:testifylint // all are ended
 	}
 	for _, m := range c.peers {
-		assert.NoError(c.T, m.node.Close(), "node %s closes", m.ID) //nolint:testifylint // as above
-		m.client.CloseIdleConnections()
+		assert.NoError(c.T, m.closed(), "node %s closes", m.ID) //nolint:testifylint // as above
 	}
 	if len(c.peers) > 1 {
 		time.Sleep(afterwards)

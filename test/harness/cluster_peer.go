@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"path/filepath"
 	"slices"
@@ -41,7 +40,9 @@ type Peer struct {
 	served chan error
 	once   sync.Once
 	err    error
-	gone   atomic.Bool
+
+	gone    atomic.Bool // closed or dropped
+	dropped atomic.Bool
 }
 
 // Roles are those of the i-th node, from 0, instead of all. The first one needs control.
@@ -130,13 +131,24 @@ func (m *Peer) Again(timers map[string]time.Duration) error {
 	return err
 }
 
-// drained waits until the node has answered its last, which stop asks for.
+// drained waits until the node has answered its last, which stop asks for. A node that was dropped says nothing: its sockets were
+// taken from under it, as a killed process has no exit of its own.
 func (m *Peer) drained() error {
 	m.once.Do(func() { m.err = <-m.served })
-	if m.Gone() && errors.Is(m.err, net.ErrClosed) {
-		return nil // its sockets were taken from under it
+	if m.dropped.Load() {
+		return nil
 	}
 	return m.err
+}
+
+// closed ends what is left of the node in this process.
+func (m *Peer) closed() error {
+	err := m.node.Close()
+	m.client.CloseIdleConnections()
+	if m.dropped.Load() {
+		return nil
+	}
+	return err
 }
 
 // Peer is the i-th node, from 0.
@@ -167,6 +179,7 @@ func (m *Peer) Close() {
 // this process ends by itself.
 func (m *Peer) Drop() {
 	m.voice.dead.Store(true)
+	m.dropped.Store(true)
 	m.gone.Store(true)
 	m.place.Down()
 	for _, e := range m.Engines.On(m.Host) {

@@ -34,9 +34,9 @@ var raftPeer = Fault{
 var peerGone = slices.Concat(raftPeer, Fault{
 	{Msg: "a node's stream is silent, its ranks are used last", Why: "the other node says nothing"},
 	{Msg: "a node's ranks are out", Why: "the other node says nothing for longer"},
-	{Msg: "command failed", With: "actor is stopped|cannot be reached|does not answer|deadline exceeded|not the leader|which is lost|no lease", Why: "the order's node has ended, or the leader"},
+	{Msg: "command failed", With: "actor is stopped|cannot be reached|does not answer|deadline exceeded|not the leader|leadership was lost|which is lost|no lease", Why: "the order's node has ended, or the leader"},
 	{Msg: "command failed", With: "stale epoch: .* by an earlier process of this node", Why: "the node ended between the order and its answer"},
-	{Msg: "node port refused a connection", With: `reason"?[=:]"?tls`, Why: "the handshake ends with its node"},
+	{Msg: "node port refused a connection", With: `reason"?[=:]"?(tls|timeout)`, Why: "the handshake ends with its node, or stands still"},
 	{Msg: "the node's lease cannot be renewed", Why: "the leader does not answer"},
 	{Msg: "the leader does not hear its own node, or hears less than half of all nodes: .*", Why: "too few of them are left"},
 	{Msg: "the leader cannot hand over: .*", Why: "as above"},
@@ -44,6 +44,12 @@ var peerGone = slices.Concat(raftPeer, Fault{
 	{Msg: "gossip reaches a node over TCP only.*", With: "UDP probes failed", Why: "the node dies between the two probes"},
 	{Msg: "leadership was not handed over", Why: "the successor ends too"},
 })
+
+// CertificateExpires: nodes run, or begin, with a certificate that is over.
+var CertificateExpires = Fault{
+	{Msg: "the node's certificate was not renewed, trying again", Why: "the leader is not there yet, or does not let it in yet"},
+	{Msg: "node port refused a connection", With: `reason"?[=:]"?(certificate|expired)`, Why: "the caller has not renewed yet"},
+}
 
 // allEnd is what nodes say of each other while the harness ends all of them at once.
 var allEnd = peerGone

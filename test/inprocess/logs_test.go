@@ -70,6 +70,7 @@ func TestKilledRankIsAHandfulOfLines(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t, harness.Nodes(3))
+		c.Expect(harness.EngineFails)
 		c.WaitVoters(3)
 		c.Deploy(spread("a", 3))
 		c.WaitStatus("a", "RUNNING")
@@ -97,6 +98,7 @@ func TestLeaderChangeIsAFewLines(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t, harness.Nodes(3), harness.Roles(0, "control", "ingress"), harness.Slots(50))
+		c.Expect(harness.NodeFails)
 		c.WaitVoters(3)
 		c.Deploy(spread("a", 50))
 		c.WaitStatus("a", "RUNNING")

@@ -56,6 +56,7 @@ func TestCertificatesAreRenewedUnderAnOpenStream(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t, harness.Nodes(2), harness.Slots(2), harness.OnDisk(), harness.Roles(0, "control", "ingress"), harness.Roles(1, "worker"))
+		c.Expect(harness.NodeFails)
 		began := time.Now()
 		c.Deploy(simApp("a", 2, "independent", "sim_step_ms: 100", "routing: {policy: direct}"))
 		c.WaitStatus("a", "RUNNING")
@@ -98,6 +99,7 @@ func TestAClusterThatWasOffFor60DaysStartsByItself(t *testing.T) {
 					options = append(options, harness.Roles(i, r...))
 				}
 				c := harness.New(t, options...)
+				c.Expect(harness.NodeFails, harness.CertificateExpires)
 				if name == "three control nodes" {
 					c.WaitVoters(3)
 				}

@@ -26,6 +26,7 @@ func TestLeasesLastAsLongAsTheClusterSays(t *testing.T) {
 		assert.Equal(t, problem.Conflict, problem.CodeOf(err))
 		require.NoError(t, c.Peer(0).Again(nil))
 		c.Led()
+		c.Expect(harness.NodeFails)
 		c.Until("the worker is alive", func() error { return aliveHere(c, "node-2") })
 		gone := c.Peer(0).When(lost("node-2"))
 		c.Peer(1).Silence()

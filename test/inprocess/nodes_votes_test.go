@@ -32,6 +32,7 @@ func TestStandbyGetsNoVoteBeforeItHasTheLog(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t, harness.Nodes(2))
+		c.Expect(harness.NodeFails)
 		a, b := c.Peer(0), c.Peer(1)
 		c.Until("node-2 stands by", func() error {
 			if len(c.Journal.Find(`"change":"add standby"`, `"peer":"node-2"`)) == 0 {
