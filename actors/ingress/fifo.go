@@ -2,8 +2,14 @@ package ingress
 
 import "sync"
 
-// fifo is the queue of one application: requests that found no rank with room, in order of arrival. Only its head may
-// pick; a wake-up that finds the head asleep is kept for it, so none is lost, and nothing polls. Safe for concurrent use.
+// fifo is the queue of one application: requests that found no rank with room, in order of arrival. One waiter at a time has the
+// turn and asks the Router. Room gives the turn to the first waiter; a waiter that still finds no rank hands it on:
+//
+//   - An unrestricted waiter may use every rank. If it finds none, nobody behind it does: the turn ends until there is room again.
+//   - A restricted waiter may use only some ranks: others have failed it, or it names one. If it finds none, the turn goes to the next
+//     waiter of another restriction, so a request that waits for one rank never holds up those that could use another.
+//
+// So it never stays that a rank has room, a waiter may use it, and nobody is routed. Nothing polls. Safe for concurrent use.
 type fifo struct {
 	onChange func(n int, tokens int64) // called under mu: must be short; may be nil
 
@@ -11,14 +17,23 @@ type fifo struct {
 	head, tail *waiter
 	n          int
 	tokens     int64
+
+	turn    *waiter             // has been woken and has not answered yet; nil: nobody
+	freed   bool                // room came while turn was asking: what it finds may be old
+	refused map[uint64]struct{} // restrictions that have found no rank since there was room
+	closed  bool                // an unrestricted waiter has found no rank since there was room
 }
+
+// unrestricted is the restriction of a waiter that may use every rank.
+const unrestricted = 0
 
 // waiter is a request's place in a fifo. Reusable once it has left.
 type waiter struct {
-	wake       chan struct{} // one slot; only the head is woken
-	tokens     int64
-	prev, next *waiter
-	queued     bool
+	wake        chan struct{} // one slot; only the one that has the turn is woken
+	tokens      int64
+	restriction uint64 // waiters of one restriction may use the same ranks
+	prev, next  *waiter
+	queued      bool
 }
 
 func newWaiter() *waiter { return &waiter{wake: make(chan struct{}, 1)} }
@@ -52,10 +67,11 @@ func (f *fifo) join(w *waiter, maxN int, maxTokens int64) bool {
 	}
 	f.tail = w
 	f.changed(1, w.tokens)
+	f.pass()
 	return true
 }
 
-// rejoin puts w at the front: it was the head already, and its rank turned out to be full. Over no bound: these requests
+// rejoin puts w at the front: it had its turn already, and its rank turned out to be full. Over no bound: these requests
 // were taken in before, and there are never more of them than places on the ranks.
 func (f *fifo) rejoin(w *waiter) {
 	f.mu.Lock()
@@ -68,28 +84,53 @@ func (f *fifo) rejoin(w *waiter) {
 	}
 	f.head = w
 	f.changed(1, w.tokens)
+	f.pass()
 }
 
-// isHead says that w may pick.
-func (f *fifo) isHead(w *waiter) bool {
+// hasTurn says that w may ask the Router now.
+func (f *fifo) hasTurn(w *waiter) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return f.head == w
+	return f.turn == w
 }
 
-// leave takes w out, wherever it stands, and wakes the new head if there is one. Safe to call twice.
+// yield is the answer of the waiter that has the turn: it has asked, and there is no rank for it.
+func (f *fifo) yield(w *waiter) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.turn != w {
+		return
+	}
+	f.turn = nil
+	if f.freed {
+		f.reopen()
+	} else if w.restriction == unrestricted {
+		f.closed = true
+	} else {
+		if f.refused == nil {
+			f.refused = make(map[uint64]struct{})
+		}
+		f.refused[w.restriction] = struct{}{}
+	}
+	f.pass()
+}
+
+// leave takes w out, wherever it stands. Its turn, if it has it, goes to the next. Safe to call twice.
 func (f *fifo) leave(w *waiter) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if !w.queued {
 		return
 	}
-	wasHead := f.head == w
 	f.unlink(w)
 	f.changed(-1, -w.tokens)
-	if wasHead {
-		f.wakeHead()
+	if f.turn == w {
+		f.turn = nil
+		if f.freed {
+			f.reopen()
+		}
 	}
+	f.pass()
 }
 
 func (f *fifo) unlink(w *waiter) {
@@ -110,20 +151,39 @@ func (f *fifo) unlink(w *waiter) {
 	}
 }
 
-// room wakes the head: a rank may have room, or the hope for one is gone. Never blocks.
+// room says that a rank may have room, or that no rank is on its way any more. Never blocks.
 func (f *fifo) room() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.wakeHead()
-}
-
-func (f *fifo) wakeHead() {
-	if f.head == nil {
+	if f.turn != nil {
+		f.freed = true
 		return
 	}
-	select {
-	case f.head.wake <- struct{}{}:
-	default: // it has not seen the last one yet
+	f.reopen()
+	f.pass()
+}
+
+// reopen forgets who has found no rank.
+func (f *fifo) reopen() {
+	f.freed, f.closed = false, false
+	clear(f.refused)
+}
+
+// pass gives the turn to the first waiter that has not found out yet that there is no rank for it.
+func (f *fifo) pass() {
+	if f.turn != nil || f.closed {
+		return
+	}
+	for w := f.head; w != nil; w = w.next {
+		if _, is := f.refused[w.restriction]; is {
+			continue
+		}
+		f.turn = w
+		select {
+		case w.wake <- struct{}{}:
+		default: // it has not seen the last one yet
+		}
+		return
 	}
 }
 

@@ -2,6 +2,7 @@ package ingress
 
 import (
 	"context"
+	"hash/maphash"
 	"time"
 
 	"github.com/dpserve/dpserve/engine/openai"
@@ -73,6 +74,23 @@ func failures(tried []*rank, rk *rank) int {
 	return n
 }
 
+// restriction tells requests that may use different ranks apart: by the incarnations that failed them, and by the rank that they name.
+func (c *call) restriction() uint64 {
+	if len(c.tried) == 0 && !c.prompt.hasDirect {
+		return unrestricted
+	}
+	var sum uint64 // the order of the attempts does not matter
+	for _, rk := range c.tried {
+		sum += maphash.Comparable(restrictionSeed, [2]uint64{uint64(rk.id), rk.incarnation})
+	}
+	if c.prompt.hasDirect {
+		sum += maphash.Comparable(restrictionSeed, c.prompt.direct)
+	}
+	return max(sum, unrestricted+1)
+}
+
+var restrictionSeed = maphash.MakeSeed()
+
 // rejected says what a request gets that no rank can take.
 func (c *call) rejected(last *result) *failure {
 	switch c.choice.Reason {
@@ -102,6 +120,7 @@ func (c *call) wait(ctx context.Context, last *result) (*rank, *failure) {
 	if c.waitDue.IsZero() {
 		c.waitDue = began.Add(c.entry.queue)
 	}
+	c.waiter.restriction = c.restriction()
 	if c.rejoin {
 		l.queue.rejoin(c.waiter)
 	} else if !l.queue.join(c.waiter, c.entry.app.MaxQueuedRequests, c.in.limits.MaxQueueTokens) {
@@ -114,10 +133,12 @@ func (c *call) wait(ctx context.Context, last *result) (*rank, *failure) {
 	timeout := time.NewTimer(c.waitDue.Sub(began))
 	defer timeout.Stop()
 	for {
-		if l.queue.isHead(c.waiter) {
-			if rk, f, wait := c.decide(last); !wait {
+		if l.queue.hasTurn(c.waiter) {
+			rk, f, wait := c.decide(last)
+			if !wait {
 				return rk, f
 			}
+			l.queue.yield(c.waiter)
 		}
 		select {
 		case <-c.waiter.wake:

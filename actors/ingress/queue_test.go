@@ -3,6 +3,7 @@ package ingress
 import (
 	"context"
 	"net/http"
+	"slices"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -19,54 +20,127 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// TestFIFOAgainstOracle drives the queue with random steps and compares it with a slice.
-func TestFIFOAgainstOracle(t *testing.T) {
+// queueModel is the queue of one application over ranks with places, as requests see it: whoever has the turn takes a place on a
+// rank that it may use, or yields.
+type queueModel struct {
+	t      *rapid.T
+	f      *fifo
+	order  []*waiter
+	banned map[*waiter]map[int]bool // ranks that a waiter may not use
+	places []int                    // free ones, by rank
+}
+
+// usable is the first rank with a place that w may use, -1 if there is none.
+func (m *queueModel) usable(w *waiter) int {
+	for rank, free := range m.places {
+		if free > 0 && !m.banned[w][rank] {
+			return rank
+		}
+	}
+	return -1
+}
+
+// enter makes a waiter that has failed on the banned ranks.
+func (m *queueModel) enter(banned []int) *waiter {
+	w := newWaiter()
+	w.tokens = rapid.Int64Range(0, 9).Draw(m.t, "tokens")
+	m.banned[w] = map[int]bool{}
+	for _, rank := range banned {
+		m.banned[w][rank] = true
+		w.restriction |= 1 << rank
+	}
+	return w
+}
+
+// settle lets whoever has the turn ask, until nobody has it.
+func (m *queueModel) settle() {
+	for m.f.turn != nil {
+		w := m.f.turn
+		require.Contains(m.t, m.order, w)
+		require.True(m.t, m.f.hasTurn(w))
+		require.Len(m.t, w.wake, 1, "the turn comes with a wake-up")
+		<-w.wake
+		if rapid.IntRange(0, 9).Draw(m.t, "room while it asks") == 0 {
+			m.f.room()
+		}
+		rank := m.usable(w)
+		if rank < 0 {
+			m.f.yield(w)
+			continue
+		}
+		for _, before := range m.order[:slices.Index(m.order, w)] {
+			require.Negative(m.t, m.usable(before), "it overtook one that could have been routed")
+		}
+		m.places[rank]--
+		m.remove(w)
+	}
+}
+
+func (m *queueModel) remove(w *waiter) {
+	m.f.leave(w)
+	m.f.leave(w)
+	i := slices.Index(m.order, w)
+	m.order = slices.Delete(m.order, i, i+1)
+	require.Empty(m.t, w.wake, "no wake-up stays behind")
+}
+
+// TestNoWaiterBlocksAnotherThatCouldBeRouted: whatever requests wait for, it never stays that a rank has room, a waiting request may
+// use it, and nobody is routed; and nobody overtakes a request that could have had the place.
+func TestNoWaiterBlocksAnotherThatCouldBeRouted(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		f, oracle := &fifo{}, []*waiter(nil)
-		maxN, maxTokens := 4, int64(20)
+		const ranks, maxN, maxTokens = 3, 6, int64(30)
+		m := &queueModel{t: t, f: &fifo{}, banned: map[*waiter]map[int]bool{}, places: make([]int, ranks)}
 		tokens := func() (n int64) {
-			for _, w := range oracle {
+			for _, w := range m.order {
 				n += w.tokens
 			}
 			return n
 		}
+		drawBanned := func() []int {
+			return rapid.SliceOfNDistinct(rapid.IntRange(0, ranks-1), 0, ranks-1, rapid.ID[int]).Draw(t, "banned")
+		}
 		t.Repeat(map[string]func(*rapid.T){
 			"join": func(t *rapid.T) {
-				w := newWaiter()
-				w.tokens = rapid.Int64Range(0, 9).Draw(t, "tokens")
-				fits := len(oracle) < maxN && tokens()+w.tokens <= maxTokens
-				require.Equal(t, fits, f.join(w, maxN, maxTokens))
+				w := m.enter(nil)
+				fits := len(m.order) < maxN && tokens()+w.tokens <= maxTokens
 				if fits {
-					oracle = append(oracle, w)
+					m.order = append(m.order, w)
 				}
+				require.Equal(t, fits, m.f.join(w, maxN, maxTokens))
+				m.settle()
 			},
 			"rejoin": func(*rapid.T) {
-				w := newWaiter()
-				f.rejoin(w)
-				oracle = append([]*waiter{w}, oracle...)
+				w := m.enter(drawBanned())
+				m.order = append([]*waiter{w}, m.order...)
+				m.f.rejoin(w)
+				m.settle()
 			},
-			"leave": func(t *rapid.T) {
-				if len(oracle) == 0 {
+			"give up": func(t *rapid.T) {
+				if len(m.order) == 0 {
 					t.Skip("empty")
 				}
-				i := rapid.IntRange(0, len(oracle)-1).Draw(t, "place")
-				w := oracle[i]
-				f.leave(w)
-				f.leave(w)
-				oracle = append(oracle[:i:i], oracle[i+1:]...)
-				require.Empty(t, w.wake, "no wake-up stays behind")
-				if i == 0 && len(oracle) > 0 {
-					require.Len(t, oracle[0].wake, 1, "the new head is woken")
-				}
+				m.remove(m.order[rapid.IntRange(0, len(m.order)-1).Draw(t, "place")])
+				m.settle()
 			},
-			"room": func(*rapid.T) { f.room() },
+			"give up with the turn": func(t *rapid.T) {
+				m.f.room()
+				if w := m.f.turn; w != nil {
+					m.remove(w)
+				}
+				m.settle()
+			},
+			"done": func(t *rapid.T) {
+				m.places[rapid.IntRange(0, ranks-1).Draw(t, "rank")]++
+				m.f.room()
+				m.settle()
+			},
 			"": func(t *rapid.T) {
-				n, sum := f.size()
-				require.Equal(t, len(oracle), n)
+				n, sum := m.f.size()
+				require.Equal(t, len(m.order), n)
 				require.Equal(t, tokens(), sum)
-				require.Equal(t, n == 0, f.empty())
-				for i, w := range oracle {
-					require.Equal(t, i == 0, f.isHead(w))
+				require.Equal(t, n == 0, m.f.empty())
+				for _, w := range m.order {
+					require.Negative(t, m.usable(w), "a rank has room, a waiter may use it, and nobody is routed")
 				}
 			},
 		})
@@ -260,6 +334,36 @@ func TestFencedAheadOfTheState(t *testing.T) {
 		require.Equal(t, 200, a.status)
 	}
 	assert.Zero(t, g.in.lane("demo").router.Load().Snapshot().OnTheWay)
+}
+
+// TestARequestThatFailedDoesNotHoldTheQueue: the ready rank has failed one request, which waits for the other rank. Requests behind it
+// are served by the ready one meanwhile.
+func TestARequestThatFailedDoesNotHoldTheQueue(t *testing.T) {
+	var calls atomic.Int32
+	g := newRig(t, options{engines: []http.HandlerFunc{
+		func(w http.ResponseWriter, r *http.Request) {
+			if calls.Add(1) == 1 {
+				replies(500, `{"error":{"message":"x"}}`)(w, r)
+				return
+			}
+			replies(200, wholeAnswer)(w, r)
+		},
+		replies(200, wholeAnswer),
+	}, max: 4})
+	g.phase("demo/0/1", state.Starting, 2)
+	l := g.in.lane("demo")
+	eventually(t, func() bool { return l.router.Load().Snapshot().OnTheWay == 1 }, "the other rank is on its way")
+	waits := queueUp(g, 0, 1)
+	for range 3 {
+		a := g.post("/v1/chat/completions", chatBody)
+		require.Equal(t, 200, a.status, a.body)
+		assert.Equal(t, 1, g.in.QueueLen("demo"), "it still waits")
+	}
+	g.replicas[1].reborn()
+	g.phase("demo/0/1", state.Ready, 2)
+	a := <-waits
+	require.Equal(t, 200, a.status, a.body)
+	assert.Equal(t, "2", a.header.Get("X-Dpserve-Attempts"))
 }
 
 // TestRT3StaleFullNeverBlocks: a rank says full although nothing is in hand, and no record follows.
