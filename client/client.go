@@ -143,10 +143,15 @@ func (c *Client) call(ctx context.Context, method, path string, in, out any) err
 	return nil
 }
 
+// encoded is a body that is JSON already.
+type encoded []byte
+
 // do sends a request. The caller closes the body of a success; everything else is an error.
 func (c *Client) do(ctx context.Context, method, path string, in any) (*http.Response, error) {
 	var body io.Reader
-	if in != nil {
+	if data, ok := in.(encoded); ok {
+		body = bytes.NewReader(data)
+	} else if in != nil {
 		data, err := json.Marshal(in)
 		if err != nil {
 			return nil, fmt.Errorf("encode the request: %w", err)

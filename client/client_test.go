@@ -95,6 +95,24 @@ func (r *routers) Generate(_ context.Context, _ string, q *msg.Generate, emit fu
 	return r.broken
 }
 
+// TestExplainSendsTheBytesOfTheRequest: the Router hashes the bytes of a prompt, so a client may not write them anew.
+func TestExplainSendsTheBytesOfTheRequest(t *testing.T) {
+	r := &routers{}
+	c := serve(t, r)
+	for _, body := range []string{
+		`{"prompt":"x"}`, "{\n  \"prompt\" : \"a  b\" }", `{"prompt":"<b> & \u003c \u2028 é"}`, "{\"prompt\":\"\u2028\"}", `{ }`,
+	} {
+		_, err := c.Explain(t.Context(), client.Query{Request: []byte(body), Route: "/v1/completions", Worker: "0/1"})
+		require.NoError(t, err)
+		assert.Equal(t, body, string(r.asked.(msg.RouteQuery).Request))
+		_, err = c.Explain(t.Context(), client.Query{Request: []byte(body)})
+		require.NoError(t, err)
+		assert.Equal(t, body, string(r.asked.(msg.RouteQuery).Request))
+	}
+	_, err := c.Explain(t.Context(), client.Query{Request: []byte(`{"prompt":`)})
+	require.ErrorContains(t, err, "not JSON")
+}
+
 // start serves r on a free port of loopback, as a node does, and gives a client of application demo.
 func start(r api.Routers) (c *client.RouterClient, stop func(), err error) {
 	s := api.NewServer(api.Config{Routers: r})

@@ -3,6 +3,8 @@ package client
 import (
 	"context"
 	"encoding/json"
+	"errors"
+	"fmt"
 	"net/http"
 	"time"
 )
@@ -100,6 +102,26 @@ type Query struct {
 	Override *Override         `json:"router_config_override,omitempty"`
 }
 
+// encode is the JSON of q with the bytes of q.Request unchanged. json.Marshal would compact them and escape <, > and &: the
+// router hashes the bytes of a prompt, so it would explain another request than the one that clients send.
+func (q *Query) encode() ([]byte, error) {
+	rest := *q
+	rest.Request = nil
+	out, err := json.Marshal(&rest)
+	if err != nil || len(q.Request) == 0 {
+		return out, err
+	}
+	if !json.Valid(q.Request) {
+		return nil, errors.New("the request is not JSON")
+	}
+	out = out[:len(out)-1] // without the closing brace
+	if len(out) > 1 {
+		out = append(out, ',')
+	}
+	out = append(out, `"request":`...)
+	return append(append(out, q.Request...), '}'), nil
+}
+
 // Explanation is one decision with everything it was made of.
 type Explanation struct {
 	App       string            `json:"app"`
@@ -163,8 +185,12 @@ type Replay struct {
 
 // Explain says what the router would decide, and why; nothing changes.
 func (r *RouterClient) Explain(ctx context.Context, q Query) (*Explanation, error) {
+	body, err := q.encode()
+	if err != nil {
+		return nil, fmt.Errorf("encode the request: %w", err)
+	}
 	var out Explanation
-	if err := r.c.call(ctx, http.MethodPost, r.path+"/explain", q, &out); err != nil {
+	if err := r.c.call(ctx, http.MethodPost, r.path+"/explain", encoded(body), &out); err != nil {
 		return nil, err
 	}
 	return &out, nil
