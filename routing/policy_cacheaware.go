@@ -146,7 +146,7 @@ func (p CacheAware) prepare(q *Request, v *View, s State, c *scratch) aggregate 
 	if clear(c.extra); p.LeastPending {
 		return aggregate{why: ReasonLowMatch}
 	}
-	st.smallest(v, p.SizeInNodes, c)
+	st.smallest(v, c)
 	return aggregate{why: ReasonLowMatch, mode: modeTree}
 }
 

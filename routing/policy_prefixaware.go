@@ -139,7 +139,7 @@ func (p PrefixAware) prepare(q *Request, v *View, s State, c *scratch) aggregate
 	a.x[0] = matchRate(st.owners(q, v, c), q)
 	if a.x[0] < p.MatchRate || a.x[0] == 0 {
 		a.why = ReasonLowMatch
-		st.smallest(v, false, c)
+		st.smallest(v, c)
 	}
 	return a
 }

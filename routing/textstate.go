@@ -94,12 +94,13 @@ func (st *textState) owners(q *Request, v *View, c *scratch) (length int) {
 	return 0
 }
 
-// smallest gives the candidates with the least text 0 and all others 1, in c.extra.
-func (st *textState) smallest(v *View, nodes bool, c *scratch) {
+// smallest gives the candidates with the fewest characters of text 0 and all others 1, in c.extra. It never counts nodes of the tree:
+// a prompt of 100 and one of 100,000 tokens would weigh alike.
+func (st *textState) smallest(v *View, c *scratch) {
 	c.exclude()
 	least := -1
 	for _, i := range c.candidates {
-		size := st.sizeOf(v.Ranks[i].ID, nodes)
+		size := st.sizeOf(v.Ranks[i].ID)
 		if least < 0 || size < least {
 			least = size
 		}
@@ -110,12 +111,13 @@ func (st *textState) smallest(v *View, nodes bool, c *scratch) {
 	}
 }
 
-func (st *textState) sizeOf(id RankID, nodes bool) int {
+// sizeOf is the number of characters that the tree holds of a rank.
+func (st *textState) sizeOf(id RankID) int {
 	s := st.tree.slots.get(uint64(id) + 1)
 	if s == 0 {
 		return 0
 	}
-	return st.size(s-1, nodes)
+	return st.size(s-1, false)
 }
 
 // exclude gives every row 1: not preferred.

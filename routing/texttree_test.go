@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 )
@@ -183,4 +184,15 @@ func (t *textTree) rank(id RankID) textRank {
 		return t.ranks[s-1]
 	}
 	return textRank{}
+}
+
+// TestTheSmallestTreeIsCountedInCharacters: a prompt of 100,000 characters weighs more than a few short ones.
+func TestTheSmallestTreeIsCountedInCharacters(t *testing.T) {
+	r := routerWith(newPolicy(t, "cache-aware"), 2, 99)
+	long := pick(r, Request{ID: 1, Tokens: 25_000, Text: bytes.Repeat([]byte("a"), 100_000)}).Ranked[0]
+	for i, letter := range []byte("bcdefg") {
+		d := pick(r, Request{ID: uint64(i) + 2, Tokens: 50, Text: bytes.Repeat([]byte{letter}, 200)})
+		require.Equal(t, Route, d.Kind)
+		assert.NotEqual(t, long, d.Ranked[0], string(letter))
+	}
 }
