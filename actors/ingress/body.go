@@ -96,10 +96,11 @@ func setReadDeadline(w *http.ResponseController, at time.Time) error {
 	return nil
 }
 
-// abandonBody is for an answer to a request whose body was not read to its end. net/http would read on to keep the
-// connection, without a deadline: a stalled client would hold it for ever. So the connection ends, and reading does at once.
+// abandonBody is for an answer to a request whose body was not read to its end. On HTTP/1 net/http would read on to keep the
+// connection, without a deadline: a stalled client would hold it for ever. So the connection ends, and reading does at once. On
+// HTTP/2 the stream is reset alone, and the requests of others on the connection go on.
 func abandonBody(w http.ResponseWriter, r *http.Request) {
-	if r.ContentLength == 0 {
+	if r.ContentLength == 0 || r.ProtoMajor > 1 {
 		return
 	}
 	w.Header().Set("Connection", "close")

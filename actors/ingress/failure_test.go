@@ -1,8 +1,10 @@
 package ingress
 
 import (
+	"bytes"
 	"context"
 	"io"
+	"net"
 	"net/http"
 	"slices"
 	"strings"
@@ -13,6 +15,8 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"golang.org/x/net/http2"
+	"golang.org/x/net/http2/hpack"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/app"
@@ -197,6 +201,73 @@ func TestSlowReader(t *testing.T) {
 	}
 	assert.Less(t, sent.Load(), int64(32<<20))
 	eventually(t, func() bool { return strings.Contains(g.logs.String(), "slow_reader") }, "named in the log")
+}
+
+// TestSlowReaderOverHTTP2: a client that opens the flow-control windows wide and does not read its socket is cut like one of HTTP/1.
+func TestSlowReaderOverHTTP2(t *testing.T) {
+	const streams = 3
+	big := `{"choices":[{"index":0,"text":"` + strings.Repeat("z", 8<<10) + `","finish_reason":null}]}`
+	freed := make(chan struct{}, streams)
+	g := newRig(t, options{timers: Timers{SlowReader: 200 * time.Millisecond}, engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
+		drain(r)
+		for r.Context().Err() == nil {
+			sse(w, big)
+		}
+		freed <- struct{}{}
+	}}})
+	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(g.url, "http://"))
+	require.NoError(t, err)
+	defer func() { _ = conn.Close() }()
+	_, err = io.WriteString(conn, http2.ClientPreface)
+	require.NoError(t, err)
+	fr := http2.NewFramer(conn, nil)
+	require.NoError(t, fr.WriteSettings(http2.Setting{ID: http2.SettingInitialWindowSize, Val: 1<<31 - 1}))
+	require.NoError(t, fr.WriteSettingsAck())
+	require.NoError(t, fr.WriteWindowUpdate(0, 1<<30))
+	for i := range uint32(streams) {
+		var head bytes.Buffer
+		enc := hpack.NewEncoder(&head)
+		for _, f := range [][2]string{{":method", "POST"}, {":scheme", "http"}, {":authority", "x"}, {":path", "/v1/completions"}} {
+			require.NoError(t, enc.WriteField(hpack.HeaderField{Name: f[0], Value: f[1]}))
+		}
+		require.NoError(t, fr.WriteHeaders(http2.HeadersFrameParam{StreamID: 2*i + 1, BlockFragment: head.Bytes(), EndHeaders: true}))
+		require.NoError(t, fr.WriteData(2*i+1, true, []byte(`{"model":"demo","stream":true,"prompt":"x"}`)))
+	}
+	for range streams {
+		select {
+		case <-freed:
+		case <-time.After(soon):
+			t.Fatal("an engine is still writing")
+		}
+	}
+}
+
+// TestARefusedRequestLeavesItsHTTP2Connection: requests of many users may share one connection of a proxy.
+func TestARefusedRequestLeavesItsHTTP2Connection(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}, limits: Limits{MaxBody: 1000}})
+	var dials atomic.Int32
+	tr := &http.Transport{Protocols: new(http.Protocols), DialContext: func(ctx context.Context, network, addr string) (net.Conn, error) {
+		dials.Add(1)
+		return (&net.Dialer{}).DialContext(ctx, network, addr)
+	}}
+	tr.Protocols.SetUnencryptedHTTP2(true)
+	defer tr.CloseIdleConnections()
+	ask := func(path, body string) int {
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, g.url+path, strings.NewReader(body))
+		require.NoError(t, err)
+		resp, err := tr.RoundTrip(req)
+		require.NoError(t, err)
+		_, err = io.Copy(io.Discard, resp.Body)
+		require.NoError(t, err)
+		require.NoError(t, resp.Body.Close())
+		return resp.StatusCode
+	}
+	for range 3 {
+		assert.Equal(t, 404, ask("/v1/nothing", chatBody))
+		assert.Equal(t, 413, ask("/v1/chat/completions", strings.Repeat(" ", 2000)))
+		assert.Equal(t, 200, ask("/v1/chat/completions", chatBody))
+	}
+	assert.EqualValues(t, 1, dials.Load())
 }
 
 func TestLateTicketGoesBack(t *testing.T) {

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"time"
 
 	"golang.org/x/net/netutil"
 
@@ -25,6 +26,9 @@ func (in *Ingress) newServer() *http.Server {
 		Protocols:         protocols(),
 		HTTP2: &http.HTTP2Config{
 			MaxConcurrentStreams: maxStreams, MaxReceiveBufferPerStream: streamWindow, MaxReceiveBufferPerConnection: connWindow,
+			// The write deadline of a stream cannot end a write of the connection that blocks; these find a client that does not
+			// read, and one whose machine is gone.
+			WriteByteTimeout: in.timers.SlowReader, SendPingTimeout: pingAfter, PingTimeout: pingAfter,
 		},
 	}
 }
@@ -34,6 +38,8 @@ const (
 	maxStreams   = 250     // of a connection
 	streamWindow = 1 << 20 // bytes of upload: at 64 KiB and 50 ms of distance an upload runs at 1.3 MB/s
 	connWindow   = 4 << 20 // bytes
+
+	pingAfter = 15 * time.Second // of silence on a connection; then as long for the answer
 )
 
 // protocols are HTTP/1.1, and HTTP/2 without TLS for clients that know (h2c with prior knowledge).
