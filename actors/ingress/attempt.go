@@ -130,6 +130,8 @@ func (c *call) relay(ctx context.Context, resp *http.Response) result {
 	switch {
 	case resp.StatusCode >= http.StatusBadRequest:
 		return c.relayError(ctx, resp)
+	case resp.StatusCode >= http.StatusMultipleChoices: // its Location is an address behind the ingress, and clients would send the prompt there
+		return result{cause: causeStatus, status: resp.StatusCode}
 	case isStream(resp.Header):
 		return c.relayStream(ctx, resp)
 	default:

@@ -270,6 +270,21 @@ func TestARefusedRequestLeavesItsHTTP2Connection(t *testing.T) {
 	assert.EqualValues(t, 1, dials.Load())
 }
 
+// TestARedirectOfAnEngineStaysInside: it names an address behind the ingress, and client libraries would follow it with the prompt.
+func TestARedirectOfAnEngineStaysInside(t *testing.T) {
+	redirects := func(w http.ResponseWriter, r *http.Request) {
+		drain(r)
+		http.Redirect(w, r, "http://127.0.0.1:31903/v1/chat/completions", http.StatusTemporaryRedirect)
+	}
+	g := newRig(t, options{engines: []http.HandlerFunc{redirects, redirects}})
+	g.client.CheckRedirect = func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
+	a := g.post("/v1/chat/completions", chatBody)
+	assert.Equal(t, 502, a.status, a.body)
+	assert.Equal(t, "upstream_failed", a.code(t))
+	assert.Empty(t, a.header.Get("Location"))
+	assert.NotContains(t, a.body, "31903")
+}
+
 func TestLateTicketGoesBack(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	r := g.replicas[0]
