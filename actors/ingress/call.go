@@ -35,6 +35,7 @@ type call struct {
 	choice  routing.Decision
 	due     time.Time // of x-dpserve-timeout-ms; zero: none
 	tried   []*rank   // each failed once
+	died    *rank     // died while it had this request; nil: none
 	waiter  *waiter
 	waitDue time.Time // end of queue_s, from the first wait on
 	rejoin  bool      // was the head of the queue already
@@ -105,6 +106,7 @@ func (c *call) release() {
 	c.query = routing.Request{Tried: c.query.Tried[:0]}
 	c.prompt.release()
 	c.due, c.waitDue, c.written, c.begun = time.Time{}, time.Time{}, time.Time{}, time.Time{}
+	c.died = nil
 	c.tried, c.rejoin, c.attempts, c.status, c.cut, c.counted, c.id = c.tried[:0], false, 0, 0, false, 0, ""
 	c.usage = openai.Usage{}
 	c.attempt = attempt{}
@@ -243,6 +245,11 @@ func (c *call) judge(ctx context.Context, rk *rank, res *result) *failure {
 	}
 	c.attempts++
 	c.tried = append(c.tried, rk)
+	if what.death && c.killedAgain(rk) {
+		f := c.giveUp(res, "free")
+		f.message, f.cause = "two ranks died while they had this request; it is not sent to a third one", "killed_two_ranks"
+		return f
+	}
 	budget := "free"
 	if !what.free && !l.isLost(rk) {
 		budget = "drawn"
@@ -257,6 +264,14 @@ func (c *call) judge(ctx context.Context, rk *rank, res *result) *failure {
 	l.meter.Load().Retry(what.name, budget)
 	c.log(slog.LevelDebug, "attempt failed, trying another rank", res) //nolint:contextcheck // the line is the request's
 	return nil
+}
+
+// killedAgain notes that rk died while it had the request, and says whether another rank had died so before: the request itself may be
+// what kills them, and would take the rest of the application along. Ranks of one lockstep unit die as one.
+func (c *call) killedAgain(rk *rank) bool {
+	before := c.died
+	c.died = rk
+	return before != nil && (before.unit != rk.unit || before.epoch != rk.epoch)
 }
 
 // maxAttempts is the policy's number of attempts of a request, if it has one (cache-aware), else the application's.

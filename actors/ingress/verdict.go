@@ -59,6 +59,7 @@ type row struct {
 	retry bool // before the first byte: another rank may be tried
 	free  bool // the retry costs no budget
 	trip  bool // counts towards the rank's trip
+	death bool // the engine died, or its connection did, while it had the request
 	probe bool // the DPServer looks at its engine at once
 	busy  bool // the DPServer takes the rank as full
 	done  msg.Outcome
@@ -79,11 +80,11 @@ var rows = [...]row{
 	causeExpired:    {name: "expired", done: msg.Refused},
 
 	causeRefused:     {name: "connection_refused", retry: true, free: true, probe: true, done: msg.FailedOutcome},
-	causeReset:       {name: "reset", retry: true, free: true, probe: true, done: msg.FailedOutcome},
+	causeReset:       {name: "reset", retry: true, free: true, death: true, probe: true, done: msg.FailedOutcome},
 	causeUnreachable: {name: "node_unreachable", retry: true, free: true, done: msg.FailedOutcome},
-	causeUnitLost:    {name: "unit_lost", retry: true, free: true, done: msg.FailedOutcome},
+	causeUnitLost:    {name: "unit_lost", retry: true, free: true, death: true, done: msg.FailedOutcome},
 	causeEngineBusy:  {name: "engine_busy", retry: true, free: true, busy: true, done: msg.FailedOutcome},
-	causeEngineDead:  {name: "engine_dead", retry: true, free: true, probe: true, done: msg.FailedOutcome},
+	causeEngineDead:  {name: "engine_dead", retry: true, free: true, death: true, probe: true, done: msg.FailedOutcome},
 	causeStatus:      {name: "engine_error", retry: true, trip: true, done: msg.FailedOutcome},
 	causeEmpty:       {name: "empty", retry: true, trip: true, done: msg.FailedOutcome},
 	causeAborted:     {name: "aborted", retry: true, trip: true, done: msg.FailedOutcome},
