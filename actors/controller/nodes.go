@@ -130,7 +130,7 @@ func (c *Core) keepTime(now time.Time) {
 	}
 	c.last = now
 	over := c.leases.Overdue(now)
-	if len(over) > 0 && c.isDeaf(now) {
+	if len(over) > 0 && c.hearsTooFew(now) {
 		c.blamed, c.still = now, false
 		c.thaw(now)
 		c.emit(StepDownEffect{Overdue: over})
@@ -142,10 +142,10 @@ func (c *Core) keepTime(now time.Time) {
 	}
 }
 
-// isDeaf says whether the silence of nodes speaks against this leader: its own node is silent, or more than half of all are. Only
+// hearsTooFew says whether the silence of nodes speaks against this leader: its own node is silent, or more than half of all are. Only
 // nodes that it has heard since it leads, or since it last blamed itself, count: their silence is new. So each silence is held
 // against one leader once, and nodes that are truly gone are lost to the next leader, or to this one if nobody else could lead.
-func (c *Core) isDeaf(now time.Time) bool {
+func (c *Core) hearsTooFew(now time.Time) bool {
 	all, silent := 0, 0
 	for id, p := range c.peers {
 		if c.state.Nodes[id].Lost {
