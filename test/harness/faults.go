@@ -88,6 +88,12 @@ var DiskFails = Fault{
 	{Msg: "command failed", With: "cannot record epoch|the disk of the data dir refuses writes", Why: "neither an order nor a command is taken without the disk"},
 }
 
+// VersionTooOld: a control node is started in a version that cannot read what a newer one wrote.
+var VersionTooOld = Fault{{Msg: "this node leaves consensus until a newer version of dpserve runs on it", Why: "it must not go on without that"}}
+
+// RankNotKnownYet: a request names its rank as soon as the application runs. Its ingress hears of the rank a moment later.
+var RankNotKnownYet = Fault{{Msg: "request not served", With: "cause=rank_unavailable", Why: "the test asks again"}}
+
 // JoinRefused: somebody without a valid token or certificate speaks to a node port.
 var JoinRefused = Fault{
 	{Msg: "join refused", Why: "the token or the name is not good"},

@@ -38,6 +38,7 @@ func upgradeRig(t *testing.T, more ...[]string) *upgrade {
 	flags := append(append(harness.Each(3, "--roles", "control,ingress"), harness.Each(2, "--roles", "worker")...), more...)
 	u := &upgrade{t: t, old: harness.Binary(t), next: harness.NextBinary(t)}
 	u.Members = harness.StartMembers(t, flags, harness.MemberSlots(8))
+	u.Expect(harness.NodeFails)
 	u.All[0].Want(spread("wide", 6))
 	u.Running("wide")
 	return u
@@ -185,6 +186,7 @@ func TestMB6UpgradeControlNodesFirst(t *testing.T) {
 		t.Skip("restarts nodes ten times")
 	}
 	u := upgradeRig(t, []string{"--roles", "ingress"})
+	u.Expect(harness.VersionTooOld)
 	edge := u.All[5]
 	all := u.controls()
 	for _, m := range all[:2] {
