@@ -84,7 +84,7 @@ var CachingOff = Fault{{Msg: "every engine runs without prefix caching: routing 
 // DiskFails: the disk of a data dir refuses writes, or does not answer.
 var DiskFails = Fault{
 	{Msg: "the disk refuses writes.*: this node leaves consensus until it takes them again", Why: "what the node must do"},
-	{Msg: "raft: failed to (commit logs|persist vote)", With: "the disk of the data dir refuses writes", Why: "raft says so too"},
+	{Msg: "raft: failed to (commit logs|append to logs|persist vote)", With: "the disk of the data dir refuses writes", Why: "raft says so too"},
 	{Msg: "command failed", With: "cannot record epoch|the disk of the data dir refuses writes", Why: "neither an order nor a command is taken without the disk"},
 }
 
