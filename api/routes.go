@@ -110,9 +110,10 @@ func rearm(w http.ResponseWriter) {
 	_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(writeTimeout))
 }
 
-// fail answers with err; what is dpserve's own fault is logged.
+// fail answers with err; what is dpserve's own fault is logged. That a client has left is not.
 func (s *Server) fail(c *gin.Context, err error) {
-	if status := writeError(c.Writer, err); status == http.StatusInternalServerError {
+	left := errors.Is(err, context.Canceled) && c.Request.Context().Err() != nil
+	if status := writeError(c.Writer, err); status == http.StatusInternalServerError && !left {
 		s.cfg.Log.Error("admin request failed", "room", "api", "path", c.FullPath(), "err", err)
 	}
 }

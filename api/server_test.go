@@ -2,6 +2,7 @@ package api_test
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -169,6 +170,20 @@ func TestMetricsAndItsAbsence(t *testing.T) {
 	assert.Equal(t, "dpserve_up 1\n", rec.Body.String())
 	rec = get.send(t, api.NewServer(api.Config{Backend: newBackend()}).Handler())
 	assert.Equal(t, http.StatusNotFound, rec.Code)
+}
+
+// TestLeavingIsNotLogged: a client that goes away while its request is worked on is no fault of dpserve. One that stays is told of it.
+func TestLeavingIsNotLogged(t *testing.T) {
+	var buf bytes.Buffer
+	b := newBackend()
+	b.fail = fmt.Errorf("propose: %w", context.Canceled)
+	h := api.NewServer(api.Config{Backend: b, Log: slog.New(slog.NewTextHandler(&buf, nil))}).Handler()
+	ctx, leave := context.WithCancel(t.Context())
+	leave()
+	h.ServeHTTP(httptest.NewRecorder(), httptest.NewRequestWithContext(ctx, http.MethodGet, "/api/v1/apps", http.NoBody))
+	assert.Empty(t, buf.String())
+	request{method: "GET", target: "/api/v1/apps"}.send(t, h)
+	assert.Contains(t, buf.String(), "admin request failed")
 }
 
 // TestOwnFaultsAreLogged: a 500 and a panic leave a line; a user's mistake does not; the file's text never does.

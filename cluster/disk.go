@@ -85,7 +85,7 @@ func openFiles(cfg Config) (*disk, error) {
 // openRaft opens log and snapshots. The log's meta store is ours to close: raft-wal's Close leaves it open, and a second
 // open of the same file in one process would wait for ever.
 func (d *disk) openRaft(cfg Config, dir string) error {
-	logger := newRaftLog(cfg.Log, func(string) string { return "" }) // disks speak of no nodes
+	logger := newRaftLog(cfg.Log, func(string) string { return "" }, never) // disks speak of no nodes
 	meta := &metadb.BoltMetaDB{}
 	d.closers = append(d.closers, meta)
 	w, err := wal.Open(dir, wal.WithSegmentSize(cfg.SegmentSize), wal.WithLogger(logger), wal.WithMetaStore(meta))

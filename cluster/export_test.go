@@ -21,7 +21,7 @@ var DecodeUpdate = decodeUpdate
 func (c *Cluster) NoteLog(uid string, index uint64, ago time.Duration) {
 	c.net.mu.Lock()
 	defer c.net.mu.Unlock()
-	c.net.logs[raft.ServerID(uid)] = logEnd{index, time.Now().Add(-ago)}
+	c.net.logs[raft.ServerID(uid)] = logEnd{index: index, at: time.Now().Add(-ago)}
 }
 
 // CommitIndex is how far the log is committed, configurations included.

@@ -20,7 +20,7 @@ const (
 	errorEvery   = 30 * time.Second // one message about anything but a peer
 	peerPatience = 5 * time.Second  // a peer may not answer so long before it is a warning: it is joining, restarting or being elected
 	peerEvery    = 10 * time.Minute // between two warnings about one peer
-	peerRest     = 10 * time.Second // without an error about a peer: it has answered
+	peerRest     = 10 * time.Second // without an error about a peer: it has answered, if it was not seen to answer before
 )
 
 // raftLog lets raft and raft-wal write to slog. What they call an error stays one, but for repetitions; everything else is debug,
@@ -32,6 +32,8 @@ type raftLog struct {
 	implied []any
 	said    *said
 	nameOf  func(uid string) string // "" = not known
+
+	answered func(uid string) time.Time // when a node answered heartbeats and entries; zero = never
 }
 
 // said is what came at error last, and when.
@@ -58,13 +60,13 @@ func (s *said) again(msg string) bool {
 	return false
 }
 
-// warns notes that a peer did not answer, and says whether a person should hear of it now, and since when.
-func (s *said) warns(peer string) (since time.Time, warn bool) {
+// warns notes that a peer did not answer, and says whether a person should hear of it now, and since when. answered is when it did last.
+func (s *said) warns(peer string, answered time.Time) (since time.Time, warn bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	now := time.Now()
 	f := s.peers[peer]
-	if f == nil || now.Sub(f.last) > peerRest {
+	if f == nil || now.Sub(f.last) > peerRest || answered.After(f.last) {
 		f = &failing{since: now}
 		s.peers[peer] = f
 	}
@@ -78,9 +80,9 @@ func (s *said) warns(peer string) (since time.Time, warn bool) {
 
 var _ hclog.Logger = (*raftLog)(nil)
 
-func newRaftLog(l *slog.Logger, nameOf func(uid string) string) *raftLog {
+func newRaftLog(l *slog.Logger, nameOf func(uid string) string, answered func(uid string) time.Time) *raftLog {
 	return &raftLog{
-		slog: l.With("room", "cluster"), name: "raft", nameOf: nameOf,
+		slog: l.With("room", "cluster"), name: "raft", nameOf: nameOf, answered: answered,
 		said: &said{when: map[string]time.Time{}, peers: map[string]*failing{}},
 	}
 }
@@ -89,10 +91,8 @@ func newRaftLog(l *slog.Logger, nameOf func(uid string) string) *raftLog {
 func (r *raftLog) Log(level hclog.Level, msg string, args ...any) {
 	ctx, to := context.Background(), slog.LevelDebug
 	if level == hclog.Error {
-		if peer, ok := r.peerOf(args); ok && !errors.Is(errorOf(args), errResting) {
-			if since, warn := r.said.warns(peer); warn {
-				r.slog.Warn("consensus does not reach a node", "peer", peer, "for", time.Since(since).Round(time.Second), "err", errorOf(args))
-			}
+		if uid, ok := peerOf(args); ok {
+			r.unreached(uid, errorOf(args))
 		} else if !brokenOff(args) && !r.said.again(msg) {
 			to = slog.LevelError
 		}
@@ -102,33 +102,46 @@ func (r *raftLog) Log(level hclog.Level, msg string, args ...any) {
 	}
 }
 
-// peerOf is the node that an error is about: "peer" and "target" are what raft calls one that it could not reach.
-func (r *raftLog) peerOf(args []any) (string, bool) {
+// unreached warns of a node that has not answered for long. Without an error it has answered: it knows of a newer term.
+func (r *raftLog) unreached(uid string, err error) {
+	if err == nil || errors.Is(err, errResting) {
+		return
+	}
+	peer := r.nodeName(uid)
+	if since, warn := r.said.warns(peer, r.answered(uid)); warn {
+		r.slog.Warn("consensus does not reach a node", "peer", peer, "for", time.Since(since).Round(time.Second), "err", err)
+	}
+}
+
+// peerOf is the UID of the node that an error is about: "peer" and "target" are what raft calls one that it could not reach.
+func peerOf(args []any) (uid string, ok bool) {
 	for i := 0; i+1 < len(args); i += 2 {
 		if args[i] == "peer" || args[i] == "target" {
-			return r.nodeName(args[i+1])
+			return uidOf(args[i+1])
 		}
 	}
 	return "", false
 }
 
-// nodeName is the name of the node that raft means, or its UID if the name is not known. ok is false for what is no node.
-func (r *raftLog) nodeName(v any) (name string, ok bool) {
-	var uid string
+// uidOf is the UID of the node that raft means. ok is false for what is no node.
+func uidOf(v any) (uid string, ok bool) {
 	switch v := v.(type) {
 	case raft.Server:
-		uid = string(v.ID)
+		return string(v.ID), true
 	case raft.ServerID:
-		uid = string(v)
+		return string(v), true
 	case raft.ServerAddress:
-		uid = string(v)
-	default:
-		return "", false
+		return string(v), true
 	}
+	return "", false
+}
+
+// nodeName is the name of a node, or its UID if the name is not known.
+func (r *raftLog) nodeName(uid string) string {
 	if name := r.nameOf(uid); name != "" {
-		return name, true
+		return name
 	}
-	return uid, true
+	return uid
 }
 
 // errorOf is the error of a message, nil if it has none.
@@ -156,8 +169,8 @@ func (r *raftLog) formatted(args []any) []any {
 		out[i] = a
 		if f, ok := a.(hclog.Format); ok && len(f) > 0 {
 			out[i] = fmt.Sprintf(fmt.Sprint(f[0]), f[1:]...)
-		} else if name, ok := r.nodeName(a); ok {
-			out[i] = name
+		} else if uid, ok := uidOf(a); ok {
+			out[i] = r.nodeName(uid)
 		}
 	}
 	return out

@@ -20,7 +20,7 @@ import (
 func newTestLog(level slog.Level) (*raftLog, *bytes.Buffer) {
 	var out bytes.Buffer
 	to := slog.New(slog.NewTextHandler(&out, &slog.HandlerOptions{Level: level}))
-	return newRaftLog(to, func(uid string) string { return map[string]string{"uid3": "gpu-3"}[uid] }), &out
+	return newRaftLog(to, func(uid string) string { return map[string]string{"uid3": "gpu-3"}[uid] }, never), &out
 }
 
 func TestRaftLogNamesNodes(t *testing.T) {
@@ -55,6 +55,53 @@ func TestRaftWarnsOfAPeerThatStaysAway(t *testing.T) {
 		fail(10 * time.Minute)
 		assert.Equal(t, 2, strings.Count(out.String(), "\n"), out)
 	})
+}
+
+// TestRaftTellsTwoShortAbsencesApart: a node that answers between two failures was not away from the first to the second.
+func TestRaftTellsTwoShortAbsencesApart(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l, out := newTestLog(slog.LevelInfo)
+		answered := time.Time{}
+		l.answered = func(string) time.Time { return answered }
+		fail := func() {
+			l.Error("failed to heartbeat to", "peer", raft.ServerAddress("uid3"), "error", errors.New("refused"))
+		}
+		fail()
+		time.Sleep(time.Second)
+		answered = time.Now()
+		time.Sleep(6 * time.Second)
+		fail()
+		assert.Empty(t, out.String())
+		time.Sleep(peerPatience)
+		fail()
+		assert.Contains(t, out.String(), "consensus does not reach a node")
+		assert.Contains(t, out.String(), "for=5s")
+	})
+}
+
+// TestRaftPeerOfANewerTermHasAnswered: raft calls it an error, and it is an answer.
+func TestRaftPeerOfANewerTermHasAnswered(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l, out := newTestLog(slog.LevelInfo)
+		for range 20 {
+			l.Error("peer has newer term, stopping replication", "peer", raft.Server{ID: "uid3"})
+			time.Sleep(time.Second)
+		}
+		assert.Empty(t, out.String())
+	})
+}
+
+// TestNetworkKnowsWhoAnswered: a node has answered when it took a heartbeat and entries; either alone is not enough.
+func TestNetworkKnowsWhoAnswered(t *testing.T) {
+	n := &network{logs: map[raft.ServerID]logEnd{}}
+	assert.Zero(t, n.answered("uid3"))
+	early, late := time.Unix(100, 0), time.Unix(200, 0)
+	n.logs["uid3"] = logEnd{beat: late}
+	assert.Zero(t, n.answered("uid3"), "a disk that hangs answers heartbeats")
+	n.logs["uid3"] = logEnd{beat: late, entries: early}
+	assert.Equal(t, early, n.answered("uid3"))
+	n.logs["uid3"] = logEnd{beat: early, entries: late}
+	assert.Equal(t, early, n.answered("uid3"))
 }
 
 // TestRaftErrorsOfOtherKinds: a connection that its other end closed is none; any other error is one line in 30 s.

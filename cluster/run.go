@@ -91,7 +91,11 @@ func raftConfig(c *Cluster) *raft.Config {
 	rc.TrailingLogs = trailingLogs
 	rc.NoLegacyTelemetry = true
 	rc.ShutdownOnRemove = false
-	rc.Logger = newRaftLog(c.log, c.nameOf)
+	answered := never
+	if c.net != nil {
+		answered = c.net.answered
+	}
+	rc.Logger = newRaftLog(c.log, c.nameOf, answered)
 	return rc
 }
 

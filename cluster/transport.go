@@ -51,8 +51,9 @@ type network struct {
 
 // logEnd is how far a node's log goes, as its newest answer to this leader says.
 type logEnd struct {
-	index uint64
-	at    time.Time
+	index         uint64
+	at            time.Time
+	beat, entries time.Time // when it answered a heartbeat, and entries outside of a pipeline
 }
 
 // errResting is the answer of a network whose raft was told to stop.
@@ -64,7 +65,7 @@ func newNetwork(cfg Config, uid string, resolve func(uid string) []string, nameO
 	return &network{
 		uid: raft.ServerAddress(uid), layer: l, turns: map[raft.ServerID]chan struct{}{}, logs: map[raft.ServerID]logEnd{},
 		NetworkTransport: raft.NewNetworkTransportWithConfig(&raft.NetworkTransportConfig{
-			Stream: l, MaxPool: transportPool, Timeout: transportTimeout, Logger: newRaftLog(cfg.Log, nameOf), MsgpackUseNewTimeFormat: true,
+			Stream: l, MaxPool: transportPool, Timeout: transportTimeout, Logger: newRaftLog(cfg.Log, nameOf, never), MsgpackUseNewTimeFormat: true,
 		}),
 	}
 }
@@ -87,13 +88,35 @@ func (n *network) AppendEntries(
 	if err := n.NetworkTransport.AppendEntries(id, target, args, resp); err != nil {
 		return err
 	}
-	if resp.Success {
-		n.mu.Lock()
-		defer n.mu.Unlock()
-		n.logs[id] = logEnd{resp.LastLog, time.Now()}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	end, now := n.logs[id], time.Now()
+	if len(args.Entries) == 0 && args.PrevLogEntry == 0 {
+		end.beat = now
+	} else {
+		end.entries = now
 	}
+	if resp.Success {
+		end.index, end.at = resp.LastLog, now
+	}
+	n.logs[id] = end
 	return nil
 }
+
+// answered is when a node had answered both a heartbeat and entries. What is answered in a pipeline does not count: raft leaves the
+// pipeline when an answer fails to come.
+func (n *network) answered(uid string) time.Time {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	end := n.logs[raft.ServerID(uid)]
+	if end.beat.Before(end.entries) {
+		return end.beat
+	}
+	return end.entries
+}
+
+// never is for logs that do not tell of other nodes.
+func never(string) time.Time { return time.Time{} }
 
 // logOf is how far a node's log goes; ok is false if no answer of it is younger than transportTimeout.
 func (n *network) logOf(uid string) (index uint64, ok bool) {

@@ -221,6 +221,13 @@ func (m *mesh) toAdmin(node string) http.Handler {
 	}
 }
 
+// unfollow ends the streams of other nodes' ranks. nil, without a feed, and again it does nothing.
+func (m *mesh) unfollow() {
+	if m != nil && m.feed != nil {
+		m.feed.Close()
+	}
+}
+
 // close ends services, connections and the port. nil and a mesh that was not opened are closed.
 func (m *mesh) close() error {
 	if m == nil || m.port == nil {
@@ -231,9 +238,7 @@ func (m *mesh) close() error {
 	if m.gossip != nil {
 		errs = append(errs, m.gossip.Close())
 	}
-	if m.feed != nil {
-		m.feed.Close()
-	}
+	m.unfollow()
 	for _, s := range []*grpc.Server{m.grpc, m.enroll, m.renew} {
 		if s != nil {
 			s.Stop()

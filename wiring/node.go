@@ -355,6 +355,7 @@ func (n *Node) close() error {
 	if n.leader != nil {
 		errs = append(errs, n.leader.Close())
 	}
+	n.mesh.unfollow() // while its connections are there, or each of its streams would warn of a break
 	if n.conns != nil {
 		errs = append(errs, n.conns.Close())
 	}

@@ -2,6 +2,7 @@ package wiring
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"slices"
 	"strings"
@@ -59,6 +60,9 @@ func (n *Node) changeVoters(ctx context.Context) bool {
 		err = n.consensus.Demote(ctx, change.UID)
 	case state.RemoveMember:
 		err = n.consensus.Remove(ctx, change.UID)
+	}
+	if errors.Is(err, cluster.ErrNotLeader) || err != nil && !n.store.Leader() {
+		return false // the next leader makes it
 	}
 	if err != nil {
 		n.log.Warn("voters could not be changed, trying again", slog.String("change", change.Kind.String()),

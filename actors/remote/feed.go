@@ -100,14 +100,14 @@ func NewFeed(c FeedConfig) (*Feed, error) {
 	return f, nil
 }
 
-// Close ends all streams; the ranks of other nodes are gone. Idempotent; it waits. Local goes on.
+// Close ends all streams; the ranks of other nodes are gone, which is no warning. Idempotent; it waits. Local goes on.
 func (f *Feed) Close() {
 	f.stop()
 	f.running.Wait()
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	for id, l := range f.links {
-		l.close("this node is shutting down")
+		l.close("")
 		delete(f.links, id)
 	}
 }

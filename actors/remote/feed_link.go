@@ -63,7 +63,7 @@ func newLink(ctx context.Context, f *Feed, n state.Node) *link {
 	return l
 }
 
-// close ends the link, and takes the node's ranks out. It waits.
+// close ends the link, and takes the node's ranks out. It waits. why is "" if this node ends.
 func (l *link) close(why string) {
 	l.cancel()
 	<-l.done
@@ -221,8 +221,9 @@ func (l *link) warn(why string) {
 	l.log.Warn("a node's stream is silent, its ranks are used last", slog.String("cause", why), slog.Int("ranks", len(l.ranks)))
 }
 
+// goOut takes the node's ranks out. Nobody hears of it in the log if why is "".
 func (l *link) goOut(why string) {
-	if !l.out && len(l.ranks) > 0 {
+	if why != "" && !l.out && len(l.ranks) > 0 {
 		l.log.Warn("a node's ranks are out", slog.String("cause", why), slog.Int("ranks", len(l.ranks)))
 	}
 	l.out = true

@@ -1,9 +1,11 @@
 package remote
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -70,6 +72,26 @@ func TestOverflow(t *testing.T) {
 			assert.Len(t, n.ids(), 3)
 			assert.Zero(t, n.wrong)
 		}
+	})
+}
+
+// TestFeedClosesWithoutAWarning: that the ranks of others are gone is no news for a node that ends.
+func TestFeedClosesWithoutAWarning(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newStreamNet(t)
+		var out bytes.Buffer
+		c.log = slog.New(slog.NewTextHandler(&out, nil))
+		w := c.worker("n1")
+		defer w.stop()
+		w.rank(0, 10)
+		n := c.ingress("i1", nil)
+		time.Sleep(2 * joinTime)
+		require.Len(t, n.ids(), 1)
+		n.feed.Close()
+		synctest.Wait()
+		assert.Empty(t, n.ids())
+		assert.NotContains(t, out.String(), "WARN")
+		n.stop()
 	})
 }
 

@@ -84,9 +84,15 @@ var CachingOff = Fault{{Msg: "every engine runs without prefix caching: routing 
 // DiskFails: the disk of a data dir refuses writes, or does not answer.
 var DiskFails = Fault{
 	{Msg: "the disk refuses writes.*: this node leaves consensus until it takes them again", Why: "what the node must do"},
-	{Msg: "raft: failed to (commit logs|persist vote)", With: "the disk of the data dir refuses writes", Why: "raft says so too"},
+	{Msg: "raft: failed to (commit logs|append to logs|persist vote)", With: "the disk of the data dir refuses writes", Why: "raft says so too"},
 	{Msg: "command failed", With: "cannot record epoch|the disk of the data dir refuses writes", Why: "neither an order nor a command is taken without the disk"},
 }
+
+// VersionTooOld: a control node is started in a version that cannot read what a newer one wrote.
+var VersionTooOld = Fault{{Msg: "this node leaves consensus until a newer version of dpserve runs on it", Why: "it must not go on without that"}}
+
+// RankNotKnownYet: a request names its rank as soon as the application runs. Its ingress hears of the rank a moment later.
+var RankNotKnownYet = Fault{{Msg: "request not served", With: "cause=rank_unavailable", Why: "the test asks again"}}
 
 // JoinRefused: somebody without a valid token or certificate speaks to a node port.
 var JoinRefused = Fault{

@@ -294,7 +294,7 @@ func (c *Members) Running(app string) msg.AppStatus {
 		}
 		for _, u := range st.Units {
 			for i := range u.Ranks {
-				if u.Ranks[i].PID == 0 {
+				if u.Ranks[i].PID == 0 || u.Ranks[i].Incarnation == "" {
 					return fmt.Errorf("%s rank %d: its account is not there yet", u.Unit, u.Ranks[i].Rank)
 				}
 			}

@@ -11,7 +11,7 @@ import (
 )
 
 // The first thing that a new operator sees is the log of a join: when all goes well it holds no warning, and neither does the first
-// deploy.
+// deploy, nor at a node that is told to end its end.
 func TestCleanJoinWarnsOfNothing(t *testing.T) {
 	t.Parallel()
 	calm := []harness.MembersOption{harness.MemberSlots(4)} // the rig's short timers warn of a machine that is busy with other tests
@@ -25,11 +25,19 @@ func TestCleanJoinWarnsOfNothing(t *testing.T) {
 	c.All[1].Want(spread("wide", 6))
 	c.Running("wide")
 	for _, m := range c.All {
-		for line := range strings.Lines(m.Log()) {
-			if strings.Contains(line, "UDP probes failed") {
-				continue // a busy machine too
-			}
-			assert.False(t, strings.Contains(line, "level=WARN") || strings.Contains(line, "level=ERROR"), "node %s: %s", m.Name, line)
+		warnsOfNothing(t, m)
+	}
+	c.All[2].Term()
+	warnsOfNothing(t, c.All[2])
+	c.Expect(harness.NodeFails) // the others notice
+}
+
+func warnsOfNothing(t *testing.T, m *harness.Member) {
+	t.Helper()
+	for line := range strings.Lines(m.Log()) {
+		if strings.Contains(line, "UDP probes failed") {
+			continue // a busy machine too
 		}
+		assert.False(t, strings.Contains(line, "level=WARN") || strings.Contains(line, "level=ERROR"), "node %s: %s", m.Name, line)
 	}
 }

@@ -15,6 +15,7 @@ import (
 // address of a join.
 func TestTheOnlyControlNodeMoves(t *testing.T) {
 	c := harness.StartMembers(t, [][]string{{}, {"--roles", "worker"}}, harness.MemberSlots(4))
+	c.Expect(harness.NodeFails)
 	a, b := c.All[0], c.All[1]
 	a.Want(spread("wide", 4))
 	c.Running("wide")

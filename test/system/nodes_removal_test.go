@@ -45,6 +45,7 @@ func stay(t *testing.T, at *harness.Member, want []string) {
 func TestRefusedRemovalsChangeNothing(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(8))
+	c.Expect(harness.NodeFails)
 	a, b, lost := c.By("a"), c.By("b"), c.By("c")
 	a.Want(spread("wide", 6))
 	c.Running("wide")
@@ -114,6 +115,7 @@ func TestRefusedRemovalsChangeNothing(t *testing.T) {
 func TestNoMajorityNamesTheVoters(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(3))
+	c.Expect(harness.NodeFails)
 	a := c.By("a")
 	c.By("b").Kill()
 	c.By("c").Kill()

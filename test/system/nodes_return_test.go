@@ -1,6 +1,7 @@
 package system
 
 import (
+	"fmt"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -113,6 +114,13 @@ func TestMB7Restarts(t *testing.T) {
 func runs(st *msg.AppStatus) error {
 	if st.Status != "RUNNING" {
 		return errStatus(st)
+	}
+	for _, u := range st.Units {
+		for i := range u.Ranks {
+			if u.Ranks[i].URL == "" {
+				return fmt.Errorf("%s rank %d: its account is not there yet", u.Unit, u.Ranks[i].Rank)
+			}
+		}
 	}
 	return nil
 }

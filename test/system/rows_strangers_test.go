@@ -131,7 +131,7 @@ func TestSP11Strangers(t *testing.T) {
 	if accepting() {
 		long = 10 * time.Minute
 	}
-	c := harness.StartMembers(t, harness.Each(2), harness.MemberSlots(4))
+	c := harness.StartMembers(t, harness.Each(2), harness.MemberSlots(4), harness.Calm)
 	c.Expect(harness.GossipRefused, harness.JoinRefused)
 	a, b := c.All[0], c.All[1]
 	a.Want(spread("wide", 4))

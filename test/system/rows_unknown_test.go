@@ -105,7 +105,7 @@ lines:
 // upgrade_test.go.
 func TestMB6UnknownMessages(t *testing.T) {
 	t.Parallel()
-	c := harness.StartMembers(t, harness.Each(2), harness.MemberSlots(4))
+	c := harness.StartMembers(t, harness.Each(2), harness.MemberSlots(4), harness.Calm)
 	a, b := c.All[0], c.All[1]
 	a.Want(spread("wide", 4))
 	st := c.Running("wide")

@@ -37,7 +37,8 @@ func upgradeRig(t *testing.T, more ...[]string) *upgrade {
 	t.Helper()
 	flags := append(append(harness.Each(3, "--roles", "control,ingress"), harness.Each(2, "--roles", "worker")...), more...)
 	u := &upgrade{t: t, old: harness.Binary(t), next: harness.NextBinary(t)}
-	u.Members = harness.StartMembers(t, flags, harness.MemberSlots(8))
+	u.Members = harness.StartMembers(t, flags, harness.MemberSlots(8), harness.Calm)
+	u.Expect(harness.NodeFails)
 	u.All[0].Want(spread("wide", 6))
 	u.Running("wide")
 	return u
@@ -185,6 +186,7 @@ func TestMB6UpgradeControlNodesFirst(t *testing.T) {
 		t.Skip("restarts nodes ten times")
 	}
 	u := upgradeRig(t, []string{"--roles", "ingress"})
+	u.Expect(harness.VersionTooOld)
 	edge := u.All[5]
 	all := u.controls()
 	for _, m := range all[:2] {
@@ -250,7 +252,7 @@ func TestMB6UpgradeWorkersFirstAndBack(t *testing.T) {
 		}
 		return nil
 	})
-	time.Sleep(harness.LeaseTTL) // twice as long as a unit may be missing from the report of its node
+	time.Sleep(harness.CalmLease) // twice as long as a unit may be missing from the report of its node
 	st = u.Running("rests")
 	assert.Equal(t, before, seats(&st), "ranks whose node speaks of them in words of the next version")
 	for _, m := range u.controls() {
