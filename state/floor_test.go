@@ -43,7 +43,7 @@ func TestNamesOfWhatIsGoneAreBounded(t *testing.T) {
 	}
 	_, err := m.try(Command{Release: &UnitRef{Unit: "app-0/0/0", Epoch: 1}})
 	require.ErrorIs(t, err, ErrUnknownUnit, "released long ago")
-	b, err := m.State.Encode()
+	b, err := m.Encode()
 	require.NoError(t, err)
 	again, err := Decode(b)
 	require.NoError(t, err)

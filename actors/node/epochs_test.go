@@ -32,8 +32,8 @@ func TestEpochsOfUnitsThatAreReleasedAreLeftOut(t *testing.T) {
 		delete(e.seen, indexName)
 		assert.Equal(t, map[string]uint64{"new/0/0": 1}, e.seen)
 		assert.NotZero(t, index)
-		assert.ErrorIs(t, b.start2("old/a/0", 7), ErrStaleEpoch)
-		assert.ErrorIs(t, b.start2("old/a/0", 3), ErrStaleEpoch)
+		require.ErrorIs(t, b.start2("old/a/0", 7), ErrStaleEpoch)
+		require.ErrorIs(t, b.start2("old/a/0", 3), ErrStaleEpoch)
 		b.store.change(func(s *state.State) { s.Index = index + 9 })
 	})
 	inBubble(t, func(c *Config) { c.DataDir = dir }, func(t *testing.T, b *bubble) { // the next process, with an old copy
@@ -41,7 +41,7 @@ func TestEpochsOfUnitsThatAreReleasedAreLeftOut(t *testing.T) {
 		assert.Equal(t, problem.Unavailable, problem.CodeOf(err), "%v", err)
 		assert.Zero(t, b.launched())
 		b.store.change(func(s *state.State) { s.Index, s.Epochs["old/a/0"] = 1000, 7 })
-		assert.ErrorIs(t, b.start2("old/a/0", 7), ErrStaleEpoch)
+		require.ErrorIs(t, b.start2("old/a/0", 7), ErrStaleEpoch)
 		b.serving("old/a/0", 8)
 	})
 }

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	"github.com/dpserve/dpserve/actors/msg"
@@ -142,7 +143,7 @@ func TestAMachineThatWasSuspendedHasNoLease(t *testing.T) {
 		assert.True(t, b.node.Admits())
 		b.leader.becomes(leaderless)
 		slept.Store(int64(time.Hour))
-		assert.Error(t, b.start("demo/0/1", 1), "a start looks at once")
+		require.Error(t, b.start("demo/0/1", 1), "a start looks at once")
 		time.Sleep(DefaultLeaseTTL / guardPart)
 		assert.False(t, b.node.Admits())
 		assert.Zero(t, b.node.LeaseLeft())

@@ -31,14 +31,15 @@ type logFile struct {
 }
 
 // write appends lines and says how many are written.
-func (l *logFile) write(lines []LogLine) (written int, err error) {
+func (l *logFile) write(lines []LogLine) (written uint64, err error) {
 	for i := range lines {
 		if err := l.append(&lines[i]); err != nil {
 			l.close() // the next attempt opens what is there then
-			return i, err
+			return written, err
 		}
+		written++
 	}
-	return len(lines), nil
+	return written, nil
 }
 
 func (l *logFile) append(line *LogLine) error {
@@ -120,7 +121,7 @@ func (s *logStore) writeOut(r *ring) {
 			continue
 		}
 		n, err := r.file.write(lines)
-		s.wrote(r, from+uint64(n), err)
+		s.wrote(r, from+n, err)
 		if err != nil && !s.pause(logRetry) {
 			return
 		}
