@@ -69,18 +69,35 @@ func (g *guard) bound(call func() error) error {
 	if err := g.failure(); err != nil {
 		return err
 	}
-	answer := make(chan error, 1)
-	g.calls.Go(func() { answer <- call() })
+	var err error
+	returned := make(chan struct{})
+	g.calls.Go(func() {
+		err = call()
+		close(returned)
+	})
+	if !inTime(returned) {
+		return g.fail(errDiskHangs)
+	}
+	return err
+}
+
+// inTime waits until a call has returned, at most diskLimit. What has returned by the last look was in time, however late the look is.
+func inTime(returned <-chan struct{}) bool {
 	look := time.NewTicker(diskLimit / diskLooks)
 	defer look.Stop()
 	for range diskLooks {
 		select {
-		case err := <-answer:
-			return err
+		case <-returned:
+			return true
 		case <-look.C:
 		}
 	}
-	return g.fail(errDiskHangs)
+	select {
+	case <-returned:
+		return true
+	default:
+		return false
+	}
 }
 
 // settled waits until no call of the disk is under way. Raft must have ended before.
@@ -142,8 +159,13 @@ func (g *guard) StoreLogs(logs []*raft.Log) error {
 // GetLog reads one entry. Raft panics without an entry that it has committed, so a read that hangs is not given up, only the run is:
 // raft ends when the read has returned.
 func (g *guard) GetLog(index uint64, l *raft.Log) error {
-	late := time.AfterFunc(diskLimit, func() { _ = g.fail(errDiskHangs) })
-	defer late.Stop()
+	returned := make(chan struct{})
+	defer close(returned)
+	g.calls.Go(func() {
+		if !inTime(returned) {
+			_ = g.fail(errDiskHangs)
+		}
+	})
 	return g.logStore.GetLog(index, l)
 }
 
