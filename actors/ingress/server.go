@@ -149,7 +149,7 @@ func ignoreClosed(err error) error {
 }
 
 // bufferedListener caps the kernel's buffers of client connections: without a cap 8 MB of a stream pile up there when its
-// reader stands still (HOTPATH 5). The connections are quiet.
+// reader stands still. The connections are quiet, and their requests are framed in one way.
 type bufferedListener struct{ net.Listener }
 
 // Accept implements net.Listener.
@@ -160,8 +160,8 @@ func (l *bufferedListener) Accept() (net.Conn, error) {
 	}
 	if tcp, ok := c.(*net.TCPConn); ok {
 		if err := tcp.SetWriteBuffer(kernelBuffer); err != nil {
-			return c, nil //nolint:nilerr // the connection is closing; its reader will find out
+			return &framedConn{Conn: c}, nil //nolint:nilerr // the connection is closing; its reader will find out
 		}
 	}
-	return quietnet.Conn(c), nil
+	return &framedConn{Conn: quietnet.Conn(c)}, nil
 }
