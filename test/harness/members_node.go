@@ -292,15 +292,20 @@ func (c *Members) Running(app string) msg.AppStatus {
 		if st.Status != "RUNNING" || st.Ready != st.Desired {
 			return fmt.Errorf("%s, %d of %d ready: %s", st.Status, st.Ready, st.Desired, st.Message)
 		}
-		for _, u := range st.Units {
-			for i := range u.Ranks {
-				if u.Ranks[i].PID == 0 || u.Ranks[i].Incarnation == "" {
-					return fmt.Errorf("%s rank %d: its account is not there yet", u.Unit, u.Ranks[i].Rank)
-				}
+		return Accounted(st)
+	})
+}
+
+// Accounted says whether the account of every ready rank is there: a rank is ready a moment before the nodes hear which process it is.
+func Accounted(st *msg.AppStatus) error {
+	for _, u := range st.Units {
+		for i := range u.Ranks {
+			if k := &u.Ranks[i]; u.Phase == "ready" && (k.URL == "" || k.Incarnation == "") {
+				return fmt.Errorf("%s rank %d: its account is not there yet", u.Unit, k.Rank)
 			}
 		}
-		return nil
-	})
+	}
+	return nil
 }
 
 // AllQuiet waits until nothing is in flight, queued or reserved at any node.

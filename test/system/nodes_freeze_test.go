@@ -31,7 +31,7 @@ func movedFrom(c *harness.Members, app, node string) map[string]msg.RankStatus {
 				return fmt.Errorf("rank %s: %+v", seat, k)
 			}
 		}
-		return nil
+		return harness.Accounted(st)
 	})
 	return seats(&st)
 }

@@ -102,7 +102,7 @@ func TestMB1JoinAndLoss(t *testing.T) {
 				return fmt.Errorf("rank %s: %+v", seat, k)
 			}
 		}
-		return nil
+		return harness.Accounted(st)
 	})
 	t.Logf("out of routing after %s, lost after %s, granted again after %s", out, lostAfter, time.Since(killed))
 	for seat, k := range seats(&st) {

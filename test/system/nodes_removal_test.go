@@ -64,7 +64,7 @@ func TestRefusedRemovalsChangeNothing(t *testing.T) {
 		if st.Ready != st.Desired || len(on(seats(st), "c")) > 0 {
 			return errNotYet
 		}
-		return nil
+		return harness.Accounted(st)
 	})
 	before := seats(&st)
 	voted := voters(t, a)

@@ -1,7 +1,6 @@
 package system
 
 import (
-	"fmt"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -115,14 +114,7 @@ func runs(st *msg.AppStatus) error {
 	if st.Status != "RUNNING" {
 		return errStatus(st)
 	}
-	for _, u := range st.Units {
-		for i := range u.Ranks {
-			if u.Ranks[i].URL == "" {
-				return fmt.Errorf("%s rank %d: its account is not there yet", u.Unit, u.Ranks[i].Rank)
-			}
-		}
-	}
-	return nil
+	return harness.Accounted(st)
 }
 
 // MB7, as a power cut does it: every node is killed at once and started again, in any order.

@@ -63,7 +63,7 @@ func TestRG7PartialDeploy(t *testing.T) {
 		if st.Ready != 8 {
 			return fmt.Errorf("%s: %d ready: %s", st.Status, st.Ready, st.Message)
 		}
-		return nil
+		return harness.Accounted(st)
 	})
 	assert.Equal(t, "DEPLOYING", st.Status)
 	assert.Contains(t, st.Message, "2 of 4")
@@ -148,7 +148,7 @@ func TestPL1DevicesAndLabels(t *testing.T) {
 					return fmt.Errorf("rank %s is on node a", seat)
 				}
 			}
-			return nil
+			return harness.Accounted(st)
 		})
 		nodes := devicesOf(t, &st)
 		t.Logf("labels %q: groups on %v", rack, nodes)
@@ -187,14 +187,7 @@ func TestPL3GroupsComeAndGo(t *testing.T) {
 			if st.Status != "RUNNING" || len(st.Units) != n || st.Ready != n*dp {
 				return errStatus(st)
 			}
-			for _, u := range st.Units {
-				for i := range u.Ranks {
-					if u.Ranks[i].PID == 0 {
-						return errNotYet
-					}
-				}
-			}
-			return nil
+			return harness.Accounted(st)
 		})
 		t.Logf("%d groups after %s", n, time.Since(began).Round(time.Millisecond))
 		for seat, k := range seats(&st) {
