@@ -245,7 +245,7 @@ func (c *call) judge(ctx context.Context, rk *rank, res *result) *failure {
 	}
 	c.attempts++
 	c.tried = append(c.tried, rk)
-	if what.death && c.killedAgain(rk) {
+	if what.death && (res.cause != causeUnitLost || l.hasFailed(rk)) && c.killedAgain(rk) {
 		f := c.giveUp(res, "free")
 		f.message, f.cause = "two ranks died while they had this request; it is not sent to a third one", "killed_two_ranks"
 		return f

@@ -285,6 +285,41 @@ func TestARedirectOfAnEngineStaysInside(t *testing.T) {
 	assert.NotContains(t, a.body, "31903")
 }
 
+// TestRanksThatAreGoneAreNoDeathsOfARequest: two ranks go while they have a request, with their nodes; it is served by a third.
+func TestRanksThatAreGoneAreNoDeathsOfARequest(t *testing.T) {
+	for name, c := range map[string]struct {
+		ends   func(r *replica)
+		status int
+	}{
+		"gone":   {func(r *replica) { r.gone() }, 200},
+		"fenced": {func(r *replica) { r.say(false, true, "engine exited with code 1") }, 502},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var g *rig
+			ready := make(chan struct{})
+			var calls atomic.Int32
+			engine := func(w http.ResponseWriter, r *http.Request) {
+				drain(r)
+				<-ready
+				if calls.Add(1) > 2 {
+					replies(200, wholeAnswer)(w, r)
+					return
+				}
+				for _, one := range g.replicas {
+					if one.inFlight() > 0 {
+						c.ends(one)
+					}
+				}
+				<-r.Context().Done()
+			}
+			g = newRig(t, options{engines: []http.HandlerFunc{engine, engine, engine}})
+			close(ready)
+			a := g.post("/v1/chat/completions", chatBody)
+			assert.Equal(t, c.status, a.status, a.body)
+		})
+	}
+}
+
 func TestLateTicketGoesBack(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	r := g.replicas[0]

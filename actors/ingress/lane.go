@@ -184,16 +184,16 @@ func (l *lane) state(r *rank, rec *msg.Record) {
 	}
 	l.show(r) // out of routing first
 	if rec.Fenced {
-		l.fence(r)
+		l.fence(r, !r.draining)
 	}
 	if rec.Fenced && r.draining && !r.target.Owned {
 		r.cut()
 	}
 }
 
-// fence gives up what has not begun on a fenced rank. A lockstep unit fails as one: unless this is the end of a drain, its other
+// fence gives up what has not begun on a fenced rank; failed: because of its engine. A lockstep unit fails as one: unless this is the end of a drain, its other
 // ranks, wherever they run, are out with the first of them, and stay so until they come back as another incarnation.
-func (l *lane) fence(r *rank) {
+func (l *lane) fence(r *rank, failed bool) {
 	lost := []*rank{r}
 	for _, s := range l.ranks {
 		if !r.draining && s != r && !s.lost && s.unit == r.unit && s.epoch == r.epoch && l.lockstep() {
@@ -204,6 +204,7 @@ func (l *lane) fence(r *rank) {
 		}
 	}
 	for _, s := range lost { // when none of them is picked any more
+		s.failed = s.failed || failed
 		s.lose()
 	}
 }
@@ -240,7 +241,7 @@ func (l *lane) drop(r *rank) {
 	if !r.draining && l.epochs[r.unit] == r.epoch {
 		l.fenced[r.unit] = r.epoch
 		l.hope()
-		l.fence(r)
+		l.fence(r, false) // its node may be silent, or have ended: that says nothing of the engine
 	}
 	l.forgetFull(r)
 	l.told(r)
@@ -319,6 +320,13 @@ func (l *lane) isLost(r *rank) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return r.lost
+}
+
+// hasFailed says that the rank is lost because its engine failed, not because its node is not heard or it was asked to end.
+func (l *lane) hasFailed(r *rank) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return r.failed
 }
 
 func (l *lane) isDraining(r *rank) bool {

@@ -34,6 +34,7 @@ type rank struct {
 	busy       bool // not accepting because of causeBusy
 	full       bool // said full, and the stream has told nothing new since
 	lost       bool // fenced, gone, or replaced by a new incarnation: what it has in hand fails
+	failed     bool // fenced because its engine failed, or another one of its lockstep unit
 	draining   bool // takes nothing new and lets its streams end
 	silent     bool // nothing is heard of its node
 	maxOngoing int
