@@ -192,7 +192,7 @@ func (f *framing) noteField(line []byte) bool {
 	n, err := strconv.ParseUint(string(value), 10, 63)
 	again := f.length >= 0
 	was := f.length
-	f.length = int64(n) //nolint:gosec // of 63 bits
+	f.length = int64(n)
 	return !f.long && err == nil && (!again || was == f.length)
 }
 
@@ -218,6 +218,6 @@ func (f *framing) beginChunk(line []byte) {
 	case n == 0:
 		f.part = partTrailerLine
 	default:
-		f.part, f.then, f.left = partBody, partChunkEnd, int64(n) //nolint:gosec // of 63 bits
+		f.part, f.then, f.left = partBody, partChunkEnd, int64(n)
 	}
 }
