@@ -121,6 +121,21 @@ func TestRouterAnswers(t *testing.T) {
 	assert.Equal(t, []any{"mark r", "free r"}, r.asked[len(r.asked)-2:])
 }
 
+// TestExplainSendsTheBytesOfTheRequest: the Router hashes the bytes of a prompt, so a client may not write them anew.
+func TestExplainSendsTheBytesOfTheRequest(t *testing.T) {
+	r := &routers{}
+	_, c := serve(t, api.Config{Backend: newBackend(), Routers: r})
+	for _, body := range []string{`{"prompt":"x"}`, "{\n  \"prompt\" : \"a  b\" }", `{"prompt":"<b> & \u003c é"}`, `{ }`} {
+		for _, q := range []*msg.RouteQuery{{Request: []byte(body)}, {Request: []byte(body), Route: "/v1/completions", Worker: "0/1"}} {
+			_, err := c.Explain(t.Context(), "demo", q)
+			require.NoError(t, err)
+			assert.Equal(t, q, r.asked[len(r.asked)-1])
+		}
+	}
+	_, err := c.Explain(t.Context(), "demo", &msg.RouteQuery{Request: []byte(`{"prompt":`)})
+	require.ErrorContains(t, err, "not JSON")
+}
+
 // TestRouterBadInput: none of it reaches the Routers, and each answer says what to do.
 func TestRouterBadInput(t *testing.T) {
 	r := &routers{}
