@@ -351,6 +351,7 @@ func TestNoHoldWithOtherVoters(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		defer cancel()
 		require.Error(t, c.Promote(ctx, "somebody"), "not written, as far as raft knows")
+		synctest.Wait() // raft answers before it steps down
 		assert.False(t, c.Holds())
 		require.Error(t, r.confirmed(c))
 	})
