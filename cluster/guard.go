@@ -159,13 +159,8 @@ func (g *guard) StoreLogs(logs []*raft.Log) error {
 // GetLog reads one entry. Raft panics without an entry that it has committed, so a read that hangs is not given up, only the run is:
 // raft ends when the read has returned.
 func (g *guard) GetLog(index uint64, l *raft.Log) error {
-	returned := make(chan struct{})
-	defer close(returned)
-	g.calls.Go(func() {
-		if !inTime(returned) {
-			_ = g.fail(errDiskHangs)
-		}
-	})
+	late := time.AfterFunc(diskLimit, func() { _ = g.fail(errDiskHangs) })
+	defer late.Stop()
 	return g.logStore.GetLog(index, l)
 }
 
