@@ -185,7 +185,9 @@ func (n *Node) known(ctx context.Context) {
 		select {
 		case <-changed:
 		case <-ctx.Done():
-			n.log.Warn("the cluster does not know yet what this node offers")
+			if errors.Is(ctx.Err(), context.DeadlineExceeded) { // not a node that is told to end at once
+				n.log.Warn("the cluster does not know yet what this node offers")
+			}
 			return
 		}
 	}
