@@ -155,11 +155,11 @@ func errorOf(args []any) error {
 }
 
 // brokenOff says that a message tells of a connection that its other end has closed, or of a run of raft that was told to stop: both
-// are reported elsewhere.
+// are reported elsewhere. Or of an entry that the log no longer has: the follower that lacks it gets a snapshot.
 func brokenOff(args []any) bool {
 	err := errorOf(args)
 	var broken *net.OpError
-	return err != nil && (errors.Is(err, errResting) || errors.As(err, &broken) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, net.ErrClosed))
+	return err != nil && (errors.Is(err, raft.ErrLogNotFound) || errors.Is(err, errResting) || errors.As(err, &broken) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, net.ErrClosed))
 }
 
 // formatted resolves hclog's delayed Printf values, which slog would print as lists, and names nodes.
