@@ -39,8 +39,8 @@ const (
 	partChunkSize
 	partChunkEnd
 	partTrailerLine
-	partUnframed // HTTP/2, or behind a line that was spoiled: not looked at
-	partEnded    // net/http cannot read this either: nothing behind it is a request
+	partUnframed // the connection is HTTP/2, or a header line was spoiled: scan looks at nothing more
+	partEnded    // net/http refuses what was read: no further byte is given to it
 )
 
 // framing follows where the requests of an HTTP/1 connection begin and end, as net/http reads them. The zero value is at the beginning
@@ -50,9 +50,9 @@ type framing struct {
 	then part  // behind the body
 	left int64 // bytes of the body or the chunk
 
-	line  [64]byte // the beginning of the present line, as far as it has come
-	n     int      // bytes of it in line
-	long  bool     // it is longer
+	line  [64]byte // the beginning of the present line, as far as it has arrived
+	n     int      // bytes of the present line that are in line
+	long  bool     // the present line does not fit into line
 	tail  [10]byte // of a request line, with its end
 	name  field    // of the present header line, once its colon has come
 	colon bool
