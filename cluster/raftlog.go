@@ -154,12 +154,25 @@ func errorOf(args []any) error {
 	return nil
 }
 
-// brokenOff says that a message tells of a connection that its other end has closed, or of a run of raft that was told to stop: both
-// are reported elsewhere. Or of an entry that the log no longer has: the follower that lacks it gets a snapshot.
+// brokenOff says that a message tells of a connection that its other end has closed, or of raft or its transport that was told to stop:
+// both are reported elsewhere. Or of an entry that the log no longer has: the follower that lacks it gets a snapshot.
 func brokenOff(args []any) bool {
 	err := errorOf(args)
+	if err == nil {
+		return false
+	}
 	var broken *net.OpError
-	return err != nil && (errors.Is(err, raft.ErrLogNotFound) || errors.Is(err, errResting) || errors.As(err, &broken) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, net.ErrClosed))
+	if errors.As(err, &broken) {
+		return true
+	}
+	for _, end := range []error{
+		io.ErrUnexpectedEOF, net.ErrClosed, errResting, raft.ErrLogNotFound, raft.ErrTransportShutdown, raft.ErrRaftShutdown,
+	} {
+		if errors.Is(err, end) {
+			return true
+		}
+	}
+	return false
 }
 
 // formatted resolves hclog's delayed Printf values, which slog would print as lists, and names nodes.

@@ -3,6 +3,7 @@ package cluster
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"log/slog"
 	"net"
 	"strings"
@@ -104,11 +105,14 @@ func TestNetworkKnowsWhoAnswered(t *testing.T) {
 	assert.Equal(t, early, n.answered("uid3"))
 }
 
-// TestRaftErrorsOfOtherKinds: a connection that its other end closed is none; any other error is one line in 30 s.
+// TestRaftErrorsOfOtherKinds: a connection that its other end closed is none, nor is a transport that was told to stop; any other error is
+// one line in 30 s.
 func TestRaftErrorsOfOtherKinds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l, out := newTestLog(slog.LevelInfo)
 		l.Error("failed to decode incoming command", "error", &net.OpError{Op: "read", Net: "tcp", Err: syscall.ECONNRESET})
+		l.Error("failed to decode incoming command", "error", raft.ErrTransportShutdown)
+		l.Error("failed to send snapshot to", "error", fmt.Errorf("a snapshot: %w", raft.ErrRaftShutdown))
 		assert.Empty(t, out.String())
 		for range 60 {
 			l.Error("failed to decode incoming command", "error", errors.New("unknown rpc type 77"))
