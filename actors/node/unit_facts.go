@@ -39,12 +39,15 @@ func (u *unit) checkEvents(ctx context.Context, r *rank) error {
 	return kvevents.Verify(sources, number, r.events.Bind, r.events.Replay)
 }
 
-// sources asks an engine for its event sockets; nil if it cannot be asked. An answer that makes no sense is an error.
+// sources asks an engine for its event sockets; nil if it cannot be asked. An answer that makes no sense is an error, and the end of ctx.
 func (u *unit) sources(ctx context.Context, r *rank) (map[int]kvevents.Source, error) {
-	ctx, cancel := context.WithTimeout(ctx, u.healthTimeout())
+	asking, cancel := context.WithTimeout(ctx, u.healthTimeout())
 	defer cancel()
-	body, err := r.client.EventSources(ctx)
+	body, err := r.client.EventSources(asking)
 	if err != nil {
+		if ended := context.Cause(ctx); ended != nil {
+			return nil, ended // the start is over, which says nothing about the engine
+		}
 		var s *engine.StatusError
 		if !errors.As(err, &s) || s.Status != http.StatusNotFound { // 404: no such route in its version
 			u.log.Warn("the engine does not tell where its KV events are", slog.Int("rank", r.grant.Rank), slog.String("err", err.Error()))
@@ -114,6 +117,9 @@ func (u *unit) learn(ctx context.Context, r *rank) error {
 // followed. Routing then carries on with what the rank was sent.
 func (u *unit) discover(ctx context.Context, r *rank) *msg.EventSource {
 	sources, err := u.sources(ctx, r)
+	if ctx.Err() != nil {
+		return nil // the caller sees the end of the start
+	}
 	number := -1 // the only one there is
 	if r.target.Addressing == app.AddressHeader || r.target.Addressing == app.AddressBody {
 		number = r.target.Selector

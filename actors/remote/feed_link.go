@@ -45,6 +45,9 @@ type link struct {
 	warned   bool      // the log says that it is silent
 }
 
+// errNothingHeard ends a stream on which a node has said nothing for too long.
+var errNothingHeard = errors.New("nothing is heard")
+
 // joinTime is how long a node that has just become known may take until it serves its ranks' stream.
 const joinTime = 10 * time.Second
 
@@ -101,11 +104,17 @@ func (l *link) run(ctx context.Context) {
 
 // session is one stream from its beginning to its end. heard: the node said something.
 func (l *link) session(ctx context.Context) (heard bool, err error) {
-	ctx, cancel := context.WithCancel(ctx)
+	ctx, end := context.WithCancelCause(ctx)
+	cancel := func() { end(nil) }
 	defer cancel()
 	l.mu.Lock()
-	l.tried, l.drop = time.Now(), cancel
+	l.tried, l.drop = time.Now(), func() { end(errNothingHeard) }
 	l.mu.Unlock()
+	defer func() {
+		if errors.Is(context.Cause(ctx), errNothingHeard) {
+			err = errNothingHeard // gRPC tells only that this end has cancelled
+		}
+	}()
 	stream, err := l.feed.config.Open(ctx, l.node)
 	if err != nil {
 		return false, err
@@ -257,10 +266,10 @@ func (l *link) tick() {
 	t := l.feed.timers
 	now := time.Now()
 	if now.Sub(l.heard) >= t.Suspect {
-		l.setSilent(true, "nothing is heard")
+		l.setSilent(true, errNothingHeard.Error())
 	}
 	if now.Sub(l.heard) >= t.Out {
-		l.goOut("nothing is heard")
+		l.goOut(errNothingHeard.Error())
 	}
 	if now.Sub(l.tried) >= t.Out {
 		l.tried = now

@@ -76,15 +76,20 @@ func enroll(ctx context.Context, cfg *JoinConfig, fingerprint [sha256.Size]byte,
 		return nil, dialError(err)
 	}
 	defer func() { _ = conn.Close() }() // nothing is left in it
+	var before error                    // the answer of the attempt before this one
 	for pause := joinPauseMin; ; pause = min(2*pause, joinPauseMax) {
 		reply, err := dpservev1.NewEnrollClient(conn).Join(ctx, req, grpc.MaxCallRecvMsgSize(maxEnroll))
 		if err == nil {
 			return reply, nil
 		}
 		err = fromStatus(cfg.Address, err)
+		if before != nil && ctx.Err() != nil { // the time is over: what the other node answered tells more than that
+			return nil, enrollError(before)
+		}
 		if again := problem.CodeOf(err) == problem.Unavailable && !errors.Is(err, ErrUnreachable); !again || !sleep(ctx, pause) {
 			return nil, enrollError(err)
 		}
+		before = err
 	}
 }
 

@@ -174,8 +174,8 @@ func TestRankRemovalDeadline(t *testing.T) {
 	r.Deploy(edgeApp(first, second))
 	r.WaitStatus("edge", "RUNNING")
 	streams := make(chan *harness.Stream, 4)
-	for range cap(streams) {
-		go func() { streams <- r.StreamChat(t.Context(), "edge", "hello", 1200) }() // 6 s
+	for i := range cap(streams) { // prompts of their own: a cached one would draw all of them to one rank
+		go func() { streams <- r.StreamChat(t.Context(), "edge", fmt.Sprintf("%d is my number", i), 1200) }() // 6 s
 	}
 	onFirst := 0
 	r.Eventually(func() error {
