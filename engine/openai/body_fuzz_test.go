@@ -90,6 +90,17 @@ func checkIDs(t *testing.T, b *Body, prompt string) {
 	}
 }
 
+// FuzzPlain: a plain run ends where the rule for single bytes says.
+func FuzzPlain(f *testing.F) {
+	f.Add([]byte("short"), 0)
+	f.Add([]byte(strings.Repeat("x", 16+3*block)+"\\"), 3)
+	f.Add([]byte(strings.Repeat("\u65e5", 16+3*block)+"\x1f"), 1)
+	f.Fuzz(func(t *testing.T, b []byte, from int) {
+		from = min(max(from, 0), len(b))
+		require.Equal(t, plainByBytes(b, from), plain(b, from))
+	})
+}
+
 // FuzzSplice: what is left is the same object without our members, byte for byte where it stays.
 func FuzzSplice(f *testing.F) {
 	addBodies(f)

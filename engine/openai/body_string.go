@@ -11,28 +11,92 @@ import (
 const (
 	ones     = 0x0101010101010101
 	highs    = 0x8080808080808080
-	quotes   = ones * '"'
 	slashes  = ones * '\\'
-	controls = ones * ' ' // below it are the control characters
+	flipped  = ones * ('"' ^ ' ') // exchanges quote and blank, and maps the control characters onto themselves
+	controls = ones * (' ' + 1)   // once flipped, the quote and the control characters are below it
 )
 
-// special marks the bytes of w that end a plain run of a JSON string: quote, backslash, control characters. The lowest
-// mark is exact; a higher one may be a borrow's, so only the lowest may be used. (x-ones)&^x&highs marks zero bytes of x;
-// the xored constants leave the high bits of w alone, so one &^w serves all three tests.
-func special(w uint64) uint64 {
-	q, b, c := (w^quotes)-ones, (w^slashes)-ones, w-controls
-	return (q | b | c) &^ w & highs
+// block is how many bytes one test covers in a long run.
+const block = 64
+
+// marks sets the high bit of every byte of w that ends a plain run of a JSON string: quote, backslash and control
+// characters. It may set the bit of a byte beyond ASCII too, and of a byte above a marked one, because of the borrow.
+func marks(w uint64) uint64 { return ((w ^ flipped) - controls) | ((w ^ slashes) - ones) }
+
+// exact is marks without the bytes beyond ASCII: the xored constants leave the high bits of w alone, so one &^w serves
+// both tests. The lowest mark is exact; a higher one may be a borrow's, so only the lowest may be used.
+func exact(w uint64) uint64 { return marks(w) &^ w }
+
+// plain is the index of the first special byte of b from i on, len(b) if there is none. Many runs end in the first words.
+func plain(b []byte, i int) int {
+	if i+16 > len(b) {
+		return plainFar(b, i)
+	}
+	p := (*[16]byte)(b[i : i+16 : i+16])
+	if m := exact(binary.LittleEndian.Uint64(p[0:8])) & highs; m != 0 {
+		return i + bits.TrailingZeros64(m)/8
+	}
+	if m := exact(binary.LittleEndian.Uint64(p[8:16])) & highs; m != 0 {
+		return i + 8 + bits.TrailingZeros64(m)/8
+	}
+	return plainFar(b, i+16)
 }
 
-// plain is the index of the first special byte of b from i on, len(b) if there is none.
-func plain(b []byte, i int) int {
-	for ; i+8 <= len(b); i += 8 {
-		if m := special(binary.LittleEndian.Uint64(b[i : i+8 : i+8])); m != 0 {
-			return i + bits.TrailingZeros64(m)/8
+// plainFar is plain for a run that is long, and for the last bytes of b.
+func plainFar(b []byte, i int) int {
+	i = skipASCII(b, i)
+	end := i + block
+	i, found := plainWords(b, i, end)
+	if !found && i == end { // text beyond ASCII has stopped skipASCII
+		i, found = plainWords(b, skipText(b, i), len(b))
+	}
+	for !found && i < len(b) && b[i] != '"' && b[i] != '\\' && b[i] >= ' ' {
+		i++
+	}
+	return i
+}
+
+// plainWords looks at the whole words of b[i:end] one by one. It gives the index of the first special byte, or of the
+// first byte that it did not look at.
+func plainWords(b []byte, i, end int) (at int, found bool) {
+	for last := min(end, len(b)) - 8; i <= last; i += 8 {
+		if m := exact(binary.LittleEndian.Uint64(b[i:i+8:i+8])) & highs; m != 0 {
+			return i + bits.TrailingZeros64(m)/8, true
 		}
 	}
-	for i < len(b) && b[i] != '"' && b[i] != '\\' && b[i] >= ' ' {
-		i++
+	return i, false
+}
+
+// skipASCII skips plain ASCII in whole blocks. It stops at the half of a block that holds a special byte or a byte beyond
+// ASCII, or where less than a block is left.
+func skipASCII(b []byte, i int) int {
+	le := binary.LittleEndian
+	for ; i+block <= len(b); i += block {
+		p := (*[block]byte)(b[i : i+block : i+block])
+		low := marks(le.Uint64(p[0:8])) | marks(le.Uint64(p[8:16])) | marks(le.Uint64(p[16:24])) | marks(le.Uint64(p[24:32]))
+		high := marks(le.Uint64(p[32:40])) | marks(le.Uint64(p[40:48])) | marks(le.Uint64(p[48:56])) | marks(le.Uint64(p[56:64]))
+		if (low|high)&highs == 0 {
+			continue
+		}
+		if low&highs == 0 {
+			i += block / 2
+		}
+		return i
+	}
+	return i
+}
+
+// skipText skips plain text of any characters in whole blocks. It stops at a block that holds a special byte, or where
+// less than a block is left.
+func skipText(b []byte, i int) int {
+	le := binary.LittleEndian
+	for ; i+block <= len(b); i += block {
+		p := (*[block]byte)(b[i : i+block : i+block])
+		low := exact(le.Uint64(p[0:8])) | exact(le.Uint64(p[8:16])) | exact(le.Uint64(p[16:24])) | exact(le.Uint64(p[24:32]))
+		high := exact(le.Uint64(p[32:40])) | exact(le.Uint64(p[40:48])) | exact(le.Uint64(p[48:56])) | exact(le.Uint64(p[56:64]))
+		if (low|high)&highs != 0 {
+			break
+		}
 	}
 	return i
 }

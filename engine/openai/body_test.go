@@ -346,15 +346,42 @@ func rawMembers(t require.TestingT, body []byte) (out []rawMember) {
 	return out
 }
 
+// plainByBytes is the rule: the index of the first quote, backslash or control character from i on.
+func plainByBytes(b []byte, i int) int {
+	for i < len(b) && b[i] >= ' ' && b[i] != '"' && b[i] != '\\' {
+		i++
+	}
+	return i
+}
+
+// TestPlainMatchesTheByteLoop draws runs that end in the first words, in a block and behind many, of ASCII and of other text.
 func TestPlainMatchesTheByteLoop(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
+		filler := rapid.SampledFrom([]byte{'x', ' ', '!', '#', 0x7f, 0x80, 0xa0, 0xa2, 0xdc, 0xff})
 		alphabet := rapid.SampledFrom([]byte{'a', ' ', 0x7f, 0x80, 0xff, 0xa2, 0xdc, '!', '#', '[', ']', '"', '\\', 0, 0x1f})
-		b := append(bytes.Repeat([]byte{'x'}, rapid.IntRange(0, 20).Draw(t, "run")), rapid.SliceOf(alphabet).Draw(t, "bytes")...)
-		from := rapid.IntRange(0, len(b)).Draw(t, "from")
-		want := from
-		for want < len(b) && b[want] >= ' ' && b[want] != '"' && b[want] != '\\' {
-			want++
+		var b []byte
+		for range rapid.IntRange(1, 4).Draw(t, "runs") {
+			b = append(b, bytes.Repeat([]byte{filler.Draw(t, "filler")}, rapid.IntRange(0, 200).Draw(t, "run"))...)
+			b = append(b, rapid.SliceOfN(alphabet, 0, 12).Draw(t, "bytes")...)
 		}
-		assert.Equal(t, want, plain(b, from), "%q", b)
+		from := rapid.IntRange(0, len(b)).Draw(t, "from")
+		assert.Equal(t, plainByBytes(b, from), plain(b, from), "%q", b)
 	})
+}
+
+// TestPlainFindsEveryByteAtEveryPlace: each byte value at each place of a run that is longer than a block and the words
+// before it, in ASCII and behind other text, ends the run or does not.
+func TestPlainFindsEveryByteAtEveryPlace(t *testing.T) {
+	const size = 16 + 3*block + 9
+	for _, around := range []byte{'x', '!', '#', ']', ' ', 0x80, 0xa2, 0xff} {
+		for place := range size {
+			b := bytes.Repeat([]byte{around}, size)
+			for c := range 256 {
+				b[place] = byte(c)
+				if want, got := plainByBytes(b, 0), plain(b, 0); want != got {
+					t.Fatalf("byte %#x at %d among %#x: %d, not %d", c, place, around, got, want)
+				}
+			}
+		}
+	}
 }

@@ -24,13 +24,13 @@ type Client struct {
 	addr string
 	dial func(ctx context.Context, network, addr string) (net.Conn, error)
 	pool pool
-	busy atomic.Int64 // requests whose connection is not given back
+	busy atomic.Int64 // requests whose connection is not given back, and dials of Warm
 
 	buffers  sync.Pool // *[]byte of readBuffer
 	requests sync.Pool // *[]byte
 }
 
-// New makes a client; it dials when a request needs it.
+// New makes a client; it dials when a request needs it, and in Warm.
 func New(c Config) *Client {
 	out := &Client{host: c.Host, addr: address(c.Host), dial: c.Dial, pool: pool{idle: c.Idle, most: c.MaxIdle}}
 	out.buffers.New = func() any { b := make([]byte, readBuffer); return &b }
@@ -52,6 +52,23 @@ func address(host string) string {
 // Unused says that the client holds no connection at all.
 func (c *Client) Unused() bool { return c.busy.Load() == 0 && c.pool.empty() }
 
+// HasIdle says that a connection waits for a request.
+func (c *Client) HasIdle() bool { return !c.pool.empty() }
+
+// Warm dials a connection for a request to come. It waits for that request as one that has served another does.
+func (c *Client) Warm(ctx context.Context) error {
+	c.busy.Add(1)
+	defer c.busy.Add(-1)
+	n, err := c.dial(ctx, "tcp", c.addr)
+	if err != nil {
+		return err
+	}
+	if cn := newConn(n); !c.pool.put(cn) {
+		cn.close()
+	}
+	return nil
+}
+
 // CloseIdle closes the connections that wait for a request.
 func (c *Client) CloseIdle() { c.pool.drop() }
 
@@ -63,8 +80,8 @@ func (c *Client) Close() { c.pool.close() }
 // but Host and Content-Length.
 //
 // The caller closes the answer's body and reads it from one goroutine. The end of ctx ends Send and Read at once. The answer's header
-// must not be changed: answers share it. Errors are *SendError. After one on a reused connection before any byte of an answer, all
-// waiting connections are closed too (they have waited longer), so that a second Send dials.
+// must not be changed: answers share it. Errors are *SendError. After one without a byte of an answer on a connection that
+// had waited, all waiting connections are closed too (they have waited longer), so that a second Send dials.
 func (c *Client) Send(ctx context.Context, method, target string, header http.Header, body []byte) (*http.Response, error) {
 	if ctx.Err() != nil {
 		return nil, &SendError{Err: context.Cause(ctx)}
@@ -102,7 +119,6 @@ func (c *Client) exchange(ctx context.Context, method string, req, rest []byte) 
 	if err != nil {
 		return nil, c.failed(ctx, x, err)
 	}
-	cn.used = true
 	return x.answer(h, method, whole), nil
 }
 
@@ -140,7 +156,7 @@ func (c *conn) roundTrip(req, rest []byte) (h *head, whole bool, err error) {
 // failed ends an exchange without an answer.
 func (c *Client) failed(ctx context.Context, x *exchange, err error) error {
 	cn := x.conn
-	e := &SendError{Reused: cn.used, Begun: cn.w > 0, Err: err}
+	e := &SendError{Reused: cn.waited, Begun: cn.w > 0, Err: err}
 	if !x.stop() {
 		e.Err = cause(ctx, err)
 	}

@@ -58,6 +58,20 @@ func TestReuse(t *testing.T) {
 	assert.True(t, c.Unused())
 }
 
+// TestWarm: a connection that was dialled ahead serves the next request. A closed client keeps none.
+func TestWarm(t *testing.T) {
+	var conns atomic.Int32
+	c := server(t, func(n int, c *net.TCPConn, r *bufio.Reader) { conns.Add(1); echo(n, c, r) })
+	assert.False(t, c.HasIdle())
+	require.NoError(t, c.Warm(t.Context()))
+	assert.True(t, c.HasIdle())
+	require.NoError(t, outcome(t, c).err)
+	assert.EqualValues(t, 1, conns.Load())
+	c.Close()
+	require.NoError(t, c.Warm(t.Context()))
+	assert.True(t, c.Unused())
+}
+
 // TestConcurrent: answers find their requests, under load, cancels and early closes.
 func TestConcurrent(t *testing.T) {
 	c := server(t, echo)

@@ -30,7 +30,7 @@ type conn struct {
 	probe   *probe // nil: the system shows nothing of this connection without reading
 	abort   func() // bound once: registering it allocates no closure
 	aborted atomic.Bool
-	used    bool      // has served a request
+	waited  bool      // has been in the pool: the peer may have closed it there
 	since   time.Time // in the pool since
 
 	mem  *[]byte // of buf, to be given back; nil while idle

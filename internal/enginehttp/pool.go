@@ -42,7 +42,7 @@ func (p *pool) pop() *conn {
 
 // put keeps c; false if it must be closed.
 func (p *pool) put(c *conn) bool {
-	c.since = time.Now()
+	c.since, c.waited = time.Now(), true
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.closed || len(p.free) >= p.most {

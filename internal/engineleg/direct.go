@@ -22,15 +22,21 @@ const maxDirect = 1 << 20
 type direct struct {
 	transport *transport
 	dial      Dialer
+	patience  time.Duration // for the dial of a spare connection
 	idle      time.Duration
 
 	mu      sync.RWMutex
-	clients map[string]*enginehttp.Client // by host and port; one without connections goes when another comes
+	clients map[string]*enginehttp.Client             // by host and port; one without connections goes when another comes
+	spares  map[*enginehttp.Client]context.CancelFunc // the clients for which a spare connection is being dialled
 	closed  bool
+	dials   sync.WaitGroup // of spare connections
 }
 
 func newDirect(dial Dialer, patience, idle time.Duration) *direct {
-	return &direct{transport: newTransport(dial, patience, idle), dial: dial, idle: idle, clients: map[string]*enginehttp.Client{}}
+	return &direct{
+		transport: newTransport(dial, patience, idle), dial: dial, patience: patience, idle: idle,
+		clients: map[string]*enginehttp.Client{}, spares: map[*enginehttp.Client]context.CancelFunc{},
+	}
 }
 
 // send: the own client has let go of the request when it returns: it is settled.
@@ -38,7 +44,8 @@ func (l *direct) send(ctx context.Context, o *Request) (*http.Response, error) {
 	if len(o.Body) > maxDirect || !plain(o.URL) {
 		return l.transport.send(ctx, o)
 	}
-	resp, err := l.client(o.URL.Host).Send(ctx, http.MethodPost, o.URL.RequestURI(), o.Header, o.Body)
+	c := l.client(o.URL.Host)
+	resp, err := c.Send(ctx, http.MethodPost, o.URL.RequestURI(), o.Header, o.Body)
 	if err != nil {
 		var e *enginehttp.SendError
 		if errors.As(err, &e) {
@@ -48,7 +55,31 @@ func (l *direct) send(ctx context.Context, o *Request) (*http.Response, error) {
 		return nil, err
 	}
 	o.begun.Store(true)
+	if !c.HasIdle() {
+		l.dialSpare(ctx, c)
+	}
 	return resp, nil
+}
+
+// dialSpare dials a connection for the next request in the background, so that this request does not wait for a
+// dial. send calls it when an engine has answered and no connection waits, so that nothing dials an engine that does
+// not answer or gets no requests. An engine has at most one such dial. It ends after the patience for a dial, or with
+// close. A failed dial says nothing: the next request dials itself.
+func (l *direct) dialSpare(ctx context.Context, c *enginehttp.Client) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed || l.spares[c] != nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), l.patience)
+	l.spares[c] = cancel
+	l.dials.Go(func() {
+		_ = c.Warm(ctx)
+		cancel()
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		delete(l.spares, c)
+	})
 }
 
 // plain says that a URL is of the simple kind: plain HTTP to a host in ASCII without a zone. net/http knows what to do with others.
@@ -97,13 +128,17 @@ func (l *direct) add(host string) *enginehttp.Client {
 	return c
 }
 
-// close closes idle connections, and those in use when their requests end.
+// close closes idle connections, and those in use when their requests end. It ends the dials of spare connections.
 func (l *direct) close() {
 	l.mu.Lock()
-	defer l.mu.Unlock()
 	l.closed = true
 	for _, c := range l.clients {
 		c.Close()
 	}
+	for _, cancel := range l.spares {
+		cancel()
+	}
+	l.mu.Unlock()
 	l.transport.inner.CloseIdleConnections()
+	l.dials.Wait()
 }

@@ -24,7 +24,7 @@ type Request struct {
 	Header http.Header // read only
 	Body   []byte
 
-	reused  atomic.Bool  // the connection had served a request before
+	reused  atomic.Bool  // the connection had waited for a request, behind another one or as a spare
 	begun   atomic.Bool  // a byte of the answer has arrived
 	writing atomic.Int32 // connections that may still read Body
 }
@@ -32,8 +32,8 @@ type Request struct {
 // Settled says that nobody reads the request's memory any more.
 func (r *Request) Settled() bool { return r.writing.Load() == 0 }
 
-// Stale says of a request that failed: its connection had been used before and turned out to be closed. That is nobody's fault;
-// the request may be sent once more (ENGINES 3.6).
+// Stale says of a request that failed: its connection had waited for a request and turned out to be closed. That is
+// nobody's fault; the request may be sent once more (ENGINES 3.6).
 func (r *Request) Stale() bool { return r.reused.Load() && !r.begun.Load() }
 
 func (r *Request) trace() *httptrace.ClientTrace {
@@ -77,7 +77,7 @@ type Legs struct{ owned, attached *direct }
 // New makes the legs; a nil dial is TCP.
 func New(t Timers, dial Dialer) *Legs {
 	if dial == nil {
-		dial = (&net.Dialer{Timeout: t.Dial, KeepAlive: -1}).DialContext
+		dial = (&net.Dialer{Timeout: t.Dial, KeepAlive: -1, Control: connectNow}).DialContext
 	}
 	dial = cappedDial(dial)
 	return &Legs{owned: newDirect(dial, t.Dial, t.IdleOwned), attached: newDirect(dial, t.Dial, t.IdleAttached)}
@@ -93,7 +93,7 @@ func (l *Legs) Send(ctx context.Context, owned bool, r *Request) (*http.Response
 	return l.attached.send(ctx, r)
 }
 
-// Close closes idle connections, and those in use when their requests end.
+// Close closes idle connections, and those in use when their requests end. It ends the dials of spare connections.
 func (l *Legs) Close() {
 	l.owned.close()
 	l.attached.close()

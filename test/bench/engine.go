@@ -14,7 +14,8 @@ import (
 )
 
 // The mock engine: raw HTTP/1.1, one goroutine a connection. A request says what it wants in two fields: "max_tokens" chunks, and
-// "pace_us" microseconds before each of them (0 = flat out).
+// "pace_us" microseconds before each of them (0 = flat out). Each chunk is a system call of its own: the mock joins no writes.
+// It closes connections that were idle for keepAlive, as vLLM does.
 const (
 	roleChunk  = `data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"bench","choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}` + "\n\n"
 	textChunk  = `data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"bench","choices":[{"index":0,"delta":{"content":"tok "},"logprobs":null,"finish_reason":null,"token_ids":null}]}` + "\n\n"
@@ -22,7 +23,6 @@ const (
 	doneEvent  = "data: [DONE]\n\n"
 	plainBody  = `{"id":"chatcmpl-1","object":"chat.completion","created":1,"model":"bench","choices":[{"index":0,"message":{"role":"assistant","content":"hello","refusal":null},"logprobs":null,"finish_reason":"length","stop_reason":null}],"usage":{"prompt_tokens":8,"total_tokens":9,"completion_tokens":1}}`
 	modelsBody = `{"object":"list","data":[{"id":"bench","object":"model","created":1,"owned_by":"vllm","root":"bench","parent":null,"max_model_len":1000000}]}`
-	flatBatch  = 4 // chunks per write when flat out: engines coalesce a little under load
 )
 
 func runEngine(ctx context.Context, addr string) error {
@@ -54,7 +54,13 @@ type engineConn struct {
 	out  []byte
 }
 
+// keepAlive is vLLM's (uvicorn's) default.
+const keepAlive = 5 * time.Second
+
 func (e *engineConn) request() error {
+	if err := e.c.SetReadDeadline(time.Now().Add(keepAlive)); err != nil {
+		return err
+	}
 	line, err := e.r.ReadString('\n')
 	if err != nil {
 		return err
@@ -136,33 +142,42 @@ func (e *engineConn) stream() error {
 		time.Sleep(pace)
 	}
 	held := time.Since(start)
-	e.chunk(roleChunk)
 	e.chunk(fmt.Sprintf(": %s%d\n\n", `"held_us":`, held.Microseconds()))
-	for i := 1; i <= n; i++ {
-		if i > 1 && pace > 0 {
-			time.Sleep(pace)
-		}
-		if i < n {
-			e.chunk(textChunk)
-		} else {
-			e.chunk(lastChunk)
-			e.chunk(doneEvent)
-			e.out = append(e.out, "0\r\n\r\n"...)
-		}
-		if pace == 0 && i%flatBatch != 0 && i < n {
-			continue
-		}
-		if _, err := e.c.Write(e.out); err != nil {
+	if err := e.send(roleChunk); err != nil {
+		return err
+	}
+	for i := 1; i < n; i++ {
+		if err := e.send(textChunk); err != nil {
 			return err
 		}
-		e.out = e.out[:0]
+		if pace > 0 {
+			time.Sleep(pace)
+		}
 	}
-	return nil
+	if err := e.send(lastChunk); err != nil {
+		return err
+	}
+	e.chunk(doneEvent)
+	e.out = append(e.out, "0\r\n\r\n"...)
+	return e.flush()
 }
 
+// chunk packs an event.
 func (e *engineConn) chunk(s string) {
 	e.out = strconv.AppendInt(e.out, int64(len(s)), 16)
 	e.out = append(e.out, "\r\n"...)
 	e.out = append(e.out, s...)
 	e.out = append(e.out, "\r\n"...)
+}
+
+// send packs an event and writes it at once, as engines do with each token.
+func (e *engineConn) send(s string) error {
+	e.chunk(s)
+	return e.flush()
+}
+
+func (e *engineConn) flush() error {
+	_, err := e.c.Write(e.out)
+	e.out = e.out[:0]
+	return err
 }

@@ -124,6 +124,8 @@ func shapes() []shape {
 	return []shape{
 		{"first token, 1 client, 20 ms per chunk, open loop", load{req: payload(64, 2, 20*time.Millisecond, true, false), conns: 4, rate: 12}, latency},
 		{"first token, about 64 clients, 20 ms per chunk, open loop", load{req: paced, conns: 256, rate: 128}, append(latency, column{"CPU us/chunk", perChunk})},
+		{"first token, 64 new connections at once", load{req: payload(64, 2, 20*time.Millisecond, true, false), conns: 64, burst: true}, append(latency, cpuReq)},
+		{"first token, 64 new connections at once after 6 s of silence", load{req: payload(64, 2, 20*time.Millisecond, true, false), conns: 64, burst: true, silence: keepAlive + time.Second}, latency},
 		{"paced, 64 streams, 10 ms per chunk", load{req: payload(64, 100, 10*time.Millisecond, true, false), conns: 64, stagger: 100 * time.Millisecond}, []column{{"CPU us/chunk", perChunk}, {"chunks/s", cps}}},
 		{"small requests, 64 clients, closed loop", load{req: small, conns: 64}, []column{cpuReq, {"requests/s", rps}}},
 		{"400 KB body, 1 client", load{req: big, conns: 1}, append(latency, cpuReq)},

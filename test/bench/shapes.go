@@ -31,7 +31,9 @@ type load struct {
 	conns   int
 	rate    float64 // requests per second in all, at jittered times
 	stagger time.Duration
-	fresh   bool // no prompt is sent twice
+	fresh   bool          // no prompt is sent twice
+	burst   bool          // a connection serves one request: all are opened at once and closed, again and again
+	silence time.Duration // before each burst
 }
 
 // add joins what one connection or request gave.
@@ -58,18 +60,26 @@ func (s *sample) one(c *client) bool {
 	return true
 }
 
-// slice dials, warms every connection up with one small request, and measures for d, to the end of what was begun by then.
+// slice dials, warms every connection up with one small request, and measures for d, to the end of what was begun by then. In
+// bursts nothing is dialled before.
 func (l load) slice(ctx context.Context, t target, d time.Duration, rnd *rand.Rand) sample {
-	clients, s := l.dial(ctx, t)
+	var clients []*client
+	var s sample
+	if !l.burst {
+		clients, s = l.dial(ctx, t)
+	}
 	defer func() {
 		for _, c := range clients {
 			_ = c.c.Close()
 		}
 	}()
 	cpu0, start := cpu(t.pids), time.Now()
-	if l.rate > 0 {
+	switch {
+	case l.burst:
+		s.add(l.bursts(ctx, t, start, d))
+	case l.rate > 0:
 		s.add(l.open(ctx, clients, start, d, rnd))
-	} else {
+	default:
 		s.add(l.closed(ctx, clients, start, d))
 	}
 	s.wall, s.cpu = time.Since(start), cpu(t.pids)-cpu0
@@ -127,6 +137,27 @@ func (l load) closed(ctx context.Context, clients []*client, start time.Time, d 
 		}
 		return one
 	}, &s)
+	return s
+}
+
+// bursts opens all connections at once and sends one request over each. A first token counts from the dial.
+func (l load) bursts(ctx context.Context, t target, start time.Time, d time.Duration) (s sample) {
+	for time.Since(start) < d && ctx.Err() == nil && s.errs == 0 {
+		time.Sleep(l.silence)
+		each(make([]*client, l.conns), func(i int, _ *client) (one sample) {
+			begun := time.Now()
+			c, err := dial(ctx, t.addrs[i%len(t.addrs)], l.req)
+			if err != nil {
+				return sample{errs: 1, err: err}
+			}
+			defer c.c.Close()
+			dialled := time.Since(begun)
+			if one.one(c) {
+				one.first[0] += dialled
+			}
+			return one
+		}, &s)
+	}
 	return s
 }
 

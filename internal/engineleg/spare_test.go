@@ -1,0 +1,260 @@
+package engineleg
+
+import (
+	"bufio"
+	"context"
+	"io"
+	"net"
+	"net/http"
+	"net/url"
+	"sync"
+	"syscall"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+// fakeEngine is an engine behind pipes: it counts the dials, and answers until it is told otherwise. A request for
+// /stream gets a head and then nothing, until its client closes.
+type fakeEngine struct {
+	t    *testing.T
+	legs *Legs
+
+	mu      sync.Mutex
+	dials   int
+	refuses bool // dials fail
+	hangs   bool // dials last until their context ends
+	slow    bool // dials take a second
+	dead    bool // it closes connections without an answer
+	open    []net.Conn
+}
+
+// newFakeEngine needs a bubble of synctest around it.
+func newFakeEngine(t *testing.T) *fakeEngine {
+	t.Helper()
+	e := &fakeEngine{t: t}
+	e.legs = New(Timers{Dial: 5 * time.Second, IdleOwned: time.Minute, IdleAttached: 4 * time.Second}, e.dial)
+	t.Cleanup(e.legs.Close)
+	return e
+}
+
+func (e *fakeEngine) dial(ctx context.Context, _, _ string) (net.Conn, error) {
+	e.mu.Lock()
+	e.dials++
+	refuses, hangs, slow := e.refuses, e.hangs, e.slow
+	e.mu.Unlock()
+	switch {
+	case refuses:
+		return nil, &net.OpError{Op: "dial", Err: syscall.ECONNREFUSED}
+	case hangs:
+		<-ctx.Done()
+	case slow:
+		time.Sleep(time.Second)
+	}
+	if ctx.Err() != nil {
+		return nil, &net.OpError{Op: "dial", Err: ctx.Err()}
+	}
+	here, there := net.Pipe()
+	e.mu.Lock()
+	e.open = append(e.open, there)
+	e.mu.Unlock()
+	go e.serve(there)
+	return here, nil
+}
+
+func (e *fakeEngine) serve(c net.Conn) {
+	defer func() { _ = c.Close() }()
+	for r := bufio.NewReader(c); ; {
+		req, err := http.ReadRequest(r)
+		if err != nil || e.is(&e.dead) {
+			return
+		}
+		_, _ = io.Copy(io.Discard, req.Body)
+		answer := "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+		if req.URL.Path == "/stream" {
+			answer = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+		}
+		if _, err := io.WriteString(c, answer); err != nil {
+			return
+		}
+	}
+}
+
+func (e *fakeEngine) is(flag *bool) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return *flag
+}
+
+func (e *fakeEngine) set(flag *bool, to bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	*flag = to
+}
+
+func (e *fakeEngine) dialled() int {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.dials
+}
+
+// closeAll closes the engine's side of all its connections.
+func (e *fakeEngine) closeAll() {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for _, c := range e.open {
+		_ = c.Close()
+	}
+}
+
+// send sends a request and lets what it has begun in the background end.
+func (e *fakeEngine) send(path string) (*http.Response, *Request, error) {
+	e.t.Helper()
+	r := &Request{URL: &url.URL{Scheme: "http", Host: "engine:1", Path: path}, Header: http.Header{}, Body: []byte("{}")}
+	resp, err := e.legs.Send(e.t.Context(), false, r)
+	synctest.Wait()
+	return resp, r, err
+}
+
+// stream begins a stream that stays open until the test ends.
+func (e *fakeEngine) stream() {
+	e.t.Helper()
+	resp, _, err := e.send("/stream")
+	require.NoError(e.t, err)
+	e.t.Cleanup(func() { _ = resp.Body.Close() })
+}
+
+// whole sends a request and reads its answer.
+func (e *fakeEngine) whole() {
+	e.t.Helper()
+	resp, _, err := e.send("/")
+	require.NoError(e.t, err)
+	_, err = io.ReadAll(resp.Body)
+	require.NoError(e.t, err)
+	require.NoError(e.t, resp.Body.Close())
+}
+
+// TestARequestBesideOthersNeedsNoDial: however many streams run, the next request finds a connection.
+func TestARequestBesideOthersNeedsNoDial(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		e := newFakeEngine(t)
+		for n := 1; n <= 8; n++ {
+			e.stream()
+			assert.Equal(t, n+1, e.dialled(), "one spare connection and no more")
+		}
+		e.set(&e.refuses, true)
+		e.stream()
+	})
+}
+
+// TestNothingIsDialledWithoutRequests: a spare connection that nobody used is closed when its time is over, and no other
+// one takes its place before the next request.
+func TestNothingIsDialledWithoutRequests(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		e := newFakeEngine(t)
+		e.whole()
+		assert.Equal(t, 2, e.dialled())
+		time.Sleep(5 * time.Second)
+		assert.True(t, e.legs.attached.clients["engine:1"].Unused())
+		time.Sleep(time.Hour)
+		assert.Equal(t, 2, e.dialled())
+		e.whole()
+		assert.Equal(t, 4, e.dialled())
+		e.whole()
+		assert.Equal(t, 4, e.dialled(), "a connection waits already")
+	})
+}
+
+// TestADeadEngineIsDialledByItsRequestsAlone: no spare connection is dialled to an engine that refuses connections, or
+// takes them and does not answer.
+func TestADeadEngineIsDialledByItsRequestsAlone(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		for _, kind := range []func(*fakeEngine) *bool{
+			func(e *fakeEngine) *bool { return &e.dead }, func(e *fakeEngine) *bool { return &e.refuses },
+		} {
+			e := newFakeEngine(t)
+			e.stream()
+			e.set(kind(e), true)
+			e.closeAll()
+			_, r, err := e.send("/")
+			require.Error(t, err)
+			assert.True(t, r.Stale(), "the spare connection was closed: nobody's fault")
+			before := e.dialled()
+			for range 100 {
+				_, _, err := e.send("/")
+				require.Error(t, err)
+			}
+			time.Sleep(time.Hour)
+			assert.Equal(t, before+100, e.dialled())
+		}
+	})
+}
+
+// TestASpareThatTheEngineClosedIsAFreeResend: the request may be sent again, and finds the engine.
+func TestASpareThatTheEngineClosedIsAFreeResend(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		e := newFakeEngine(t)
+		e.stream()
+		e.closeAll()
+		_, r, err := e.send("/")
+		require.Error(t, err)
+		assert.True(t, r.Stale())
+		e.whole()
+	})
+}
+
+// TestDialsOfSparesAreBounded: one at a time per engine, for as long as a dial may take; and none outlives the legs.
+func TestDialsOfSparesAreBounded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		e := newFakeEngine(t)
+		for range 3 {
+			e.stream() // the third one uses the spare connection of the second one
+		}
+		require.Equal(t, 4, e.dialled())
+		e.set(&e.hangs, true)
+		e.stream()
+		assert.Equal(t, 5, e.dialled(), "a dial that hangs")
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		r := &Request{URL: &url.URL{Scheme: "http", Host: "engine:1", Path: "/"}}
+		_, err := e.legs.Send(ctx, false, r)
+		require.ErrorIs(t, err, context.DeadlineExceeded)
+		assert.Equal(t, 6, e.dialled(), "the request's own dial")
+		time.Sleep(5 * time.Second)
+		e.legs.attached.mu.RLock()
+		assert.Empty(t, e.legs.attached.spares, "the dial has ended")
+		e.legs.attached.mu.RUnlock()
+
+		e.set(&e.hangs, false)
+		e.stream()
+		e.set(&e.hangs, true)
+		e.stream() // uses the spare connection
+		begun := time.Now()
+		e.legs.Close()
+		assert.Zero(t, time.Since(begun), "Close ends the dial")
+		dials := e.dialled()
+		e.set(&e.hangs, false)
+		e.stream()
+		assert.Equal(t, dials+1, e.dialled(), "closed legs still send, and keep nothing")
+	})
+}
+
+// TestTheDialOfASpareOutlivesItsRequest: a request that is given up leaves the dial alone.
+func TestTheDialOfASpareOutlivesItsRequest(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		e := newFakeEngine(t)
+		e.set(&e.slow, true)
+		ctx, cancel := context.WithCancel(t.Context())
+		r := &Request{URL: &url.URL{Scheme: "http", Host: "engine:1", Path: "/stream"}, Body: []byte("{}")}
+		resp, err := e.legs.Send(ctx, false, r)
+		require.NoError(t, err)
+		cancel()
+		require.NoError(t, resp.Body.Close())
+		time.Sleep(2 * time.Second)
+		e.set(&e.refuses, true)
+		e.stream()
+	})
+}
