@@ -51,6 +51,7 @@ type replica struct {
 	sinks   []*subscription // each once
 	rec     msg.Record      // reused: a record is valid only during Deliver
 	keeper  keeper
+	silence silence
 	trip    trip
 	busy    busy
 
@@ -177,6 +178,10 @@ func (r *replica) control(m any) {
 		if m.round == r.busy.round {
 			r.clearBusy()
 		}
+	case msg.Probe:
+		r.onProbe(m)
+	case *msg.Probe:
+		r.onProbe(*m)
 	case listened:
 		r.onListened(m)
 	case chime:

@@ -127,6 +127,7 @@ func (c *call) exchange(ctx context.Context) result {
 
 // relay passes the answer on.
 func (c *call) relay(ctx context.Context, resp *http.Response) result {
+	c.guard.watchGaps(gap{lane: c.entry.lane, rank: c.attempt.rank, ticket: c.attempt.ticket.ID, limit: c.entry.between, most: c.entry.firstToken})
 	switch {
 	case resp.StatusCode >= http.StatusBadRequest:
 		return c.relayError(ctx, resp)
@@ -186,7 +187,7 @@ func (c *call) broke(ctx context.Context, err error, begun bool) result {
 	switch {
 	case ctx.Err() != nil:
 		why := ended(ctx)
-		if why == causeStalled && !begun {
+		if (why == causeStalled || why == causeSilent) && !begun {
 			why = causeFirstToken // an empty delta came, and then nothing
 		}
 		return result{cause: why, err: err}

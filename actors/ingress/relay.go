@@ -108,8 +108,7 @@ func (c *call) readToken(body io.Reader, buf []byte) (int, error) {
 	if c.stream.last.IsZero() {
 		return c.read(body, buf, time.Now(), c.firstTokenDue(), errFirstToken)
 	}
-	now := time.Now()
-	return c.read(body, buf, now, now.Add(c.entry.between), errStalled)
+	return c.readGap(body, buf)
 }
 
 // close ends a stream on which something was decided.

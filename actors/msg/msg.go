@@ -104,6 +104,11 @@ type Progress struct {
 	Out      int
 }
 
+// Probe asks whether the rank's engine makes progress, because the answer that TicketID stands for has been silent for a while. If
+// the engine's counters or KV events have moved since the Probe before, a RecProgress of the ticket says so in the rank's stream;
+// no answer means that no progress is seen.
+type Probe struct{ TicketID uint64 }
+
 // Outcome is how a ticket ended.
 type Outcome uint8
 

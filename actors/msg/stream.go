@@ -15,7 +15,7 @@ const (
 	RecSnapshot RecordKind = iota
 	RecAdmitted
 	RecFirstToken
-	RecProgress
+	RecProgress // output so far, or as before: the answer to a Probe
 	RecDone
 	RecState
 	RecGone
