@@ -218,7 +218,9 @@ func (l *lane) account(r *rank, rec *msg.Record) {
 	kind := routing.EvAdmitted
 	switch rec.Kind {
 	case msg.RecFirstToken:
-		kind, r.steps = routing.EvFirstToken, r.steps+1
+		if kind = routing.EvFirstToken; rec.Cause != msg.CausePredicted {
+			r.steps++
+		}
 	case msg.RecProgress:
 		kind, r.steps = routing.EvProgress, r.steps+1
 	case msg.RecDone:

@@ -194,6 +194,36 @@ func TestSilenceInsideAStreamIsProgressOrTheEnd(t *testing.T) {
 	})
 }
 
+// While a request that is not streamed decodes, it is no prefill in front of others: at no ingress, whichever one has it.
+func TestARequestThatIsNotStreamedLeavesPrefill(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		c := harness.New(t, harness.Nodes(2), harness.Roles(1, "ingress", "control"))
+		c.Deploy(simApp("a", 1, "independent", "sim_step_ms: 100"))
+		c.WaitStatus("a", "RUNNING")
+		c.Peer(1).WaitStatus("a", "RUNNING")
+		prefill := func(p *harness.Peer) int64 {
+			loads, err := p.Router("a").PotentialLoads(t.Context(), nil)
+			require.NoError(t, err)
+			require.Len(t, loads, 1)
+			assert.Positive(t, loads[0].DecodeBlocks, "it is in hand")
+			return loads[0].PrefillTokens
+		}
+		for _, asked := range c.Peers() {
+			s := make(chan *harness.Stream)
+			go func() { s <- asked.Chat(t.Context(), "a", 50, false) }()
+			time.Sleep(time.Second)
+			for _, p := range c.Peers() {
+				assert.Zero(t, prefill(p), "at %s of a request at %s", p.ID, asked.ID)
+			}
+			answer := <-s
+			assert.Equal(t, http.StatusOK, answer.Status, answer)
+			assert.Greater(t, answer.Total, 4*time.Second, "it decoded all the while")
+		}
+		c.Quiet()
+	})
+}
+
 // mailboxes collects where the ranks' admission is, as an ingress does.
 type mailboxes struct {
 	mu   sync.Mutex
