@@ -138,6 +138,22 @@ func TestFS6ClientLeaves(t *testing.T) {
 	}
 }
 
+// TestAClientThatLeavesDuringItsAdmissionIsNoTimeout: the rank calls it expired; it is logged and counted as a client that left.
+func TestAClientThatLeavesDuringItsAdmissionIsNoTimeout(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{sends(textChunk)}})
+	for range 10 { // the end of the request and the answer come at once: either may be seen first
+		ctx, cancel := context.WithCancel(t.Context())
+		g.replicas[0].setRefuse(func(m *msg.Admit) msg.Refusal {
+			cancel()
+			<-m.Ctx.Done()
+			return msg.Expired
+		})
+		require.Error(t, g.postCtx(ctx, "/v1/chat/completions", streamBody).err)
+	}
+	eventually(t, func() bool { return strings.Count(g.logs.String(), "\n") == 10 }, "one line each")
+	assert.Equal(t, 10, strings.Count(g.logs.String(), "code=499"), g.logs.String())
+}
+
 func TestFirstTokenDeadline(t *testing.T) {
 	var h hang
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(), h.sends(roleChunk)}, app: func(a *app.Application) {

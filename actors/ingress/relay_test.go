@@ -135,6 +135,12 @@ func TestLongWholeAnswerStreams(t *testing.T) {
 	assert.Equal(t, long, a.body)
 }
 
+// largeHead is an engine whose answer has a larger head than an ingress takes.
+func largeHead(w http.ResponseWriter, r *http.Request) {
+	w.Header().Set("X-Large", strings.Repeat("x", 100<<10))
+	replies(200, wholeAnswer)(w, r)
+}
+
 // TestBeforeTheFirstByte is the table of CONTRACTS 9: one bad rank, one good one. The client sees the good answer.
 func TestBeforeTheFirstByte(t *testing.T) {
 	closed := "http://127.0.0.1:1" // nobody listens on port 1
@@ -157,6 +163,7 @@ func TestBeforeTheFirstByte(t *testing.T) {
 		{name: "overloaded", refuse: msg.Overloaded, attempts: "2"},
 		{name: "connection refused", outcome: msg.FailedOutcome, attempts: "2", probe: true},
 		{name: "reset", engine: resets, outcome: msg.FailedOutcome, attempts: "2", probe: true},
+		{name: "a head that is too large", engine: largeHead, outcome: msg.FailedOutcome, attempts: "2", trip: true},
 		{name: "engine busy", engine: replies(503, strings.ReplaceAll(busyError, ": ", ":")), outcome: msg.FailedOutcome, attempts: "2", busy: true},
 		{name: "engine busy as event", engine: sends(busyError, doneEvent), outcome: msg.FailedOutcome, attempts: "2", busy: true},
 		{name: "500", engine: replies(500, `{"error":{"message":"EngineCore"}}`), outcome: msg.FailedOutcome, attempts: "2", trip: true},
@@ -231,6 +238,7 @@ func TestOutOfTries(t *testing.T) {
 		{name: "two ranks die of it", engine: resets, status: 502, code: "upstream_failed", retryAfter: true, admits: 2},
 		{name: "empty", engine: replies(200, ``), status: 502, code: "upstream_failed", retryAfter: true},
 		{name: "abort", engine: sends(abortChunk, doneEvent), status: 502, code: "upstream_failed", retryAfter: true},
+		{name: "no rank is asked for free", engine: largeHead, status: 502, code: "upstream_failed", retryAfter: true},
 		{name: "expired", refuse: msg.Expired, status: 504, code: "deadline_exceeded", admits: 1},
 	}
 	for _, c := range cases {

@@ -39,7 +39,7 @@ const (
 	causeEmpty       // 200 without a first byte
 	causeAborted     // finish_reason abort that we did not cause
 	causeFirstToken  // no first token in time
-	causeOverlong    // header or body of the answer is beyond what an ingress holds
+	causeMalformed   // what came is no HTTP answer, or its head is larger than 64 KiB
 
 	// Failures after the first byte.
 	causeUpstreamLost
@@ -90,7 +90,7 @@ var rows = [...]row{
 	causeEmpty:       {name: "empty", retry: true, trip: true, done: msg.FailedOutcome},
 	causeAborted:     {name: "aborted", retry: true, trip: true, done: msg.FailedOutcome},
 	causeFirstToken:  {name: "first_token_timeout", retry: true, trip: true, done: msg.FailedOutcome},
-	causeOverlong:    {name: "overlong", retry: true, trip: true, done: msg.FailedOutcome},
+	causeMalformed:   {name: "malformed_answer", retry: true, trip: true, done: msg.FailedOutcome},
 
 	causeUpstreamLost: {name: "upstream_lost", trip: true, probe: true, done: msg.FailedOutcome},
 	causeStalled:      {name: "stalled", trip: true, probe: true, done: msg.FailedOutcome},

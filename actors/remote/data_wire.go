@@ -42,6 +42,7 @@ const (
 	dataTicket     = "Dpserve-Ticket"
 	dataInc        = "Dpserve-Incarnation"
 	dataResent     = "Dpserve-Resent"
+	dataMalformed  = "Dpserve-Malformed" // with the cause reset, which is all that older nodes look at
 
 	headerEngineRank = "X-Data-Parallel-Rank" // of an engine that hosts several ranks
 )
