@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"time"
 
+	"github.com/dpserve/dpserve/app"
 	"github.com/dpserve/dpserve/engine/openai"
 )
 
@@ -15,6 +16,9 @@ import (
 func (c *call) relayStream(ctx context.Context, resp *http.Response) result {
 	s := &c.stream
 	s.reset(c.scan.Choices)
+	if c.entry.app.Engine.Family == app.FamilyOpenAI {
+		s.watcher.Blind() // some engines of this family ignore n, or end without a finish_reason: a clean end is a whole answer
+	}
 	for {
 		n, err := c.readToken(resp.Body, s.space())
 		now := time.Now()

@@ -332,6 +332,31 @@ func TestAfterTheFirstByte(t *testing.T) {
 	}
 }
 
+// TestFamilyOpenAIEndsAsItLikes: of an engine of which nothing but the API is known, a clean end is a whole answer; a broken one is not.
+func TestFamilyOpenAIEndsAsItLikes(t *testing.T) {
+	cases := []struct {
+		name   string
+		engine http.HandlerFunc
+		whole  bool
+	}{
+		{"[DONE] without finish_reason", sends(textChunk, textChunk, doneEvent), true},
+		{"end without [DONE] and finish_reason", sends(textChunk, textChunk), true},
+		{"one choice of two", sends(textChunk, stopChunk, doneEvent), true},
+		{"reset", cutAfter(textChunk, textChunk), false},
+		{"error event", sends(textChunk, `{"error": {"message": "m", "code": 500}}`, doneEvent), false},
+		{"nothing but [DONE]", sends(doneEvent), false},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			g := newRig(t, options{engines: []http.HandlerFunc{c.engine}, app: func(a *app.Application) { a.Engine.Family = app.FamilyOpenAI }})
+			a := g.post("/v1/chat/completions", strings.Replace(streamBody, "{", `{"n":2,`, 1))
+			assert.Equal(t, c.whole, a.err == nil && a.status == 200, a)
+			assert.Equal(t, c.whole, g.replicas[0].lastDone(t).Outcome == msg.OK)
+			assert.Equal(t, !c.whole, g.replicas[0].lastDone(t).Trip)
+		})
+	}
+}
+
 func TestErrorEventBelow500PassesWithItsDone(t *testing.T) {
 	const bad = `{"error": {"message": "m", "type": "BadRequestError", "code": 400}}`
 	g := newRig(t, options{engines: []http.HandlerFunc{sends(textChunk, bad, doneEvent)}})
