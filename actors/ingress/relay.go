@@ -70,8 +70,16 @@ func (c *call) note(now time.Time) {
 	s.fresh = 0
 }
 
+// unbuffered tells a proxy in front of dpserve, as nginx, to pass tokens on as they come. All answers share it.
+var unbuffered = []string{"no"}
+
 // open sends the header of a stream.
-func (c *call) open(resp *http.Response) { c.begin(resp.StatusCode, resp.Header, -1) }
+func (c *call) open(resp *http.Response) {
+	if _, ok := resp.Header["X-Accel-Buffering"]; !ok {
+		c.w.Header()["X-Accel-Buffering"] = unbuffered
+	}
+	c.begin(resp.StatusCode, resp.Header, -1)
+}
 
 // forward writes and flushes what may pass.
 func (c *call) forward(now time.Time) error {

@@ -68,6 +68,7 @@ func TestStreamPassesByteForByte(t *testing.T) {
 	require.NoError(t, a.err)
 	assert.Equal(t, events(list...), a.body)
 	assert.Equal(t, "text/event-stream; charset=utf-8", a.header.Get("Content-Type"))
+	assert.Equal(t, "no", a.header.Get("X-Accel-Buffering"))
 	done := g.replicas[0].lastDone(t)
 	assert.Equal(t, msg.OK, done.Outcome)
 	assert.Equal(t, 5, done.PromptTokens)
