@@ -62,6 +62,12 @@ func (c *call) read(body io.Reader, buf []byte, now, due time.Time, cause error)
 	return n, err
 }
 
+// watchGaps says whose answer readGap reads.
+func (c *call) watchGaps() {
+	a := &c.attempt
+	c.guard.watchGaps(gap{lane: c.entry.lane, rank: a.rank, ticket: a.ticket.ID, limit: c.entry.between, most: c.entry.firstToken})
+}
+
 // readGap fills buf from an engine that was heard before: the guard's clock is that of the gap.
 func (c *call) readGap(body io.Reader, buf []byte) (int, error) {
 	c.guard.armGap(time.Now())
@@ -157,6 +163,7 @@ func (c *call) relayRest(ctx context.Context, resp *http.Response, head []byte) 
 		return c.unserved()
 	}
 	c.begin(resp.StatusCode, resp.Header, int(resp.ContentLength))
+	c.watchGaps()
 	for b := head; ; {
 		if !c.served() {
 			c.cut = true

@@ -136,7 +136,6 @@ func (c *call) exchange(ctx context.Context) result {
 
 // relay passes the answer on.
 func (c *call) relay(ctx context.Context, resp *http.Response) result {
-	c.guard.watchGaps(gap{lane: c.entry.lane, rank: c.attempt.rank, ticket: c.attempt.ticket.ID, limit: c.entry.between, most: c.entry.firstToken})
 	switch {
 	case resp.StatusCode >= http.StatusBadRequest:
 		return c.relayError(ctx, resp)

@@ -16,6 +16,7 @@ import (
 func (c *call) relayStream(ctx context.Context, resp *http.Response) result {
 	s := &c.stream
 	s.reset(c.scan.Choices)
+	c.watchGaps()
 	if c.entry.app.Engine.Family == app.FamilyOpenAI {
 		s.watcher.Blind() // some engines of this family ignore n, or end without a finish_reason: a clean end is a whole answer
 	}
