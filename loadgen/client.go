@@ -164,7 +164,7 @@ func (s *sample) whole(body io.Reader) {
 	switch {
 	case !json.Valid(text):
 		s.fail("bad answer")
-	case bytes.Contains(text, []byte(`"finish_reason":"abort"`)):
+	case has(text, finishKey, `"abort"`):
 		s.fail("abort")
 	}
 }

@@ -64,22 +64,31 @@ const (
 	abortEvent                   // the engine gave the request up
 )
 
+var (
+	errorKey   = []byte(`"error"`)
+	finishKey  = []byte(`"finish_reason"`)
+	usageKey   = []byte(`"usage"`)
+	choicesKey = []byte(`"choices"`)
+	roleKey    = []byte(`"role"`)
+	contentKey = []byte(`"content"`)
+)
+
 // classify looks at an event without decoding it, for the sake of speed at hundreds of thousands of events per second.
-// Strings inside a delta have their quotes escaped, so the patterns match keys only.
+// Strings inside a delta have their quotes escaped, so the patterns match keys only; engines write JSON with spaces or without.
 func classify(data []byte) eventKind {
 	switch {
 	case bytes.Equal(data, []byte("[DONE]")):
 		return doneEvent
-	case bytes.HasPrefix(data, []byte(`{"error"`)):
+	case len(data) > 0 && data[0] == '{' && bytes.HasPrefix(bytes.TrimLeft(data[1:], " "), errorKey):
 		return errorEvent
-	case bytes.Contains(data, []byte(`"finish_reason":"`)):
-		if bytes.Contains(data, []byte(`"finish_reason":"abort"`)) {
+	case has(data, finishKey, `"`):
+		if has(data, finishKey, `"abort"`) {
 			return abortEvent
 		}
 		return finishEvent
-	case bytes.Contains(data, []byte(`"usage":{`)) && bytes.Contains(data, []byte(`"choices":[]`)):
+	case has(data, usageKey, "{") && has(data, choicesKey, "[]"):
 		return usageEvent
-	case bytes.Contains(data, []byte(`"role":"`)) && !hasContent(data):
+	case has(data, roleKey, `"`) && !hasContent(data):
 		return roleEvent
 	default:
 		return tokenEvent
@@ -88,12 +97,26 @@ func classify(data []byte) eventKind {
 
 // hasContent says whether a delta carries text.
 func hasContent(data []byte) bool {
-	i := bytes.Index(data, []byte(`"content":"`))
-	if i < 0 {
-		return false
+	value := valueOf(data, contentKey, `"`)
+	return len(value) > 1 && value[1] != '"'
+}
+
+// has says whether some member key has a value that begins so.
+func has(data, key []byte, beginning string) bool { return valueOf(data, key, beginning) != nil }
+
+// valueOf is data from the first value of a member key on that begins so; nil if there is none.
+func valueOf(data, key []byte, beginning string) []byte {
+	for {
+		i := bytes.Index(data, key)
+		if i < 0 {
+			return nil
+		}
+		data = data[i+len(key):]
+		value, ok := bytes.CutPrefix(bytes.TrimLeft(data, " "), []byte(":"))
+		if value = bytes.TrimLeft(value, " "); ok && bytes.HasPrefix(value, []byte(beginning)) {
+			return value
+		}
 	}
-	rest := data[i+len(`"content":"`):]
-	return len(rest) > 0 && rest[0] != '"'
 }
 
 // deltaOf is the text that an event of the chat route adds to the first choice.

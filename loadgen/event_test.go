@@ -67,6 +67,8 @@ func TestClassify(t *testing.T) {
 		`[DONE]`:                                                                                     doneEvent,
 	} {
 		assert.Equal(t, want, classify([]byte(text)), text)
+		spaced := strings.NewReplacer(":", ": ", ",", ", ").Replace(text)
+		assert.Equal(t, want, classify([]byte(spaced)), spaced)
 	}
 }
 

@@ -1,6 +1,8 @@
 package dpserver
 
 import (
+	"time"
+
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
@@ -12,7 +14,15 @@ type ticket struct {
 	blocks    []uint64         // of the prompt, as the record of what was sent has them; empty if nobody asks
 	hitBlocks int              // leading blocks that the sender expected in the cache
 	sent      kvindex.Recorded // what was written down
+	predicted bool             // its prefill was predicted to be over: nobody has seen a first token
+	takes     time.Duration    // its prefill alone, as predicted
 }
+
+// seen says that a first token of the ticket was seen.
+func (t *ticket) seen() bool { return t.req.Decoding && !t.predicted }
+
+// work is the tokens that its prefill computes.
+func (t *ticket) work() int { return max(t.req.Tokens-t.req.Hit, 0) }
 
 // keptBlocks is the longest list of blocks that a ticket keeps for its next request: a prompt of 512 KiB.
 const keptBlocks = 8192
@@ -20,8 +30,10 @@ const keptBlocks = 8192
 // account is every open ticket of an incarnation.
 type account struct {
 	tickets       map[uint64]*ticket
-	free          []*ticket // ended ones, for re-use: admission allocates nothing after warm-up but the watch of its context
-	prefillTokens int       // tokens of requests whose first token was not seen: the prefill in front
+	free          []*ticket     // ended ones, for re-use: admission allocates nothing after warm-up but the watch of its context
+	prefillTokens int           // tokens of requests whose first token was not seen: the prefill in front at most
+	prefillWork   int           // uncached tokens of requests whose prefill is not over, seen or predicted
+	prefillAlone  time.Duration // of the same requests, one after the other
 }
 
 func newAccount() account { return account{tickets: map[uint64]*ticket{}} }
@@ -36,6 +48,7 @@ func (a *account) add(id uint64, req msg.OpenRequest, stopCtx func() bool) *tick
 	*t = ticket{req: req, stopCtx: stopCtx, blocks: t.blocks[:0]}
 	a.tickets[id] = t
 	a.prefillTokens += req.Tokens
+	a.prefillWork += t.work()
 	return t
 }
 
@@ -47,7 +60,30 @@ func (a *account) decoding(id uint64) (*ticket, bool) {
 	}
 	t.req.Decoding = true
 	a.prefillTokens -= t.req.Tokens
+	a.endPrefill(t)
 	return t, true
+}
+
+// predicted is decoding by prediction. A first token that nobody has seen does not shorten the time that the rank has for it.
+func (a *account) predicted(id uint64) (*ticket, bool) {
+	t := a.tickets[id]
+	if t == nil || t.req.Decoding {
+		return t, false
+	}
+	t.req.Decoding, t.predicted = true, true
+	a.endPrefill(t)
+	return t, true
+}
+
+func (a *account) endPrefill(t *ticket) {
+	a.prefillWork -= t.work()
+	a.prefillAlone -= t.takes
+}
+
+// takes notes how long the prefill of a ticket is predicted to take alone.
+func (a *account) takes(t *ticket, d time.Duration) {
+	t.takes = d
+	a.prefillAlone += d
 }
 
 // remove takes a ticket off the account; nil if it is unknown (lapsed, or of an incarnation before). The caller recycles it.
@@ -57,8 +93,11 @@ func (a *account) remove(id uint64) *ticket {
 		return nil
 	}
 	delete(a.tickets, id)
-	if !t.req.Decoding {
+	if !t.seen() {
 		a.prefillTokens -= t.req.Tokens
+	}
+	if !t.req.Decoding {
+		a.endPrefill(t)
 	}
 	if t.stopCtx != nil {
 		t.stopCtx()

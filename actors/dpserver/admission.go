@@ -19,7 +19,7 @@ func (r *replica) admit(m *msg.Admit) {
 	}
 	id := r.vitals.lastTicket + 1
 	req := msg.OpenRequest{ReqID: m.ReqID, Ingress: m.Ingress, Tokens: m.Tokens, Hit: m.Hit}
-	hitBlocks := m.HitBlocks
+	hitBlocks, whole := m.HitBlocks, m.Whole
 	r.blocks = append(r.blocks[:0], m.Blocks...) // they are the sender's again with the reply
 	ctx, idle := m.Ctx, r.account.open() == 0
 	granted := msg.Ticket{
@@ -31,6 +31,9 @@ func (r *replica) admit(m *msg.Admit) {
 	r.vitals.lastTicket = id
 	t := r.account.add(id, req, r.watchContext(ctx, id))
 	t.blocks, r.blocks, t.hitBlocks = r.blocks, t.blocks, hitBlocks
+	if r.prefill != nil {
+		r.account.takes(t, r.prefill(t.work()))
+	}
 	if idle {
 		r.keeper.moved() // the stall clock starts with the first request in hand
 	}
@@ -40,6 +43,9 @@ func (r *replica) admit(m *msg.Admit) {
 	}
 	if len(t.blocks) > 0 {
 		r.sent(t)
+	}
+	if whole {
+		r.foresee(id, t)
 	}
 }
 
@@ -104,6 +110,9 @@ func (r *replica) done(m *msg.Done) {
 	t := r.account.remove(m.TicketID)
 	if t == nil {
 		return
+	}
+	if !t.req.Decoding {
+		r.prefills.remove(m.TicketID)
 	}
 	r.keeper.moved()
 	if m.Outcome != msg.Refused {

@@ -31,6 +31,8 @@ type fakeEngine struct {
 	health   engine.Health
 	canary   error
 	counters engine.Counters
+	dumb     error         // what it says instead of its counters
+	held     chan struct{} // it says its counters when this is closed; nil: at once
 	asked    map[string]int
 }
 
@@ -67,7 +69,12 @@ func (f *fakeEngine) Counters(context.Context) (engine.Counters, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.asked["counters"]++
-	return f.counters, nil
+	if held := f.held; held != nil {
+		f.mu.Unlock()
+		<-held
+		f.mu.Lock()
+	}
+	return f.counters, f.dumb
 }
 
 // tape is a sink that keeps copies, and a watcher.

@@ -66,6 +66,7 @@ func (r *replica) keep() {
 	r.keeper = keeper{round: r.vitals.rounds}
 	r.scrape.stop()
 	r.scrape = scrape{asking: r.scrape.asking}
+	r.silence = silence{}
 	r.keeper.moved()
 	r.armTick()
 }
@@ -99,6 +100,10 @@ func (r *replica) watch(m any) {
 		if m.round == r.keeper.round {
 			r.keeper.looking = false
 			r.onCounters(m)
+		}
+	case silenceLook:
+		if m.round == r.keeper.round {
+			r.onSilenceLook(m)
 		}
 	case tripCanary:
 		r.onTripCanary(m)
@@ -191,6 +196,7 @@ func (r *replica) onCanary(m canaryResult) {
 	case r.vitals.phase == fenced:
 	case m.err == nil:
 		r.keeper.moved()
+		r.silence.forget()
 	default:
 		r.lose(fmt.Sprintf("%s; then the canary failed: %v", m.cause, m.err))
 	}

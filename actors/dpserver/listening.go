@@ -158,7 +158,9 @@ func (r *replica) onArrived(m arrived) {
 	}
 	b := l.work
 	l.work = nil // one that panics is not tried again
-	if l.apply(b); b.empty() {
+	l.apply(b)
+	r.seePrefills()
+	if b.empty() {
 		b.clear()
 		l.spare = b
 	} else {

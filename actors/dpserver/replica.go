@@ -51,8 +51,11 @@ type replica struct {
 	sinks   []*subscription // each once
 	rec     msg.Record      // reused: a record is valid only during Deliver
 	keeper  keeper
+	silence silence
 	trip    trip
 	busy    busy
+
+	prefills prefills
 
 	app      *app.Application // its present file, for routing
 	kv       *ledger          // nil until somebody asks what the rank's KV cache holds
@@ -139,6 +142,8 @@ func (r *replica) Receive(m any) {
 		r.lapse()
 	case sortOut:
 		r.sortOrphans()
+	case prefillDue:
+		r.onPrefillDue()
 	case arrived:
 		r.onArrived(m)
 	default:
@@ -177,6 +182,10 @@ func (r *replica) control(m any) {
 		if m.round == r.busy.round {
 			r.clearBusy()
 		}
+	case msg.Probe:
+		r.onProbe(m)
+	case *msg.Probe:
+		r.onProbe(*m)
 	case listened:
 		r.onListened(m)
 	case chime:
@@ -240,6 +249,7 @@ func (r *replica) incarnate(f msg.Facts, anew bool) {
 		r.kv.drop(kvindex.Sent)
 	}
 	r.account.reset()
+	r.prefills.stop()
 	r.trip.stop()
 	r.trip, r.busy = trip{}, busy{round: r.busy.round + 1}
 	r.vitals.phase, r.vitals.incarnation, r.vitals.facts, r.vitals.seq = open, f.Incarnation, f, 0
@@ -332,6 +342,7 @@ func (r *replica) end() {
 	r.vitals.phase = ended
 	r.hub.remove(r.Server)
 	r.account.reset()
+	r.prefills.stop()
 	r.keeper.stop()
 	r.trip.stop()
 	r.scrape.stop()

@@ -68,6 +68,7 @@ func (r *replica) onTripResult(m tripResult) {
 	if m.err == nil {
 		r.trip = trip{}
 		r.keeper.moved()
+		r.silence.forget()
 		r.log.Info("rank answers again")
 		r.state("")
 		return

@@ -62,6 +62,20 @@ func (c *call) read(body io.Reader, buf []byte, now, due time.Time, cause error)
 	return n, err
 }
 
+// watchGaps says whose answer readGap reads.
+func (c *call) watchGaps() {
+	a := &c.attempt
+	c.guard.watchGaps(gap{lane: c.entry.lane, rank: a.rank, ticket: a.ticket.ID, limit: c.entry.between, most: c.entry.firstToken})
+}
+
+// readGap fills buf from an engine that was heard before: the guard's clock is that of the gap.
+func (c *call) readGap(body io.Reader, buf []byte) (int, error) {
+	c.guard.armGap(time.Now())
+	n, err := body.Read(buf)
+	c.guard.pause()
+	return n, err
+}
+
 // relayError handles an answer of 400 and above: tried again elsewhere, or passed on byte for byte.
 func (c *call) relayError(ctx context.Context, resp *http.Response) result {
 	body, whole, err := c.readWhole(resp)
@@ -149,6 +163,7 @@ func (c *call) relayRest(ctx context.Context, resp *http.Response, head []byte) 
 		return c.unserved()
 	}
 	c.begin(resp.StatusCode, resp.Header, int(resp.ContentLength))
+	c.watchGaps()
 	for b := head; ; {
 		if !c.served() {
 			c.cut = true
@@ -158,8 +173,7 @@ func (c *call) relayRest(ctx context.Context, resp *http.Response, head []byte) 
 		if err := c.write(b, now); err != nil {
 			return c.unwritten(ctx, err)
 		}
-		now = time.Now()
-		n, err := c.read(resp.Body, c.stream.buf, now, now.Add(c.entry.between), errStalled)
+		n, err := c.readGap(resp.Body, c.stream.buf)
 		if b = c.stream.buf[:n]; err == nil {
 			continue
 		}

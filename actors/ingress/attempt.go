@@ -50,7 +50,7 @@ func (c *call) try(parent context.Context, rk *rank) result {
 	rep, refused := c.admit(ctx, parent, rk)
 	c.guard.pause()
 	if refused != causeOK {
-		return c.refused(rep, refused)
+		return c.turnedAway(ctx, rep, refused)
 	}
 	c.granted(&rep.Ticket)
 	res := result{cause: causeDrained} // what a panic leaves behind
@@ -74,6 +74,15 @@ func (c *call) refused(rep msg.AdmitReply, why cause) result {
 	}
 	c.undo()
 	return result{cause: why}
+}
+
+// turnedAway is refused for a request whose end is known here: what the rank calls expired is a client that left, or a deadline.
+func (c *call) turnedAway(ctx context.Context, rep msg.AdmitReply, why cause) result {
+	res := c.refused(rep, why)
+	if why == causeExpired && ctx.Err() != nil {
+		res.cause = ended(ctx)
+	}
+	return res
 }
 
 func (c *call) undo() {
@@ -186,7 +195,7 @@ func (c *call) broke(ctx context.Context, err error, begun bool) result {
 	switch {
 	case ctx.Err() != nil:
 		why := ended(ctx)
-		if why == causeStalled && !begun {
+		if (why == causeStalled || why == causeSilent) && !begun {
 			why = causeFirstToken // an empty delta came, and then nothing
 		}
 		return result{cause: why, err: err}

@@ -16,6 +16,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/engine/openai"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
@@ -403,6 +404,30 @@ func TestTokenizeFallsBackToText(t *testing.T) {
 	for _, m := range admits() {
 		assert.True(t, m.Estimated)
 		assert.NotEmpty(t, m.Blocks)
+	}
+}
+
+// Some members of a body decide what the prompt's tokens are, and no /tokenize takes them: such a prompt is known by its text, and prompts
+// that differ in one of them share nothing, whatever their identity.
+func TestMembersBesideThePromptAreOfItsIdentity(t *testing.T) {
+	text := strings.Repeat("words ", 100)
+	for _, member := range []string{`"documents":[{"text":"a"}]`, `"reasoning_effort":"high"`, `"truncate_prompt_tokens":16`, `"tool_choice":"none"`} {
+		e := &tokenizing{}
+		g, admits := tokenRig(t, e)
+		for _, body := range []string{chat(text), chat(text, member), chat(text, member), chat(text, `"tool_choice":"auto","documents":null`)} {
+			require.Equal(t, http.StatusOK, g.post("/v1/chat/completions", body).status)
+		}
+		assert.Equal(t, 1, e.count(), "asked for the two without it")
+		all := admits()
+		assert.NotEmpty(t, all[1].Blocks)
+		assert.Equal(t, all[1].Blocks, all[2].Blocks)
+		assert.NotEqual(t, all[0].Blocks[0], all[1].Blocks[0])
+		assert.Equal(t, all[0].Blocks, all[3].Blocks)
+
+		l := promptLane(wantsAll)
+		plain, with, again := readPrompt(t, l, openai.Chat, chat(text)), readPrompt(t, l, openai.Chat, chat(text, member)), readPrompt(t, l, openai.Chat, chat(text, member))
+		assert.Zero(t, shared(plain, with), member)
+		assert.Equal(t, with.blocks, again.blocks, member)
 	}
 }
 

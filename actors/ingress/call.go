@@ -72,12 +72,15 @@ func (in *Ingress) serveWith(w http.ResponseWriter, r *http.Request, s *scope, r
 	c.rc = http.NewResponseController(w)
 	c.flush = flusher(w)
 	c.body, _ = in.buffers.Get().(*bodyBuffer)
-	cut, whole := false, false
+	cut, whole, rc := false, false, c.rc
 	defer func() {
 		in.inflight.Add(-1)
 		c.settled = c.settled && whole // after a panic nobody knows who still reads the buffers
 		c.release()
 		if cut { // TRAPS 1: the client must not take a broken stream for a whole one
+			if !r.ProtoAtLeast(1, 1) {
+				_ = rc.SetWriteDeadline(resetAtClose) // an answer that goes to no connection has none
+			}
 			panic(http.ErrAbortHandler)
 		}
 	}()

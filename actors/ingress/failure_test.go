@@ -3,6 +3,7 @@ package ingress
 import (
 	"bytes"
 	"context"
+	"fmt"
 	"io"
 	"net"
 	"net/http"
@@ -10,6 +11,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -134,6 +136,22 @@ func TestFS6ClientLeaves(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestAClientThatLeavesDuringItsAdmissionIsNoTimeout: the rank calls it expired; it is logged and counted as a client that left.
+func TestAClientThatLeavesDuringItsAdmissionIsNoTimeout(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{sends(textChunk)}})
+	for range 10 { // the end of the request and the answer come at once: either may be seen first
+		ctx, cancel := context.WithCancel(t.Context())
+		g.replicas[0].setRefuse(func(m *msg.Admit) msg.Refusal {
+			cancel()
+			<-m.Ctx.Done()
+			return msg.Expired
+		})
+		require.Error(t, g.postCtx(ctx, "/v1/chat/completions", streamBody).err)
+	}
+	eventually(t, func() bool { return strings.Count(g.logs.String(), "\n") == 10 }, "one line each")
+	assert.Equal(t, 10, strings.Count(g.logs.String(), "code=499"), g.logs.String())
 }
 
 func TestFirstTokenDeadline(t *testing.T) {
@@ -385,4 +403,32 @@ func (r *replica) firstsSeen() int {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.firsts
+}
+
+// TestAClientOfHTTP10SeesThatItsStreamWasCut: the end of its connection is the end of a whole answer.
+func TestAClientOfHTTP10SeesThatItsStreamWasCut(t *testing.T) {
+	for name, c := range map[string]struct {
+		engine http.HandlerFunc
+		cut    bool
+	}{
+		"whole": {engine: sends(textChunk, stopChunk, doneEvent)},
+		"cut":   {engine: cutAfter(textChunk), cut: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := newRig(t, options{engines: []http.HandlerFunc{c.engine}})
+			conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(g.url, "http://"))
+			require.NoError(t, err)
+			defer func() { _ = conn.Close() }()
+			_, err = fmt.Fprintf(conn, "POST /v1/chat/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s", len(streamBody), streamBody)
+			require.NoError(t, err)
+			answer, err := io.ReadAll(conn)
+			if !c.cut {
+				require.NoError(t, err)
+				assert.True(t, strings.HasSuffix(string(answer), "data: [DONE]\n\n"), string(answer))
+				return
+			}
+			require.ErrorIs(t, err, syscall.ECONNRESET)
+			assert.NotContains(t, string(answer), "[DONE]")
+		})
+	}
 }

@@ -5,6 +5,8 @@ import (
 	"io"
 	"net"
 	"strconv"
+	"sync/atomic"
+	"time"
 )
 
 // framedConn is a client's connection on which every request says in one way how long it is. net/http takes Transfer-Encoding where a
@@ -16,6 +18,28 @@ type framedConn struct {
 	net.Conn
 
 	framing framing
+	reset   atomic.Bool // Close resets the connection
+}
+
+// resetAtClose is a write deadline that asks for the connection to be reset when it is closed. Where an answer ends with its connection,
+// as all streams of HTTP/1.0 do, a client takes a close for the end of the answer, and only a reset says that the answer was cut.
+// net/http hands a handler no connection, but it passes deadlines on.
+var resetAtClose = time.Unix(1, 0)
+
+// SetWriteDeadline implements net.Conn.
+func (c *framedConn) SetWriteDeadline(t time.Time) error {
+	if t.Equal(resetAtClose) {
+		c.reset.Store(true)
+	}
+	return c.Conn.SetWriteDeadline(t)
+}
+
+// Close implements net.Conn.
+func (c *framedConn) Close() error {
+	if l, ok := c.Conn.(interface{ SetLinger(sec int) error }); ok && c.reset.Load() {
+		_ = l.SetLinger(0) // closed already: nothing is left to say
+	}
+	return c.Conn.Close()
 }
 
 // Read implements net.Conn.

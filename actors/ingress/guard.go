@@ -17,6 +17,9 @@ type guard struct {
 	due    time.Time // when the phase is over; zero: paused
 	cause  error
 	cancel context.CancelCauseFunc
+
+	gap   gap
+	inGap bool // the phase is a gap of the answer: at due, the gap is looked at
 }
 
 // begin hands the guard to an attempt. Call end when the attempt is over.
@@ -30,6 +33,27 @@ func (g *guard) begin(cancel context.CancelCauseFunc) {
 func (g *guard) arm(now, due time.Time, cause error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
+	g.inGap = false
+	g.wait(now, due, cause)
+}
+
+// watchGaps says whose answer comes, for armGap.
+func (g *guard) watchGaps(of gap) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.gap = of
+}
+
+// armGap starts the clock of a gap in the answer.
+func (g *guard) armGap(now time.Time) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.inGap = true
+	g.gap.begin(now)
+	g.wait(now, g.gap.next(), errStalled)
+}
+
+func (g *guard) wait(now, due time.Time, cause error) {
 	g.due, g.cause = due, cause
 	if g.fires.IsZero() || due.Before(g.fires) {
 		g.set(now, due)
@@ -47,7 +71,7 @@ func (g *guard) pause() {
 func (g *guard) end() {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	g.cancel, g.due, g.cause = nil, time.Time{}, nil
+	g.cancel, g.due, g.cause, g.gap, g.inGap = nil, time.Time{}, nil, gap{}, false
 	if g.timer != nil {
 		g.timer.Stop()
 		g.fires = time.Time{}
@@ -73,8 +97,19 @@ func (g *guard) fire() {
 	case g.cancel == nil || g.due.IsZero():
 	case now.Before(g.due):
 		g.set(now, g.due)
+	case g.inGap:
+		if cause := g.gap.look(now); cause != nil {
+			g.expire(cause)
+			return
+		}
+		g.due = g.gap.next()
+		g.set(now, g.due)
 	default:
-		g.cancel(g.cause)
-		g.due = time.Time{}
+		g.expire(g.cause)
 	}
+}
+
+func (g *guard) expire(cause error) {
+	g.cancel(cause)
+	g.due = time.Time{}
 }

@@ -218,9 +218,11 @@ func (l *lane) account(r *rank, rec *msg.Record) {
 	kind := routing.EvAdmitted
 	switch rec.Kind {
 	case msg.RecFirstToken:
-		kind = routing.EvFirstToken
+		if kind = routing.EvFirstToken; rec.Cause != msg.CausePredicted {
+			r.steps++
+		}
 	case msg.RecProgress:
-		kind = routing.EvProgress
+		kind, r.steps = routing.EvProgress, r.steps+1
 	case msg.RecDone:
 		kind = routing.EvFinished
 	default:
@@ -333,6 +335,13 @@ func (l *lane) isDraining(r *rank) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return r.draining
+}
+
+// steps counts what the rank's stream has told of its progress.
+func (l *lane) steps(r *rank) uint64 {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return r.steps
 }
 
 // begin registers an attempt, which may be given up while it has no first byte; false if the rank is lost already.

@@ -13,13 +13,16 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// identify salts the prompt and cuts it into blocks. Token ids are what engines themselves go by, so a client's are used
+// identify salts the prompt and cuts it into blocks. What decides its tokens and is not in it is in the salt. Token ids are what engines themselves go by, so a client's are used
 // whatever the application's identity is; a text is tokenized if the application asks for that and a tokenizer answers.
 func (p *prompt) identify(ctx context.Context, l *lane, r *reading, scan *openai.Body, body []byte, h http.Header) {
 	if !r.chains() && !r.needs.Text {
 		return
 	}
 	p.salt = append(p.salt, scan.CacheSalt...)
+	for _, m := range scan.Beside {
+		p.saltWith(l, body[m.Start:m.End])
+	}
 	switch {
 	case r.chains() && scan.PromptTokens >= 0:
 		p.clientTokens(l, scan, body)
@@ -41,10 +44,14 @@ func (p *prompt) clientTokens(l *lane, scan *openai.Body, body []byte) {
 
 // saltTools tells texts with different tools apart: an engine's template puts them in front of the messages.
 func (p *prompt) saltTools(l *lane, scan *openai.Body, body []byte) {
-	if scan.Tools.End == 0 {
-		return
+	if scan.Tools.End > 0 {
+		p.saltWith(l, body[scan.Tools.Start:scan.Tools.End])
 	}
-	p.salt = binary.LittleEndian.AppendUint64(append(p.salt, 0), l.in.hash().Key(view(body[scan.Tools.Start:scan.Tools.End])))
+}
+
+// saltWith tells prompts apart that differ in a part of the body beside the prompt.
+func (p *prompt) saltWith(l *lane, part []byte) {
+	p.salt = binary.LittleEndian.AppendUint64(append(p.salt, 0), l.in.hash().Key(view(part)))
 }
 
 func (p *prompt) hashText(l *lane, scan *openai.Body, body []byte) {

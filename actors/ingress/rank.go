@@ -39,6 +39,7 @@ type rank struct {
 	silent     bool // nothing is heard of its node
 	maxOngoing int
 	seq        uint64 // of the last record
+	steps      uint64 // records of a first token or of output: each says that its engine made progress
 	cachingOff bool   // its engine runs without prefix caching
 	blockSize  int    // tokens per KV block; 0: not known
 	proven     bool   // its events came in blocks of that size

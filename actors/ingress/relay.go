@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"time"
 
+	"github.com/dpserve/dpserve/app"
 	"github.com/dpserve/dpserve/engine/openai"
 )
 
@@ -15,6 +16,10 @@ import (
 func (c *call) relayStream(ctx context.Context, resp *http.Response) result {
 	s := &c.stream
 	s.reset(c.scan.Choices)
+	c.watchGaps()
+	if c.entry.app.Engine.Family == app.FamilyOpenAI {
+		s.watcher.Blind() // some engines of this family ignore n, or end without a finish_reason: a clean end is a whole answer
+	}
 	for {
 		n, err := c.readToken(resp.Body, s.space())
 		now := time.Now()
@@ -66,8 +71,16 @@ func (c *call) note(now time.Time) {
 	s.fresh = 0
 }
 
+// unbuffered tells a proxy in front of dpserve, as nginx, to pass tokens on as they come. All answers share it.
+var unbuffered = []string{"no"}
+
 // open sends the header of a stream.
-func (c *call) open(resp *http.Response) { c.begin(resp.StatusCode, resp.Header, -1) }
+func (c *call) open(resp *http.Response) {
+	if _, ok := resp.Header["X-Accel-Buffering"]; !ok {
+		c.w.Header()["X-Accel-Buffering"] = unbuffered
+	}
+	c.begin(resp.StatusCode, resp.Header, -1)
+}
 
 // forward writes and flushes what may pass.
 func (c *call) forward(now time.Time) error {
@@ -108,8 +121,7 @@ func (c *call) readToken(body io.Reader, buf []byte) (int, error) {
 	if c.stream.last.IsZero() {
 		return c.read(body, buf, time.Now(), c.firstTokenDue(), errFirstToken)
 	}
-	now := time.Now()
-	return c.read(body, buf, now, now.Add(c.entry.between), errStalled)
+	return c.readGap(body, buf)
 }
 
 // close ends a stream on which something was decided.

@@ -68,6 +68,7 @@ func TestStreamPassesByteForByte(t *testing.T) {
 	require.NoError(t, a.err)
 	assert.Equal(t, events(list...), a.body)
 	assert.Equal(t, "text/event-stream; charset=utf-8", a.header.Get("Content-Type"))
+	assert.Equal(t, "no", a.header.Get("X-Accel-Buffering"))
 	done := g.replicas[0].lastDone(t)
 	assert.Equal(t, msg.OK, done.Outcome)
 	assert.Equal(t, 5, done.PromptTokens)
@@ -135,6 +136,12 @@ func TestLongWholeAnswerStreams(t *testing.T) {
 	assert.Equal(t, long, a.body)
 }
 
+// largeHead is an engine whose answer has a larger head than an ingress takes.
+func largeHead(w http.ResponseWriter, r *http.Request) {
+	w.Header().Set("X-Large", strings.Repeat("x", 100<<10))
+	replies(200, wholeAnswer)(w, r)
+}
+
 // TestBeforeTheFirstByte is the table of CONTRACTS 9: one bad rank, one good one. The client sees the good answer.
 func TestBeforeTheFirstByte(t *testing.T) {
 	closed := "http://127.0.0.1:1" // nobody listens on port 1
@@ -157,6 +164,7 @@ func TestBeforeTheFirstByte(t *testing.T) {
 		{name: "overloaded", refuse: msg.Overloaded, attempts: "2"},
 		{name: "connection refused", outcome: msg.FailedOutcome, attempts: "2", probe: true},
 		{name: "reset", engine: resets, outcome: msg.FailedOutcome, attempts: "2", probe: true},
+		{name: "a head that is too large", engine: largeHead, outcome: msg.FailedOutcome, attempts: "2", trip: true},
 		{name: "engine busy", engine: replies(503, strings.ReplaceAll(busyError, ": ", ":")), outcome: msg.FailedOutcome, attempts: "2", busy: true},
 		{name: "engine busy as event", engine: sends(busyError, doneEvent), outcome: msg.FailedOutcome, attempts: "2", busy: true},
 		{name: "500", engine: replies(500, `{"error":{"message":"EngineCore"}}`), outcome: msg.FailedOutcome, attempts: "2", trip: true},
@@ -231,6 +239,7 @@ func TestOutOfTries(t *testing.T) {
 		{name: "two ranks die of it", engine: resets, status: 502, code: "upstream_failed", retryAfter: true, admits: 2},
 		{name: "empty", engine: replies(200, ``), status: 502, code: "upstream_failed", retryAfter: true},
 		{name: "abort", engine: sends(abortChunk, doneEvent), status: 502, code: "upstream_failed", retryAfter: true},
+		{name: "no rank is asked for free", engine: largeHead, status: 502, code: "upstream_failed", retryAfter: true},
 		{name: "expired", refuse: msg.Expired, status: 504, code: "deadline_exceeded", admits: 1},
 	}
 	for _, c := range cases {
@@ -320,6 +329,31 @@ func TestAfterTheFirstByte(t *testing.T) {
 					assert.True(t, r.lastDone(t).Trip)
 				}
 			}
+		})
+	}
+}
+
+// TestFamilyOpenAIEndsAsItLikes: of an engine of which nothing but the API is known, a clean end is a whole answer; a broken one is not.
+func TestFamilyOpenAIEndsAsItLikes(t *testing.T) {
+	cases := []struct {
+		name   string
+		engine http.HandlerFunc
+		whole  bool
+	}{
+		{"[DONE] without finish_reason", sends(textChunk, textChunk, doneEvent), true},
+		{"end without [DONE] and finish_reason", sends(textChunk, textChunk), true},
+		{"one choice of two", sends(textChunk, stopChunk, doneEvent), true},
+		{"reset", cutAfter(textChunk, textChunk), false},
+		{"error event", sends(textChunk, `{"error": {"message": "m", "code": 500}}`, doneEvent), false},
+		{"nothing but [DONE]", sends(doneEvent), false},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			g := newRig(t, options{engines: []http.HandlerFunc{c.engine}, app: func(a *app.Application) { a.Engine.Family = app.FamilyOpenAI }})
+			a := g.post("/v1/chat/completions", strings.Replace(streamBody, "{", `{"n":2,`, 1))
+			assert.Equal(t, c.whole, a.err == nil && a.status == 200, a)
+			assert.Equal(t, c.whole, g.replicas[0].lastDone(t).Outcome == msg.OK)
+			assert.Equal(t, !c.whole, g.replicas[0].lastDone(t).Trip)
 		})
 	}
 }

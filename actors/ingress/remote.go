@@ -36,7 +36,7 @@ func (c *call) tryRemote(ctx context.Context, rk *rank) result {
 	}
 	switch {
 	case rep.Refusal != msg.Granted:
-		return c.refused(rep, refusedAs(rep.Refusal))
+		return c.turnedAway(ctx, rep, refusedAs(rep.Refusal))
 	case rep.Ticket.ID == 0: // not admitted, or given back already
 		c.undo()
 		return c.unanswered(ctx, err)
@@ -71,6 +71,8 @@ func (c *call) unanswered(ctx context.Context, err error) result {
 		return result{cause: causeFirstToken, err: err}
 	case engineleg.Refused(err), errors.Is(err, msg.ErrEngineRefused):
 		return result{cause: causeRefused, err: err}
+	case engineleg.Malformed(err), errors.Is(err, msg.ErrMalformed):
+		return result{cause: causeMalformed, err: err}
 	default:
 		return result{cause: causeReset, err: err}
 	}

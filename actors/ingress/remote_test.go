@@ -62,7 +62,8 @@ func newDataPort(tb testing.TB, f *feed, lease func() bool) *dataPort {
 func TestFar(t *testing.T) {
 	for name, test := range map[string]func(t *testing.T){
 		"FS4Answers500": TestFS4EveryReplicaAnswers500, "FS4Refuses": TestFS4EveryReplicaRefuses, "FS6": TestFS6ClientLeaves,
-		"FirstToken": TestFirstTokenDeadline, "Stalled": TestStalledStream, "SlowReader": TestSlowReader,
+		"FirstToken": TestFirstTokenDeadline, "Stalled": TestStalledStream, "Silent": TestASilentStreamWaitsForARankThatMakesProgress,
+		"SilentForGood": TestAStreamThatStaysSilentIsCutInTheEndAndTripsNothing, "SlowReader": TestSlowReader,
 		"Whole": TestWholeAnswerPassesByteForByte, "Reserved": TestReservedFieldsNeverReachTheEngine, "Stream": TestStreamPassesByteForByte,
 		"HoweverCut": TestStreamHoweverItIsCut, "Overlong": TestOverlongEventPasses, "Held": TestManyHeldChunksBegin,
 		"CleanEnd": TestCleanEndWithoutDoneIsCompleteIfEveryChoiceFinished, "Long": TestLongWholeAnswerStreams,

@@ -158,6 +158,7 @@ type replica struct {
 	admits      int
 	refuse      func(m *msg.Admit) msg.Refusal
 	mute        bool // answers nobody
+	moving      bool // its engine makes progress whenever somebody asks
 	held        []*msg.Admit
 }
 
@@ -187,6 +188,10 @@ func (r *replica) Send(m any) {
 		r.firsts++
 		if a, ok := r.open[m.TicketID]; ok {
 			r.record(msg.RecFirstToken, &a)
+		}
+	case *msg.Probe:
+		if a, ok := r.open[m.TicketID]; ok && r.moving {
+			r.record(msg.RecProgress, &a)
 		}
 	case *msg.Done:
 		if len(r.dones) == 1000 {
@@ -295,6 +300,13 @@ func (r *replica) reborn() {
 	r.open = map[uint64]msg.Admit{}
 	r.accepting = true
 	r.snapshot()
+}
+
+// moves lets its engine make progress, whatever streams show.
+func (r *replica) moves() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.moving = true
 }
 
 func (r *replica) setRefuse(f func(m *msg.Admit) msg.Refusal) {

@@ -39,11 +39,12 @@ const (
 	causeEmpty       // 200 without a first byte
 	causeAborted     // finish_reason abort that we did not cause
 	causeFirstToken  // no first token in time
-	causeOverlong    // header or body of the answer is beyond what an ingress holds
+	causeMalformed   // what came is no HTTP answer, or its head is larger than 64 KiB
 
 	// Failures after the first byte.
 	causeUpstreamLost
 	causeStalled
+	causeSilent     // nothing for first_token_s, though the rank made progress
 	causeErrorEvent // an error event below 500 was passed on
 
 	// Ours or the client's doing, before or after.
@@ -89,10 +90,11 @@ var rows = [...]row{
 	causeEmpty:       {name: "empty", retry: true, trip: true, done: msg.FailedOutcome},
 	causeAborted:     {name: "aborted", retry: true, trip: true, done: msg.FailedOutcome},
 	causeFirstToken:  {name: "first_token_timeout", retry: true, trip: true, done: msg.FailedOutcome},
-	causeOverlong:    {name: "overlong", retry: true, trip: true, done: msg.FailedOutcome},
+	causeMalformed:   {name: "malformed_answer", retry: true, trip: true, done: msg.FailedOutcome},
 
 	causeUpstreamLost: {name: "upstream_lost", trip: true, probe: true, done: msg.FailedOutcome},
 	causeStalled:      {name: "stalled", trip: true, probe: true, done: msg.FailedOutcome},
+	causeSilent:       {name: "silent_stream", done: msg.FailedOutcome}, // the rank made progress: no word about its health
 	causeErrorEvent:   {name: "error_event", done: msg.FailedOutcome},
 
 	causeClientGone: {name: "client_gone", done: msg.Cancelled},
@@ -121,7 +123,8 @@ func refusedAs(r msg.Refusal) cause {
 var (
 	errAdmitSlow  = errors.New("the rank's admission did not answer in time")
 	errFirstToken = errors.New("no first token in time")
-	errStalled    = errors.New("no further token in time")
+	errStalled    = errors.New("no further token in time, and no progress of the rank")
+	errSilent     = errors.New("no further token in time, though the rank makes progress")
 	errUnitLost   = errors.New("the rank's unit was fenced")
 	errDeadline   = errors.New("the request's deadline is over")
 	errTail       = errors.New("the answer's end did not come")
@@ -137,6 +140,8 @@ func ended(ctx context.Context) cause {
 		return causeFirstToken
 	case errors.Is(err, errStalled):
 		return causeStalled
+	case errors.Is(err, errSilent):
+		return causeSilent
 	case errors.Is(err, errUnitLost):
 		return causeUnitLost
 	case errors.Is(err, errDeadline):
@@ -267,7 +272,7 @@ const statusClientGone = 499
 // brokenOff is the code and text of the error event that ends a stream after its first byte.
 func brokenOff(c cause) (code, message string) {
 	switch c {
-	case causeStalled:
+	case causeStalled, causeSilent:
 		return openai.CodeStalled, "the engine stopped sending tokens; send the request again"
 	case causeDrained:
 		return openai.CodeDrained, "the rank was shut down before the answer was complete; send the request again"

@@ -13,6 +13,7 @@ var (
 	ErrUnreachable   = errors.New("the node's data port cannot be reached")
 	ErrEngineRefused = errors.New("the engine took no connection")
 	ErrFirstToken    = errors.New("the engine did not answer in time")
+	ErrMalformed     = errors.New("the engine's answer is no well-formed HTTP answer, or its head is too large")
 )
 
 // Dispatch is a request for a rank of another node: admission and data in one round trip.

@@ -57,6 +57,7 @@ type Admit struct {
 	Class     Class
 	Tokens    int
 	Estimated bool
+	Whole     bool      // the answer comes as a whole: no FirstToken is posted, the DPServer predicts it
 	Hit       int       // prompt tokens that the sender's index says the rank has cached
 	Blocks    []uint64  // chain hashes of the prompt's full blocks; nil if the policy reads no index
 	HitBlocks int       // leading entries of Blocks that Hit stands for
@@ -104,6 +105,11 @@ type Progress struct {
 	Out      int
 }
 
+// Probe asks whether the rank's engine makes progress, because the answer that TicketID stands for has been silent for a while. If
+// the engine's counters or KV events have moved since the Probe before, a RecProgress of the ticket says so in the rank's stream;
+// no answer means that no progress is seen.
+type Probe struct{ TicketID uint64 }
+
 // Outcome is how a ticket ended.
 type Outcome uint8
 
@@ -117,6 +123,9 @@ const (
 
 // CauseClientError is the cause of a request that its engine refused: it did its work, and computed nothing.
 const CauseClientError = "client_error"
+
+// CausePredicted is the cause of a RecFirstToken that the DPServer has predicted: the engine has not said that it made progress.
+const CausePredicted = "predicted"
 
 // Done ends a ticket and gives its load back, exactly once. Trip says that the failure counts towards the trip;
 // Probe asks for an immediate health probe (refused or reset connection).

@@ -15,7 +15,7 @@ const (
 	RecSnapshot RecordKind = iota
 	RecAdmitted
 	RecFirstToken
-	RecProgress
+	RecProgress // output so far, or as before: the answer to a Probe
 	RecDone
 	RecState
 	RecGone
@@ -41,7 +41,7 @@ type Record struct {
 	Tokens  int
 	Hit     int // RecAdmitted: prompt tokens expected in the rank's cache
 	Out     int
-	Cause   string // RecDone, RecState
+	Cause   string // RecDone, RecState, RecFirstToken
 
 	Accepting bool      // RecState
 	Fenced    bool      // RecState: the rank is fenced, what it has in hand is lost

@@ -102,6 +102,9 @@ func answered(ctx context.Context, d *msg.Dispatch, resp *http.Response) (*http.
 	if err := resp.Body.Close(); err != nil || refused {
 		return nil, rep, nil //nolint:nilerr // it has no body that anybody wants
 	}
+	if len(h[dataMalformed]) > 0 {
+		return nil, rep, fmt.Errorf("node %s: %w", d.Node, msg.ErrMalformed)
+	}
 	return nil, rep, causeError(d.Node, resp.StatusCode, cause)
 }
 

@@ -154,6 +154,9 @@ func (p *passage) unanswered(ctx context.Context, err error, resent bool) (clean
 		return false
 	case engineleg.Refused(err):
 		return p.failed(causeRefused, resent)
+	case engineleg.Malformed(err):
+		p.w.Header()[dataMalformed] = []string{"1"}
+		return p.failed(causeReset, resent)
 	default:
 		return p.failed(causeReset, resent)
 	}

@@ -201,7 +201,7 @@ func (g *dataRig) dispatch() *msg.Dispatch {
 	return &msg.Dispatch{
 		Node: dataTestNode, App: "demo", Unit: "demo/0", Rank: routing.ID(0, 1), Path: "/v1/chat/completions",
 		Header: map[string][]string{"Content-Type": {"application/json"}, "X-Request-Id": {"r1"}, "User-Agent": nil}, Body: []byte(`{"model":"m"}`),
-		Admit: &msg.Admit{ReqID: 5, Epoch: 3, Tokens: 40, Estimated: true, Ingress: "n1"},
+		Admit: &msg.Admit{ReqID: 5, Epoch: 3, Tokens: 40, Estimated: true, Whole: true, Ingress: "n1"},
 	}
 }
 

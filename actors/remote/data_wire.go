@@ -27,6 +27,7 @@ const (
 	dataReq        = "Dpserve-Req"
 	dataTokens     = "Dpserve-Tokens"    //nolint:gosec // a field's name
 	dataEstimated  = "Dpserve-Estimated" // 1: Tokens is bytes / k
+	dataWhole      = "Dpserve-Whole"     // 1: the answer comes as a whole
 	dataHit        = "Dpserve-Hit"
 	dataHitBlocks  = "Dpserve-Hit-Blocks"
 	dataBlocks     = "Dpserve-Blocks"         // hashes in front of the body, 8 bytes each, little endian
@@ -41,6 +42,7 @@ const (
 	dataTicket     = "Dpserve-Ticket"
 	dataInc        = "Dpserve-Incarnation"
 	dataResent     = "Dpserve-Resent"
+	dataMalformed  = "Dpserve-Malformed" // with the cause reset, which is all that older nodes look at
 
 	headerEngineRank = "X-Data-Parallel-Rank" // of an engine that hosts several ranks
 )
@@ -85,13 +87,13 @@ type dataHead struct {
 
 // writeHead puts a dispatch into the header of its request. The engine's fields share their values with d.
 func writeHead(d *msg.Dispatch, now time.Time) http.Header {
-	h := make(http.Header, len(d.Header)+14)
+	h := make(http.Header, len(d.Header)+15)
 	for name, values := range d.Header {
 		if !strings.HasPrefix(name, dataPrefix) {
 			h[name] = values
 		}
 	}
-	f := fields{header: h, values: make([]string, 0, 14)}
+	f := fields{header: h, values: make([]string, 0, 15)}
 	f.set(dataApp, d.App)
 	f.set(dataUnit, d.Unit)
 	f.set(dataRank, d.Rank.String())
@@ -143,6 +145,9 @@ func (f *fields) admit(m *msg.Admit, now time.Time) {
 	f.count(dataTokens, m.Tokens)
 	if m.Estimated {
 		f.set(dataEstimated, "1")
+	}
+	if m.Whole {
+		f.set(dataWhole, "1")
 	}
 	if len(m.Blocks) > 0 {
 		f.count(dataHit, m.Hit)
@@ -226,7 +231,8 @@ func readHead(h http.Header, path string, now time.Time) (*dataHead, error) {
 func (d *dataHead) readAdmit(r *reading, now time.Time) {
 	d.admit = msg.Admit{
 		ReqID: r.number(dataReq, 64), Epoch: r.number(dataEpoch, 64), Class: msg.ClassBoth, Tokens: r.count(dataTokens),
-		Estimated: r.number(dataEstimated, 1) == 1, Hit: r.count(dataHit), HitBlocks: r.count(dataHitBlocks), Ingress: r.text(dataIngress),
+		Estimated: r.number(dataEstimated, 1) == 1, Whole: r.number(dataWhole, 1) == 1,
+		Hit: r.count(dataHit), HitBlocks: r.count(dataHitBlocks), Ingress: r.text(dataIngress),
 	}
 	d.blocks = r.count(dataBlocks)
 	if left := r.duration(dataDeadline); left > 0 {

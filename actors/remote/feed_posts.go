@@ -20,8 +20,8 @@ const (
 // errNotPosted is what a rank of another node says to a message that does not travel by its stream, as an Admit.
 var errNotPosted = errors.New("a message of this kind is not posted to ranks of other nodes")
 
-// remoteBox is the mailbox of a rank on another node. It implements msg.Mailbox: Done, FirstToken, Progress and Resync go there by the
-// node's stream, everything else is refused. What is posted after the rank is out still goes, if the node comes back: its
+// remoteBox is the mailbox of a rank on another node. It implements msg.Mailbox: Done, FirstToken, Progress, Probe and Resync go there by
+// the node's stream, everything else is refused. What is posted after the rank is out still goes, if the node comes back: its
 // requests may have gone on.
 type remoteBox struct {
 	id      identity
@@ -52,7 +52,7 @@ func (b *remoteBox) TrySend(m any) error {
 		p.at = m.At
 	case msg.FirstToken:
 		p.at = m.At
-	case *msg.Progress, msg.Progress:
+	case *msg.Progress, msg.Progress, *msg.Probe, msg.Probe:
 		p.progress = true
 	}
 	return b.posts.push(p)
@@ -62,7 +62,7 @@ func (b *remoteBox) TrySend(m any) error {
 type post struct {
 	wire     *dpservev1.Post
 	at       time.Time // of a first token
-	progress bool
+	progress bool      // or a Probe
 }
 
 // wirePosts makes the posts of one message: how long ago a first token was is known only when it leaves.
@@ -77,8 +77,8 @@ func wirePosts(batch []post, now time.Time) []*dpservev1.Post {
 	return out
 }
 
-// postQueue is what waits to be posted to one node, in order. It never blocks. Over its bound reports of progress go first: the
-// next one says it all again.
+// postQueue is what waits to be posted to one node, in order. It never blocks. Over its bound reports of progress and probes go first:
+// the next one says it all again.
 type postQueue struct {
 	wake chan struct{} // one slot
 	lost *atomic.Uint64

@@ -71,6 +71,8 @@ func fromPost(p *dpservev1.Post, now time.Time) any {
 		return &msg.FirstToken{TicketID: m.FirstToken.GetTicket(), At: now.Add(-ago)}
 	case *dpservev1.Post_Progress:
 		return &msg.Progress{TicketID: m.Progress.GetTicket(), Out: bounded(m.Progress.GetOut())}
+	case *dpservev1.Post_Probe:
+		return &msg.Probe{TicketID: m.Probe.GetTicket()}
 	default:
 		return nil
 	}
@@ -110,6 +112,10 @@ func toPost(m any) *dpservev1.Post {
 	case *msg.Progress:
 		return &dpservev1.Post{Message: &dpservev1.Post_Progress{Progress: &dpservev1.Progress{Ticket: m.TicketID, Out: int64(m.Out)}}}
 	case msg.Progress:
+		return toPost(&m)
+	case *msg.Probe:
+		return &dpservev1.Post{Message: &dpservev1.Post_Probe{Probe: &dpservev1.Probe{Ticket: m.TicketID}}}
+	case msg.Probe:
 		return toPost(&m)
 	case *msg.Resync, msg.Resync:
 		return &dpservev1.Post{Message: &dpservev1.Post_Resync{Resync: &dpservev1.Resync{}}}

@@ -26,6 +26,7 @@ type Body struct {
 	PromptTokens int    // exact if the prompt is token ids, else -1
 	Strip        []Span // members that only dpserve may set, commas included; for Spliced
 	Tools        Span   // value of tools as written (chat), zero if absent or null
+	Beside       []Span // members that decide with the prompt what its tokens are, and that an engine's /tokenize does not take
 	User         []byte // user, decoded as Model is; nil if absent or no string
 	CacheSalt    []byte // cache_salt, likewise
 
@@ -49,7 +50,7 @@ type field struct {
 
 func (b *Body) reset(route Route) {
 	*b = Body{
-		N: 1, MaxTokens: -1, PromptTokens: -1, Strip: b.Strip[:0],
+		N: 1, MaxTokens: -1, PromptTokens: -1, Strip: b.Strip[:0], Beside: b.Beside[:0],
 		route: route, prompts: 1, template: b.template[:0], fields: b.fields[:0], decoded: b.decoded[:0], model: b.model[:0], run: run{first: -1},
 	}
 }
@@ -139,8 +140,11 @@ func (b *Body) member(s *scanner, i int) (end int, err error) {
 	if end, err = b.read(s, key, value); err != nil {
 		return 0, err
 	}
-	if templated(key) {
+	switch {
+	case templated(key):
 		b.template = append(b.template, Span{i, end})
+	case besides(key, s.b[value:end]):
+		b.Beside = append(b.Beside, Span{i, end})
 	}
 	b.Strip = b.run.member(b.Strip, Span{i, end}, reserved(key))
 	return end, nil

@@ -20,6 +20,17 @@ func templated(key []byte) bool {
 	return false
 }
 
+// besides says whether a top-level field decides what the prompt's tokens are, and an engine's /tokenize does not take it.
+func besides(key, value []byte) bool {
+	switch string(key) {
+	case "documents", "reasoning_effort", "truncate_prompt_tokens":
+		return value[0] != 'n'
+	case "tool_choice":
+		return string(value) == `"none"` // the tools may stay out of the prompt
+	}
+	return false
+}
+
 // Text is the first prompt of body, as last scanned, as bytes with which a later prompt begins that goes on where it ends:
 // messages and token ids without their closing bracket, a string without its quotes, all as written. Nil if there is none.
 func (b *Body) Text(body []byte) []byte {
@@ -135,9 +146,10 @@ func (b *Body) TokenizeBody(dst, body []byte) []byte {
 	return append(dst, '}')
 }
 
-// TokenizeKey is a hash of what TokenizeBody would append: equal questions have equal keys. hi and lo are 0 if there is no prompt.
+// TokenizeKey is a hash of what TokenizeBody would append: equal questions have equal keys. hi and lo are 0 if there is no prompt, or if
+// its tokens are not those that an engine would answer.
 func (b *Body) TokenizeKey(body []byte, seed uint64) (hi, lo uint64) {
-	if b.first.End == 0 {
+	if b.first.End == 0 || len(b.Beside) > 0 {
 		return 0, 0
 	}
 	key := xxh3.Hash128Seed(body[b.first.Start:b.first.End], seed+uint64(b.route))

@@ -172,6 +172,15 @@ func TestTokenizeKey(t *testing.T) {
 	more := `{"seed":3,"model":"m","stream":true,"messages":[1],"max_tokens":5}`
 	hi, lo := scanned(t, Chat, more).TokenizeKey([]byte(more), 1)
 	assert.Equal(t, bodies[0], seen[[2]uint64{hi, lo}], "what is not asked makes no difference")
+	for _, member := range []string{`"documents":[]`, `"reasoning_effort":"low"`, `"truncate_prompt_tokens":8`, `"tool_choice":"none"`} {
+		body := `{"messages":[{"role":"user"}],` + member + `}`
+		b := scanned(t, Chat, body)
+		hi, lo := b.TokenizeKey([]byte(body), 1)
+		assert.Zero(t, hi|lo, "/tokenize does not take %s", member)
+		require.Len(t, b.Beside, 1)
+		assert.Equal(t, member, body[b.Beside[0].Start:b.Beside[0].End])
+	}
+	assert.Empty(t, scanned(t, Chat, `{"documents":null,"reasoning_effort":null,"tool_choice":"auto","truncate_prompt_tokens":null}`).Beside)
 	hi, _ = scanned(t, Chat, `{}`).TokenizeKey([]byte(`{}`), 1)
 	assert.Zero(t, hi)
 }

@@ -30,7 +30,8 @@ func (w *Watcher) Reset(choices int) {
 // Begun tells the watcher that content has passed: from now on role-only and empty chunks are not told from others.
 func (w *Watcher) Begun() { w.begun = true }
 
-// Blind tells the watcher that an event passed that was too long to be looked into: Complete is true from now on.
+// Blind tells the watcher that it cannot count the choices that finish, because an event passed that was too long to be looked into, or
+// because the engine does not say: Complete is true from now on.
 func (w *Watcher) Blind() { w.blind = true }
 
 // Complete says that every choice has a finish_reason, as far as the watcher could look.

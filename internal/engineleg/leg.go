@@ -12,6 +12,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/dpserve/dpserve/internal/enginehttp"
 	"github.com/dpserve/dpserve/internal/quietnet"
 )
 
@@ -51,6 +52,12 @@ func (r *Request) trace() *httptrace.ClientTrace {
 func Refused(err error) bool {
 	var op *net.OpError
 	return errors.As(err, &op) && op.Op == "dial"
+}
+
+// Malformed says of a send's error that bytes came which are no HTTP answer, or a head that is too large.
+func Malformed(err error) bool {
+	var p *enginehttp.ProtocolError
+	return errors.As(err, &p)
 }
 
 // Numbers without a knob.

@@ -147,6 +147,9 @@ func renamed(err error, op string) error {
 // Close implements net.Conn: it ends calls that wait.
 func (c *conn) Close() error { return c.tcp.Close() }
 
+// SetLinger is that of net.TCPConn.
+func (c *conn) SetLinger(sec int) error { return c.tcp.SetLinger(sec) }
+
 // CloseRead shuts the reading side down.
 func (c *conn) CloseRead() error { return c.tcp.CloseRead() }
 

@@ -82,17 +82,19 @@ func (c *Column) Expires() (at time.Duration, ok bool) {
 	return c.prompts[0].at, true
 }
 
+// Holds says whether the column holds the block.
+func (c *Column) Holds(hash uint64) bool {
+	s := c.ix.table.find(&c.ix.pool, hash)
+	return s != none && c.has(s)
+}
+
 // depth is how many leading blocks the column holds.
 func (c *Column) depth(hashes []uint64) int {
-	holds := func(i int) bool {
-		s := c.ix.table.find(&c.ix.pool, hashes[i])
-		return s != none && c.has(s)
-	}
 	if c.orphans == 0 { // closed under prefixes
-		return sort.Search(len(hashes), func(i int) bool { return !holds(i) })
+		return sort.Search(len(hashes), func(i int) bool { return !c.Holds(hashes[i]) })
 	}
 	n := 0
-	for n < len(hashes) && holds(n) {
+	for n < len(hashes) && c.Holds(hashes[n]) {
 		n++
 	}
 	return n

@@ -137,7 +137,7 @@ func TestFirstTokenDeadline(t *testing.T) {
 	}
 }
 
-// A stream that stops between two tokens is cut after between_tokens_s, with an event that says so.
+// A stream that stops between two tokens is cut after between_tokens_s without progress of its engine, with an event that says so.
 func TestBetweenTokensDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)
@@ -155,6 +155,71 @@ func TestBetweenTokensDeadline(t *testing.T) {
 		assert.Empty(t, s.Finish)
 		s = c.StreamChat(t.Context(), "a", 50)
 		assert.True(t, s.OK(), "the others on the rank go on: %v", s)
+		c.Quiet()
+	})
+}
+
+// An engine that computes and shows nothing for longer than between_tokens_s is not cut, and its rank not tripped, whichever node is
+// asked; an engine that stands still is cut in time.
+func TestSilenceInsideAStreamIsProgressOrTheEnd(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		c := harness.New(t, harness.Nodes(2), harness.Roles(1, "ingress"))
+		c.Expect(harness.StreamBreaks)
+		c.Net.Delay(c.Peer(0).Host, c.Peer(1).Host, 5*time.Millisecond)
+		c.Deploy(simApp("a", 1, "independent", "sim_step_ms: 100", "timeouts: {between_tokens_s: 3}"))
+		c.WaitStatus("a", "RUNNING")
+		c.Peer(1).WaitStatus("a", "RUNNING")
+		body := `{"model":"a","stream":true,"messages":[{"role":"user","content":"hello"}],"max_tokens":130,"ignore_eos":true,"stream_interval":60}`
+		for _, p := range c.Peers() {
+			for range 6 { // more than trip a rank
+				resp, err := p.Post(t.Context(), "/v1/chat/completions", body)
+				require.NoError(t, err)
+				s := harness.ReadStream(resp)
+				assert.True(t, s.OK(), "%s: gaps of 6 s: %s", p.ID, s)
+			}
+		}
+		for _, p := range c.Peers() {
+			s := make(chan *harness.Stream)
+			go func() { s <- p.StreamChat(t.Context(), "a", 1000) }()
+			time.Sleep(time.Second)
+			c.Fail("a", 0, 0, sim.Fault{Mode: sim.ModeHang})
+			cut := <-s
+			assert.Equal(t, "stalled", cut.Error, "%s: %s", p.ID, cut)
+			assert.InDelta(t, 3, (cut.Total - cut.Last).Seconds(), 0.1)
+			c.Recover("a", 0, 0)
+			assert.True(t, p.StreamChat(t.Context(), "a", 10).OK())
+		}
+		c.Quiet()
+	})
+}
+
+// While a request that is not streamed decodes, it is no prefill in front of others: at no ingress, whichever one has it.
+func TestARequestThatIsNotStreamedLeavesPrefill(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		c := harness.New(t, harness.Nodes(2), harness.Roles(1, "ingress", "control"))
+		c.Deploy(simApp("a", 1, "independent", "sim_step_ms: 100"))
+		c.WaitStatus("a", "RUNNING")
+		c.Peer(1).WaitStatus("a", "RUNNING")
+		prefill := func(p *harness.Peer) int64 {
+			loads, err := p.Router("a").PotentialLoads(t.Context(), nil)
+			require.NoError(t, err)
+			require.Len(t, loads, 1)
+			assert.Positive(t, loads[0].DecodeBlocks, "it is in hand")
+			return loads[0].PrefillTokens
+		}
+		for _, asked := range c.Peers() {
+			s := make(chan *harness.Stream)
+			go func() { s <- asked.Chat(t.Context(), "a", 50, false) }()
+			time.Sleep(time.Second)
+			for _, p := range c.Peers() {
+				assert.Zero(t, prefill(p), "at %s of a request at %s", p.ID, asked.ID)
+			}
+			answer := <-s
+			assert.Equal(t, http.StatusOK, answer.Status, answer)
+			assert.Greater(t, answer.Total, 4*time.Second, "it decoded all the while")
+		}
 		c.Quiet()
 	})
 }

@@ -2162,6 +2162,7 @@ type Post struct {
 	//	*Post_FirstToken
 	//	*Post_Progress
 	//	*Post_Resync
+	//	*Post_Probe
 	Message       isPost_Message `protobuf_oneof:"message"`
 	Incarnation   uint64         `protobuf:"varint,8,opt,name=incarnation,proto3" json:"incarnation,omitempty"` // of the rank when its ticket was given; a Resync goes by unit and rank alone
 	unknownFields protoimpl.UnknownFields
@@ -2262,6 +2263,15 @@ func (x *Post) GetResync() *Resync {
 	return nil
 }
 
+func (x *Post) GetProbe() *Probe {
+	if x != nil {
+		if x, ok := x.Message.(*Post_Probe); ok {
+			return x.Probe
+		}
+	}
+	return nil
+}
+
 func (x *Post) GetIncarnation() uint64 {
 	if x != nil {
 		return x.Incarnation
@@ -2289,6 +2299,10 @@ type Post_Resync struct {
 	Resync *Resync `protobuf:"bytes,7,opt,name=resync,proto3,oneof"`
 }
 
+type Post_Probe struct {
+	Probe *Probe `protobuf:"bytes,9,opt,name=probe,proto3,oneof"`
+}
+
 func (*Post_Done) isPost_Message() {}
 
 func (*Post_FirstToken) isPost_Message() {}
@@ -2296,6 +2310,8 @@ func (*Post_FirstToken) isPost_Message() {}
 func (*Post_Progress) isPost_Message() {}
 
 func (*Post_Resync) isPost_Message() {}
+
+func (*Post_Probe) isPost_Message() {}
 
 type Done struct {
 	state            protoimpl.MessageState `protogen:"open.v1"`
@@ -2561,6 +2577,52 @@ func (*Resync) Descriptor() ([]byte, []int) {
 	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{38}
 }
 
+// Probe asks whether the engine makes progress; a progress record of the ticket is the answer. Without one the ingress takes the
+// engine for one that stands still, as it did before there was a Probe.
+type Probe struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Ticket        uint64                 `protobuf:"varint,1,opt,name=ticket,proto3" json:"ticket,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Probe) Reset() {
+	*x = Probe{}
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[39]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Probe) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Probe) ProtoMessage() {}
+
+func (x *Probe) ProtoReflect() protoreflect.Message {
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[39]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Probe.ProtoReflect.Descriptor instead.
+func (*Probe) Descriptor() ([]byte, []int) {
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{39}
+}
+
+func (x *Probe) GetTicket() uint64 {
+	if x != nil {
+		return x.Ticket
+	}
+	return 0
+}
+
 // Records is a piece of the streams of a node's ranks, in order. The records are packed (actors/remote, record.go): each has
 // its length in front, so that kinds of a later version can be skipped. Without records it is a heartbeat.
 type Records struct {
@@ -2572,7 +2634,7 @@ type Records struct {
 
 func (x *Records) Reset() {
 	*x = Records{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[39]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2584,7 +2646,7 @@ func (x *Records) String() string {
 func (*Records) ProtoMessage() {}
 
 func (x *Records) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[39]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2597,7 +2659,7 @@ func (x *Records) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Records.ProtoReflect.Descriptor instead.
 func (*Records) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{39}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *Records) GetPacked() []byte {
@@ -2772,7 +2834,7 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\x10SubscribeRequest\x12\x18\n" +
 	"\aingress\x18\x01 \x01(\tR\aingress\x12&\n" +
 	"\x05posts\x18\x02 \x03(\v2\x10.dpserve.v1.PostR\x05posts\x12\x16\n" +
-	"\x06resync\x18\x03 \x01(\bR\x06resync\"\xb6\x02\n" +
+	"\x06resync\x18\x03 \x01(\bR\x06resync\"\xe1\x02\n" +
 	"\x04Post\x12\x12\n" +
 	"\x04unit\x18\x01 \x01(\tR\x04unit\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x04R\x05epoch\x12\x12\n" +
@@ -2781,7 +2843,8 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\vfirst_token\x18\x05 \x01(\v2\x16.dpserve.v1.FirstTokenH\x00R\n" +
 	"firstToken\x122\n" +
 	"\bprogress\x18\x06 \x01(\v2\x14.dpserve.v1.ProgressH\x00R\bprogress\x12,\n" +
-	"\x06resync\x18\a \x01(\v2\x12.dpserve.v1.ResyncH\x00R\x06resync\x12 \n" +
+	"\x06resync\x18\a \x01(\v2\x12.dpserve.v1.ResyncH\x00R\x06resync\x12)\n" +
+	"\x05probe\x18\t \x01(\v2\x11.dpserve.v1.ProbeH\x00R\x05probe\x12 \n" +
 	"\vincarnation\x18\b \x01(\x04R\vincarnationB\t\n" +
 	"\amessage\"\xcc\x02\n" +
 	"\x04Done\x12\x16\n" +
@@ -2805,7 +2868,9 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\bProgress\x12\x16\n" +
 	"\x06ticket\x18\x01 \x01(\x04R\x06ticket\x12\x10\n" +
 	"\x03out\x18\x02 \x01(\x03R\x03out\"\b\n" +
-	"\x06Resync\"!\n" +
+	"\x06Resync\"\x1f\n" +
+	"\x05Probe\x12\x16\n" +
+	"\x06ticket\x18\x01 \x01(\x04R\x06ticket\"!\n" +
 	"\aRecords\x12\x16\n" +
 	"\x06packed\x18\x01 \x01(\fR\x06packed2@\n" +
 	"\x06Enroll\x126\n" +
@@ -2839,7 +2904,7 @@ func file_dpserve_v1_dpserve_proto_rawDescGZIP() []byte {
 	return file_dpserve_v1_dpserve_proto_rawDescData
 }
 
-var file_dpserve_v1_dpserve_proto_msgTypes = make([]protoimpl.MessageInfo, 41)
+var file_dpserve_v1_dpserve_proto_msgTypes = make([]protoimpl.MessageInfo, 42)
 var file_dpserve_v1_dpserve_proto_goTypes = []any{
 	(*JoinRequest)(nil),        // 0: dpserve.v1.JoinRequest
 	(*JoinReply)(nil),          // 1: dpserve.v1.JoinReply
@@ -2880,15 +2945,16 @@ var file_dpserve_v1_dpserve_proto_goTypes = []any{
 	(*FirstToken)(nil),         // 36: dpserve.v1.FirstToken
 	(*Progress)(nil),           // 37: dpserve.v1.Progress
 	(*Resync)(nil),             // 38: dpserve.v1.Resync
-	(*Records)(nil),            // 39: dpserve.v1.Records
-	nil,                        // 40: dpserve.v1.Waiting.UnitsEntry
+	(*Probe)(nil),              // 39: dpserve.v1.Probe
+	(*Records)(nil),            // 40: dpserve.v1.Records
+	nil,                        // 41: dpserve.v1.Waiting.UnitsEntry
 }
 var file_dpserve_v1_dpserve_proto_depIdxs = []int32{
 	2,  // 0: dpserve.v1.JoinReply.seeds:type_name -> dpserve.v1.Peer
 	6,  // 1: dpserve.v1.RenewRequest.events:type_name -> dpserve.v1.UnitEvent
 	6,  // 2: dpserve.v1.RenewRequest.units:type_name -> dpserve.v1.UnitEvent
 	5,  // 3: dpserve.v1.RenewReply.waiting:type_name -> dpserve.v1.Waiting
-	40, // 4: dpserve.v1.Waiting.units:type_name -> dpserve.v1.Waiting.UnitsEntry
+	41, // 4: dpserve.v1.Waiting.units:type_name -> dpserve.v1.Waiting.UnitsEntry
 	22, // 5: dpserve.v1.StartRankRequest.ranks:type_name -> dpserve.v1.RankGrant
 	22, // 6: dpserve.v1.StartRankRequest.all_ranks:type_name -> dpserve.v1.RankGrant
 	23, // 7: dpserve.v1.StartRankRequest.block:type_name -> dpserve.v1.Block
@@ -2898,39 +2964,40 @@ var file_dpserve_v1_dpserve_proto_depIdxs = []int32{
 	36, // 11: dpserve.v1.Post.first_token:type_name -> dpserve.v1.FirstToken
 	37, // 12: dpserve.v1.Post.progress:type_name -> dpserve.v1.Progress
 	38, // 13: dpserve.v1.Post.resync:type_name -> dpserve.v1.Resync
-	0,  // 14: dpserve.v1.Enroll.Join:input_type -> dpserve.v1.JoinRequest
-	3,  // 15: dpserve.v1.Control.Renew:input_type -> dpserve.v1.RenewRequest
-	8,  // 16: dpserve.v1.Control.Certify:input_type -> dpserve.v1.CertifyRequest
-	10, // 17: dpserve.v1.Control.ForwardApply:input_type -> dpserve.v1.ApplyRequest
-	12, // 18: dpserve.v1.Control.Watch:input_type -> dpserve.v1.WatchRequest
-	14, // 19: dpserve.v1.Control.Assign:input_type -> dpserve.v1.AssignRequest
-	16, // 20: dpserve.v1.Control.Publish:input_type -> dpserve.v1.PublishRequest
-	18, // 21: dpserve.v1.Control.Await:input_type -> dpserve.v1.AwaitRequest
-	20, // 22: dpserve.v1.Node.StartRank:input_type -> dpserve.v1.StartRankRequest
-	24, // 23: dpserve.v1.Node.StopRank:input_type -> dpserve.v1.StopRankRequest
-	26, // 24: dpserve.v1.Node.Status:input_type -> dpserve.v1.StatusRequest
-	28, // 25: dpserve.v1.Node.Logs:input_type -> dpserve.v1.LogsRequest
-	31, // 26: dpserve.v1.Node.ResetRouter:input_type -> dpserve.v1.ResetRouterRequest
-	33, // 27: dpserve.v1.Replica.Subscribe:input_type -> dpserve.v1.SubscribeRequest
-	1,  // 28: dpserve.v1.Enroll.Join:output_type -> dpserve.v1.JoinReply
-	4,  // 29: dpserve.v1.Control.Renew:output_type -> dpserve.v1.RenewReply
-	9,  // 30: dpserve.v1.Control.Certify:output_type -> dpserve.v1.CertifyReply
-	11, // 31: dpserve.v1.Control.ForwardApply:output_type -> dpserve.v1.ApplyReply
-	13, // 32: dpserve.v1.Control.Watch:output_type -> dpserve.v1.WatchUpdate
-	15, // 33: dpserve.v1.Control.Assign:output_type -> dpserve.v1.AssignReply
-	17, // 34: dpserve.v1.Control.Publish:output_type -> dpserve.v1.PublishReply
-	19, // 35: dpserve.v1.Control.Await:output_type -> dpserve.v1.AwaitReply
-	21, // 36: dpserve.v1.Node.StartRank:output_type -> dpserve.v1.StartRankReply
-	25, // 37: dpserve.v1.Node.StopRank:output_type -> dpserve.v1.StopRankReply
-	27, // 38: dpserve.v1.Node.Status:output_type -> dpserve.v1.StatusReply
-	29, // 39: dpserve.v1.Node.Logs:output_type -> dpserve.v1.LogLines
-	32, // 40: dpserve.v1.Node.ResetRouter:output_type -> dpserve.v1.ResetRouterReply
-	39, // 41: dpserve.v1.Replica.Subscribe:output_type -> dpserve.v1.Records
-	28, // [28:42] is the sub-list for method output_type
-	14, // [14:28] is the sub-list for method input_type
-	14, // [14:14] is the sub-list for extension type_name
-	14, // [14:14] is the sub-list for extension extendee
-	0,  // [0:14] is the sub-list for field type_name
+	39, // 14: dpserve.v1.Post.probe:type_name -> dpserve.v1.Probe
+	0,  // 15: dpserve.v1.Enroll.Join:input_type -> dpserve.v1.JoinRequest
+	3,  // 16: dpserve.v1.Control.Renew:input_type -> dpserve.v1.RenewRequest
+	8,  // 17: dpserve.v1.Control.Certify:input_type -> dpserve.v1.CertifyRequest
+	10, // 18: dpserve.v1.Control.ForwardApply:input_type -> dpserve.v1.ApplyRequest
+	12, // 19: dpserve.v1.Control.Watch:input_type -> dpserve.v1.WatchRequest
+	14, // 20: dpserve.v1.Control.Assign:input_type -> dpserve.v1.AssignRequest
+	16, // 21: dpserve.v1.Control.Publish:input_type -> dpserve.v1.PublishRequest
+	18, // 22: dpserve.v1.Control.Await:input_type -> dpserve.v1.AwaitRequest
+	20, // 23: dpserve.v1.Node.StartRank:input_type -> dpserve.v1.StartRankRequest
+	24, // 24: dpserve.v1.Node.StopRank:input_type -> dpserve.v1.StopRankRequest
+	26, // 25: dpserve.v1.Node.Status:input_type -> dpserve.v1.StatusRequest
+	28, // 26: dpserve.v1.Node.Logs:input_type -> dpserve.v1.LogsRequest
+	31, // 27: dpserve.v1.Node.ResetRouter:input_type -> dpserve.v1.ResetRouterRequest
+	33, // 28: dpserve.v1.Replica.Subscribe:input_type -> dpserve.v1.SubscribeRequest
+	1,  // 29: dpserve.v1.Enroll.Join:output_type -> dpserve.v1.JoinReply
+	4,  // 30: dpserve.v1.Control.Renew:output_type -> dpserve.v1.RenewReply
+	9,  // 31: dpserve.v1.Control.Certify:output_type -> dpserve.v1.CertifyReply
+	11, // 32: dpserve.v1.Control.ForwardApply:output_type -> dpserve.v1.ApplyReply
+	13, // 33: dpserve.v1.Control.Watch:output_type -> dpserve.v1.WatchUpdate
+	15, // 34: dpserve.v1.Control.Assign:output_type -> dpserve.v1.AssignReply
+	17, // 35: dpserve.v1.Control.Publish:output_type -> dpserve.v1.PublishReply
+	19, // 36: dpserve.v1.Control.Await:output_type -> dpserve.v1.AwaitReply
+	21, // 37: dpserve.v1.Node.StartRank:output_type -> dpserve.v1.StartRankReply
+	25, // 38: dpserve.v1.Node.StopRank:output_type -> dpserve.v1.StopRankReply
+	27, // 39: dpserve.v1.Node.Status:output_type -> dpserve.v1.StatusReply
+	29, // 40: dpserve.v1.Node.Logs:output_type -> dpserve.v1.LogLines
+	32, // 41: dpserve.v1.Node.ResetRouter:output_type -> dpserve.v1.ResetRouterReply
+	40, // 42: dpserve.v1.Replica.Subscribe:output_type -> dpserve.v1.Records
+	29, // [29:43] is the sub-list for method output_type
+	15, // [15:29] is the sub-list for method input_type
+	15, // [15:15] is the sub-list for extension type_name
+	15, // [15:15] is the sub-list for extension extendee
+	0,  // [0:15] is the sub-list for field type_name
 }
 
 func init() { file_dpserve_v1_dpserve_proto_init() }
@@ -2943,6 +3010,7 @@ func file_dpserve_v1_dpserve_proto_init() {
 		(*Post_FirstToken)(nil),
 		(*Post_Progress)(nil),
 		(*Post_Resync)(nil),
+		(*Post_Probe)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
@@ -2950,7 +3018,7 @@ func file_dpserve_v1_dpserve_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dpserve_v1_dpserve_proto_rawDesc), len(file_dpserve_v1_dpserve_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   41,
+			NumMessages:   42,
 			NumExtensions: 0,
 			NumServices:   4,
 		},
