@@ -378,7 +378,7 @@ func (r *replica) snapshot(sub *subscription) {
 	}
 	give(&msg.Record{Kind: msg.RecSnapshot, Accepting: r.accepting(), Snapshot: &msg.Snapshot{
 		Accepting: r.accepting(), MaxOngoing: f.MaxOngoing, Capacity: r.capacity(), BlockSize: r.toldBlockSize(), CachingOff: f.CachingOff,
-		Node: r.spec.Node, Target: r.spec.Target, Mailbox: r.box, Open: r.account.snapshot(),
+		MaxModelLen: f.MaxModelLen, Node: r.spec.Node, Target: r.spec.Target, Mailbox: r.box, Open: r.account.snapshot(),
 	}})
 	if r.kv != nil {
 		r.kv.snapshot(func(kind msg.RecordKind, kv msg.KV) { give(&msg.Record{Kind: kind, KV: kv}) })

@@ -46,6 +46,7 @@ type Timers struct {
 	Queue        time.Duration // timeouts.queue_s when the file leaves it out
 	FirstToken   time.Duration // timeouts.first_token_s when the file leaves it out
 	BetweenToken time.Duration // timeouts.between_tokens_s when the file leaves it out
+	Outage       time.Duration // how long requests wait for attached engines while none of them is ready
 	Reservation  time.Duration // for a reservation of the router's own API that nobody frees
 }
 
@@ -67,6 +68,7 @@ const (
 	DefaultQueue        = 60 * time.Second
 	DefaultFirstToken   = 300 * time.Second
 	DefaultBetweenToken = 30 * time.Second
+	DefaultOutage       = 5 * time.Second
 	DefaultReservation  = 300 * time.Second
 )
 
@@ -115,6 +117,7 @@ func (t Timers) withDefaults() Timers {
 	orDefault(&t.Queue, DefaultQueue)
 	orDefault(&t.FirstToken, DefaultFirstToken)
 	orDefault(&t.BetweenToken, DefaultBetweenToken)
+	orDefault(&t.Outage, DefaultOutage)
 	orDefault(&t.Reservation, DefaultReservation)
 	return t
 }
