@@ -12,7 +12,7 @@ type Limits struct {
 	MaxHeaderBytes  int   // request line and header fields; more is 431
 	MaxHeaderFields int   // header fields; more is 431
 	MaxConns        int   // client connections; more wait in the kernel's backlog
-	MaxQueueTokens  int64 // estimated prompt tokens in one application's queue; more is 503
+	MaxQueueTokens  int64 // estimated prompt tokens in one application's queue; more is 503, but for the only one that waits
 	IndexBytes      int   // memory of one application's picture of what its ranks have cached
 	TokenizeBytes   int   // memory of one application's tokenized prompts
 }

@@ -76,7 +76,10 @@ func (b *Body) text(raw []byte) []byte {
 func (b *Body) prompt(s *scanner, i int) (end int) {
 	var inner tally
 	outer := tally{inner: &inner}
-	if end = s.value(i, 1, &outer); end < 0 {
+	s.inPrompt = true
+	end = s.value(i, 1, &outer)
+	s.inPrompt = false
+	if end < 0 {
 		return end
 	}
 	b.PromptBytes, b.first = end-i, Span{i, end}
