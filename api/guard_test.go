@@ -34,8 +34,8 @@ func serveOutside(t *testing.T, s *api.Server) string {
 	return ln.Addr().String()
 }
 
-// ask sends one request over a connection of its own.
-func ask(t *testing.T, addr, method, path string, header map[string]string) (status int, body string) {
+// askAt sends one request over a connection of its own.
+func askAt(t *testing.T, addr, method, path string, header map[string]string) (status int, body string) {
 	t.Helper()
 	req, err := http.NewRequestWithContext(t.Context(), method, "http://"+addr+path, http.NoBody)
 	require.NoError(t, err)
@@ -65,13 +65,13 @@ func TestHostIsCheckedOnEveryBind(t *testing.T) {
 			{"Host": "evil.example:8265", "Origin": "http://evil.example:8265", "Sec-Fetch-Site": "same-origin"},
 			{"Host": "gpu-1.evil.example"}, {"Host": "10.0.0.1.evil.example"}, {"Host": "xgpu-1"},
 		} {
-			status, body := ask(t, addr, method, "/api/v1/apps", header)
+			status, body := askAt(t, addr, method, "/api/v1/apps", header)
 			assert.Equal(t, http.StatusForbidden, status, "%s %v", method, header)
 			assert.Contains(t, body, "--admin-host NAME")
 		}
 	}
 	for _, host := range []string{"10.0.0.1:8265", "192.0.2.7", "[2001:db8::1]:8265", "localhost:8265", "gpu-1:8265", "GPU-1", "head.example.com", "head.example.com.:8265"} {
-		status, body := ask(t, addr, http.MethodGet, "/api/v1/healthz", map[string]string{"Host": host})
+		status, body := askAt(t, addr, http.MethodGet, "/api/v1/healthz", map[string]string{"Host": host})
 		assert.Equal(t, http.StatusOK, status, "%s: %s", host, body)
 	}
 	assert.Empty(t, b.deployed)
@@ -97,19 +97,19 @@ func TestAWriteComesFromNoOtherPage(t *testing.T) {
 func TestMetricsAlone(t *testing.T) {
 	page := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("dpserve_up 1\n")) })
 	addr := serveOutside(t, api.NewMetricsServer(page, nil))
-	status, body := ask(t, addr, http.MethodGet, "/metrics", map[string]string{"Host": "prometheus.example"})
+	status, body := askAt(t, addr, http.MethodGet, "/metrics", map[string]string{"Host": "prometheus.example"})
 	assert.Equal(t, http.StatusOK, status)
 	assert.Equal(t, "dpserve_up 1\n", body)
-	status, body = ask(t, addr, http.MethodHead, "/metrics", nil)
+	status, body = askAt(t, addr, http.MethodHead, "/metrics", nil)
 	assert.Equal(t, http.StatusOK, status)
 	assert.Empty(t, body)
 	for _, method := range []string{http.MethodPost, http.MethodPut, http.MethodDelete, http.MethodOptions} {
-		status, _ = ask(t, addr, method, "/metrics", nil)
+		status, _ = askAt(t, addr, method, "/metrics", nil)
 		assert.Equal(t, http.StatusMethodNotAllowed, status, method)
 	}
 	for _, path := range []string{"/", "/api/v1/apps", "/api/v1/version", "/api/v1/healthz", "/metrics/", "/add_worker"} {
 		for _, method := range []string{http.MethodGet, http.MethodPut, http.MethodPost} {
-			status, _ = ask(t, addr, method, path, nil)
+			status, _ = askAt(t, addr, method, path, nil)
 			assert.Equal(t, http.StatusNotFound, status, "%s %s", method, path)
 		}
 	}

@@ -100,7 +100,7 @@ func (r *replica) book() *ledger {
 		return nil
 	}
 	if r.kv == nil {
-		l, err := newLedger(r.Server, r.emitKV)
+		l, err := newLedger(r.Server, r.emitKV, r.deviceBlocks)
 		if err != nil {
 			r.log.Error("a rank has no ledger of its kv cache", slog.String("err", err.Error()))
 			return nil

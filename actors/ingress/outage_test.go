@@ -36,6 +36,9 @@ func newOutageRig(t *testing.T, kind app.Kind) *outageRig {
 	}}
 	a := demoApp()
 	a.Engine.Kind, a.Timeouts.QueueS = kind, 60
+	if kind == app.KindAttach {
+		a.Engine.Ranks = []app.AttachRank{{URL: g.rank.url}}
+	}
 	deploy(t, g.store, a, 1)
 	g.phase(state.Fenced)
 	in, err := New(Config{
