@@ -62,3 +62,21 @@ func TestLogsShowWhatEnginesSayOfThemselves(t *testing.T) {
 	g.post("/v1/chat/completions", chatBody)
 	assert.Contains(t, g.logs.String(), `engine_message="n must be at least 1, got 0."`)
 }
+
+// TestCachedTokensTellNothingAcrossSalts: a client with a cache_salt of its own does not learn from the header what others sent.
+func TestCachedTokensTellNothingAcrossSalts(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}, app: withRouting("scoring")})
+	remembers(t, g.replicas[0])
+	cached := func(salt string) string {
+		body := `{"model":"demo",` + salt + `"messages":[{"role":"user","content":"` + strings.Repeat("a secret plan ", 300) + `"}]}`
+		a := g.post("/v1/chat/completions", body)
+		assert.Equal(t, 200, a.status)
+		g.settled()
+		return a.header.Get("X-Dpserve-Cached-Tokens")
+	}
+	assert.Equal(t, "0", cached(`"cache_salt":"alice",`))
+	assert.NotEqual(t, "0", cached(`"cache_salt":"alice",`))
+	assert.Equal(t, "0", cached(`"cache_salt":"bob",`))
+	assert.Equal(t, "0", cached(``))
+	assert.NotEqual(t, "0", cached(``))
+}
