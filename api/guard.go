@@ -1,24 +1,32 @@
 package api
 
 import (
+	"errors"
 	"net"
 	"net/http"
+	"net/url"
 	"strings"
 	"time"
 
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// guard refuses what a browser may send in the name of a page that its user happens to look at (STYLE 10). The API has no
-// password on loopback, so this is the lock: no foreign host name (DNS rebinding), no foreign origin (CSRF), no CORS.
+// guard refuses what a browser may send in the name of a page that its user happens to look at. The API has no password, so
+// this is the lock on every bind: the Host header names this node (DNS rebinding needs a name of the attacker's own), no page of
+// another origin asks (CSRF), and no answer carries CORS fields.
 type guard struct {
-	next   http.Handler
-	origin *http.CrossOriginProtection
-	strict bool // bound to loopback: the Host header must say so too
+	next     http.Handler
+	origin   *http.CrossOriginProtection
+	loopback bool            // bound to loopback: an IP address in the Host header must be a loopback one
+	names    map[string]bool // names of this node beside localhost, in lower case
 }
 
-func newGuard(next http.Handler, strict bool) *guard {
-	return &guard{next: next, origin: http.NewCrossOriginProtection(), strict: strict}
+func newGuard(next http.Handler, loopback bool, names []string) *guard {
+	g := &guard{next: next, origin: http.NewCrossOriginProtection(), loopback: loopback, names: map[string]bool{"localhost": true}}
+	for _, name := range names {
+		g.names[canonicalName(name)] = true
+	}
+	return g
 }
 
 // ServeHTTP lets a request pass or answers 403.
@@ -37,31 +45,65 @@ func (g *guard) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 }
 
 func (g *guard) check(r *http.Request) error {
-	if g.strict && !loopbackHost(r.Host) {
-		return problem.New(problem.PermissionDenied, "host %q is not this machine's loopback address", r.Host).
-			WithHint("use http://%s, or bind another address with --admin-bind", DefaultAddr)
+	if err := g.checkHost(r.Host); err != nil {
+		return err
 	}
 	asPost := *r // the standard check lets GET pass, but events and logs are not for other pages either
 	asPost.Method = http.MethodPost
-	if err := g.origin.Check(&asPost); err != nil {
+	err := g.origin.Check(&asPost)
+	if err == nil && r.Method != http.MethodGet && r.Method != http.MethodHead {
+		err = checkOwnPage(r)
+	}
+	if err != nil {
 		return problem.New(problem.PermissionDenied, "request from another web page refused: %w", err).
 			WithHint("use the dpserve command or a client that is not a browser")
 	}
 	return nil
 }
 
-// loopbackHost says whether a Host header names this machine by its loopback address.
-func loopbackHost(host string) bool {
-	if h, _, err := net.SplitHostPort(host); err == nil {
-		host = h
+// checkHost refuses a Host header that does not name this node. An IP address cannot be made to point elsewhere by a name server,
+// so every one passes; on a loopback bind only those of loopback, as no other can be meant.
+func (g *guard) checkHost(host string) error {
+	name := hostName(host)
+	ip := net.ParseIP(name)
+	switch {
+	case ip != nil && g.loopback && !ip.IsLoopback():
+		return problem.New(problem.PermissionDenied, "host %q is not this machine's loopback address", host).
+			WithHint("use http://%s, or bind another address with --admin-bind", DefaultAddr)
+	case ip != nil, g.names[canonicalName(name)]:
+		return nil
 	}
-	host = strings.TrimSuffix(strings.TrimPrefix(host, "["), "]")
-	if strings.EqualFold(host, "localhost") {
-		return true
-	}
-	ip := net.ParseIP(host)
-	return ip != nil && ip.IsLoopback()
+	return problem.New(problem.PermissionDenied, "host %q is not a name of this node", host).
+		WithHint("use an IP address of the node, such as http://%s, or start the node with --admin-host NAME", DefaultAddr)
 }
+
+// checkOwnPage refuses a request that changes something and that a browser marks as coming from anywhere but a page of this very
+// port. dpserve has no pages, so what is left is a client that sets these headers by itself.
+func checkOwnPage(r *http.Request) error {
+	const site = "Sec-Fetch-Site"
+	for name := range r.Header {
+		if strings.HasPrefix(name, "Sec-Fetch-") && r.Header.Get(site) != "same-origin" {
+			return errors.New("a browser sends it, and not for a page of this port")
+		}
+	}
+	for _, origin := range r.Header["Origin"] {
+		if u, err := url.Parse(origin); err != nil || !strings.EqualFold(u.Host, r.Host) {
+			return errors.New("its Origin is not its Host")
+		}
+	}
+	return nil
+}
+
+// hostName is a Host header without its port and without the brackets of IPv6.
+func hostName(host string) string {
+	if h, _, err := net.SplitHostPort(host); err == nil {
+		return h
+	}
+	return strings.TrimSuffix(strings.TrimPrefix(host, "["), "]")
+}
+
+// canonicalName is a host name as names are compared: in lower case, without the dot of the root.
+func canonicalName(name string) string { return strings.TrimSuffix(strings.ToLower(name), ".") }
 
 // loopbackAddr says whether a listener takes connections from this machine only. What is not TCP (tests) does.
 func loopbackAddr(a net.Addr) bool {

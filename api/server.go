@@ -5,6 +5,7 @@ package api
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"net"
 	"net/http"
@@ -42,16 +43,20 @@ type Config struct {
 	Forward  Forward      // nil = this node answers everything
 	NoLeader func() error // the answer while no node leads; needed with Forward
 	Metrics  http.Handler // nil = 404 on /metrics
+	Hosts    []string     // names of this node in Host headers; localhost and IP addresses need no name here
 	Version  BuildInfo
 	Log      *slog.Logger // nil = silent
 }
 
-// Server serves the admin API: New, Listen (or Attach), Serve, Close.
+// Server serves the admin API, or the page of metrics alone: New, Listen (or Attach), Serve, Close.
 type Server struct {
 	cfg       Config
+	name      string // in errors and logs
+	flag      string // that says where it listens
 	routes    http.Handler
-	streams   chan struct{} // a slot per open stream
-	generates chan struct{} // a slot per generate call or dump
+	protect   func(bound net.Addr) http.Handler // routes behind what a bind needs
+	streams   chan struct{}                     // a slot per open stream
+	generates chan struct{}                     // a slot per generate call or dump
 
 	mu     sync.Mutex
 	ln     net.Listener
@@ -68,24 +73,39 @@ func NewServer(cfg Config) *Server {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
 	gin.SetMode(gin.ReleaseMode) // debug mode prints to stdout, which belongs to the commands
-	s := &Server{cfg: cfg, streams: make(chan struct{}, maxStreams), generates: make(chan struct{}, maxGenerates), stop: make(chan struct{})}
+	s := &Server{
+		cfg: cfg, name: "admin api", flag: "--admin-bind",
+		streams: make(chan struct{}, maxStreams), generates: make(chan struct{}, maxGenerates), stop: make(chan struct{}),
+	}
 	s.routes = s.newRoutes()
+	s.protect = func(bound net.Addr) http.Handler { return newGuard(s.routes, loopbackAddr(bound), cfg.Hosts) }
+	return s
+}
+
+// NewMetricsServer makes a server that answers GET and HEAD of /metrics and nothing else: for those who may read numbers and
+// not deploy. It does not listen yet.
+func NewMetricsServer(metrics http.Handler, log *slog.Logger) *Server {
+	if log == nil {
+		log = slog.New(slog.DiscardHandler)
+	}
+	s := &Server{cfg: Config{Log: log}, name: "metrics", flag: "--metrics-bind", routes: metricsAlone(metrics), stop: make(chan struct{})}
+	s.protect = func(net.Addr) http.Handler { return s.routes } // numbers are no secret from those who reach the port
 	return s
 }
 
 // Handler is the API without a listener, as if bound to loopback.
-func (s *Server) Handler() http.Handler { return newGuard(s.routes, true) }
+func (s *Server) Handler() http.Handler { return newGuard(s.routes, true, s.cfg.Hosts) }
 
 // Listen binds a TCP address; port 0 picks a free one (see Addr). A taken port is problem.Unavailable.
 func (s *Server) Listen(ctx context.Context, addr string) error {
 	var lc net.ListenConfig
 	ln, err := lc.Listen(ctx, "tcp", addr)
 	if errors.Is(err, syscall.EADDRINUSE) {
-		return problem.New(problem.Unavailable, "listen for the admin api: %w", err).
-			WithHint("another dpserve may be running: stop it, or choose a port with --admin-bind")
+		return problem.New(problem.Unavailable, "listen for the %s: %w", s.name, err).
+			WithHint("another dpserve may be running: stop it, or choose a port with %s", s.flag)
 	}
 	if err != nil {
-		return problem.New(problem.InvalidArgument, "listen for the admin api: %w", err).WithHint("--admin-bind takes HOST:PORT of this machine")
+		return problem.New(problem.InvalidArgument, "listen for the %s: %w", s.name, err).WithHint("%s takes HOST:PORT of this machine", s.flag)
 	}
 	return s.Attach(ln)
 }
@@ -95,11 +115,11 @@ func (s *Server) Attach(ln net.Listener) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.closed || s.ln != nil {
-		return errors.Join(errors.New("the admin api listens already, or is closed"), ln.Close())
+		return errors.Join(fmt.Errorf("the %s listens already, or is closed", s.name), ln.Close())
 	}
 	s.ln = ln
 	s.http = &http.Server{
-		Handler:           newGuard(s.routes, loopbackAddr(ln.Addr())),
+		Handler:           s.protect(ln.Addr()),
 		ReadHeaderTimeout: headerTimeout,
 		IdleTimeout:       idleTimeout,
 		MaxHeaderBytes:    maxHeader,
@@ -124,7 +144,7 @@ func (s *Server) Serve() error {
 	srv, ln := s.http, s.ln
 	s.mu.Unlock()
 	if srv == nil {
-		return errors.New("serve the admin api: call Listen first")
+		return fmt.Errorf("serve the %s: call Listen first", s.name)
 	}
 	if err := srv.Serve(netutil.LimitListener(ln, maxConnections)); !errors.Is(err, http.ErrServerClosed) {
 		return err
@@ -151,7 +171,7 @@ func (s *Server) close() error {
 	defer cancel()
 	err := srv.Shutdown(ctx)
 	if errors.Is(err, context.DeadlineExceeded) {
-		s.cfg.Log.Warn("admin api closed with requests running", "room", "api")
+		s.cfg.Log.Warn("closed with requests running", "room", "api", "server", s.name)
 		err = srv.Close()
 	}
 	if cerr := ln.Close(); err == nil && !errors.Is(cerr, net.ErrClosed) { // never served: Shutdown does not know it

@@ -142,6 +142,21 @@ func TestReadBack(t *testing.T) {
 	assert.Equal(t, engine.Settings{Model: "tiny", MaxModelLen: 2048, BlockSize: 32}, s)
 }
 
+func TestMaxModelLen(t *testing.T) {
+	for body, want := range map[string]int{
+		string(file(t, "models.json")):                              2048,
+		`{"data":[{"id":"a"}]}`:                                     0,
+		`{"data":[{"id":"a","max_model_len":null}]}`:                0,
+		`{"data":[{"id":"a","max_model_len":-1}]}`:                  0,
+		`{"data":[{"id":"a","max_model_len":9000000000000000000}]}`: 0,
+	} {
+		c := serve(t, engine.Addressing{}, "", answers(map[string]string{"/v1/models": body}))
+		n, err := c.MaxModelLen(t.Context())
+		require.NoError(t, err)
+		assert.Equal(t, want, n, body)
+	}
+}
+
 func TestModelsRefuseNonsense(t *testing.T) {
 	for body, want := range map[string]string{
 		`{"data":[]}`: "/v1/models lists no model",

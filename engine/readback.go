@@ -43,6 +43,18 @@ func parseModels(b []byte) ([]Model, error) {
 	return list.Data, nil
 }
 
+// maxModelLen bounds what is believed of an engine's max_model_len, in tokens.
+const maxModelLen = 1 << 30
+
+// MaxModelLen asks /v1/models how many tokens a request and its answer may have together; 0 where that is not told.
+func (c *Client) MaxModelLen(ctx context.Context) (int, error) {
+	models, err := c.Models(ctx)
+	if err != nil {
+		return 0, err
+	}
+	return sane(float64(models[0].MaxModelLen), maxModelLen), nil
+}
+
 // Version asks /version; "" with an error where the engine has none.
 func (c *Client) Version(ctx context.Context) (string, error) {
 	b, err := c.get(ctx, "/version", maxAnswer)

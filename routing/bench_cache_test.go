@@ -120,10 +120,10 @@ func benchmarkDecide(b *testing.B, p Policy) {
 	}
 }
 
-// BenchmarkTextTree is one match and one insertion of a 400 KB prompt whose last kilobyte is new.
+// BenchmarkTextTree is one match and one insertion of a 250 KB prompt whose last kilobyte is new.
 func BenchmarkTextTree(b *testing.B) {
 	tree := newTextTree(&View{Ranks: []Rank{{ID: ID(0, 0)}}}, maxTreeChars)
-	text := make([]byte, 400<<10)
+	text := make([]byte, 250<<10)
 	for i := uint64(0); b.Loop(); i++ {
 		text[len(text)-1024] = byte(i)
 		text[len(text)-1023] = byte(i >> 8)

@@ -4,8 +4,9 @@ import "time"
 
 // textState is what prefix-aware and cache-aware remember: the text sent to each rank, and when they last swept it.
 type textState struct {
-	tree  *textTree
-	swept time.Duration // view.Now
+	tree     *textTree
+	swept    time.Duration // view.Now
+	sweeping uint32        // slot + 1 of the rank that a sweep has left above its low; 0: none
 }
 
 func newTextState(v *View) *textState {
@@ -33,23 +34,33 @@ func (st *textState) observe(v *View, e *Event, w sweep) {
 		}
 	default:
 	}
-	if w.interval > 0 && v.Now-st.swept >= w.interval {
+	if w.interval > 0 && v.Now-st.swept >= w.interval && st.sweep(v, w) {
 		st.swept = v.Now
-		st.sweep(v, w)
 	}
 }
 
-func (st *textState) sweep(v *View, w sweep) {
+// maxSweep is how many evictions a sweep makes under the Router's lock before it leaves the rest to the next event: 0.1 ms.
+const maxSweep = 512
+
+// sweep is false if there is more to do.
+func (st *textState) sweep(v *View, w sweep) bool {
+	left := maxSweep
 	for i := range v.Ranks {
 		id := v.Ranks[i].ID
 		s := st.tree.slots.get(uint64(id) + 1)
-		if s == 0 || st.size(s-1, w.nodes) <= w.high(v, id) {
+		if s == 0 || s != st.sweeping && st.size(s-1, w.nodes) <= w.high(v, id) {
 			continue
 		}
-		for low := w.low(v, id); st.size(s-1, w.nodes) > low; {
+		for low := w.low(v, id); st.size(s-1, w.nodes) > low; left-- {
+			if left == 0 {
+				st.sweeping = s
+				return false
+			}
 			st.tree.evict(s - 1)
 		}
+		st.sweeping = 0
 	}
+	return true
 }
 
 func (st *textState) size(slot uint32, nodes bool) int {

@@ -7,11 +7,16 @@ import (
 )
 
 const (
-	// maxTreeChars bounds the distinct text of one tree, whatever a policy's own limits say: the least recently used
-	// text of the rank with the most goes first.
+	// maxTreeChars bounds the charge of one tree, whatever a policy's own limits say: its distinct text, and what its nodes and marks
+	// take. The least recently used text of the rank with the most goes first.
 	maxTreeChars = 64 << 20
-	// maxTextChars is how much of one prompt a tree remembers.
-	maxTextChars = 1 << 20
+	// nodeChars and markChars are what a node and a mark are charged as, in characters: about their bytes, with their place in the
+	// tables. Without them, prompts that share all but their last byte would cost memory and count as nothing.
+	nodeChars, markChars = 128, 64
+	// maxTextChars is how much of one prompt a tree remembers. It bounds what an insert copies, and evicts, under the Router's lock.
+	maxTextChars = 256 << 10
+	// maxPath is how many nodes of one prompt a tree remembers: an insert touches all of them.
+	maxPath = 1024
 )
 
 // textTree is a radix tree over the prompts that were sent to ranks, each node marked with the ranks that were sent the
@@ -32,8 +37,17 @@ type textTree struct {
 	freeNodes, freeMarks []uint32
 	buffers              textBuffers
 	chars                int // of all nodes
-	limit                int // of chars
+	limit                int // of charge
 }
+
+// charge is what the tree is held against its limit with.
+func (t *textTree) charge() int {
+	nodes, marks := len(t.nodes)-1-len(t.freeNodes), len(t.marks)-1-len(t.freeMarks)
+	return t.chars + nodes*nodeChars + marks*markChars
+}
+
+// charge is a rank's part, as if its nodes were nobody else's.
+func (r *textRank) charge() int { return r.chars + r.nodes*(nodeChars+markChars) }
 
 type textNode struct {
 	text   []byte
@@ -107,11 +121,19 @@ type textMatch struct {
 	length, within int
 }
 
-// match is the longest prefix of text that any rank was sent.
+// match is the longest prefix of text that any rank was sent, of at most maxPath nodes.
 func (t *textTree) match(text []byte) textMatch {
-	m := textMatch{}
+	m, _ := t.follow(text)
+	return m
+}
+
+// follow is match, and says whether it ended at maxPath.
+func (t *textTree) follow(text []byte) (m textMatch, deep bool) {
 	text = text[:min(len(text), maxTextChars)]
-	for m.length < len(text) {
+	for nodes := 0; m.length < len(text); nodes++ {
+		if nodes == maxPath {
+			return m, true
+		}
 		kid := t.kids.get(kidKey(m.node, text[m.length]))
 		if kid == 0 {
 			break
@@ -123,7 +145,7 @@ func (t *textTree) match(text []byte) textMatch {
 			break
 		}
 	}
-	return m
+	return m, false
 }
 
 // up is the place where m's node begins, seen as a place in its parent.
@@ -139,12 +161,12 @@ func (t *textTree) insert(text []byte, id RankID) {
 		return
 	}
 	text = text[:min(len(text), maxTextChars)]
-	m := t.match(text)
+	m, deep := t.follow(text)
 	node := m.node
 	if node != 0 && m.within < len(t.nodes[node].text) {
 		node = t.split(node, m.within)
 	}
-	if m.length < len(text) {
+	if m.length < len(text) && !deep {
 		node = t.newNode(text[m.length:], node)
 	}
 	for ; node != 0; node = t.nodes[node].parent {
@@ -155,10 +177,10 @@ func (t *textTree) insert(text []byte, id RankID) {
 
 // shrink keeps the tree within its bound.
 func (t *textTree) shrink() {
-	for t.chars > t.limit {
+	for t.charge() > t.limit {
 		most := 0
 		for i := range t.ranks {
-			if t.ranks[i].chars > t.ranks[most].chars {
+			if t.ranks[i].charge() > t.ranks[most].charge() {
 				most = i
 			}
 		}
@@ -321,7 +343,7 @@ func commonPrefix(a, b []byte) int {
 
 const (
 	minBuffer = 5  // log2 of the smallest text buffer
-	maxBuffer = 20 // log2 of the largest, maxTextChars
+	maxBuffer = 18 // log2 of the largest, maxTextChars
 	// maxSpareChars bounds the buffers that wait for their next use.
 	maxSpareChars = 16 << 20
 )

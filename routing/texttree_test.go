@@ -41,6 +41,14 @@ func checkTree(t require.TestingT, tree *textTree) {
 		chars += len(tree.nodes[i].text)
 	}
 	require.Equal(t, chars, tree.chars)
+	nodes, marks := 0, 0
+	for i := 1; i < len(tree.nodes); i++ {
+		nodes += min(1, len(tree.nodes[i].text))
+	}
+	for slot := range tree.ranks {
+		marks += tree.ranks[slot].nodes
+	}
+	require.Equal(t, chars+nodes*nodeChars+marks*markChars, tree.charge())
 	for slot := range tree.ranks {
 		rk := &tree.ranks[slot]
 		seen, count, length := map[uint32]bool{}, 0, 0
@@ -108,14 +116,14 @@ func TestTextTreeMatchesTheOracle(t *testing.T) {
 // Eviction takes the least recently used text of a rank, never a head before its tail, and never more than asked.
 func TestTextTreeEviction(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		limit := rapid.IntRange(1, 80).Draw(t, "limit")
+		limit := rapid.IntRange(1, 4000).Draw(t, "limit")
 		tree := newTextTree(&View{Ranks: []Rank{{ID: ID(0, 0)}, {ID: ID(0, 1)}}}, limit)
 		var last []byte
 		for range rapid.IntRange(1, 60).Draw(t, "steps") {
 			last = drawText(t)
 			tree.insert(last, ID(0, rapid.IntRange(0, 1).Draw(t, "rank")))
 			checkTree(t, tree)
-			require.LessOrEqual(t, tree.chars, limit)
+			require.LessOrEqual(t, tree.charge(), limit)
 		}
 		for _, id := range []RankID{ID(0, 0), ID(0, 1)} {
 			tree.removeRank(id)
@@ -128,12 +136,12 @@ func TestTextTreeEviction(t *testing.T) {
 
 func TestTextTreeEvictsTheOldestFirst(t *testing.T) {
 	a := ID(0, 0)
-	tree := newTextTree(&View{Ranks: []Rank{{ID: a}}}, 20)
+	tree := newTextTree(&View{Ranks: []Rank{{ID: a}}}, 20+4*(nodeChars+markChars))
 	tree.insert([]byte("system: one"), a)
 	tree.insert([]byte("system: two"), a)
 	tree.insert([]byte("system: one"), a) // renewed
-	tree.insert([]byte("other"), a)       // 8+3+3+5 = 19
-	tree.insert([]byte("xyz"), a)         // 22: "two" goes
+	tree.insert([]byte("other"), a)       // 8+3+3+5 = 19, in four nodes
+	tree.insert([]byte("xyz"), a)         // 22, in five: "two" goes
 	require.Equal(t, 11, tree.match([]byte("system: one")).length)
 	require.Equal(t, 8, tree.match([]byte("system: two")).length)
 	require.Equal(t, 5, tree.match([]byte("other")).length)
@@ -141,7 +149,7 @@ func TestTextTreeEvictsTheOldestFirst(t *testing.T) {
 
 func TestTextTreeNewIncarnationBeginsEmpty(t *testing.T) {
 	a := ID(0, 0)
-	tree := newTextTree(&View{Ranks: []Rank{{ID: a, Incarnation: 1}}}, 100)
+	tree := newTextTree(&View{Ranks: []Rank{{ID: a, Incarnation: 1}}}, 1000)
 	tree.insert([]byte("abc"), a)
 	tree.addRank(a, 1)
 	require.Equal(t, 3, tree.rank(a).chars)
@@ -150,13 +158,70 @@ func TestTextTreeNewIncarnationBeginsEmpty(t *testing.T) {
 	require.Zero(t, tree.chars)
 }
 
+// TestSmallSuffixesFillATree: prompts that share all but their last byte are bounded by the nodes that they take, not by their text.
+func TestSmallSuffixesFillATree(t *testing.T) {
+	a := ID(0, 0)
+	const limit = 256 << 10
+	tree := newTextTree(&View{Ranks: []Rank{{ID: a}}}, limit)
+	system := bytes.Repeat([]byte("s"), 10_000)
+	for i := range 20_000 {
+		tree.insert(append(system[:len(system):len(system)], byte(i), byte(i>>8)), a)
+		require.LessOrEqual(t, tree.charge(), limit)
+	}
+	checkTree(t, tree)
+	require.LessOrEqual(t, len(tree.nodes), limit/(nodeChars+markChars)+3)
+	require.Equal(t, len(system)+2, tree.match(append(system, byte(19_999&0xff), byte(19_999>>8))).length, "the newest is there")
+}
+
+// TestAPathIsBounded: a conversation that grows by a byte a turn does not make every insert touch more nodes.
+func TestAPathIsBounded(t *testing.T) {
+	a := ID(0, 0)
+	tree := newTextTree(&View{Ranks: []Rank{{ID: a}}}, maxTreeChars)
+	text := bytes.Repeat([]byte("x"), 3*maxPath)
+	for n := range text {
+		tree.insert(text[:n+1], a)
+	}
+	checkTree(t, tree)
+	require.Equal(t, maxPath, tree.rank(a).nodes)
+	require.Equal(t, maxPath, tree.match(text).length)
+	long := bytes.Repeat([]byte("y"), 2*maxTextChars)
+	tree.insert(long, a)
+	require.Equal(t, maxTextChars, tree.match(long).length, "of a long prompt the beginning")
+}
+
+// TestASweepIsDoneInSteps: what a sweep takes out is spread over events, and goes on down to its target.
+func TestASweepIsDoneInSteps(t *testing.T) {
+	a := ID(0, 0)
+	v := &View{Ranks: []Rank{{ID: a}}, Now: 1}
+	st := newTextState(v)
+	const prompts = 4 * maxSweep
+	for i := range prompts {
+		st.tree.insert([]byte{byte(i >> 8), byte(i), 'x'}, a)
+	}
+	nodes := func() int { return st.tree.rank(a).nodes }
+	few := func(*View, RankID) int { return 10 }
+	many := func(*View, RankID) int { return prompts - maxSweep - 1 }
+	w := sweep{interval: 1, high: many, low: few, nodes: true}
+	v.Now = 100
+	for before := nodes(); before > 10; before = nodes() {
+		st.observe(v, &Event{Kind: EvSilent}, w)
+		require.LessOrEqual(t, before-nodes(), maxSweep)
+		require.Less(t, nodes(), before, "it goes on with the next event")
+		checkTree(t, st.tree)
+	}
+	require.Equal(t, 10, nodes())
+	st.tree.insert([]byte("more than the target"), a)
+	st.observe(v, &Event{Kind: EvSilent}, w)
+	require.Equal(t, 11, nodes(), "until the next interval")
+}
+
 func FuzzTextTree(f *testing.F) {
 	f.Add([]byte("abcabd"), []byte("abx"), uint8(3))
 	f.Add([]byte("\xc3\xa4\xc3\xb6"), []byte("\xc3\xbc"), uint8(1))
 	f.Add([]byte{}, bytes.Repeat([]byte{0}, 100), uint8(0))
 	f.Fuzz(func(t *testing.T, x, y []byte, cut uint8) {
 		a, b := ID(0, 0), ID(1, 0)
-		tree := newTextTree(&View{Ranks: []Rank{{ID: a}, {ID: b}}}, 64)
+		tree := newTextTree(&View{Ranks: []Rank{{ID: a}, {ID: b}}}, 1000)
 		for _, text := range [][]byte{x, y, x[:min(len(x), int(cut))], append(y[:len(y):len(y)], x...)} {
 			tree.insert(text, a)
 			tree.insert(text, b)

@@ -47,6 +47,8 @@ type Config struct {
 	DataDir        string                   // raft log, epochs, engine logs; "" = nothing survives
 	HTTPBind       string                   // OpenAI endpoint
 	AdminBind      string                   // admin REST and /metrics
+	AdminHosts     []string                 // names in Host headers by which the admin port answers, beside the node's own
+	MetricsBind    string                   // /metrics alone; "" = at AdminBind only
 	PortRange      string                   // LO-HI, engines' ports
 	Slots          int                      // ranks without devices
 	GPUs           string                   // count, or list like 0-3,6
@@ -88,9 +90,18 @@ func DefaultConfig() Config {
 
 // Validate checks what can be checked without binding anything. Errors are problem.InvalidArgument and name the flag.
 func (c *Config) Validate() error {
-	for _, b := range []struct{ flag, addr string }{{"--http-bind", c.HTTPBind}, {"--admin-bind", c.AdminBind}} {
+	for _, b := range []struct{ flag, addr string }{{"--http-bind", c.HTTPBind}, {"--admin-bind", c.AdminBind}, {"--metrics-bind", c.MetricsBind}} {
+		if b.addr == "" && b.flag == "--metrics-bind" {
+			continue
+		}
 		if err := c.checkBind(b.flag, b.addr); err != nil {
 			return err
+		}
+	}
+	for _, name := range c.AdminHosts {
+		if name == "" || strings.ContainsAny(name, "/:*@ \t\n") {
+			return problem.New(problem.InvalidArgument, "--admin-host %q: want a host name, without scheme and port", name).
+				WithHint("for example --admin-host dpserve.example.com; IP addresses need none")
 		}
 	}
 	if _, _, err := parsePortRange(c.PortRange); err != nil {
@@ -127,6 +138,9 @@ func (c *Config) checkBind(flag, addr string) error {
 	}
 	if n, err := strconv.Atoi(port); err != nil || n < 0 || n > 65535 {
 		return problem.New(problem.InvalidArgument, "%s %q: the port must be 0 to 65535", flag, addr)
+	}
+	if !c.InsecurePublic && !isLoopback(host) && c.Ephemeral {
+		return problem.New(problem.InvalidArgument, "%s %s is reachable from outside", flag, addr).WithHint("`dpserve up` binds loopback only; `dpserve start` can bind more")
 	}
 	if !c.InsecurePublic && !isLoopback(host) {
 		return problem.New(problem.InvalidArgument, "%s %s is reachable from outside, without keys and without TLS", flag, addr).

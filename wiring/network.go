@@ -10,6 +10,7 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/dpserve/dpserve/actors/ingress"
+	"github.com/dpserve/dpserve/api"
 	"github.com/dpserve/dpserve/cluster/nodeport"
 	"github.com/dpserve/dpserve/engine"
 )
@@ -116,12 +117,21 @@ func (n *Node) listenHTTP(ctx context.Context, addr string) (net.Addr, error) {
 
 // listenAdmin binds the admin API.
 func (n *Node) listenAdmin(ctx context.Context, addr string) error {
+	return n.listenServer(ctx, n.admin, addr)
+}
+
+// listenMetrics binds the port of /metrics alone.
+func (n *Node) listenMetrics(ctx context.Context, addr string) error {
+	return n.listenServer(ctx, n.numbers, addr)
+}
+
+func (n *Node) listenServer(ctx context.Context, s *api.Server, addr string) error {
 	if n.cfg.Network == nil {
-		return n.admin.Listen(ctx, addr)
+		return s.Listen(ctx, addr)
 	}
 	l, err := n.cfg.Network.Listen(addr)
 	if err != nil {
 		return err
 	}
-	return n.admin.Attach(l)
+	return s.Attach(l)
 }

@@ -60,6 +60,7 @@ type Node struct {
 	ingress   *ingress.Ingress                // nil without role ingress
 	serving   atomic.Pointer[ingress.Ingress] // ingress, for renewals, which begin before it is there
 	admin     *api.Server
+	numbers   *api.Server // /metrics alone; nil without --metrics-bind
 
 	httpAddr   string
 	firstToken string
@@ -227,10 +228,14 @@ func (n *Node) buildServers(t *timers) error {
 		n.serving.Store(n.ingress)
 	}
 	b := &backend{n}
+	metrics := n.scrape()
 	n.admin = api.NewServer(api.Config{
-		Backend: b, Ranks: b, Nodes: b, Routers: routersOf(n), Metrics: n.scrape(), Forward: n.forward, NoLeader: n.noLeader,
-		Version: api.BuildInfo{Version: n.cfg.Version, Node: n.cfg.NodeID}, Log: n.log,
+		Backend: b, Ranks: b, Nodes: b, Routers: routersOf(n), Metrics: metrics, Forward: n.forward, NoLeader: n.noLeader,
+		Version: api.BuildInfo{Version: n.cfg.Version, Node: n.cfg.NodeID}, Log: n.log, Hosts: n.adminHosts(),
 	})
+	if n.cfg.MetricsBind != "" {
+		n.numbers = api.NewMetricsServer(metrics, n.log)
+	}
 	if n.mesh != nil {
 		return n.mesh.serve()
 	}
@@ -257,19 +262,32 @@ func (n *Node) begin(ctx context.Context) error {
 	return n.firstJoin(ctx)
 }
 
-// Listen binds both ports. A taken one is problem.Unavailable, or another port if the node is Ephemeral.
-func (n *Node) Listen() error {
-	if n.ingress == nil {
-		return n.bind(n.cfg.AdminBind, "--admin-bind", n.listenAdmin)
+// adminHosts are the names by which the admin port answers.
+func (n *Node) adminHosts() []string {
+	hosts := append([]string{n.cfg.NodeID}, n.cfg.AdminHosts...)
+	if n.cfg.Advertise != "" {
+		hosts = append(hosts, n.cfg.Advertise)
 	}
-	if err := n.bind(n.cfg.HTTPBind, "--http-bind", func(ctx context.Context, addr string) error {
-		a, err := n.listenHTTP(ctx, addr)
-		if err == nil {
-			n.httpAddr = a.String()
+	return hosts
+}
+
+// Listen binds the ports of clients and operators. A taken one is problem.Unavailable, or another port if the node is Ephemeral.
+func (n *Node) Listen() error {
+	if n.ingress != nil {
+		if err := n.bind(n.cfg.HTTPBind, "--http-bind", func(ctx context.Context, addr string) error {
+			a, err := n.listenHTTP(ctx, addr)
+			if err == nil {
+				n.httpAddr = a.String()
+			}
+			return err
+		}); err != nil {
+			return err
 		}
-		return err
-	}); err != nil {
-		return err
+	}
+	if n.numbers != nil {
+		if err := n.bind(n.cfg.MetricsBind, "--metrics-bind", n.listenMetrics); err != nil {
+			return err
+		}
 	}
 	return n.bind(n.cfg.AdminBind, "--admin-bind", n.listenAdmin)
 }
@@ -291,9 +309,12 @@ func (n *Node) bind(addr, flag string, listen func(ctx context.Context, addr str
 // Serve answers until ctx ends, or the node has left its cluster; then it drains and returns when every engine is gone. Kill ends the
 // drain.
 func (n *Node) Serve(ctx context.Context) error {
-	failed := make(chan error, 2) // both servers
+	failed := make(chan error, 3) // every server
 	if n.ingress != nil {
 		go func() { failed <- n.ingress.Serve() }()
+	}
+	if n.numbers != nil {
+		go func() { failed <- n.numbers.Serve() }()
 	}
 	go func() { failed <- n.admin.Serve() }()
 	var err error
@@ -323,7 +344,15 @@ func (n *Node) drain() error {
 			err = errors.Join(err, cerr)
 		}
 	}
-	return errors.Join(err, n.admin.Close())
+	return errors.Join(err, n.closeMetrics(), n.admin.Close())
+}
+
+// closeMetrics ends the port of /metrics alone, if there is one.
+func (n *Node) closeMetrics() error {
+	if n.numbers == nil {
+		return nil
+	}
+	return n.numbers.Close()
 }
 
 // Kill ends a drain: engines are killed, streams are cut.
@@ -349,6 +378,7 @@ func (n *Node) close() error {
 			errs = append(errs, err)
 		}
 	}
+	errs = append(errs, n.closeMetrics())
 	if n.admin != nil {
 		errs = append(errs, n.admin.Close())
 	}
@@ -379,6 +409,14 @@ func (n *Node) AdminAddr() string {
 		return a.String()
 	}
 	return ""
+}
+
+// MetricsAddr is where /metrics alone is served, after Listen; empty without --metrics-bind.
+func (n *Node) MetricsAddr() string {
+	if n.numbers == nil || n.numbers.Addr() == nil {
+		return ""
+	}
+	return n.numbers.Addr().String()
 }
 
 // Feed is the streams of all ranks as this node's ingress follows them, for another one beside it; without role ingress those of this

@@ -26,8 +26,9 @@ type ledger struct {
 	rank    uint32
 	epoch   uint64
 	emit    func(kind msg.RecordKind, kv msg.KV)
-	began   time.Time // origin of the index's clock
-	muted   bool      // nothing is told: the snapshots that follow say it
+	blocks  func() int // of the engine's device; 0: not known
+	began   time.Time  // origin of the index's clock
+	muted   bool       // nothing is told: the snapshots that follow say it
 	columns [tiers]*kvindex.Column
 	told    [tiers]bool // the stream has its RecKVBegin
 
@@ -44,8 +45,8 @@ type ledger struct {
 	sentOpt  kvindex.Options
 }
 
-func newLedger(s *Server, emit func(kind msg.RecordKind, kv msg.KV)) (*ledger, error) {
-	l := &ledger{hasher: s.hasher, rank: uint32(s.id), epoch: s.spec.Epoch, emit: emit, began: time.Now()}
+func newLedger(s *Server, emit func(kind msg.RecordKind, kv msg.KV), blocks func() int) (*ledger, error) {
+	l := &ledger{hasher: s.hasher, rank: uint32(s.id), epoch: s.spec.Epoch, emit: emit, blocks: blocks, began: time.Now()}
 	var err error
 	l.ix, err = kvindex.New(kvindex.Config{Bytes: ledgerBytes, Columns: ledgerColumns, OnChange: l.changed})
 	return l, err
@@ -185,6 +186,9 @@ func (l *ledger) change(c *change, ev *kvindex.StoredEvent) {
 	case stored:
 		if col := l.column(c.tier, kvindex.Options{Feed: kvindex.FromEvents}); col != nil {
 			col.Stored(l.hasher, ev)
+			if c.tier == kvindex.GPU && col.LimitCopies(l.blocks()) {
+				l.unswept, l.shrunk = true, true
+			}
 		}
 	case removed:
 		if col := l.columns[c.tier]; col != nil {

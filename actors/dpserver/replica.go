@@ -103,7 +103,7 @@ func (r *replica) book() *ledger {
 		return nil
 	}
 	if r.kv == nil {
-		l, err := newLedger(r.Server, r.emitKV)
+		l, err := newLedger(r.Server, r.emitKV, r.deviceBlocks)
 		if err != nil {
 			r.log.Error("a rank has no ledger of its kv cache", slog.String("err", err.Error()))
 			return nil
@@ -389,7 +389,7 @@ func (r *replica) snapshot(sub *subscription) {
 	}
 	give(&msg.Record{Kind: msg.RecSnapshot, Accepting: r.accepting(), Snapshot: &msg.Snapshot{
 		Accepting: r.accepting(), MaxOngoing: f.MaxOngoing, Capacity: r.capacity(), BlockSize: r.toldBlockSize(), CachingOff: f.CachingOff,
-		Node: r.spec.Node, Target: r.spec.Target, Mailbox: r.box, Open: r.account.snapshot(),
+		MaxModelLen: f.MaxModelLen, Node: r.spec.Node, Target: r.spec.Target, Mailbox: r.box, Open: r.account.snapshot(),
 	}})
 	if r.kv != nil {
 		r.kv.snapshot(func(kind msg.RecordKind, kv msg.KV) { give(&msg.Record{Kind: kind, KV: kv}) })

@@ -54,6 +54,17 @@ func (r *replica) capacity() int64 {
 	return int64(r.vitals.facts.Blocks) * int64(r.toldBlockSize())
 }
 
+// deviceBlocks is the most blocks that the engine's events can tell of at a time; 0 = not known. An engine that counts its blocks in a
+// larger size than its events has more of the events' size.
+func (r *replica) deviceBlocks() int {
+	f := &r.vitals.facts
+	size := r.eventBlockSize()
+	if size == 0 || f.BlockSize <= size {
+		return f.Blocks
+	}
+	return f.Blocks * ((f.BlockSize + size - 1) / size)
+}
+
 // seed begins the average with the first request.
 func (l *ledger) seed(t *ticket) {
 	if l.perBlock == 0 && t.req.Tokens > 0 {

@@ -118,7 +118,7 @@ func (c *call) account() {
 	}
 	c.entry.lane.meter.Load().Tokens(c.usage.PromptTokens, c.usage.CachedTokens, n)
 	if c.query.Estimated {
-		c.entry.lane.ratios[c.route].Observe(c.scan.PromptBytes, c.usage.PromptTokens)
+		c.entry.lane.ratios[c.route].ObservePrompt(&c.scan, c.usage.PromptTokens)
 	}
 }
 

@@ -163,7 +163,7 @@ func (c *call) find(s *scope) *failure {
 		switch {
 		case c.entry != nil:
 			return nil
-		case s.apps == 0:
+		case len(s.apps) == 0:
 			return unknownModel(nil, s)
 		}
 		f := fail(openai.CodeInvalidRequest, "the body names no model; add \"model\": one of "+list(s.names))
@@ -330,7 +330,7 @@ const maxNameShown = 100
 func unknownModel(model []byte, s *scope) *failure {
 	shown := string(bytes.ToValidUTF8(model[:min(len(model), maxNameShown)], []byte("?")))
 	f := fail(openai.CodeModelNotFound, "the model `"+shown+"` does not exist; there are: "+list(s.names))
-	if s.apps == 0 {
+	if len(s.apps) == 0 {
 		f.message = "the model `" + shown + "` does not exist: no application is deployed here; deploy one with `dpserve deploy FILE`"
 	}
 	f.param = "model"

@@ -52,11 +52,12 @@ func (f *fifo) size() (n int, tokens int64) {
 	return f.n, f.tokens
 }
 
-// join puts w at the end; false if the queue would hold more than maxN requests or maxTokens tokens.
+// join puts w at the end; false if the queue would hold more than maxN requests or maxTokens tokens. An empty queue takes one request
+// however large it is: it would be refused for ever else.
 func (f *fifo) join(w *waiter, maxN int, maxTokens int64) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if f.n >= maxN || f.tokens+w.tokens > maxTokens {
+	if f.n >= maxN || f.n > 0 && f.tokens+w.tokens > maxTokens {
 		return false
 	}
 	w.prev, w.next, w.queued = f.tail, nil, true

@@ -45,6 +45,8 @@ type lane struct {
 	unseen  map[string]struct{} // of these, units whose streams have not told the Router of a rank yet
 	coming  int                 // units that the state says are on their way
 	noRoom  string              // why other units are not, "" if there are none
+	down    time.Time           // since when no attached engine is ready; zero: one is, or dpserve starts the engines itself
+	outage  *time.Timer         // when requests wait no more for them; nil: never was
 	event   routing.Event       // scratch: the Router does not keep it
 	opens   []routing.Open      // scratch
 	ended   bool                // no timer may start any more
@@ -130,7 +132,7 @@ func (l *lane) snapshot(rec *msg.Record) {
 		l.ranks[rec.Rank] = r
 	}
 	r.accepting, r.busy, r.maxOngoing, r.seq, r.silent = rec.Snapshot.Accepting, false, rec.Snapshot.MaxOngoing, rec.Seq, false
-	r.cachingOff = rec.Snapshot.CachingOff
+	r.cachingOff, r.maxModelLen = rec.Snapshot.CachingOff, rec.Snapshot.MaxModelLen
 	l.told(r)
 	l.resize(r, rec.Snapshot.BlockSize, false)
 	l.raise(r, rec.Seq, rec.Snapshot)
@@ -163,6 +165,9 @@ func (l *lane) show(r *rank) {
 		r.shownReady = ready
 		defer l.judgeCaching()
 		l.observe(routing.Event{Kind: routing.EvAccepting, Rank: r.id, Incarnation: r.incarnation, Accepting: ready})
+		if l.watchOutage() {
+			l.hope()
+		}
 	}
 	if r.silent != r.shownSilent {
 		r.shownSilent = r.silent
@@ -249,6 +254,7 @@ func (l *lane) drop(r *rank) {
 	l.told(r)
 	l.judgeCaching()
 	l.observe(routing.Event{Kind: routing.EvRankDown, Rank: r.id, Incarnation: r.incarnation})
+	l.watchOutage()
 	r.lose()
 }
 
@@ -398,9 +404,68 @@ func (l *lane) units(ready map[string]uint64, onTheWay int, noRoom string) {
 	l.hope()
 }
 
-// hope tells the Router how many units may still come up.
+// hope tells the Router how many units may still come up. Attached engines come when somebody else starts them: after a while
+// without any, nobody waits for them.
 func (l *lane) hope() {
-	l.observe(routing.Event{Kind: routing.EvOnTheWay, N: l.coming + len(l.unseen) + len(l.fenced) + len(l.doubts)})
+	l.watchOutage()
+	n := l.coming + len(l.unseen) + len(l.fenced)
+	if l.isDown() {
+		n = 0
+	}
+	l.observe(routing.Event{Kind: routing.EvOnTheWay, N: n + len(l.doubts)})
+}
+
+// watchOutage notes since when an application of attached engines has no ready rank; ended: it has one again.
+func (l *lane) watchOutage() (ended bool) {
+	spec := l.spec.Load()
+	if l.ended || spec == nil || spec.app.Engine.Kind != app.KindAttach || l.hasReady() {
+		ended = !l.down.IsZero()
+		l.down = time.Time{}
+		if l.outage != nil {
+			l.outage.Stop()
+		}
+		return ended
+	}
+	if l.down.IsZero() {
+		l.down = time.Now()
+		l.outage = time.AfterFunc(l.in.timers.Outage, l.endWaiting)
+	}
+	return false
+}
+
+// hasReady says whether the Router has a ready rank.
+func (l *lane) hasReady() bool {
+	for _, r := range l.ranks {
+		if r.shownReady {
+			return true
+		}
+	}
+	return false
+}
+
+// isDown says that the outage has lasted so long that requests are refused instead of waiting.
+func (l *lane) isDown() bool { return !l.down.IsZero() && time.Since(l.down) >= l.in.timers.Outage }
+
+// endWaiting refuses what waits for attached engines, unless one came back.
+func (l *lane) endWaiting() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.isDown() {
+		l.hope()
+	}
+}
+
+// maxModelLen is the smallest length of a request that the ready ranks tell, in tokens; 0: none tells.
+func (l *lane) maxModelLen() int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	least := 0
+	for _, r := range l.ranks {
+		if n := r.maxModelLen; r.shownReady && n > 0 && (least == 0 || n < least) {
+			least = n
+		}
+	}
+	return least
 }
 
 // whyNoRoom is why units of the application are not on their way, "" if there are none.

@@ -12,7 +12,7 @@ type Limits struct {
 	MaxHeaderBytes  int   // request line and header fields; more is 431
 	MaxHeaderFields int   // header fields; more is 431
 	MaxConns        int   // client connections; more wait in the kernel's backlog
-	MaxQueueTokens  int64 // estimated prompt tokens in one application's queue; more is 503
+	MaxQueueTokens  int64 // estimated prompt tokens in one application's queue; more is 503, but for the only one that waits
 	IndexBytes      int   // memory of one application's picture of what its ranks have cached
 	TokenizeBytes   int   // memory of one application's tokenized prompts
 }
@@ -46,6 +46,7 @@ type Timers struct {
 	Queue        time.Duration // timeouts.queue_s when the file leaves it out
 	FirstToken   time.Duration // timeouts.first_token_s when the file leaves it out
 	BetweenToken time.Duration // timeouts.between_tokens_s when the file leaves it out
+	Outage       time.Duration // how long requests wait for attached engines while none of them is ready
 	Reservation  time.Duration // for a reservation of the router's own API that nobody frees
 }
 
@@ -67,6 +68,7 @@ const (
 	DefaultQueue        = 60 * time.Second
 	DefaultFirstToken   = 300 * time.Second
 	DefaultBetweenToken = 30 * time.Second
+	DefaultOutage       = 5 * time.Second
 	DefaultReservation  = 300 * time.Second
 )
 
@@ -115,6 +117,7 @@ func (t Timers) withDefaults() Timers {
 	orDefault(&t.Queue, DefaultQueue)
 	orDefault(&t.FirstToken, DefaultFirstToken)
 	orDefault(&t.BetweenToken, DefaultBetweenToken)
+	orDefault(&t.Outage, DefaultOutage)
 	orDefault(&t.Reservation, DefaultReservation)
 	return t
 }

@@ -16,10 +16,12 @@ type model struct {
 	OwnedBy string  `json:"owned_by"`
 	Root    string  `json:"root"`
 	Parent  *string `json:"parent"`
+
+	MaxModelLen int `json:"max_model_len,omitempty"` // the smallest that its ready ranks tell, in tokens
 }
 
 func modelOf(name string, e *entry) model {
-	m := model{ID: name, Object: "model", Created: e.created, OwnedBy: "dpserve", Root: e.app.Model.Source}
+	m := model{ID: name, Object: "model", Created: e.created, OwnedBy: "dpserve", Root: e.app.Model.Source, MaxModelLen: e.lane.maxModelLen()}
 	if name != e.app.Model.ID {
 		m.Root, m.Parent = e.app.Model.ID, &e.app.Model.ID
 	}
@@ -62,6 +64,25 @@ func (in *Ingress) health(w http.ResponseWriter, r *http.Request) {
 	}
 	w.Header()["Retry-After"] = []string{"1"}
 	in.refusePlain(w, r, f)
+}
+
+// rayHealth is health for probes that were made for Ray Serve: the same status, and Ray's word for ready.
+func (in *Ingress) rayHealth(w http.ResponseWriter, r *http.Request) {
+	if !in.Ready() {
+		in.health(w, r)
+		return
+	}
+	in.answerPlain(w, r, func() { writeText(w, "success") })
+}
+
+// live says that the process answers, whatever it can serve.
+func (in *Ingress) live(w http.ResponseWriter, r *http.Request) {
+	in.answerJSON(w, r, map[string]string{"status": "live"})
+}
+
+// rayRoutes lists the applications by route prefix, as Ray Serve does. Where several share one, their names are joined by commas.
+func (in *Ingress) rayRoutes(w http.ResponseWriter, r *http.Request) {
+	in.answerJSON(w, r, in.table.Load().routes())
 }
 
 func (in *Ingress) showVersion(w http.ResponseWriter, r *http.Request) {

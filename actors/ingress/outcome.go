@@ -114,5 +114,5 @@ func (c *call) log(level slog.Level, text string, res *result, attrs ...slog.Att
 	if rk := c.attempt.rank; rk != nil {
 		attrs = append(attrs, slog.String("unit", rk.unit), slog.Int("group", rk.id.Group()), slog.Int("rank", rk.id.Rank()), slog.Uint64("epoch", rk.epoch))
 	}
-	c.in.log.LogAttrs(ctx, level, text, append(attrs, res.attrs()...)...) //nolint:sloglint // text is a constant of each caller
+	c.in.log.LogAttrs(ctx, level, text, append(attrs, res.attrs(c.in.hash(), c.in.log.Enabled(ctx, slog.LevelDebug))...)...) //nolint:sloglint // text is a constant of each caller
 }

@@ -91,7 +91,7 @@ func (p *prompt) fromBody(ctx context.Context, l *lane, route openai.Route, scan
 	}
 	p.tokens, p.estimated = scan.PromptTokens, false
 	if scan.PromptTokens < 0 {
-		p.tokens, p.estimated = l.ratios[route].Tokens(scan.PromptBytes), true
+		p.tokens, p.estimated = l.ratios[route].PromptTokens(scan), true
 	}
 	if !route.Generates() {
 		return nil // it leaves no trace in a rank's cache

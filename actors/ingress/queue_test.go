@@ -5,6 +5,7 @@ import (
 	"net/http"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -17,6 +18,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/engine/openai"
 	"github.com/dpserve/dpserve/state"
 )
 
@@ -43,7 +45,7 @@ func (m *queueModel) usable(w *waiter) int {
 // enter makes a waiter that has failed on the banned ranks.
 func (m *queueModel) enter(banned []int) *waiter {
 	w := newWaiter()
-	w.tokens = rapid.Int64Range(0, 9).Draw(m.t, "tokens")
+	w.tokens = rapid.OneOf(rapid.Int64Range(0, 9), rapid.Just(int64(40))).Draw(m.t, "tokens")
 	m.banned[w] = map[int]bool{}
 	for _, rank := range banned {
 		m.banned[w][rank] = true
@@ -102,7 +104,7 @@ func TestNoWaiterBlocksAnotherThatCouldBeRouted(t *testing.T) {
 		t.Repeat(map[string]func(*rapid.T){
 			"join": func(t *rapid.T) {
 				w := m.enter(nil)
-				fits := len(m.order) < maxN && tokens()+w.tokens <= maxTokens
+				fits := len(m.order) < maxN && (len(m.order) == 0 || tokens()+w.tokens <= maxTokens)
 				if fits {
 					m.order = append(m.order, w)
 				}
@@ -391,19 +393,72 @@ func TestQueueBounds(t *testing.T) {
 	first := make(chan answer, 1)
 	go func() { first <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
 	eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "the place is taken")
+	got := queueUp(g, 0, 1)
 	a := g.post("/v1/completions", `{"model":"demo","prompt":[`+ids(60)+`]}`)
 	assert.Equal(t, 503, a.status, "too many tokens")
 	assert.Equal(t, "overloaded", a.code(t))
 	assert.NotEmpty(t, a.header.Get("Retry-After"))
-	got := queueUp(g, 0, 2)
+	more := queueUp(g, 1, 1)
 	a = g.post("/v1/chat/completions", chatBody)
 	assert.Equal(t, "overloaded", a.code(t))
 	for range 3 {
 		e.open <- struct{}{}
 	}
 	assert.Equal(t, 200, (<-got).status)
-	assert.Equal(t, 200, (<-got).status)
+	assert.Equal(t, 200, (<-more).status)
 	assert.Equal(t, 200, (<-first).status)
+}
+
+// TestAnEmptyQueueTakesARequestOfAnySize: it would be refused for ever else.
+func TestAnEmptyQueueTakesARequestOfAnySize(t *testing.T) {
+	e := newGate()
+	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1, limits: Limits{MaxQueueTokens: 50}})
+	first, large := make(chan answer, 1), make(chan answer, 1)
+	go func() { first <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
+	eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "the place is taken")
+	go func() { large <- g.postCtx(t.Context(), "/v1/completions", `{"model":"demo","prompt":[`+ids(60)+`]}`) }()
+	eventually(t, func() bool { return g.in.QueueLen("demo") == 1 }, "it waits")
+	a := g.post("/v1/chat/completions", chatBody)
+	assert.Equal(t, "overloaded", a.code(t), "the second does not fit")
+	e.open <- struct{}{}
+	e.open <- struct{}{}
+	assert.Equal(t, 200, (<-first).status)
+	assert.Equal(t, 200, (<-large).status)
+}
+
+// picture is a message part with n bytes of a picture.
+func picture(n int) string {
+	return `{"type":"image_url","image_url":{"url":"data:image/png;base64,` + strings.Repeat("A", n) + `"}}`
+}
+
+// TestPicturesAreNotText: their bytes fill no queue, and teach nothing about how many bytes a token of text has. Tools are text.
+func TestPicturesAreNotText(t *testing.T) {
+	e := newGate()
+	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1, limits: Limits{MaxQueueTokens: 4 * openai.MediaTokens}})
+	body := func(parts string) string {
+		return `{"model":"demo","messages":[{"role":"user","content":[{"type":"text","text":"what is it?"},` + parts + `]}]}`
+	}
+	all := make(chan answer, 4)
+	for i := range 4 {
+		go func() { all <- g.postCtx(t.Context(), "/v1/chat/completions", body(picture(100_000))) }()
+		if i == 0 {
+			eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "the place is taken")
+		}
+	}
+	eventually(t, func() bool { return g.in.QueueLen("demo") == 3 }, "three wait, 300 KB together")
+	for range 4 {
+		e.open <- struct{}{}
+	}
+	for range 4 {
+		assert.Equal(t, 200, (<-all).status)
+	}
+	k := &g.in.lane("demo").ratios[openai.Chat]
+	assert.InDelta(t, 4, k.K(), 0, "nothing was learned")
+
+	tools := `,"tools":[{"type":"function","function":{"name":"f","description":"` + strings.Repeat("x", 10_000) + `"}}]}`
+	e.open <- struct{}{}
+	assert.Equal(t, 200, g.post("/v1/chat/completions", strings.TrimSuffix(chatBody, "}")+tools).status)
+	assert.Greater(t, k.K(), 4.3, "10 KB that the engine counts as 5 tokens are many bytes a token")
 }
 
 func ids(n int) string {

@@ -30,19 +30,20 @@ type rank struct {
 	groupValue  []string // of the answer's headers; shared by all answers
 	rankValue   []string
 
-	accepting  bool
-	busy       bool // not accepting because of causeBusy
-	full       bool // said full, and the stream has told nothing new since
-	lost       bool // fenced, gone, or replaced by a new incarnation: what it has in hand fails
-	failed     bool // fenced because its engine failed, or another one of its lockstep unit
-	draining   bool // takes nothing new and lets its streams end
-	silent     bool // nothing is heard of its node
-	maxOngoing int
-	seq        uint64 // of the last record
-	steps      uint64 // records of a first token or of output: each says that its engine made progress
-	cachingOff bool   // its engine runs without prefix caching
-	blockSize  int    // tokens per KV block; 0: not known
-	proven     bool   // its events came in blocks of that size
+	accepting   bool
+	busy        bool // not accepting because of causeBusy
+	full        bool // said full, and the stream has told nothing new since
+	lost        bool // fenced, gone, or replaced by a new incarnation: what it has in hand fails
+	failed      bool // fenced because its engine failed, or another one of its lockstep unit
+	draining    bool // takes nothing new and lets its streams end
+	silent      bool // nothing is heard of its node
+	maxOngoing  int
+	seq         uint64 // of the last record
+	steps       uint64 // records of a first token or of output: each says that its engine made progress
+	cachingOff  bool   // its engine runs without prefix caching
+	blockSize   int    // tokens per KV block; 0: not known
+	maxModelLen int    // tokens of a request and its answer; 0: not known
+	proven      bool   // its events came in blocks of that size
 
 	deaf   bool          // a record was missed: nothing of its cache is believed before its next snapshot
 	asked  time.Duration // when it was asked for one last; 0: never

@@ -1,6 +1,7 @@
 package ingress
 
 import (
+	"io"
 	"log/slog"
 	"net/http"
 	"strconv"
@@ -23,6 +24,17 @@ func writeJSON(w http.ResponseWriter, status int, body []byte) {
 	h["Content-Length"] = []string{strconv.Itoa(len(body))}
 	w.WriteHeader(status)
 	if _, err := w.Write(body); err != nil {
+		return // the client has left; there is nobody to tell
+	}
+}
+
+// writeText sends a word to a probe.
+func writeText(w http.ResponseWriter, text string) {
+	h := w.Header()
+	h["Content-Type"] = []string{"text/plain; charset=utf-8"}
+	h["Content-Length"] = []string{strconv.Itoa(len(text))}
+	w.WriteHeader(http.StatusOK)
+	if _, err := io.WriteString(w, text); err != nil {
 		return // the client has left; there is nobody to tell
 	}
 }

@@ -140,6 +140,7 @@ type replica struct {
 	id      routing.RankID
 	url     string
 	max     int
+	length  int // max_model_len of its engine; 0: it does not tell
 	owned   bool
 	node    string // "": that of the ingress
 	stopped chan struct{}
@@ -266,7 +267,7 @@ func (r *replica) publish() {
 }
 
 func (r *replica) snapshot() {
-	s := &msg.Snapshot{Accepting: r.accepting, MaxOngoing: r.max, Node: cmp.Or(r.node, "n1"), Target: r.target(), Mailbox: r}
+	s := &msg.Snapshot{Accepting: r.accepting, MaxOngoing: r.max, MaxModelLen: r.length, Node: cmp.Or(r.node, "n1"), Target: r.target(), Mailbox: r}
 	for _, m := range r.open {
 		s.Open = append(s.Open, msg.OpenRequest{ReqID: m.ReqID, Ingress: m.Ingress, Tokens: m.Tokens})
 	}

@@ -19,7 +19,7 @@ const modelsPath = "/v1/models"
 var engineRoutes = []string{
 	"/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/audio/", "/v1/realtime", "/v1/classify", "/v1/pooling",
 	"/v1/completions/render", "/v1/chat/completions/render", "/inference/v1/", "/pooling", "/classify", "/score", "/rerank", "/v2/rerank",
-	"/generate", "/ping", "/load", "/metrics",
+	"/generate", "/load", "/metrics",
 }
 
 // routes builds the surface. gin picks the handler and does nothing else: its Recovery would swallow a cut (TRAPS 1).
@@ -33,8 +33,13 @@ func (in *Ingress) routes() http.Handler {
 	}
 	g.GET(modelsPath, func(c *gin.Context) { in.listModels(c.Writer, c.Request, in.table.Load().root) })
 	g.GET(modelsPath+"/*id", func(c *gin.Context) { in.other(c) })
-	for _, method := range []string{http.MethodGet, http.MethodHead} { // load balancers probe with HEAD
-		g.Handle(method, "/health", func(c *gin.Context) { in.health(c.Writer, c.Request) })
+	for path, probe := range map[string]http.HandlerFunc{
+		"/health": in.health, "/healthz": in.health, "/readyz": in.health, "/ping": in.health, "/livez": in.live,
+		"/-/healthz": in.rayHealth, "/-/routes": in.rayRoutes,
+	} {
+		for _, method := range []string{http.MethodGet, http.MethodHead} { // load balancers probe with HEAD
+			g.Handle(method, path, func(c *gin.Context) { probe(c.Writer, c.Request) })
+		}
 	}
 	g.GET("/version", func(c *gin.Context) { in.showVersion(c.Writer, c.Request) })
 	g.NoRoute(in.other)

@@ -44,7 +44,7 @@ type scope struct {
 	models map[string]*entry // by every served name
 	names  []string          // what an unknown model's answer lists, and /v1/models: sorted
 	only   *entry            // the one application, if there is exactly one
-	apps   int
+	apps   []string          // names of the applications
 }
 
 func newScope() *scope { return &scope{models: map[string]*entry{}} }
@@ -54,9 +54,9 @@ func (s *scope) add(e *entry) {
 		s.models[name] = e
 		s.names = append(s.names, name)
 	}
-	s.apps++
+	s.apps = append(s.apps, e.app.Name)
 	s.only = e
-	if s.apps > 1 {
+	if len(s.apps) > 1 {
 		s.only = nil
 	}
 }
@@ -79,11 +79,25 @@ func (t *table) add(e *entry) {
 
 // seal sorts what the answers list.
 func (t *table) seal() {
-	sort.Strings(t.root.names)
 	for _, s := range t.prefixed {
 		sort.Strings(s.names)
+		sort.Strings(s.apps)
 	}
+	sort.Strings(t.root.names)
+	sort.Strings(t.root.apps)
 	sort.Slice(t.prefixes, func(i, j int) bool { return len(t.prefixes[i]) > len(t.prefixes[j]) })
+}
+
+// routes gives the names of the applications behind each route prefix.
+func (t *table) routes() map[string]string {
+	out := make(map[string]string, len(t.prefixed)+1)
+	if len(t.root.apps) > 0 {
+		out["/"] = strings.Join(t.root.apps, ",")
+	}
+	for prefix, s := range t.prefixed {
+		out[prefix] = strings.Join(s.apps, ",")
+	}
+	return out
 }
 
 // split finds the scope of a path and what is left of it behind the route prefix.

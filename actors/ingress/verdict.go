@@ -3,11 +3,13 @@ package ingress
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"net/http"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
 // cause is the closed list of how an attempt ends. Its String goes to logs, metrics and Done.
@@ -169,14 +171,26 @@ func (r *result) name() string {
 	return rows[r.cause].name
 }
 
-// attrs are what the engine and the network said.
-func (r *result) attrs() []slog.Attr {
+// attrs are what the engine and the network said. An engine's message may repeat any part of the request: it is shown if it is a
+// sentence that engines have, or at level debug; else its length and a hash, by which equal ones are found.
+func (r *result) attrs(hash kvindex.Hasher, debug bool) []slog.Attr {
 	var out []slog.Attr
 	if r.status != 0 {
 		out = append(out, slog.Int("engine_status", r.status))
 	}
-	if r.engine.Message != "" {
-		out = append(out, slog.String("engine_message", r.engine.Message))
+	e := &r.engine
+	if t := e.KnownType(); t != "" {
+		out = append(out, slog.String("engine_type", t))
+	}
+	if p := e.KnownParam(); p != "" {
+		out = append(out, slog.String("engine_param", p))
+	}
+	switch {
+	case e.Message == "":
+	case debug || e.IsKnown():
+		out = append(out, slog.String("engine_message", e.Message))
+	default:
+		out = append(out, slog.Int("engine_message_bytes", e.Length), slog.String("engine_message_hash", fmt.Sprintf("%08x", uint32(hash.Key(e.Message))))) //nolint:gosec // the low half is enough
 	}
 	if r.err != nil {
 		out = append(out, slog.Any("err", r.err))

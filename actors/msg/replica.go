@@ -32,6 +32,7 @@ type Facts struct {
 	BlockSize   int          // tokens per KV block; 0 = not told
 	Blocks      int          // KV blocks on the device; 0 = not told
 	CachingOff  bool         // the engine runs without prefix caching
+	MaxModelLen int          // tokens of a request and its answer; 0 = not told
 	Events      *EventSource // attach: found by asking the engine; nil = as in ReplicaSpec
 }
 

@@ -74,15 +74,16 @@ type Resync struct{ Sink Sink }
 
 // Snapshot is a replica's whole account at Record.Seq.
 type Snapshot struct {
-	Accepting  bool
-	MaxOngoing int
-	Capacity   int64 // tokens of the KV cache; 0 = not known
-	BlockSize  int   // tokens per KV block; 0 = not known
-	CachingOff bool  // the engine runs without prefix caching
-	Node       string
-	Target     Target
-	Mailbox    Mailbox // of a rank on another node: takes what gives back and Resync, never an Admit
-	Open       []OpenRequest
+	Accepting   bool
+	MaxOngoing  int
+	Capacity    int64 // tokens of the KV cache; 0 = not known
+	BlockSize   int   // tokens per KV block; 0 = not known
+	CachingOff  bool  // the engine runs without prefix caching
+	MaxModelLen int   // tokens of a request and its answer; 0 = not known
+	Node        string
+	Target      Target
+	Mailbox     Mailbox // of a rank on another node: takes what gives back and Resync, never an Admit
+	Open        []OpenRequest
 }
 
 // OpenRequest is one request a replica has in hand.

@@ -133,7 +133,7 @@ func TestKV8EventsOfEachRankArriveAtItsOwnDPServer(t *testing.T) {
 				require.Len(t, facts, 1)
 				assert.NotZero(t, facts[0].Incarnation)
 				facts[0].Incarnation = 0
-				assert.Equal(t, msg.Facts{MaxOngoing: 256, BlockSize: 16, Blocks: 600}, facts[0])
+				assert.Equal(t, msg.Facts{MaxOngoing: 256, BlockSize: 16, Blocks: 600, MaxModelLen: 2048}, facts[0])
 				assert.Equal(t, &msg.EventSource{
 					Bind: "tcp://127.0.0.1:" + strconv.Itoa(ports.KV(rank)), Replay: "tcp://127.0.0.1:" + strconv.Itoa(ports.Replay(rank)), Host: "127.0.0.1",
 				}, of(rank).spec.Events)

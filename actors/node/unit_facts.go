@@ -101,8 +101,12 @@ func (u *unit) learn(ctx context.Context, r *rank) error {
 	if err != nil {
 		u.log.Debug("the engine does not tell all of its KV cache", slog.Int("rank", r.grant.Rank), slog.String("err", err.Error()))
 	}
+	length, err := r.client.MaxModelLen(limit)
+	if err != nil {
+		u.log.Debug("the engine does not tell its max_model_len", slog.Int("rank", r.grant.Rank), slog.String("err", err.Error()))
+	}
 	r.facts = msg.Facts{
-		MaxOngoing: engine.MaxOngoing(u.m.App), BlockSize: c.BlockSize, Blocks: c.Blocks, CachingOff: c.CachingOff || engine.CachingOff(u.m.App),
+		MaxModelLen: length, MaxOngoing: engine.MaxOngoing(u.m.App), BlockSize: c.BlockSize, Blocks: c.Blocks, CachingOff: c.CachingOff || engine.CachingOff(u.m.App),
 	}
 	if u.attached() && r.events == nil && engine.WantsEvents(u.m.App) && !c.CachingOff {
 		r.facts.Events = u.discover(ctx, r)

@@ -155,6 +155,9 @@ func (p *packer) snapshot(slot uint64, rec *msg.Record) {
 	p.text(s.Target.Addressing)
 	p.count(int64(s.Target.Selector))
 	p.open(s.Open[:n])
+	if s.MaxModelLen > 0 {
+		p.count(int64(s.MaxModelLen))
+	}
 	p.end()
 	for rest := s.Open[n:]; len(rest) > 0; rest = rest[n:] {
 		n = fitting(rest)

@@ -237,6 +237,9 @@ func (u *unpacker) readSnapshot(slot uint64, c *cursor) *source {
 		Node: c.text(), Target: msg.Target{Owned: flags&flagOwned != 0, URL: c.text(), Addressing: c.text(), Selector: c.int()}, Open: u.snap.Open[:0],
 	}
 	u.readOpen(c)
+	if len(c.b) > 0 { // else its engine or its version does not tell
+		u.snap.MaxModelLen = c.int()
+	}
 	src := u.slots[slot]
 	if src == nil || src.identity != id {
 		src = &source{identity: id, slot: slot}

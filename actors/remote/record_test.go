@@ -75,7 +75,7 @@ func drawCount(t *rapid.T, label string) int {
 func drawSnapshot(t *rapid.T) *msg.Snapshot {
 	s := &msg.Snapshot{
 		Accepting: rapid.Bool().Draw(t, "accepting"), CachingOff: rapid.Bool().Draw(t, "off"), MaxOngoing: drawCount(t, "max"),
-		Capacity: int64(drawCount(t, "capacity")), BlockSize: drawCount(t, "block"), Node: drawText(t, "node"),
+		Capacity: int64(drawCount(t, "capacity")), BlockSize: drawCount(t, "block"), Node: drawText(t, "node"), MaxModelLen: drawCount(t, "length"),
 		Target: msg.Target{URL: drawText(t, "url"), Addressing: drawText(t, "addr"), Selector: drawCount(t, "sel"), Owned: rapid.Bool().Draw(t, "own")},
 	}
 	for range rapid.SampledFrom([]int{0, 1, 3, 600, 2000}).Draw(t, "open") {

@@ -212,6 +212,7 @@ func (n *fakeNode) Kill()                         { close(n.killed) }
 func (n *fakeNode) Close() error                  { n.closed = true; return nil }
 func (n *fakeNode) HTTPAddr() string              { return n.http }
 func (n *fakeNode) AdminAddr() string             { return wiring.DefaultAdminBind }
+func (n *fakeNode) MetricsAddr() string           { return "" }
 func (n *fakeNode) Totals() (uint64, uint64, int) { return 3, 40, 1 }
 
 // eventually waits for something a command does in its own time.

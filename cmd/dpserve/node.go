@@ -20,6 +20,7 @@ type node interface {
 	Close() error
 	HTTPAddr() string
 	AdminAddr() string
+	MetricsAddr() string
 	FirstToken() (address, token string)
 	Left() bool
 	Totals() (requests, tokens uint64, inflight int)

@@ -28,6 +28,7 @@ func (f *nodeFlags) addCommon(cmd *cobra.Command) {
 	flags.StringToStringVar(&f.labels, "labels", nil, "`key=value` labels that resources.labels of an app must match")
 	flags.StringToStringVar(&f.timers, "timers", nil, "`name=duration` overrides of timers, for support and tests")
 	flags.Lookup("labels").DefValue, flags.Lookup("timers").DefValue = "", "" // "[]" would be noise in help
+	flags.StringVar(&f.config.MetricsBind, "metrics-bind", "", "`HOST:PORT` that serves /metrics alone; default: at the admin API only")
 	flags.StringVar(&f.config.LogFormat, "log-format", f.config.LogFormat, "text or json")
 	flags.StringVar(&f.config.LogLevel, "log-level", f.config.LogLevel, "debug, info, warn or error")
 }
@@ -39,6 +40,7 @@ func (f *nodeFlags) addNode(cmd *cobra.Command) {
 	flags.StringVar(&f.config.DataDir, "data-dir", f.config.DataDir, "`folder` for state and engine logs")
 	flags.StringVar(&f.config.HTTPBind, "http-bind", f.config.HTTPBind, "`HOST:PORT` of the OpenAI endpoint")
 	flags.StringVar(&f.config.AdminBind, "admin-bind", f.config.AdminBind, "`HOST:PORT` of the admin API and /metrics")
+	flags.StringArrayVar(&f.config.AdminHosts, "admin-host", nil, "DNS `NAME` by which the admin API answers; repeatable; IP addresses and the node's name need none")
 	flags.BoolVar(&f.config.InsecurePublic, "insecure-public", false, "allow a bind that is not loopback, without keys and TLS")
 	flags.StringVar(&f.config.Advertise, "advertise", "", "`IP` of this machine for other nodes; without it the node stays alone")
 	flags.IntVar(&f.config.NodePort, "node-port", f.config.NodePort, "tcp port between nodes (mutual TLS)")

@@ -14,8 +14,9 @@ import (
 type address struct {
 	APIVersion string `json:"apiVersion"`
 	Node       string `json:"node"`
-	URL        string `json:"url"`   // OpenAI endpoint, without a path; empty without role ingress
-	Admin      string `json:"admin"` // HOST:PORT for DPSERVE_ADDR
+	URL        string `json:"url"`               // OpenAI endpoint, without a path; empty without role ingress
+	Admin      string `json:"admin"`             // HOST:PORT for DPSERVE_ADDR
+	Metrics    string `json:"metrics,omitempty"` // HOST:PORT of --metrics-bind
 	PID        int    `json:"pid"`
 }
 
@@ -75,7 +76,7 @@ func (e *env) start(ctx context.Context, f *nodeFlags, output format) error {
 
 // announce tells where a node listens, in the form that was asked for.
 func (e *env) announce(s *serving, id string, output format) error {
-	a := address{APIVersion: apiVersion, Node: id, Admin: s.AdminAddr(), PID: os.Getpid()}
+	a := address{APIVersion: apiVersion, Node: id, Admin: s.AdminAddr(), Metrics: s.MetricsAddr(), PID: os.Getpid()}
 	if at := s.HTTPAddr(); at != "" {
 		a.URL = "http://" + at
 	}
@@ -92,6 +93,14 @@ func (e *env) announce(s *serving, id string, output format) error {
 	if a.URL != "" {
 		endpoint = "endpoint " + a.URL + "/v1\n"
 	}
-	_, err := fmt.Fprintf(e.io.Out, "node %s\n%sadmin http://%s\n", a.Node, endpoint, a.Admin)
+	_, err := fmt.Fprintf(e.io.Out, "node %s\n%sadmin http://%s\n%s", a.Node, endpoint, a.Admin, metricsLine(a.Metrics))
 	return err
+}
+
+// metricsLine says where /metrics alone is served, if it is.
+func metricsLine(addr string) string {
+	if addr == "" {
+		return ""
+	}
+	return "metrics http://" + addr + "/metrics\n"
 }

@@ -5,6 +5,7 @@ import (
 	_ "embed" // the application of `up` without a file
 	"errors"
 	"fmt"
+	"net"
 	"os"
 	"strings"
 	"time"
@@ -196,8 +197,12 @@ func (e *env) dataDir(f *upFlags, c *wiring.Config) (remove func() error, err er
 
 // tellPorts says which default port was taken.
 func (e *env) tellPorts(s *serving, c wiring.Config, scr *screen) {
-	for _, p := range []struct{ what, wanted, got string }{{"endpoint", c.HTTPBind, s.HTTPAddr()}, {"admin API", c.AdminBind, s.AdminAddr()}} {
-		if p.wanted != p.got {
+	for _, p := range []struct{ what, wanted, got string }{
+		{"endpoint", c.HTTPBind, s.HTTPAddr()}, {"admin API", c.AdminBind, s.AdminAddr()}, {"metrics port", c.MetricsBind, s.MetricsAddr()},
+	} {
+		_, wanted, _ := net.SplitHostPort(p.wanted)
+		_, got, _ := net.SplitHostPort(p.got)
+		if wanted != got && wanted != "0" {
 			scr.say("%s is taken, the %s listens on %s", p.wanted, p.what, p.got)
 		}
 	}
@@ -256,7 +261,7 @@ func (e *env) welcome(ctx context.Context, f *upFlags, s *serving, id string) er
 	if err != nil {
 		return err
 	}
-	_, _ = fmt.Fprintf(e.io.Out, "endpoint http://%s/v1\nadmin http://%s\n\n", s.HTTPAddr(), s.AdminAddr())
+	_, _ = fmt.Fprintf(e.io.Out, "endpoint http://%s/v1\nadmin http://%s\n%s\n", s.HTTPAddr(), s.AdminAddr(), metricsLine(s.MetricsAddr()))
 	for i := range apps {
 		_, _ = fmt.Fprintln(e.io.Out, curlLine(s.HTTPAddr(), apps[i].Model))
 	}

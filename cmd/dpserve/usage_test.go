@@ -48,13 +48,29 @@ func TestUsageErrors(t *testing.T) {
 }
 
 func TestPublicBindIsRefused(t *testing.T) {
-	for _, flag := range []string{"--http-bind", "--admin-bind"} {
+	for _, flag := range []string{"--http-bind", "--admin-bind", "--metrics-bind"} {
 		for _, addr := range []string{"0.0.0.0:0", ":0", "[::]:0", "10.0.0.1:0"} {
 			cli := newCLI(t)
 			assert.Equal(t, 2, cli.run([]string{"start", flag, addr}))
 			assert.Contains(t, cli.stderr(), flag+" "+addr+" is reachable from outside")
 			assert.Contains(t, cli.stderr(), "--insecure-public")
 		}
+	}
+}
+
+// TestUpBindsLoopbackOnly: up has no flag for a public bind, so its hint names the command that has one.
+func TestUpBindsLoopbackOnly(t *testing.T) {
+	cli := newCLI(t)
+	assert.Equal(t, 2, cli.run([]string{"up", "--metrics-bind", ":9100"}))
+	assert.Contains(t, cli.stderr(), "--metrics-bind :9100 is reachable from outside\n")
+	assert.Contains(t, cli.stderr(), "hint: `dpserve up` binds loopback only; `dpserve start` can bind more")
+}
+
+func TestAdminHostIsAName(t *testing.T) {
+	for _, name := range []string{"", "http://head", "head:8265", "*.example.com", "a b"} {
+		cli := newCLI(t)
+		assert.Equal(t, 2, cli.run([]string{"start", "--admin-host", name}), name)
+		assert.Contains(t, cli.stderr(), "--admin-host")
 	}
 }
 

@@ -23,6 +23,8 @@ type Body struct {
 	Choices      int    // choices to expect: N × number of prompts
 	MaxTokens    int64  // max_completion_tokens, else max_tokens; -1 if absent
 	PromptBytes  int    // length of the value of prompt, messages or tokens as written, 0 if absent
+	TextBytes    int    // of PromptBytes those that are no media, and the tools of a chat: what an Estimator takes
+	MediaParts   int    // pictures, sounds and the like in the messages, at most maxMediaParts
 	PromptTokens int    // exact if the prompt is token ids, else -1
 	Strip        []Span // members that only dpserve may set, commas included; for Spliced
 	Tools        Span   // value of tools as written (chat), zero if absent or null
@@ -74,6 +76,11 @@ func (b *Body) Scan(route Route, body []byte) error {
 		return err
 	}
 	b.Choices = b.N * max(b.prompts, 1)
+	b.TextBytes = b.PromptBytes - s.media.bytes
+	b.MediaParts = min(s.media.parts, maxMediaParts)
+	if route == Chat {
+		b.TextBytes += b.Tools.End - b.Tools.Start // a template writes them out
+	}
 	return nil
 }
 

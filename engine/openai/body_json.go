@@ -18,6 +18,9 @@ type scanner struct {
 	fault   fault // why a method returned -1
 	at      int   // where
 	escaped bool  // the last string held a backslash
+
+	inPrompt bool  // reads the value of prompt or messages
+	media    media // of that value
 }
 
 func (s *scanner) fail(f fault, at int) int {
@@ -234,6 +237,9 @@ func (s *scanner) members(i, depth int, f member) int {
 		escaped := s.escaped
 		if i = s.value(value, depth, nil); i < 0 {
 			return -1
+		}
+		if depth == partDepth && s.inPrompt && isMedia(key) && s.b[value] != 'n' {
+			s.media.parts, s.media.bytes = s.media.parts+1, s.media.bytes+i-value
 		}
 		if f != nil && !f(key, escaped, Span{value, i}) {
 			return i

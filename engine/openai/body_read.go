@@ -56,8 +56,31 @@ func (b *Body) readOption(key, raw []byte) error {
 		b.User = b.text(raw)
 	case "cache_salt":
 		b.CacheSalt = b.text(raw)
+	case "vllm_xargs":
+		return checkXargs(raw)
 	}
 	return nil
+}
+
+// checkXargs refuses what vLLM takes from vllm_xargs and a client may not set: kv_transfer_params feeds a KV connector, and
+// kv_cache_report_mode makes the engine tell of blocks as stored that it has had for long.
+func checkXargs(raw []byte) error {
+	if raw[0] != '{' {
+		return nil
+	}
+	s := scanner{b: raw}
+	var buf [64]byte
+	var err error
+	s.members(0, 1, func(key []byte, escaped bool, _ Span) bool {
+		if escaped {
+			key = unescape(buf[:0], key)
+		}
+		if k := string(key); k == "kv_cache_report_mode" || k == "kv_transfer_params" {
+			err = newBodyError(faultReserved, []byte("vllm_xargs"), "vllm_xargs must not hold %s", k)
+		}
+		return err == nil
+	})
+	return err
 }
 
 // text is the meaning of a checked string; nil if raw is none.
@@ -76,7 +99,10 @@ func (b *Body) text(raw []byte) []byte {
 func (b *Body) prompt(s *scanner, i int) (end int) {
 	var inner tally
 	outer := tally{inner: &inner}
-	if end = s.value(i, 1, &outer); end < 0 {
+	s.inPrompt = true
+	end = s.value(i, 1, &outer)
+	s.inPrompt = false
+	if end < 0 {
 		return end
 	}
 	b.PromptBytes, b.first = end-i, Span{i, end}

@@ -34,6 +34,7 @@ const (
 	faultDuplicate
 	faultType
 	faultTooLarge
+	faultReserved
 )
 
 // syntax says whether the body is not JSON at all, rather than JSON that is refused.

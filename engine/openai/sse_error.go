@@ -10,7 +10,9 @@ import (
 type EngineError struct {
 	Status  int    // the numeric code if it is an HTTP error status (400 to 599), else 0
 	Type    string //
-	Message string // goes to the log, never into another answer
+	Message string // cut; may repeat any part of the request. Never goes into another answer, and into a log only if IsKnown says so
+	Param   string // the field that it is about
+	Length  int    // bytes of the whole message
 }
 
 // BusyType is the error type of an engine whose own admission limit is reached; the engine is healthy.
@@ -32,6 +34,7 @@ type errorFields struct {
 	Object  string          `json:"object"`
 	Message string          `json:"message"`
 	Type    string          `json:"type"`
+	Param   json.RawMessage `json:"param"`
 	Code    json.RawMessage `json:"code"`
 }
 
@@ -56,7 +59,11 @@ func ParseError(data []byte) EngineError {
 		}
 		break
 	}
-	return EngineError{Status: errorStatus(fields.Code), Type: fields.Type, Message: clip(fields.Message)}
+	var param string
+	if json.Unmarshal(fields.Param, &param) != nil {
+		param = "" // null, or no name
+	}
+	return EngineError{Status: errorStatus(fields.Code), Type: fields.Type, Message: clip(fields.Message), Param: param, Length: len(fields.Message)}
 }
 
 // errorStatus is the code if it is a JSON number from 400 to 599; other codes are words, which count as none.

@@ -192,12 +192,13 @@ func TestParseError(t *testing.T) {
 		in   string
 		want EngineError
 	}{
-		{`{"error":{"message":"m","type":"Service Unavailable","param":null,"code":503}}`, EngineError{503, "Service Unavailable", "m"}},
-		{`{"error":{"message":"m","type":"t","code":"400"}}`, EngineError{0, "t", "m"}},
-		{`{"error":{"message":"m","type":"t","code":200}}`, EngineError{0, "t", "m"}},
-		{`{"error":"Unauthorized"}`, EngineError{0, "", "Unauthorized"}},
-		{`{"object":"error","message":"m","type":"BadRequestError","code":400}`, EngineError{400, "BadRequestError", "m"}},
-		{`{"detail":"Not Found"}`, EngineError{0, "", "Not Found"}},
+		{`{"error":{"message":"m","type":"Service Unavailable","param":null,"code":503}}`, EngineError{Status: 503, Type: "Service Unavailable", Message: "m", Length: 1}},
+		{`{"error":{"message":"m","type":"t","code":"400"}}`, EngineError{Type: "t", Message: "m", Length: 1}},
+		{`{"error":{"message":"m","type":"t","code":200}}`, EngineError{Type: "t", Message: "m", Length: 1}},
+		{`{"error":"Unauthorized"}`, EngineError{Message: "Unauthorized", Length: 12}},
+		{`{"object":"error","message":"m","type":"BadRequestError","param":"n","code":400}`, EngineError{Status: 400, Type: "BadRequestError", Message: "m", Param: "n", Length: 1}},
+		{`{"error":{"message":"m","param":{"a":1},"code":503}}`, EngineError{Status: 503, Message: "m", Length: 1}},
+		{`{"detail":"Not Found"}`, EngineError{Message: "Not Found", Length: 9}},
 		{`nonsense`, EngineError{}},
 		{`{"error":null}`, EngineError{}},
 	}
@@ -207,6 +208,25 @@ func TestParseError(t *testing.T) {
 	assert.True(t, cases[0].want.Busy())
 	long := ParseError([]byte(`{"error":"` + strings.Repeat("ä", 1000) + `"}`))
 	assert.LessOrEqual(t, len(long.Message), maxErrorText+len("…"))
+}
+
+// TestOnlySentencesOfEnginesAreKnown: numbers may differ, words may not.
+func TestOnlySentencesOfEnginesAreKnown(t *testing.T) {
+	for message, known := range map[string]bool{
+		"Unauthorized": true, "Unauthorized: sesame": false, "": false, "unauthorized": false,
+		"n must be at least 1, got -3.": true, "n must be at least 1, got sesame.": false, "n must be at least 1, got .": false,
+		"temperature must be non-negative, got -0.5. (parameter=temperature, value=-0.5)": true,
+		"EngineCore encountered an issue. See stack trace (above) for the root cause.":    true,
+		"EngineCore encountered an issue. prompt: sesame":                                 false,
+		"This model's maximum context length is 2048 tokens. However, your prompt contains 5000 input tokens, which exceeds this limit even without any output tokens. Please reduce the length of the input prompt. (parameter=input_tokens, value=5000)": true,
+	} {
+		e := EngineError{Message: message}
+		assert.Equal(t, known, e.IsKnown(), message)
+	}
+	e := EngineError{Type: "sesame", Param: "open sesame"}
+	assert.Empty(t, e.KnownType()+e.KnownParam())
+	e = EngineError{Type: "BadRequestError", Param: "max_tokens"}
+	assert.Equal(t, "BadRequestError max_tokens", e.KnownType()+" "+e.KnownParam())
 }
 
 func TestAborted(t *testing.T) {

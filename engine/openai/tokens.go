@@ -10,8 +10,7 @@ const (
 	startBytesPerToken = 4
 	// estimatorHalfLife is after how many requests an observation counts half.
 	estimatorHalfLife = 100
-	// One observation beyond these is cut to them: a picture in base64 is thousands of bytes a token and would spoil
-	// the estimate for a hundred texts.
+	// One observation beyond these is cut to them: what no text has would spoil the estimate for a hundred requests.
 	minBytesPerToken = 0.25
 	maxBytesPerToken = 64
 )
@@ -32,6 +31,19 @@ func (e *Estimator) K() float64 {
 		return math.Float64frombits(bits)
 	}
 	return startBytesPerToken
+}
+
+// PromptTokens is the estimate for the prompt of b: its text by its bytes, and its media parts by their number.
+func (e *Estimator) PromptTokens(b *Body) int {
+	return e.Tokens(b.TextBytes) + b.MediaParts*MediaTokens
+}
+
+// ObservePrompt learns from a request that the engine counted as tokens. One with media teaches nothing: how many of its tokens are
+// the text's is not known.
+func (e *Estimator) ObservePrompt(b *Body, tokens int) {
+	if b.MediaParts == 0 {
+		e.Observe(b.TextBytes, tokens)
+	}
 }
 
 // Tokens is the estimate for a prompt of n bytes, at least 1 unless n is 0.

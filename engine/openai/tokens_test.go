@@ -2,6 +2,7 @@ package openai
 
 import (
 	"os"
+	"strings"
 	"sync"
 	"testing"
 
@@ -23,6 +24,20 @@ func TestEstimatorStartsAtFourAndHalvesInAHundred(t *testing.T) {
 	e.Observe(5, 0)
 	e.Observe(-1, -1)
 	assert.InDelta(t, 3, e.K(), 1e-9)
+}
+
+// TestAnEstimateTakesMediaByNumber: text by its bytes, media by their number, and what has both teaches nothing.
+func TestAnEstimateTakesMediaByNumber(t *testing.T) {
+	var e Estimator
+	text := scan(t, Chat, `{"messages":[{"role":"user","content":"hello"}]}`)
+	assert.Equal(t, e.Tokens(text.PromptBytes), e.PromptTokens(text))
+	with := scan(t, Chat, `{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"`+strings.Repeat("A", 1<<20)+`"}}]}]}`)
+	assert.Equal(t, e.Tokens(with.TextBytes)+MediaTokens, e.PromptTokens(with))
+	assert.Less(t, e.PromptTokens(with), MediaTokens+100)
+	e.ObservePrompt(with, 3)
+	assert.InDelta(t, 4, e.K(), 0)
+	e.ObservePrompt(text, text.TextBytes)
+	assert.Less(t, e.K(), 4.0)
 }
 
 func TestEstimatorCutsOutliers(t *testing.T) {

@@ -43,7 +43,7 @@ func (c *Column) setAside(h Hasher, ev *StoredEvent) (at int, up slot) {
 		var d uint64
 		d, extras = h.digest(i, ev.Tokens[i*ev.BlockSize:(i+1)*ev.BlockSize], extras)
 		if s := c.resolve(b); s != none {
-			c.side.copy(c.ix, b, 1)
+			c.addCopies(b, 1)
 			return i + 1, s
 		}
 		switch c.aside.add(c.ix, b, parent, d) {
@@ -137,13 +137,13 @@ func (a *aside) take(ix *Index, b Handle) (w waiting, copies uint32) {
 	return w, 1 + w.more
 }
 
-// remove takes one copy of b away; false if b is not aside.
-func (a *aside) remove(ix *Index, b Handle) bool {
+// remove takes one copy of b away, or all of them; false if b is not aside.
+func (a *aside) remove(ix *Index, b Handle, all bool) bool {
 	w, ok := a.blocks[b]
 	if !ok {
 		return false
 	}
-	if w.more == 0 {
+	if all || w.more == 0 {
 		a.take(ix, b)
 		return true
 	}

@@ -67,6 +67,7 @@ type Column struct {
 
 	handles  handleTable
 	side     side
+	once     bool // the engine repeats what it has stored: copies are not counted
 	stale    bool // evictions may have left handles without a block
 	aside    aside
 	filtered map[int]struct{} // attention groups that are not indexed

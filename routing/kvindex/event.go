@@ -151,7 +151,7 @@ func (c *Column) retain(name Handle, hash uint64, up slot, more uint32) (slot, v
 		if ix.hash(s) != hash {
 			return none, clashes
 		}
-		c.side.copy(ix, name, 1+more)
+		c.addCopies(name, 1+more)
 		ix.endRun(c)
 		ix.pin = s
 		return s, kept
@@ -173,12 +173,33 @@ func (c *Column) retain(name Handle, hash uint64, up slot, more uint32) (slot, v
 		_, copies := c.aside.take(ix, name)
 		more += copies
 	}
-	c.side.copy(ix, name, more)
+	c.addCopies(name, more)
 	if c.has(s) {
 		c.side.alias(ix, s)
 	}
 	c.settle(s, hash)
 	return s, kept
+}
+
+// addCopies counts n more copies of a block, unless the engine repeats itself.
+func (c *Column) addCopies(name Handle, n uint32) {
+	if !c.once {
+		c.side.copy(c.ix, name, n)
+	}
+}
+
+// LimitCopies holds the column against the number of blocks that its engine has; cleared says that it was emptied. An engine that has
+// told of more copies than that stores some of them again without having removed them (vLLM does when a request asks it to report whole
+// prompts): each removal takes one copy away, so blocks that it has no more would stay for ever. From then on a block stored again
+// counts once. FromEvents.
+func (c *Column) LimitCopies(blocks int) (cleared bool) {
+	if c.once || blocks <= 0 || c.count+c.side.n <= blocks || !c.usable(FromEvents) {
+		return false
+	}
+	c.once = true
+	c.ix.counters.Repeated++
+	c.Clear()
+	return true
 }
 
 // Removed applies a BlockRemoved: one physical copy less of each. FromEvents.
@@ -204,7 +225,7 @@ func (c *Column) removeAll(blocks []Handle) {
 func (c *Column) removeCopy(name Handle) {
 	seg, i := c.handles.locate(name)
 	if i < 0 {
-		if !c.aside.remove(c.ix, name) {
+		if !c.aside.remove(c.ix, name, c.once) {
 			c.ix.counters.UnknownRemove++
 		}
 		return

@@ -164,6 +164,14 @@ func verifyColumns(t assert.TestingT, ix *Index) {
 		assert.Equal(t, records, c.handles.n)
 		handles += records
 		assert.Equal(t, endBytes*len(c.ends)+promptBytes*len(c.prompts), c.endFee)
+		beyond := 0
+		for _, n := range c.side.copies {
+			beyond += int(n)
+		}
+		for _, n := range c.side.aliases {
+			beyond += int(n)
+		}
+		assert.Equal(t, beyond, c.side.n, "copies and aliases of column %d", bit)
 		charge += c.handles.bytes() + c.side.bytes() + c.aside.bytes() + c.endFee
 	}
 	assert.Equal(t, handles, ix.handles)

@@ -4,6 +4,7 @@ package kvindex
 type side struct {
 	copies  map[Handle]uint32 // physical copies of a handle beyond the first
 	aliases map[slot]uint32   // handles of a block beyond the first
+	n       int               // sum of both
 }
 
 const sideBytes = 40 // charged per entry
@@ -23,6 +24,7 @@ func (s *side) copy(ix *Index, h Handle, n uint32) {
 		s.copies = make(map[Handle]uint32)
 	}
 	s.copies[h] += n
+	s.n += int(n)
 }
 
 // alias counts one more handle of a block.
@@ -35,6 +37,7 @@ func (s *side) alias(ix *Index, x slot) {
 		s.aliases = make(map[slot]uint32)
 	}
 	s.aliases[x]++
+	s.n++
 }
 
 // uncopy takes a copy of h away; false if there was only the first.
@@ -45,6 +48,7 @@ func (s *side) uncopy(ix *Index, h Handle) bool {
 	n := s.copies[h]
 	if n > 1 {
 		s.copies[h] = n - 1
+		s.n--
 	} else if n == 1 {
 		s.forget(ix, h)
 	}
@@ -59,6 +63,7 @@ func (s *side) unalias(ix *Index, x slot) bool {
 	n := s.aliases[x]
 	if n > 1 {
 		s.aliases[x] = n - 1
+		s.n--
 	} else if n == 1 {
 		s.forgetAliases(ix, x)
 	}
@@ -67,6 +72,7 @@ func (s *side) unalias(ix *Index, x slot) bool {
 
 func (s *side) forget(ix *Index, h Handle) {
 	if len(s.copies) > 0 && s.copies[h] > 0 {
+		s.n -= int(s.copies[h])
 		delete(s.copies, h)
 		ix.charge -= sideBytes
 	}
@@ -74,6 +80,7 @@ func (s *side) forget(ix *Index, h Handle) {
 
 func (s *side) forgetAliases(ix *Index, x slot) {
 	if len(s.aliases) > 0 && s.aliases[x] > 0 {
+		s.n -= int(s.aliases[x])
 		delete(s.aliases, x)
 		ix.charge -= sideBytes
 	}

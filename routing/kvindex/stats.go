@@ -14,6 +14,7 @@ type Counters struct {
 	UnknownParent uint64 // stored blocks kept aside because their parent is not known
 	AsideDropped  uint64 // blocks kept aside and dropped for want of room
 	UnknownRemove uint64 // removals of blocks that are not held
+	Repeated      uint64 // columns emptied because their engine told of more copies than it has blocks
 	Refused       uint64 // blocks, copies or records not taken: the cap leaves no room
 	Evicted       uint64 // blocks dropped at the cap, all holders at once
 	Expired       uint64 // blocks whose time or capacity as a speculative store or record ended

@@ -16,7 +16,7 @@ import (
 // SP1: every port is on loopback; a public bind is refused with the flag's name.
 func TestSP1LoopbackOnly(t *testing.T) {
 	t.Parallel()
-	for _, flag := range []string{"--http-bind", "--admin-bind"} {
+	for _, flag := range []string{"--http-bind", "--admin-bind", "--metrics-bind"} {
 		for _, addr := range []string{"0.0.0.0:0", "[::]:0", ":0", "192.0.2.1:0"} {
 			r := harness.Run(t, "start", flag, addr, "--data-dir", t.TempDir())
 			assert.Equal(t, 2, r.ExitCode(), "%s %s", flag, addr)

@@ -1,0 +1,124 @@
+package ingress
+
+import (
+	"context"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/telemetry"
+)
+
+// outageRig is an ingress without sockets, in fake time, in front of one rank that is not ready.
+type outageRig struct {
+	t     *testing.T
+	store *store
+	rank  *replica
+	in    *Ingress
+}
+
+func newOutageRig(t *testing.T, kind app.Kind) *outageRig {
+	t.Helper()
+	f := &feed{}
+	g := &outageRig{t: t, store: newStore(), rank: &replica{
+		feed: f, app: "demo", unit: "demo/0/0", id: routing.ID(0, 0), url: "http://127.0.0.1:1", max: 8, incarnation: 7,
+		stopped: make(chan struct{}),
+	}}
+	a := demoApp()
+	a.Engine.Kind, a.Timeouts.QueueS = kind, 60
+	if kind == app.KindAttach {
+		a.Engine.Ranks = []app.AttachRank{{URL: g.rank.url}}
+	}
+	deploy(t, g.store, a, 1)
+	g.phase(state.Fenced)
+	in, err := New(Config{
+		Node: "n1", Store: g.store, Feed: f, Metrics: telemetry.New(), Seed: 7, Log: slog.New(slog.DiscardHandler),
+	})
+	require.NoError(t, err)
+	g.in = in
+	t.Cleanup(func() { require.NoError(t, in.Close(context.Background())) })
+	return g
+}
+
+func (g *outageRig) phase(p state.Phase) {
+	g.store.set(func(st *state.State) { st.Units["demo/0/0"].Phase = p })
+}
+
+// comeBack makes the rank ready.
+func (g *outageRig) comeBack() {
+	g.phase(state.Ready)
+	g.rank.reborn()
+	synctest.Wait()
+}
+
+// ask sends a request and gives what came, and after how long.
+func (g *outageRig) ask() (rec *httptest.ResponseRecorder, took time.Duration) {
+	rec, began := httptest.NewRecorder(), time.Now()
+	req := httptest.NewRequestWithContext(g.t.Context(), http.MethodPost, "/v1/chat/completions", strings.NewReader(chatBody))
+	g.in.Handler().ServeHTTP(rec, req)
+	return rec, time.Since(began)
+}
+
+// TestAnOutageOfAttachedEnginesIsAnsweredAtOnce: dpserve does not start attached engines, so requests wait for them as long as a
+// restart under a supervisor takes, and are refused from then on; the first ones of the outage are refused when that time is over.
+func TestAnOutageOfAttachedEnginesIsAnsweredAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := newOutageRig(t, app.KindAttach)
+		time.Sleep(DefaultOutage / 2)
+		rec, took := g.ask()
+		assert.Equal(t, http.StatusServiceUnavailable, rec.Code)
+		assert.Contains(t, rec.Body.String(), "no_ready_rank")
+		assert.Equal(t, "1", rec.Header().Get("Retry-After"))
+		assert.Equal(t, DefaultOutage/2, took, "what is left of the time since the outage began")
+		for range 3 {
+			rec, took = g.ask()
+			assert.Equal(t, http.StatusServiceUnavailable, rec.Code)
+			assert.Equal(t, "1", rec.Header().Get("Retry-After"))
+			assert.Zero(t, took)
+			time.Sleep(time.Minute)
+		}
+		g.store.set(func(st *state.State) { st.Units["demo/0/0"].Phase = state.Starting })
+		synctest.Wait()
+		_, took = g.ask()
+		assert.Zero(t, took, "a start that goes on for ever is no end of the outage")
+	})
+}
+
+// TestTheNextOutageBeginsAnew: a rank that came back and is lost again is waited for once more.
+func TestTheNextOutageBeginsAnew(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := newOutageRig(t, app.KindAttach)
+		time.Sleep(time.Minute)
+		g.comeBack()
+		require.True(t, g.in.Ready())
+		time.Sleep(time.Minute)
+		g.rank.say(false, true, "engine_lost")
+		g.phase(state.Fenced)
+		synctest.Wait()
+		time.Sleep(time.Second)
+		rec, took := g.ask()
+		assert.Equal(t, http.StatusServiceUnavailable, rec.Code)
+		assert.Equal(t, DefaultOutage-time.Second, took)
+	})
+}
+
+// TestRequestsWaitForEnginesThatDpserveStarts: those come back by dpserve's own doing, however long that takes.
+func TestRequestsWaitForEnginesThatDpserveStarts(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := newOutageRig(t, app.KindSim)
+		time.Sleep(time.Minute)
+		rec, took := g.ask()
+		assert.Contains(t, rec.Body.String(), "queue_timeout")
+		assert.Equal(t, time.Minute, took)
+	})
+}

@@ -1,0 +1,72 @@
+package ingress
+
+import (
+	"encoding/json"
+	"net/http"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+// TestProbesAnswer: load balancers, Kubernetes and what was made for Ray Serve or vLLM ask by these paths, with GET and HEAD.
+func TestProbesAnswer(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
+	hidden := demoApp()
+	hidden.Name, hidden.Model.ID, hidden.RoutePrefix = "hidden", "hidden-model", "/team/a"
+	g.deploy(hidden, 1)
+	other := demoApp()
+	other.Name, other.Model.ID = "other", "other-model"
+	g.deploy(other, 1)
+	eventually(t, func() bool { return len(g.in.table.Load().lanes) == 3 }, "all are known")
+	head := func(path string) answer {
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodHead, g.url+path, nil)
+		require.NoError(t, err)
+		return g.do(req)
+	}
+	readiness := []string{"/health", "/healthz", "/readyz", "/ping", "/-/healthz"}
+	for _, path := range append(readiness, "/livez", "/-/routes") {
+		assert.Equal(t, 200, g.get(path).status, path)
+		a := head(path)
+		assert.Equal(t, 200, a.status, path)
+		assert.Empty(t, a.body)
+	}
+	assert.Equal(t, "success", g.get("/-/healthz").body)
+	assert.JSONEq(t, `{"/": "demo,other", "/team/a": "hidden"}`, g.get("/-/routes").body)
+
+	g.replicas[0].say(false, false, "tripped")
+	for _, path := range readiness {
+		a := g.get(path)
+		assert.Equal(t, 503, a.status, path)
+		assert.NotEmpty(t, a.header.Get("Retry-After"), path)
+		assert.Equal(t, 503, head(path).status, path)
+	}
+	assert.Equal(t, 200, g.get("/livez").status, "the process lives")
+}
+
+// TestModelsTellTheirLength: what fits into every ready rank; nothing where no engine tells.
+func TestModelsTellTheirLength(t *testing.T) {
+	e := replies(200, wholeAnswer)
+	g := newRig(t, options{engines: []http.HandlerFunc{e, e, e}})
+	length := func() (n float64, told bool) {
+		var list struct{ Data []map[string]any }
+		require.NoError(t, json.Unmarshal([]byte(g.get("/v1/models").body), &list))
+		require.Len(t, list.Data, 1)
+		n, told = list.Data[0]["max_model_len"].(float64)
+		return n, told
+	}
+	_, told := length()
+	assert.False(t, told)
+	for i, n := range []int{8192, 4096, 0} {
+		g.replicas[i].mu.Lock()
+		g.replicas[i].length = n
+		g.replicas[i].mu.Unlock()
+		g.replicas[i].publish()
+	}
+	n, _ := length()
+	assert.InDelta(t, 4096, n, 0)
+	assert.Contains(t, g.get("/v1/models/demo").body, `"max_model_len":4096`)
+	g.replicas[1].say(false, false, "tripped")
+	n, _ = length()
+	assert.InDelta(t, 8192, n, 0)
+}
