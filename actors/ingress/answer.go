@@ -25,6 +25,7 @@ func (c *call) begin(status int, engine http.Header, length int) {
 		h["Content-Length"] = []string{strconv.Itoa(length)}
 	}
 	c.armWrite(now)
+	c.letGo()
 	c.w.WriteHeader(status)
 }
 

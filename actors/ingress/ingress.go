@@ -70,8 +70,9 @@ type Ingress struct {
 	waiting waiting
 	hasher  atomic.Pointer[kvindex.Hasher] // keyed by the cluster's secret
 	calls   sync.Pool                      // *call
-	buffers sync.Pool                      // *bodyBuffer
-	replies sync.Pool                      // chan msg.AdmitReply
+	bodies  bodyMemory
+	prompts sync.Pool // *promptMemory
+	replies sync.Pool // chan msg.AdmitReply
 
 	nextID   atomic.Uint64
 	requests atomic.Uint64
@@ -108,7 +109,7 @@ func New(c Config) (*Ingress, error) {
 	}
 	in.nextID.Store(mix(c.Seed))
 	in.calls.New = func() any { return newCall(in) }
-	in.buffers.New = func() any { return &bodyBuffer{} }
+	in.bodies.budget = in.limits.bodyBudget(0)
 	in.replies.New = func() any { return make(chan msg.AdmitReply, 1) }
 	in.remote, in.serves = c.Remote, c.Serves
 	in.legs = engineleg.New(engineleg.Timers{Dial: in.timers.Dial, IdleOwned: in.timers.IdleOwned, IdleAttached: in.timers.IdleAttached}, c.Dial)

@@ -72,7 +72,8 @@ func TestFar(t *testing.T) {
 		"Fenced": TestToldFencedIsTriedAgainAtOnce, "CloseCuts": TestCloseCutsWithDrained, "Drain": TestTheEndOfADrainCutsAttachedStreams,
 		"Holder": TestPromptGoesToItsHolder, "Blocks": TestAdmitCarriesBlocksAndHit, "Wishes": TestWishesInHeaders, "Attempts": TestAttemptsOfThePolicy,
 		"TokenIdentity": TestTokenIdentity, "TokenizeOnce": TestTokenizeFliesOnce,
-		"Reservation": TestReservation, "ReservationExpires": TestReservationExpires, "ReservationRefused": TestReservationRefused,
+		"BodiesGivenBack": TestBodiesAreGivenBackAtTheFirstByte,
+		"Reservation":     TestReservation, "ReservationExpires": TestReservationExpires, "ReservationRefused": TestReservationRefused,
 		"Generate": TestGenerate, "GenerateFails": TestGenerateFails, "GenerateEnds": TestGenerateEndsWithItsCaller, "Reset": TestKV15ResetUnderStreams,
 	} {
 		t.Run(name, test)

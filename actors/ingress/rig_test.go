@@ -442,10 +442,11 @@ func newRig(t *testing.T, o options) *rig {
 	return g
 }
 
-// atRest: nothing in flight, nothing queued.
+// atRest: nothing in flight, nothing queued, no memory of bodies held.
 func (g *rig) atRest() {
 	_, _, inflight := g.in.Totals()
 	assert.Zero(g.t, inflight)
+	assert.Zero(g.t, g.in.bodies.taken.Load())
 	assert.Zero(g.t, g.in.QueueLen("demo"))
 	for _, r := range g.replicas {
 		if r.node == "" {
