@@ -225,6 +225,7 @@ func (n *Node) buildServers(t *timers) error {
 			return err
 		}
 		n.serving.Store(n.ingress)
+		n.metrics.Ingress(n.cfg.NodeID, n.ingress.Usage)
 	}
 	b := &backend{n}
 	n.admin = api.NewServer(api.Config{

@@ -129,7 +129,11 @@ func (c *call) letGo() {
 func (c *call) run(s *scope) *failure {
 	c.armWrite(c.start)
 	c.identify()
-	if f := c.readBody(); f != nil {
+	f := c.in.memory.refuse(c.start)
+	if f == nil {
+		f = c.readBody()
+	}
+	if f != nil {
 		abandonBody(c.w, c.r)
 		return f
 	}

@@ -365,6 +365,7 @@ type options struct {
 	app     func(a *app.Application)
 	timers  Timers
 	limits  Limits
+	memory  func() memoryUse // of a process with a limit of 1,000 bytes
 	noApp   bool
 	level   slog.Level
 	far     bool        // the ranks are those of another node …
@@ -423,6 +424,9 @@ func newRig(t *testing.T, o options) *rig {
 	}
 	in, err := New(c)
 	require.NoError(t, err)
+	if o.memory != nil {
+		in.memory.limit, in.memory.read = 1000, o.memory
+	}
 	g.in = in
 	addr, err := in.Listen(t.Context(), "127.0.0.1:0")
 	require.NoError(t, err)
