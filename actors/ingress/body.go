@@ -45,7 +45,11 @@ func (c *call) readBody() *failure {
 }
 
 func (in *Ingress) tooLarge() *failure {
-	return fail(openai.CodeBodyTooLarge, fmt.Sprintf("the body is larger than %d bytes", in.limits.MaxBody))
+	text := fmt.Sprintf("the body is larger than %d bytes", in.limits.MaxBody)
+	if in.limits.MaxBody < LargestMaxBody {
+		text += fmt.Sprintf("; the node's --max-body allows up to %d MiB", LargestMaxBody>>20)
+	}
+	return fail(openai.CodeBodyTooLarge, text)
 }
 
 func noBodyMemory() *failure {

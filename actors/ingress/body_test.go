@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"runtime"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -231,4 +232,17 @@ func TestPromptMemoryShrinks(t *testing.T) {
 	assert.Nil(t, large.salted)
 	shared := prompt{shared: true, promptMemory: promptMemory{blocks: make([]uint64, 3)}}
 	assert.Nil(t, shared.giveMemory().blocks, "an actor may still read them")
+}
+
+// TestLargeBodiesPass: a body above the default limit reaches its engine whole, where the limit allows it.
+func TestLargeBodiesPass(t *testing.T) {
+	var got atomic.Int64
+	g := newRig(t, options{limits: Limits{MaxBody: LargestMaxBody}, engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
+		n, _ := io.Copy(io.Discard, r.Body)
+		got.Store(n)
+		_, _ = io.WriteString(w, wholeAnswer)
+	}}})
+	body := `{"model":"demo","prompt":"` + strings.Repeat("x", DefaultMaxBody) + `"}`
+	assert.Equal(t, 200, g.post("/v1/completions", body).status)
+	assert.EqualValues(t, len(body), got.Load())
 }
