@@ -47,6 +47,7 @@ type call struct {
 	guard    guard
 	stream   stream
 
+	reader  readerPace
 	written time.Time // when the write deadline was set last
 	status  int       // sent, 0 while nothing is
 	begun   time.Time // first byte
@@ -103,7 +104,7 @@ func (c *call) release() {
 	c.due, c.waitDue, c.written, c.begun = time.Time{}, time.Time{}, time.Time{}, time.Time{}
 	c.died = nil
 	c.tried, c.rejoin, c.attempts, c.status, c.cut, c.counted, c.id = c.tried[:0], false, 0, 0, false, 0, ""
-	c.usage = openai.Usage{}
+	c.usage, c.reader = openai.Usage{}, readerPace{}
 	c.attempt = attempt{}
 	c.stream.release()
 	in.calls.Put(c)

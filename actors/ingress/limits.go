@@ -35,7 +35,7 @@ type Timers struct {
 	ReadHeader   time.Duration // for a request's header
 	Idle         time.Duration // a client connection without a request
 	BodyStall    time.Duration // longest wait for the next byte of a body, and the window of bodyRate; else 408
-	SlowReader   time.Duration // for one write to a client that does not read
+	SlowReader   time.Duration // for one write to a client that does not read, and the window in which one that reads must take bodyRate
 	Admit        time.Duration // for a DPServer's answer; longer counts as overloaded
 	LateTicket   time.Duration // how long a given-up admission is waited for, to hand its ticket back
 	Doubt        time.Duration // how long a node whose data port was not reached is left alone
@@ -75,7 +75,7 @@ const (
 // Numbers without a knob.
 const (
 	defaultAttempts = 3                      // retries.attempts when the file leaves it out
-	bodyRate        = 1024                   // bytes per second a body must bring on average over a window
+	bodyRate        = 1024                   // bytes per second that a client must send of a body, or take of an answer, over a window
 	wholeBody       = 16 << 20               // bytes of a body that must be there after wholeWindows windows of BodyStall (2 min)
 	wholeWindows    = 4                      // see wholeBody
 	bodyShare       = 32                     // largest bodies that fit into the memory of bodies, unless a memory limit is near …
