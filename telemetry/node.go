@@ -58,3 +58,26 @@ func (m *Metrics) Streams(node string, read func() StreamCounts) {
 	add("stream_dropped_total", "Records of other nodes' ranks that were malformed or of a later version.", func(c StreamCounts) uint64 { return c.Dropped })
 	add("stream_posts_lost_total", "Messages to ranks of other nodes that found no room, or no node.", func(c StreamCounts) uint64 { return c.Lost })
 }
+
+// IngressUsage is what an ingress holds at a moment.
+type IngressUsage struct {
+	BodyBytes   int64 // memory of request bodies
+	BodyLimit   int64 // the most of it
+	MemoryBytes int64 // what the process needs, as compared with its limit; 0: it has none
+	MemoryLimit int64
+	Connections int // of clients
+}
+
+// Ingress shows what this node's ingress holds at every scrape; call it once.
+func (m *Metrics) Ingress(node string, read func() IngressUsage) {
+	self := prometheus.Labels{labelNode: node}
+	add := func(name, help string, value func(IngressUsage) int64) {
+		m.registry.MustRegister(prometheus.NewGaugeFunc(
+			prometheus.GaugeOpts{Namespace: namespace, Name: name, Help: help, ConstLabels: self}, func() float64 { return float64(value(read())) }))
+	}
+	add("body_bytes", "Memory of request bodies, from their first byte to that of their answers.", func(u IngressUsage) int64 { return u.BodyBytes })
+	add("body_limit_bytes", "Memory of request bodies above which requests are refused.", func(u IngressUsage) int64 { return u.BodyLimit })
+	add("memory_used_bytes", "Memory that the process needs, without garbage; 0 without a limit.", func(u IngressUsage) int64 { return u.MemoryBytes })
+	add("memory_limit_bytes", "Memory limit of the process: requests are refused above 85 % of it, connections above 95 %; 0 = it has none.", func(u IngressUsage) int64 { return u.MemoryLimit })
+	add("client_connections", "Connections of clients.", func(u IngressUsage) int64 { return int64(u.Connections) })
+}

@@ -12,6 +12,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/dpserve/dpserve/actors/ingress"
 	"github.com/dpserve/dpserve/actors/node"
 	"github.com/dpserve/dpserve/cluster"
 	"github.com/dpserve/dpserve/internal/problem"
@@ -27,6 +28,8 @@ const (
 	DefaultSlots     = 64
 	DefaultNodePort  = 7947
 	DefaultGossip    = 7946
+	DefaultMaxBody   = ingress.DefaultMaxBody >> 20 // MiB
+	LargestMaxBody   = ingress.LargestMaxBody >> 20 // MiB
 )
 
 // The token that the first start of a cluster prints.
@@ -49,6 +52,7 @@ type Config struct {
 	AdminBind      string                   // admin REST and /metrics
 	AdminHosts     []string                 // names in Host headers by which the admin port answers, beside the node's own
 	MetricsBind    string                   // /metrics alone; "" = at AdminBind only
+	MaxBody        int                      // MiB of an inference request's body; the memory of all bodies grows with it
 	PortRange      string                   // LO-HI, engines' ports
 	Slots          int                      // ranks without devices
 	GPUs           string                   // count, or list like 0-3,6
@@ -84,7 +88,7 @@ func DefaultConfig() Config {
 	return Config{
 		NodeID: host, DataDir: DefaultDataDir, HTTPBind: DefaultHTTPBind, AdminBind: DefaultAdminBind,
 		NodePort: DefaultNodePort, GossipPort: DefaultGossip, OnLeaseLoss: "serve",
-		PortRange: DefaultPortRange, Slots: DefaultSlots, LogWriter: os.Stderr, LogFormat: "text", LogLevel: "info",
+		MaxBody: DefaultMaxBody, PortRange: DefaultPortRange, Slots: DefaultSlots, LogWriter: os.Stderr, LogFormat: "text", LogLevel: "info",
 	}
 }
 
@@ -106,6 +110,10 @@ func (c *Config) Validate() error {
 	}
 	if _, _, err := parsePortRange(c.PortRange); err != nil {
 		return err
+	}
+	if c.MaxBody < 1 || c.MaxBody > LargestMaxBody {
+		return problem.New(problem.InvalidArgument, "--max-body %d: want 1 to %d MiB", c.MaxBody, LargestMaxBody).
+			WithHint("it bounds one request; images that are larger belong behind a URL that the engine can fetch")
 	}
 	if c.Slots < 0 {
 		return problem.New(problem.InvalidArgument, "--slots %d: must not be negative", c.Slots)

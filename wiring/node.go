@@ -213,7 +213,7 @@ func (n *Node) buildServers(t *timers) error {
 	if n.has(state.RoleIngress) {
 		cfg := ingress.Config{
 			Node: n.cfg.NodeID, Version: n.cfg.Version, Store: n.store, Feed: n.hub, Metrics: n.metrics, Log: n.log, Timers: t.ingress, Seed: random(),
-			Dial: n.cfg.dialer(), Serves: n.node.Serves(),
+			Dial: n.cfg.dialer(), Serves: n.node.Serves(), Limits: ingress.Limits{MaxBody: int64(n.cfg.MaxBody) << 20},
 		}
 		var err error
 		if n.mesh != nil {
@@ -226,6 +226,7 @@ func (n *Node) buildServers(t *timers) error {
 			return err
 		}
 		n.serving.Store(n.ingress)
+		n.metrics.Ingress(n.cfg.NodeID, n.ingress.Usage)
 	}
 	b := &backend{n}
 	metrics := n.scrape()

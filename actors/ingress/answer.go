@@ -25,12 +25,16 @@ func (c *call) begin(status int, engine http.Header, length int) {
 		h["Content-Length"] = []string{strconv.Itoa(length)}
 	}
 	c.armWrite(now)
+	c.letGo()
 	c.w.WriteHeader(status)
 }
 
 // write passes bytes on. The error's cause is the client's: it left, or it does not read.
 func (c *call) write(b []byte, now time.Time) error {
 	c.armWrite(now)
+	if !c.reader.beginWrite(now, len(b), c.in.timers.SlowReader) {
+		return errSlowReader
+	}
 	_, err := c.w.Write(b)
 	return err
 }
@@ -56,6 +60,7 @@ func isStream(h http.Header) bool {
 
 // read fills buf from the engine under the guard, which is armed for as long as the read blocks.
 func (c *call) read(body io.Reader, buf []byte, now, due time.Time, cause error) (int, error) {
+	c.reader.endWrite(now)
 	c.guard.arm(now, due, cause)
 	n, err := body.Read(buf)
 	c.guard.pause()

@@ -11,43 +11,32 @@ import (
 	"github.com/dpserve/dpserve/engine/openai"
 )
 
-// bodyBuffer is a request's body in memory that is used again.
-type bodyBuffer struct{ b []byte }
-
-// release gives the buffer back to the pool, unless it is too large to keep or somebody may still read it: an engine
-// connection that was given up may be in the middle of writing it.
-func (in *Ingress) release(b *bodyBuffer, settled bool) {
-	if settled && cap(b.b) <= maxPooledBody {
-		in.buffers.Put(b)
-	}
-}
-
-// firstBody is the buffer for a body whose length is not announced.
-const firstBody = 4 << 10
-
 // readBody reads the whole body before anything else: without that the client's leaving is not noticed, and no second
 // attempt is possible (TRAPS 2). A body above the limit is refused unread if it announces its length.
-func (in *Ingress) readBody(w *http.ResponseController, r *http.Request, buf *bodyBuffer) *failure {
-	if r.ContentLength > in.limits.MaxBody {
+func (c *call) readBody() *failure {
+	in, r := c.in, c.r
+	most := in.limits.MaxBody + 1 // one more, to reach the end: TRAPS 2
+	if r.ContentLength >= most {
 		return in.tooLarge()
 	}
-	size := int(r.ContentLength) + 1 // one more, to reach the end: TRAPS 2
-	if r.ContentLength < 0 {
-		size = firstBody
+	if r.ContentLength >= 0 {
+		most = r.ContentLength + 1
 	}
-	if cap(buf.b) < size {
-		buf.b = make([]byte, 0, size)
-	}
-	buf.b = buf.b[:0]
-	err := in.fill(w, r, buf)
+	err := c.fill(int(most))
 	var stalled *stallError
 	switch {
 	case err == nil:
+		if r.GetBody != nil { // a request of this process holds its body for as long as it lives
+			r.Body, r.GetBody = http.NoBody, nil
+		}
 		return nil
 	case errors.Is(err, errTooLarge):
 		return in.tooLarge()
+	case errors.Is(err, errNoBodyMemory):
+		return noBodyMemory()
 	case errors.As(err, &stalled), errors.Is(err, os.ErrDeadlineExceeded):
-		return fail(openai.CodeSlowRequest, fmt.Sprintf("the body came too slowly: send at least %d bytes per second", bodyRate))
+		return fail(openai.CodeSlowRequest, fmt.Sprintf("the body came too slowly: send at least %d bytes per second, and up to %d MiB within %s",
+			bodyRate, wholeBody>>20, in.timers.wholeBody()))
 	case r.Context().Err() != nil && !errors.Is(err, io.ErrUnexpectedEOF):
 		return &failure{status: statusClientGone, gone: true, cause: causeClientGone.String()}
 	default:
@@ -56,37 +45,102 @@ func (in *Ingress) readBody(w *http.ResponseController, r *http.Request, buf *bo
 }
 
 func (in *Ingress) tooLarge() *failure {
-	return fail(openai.CodeBodyTooLarge, fmt.Sprintf("the body is larger than %d bytes", in.limits.MaxBody))
+	text := fmt.Sprintf("the body is larger than %d bytes", in.limits.MaxBody)
+	if in.limits.MaxBody < LargestMaxBody {
+		text += fmt.Sprintf("; the node's --max-body allows up to %d MiB", LargestMaxBody>>20)
+	}
+	return fail(openai.CodeBodyTooLarge, text)
 }
 
-var errTooLarge = errors.New("body above the limit")
+func noBodyMemory() *failure {
+	f := fail(openai.CodeOverloaded, "this node holds as many bytes of request bodies as it may; try again later").after(1)
+	f.cause = "body_memory"
+	return f
+}
 
-// stallError is a body that brings less than bodyRate over a window.
+var (
+	errTooLarge     = errors.New("body above the limit")
+	errNoBodyMemory = errors.New("no memory for bodies is left")
+)
+
+// stallError is a body that comes too slowly.
 type stallError struct{}
 
 func (*stallError) Error() string { return "body too slow" }
 
-// fill reads to the end of the body, window by window. One deadline per window is enough: a body that stands still brings
-// too few bytes as well.
-func (in *Ingress) fill(w *http.ResponseController, r *http.Request, buf *bodyBuffer) error {
-	for {
-		due := time.Now().Add(in.timers.BodyStall)
-		if err := setReadDeadline(w, due); err != nil {
-			return err
+// fill reads to the end of the body into c.body, which grows as bytes arrive: memory that a client only announces is not there yet.
+// most is the largest number of bytes that may come, and one more.
+func (c *call) fill(most int) error {
+	m, window := &c.in.bodies, c.in.timers.BodyStall
+	if c.body = m.take(bodySizes[0]); c.body == nil {
+		return errNoBodyMemory
+	}
+	now := time.Now()
+	pace := bodyPace{window: window, whole: c.in.timers.wholeBody(), began: now, since: now}
+	for armed := (time.Time{}); ; {
+		if now.Sub(armed) >= window/deadlineSteps {
+			if err := setReadDeadline(c.rc, pace.deadline(now, len(c.body.b))); err != nil {
+				return err
+			}
+			armed = now
 		}
-		from := len(buf.b)
-		err := in.window(r.Body, buf, due)
-		if err == nil { // the window is over, the body is not
-			err = enough(len(buf.b)-from, in.timers.BodyStall)
+		if len(c.body.b) == cap(c.body.b) {
+			larger := m.grow(c.body, most)
+			if larger == nil {
+				return errNoBodyMemory
+			}
+			c.body = larger
 		}
-		if errors.Is(err, io.EOF) {
+		b := c.body.b
+		n, err := c.r.Body.Read(b[len(b):cap(b)])
+		c.body.b = b[:len(b)+n]
+		now = time.Now()
+		switch {
+		case int64(len(c.body.b)) > c.in.limits.MaxBody:
+			return errTooLarge
+		case errors.Is(err, io.EOF):
 			// The connection's own reader takes over at the end of the body: it must not run into our deadline.
-			return setReadDeadline(w, time.Time{})
-		}
-		if err != nil {
+			return setReadDeadline(c.rc, time.Time{})
+		case err != nil:
 			return err
+		case pace.isTooSlow(now, len(c.body.b)):
+			return &stallError{}
 		}
 	}
+}
+
+// deadlineSteps is how often in a window the read deadline is moved: it is exact to that part of the window.
+const deadlineSteps = 30
+
+// bodyPace holds an upload to its least rates: bodyRate over each window, and wholeBody bytes over whole since it began. So a body
+// up to wholeBody bytes must be there after whole, and the least rate grows with the memory that a body takes.
+type bodyPace struct {
+	window time.Duration
+	whole  time.Duration
+	began  time.Time // of the body
+	since  time.Time // of the present window
+	had    int       // bytes that had come by then
+}
+
+// isTooSlow says that the n bytes that have come by now are too few.
+func (p *bodyPace) isTooSlow(now time.Time, n int) bool {
+	if passed := now.Sub(p.since); passed >= p.window {
+		if float64(n-p.had) < bodyRate*passed.Seconds() {
+			return true
+		}
+		p.since, p.had = now, n
+	}
+	passed := now.Sub(p.began)
+	return passed >= p.whole && float64(n) < wholeBody*passed.Seconds()/p.whole.Seconds()
+}
+
+// deadline is until when the next byte must come behind the n that have come by now.
+func (p *bodyPace) deadline(now time.Time, n int) time.Time {
+	due, last := now.Add(p.window), p.began.Add(p.whole)
+	if n < wholeBody && last.Before(due) {
+		return last
+	}
+	return due
 }
 
 func setReadDeadline(w *http.ResponseController, at time.Time) error {
@@ -106,31 +160,5 @@ func abandonBody(w http.ResponseWriter, r *http.Request) {
 	w.Header().Set("Connection", "close")
 	if setReadDeadline(http.NewResponseController(w), time.Now()) != nil {
 		return // the connection is gone, which is as good
-	}
-}
-
-func enough(n int, window time.Duration) error {
-	if float64(n) < bodyRate*window.Seconds() {
-		return &stallError{}
-	}
-	return nil
-}
-
-// window reads until due, or to the end of the body: then the error is io.EOF.
-func (in *Ingress) window(body io.Reader, buf *bodyBuffer, due time.Time) error {
-	for {
-		if len(buf.b) == cap(buf.b) {
-			buf.b = append(buf.b, 0)[:len(buf.b)]
-		}
-		n, err := body.Read(buf.b[len(buf.b):cap(buf.b)])
-		buf.b = buf.b[:len(buf.b)+n]
-		switch {
-		case int64(len(buf.b)) > in.limits.MaxBody:
-			return errTooLarge
-		case err != nil:
-			return err
-		case n > 0 && !time.Now().Before(due):
-			return nil
-		}
 	}
 }

@@ -22,15 +22,16 @@ type call struct {
 	route  openai.Route
 	start  time.Time
 	id     string
-	ids    []string // {id}: the header value
-	body   *bodyBuffer
+	ids    []string    // {id}: the header value
+	body   *bodyBuffer // nil before it is read, and after letGo
 	scan   openai.Body
-	splice []byte // body without the fields that only dpserve may set
-	send   []byte // what goes to the engine
+	splice *bodyBuffer // body without the fields that only dpserve may set; nil if it has none
+	send   []byte      // what goes to the engine
 	header http.Header
 
 	entry   *entry
 	prompt  prompt
+	memory  *promptMemory // of prompt; nil before prepare, and after letGo
 	query   routing.Request
 	choice  routing.Decision
 	due     time.Time // of x-dpserve-timeout-ms; zero: none
@@ -46,6 +47,7 @@ type call struct {
 	guard    guard
 	stream   stream
 
+	reader  readerPace
 	written time.Time // when the write deadline was set last
 	status  int       // sent, 0 while nothing is
 	begun   time.Time // first byte
@@ -71,7 +73,6 @@ func (in *Ingress) serveWith(w http.ResponseWriter, r *http.Request, s *scope, r
 	c.w, c.r, c.route, c.start, c.settled = w, r, route, time.Now(), true
 	c.rc = http.NewResponseController(w)
 	c.flush = flusher(w)
-	c.body, _ = in.buffers.Get().(*bodyBuffer)
 	cut, whole, rc := false, false, c.rc
 	defer func() {
 		in.inflight.Add(-1)
@@ -97,31 +98,46 @@ func (in *Ingress) serveWith(w http.ResponseWriter, r *http.Request, s *scope, r
 func (c *call) release() {
 	in := c.in
 	c.guard.end()
-	in.release(c.body, c.settled)
-	if c.settled {
-		c.splice = c.splice[:0]
-	} else {
-		c.splice = nil
-	}
+	c.letGo()
 	c.ids = make([]string, 1) // the old one is in the engine's and the client's header
 	clear(c.tried)
-	c.w, c.rc, c.flush, c.r, c.body, c.send, c.header, c.entry = nil, nil, nil, nil, nil, nil, nil, nil
+	c.w, c.rc, c.flush, c.r, c.header, c.entry = nil, nil, nil, nil, nil, nil
 	c.query = routing.Request{Tried: c.query.Tried[:0]}
-	c.prompt.release()
+	c.prompt = prompt{}
 	c.due, c.waitDue, c.written, c.begun = time.Time{}, time.Time{}, time.Time{}, time.Time{}
 	c.died = nil
 	c.tried, c.rejoin, c.attempts, c.status, c.cut, c.counted, c.id = c.tried[:0], false, 0, 0, false, 0, ""
-	c.usage = openai.Usage{}
+	c.usage, c.reader = openai.Usage{}, readerPace{}
 	c.attempt = attempt{}
 	c.stream.release()
 	in.calls.Put(c)
+}
+
+// letGo gives the body back, with everything that was made of it or points into it: the answer begins, so no other attempt is made,
+// or the request is over. A stream may go on for minutes, and needs none of it. Safe to call twice.
+func (c *call) letGo() {
+	in := c.in
+	in.bodies.give(c.body, c.settled)
+	in.bodies.give(c.splice, c.settled)
+	c.body, c.splice, c.send = nil, nil, nil
+	c.scan.Forget()
+	c.query.Text, c.query.Blocks, c.query.Hits = nil, nil, nil
+	if c.memory != nil {
+		*c.memory = c.prompt.giveMemory()
+		in.prompts.Put(c.memory)
+		c.memory = nil
+	}
 }
 
 // run takes the request to its answer, or to what is to be answered instead.
 func (c *call) run(s *scope) *failure {
 	c.armWrite(c.start)
 	c.identify()
-	if f := c.in.readBody(c.rc, c.r, c.body); f != nil {
+	f := c.in.memory.refuse(c.start)
+	if f == nil {
+		f = c.readBody()
+	}
+	if f != nil {
 		abandonBody(c.w, c.r)
 		return f
 	}
@@ -190,13 +206,21 @@ func (c *call) options() *failure {
 
 // prepare makes what goes to the Router and to the engine, once for all attempts.
 func (c *call) prepare() *failure {
+	if c.memory, _ = c.in.prompts.Get().(*promptMemory); c.memory == nil {
+		c.memory = &promptMemory{}
+	}
+	c.prompt.promptMemory = *c.memory
 	if f := c.prompt.fromBody(c.r.Context(), c.entry.lane, c.route, &c.scan, c.body.b, c.r.Header); f != nil {
 		return f
 	}
 	c.waiter.tokens = int64(c.prompt.tokens)
-	c.send = c.scan.Spliced(c.splice[:0], c.body.b)
+	c.send = c.body.b
 	if len(c.scan.Strip) > 0 {
-		c.splice = c.send
+		if c.splice = c.in.bodies.take(len(c.body.b)); c.splice == nil {
+			return noBodyMemory()
+		}
+		c.splice.b = c.scan.Spliced(c.splice.b, c.body.b)
+		c.send = c.splice.b
 	}
 	c.header = engineHeader(c.r.Header, c.ids)
 	return nil

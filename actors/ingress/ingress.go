@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -70,8 +71,10 @@ type Ingress struct {
 	waiting waiting
 	hasher  atomic.Pointer[kvindex.Hasher] // keyed by the cluster's secret
 	calls   sync.Pool                      // *call
-	buffers sync.Pool                      // *bodyBuffer
-	replies sync.Pool                      // chan msg.AdmitReply
+	bodies  bodyMemory
+	prompts sync.Pool // *promptMemory
+	memory  memoryGuard
+	replies sync.Pool // chan msg.AdmitReply
 
 	nextID   atomic.Uint64
 	requests atomic.Uint64
@@ -83,7 +86,7 @@ type Ingress struct {
 	lanes   map[string]*lane
 
 	mu          sync.Mutex
-	listener    net.Listener
+	listener    *clientConns
 	unsubscribe func()
 	closeOnce   sync.Once
 	closeErr    error
@@ -108,7 +111,9 @@ func New(c Config) (*Ingress, error) {
 	}
 	in.nextID.Store(mix(c.Seed))
 	in.calls.New = func() any { return newCall(in) }
-	in.buffers.New = func() any { return &bodyBuffer{} }
+	in.memory.limit, in.memory.read, in.memory.log, in.memory.base = memoryLimit(), readMemory, in.log, in.base
+	in.memory.collect = func() { in.running.Go(runtime.GC) }
+	in.bodies.budget = in.limits.bodyBudget(in.memory.limit)
 	in.replies.New = func() any { return make(chan msg.AdmitReply, 1) }
 	in.remote, in.serves = c.Remote, c.Serves
 	in.legs = engineleg.New(engineleg.Timers{Dial: in.timers.Dial, IdleOwned: in.timers.IdleOwned, IdleAttached: in.timers.IdleAttached}, c.Dial)

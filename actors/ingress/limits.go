@@ -9,6 +9,7 @@ import (
 // Limits bound what clients may send and what an ingress holds. A zero field means its default.
 type Limits struct {
 	MaxBody         int64 // bytes of a request's body; more is 413
+	BodyBytes       int64 // memory of all bodies together, until their answers begin; more is 503. 0: bodyBudget
 	MaxHeaderBytes  int   // request line and header fields; more is 431
 	MaxHeaderFields int   // header fields; more is 431
 	MaxConns        int   // client connections; more wait in the kernel's backlog
@@ -20,6 +21,7 @@ type Limits struct {
 // Defaults of Limits (STYLE 9).
 const (
 	DefaultMaxBody         = 16 << 20
+	LargestMaxBody         = 64 << 20 // requests with images and the like; other nodes take no larger ones
 	DefaultMaxHeaderBytes  = 64 << 10
 	DefaultMaxHeaderFields = 100
 	DefaultMaxConns        = 16_000
@@ -32,8 +34,8 @@ const (
 type Timers struct {
 	ReadHeader   time.Duration // for a request's header
 	Idle         time.Duration // a client connection without a request
-	BodyStall    time.Duration // window in which a body must bring bodyRate × window bytes, or end; else 408
-	SlowReader   time.Duration // for one write to a client that does not read
+	BodyStall    time.Duration // longest wait for the next byte of a body, and the window of bodyRate; else 408
+	SlowReader   time.Duration // for one write to a client that does not read, and the window in which one that reads must take bodyRate
 	Admit        time.Duration // for a DPServer's answer; longer counts as overloaded
 	LateTicket   time.Duration // how long a given-up admission is waited for, to hand its ticket back
 	Doubt        time.Duration // how long a node whose data port was not reached is left alone
@@ -75,13 +77,18 @@ const (
 // Numbers without a knob.
 const (
 	defaultAttempts = 3                      // retries.attempts when the file leaves it out
-	bodyRate        = 1024                   // bytes per second a body must bring on average over a window
+	bodyRate        = 1024                   // bytes per second that a client must send of a body, or take of an answer, over a window
+	wholeBody       = 16 << 20               // bytes of a body that must be there after wholeWindows windows of BodyStall (2 min)
+	wholeWindows    = 4                      // see wholeBody
+	bodyShare       = 32                     // largest bodies that fit into the memory of bodies, unless a memory limit is near …
+	memoryShare     = 4                      // … of which bodies take a quarter at most …
+	leastBodies     = 4                      // … but room for this many of the largest is always there
 	budgetShare     = 10                     // retries may be one in this many requests …
 	budgetFloor     = 20                     // … or this many per window
 	maxWhole        = 1 << 20                // bytes of an answer that is held before its header goes out
 	maxHeld         = 16 << 10               // bytes of role-only chunks and empty deltas held back before the first byte
 	relayBuffer     = 16 << 10               // bytes of a relay's buffer at first: one read of the engine is one write to the client
-	maxPooledBody   = 1 << 20                // larger request buffers are left to the garbage collector
+	maxPooledBody   = 1 << 20                // bytes of a prompt's memory; larger memory is left to the garbage collector
 	kernelBuffer    = 256 << 10              // socket buffers: what a stuck reader can pile up (HOTPATH 5)
 	progressEvery   = 500 * time.Millisecond // between two Progress messages of a stream; the contract's least is 50 ms
 	maxRetryAfter   = 60                     // seconds
@@ -99,6 +106,21 @@ func (l Limits) withDefaults() Limits {
 	orDefault(&l.TokenizeBytes, DefaultTokenizeBytes)
 	return l
 }
+
+// bodyBudget is the memory of all bodies together, for a process with a memory limit (0: none): 512 MiB with the default MaxBody.
+func (l Limits) bodyBudget(memory int64) int64 {
+	if l.BodyBytes > 0 {
+		return l.BodyBytes
+	}
+	budget := bodyShare * max(l.MaxBody, DefaultMaxBody)
+	if memory > 0 {
+		budget = min(budget, memory/memoryShare)
+	}
+	return max(budget, leastBodies*l.MaxBody)
+}
+
+// wholeBody is how long a body of up to wholeBody bytes may take.
+func (t Timers) wholeBody() time.Duration { return wholeWindows * t.BodyStall }
 
 func (t Timers) withDefaults() Timers {
 	orDefault(&t.ReadHeader, DefaultReadHeader)

@@ -15,6 +15,7 @@ import (
 // the router's own API all go this way, so they cannot differ. The memory is used again; the zero value is ready.
 type prompt struct {
 	wishes
+	promptMemory
 
 	tokens    int
 	estimated bool
@@ -22,15 +23,18 @@ type prompt struct {
 	session   string
 	text      []byte // canonical, a salt in front if there is one; nil if no policy reads it
 
-	unit     kvindex.Unit  // of blocks; 0: there are none
-	size     int           // of a block, in its unit; of a text's first blocks
-	blocks   []uint64      // chain hashes of the full blocks
-	perBlock ratio         // tokens per block of tokens, or per byte of a text
-	rows     []kvindex.Hit // of the last look-up
-	hits     []routing.Hit // likewise, by rank
-	looked   bool          // the index was asked
+	unit     kvindex.Unit // of blocks; 0: there are none
+	size     int          // of a block, in its unit; of a text's first blocks
+	perBlock ratio        // tokens per block of tokens, or per byte of a text
+	looked   bool         // the index was asked
+	shared   bool         // an Admit without an answer may still hold blocks
+}
 
-	shared bool // an Admit without an answer may still hold blocks
+// promptMemory is what a prompt is read into. A request has it until its answer begins, then another request: see call.letGo.
+type promptMemory struct {
+	blocks []uint64      // chain hashes of the full blocks
+	rows   []kvindex.Hit // of the last look-up
+	hits   []routing.Hit // likewise, by rank
 	ids    []uint32
 	salt   []byte
 	salted []byte
@@ -48,28 +52,38 @@ func (r ratio) of(n int) int {
 	return int(int64(n) * r.tokens / r.per)
 }
 
-// maxPooledPrompt is how many blocks or ids a prompt's memory keeps room for; larger memory is left to the garbage collector.
-const maxPooledPrompt = 128 << 10
+const (
+	// maxPooledPrompt is how many blocks or ids a prompt's memory keeps room for; larger memory is left to the garbage collector.
+	maxPooledPrompt = 128 << 10
+	// smallPrompt is how many entries or bytes of a prompt's memory are kept whatever they were used for.
+	smallPrompt = 4 << 10
+)
 
 // reset forgets the request and keeps the memory.
 func (p *prompt) reset() {
-	*p = prompt{
-		blocks: keep(p.blocks, maxPooledPrompt), rows: keep(p.rows, maxPooledPrompt), hits: keep(p.hits, maxPooledPrompt),
-		ids: keep(p.ids, maxPooledPrompt), salt: keep(p.salt, maxPooledBody), salted: keep(p.salted, maxPooledBody), ask: keep(p.ask, maxPooledBody),
-	}
+	m := &p.promptMemory
+	*p = prompt{promptMemory: promptMemory{
+		blocks: m.blocks[:0], rows: m.rows[:0], hits: m.hits[:0], ids: m.ids[:0], salt: m.salt[:0], salted: m.salted[:0], ask: m.ask[:0],
+	}}
 }
 
-// release is reset at a request's end: blocks that an actor may still read are not used again.
-func (p *prompt) release() {
+// giveMemory takes the memory out of p, for another prompt: the text and the blocks are no longer there. Blocks that an actor may
+// still read are not used again, nor is memory that is too large to be kept.
+func (p *prompt) giveMemory() promptMemory {
+	m := p.promptMemory
 	if p.shared {
-		p.blocks = nil
+		m.blocks = nil
 	}
-	p.reset()
+	p.text, p.promptMemory = nil, promptMemory{}
+	return promptMemory{
+		blocks: keep(m.blocks, maxPooledPrompt), rows: keep(m.rows, maxPooledPrompt), hits: keep(m.hits, maxPooledPrompt),
+		ids: keep(m.ids, maxPooledPrompt), salt: keep(m.salt, maxPooledBody), salted: keep(m.salted, maxPooledBody), ask: keep(m.ask, maxPooledBody),
+	}
 }
 
-// keep is s without content, nil if it is too large to be kept.
+// keep is s without content; nil if it is larger than most, or much larger than what it was used for.
 func keep[T any](s []T, most int) []T {
-	if cap(s) > most {
+	if cap(s) > most || cap(s) > smallPrompt && cap(s) > 4*len(s) {
 		return nil
 	}
 	return s[:0]

@@ -73,6 +73,7 @@ func TestFar(t *testing.T) {
 		"Fenced": TestToldFencedIsTriedAgainAtOnce, "CloseCuts": TestCloseCutsWithDrained, "Drain": TestTheEndOfADrainCutsAttachedStreams,
 		"Holder": TestPromptGoesToItsHolder, "Blocks": TestAdmitCarriesBlocksAndHit, "Wishes": TestWishesInHeaders, "Attempts": TestAttemptsOfThePolicy,
 		"TokenIdentity": TestTokenIdentity, "TokenizeOnce": TestTokenizeFliesOnce,
+		"BodiesGivenBack": TestBodiesAreGivenBackAtTheFirstByte, "LargeBodies": TestLargeBodiesPass,
 		"Reservation": TestReservation, "ReservationExpires": TestReservationExpires, "ReservationRefused": TestReservationRefused,
 		"Generate": TestGenerate, "GenerateFails": TestGenerateFails, "GenerateEnds": TestGenerateEndsWithItsCaller, "Reset": TestKV15ResetUnderStreams,
 	} {

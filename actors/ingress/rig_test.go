@@ -378,6 +378,7 @@ type options struct {
 	app     func(a *app.Application)
 	timers  Timers
 	limits  Limits
+	memory  func() memoryUse // of a process with a limit of 1,000 bytes
 	noApp   bool
 	level   slog.Level
 	far     bool        // the ranks are those of another node …
@@ -436,6 +437,9 @@ func newRig(t *testing.T, o options) *rig {
 	}
 	in, err := New(c)
 	require.NoError(t, err)
+	if o.memory != nil {
+		in.memory.limit, in.memory.read = 1000, o.memory
+	}
 	g.in = in
 	addr, err := in.Listen(t.Context(), "127.0.0.1:0")
 	require.NoError(t, err)
@@ -455,10 +459,11 @@ func newRig(t *testing.T, o options) *rig {
 	return g
 }
 
-// atRest: nothing in flight, nothing queued.
+// atRest: nothing in flight, nothing queued, no memory of bodies held.
 func (g *rig) atRest() {
 	_, _, inflight := g.in.Totals()
 	assert.Zero(g.t, inflight)
+	assert.Zero(g.t, g.in.bodies.taken.Load())
 	assert.Zero(g.t, g.in.QueueLen("demo"))
 	for _, r := range g.replicas {
 		if r.node == "" {

@@ -8,10 +8,6 @@ import (
 	"net"
 	"net/http"
 	"time"
-
-	"golang.org/x/net/netutil"
-
-	"github.com/dpserve/dpserve/internal/quietnet"
 )
 
 // newServer has every bound of STYLE 9. No WriteTimeout: it would cut long streams (TRAPS 3).
@@ -24,6 +20,7 @@ func (in *Ingress) newServer() *http.Server {
 		BaseContext:       in.cutCtx,
 		ErrorLog:          slog.NewLogLogger(in.log.Handler(), slog.LevelDebug),
 		Protocols:         protocols(),
+		ConnState:         noteConn,
 		HTTP2: &http.HTTP2Config{
 			MaxConcurrentStreams: maxStreams, MaxReceiveBufferPerStream: streamWindow, MaxReceiveBufferPerConnection: connWindow,
 			// The write deadline of a stream cannot end a write of the connection that blocks; these find a client that does not
@@ -66,7 +63,7 @@ func (in *Ingress) Attach(inner net.Listener) error {
 	if in.listener != nil {
 		return errors.Join(errors.New("the ingress listens already"), inner.Close())
 	}
-	in.listener = netutil.LimitListener(&bufferedListener{inner}, in.limits.MaxConns)
+	in.listener = newClientConns(inner, in.limits.MaxConns, in.memory.refusesConns, in.clock)
 	return nil
 }
 
@@ -146,22 +143,4 @@ func ignoreClosed(err error) error {
 		return nil
 	}
 	return err
-}
-
-// bufferedListener caps the kernel's buffers of client connections: without a cap 8 MB of a stream pile up there when its
-// reader stands still. The connections are quiet, and their requests are framed in one way.
-type bufferedListener struct{ net.Listener }
-
-// Accept implements net.Listener.
-func (l *bufferedListener) Accept() (net.Conn, error) {
-	c, err := l.Listener.Accept()
-	if err != nil {
-		return nil, err
-	}
-	if tcp, ok := c.(*net.TCPConn); ok {
-		if err := tcp.SetWriteBuffer(kernelBuffer); err != nil {
-			return &framedConn{Conn: c}, nil //nolint:nilerr // the connection is closing; its reader will find out
-		}
-	}
-	return &framedConn{Conn: quietnet.Conn(c)}, nil
 }

@@ -353,7 +353,7 @@ func TestReplay(t *testing.T) {
 // TestRecentIsBounded: the ring keeps the newest, its prompts are cut, and it allocates nothing once it is full.
 func TestRecentIsBounded(t *testing.T) {
 	var r recent
-	p := prompt{unit: kvindex.Tokens, size: 16, tokens: 1, blocks: make([]uint64, maxRecentBlocks+1)}
+	p := prompt{unit: kvindex.Tokens, size: 16, tokens: 1, promptMemory: promptMemory{blocks: make([]uint64, maxRecentBlocks+1)}}
 	q := routing.Request{Hits: []routing.Hit{{Rank: 1, Tokens: 16}}, Tokens: 20}
 	d := routing.Decision{Ranked: []routing.RankID{1}, Reason: routing.ReasonLowestScore}
 	ids := make([]string, 2*maxRecent)
@@ -377,7 +377,7 @@ func TestRecentIsBounded(t *testing.T) {
 
 func BenchmarkRecentNote(b *testing.B) {
 	var r recent
-	p := prompt{unit: kvindex.Tokens, size: 16, tokens: 2048, blocks: make([]uint64, 128)}
+	p := prompt{unit: kvindex.Tokens, size: 16, tokens: 2048, promptMemory: promptMemory{blocks: make([]uint64, 128)}}
 	q := routing.Request{Hits: make([]routing.Hit, 8), Tokens: 2048}
 	d := routing.Decision{Ranked: []routing.RankID{1}, Reason: routing.ReasonLowestScore}
 	b.ReportAllocs()

@@ -55,7 +55,7 @@ func (r *recent) note(id string, attempt int, policy string, p *prompt, q *routi
 		id: id, at: q.Now, attempt: attempt, policy: policy, reason: d.Reason, pick: d.Ranked[0], hit: q.HitOn(d.Ranked[0]),
 		prompt: prompt{
 			wishes: p.wishes, tokens: p.tokens, estimated: p.estimated, adapter: p.adapter, session: p.session,
-			unit: p.unit, size: p.size, blocks: blocks, perBlock: p.perBlock,
+			unit: p.unit, size: p.size, promptMemory: promptMemory{blocks: blocks}, perBlock: p.perBlock,
 		},
 		whole: len(blocks) == len(p.blocks), hits: append(e.hits[:0], q.Hits...), tried: append(e.tried[:0], q.Tried...),
 	}

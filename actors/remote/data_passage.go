@@ -22,8 +22,8 @@ type passage struct {
 	r      *http.Request
 	cancel context.CancelCauseFunc
 
-	in      *arrival
-	settled bool // nobody reads in any more
+	in      *arrival // nil after letGo
+	settled bool     // nobody reads in any more
 	head    *dataHead
 	target  *dataTarget
 	ticket  msg.Ticket // ID 0: none
@@ -100,6 +100,7 @@ func (p *passage) exchange(ctx context.Context) (clean bool) {
 		return p.unanswered(ctx, err, resent)
 	}
 	defer closeAnswer(resp)
+	p.letGo()
 	p.answerHeader(resp.Header, resent)
 	p.arm(time.Now())
 	p.w.WriteHeader(resp.StatusCode)
@@ -108,6 +109,14 @@ func (p *passage) exchange(ctx context.Context) (clean bool) {
 		return false
 	}
 	return p.relay(resp.Body)
+}
+
+// letGo gives the request's body back: it is not sent again, and its answer may take minutes. Safe to call twice.
+func (p *passage) letGo() {
+	if p.in != nil && p.settled {
+		p.server.keep(p.in)
+	}
+	p.in, p.body = nil, nil
 }
 
 func closeAnswer(resp *http.Response) {

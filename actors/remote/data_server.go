@@ -111,9 +111,8 @@ func (s *DataServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	p := &passage{server: s, w: w, rc: rc, r: r, cancel: cancel, in: in, settled: true}
 	whole := false
 	defer func() {
-		if whole && p.settled { // after a panic nobody knows who still reads it
-			s.keep(in)
-		}
+		p.settled = p.settled && whole // after a panic nobody knows who still reads it
+		p.letGo()
 	}()
 	clean := p.run(ctx)
 	whole = true
@@ -136,8 +135,9 @@ func (s *DataServer) onClose(cut func()) (over func()) {
 	}
 }
 
+// keep takes an arrival's memory back, unless it is large, or much larger than what it was used for.
 func (s *DataServer) keep(in *arrival) {
-	if cap(in.b) <= keptDataBody && cap(in.blocks) <= keptBlocks {
+	if cap(in.b) <= keptDataBody && cap(in.b) <= max(smallDataBody, 4*len(in.b)) && cap(in.blocks) <= keptBlocks {
 		s.uploads.Put(in)
 	}
 }

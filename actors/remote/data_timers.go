@@ -26,8 +26,9 @@ const (
 
 // Numbers of a data port without a knob.
 const (
-	maxDataBody   = 64 << 20 // bytes of a request's body with its hashes; more is 413
+	maxDataBody   = 80 << 20 // bytes of a request's body, of which an ingress takes 64 MiB, with its hashes; more is 413
 	keptDataBody  = 1 << 20  // larger buffers are left to the garbage collector
+	smallDataBody = 16 << 10 // smaller ones are kept whatever they were used for
 	keptBlocks    = 1 << 14  // entries
 	dataRelay     = 32 << 10 // bytes of a relay's buffer: one read of the engine is one write
 	firstDataBody = 4 << 10  // bytes of the buffer for a body whose length is not announced

@@ -26,8 +26,6 @@ type node interface {
 	Totals() (requests, tokens uint64, inflight int)
 }
 
-func newNode(c wiring.Config) (node, error) { return wiring.New(c) }
-
 // serving is a node with its Serve running.
 type serving struct {
 	node

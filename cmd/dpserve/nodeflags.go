@@ -24,6 +24,7 @@ func (f *nodeFlags) addCommon(cmd *cobra.Command) {
 	flags := cmd.Flags()
 	flags.StringVar(&f.config.GPUs, "gpus", f.config.GPUs, "devices to offer: a `list` like 0-3,6 or a count")
 	flags.IntVar(&f.config.Slots, "slots", f.config.Slots, "ranks without devices that this node takes")
+	flags.IntVar(&f.config.MaxBody, "max-body", f.config.MaxBody, "largest body of an inference request in `MIB`, up to 64")
 	flags.StringVar(&f.config.PortRange, "port-range", f.config.PortRange, "ports for engines, `LO-HI`, on loopback")
 	flags.StringToStringVar(&f.labels, "labels", nil, "`key=value` labels that resources.labels of an app must match")
 	flags.StringToStringVar(&f.timers, "timers", nil, "`name=duration` overrides of timers, for support and tests")

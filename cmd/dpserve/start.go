@@ -28,7 +28,10 @@ func newStart(e *env) *cobra.Command {
 		Long: `start runs a node until Ctrl-C or SIGTERM. Apps that were deployed before come back from the data folder. The first Ctrl-C
 drains (each app's graceful_shutdown_timeout_s), a second one stops at once. With --advertise it is the first node of a cluster, or
 one that has joined before: at its very first start it prints the command by which others join. Ports 8000 and 8265 bind loopback
-only; a public bind of them needs --insecure-public in this version.`,
+only; a public bind of them needs --insecure-public in this version.
+
+dpserve's own memory has the limit of GOMEMLIMIT (for example 4GiB), else 90 % of what its container or service may use: above 85 %
+of it requests are refused with 503, above 95 % connections too.`,
 		Example: `  dpserve start                                # then, in another terminal: dpserve deploy app.yaml
   dpserve start --advertise 10.0.0.1           # the first node of several
   dpserve start --http-bind 127.0.0.1:0 -o json   # any free port, told as JSON on stdout`,

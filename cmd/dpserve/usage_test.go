@@ -130,3 +130,14 @@ func TestAComparisonWithErrorsFails(t *testing.T) {
 	require.EqualError(t, err, "requests failed in 1 of 2 runs")
 	assert.Equal(t, 1, exitCode(err))
 }
+
+// TestMaxBodyIsBounded: a node takes no bodies that other nodes refuse.
+func TestMaxBodyIsBounded(t *testing.T) {
+	for _, command := range []string{"start", "up"} {
+		for _, mib := range []string{"0", "65", "-1"} {
+			cli := newCLI(t)
+			assert.Equal(t, 2, cli.run([]string{command, "--max-body", mib}))
+			assert.Contains(t, cli.stderr(), "--max-body "+mib+": want 1 to 64 MiB")
+		}
+	}
+}

@@ -50,6 +50,22 @@ type field struct {
 	key  []byte
 }
 
+// keptDecoded is how many bytes of decoded text a Body keeps the memory of.
+const keptDecoded = 4 << 10
+
+// Forget drops what points into the scanned body, so that its memory can be used for other things. Numbers, flags and spans stay.
+func (b *Body) Forget() {
+	b.Model, b.User, b.CacheSalt = nil, nil, nil
+	clear(b.fields)
+	b.fields = b.fields[:0]
+	if cap(b.decoded) > keptDecoded {
+		b.decoded = nil
+	}
+	if cap(b.model) > keptDecoded {
+		b.model = nil
+	}
+}
+
 func (b *Body) reset(route Route) {
 	*b = Body{
 		N: 1, MaxTokens: -1, PromptTokens: -1, Strip: b.Strip[:0], Beside: b.Beside[:0],

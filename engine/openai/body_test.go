@@ -4,8 +4,10 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
+	"runtime"
 	"strings"
 	"testing"
+	"weak"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -384,4 +386,17 @@ func TestPlainFindsEveryByteAtEveryPlace(t *testing.T) {
 			}
 		}
 	}
+}
+
+// TestForgetKeepsNothingOfTheBody: what was scanned can be freed while the flags and numbers are still there.
+func TestForgetKeepsNothingOfTheBody(t *testing.T) {
+	var b Body
+	text := []byte(`{"model":"m","user":"u","cache_salt":"c","stream":true,"max_tokens":3,"m\u0065ssages":[],"x":"` + strings.Repeat("y", 1<<20) + `"}`)
+	alive := weak.Make(&text[0])
+	require.NoError(t, b.Scan(Chat, text))
+	text = nil //nolint:ineffassign,wastedassign // the garbage collector must not find it here
+	b.Forget()
+	runtime.GC()
+	assert.Nil(t, alive.Value())
+	assert.Equal(t, []any{true, true, int64(3), 1}, []any{b.HasModel, b.Stream, b.MaxTokens, b.Choices})
 }

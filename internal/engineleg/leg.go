@@ -3,6 +3,7 @@
 package engineleg
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"net"
@@ -23,11 +24,12 @@ type Dialer func(ctx context.Context, network, addr string) (net.Conn, error)
 type Request struct {
 	URL    *url.URL
 	Header http.Header // read only
-	Body   []byte
+	Body   []byte      // the transport drops it once it is written: an answer may take minutes
 
-	reused  atomic.Bool  // the connection had waited for a request, behind another one or as a spare
-	begun   atomic.Bool  // a byte of the answer has arrived
-	writing atomic.Int32 // connections that may still read Body
+	reader  *bytes.Reader // of Body, on the transport
+	reused  atomic.Bool   // the connection had waited for a request, behind another one or as a spare
+	begun   atomic.Bool   // a byte of the answer has arrived
+	writing atomic.Int32  // connections that may still read Body
 }
 
 // Settled says that nobody reads the request's memory any more.
@@ -43,7 +45,13 @@ func (r *Request) trace() *httptrace.ClientTrace {
 			r.reused.Store(info.Reused)
 			r.writing.Add(1)
 		},
-		WroteRequest:         func(httptrace.WroteRequestInfo) { r.writing.Add(-1) },
+		WroteRequest: func(info httptrace.WroteRequestInfo) {
+			if info.Err == nil {
+				r.Body = nil
+				r.reader.Reset(nil)
+			}
+			r.writing.Add(-1)
+		},
 		GotFirstResponseByte: func() { r.begun.Store(true) },
 	}
 }

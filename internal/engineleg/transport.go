@@ -29,10 +29,11 @@ func newTransport(dial Dialer, patience, idle time.Duration) *transport {
 // send gives the body as a bytes.Reader, which the transport knows: it writes header and body in one piece. GetBody stays
 // unset, or the transport would resend by itself, uncounted.
 func (t *transport) send(ctx context.Context, o *Request) (*http.Response, error) {
+	o.reader = bytes.NewReader(o.Body)
 	r := http.Request{
 		Method: http.MethodPost, URL: o.URL, Host: o.URL.Host, Header: o.Header,
 		Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1,
-		Body: io.NopCloser(bytes.NewReader(o.Body)), ContentLength: int64(len(o.Body)),
+		Body: io.NopCloser(o.reader), ContentLength: int64(len(o.Body)),
 	}
 	return t.inner.RoundTrip(r.WithContext(httptrace.WithClientTrace(ctx, o.trace())))
 }

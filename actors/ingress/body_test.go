@@ -1,0 +1,248 @@
+package ingress
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"runtime"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/internal/memnet"
+	"github.com/dpserve/dpserve/telemetry"
+)
+
+// liveHeap is the memory in bytes that is still referenced.
+func liveHeap() int64 {
+	var m runtime.MemStats
+	runtime.GC()
+	runtime.GC() // what pools held over the first one
+	runtime.ReadMemStats(&m)
+	return int64(m.HeapAlloc)
+}
+
+// TestAnnouncedBodiesCostNothing: 100 clients announce 16 MiB, send a byte and wait. Memory is taken as bytes arrive.
+func TestAnnouncedBodiesCostNothing(t *testing.T) {
+	const clients = 100
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
+	before := liveHeap()
+	conns := make([]net.Conn, clients)
+	for i := range conns {
+		conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(g.url, "http://"))
+		require.NoError(t, err)
+		defer func() { _ = conn.Close() }()
+		_, err = fmt.Fprintf(conn, "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n{", DefaultMaxBody)
+		require.NoError(t, err)
+		conns[i] = conn
+	}
+	eventually(t, func() bool { _, _, n := g.in.Totals(); return n == clients }, "all have begun")
+	assert.Less(t, liveHeap()-before, int64(20<<20))
+	assert.LessOrEqual(t, g.in.bodies.taken.Load(), int64(clients*bodySizes[0]))
+	for _, conn := range conns {
+		require.NoError(t, conn.Close())
+	}
+	eventually(t, func() bool { _, _, n := g.in.Totals(); return n == 0 }, "all have left")
+}
+
+// TestBodiesAreGivenBackAtTheFirstByte: a stream keeps nothing of its request, whichever way it took to the engine.
+func TestBodiesAreGivenBackAtTheFirstByte(t *testing.T) {
+	const streams = 6
+	for name, size := range map[string]int{"small": 10, "direct": 400 << 10, "transport": 3 << 19} {
+		t.Run(name, func(t *testing.T) {
+			var h hang
+			g := newRig(t, options{engines: []http.HandlerFunc{h.sends(textChunk)}})
+			body := `{"model":"demo","stream":true,"kv_transfer_params":1,"user":"\u0041` + strings.Repeat("u", size/8) + `","prompt":"` + strings.Repeat("x", size) + `"}`
+			before := liveHeap()
+			ctx, cancel := context.WithCancel(t.Context())
+			ended := make(chan answer, streams)
+			for range streams {
+				go func() { ended <- g.postCtx(ctx, "/v1/completions", body) }()
+			}
+			eventually(t, func() bool { return g.replicas[0].firstsSeen() == streams }, "all stream")
+			assert.Zero(t, g.in.bodies.taken.Load())
+			assert.Less(t, liveHeap()-before, int64(2<<20+streams*300<<10), "with the connections of both sides, and their buffers")
+			cancel()
+			for range streams {
+				<-ended
+			}
+		})
+	}
+}
+
+// TestBodiesAreHeldToABudget: bodies that wait for their answer count; above the budget a request is refused with the time to come
+// back, and served once another one has its answer.
+func TestBodiesAreHeldToABudget(t *testing.T) {
+	var h hang
+	g := newRig(t, options{engines: []http.HandlerFunc{h.sends()}, limits: Limits{BodyBytes: 1 << 20}})
+	body := `{"model":"demo","prompt":"` + strings.Repeat("x", 100<<10) + `"}`
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan answer, 3)
+	for i := range 3 { // 256 KiB each, and 64 KiB more while they grow
+		go func() { ended <- g.postCtx(ctx, "/v1/completions", body) }()
+		eventually(t, func() bool { return h.came.Load() == int32(i+1) }, "the engine has it")
+	}
+	assert.EqualValues(t, 3*256<<10, g.in.bodies.taken.Load())
+	a := g.post("/v1/completions", body)
+	assert.Equal(t, 503, a.status, a.body)
+	assert.Equal(t, "overloaded", a.code(t))
+	assert.Equal(t, "1", a.header.Get("Retry-After"))
+	assert.EqualValues(t, 3*256<<10, g.in.bodies.taken.Load(), "what it had taken is given back")
+	cancel()
+	for range 3 {
+		<-ended
+	}
+	eventually(t, func() bool { return g.in.bodies.taken.Load() == 0 }, "given back")
+	assert.Equal(t, 404, g.post("/v1/completions", strings.Replace(body, "demo", "nobody", 1)).status)
+}
+
+// TestBodyMemoryFollowsWhatHasCome: a buffer is at most four times as large as what is in it, or of the smallest size, and holds the
+// largest body with one byte more.
+func TestBodyMemoryFollowsWhatHasCome(t *testing.T) {
+	for _, size := range []int{0, 1, bodySizes[0] - 1, bodySizes[0], bodySizes[1], 400 << 10, bodySizes[3], 5<<20 + 3, DefaultMaxBody} {
+		m := &bodyMemory{budget: 1 << 30}
+		b := m.take(bodySizes[0])
+		for n := 0; n < size; n = len(b.b) {
+			if n == cap(b.b) {
+				b = m.grow(b, size+1)
+			}
+			b.b = b.b[:min(cap(b.b), size)]
+			if n > 0 {
+				require.LessOrEqual(t, cap(b.b), max(bodySizes[0], 4*n), "of %d after %d", size, n)
+			}
+			require.EqualValues(t, cap(b.b), m.taken.Load())
+		}
+		if len(b.b) == cap(b.b) {
+			b = m.grow(b, size+1)
+		}
+		assert.Greater(t, cap(b.b), size)
+		m.give(b, true)
+		m.give(nil, true)
+		assert.Zero(t, m.taken.Load())
+	}
+}
+
+// TestBodyBudget: the budget follows the largest body and a memory limit, and there is always room for some of the largest.
+func TestBodyBudget(t *testing.T) {
+	for _, c := range []struct{ maxBody, memory, want int64 }{
+		{DefaultMaxBody, 0, 512 << 20},
+		{LargestMaxBody, 0, 2 << 30},
+		{1000, 0, 512 << 20},
+		{DefaultMaxBody, 1 << 30, 256 << 20},
+		{DefaultMaxBody, 100 << 20, 64 << 20},
+		{DefaultMaxBody, 64 << 30, 512 << 20},
+	} {
+		assert.Equal(t, c.want, Limits{MaxBody: c.maxBody}.bodyBudget(c.memory), "%+v", c)
+	}
+	assert.EqualValues(t, 5, Limits{BodyBytes: 5, MaxBody: DefaultMaxBody}.bodyBudget(1))
+}
+
+// TestBodyPace: a body may rest for less than a window, must bring the least rate over each, and is whole in four.
+func TestBodyPace(t *testing.T) {
+	prompt := func(n int) string { return `{"model":"x","prompt":"` + strings.Repeat("x", n) + `"}` }
+	for name, c := range map[string]struct {
+		piece  int
+		every  time.Duration
+		size   int
+		status int
+		took   time.Duration // 0: as long as the pieces take
+	}{
+		"steady, over windows":     {piece: 10 << 10, every: 3 * time.Second, size: 300 << 10, status: 404},
+		"steady, a byte too slow":  {piece: 1 << 10, every: 1100 * time.Millisecond, size: 300 << 10, status: 408, took: 31 * time.Second},
+		"stands still":             {piece: 10 << 10, every: time.Hour, size: 300 << 10, status: 408, took: 30 * time.Second},
+		"too long for its size":    {piece: 10 << 10, every: time.Second, size: 2 << 20, status: 408, took: 120 * time.Second},
+		"16 MiB in nearly two min": {piece: 1 << 20, every: 7 * time.Second, size: 15 << 20, status: 404},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				status, took := drip(t, prompt(c.size), c.piece, c.every)
+				assert.Equal(t, c.status, status)
+				if c.took != 0 {
+					assert.InDelta(t, c.took.Seconds(), took.Seconds(), 1.2)
+				}
+			})
+		})
+	}
+}
+
+// drip sends a body in pieces over a pipe, and gives the answer's status and when it came.
+func drip(t *testing.T, body string, piece int, every time.Duration) (status int, took time.Duration) {
+	t.Helper()
+	var network memnet.Network
+	in, conn, end := dialFake(t, &network, Limits{})
+	defer end()
+	began := time.Now()
+	go func() {
+		_, err := fmt.Fprintf(conn, "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n", len(body))
+		for len(body) > 0 && err == nil {
+			n := min(piece, len(body))
+			_, err = io.WriteString(conn, body[:n])
+			body = body[n:]
+			select {
+			case <-time.After(every):
+			case <-t.Context().Done():
+				return
+			}
+		}
+	}()
+	resp, err := http.ReadResponse(bufio.NewReader(conn), nil)
+	require.NoError(t, err)
+	took = time.Since(began)
+	require.NoError(t, resp.Body.Close())
+	assert.Zero(t, in.bodies.taken.Load())
+	return resp.StatusCode, took
+}
+
+// dialFake is an ingress without applications in fake time, and a connection to it. end closes both.
+func dialFake(t *testing.T, network *memnet.Network, limits Limits) (in *Ingress, conn net.Conn, end func()) {
+	t.Helper()
+	l, err := network.Listen("ingress:80")
+	require.NoError(t, err)
+	in, err = New(Config{Node: "n1", Store: newStore(), Feed: &feed{}, Metrics: telemetry.New(), Log: slog.New(slog.DiscardHandler), Limits: limits})
+	require.NoError(t, err)
+	require.NoError(t, in.Attach(l))
+	served := make(chan error, 1)
+	go func() { served <- in.Serve() }()
+	conn, err = network.DialContext(t.Context(), "tcp", "ingress:80")
+	require.NoError(t, err)
+	return in, conn, func() {
+		require.NoError(t, conn.Close())
+		require.NoError(t, in.Close(t.Context()))
+		require.NoError(t, <-served)
+	}
+}
+
+// TestPromptMemoryShrinks: memory that a long prompt made large is not kept by a short one.
+func TestPromptMemoryShrinks(t *testing.T) {
+	large := prompt{promptMemory: promptMemory{ids: make([]uint32, 10, 100<<10), salted: make([]byte, 90<<10, 100<<10), ask: make([]byte, 2<<20), blocks: make([]uint64, 3, 100)}}
+	got := large.giveMemory()
+	assert.Nil(t, got.ids, "much larger than its use")
+	assert.Nil(t, got.ask, "too large")
+	assert.Equal(t, []int{100 << 10, 100}, []int{cap(got.salted), cap(got.blocks)})
+	assert.Empty(t, got.salted)
+	assert.Nil(t, large.salted)
+	shared := prompt{shared: true, promptMemory: promptMemory{blocks: make([]uint64, 3)}}
+	assert.Nil(t, shared.giveMemory().blocks, "an actor may still read them")
+}
+
+// TestLargeBodiesPass: a body above the default limit reaches its engine whole, where the limit allows it.
+func TestLargeBodiesPass(t *testing.T) {
+	var got atomic.Int64
+	g := newRig(t, options{limits: Limits{MaxBody: LargestMaxBody}, engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
+		n, _ := io.Copy(io.Discard, r.Body)
+		got.Store(n)
+		_, _ = io.WriteString(w, wholeAnswer)
+	}}})
+	body := `{"model":"demo","prompt":"` + strings.Repeat("x", DefaultMaxBody) + `"}`
+	assert.Equal(t, 200, g.post("/v1/completions", body).status)
+	assert.EqualValues(t, len(body), got.Load())
+}

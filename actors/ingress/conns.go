@@ -1,0 +1,182 @@
+package ingress
+
+import (
+	"cmp"
+	"net"
+	"net/http"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/dpserve/dpserve/internal/quietnet"
+)
+
+// clientConns is the listener of an ingress. It bounds the connections of clients: when all places are taken, a new connection gets
+// the place of those that have been idle for longest, so that many idle clients never keep health checks out. Where every
+// connection has a request, the new one waits, and others in the kernel's backlog. A share per address would not do: behind a load
+// balancer all clients have one. Safe for concurrent use.
+type clientConns struct {
+	net.Listener
+
+	most    int
+	refuses func() bool // new connections are closed at once
+	clock   func() time.Duration
+
+	waits atomic.Bool   // a new connection waits for a place
+	room  chan struct{} // one slot: a place may be free
+	over  chan struct{} // closed by Close
+	once  sync.Once
+
+	mu    sync.Mutex
+	conns map[*clientConn]struct{}
+}
+
+func newClientConns(l net.Listener, most int, refuses func() bool, clock func() time.Duration) *clientConns {
+	return &clientConns{
+		Listener: l, most: most, refuses: refuses, clock: clock, room: make(chan struct{}, 1), over: make(chan struct{}), conns: map[*clientConn]struct{}{},
+	}
+}
+
+// Accept implements net.Listener.
+func (l *clientConns) Accept() (net.Conn, error) {
+	for {
+		inner, err := l.Listener.Accept()
+		if err != nil {
+			return nil, err
+		}
+		if l.refuses() {
+			_ = inner.Close() // its client sees the end of the connection
+			continue
+		}
+		c := &clientConn{framedConn: framedConn{Conn: capped(inner)}, conns: l}
+		if !l.admit(c) {
+			_ = inner.Close()
+			return nil, net.ErrClosed
+		}
+		return c, nil
+	}
+}
+
+// capped is a quiet connection whose buffer in the kernel is capped: without a cap 8 MB of a stream pile up there when its reader
+// stands still.
+func capped(c net.Conn) net.Conn {
+	if tcp, ok := c.(*net.TCPConn); ok {
+		if tcp.SetWriteBuffer(kernelBuffer) != nil {
+			return c // it is closing; its reader will find out
+		}
+	}
+	return quietnet.Conn(c)
+}
+
+// Close implements net.Listener. It leaves the connections alone.
+func (l *clientConns) Close() error {
+	l.once.Do(func() { close(l.over) })
+	return l.Listener.Close()
+}
+
+// admit gives c a place; false after Close.
+func (l *clientConns) admit(c *clientConn) bool {
+	for {
+		l.waits.Store(true) // before the look: who becomes idle behind it says so
+		l.mu.Lock()
+		if len(l.conns) < l.most {
+			l.conns[c] = struct{}{}
+			l.waits.Store(false)
+			l.mu.Unlock()
+			return true
+		}
+		idle := l.longestIdle()
+		l.mu.Unlock()
+		for _, old := range idle {
+			_ = old.Close() // the place is free whatever it says
+		}
+		if len(idle) > 0 {
+			continue
+		}
+		select {
+		case <-l.room:
+		case <-l.over:
+			return false
+		}
+	}
+}
+
+// idleShare is the share of the places that are made free at once: to find the longest idle costs a look at all connections.
+const idleShare = 100
+
+// longestIdle gives the connections without a request to which nothing happened for longest. Under mu.
+func (l *clientConns) longestIdle() []*clientConn {
+	type candidate struct {
+		conn  *clientConn
+		since int64
+	}
+	var idle []candidate
+	for c := range l.conns {
+		if since := c.idle.Load(); since != 0 {
+			idle = append(idle, candidate{c, since})
+		}
+	}
+	slices.SortFunc(idle, func(a, b candidate) int { return cmp.Compare(a.since, b.since) })
+	var out []*clientConn
+	for _, c := range idle[:min(len(idle), max(1, l.most/idleShare))] {
+		out = append(out, c.conn)
+	}
+	return out
+}
+
+// forget frees the place of a connection that is closed. Safe to call twice.
+func (l *clientConns) forget(c *clientConn) {
+	l.mu.Lock()
+	delete(l.conns, c)
+	l.mu.Unlock()
+	l.free()
+}
+
+// free says that a place is free, or a connection has become idle, to a connection that waits.
+func (l *clientConns) free() {
+	if l.waits.Load() {
+		select {
+		case l.room <- struct{}{}:
+		default:
+		}
+	}
+}
+
+// count is how many connections there are.
+func (l *clientConns) count() int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return len(l.conns)
+}
+
+// noteConn follows what a connection does; http.Server.ConnState.
+func noteConn(conn net.Conn, s http.ConnState) {
+	c, ok := conn.(*clientConn)
+	if !ok {
+		return // of another listener
+	}
+	switch s {
+	case http.StateNew, http.StateIdle:
+		c.idle.Store(max(1, int64(c.conns.clock())))
+		c.conns.free()
+	case http.StateActive:
+		c.idle.Store(0)
+	case http.StateHijacked, http.StateClosed:
+	}
+}
+
+// clientConn is a connection of a client.
+type clientConn struct {
+	framedConn
+
+	conns *clientConns
+	idle  atomic.Int64 // since when it has no request, on the clock of conns; 0: it has one
+}
+
+// Close implements net.Conn.
+func (c *clientConn) Close() error {
+	err := c.framedConn.Close()
+	c.conns.forget(c)
+	return err
+}

@@ -1,0 +1,167 @@
+package ingress
+
+import (
+	"log/slog"
+	"math"
+	"runtime/debug"
+	"runtime/metrics"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/telemetry"
+)
+
+// Shares of the memory limit, in percent (STYLE 9).
+const (
+	fullShare     = 85 // above it new requests are refused
+	overfullShare = 95 // above it new connections are, too
+)
+
+const (
+	memorySampleEvery = 100 * time.Millisecond // at most: the answer of a sample serves all requests of that time
+	collectAfter      = 5 * time.Second        // without a collection while requests are refused, one is asked for
+)
+
+// pressure is how near the process is to its memory limit.
+type pressure int32
+
+const (
+	pressureNone pressure = iota
+	pressureFull
+	pressureOverfull
+)
+
+// pressureOf judges what is used of a limit; a limit of 0 is none.
+func pressureOf(used, limit int64) pressure {
+	switch share := float64(used) / float64(limit) * 100; {
+	case limit <= 0 || share <= fullShare:
+		return pressureNone
+	case share <= overfullShare:
+		return pressureFull
+	default:
+		return pressureOverfull
+	}
+}
+
+// memoryUse is what the process needs, in bytes: what the last garbage collection has left, and what is not on the heap. Garbage is
+// none of it: the runtime lets it grow up to the limit and frees it there.
+type memoryUse struct {
+	bytes       int64
+	collections uint64 // since the process began
+}
+
+// readMemory reads the runtime's own account: some microseconds, and no other goroutine is stopped.
+func readMemory() memoryUse {
+	s := []metrics.Sample{
+		{Name: "/gc/heap/live:bytes"}, {Name: "/memory/classes/total:bytes"}, {Name: "/memory/classes/heap/objects:bytes"},
+		{Name: "/memory/classes/heap/unused:bytes"}, {Name: "/memory/classes/heap/free:bytes"}, {Name: "/memory/classes/heap/released:bytes"},
+		{Name: "/gc/cycles/total:gc-cycles"},
+	}
+	metrics.Read(s)
+	n := func(i int) int64 {
+		return int64(min(s[i].Value.Uint64(), math.MaxInt64)) //nolint:gosec // it fits
+	}
+	heap := n(2) + n(3) + n(4) + n(5)
+	return memoryUse{bytes: n(0) + n(1) - heap, collections: s[6].Value.Uint64()}
+}
+
+// memoryLimit is the runtime's (GOMEMLIMIT); 0: it has none.
+func memoryLimit() int64 {
+	if limit := debug.SetMemoryLimit(-1); limit < math.MaxInt64 {
+		return limit
+	}
+	return 0
+}
+
+// memoryGuard keeps the process away from its memory limit, where the runtime would do nothing but collect garbage, and the kernel
+// end the process: it refuses new requests, then new connections. Requests themselves ask for a sample, at most one in
+// memorySampleEvery, so a node at rest does nothing. Safe for concurrent use.
+type memoryGuard struct {
+	limit   int64 // bytes; 0: none, and the guard never refuses
+	read    func() memoryUse
+	collect func() // asks for a garbage collection, and does not wait for it
+	log     *slog.Logger
+	base    time.Time
+
+	next  atomic.Int64 // when the next sample is due, in ns since base
+	level atomic.Int32 // pressure of the last sample
+	used  atomic.Int64 // bytes of the last sample
+
+	mu          sync.Mutex
+	collections uint64        // of the last sample with another number than before
+	counted     time.Duration // when that was, since base
+}
+
+// pressure is that of now, or of a moment ago.
+func (g *memoryGuard) pressure(now time.Time) pressure {
+	if g.limit == 0 {
+		return pressureNone
+	}
+	if at := now.Sub(g.base); int64(at) >= g.next.Load() && g.mu.TryLock() {
+		g.sample(at)
+		g.next.Store(int64(at + memorySampleEvery))
+		g.mu.Unlock()
+	}
+	return pressure(g.level.Load())
+}
+
+// sample reads and judges. While requests are refused little garbage is made, so the runtime may not collect for minutes, and would
+// not see that memory has become free: then sample asks for it. Under mu.
+func (g *memoryGuard) sample(at time.Duration) {
+	use := g.read()
+	g.used.Store(use.bytes)
+	level := pressureOf(use.bytes, g.limit)
+	if old := pressure(g.level.Swap(int32(level))); old != level {
+		g.report(level, use.bytes)
+	}
+	switch {
+	case use.collections != g.collections:
+		g.collections, g.counted = use.collections, at
+	case level != pressureNone && at-g.counted >= collectAfter:
+		g.counted = at
+		g.collect()
+	}
+}
+
+// report logs a change of the pressure.
+func (g *memoryGuard) report(level pressure, used int64) {
+	attrs := []any{slog.Int64("used_bytes", used), slog.Int64("limit_bytes", g.limit)}
+	switch level {
+	case pressureNone:
+		g.log.Info("memory is below its limit again, requests are served", attrs...)
+	case pressureFull:
+		g.log.Warn("memory is near its limit, new requests are refused", attrs...)
+	case pressureOverfull:
+		g.log.Warn("memory is at its limit, new requests and connections are refused", attrs...)
+	}
+}
+
+// refusesConns says that new connections are to be closed.
+func (g *memoryGuard) refusesConns() bool { return g.pressure(time.Now()) == pressureOverfull }
+
+// refuse is the answer to a request that comes while memory is near its limit; nil: it may go on.
+func (g *memoryGuard) refuse(now time.Time) *failure {
+	if g.pressure(now) == pressureNone {
+		return nil
+	}
+	f := fail(openai.CodeOverloaded, "this node is near its memory limit; try again later").after(1)
+	f.cause = "memory_limit"
+	return f
+}
+
+// Usage is what the ingress holds now, for its metrics.
+func (in *Ingress) Usage() telemetry.IngressUsage {
+	in.memory.pressure(time.Now())
+	u := telemetry.IngressUsage{
+		BodyBytes: in.bodies.taken.Load(), BodyLimit: in.bodies.budget, MemoryBytes: in.memory.used.Load(), MemoryLimit: in.memory.limit,
+	}
+	in.mu.Lock()
+	l := in.listener
+	in.mu.Unlock()
+	if l != nil {
+		u.Connections = l.count()
+	}
+	return u
+}

@@ -1,0 +1,122 @@
+package ingress
+
+import (
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"runtime"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+func TestPressure(t *testing.T) {
+	for _, c := range []struct {
+		used, limit int64
+		want        pressure
+	}{
+		{1 << 40, 0, pressureNone}, {0, 1000, pressureNone}, {850, 1000, pressureNone}, {851, 1000, pressureFull},
+		{950, 1000, pressureFull}, {951, 1000, pressureOverfull}, {2000, 1000, pressureOverfull},
+	} {
+		assert.Equal(t, c.want, pressureOf(c.used, c.limit), "%+v", c)
+	}
+}
+
+// TestMemoryGuardSamples: one sample serves the requests of 100 ms, a change is one log line, and a process that refuses requests and
+// therefore collects no garbage is asked to.
+func TestMemoryGuardSamples(t *testing.T) {
+	var reads, collects int
+	use := memoryUse{bytes: 10, collections: 1}
+	logs := &syncBuffer{}
+	g := &memoryGuard{
+		limit: 100, read: func() memoryUse { reads++; return use }, collect: func() { collects++ }, base: time.Now(),
+		log: slog.New(slog.NewTextHandler(logs, nil)),
+	}
+	at := func(d time.Duration) pressure { return g.pressure(g.base.Add(d)) }
+	for i := range 100 {
+		assert.Equal(t, pressureNone, at(time.Duration(i)*time.Millisecond))
+	}
+	assert.Equal(t, 1, reads)
+	use.bytes = 90
+	assert.Equal(t, pressureNone, at(99*time.Millisecond), "the sample still serves")
+	assert.Equal(t, pressureFull, at(100*time.Millisecond))
+	assert.Equal(t, pressureFull, at(300*time.Millisecond))
+	assert.Equal(t, 1, strings.Count(logs.String(), "level=WARN"), logs)
+	use.bytes = 96
+	assert.Equal(t, pressureOverfull, at(time.Second))
+	assert.Zero(t, collects)
+	at(5 * time.Second)
+	assert.Equal(t, 1, collects, "none since the beginning")
+	at(9 * time.Second)
+	assert.Equal(t, 1, collects)
+	use.collections = 2
+	at(10 * time.Second)
+	at(14 * time.Second)
+	assert.Equal(t, 1, collects, "there was one meanwhile")
+	use.bytes = 20
+	assert.Equal(t, pressureNone, at(16*time.Second))
+	at(time.Hour)
+	assert.Equal(t, 1, collects)
+	none := &memoryGuard{read: func() memoryUse { panic("there is no limit to compare with") }}
+	assert.Equal(t, pressureNone, none.pressure(time.Now()))
+}
+
+// TestMemoryIsWhatTheProcessNeeds: what is read follows what is referenced, and garbage is not in it.
+func TestMemoryIsWhatTheProcessNeeds(t *testing.T) {
+	runtime.GC()
+	before := readMemory()
+	block := make([]byte, 64<<20)
+	runtime.GC()
+	with := readMemory()
+	assert.Greater(t, with.bytes-before.bytes, int64(60<<20))
+	assert.Greater(t, with.collections, before.collections)
+	runtime.KeepAlive(block)
+	block = nil //nolint:ineffassign,wastedassign // garbage from here on
+	runtime.GC()
+	assert.Less(t, readMemory().bytes-before.bytes, int64(4<<20))
+}
+
+// TestNearTheMemoryLimit: requests are refused with the time to come back, what runs goes on, health is answered; at the limit new
+// connections end at once.
+func TestNearTheMemoryLimit(t *testing.T) {
+	var used atomic.Int64
+	goOn := make(chan struct{})
+	g := newRig(t, options{memory: func() memoryUse { return memoryUse{bytes: used.Load()} }, engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
+		drain(r)
+		sse(w, textChunk)
+		<-goOn
+		sse(w, stopChunk, doneEvent)
+	}}})
+	got := make(chan answer, 1)
+	go func() { got <- g.post("/v1/chat/completions", streamBody) }()
+	eventually(t, func() bool { return g.replicas[0].firstsSeen() == 1 }, "streams")
+
+	used.Store(900)
+	eventually(t, func() bool { return g.in.memory.pressure(time.Now()) == pressureFull }, "seen")
+	a := g.post("/v1/chat/completions", chatBody)
+	assert.Equal(t, 503, a.status, a.body)
+	assert.Equal(t, "overloaded", a.code(t))
+	assert.Equal(t, "1", a.header.Get("Retry-After"))
+	assert.Equal(t, 200, g.get("/health").status)
+	assert.EqualValues(t, 900, g.in.Usage().MemoryBytes)
+
+	used.Store(990)
+	eventually(t, func() bool { return g.in.memory.pressure(time.Now()) == pressureOverfull }, "seen")
+	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(g.url, "http://"))
+	require.NoError(t, err)
+	require.NoError(t, conn.SetDeadline(time.Now().Add(soon)))
+	_, err = io.ReadAll(conn)
+	require.NoError(t, err, "closed without an answer")
+	require.NoError(t, conn.Close())
+
+	used.Store(10)
+	eventually(t, func() bool { return g.in.memory.pressure(time.Now()) == pressureNone }, "seen")
+	close(goOn)
+	assert.Contains(t, (<-got).body, doneEvent)
+	assert.Equal(t, 200, g.post("/v1/chat/completions", streamBody).status)
+}
