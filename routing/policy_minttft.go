@@ -13,7 +13,8 @@ var (
 )
 
 const (
-	// rhoPeriod is how often the prefill utilisation ρ is measured: ρ ← ½ρ + ½·(prefill ms dispatched)/(N·Δt).
+	// rhoPeriod is how often the prefill utilisation ρ is measured: ρ ← ½ρ + ½·(prefill ms that all ingresses
+	// sent)/(N·Δt).
 	rhoPeriod = 5 * time.Second
 	// maxRho bounds η = ρ/(1-ρ) to 9.
 	maxRho = 0.9
@@ -35,7 +36,7 @@ type MinTTFT struct {
 
 type minTTFTState struct {
 	began time.Duration // of the running period, view.Now
-	work  float64       // ms of prefill dispatched in it
+	work  float64       // ms of prefill that all ingresses sent to ranks in it
 	rho   float64
 }
 
@@ -61,15 +62,16 @@ func (MinTTFT) needs() Needs { return Needs{Hits: true} }
 // NewState begins with an idle system.
 func (MinTTFT) NewState(v *View, _ *rand.Rand) State { return &minTTFTState{began: v.Now} }
 
-// Observe measures ρ.
+// Observe measures ρ. A request of this ingress counts when it is dispatched, one of another ingress when its
+// rank's stream says that it was admitted, so that each counts once.
 func (p MinTTFT) Observe(s State, v *View, e *Event) {
 	st, ok := s.(*minTTFTState)
 	if !ok || !p.Eta {
 		return
 	}
-	if e.Kind == EvDispatched {
-		law := p.law()
-		st.work += prefill(&law, int64(e.Tokens-e.Hit), int64(e.Hit))
+	if e.Kind == EvDispatched || e.Kind == EvAdmitted && e.Elsewhere {
+		law, tokens, hit := p.law(), int64(small(e.Tokens)), int64(cached(e.Hit, e.Tokens))
+		st.work += prefill(&law, tokens-hit, hit)
 	}
 	if spent := v.Now - st.began; spent >= rhoPeriod && len(v.Ranks) > 0 {
 		st.rho = st.rho/2 + st.work/(2*float64(len(v.Ranks))*float64(spent)/float64(time.Millisecond))

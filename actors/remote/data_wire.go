@@ -30,6 +30,7 @@ const (
 	dataHit        = "Dpserve-Hit"
 	dataHitBlocks  = "Dpserve-Hit-Blocks"
 	dataBlocks     = "Dpserve-Blocks"         // hashes in front of the body, 8 bytes each, little endian
+	dataSession    = "Dpserve-Session-Key"    // a hash
 	dataDeadline   = "Dpserve-Deadline-Ms"    // left: the clocks differ
 	dataFirstToken = "Dpserve-First-Token-Ms" // left until the engine's head must be there
 
@@ -85,13 +86,13 @@ type dataHead struct {
 
 // writeHead puts a dispatch into the header of its request. The engine's fields share their values with d.
 func writeHead(d *msg.Dispatch, now time.Time) http.Header {
-	h := make(http.Header, len(d.Header)+14)
+	h := make(http.Header, len(d.Header)+15)
 	for name, values := range d.Header {
 		if !strings.HasPrefix(name, dataPrefix) {
 			h[name] = values
 		}
 	}
-	f := fields{header: h, values: make([]string, 0, 14)}
+	f := fields{header: h, values: make([]string, 0, 15)}
 	f.set(dataApp, d.App)
 	f.set(dataUnit, d.Unit)
 	f.set(dataRank, d.Rank.String())
@@ -148,6 +149,9 @@ func (f *fields) admit(m *msg.Admit, now time.Time) {
 		f.count(dataHit, m.Hit)
 		f.count(dataHitBlocks, m.HitBlocks)
 		f.count(dataBlocks, len(m.Blocks))
+	}
+	if m.Session != 0 {
+		f.number(dataSession, m.Session)
 	}
 	if !m.Deadline.IsZero() {
 		f.duration(dataDeadline, m.Deadline.Sub(now))
@@ -227,6 +231,7 @@ func (d *dataHead) readAdmit(r *reading, now time.Time) {
 	d.admit = msg.Admit{
 		ReqID: r.number(dataReq, 64), Epoch: r.number(dataEpoch, 64), Class: msg.ClassBoth, Tokens: r.count(dataTokens),
 		Estimated: r.number(dataEstimated, 1) == 1, Hit: r.count(dataHit), HitBlocks: r.count(dataHitBlocks), Ingress: r.text(dataIngress),
+		Session: r.number(dataSession, 64),
 	}
 	d.blocks = r.count(dataBlocks)
 	if left := r.duration(dataDeadline); left > 0 {
