@@ -393,6 +393,31 @@ func TestSessionsKeepTheirRankBehindSeveralRouters(t *testing.T) {
 	}
 }
 
+// A rank that dies and comes back empty gets requests within a minute, and nobody pays for it.
+func TestAReturnedRankIsUsedWithinAMinute(t *testing.T) {
+	const dies, returns, end = 300 * time.Second, 420 * time.Second, 540 * time.Second
+	turns := agentTurns(12, 1, end)
+	eta, sticky, spills := MinTTFT{Eta: true}, newPolicy(t, "sticky"), tuned(t, "sticky")
+	for _, c := range []struct {
+		policy  Policy
+		routers int
+	}{{MinTTFT{}, 1}, {eta, 1}, {eta, 4}, {sticky, 1}, {spills, 1}, {spills, 4}} {
+		t.Run(fmt.Sprintf("%+v, %d", c.policy, c.routers), func(t *testing.T) {
+			t.Parallel()
+			f := newFleet(t, c.policy, agentBlock, c.routers, 100*time.Millisecond)
+			f.after(dies, func() { f.kill(3) })
+			f.after(returns, func() { f.start(3) })
+			f.play(turns)
+			share := f.share(ID(0, 3), returns, returns+time.Minute)
+			t.Logf("goodput %.3f, share %.3f in 10 s, %.3f in 60 s, %.3f later", f.goodput(),
+				f.share(ID(0, 3), returns, returns+10*time.Second), share, f.share(ID(0, 3), returns+time.Minute, end))
+			require.GreaterOrEqual(t, share, 0.04)
+			require.LessOrEqual(t, share, 0.25)
+			require.GreaterOrEqual(t, f.goodput(), 0.99)
+		})
+	}
+}
+
 // A short question behind a system prompt of 2,048 tokens, 300 of them a second, cold caches: policies that
 // weigh work use all ranks, scoring and sticky keep to the ranks that were warm first, whatever waits there.
 // docs/routing.md has these numbers.

@@ -27,8 +27,9 @@ const (
 //	Wq    = Σ P of what waits or prefills there
 //	η     = ρ'/(1-ρ'), ρ' = min(ρ, 0.9): the delay to requests still to come, with Eta
 //
-// The lowest wins, ties are drawn. Mooncake also moves KV between ranks and rejects what will miss its SLO; there is
-// neither here. Parameters: eta (false).
+// The lowest wins, ties are drawn. A rank that came up lately has credit for prompts without a home
+// (newrank.go). Mooncake also moves KV between ranks and rejects what will miss its SLO; there is neither
+// here. Parameters: eta (false).
 type MinTTFT struct {
 	Eta bool                  // charge what the prefill costs later arrivals
 	Law steptime.Coefficients // of one rank; the zero value is steptime.Reference
@@ -85,9 +86,12 @@ func (p MinTTFT) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision)
 }
 
 // prepare: x is gT, pA, η.
-func (p MinTTFT) prepare(_ *Request, _ *View, s State, _ *scratch) aggregate {
+func (p MinTTFT) prepare(q *Request, v *View, s State, c *scratch) aggregate {
 	law := p.law()
 	a := aggregate{why: ReasonLowestScore, x: [4]float64{law.TokenMS, law.PairMS}}
+	if c.creditNewRanks(q, v, homeShare) {
+		a.mode = modeNewRanks
+	}
 	if st, ok := s.(*minTTFTState); ok && p.Eta {
 		rho := min(st.rho, maxRho)
 		a.x[2] = rho / (1 - rho)
@@ -108,12 +112,15 @@ func (p MinTTFT) fill(q *Request, v *View, c *scratch) {
 	}
 }
 
-func (p MinTTFT) labels(*aggregate) []label {
+func (p MinTTFT) labels(a *aggregate) []label {
 	all := []label{{"queue", "ms"}, {"prefill", "ms"}, {"later_arrivals", "ms"}}
+	if a.mode == modeNewRanks {
+		all[1].name = "prefill_with_credit"
+	}
 	if p.Eta {
 		return all
 	}
 	return all[:2]
 }
 
-func (MinTTFT) rule(*aggregate) rule { return rule{} }
+func (MinTTFT) rule(a *aggregate) rule { return newRanksRule(a) }
