@@ -440,7 +440,13 @@ func TestASharedSystemPromptPinsScoring(t *testing.T) {
 	limits := map[string]float64{namePrefixAware: 2} // the shortest queue among the ranks that have the prompt, ties drawn
 	pinned := map[string]bool{nameScoring: true, nameSticky: true}
 	for _, p := range []Policy{
-		LMetric{PlusOne: true}, LMetric{}, LPWL{}, tuned(t, "kv"), MinTTFT{}, MinTTFT{Eta: true}, tuned(t, "cache-aware"),
+		LMetric{PlusOne: true},
+		LMetric{},
+		LPWL{},
+		tuned(t, "kv"),
+		MinTTFT{},
+		MinTTFT{Eta: true},
+		tuned(t, "cache-aware"),
 		tuned(t, "least-kv"), tuned(t, "prefix-aware"), tuned(t, "chwbl"), newPolicy(t, "scoring"), tuned(t, "sticky"),
 	} {
 		t.Run(fmt.Sprintf("%+v", p), func(t *testing.T) {
@@ -467,7 +473,11 @@ func BenchmarkAgentsBehindRouters(b *testing.B) {
 	turns := agentTurns(11, 1, 10*time.Minute)
 	const ms = time.Millisecond
 	for _, p := range []Policy{
-		LMetric{PlusOne: true}, LPWL{}, tuned(b, "kv"), MinTTFT{Eta: true}, tuned(b, "sticky"), newPolicy(b, "scoring"),
+		LMetric{PlusOne: true},
+		LPWL{},
+		tuned(b, "kv"),
+		MinTTFT{Eta: true},
+		tuned(b, "sticky"), newPolicy(b, "scoring"),
 		tuned(b, "cache-aware"), newPolicy(b, "cache-aware"), newPolicy(b, "prefix-aware"), tuned(b, "prefix-aware"),
 		newPolicy(b, "session-affinity"), tuned(b, "session-affinity"), tuned(b, "chwbl"), tuned(b, "least-loaded"),
 	} {
