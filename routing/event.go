@@ -67,4 +67,6 @@ type Event struct {
 	KVUsage   float64       // EvStatus: 0 to 1
 	Config    *Config       // EvConfigured
 	Request   *Request      // EvDispatched by Pick, and the EvOpened of it: what was routed. Not to be kept
+	Session   uint64        // EvAdmitted: SessionKey of the request's session; 0 = it has none, or its ingress did not say
+	Elsewhere bool          // EvAdmitted, written by the Router for its policy: it did not count the request yet, another router dispatched it
 }

@@ -11,8 +11,8 @@ type Needs struct {
 	Session bool // Request.Session
 	Usage   bool // Rank.Usage: the engines' own report of their KV cache
 
-	// Approximate: do not use the engines' KV events; a routed prompt's blocks count as cached on that rank for
-	// ApproximateTTL, renewed by each routing (kv with no_kv_events).
+	// Approximate: do not use the engines' KV events; a routed prompt's blocks count as cached on that rank
+	// for ApproximateTTL, renewed by each routing (kv with no_kv_events, policies with a text tree).
 	Approximate    bool
 	ApproximateTTL time.Duration
 

@@ -36,9 +36,6 @@ const (
 	PresetTuned      = "tuned"
 )
 
-// DefaultPolicy is what an app without routing.policy gets.
-const DefaultPolicy = namePowerOfTwo
-
 // entry is one row of the table of policies.
 type entry struct {
 	name   string

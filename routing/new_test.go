@@ -20,7 +20,6 @@ func TestNewMakesEveryPolicyInBothPresets(t *testing.T) {
 			assert.Equal(t, name, p.Name())
 		}
 	}
-	assert.Contains(t, Names(), DefaultPolicy)
 }
 
 func TestNewReadsParameters(t *testing.T) {
@@ -47,7 +46,8 @@ func TestNewReadsParameters(t *testing.T) {
 		{"kv", "", nil, KV{Variant: VariantKV071, Weight: 1, PrefillWeight: 1, Credit: 1}},
 		{"kv", "tuned", map[string]any{"no_kv_events": true}, KV{Variant: VariantKV071, Weight: 32, NoEvents: true, PrefillWeight: 1, Credit: 1}},
 		{"prefix-aware", "", nil, PrefixAware{Imbalanced: math.Inf(1), MatchRate: 0.1, High: 400_000, Low: 360_000, Interval: 10 * time.Second}},
-		{"prefix-aware", "tuned", nil, PrefixAware{Imbalanced: 64, MatchRate: 0.1, Evict: true, Interval: 10 * time.Second}},
+		{"prefix-aware", "tuned", nil, PrefixAware{Imbalanced: 64, MatchRate: 0.1, Interval: 10 * time.Second}},
+		{"prefix-aware", "tuned", map[string]any{"do_eviction": true}, PrefixAware{Imbalanced: 64, MatchRate: 0.1, Evict: true, Interval: 10 * time.Second}},
 		{"cache-aware", "", nil, CacheAware{
 			Threshold: 0.5, Abs: 32, Rel: 1.0001, Interval: time.Minute, MaxTree: 16_777_216, SizeInNodes: true,
 			RetriesPerRank: 3, RetriesPerRequest: 6,
@@ -70,7 +70,11 @@ func TestNeeds(t *testing.T) {
 	assert.Equal(t, Needs{Hits: true, Blocks: true}, NeedsOf(newPolicy(t, "kv")))
 	assert.Equal(t, Needs{Blocks: true}, NeedsOf(KV{Weight: 0}), "weight 0: no index")
 	assert.Equal(t, Needs{Hits: true, Blocks: true, Approximate: true, ApproximateTTL: 2 * time.Minute}, NeedsOf(KV{Weight: 1, NoEvents: true}))
-	assert.Equal(t, Needs{Text: true, AttemptsPerRank: 3, AttemptsPerRequest: 6}, NeedsOf(newPolicy(t, "cache-aware")))
+	assert.Equal(t, Needs{Text: true, Hits: true}, NeedsOf(tuned(t, "cache-aware")))
+	assert.Equal(t, Needs{
+		Text: true, Hits: true, Approximate: true, ApproximateTTL: 2 * time.Minute, AttemptsPerRank: 3, AttemptsPerRequest: 6,
+	}, NeedsOf(newPolicy(t, "cache-aware")))
+	assert.Equal(t, Needs{Text: true, Hits: true, Approximate: true, ApproximateTTL: 2 * time.Minute}, NeedsOf(newPolicy(t, "prefix-aware")))
 	assert.Equal(t, Needs{Session: true}, NeedsOf(newPolicy(t, "session-affinity")))
 }
 

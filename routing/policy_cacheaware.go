@@ -52,10 +52,10 @@ func (p *params) cacheAwareDefaults(variant string) cacheAwareDefaults {
 //	balanced   ⇒ match rate > Threshold: the ranks with the longest match, among them the shortest queue
 //	             else: the rank with the smallest tree (page), or the shortest queue (gateway, tuned)
 //
-// Matches are characters of its own tree of what was sent to whom, which knows nothing of evictions on the engine, or,
-// with KVMatches and a look-up in the request, cached tokens; the tree is the fallback then. The prompt is inserted for the
-// chosen rank, imbalanced or not; a removed rank leaves tree and queues. Ties: shortest queue, then drawn. A prompt below
-// one KV block goes to the shortest queue.
+// Matches are characters of the tree of what was sent to whom (textState), which knows nothing of evictions
+// on the engine, or, with KVMatches and a look-up in the request, cached tokens; the tree is the fallback
+// then. The prompt is inserted for the chosen rank, imbalanced or not; a removed rank leaves tree and queues.
+// Ties: shortest queue, then drawn. A prompt below one KV block goes to the shortest queue.
 //
 // Parameters: variant (page, gateway), cache_threshold, balance_abs_threshold, balance_rel_threshold,
 // eviction_interval_s, max_tree_size, low_match (smallest-tree, least-pending), matches (text, kv), kv_usage_spread,
@@ -102,10 +102,12 @@ const maxRetries = 100
 func (CacheAware) Name() string { return nameCacheAware }
 
 func (p CacheAware) needs() Needs {
-	return Needs{
-		Hits: p.KVMatches, Text: true, Usage: p.UsageSpread > 0 || p.UsageCeiling > 0,
-		AttemptsPerRank: p.RetriesPerRank, AttemptsPerRequest: p.RetriesPerRequest,
+	n := needsText()
+	n.Usage, n.AttemptsPerRank, n.AttemptsPerRequest = p.UsageSpread > 0 || p.UsageCeiling > 0, p.RetriesPerRank, p.RetriesPerRequest
+	if p.KVMatches {
+		n.Approximate, n.ApproximateTTL = false, 0
 	}
+	return n
 }
 
 // NewState has an empty tree.
@@ -158,17 +160,11 @@ func (p CacheAware) usable(q *Request, v *View) bool {
 // longest finds the longest match of a candidate, marks those that have it, and says its rate.
 func (p CacheAware) longest(st *textState, q *Request, v *View, c *scratch) float64 {
 	if !p.KVMatches || q.Hits == nil || q.Tokens == 0 {
-		return matchRate(st.owners(q, v, c), q)
+		return st.longestMatch(q, v, c)
 	}
-	best := int64(0)
-	for _, i := range c.candidates {
-		best = max(best, c.hits[i])
-	}
-	for _, i := range c.candidates {
-		if c.hits[i] < best {
-			c.extra[i] = 1
-		}
-	}
+	best := c.longestHit()
+	c.exclude()
+	c.preferHolders(best)
 	return float64(best) / float64(q.Tokens)
 }
 

@@ -13,7 +13,8 @@ var (
 )
 
 const (
-	// rhoPeriod is how often the prefill utilisation ρ is measured: ρ ← ½ρ + ½·(prefill ms dispatched)/(N·Δt).
+	// rhoPeriod is how often the prefill utilisation ρ is measured: ρ ← ½ρ + ½·(prefill ms that all ingresses
+	// sent)/(N·Δt).
 	rhoPeriod = 5 * time.Second
 	// maxRho bounds η = ρ/(1-ρ) to 9.
 	maxRho = 0.9
@@ -26,8 +27,9 @@ const (
 //	Wq    = Σ P of what waits or prefills there
 //	η     = ρ'/(1-ρ'), ρ' = min(ρ, 0.9): the delay to requests still to come, with Eta
 //
-// The lowest wins, ties are drawn. Mooncake also moves KV between ranks and rejects what will miss its SLO; there is
-// neither here. Parameters: eta (false).
+// The lowest wins, ties are drawn. A rank that came up lately has credit for prompts without a home
+// (newrank.go). Mooncake also moves KV between ranks and rejects what will miss its SLO; there is neither
+// here. Parameters: eta (false).
 type MinTTFT struct {
 	Eta bool                  // charge what the prefill costs later arrivals
 	Law steptime.Coefficients // of one rank; the zero value is steptime.Reference
@@ -35,7 +37,7 @@ type MinTTFT struct {
 
 type minTTFTState struct {
 	began time.Duration // of the running period, view.Now
-	work  float64       // ms of prefill dispatched in it
+	work  float64       // ms of prefill that all ingresses sent to ranks in it
 	rho   float64
 }
 
@@ -61,15 +63,16 @@ func (MinTTFT) needs() Needs { return Needs{Hits: true} }
 // NewState begins with an idle system.
 func (MinTTFT) NewState(v *View, _ *rand.Rand) State { return &minTTFTState{began: v.Now} }
 
-// Observe measures ρ.
+// Observe measures ρ. A request of this ingress counts when it is dispatched, one of another ingress when its
+// rank's stream says that it was admitted, so that each counts once.
 func (p MinTTFT) Observe(s State, v *View, e *Event) {
 	st, ok := s.(*minTTFTState)
 	if !ok || !p.Eta {
 		return
 	}
-	if e.Kind == EvDispatched {
-		law := p.law()
-		st.work += prefill(&law, int64(e.Tokens-e.Hit), int64(e.Hit))
+	if e.Kind == EvDispatched || e.Kind == EvAdmitted && e.Elsewhere {
+		law, tokens, hit := p.law(), int64(small(e.Tokens)), int64(cached(e.Hit, e.Tokens))
+		st.work += prefill(&law, tokens-hit, hit)
 	}
 	if spent := v.Now - st.began; spent >= rhoPeriod && len(v.Ranks) > 0 {
 		st.rho = st.rho/2 + st.work/(2*float64(len(v.Ranks))*float64(spent)/float64(time.Millisecond))
@@ -83,9 +86,12 @@ func (p MinTTFT) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision)
 }
 
 // prepare: x is gT, pA, η.
-func (p MinTTFT) prepare(_ *Request, _ *View, s State, _ *scratch) aggregate {
+func (p MinTTFT) prepare(q *Request, v *View, s State, c *scratch) aggregate {
 	law := p.law()
 	a := aggregate{why: ReasonLowestScore, x: [4]float64{law.TokenMS, law.PairMS}}
+	if c.creditNewRanks(q, v, homeShare) {
+		a.mode = modeNewRanks
+	}
 	if st, ok := s.(*minTTFTState); ok && p.Eta {
 		rho := min(st.rho, maxRho)
 		a.x[2] = rho / (1 - rho)
@@ -106,12 +112,15 @@ func (p MinTTFT) fill(q *Request, v *View, c *scratch) {
 	}
 }
 
-func (p MinTTFT) labels(*aggregate) []label {
+func (p MinTTFT) labels(a *aggregate) []label {
 	all := []label{{"queue", "ms"}, {"prefill", "ms"}, {"later_arrivals", "ms"}}
+	if a.mode == modeNewRanks {
+		all[1].name = "prefill_with_credit"
+	}
 	if p.Eta {
 		return all
 	}
 	return all[:2]
 }
 
-func (MinTTFT) rule(*aggregate) rule { return rule{} }
+func (MinTTFT) rule(a *aggregate) rule { return newRanksRule(a) }

@@ -36,7 +36,8 @@ const (
 //  4. among them the shortest queue, ties drawn
 //  5. the prompt, never the answer, is inserted for the chosen rank; a removed rank loses its marks
 //
-// A prompt below one KV block is no usable text. Parameters: imbalanced_threshold, match_rate_threshold, do_eviction,
+// Ray's routers share one tree; here every ingress has its own, which textState completes. A prompt below one
+// KV block is no usable text. Parameters: imbalanced_threshold, match_rate_threshold, do_eviction,
 // eviction_threshold_chars, eviction_target_chars, eviction_interval_s. Evictions are per rank.
 type PrefixAware struct {
 	Imbalanced float64 // open requests; +Inf = never
@@ -51,7 +52,7 @@ func newPrefixAware(p *params) Policy {
 	made := PrefixAware{
 		Imbalanced: p.number("imbalanced_threshold", p.choose(math.Inf(1), imbalancedTuned), 0, math.Inf(1)),
 		MatchRate:  p.number("match_rate_threshold", matchRateThreshold, 0, 1),
-		Evict:      p.boolean("do_eviction", p.tuned),
+		Evict:      p.boolean("do_eviction", false),
 		High:       p.integer("eviction_threshold_chars", int(high), 1, maxTreeChars),
 		Low:        p.integer("eviction_target_chars", int(low), 1, maxTreeChars),
 		Interval:   p.seconds("eviction_interval_s", evictionInterval),
@@ -74,7 +75,7 @@ func (p *params) seconds(name string, def float64) time.Duration {
 // Name is "prefix-aware".
 func (PrefixAware) Name() string { return namePrefixAware }
 
-func (PrefixAware) needs() Needs { return Needs{Text: true} }
+func (PrefixAware) needs() Needs { return needsText() }
 
 // NewState has an empty tree.
 func (PrefixAware) NewState(v *View, _ *rand.Rand) State { return newTextState(v) }
@@ -136,7 +137,7 @@ func (p PrefixAware) prepare(q *Request, v *View, s State, c *scratch) aggregate
 	if !ok {
 		return a
 	}
-	a.x[0] = matchRate(st.owners(q, v, c), q)
+	a.x[0] = st.longestMatch(q, v, c)
 	if a.x[0] < p.MatchRate || a.x[0] == 0 {
 		a.why = ReasonLowMatch
 		st.smallest(v, c)

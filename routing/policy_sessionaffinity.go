@@ -23,10 +23,11 @@ const (
 // SessionAffinity keeps a session on one rank. Load counts for nothing below max_ongoing_requests; chwbl is the one that
 // lets go under load.
 //
-// With the ring (documented; Ray Serve's ConsistentHashRouter): the key's rank, else the next Fallbacks on the ring, else
-// the shortest queue. The key is the session, or the request's own number. With the table (tuned): the rank that had the
-// session last, if that is less than TTL ago; a new session goes to the shortest queue. Parameters: num_virtual_nodes,
-// num_fallback_replicas, table, ttl_s.
+// With the ring (documented; Ray Serve's ConsistentHashRouter): the key's rank, else the next Fallbacks on
+// the ring, else the shortest queue. The key is the session, or the request's own number. With the table
+// (tuned): the rank that had the session last, if that is less than TTL ago; a new session goes to the
+// shortest queue. The table hears of the requests of all ingresses: of this one's at dispatch, of the others'
+// with their ranks' streams. Parameters: num_virtual_nodes, num_fallback_replicas, table, ttl_s.
 type SessionAffinity struct {
 	Nodes     int // ring: points per rank
 	Fallbacks int // ring: ranks behind the first
@@ -62,6 +63,15 @@ func (p SessionAffinity) NewState(v *View, _ *rand.Rand) State {
 	return st
 }
 
+// SessionKey is what the ranks' streams say of a request's session, so that every ingress knows where the
+// session is; 0 for none.
+func SessionKey(session string) uint64 {
+	if session == "" {
+		return 0
+	}
+	return hashString(session)
+}
+
 // Observe keeps the ring, or remembers where the session went.
 func (p SessionAffinity) Observe(s State, v *View, e *Event) {
 	st, ok := s.(*sessionState)
@@ -70,7 +80,9 @@ func (p SessionAffinity) Observe(s State, v *View, e *Event) {
 	case !p.Table:
 		st.ring.observe(e)
 	case e.Kind == EvDispatched && e.Request != nil && e.Request.Session != "":
-		st.sessions.put(hashString(e.Request.Session), e.Rank, v.Now)
+		st.sessions.put(SessionKey(e.Request.Session), e.Rank, v.Now)
+	case e.Kind == EvAdmitted && e.Elsewhere && e.Session != 0:
+		st.sessions.put(e.Session, e.Rank, v.Now)
 	}
 }
 
@@ -105,7 +117,7 @@ func (p SessionAffinity) prepare(q *Request, v *View, s State, c *scratch) aggre
 
 func (p SessionAffinity) fromTable(st *sessionState, q *Request, v *View, c *scratch) aggregate {
 	if q.Session != "" {
-		if id, ok := st.sessions.get(hashString(q.Session), v.Now-p.TTL); ok {
+		if id, ok := st.sessions.get(SessionKey(q.Session), v.Now-p.TTL); ok {
 			if i, ok := v.Find(id); ok && c.tier.has(q, &v.Ranks[i]) {
 				return onRing(i, c, aggregate{why: ReasonSession})
 			}

@@ -25,7 +25,8 @@ const (
 //	score = Q + u (By "work") or O (By "requests"), among the warm ranks, or among all if there are none or if
 //	        min Q over warm − min Q over the others > Spill
 //
-// The lowest wins, ties are drawn. Parameters: threshold, spill_tokens, by.
+// The lowest wins, ties are drawn. By work, a rank that came up lately has credit for prompts that no rank is
+// warm for (newrank.go). Parameters: threshold, spill_tokens, by.
 type Sticky struct {
 	Threshold float64 // 0 to 1
 	Spill     float64 // tokens
@@ -74,7 +75,11 @@ func (p Sticky) prepare(q *Request, v *View, _ State, c *scratch) aggregate {
 	switch {
 	case warm == math.MaxInt64:
 		clear(c.extra)
-		return aggregate{why: ReasonLowestScore}
+		a := aggregate{why: ReasonLowestScore}
+		if !p.Requests && c.creditNewRanks(q, v, homeShare) {
+			a.mode = modeNewRanks
+		}
+		return a
 	case cold < math.MaxInt64 && float64(warm-cold) > p.Spill:
 		clear(c.extra)
 		return aggregate{why: ReasonSpilled}
@@ -95,11 +100,14 @@ func (p Sticky) fill(q *Request, v *View, c *scratch) {
 	}
 }
 
-func (p Sticky) labels(*aggregate) []label {
-	if p.Requests {
+func (p Sticky) labels(a *aggregate) []label {
+	switch {
+	case p.Requests:
 		return []label{{"not_warm", "none"}, {"open", "requests"}}
+	case a.mode == modeNewRanks:
+		return []label{{"not_warm", "none"}, {"queued_work", "tokens"}, {"own_work_with_credit", "tokens"}}
 	}
 	return []label{{"not_warm", "none"}, {"queued_work", "tokens"}, {"own_work", "tokens"}}
 }
 
-func (Sticky) rule(*aggregate) rule { return rule{} }
+func (Sticky) rule(a *aggregate) rule { return newRanksRule(a) }

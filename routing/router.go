@@ -29,6 +29,7 @@ type Router struct {
 	source   rand.PCG
 	rand     *rand.Rand
 	picked   Event // the Dispatched event of Pick: kept here so that it is not allocated
+	admitted Event // an EvAdmitted as the policy sees it: likewise
 	derived  Event // EvOpened, EvClosed: likewise
 	log      *opensLog
 	dropped  uint64
@@ -104,16 +105,29 @@ func (r *Router) observe(e *Event) (wake bool) {
 // apply is Observe under the lock; wake says that queued requests should look again.
 func (r *Router) apply(e *Event) (wake bool) {
 	r.view.Now = max(r.view.Now, e.Now)
+	seen := e
+	if e.Kind == EvAdmitted && r.state != nil && !r.isOpen(e.Rank, e.ReqID) { // asked before the event is applied
+		r.admitted = *e
+		r.admitted.Elsewhere = true
+		seen = &r.admitted
+	}
 	wake, ok := r.update(e)
 	if !ok {
 		r.dropped++
 		return false
 	}
 	if r.state != nil {
-		r.policy.Observe(r.state, &r.view, e)
+		r.policy.Observe(r.state, &r.view, seen)
 		r.derive(e.Request)
 	}
 	return r.rejudge(e.Rank) || wake
+}
+
+// isOpen says whether the request counts on the rank already: a dispatch of this router, or a record that
+// comes twice.
+func (r *Router) isOpen(id RankID, reqID uint64) bool {
+	i, ok := r.view.findNear(id, r.width)
+	return ok && r.accounts[i].opens.get(reqID) != nil
 }
 
 // rejudge looks at a rank's KV usage again after an event; freed says that it may be picked again.

@@ -2,7 +2,9 @@ package routing
 
 import "time"
 
-// textState is what prefix-aware and cache-aware remember: the text sent to each rank, and when they last swept it.
+// textState is what prefix-aware and cache-aware remember: the text sent to each rank, and when they last
+// swept it. It knows what its own ingress sent. What the others sent comes with the hits of a request: from
+// the ranks' records of what they were sent, of which every ingress hears, without the engines' events.
 type textState struct {
 	tree     *textTree
 	swept    time.Duration // view.Now
@@ -105,6 +107,24 @@ func (st *textState) owners(q *Request, v *View, c *scratch) (length int) {
 	return 0
 }
 
+// longestMatch finds the longest match that a candidate has been sent and gives the candidates that have it 0
+// and all others 1, in c.extra: the owners in the tree, or the holders by the ranks' records where these
+// match more, because another ingress sent it. It says the match's share of the prompt.
+func (st *textState) longestMatch(q *Request, v *View, c *scratch) float64 {
+	rate := matchRate(st.owners(q, v, c), q)
+	if held := c.longestHit(); held > 0 && float64(held) > rate*float64(q.Tokens) {
+		rate = float64(held) / float64(q.Tokens)
+		c.exclude()
+		c.preferHolders(held)
+	}
+	return rate
+}
+
+// needsText is what a policy with a textState reads.
+func needsText() Needs {
+	return Needs{Text: true, Hits: true, Approximate: true, ApproximateTTL: approximateTTL}
+}
+
 // smallest gives the candidates with the fewest characters of text 0 and all others 1, in c.extra. It never counts nodes of the tree:
 // a prompt of 100 and one of 100,000 tokens would weigh alike.
 func (st *textState) smallest(v *View, c *scratch) {
@@ -135,6 +155,24 @@ func (st *textState) sizeOf(id RankID) int {
 func (c *scratch) exclude() {
 	for i := range c.extra {
 		c.extra[i] = 1
+	}
+}
+
+// longestHit is the most tokens of the prompt that a candidate holds.
+func (c *scratch) longestHit() int64 {
+	longest := int64(0)
+	for _, i := range c.candidates {
+		longest = max(longest, c.hits[i])
+	}
+	return longest
+}
+
+// preferHolders gives the candidates that hold so many tokens of the prompt 0 in c.extra.
+func (c *scratch) preferHolders(tokens int64) {
+	for _, i := range c.candidates {
+		if c.hits[i] == tokens {
+			c.extra[i] = 0
+		}
 	}
 }
 

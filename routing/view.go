@@ -54,6 +54,8 @@ type Rank struct {
 	Capacity    int64   // tokens: the rank's KV cache (C); 0 = unknown
 	BlockSize   int     // tokens per KV block; 0 = unknown, DefaultBlockSize is assumed
 	KVUsage     float64 // referenced blocks / all blocks, as reported by the engine
+
+	Since time.Duration // View.Now when this incarnation came into the view
 }
 
 // DefaultBlockSize is the tokens per KV block of a rank that has not said its own: vLLM's default.

@@ -19,7 +19,7 @@ func (r *replica) admit(m *msg.Admit) {
 	}
 	id := r.vitals.lastTicket + 1
 	req := msg.OpenRequest{ReqID: m.ReqID, Ingress: m.Ingress, Tokens: m.Tokens, Hit: m.Hit}
-	hitBlocks, whole := m.HitBlocks, m.Whole
+	hitBlocks, whole, session := m.HitBlocks, m.Whole, m.Session
 	r.blocks = append(r.blocks[:0], m.Blocks...) // they are the sender's again with the reply
 	ctx, idle := m.Ctx, r.account.open() == 0
 	granted := msg.Ticket{
@@ -37,7 +37,9 @@ func (r *replica) admit(m *msg.Admit) {
 	if idle {
 		r.keeper.moved() // the stall clock starts with the first request in hand
 	}
-	r.record(msg.RecAdmitted, &req, "")
+	r.rec = msg.Record{Kind: msg.RecAdmitted, ReqID: req.ReqID, Ingress: req.Ingress, Tokens: req.Tokens, Hit: req.Hit, Session: session}
+	r.emit(&r.rec)
+	r.stats.inFlight(r.account.open())
 	if len(t.blocks) > yieldBlocks {
 		runtime.Gosched() // the sender was woken on this very processor: it goes on first
 	}

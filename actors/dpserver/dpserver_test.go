@@ -205,6 +205,17 @@ func kinds(records []msg.Record) []msg.RecordKind {
 	return out
 }
 
+// TestTheStreamTellsARequestsSession: so that every ingress knows on which rank a session is.
+func TestTheStreamTellsARequestsSession(t *testing.T) {
+	bubble(t, 2, true, func(t *testing.T, r *rig) {
+		r.ask(func(a *msg.Admit) { a.Session = 99 })
+		r.ask()
+		got := r.tape.take()
+		require.Equal(t, []msg.RecordKind{msg.RecAdmitted, msg.RecAdmitted}, kinds(got))
+		assert.Equal(t, []uint64{99, 0}, []uint64{got[0].Session, got[1].Session})
+	})
+}
+
 func TestARequestsWayThroughTheStream(t *testing.T) {
 	bubble(t, 2, true, func(t *testing.T, r *rig) {
 		a := r.ask()

@@ -10,7 +10,6 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/app"
-	"github.com/dpserve/dpserve/routing"
 )
 
 // kvNote is the note in the status of a rank whose engine tells facts.
@@ -38,7 +37,7 @@ func kvNote(t *testing.T, facts msg.Facts, args app.Args, policy string) (note s
 
 func TestStatusSaysWhatThePromptHitsDependOn(t *testing.T) {
 	asked := app.Args{{Name: "block_size", Value: int64(16)}}
-	const scoring, even = "scoring", routing.DefaultPolicy
+	const scoring, even = "scoring", "power-of-two"
 	for name, c := range map[string]struct {
 		facts  msg.Facts
 		args   app.Args

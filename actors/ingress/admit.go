@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/routing"
 )
 
 // admit asks the rank's DPServer for a ticket and waits for its answer, the end of ctx, or the end of the actor, which
@@ -35,7 +36,7 @@ func (c *call) admit(ctx, request context.Context, rk *rank) (msg.AdmitReply, ca
 // admission fills in what an admission says of its request.
 func (c *call) admission(m *msg.Admit, rk *rank) {
 	m.ReqID, m.Epoch, m.Class, m.Tokens, m.Estimated = c.query.ID, rk.epoch, msg.ClassBoth, c.query.Tokens, c.query.Estimated
-	m.Deadline, m.Ingress = c.due, c.in.node
+	m.Deadline, m.Ingress, m.Session = c.due, c.in.node, routing.SessionKey(c.query.Session)
 	m.Whole = c.r != nil && !c.scan.Stream // a reservation has no request: its owner says when prefill is done
 	if c.prompt.looked {
 		m.Hit, m.Blocks, m.HitBlocks = c.query.HitOn(rk.id), c.prompt.blocks, c.prompt.held(rk.id)

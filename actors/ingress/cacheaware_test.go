@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net/http"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -196,6 +197,41 @@ func TestSessionsStay(t *testing.T) {
 		assert.Equal(t, first, g.post("/v1/chat/completions", chat("hi", `"user":"`+name+`"`)).header.Get(headerRank))
 	}
 	assert.Greater(t, len(ranks), 1)
+}
+
+// A session that another ingress sent to a rank is on that rank here too, and the rank is told whose a
+// request is.
+func TestSessionsOfOtherIngressesStay(t *testing.T) {
+	g := newRig(t, options{engines: engines(4, replies(200, wholeAnswer)), app: withRouting("session-affinity", func(a *app.Application) { a.Routing.Preset = "tuned" })})
+	var mu sync.Mutex
+	told := map[uint64]int{}
+	for _, r := range g.replicas {
+		r.setRefuse(func(m *msg.Admit) msg.Refusal {
+			mu.Lock()
+			defer mu.Unlock()
+			told[m.Session]++
+			return msg.Granted
+		})
+	}
+	for n := range 12 {
+		name, home := fmt.Sprint("session-", n), g.replicas[n%4]
+		home.mu.Lock()
+		home.emit(&msg.Record{Kind: msg.RecAdmitted, ReqID: uint64(n), Ingress: "n9", Tokens: 10, Session: routing.SessionKey(name)})
+		home.emit(&msg.Record{Kind: msg.RecDone, ReqID: uint64(n), Ingress: "n9", Tokens: 10})
+		home.mu.Unlock()
+		a := g.post("/v1/chat/completions", chatBody, headerSessionID, name)
+		assert.Equal(t, strconv.Itoa(n%4), a.header.Get(headerRank))
+		assert.Equal(t, 1, told[routing.SessionKey(name)])
+	}
+	g.post("/v1/chat/completions", chatBody)
+	assert.Equal(t, 1, told[0])
+}
+
+// TestTheDefaultPolicyExists: the packages of the two ends do not know each other.
+func TestTheDefaultPolicyExists(t *testing.T) {
+	p, err := routing.New(app.DefaultPolicy, app.PresetDocumented, nil)
+	require.NoError(t, err)
+	assert.Equal(t, app.DefaultPolicy, p.Name())
 }
 
 // Headers that ask for something unreadable are the client's fault; readable ones do not reach an engine.

@@ -234,6 +234,7 @@ func (l *lane) account(r *rank, rec *msg.Record) {
 	}
 	l.observe(routing.Event{
 		Kind: kind, Rank: r.id, ReqID: l.in.fold(rec.Ingress, rec.ReqID), Seq: rec.Seq, Incarnation: rec.Incarnation, Tokens: rec.Tokens, Hit: rec.Hit, Out: rec.Out,
+		Session: rec.Session,
 	})
 	if rec.Kind == msg.RecDone && r.full {
 		l.forgetFull(r)
@@ -279,6 +280,7 @@ func (l *lane) succeed(router *routing.Router) {
 func (l *lane) observe(e routing.Event) {
 	if l.learner != nil {
 		l.event = e
+		l.event.Now = l.in.clock()
 		l.learner.Observe(&l.event)
 	}
 }

@@ -61,6 +61,7 @@ type Admit struct {
 	Hit       int       // prompt tokens that the sender's index says the rank has cached
 	Blocks    []uint64  // chain hashes of the prompt's full blocks; nil if the policy reads no index
 	HitBlocks int       // leading entries of Blocks that Hit stands for
+	Session   uint64    // routing.SessionKey of the request's session, for the other ingresses; 0 = none, or the policy reads none
 	Deadline  time.Time // zero: none
 	Ingress   string
 	Reply     chan AdmitReply

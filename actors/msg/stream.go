@@ -39,7 +39,8 @@ type Record struct {
 	ReqID   uint64 // RecAdmitted … RecDone: as in Admit
 	Ingress string // who asked
 	Tokens  int
-	Hit     int // RecAdmitted: prompt tokens expected in the rank's cache
+	Hit     int    // RecAdmitted: prompt tokens expected in the rank's cache
+	Session uint64 // RecAdmitted: as in Admit
 	Out     int
 	Cause   string // RecDone, RecState, RecFirstToken
 

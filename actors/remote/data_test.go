@@ -583,7 +583,7 @@ func FuzzDataHead(f *testing.F) {
 	f.Fuzz(func(t *testing.T, app, unit, rank, class, req, tokens, blocks, hits, path string) {
 		h := http.Header{
 			dataApp: {app}, dataUnit: {unit}, dataRank: {rank}, dataClass: {class}, dataReq: {req}, dataTokens: {tokens}, dataBlocks: {blocks},
-			dataHitBlocks: {hits}, dataIngress: {app}, dataDeadline: {tokens}, dataFirstToken: {req},
+			dataHitBlocks: {hits}, dataIngress: {app}, dataDeadline: {tokens}, dataFirstToken: {req}, dataSession: {req},
 		}
 		d, err := readHead(h, path, time.Unix(0, 0))
 		if err != nil {

@@ -31,6 +31,7 @@ const (
 	dataHit        = "Dpserve-Hit"
 	dataHitBlocks  = "Dpserve-Hit-Blocks"
 	dataBlocks     = "Dpserve-Blocks"         // hashes in front of the body, 8 bytes each, little endian
+	dataSession    = "Dpserve-Session-Key"    // a hash
 	dataDeadline   = "Dpserve-Deadline-Ms"    // left: the clocks differ
 	dataFirstToken = "Dpserve-First-Token-Ms" // left until the engine's head must be there
 
@@ -154,6 +155,9 @@ func (f *fields) admit(m *msg.Admit, now time.Time) {
 		f.count(dataHitBlocks, m.HitBlocks)
 		f.count(dataBlocks, len(m.Blocks))
 	}
+	if m.Session != 0 {
+		f.number(dataSession, m.Session)
+	}
 	if !m.Deadline.IsZero() {
 		f.duration(dataDeadline, m.Deadline.Sub(now))
 	}
@@ -233,6 +237,7 @@ func (d *dataHead) readAdmit(r *reading, now time.Time) {
 		ReqID: r.number(dataReq, 64), Epoch: r.number(dataEpoch, 64), Class: msg.ClassBoth, Tokens: r.count(dataTokens),
 		Estimated: r.number(dataEstimated, 1) == 1, Whole: r.number(dataWhole, 1) == 1,
 		Hit: r.count(dataHit), HitBlocks: r.count(dataHitBlocks), Ingress: r.text(dataIngress),
+		Session: r.number(dataSession, 64),
 	}
 	d.blocks = r.count(dataBlocks)
 	if left := r.duration(dataDeadline); left > 0 {

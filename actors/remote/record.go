@@ -82,6 +82,9 @@ func (p *packer) pack(slot uint64, rec *msg.Record) {
 		p.u64(rec.Seq)
 		p.request(rec.ReqID, rec.Ingress, rec.Tokens, rec.Hit, rec.Out)
 		p.text(rec.Cause)
+		if rec.Session != 0 { // before any later field
+			p.fixed(rec.Session)
+		}
 		p.end()
 	case msg.RecState:
 		p.begin(wireOf(rec.Kind), slot)

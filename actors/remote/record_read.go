@@ -203,6 +203,9 @@ func (u *unpacker) readDelta(kind msg.RecordKind, slot uint64, c *cursor) *sourc
 	default:
 		rec.ReqID, rec.Ingress, rec.Tokens, rec.Hit, rec.Out = c.request()
 		rec.Cause = c.text()
+		if kind == msg.RecAdmitted && len(c.b) > 0 {
+			rec.Session = c.fixed()
+		}
 	}
 	return src
 }

@@ -110,6 +110,9 @@ func drawRecord(t *rapid.T) msg.Record {
 	default:
 		r.ReqID, r.Ingress, r.Cause = rapid.Uint64().Draw(t, "req"), drawText(t, "ingress"), drawText(t, "cause")
 		r.Tokens, r.Hit, r.Out = drawCount(t, "tokens"), drawCount(t, "hit"), drawCount(t, "out")
+		if kind == msg.RecAdmitted {
+			r.Session = rapid.Uint64().Draw(t, "session")
+		}
 	}
 	return r
 }
@@ -170,6 +173,10 @@ func TestNumbersOnTheWire(t *testing.T) {
 	state := delta(msg.RecState, 300)
 	state.Fenced, state.Cause = true, "x"
 	assert.Equal(t, []byte{7, 6, 7, 0xac, 2, flagFenced, 1, 'x'}, packed(state))
+	admitted := delta(msg.RecAdmitted, 1)
+	assert.Equal(t, append([]byte{16, 2, 7, 1}, make([]byte, 13)...), packed(admitted), "without a session as before there were any")
+	admitted.Session = 0x0102
+	assert.Equal(t, append(append([]byte{24, 2, 7, 1}, make([]byte, 13)...), 2, 1, 0, 0, 0, 0, 0, 0), packed(admitted))
 	status := delta(msg.RecStatus, 1)
 	status.Status = msg.Status{HasKVUsage: true, Capacity: 1, BlockSize: 2}
 	assert.Equal(t, []byte{14, 8, 7, 1, flagUsage, 0, 0, 0, 0, 0, 0, 0, 0, 1, 2}, packed(status))

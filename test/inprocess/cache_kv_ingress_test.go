@@ -261,17 +261,17 @@ func TestKV15ResetUnderLoad(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newKVRig(t)
 		r.Deploy(simApp("a", 4, "independent", "sim_step_ms: 20", kvLocality) +
-			simApp("b", 4, "independent", "sim_step_ms: 20", "routing: {policy: cache-aware}")[len("applications:\n"):])
+			simApp("b", 4, "independent", "sim_step_ms: 20", "routing: {policy: session-affinity, preset: tuned}")[len("applications:\n"):])
 		r.WaitStatus("a", "RUNNING")
 		r.WaitStatus("b", "RUNNING")
 		r.spread("a", 4, 0, 40, 10*blockTokens)
-		text := strings.Repeat("a text that one rank gets, as the policy's own tree has it; ", 20)
+		turn := `{"model":"b","user":"u","messages":[{"role":"user","content":"hi"}],"max_tokens":2,"stream":true,"ignore_eos":true}`
 		for range 5 {
-			resp, err := r.post("", "/v1/chat/completions", harness.Chat("b", text, 2, true))
+			resp, err := r.post("", "/v1/chat/completions", turn)
 			require.NoError(t, err)
 			require.True(t, harness.ReadStream(resp).OK())
 		}
-		remembered := r.why("b", text)
+		remembered := r.why("b", turn)
 		other := r.join("other", nil)
 		var s streams
 		s.run(64, func(i int) *harness.Stream { return r.stream("", "a", kvDoc(1000+i, 8*blockTokens), 100) })
@@ -289,7 +289,7 @@ func TestKV15ResetUnderLoad(t *testing.T) {
 			}
 			return firstOf(same(r.dump("a"), want), same(other.dump(t, "a"), want), sameLoad(load(t, fresh, "a"), load(t, other, "a")))
 		})
-		assert.NotEqual(t, remembered, r.why("b", text), "what the policy remembered is gone")
+		assert.NotEqual(t, remembered, r.why("b", turn), "what the policy remembered is gone")
 		s.wg.Wait()
 		assert.Equal(t, 64, s.ok, s.other)
 		for _, app := range []string{"a", "b"} {
@@ -303,7 +303,7 @@ func TestKV15ResetUnderLoad(t *testing.T) {
 		}
 		r.settled("a")
 		r.idle()
-		t.Logf("KV15: 64 of %d streams whole; equal %s after the reset; cache-aware before: %s, after: %s", s.ok, took, remembered, r.why("b", text))
+		t.Logf("KV15: 64 of %d streams whole; equal %s after the reset; session-affinity before: %s, after: %s", s.ok, took, remembered, r.why("b", turn))
 	})
 }
 
@@ -316,10 +316,10 @@ func firstOf(errs ...error) error {
 	return nil
 }
 
-// why says how the Router decides for a chat of one message, in short.
-func (r *kvRig) why(app, text string) string {
+// why says how the Router decides for a request, in short.
+func (r *kvRig) why(app, request string) string {
 	r.t.Helper()
-	body, err := json.Marshal(map[string]any{"prompt": text, "route": "/v1/chat/completions"})
+	body, err := json.Marshal(map[string]any{"request": json.RawMessage(request)})
 	require.NoError(r.t, err)
 	code, answer := r.Do(http.MethodPost, "/api/v1/routers/"+app+"/explain", string(body))
 	require.Equal(r.t, http.StatusOK, code, answer)
