@@ -271,6 +271,7 @@ func (l *lane) succeed(router *routing.Router) {
 func (l *lane) observe(e routing.Event) {
 	if l.learner != nil {
 		l.event = e
+		l.event.Now = l.in.clock()
 		l.learner.Observe(&l.event)
 	}
 }
