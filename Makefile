@@ -39,6 +39,11 @@ bench-policies: build ## routing policies side by side on simulated ranks, and w
 	go run ./test/bench -role policies -dpserve bin/dpserve -rounds 1 -policies "$(POLICIES)" -traffic "$(TRAFFIC)"
 	go run ./test/bench -role policy-cpu -dpserve bin/dpserve -policies "$(POLICIES)"
 
+# TRACE is a file of Mooncake's format, agents or uniform; LOAD is the factor on its rate.
+.PHONY: bench-trace
+bench-trace: ## routing policies on a trace, on virtual time: TRACE=agents LOAD=1.1 POLICIES=lmetric-1 make bench-trace; Linux
+	go run ./test/bench -role trace -trace "$(or $(TRACE),agents)" -load "$(or $(LOAD),1)" -policies "$(POLICIES)"
+
 .PHONY: acceptance
 acceptance: ## rows of docs/acceptance.md in real time, with real processes
 	DPSERVE_ACCEPTANCE=1 go test -count=1 -timeout 30m ./cmd/... ./test/...

@@ -88,6 +88,8 @@ func TestPrefixIsReusedAfterFinish(t *testing.T) {
 	_, wake := core.Step(0, add(a))
 	now := run(core, 0, wake, nil)
 	assert.Zero(t, a.Cached())
+	assert.Equal(t, 8, core.Cached(text(12, 4, ""), 12), "what the next one would not compute")
+	assert.Zero(t, core.Cached(text(12, 4, "other tenant"), 12))
 
 	b := &em.Request{Prompt: 12, Output: 2, Ending: em.FinishLength, Content: text(12, 4, "")}
 	c := &em.Request{Prompt: 12, Output: 2, Ending: em.FinishLength, Content: text(12, 4, "other tenant")}

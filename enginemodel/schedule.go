@@ -110,6 +110,23 @@ func (c *Core) match(r *Request) (hits []int32, idle int) {
 	return hits, idle
 }
 
+// Cached is how many tokens of a prompt the prefix cache holds now: what a request with this content would not compute if it
+// began at once.
+func (c *Core) Cached(content Content, prompt int) int {
+	n := 0
+	for c.cfg.PrefixCaching && n < (prompt-1)/c.cfg.BlockSize {
+		hash, ok := content.BlockHash(n)
+		if !ok {
+			break
+		}
+		if _, ok := c.pool.lookup(hash); !ok {
+			break
+		}
+		n++
+	}
+	return n * c.cfg.BlockSize
+}
+
 func (c *Core) blocksFor(tokens int) int { return (tokens + c.cfg.BlockSize - 1) / c.cfg.BlockSize }
 
 // grow gives r blocks for tokens tokens and enters the ones that become full into the cache; false = not enough memory, and

@@ -44,10 +44,10 @@ func (s *rt4) until(now time.Duration) {
 		e := s.ends[0]
 		s.ends = s.ends[1:]
 		if e.first {
-			s.r.Observe(&Event{Kind: EvPrefillDone, Rank: e.rank, ReqID: e.id})
+			s.r.Observe(&Event{Kind: EvPrefillDone, Rank: e.rank, ReqID: e.id, Now: e.at})
 			continue
 		}
-		s.r.Observe(&Event{Kind: EvUndo, Rank: e.rank, ReqID: e.id})
+		s.r.Observe(&Event{Kind: EvUndo, Rank: e.rank, ReqID: e.id, Now: e.at})
 	}
 	s.now = now
 }
@@ -84,7 +84,11 @@ func TestRT4SharedPromptSpreadsOverAllRanks(t *testing.T) {
 	for _, p := range append(workPolicies(t), tuned(t, "cache-aware"), tuned(t, "prefix-aware"), tuned(t, "least-kv"), tuned(t, "chwbl")) {
 		t.Run(p.Name(), func(t *testing.T) {
 			s := &rt4{r: routerWith(p, ranks, 256), warm: map[RankID]bool{}, counts: map[RankID]int{}}
-			rnd, busy := seeded(11), map[RankID]time.Duration{}
+			rnd, busy, warm := seeded(11), map[RankID]time.Duration{}, ranks
+			switch p.(type) {
+			case LPWL, MinTTFT: // a cold rank is as far away as its prefill: seven warm ones never have that much in front
+				warm = ranks - 1
+			}
 			mean := 256 * 50 * time.Microsecond * 10 / 7 / ranks
 			at := time.Duration(0)
 			for id := range uint64(requests) {
@@ -92,7 +96,7 @@ func TestRT4SharedPromptSpreadsOverAllRanks(t *testing.T) {
 				s.until(at)
 				s.arrive(id+1, busy)
 				if id == 200 {
-					assert.Len(t, s.warm, ranks)
+					assert.GreaterOrEqual(t, len(s.warm), warm)
 				}
 			}
 			most := 0
@@ -237,7 +241,8 @@ func TestRT13LiveExplainedAndSimulatedAgree(t *testing.T) {
 			}
 			q := randomRequest(rnd)
 			told := live.Explain(&q)
-			source, view := twin.source, twin.Snapshot()
+			source := twin.source
+			_, view := twin.Why(&q)
 			view.Now = max(view.Now, q.Now)
 			simulated := Decision{Explain: true}
 			p.Decide(&q, &view, twin.state, rand.New(&source), &simulated)

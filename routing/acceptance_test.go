@@ -35,7 +35,7 @@ func TestRT2EveryPolicyCountsInFlight(t *testing.T) {
 			total++
 			sum := Load{}
 			for _, rk := range r.Snapshot().Ranks {
-				sum.W += rk.Load.W
+				sum.W += rk.Load.W + rk.Load.F
 				sum.Q += rk.Load.Q
 				sum.Kq += rk.Load.Kq
 			}

@@ -1,16 +1,25 @@
 package routing
 
-import "math"
+import (
+	"math"
+	"time"
+)
 
 // account is what a Router knows of one rank's open requests: the replica's own account as its stream tells it, plus
 // the bumps of this ingress that the stream has not confirmed yet (CONTRACTS 6). One request is counted once: a bump
 // turns into the replica's entry when that is heard of, it is never beside it.
+//
+// The row's Q and Pairs are what is left of the prompts at the instant of the last reckon: the account gives back to the
+// row what was reckoned before it changes the prompt that is computed first.
 type account struct {
 	opens   opens
-	lastSeq uint64 // stream number of the last record applied
-	tickets int    // entries that are ticketed
-	minSeq  uint64 // no ticketed entry has a smaller seq; meaningful while tickets > 0
-	spare   []open // memory of expire and forget
+	queue   prefills       // of the opens whose prompt is not known to be computed; empty if nothing is reckoned
+	reckons bool           // the policy reads prefill work
+	clock   *time.Duration // the view's time
+	lastSeq uint64         // stream number of the last record applied
+	tickets int            // entries that are ticketed
+	minSeq  uint64         // no ticketed entry has a smaller seq; meaningful while tickets > 0
+	spare   []open         // memory of expire and forget
 	log     *opensLog
 }
 
@@ -35,9 +44,10 @@ func (a *account) ticket(rk *Rank, key, seq uint64) (freed bool) {
 	if a.tickets == 1 || seq < a.minSeq {
 		a.minSeq = seq
 	}
-	rk.add(o, -1)
+	a.add(rk, o, -1)
 	o.phase, o.seq = ticketed, seq
-	rk.add(o, 1)
+	a.enqueue(o)
+	a.add(rk, o, 1)
 	return false
 }
 
@@ -58,20 +68,24 @@ func (a *account) admit(rk *Rank, key uint64, tokens, hit int) {
 	case o == nil:
 		a.insert(rk, open{key: key, tokens: small(tokens), hit: cached(hit, tokens), phase: admitted})
 	case o.own():
-		rk.add(o, -1)
+		a.add(rk, o, -1)
 		a.settle(o)
 		o.phase, o.tokens, o.hit = admitted, small(tokens), cached(hit, tokens)
-		rk.add(o, 1)
+		a.enqueue(o)
+		a.confirm(rk, o)
+		a.add(rk, o, 1)
 	}
 }
 
 // firstToken moves a request from waiting to decoding.
 func (a *account) firstToken(rk *Rank, key uint64) {
 	if o := a.opens.get(key); o != nil && o.phase != decoding {
-		rk.add(o, -1)
+		a.queue.measure(o.slot, rk, *a.clock)
+		a.dequeue(rk, o)
+		a.add(rk, o, -1)
 		a.settle(o)
 		o.phase = decoding
-		rk.add(o, 1)
+		a.add(rk, o, 1)
 	}
 }
 
@@ -81,10 +95,11 @@ func (a *account) prefillDone(rk *Rank, key uint64) (known bool) {
 	if o == nil || !o.own() {
 		return false
 	}
-	rk.add(o, -1)
+	a.dequeue(rk, o)
+	a.add(rk, o, -1)
 	a.settle(o)
 	o.phase = held
-	rk.add(o, 1)
+	a.add(rk, o, 1)
 	return true
 }
 
@@ -92,9 +107,9 @@ func (a *account) prefillDone(rk *Rank, key uint64) (known bool) {
 func (a *account) progress(rk *Rank, key uint64, n int) {
 	a.firstToken(rk, key)
 	if o := a.opens.get(key); o != nil && small(n) > o.out {
-		rk.add(o, -1)
+		a.add(rk, o, -1)
 		o.out = small(n)
-		rk.add(o, 1)
+		a.add(rk, o, 1)
 	}
 }
 
@@ -146,6 +161,7 @@ func (a *account) reset(rk *Rank, snapshot []Open, seq uint64, same bool) {
 	old, log := a.opens, a.log
 	a.opens, a.log = opens{}, nil
 	a.tickets, a.lastSeq, rk.Load, rk.Own, rk.Pairs = 0, seq, Load{}, 0, 0
+	a.queue.clear(same)
 	for i := range snapshot {
 		s := &snapshot[i]
 		before := old.get(s.ReqID)
@@ -192,16 +208,20 @@ func (a *account) forget(rk *Rank) {
 }
 
 func (a *account) insert(rk *Rank, o open) {
-	if a.opens.add(o) {
-		rk.add(&o, 1)
-		a.log.opened(rk.ID, &o)
+	o.slot = 0
+	if a.enqueue(&o); !a.opens.add(o) {
+		a.dequeue(rk, &o)
+		return
 	}
+	a.add(rk, &o, 1)
+	a.log.opened(rk.ID, &o)
 }
 
 // drop takes o out of load and table. o may point into the table.
 func (a *account) drop(rk *Rank, o *open) {
 	key := o.key
-	rk.add(o, -1)
+	a.dequeue(rk, o)
+	a.add(rk, o, -1)
 	a.settle(o)
 	a.opens.remove(key)
 	a.log.closed(rk.ID, key)
@@ -218,25 +238,66 @@ func (a *account) settle(o *open) {
 	}
 }
 
+// enqueue puts o behind the prompts of its rank, unless it is among them or its prompt is computed.
+func (a *account) enqueue(o *open) {
+	if a.reckons && o.slot == 0 && o.hasPrefill() {
+		o.slot = a.queue.join(o.tokens, o.hit, *a.clock)
+	}
+}
+
+// dequeue takes o from among the prompts of its rank. o may be a copy of its entry.
+func (a *account) dequeue(rk *Rank, o *open) {
+	if o.slot == 0 {
+		return
+	}
+	if o.slot == a.queue.first {
+		a.queue.restore(rk)
+	}
+	a.queue.leave(o.slot, *a.clock)
+	o.slot = 0
+}
+
+// confirm notes that the replica has o in hand, with the tokens that it told. From here on the times of the prompt are
+// those of the stream, so that the delay of the stream is in none of their differences.
+func (a *account) confirm(rk *Rank, o *open) {
+	if o.slot == 0 {
+		return
+	}
+	if o.slot == a.queue.first {
+		a.queue.restore(rk)
+	}
+	a.queue.renew(o.slot, o.tokens, o.hit, *a.clock)
+}
+
+// reckon makes the row's Q and Pairs what is left at now.
+func (a *account) reckon(rk *Rank, now time.Duration) {
+	if a.queue.first != 0 {
+		a.queue.reckon(rk, now)
+	}
+}
+
 // add puts what o weighs into the rank's row (sign 1) or takes it out (sign -1).
-func (rk *Rank) add(o *open, sign int) {
+func (a *account) add(rk *Rank, o *open, sign int) {
 	rk.Load.add(o, sign)
 	if o.mine {
 		rk.Own += int32(sign) //nolint:gosec // 1 or -1
 	}
-	if o.phase != decoding && o.phase != held {
+	if o.hasPrefill() {
 		rk.Pairs += int64(sign) * o.pairs()
 	}
+	a.queue.rate = 0 // it goes by the row, and by what is first
 }
 
 func (l *Load) add(o *open, sign int) {
 	s := int64(sign)
-	if o.phase == decoding || o.phase == held {
+	if !o.hasPrefill() {
 		l.R += sign
 		l.K += s * (int64(o.tokens) + int64(o.out))
 		return
 	}
-	l.W += sign
+	n := l.W + l.F + sign
+	l.F = min(n, 1) // the first of them is being computed
+	l.W = n - l.F
 	l.Q += s * o.uncached()
 	l.Kq += s * int64(o.tokens)
 }

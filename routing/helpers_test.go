@@ -66,8 +66,9 @@ func drawView(t *rapid.T) View {
 }
 
 func drawLoad(t *rapid.T, rk *Rank) {
-	rk.Load = Load{W: rapid.IntRange(0, 3).Draw(t, "w"), R: rapid.IntRange(0, 3).Draw(t, "r")}
-	rk.Load.Q, rk.Load.Kq = int64(rk.Load.W)*rapid.Int64Range(0, 40).Draw(t, "q"), int64(rk.Load.W)*40
+	rk.Load = Load{W: rapid.IntRange(0, 3).Draw(t, "w"), F: rapid.IntRange(0, 1).Draw(t, "f"), R: rapid.IntRange(0, 3).Draw(t, "r")}
+	before := int64(rk.Load.W + rk.Load.F)
+	rk.Load.Q, rk.Load.Kq = before*rapid.Int64Range(0, 40).Draw(t, "q"), before*40
 	rk.Load.K = int64(rk.Load.R) * rapid.Int64Range(0, 50).Draw(t, "k")
 	rk.Pairs, rk.Own = rk.Load.Q*rk.Load.Q, rapid.Int32Range(0, int32(rk.Load.O())).Draw(t, "own")
 	rk.Capacity = rapid.SampledFrom([]int64{0, 100, 1000}).Draw(t, "capacity")

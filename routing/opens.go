@@ -14,14 +14,14 @@ const (
 	held           // own dispatch whose prefill is done, as its caller told
 )
 
-// open is one request on one rank: what it adds to the rank's Load, so that taking it out is exact. 32 bytes: two in a
-// cache line.
+// open is one request on one rank: what it adds to the rank's Load, so that taking it out is exact.
 type open struct {
 	key    uint64
 	seq    uint64 // ticketed: the ticket's stream number
 	tokens int32  // prompt
 	out    int32  // output so far
 	hit    int32  // prompt tokens that were cached
+	slot   int32  // its place in the rank's prefills, 0 if it has none
 	phase  phase
 	mine   bool // dispatched by this router
 }
@@ -29,14 +29,20 @@ type open struct {
 // own says whether the entry is a bump of this router and not of the replica's account.
 func (o *open) own() bool { return o.phase == bumped || o.phase == ticketed || o.phase == held }
 
+// hasPrefill says whether its prompt is still to be computed, as far as the Router was told.
+func (o *open) hasPrefill() bool { return o.phase != decoding && o.phase != held }
+
 // uncached is what a prefill of it computes, in tokens.
 func (o *open) uncached() int64 { return int64(o.tokens - o.hit) }
 
-// pairs is twice the attention pairs of its prefill: u² + 2·u·hit. Prompts above 2^24 tokens count as that long, so
-// that sums stay far inside 63 bits.
-func (o *open) pairs() int64 {
+// pairs is twice the attention pairs of its prefill.
+func (o *open) pairs() int64 { return attention(o.uncached(), int64(o.hit)) }
+
+// attention is twice the attention pairs of u tokens behind hit cached ones: u² + 2·u·hit. Prompts above 2^24 tokens
+// count as that long, so that sums stay far inside 63 bits.
+func attention(u, hit int64) int64 {
 	const longest = 1 << 24
-	u, hit := min(o.uncached(), longest), min(int64(o.hit), longest)
+	u, hit = min(u, longest), min(hit, longest)
 	return u*u + 2*u*hit
 }
 

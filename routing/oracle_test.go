@@ -55,6 +55,8 @@ func (o *oracleRank) load() (l Load, own int, pairs int64) {
 			waits(a.tokens, a.hit)
 		}
 	}
+	l.F = min(l.W, 1) // the first of them is being computed
+	l.W -= l.F
 	return l, own, pairs
 }
 

@@ -11,6 +11,7 @@ type PotentialLoad struct {
 func (r *Router) PotentialLoads(q *Request) []PotentialLoad {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	r.reckon(max(r.view.Now, q.Now))
 	var d Decision
 	clear(resize(&d.scratch.extra, len(r.view.Ranks)))
 	kv, tracked := r.policy.(KV)

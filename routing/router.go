@@ -4,6 +4,7 @@ import (
 	"math/rand/v2"
 	"slices"
 	"sync"
+	"time"
 )
 
 // Router is one application's view and policy under one lock (CONTRACTS 8). It is the only writer of both: Pick bumps
@@ -18,7 +19,8 @@ type Router struct {
 	// gets: room, or the end of hope for it. Set it before the first event; it must not block.
 	OnRoom func()
 
-	policy Policy
+	policy  Policy
+	reckons bool // the policy reads prefill work
 
 	mu       sync.Mutex
 	view     View
@@ -38,7 +40,7 @@ type Router struct {
 
 // NewRouter is an empty view under policy p. The same seed and the same calls give the same decisions.
 func NewRouter(p Policy, seed uint64) *Router {
-	r := &Router{policy: p, epochs: make(map[RankID]uint64)}
+	r := &Router{policy: p, reckons: readsWork(p), epochs: make(map[RankID]uint64)}
 	r.source.Seed(seed, fibonacci)
 	r.rand = rand.New(&r.source)
 	r.state = p.NewState(&r.view, r.rand)
@@ -57,6 +59,7 @@ func (r *Router) Pick(q *Request, d *Decision) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.view.Now = max(r.view.Now, q.Now)
+	r.reckon(r.view.Now)
 	r.decide(q, &r.view, r.rand, d)
 	r.spoiled += uint64(d.Disqualified) //nolint:gosec // a count is not negative
 	if d.Kind != Route {
@@ -74,6 +77,17 @@ func (r *Router) Pick(q *Request, d *Decision) {
 		r.policy.Observe(r.state, &r.view, &r.picked)
 		r.derive(q)
 		r.picked.Request = nil
+	}
+}
+
+// reckon makes the prefill work of every row what is left at now. It may be done again for any other instant: nothing but
+// the rows depends on it.
+func (r *Router) reckon(now time.Duration) {
+	if !r.reckons {
+		return
+	}
+	for i := range r.accounts {
+		r.accounts[i].reckon(&r.view.Ranks[i], now)
 	}
 }
 
@@ -149,6 +163,7 @@ func (r *Router) Explain(q *Request) Decision {
 func (r *Router) explain(q *Request) Decision {
 	source, v := r.source, r.view
 	v.Now = max(v.Now, q.Now)
+	r.reckon(v.Now)
 	d := Decision{Explain: true}
 	r.decide(q, &v, rand.New(&source), &d)
 	return d
@@ -179,6 +194,7 @@ func (r *Router) Reset() {
 func (r *Router) Snapshot() View {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	r.reckon(r.view.Now)
 	v := r.view
 	v.Ranks = slices.Clone(v.Ranks)
 	return v

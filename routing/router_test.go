@@ -67,7 +67,7 @@ func TestUndoAfterAdmissionLeavesTheReplicasAccountAlone(t *testing.T) {
 	pick(r, Request{ID: 1, Tokens: 5})
 	r.Observe(&Event{Kind: EvAdmitted, Rank: rank, ReqID: 1, Incarnation: 7, Seq: 1, Tokens: 6})
 	r.Observe(&Event{Kind: EvUndo, Rank: rank, ReqID: 1}) // given up before the ticket arrived
-	assert.Equal(t, Load{W: 1, Q: 6, Kq: 6}, loadOf(r, rank))
+	assert.Equal(t, Load{F: 1, Q: 6, Kq: 6}, loadOf(r, rank))
 	r.Observe(&Event{Kind: EvFinished, Rank: rank, ReqID: 1, Incarnation: 7, Seq: 2})
 	assert.Equal(t, Load{}, loadOf(r, rank))
 }
@@ -80,11 +80,11 @@ func TestLoadMovesWithTheRequest(t *testing.T) {
 		e    Event
 		want Load
 	}{
-		{Event{Kind: EvAdmitted, Tokens: 52}, Load{W: 1, Q: 52, Kq: 52}},
-		{Event{Kind: EvAdmitted, ReqID: 99, Tokens: 8}, Load{W: 2, Q: 60, Kq: 60}}, // another ingress's
-		{Event{Kind: EvFirstToken}, Load{W: 1, R: 1, Q: 8, Kq: 8, K: 52}},
-		{Event{Kind: EvProgress, Out: 10}, Load{W: 1, R: 1, Q: 8, Kq: 8, K: 62}},
-		{Event{Kind: EvProgress, Out: 4}, Load{W: 1, R: 1, Q: 8, Kq: 8, K: 62}},
+		{Event{Kind: EvAdmitted, Tokens: 52}, Load{F: 1, Q: 52, Kq: 52}},
+		{Event{Kind: EvAdmitted, ReqID: 99, Tokens: 8}, Load{W: 1, F: 1, Q: 60, Kq: 60}}, // another ingress's
+		{Event{Kind: EvFirstToken}, Load{F: 1, R: 1, Q: 8, Kq: 8, K: 52}},
+		{Event{Kind: EvProgress, Out: 10}, Load{F: 1, R: 1, Q: 8, Kq: 8, K: 62}},
+		{Event{Kind: EvProgress, Out: 4}, Load{F: 1, R: 1, Q: 8, Kq: 8, K: 62}},
 		{Event{Kind: EvProgress, ReqID: 99, Out: 2}, Load{R: 2, K: 72}},
 		{Event{Kind: EvFinished}, Load{R: 1, K: 10}},
 		{Event{Kind: EvFinished, ReqID: 99}, Load{}},

@@ -41,7 +41,7 @@ func (r *Router) rankUp(i int, found bool, e *Event) (wake, ok bool) {
 	r.epochs[e.Rank], r.width = e.Epoch, max(r.width, e.Rank.Rank()+1)
 	if !found {
 		r.view.Ranks = slices.Insert(r.view.Ranks, i, Rank{})
-		r.accounts = slices.Insert(r.accounts, i, account{log: r.log})
+		r.accounts = slices.Insert(r.accounts, i, account{log: r.log, clock: &r.view.Now, reckons: r.reckons})
 	}
 	rk := &r.view.Ranks[i]
 	same := found && rk.Epoch == e.Epoch && rk.Incarnation == e.Incarnation

@@ -26,10 +26,10 @@ func (id RankID) String() string { return fmt.Sprintf("%d/%d", id.Group(), id.Ra
 
 // Load is what a rank has in hand, own bumps included. Requests unless said.
 type Load struct {
-	W  int   // waiting (admitted, prefill not known to have begun)
-	F  int   // prefilling
+	W  int   // waiting for their prefill
+	F  int   // prefilling: the first of those whose first token is not known of
 	R  int   // decoding
-	Q  int64 // tokens: uncached prompt tokens still to prefill
+	Q  int64 // tokens: uncached prompt tokens still to prefill, without what was computed of the first prompt by View.Now
 	K  int64 // tokens: context of decoding requests
 	Kq int64 // tokens: full prompts of waiting and prefilling requests
 }
@@ -50,7 +50,7 @@ type Rank struct {
 	HasKVUsage  bool // the engine reported KVUsage
 	MaxOngoing  int  // max_ongoing_requests of this rank
 	Load        Load
-	Pairs       int64   // token pairs × 2: attention still to prefill, Σ u² + 2·u·hit over waiting and prefilling requests
+	Pairs       int64   // token pairs × 2: attention still to prefill, Σ u² + 2·u·hit over waiting and prefilling requests; as of View.Now like Load.Q
 	Capacity    int64   // tokens: the rank's KV cache (C); 0 = unknown
 	BlockSize   int     // tokens per KV block; 0 = unknown, DefaultBlockSize is assumed
 	KVUsage     float64 // referenced blocks / all blocks, as reported by the engine

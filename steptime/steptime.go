@@ -41,6 +41,18 @@ func (c Coefficients) Step(tokens, decodes, kv int, pairs float64) float64 {
 		c.FixedMS + c.DecodeMS*float64(decodes) + c.ContextMS*float64(kv) + c.PairMS*pairs
 }
 
+// Prefill is the predicted time in milliseconds of tokens new tokens behind cached ones that are in the KV cache, in steps that are
+// full and compute nothing else.
+func (c Coefficients) Prefill(tokens, cached int) float64 {
+	return c.TokenMS*float64(tokens) + c.PairMS*Pairs(tokens, cached)
+}
+
+// Stretch is the factor by which a prefill in steps of chunk tokens takes longer beside decodes whose contexts sum up to kv tokens:
+// every step of it has their share, and the step's own fixed cost, in it.
+func (c Coefficients) Stretch(decodes int, kv int64, chunk int) float64 {
+	return 1 + (c.FixedMS+c.DecodeMS*float64(decodes)+c.ContextMS*float64(kv))/(c.TokenMS*float64(chunk))
+}
+
 // Pairs is the number of attention pairs of one prefill chunk: chunk new tokens behind context tokens that are in the KV cache.
 func Pairs(chunk, context int) float64 {
 	c := float64(chunk)

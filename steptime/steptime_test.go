@@ -73,3 +73,18 @@ func TestGroupIsAsSlowAsItsSlowestRank(t *testing.T) {
 	assert.Zero(t, steptime.Group())
 	assert.InDelta(t, 7.0, steptime.Group(3, 7, 5), 0)
 }
+
+// A prefill alone is what its full steps take, but for their fixed cost; Stretch adds that and the decodes beside it.
+func TestPrefillIsTheSumOfItsSteps(t *testing.T) {
+	const chunk, steps, decodes, kv = 8192, 4, 20, 100_000
+	ref := steptime.Reference()
+	sum := 0.0
+	for i := range steps {
+		sum += ref.Step(chunk, decodes, kv, steptime.Pairs(chunk, i*chunk))
+	}
+	prefill := ref.Prefill(steps*chunk, 0)
+	pairs := ref.PairMS * steptime.Pairs(steps*chunk, 0)
+	assert.InEpsilon(t, sum, (prefill-pairs)*ref.Stretch(decodes, kv, chunk)+pairs, 1e-9)
+	assert.InEpsilon(t, ref.Prefill(1000, 5000), ref.Prefill(1000, 0)+ref.PairMS*1000*5000, 1e-9)
+	assert.Greater(t, ref.Stretch(decodes, kv, chunk), ref.Stretch(0, 0, chunk))
+}

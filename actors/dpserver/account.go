@@ -1,6 +1,8 @@
 package dpserver
 
 import (
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
@@ -120,10 +122,11 @@ func (a *account) reset() {
 	}
 }
 
+// snapshot lists the requests in the order of their admission: in that order an engine computes their prompts.
 func (a *account) snapshot() []msg.OpenRequest {
 	out := make([]msg.OpenRequest, 0, len(a.tickets))
-	for _, t := range a.tickets {
-		out = append(out, t.req)
+	for _, id := range slices.Sorted(maps.Keys(a.tickets)) {
+		out = append(out, a.tickets[id].req)
 	}
 	return out
 }

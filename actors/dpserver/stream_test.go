@@ -85,6 +85,33 @@ func TestTheStreamIsTheAccount(t *testing.T) {
 	})
 }
 
+// TestSnapshotsAreInTheOrderOfAdmission: a reader takes the first request without a token for the one that is computed.
+func TestSnapshotsAreInTheOrderOfAdmission(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const n = 16
+		r := newRig(t, true)
+		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 7, MaxOngoing: n}))
+		var want, got []uint64
+		for i := range uint64(n) {
+			want = append(want, i*0x9E3779B97F4A7C15)
+			r.box.Send(&msg.Admit{Ctx: t.Context(), ReqID: want[i], Epoch: 3, Tokens: 10, Ingress: "i", Reply: make(chan msg.AdmitReply, 1)})
+		}
+		synctest.Wait()
+		fresh := &tape{}
+		cancel := r.hub.Subscribe(fresh)
+		defer cancel()
+		synctest.Wait()
+		for _, rec := range fresh.take() {
+			if rec.Kind == msg.RecSnapshot {
+				for _, o := range rec.Snapshot.Open {
+					got = append(got, o.ReqID)
+				}
+			}
+		}
+		assert.Equal(t, want, got)
+	})
+}
+
 // randomMessage posts one message; tickets are drawn beyond those that exist.
 func randomMessage(rt *rapid.T, ctx context.Context, r *rig, i uint64) {
 	ticket := rapid.Uint64Range(1, 12).Draw(rt, "ticket")

@@ -14,4 +14,11 @@
 //
 //	go run ./test/bench -role policies -rounds 1 -traffic chat -policies lmetric-1,kv-tuned
 //	go run ./test/bench -role policy-cpu
+//
+// Role trace plays a trace through the real Router against simulated engines on virtual time: what a policy is worth on it, the same
+// on every machine. A file is of Mooncake's format; agents are generated sessions, uniform are prompts that share nothing.
+//
+//	go run ./test/bench -role trace -trace conversation_trace.jsonl -load 2 -policies lmetric-1,least-loaded
+//	go run ./test/bench -role trace -trace agents -load 1.1 -rounds 5
+//	go run ./test/bench -role trace -trace uniform -load 30 -lag 100ms -slow 5
 package main

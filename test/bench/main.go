@@ -18,18 +18,23 @@ import (
 
 func main() {
 	runtime.LockOSThread() // children die with this thread
-	role := flag.String("role", "bench", "bench | policies | policy-cpu | engine | proxy (the last two are children of the others)")
+	role := flag.String("role", "bench", "bench | policies | policy-cpu | trace | engine | proxy (the last two are children of the others)")
 	listen := flag.String("listen", "", "address of a child")
 	engines := flag.String("engines", "", "engines of a proxy child")
 	bin := flag.String("dpserve", "bin/dpserve", "the binary to measure, or several with commas between: they stand side by side")
-	rounds := flag.Int("rounds", 3, "interleaved rounds per shape")
+	rounds := flag.Int("rounds", 3, "interleaved rounds per shape; trace: seeds")
 	slice := flag.Duration("slice", 1500*time.Millisecond, "length of one slice")
 	only := flag.String("only", "", "run only the shapes whose name contains this")
 	var p policyFlags
-	flag.StringVar(&p.policies, "policies", "", "policies and policy-cpu: rows to run, with commas between; empty = all")
+	flag.StringVar(&p.policies, "policies", "", "policies, policy-cpu and trace: rows to run, with commas between; empty = all")
 	flag.StringVar(&p.traffic, "traffic", "", "policies: traffics to run, with commas between; empty = all")
 	flag.DurationVar(&p.duration, "duration", 30*time.Second, "policies: length of the measurement")
-	flag.Float64Var(&p.load, "load", 1, "policies: factor on every rate")
+	flag.Float64Var(&p.load, "load", 1, "policies, and traces of a file: factor on every rate; generated traces: sessions or requests per second")
+	var t traceFlags
+	flag.StringVar(&t.trace, "trace", "", "trace: a file of Mooncake's format, or agents, or uniform")
+	flag.IntVar(&t.ingresses, "ingresses", 1, "trace: number of ingresses that route")
+	flag.DurationVar(&t.lag, "lag", 0, "trace: how old the ranks' records are when an ingress hears of them")
+	flag.Float64Var(&t.slow, "slow", 0, "trace: rank 3 takes this many times as long from the first minute on; 0 = never")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
 	defer stop()
@@ -42,6 +47,8 @@ func main() {
 		err = runReverseProxy(*listen, strings.Split(*engines, ","))
 	case "policies":
 		err = p.compare(ctx, *bin, *rounds)
+	case "trace":
+		err = t.run(ctx, &p, *rounds)
 	case "policy-cpu":
 		err = p.cpu(ctx, *bin, *rounds, *slice, *only)
 	default:

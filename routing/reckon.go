@@ -1,0 +1,178 @@
+package routing
+
+import (
+	"time"
+
+	"github.com/dpserve/dpserve/steptime"
+)
+
+const (
+	// stepTokens is how many tokens a step of an engine that prefills is taken to have: vLLM's max_num_batched_tokens.
+	stepTokens = 8192
+	// speedMemory is what every older prompt weighs beside the next newer one in a rank's measured speed: the last ten
+	// prompts are two thirds of it.
+	speedMemory = 0.9
+	// leastSample is the shortest predicted prefill, in ms, that says something about a rank's speed: the first token of a
+	// shorter one waits mostly for the end of a step.
+	leastSample = 50
+	// maxSlowness bounds a rank's measured speed to both sides of the law's.
+	maxSlowness = 64
+)
+
+// prefills are the prompts that a rank has still to compute, in the order in which they came to it, and how much of the
+// first of them is computed.
+//
+// An engine computes prompts first come first served and tells only when one is done. In between the Router reckons: of
+// the first prompt the share is computed that the step law says for the time since its turn came, at the speed that this
+// rank has shown. The prompts behind it are whole until its end is told, however late that is: a wrong law is wrong by
+// one prompt and never empties a queue.
+type prefills struct {
+	slots       []queuedPrompt
+	first, last int32         // numbers of slots, from 1 on; 0 = none
+	spare       int32         // the first free slot, linked by next
+	turn        time.Duration // when the last first prompt ended
+
+	tokens, pairs int64   // of the first prompt: what is taken off the row as computed
+	rate          float64 // share of the first prompt per nanosecond; 0 = to be computed from the row
+	speed         speed
+}
+
+// queuedPrompt is one of them.
+type queuedPrompt struct {
+	since       time.Duration // when the rank had it
+	tokens, hit int32
+	prev, next  int32 // numbers of slots
+}
+
+func (p *prefills) at(slot int32) *queuedPrompt { return &p.slots[slot-1] }
+
+// join puts a prompt behind all others.
+func (p *prefills) join(tokens, hit int32, now time.Duration) (slot int32) {
+	if slot = p.spare; slot != 0 {
+		p.spare = p.at(slot).next
+	} else {
+		p.slots = append(p.slots, queuedPrompt{})
+		slot = int32(len(p.slots)) //nolint:gosec // open requests of a rank
+	}
+	*p.at(slot) = queuedPrompt{since: now, tokens: tokens, hit: hit, prev: p.last}
+	if p.last == 0 {
+		p.first = slot
+	} else {
+		p.at(p.last).next = slot
+	}
+	p.last = slot
+	return slot
+}
+
+// leave takes a prompt out. If it was the first, the next one's turn comes.
+func (p *prefills) leave(slot int32, now time.Duration) {
+	f := p.at(slot)
+	if slot == p.first {
+		p.first, p.turn = f.next, now
+	} else {
+		p.at(f.prev).next = f.next
+	}
+	if slot == p.last {
+		p.last = f.prev
+	} else {
+		p.at(f.next).prev = f.prev
+	}
+	f.next, p.spare = p.spare, slot
+}
+
+// renew replaces what is known of a prompt; its place stays.
+func (p *prefills) renew(slot, tokens, hit int32, now time.Duration) {
+	f := p.at(slot)
+	f.since, f.tokens, f.hit = now, tokens, hit
+}
+
+// clear forgets all prompts, and the rank's speed unless it is the same incarnation.
+func (p *prefills) clear(same bool) {
+	old := *p
+	*p = prefills{slots: old.slots[:0]}
+	if same {
+		p.speed = old.speed
+	}
+}
+
+// begun is when the rank began to compute the first prompt.
+func (p *prefills) begun() time.Duration { return max(p.turn, p.at(p.first).since) }
+
+// predict is how long the step law gives the first prompt, in ms, beside what the rank decodes.
+func (p *prefills) predict(rk *Rank) float64 {
+	f, law := p.at(p.first), steptime.Reference()
+	return law.Prefill(int(f.tokens-f.hit), int(f.hit)) * law.Stretch(rk.Load.R, rk.Load.K, stepTokens)
+}
+
+// reckon makes the row's Q and Pairs what is left of the prompts at now. There is a first one.
+func (p *prefills) reckon(rk *Rank, now time.Duration) {
+	if p.rate == 0 {
+		p.rate = 1 / (p.predict(rk) * p.speed.slowness() * float64(time.Millisecond))
+	}
+	tokens, pairs := p.at(p.first).computed(float64(now-p.begun()) * p.rate)
+	rk.Load.Q += p.tokens - tokens
+	rk.Pairs += p.pairs - pairs
+	p.tokens, p.pairs = tokens, pairs
+}
+
+// restore gives back to the row what was taken off it.
+func (p *prefills) restore(rk *Rank) {
+	rk.Load.Q += p.tokens
+	rk.Pairs += p.pairs
+	p.tokens, p.pairs = 0, 0
+}
+
+// computed is what a share of the prompt is: its first tokens, and their attention.
+func (f *queuedPrompt) computed(share float64) (tokens, pairs int64) {
+	u := int64(f.tokens - f.hit)
+	switch whole := attention(u, int64(f.hit)); {
+	case share >= 1:
+		return u, whole
+	case share > 0: // neither negative nor no number
+		tokens = int64(float64(u) * share)
+		left := u - tokens
+		return tokens, max(0, whole-attention(left, int64(f.tokens)-left))
+	}
+	return 0, 0
+}
+
+// measure learns the rank's speed from the first token of the prompt in slot, if that was the first of the rank's prompts:
+// of others nobody knows when their turn came.
+func (p *prefills) measure(slot int32, rk *Rank, now time.Duration) {
+	if slot == 0 || slot != p.first {
+		return
+	}
+	if predicted := p.predict(rk); predicted >= leastSample {
+		p.speed.learn(float64(now-p.begun())/float64(time.Millisecond), predicted)
+	}
+}
+
+// speed is how long a rank takes for its prompts beside what the step law says, in ms. Both are sums in which older
+// prompts count less and less; prompts that end in one step are right together, not one by one.
+type speed struct{ observed, predicted float64 }
+
+func (s *speed) learn(observed, predicted float64) {
+	if s.predicted == 0 {
+		s.observed, s.predicted = leastSample, leastSample
+	}
+	s.observed = s.observed*speedMemory + max(0, observed)
+	s.predicted = s.predicted*speedMemory + predicted
+}
+
+// slowness is 1 at the law's speed, which it is until the rank has shown another.
+func (s *speed) slowness() float64 {
+	if s.predicted == 0 {
+		return 1
+	}
+	return min(max(s.observed/s.predicted, 1.0/maxSlowness), maxSlowness)
+}
+
+// readsWork says whether a policy may read the prefill work of ranks. Those that do not are named, so that a pick that
+// looks at two rows does not cost more with every rank; a test holds the list to the truth.
+func readsWork(p Policy) bool {
+	switch p.(type) {
+	case RoundRobin, Random, Direct, PowerOfTwo, LeastLoaded, LeastKV, Scoring, CacheAware, PrefixAware, CHWBL, SessionAffinity:
+		return false
+	}
+	return true
+}

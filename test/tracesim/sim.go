@@ -1,0 +1,256 @@
+package tracesim
+
+import (
+	"encoding/binary"
+	"fmt"
+	"time"
+
+	"github.com/dpserve/dpserve/enginemodel"
+	"github.com/dpserve/dpserve/routing"
+)
+
+// progressEvery is how often an ingress tells how far its streams are.
+const progressEvery = 500 * time.Millisecond
+
+// Config is the shape of a run.
+type Config struct {
+	Ranks     int
+	Blocks    int           // of BlockSize tokens, per rank
+	Ingresses int           // requests come to them in turn, each has a Router of its own
+	Lag       time.Duration // how old a rank's records are when the ingresses hear of them
+	Seed      uint64        // of the Routers
+
+	SlowRank   int // takes SlowFactor times as long for every step from SlowFrom on, if SlowFactor is above 0
+	SlowFactor float64
+	SlowFrom   time.Duration
+}
+
+// Default is eight ranks with room for 699,392 tokens each, and one ingress.
+func Default() Config { return Config{Ranks: 8, Blocks: 1366, Ingresses: 1} }
+
+// sim is one run.
+type sim struct {
+	cfg     Config
+	needs   routing.Needs
+	routers []*routing.Router
+	ranks   []*rank
+	now     time.Duration
+	late    []record // told, and not heard of yet
+	calls   []call
+	q       routing.Request
+	d       routing.Decision
+}
+
+// rank is one engine and what its replica tells.
+type rank struct {
+	core     *enginemodel.Core
+	id       routing.RankID
+	wake     time.Duration
+	seq      uint64
+	decoding []*call
+}
+
+// call is one request on its way.
+type call struct {
+	*Request
+	key      uint64
+	rank     int // -1: no rank took it
+	place    int // in the rank's decoding
+	sent     enginemodel.Request
+	hit      int  // tokens that its rank held at the pick
+	finished bool // with all its tokens
+}
+
+type record struct {
+	due   time.Duration
+	event routing.Event
+}
+
+// incarnation is that of all ranks: none dies here.
+const incarnation = 1
+
+// Run plays the workload, which is in the order of time, under the policy that newPolicy makes for each ingress.
+func Run(cfg Config, work []Request, newPolicy func() (routing.Policy, error)) (*Result, error) {
+	s := &sim{cfg: cfg, calls: make([]call, len(work))}
+	for i := range work {
+		s.calls[i] = call{Request: &work[i], key: uint64(i) + 1, rank: -1}
+	}
+	for i := range cfg.Ranks {
+		core, err := enginemodel.New(cfg.engine())
+		if err != nil {
+			return nil, fmt.Errorf("engine: %w", err)
+		}
+		s.ranks = append(s.ranks, &rank{core: core, id: routing.ID(0, i), wake: enginemodel.Never})
+	}
+	for i := range cfg.Ingresses {
+		policy, err := newPolicy()
+		if err != nil {
+			return nil, err
+		}
+		s.needs = routing.NeedsOf(policy)
+		r := routing.NewRouter(policy, cfg.Seed+uint64(i))
+		for _, rk := range s.ranks {
+			r.Observe(&routing.Event{
+				Kind: routing.EvRankUp, Rank: rk.id, Epoch: 1, Incarnation: incarnation, MaxOngoing: 1 << 20,
+				Capacity: int64(cfg.Blocks) * BlockSize, BlockSize: BlockSize,
+			})
+		}
+		s.routers = append(s.routers, r)
+	}
+	s.play()
+	return s.result(), nil
+}
+
+func (c Config) engine() enginemodel.Config {
+	e := enginemodel.Default()
+	e.BlockSize, e.Blocks, e.MaxModelLen = BlockSize, c.Blocks, c.Blocks*BlockSize
+	return e
+}
+
+// play is the loop: at equal times records are heard of first, then progress, then steps end, then requests arrive.
+func (s *sim) play() {
+	next, tick, slow := 0, progressEvery, s.cfg.SlowFrom
+	if s.cfg.SlowFactor <= 0 {
+		slow = enginemodel.Never
+	}
+	for {
+		wake, busiest := enginemodel.Never, -1
+		for i, rk := range s.ranks {
+			if rk.wake < wake {
+				wake, busiest = rk.wake, i
+			}
+		}
+		arrival := enginemodel.Never
+		if next < len(s.calls) {
+			arrival = s.calls[next].At
+		}
+		told := enginemodel.Never
+		if len(s.late) > 0 {
+			told = s.late[0].due
+		}
+		if min(wake, arrival, told) == enginemodel.Never {
+			return
+		}
+		s.now = max(s.now, min(wake, arrival, told, tick, slow))
+		switch {
+		case told <= s.now:
+			s.hear(&s.late[0].event)
+			s.late = s.late[1:]
+		case tick <= s.now:
+			s.progress()
+			tick += progressEvery
+		case slow <= s.now:
+			s.step(s.ranks[s.cfg.SlowRank], enginemodel.Input{Kind: enginemodel.InputSlow, Factor: s.cfg.SlowFactor})
+			slow = enginemodel.Never
+		case wake <= s.now:
+			s.step(s.ranks[busiest])
+		default:
+			s.dispatch(s.routers[next%len(s.routers)], &s.calls[next])
+			next++
+		}
+	}
+}
+
+// tell puts a record into a rank's stream.
+func (s *sim) tell(rk *rank, e routing.Event) {
+	e.Rank, e.Incarnation, e.Seq = rk.id, incarnation, rk.seq
+	if s.cfg.Lag > 0 {
+		s.late = append(s.late, record{s.now + s.cfg.Lag, e})
+		return
+	}
+	s.hear(&e)
+}
+
+func (s *sim) hear(e *routing.Event) {
+	e.Now = s.now
+	for _, r := range s.routers {
+		r.Observe(e)
+	}
+}
+
+// dispatch routes a request, with what every rank's cache holds of it at this moment.
+func (s *sim) dispatch(r *routing.Router, c *call) {
+	s.q = routing.Request{ID: c.key, Now: s.now, Tokens: c.Prompt, Hits: s.q.Hits[:0], Blocks: c.Blocks, BlockSize: BlockSize, Session: c.Session, Text: s.q.Text[:0]}
+	for _, rk := range s.ranks {
+		if hit := rk.core.Cached(c, c.Prompt); hit > 0 {
+			s.q.Hits = append(s.q.Hits, routing.Hit{Rank: rk.id, Tokens: int32(hit)}) //nolint:gosec // a prompt's tokens
+		}
+	}
+	if s.needs.Text {
+		s.q.Text = c.text(s.q.Text)
+	}
+	r.Pick(&s.q, &s.d)
+	if s.d.Kind != routing.Route {
+		return
+	}
+	c.rank = s.d.Ranked[0].Rank()
+	c.hit = s.q.HitOn(s.d.Ranked[0])
+	rk := s.ranks[c.rank]
+	rk.seq++
+	r.Observe(&routing.Event{Kind: routing.EvTicket, Rank: rk.id, ReqID: c.key, Seq: rk.seq, Incarnation: incarnation, Now: s.now})
+	s.tell(rk, routing.Event{Kind: routing.EvAdmitted, ReqID: c.key, Tokens: c.Prompt, Hit: c.hit})
+	c.sent = enginemodel.Request{Prompt: c.Prompt, Output: c.Output, Ending: enginemodel.FinishLength, Content: c, User: c}
+	s.step(rk, enginemodel.Input{Kind: enginemodel.InputAdd, Req: &c.sent})
+}
+
+// charsPerToken is how long the text of a token is.
+const charsPerToken = 4
+
+// text is a prompt with the prefixes of its blocks.
+func (c *call) text(buf []byte) []byte {
+	var word [8]byte
+	for i := range (c.Prompt + BlockSize - 1) / BlockSize {
+		n := min(BlockSize, c.Prompt-i*BlockSize) * charsPerToken
+		hash := hashOf(c.key<<16, uint64(i)) //nolint:gosec // a number of blocks
+		if i < len(c.Blocks) {
+			hash = c.Blocks[i]
+		}
+		binary.LittleEndian.PutUint64(word[:], hash)
+		for ; n > 0; n -= len(word) {
+			buf = append(buf, word[:min(n, len(word))]...)
+		}
+	}
+	return buf
+}
+
+// step runs an engine and tells what it did.
+func (s *sim) step(rk *rank, in ...enginemodel.Input) {
+	effects, wake := rk.core.Step(s.now, in)
+	rk.wake = wake
+	for i := range effects {
+		e := &effects[i]
+		switch e.Kind {
+		case enginemodel.EffectToken:
+			if e.Req.Produced() == 1 {
+				c := e.Req.User.(*call) //nolint:errcheck // dispatch put it there
+				c.place = len(rk.decoding)
+				rk.decoding = append(rk.decoding, c)
+				rk.seq++
+				s.tell(rk, routing.Event{Kind: routing.EvFirstToken, ReqID: c.key})
+			}
+		case enginemodel.EffectFinished:
+			c := e.Req.User.(*call) //nolint:errcheck // dispatch put it there
+			c.finished = e.Req.Finish() == enginemodel.FinishLength
+			last := len(rk.decoding) - 1
+			rk.decoding[c.place] = rk.decoding[last]
+			rk.decoding[c.place].place = c.place
+			rk.decoding = rk.decoding[:last]
+			rk.seq++
+			s.tell(rk, routing.Event{Kind: routing.EvFinished, ReqID: c.key, Out: c.sent.Produced()})
+		default:
+		}
+	}
+}
+
+// progress tells how far every stream is, and how full the ranks' caches are.
+func (s *sim) progress() {
+	for _, rk := range s.ranks {
+		for _, c := range rk.decoding {
+			rk.seq++
+			s.tell(rk, routing.Event{Kind: routing.EvProgress, ReqID: c.key, Out: c.sent.Produced()})
+		}
+		st := rk.core.Stats()
+		rk.seq++
+		s.tell(rk, routing.Event{Kind: routing.EvStatus, KVUsage: float64(st.UsedBlocks) / float64(st.Blocks), BlockSize: BlockSize})
+	}
+}
