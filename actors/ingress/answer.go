@@ -75,7 +75,9 @@ func (c *call) watchGaps() {
 
 // readGap fills buf from an engine that was heard before: the guard's clock is that of the gap.
 func (c *call) readGap(body io.Reader, buf []byte) (int, error) {
-	c.guard.armGap(time.Now())
+	now := time.Now()
+	c.reader.endWrite(now)
+	c.guard.armGap(now)
 	n, err := body.Read(buf)
 	c.guard.pause()
 	return n, err
