@@ -1,15 +1,18 @@
 package ingress
 
 import (
+	"bytes"
 	"cmp"
 	"net"
 	"net/http"
 	"slices"
+	"strconv"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/dpserve/dpserve/internal/quietnet"
+	"github.com/dpserve/dpserve/telemetry"
 )
 
 // clientConns is the listener of an ingress. It bounds the connections of clients: when all places are taken, a new connection gets
@@ -19,9 +22,10 @@ import (
 type clientConns struct {
 	net.Listener
 
-	most    int
-	refuses func() bool // new connections are closed at once
-	clock   func() time.Duration
+	most     int
+	refuses  func() bool // new connections are closed at once
+	clock    func() time.Duration
+	answered func(code int) // net/http has refused, without a handler, what came over a connection
 
 	waits atomic.Bool   // a new connection waits for a place
 	room  chan struct{} // one slot: a place may be free
@@ -32,9 +36,11 @@ type clientConns struct {
 	conns map[*clientConn]struct{}
 }
 
-func newClientConns(l net.Listener, most int, refuses func() bool, clock func() time.Duration) *clientConns {
+func (in *Ingress) newClientConns(l net.Listener) *clientConns {
 	return &clientConns{
-		Listener: l, most: most, refuses: refuses, clock: clock, room: make(chan struct{}, 1), over: make(chan struct{}), conns: map[*clientConn]struct{}{},
+		Listener: l, most: in.limits.MaxConns, refuses: in.memory.refusesConns, clock: in.clock,
+		answered: func(code int) { in.metrics.RequestRefused(telemetry.RouteOther, code) },
+		room:     make(chan struct{}, 1), over: make(chan struct{}), conns: map[*clientConn]struct{}{},
 	}
 }
 
@@ -172,6 +178,33 @@ type clientConn struct {
 
 	conns *clientConns
 	idle  atomic.Int64 // since when it has no request, on the clock of conns; 0: it has one
+}
+
+// Write implements net.Conn. What net/http does not take for a request it answers by itself, in one write: no handler counts that.
+func (c *clientConn) Write(p []byte) (int, error) {
+	if code := ownAnswer(p); code != 0 {
+		c.conns.answered(code)
+	}
+	return c.framedConn.Write(p)
+}
+
+// ownAnswer is the status of net/http's own answer to something that is no request; 0: p is another one, or a part of one. Answers of
+// handlers are told apart by their Date.
+func ownAnswer(p []byte) int {
+	rest, ok := bytes.CutPrefix(p, []byte("HTTP/1.1 "))
+	if !ok {
+		return 0
+	}
+	line, header, _ := bytes.Cut(rest, []byte("\r\n"))
+	if !bytes.HasPrefix(header, []byte("Content-Type: text/plain; charset=utf-8\r\nConnection: close\r\n\r\n")) {
+		return 0
+	}
+	for _, code := range [...]int{http.StatusBadRequest, http.StatusRequestHeaderFieldsTooLarge, http.StatusNotImplemented} {
+		if bytes.HasPrefix(line, strconv.AppendInt(nil, int64(code), 10)) {
+			return code
+		}
+	}
+	return 0
 }
 
 // Close implements net.Conn.

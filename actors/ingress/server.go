@@ -63,7 +63,7 @@ func (in *Ingress) Attach(inner net.Listener) error {
 	if in.listener != nil {
 		return errors.Join(errors.New("the ingress listens already"), inner.Close())
 	}
-	in.listener = newClientConns(inner, in.limits.MaxConns, in.memory.refusesConns, in.clock)
+	in.listener = in.newClientConns(inner)
 	return nil
 }
 
