@@ -55,13 +55,17 @@ type memoryUse struct {
 // readMemory reads the runtime's own account: some microseconds, and no other goroutine is stopped.
 func readMemory() memoryUse {
 	s := []metrics.Sample{
-		{Name: "/gc/heap/live:bytes"}, {Name: "/memory/classes/total:bytes"}, {Name: "/memory/classes/heap/objects:bytes"},
-		{Name: "/memory/classes/heap/unused:bytes"}, {Name: "/memory/classes/heap/free:bytes"}, {Name: "/memory/classes/heap/released:bytes"},
+		{Name: "/gc/heap/live:bytes"},
+		{Name: "/memory/classes/total:bytes"},
+		{Name: "/memory/classes/heap/objects:bytes"},
+		{Name: "/memory/classes/heap/unused:bytes"},
+		{Name: "/memory/classes/heap/free:bytes"},
+		{Name: "/memory/classes/heap/released:bytes"},
 		{Name: "/gc/cycles/total:gc-cycles"},
 	}
 	metrics.Read(s)
 	n := func(i int) int64 {
-		return int64(min(s[i].Value.Uint64(), math.MaxInt64)) //nolint:gosec // it fits
+		return int64(min(s[i].Value.Uint64(), math.MaxInt64))
 	}
 	heap := n(2) + n(3) + n(4) + n(5)
 	return memoryUse{bytes: n(0) + n(1) - heap, collections: s[6].Value.Uint64()}

@@ -20,8 +20,13 @@ func TestPressure(t *testing.T) {
 		used, limit int64
 		want        pressure
 	}{
-		{1 << 40, 0, pressureNone}, {0, 1000, pressureNone}, {850, 1000, pressureNone}, {851, 1000, pressureFull},
-		{950, 1000, pressureFull}, {951, 1000, pressureOverfull}, {2000, 1000, pressureOverfull},
+		{1 << 40, 0, pressureNone},
+		{0, 1000, pressureNone},
+		{850, 1000, pressureNone},
+		{851, 1000, pressureFull},
+		{950, 1000, pressureFull},
+		{951, 1000, pressureOverfull},
+		{2000, 1000, pressureOverfull},
 	} {
 		assert.Equal(t, c.want, pressureOf(c.used, c.limit), "%+v", c)
 	}

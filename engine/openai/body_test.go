@@ -394,7 +394,7 @@ func TestForgetKeepsNothingOfTheBody(t *testing.T) {
 	text := []byte(`{"model":"m","user":"u","cache_salt":"c","stream":true,"max_tokens":3,"m\u0065ssages":[],"x":"` + strings.Repeat("y", 1<<20) + `"}`)
 	alive := weak.Make(&text[0])
 	require.NoError(t, b.Scan(Chat, text))
-	text = nil //nolint:ineffassign,wastedassign // the garbage collector must not find it here
+	text = nil // the garbage collector must not find it here
 	b.Forget()
 	runtime.GC()
 	assert.Nil(t, alive.Value())

@@ -139,7 +139,7 @@ func TestAWrittenBodyIsFree(t *testing.T) {
 	body := make([]byte, 2*maxDirect)
 	alive := weak.Make(&body[0])
 	o := &Request{URL: parsed(t, srv.URL+"/"), Header: http.Header{}, Body: body}
-	body = nil //nolint:ineffassign,wastedassign // the garbage collector must not find it here
+	body = nil // the garbage collector must not find it here
 	resp, err := newLegs(t).Send(t.Context(), true, o)
 	require.NoError(t, err)
 	assert.Eventually(t, func() bool {
