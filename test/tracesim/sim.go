@@ -188,7 +188,9 @@ func (s *sim) dispatch(r *routing.Router, c *call) {
 	rk := s.ranks[c.rank]
 	rk.seq++
 	r.Observe(&routing.Event{Kind: routing.EvTicket, Rank: rk.id, ReqID: c.key, Seq: rk.seq, Incarnation: incarnation, Now: s.now})
-	s.tell(rk, routing.Event{Kind: routing.EvAdmitted, ReqID: c.key, Tokens: c.Prompt, Hit: c.hit})
+	s.tell(rk, routing.Event{
+		Kind: routing.EvAdmitted, ReqID: c.key, Tokens: c.Prompt, Hit: c.hit, Session: routing.SessionKey(c.Session),
+	})
 	c.sent = enginemodel.Request{Prompt: c.Prompt, Output: c.Output, Ending: enginemodel.FinishLength, Content: c, User: c}
 	s.step(rk, enginemodel.Input{Kind: enginemodel.InputAdd, Req: &c.sent})
 }

@@ -76,6 +76,23 @@ func TestASlowRankIsNotTrustedTooMuch(t *testing.T) {
 	}
 }
 
+// Homes of sessions and of texts are kept behind four ingresses as behind one.
+func TestHomesAreKeptBehindSeveralIngresses(t *testing.T) {
+	work := tracesim.Agents(200, 1, 11)
+	for _, name := range []string{"session-affinity", "prefix-aware"} {
+		good := map[int]float64{}
+		for _, ingresses := range []int{1, 4} {
+			cfg := tracesim.Default()
+			cfg.Ingresses, cfg.Lag = ingresses, 100*time.Millisecond
+			r, err := tracesim.Run(cfg, work, func() (routing.Policy, error) { return routing.New(name, routing.PresetTuned, nil) })
+			require.NoError(t, err)
+			good[ingresses] = r.Goodput
+		}
+		assert.InDelta(t, good[1], good[4], .03, name)
+		t.Logf("%s: goodput %.1f %% behind one ingress, %.1f %% behind four", name, 100*good[1], 100*good[4])
+	}
+}
+
 func TestRunsRepeat(t *testing.T) {
 	cfg := tracesim.Default()
 	cfg.Ingresses, cfg.Lag = 2, 20*time.Millisecond
