@@ -51,8 +51,8 @@ func (r *replica) admit(m *msg.Admit) {
 	}
 }
 
-// refusal checks in the order of CONTRACTS section 4: lease, epoch, state, tripped, room. A caller that has left, or whose deadline
-// is over, comes first: its answer helps nobody.
+// refusal checks in this order: lease, epoch, state, room. A caller that has left, or whose deadline is over, comes first: its answer
+// helps nobody. A tripped rank admits: whether it is left out is decided by those who see all ranks of the application.
 func (r *replica) refusal(m *msg.Admit) msg.Refusal {
 	switch {
 	case m.Ctx != nil && m.Ctx.Err() != nil, !m.Deadline.IsZero() && !time.Now().Before(m.Deadline):
@@ -63,8 +63,6 @@ func (r *replica) refusal(m *msg.Admit) msg.Refusal {
 		return msg.StaleEpoch
 	case r.vitals.phase != open:
 		return refusals[r.vitals.phase]
-	case r.trip.tripped:
-		return msg.NotReady
 	case r.busy.on, r.account.open() >= r.vitals.facts.MaxOngoing:
 		return msg.Full
 	}

@@ -357,10 +357,13 @@ func (r *replica) accepting() bool {
 	return r.vitals.phase == open && !r.trip.tripped && !r.busy.on
 }
 
+// tripped says that the rank is open and its answers failed in a row.
+func (r *replica) tripped() bool { return r.vitals.phase == open && r.trip.tripped }
+
 // state tells the sinks whether the rank accepts, and why not.
 func (r *replica) state(cause string) {
 	r.emit(&msg.Record{
-		Kind: msg.RecState, Accepting: r.accepting(), Cause: cause,
+		Kind: msg.RecState, Accepting: r.accepting(), Tripped: r.tripped(), Cause: cause,
 		Fenced: r.vitals.phase == fenced, Draining: r.vitals.phase == draining || r.vitals.phase == fenced && cause == CauseDrained,
 	})
 	r.note()
@@ -388,7 +391,7 @@ func (r *replica) snapshot(sub *subscription) {
 		sub.deliver(rec)
 	}
 	give(&msg.Record{Kind: msg.RecSnapshot, Accepting: r.accepting(), Snapshot: &msg.Snapshot{
-		Accepting: r.accepting(), MaxOngoing: f.MaxOngoing, Capacity: r.capacity(), BlockSize: r.toldBlockSize(), CachingOff: f.CachingOff,
+		Accepting: r.accepting(), Tripped: r.tripped(), MaxOngoing: f.MaxOngoing, Capacity: r.capacity(), BlockSize: r.toldBlockSize(), CachingOff: f.CachingOff,
 		MaxModelLen: f.MaxModelLen, Node: r.spec.Node, Target: r.spec.Target, Mailbox: r.box, Open: r.account.snapshot(),
 	}})
 	if r.kv != nil {
@@ -398,6 +401,6 @@ func (r *replica) snapshot(sub *subscription) {
 
 // note copies what Status shows.
 func (r *replica) note() {
-	r.stats.note(r.account.open(), r.vitals.facts.MaxOngoing, r.vitals.incarnation)
+	r.stats.note(r.account.open(), r.vitals.facts.MaxOngoing, r.vitals.incarnation, r.tripped())
 	r.noteKV()
 }

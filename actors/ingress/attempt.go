@@ -99,7 +99,7 @@ func (c *call) done(res *result) {
 	a.rank.mailbox.Send(&msg.Done{
 		TicketID: a.ticket.ID, Outcome: what.done, Cause: what.name,
 		PromptTokens: c.usage.PromptTokens, CachedTokens: c.usage.CachedTokens, HasCached: c.usage.HasCached, CompletionTokens: c.generated(),
-		FirstToken: first, Trip: what.trip && !c.entry.lane.isLost(a.rank), Busy: what.busy, Probe: what.probe,
+		FirstToken: first, Trip: c.countsToTrip(res), Busy: what.busy, Probe: what.probe,
 	})
 	c.entry.lane.took(time.Since(a.start))
 	c.account()

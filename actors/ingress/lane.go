@@ -52,6 +52,7 @@ type lane struct {
 	ended   bool                // no timer may start any more
 	timers  map[*rank]*time.Timer
 	doubts  map[string]*time.Timer // nodes whose data port was not reached a moment ago
+	trips   int                    // of ranks, ever: the order in which they tripped
 }
 
 func newLane(in *Ingress, name string) *lane {
@@ -133,6 +134,7 @@ func (l *lane) snapshot(rec *msg.Record) {
 	}
 	r.accepting, r.busy, r.maxOngoing, r.seq, r.silent = rec.Snapshot.Accepting, false, rec.Snapshot.MaxOngoing, rec.Seq, false
 	r.cachingOff, r.maxModelLen = rec.Snapshot.CachingOff, rec.Snapshot.MaxModelLen
+	l.noteTrip(r, rec.Snapshot.Tripped)
 	l.told(r)
 	l.resize(r, rec.Snapshot.BlockSize, false)
 	l.raise(r, rec.Seq, rec.Snapshot)
@@ -150,7 +152,7 @@ func (l *lane) raise(r *rank, seq uint64, s *msg.Snapshot) {
 		Kind: routing.EvRankUp, Rank: r.id, Epoch: r.epoch, Incarnation: r.incarnation, Seq: seq, Local: r.local, Snapshot: l.opens,
 		Capacity: s.Capacity, BlockSize: s.BlockSize,
 	})
-	r.shownReady, r.shownMax, r.shownSilent = true, 0, false
+	r.shownReady, r.shownMax, r.shownSilent, r.shownTripped = true, 0, false, -1
 	if l.epochs[r.unit] == r.epoch {
 		delete(l.unseen, r.unit)
 	}
@@ -169,6 +171,10 @@ func (l *lane) show(r *rank) {
 			l.hope()
 		}
 	}
+	if r.tripped != r.shownTripped {
+		r.shownTripped = r.tripped
+		l.observe(routing.Event{Kind: routing.EvTripped, Rank: r.id, Incarnation: r.incarnation, N: r.tripped})
+	}
 	if r.silent != r.shownSilent {
 		r.shownSilent = r.silent
 		l.observe(routing.Event{Kind: routing.EvSilent, Rank: r.id, Incarnation: r.incarnation, Silent: r.silent})
@@ -179,9 +185,21 @@ func (l *lane) show(r *rank) {
 	}
 }
 
+// noteTrip notes whether a rank is tripped, and since which trip.
+func (l *lane) noteTrip(r *rank, tripped bool) {
+	switch {
+	case !tripped:
+		r.tripped = 0
+	case r.tripped == 0:
+		l.trips++
+		r.tripped = l.trips
+	}
+}
+
 func (l *lane) state(r *rank, rec *msg.Record) {
 	r.accepting, r.busy = rec.Accepting, !rec.Accepting && rec.Cause == causeBusy
 	r.draining = rec.Draining
+	l.noteTrip(r, rec.Tripped)
 	l.forgetFull(r)
 	if rec.Fenced && rec.Cause != causeDrained.String() && l.epochs[r.unit] == r.epoch {
 		l.fenced[r.unit] = r.epoch // it will be back: nobody is refused before the state says so too
@@ -202,7 +220,7 @@ func (l *lane) fence(r *rank, failed bool) {
 	lost := []*rank{r}
 	for _, s := range l.ranks {
 		if !r.draining && s != r && !s.lost && s.unit == r.unit && s.epoch == r.epoch && l.lockstep() {
-			s.accepting, s.busy = false, false
+			s.accepting, s.busy, s.tripped = false, false, 0
 			l.forgetFull(s)
 			l.show(s)
 			lost = append(lost, s)

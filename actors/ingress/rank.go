@@ -32,6 +32,7 @@ type rank struct {
 
 	accepting   bool
 	busy        bool // not accepting because of causeBusy
+	tripped     int  // its answers failed in a row: its place in the lane's order of trips, from 1; 0: they did not
 	full        bool // said full, and the stream has told nothing new since
 	lost        bool // fenced, gone, or replaced by a new incarnation: what it has in hand fails
 	failed      bool // fenced because its engine failed, or another one of its lockstep unit
@@ -49,10 +50,11 @@ type rank struct {
 	asked  time.Duration // when it was asked for one last; 0: never
 	asking *time.Timer   // until it is asked again; nil: it is not
 
-	shownReady  bool // what the Router was told
-	shownMax    int
-	shownSilent bool
-	attempts    *attempt // those it has in hand: head of a list
+	shownReady   bool // what the Router was told
+	shownMax     int
+	shownSilent  bool
+	shownTripped int
+	attempts     *attempt // those it has in hand: head of a list
 }
 
 // newRank reads a snapshot. The error is about the target's URL.
@@ -80,9 +82,10 @@ func (r *rank) is(rec *msg.Record) bool {
 	return r.epoch == rec.Epoch && r.incarnation == rec.Incarnation
 }
 
-// want is what the Router should see: is the rank ready, and how many requests may it hold. A busy rank is ready and full.
+// want is what the Router should see: is the rank ready, and how many requests may it hold. A busy rank is ready and full;
+// a tripped one is ready, as the Router decides whether it is left out.
 func (r *rank) want(stateReady bool) (ready bool, maxOngoing int) {
-	ready = stateReady && !r.lost && (r.accepting || r.busy)
+	ready = stateReady && !r.lost && (r.accepting || r.busy || r.tripped > 0)
 	if r.busy || r.full {
 		return ready, 0
 	}

@@ -46,6 +46,8 @@ func (j *judge) judge(rk *routing.Rank) (state, why string, eligible bool) {
 		return "draining", "it takes nothing new and lets its requests end", false
 	case !rk.Ready:
 		return "not-ready", "its unit is not ready, or its engine does not accept", false
+	case rk.LeftOut:
+		return "tripped", "its answers failed in a row, and no canary has come back yet", false
 	case rk.Busy:
 		return "busy", fmt.Sprintf("KV usage %.2f, busy_threshold %.2f", rk.Usage(), j.view.BusyThreshold), false
 	case rk.Silent && j.anyOpen:

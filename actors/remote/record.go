@@ -53,6 +53,9 @@ const (
 	flagUsage // RecStatus: HasKVUsage
 )
 
+// flagTripped of RecSnapshot and RecState is a bit that they did not use.
+const flagTripped = flagUsage
+
 // identity names one incarnation of a rank.
 type identity struct {
 	app, unit          string
@@ -89,7 +92,7 @@ func (p *packer) pack(slot uint64, rec *msg.Record) {
 	case msg.RecState:
 		p.begin(wireOf(rec.Kind), slot)
 		p.u64(rec.Seq)
-		p.buf = append(p.buf, flag(rec.Accepting, flagAccepting)|flag(rec.Fenced, flagFenced)|flag(rec.Draining, flagDraining))
+		p.buf = append(p.buf, flag(rec.Accepting, flagAccepting)|flag(rec.Fenced, flagFenced)|flag(rec.Draining, flagDraining)|flag(rec.Tripped, flagTripped))
 		p.text(rec.Cause)
 		p.end()
 	case msg.RecGone:
@@ -147,7 +150,7 @@ func (p *packer) snapshot(slot uint64, rec *msg.Record) {
 	n := fitting(s.Open)
 	p.begin(wireOf(rec.Kind), slot)
 	p.buf = append(p.buf, flag(rec.Accepting, flagAccepting)|flag(s.Accepting, flagTaking)|flag(s.CachingOff, flagCachingOff)|
-		flag(s.Target.Owned, flagOwned)|flag(n < len(s.Open), flagMore))
+		flag(s.Target.Owned, flagOwned)|flag(n < len(s.Open), flagMore)|flag(s.Tripped, flagTripped))
 	p.u64(rec.Seq)
 	p.identity(identityOf(rec))
 	p.count(int64(s.MaxOngoing))

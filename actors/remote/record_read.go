@@ -193,6 +193,7 @@ func (u *unpacker) readDelta(kind msg.RecordKind, slot uint64, c *cursor) *sourc
 	case msg.RecState:
 		flags := c.byte()
 		rec.Accepting, rec.Fenced, rec.Draining = flags&flagAccepting != 0, flags&flagFenced != 0, flags&flagDraining != 0
+		rec.Tripped = flags&flagTripped != 0
 		rec.Cause = c.text()
 	case msg.RecStatus:
 		rec.Status.HasKVUsage = c.byte()&flagUsage != 0
@@ -236,7 +237,7 @@ func (u *unpacker) readSnapshot(slot uint64, c *cursor) *source {
 	u.rec = msg.Record{Kind: msg.RecSnapshot, Accepting: flags&flagAccepting != 0, Seq: c.u64(), Snapshot: &u.snap}
 	id := c.identity()
 	u.snap = msg.Snapshot{
-		Accepting: flags&flagTaking != 0, CachingOff: flags&flagCachingOff != 0, MaxOngoing: c.int(), Capacity: c.count(), BlockSize: c.int(),
+		Accepting: flags&flagTaking != 0, Tripped: flags&flagTripped != 0, CachingOff: flags&flagCachingOff != 0, MaxOngoing: c.int(), Capacity: c.count(), BlockSize: c.int(),
 		Node: c.text(), Target: msg.Target{Owned: flags&flagOwned != 0, URL: c.text(), Addressing: c.text(), Selector: c.int()}, Open: u.snap.Open[:0],
 	}
 	u.readOpen(c)

@@ -74,7 +74,7 @@ func drawCount(t *rapid.T, label string) int {
 
 func drawSnapshot(t *rapid.T) *msg.Snapshot {
 	s := &msg.Snapshot{
-		Accepting: rapid.Bool().Draw(t, "accepting"), CachingOff: rapid.Bool().Draw(t, "off"), MaxOngoing: drawCount(t, "max"),
+		Accepting: rapid.Bool().Draw(t, "accepting"), Tripped: rapid.Bool().Draw(t, "tripped"), CachingOff: rapid.Bool().Draw(t, "off"), MaxOngoing: drawCount(t, "max"),
 		Capacity: int64(drawCount(t, "capacity")), BlockSize: drawCount(t, "block"), Node: drawText(t, "node"), MaxModelLen: drawCount(t, "length"),
 		Target: msg.Target{URL: drawText(t, "url"), Addressing: drawText(t, "addr"), Selector: drawCount(t, "sel"), Owned: rapid.Bool().Draw(t, "own")},
 	}
@@ -94,7 +94,7 @@ func drawRecord(t *rapid.T) msg.Record {
 		r.Accepting, r.Snapshot = rapid.Bool().Draw(t, "taking"), drawSnapshot(t)
 	case msg.RecState:
 		r.Accepting, r.Fenced, r.Draining = rapid.Bool().Draw(t, "a"), rapid.Bool().Draw(t, "f"), rapid.Bool().Draw(t, "d")
-		r.Cause = drawText(t, "cause")
+		r.Cause, r.Tripped = drawText(t, "cause"), rapid.Bool().Draw(t, "tripped")
 	case msg.RecStatus:
 		r.Status = msg.Status{KVUsage: rapid.Float64().Draw(t, "usage"), HasKVUsage: rapid.Bool().Draw(t, "has"), Capacity: 4096, BlockSize: drawCount(t, "bs")}
 	case msg.RecKVBegin:
