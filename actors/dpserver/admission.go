@@ -14,6 +14,9 @@ const yieldBlocks = 32
 // admit grants a ticket or refuses with a reason. m belongs to the sender again once it has its reply.
 func (r *replica) admit(m *msg.Admit) {
 	if refusal := r.refusal(m); refusal != msg.Granted {
+		if refusal == msg.Full {
+			r.turns.wait(time.Now(), m.Ingress, 1)
+		}
 		r.answer(m.Reply, &msg.AdmitReply{Refusal: refusal, Epoch: r.spec.Epoch, Seq: r.vitals.seq})
 		return
 	}
@@ -33,6 +36,9 @@ func (r *replica) admit(m *msg.Admit) {
 	t.blocks, r.blocks, t.hitBlocks = r.blocks, t.blocks, hitBlocks
 	if r.prefill != nil {
 		r.account.takes(t, r.prefill(t.work()))
+	}
+	if len(r.turns.places) > 0 {
+		r.turns.take(time.Now(), req.Ingress, 1)
 	}
 	if idle {
 		r.keeper.moved() // the stall clock starts with the first request in hand
@@ -63,11 +69,14 @@ func (r *replica) refusal(m *msg.Admit) msg.Refusal {
 		return msg.StaleEpoch
 	case r.vitals.phase != open:
 		return refusals[r.vitals.phase]
-	case r.busy.on, r.account.open() >= r.vitals.facts.MaxOngoing:
+	case r.busy.on, !r.turns.mayTake(m.Ingress, 1, r.free()):
 		return msg.Full
 	}
 	return msg.Granted
 }
+
+// free is how many requests the rank has room for.
+func (r *replica) free() int { return r.vitals.facts.MaxOngoing - r.account.open() }
 
 func (r *replica) answer(reply chan msg.AdmitReply, a *msg.AdmitReply) bool {
 	select {
@@ -123,6 +132,7 @@ func (r *replica) done(m *msg.Done) {
 		t.req.Out = max(t.req.Out, m.CompletionTokens)
 	}
 	r.record(msg.RecDone, &t.req, m.Cause)
+	r.offerRest()
 	r.countDue(m)
 	r.correct(t, m)
 	r.account.recycle(t)
@@ -151,6 +161,9 @@ func (r *replica) judge(m *msg.Done) {
 // record emits an entry about one request.
 func (r *replica) record(kind msg.RecordKind, req *msg.OpenRequest, cause string) {
 	r.rec = msg.Record{Kind: kind, ReqID: req.ReqID, Ingress: req.Ingress, Tokens: req.Tokens, Hit: req.Hit, Out: req.Out, Cause: cause}
+	if kind == msg.RecDone {
+		r.rec.Turn = r.passTurn()
+	}
 	r.emit(&r.rec)
 	r.stats.inFlight(r.account.open())
 }
@@ -162,6 +175,7 @@ func (r *replica) setBusy() {
 	r.after(r.timers.BusyHold, unbusy{r.busy.round})
 	if !r.busy.on {
 		r.busy.on = true
+		r.turns.release()
 		r.state("engine_busy")
 	}
 }

@@ -31,6 +31,7 @@ type lane struct {
 	recent      recent // decisions, for replays
 
 	reservations reservations
+	queueDemand  demand
 
 	ratios openai.Estimators
 	mean   atomic.Int64 // EWMA of how long a request holds its place, in ns
@@ -134,6 +135,7 @@ func (l *lane) snapshot(rec *msg.Record) {
 	}
 	r.accepting, r.busy, r.maxOngoing, r.seq, r.silent = rec.Snapshot.Accepting, false, rec.Snapshot.MaxOngoing, rec.Seq, false
 	r.cachingOff, r.maxModelLen = rec.Snapshot.CachingOff, rec.Snapshot.MaxModelLen
+	r.turn, r.offered = "", 0
 	l.noteTrip(r, rec.Snapshot.Tripped)
 	l.told(r)
 	l.resize(r, rec.Snapshot.BlockSize, false)
@@ -200,7 +202,13 @@ func (l *lane) state(r *rank, rec *msg.Record) {
 	r.accepting, r.busy = rec.Accepting, !rec.Accepting && rec.Cause == causeBusy
 	r.draining = rec.Draining
 	l.noteTrip(r, rec.Tripped)
+	if r.turn = rec.Turn; r.turn == l.in.node {
+		r.offered++
+	}
 	l.forgetFull(r)
+	if r.turn != "" && r.offered == 0 {
+		l.fill(r)
+	}
 	if rec.Fenced && rec.Cause != causeDrained.String() && l.epochs[r.unit] == r.epoch {
 		l.fenced[r.unit] = r.epoch // it will be back: nobody is refused before the state says so too
 		l.hope()
@@ -250,13 +258,17 @@ func (l *lane) account(r *rank, rec *msg.Record) {
 		kind = routing.EvFinished
 	default:
 	}
-	l.observe(routing.Event{
+	e := routing.Event{
 		Kind: kind, Rank: r.id, ReqID: l.in.fold(rec.Ingress, rec.ReqID), Seq: rec.Seq, Incarnation: rec.Incarnation, Tokens: rec.Tokens, Hit: rec.Hit, Out: rec.Out,
 		Session: rec.Session,
-	})
-	if rec.Kind == msg.RecDone && r.full {
-		l.forgetFull(r)
-		l.show(r)
+	}
+	if rec.Kind == msg.RecDone {
+		l.finished(r, e, rec.Turn)
+		return
+	}
+	l.observe(e)
+	if rec.Kind == msg.RecAdmitted && rec.Ingress == l.in.node {
+		l.tookTurn(r)
 	}
 }
 
@@ -318,9 +330,9 @@ func (l *lane) marked(r *rank, seq uint64) {
 	if l.ended || r.seq > seq || r.full || r.lost {
 		return // the stream is ahead of the refusal: the picture is newer than the answer
 	}
-	r.full = true
+	r.offered = 0
+	l.fill(r)
 	l.show(r)
-	l.timers[r] = time.AfterFunc(l.in.timers.FullRecheck, func() { l.unmark(r) })
 }
 
 func (l *lane) unmark(r *rank) {
@@ -558,6 +570,7 @@ func (l *lane) end() {
 		delete(l.doubts, node)
 	}
 	l.mu.Unlock()
+	l.endDemand()
 	l.reservations.end()
 	if c := l.reads().cache; c != nil {
 		c.close()

@@ -126,8 +126,10 @@ func (c *call) wait(ctx context.Context, last *result) (*rank, *failure) {
 	} else if !l.queue.join(c.waiter, c.entry.app.MaxQueuedRequests, c.in.limits.MaxQueueTokens) {
 		return nil, fail(openai.CodeOverloaded, "the queue of this application is full; try again later").after(l.retryAfter())
 	}
+	l.tellDemand()
 	defer func() {
 		l.queue.leave(c.waiter)
+		l.tellDemand()
 		l.meter.Load().QueueWait(time.Since(began))
 	}()
 	timeout := time.NewTimer(c.waitDue.Sub(began))

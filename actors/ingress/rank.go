@@ -31,13 +31,15 @@ type rank struct {
 	rankValue   []string
 
 	accepting   bool
-	busy        bool // not accepting because of causeBusy
-	tripped     int  // its answers failed in a row: its place in the lane's order of trips, from 1; 0: they did not
-	full        bool // said full, and the stream has told nothing new since
-	lost        bool // fenced, gone, or replaced by a new incarnation: what it has in hand fails
-	failed      bool // fenced because its engine failed, or another one of its lockstep unit
-	draining    bool // takes nothing new and lets its streams end
-	silent      bool // nothing is heard of its node
+	busy        bool   // not accepting because of causeBusy
+	tripped     int    // its answers failed in a row: its place in the lane's order of trips, from 1; 0: they did not
+	full        bool   // said full, or its room is for another ingress, and the stream has told nothing new since
+	turn        string // for whom its free room is, by its last record that says so; "": for all
+	offered     int    // requests that room was held for, and that have not taken it
+	lost        bool   // fenced, gone, or replaced by a new incarnation: what it has in hand fails
+	failed      bool   // fenced because its engine failed, or another one of its lockstep unit
+	draining    bool   // takes nothing new and lets its streams end
+	silent      bool   // nothing is heard of its node
 	maxOngoing  int
 	seq         uint64 // of the last record
 	steps       uint64 // records of a first token or of output: each says that its engine made progress

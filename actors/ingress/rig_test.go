@@ -163,6 +163,7 @@ type replica struct {
 	trips       bool // five failures in a row trip it, for good
 	failures    int  // in a row
 	tripped     bool
+	demands     []bool // what it was told of waiting requests
 	held        []*msg.Admit
 }
 
@@ -188,6 +189,8 @@ func (r *replica) Send(m any) {
 			return
 		}
 		r.admit(m)
+	case msg.Demand:
+		r.demands = append(r.demands, m.Waits)
 	case *msg.FirstToken:
 		r.firsts++
 		if a, ok := r.open[m.TicketID]; ok {

@@ -30,6 +30,8 @@ func (l *lane) judgeRanks(k *question, v *routing.View) *judge {
 		switch {
 		case r.busy:
 			j.hold[id] = "its engine said that it is busy"
+		case r.full && r.turn != "" && r.offered == 0:
+			j.hold[id] = "its free room is for another ingress, which waits as well"
 		case r.full:
 			j.hold[id] = "it said that it is full"
 		}

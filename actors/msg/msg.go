@@ -144,6 +144,13 @@ type Done struct {
 	Probe            bool
 }
 
+// Demand says that requests of an application wait for room at an ingress, or wait no longer. It is said of every rank of the
+// application, and again while it lasts: a rank that frees room keeps it for the ingresses that wait, in turn.
+type Demand struct {
+	Ingress string
+	Waits   bool
+}
+
 // Drain stops admission and lets running streams go on until Deadline.
 type Drain struct {
 	Deadline time.Time

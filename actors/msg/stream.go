@@ -44,6 +44,7 @@ type Record struct {
 	Out     int
 	Cause   string // RecDone, RecState, RecFirstToken
 
+	Turn      string    // RecDone, RecState: for whom the free room is: the name of an ingress, or of no node while it is collected; "" = for all
 	Accepting bool      // RecState: open, not tripped and not busy
 	Tripped   bool      // RecState: its answers failed in a row. It admits all the same: readers decide whether they leave it out
 	Fenced    bool      // RecState: the rank is fenced, what it has in hand is lost

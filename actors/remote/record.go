@@ -88,12 +88,16 @@ func (p *packer) pack(slot uint64, rec *msg.Record) {
 		if rec.Session != 0 { // before any later field
 			p.fixed(rec.Session)
 		}
+		if rec.Kind == msg.RecDone {
+			p.turn(rec.Turn)
+		}
 		p.end()
 	case msg.RecState:
 		p.begin(wireOf(rec.Kind), slot)
 		p.u64(rec.Seq)
 		p.buf = append(p.buf, flag(rec.Accepting, flagAccepting)|flag(rec.Fenced, flagFenced)|flag(rec.Draining, flagDraining)|flag(rec.Tripped, flagTripped))
 		p.text(rec.Cause)
+		p.turn(rec.Turn)
 		p.end()
 	case msg.RecGone:
 		p.begin(wireOf(rec.Kind), slot)
@@ -105,6 +109,13 @@ func (p *packer) pack(slot uint64, rec *msg.Record) {
 	case msg.RecKVBegin, msg.RecKV, msg.RecKVEnd:
 		p.kv(slot, rec)
 	case msg.RecSilent: // a reader's own finding
+	}
+}
+
+// turn packs for whom room is; a record without it is as it always was.
+func (p *packer) turn(ingress string) {
+	if ingress != "" {
+		p.text(ingress)
 	}
 }
 

@@ -195,6 +195,7 @@ func (u *unpacker) readDelta(kind msg.RecordKind, slot uint64, c *cursor) *sourc
 		rec.Accepting, rec.Fenced, rec.Draining = flags&flagAccepting != 0, flags&flagFenced != 0, flags&flagDraining != 0
 		rec.Tripped = flags&flagTripped != 0
 		rec.Cause = c.text()
+		rec.Turn = c.turn()
 	case msg.RecStatus:
 		rec.Status.HasKVUsage = c.byte()&flagUsage != 0
 		rec.Status.KVUsage = math.Float64frombits(c.fixed())
@@ -206,6 +207,9 @@ func (u *unpacker) readDelta(kind msg.RecordKind, slot uint64, c *cursor) *sourc
 		rec.Cause = c.text()
 		if kind == msg.RecAdmitted && len(c.b) > 0 {
 			rec.Session = c.fixed()
+		}
+		if kind == msg.RecDone {
+			rec.Turn = c.turn()
 		}
 	}
 	return src
@@ -371,6 +375,14 @@ func (c *cursor) text() string {
 		c.texts[s] = s
 	}
 	return s
+}
+
+// turn is the last text of a record that may have it.
+func (c *cursor) turn() string {
+	if len(c.b) == 0 {
+		return ""
+	}
+	return c.text()
 }
 
 func (c *cursor) identity() (id identity) {
