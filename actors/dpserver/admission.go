@@ -15,14 +15,14 @@ const yieldBlocks = 32
 func (r *replica) admit(m *msg.Admit) {
 	if refusal := r.refusal(m); refusal != msg.Granted {
 		if refusal == msg.Full {
-			r.turns.wait(time.Now(), m.Ingress, 1)
+			r.turns.wait(time.Now(), m.Ingress, r.weigh(m))
 		}
 		r.answer(m.Reply, &msg.AdmitReply{Refusal: refusal, Epoch: r.spec.Epoch, Seq: r.vitals.seq})
 		return
 	}
 	id := r.vitals.lastTicket + 1
 	req := msg.OpenRequest{ReqID: m.ReqID, Ingress: m.Ingress, Tokens: m.Tokens, Hit: m.Hit}
-	hitBlocks, whole, session := m.HitBlocks, m.Whole, m.Session
+	hitBlocks, whole, session, weight := m.HitBlocks, m.Whole, m.Session, r.weigh(m)
 	r.blocks = append(r.blocks[:0], m.Blocks...) // they are the sender's again with the reply
 	ctx, idle := m.Ctx, r.account.open() == 0
 	granted := msg.Ticket{
@@ -32,13 +32,13 @@ func (r *replica) admit(m *msg.Admit) {
 		return // a reply channel without room: nobody would ever give the ticket back
 	}
 	r.vitals.lastTicket = id
-	t := r.account.add(id, req, r.watchContext(ctx, id))
+	t := r.account.add(id, req, weight, r.watchContext(ctx, id))
 	t.blocks, r.blocks, t.hitBlocks = r.blocks, t.blocks, hitBlocks
 	if r.prefill != nil {
 		r.account.takes(t, r.prefill(t.work()))
 	}
 	if len(r.turns.places) > 0 {
-		r.turns.take(time.Now(), req.Ingress, 1)
+		r.turns.take(time.Now(), req.Ingress, weight)
 	}
 	if idle {
 		r.keeper.moved() // the stall clock starts with the first request in hand
@@ -69,14 +69,17 @@ func (r *replica) refusal(m *msg.Admit) msg.Refusal {
 		return msg.StaleEpoch
 	case r.vitals.phase != open:
 		return refusals[r.vitals.phase]
-	case r.busy.on, !r.turns.mayTake(m.Ingress, 1, r.free()):
+	case r.busy.on, !r.turns.mayTake(m.Ingress, r.weigh(m), r.free()):
 		return msg.Full
 	}
 	return msg.Granted
 }
 
-// free is how many requests the rank has room for.
-func (r *replica) free() int { return r.vitals.facts.MaxOngoing - r.account.open() }
+// free is how many sequences the rank has room for.
+func (r *replica) free() int { return r.vitals.facts.MaxOngoing - r.account.weight }
+
+// weigh is how many sequences a request counts as: at most all that the rank takes, so that an empty rank takes every request.
+func (r *replica) weigh(m *msg.Admit) int { return max(1, min(m.Weight, r.vitals.facts.MaxOngoing)) }
 
 func (r *replica) answer(reply chan msg.AdmitReply, a *msg.AdmitReply) bool {
 	select {

@@ -36,8 +36,9 @@ const (
 	maxPlaces    = 64                     // ingresses that wait at a time; more compete for room that nobody is offered
 	offerLife    = 250 * time.Millisecond // for an ingress to take what it is offered: two ways over the network, and the upload of a prompt
 	waitLife     = 3 * time.Second        // an ingress that waits says so every second
+	refusedLife  = time.Second            // of a request that was refused as full: it may have gone elsewhere
 	barredFor    = 5 * time.Second        // an ingress that does not take its offer has nobody for this rank, or is dead
-	turnOfNobody = "/"                    // Record.Turn when room is collected: no node has this name
+	turnOfNobody = "/"                    // Record.Turn while there is no room, or it is collected: no node has this name
 )
 
 func (t *turns) find(ingress string) *waitingPlace {
@@ -49,7 +50,7 @@ func (t *turns) find(ingress string) *waitingPlace {
 	return nil
 }
 
-// wait notes that an ingress waits for need sequences; 0: as many as it asked for last.
+// wait notes that an ingress waits: need is the weight of its request that was refused, 0 if it only says that requests wait.
 func (t *turns) wait(now time.Time, ingress string, need int) {
 	p := t.find(ingress)
 	if p == nil {
@@ -60,11 +61,15 @@ func (t *turns) wait(now time.Time, ingress string, need int) {
 		t.places = append(t.places, waitingPlace{ingress: ingress, need: 1})
 		p = &t.places[len(t.places)-1]
 	}
-	p.until = now.Add(waitLife)
-	if need > 0 {
-		p.need = need
-		t.hold(p, min(p.held, p.told+need))
+	if need == 0 {
+		p.until = now.Add(waitLife)
+		return
 	}
+	if until := now.Add(refusedLife); until.After(p.until) {
+		p.until = until
+	}
+	p.need = need
+	t.hold(p, min(p.held, p.told+need))
 }
 
 // leave notes that an ingress waits no longer. freed says that room was held for it.
@@ -175,9 +180,9 @@ func (t *turns) next() (at time.Time, ok bool) {
 	return at, ok
 }
 
-// whose says for whom the free room is: "" for everybody, turnOfNobody while it is collected.
+// whose says for whom the free room is: "" for everybody, turnOfNobody while there is none or it is collected.
 func (t *turns) whose(free int) string {
-	if t.held == 0 || free > t.held {
+	if free > t.held {
 		return ""
 	}
 	if p := t.find(t.last); p != nil && p.told > 0 {

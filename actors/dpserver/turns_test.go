@@ -252,12 +252,55 @@ func TestATurnThatIsNotTakenPassesOn(t *testing.T) {
 func TestABusyEngineHoldsNoRoom(t *testing.T) {
 	bubble(t, 1, true, func(t *testing.T, r *rig) {
 		a := r.askFor("near")
-		require.Equal(t, msg.Full, r.askFor("far").Refusal)
+		r.send(msg.Demand{Ingress: "far", Waits: true})
 		r.send(msg.Done{TicketID: a.Ticket.ID, Busy: true, Outcome: msg.FailedOutcome})
 		require.Equal(t, msg.Full, r.askFor("far").Refusal)
 		time.Sleep(DefaultBusyHold + time.Millisecond)
 		synctest.Wait()
 		assert.Equal(t, "far", r.last().Turn, "its turn comes again when the engine takes requests")
 		require.Equal(t, msg.Granted, r.askFor("far").Refusal)
+	})
+}
+
+func TestSequencesWeigh(t *testing.T) {
+	weigh := func(r *rig, ingress string, n int) msg.AdmitReply {
+		return r.ask(func(a *msg.Admit) { a.Ingress, a.Weight = ingress, n })
+	}
+	bubble(t, 4, true, func(t *testing.T, r *rig) {
+		three := weigh(r, "a", 3)
+		require.Equal(t, msg.Granted, three.Refusal)
+		require.Equal(t, msg.Full, weigh(r, "a", 2).Refusal, "it has room for one")
+		one := weigh(r, "a", 0)
+		require.Equal(t, msg.Granted, one.Refusal)
+		require.Equal(t, msg.Full, weigh(r, "b", 1000).Refusal)
+		require.Equal(t, msg.Full, weigh(r, "a", 1).Refusal)
+		r.send(msg.Demand{Ingress: "b", Waits: true})
+		r.send(msg.Demand{Ingress: "a", Waits: false})
+		r.send(msg.Done{TicketID: one.Ticket.ID})
+		assert.Equal(t, turnOfNobody, r.last().Turn, "one place is not enough for it")
+		require.Equal(t, msg.Full, weigh(r, "a", 1).Refusal, "places are collected")
+		r.send(msg.Done{TicketID: three.Ticket.ID})
+		assert.Equal(t, "b", r.last().Turn)
+		heavy := weigh(r, "b", 1000)
+		require.Equal(t, msg.Granted, heavy.Refusal, "it counts as all there is")
+		require.Equal(t, msg.Full, weigh(r, "a", 1).Refusal)
+		r.send(msg.Demand{Ingress: "b", Waits: false})
+		r.send(msg.Done{TicketID: heavy.Ticket.ID})
+		require.Equal(t, msg.Granted, weigh(r, "a", 4).Refusal, "all its room is free again")
+	})
+}
+
+func TestCollectingEndsWithTheRequestThatItIsFor(t *testing.T) {
+	bubble(t, 4, true, func(t *testing.T, r *rig) {
+		require.Equal(t, msg.Granted, r.askFor("a").Refusal)
+		require.Equal(t, msg.Full, r.ask(func(m *msg.Admit) { m.Ingress, m.Weight = "b", 4 }).Refusal)
+		r.send(msg.Done{TicketID: 99})
+		require.Equal(t, msg.Granted, r.askFor("a").Refusal, "nothing is held before room is freed")
+		r.send(msg.Done{TicketID: 1})
+		require.Equal(t, msg.Full, r.askFor("a").Refusal)
+		time.Sleep(refusedLife + time.Millisecond)
+		synctest.Wait()
+		assert.Empty(t, r.last().Turn)
+		require.Equal(t, msg.Granted, r.askFor("a").Refusal, "it went elsewhere")
 	})
 }

@@ -80,3 +80,19 @@ func TestRanksAreToldThatRequestsWait(t *testing.T) {
 	}
 	eventually(t, func() bool { l := told(); return !l[len(l)-1] }, "nobody waits")
 }
+
+func TestARequestSaysHowManySequencesItIs(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
+	r := g.replicas[0]
+	weights := make(chan int, 1)
+	r.setRefuse(func(m *msg.Admit) msg.Refusal {
+		weights <- m.Weight
+		return msg.Granted
+	})
+	for body, want := range map[string]int{
+		`{"model":"demo","prompt":"a"}`: 1, `{"model":"demo","prompt":"a","n":5}`: 5, `{"model":"demo","prompt":["a","b",""],"n":2}`: 6,
+	} {
+		g.post("/v1/completions", body)
+		assert.Equal(t, want, <-weights, body)
+	}
+}

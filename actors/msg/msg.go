@@ -58,6 +58,7 @@ type Admit struct {
 	Tokens    int
 	Estimated bool
 	Whole     bool      // the answer comes as a whole: no FirstToken is posted, the DPServer predicts it
+	Weight    int       // sequences: n × prompts; 0 counts as 1. A rank counts at most as many as it has room for
 	Hit       int       // prompt tokens that the sender's index says the rank has cached
 	Blocks    []uint64  // chain hashes of the prompt's full blocks; nil if the policy reads no index
 	HitBlocks int       // leading entries of Blocks that Hit stands for
