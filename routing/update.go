@@ -138,6 +138,11 @@ func (rk *Rank) size(e *Event) {
 
 // status takes over an engine's report. ok is false for a usage that is no share: the report is dropped and counted.
 func (rk *Rank) status(e *Event) (ok bool) {
+	if e.NoKVUsage {
+		rk.KVUsage, rk.HasKVUsage = 0, false
+		rk.size(e)
+		return true
+	}
 	if !(e.KVUsage >= 0 && e.KVUsage <= 1) { // NaN too
 		return false
 	}

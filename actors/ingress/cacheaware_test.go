@@ -181,6 +181,14 @@ func TestRT16BusyThreshold(t *testing.T) {
 			usage(0.1, 0.1, 0.1, 0.1)
 			ok, _ = ask(4)
 			assert.Equal(t, 4, ok)
+			usage(0.9, 0.9, 0.9, 0.9)
+			for _, r := range g.replicas { // their engines have said nothing for a while
+				r.mu.Lock()
+				r.emit(&msg.Record{Kind: msg.RecStatus, Status: msg.Status{Capacity: 1 << 20}})
+				r.mu.Unlock()
+			}
+			ok, _ = ask(4)
+			assert.Equal(t, 4, ok)
 		})
 	}
 }
