@@ -38,11 +38,17 @@ func (c *call) try(parent context.Context, rk *rank) result {
 	c.usage, c.counted, c.stream.tokens = openai.Usage{}, 0, 0
 	c.guard.begin(cancel)
 	defer c.guard.end()
+	counted := c.route.Generates()
 	if !c.entry.lane.begin(rk, a) {
-		c.undo()
+		if counted {
+			c.undo()
+		}
 		return result{cause: causeGone}
 	}
 	defer c.entry.lane.over(rk, a)
+	if !counted {
+		return c.tryUncounted(ctx, rk)
+	}
 	if !rk.local {
 		return c.tryRemote(ctx, rk)
 	}
