@@ -220,6 +220,8 @@ type Info struct {
 	Ready         int            `json:"ready"`
 	Queued        int            `json:"queued"`
 	Reservations  int            `json:"reservations"`
+	Tripped       int            `json:"tripped"`   // of ranks: their answers failed in a row
+	LeftOut       int            `json:"left_out"`  // of Tripped: get nothing until a canary comes back
 	Imbalance     float64        `json:"imbalance"` // open requests on the fullest rank over the mean
 	Index         *Index         `json:"index"`     // nil: the policy reads no caches
 }

@@ -14,10 +14,48 @@ const (
 	tierSilent             // eligible, stream silent: an old "full" never blocks, admission has the last word
 )
 
-// Eligible says whether q may go to rk at all: ready, not above busy_threshold, not tried. Room is another question. Every
-// policy asks here, so busy_threshold holds under all of them.
+// Eligible says whether q may go to rk at all: ready, not left out because its answers failed, not above busy_threshold, not tried.
+// Room is another question. Every policy asks here, so busy_threshold and the cap of tripped ranks hold under all of them.
 func Eligible(q *Request, rk *Rank) bool {
-	return rk.Ready && !rk.Busy && (len(q.Tried) == 0 || !slices.Contains(q.Tried, rk.ID))
+	return rk.Serves() && !rk.Busy && (len(q.Tried) == 0 || !slices.Contains(q.Tried, rk.ID))
+}
+
+// Serves says that rk is ready and not left out because its answers failed.
+func (rk *Rank) Serves() bool { return rk.Ready && !rk.LeftOut }
+
+// maxLeftOut is how many of n ready ranks may be left out because their answers failed: 30 %, at least one, and never all of them. A
+// failed answer may be the fault of its request; if every engine answers with an error, its answers are still the best that there are.
+func maxLeftOut(n int) int { return max(0, min(max(1, n*3/10), n-1)) }
+
+// leaveOut marks the ranks that get nothing because their answers failed: those that tripped first, up to the cap. The others that
+// tripped are used like every rank. changed says that some mark is another one now.
+func (v *View) leaveOut() (changed bool) {
+	ready := 0
+	for i := range v.Ranks {
+		if v.Ranks[i].Ready {
+			ready++
+		}
+	}
+	most := maxLeftOut(ready)
+	for i := range v.Ranks {
+		rk := &v.Ranks[i]
+		out := rk.Ready && rk.Tripped > 0 && v.trippedBefore(rk) < most
+		changed = changed || out != rk.LeftOut
+		rk.LeftOut = out
+	}
+	return changed
+}
+
+// trippedBefore is how many ready ranks tripped before rk. Equal places go by id.
+func (v *View) trippedBefore(rk *Rank) int {
+	n := 0
+	for i := range v.Ranks {
+		o := &v.Ranks[i]
+		if o.Ready && o.Tripped > 0 && (o.Tripped < rk.Tripped || o.Tripped == rk.Tripped && o.ID < rk.ID) {
+			n++
+		}
+	}
+	return n
 }
 
 // HasRoom says whether the view still sees a free place on rk.
@@ -185,9 +223,9 @@ func none(q *Request, v *View, d *Decision) {
 	eligible, ready, busy := false, false, false
 	for i := range v.Ranks {
 		rk := &v.Ranks[i]
-		ready = ready || rk.Ready
+		ready = ready || rk.Serves()
 		eligible = eligible || Eligible(q, rk)
-		busy = busy || rk.Ready && rk.Busy && !slices.Contains(q.Tried, rk.ID)
+		busy = busy || rk.Serves() && rk.Busy && !slices.Contains(q.Tried, rk.ID)
 	}
 	switch {
 	case eligible:

@@ -18,6 +18,7 @@ const (
 	EvRankDown                     // rank leaves the view; bumps on it go
 	EvAccepting                    // Ready changes to Accepting
 	EvSilent                       // Silent changes to Silent
+	EvTripped                      // Tripped = N: the rank's answers failed in a row; 0 = a canary came back
 	EvOnTheWay                     // View.OnTheWay = N
 	EvMaxOngoing                   // MaxOngoing = N
 	EvStatus                       // the engine's report: KVUsage; Capacity and BlockSize unless 0
@@ -65,6 +66,7 @@ type Event struct {
 	Capacity  int64         // EvRankUp, EvStatus: tokens
 	BlockSize int           // EvRankUp, EvStatus: tokens
 	KVUsage   float64       // EvStatus: 0 to 1
+	NoKVUsage bool          // EvStatus: the engine reports no usage, or has not for a while; the rank's own account stands
 	Config    *Config       // EvConfigured
 	Request   *Request      // EvDispatched by Pick, and the EvOpened of it: what was routed. Not to be kept
 	Session   uint64        // EvAdmitted: SessionKey of the request's session; 0 = it has none, or its ingress did not say

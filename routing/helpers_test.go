@@ -57,7 +57,7 @@ func drawView(t *rapid.T) View {
 		rk := Rank{
 			ID: id, Epoch: 1, MaxOngoing: rapid.IntRange(0, 6).Draw(t, "max"),
 			Ready: rapid.IntRange(0, 4).Draw(t, "ready") > 0, Silent: rapid.IntRange(0, 4).Draw(t, "silent") == 0, Local: rapid.Bool().Draw(t, "local"),
-			Busy: rapid.IntRange(0, 4).Draw(t, "busy") == 0,
+			Busy: rapid.IntRange(0, 4).Draw(t, "busy") == 0, LeftOut: rapid.IntRange(0, 4).Draw(t, "left out") == 0,
 		}
 		drawLoad(t, &rk)
 		v.Ranks = append(v.Ranks[:i:i], append([]Rank{rk}, v.Ranks[i:]...)...)

@@ -113,7 +113,7 @@ func candidates(p Policy, q *Request, v *View) []RankID {
 	var local, open, silent []RankID
 	for _, rk := range v.Ranks {
 		switch {
-		case !rk.Ready || rk.Busy || slices.Contains(q.Tried, rk.ID):
+		case !rk.Ready || rk.LeftOut || rk.Busy || slices.Contains(q.Tried, rk.ID):
 		case rk.Silent:
 			silent = append(silent, rk.ID)
 		case rk.Load.W+rk.Load.F+rk.Load.R < rk.MaxOngoing:
@@ -171,7 +171,7 @@ func TestLawQueueAndReject(t *testing.T) {
 		}
 		ready, eligible, busy := 0, 0, 0
 		for _, rk := range v.Ranks {
-			if rk.Ready {
+			if rk.Ready && !rk.LeftOut {
 				ready++
 				switch {
 				case slices.Contains(q.Tried, rk.ID):

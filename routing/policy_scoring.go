@@ -107,7 +107,7 @@ func (p Scoring) prepare(_ *Request, v *View, _ State, _ *scratch) aggregate {
 	first, most, least := true, int64(0), int64(0)
 	for i := range v.Ranks {
 		rk := &v.Ranks[i]
-		if !rk.Ready {
+		if !rk.Serves() {
 			continue
 		}
 		load := rk.Load.K + rk.Load.Kq

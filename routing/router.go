@@ -220,7 +220,7 @@ func (r *Router) MaxMean() float64 {
 	defer r.mu.Unlock()
 	n, sum, most := 0, 0, 0
 	for i := range r.view.Ranks {
-		if rk := &r.view.Ranks[i]; rk.Ready {
+		if rk := &r.view.Ranks[i]; rk.Serves() {
 			n++
 			sum += rk.ongoing()
 			most = max(most, rk.ongoing())

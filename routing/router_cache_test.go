@@ -114,3 +114,17 @@ func TestUsageWithoutReports(t *testing.T) {
 	r.Observe(&Event{Kind: EvUndo, Rank: ID(0, 1), ReqID: 3})
 	assert.Equal(t, Route, pick(r, Request{ID: 99, Tokens: 100}).Kind)
 }
+
+// A rank whose engine reports no more is judged by its own account, and its queue is woken.
+func TestUsageThatIsNotKnownAnyMoreFreesTheRank(t *testing.T) {
+	r := routerWith(PowerOfTwo{}, 1, 9)
+	half, woken := 0.5, 0
+	r.Observe(&Event{Kind: EvConfigured, Config: &Config{BusyThreshold: &half}})
+	r.Observe(&Event{Kind: EvStatus, KVUsage: 0.9, Capacity: 1000})
+	assert.Equal(t, ReasonAllBusy, pick(r, Request{ID: 1, Tokens: 10}).Reason)
+	r.OnRoom = func() { woken++ }
+	r.Observe(&Event{Kind: EvStatus, NoKVUsage: true})
+	assert.Equal(t, 1, woken)
+	assert.Equal(t, Route, pick(r, Request{ID: 1, Tokens: 10}).Kind)
+	assert.InDelta(t, 0.01, r.Snapshot().Ranks[0].Usage(), 1e-9)
+}

@@ -22,7 +22,7 @@ func (r *Router) update(e *Event) (wake, ok bool) {
 		if found {
 			return r.record(i, e)
 		}
-	case EvRankDown, EvAccepting, EvSilent, EvMaxOngoing, EvStatus:
+	case EvRankDown, EvAccepting, EvTripped, EvSilent, EvMaxOngoing, EvStatus:
 		if found {
 			return r.rankChange(i, e)
 		}
@@ -47,12 +47,13 @@ func (r *Router) rankUp(i int, found bool, e *Event) (wake, ok bool) {
 	same := found && rk.Epoch == e.Epoch && rk.Incarnation == e.Incarnation
 	before := *rk
 	*rk = Rank{ID: e.Rank, Epoch: e.Epoch, Incarnation: e.Incarnation, Ready: true, Local: e.Local, MaxOngoing: e.MaxOngoing, Since: r.view.Now}
-	if same { // what the engine reported last still holds
+	if same { // what the engine reported last still holds, and whether it tripped
 		rk.KVUsage, rk.HasKVUsage, rk.Busy, rk.Capacity, rk.BlockSize = before.KVUsage, before.HasKVUsage, before.Busy, before.Capacity, before.BlockSize
-		rk.Since = before.Since
+		rk.Since, rk.Tripped = before.Since, before.Tripped
 	}
 	rk.size(e)
 	r.accounts[i].reset(rk, e.Snapshot, e.Seq, same)
+	r.view.leaveOut()
 	return true, true
 }
 
@@ -107,9 +108,14 @@ func (r *Router) rankChange(i int, e *Event) (wake, ok bool) {
 	case EvRankDown:
 		r.view.Ranks = slices.Delete(r.view.Ranks, i, i+1)
 		r.accounts = slices.Delete(r.accounts, i, i+1)
+		r.view.leaveOut()
 		return true, true
 	case EvAccepting:
 		rk.Ready = e.Accepting
+		return r.view.leaveOut() || *rk != before, true
+	case EvTripped:
+		rk.Tripped = e.N
+		return r.view.leaveOut() || *rk != before, true
 	case EvSilent:
 		rk.Silent = e.Silent
 	case EvStatus:
@@ -132,6 +138,11 @@ func (rk *Rank) size(e *Event) {
 
 // status takes over an engine's report. ok is false for a usage that is no share: the report is dropped and counted.
 func (rk *Rank) status(e *Event) (ok bool) {
+	if e.NoKVUsage {
+		rk.KVUsage, rk.HasKVUsage = 0, false
+		rk.size(e)
+		return true
+	}
 	if !(e.KVUsage >= 0 && e.KVUsage <= 1) { // NaN too
 		return false
 	}

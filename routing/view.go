@@ -47,6 +47,7 @@ type Rank struct {
 	Silent      bool // its stream has been silent for 1 s: picked only when nothing else is left
 	Local       bool // on the ingress's own node
 	Busy        bool // KV usage went above busy_threshold and is not yet well below it: gets nothing
+	LeftOut     bool // Tripped, and one of those that the cap leaves out: gets nothing
 	HasKVUsage  bool // the engine reported KVUsage
 	MaxOngoing  int  // max_ongoing_requests of this rank
 	Load        Load
@@ -54,6 +55,7 @@ type Rank struct {
 	Capacity    int64   // tokens: the rank's KV cache (C); 0 = unknown
 	BlockSize   int     // tokens per KV block; 0 = unknown, DefaultBlockSize is assumed
 	KVUsage     float64 // referenced blocks / all blocks, as reported by the engine
+	Tripped     int     // its answers failed in a row: its place in the order in which ranks tripped, from 1; 0 = they did not
 
 	Since time.Duration // View.Now when this incarnation came into the view
 }

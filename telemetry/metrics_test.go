@@ -75,6 +75,7 @@ func use(m *telemetry.Metrics) {
 	m.UnitPhase("demo", "demo/0", state.Ready, 2)
 	m.UnitRestart("demo", "demo/0")
 	m.RankInflight("demo", 0, 3, 5)
+	m.RankTripped("demo", 0, 3, true)
 	m.AppRanks("demo", 3, 4)
 	m.RequestRefused(telemetry.RouteOther, http.StatusNotFound)
 	m.RaftApply("node-1")(150 * time.Microsecond)

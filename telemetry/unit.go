@@ -66,6 +66,15 @@ func (m *Metrics) RankInflight(app string, group, rank, n int) {
 	g.Set(float64(n))
 }
 
+// RankTripped shows whether a rank's answers have failed in a row.
+func (m *Metrics) RankTripped(app string, group, rank int, tripped bool) {
+	n := 0.0
+	if tripped {
+		n = 1
+	}
+	m.vecs.rankTripped.WithLabelValues(app, strconv.Itoa(group), strconv.Itoa(rank)).Set(n)
+}
+
 // RankForget deletes the series of a released rank, its picks included.
 func (m *Metrics) RankForget(app string, group, rank int) {
 	m.mu.Lock()

@@ -28,7 +28,7 @@ type vectors struct {
 	requests, tokens, attempts, retries, refusals, picks, restarts *prometheus.CounterVec
 	requestSeconds, ttft, itl, queueWait, decision, raftApply      *prometheus.HistogramVec
 	rankInflight, queueLength, queueTokens, unitState, unitEpoch   *prometheus.GaugeVec
-	readyRanks, desiredRanks                                       *prometheus.GaugeVec
+	readyRanks, desiredRanks, rankTripped                          *prometheus.GaugeVec
 	prompts                                                        promptVectors
 }
 
@@ -68,6 +68,7 @@ func (v *vectors) addRouting() {
 
 func (v *vectors) addUnits() {
 	v.rankInflight = gauge("rank_inflight", "Requests the rank has in hand.", labelApp, labelGroup, labelRank)
+	v.rankTripped = gauge("rank_tripped", "1 while the rank's answers have failed in a row and no canary has come back.", labelApp, labelGroup, labelRank)
 	v.unitState = gauge("unit_state", "1 for the state the unit is in, 0 for the others.", labelApp, labelUnit, labelState)
 	v.unitEpoch = gauge("unit_epoch", "Epoch of the unit: one more at every start.", labelApp, labelUnit)
 	v.readyRanks = gauge("app_ready_ranks", "Ranks whose units are ready, as the leader knows them.", labelApp)
@@ -91,7 +92,7 @@ func (v *vectors) perApp() []forgetter {
 	return append(v.prompts.list(),
 		v.requests, v.tokens, v.attempts, v.retries, v.refusals, v.picks, v.restarts,
 		v.requestSeconds, v.ttft, v.itl, v.queueWait, v.decision,
-		v.rankInflight, v.queueLength, v.queueTokens, v.unitState, v.unitEpoch, v.readyRanks, v.desiredRanks,
+		v.rankInflight, v.rankTripped, v.queueLength, v.queueTokens, v.unitState, v.unitEpoch, v.readyRanks, v.desiredRanks,
 	)
 }
 

@@ -32,6 +32,7 @@ func (n *Node) scrape() http.Handler {
 			for i := range ranks {
 				k := &ranks[i]
 				n.metrics.RankInflight(name, k.Group, k.Rank, k.InFlight)
+				n.metrics.RankTripped(name, k.Group, k.Rank, k.Tripped)
 				kv.rank(name, k)
 			}
 		}

@@ -12,6 +12,7 @@ import (
 // ticket is one request a rank has in hand.
 type ticket struct {
 	req       msg.OpenRequest
+	weight    int              // sequences
 	stopCtx   func() bool      // ends the watch of the admission's context
 	blocks    []uint64         // of the prompt, as the record of what was sent has them; empty if nobody asks
 	hitBlocks int              // leading blocks that the sender expected in the cache
@@ -33,6 +34,7 @@ const keptBlocks = 8192
 type account struct {
 	tickets       map[uint64]*ticket
 	free          []*ticket     // ended ones, for re-use: admission allocates nothing after warm-up but the watch of its context
+	weight        int           // sequences of all
 	prefillTokens int           // tokens of requests whose first token was not seen: the prefill in front at most
 	prefillWork   int           // uncached tokens of requests whose prefill is not over, seen or predicted
 	prefillAlone  time.Duration // of the same requests, one after the other
@@ -42,13 +44,14 @@ func newAccount() account { return account{tickets: map[uint64]*ticket{}} }
 
 func (a *account) open() int { return len(a.tickets) }
 
-func (a *account) add(id uint64, req msg.OpenRequest, stopCtx func() bool) *ticket {
+func (a *account) add(id uint64, req msg.OpenRequest, weight int, stopCtx func() bool) *ticket {
 	t := &ticket{}
 	if n := len(a.free); n > 0 {
 		t, a.free = a.free[n-1], a.free[:n-1]
 	}
-	*t = ticket{req: req, stopCtx: stopCtx, blocks: t.blocks[:0]}
+	*t = ticket{req: req, weight: weight, stopCtx: stopCtx, blocks: t.blocks[:0]}
 	a.tickets[id] = t
+	a.weight += weight
 	a.prefillTokens += req.Tokens
 	a.prefillWork += t.work()
 	return t
@@ -95,6 +98,7 @@ func (a *account) remove(id uint64) *ticket {
 		return nil
 	}
 	delete(a.tickets, id)
+	a.weight -= t.weight
 	if !t.seen() {
 		a.prefillTokens -= t.req.Tokens
 	}

@@ -14,12 +14,15 @@ const yieldBlocks = 32
 // admit grants a ticket or refuses with a reason. m belongs to the sender again once it has its reply.
 func (r *replica) admit(m *msg.Admit) {
 	if refusal := r.refusal(m); refusal != msg.Granted {
+		if refusal == msg.Full {
+			r.turns.wait(time.Now(), m.Ingress, r.weigh(m))
+		}
 		r.answer(m.Reply, &msg.AdmitReply{Refusal: refusal, Epoch: r.spec.Epoch, Seq: r.vitals.seq})
 		return
 	}
 	id := r.vitals.lastTicket + 1
 	req := msg.OpenRequest{ReqID: m.ReqID, Ingress: m.Ingress, Tokens: m.Tokens, Hit: m.Hit}
-	hitBlocks, whole, session := m.HitBlocks, m.Whole, m.Session
+	hitBlocks, whole, session, weight := m.HitBlocks, m.Whole, m.Session, r.weigh(m)
 	r.blocks = append(r.blocks[:0], m.Blocks...) // they are the sender's again with the reply
 	ctx, idle := m.Ctx, r.account.open() == 0
 	granted := msg.Ticket{
@@ -29,10 +32,13 @@ func (r *replica) admit(m *msg.Admit) {
 		return // a reply channel without room: nobody would ever give the ticket back
 	}
 	r.vitals.lastTicket = id
-	t := r.account.add(id, req, r.watchContext(ctx, id))
+	t := r.account.add(id, req, weight, r.watchContext(ctx, id))
 	t.blocks, r.blocks, t.hitBlocks = r.blocks, t.blocks, hitBlocks
 	if r.prefill != nil {
 		r.account.takes(t, r.prefill(t.work()))
+	}
+	if len(r.turns.places) > 0 {
+		r.turns.take(time.Now(), req.Ingress, weight)
 	}
 	if idle {
 		r.keeper.moved() // the stall clock starts with the first request in hand
@@ -51,8 +57,8 @@ func (r *replica) admit(m *msg.Admit) {
 	}
 }
 
-// refusal checks in the order of CONTRACTS section 4: lease, epoch, state, tripped, room. A caller that has left, or whose deadline
-// is over, comes first: its answer helps nobody.
+// refusal checks in this order: lease, epoch, state, room. A caller that has left, or whose deadline is over, comes first: its answer
+// helps nobody. A tripped rank admits: whether it is left out is decided by those who see all ranks of the application.
 func (r *replica) refusal(m *msg.Admit) msg.Refusal {
 	switch {
 	case m.Ctx != nil && m.Ctx.Err() != nil, !m.Deadline.IsZero() && !time.Now().Before(m.Deadline):
@@ -63,13 +69,17 @@ func (r *replica) refusal(m *msg.Admit) msg.Refusal {
 		return msg.StaleEpoch
 	case r.vitals.phase != open:
 		return refusals[r.vitals.phase]
-	case r.trip.tripped:
-		return msg.NotReady
-	case r.busy.on, r.account.open() >= r.vitals.facts.MaxOngoing:
+	case r.busy.on, !r.turns.mayTake(m.Ingress, r.weigh(m), r.free()):
 		return msg.Full
 	}
 	return msg.Granted
 }
+
+// free is how many sequences the rank has room for.
+func (r *replica) free() int { return r.vitals.facts.MaxOngoing - r.account.weight }
+
+// weigh is how many sequences a request counts as: at most all that the rank takes, so that an empty rank takes every request.
+func (r *replica) weigh(m *msg.Admit) int { return max(1, min(m.Weight, r.vitals.facts.MaxOngoing)) }
 
 func (r *replica) answer(reply chan msg.AdmitReply, a *msg.AdmitReply) bool {
 	select {
@@ -125,6 +135,7 @@ func (r *replica) done(m *msg.Done) {
 		t.req.Out = max(t.req.Out, m.CompletionTokens)
 	}
 	r.record(msg.RecDone, &t.req, m.Cause)
+	r.offerRest()
 	r.countDue(m)
 	r.correct(t, m)
 	r.account.recycle(t)
@@ -153,6 +164,9 @@ func (r *replica) judge(m *msg.Done) {
 // record emits an entry about one request.
 func (r *replica) record(kind msg.RecordKind, req *msg.OpenRequest, cause string) {
 	r.rec = msg.Record{Kind: kind, ReqID: req.ReqID, Ingress: req.Ingress, Tokens: req.Tokens, Hit: req.Hit, Out: req.Out, Cause: cause}
+	if kind == msg.RecDone {
+		r.rec.Turn = r.passTurn()
+	}
 	r.emit(&r.rec)
 	r.stats.inFlight(r.account.open())
 }
@@ -164,6 +178,7 @@ func (r *replica) setBusy() {
 	r.after(r.timers.BusyHold, unbusy{r.busy.round})
 	if !r.busy.on {
 		r.busy.on = true
+		r.turns.release()
 		r.state("engine_busy")
 	}
 }

@@ -429,22 +429,45 @@ func TestFiveFailuresTripAndACanaryClears(t *testing.T) {
 		fail(4)
 		require.Equal(t, msg.Granted, r.ask().Refusal)
 		fail(1)
-		assert.Equal(t, msg.NotReady, r.ask().Refusal)
 		got := r.tape.take()
 		last := got[len(got)-1]
-		assert.Equal(t, [...]any{msg.RecState, false, "tripped"}, [...]any{last.Kind, last.Accepting, last.Cause})
+		assert.Equal(t, [...]any{msg.RecState, false, true, "tripped"}, [...]any{last.Kind, last.Accepting, last.Tripped, last.Cause})
+		assert.Equal(t, msg.Granted, r.ask().Refusal, "who sees all ranks decides whether it is left out")
+		assert.True(t, r.Status().Tripped)
 
 		r.engine.set(func(f *fakeEngine) { f.canary = errors.New("no") })
 		time.Sleep(1001 * time.Millisecond) // the first canary, at 1 s, fails; the second comes 2 s later
 		assert.Equal(t, 1, r.engine.count("canary"))
 		r.engine.set(func(f *fakeEngine) { f.canary = nil })
 		time.Sleep(1998 * time.Millisecond)
-		assert.Equal(t, msg.NotReady, r.ask().Refusal)
+		assert.True(t, r.Status().Tripped)
 		time.Sleep(3 * time.Millisecond)
 		synctest.Wait()
 		assert.Equal(t, 2, r.engine.count("canary"))
-		assert.Equal(t, msg.Granted, r.ask().Refusal)
+		assert.False(t, r.Status().Tripped)
+		got = r.tape.take()
+		last = got[len(got)-1]
+		assert.Equal(t, [...]any{msg.RecState, true, false}, [...]any{last.Kind, last.Accepting, last.Tripped})
 		assert.Empty(t, r.tape.told())
+	})
+}
+
+func TestATrippedRankIsWatchedAsAnyOther(t *testing.T) {
+	bubble(t, 9, false, func(t *testing.T, r *rig) {
+		r.engine.set(func(f *fakeEngine) { f.canary = errors.New("no") })
+		for range 5 {
+			r.send(msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Trip: true})
+		}
+		fresh := &tape{}
+		defer r.hub.Subscribe(fresh)()
+		synctest.Wait()
+		assert.True(t, fresh.take()[0].Snapshot.Tripped, "a later subscriber is told, too")
+		require.Equal(t, msg.Granted, r.ask().Refusal)
+		time.Sleep(45 * time.Second)
+		synctest.Wait()
+		events := r.tape.told()
+		require.Len(t, events, 1)
+		assert.Contains(t, events[0].Cause, "no progress")
 	})
 }
 

@@ -2,6 +2,7 @@ package dpserver
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"sync/atomic"
 	"testing"
@@ -426,6 +427,32 @@ func TestTheEnginesReport(t *testing.T) {
 		asked = r.engine.count("counters")
 		time.Sleep(10 * time.Second)
 		assert.Equal(t, asked, r.engine.count("counters"), "nothing is asked of a fenced engine")
+	})
+}
+
+// TestKVUsageExpires: what an engine said last keeps no requests away once it says nothing any more.
+func TestKVUsageExpires(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		threshold := 0.9
+		r := newRig(t, true, func(_ *Factory, spec *msg.ReplicaSpec) { spec.App.Routing.BusyThreshold = &threshold })
+		r.engine.set(func(f *fakeEngine) { f.counters = engine.Counters{KVUsage: 0.95, HasKVUsage: true} })
+		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 7, MaxOngoing: 9, BlockSize: 16, Blocks: 10}))
+		time.Sleep(3500 * time.Millisecond)
+		r.tape.take()
+		r.engine.set(func(f *fakeEngine) { f.dumb = errors.New("no metrics") })
+		time.Sleep(4 * time.Second)
+		assert.Empty(t, r.tape.take(), "some are missed now and then")
+		time.Sleep(time.Second)
+		got := r.tape.take()
+		require.Equal(t, []msg.RecordKind{msg.RecStatus}, kinds(got))
+		assert.Equal(t, msg.Status{Capacity: 160, BlockSize: 16}, got[0].Status)
+		time.Sleep(10 * time.Second)
+		assert.Empty(t, r.tape.take())
+		r.engine.set(func(f *fakeEngine) { f.dumb = nil })
+		time.Sleep(2 * time.Second)
+		got = r.tape.take()
+		require.Len(t, got, 1)
+		assert.True(t, got[0].Status.HasKVUsage)
 	})
 }
 

@@ -205,7 +205,7 @@ func (r *replica) onCanary(m canaryResult) {
 // checkStall: with work in hand, something must move within the stall timeout. Half way through a quiet stretch the engine's
 // own counters are read, at its end again: if they moved, the engine works on something no stream shows yet.
 func (r *replica) checkStall() {
-	if r.account.open() == 0 || r.vitals.phase == fenced || r.trip.tripped {
+	if r.account.open() == 0 || r.vitals.phase == fenced {
 		r.keeper.moved()
 		return
 	}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"slices"
+	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/app"
@@ -38,10 +39,11 @@ type (
 		cause string
 		heard chan struct{}
 	}
-	gone    struct{}
-	lapse   struct{} // orphans may be due
-	sortOut struct{} // many orphans: most are done
-	unbusy  struct{ round uint64 }
+	gone     struct{}
+	lapse    struct{} // orphans may be due
+	sortOut  struct{} // many orphans: most are done
+	unbusy   struct{ round uint64 }
+	turnOver struct{} // room that was held may be free again
 )
 
 // replica is the actor: one per start. Nothing in it blocks.
@@ -54,6 +56,8 @@ type replica struct {
 	silence silence
 	trip    trip
 	busy    busy
+	turns   turns
+	turnDue time.Time // of the next turnOver; zero: none is on its way
 
 	prefills prefills
 
@@ -138,6 +142,10 @@ func (r *replica) Receive(m any) {
 		r.done(&m)
 	case *msg.Done:
 		r.done(m)
+	case *msg.Demand:
+		r.demand(m)
+	case msg.Demand:
+		r.demand(&m)
 	case lapse:
 		r.lapse()
 	case sortOut:
@@ -182,6 +190,8 @@ func (r *replica) control(m any) {
 		if m.round == r.busy.round {
 			r.clearBusy()
 		}
+	case turnOver:
+		r.onTurnOver()
 	case msg.Probe:
 		r.onProbe(m)
 	case *msg.Probe:
@@ -251,7 +261,7 @@ func (r *replica) incarnate(f msg.Facts, anew bool) {
 	r.account.reset()
 	r.prefills.stop()
 	r.trip.stop()
-	r.trip, r.busy = trip{}, busy{round: r.busy.round + 1}
+	r.trip, r.busy, r.turns = trip{}, busy{round: r.busy.round + 1}, turns{}
 	r.vitals.phase, r.vitals.incarnation, r.vitals.facts, r.vitals.seq = open, f.Incarnation, f, 0
 	if anew {
 		r.relisten()
@@ -300,7 +310,7 @@ func (r *replica) fence(cause string) {
 	if r.vitals.phase == fenced || r.vitals.phase == ended {
 		return
 	}
-	r.vitals.phase = fenced
+	r.vitals.phase, r.turns = fenced, turns{}
 	r.keeper.fenced()
 	r.state(cause)
 	r.log.Debug("rank is fenced", slog.String("cause", cause), slog.Int("in_flight", r.account.open()))
@@ -321,7 +331,7 @@ func (r *replica) drain(cause string) {
 		return
 	}
 	if r.vitals.phase != fenced {
-		r.vitals.phase = draining
+		r.vitals.phase, r.turns = draining, turns{}
 		r.state(cause)
 	}
 	r.settle()
@@ -357,10 +367,13 @@ func (r *replica) accepting() bool {
 	return r.vitals.phase == open && !r.trip.tripped && !r.busy.on
 }
 
+// tripped says that the rank is open and its answers failed in a row.
+func (r *replica) tripped() bool { return r.vitals.phase == open && r.trip.tripped }
+
 // state tells the sinks whether the rank accepts, and why not.
 func (r *replica) state(cause string) {
 	r.emit(&msg.Record{
-		Kind: msg.RecState, Accepting: r.accepting(), Cause: cause,
+		Kind: msg.RecState, Accepting: r.accepting(), Tripped: r.tripped(), Cause: cause, Turn: r.passTurn(),
 		Fenced: r.vitals.phase == fenced, Draining: r.vitals.phase == draining || r.vitals.phase == fenced && cause == CauseDrained,
 	})
 	r.note()
@@ -388,7 +401,7 @@ func (r *replica) snapshot(sub *subscription) {
 		sub.deliver(rec)
 	}
 	give(&msg.Record{Kind: msg.RecSnapshot, Accepting: r.accepting(), Snapshot: &msg.Snapshot{
-		Accepting: r.accepting(), MaxOngoing: f.MaxOngoing, Capacity: r.capacity(), BlockSize: r.toldBlockSize(), CachingOff: f.CachingOff,
+		Accepting: r.accepting(), Tripped: r.tripped(), MaxOngoing: f.MaxOngoing, Capacity: r.capacity(), BlockSize: r.toldBlockSize(), CachingOff: f.CachingOff,
 		MaxModelLen: f.MaxModelLen, Node: r.spec.Node, Target: r.spec.Target, Mailbox: r.box, Open: r.account.snapshot(),
 	}})
 	if r.kv != nil {
@@ -398,6 +411,6 @@ func (r *replica) snapshot(sub *subscription) {
 
 // note copies what Status shows.
 func (r *replica) note() {
-	r.stats.note(r.account.open(), r.vitals.facts.MaxOngoing, r.vitals.incarnation)
+	r.stats.note(r.account.open(), r.vitals.facts.MaxOngoing, r.vitals.incarnation, r.tripped())
 	r.noteKV()
 }

@@ -2,6 +2,7 @@ package dpserver
 
 import (
 	"context"
+	"log/slog"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
@@ -21,7 +22,12 @@ type scrape struct {
 	last    engine.Counters
 	suspect *engine.Counters // a report that looks like another process's; the next decides
 	told    msg.Status       // what the stream said last
+	missed  int              // reports in a row that did not come
 }
+
+// maxMissed is how many reports in a row may be missing before the last one counts for nothing: a usage above busy_threshold would keep
+// requests away for ever.
+const maxMissed = 5
 
 // Messages of the scrape; round is the keeper's.
 type (
@@ -94,9 +100,14 @@ func (r *replica) onScraped(m scraped) {
 	if m.round != r.keeper.round {
 		return
 	}
-	if m.err != nil || r.vitals.phase != open && r.vitals.phase != draining {
+	if r.vitals.phase != open && r.vitals.phase != draining {
 		return
 	}
+	if m.err != nil {
+		r.missReport()
+		return
+	}
+	r.scrape.missed = 0
 	if r.scrape.taken && m.counters.Restarted(r.scrape.last) && !r.spec.Target.Owned {
 		r.suspectRestart(m.counters)
 		return
@@ -109,6 +120,17 @@ func (r *replica) onScraped(m scraped) {
 		r.asleep()
 	}
 	r.noteKV()
+}
+
+// missReport notes that the engine's report did not come; after maxMissed the stream says that its KV usage is not known.
+func (r *replica) missReport() {
+	if r.scrape.missed++; r.scrape.missed != maxMissed {
+		return
+	}
+	if r.scrape.last.HasKVUsage {
+		r.log.Info("the engine's KV usage is not known any more: its metrics do not answer", slog.Int("missed", maxMissed))
+	}
+	r.report(&engine.Counters{})
 }
 
 // suspectRestart believes that an attached engine is another process when two reports in a row say so and agree with each other: one

@@ -21,6 +21,7 @@ type stats struct {
 	open        int
 	maxOngoing  int
 	incarnation uint64
+	tripped     bool
 	requests    uint64
 	tokens      uint64
 	buckets     [rateWindow]bucket
@@ -76,10 +77,10 @@ type bucket struct {
 	tokens int
 }
 
-func (s *stats) note(open, maxOngoing int, incarnation uint64) {
+func (s *stats) note(open, maxOngoing int, incarnation uint64, tripped bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.open, s.maxOngoing, s.incarnation = open, maxOngoing, incarnation
+	s.open, s.maxOngoing, s.incarnation, s.tripped = open, maxOngoing, incarnation, tripped
 }
 
 func (s *stats) inFlight(open int) {
@@ -123,7 +124,7 @@ func (s *stats) status(now time.Time) msg.RankStatus {
 	s.mu.Lock()
 	st := msg.RankStatus{
 		MaxOngoing: s.maxOngoing, InFlight: s.open, Requests: s.requests, Tokens: s.tokens, TokensPerS: s.rate(now),
-		PromptTokens: s.hits.prompt, CachedTokens: s.hits.cached, HitRate: s.hits.rate(),
+		PromptTokens: s.hits.prompt, CachedTokens: s.hits.cached, HitRate: s.hits.rate(), Tripped: s.tripped,
 	}
 	if s.hasKV {
 		kv := s.kv // Events is made anew with every note

@@ -115,9 +115,10 @@ func TestSnapshotsAreInTheOrderOfAdmission(t *testing.T) {
 // randomMessage posts one message; tickets are drawn beyond those that exist.
 func randomMessage(rt *rapid.T, ctx context.Context, r *rig, i uint64) {
 	ticket := rapid.Uint64Range(1, 12).Draw(rt, "ticket")
-	switch rapid.IntRange(0, 6).Draw(rt, "kind") {
+	ingress := rapid.SampledFrom([]string{"i", "j", "k"}).Draw(rt, "ingress")
+	switch rapid.IntRange(0, 7).Draw(rt, "kind") {
 	case 0, 1:
-		r.box.Send(&msg.Admit{Ctx: ctx, ReqID: 100 + i, Epoch: 3, Tokens: 10, Hit: int(i), Ingress: "i", Reply: make(chan msg.AdmitReply, 1)})
+		r.box.Send(&msg.Admit{Ctx: ctx, ReqID: 100 + i, Epoch: 3, Tokens: 10, Hit: int(i), Ingress: ingress, Reply: make(chan msg.AdmitReply, 1)})
 	case 2:
 		r.box.Send(msg.FirstToken{TicketID: ticket})
 	case 3:
@@ -129,6 +130,8 @@ func randomMessage(rt *rapid.T, ctx context.Context, r *rig, i uint64) {
 		})
 	case 5:
 		time.Sleep(time.Duration(rapid.IntRange(0, 3000).Draw(rt, "ms")) * time.Millisecond)
+	case 7:
+		r.box.Send(msg.Demand{Ingress: ingress, Waits: rapid.Bool().Draw(rt, "waits")})
 	case 6:
 		if rapid.IntRange(0, 9).Draw(rt, "again") == 0 {
 			require.NoError(rt, r.Ready(ctx, msg.Facts{Incarnation: 8 + i, MaxOngoing: 3}))

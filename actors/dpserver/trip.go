@@ -7,8 +7,8 @@ import (
 	"time"
 )
 
-// trip counts failures of requests. Tripped is a flag and not a phase: the rank lives, and takes nothing until a canary
-// comes back.
+// trip counts failures of requests. Tripped is a flag and not a phase: the rank lives and admits. The stream says that it is tripped
+// until a canary comes back, and the Routers leave it out, unless too many ranks of the application are (routing, View.leaveOut).
 type trip struct {
 	failures int // in a row
 	tripped  bool
@@ -32,7 +32,7 @@ func (t *trip) stop() {
 	}
 }
 
-// failed counts an answer that CONTRACTS section 9 counts towards the trip.
+// failed counts an answer that its ingress counts towards the trip.
 func (r *replica) failed() {
 	r.trip.failures++
 	if r.trip.failures < tripAfter || r.trip.tripped || r.vitals.phase != open {

@@ -37,6 +37,7 @@ func (c *call) admit(ctx, request context.Context, rk *rank) (msg.AdmitReply, ca
 func (c *call) admission(m *msg.Admit, rk *rank) {
 	m.ReqID, m.Epoch, m.Class, m.Tokens, m.Estimated = c.query.ID, rk.epoch, msg.ClassBoth, c.query.Tokens, c.query.Estimated
 	m.Deadline, m.Ingress, m.Session = c.due, c.in.node, routing.SessionKey(c.query.Session)
+	m.Weight = c.scan.Choices
 	m.Whole = c.r != nil && !c.scan.Stream // a reservation has no request: its owner says when prefill is done
 	if c.prompt.looked {
 		m.Hit, m.Blocks, m.HitBlocks = c.query.HitOn(rk.id), c.prompt.blocks, c.prompt.held(rk.id)

@@ -38,11 +38,17 @@ func (c *call) try(parent context.Context, rk *rank) result {
 	c.usage, c.counted, c.stream.tokens = openai.Usage{}, 0, 0
 	c.guard.begin(cancel)
 	defer c.guard.end()
+	counted := c.route.Generates()
 	if !c.entry.lane.begin(rk, a) {
-		c.undo()
+		if counted {
+			c.undo()
+		}
 		return result{cause: causeGone}
 	}
 	defer c.entry.lane.over(rk, a)
+	if !counted {
+		return c.tryUncounted(ctx, rk)
+	}
 	if !rk.local {
 		return c.tryRemote(ctx, rk)
 	}
@@ -99,7 +105,7 @@ func (c *call) done(res *result) {
 	a.rank.mailbox.Send(&msg.Done{
 		TicketID: a.ticket.ID, Outcome: what.done, Cause: what.name,
 		PromptTokens: c.usage.PromptTokens, CachedTokens: c.usage.CachedTokens, HasCached: c.usage.HasCached, CompletionTokens: c.generated(),
-		FirstToken: first, Trip: what.trip && !c.entry.lane.isLost(a.rank), Busy: what.busy, Probe: what.probe,
+		FirstToken: first, Trip: c.countsToTrip(res), Busy: what.busy, Probe: what.probe,
 	})
 	c.entry.lane.took(time.Since(a.start))
 	c.account()

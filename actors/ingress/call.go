@@ -40,6 +40,7 @@ type call struct {
 	waiter  *waiter
 	waitDue time.Time // end of queue_s, from the first wait on
 	rejoin  bool      // was the head of the queue already
+	tripped bool      // a failure of it has counted towards a rank's trip
 
 	attempt  attempt
 	attempts int
@@ -105,7 +106,7 @@ func (c *call) release() {
 	c.query = routing.Request{Tried: c.query.Tried[:0]}
 	c.prompt = prompt{}
 	c.due, c.waitDue, c.written, c.begun = time.Time{}, time.Time{}, time.Time{}, time.Time{}
-	c.died = nil
+	c.died, c.tripped = nil, false
 	c.tried, c.rejoin, c.attempts, c.status, c.cut, c.counted, c.id = c.tried[:0], false, 0, 0, false, 0, ""
 	c.usage, c.reader = openai.Usage{}, readerPace{}
 	c.attempt = attempt{}

@@ -31,6 +31,7 @@ type lane struct {
 	recent      recent // decisions, for replays
 
 	reservations reservations
+	queueDemand  demand
 
 	ratios openai.Estimators
 	mean   atomic.Int64 // EWMA of how long a request holds its place, in ns
@@ -52,6 +53,7 @@ type lane struct {
 	ended   bool                // no timer may start any more
 	timers  map[*rank]*time.Timer
 	doubts  map[string]*time.Timer // nodes whose data port was not reached a moment ago
+	trips   int                    // of ranks, ever: the order in which they tripped
 }
 
 func newLane(in *Ingress, name string) *lane {
@@ -133,6 +135,8 @@ func (l *lane) snapshot(rec *msg.Record) {
 	}
 	r.accepting, r.busy, r.maxOngoing, r.seq, r.silent = rec.Snapshot.Accepting, false, rec.Snapshot.MaxOngoing, rec.Seq, false
 	r.cachingOff, r.maxModelLen = rec.Snapshot.CachingOff, rec.Snapshot.MaxModelLen
+	r.turn, r.offered = "", 0
+	l.noteTrip(r, rec.Snapshot.Tripped)
 	l.told(r)
 	l.resize(r, rec.Snapshot.BlockSize, false)
 	l.raise(r, rec.Seq, rec.Snapshot)
@@ -150,7 +154,7 @@ func (l *lane) raise(r *rank, seq uint64, s *msg.Snapshot) {
 		Kind: routing.EvRankUp, Rank: r.id, Epoch: r.epoch, Incarnation: r.incarnation, Seq: seq, Local: r.local, Snapshot: l.opens,
 		Capacity: s.Capacity, BlockSize: s.BlockSize,
 	})
-	r.shownReady, r.shownMax, r.shownSilent = true, 0, false
+	r.shownReady, r.shownMax, r.shownSilent, r.shownTripped = true, 0, false, -1
 	if l.epochs[r.unit] == r.epoch {
 		delete(l.unseen, r.unit)
 	}
@@ -169,6 +173,10 @@ func (l *lane) show(r *rank) {
 			l.hope()
 		}
 	}
+	if r.tripped != r.shownTripped {
+		r.shownTripped = r.tripped
+		l.observe(routing.Event{Kind: routing.EvTripped, Rank: r.id, Incarnation: r.incarnation, N: r.tripped})
+	}
 	if r.silent != r.shownSilent {
 		r.shownSilent = r.silent
 		l.observe(routing.Event{Kind: routing.EvSilent, Rank: r.id, Incarnation: r.incarnation, Silent: r.silent})
@@ -179,10 +187,28 @@ func (l *lane) show(r *rank) {
 	}
 }
 
+// noteTrip notes whether a rank is tripped, and since which trip.
+func (l *lane) noteTrip(r *rank, tripped bool) {
+	switch {
+	case !tripped:
+		r.tripped = 0
+	case r.tripped == 0:
+		l.trips++
+		r.tripped = l.trips
+	}
+}
+
 func (l *lane) state(r *rank, rec *msg.Record) {
 	r.accepting, r.busy = rec.Accepting, !rec.Accepting && rec.Cause == causeBusy
 	r.draining = rec.Draining
+	l.noteTrip(r, rec.Tripped)
+	if r.turn = rec.Turn; r.turn == l.in.node {
+		r.offered++
+	}
 	l.forgetFull(r)
+	if r.turn != "" && r.offered == 0 {
+		l.fill(r)
+	}
 	if rec.Fenced && rec.Cause != causeDrained.String() && l.epochs[r.unit] == r.epoch {
 		l.fenced[r.unit] = r.epoch // it will be back: nobody is refused before the state says so too
 		l.hope()
@@ -202,7 +228,7 @@ func (l *lane) fence(r *rank, failed bool) {
 	lost := []*rank{r}
 	for _, s := range l.ranks {
 		if !r.draining && s != r && !s.lost && s.unit == r.unit && s.epoch == r.epoch && l.lockstep() {
-			s.accepting, s.busy = false, false
+			s.accepting, s.busy, s.tripped = false, false, 0
 			l.forgetFull(s)
 			l.show(s)
 			lost = append(lost, s)
@@ -232,13 +258,17 @@ func (l *lane) account(r *rank, rec *msg.Record) {
 		kind = routing.EvFinished
 	default:
 	}
-	l.observe(routing.Event{
+	e := routing.Event{
 		Kind: kind, Rank: r.id, ReqID: l.in.fold(rec.Ingress, rec.ReqID), Seq: rec.Seq, Incarnation: rec.Incarnation, Tokens: rec.Tokens, Hit: rec.Hit, Out: rec.Out,
 		Session: rec.Session,
-	})
-	if rec.Kind == msg.RecDone && r.full {
-		l.forgetFull(r)
-		l.show(r)
+	}
+	if rec.Kind == msg.RecDone {
+		l.finished(r, e, rec.Turn)
+		return
+	}
+	l.observe(e)
+	if rec.Kind == msg.RecAdmitted && rec.Ingress == l.in.node {
+		l.tookTurn(r)
 	}
 }
 
@@ -300,9 +330,9 @@ func (l *lane) marked(r *rank, seq uint64) {
 	if l.ended || r.seq > seq || r.full || r.lost {
 		return // the stream is ahead of the refusal: the picture is newer than the answer
 	}
-	r.full = true
+	r.offered = 0
+	l.fill(r)
 	l.show(r)
-	l.timers[r] = time.AfterFunc(l.in.timers.FullRecheck, func() { l.unmark(r) })
 }
 
 func (l *lane) unmark(r *rank) {
@@ -540,6 +570,7 @@ func (l *lane) end() {
 		delete(l.doubts, node)
 	}
 	l.mu.Unlock()
+	l.endDemand()
 	l.reservations.end()
 	if c := l.reads().cache; c != nil {
 		c.close()

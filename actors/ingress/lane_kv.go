@@ -165,11 +165,10 @@ func (l *lane) tokensPerBlock() int {
 func (l *lane) status(r *rank, rec *msg.Record) {
 	s := &rec.Status
 	l.resize(r, s.BlockSize, false)
-	if s.HasKVUsage {
-		l.observe(routing.Event{
-			Kind: routing.EvStatus, Rank: r.id, Incarnation: r.incarnation, Seq: rec.Seq, KVUsage: s.KVUsage, Capacity: s.Capacity, BlockSize: s.BlockSize,
-		})
-	}
+	l.observe(routing.Event{
+		Kind: routing.EvStatus, Rank: r.id, Incarnation: r.incarnation, Seq: rec.Seq, KVUsage: s.KVUsage, NoKVUsage: !s.HasKVUsage,
+		Capacity: s.Capacity, BlockSize: s.BlockSize,
+	})
 }
 
 // judgeCaching looks whether every ready rank runs without prefix caching.

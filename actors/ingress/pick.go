@@ -10,8 +10,16 @@ import (
 )
 
 // pick finds a rank with room, waiting in the application's queue if it must. last is the attempt before, nil for none: it
-// decides what the client sees when nothing is left to try. On success the Router counts the request on that rank.
+// decides what the client sees when nothing is left to try. On success the Router counts the request on that rank, unless it computes
+// no tokens.
 func (c *call) pick(ctx context.Context, last *result) (*rank, *failure) {
+	if !c.route.Generates() {
+		return c.pickUncounted(ctx, last)
+	}
+	return c.pickCounted(ctx, last)
+}
+
+func (c *call) pickCounted(ctx context.Context, last *result) (*rank, *failure) {
 	if c.entry.lane.queue.empty() {
 		rk, f, wait := c.decide(last)
 		if !wait {
@@ -126,8 +134,10 @@ func (c *call) wait(ctx context.Context, last *result) (*rank, *failure) {
 	} else if !l.queue.join(c.waiter, c.entry.app.MaxQueuedRequests, c.in.limits.MaxQueueTokens) {
 		return nil, fail(openai.CodeOverloaded, "the queue of this application is full; try again later").after(l.retryAfter())
 	}
+	l.tellDemand()
 	defer func() {
 		l.queue.leave(c.waiter)
+		l.tellDemand()
 		l.meter.Load().QueueWait(time.Since(began))
 	}()
 	timeout := time.NewTimer(c.waitDue.Sub(began))

@@ -108,7 +108,8 @@ func (p *prompt) fromBody(ctx context.Context, l *lane, route openai.Route, scan
 		p.tokens, p.estimated = l.ratios[route].PromptTokens(scan), true
 	}
 	if !route.Generates() {
-		return nil // it leaves no trace in a rank's cache
+		p.tokens, p.estimated = 0, false
+		return nil // it computes no prompt, and leaves no trace in a rank's cache
 	}
 	r := l.reads()
 	p.adapter = l.adapter(scan.Model)

@@ -31,12 +31,15 @@ type rank struct {
 	rankValue   []string
 
 	accepting   bool
-	busy        bool // not accepting because of causeBusy
-	full        bool // said full, and the stream has told nothing new since
-	lost        bool // fenced, gone, or replaced by a new incarnation: what it has in hand fails
-	failed      bool // fenced because its engine failed, or another one of its lockstep unit
-	draining    bool // takes nothing new and lets its streams end
-	silent      bool // nothing is heard of its node
+	busy        bool   // not accepting because of causeBusy
+	tripped     int    // its answers failed in a row: its place in the lane's order of trips, from 1; 0: they did not
+	full        bool   // said full, or its room is for another ingress, and the stream has told nothing new since
+	turn        string // for whom its free room is, by its last record that says so; "": for all
+	offered     int    // requests that room was held for, and that have not taken it
+	lost        bool   // fenced, gone, or replaced by a new incarnation: what it has in hand fails
+	failed      bool   // fenced because its engine failed, or another one of its lockstep unit
+	draining    bool   // takes nothing new and lets its streams end
+	silent      bool   // nothing is heard of its node
 	maxOngoing  int
 	seq         uint64 // of the last record
 	steps       uint64 // records of a first token or of output: each says that its engine made progress
@@ -49,10 +52,11 @@ type rank struct {
 	asked  time.Duration // when it was asked for one last; 0: never
 	asking *time.Timer   // until it is asked again; nil: it is not
 
-	shownReady  bool // what the Router was told
-	shownMax    int
-	shownSilent bool
-	attempts    *attempt // those it has in hand: head of a list
+	shownReady   bool // what the Router was told
+	shownMax     int
+	shownSilent  bool
+	shownTripped int
+	attempts     *attempt // those it has in hand: head of a list
 }
 
 // newRank reads a snapshot. The error is about the target's URL.
@@ -80,9 +84,10 @@ func (r *rank) is(rec *msg.Record) bool {
 	return r.epoch == rec.Epoch && r.incarnation == rec.Incarnation
 }
 
-// want is what the Router should see: is the rank ready, and how many requests may it hold. A busy rank is ready and full.
+// want is what the Router should see: is the rank ready, and how many requests may it hold. A busy rank is ready and full;
+// a tripped one is ready, as the Router decides whether it is left out.
 func (r *rank) want(stateReady bool) (ready bool, maxOngoing int) {
-	ready = stateReady && !r.lost && (r.accepting || r.busy)
+	ready = stateReady && !r.lost && (r.accepting || r.busy || r.tripped > 0)
 	if r.busy || r.full {
 		return ready, 0
 	}

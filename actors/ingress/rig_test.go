@@ -160,6 +160,10 @@ type replica struct {
 	refuse      func(m *msg.Admit) msg.Refusal
 	mute        bool // answers nobody
 	moving      bool // its engine makes progress whenever somebody asks
+	trips       bool // five failures in a row trip it, for good
+	failures    int  // in a row
+	tripped     bool
+	demands     []bool // what it was told of waiting requests
 	held        []*msg.Admit
 }
 
@@ -185,6 +189,8 @@ func (r *replica) Send(m any) {
 			return
 		}
 		r.admit(m)
+	case msg.Demand:
+		r.demands = append(r.demands, m.Waits)
 	case *msg.FirstToken:
 		r.firsts++
 		if a, ok := r.open[m.TicketID]; ok {
@@ -204,7 +210,21 @@ func (r *replica) Send(m any) {
 		if a, ok := r.open[m.TicketID]; ok {
 			delete(r.open, m.TicketID)
 			r.record(msg.RecDone, &a)
+			r.judge(m)
 		}
+	}
+}
+
+func (r *replica) judge(m *msg.Done) {
+	switch {
+	case m.Trip:
+		r.failures++
+	case m.Outcome == msg.OK:
+		r.failures = 0
+	}
+	if r.trips && r.failures == 5 && !r.tripped {
+		r.accepting, r.tripped = false, true
+		r.emit(&msg.Record{Kind: msg.RecState, Tripped: true, Cause: "tripped"})
 	}
 }
 
@@ -267,7 +287,7 @@ func (r *replica) publish() {
 }
 
 func (r *replica) snapshot() {
-	s := &msg.Snapshot{Accepting: r.accepting, MaxOngoing: r.max, MaxModelLen: r.length, Node: cmp.Or(r.node, "n1"), Target: r.target(), Mailbox: r}
+	s := &msg.Snapshot{Accepting: r.accepting, Tripped: r.tripped, MaxOngoing: r.max, MaxModelLen: r.length, Node: cmp.Or(r.node, "n1"), Target: r.target(), Mailbox: r}
 	for _, m := range r.open {
 		s.Open = append(s.Open, msg.OpenRequest{ReqID: m.ReqID, Ingress: m.Ingress, Tokens: m.Tokens})
 	}

@@ -24,8 +24,15 @@ func (in *Ingress) RouterInfo(app string) (msg.RouterInfo, error) {
 		Reservations: l.reservations.len(), Imbalance: router.MaxMean(), Index: in.Index(app),
 	}
 	for i := range view.Ranks {
-		if view.Ranks[i].Ready {
+		rk := &view.Ranks[i]
+		if rk.Serves() {
 			out.Ready++
+		}
+		if rk.Ready && rk.Tripped > 0 {
+			out.Tripped++
+		}
+		if rk.LeftOut {
+			out.LeftOut++
 		}
 	}
 	return out, nil

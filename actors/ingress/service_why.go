@@ -30,6 +30,8 @@ func (l *lane) judgeRanks(k *question, v *routing.View) *judge {
 		switch {
 		case r.busy:
 			j.hold[id] = "its engine said that it is busy"
+		case r.full && r.turn != "" && r.offered == 0:
+			j.hold[id] = "its free room is for another ingress, which waits as well"
 		case r.full:
 			j.hold[id] = "it said that it is full"
 		}
@@ -46,6 +48,8 @@ func (j *judge) judge(rk *routing.Rank) (state, why string, eligible bool) {
 		return "draining", "it takes nothing new and lets its requests end", false
 	case !rk.Ready:
 		return "not-ready", "its unit is not ready, or its engine does not accept", false
+	case rk.LeftOut:
+		return "tripped", "its answers failed in a row, and no canary has come back yet", false
 	case rk.Busy:
 		return "busy", fmt.Sprintf("KV usage %.2f, busy_threshold %.2f", rk.Usage(), j.view.BusyThreshold), false
 	case rk.Silent && j.anyOpen:

@@ -353,3 +353,44 @@ func TestDefaults(t *testing.T) {
 	assert.Equal(t, 10, budgetShare)
 	assert.Equal(t, 20, budgetFloor)
 }
+
+// TestTokenizingTakesNoTicket: it is answered beside a full rank, and counts nowhere.
+func TestTokenizingTakesNoTicket(t *testing.T) {
+	for _, far := range []bool{false, true} {
+		t.Run(fmt.Sprintf("far %v", far), func(t *testing.T) {
+			e := newGate()
+			engine := func(w http.ResponseWriter, r *http.Request) {
+				if strings.Contains(r.URL.Path, "tokenize") {
+					replies(200, `{"tokens":[1]}`)(w, r)
+					return
+				}
+				e.ServeHTTP(w, r)
+			}
+			g := newRig(t, options{engines: []http.HandlerFunc{engine}, max: 1, far: far})
+			done := make(chan answer, 1)
+			go func() { done <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
+			eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "the rank is full")
+			for path, body := range map[string]string{"/tokenize": `{"model":"demo","prompt":"some words"}`, "/detokenize": `{"model":"demo","tokens":[1,2]}`} {
+				a := g.post(path, body)
+				assert.Equal(t, 200, a.status, a.body)
+				assert.JSONEq(t, `{"tokens":[1]}`, a.body)
+			}
+			assert.Equal(t, 1, g.replicas[0].granted())
+			assert.Equal(t, 1, g.in.lane("demo").router.Load().Snapshot().Ranks[0].Load.O())
+			e.open <- struct{}{}
+			assert.Equal(t, 200, (<-done).status)
+		})
+	}
+}
+
+func TestTokenizingIsTriedOnAnotherRank(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{resets, replies(200, `{"tokens":[1]}`)}})
+	for range 20 {
+		assert.Equal(t, 200, g.post("/tokenize", `{"model":"demo","prompt":"x"}`).status)
+	}
+	g.replicas[0].say(false, true, "crashed")
+	g.replicas[1].say(false, true, "crashed")
+	g.phase("demo/0/0", state.Failed, 1)
+	g.phase("demo/0/1", state.Failed, 1)
+	assert.Equal(t, 503, g.post("/tokenize", `{"model":"demo","prompt":"x"}`).status)
+}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -216,16 +217,17 @@ func tokenizeHeader(client http.Header) http.Header {
 	return out
 }
 
-// anyReady is some rank that serves, of this node if there is one; nil if there is none.
-func (l *lane) anyReady() *rank {
+// anyReady is some rank that serves and is not one of those, of this node if there is one; nil if there is none.
+func (l *lane) anyReady(but ...*rank) *rank {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	var far *rank
 	for _, r := range l.ranks { // in no order: the questions spread
 		switch {
-		case r.shownReady && r.local:
+		case !r.shownReady || slices.Contains(but, r):
+		case r.local:
 			return r
-		case r.shownReady:
+		default:
 			far = r
 		}
 	}

@@ -58,6 +58,7 @@ type Admit struct {
 	Tokens    int
 	Estimated bool
 	Whole     bool      // the answer comes as a whole: no FirstToken is posted, the DPServer predicts it
+	Weight    int       // sequences: n × prompts; 0 counts as 1. A rank counts at most as many as it has room for
 	Hit       int       // prompt tokens that the sender's index says the rank has cached
 	Blocks    []uint64  // chain hashes of the prompt's full blocks; nil if the policy reads no index
 	HitBlocks int       // leading entries of Blocks that Hit stands for
@@ -142,6 +143,13 @@ type Done struct {
 	Trip             bool
 	Busy             bool // engine_busy: take the rank as full until the next Done, at most 1 s
 	Probe            bool
+}
+
+// Demand says that requests of an application wait for room at an ingress, or wait no longer. It is said of every rank of the
+// application, and again while it lasts: a rank that frees room keeps it for the ingresses that wait, in turn.
+type Demand struct {
+	Ingress string
+	Waits   bool
 }
 
 // Drain stops admission and lets running streams go on until Deadline.

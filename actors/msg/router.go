@@ -98,7 +98,9 @@ type RouterInfo struct {
 	BusyThreshold *float64       `json:"busy_threshold,omitempty"`
 	CachingOff    bool           `json:"prefix_caching_off,omitempty"`
 	Ranks         int            `json:"ranks"`
-	Ready         int            `json:"ready"`
+	Ready         int            `json:"ready"`              // get requests
+	Tripped       int            `json:"tripped,omitempty"`  // their answers failed in a row
+	LeftOut       int            `json:"left_out,omitempty"` // of Tripped: get nothing until a canary comes back
 	Queued        int            `json:"queued"`
 	Reservations  int            `json:"reservations"`
 	Imbalance     float64        `json:"imbalance"`       // open requests on the fullest ready rank over the mean; 1 = even

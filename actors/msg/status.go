@@ -69,6 +69,7 @@ type RankStatus struct {
 	TTFTp50Ms   float64 `json:"ttft_p50_ms"`        // over the last 512 requests
 	TTFTp95Ms   float64 `json:"ttft_p95_ms"`        //
 	Progress    string  `json:"progress,omitempty"` // while starting: what it waits for
+	Tripped     bool    `json:"tripped,omitempty"`  // its answers failed in a row, and no canary has come back yet
 
 	PromptTokens uint64    `json:"prompt_tokens,omitempty"` // of ended requests whose engine reported cached tokens
 	CachedTokens uint64    `json:"cached_tokens,omitempty"` // of PromptTokens, found in the rank's cache

@@ -44,7 +44,9 @@ type Record struct {
 	Out     int
 	Cause   string // RecDone, RecState, RecFirstToken
 
-	Accepting bool      // RecState
+	Turn      string    // RecDone, RecState: for whom the free room is: the name of an ingress, or of no node while it is collected; "" = for all
+	Accepting bool      // RecState: open, not tripped and not busy
+	Tripped   bool      // RecState: its answers failed in a row. It admits all the same: readers decide whether they leave it out
 	Fenced    bool      // RecState: the rank is fenced, what it has in hand is lost
 	Draining  bool      // RecState: takes nothing new and lets its streams end; with Fenced: the drain is over, and cuts what is left
 	Snapshot  *Snapshot // RecSnapshot
@@ -76,6 +78,7 @@ type Resync struct{ Sink Sink }
 // Snapshot is a replica's whole account at Record.Seq.
 type Snapshot struct {
 	Accepting   bool
+	Tripped     bool // as in RecState
 	MaxOngoing  int
 	Capacity    int64 // tokens of the KV cache; 0 = not known
 	BlockSize   int   // tokens per KV block; 0 = not known

@@ -119,7 +119,7 @@ func TestDataAdmission(t *testing.T) {
 		for i := range n {
 			d.Admit.Blocks = append(d.Admit.Blocks, uint64(i)*0x9e3779b97f4a7c15+1)
 		}
-		d.Admit.Deadline = time.Now().Add(time.Hour)
+		d.Admit.Deadline, d.Admit.Weight = time.Now().Add(time.Hour), 6
 		require.NoError(t, g.send(d).err)
 		assert.Equal(t, string(d.Body), <-bodies)
 		asked := g.rank.asked()

@@ -28,6 +28,7 @@ const (
 	dataTokens     = "Dpserve-Tokens"    //nolint:gosec // a field's name
 	dataEstimated  = "Dpserve-Estimated" // 1: Tokens is bytes / k
 	dataWhole      = "Dpserve-Whole"     // 1: the answer comes as a whole
+	dataWeight     = "Dpserve-Weight"    // sequences, if more than one
 	dataHit        = "Dpserve-Hit"
 	dataHitBlocks  = "Dpserve-Hit-Blocks"
 	dataBlocks     = "Dpserve-Blocks"         // hashes in front of the body, 8 bytes each, little endian
@@ -88,13 +89,13 @@ type dataHead struct {
 
 // writeHead puts a dispatch into the header of its request. The engine's fields share their values with d.
 func writeHead(d *msg.Dispatch, now time.Time) http.Header {
-	h := make(http.Header, len(d.Header)+15)
+	h := make(http.Header, len(d.Header)+17)
 	for name, values := range d.Header {
 		if !strings.HasPrefix(name, dataPrefix) {
 			h[name] = values
 		}
 	}
-	f := fields{header: h, values: make([]string, 0, 15)}
+	f := fields{header: h, values: make([]string, 0, 17)}
 	f.set(dataApp, d.App)
 	f.set(dataUnit, d.Unit)
 	f.set(dataRank, d.Rank.String())
@@ -149,6 +150,9 @@ func (f *fields) admit(m *msg.Admit, now time.Time) {
 	}
 	if m.Whole {
 		f.set(dataWhole, "1")
+	}
+	if m.Weight > 1 {
+		f.count(dataWeight, m.Weight)
 	}
 	if len(m.Blocks) > 0 {
 		f.count(dataHit, m.Hit)
@@ -235,7 +239,7 @@ func readHead(h http.Header, path string, now time.Time) (*dataHead, error) {
 func (d *dataHead) readAdmit(r *reading, now time.Time) {
 	d.admit = msg.Admit{
 		ReqID: r.number(dataReq, 64), Epoch: r.number(dataEpoch, 64), Class: msg.ClassBoth, Tokens: r.count(dataTokens),
-		Estimated: r.number(dataEstimated, 1) == 1, Whole: r.number(dataWhole, 1) == 1,
+		Estimated: r.number(dataEstimated, 1) == 1, Whole: r.number(dataWhole, 1) == 1, Weight: r.count(dataWeight),
 		Hit: r.count(dataHit), HitBlocks: r.count(dataHitBlocks), Ingress: r.text(dataIngress),
 		Session: r.number(dataSession, 64),
 	}

@@ -20,8 +20,8 @@ const (
 // errNotPosted is what a rank of another node says to a message that does not travel by its stream, as an Admit.
 var errNotPosted = errors.New("a message of this kind is not posted to ranks of other nodes")
 
-// remoteBox is the mailbox of a rank on another node. It implements msg.Mailbox: Done, FirstToken, Progress, Probe and Resync go there by
-// the node's stream, everything else is refused. What is posted after the rank is out still goes, if the node comes back: its
+// remoteBox is the mailbox of a rank on another node. It implements msg.Mailbox: Done, FirstToken, Progress, Probe, Demand and Resync go
+// there by the node's stream, everything else is refused. What is posted after the rank is out still goes, if the node comes back: its
 // requests may have gone on.
 type remoteBox struct {
 	id      identity

@@ -53,6 +53,9 @@ const (
 	flagUsage // RecStatus: HasKVUsage
 )
 
+// flagTripped of RecSnapshot and RecState is a bit that they did not use.
+const flagTripped = flagUsage
+
 // identity names one incarnation of a rank.
 type identity struct {
 	app, unit          string
@@ -85,12 +88,16 @@ func (p *packer) pack(slot uint64, rec *msg.Record) {
 		if rec.Session != 0 { // before any later field
 			p.fixed(rec.Session)
 		}
+		if rec.Kind == msg.RecDone {
+			p.turn(rec.Turn)
+		}
 		p.end()
 	case msg.RecState:
 		p.begin(wireOf(rec.Kind), slot)
 		p.u64(rec.Seq)
-		p.buf = append(p.buf, flag(rec.Accepting, flagAccepting)|flag(rec.Fenced, flagFenced)|flag(rec.Draining, flagDraining))
+		p.buf = append(p.buf, flag(rec.Accepting, flagAccepting)|flag(rec.Fenced, flagFenced)|flag(rec.Draining, flagDraining)|flag(rec.Tripped, flagTripped))
 		p.text(rec.Cause)
+		p.turn(rec.Turn)
 		p.end()
 	case msg.RecGone:
 		p.begin(wireOf(rec.Kind), slot)
@@ -102,6 +109,13 @@ func (p *packer) pack(slot uint64, rec *msg.Record) {
 	case msg.RecKVBegin, msg.RecKV, msg.RecKVEnd:
 		p.kv(slot, rec)
 	case msg.RecSilent: // a reader's own finding
+	}
+}
+
+// turn packs for whom room is; a record without it is as it always was.
+func (p *packer) turn(ingress string) {
+	if ingress != "" {
+		p.text(ingress)
 	}
 }
 
@@ -147,7 +161,7 @@ func (p *packer) snapshot(slot uint64, rec *msg.Record) {
 	n := fitting(s.Open)
 	p.begin(wireOf(rec.Kind), slot)
 	p.buf = append(p.buf, flag(rec.Accepting, flagAccepting)|flag(s.Accepting, flagTaking)|flag(s.CachingOff, flagCachingOff)|
-		flag(s.Target.Owned, flagOwned)|flag(n < len(s.Open), flagMore))
+		flag(s.Target.Owned, flagOwned)|flag(n < len(s.Open), flagMore)|flag(s.Tripped, flagTripped))
 	p.u64(rec.Seq)
 	p.identity(identityOf(rec))
 	p.count(int64(s.MaxOngoing))

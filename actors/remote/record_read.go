@@ -193,7 +193,9 @@ func (u *unpacker) readDelta(kind msg.RecordKind, slot uint64, c *cursor) *sourc
 	case msg.RecState:
 		flags := c.byte()
 		rec.Accepting, rec.Fenced, rec.Draining = flags&flagAccepting != 0, flags&flagFenced != 0, flags&flagDraining != 0
+		rec.Tripped = flags&flagTripped != 0
 		rec.Cause = c.text()
+		rec.Turn = c.turn()
 	case msg.RecStatus:
 		rec.Status.HasKVUsage = c.byte()&flagUsage != 0
 		rec.Status.KVUsage = math.Float64frombits(c.fixed())
@@ -205,6 +207,9 @@ func (u *unpacker) readDelta(kind msg.RecordKind, slot uint64, c *cursor) *sourc
 		rec.Cause = c.text()
 		if kind == msg.RecAdmitted && len(c.b) > 0 {
 			rec.Session = c.fixed()
+		}
+		if kind == msg.RecDone {
+			rec.Turn = c.turn()
 		}
 	}
 	return src
@@ -236,7 +241,7 @@ func (u *unpacker) readSnapshot(slot uint64, c *cursor) *source {
 	u.rec = msg.Record{Kind: msg.RecSnapshot, Accepting: flags&flagAccepting != 0, Seq: c.u64(), Snapshot: &u.snap}
 	id := c.identity()
 	u.snap = msg.Snapshot{
-		Accepting: flags&flagTaking != 0, CachingOff: flags&flagCachingOff != 0, MaxOngoing: c.int(), Capacity: c.count(), BlockSize: c.int(),
+		Accepting: flags&flagTaking != 0, Tripped: flags&flagTripped != 0, CachingOff: flags&flagCachingOff != 0, MaxOngoing: c.int(), Capacity: c.count(), BlockSize: c.int(),
 		Node: c.text(), Target: msg.Target{Owned: flags&flagOwned != 0, URL: c.text(), Addressing: c.text(), Selector: c.int()}, Open: u.snap.Open[:0],
 	}
 	u.readOpen(c)
@@ -370,6 +375,14 @@ func (c *cursor) text() string {
 		c.texts[s] = s
 	}
 	return s
+}
+
+// turn is the last text of a record that may have it.
+func (c *cursor) turn() string {
+	if len(c.b) == 0 {
+		return ""
+	}
+	return c.text()
 }
 
 func (c *cursor) identity() (id identity) {

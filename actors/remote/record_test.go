@@ -74,7 +74,7 @@ func drawCount(t *rapid.T, label string) int {
 
 func drawSnapshot(t *rapid.T) *msg.Snapshot {
 	s := &msg.Snapshot{
-		Accepting: rapid.Bool().Draw(t, "accepting"), CachingOff: rapid.Bool().Draw(t, "off"), MaxOngoing: drawCount(t, "max"),
+		Accepting: rapid.Bool().Draw(t, "accepting"), Tripped: rapid.Bool().Draw(t, "tripped"), CachingOff: rapid.Bool().Draw(t, "off"), MaxOngoing: drawCount(t, "max"),
 		Capacity: int64(drawCount(t, "capacity")), BlockSize: drawCount(t, "block"), Node: drawText(t, "node"), MaxModelLen: drawCount(t, "length"),
 		Target: msg.Target{URL: drawText(t, "url"), Addressing: drawText(t, "addr"), Selector: drawCount(t, "sel"), Owned: rapid.Bool().Draw(t, "own")},
 	}
@@ -94,7 +94,7 @@ func drawRecord(t *rapid.T) msg.Record {
 		r.Accepting, r.Snapshot = rapid.Bool().Draw(t, "taking"), drawSnapshot(t)
 	case msg.RecState:
 		r.Accepting, r.Fenced, r.Draining = rapid.Bool().Draw(t, "a"), rapid.Bool().Draw(t, "f"), rapid.Bool().Draw(t, "d")
-		r.Cause = drawText(t, "cause")
+		r.Cause, r.Tripped, r.Turn = drawText(t, "cause"), rapid.Bool().Draw(t, "tripped"), drawText(t, "turn")
 	case msg.RecStatus:
 		r.Status = msg.Status{KVUsage: rapid.Float64().Draw(t, "usage"), HasKVUsage: rapid.Bool().Draw(t, "has"), Capacity: 4096, BlockSize: drawCount(t, "bs")}
 	case msg.RecKVBegin:
@@ -112,6 +112,9 @@ func drawRecord(t *rapid.T) msg.Record {
 		r.Tokens, r.Hit, r.Out = drawCount(t, "tokens"), drawCount(t, "hit"), drawCount(t, "out")
 		if kind == msg.RecAdmitted {
 			r.Session = rapid.Uint64().Draw(t, "session")
+		}
+		if kind == msg.RecDone {
+			r.Turn = drawText(t, "turn")
 		}
 	}
 	return r
@@ -185,13 +188,15 @@ func TestNumbersOnTheWire(t *testing.T) {
 // TestMB6UnknownKindsAndFields: what a later version adds is skipped and counted, and the rest is read.
 func TestMB6UnknownKindsAndFields(t *testing.T) {
 	raw := packed(firstRecord())
-	raw = append(raw, 3, 99, 7, 1)                        // a kind that is not known
-	longer := packed(delta(msg.RecState, 42))             // a field behind the known ones
+	raw = append(raw, 3, 99, 7, 1) // a kind that is not known
+	turn := delta(msg.RecState, 42)
+	turn.Turn = "n1"
+	longer := packed(turn)                                // a field behind the known ones
 	raw = append(append(raw, longer[0]+2), longer[1:]...) // its length
 	raw = append(append(raw, 0xff, 0xff), packed(delta(msg.RecDone, 43))...)
 	h, skipped := unpacked(t, raw)
 	require.Len(t, h.records, 3)
-	assert.Equal(t, delta(msg.RecState, 42), h.records[1])
+	assert.Equal(t, turn, h.records[1])
 	assert.Equal(t, delta(msg.RecDone, 43), h.records[2])
 	assert.EqualValues(t, 1, skipped.kinds.Load())
 	assert.EqualValues(t, 1, skipped.fields.Load())

@@ -57,6 +57,9 @@ func (s *StreamServer) post(sub *subscriber, p *dpservev1.Post) {
 		s.counts.strangePosts.Add(1)
 		return
 	}
+	if d, ok := m.(*msg.Demand); ok {
+		d.Ingress = sub.name
+	}
 	s.counts.posts.Add(1)
 	box.Send(m)
 }
@@ -73,6 +76,8 @@ func fromPost(p *dpservev1.Post, now time.Time) any {
 		return &msg.Progress{TicketID: m.Progress.GetTicket(), Out: bounded(m.Progress.GetOut())}
 	case *dpservev1.Post_Probe:
 		return &msg.Probe{TicketID: m.Probe.GetTicket()}
+	case *dpservev1.Post_Demand:
+		return &msg.Demand{Waits: m.Demand.GetWaits()}
 	default:
 		return nil
 	}
@@ -116,6 +121,10 @@ func toPost(m any) *dpservev1.Post {
 	case *msg.Probe:
 		return &dpservev1.Post{Message: &dpservev1.Post_Probe{Probe: &dpservev1.Probe{Ticket: m.TicketID}}}
 	case msg.Probe:
+		return toPost(&m)
+	case *msg.Demand:
+		return &dpservev1.Post{Message: &dpservev1.Post_Demand{Demand: &dpservev1.Demand{Waits: m.Waits}}}
+	case msg.Demand:
 		return toPost(&m)
 	case *msg.Resync, msg.Resync:
 		return &dpservev1.Post{Message: &dpservev1.Post_Resync{Resync: &dpservev1.Resync{}}}

@@ -271,9 +271,13 @@ func TestPosts(t *testing.T) {
 		box.Send(msg.Progress{TicketID: 7, Out: 3})
 		box.Send(&msg.Probe{TicketID: 7})
 		box.Send(&done)
+		box.Send(msg.Demand{Ingress: "another", Waits: true})
 		calm()
 		a.do(func() {
-			assert.Equal(t, []any{&msg.FirstToken{TicketID: 7, At: at}, &msg.Progress{TicketID: 7, Out: 3}, &msg.Probe{TicketID: 7}, &done}, a.got)
+			assert.Equal(t, []any{
+				&msg.FirstToken{TicketID: 7, At: at}, &msg.Progress{TicketID: 7, Out: 3}, &msg.Probe{TicketID: 7}, &done,
+				&msg.Demand{Ingress: "i1", Waits: true},
+			}, a.got, "whose stream it is says who waits")
 			a.got = nil
 		})
 		require.ErrorIs(t, box.TrySend(&msg.Admit{}), errNotPosted)
@@ -283,7 +287,7 @@ func TestPosts(t *testing.T) {
 		calm()
 		a.do(func() { assert.Empty(t, a.got, "of an incarnation that is over") })
 		assert.EqualValues(t, 1, w.streams.Stats().StrangePosts)
-		assert.EqualValues(t, 4, w.streams.Stats().Posts)
+		assert.EqualValues(t, 5, w.streams.Stats().Posts)
 		n.equals(t, a)
 	})
 }

@@ -82,6 +82,9 @@ func routerTable(r *msg.RouterInfo) *table {
 		row("prefix caching", "off in the engines")
 	}
 	row("ranks ready", fmt.Sprintf("%d/%d", r.Ready, r.Ranks))
+	if r.Tripped > 0 {
+		row("ranks tripped", fmt.Sprintf("%d, %d of them left out", r.Tripped, r.LeftOut))
+	}
 	row("queued", strconv.Itoa(r.Queued))
 	row("imbalance", decimal(r.Imbalance))
 	row("reservations", strconv.Itoa(r.Reservations))

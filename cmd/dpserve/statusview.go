@@ -171,7 +171,10 @@ func (r rankRow) name() string {
 
 // reason says what a rank waits for, or why it is not ready.
 func (r rankRow) reason() string {
-	if r.rank.Phase == string(state.Ready) {
+	switch {
+	case r.rank.Phase == string(state.Ready) && r.rank.Tripped:
+		return "tripped: its answers failed in a row"
+	case r.rank.Phase == string(state.Ready):
 		return ""
 	}
 	return oneLine(cmp.Or(r.rank.Progress, r.unit.Reason))

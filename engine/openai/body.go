@@ -97,6 +97,9 @@ func (b *Body) Scan(route Route, body []byte) error {
 	if route == Chat {
 		b.TextBytes += b.Tools.End - b.Tools.Start // a template writes them out
 	}
+	if b.route.Generates() && b.Choices > MaxSequences {
+		return newBodyError(faultTooLarge, []byte("prompt"), "n × prompts must be at most %d", MaxSequences)
+	}
 	return nil
 }
 

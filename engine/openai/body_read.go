@@ -11,6 +11,8 @@ import (
 const (
 	// MaxN is the largest n: more choices than this is refused.
 	MaxN = 128
+	// MaxSequences is the largest product of n and the number of prompts: what an engine computes for one request.
+	MaxSequences = 1024
 	// MaxMaxTokens is the largest max_tokens and max_completion_tokens that passes; what the model can do is the
 	// engine's answer.
 	MaxMaxTokens = 1 << 31

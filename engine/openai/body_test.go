@@ -183,6 +183,15 @@ func TestScanRefuses(t *testing.T) {
 	}
 }
 
+func TestScanBoundsTheSequencesOfARequest(t *testing.T) {
+	list := func(n int) string { return `{"n":8,"prompt":["a"` + strings.Repeat(`,"a"`, n-1) + `]}` }
+	assert.Equal(t, 1024, scan(t, Completions, list(128)).Choices)
+	got := refused(t, Completions, list(129))
+	assert.Equal(t, [...]string{"n × prompts must be at most 1024", "prompt"}, [...]string{got.Message, got.Param})
+	tokens := `{"prompt":[[1]` + strings.Repeat(`,[1]`, MaxSequences) + `]}`
+	assert.Equal(t, "prompt", refused(t, Completions, tokens).Param)
+}
+
 func TestScanAcceptsWhatIsTheEnginesToJudge(t *testing.T) {
 	deep := strings.Repeat("[", MaxDepth-1) + strings.Repeat("]", MaxDepth-1)
 	for _, body := range []string{

@@ -60,7 +60,7 @@ var NodeFails = peerGone
 // EngineFails: an engine dies, hangs or answers with failures.
 var EngineFails = Fault{
 	{Msg: "(rank|unit) is fenced", Why: "the rank must not answer under its old incarnation"},
-	{Msg: "rank is tripped: its answers failed in a row", Why: "it gets no request until a canary passes"},
+	{Msg: "rank is tripped: its answers failed in a row", Why: "it gets no request until a canary passes, unless too many ranks are tripped"},
 }
 
 // RanksMove: a node stops ranks that are granted elsewhere by now, or whose lease it could not renew.

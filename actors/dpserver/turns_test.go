@@ -1,0 +1,306 @@
+package dpserver
+
+import (
+	"strconv"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
+
+	"github.com/dpserve/dpserve/actors/msg"
+)
+
+// checkTurns says what holds after every step: no more is held than is free, and no more is told than is held.
+func checkTurns(t *rapid.T, s *turns, free int) {
+	held := 0
+	for _, p := range s.places {
+		require.True(t, 0 <= p.told && p.told <= p.held && p.need >= 1, "%+v", p)
+		held += p.held
+	}
+	require.Equal(t, held, s.held)
+	require.LessOrEqual(t, held, free)
+	require.LessOrEqual(t, len(s.places), maxPlaces)
+}
+
+// TestLawOfTurns: whatever ingresses ask, leave, return or forget, room is refused only if it is taken or held for another one, what is
+// held is taken or free again after a bounded time, and nothing is held for ever.
+func TestLawOfTurns(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		var s turns
+		room := rapid.IntRange(1, 8).Draw(t, "room")
+		free, open, now := room, []int{}, time.Unix(1000, 0)
+		names := []string{"a", "b", "c", "d"}
+		for range rapid.IntRange(1, 120).Draw(t, "length") {
+			who := rapid.SampledFrom(names).Draw(t, "ingress")
+			switch rapid.IntRange(0, 6).Draw(t, "step") {
+			case 0, 1:
+				need := rapid.IntRange(1, room).Draw(t, "need")
+				others := 0
+				for _, p := range s.places {
+					if p.ingress != who {
+						others += p.held
+					}
+				}
+				granted := s.mayTake(who, need, free)
+				require.Equal(t, need <= free-others, granted)
+				if !granted {
+					s.wait(now, who, need)
+					break
+				}
+				free, open = free-need, append(open, need)
+				s.take(now, who, need)
+			case 2:
+				if len(open) > 0 {
+					free, open = free+open[0], open[1:]
+				}
+			case 3:
+				s.wait(now, who, 0)
+			case 4:
+				s.leave(who)
+			case 5:
+				now = now.Add(time.Duration(rapid.IntRange(0, 4000).Draw(t, "ms")) * time.Millisecond)
+				s.expire(now)
+			case 6:
+				s.release()
+			}
+			checkTurns(t, &s, free)
+			for range room {
+				turn := s.offer(now, free)
+				checkTurns(t, &s, free)
+				require.True(t, turn == "" || s.mayTake(turn, 1, free), "who has the turn may take it")
+			}
+			require.False(t, s.canOffer(now, free), "free room is held as long as an ingress waits")
+		}
+		if at, ok := s.next(); ok {
+			require.LessOrEqual(t, at.Sub(now), waitLife)
+		} else {
+			require.Zero(t, s.held)
+		}
+		s.expire(now.Add(waitLife))
+		require.Zero(t, s.held, "no room is kept")
+	})
+}
+
+func TestLawTheOnlyIngressIsNeverHeldUp(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		var s turns
+		room := rapid.IntRange(1, 8).Draw(t, "room")
+		free, now := room, time.Unix(1000, 0)
+		for range rapid.IntRange(1, 80).Draw(t, "length") {
+			switch rapid.IntRange(0, 3).Draw(t, "step") {
+			case 0:
+				need := rapid.IntRange(1, room).Draw(t, "need")
+				granted := s.mayTake("a", need, free)
+				require.Equal(t, need <= free, granted)
+				if granted {
+					free -= need
+					s.take(now, "a", need)
+				} else {
+					s.wait(now, "a", need)
+				}
+			case 1:
+				free = min(free+1, room)
+			case 2:
+				s.wait(now, "a", 0)
+			default:
+				now = now.Add(time.Duration(rapid.IntRange(0, 4000).Draw(t, "ms")) * time.Millisecond)
+				s.expire(now)
+			}
+			s.offer(now, free)
+			checkTurns(t, &s, free)
+		}
+	})
+}
+
+// TestLawTurnsAreEqual: of ingresses that wait all the time each has as many turns as the others, however late they take them.
+func TestLawTurnsAreEqual(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		var s turns
+		k, room := rapid.IntRange(2, 6).Draw(t, "ingresses"), rapid.IntRange(1, 8).Draw(t, "room")
+		now, free := time.Unix(1000, 0), 0
+		count, owed := map[string]int{}, []string{}
+		for range rapid.IntRange(50, 200).Draw(t, "steps") {
+			now = now.Add(10 * time.Millisecond)
+			for i := range k {
+				s.wait(now, strconv.Itoa(i), 0)
+			}
+			if free < room && rapid.Bool().Draw(t, "freed") {
+				free++
+			}
+			if turn := s.offer(now, free); turn != "" {
+				count[turn]++
+				owed = append(owed, turn)
+			}
+			for len(owed) > 0 && rapid.Bool().Draw(t, "taken") {
+				i := rapid.IntRange(0, len(owed)-1).Draw(t, "who")
+				require.True(t, s.mayTake(owed[i], 1, free))
+				s.take(now, owed[i], 1)
+				free--
+				owed = append(owed[:i], owed[i+1:]...)
+			}
+			for _, p := range s.places {
+				if p.told > 0 && now.Sub(p.due) > -50*time.Millisecond { // in time
+					for i := len(owed) - 1; i >= 0; i-- {
+						if owed[i] == p.ingress {
+							s.take(now, p.ingress, 1)
+							free--
+							owed = append(owed[:i], owed[i+1:]...)
+						}
+					}
+				}
+			}
+			checkTurns(t, &s, free)
+		}
+		least, most := 1<<30, 0
+		for i := range k {
+			n := count[strconv.Itoa(i)]
+			least, most = min(least, n), max(most, n)
+		}
+		require.LessOrEqual(t, most-least, 1, "%v", count)
+	})
+}
+
+func (r *rig) askFor(ingress string) msg.AdmitReply {
+	r.t.Helper()
+	return r.ask(func(a *msg.Admit) { a.Ingress = ingress })
+}
+
+// last is the last record, which must say whether the rank has done with a request or is as it was.
+func (r *rig) last() msg.Record {
+	got := r.tape.take()
+	require.NotEmpty(r.t, got)
+	return got[len(got)-1]
+}
+
+func TestFreedRoomIsHeldForTheIngressThatWaits(t *testing.T) {
+	bubble(t, 1, true, func(t *testing.T, r *rig) {
+		first := r.askFor("near")
+		require.Equal(t, msg.Granted, first.Refusal)
+		require.Equal(t, msg.Full, r.askFor("far").Refusal)
+		r.send(msg.Done{TicketID: first.Ticket.ID})
+		assert.Equal(t, "far", r.last().Turn)
+		require.Equal(t, msg.Full, r.askFor("near").Refusal, "it is not its turn")
+		second := r.askFor("far")
+		require.Equal(t, msg.Granted, second.Refusal)
+		require.Equal(t, msg.Full, r.askFor("far").Refusal)
+		r.send(msg.Done{TicketID: second.Ticket.ID})
+		assert.Equal(t, "far", r.last().Turn, "the other came when it had its turn already")
+		third := r.askFor("far")
+		r.send(msg.Done{TicketID: third.Ticket.ID})
+		assert.Equal(t, "near", r.last().Turn)
+		require.Equal(t, msg.Granted, r.askFor("near").Refusal)
+	})
+}
+
+func TestATurnThatIsNotTakenPassesOn(t *testing.T) {
+	wait := func(r *rig, ingress string, waits bool) { r.send(msg.Demand{Ingress: ingress, Waits: waits}) }
+	setUp := func(t *testing.T, r *rig) {
+		first := r.askFor("near")
+		wait(r, "dead", true)
+		wait(r, "far", true)
+		r.send(msg.Done{TicketID: first.Ticket.ID})
+		require.Equal(t, "dead", r.last().Turn)
+		require.Equal(t, msg.Full, r.askFor("far").Refusal)
+	}
+	t.Run("it is dead", func(t *testing.T) {
+		bubble(t, 1, true, func(t *testing.T, r *rig) {
+			setUp(t, r)
+			time.Sleep(offerLife + time.Millisecond)
+			synctest.Wait()
+			rec := r.last()
+			assert.Equal(t, [...]any{msg.RecState, true, "far"}, [...]any{rec.Kind, rec.Accepting, rec.Turn})
+			wait(r, "dead", true)
+			second := r.askFor("far")
+			require.Equal(t, msg.Granted, second.Refusal)
+			r.send(msg.Done{TicketID: second.Ticket.ID})
+			assert.Equal(t, "far", r.last().Turn, "the other one is not waited for again so soon")
+		})
+	})
+	t.Run("it says so", func(t *testing.T) {
+		bubble(t, 1, true, func(t *testing.T, r *rig) {
+			setUp(t, r)
+			wait(r, "dead", false)
+			assert.Equal(t, "far", r.last().Turn)
+			wait(r, "far", false)
+			assert.Empty(t, r.last().Turn)
+			require.Equal(t, msg.Granted, r.askFor("near").Refusal)
+		})
+	})
+	t.Run("another incarnation", func(t *testing.T) {
+		bubble(t, 1, true, func(t *testing.T, r *rig) {
+			setUp(t, r)
+			require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 8, MaxOngoing: 1}))
+			require.Equal(t, msg.Granted, r.askFor("near").Refusal)
+		})
+	})
+	t.Run("a drain", func(t *testing.T) {
+		bubble(t, 1, true, func(t *testing.T, r *rig) {
+			setUp(t, r)
+			r.Drain("asked")
+			synctest.Wait()
+			assert.Empty(t, r.last().Turn)
+			time.Sleep(time.Second)
+			synctest.Wait()
+			assert.Empty(t, r.tape.take(), "nobody is told of room")
+		})
+	})
+}
+
+func TestABusyEngineHoldsNoRoom(t *testing.T) {
+	bubble(t, 1, true, func(t *testing.T, r *rig) {
+		a := r.askFor("near")
+		r.send(msg.Demand{Ingress: "far", Waits: true})
+		r.send(msg.Done{TicketID: a.Ticket.ID, Busy: true, Outcome: msg.FailedOutcome})
+		require.Equal(t, msg.Full, r.askFor("far").Refusal)
+		time.Sleep(DefaultBusyHold + time.Millisecond)
+		synctest.Wait()
+		assert.Equal(t, "far", r.last().Turn, "its turn comes again when the engine takes requests")
+		require.Equal(t, msg.Granted, r.askFor("far").Refusal)
+	})
+}
+
+func TestSequencesWeigh(t *testing.T) {
+	weigh := func(r *rig, ingress string, n int) msg.AdmitReply {
+		return r.ask(func(a *msg.Admit) { a.Ingress, a.Weight = ingress, n })
+	}
+	bubble(t, 4, true, func(t *testing.T, r *rig) {
+		three := weigh(r, "a", 3)
+		require.Equal(t, msg.Granted, three.Refusal)
+		require.Equal(t, msg.Full, weigh(r, "a", 2).Refusal, "it has room for one")
+		one := weigh(r, "a", 0)
+		require.Equal(t, msg.Granted, one.Refusal)
+		require.Equal(t, msg.Full, weigh(r, "b", 1000).Refusal)
+		require.Equal(t, msg.Full, weigh(r, "a", 1).Refusal)
+		r.send(msg.Demand{Ingress: "b", Waits: true})
+		r.send(msg.Demand{Ingress: "a", Waits: false})
+		r.send(msg.Done{TicketID: one.Ticket.ID})
+		assert.Equal(t, turnOfNobody, r.last().Turn, "one place is not enough for it")
+		require.Equal(t, msg.Full, weigh(r, "a", 1).Refusal, "places are collected")
+		r.send(msg.Done{TicketID: three.Ticket.ID})
+		assert.Equal(t, "b", r.last().Turn)
+		heavy := weigh(r, "b", 1000)
+		require.Equal(t, msg.Granted, heavy.Refusal, "it counts as all there is")
+		require.Equal(t, msg.Full, weigh(r, "a", 1).Refusal)
+		r.send(msg.Demand{Ingress: "b", Waits: false})
+		r.send(msg.Done{TicketID: heavy.Ticket.ID})
+		require.Equal(t, msg.Granted, weigh(r, "a", 4).Refusal, "all its room is free again")
+	})
+}
+
+func TestCollectingEndsWithTheRequestThatItIsFor(t *testing.T) {
+	bubble(t, 4, true, func(t *testing.T, r *rig) {
+		require.Equal(t, msg.Granted, r.askFor("a").Refusal)
+		require.Equal(t, msg.Full, r.ask(func(m *msg.Admit) { m.Ingress, m.Weight = "b", 4 }).Refusal)
+		r.send(msg.Done{TicketID: 99})
+		require.Equal(t, msg.Granted, r.askFor("a").Refusal, "nothing is held before room is freed")
+		r.send(msg.Done{TicketID: 1})
+		require.Equal(t, msg.Full, r.askFor("a").Refusal)
+		time.Sleep(refusedLife + time.Millisecond)
+		synctest.Wait()
+		assert.Empty(t, r.last().Turn)
+		require.Equal(t, msg.Granted, r.askFor("a").Refusal, "it went elsewhere")
+	})
+}

@@ -1,0 +1,120 @@
+package ingress
+
+import (
+	"io"
+	"net/http"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+)
+
+const poisonBody = `{"model":"demo","messages":[{"role":"user","content":"poison"}]}`
+
+// poisoned is an engine that answers requests with poison in them with the status, others as it should.
+func poisoned(status int) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		body, _ := io.ReadAll(r.Body)
+		w.Header().Set("Content-Type", "application/json")
+		if strings.Contains(string(body), "poison") {
+			w.WriteHeader(status)
+			_, _ = io.WriteString(w, `{"error":{"message":"it cannot be served"}}`)
+			return
+		}
+		_, _ = io.WriteString(w, wholeAnswer)
+	}
+}
+
+// leftOut counts the ranks that tripped, and those of them that get nothing.
+func (g *rig) leftOut() (tripped, out int) {
+	for _, rk := range g.in.lane("demo").router.Load().Snapshot().Ranks {
+		if rk.Tripped > 0 {
+			tripped++
+		}
+		if rk.LeftOut {
+			out++
+		}
+	}
+	return tripped, out
+}
+
+func TestRequestsThatEveryEngineFailsTakeOneRankOut(t *testing.T) {
+	e := poisoned(500)
+	g := newRig(t, options{engines: []http.HandlerFunc{e, e, e}})
+	for _, r := range g.replicas {
+		r.trips = true
+	}
+	for range 5 {
+		assert.Equal(t, 502, g.post("/v1/chat/completions", poisonBody).status)
+	}
+	tripped, out := g.leftOut()
+	assert.LessOrEqual(t, tripped, 1, "each request counts on one rank")
+	assert.LessOrEqual(t, out, 1)
+	for i := range 30 { // a victim beside them
+		require.Equal(t, 502, g.post("/v1/chat/completions", poisonBody).status, "they get what the engines say, request %d", i)
+		a := g.post("/v1/chat/completions", chatBody)
+		require.Equal(t, 200, a.status, a.body)
+		assert.Equal(t, 200, g.get("/health").status)
+	}
+	for range 30 { // nobody else
+		require.Equal(t, 502, g.post("/v1/chat/completions", poisonBody).status)
+	}
+	tripped, out = g.leftOut()
+	assert.Equal(t, 3, tripped)
+	assert.Equal(t, 1, out, "one of three")
+	a := g.post("/v1/chat/completions", chatBody)
+	assert.Equal(t, 200, a.status, a.body)
+	assert.Equal(t, 200, g.get("/health").status)
+	info, err := g.in.RouterInfo("demo")
+	require.NoError(t, err)
+	assert.Equal(t, [3]int{2, 3, 1}, [3]int{info.Ready, info.Tripped, info.LeftOut})
+}
+
+func TestTheOnlyRankIsNeverLeftOut(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{poisoned(500)}})
+	g.replicas[0].trips = true
+	for range 8 {
+		assert.Equal(t, 502, g.post("/v1/chat/completions", poisonBody).status)
+	}
+	tripped, out := g.leftOut()
+	assert.Equal(t, [2]int{1, 0}, [2]int{tripped, out})
+	assert.Equal(t, 200, g.post("/v1/chat/completions", chatBody).status)
+}
+
+func TestAnEnginesOwnLimitsTripNoRank(t *testing.T) {
+	for _, status := range []int{408, 429} {
+		e := poisoned(status)
+		g := newRig(t, options{engines: []http.HandlerFunc{e, e}, app: func(a *app.Application) { a.Retries.Attempts = 1 }})
+		for _, r := range g.replicas {
+			r.trips = true
+		}
+		for range 12 {
+			assert.Equal(t, status, g.post("/v1/chat/completions", poisonBody).status)
+		}
+		tripped, _ := g.leftOut()
+		assert.Zero(t, tripped, status)
+	}
+}
+
+// TestASubscriberOfATrippedRankKnowsIt: a snapshot says it as well as a change of state does.
+func TestASubscriberOfATrippedRankKnowsIt(t *testing.T) {
+	e := poisoned(500)
+	g := newRig(t, options{engines: []http.HandlerFunc{e, e, e}})
+	r := g.replicas[1]
+	r.mu.Lock()
+	r.accepting, r.tripped = false, true
+	r.snapshot()
+	r.mu.Unlock()
+	tripped, out := g.leftOut()
+	assert.Equal(t, [2]int{1, 1}, [2]int{tripped, out})
+	r.mu.Lock()
+	r.accepting, r.tripped = true, false
+	r.emit(&msg.Record{Kind: msg.RecState, Accepting: true})
+	r.mu.Unlock()
+	tripped, out = g.leftOut()
+	assert.Equal(t, [2]int{0, 0}, [2]int{tripped, out})
+}
