@@ -43,9 +43,11 @@ func newAccount() account { return account{tickets: map[uint64]*ticket{}} }
 func (a *account) open() int { return len(a.tickets) }
 
 func (a *account) add(id uint64, req msg.OpenRequest, stopCtx func() bool) *ticket {
-	t := &ticket{}
+	var t *ticket
 	if n := len(a.free); n > 0 {
 		t, a.free = a.free[n-1], a.free[:n-1]
+	} else {
+		t = new(ticket)
 	}
 	*t = ticket{req: req, stopCtx: stopCtx, blocks: t.blocks[:0]}
 	a.tickets[id] = t
