@@ -20,11 +20,11 @@ type ticket struct {
 	takes     time.Duration    // its prefill alone, as predicted
 }
 
-// seen says that a first token of the ticket was seen.
-func (t *ticket) seen() bool { return t.req.Decoding && !t.predicted }
+// hasFirstToken says that a first token of the ticket was seen.
+func (t *ticket) hasFirstToken() bool { return t.req.Decoding && !t.predicted }
 
-// work is the tokens that its prefill computes.
-func (t *ticket) work() int { return max(t.req.Tokens-t.req.Hit, 0) }
+// uncached is the tokens that its prefill computes.
+func (t *ticket) uncached() int { return max(t.req.Tokens-t.req.Hit, 0) }
 
 // keptBlocks is the longest list of blocks that a ticket keeps for its next request: a prompt of 512 KiB.
 const keptBlocks = 8192
@@ -52,7 +52,7 @@ func (a *account) add(id uint64, req msg.OpenRequest, stopCtx func() bool) *tick
 	*t = ticket{req: req, stopCtx: stopCtx, blocks: t.blocks[:0]}
 	a.tickets[id] = t
 	a.prefillTokens += req.Tokens
-	a.prefillWork += t.work()
+	a.prefillWork += t.uncached()
 	return t
 }
 
@@ -68,8 +68,8 @@ func (a *account) decoding(id uint64) (*ticket, bool) {
 	return t, true
 }
 
-// predicted is decoding by prediction. A first token that nobody has seen does not shorten the time that the rank has for it.
-func (a *account) predicted(id uint64) (*ticket, bool) {
+// assumeDecoding is decoding by prediction. A first token that nobody has seen does not shorten the time that the rank has for it.
+func (a *account) assumeDecoding(id uint64) (*ticket, bool) {
 	t := a.tickets[id]
 	if t == nil || t.req.Decoding {
 		return t, false
@@ -80,12 +80,12 @@ func (a *account) predicted(id uint64) (*ticket, bool) {
 }
 
 func (a *account) endPrefill(t *ticket) {
-	a.prefillWork -= t.work()
+	a.prefillWork -= t.uncached()
 	a.prefillAlone -= t.takes
 }
 
-// takes notes how long the prefill of a ticket is predicted to take alone.
-func (a *account) takes(t *ticket, d time.Duration) {
+// notePrefill notes how long the prefill of a ticket is predicted to take alone.
+func (a *account) notePrefill(t *ticket, d time.Duration) {
 	t.takes = d
 	a.prefillAlone += d
 }
@@ -97,7 +97,7 @@ func (a *account) remove(id uint64) *ticket {
 		return nil
 	}
 	delete(a.tickets, id)
-	if !t.seen() {
+	if !t.hasFirstToken() {
 		a.prefillTokens -= t.req.Tokens
 	}
 	if !t.req.Decoding {

@@ -32,7 +32,7 @@ func (r *replica) admit(m *msg.Admit) {
 	t := r.account.add(id, req, r.watchContext(ctx, id))
 	t.blocks, r.blocks, t.hitBlocks = r.blocks, t.blocks, hitBlocks
 	if r.prefill != nil {
-		r.account.takes(t, r.prefill(t.work()))
+		r.account.notePrefill(t, r.prefill(t.uncached()))
 	}
 	if idle {
 		r.keeper.moved() // the stall clock starts with the first request in hand
@@ -47,7 +47,7 @@ func (r *replica) admit(m *msg.Admit) {
 		r.sent(t)
 	}
 	if whole {
-		r.foresee(id, t)
+		r.predictPrefill(id, t)
 	}
 }
 

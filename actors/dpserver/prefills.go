@@ -51,9 +51,9 @@ func (p *prefills) stop() {
 	p.list, p.rings = p.list[:0], time.Time{}
 }
 
-// foresee predicts the end of the prefill of a ticket that was just admitted. A step law takes too long for many prompts whether they are
-// one prompt (their tokens do not attend to each other) or one after the other (they share steps): the shorter of both is near.
-func (r *replica) foresee(id uint64, t *ticket) {
+// predictPrefill predicts the end of the prefill of a ticket that was just admitted. The law gives many prompts too much time, as one long
+// prompt (their tokens do not attend to each other) and as one after the other (they share steps): the shorter of both is nearer.
+func (r *replica) predictPrefill(id uint64, t *ticket) {
 	if r.prefill == nil {
 		return
 	}
@@ -89,7 +89,7 @@ func (r *replica) onPrefillDue() {
 			p.insert(e)
 			continue
 		}
-		r.predicted(e.ticket)
+		r.assumeFirstToken(e.ticket)
 	}
 	r.armPrefills(now)
 }
@@ -109,8 +109,8 @@ func (r *replica) showsPrompt(t *ticket) bool {
 	return c != nil && c.Holds(t.blocks[len(t.blocks)-1])
 }
 
-// seePrefills ends the prefills whose prompts the events show now.
-func (r *replica) seePrefills() {
+// endShownPrefills ends the prefills whose prompts the events show now.
+func (r *replica) endShownPrefills() {
 	p := &r.prefills
 	for i := 0; i < len(p.list); {
 		e := p.list[i]
@@ -119,13 +119,13 @@ func (r *replica) seePrefills() {
 			continue
 		}
 		p.list = slices.Delete(p.list, i, i+1)
-		r.predicted(e.ticket)
+		r.assumeFirstToken(e.ticket)
 	}
 }
 
-// predicted tells the stream that a ticket's prefill is over. The engine has not said so itself.
-func (r *replica) predicted(id uint64) {
-	if t, first := r.account.predicted(id); first {
+// assumeFirstToken tells the stream that a ticket's prefill is over. The engine has not said so itself.
+func (r *replica) assumeFirstToken(id uint64) {
+	if t, first := r.account.assumeDecoding(id); first {
 		r.record(msg.RecFirstToken, &t.req, msg.CausePredicted)
 	}
 }
