@@ -16,12 +16,14 @@ type ticket struct {
 	blocks    []uint64         // of the prompt, as the record of what was sent has them; empty if nobody asks
 	hitBlocks int              // leading blocks that the sender expected in the cache
 	sent      kvindex.Recorded // what was written down
-	predicted bool             // its prefill was predicted to be over: nobody has seen a first token
-	takes     time.Duration    // its prefill alone, as predicted
+	admitted  time.Time
+	alone     time.Duration // its prefill by itself, as predicted
+	predicted time.Duration // its prefill with all that was in front of it; 0: it is not predicted
+	assumed   bool          // its prefill is over by prediction: nobody has seen a first token
 }
 
 // hasFirstToken says that a first token of the ticket was seen.
-func (t *ticket) hasFirstToken() bool { return t.req.Decoding && !t.predicted }
+func (t *ticket) hasFirstToken() bool { return t.req.Decoding && !t.assumed }
 
 // uncached is the tokens that its prefill computes.
 func (t *ticket) uncached() int { return max(t.req.Tokens-t.req.Hit, 0) }
@@ -74,19 +76,19 @@ func (a *account) assumeDecoding(id uint64) (*ticket, bool) {
 	if t == nil || t.req.Decoding {
 		return t, false
 	}
-	t.req.Decoding, t.predicted = true, true
+	t.req.Decoding, t.assumed = true, true
 	a.endPrefill(t)
 	return t, true
 }
 
 func (a *account) endPrefill(t *ticket) {
 	a.prefillWork -= t.uncached()
-	a.prefillAlone -= t.takes
+	a.prefillAlone -= t.alone
 }
 
 // notePrefill notes how long the prefill of a ticket is predicted to take alone.
 func (a *account) notePrefill(t *ticket, d time.Duration) {
-	t.takes = d
+	t.alone = d
 	a.prefillAlone += d
 }
 

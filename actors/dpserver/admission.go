@@ -31,9 +31,6 @@ func (r *replica) admit(m *msg.Admit) {
 	r.vitals.lastTicket = id
 	t := r.account.add(id, req, r.watchContext(ctx, id))
 	t.blocks, r.blocks, t.hitBlocks = r.blocks, t.blocks, hitBlocks
-	if r.prefill != nil {
-		r.account.notePrefill(t, r.prefill(t.uncached()))
-	}
 	if idle {
 		r.keeper.moved() // the stall clock starts with the first request in hand
 	}
@@ -46,9 +43,7 @@ func (r *replica) admit(m *msg.Admit) {
 	if len(t.blocks) > 0 {
 		r.sent(t)
 	}
-	if whole {
-		r.predictPrefill(id, t)
-	}
+	r.predictPrefill(id, t, whole)
 }
 
 // refusal checks in the order of CONTRACTS section 4: lease, epoch, state, tripped, room. A caller that has left, or whose deadline
@@ -92,6 +87,7 @@ func (r *replica) watchContext(ctx context.Context, id uint64) func() bool {
 func (r *replica) firstToken(m msg.FirstToken) {
 	r.keeper.moved()
 	if t, first := r.account.decoding(m.TicketID); first {
+		r.prefills.pace.learn(m.At.Sub(t.admitted), t.predicted)
 		r.record(msg.RecFirstToken, &t.req, "")
 	}
 }

@@ -11,13 +11,43 @@ import (
 )
 
 // prefills are the open tickets whose answers come as a whole and whose prefill is not over. Nobody sees a first token of theirs, so
-// their prefill is taken as done after the predicted time of all prefill that the rank had in hand when they were admitted. The engine's
-// KV events correct that: the prefill is done when they show the end of the prompt, and where they would show it and do not, up to
+// their prefill is taken as done after the predicted time of all prefill that the rank had in hand when they were admitted, at the speed
+// that the rank has shown with streams. The engine's KV events correct that: the prefill is done when they show the end of the prompt, and where they would show it and do not, up to
 // stallFactor times the predicted time is waited for them.
 type prefills struct {
 	list  []wholePrefill // by due
 	timer *time.Timer    // one for all; it may ring for one that is over
 	rings time.Time      // zero: it does not run
+	pace  pace
+}
+
+// pace is how long streams waited for their first tokens, beside what was predicted for them. In both sums the last ten streams are two
+// thirds.
+type pace struct{ waited, predicted time.Duration }
+
+const (
+	paceMemory  = 0.9                   // what every older stream weighs beside the next newer one
+	paceLeast   = 50 * time.Millisecond // predicted: a shorter wait is mostly that for the end of a step
+	paceExtreme = 64                    // times as slow, or as fast, as predicted at most
+)
+
+func (p *pace) learn(waited, predicted time.Duration) {
+	if predicted < paceLeast {
+		return
+	}
+	if p.predicted == 0 {
+		p.waited, p.predicted = paceLeast, paceLeast
+	}
+	p.waited = time.Duration(paceMemory*float64(p.waited)) + max(waited, 0)
+	p.predicted = time.Duration(paceMemory*float64(p.predicted)) + predicted
+}
+
+// of is a predicted time at the rank's speed.
+func (p *pace) of(predicted time.Duration) time.Duration {
+	if p.predicted == 0 {
+		return predicted
+	}
+	return time.Duration(float64(predicted) * min(max(float64(p.waited)/float64(p.predicted), 1.0/paceExtreme), paceExtreme))
 }
 
 type wholePrefill struct {
@@ -53,11 +83,17 @@ func (p *prefills) stop() {
 
 // predictPrefill predicts the end of the prefill of a ticket that was just admitted. The law gives many prompts too much time, as one long
 // prompt (their tokens do not attend to each other) and as one after the other (they share steps): the shorter of both is nearer.
-func (r *replica) predictPrefill(id uint64, t *ticket) {
+func (r *replica) predictPrefill(id uint64, t *ticket, whole bool) {
 	if r.prefill == nil {
 		return
 	}
-	now, takes := time.Now(), min(r.prefill(r.account.prefillWork), r.account.prefillAlone)
+	r.account.notePrefill(t, r.prefill(t.uncached()))
+	now := time.Now()
+	t.admitted, t.predicted = now, min(r.prefill(r.account.prefillWork), r.account.prefillAlone)
+	if !whole {
+		return
+	}
+	takes := r.prefills.pace.of(t.predicted)
 	r.prefills.insert(wholePrefill{
 		ticket: id, due: now.Add(takes), latest: now.Add(stallFactor * takes), unseen: len(t.blocks) > 0 && !r.showsPrompt(t),
 	})
