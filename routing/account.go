@@ -77,10 +77,12 @@ func (a *account) admit(rk *Rank, key uint64, tokens, hit int) {
 	}
 }
 
-// firstToken moves a request from waiting to decoding.
-func (a *account) firstToken(rk *Rank, key uint64) {
+// firstToken moves a request from waiting to decoding. One that nobody has seen says nothing of the rank's speed.
+func (a *account) firstToken(rk *Rank, key uint64, seen bool) {
 	if o := a.opens.get(key); o != nil && o.phase != decoding {
-		a.queue.measure(o.slot, rk, *a.clock)
+		if seen {
+			a.queue.measure(o.slot, rk, *a.clock)
+		}
 		a.dequeue(rk, o)
 		a.add(rk, o, -1)
 		a.settle(o)
@@ -105,7 +107,7 @@ func (a *account) prefillDone(rk *Rank, key uint64) (known bool) {
 
 // progress says that a request has put out n tokens so far; it never goes back.
 func (a *account) progress(rk *Rank, key uint64, n int) {
-	a.firstToken(rk, key)
+	a.firstToken(rk, key, true)
 	if o := a.opens.get(key); o != nil && small(n) > o.out {
 		a.add(rk, o, -1)
 		o.out = small(n)

@@ -58,6 +58,7 @@ type Event struct {
 	N           int
 	Accepting   bool
 	Silent      bool
+	Assumed     bool // EvFirstToken: the rank has predicted it, nobody has seen it
 	Local       bool
 	Snapshot    []Open
 

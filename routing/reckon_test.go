@@ -299,3 +299,17 @@ func TestASnapshotsFirstPromptIsComputedFirst(t *testing.T) {
 	q, _ = s.work(time.Minute + time.Hour)
 	assert.Equal(t, int64(1000), q)
 }
+
+// A first token that nobody has seen ends a prompt, and says nothing of the rank's speed.
+func TestAnAssumedFirstTokenMeasuresNothing(t *testing.T) {
+	s := newTold(LPWL{})
+	for key := uint64(1); key <= 60; key++ {
+		s.tell(EvAdmitted, key, 4096, 0)
+		s.now += lawOf(4096, 0, 5)
+		s.seq++
+		s.r.Observe(&Event{Kind: EvFirstToken, Rank: s.rank, ReqID: key, Assumed: true, Incarnation: 7, Seq: s.seq, Now: s.now})
+		assert.Equal(t, Load{R: 1, K: 4096}, loadOf(s.r, s.rank))
+		s.tell(EvFinished, key, 0, 0)
+	}
+	assert.InDelta(t, 1, s.r.accounts[0].queue.speed.slowness(), 1e-9)
+}

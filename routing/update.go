@@ -87,7 +87,7 @@ func (r *Router) record(i int, e *Event) (wake, ok bool) {
 	case EvAdmitted:
 		a.admit(rk, e.ReqID, e.Tokens, e.Hit)
 	case EvFirstToken:
-		a.firstToken(rk, e.ReqID)
+		a.firstToken(rk, e.ReqID, !e.Assumed)
 	case EvProgress:
 		a.progress(rk, e.ReqID, e.Out)
 	default: // EvFinished

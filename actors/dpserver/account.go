@@ -17,15 +17,17 @@ type ticket struct {
 	blocks    []uint64         // of the prompt, as the record of what was sent has them; empty if nobody asks
 	hitBlocks int              // leading blocks that the sender expected in the cache
 	sent      kvindex.Recorded // what was written down
-	predicted bool             // its prefill was predicted to be over: nobody has seen a first token
-	takes     time.Duration    // its prefill alone, as predicted
+	admitted  time.Time
+	alone     time.Duration // its prefill by itself, as predicted
+	predicted time.Duration // its prefill with all that was in front of it; 0: it is not predicted
+	assumed   bool          // its prefill is over by prediction: nobody has seen a first token
 }
 
-// seen says that a first token of the ticket was seen.
-func (t *ticket) seen() bool { return t.req.Decoding && !t.predicted }
+// hasFirstToken says that a first token of the ticket was seen.
+func (t *ticket) hasFirstToken() bool { return t.req.Decoding && !t.assumed }
 
-// work is the tokens that its prefill computes.
-func (t *ticket) work() int { return max(t.req.Tokens-t.req.Hit, 0) }
+// uncached is the tokens that its prefill computes.
+func (t *ticket) uncached() int { return max(t.req.Tokens-t.req.Hit, 0) }
 
 // keptBlocks is the longest list of blocks that a ticket keeps for its next request: a prompt of 512 KiB.
 const keptBlocks = 8192
@@ -45,15 +47,17 @@ func newAccount() account { return account{tickets: map[uint64]*ticket{}} }
 func (a *account) open() int { return len(a.tickets) }
 
 func (a *account) add(id uint64, req msg.OpenRequest, weight int, stopCtx func() bool) *ticket {
-	t := &ticket{}
+	var t *ticket
 	if n := len(a.free); n > 0 {
 		t, a.free = a.free[n-1], a.free[:n-1]
+	} else {
+		t = new(ticket)
 	}
 	*t = ticket{req: req, weight: weight, stopCtx: stopCtx, blocks: t.blocks[:0]}
 	a.tickets[id] = t
 	a.weight += weight
 	a.prefillTokens += req.Tokens
-	a.prefillWork += t.work()
+	a.prefillWork += t.uncached()
 	return t
 }
 
@@ -69,25 +73,25 @@ func (a *account) decoding(id uint64) (*ticket, bool) {
 	return t, true
 }
 
-// predicted is decoding by prediction. A first token that nobody has seen does not shorten the time that the rank has for it.
-func (a *account) predicted(id uint64) (*ticket, bool) {
+// assumeDecoding is decoding by prediction. A first token that nobody has seen does not shorten the time that the rank has for it.
+func (a *account) assumeDecoding(id uint64) (*ticket, bool) {
 	t := a.tickets[id]
 	if t == nil || t.req.Decoding {
 		return t, false
 	}
-	t.req.Decoding, t.predicted = true, true
+	t.req.Decoding, t.assumed = true, true
 	a.endPrefill(t)
 	return t, true
 }
 
 func (a *account) endPrefill(t *ticket) {
-	a.prefillWork -= t.work()
-	a.prefillAlone -= t.takes
+	a.prefillWork -= t.uncached()
+	a.prefillAlone -= t.alone
 }
 
-// takes notes how long the prefill of a ticket is predicted to take alone.
-func (a *account) takes(t *ticket, d time.Duration) {
-	t.takes = d
+// notePrefill notes how long the prefill of a ticket is predicted to take alone.
+func (a *account) notePrefill(t *ticket, d time.Duration) {
+	t.alone = d
 	a.prefillAlone += d
 }
 
@@ -99,7 +103,7 @@ func (a *account) remove(id uint64) *ticket {
 	}
 	delete(a.tickets, id)
 	a.weight -= t.weight
-	if !t.seen() {
+	if !t.hasFirstToken() {
 		a.prefillTokens -= t.req.Tokens
 	}
 	if !t.req.Decoding {

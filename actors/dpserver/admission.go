@@ -34,9 +34,6 @@ func (r *replica) admit(m *msg.Admit) {
 	r.vitals.lastTicket = id
 	t := r.account.add(id, req, weight, r.watchContext(ctx, id))
 	t.blocks, r.blocks, t.hitBlocks = r.blocks, t.blocks, hitBlocks
-	if r.prefill != nil {
-		r.account.takes(t, r.prefill(t.work()))
-	}
 	if len(r.turns.places) > 0 {
 		r.turns.take(time.Now(), req.Ingress, weight)
 	}
@@ -52,9 +49,7 @@ func (r *replica) admit(m *msg.Admit) {
 	if len(t.blocks) > 0 {
 		r.sent(t)
 	}
-	if whole {
-		r.foresee(id, t)
-	}
+	r.predictPrefill(id, t, whole)
 }
 
 // refusal checks in this order: lease, epoch, state, room. A caller that has left, or whose deadline is over, comes first: its answer
@@ -102,6 +97,7 @@ func (r *replica) watchContext(ctx context.Context, id uint64) func() bool {
 func (r *replica) firstToken(m msg.FirstToken) {
 	r.keeper.moved()
 	if t, first := r.account.decoding(m.TicketID); first {
+		r.prefills.pace.learn(m.At.Sub(t.admitted), t.predicted)
 		r.record(msg.RecFirstToken, &t.req, "")
 	}
 }

@@ -159,7 +159,7 @@ func (r *replica) onArrived(m arrived) {
 	b := l.work
 	l.work = nil // one that panics is not tried again
 	l.apply(b)
-	r.seePrefills()
+	r.endShownPrefills()
 	if b.empty() {
 		b.clear()
 		l.spare = b

@@ -11,13 +11,43 @@ import (
 )
 
 // prefills are the open tickets whose answers come as a whole and whose prefill is not over. Nobody sees a first token of theirs, so
-// their prefill is taken as done after the predicted time of all prefill that the rank had in hand when they were admitted. The engine's
-// KV events correct that: the prefill is done when they show the end of the prompt, and where they would show it and do not, up to
+// their prefill is taken as done after the predicted time of all prefill that the rank had in hand when they were admitted, at the speed
+// that the rank has shown with streams. The engine's KV events correct that: the prefill is done when they show the end of the prompt, and where they would show it and do not, up to
 // stallFactor times the predicted time is waited for them.
 type prefills struct {
 	list  []wholePrefill // by due
 	timer *time.Timer    // one for all; it may ring for one that is over
 	rings time.Time      // zero: it does not run
+	pace  pace
+}
+
+// pace is how long streams waited for their first tokens, beside what was predicted for them. In both sums the last ten streams are two
+// thirds.
+type pace struct{ waited, predicted time.Duration }
+
+const (
+	paceMemory  = 0.9                   // what every older stream weighs beside the next newer one
+	paceLeast   = 50 * time.Millisecond // predicted: a shorter wait is mostly that for the end of a step
+	paceExtreme = 64                    // times as slow, or as fast, as predicted at most
+)
+
+func (p *pace) learn(waited, predicted time.Duration) {
+	if predicted < paceLeast {
+		return
+	}
+	if p.predicted == 0 {
+		p.waited, p.predicted = paceLeast, paceLeast
+	}
+	p.waited = time.Duration(paceMemory*float64(p.waited)) + max(waited, 0)
+	p.predicted = time.Duration(paceMemory*float64(p.predicted)) + predicted
+}
+
+// of is a predicted time at the rank's speed.
+func (p *pace) of(predicted time.Duration) time.Duration {
+	if p.predicted == 0 {
+		return predicted
+	}
+	return time.Duration(float64(predicted) * min(max(float64(p.waited)/float64(p.predicted), 1.0/paceExtreme), paceExtreme))
 }
 
 type wholePrefill struct {
@@ -51,13 +81,19 @@ func (p *prefills) stop() {
 	p.list, p.rings = p.list[:0], time.Time{}
 }
 
-// foresee predicts the end of the prefill of a ticket that was just admitted. A step law takes too long for many prompts whether they are
-// one prompt (their tokens do not attend to each other) or one after the other (they share steps): the shorter of both is near.
-func (r *replica) foresee(id uint64, t *ticket) {
+// predictPrefill predicts the end of the prefill of a ticket that was just admitted. The law gives many prompts too much time, as one long
+// prompt (their tokens do not attend to each other) and as one after the other (they share steps): the shorter of both is nearer.
+func (r *replica) predictPrefill(id uint64, t *ticket, whole bool) {
 	if r.prefill == nil {
 		return
 	}
-	now, takes := time.Now(), min(r.prefill(r.account.prefillWork), r.account.prefillAlone)
+	r.account.notePrefill(t, r.prefill(t.uncached()))
+	now := time.Now()
+	t.admitted, t.predicted = now, min(r.prefill(r.account.prefillWork), r.account.prefillAlone)
+	if !whole {
+		return
+	}
+	takes := r.prefills.pace.of(t.predicted)
 	r.prefills.insert(wholePrefill{
 		ticket: id, due: now.Add(takes), latest: now.Add(stallFactor * takes), unseen: len(t.blocks) > 0 && !r.showsPrompt(t),
 	})
@@ -89,7 +125,7 @@ func (r *replica) onPrefillDue() {
 			p.insert(e)
 			continue
 		}
-		r.predicted(e.ticket)
+		r.assumeFirstToken(e.ticket)
 	}
 	r.armPrefills(now)
 }
@@ -109,8 +145,8 @@ func (r *replica) showsPrompt(t *ticket) bool {
 	return c != nil && c.Holds(t.blocks[len(t.blocks)-1])
 }
 
-// seePrefills ends the prefills whose prompts the events show now.
-func (r *replica) seePrefills() {
+// endShownPrefills ends the prefills whose prompts the events show now.
+func (r *replica) endShownPrefills() {
 	p := &r.prefills
 	for i := 0; i < len(p.list); {
 		e := p.list[i]
@@ -119,13 +155,13 @@ func (r *replica) seePrefills() {
 			continue
 		}
 		p.list = slices.Delete(p.list, i, i+1)
-		r.predicted(e.ticket)
+		r.assumeFirstToken(e.ticket)
 	}
 }
 
-// predicted tells the stream that a ticket's prefill is over. The engine has not said so itself.
-func (r *replica) predicted(id uint64) {
-	if t, first := r.account.predicted(id); first {
+// assumeFirstToken tells the stream that a ticket's prefill is over. The engine has not said so itself.
+func (r *replica) assumeFirstToken(id uint64) {
+	if t, first := r.account.assumeDecoding(id); first {
 		r.record(msg.RecFirstToken, &t.req, msg.CausePredicted)
 	}
 }

@@ -61,6 +61,27 @@ func TestAnAnswerThatIsNotStreamedLeavesPrefillWhenItIsPredictedToBeDone(t *test
 	})
 }
 
+// TestPredictionsGoByTheSpeedThatStreamsHaveShown: a rank on which first tokens take three times as long as predicted.
+func TestPredictionsGoByTheSpeedThatStreamsHaveShown(t *testing.T) {
+	bubble(t, 9, true, func(t *testing.T, r *rig) {
+		r.prefill = perToken
+		for range 30 {
+			ticket := r.ask().Ticket // 1 s by the law
+			time.Sleep(3 * time.Second)
+			r.send(&msg.FirstToken{TicketID: ticket.ID, At: time.Now()})
+			r.send(&msg.Done{TicketID: ticket.ID, Outcome: msg.OK})
+		}
+		r.tape.take()
+		r.ask(whole)
+		time.Sleep(2900 * time.Millisecond)
+		r.send(lapse{})
+		r.assertFirsts()
+		time.Sleep(200 * time.Millisecond)
+		r.send(lapse{})
+		r.assertFirsts(31)
+	})
+}
+
 // open is the account as a new subscriber is given it, by request.
 func (r *rig) open(t *testing.T) map[uint64]msg.OpenRequest {
 	t.Helper()

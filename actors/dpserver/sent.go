@@ -95,7 +95,7 @@ func (r *replica) correct(t *ticket, m *msg.Done) {
 		return
 	}
 	c := l.columns[kvindex.Sent]
-	if (m.Outcome != msg.OK || m.Cause == msg.CauseClientError) && !t.seen() && m.FirstToken == 0 {
+	if (m.Outcome != msg.OK || m.Cause == msg.CauseClientError) && !t.hasFirstToken() && m.FirstToken == 0 {
 		c.Withdraw(t.blocks, max(t.sent.Held, t.hitBlocks), t.sent.At)
 	} else {
 		l.learn(t, m.PromptTokens)

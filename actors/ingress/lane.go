@@ -246,10 +246,10 @@ func (l *lane) lockstep() bool {
 }
 
 func (l *lane) account(r *rank, rec *msg.Record) {
-	kind := routing.EvAdmitted
+	kind, assumed := routing.EvAdmitted, false
 	switch rec.Kind {
 	case msg.RecFirstToken:
-		if kind = routing.EvFirstToken; rec.Cause != msg.CausePredicted {
+		if kind, assumed = routing.EvFirstToken, rec.Cause == msg.CausePredicted; !assumed {
 			r.steps++
 		}
 	case msg.RecProgress:
@@ -260,7 +260,7 @@ func (l *lane) account(r *rank, rec *msg.Record) {
 	}
 	e := routing.Event{
 		Kind: kind, Rank: r.id, ReqID: l.in.fold(rec.Ingress, rec.ReqID), Seq: rec.Seq, Incarnation: rec.Incarnation, Tokens: rec.Tokens, Hit: rec.Hit, Out: rec.Out,
-		Session: rec.Session,
+		Session: rec.Session, Assumed: assumed,
 	}
 	if rec.Kind == msg.RecDone {
 		l.finished(r, e, rec.Turn)

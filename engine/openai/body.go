@@ -169,7 +169,7 @@ func (b *Body) member(s *scanner, i int) (end int, err error) {
 	switch {
 	case templated(key):
 		b.template = append(b.template, Span{i, end})
-	case besides(key, s.b[value:end]):
+	case isBeside(key, s.b[value:end]):
 		b.Beside = append(b.Beside, Span{i, end})
 	}
 	b.Strip = b.run.member(b.Strip, Span{i, end}, reserved(key))

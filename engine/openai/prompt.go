@@ -20,8 +20,8 @@ func templated(key []byte) bool {
 	return false
 }
 
-// besides says whether a top-level field decides what the prompt's tokens are, and an engine's /tokenize does not take it.
-func besides(key, value []byte) bool {
+// isBeside says whether a top-level field decides what the prompt's tokens are, and an engine's /tokenize does not take it.
+func isBeside(key, value []byte) bool {
 	switch string(key) {
 	case "documents", "reasoning_effort", "truncate_prompt_tokens":
 		return value[0] != 'n'
