@@ -26,10 +26,10 @@ fuzz: ## three seconds of each fuzz target (FUZZ_TIME=1m for more)
 ci: ## everything a change has to pass
 	.ci/run
 
-# The parts of the hot path one by one, then the whole process beside others. About three minutes; see docs/performance.md.
+# The parts of the hot path one by one, then the whole process beside others. About five minutes; see docs/performance.md.
 .PHONY: bench
 bench: build ## the numbers: added latency, CPU, throughput, against nginx (if there is one) and a plain Go proxy; Linux
-	go test -run '^$$' -bench 'PickPowerOfTwo64|TrySendReply|Admission|RelayChunk|WatcherEvent|Scan|PingPong' -benchmem -benchtime 0.3s \
+	go test -run '^$$' -bench 'PickPowerOfTwo64|TrySendReply|Admission|RelayChunk|WatcherEvent|Scan|Plain|PingPong' -benchmem -benchtime 0.3s \
 		./routing ./internal/inbox ./internal/quietnet ./actors/dpserver ./actors/ingress ./engine/openai
 	go run ./test/bench -dpserve bin/dpserve
 
