@@ -64,7 +64,7 @@ func TestANewRankGetsPromptsWithoutAHome(t *testing.T) {
 
 			r = newRankRouter(p)
 			give(900, 1000)
-			assert.Equal(t, holder, ask(r, 102*time.Second, half), "what waits there counts in full")
+			assert.Equal(t, holder, ask(r, 101*time.Second, half), "what waits there counts in full")
 		})
 	}
 }
