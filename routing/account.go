@@ -271,13 +271,6 @@ func (a *account) confirm(rk *Rank, o *open) {
 	a.queue.renew(o.slot, o.tokens, o.hit, *a.clock)
 }
 
-// reckon makes the row's Q and Pairs what is left at now.
-func (a *account) reckon(rk *Rank, now time.Duration) {
-	if a.queue.first != 0 {
-		a.queue.reckon(rk, now)
-	}
-}
-
 // add puts what o weighs into the rank's row (sign 1) or takes it out (sign -1).
 func (a *account) add(rk *Rank, o *open, sign int) {
 	rk.Load.add(o, sign)
@@ -287,7 +280,7 @@ func (a *account) add(rk *Rank, o *open, sign int) {
 	if o.hasPrefill() {
 		rk.Pairs += int64(sign) * o.pairs()
 	}
-	a.queue.rate = 0 // it goes by the row, and by what is first
+	a.queue.front.rate = 0 // it goes by the row, and by what is first
 }
 
 func (l *Load) add(o *open, sign int) {

@@ -38,11 +38,12 @@ func (o *open) uncached() int64 { return int64(o.tokens - o.hit) }
 // pairs is twice the attention pairs of its prefill.
 func (o *open) pairs() int64 { return attention(o.uncached(), int64(o.hit)) }
 
-// attention is twice the attention pairs of u tokens behind hit cached ones: u² + 2·u·hit. Prompts above 2^24 tokens
-// count as that long, so that sums stay far inside 63 bits.
+// longestPrompt is how long a prompt counts whose pairs are added up, in tokens: sums stay far inside 63 bits.
+const longestPrompt = 1 << 24
+
+// attention is twice the attention pairs of u tokens behind hit cached ones: u² + 2·u·hit.
 func attention(u, hit int64) int64 {
-	const longest = 1 << 24
-	u, hit = min(u, longest), min(hit, longest)
+	u, hit = min(u, longestPrompt), min(hit, longestPrompt)
 	return u*u + 2*u*hit
 }
 

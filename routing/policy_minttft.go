@@ -52,7 +52,7 @@ func (p MinTTFT) law() steptime.Coefficients {
 
 // prefill is the predicted prefill of u uncached tokens behind hit cached ones, in ms.
 func prefill(law *steptime.Coefficients, u, hit int64) float64 {
-	return law.TokenMS*float64(u) + law.PairMS*steptime.Pairs(int(u), int(hit))
+	return law.Prefill(int(u), int(hit))
 }
 
 // Name is "min-ttft".

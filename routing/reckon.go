@@ -31,10 +31,19 @@ type prefills struct {
 	first, last int32         // numbers of slots, from 1 on; 0 = none
 	spare       int32         // the first free slot, linked by next
 	turn        time.Duration // when the last first prompt ended
+	speed       speed
 
-	tokens, pairs int64   // of the first prompt: what is taken off the row as computed
-	rate          float64 // share of the first prompt per nanosecond; 0 = to be computed from the row
-	speed         speed
+	front         front // what a pick needs to know of the first prompt
+	tokens, pairs int64 // of the first prompt: what is taken off the row as computed
+}
+
+// front is the first prompt as every pick reads it for every rank: its share of u tokens and of the pairs is computed.
+type front struct {
+	rate  float64       // share per nanosecond; 0 = nothing here is known
+	began time.Duration // when its turn came
+	u     int64         // tokens to compute in all
+	pairs int64         // their attention, × 2
+	twice int64         // 2 × the prompt's tokens; 0 = beyond what pairs can be reckoned of
 }
 
 // queuedPrompt is one of them.
@@ -104,12 +113,32 @@ func (p *prefills) predict(rk *Rank) float64 {
 	return law.Prefill(int(f.tokens-f.hit), int(f.hit)) * law.Stretch(rk.Load.R, rk.Load.K, stepTokens)
 }
 
+// aim finds out what the front is.
+func (p *prefills) aim(rk *Rank) {
+	f := p.at(p.first)
+	p.front = front{began: p.begun(), u: int64(f.tokens - f.hit), twice: 2 * int64(f.tokens)}
+	p.front.pairs = attention(p.front.u, int64(f.hit))
+	if f.tokens > longestPrompt {
+		p.front.twice = 0
+	}
+	p.front.rate = 1 / (p.predict(rk) * p.speed.slowness() * float64(time.Millisecond))
+}
+
 // reckon makes the row's Q and Pairs what is left of the prompts at now. There is a first one.
 func (p *prefills) reckon(rk *Rank, now time.Duration) {
-	if p.rate == 0 {
-		p.rate = 1 / (p.predict(rk) * p.speed.slowness() * float64(time.Millisecond))
+	if p.front.rate == 0 {
+		p.aim(rk)
 	}
-	tokens, pairs := p.at(p.first).computed(float64(now-p.begun()) * p.rate)
+	f, tokens, pairs := &p.front, int64(0), int64(0)
+	switch share := float64(now-f.began) * f.rate; {
+	case share >= 1:
+		tokens, pairs = f.u, f.pairs
+	case share > 0: // neither negative nor no number
+		tokens = int64(float64(f.u) * share)
+		if left := f.u - tokens; f.twice > 0 {
+			pairs = f.pairs - left*(f.twice-left) // what is left attends to all before it: left² + 2·left·(tokens-left)
+		}
+	}
 	rk.Load.Q += p.tokens - tokens
 	rk.Pairs += p.pairs - pairs
 	p.tokens, p.pairs = tokens, pairs
@@ -120,20 +149,6 @@ func (p *prefills) restore(rk *Rank) {
 	rk.Load.Q += p.tokens
 	rk.Pairs += p.pairs
 	p.tokens, p.pairs = 0, 0
-}
-
-// computed is what a share of the prompt is: its first tokens, and their attention.
-func (f *queuedPrompt) computed(share float64) (tokens, pairs int64) {
-	u := int64(f.tokens - f.hit)
-	switch whole := attention(u, int64(f.hit)); {
-	case share >= 1:
-		return u, whole
-	case share > 0: // neither negative nor no number
-		tokens = int64(float64(u) * share)
-		left := u - tokens
-		return tokens, max(0, whole-attention(left, int64(f.tokens)-left))
-	}
-	return 0, 0
 }
 
 // measure learns the rank's speed from the first token of the prompt in slot, if that was the first of the rank's prompts:

@@ -87,7 +87,9 @@ func (r *Router) reckon(now time.Duration) {
 		return
 	}
 	for i := range r.accounts {
-		r.accounts[i].reckon(&r.view.Ranks[i], now)
+		if p := &r.accounts[i].queue; p.first != 0 {
+			p.reckon(&r.view.Ranks[i], now)
+		}
 	}
 }
 

@@ -103,7 +103,7 @@ func (t *traceFlags) run(ctx context.Context, p *policyFlags, rounds int) error 
 			if ctx.Err() != nil {
 				return ctx.Err()
 			}
-			cfg.Seed = firstSeed + uint64(round) //nolint:gosec // a count
+			cfg.Seed = firstSeed + uint64(round)
 			one, err := tracesim.Run(cfg, work(cfg.Seed), r.newPolicy)
 			if err != nil {
 				return fmt.Errorf("%s: %w", r.name, err)

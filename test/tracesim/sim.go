@@ -173,7 +173,7 @@ func (s *sim) dispatch(r *routing.Router, c *call) {
 	s.q = routing.Request{ID: c.key, Now: s.now, Tokens: c.Prompt, Hits: s.q.Hits[:0], Blocks: c.Blocks, BlockSize: BlockSize, Session: c.Session, Text: s.q.Text[:0]}
 	for _, rk := range s.ranks {
 		if hit := rk.core.Cached(c, c.Prompt); hit > 0 {
-			s.q.Hits = append(s.q.Hits, routing.Hit{Rank: rk.id, Tokens: int32(hit)}) //nolint:gosec // a prompt's tokens
+			s.q.Hits = append(s.q.Hits, routing.Hit{Rank: rk.id, Tokens: int32(hit)})
 		}
 	}
 	if s.needs.Text {
@@ -203,7 +203,7 @@ func (c *call) text(buf []byte) []byte {
 	var word [8]byte
 	for i := range (c.Prompt + BlockSize - 1) / BlockSize {
 		n := min(BlockSize, c.Prompt-i*BlockSize) * charsPerToken
-		hash := hashOf(c.key<<16, uint64(i)) //nolint:gosec // a number of blocks
+		hash := hashOf(c.key<<16, uint64(i))
 		if i < len(c.Blocks) {
 			hash = c.Blocks[i]
 		}
@@ -224,14 +224,14 @@ func (s *sim) step(rk *rank, in ...enginemodel.Input) {
 		switch e.Kind {
 		case enginemodel.EffectToken:
 			if e.Req.Produced() == 1 {
-				c := e.Req.User.(*call) //nolint:errcheck // dispatch put it there
+				c := e.Req.User.(*call)
 				c.place = len(rk.decoding)
 				rk.decoding = append(rk.decoding, c)
 				rk.seq++
 				s.tell(rk, routing.Event{Kind: routing.EvFirstToken, ReqID: c.key})
 			}
 		case enginemodel.EffectFinished:
-			c := e.Req.User.(*call) //nolint:errcheck // dispatch put it there
+			c := e.Req.User.(*call)
 			c.finished = e.Req.Finish() == enginemodel.FinishLength
 			last := len(rk.decoding) - 1
 			rk.decoding[c.place] = rk.decoding[last]

@@ -97,7 +97,9 @@ func TestRunsRepeat(t *testing.T) {
 	cfg := tracesim.Default()
 	cfg.Ingresses, cfg.Lag = 2, 20*time.Millisecond
 	work := tracesim.Agents(20, 1, 5)
-	assert.Equal(t, run(t, cfg, work, "lmetric-1"), run(t, cfg, work, "lmetric-1"))
+	first := run(t, cfg, work, "lmetric-1")
+	again := run(t, cfg, work, "lmetric-1")
+	assert.Equal(t, first, again)
 }
 
 func TestTraceFormat(t *testing.T) {
