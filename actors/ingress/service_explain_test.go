@@ -16,6 +16,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/engine/openai"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
@@ -200,6 +201,9 @@ func (b *lab) same(x *msg.Explanation, c *call) {
 		row := &x.Ranks[i]
 		require.True(t, slices.Equal(terms[row.Worker], row.Terms), "terms of %s: %v, %v", row.Worker, terms[row.Worker], row.Terms)
 		require.Equal(t, row.Worker == pick, row.Picked)
+		if id, known := parseRank(row.Worker); known && row.State != "unknown" {
+			require.Equal(t, c.query.HitOn(id), row.HitTokens, "hit of %s", row.Worker)
+		}
 		require.True(t, row.Eligible || row.Terms == nil && !row.Picked, "%s was weighed and is called %s: %s", row.Worker, row.State, row.Why)
 		if row.Terms != nil {
 			sum := 0.0
@@ -208,6 +212,18 @@ func (b *lab) same(x *msg.Explanation, c *call) {
 			}
 			require.Equal(t, sum, *row.Score) //nolint:testifylint // bit for bit
 		}
+	}
+}
+
+// TestABodyTellsItsRouteByExactNames: a field of almost the same name is none that engines read.
+func TestABodyTellsItsRouteByExactNames(t *testing.T) {
+	for body, want := range map[string]openai.Route{
+		`{"messages":[]}`: openai.Chat, `{"prompt":"x"}`: openai.Completions, `{"prompt":"x","Messages":[]}`: openai.Completions,
+		`{"prompt":"x", "\u006dessages":[]}`: openai.Chat,
+	} {
+		route, err := routeOf("", []byte(body))
+		require.NoError(t, err)
+		assert.Equal(t, want, route, body)
 	}
 }
 

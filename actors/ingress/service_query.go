@@ -178,10 +178,8 @@ func shown(b []byte) string {
 // routeOf finds the route of a path; without one the body tells a chat from a completion.
 func routeOf(path string, body []byte) (openai.Route, error) {
 	if path == "" {
-		var is struct {
-			Messages json.RawMessage `json:"messages"`
-		}
-		if json.Unmarshal(body, &is) == nil && is.Messages != nil {
+		var fields map[string]json.RawMessage // a struct would take "Messages" as well, which engines do not
+		if json.Unmarshal(body, &fields) == nil && fields["messages"] != nil {
 			return openai.Chat, nil
 		}
 		return openai.Completions, nil

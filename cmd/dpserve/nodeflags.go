@@ -29,7 +29,7 @@ func (f *nodeFlags) addCommon(cmd *cobra.Command) {
 	flags.StringToStringVar(&f.labels, "labels", nil, "`key=value` labels that resources.labels of an app must match")
 	flags.StringToStringVar(&f.timers, "timers", nil, "`name=duration` overrides of timers, for support and tests")
 	flags.Lookup("labels").DefValue, flags.Lookup("timers").DefValue = "", "" // "[]" would be noise in help
-	flags.StringVar(&f.config.MetricsBind, "metrics-bind", "", "`HOST:PORT` that serves /metrics alone; default: at the admin API only")
+	flags.StringVar(&f.config.MetricsBind, "metrics-bind", "", "`ADDR`, HOST:PORT, that serves /metrics alone; default: at the admin API only")
 	flags.StringVar(&f.config.LogFormat, "log-format", f.config.LogFormat, "text or json")
 	flags.StringVar(&f.config.LogLevel, "log-level", f.config.LogLevel, "debug, info, warn or error")
 }
