@@ -63,7 +63,9 @@ func TestHostIsCheckedOnEveryBind(t *testing.T) {
 			{"Host": "evil.example:8265"},
 			{"Host": "evil.example:8265", "Origin": "http://evil.example:8265"},
 			{"Host": "evil.example:8265", "Origin": "http://evil.example:8265", "Sec-Fetch-Site": "same-origin"},
-			{"Host": "gpu-1.evil.example"}, {"Host": "10.0.0.1.evil.example"}, {"Host": "xgpu-1"},
+			{"Host": "gpu-1.evil.example"},
+			{"Host": "10.0.0.1.evil.example"},
+			{"Host": "xgpu-1"},
 		} {
 			status, body := askAt(t, addr, method, "/api/v1/apps", header)
 			assert.Equal(t, http.StatusForbidden, status, "%s %v", method, header)
@@ -82,8 +84,13 @@ func TestHostIsCheckedOnEveryBind(t *testing.T) {
 func TestAWriteComesFromNoOtherPage(t *testing.T) {
 	h := api.NewServer(api.Config{Backend: newBackend()}).Handler()
 	for _, header := range []map[string]string{
-		{"Sec-Fetch-Site": "none"}, {"Sec-Fetch-Mode": "cors"}, {"Sec-Fetch-Site": "same-site"},
-		{"Sec-Fetch-Site": "same-origin", "Origin": "http://evil.example"}, {"Origin": "null"}, {"Origin": ""}, {"Origin": "http://127.0.0.1:1"},
+		{"Sec-Fetch-Site": "none"},
+		{"Sec-Fetch-Mode": "cors"},
+		{"Sec-Fetch-Site": "same-site"},
+		{"Sec-Fetch-Site": "same-origin", "Origin": "http://evil.example"},
+		{"Origin": "null"},
+		{"Origin": ""},
+		{"Origin": "http://127.0.0.1:1"},
 	} {
 		header["Host"] = "127.0.0.1:8265"
 		put := request{method: "PUT", target: "/api/v1/apps", body: "x", header: header}
@@ -119,7 +126,9 @@ func TestMetricsAlone(t *testing.T) {
 func TestACommandByADNSNameIsToldTheFlag(t *testing.T) {
 	for name, hosts := range map[string][]string{"refused": nil, "allowed": {"head.example.com"}} {
 		addr := serveOutside(t, api.NewServer(api.Config{Backend: newBackend(), Hosts: hosts}))
-		dial := func(ctx context.Context, network, _ string) (net.Conn, error) { return (&net.Dialer{}).DialContext(ctx, network, addr) }
+		dial := func(ctx context.Context, network, _ string) (net.Conn, error) {
+			return (&net.Dialer{}).DialContext(ctx, network, addr)
+		}
 		c, err := api.NewClientWith("head.example.com:8265", &http.Transport{DialContext: dial, DisableKeepAlives: true})
 		require.NoError(t, err)
 		_, err = c.Apps(t.Context())
