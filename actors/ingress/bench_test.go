@@ -320,3 +320,33 @@ func compare(b *testing.B, body string, paced int, pace time.Duration, conc, per
 	b.ReportMetric(own/plain, "ratio")
 	b.ReportMetric(us(total[0]), "us-direct")
 }
+
+// deadlineWriter is a sinkWriter of a connection that has deadlines.
+type deadlineWriter struct{ sinkWriter }
+
+func (*deadlineWriter) SetReadDeadline(time.Time) error { return nil }
+
+// TestReadingABodyAllocatesNothing: neither a small one nor one that grows, once the pools are warm.
+func TestReadingABodyAllocatesNothing(t *testing.T) {
+	if testing.Short() {
+		t.Skip("under the race detector pools forget")
+	}
+	in := bareIngress()
+	in.bodies.budget = 1 << 30
+	c := newCall(in)
+	c.rc = http.NewResponseController(&deadlineWriter{})
+	for _, size := range []int{100, 400 << 10} {
+		text := strings.NewReader(strings.Repeat("x", size))
+		c.r = &http.Request{Body: io.NopCloser(text), ContentLength: int64(size)}
+		c.settled = true
+		read := func() {
+			_, _ = text.Seek(0, io.SeekStart)
+			if c.readBody() != nil || len(c.body.b) != size {
+				panic("not read")
+			}
+			c.letGo()
+		}
+		read()
+		assert.Less(t, testing.AllocsPerRun(200, read), 1.0, "%d bytes", size)
+	}
+}

@@ -22,19 +22,24 @@ func (c *call) readBody() *failure {
 	if r.ContentLength >= 0 {
 		most = r.ContentLength + 1
 	}
-	err := c.fill(int(most))
-	var stalled *stallError
+	if err := c.fill(int(most)); err != nil {
+		return c.notRead(err)
+	}
+	if r.GetBody != nil { // a request of this process holds its body for as long as it lives
+		r.Body, r.GetBody = http.NoBody, nil
+	}
+	return nil
+}
+
+// notRead is the answer to a request whose body was not read to its end.
+func (c *call) notRead(err error) *failure {
+	in, r := c.in, c.r
 	switch {
-	case err == nil:
-		if r.GetBody != nil { // a request of this process holds its body for as long as it lives
-			r.Body, r.GetBody = http.NoBody, nil
-		}
-		return nil
 	case errors.Is(err, errTooLarge):
 		return in.tooLarge()
 	case errors.Is(err, errNoBodyMemory):
 		return noBodyMemory()
-	case errors.As(err, &stalled), errors.Is(err, os.ErrDeadlineExceeded):
+	case errors.Is(err, errTooSlow), errors.Is(err, os.ErrDeadlineExceeded):
 		return fail(openai.CodeSlowRequest, fmt.Sprintf("the body came too slowly: send at least %d bytes per second, and up to %d MiB within %s",
 			bodyRate, wholeBody>>20, in.timers.wholeBody()))
 	case r.Context().Err() != nil && !errors.Is(err, io.ErrUnexpectedEOF):
@@ -61,12 +66,8 @@ func noBodyMemory() *failure {
 var (
 	errTooLarge     = errors.New("body above the limit")
 	errNoBodyMemory = errors.New("no memory for bodies is left")
+	errTooSlow      = errors.New("body too slow")
 )
-
-// stallError is a body that comes too slowly.
-type stallError struct{}
-
-func (*stallError) Error() string { return "body too slow" }
 
 // fill reads to the end of the body into c.body, which grows as bytes arrive: memory that a client only announces is not there yet.
 // most is the largest number of bytes that may come, and one more.
@@ -104,7 +105,7 @@ func (c *call) fill(most int) error {
 		case err != nil:
 			return err
 		case pace.isTooSlow(now, len(c.body.b)):
-			return &stallError{}
+			return errTooSlow
 		}
 	}
 }

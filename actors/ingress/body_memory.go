@@ -9,7 +9,7 @@ import (
 type bodyBuffer struct{ b []byte }
 
 // bodySizes are the sizes in bytes of the buffers that are used again. Each is four times as large as the one before it, so a buffer
-// that has grown is never more than four times as large as the body in it.
+// is at most four times as large as the whole body in it, or of the smallest size.
 var bodySizes = [...]int{16 << 10, 64 << 10, 256 << 10, 1 << 20}
 
 // bodyMemory gives requests the memory of their bodies. All of it together is held to a budget, which is taken before the memory is:
@@ -38,10 +38,15 @@ func (m *bodyMemory) take(size int) *bodyBuffer {
 	return &bodyBuffer{b: make([]byte, 0, size)}
 }
 
-// grow gives a buffer of at least twice the size with the content of b, and takes b back. It is not larger than most bytes, or the
-// size of bodySizes above that. nil if that is more than the budget has left: b stays the caller's then.
+// grow gives a buffer of at least twice the size with the content of b, which is full, and takes b back. The new one is not larger
+// than most bytes, or the size of bodySizes above that. Behind 64 KiB it is as large as most if that is 1 MiB or less: what copies
+// would cost there is more than the memory. nil if the budget has less left: b stays the caller's then.
 func (m *bodyMemory) grow(b *bodyBuffer, most int) *bodyBuffer {
-	larger := m.take(min(2*cap(b.b), most))
+	size := 2 * cap(b.b)
+	if cap(b.b) >= bodySizes[1] && most <= bodySizes[len(bodySizes)-1] {
+		size = most
+	}
+	larger := m.take(min(size, most))
 	if larger == nil {
 		return nil
 	}
