@@ -176,12 +176,18 @@ func noteConn(conn net.Conn, s http.ConnState) {
 type clientConn struct {
 	framedConn
 
-	conns *clientConns
-	idle  atomic.Int64 // since when it has no request, on the clock of conns; 0: it has one
+	conns    *clientConns
+	idle     atomic.Int64 // since when it has no request, on the clock of conns; 0: it has one
+	gathered *[]byte      // what its handler has written of a piece; nil: it does not gather
 }
 
 // Write implements net.Conn. What net/http does not take for a request it answers by itself, in one write: no handler counts that.
 func (c *clientConn) Write(p []byte) (int, error) {
+	if ok, err := c.collect(p); ok {
+		return len(p), nil
+	} else if err != nil {
+		return 0, err
+	}
 	if code := ownAnswer(p); code != 0 {
 		c.conns.answered(code)
 	}

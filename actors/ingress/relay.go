@@ -92,14 +92,18 @@ func (c *call) forward(now time.Time) error {
 	if s.watcher.Finishing() {
 		c.readUsage(pass)
 	}
-	if err := c.write(pass, now); err != nil {
-		return err
+	conn := gather(c.r, len(pass))
+	err := c.write(pass, now)
+	if err == nil {
+		err = c.flush()
 	}
-	if err := c.flush(); err != nil {
-		return err
+	if sent := conn.send(); err == nil {
+		err = sent
 	}
-	s.passed(s.looked)
-	return nil
+	if err == nil {
+		s.passed(s.looked)
+	}
+	return err
 }
 
 // readUsage keeps the last usage of the stream's end.

@@ -18,6 +18,7 @@ func (in *Ingress) newServer() *http.Server {
 		IdleTimeout:       in.timers.Idle,
 		MaxHeaderBytes:    in.limits.MaxHeaderBytes,
 		BaseContext:       in.cutCtx,
+		ConnContext:       withConn,
 		ErrorLog:          slog.NewLogLogger(in.log.Handler(), slog.LevelDebug),
 		Protocols:         protocols(),
 		ConnState:         noteConn,
@@ -103,6 +104,7 @@ func (in *Ingress) close(ctx context.Context) error {
 	if err != nil {
 		err = in.finish(ctx)
 	}
+	in.awaitHandlers()
 	in.stop()
 	<-in.followed // or it would make a lane that nobody ends
 	in.mu.Lock()
@@ -128,6 +130,17 @@ func (in *Ingress) finish(ctx context.Context) error {
 		return nil
 	}
 	return in.server.Close()
+}
+
+// handlersPoll is how often awaitHandlers looks, as http.Server.Shutdown does.
+const handlersPoll = 2 * time.Millisecond
+
+// awaitHandlers waits for requests whose connection is gone: net/http does not wait for the streams of an HTTP/2 connection that is lost.
+// Their time is over, so they end soon; none is waited for longer than an answer's end may take.
+func (in *Ingress) awaitHandlers() {
+	for last := time.Now().Add(in.timers.Tail); in.inflight.Load() > 0 && time.Now().Before(last); {
+		time.Sleep(handlersPoll)
+	}
 }
 
 func (in *Ingress) endLanes() {
