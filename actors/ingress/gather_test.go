@@ -61,7 +61,7 @@ func TestAPieceLeavesInOneWrite(t *testing.T) {
 		conns := make(chan *countedConn, 1)
 		piece, broken := bytes.Repeat([]byte("Z"), size), errors.New("broken")
 		results := make(chan error, 3)
-		server := &http.Server{ConnContext: withConn, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { //nolint:gosec // no header can be slow here
+		server := &http.Server{ConnContext: withConn, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			for range 2 {
 				conn := gather(r, len(piece))
 				_, err := w.Write(piece)
