@@ -12,10 +12,11 @@ import (
 )
 
 // readBody reads the whole body before anything else: without that the client's leaving is not noticed, and no second
-// attempt is possible (TRAPS 2). A body above the limit is refused unread if it announces its length.
+// attempt is possible. A body above the limit is refused unread if it announces its length.
 func (c *call) readBody() *failure {
 	in, r := c.in, c.r
-	most := in.limits.MaxBody + 1 // one more, to reach the end: TRAPS 2
+	// One more: a read has to reach the end of the body, or net/http does not watch the connection.
+	most := in.limits.MaxBody + 1
 	if r.ContentLength >= most {
 		return in.tooLarge()
 	}

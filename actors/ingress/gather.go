@@ -11,8 +11,8 @@ import (
 // buffer, the piece, and the end of its chunk. Each wakes the client. gatheredFrom is the size from which that happens.
 const gatheredFrom = 4<<10 - 64
 
-// gathered are buffers in which a connection collects the writes of one piece.
-var gathered = sync.Pool{New: func() any {
+// gatherBuffers are what a connection collects the writes of one piece in.
+var gatherBuffers = sync.Pool{New: func() any {
 	b := make([]byte, 0, relayBuffer+1<<10) // one read of an engine, its chunk's length and the answer's header
 	return &b
 }}
@@ -34,7 +34,7 @@ func gather(r *http.Request, n int) *clientConn {
 	if c == nil {
 		return nil // a request of this process
 	}
-	c.gathered, _ = gathered.Get().(*[]byte)
+	c.gathered, _ = gatherBuffers.Get().(*[]byte)
 	return c
 }
 
@@ -50,7 +50,7 @@ func (c *clientConn) send() error {
 		_, err = c.Write(*b)
 	}
 	*b = (*b)[:0]
-	gathered.Put(b)
+	gatherBuffers.Put(b)
 	return err
 }
 

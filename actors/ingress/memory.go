@@ -13,7 +13,7 @@ import (
 	"github.com/dpserve/dpserve/telemetry"
 )
 
-// Shares of the memory limit, in percent (STYLE 9).
+// Shares of the memory limit, in percent.
 const (
 	fullShare     = 85 // above it new requests are refused
 	overfullShare = 95 // above it new connections are, too

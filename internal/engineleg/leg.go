@@ -36,7 +36,7 @@ type Request struct {
 func (r *Request) Settled() bool { return r.writing.Load() == 0 }
 
 // Stale says of a request that failed: its connection had waited for a request and turned out to be closed. That is
-// nobody's fault; the request may be sent once more (ENGINES 3.6).
+// nobody's fault; the request may be sent once more.
 func (r *Request) Stale() bool { return r.reused.Load() && !r.begun.Load() }
 
 func (r *Request) trace() *httptrace.ClientTrace {
