@@ -100,11 +100,17 @@ func (m *mesh) serve() error {
 	}
 	n.metrics.Streams(n.cfg.NodeID, m.streamCounts)
 	m.http = append(m.http, m.port.ServeHTTP2(nodeport.Admin, n.admin.Handler()))
-	m.run(func() error { return m.grpc.Serve(m.port.Listener(nodeport.GRPC)) })
+	m.runRPC(m.grpc, nodeport.GRPC)
 	for _, s := range m.http {
 		m.run(s.Serve)
 	}
 	return nil
+}
+
+// runRPC serves a protocol. Connections are taken from now on, not when the goroutine begins: a node that has begun may be joined at once.
+func (m *mesh) runRPC(s *grpc.Server, protocol string) {
+	l := m.port.Listener(protocol)
+	m.run(func() error { return s.Serve(l) })
 }
 
 func (m *mesh) run(serve func() error) {
@@ -123,12 +129,12 @@ func (m *mesh) serveControl() {
 	}))
 	m.enroll = grpc.NewServer(append(nodeport.ServerOptions(), remote.EnrollOptions()...)...)
 	dpservev1.RegisterEnrollServer(m.enroll, remote.NewEnrollServer(remote.EnrollConfig{Store: n.store, Proposer: n.store, Version: n.cfg.Version, Log: n.log}))
-	m.run(func() error { return m.enroll.Serve(m.port.Listener(nodeport.Join)) })
+	m.runRPC(m.enroll, nodeport.Join)
 	m.renew = grpc.NewServer(append(nodeport.ServerOptions(), remote.EnrollOptions()...)...)
 	dpservev1.RegisterControlServer(m.renew, remote.NewRenewServer(remote.RenewConfig{
 		Store: n.store, Confirm: n.consensus.Confirm, Hint: n.store.LeaderNode, Peer: nodeport.PeerFromContext, Log: n.log,
 	}))
-	m.run(func() error { return m.renew.Serve(m.port.Listener(nodeport.Renew)) })
+	m.runRPC(m.renew, nodeport.Renew)
 }
 
 // serveRanks opens this node's ranks to the ingresses of other nodes.
