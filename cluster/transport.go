@@ -18,6 +18,11 @@ import (
 const (
 	// transportTimeout bounds one message of raft and its answer; a snapshot gets as much per 256 KiB.
 	transportTimeout = 5 * time.Second
+	// transportInFlight is how many messages with entries are under way to a node: one, which turns raft's pipeline off. When the
+	// connection of a pipeline ends under two messages, its sender may wait for ever for the reader that has given up: heartbeats
+	// go on, and the node never gets an entry again from this leader (raft 1.8, net_transport.go and replication.go). Commands here are
+	// few, and one message carries 64 entries.
+	transportInFlight = 1
 	// transportPool is how many idle connections are kept per peer.
 	transportPool = 3
 )
@@ -53,7 +58,7 @@ type network struct {
 type logEnd struct {
 	index         uint64
 	at            time.Time
-	beat, entries time.Time // when it answered a heartbeat, and entries outside of a pipeline
+	beat, entries time.Time // when it answered a heartbeat, and entries
 }
 
 // errResting is the answer of a network whose raft was told to stop.
@@ -65,7 +70,7 @@ func newNetwork(cfg Config, uid string, resolve func(uid string) []string, nameO
 	return &network{
 		uid: raft.ServerAddress(uid), layer: l, turns: map[raft.ServerID]chan struct{}{}, logs: map[raft.ServerID]logEnd{},
 		NetworkTransport: raft.NewNetworkTransportWithConfig(&raft.NetworkTransportConfig{
-			Stream: l, MaxPool: transportPool, Timeout: transportTimeout, Logger: newRaftLog(cfg.Log, nameOf, never), MsgpackUseNewTimeFormat: true,
+			Stream: l, MaxPool: transportPool, Timeout: transportTimeout, MaxRPCsInFlight: transportInFlight, Logger: newRaftLog(cfg.Log, nameOf, never), MsgpackUseNewTimeFormat: true,
 		}),
 	}
 }
@@ -77,8 +82,8 @@ func (n *network) LocalAddr() raft.ServerAddress { return n.uid }
 func (n *network) EncodePeer(id raft.ServerID, _ raft.ServerAddress) []byte { return []byte(id) }
 
 // AppendEntries sends entries or a heartbeat, and notes how far the log of the node goes that answers: raft itself does not tell how far
-// each node is. Pipelined entries do not pass here, heartbeats do. A raft that was told to stop sends nothing: while its disk hangs in
-// the main loop, its heartbeats would keep the others from an election.
+// each node is. A raft that was told to stop sends nothing: while its disk hangs in the main loop, its heartbeats would keep the others
+// from an election.
 func (n *network) AppendEntries(
 	id raft.ServerID, target raft.ServerAddress, args *raft.AppendEntriesRequest, resp *raft.AppendEntriesResponse,
 ) error {
@@ -103,8 +108,7 @@ func (n *network) AppendEntries(
 	return nil
 }
 
-// answered is when a node had answered both a heartbeat and entries. What is answered in a pipeline does not count: raft leaves the
-// pipeline when an answer fails to come.
+// answered is when a node had answered both a heartbeat and entries.
 func (n *network) answered(uid string) time.Time {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -148,32 +152,6 @@ func (n *network) confirm(ctx context.Context, id raft.ServerID, term uint64) bo
 		RPCHeader: raft.RPCHeader{ProtocolVersion: raft.ProtocolVersionMax, ID: self, Addr: self}, Term: term,
 	}, &resp)
 	return err == nil && resp.Success
-}
-
-// AppendEntriesPipeline is for entries in a row.
-func (n *network) AppendEntriesPipeline(id raft.ServerID, target raft.ServerAddress) (raft.AppendPipeline, error) {
-	if n.resting.Load() {
-		return nil, errResting
-	}
-	p, err := n.NetworkTransport.AppendEntriesPipeline(id, target)
-	if err != nil {
-		return nil, err
-	}
-	return &pipeline{p, &n.resting}, nil
-}
-
-// pipeline sends nothing for a raft that was told to stop.
-type pipeline struct {
-	raft.AppendPipeline
-	resting *atomic.Bool
-}
-
-// AppendEntries sends entries without waiting for the answer.
-func (p *pipeline) AppendEntries(args *raft.AppendEntriesRequest, resp *raft.AppendEntriesResponse) (raft.AppendFuture, error) {
-	if p.resting.Load() {
-		return nil, errResting
-	}
-	return p.AppendPipeline.AppendEntries(args, resp)
 }
 
 // Close does nothing: raft calls it at the end of a run, and the next one needs the network again.

@@ -24,7 +24,7 @@ const joining = "broke off the handshake: tls: internal error|the protocol is no
 
 // raftPeer are raft's lines of a peer whose connection fails. They do not say which node it is, nor that it is expected.
 var raftPeer = Fault{
-	{Msg: "raft: failed to (appendEntries to|heartbeat to|make requestVote RPC|pipeline appendEntries)", Why: "a peer does not answer"},
+	{Msg: "raft: failed to (appendEntries to|heartbeat to|make requestVote RPC)", Why: "a peer does not answer"},
 	{Msg: "raft: failed to (decode incoming command|flush response)", Why: "a peer's connection has ended"},
 	{Msg: "consensus does not reach a node", Why: "a peer that votes does not answer for seconds"},
 	{Msg: "raft: peer has newer term, stopping replication", Why: "another node leads by now"},
