@@ -54,29 +54,32 @@ func MemberTimer(name string, d time.Duration) MembersOption {
 	return func(c *Members) { c.timers[name] = d }
 }
 
-// Pace is how much faster than real ones the leases and restarts of a cluster of tests are. The ranks' streams are as fast as a shared
-// machine allows without false silence. The waits of raft and of the gossip are short already.
+// Pace is how much faster than real ones the restarts of a cluster of tests are. Leases and the ranks' streams are as fast as a shared
+// machine allows without a node that is lost or silent for want of the processor. The waits of raft and of the gossip are short already.
 const (
 	Pace         = 10
 	streamPace   = 4
-	LeaseTTL     = 10 * time.Second / Pace
-	LeaseRegrant = 12 * time.Second / Pace
+	leasePace    = 5
+	RealLease    = 10 * time.Second
+	RealRegrant  = 12 * time.Second
+	LeaseTTL     = RealLease / leasePace
+	LeaseRegrant = RealRegrant / leasePace
 )
 
 // CalmLease is lease_ttl of a cluster that is Calm.
-const CalmLease = 4 * LeaseTTL
+const CalmLease = 2 * LeaseTTL
 
 // Calm gives longer leases, and streams their real time: on a busy machine no node is taken for silent or lost. It is for tests whose
 // nodes all live, or are asked to end.
 func Calm(c *Members) {
-	c.timers["lease_ttl"], c.timers["lease_regrant"] = CalmLease, 4*LeaseRegrant
+	c.timers["lease_ttl"], c.timers["lease_regrant"] = CalmLease, 2*LeaseRegrant
 	delete(c.timers, "stream_suspect")
 	delete(c.timers, "stream_out")
 }
 
 func memberTimers() map[string]time.Duration {
 	return map[string]time.Duration{
-		"lease_ttl": LeaseTTL, "lease_renew": 2 * time.Second / Pace, "lease_regrant": LeaseRegrant,
+		"lease_ttl": LeaseTTL, "lease_renew": 2 * time.Second / leasePace, "lease_regrant": LeaseRegrant,
 		"stream_heartbeat": 250 * time.Millisecond / streamPace, "stream_suspect": time.Second / streamPace, "stream_out": 3 * time.Second / streamPace,
 		"start_retry": time.Second / Pace, "restart_min": time.Second / Pace, "resend": 2 * time.Second / Pace,
 		"kill_grace": 5 * time.Second / Pace,

@@ -157,7 +157,7 @@ func minority(t *testing.T, c *harness.Members, serve bool) {
 			m.Freeze()
 		}
 	}
-	time.Sleep(fenceFactor * harness.LeaseRegrant) // the subject: a majority's silence that outlasts every lease
+	time.Sleep(harness.LeaseRegrant) // the subject: a majority's silence that outlasts every lease
 	if serve {
 		load := harness.StartLoad(t, "wide", 4, 5, left.HTTP)
 		load.Reaches(20)
@@ -195,17 +195,13 @@ func minority(t *testing.T, c *harness.Members, serve bool) {
 	assert.Zero(t, y.Refused+y.Broken+y.Cut+y.Hung, "after it: %v", y)
 }
 
-// fenceFactor lengthens the leases of nodes that fence: a machine that stumbles must not fence them.
-const fenceFactor = 2
-
 // MB3, on-lease-loss fence.
 func TestMB3FreezeFence(t *testing.T) {
 	t.Parallel()
 	if testing.Short() {
 		t.Skip("stops nodes for longer than their leases")
 	}
-	c := harness.StartMembers(t, harness.Each(3, "--on-lease-loss", "fence"), harness.MemberSlots(6), harness.MemberTimer("lease_ttl", fenceFactor*harness.LeaseTTL),
-		harness.MemberTimer("lease_regrant", fenceFactor*harness.LeaseRegrant))
+	c := harness.StartMembers(t, harness.Each(3, "--on-lease-loss", "fence"), harness.MemberSlots(6))
 	c.Expect(harness.NodeFails, harness.RanksMove, harness.StreamBreaks)
 	c.All[0].Want(spread("wide", 6))
 	c.Running("wide")

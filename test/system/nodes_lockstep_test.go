@@ -64,7 +64,7 @@ func TestLeaderDiesDuringDeploy(t *testing.T) {
 	}
 	control, worker := []string{"--roles", "control"}, []string{"--roles", "worker,ingress"}
 	c := harness.StartMembers(t, [][]string{control, control, control, worker, worker}, harness.MemberSlots(8),
-		harness.MemberTimer("lease_ttl", harness.Pace*harness.LeaseTTL), harness.MemberTimer("lease_regrant", harness.Pace*harness.LeaseRegrant)) // leases outlast an election, as real ones do
+		harness.MemberTimer("lease_ttl", harness.RealLease), harness.MemberTimer("lease_regrant", harness.RealRegrant)) // leases outlast an election, as real ones do
 	c.Expect(harness.NodeFails)
 	w := c.By("d")
 	leader := c.Leader()

@@ -99,7 +99,7 @@ func TestSK6FleetSwap(t *testing.T) {
 		rounds = 20
 	}
 	const engines, perSecond = 40, 200
-	c := harness.StartMembers(t, harness.Each(2))
+	c := harness.StartMembers(t, harness.Each(2), harness.Calm)
 	c.Expect(harness.EngineFails)
 	a, b := c.All[0], c.All[1]
 	fleets := [2][]string{fleet(t, engines), fleet(t, engines)}

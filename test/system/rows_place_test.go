@@ -46,7 +46,7 @@ func written(t *testing.T, text string) string {
 // RG7: three gangs of 4 on 10 slots; without --partial nothing happens, with it two serve and the third waits for the node that joins.
 func TestRG7PartialDeploy(t *testing.T) {
 	t.Parallel()
-	c := harness.StartMembers(t, harness.Each(2), harness.MemberSlots(5))
+	c := harness.StartMembers(t, harness.Each(2), harness.MemberSlots(5), harness.Calm)
 	a, b := c.All[0], c.All[1]
 	file := written(t, simApp("gangs", 4, "lockstep", "sim_step_ms: 5")+"    num_groups: 3\n")
 
@@ -135,7 +135,7 @@ func TestPL1DevicesAndLabels(t *testing.T) {
 		{"--gpus", "0,2,4,6,1,3,5,7", "--labels", "rack=left"},
 		{"--gpus", "7,0,6,1,5,2,4,3", "--labels", "rack=right"},
 		{"--gpus", "1,3,5,7,9,11,13,15", "--labels", "rack=right"},
-	})
+	}, harness.Calm)
 	a := c.All[0]
 	for _, rack := range []string{"", ", labels: {rack: right}"} {
 		a.Want(tp2(rack))
@@ -170,7 +170,7 @@ func TestPL3GroupsComeAndGo(t *testing.T) {
 	if accepting() {
 		dp = 4
 	}
-	c := harness.StartMembers(t, harness.Each(2), harness.MemberSlots(4*dp))
+	c := harness.StartMembers(t, harness.Each(2), harness.MemberSlots(4*dp), harness.Calm)
 	a, b := c.All[0], c.All[1]
 	size := func(groups int) string { // a grace longer than any stream
 		return strings.Replace(simApp("fleet", dp, "lockstep", "sim_step_ms: 5"), "timeout_s: 2", "timeout_s: 20", 1) + fmt.Sprintf("    num_groups: %d\n", groups)
