@@ -16,6 +16,10 @@ type account struct {
 	queue   prefills       // of the opens whose prompt is not known to be computed; empty if nothing is reckoned
 	reckons bool           // the policy reads prefill work
 	clock   *time.Duration // the view's time
+	when    time.Duration  // when the record at hand happened, on the view's clock; 0 = what is at hand is no record
+	remote  rankClock      // the rank's clock
+	pace    decodePace     // a request whose tokens are timed
+	law     *law           // of the application; nil in tests of an account alone
 	lastSeq uint64         // stream number of the last record applied
 	tickets int            // entries that are ticketed
 	minSeq  uint64         // no ticketed entry has a smaller seq; meaningful while tickets > 0
@@ -25,7 +29,7 @@ type account struct {
 
 // bump counts an own dispatch, unless the request is on this rank already.
 func (a *account) bump(rk *Rank, key uint64, tokens, hit int) {
-	a.insert(rk, open{key: key, tokens: small(tokens), hit: cached(hit, tokens), phase: bumped, mine: true})
+	a.insert(rk, open{key: key, tokens: small(tokens), hit: cached(hit, tokens), phase: bumped, mine: true, sent: *a.clock})
 }
 
 // ticket says that the dispatch was admitted as number seq. Already applied ⇒ the replica's account stands.
@@ -46,6 +50,7 @@ func (a *account) ticket(rk *Rank, key, seq uint64) (freed bool) {
 	}
 	a.add(rk, o, -1)
 	o.phase, o.seq = ticketed, seq
+	o.ticketAt(*a.clock)
 	a.enqueue(o)
 	a.add(rk, o, 1)
 	return false
@@ -81,7 +86,7 @@ func (a *account) admit(rk *Rank, key uint64, tokens, hit int) {
 func (a *account) firstToken(rk *Rank, key uint64, seen bool) {
 	if o := a.opens.get(key); o != nil && o.phase != decoding {
 		if seen {
-			a.queue.measure(o.slot, rk, *a.clock)
+			a.queue.measure(o.slot, rk, a.at(), a.law)
 		}
 		a.dequeue(rk, o)
 		a.add(rk, o, -1)
@@ -109,9 +114,30 @@ func (a *account) prefillDone(rk *Rank, key uint64) (known bool) {
 func (a *account) progress(rk *Rank, key uint64, n int) {
 	a.firstToken(rk, key, true)
 	if o := a.opens.get(key); o != nil && small(n) > o.out {
+		a.timeTokens(rk, o, small(n))
 		a.add(rk, o, -1)
 		o.out = small(n)
 		a.add(rk, o, 1)
+	}
+}
+
+// at is when what is at hand happened.
+func (a *account) at() time.Duration {
+	if a.when != 0 {
+		return a.when
+	}
+	return *a.clock
+}
+
+// place finds out when a record happened, and how old the rank's records are when they come.
+func (a *account) place(rk *Rank, e *Event) {
+	now := *a.clock
+	if o := a.opens.get(e.ReqID); e.At != 0 && e.Kind == EvAdmitted && o != nil && o.own() {
+		a.remote.learn(e.At, o.sent, o.admittedBy(now), now)
+	}
+	when, sure := a.remote.place(e.At, now)
+	if a.when = when; sure {
+		rk.Lag += (now - when - rk.Lag) / lagMemory
 	}
 }
 
@@ -162,8 +188,11 @@ func (a *account) expire(rk *Rank, seq uint64) (freed bool) {
 func (a *account) reset(rk *Rank, snapshot []Open, seq uint64, same bool) {
 	old, log := a.opens, a.log
 	a.opens, a.log = opens{}, nil
-	a.tickets, a.lastSeq, rk.Load, rk.Own, rk.Pairs = 0, seq, Load{}, 0, 0
+	a.tickets, a.lastSeq, rk.Load, rk.Own, rk.Pairs, rk.Bumps = 0, seq, Load{}, 0, 0, Bumps{}
 	a.queue.clear(same)
+	if a.pace = (decodePace{decode: a.pace.decode}); !same {
+		a.pace, a.remote = decodePace{}, rankClock{}
+	}
 	for i := range snapshot {
 		s := &snapshot[i]
 		before := old.get(s.ReqID)
@@ -243,7 +272,8 @@ func (a *account) settle(o *open) {
 // enqueue puts o behind the prompts of its rank, unless it is among them or its prompt is computed.
 func (a *account) enqueue(o *open) {
 	if a.reckons && o.slot == 0 && o.hasPrefill() {
-		o.slot = a.queue.join(o.tokens, o.hit, *a.clock)
+		o.slot = a.queue.join(o.tokens, o.hit, a.at())
+		a.pace.key = 0 // its prefill stalls all decodes
 	}
 }
 
@@ -255,7 +285,7 @@ func (a *account) dequeue(rk *Rank, o *open) {
 	if o.slot == a.queue.first {
 		a.queue.restore(rk)
 	}
-	a.queue.leave(o.slot, *a.clock)
+	a.queue.leave(o.slot, a.at())
 	o.slot = 0
 }
 
@@ -268,7 +298,7 @@ func (a *account) confirm(rk *Rank, o *open) {
 	if o.slot == a.queue.first {
 		a.queue.restore(rk)
 	}
-	a.queue.renew(o.slot, o.tokens, o.hit, *a.clock)
+	a.queue.renew(o.slot, o.tokens, o.hit, a.at())
 }
 
 // add puts what o weighs into the rank's row (sign 1) or takes it out (sign -1).
@@ -276,11 +306,22 @@ func (a *account) add(rk *Rank, o *open, sign int) {
 	rk.Load.add(o, sign)
 	if o.mine {
 		rk.Own += int32(sign) //nolint:gosec // 1 or -1
+		rk.Bumps.add(o, sign)
 	}
 	if o.hasPrefill() {
 		rk.Pairs += int64(sign) * o.pairs()
 	}
 	a.queue.front.rate = 0 // it goes by the row, and by what is first
+}
+
+func (b *Bumps) add(o *open, sign int) {
+	if o.isBump() {
+		s := int64(sign)
+		b.N += sign
+		b.Q += s * o.uncached()
+		b.Kq += s * int64(o.tokens)
+		b.Pairs += s * o.pairs()
+	}
 }
 
 func (l *Load) add(o *open, sign int) {

@@ -145,6 +145,8 @@ func allPolicies(t require.TestingT) []Policy {
 		{"chwbl", "tuned", nil},
 		{"chwbl", "", map[string]any{"variant": "prefix-hash"}},
 		{"session-affinity", "tuned", nil},
+		{"mex", "", map[string]any{"goal": "latency", "law": "moe"}},
+		{"mex", "", map[string]any{"ttft_s": 0.001, "tpot_s": 0.0001}},
 	} {
 		made, err := New(p.name, p.preset, p.params)
 		require.NoError(t, err)

@@ -28,6 +28,7 @@ const (
 	nameSticky          = "sticky"
 	nameCHWBL           = "chwbl"
 	nameSessionAffinity = "session-affinity"
+	nameMex             = "mex"
 )
 
 // The presets: a policy's documented defaults, and one fair-comparison setting. They are the same for every policy here.
@@ -71,6 +72,7 @@ func policies() []entry {
 		{nameSticky, []string{"threshold", "spill_tokens", "by"}, newSticky},
 		{nameCHWBL, []string{"variant", "key", "load_factor", "virtual_nodes"}, newCHWBL},
 		{nameSessionAffinity, []string{"num_virtual_nodes", "num_fallback_replicas", "table", "ttl_s"}, newSessionAffinity},
+		{nameMex, []string{"goal", "ttft_s", "tpot_s", "law"}, newMex},
 	}
 }
 

@@ -1,6 +1,10 @@
 package routing
 
-import "math/bits"
+import (
+	"math"
+	"math/bits"
+	"time"
+)
 
 // phase is where an open request stands. The zero value marks a free cell of the table.
 type phase uint8
@@ -17,17 +21,35 @@ const (
 // open is one request on one rank: what it adds to the rank's Load, so that taking it out is exact.
 type open struct {
 	key    uint64
-	seq    uint64 // ticketed: the ticket's stream number
+	seq    uint64        // ticketed: the ticket's stream number
+	sent   time.Duration // own: when it was dispatched
 	tokens int32  // prompt
 	out    int32  // output so far
 	hit    int32  // prompt tokens that were cached
 	slot   int32  // its place in the rank's prefills, 0 if it has none
+	took   uint32 // µs: own: from the dispatch to the ticket; 0 = it is not there yet
 	phase  phase
 	mine   bool // dispatched by this router
 }
 
 // own says whether the entry is a bump of this router and not of the replica's account.
 func (o *open) own() bool { return o.phase == bumped || o.phase == ticketed || o.phase == held }
+
+// isBump says whether it is an own dispatch that waits for its prefill and that the rank's records have not named.
+func (o *open) isBump() bool { return o.phase == bumped || o.phase == ticketed }
+
+// ticketAt notes when the ticket came.
+func (o *open) ticketAt(now time.Duration) {
+	o.took = uint32(min(max((now-o.sent).Microseconds(), 1), math.MaxUint32)) //nolint:gosec // bounded
+}
+
+// admittedBy is the latest instant at which the rank can have admitted it.
+func (o *open) admittedBy(now time.Duration) time.Duration {
+	if o.took == 0 {
+		return now
+	}
+	return min(now, o.sent+time.Duration(o.took)*time.Microsecond)
+}
 
 // hasPrefill says whether its prompt is still to be computed, as far as the Router was told.
 func (o *open) hasPrefill() bool { return o.phase != decoding && o.phase != held }

@@ -2,7 +2,6 @@ package routing
 
 import (
 	"math/rand/v2"
-	"time"
 
 	"github.com/dpserve/dpserve/steptime"
 )
@@ -10,14 +9,6 @@ import (
 var (
 	_ Policy  = MinTTFT{}
 	_ formula = MinTTFT{}
-)
-
-const (
-	// rhoPeriod is how often the prefill utilisation ρ is measured: ρ ← ½ρ + ½·(prefill ms that all ingresses
-	// sent)/(N·Δt).
-	rhoPeriod = 5 * time.Second
-	// maxRho bounds η = ρ/(1-ρ) to 9.
-	maxRho = 0.9
 )
 
 // MinTTFT takes the rank where the first token is predicted to come first (Mooncake's rule by the step law):
@@ -35,11 +26,7 @@ type MinTTFT struct {
 	Law steptime.Coefficients // of one rank; the zero value is steptime.Reference
 }
 
-type minTTFTState struct {
-	began time.Duration // of the running period, view.Now
-	work  float64       // ms of prefill that all ingresses sent to ranks in it
-	rho   float64
-}
+type minTTFTState struct{ traffic traffic }
 
 func newMinTTFT(p *params) Policy { return MinTTFT{Eta: p.boolean("eta", false)} }
 
@@ -61,23 +48,16 @@ func (MinTTFT) Name() string { return nameMinTTFT }
 func (MinTTFT) needs() Needs { return Needs{Hits: true} }
 
 // NewState begins with an idle system.
-func (MinTTFT) NewState(v *View, _ *rand.Rand) State { return &minTTFTState{began: v.Now} }
+func (MinTTFT) NewState(v *View, _ *rand.Rand) State { return &minTTFTState{newTraffic(v)} }
 
-// Observe measures ρ. A request of this ingress counts when it is dispatched, one of another ingress when its
-// rank's stream says that it was admitted, so that each counts once.
+// Observe measures ρ.
 func (p MinTTFT) Observe(s State, v *View, e *Event) {
 	st, ok := s.(*minTTFTState)
 	if !ok || !p.Eta {
 		return
 	}
-	if e.Kind == EvDispatched || e.Kind == EvAdmitted && e.Elsewhere {
-		law, tokens, hit := p.law(), int64(small(e.Tokens)), int64(cached(e.Hit, e.Tokens))
-		st.work += prefill(&law, tokens-hit, hit)
-	}
-	if spent := v.Now - st.began; spent >= rhoPeriod && len(v.Ranks) > 0 {
-		st.rho = st.rho/2 + st.work/(2*float64(len(v.Ranks))*float64(spent)/float64(time.Millisecond))
-		st.began, st.work = v.Now, 0
-	}
+	law := p.law()
+	st.traffic.observe(v, e, &law)
 }
 
 // Decide takes the candidate with the smallest predicted time to first token.
@@ -93,8 +73,7 @@ func (p MinTTFT) prepare(q *Request, v *View, s State, c *scratch) aggregate {
 		a.mode = modeNewRanks
 	}
 	if st, ok := s.(*minTTFTState); ok && p.Eta {
-		rho := min(st.rho, maxRho)
-		a.x[2] = rho / (1 - rho)
+		a.x[2] = st.traffic.later()
 	}
 	return a
 }

@@ -107,27 +107,27 @@ func (p *prefills) clear(same bool) {
 // begun is when the rank began to compute the first prompt.
 func (p *prefills) begun() time.Duration { return max(p.turn, p.at(p.first).since) }
 
-// predict is how long the step law gives the first prompt, in ms, beside what the rank decodes.
-func (p *prefills) predict(rk *Rank) float64 {
-	f, law := p.at(p.first), steptime.Reference()
+// predict is how long the preset of the law gives the first prompt, in ms, beside what the rank decodes.
+func (p *prefills) predict(rk *Rank, law *steptime.Coefficients) float64 {
+	f := p.at(p.first)
 	return law.Prefill(int(f.tokens-f.hit), int(f.hit)) * law.Stretch(rk.Load.R, rk.Load.K, stepTokens)
 }
 
 // aim finds out what the front is.
-func (p *prefills) aim(rk *Rank) {
+func (p *prefills) aim(rk *Rank, law *law) {
 	f := p.at(p.first)
 	p.front = front{began: p.begun(), u: int64(f.tokens - f.hit), twice: 2 * int64(f.tokens)}
 	p.front.pairs = attention(p.front.u, int64(f.hit))
 	if f.tokens > longestPrompt {
 		p.front.twice = 0
 	}
-	p.front.rate = 1 / (p.predict(rk) * p.speed.slowness() * float64(time.Millisecond))
+	p.front.rate = 1 / (p.predict(rk, &law.base) * p.speed.slowness(law.prefill) * float64(time.Millisecond))
 }
 
 // reckon makes the row's Q and Pairs what is left of the prompts at now. There is a first one.
-func (p *prefills) reckon(rk *Rank, now time.Duration) {
+func (p *prefills) reckon(rk *Rank, law *law, now time.Duration) {
 	if p.front.rate == 0 {
-		p.aim(rk)
+		p.aim(rk, law)
 	}
 	f, tokens, pairs := &p.front, int64(0), int64(0)
 	switch share := float64(now-f.began) * f.rate; {
@@ -153,20 +153,26 @@ func (p *prefills) restore(rk *Rank) {
 
 // measure learns the rank's speed from the first token of the prompt in slot, if that was the first of the rank's prompts:
 // of others nobody knows when their turn came.
-func (p *prefills) measure(slot int32, rk *Rank, now time.Duration) {
+func (p *prefills) measure(slot int32, rk *Rank, now time.Duration, law *law) {
 	if slot == 0 || slot != p.first {
 		return
 	}
-	if predicted := p.predict(rk); predicted >= leastSample {
-		p.speed.learn(float64(now-p.begun())/float64(time.Millisecond), predicted)
+	if predicted := p.predict(rk, &law.base); predicted >= leastSample {
+		observed := float64(now-p.begun()) / float64(time.Millisecond)
+		law.tookPrompt(max(0, observed), predicted*p.speed.slowness(law.prefill), now)
+		p.speed.learn(observed, predicted, now)
 	}
 }
 
 // speed is how long a rank takes for its prompts beside what the step law says, in ms. Both are sums in which older
 // prompts count less and less; prompts that end in one step are right together, not one by one.
-type speed struct{ observed, predicted float64 }
+type speed struct {
+	observed, predicted float64
+	last                time.Duration // when it was shown
+}
 
-func (s *speed) learn(observed, predicted float64) {
+func (s *speed) learn(observed, predicted float64, now time.Duration) {
+	s.last = now
 	if s.predicted == 0 {
 		s.observed, s.predicted = leastSample, leastSample
 	}
@@ -174,10 +180,10 @@ func (s *speed) learn(observed, predicted float64) {
 	s.predicted = s.predicted*speedMemory + predicted
 }
 
-// slowness is 1 at the law's speed, which it is until the rank has shown another.
-func (s *speed) slowness() float64 {
+// slowness is 1 at the preset's speed, and usual until the rank has shown its own.
+func (s *speed) slowness(usual float64) float64 {
 	if s.predicted == 0 {
-		return 1
+		return usual
 	}
 	return min(max(s.observed/s.predicted, 1.0/maxSlowness), maxSlowness)
 }

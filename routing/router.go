@@ -21,6 +21,7 @@ type Router struct {
 
 	policy  Policy
 	reckons bool // the policy reads prefill work
+	compare bool // the policy reads how slow ranks are
 
 	mu       sync.Mutex
 	view     View
@@ -34,13 +35,15 @@ type Router struct {
 	admitted Event // an EvAdmitted as the policy sees it: likewise
 	derived  Event // EvOpened, EvClosed: likewise
 	log      *opensLog
+	law      law
 	dropped  uint64
 	spoiled  uint64
 }
 
 // NewRouter is an empty view under policy p. The same seed and the same calls give the same decisions.
 func NewRouter(p Policy, seed uint64) *Router {
-	r := &Router{policy: p, reckons: readsWork(p), epochs: make(map[RankID]uint64)}
+	r := &Router{policy: p, reckons: readsWork(p), law: newLaw(p), epochs: make(map[RankID]uint64)}
+	_, r.compare = p.(Mex)
 	r.source.Seed(seed, fibonacci)
 	r.rand = rand.New(&r.source)
 	r.state = p.NewState(&r.view, r.rand)
@@ -87,8 +90,12 @@ func (r *Router) reckon(now time.Duration) {
 		return
 	}
 	for i := range r.accounts {
-		if p := &r.accounts[i].queue; p.first != 0 {
-			p.reckon(&r.view.Ranks[i], now)
+		p := &r.accounts[i].queue
+		if p.first != 0 {
+			p.reckon(&r.view.Ranks[i], &r.law, now)
+		}
+		if r.compare && p.speed.predicted > 0 {
+			r.view.Ranks[i].Slow = r.law.slow(&p.speed, now)
 		}
 	}
 }
@@ -132,6 +139,7 @@ func (r *Router) apply(e *Event) (wake bool) {
 		r.dropped++
 		return false
 	}
+	r.relearn()
 	if r.state != nil {
 		r.policy.Observe(r.state, &r.view, seen)
 		r.derive(e.Request)

@@ -1,6 +1,7 @@
 package routing
 
 import (
+	"math"
 	"math/rand/v2"
 	"slices"
 )
@@ -76,6 +77,7 @@ type rule struct {
 	highest bool
 	tie     tie
 	second  second
+	near    float64 // costs up to so far above the lowest count as equal to it
 }
 
 // outside is added to the cost of a rank that a staged policy (warm ranks first, longest match first) does not prefer:
@@ -116,6 +118,9 @@ func decideAmong[F formula](f F, t tier, q *Request, v *View, s State, r *rand.R
 
 // best is the row of the best candidate, -1 if none has a finite score.
 func (u rule) best(q *Request, v *View, s State, r *rand.Rand, d *Decision) int {
+	if u.near > 0 {
+		u.level(&d.scratch)
+	}
 	c, from := &d.scratch, 0
 	if u.tie == tieRotate {
 		from, _ = slices.BinarySearch(c.candidates, int32(start(s, len(v.Ranks)))) //nolint:gosec // a row
@@ -149,6 +154,21 @@ func (u rule) best(q *Request, v *View, s State, r *rand.Rand, d *Decision) int 
 		}
 	}
 	return best
+}
+
+// level makes the costs that count as equal to the lowest equal to it.
+func (u rule) level(c *scratch) {
+	least := math.Inf(1)
+	for _, cost := range c.scores {
+		if cost < least {
+			least = cost
+		}
+	}
+	for k, cost := range c.scores {
+		if cost <= least+u.near {
+			c.scores[k] = least
+		}
+	}
 }
 
 // explainScores adds one row per candidate and term.

@@ -41,7 +41,7 @@ func (r *Router) rankUp(i int, found bool, e *Event) (wake, ok bool) {
 	r.epochs[e.Rank], r.width = e.Epoch, max(r.width, e.Rank.Rank()+1)
 	if !found {
 		r.view.Ranks = slices.Insert(r.view.Ranks, i, Rank{})
-		r.accounts = slices.Insert(r.accounts, i, account{log: r.log, clock: &r.view.Now, reckons: r.reckons})
+		r.accounts = slices.Insert(r.accounts, i, account{log: r.log, clock: &r.view.Now, reckons: r.reckons, law: &r.law})
 	}
 	rk := &r.view.Ranks[i]
 	same := found && rk.Epoch == e.Epoch && rk.Incarnation == e.Incarnation
@@ -49,7 +49,7 @@ func (r *Router) rankUp(i int, found bool, e *Event) (wake, ok bool) {
 	*rk = Rank{ID: e.Rank, Epoch: e.Epoch, Incarnation: e.Incarnation, Ready: true, Local: e.Local, MaxOngoing: e.MaxOngoing, Since: r.view.Now}
 	if same { // what the engine reported last still holds, and whether it tripped
 		rk.KVUsage, rk.HasKVUsage, rk.Busy, rk.Capacity, rk.BlockSize = before.KVUsage, before.HasKVUsage, before.Busy, before.Capacity, before.BlockSize
-		rk.Since, rk.Tripped = before.Since, before.Tripped
+		rk.Since, rk.Tripped, rk.Lag, rk.Slow = before.Since, before.Tripped, before.Lag, before.Slow
 	}
 	rk.size(e)
 	r.accounts[i].reset(rk, e.Snapshot, e.Seq, same)
@@ -83,6 +83,7 @@ func (r *Router) record(i int, e *Event) (wake, ok bool) {
 	if e.Incarnation != rk.Incarnation || e.Seq < a.lastSeq {
 		return false, false
 	}
+	a.place(rk, e)
 	switch e.Kind {
 	case EvAdmitted:
 		a.admit(rk, e.ReqID, e.Tokens, e.Hit)
@@ -93,6 +94,7 @@ func (r *Router) record(i int, e *Event) (wake, ok bool) {
 	default: // EvFinished
 		wake = a.finish(rk, e.ReqID)
 	}
+	a.when = 0
 	return a.reached(rk, e.Seq) || wake, true
 }
 

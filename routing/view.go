@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"slices"
 	"time"
+
+	"github.com/dpserve/dpserve/steptime"
 )
 
 // RankID numbers a rank inside its application: group in the high, rank in the low 16 bits, so that ids order by group, then rank.
@@ -51,6 +53,7 @@ type Rank struct {
 	HasKVUsage  bool // the engine reported KVUsage
 	MaxOngoing  int  // max_ongoing_requests of this rank
 	Load        Load
+	Bumps       Bumps   // of Load: what this router sent and the rank's records have not named yet
 	Pairs       int64   // token pairs × 2: attention still to prefill, Σ u² + 2·u·hit over waiting and prefilling requests; as of View.Now like Load.Q
 	Capacity    int64   // tokens: the rank's KV cache (C); 0 = unknown
 	BlockSize   int     // tokens per KV block; 0 = unknown, DefaultBlockSize is assumed
@@ -58,6 +61,24 @@ type Rank struct {
 	Tripped     int     // its answers failed in a row: its place in the order in which ranks tripped, from 1; 0 = they did not
 
 	Since time.Duration // View.Now when this incarnation came into the view
+	Lag   time.Duration // how old the rank's records are when they come; 0 = not known
+	Slow  float64       // how long the rank takes beside the median of its application's ranks; 0 = not known, 1 is assumed
+}
+
+// Bumps are own dispatches that a rank's records have not named: other ingresses have as many, which nobody here knows of.
+type Bumps struct {
+	N     int   // requests
+	Q     int64 // tokens: uncached prompt tokens
+	Kq    int64 // tokens: full prompts
+	Pairs int64 // as Rank.Pairs
+}
+
+// slowness is Slow, or the best guess.
+func (rk *Rank) slowness() float64 {
+	if rk.Slow > 0 {
+		return rk.Slow
+	}
+	return 1
 }
 
 // DefaultBlockSize is the tokens per KV block of a rank that has not said its own: vLLM's default.
@@ -95,6 +116,8 @@ type View struct {
 	BusyThreshold    float64 // ranks whose Usage is above it get nothing, if HasBusyThreshold
 	HasBusyThreshold bool
 	PrefixCachingOff bool // the engines cache no prefixes: every hit counts as 0
+
+	Law steptime.Coefficients // of one rank's steps, as measured; the zero value: nothing is measured, a policy has its own
 }
 
 // Hit says what one rank holds of a request's prompt.

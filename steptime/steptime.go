@@ -34,6 +34,21 @@ func Reference() Coefficients {
 	}
 }
 
+// MoE is Qwen3-30B-A3B in bf16 on one H200 by the same reckoning: a step reads the weights of all 30.5e9 parameters (61 GB at 4.8 TB/s)
+// and computes with 3.3e9 of them (2*3.3e9 FLOP over 650 TFLOPS), 48 layers of 32 heads over 4 KV heads. A batch of few tokens reads fewer
+// experts than that; the floor is that of a busy rank.
+func MoE() Coefficients {
+	const layers = 48
+	return Coefficients{
+		WeightMS:  12.7,
+		TokenMS:   0.0102,
+		FixedMS:   layers*0.0113 + 3.0,
+		DecodeMS:  layers * 9.5e-5,
+		ContextMS: layers * 4.62e-7,
+		PairMS:    layers * 2.4e-8,
+	}
+}
+
 // Step is the predicted duration in milliseconds of a step that computes tokens tokens in all, of which decodes are one-token
 // decodes whose contexts sum up to kv tokens, and whose prefill chunks have pairs attention pairs (see Pairs).
 func (c Coefficients) Step(tokens, decodes, kv int, pairs float64) float64 {

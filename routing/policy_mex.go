@@ -1,0 +1,234 @@
+package routing
+
+import (
+	"math"
+	"math/rand/v2"
+	"time"
+
+	"github.com/dpserve/dpserve/steptime"
+)
+
+var (
+	_ Policy = Mex{}
+	_ lawful = Mex{}
+)
+
+const (
+	goalGoodput = "goodput"
+	goalLatency = "latency"
+
+	// nearWidth is how many times the prefill work that may have come to a rank unseen two scores may differ by and count as equal.
+	nearWidth = 2
+	// mostUnseen bounds how many dispatches of other ingresses one own unconfirmed dispatch stands for.
+	mostUnseen = 64
+	// kvPressure is what each share of the KV cache that is asked for and not there costs, in goals of the first token.
+	kvPressure = 2
+)
+
+// Mex charges a request for what it costs everybody, in milliseconds of waiting for a first token. The lowest sum wins.
+//
+//	queue          Wq·σ                        prompts in front of it
+//	prefill        P·σ                         its own prompt
+//	later_arrivals η·P                         what its prompt delays requests that are still to come
+//	own_tokens     X·d                         its own tokens, d ms each
+//	others_tokens  X·R·(P/ō + ½·(dB + dC·L))   the tokens of the R requests that decode there: its prompt stalls them, its context slows them
+//	memory         2·TTFT·max(0, f-1)          the share f of the KV cache that would be asked for, beyond all of it
+//	beyond_goal    TTFT·(1 + ln x) - TTFT·x    with goal goodput, if x = (queue + prefill)/TTFT is above 1: a goal cannot be missed twice
+//
+// P and Wq are prefill times by the step law, d = gW + dA + dB·(O+1) + dC·(K+Kq+L) the step that its tokens come in, σ = 1 + D/(gT·8192)
+// the stretch of a prefill that shares its steps with D = dA + dB·R + dC·K ms of decoding; on a slow rank all of them are as much longer.
+// X = TTFT/TPOT exchanges ms per token for ms of the first token, by the application's goals for both. η = ρ/(1-ρ) with the prefill
+// utilisation ρ, at most 0.9; ō is the mean length of answers, f = (K+Kq+L+ō)/C.
+//
+// Behind several ingresses a Router does not see what the others sent since the ranks' last records: ρ·Lag ms of prefill, less its own
+// share. Scores within two of those of the lowest count as equal, and the longest hit among them wins; and each own dispatch that no
+// record has named stands for those that the other ingresses are taken to have sent to that rank meanwhile.
+//
+// Equal scores are drawn. A rank that came up lately has credit for prompts without a home (newrank.go). Parameters: goal (goodput;
+// latency leaves beyond_goal out), ttft_s (2), tpot_s (0.05), law (dense; moe).
+type Mex struct {
+	Latency    bool
+	TTFT, TPOT float64 // ms: the goals
+	MoE        bool    // the law's preset
+}
+
+type mexState struct{ traffic traffic }
+
+func newMex(p *params) Policy {
+	const ms = 1000
+	return Mex{
+		Latency: p.word("goal", goalGoodput, goalGoodput, goalLatency) == goalLatency,
+		TTFT:    ms * p.number("ttft_s", 2, 0.001, 3600),
+		TPOT:    ms * p.number("tpot_s", 0.05, 0.0001, 60),
+		MoE:     p.word("law", lawDense, lawDense, lawMoE) == lawMoE,
+	}
+}
+
+// Name is "mex".
+func (Mex) Name() string { return nameMex }
+
+func (Mex) needs() Needs { return Needs{Hits: true} }
+
+func (p Mex) law() steptime.Coefficients {
+	if p.MoE {
+		return steptime.MoE()
+	}
+	return steptime.Reference()
+}
+
+func (p Mex) preset() string {
+	if p.MoE {
+		return lawMoE
+	}
+	return lawDense
+}
+
+// NewState begins with an idle system.
+func (Mex) NewState(v *View, _ *rand.Rand) State { return &mexState{newTraffic(v)} }
+
+// Observe measures the traffic.
+func (p Mex) Observe(s State, v *View, e *Event) {
+	if st, ok := s.(*mexState); ok {
+		law := p.current(v)
+		st.traffic.observe(v, e, &law)
+	}
+}
+
+// current is the law as measured.
+func (p Mex) current(v *View) steptime.Coefficients {
+	if v.Law == (steptime.Coefficients{}) {
+		return p.law()
+	}
+	return v.Law
+}
+
+// Decide takes the candidate with the lowest cost.
+func (p Mex) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
+	begin(d)
+	c := &d.scratch
+	t, ok := gather(q, v, c)
+	if !ok {
+		none(q, v, d)
+		return
+	}
+	alignHits(q, v, c)
+	c.creditNewRanks(q, v, homeShare)
+	costs := p.costs(q, v, s)
+	lowest := costs.fill(v, c)
+	best := rule{near: costs.near(v, c), second: secondUncached}.best(q, v, s, r, d)
+	if best < 0 {
+		d.Reason = ReasonBadScore
+		return
+	}
+	if d.Explain {
+		costs.explain(v, d)
+	}
+	reason := ReasonLowestScore
+	if costs.width > 0 && sum(costs.of(&v.Ranks[best], c.hits[best])) > lowest {
+		reason = ReasonNearTie
+	}
+	routeTo(d, t, &v.Ranks[best], reason)
+}
+
+// mexCosts is what one decision charges by.
+type mexCosts struct {
+	law      steptime.Coefficients
+	tokens   int64   // of the prompt
+	stretch  float64 // 1/(gT·chunk)
+	later    float64 // η
+	answer   float64 // ō
+	exchange float64 // TTFT goal over TPOT goal
+	goal     float64 // ms: TTFT
+	late     bool    // what is beyond the goal counts logarithmically
+	unseen   float64 // dispatches of other ingresses per own one that no record has named
+	width    float64 // near per ms of lag
+}
+
+func (p Mex) costs(q *Request, v *View, s State) mexCosts {
+	c := mexCosts{law: p.current(v), tokens: int64(q.Tokens), answer: firstAnswer, exchange: p.TTFT / p.TPOT, goal: p.TTFT, late: !p.Latency}
+	c.stretch = 1 / (c.law.TokenMS * stepTokens)
+	if st, ok := s.(*mexState); ok {
+		t := &st.traffic
+		c.later, c.answer = t.later(), t.answer
+		if share := t.share(); share < 1 {
+			c.unseen = min(1/share-1, mostUnseen-1)
+			c.width = nearWidth * (1 - share) * min(t.rho, maxRho)
+		}
+	}
+	return c
+}
+
+// fill scores the candidates and gives the lowest score.
+func (m *mexCosts) fill(v *View, c *scratch) (lowest float64) {
+	lowest = math.Inf(1)
+	resize(&c.scores, len(c.candidates))
+	for k, i := range c.candidates {
+		c.scores[k] = sum(m.of(&v.Ranks[i], c.hits[i]))
+		if c.scores[k] < lowest {
+			lowest = c.scores[k]
+		}
+	}
+	return lowest
+}
+
+// near is by how much scores may differ and count as equal, ms: prefill work that the candidates may have got unseen.
+func (m *mexCosts) near(v *View, c *scratch) float64 {
+	if m.width == 0 {
+		return 0
+	}
+	lag := time.Duration(0)
+	for _, i := range c.candidates {
+		lag += v.Ranks[i].Lag
+	}
+	return m.width * float64(lag) / (float64(len(c.candidates)) * float64(time.Millisecond))
+}
+
+// of is what the request costs on a rank that holds hit tokens of its prompt, in the order of mexLabels; ms.
+func (m *mexCosts) of(rk *Rank, hit int64) (queue, prefill, later, own, others, memory, beyond float64) {
+	law, slow := &m.law, rk.slowness()
+	open, work, pairs, waiting := float64(rk.ongoing()+1), float64(rk.Load.Q), float64(rk.Pairs), float64(rk.Load.Kq+m.tokens)
+	if rk.Bumps.N > 0 && m.unseen > 0 {
+		open += m.unseen * float64(rk.Bumps.N)
+		work += m.unseen * float64(rk.Bumps.Q)
+		pairs += m.unseen * float64(rk.Bumps.Pairs)
+		waiting += m.unseen * float64(rk.Bumps.Kq)
+	}
+	u, decodes, context := float64(m.tokens-hit), float64(rk.Load.R), float64(rk.Load.K)
+	decoding := law.FixedMS + law.DecodeMS*decodes + law.ContextMS*context
+	stretch := 1 + decoding*m.stretch
+	prompt := slow * (law.TokenMS*u + law.PairMS*(u*u/2+u*float64(hit)))
+	queue = slow * (law.TokenMS*work + law.PairMS*pairs/2) * stretch
+	prefill = prompt * stretch
+	later = m.later * prompt
+	own = m.exchange * slow * (law.WeightMS + decoding + law.DecodeMS*(open-decodes) + law.ContextMS*waiting)
+	others = m.exchange * decodes * (prompt/m.answer + slow*(law.DecodeMS+law.ContextMS*float64(m.tokens))/2)
+	if rk.Capacity > 0 {
+		memory = kvPressure * m.goal * max(0, (context+waiting+m.answer)/float64(rk.Capacity)-1)
+	}
+	if first := queue + prefill; m.late && first > m.goal {
+		beyond = m.goal*(1+math.Log(first/m.goal)) - first
+	}
+	return queue, prefill, later, own, others, memory, beyond
+}
+
+// sum adds the terms in their printed order.
+func sum(queue, prefill, later, own, others, memory, beyond float64) float64 {
+	return queue + prefill + later + own + others + memory + beyond
+}
+
+// mexLabels name the terms.
+var mexLabels = [...]string{"queue", "prefill", "later_arrivals", "own_tokens", "others_tokens", "memory", "beyond_goal"}
+
+// explain adds one row per candidate and term.
+func (m *mexCosts) explain(v *View, d *Decision) {
+	c := &d.scratch
+	for k, i := range c.candidates {
+		if c.scores[k]-c.scores[k] != 0 {
+			continue
+		}
+		queue, prefill, later, own, others, memory, beyond := m.of(&v.Ranks[i], c.hits[i])
+		for n, ms := range [...]float64{queue, prefill, later, own, others, memory, beyond} {
+			d.Terms = append(d.Terms, Term{Rank: v.Ranks[i].ID, Name: mexLabels[n], Unit: "ms", Raw: ms, Weight: 1, Value: ms})
+		}
+	}
+}
