@@ -72,6 +72,9 @@ func checkLeftOut(t *rapid.T, v View) {
 func routerOf(v View) *Router {
 	r := NewRouter(Random{}, 1)
 	r.view, r.width, r.accounts = v, 16, make([]account, len(v.Ranks))
+	for i := range r.accounts {
+		r.accounts[i].clock = &r.view.Now
+	}
 	return r
 }
 
