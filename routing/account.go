@@ -282,9 +282,7 @@ func (a *account) dequeue(rk *Rank, o *open) {
 	if o.slot == 0 {
 		return
 	}
-	if o.slot == a.queue.first {
-		a.queue.restore(rk)
-	}
+	a.queue.restore(rk)
 	a.queue.leave(o.slot, a.at())
 	o.slot = 0
 }
@@ -295,9 +293,7 @@ func (a *account) confirm(rk *Rank, o *open) {
 	if o.slot == 0 {
 		return
 	}
-	if o.slot == a.queue.first {
-		a.queue.restore(rk)
-	}
+	a.queue.restore(rk)
 	a.queue.renew(o.slot, o.tokens, o.hit, a.at())
 }
 

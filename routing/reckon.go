@@ -133,15 +133,50 @@ func (p *prefills) reckon(rk *Rank, law *law, now time.Duration) {
 	switch share := float64(now-f.began) * f.rate; {
 	case share >= 1:
 		tokens, pairs = f.u, f.pairs
-	case share > 0: // neither negative nor no number
-		tokens = int64(float64(f.u) * share)
-		if left := f.u - tokens; f.twice > 0 {
-			pairs = f.pairs - left*(f.twice-left) // what is left attends to all before it: left² + 2·left·(tokens-left)
+		if rk.Lag > 0 && p.first != p.last {
+			left := min(now-f.began-time.Duration(1/f.rate), rk.Lag)
+			tokens, pairs = p.untold(rk, law, left, tokens, pairs)
 		}
+	case share > 0: // neither negative nor no number
+		tokens, pairs = f.computed(share)
 	}
 	rk.Load.Q += p.tokens - tokens
 	rk.Pairs += p.pairs - pairs
 	p.tokens, p.pairs = tokens, pairs
+}
+
+// computed is the share of a prompt that is computed.
+func (f *front) computed(share float64) (tokens, pairs int64) {
+	tokens = int64(float64(f.u) * share)
+	if left := f.u - tokens; f.twice > 0 {
+		pairs = f.pairs - left*(f.twice-left) // what is left attends to all before it: left² + 2·left·(tokens-left)
+	}
+	return tokens, pairs
+}
+
+// mostUntold bounds how many prompts are taken to have followed the first one unheard.
+const mostUntold = 16
+
+// untold adds what a rank whose records come late has computed of the prompts behind the first one, in the time for which nobody can
+// have heard of the first one's end.
+func (p *prefills) untold(rk *Rank, law *law, left time.Duration, tokens, pairs int64) (int64, int64) {
+	slowness := p.speed.slowness(law.prefill) * law.base.Stretch(rk.Load.R, rk.Load.K, stepTokens) * float64(time.Millisecond)
+	slot := p.at(p.first).next
+	for n := 0; n < mostUntold && slot != 0 && left > 0; n++ {
+		q := p.at(slot)
+		f := front{u: int64(q.tokens - q.hit), twice: 2 * int64(q.tokens)}
+		f.pairs = attention(f.u, int64(q.hit))
+		if q.tokens > longestPrompt {
+			f.twice = 0
+		}
+		takes := time.Duration(law.base.Prefill(int(f.u), int(q.hit)) * slowness)
+		if takes > left {
+			t, x := f.computed(float64(left) / float64(takes))
+			return tokens + t, pairs + x
+		}
+		tokens, pairs, left, slot = tokens+f.u, pairs+f.pairs, left-takes, q.next
+	}
+	return tokens, pairs
 }
 
 // restore gives back to the row what was taken off it.
