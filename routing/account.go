@@ -9,7 +9,7 @@ import (
 // the bumps of this ingress that the stream has not confirmed yet (CONTRACTS 6). One request is counted once: a bump
 // turns into the replica's entry when that is heard of, it is never beside it.
 //
-// The row's Q and Pairs are what is left of the prompts at the instant of the last reckon: the account gives back to the
+// The row's Q, Pairs and Computed are what is left of the prompts at the instant of the last reckon: the account gives back to the
 // row what was reckoned before it changes the prompt that is computed first.
 type account struct {
 	opens   opens
@@ -188,7 +188,7 @@ func (a *account) expire(rk *Rank, seq uint64) (freed bool) {
 func (a *account) reset(rk *Rank, snapshot []Open, seq uint64, same bool) {
 	old, log := a.opens, a.log
 	a.opens, a.log = opens{}, nil
-	a.tickets, a.lastSeq, rk.Load, rk.Own, rk.Pairs, rk.Bumps = 0, seq, Load{}, 0, 0, Bumps{}
+	a.tickets, a.lastSeq, rk.Load, rk.Own, rk.Pairs, rk.Bumps, rk.Computed = 0, seq, Load{}, 0, 0, Bumps{}, Prompts{}
 	a.queue.clear(same)
 	if a.pace = (decodePace{decode: a.pace.decode}); !same {
 		a.pace, a.remote = decodePace{}, rankClock{}

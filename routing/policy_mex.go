@@ -37,6 +37,7 @@ const (
 //
 // P and Wq are prefill times by the step law, d = gW + dA + dB·(O+1) + dC·(K+Kq+L) the step that its tokens come in, σ = 1 + D/(gT·8192)
 // the stretch of a prefill that shares its steps with D = dA + dB·R + dC·K ms of decoding; on a slow rank all of them are as much longer.
+// Requests whose prompt is computed as reckoned count among R and K.
 // X = TTFT/TPOT exchanges ms per token for ms of the first token, by the application's goals for both. η = ρ/(1-ρ) with the prefill
 // utilisation ρ, at most 0.9; ō is the mean length of answers, f = (K+Kq+L+ō)/C.
 //
@@ -193,7 +194,8 @@ func (m *mexCosts) of(rk *Rank, hit int64) (queue, prefill, later, own, others, 
 		pairs += m.unseen * float64(rk.Bumps.Pairs)
 		waiting += m.unseen * float64(rk.Bumps.Kq)
 	}
-	u, decodes, context := float64(m.tokens-hit), float64(rk.Load.R), float64(rk.Load.K)
+	waiting -= float64(rk.Computed.Tokens)
+	u, decodes, context := float64(m.tokens-hit), float64(rk.Load.R+rk.Computed.N), float64(rk.Load.K+rk.Computed.Tokens)
 	decoding := law.FixedMS + law.DecodeMS*decodes + law.ContextMS*context
 	stretch := 1 + decoding*m.stretch
 	prompt := slow * (law.TokenMS*u + law.PairMS*(u*u/2+u*float64(hit)))

@@ -24,8 +24,8 @@ const (
 //
 // An engine computes prompts first come first served and tells only when one is done. In between the Router reckons: of
 // the first prompt the share is computed that the step law says for the time since its turn came, at the speed that this
-// rank has shown. The prompts behind it are whole until its end is told, however late that is: a wrong law is wrong by
-// one prompt and never empties a queue.
+// rank has shown. The prompts behind it are whole until its end is told, but for what the rank can have computed in the time
+// that a record takes to come: a wrong law is wrong by one prompt and that time, and never empties a queue.
 type prefills struct {
 	slots       []queuedPrompt
 	first, last int32         // numbers of slots, from 1 on; 0 = none
@@ -124,15 +124,17 @@ func (p *prefills) aim(rk *Rank, law *law) {
 	p.front.rate = 1 / (p.predict(rk, &law.base) * p.speed.slowness(law.prefill) * float64(time.Millisecond))
 }
 
-// reckon makes the row's Q and Pairs what is left of the prompts at now. There is a first one.
+// reckon makes the row's Q, Pairs and Computed what they are at now. There is a first prompt.
 func (p *prefills) reckon(rk *Rank, law *law, now time.Duration) {
 	if p.front.rate == 0 {
 		p.aim(rk, law)
 	}
 	f, tokens, pairs := &p.front, int64(0), int64(0)
+	rk.Computed = Prompts{}
 	switch share := float64(now-f.began) * f.rate; {
 	case share >= 1:
 		tokens, pairs = f.u, f.pairs
+		rk.Computed = Prompts{N: 1, Tokens: int64(p.at(p.first).tokens)}
 		if rk.Lag > 0 && p.first != p.last {
 			left := min(now-f.began-time.Duration(1/f.rate), rk.Lag)
 			tokens, pairs = p.untold(rk, law, left, tokens, pairs)
@@ -174,6 +176,8 @@ func (p *prefills) untold(rk *Rank, law *law, left time.Duration, tokens, pairs 
 			t, x := f.computed(float64(left) / float64(takes))
 			return tokens + t, pairs + x
 		}
+		rk.Computed.N++
+		rk.Computed.Tokens += int64(q.tokens)
 		tokens, pairs, left, slot = tokens+f.u, pairs+f.pairs, left-takes, q.next
 	}
 	return tokens, pairs
@@ -184,6 +188,7 @@ func (p *prefills) restore(rk *Rank) {
 	rk.Load.Q += p.tokens
 	rk.Pairs += p.pairs
 	p.tokens, p.pairs = 0, 0
+	rk.Computed = Prompts{}
 }
 
 // measure learns the rank's speed from the first token of the prompt in slot, if that was the first of the rank's prompts:

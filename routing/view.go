@@ -54,6 +54,7 @@ type Rank struct {
 	MaxOngoing  int  // max_ongoing_requests of this rank
 	Load        Load
 	Bumps       Bumps   // of Load: what this router sent and the rank's records have not named yet
+	Computed    Prompts // of Load: prompts that are computed by View.Now as reckoned, and whose first token nobody has told of
 	Pairs       int64   // token pairs × 2: attention still to prefill, Σ u² + 2·u·hit over waiting and prefilling requests; as of View.Now like Load.Q
 	Capacity    int64   // tokens: the rank's KV cache (C); 0 = unknown
 	BlockSize   int     // tokens per KV block; 0 = unknown, DefaultBlockSize is assumed
@@ -71,6 +72,12 @@ type Bumps struct {
 	Q     int64 // tokens: uncached prompt tokens
 	Kq    int64 // tokens: full prompts
 	Pairs int64 // as Rank.Pairs
+}
+
+// Prompts are a number of them, and how long they are together.
+type Prompts struct {
+	N      int
+	Tokens int64
 }
 
 // slowness is Slow, or the best guess.
