@@ -13,7 +13,7 @@ const (
 	EvAdmitted                     // stream: the replica counts the request (ReqID is its key in the replica's account, Tokens, Seq)
 	EvFirstToken                   // stream: prefill done, decoding
 	EvProgress                     // stream: Out output tokens so far
-	EvFinished                     // stream: request over, whatever the outcome
+	EvFinished                     // stream: request over, whatever the outcome, after Out output tokens (0 = not known)
 	EvRankUp                       // rank serves: Epoch, Incarnation, MaxOngoing, Local; its account begins as Snapshot (nil = empty) taken at Seq; it is Ready unless EvAccepting says otherwise
 	EvRankDown                     // rank leaves the view; bumps on it go
 	EvAccepting                    // Ready changes to Accepting
@@ -63,6 +63,7 @@ type Event struct {
 	Snapshot    []Open
 
 	Now       time.Duration // on View.Now's clock; 0 leaves the view's
+	At        time.Duration // EvAdmitted, EvFirstToken, EvProgress, EvFinished: when it happened, on the rank's own clock; 0 = the rank did not say
 	Hit       int           // EvDispatched, EvAdmitted: prompt tokens cached on Rank at dispatch
 	Capacity  int64         // EvRankUp, EvStatus: tokens
 	BlockSize int           // EvRankUp, EvStatus: tokens
