@@ -17,14 +17,26 @@ type ticket struct {
 	blocks    []uint64         // of the prompt, as the record of what was sent has them; empty if nobody asks
 	hitBlocks int              // leading blocks that the sender expected in the cache
 	sent      kvindex.Recorded // what was written down
-	admitted  time.Time
-	alone     time.Duration // its prefill by itself, as predicted
-	predicted time.Duration // its prefill with all that was in front of it; 0: it is not predicted
-	assumed   bool          // its prefill is over by prediction: nobody has seen a first token
+	admitted  time.Time        // when it was granted
+	alone     time.Duration    // its prefill by itself, as predicted
+	predicted time.Duration    // its prefill with all that was in front of it; 0: it is not predicted
+	assumed   bool             // its prefill is over by prediction: nobody has seen a first token
 }
 
 // hasFirstToken says that a first token of the ticket was seen.
 func (t *ticket) hasFirstToken() bool { return t.req.Decoding && !t.assumed }
+
+// firstTokenAt is when its first token came: as told, if that is between its admission and now; now, if nothing is told.
+func (t *ticket) firstTokenAt(told, now time.Time) time.Time {
+	switch {
+	case told.IsZero(), told.After(now):
+		return now
+	case told.Before(t.admitted):
+		return t.admitted
+	default:
+		return told
+	}
+}
 
 // uncached is the tokens that its prefill computes.
 func (t *ticket) uncached() int { return max(t.req.Tokens-t.req.Hit, 0) }

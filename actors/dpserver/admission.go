@@ -31,16 +31,20 @@ func (r *replica) admit(m *msg.Admit) {
 	if !r.answer(m.Reply, &msg.AdmitReply{Ticket: granted, Epoch: r.spec.Epoch, Seq: granted.Seq}) {
 		return // a reply channel without room: nobody would ever give the ticket back
 	}
+	now := time.Now()
 	r.vitals.lastTicket = id
 	t := r.account.add(id, req, weight, r.watchContext(ctx, id))
+	t.admitted = now
 	t.blocks, r.blocks, t.hitBlocks = r.blocks, t.blocks, hitBlocks
 	if len(r.turns.places) > 0 {
-		r.turns.take(time.Now(), req.Ingress, weight)
+		r.turns.take(now, req.Ingress, weight)
 	}
 	if idle {
 		r.keeper.moved() // the stall clock starts with the first request in hand
 	}
-	r.rec = msg.Record{Kind: msg.RecAdmitted, ReqID: req.ReqID, Ingress: req.Ingress, Tokens: req.Tokens, Hit: req.Hit, Session: session}
+	r.rec = msg.Record{
+		Kind: msg.RecAdmitted, ReqID: req.ReqID, Ingress: req.Ingress, Tokens: req.Tokens, Hit: req.Hit, Session: session, At: r.toRankTime(now),
+	}
 	r.emit(&r.rec)
 	r.stats.inFlight(r.account.open())
 	if len(t.blocks) > yieldBlocks {
@@ -97,8 +101,9 @@ func (r *replica) watchContext(ctx context.Context, id uint64) func() bool {
 func (r *replica) firstToken(m msg.FirstToken) {
 	r.keeper.moved()
 	if t, first := r.account.decoding(m.TicketID); first {
-		r.prefills.pace.learn(m.At.Sub(t.admitted), t.predicted)
-		r.record(msg.RecFirstToken, &t.req, "")
+		at := t.firstTokenAt(m.At, time.Now())
+		r.prefills.pace.learn(at.Sub(t.admitted), t.predicted)
+		r.record(msg.RecFirstToken, &t.req, "", at)
 	}
 }
 
@@ -108,9 +113,10 @@ func (r *replica) progress(m msg.Progress) {
 	if t == nil || m.Out <= t.req.Out {
 		return
 	}
-	r.stats.generated(time.Now(), m.Out-t.req.Out)
+	now := time.Now()
+	r.stats.generated(now, m.Out-t.req.Out)
 	t.req.Out = m.Out
-	r.record(msg.RecProgress, &t.req, "")
+	r.record(msg.RecProgress, &t.req, "", now)
 }
 
 // done gives a ticket's load back, exactly once: a second Done of a ticket finds nothing.
@@ -123,14 +129,15 @@ func (r *replica) done(m *msg.Done) {
 		r.prefills.remove(m.TicketID)
 	}
 	r.keeper.moved()
+	now := time.Now()
 	if m.Outcome != msg.Refused {
-		r.stats.ended(time.Now(), max(0, m.CompletionTokens-t.req.Out), m.FirstToken)
+		r.stats.ended(now, max(0, m.CompletionTokens-t.req.Out), m.FirstToken)
 		if m.HasCached {
 			r.stats.cached(m.PromptTokens, m.CachedTokens)
 		}
 		t.req.Out = max(t.req.Out, m.CompletionTokens)
 	}
-	r.record(msg.RecDone, &t.req, m.Cause)
+	r.record(msg.RecDone, &t.req, m.Cause, now)
 	r.offerRest()
 	r.countDue(m)
 	r.correct(t, m)
@@ -157,9 +164,11 @@ func (r *replica) judge(m *msg.Done) {
 	}
 }
 
-// record emits an entry about one request.
-func (r *replica) record(kind msg.RecordKind, req *msg.OpenRequest, cause string) {
-	r.rec = msg.Record{Kind: kind, ReqID: req.ReqID, Ingress: req.Ingress, Tokens: req.Tokens, Hit: req.Hit, Out: req.Out, Cause: cause}
+// record emits an entry about what happened to one request at an instant.
+func (r *replica) record(kind msg.RecordKind, req *msg.OpenRequest, cause string, at time.Time) {
+	r.rec = msg.Record{
+		Kind: kind, ReqID: req.ReqID, Ingress: req.Ingress, Tokens: req.Tokens, Hit: req.Hit, Out: req.Out, Cause: cause, At: r.toRankTime(at),
+	}
 	if kind == msg.RecDone {
 		r.rec.Turn = r.passTurn()
 	}

@@ -60,7 +60,7 @@ func (f *Factory) New(spec msg.ReplicaSpec) (*Server, error) {
 	ctx, cancel := context.WithCancel(context.Background())
 	s := &Server{
 		spec: spec, hub: f.Hub, assigner: f.Assigner, engine: f.NewEngine(&spec), timers: f.Timers.withDefaults(), prefill: f.PrefillTime,
-		id: routing.ID(spec.Group, spec.Rank), ctx: ctx, cancel: cancel, drained: make(chan struct{}),
+		id: routing.ID(spec.Group, spec.Rank), made: time.Now(), ctx: ctx, cancel: cancel, drained: make(chan struct{}),
 		net:    network{address: f.Address, dial: f.DialEvents, listen: f.ListenEvents, replays: f.Replays},
 		hasher: f.hasher(), present: f.App, lease: f.Lease, vitals: vitals{life: 1, source: spec.Events},
 		log: f.Log.With(slog.String("app", spec.App.Name), slog.String("unit", spec.Unit), slog.Int("rank", spec.Rank), slog.Uint64("epoch", spec.Epoch)),

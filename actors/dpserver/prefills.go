@@ -88,8 +88,8 @@ func (r *replica) predictPrefill(id uint64, t *ticket, whole bool) {
 		return
 	}
 	r.account.notePrefill(t, r.prefill(t.uncached()))
-	now := time.Now()
-	t.admitted, t.predicted = now, min(r.prefill(r.account.prefillWork), r.account.prefillAlone)
+	now := t.admitted
+	t.predicted = min(r.prefill(r.account.prefillWork), r.account.prefillAlone)
 	if !whole {
 		return
 	}
@@ -125,7 +125,7 @@ func (r *replica) onPrefillDue() {
 			p.insert(e)
 			continue
 		}
-		r.assumeFirstToken(e.ticket)
+		r.assumeFirstToken(e.ticket, e.due)
 	}
 	r.armPrefills(now)
 }
@@ -155,13 +155,13 @@ func (r *replica) endShownPrefills() {
 			continue
 		}
 		p.list = slices.Delete(p.list, i, i+1)
-		r.assumeFirstToken(e.ticket)
+		r.assumeFirstToken(e.ticket, time.Now())
 	}
 }
 
-// assumeFirstToken tells the stream that a ticket's prefill is over. The engine has not said so itself.
-func (r *replica) assumeFirstToken(id uint64) {
+// assumeFirstToken tells the stream that a ticket's prefill was over at an instant. The engine has not said so itself.
+func (r *replica) assumeFirstToken(id uint64, at time.Time) {
 	if t, first := r.account.assumeDecoding(id); first {
-		r.record(msg.RecFirstToken, &t.req, msg.CausePredicted)
+		r.record(msg.RecFirstToken, &t.req, msg.CausePredicted, at)
 	}
 }

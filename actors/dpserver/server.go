@@ -29,6 +29,7 @@ type Server struct {
 	net      network
 	log      *slog.Logger
 	box      *inbox.Inbox
+	made     time.Time // the origin of the rank's clock
 
 	ctx    context.Context //nolint:containedctx // the life of the actor's own probes, cancelled by Stop
 	cancel context.CancelFunc
@@ -140,6 +141,9 @@ func (s *Server) application() *app.Application {
 	}
 	return s.spec.App
 }
+
+// toRankTime converts an instant to the rank's own clock. The result is never 0: in a record that would mean that no time is told.
+func (s *Server) toRankTime(t time.Time) time.Duration { return max(t.Sub(s.made), 0) + 1 }
 
 // tell reports to the node.
 func (s *Server) tell(kind msg.ReplicaEventKind, cause string) {

@@ -3,6 +3,7 @@ package dpserver
 import (
 	"context"
 	"slices"
+	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/engine"
@@ -65,7 +66,7 @@ func (r *replica) onSilenceLook(m silenceLook) {
 	r.keeper.moved()
 	for _, id := range askers {
 		if t := r.account.tickets[id]; t != nil {
-			r.record(msg.RecProgress, &t.req, "")
+			r.record(msg.RecProgress, &t.req, "", time.Now())
 			return
 		}
 	}

@@ -52,15 +52,30 @@ func (f *follower) apply(rec *msg.Record) {
 	}
 }
 
+// clockReader holds the last time that the stream told of each request.
+type clockReader map[uint64]time.Duration
+
+// read asserts that a record of a request has a time, and that the times of the request do not go back.
+func (c clockReader) read(t require.TestingT, rec *msg.Record) {
+	switch rec.Kind {
+	case msg.RecAdmitted, msg.RecFirstToken, msg.RecProgress, msg.RecDone:
+		require.Positive(t, rec.At)
+		require.GreaterOrEqual(t, rec.At, c[rec.ReqID])
+		c[rec.ReqID] = rec.At
+	default:
+		require.Zero(t, rec.At)
+	}
+}
+
 // TestTheStreamIsTheAccount: after any sequence of messages, known tickets or not, in any order, a follower of the deltas
-// holds what a fresh snapshot holds, and neither more than the rank has room for.
+// holds what a fresh snapshot holds, and neither more than the rank has room for. The times of each request do not go back.
 func TestTheStreamIsTheAccount(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		synctest.Test(t, func(t *testing.T) {
 			r := newRig(t, rapid.Bool().Draw(rt, "owned"))
 			require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 7, MaxOngoing: 3}))
 			synctest.Wait()
-			old := &follower{t: rt}
+			old, times := &follower{t: rt}, clockReader{}
 			for _, rec := range r.tape.take() {
 				old.apply(&rec)
 			}
@@ -69,6 +84,7 @@ func TestTheStreamIsTheAccount(t *testing.T) {
 				synctest.Wait()
 				for _, rec := range r.tape.take() {
 					old.apply(&rec)
+					times.read(rt, &rec)
 				}
 				require.LessOrEqual(rt, len(old.open), 3)
 			}
@@ -82,6 +98,46 @@ func TestTheStreamIsTheAccount(t *testing.T) {
 			assert.Equal(rt, now, old)
 			cancel()
 		})
+	})
+}
+
+// TestRecordsTellTheRanksOwnTime: of first tokens that are told late as well, and never outside of the time that the rank itself has seen.
+func TestRecordsTellTheRanksOwnTime(t *testing.T) {
+	bubble(t, 9, true, func(t *testing.T, r *rig) {
+		const ms = time.Millisecond
+		told := func() []time.Duration {
+			var out []time.Duration
+			for _, rec := range r.tape.take() {
+				out = append(out, rec.At)
+			}
+			return out
+		}
+		time.Sleep(time.Second)
+		first, second, third, fourth := r.ask().Ticket, r.ask().Ticket, r.ask().Ticket, r.ask().Ticket
+		t0 := told()
+		require.Len(t, t0, 4)
+		began := t0[0]
+		assert.GreaterOrEqual(t, began, time.Second, "since the DPServer was made")
+		assert.Equal(t, []time.Duration{began, began, began, began}, t0)
+
+		time.Sleep(100 * ms)
+		r.send(&msg.FirstToken{TicketID: first.ID, At: time.Now().Add(-30 * ms)})
+		r.send(&msg.FirstToken{TicketID: second.ID})
+		r.send(&msg.FirstToken{TicketID: third.ID, At: time.Now().Add(-time.Hour)})
+		r.send(&msg.FirstToken{TicketID: fourth.ID, At: time.Now().Add(time.Hour)})
+		assert.Equal(t, []time.Duration{began + 70*ms, began + 100*ms, began, began + 100*ms}, told())
+
+		time.Sleep(50 * ms)
+		r.send(&msg.Progress{TicketID: first.ID, Out: 5})
+		time.Sleep(50 * ms)
+		r.send(&msg.Done{TicketID: first.ID, CompletionTokens: 9})
+		assert.Equal(t, []time.Duration{began + 150*ms, began + 200*ms}, told())
+
+		r.prefill = perToken
+		r.ask(whole)
+		time.Sleep(2 * time.Second)
+		r.send(lapse{})
+		assert.Equal(t, []time.Duration{began + 200*ms, began + 1200*ms}, told(), "a predicted first token is at its predicted time")
 	})
 }
 
@@ -120,7 +176,11 @@ func randomMessage(rt *rapid.T, ctx context.Context, r *rig, i uint64) {
 	case 0, 1:
 		r.box.Send(&msg.Admit{Ctx: ctx, ReqID: 100 + i, Epoch: 3, Tokens: 10, Hit: int(i), Ingress: ingress, Reply: make(chan msg.AdmitReply, 1)})
 	case 2:
-		r.box.Send(msg.FirstToken{TicketID: ticket})
+		m := msg.FirstToken{TicketID: ticket}
+		if rapid.Bool().Draw(rt, "at") {
+			m.At = time.Now().Add(time.Duration(rapid.IntRange(-5000, 1000).Draw(rt, "at_ms")) * time.Millisecond)
+		}
+		r.box.Send(m)
 	case 3:
 		r.box.Send(msg.Progress{TicketID: ticket, Out: rapid.IntRange(0, 9).Draw(rt, "out")})
 	case 4:

@@ -69,7 +69,9 @@ func (c *call) try(parent context.Context, rk *rank) result {
 func (c *call) granted(t *msg.Ticket) {
 	a := &c.attempt
 	a.ticket = *t
-	a.router.Observe(&routing.Event{Kind: routing.EvTicket, Rank: a.rank.id, ReqID: c.query.ID, Seq: t.Seq, Incarnation: t.Incarnation})
+	a.router.Observe(&routing.Event{
+		Kind: routing.EvTicket, Rank: a.rank.id, ReqID: c.query.ID, Seq: t.Seq, Incarnation: t.Incarnation, Now: c.in.clock(),
+	})
 }
 
 // refused takes the bump back. A full rank's picture is corrected first, so the undo wakes nobody in vain.
@@ -92,7 +94,7 @@ func (c *call) turnedAway(ctx context.Context, rep msg.AdmitReply, why cause) re
 }
 
 func (c *call) undo() {
-	c.attempt.router.Observe(&routing.Event{Kind: routing.EvUndo, Rank: c.attempt.rank.id, ReqID: c.query.ID})
+	c.attempt.router.Observe(&routing.Event{Kind: routing.EvUndo, Rank: c.attempt.rank.id, ReqID: c.query.ID, Now: c.in.clock()})
 }
 
 // done gives the ticket back, exactly once, with what the attempt says about the engine.

@@ -260,7 +260,7 @@ func (l *lane) account(r *rank, rec *msg.Record) {
 	}
 	e := routing.Event{
 		Kind: kind, Rank: r.id, ReqID: l.in.fold(rec.Ingress, rec.ReqID), Seq: rec.Seq, Incarnation: rec.Incarnation, Tokens: rec.Tokens, Hit: rec.Hit, Out: rec.Out,
-		Session: rec.Session, Assumed: assumed,
+		Session: rec.Session, Assumed: assumed, At: rec.At,
 	}
 	if rec.Kind == msg.RecDone {
 		l.finished(r, e, rec.Turn)

@@ -50,7 +50,7 @@ func (c *call) decide(last *result) (rk *rank, f *failure, wait bool) {
 				return rk, nil, false
 			}
 			// Gone between the decision and now: the Router knows by the time it is asked again.
-			router.Observe(&routing.Event{Kind: routing.EvUndo, Rank: id, ReqID: c.query.ID})
+			router.Observe(&routing.Event{Kind: routing.EvUndo, Rank: id, ReqID: c.query.ID, Now: c.in.clock()})
 		case routing.Queue:
 			return nil, nil, true
 		default:

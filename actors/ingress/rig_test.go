@@ -209,7 +209,7 @@ func (r *replica) Send(m any) {
 		}
 		if a, ok := r.open[m.TicketID]; ok {
 			delete(r.open, m.TicketID)
-			r.record(msg.RecDone, &a)
+			r.emit(&msg.Record{Kind: msg.RecDone, ReqID: a.ReqID, Ingress: a.Ingress, Tokens: a.Tokens, Out: m.CompletionTokens})
 			r.judge(m)
 		}
 	}

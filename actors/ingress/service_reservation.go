@@ -7,7 +7,6 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/routing"
 )
 
 // maxReservations bounds the reservations of an application.
@@ -154,9 +153,7 @@ func (l *lane) admitReservation(ctx, life context.Context, c *call) (*reservatio
 		c.attempt.rank, c.attempt.start = rk, time.Now()
 		rep, refused := c.admitWithin(ctx, life, rk)
 		if refused == causeOK {
-			c.attempt.router.Observe(&routing.Event{
-				Kind: routing.EvTicket, Rank: rk.id, ReqID: c.query.ID, Seq: rep.Ticket.Seq, Incarnation: rep.Ticket.Incarnation,
-			})
+			c.granted(&rep.Ticket)
 			return &reservation{rank: rk, ticket: rep.Ticket, start: c.attempt.start}, nil
 		}
 		c.refused(rep, refused)

@@ -1,6 +1,8 @@
 package msg
 
 import (
+	"time"
+
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
@@ -43,6 +45,11 @@ type Record struct {
 	Session uint64 // RecAdmitted: as in Admit
 	Out     int
 	Cause   string // RecDone, RecState, RecFirstToken
+
+	// At of RecAdmitted, RecFirstToken, RecProgress and RecDone is when it happened, on the rank's own monotonic clock, whose origin is
+	// arbitrary and the same for one incarnation; 0 = not told. A first token may be told late, so a record may have a smaller At than
+	// the record before it, but the records of one request never go back.
+	At time.Duration
 
 	Turn      string    // RecDone, RecState: for whom the free room is: the name of an ingress, or of no node while it is collected; "" = for all
 	Accepting bool      // RecState: open, not tripped and not busy

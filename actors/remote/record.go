@@ -3,6 +3,7 @@ package remote
 import (
 	"encoding/binary"
 	"math"
+	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/routing"
@@ -36,6 +37,7 @@ const (
 	maxOpenRequests = 1 << 20  // open requests of a snapshot
 	maxRanks        = 1 << 16  // of a node
 	maxCount        = 1 << 40  // of tokens and the like
+	maxAt           = 1 << 50  // microseconds on a rank's clock: 35 years
 	partBytes       = 32 << 10 // of a snapshot, before it is cut
 	openBytes       = 64       // of an open request, beside its ingress's name, at most
 	prefixBytes     = 4        // of a length, at most: no record is longer than 256 MiB
@@ -85,12 +87,7 @@ func (p *packer) pack(slot uint64, rec *msg.Record) {
 		p.u64(rec.Seq)
 		p.request(rec.ReqID, rec.Ingress, rec.Tokens, rec.Hit, rec.Out)
 		p.text(rec.Cause)
-		if rec.Session != 0 { // before any later field
-			p.fixed(rec.Session)
-		}
-		if rec.Kind == msg.RecDone {
-			p.turn(rec.Turn)
-		}
+		p.optional(rec)
 		p.end()
 	case msg.RecState:
 		p.begin(wireOf(rec.Kind), slot)
@@ -110,6 +107,27 @@ func (p *packer) pack(slot uint64, rec *msg.Record) {
 		p.kv(slot, rec)
 	case msg.RecSilent: // a reader's own finding
 	}
+}
+
+// optional packs what a record about a request may have behind its cause. A field is known by its place, so it needs those in front of
+// it, empty or not; a record that has none of them is as it always was.
+func (p *packer) optional(rec *msg.Record) {
+	hasAt := rec.At > 0
+	switch {
+	case rec.Kind == msg.RecAdmitted && (hasAt || rec.Session != 0):
+		p.fixed(rec.Session)
+	case rec.Kind == msg.RecDone && (hasAt || rec.Turn != ""):
+		p.text(rec.Turn)
+	}
+	if hasAt {
+		p.u64(toMicros(rec.At))
+	}
+}
+
+// toMicros is a rank's time on the wire, rounded up: a time that is told is never 0 there.
+func toMicros(at time.Duration) uint64 {
+	at = min(at, maxAt*time.Microsecond)
+	return uint64((at + time.Microsecond - 1) / time.Microsecond) //nolint:gosec // at is positive
 }
 
 // turn packs for whom room is; a record without it is as it always was.

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"sync/atomic"
+	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/routing"
@@ -211,6 +212,7 @@ func (u *unpacker) readDelta(kind msg.RecordKind, slot uint64, c *cursor) *sourc
 		if kind == msg.RecDone {
 			rec.Turn = c.turn()
 		}
+		rec.At = c.at()
 	}
 	return src
 }
@@ -383,6 +385,19 @@ func (c *cursor) turn() string {
 		return ""
 	}
 	return c.text()
+}
+
+// at is the time of a record that may have it. A time that no rank's clock can show is read as none: the record is sound without it,
+// and a record that is left out costs its reader a snapshot.
+func (c *cursor) at() time.Duration {
+	if len(c.b) == 0 {
+		return 0
+	}
+	v := c.u64()
+	if v > maxAt {
+		return 0
+	}
+	return time.Duration(v) * time.Microsecond //nolint:gosec // checked
 }
 
 func (c *cursor) identity() (id identity) {

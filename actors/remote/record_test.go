@@ -2,9 +2,11 @@ package remote
 
 import (
 	"encoding/binary"
+	"math"
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -72,6 +74,11 @@ func drawCount(t *rapid.T, label string) int {
 	return rapid.OneOf(rapid.IntRange(0, 300), rapid.IntRange(0, maxCount)).Draw(t, label)
 }
 
+// drawAt is no time, or one in whole microseconds, as the wire has it.
+func drawAt(t *rapid.T) time.Duration {
+	return time.Duration(rapid.OneOf(rapid.Just(int64(0)), rapid.Int64Range(1, maxAt)).Draw(t, "at")) * time.Microsecond
+}
+
 func drawSnapshot(t *rapid.T) *msg.Snapshot {
 	s := &msg.Snapshot{
 		Accepting: rapid.Bool().Draw(t, "accepting"), Tripped: rapid.Bool().Draw(t, "tripped"), CachingOff: rapid.Bool().Draw(t, "off"), MaxOngoing: drawCount(t, "max"),
@@ -110,8 +117,9 @@ func drawRecord(t *rapid.T) msg.Record {
 	default:
 		r.ReqID, r.Ingress, r.Cause = rapid.Uint64().Draw(t, "req"), drawText(t, "ingress"), drawText(t, "cause")
 		r.Tokens, r.Hit, r.Out = drawCount(t, "tokens"), drawCount(t, "hit"), drawCount(t, "out")
+		r.At = drawAt(t)
 		if kind == msg.RecAdmitted {
-			r.Session = rapid.Uint64().Draw(t, "session")
+			r.Session = rapid.OneOf(rapid.Just(uint64(0)), rapid.Uint64()).Draw(t, "session")
 		}
 		if kind == msg.RecDone {
 			r.Turn = drawText(t, "turn")
@@ -148,7 +156,7 @@ func TestRecordsComeBackEqual(t *testing.T) {
 func TestPackingAllocatesNothing(t *testing.T) {
 	var p packer
 	snap, rec := firstRecord(), delta(msg.RecDone, 42)
-	rec.ReqID, rec.Ingress, rec.Tokens, rec.Cause = 1<<60, "node-12", 800, "ok"
+	rec.ReqID, rec.Ingress, rec.Tokens, rec.Cause, rec.At = 1<<60, "node-12", 800, "ok", 9*time.Hour
 	in := newUnpacker(&unread{})
 	sink := discard{}
 	p.pack(1, &snap)
@@ -183,6 +191,120 @@ func TestNumbersOnTheWire(t *testing.T) {
 	status := delta(msg.RecStatus, 1)
 	status.Status = msg.Status{HasKVUsage: true, Capacity: 1, BlockSize: 2}
 	assert.Equal(t, []byte{14, 8, 7, 1, flagUsage, 0, 0, 0, 0, 0, 0, 0, 0, 1, 2}, packed(status))
+}
+
+// goldenTimes are records of requests with and without a time, as they are on the wire.
+var goldenTimes = []struct {
+	name string
+	rec  func(r *msg.Record)
+	kind msg.RecordKind
+	wire []byte
+}{
+	{"admitted", nil, msg.RecAdmitted, []byte{19, 2, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c'}},
+	{
+		"admitted, session", func(r *msg.Record) { r.Session = 0x0102 }, msg.RecAdmitted,
+		[]byte{27, 2, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c', 2, 1, 0, 0, 0, 0, 0, 0},
+	},
+	{
+		"admitted, time", func(r *msg.Record) { r.At = 300 * time.Microsecond }, msg.RecAdmitted,
+		[]byte{29, 2, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c', 0, 0, 0, 0, 0, 0, 0, 0, 0xac, 2},
+	},
+	{
+		"admitted, session, time", func(r *msg.Record) { r.Session, r.At = 0x0102, time.Microsecond }, msg.RecAdmitted,
+		[]byte{28, 2, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c', 2, 1, 0, 0, 0, 0, 0, 0, 1},
+	},
+	{"first token", nil, msg.RecFirstToken, []byte{19, 3, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c'}},
+	{
+		"first token, time", func(r *msg.Record) { r.At = 300 * time.Microsecond }, msg.RecFirstToken,
+		[]byte{21, 3, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c', 0xac, 2},
+	},
+	{
+		"progress, time", func(r *msg.Record) { r.Out, r.At = 5, 300*time.Microsecond }, msg.RecProgress,
+		[]byte{21, 4, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 5, 1, 'c', 0xac, 2},
+	},
+	{"done", func(r *msg.Record) { r.Out = 5 }, msg.RecDone, []byte{19, 5, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 5, 1, 'c'}},
+	{
+		"done, turn", func(r *msg.Record) { r.Turn = "n2" }, msg.RecDone,
+		[]byte{22, 5, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c', 2, 'n', '2'},
+	},
+	{
+		"done, time", func(r *msg.Record) { r.At = 300 * time.Microsecond }, msg.RecDone,
+		[]byte{22, 5, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c', 0, 0xac, 2},
+	},
+	{
+		"done, turn, time", func(r *msg.Record) { r.Turn, r.At = "n2", 300*time.Microsecond }, msg.RecDone,
+		[]byte{24, 5, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c', 2, 'n', '2', 0xac, 2},
+	},
+}
+
+// readWithoutTime reads a record of a request as readers did before such records had a time: what they read, and how many bytes they
+// skipped.
+func readWithoutTime(t *testing.T, wire []byte) (rec msg.Record, skipped int) {
+	size, n := binary.Uvarint(wire)
+	require.Len(t, wire[n:], int(size))
+	c := &cursor{b: wire[n+1:]}
+	require.EqualValues(t, 7, c.u64(), "slot")
+	rec = delta(msg.RecordKind(wire[n]-1), c.u64())
+	rec.ReqID, rec.Ingress, rec.Tokens, rec.Hit, rec.Out = c.request()
+	rec.Cause = c.text()
+	if rec.Kind == msg.RecAdmitted && len(c.b) > 0 {
+		rec.Session = c.fixed()
+	}
+	if rec.Kind == msg.RecDone {
+		rec.Turn = c.turn()
+	}
+	require.False(t, c.bad)
+	return rec, len(c.b)
+}
+
+// TestTimesOnTheWire pins how a record of a request tells its time. A record without one is as it always was, and is read as one without;
+// a reader that knows of no times reads everything else as before.
+func TestTimesOnTheWire(t *testing.T) {
+	for _, g := range goldenTimes {
+		t.Run(g.name, func(t *testing.T) {
+			want := delta(g.kind, 1)
+			want.ReqID, want.Ingress, want.Tokens, want.Hit, want.Cause = 1, "n1", 9, 4, "c"
+			if g.rec != nil {
+				g.rec(&want)
+			}
+			assert.Equal(t, g.wire, packed(want))
+			h, skipped := unpacked(t, append(packed(firstRecord()), g.wire...))
+			require.Len(t, h.records, 2)
+			assert.Equal(t, want, h.records[1])
+			assert.Zero(t, skipped.fields.Load()+skipped.malformed.Load())
+
+			old, rest := readWithoutTime(t, g.wire)
+			assert.Equal(t, want.At > 0, rest > 0)
+			want.At = 0
+			assert.Equal(t, want, old)
+		})
+	}
+}
+
+// TestTimesThatNoClockShows: the wire rounds a time up to microseconds, so that none becomes "not told". Of one that is absurd the reader
+// takes the rest of the record; one that is cut makes the record malformed.
+func TestTimesThatNoClockShows(t *testing.T) {
+	for at, want := range map[time.Duration]time.Duration{
+		1: time.Microsecond, 1001: 2 * time.Microsecond, time.Hour: time.Hour, -1: 0, maxAt * time.Microsecond: maxAt * time.Microsecond,
+		math.MaxInt64: maxAt * time.Microsecond,
+	} {
+		rec := delta(msg.RecDone, 42)
+		rec.At = at
+		h, _ := unpacked(t, append(packed(firstRecord()), packed(rec)...))
+		require.Len(t, h.records, 2)
+		assert.Equal(t, want, h.records[1].At, "of %d ns", at)
+	}
+	plain := packed(delta(msg.RecFirstToken, 42))
+	with := func(tail ...byte) []byte {
+		return slices.Concat(packed(firstRecord()), []byte{plain[0] + byte(len(tail))}, plain[1:], tail)
+	}
+	h, skipped := unpacked(t, with(binary.AppendUvarint(nil, maxAt+1)...))
+	require.Len(t, h.records, 2)
+	assert.Equal(t, delta(msg.RecFirstToken, 42), h.records[1])
+	assert.Zero(t, skipped.malformed.Load())
+	h, skipped = unpacked(t, with(0x80))
+	assert.Len(t, h.records, 1)
+	assert.EqualValues(t, 1, skipped.malformed.Load())
 }
 
 // TestMB6UnknownKindsAndFields: what a later version adds is skipped and counted, and the rest is read.
@@ -299,6 +421,11 @@ func FuzzUnpack(f *testing.F) {
 	long.Snapshot.Open = make([]msg.OpenRequest, 700)
 	f.Add(packed(long, delta(msg.RecStatus, 42)))
 	f.Add([]byte{3, byte(wireRoster), 0, 9})
+	timed := packed(firstRecord())
+	for _, g := range goldenTimes {
+		timed = append(timed, g.wire...)
+	}
+	f.Add(timed)
 	f.Fuzz(func(t *testing.T, raw []byte) {
 		h := &heap{}
 		in := newUnpacker(&unread{})
@@ -310,6 +437,7 @@ func FuzzUnpack(f *testing.F) {
 			assert.LessOrEqual(t, len(r.KV.Delta.Hashes), len(raw))
 			assert.LessOrEqual(t, len(r.Cause), maxString)
 			assert.True(t, r.Tokens >= 0 && r.Tokens <= maxCount)
+			assert.True(t, r.At >= 0 && r.At <= maxAt*time.Microsecond)
 			assert.Equal(t, r.Kind == msg.RecSnapshot, r.Snapshot != nil)
 		}
 		assert.LessOrEqual(t, len(in.texts), maxTexts+1)
