@@ -28,10 +28,13 @@ func (c *scratch) creditNewRanks(q *Request, v *View, share float64) (found bool
 	if float64(longest) >= share*float64(q.Tokens) {
 		return false
 	}
-	oldest, open := v.Now, 0
+	oldest, newest, open := v.Now, time.Duration(0), 0
 	for _, i := range c.candidates {
-		oldest = min(oldest, v.Ranks[i].Since)
+		oldest, newest = min(oldest, v.Ranks[i].Since), max(newest, v.Ranks[i].Since)
 		open += v.Ranks[i].ongoing()
+	}
+	if newest-oldest < newRankLead || v.Now-newest >= newRankTime {
+		return false
 	}
 	for _, i := range c.candidates {
 		rk := &v.Ranks[i]

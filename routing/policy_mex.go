@@ -133,16 +133,17 @@ func (p Mex) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
 
 // mexCosts is what one decision charges by.
 type mexCosts struct {
-	law      steptime.Coefficients
-	tokens   int64   // of the prompt
-	stretch  float64 // 1/(gT·chunk)
-	later    float64 // η
-	answer   float64 // ō
-	exchange float64 // TTFT goal over TPOT goal
-	goal     float64 // ms: TTFT
-	late     bool    // what is beyond the goal counts logarithmically
-	unseen   float64 // dispatches of other ingresses per own one that no record has named
-	width    float64 // near per ms of lag
+	law       steptime.Coefficients
+	tokens    int64   // of the prompt
+	stretch   float64 // 1/(gT·chunk)
+	later     float64 // η
+	answer    float64 // ō
+	perAnswer float64 // 1/ō
+	exchange  float64 // TTFT goal over TPOT goal
+	goal      float64 // ms: TTFT
+	late      bool    // what is beyond the goal counts logarithmically
+	unseen    float64 // dispatches of other ingresses per own one that no record has named
+	width     float64 // near per ms of lag
 }
 
 func (p Mex) costs(q *Request, v *View, s State) mexCosts {
@@ -156,6 +157,7 @@ func (p Mex) costs(q *Request, v *View, s State) mexCosts {
 			c.width = nearWidth * (1 - share) * min(t.rho, maxRho)
 		}
 	}
+	c.perAnswer = 1 / c.answer
 	return c
 }
 
@@ -203,9 +205,9 @@ func (m *mexCosts) of(rk *Rank, hit int64) (queue, prefill, later, own, others, 
 	prefill = prompt * stretch
 	later = m.later * prompt
 	own = m.exchange * slow * (law.WeightMS + decoding + law.DecodeMS*(open-decodes) + law.ContextMS*waiting)
-	others = m.exchange * decodes * (prompt/m.answer + slow*(law.DecodeMS+law.ContextMS*float64(m.tokens))/2)
-	if rk.Capacity > 0 {
-		memory = kvPressure * m.goal * max(0, (context+waiting+m.answer)/float64(rk.Capacity)-1)
+	others = m.exchange * decodes * (prompt*m.perAnswer + slow*(law.DecodeMS+law.ContextMS*float64(m.tokens))/2)
+	if asked, all := context+waiting+m.answer, float64(rk.Capacity); rk.Capacity > 0 && asked > all {
+		memory = kvPressure * m.goal * (asked/all - 1)
 	}
 	if first := queue + prefill; m.late && first > m.goal {
 		beyond = m.goal*(1+math.Log(first/m.goal)) - first
