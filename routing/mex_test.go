@@ -51,7 +51,9 @@ func TestMexCosts(t *testing.T) {
 // A first token that comes too late anyway costs little more by being later still; with goal latency every millisecond counts.
 func TestMexGoals(t *testing.T) {
 	goodput, latency := newPolicy(t, "mex"), Policy(Mex{Latency: true, TTFT: 2000, TPOT: 50})
-	queued := func(p Policy, tokens int64) map[string]float64 { return costOf(p, busy(0), 500, Rank{Load: Load{W: 1, Q: tokens}}, 0) }
+	queued := func(p Policy, tokens int64) map[string]float64 {
+		return costOf(p, busy(0), 500, Rank{Load: Load{W: 1, Q: tokens}}, 0)
+	}
 	near, far := queued(goodput, 200_000), queued(goodput, 400_000)
 	x := (far["queue"] + far["prefill"]) / 2000
 	assert.InDelta(t, 2000*(1+math.Log(x)), far["queue"]+far["prefill"]+far["beyond_goal"], 1e-6)
@@ -63,13 +65,23 @@ func TestMexGoals(t *testing.T) {
 // Goals that nobody can mean are refused with the parameter's name; those that somebody may mean make scores that are numbers.
 func TestMexParameters(t *testing.T) {
 	for _, bad := range []map[string]any{
-		{"ttft_s": 0}, {"ttft_s": -1}, {"ttft_s": 1e9}, {"ttft_s": math.NaN()}, {"ttft_s": "2s"}, {"tpot_s": 0}, {"tpot_s": -0.05}, {"tpot_s": 1e6},
-		{"goal": "speed"}, {"goal": 3}, {"law": "sparse"}, {"mode": "goodput"},
+		{"ttft_s": 0},
+		{"ttft_s": -1},
+		{"ttft_s": 1e9},
+		{"ttft_s": math.NaN()},
+		{"ttft_s": "2s"},
+		{"tpot_s": 0},
+		{"tpot_s": -0.05},
+		{"tpot_s": 1e6},
+		{"goal": "speed"},
+		{"goal": 3},
+		{"law": "sparse"},
+		{"mode": "goodput"},
 	} {
 		_, err := New("mex", "", bad)
 		require.Error(t, err, bad)
 		for name := range bad {
-			assert.ErrorContains(t, err, "params."+name, bad)
+			require.ErrorContains(t, err, "params."+name, bad)
 		}
 	}
 	for _, goals := range [][2]float64{{0.001, 60}, {3600, 0.0001}, {2, 0.05}} {

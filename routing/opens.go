@@ -23,11 +23,11 @@ type open struct {
 	key    uint64
 	seq    uint64        // ticketed: the ticket's stream number
 	sent   time.Duration // own: when it was dispatched
-	tokens int32  // prompt
-	out    int32  // output so far
-	hit    int32  // prompt tokens that were cached
-	slot   int32  // its place in the rank's prefills, 0 if it has none
-	took   uint32 // µs: own: from the dispatch to the ticket; 0 = it is not there yet
+	tokens int32         // prompt
+	out    int32         // output so far
+	hit    int32         // prompt tokens that were cached
+	slot   int32         // its place in the rank's prefills, 0 if it has none
+	took   uint32        // µs: own: from the dispatch to the ticket; 0 = it is not there yet
 	phase  phase
 	mine   bool // dispatched by this router
 }
@@ -40,7 +40,7 @@ func (o *open) isBump() bool { return o.phase == bumped || o.phase == ticketed }
 
 // ticketAt notes when the ticket came.
 func (o *open) ticketAt(now time.Duration) {
-	o.took = uint32(min(max((now-o.sent).Microseconds(), 1), math.MaxUint32)) //nolint:gosec // bounded
+	o.took = uint32(min(max((now-o.sent).Microseconds(), 1), math.MaxUint32))
 }
 
 // admittedBy is the latest instant at which the rank can have admitted it.

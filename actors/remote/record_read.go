@@ -397,7 +397,7 @@ func (c *cursor) at() time.Duration {
 	if v > maxAt {
 		return 0
 	}
-	return time.Duration(v) * time.Microsecond //nolint:gosec // checked
+	return time.Duration(v) * time.Microsecond
 }
 
 func (c *cursor) identity() (id identity) {

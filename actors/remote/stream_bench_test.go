@@ -52,7 +52,7 @@ func benchRecords(rank int) []msg.Record {
 		if kind == msg.RecSnapshot {
 			rec.Snapshot = &msg.Snapshot{Node: "node-1", Mailbox: nowhere{}}
 		} else {
-			rec.ReqID, rec.Ingress, rec.Tokens, rec.Hit, rec.Out = 1<<60, "node-12", 800, 640, 120
+			rec.ReqID, rec.Ingress, rec.Tokens, rec.Hit, rec.Out, rec.At = 1<<60, "node-12", 800, 640, 120, 30*time.Hour
 		}
 		out = append(out, rec)
 	}
