@@ -49,7 +49,11 @@ func (r *routers) Reset(_ context.Context, app string) (msg.ResetResult, error) 
 }
 
 func (r *routers) Router(_ context.Context, app string) (msg.RouterInfo, error) {
-	return msg.RouterInfo{App: app, Policy: "kv"}, r.note("router")
+	info := msg.RouterInfo{App: app, Policy: "kv"}
+	if app == "timed" {
+		info.Law = &msg.Law{Preset: "dense", Prefill: 1.5, Decode: 1, PrefillSamples: 2, AgeS: 0.5, Error: 0.25, Ranks: []msg.RankSpeed{{Worker: "0/1", Slow: 2}}}
+	}
+	return info, r.note("router")
 }
 
 func (r *routers) BestWorker(_ context.Context, _ string, q *msg.BestWorker) (msg.Worker, error) {
@@ -119,6 +123,8 @@ func TestRouterAnswers(t *testing.T) {
 		assert.Equal(t, c.want+"\n", rec.Body.String(), c.path)
 	}
 	assert.Equal(t, []any{"mark r", "free r"}, r.asked[len(r.asked)-2:])
+	assert.Contains(t, ask(t, h, "GET", "/api/v1/routers/timed", "").Body.String(),
+		`"law":{"preset":"dense","prefill":1.5,"decode":1,"prefill_samples":2,"decode_samples":0,"age_s":0.5,"error":0.25,"ranks":[{"worker":"0/1","slow":2}]}`)
 }
 
 // TestExplainSendsTheBytesOfTheRequest: the Router hashes the bytes of a prompt, so a client may not write them anew.

@@ -169,7 +169,7 @@ func TestFaultTexts(t *testing.T) {
 		"attempts":         {one("retries: {attempts: 0}"), "wanted an integer from 1 to 16"},
 		"strategy":         {one("placement_group_strategy: pack"), `did you mean "PACK"?`},
 		"identity":         {one("routing: {identity: learned}"), `identity "learned" is not supported in this version`},
-		"policy word":      {one("routing: {policy: mex}"), `policy "mex" is not supported in this version`},
+		"policy word":      {one("routing: {policy: group-balance}"), `policy "group-balance" is not supported in this version`},
 		"policy map":       {one("routing: {policy: {a: 1}}"), "found a map, wanted power-of-two"},
 		"label":            {one("resources: {labels: {'a b': c}}"), "wanted a label"},
 		"gpus":             {one("resources: {gpus: 1.5}"), "found 1.5, wanted an integer from 0"},

@@ -220,12 +220,12 @@ func routingFields() []field[Routing] {
 func policies() []string {
 	return []string{
 		"power-of-two", "least-loaded", "round-robin", "random", "direct", "scoring", "cache-aware", "prefix-aware", "kv", "least-kv", "lmetric", "lmetric-1",
-		"lpwl", "min-ttft", "sticky", "chwbl", "session-affinity",
+		"lpwl", "min-ttft", "sticky", "chwbl", "session-affinity", "mex",
 	}
 }
 
 func laterPolicies() []string {
-	return []string{"mex", "group-balance", "group-least-kv"}
+	return []string{"group-balance", "group-least-kv"}
 }
 
 func readPolicy(c cursor, r *Routing) {

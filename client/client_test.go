@@ -46,7 +46,13 @@ func (r *routers) Reset(_ context.Context, app string) (msg.ResetResult, error) 
 }
 
 func (r *routers) Router(_ context.Context, app string) (msg.RouterInfo, error) {
-	return msg.RouterInfo{App: app, Policy: "kv", Index: &msg.IndexStatus{Blocks: 7}}, r.fail
+	return msg.RouterInfo{
+		App: app, Policy: "kv", Index: &msg.IndexStatus{Blocks: 7},
+		Law: &msg.Law{
+			Preset: "moe", Prefill: 1.5, Decode: 0.75, PrefillSamples: 3, DecodeSamples: 4, AgeS: 2.5, Error: 0.25,
+			Ranks: []msg.RankSpeed{{Worker: "0/1", Slow: 2, LagMs: 12.5}},
+		},
+	}, r.fail
 }
 
 func (r *routers) BestWorker(_ context.Context, _ string, q *msg.BestWorker) (msg.Worker, error) {
@@ -168,6 +174,10 @@ func TestEveryCall(t *testing.T) {
 	info, err := c.Info(ctx)
 	require.NoError(t, err)
 	assert.Equal(t, []any{"kv", 7}, []any{info.Policy, info.Index.Blocks})
+	assert.Equal(t, &client.Law{
+		Preset: "moe", Prefill: 1.5, Decode: 0.75, PrefillSamples: 3, DecodeSamples: 4, AgeS: 2.5, Error: 0.25,
+		Ranks: []client.WorkerSpeed{{Worker: "0/1", Slow: 2, LagMs: 12.5}},
+	}, info.Law)
 }
 
 func TestGenerate(t *testing.T) {

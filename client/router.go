@@ -224,6 +224,26 @@ type Info struct {
 	LeftOut       int            `json:"left_out"`  // of Tripped: get nothing until a canary comes back
 	Imbalance     float64        `json:"imbalance"` // open requests on the fullest rank over the mean
 	Index         *Index         `json:"index"`     // nil: the policy reads no caches
+	Law           *Law           `json:"law"`       // nil: the policy predicts no times
+}
+
+// Law is how long a router expects its workers' engines to take: the milliseconds of a preset, times what it measured beside them.
+type Law struct {
+	Preset         string        `json:"preset"`          // dense or moe
+	Prefill        float64       `json:"prefill"`         // measured factor on the preset's milliseconds of a prefill; 1 = as the preset says
+	Decode         float64       `json:"decode"`          // the same for steps that only decode
+	PrefillSamples uint64        `json:"prefill_samples"` // prompts whose first token was timed
+	DecodeSamples  uint64        `json:"decode_samples"`  // spans in which a rank did nothing but decode
+	AgeS           float64       `json:"age_s"`           // seconds since the last sample; 0 without one
+	Error          float64       `json:"error"`           // mean |observed/predicted - 1| of the last first tokens that were timed
+	Ranks          []WorkerSpeed `json:"ranks"`           // workers that showed a speed of their own
+}
+
+// WorkerSpeed is one worker beside the others.
+type WorkerSpeed struct {
+	Worker string  `json:"worker"`
+	Slow   float64 `json:"slow"`   // how long it takes beside the median of all; 2 = twice as long
+	LagMs  float64 `json:"lag_ms"` // how old its records are when they come to the router; 0 = not known
 }
 
 // Index is the size of a router's picture of its workers' caches.

@@ -119,7 +119,7 @@ func TestAdmitCarriesBlocksAndHit(t *testing.T) {
 
 // TestRT14ShortPromptsSplit: prompts that are shorter than a block have nothing to be found by, and spread by load.
 func TestRT14ShortPromptsSplit(t *testing.T) {
-	for _, policy := range []string{"scoring", "kv", "lpwl", "lmetric", "lmetric-1", "min-ttft", "sticky", "cache-aware", "prefix-aware", "least-kv"} {
+	for _, policy := range []string{"scoring", "kv", "lpwl", "lmetric", "lmetric-1", "min-ttft", "sticky", "cache-aware", "prefix-aware", "least-kv", "mex"} {
 		t.Run(policy, func(t *testing.T) {
 			h := &hang{}
 			g := newRig(t, options{engines: engines(2, h.sends()), app: withRouting(policy), max: 64})

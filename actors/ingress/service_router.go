@@ -5,6 +5,7 @@ import (
 	"context"
 	"log/slog"
 	"slices"
+	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/routing"
@@ -35,7 +36,29 @@ func (in *Ingress) RouterInfo(app string) (msg.RouterInfo, error) {
 			out.LeftOut++
 		}
 	}
+	out.Law = lawOf(router, &view, in.clock())
 	return out, nil
+}
+
+// lawOf is how long a Router expects its engines to take, nil if its policy predicts nothing. view is a snapshot of the Router, now
+// the ingress's clock: a Router hears of the time by events, and there are none while its application idles.
+func lawOf(router *routing.Router, view *routing.View, now time.Duration) *msg.Law {
+	info, ok := router.Law()
+	if !ok {
+		return nil
+	}
+	out := &msg.Law{
+		Preset: info.Preset, Prefill: info.Prefill, Decode: info.Decode, PrefillSamples: info.PrefillSamples, DecodeSamples: info.DecodeSamples,
+	}
+	if info.PrefillSamples+info.DecodeSamples > 0 {
+		out.AgeS, out.Error = max(0, info.Age+now-view.Now).Seconds(), info.Error
+	}
+	for i := range view.Ranks {
+		if rk := &view.Ranks[i]; rk.Slow > 0 {
+			out.Ranks = append(out.Ranks, msg.RankSpeed{Worker: rk.ID.String(), Slow: rk.Slow, LagMs: float64(rk.Lag) / float64(time.Millisecond)})
+		}
+	}
+	return out
 }
 
 // words are what the policy reads beyond load and prompt length.

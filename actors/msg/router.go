@@ -105,6 +105,26 @@ type RouterInfo struct {
 	Reservations  int            `json:"reservations"`
 	Imbalance     float64        `json:"imbalance"`       // open requests on the fullest ready rank over the mean; 1 = even
 	Index         *IndexStatus   `json:"index,omitempty"` // nil: the policy reads none
+	Law           *Law           `json:"law,omitempty"`   // nil: the policy predicts no times
+}
+
+// Law is how long a Router expects its engines to take: the milliseconds of a preset, times what it measured beside them.
+type Law struct {
+	Preset         string      `json:"preset"`          // dense | moe
+	Prefill        float64     `json:"prefill"`         // measured factor on the preset's milliseconds of a prefill; 1 = as the preset says
+	Decode         float64     `json:"decode"`          // the same for steps that only decode
+	PrefillSamples uint64      `json:"prefill_samples"` // prompts whose first token was timed
+	DecodeSamples  uint64      `json:"decode_samples"`  // spans in which a rank did nothing but decode
+	AgeS           float64     `json:"age_s,omitempty"` // seconds since the last sample, if there is one
+	Error          float64     `json:"error,omitempty"` // mean |observed/predicted - 1| of the last first tokens that were timed
+	Ranks          []RankSpeed `json:"ranks,omitempty"` // those that showed a speed of their own, by group and rank
+}
+
+// RankSpeed is one rank beside the others of its application.
+type RankSpeed struct {
+	Worker string  `json:"worker"`           // GROUP/RANK
+	Slow   float64 `json:"slow"`             // how long it takes beside the median of all; 2 = twice as long
+	LagMs  float64 `json:"lag_ms,omitempty"` // how old its records are when they come to this node; 0 = not known
 }
 
 // ResetResult says what a router reset did.

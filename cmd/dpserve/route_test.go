@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -209,6 +210,57 @@ imbalance                    1.25
 reservations                 2
 index                        12345 blocks, 3.0 MiB of 512.0 MiB, 1 resyncs
 `, "\n"), cli.stdout())
+}
+
+// TestRouterShowTellsOfTheLaw: which times the Router expects, how many samples stand behind them, and how far they are off.
+func TestRouterShowTellsOfTheLaw(t *testing.T) {
+	fast := msg.RankSpeed{Worker: "0/0", Slow: 1, LagMs: 12}
+	for name, c := range map[string]struct {
+		law  *msg.Law
+		want []string
+	}{
+		"the policy predicts nothing": {nil, nil},
+		"before the first sample":     {&msg.Law{Preset: "dense", Prefill: 1, Decode: 1}, []string{"dense, nothing measured yet"}},
+		"both halves": {
+			&msg.Law{Preset: "dense", Prefill: 1.841, Decode: 1.02, PrefillSamples: 312, DecodeSamples: 9, AgeS: 4.2, Error: 0.0912, Ranks: []msg.RankSpeed{fast}},
+			[]string{"dense; prefill 1.84 x, decode 1.02 x the preset; 312 prompts, the last sample 4s ago, off by 9 %"},
+		},
+		"prompts alone": {
+			&msg.Law{Preset: "moe", Prefill: 0.5, Decode: 1, PrefillSamples: 1, AgeS: 120, Error: 1.5},
+			[]string{"moe; prefill 0.50 x the preset; 1 prompt, the last sample 2m ago, off by 150 %"},
+		},
+		"decodes alone": {
+			&msg.Law{Preset: "moe", Prefill: 1, Decode: 0.9, DecodeSamples: 7},
+			[]string{"moe; decode 0.90 x the preset; no prompt yet, the last sample 0s ago"},
+		},
+		"a slow rank": {
+			&msg.Law{Preset: "dense", Prefill: 1, Decode: 1, PrefillSamples: 2, Ranks: []msg.RankSpeed{fast, {Worker: "0/3", Slow: 4.96}}},
+			[]string{"dense; prefill 1.00 x the preset; 2 prompts, the last sample 0s ago, off by 0 %", "0/3 5.0 x"},
+		},
+		"many slow ranks": {
+			&msg.Law{Preset: "dense", Ranks: slices.Repeat([]msg.RankSpeed{{Worker: "0/3", Slow: 2}}, 9)},
+			[]string{"dense, nothing measured yet", strings.Repeat("0/3 2.0 x, ", 8) + "…"},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			cli := newCLI(t)
+			cli.cluster.router.info = msg.RouterInfo{App: "demo", Policy: "mex", Law: c.law}
+			require.Equal(t, 0, cli.run([]string{"router", "show", "demo"}))
+			var got []string
+			for line := range strings.Lines(cli.stdout()) {
+				if rest, ok := strings.CutPrefix(line, "law "); ok {
+					got = append(got, strings.TrimSpace(rest))
+				} else if rest, ok := strings.CutPrefix(line, "slow ranks "); ok {
+					got = append(got, strings.TrimSpace(rest))
+				}
+			}
+			assert.Equal(t, c.want, got)
+		})
+	}
+	cli := newCLI(t)
+	cli.cluster.router.info = msg.RouterInfo{App: "demo", Law: &msg.Law{Preset: "dense", Prefill: 1, Decode: 1}}
+	require.Equal(t, 0, cli.run([]string{"router", "show", "demo", "-o", "json"}))
+	assert.Contains(t, cli.stdout(), `"prefill_samples": 0`)
 }
 
 func TestRouterReset(t *testing.T) {

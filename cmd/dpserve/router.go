@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -93,7 +94,58 @@ func routerTable(r *msg.RouterInfo) *table {
 	} else {
 		row("index", indexText(r.Index))
 	}
+	if r.Law != nil {
+		row("law", lawText(r.Law))
+		if slow := slowRanks(r.Law); slow != "" {
+			row("slow ranks", slow)
+		}
+	}
 	return t
+}
+
+// lawText says which times the Router expects, and how well they fit.
+func lawText(l *msg.Law) string {
+	var factors []string
+	if l.PrefillSamples > 0 {
+		factors = append(factors, fmt.Sprintf("prefill %.2f x", l.Prefill))
+	}
+	if l.DecodeSamples > 0 {
+		factors = append(factors, fmt.Sprintf("decode %.2f x", l.Decode))
+	}
+	if len(factors) == 0 {
+		return l.Preset + ", nothing measured yet"
+	}
+	s := l.Preset + "; " + strings.Join(factors, ", ") + " the preset; "
+	last := age(time.Duration(l.AgeS * float64(time.Second)))
+	if l.PrefillSamples == 0 {
+		return s + "no prompt yet, the last sample " + last + " ago"
+	}
+	prompts := fmt.Sprintf("%d prompts", l.PrefillSamples)
+	if l.PrefillSamples == 1 {
+		prompts = "1 prompt"
+	}
+	return s + fmt.Sprintf("%s, the last sample %s ago, off by %.0f %%", prompts, last, 100*l.Error)
+}
+
+const (
+	slowFactor   = 1.5 // times the median from which on a rank is named as slow
+	maxSlowRanks = 8   // named in the table; JSON has every rank
+)
+
+// slowRanks names the ranks that take much longer than the others, "" if none does.
+func slowRanks(l *msg.Law) string {
+	var slow []string
+	for _, r := range l.Ranks {
+		if r.Slow < slowFactor {
+			continue
+		}
+		if len(slow) == maxSlowRanks {
+			slow = append(slow, "…")
+			break
+		}
+		slow = append(slow, fmt.Sprintf("%s %.1f x", r.Worker, r.Slow))
+	}
+	return strings.Join(slow, ", ")
 }
 
 func newRouterReset(e *env) *cobra.Command {

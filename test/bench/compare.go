@@ -151,6 +151,7 @@ func figures() []figure {
 	}
 	return []figure{
 		{"requests", 0, func(r, _ *loadgen.Report) float64 { return float64(r.Offered) }},
+		{"goodput %", 1, func(r, _ *loadgen.Report) float64 { return 100 * r.Goodput.Share }},
 		{"hit %", 1, func(r, _ *loadgen.Report) float64 { return 100 * r.HitShare }},
 		{"of oracle %", 1, func(r, _ *loadgen.Report) float64 { return 100 * r.Sessions.OfOracle }},
 		{"load %", 0, func(r, _ *loadgen.Report) float64 { return 100 * prefillLoad(r) }},

@@ -55,6 +55,8 @@ func settings() []routed {
 		{name: "lpwl", policy: "lpwl"},
 		{name: "min-ttft", policy: "min-ttft"},
 		{name: "min-ttft-eta", policy: "min-ttft", params: "eta: true"},
+		{name: "mex", policy: "mex"},
+		{name: "mex-latency", policy: "mex", params: "goal: latency"},
 		{name: "sticky-tuned", policy: "sticky", preset: tuned},
 		{name: "chwbl-tuned", policy: "chwbl", preset: tuned},
 		{name: "session-affinity", policy: "session-affinity"},

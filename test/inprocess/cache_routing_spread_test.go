@@ -32,7 +32,7 @@ func TestRT4SharedSystemPromptWarmsAllRanks(t *testing.T) {
 	skipShort(t)
 	const ranks, requests, system, own, output = 8, 600, 2048, 256, 16
 	const gap = own * 47 * time.Microsecond * 10 / 7 / ranks
-	for _, routing := range some(4, append([]string{"{policy: lmetric-1}", "{policy: cache-aware, preset: tuned}", "{policy: least-kv}"}, workRouting()...)...) {
+	for _, routing := range some(5, append([]string{"{policy: lmetric-1}", "{policy: mex}", "{policy: cache-aware, preset: tuned}", "{policy: least-kv}"}, workRouting()...)...) {
 		t.Run(routing, func(t *testing.T) {
 			t.Parallel()
 			synctest.Test(t, func(t *testing.T) {
@@ -61,7 +61,7 @@ func TestRT4SharedSystemPromptWarmsAllRanks(t *testing.T) {
 // to do.
 func TestRT6ColdPromptsGoToTheIdleRank(t *testing.T) {
 	const busy, prompt = 12, 2048
-	for _, routing := range fewer(append(workRouting(), "{policy: lmetric-1}", "{policy: cache-aware, preset: tuned}", "{policy: least-kv}", "{policy: scoring, preset: tuned}")) {
+	for _, routing := range fewer(append(workRouting(), "{policy: lmetric-1}", "{policy: mex}", "{policy: cache-aware, preset: tuned}", "{policy: least-kv}", "{policy: scoring, preset: tuned}")) {
 		t.Run(routing, func(t *testing.T) {
 			t.Parallel()
 			synctest.Test(t, func(t *testing.T) {
@@ -100,7 +100,7 @@ func TestRT6ColdPromptsGoToTheIdleRank(t *testing.T) {
 
 // RT9: a prompt of 100,000 tokens prefills on one rank of four; ten of 100 tokens come, and none goes there.
 func TestRT9ShortPromptsKeepAwayFromALongPrefill(t *testing.T) {
-	for _, routing := range fewer(append(workRouting(), "{policy: lmetric-1}", "{policy: lmetric}", "{policy: kv}", "{policy: least-kv}", "{policy: scoring}", "{policy: sticky, preset: tuned}")) {
+	for _, routing := range fewer(append(workRouting(), "{policy: lmetric-1}", "{policy: mex}", "{policy: lmetric}", "{policy: kv}", "{policy: least-kv}", "{policy: scoring}", "{policy: sticky, preset: tuned}")) {
 		t.Run(routing, func(t *testing.T) {
 			t.Parallel()
 			synctest.Test(t, func(t *testing.T) {
@@ -296,7 +296,7 @@ func TestRT16BusyThresholdHoldsUnderEveryPolicy(t *testing.T) {
 
 // allRouting are all of this build that need no more than a name.
 func allRouting() []string {
-	return strings.Fields("round-robin random direct power-of-two least-loaded least-kv scoring cache-aware prefix-aware kv lmetric lmetric-1 lpwl min-ttft sticky chwbl session-affinity")
+	return strings.Fields("round-robin random direct power-of-two least-loaded least-kv scoring cache-aware prefix-aware kv lmetric lmetric-1 lpwl min-ttft sticky chwbl session-affinity mex")
 }
 
 // fewer are two of them under -short: what a policy decides is no matter of the race detector.

@@ -94,7 +94,7 @@ const soakRanks = 4
 // three policies in lockstep.
 func TestSK3EveryPolicySoaked(t *testing.T) {
 	all := strings.Fields("round-robin random direct power-of-two least-loaded session-affinity chwbl " + // without a KV index
-		"prefix-aware cache-aware least-kv scoring kv lmetric lmetric-1 lpwl min-ttft sticky")
+		"prefix-aware cache-aware least-kv scoring kv lmetric lmetric-1 lpwl min-ttft sticky mex")
 	requests, lockstep := 128, []string{"power-of-two", "scoring", "kv"}
 	if accepting() {
 		requests, lockstep = 1024, all
