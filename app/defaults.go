@@ -33,7 +33,6 @@ const (
 	DefaultDPSize              = 1
 	DefaultStartupTimeoutS     = 600
 	DefaultStallTimeoutS       = 20
-	DefaultPolicy              = "lmetric-1"
 	DefaultMaxQueuedRequests   = 1000
 	DefaultQueueS              = 60
 	DefaultFirstTokenS         = 300
@@ -44,14 +43,24 @@ const (
 	DefaultGracefulShutdownS   = 1800
 )
 
-// Default is an application with every default that does not depend on other keys. Name, model and engine kind are empty
-// and sizes are 0: they follow from the file.
+// DefaultPolicy is the routing policy of an application whose file names none. Independent ranks get mex, which charges a request for
+// what it costs everybody on its rank. Ranks in lockstep get lmetric-1: each of their steps lasts as long as that of the slowest, so
+// what a request costs is not what it costs on its own rank.
+func DefaultPolicy(c Coupling) string {
+	if c == Lockstep {
+		return "lmetric-1"
+	}
+	return "mex"
+}
+
+// Default is an application with every default that does not depend on other keys. Name, model, engine kind and routing policy are
+// empty and sizes are 0: they follow from the file.
 func Default() Application {
 	return Application{
 		RoutePrefix:             DefaultRoutePrefix,
 		Engine:                  Engine{KVEvents: KVEventsAuto, StartupTimeoutS: DefaultStartupTimeoutS, StallTimeoutS: DefaultStallTimeoutS},
 		PlacementGroupStrategy:  StrategyPack,
-		Routing:                 Routing{Policy: DefaultPolicy, Preset: PresetDocumented, Identity: IdentityText},
+		Routing:                 Routing{Preset: PresetDocumented, Identity: IdentityText},
 		MaxQueuedRequests:       DefaultMaxQueuedRequests,
 		Timeouts:                Timeouts{QueueS: DefaultQueueS, FirstTokenS: DefaultFirstTokenS, BetweenTokensS: DefaultBetweenTokensS},
 		Retries:                 Retries{Attempts: DefaultAttempts},

@@ -1,6 +1,7 @@
 package app
 
 import (
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
@@ -343,12 +344,36 @@ func TestDefaults(t *testing.T) {
 		Engine:       Engine{Kind: KindSim, KVEvents: "auto", StartupTimeoutS: 600, StallTimeoutS: 20},
 		DataParallel: DataParallel{DPSize: 4, Coupling: Independent}, NumReplicas: 4, NumGroups: 1,
 		PlacementGroupStrategy: "PACK",
-		Routing:                Routing{Policy: "lmetric-1", Preset: "documented", Identity: "text"},
+		Routing:                Routing{Policy: "mex", Preset: "documented", Identity: "text"},
 		MaxQueuedRequests:      1000,
 		Timeouts:               Timeouts{QueueS: 60, FirstTokenS: 300, BetweenTokensS: 30},
 		Retries:                Retries{Attempts: 3},
 		HealthCheckPeriodS:     1, HealthCheckTimeoutS: 5, GracefulShutdownTimeout: 1800,
 	}, a)
+}
+
+// TestThePolicyFollowsTheCoupling, unless the file names one. What is printed reads the same.
+func TestThePolicyFollowsTheCoupling(t *testing.T) {
+	t.Parallel()
+	const vllm, sglang = "engine: {kind: vllm}, data_parallel: {dp_size: 2, coupling: %s}", "engine: {kind: sglang, args: {tp_size: 2, enable_dp_attention: %s}}, data_parallel: {dp_size: 2}"
+	for _, c := range []struct{ rest, want string }{
+		{"engine: {kind: sim}", "mex"},
+		{"engine: {kind: sim}, routing: {}", "mex"},
+		{"engine: {kind: sim}, routing: null", "mex"},
+		{"engine: {kind: sim}, routing: {policy: null}", "mex"},
+		{"engine: {kind: sim}, routing: {preset: tuned, params: {ttft_s: 1}}", "mex"},
+		{"engine: {kind: sim}, data_parallel: {dp_size: 4, coupling: lockstep}", "lmetric-1"},
+		{"engine: {kind: sim}, data_parallel: {dp_size: 4, coupling: lockstep}, routing: {policy: mex}", "mex"},
+		{"engine: {kind: sim}, routing: {policy: lmetric-1}", "lmetric-1"},
+		{"engine: {kind: attach, ranks: [{url: \"http://h:1\"}]}", "mex"},
+		{fmt.Sprintf(vllm, Independent), "mex"},
+		{fmt.Sprintf(vllm, Lockstep), "lmetric-1"},
+		{fmt.Sprintf(sglang, "true"), "lmetric-1"},
+	} {
+		f := parsed(t, "applications: [{name: demo, model: {id: m}, "+c.rest+"}]")
+		assert.Equal(t, c.want, f.Applications[0].Routing.Policy, c.rest)
+		assert.Equal(t, f.Applications[0].Routing, parsed(t, string(f.Print())).Applications[0].Routing, c.rest)
+	}
 }
 
 func TestSampleShowsEveryKey(t *testing.T) {

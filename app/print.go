@@ -81,6 +81,7 @@ func (l *lines) pairs(key string, values map[string]string) {
 func applicationLines(a *Application) lines {
 	var l lines
 	standard := Default()
+	standard.Routing.Policy = DefaultPolicy(a.DataParallel.Coupling)
 	l.put("name", plainOrQuoted(a.Name))
 	l.word("route_prefix", a.RoutePrefix, standard.RoutePrefix)
 	l.block("model", modelLines(&a.Model))

@@ -241,7 +241,7 @@ applications:
 	assert.Equal(t, `engine.args.x: 1 → 1.0`, changes[1].Fields[0].String())
 	assert.Equal(t, `engine.args.y: 2 → (unset)`, changes[1].Fields[1].String())
 	assert.Equal(t, `engine.env.TOKEN: (hidden) → (hidden)`, changes[1].Fields[3].String())
-	assert.Equal(t, `routing.policy: "lmetric-1" → "random"`, changes[1].Fields[4].String())
+	assert.Equal(t, `routing.policy: "mex" → "random"`, changes[1].Fields[4].String())
 	assert.Equal(t, "update c (engine.args)", changes[2].String())
 	assert.Equal(t, Change{App: "b", Kind: Delete}, changes[3])
 }

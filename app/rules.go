@@ -27,6 +27,9 @@ func (d *decoder) check(a *draft) {
 	d.checkEngine(a)
 	d.settleSizes(a)
 	d.settleCoupling(a)
+	if a.Routing.Policy == "" {
+		a.Routing.Policy = DefaultPolicy(a.DataParallel.Coupling)
+	}
 	d.settleNumbers(a)
 	d.settleResources(a)
 }

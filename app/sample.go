@@ -34,9 +34,9 @@ applications:
     placement_group_strategy: PACK     # PACK | STRICT_PACK | SPREAD | STRICT_SPREAD
     max_ranks_per_node: 8
     routing:
-      policy: lmetric-1                # docs/routing.md lists them all
+      policy: mex                      # docs/routing.md lists them all; lmetric-1 is the default of lockstep groups
       preset: documented               # documented | tuned
-      params: {}                       # the policy's own knobs
+      params: {ttft_s: 2, tpot_s: 0.05}  # the policy's own knobs: here the goals for the first token and the tokens after it
       identity: text                   # text | tokens: how a prompt becomes blocks
       busy_threshold: 0.95             # 0 to 1: ranks whose KV cache is fuller get nothing; default: no threshold
     max_ongoing_requests: 64           # per rank; default: what the engine reports, else 256

@@ -25,6 +25,8 @@ func TestWhoWantsEvents(t *testing.T) {
 		want   bool
 	}{
 		"a policy that reads the index": {func(*app.Application) {}, true},
+		"the default":                   {func(a *app.Application) { a.Routing.Policy = app.DefaultPolicy(app.Independent) }, true},
+		"the default in lockstep":       {func(a *app.Application) { a.Routing.Policy = app.DefaultPolicy(app.Lockstep) }, true},
 		"another one":                   {func(a *app.Application) { a.Routing.Policy = "kv" }, true},
 		"auto, written":                 {func(a *app.Application) { a.Engine.KVEvents = app.KVEventsAuto }, true},
 		"attached":                      {func(a *app.Application) { a.Engine.Kind, a.Engine.Family = app.KindAttach, app.FamilyVLLM }, true},

@@ -236,9 +236,11 @@ func TestSessionsOfOtherIngressesStay(t *testing.T) {
 
 // TestTheDefaultPolicyExists: the packages of the two ends do not know each other.
 func TestTheDefaultPolicyExists(t *testing.T) {
-	p, err := routing.New(app.DefaultPolicy, app.PresetDocumented, nil)
-	require.NoError(t, err)
-	assert.Equal(t, app.DefaultPolicy, p.Name())
+	for _, c := range []app.Coupling{app.Independent, app.Lockstep} {
+		p, err := routing.New(app.DefaultPolicy(c), app.PresetDocumented, nil)
+		require.NoError(t, err)
+		assert.Equal(t, app.DefaultPolicy(c), p.Name())
+	}
 }
 
 // Headers that ask for something unreadable are the client's fault; readable ones do not reach an engine.
