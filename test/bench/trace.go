@@ -41,13 +41,15 @@ func (t *traceFlags) register(flags *flag.FlagSet) {
 	usual := tracesim.Default()
 	flags.StringVar(&t.trace, "trace", "", "trace: a file, or the name of a generated workload; none = list them")
 	t.loads = list[float64]{[]float64{1}, parseFactor}
-	flags.Var(&t.loads, "load", "factor on every rate; generated traces: sessions or requests per second. trace: several with commas between, as -ingresses and -lag; each combination has a table")
+	flags.Var(&t.loads, "load", "factor on every rate; generated workloads: sessions or requests per second. "+
+		"trace: several with commas between, as -ingresses and -lag; each combination has a table")
 	t.ingresses = list[int]{[]int{usual.Ingresses}, parseIngresses}
 	flags.Var(&t.ingresses, "ingresses", "trace: number of ingresses that route")
 	t.lags = list[time.Duration]{[]time.Duration{usual.Lag}, parseLag}
 	flags.Var(&t.lags, "lag", "trace: how old the ranks' records are when an ingress hears of them")
 	t.goals = list[time.Duration]{[]time.Duration{usual.Goals.TTFT, usual.Goals.TPOT}, parseLag}
-	flags.Var(&t.goals, "goals", "trace: TTFT,TPOT: what a request must meet to count in goodput. A policy's own goals are its parameters")
+	flags.Var(&t.goals, "goals", "trace: TTFT,TPOT: what a request must meet to count in goodput. "+
+		"A policy's own goals are its parameters")
 	flags.StringVar(&t.paired, "paired", "", "trace: name of a row; the others show their difference to it in goodput, seed by seed")
 	flags.IntVar(&t.requests, "requests", 0, "trace: play this many requests, the first ones; 0 = all")
 	flags.Float64Var(&t.slow, "slow", 0, "trace: rank 3 takes this many times as long from the first minute on; 0 = never")
@@ -103,7 +105,8 @@ type outcome struct {
 	shares               [3]float64
 }
 
-// run plays the workload under every policy, in every combination of load, ingresses and lag. The rounds differ in their seed.
+// run plays the workload under every policy, in every combination of load, ingresses and lag. The rounds
+// differ in their seed.
 func (t *traceFlags) run(ctx context.Context, out io.Writer, notes *os.File, policies string, rounds int) error {
 	if t.trace == "" {
 		listWorkloads(out)
@@ -165,9 +168,12 @@ func (t *traceFlags) cells(rows, rounds int) ([]*cell, error) {
 	return cells, nil
 }
 
-// playAll runs what the cells consist of, several runs at a time, and hands over each cell when it is whole, in order. Every run is
-// alone with its engines and Routers, so the results are those of one run after the other.
-func playAll(ctx context.Context, cells []*cell, rows []routed, work workload, workers int, show *progress, whole func(c *cell)) error {
+// playAll runs what the cells consist of, several runs at a time, and hands over each cell when it is whole,
+// in order. Every run is alone with its engines and Routers, so the results are those of one run after the
+// other.
+func playAll(
+	ctx context.Context, cells []*cell, rows []routed, work workload, workers int, show *progress, whole func(c *cell),
+) error {
 	group, ctx := errgroup.WithContext(ctx)
 	group.SetLimit(workers)
 	ended := make(chan error, 1)
@@ -208,7 +214,7 @@ func (c *cell) play(ctx context.Context, row routed, round int, work workload, s
 		return outcome{}, err
 	}
 	cfg := c.config
-	cfg.Seed = firstSeed + uint64(round) //nolint:gosec // a count is not negative
+	cfg.Seed = firstSeed + uint64(round)
 	requests := work(c.load, cfg.Seed)
 	r := show.begin(fmt.Sprintf("%s seed %d", row.name, cfg.Seed))
 	defer show.end(r)
@@ -220,9 +226,12 @@ func (c *cell) play(ctx context.Context, row routed, round int, work workload, s
 	if err != nil {
 		return outcome{}, fmt.Errorf("%s: %w", row.name, err)
 	}
-	p := outcome{bound: cfg.Bound(requests), offered: got.Offered, refused: got.Refused, goodput: 100 * got.Goodput, hit: 100 * got.Hit}
-	p.ttft, p.ttft50, p.ttft99 = tracesim.Mean(got.TTFT).Seconds(), tracesim.Percentile(got.TTFT, .5).Seconds(), tracesim.Percentile(got.TTFT, .99).Seconds()
-	p.tpot50, p.tpot99 = 1000*tracesim.Percentile(got.TPOT, .5).Seconds(), 1000*tracesim.Percentile(got.TPOT, .99).Seconds()
+	p := outcome{bound: cfg.Bound(requests), offered: got.Offered, refused: got.Refused}
+	p.goodput, p.hit = 100*got.Goodput, 100*got.Hit
+	p.ttft = tracesim.Mean(got.TTFT).Seconds()
+	p.ttft50, p.ttft99 = tracesim.Percentile(got.TTFT, .5).Seconds(), tracesim.Percentile(got.TTFT, .99).Seconds()
+	p.tpot50 = 1000 * tracesim.Percentile(got.TPOT, .5).Seconds()
+	p.tpot99 = 1000 * tracesim.Percentile(got.TPOT, .99).Seconds()
 	p.requests, p.work, p.tokens = tracesim.MaxMean(got.Requests), tracesim.MaxMean(got.Work), got.TokensPerSecond()
 	p.burst, p.worstBurst = got.BurstMaxMean()
 	for i, span := range [][2]time.Duration{{0, justSlow}, {justSlow, soonSlow}, {soonSlow, afterSlow}} {
@@ -245,10 +254,13 @@ func (t *traceFlags) write(out io.Writer, c *cell, rows []routed) {
 	}
 	goodput := func(p *outcome) float64 { return p.goodput }
 	bound := mean(over(first, func(p *outcome) float64 { return 100 * p.bound.Hit }))
+	cfg, reachable := c.config, mean(over(first, func(p *outcome) float64 { return 100 * p.bound.Goodput }))
 	fmt.Fprintf(out, "\n%s, load %g: %d requests on %d ranks of %d tokens; ingresses %d, records %s old, seeds %d\n",
-		filepath.Base(t.trace), c.load, first[0].offered, c.config.Ranks, c.config.Blocks*tracesim.BlockSize, c.config.Ingresses, c.config.Lag, len(first))
-	fmt.Fprintf(out, "goals: first token within %s, %s per token after it; %.1f %% of the requests meet them alone on a rank that has seen all prompts before\n",
-		c.config.Goals.TTFT, c.config.Goals.TPOT, mean(over(first, func(p *outcome) float64 { return 100 * p.bound.Goodput })))
+		filepath.Base(t.trace), c.load, first[0].offered, cfg.Ranks, cfg.Blocks*tracesim.BlockSize,
+		cfg.Ingresses, cfg.Lag, len(first))
+	fmt.Fprintf(out, "goals: first token within %s, %s per token after it; "+
+		"%.1f %% of the requests meet them alone on a rank that has seen all prompts before\n",
+		cfg.Goals.TTFT, cfg.Goals.TPOT, reachable)
 	if n := first[0].refused; n > 0 {
 		fmt.Fprintf(out, "%d requests are longer than a rank holds: refused, and not in goodput\n", n)
 	}
@@ -294,7 +306,8 @@ func (t *traceFlags) write(out io.Writer, c *cell, rows []routed) {
 		number("%.2f", func(p *outcome) float64 { return p.work })
 		if bursts {
 			number("%.2f", func(p *outcome) float64 { return p.burst })
-			cells = append(cells, fmt.Sprintf("%.2f", slices.Max(over(runs, func(p *outcome) float64 { return p.worstBurst }))))
+			worst := slices.Max(over(runs, func(p *outcome) float64 { return p.worstBurst }))
+			cells = append(cells, fmt.Sprintf("%.2f", worst))
 		}
 		if t.slow > 0 {
 			number("%.0f", func(p *outcome) float64 { return p.tokens })

@@ -39,21 +39,25 @@ func generatedWorkloads() []generator {
 	}
 	return []generator{
 		{
-			"agents", fmt.Sprintf("%d sessions; every turn begins with all of the turns before it, behind one of 20 system prompts", agentSessions), "sessions per second",
+			"agents", fmt.Sprintf("%d sessions; each turn begins with all turns before it, behind one of 20 system prompts", agentSessions),
+			"sessions per second",
 			func(load float64, seed uint64) []tracesim.Request { return tracesim.Agents(agentSessions, load, seed) },
 		},
 		{
-			"chats", fmt.Sprintf("%d requests as long as conversations are, every fourth of which begins like one before it", chatRequests), "requests per second",
+			"chats", fmt.Sprintf("%d requests as long as conversations are, every fourth begins like one before it", chatRequests),
+			"requests per second",
 			func(load float64, seed uint64) []tracesim.Request { return tracesim.Chats(chatRequests, load, seed) },
 		},
 		{
-			"uniform", fmt.Sprintf("%s of prompts of %d tokens that share nothing", uniformSpan, uniformPrompt), "requests per second",
+			"uniform", fmt.Sprintf("%.0f minutes of prompts of %d tokens that share nothing", uniformSpan.Minutes(), uniformPrompt),
+			"requests per second",
 			func(load float64, seed uint64) []tracesim.Request {
 				return tracesim.Uniform(int(load*uniformSpan.Seconds()), uniformPrompt, uniformOutput, load, seed)
 			},
 		},
 		{
-			"bursts", fmt.Sprintf("%d bursts of %d requests at one instant, behind a shared prompt of %d tokens", burstCount, burstSize, burstShared*tracesim.BlockSize),
+			"bursts", fmt.Sprintf("%d bursts of %d requests at one instant behind a shared prompt of %d tokens",
+				burstCount, burstSize, burstShared*tracesim.BlockSize),
 			"a factor on a burst's size", bursts(burstShared),
 		},
 		{"bursts-cold", "the same without the shared prompt", "a factor on a burst's size", bursts(0)},
@@ -62,7 +66,7 @@ func generatedWorkloads() []generator {
 
 // listWorkloads says what the role trace can play.
 func listWorkloads(out io.Writer) {
-	fmt.Fprintln(out, "-trace FILE plays a trace of Mooncake's format, or an Azure LLM inference trace of 2023 or 2024; -load is a factor on its rate.")
+	fmt.Fprintln(out, "-trace FILE plays a trace of Mooncake's format, or an Azure LLM inference trace; -load: a factor on its rate.")
 	fmt.Fprintln(out, "-trace NAME plays a generated workload:")
 	for _, g := range generatedWorkloads() {
 		fmt.Fprintf(out, "  %-13s%s; -load: %s\n", g.name, g.what, g.load)

@@ -94,8 +94,8 @@ func MaxMean[T int | float64](values []T) float64 {
 	return float64(most) * float64(len(values)) / float64(sum)
 }
 
-// BurstMaxMean is MaxMean of the requests of each burst: the mean over the bursts, and the worst; 0 if there is none. A burst is
-// requests that came at one instant, at least two per rank.
+// BurstMaxMean is MaxMean of the requests of each burst: the mean over the bursts, and the worst; 0 if there
+// is none. A burst is requests that came at one instant, at least two per rank.
 func (r *Result) BurstMaxMean() (mean, worst float64) {
 	bursts := 0
 	for i := 0; i < len(r.Chosen); {

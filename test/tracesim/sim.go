@@ -12,7 +12,8 @@ import (
 const (
 	// progressEvery is how often an ingress tells how far its streams are.
 	progressEvery = 500 * time.Millisecond
-	// clockOrigin is what the ranks' own clocks show when a run begins. It is not 0, which says that a rank told no time.
+	// clockOrigin is what the ranks' own clocks show when a run begins. It is not 0, which says that a rank
+	// told no time.
 	clockOrigin = time.Hour
 )
 
@@ -84,7 +85,8 @@ type record struct {
 // incarnation is that of all ranks: none dies here.
 const incarnation = 1
 
-// Run plays the workload, which is in the order of time, under the policy that newPolicy makes for each ingress.
+// Run plays the workload, which is in the order of time, under the policy that newPolicy makes for each
+// ingress.
 func Run(cfg Config, work []Request, newPolicy func() (routing.Policy, error)) (*Result, error) {
 	s := &sim{cfg: cfg, calls: make([]call, len(work))}
 	for i := range work {
@@ -147,7 +149,8 @@ func (c Config) engine() enginemodel.Config {
 	return e
 }
 
-// play is the loop: at equal times records are heard of first, then progress, then steps end, then requests arrive.
+// play is the loop: at equal times records are heard of first, then progress, then steps end, then requests
+// arrive.
 func (s *sim) play() error {
 	next, tick, slow := 0, progressEvery, s.cfg.SlowFrom
 	if s.cfg.SlowFactor <= 0 {

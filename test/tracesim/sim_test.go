@@ -31,8 +31,17 @@ func (s setting) run(t *testing.T, cfg tracesim.Config, work []tracesim.Request)
 	return r
 }
 
-// The Router's account of prefill work is good enough for the policies that go by it. With an account that keeps a prompt whole
-// until its first token lmetric-1 loses six points here.
+// skipShort leaves a test out under -short, which the race detector runs with: a run has one goroutine, and
+// the detector makes it slow.
+func skipShort(t *testing.T) {
+	t.Helper()
+	if testing.Short() {
+		t.Skip("many runs")
+	}
+}
+
+// The Router's account of prefill work is good enough for the policies that go by it. With an account that
+// keeps a prompt whole until its first token lmetric-1 loses six points here.
 func TestReckonedWorkKeepsGoodput(t *testing.T) {
 	const seeds = 3
 	good := 0.0

@@ -32,9 +32,9 @@ const (
 var ErrTrace = errors.New("not a trace")
 
 var (
-	errFormat  = errors.New(`neither a JSON object of Mooncake's format nor "` + azureHeader + `", the header of an Azure LLM inference trace`)
+	errFormat  = errors.New("neither a JSON object of Mooncake's format nor the header of an Azure trace, " + azureHeader)
 	errFields  = errors.New("a row has a timestamp, context tokens and generated tokens")
-	errTime    = errors.New("timestamps are like 2023-11-16 18:15:46.68 or 2024-05-10 00:00:00.01+00:00, or milliseconds from 0 on, and span 100 years at most")
+	errTime    = errors.New("timestamps are milliseconds or like 2023-11-16 18:15:46.68, and span 100 years at most")
 	errTokens  = fmt.Errorf("a prompt has 1 to %d tokens, an answer 0 to %d", maxTokens, maxTokens)
 	errLong    = fmt.Errorf("a line has %d bytes at most", maxLine)
 	errTooMany = fmt.Errorf("a trace has %d requests at most: read its first ones", MaxRequests)
@@ -52,17 +52,19 @@ func (e *LineError) Error() string { return fmt.Sprintf("%v: line %d: %v", ErrTr
 // Unwrap makes it an ErrTrace.
 func (e *LineError) Unwrap() []error { return []error{ErrTrace, e.Err} }
 
-// ReadTrace reads a trace: its first requests, or all with most = 0. They come in the order of time, the first at 0. The first line
-// tells the format:
+// ReadTrace reads a trace: its first requests, or all with most = 0. They come in the order of time, the
+// first at 0. The first line tells the format:
 //
 //	{"timestamp": 27000, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, 2]}
 //
-// is Mooncake's, one JSON object per line: milliseconds, tokens, and chained ids of the prompt's blocks of BlockSize tokens.
+// is Mooncake's, one JSON object per line: milliseconds, tokens, and chained ids of the prompt's blocks of
+// BlockSize tokens.
 //
 //	TIMESTAMP,ContextTokens,GeneratedTokens
 //	2023-11-16 18:15:46.6805900,374,44
 //
-// is that of the Azure LLM inference traces of 2023 and 2024. They say nothing of the prompts, so no two share anything.
+// is that of the Azure LLM inference traces of 2023 and 2024. They say nothing of the prompts, so no two
+// share anything.
 func ReadTrace(r io.Reader, most int) ([]Request, error) {
 	lines := bufio.NewScanner(r)
 	lines.Buffer(nil, maxLine)
@@ -176,8 +178,9 @@ func (a *azureTrace) read(line []byte) (Request, error) {
 	return q, err
 }
 
-// Play is the trace at factor times its rate. Where many requests share a timestamp, the timestamps are rounded: each such
-// request gets a drawn instant before the next timestamp, or bursts would come of the rounding.
+// Play is the trace at factor times its rate. Where many requests share a timestamp, the timestamps are
+// rounded: each such request gets a drawn instant before the next timestamp, or bursts would come of the
+// rounding.
 func Play(trace []Request, factor float64, seed uint64) []Request {
 	rnd := rand.New(rand.NewPCG(seed, 1))
 	out := slices.Clone(trace)

@@ -1,6 +1,7 @@
-// Package tracesim plays a trace of requests against simulated engines behind the real Router, on virtual time: what a
-// routing policy is worth on a day of traffic, in seconds and without noise. The engines are enginemodel's, by the step law
-// of steptime; the Router hears what an ingress would tell it. The same workload and seed give the same result.
+// Package tracesim plays a trace of requests against simulated engines behind the real Router, on virtual
+// time: what a routing policy is worth on a day of traffic, in seconds and without noise. The engines are
+// enginemodel's, by the step law of steptime; the Router hears what an ingress would tell it. The same
+// workload and seed give the same result.
 package tracesim
 
 import (
@@ -30,9 +31,10 @@ func (r *Request) BlockHash(i int) (hash uint64, ok bool) {
 	return r.Blocks[i], true
 }
 
-// Agents generates sessions whose every turn begins with all of the turns before it: 20 system prompts of 4 to 23 blocks, of
-// which few are popular; 1 + Exp(10) turns, of 1 + Exp(3) new blocks and an answer of 20 + Exp(250) tokens each; the next turn
-// comes 1 s + 20 ms per token of the answer + Exp(6 s) later. No prompt is longer than 200 blocks. rate is sessions per second.
+// Agents generates sessions whose every turn begins with all of the turns before it: 20 system prompts of 4
+// to 23 blocks, of which few are popular; 1 + Exp(10) turns, of 1 + Exp(3) new blocks and an answer of 20 +
+// Exp(250) tokens each; the next turn comes 1 s + 20 ms per token of the answer + Exp(6 s) later. No prompt
+// is longer than 200 blocks. rate is sessions per second.
 func Agents(sessions int, rate float64, seed uint64) []Request {
 	const systems, leastSystem, skew, longest = 20, 4, 2.2, 200
 	rnd := rand.New(rand.NewPCG(seed, 2))
@@ -82,8 +84,9 @@ func Uniform(n, prompt, output int, rate float64, seed uint64) []Request {
 	return out
 }
 
-// Chats generates n requests with the lengths of conversations, rate per second: half of the prompts have less than 7,000 tokens,
-// some 60,000 and more, answers 20 + Exp(320). Every fourth prompt begins as one of the last 200 before it.
+// Chats generates n requests with the lengths of conversations, rate per second: half of the prompts have
+// less than 7,000 tokens, some 60,000 and more, answers 20 + Exp(320). Every fourth prompt begins as one of
+// the last 200 before it.
 func Chats(n int, rate float64, seed uint64) []Request {
 	rnd := rand.New(rand.NewPCG(seed, 9))
 	out := Uniform(n, BlockSize, 1, rate, seed)
@@ -103,20 +106,21 @@ func Chats(n int, rate float64, seed uint64) []Request {
 	return out
 }
 
-// burstGap is the time between two bursts: the ranks are idle again.
-const burstGap = 20 * time.Second
+// burstGap is the time between two bursts. Long answers of one are not done when the next comes, so the ranks
+// then differ.
+const burstGap = 10 * time.Second
 
-// Bursts generates n bursts of size requests that come at one instant. A prompt has 1 to 8 blocks of its own behind shared ones
-// that are the same in all prompts, an answer 50 tokens.
+// Bursts generates n bursts of size requests that come at one instant. A prompt has 1 to 4 blocks of its own
+// behind shared ones that are the same in all prompts, an answer 20 + Exp(250) tokens.
 func Bursts(n, size, shared int, seed uint64) []Request {
 	rnd := rand.New(rand.NewPCG(seed, 4))
 	var out []Request
 	for i := range n * size {
-		r := Request{At: time.Duration(i/size) * burstGap, Output: 50}
+		r := Request{At: time.Duration(i/size) * burstGap, Output: 20 + int(250*rnd.ExpFloat64())}
 		for k := range shared {
 			r.Blocks = append(r.Blocks, hashOf(0, uint64(k)))
 		}
-		for k := range 1 + rnd.IntN(8) {
+		for k := range 1 + rnd.IntN(4) {
 			r.Blocks = append(r.Blocks, hashOf(uint64(i)+1, uint64(k)))
 		}
 		r.Prompt = len(r.Blocks)*BlockSize + 1
