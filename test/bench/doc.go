@@ -1,24 +1,30 @@
 //go:build linux
 
-// Command bench measures what dpserve adds and costs as a gateway: direct, plain Go ReverseProxy, nginx (where it is installed) and
-// dpserve stand side by side in one run, their slices interleaved, so that ratios hold on a noisy machine. Engines are mocks that
-// speak vLLM-shaped SSE with next to no cost of their own; how long they slept before a first chunk is in the stream, and is taken
-// off every latency. CPU is user+sys of the gateway's processes from their CPU clocks (Linux): exact to the nanosecond, with threads
-// that have ended. How to read the numbers: docs/performance.md.
+// Command bench measures what dpserve adds and costs as a gateway: direct, plain Go ReverseProxy, nginx
+// (where it is installed) and dpserve stand side by side in one run, their slices interleaved, so that ratios
+// hold on a noisy machine. Engines are mocks that speak vLLM-shaped SSE with next to no cost of their own;
+// how long they slept before a first chunk is in the stream, and is taken off every latency. CPU is user+sys
+// of the gateway's processes from their CPU clocks (Linux): exact to the nanosecond, with threads that have
+// ended. How to read the numbers: docs/performance.md.
 //
 //	go run ./test/bench -dpserve bin/dpserve
 //	go run ./test/bench -dpserve before,after -only paced
 //
-// Role policies compares the routing policies: the same multi-turn load on four simulated ranks under each of them, on fresh
-// processes. Role policy-cpu measures what a policy costs the gateway, with the mocks of the first role.
+// Role policies compares the routing policies: the same multi-turn load on four simulated ranks under each of
+// them, on fresh processes. Role policy-cpu measures what a policy costs the gateway, with the mocks of the
+// first role.
 //
 //	go run ./test/bench -role policies -rounds 1 -traffic chat -policies lmetric-1,kv-tuned
 //	go run ./test/bench -role policy-cpu
 //
-// Role trace plays a trace through the real Router against simulated engines on virtual time: what a policy is worth on it, the same
-// on every machine. A file is of Mooncake's format; agents are generated sessions, uniform are prompts that share nothing.
+// Role trace plays a trace through the real Router against simulated engines on virtual time: what a policy
+// is worth on it, the same on every machine. A file is of Mooncake's format, or one of the Azure LLM
+// inference traces; without -trace the role lists the workloads that it generates. Flags with several values
+// give a table for each combination.
 //
-//	go run ./test/bench -role trace -trace conversation_trace.jsonl -load 2 -policies lmetric-1,least-loaded
-//	go run ./test/bench -role trace -trace agents -load 1.1 -rounds 5
+//	go run ./test/bench -role trace
+//	go run ./test/bench -role trace -trace conversation_trace.jsonl -load 1.5,2 -policies lmetric-1,kv-tuned -paired lmetric-1
+//	go run ./test/bench -role trace -trace AzureLLMInferenceTrace_conv.csv -load 4 -goals 1s,40ms
+//	go run ./test/bench -role trace -trace agents -load 1.1 -rounds 5 -ingresses 1,4,16 -lag 0s,100ms,500ms
 //	go run ./test/bench -role trace -trace uniform -load 30 -lag 100ms -slow 5
 package main

@@ -29,26 +29,29 @@ func main() {
 	flag.StringVar(&p.policies, "policies", "", "policies, policy-cpu and trace: rows to run, with commas between; empty = all")
 	flag.StringVar(&p.traffic, "traffic", "", "policies: traffics to run, with commas between; empty = all")
 	flag.DurationVar(&p.duration, "duration", 30*time.Second, "policies: length of the measurement")
-	flag.Float64Var(&p.load, "load", 1, "policies, and traces of a file: factor on every rate; generated traces: sessions or requests per second")
 	var t traceFlags
-	flag.StringVar(&t.trace, "trace", "", "trace: a file of Mooncake's format, or agents, or uniform")
-	flag.IntVar(&t.ingresses, "ingresses", 1, "trace: number of ingresses that route")
-	flag.DurationVar(&t.lag, "lag", 0, "trace: how old the ranks' records are when an ingress hears of them")
-	flag.Float64Var(&t.slow, "slow", 0, "trace: rank 3 takes this many times as long from the first minute on; 0 = never")
+	t.register(flag.CommandLine)
 	flag.Parse()
+	p.load = t.loads.values[0]
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
 	defer stop()
 	var err error
 	switch *role {
+	case "trace":
+		if err = t.takeFile(flag.Args()); err == nil {
+			err = t.run(ctx, os.Stdout, os.Stderr, p.policies, *rounds)
+		}
 	case "engine":
 		runtime.GOMAXPROCS(1)
 		err = runEngine(ctx, *listen)
 	case "proxy":
 		err = runReverseProxy(*listen, strings.Split(*engines, ","))
 	case "policies":
+		if len(t.loads.values) > 1 {
+			err = fmt.Errorf("%w: role policies takes one -load", errUsage)
+			break
+		}
 		err = p.compare(ctx, *bin, *rounds)
-	case "trace":
-		err = t.run(ctx, &p, *rounds)
 	case "policy-cpu":
 		err = p.cpu(ctx, *bin, *rounds, *slice, *only)
 	default:

@@ -5,22 +5,24 @@ import (
 	"time"
 )
 
-// What a request must meet to count as good.
-const (
-	GoodTTFT = 2000 * time.Millisecond
-	GoodTPOT = 50 * time.Millisecond
-)
+// Goals are what a request must meet to count as good.
+type Goals struct {
+	TTFT time.Duration // from its arrival to its first token, at most
+	TPOT time.Duration // per token behind the first, at most
+}
 
 // Result is what a run came to.
 type Result struct {
 	Offered  int
-	Goodput  float64         // share of the offered requests that met GoodTTFT and GoodTPOT
+	Refused  int             // of these: longer than a rank holds
+	Goodput  float64         // share of the offered requests that met the goals
 	TTFT     []time.Duration // ascending, of the requests that got a token
 	TPOT     []time.Duration // ascending, of the requests with more than one
 	Hit      float64         // prompt tokens that came from a cache, over all
 	Tokens   int             // of all answers
 	Span     time.Duration   // until the last token
 	Requests []int           // by rank
+	Work     []float64       // by rank: ms of prefill, by the step law
 	Chosen   []Choice        // in the order of arrival
 }
 
@@ -31,11 +33,15 @@ type Choice struct {
 }
 
 func (s *sim) result() *Result {
-	r := &Result{Offered: len(s.calls), Requests: make([]int, len(s.ranks))}
+	r := &Result{Offered: len(s.calls), Requests: make([]int, len(s.ranks)), Work: make([]float64, len(s.ranks))}
+	law := s.cfg.engine().Law
 	good, prompt, cached := 0, 0, 0
 	for i := range s.calls {
 		c := &s.calls[i]
 		r.Chosen = append(r.Chosen, Choice{c.At, c.rank})
+		if !s.cfg.fits(c.Request) {
+			r.Refused++
+		}
 		if c.rank < 0 {
 			continue
 		}
@@ -50,10 +56,11 @@ func (s *sim) result() *Result {
 			r.TPOT = append(r.TPOT, tpot)
 		}
 		r.TTFT = append(r.TTFT, ttft)
-		if ttft <= GoodTTFT && tpot <= GoodTPOT {
+		if ttft <= s.cfg.Goals.TTFT && tpot <= s.cfg.Goals.TPOT {
 			good++
 		}
 		prompt, cached = prompt+c.Prompt, cached+c.sent.Cached()
+		r.Work[c.rank] += law.Prefill(c.Prompt-c.sent.Cached(), c.sent.Cached())
 		r.Tokens += c.sent.Produced()
 		r.Span = max(r.Span, t.Last)
 	}
@@ -75,13 +82,36 @@ func Percentile(values []time.Duration, p float64) time.Duration {
 // TokensPerSecond is the output of all ranks together.
 func (r *Result) TokensPerSecond() float64 { return float64(r.Tokens) / max(r.Span.Seconds(), 1e-9) }
 
-// MaxMean is the requests of the busiest rank over the mean.
-func (r *Result) MaxMean() float64 {
-	most, sum := 0, 0
-	for _, n := range r.Requests {
-		most, sum = max(most, n), sum+n
+// MaxMean is the largest of the ranks' values over their mean; 1 is even, and so is nothing.
+func MaxMean[T int | float64](values []T) float64 {
+	var most, sum T
+	for _, v := range values {
+		most, sum = max(most, v), sum+v
 	}
-	return float64(most*len(r.Requests)) / float64(max(sum, 1))
+	if sum == 0 {
+		return 1
+	}
+	return float64(most) * float64(len(values)) / float64(sum)
+}
+
+// BurstMaxMean is MaxMean of the requests of each burst: the mean over the bursts, and the worst; 0 if there
+// is none. A burst is requests that came at one instant, at least two per rank.
+func (r *Result) BurstMaxMean() (mean, worst float64) {
+	bursts := 0
+	for i := 0; i < len(r.Chosen); {
+		at, ranks, n := r.Chosen[i].At, make([]int, len(r.Requests)), 0
+		for ; i < len(r.Chosen) && r.Chosen[i].At == at; i++ {
+			if rank := r.Chosen[i].Rank; rank >= 0 {
+				ranks[rank]++
+				n++
+			}
+		}
+		if n >= 2*len(ranks) {
+			bursts++
+			mean, worst = mean+MaxMean(ranks), max(worst, MaxMean(ranks))
+		}
+	}
+	return mean / float64(max(bursts, 1)), worst
 }
 
 // Share is the share of the requests that arrived from one instant on, before another, and went to a rank.

@@ -9,8 +9,13 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// progressEvery is how often an ingress tells how far its streams are.
-const progressEvery = 500 * time.Millisecond
+const (
+	// progressEvery is how often an ingress tells how far its streams are.
+	progressEvery = 500 * time.Millisecond
+	// clockOrigin is what the ranks' own clocks show when a run begins. It is not 0, which says that a rank
+	// told no time.
+	clockOrigin = time.Hour
+)
 
 // Config is the shape of a run.
 type Config struct {
@@ -19,14 +24,25 @@ type Config struct {
 	Ingresses int           // requests come to them in turn, each has a Router of its own
 	Lag       time.Duration // how old a rank's records are when the ingresses hear of them
 	Seed      uint64        // of the Routers
+	Goals     Goals         // what a request must meet to count as good
 
 	SlowRank   int // takes SlowFactor times as long for every step from SlowFrom on, if SlowFactor is above 0
 	SlowFactor float64
 	SlowFrom   time.Duration
+
+	ClockSkew   []time.Duration      // by rank: how far its own clock is ahead; ranks beyond the list: 0
+	ClockJump   []time.Duration      // by rank: by how much its clock jumps at ClockJumpAt; likewise
+	ClockJumpAt time.Duration        //
+	WithoutHits int                  // of the first of the ranks nobody knows what they hold
+	Report      func(*routing.Event) // changes what a rank tells before an ingress hears of it; nil = nothing is changed
+
+	Each func(sent int) error // called after each request that came; an error ends the run; nil = not called
 }
 
-// Default is eight ranks with room for 699,392 tokens each, and one ingress.
-func Default() Config { return Config{Ranks: 8, Blocks: 1366, Ingresses: 1} }
+// Default is eight ranks with room for 699,392 tokens each, one ingress, and goals of 2 s and 50 ms.
+func Default() Config {
+	return Config{Ranks: 8, Blocks: 1366, Ingresses: 1, Goals: Goals{TTFT: 2 * time.Second, TPOT: 50 * time.Millisecond}}
+}
 
 // sim is one run.
 type sim struct {
@@ -69,7 +85,8 @@ type record struct {
 // incarnation is that of all ranks: none dies here.
 const incarnation = 1
 
-// Run plays the workload, which is in the order of time, under the policy that newPolicy makes for each ingress.
+// Run plays the workload, which is in the order of time, under the policy that newPolicy makes for each
+// ingress.
 func Run(cfg Config, work []Request, newPolicy func() (routing.Policy, error)) (*Result, error) {
 	s := &sim{cfg: cfg, calls: make([]call, len(work))}
 	for i := range work {
@@ -90,15 +107,40 @@ func Run(cfg Config, work []Request, newPolicy func() (routing.Policy, error)) (
 		s.needs = routing.NeedsOf(policy)
 		r := routing.NewRouter(policy, cfg.Seed+uint64(i))
 		for _, rk := range s.ranks {
-			r.Observe(&routing.Event{
+			up := routing.Event{
 				Kind: routing.EvRankUp, Rank: rk.id, Epoch: 1, Incarnation: incarnation, MaxOngoing: 1 << 20,
 				Capacity: int64(cfg.Blocks) * BlockSize, BlockSize: BlockSize,
-			})
+			}
+			cfg.report(&up)
+			r.Observe(&up)
 		}
 		s.routers = append(s.routers, r)
 	}
-	s.play()
+	if err := s.play(); err != nil {
+		return nil, err
+	}
 	return s.result(), nil
+}
+
+// fits says whether a rank can compute a request. Engines refuse the others.
+func (c Config) fits(r *Request) bool { return r.Prompt+r.Output <= c.Blocks*BlockSize }
+
+func (c Config) report(e *routing.Event) {
+	if c.Report != nil {
+		c.Report(e)
+	}
+}
+
+// clock is what a rank's own clock shows at now.
+func (c Config) clock(rank int, now time.Duration) time.Duration {
+	at := clockOrigin + now
+	if rank < len(c.ClockSkew) {
+		at += c.ClockSkew[rank]
+	}
+	if rank < len(c.ClockJump) && now >= c.ClockJumpAt {
+		at += c.ClockJump[rank]
+	}
+	return at
 }
 
 func (c Config) engine() enginemodel.Config {
@@ -107,8 +149,9 @@ func (c Config) engine() enginemodel.Config {
 	return e
 }
 
-// play is the loop: at equal times records are heard of first, then progress, then steps end, then requests arrive.
-func (s *sim) play() {
+// play is the loop: at equal times records are heard of first, then progress, then steps end, then requests
+// arrive.
+func (s *sim) play() error {
 	next, tick, slow := 0, progressEvery, s.cfg.SlowFrom
 	if s.cfg.SlowFactor <= 0 {
 		slow = enginemodel.Never
@@ -129,7 +172,7 @@ func (s *sim) play() {
 			told = s.late[0].due
 		}
 		if min(wake, arrival, told) == enginemodel.Never {
-			return
+			return nil
 		}
 		s.now = max(s.now, min(wake, arrival, told, tick, slow))
 		switch {
@@ -145,8 +188,15 @@ func (s *sim) play() {
 		case wake <= s.now:
 			s.step(s.ranks[busiest])
 		default:
-			s.dispatch(s.routers[next%len(s.routers)], &s.calls[next])
+			if c := &s.calls[next]; s.cfg.fits(c.Request) {
+				s.dispatch(s.routers[next%len(s.routers)], c)
+			}
 			next++
+			if s.cfg.Each != nil {
+				if err := s.cfg.Each(next); err != nil {
+					return err
+				}
+			}
 		}
 	}
 }
@@ -154,6 +204,12 @@ func (s *sim) play() {
 // tell puts a record into a rank's stream.
 func (s *sim) tell(rk *rank, e routing.Event) {
 	e.Rank, e.Incarnation, e.Seq = rk.id, incarnation, rk.seq
+	switch e.Kind {
+	case routing.EvAdmitted, routing.EvFirstToken, routing.EvProgress, routing.EvFinished:
+		e.At = s.cfg.clock(rk.id.Rank(), s.now)
+	default:
+	}
+	s.cfg.report(&e)
 	if s.cfg.Lag > 0 {
 		s.late = append(s.late, record{s.now + s.cfg.Lag, e})
 		return
@@ -171,7 +227,7 @@ func (s *sim) hear(e *routing.Event) {
 // dispatch routes a request, with what every rank's cache holds of it at this moment.
 func (s *sim) dispatch(r *routing.Router, c *call) {
 	s.q = routing.Request{ID: c.key, Now: s.now, Tokens: c.Prompt, Hits: s.q.Hits[:0], Blocks: c.Blocks, BlockSize: BlockSize, Session: c.Session, Text: s.q.Text[:0]}
-	for _, rk := range s.ranks {
+	for _, rk := range s.ranks[min(s.cfg.WithoutHits, len(s.ranks)):] {
 		if hit := rk.core.Cached(c, c.Prompt); hit > 0 {
 			s.q.Hits = append(s.q.Hits, routing.Hit{Rank: rk.id, Tokens: int32(hit)})
 		}

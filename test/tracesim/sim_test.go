@@ -1,9 +1,7 @@
 package tracesim_test
 
 import (
-	"math"
-	"math/rand/v2"
-	"strings"
+	"errors"
 	"testing"
 	"time"
 
@@ -14,66 +12,44 @@ import (
 	"github.com/dpserve/dpserve/test/tracesim"
 )
 
-func policy(name string) func() (routing.Policy, error) {
-	return func() (routing.Policy, error) { return routing.New(name, "", nil) }
-}
-
 func run(t *testing.T, cfg tracesim.Config, work []tracesim.Request, name string) *tracesim.Result {
 	t.Helper()
-	r, err := tracesim.Run(cfg, work, policy(name))
+	return setting{name: name}.run(t, cfg, work)
+}
+
+// setting is a policy with its parameters.
+type setting struct {
+	name, preset string
+	params       map[string]any
+}
+
+func (s setting) run(t *testing.T, cfg tracesim.Config, work []tracesim.Request) *tracesim.Result {
+	t.Helper()
+	r, err := tracesim.Run(cfg, work, func() (routing.Policy, error) { return routing.New(s.name, s.preset, s.params) })
 	require.NoError(t, err)
 	assert.Len(t, r.TTFT, r.Offered, "every request is served")
 	return r
 }
 
-// chats is a generated workload with the prompt lengths of conversations: half below 7,000 tokens, some above 60,000; every
-// fourth continues one of the last prompts.
-func chats(n int, rate float64, seed uint64) []tracesim.Request {
-	rnd := rand.New(rand.NewPCG(seed, 9))
-	work := tracesim.Uniform(n, tracesim.BlockSize, 1, rate, seed)
-	for i := range work {
-		r := &work[i]
-		r.Prompt = int(min(7000*math.Exp(rnd.NormFloat64()), 126_000)) + tracesim.BlockSize
-		r.Output = 20 + int(320*rnd.ExpFloat64())
-		var shared []uint64
-		if before := i - 1 - rnd.IntN(200); rnd.IntN(4) == 0 && before >= 0 {
-			shared = work[before].Blocks[:min(len(work[before].Blocks), r.Prompt/tracesim.BlockSize)]
-		}
-		r.Blocks = append([]uint64(nil), shared...)
-		for len(r.Blocks) < r.Prompt/tracesim.BlockSize {
-			r.Blocks = append(r.Blocks, rnd.Uint64())
-		}
+// skipShort leaves a test out under -short, which the race detector runs with: a run has one goroutine, and
+// the detector makes it slow.
+func skipShort(t *testing.T) {
+	t.Helper()
+	if testing.Short() {
+		t.Skip("many runs")
 	}
-	return work
 }
 
-// The Router's account of prefill work is good enough for the policies that go by it. With an account that keeps a prompt whole
-// until its first token lmetric-1 loses six points here.
+// The Router's account of prefill work is good enough for the policies that go by it. With an account that
+// keeps a prompt whole until its first token lmetric-1 loses six points here.
 func TestReckonedWorkKeepsGoodput(t *testing.T) {
 	const seeds = 3
 	good := 0.0
 	for seed := range uint64(seeds) {
-		good += run(t, tracesim.Default(), chats(3000, 7, seed), "lmetric-1").Goodput / seeds
+		good += run(t, tracesim.Default(), tracesim.Chats(3000, 7, seed), "lmetric-1").Goodput / seeds
 	}
 	assert.GreaterOrEqual(t, good, .62)
 	t.Logf("goodput %.1f %%", 100*good)
-}
-
-// A rank that becomes five times slower gets at most half of its share, and what it gets does not spoil the first tokens.
-func TestASlowRankIsNotTrustedTooMuch(t *testing.T) {
-	for _, rate := range []float64{30, 42} {
-		cfg := tracesim.Default()
-		cfg.Lag, cfg.SlowRank, cfg.SlowFactor, cfg.SlowFrom = 100*time.Millisecond, 3, 5, time.Minute
-		work := tracesim.Uniform(int(rate*180), 2048, 150, rate, 11)
-		base, r := run(t, cfg, work, "least-loaded"), run(t, cfg, work, "lmetric-1")
-		from := cfg.SlowFrom
-		for _, share := range []float64{r.Share(3, from, from+10*time.Second), r.Share(3, from+10*time.Second, from+20*time.Second), r.Share(3, from+20*time.Second, time.Hour)} {
-			assert.LessOrEqual(t, share, .0625, "at %v/s", rate)
-		}
-		assert.LessOrEqual(t, tracesim.Percentile(r.TTFT, .99).Seconds(), 1.1*tracesim.Percentile(base.TTFT, .99).Seconds(), "at %v/s", rate)
-		assert.GreaterOrEqual(t, r.TokensPerSecond(), .98*base.TokensPerSecond(), "at %v/s", rate)
-		t.Logf("%v/s: TTFT p99 %s, least-loaded %s", rate, tracesim.Percentile(r.TTFT, .99), tracesim.Percentile(base.TTFT, .99))
-	}
 }
 
 // Homes of sessions and of texts are kept behind four ingresses as behind one.
@@ -102,35 +78,107 @@ func TestRunsRepeat(t *testing.T) {
 	assert.Equal(t, first, again)
 }
 
-func TestTraceFormat(t *testing.T) {
-	trace, err := tracesim.ReadTrace(strings.NewReader(`{"timestamp": 3000, "input_length": 1100, "output_length": 5, "hash_ids": [7, 8, 9]}
-{"timestamp": 0, "input_length": 512, "output_length": 0, "hash_ids": []}
-`))
-	require.NoError(t, err)
-	assert.Equal(t, []tracesim.Request{
-		{Prompt: 512, Output: 1, Blocks: []uint64{}},
-		{At: 3 * time.Second, Prompt: 1100, Output: 5, Blocks: []uint64{7, 8}},
-	}, trace)
-	for _, bad := range []string{"x", `{"timestamp": 1, "input_length": 0}`, `{"timestamp": -1, "input_length": 9}`} {
-		_, err := tracesim.ReadTrace(strings.NewReader(bad))
-		require.ErrorIs(t, err, tracesim.ErrTrace)
+// Engines refuse a request that is longer than a rank holds. It counts as offered, and the others are served.
+func TestTooLongRequestsAreRefused(t *testing.T) {
+	cfg := tracesim.Default()
+	work := tracesim.Uniform(40, 2048, 10, 10, 1)
+	for _, i := range []int{0, 7, 39} {
+		work[i].Prompt = cfg.Blocks*tracesim.BlockSize - work[i].Output + 1
 	}
+	r, err := tracesim.Run(cfg, work, func() (routing.Policy, error) { return routing.New("lmetric-1", "", nil) })
+	require.NoError(t, err)
+	assert.Equal(t, 3, r.Refused)
+	assert.Len(t, r.TTFT, 37)
+	assert.InDelta(t, 37.0/40, r.Goodput, 1e-9)
+	assert.InDelta(t, 37.0/40, cfg.Bound(work).Goodput, 1e-9)
+	assert.Equal(t, -1, r.Chosen[7].Rank)
 }
 
-// Rounded timestamps are spread over what they were rounded by; exact ones stay.
-func TestRoundedTimesAreSpread(t *testing.T) {
-	var rounded, exact []tracesim.Request
-	for i := range 100 {
-		rounded = append(rounded, tracesim.Request{At: time.Duration(i/10) * 3 * time.Second})
-		exact = append(exact, tracesim.Request{At: time.Duration(i) * time.Second})
+// A run can be watched and ended.
+func TestRunsEndWhereTheyAreTold(t *testing.T) {
+	cfg, seen, enough := tracesim.Default(), 0, errors.New("enough")
+	cfg.Each = func(sent int) error {
+		if seen++; sent == 25 {
+			return enough
+		}
+		return nil
 	}
-	distinct := map[time.Duration]bool{}
-	for _, r := range tracesim.Play(rounded, 2, 1) {
-		distinct[r.At] = true
-		assert.Less(t, r.At, 15*time.Second)
+	_, err := tracesim.Run(cfg, tracesim.Uniform(40, 2048, 10, 10, 1), func() (routing.Policy, error) { return routing.New("random", "", nil) })
+	require.ErrorIs(t, err, enough)
+	assert.Equal(t, 25, seen)
+}
+
+// What a cache without limit would hold is the most that the ranks' caches can.
+func TestBound(t *testing.T) {
+	cfg := tracesim.Default()
+	work := []tracesim.Request{
+		{Prompt: 1024, Output: 9, Blocks: []uint64{1, 2}},
+		{Prompt: 1024, Output: 9, Blocks: []uint64{1, 2}}, // the last block has the token that is always computed
+		{Prompt: 2048, Output: 9, Blocks: []uint64{1, 2, 3, 4}},
+		{Prompt: 60_000, Output: 9}, // more than 2 s
+		{Prompt: 60_000, Output: 1},
 	}
-	assert.Len(t, distinct, 100)
-	for i, r := range tracesim.Play(exact, 2, 1) {
-		assert.Equal(t, time.Duration(i)*time.Second/2, r.At)
+	b := cfg.Bound(work)
+	assert.InDelta(t, (512.0+1024)/(1024+1024+2048+120_000), b.Hit, 1e-9)
+	assert.InDelta(t, 3.0/5, b.Goodput, 1e-9)
+	cfg.Goals = tracesim.Goals{TTFT: time.Minute, TPOT: time.Millisecond}
+	assert.InDelta(t, 1.0/5, cfg.Bound(work).Goodput, 1e-9, "an answer of one token has no time between tokens")
+	cfg = tracesim.Default()
+	chats := tracesim.Chats(500, 5, 3)
+	b = cfg.Bound(chats)
+	r := run(t, cfg, chats, "lmetric-1")
+	assert.LessOrEqual(t, r.Hit, b.Hit)
+	assert.LessOrEqual(t, r.Goodput, b.Goodput)
+	assert.Positive(t, r.Hit)
+	assert.Less(t, b.Goodput, 1.0)
+}
+
+func TestBurstMaxMean(t *testing.T) {
+	r := &tracesim.Result{Requests: make([]int, 2)}
+	for i, rank := range []int{0, 0, 1, 1, 0, 0, 0, 1} { // two bursts of four
+		r.Chosen = append(r.Chosen, tracesim.Choice{At: time.Duration(i / 4), Rank: rank})
+	}
+	r.Chosen = append(r.Chosen, tracesim.Choice{At: 9, Rank: 1}) // no burst
+	mean, worst := r.BurstMaxMean()
+	assert.InDelta(t, 1.25, mean, 1e-9)
+	assert.InDelta(t, 1.5, worst, 1e-9)
+	work := tracesim.Bursts(2, 512, 4, 1)
+	assert.Len(t, work, 1024)
+	assert.Equal(t, work[0].Blocks[:4], work[1023].Blocks[:4])
+	assert.NotEqual(t, work[0].Blocks[4], work[1023].Blocks[4])
+	assert.Equal(t, work[511].At, work[0].At)
+	assert.Greater(t, work[512].At, work[0].At)
+}
+
+// The records of a rank carry the instants at which they happened, on the rank's own clock.
+func TestRecordsCarryTheRanksTime(t *testing.T) {
+	cfg := tracesim.Default()
+	cfg.Ranks, cfg.Lag = 2, 300*time.Millisecond
+	cfg.ClockSkew, cfg.ClockJump, cfg.ClockJumpAt = []time.Duration{0, 5 * time.Minute}, []time.Duration{-time.Second}, 10*time.Second
+	work := tracesim.Uniform(200, 2048, 50, 10, 1)
+	kinds := map[routing.EventKind]int{}
+	var admitted []time.Duration // off the first rank's clock
+	cfg.Report = func(e *routing.Event) {
+		switch e.Kind {
+		case routing.EvAdmitted, routing.EvFirstToken, routing.EvProgress, routing.EvFinished:
+			assert.Positive(t, e.At)
+			kinds[e.Kind]++
+		default:
+			assert.Zero(t, e.At)
+		}
+		if e.Kind == routing.EvAdmitted {
+			offset := e.At - time.Hour - work[len(admitted)].At
+			if e.Rank.Rank() == 1 {
+				offset -= 5 * time.Minute
+			} else if work[len(admitted)].At >= cfg.ClockJumpAt {
+				offset += time.Second
+			}
+			admitted = append(admitted, offset)
+		}
+	}
+	run(t, cfg, work, "round-robin")
+	assert.Len(t, kinds, 4)
+	for i, offset := range admitted {
+		assert.Zero(t, offset, i)
 	}
 }

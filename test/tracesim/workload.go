@@ -1,17 +1,12 @@
-// Package tracesim plays a trace of requests against simulated engines behind the real Router, on virtual time: what a
-// routing policy is worth on a day of traffic, in seconds and without noise. The engines are enginemodel's, by the step law
-// of steptime; the Router hears what an ingress would tell it. The same workload and seed give the same result.
+// Package tracesim plays a trace of requests against simulated engines behind the real Router, on virtual
+// time: what a routing policy is worth on a day of traffic, in seconds and without noise. The engines are
+// enginemodel's, by the step law of steptime; the Router hears what an ingress would tell it. The same
+// workload and seed give the same result.
 package tracesim
 
 import (
-	"bufio"
-	"encoding/json"
-	"errors"
-	"fmt"
-	"io"
 	"math"
 	"math/rand/v2"
-	"slices"
 	"strconv"
 	"time"
 )
@@ -36,81 +31,10 @@ func (r *Request) BlockHash(i int) (hash uint64, ok bool) {
 	return r.Blocks[i], true
 }
 
-// ErrTrace is a line that is no request of a trace.
-var ErrTrace = errors.New("not a trace")
-
-// maxLine bounds a line of a trace, in bytes.
-const maxLine = 4 << 20
-
-// ReadTrace reads a trace of Mooncake's format, one JSON object per line:
-//
-//	{"timestamp": 27000, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, 2]}
-//
-// in milliseconds, tokens, and chained ids of the prompt's blocks of BlockSize tokens.
-func ReadTrace(r io.Reader) ([]Request, error) {
-	var out []Request
-	lines := bufio.NewScanner(r)
-	lines.Buffer(nil, maxLine)
-	for n := 1; lines.Scan(); n++ {
-		var row struct {
-			Timestamp float64  `json:"timestamp"`
-			Input     int      `json:"input_length"`
-			Output    int      `json:"output_length"`
-			Hashes    []uint64 `json:"hash_ids"`
-		}
-		if err := json.Unmarshal(lines.Bytes(), &row); err != nil {
-			return nil, fmt.Errorf("%w: line %d: %w", ErrTrace, n, err)
-		}
-		if row.Input < 1 || row.Output < 0 || !(row.Timestamp >= 0) {
-			return nil, fmt.Errorf("%w: line %d: timestamp %v, input_length %d, output_length %d", ErrTrace, n, row.Timestamp, row.Input, row.Output)
-		}
-		out = append(out, Request{
-			At: time.Duration(row.Timestamp * float64(time.Millisecond)), Prompt: row.Input, Output: max(row.Output, 1),
-			Blocks: row.Hashes[:min(len(row.Hashes), row.Input/BlockSize)],
-		})
-	}
-	if err := lines.Err(); err != nil {
-		return nil, fmt.Errorf("read trace: %w", err)
-	}
-	slices.SortStableFunc(out, func(a, b Request) int { return int(a.At - b.At) })
-	return out, nil
-}
-
-// Play is the trace at factor times its rate. Where many requests share a timestamp, the timestamps are rounded: each such
-// request gets a drawn instant before the next timestamp, or bursts would come of the rounding.
-func Play(trace []Request, factor float64, seed uint64) []Request {
-	rnd := rand.New(rand.NewPCG(seed, 1))
-	out := slices.Clone(trace)
-	quantum := quantumOf(trace)
-	for i := range out {
-		at := float64(out[i].At)
-		if quantum > 0 {
-			at += rnd.Float64() * float64(quantum)
-		}
-		out[i].At = time.Duration(at / factor)
-	}
-	slices.SortStableFunc(out, func(a, b Request) int { return int(a.At - b.At) })
-	return out
-}
-
-// quantumOf is what a trace's timestamps are rounded to; 0 if most differ.
-func quantumOf(trace []Request) time.Duration {
-	var gaps []time.Duration
-	for i := 1; i < len(trace); i++ {
-		if gap := trace[i].At - trace[i-1].At; gap > 0 {
-			gaps = append(gaps, gap)
-		}
-	}
-	if 2*len(gaps) > len(trace) || len(gaps) == 0 {
-		return 0
-	}
-	slices.Sort(gaps)
-	return gaps[len(gaps)/2]
-}
-
-// Agents generates sessions whose every turn begins with all of the turns before it: 20 system prompts of 4 to 23 blocks, of
-// which few are popular; 1 + Exp(10) turns, of 1 + Exp(3) new blocks and an answer of 20 + Exp(250) tokens each; the next turn
-// comes 1 s + 20 ms per token of the answer + Exp(6 s) later. No prompt is longer than 200 blocks. rate is sessions per second.
+// Agents generates sessions whose every turn begins with all of the turns before it: 20 system prompts of 4
+// to 23 blocks, of which few are popular; 1 + Exp(10) turns, of 1 + Exp(3) new blocks and an answer of 20 +
+// Exp(250) tokens each; the next turn comes 1 s + 20 ms per token of the answer + Exp(6 s) later. No prompt
+// is longer than 200 blocks. rate is sessions per second.
 func Agents(sessions int, rate float64, seed uint64) []Request {
 	const systems, leastSystem, skew, longest = 20, 4, 2.2, 200
 	rnd := rand.New(rand.NewPCG(seed, 2))
@@ -141,7 +65,7 @@ func Agents(sessions int, rate float64, seed uint64) []Request {
 			at += 1 + 0.02*float64(answer) + 6*rnd.ExpFloat64()
 		}
 	}
-	slices.SortStableFunc(out, func(a, b Request) int { return int(a.At - b.At) })
+	sortByTime(out)
 	return out
 }
 
@@ -156,6 +80,51 @@ func Uniform(n, prompt, output int, rate float64, seed uint64) []Request {
 		for k := range prompt / BlockSize {
 			out[i].Blocks = append(out[i].Blocks, hashOf(uint64(i), uint64(k)))
 		}
+	}
+	return out
+}
+
+// Chats generates n requests with the lengths of conversations, rate per second: half of the prompts have
+// less than 7,000 tokens, some 60,000 and more, answers 20 + Exp(320). Every fourth prompt begins as one of
+// the last 200 before it.
+func Chats(n int, rate float64, seed uint64) []Request {
+	rnd := rand.New(rand.NewPCG(seed, 9))
+	out := Uniform(n, BlockSize, 1, rate, seed)
+	for i := range out {
+		r := &out[i]
+		r.Prompt = int(min(7000*math.Exp(rnd.NormFloat64()), 126_000)) + BlockSize
+		r.Output = 20 + int(320*rnd.ExpFloat64())
+		var shared []uint64
+		if before := i - 1 - rnd.IntN(200); rnd.IntN(4) == 0 && before >= 0 {
+			shared = out[before].Blocks[:min(len(out[before].Blocks), r.Prompt/BlockSize)]
+		}
+		r.Blocks = append([]uint64(nil), shared...)
+		for len(r.Blocks) < r.Prompt/BlockSize {
+			r.Blocks = append(r.Blocks, rnd.Uint64())
+		}
+	}
+	return out
+}
+
+// burstGap is the time between two bursts. Long answers of one are not done when the next comes, so the ranks
+// then differ.
+const burstGap = 10 * time.Second
+
+// Bursts generates n bursts of size requests that come at one instant. A prompt has 1 to 4 blocks of its own
+// behind shared ones that are the same in all prompts, an answer 20 + Exp(250) tokens.
+func Bursts(n, size, shared int, seed uint64) []Request {
+	rnd := rand.New(rand.NewPCG(seed, 4))
+	var out []Request
+	for i := range n * size {
+		r := Request{At: time.Duration(i/size) * burstGap, Output: 20 + int(250*rnd.ExpFloat64())}
+		for k := range shared {
+			r.Blocks = append(r.Blocks, hashOf(0, uint64(k)))
+		}
+		for k := range 1 + rnd.IntN(4) {
+			r.Blocks = append(r.Blocks, hashOf(uint64(i)+1, uint64(k)))
+		}
+		r.Prompt = len(r.Blocks)*BlockSize + 1
+		out = append(out, r)
 	}
 	return out
 }

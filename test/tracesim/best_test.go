@@ -1,0 +1,109 @@
+package tracesim_test
+
+import (
+	"maps"
+	"os"
+	"slices"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+
+	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/test/tracesim"
+)
+
+// accepting says that the tests take their full size (make acceptance).
+func accepting() bool { return os.Getenv("DPSERVE_ACCEPTANCE") != "" }
+
+// rivals are the settings that mex is compared with: strong ones, and all policies, documented and tuned,
+// under make acceptance.
+func rivals() map[string]setting {
+	all := map[string]setting{
+		"kv tuned":     {name: "kv", preset: routing.PresetTuned},
+		"lmetric-1":    {name: "lmetric-1"},
+		"lpwl":         {name: "lpwl"},
+		"min-ttft eta": {name: "min-ttft", params: map[string]any{"eta": true}},
+		"scoring":      {name: "scoring"},
+	}
+	if accepting() {
+		all["scoring locality"] = setting{name: "scoring", params: map[string]any{"profile": "locality"}}
+		for _, name := range routing.Names() {
+			if name != "direct" && name != "mex" {
+				all[name], all[name+" tuned"] = setting{name: name}, setting{name: name, preset: routing.PresetTuned}
+			}
+		}
+	}
+	return all
+}
+
+// weighsPrefill says whether a policy goes by the prefill work of the ranks.
+func weighsPrefill(policy string) bool {
+	return slices.Contains([]string{"kv", "lmetric", "lmetric-1", "lpwl", "min-ttft", "sticky"}, policy)
+}
+
+// figures of a setting are means over the seeds.
+type figures struct {
+	goodput float64 // %
+	p99     float64 // of TTFT, s
+}
+
+func (f *figures) add(r *tracesim.Result, seeds uint64) {
+	f.goodput += 100 * r.Goodput / float64(seeds)
+	f.p99 += tracesim.Percentile(r.TTFT, .99).Seconds() / float64(seeds)
+}
+
+// No policy answers more requests in time than mex, on conversations and on agent sessions, by more than half
+// a point. With the goal latency the first tokens of conversations come nearly as early as under the policies
+// that go by prefill work alone.
+func TestRT15NoPolicyBeatsMex(t *testing.T) {
+	skipShort(t)
+	seeds, requests, sessions := uint64(3), 2000, 150
+	if accepting() {
+		seeds, requests, sessions = 5, 3000, 700
+	}
+	chats := func(rate float64) func(seed uint64) []tracesim.Request {
+		return func(seed uint64) []tracesim.Request { return tracesim.Chats(requests, rate, seed) }
+	}
+	for name, c := range map[string]struct {
+		workload func(seed uint64) []tracesim.Request
+		early    bool // below the ranks' capacity: the first tokens are compared as well
+	}{
+		"chats at 5 per s":  {chats(5), true},
+		"chats at 6 per s":  {chats(6), true},
+		"chats at 7 per s":  {chats(7), false},
+		"agents at 1 per s": {func(seed uint64) []tracesim.Request { return tracesim.Agents(sessions, 1, seed) }, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var mex, latency figures
+			others, all := map[string]*figures{}, rivals()
+			for seed := range seeds {
+				cfg, work := tracesim.Default(), c.workload(seed)
+				cfg.Seed = seed
+				mex.add(run(t, cfg, work, "mex"), seeds)
+				latency.add(setting{name: "mex", params: map[string]any{"goal": "latency"}}.run(t, cfg, work), seeds)
+				for rival, s := range all {
+					if others[rival] == nil {
+						others[rival] = &figures{}
+					}
+					others[rival].add(s.run(t, cfg, work), seeds)
+				}
+			}
+			best, earliest := "", ""
+			for _, rival := range slices.Sorted(maps.Keys(others)) {
+				if best == "" || others[rival].goodput > others[best].goodput {
+					best = rival
+				}
+				if weighsPrefill(all[rival].name) && (earliest == "" || others[rival].p99 < others[earliest].p99) {
+					earliest = rival
+				}
+			}
+			t.Logf("goodput %.1f %%, goal latency %.1f %%, %s %.1f %%", mex.goodput, latency.goodput, best, others[best].goodput)
+			t.Logf("TTFT p99 %.2f s, goal latency %.2f s, %s %.2f s", mex.p99, latency.p99, earliest, others[earliest].p99)
+			assert.GreaterOrEqual(t, mex.goodput, others[best].goodput-.5, best)
+			if c.early {
+				assert.LessOrEqual(t, latency.p99, 1.15*others[earliest].p99, earliest)
+			}
+		})
+	}
+}

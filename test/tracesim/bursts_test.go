@@ -1,0 +1,29 @@
+package tracesim_test
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+
+	"github.com/dpserve/dpserve/test/tracesim"
+)
+
+// Bursts through 16 ingresses that hear of each other's requests late are spread over the ranks.
+func TestRT11BurstsAreSpread(t *testing.T) {
+	skipShort(t)
+	for _, lag := range []time.Duration{100 * time.Millisecond, 500 * time.Millisecond} {
+		for _, shared := range []int{4, 0} { // blocks
+			cfg := tracesim.Default()
+			cfg.Ingresses, cfg.Lag = 16, lag
+			work := tracesim.Bursts(8, 512, shared, 11)
+			for _, name := range []string{"mex", "lmetric-1", "least-loaded"} {
+				mean, worst := run(t, cfg, work, name).BurstMaxMean()
+				if name == "mex" {
+					assert.LessOrEqual(t, mean, 1.5, "%s old, %d shared blocks", lag, shared)
+				}
+				t.Logf("%s old, %d shared blocks, %s: max/mean %.2f, worst %.2f", lag, shared, name, mean, worst)
+			}
+		}
+	}
+}
