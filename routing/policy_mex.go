@@ -3,6 +3,7 @@ package routing
 import (
 	"math"
 	"math/rand/v2"
+	"slices"
 	"time"
 
 	"github.com/dpserve/dpserve/steptime"
@@ -115,8 +116,9 @@ func (p Mex) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
 	alignHits(q, v, c)
 	c.creditNewRanks(q, v, homeShare)
 	costs := p.costs(q, v, s)
-	lowest := costs.fill(v, c)
-	best := rule{near: costs.near(v, c), second: secondUncached}.best(q, v, s, r, d)
+	costs.fill(v, c)
+	rule := rule{near: costs.near(v, c), second: secondUncached}
+	best := rule.best(q, v, s, r, d)
 	if best < 0 {
 		d.Reason = ReasonBadScore
 		return
@@ -125,7 +127,7 @@ func (p Mex) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
 		costs.explain(v, d)
 	}
 	reason := ReasonLowestScore
-	if costs.width > 0 && sum(costs.of(&v.Ranks[best], c.hits[best])) > lowest {
+	if rule.near > 0 && costs.of(&v.Ranks[best], c.hits[best], nil) > slices.Min(c.scores) {
 		reason = ReasonNearTie
 	}
 	routeTo(d, t, &v.Ranks[best], reason)
@@ -139,6 +141,7 @@ type mexCosts struct {
 	later     float64 // η
 	answer    float64 // ō
 	perAnswer float64 // 1/ō
+	slower    float64 // ms per token that the request's context adds to a step, for half of the other answers' time
 	exchange  float64 // TTFT goal over TPOT goal
 	goal      float64 // ms: TTFT
 	late      bool    // what is beyond the goal counts logarithmically
@@ -158,20 +161,16 @@ func (p Mex) costs(q *Request, v *View, s State) mexCosts {
 		}
 	}
 	c.perAnswer = 1 / c.answer
+	c.slower = (c.law.DecodeMS + c.law.ContextMS*float64(c.tokens)) / 2
 	return c
 }
 
-// fill scores the candidates and gives the lowest score.
-func (m *mexCosts) fill(v *View, c *scratch) (lowest float64) {
-	lowest = math.Inf(1)
+// fill scores the candidates.
+func (m *mexCosts) fill(v *View, c *scratch) {
 	resize(&c.scores, len(c.candidates))
 	for k, i := range c.candidates {
-		c.scores[k] = sum(m.of(&v.Ranks[i], c.hits[i]))
-		if c.scores[k] < lowest {
-			lowest = c.scores[k]
-		}
+		c.scores[k] = m.of(&v.Ranks[i], c.hits[i], nil)
 	}
-	return lowest
 }
 
 // near is by how much scores may differ and count as equal, ms: prefill work that the candidates may have got unseen.
@@ -186,8 +185,8 @@ func (m *mexCosts) near(v *View, c *scratch) float64 {
 	return m.width * float64(lag) / (float64(len(c.candidates)) * float64(time.Millisecond))
 }
 
-// of is what the request costs on a rank that holds hit tokens of its prompt, in the order of mexLabels; ms.
-func (m *mexCosts) of(rk *Rank, hit int64) (queue, prefill, later, own, others, memory, beyond float64) {
+// of is what the request costs on a rank that holds hit tokens of its prompt, in ms. Its terms go into terms unless that is nil.
+func (m *mexCosts) of(rk *Rank, hit int64, terms *mexTerms) float64 {
 	law, slow := &m.law, rk.slowness()
 	open, work, pairs, waiting := float64(rk.ongoing()+1), float64(rk.Load.Q), float64(rk.Pairs), float64(rk.Load.Kq+m.tokens)
 	if rk.Bumps.N > 0 && m.unseen > 0 {
@@ -201,27 +200,28 @@ func (m *mexCosts) of(rk *Rank, hit int64) (queue, prefill, later, own, others, 
 	decoding := law.FixedMS + law.DecodeMS*decodes + law.ContextMS*context
 	stretch := 1 + decoding*m.stretch
 	prompt := slow * (law.TokenMS*u + law.PairMS*(u*u/2+u*float64(hit)))
-	queue = slow * (law.TokenMS*work + law.PairMS*pairs/2) * stretch
-	prefill = prompt * stretch
-	later = m.later * prompt
-	own = m.exchange * slow * (law.WeightMS + decoding + law.DecodeMS*(open-decodes) + law.ContextMS*waiting)
-	others = m.exchange * decodes * (prompt*m.perAnswer + slow*(law.DecodeMS+law.ContextMS*float64(m.tokens))/2)
+	queue := slow * (law.TokenMS*work + law.PairMS*pairs/2) * stretch
+	prefill := prompt * stretch
+	later := m.later * prompt
+	own := m.exchange * slow * (law.WeightMS + decoding + law.DecodeMS*(open-decodes) + law.ContextMS*waiting)
+	others := m.exchange * decodes * (prompt*m.perAnswer + slow*m.slower)
+	memory, beyond := 0.0, 0.0
 	if asked, all := context+waiting+m.answer, float64(rk.Capacity); rk.Capacity > 0 && asked > all {
 		memory = kvPressure * m.goal * (asked/all - 1)
 	}
 	if first := queue + prefill; m.late && first > m.goal {
 		beyond = m.goal*(1+math.Log(first/m.goal)) - first
 	}
-	return queue, prefill, later, own, others, memory, beyond
-}
-
-// sum adds the terms in their printed order.
-func sum(queue, prefill, later, own, others, memory, beyond float64) float64 {
+	if terms != nil {
+		*terms = mexTerms{queue, prefill, later, own, others, memory, beyond}
+	}
 	return queue + prefill + later + own + others + memory + beyond
 }
 
-// mexLabels name the terms.
-var mexLabels = [...]string{"queue", "prefill", "later_arrivals", "own_tokens", "others_tokens", "memory", "beyond_goal"}
+// mexTerms are the terms of a cost in their printed order, and mexLabels their names.
+type mexTerms [7]float64
+
+var mexLabels = [len(mexTerms{})]string{"queue", "prefill", "later_arrivals", "own_tokens", "others_tokens", "memory", "beyond_goal"}
 
 // explain adds one row per candidate and term.
 func (m *mexCosts) explain(v *View, d *Decision) {
@@ -230,8 +230,9 @@ func (m *mexCosts) explain(v *View, d *Decision) {
 		if c.scores[k]-c.scores[k] != 0 {
 			continue
 		}
-		queue, prefill, later, own, others, memory, beyond := m.of(&v.Ranks[i], c.hits[i])
-		for n, ms := range [...]float64{queue, prefill, later, own, others, memory, beyond} {
+		var terms mexTerms
+		m.of(&v.Ranks[i], c.hits[i], &terms)
+		for n, ms := range terms {
 			d.Terms = append(d.Terms, Term{Rank: v.Ranks[i].ID, Name: mexLabels[n], Unit: "ms", Raw: ms, Weight: 1, Value: ms})
 		}
 	}
