@@ -473,6 +473,7 @@ func BenchmarkAgentsBehindRouters(b *testing.B) {
 	turns := agentTurns(11, 1, 10*time.Minute)
 	const ms = time.Millisecond
 	for _, p := range []Policy{
+		newPolicy(b, "mex"),
 		LMetric{PlusOne: true},
 		LPWL{},
 		tuned(b, "kv"),

@@ -7,6 +7,7 @@ import (
 
 	"github.com/dpserve/dpserve/enginemodel"
 	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/steptime"
 )
 
 const (
@@ -20,11 +21,12 @@ const (
 // Config is the shape of a run.
 type Config struct {
 	Ranks     int
-	Blocks    int           // of BlockSize tokens, per rank
-	Ingresses int           // requests come to them in turn, each has a Router of its own
-	Lag       time.Duration // how old a rank's records are when the ingresses hear of them
-	Seed      uint64        // of the Routers
-	Goals     Goals         // what a request must meet to count as good
+	Blocks    int                   // of BlockSize tokens, per rank
+	Ingresses int                   // requests come to them in turn, each has a Router of its own
+	Lag       time.Duration         // how old a rank's records are when the ingresses hear of them
+	Seed      uint64                // of the Routers
+	Goals     Goals                 // what a request must meet to count as good
+	Law       steptime.Coefficients // of the engines; the zero value is the reference
 
 	SlowRank   int // takes SlowFactor times as long for every step from SlowFrom on, if SlowFactor is above 0
 	SlowFactor float64
@@ -146,6 +148,9 @@ func (c Config) clock(rank int, now time.Duration) time.Duration {
 func (c Config) engine() enginemodel.Config {
 	e := enginemodel.Default()
 	e.BlockSize, e.Blocks, e.MaxModelLen = BlockSize, c.Blocks, c.Blocks*BlockSize
+	if c.Law != (steptime.Coefficients{}) {
+		e.Law = c.Law
+	}
 	return e
 }
 
