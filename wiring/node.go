@@ -53,6 +53,7 @@ type Node struct {
 	leader    *remote.LeaderClient // the leader, wherever it is
 	leads     atomic.Pointer[leading]
 	voting    sync.Mutex // one change of the voters at a time
+	leaving   leaving    // under voting
 	hub       *dpserver.Hub
 	probes    *http.Transport
 	offer     state.Offer

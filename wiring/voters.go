@@ -59,6 +59,9 @@ func (n *Node) changeVoters(ctx context.Context) bool {
 	case state.Demote:
 		err = n.consensus.Demote(ctx, change.UID)
 	case state.RemoveMember:
+		if !n.saidFarewell(change.UID, time.Now()) {
+			return false
+		}
 		err = n.consensus.Remove(ctx, change.UID)
 	}
 	if errors.Is(err, cluster.ErrNotLeader) || err != nil && !n.store.Leader() {
@@ -71,6 +74,22 @@ func (n *Node) changeVoters(ctx context.Context) bool {
 	}
 	n.log.Info("consensus changed", slog.String("change", change.Kind.String()), slog.String("peer", n.nameOf(change.UID)))
 	return true
+}
+
+// leaving is the node that consensus loses next, and since when this leader knows that the node is no longer a member of the cluster.
+type leaving struct {
+	uid   string
+	since time.Time
+}
+
+// saidFarewell reports whether consensus has gone on sending to a node for long enough after the leader saw that the node is no longer
+// a member of the cluster: the node learns that it was removed, and ends, only by an entry that is committed there too. Raft stops
+// sending when the node is taken out of its members, also in the middle of that.
+func (n *Node) saidFarewell(uid string, now time.Time) bool {
+	if n.leaving.uid != uid {
+		n.leaving = leaving{uid, now}
+	}
+	return now.Sub(n.leaving.since) >= farewell
 }
 
 // answers asks a standby for a sign of life: its lease speaks of seconds ago, and the vote of a node that has died meanwhile takes a
