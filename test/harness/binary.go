@@ -26,7 +26,8 @@ var build, buildNext built
 // nextTag makes the build that stands for the next version of dpserve in tests of upgrades.
 const nextTag = "dpserve_next"
 
-// Binary builds dpserve once per test process and gives its path. Tests use the built program, never `go run` (TRAPS 8).
+// Binary builds dpserve once per test process and returns its path. Tests use the built program, never `go run`:
+// that turns every exit code into 1, and a SIGTERM to it leaves the program alive.
 func Binary(t testing.TB) string { return build.binary(t) }
 
 // NextBinary is Binary of a version after this one: it has a kind of command, fields and events that this one does not know.
