@@ -79,9 +79,10 @@ func dial(ctx context.Context, addr string, req []byte) (*client, error) {
 	return &client{c: c, r: bufio.NewReaderSize(c, 64<<10), req: req, tokens: tokensOf(req)}, nil
 }
 
-// do sends the request and reads the answer to its end. first is the time to the first content chunk (or the whole body), less
-// what the engine says it slept before it, so that the mock's timers do not count as anybody's latency. chunks is what the request
-// asked for: a stream that does not end with [DONE] is an error.
+// do sends the request and reads the answer to its end. first is the time to the first content chunk (or the
+// whole body), less what the engine says it slept before it, so that the mock's timers do not count as
+// anybody's latency. chunks is what the request asked for: a stream that does not end with [DONE] is an
+// error.
 func (c *client) do() (first time.Duration, chunks int, err error) {
 	if c.tag != nil {
 		c.nextPrompt()

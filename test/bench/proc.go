@@ -18,8 +18,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// cpu is user+sys of the processes so far, in nanoseconds and with the threads that have ended: their CPU clocks, as
-// clock_getcpuclockid(3) names them.
+// cpu is user+sys of the processes so far, in nanoseconds and with the threads that have ended: their CPU
+// clocks, as clock_getcpuclockid(3) names them.
 func cpu(pids []int) time.Duration {
 	var sum time.Duration
 	for _, pid := range pids {

@@ -24,8 +24,9 @@ type sample struct {
 	err      error // the first
 }
 
-// load is what a slice does: requests over connections. rate 0 is a closed loop: every connection sends its next request when the
-// last answer is whole. stagger spreads the first requests over that time, so that paced streams do not beat in step.
+// load is what a slice does: requests over connections. rate 0 is a closed loop: every connection sends its
+// next request when the last answer is whole. stagger spreads the first requests over that time, so that
+// paced streams do not beat in step.
 type load struct {
 	req     []byte
 	conns   int
@@ -60,8 +61,8 @@ func (s *sample) one(c *client) bool {
 	return true
 }
 
-// slice dials, warms every connection up with one small request, and measures for d, to the end of what was begun by then. In
-// bursts nothing is dialled before.
+// slice dials, warms every connection up with one small request, and measures for d, to the end of what was
+// begun by then. In bursts nothing is dialled before.
 func (l load) slice(ctx context.Context, t target, d time.Duration, rnd *rand.Rand) sample {
 	var clients []*client
 	var s sample
@@ -86,7 +87,8 @@ func (l load) slice(ctx context.Context, t target, d time.Duration, rnd *rand.Ra
 	return s
 }
 
-// dial opens the connections. The warm-up runs on all of them at once, so that a gateway has its connections to the engines too.
+// dial opens the connections. The warm-up runs on all of them at once, so that a gateway has its connections
+// to the engines too.
 func (l load) dial(ctx context.Context, t target) ([]*client, sample) {
 	var s sample
 	var out []*client

@@ -7,8 +7,8 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// Timers of consensus: those of the room cluster for more than one voter, and hashicorp/raft's heartbeats, a tenth to a fifth of the
-// first.
+// Timers of consensus: those of the room cluster for more than one voter, and hashicorp/raft's heartbeats, a
+// tenth to a fifth of the first.
 const (
 	raftHeartbeat = time.Second
 	raftElection  = time.Second
@@ -66,9 +66,9 @@ const (
 	leader
 )
 
-// raft is a model of hashicorp/raft: elections with pre-vote, a leader's lease, commit by the majority of the newest configuration,
-// one change of members at a time, snapshots, a log that they shorten, and a main loop that waits for the disk. A run of it ends with
-// the process, or with a write that hangs.
+// raft is a model of hashicorp/raft: elections with pre-vote, a leader's lease, commit by the majority of the
+// newest configuration, one change of members at a time, snapshots, a log that they shorten, and a main loop
+// that waits for the disk. A run of it ends with the process, or with a write that hangs.
 type raft struct {
 	c *cluster
 	m *machine
@@ -140,8 +140,8 @@ func (d *disk) termAt(i int) uint64 {
 	return d.at(i).term
 }
 
-// has says whether the log holds the entry of this index and term. What a snapshot has taken the place of is committed,
-// so every leader has the same there.
+// has says whether the log holds the entry of this index and term. What a snapshot has taken the place of is
+// committed, so every leader has the same there.
 func (d *disk) has(i int, term uint64) bool {
 	return i < d.base || i <= d.last() && d.termAt(i) == term
 }

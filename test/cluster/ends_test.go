@@ -23,8 +23,8 @@ const (
 
 var errStopping = problem.New(problem.Unavailable, "the machine ends: %w", msg.ErrNodeStopping)
 
-// terminate is SIGTERM. Every unit drains, one of them with a stream as long as its grace. The machine renews its lease and says
-// that it is stopping. When no unit is left it lets another machine lead, and ends.
+// terminate is SIGTERM. Every unit drains, one of them with a stream as long as its grace. The machine renews
+// its lease and says that it is stopping. When no unit is left it lets another machine lead, and ends.
 func (m *machine) terminate() {
 	h := m.host
 	m.c.log("told to stop", m.name)
@@ -96,8 +96,8 @@ type leaving struct {
 	at    time.Duration
 }
 
-// unmoved is a rank that has ended on a machine that stops, and was not granted elsewhere although nothing else is wrong and
-// there is room; "" = there is none.
+// unmoved is a rank that has ended on a machine that stops, and was not granted elsewhere although nothing
+// else is wrong and there is room; "" = there is none.
 func (c *cluster) unmoved() string {
 	if c.disturbed() {
 		c.calmSince = c.now
@@ -216,7 +216,8 @@ func (c *cluster) failedBeside(unit string) {
 // deadlyFault names the fault.
 const deadlyFault = "a start ends its machine"
 
-// poison makes the start of one of a machine's units deadly for the machine, and ends the unit's engine so that it starts.
+// poison makes the start of one of a machine's units deadly for the machine, and ends the unit's engine so
+// that it starts.
 func (f *faults) poison(m *machine, until time.Duration) {
 	if m == nil || !m.worker || len(m.deadly) > 0 {
 		return

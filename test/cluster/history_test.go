@@ -33,8 +33,8 @@ const maxServes = 150
 
 func (c *cluster) lease(op leaseOp) { c.audit.leases = append(c.audit.leases, op) }
 
-// served notes a request that was admitted. Only with on_lease_loss fence is that a history of a lease: without, a node that was given
-// up serves on, and says so.
+// served notes a request that was admitted. Only with on_lease_loss fence is that a history of a lease:
+// without, a node that was given up serves on, and says so.
 func (c *cluster) served(m *machine, unit string, epoch uint64, asked time.Duration) {
 	c.log("served", m.name, unit, epoch)
 	c.work.served[unit]++

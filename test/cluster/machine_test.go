@@ -8,8 +8,8 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// machine is one node of the cluster: a disk, and a process with consensus, perhaps the leader's actors, perhaps a worker and an
-// ingress.
+// machine is one node of the cluster: a disk, and a process with consensus, perhaps the leader's actors,
+// perhaps a worker and an ingress.
 type machine struct {
 	*process
 	c          *cluster

@@ -13,7 +13,8 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// workload is what people and engines do: deploys with expected revisions from several nodes, groups more and less, crashes, drains.
+// workload is what people and engines do: deploys with expected revisions from several nodes, groups more and
+// less, crashes, drains.
 type workload struct {
 	c       *cluster
 	apps    []*shape
@@ -140,7 +141,8 @@ func (w *workload) entry() *machine {
 // adminLimit is how long a client waits.
 const adminLimit = 10 * time.Second
 
-// atLeader takes a call of the admin API to the machine that leads, once. sent is false where nothing was done.
+// atLeader takes a call of the admin API to the machine that leads, once. sent is false where nothing was
+// done.
 func (w *workload) atLeader(m *machine, ask func(l *shell, answer func(state.Result, error)), done func(r state.Result, sent bool, err error)) {
 	gen, over := m.gen, false
 	finish := func(r state.Result, sent bool, err error) {

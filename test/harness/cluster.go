@@ -21,9 +21,10 @@ import (
 	"github.com/dpserve/dpserve/wiring"
 )
 
-// Cluster is whole nodes in this process: the wiring of the binary, on a network, a raft and engines in memory. It lives in a
-// synctest bubble, so time is fake: it stands still while anything computes, and waiting costs nothing. What it asks and does
-// goes through the first node; a Peer goes through another. Safe for concurrent use by the goroutines of its bubble.
+// Cluster is whole nodes in this process: the wiring of the binary, on a network, a raft and engines in
+// memory. It lives in a synctest bubble, so time is fake: it stands still while anything computes, and
+// waiting costs nothing. What it asks and does goes through the first node; a Peer goes through another. Safe
+// for concurrent use by the goroutines of its bubble.
 type Cluster struct {
 	*Expected
 	T       testing.TB
@@ -48,7 +49,8 @@ type settings struct {
 	config wiring.Config
 }
 
-// Nodes is how many nodes there are. One stands alone; more are a cluster, that the others have joined when New returns.
+// Nodes is how many nodes there are. One stands alone; more are a cluster, that the others have joined when
+// New returns.
 func Nodes(n int) Option { return func(s *settings) { s.nodes = n } }
 
 // Timers are those of --timers.
@@ -60,8 +62,9 @@ func Grows() Option { return func(s *settings) { s.grows = true } }
 // Slots is how many ranks fit on a node.
 func Slots(n int) Option { return func(s *settings) { s.config.Slots = n } }
 
-// New starts a cluster inside a synctest bubble and ends it with the test; then nothing may be in hand or left running, and its journal
-// may hold no WARN or ERROR line but those that the test expects. Without options it is one node with every default.
+// New starts a cluster inside a synctest bubble and ends it with the test; then nothing may be in hand or
+// left running, and its journal may hold no WARN or ERROR line but those that the test expects. Without
+// options it is one node with every default.
 func New(t testing.TB, options ...Option) *Cluster {
 	t.Helper()
 	s := settings{nodes: 1, roles: map[int][]string{}, config: wiring.DefaultConfig()}
@@ -216,7 +219,8 @@ func (c *Cluster) WaitUnit(id, phase string, epoch uint64) msg.UnitStatus {
 	return u
 }
 
-// Steps of Until. What a test measures comes from the times in status and events, never from when Until returned.
+// Steps of Until. What a test measures comes from the times in status and events, never from when Until
+// returned.
 const (
 	untilStep  = 5 * time.Millisecond
 	untilLimit = 10 * time.Minute
@@ -302,7 +306,8 @@ func (c *Cluster) StreamChat(ctx context.Context, model string, maxTokens int, h
 	return c.Chat(ctx, model, maxTokens, true, header...)
 }
 
-// Chat runs one chat request, streaming or not, to its end. An answer that is not streamed counts as one chunk.
+// Chat runs one chat request, streaming or not, to its end. An answer that is not streamed counts as one
+// chunk.
 func (c *Cluster) Chat(ctx context.Context, model string, maxTokens int, stream bool, header ...string) *Stream {
 	start := time.Now()
 	resp, err := c.Post(ctx, "/v1/chat/completions", Chat(model, "hello", maxTokens, stream), header...)

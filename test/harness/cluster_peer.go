@@ -25,7 +25,8 @@ import (
 // afterwards is how long the goroutines of connections between nodes may need to see that both ends are gone.
 const afterwards = 30 * time.Second
 
-// Peer is one node of a Cluster, on a host of its own. What is asked and done by its methods goes through this node.
+// Peer is one node of a Cluster, on a host of its own. What is asked and done by its methods goes through
+// this node.
 type Peer struct {
 	*Cluster
 	ID   string
@@ -65,7 +66,8 @@ func (v *voice) Write(line []byte) (int, error) {
 	return v.journal.Write(line)
 }
 
-// Grow starts one more node: alone, or the first of a cluster, or one that joins the first. It belongs to the cluster that New gave.
+// Grow starts one more node: alone, or the first of a cluster, or one that joins the first. It belongs to the
+// cluster that New gave.
 func (c *Cluster) Grow() *Peer {
 	c.T.Helper()
 	s, i := c.made, len(c.peers)
@@ -120,7 +122,8 @@ func (m *Peer) start(cfg wiring.Config) error {
 // OnDisk gives each node a data dir, on which it can start again after Close.
 func OnDisk() Option { return func(s *settings) { s.disk = "yes" } }
 
-// Again starts a node that was closed on its data dir, as `dpserve start` does, with other timers if there are any.
+// Again starts a node that was closed on its data dir, as `dpserve start` does, with other timers if there
+// are any.
 func (m *Peer) Again(timers map[string]time.Duration) error {
 	cfg, first := m.config, m.root.node == m.node
 	cfg.Join, cfg.Timers = nil, timers
@@ -131,8 +134,8 @@ func (m *Peer) Again(timers map[string]time.Duration) error {
 	return err
 }
 
-// drained waits until the node has answered its last, which stop asks for. A node that was dropped says nothing: its sockets were
-// taken from under it, as a killed process has no exit of its own.
+// drained waits until the node has answered its last, which stop asks for. A node that was dropped says
+// nothing: its sockets were taken from under it, as a killed process has no exit of its own.
 func (m *Peer) drained() error {
 	m.once.Do(func() { m.err = <-m.served })
 	if m.dropped.Load() {
@@ -175,8 +178,8 @@ func (m *Peer) Close() {
 	m.gone.Store(true)
 }
 
-// Drop ends the node as SIGKILL does: its connections are reset, its engines die, and it says nothing more. What is left of it in
-// this process ends by itself.
+// Drop ends the node as SIGKILL does: its connections are reset, its engines die, and it says nothing more.
+// What is left of it in this process ends by itself.
 func (m *Peer) Drop() {
 	m.voice.dead.Store(true)
 	m.dropped.Store(true)
@@ -189,7 +192,8 @@ func (m *Peer) Drop() {
 	m.node.Kill()
 }
 
-// Silence cuts the node off from some others, or from all: nothing arrives any more, either way, and nobody is told.
+// Silence cuts the node off from some others, or from all: nothing arrives any more, either way, and nobody
+// is told.
 func (m *Peer) Silence(others ...*Peer) {
 	for _, o := range m.orAll(others) {
 		m.Net.Silence(m.Host, o.Host)

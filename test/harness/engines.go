@@ -21,8 +21,9 @@ import (
 	"github.com/dpserve/dpserve/internal/memnet"
 )
 
-// Engines is a node.Launcher whose engines are simulated ones in this process. It watches over what must never happen: two
-// live engines of one rank, and an epoch of a unit that does not grow. Safe for concurrent use.
+// Engines is a node.Launcher whose engines are simulated ones in this process. It watches over what must
+// never happen: two live engines of one rank, and an epoch of a unit that does not grow. Safe for concurrent
+// use.
 type Engines struct {
 	net *memnet.Network
 
@@ -109,8 +110,8 @@ func (s *Engines) Faults() []string {
 	return slices.Clone(s.faults)
 }
 
-// Overlaps tells of every rank that started under a higher epoch while an engine of an older one lived on another host: an owner
-// that is cut off and serves on does that.
+// Overlaps tells of every rank that started under a higher epoch while an engine of an older one lived on
+// another host: an owner that is cut off and serves on does that.
 func (s *Engines) Overlaps() []string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -152,7 +153,8 @@ func (s *Engines) name(unit string, rank int, epoch uint64, url string) {
 	}
 }
 
-// Engine is one simulated engine. It is a node.Process: Kill is what SIGKILL is to a process, whoever sends it.
+// Engine is one simulated engine. It is a node.Process: Kill is what SIGKILL is to a process, whoever sends
+// it.
 type Engine struct {
 	URL  string
 	Argv []string

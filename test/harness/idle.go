@@ -12,8 +12,9 @@ import (
 // get is a GET at one node's admin API.
 type get func(path string) (code int, text string, err error)
 
-// idle says what a node has in hand: requests at ranks as the node's leader tells it, and the queue and the reservations of the node's
-// own ingress. more are applications to ask about while nobody leads and lists them.
+// idle says what a node has in hand: requests at ranks as the node's leader tells it, and the queue and the
+// reservations of the node's own ingress. more are applications to ask about while nobody leads and lists
+// them.
 func idle(ask get, more ...string) error {
 	code, text, err := ask("/api/v1/apps")
 	if err != nil {

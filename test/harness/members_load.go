@@ -52,8 +52,8 @@ func (y Tally) String() string {
 // HungAfter is when a client of Load gives a request up.
 const HungAfter = 30 * time.Second
 
-// StartLoad runs clients at each endpoint (host:port). Every second client streams tokens tokens, the others ask for a short whole
-// answer.
+// StartLoad runs clients at each endpoint (host:port). Every second client streams tokens tokens, the others
+// ask for a short whole answer.
 func StartLoad(t testing.TB, app string, clients, tokens int, endpoints ...string) *Load {
 	t.Helper()
 	l := &Load{t: t, hung: HungAfter, client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: clients}}}

@@ -233,7 +233,8 @@ func (m *Member) AppOf(name string) (msg.AppStatus, error) {
 	return reply.App, err
 }
 
-// Route is what this node's router says of each rank of an application, by GROUP/RANK: ok, silent, not-ready and so on.
+// Route is what this node's router says of each rank of an application, by GROUP/RANK: ok, silent, not-ready
+// and so on.
 func (m *Member) Route(app string) (map[string]string, error) {
 	code, text, err := m.Ask(http.MethodPost, "/api/v1/routers/"+app+"/explain", `{"prompt":"hello"}`)
 	if err != nil || code != http.StatusOK {
@@ -296,7 +297,8 @@ func (c *Members) Running(app string) msg.AppStatus {
 	})
 }
 
-// Accounted says whether the account of every ready rank is there: a rank is ready a moment before the nodes hear which process it is.
+// Accounted says whether the account of every ready rank is there: a rank is ready a moment before the nodes
+// hear which process it is.
 func Accounted(st *msg.AppStatus) error {
 	for _, u := range st.Units {
 		for i := range u.Ranks {

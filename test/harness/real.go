@@ -265,7 +265,8 @@ func (r *Real) Eventually(f func() error, what string) {
 	}
 }
 
-// Quiet waits until nothing is in flight, queued or reserved in any app: the state every test must leave behind.
+// Quiet waits until nothing is in flight, queued or reserved in any app: the state every test must leave
+// behind.
 func (r *Real) Quiet() {
 	r.T.Helper()
 	r.Eventually(func() error { return idle(r.ask) }, "in-flight, queue and reservations 0")

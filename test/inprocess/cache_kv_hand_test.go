@@ -40,7 +40,8 @@ func handPorts(i int) (api, events, replay string) {
 	return at(8100), at(5600), at(5700)
 }
 
-// handFlags is the command line of engine i of an attached application; more follow. Without replays a gap cannot be filled.
+// handFlags is the command line of engine i of an attached application; more follow. Without replays a gap
+// cannot be filled.
 func handFlags(i int, model string, replays bool, more ...string) []string {
 	api, events, replay := handPorts(i)
 	_, port, _ := net.SplitHostPort(api)

@@ -129,7 +129,8 @@ func (s *streams) run(n int, one func(i int) *harness.Stream) {
 	}
 }
 
-// load is what an ingress takes the ranks' load to be: in-flight requests and the tokens of KV cache they need.
+// load is what an ingress takes the ranks' load to be: in-flight requests and the tokens of KV cache they
+// need.
 func load(t *testing.T, s *second, app string) map[string]any {
 	t.Helper()
 	loads, err := s.PotentialLoads(app, nil)

@@ -325,7 +325,8 @@ func (s *second) dump(t *testing.T, app string) kvView {
 	return v
 }
 
-// settled lets time pass until the index of the node's own ingress holds of every rank exactly as many blocks as its engine does.
+// settled lets time pass until the index of the node's own ingress holds of every rank exactly as many blocks
+// as its engine does.
 func (r *kvRig) settled(app string) kvView {
 	r.t.Helper()
 	var v kvView

@@ -32,8 +32,8 @@ func (s *share) add(a *kvAnswer) {
 
 func (s *share) rate() float64 { return float64(s.cached) / float64(max(1, s.prompt)) }
 
-// converse holds conversations of several turns, some at a time: every turn is all that was said, and something new. It gives the
-// share of their tokens that engines found in their caches.
+// converse holds conversations of several turns, some at a time: every turn is all that was said, and
+// something new. It gives the share of their tokens that engines found in their caches.
 func (r *kvRig) converse(app string, first, sessions, turns int, think time.Duration) *share {
 	out := &share{}
 	var wg sync.WaitGroup

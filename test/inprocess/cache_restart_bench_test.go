@@ -123,7 +123,8 @@ func newRestartNode(b *testing.B, log *slog.Logger) *restartNode {
 	return n
 }
 
-// fill sends every rank prompts of so many blocks until it holds restartBlocks. Eight prompts in a row share their first half.
+// fill sends every rank prompts of so many blocks until it holds restartBlocks. Eight prompts in a row share
+// their first half.
 func (n *restartNode) fill(b *testing.B, blocks int) {
 	b.Helper()
 	n.probe = []uint32{1: 1, blockTokens: 1} // a block, and the last token that is always computed
@@ -185,7 +186,8 @@ func shown(b *testing.B, in *ingress.Ingress) map[string]held {
 	return out
 }
 
-// BenchmarkIngressRestart is an ingress that comes back: how long until it knows, of every rank, what the rank knows.
+// BenchmarkIngressRestart is an ingress that comes back: how long until it knows, of every rank, what the
+// rank knows.
 func BenchmarkIngressRestart(b *testing.B) {
 	if testing.Short() {
 		b.Skip("a million blocks")
@@ -212,7 +214,8 @@ func BenchmarkIngressRestart(b *testing.B) {
 	}
 }
 
-// awaitShown waits until look-ups find every rank's column: it is shown once its length and sum are the rank's.
+// awaitShown waits until look-ups find every rank's column: it is shown once its length and sum are the
+// rank's.
 func (n *restartNode) awaitShown(b *testing.B, in *ingress.Ingress) {
 	b.Helper()
 	for began := time.Now(); ; time.Sleep(time.Millisecond) {

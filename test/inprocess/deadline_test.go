@@ -137,7 +137,8 @@ func TestFirstTokenDeadline(t *testing.T) {
 	}
 }
 
-// A stream that stops between two tokens is cut after between_tokens_s without progress of its engine, with an event that says so.
+// A stream that stops between two tokens is cut after between_tokens_s without progress of its engine, with
+// an event that says so.
 func TestBetweenTokensDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)
@@ -159,8 +160,8 @@ func TestBetweenTokensDeadline(t *testing.T) {
 	})
 }
 
-// An engine that computes and shows nothing for longer than between_tokens_s is not cut, and its rank not tripped, whichever node is
-// asked; an engine that stands still is cut in time.
+// An engine that computes and shows nothing for longer than between_tokens_s is not cut, and its rank not
+// tripped, whichever node is asked; an engine that stands still is cut in time.
 func TestSilenceInsideAStreamIsProgressOrTheEnd(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -194,7 +195,8 @@ func TestSilenceInsideAStreamIsProgressOrTheEnd(t *testing.T) {
 	})
 }
 
-// While a request that is not streamed decodes, it is no prefill in front of others: at no ingress, whichever one has it.
+// While a request that is not streamed decodes, it is no prefill in front of others: at no ingress, whichever
+// one has it.
 func TestARequestThatIsNotStreamedLeavesPrefill(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -242,7 +244,8 @@ func (m *mailboxes) Deliver(rec *msg.Record) {
 	}
 }
 
-// An ingress that vanishes between its ticket and its request gives the place back 5 s after its connection broke.
+// An ingress that vanishes between its ticket and its request gives the place back 5 s after its connection
+// broke.
 func TestTicketOfAVanishedIngressLapses(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)

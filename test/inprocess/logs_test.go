@@ -92,8 +92,8 @@ func TestKilledRankIsAHandfulOfLines(t *testing.T) {
 	})
 }
 
-// A change of leaders is one line for the leadership and none for each unit, which goes on as it was. What cannot be reached has a
-// name, and no line comes again and again.
+// A change of leaders is one line for the leadership and none for each unit, which goes on as it was. What
+// cannot be reached has a name, and no line comes again and again.
 func TestLeaderChangeIsAFewLines(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

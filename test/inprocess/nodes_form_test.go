@@ -48,8 +48,8 @@ func TestThreeNodesForm(t *testing.T) {
 	})
 }
 
-// A deploy that changes the policy alone starts no engine anew, and no request notices: not at an ingress either that hears of the
-// ranks from afar.
+// A deploy that changes the policy alone starts no engine anew, and no request notices: not at an ingress
+// either that hears of the ranks from afar.
 func TestPolicyChangesUnderLoad(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

@@ -89,7 +89,8 @@ func deployed(t *testing.T, p *harness.Peer, yaml string) time.Time {
 	return time.Time{}
 }
 
-// One engine of a lockstep group over two nodes dies: every ingress has the whole group out at once, and it comes back as a gang.
+// One engine of a lockstep group over two nodes dies: every ingress has the whole group out at once, and it
+// comes back as a gang.
 func TestGroupOverTwoNodesFailsAsOne(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

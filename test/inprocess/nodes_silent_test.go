@@ -82,7 +82,8 @@ func TestSilentNodeLosesItsRanks(t *testing.T) {
 	})
 }
 
-// A node comes back after the cluster has given it up: it stops what is not its own any more, and takes ranks again.
+// A node comes back after the cluster has given it up: it stops what is not its own any more, and takes ranks
+// again.
 func TestNodeReturns(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

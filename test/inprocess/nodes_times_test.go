@@ -38,8 +38,9 @@ func (l *timeline) take() []msg.Record {
 	return out
 }
 
-// The rank's own time and the outputs of requests reach the ingress of another node with the records: streamed and not, asked near and
-// far. They are those that the rank's own node hears, in whole microseconds, and a rank that is started anew has another clock.
+// The rank's own time and the outputs of requests reach the ingress of another node with the records:
+// streamed and not, asked near and far. They are those that the rank's own node hears, in whole microseconds,
+// and a rank that is started anew has another clock.
 func TestTheRanksTimeAndOutputsReachAnotherNode(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

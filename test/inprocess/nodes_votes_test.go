@@ -26,8 +26,8 @@ func changes(t *testing.T, c *harness.Cluster, n int) (longest time.Duration) {
 	return longest
 }
 
-// Growth from one vote to three: both standbys have an empty log and a slow link. They get no vote until they have caught up, so that
-// no write waits longer for them than for the way there and back.
+// Growth from one vote to three: both standbys have an empty log and a slow link. They get no vote until they
+// have caught up, so that no write waits longer for them than for the way there and back.
 func TestStandbyGetsNoVoteBeforeItHasTheLog(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -68,7 +68,8 @@ func TestStandbyGetsNoVoteBeforeItHasTheLog(t *testing.T) {
 	})
 }
 
-// A removal that is refused leaves the votes as they are, whatever the leader's care for the votes does meanwhile.
+// A removal that is refused leaves the votes as they are, whatever the leader's care for the votes does
+// meanwhile.
 func TestRefusedRemovalLeavesTheVotes(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

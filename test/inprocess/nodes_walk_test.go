@@ -27,8 +27,9 @@ const (
 	longestWait = 64 * time.Second
 )
 
-// TestRandomWalkOverNodes cuts, silences and delays links, kills engines, deploys and asks at random; once all is healed, everything
-// must be as wanted, with one view everywhere. A failing walk names its seed: -run 'TestRandomWalkOverNodes/seed_7$'.
+// TestRandomWalkOverNodes cuts, silences and delays links, kills engines, deploys and asks at random; once
+// all is healed, everything must be as wanted, with one view everywhere. A failing walk names its seed: -run
+// 'TestRandomWalkOverNodes/seed_7$'.
 func TestRandomWalkOverNodes(t *testing.T) {
 	n := *nodesSeeds
 	if testing.Short() {

@@ -33,8 +33,9 @@ const (
 
 var walkApps = []string{"a", "b"}
 
-// TestRandomWalk deploys, deletes, kills, breaks and asks at random; at every quiet point nothing may be left over. A failing
-// walk names its seed, which is its subtest: go test ./test/inprocess -run 'TestRandomWalk/seed_7$'.
+// TestRandomWalk deploys, deletes, kills, breaks and asks at random; at every quiet point nothing may be left
+// over. A failing walk names its seed, which is its subtest: go test ./test/inprocess -run
+// 'TestRandomWalk/seed_7$'.
 func TestRandomWalk(t *testing.T) {
 	n := *walkSeeds
 	if testing.Short() {
@@ -267,7 +268,8 @@ func (w *walker) settle() {
 	assert.Empty(w.t, faults)
 }
 
-// unsettled compares the apps and engines with what was deployed. A unit whose starts all failed gets another deploy.
+// unsettled compares the apps and engines with what was deployed. A unit whose starts all failed gets another
+// deploy.
 func (w *walker) unsettled() error {
 	desired := 0
 	names := map[string]bool{}

@@ -19,7 +19,8 @@ func routed(name string, dp int, coupling, args, routing string) string {
 	return simApp(name, dp, coupling, args) + "    routing: " + routing + "\n"
 }
 
-// OV3: engines of 64 blocks, busy_threshold 0.2. Under load something is refused; five seconds after it, nothing.
+// OV3: engines of 64 blocks, busy_threshold 0.2. Under load something is refused; five seconds after it,
+// nothing.
 func TestOV3BusyThresholdLetsGo(t *testing.T) {
 	t.Parallel()
 	r := harness.Start(t)

@@ -18,7 +18,8 @@ func errStatus(st *msg.AppStatus) error {
 
 var errNotYet = errors.New("not yet")
 
-// RG1: two groups of 8 over two nodes of 8 slots, then one group of 16: 2 fresh starts of each, 20 under DPSERVE_ACCEPTANCE.
+// RG1: two groups of 8 over two nodes of 8 slots, then one group of 16: 2 fresh starts of each, 20 under
+// DPSERVE_ACCEPTANCE.
 func TestRG1GroupsOverNodes(t *testing.T) {
 	t.Parallel()
 	starts := 2

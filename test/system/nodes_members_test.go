@@ -15,7 +15,8 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// slack is how much longer than a row's own limit a test waits before it fails: machines are shared and noisy.
+// slack is how much longer than a row's own limit a test waits before it fails: machines are shared and
+// noisy.
 const slack = 5
 
 // spread is an app of independent ranks that are spread over the nodes.

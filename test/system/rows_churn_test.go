@@ -19,13 +19,13 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// hangs is the longest that any request went on after the moment from which it could not succeed where it was: no answer of these tests
-// takes as long by itself.
+// hangs is the longest that any request went on after the moment from which it could not succeed where it
+// was: no answer of these tests takes as long by itself.
 const hangs = 10 * time.Second
 
-// FS7: nodes with ranks leave by SIGTERM, SIGKILL and SIGSTOP and come back, under load through nodes that stay. One removal of each kind
-// here; 50 of each, and as many returns, in an acceptance run. Each removal starts about two ranks anew, so that ranks come and go about
-// twice as often as nodes.
+// FS7: nodes with ranks leave by SIGTERM, SIGKILL and SIGSTOP and come back, under load through nodes that
+// stay. One removal of each kind here; 50 of each, and as many returns, in an acceptance run. Each removal
+// starts about two ranks anew, so that ranks come and go about twice as often as nodes.
 func TestFS7NodesComeAndGo(t *testing.T) {
 	t.Parallel()
 	rounds := 1
@@ -95,8 +95,9 @@ func patiently(c *harness.Members, limit time.Duration, what string, f func() er
 	}
 }
 
-// FS10: a new revision, then a node's drain, then a node's restart by SIGTERM, under long streams and short requests. A few streams of
-// about 1 s here, 500 of 12 s and more than 100 short requests a second in an acceptance run: 20 minutes of each would be hours.
+// FS10: a new revision, then a node's drain, then a node's restart by SIGTERM, under long streams and short
+// requests. A few streams of about 1 s here, 500 of 12 s and more than 100 short requests a second in an
+// acceptance run: 20 minutes of each would be hours.
 func TestFS10RollAndDrain(t *testing.T) {
 	t.Parallel()
 	streams, tokens, short, step := 12, 240, 2, 5
@@ -239,7 +240,8 @@ type drained struct {
 	settled     bool // first holds
 }
 
-// drainTold is how long the word of a drain may take from the leader, which tells of it at once, to the rank's node.
+// drainTold is how long the word of a drain may take from the leader, which tells of it at once, to the
+// rank's node.
 const drainTold = 500 * time.Millisecond
 
 func watchDrains(c *harness.Members, at *harness.Member, app string) *drains {

@@ -90,8 +90,8 @@ func fleet(t *testing.T, n int) (urls []string) {
 	return urls
 }
 
-// SK6: 40 engines register and leave while their successors register, at 200 requests a second, through both nodes of a cluster. Twice
-// here, 20 times in an acceptance run.
+// SK6: 40 engines register and leave while their successors register, at 200 requests a second, through both
+// nodes of a cluster. Twice here, 20 times in an acceptance run.
 func TestSK6FleetSwap(t *testing.T) {
 	t.Parallel()
 	rounds := 2
@@ -142,7 +142,8 @@ func change(t *testing.T, m *harness.Member, method, query, body string) {
 	}
 }
 
-// registered waits until exactly these engines are in the application, ready, and in every node's router: no entry is stale.
+// registered waits until exactly these engines are in the application, ready, and in every node's router: no
+// entry is stale.
 func registered(c *harness.Members, urls []string) {
 	c.T.Helper()
 	want := map[string]bool{}

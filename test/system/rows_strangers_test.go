@@ -123,8 +123,9 @@ func clusterOf(t *testing.T, m *harness.Member) string {
 	return id.Cluster
 }
 
-// SP11: junk, and frames that are well formed, from one who is no member, on every port of a node and of its engines: seconds of it here,
-// 10 minutes in an acceptance run, an hour with nothing else to do. The parsers have fuzz targets in their rooms.
+// SP11: junk, and frames that are well formed, from one who is no member, on every port of a node and of its
+// engines: seconds of it here, 10 minutes in an acceptance run, an hour with nothing else to do. The parsers
+// have fuzz targets in their rooms.
 func TestSP11Strangers(t *testing.T) {
 	t.Parallel()
 	long := 3 * time.Second
@@ -250,7 +251,8 @@ func (s *stranger) gossips(c *harness.Members, m *harness.Member) {
 	})
 }
 
-// browses sends well-formed requests to the admin API as a web page of somebody else would make a browser send them.
+// browses sends well-formed requests to the admin API as a web page of somebody else would make a browser
+// send them.
 func (s *stranger) browses(m *harness.Member) {
 	client := &http.Client{Transport: &http.Transport{}, Timeout: time.Second}
 	s.t.Cleanup(client.CloseIdleConnections)

@@ -24,7 +24,8 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// standIn is a member of a cluster of which nothing runs but this test: it speaks to the others as another release might.
+// standIn is a member of a cluster of which nothing runs but this test: it speaks to the others as another
+// release might.
 type standIn struct {
 	state.Node
 	port  *nodeport.Port
@@ -101,8 +102,8 @@ lines:
 	return sum
 }
 
-// MB6: a member of a later release sends what this one does not know, and one of a release that is too old wants in. Upgrades are in
-// upgrade_test.go.
+// MB6: a member of a later release sends what this one does not know, and one of a release that is too old
+// wants in. Upgrades are in upgrade_test.go.
 func TestMB6UnknownMessages(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(2), harness.MemberSlots(4), harness.Calm)
