@@ -63,10 +63,10 @@ func tagged(req []byte) []byte {
 
 const tagBytes = 16
 
-// promptNumber tells all prompts of a run apart.
+// promptNumber makes all prompts of a run different.
 var promptNumber atomic.Uint64
 
-// nextPrompt makes the prompt one that nobody has sent.
+// nextPrompt makes the prompt one that was never sent before.
 func (c *client) nextPrompt() {
 	copy(c.tag, fmt.Sprintf("%0*x", tagBytes, promptNumber.Add(1)*0x9E3779B97F4A7C15))
 }

@@ -60,7 +60,7 @@ func rss(pid int) float64 {
 	return kb / 1024
 }
 
-// freeAddr is a loopback address nobody listens on right now.
+// freeAddr returns a loopback address on which no program listens now.
 func freeAddr() string {
 	l, err := (&net.ListenConfig{}).Listen(context.Background(), "tcp", "127.0.0.1:0")
 	if err != nil {

@@ -163,7 +163,7 @@ func (l load) bursts(ctx context.Context, t target, start time.Time, d time.Dura
 	return s
 }
 
-// open sends at jittered times whatever the answers do.
+// open sends at jittered times, whether or not earlier answers have come.
 func (l load) open(ctx context.Context, clients []*client, start time.Time, d time.Duration, rnd *rand.Rand) (s sample) {
 	pool := make(chan *client, len(clients))
 	for _, c := range clients {

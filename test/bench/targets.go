@@ -108,7 +108,7 @@ http { access_log off; client_max_body_size 64m; client_body_buffer_size 1m; cli
 // nginxWorkers is what the configuration asks for; the mock engines and the client have the other cores.
 const nginxWorkers = 2
 
-// nginxProcesses waits for the workers, which begin after the port is bound, and gives their ids and the
+// nginxProcesses waits for the workers, which begin after the port is bound, and returns their ids and the
 // master's.
 func nginxProcesses(ctx context.Context, master int) ([]int, error) {
 	for range 500 {

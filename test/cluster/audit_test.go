@@ -79,8 +79,8 @@ func (c *cluster) committed(term uint64, cmd *state.Command, res state.Result, e
 	}
 }
 
-// grantCommitted: epochs rise by one, groups are whole, and nobody but a lost node still has what is granted
-// anew.
+// grantCommitted: epochs rise by one, groups are whole, and only a lost node may still have what is granted
+// again.
 func (c *cluster) grantCommitted(g *state.GrantGroup, res state.Result) {
 	a := c.audit
 	for _, u := range g.Units {
@@ -126,7 +126,7 @@ func (c *cluster) whole(g *state.GrantGroup, u *state.UnitGrant) {
 	c.violate("%s was granted, and its application does not have it", u.Unit)
 }
 
-// ended: a grant is history. Nobody has processes of it but nodes that were taken for lost.
+// ended: a grant is over. Only nodes that were taken for lost may still have processes of it.
 func (c *cluster) ended(unit string, epoch uint64) {
 	g := c.audit.grants[key(unit, epoch)]
 	if g == nil {

@@ -7,7 +7,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// Timers of consensus: those of the room cluster for more than one voter, and hashicorp/raft's heartbeats, a
+// Timers of consensus: those of package cluster for more than one voter, and hashicorp/raft's heartbeats, a
 // tenth to a fifth of the first.
 const (
 	raftHeartbeat = time.Second
@@ -325,7 +325,7 @@ func (r *raft) follow(term uint64, of int) {
 	}
 }
 
-// stepDown gives up what only a leader may hold.
+// stepDown drops the state that only a leader has.
 func (r *raft) stepDown() {
 	r.ready = false
 	pending := r.pending

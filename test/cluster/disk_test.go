@@ -73,7 +73,7 @@ func (r *raft) after(d time.Duration, do func()) {
 }
 
 // end ends this run of raft after a write that took too long. The node leaves consensus until its disk works
-// again. Nobody can lead in the place of an only voter, so that one goes on prolonging leases.
+// again. No machine can lead in the place of an only voter, so the only voter goes on prolonging leases.
 func (r *raft) end() {
 	r.c.log("run ends", r.m.name)
 	r.m.holds = r.m.shell != nil && r.ready && r.isOnlyVoter()

@@ -11,7 +11,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// How a machine ends by itself: it is told to (SIGTERM), or its process dies of an engine that it starts.
+// The ways in which a machine ends: by SIGTERM, or because its process dies of an engine that it starts.
 const (
 	stopGrace    = 15 * time.Second // of the application whose streams are long
 	drainShort   = time.Second      // of units without long streams
@@ -116,7 +116,7 @@ func (c *cluster) unmoved() string {
 	return ""
 }
 
-// disturbed says whether anything is wrong but machines that were told to stop.
+// disturbed says whether anything is wrong, apart from machines that were told to stop.
 func (c *cluster) disturbed() bool {
 	l := c.leading()
 	if l != c.leader || l == nil || c.now < l.deafTill || c.net.loss+c.net.drop+c.net.lag+c.net.double+c.startFails > 0 {

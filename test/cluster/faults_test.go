@@ -289,7 +289,7 @@ func (f *faults) anyHung() bool {
 }
 
 // deafen lets the leader's controller take no renewals, while consensus goes on: until another leader begins
-// anew. The leader has heard its nodes before, and there is another voter to hand over to.
+// again. The leader has heard its nodes before, and there is another voter to hand over to.
 func (f *faults) deafen(until time.Duration) {
 	if m := f.leader(); m != nil && !m.raft.isOnlyVoter() && f.c.now-m.shell.began > f.c.cfg.ttl/2 {
 		m.shell.deafTill = until

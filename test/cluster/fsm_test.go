@@ -100,7 +100,7 @@ func (c *cluster) decode(m *machine, data []byte) *state.State {
 	return s
 }
 
-// told is a state on its way to a node without role control.
+// told is a state that is being sent to a node without role control.
 type told struct {
 	data  []byte
 	state *state.State

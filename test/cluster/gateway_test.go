@@ -49,7 +49,7 @@ func (u *hosted) part() part {
 	}
 }
 
-// show tells every stream of a unit.
+// show sends the state of a unit to every stream.
 func (h *host) show(u *hosted) {
 	p := u.part()
 	for _, i := range sorted(h.sessions) {

@@ -43,7 +43,7 @@ func (c *cluster) served(m *machine, unit string, epoch uint64, asked time.Durat
 	}
 }
 
-// leaseState is what a lease is: who holds it, if anybody.
+// leaseState is the holder of a lease, if there is one.
 type leaseState struct {
 	epoch uint64
 	held  bool

@@ -98,7 +98,7 @@ func (c *cluster) set(from, to *machine, cut bool) {
 	}
 }
 
-// Errors of calls, as the remote room gives them.
+// Errors of calls, as package remote returns them.
 var (
 	errLate        = problem.New(problem.Timeout, "no answer: %w", context.DeadlineExceeded)
 	errUnreachable = problem.New(problem.Unavailable, "unreachable")

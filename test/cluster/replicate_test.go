@@ -171,7 +171,7 @@ func (r *raft) alive(i int, a *appendEntries) {
 	r.verified()
 }
 
-// replied is what a leader hears of a follower.
+// replied handles a follower's answer at the leader.
 func (r *raft) replied(i int, a *appendEntries, term uint64, ok bool, at int) {
 	if term > r.term {
 		r.follow(term, -1)

@@ -302,8 +302,8 @@ func (l *shell) serve(id string, q *orderQueue) {
 	}
 }
 
-// send tells a node, if it is known and the order not overtaken, and goes on when it has answered or the time
-// is over.
+// send passes an order to a node, if the node is known and the order is not outdated, and goes on when it has
+// answered or the time is over.
 func (l *shell) send(id string, e controller.Effect, next func()) {
 	to := l.agent(id)
 	c := l.m.c
@@ -338,7 +338,7 @@ func (l *shell) agent(id string) *machine {
 	return nil
 }
 
-// silence tells a call without an answer from a refusal, as the controller does.
+// silence distinguishes a call without an answer from a refusal, as the controller does.
 func silence(err error) bool {
 	if errors.Is(err, msg.ErrNodeStopping) {
 		return false

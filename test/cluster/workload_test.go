@@ -253,7 +253,7 @@ func (w *workload) breaks() {
 	w.c.after(nil, w.c.span(2*time.Second, 8*time.Second), w.breaks)
 }
 
-// crash ends an engine that nobody asked to end.
+// crash ends an engine without an order to do so.
 func (w *workload) crash(m *machine) {
 	if len(m.host.engines) == 0 {
 		return

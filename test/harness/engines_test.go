@@ -46,7 +46,7 @@ func (s *stored) Reset(bool) {
 }
 
 // Engines in this process publish their KV events on the memory network, on fake time: what the profile
-// renders is all they need. One that begins anew at the same place is followed again.
+// renders is all they need. One that begins again at the same place is followed again.
 func TestEnginesInThisProcessPublishEvents(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var net0 memnet.Network

@@ -2,8 +2,8 @@ package harness
 
 import "slices"
 
-// noise are lines that nodes write now although nothing is wrong. A line that the product stops writing
-// leaves this table.
+// noise lists lines that nodes write although nothing is wrong. Remove a line here when the product no longer
+// writes it.
 var noise = Fault{
 	{Msg: "node port refused a connection", With: "this node has no certificate yet", Why: "a node that joins listens before it has its certificate"},
 	{Msg: "a node's stream is silent, its ranks are used last", With: joining, Why: "the others dial a node that joins before it can answer"},
@@ -48,13 +48,13 @@ var peerGone = slices.Concat(raftPeer, Fault{
 	{Msg: "leadership was not handed over", Why: "the successor ends too"},
 })
 
-// CertificateExpires: nodes run, or begin, with a certificate that is over.
+// CertificateExpires: nodes run, or start, with an expired certificate.
 var CertificateExpires = Fault{
 	{Msg: "the node's certificate was not renewed, trying again", Why: "the leader is not there yet, or does not let it in yet"},
 	{Msg: "node port refused a connection", With: `reason"?[=:]"?(certificate|expired)`, Why: "the caller has not renewed yet"},
 }
 
-// allEnd is what nodes say of each other while the harness ends all of them at once.
+// allEnd lists what nodes log of each other while the harness ends all of them at once.
 var allEnd = peerGone
 
 // NodeFails: a node dies, freezes, is cut off or ends, and the others notice.

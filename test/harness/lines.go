@@ -59,8 +59,8 @@ func (e *Expected) unexpected(log string, also Fault) []string {
 	return out
 }
 
-// check fails t for unexpected lines of a log, and for the ends of a process that no level stands in front
-// of. The first size bytes were written before the harness asked all nodes to end at once.
+// check fails t for unexpected lines of a log, and for a panic or a data race, which have no level. The first
+// size bytes were written before the harness asked all nodes to end at once.
 func (e *Expected) check(t testing.TB, who, log string, size int) {
 	t.Helper()
 	assert.Empty(t, e.unexpected(log[:size], nil), "unexpected WARN and ERROR lines of %s", who)

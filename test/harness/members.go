@@ -54,9 +54,9 @@ func MemberTimer(name string, d time.Duration) MembersOption {
 	return func(c *Members) { c.timers[name] = d }
 }
 
-// Pace is how much faster than real ones the restarts of a cluster of tests are. Leases and the ranks'
-// streams are as fast as a shared machine allows without a node that is lost or silent for want of the
-// processor. The waits of raft and of the gossip are short already.
+// Pace is the factor by which restarts in a test cluster are faster than real ones. Leases and the ranks'
+// streams are as fast as a shared machine allows without taking a node for lost or silent that only waits for
+// the processor. The waits of raft and of the gossip are short already.
 const (
 	Pace         = 10
 	streamPace   = 4
@@ -130,16 +130,16 @@ func (c *Members) Add(name string, flags ...string) *Member {
 	return m
 }
 
-// NextIP is an address of the rig that no node has.
+// NextIP returns an address of the rig that no node has yet.
 func (c *Members) NextIP() string {
 	c.addresses++
 	return c.net + strconv.Itoa(c.addresses)
 }
 
-// Token is what new nodes join with.
+// Token returns the token that new nodes join with.
 func (c *Members) Token() string { return c.token }
 
-// NodePort is where a node is joined.
+// NodePort returns the address that other nodes join at.
 func (c *Members) NodePort() int { return c.nodePort }
 
 // By is the node of a name.
@@ -187,7 +187,8 @@ func (c *Members) WaitNode(name, what string, want func(s *msg.NodeStatus) bool)
 	})
 }
 
-// Settled waits until the running nodes are alive, the rest is not, and as many vote as may: 1, 3 or 5.
+// Settled waits until the running nodes are alive, the others are not, and the right number of nodes votes:
+// 1, 3 or 5.
 func (c *Members) Settled() {
 	c.T.Helper()
 	c.Eventually("all nodes alive, voters as they should be", func() error {
@@ -268,7 +269,7 @@ func (c *Members) Leader() *Member {
 	return c.By(name)
 }
 
-// Eventually polls until f gives nil, or fails the test with f's last error.
+// Eventually polls until f returns nil, or fails the test with f's last error.
 func (c *Members) Eventually(what string, f func() error) {
 	c.T.Helper()
 	deadline := time.Now().Add(Patience)
@@ -315,7 +316,8 @@ func (c *Members) end() {
 	}
 }
 
-// leftovers are processes that speak of the rig's addresses: its nodes and their engines.
+// leftovers returns the processes whose command line names an address of the rig: its nodes and their
+// engines.
 func (c *Members) leftovers() (pids []int) {
 	for pid, args := range commands() {
 		if strings.Contains(strings.Join(args, " "), c.net) && Alive(pid) {

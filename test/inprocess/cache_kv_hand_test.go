@@ -12,7 +12,7 @@ import (
 	"github.com/dpserve/dpserve/engine/sim"
 )
 
-// byHand runs an engine that dpserve did not start, by its command line; it ends with the test.
+// byHand starts an engine by its command line, without dpserve. It ends with the test.
 func (r *kvRig) byHand(args ...string) *sim.Server {
 	r.t.Helper()
 	cfg, _, err := sim.ParseFlags(args)

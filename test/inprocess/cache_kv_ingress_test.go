@@ -317,7 +317,7 @@ func firstOf(errs ...error) error {
 	return nil
 }
 
-// why says how the Router decides for a request, in short.
+// why describes how the Router decides for a request.
 func (r *kvRig) why(app, request string) string {
 	r.t.Helper()
 	body, err := json.Marshal(map[string]any{"request": json.RawMessage(request)})

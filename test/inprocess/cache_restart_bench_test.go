@@ -31,7 +31,7 @@ const (
 	restartLimit  = 10 * time.Second             // until the benchmark fails
 )
 
-// healthyEngine answers, and has nothing to tell.
+// healthyEngine answers and publishes no events.
 type healthyEngine struct{}
 
 func (healthyEngine) Health(context.Context) (engine.Health, error) { return engine.Alive, nil }
@@ -40,12 +40,12 @@ func (healthyEngine) Counters(context.Context) (engine.Counters, error) {
 	return engine.Counters{}, nil
 }
 
-// nobody watches ranks that nothing happens to.
+// nobody ignores the events of ranks.
 type nobody struct{}
 
 func (nobody) ReplicaEvent(msg.ReplicaEvent) {}
 
-// stateOf is a cluster's state that stays as it is.
+// stateOf is a cluster state that never changes.
 type stateOf struct{ st *state.State }
 
 func (s stateOf) State() *state.State    { return s.st }
@@ -57,7 +57,7 @@ type held struct {
 	sum    uint64
 }
 
-// census is what the ranks say that they hold, by "GROUP/RANK".
+// census holds what each rank reports as cached, by "GROUP/RANK".
 type census struct {
 	mu    sync.Mutex
 	ranks map[string]held

@@ -249,11 +249,11 @@ func (s *conversations) unknown(tokens int) {
 	}
 }
 
-// judged counts the decisions that were held against the rule.
+// judged counts the decisions that were compared with the rule.
 type judged struct{ all, left, wrong int }
 
-// talk is a session whose every turn adds half an opening. While a rank is overloaded, decisions are held
-// against the rule.
+// talk plays a session whose turns each add half an opening. While a rank is overloaded, it compares the
+// Router's decisions with the rule.
 func (s *conversations) talk(t *testing.T, c *harness.Cluster, r *rand.Rand, overloaded string, j *judged) {
 	const opening, more = 1000, 500
 	prompt, home, known := freshPrompt(r, opening), "", 0

@@ -140,7 +140,7 @@ func TestRT9ShortPromptsKeepAwayFromALongPrefill(t *testing.T) {
 // report is by when a rank has told its KV usage: the period of a look at it, and the answer.
 const report = 1100 * time.Millisecond
 
-// crowd is clients that ask again as soon as they are answered, until stop is closed.
+// crowd runs clients that send the next request as soon as they have an answer, until stop is closed.
 func crowd(n int, stop <-chan struct{}, ask func()) *sync.WaitGroup {
 	var wg sync.WaitGroup
 	for range n {

@@ -19,7 +19,7 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// A request waits queue_s for room and no moment longer.
+// A request waits for room for at most queue_s.
 func TestQueueTimeout(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)
@@ -226,7 +226,7 @@ func TestARequestThatIsNotStreamedLeavesPrefill(t *testing.T) {
 	})
 }
 
-// mailboxes collects where the ranks' admission is, as an ingress does.
+// mailboxes collects the ranks' mailboxes for admission, as an ingress does.
 type mailboxes struct {
 	mu   sync.Mutex
 	box  msg.Mailbox

@@ -26,7 +26,7 @@ func nothingMoved(t *testing.T, c *harness.Cluster, p *harness.Peer, engines int
 	assert.Len(t, c.Engines.Live(), engines)
 }
 
-// try deploys something that nothing else needs, and gives the answer.
+// try deploys something that nothing else needs and returns the answer.
 func try(t *testing.T, p *harness.Peer, name string) (code int, text string) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
@@ -153,8 +153,8 @@ func TestOnlyVotersDiskIsSick(t *testing.T) {
 	}
 }
 
-// TestSickOnlyVoterTakesNobodyForLost: a worker dies meanwhile. Nothing can be decided without the disk, and
-// then it is.
+// TestSickOnlyVoterTakesNobodyForLost: a worker dies while the disk of the only voter fails. The loss is
+// decided when the disk works again, not before.
 func TestSickOnlyVoterTakesNobodyForLost(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

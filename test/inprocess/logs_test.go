@@ -13,7 +13,7 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// told is what a person looks for in a line of the log.
+// told holds the parts of a log line that a person looks for.
 type told struct {
 	Level, Msg, Node, App, Unit, From, To, Cause, Peer, Change string
 	Epoch                                                      uint64
@@ -65,7 +65,7 @@ func TestCleanJoinWarnsOfNothing(t *testing.T) {
 	})
 }
 
-// The end of one engine is a handful of lines in the whole cluster, and no event is told twice.
+// The end of one engine makes a few log lines in the whole cluster, and no event is logged twice.
 func TestKilledRankIsAHandfulOfLines(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

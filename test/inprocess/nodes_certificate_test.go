@@ -19,7 +19,7 @@ func renewals(c *harness.Cluster) int {
 	return strings.Count(c.Journal.String(), "the node's certificate was renewed")
 }
 
-// off closes all nodes, lets time pass, and starts them again, all at once.
+// off closes all nodes, lets time pass, and starts all of them at once.
 func off(t *testing.T, c *harness.Cluster, pass time.Duration) {
 	t.Helper()
 	for i := len(c.Peers()) - 1; i >= 0; i-- {

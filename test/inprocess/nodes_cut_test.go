@@ -18,7 +18,7 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// Times of a cut. ACCEPTANCE MB2 and MB3.
+// Times of a cut. docs/acceptance.md, rows MB2 and MB3.
 const (
 	cutFor    = 30 * time.Second
 	stopsIn   = time.Second
@@ -151,7 +151,7 @@ func regranted(p *harness.Peer, app string, ranks map[string]bool) <-chan time.T
 	})
 }
 
-// writes deploys through a node again and again, and gives what was accepted.
+// writes deploys through a node again and again and returns what was accepted.
 func writes(t *testing.T, p *harness.Peer, from time.Time) <-chan []string {
 	out := make(chan []string, 1)
 	go func() {

@@ -15,10 +15,10 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// takesAgain is how long after the leader's death assignments are taken again. ACCEPTANCE RG4.
+// takesAgain is how long after the leader's death assignments are taken again. docs/acceptance.md, row RG4.
 const takesAgain = 3 * time.Second
 
-// The leader, which has no ranks, dies under load: nobody but the leadership changes.
+// The leader, which has no ranks, dies under load: only the leadership changes.
 func TestLeaderDies(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -72,7 +72,7 @@ func owners(p *harness.Peer) map[string]string {
 	return out
 }
 
-// deployed tries until a deploy is accepted, and gives the moment.
+// deployed tries until a deploy is accepted and returns the moment.
 func deployed(t *testing.T, p *harness.Peer, yaml string) time.Time {
 	t.Helper()
 	for range 300 {
@@ -90,7 +90,7 @@ func deployed(t *testing.T, p *harness.Peer, yaml string) time.Time {
 }
 
 // One engine of a lockstep group over two nodes dies: every ingress has the whole group out at once, and it
-// comes back as a gang.
+// comes back as a group.
 func TestGroupOverTwoNodesFailsAsOne(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -133,7 +133,7 @@ func TestGroupOverTwoNodesFailsAsOne(t *testing.T) {
 	})
 }
 
-// The leader dies at any moment of the start of a gang over two nodes: the next one brings it up.
+// The leader dies at any moment of the start of a lockstep group over two nodes: the next one brings it up.
 func TestLeaderDiesWhileAGangMeets(t *testing.T) {
 	for _, after := range []int{0, 60, 140, 180, 220, 400, 2500} {
 		t.Run(fmt.Sprintf("after %d ms", after), func(t *testing.T) {

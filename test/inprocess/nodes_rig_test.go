@@ -22,13 +22,13 @@ func spread(name string, dp int, more ...string) string {
 	return simApp(name, dp, "independent", "sim_step_ms: 10", append(more, "placement_group_strategy: SPREAD")...)
 }
 
-// diary notes when an ingress heard what of the ranks. It implements msg.Sink.
+// diary records which news of the ranks an ingress received, and when. It implements msg.Sink.
 type diary struct {
 	mu   sync.Mutex
 	seen []heard
 }
 
-// heard is one record, as far as tests look at it.
+// heard is the part of a record that tests look at.
 type heard struct {
 	at                       time.Time
 	kind                     msg.RecordKind
@@ -38,7 +38,7 @@ type heard struct {
 	fenced, silent, draining bool
 }
 
-// follow notes what a node's ingress hears, until the test ends.
+// follow records what a node's ingress receives, until the test ends.
 func follow(p *harness.Peer) *diary {
 	d := &diary{}
 	p.T.Cleanup(p.Feed().Subscribe(d))
@@ -105,7 +105,7 @@ func ask(t *testing.T, p *harness.Peer, model string, every time.Duration, token
 	return l
 }
 
-// volley asks n times at once; more than one round of round-robin reaches every rank.
+// volley sends n requests at once. More than one round of round-robin reaches every rank.
 func volley(t *testing.T, p *harness.Peer, model string, n, tokens int) *traffic {
 	l := &traffic{stop: make(chan struct{})}
 	for range n {

@@ -12,7 +12,7 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// Times of the leases and streams, as they are promised. ACCEPTANCE MB1.
+// Times of the leases and streams, as they are promised. docs/acceptance.md, row MB1.
 const (
 	suspectAt = time.Second
 	outAt     = 3 * time.Second
@@ -21,7 +21,7 @@ const (
 	beat      = 300 * time.Millisecond
 )
 
-// A node's power is cut: nobody is told, no connection is reset.
+// A node's power is cut: no connection is reset.
 func TestSilentNodeLosesItsRanks(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -82,8 +82,7 @@ func TestSilentNodeLosesItsRanks(t *testing.T) {
 	})
 }
 
-// A node comes back after the cluster has given it up: it stops what is not its own any more, and takes ranks
-// again.
+// A node comes back after it was lost: it stops the ranks that were granted elsewhere, and takes ranks again.
 func TestNodeReturns(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

@@ -40,7 +40,7 @@ func (l *timeline) take() []msg.Record {
 
 // The rank's own time and the outputs of requests reach the ingress of another node with the records:
 // streamed and not, asked near and far. They are those that the rank's own node hears, in whole microseconds,
-// and a rank that is started anew has another clock.
+// and a rank that is started again has another clock.
 func TestTheRanksTimeAndOutputsReachAnotherNode(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -55,7 +55,7 @@ func TestTheRanksTimeAndOutputsReachAnotherNode(t *testing.T) {
 		defer c.Peer(1).Feed().Subscribe(far)()
 		time.Sleep(time.Minute)
 
-		// ask runs one request and gives its records as another node hears them.
+		// ask runs one request and returns its records as another node hears them.
 		ask := func(p *harness.Peer, streamed bool) []msg.Record {
 			answer := p.Chat(t.Context(), "a", tokens, streamed)
 			require.True(t, answer.Whole())

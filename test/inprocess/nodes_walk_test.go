@@ -43,7 +43,7 @@ func TestRandomWalkOverNodes(t *testing.T) {
 	}
 }
 
-// rover is one walk over nodes.
+// rover runs one random walk over nodes.
 type rover struct {
 	t       *testing.T
 	c       *harness.Cluster

@@ -94,7 +94,7 @@ func TestStartFailsThreeTimes(t *testing.T) {
 	})
 }
 
-// One rank dies and takes its group along: out of routing at once, back as a gang under the next epoch. The
+// One rank dies and takes its group along: out of routing at once, back as a group under the next epoch. The
 // other app never hears of it.
 func TestLockstepGroupFailsAsOne(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -49,7 +49,7 @@ func TestRandomWalk(t *testing.T) {
 	}
 }
 
-// walker is one walk.
+// walker runs one random walk.
 type walker struct {
 	t       *testing.T
 	c       *harness.Cluster
@@ -223,7 +223,7 @@ func (w *walker) model() string {
 	return w.pick(slices.Sorted(maps.Keys(w.wanted))...)
 }
 
-// end books how a request ended.
+// end records how a request ended.
 func (w *walker) end(s *harness.Stream, left bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -15,9 +15,8 @@ import (
 	"time"
 )
 
-// A block is a run of whole cells. The sign of a cell is a listener on a port of its own: the process that
-// has it owns the cell, on every address of the machine. The system ends the sign whenever and however the
-// process ends.
+// A block consists of whole cells. A process owns a cell, on every address of the machine, while it listens
+// on the cell's own lock port. The operating system closes that listener however the process ends.
 const (
 	cellSize = 50
 	signLow  = 19_000 // the sign of cell i is signLow+i on loopback
@@ -34,7 +33,7 @@ const Loopback = "127.0.0.1"
 
 var errNoBlock = errors.New("no block of this size is free")
 
-// Take reserves size consecutive ports until t ends, and gives the first. Every port is free on the hosts
+// Take reserves size consecutive ports until t ends and returns the first. Every port is free on the hosts
 // (none means Loopback) when Take returns.
 func Take(t testing.TB, size int, hosts ...string) (base int) {
 	t.Helper()
@@ -46,7 +45,7 @@ func Take(t testing.TB, size int, hosts ...string) (base int) {
 	return base
 }
 
-// TakeAddr reserves one port until t ends, and gives it as an address of Loopback.
+// TakeAddr reserves one port until t ends and returns it as an address of Loopback.
 func TakeAddr(t testing.TB) string {
 	t.Helper()
 	return address(Loopback, Take(t, 1))
@@ -142,7 +141,7 @@ func search(ctx context.Context, bases []int, size int, hosts []string) (base in
 	return 0, nil, fmt.Errorf("%d ports on %v: %w", size, hosts, errNoBlock)
 }
 
-// own takes the signs of width cells, or none.
+// own takes the lock ports of width cells, or none.
 func own(ctx context.Context, at, width int) (release func(), err error) {
 	var bind net.ListenConfig
 	var signs []net.Listener

@@ -19,7 +19,7 @@ import (
 	"github.com/dpserve/dpserve/test/ports"
 )
 
-// handEngine starts a simulated engine by hand and gives its URL.
+// handEngine starts a simulated engine by hand and returns its URL.
 func handEngine(t *testing.T) string {
 	t.Helper()
 	addr := ports.TakeAddr(t)

@@ -25,8 +25,8 @@ import (
 // accepting says that rows run at their full length.
 func accepting() bool { return os.Getenv("DPSERVE_ACCEPTANCE") != "" }
 
-// soak sends n requests over one protocol from clients at once and gives the statuses other than 200, and how
-// many ranks answered.
+// soak sends n requests over one protocol from clients at once and returns the statuses other than 200, and
+// how many ranks answered.
 func soak(t *testing.T, r *harness.Real, model, policy string, n int, http2 bool) (failed map[string]int, ranks int) {
 	t.Helper()
 	const clients = 32
@@ -268,7 +268,7 @@ func TestSK4IdleRanks(t *testing.T) {
 }
 
 // attachedEngine runs a simulated engine with KV events in this process until the test ends, on a port and
-// the next one, and gives its URL.
+// the next one and returns its URL.
 func attachedEngine(t *testing.T, model string, base int) string {
 	t.Helper()
 	port, events := strconv.Itoa(base), strconv.Itoa(base+1)

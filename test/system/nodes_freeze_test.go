@@ -22,7 +22,7 @@ func engines(all map[string]msg.RankStatus, node string) (pids []int) {
 	return pids
 }
 
-// movedFrom waits until an application runs with no rank on a node, and gives its ranks.
+// movedFrom waits until an application runs with no rank on a node and returns its ranks.
 func movedFrom(c *harness.Members, app, node string) map[string]msg.RankStatus {
 	c.T.Helper()
 	st := c.WaitApp(app, "whole without "+node, func(st *msg.AppStatus) error {

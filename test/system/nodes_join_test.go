@@ -16,7 +16,7 @@ import (
 )
 
 // SP10: who may not join is refused, with the reason and what to do. The renewal of certificates and the
-// gossip's encryption are tested in their rooms.
+// gossip's encryption are tested in their packages.
 func TestSP10JoinRefused(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(1))
@@ -94,8 +94,7 @@ func newToken(t *testing.T, m *harness.Member, query string) string {
 	return reply.Token
 }
 
-// strangers speaks to the node port as one does who has no business there: each is refused before it is
-// heard.
+// strangers speaks to the node port as a program that is not a member: each is refused before it is heard.
 func strangers(t *testing.T, address string) {
 	t.Helper()
 	for name, config := range map[string]*tls.Config{

@@ -68,7 +68,7 @@ func filesOf(t *testing.T, m *harness.Member) pki.Files {
 	return f
 }
 
-// gossips joins the gossip with a key and gives whom it meets within patience, until that is the whole
+// gossips joins the gossip with a key and returns whom it meets within patience, until that is the whole
 // cluster.
 func gossips(t *testing.T, c *harness.Members, secret []byte, patience time.Duration) string {
 	t.Helper()

@@ -129,7 +129,8 @@ func direct(t *testing.T, load *harness.Load, since time.Time) {
 	}
 }
 
-// writeOn writes to the cluster's state until the function it gives is called, which tells the longest write.
+// writeOn writes to the cluster's state until the returned function is called, which returns the duration of
+// the longest write.
 func writeOn(m *harness.Member) (stop func() time.Duration) {
 	end := make(chan struct{})
 	var wg sync.WaitGroup

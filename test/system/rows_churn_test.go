@@ -81,7 +81,7 @@ func roll(step int) string {
 	return strings.Replace(simApp("roll", 2, "lockstep", fmt.Sprintf("sim_step_ms: %d", step)), "timeout_s: 2", "timeout_s: 300", 1) + "    num_groups: 3\n"
 }
 
-// patiently polls until f gives nil, for as long as streams may take.
+// patiently polls until f returns nil, for as long as streams may take.
 func patiently(c *harness.Members, limit time.Duration, what string, f func() error) {
 	c.T.Helper()
 	for deadline := time.Now().Add(limit); ; time.Sleep(50 * time.Millisecond) {
@@ -240,7 +240,7 @@ type drained struct {
 	settled     bool // first holds
 }
 
-// drainTold is how long the word of a drain may take from the leader, which tells of it at once, to the
+// drainTold bounds how long the news of a drain may take from the leader, which reports it at once, to the
 // rank's node.
 const drainTold = 500 * time.Millisecond
 

@@ -17,7 +17,8 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// rated is clients that send a number of short requests a second to several nodes, whatever comes of them.
+// rated runs clients that send a fixed number of short requests per second to several nodes, whether or not
+// they are answered.
 type rated struct {
 	stop context.CancelFunc
 	wg   sync.WaitGroup

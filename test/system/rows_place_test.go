@@ -20,7 +20,7 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// command runs a dpserve command against a node and gives its exit code and all that it wrote.
+// command runs a dpserve command against a node and returns its exit code and all that it wrote.
 func command(m *harness.Member, args ...string) (code int, text string) {
 	m.T.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), harness.Patience)
@@ -107,7 +107,7 @@ func tp2(labels string) string {
 	return strings.Replace(simApp("tp", 4, "lockstep", "tensor_parallel_size: 2"), "    data_parallel:", "    num_groups: 2\n    resources: {gpus: 2"+labels+"}\n    data_parallel:", 1)
 }
 
-// devicesOf checks where the ranks of tp2 are, and gives the nodes.
+// devicesOf checks where the ranks of tp2 are and returns the nodes.
 func devicesOf(t *testing.T, st *msg.AppStatus) (nodes []string) {
 	t.Helper()
 	devices := map[string]bool{}

@@ -26,7 +26,7 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// stranger bothers a cluster until its time is over. Everything it does may fail; it counts what it did.
+// stranger sends junk to a cluster until its time is over. All of it may fail; stranger counts what it sent.
 type stranger struct {
 	t    *testing.T
 	ctx  context.Context //nolint:containedctx // the stranger's life
@@ -125,7 +125,7 @@ func clusterOf(t *testing.T, m *harness.Member) string {
 
 // SP11: junk, and frames that are well formed, from one who is no member, on every port of a node and of its
 // engines: seconds of it here, 10 minutes in an acceptance run, an hour with nothing else to do. The parsers
-// have fuzz targets in their rooms.
+// have fuzz targets in their packages.
 func TestSP11Strangers(t *testing.T) {
 	t.Parallel()
 	long := 3 * time.Second
@@ -199,7 +199,7 @@ func (s *stranger) forges(show tls.Certificate, at ...*harness.Member) {
 	}
 }
 
-// enrolls uses the one protocol that is open to strangers, as it is meant and for what it is not.
+// enrolls uses the protocol that is open to strangers, correctly and incorrectly.
 func (s *stranger) enrolls(m *harness.Member) {
 	cc, err := grpc.NewClient("passthrough:///"+m.NodePort(), grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithContextDialer(
 		func(ctx context.Context, address string) (net.Conn, error) {
@@ -251,8 +251,7 @@ func (s *stranger) gossips(c *harness.Members, m *harness.Member) {
 	})
 }
 
-// browses sends well-formed requests to the admin API as a web page of somebody else would make a browser
-// send them.
+// browses sends well-formed requests to the admin API as a foreign web page would make a browser send them.
 func (s *stranger) browses(m *harness.Member) {
 	client := &http.Client{Transport: &http.Transport{}, Timeout: time.Second}
 	s.t.Cleanup(client.CloseIdleConnections)

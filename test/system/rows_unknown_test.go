@@ -76,7 +76,7 @@ func (s *standIn) report(t *testing.T, release string) *dpservev1.RenewRequest {
 	return &dpservev1.RenewRequest{Node: text, Incarnation: 7, WallUnixNano: time.Now().UnixNano()}
 }
 
-// news adds a field that nobody has heard of.
+// news adds a field that no version knows.
 func news[M proto.Message](m M) M {
 	raw := protowire.AppendTag(nil, 2026, protowire.BytesType)
 	m.ProtoReflect().SetUnknown(protowire.AppendBytes(raw, []byte("what a later release has to say")))

@@ -145,7 +145,7 @@ func (u *upgrade) sameStates() {
 	})
 }
 
-// sameCopies compares what the control nodes, of whatever version, send to nodes that follow them.
+// sameCopies compares what the control nodes of all versions send to nodes that follow them.
 func (u *upgrade) sameCopies() {
 	u.t.Helper()
 	reader := newStandIn(u.t, u.Members, "reader", "v9.0.0")

@@ -11,7 +11,7 @@ import (
 )
 
 const (
-	// progressEvery is how often an ingress tells how far its streams are.
+	// progressEvery is how often an ingress reports the progress of its streams.
 	progressEvery = 500 * time.Millisecond
 	// clockOrigin is what the ranks' own clocks show when a run begins. It is not 0, which says that a rank
 	// told no time.
@@ -59,7 +59,7 @@ type sim struct {
 	d       routing.Decision
 }
 
-// rank is one engine and what its replica tells.
+// rank is one engine and the records of its replica.
 type rank struct {
 	core     *enginemodel.Core
 	id       routing.RankID
@@ -276,7 +276,7 @@ func (c *call) text(buf []byte) []byte {
 	return buf
 }
 
-// step runs an engine and tells what it did.
+// step runs an engine and records what it did.
 func (s *sim) step(rk *rank, in ...enginemodel.Input) {
 	effects, wake := rk.core.Step(s.now, in)
 	rk.wake = wake
@@ -305,7 +305,7 @@ func (s *sim) step(rk *rank, in ...enginemodel.Input) {
 	}
 }
 
-// progress tells how far every stream is, and how full the ranks' caches are.
+// progress reports how far every stream is, and how full the ranks' caches are.
 func (s *sim) progress() {
 	for _, rk := range s.ranks {
 		for _, c := range rk.decoding {
