@@ -8,6 +8,7 @@ import (
 	"path"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 
@@ -86,6 +87,63 @@ func F() {}`
 	names := map[string]bool{}
 	addExported(names, file)
 	assert.Equal(t, map[string]bool{"p.T": true, "p.T.Do": true, "p.C": true, "p.F": true}, names)
+}
+
+// TestGlossaryHasEveryColumn: each head of a column that a command prints is in docs/glossary.md.
+func TestGlossaryHasEveryColumn(t *testing.T) {
+	page, err := os.ReadFile(filepath.Join("..", "..", "docs", "glossary.md"))
+	require.NoError(t, err)
+	words := strings.FieldsFunc(string(page), func(r rune) bool { return strings.ContainsRune(" ,|`\n", r) })
+	found := 0
+	for _, s := range tree(t) {
+		if s.folder() != "cmd/dpserve" {
+			continue
+		}
+		for _, head := range columnHeads(s.file) {
+			found++
+			assert.True(t, slices.Contains(words, head), "%s prints a column %s", s.path, head)
+		}
+	}
+	assert.Greater(t, found, 40, "this test no longer finds the columns of the command line")
+}
+
+// columnHeads returns the words of the literals that a file gives to a table's field head.
+func columnHeads(file *ast.File) []string {
+	var out []string
+	ast.Inspect(file, func(n ast.Node) bool {
+		switch n := n.(type) {
+		case *ast.KeyValueExpr:
+			if key, ok := n.Key.(*ast.Ident); ok && key.Name == "head" {
+				out = append(out, literals(n.Value)...)
+			}
+		case *ast.AssignStmt:
+			if sel, ok := n.Lhs[0].(*ast.SelectorExpr); ok && sel.Sel.Name == "head" {
+				out = append(out, literals(n.Rhs[0])...)
+			}
+		}
+		return true
+	})
+	return out
+}
+
+// literals returns the string literals in capitals that are elements or arguments of an expression.
+func literals(expr ast.Expr) []string {
+	var list []ast.Expr
+	switch e := expr.(type) {
+	case *ast.CompositeLit:
+		list = e.Elts
+	case *ast.CallExpr:
+		list = e.Args
+	}
+	var out []string
+	for _, e := range list {
+		if lit, ok := e.(*ast.BasicLit); ok && lit.Kind == token.STRING {
+			if word := strings.Trim(lit.Value, "\""); word != "" && word == strings.ToUpper(word) {
+				out = append(out, word)
+			}
+		}
+	}
+	return out
 }
 
 // TestLinks: a link between the documents leads to a page that exists, and to a heading of it.

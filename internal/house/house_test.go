@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -47,12 +48,18 @@ func isSkipped(name string) bool {
 	return isHidden || name == "testdata" || name == "vendor"
 }
 
-// tree reads every Go file of the repository but tests.
+// tree returns every Go file of the repository, without tests. They are parsed once per test run.
 func tree(t *testing.T) []source {
 	t.Helper()
+	out, err := parseTree()
+	require.NoError(t, err)
+	require.NotEmpty(t, out, "no source found: is the test run from its own folder?")
+	return out
+}
+
+var parseTree = sync.OnceValues(func() (out []source, err error) {
 	root := filepath.Join("..", "..")
-	var out []source
-	err := filepath.WalkDir(root, func(file string, d fs.DirEntry, err error) error {
+	err = filepath.WalkDir(root, func(file string, d fs.DirEntry, err error) error {
 		if err != nil {
 			return err
 		}
@@ -79,10 +86,8 @@ func tree(t *testing.T) []source {
 		}
 		return nil
 	})
-	require.NoError(t, err)
-	require.NotEmpty(t, out, "no source found: is the test run from its own folder?")
-	return out
-}
+	return out, err
+})
 
 // isLinked says whether a file can be part of a binary: files with the build tags "tools" and "ignore" never
 // are.
