@@ -32,8 +32,9 @@ type load struct {
 	conns   int
 	rate    float64 // requests per second in all, at jittered times
 	stagger time.Duration
-	fresh   bool          // no prompt is sent twice
-	burst   bool          // a connection serves one request: all are opened at once and closed, again and again
+	fresh   bool // no prompt is sent twice
+	// a connection serves one request: all are opened at once and closed, again and again
+	burst   bool
 	silence time.Duration // before each burst
 }
 

@@ -45,13 +45,14 @@ type voter struct {
 
 // disk is what a machine's process leaves to the next one.
 type disk struct {
-	term      uint64
-	votedFor  int           // machine, -1: nobody
-	snap      *snapshot     // the newest, nil: none
-	base      int           // entries that a snapshot has taken the place of
-	baseTerm  uint64        // of the last of them
-	log       []*entry      // the others: log[0] is entry base + 1
-	synced    int           // the last entry on disk: what follows is lost, wholly or in part, when the process ends
+	term     uint64
+	votedFor int       // machine, -1: nobody
+	snap     *snapshot // the newest, nil: none
+	base     int       // entries that a snapshot has taken the place of
+	baseTerm uint64    // of the last of them
+	log      []*entry  // the others: log[0] is entry base + 1
+	// the last entry on disk: what follows is lost, wholly or in part, when the process ends
+	synced    int
 	afterStop bool          // the last process was told to end
 	hungTill  time.Duration // writes that begin before do not return before
 	epochs    map[string]uint64
@@ -82,7 +83,8 @@ type raft struct {
 	heard     time.Duration // of a leader, or of a candidate that got the vote
 	forced    bool          // the leader has asked it to take its place
 	guard     int           // number of the wait for the leader's silence
-	round     int           // number of the election or leadership under way: what belongs to an older one is dropped
+	// number of the election or leadership under way: what belongs to an older one is dropped
+	round     int
 	votes     map[int]bool
 	next      []int
 	match     []int

@@ -9,10 +9,11 @@ import (
 // waits for a write answers nothing but heartbeats, and a leader sends nothing but heartbeats: those have
 // goroutines of their own.
 const (
-	hangMax     = 30 * time.Second
-	writeLimit  = 1500 * time.Millisecond // as diskLimit in cluster: a write that takes longer ends this node's run of raft
-	faultPause  = time.Second             // as in cluster: between a run that ended and the next one
-	maxMainLoop = 1024                    // messages and timers that wait for raft's main loop
+	hangMax = 30 * time.Second
+	// as diskLimit in cluster: a write that takes longer ends this node's run of raft
+	writeLimit  = 1500 * time.Millisecond
+	faultPause  = time.Second // as in cluster: between a run that ended and the next one
+	maxMainLoop = 1024        // messages and timers that wait for raft's main loop
 )
 
 // hangs says whether writes do not return now.

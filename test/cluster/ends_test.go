@@ -13,12 +13,13 @@ import (
 
 // The ways in which a machine ends: by SIGTERM, or because its process dies of an engine that it starts.
 const (
-	stopGrace    = 15 * time.Second // of the application whose streams are long
-	drainShort   = time.Second      // of units without long streams
-	lastReport   = 2 * time.Second  // for the leader to take the last events
-	bootAfter    = 2 * time.Second  // as the service file: between the end of a process and the next one
-	movedWithin  = 12 * time.Second // between the end of a rank on a stopping machine and its next grant, if there is room
-	deadlyStarts = 3                // failed starts in a row, then a unit has failed
+	stopGrace  = 15 * time.Second // of the application whose streams are long
+	drainShort = time.Second      // of units without long streams
+	lastReport = 2 * time.Second  // for the leader to take the last events
+	bootAfter  = 2 * time.Second  // as the service file: between the end of a process and the next one
+	// between the end of a rank on a stopping machine and its next grant, if there is room
+	movedWithin  = 12 * time.Second
+	deadlyStarts = 3 // failed starts in a row, then a unit has failed
 )
 
 var errStopping = problem.New(problem.Unavailable, "the machine ends: %w", msg.ErrNodeStopping)

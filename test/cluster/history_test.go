@@ -54,7 +54,8 @@ func (s leaseState) step(op leaseOp) (bool, leaseState) {
 	case acquires:
 		return op.epoch == s.epoch+1, leaseState{op.epoch, true}
 	case releases:
-		return op.epoch == s.epoch, leaseState{s.epoch, false} // what has failed is released once more when nobody wants it
+		// what has failed is released once more when nobody wants it
+		return op.epoch == s.epoch, leaseState{s.epoch, false}
 	default:
 		return op.epoch == s.epoch && s.held, s
 	}

@@ -39,11 +39,12 @@ type orderQueue struct {
 
 // Bounds of the controller's shell.
 const (
-	maxCommands   = 64
-	maxOrders     = 4096
-	orderLimit    = 5 * time.Second
-	minTick       = time.Millisecond
-	outcomeWithin = 2 * time.Millisecond // between an answer and the controller that takes it out of its mailbox
+	maxCommands = 64
+	maxOrders   = 4096
+	orderLimit  = 5 * time.Second
+	minTick     = time.Millisecond
+	// between an answer and the controller that takes it out of its mailbox
+	outcomeWithin = 2 * time.Millisecond
 )
 
 func newShell(m *machine) *shell {

@@ -110,7 +110,8 @@ func (w *workload) client(a *shape, k int) {
 	if w.over {
 		return
 	}
-	if w.c.cfg.gentle || w.c.cfg.steady || w.c.IntN(3) == 0 { // a read is behind a barrier, so the leader writes
+	// a read is behind a barrier, so the leader writes
+	if w.c.cfg.gentle || w.c.cfg.steady || w.c.IntN(3) == 0 {
 		w.read(a, k)
 	} else {
 		w.change(a)

@@ -267,7 +267,8 @@ type Change = api.Event
 // Events are the state changes of an app so far, in order.
 func (c *Cluster) Events(app string) []Change {
 	c.T.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), time.Millisecond) // the stream has no end of its own
+	// the stream has no end of its own
+	ctx, cancel := context.WithTimeout(context.Background(), time.Millisecond)
 	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+c.node.AdminAddr()+"/api/v1/events?since=0&app="+app, nil)
 	require.NoError(c.T, err)

@@ -224,7 +224,8 @@ func (c *Members) settled(list []msg.NodeStatus) error {
 			return fmt.Errorf("node %s: nodes are %s", m.Name, brief(list))
 		}
 	}
-	want := max(votersFor(present), min(votersFor(control), 3)) // lost nodes alone bring nobody down to one vote
+	// lost nodes alone bring nobody down to one vote
+	want := max(votersFor(present), min(votersFor(control), 3))
 	if voters != want || leaders != 1 {
 		return fmt.Errorf("%d of %d control nodes vote, want %d, and %d lead: %s", voters, control, want, leaders, brief(list))
 	}

@@ -298,7 +298,8 @@ func TestRT7ConversationsStayUnlessTheWaitExceedsThePrefillTheySave(t *testing.T
 	if os.Getenv("DPSERVE_ACCEPTANCE") == "" {
 		t.Skip("an acceptance run: 6000 requests for each seed")
 	}
-	const sessions, work, overloaded = 600, 1000 + (rt7Turns-1)*500, "0/1" // of 20 s each, a third of which are as many as run at once
+	// of 20 s each, a third of which are as many as run at once
+	const sessions, work, overloaded = 600, 1000 + (rt7Turns-1)*500, "0/1"
 	const gap = work * rt7Token * 10 / 6 / rt7Ranks
 	for seed := range uint64(3) {
 		t.Run(fmt.Sprint("seed ", seed+1), func(t *testing.T) {

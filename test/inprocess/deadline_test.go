@@ -96,7 +96,8 @@ func TestQueueKeepsItsOrder(t *testing.T) {
 		}
 		wg.Wait()
 		require.Len(t, order, 20)
-		for at := 1; at < len(order); at++ { // two ranks serve two at a time: neighbours may change places, nobody else
+		// two ranks serve two at a time: neighbours may change places, nobody else
+		for at := 1; at < len(order); at++ {
 			assert.Greater(t, order[at]+3, order[at-1], "%v", order)
 		}
 		c.Quiet()

@@ -139,7 +139,8 @@ func TestOnlyVotersDiskIsSick(t *testing.T) {
 					c.WaitStatus("b", "RUNNING")
 					time.Sleep(20 * time.Second)
 					want := 5
-					if c.Peer(0).State().Apps["refused"] != nil { // a write that hangs may come to the disk all the same
+					// a write that hangs may come to the disk all the same
+					if c.Peer(0).State().Apps["refused"] != nil {
 						c.WaitStatus("refused", "RUNNING")
 						want = 6
 					}

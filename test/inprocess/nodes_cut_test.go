@@ -40,7 +40,8 @@ func TestCutOffLeaderFences(t *testing.T) {
 
 func cutOff(t *testing.T, rule string) {
 	c := harness.New(t, harness.Nodes(3), harness.Slots(4), harness.OnLeaseLoss(rule))
-	c.Expect(harness.NodeFails, harness.RanksMove, harness.StreamBreaks) // of the ranks that the cut-off node must end
+	// of the ranks that the cut-off node must end
+	c.Expect(harness.NodeFails, harness.RanksMove, harness.StreamBreaks)
 	c.WaitVoters(3)
 	c.Deploy(spread("a", 6))
 	c.WaitStatus("a", "RUNNING")

@@ -74,7 +74,8 @@ func TestTheRanksTimeAndOutputsReachAnotherNode(t *testing.T) {
 			}
 			last := there[len(there)-1]
 			require.Equal(t, msg.RecDone, last.Kind)
-			assert.InDelta(t, tokens, last.Out, 2, "the role and the end of a stream may count") // as chunks, without a usage
+			// as chunks, without a usage
+			assert.InDelta(t, tokens, last.Out, 2, "the role and the end of a stream may count")
 			inHand := last.At - there[0].At
 			assert.InDelta(t, answer.Total.Seconds(), inHand.Seconds(), 0.1, "it is given back in a message of its own")
 			if streamed {

@@ -254,7 +254,8 @@ func (w *walker) end(s *harness.Stream, left bool) {
 func (w *walker) settle() {
 	w.note("quiet point")
 	for _, e := range w.c.Engines.Live() {
-		w.note("heal %s: %v", e, w.c.Heal(e.URL)) // one that is starting, refuses or dies cannot be told, and need not be
+		// one that is starting, refuses or dies cannot be told, and need not be
+		w.note("heal %s: %v", e, w.c.Heal(e.URL))
 	}
 	w.clients.Wait()
 	w.mu.Lock()

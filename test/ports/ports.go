@@ -92,7 +92,8 @@ func cells() []int {
 			}
 		}
 	}
-	if len(out) == 0 { // the kernel's range is wider than any default: then a connection may take a port first
+	// the kernel's range is wider than any default: then a connection may take a port first
+	if len(out) == 0 {
 		for base := 10_000; base < signLow; base += cellSize {
 			out = append(out, base)
 		}

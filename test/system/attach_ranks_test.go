@@ -176,7 +176,8 @@ func TestRankRemovalDeadline(t *testing.T) {
 	r.WaitStatus("edge", "RUNNING")
 	streams := make(chan *harness.Stream, 4)
 	for i := range cap(streams) { // prompts of their own: a cached one would draw all of them to one rank
-		go func() { streams <- r.StreamChat(t.Context(), "edge", fmt.Sprintf("%d is my number", i), 1200) }() // 6 s
+		// 6 s
+		go func() { streams <- r.StreamChat(t.Context(), "edge", fmt.Sprintf("%d is my number", i), 1200) }()
 	}
 	onFirst := 0
 	r.Eventually(func() error {

@@ -181,7 +181,8 @@ func abuse(t *testing.T, port int) {
 	for _, junk := range [][]byte{
 		[]byte("GET / HTTP/1.1\r\nHost: x\r\n\r\n"),
 		bytes.Repeat([]byte{0xff}, 1<<16),
-		append(append([]byte{}, greeting...), 6, 0x7f, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff), // a command of 2^63 bytes
+		// a command of 2^63 bytes
+		append(append([]byte{}, greeting...), 6, 0x7f, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff),
 		greeting[:20],
 	} {
 		c, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(port)))

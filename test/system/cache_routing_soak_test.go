@@ -94,7 +94,8 @@ const soakRanks = 4
 // the same running application, on engines at 1000 times speed; in a lockstep group at 50 times. No error,
 // and nothing is left. Short of an acceptance run: 128 requests, and three policies in lockstep.
 func TestSK3EveryPolicySoaked(t *testing.T) {
-	all := strings.Fields("round-robin random direct power-of-two least-loaded session-affinity chwbl " + // without a KV index
+	// without a KV index
+	all := strings.Fields("round-robin random direct power-of-two least-loaded session-affinity chwbl " +
 		"prefix-aware cache-aware least-kv scoring kv lmetric lmetric-1 lpwl min-ttft sticky mex")
 	requests, lockstep := 128, []string{"power-of-two", "scoring", "kv"}
 	if accepting() {

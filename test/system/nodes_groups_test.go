@@ -29,7 +29,8 @@ func TestRG1GroupsOverNodes(t *testing.T) {
 	for range starts {
 		t.Run("fresh", func(t *testing.T) {
 			t.Parallel()
-			c := harness.StartMembers(t, harness.Each(2), harness.MemberSlots(8), harness.RealTimers()) // time is not the subject
+			// time is not the subject
+			c := harness.StartMembers(t, harness.Each(2), harness.MemberSlots(8), harness.RealTimers())
 			a, b := c.All[0], c.All[1]
 			a.Want(simApp("pair", 8, "lockstep", "") + "    num_groups: 2\n")
 			st := c.Running("pair")

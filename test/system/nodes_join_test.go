@@ -32,7 +32,8 @@ func TestSP10JoinRefused(t *testing.T) {
 			"--data-dir", filepath.Join(t.TempDir(), "data"), "--http-bind", "127.0.0.1:0", "--admin-bind", "127.0.0.1:0",
 		}, args...)...)
 	}
-	m := c.Add("b", "--roles", "worker") // takes the cluster's own token; the next takes the one that is good for one node
+	// takes the cluster's own token; the next takes the one that is good for one node
+	m := c.Add("b", "--roles", "worker")
 	m.Kill()
 	first := join("--token", used, "--node-id", "x")
 	c.Eventually("the token's one use", func() error {

@@ -142,7 +142,8 @@ func TestMB6UnknownMessages(t *testing.T) {
 	for _, m := range c.All {
 		s.posts(ctx, t, m)
 		for kind, least := range map[string]float64{"method": 2, "post": 2} {
-			require.Eventually(t, func() bool { // posts have no answer: the node counts them when it has read them
+			// posts have no answer: the node counts them when it has read them
+			require.Eventually(t, func() bool {
 				return counted(t, m, "dpserve_unknown_messages_total", `kind="`+kind+`"`) >= least
 			}, harness.Patience, 10*time.Millisecond, "%s at %s", kind, m.Name)
 		}

@@ -32,11 +32,12 @@ type Config struct {
 	SlowFactor float64
 	SlowFrom   time.Duration
 
-	ClockSkew   []time.Duration      // by rank: how far its own clock is ahead; ranks beyond the list: 0
-	ClockJump   []time.Duration      // by rank: by how much its clock jumps at ClockJumpAt; likewise
-	ClockJumpAt time.Duration        //
-	WithoutHits int                  // of the first of the ranks nobody knows what they hold
-	Report      func(*routing.Event) // changes what a rank tells before an ingress hears of it; nil = nothing is changed
+	ClockSkew   []time.Duration // by rank: how far its own clock is ahead; ranks beyond the list: 0
+	ClockJump   []time.Duration // by rank: by how much its clock jumps at ClockJumpAt; likewise
+	ClockJumpAt time.Duration   //
+	WithoutHits int             // of the first of the ranks nobody knows what they hold
+	// changes what a rank tells before an ingress hears of it; nil = nothing is changed
+	Report func(*routing.Event)
 
 	Each func(sent int) error // called after each request that came; an error ends the run; nil = not called
 }
