@@ -32,14 +32,14 @@ type Peer struct {
 	Host string // of everything that it binds
 	Disk *Disk  // of its log
 
-	root   *Cluster
-	config wiring.Config
-	place  *memnet.Host
-	voice  *voice
-	stop   context.CancelFunc
-	served chan error
-	once   sync.Once
-	err    error
+	root          *Cluster
+	config        wiring.Config
+	place         *memnet.Host
+	journalWriter *journalWriter
+	stop          context.CancelFunc
+	served        chan error
+	once          sync.Once
+	err           error
 
 	gone    atomic.Bool // closed or dropped
 	dropped atomic.Bool
@@ -52,14 +52,14 @@ func Roles(i int, roles ...string) Option { return func(s *settings) { s.roles[i
 // OnLeaseLoss sets --on-lease-loss: serve, the default, or fence.
 func OnLeaseLoss(rule string) Option { return func(s *settings) { s.config.OnLeaseLoss = rule } }
 
-// voice writes a node's log lines to the journal until the node is dropped.
-type voice struct {
+// journalWriter writes a node's log lines to the journal until the node is dropped.
+type journalWriter struct {
 	journal *Journal
 	dead    atomic.Bool
 }
 
 // Write takes one line.
-func (v *voice) Write(line []byte) (int, error) {
+func (v *journalWriter) Write(line []byte) (int, error) {
 	if v.dead.Load() {
 		return len(line), nil
 	}
@@ -76,8 +76,8 @@ func (c *Cluster) Grow() *Peer {
 	if s.disk != "" {
 		cfg.DataDir = filepath.Join(s.disk, m.ID)
 	}
-	m.place, m.voice = c.Net.Host(m.Host), &voice{journal: c.Journal}
-	cfg.NodeID, cfg.LogWriter, cfg.Network, cfg.Stores = m.ID, m.voice, m.place, m.Disk.under
+	m.place, m.journalWriter = c.Net.Host(m.Host), &journalWriter{journal: c.Journal}
+	cfg.NodeID, cfg.LogWriter, cfg.Network, cfg.Stores = m.ID, m.journalWriter, m.place, m.Disk.under
 	if roles := s.roles[i]; len(roles) > 0 {
 		cfg.Roles = roles
 	}
@@ -181,7 +181,7 @@ func (m *Peer) Close() {
 // Drop ends the node as SIGKILL does: its connections are reset, its engines die, and it sends nothing more.
 // Its goroutines in this process end by themselves.
 func (m *Peer) Drop() {
-	m.voice.dead.Store(true)
+	m.journalWriter.dead.Store(true)
 	m.dropped.Store(true)
 	m.gone.Store(true)
 	m.place.Down()

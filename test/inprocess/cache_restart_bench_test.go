@@ -40,10 +40,10 @@ func (healthyEngine) Counters(context.Context) (engine.Counters, error) {
 	return engine.Counters{}, nil
 }
 
-// nobody ignores the events of ranks.
-type nobody struct{}
+// ignoreEvents ignores the events of ranks.
+type ignoreEvents struct{}
 
-func (nobody) ReplicaEvent(msg.ReplicaEvent) {}
+func (ignoreEvents) ReplicaEvent(msg.ReplicaEvent) {}
 
 // stateOf is a cluster state that never changes.
 type stateOf struct{ st *state.State }
@@ -57,14 +57,14 @@ type held struct {
 	sum    uint64
 }
 
-// census holds what each rank reports as cached, by "GROUP/RANK".
-type census struct {
+// columnCensus holds what each rank reports as cached, by "GROUP/RANK".
+type columnCensus struct {
 	mu    sync.Mutex
 	ranks map[string]held
 }
 
 // Deliver implements msg.Sink.
-func (s *census) Deliver(r *msg.Record) {
+func (s *columnCensus) Deliver(r *msg.Record) {
 	if r.Kind != msg.RecKVEnd {
 		return
 	}
@@ -74,7 +74,7 @@ func (s *census) Deliver(r *msg.Record) {
 }
 
 // take asks every rank.
-func (s *census) take(b *testing.B, feed msg.Feed) map[string]held {
+func (s *columnCensus) take(b *testing.B, feed msg.Feed) map[string]held {
 	b.Helper()
 	s.ranks = map[string]held{}
 	defer feed.Subscribe(s)()
@@ -114,7 +114,7 @@ func newRestartNode(b *testing.B, log *slog.Logger) *restartNode {
 	for rank, u := range a.Units() {
 		st.Units[u.ID] = &state.Unit{ID: u.ID, App: a.Name, Group: u.Group, Epoch: 1, Phase: state.Ready}
 		st.Epochs[u.ID] = 1
-		s, err := f.New(msg.ReplicaSpec{App: a, Unit: u.ID, Group: u.Group, Rank: rank, Epoch: 1, Node: "n", Watcher: nobody{}, Target: msg.Target{URL: "http://127.0.0.1:1", Owned: true}})
+		s, err := f.New(msg.ReplicaSpec{App: a, Unit: u.ID, Group: u.Group, Rank: rank, Epoch: 1, Node: "n", Watcher: ignoreEvents{}, Target: msg.Target{URL: "http://127.0.0.1:1", Owned: true}})
 		require.NoError(b, err)
 		b.Cleanup(func() { require.NoError(b, s.Stop(context.Background())) })
 		require.NoError(b, s.Ready(b.Context(), msg.Facts{Incarnation: uint64(rank) + 1, MaxOngoing: 8}))
@@ -197,7 +197,7 @@ func BenchmarkIngressRestart(b *testing.B) {
 			log := slog.New(slog.DiscardHandler)
 			n := newRestartNode(b, log)
 			n.fill(b, prompt)
-			all := (&census{}).take(b, n.hub)
+			all := (&columnCensus{}).take(b, n.hub)
 			for b.Loop() {
 				in, err := ingress.New(ingress.Config{Node: "late", Store: n.store, Feed: n.hub, Metrics: telemetry.New(), Log: log, Seed: 7})
 				require.NoError(b, err)

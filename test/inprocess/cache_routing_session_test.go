@@ -249,12 +249,14 @@ func (s *conversations) unknown(tokens int) {
 	}
 }
 
-// judged counts the decisions that were compared with the rule.
-type judged struct{ all, left, wrong int }
+// ruleCheck counts the decisions that were compared with the rule.
+type ruleCheck struct{ all, left, wrong int }
 
 // talk plays a session whose turns each add half an opening. While a rank is overloaded, it compares the
 // Router's decisions with the rule.
-func (s *conversations) talk(t *testing.T, c *harness.Cluster, r *rand.Rand, overloaded string, j *judged) {
+func (s *conversations) talk(
+	t *testing.T, c *harness.Cluster, r *rand.Rand, overloaded string, j *ruleCheck,
+) {
 	const opening, more = 1000, 500
 	prompt, home, known := freshPrompt(r, opening), "", 0
 	for range rt7Turns {
@@ -309,7 +311,7 @@ func TestRT7ConversationsStayUnlessTheWaitExceedsThePrefillTheySave(t *testing.T
 				c.Deploy(simApp("a", rt7Ranks, "independent", "", "routing: {policy: min-ttft, params: {eta: true}}"))
 				c.WaitStatus("a", "RUNNING")
 				s := conversations{few: true}
-				var j judged
+				var j ruleCheck
 				var overload sync.WaitGroup
 				r, stop := rand.New(rand.NewPCG(seed+1, 70)), make(chan struct{})
 				arrive(r, sessions, gap, func(i int) {

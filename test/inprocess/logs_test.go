@@ -13,17 +13,17 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// told holds the parts of a log line that a person looks for.
-type told struct {
+// logParts holds the parts of a log line that a person looks for.
+type logParts struct {
 	Level, Msg, Node, App, Unit, From, To, Cause, Peer, Change string
 	Epoch                                                      uint64
 }
 
 // linesOf are the lines of the journal behind the first n.
-func linesOf(t *testing.T, j *harness.Journal, n int) (out []told) {
+func linesOf(t *testing.T, j *harness.Journal, n int) (out []logParts) {
 	t.Helper()
 	for _, line := range j.Find()[n:] {
-		var e told
+		var e logParts
 		require.NoError(t, json.Unmarshal([]byte(line), &e))
 		out = append(out, e)
 	}
@@ -31,7 +31,7 @@ func linesOf(t *testing.T, j *harness.Journal, n int) (out []told) {
 }
 
 // short are the level and the message of each line, and what it is about.
-func short(list []told) (out []string) {
+func short(list []logParts) (out []string) {
 	for _, e := range list {
 		text := e.Level + " " + e.Msg
 		for _, more := range []string{e.Unit, e.From, e.To, e.Change, e.Peer} {
@@ -110,9 +110,13 @@ func TestLeaderChangeIsAFewLines(t *testing.T) {
 
 		list := linesOf(t, c.Journal, n)
 		assert.LessOrEqual(t, len(list), 10, "%v", short(list))
-		leads := slices.DeleteFunc(slices.Clone(list), func(e told) bool { return e.Msg != "this node leads the cluster" })
+		leads := slices.DeleteFunc(slices.Clone(list), func(e logParts) bool {
+			return e.Msg != "this node leads the cluster"
+		})
 		assert.Len(t, leads, 1)
-		unreached := slices.DeleteFunc(slices.Clone(list), func(e told) bool { return e.Msg != "consensus does not reach a node" })
+		unreached := slices.DeleteFunc(slices.Clone(list), func(e logParts) bool {
+			return e.Msg != "consensus does not reach a node"
+		})
 		require.Len(t, unreached, 1, "%v", short(list))
 		assert.Equal(t, "WARN", unreached[0].Level)
 		assert.Equal(t, "node-1", unreached[0].Peer)

@@ -56,7 +56,7 @@ func cutOff(t *testing.T, rule string) {
 	require.Len(t, held, 2)
 	time.Sleep(5 * time.Second)
 	majority := make([]*traffic, len(others))
-	notes := []*diary{follow(others[0]), follow(others[1])}
+	notes := []*recordLog{follow(others[0]), follow(others[1])}
 	for i, p := range others {
 		majority[i] = ask(t, p, "a", 100*time.Millisecond, 10)
 	}
@@ -124,7 +124,7 @@ func cutOff(t *testing.T, rule string) {
 		clean(t, list)
 	}
 	for i, d := range notes {
-		stale := d.all(func(h heard) bool {
+		stale := d.all(func(h rankRecord) bool {
 			return h.kind == msg.RecAdmitted && h.ingress == others[i].ID && h.epoch == 1 && h.at.After(again) && held[strings.TrimPrefix(h.unit, "a/")]
 		})
 		assert.Empty(t, stale, "admitted under an old epoch")

@@ -101,7 +101,7 @@ func TestGroupOverTwoNodesFailsAsOne(t *testing.T) {
 		c.Deploy(simApp("gang", 16, "lockstep", "sim_step_ms: 10, sim_startup_s: 2"))
 		c.WaitUnit("gang/0", "ready", 1)
 		require.Len(t, ranksOn(c.Peer(0), "node-2"), 8)
-		var notes []*diary
+		var notes []*recordLog
 		var loads []*traffic
 		for _, p := range c.Peers() {
 			notes = append(notes, follow(p))
@@ -121,7 +121,7 @@ func TestGroupOverTwoNodesFailsAsOne(t *testing.T) {
 		}
 		assert.Positive(t, broken, "streams that the group had begun")
 		for i, d := range notes {
-			late := d.all(func(h heard) bool {
+			late := d.all(func(h rankRecord) bool {
 				return h.kind == msg.RecAdmitted && h.epoch == 1 && h.at.After(killed.Add(outIn))
 			})
 			assert.Empty(t, late, "ingress %d used the group after it was dead", i+1)

@@ -33,9 +33,9 @@ func TestSilentNodeLosesItsRanks(t *testing.T) {
 		silent := c.Peer(2)
 		gone := ranksOn(c.Peer(0), silent.ID)
 		require.Len(t, gone, 2)
-		diaries := []*diary{follow(c.Peer(0)), follow(c.Peer(1))}
+		diaries := []*recordLog{follow(c.Peer(0)), follow(c.Peer(1))}
 		time.Sleep(5 * time.Second)
-		long := volley(t, c.Peer(0), "a", 12, 400)
+		long := askAtOnce(t, c.Peer(0), "a", 12, 400)
 		loads := []*traffic{ask(t, c.Peer(0), "a", 50*time.Millisecond, 10), ask(t, c.Peer(1), "a", 50*time.Millisecond, 10)}
 		time.Sleep(time.Second)
 
@@ -62,7 +62,9 @@ func TestSilentNodeLosesItsRanks(t *testing.T) {
 		}
 		for i, d := range diaries {
 			for what, limit := range map[msg.RecordKind]time.Duration{msg.RecSilent: suspectAt, msg.RecGone: outAt} {
-				list := d.all(func(h heard) bool { return h.kind == what && h.at.After(cut) && h.epoch == 1 })
+				list := d.all(func(h rankRecord) bool {
+					return h.kind == what && h.at.After(cut) && h.epoch == 1
+				})
 				require.Len(t, list, 2, "ingress %d, record %d", i+1, what)
 				for _, h := range list {
 					assert.LessOrEqual(t, h.at.Sub(cut), limit+beat)

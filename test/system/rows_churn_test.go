@@ -240,9 +240,9 @@ type drained struct {
 	settled     bool // first holds
 }
 
-// drainTold bounds how long the news of a drain may take from the leader, which reports it at once, to the
+// drainNoticed bounds how long the news of a drain may take from the leader, which reports it at once, to the
 // rank's node.
-const drainTold = 500 * time.Millisecond
+const drainNoticed = 500 * time.Millisecond
 
 func watchDrains(c *harness.Members, at *harness.Member, app string) *drains {
 	d := &drains{stop: make(chan struct{}), low: 1 << 10, seen: map[string]*drained{}}
@@ -281,7 +281,7 @@ func (d *drains) look(st *msg.AppStatus) {
 			d.seen[key] = e
 		}
 		if !e.settled {
-			e.first, e.settled = n, time.Since(e.since) > drainTold
+			e.first, e.settled = n, time.Since(e.since) > drainNoticed
 		}
 		e.last = n
 	}

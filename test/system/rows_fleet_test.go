@@ -17,9 +17,9 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// rated runs clients that send a fixed number of short requests per second to several nodes, whether or not
-// they are answered.
-type rated struct {
+// pacedClients runs clients that send a fixed number of short requests per second to several nodes, whether
+// or not they are answered.
+type pacedClients struct {
 	stop context.CancelFunc
 	wg   sync.WaitGroup
 	mu   sync.Mutex
@@ -27,10 +27,10 @@ type rated struct {
 	bad  []string
 }
 
-func startRate(t *testing.T, app string, perSecond int, at ...string) *rated {
+func startRate(t *testing.T, app string, perSecond int, at ...string) *pacedClients {
 	t.Helper()
 	ctx, stop := context.WithCancel(context.Background())
-	l := &rated{stop: stop}
+	l := &pacedClients{stop: stop}
 	client := &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: perSecond}, Timeout: harness.HungAfter}
 	l.wg.Go(func() {
 		tick := time.NewTicker(time.Second / time.Duration(perSecond))
@@ -48,7 +48,7 @@ func startRate(t *testing.T, app string, perSecond int, at ...string) *rated {
 	return l
 }
 
-func (l *rated) one(client *http.Client, at, app string) {
+func (l *pacedClients) one(client *http.Client, at, app string) {
 	s := func() *harness.Stream {
 		req, err := http.NewRequestWithContext(context.Background(), http.MethodPost, "http://"+at+"/v1/chat/completions", strings.NewReader(harness.Chat(app, "hello", 2, true)))
 		if err != nil {
@@ -71,7 +71,7 @@ func (l *rated) one(client *http.Client, at, app string) {
 }
 
 // end gives the number of good answers and what the others were.
-func (l *rated) end() (ok int, bad []string) {
+func (l *pacedClients) end() (ok int, bad []string) {
 	l.stop()
 	l.wg.Wait()
 	return l.ok, l.bad
