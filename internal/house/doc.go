@@ -1,6 +1,7 @@
-// Package house keeps the house rules that a compiler does not know: which room may import which, what a pure room may not
-// touch, and that test libraries stay out of the binary. It holds tests only; they read the source tree and run nothing.
+// Package house tests the rules of the code that a compiler does not know: which package may import which,
+// what a pure package may not do, that no test library is linked into the binary, and what CONTRIBUTING.md
+// says of files, lines and comments. It holds tests only. They read the source tree and run nothing of it.
 //
-// The floors are those of the design: 0 pure cores, 1 adapters, 2 actors and the admin API, 3 wiring and the command. A room
-// imports only rooms on floors below its own. internal/ lies below all of them, test/ above.
+// There are five layers: 0 pure packages, 1 adapters, 2 actors and the admin API, 3 wiring and the command, 4
+// tests. A package imports only packages of lower layers. internal/ is below all of them.
 package house

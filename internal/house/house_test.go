@@ -12,13 +12,14 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
 
-// source is one Go file that is linked into the product: tests are not read.
+// source is one Go file that can be linked into the product, so no test.
 type source struct {
 	path string // slash separated, relative to the module
 	file *ast.File
@@ -27,7 +28,7 @@ type source struct {
 
 func (s source) folder() string { return path.Dir(s.path) }
 
-// at is "file:line: ", as compilers write it.
+// at returns "file:line: ", as compilers write it.
 func (s source) at(n ast.Node) string {
 	return fmt.Sprintf("%s:%d: ", s.path, s.fset.Position(n.Pos()).Line)
 }
@@ -41,22 +42,29 @@ func (s source) imports(yield func(*ast.ImportSpec, string) bool) {
 	}
 }
 
-// skipped are folders that hold no Go code of ours.
-func skipped(name string) bool {
-	return name == "testdata" || name == "vendor" || name != "." && name != ".." && strings.HasPrefix(name, ".")
+// isSkipped says that a folder holds no Go code of ours.
+func isSkipped(name string) bool {
+	isHidden := name != "." && name != ".." && strings.HasPrefix(name, ".")
+	return isHidden || name == "testdata" || name == "vendor"
 }
 
-// tree reads every Go file of the repository but tests.
+// tree returns every Go file of the repository, without tests. They are parsed once per test run.
 func tree(t *testing.T) []source {
 	t.Helper()
+	out, err := parseTree()
+	require.NoError(t, err)
+	require.NotEmpty(t, out, "no source found: is the test run from its own folder?")
+	return out
+}
+
+var parseTree = sync.OnceValues(func() (out []source, err error) {
 	root := filepath.Join("..", "..")
-	var out []source
-	err := filepath.WalkDir(root, func(file string, d fs.DirEntry, err error) error {
+	err = filepath.WalkDir(root, func(file string, d fs.DirEntry, err error) error {
 		if err != nil {
 			return err
 		}
 		if d.IsDir() {
-			if file != root && skipped(d.Name()) {
+			if file != root && isSkipped(d.Name()) {
 				return fs.SkipDir
 			}
 			return nil
@@ -73,18 +81,17 @@ func tree(t *testing.T) []source {
 		if err != nil {
 			return err
 		}
-		if linked(parsed) {
+		if isLinked(parsed) {
 			out = append(out, source{path: filepath.ToSlash(rel), file: parsed, fset: fset})
 		}
 		return nil
 	})
-	require.NoError(t, err)
-	require.NotEmpty(t, out, "no source found: is the test run from its own folder?")
-	return out
-}
+	return out, err
+})
 
-// linked says whether a file can be part of a binary: files behind the tags "tools" and "ignore" never are.
-func linked(file *ast.File) bool {
+// isLinked says whether a file can be part of a binary: files with the build tags "tools" and "ignore" never
+// are.
+func isLinked(file *ast.File) bool {
 	for _, group := range file.Comments {
 		if group.Pos() > file.Package {
 			break
@@ -98,86 +105,90 @@ func linked(file *ast.File) bool {
 	return true
 }
 
-// TestFloors: a room imports only rooms below it; rooms of one floor meet through actors/msg, interfaces and wiring.
-func TestFloors(t *testing.T) {
+// TestLayers: an area imports only areas of lower layers. Areas of one layer use the messages and interfaces
+// of actors/msg, and wiring connects them.
+func TestLayers(t *testing.T) {
 	for _, s := range tree(t) {
-		own, ok := roomOf(s.folder())
-		if !assert.True(t, ok, "%s: folder %s is in no room; add a row to the floor table", s.path, s.folder()) {
+		own, ok := areaOf(s.folder())
+		if !assert.True(t, ok, "%s: folder %s is in no area; add a row to areas()", s.path, s.folder()) {
 			continue
 		}
 		for spec, imported := range s.imports {
-			if fault := floorFault(own, imported); fault != "" {
+			if fault := layerFault(own, imported); fault != "" {
 				t.Error(s.at(spec) + fault)
 			}
 		}
 	}
 }
 
-// floorFault says why a room may not import a path, "" if it may.
-func floorFault(own room, imported string) string {
-	if matches(imported, own.deny) {
-		return fmt.Sprintf("room %s must not import %s", own.name, imported)
+// layerFault says why an area may not import a path; "" if it may.
+func layerFault(own area, imported string) string {
+	if matchesAny(imported, own.deny) {
+		return fmt.Sprintf("%s must not import %s", own.name, imported)
 	}
 	folder, ours := strings.CutPrefix(imported, module)
 	if !ours {
-		if own.pure() && strings.Contains(imported, ".") && !matches(imported, pureLibraries()) {
-			return fmt.Sprintf("pure room %s must not link %s", own.name, imported)
+		if own.isPure() && strings.Contains(imported, ".") && !matchesAny(imported, pureLibraries()) {
+			return fmt.Sprintf("pure %s must not link %s", own.name, imported)
 		}
 		return ""
 	}
-	other, ok := roomOf(folder)
+	other, ok := areaOf(folder)
 	switch {
 	case !ok:
-		return fmt.Sprintf("imports %s, which is in no room", imported)
+		return fmt.Sprintf("imports %s, which is in no area", imported)
 	case other.name == own.name, slices.Contains(own.also, other.name):
 		return ""
-	case own.pure() && other.name == "internal" && folder != "internal/problem" && folder != "internal/nearest":
-		return fmt.Sprintf("pure room %s must not import %s", own.name, folder)
-	case other.floor >= own.floor:
-		return fmt.Sprintf("room %s (floor %d) must not import %s (floor %d)", own.name, own.floor, other.name, other.floor)
+	case own.isPure() && other.name == "internal" && !slices.Contains(pureHelpers(), folder):
+		return fmt.Sprintf("pure %s must not import %s", own.name, folder)
+	case other.layer >= own.layer:
+		return fmt.Sprintf("%s (layer %d) must not import %s (layer %d)",
+			own.name, own.layer, other.name, other.layer)
 	}
 	return ""
 }
 
-// TestTestLibraries: what tests are made of is never linked into the binary.
+// TestTestLibraries: no test library is linked into the binary.
 func TestTestLibraries(t *testing.T) {
 	for _, s := range tree(t) {
-		if within(s.folder(), "test") {
+		if isWithin(s.folder(), "test") {
 			continue
 		}
 		for spec, imported := range s.imports {
-			assert.False(t, matches(imported, testLibraries()), "%simports %s, a test library", s.at(spec), imported)
+			isTestLibrary := matchesAny(imported, testLibraries())
+			assert.False(t, isTestLibrary, "%simports %s, a test library", s.at(spec), imported)
 		}
 	}
 }
 
-// clocks are functions a pure room must not call: what they give is an argument there, what they print a result.
-func clocks() map[string][]string {
+// impureCalls lists the functions that a pure area must not call: it gets the time as an argument and returns
+// results instead of printing them.
+func impureCalls() map[string][]string {
 	return map[string][]string{
 		"time": {"Now", "Since", "Until", "Sleep", "After", "AfterFunc", "Tick", "NewTimer", "NewTicker"},
 		"fmt":  {"Print", "Printf", "Println", "Scan", "Scanf", "Scanln"},
 	}
 }
 
-// TestPureRooms: a pure room starts nothing, reads no clock and prints nothing.
-func TestPureRooms(t *testing.T) {
+// TestPureAreas: a pure area starts no goroutine, reads no clock and prints nothing.
+func TestPureAreas(t *testing.T) {
 	for _, s := range tree(t) {
-		own, _ := roomOf(s.folder())
-		if !own.pure() {
+		own, _ := areaOf(s.folder())
+		if !own.isPure() {
 			continue
 		}
 		ast.Inspect(s.file, func(n ast.Node) bool {
-			if fault := impure(n); fault != "" {
-				t.Errorf("%spure room %s %s", s.at(n), own.name, fault)
+			if fault := impurity(n); fault != "" {
+				t.Errorf("%spure %s %s", s.at(n), own.name, fault)
 			}
 			return true
 		})
 	}
 }
 
-// impure says what a node of a pure room does wrong, "" if nothing. Calls of the global random source need types to tell them
-// from those of a generator named rand; forbidigo finds them.
-func impure(n ast.Node) string {
+// impurity says what a node of a pure area does wrong; "" if nothing. Calls of the global random source look
+// like calls of a generator named rand here; forbidigo, which knows types, finds them.
+func impurity(n ast.Node) string {
 	switch n := n.(type) {
 	case *ast.GoStmt:
 		return "starts a goroutine"
@@ -191,15 +202,15 @@ func impure(n ast.Node) string {
 			return ""
 		}
 		pkg, ok := sel.X.(*ast.Ident)
-		if ok && slices.Contains(clocks()[pkg.Name], sel.Sel.Name) {
+		if ok && slices.Contains(impureCalls()[pkg.Name], sel.Sel.Name) {
 			return "calls " + pkg.Name + "." + sel.Sel.Name
 		}
 	}
 	return ""
 }
 
-// TestFloorTable checks the checker: each kind of fault is found, and what is allowed is not.
-func TestFloorTable(t *testing.T) {
+// TestLayerFault: each kind of fault is found, and no allowed import is reported.
+func TestLayerFault(t *testing.T) {
 	cases := []struct {
 		folder, imported string
 		fault            string
@@ -208,34 +219,40 @@ func TestFloorTable(t *testing.T) {
 		{"routing", module + "internal/problem", ""},
 		{"routing", "math/rand/v2", ""},
 		{"routing", "net/netip", ""},
-		{"routing", "net/http", "room routing must not import net/http"},
-		{"routing", "os", "room routing must not import os"},
-		{"routing", module + "placement", "room routing (floor 0) must not import placement (floor 0)"},
-		{"routing", module + "internal/inbox", "pure room routing must not import internal/inbox"},
-		{"state", "github.com/hashicorp/raft", "room state must not import github.com/hashicorp/raft"},
-		{"state", "github.com/tidwall/gjson", "pure room state must not link github.com/tidwall/gjson"},
+		{"routing", "net/http", "routing must not import net/http"},
+		{"routing", "os", "routing must not import os"},
+		{"routing", module + "placement", "routing (layer 0) must not import placement (layer 0)"},
+		{"routing", module + "internal/inbox", "pure routing must not import internal/inbox"},
+		{"state", "github.com/hashicorp/raft", "state must not import github.com/hashicorp/raft"},
+		{"state", "github.com/tidwall/gjson", "pure state must not link github.com/tidwall/gjson"},
 		{"engine/sim", module + "engine/openai", ""},
-		{"engine/sim", module + "actors/msg", "room engine (floor 1) must not import actors/msg (floor 1)"},
-		{"actors/node", module + "actors/dpserver", "room actors/node (floor 2) must not import actors/dpserver (floor 2)"},
+		{"engine/sim", module + "actors/msg", "engine (layer 1) must not import actors/msg (layer 1)"},
+		{
+			"actors/node", module + "actors/dpserver",
+			"actors/node (layer 2) must not import actors/dpserver (layer 2)",
+		},
 		{"actors/node", module + "actors/msg", ""},
-		{"actors/node", gin + "gin", "room actors/node must not import github.com/gin-gonic/gin"},
+		{"actors/node", gin + "gin", "actors/node must not import github.com/gin-gonic/gin"},
 		{"actors/ingress", gin + "gin", ""},
-		{"actors/ingress", "github.com/hashicorp/raft-wal", "room actors/ingress must not import github.com/hashicorp/raft-wal"},
+		{
+			"actors/ingress", "github.com/hashicorp/raft-wal",
+			"actors/ingress must not import github.com/hashicorp/raft-wal",
+		},
 		{"cmd/dpserve", module + "wiring", ""},
-		{"wiring", module + "cmd/dpserve", "room wiring (floor 3) must not import cmd/dpserve (floor 3)"},
-		{"api", module + "nowhere", "imports " + module + "nowhere, which is in no room"},
+		{"wiring", module + "cmd/dpserve", "wiring (layer 3) must not import cmd/dpserve (layer 3)"},
+		{"api", module + "nowhere", "imports " + module + "nowhere, which is in no area"},
 	}
 	for _, c := range cases {
-		own, ok := roomOf(c.folder)
+		own, ok := areaOf(c.folder)
 		require.True(t, ok, c.folder)
-		assert.Equal(t, c.fault, floorFault(own, c.imported), "%s imports %s", c.folder, c.imported)
+		assert.Equal(t, c.fault, layerFault(own, c.imported), "%s imports %s", c.folder, c.imported)
 	}
-	_, ok := roomOf("utils")
-	assert.False(t, ok, "an unknown folder has no room")
+	_, ok := areaOf("utils")
+	assert.False(t, ok, "an unknown folder has no area")
 }
 
-// TestImpure checks the checker of pure rooms on a small file.
-func TestImpure(t *testing.T) {
+// TestImpurity checks a small file that does everything that a pure area must not do.
+func TestImpurity(t *testing.T) {
 	const text = `package p
 func init() {}
 func f(r *rand.Rand) {
@@ -247,12 +264,13 @@ func f(r *rand.Rand) {
 	require.NoError(t, err)
 	var faults []string
 	ast.Inspect(file, func(n ast.Node) bool {
-		if fault := impure(n); fault != "" {
+		if fault := impurity(n); fault != "" {
 			faults = append(faults, fault)
 		}
 		return true
 	})
-	assert.Equal(t, []string{"has an init function", "starts a goroutine", "calls time.Now", "calls fmt.Println"}, faults)
+	want := []string{"has an init function", "starts a goroutine", "calls time.Now", "calls fmt.Println"}
+	assert.Equal(t, want, faults)
 }
 
 // TestNoPathsOfOneMachine: the tree must not name folders that exist on one machine only.
@@ -262,7 +280,8 @@ func TestNoPathsOfOneMachine(t *testing.T) {
 			lit, ok := n.(*ast.BasicLit)
 			if ok && lit.Kind == token.STRING {
 				path := strings.Split(strings.Trim(lit.Value, "\"`"), "/")
-				rooted := len(path) > 2 && path[0] == "" && slices.Contains([]string{"home", "root", "Users"}, path[1])
+				homes := []string{"home", "root", "Users"}
+				rooted := len(path) > 2 && path[0] == "" && slices.Contains(homes, path[1])
 				assert.False(t, rooted, "%sholds %s", s.at(n), lit.Value)
 			}
 			return true

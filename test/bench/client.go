@@ -63,10 +63,10 @@ func tagged(req []byte) []byte {
 
 const tagBytes = 16
 
-// promptNumber tells all prompts of a run apart.
+// promptNumber makes all prompts of a run different.
 var promptNumber atomic.Uint64
 
-// nextPrompt makes the prompt one that nobody has sent.
+// nextPrompt makes the prompt one that was never sent before.
 func (c *client) nextPrompt() {
 	copy(c.tag, fmt.Sprintf("%0*x", tagBytes, promptNumber.Add(1)*0x9E3779B97F4A7C15))
 }
@@ -79,9 +79,10 @@ func dial(ctx context.Context, addr string, req []byte) (*client, error) {
 	return &client{c: c, r: bufio.NewReaderSize(c, 64<<10), req: req, tokens: tokensOf(req)}, nil
 }
 
-// do sends the request and reads the answer to its end. first is the time to the first content chunk (or the whole body), less
-// what the engine says it slept before it, so that the mock's timers do not count as anybody's latency. chunks is what the request
-// asked for: a stream that does not end with [DONE] is an error.
+// do sends the request and reads the answer to its end. first is the time to the first content chunk (or the
+// whole body), less what the engine says it slept before it, so that the mock's timers do not count as
+// anybody's latency. chunks is what the request asked for: a stream that does not end with [DONE] is an
+// error.
 func (c *client) do() (first time.Duration, chunks int, err error) {
 	if c.tag != nil {
 		c.nextPrompt()

@@ -34,7 +34,8 @@ func (p *policyFlags) rows() ([]routed, error) {
 	return rows, err
 }
 
-// compare runs every policy under every traffic. Each run has a fresh dpserve with fresh engines; the rounds differ in their seed.
+// compare runs every policy under every traffic. Each run has a fresh dpserve with fresh engines; the rounds
+// differ in their seed.
 func (p *policyFlags) compare(ctx context.Context, bin string, rounds int) error {
 	rows, err := p.rows()
 	if err != nil {
@@ -177,8 +178,8 @@ func busiest(ranks map[string]int) float64 {
 	return simRanks * float64(most) / float64(max(sum, 1))
 }
 
-// prefillLoad is the share of the ranks' time that the prompt tokens took which were not cached, by the step law without its
-// attention pairs.
+// prefillLoad is the share of the ranks' time that the prompt tokens took which were not cached, by the step
+// law without its attention pairs.
 func prefillLoad(r *loadgen.Report) float64 {
 	return float64(r.PromptTokens-r.CachedTokens) * steptime.Reference().TokenMS / 1000 / max(r.DurationS, 1e-3) / simRanks
 }
@@ -222,8 +223,8 @@ func (p *policyFlags) cpu(ctx context.Context, bin string, rounds int, slice tim
 	return nil
 }
 
-// cpuShapes are the bodies whose routing costs are compared: as the first role sends them, and such that no prompt comes twice,
-// which fills every index.
+// cpuShapes are the bodies whose routing costs are compared: as the first role sends them, and such that no
+// prompt comes twice, which fills every index.
 func cpuShapes() []shape {
 	perRequest := func(s sample) float64 { return float64(s.cpu.Microseconds()) / float64(max(s.requests, 1)) }
 	cols := []column{

@@ -13,9 +13,10 @@ import (
 	"time"
 )
 
-// The mock engine: raw HTTP/1.1, one goroutine a connection. A request says what it wants in two fields: "max_tokens" chunks, and
-// "pace_us" microseconds before each of them (0 = flat out). Each chunk is a system call of its own: the mock joins no writes.
-// It closes connections that were idle for keepAlive, as vLLM does.
+// The mock engine: raw HTTP/1.1, one goroutine a connection. A request says what it wants in two fields:
+// "max_tokens" chunks, and "pace_us" microseconds before each of them (0 = flat out). Each chunk is a system
+// call of its own: the mock joins no writes. It closes connections that were idle for keepAlive, as vLLM
+// does.
 const (
 	roleChunk  = `data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"bench","choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}` + "\n\n"
 	textChunk  = `data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"bench","choices":[{"index":0,"delta":{"content":"tok "},"logprobs":null,"finish_reason":null,"token_ids":null}]}` + "\n\n"

@@ -64,16 +64,17 @@ func settings() []routed {
 	}
 }
 
-// The simulated ranks of the comparison: the reference model of steptime at real speed, with room for 262,144 tokens, so that the
-// working set of a traffic fits in all ranks together and not in one.
+// The simulated ranks of the comparison: the reference model of steptime at real speed, with room for 262,144
+// tokens, so that the working set of a traffic fits in all ranks together and not in one.
 const (
 	simRanks     = 4
 	simBlocks    = 16384
 	simBlockSize = 16
 )
 
-// traffic is one kind of load. Its rate makes the ranks compute about 70 % of the prefill they can do: under round-robin, or with
-// warm caches where it says so. Column "load %" counts tokens alone; attention adds a tenth to a half of it.
+// traffic is one kind of load. Its rate makes the ranks compute about 70 % of the prefill they can do: under
+// round-robin, or with warm caches where it says so. Column "load %" counts tokens alone; attention adds a
+// tenth to a half of it.
 type traffic struct {
 	name   string
 	what   string

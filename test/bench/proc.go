@@ -18,8 +18,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// cpu is user+sys of the processes so far, in nanoseconds and with the threads that have ended: their CPU clocks, as
-// clock_getcpuclockid(3) names them.
+// cpu is user+sys of the processes so far, in nanoseconds and with the threads that have ended: their CPU
+// clocks, as clock_getcpuclockid(3) names them.
 func cpu(pids []int) time.Duration {
 	var sum time.Duration
 	for _, pid := range pids {
@@ -60,7 +60,7 @@ func rss(pid int) float64 {
 	return kb / 1024
 }
 
-// freeAddr is a loopback address nobody listens on right now.
+// freeAddr returns a loopback address on which no program listens now.
 func freeAddr() string {
 	l, err := (&net.ListenConfig{}).Listen(context.Background(), "tcp", "127.0.0.1:0")
 	if err != nil {
@@ -75,7 +75,8 @@ func spawn(ctx context.Context, addr, name string, args ...string) (*exec.Cmd, e
 	cmd := exec.CommandContext(ctx, name, args...)
 	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
 	cmd.WaitDelay = 10 * time.Second
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL} // the main goroutine is locked to its thread
+	// the main goroutine is locked to its thread
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	cmd.Stderr = os.Stderr
 	if err := cmd.Start(); err != nil {
 		return nil, fmt.Errorf("start %s: %w", name, err)

@@ -14,7 +14,7 @@ import (
 	"golang.org/x/term"
 )
 
-// progressEvery is how often the line is drawn anew.
+// progressEvery is how often the line is drawn again.
 const progressEvery = 200 * time.Millisecond
 
 // progress is the line that says on a terminal how far the runs are. A nil one says nothing.

@@ -24,15 +24,17 @@ type sample struct {
 	err      error // the first
 }
 
-// load is what a slice does: requests over connections. rate 0 is a closed loop: every connection sends its next request when the
-// last answer is whole. stagger spreads the first requests over that time, so that paced streams do not beat in step.
+// load is what a slice does: requests over connections. rate 0 is a closed loop: every connection sends its
+// next request when the last answer is whole. stagger spreads the first requests over that time, so that
+// paced streams do not beat in step.
 type load struct {
 	req     []byte
 	conns   int
 	rate    float64 // requests per second in all, at jittered times
 	stagger time.Duration
-	fresh   bool          // no prompt is sent twice
-	burst   bool          // a connection serves one request: all are opened at once and closed, again and again
+	fresh   bool // no prompt is sent twice
+	// a connection serves one request: all are opened at once and closed, again and again
+	burst   bool
 	silence time.Duration // before each burst
 }
 
@@ -60,8 +62,8 @@ func (s *sample) one(c *client) bool {
 	return true
 }
 
-// slice dials, warms every connection up with one small request, and measures for d, to the end of what was begun by then. In
-// bursts nothing is dialled before.
+// slice dials, warms every connection up with one small request, and measures for d, to the end of what was
+// begun by then. In bursts nothing is dialled before.
 func (l load) slice(ctx context.Context, t target, d time.Duration, rnd *rand.Rand) sample {
 	var clients []*client
 	var s sample
@@ -86,7 +88,8 @@ func (l load) slice(ctx context.Context, t target, d time.Duration, rnd *rand.Ra
 	return s
 }
 
-// dial opens the connections. The warm-up runs on all of them at once, so that a gateway has its connections to the engines too.
+// dial opens the connections. The warm-up runs on all of them at once, so that a gateway has its connections
+// to the engines too.
 func (l load) dial(ctx context.Context, t target) ([]*client, sample) {
 	var s sample
 	var out []*client
@@ -161,7 +164,7 @@ func (l load) bursts(ctx context.Context, t target, start time.Time, d time.Dura
 	return s
 }
 
-// open sends at jittered times whatever the answers do.
+// open sends at jittered times, whether or not earlier answers have come.
 func (l load) open(ctx context.Context, clients []*client, start time.Time, d time.Duration, rnd *rand.Rand) (s sample) {
 	pool := make(chan *client, len(clients))
 	for _, c := range clients {

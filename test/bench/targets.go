@@ -25,8 +25,8 @@ type target struct {
 	pids  []int    // of the gateway; none for direct
 }
 
-// runReverseProxy is the baseline: net/http's ReverseProxy over all engines in turn. It reads the body whole first, as whoever may
-// have to try a second engine must, and does nothing else.
+// runReverseProxy is the baseline: net/http's ReverseProxy over all engines in turn. It reads the body whole
+// first, as whoever may have to try a second engine must, and does nothing else.
 func runReverseProxy(addr string, engines []string) error {
 	next := 0
 	lock := make(chan struct{}, 1)
@@ -108,7 +108,8 @@ http { access_log off; client_max_body_size 64m; client_body_buffer_size 1m; cli
 // nginxWorkers is what the configuration asks for; the mock engines and the client have the other cores.
 const nginxWorkers = 2
 
-// nginxProcesses waits for the workers, which begin after the port is bound, and gives their ids and the master's.
+// nginxProcesses waits for the workers, which begin after the port is bound, and returns their ids and the
+// master's.
 func nginxProcesses(ctx context.Context, master int) ([]int, error) {
 	for range 500 {
 		if pids := children(master); len(pids) >= nginxWorkers {

@@ -11,7 +11,7 @@ import (
 	"github.com/dpserve/dpserve/test/tracesim"
 )
 
-// workload gives the requests of one round, in the order of time.
+// workload returns the requests of one round, in the order of time.
 type workload func(load float64, seed uint64) []tracesim.Request
 
 // generator is a workload that needs no file.

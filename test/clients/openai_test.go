@@ -1,5 +1,5 @@
-// Package clients tests the built binary with clients that others have written. It is apart from test/system because those take long
-// to compile.
+// Package clients tests the built binary with clients that others have written. It is apart from test/system
+// because those take long to compile.
 package clients
 
 import (
@@ -34,7 +34,8 @@ const twoApps = `applications:
     data_parallel: {dp_size: 2, coupling: lockstep}
 `
 
-// The official OpenAI client drives chat, completions, streams, usage and errors against the real binary with two applications.
+// The official OpenAI client drives chat, completions, streams, usage and errors against the real binary with
+// two applications.
 func TestOpenAIClient(t *testing.T) {
 	t.Parallel()
 	r := harness.Start(t)

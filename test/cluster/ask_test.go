@@ -9,7 +9,7 @@ import (
 // proposeLimit bounds one command on its way through consensus.
 const proposeLimit = 5 * time.Second
 
-// propose puts a command through consensus: here, or, once, at who leads.
+// propose puts a command through consensus: on this machine if it leads, else once at the leader.
 func (m *machine) propose(c state.Command, limit time.Duration, done func(state.Result, error)) {
 	over := false
 	finish := func(r state.Result, err error) {
@@ -25,8 +25,8 @@ func (m *machine) propose(c state.Command, limit time.Duration, done func(state.
 	m.forward(&c, m.c.now+limit, 1, finish)
 }
 
-// proposeHere is propose for what only the leader may propose: it is never sent on. A controller that was deposed and does not know it
-// would decide on what it saw last.
+// proposeHere is propose for what only the leader may propose: it is never sent on. A controller that was
+// deposed and does not know it would decide on what it saw last.
 func (m *machine) proposeHere(c state.Command, limit time.Duration, done func(state.Result, error)) {
 	if m.c.cfg.mutant == sendsOn {
 		m.propose(c, limit, done)
@@ -77,7 +77,8 @@ type notLeaderError struct{ leads int }
 
 func (*notLeaderError) Error() string { return "not the leader" }
 
-// askLeader asks each control node in turn until one answers that leads, for at most limit in all: as the remote room does it.
+// askLeader asks each control node in turn until one answers that leads, for at most limit in all: as package
+// remote does it.
 func askLeader[R any](m *machine, limit time.Duration, twice bool, ask func(l *shell, answer func(R, error)), done func(R, error)) {
 	var none R
 	if m.shell != nil {
@@ -122,7 +123,8 @@ func askLeader[R any](m *machine, limit time.Duration, twice bool, ask func(l *s
 	next()
 }
 
-// nextLeader is who is asked now: who led last, who is said to lead, then the others; who did not answer last comes last.
+// nextLeader returns the machine to ask now: the last leader, then the one that is said to lead, then the
+// others; a machine that did not answer last comes last.
 func (m *machine) nextLeader(tried map[int]bool) int {
 	order := append([]int{m.known, m.leadsAs()}, m.controls()...)
 	for _, all := range []bool{false, true} {

@@ -79,7 +79,8 @@ func (c *cluster) committed(term uint64, cmd *state.Command, res state.Result, e
 	}
 }
 
-// grantCommitted: epochs rise by one, groups are whole, and nobody but a lost node still has what is granted anew.
+// grantCommitted: epochs rise by one, groups are whole, and only a lost node may still have what is granted
+// again.
 func (c *cluster) grantCommitted(g *state.GrantGroup, res state.Result) {
 	a := c.audit
 	for _, u := range g.Units {
@@ -125,7 +126,7 @@ func (c *cluster) whole(g *state.GrantGroup, u *state.UnitGrant) {
 	c.violate("%s was granted, and its application does not have it", u.Unit)
 }
 
-// ended: a grant is history. Nobody has processes of it but nodes that were taken for lost.
+// ended: a grant is over. Only nodes that were taken for lost may still have processes of it.
 func (c *cluster) ended(unit string, epoch uint64) {
 	g := c.audit.grants[key(unit, epoch)]
 	if g == nil {
@@ -144,7 +145,8 @@ func (c *cluster) ended(unit string, epoch uint64) {
 	}
 }
 
-// launched: engines start once per grant and machine, where they were granted, and share no slot, device or port.
+// launched: engines start once per grant and machine, where they were granted, and share no slot, device or
+// port.
 func (c *cluster) launched(h *host, u *hosted) {
 	id := u.order.Unit
 	at := fmt.Sprint(key(id, u.order.Epoch), " on ", h.m.name)
@@ -184,8 +186,8 @@ func (c *cluster) owner(m *machine, unit string, epoch uint64) *granted {
 	return g
 }
 
-// accepted: a request is admitted under a grant that stands. Under one that does not, only with on_lease_loss serve, by a node that
-// was taken for lost and does not know it.
+// accepted: a request is admitted under a grant that stands. Under one that does not, only with on_lease_loss
+// serve, by a node that was taken for lost and does not know it.
 func (c *cluster) accepted(m *machine, unit string, epoch uint64) {
 	c.audit.tickets++
 	g := c.owner(m, unit, epoch)
@@ -197,7 +199,8 @@ func (c *cluster) accepted(m *machine, unit string, epoch uint64) {
 	}
 }
 
-// overdue is a unit that a machine should have stopped a second ago, by what its own copy of the state shows; "" = there is none.
+// overdue is a unit that a machine should have stopped a second ago, by what its own copy of the state shows;
+// "" = there is none.
 func (c *cluster) overdue(m *machine) string {
 	for _, id := range sorted(m.host.units) {
 		u := m.host.units[id]
@@ -251,8 +254,9 @@ func (c *cluster) named(name string) *machine {
 // ledWithin bounds the time without a leader that a majority confirms while a majority of the voters is well.
 const ledWithin = 10 * time.Second
 
-// unled says since when no machine was confirmed as a leader that takes writes, although more than half of the voters were well all that time
-// and could talk to each other; "" if that is not so. A machine whose disk hangs is not well, but it is no excuse.
+// unled says since when no machine was confirmed as a leader that takes writes, although more than half of
+// the voters were well all that time and could talk to each other; "" if that is not so. A machine whose disk
+// hangs is not well, but it is no excuse.
 func (c *cluster) unled() string {
 	if c.now-c.led <= ledWithin || c.net.loss+c.net.drop+c.net.lag > 0 || c.now-c.upset <= ledWithin {
 		return ""

@@ -8,8 +8,9 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// canon is the one log that all machines must agree on, and what state.Apply made of it: the reference that knows everything. The
-// first machine that takes an entry for committed writes it; all others, with states of their own, are held to it.
+// canon is the one log that all machines must agree on, and what state.Apply made of it: the reference that
+// knows everything. The first machine that takes an entry for committed writes it; all others, with states of
+// their own, are held to it.
 type canon struct {
 	c       *cluster
 	entries []*entry

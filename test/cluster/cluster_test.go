@@ -49,7 +49,7 @@ type config struct {
 	mutant   mutant
 }
 
-// controller gives the leader's timers.
+// controller returns the leader's timers.
 func (cfg *config) controller() controller.Timers {
 	switch cfg.mutant {
 	case noGrace:

@@ -7,8 +7,8 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// Timers of consensus: those of the room cluster for more than one voter, and hashicorp/raft's heartbeats, a tenth to a fifth of the
-// first.
+// Timers of consensus: those of package cluster for more than one voter, and hashicorp/raft's heartbeats, a
+// tenth to a fifth of the first.
 const (
 	raftHeartbeat = time.Second
 	raftElection  = time.Second
@@ -45,13 +45,14 @@ type voter struct {
 
 // disk is what a machine's process leaves to the next one.
 type disk struct {
-	term      uint64
-	votedFor  int           // machine, -1: nobody
-	snap      *snapshot     // the newest, nil: none
-	base      int           // entries that a snapshot has taken the place of
-	baseTerm  uint64        // of the last of them
-	log       []*entry      // the others: log[0] is entry base + 1
-	synced    int           // the last entry on disk: what follows is lost, wholly or in part, when the process ends
+	term     uint64
+	votedFor int       // machine, -1: nobody
+	snap     *snapshot // the newest, nil: none
+	base     int       // entries that a snapshot has taken the place of
+	baseTerm uint64    // of the last of them
+	log      []*entry  // the others: log[0] is entry base + 1
+	// the last entry on disk: what follows is lost, wholly or in part, when the process ends
+	synced    int
 	afterStop bool          // the last process was told to end
 	hungTill  time.Duration // writes that begin before do not return before
 	epochs    map[string]uint64
@@ -66,9 +67,9 @@ const (
 	leader
 )
 
-// raft is a model of hashicorp/raft: elections with pre-vote, a leader's lease, commit by the majority of the newest configuration,
-// one change of members at a time, snapshots, a log that they shorten, and a main loop that waits for the disk. A run of it ends with
-// the process, or with a write that hangs.
+// raft is a model of hashicorp/raft: elections with pre-vote, a leader's lease, commit by the majority of the
+// newest configuration, one change of members at a time, snapshots, a log that they shorten, and a main loop
+// that waits for the disk. A run of it ends with the process, or with a write that hangs.
 type raft struct {
 	c *cluster
 	m *machine
@@ -82,7 +83,8 @@ type raft struct {
 	heard     time.Duration // of a leader, or of a candidate that got the vote
 	forced    bool          // the leader has asked it to take its place
 	guard     int           // number of the wait for the leader's silence
-	round     int           // number of the election or leadership under way: what belongs to an older one is dropped
+	// number of the election or leadership under way: what belongs to an older one is dropped
+	round     int
 	votes     map[int]bool
 	next      []int
 	match     []int
@@ -140,8 +142,8 @@ func (d *disk) termAt(i int) uint64 {
 	return d.at(i).term
 }
 
-// has says whether the log holds the entry of this index and term. What a snapshot has taken the place of is committed,
-// so every leader has the same there.
+// has says whether the log holds the entry of this index and term. What a snapshot has taken the place of is
+// committed, so every leader has the same there.
 func (d *disk) has(i int, term uint64) bool {
 	return i < d.base || i <= d.last() && d.termAt(i) == term
 }
@@ -325,7 +327,7 @@ func (r *raft) follow(term uint64, of int) {
 	}
 }
 
-// stepDown gives up what only a leader may hold.
+// stepDown drops the state that only a leader has.
 func (r *raft) stepDown() {
 	r.ready = false
 	pending := r.pending

@@ -5,13 +5,15 @@ import (
 	"time"
 )
 
-// A write of a hung disk takes until the hang is over. hashicorp/raft writes in its main loop, so a node that waits for a
-// write answers nothing but heartbeats, and a leader sends nothing but heartbeats: those have goroutines of their own.
+// A write of a hung disk takes until the hang is over. hashicorp/raft writes in its main loop, so a node that
+// waits for a write answers nothing but heartbeats, and a leader sends nothing but heartbeats: those have
+// goroutines of their own.
 const (
-	hangMax     = 30 * time.Second
-	writeLimit  = 1500 * time.Millisecond // as diskLimit in cluster: a write that takes longer ends this node's run of raft
-	faultPause  = time.Second             // as in cluster: between a run that ended and the next one
-	maxMainLoop = 1024                    // messages and timers that wait for raft's main loop
+	hangMax = 30 * time.Second
+	// as diskLimit in cluster: a write that takes longer ends this node's run of raft
+	writeLimit  = 1500 * time.Millisecond
+	faultPause  = time.Second // as in cluster: between a run that ended and the next one
+	maxMainLoop = 1024        // messages and timers that wait for raft's main loop
 )
 
 // hangs says whether writes do not return now.
@@ -71,8 +73,8 @@ func (r *raft) after(d time.Duration, do func()) {
 	r.c.after(r.m.process, d, func() { r.main(do) })
 }
 
-// end ends this run of raft after a write that took too long. The node leaves consensus until its disk works again. Nobody
-// can lead in the place of an only voter, so that one goes on prolonging leases.
+// end ends this run of raft after a write that took too long. The node leaves consensus until its disk works
+// again. No machine can lead in the place of an only voter, so the only voter goes on prolonging leases.
 func (r *raft) end() {
 	r.c.log("run ends", r.m.name)
 	r.m.holds = r.m.shell != nil && r.ready && r.isOnlyVoter()

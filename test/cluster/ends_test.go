@@ -11,20 +11,21 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// How a machine ends by itself: it is told to (SIGTERM), or its process dies of an engine that it starts.
+// The ways in which a machine ends: by SIGTERM, or because its process dies of an engine that it starts.
 const (
-	stopGrace    = 15 * time.Second // of the application whose streams are long
-	drainShort   = time.Second      // of units without long streams
-	lastReport   = 2 * time.Second  // for the leader to take the last events
-	bootAfter    = 2 * time.Second  // as the service file: between the end of a process and the next one
-	movedWithin  = 12 * time.Second // between the end of a rank on a stopping machine and its next grant, if there is room
-	deadlyStarts = 3                // failed starts in a row, then a unit has failed
+	stopGrace  = 15 * time.Second // of the application whose streams are long
+	drainShort = time.Second      // of units without long streams
+	lastReport = 2 * time.Second  // for the leader to take the last events
+	bootAfter  = 2 * time.Second  // as the service file: between the end of a process and the next one
+	// between the end of a rank on a stopping machine and its next grant, if there is room
+	movedWithin  = 12 * time.Second
+	deadlyStarts = 3 // failed starts in a row, then a unit has failed
 )
 
 var errStopping = problem.New(problem.Unavailable, "the machine ends: %w", msg.ErrNodeStopping)
 
-// terminate is SIGTERM. Every unit drains, one of them with a stream as long as its grace. The machine renews its lease and says
-// that it is stopping. When no unit is left it lets another machine lead, and ends.
+// terminate is SIGTERM. Every unit drains, one of them with a stream as long as its grace. The machine renews
+// its lease and says that it is stopping. When no unit is left it lets another machine lead, and ends.
 func (m *machine) terminate() {
 	h := m.host
 	m.c.log("told to stop", m.name)
@@ -96,8 +97,8 @@ type leaving struct {
 	at    time.Duration
 }
 
-// unmoved is a rank that has ended on a machine that stops, and was not granted elsewhere although nothing else is wrong and
-// there is room; "" = there is none.
+// unmoved is a rank that has ended on a machine that stops, and was not granted elsewhere although nothing
+// else is wrong and there is room; "" = there is none.
 func (c *cluster) unmoved() string {
 	if c.disturbed() {
 		c.calmSince = c.now
@@ -116,7 +117,7 @@ func (c *cluster) unmoved() string {
 	return ""
 }
 
-// disturbed says whether anything is wrong but machines that were told to stop.
+// disturbed says whether anything is wrong, apart from machines that were told to stop.
 func (c *cluster) disturbed() bool {
 	l := c.leading()
 	if l != c.leader || l == nil || c.now < l.deafTill || c.net.loss+c.net.drop+c.net.lag+c.net.double+c.startFails > 0 {
@@ -216,7 +217,8 @@ func (c *cluster) failedBeside(unit string) {
 // deadlyFault names the fault.
 const deadlyFault = "a start ends its machine"
 
-// poison makes the start of one of a machine's units deadly for the machine, and ends the unit's engine so that it starts.
+// poison makes the start of one of a machine's units deadly for the machine, and ends the unit's engine so
+// that it starts.
 func (f *faults) poison(m *machine, until time.Duration) {
 	if m == nil || !m.worker || len(m.deadly) > 0 {
 		return

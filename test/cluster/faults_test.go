@@ -48,8 +48,8 @@ func kinds() []fault {
 	}
 }
 
-// gentleKinds must not cost a single restart: what they do is between workers, or among control nodes without ranks, or too little
-// to end a lease.
+// gentleKinds must not cost a single restart: what they do is between workers, or among control nodes without
+// ranks, or too little to end a lease.
 func gentleKinds(fence bool) []fault {
 	all := []fault{
 		{"cut between workers", func(f *faults, until time.Duration) { f.betweenWorkers(until) }},
@@ -275,7 +275,8 @@ func (f *faults) hang(m *machine) {
 	f.c.log("disk hangs", m.name, m.disk.hungTill)
 }
 
-// hangAlone is hang while the other control nodes are well: two of three have to find a leader within the time of a lease.
+// hangAlone is hang while the other control nodes are well: two of three have to find a leader within the
+// time of a lease.
 func (f *faults) hangAlone(m *machine) {
 	if !f.anyHung() && !slices.ContainsFunc(f.c.machines, func(o *machine) bool { return o.control && o.slow }) {
 		f.hang(m)
@@ -287,8 +288,8 @@ func (f *faults) anyHung() bool {
 	return slices.ContainsFunc(f.c.machines, func(o *machine) bool { return f.c.now < o.disk.hungTill+ledWithin })
 }
 
-// deafen lets the leader's controller take no renewals, while consensus goes on: until another leader begins anew. The leader has
-// heard its nodes before, and there is another voter to hand over to.
+// deafen lets the leader's controller take no renewals, while consensus goes on: until another leader begins
+// again. The leader has heard its nodes before, and there is another voter to hand over to.
 func (f *faults) deafen(until time.Duration) {
 	if m := f.leader(); m != nil && !m.raft.isOnlyVoter() && f.c.now-m.shell.began > f.c.cfg.ttl/2 {
 		m.shell.deafTill = until
@@ -348,7 +349,8 @@ func (f *faults) remove() {
 	})
 }
 
-// spare says whether the voters that stay can do without a machine: who takes one of two that live takes the majority.
+// spare says whether the voters that stay can do without a machine: who takes one of two that live takes the
+// majority.
 func (f *faults) spare(m *machine) bool {
 	l, workers := f.leader(), 0
 	for _, n := range f.c.canon.now().Nodes {

@@ -8,9 +8,10 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// fsm is a control machine's own copy of the state, a model of cluster's fsm. Only state.Apply, Encode and Decode and the
-// coding of commands are the product's. The machine decodes each committed entry, applies it to its own state, writes
-// snapshots of that state and begins from them after a restart. Every machine is compared with the canonical copy.
+// fsm is a control machine's own copy of the state, a model of cluster's fsm. Only state.Apply, Encode and
+// Decode and the coding of commands are the product's. The machine decodes each committed entry, applies it
+// to its own state, writes snapshots of that state and begins from them after a restart. Every machine is
+// compared with the canonical copy.
 type fsm struct {
 	m    *machine
 	work *state.State
@@ -99,15 +100,15 @@ func (c *cluster) decode(m *machine, data []byte) *state.State {
 	return s
 }
 
-// told is a state on its way to a node without role control.
+// told is a state that is being sent to a node without role control.
 type told struct {
 	data  []byte
 	state *state.State
 	uses  int
 }
 
-// public is the machine's copy as it sends it to nodes without role control. Copies with the same index are equal, so coding
-// the state once per index and now and then anew is enough.
+// public is the machine's copy as it sends it to nodes without role control. Copies with the same index are
+// equal, so coding the state once per index and now and then anew is enough.
 func (m *machine) public() *told {
 	c, at := m.c, m.view.Index
 	out := c.told[at]
@@ -146,8 +147,9 @@ func (r *raft) compact() {
 	r.c.log("snapshot", r.m.name, s.at, r.base)
 }
 
-// install takes a leader's snapshot in place of the log up to its entry. raft drops the whole log there. It can, because
-// it sends a snapshot only while it sends that node nothing else; the messages here overtake each other.
+// install takes a leader's snapshot in place of the log up to its entry. raft drops the whole log there. It
+// can, because it sends a snapshot only while it sends that node nothing else; the messages here overtake
+// each other.
 func (r *raft) install(a *appendEntries) {
 	s := a.snapshot
 	if s.at <= r.applied {

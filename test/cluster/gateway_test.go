@@ -14,8 +14,8 @@ type session struct {
 	seq int
 }
 
-// record is what a stream says: of one unit's part on the worker, of all there are (a list that takes the place of all before), or
-// nothing but that the worker lives.
+// record is what a stream says: of one unit's part on the worker, of all there are (a list that takes the
+// place of all before), or nothing but that the worker lives.
 type record struct {
 	list  []part
 	whole bool
@@ -49,7 +49,7 @@ func (u *hosted) part() part {
 	}
 }
 
-// show tells every stream of a unit.
+// show sends the state of a unit to every stream.
 func (h *host) show(u *hosted) {
 	p := u.part()
 	for _, i := range sorted(h.sessions) {
@@ -93,8 +93,8 @@ func (h *host) subscribe(to *machine, id int) {
 	h.push(s, r)
 }
 
-// gateway is a machine's ingress: a model of the views in actors/ingress and of the links in actors/remote, and clients that ask it
-// for tokens all the time.
+// gateway is a machine's ingress: a model of the views in actors/ingress and of the links in actors/remote,
+// and clients that ask it for tokens all the time.
 type gateway struct {
 	m        *machine
 	c        *cluster

@@ -33,8 +33,8 @@ const maxServes = 150
 
 func (c *cluster) lease(op leaseOp) { c.audit.leases = append(c.audit.leases, op) }
 
-// served notes a request that was admitted. Only with on_lease_loss fence is that a history of a lease: without, a node that was given
-// up serves on, and says so.
+// served notes a request that was admitted. Only with on_lease_loss fence is that a history of a lease:
+// without, a node that was given up serves on, and says so.
 func (c *cluster) served(m *machine, unit string, epoch uint64, asked time.Duration) {
 	c.log("served", m.name, unit, epoch)
 	c.work.served[unit]++
@@ -43,7 +43,7 @@ func (c *cluster) served(m *machine, unit string, epoch uint64, asked time.Durat
 	}
 }
 
-// leaseState is what a lease is: who holds it, if anybody.
+// leaseState is the holder of a lease, if there is one.
 type leaseState struct {
 	epoch uint64
 	held  bool
@@ -54,7 +54,8 @@ func (s leaseState) step(op leaseOp) (bool, leaseState) {
 	case acquires:
 		return op.epoch == s.epoch+1, leaseState{op.epoch, true}
 	case releases:
-		return op.epoch == s.epoch, leaseState{s.epoch, false} // what has failed is released once more when nobody wants it
+		// what has failed is released once more when nobody wants it
+		return op.epoch == s.epoch, leaseState{s.epoch, false}
 	default:
 		return op.epoch == s.epoch && s.held, s
 	}

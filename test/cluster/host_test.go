@@ -9,8 +9,8 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// host is a machine's worker: what actors/node decides by is the room's own (node.Rules), the rest of it is a model: the actor that
-// takes commands, the loop that renews the lease, the guard, and units without processes.
+// host is a machine's worker: the rules of actors/node are its own code (node.Rules), the rest is a model:
+// the actor that takes commands, the loop that renews the lease, the guard, and units without processes.
 type host struct {
 	m       *machine
 	c       *cluster

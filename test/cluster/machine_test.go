@@ -8,8 +8,8 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// machine is one node of the cluster: a disk, and a process with consensus, perhaps the leader's actors, perhaps a worker and an
-// ingress.
+// machine is one node of the cluster: a disk, and a process with consensus, perhaps the leader's actors,
+// perhaps a worker and an ingress.
 type machine struct {
 	*process
 	c          *cluster
@@ -78,7 +78,7 @@ func (m *machine) boot() {
 	m.changed()
 }
 
-// crash ends the process and its engines. Without power the kernel tells nobody.
+// crash ends the process and its engines. Without power no connection is reset.
 func (m *machine) crash(power bool) {
 	if !m.alive {
 		return
@@ -99,7 +99,7 @@ func (m *machine) crash(power bool) {
 	}
 }
 
-// reset tells everybody who had a stream of the machine.
+// reset tells every machine that had a stream of this machine.
 func (c *cluster) reset(m *machine) {
 	for _, o := range c.machines {
 		if !o.alive || o == m || c.net.cuts[m.i][o.i] {
@@ -165,7 +165,7 @@ func (m *machine) publish(s *state.State) {
 	}
 }
 
-// changed tells everybody on the machine who looks at its copy.
+// changed wakes everything on the machine that reads its copy of the state.
 func (m *machine) changed() {
 	m.dirty = false
 	if m.shell != nil {
@@ -188,7 +188,7 @@ func (m *machine) leave() {
 	m.handOver(m.c.now+handOverLimit, func() bool { return true }, func() { m.crash(false) })
 }
 
-// leadsAs is who leads as far as the machine knows, -1: nobody.
+// leadsAs returns the leader as far as the machine knows; -1 means none.
 func (m *machine) leadsAs() int {
 	if m.raft != nil {
 		return m.raft.leads

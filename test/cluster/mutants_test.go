@@ -32,7 +32,8 @@ func TestMutantsRunsAreSilentWithoutThem(t *testing.T) {
 	}
 }
 
-// TestMutants: each rule that is broken on purpose is noticed. Without this the silence of TestSeeds would say nothing.
+// TestMutants: each rule that is broken on purpose is noticed. Without this the silence of TestSeeds would
+// say nothing.
 func TestMutants(t *testing.T) {
 	for _, m := range mutants {
 		t.Run(string(m), func(t *testing.T) {

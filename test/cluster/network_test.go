@@ -7,8 +7,9 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// network carries messages between machines. A cut and a loss cost what they cost a TCP connection: the message is sent again, after
-// 200 ms and twice that each time, until its life is over. drop loses without that, as a reset connection does.
+// network carries messages between machines. A cut and a loss cost what they cost a TCP connection: the
+// message is sent again, after 200 ms and twice that each time, until its life is over. drop loses without
+// that, as a reset connection does.
 type network struct {
 	cuts    [][]bool // from, to
 	changed [][]time.Duration
@@ -81,8 +82,8 @@ func (c *cluster) try(m *message) {
 // farewell is how long the connections of a removed machine live on.
 const farewell = time.Second
 
-// shuns says whether a machine's copy of the state has shown for a while that the other one was removed: their node ports refuse
-// each other.
+// shuns says whether a machine's copy of the state has shown for a while that the other one was removed:
+// their node ports refuse each other.
 func (m *machine) shuns(o *machine) bool {
 	since, gone := m.gone[o.uid]
 	return gone && m.alive && m.c.now-since > farewell
@@ -97,7 +98,7 @@ func (c *cluster) set(from, to *machine, cut bool) {
 	}
 }
 
-// Errors of calls, as the remote room gives them.
+// Errors of calls, as package remote returns them.
 var (
 	errLate        = problem.New(problem.Timeout, "no answer: %w", context.DeadlineExceeded)
 	errUnreachable = problem.New(problem.Unavailable, "unreachable")
@@ -105,8 +106,8 @@ var (
 	errUnknown     = problem.New(problem.Unavailable, "the outcome is not known")
 )
 
-// call asks another machine. done is called once, unless the caller ends: with the answer, or with an error after limit, or at once
-// if nobody listens there. twice: the question may arrive a second time.
+// call asks another machine. done is called once, unless the caller ends: with the answer, or with an error
+// after limit, or at once if nobody listens there. twice: the question may arrive a second time.
 func call[R any](c *cluster, from, to *machine, limit time.Duration, twice bool, ask func(answer func(R, error)), done func(R, error)) {
 	var none R
 	over := false
@@ -126,7 +127,8 @@ func call[R any](c *cluster, from, to *machine, limit time.Duration, twice bool,
 	}
 	sent, callerGen := c.now, from.gen
 	c.send(from, to, limit, twice, func() {
-		// A question that its asker has given up is withdrawn: it is looked at only by who wakes and finds both.
+		// A question that its asker has given up is withdrawn: it is looked at only by who wakes and finds
+		// both.
 		if gen != to.gen || c.now-sent > limit && c.IntN(4) > 0 {
 			return
 		}
@@ -138,7 +140,8 @@ func call[R any](c *cluster, from, to *machine, limit time.Duration, twice bool,
 	})
 }
 
-// inOrder is the reader's end of a stream: what overtakes waits, as TCP has it. A stream that has lost something says nothing more.
+// inOrder is the reader's end of a stream: what overtakes waits, as TCP has it. A stream that has lost
+// something says nothing more.
 type inOrder struct {
 	last  int
 	early map[int]func()

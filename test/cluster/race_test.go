@@ -2,5 +2,6 @@
 
 package cluster_test
 
-// raced says that the race detector is on: a run is one goroutine and takes ten times as long, so there are fewer.
+// raced says that the race detector is on: a run is one goroutine and takes ten times as long, so there are
+// fewer.
 const raced = true

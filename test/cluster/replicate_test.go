@@ -160,8 +160,8 @@ func (r *raft) reply(a *appendEntries, ok bool, at int) {
 	})
 }
 
-// alive notes a follower's answer, which comes to a goroutine of its own: it counts for the leader's lease, and for whoever
-// asked whether this leads before the message was sent.
+// alive notes a follower's answer, which comes to a goroutine of its own: it counts for the leader's lease,
+// and for whoever asked whether this leads before the message was sent.
 func (r *raft) alive(i int, a *appendEntries) {
 	if r.over || r.role != leader || r.round != a.round {
 		return
@@ -171,7 +171,7 @@ func (r *raft) alive(i int, a *appendEntries) {
 	r.verified()
 }
 
-// replied is what a leader hears of a follower.
+// replied handles a follower's answer at the leader.
 func (r *raft) replied(i int, a *appendEntries, term uint64, ok bool, at int) {
 	if term > r.term {
 		r.follow(term, -1)
@@ -195,8 +195,8 @@ func (r *raft) replied(i int, a *appendEntries, term uint64, ok bool, at int) {
 	}
 }
 
-// verifying waits until a majority has answered something that was sent later. cluster sends heartbeats of its own for that,
-// so it does not wait for the disk.
+// verifying waits until a majority has answered something that was sent later. cluster sends heartbeats of
+// its own for that, so it does not wait for the disk.
 type verifying struct {
 	since time.Duration
 	done  func(bool)

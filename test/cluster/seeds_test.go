@@ -43,8 +43,8 @@ func seeds(t *testing.T) (from, to uint64) {
 	return 0, seedsChange
 }
 
-// TestSeeds: SK7, MB2, MB5, MB9, and RG3 on many nodes. Whatever the network, the machines and the people do, no rule is broken, and in
-// the end what runs is what is wanted.
+// TestSeeds: SK7, MB2, MB5, MB9, and RG3 on many nodes. Whatever the network, the machines and the people do,
+// no rule is broken, and in the end what runs is what is wanted.
 func TestSeeds(t *testing.T) {
 	from, to := seeds(t)
 	var next atomic.Uint64

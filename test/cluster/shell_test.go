@@ -10,8 +10,9 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// shell is what runs on the machine that leads: the controller's core, and a model of what surrounds it. Commands have 5 s each and
-// at most 64 are under way; orders to one node are sent in order, one after the other; a timer ticks when the core wants it.
+// shell is what runs on the machine that leads: the controller's core, and a model of what surrounds it.
+// Commands have 5 s each and at most 64 are under way; orders to one node are sent in order, one after the
+// other; a timer ticks when the core wants it.
 type shell struct {
 	m        *machine
 	term     uint64 // of the election
@@ -38,11 +39,12 @@ type orderQueue struct {
 
 // Bounds of the controller's shell.
 const (
-	maxCommands   = 64
-	maxOrders     = 4096
-	orderLimit    = 5 * time.Second
-	minTick       = time.Millisecond
-	outcomeWithin = 2 * time.Millisecond // between an answer and the controller that takes it out of its mailbox
+	maxCommands = 64
+	maxOrders   = 4096
+	orderLimit  = 5 * time.Second
+	minTick     = time.Millisecond
+	// between an answer and the controller that takes it out of its mailbox
+	outcomeWithin = 2 * time.Millisecond
 )
 
 func newShell(m *machine) *shell {
@@ -193,7 +195,8 @@ func (l *shell) do(e controller.Effect) {
 	}
 }
 
-// propose proposes a command. The loss of a node is proposed when a majority has confirmed the leader, and if it stands then.
+// propose proposes a command. The loss of a node is proposed when a majority has confirmed the leader, and if
+// it stands then.
 func (l *shell) propose(e *controller.ProposeEffect) {
 	done := func(_ state.Result, err error) {
 		l.step(controller.Concluded{App: e.App, Unit: e.Unit, Node: e.Node, Err: err})
@@ -300,7 +303,8 @@ func (l *shell) serve(id string, q *orderQueue) {
 	}
 }
 
-// send tells a node, if it is known and the order not overtaken, and goes on when it has answered or the time is over.
+// send passes an order to a node, if the node is known and the order is not outdated, and goes on when it has
+// answered or the time is over.
 func (l *shell) send(id string, e controller.Effect, next func()) {
 	to := l.agent(id)
 	c := l.m.c
@@ -335,7 +339,7 @@ func (l *shell) agent(id string) *machine {
 	return nil
 }
 
-// silence tells a call without an answer from a refusal, as the controller does.
+// silence distinguishes a call without an answer from a refusal, as the controller does.
 func silence(err error) bool {
 	if errors.Is(err, msg.ErrNodeStopping) {
 		return false
@@ -358,7 +362,8 @@ func (l *shell) assign(unit string, answer func(uint64, error)) {
 	answer(rec.Epoch, nil)
 }
 
-// deploy changes applications as the admin API does: the controller sees the change with the word that it was asked for.
+// deploy changes applications as the admin API does: the controller sees the change with the word that it was
+// asked for.
 func (l *shell) deploy(put *state.PutApps, answer func(state.Result, error)) {
 	before := map[string]uint64{}
 	for id := range l.m.view.Units {

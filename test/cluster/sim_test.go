@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// sim is a world of processes on one queue of events, ordered by (time, number). All that happens by chance comes from one
-// generator, so a seed is a run.
+// sim is a world of processes on one queue of events, ordered by (time, number). All that happens by chance
+// comes from one generator, so a seed is a run.
 type sim struct {
 	*rand.Rand
 	now   time.Duration // since the beginning; every process's monotonic clock

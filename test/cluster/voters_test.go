@@ -7,10 +7,10 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// votersEvery is the pace of the leader's care for who votes.
+// votersEvery is how often the leader looks at the votes.
 const votersEvery = time.Second
 
-// keepVoters changes who votes, one step at a time, as long as this leads.
+// keepVoters changes the voters, one step at a time, as long as this machine leads.
 func (l *shell) keepVoters() {
 	if l.closed {
 		return

@@ -70,7 +70,7 @@ func (w *watcher) connect() {
 	w.listen(session)
 }
 
-// listen gives a control node up that says nothing.
+// listen gives up a control node that sends nothing.
 func (w *watcher) listen(session int) {
 	w.m.c.after(w.m.process, watchBeat, func() {
 		switch {
@@ -121,7 +121,7 @@ func (m *machine) feedFollowers() {
 	}
 }
 
-// feed sends what a follower lacks, or a heartbeat. While nobody leads there is none.
+// feed sends what a follower lacks, or a heartbeat. Without a leader it sends no heartbeat.
 func (m *machine) feed(f *following) bool {
 	if f.to.gen != f.gen || f.to.watch.session != f.session {
 		m.follows = without(m.follows, f)

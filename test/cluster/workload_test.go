@@ -13,7 +13,8 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// workload is what people and engines do: deploys with expected revisions from several nodes, groups more and less, crashes, drains.
+// workload is what people and engines do: deploys with expected revisions from several nodes, groups more and
+// less, crashes, drains.
 type workload struct {
 	c       *cluster
 	apps    []*shape
@@ -109,7 +110,8 @@ func (w *workload) client(a *shape, k int) {
 	if w.over {
 		return
 	}
-	if w.c.cfg.gentle || w.c.cfg.steady || w.c.IntN(3) == 0 { // a read is behind a barrier, so the leader writes
+	// a read is behind a barrier, so the leader writes
+	if w.c.cfg.gentle || w.c.cfg.steady || w.c.IntN(3) == 0 {
 		w.read(a, k)
 	} else {
 		w.change(a)
@@ -140,7 +142,8 @@ func (w *workload) entry() *machine {
 // adminLimit is how long a client waits.
 const adminLimit = 10 * time.Second
 
-// atLeader takes a call of the admin API to the machine that leads, once. sent is false where nothing was done.
+// atLeader takes a call of the admin API to the machine that leads, once. sent is false where nothing was
+// done.
 func (w *workload) atLeader(m *machine, ask func(l *shell, answer func(state.Result, error)), done func(r state.Result, sent bool, err error)) {
 	gen, over := m.gen, false
 	finish := func(r state.Result, sent bool, err error) {
@@ -251,7 +254,7 @@ func (w *workload) breaks() {
 	w.c.after(nil, w.c.span(2*time.Second, 8*time.Second), w.breaks)
 }
 
-// crash ends an engine that nobody asked to end.
+// crash ends an engine without an order to do so.
 func (w *workload) crash(m *machine) {
 	if len(m.host.engines) == 0 {
 		return

@@ -1,5 +1,5 @@
-// Package harness runs dpserve for tests: the built binary with real processes, sockets and files (Real), and whole nodes in one
-// process on memory transports and fake time (New).
+// Package harness runs dpserve for tests: the built binary with real processes, sockets and files (Real), and
+// whole nodes in one process on memory transports and fake time (New).
 package harness
 
 import (
@@ -26,10 +26,12 @@ var build, buildNext built
 // nextTag makes the build that stands for the next version of dpserve in tests of upgrades.
 const nextTag = "dpserve_next"
 
-// Binary builds dpserve once per test process and gives its path. Tests use the built program, never `go run` (TRAPS 8).
+// Binary builds dpserve once per test process and returns its path. Tests use the built program, never `go
+// run`: that turns every exit code into 1, and a SIGTERM to it leaves the program alive.
 func Binary(t testing.TB) string { return build.binary(t) }
 
-// NextBinary is Binary of a version after this one: it has a kind of command, fields and events that this one does not know.
+// NextBinary is Binary of a version after this one: it has a kind of command, fields and events that this one
+// does not know.
 func NextBinary(t testing.TB) string { return buildNext.binary(t, "-tags", withTag(nextTag)) }
 
 func (b *built) binary(t testing.TB, flags ...string) string {
@@ -56,8 +58,8 @@ func (b *built) binary(t testing.TB, flags ...string) string {
 	return b.path
 }
 
-// withTag adds a build tag to those of GOFLAGS, which a flag of its own would replace: packages that the tag does not change come out
-// of the build cache.
+// withTag adds a build tag to those of GOFLAGS, which a flag of its own would replace: packages that the tag
+// does not change come out of the build cache.
 func withTag(tag string) string {
 	for _, f := range strings.Fields(os.Getenv("GOFLAGS")) {
 		if tags, ok := strings.CutPrefix(f, "-tags="); ok {

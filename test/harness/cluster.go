@@ -21,9 +21,10 @@ import (
 	"github.com/dpserve/dpserve/wiring"
 )
 
-// Cluster is whole nodes in this process: the wiring of the binary, on a network, a raft and engines in memory. It lives in a
-// synctest bubble, so time is fake: it stands still while anything computes, and waiting costs nothing. What it asks and does
-// goes through the first node; a Peer goes through another. Safe for concurrent use by the goroutines of its bubble.
+// Cluster runs whole nodes in this process: the binary's own wiring, with network, raft log and engines in
+// memory. It runs in a synctest bubble, so time is fake: it stands still while a goroutine computes, and
+// waiting costs nothing. The methods of a Cluster ask the first node, those of a Peer another node. A Cluster
+// is safe for concurrent use by the goroutines of its bubble.
 type Cluster struct {
 	*Expected
 	T       testing.TB
@@ -48,20 +49,21 @@ type settings struct {
 	config wiring.Config
 }
 
-// Nodes is how many nodes there are. One stands alone; more are a cluster, that the others have joined when New returns.
+// Nodes sets the number of nodes. One node runs alone. Several nodes form a cluster before New returns.
 func Nodes(n int) Option { return func(s *settings) { s.nodes = n } }
 
-// Timers are those of --timers.
+// Timers sets the timers of --timers.
 func Timers(t map[string]time.Duration) Option { return func(s *settings) { s.config.Timers = t } }
 
-// Grows makes a cluster of the only node too, so that others can be added.
+// Grows starts a single node as the first of a cluster, so that others can join.
 func Grows() Option { return func(s *settings) { s.grows = true } }
 
-// Slots is how many ranks fit on a node.
+// Slots sets how many ranks fit on a node.
 func Slots(n int) Option { return func(s *settings) { s.config.Slots = n } }
 
-// New starts a cluster inside a synctest bubble and ends it with the test; then nothing may be in hand or left running, and its journal
-// may hold no WARN or ERROR line but those that the test expects. Without options it is one node with every default.
+// New starts a cluster inside a synctest bubble and ends it with the test. At the end no request may be open,
+// no goroutine may run, and the journal may hold no WARN or ERROR line that the test does not expect. Without
+// options the cluster is one node with every default.
 func New(t testing.TB, options ...Option) *Cluster {
 	t.Helper()
 	s := settings{nodes: 1, roles: map[int][]string{}, config: wiring.DefaultConfig()}
@@ -84,7 +86,7 @@ func New(t testing.TB, options ...Option) *Cluster {
 	return c
 }
 
-// end drains the nodes and checks what they leave behind.
+// end drains the nodes and checks that they leave nothing behind.
 func (c *Cluster) end() {
 	c.Reconnect()
 	for _, m := range c.Running() {
@@ -114,7 +116,7 @@ func (c *Cluster) end() {
 	}
 }
 
-// Do is one admin request.
+// Do sends one admin request.
 func (c *Cluster) Do(method, path, body string) (code int, text string) {
 	c.T.Helper()
 	req, err := http.NewRequestWithContext(context.Background(), method, "http://"+c.node.AdminAddr()+path, strings.NewReader(body))
@@ -134,7 +136,7 @@ func (c *Cluster) Deploy(yaml string) {
 	require.Equal(c.T, http.StatusAccepted, code, text)
 }
 
-// Delete asks for an app's end and does not wait for it.
+// Delete deletes an app and does not wait until it is gone.
 func (c *Cluster) Delete(app string) {
 	c.T.Helper()
 	code, text := c.Do(http.MethodDelete, "/api/v1/apps/"+app, "")
@@ -216,13 +218,14 @@ func (c *Cluster) WaitUnit(id, phase string, epoch uint64) msg.UnitStatus {
 	return u
 }
 
-// Steps of Until. What a test measures comes from the times in status and events, never from when Until returned.
+// Steps of Until. What a test measures comes from the times in status and events, never from when Until
+// returned.
 const (
 	untilStep  = 5 * time.Millisecond
 	untilLimit = 10 * time.Minute
 )
 
-// Until lets fake time pass until f gives nil, or fails the test with f's last error.
+// Until lets fake time pass until f returns nil, or fails the test with f's last error.
 func (c *Cluster) Until(what string, f func() error) {
 	c.T.Helper()
 	deadline, step := time.Now().Add(untilLimit), untilStep
@@ -240,7 +243,7 @@ func (c *Cluster) Until(what string, f func() error) {
 	}
 }
 
-// soon lets fake time pass until f gives nil, at most endPatience, and gives f's last error.
+// soon lets fake time pass until f returns nil, at most endPatience, and returns f's last error.
 func (c *Cluster) soon(f func() error) error {
 	for end := time.Now().Add(endPatience); ; time.Sleep(untilStep) {
 		synctest.Wait()
@@ -264,7 +267,8 @@ type Change = api.Event
 // Events are the state changes of an app so far, in order.
 func (c *Cluster) Events(app string) []Change {
 	c.T.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), time.Millisecond) // the stream has no end of its own
+	// the stream has no end of its own
+	ctx, cancel := context.WithTimeout(context.Background(), time.Millisecond)
 	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+c.node.AdminAddr()+"/api/v1/events?since=0&app="+app, nil)
 	require.NoError(c.T, err)
@@ -302,7 +306,8 @@ func (c *Cluster) StreamChat(ctx context.Context, model string, maxTokens int, h
 	return c.Chat(ctx, model, maxTokens, true, header...)
 }
 
-// Chat runs one chat request, streaming or not, to its end. An answer that is not streamed counts as one chunk.
+// Chat runs one chat request, streaming or not, to its end. An answer that is not streamed counts as one
+// chunk.
 func (c *Cluster) Chat(ctx context.Context, model string, maxTokens int, stream bool, header ...string) *Stream {
 	start := time.Now()
 	resp, err := c.Post(ctx, "/v1/chat/completions", Chat(model, "hello", maxTokens, stream), header...)
@@ -322,7 +327,7 @@ func (c *Cluster) Fail(app string, group, rank int, f sim.Fault) {
 	require.NoError(c.T, c.Inject(c.Rank(app, group, rank).URL, f))
 }
 
-// Inject makes the engine at a URL fail; the error says that it could not be told.
+// Inject makes the engine at a URL fail. The error says that the engine could not be reached.
 func (c *Cluster) Inject(url string, f sim.Fault) error {
 	b, err := json.Marshal(f)
 	if err != nil {
@@ -338,13 +343,13 @@ func (c *Cluster) Recover(app string, group, rank int) {
 	require.NoError(c.T, c.Heal(c.Rank(app, group, rank).URL))
 }
 
-// Heal ends the failures of the engine at a URL; the error says that it could not be told.
+// Heal ends the failures of the engine at a URL. The error says that the engine could not be reached.
 func (c *Cluster) Heal(url string) error {
 	_, err := c.ask(http.MethodPost, url+"/_sim/recover", "")
 	return err
 }
 
-// Stats is what the engine at a URL has in hand and has done.
+// Stats returns the open and the ended requests of the engine at a URL.
 func (c *Cluster) Stats(url string) (st sim.Stats, err error) {
 	text, err := c.ask(http.MethodGet, url+"/_sim/stats", "")
 	if err == nil {
@@ -353,7 +358,7 @@ func (c *Cluster) Stats(url string) (st sim.Stats, err error) {
 	return st, err
 }
 
-// ask sends a request to an engine's own surface.
+// ask sends a request to an engine directly.
 func (c *Cluster) ask(method, url, body string) (string, error) {
 	req, err := http.NewRequestWithContext(context.Background(), method, url, strings.NewReader(body))
 	if err != nil {

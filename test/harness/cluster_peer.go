@@ -25,47 +25,49 @@ import (
 // afterwards is how long the goroutines of connections between nodes may need to see that both ends are gone.
 const afterwards = 30 * time.Second
 
-// Peer is one node of a Cluster, on a host of its own. What is asked and done by its methods goes through this node.
+// Peer is one node of a Cluster, on a host of its own. Its methods ask this node.
 type Peer struct {
 	*Cluster
 	ID   string
 	Host string // of everything that it binds
 	Disk *Disk  // of its log
 
-	root   *Cluster
-	config wiring.Config
-	place  *memnet.Host
-	voice  *voice
-	stop   context.CancelFunc
-	served chan error
-	once   sync.Once
-	err    error
+	root          *Cluster
+	config        wiring.Config
+	place         *memnet.Host
+	journalWriter *journalWriter
+	stop          context.CancelFunc
+	served        chan error
+	once          sync.Once
+	err           error
 
 	gone    atomic.Bool // closed or dropped
 	dropped atomic.Bool
 }
 
-// Roles are those of the i-th node, from 0, instead of all. The first one needs control.
+// Roles sets the roles of the i-th node, counted from 0; the default is all roles. The first node needs
+// control.
 func Roles(i int, roles ...string) Option { return func(s *settings) { s.roles[i] = roles } }
 
-// OnLeaseLoss is what ranks do on nodes that hear no leader: serve, the default, or fence.
+// OnLeaseLoss sets --on-lease-loss: serve, the default, or fence.
 func OnLeaseLoss(rule string) Option { return func(s *settings) { s.config.OnLeaseLoss = rule } }
 
-// voice is a node's way to the journal, until the node is dead.
-type voice struct {
+// journalWriter writes a node's log lines to the journal until the node is dropped.
+type journalWriter struct {
 	journal *Journal
 	dead    atomic.Bool
 }
 
 // Write takes one line.
-func (v *voice) Write(line []byte) (int, error) {
+func (v *journalWriter) Write(line []byte) (int, error) {
 	if v.dead.Load() {
 		return len(line), nil
 	}
 	return v.journal.Write(line)
 }
 
-// Grow starts one more node: alone, or the first of a cluster, or one that joins the first. It belongs to the cluster that New gave.
+// Grow starts one more node: alone, or the first of a cluster, or one that joins the first. It belongs to the
+// cluster that New gave.
 func (c *Cluster) Grow() *Peer {
 	c.T.Helper()
 	s, i := c.made, len(c.peers)
@@ -74,8 +76,8 @@ func (c *Cluster) Grow() *Peer {
 	if s.disk != "" {
 		cfg.DataDir = filepath.Join(s.disk, m.ID)
 	}
-	m.place, m.voice = c.Net.Host(m.Host), &voice{journal: c.Journal}
-	cfg.NodeID, cfg.LogWriter, cfg.Network, cfg.Stores = m.ID, m.voice, m.place, m.Disk.under
+	m.place, m.journalWriter = c.Net.Host(m.Host), &journalWriter{journal: c.Journal}
+	cfg.NodeID, cfg.LogWriter, cfg.Network, cfg.Stores = m.ID, m.journalWriter, m.place, m.Disk.under
 	if roles := s.roles[i]; len(roles) > 0 {
 		cfg.Roles = roles
 	}
@@ -120,7 +122,8 @@ func (m *Peer) start(cfg wiring.Config) error {
 // OnDisk gives each node a data dir, on which it can start again after Close.
 func OnDisk() Option { return func(s *settings) { s.disk = "yes" } }
 
-// Again starts a node that was closed on its data dir, as `dpserve start` does, with other timers if there are any.
+// Again starts a node that was closed on its data dir, as `dpserve start` does, with other timers if there
+// are any.
 func (m *Peer) Again(timers map[string]time.Duration) error {
 	cfg, first := m.config, m.root.node == m.node
 	cfg.Join, cfg.Timers = nil, timers
@@ -131,8 +134,8 @@ func (m *Peer) Again(timers map[string]time.Duration) error {
 	return err
 }
 
-// drained waits until the node has answered its last, which stop asks for. A node that was dropped says nothing: its sockets were
-// taken from under it, as a killed process has no exit of its own.
+// drained waits until the node, after stop, has answered its last request. A dropped node has no result: its
+// sockets were closed under it, as with a killed process.
 func (m *Peer) drained() error {
 	m.once.Do(func() { m.err = <-m.served })
 	if m.dropped.Load() {
@@ -141,7 +144,7 @@ func (m *Peer) drained() error {
 	return m.err
 }
 
-// closed ends what is left of the node in this process.
+// closed ends the goroutines and sockets of the node that are left in this process.
 func (m *Peer) closed() error {
 	err := m.node.Close()
 	m.client.CloseIdleConnections()
@@ -175,10 +178,10 @@ func (m *Peer) Close() {
 	m.gone.Store(true)
 }
 
-// Drop ends the node as SIGKILL does: its connections are reset, its engines die, and it says nothing more. What is left of it in
-// this process ends by itself.
+// Drop ends the node as SIGKILL does: its connections are reset, its engines die, and it sends nothing more.
+// Its goroutines in this process end by themselves.
 func (m *Peer) Drop() {
-	m.voice.dead.Store(true)
+	m.journalWriter.dead.Store(true)
 	m.dropped.Store(true)
 	m.gone.Store(true)
 	m.place.Down()
@@ -189,7 +192,8 @@ func (m *Peer) Drop() {
 	m.node.Kill()
 }
 
-// Silence cuts the node off from some others, or from all: nothing arrives any more, either way, and nobody is told.
+// Silence cuts the node off from some others, or from all: nothing arrives any more in either direction, and
+// no connection is reset.
 func (m *Peer) Silence(others ...*Peer) {
 	for _, o := range m.orAll(others) {
 		m.Net.Silence(m.Host, o.Host)
@@ -231,7 +235,7 @@ func (m *Peer) Epoch(unit string) uint64 { return m.State().Epochs[unit] }
 // State is the node's copy of the state.
 func (m *Peer) State() *state.State { return m.node.Store().State() }
 
-// Leads says whether the node takes itself for the leader.
+// Leads says whether the node believes that it leads.
 func (m *Peer) Leads() bool {
 	l, ok := m.node.Store().(interface{ Leader() bool })
 	return ok && l.Leader()
@@ -267,7 +271,7 @@ func (c *Cluster) Led() {
 	})
 }
 
-// List is `dpserve nodes` by name; nil while nobody answers.
+// List is `dpserve nodes` by name; nil while no node answers.
 func (c *Cluster) List() map[string]msg.NodeStatus {
 	c.T.Helper()
 	code, text := c.Do(http.MethodGet, "/api/v1/nodes", "")
@@ -300,7 +304,7 @@ func (c *Cluster) WaitVoters(want int) {
 	})
 }
 
-// idle says what the node has in hand.
+// idle says which requests the node still has.
 func (m *Peer) idle() error {
 	if _, _, n := m.node.Totals(); n > 0 {
 		return fmt.Errorf("%d requests at the ingress", n)
@@ -325,7 +329,7 @@ func (m *Peer) ask(path string) (code int, text string, err error) {
 	return resp.StatusCode, string(b), err
 }
 
-// When gives the moment at which the node's copy of the state first is as asked.
+// When returns the time at which the node's copy of the state first satisfies the condition.
 func (m *Peer) When(is func(*state.State) bool) <-chan time.Time {
 	out := make(chan time.Time, 1)
 	go func() {

@@ -16,7 +16,7 @@ type Disk struct {
 	err   error         // of every write; nil = they succeed
 }
 
-// Hang makes writes not return from now on, until Heal.
+// Hang blocks every write from now on, until Heal.
 func (d *Disk) Hang() {
 	d.mu.Lock()
 	defer d.mu.Unlock()

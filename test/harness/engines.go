@@ -21,8 +21,8 @@ import (
 	"github.com/dpserve/dpserve/internal/memnet"
 )
 
-// Engines is a node.Launcher whose engines are simulated ones in this process. It watches over what must never happen: two
-// live engines of one rank, and an epoch of a unit that does not grow. Safe for concurrent use.
+// Engines is a node.Launcher that starts simulated engines in this process. It records two faults: two live
+// engines of one rank, and an epoch of a unit that does not grow. Engines is safe for concurrent use.
 type Engines struct {
 	net *memnet.Network
 
@@ -102,15 +102,15 @@ func (s *Engines) At(url string) *Engine {
 	return nil
 }
 
-// Faults tells of every rank that had two owners.
+// Faults names every rank that had two live engines.
 func (s *Engines) Faults() []string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return slices.Clone(s.faults)
 }
 
-// Overlaps tells of every rank that started under a higher epoch while an engine of an older one lived on another host: an owner
-// that is cut off and serves on does that.
+// Overlaps names every rank that started under a higher epoch while an engine of an older epoch lived on
+// another host. That happens when the old node is cut off and goes on serving.
 func (s *Engines) Overlaps() []string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -131,7 +131,7 @@ func hostOf(engine string) string {
 	return u.Hostname()
 }
 
-// name tells which rank the newest engine at a URL is, as the node's log has it.
+// name returns the rank of the newest engine at a URL, as the node's log writes it.
 func (s *Engines) name(unit string, rank int, epoch uint64, url string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -152,7 +152,7 @@ func (s *Engines) name(unit string, rank int, epoch uint64, url string) {
 	}
 }
 
-// Engine is one simulated engine. It is a node.Process: Kill is what SIGKILL is to a process, whoever sends it.
+// Engine is one simulated engine and a node.Process. Kill has the effect of SIGKILL.
 type Engine struct {
 	URL  string
 	Argv []string

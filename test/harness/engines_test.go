@@ -45,8 +45,8 @@ func (s *stored) Reset(bool) {
 	s.blocks, s.resets = 0, s.resets+1
 }
 
-// Engines in this process publish their KV events on the memory network, on fake time: what the profile renders is all they need.
-// One that begins anew at the same place is followed again.
+// Engines in this process publish their KV events on the memory network, on fake time: what the profile
+// renders is all they need. One that begins again at the same place is followed again.
 func TestEnginesInThisProcessPublishEvents(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var net0 memnet.Network

@@ -2,7 +2,8 @@ package harness
 
 import "slices"
 
-// noise are lines that nodes write now although nothing is wrong. A line that the product stops writing leaves this table.
+// noise lists lines that nodes write although nothing is wrong. Remove a line here when the product no longer
+// writes it.
 var noise = Fault{
 	{Msg: "node port refused a connection", With: "this node has no certificate yet", Why: "a node that joins listens before it has its certificate"},
 	{Msg: "a node's stream is silent, its ranks are used last", With: joining, Why: "the others dial a node that joins before it can answer"},
@@ -11,7 +12,8 @@ var noise = Fault{
 	{Msg: "command failed", With: "(slot|ports) taken|stale revision", Why: "another command came first; the leader decides again"},
 }
 
-// slowMachine are lines of nodes whose timers are a fraction of the real ones, on a machine whose cores are all busy.
+// slowMachine are lines of nodes whose timers are a fraction of the real ones, on a machine whose cores are
+// all busy.
 var slowMachine = Fault{
 	{Msg: "a node's stream is silent, its ranks are used last", With: "nothing is heard", Why: "a quarter of a second without the processor is enough"},
 	{Msg: "a node's ranks are out", With: "nothing is heard", Why: "three quarters of a second without the processor are enough"},
@@ -22,7 +24,8 @@ var slowMachine = Fault{
 // joining is how a node that has just begun answers on its node port.
 const joining = "broke off the handshake: tls: internal error|the protocol is not served there"
 
-// raftPeer are raft's lines of a peer whose connection fails. They do not say which node it is, nor that it is expected.
+// raftPeer are raft's lines of a peer whose connection fails. They do not say which node it is, nor that it
+// is expected.
 var raftPeer = Fault{
 	{Msg: "raft: failed to (appendEntries to|heartbeat to|make requestVote RPC)", Why: "a peer does not answer"},
 	{Msg: "raft: failed to (decode incoming command|flush response)", Why: "a peer's connection has ended"},
@@ -45,13 +48,13 @@ var peerGone = slices.Concat(raftPeer, Fault{
 	{Msg: "leadership was not handed over", Why: "the successor ends too"},
 })
 
-// CertificateExpires: nodes run, or begin, with a certificate that is over.
+// CertificateExpires: nodes run, or start, with an expired certificate.
 var CertificateExpires = Fault{
 	{Msg: "the node's certificate was not renewed, trying again", Why: "the leader is not there yet, or does not let it in yet"},
 	{Msg: "node port refused a connection", With: `reason"?[=:]"?(certificate|expired)`, Why: "the caller has not renewed yet"},
 }
 
-// allEnd is what nodes say of each other while the harness ends all of them at once.
+// allEnd lists what nodes log of each other while the harness ends all of them at once.
 var allEnd = peerGone
 
 // NodeFails: a node dies, freezes, is cut off or ends, and the others notice.
@@ -91,7 +94,8 @@ var DiskFails = Fault{
 // VersionTooOld: a control node is started in a version that cannot read what a newer one wrote.
 var VersionTooOld = Fault{{Msg: "this node leaves consensus until a newer version of dpserve runs on it", Why: "it must not go on without that"}}
 
-// RankNotKnownYet: a request names its rank as soon as the application runs. Its ingress hears of the rank a moment later.
+// RankNotKnownYet: a request names its rank as soon as the application runs. Its ingress hears of the rank a
+// moment later.
 var RankNotKnownYet = Fault{{Msg: "request not served", With: "cause=rank_unavailable", Why: "the test asks again"}}
 
 // JoinRefused: somebody without a valid token or certificate speaks to a node port.

@@ -12,8 +12,8 @@ import (
 // get is a GET at one node's admin API.
 type get func(path string) (code int, text string, err error)
 
-// idle says what a node has in hand: requests at ranks as the node's leader tells it, and the queue and the reservations of the node's
-// own ingress. more are applications to ask about while nobody leads and lists them.
+// idle says what a node still has: requests at ranks, as the leader reports them, and the queue and the
+// reservations of the node's own ingress. more names applications to ask about while no leader lists them.
 func idle(ask get, more ...string) error {
 	code, text, err := ask("/api/v1/apps")
 	if err != nil {
@@ -67,10 +67,10 @@ func idleRouter(ask get, app string) error {
 	return nil
 }
 
-// endPatience is how long what a test began may take to end by itself.
+// endPatience bounds how long the requests of a test may take to end by themselves.
 const endPatience = 20 * time.Second
 
-// soon polls until f gives nil, and gives f's last error.
+// soon polls until f returns nil, and returns f's last error.
 func soon(f func() error) error {
 	for end := time.Now().Add(endPatience); ; time.Sleep(pollEvery) {
 		if err := f(); err == nil || time.Now().After(end) {

@@ -12,7 +12,8 @@ import (
 	"github.com/stretchr/testify/assert"
 )
 
-// Line is a WARN or ERROR line that nodes of a test may write. The harness refuses every other one when the test ends.
+// Line is a WARN or ERROR line that nodes of a test may write. The harness refuses every other one when the
+// test ends.
 type Line struct {
 	Msg  string // a regular expression for the whole message
 	With string // a regular expression for some part of the line; "" = any line
@@ -58,8 +59,8 @@ func (e *Expected) unexpected(log string, also Fault) []string {
 	return out
 }
 
-// check fails t for unexpected lines of a log, and for the ends of a process that no level stands in front of. The first size bytes were
-// written before the harness asked all nodes to end at once.
+// check fails t for unexpected lines of a log, and for a panic or a data race, which have no level. The first
+// size bytes were written before the harness asked all nodes to end at once.
 func (e *Expected) check(t testing.TB, who, log string, size int) {
 	t.Helper()
 	assert.Empty(t, e.unexpected(log[:size], nil), "unexpected WARN and ERROR lines of %s", who)

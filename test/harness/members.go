@@ -22,8 +22,8 @@ import (
 	"github.com/dpserve/dpserve/test/ports"
 )
 
-// Members is a cluster of running dpserve processes on loopback addresses of their own, all with the same port numbers. Use it from
-// the test's goroutine; Load's clients are the exception.
+// Members is a cluster of running dpserve processes on loopback addresses of their own, all with the same
+// port numbers. Use it from the test's goroutine; Load's clients are the exception.
 type Members struct {
 	*Expected
 	T   testing.TB
@@ -54,8 +54,9 @@ func MemberTimer(name string, d time.Duration) MembersOption {
 	return func(c *Members) { c.timers[name] = d }
 }
 
-// Pace is how much faster than real ones the restarts of a cluster of tests are. Leases and the ranks' streams are as fast as a shared
-// machine allows without a node that is lost or silent for want of the processor. The waits of raft and of the gossip are short already.
+// Pace is the factor by which restarts in a test cluster are faster than real ones. Leases and the ranks'
+// streams are as fast as a shared machine allows without taking a node for lost or silent that only waits for
+// the processor. The waits of raft and of the gossip are short already.
 const (
 	Pace         = 10
 	streamPace   = 4
@@ -69,8 +70,8 @@ const (
 // CalmLease is lease_ttl of a cluster that is Calm.
 const CalmLease = 2 * LeaseTTL
 
-// Calm gives longer leases, and streams their real time: on a busy machine no node is taken for silent or lost. It is for tests whose
-// nodes all live, or are asked to end.
+// Calm gives longer leases, and streams their real time: on a busy machine no node is taken for silent or
+// lost. It is for tests whose nodes all live, or are asked to end.
 func Calm(c *Members) {
 	c.timers["lease_ttl"], c.timers["lease_regrant"] = CalmLease, 2*LeaseRegrant
 	delete(c.timers, "stream_suspect")
@@ -86,8 +87,9 @@ func memberTimers() map[string]time.Duration {
 	}
 }
 
-// StartMembers makes a cluster of n nodes, or of one for each list of flags: node 0 begins it, the others join. It returns when all are
-// alive and those with role control that should vote do. At the test's end nothing is left running, or the test fails.
+// StartMembers makes a cluster of n nodes, or of one for each list of flags: node 0 begins it, the others
+// join. It returns when all are alive and those with role control that should vote do. At the test's end
+// nothing is left running, or the test fails.
 func StartMembers(t testing.TB, flags [][]string, options ...MembersOption) *Members {
 	t.Helper()
 	c := &Members{Expected: &Expected{}, T: t, apps: map[string]bool{}, dir: t.TempDir(), net: loopNet(t), slots: 64, timers: memberTimers()}
@@ -113,7 +115,8 @@ func StartMembers(t testing.TB, flags [][]string, options ...MembersOption) *Mem
 // Each gives the same flags to n nodes.
 func Each(n int, flags ...string) [][]string { return slices.Repeat([][]string{flags}, n) }
 
-// Add starts one more node that joins the cluster, and does not wait for it; the first one begins the cluster.
+// Add starts one more node that joins the cluster, and does not wait for it; the first one begins the
+// cluster.
 func (c *Members) Add(name string, flags ...string) *Member {
 	c.T.Helper()
 	m := &Member{Name: name, rig: c, flags: flags, dir: filepath.Join(c.dir, name)}
@@ -127,16 +130,16 @@ func (c *Members) Add(name string, flags ...string) *Member {
 	return m
 }
 
-// NextIP is an address of the rig that no node has.
+// NextIP returns an address of the rig that no node has yet.
 func (c *Members) NextIP() string {
 	c.addresses++
 	return c.net + strconv.Itoa(c.addresses)
 }
 
-// Token is what new nodes join with.
+// Token returns the token that new nodes join with.
 func (c *Members) Token() string { return c.token }
 
-// NodePort is where a node is joined.
+// NodePort returns the address that other nodes join at.
 func (c *Members) NodePort() int { return c.nodePort }
 
 // By is the node of a name.
@@ -184,7 +187,8 @@ func (c *Members) WaitNode(name, what string, want func(s *msg.NodeStatus) bool)
 	})
 }
 
-// Settled waits until the running nodes are alive, the rest is not, and as many vote as may: 1, 3 or 5.
+// Settled waits until the running nodes are alive, the others are not, and the right number of nodes votes:
+// 1, 3 or 5.
 func (c *Members) Settled() {
 	c.T.Helper()
 	c.Eventually("all nodes alive, voters as they should be", func() error {
@@ -220,7 +224,8 @@ func (c *Members) settled(list []msg.NodeStatus) error {
 			return fmt.Errorf("node %s: nodes are %s", m.Name, brief(list))
 		}
 	}
-	want := max(votersFor(present), min(votersFor(control), 3)) // lost nodes alone bring nobody down to one vote
+	// lost nodes alone bring nobody down to one vote
+	want := max(votersFor(present), min(votersFor(control), 3))
 	if voters != want || leaders != 1 {
 		return fmt.Errorf("%d of %d control nodes vote, want %d, and %d lead: %s", voters, control, want, leaders, brief(list))
 	}
@@ -265,7 +270,7 @@ func (c *Members) Leader() *Member {
 	return c.By(name)
 }
 
-// Eventually polls until f gives nil, or fails the test with f's last error.
+// Eventually polls until f returns nil, or fails the test with f's last error.
 func (c *Members) Eventually(what string, f func() error) {
 	c.T.Helper()
 	deadline := time.Now().Add(Patience)
@@ -312,7 +317,8 @@ func (c *Members) end() {
 	}
 }
 
-// leftovers are processes that speak of the rig's addresses: its nodes and their engines.
+// leftovers returns the processes whose command line names an address of the rig: its nodes and their
+// engines.
 func (c *Members) leftovers() (pids []int) {
 	for pid, args := range commands() {
 		if strings.Contains(strings.Join(args, " "), c.net) && Alive(pid) {
@@ -327,8 +333,8 @@ var rigs atomic.Int64
 // enginesOfANode is how many ports each node has for engines.
 const enginesOfANode = 4000
 
-// loopNet is a range of loopback addresses for one cluster, 127.X.Y., that no other cluster of tests has until t ends: a listener on its
-// last address is the sign.
+// loopNet is a range of loopback addresses for one cluster, 127.X.Y., that no other cluster of tests has
+// until t ends: a listener on its last address is the sign.
 func loopNet(t testing.TB) string {
 	t.Helper()
 	const signPort = 19_999

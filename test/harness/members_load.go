@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// Load is clients that keep asking an application through one or more endpoints until End.
+// Load runs clients that send requests to an application through one or more endpoints until End.
 type Load struct {
 	t      testing.TB
 	stop   context.CancelFunc
@@ -22,7 +22,7 @@ type Load struct {
 	client *http.Client
 }
 
-// Answer is what one client saw of one request.
+// Answer is the result of one request, as its client saw it.
 type Answer struct {
 	*Stream
 	At    string    // the endpoint
@@ -49,11 +49,11 @@ func (y Tally) String() string {
 	return fmt.Sprintf("ok %d, errors before the first byte %d, error events after it %d, cut after it %d, hung %d, by rank %v\n%s", y.OK, y.Refused, y.Broken, y.Cut, y.Hung, y.Ranks, strings.Join(y.Bad, "\n"))
 }
 
-// HungAfter is when a client of Load gives a request up.
+// HungAfter is the time after which a client of Load gives up a request.
 const HungAfter = 30 * time.Second
 
-// StartLoad runs clients at each endpoint (host:port). Every second client streams tokens tokens, the others ask for a short whole
-// answer.
+// StartLoad runs clients at each endpoint (host:port). Every second client streams tokens tokens, the others
+// ask for a short whole answer.
 func StartLoad(t testing.TB, app string, clients, tokens int, endpoints ...string) *Load {
 	t.Helper()
 	l := &Load{t: t, hung: HungAfter, client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: clients}}}
@@ -154,7 +154,7 @@ func (y *Tally) add(a *Answer) {
 	}
 }
 
-// Reaches waits until n more requests, sent from now on, were answered well.
+// Reaches waits until n more requests, sent from now on, were answered without an error.
 func (l *Load) Reaches(n int) {
 	l.t.Helper()
 	from := time.Now()
@@ -171,7 +171,7 @@ func (l *Load) Reaches(n int) {
 	}
 }
 
-// End lets the requests under way end and gives the count of all. Idempotent.
+// End lets the requests under way end and returns the count of all. Idempotent.
 func (l *Load) End() Tally {
 	l.stop()
 	l.wg.Wait()

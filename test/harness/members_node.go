@@ -53,7 +53,7 @@ func (m *Member) Join(token string) {
 	m.Ready()
 }
 
-// Launch runs a command on the node's data dir and waits for nothing.
+// Launch starts a command on the node's data dir and does not wait for it.
 func (m *Member) Launch(args ...string) {
 	m.rig.T.Helper()
 	m.run(args...)
@@ -134,7 +134,7 @@ func (m *Member) signal(sig os.Signal) {
 	}
 }
 
-// Kill is a node's sudden end: it and its engines are gone when Kill returns.
+// Kill ends the node with SIGKILL. The node and its engines are gone when Kill returns.
 func (m *Member) Kill() {
 	m.rig.T.Helper()
 	engines := m.Children()
@@ -158,13 +158,13 @@ func (m *Member) Term() {
 	m.gone()
 }
 
-// Freeze stops the node's process where it is; its engines go on.
+// Freeze stops the node's process (SIGSTOP); its engines go on.
 func (m *Member) Freeze() {
 	m.signal(syscall.SIGSTOP)
 	m.frozen = true
 }
 
-// Thaw lets it go on.
+// Thaw lets the node's process go on.
 func (m *Member) Thaw() {
 	m.signal(syscall.SIGCONT)
 	m.frozen = false
@@ -233,7 +233,8 @@ func (m *Member) AppOf(name string) (msg.AppStatus, error) {
 	return reply.App, err
 }
 
-// Route is what this node's router says of each rank of an application, by GROUP/RANK: ok, silent, not-ready and so on.
+// Route returns the state of each rank of an application in this node's Router, by GROUP/RANK: ok, silent,
+// not-ready and so on.
 func (m *Member) Route(app string) (map[string]string, error) {
 	code, text, err := m.Ask(http.MethodPost, "/api/v1/routers/"+app+"/explain", `{"prompt":"hello"}`)
 	if err != nil || code != http.StatusOK {
@@ -250,7 +251,7 @@ func (m *Member) Route(app string) (map[string]string, error) {
 	return out, nil
 }
 
-// Want puts an app.yaml through this node, and again while nobody leads.
+// Want deploys an app.yaml through this node, and tries again while there is no leader.
 func (m *Member) Want(yaml string) {
 	m.rig.T.Helper()
 	m.rig.Eventually("a deploy is accepted", func() error {
@@ -296,7 +297,8 @@ func (c *Members) Running(app string) msg.AppStatus {
 	})
 }
 
-// Accounted says whether the account of every ready rank is there: a rank is ready a moment before the nodes hear which process it is.
+// Accounted says whether every ready rank has its account. A rank is ready a moment before the other nodes
+// know its process.
 func Accounted(st *msg.AppStatus) error {
 	for _, u := range st.Units {
 		for i := range u.Ranks {

@@ -23,7 +23,8 @@ func StartStreams(t testing.TB, app string, clients, tokens int, patience time.D
 
 // RealTimers leaves every timer of the nodes as it is for users.
 func RealTimers() MembersOption {
-	return func(c *Members) { c.timers = map[string]time.Duration{"lease_ttl": RealLease} } // --timers needs one
+	// --timers needs one
+	return func(c *Members) { c.timers = map[string]time.Duration{"lease_ttl": RealLease} }
 }
 
 // Gossip is the address of the node's gossip, of UDP and TCP.

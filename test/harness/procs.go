@@ -39,7 +39,7 @@ func Alive(pid int) bool {
 	return ok && !strings.HasPrefix(after, "Z") && !strings.HasPrefix(after, "X")
 }
 
-// living are those of some processes that run.
+// living returns the processes that still run.
 func living(pids []int) []int {
 	return slices.DeleteFunc(slices.Clone(pids), func(pid int) bool { return !Alive(pid) })
 }

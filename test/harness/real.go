@@ -133,7 +133,7 @@ func (r *Real) Signal(sig os.Signal) { _ = r.cmd.Process.Signal(sig) }
 // Exited is closed when dpserve has ended.
 func (r *Real) Exited() <-chan struct{} { return r.done }
 
-// ExitCode waits for the end and gives the code (-1: by signal).
+// ExitCode waits for the end and returns the code (-1: by signal).
 func (r *Real) ExitCode() int {
 	r.T.Helper()
 	select {
@@ -177,7 +177,7 @@ func (r *Real) Delete(app string) {
 	}, "app "+app+" gone")
 }
 
-// Do is one admin request.
+// Do sends one admin request.
 func (r *Real) Do(method, path, body string) (code int, text string) {
 	r.T.Helper()
 	req, err := http.NewRequestWithContext(context.Background(), method, "http://"+r.Admin+path, strings.NewReader(body))
@@ -244,7 +244,7 @@ func (r *Real) WaitStatus(app, want string) msg.AppStatus {
 	return st
 }
 
-// Eventually polls until f gives nil, or fails the test with f's last error.
+// Eventually polls until f returns nil, or fails the test with f's last error.
 func (r *Real) Eventually(f func() error, what string) {
 	r.T.Helper()
 	deadline := time.Now().Add(Patience)
@@ -265,7 +265,8 @@ func (r *Real) Eventually(f func() error, what string) {
 	}
 }
 
-// Quiet waits until nothing is in flight, queued or reserved in any app: the state every test must leave behind.
+// Quiet waits until nothing is in flight, queued or reserved in any app: the state every test must leave
+// behind.
 func (r *Real) Quiet() {
 	r.T.Helper()
 	r.Eventually(func() error { return idle(r.ask) }, "in-flight, queue and reservations 0")

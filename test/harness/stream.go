@@ -30,10 +30,10 @@ type Stream struct {
 // FirstByte says whether any content reached the client.
 func (s *Stream) FirstByte() bool { return s.Chunks > 0 }
 
-// Whole says whether the answer came to an end of its own: its connection was not cut.
+// Whole says whether the answer ended by itself, without a cut connection.
 func (s *Stream) Whole() bool { return s.Err == nil }
 
-// OK says whether the stream ended as it should.
+// OK says whether the stream ended without an error.
 func (s *Stream) OK() bool {
 	return s.Err == nil && s.Status == http.StatusOK && s.Finish != "" && s.Error == "" && s.Done
 }

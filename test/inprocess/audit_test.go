@@ -7,7 +7,8 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 )
 
-// audit follows the ranks' streams and checks that every admitted request ends exactly once. It implements msg.Sink.
+// audit follows the ranks' streams and checks that every admitted request ends exactly once. It implements
+// msg.Sink.
 type audit struct {
 	mu     sync.Mutex
 	open   map[entry]bool

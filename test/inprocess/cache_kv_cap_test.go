@@ -22,7 +22,8 @@ type soak struct {
 	blocks   int // of each engine
 }
 
-// soakSize is short in `go test`; DPSERVE_ACCEPTANCE=1 makes it half an hour of fake time and the cap the row's: seven minutes, 4 GB.
+// soakSize is short in `go test`; DPSERVE_ACCEPTANCE=1 makes it half an hour of fake time and the cap the
+// row's: seven minutes, 4 GB.
 func soakSize() soak {
 	if os.Getenv("DPSERVE_ACCEPTANCE") != "" {
 		return soak{cap: 256 << 20, requests: 30 * 60 * 10, blocks: 1 << 19}
@@ -30,7 +31,8 @@ func soakSize() soak {
 	return soak{cap: 2 << 20, requests: 40, blocks: 1 << 14}
 }
 
-// KV11: eight engines, prompts of 20k tokens, ten a second: the index stays within its cap and counts what it gives up.
+// KV11: eight engines, prompts of 20k tokens, ten a second: the index stays within its cap and counts what it
+// gives up.
 func TestKV11IndexWithinItsCap(t *testing.T) {
 	if testing.Short() {
 		t.Skip("tens of thousands of batches")

@@ -64,7 +64,8 @@ func TestKV5ClearedAndAsleep(t *testing.T) {
 		time.Sleep(3 * time.Second)
 
 		r.engine(http.MethodPost, r.Rank("a", 0, 2).URL+"/reset_prefix_cache", "")
-		r.must(kvAsk{app: "a", rank: "0/2", ids: kvDoc(2, 5*blockTokens)}) // the event stands in front of this one's
+		// the event stands in front of this one's
+		r.must(kvAsk{app: "a", rank: "0/2", ids: kvDoc(2, 5*blockTokens)})
 		time.Sleep(3 * time.Second)
 		after := r.settled("a")
 		x := r.explain("a", kvDoc(1, 20*blockTokens))

@@ -12,7 +12,7 @@ import (
 	"github.com/dpserve/dpserve/engine/sim"
 )
 
-// byHand runs an engine that dpserve did not start, by its command line; it ends with the test.
+// byHand starts an engine by its command line, without dpserve. It ends with the test.
 func (r *kvRig) byHand(args ...string) *sim.Server {
 	r.t.Helper()
 	cfg, _, err := sim.ParseFlags(args)
@@ -40,7 +40,8 @@ func handPorts(i int) (api, events, replay string) {
 	return at(8100), at(5600), at(5700)
 }
 
-// handFlags is the command line of engine i of an attached application; more follow. Without replays a gap cannot be filled.
+// handFlags is the command line of engine i of an attached application; more follow. Without replays a gap
+// cannot be filled.
 func handFlags(i int, model string, replays bool, more ...string) []string {
 	api, events, replay := handPorts(i)
 	_, port, _ := net.SplitHostPort(api)

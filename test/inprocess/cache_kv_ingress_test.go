@@ -129,7 +129,8 @@ func (s *streams) run(n int, one func(i int) *harness.Stream) {
 	}
 }
 
-// load is what an ingress takes the ranks' load to be: in-flight requests and the tokens of KV cache they need.
+// load is what an ingress takes the ranks' load to be: in-flight requests and the tokens of KV cache they
+// need.
 func load(t *testing.T, s *second, app string) map[string]any {
 	t.Helper()
 	loads, err := s.PotentialLoads(app, nil)
@@ -316,7 +317,7 @@ func firstOf(errs ...error) error {
 	return nil
 }
 
-// why says how the Router decides for a request, in short.
+// why describes how the Router decides for a request.
 func (r *kvRig) why(app, request string) string {
 	r.t.Helper()
 	body, err := json.Marshal(map[string]any{"request": json.RawMessage(request)})

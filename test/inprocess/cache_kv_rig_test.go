@@ -142,7 +142,7 @@ func (r *kvRig) force(q kvAsk) kvAnswer {
 	return out
 }
 
-// must is complete for a request that nothing may go wrong with.
+// must is complete for a request that may not fail.
 func (r *kvRig) must(q kvAsk) kvAnswer {
 	r.t.Helper()
 	out := r.complete(q)
@@ -252,7 +252,7 @@ func (v kvView) sizes() map[string]int {
 	return out
 }
 
-// only are the columns of one tier.
+// only returns the columns of one tier.
 func (v kvView) only(tier string) kvView {
 	out := kvView{}
 	for key, set := range v {
@@ -325,7 +325,8 @@ func (s *second) dump(t *testing.T, app string) kvView {
 	return v
 }
 
-// settled lets time pass until the index of the node's own ingress holds of every rank exactly as many blocks as its engine does.
+// settled lets time pass until the index of the node's own ingress holds, for every rank, exactly as many
+// blocks as the rank's engine.
 func (r *kvRig) settled(app string) kvView {
 	r.t.Helper()
 	var v kvView
@@ -345,7 +346,8 @@ func (r *kvRig) settled(app string) kvView {
 	return v
 }
 
-// soon lets time pass in small steps until f gives nil, at most limit; it gives the time that took.
+// soon lets time pass in small steps until f returns nil, for at most limit, and returns the time that it
+// took.
 func soon(t *testing.T, limit time.Duration, what string, f func() error) time.Duration {
 	t.Helper()
 	began := time.Now()
@@ -376,7 +378,7 @@ func (r *kvRig) warnings() []string {
 	return append(r.Journal.Find(`"level":"WARN"`), r.Journal.Errors()...)
 }
 
-// idle is the state that every test leaves behind.
+// idle waits for the state that every test must leave behind.
 func (r *kvRig) idle() {
 	r.t.Helper()
 	r.Quiet()

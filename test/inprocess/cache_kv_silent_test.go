@@ -32,8 +32,8 @@ func (s *share) add(a *kvAnswer) {
 
 func (s *share) rate() float64 { return float64(s.cached) / float64(max(1, s.prompt)) }
 
-// converse holds conversations of several turns, some at a time: every turn is all that was said, and something new. It gives the
-// share of their tokens that engines found in their caches.
+// converse plays conversations of several turns, some at a time. The prompt of a turn is everything said
+// before and new text. It returns the share of prompt tokens that engines found in their caches.
 func (r *kvRig) converse(app string, first, sessions, turns int, think time.Duration) *share {
 	out := &share{}
 	var wg sync.WaitGroup
@@ -55,7 +55,7 @@ func (r *kvRig) converse(app string, first, sessions, turns int, think time.Dura
 	return out
 }
 
-// KV10: events never come, under traffic: it shows, and the ranks' own record carries on.
+// KV10: no events come under traffic. Status and metrics show it, and routing goes by the ranks' own record.
 func TestKV10SilentEvents(t *testing.T) {
 	if testing.Short() {
 		t.Skip("tens of thousands of batches")
@@ -129,7 +129,7 @@ func (r *kvRig) metrics(name string) map[string]string {
 	return out
 }
 
-// KV9: the engine settles on another block size than its file asks for, and goes on telling the file's.
+// KV9: the engine uses another block size than the file asks for, and goes on reporting the file's.
 func TestKV9BlockSizeOfTheEngine(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

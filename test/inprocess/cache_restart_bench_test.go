@@ -31,7 +31,7 @@ const (
 	restartLimit  = 10 * time.Second             // until the benchmark fails
 )
 
-// healthyEngine answers, and has nothing to tell.
+// healthyEngine answers and publishes no events.
 type healthyEngine struct{}
 
 func (healthyEngine) Health(context.Context) (engine.Health, error) { return engine.Alive, nil }
@@ -40,12 +40,12 @@ func (healthyEngine) Counters(context.Context) (engine.Counters, error) {
 	return engine.Counters{}, nil
 }
 
-// nobody watches ranks that nothing happens to.
-type nobody struct{}
+// ignoreEvents ignores the events of ranks.
+type ignoreEvents struct{}
 
-func (nobody) ReplicaEvent(msg.ReplicaEvent) {}
+func (ignoreEvents) ReplicaEvent(msg.ReplicaEvent) {}
 
-// stateOf is a cluster's state that stays as it is.
+// stateOf is a cluster state that never changes.
 type stateOf struct{ st *state.State }
 
 func (s stateOf) State() *state.State    { return s.st }
@@ -57,14 +57,14 @@ type held struct {
 	sum    uint64
 }
 
-// census is what the ranks say that they hold, by "GROUP/RANK".
-type census struct {
+// columnCensus holds what each rank reports as cached, by "GROUP/RANK".
+type columnCensus struct {
 	mu    sync.Mutex
 	ranks map[string]held
 }
 
 // Deliver implements msg.Sink.
-func (s *census) Deliver(r *msg.Record) {
+func (s *columnCensus) Deliver(r *msg.Record) {
 	if r.Kind != msg.RecKVEnd {
 		return
 	}
@@ -74,7 +74,7 @@ func (s *census) Deliver(r *msg.Record) {
 }
 
 // take asks every rank.
-func (s *census) take(b *testing.B, feed msg.Feed) map[string]held {
+func (s *columnCensus) take(b *testing.B, feed msg.Feed) map[string]held {
 	b.Helper()
 	s.ranks = map[string]held{}
 	defer feed.Subscribe(s)()
@@ -114,7 +114,7 @@ func newRestartNode(b *testing.B, log *slog.Logger) *restartNode {
 	for rank, u := range a.Units() {
 		st.Units[u.ID] = &state.Unit{ID: u.ID, App: a.Name, Group: u.Group, Epoch: 1, Phase: state.Ready}
 		st.Epochs[u.ID] = 1
-		s, err := f.New(msg.ReplicaSpec{App: a, Unit: u.ID, Group: u.Group, Rank: rank, Epoch: 1, Node: "n", Watcher: nobody{}, Target: msg.Target{URL: "http://127.0.0.1:1", Owned: true}})
+		s, err := f.New(msg.ReplicaSpec{App: a, Unit: u.ID, Group: u.Group, Rank: rank, Epoch: 1, Node: "n", Watcher: ignoreEvents{}, Target: msg.Target{URL: "http://127.0.0.1:1", Owned: true}})
 		require.NoError(b, err)
 		b.Cleanup(func() { require.NoError(b, s.Stop(context.Background())) })
 		require.NoError(b, s.Ready(b.Context(), msg.Facts{Incarnation: uint64(rank) + 1, MaxOngoing: 8}))
@@ -123,7 +123,8 @@ func newRestartNode(b *testing.B, log *slog.Logger) *restartNode {
 	return n
 }
 
-// fill sends every rank prompts of so many blocks until it holds restartBlocks. Eight prompts in a row share their first half.
+// fill sends every rank prompts of so many blocks until it holds restartBlocks. Eight prompts in a row share
+// their first half.
 func (n *restartNode) fill(b *testing.B, blocks int) {
 	b.Helper()
 	n.probe = []uint32{1: 1, blockTokens: 1} // a block, and the last token that is always computed
@@ -185,7 +186,8 @@ func shown(b *testing.B, in *ingress.Ingress) map[string]held {
 	return out
 }
 
-// BenchmarkIngressRestart is an ingress that comes back: how long until it knows, of every rank, what the rank knows.
+// BenchmarkIngressRestart is an ingress that comes back: how long until it knows, of every rank, what the
+// rank knows.
 func BenchmarkIngressRestart(b *testing.B) {
 	if testing.Short() {
 		b.Skip("a million blocks")
@@ -195,7 +197,7 @@ func BenchmarkIngressRestart(b *testing.B) {
 			log := slog.New(slog.DiscardHandler)
 			n := newRestartNode(b, log)
 			n.fill(b, prompt)
-			all := (&census{}).take(b, n.hub)
+			all := (&columnCensus{}).take(b, n.hub)
 			for b.Loop() {
 				in, err := ingress.New(ingress.Config{Node: "late", Store: n.store, Feed: n.hub, Metrics: telemetry.New(), Log: log, Seed: 7})
 				require.NoError(b, err)
@@ -212,7 +214,8 @@ func BenchmarkIngressRestart(b *testing.B) {
 	}
 }
 
-// awaitShown waits until look-ups find every rank's column: it is shown once its length and sum are the rank's.
+// awaitShown waits until look-ups find every rank's column: it is shown once its length and sum are the
+// rank's.
 func (n *restartNode) awaitShown(b *testing.B, in *ingress.Ingress) {
 	b.Helper()
 	for began := time.Now(); ; time.Sleep(time.Millisecond) {

@@ -140,8 +140,8 @@ func askOn(c *harness.Cluster, app, worker string, prompt []uint32, maxTokens in
 	return nil
 }
 
-// parkOn puts a request straight into an engine, behind the back of dpserve: KV memory that somebody else uses. release takes it
-// out again and waits until the engine has it out.
+// parkOn sends a request directly to an engine, without dpserve, so that it uses KV memory. release cancels
+// it and waits until the engine has ended it.
 func parkOn(t *testing.T, c *harness.Cluster, url, model string, prompt []uint32, maxTokens int) (release func()) {
 	t.Helper()
 	body, err := json.Marshal(idPrompt{Model: model, Prompt: prompt, MaxTokens: maxTokens, IgnoreEOS: true, Stream: true})
@@ -264,7 +264,8 @@ func some(few int, all ...string) []string {
 	return all[:few]
 }
 
-// skipShort leaves a test with thousands of requests to the runs without the race detector, under which it takes minutes.
+// skipShort leaves a test with thousands of requests to the runs without the race detector, under which it
+// takes minutes.
 func skipShort(t *testing.T) {
 	t.Helper()
 	if testing.Short() {

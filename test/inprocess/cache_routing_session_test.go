@@ -97,10 +97,11 @@ func (s *conversations) note(a *idAnswer, home, overloaded string) {
 	s.after.add(a, home)
 }
 
-// RT7: sessions of ten turns at 60 % of what the ranks can prefill: 95 % of the turns stay at home. Then one rank is sent twice what
-// it can do, and the hit rate falls by no more than 5 points. When a turn should leave is the business of the test behind this
-// one. The policies that go by prefill work alone are not here: with openings of 2000 tokens in between, the wait at home
-// often exceeds what a turn of 2200 saves there, and 70 to 83 % of the turns stay.
+// RT7: sessions of ten turns at 60 % of what the ranks can prefill: 95 % of the turns stay at home. Then one
+// rank is sent twice what it can do, and the hit rate falls by no more than 5 points. When a turn should
+// leave is the business of the test behind this one. The policies that go by prefill work alone are not here:
+// with openings of 2000 tokens in between, the wait at home often exceeds what a turn of 2200 saves there,
+// and 70 to 83 % of the turns stay.
 func TestRT7TurnsStayHome(t *testing.T) {
 	skipShort(t)
 	const sessions, work = 120, rt7Opening + (rt7Turns-1)*rt7Question // tokens to prefill per session
@@ -136,7 +137,8 @@ func TestRT7TurnsStayHome(t *testing.T) {
 	}
 }
 
-// overloadRank sends a rank twice the prompts that it can prefill, until stop; what waits is bounded by ten seconds of work.
+// overloadRank sends a rank twice the prompts that it can prefill, until stop; what waits is bounded by ten
+// seconds of work.
 func overloadRank(t *testing.T, c *harness.Cluster, rank string, stop <-chan struct{}) {
 	const prompt, most = 2048, 100
 	const gap = prompt * rt7Token / 2
@@ -208,7 +210,8 @@ type leaving struct {
 	even   bool // both scores are the same
 }
 
-// explainTurn asks where a turn would go, and decides by the terms whether the wait at home exceeds the prefill that it saves.
+// explainTurn asks where a turn would go, and decides by the terms whether the wait at home exceeds the
+// prefill that it saves.
 func explainTurn(t *testing.T, c *harness.Cluster, prompt []uint32, home string) (out leaving) {
 	body, err := json.Marshal(map[string]any{"token_ids": prompt})
 	require.NoError(t, err)
@@ -246,11 +249,14 @@ func (s *conversations) unknown(tokens int) {
 	}
 }
 
-// judged counts the decisions that were held against the rule.
-type judged struct{ all, left, wrong int }
+// ruleCheck counts the decisions that were compared with the rule.
+type ruleCheck struct{ all, left, wrong int }
 
-// talk is a session whose every turn adds half an opening. While a rank is overloaded, decisions are held against the rule.
-func (s *conversations) talk(t *testing.T, c *harness.Cluster, r *rand.Rand, overloaded string, j *judged) {
+// talk plays a session whose turns each add half an opening. While a rank is overloaded, it compares the
+// Router's decisions with the rule.
+func (s *conversations) talk(
+	t *testing.T, c *harness.Cluster, r *rand.Rand, overloaded string, j *ruleCheck,
+) {
 	const opening, more = 1000, 500
 	prompt, home, known := freshPrompt(r, opening), "", 0
 	for range rt7Turns {
@@ -286,14 +292,16 @@ func (s *conversations) talk(t *testing.T, c *harness.Cluster, r *rand.Rand, ove
 	}
 }
 
-// RT7, all of it, by predicted time to first token: a conversation of 1000 tokens and 500 more with every turn, seconds apart.
-// The prefill that a turn saves is its own and, by eta, that of those behind it. What is counted begins after 20 s at this load:
-// eta is measured over periods of 5 s, and until it is known fewer turns stay (94 to 96 % were seen within 10 s).
+// RT7, all of it, by predicted time to first token: a conversation of 1000 tokens and 500 more with every
+// turn, seconds apart. The prefill that a turn saves is its own and, by eta, that of those behind it. What is
+// counted begins after 20 s at this load: eta is measured over periods of 5 s, and until it is known fewer
+// turns stay (94 to 96 % were seen within 10 s).
 func TestRT7ConversationsStayUnlessTheWaitExceedsThePrefillTheySave(t *testing.T) {
 	if os.Getenv("DPSERVE_ACCEPTANCE") == "" {
 		t.Skip("an acceptance run: 6000 requests for each seed")
 	}
-	const sessions, work, overloaded = 600, 1000 + (rt7Turns-1)*500, "0/1" // of 20 s each, a third of which are as many as run at once
+	// of 20 s each, a third of which are as many as run at once
+	const sessions, work, overloaded = 600, 1000 + (rt7Turns-1)*500, "0/1"
 	const gap = work * rt7Token * 10 / 6 / rt7Ranks
 	for seed := range uint64(3) {
 		t.Run(fmt.Sprint("seed ", seed+1), func(t *testing.T) {
@@ -303,7 +311,7 @@ func TestRT7ConversationsStayUnlessTheWaitExceedsThePrefillTheySave(t *testing.T
 				c.Deploy(simApp("a", rt7Ranks, "independent", "", "routing: {policy: min-ttft, params: {eta: true}}"))
 				c.WaitStatus("a", "RUNNING")
 				s := conversations{few: true}
-				var j judged
+				var j ruleCheck
 				var overload sync.WaitGroup
 				r, stop := rand.New(rand.NewPCG(seed+1, 70)), make(chan struct{})
 				arrive(r, sessions, gap, func(i int) {

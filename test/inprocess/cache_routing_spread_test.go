@@ -26,8 +26,8 @@ func engineStats(t *testing.T, c *harness.Cluster, url string) sim.Stats {
 	return st
 }
 
-// RT4: eight replicas, one system prompt of 2048 tokens, 70 % of the prefill that warm ranks can do. The busiest rank gets at
-// most 1.3 times the mean, and all are warm after 200 requests.
+// RT4: eight replicas, one system prompt of 2048 tokens, 70 % of the prefill that warm ranks can do. The
+// busiest rank gets at most 1.3 times the mean, and all are warm after 200 requests.
 func TestRT4SharedSystemPromptWarmsAllRanks(t *testing.T) {
 	skipShort(t)
 	const ranks, requests, system, own, output = 8, 600, 2048, 256, 16
@@ -57,8 +57,8 @@ func TestRT4SharedSystemPromptWarmsAllRanks(t *testing.T) {
 	}
 }
 
-// RT6: rank A has work in hand, rank B has served a lot and is idle. Prompts that neither knows go to B until both have as much
-// to do.
+// RT6: rank A has work in hand, rank B has served a lot and is idle. Prompts that neither knows go to B until
+// both have as much to do.
 func TestRT6ColdPromptsGoToTheIdleRank(t *testing.T) {
 	const busy, prompt = 12, 2048
 	for _, routing := range fewer(append(workRouting(), "{policy: lmetric-1}", "{policy: mex}", "{policy: cache-aware, preset: tuned}", "{policy: least-kv}", "{policy: scoring, preset: tuned}")) {
@@ -140,7 +140,7 @@ func TestRT9ShortPromptsKeepAwayFromALongPrefill(t *testing.T) {
 // report is by when a rank has told its KV usage: the period of a look at it, and the answer.
 const report = 1100 * time.Millisecond
 
-// crowd is clients that ask again as soon as they are answered, until stop is closed.
+// crowd runs clients that send the next request as soon as they have an answer, until stop is closed.
 func crowd(n int, stop <-chan struct{}, ask func()) *sync.WaitGroup {
 	var wg sync.WaitGroup
 	for range n {
@@ -158,8 +158,8 @@ func crowd(n int, stop <-chan struct{}, ask func()) *sync.WaitGroup {
 	return &wg
 }
 
-// RT10: 512 clients on the eight ranks of one lockstep group; the KV memory of two is above 95 %. Those get nothing until they are
-// below 90 %, the others of the same group go on, and share what waits.
+// RT10: 512 clients on the eight ranks of one lockstep group; the KV memory of two is above 95 %. Those get
+// nothing until they are below 90 %, the others of the same group go on, and share what waits.
 func TestRT10FullRanksOfAGroupGetNothing(t *testing.T) {
 	skipShort(t)
 	const ranks, clients, limit = 8, 512, 0.95
@@ -217,7 +217,8 @@ func TestRT10FullRanksOfAGroupGetNothing(t *testing.T) {
 	}
 }
 
-// waiting adds what waits in the engines now to sums by rank, without the ranks of except, and says how uneven it is now.
+// waiting adds what waits in the engines now to sums by rank, without the ranks of except, and says how
+// uneven it is now.
 func waiting(t *testing.T, c *harness.Cluster, except map[string]bool, sums map[string]int) float64 {
 	t.Helper()
 	now := map[string]int{}
@@ -242,8 +243,8 @@ func uneven(n map[string]int) float64 {
 	return float64(most) * float64(len(n)) / float64(max(1, all))
 }
 
-// RT16: busy_threshold 0.5 under every policy. Two of four ranks above it get nothing; all four: 503 with Retry-After; answers
-// again a second after the load fell.
+// RT16: busy_threshold 0.5 under every policy. Two of four ranks above it get nothing; all four: 503 with
+// Retry-After; answers again a second after the load fell.
 func TestRT16BusyThresholdHoldsUnderEveryPolicy(t *testing.T) {
 	for _, policy := range allRouting() {
 		t.Run(policy, func(t *testing.T) {

@@ -19,7 +19,7 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// A request waits queue_s for room and no moment longer.
+// A request waits for room for at most queue_s.
 func TestQueueTimeout(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)
@@ -96,7 +96,8 @@ func TestQueueKeepsItsOrder(t *testing.T) {
 		}
 		wg.Wait()
 		require.Len(t, order, 20)
-		for at := 1; at < len(order); at++ { // two ranks serve two at a time: neighbours may change places, nobody else
+		// two ranks serve two at a time: neighbours may change places, nobody else
+		for at := 1; at < len(order); at++ {
 			assert.Greater(t, order[at]+3, order[at-1], "%v", order)
 		}
 		c.Quiet()
@@ -137,7 +138,8 @@ func TestFirstTokenDeadline(t *testing.T) {
 	}
 }
 
-// A stream that stops between two tokens is cut after between_tokens_s without progress of its engine, with an event that says so.
+// A stream that stops between two tokens is cut after between_tokens_s without progress of its engine, with
+// an event that says so.
 func TestBetweenTokensDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)
@@ -159,8 +161,8 @@ func TestBetweenTokensDeadline(t *testing.T) {
 	})
 }
 
-// An engine that computes and shows nothing for longer than between_tokens_s is not cut, and its rank not tripped, whichever node is
-// asked; an engine that stands still is cut in time.
+// An engine that computes and shows nothing for longer than between_tokens_s is not cut, and its rank not
+// tripped, whichever node is asked; an engine that stands still is cut in time.
 func TestSilenceInsideAStreamIsProgressOrTheEnd(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -194,7 +196,8 @@ func TestSilenceInsideAStreamIsProgressOrTheEnd(t *testing.T) {
 	})
 }
 
-// While a request that is not streamed decodes, it is no prefill in front of others: at no ingress, whichever one has it.
+// While a request that is not streamed decodes, it is no prefill in front of others: at no ingress, whichever
+// one has it.
 func TestARequestThatIsNotStreamedLeavesPrefill(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -224,7 +227,7 @@ func TestARequestThatIsNotStreamedLeavesPrefill(t *testing.T) {
 	})
 }
 
-// mailboxes collects where the ranks' admission is, as an ingress does.
+// mailboxes collects the ranks' mailboxes for admission, as an ingress does.
 type mailboxes struct {
 	mu   sync.Mutex
 	box  msg.Mailbox
@@ -242,7 +245,8 @@ func (m *mailboxes) Deliver(rec *msg.Record) {
 	}
 }
 
-// An ingress that vanishes between its ticket and its request gives the place back 5 s after its connection broke.
+// An ingress that vanishes between its ticket and its request gives the place back 5 s after its connection
+// broke.
 func TestTicketOfAVanishedIngressLapses(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)

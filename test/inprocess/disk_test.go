@@ -26,7 +26,7 @@ func nothingMoved(t *testing.T, c *harness.Cluster, p *harness.Peer, engines int
 	assert.Len(t, c.Engines.Live(), engines)
 }
 
-// try deploys something that nothing else needs, and gives the answer.
+// try deploys something that nothing else needs and returns the answer.
 func try(t *testing.T, p *harness.Peer, name string) (code int, text string) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
@@ -34,8 +34,9 @@ func try(t *testing.T, p *harness.Peer, name string) (code int, text string) {
 	return put(ctx, p, spread(name, 1, "route_prefix: /"+name))
 }
 
-// TestLeadersDiskHangs: the disk of the leader of three does not return from a write. Another node leads within 5 s; no node is lost, no
-// engine restarted, no request fails, with either rule; when the disk is back, so is the node.
+// TestLeadersDiskHangs: the disk of the leader of three does not return from a write. Another node leads
+// within 5 s; no node is lost, no engine restarted, no request fails, with either rule; when the disk is
+// back, so is the node.
 func TestLeadersDiskHangs(t *testing.T) {
 	t.Parallel()
 	for _, rule := range []string{"serve", "fence"} {
@@ -102,8 +103,9 @@ func TestLeadersDiskHangs(t *testing.T) {
 	}
 }
 
-// TestOnlyVotersDiskIsSick: one control node and a worker. While the disk of the log is full, or hangs, leases are renewed and engines
-// live on, with either rule; what would change the state is refused, and done again when the disk is well.
+// TestOnlyVotersDiskIsSick: one control node and a worker. While the disk of the log is full, or hangs,
+// leases are renewed and engines live on, with either rule; what would change the state is refused, and done
+// again when the disk is well.
 func TestOnlyVotersDiskIsSick(t *testing.T) {
 	t.Parallel()
 	for _, rule := range []string{"serve", "fence"} {
@@ -137,7 +139,8 @@ func TestOnlyVotersDiskIsSick(t *testing.T) {
 					c.WaitStatus("b", "RUNNING")
 					time.Sleep(20 * time.Second)
 					want := 5
-					if c.Peer(0).State().Apps["refused"] != nil { // a write that hangs may come to the disk all the same
+					// a write that hangs may come to the disk all the same
+					if c.Peer(0).State().Apps["refused"] != nil {
 						c.WaitStatus("refused", "RUNNING")
 						want = 6
 					}
@@ -151,7 +154,8 @@ func TestOnlyVotersDiskIsSick(t *testing.T) {
 	}
 }
 
-// TestSickOnlyVoterTakesNobodyForLost: a worker dies meanwhile. Nothing can be decided without the disk, and then it is.
+// TestSickOnlyVoterTakesNobodyForLost: a worker dies while the disk of the only voter fails. The loss is
+// decided when the disk works again, not before.
 func TestSickOnlyVoterTakesNobodyForLost(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

@@ -15,8 +15,8 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// FS4 with exact times: while every engine answers 500, and when every engine refuses the connection, a client has its error within a
-// second, with Retry-After, and no rank gets one request twice.
+// FS4 with exact times: while every engine answers 500, and when every engine refuses the connection, a
+// client has its error within a second, with Retry-After, and no rank gets one request twice.
 func TestFS4AnErrorWithinASecond(t *testing.T) {
 	const ranks, requests, most = 4, 40, 3
 	for _, mode := range []sim.Mode{sim.ModeHTTP500, sim.ModeRefuse} {

@@ -13,17 +13,17 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// told is what a person looks for in a line of the log.
-type told struct {
+// logParts holds the parts of a log line that a person looks for.
+type logParts struct {
 	Level, Msg, Node, App, Unit, From, To, Cause, Peer, Change string
 	Epoch                                                      uint64
 }
 
 // linesOf are the lines of the journal behind the first n.
-func linesOf(t *testing.T, j *harness.Journal, n int) (out []told) {
+func linesOf(t *testing.T, j *harness.Journal, n int) (out []logParts) {
 	t.Helper()
 	for _, line := range j.Find()[n:] {
-		var e told
+		var e logParts
 		require.NoError(t, json.Unmarshal([]byte(line), &e))
 		out = append(out, e)
 	}
@@ -31,7 +31,7 @@ func linesOf(t *testing.T, j *harness.Journal, n int) (out []told) {
 }
 
 // short are the level and the message of each line, and what it is about.
-func short(list []told) (out []string) {
+func short(list []logParts) (out []string) {
 	for _, e := range list {
 		text := e.Level + " " + e.Msg
 		for _, more := range []string{e.Unit, e.From, e.To, e.Change, e.Peer} {
@@ -65,7 +65,7 @@ func TestCleanJoinWarnsOfNothing(t *testing.T) {
 	})
 }
 
-// The end of one engine is a handful of lines in the whole cluster, and no event is told twice.
+// The end of one engine makes a few log lines in the whole cluster, and no event is logged twice.
 func TestKilledRankIsAHandfulOfLines(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -92,8 +92,8 @@ func TestKilledRankIsAHandfulOfLines(t *testing.T) {
 	})
 }
 
-// A change of leaders is one line for the leadership and none for each unit, which goes on as it was. What cannot be reached has a
-// name, and no line comes again and again.
+// A change of leaders is one line for the leadership and none for each unit, which goes on as it was. What
+// cannot be reached has a name, and no line comes again and again.
 func TestLeaderChangeIsAFewLines(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -110,9 +110,13 @@ func TestLeaderChangeIsAFewLines(t *testing.T) {
 
 		list := linesOf(t, c.Journal, n)
 		assert.LessOrEqual(t, len(list), 10, "%v", short(list))
-		leads := slices.DeleteFunc(slices.Clone(list), func(e told) bool { return e.Msg != "this node leads the cluster" })
+		leads := slices.DeleteFunc(slices.Clone(list), func(e logParts) bool {
+			return e.Msg != "this node leads the cluster"
+		})
 		assert.Len(t, leads, 1)
-		unreached := slices.DeleteFunc(slices.Clone(list), func(e told) bool { return e.Msg != "consensus does not reach a node" })
+		unreached := slices.DeleteFunc(slices.Clone(list), func(e logParts) bool {
+			return e.Msg != "consensus does not reach a node"
+		})
 		require.Len(t, unreached, 1, "%v", short(list))
 		assert.Equal(t, "WARN", unreached[0].Level)
 		assert.Equal(t, "node-1", unreached[0].Peer)

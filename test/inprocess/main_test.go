@@ -1,5 +1,5 @@
-// Package inprocess tests whole nodes in one process on fake time: what needs minutes of waiting takes milliseconds, and every
-// moment is exact.
+// Package inprocess tests whole nodes in one process on fake time: what needs minutes of waiting takes
+// milliseconds, and every moment is exact.
 package inprocess
 
 import (

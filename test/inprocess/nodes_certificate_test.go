@@ -19,7 +19,7 @@ func renewals(c *harness.Cluster) int {
 	return strings.Count(c.Journal.String(), "the node's certificate was renewed")
 }
 
-// off closes all nodes, lets time pass, and starts them again, all at once.
+// off closes all nodes, lets time pass, and starts all of them at once.
 func off(t *testing.T, c *harness.Cluster, pass time.Duration) {
 	t.Helper()
 	for i := len(c.Peers()) - 1; i >= 0; i-- {
@@ -50,8 +50,9 @@ func allAlive(t *testing.T, c *harness.Cluster, app string) {
 	c.WaitStatus(app, "RUNNING")
 }
 
-// One control node and one worker. Each renews its certificate in time, the control node by itself, and no stream notices; so they work
-// when the certificates that they joined with have expired. The days in which nothing happens they are off.
+// One control node and one worker. Each renews its certificate in time, the control node by itself, and no
+// stream notices; so they work when the certificates that they joined with have expired. The days in which
+// nothing happens they are off.
 func TestCertificatesAreRenewedUnderAnOpenStream(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -83,8 +84,8 @@ func TestCertificatesAreRenewedUnderAnOpenStream(t *testing.T) {
 	})
 }
 
-// All nodes are off until every certificate has expired. They start as after any other night: control nodes sign for themselves, the
-// others get theirs from the leader.
+// All nodes are off until every certificate has expired. They start as after any other night: control nodes
+// sign for themselves, the others get theirs from the leader.
 func TestAClusterThatWasOffFor60DaysStartsByItself(t *testing.T) {
 	t.Parallel()
 	for name, roles := range map[string][][]string{

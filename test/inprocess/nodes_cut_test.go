@@ -18,7 +18,7 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// Times of a cut. ACCEPTANCE MB2 and MB3.
+// Times of a cut. docs/acceptance.md, rows MB2 and MB3.
 const (
 	cutFor    = 30 * time.Second
 	stopsIn   = time.Second
@@ -40,7 +40,8 @@ func TestCutOffLeaderFences(t *testing.T) {
 
 func cutOff(t *testing.T, rule string) {
 	c := harness.New(t, harness.Nodes(3), harness.Slots(4), harness.OnLeaseLoss(rule))
-	c.Expect(harness.NodeFails, harness.RanksMove, harness.StreamBreaks) // of the ranks that the cut-off node must end
+	// of the ranks that the cut-off node must end
+	c.Expect(harness.NodeFails, harness.RanksMove, harness.StreamBreaks)
 	c.WaitVoters(3)
 	c.Deploy(spread("a", 6))
 	c.WaitStatus("a", "RUNNING")
@@ -55,7 +56,7 @@ func cutOff(t *testing.T, rule string) {
 	require.Len(t, held, 2)
 	time.Sleep(5 * time.Second)
 	majority := make([]*traffic, len(others))
-	notes := []*diary{follow(others[0]), follow(others[1])}
+	notes := []*recordLog{follow(others[0]), follow(others[1])}
 	for i, p := range others {
 		majority[i] = ask(t, p, "a", 100*time.Millisecond, 10)
 	}
@@ -123,7 +124,7 @@ func cutOff(t *testing.T, rule string) {
 		clean(t, list)
 	}
 	for i, d := range notes {
-		stale := d.all(func(h heard) bool {
+		stale := d.all(func(h rankRecord) bool {
 			return h.kind == msg.RecAdmitted && h.ingress == others[i].ID && h.epoch == 1 && h.at.After(again) && held[strings.TrimPrefix(h.unit, "a/")]
 		})
 		assert.Empty(t, stale, "admitted under an old epoch")
@@ -151,7 +152,7 @@ func regranted(p *harness.Peer, app string, ranks map[string]bool) <-chan time.T
 	})
 }
 
-// writes deploys through a node again and again, and gives what was accepted.
+// writes deploys through a node again and again and returns what was accepted.
 func writes(t *testing.T, p *harness.Peer, from time.Time) <-chan []string {
 	out := make(chan []string, 1)
 	go func() {

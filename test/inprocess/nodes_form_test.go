@@ -48,8 +48,8 @@ func TestThreeNodesForm(t *testing.T) {
 	})
 }
 
-// A deploy that changes the policy alone starts no engine anew, and no request notices: not at an ingress either that hears of the
-// ranks from afar.
+// A deploy that changes the policy alone starts no engine anew, and no request notices: not at an ingress
+// either that hears of the ranks from afar.
 func TestPolicyChangesUnderLoad(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -63,7 +63,8 @@ func TestPolicyChangesUnderLoad(t *testing.T) {
 		c.Deploy(app("power-of-two"))
 		c.WaitStatus("a", "RUNNING")
 		c.Peer(2).WaitStatus("a", "RUNNING")
-		near := ask(t, c.Peer(0), "a", time.Millisecond, 3, "x-dpserve-rank", "0/1") // direct asks for it, the others pass it over
+		// direct asks for it, the others pass it over
+		near := ask(t, c.Peer(0), "a", time.Millisecond, 3, "x-dpserve-rank", "0/1")
 		far := ask(t, c.Peer(2), "a", time.Millisecond, 3, "x-dpserve-rank", "0/3")
 		for _, policy := range []string{"least-loaded", "direct", "power-of-two", "random"} {
 			time.Sleep(100 * time.Millisecond)

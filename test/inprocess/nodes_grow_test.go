@@ -12,7 +12,7 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// Times of a cluster that grows. ACCEPTANCE MB1 and RG7.
+// Times of a cluster that grows. docs/acceptance.md, rows MB1 and RG7.
 const (
 	growthPause = time.Second
 	gangReady   = 10 * time.Second
@@ -56,7 +56,8 @@ func TestGrowthPausesWritesShortly(t *testing.T) {
 	})
 }
 
-// RG7: two of three gangs of 4 serve on 10 slots; the third serves within 10 s of the start of one more node.
+// RG7: two of three groups of 4 serve on 10 slots; the third serves within 10 s of the start of one more
+// node.
 func TestThirdGangServesAfterANodeJoins(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

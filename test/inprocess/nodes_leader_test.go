@@ -15,10 +15,10 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// takesAgain is how long after the leader's death assignments are taken again. ACCEPTANCE RG4.
+// takesAgain is how long after the leader's death assignments are taken again. docs/acceptance.md, row RG4.
 const takesAgain = 3 * time.Second
 
-// The leader, which has no ranks, dies under load: nobody but the leadership changes.
+// The leader, which has no ranks, dies under load: only the leadership changes.
 func TestLeaderDies(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -72,7 +72,7 @@ func owners(p *harness.Peer) map[string]string {
 	return out
 }
 
-// deployed tries until a deploy is accepted, and gives the moment.
+// deployed tries until a deploy is accepted and returns the moment.
 func deployed(t *testing.T, p *harness.Peer, yaml string) time.Time {
 	t.Helper()
 	for range 300 {
@@ -89,7 +89,8 @@ func deployed(t *testing.T, p *harness.Peer, yaml string) time.Time {
 	return time.Time{}
 }
 
-// One engine of a lockstep group over two nodes dies: every ingress has the whole group out at once, and it comes back as a gang.
+// One engine of a lockstep group over two nodes dies: every ingress has the whole group out at once, and it
+// comes back as a group.
 func TestGroupOverTwoNodesFailsAsOne(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -100,7 +101,7 @@ func TestGroupOverTwoNodesFailsAsOne(t *testing.T) {
 		c.Deploy(simApp("gang", 16, "lockstep", "sim_step_ms: 10, sim_startup_s: 2"))
 		c.WaitUnit("gang/0", "ready", 1)
 		require.Len(t, ranksOn(c.Peer(0), "node-2"), 8)
-		var notes []*diary
+		var notes []*recordLog
 		var loads []*traffic
 		for _, p := range c.Peers() {
 			notes = append(notes, follow(p))
@@ -120,7 +121,7 @@ func TestGroupOverTwoNodesFailsAsOne(t *testing.T) {
 		}
 		assert.Positive(t, broken, "streams that the group had begun")
 		for i, d := range notes {
-			late := d.all(func(h heard) bool {
+			late := d.all(func(h rankRecord) bool {
 				return h.kind == msg.RecAdmitted && h.epoch == 1 && h.at.After(killed.Add(outIn))
 			})
 			assert.Empty(t, late, "ingress %d used the group after it was dead", i+1)
@@ -132,7 +133,7 @@ func TestGroupOverTwoNodesFailsAsOne(t *testing.T) {
 	})
 }
 
-// The leader dies at any moment of the start of a gang over two nodes: the next one brings it up.
+// The leader dies at any moment of the start of a lockstep group over two nodes: the next one brings it up.
 func TestLeaderDiesWhileAGangMeets(t *testing.T) {
 	for _, after := range []int{0, 60, 140, 180, 220, 400, 2500} {
 		t.Run(fmt.Sprintf("after %d ms", after), func(t *testing.T) {

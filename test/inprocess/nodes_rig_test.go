@@ -22,14 +22,14 @@ func spread(name string, dp int, more ...string) string {
 	return simApp(name, dp, "independent", "sim_step_ms: 10", append(more, "placement_group_strategy: SPREAD")...)
 }
 
-// diary notes when an ingress heard what of the ranks. It implements msg.Sink.
-type diary struct {
+// recordLog records which news of the ranks an ingress received, and when. It implements msg.Sink.
+type recordLog struct {
 	mu   sync.Mutex
-	seen []heard
+	seen []rankRecord
 }
 
-// heard is one record, as far as tests look at it.
-type heard struct {
+// rankRecord is the part of a record that tests look at.
+type rankRecord struct {
 	at                       time.Time
 	kind                     msg.RecordKind
 	unit, ingress            string
@@ -38,29 +38,29 @@ type heard struct {
 	fenced, silent, draining bool
 }
 
-// follow notes what a node's ingress hears, until the test ends.
-func follow(p *harness.Peer) *diary {
-	d := &diary{}
+// follow records what a node's ingress receives, until the test ends.
+func follow(p *harness.Peer) *recordLog {
+	d := &recordLog{}
 	p.T.Cleanup(p.Feed().Subscribe(d))
 	return d
 }
 
-func (d *diary) Deliver(r *msg.Record) {
+func (d *recordLog) Deliver(r *msg.Record) {
 	if r.Kind == msg.RecStatus || r.Kind == msg.RecProgress {
 		return
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.seen = append(d.seen, heard{
+	d.seen = append(d.seen, rankRecord{
 		time.Now(), r.Kind, r.Unit, r.Ingress, r.Rank.Rank(), r.Epoch, r.Incarnation, r.Fenced, r.Silent, r.Draining,
 	})
 }
 
 // all are the records that match.
-func (d *diary) all(is func(h heard) bool) []heard {
+func (d *recordLog) all(is func(h rankRecord) bool) []rankRecord {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	var out []heard
+	var out []rankRecord
 	for _, h := range d.seen {
 		if is(h) {
 			out = append(out, h)
@@ -105,8 +105,8 @@ func ask(t *testing.T, p *harness.Peer, model string, every time.Duration, token
 	return l
 }
 
-// volley asks n times at once; more than one round of round-robin reaches every rank.
-func volley(t *testing.T, p *harness.Peer, model string, n, tokens int) *traffic {
+// askAtOnce sends n requests at once. More than one round of round-robin reaches every rank.
+func askAtOnce(t *testing.T, p *harness.Peer, model string, n, tokens int) *traffic {
 	l := &traffic{stop: make(chan struct{})}
 	for range n {
 		l.one(t, p, model, tokens)

@@ -14,8 +14,8 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// TestIngressesShareAFullRank: as many clients at each ingress as would fill the ranks alone. Ingresses beside the ranks and far from them
-// get equal shares.
+// TestIngressesShareAFullRank: as many clients at each ingress as would fill the ranks alone. Ingresses
+// beside the ranks and far from them get equal shares.
 func TestIngressesShareAFullRank(t *testing.T) {
 	for _, c := range []struct {
 		ingresses, ranks, slots int
@@ -47,7 +47,8 @@ func TestIngressesShareAFullRank(t *testing.T) {
 				for i, k := range answered {
 					assert.InDelta(t, fair, float64(k), 0.2*fair, "ingress %d of %v", i, answered)
 				}
-				// Ten tokens of 20 ms hold a place for 200 ms, and what is held for a far ingress is free for two ways.
+				// Ten tokens of 20 ms hold a place for 200 ms, and what is held for a far ingress is free for
+				// two ways.
 				most := 30.0 * float64(c.ranks*c.slots) / (0.2 + 4*c.far.Seconds())
 				assert.Greater(t, float64(sum), 0.7*most, "the places are used")
 				t.Log(answered, most)
@@ -57,8 +58,8 @@ func TestIngressesShareAFullRank(t *testing.T) {
 	}
 }
 
-// served counts what each ingress has answered after a while, with so many clients each that ask again as soon as they have their
-// answer.
+// served counts what each ingress has answered after a while, with so many clients each that ask again as
+// soon as they have their answer.
 func served(t *testing.T, c *harness.Cluster, app string, clients int, long time.Duration) []int {
 	counts := make([]atomic.Int64, len(c.Peers()))
 	var running sync.WaitGroup

@@ -12,7 +12,7 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// Times of the leases and streams, as they are promised. ACCEPTANCE MB1.
+// Times of the leases and streams, as they are promised. docs/acceptance.md, row MB1.
 const (
 	suspectAt = time.Second
 	outAt     = 3 * time.Second
@@ -21,7 +21,7 @@ const (
 	beat      = 300 * time.Millisecond
 )
 
-// A node's power is cut: nobody is told, no connection is reset.
+// A node's power is cut: no connection is reset.
 func TestSilentNodeLosesItsRanks(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -33,9 +33,9 @@ func TestSilentNodeLosesItsRanks(t *testing.T) {
 		silent := c.Peer(2)
 		gone := ranksOn(c.Peer(0), silent.ID)
 		require.Len(t, gone, 2)
-		diaries := []*diary{follow(c.Peer(0)), follow(c.Peer(1))}
+		diaries := []*recordLog{follow(c.Peer(0)), follow(c.Peer(1))}
 		time.Sleep(5 * time.Second)
-		long := volley(t, c.Peer(0), "a", 12, 400)
+		long := askAtOnce(t, c.Peer(0), "a", 12, 400)
 		loads := []*traffic{ask(t, c.Peer(0), "a", 50*time.Millisecond, 10), ask(t, c.Peer(1), "a", 50*time.Millisecond, 10)}
 		time.Sleep(time.Second)
 
@@ -62,7 +62,9 @@ func TestSilentNodeLosesItsRanks(t *testing.T) {
 		}
 		for i, d := range diaries {
 			for what, limit := range map[msg.RecordKind]time.Duration{msg.RecSilent: suspectAt, msg.RecGone: outAt} {
-				list := d.all(func(h heard) bool { return h.kind == what && h.at.After(cut) && h.epoch == 1 })
+				list := d.all(func(h rankRecord) bool {
+					return h.kind == what && h.at.After(cut) && h.epoch == 1
+				})
 				require.Len(t, list, 2, "ingress %d, record %d", i+1, what)
 				for _, h := range list {
 					assert.LessOrEqual(t, h.at.Sub(cut), limit+beat)
@@ -82,7 +84,7 @@ func TestSilentNodeLosesItsRanks(t *testing.T) {
 	})
 }
 
-// A node comes back after the cluster has given it up: it stops what is not its own any more, and takes ranks again.
+// A node comes back after it was lost: it stops the ranks that were granted elsewhere, and takes ranks again.
 func TestNodeReturns(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

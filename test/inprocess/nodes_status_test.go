@@ -144,7 +144,7 @@ func TestRanksOfADeadLeaderAreShownUnreachable(t *testing.T) {
 	})
 }
 
-// chatAt asks a node for a completion that is not streamed, and gives the answer's status and body.
+// chatAt asks a node for a completion that is not streamed and returns the answer's status and body.
 func chatAt(t *testing.T, p *harness.Peer, model string) (code int, text string, took time.Duration) {
 	t.Helper()
 	began := time.Now()

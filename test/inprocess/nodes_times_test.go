@@ -38,8 +38,9 @@ func (l *timeline) take() []msg.Record {
 	return out
 }
 
-// The rank's own time and the outputs of requests reach the ingress of another node with the records: streamed and not, asked near and
-// far. They are those that the rank's own node hears, in whole microseconds, and a rank that is started anew has another clock.
+// The rank's own time and the outputs of requests reach the ingress of another node with the records:
+// streamed and not, asked near and far. They are those that the rank's own node hears, in whole microseconds,
+// and a rank that is started again has another clock.
 func TestTheRanksTimeAndOutputsReachAnotherNode(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -54,7 +55,7 @@ func TestTheRanksTimeAndOutputsReachAnotherNode(t *testing.T) {
 		defer c.Peer(1).Feed().Subscribe(far)()
 		time.Sleep(time.Minute)
 
-		// ask runs one request and gives its records as another node hears them.
+		// ask runs one request and returns its records as another node hears them.
 		ask := func(p *harness.Peer, streamed bool) []msg.Record {
 			answer := p.Chat(t.Context(), "a", tokens, streamed)
 			require.True(t, answer.Whole())
@@ -73,7 +74,8 @@ func TestTheRanksTimeAndOutputsReachAnotherNode(t *testing.T) {
 			}
 			last := there[len(there)-1]
 			require.Equal(t, msg.RecDone, last.Kind)
-			assert.InDelta(t, tokens, last.Out, 2, "the role and the end of a stream may count") // as chunks, without a usage
+			// as chunks, without a usage
+			assert.InDelta(t, tokens, last.Out, 2, "the role and the end of a stream may count")
 			inHand := last.At - there[0].At
 			assert.InDelta(t, answer.Total.Seconds(), inHand.Seconds(), 0.1, "it is given back in a message of its own")
 			if streamed {

@@ -13,7 +13,7 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// changes makes a number of changes of the state and gives the longest that one took.
+// changes makes a number of changes of the state and returns the longest that one took.
 func changes(t *testing.T, c *harness.Cluster, n int) (longest time.Duration) {
 	t.Helper()
 	for range n {
@@ -26,8 +26,8 @@ func changes(t *testing.T, c *harness.Cluster, n int) (longest time.Duration) {
 	return longest
 }
 
-// Growth from one vote to three: both standbys have an empty log and a slow link. They get no vote until they have caught up, so that
-// no write waits longer for them than for the way there and back.
+// The cluster grows from one vote to three. Both standbys have an empty log and a slow link. They get no vote
+// before they have caught up, so no write waits longer for them than one round trip.
 func TestStandbyGetsNoVoteBeforeItHasTheLog(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -68,7 +68,7 @@ func TestStandbyGetsNoVoteBeforeItHasTheLog(t *testing.T) {
 	})
 }
 
-// A removal that is refused leaves the votes as they are, whatever the leader's care for the votes does meanwhile.
+// A refused removal leaves the votes as they are, although the leader adjusts the votes at the same time.
 func TestRefusedRemovalLeavesTheVotes(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

@@ -27,8 +27,9 @@ const (
 	longestWait = 64 * time.Second
 )
 
-// TestRandomWalkOverNodes cuts, silences and delays links, kills engines, deploys and asks at random; once all is healed, everything
-// must be as wanted, with one view everywhere. A failing walk names its seed: -run 'TestRandomWalkOverNodes/seed_7$'.
+// TestRandomWalkOverNodes cuts, silences and delays links, kills engines, deploys and asks at random; once
+// all is healed, everything must be as wanted, with one view everywhere. A failing walk names its seed: -run
+// 'TestRandomWalkOverNodes/seed_7$'.
 func TestRandomWalkOverNodes(t *testing.T) {
 	n := *nodesSeeds
 	if testing.Short() {
@@ -42,8 +43,8 @@ func TestRandomWalkOverNodes(t *testing.T) {
 	}
 }
 
-// rover is one walk over nodes.
-type rover struct {
+// nodeWalk runs one random walk over nodes.
+type nodeWalk struct {
 	t       *testing.T
 	c       *harness.Cluster
 	rand    *rand.Rand
@@ -52,7 +53,7 @@ type rover struct {
 }
 
 func walkNodes(t *testing.T, seed uint64) {
-	r := &rover{t: t, rand: rand.New(rand.NewPCG(seed, 1))}
+	r := &nodeWalk{t: t, rand: rand.New(rand.NewPCG(seed, 1))}
 	rule := []string{"serve", "fence"}[r.rand.IntN(2)]
 	r.c = harness.New(t, harness.Nodes(3), harness.Slots(8), harness.OnLeaseLoss(rule))
 	r.c.Expect(harness.NodeFails, harness.EngineFails, harness.RequestsFail)
@@ -80,17 +81,17 @@ func walkNodes(t *testing.T, seed uint64) {
 	}
 }
 
-func (r *rover) note(format string, args ...any) {
+func (r *nodeWalk) note(format string, args ...any) {
 	r.steps = append(r.steps, time.Now().Format("04:05.000 ")+fmt.Sprintf(format, args...))
 }
 
-func (r *rover) peer() *harness.Peer {
+func (r *nodeWalk) peer() *harness.Peer {
 	list := r.c.Running()
 	return list[r.rand.IntN(len(list))]
 }
 
 // pair draws two nodes.
-func (r *rover) pair() (a, b *harness.Peer) {
+func (r *nodeWalk) pair() (a, b *harness.Peer) {
 	a, b = r.peer(), r.peer()
 	for a == b {
 		b = r.peer()
@@ -98,7 +99,7 @@ func (r *rover) pair() (a, b *harness.Peer) {
 	return a, b
 }
 
-func (r *rover) step() {
+func (r *nodeWalk) step() {
 	switch n := r.rand.IntN(14); {
 	case n < 2:
 		p := r.peer()
@@ -132,7 +133,7 @@ func (r *rover) step() {
 }
 
 // ask sends some requests to a node.
-func (r *rover) ask(p *harness.Peer) {
+func (r *nodeWalk) ask(p *harness.Peer) {
 	n := 1 + r.rand.IntN(20)
 	r.note("%d requests to %s", n, p.ID)
 	for i := range n {
@@ -152,7 +153,7 @@ func (r *rover) ask(p *harness.Peer) {
 }
 
 // settle heals everything; then nothing may be left over.
-func (r *rover) settle(rule string) {
+func (r *nodeWalk) settle(rule string) {
 	r.note("heal for good")
 	r.c.Reconnect()
 	healed := time.Now()

@@ -2,5 +2,5 @@
 
 package inprocess
 
-// defaultSeeds is smaller here: the race detector makes a walk ten times as long (TRAPS 16).
+// defaultSeeds is smaller here: the race detector makes a walk ten times as long.
 const defaultSeeds = 24

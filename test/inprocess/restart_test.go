@@ -41,7 +41,8 @@ func seconds(list ...int) []time.Duration {
 	return out
 }
 
-// Failures after ready: restart for ever, 1, 2, 4 … 64 s apart; ten minutes of health begin the count again, less do not.
+// Failures after ready: restart for ever, 1, 2, 4 … 64 s apart; ten minutes of health begin the count again,
+// less do not.
 func TestRestartBackoffAndItsReset(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)
@@ -66,7 +67,8 @@ func TestRestartBackoffAndItsReset(t *testing.T) {
 	})
 }
 
-// Failed starts: three attempts, 1 and 2 s apart, then failed, with the engine's last words; a deploy gives three more.
+// Failed starts: three attempts, 1 and 2 s apart, then failed, with the engine's last words; a deploy gives
+// three more.
 func TestStartFailsThreeTimes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)
@@ -92,8 +94,8 @@ func TestStartFailsThreeTimes(t *testing.T) {
 	})
 }
 
-// One rank dies and takes its group along: out of routing at once, back as a gang under the next epoch. The other app never
-// hears of it.
+// One rank dies and takes its group along: out of routing at once, back as a group under the next epoch. The
+// other app never hears of it.
 func TestLockstepGroupFailsAsOne(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)
@@ -150,7 +152,8 @@ func TestLockstepGroupFailsAsOne(t *testing.T) {
 	})
 }
 
-// A rank that hangs with work in hand: 20 s without progress, a canary with 10 s, fence, restart. Its request is not lost.
+// A rank that hangs with work in hand: 20 s without progress, a canary with 10 s, fence, restart. Its request
+// is not lost.
 func TestHungRankIsFencedByProgress(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)

@@ -18,8 +18,8 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// writer writes request bodies byte by byte: white space, escapes, characters that JSON encoders escape, fields in any order. Prompts go
-// on from one another, so that ranks hold beginnings of them.
+// writer writes request bodies byte by byte: white space, escapes, characters that JSON encoders escape,
+// fields in any order. Prompts go on from one another, so that ranks hold beginnings of them.
 type writer struct {
 	rand  *rand.Rand
 	heads map[string][]string // by route: prompts as written, without their end
@@ -90,8 +90,9 @@ func (w *writer) body(model, route string) string {
 
 const chatRoute = "/v1/chat/completions"
 
-// TestExplainEqualsTheLiveRequestForEveryBody: whatever bytes a body is written in, what explain says of it over the admin API is what the
-// same bytes get as a request right behind it: the pick, and what every rank holds of the prompt.
+// TestExplainEqualsTheLiveRequestForEveryBody: whatever bytes a body is written in, what explain says of it
+// over the admin API is what the same bytes get as a request right behind it: the pick, and what every rank
+// holds of the prompt.
 func TestExplainEqualsTheLiveRequestForEveryBody(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)

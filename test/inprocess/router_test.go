@@ -29,8 +29,8 @@ func idsOf(n int) []uint32 {
 	return ids
 }
 
-// The router as a service, through the public client: generate warms a rank, best_worker knows it, a reservation counts there and
-// expires, replay tells what was decided.
+// The router as a service, through the public client: generate warms a rank, best_worker knows it, a
+// reservation counts there and expires, replay tells what was decided.
 func TestRouterService(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)
@@ -84,8 +84,8 @@ func TestRouterService(t *testing.T) {
 	})
 }
 
-// KV15 in one process: 64 streams run while the Router is reset; none is touched, the Router is exact again within 2 s, and the
-// events hold one line per reset.
+// KV15 in one process: 64 streams run while the Router is reset; none is touched, the Router is exact again
+// within 2 s, and the events hold one line per reset.
 func TestKV15RouterResetUnder64Streams(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)

@@ -12,7 +12,7 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// The way of every app: deployed, RUNNING, answers, deleted.
+// An application is deployed, is RUNNING, answers, and is deleted.
 func TestFromDeployToAnswer(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t, harness.Nodes(1))

@@ -33,8 +33,9 @@ const (
 
 var walkApps = []string{"a", "b"}
 
-// TestRandomWalk deploys, deletes, kills, breaks and asks at random; at every quiet point nothing may be left over. A failing
-// walk names its seed, which is its subtest: go test ./test/inprocess -run 'TestRandomWalk/seed_7$'.
+// TestRandomWalk deploys, deletes, kills, breaks and asks at random; at every quiet point nothing may be left
+// over. A failing walk names its seed, which is its subtest: go test ./test/inprocess -run
+// 'TestRandomWalk/seed_7$'.
 func TestRandomWalk(t *testing.T) {
 	n := *walkSeeds
 	if testing.Short() {
@@ -48,8 +49,8 @@ func TestRandomWalk(t *testing.T) {
 	}
 }
 
-// walker is one walk.
-type walker struct {
+// randomWalk runs one random walk.
+type randomWalk struct {
 	t       *testing.T
 	c       *harness.Cluster
 	rand    *rand.Rand
@@ -64,7 +65,7 @@ type walker struct {
 }
 
 func walk(t *testing.T, seed uint64) {
-	w := &walker{
+	w := &randomWalk{
 		t: t, c: harness.New(t), rand: rand.New(rand.NewPCG(seed, 0)), audit: &audit{open: map[entry]bool{}},
 		wanted: map[string]string{}, outcomes: map[string]int{},
 	}
@@ -92,12 +93,12 @@ func lines(list []string) string {
 	return out
 }
 
-func (w *walker) note(format string, args ...any) {
+func (w *randomWalk) note(format string, args ...any) {
 	w.steps = append(w.steps, time.Now().Format("04:05.000 ")+fmt.Sprintf(format, args...))
 }
 
 // rest lets time pass: mostly less than a stream takes, now and then more than any deadline.
-func (w *walker) rest() {
+func (w *randomWalk) rest() {
 	limit := shortRest
 	if w.rand.IntN(8) == 0 {
 		limit = longestRest
@@ -106,7 +107,7 @@ func (w *walker) rest() {
 }
 
 // step does one thing.
-func (w *walker) step() {
+func (w *randomWalk) step() {
 	switch n := w.rand.IntN(20); {
 	case n < 2:
 		w.deploy()
@@ -123,10 +124,10 @@ func (w *walker) step() {
 	}
 }
 
-func (w *walker) pick(list ...string) string { return list[w.rand.IntN(len(list))] }
+func (w *randomWalk) pick(list ...string) string { return list[w.rand.IntN(len(list))] }
 
 // deploy deploys an app, or another revision of it.
-func (w *walker) deploy() {
+func (w *randomWalk) deploy() {
 	name := w.pick(walkApps...)
 	yaml := simApp(name, 1+w.rand.IntN(3), w.pick("independent", "lockstep"),
 		"sim_step_ms: 20, num_gpu_blocks_override: 512, max_model_len: 4096, sim_startup_s: "+w.pick("0", "0", "0.5", "3"),
@@ -145,7 +146,7 @@ func (w *walker) deploy() {
 	}
 }
 
-func (w *walker) remove() {
+func (w *randomWalk) remove() {
 	name := w.pick(walkApps...)
 	code, text := w.c.Do(http.MethodDelete, "/api/v1/apps/"+name, "")
 	w.note("delete %s: %d", name, code)
@@ -156,7 +157,7 @@ func (w *walker) remove() {
 }
 
 // engine draws a live engine; nil if there is none.
-func (w *walker) engine() *harness.Engine {
+func (w *randomWalk) engine() *harness.Engine {
 	live := w.c.Engines.Live()
 	if len(live) == 0 {
 		return nil
@@ -164,7 +165,7 @@ func (w *walker) engine() *harness.Engine {
 	return live[w.rand.IntN(len(live))]
 }
 
-func (w *walker) kill() {
+func (w *randomWalk) kill() {
 	if e := w.engine(); e != nil {
 		w.note("kill %s", e)
 		e.Kill()
@@ -172,7 +173,7 @@ func (w *walker) kill() {
 }
 
 // fail breaks an engine: for good, for a while, or for some requests.
-func (w *walker) fail() {
+func (w *randomWalk) fail() {
 	e := w.engine()
 	if e == nil {
 		return
@@ -187,14 +188,14 @@ func (w *walker) fail() {
 	w.note("fail %s %s for %v s, %d requests, after %d tokens: %v", e, f.Mode, f.ForS, f.Count, f.AfterTokens, err)
 }
 
-func (w *walker) heal() {
+func (w *randomWalk) heal() {
 	if e := w.engine(); e != nil {
 		w.note("heal %s: %v", e, w.c.Heal(e.URL))
 	}
 }
 
 // ask sends some requests at once. Some clients leave before the end.
-func (w *walker) ask() {
+func (w *randomWalk) ask() {
 	n := 1 + w.rand.IntN(burst)
 	w.note("%d requests", n)
 	for range n {
@@ -215,15 +216,15 @@ func (w *walker) ask() {
 }
 
 // model names an app, nearly always one that is deployed.
-func (w *walker) model() string {
+func (w *randomWalk) model() string {
 	if len(w.wanted) == 0 || w.rand.IntN(30) == 0 {
 		return w.pick(walkApps...)
 	}
 	return w.pick(slices.Sorted(maps.Keys(w.wanted))...)
 }
 
-// end books how a request ended.
-func (w *walker) end(s *harness.Stream, left bool) {
+// end records how a request ended.
+func (w *randomWalk) end(s *harness.Stream, left bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.ended++
@@ -250,10 +251,11 @@ func (w *walker) end(s *harness.Stream, left bool) {
 }
 
 // settle heals everything and waits until it is quiet; then nothing may be left over.
-func (w *walker) settle() {
+func (w *randomWalk) settle() {
 	w.note("quiet point")
 	for _, e := range w.c.Engines.Live() {
-		w.note("heal %s: %v", e, w.c.Heal(e.URL)) // one that is starting, refuses or dies cannot be told, and need not be
+		// one that is starting, refuses or dies cannot be told, and need not be
+		w.note("heal %s: %v", e, w.c.Heal(e.URL))
 	}
 	w.clients.Wait()
 	w.mu.Lock()
@@ -267,8 +269,9 @@ func (w *walker) settle() {
 	assert.Empty(w.t, faults)
 }
 
-// unsettled compares the apps and engines with what was deployed. A unit whose starts all failed gets another deploy.
-func (w *walker) unsettled() error {
+// unsettled compares the apps and engines with what was deployed. A unit whose starts all failed gets another
+// deploy.
+func (w *randomWalk) unsettled() error {
 	desired := 0
 	names := map[string]bool{}
 	for _, a := range w.c.Apps() {
@@ -296,7 +299,7 @@ func (w *walker) unsettled() error {
 }
 
 // engaged says which engine still works on something.
-func (w *walker) engaged() error {
+func (w *randomWalk) engaged() error {
 	for _, e := range w.c.Engines.Live() {
 		st, err := w.c.Stats(e.URL)
 		if err != nil {

@@ -1,5 +1,6 @@
-// Package ports reserves blocks of TCP and UDP ports for tests, beside other test processes and beside programs of the machine's user.
-// Every test that needs a port number before something listens on it takes the number from here.
+// Package ports reserves blocks of TCP and UDP ports for tests, beside other test processes and beside
+// programs of the machine's user. Every test that needs a port number before something listens on it takes
+// the number from here.
 package ports
 
 import (
@@ -14,8 +15,8 @@ import (
 	"time"
 )
 
-// A block is a run of whole cells. The sign of a cell is a listener on a port of its own: the process that has it owns the cell, on
-// every address of the machine. The system ends the sign whenever and however the process ends.
+// A block consists of whole cells. A process owns a cell, on every address of the machine, while it listens
+// on the cell's own lock port. The operating system closes that listener however the process ends.
 const (
 	cellSize = 50
 	signLow  = 19_000 // the sign of cell i is signLow+i on loopback
@@ -32,8 +33,8 @@ const Loopback = "127.0.0.1"
 
 var errNoBlock = errors.New("no block of this size is free")
 
-// Take reserves size consecutive ports until t ends, and gives the first. Every port is free on the hosts (none means Loopback) when
-// Take returns.
+// Take reserves size consecutive ports until t ends and returns the first. Every port is free on the hosts
+// (none means Loopback) when Take returns.
 func Take(t testing.TB, size int, hosts ...string) (base int) {
 	t.Helper()
 	base, release, err := Hold(t.Context(), size, hosts...)
@@ -44,7 +45,7 @@ func Take(t testing.TB, size int, hosts ...string) (base int) {
 	return base
 }
 
-// TakeAddr reserves one port until t ends, and gives it as an address of Loopback.
+// TakeAddr reserves one port until t ends and returns it as an address of Loopback.
 func TakeAddr(t testing.TB) string {
 	t.Helper()
 	return address(Loopback, Take(t, 1))
@@ -62,8 +63,8 @@ func Hold(ctx context.Context, size int, hosts ...string) (base int, release fun
 	}
 }
 
-// FreeRun is a run of size ports in dpserve's default range of engine ports that are all free on host at this moment. The run is not
-// reserved: host must be an address that the caller alone uses.
+// FreeRun is a run of size ports in dpserve's default range of engine ports that are all free on host at this
+// moment. The run is not reserved: host must be an address that the caller alone uses.
 func FreeRun(t testing.TB, size int, host string) (base int) {
 	t.Helper()
 	const lo, hi = 20_000, 29_999
@@ -79,8 +80,8 @@ func FreeRun(t testing.TB, size int, host string) (base int) {
 	return 0
 }
 
-// cells are the first ports of the cells. They lie outside the range from which the kernel takes the ports of outgoing connections, and
-// outside 20000 to 29999, where dpserve puts engines by default.
+// cells are the first ports of the cells. They lie outside the range from which the kernel takes the ports of
+// outgoing connections, and outside 20000 to 29999, where dpserve puts engines by default.
 func cells() []int {
 	lo, hi := ephemeral()
 	var out []int
@@ -91,7 +92,8 @@ func cells() []int {
 			}
 		}
 	}
-	if len(out) == 0 { // the kernel's range is wider than any default: then a connection may take a port first
+	// the kernel's range is wider than any default: then a connection may take a port first
+	if len(out) == 0 {
 		for base := 10_000; base < signLow; base += cellSize {
 			out = append(out, base)
 		}
@@ -99,7 +101,8 @@ func cells() []int {
 	return out
 }
 
-// ephemeral is the range of ports that the kernel gives to connections: Linux says it, other systems have the IANA's.
+// ephemeral is the range of ports that the kernel gives to connections: Linux says it, other systems have the
+// IANA's.
 func ephemeral() (lo, hi int) {
 	text, err := os.ReadFile("/proc/sys/net/ipv4/ip_local_port_range")
 	if err == nil {
@@ -139,7 +142,7 @@ func search(ctx context.Context, bases []int, size int, hosts []string) (base in
 	return 0, nil, fmt.Errorf("%d ports on %v: %w", size, hosts, errNoBlock)
 }
 
-// own takes the signs of width cells, or none.
+// own takes the lock ports of width cells, or none.
 func own(ctx context.Context, at, width int) (release func(), err error) {
 	var bind net.ListenConfig
 	var signs []net.Listener
@@ -159,7 +162,8 @@ func own(ctx context.Context, at, width int) (release func(), err error) {
 	return release, nil
 }
 
-// areFree says whether all ports can be bound on all hosts. A listener on the wildcard address makes a port taken on every host.
+// areFree says whether all ports can be bound on all hosts. A listener on the wildcard address makes a port
+// taken on every host.
 func areFree(ctx context.Context, base, size int, hosts []string) bool {
 	var bind net.ListenConfig
 	for port := base; port < base+size; port++ {

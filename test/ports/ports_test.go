@@ -12,7 +12,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// listen holds a port as a program of the machine's user does; a port that another program has already will do as well.
+// listen holds a port as a program of the machine's user does; a port that another program has already will
+// do as well.
 func listen(t *testing.T, addr string) {
 	t.Helper()
 	l, err := net.Listen("tcp", addr)
@@ -21,7 +22,8 @@ func listen(t *testing.T, addr string) {
 	}
 }
 
-// Programs listen on 18000 and inside two more blocks, on loopback and on every address: no block holds one of their ports.
+// Programs listen on 18000 and inside two more blocks, on loopback and on every address: no block holds one
+// of their ports.
 func TestBlocksAvoidPortsThatProgramsListenOn(t *testing.T) {
 	listen(t, "127.0.0.1:18000")
 	bases := cells()

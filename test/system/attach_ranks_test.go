@@ -19,7 +19,7 @@ import (
 	"github.com/dpserve/dpserve/test/ports"
 )
 
-// handEngine starts a simulated engine by hand and gives its URL.
+// handEngine starts a simulated engine by hand and returns its URL.
 func handEngine(t *testing.T) string {
 	t.Helper()
 	addr := ports.TakeAddr(t)
@@ -117,7 +117,8 @@ func rankEpochs(r *harness.Real) map[string]string {
 	return out
 }
 
-// Ranks come and go under load: no stream notices, whoever stays is not touched, and the change outlives the node.
+// Ranks come and go under load: no stream notices, whoever stays is not touched, and the change outlives the
+// node.
 func TestRanksComeAndGo(t *testing.T) {
 	t.Parallel()
 	first, second := handEngine(t), handEngine(t)
@@ -175,7 +176,8 @@ func TestRankRemovalDeadline(t *testing.T) {
 	r.WaitStatus("edge", "RUNNING")
 	streams := make(chan *harness.Stream, 4)
 	for i := range cap(streams) { // prompts of their own: a cached one would draw all of them to one rank
-		go func() { streams <- r.StreamChat(t.Context(), "edge", fmt.Sprintf("%d is my number", i), 1200) }() // 6 s
+		// 6 s
+		go func() { streams <- r.StreamChat(t.Context(), "edge", fmt.Sprintf("%d is my number", i), 1200) }()
 	}
 	onFirst := 0
 	r.Eventually(func() error {

@@ -20,7 +20,8 @@ const twoApps = `applications:
     engine: {kind: sim, args: {sim_step_ms: 1}}
 `
 
-// Bodies that are malformed, cut, too large or of an unknown route are refused, and nothing else is disturbed.
+// Bodies that are malformed, cut, too large or of an unknown route are refused, and nothing else is
+// disturbed.
 func TestBadRequests(t *testing.T) {
 	t.Parallel()
 	r := harness.Start(t)

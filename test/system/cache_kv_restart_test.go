@@ -40,7 +40,7 @@ func kvHeld(t *testing.T, url string) (int, error) {
 	return len(tables[0].Blocks), nil
 }
 
-// kvEqual waits until the index holds of every rank what its engine does, and gives it.
+// kvEqual waits until the index holds of every rank what its engine does and returns it.
 func kvEqual(r *harness.Real, t *testing.T, app string) map[string]int {
 	t.Helper()
 	var got map[string]int
@@ -97,7 +97,8 @@ func TestKV4KilledEngineIsForgotten(t *testing.T) {
 	t.Logf("KV4: %v, killed: %v, one prompt later: %v", before, after, last)
 }
 
-// KV2 and KV4 with an attached engine: dpserve ends and begins anew in front of it, then the engine does in its place.
+// KV2 and KV4 with an attached engine: dpserve ends and begins again in front of it, then the engine does in
+// its place.
 func TestKV2DpserveRestartsBesideAnEngine(t *testing.T) {
 	t.Parallel()
 	api, events, replay := ports.TakeAddr(t), ports.TakeAddr(t), ports.TakeAddr(t)
@@ -150,7 +151,8 @@ func TestKV2DpserveRestartsBesideAnEngine(t *testing.T) {
 	t.Logf("KV2: %v before dpserve restarted, %v after; KV4: %v when the engine had", before, after, last)
 }
 
-// KV9 and KV16 with real processes: what status prints of a surprising block size, and what engines are told on their command lines.
+// KV9 and KV16 with real processes: what status prints of a surprising block size, and what engines are told
+// on their command lines.
 func TestKV9AndKV16RealProcesses(t *testing.T) {
 	t.Parallel()
 	r := harness.Start(t)

@@ -30,8 +30,8 @@ func kvPrompt(number, n int) []uint32 {
 	return out
 }
 
-// kvOn sends a prompt of token ids to a rank, whatever the policy says. A named rank is refused, not waited for, until the ingress knows
-// it too, a moment after the controller says RUNNING.
+// kvOn sends a prompt of token ids to a rank, whatever the policy says. A named rank is refused, not waited
+// for, until the ingress knows it too, a moment after the controller says RUNNING.
 func kvOn(r *harness.Real, app, worker string, ids []uint32) {
 	r.T.Helper()
 	body, err := json.Marshal(map[string]any{"token_ids": ids, "worker": worker, "sampling": map[string]any{"max_tokens": 2}})
@@ -108,8 +108,8 @@ func listening(t *testing.T, pid int) map[int]bool {
 	return out
 }
 
-// SP12 and KV8 on real sockets: the event sockets of a group of four. None leaves the machine, what strangers write into them
-// changes nothing, and what one rank publishes is its own.
+// SP12 and KV8 on real sockets: the event sockets of a group of four. None leaves the machine, what strangers
+// write into them changes nothing, and what one rank publishes is its own.
 func TestSP12EventSockets(t *testing.T) {
 	t.Parallel()
 	r := harness.Start(t)
@@ -181,7 +181,8 @@ func abuse(t *testing.T, port int) {
 	for _, junk := range [][]byte{
 		[]byte("GET / HTTP/1.1\r\nHost: x\r\n\r\n"),
 		bytes.Repeat([]byte{0xff}, 1<<16),
-		append(append([]byte{}, greeting...), 6, 0x7f, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff), // a command of 2^63 bytes
+		// a command of 2^63 bytes
+		append(append([]byte{}, greeting...), 6, 0x7f, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff),
 		greeting[:20],
 	} {
 		c, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(port)))

@@ -19,7 +19,8 @@ func routed(name string, dp int, coupling, args, routing string) string {
 	return simApp(name, dp, coupling, args) + "    routing: " + routing + "\n"
 }
 
-// OV3: engines of 64 blocks, busy_threshold 0.2. Under load something is refused; five seconds after it, nothing.
+// OV3: engines of 64 blocks, busy_threshold 0.2. Under load something is refused; five seconds after it,
+// nothing.
 func TestOV3BusyThresholdLetsGo(t *testing.T) {
 	t.Parallel()
 	r := harness.Start(t)
@@ -27,7 +28,8 @@ func TestOV3BusyThresholdLetsGo(t *testing.T) {
 	r.Deploy(routed("small", 2, "independent", "num_gpu_blocks_override: 64, max_model_len: 1024, sim_step_ms: 20", "{busy_threshold: 0.2}"))
 	r.WaitStatus("small", "RUNNING")
 	ask := func(client, i, tokens int) int {
-		prompt := fmt.Sprintf("%d %d ", client, i) + strings.Repeat("word ", 100) // 125 tokens: 8 of 64 blocks
+		// 125 tokens: 8 of 64 blocks
+		prompt := fmt.Sprintf("%d %d ", client, i) + strings.Repeat("word ", 100)
 		resp, err := r.Post(t.Context(), "/v1/completions", fmt.Sprintf(`{"model":"small","prompt":%q,"max_tokens":%d,"ignore_eos":true}`, prompt, tokens))
 		if err != nil {
 			t.Error(err)

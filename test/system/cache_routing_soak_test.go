@@ -25,7 +25,8 @@ import (
 // accepting says that rows run at their full length.
 func accepting() bool { return os.Getenv("DPSERVE_ACCEPTANCE") != "" }
 
-// soak sends n requests over one protocol from clients at once and gives the statuses other than 200, and how many ranks answered.
+// soak sends n requests over one protocol from clients at once and returns the statuses other than 200, and
+// how many ranks answered.
 func soak(t *testing.T, r *harness.Real, model, policy string, n int, http2 bool) (failed map[string]int, ranks int) {
 	t.Helper()
 	const clients = 32
@@ -89,11 +90,12 @@ func soakOne(ctx context.Context, client *http.Client, addr, model string, i int
 
 const soakRanks = 4
 
-// SK3: 1,024 requests under every policy over HTTP/1 and as many over HTTP/2, one after the other put into the same running application, on engines at 1000
-// times speed; in a lockstep group at 50 times. No error, and nothing is left. Short of an acceptance run: 128 requests, and
-// three policies in lockstep.
+// SK3: 1,024 requests under every policy over HTTP/1 and as many over HTTP/2, one after the other put into
+// the same running application, on engines at 1000 times speed; in a lockstep group at 50 times. No error,
+// and nothing is left. Short of an acceptance run: 128 requests, and three policies in lockstep.
 func TestSK3EveryPolicySoaked(t *testing.T) {
-	all := strings.Fields("round-robin random direct power-of-two least-loaded session-affinity chwbl " + // without a KV index
+	// without a KV index
+	all := strings.Fields("round-robin random direct power-of-two least-loaded session-affinity chwbl " +
 		"prefix-aware cache-aware least-kv scoring kv lmetric lmetric-1 lpwl min-ttft sticky mex")
 	requests, lockstep := 128, []string{"power-of-two", "scoring", "kv"}
 	if accepting() {
@@ -164,8 +166,8 @@ func peak(t *testing.T, pid int) (mib int) {
 	return 0
 }
 
-// SK4, long prompts: 100,000 tokens each, 50 a second, routed by cache: at most four cores (80 ms of processor time a request) and 2 GiB
-// in dpserve. 3 seconds of it, 60 in an acceptance run.
+// SK4, long prompts: 100,000 tokens each, 50 a second, routed by cache: at most four cores (80 ms of
+// processor time a request) and 2 GiB in dpserve. 3 seconds of it, 60 in an acceptance run.
 func TestSK4LongPrompts(t *testing.T) {
 	const rate, tokens = 50, 100_000
 	n := 3 * rate
@@ -225,8 +227,8 @@ func cachedShare(t *testing.T, r *harness.Real, app string) string {
 	return fmt.Sprintf("%.0f %%", 100*float64(all.CachedTokens)/float64(max(1, all.PromptTokens)))
 }
 
-// SK4, idle: 100 ranks that publish KV events, with nothing to do, take at most 0.2 core of dpserve. Their engines live in this test's
-// process, whose time does not count. 5 seconds of it, 60 in an acceptance run.
+// SK4, idle: 100 ranks that publish KV events, with nothing to do, take at most 0.2 core of dpserve. Their
+// engines live in this test's process, whose time does not count. 5 seconds of it, 60 in an acceptance run.
 func TestSK4IdleRanks(t *testing.T) {
 	const ranks = 100
 	idle, most := 5*time.Second, 0.4 // beside other tests
@@ -266,8 +268,8 @@ func TestSK4IdleRanks(t *testing.T) {
 	r.Delete("idle")
 }
 
-// attachedEngine runs a simulated engine with KV events in this process until the test ends, on a port and the next one, and gives its
-// URL.
+// attachedEngine runs a simulated engine with KV events in this process until the test ends, on a port and
+// the next one and returns its URL.
 func attachedEngine(t *testing.T, model string, base int) string {
 	t.Helper()
 	port, events := strconv.Itoa(base), strconv.Itoa(base+1)

@@ -10,8 +10,8 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// diskWrites says whether a node's process may write to files: without, every write fails, as on a disk that is full or read-only. The
-// limit is the process's own and needs no rights.
+// diskWrites says whether a node's process may write to files: without, every write fails, as on a disk that
+// is full or read-only. The limit is the process's own and needs no rights.
 func diskWrites(t *testing.T, m *harness.Member, may bool) {
 	t.Helper()
 	var limit unix.Rlimit

@@ -31,7 +31,8 @@ func TestFS1KillOneOfEight(t *testing.T) {
 	t.Parallel()
 	r := harness.Start(t)
 	r.Expect(harness.EngineFails, harness.StreamBreaks)
-	// mex may leave a rank idle that has not seen the prefix, while a few more streams beside others cost less than computing it
+	// mex may leave a rank idle that has not seen the prefix, while a few more streams beside others cost
+	// less than computing it
 	r.Deploy(simApp("fs", 8, "independent", "sim_step_ms: 10") + "    routing: {policy: lmetric-1}\n")
 	st := r.WaitStatus("fs", "RUNNING")
 

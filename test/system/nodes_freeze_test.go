@@ -22,7 +22,7 @@ func engines(all map[string]msg.RankStatus, node string) (pids []int) {
 	return pids
 }
 
-// movedFrom waits until an application runs with no rank on a node, and gives its ranks.
+// movedFrom waits until an application runs with no rank on a node and returns its ranks.
 func movedFrom(c *harness.Members, app, node string) map[string]msg.RankStatus {
 	c.T.Helper()
 	st := c.WaitApp(app, "whole without "+node, func(st *msg.AppStatus) error {
@@ -49,7 +49,8 @@ func dead(c *harness.Members, what string, pids []int) {
 	})
 }
 
-// freezePast stops a node for longer than its lease, until its ranks serve elsewhere, and lets it go on: what it held is over.
+// freezePast stops a node for longer than its lease, until its ranks serve elsewhere, and lets it go on: what
+// it held is over.
 func freezePast(t *testing.T, c *harness.Members, m *harness.Member, load *harness.Load) {
 	t.Helper()
 	st := c.Running("wide")
@@ -93,7 +94,8 @@ func freezePast(t *testing.T, c *harness.Members, m *harness.Member, load *harne
 	c.Settled()
 }
 
-// MB3, on-lease-loss serve: the leader, then a worker is stopped (SIGSTOP) longer than a lease and goes on; then a minority is left.
+// MB3, on-lease-loss serve: the leader, then a worker is stopped (SIGSTOP) longer than a lease and goes on;
+// then a minority is left.
 func TestMB3FreezeServe(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(6))

@@ -18,7 +18,8 @@ func errStatus(st *msg.AppStatus) error {
 
 var errNotYet = errors.New("not yet")
 
-// RG1: two groups of 8 over two nodes of 8 slots, then one group of 16: 2 fresh starts of each, 20 under DPSERVE_ACCEPTANCE.
+// RG1: two groups of 8 over two nodes of 8 slots, then one group of 16: 2 fresh starts of each, 20 under
+// DPSERVE_ACCEPTANCE.
 func TestRG1GroupsOverNodes(t *testing.T) {
 	t.Parallel()
 	starts := 2
@@ -28,7 +29,8 @@ func TestRG1GroupsOverNodes(t *testing.T) {
 	for range starts {
 		t.Run("fresh", func(t *testing.T) {
 			t.Parallel()
-			c := harness.StartMembers(t, harness.Each(2), harness.MemberSlots(8), harness.RealTimers()) // time is not the subject
+			// time is not the subject
+			c := harness.StartMembers(t, harness.Each(2), harness.MemberSlots(8), harness.RealTimers())
 			a, b := c.All[0], c.All[1]
 			a.Want(simApp("pair", 8, "lockstep", "") + "    num_groups: 2\n")
 			st := c.Running("pair")

@@ -15,8 +15,8 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// SP10: who may not join is refused, with the reason and what to do. The renewal of certificates and the gossip's encryption are tested
-// in their rooms.
+// SP10: who may not join is refused, with the reason and what to do. The renewal of certificates and the
+// gossip's encryption are tested in their packages.
 func TestSP10JoinRefused(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(1))
@@ -32,7 +32,8 @@ func TestSP10JoinRefused(t *testing.T) {
 			"--data-dir", filepath.Join(t.TempDir(), "data"), "--http-bind", "127.0.0.1:0", "--admin-bind", "127.0.0.1:0",
 		}, args...)...)
 	}
-	m := c.Add("b", "--roles", "worker") // takes the cluster's own token; the next takes the one that is good for one node
+	// takes the cluster's own token; the next takes the one that is good for one node
+	m := c.Add("b", "--roles", "worker")
 	m.Kill()
 	first := join("--token", used, "--node-id", "x")
 	c.Eventually("the token's one use", func() error {
@@ -94,7 +95,7 @@ func newToken(t *testing.T, m *harness.Member, query string) string {
 	return reply.Token
 }
 
-// strangers speaks to the node port as one does who has no business there: each is refused before it is heard.
+// strangers speaks to the node port as a program that is not a member: each is refused before it is heard.
 func strangers(t *testing.T, address string) {
 	t.Helper()
 	for name, config := range map[string]*tls.Config{

@@ -15,8 +15,8 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// SP10: the gossip gets a new key under load. No request notices, whoever has the old key is outside then, and a node that was
-// away all the time is inside again.
+// SP10: the gossip gets a new key under load. No request notices, whoever has the old key is outside then,
+// and a node that was away all the time is inside again.
 func TestSP10RotateKey(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, append(harness.Each(3), []string{"--roles", "worker"}, []string{"--roles", "worker"}),
@@ -68,7 +68,8 @@ func filesOf(t *testing.T, m *harness.Member) pki.Files {
 	return f
 }
 
-// gossips joins the gossip with a key and gives whom it meets within patience, until that is the whole cluster.
+// gossips joins the gossip with a key and returns whom it meets within patience, until that is the whole
+// cluster.
 func gossips(t *testing.T, c *harness.Members, secret []byte, patience time.Duration) string {
 	t.Helper()
 	id, err := filesOf(t, c.All[0]).Credentials()

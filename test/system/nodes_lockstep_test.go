@@ -12,8 +12,8 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// A lockstep group lies over two nodes; one of them is killed, then one is stopped: the group starts again as a whole where there is
-// room, and clients of the other nodes wait for it.
+// A lockstep group lies over two nodes; one of them is killed, then one is stopped: the group starts again as
+// a whole where there is room, and clients of the other nodes wait for it.
 func TestLockstepOverNodesLosesOne(t *testing.T) {
 	t.Parallel()
 	if testing.Short() {

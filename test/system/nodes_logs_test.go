@@ -10,11 +10,12 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// The first thing that a new operator sees is the log of a join: when all goes well it holds no warning, and neither does the first
-// deploy, nor at a node that is told to end its end.
+// The first thing that a new operator sees is the log of a join: when all goes well it holds no warning, and
+// neither does the first deploy, nor at a node that is told to end its end.
 func TestCleanJoinWarnsOfNothing(t *testing.T) {
 	t.Parallel()
-	calm := []harness.MembersOption{harness.MemberSlots(4)} // the rig's short timers warn of a machine that is busy with other tests
+	// the rig's short timers warn of a machine that is busy with other tests
+	calm := []harness.MembersOption{harness.MemberSlots(4)}
 	for name, d := range map[string]time.Duration{
 		"lease_ttl": time.Minute, "lease_renew": time.Second, "lease_regrant": 2 * time.Minute, "stream_suspect": time.Minute, "stream_out": time.Minute,
 	} {

@@ -15,7 +15,8 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// slack is how much longer than a row's own limit a test waits before it fails: machines are shared and noisy.
+// slack is how much longer than a row's own limit a test waits before it fails: machines are shared and
+// noisy.
 const slack = 5
 
 // spread is an app of independent ranks that are spread over the nodes.
@@ -128,7 +129,8 @@ func direct(t *testing.T, load *harness.Load, since time.Time) {
 	}
 }
 
-// writeOn writes to the cluster's state until the function it gives is called, which tells the longest write.
+// writeOn writes to the cluster's state until the returned function is called, which returns the duration of
+// the longest write.
 func writeOn(m *harness.Member) (stop func() time.Duration) {
 	end := make(chan struct{})
 	var wg sync.WaitGroup

@@ -28,7 +28,8 @@ func voters(t *testing.T, at *harness.Member) (out []string) {
 	return out
 }
 
-// stay checks over some rounds of the leader's care that the same nodes vote and that a write is still accepted.
+// stay checks over some rounds of the leader's care that the same nodes vote and that a write is still
+// accepted.
 func stay(t *testing.T, at *harness.Member, want []string) {
 	t.Helper()
 	for range 15 {
@@ -40,8 +41,8 @@ func stay(t *testing.T, at *harness.Member, want []string) {
 	assert.Equal(t, http.StatusCreated, code, text)
 }
 
-// A removal that is refused changes no vote, also when one of three nodes is lost: the two that live go on, and the lost one can be
-// removed first.
+// A removal that is refused changes no vote, also when one of three nodes is lost: the two that live go on,
+// and the lost one can be removed first.
 func TestRefusedRemovalsChangeNothing(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(8))

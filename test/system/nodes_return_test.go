@@ -149,7 +149,8 @@ func TestMB7AllAtOnce(t *testing.T) {
 	c.AllQuiet()
 }
 
-// A rolling restart of one version, as MB6 has it of two: each node ends and comes back in turn, and clients of the others see nothing.
+// A rolling restart of one version, as MB6 has it of two: each node ends and comes back in turn, and clients
+// of the others see nothing.
 func TestMB6RollingRestart(t *testing.T) {
 	t.Parallel()
 	if testing.Short() {

@@ -19,13 +19,13 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// hangs is the longest that any request went on after the moment from which it could not succeed where it was: no answer of these tests
-// takes as long by itself.
+// hangs is the longest that any request went on after the moment from which it could not succeed where it
+// was: no answer of these tests takes as long by itself.
 const hangs = 10 * time.Second
 
-// FS7: nodes with ranks leave by SIGTERM, SIGKILL and SIGSTOP and come back, under load through nodes that stay. One removal of each kind
-// here; 50 of each, and as many returns, in an acceptance run. Each removal starts about two ranks anew, so that ranks come and go about
-// twice as often as nodes.
+// FS7: nodes with ranks leave by SIGTERM, SIGKILL and SIGSTOP and come back, under load through nodes that
+// stay. One removal of each kind here; 50 of each, and as many returns, in an acceptance run. Each removal
+// starts about two ranks anew, so that ranks come and go about twice as often as nodes.
 func TestFS7NodesComeAndGo(t *testing.T) {
 	t.Parallel()
 	rounds := 1
@@ -81,7 +81,7 @@ func roll(step int) string {
 	return strings.Replace(simApp("roll", 2, "lockstep", fmt.Sprintf("sim_step_ms: %d", step)), "timeout_s: 2", "timeout_s: 300", 1) + "    num_groups: 3\n"
 }
 
-// patiently polls until f gives nil, for as long as streams may take.
+// patiently polls until f returns nil, for as long as streams may take.
 func patiently(c *harness.Members, limit time.Duration, what string, f func() error) {
 	c.T.Helper()
 	for deadline := time.Now().Add(limit); ; time.Sleep(50 * time.Millisecond) {
@@ -95,8 +95,9 @@ func patiently(c *harness.Members, limit time.Duration, what string, f func() er
 	}
 }
 
-// FS10: a new revision, then a node's drain, then a node's restart by SIGTERM, under long streams and short requests. A few streams of
-// about 1 s here, 500 of 12 s and more than 100 short requests a second in an acceptance run: 20 minutes of each would be hours.
+// FS10: a new revision, then a node's drain, then a node's restart by SIGTERM, under long streams and short
+// requests. A few streams of about 1 s here, 500 of 12 s and more than 100 short requests a second in an
+// acceptance run: 20 minutes of each would be hours.
 func TestFS10RollAndDrain(t *testing.T) {
 	t.Parallel()
 	streams, tokens, short, step := 12, 240, 2, 5
@@ -239,8 +240,9 @@ type drained struct {
 	settled     bool // first holds
 }
 
-// drainTold is how long the word of a drain may take from the leader, which tells of it at once, to the rank's node.
-const drainTold = 500 * time.Millisecond
+// drainNoticed bounds how long the news of a drain may take from the leader, which reports it at once, to the
+// rank's node.
+const drainNoticed = 500 * time.Millisecond
 
 func watchDrains(c *harness.Members, at *harness.Member, app string) *drains {
 	d := &drains{stop: make(chan struct{}), low: 1 << 10, seen: map[string]*drained{}}
@@ -279,7 +281,7 @@ func (d *drains) look(st *msg.AppStatus) {
 			d.seen[key] = e
 		}
 		if !e.settled {
-			e.first, e.settled = n, time.Since(e.since) > drainTold
+			e.first, e.settled = n, time.Since(e.since) > drainNoticed
 		}
 		e.last = n
 	}

@@ -35,8 +35,9 @@ func known(m *harness.Member) (names map[string]bool, err error) {
 	return names, err
 }
 
-// MB10, disk: the disk of the only voter, then of the leader of three, then of all refuses writes. Clocks that are wrong by an
-// hour are the simulation's and the node port's: processes of one machine share its clock.
+// MB10, disk: the disk of the only voter, then of the leader of three, then of all refuses writes. Clocks
+// that are wrong by an hour are the simulation's and the node port's: processes of one machine share its
+// clock.
 func TestMB10DiskRefusesWrites(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, [][]string{{}, {"--roles", "worker,ingress"}}, harness.MemberSlots(8))
@@ -108,7 +109,8 @@ func keeps(c *harness.Members, acknowledged []string, never string) {
 	}
 }
 
-// MB10, three voters: the leader's disk refuses writes while others write; another node leads, and nothing that was acknowledged is lost.
+// MB10, three voters: the leader's disk refuses writes while others write; another node leads, and nothing
+// that was acknowledged is lost.
 func TestMB10LeadersDisk(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(8))

@@ -17,8 +17,9 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// rated is clients that send a number of short requests a second to several nodes, whatever comes of them.
-type rated struct {
+// pacedClients runs clients that send a fixed number of short requests per second to several nodes, whether
+// or not they are answered.
+type pacedClients struct {
 	stop context.CancelFunc
 	wg   sync.WaitGroup
 	mu   sync.Mutex
@@ -26,10 +27,10 @@ type rated struct {
 	bad  []string
 }
 
-func startRate(t *testing.T, app string, perSecond int, at ...string) *rated {
+func startRate(t *testing.T, app string, perSecond int, at ...string) *pacedClients {
 	t.Helper()
 	ctx, stop := context.WithCancel(context.Background())
-	l := &rated{stop: stop}
+	l := &pacedClients{stop: stop}
 	client := &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: perSecond}, Timeout: harness.HungAfter}
 	l.wg.Go(func() {
 		tick := time.NewTicker(time.Second / time.Duration(perSecond))
@@ -47,7 +48,7 @@ func startRate(t *testing.T, app string, perSecond int, at ...string) *rated {
 	return l
 }
 
-func (l *rated) one(client *http.Client, at, app string) {
+func (l *pacedClients) one(client *http.Client, at, app string) {
 	s := func() *harness.Stream {
 		req, err := http.NewRequestWithContext(context.Background(), http.MethodPost, "http://"+at+"/v1/chat/completions", strings.NewReader(harness.Chat(app, "hello", 2, true)))
 		if err != nil {
@@ -70,7 +71,7 @@ func (l *rated) one(client *http.Client, at, app string) {
 }
 
 // end gives the number of good answers and what the others were.
-func (l *rated) end() (ok int, bad []string) {
+func (l *pacedClients) end() (ok int, bad []string) {
 	l.stop()
 	l.wg.Wait()
 	return l.ok, l.bad
@@ -90,8 +91,8 @@ func fleet(t *testing.T, n int) (urls []string) {
 	return urls
 }
 
-// SK6: 40 engines register and leave while their successors register, at 200 requests a second, through both nodes of a cluster. Twice
-// here, 20 times in an acceptance run.
+// SK6: 40 engines register and leave while their successors register, at 200 requests a second, through both
+// nodes of a cluster. Twice here, 20 times in an acceptance run.
 func TestSK6FleetSwap(t *testing.T) {
 	t.Parallel()
 	rounds := 2
@@ -142,7 +143,8 @@ func change(t *testing.T, m *harness.Member, method, query, body string) {
 	}
 }
 
-// registered waits until exactly these engines are in the application, ready, and in every node's router: no entry is stale.
+// registered waits until exactly these engines are in the application, ready, and in every node's router: no
+// entry is stale.
 func registered(c *harness.Members, urls []string) {
 	c.T.Helper()
 	want := map[string]bool{}

@@ -17,8 +17,8 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// The numbers of a cluster that users feel, with every timer as it is for users. They are printed; a test fails only beyond slack times
-// a goal, for machines are shared and noisy.
+// The numbers of a cluster that users feel, with every timer as it is for users. They are printed; a test
+// fails only beyond slack times a goal, for machines are shared and noisy.
 
 // What a router says of a rank that gets requests: any time, or when nothing else is left too.
 var (
@@ -26,8 +26,8 @@ var (
 	ifForced = []string{"ok", "silent"}
 )
 
-// outAfter is how long after a moment each node's router had no rank of a set in one of these words, by its own state. It asks every node
-// for itself.
+// outAfter is how long after a moment each node's router had no rank of a set in one of these words, by its
+// own state. It asks every node for itself.
 func outAfter(c *harness.Members, since time.Time, app string, ranks, usable []string, at ...*harness.Member) map[string]time.Duration {
 	c.T.Helper()
 	var mu sync.Mutex
@@ -138,7 +138,8 @@ func TestNumbersNodeLost(t *testing.T) {
 	t.Logf("NUMBER nodes lost under 64 streams: %d answers, %d errors before the first byte, %d error events after it, %d cut without one", y.OK, y.Refused, y.Broken, y.Cut)
 }
 
-// One rank of a lockstep group of 16 over two nodes is killed; a third node has no ranks and is an ingress too.
+// One rank of a lockstep group of 16 over two nodes is killed; a third node has no ranks and is an ingress
+// too.
 func TestNumbersLockstepRankKilled(t *testing.T) {
 	t.Parallel()
 	both := []string{"--slots", "8"}

@@ -20,7 +20,7 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// command runs a dpserve command against a node and gives its exit code and all that it wrote.
+// command runs a dpserve command against a node and returns its exit code and all that it wrote.
 func command(m *harness.Member, args ...string) (code int, text string) {
 	m.T.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), harness.Patience)
@@ -43,7 +43,8 @@ func written(t *testing.T, text string) string {
 	return path
 }
 
-// RG7: three gangs of 4 on 10 slots; without --partial nothing happens, with it two serve and the third waits for the node that joins.
+// RG7: three gangs of 4 on 10 slots; without --partial nothing happens, with it two serve and the third waits
+// for the node that joins.
 func TestRG7PartialDeploy(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(2), harness.MemberSlots(5), harness.Calm)
@@ -106,7 +107,7 @@ func tp2(labels string) string {
 	return strings.Replace(simApp("tp", 4, "lockstep", "tensor_parallel_size: 2"), "    data_parallel:", "    num_groups: 2\n    resources: {gpus: 2"+labels+"}\n    data_parallel:", 1)
 }
 
-// devicesOf checks where the ranks of tp2 are, and gives the nodes.
+// devicesOf checks where the ranks of tp2 are and returns the nodes.
 func devicesOf(t *testing.T, st *msg.AppStatus) (nodes []string) {
 	t.Helper()
 	devices := map[string]bool{}
@@ -128,7 +129,8 @@ func devicesOf(t *testing.T, st *msg.AppStatus) (nodes []string) {
 	return nodes
 }
 
-// PL1: two groups of 4 ranks with TP 2 over three nodes of 8 devices, whose lists are written in any order; a label moves all members.
+// PL1: two groups of 4 ranks with TP 2 over three nodes of 8 devices, whose lists are written in any order; a
+// label moves all members.
 func TestPL1DevicesAndLabels(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, [][]string{
@@ -162,8 +164,8 @@ func TestPL1DevicesAndLabels(t *testing.T) {
 	c.AllQuiet()
 }
 
-// PL3: 4 to 2 to 8 groups under load. Ranks per group are 2 here, 4 in an acceptance run. Sizes that are no whole groups are refused,
-// which is all an autoscaler could wish for: there is none in this version.
+// PL3: 4 to 2 to 8 groups under load. Ranks per group are 2 here, 4 in an acceptance run. Sizes that are no
+// whole groups are refused, which is all an autoscaler could wish for: there is none in this version.
 func TestPL3GroupsComeAndGo(t *testing.T) {
 	t.Parallel()
 	dp := 2

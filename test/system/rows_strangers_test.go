@@ -26,8 +26,9 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// stranger bothers a cluster until its time is over. Everything it does may fail; it counts what it did.
-type stranger struct {
+// junkSender sends junk to a cluster until its time is over. All of it may fail; junkSender counts what it
+// sent.
+type junkSender struct {
 	t    *testing.T
 	ctx  context.Context //nolint:containedctx // the stranger's life
 	wg   sync.WaitGroup
@@ -36,7 +37,7 @@ type stranger struct {
 }
 
 // every repeats f until the end.
-func (s *stranger) every(what string, f func(ctx context.Context)) {
+func (s *junkSender) every(what string, f func(ctx context.Context)) {
 	n := new(atomic.Int64)
 	s.mu.Lock()
 	s.done[what] = n
@@ -123,8 +124,9 @@ func clusterOf(t *testing.T, m *harness.Member) string {
 	return id.Cluster
 }
 
-// SP11: junk, and frames that are well formed, from one who is no member, on every port of a node and of its engines: seconds of it here,
-// 10 minutes in an acceptance run, an hour with nothing else to do. The parsers have fuzz targets in their rooms.
+// SP11: junk, and frames that are well formed, from one who is no member, on every port of a node and of its
+// engines: seconds of it here, 10 minutes in an acceptance run, an hour with nothing else to do. The parsers
+// have fuzz targets in their packages.
 func TestSP11Strangers(t *testing.T) {
 	t.Parallel()
 	long := 3 * time.Second
@@ -142,7 +144,7 @@ func TestSP11Strangers(t *testing.T) {
 
 	ctx, stop := context.WithTimeout(t.Context(), long)
 	defer stop()
-	s := &stranger{t: t, ctx: ctx, done: map[string]*atomic.Int64{}}
+	s := &junkSender{t: t, ctx: ctx, done: map[string]*atomic.Int64{}}
 	for _, address := range []string{a.NodePort(), b.Gossip(), a.Gossip(), a.Admin, a.HTTP, hostOf(before["0/0"].URL), hostOf(before["0/1"].URL)} {
 		s.every("junk at tcp "+address, func(ctx context.Context) { says(ctx, "tcp", address, junk()) })
 	}
@@ -178,7 +180,7 @@ func TestSP11Strangers(t *testing.T) {
 }
 
 // forges speaks the protocols of members with a certificate of another authority: it never gets a word in.
-func (s *stranger) forges(show tls.Certificate, at ...*harness.Member) {
+func (s *junkSender) forges(show tls.Certificate, at ...*harness.Member) {
 	hello := []byte("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00")
 	for _, alpn := range []string{nodeport.Raft, nodeport.GRPC, nodeport.Data, nodeport.Admin, "dpserve-else/1"} {
 		for _, certs := range [][]tls.Certificate{{show}, nil} {
@@ -198,8 +200,8 @@ func (s *stranger) forges(show tls.Certificate, at ...*harness.Member) {
 	}
 }
 
-// enrolls uses the one protocol that is open to strangers, as it is meant and for what it is not.
-func (s *stranger) enrolls(m *harness.Member) {
+// enrolls uses the protocol that is open to strangers, correctly and incorrectly.
+func (s *junkSender) enrolls(m *harness.Member) {
 	cc, err := grpc.NewClient("passthrough:///"+m.NodePort(), grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithContextDialer(
 		func(ctx context.Context, address string) (net.Conn, error) {
 			conn, err := shake(ctx, address, nodeport.Join)
@@ -233,7 +235,7 @@ func (s *stranger) enrolls(m *harness.Member) {
 }
 
 // gossips takes part in a gossip with a key of its own.
-func (s *stranger) gossips(c *harness.Members, m *harness.Member) {
+func (s *junkSender) gossips(c *harness.Members, m *harness.Member) {
 	key := make([]byte, membership.KeySize)
 	_, _ = rand.Read(key)
 	g, err := membership.New(s.t.Context(), membership.Config{
@@ -250,8 +252,8 @@ func (s *stranger) gossips(c *harness.Members, m *harness.Member) {
 	})
 }
 
-// browses sends well-formed requests to the admin API as a web page of somebody else would make a browser send them.
-func (s *stranger) browses(m *harness.Member) {
+// browses sends well-formed requests to the admin API as a foreign web page would make a browser send them.
+func (s *junkSender) browses(m *harness.Member) {
 	client := &http.Client{Transport: &http.Transport{}, Timeout: time.Second}
 	s.t.Cleanup(client.CloseIdleConnections)
 	for name, change := range map[string]func(r *http.Request){

@@ -24,7 +24,8 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// standIn is a member of a cluster of which nothing runs but this test: it speaks to the others as another release might.
+// standIn is a member of a cluster of which nothing runs but this test: it speaks to the others as another
+// release might.
 type standIn struct {
 	state.Node
 	port  *nodeport.Port
@@ -75,7 +76,7 @@ func (s *standIn) report(t *testing.T, release string) *dpservev1.RenewRequest {
 	return &dpservev1.RenewRequest{Node: text, Incarnation: 7, WallUnixNano: time.Now().UnixNano()}
 }
 
-// news adds a field that nobody has heard of.
+// news adds a field that no version knows.
 func news[M proto.Message](m M) M {
 	raw := protowire.AppendTag(nil, 2026, protowire.BytesType)
 	m.ProtoReflect().SetUnknown(protowire.AppendBytes(raw, []byte("what a later release has to say")))
@@ -101,8 +102,8 @@ lines:
 	return sum
 }
 
-// MB6: a member of a later release sends what this one does not know, and one of a release that is too old wants in. Upgrades are in
-// upgrade_test.go.
+// MB6: a member of a later release sends what this one does not know, and one of a release that is too old
+// wants in. Upgrades are in upgrade_test.go.
 func TestMB6UnknownMessages(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(2), harness.MemberSlots(4), harness.Calm)
@@ -141,7 +142,8 @@ func TestMB6UnknownMessages(t *testing.T) {
 	for _, m := range c.All {
 		s.posts(ctx, t, m)
 		for kind, least := range map[string]float64{"method": 2, "post": 2} {
-			require.Eventually(t, func() bool { // posts have no answer: the node counts them when it has read them
+			// posts have no answer: the node counts them when it has read them
+			require.Eventually(t, func() bool {
 				return counted(t, m, "dpserve_unknown_messages_total", `kind="`+kind+`"`) >= least
 			}, harness.Patience, 10*time.Millisecond, "%s at %s", kind, m.Name)
 		}

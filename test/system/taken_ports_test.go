@@ -12,8 +12,8 @@ import (
 	"github.com/dpserve/dpserve/test/ports"
 )
 
-// Programs of the machine's user listen on 18000 and inside several blocks of test ports: a node of a test and its engines start beside
-// them at the first attempt.
+// Programs of the machine's user listen on 18000 and inside several blocks of test ports: a node of a test
+// and its engines start beside them at the first attempt.
 func TestDeployBesideProgramsOnTestPorts(t *testing.T) {
 	t.Parallel()
 	listen := func(port int) {

@@ -43,7 +43,8 @@ func waitOutput(t *testing.T, r *harness.Real, re *regexp.Regexp) string {
 
 // CC6: `up` and `up FILE` on a host without a GPU, with both default ports taken.
 func TestCC6Up(t *testing.T) {
-	for _, addr := range []string{"127.0.0.1:8000", "127.0.0.1:8265"} { // taken by us, or by someone else already
+	// taken by us, or by someone else already
+	for _, addr := range []string{"127.0.0.1:8000", "127.0.0.1:8265"} {
 		if l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", addr); err == nil {
 			defer l.Close()
 		}

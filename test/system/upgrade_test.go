@@ -17,8 +17,9 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// The tests of this file upgrade a cluster from this build to one that stands for the next version: state/next_version.go and
-// wiring/next_version.go add a kind of command, a field of the state, a field of a node's record and a kind of event.
+// The tests of this file upgrade a cluster from this build to one that stands for the next version:
+// state/next_version.go and wiring/next_version.go add a kind of command, a field of the state, a field of a
+// node's record and a kind of event.
 
 const (
 	nextTrigger = "use-next" // the application whose deploy lets the next version use what it adds
@@ -32,7 +33,8 @@ type upgrade struct {
 	old, next string // binaries
 }
 
-// upgradeRig starts three control nodes with role ingress, two workers with six ranks of "wide", and whatever else.
+// upgradeRig starts three control nodes with role ingress, two workers with six ranks of "wide", and whatever
+// else.
 func upgradeRig(t *testing.T, more ...[]string) *upgrade {
 	t.Helper()
 	flags := append(append(harness.Each(3, "--roles", "control,ingress"), harness.Each(2, "--roles", "worker")...), more...)
@@ -54,7 +56,8 @@ func (u *upgrade) controls() []*harness.Member {
 
 func (u *upgrade) workers() []*harness.Member { return u.All[3:5] }
 
-// restart gives a node another binary under load at the others. No client may see it, and no rank of another node.
+// restart gives a node another binary under load at the others. No client may see it, and no rank of another
+// node.
 func (u *upgrade) restart(m *harness.Member, binary string) {
 	u.t.Helper()
 	u.underLoad(m, func() {
@@ -64,7 +67,8 @@ func (u *upgrade) restart(m *harness.Member, binary string) {
 	})
 }
 
-// underLoad does something to a node, with clients at the ingresses of the others. It ends when all is as it should be again.
+// underLoad does something to a node, with clients at the ingresses of the others. It ends when all is as it
+// should be again.
 func (u *upgrade) underLoad(m *harness.Member, do func()) {
 	u.t.Helper()
 	st := u.Running("wide")
@@ -141,7 +145,7 @@ func (u *upgrade) sameStates() {
 	})
 }
 
-// sameCopies compares what the control nodes, of whatever version, send to nodes that follow them.
+// sameCopies compares what the control nodes of all versions send to nodes that follow them.
 func (u *upgrade) sameCopies() {
 	u.t.Helper()
 	reader := newStandIn(u.t, u.Members, "reader", "v9.0.0")
@@ -178,8 +182,9 @@ func (u *upgrade) sameCopies() {
 	})
 }
 
-// MB6: the control nodes first. What the next version adds is refused while an old control node is there, and used when there is none;
-// old workers and ingresses follow a state with a field that they do not know. A control node that goes back behind that is refused.
+// MB6: the control nodes first. What the next version adds is refused while an old control node is there, and
+// used when there is none; old workers and ingresses follow a state with a field that they do not know. A
+// control node that goes back behind that is refused.
 func TestMB6UpgradeControlNodesFirst(t *testing.T) {
 	t.Parallel()
 	if testing.Short() {
@@ -232,8 +237,8 @@ func TestMB6UpgradeControlNodesFirst(t *testing.T) {
 	u.AllQuiet()
 }
 
-// MB6: the workers first, whose events the old leader does not know; then the control nodes; then all back to the old version, as
-// nothing of the new one was used.
+// MB6: the workers first, whose events the old leader does not know; then the control nodes; then all back to
+// the old version, as nothing of the new one was used.
 func TestMB6UpgradeWorkersFirstAndBack(t *testing.T) {
 	t.Parallel()
 	if testing.Short() {

@@ -6,9 +6,10 @@ import (
 	"github.com/dpserve/dpserve/steptime"
 )
 
-// Bound is what a workload allows, whoever routes.
+// Bound is what a workload allows under any routing.
 type Bound struct {
-	Hit     float64 // share of the prompt tokens that a cache without limit holds, which has seen every prompt before
+	// share of the prompt tokens that a cache without limit holds, which has seen every prompt before
+	Hit     float64
 	Goodput float64 // share of the requests that meet the goals alone on a rank with such a cache
 }
 

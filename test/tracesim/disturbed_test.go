@@ -116,7 +116,7 @@ func TestLoadsThatTeachNothing(t *testing.T) {
 	}
 }
 
-// Ranks whose caches nobody knows are used beside those whose caches are known.
+// Ranks whose caches are unknown are used beside ranks whose caches are known.
 func TestRanksWithoutHitsAreUsed(t *testing.T) {
 	work := tracesim.Chats(1500, 6, 5)
 	for _, p := range measuringPolicies() {

@@ -9,8 +9,9 @@ import (
 	"github.com/dpserve/dpserve/test/tracesim"
 )
 
-// Engines that mex expects to be much faster or slower than they are, in prefill, in decoding or in both, and engines of the other
-// preset: from the first request on it gets no less goodput than lmetric-1, which expects nothing (half a point is noise).
+// Engines that mex expects to be much faster or slower than they are, in prefill, in decoding or in both, and
+// engines of the other preset: from the first request on it gets no less goodput than lmetric-1, which
+// expects nothing (half a point is noise).
 func TestMexIsNoWorseWhileItLearns(t *testing.T) {
 	skipShort(t)
 	scaled := func(c steptime.Coefficients, prefill, decode float64) steptime.Coefficients {

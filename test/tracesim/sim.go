@@ -11,7 +11,7 @@ import (
 )
 
 const (
-	// progressEvery is how often an ingress tells how far its streams are.
+	// progressEvery is how often an ingress reports the progress of its streams.
 	progressEvery = 500 * time.Millisecond
 	// clockOrigin is what the ranks' own clocks show when a run begins. It is not 0, which says that a rank
 	// told no time.
@@ -32,11 +32,12 @@ type Config struct {
 	SlowFactor float64
 	SlowFrom   time.Duration
 
-	ClockSkew   []time.Duration      // by rank: how far its own clock is ahead; ranks beyond the list: 0
-	ClockJump   []time.Duration      // by rank: by how much its clock jumps at ClockJumpAt; likewise
-	ClockJumpAt time.Duration        //
-	WithoutHits int                  // of the first of the ranks nobody knows what they hold
-	Report      func(*routing.Event) // changes what a rank tells before an ingress hears of it; nil = nothing is changed
+	ClockSkew   []time.Duration // by rank: how far its own clock is ahead; ranks beyond the list: 0
+	ClockJump   []time.Duration // by rank: by how much its clock jumps at ClockJumpAt; likewise
+	ClockJumpAt time.Duration   //
+	WithoutHits int             // of the first of the ranks nobody knows what they hold
+	// changes what a rank tells before an ingress hears of it; nil = nothing is changed
+	Report func(*routing.Event)
 
 	Each func(sent int) error // called after each request that came; an error ends the run; nil = not called
 }
@@ -59,7 +60,7 @@ type sim struct {
 	d       routing.Decision
 }
 
-// rank is one engine and what its replica tells.
+// rank is one engine and the records of its replica.
 type rank struct {
 	core     *enginemodel.Core
 	id       routing.RankID
@@ -276,7 +277,7 @@ func (c *call) text(buf []byte) []byte {
 	return buf
 }
 
-// step runs an engine and tells what it did.
+// step runs an engine and records what it did.
 func (s *sim) step(rk *rank, in ...enginemodel.Input) {
 	effects, wake := rk.core.Step(s.now, in)
 	rk.wake = wake
@@ -305,7 +306,7 @@ func (s *sim) step(rk *rank, in ...enginemodel.Input) {
 	}
 }
 
-// progress tells how far every stream is, and how full the ranks' caches are.
+// progress reports how far every stream is, and how full the ranks' caches are.
 func (s *sim) progress() {
 	for _, rk := range s.ranks {
 		for _, c := range rk.decoding {

@@ -113,7 +113,8 @@ func TestBound(t *testing.T) {
 	cfg := tracesim.Default()
 	work := []tracesim.Request{
 		{Prompt: 1024, Output: 9, Blocks: []uint64{1, 2}},
-		{Prompt: 1024, Output: 9, Blocks: []uint64{1, 2}}, // the last block has the token that is always computed
+		// the last block has the token that is always computed
+		{Prompt: 1024, Output: 9, Blocks: []uint64{1, 2}},
 		{Prompt: 2048, Output: 9, Blocks: []uint64{1, 2, 3, 4}},
 		{Prompt: 60_000, Output: 9}, // more than 2 s
 		{Prompt: 60_000, Output: 1},

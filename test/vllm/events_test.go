@@ -81,8 +81,8 @@ func both(ranks []*rank, f func(i int, r *rank) (tally, error)) ([]tally, []erro
 	return tallies, errs
 }
 
-// testEvents: what a rank's events say is what the rank then reports, request by request, under evictions, salts and repeats; who joins
-// late gets the same picture by replay.
+// testEvents: what a rank's events say is what the rank then reports, request by request, under evictions,
+// salts and repeats; who joins late gets the same picture by replay.
 func testEvents(t *testing.T, ranks []*rank) {
 	const requests = 250 // of a rank
 	followers := []*follower{follow(t, ranks[0]), follow(t, ranks[1])}
@@ -110,7 +110,8 @@ func testEvents(t *testing.T, ranks []*rank) {
 	}
 }
 
-// testCleared (KV5 with a real engine): a rank that drops its cache loses its blocks, the other keeps its own.
+// testCleared (KV5 with a real engine): a rank that drops its cache loses its blocks, the other keeps its
+// own.
 func testCleared(t *testing.T, ranks []*rank) {
 	kept, cleared := follow(t, ranks[0]), follow(t, ranks[1])
 	held, sum := kept.content()
@@ -132,7 +133,8 @@ func testCleared(t *testing.T, ranks []*rank) {
 	t.Logf("reset_prefix_cache on rank 1: %d blocks before, %d after its next request; rank 0: %d and %d", before, after, held, heldNow)
 }
 
-// testRestart (KV4 with a real engine): a rank that starts anew on its ports begins at 0, the other keeps its blocks.
+// testRestart (KV4 with a real engine): a rank that starts anew on its ports begins at 0, the other keeps its
+// blocks.
 func testRestart(t *testing.T, ranks []*rank) {
 	followers := []*follower{follow(t, ranks[0]), follow(t, ranks[1])}
 	held, sum := followers[0].content()

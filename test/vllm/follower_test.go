@@ -13,7 +13,8 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// follower is the shortest way from an engine's events to a prediction: one subscriber, one index, one column.
+// follower is the shortest way from an engine's events to a prediction: one subscriber, one index, one
+// column.
 type follower struct {
 	hasher kvindex.Hasher
 	sub    *kvevents.Subscriber
@@ -108,7 +109,8 @@ func handles(group int, hashes []kvevents.Hash) []kvindex.Handle {
 	return out
 }
 
-// predict is how many tokens of a prompt the engine will report as cached: whole blocks, and one token at least is computed.
+// predict is how many tokens of a prompt the engine will report as cached: whole blocks, and one token at
+// least is computed.
 func (f *follower) predict(ids []uint32, salt string) int {
 	hashes := f.hasher.Tokens(nil, f.root(salt), ids, blockSize, nil)
 	held := 0
@@ -142,8 +144,8 @@ func (f *follower) wait(t *testing.T, what string, ok func(kvevents.Stats) bool)
 	}
 }
 
-// settle waits until the events of a request that has been answered are in: the column stands still for a while. The engine's answer
-// and its events take different ways.
+// settle waits until the events of a request that has been answered are in: the column stands still for a
+// while. The engine's answer and its events take different ways.
 func (f *follower) settle(ctx context.Context) {
 	const still = 5 // looks
 	for same, last := 0, uint64(0); same < still && ctx.Err() == nil; {

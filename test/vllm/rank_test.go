@@ -23,8 +23,8 @@ import (
 	"github.com/dpserve/dpserve/test/ports"
 )
 
-// How the engines are started. CPU attention wants blocks of 32. 256 of them hold what is in flight at once, and little more: blocks are
-// evicted while the tests run.
+// How the engines are started. CPU attention wants blocks of 32. 256 of them hold what is in flight at once,
+// and little more: blocks are evicted while the tests run.
 const (
 	model      = "tiny"
 	blockSize  = 32
@@ -35,8 +35,9 @@ const (
 	stopTimeout  = 20 * time.Second  // longer than the guard's patience
 )
 
-// guard runs an engine and ends it when its standard input ends, which also comes if the test dies: SIGTERM, ten seconds, a moment for
-// helpers that tidy up, then SIGKILL for the process group, guard included. $0 is the engine's folder, $@ its command.
+// guard runs an engine and ends it when its standard input ends, which also comes if the test dies: SIGTERM,
+// ten seconds, a moment for helpers that tidy up, then SIGKILL for the process group, guard included. $0 is
+// the engine's folder, $@ its command.
 const guard = `exec 3<&0
 "$@" </dev/null 3<&- & front=$!
 (
@@ -66,8 +67,9 @@ type rank struct {
 
 func newRank(t *testing.T, program string) *rank {
 	t.Helper()
-	// The engine dials its event port from the start and for ever: inside the kernel's range of ports for connections such a dial would
-	// meet itself one day, and nobody could listen there any more. No port of a test is from that range.
+	// The engine dials its event port from the start and for ever: inside the kernel's range of ports for
+	// connections such a dial would meet itself one day, and nobody could listen there any more. No port of a
+	// test is from that range.
 	addr, events, replay := ports.TakeAddr(t), ports.TakeAddr(t), ports.TakeAddr(t)
 	r := &rank{t: t, program: program, addr: addr, events: "tcp://" + events, replay: "tcp://" + replay}
 	t.Cleanup(func() {

@@ -48,7 +48,8 @@ func emptied(ctx context.Context, t *testing.T, ranks []*rank) {
 	}
 }
 
-// deploy puts an application over the ranks and waits until it serves and, if it has to, follows every rank's events.
+// deploy puts an application over the ranks and waits until it serves and, if it has to, follows every rank's
+// events.
 func deploy(t *testing.T, dp *harness.Real, name, routing string, ranks []*rank, events bool) {
 	t.Helper()
 	dp.Deploy(attached(name, routing, ranks))
@@ -77,8 +78,8 @@ func live(dp *harness.Real, app string, n int) error {
 	return nil
 }
 
-// testRouting: what dpserve expects to be cached at the rank it picks is what that rank then reports; and picking by it makes the engines
-// find more in their caches than taking turns does, on the very same load.
+// testRouting: what dpserve expects to be cached at the rank it picks is what that rank then reports; and
+// picking by it makes the engines find more in their caches than taking turns does, on the very same load.
 func testRouting(t *testing.T, ranks []*rank) {
 	dp := harness.Start(t)
 	t.Logf("%-18s %8s %9s %8s %10s %10s %9s  %s", "policy", "requests", "exact", "prompt", "predicted", "reported", "cached", "requests of ranks")
@@ -110,8 +111,8 @@ func testRouting(t *testing.T, ranks []*rank) {
 	assert.Greater(t, shares["scoring-locality"], shares["round-robin"]+0.05, "clearly so")
 }
 
-// testRestartUnderDpserve (KV4, KV5): under an application a rank that drops its cache or crashes loses its blocks in dpserve's picture, the
-// other rank keeps its own, and predictions are right again.
+// testRestartUnderDpserve (KV4, KV5): under an application a rank that drops its cache or crashes loses its
+// blocks in dpserve's picture, the other rank keeps its own, and predictions are right again.
 func testRestartUnderDpserve(t *testing.T, ranks []*rank) {
 	const app = "again"
 	dp := harness.Start(t)

@@ -8,8 +8,9 @@ import (
 	"time"
 )
 
-// The load of the routing tests: sessions of some turns that begin with one of a few system prompts, several sessions at a time. Half of
-// them are chats, half completions of token ids. Every turn repeats the whole conversation.
+// The load of the routing tests: sessions of some turns that begin with one of a few system prompts, several
+// sessions at a time. Half of them are chats, half completions of token ids. Every turn repeats the whole
+// conversation.
 const (
 	sessions      = 36
 	turns         = 6

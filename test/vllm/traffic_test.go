@@ -31,8 +31,8 @@ type request struct {
 	maxTokens int
 }
 
-// families draws prompts that share prefixes in every way there is: the same again, longer than before, a part of one before, one that
-// goes on where an answer ended, and forks inside a block.
+// families draws prompts that share prefixes in every way there is: the same again, longer than before, a
+// part of one before, one that goes on where an answer ended, and forks inside a block.
 type families struct {
 	rng  *rand.Rand
 	past []request
