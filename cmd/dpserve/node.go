@@ -3,11 +3,106 @@ package main
 import (
 	"context"
 	"errors"
+	"io/fs"
+	"math"
+	"net"
+	"os"
+	"path"
+	"runtime/debug"
+	"slices"
+	"strconv"
+	"strings"
 	"time"
+
+	"github.com/spf13/cobra"
 
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/wiring"
 )
+
+// nodeFlags are the flags that shape a node, shared by up and start.
+type nodeFlags struct {
+	config wiring.Config
+	labels map[string]string
+	timers map[string]string
+}
+
+// addCommon adds what both up and start take.
+func (f *nodeFlags) addCommon(cmd *cobra.Command) {
+	flags := cmd.Flags()
+	flags.StringVar(&f.config.GPUs, "gpus", f.config.GPUs, "devices to offer: a `list` like 0-3,6 or a count")
+	flags.IntVar(&f.config.Slots, "slots", f.config.Slots, "ranks without devices that this node takes")
+	flags.IntVar(&f.config.MaxBody, "max-body", f.config.MaxBody, "largest body of an inference request in `MIB`, up to 64")
+	flags.StringVar(&f.config.PortRange, "port-range", f.config.PortRange, "ports for engines, `LO-HI`, on loopback")
+	flags.StringToStringVar(&f.labels, "labels", nil, "`key=value` labels that resources.labels of an app must match")
+	flags.StringToStringVar(&f.timers, "timers", nil, "`name=duration` overrides of timers, for support and tests")
+	flags.Lookup("labels").DefValue, flags.Lookup("timers").DefValue = "", "" // "[]" would be noise in help
+	flags.StringVar(&f.config.MetricsBind, "metrics-bind", "", "`ADDR`, HOST:PORT, that serves /metrics alone; default: at the admin API only")
+	flags.StringVar(&f.config.LogFormat, "log-format", f.config.LogFormat, "text or json")
+	flags.StringVar(&f.config.LogLevel, "log-level", f.config.LogLevel, "debug, info, warn or error")
+}
+
+// addNode adds what start and join take.
+func (f *nodeFlags) addNode(cmd *cobra.Command) {
+	flags := cmd.Flags()
+	flags.StringVar(&f.config.NodeID, "node-id", f.config.NodeID, "name of this node; default: the host's")
+	flags.StringVar(&f.config.DataDir, "data-dir", f.config.DataDir, "`folder` for state and engine logs")
+	flags.StringVar(&f.config.HTTPBind, "http-bind", f.config.HTTPBind, "`HOST:PORT` of the OpenAI endpoint")
+	flags.StringVar(&f.config.AdminBind, "admin-bind", f.config.AdminBind, "`HOST:PORT` of the admin API and /metrics")
+	flags.StringArrayVar(&f.config.AdminHosts, "admin-host", nil, "DNS `NAME` by which the admin API answers; repeatable; IP addresses and the node's name need none")
+	flags.BoolVar(&f.config.InsecurePublic, "insecure-public", false, "allow a bind that is not loopback, without keys and TLS")
+	flags.StringVar(&f.config.Advertise, "advertise", "", "`IP` of this machine for other nodes; without it the node stays alone")
+	flags.IntVar(&f.config.NodePort, "node-port", f.config.NodePort, "tcp port between nodes (mutual TLS)")
+	flags.IntVar(&f.config.GossipPort, "gossip-port", f.config.GossipPort, "tcp and udp port of the gossip between nodes (encrypted)")
+	flags.StringSliceVar(&f.config.Roles, "roles", nil, "what this node does: control, worker, ingress; fixed when it joins")
+	flags.StringVar(&f.config.Zone, "zone", "", "`name` of what fails together, like a rack; voters are spread over zones")
+	flags.StringVar(&f.config.OnLeaseLoss, "on-lease-loss", f.config.OnLeaseLoss, "serve or fence: what ranks do when no leader answers")
+	f.addCommon(cmd)
+	cmd.Flag("node-id").DefValue = "" // the host's name would make every help text different
+	cmd.Flag("roles").DefValue = strings.Join(wiring.AllRoles(), ",")
+}
+
+// settle fits the defaults of the binds to an advertise address that is itself a loopback one: several nodes on one machine.
+func (f *nodeFlags) settle(cmd *cobra.Command) {
+	ip := net.ParseIP(f.config.Advertise)
+	if ip == nil || !ip.IsLoopback() {
+		return
+	}
+	for flag, bind := range map[string]*string{"http-bind": &f.config.HTTPBind, "admin-bind": &f.config.AdminBind} {
+		if _, port, err := net.SplitHostPort(*bind); err == nil && !cmd.Flags().Changed(flag) {
+			*bind = net.JoinHostPort(f.config.Advertise, port)
+		}
+	}
+}
+
+// node gives the config as the flags say. wiring.Config.Validate judges it; only what is no config value is judged here.
+func (f *nodeFlags) node() (wiring.Config, error) {
+	c := f.config
+	c.Version = readBuildInfo().Version
+	c.Labels = f.labels
+	c.Timers = make(map[string]time.Duration, len(f.timers))
+	for name, text := range f.timers {
+		d, err := time.ParseDuration(text)
+		if err != nil {
+			return c, problem.New(problem.InvalidArgument, "--timers %s=%s: wanted a duration", name, text).WithHint("for example --timers %s=500ms", name)
+		}
+		c.Timers[name] = d
+	}
+	if err := oneOf("--on-lease-loss", c.OnLeaseLoss, "serve", "fence"); err != nil {
+		return c, err
+	}
+	if err := oneOf("--log-format", c.LogFormat, "text", "json"); err != nil {
+		return c, err
+	}
+	return c, oneOf("--log-level", c.LogLevel, "debug", "info", "warn", "error")
+}
+
+func oneOf(flag, value string, allowed ...string) error {
+	if slices.Contains(allowed, value) {
+		return nil
+	}
+	return problem.New(problem.InvalidArgument, "%s %q: wanted %s", flag, value, strings.Join(allowed, ", "))
+}
 
 // stopAtOnce bounds how long a node that was told to stop at once may take: engines get no grace then.
 const stopAtOnce = 10 * time.Second
@@ -91,3 +186,56 @@ func (s *serving) drained() error {
 	}
 	return nil
 }
+
+// newNode makes a node of this process, which gets a memory limit first.
+func newNode(c wiring.Config) (node, error) {
+	if os.Getenv("GOMEMLIMIT") == "" { // also "off" is the user's word
+		if limit := containerMemory(os.DirFS("/")); limit > 0 {
+			debug.SetMemoryLimit(limit / 10 * ownShare)
+		}
+	}
+	return wiring.New(c)
+}
+
+// ownShare is how many tenths of a container's memory the runtime may take: the rest is what the kernel counts and the runtime does
+// not, as buffers of sockets.
+const ownShare = 9
+
+// containerMemory is the memory limit in bytes of the control group that this process is in, or of one above it; 0: there is none.
+func containerMemory(root fs.FS) int64 {
+	groups, err := fs.ReadFile(root, "proc/self/cgroup")
+	if err != nil {
+		return 0
+	}
+	least := int64(math.MaxInt64)
+	for line := range strings.Lines(string(groups)) {
+		part := strings.SplitN(strings.TrimSpace(line), ":", 3) // number, controllers, path
+		if len(part) != 3 {
+			continue
+		}
+		folder, file := "sys/fs/cgroup", "memory.max"
+		if part[1] == "memory" { // version 1
+			folder, file = "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+		} else if part[1] != "" {
+			continue
+		}
+		for group := path.Clean("/" + part[2]); ; group = path.Dir(group) {
+			text, err := fs.ReadFile(root, path.Join(folder, group, file))
+			if err == nil {
+				if n, err := strconv.ParseInt(strings.TrimSpace(string(text)), 10, 64); err == nil && n > 0 {
+					least = min(least, n)
+				}
+			}
+			if group == "/" {
+				break
+			}
+		}
+	}
+	if least >= unlimitedMemory {
+		return 0
+	}
+	return least
+}
+
+// unlimitedMemory is beyond every machine: version 1 says "none" by a number near the largest one.
+const unlimitedMemory = 1 << 60

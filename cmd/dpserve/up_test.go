@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"os"
@@ -13,6 +14,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/wiring"
 )
 
 // start runs a command in the background and gives its exit code.
@@ -197,4 +199,21 @@ func TestRate(t *testing.T) {
 		r.add(at.Add(time.Duration(i+2)*time.Second), 50)
 	}
 	assert.Zero(t, r.add(at.Add(30*time.Second), 50))
+}
+
+// TestSlicePorts: two ups at once never share a slice, and a slice comes back.
+func TestSlicePorts(t *testing.T) {
+	a, b, again := wiring.DefaultConfig(), wiring.DefaultConfig(), wiring.DefaultConfig()
+	releaseA := slicePorts(context.Background(), &a)
+	defer releaseA()
+	releaseB := slicePorts(context.Background(), &b)
+	require.NoError(t, a.Validate())
+	require.NoError(t, b.Validate())
+	if b.PortRange == wiring.DefaultPortRange {
+		t.Skip("every slice is taken on this machine")
+	}
+	assert.NotEqual(t, a.PortRange, b.PortRange)
+	releaseB()
+	defer slicePorts(context.Background(), &again)()
+	assert.NotEqual(t, a.PortRange, again.PortRange)
 }

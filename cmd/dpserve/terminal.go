@@ -1,0 +1,193 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"fmt"
+	"io"
+	"os"
+	"strings"
+	"sync"
+
+	"golang.org/x/term"
+
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// Sizes taken when the terminal does not tell its own.
+const (
+	defaultWidth  = 100 // columns
+	defaultHeight = 24  // rows
+)
+
+// IOStreams is the one way a command reaches its user. It knows what is a terminal, how wide it is and whether colour is
+// wanted, so that no command asks the environment itself.
+type IOStreams struct {
+	In  io.Reader
+	Out io.Writer // data
+	Err io.Writer // talk: progress, warnings, errors, logs
+
+	InTTY  bool // a person can answer a question
+	OutTTY bool // times are relative, listings are painted
+	ErrTTY bool // progress is redrawn in place
+	Width  int  // columns of the terminal, defaultWidth elsewhere
+	Height int  // rows of the terminal, defaultHeight elsewhere
+	Color  bool // escape sequences for colour may be written to a TTY
+}
+
+// systemStreams are the process's own streams. NO_COLOR (any value) and TERM=dumb switch colour off; TERM=dumb also stops
+// redrawing, because such a terminal cannot move its cursor.
+func systemStreams(getenv func(string) string) *IOStreams {
+	dumb := getenv("TERM") == "dumb"
+	s := &IOStreams{
+		In: os.Stdin, Out: os.Stdout, Err: os.Stderr,
+		InTTY:  isTerminal(os.Stdin),
+		OutTTY: isTerminal(os.Stdout),
+		ErrTTY: isTerminal(os.Stderr) && !dumb,
+		Width:  defaultWidth, Height: defaultHeight,
+		Color: getenv("NO_COLOR") == "" && !dumb,
+	}
+	if w, h, err := term.GetSize(fd(os.Stderr)); err == nil && w > 0 && h > 0 {
+		s.Width, s.Height = w, h
+	}
+	return s
+}
+
+func isTerminal(f *os.File) bool { return term.IsTerminal(fd(f)) }
+
+func fd(f *os.File) int { return int(f.Fd()) }
+
+// paint wraps s in a colour for stdout, or leaves it alone where nobody would see it.
+func (s *IOStreams) paint(c color, text string) string {
+	if !s.Color || !s.OutTTY || c == plain || text == "" {
+		return text
+	}
+	return string(c) + text + string(resetColor)
+}
+
+// color is an ANSI sequence.
+type color string
+
+// The colours dpserve uses, by meaning.
+const (
+	plain      color = ""
+	good       color = "\x1b[32m"
+	busy       color = "\x1b[33m"
+	bad        color = "\x1b[31m"
+	faint      color = "\x1b[2m"
+	resetColor color = "\x1b[0m"
+)
+
+// Terminal sequences of a redraw. Terminals that know synchronized output show the whole step at once, others ignore it.
+const (
+	beginSync  = "\x1b[?2026h"
+	endSync    = "\x1b[?2026l"
+	clearBelow = "\r\x1b[J"
+)
+
+// screen owns stderr while a command runs: on a TTY some live lines at the bottom that are redrawn in place, above them lines
+// that scroll away (logs too, so that they do not tear the live ones). Elsewhere live lines are not shown at all. Safe for
+// concurrent use.
+type screen struct {
+	tty           bool
+	width, height int
+
+	mu   sync.Mutex
+	w    io.Writer
+	live []string
+	part []byte // a log line without its end yet
+}
+
+func newScreen(s *IOStreams) *screen {
+	return &screen{tty: s.ErrTTY, width: s.Width, height: s.Height, w: s.Err}
+}
+
+// say prints one prefixed line above the live ones.
+func (s *screen) say(format string, args ...any) {
+	var b bytes.Buffer
+	talk(&b, format, args...)
+	_, _ = s.Write(b.Bytes())
+}
+
+// Write takes log lines; an unfinished line waits for its end.
+func (s *screen) Write(p []byte) (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.part = append(s.part, p...)
+	end := bytes.LastIndexByte(s.part, '\n') + 1
+	if end == 0 {
+		return len(p), nil
+	}
+	err := s.draw(string(s.part[:end]), s.live)
+	s.part = append(s.part[:0], s.part[end:]...)
+	return len(p), err
+}
+
+// show replaces the live lines. At most the terminal's height is drawn: a taller block cannot be redrawn.
+func (s *screen) show(lines ...string) {
+	if !s.tty {
+		return
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	_ = s.draw("", s.fit(lines))
+}
+
+func (s *screen) fit(lines []string) []string {
+	if room := max(s.height-2, 1); len(lines) > room {
+		more := fmt.Sprintf("… and %d more", len(lines)-room+1)
+		lines = append(lines[:room-1:room-1], more)
+	}
+	out := make([]string, len(lines))
+	for i, l := range lines {
+		out[i] = cut(l, s.width-1)
+	}
+	return out
+}
+
+// draw writes text above the live lines and puts the given ones in their place.
+func (s *screen) draw(text string, live []string) error {
+	if !s.tty {
+		_, err := io.WriteString(s.w, text)
+		return err
+	}
+	var b strings.Builder
+	b.WriteString(beginSync)
+	if n := len(s.live); n > 0 {
+		fmt.Fprintf(&b, "\x1b[%dA", n)
+	}
+	b.WriteString(clearBelow + text)
+	for _, l := range live {
+		b.WriteString(l + "\n")
+	}
+	b.WriteString(endSync)
+	s.live = live
+	_, err := io.WriteString(s.w, b.String())
+	return err
+}
+
+// cut shortens a line to width columns (counted as runes).
+func cut(line string, width int) string {
+	runes := []rune(line)
+	if width < 1 || len(runes) <= width {
+		return line
+	}
+	return string(runes[:width-1]) + "…"
+}
+
+// confirm asks for a name before something is destroyed. Without a terminal nobody can answer, so --yes is the only way.
+func (e *env) confirm(what, name string, yes bool) error {
+	if yes {
+		return nil
+	}
+	if !e.io.InTTY || !e.io.ErrTTY {
+		return problem.New(problem.InvalidArgument, "%s: this needs a confirmation, and there is no terminal to ask on", what).
+			WithHint("--yes confirms it")
+	}
+	_, _ = fmt.Fprintf(e.io.Err, "dpserve: %s; type %s to confirm: ", what, name)
+	answer, err := bufio.NewReader(e.io.In).ReadString('\n')
+	if err == nil && strings.TrimSpace(answer) == name {
+		return nil
+	}
+	return problem.New(problem.InvalidArgument, "not confirmed, nothing was changed").WithHint("type %s, or pass --yes", name)
+}
