@@ -251,3 +251,154 @@ func (c *Client) transportError(ctx context.Context, err error) error {
 		return problem.New(problem.Unavailable, "no answer from %s: %w", c.base, err).WithHint(startHint)
 	}
 }
+
+// Nodes lists the cluster's nodes.
+func (c *Client) Nodes(ctx context.Context) ([]msg.NodeStatus, error) {
+	var r NodesReply
+	err := c.call(ctx, http.MethodGet, pathNodes, nil, nil, &r)
+	return r.Nodes, err
+}
+
+// Drain moves a node's ranks elsewhere. It returns once that is committed; Nodes shows how it goes on. A nil deadline leaves running
+// streams each application's grace.
+func (c *Client) Drain(ctx context.Context, node string, deadline *time.Duration) error {
+	q := url.Values{}
+	if deadline != nil {
+		q.Set("deadline", deadline.String())
+	}
+	var r NodeReply
+	return c.call(ctx, http.MethodPost, nodePath(node)+pathDrain, q, nil, &r)
+}
+
+// Undrain ends a drain.
+func (c *Client) Undrain(ctx context.Context, node string) error {
+	var r NodeReply
+	return c.call(ctx, http.MethodDelete, nodePath(node)+pathDrain, nil, nil, &r)
+}
+
+// CheckLeave says whether a node could be removed if it were drained, and changes nothing.
+func (c *Client) CheckLeave(ctx context.Context, node string) error {
+	var r NodeReply
+	return c.call(ctx, http.MethodGet, nodePath(node)+pathRemoval, nil, nil, &r)
+}
+
+// RemoveNode forgets a node for good.
+func (c *Client) RemoveNode(ctx context.Context, node string) error {
+	var r NodeReply
+	return c.call(ctx, http.MethodDelete, nodePath(node), nil, nil, &r)
+}
+
+// NewToken makes a token that lets nodes join.
+func (c *Client) NewToken(ctx context.Context, req TokenRequest) (Token, error) {
+	q := url.Values{"ttl": {req.TTL.String()}, "uses": {strconv.Itoa(req.Uses)}}
+	var r TokenReply
+	err := c.call(ctx, http.MethodPost, pathJoinTokens, q, nil, &r)
+	return r.Token, err
+}
+
+// RotateKey begins to give the gossip a new key; KeyRotation shows how it goes on.
+func (c *Client) RotateKey(ctx context.Context) error {
+	var r KeyRotationReply
+	return c.call(ctx, http.MethodPost, pathGossipKey, nil, nil, &r)
+}
+
+// KeyRotation says how far a change of the gossip key is.
+func (c *Client) KeyRotation(ctx context.Context) (KeyRotation, error) {
+	var r KeyRotationReply
+	err := c.call(ctx, http.MethodGet, pathGossipKey, nil, nil, &r)
+	return r.KeyRotation, err
+}
+
+// Plan says what Deploy would do, and changes nothing.
+func (c *Client) Plan(ctx context.Context, req DeployRequest) (msg.Plan, error) {
+	q := fileQuery(req.File)
+	if req.Prune {
+		q.Set("prune", "true")
+	}
+	var r PlanReply
+	err := c.call(ctx, http.MethodPost, pathPlan, q, req.Text, &r)
+	return r.Plan, err
+}
+
+func nodePath(name string) string { return pathNodes + "/" + url.PathEscape(name) }
+
+// AddRank attaches an engine to an application of kind attach. rank is a map like an item of engine.ranks, in JSON or YAML. It
+// returns once that is committed; App shows when the rank serves.
+func (c *Client) AddRank(ctx context.Context, appName string, rank []byte) (RankChange, error) {
+	var r RankReply
+	err := c.call(ctx, http.MethodPost, appPath(appName)+pathRanks, nil, rank, &r)
+	return r.RankChange, err
+}
+
+// RemoveRank lets go of an attached rank. It returns once that is committed, while the rank's streams go on; the rank is gone
+// when App does not list it any more.
+func (c *Client) RemoveRank(ctx context.Context, appName string, rm RankRemoval) (RankChange, error) {
+	q := refQuery(rm.Rank)
+	if rm.Deadline != nil {
+		q.Set("deadline", rm.Deadline.String())
+	}
+	var r RankReply
+	err := c.call(ctx, http.MethodDelete, appPath(appName)+pathRanks, q, nil, &r)
+	return r.RankChange, err
+}
+
+// refQuery is the query that rankRef reads.
+func refQuery(ref app.RankRef) url.Values {
+	if ref.URL == "" {
+		return url.Values{"rank": {ref.String()}}
+	}
+	q := url.Values{"url": {ref.URL}}
+	if ref.Selector != nil {
+		q.Set("selector", strconv.Itoa(*ref.Selector))
+	}
+	return q
+}
+
+func routerPath(app string) string { return pathRouters + "/" + url.PathEscape(app) }
+
+// Explain asks what the Router of an application would decide for q, and why.
+func (c *Client) Explain(ctx context.Context, app string, q *msg.RouteQuery) (*msg.Explanation, error) {
+	body, err := encodeQuery(q)
+	if err != nil {
+		return nil, problem.New(problem.InvalidArgument, "the request is not JSON: %w", err).WithHint("it must be the body of an inference request")
+	}
+	var r ExplainReply
+	if err := c.call(ctx, http.MethodPost, routerPath(app)+"/explain", nil, body, &r); err != nil {
+		return nil, err
+	}
+	return &r.Explanation, nil
+}
+
+// encodeQuery is the JSON of q with the bytes of q.Request unchanged. json.Marshal would compact them and escape <, > and &:
+// the Router hashes the bytes of a prompt, so it would explain another request than the one that clients send.
+func encodeQuery(q *msg.RouteQuery) ([]byte, error) {
+	rest := *q
+	rest.Request = nil
+	out, err := json.Marshal(&rest)
+	if err != nil || len(q.Request) == 0 {
+		return out, err
+	}
+	if !json.Valid(q.Request) {
+		return nil, errors.New("it is cut or malformed")
+	}
+	out = out[:len(out)-1] // without the closing brace
+	if len(out) > 1 {
+		out = append(out, ',')
+	}
+	out = append(out, `"request":`...)
+	return append(append(out, q.Request...), '}'), nil
+}
+
+// ResetRouter makes the Router of an application forget and learn anew.
+func (c *Client) ResetRouter(ctx context.Context, app string) (msg.ResetResult, error) {
+	var r ResetReply
+	err := c.call(ctx, http.MethodPost, routerPath(app)+"/reset", nil, nil, &r)
+	return r.ResetResult, err
+}
+
+// Router describes the Router of an application.
+func (c *Client) Router(ctx context.Context, app string) (msg.RouterInfo, error) {
+	var r RouterReply
+	err := c.call(ctx, http.MethodGet, routerPath(app), nil, nil, &r)
+	return r.RouterInfo, err
+}

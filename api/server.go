@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -178,4 +179,68 @@ func (s *Server) close() error {
 		err = cerr
 	}
 	return err
+}
+
+// Forward gives the way of a request to the node that leads the cluster. ok is false while this node leads, or is alone: then it
+// answers itself. A nil handler with ok means that nobody leads.
+type Forward func() (to http.Handler, ok bool)
+
+// forwarded marks a request that came from another node: it is not sent on, whoever leads by now.
+const forwarded = "X-Dpserve-Forwarded"
+
+// local says that a path is about this very node: its process, its routers, its metrics.
+func local(path string) bool {
+	switch path {
+	case pathVersion, pathHealthz, pathValidate, pathMetrics:
+		return true
+	}
+	return strings.HasPrefix(path, pathRouters)
+}
+
+// forward sends what only the leader can answer to the leader.
+func (s *Server) forward(next http.Handler) http.Handler {
+	if s.cfg.Forward == nil {
+		return next
+	}
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if local(r.URL.Path) {
+			next.ServeHTTP(w, r)
+			return
+		}
+		to, ok := s.cfg.Forward()
+		switch {
+		case !ok:
+			next.ServeHTTP(w, r)
+		case to == nil && r.Method == http.MethodGet && r.URL.Path == pathNodes:
+			next.ServeHTTP(w, r) // this node's own view is all there is
+		case to == nil || r.Header.Get(forwarded) != "":
+			writeError(w, s.cfg.NoLeader())
+		default:
+			r.Header.Set(forwarded, "1")
+			to.ServeHTTP(w, r)
+		}
+	})
+}
+
+// metricsAlone answers GET and HEAD of /metrics, and every other request with an error that says so. The Host header is not looked
+// at: scrapers reach the port by any name, and nothing can be changed here.
+func metricsAlone(metrics http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		rearm(w)
+		if r.ContentLength != 0 {
+			_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(bodyTimeout)) // nobody reads the body
+		}
+		w.Header().Set("X-Content-Type-Options", "nosniff")
+		w.Header().Set("Cache-Control", "no-store")
+		switch {
+		case r.URL.Path != pathMetrics:
+			writeError(w, problem.New(problem.NotFound, "no path %q here", r.URL.Path).WithHint("this port serves %s alone", pathMetrics))
+		case r.Method != http.MethodGet && r.Method != http.MethodHead:
+			w.Header().Set("Allow", "GET, HEAD")
+			writeJSON(w, http.StatusMethodNotAllowed, errorReply{Envelope{APIVersion}, toBody(
+				problem.New(problem.InvalidArgument, "%s does not take %s", pathMetrics, r.Method).WithHint("it takes GET, HEAD"))})
+		default:
+			metrics.ServeHTTP(w, r)
+		}
+	})
 }
