@@ -261,3 +261,62 @@ func TestRefusedRequestsOutliveApplications(t *testing.T) {
 	m.ForgetApp("demo")
 	assert.Equal(t, []string{`dpserve_requests_total{app="",code="404",route="other"} 1`}, series(t, m))
 }
+
+// TestKVGoesWithItsRank: what the next ShowKV does not name is gone; a rank without events has no event series.
+func TestKVGoesWithItsRank(t *testing.T) {
+	m := telemetry.New()
+	assert.NotContains(t, strings.Join(series(t, m), "\n"), "dpserve_kv_")
+	m.ShowKV([]telemetry.RankKV{
+		{App: "demo", Group: 0, Rank: 1, Blocks: 5, Bytes: 320, Orphans: 1, Evicted: 2},
+		{App: "demo", Group: 1, Rank: 0, Events: true, Batches: 7, Gaps: 1, Restarts: 1, Dropped: 3, Silent: true},
+	}, []telemetry.AppIndex{{App: "demo", Blocks: 9, Bytes: 1024, Evicted: 4, Resyncs: 5}})
+	assert.Equal(t, []string{
+		`dpserve_kv_events_total{app="demo",group="1",kind="batch",rank="0"} 7`,
+		`dpserve_kv_events_total{app="demo",group="1",kind="dropped",rank="0"} 3`,
+		`dpserve_kv_events_total{app="demo",group="1",kind="gap",rank="0"} 1`,
+		`dpserve_kv_events_total{app="demo",group="1",kind="restart",rank="0"} 1`,
+		`dpserve_kv_index_blocks{app="demo",group="0",rank="1"} 5`,
+		`dpserve_kv_index_blocks{app="demo",group="1",rank="0"} 0`,
+		`dpserve_kv_index_bytes{app="demo",group="0",rank="1"} 320`,
+		`dpserve_kv_index_bytes{app="demo",group="1",rank="0"} 0`,
+		`dpserve_kv_index_evictions_total{app="demo",group="0",rank="1"} 2`,
+		`dpserve_kv_index_evictions_total{app="demo",group="1",rank="0"} 0`,
+		`dpserve_kv_index_orphans{app="demo",group="0",rank="1"} 1`,
+		`dpserve_kv_index_orphans{app="demo",group="1",rank="0"} 0`,
+		`dpserve_kv_silent{app="demo",group="1",rank="0"} 1`,
+		`dpserve_router_index_blocks{app="demo"} 9`,
+		`dpserve_router_index_bytes{app="demo"} 1024`,
+		`dpserve_router_index_evictions_total{app="demo"} 4`,
+		`dpserve_router_index_resyncs_total{app="demo"} 5`,
+	}, series(t, m))
+
+	m.ShowKV([]telemetry.RankKV{{App: "demo", Group: 0, Rank: 1, Blocks: 6}}, nil)
+	joined := strings.Join(series(t, m), "\n")
+	assert.Contains(t, joined, `dpserve_kv_index_blocks{app="demo",group="0",rank="1"} 6`)
+	assert.NotContains(t, joined, `group="1"`)
+	assert.NotContains(t, joined, "dpserve_router_index")
+}
+
+func TestNodeMetrics(t *testing.T) {
+	m := telemetry.New()
+	n := m.Node("n1")
+	n.Refused("tls")
+	n.Unknown("field")
+	n.Show(7.5, true)
+	m.Streams("n1", func() telemetry.StreamCounts { return telemetry.StreamCounts{Gaps: 1, Dropped: 2, Lost: 3} })
+	m.Ingress("n1", func() telemetry.IngressUsage {
+		return telemetry.IngressUsage{BodyBytes: 4, BodyLimit: 5, MemoryBytes: 6, MemoryLimit: 7, Connections: 8}
+	})
+	page := strings.Join(scrape(t, m), "\n")
+	for _, want := range []string{
+		`dpserve_nodeport_refused_total{node="n1",reason="tls"} 1`, `dpserve_unknown_messages_total{kind="field",node="n1"} 1`,
+		`dpserve_lease_seconds_left{node="n1"} 7.5`, `dpserve_raft_leader{node="n1"} 1`,
+		`dpserve_stream_gaps_total{node="n1"} 1`, `dpserve_stream_dropped_total{node="n1"} 2`, `dpserve_stream_posts_lost_total{node="n1"} 3`,
+		`dpserve_body_bytes{node="n1"} 4`, `dpserve_body_limit_bytes{node="n1"} 5`, `dpserve_memory_used_bytes{node="n1"} 6`,
+		`dpserve_memory_limit_bytes{node="n1"} 7`, `dpserve_client_connections{node="n1"} 8`,
+	} {
+		assert.Contains(t, page, want)
+	}
+	n.Show(0, false)
+	assert.Contains(t, strings.Join(scrape(t, m), "\n"), `dpserve_raft_leader{node="n1"} 0`)
+}
