@@ -28,11 +28,11 @@ func newNodes(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "nodes [flags]",
 		Short: "the machines of the cluster",
-		Long: `nodes shows every node: alive, silent (its lease is not renewed), lost (its ranks were given to others), draining,
-drained or stopping (its process was told to end); its roles (* = leads, + = votes), slots and devices in use, the
-groups that have ranks there, and when it was last heard of and by whom.`,
+		Long: `nodes shows every node: alive, silent (its lease is not renewed), lost (its ranks were given
+to others), draining, drained or stopping (its process was told to end); its roles (* = leads, + = votes),
+slots and devices in use, the groups that have ranks there, and when it was last heard of and by whom.`,
 		Example: "  dpserve nodes -o wide",
-		Args:    takes(0),
+		Args:    requireArgs(0),
 		RunE:    func(cmd *cobra.Command, _ []string) error { return e.nodes(cmd.Context(), *output) },
 	}
 	output = addOutput(cmd)
@@ -63,35 +63,44 @@ func (e *env) nodesListing(list []msg.NodeStatus) *listing {
 		}
 	}
 	view := nodesView{statusView{now: e.now(), relative: e.io.OutTTY}}
-	return &listing{document: nodesDocument{apiVersion, list}, names: names, notes: notes, table: func(wide bool) []*table {
-		return []*table{view.table(list, wide)}
-	}}
+	return &listing{
+		document: nodesDocument{apiVersion, list}, names: names, notes: notes,
+		table: func(wide bool) []*table {
+			return []*table{view.table(list, wide)}
+		},
+	}
 }
 
-// nodesView renders nodes.
+// nodesView renders the listing of nodes.
 type nodesView struct{ statusView }
 
 func (v nodesView) table(list []msg.NodeStatus, wide bool) *table {
-	t := &table{head: []string{"NODE", "STATE", "ROLES", "SLOTS", "GPUS", "RANKS", "IN-FLIGHT", "GROUPS", "VERSION", "SKEW", "LAST-SEEN", "BY"}}
+	t := &table{
+		head: []string{
+			"NODE", "STATE", "ROLES", "SLOTS", "GPUS", "RANKS", "IN-FLIGHT", "GROUPS", "VERSION", "SKEW",
+			"LAST-SEEN", "BY",
+		},
+	}
 	if wide {
 		t.head = append(t.head, "ADDRESS", "ZONE", "LEASE")
 	}
 	t.head = append(t.head, "REASON")
 	for i := range list {
 		n := &list[i]
-		row := cells(n.Node, n.State, roles(n), used(n.SlotsUsed, n.Slots), used(n.GPUsUsed, n.GPUs), strconv.Itoa(n.Ranks), strconv.Itoa(n.InFlight),
-			strings.Join(n.Groups, ","), n.Version, skew(n.SkewMs), v.since(n.LastSeen), n.SeenBy)
+		row := cells(n.Node, n.State, formatRoles(n), formatUsed(n.SlotsUsed, n.Slots),
+			formatUsed(n.GPUsUsed, n.GPUs), strconv.Itoa(n.Ranks), strconv.Itoa(n.InFlight),
+			strings.Join(n.Groups, ","), n.Version, formatSkew(n.SkewMs), v.since(n.LastSeen), n.SeenBy)
 		row[1].color = nodeColor(n.State)
 		if wide {
 			row = append(row, cells(n.Address, n.Zone, fmt.Sprintf("%.1fs", n.LeaseLeftS))...)
 		}
-		t.add(append(row, cell{text: oneLine(n.Reason)})...)
+		t.add(append(row, cell{text: joinLines(n.Reason)})...)
 	}
 	return t
 }
 
-// roles marks who leads and who votes.
-func roles(n *msg.NodeStatus) string {
+// formatRoles lists a node's roles and marks the leader with * and voters with +.
+func formatRoles(n *msg.NodeStatus) string {
 	s := strings.Join(n.Roles, ",")
 	switch {
 	case n.Leader:
@@ -102,10 +111,11 @@ func roles(n *msg.NodeStatus) string {
 	return s
 }
 
-func used(n, of int) string { return fmt.Sprintf("%d/%d", n, of) }
+func formatUsed(n, of int) string { return fmt.Sprintf("%d/%d", n, of) }
 
-// skew is a clock's difference to the leader's; what an exchange of messages takes is none.
-func skew(ms int64) string {
+// formatSkew returns a clock's difference to the leader's clock. Differences below 100 ms are not shown,
+// because the exchange of messages takes that long.
+func formatSkew(ms int64) string {
 	if -100 < ms && ms < 100 {
 		return "-"
 	}
@@ -129,11 +139,12 @@ func newNodesRemove(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "remove NODE [flags]",
 		Short: "forget a node that will not come back",
-		Long: `remove forgets a node that is lost or drained: its certificate is refused from then on, its name is free, and if it voted, another
-control node votes instead. A node that works leaves by "dpserve leave". A removal is refused, and changes nothing, if the voters
-that remain would have no living majority: remove or bring back the lost ones first.`,
+		Long: `remove forgets a node that is lost or drained: its certificate is refused from then on, its
+name is free, and if it voted, another control node votes instead. A node that works leaves by "dpserve
+leave". A removal is refused, and changes nothing, if the voters that remain would have no living majority:
+remove or bring back the lost ones first.`,
 		Example: "  dpserve nodes remove gpu-3",
-		Args:    takes(1, "NODE"),
+		Args:    requireArgs(1, "NODE"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return e.withAdmin(func(client admin) error {
 				if err := e.confirm(args[0]+" is forgotten for good", args[0], yes); err != nil {
@@ -142,7 +153,7 @@ that remain would have no living majority: remove or bring back the lost ones fi
 				if err := removeNode(cmd.Context(), client, args[0]); err != nil {
 					return err
 				}
-				talk(e.io.Err, "%s is removed", args[0])
+				printMessage(e.io.Err, "%s is removed", args[0])
 				return nil
 			})
 		},
@@ -151,7 +162,7 @@ that remain would have no living majority: remove or bring back the lost ones fi
 	return cmd
 }
 
-// withAdmin calls f with a client that is closed behind it.
+// withAdmin calls f with a client and closes it afterwards.
 func (e *env) withAdmin(f func(client admin) error) error {
 	client, err := e.admin()
 	if err != nil {
@@ -161,8 +172,8 @@ func (e *env) withAdmin(f func(client admin) error) error {
 	return f(client)
 }
 
-// nodeNamed finds a node, or says which ones there are.
-func nodeNamed(list []msg.NodeStatus, name string) (*msg.NodeStatus, error) {
+// findNode returns the named node. The error lists the existing ones.
+func findNode(list []msg.NodeStatus, name string) (*msg.NodeStatus, error) {
 	var names []string
 	for i := range list {
 		if list[i].Node == name {
@@ -170,10 +181,11 @@ func nodeNamed(list []msg.NodeStatus, name string) (*msg.NodeStatus, error) {
 		}
 		names = append(names, list[i].Node)
 	}
-	return nil, problem.New(problem.NotFound, "no node %q", name).WithHint("nodes are %s", strings.Join(names, ", "))
+	return nil, problem.New(problem.NotFound, "no node %q", name).
+		WithHint("nodes are %s", strings.Join(names, ", "))
 }
 
-// drainTimeout is how long drain watches unless --timeout says otherwise.
+// drainTimeout is the default of --timeout: how long drain watches.
 const drainTimeout = 35 * time.Minute
 
 type drainFlags struct {
@@ -187,19 +199,21 @@ func newDrain(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "drain NODE [flags]",
 		Short: "move a node's ranks elsewhere",
-		Long: `drain gives a node no new ranks and moves those it has, whole groups or one independent rank at a time, as soon as another node
-has room. Running streams end by themselves, or at --deadline. It shows what is left until the node is empty; Ctrl-C leaves the
-monitor (exit code 130) and the drain goes on. "dpserve undrain NODE" ends it.`,
+		Long: `drain gives a node no new ranks and moves those it has, whole groups or one independent rank
+at a time, as soon as another node has room. Running streams end by themselves, or at --deadline. It shows
+what is left until the node is empty; Ctrl-C leaves the monitor (exit code 130) and the drain goes on.
+"dpserve undrain NODE" ends it.`,
 		Example: `  dpserve drain gpu-3
   dpserve drain gpu-3 --deadline 30m`,
-		Args: takes(1, "NODE"),
+		Args: requireArgs(1, "NODE"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return e.withAdmin(func(client admin) error {
 				return e.drain(cmd.Context(), client, f, args[0], cmd.Flags().Changed("deadline"))
 			})
 		},
 	}
-	cmd.Flags().DurationVar(&f.deadline, "deadline", 0, "when running streams are cut; default: each application's graceful_shutdown_timeout_s")
+	cmd.Flags().DurationVar(&f.deadline, "deadline", 0,
+		"when running streams are cut; default: each application's graceful_shutdown_timeout_s")
 	cmd.Flags().DurationVar(&f.timeout, "timeout", drainTimeout, "how long to watch; then exit code 8")
 	cmd.Flags().BoolVar(&f.detach, "detach", false, "do not watch")
 	return cmd
@@ -217,32 +231,36 @@ func (e *env) drain(ctx context.Context, client admin, f *drainFlags, node strin
 		return err
 	}
 	if f.detach {
-		talk(e.io.Err, "%s is draining; watch it with `dpserve nodes`", node)
+		printMessage(e.io.Err, "%s is draining; watch it with `dpserve nodes`", node)
 		return nil
 	}
 	return e.awaitDrained(ctx, client, node, f.timeout)
 }
 
-// awaitDrained shows what a node still has until it has nothing.
+// awaitDrained shows what a node still has until the node is drained.
 func (e *env) awaitDrained(ctx context.Context, client admin, node string, timeout time.Duration) error {
-	err := e.linger(ctx, timeout, func(ctx context.Context) (string, bool, error) { return e.drained(ctx, client, node) },
+	err := e.followUntilDone(ctx, timeout,
+		func(ctx context.Context) (string, bool, error) { return e.drainProgress(ctx, client, node) },
 		"the drain goes on, `dpserve undrain "+node+"` ends it",
 		func(string) error {
-			return problem.New(problem.Timeout, "%s is not drained in time; the drain goes on", node).WithHint("watch it with `dpserve nodes`")
+			return problem.New(problem.Timeout, "%s is not drained in time; the drain goes on", node).
+				WithHint("watch it with `dpserve nodes`")
 		})
 	if err == nil {
-		talk(e.io.Err, "%s is drained", node)
+		printMessage(e.io.Err, "%s is drained", node)
 	}
 	return err
 }
 
-// drained says what a node still has in a line, and whether that is nothing.
-func (e *env) drained(ctx context.Context, client admin, node string) (left string, over bool, err error) {
+// drainProgress describes in one line what a node still has. over is true when the node is drained.
+func (e *env) drainProgress(ctx context.Context, client admin, node string) (left string, over bool,
+	err error,
+) {
 	list, err := client.Nodes(ctx)
 	if err != nil {
 		return "", false, err
 	}
-	n, err := nodeNamed(list, node)
+	n, err := findNode(list, node)
 	if err != nil {
 		return "", false, err
 	}
@@ -251,11 +269,13 @@ func (e *env) drained(ctx context.Context, client admin, node string) (left stri
 		return "", true, nil
 	case "draining":
 	default:
-		return "", false, problem.New(problem.Conflict, "%s is %s: somebody has ended the drain", node, n.State)
+		return "", false, problem.New(problem.Conflict, "%s is %s: somebody has ended the drain",
+			node, n.State)
 	}
-	left = fmt.Sprintf("%s: %s, %s in flight", node, count(n.Ranks, "rank"), count(n.InFlight, "request"))
+	left = fmt.Sprintf("%s: %s, %s in flight", node, formatCount(n.Ranks, "rank"),
+		formatCount(n.InFlight, "request"))
 	if n.Reason != "" {
-		left += "; " + oneLine(n.Reason)
+		left += "; " + joinLines(n.Reason)
 	}
 	return left, false, nil
 }
@@ -266,13 +286,13 @@ func newUndrain(e *env) *cobra.Command {
 		Short:   "give a node ranks again",
 		Long:    "undrain ends a drain. Ranks that have moved stay where they are.",
 		Example: "  dpserve undrain gpu-3",
-		Args:    takes(1, "NODE"),
+		Args:    requireArgs(1, "NODE"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return e.withAdmin(func(client admin) error {
 				if err := client.Undrain(cmd.Context(), args[0]); err != nil {
 					return err
 				}
-				talk(e.io.Err, "%s takes ranks again", args[0])
+				printMessage(e.io.Err, "%s takes ranks again", args[0])
 				return nil
 			})
 		},
@@ -285,19 +305,22 @@ func newLeave(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "leave [flags]",
 		Short: "take the node at DPSERVE_ADDR out of its cluster",
-		Long: `leave drains the node that DPSERVE_ADDR names, waits until it is empty and removes it from the cluster. Its process then ends
-with exit code 0, and its data folder is of no more use: to come back, join with an empty one. A node without which the voters
-that remain would have no living majority is refused before anything changes: remove or bring back the lost ones first.`,
+		Long: `leave drains the node that DPSERVE_ADDR names, waits until it is empty and removes it from
+the cluster. Its process then ends with exit code 0, and its data folder is of no more use: to come back,
+join with an empty one. A node without which the voters that remain would have no living majority is refused
+before anything changes: remove or bring back the lost ones first.`,
 		Example: `  DPSERVE_ADDR=127.0.0.3:8265 dpserve leave`,
-		Args:    takes(0),
+		Args:    requireArgs(0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return e.withAdmin(func(client admin) error {
 				return e.leave(cmd.Context(), client, f, yes, cmd.Flags().Changed("deadline"))
 			})
 		},
 	}
-	cmd.Flags().DurationVar(&f.deadline, "deadline", 0, "when running streams are cut; default: each application's graceful_shutdown_timeout_s")
-	cmd.Flags().DurationVar(&f.timeout, "timeout", drainTimeout, "how long to wait for the drain; then exit code 8")
+	cmd.Flags().DurationVar(&f.deadline, "deadline", 0,
+		"when running streams are cut; default: each application's graceful_shutdown_timeout_s")
+	cmd.Flags().DurationVar(&f.timeout, "timeout", drainTimeout,
+		"how long to wait for the drain; then exit code 8")
 	cmd.Flags().BoolVar(&yes, "yes", false, "do not ask")
 	return cmd
 }
@@ -308,23 +331,25 @@ func (e *env) leave(ctx context.Context, client admin, f *drainFlags, yes, bound
 		return err
 	}
 	if v.Node == "" {
-		return problem.New(problem.Upstream, "the node at DPSERVE_ADDR does not tell its name").WithHint("it runs another version: use its own dpserve command")
+		return problem.New(problem.Upstream, "the node at DPSERVE_ADDR does not tell its name").
+			WithHint("it runs another version: use its own dpserve command")
 	}
 	list, err := client.Nodes(ctx)
 	if err != nil {
 		return err
 	}
-	if _, err := nodeNamed(list, v.Node); err != nil {
+	if _, err := findNode(list, v.Node); err != nil {
 		return err
 	}
 	if len(list) == 1 {
-		return problem.New(problem.Conflict, "%s is the only node of its cluster", v.Node).WithHint("stop it with Ctrl-C or SIGTERM")
+		return problem.New(problem.Conflict, "%s is the only node of its cluster", v.Node).
+			WithHint("stop it with Ctrl-C or SIGTERM")
 	}
 	if err := e.confirm(v.Node+" leaves its cluster", v.Node, yes); err != nil {
 		return err
 	}
 	check := func(ctx context.Context) error { return client.CheckLeave(ctx, v.Node) }
-	if err := askForRemoval(ctx, check); err != nil {
+	if err := retryRemoval(ctx, check); err != nil {
 		return err
 	}
 	if err := e.drain(ctx, client, f, v.Node, bounded); err != nil {
@@ -333,18 +358,18 @@ func (e *env) leave(ctx context.Context, client admin, f *drainFlags, yes, bound
 	if err := removeNode(ctx, client, v.Node); err != nil {
 		return err
 	}
-	talk(e.io.Err, "%s has left", v.Node)
+	printMessage(e.io.Err, "%s has left", v.Node)
 	return nil
 }
 
-// removeNode removes a node.
+// removeNode removes a node from the cluster.
 func removeNode(ctx context.Context, client admin, node string) error {
-	return askForRemoval(ctx, func(ctx context.Context) error { return client.RemoveNode(ctx, node) })
+	return retryRemoval(ctx, func(ctx context.Context) error { return client.RemoveNode(ctx, node) })
 }
 
-// askForRemoval asks again while the node's vote or its leadership goes to another one, or while it is not known whether the voters
-// that remain are alive.
-func askForRemoval(ctx context.Context, ask func(context.Context) error) error {
+// retryRemoval repeats ask while the leader answers Unavailable: the node's vote or leadership moves to
+// another node, or the leader does not know yet whether the remaining voters are alive.
+func retryRemoval(ctx context.Context, ask func(context.Context) error) error {
 	ctx, cancel := context.WithTimeout(ctx, removeTimeout)
 	defer cancel()
 	for {
@@ -366,7 +391,7 @@ const (
 	removeRetry   = 500 * time.Millisecond
 )
 
-// rotateTimeout is how long rotate-key watches unless --timeout says otherwise.
+// rotateTimeout is the default of --timeout: how long rotate-key watches.
 const rotateTimeout = 2 * time.Minute
 
 func newRotateKey(e *env) *cobra.Command {
@@ -374,13 +399,16 @@ func newRotateKey(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "rotate-key [flags]",
 		Short: "give the gossip of the cluster a new key",
-		Long: `rotate-key replaces the key that the nodes' gossip is encrypted with, as after a machine was removed whose disk somebody else may
-read. Every node lets the new key in, then sends with it, then lets the old one out: no member is lost on the way, no request notices.
-A node that is lost gets the key when it is back. Ctrl-C leaves the monitor (exit code 130) and the change goes on.`,
+		Long: `rotate-key replaces the key that the nodes' gossip is encrypted with, as after a machine was
+removed whose disk somebody else may read. Every node lets the new key in, then sends with it, then lets the
+old one out: no member is lost on the way, no request notices. A node that is lost gets the key when it is
+back. Ctrl-C leaves the monitor (exit code 130) and the change goes on.`,
 		Example: "  dpserve nodes rotate-key",
-		Args:    takes(0),
+		Args:    requireArgs(0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return e.withAdmin(func(client admin) error { return e.rotateKey(cmd.Context(), client, timeout) })
+			return e.withAdmin(func(client admin) error {
+				return e.rotateKey(cmd.Context(), client, timeout)
+			})
 		},
 	}
 	cmd.Flags().DurationVar(&timeout, "timeout", rotateTimeout, "how long to watch; then exit code 8")
@@ -394,25 +422,28 @@ func (e *env) rotateKey(ctx context.Context, client admin, timeout time.Duration
 	if err := client.RotateKey(ctx); err != nil {
 		return err
 	}
-	err := e.linger(ctx, timeout, func(ctx context.Context) (string, bool, error) { return rotated(ctx, client) },
+	err := e.followUntilDone(ctx, timeout,
+		func(ctx context.Context) (string, bool, error) { return rotationProgress(ctx, client) },
 		"the change of the key goes on",
 		func(left string) error {
-			return problem.New(problem.Timeout, "the gossip has no new key yet, %s; the change goes on", cmp.Or(left, "nobody leads")).
+			return problem.New(problem.Timeout, "the gossip has no new key yet, %s; the change goes on",
+				cmp.Or(left, "nobody leads")).
 				WithHint("`dpserve nodes` shows what is wrong with them")
 		})
 	if err == nil {
-		talk(e.io.Err, "the gossip has a new key")
+		printMessage(e.io.Err, "the gossip has a new key")
 	}
 	return err
 }
 
-// rotated says for whom a change of the key waits, "" while another node begins to lead, and whether it is complete.
-func rotated(ctx context.Context, client admin) (left string, over bool, err error) {
+// rotationProgress names the nodes that the key change waits for, "" while another node becomes the leader.
+// over is true when the change is complete.
+func rotationProgress(ctx context.Context, client admin) (left string, over bool, err error) {
 	r, err := client.KeyRotation(ctx)
 	switch {
 	case problem.CodeOf(err) == problem.Unavailable:
 		return "", false, nil
-	case err != nil || r.Done || len(r.Waiting) == 0: // nobody: the leader takes the next step
+	case err != nil || r.Done || len(r.Waiting) == 0: // no node is behind: the leader takes the next step
 		return "", r.Done, err
 	}
 	return "waiting for " + strings.Join(r.Waiting, ", "), false, nil
@@ -431,13 +462,15 @@ func newToken(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "token [flags]",
 		Short: "make a token that lets a node join",
-		Long: `token prints the command that a new machine joins with. A token is good for one node unless --uses says otherwise; the same
-machine may use it again. The cluster keeps only its hash.`,
+		Long: `token prints the command that a new machine joins with. A token is good for one node unless
+--uses says otherwise; the same machine may use it again. The cluster keeps only its hash.`,
 		Example: `  dpserve token
   dpserve token --uses 8 --ttl 24h`,
-		Args: takes(0),
+		Args: requireArgs(0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return e.withAdmin(func(client admin) error { return e.token(cmd.Context(), client, req, *output) })
+			return e.withAdmin(func(client admin) error {
+				return e.token(cmd.Context(), client, req, *output)
+			})
 		},
 	}
 	cmd.Flags().DurationVar(&req.TTL, "ttl", api.DefaultTokenTTL, "how long it is good")
@@ -451,18 +484,19 @@ func (e *env) token(ctx context.Context, client admin, req api.TokenRequest, out
 	if err != nil {
 		return err
 	}
-	command := joinCommand(t.Address, t.Token)
+	command := formatJoinCommand(t.Address, t.Token)
 	l := &listing{document: tokenDocument{apiVersion, t, command}, names: []string{t.Token}}
 	if output != formatTable && output != formatWide {
 		return l.write(e.io, output)
 	}
 	_, err = fmt.Fprintf(e.io.Out, "%s\n", command)
-	talk(e.io.Err, "good for %s until %s", count(t.Uses, "node"), t.Expires.Local().Format(time.DateTime))
+	printMessage(e.io.Err, "good for %s until %s", formatCount(t.Uses, "node"),
+		t.Expires.Local().Format(time.DateTime))
 	return err
 }
 
-// joinCommand is what one types on another machine.
-func joinCommand(address, token string) string {
+// formatJoinCommand returns the command that a user types on another machine.
+func formatJoinCommand(address, token string) string {
 	return fmt.Sprintf("dpserve join %s --token %s", address, token)
 }
 
@@ -472,12 +506,13 @@ func newJoin(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "join ADDR --token TOKEN [flags]",
 		Short: "run a node that joins a cluster, in the foreground",
-		Long: `join brings this machine into the cluster that a node at ADDR (its node port) belongs to: the token proves that it may, then it
-gets its certificate, then it is a member. It names the step that failed, and may be repeated as it is. Then it runs as start does;
-later starts need no token: "dpserve start --advertise IP" with the same folder. Without --advertise it shows itself to the others at
-the address from which it reaches ADDR. "dpserve token" makes tokens.`,
+		Long: `join brings this machine into the cluster that a node at ADDR (its node port) belongs to: the
+token proves that it may, then it gets its certificate, then it is a member. It names the step that failed,
+and may be repeated as it is. Then it runs as start does; later starts need no token: "dpserve start
+--advertise IP" with the same folder. Without --advertise it shows itself to the others at the address from
+which it reaches ADDR. "dpserve token" makes tokens.`,
 		Example: `  dpserve join 10.0.0.1:7947 --token dpj1....`,
-		Args:    takes(1, "ADDR"),
+		Args:    requireArgs(1, "ADDR"),
 	}
 	cmd.Flags().StringVar(&to.Token, "token", "", "`TOKEN` that dpserve start or dpserve token printed")
 	f.addNode(cmd)
@@ -488,24 +523,26 @@ the address from which it reaches ADDR. "dpserve token" makes tokens.`,
 		}
 		to.Address = args[0]
 		if f.config.Advertise == "" {
-			ip, err := routeTo(cmd.Context(), to.Address)
+			ip, err := localAddressTowards(cmd.Context(), to.Address)
 			if err != nil {
 				return err
 			}
 			f.config.Advertise = ip
 		}
-		f.settle(cmd)
+		f.adaptBinds(cmd)
 		f.config.Join = to
 		return e.start(cmd.Context(), f, *output)
 	}
 	return cmd
 }
 
-// routeTo is this machine's address on the way to another one. Nothing is sent: the kernel looks at its routes.
-func routeTo(ctx context.Context, addr string) (string, error) {
+// localAddressTowards returns the address of this machine on the route to addr. It sends nothing: the kernel
+// looks up its routes.
+func localAddressTowards(ctx context.Context, addr string) (string, error) {
 	c, err := (&net.Dialer{}).DialContext(ctx, "udp", addr)
 	if err != nil {
-		return "", problem.New(problem.InvalidArgument, "there is no way to %s: %w", addr, err).WithHint("write HOST:PORT of a node's node port, or add --advertise with this machine's IP")
+		return "", problem.New(problem.InvalidArgument, "there is no way to %s: %w", addr, err).
+			WithHint("write HOST:PORT of a node's node port, or add --advertise with this machine's IP")
 	}
 	host, _, err := net.SplitHostPort(c.LocalAddr().String())
 	if cerr := c.Close(); err == nil {

@@ -15,15 +15,21 @@ import (
 func twoNodes(b msg.NodeStatus) []msg.NodeStatus {
 	return []msg.NodeStatus{
 		{
-			Node: "a", State: "alive", Roles: []string{"control", "worker"}, Leader: true, Voter: true, SlotsUsed: 3, Slots: 64, Ranks: 3, Groups: []string{"chat/0"},
-			LastSeen: time.Unix(100, 0), SeenBy: "leader", SkewMs: 3600_000, Notes: []string{"its clock is 1h0m0s ahead of the leader's"},
+			Node: "a", State: "alive", Roles: []string{"control", "worker"}, Leader: true, Voter: true,
+			SlotsUsed: 3, Slots: 64, Ranks: 3, Groups: []string{"chat/0"},
+			LastSeen: time.Unix(100, 0), SeenBy: "leader", SkewMs: 3600_000,
+			Notes: []string{"its clock is 1h0m0s ahead of the leader's"},
 		}, b,
 	}
 }
 
 func TestNodesTable(t *testing.T) {
 	c := newCLI(t)
-	c.cluster.nodes.script = [][]msg.NodeStatus{twoNodes(msg.NodeStatus{Node: "b", State: "lost", Roles: []string{"ingress"}, Reason: "silent for 12s"})}
+	c.cluster.nodes.script = [][]msg.NodeStatus{
+		twoNodes(msg.NodeStatus{
+			Node: "b", State: "lost", Roles: []string{"ingress"}, Reason: "silent for 12s",
+		}),
+	}
 	require.Zero(t, c.run([]string{"nodes"}), c.stderr())
 	assert.Contains(t, c.stdout(), "NODE  STATE  ROLES            SLOTS  GPUS  RANKS  IN-FLIGHT  GROUPS")
 	assert.Contains(t, c.stdout(), "control,worker*  3/64   0/0   3      0          chat/0")
@@ -47,7 +53,7 @@ func TestDrainWatchesUntilTheNodeIsEmpty(t *testing.T) {
 	assert.Contains(t, c.stderr(), "b is drained\n")
 }
 
-func TestDrainThatSomebodyEnded(t *testing.T) {
+func TestDrainThatAnotherUserEnded(t *testing.T) {
 	c := newCLI(t)
 	c.cluster.nodes.script = [][]msg.NodeStatus{twoNodes(msg.NodeStatus{Node: "b", State: "alive"})}
 	assert.Equal(t, 1, c.run([]string{"drain", "b"}))
@@ -67,7 +73,8 @@ func TestLeaveAsksBeforeTheDrain(t *testing.T) {
 	c := newCLI(t)
 	c.cluster.nodes.script = [][]msg.NodeStatus{twoNodes(msg.NodeStatus{Node: "b", State: "drained"})}
 	c.cluster.nodes.mayLeave = []error{
-		problem.New(problem.Unavailable, "c is silent"), problem.New(problem.Conflict, "c is lost").WithHint("remove c first"),
+		problem.New(problem.Unavailable, "c is silent"), problem.New(problem.Conflict, "c is lost").
+			WithHint("remove c first"),
 	}
 	assert.Equal(t, 1, c.run([]string{"leave", "--yes"}))
 	assert.Contains(t, c.stderr(), "c is lost\nhint: remove c first\n")
@@ -93,7 +100,8 @@ func TestRotateKeyWaitsForEveryNode(t *testing.T) {
 	c := newCLI(t)
 	c.cluster.nodes.turning = [][]string{{"a", "b"}, {"b"}, {}}
 	require.Zero(t, c.run([]string{"nodes", "rotate-key"}), c.stderr())
-	assert.Equal(t, "dpserve: waiting for a, b\ndpserve: waiting for b\ndpserve: the gossip has a new key\n", c.stderr())
+	assert.Equal(t,
+		"dpserve: waiting for a, b\ndpserve: waiting for b\ndpserve: the gossip has a new key\n", c.stderr())
 
 	c = newCLI(t)
 	c.cluster.nodes.turning = [][]string{{"a", "b"}}
@@ -114,7 +122,11 @@ func TestPlanShowsPlacesAndExitCodes(t *testing.T) {
 		Revision: 7, Changes: true, Fits: true,
 		Apps: []msg.AppPlan{{App: "moe", Action: "create", Units: []msg.UnitPlan{{
 			Unit: "moe/0", Action: "create",
-			Seats: []msg.SeatPlan{{Rank: 0, Node: "a", Devices: []int{0, 1}}, {Rank: 1, Node: "a", Devices: []int{2, 3}}, {Rank: 2, Node: "b", Devices: []int{0, 1}}},
+			Seats: []msg.SeatPlan{
+				{Rank: 0, Node: "a", Devices: []int{0, 1}}, {Rank: 1, Node: "a", Devices: []int{2, 3}}, {
+					Rank: 2, Node: "b", Devices: []int{0, 1},
+				},
+			},
 		}}}},
 		Nodes: []msg.NodePlan{{Node: "a", GPUs: 4, GPUsFree: 4, GPUsNeed: 4}},
 	}
@@ -126,7 +138,10 @@ func TestPlanShowsPlacesAndExitCodes(t *testing.T) {
 	assert.Equal(t, 3, c.run([]string{"plan", path, "--exit-code"}))
 
 	c.cluster.nodes.plan.Fits = false
-	c.cluster.nodes.plan.Apps[0].Units[0] = msg.UnitPlan{Unit: "moe/0", Action: "create", Why: "needs 6 devices, 4 are free", Hint: "moving chat/1 from a to b would make room"}
+	c.cluster.nodes.plan.Apps[0].Units[0] = msg.UnitPlan{
+		Unit: "moe/0", Action: "create", Why: "needs 6 devices, 4 are free",
+		Hint: "moving chat/1 from a to b would make room",
+	}
 	assert.Equal(t, 5, c.run([]string{"plan", path}))
 	assert.Contains(t, c.stderr(), "  needs 6 devices, 4 are free")
 	assert.Contains(t, c.stderr(), "hint: moving chat/1 from a to b would make room")
@@ -136,10 +151,10 @@ func TestPlanShowsPlacesAndExitCodes(t *testing.T) {
 	assert.Contains(t, c.stdout(), "no changes")
 }
 
-func TestIntListAndSpan(t *testing.T) {
-	assert.Equal(t, "0-3,6", intList([]int{3, 2, 1, 0, 6}))
-	assert.Empty(t, intList(nil))
-	assert.Equal(t, "3", span(3, 3))
+func TestFormatIntListAndSpan(t *testing.T) {
+	assert.Equal(t, "0-3,6", formatIntList([]int{3, 2, 1, 0, 6}))
+	assert.Empty(t, formatIntList(nil))
+	assert.Equal(t, "3", formatSpan(3, 3))
 }
 
 func TestStartPrintsTheJoinCommandOnce(t *testing.T) {
@@ -157,7 +172,8 @@ func TestJoinWantsAToken(t *testing.T) {
 	assert.Equal(t, 2, c.run([]string{"join", "10.0.0.1:7947"}))
 	assert.Contains(t, c.stderr(), "join wants --token")
 	go func() { time.Sleep(50 * time.Millisecond); c.interrupt() }()
-	require.Zero(t, c.run([]string{"join", "10.0.0.1:7947", "--token", "dpj1.z", "--advertise", "10.0.0.2"}), c.stderr())
+	require.Zero(t,
+		c.run([]string{"join", "10.0.0.1:7947", "--token", "dpj1.z", "--advertise", "10.0.0.2"}), c.stderr())
 	assert.Equal(t, "10.0.0.1:7947", c.node.config.Join.Address)
 	assert.Equal(t, "127.0.0.1:8000", c.node.config.HTTPBind)
 }

@@ -14,7 +14,8 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-const tiny = "applications: [{name: demo, model: {id: demo}, engine: {kind: sim}, data_parallel: {dp_size: 2}}]\n"
+const tiny = "applications: [{name: demo, model: {id: demo}, engine: {kind: sim}, data_parallel: " +
+	"{dp_size: 2}}]\n"
 
 func TestDeployWaitsUntilRunning(t *testing.T) {
 	cli := newCLI(t)
@@ -51,7 +52,8 @@ func TestDeployFailed(t *testing.T) {
 	}
 	cli.cluster.script = [][]msg.AppStatus{{}, {failed}}
 	assert.Equal(t, 5, cli.run([]string{"deploy", file(t, tiny)}))
-	assert.Contains(t, cli.stderr(), "dpserve: demo cannot be rolled out: demo/0/1 failed after 3 attempts: exit status 1\n  line k\n")
+	assert.Contains(t, cli.stderr(),
+		"dpserve: demo cannot be rolled out: demo/0/1 failed after 3 attempts: exit status 1\n  line k\n")
 	assert.Equal(t, 20, strings.Count(cli.stderr(), "\n  line "))
 	assert.Contains(t, cli.stderr(), "hint: these are the last log lines of demo/0/1")
 	assert.Empty(t, cli.stdout())
@@ -61,12 +63,15 @@ func TestDeployTimeout(t *testing.T) {
 	cli := newCLI(t)
 	cli.cluster.script = [][]msg.AppStatus{{}, {demo(statusDeploying, 2, state.Starting)}}
 	assert.Equal(t, 8, cli.run([]string{"deploy", file(t, tiny), "--timeout", "1ms"}))
-	assert.Contains(t, cli.stderr(), "dpserve: not RUNNING in time: demo; the rollout goes on\nhint: watch it with `dpserve status -w`\n")
+	assert.Contains(t, cli.stderr(),
+		"dpserve: not RUNNING in time: demo; the rollout goes on\nhint: watch it with `dpserve status -w`\n")
 }
 
-// TestDeployOfWhatIsDeletedMeanwhile: nothing would ever come, so the monitor does not wait for it.
-func TestDeployOfWhatIsDeletedMeanwhile(t *testing.T) {
-	for name, last := range map[string][]msg.AppStatus{"on its way out": {demo(statusDeleting, 2, state.Killing)}, "gone": {}} {
+// An application that is deleted during its rollout never becomes RUNNING, so deploy stops waiting.
+func TestDeployEndsWhenTheAppIsDeleted(t *testing.T) {
+	for name, last := range map[string][]msg.AppStatus{
+		"on its way out": {demo(statusDeleting, 2, state.Killing)}, "gone": {},
+	} {
 		cli := newCLI(t)
 		cli.cluster.script = [][]msg.AppStatus{{}, {demo(statusDeploying, 2, state.Starting)}, last}
 		assert.Equal(t, 1, cli.run([]string{"deploy", file(t, tiny), "--timeout", "5s"}), name)
@@ -98,7 +103,10 @@ func TestDeployDetach(t *testing.T) {
 
 func TestDeployDryRun(t *testing.T) {
 	cli := newCLI(t)
-	cli.cluster.nodes.plan = msg.Plan{Changes: true, Fits: true, Apps: []msg.AppPlan{{App: "demo", Action: "create"}, {App: "other", Action: "delete"}}}
+	cli.cluster.nodes.plan = msg.Plan{
+		Changes: true, Fits: true,
+		Apps: []msg.AppPlan{{App: "demo", Action: "create"}, {App: "other", Action: "delete"}},
+	}
 	assert.Equal(t, 0, cli.run([]string{"deploy", "--dry-run", "--prune", file(t, tiny), "-o", "name"}))
 	assert.Empty(t, cli.cluster.deployed)
 	assert.True(t, cli.cluster.planned[0].Prune)
@@ -111,7 +119,9 @@ func TestDeployPrune(t *testing.T) {
 	cli := newCLI(t)
 	cli.cluster.script = [][]msg.AppStatus{{other}}
 	assert.Equal(t, 2, cli.run([]string{"deploy", "--prune", file(t, tiny)}))
-	assert.Contains(t, cli.stderr(), "--prune deletes other: this needs a confirmation, and there is no terminal to ask on\nhint: --yes confirms it\n")
+	assert.Contains(t, cli.stderr(),
+		"--prune deletes other: this needs a confirmation, and there is no terminal to ask on\nhint: --yes "+
+			"confirms it\n")
 	assert.Empty(t, cli.cluster.deployed)
 
 	cli = newCLI(t)
@@ -131,14 +141,17 @@ func TestDeployBadFile(t *testing.T) {
 }
 
 func TestDeployVLLM(t *testing.T) {
-	vllm := "applications: [{name: demo, model: {id: demo}, engine: {kind: vllm, env: {A: b}, args: {max_num_seqs: 8, load_format: dummy}}, resources: {gpus: 1}}]\n"
+	vllm := "applications: [{name: demo, model: {id: demo}, engine: {kind: vllm, env: {A: b}, args: " +
+		"{max_num_seqs: 8, load_format: dummy}}, resources: {gpus: 1}}]\n"
 	cli := newCLI(t)
 	assert.Equal(t, 5, cli.run([]string{"deploy", file(t, vllm)}))
-	assert.Contains(t, cli.stderr(), "dpserve: demo: engines of kind vllm come with the next version\nhint: --engine sim ")
+	assert.Contains(t, cli.stderr(),
+		"dpserve: demo: engines of kind vllm come with the next version\nhint: --engine sim ")
 
 	cli = newCLI(t)
 	cli.cluster.script = [][]msg.AppStatus{{}}
-	assert.Equal(t, 0, cli.run([]string{"deploy", "--engine", "sim", "--detach", file(t, vllm)}), cli.stderr())
+	assert.Equal(t, 0, cli.run([]string{"deploy", "--engine", "sim", "--detach", file(t, vllm)}),
+		cli.stderr())
 	assert.Equal(t, []string{
 		"dpserve: --engine sim: demo: engine.kind: vllm → sim",
 		"dpserve: --engine sim: demo: engine.env dropped",
@@ -202,7 +215,8 @@ demo/0/1  backoff  1      -                     n1    0          0      -       
 	})
 	t.Run("yaml", func(t *testing.T) {
 		c, _ := run(t, "-o", "yaml")
-		assert.True(t, strings.HasPrefix(c.stdout(), "apiVersion: dpserve/v1\napps:\n- name: demo\n"), c.stdout())
+		assert.True(t,
+			strings.HasPrefix(c.stdout(), "apiVersion: dpserve/v1\napps:\n- name: demo\n"), c.stdout())
 	})
 	t.Run("wide", func(t *testing.T) {
 		c, _ := run(t, "-o", "wide")
@@ -273,7 +287,10 @@ func TestLogs(t *testing.T) {
 	now := time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC)
 	cli.now = func() time.Time { return now }
 	assert.Equal(t, 0, cli.run([]string{"logs", "demo/0/3", "--since", "5m", "--tail", "20"}))
-	assert.Equal(t, []api.LogQuery{{App: "demo", Group: 0, Rank: 3, Since: now.Add(-5 * time.Minute), Tail: 20}}, cli.cluster.asked)
+	assert.Equal(t,
+		[]api.LogQuery{
+			{App: "demo", Group: 0, Rank: 3, Since: now.Add(-5 * time.Minute), Tail: 20},
+		}, cli.cluster.asked)
 	assert.Equal(t, "demo/0/0 hello\n", cli.stdout())
 }
 

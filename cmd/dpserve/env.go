@@ -15,11 +15,11 @@ import (
 	"github.com/dpserve/dpserve/wiring"
 )
 
-// defaultAddr is where the CLI looks for the admin API when DPSERVE_ADDR is not set.
+// defaultAddr is the admin API's address when DPSERVE_ADDR is not set.
 const defaultAddr = wiring.DefaultAdminBind
 
-// env is everything a command may touch: streams, signals, environment, and how nodes and clients are made. Tests hand in
-// their own.
+// env holds everything that a command may use: streams, signals, environment, and the constructors of nodes
+// and clients. Tests replace them.
 type env struct {
 	io     *IOStreams
 	sig    *interrupts
@@ -36,7 +36,7 @@ func newEnv(streams *IOStreams, sig *interrupts) *env {
 	return &env{io: streams, sig: sig, getenv: os.Getenv, now: time.Now, newNode: newNode, newAdmin: newAdmin}
 }
 
-// run executes a command line, reports its error and gives the exit code.
+// run executes a command line, reports its error and returns the exit code.
 func (e *env) run(args []string) int {
 	ctx, cancel := e.sig.context(context.Background())
 	defer cancel()
@@ -47,25 +47,25 @@ func (e *env) run(args []string) int {
 	root.SetErr(e.io.Err)
 	err := root.ExecuteContext(ctx)
 	if err != nil && errors.Is(context.Cause(ctx), errInterrupted) && !isSilent(err) {
-		err = errInterrupted // whatever broke, broke because of it
+		err = errInterrupted // the interrupt caused the error
 	}
 	report(e.io.Err, err)
 	return exitCode(err)
 }
 
-// admin connects to the cluster that DPSERVE_ADDR selects. Nothing is dialled yet.
+// admin returns a client for the cluster that DPSERVE_ADDR selects. It does not connect yet.
 func (e *env) admin() (admin, error) {
 	return e.newAdmin(cmp.Or(e.getenv("DPSERVE_ADDR"), defaultAddr))
 }
 
-// applyColor turns --no-color into what NO_COLOR does.
+// applyColor makes --no-color act like NO_COLOR.
 func (e *env) applyColor(*cobra.Command, []string) {
 	if e.noColor {
 		e.io.Color = false
 	}
 }
 
-// admin is what the CLI asks of a cluster: the admin REST API and nothing else. Errors are *problem.Error.
+// admin is the part of the admin REST API that the CLI uses. Errors are *problem.Error.
 type admin interface {
 	Version(ctx context.Context) (api.BuildInfo, error)
 	Apps(ctx context.Context) ([]msg.AppStatus, error)

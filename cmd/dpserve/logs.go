@@ -16,7 +16,7 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// defaultTail is how many lines of each rank logs shows.
+// defaultTail is the default number of lines per rank.
 const defaultTail = 200
 
 func newLogs(e *env) *cobra.Command {
@@ -26,10 +26,11 @@ func newLogs(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "logs APP[/GROUP[/RANK]] [flags]",
 		Short: "what the engines write",
-		Long:  "logs shows the last lines of the engines of an application, a group or one rank. -f goes on until Ctrl-C.",
+		Long: "logs shows the last lines of the engines of an application, a group or one rank. -f goes on " +
+			"until Ctrl-C.",
 		Example: `  dpserve logs demo/0/3 --tail 20
   dpserve logs demo -f --since 5m`,
-		Args: takes(1, "APP[/GROUP[/RANK]]"),
+		Args: requireArgs(1, "APP[/GROUP[/RANK]]"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			q, err := logTarget(args[0])
 			if err != nil {
@@ -58,7 +59,8 @@ func newLogs(e *env) *cobra.Command {
 func logTarget(s string) (api.LogQuery, error) {
 	q := api.LogQuery{Group: api.AllRanks, Rank: api.AllRanks}
 	parts := strings.Split(s, "/")
-	bad := problem.New(problem.InvalidArgument, "%q: wanted APP, APP/GROUP or APP/GROUP/RANK", s).WithHint("for example demo/0/3")
+	bad := problem.New(problem.InvalidArgument, "%q: wanted APP, APP/GROUP or APP/GROUP/RANK", s).
+		WithHint("for example demo/0/3")
 	if len(parts) > 3 || parts[0] == "" {
 		return q, bad
 	}
@@ -90,15 +92,16 @@ func (e *env) logs(ctx context.Context, q api.LogQuery) error {
 	defer func() { _ = stream.Close() }() // only read
 	err = e.copyLogs(stream)
 	if ctx.Err() != nil && q.Follow {
-		return nil // Ctrl-C is how following ends
+		return nil // Ctrl-C ends following
 	}
 	if errors.Is(err, io.ErrUnexpectedEOF) {
-		return problem.New(problem.Unavailable, "the log stream was cut").WithHint("dpserve has stopped there, or is being restarted")
+		return problem.New(problem.Unavailable, "the log stream was cut").
+			WithHint("dpserve has stopped there, or is being restarted")
 	}
 	return err
 }
 
-// copyLogs passes lines on as they are; a terminal gets the head of each painted.
+// copyLogs copies lines unchanged; on a terminal it paints the head of each line.
 func (e *env) copyLogs(r io.Reader) error {
 	if !e.io.OutTTY || !e.io.Color {
 		_, err := io.Copy(e.io.Out, r)

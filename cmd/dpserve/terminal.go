@@ -14,20 +14,20 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// Sizes taken when the terminal does not tell its own.
+// Sizes that are used when the terminal does not report its own.
 const (
 	defaultWidth  = 100 // columns
 	defaultHeight = 24  // rows
 )
 
-// IOStreams is the one way a command reaches its user. It knows what is a terminal, how wide it is and whether colour is
-// wanted, so that no command asks the environment itself.
+// IOStreams connects a command with its user. It knows which streams are terminals, how wide the terminal is
+// and whether colour is wanted, so that commands do not read the environment.
 type IOStreams struct {
 	In  io.Reader
 	Out io.Writer // data
-	Err io.Writer // talk: progress, warnings, errors, logs
+	Err io.Writer // messages: progress, warnings, errors, logs
 
-	InTTY  bool // a person can answer a question
+	InTTY  bool // the user can answer a question
 	OutTTY bool // times are relative, listings are painted
 	ErrTTY bool // progress is redrawn in place
 	Width  int  // columns of the terminal, defaultWidth elsewhere
@@ -35,8 +35,8 @@ type IOStreams struct {
 	Color  bool // escape sequences for colour may be written to a TTY
 }
 
-// systemStreams are the process's own streams. NO_COLOR (any value) and TERM=dumb switch colour off; TERM=dumb also stops
-// redrawing, because such a terminal cannot move its cursor.
+// systemStreams returns the process's own streams. NO_COLOR (any value) and TERM=dumb switch colour off.
+// TERM=dumb also stops redrawing, because such a terminal cannot move its cursor.
 func systemStreams(getenv func(string) string) *IOStreams {
 	dumb := getenv("TERM") == "dumb"
 	s := &IOStreams{
@@ -57,7 +57,7 @@ func isTerminal(f *os.File) bool { return term.IsTerminal(fd(f)) }
 
 func fd(f *os.File) int { return int(f.Fd()) }
 
-// paint wraps s in a colour for stdout, or leaves it alone where nobody would see it.
+// paint wraps text in a colour for stdout. It returns the text unchanged if stdout shows no colour.
 func (s *IOStreams) paint(c color, text string) string {
 	if !s.Color || !s.OutTTY || c == plain || text == "" {
 		return text
@@ -78,16 +78,17 @@ const (
 	resetColor color = "\x1b[0m"
 )
 
-// Terminal sequences of a redraw. Terminals that know synchronized output show the whole step at once, others ignore it.
+// Terminal sequences of a redraw. A terminal that supports synchronized output shows the whole step at once;
+// others ignore the sequence.
 const (
 	beginSync  = "\x1b[?2026h"
 	endSync    = "\x1b[?2026l"
 	clearBelow = "\r\x1b[J"
 )
 
-// screen owns stderr while a command runs: on a TTY some live lines at the bottom that are redrawn in place, above them lines
-// that scroll away (logs too, so that they do not tear the live ones). Elsewhere live lines are not shown at all. Safe for
-// concurrent use.
+// screen owns stderr while a command runs. On a TTY it redraws some live lines at the bottom in place; other
+// lines, log lines included, scroll above them. Elsewhere it does not print live lines. Safe for concurrent
+// use.
 type screen struct {
 	tty           bool
 	width, height int
@@ -95,21 +96,21 @@ type screen struct {
 	mu   sync.Mutex
 	w    io.Writer
 	live []string
-	part []byte // a log line without its end yet
+	part []byte // the unfinished log line
 }
 
 func newScreen(s *IOStreams) *screen {
 	return &screen{tty: s.ErrTTY, width: s.Width, height: s.Height, w: s.Err}
 }
 
-// say prints one prefixed line above the live ones.
-func (s *screen) say(format string, args ...any) {
+// printMessage prints one prefixed line above the live ones.
+func (s *screen) printMessage(format string, args ...any) {
 	var b bytes.Buffer
-	talk(&b, format, args...)
+	printMessage(&b, format, args...)
 	_, _ = s.Write(b.Bytes())
 }
 
-// Write takes log lines; an unfinished line waits for its end.
+// Write prints complete log lines above the live lines and keeps an unfinished line until its end arrives.
 func (s *screen) Write(p []byte) (int, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -130,22 +131,22 @@ func (s *screen) show(lines ...string) {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	_ = s.draw("", s.fit(lines))
+	_ = s.draw("", s.fitToTerminal(lines))
 }
 
-func (s *screen) fit(lines []string) []string {
+func (s *screen) fitToTerminal(lines []string) []string {
 	if room := max(s.height-2, 1); len(lines) > room {
 		more := fmt.Sprintf("… and %d more", len(lines)-room+1)
 		lines = append(lines[:room-1:room-1], more)
 	}
 	out := make([]string, len(lines))
 	for i, l := range lines {
-		out[i] = cut(l, s.width-1)
+		out[i] = truncate(l, s.width-1)
 	}
 	return out
 }
 
-// draw writes text above the live lines and puts the given ones in their place.
+// draw writes text above the live lines and replaces the live lines.
 func (s *screen) draw(text string, live []string) error {
 	if !s.tty {
 		_, err := io.WriteString(s.w, text)
@@ -166,8 +167,8 @@ func (s *screen) draw(text string, live []string) error {
 	return err
 }
 
-// cut shortens a line to width columns (counted as runes).
-func cut(line string, width int) string {
+// truncate shortens a line to width columns (counted as runes).
+func truncate(line string, width int) string {
 	runes := []rune(line)
 	if width < 1 || len(runes) <= width {
 		return line
@@ -175,13 +176,15 @@ func cut(line string, width int) string {
 	return string(runes[:width-1]) + "…"
 }
 
-// confirm asks for a name before something is destroyed. Without a terminal nobody can answer, so --yes is the only way.
+// confirm asks the user to type a name before a command destroys something. Without a terminal nobody can
+// answer, so only --yes confirms.
 func (e *env) confirm(what, name string, yes bool) error {
 	if yes {
 		return nil
 	}
 	if !e.io.InTTY || !e.io.ErrTTY {
-		return problem.New(problem.InvalidArgument, "%s: this needs a confirmation, and there is no terminal to ask on", what).
+		return problem.New(problem.InvalidArgument,
+			"%s: this needs a confirmation, and there is no terminal to ask on", what).
 			WithHint("--yes confirms it")
 	}
 	_, _ = fmt.Fprintf(e.io.Err, "dpserve: %s; type %s to confirm: ", what, name)
@@ -189,5 +192,6 @@ func (e *env) confirm(what, name string, yes bool) error {
 	if err == nil && strings.TrimSpace(answer) == name {
 		return nil
 	}
-	return problem.New(problem.InvalidArgument, "not confirmed, nothing was changed").WithHint("type %s, or pass --yes", name)
+	return problem.New(problem.InvalidArgument, "not confirmed, nothing was changed").
+		WithHint("type %s, or pass --yes", name)
 }

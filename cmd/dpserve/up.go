@@ -20,15 +20,16 @@ import (
 	"github.com/dpserve/dpserve/wiring"
 )
 
-// quickstart is the application of `up` without a file: examples/quickstart/app.yaml, word for word (a test pins it).
+// quickstart is the application of `up` without a file. It equals examples/quickstart/app.yaml; a test
+// compares them.
 //
 //go:embed quickstart.yaml
 var quickstart []byte
 
 const (
-	// upGraceS is the drain of apps under up that do not write their own, in seconds.
+	// upGraceS is the drain time, in seconds, under up for apps that do not set graceful_shutdown_timeout_s.
 	upGraceS = 10
-	// summaryEvery is the pace of the live line on a terminal.
+	// summaryEvery is the refresh interval of the live line on a terminal.
 	summaryEvery = 250 * time.Millisecond
 )
 
@@ -37,7 +38,7 @@ type upFlags struct {
 	attach []string
 	engine string
 	keep   string // --data-dir
-	ports  bool   // the user says which ports, or how many ranks need some
+	ports  bool   // --port-range or --slots is given
 	output *format
 }
 
@@ -48,14 +49,15 @@ func newUp(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "up [FILE] [flags]",
 		Short: "start a node, deploy a file and serve it, all in the foreground",
-		Long: `up starts a node in a folder of its own that is removed at the end, deploys FILE and shows each rank's progress until all
-are ready. Then it prints the URL, a curl line and the ranks. Without FILE it runs four simulated ranks; with --attach it puts one
-endpoint in front of engines that already run. Ports 8000 and 8265 are replaced by free ones if they are taken.
-Ctrl-C drains for 10 s, a second one stops at once.`,
+		Long: `up starts a node in a folder of its own that is removed at the end, deploys FILE and shows
+each rank's progress until all are ready. Then it prints the URL, a curl line and the ranks. Without FILE it
+runs four simulated ranks; with --attach it puts one endpoint in front of engines that already run. Ports
+8000 and 8265 are replaced by free ones if they are taken. Ctrl-C drains for 10 s, a second one stops at
+once.`,
 		Example: `  dpserve up                                   # four simulated ranks
   dpserve up app.yaml --engine sim             # any file, without its GPUs
   dpserve up --attach http://127.0.0.1:8100,http://127.0.0.1:8101`,
-		Args: takes(0, "FILE"),
+		Args: requireArgs(0, "FILE"),
 	}
 	flags := cmd.Flags()
 	flags.StringSliceVar(&f.attach, "attach", nil, "`URL`s of engines that already run, instead of FILE")
@@ -77,7 +79,8 @@ Ctrl-C drains for 10 s, a second one stops at once.`,
 	return cmd
 }
 
-// upFile gives what is to be deployed: the file, the engines of --attach, or the embedded application.
+// upFile returns the application file to deploy: FILE, one for the engines of --attach, or the embedded
+// application.
 func (e *env) upFile(ctx context.Context, f *upFlags, args []string) (*appFile, error) {
 	if err := checkEngine(f.engine); err != nil {
 		return nil, err
@@ -94,7 +97,7 @@ func (e *env) upFile(ctx context.Context, f *upFlags, args []string) (*appFile, 
 	if err := checkKinds(file.apps); err != nil {
 		return nil, err
 	}
-	return file, e.shortGrace(file)
+	return file, e.shortenGrace(file)
 }
 
 func (e *env) upSource(ctx context.Context, f *upFlags, args []string) (*appFile, error) {
@@ -112,7 +115,7 @@ func (e *env) upSource(ctx context.Context, f *upFlags, args []string) (*appFile
 	}
 	w := e.io.Out
 	if *f.output != formatTable && *f.output != formatWide {
-		w = e.io.Err // stdout holds one document
+		w = e.io.Err // stdout must hold one document
 	}
 	if _, err := w.Write(append([]byte("# the app.yaml this stands for\n"), text...)); err != nil {
 		return nil, err
@@ -120,16 +123,16 @@ func (e *env) upSource(ctx context.Context, f *upFlags, args []string) (*appFile
 	return e.parseApps("--attach", text)
 }
 
-// simulate rewrites a file for the simulated engine and says what changed.
+// simulate converts a file to the simulated engine and prints the changes.
 func (e *env) simulate(file *appFile) error {
 	for _, line := range simulate(file.apps) {
-		talk(e.io.Err, "--engine sim: %s", line)
+		printMessage(e.io.Err, "--engine sim: %s", line)
 	}
 	return file.reprint()
 }
 
-// shortGrace gives apps that do not write graceful_shutdown_timeout_s the short drain of up.
-func (e *env) shortGrace(file *appFile) error {
+// shortenGrace sets upGraceS for apps that do not set graceful_shutdown_timeout_s.
+func (e *env) shortenGrace(file *appFile) error {
 	var written struct {
 		Applications []struct {
 			Grace any `yaml:"graceful_shutdown_timeout_s"`
@@ -146,9 +149,9 @@ func (e *env) shortGrace(file *appFile) error {
 	return file.reprint()
 }
 
-// up runs the node until a signal, with everything it made removed afterwards.
+// up runs the node until a signal and removes everything it made.
 func (e *env) up(ctx context.Context, f *upFlags, file *appFile) (err error) {
-	c, err := f.node.node()
+	c, err := f.node.buildConfig()
 	if err != nil {
 		return err
 	}
@@ -158,7 +161,7 @@ func (e *env) up(ctx context.Context, f *upFlags, file *appFile) (err error) {
 	}
 	defer func() { err = errors.Join(err, remove()) }()
 	if !f.ports {
-		defer slicePorts(ctx, &c)()
+		defer reservePortSlice(ctx, &c)()
 	}
 	scr := newScreen(e.io)
 	c.LogWriter = scr
@@ -167,23 +170,23 @@ func (e *env) up(ctx context.Context, f *upFlags, file *appFile) (err error) {
 		return err
 	}
 	defer func() { scr.show(); err = errors.Join(err, s.Close()) }()
-	e.tellPorts(s, c, scr)
-	if err := e.deployHere(ctx, s, file, scr); err != nil {
-		return e.abandon(s, scr, err)
+	e.reportReplacedPorts(s, c, scr)
+	if err := e.deployToSelf(ctx, s, file, scr); err != nil {
+		return e.stopUnserved(s, scr, err)
 	}
-	if err := e.welcome(ctx, f, s, c.NodeID); err != nil {
-		return e.abandon(s, scr, err)
+	if err := e.printWelcome(ctx, f, s, c.NodeID); err != nil {
+		return e.stopUnserved(s, scr, err)
 	}
-	e.summary(s, file, scr)
+	e.showSummary(s, file, scr)
 	select {
 	case <-s.done:
-		return s.failed()
+		return s.unexpectedEnd()
 	default:
 		return s.stop(e.sig, scr)
 	}
 }
 
-// dataDir makes the temporary folder, unless one is to be kept.
+// dataDir makes a temporary folder, unless --data-dir names one to keep.
 func (e *env) dataDir(f *upFlags, c *wiring.Config) (remove func() error, err error) {
 	c.DataDir = f.keep
 	if f.keep != "" {
@@ -191,26 +194,29 @@ func (e *env) dataDir(f *upFlags, c *wiring.Config) (remove func() error, err er
 	}
 	c.DataDir, err = os.MkdirTemp("", "dpserve-up-")
 	if err != nil {
-		return nil, problem.New(problem.Internal, "cannot make a temporary folder: %w", err).WithHint("set TMPDIR, or name a folder with --data-dir")
+		return nil, problem.New(problem.Internal, "cannot make a temporary folder: %w", err).
+			WithHint("set TMPDIR, or name a folder with --data-dir")
 	}
 	return func() error { return os.RemoveAll(c.DataDir) }, nil
 }
 
-// tellPorts says which default port was taken.
-func (e *env) tellPorts(s *serving, c wiring.Config, scr *screen) {
+// reportReplacedPorts prints which default ports were taken.
+func (e *env) reportReplacedPorts(s *serving, c wiring.Config, scr *screen) {
 	for _, p := range []struct{ what, wanted, got string }{
-		{"endpoint", c.HTTPBind, s.HTTPAddr()}, {"admin API", c.AdminBind, s.AdminAddr()}, {"metrics port", c.MetricsBind, s.MetricsAddr()},
+		{"endpoint", c.HTTPBind, s.HTTPAddr()}, {"admin API", c.AdminBind, s.AdminAddr()}, {
+			"metrics port", c.MetricsBind, s.MetricsAddr(),
+		},
 	} {
 		_, wanted, _ := net.SplitHostPort(p.wanted)
 		_, got, _ := net.SplitHostPort(p.got)
 		if wanted != got && wanted != "0" {
-			scr.say("%s is taken, the %s listens on %s", p.wanted, p.what, p.got)
+			scr.printMessage("%s is taken, the %s listens on %s", p.wanted, p.what, p.got)
 		}
 	}
 }
 
-// deployHere deploys over the node's own admin API and waits until everything runs.
-func (e *env) deployHere(ctx context.Context, s *serving, file *appFile, scr *screen) error {
+// deployToSelf deploys over the node's own admin API and waits until every application runs.
+func (e *env) deployToSelf(ctx context.Context, s *serving, file *appFile, scr *screen) error {
 	client, err := e.newAdmin(s.AdminAddr())
 	if err != nil {
 		return err
@@ -221,7 +227,7 @@ func (e *env) deployHere(ctx context.Context, s *serving, file *appFile, scr *sc
 	go func() {
 		select {
 		case <-s.done:
-			cancel(s.failed())
+			cancel(s.unexpectedEnd())
 		case <-ctx.Done():
 		}
 	}()
@@ -232,11 +238,11 @@ func (e *env) deployHere(ctx context.Context, s *serving, file *appFile, scr *sc
 		}
 		return err
 	}
-	return newMonitor(e, client, scr).running(ctx, result.Apps)
+	return newMonitor(e, client, scr).awaitRunning(ctx, result.Apps)
 }
 
-// abandon ends a node that never served. An interrupt keeps its exit code.
-func (e *env) abandon(s *serving, scr *screen, err error) error {
+// stopUnserved stops a node that never served. An interrupt keeps its exit code.
+func (e *env) stopUnserved(s *serving, scr *screen, err error) error {
 	scr.show()
 	s.cancel()
 	select {
@@ -248,10 +254,10 @@ func (e *env) abandon(s *serving, scr *screen, err error) error {
 	return err
 }
 
-// welcome prints what a user needs now: URL, a curl line that works as printed, and the ranks.
-func (e *env) welcome(ctx context.Context, f *upFlags, s *serving, id string) error {
+// printWelcome prints the URL, a curl line that works as printed, and the ranks.
+func (e *env) printWelcome(ctx context.Context, f *upFlags, s *serving, id string) error {
 	if *f.output != formatTable && *f.output != formatWide {
-		return e.announce(s, id, *f.output)
+		return e.printAddress(s, id, *f.output)
 	}
 	client, err := e.newAdmin(s.AdminAddr())
 	if err != nil {
@@ -262,23 +268,27 @@ func (e *env) welcome(ctx context.Context, f *upFlags, s *serving, id string) er
 	if err != nil {
 		return err
 	}
-	_, _ = fmt.Fprintf(e.io.Out, "endpoint http://%s/v1\nadmin http://%s\n%s\n", s.HTTPAddr(), s.AdminAddr(), metricsLine(s.MetricsAddr()))
+	_, _ = fmt.Fprintf(e.io.Out, "endpoint http://%s/v1\nadmin http://%s\n%s\n", s.HTTPAddr(), s.AdminAddr(),
+		formatMetricsLine(s.MetricsAddr()))
 	for i := range apps {
-		_, _ = fmt.Fprintln(e.io.Out, curlLine(s.HTTPAddr(), apps[i].Model))
+		_, _ = fmt.Fprintln(e.io.Out, formatCurlLine(s.HTTPAddr(), apps[i].Model))
 	}
 	_, _ = fmt.Fprintln(e.io.Out)
 	view := statusView{now: e.now(), relative: e.io.OutTTY}
 	return view.ranks(apps, *f.output == formatWide).write(e.io.Out, e.io.paint)
 }
 
-// curlLine is one streamed chat request, quoted for a POSIX shell.
-func curlLine(addr, model string) string {
-	body := `{"model": ` + quote(model) + `, "stream": true, "max_tokens": 64, "messages": [{"role": "user", "content": "Hello"}]}`
-	return fmt.Sprintf("curl -N http://%s/v1/chat/completions -H 'content-type: application/json' -d '%s'", addr, strings.ReplaceAll(body, `'`, `'\''`))
+// formatCurlLine returns a curl command for one streamed chat request, quoted for a POSIX shell.
+func formatCurlLine(addr, model string) string {
+	body := `{"model": ` + quoteString(model) +
+		`, "stream": true, "max_tokens": 64, "messages": [{"role": "user", "content": "Hello"}]}`
+	return fmt.Sprintf("curl -N http://%s/v1/chat/completions -H 'content-type: application/json' -d '%s'",
+		addr, strings.ReplaceAll(body, `'`, `'\''`))
 }
 
-// summary shows one live line on a terminal until a signal comes or the node ends; elsewhere it only waits.
-func (e *env) summary(s *serving, file *appFile, scr *screen) {
+// showSummary redraws one live line on a terminal until a signal comes or the node ends; elsewhere it only
+// waits.
+func (e *env) showSummary(s *serving, file *appFile, scr *screen) {
 	tick := time.NewTicker(summaryEvery)
 	defer tick.Stop()
 	rate := newRate()
@@ -296,26 +306,27 @@ func (e *env) summary(s *serving, file *appFile, scr *screen) {
 			continue
 		}
 		requests, tokens, inflight := s.Totals()
+		served := formatCount(int(requests), "request") //nolint:gosec // a count of requests fits an int
 		scr.show(fmt.Sprintf("%s  %s  %d in flight  %.0f tokens/s  (Ctrl-C stops)",
-			strings.Join(file.names(), ", "), count(int(requests), "request"), inflight, rate.add(e.now(), tokens))) //nolint:gosec // a count of requests fits an int
+			strings.Join(file.names(), ", "), served, inflight, rate.add(e.now(), tokens)))
 	}
 }
 
-// rate is a counter's slope over the last samples.
+// rate is the slope of a counter over the last samples.
 type rate struct {
 	at    []time.Time
 	count []uint64
 }
 
-// rateSamples × summaryEvery is the window: 2 s.
-const rateSamples = 9
+// rateWindowSamples × summaryEvery is the window: 2 s.
+const rateWindowSamples = 9
 
 func newRate() *rate { return &rate{} }
 
-// add takes a sample and gives counts per second over the window.
+// add records a sample and returns counts per second over the window.
 func (r *rate) add(now time.Time, n uint64) float64 {
 	r.at, r.count = append(r.at, now), append(r.count, n)
-	if len(r.at) > rateSamples {
+	if len(r.at) > rateWindowSamples {
 		r.at, r.count = r.at[1:], r.count[1:]
 	}
 	span := now.Sub(r.at[0]).Seconds()
@@ -325,29 +336,31 @@ func (r *rate) add(now time.Time, n uint64) float64 {
 	return float64(n-r.count[0]) / span
 }
 
-// reprint makes the text say what the applications are.
+// reprint replaces the file's text by the canonical text of its applications.
 func (f *appFile) reprint() error {
 	f.text = printApps(f.apps)
 	return nil
 }
 
-// printApps is the canonical text of applications.
+// printApps returns the canonical text of applications.
 func printApps(apps []*app.Application) []byte {
 	return (&app.File{Applications: apps}).Print()
 }
 
-// A node owns its port range, but several `up` on one machine start with the same default. So each takes a slice of it: from the
-// top, because a node of `start` fills the range from the bottom. One slice holds the blocks of all ranks of the default slots.
+// A node owns its port range, but several `up` processes on one machine start with the same default, so each
+// takes one slice of it. Slices are taken from the top, because a node of `start` uses the range from the
+// bottom. One slice holds the port blocks of all ranks of the default slots.
 const (
 	sliceTop   = 29_999
 	sliceSize  = 1_250
 	sliceCount = 8
 )
 
-// slicePorts gives an up a part of the default port range that no other up has, and keeps it until release. The last port of
-// the slice is the lock: it is bound, and the system frees it whenever and however the process ends. If every slice is taken,
-// the config stays as it is, and bind tests find free blocks.
-func slicePorts(ctx context.Context, c *wiring.Config) (release func()) {
+// reservePortSlice gives an `up` process a part of the default port range that no other one has, until
+// release is called. The last port of the slice is the lock: it is bound, and the system frees it however the
+// process ends. If every slice is taken, the config stays unchanged, and the node's bind tests find free
+// blocks.
+func reservePortSlice(ctx context.Context, c *wiring.Config) (release func()) {
 	var bind net.ListenConfig
 	for i := range sliceCount {
 		hi := sliceTop - i*sliceSize
@@ -356,7 +369,7 @@ func slicePorts(ctx context.Context, c *wiring.Config) (release func()) {
 		if err != nil {
 			continue
 		}
-		first, err := bind.Listen(ctx, "tcp", loopback(lo)) // somebody else's engines begin here
+		first, err := bind.Listen(ctx, "tcp", loopback(lo)) // another process's engines may use the slice
 		if err != nil {
 			_ = lock.Close()
 			continue
