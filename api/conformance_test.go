@@ -49,7 +49,10 @@ func TestClientAndServerAgree(t *testing.T) {
 	}, res)
 
 	status := msg.AppStatus{
-		Name: "demo", Status: "RUNNING", Revision: 3, Units: []msg.UnitStatus{{Unit: "demo/0", Since: time.Unix(1, 0).UTC(), Ranks: []msg.RankStatus{{Rank: 3}}}},
+		Name: "demo", Status: "RUNNING", Revision: 3,
+		Units: []msg.UnitStatus{
+			{Unit: "demo/0", Since: time.Unix(1, 0).UTC(), Ranks: []msg.RankStatus{{Rank: 3}}},
+		},
 	}
 	b.apps["demo"] = status
 	got, err := c.App(ctx, "demo")
@@ -78,8 +81,10 @@ func TestErrorsTravelWhole(t *testing.T) {
 	assert.Equal(t, want.Problem().Details, p.Details)
 
 	codes := []problem.Code{
-		problem.InvalidArgument, problem.Unauthenticated, problem.PermissionDenied, problem.NotFound, problem.SlowRequest,
-		problem.Conflict, problem.TooLarge, problem.Unplaceable, problem.QuotaExceeded, problem.HeaderTooLarge, problem.Internal,
+		problem.InvalidArgument, problem.Unauthenticated, problem.PermissionDenied, problem.NotFound,
+		problem.SlowRequest,
+		problem.Conflict, problem.TooLarge, problem.Unplaceable, problem.QuotaExceeded,
+		problem.HeaderTooLarge, problem.Internal,
 		problem.Upstream, problem.Overloaded, problem.Unavailable, problem.Timeout,
 	}
 	for _, code := range codes {
@@ -117,7 +122,9 @@ func TestLogs(t *testing.T) {
 	text, err := io.ReadAll(r)
 	require.NoError(t, err)
 	require.NoError(t, r.Close())
-	assert.Equal(t, "2026-01-02T03:04:05.000000006Z demo/0/3 stdout two lines  and spaces\n2026-01-02T03:04:05.000000006Z demo/1/0 stderr \n", string(text))
+	assert.Equal(t,
+		"2026-01-02T03:04:05.000000006Z demo/0/3 stdout two lines  and "+
+			"spaces\n2026-01-02T03:04:05.000000006Z demo/1/0 stderr \n", string(text))
 	assert.Equal(t, q, b.queries[0])
 
 	all := api.LogQuery{App: "demo", Group: api.AllRanks, Rank: api.AllRanks, Tail: api.AllLines}
@@ -128,7 +135,8 @@ func TestLogs(t *testing.T) {
 	assert.Eventually(t, func() bool { return b.openStreams() == 0 }, limit, time.Millisecond)
 }
 
-// TestCutLogs: a log that broke, and one whose server stops, end in an error; a client that leaves frees its stream.
+// TestCutLogs: a log that broke, and one whose server stops, end in an error; a client that leaves frees its
+// stream.
 func TestCutLogs(t *testing.T) {
 	b := newBackend()
 	b.lines = []api.LogLine{{App: "demo", Stream: "stdout", Text: "first"}}
@@ -140,7 +148,8 @@ func TestCutLogs(t *testing.T) {
 	_, err = io.ReadFull(left, make([]byte, 10))
 	require.NoError(t, err)
 	require.NoError(t, left.Close())
-	assert.Eventually(t, func() bool { return b.openStreams() == 0 }, limit, time.Millisecond, "the server still follows for a client that left")
+	assert.Eventually(t, func() bool { return b.openStreams() == 0 }, limit, time.Millisecond,
+		"the server still follows for a client that left")
 
 	stopped, err := c.Logs(t.Context(), follow)
 	require.NoError(t, err)
@@ -166,7 +175,9 @@ func TestEvents(t *testing.T) {
 	rank := 0
 	b.happen(api.Event{Kind: "deployed", App: "other"})
 	b.happen(api.Event{Kind: "deployed", App: "demo", Time: time.Unix(1, 0).UTC()})
-	b.happen(api.Event{Kind: "unit", App: "demo", Unit: "demo/0", Rank: &rank, Epoch: 4, Phase: "fenced", Reason: "exit 9"})
+	b.happen(api.Event{
+		Kind: "unit", App: "demo", Unit: "demo/0", Rank: &rank, Epoch: 4, Phase: "fenced", Reason: "exit 9",
+	})
 	var got []api.Event
 	for e, err := range c.Events(t.Context(), "demo", 1) {
 		require.NoError(t, err)
@@ -232,7 +243,9 @@ func TestNobodyAnswers(t *testing.T) {
 	var p *problem.Error
 	require.ErrorAs(t, err, &p)
 	assert.Equal(t, problem.Unavailable, p.Code)
-	assert.Equal(t, fmt.Sprintf("no answer from http://%s: dial tcp %s: connect: connection refused", addr, addr), p.Message)
+	assert.Equal(t,
+		fmt.Sprintf("no answer from http://%s: dial tcp %s: connect: connection refused", addr,
+			addr), p.Message)
 	assert.Equal(t, "is dpserve running? start it with `dpserve start`, or set DPSERVE_ADDR", p.Hint)
 	_, err = c.Logs(t.Context(), api.LogQuery{App: "demo"})
 	assert.Equal(t, problem.Unavailable, problem.CodeOf(err))
@@ -254,11 +267,13 @@ func TestStrangers(t *testing.T) {
 		body    string
 		message string
 	}{
-		"html":          {404, "<html>secret</html>", "%s is not a dpserve admin api (status 404)"},
-		"openai":        {200, `{"object":"list"}`, "%s is not a dpserve admin api (status 200)"},
-		"redirect":      {302, "", "%s is not a dpserve admin api (status 302)"},
-		"other version": {200, `{"apiVersion":"dpserve/v9"}`, "%s speaks dpserve/v9, this command dpserve/v1"},
-		"no error":      {500, `{"apiVersion":"dpserve/v1"}`, "%s is not a dpserve admin api (status 500)"},
+		"html":     {404, "<html>secret</html>", "%s is not a dpserve admin api (status 404)"},
+		"openai":   {200, `{"object":"list"}`, "%s is not a dpserve admin api (status 200)"},
+		"redirect": {302, "", "%s is not a dpserve admin api (status 302)"},
+		"other version": {
+			200, `{"apiVersion":"dpserve/v9"}`, "%s speaks dpserve/v9, this command dpserve/v1",
+		},
+		"no error": {500, `{"apiVersion":"dpserve/v1"}`, "%s is not a dpserve admin api (status 500)"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {

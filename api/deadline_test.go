@@ -92,7 +92,8 @@ func stall(t *testing.T, rt http.RoundTripper, url string, length int64) {
 	t.Helper()
 	body, hold := io.Pipe()
 	defer func() { require.NoError(t, hold.Close()) }()
-	req, err := http.NewRequestWithContext(t.Context(), http.MethodPut, url, io.MultiReader(strings.NewReader("half"), body))
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPut, url,
+		io.MultiReader(strings.NewReader("half"), body))
 	require.NoError(t, err)
 	req.ContentLength = length
 	res, err := rt.RoundTrip(req)

@@ -55,8 +55,9 @@ func (b *backend) Validate(file string, text []byte) ([]app.Warning, error) {
 	}
 	if strings.Contains(string(text), "faulty") {
 		return nil, app.Faults{{
-			File: file, Line: 3, Col: 5, Path: "applications[0].nmae", Message: "unknown key", Found: "nmae", Wanted: "name",
-			Hint: `did you mean "name"?`,
+			File: file, Line: 3, Col: 5, Path: "applications[0].nmae", Message: "unknown key", Found: "nmae",
+			Wanted: "name",
+			Hint:   `did you mean "name"?`,
 		}}
 	}
 	return []app.Warning{{File: file, Line: 1, Col: 1, Message: "legal but odd"}}, nil
@@ -70,7 +71,8 @@ func (b *backend) Deploy(_ context.Context, req api.DeployRequest) (api.DeployRe
 	defer b.mu.Unlock()
 	b.deployed = append(b.deployed, req)
 	if req.Revision != nil && *req.Revision != 7 {
-		return api.DeployResult{}, problem.New(problem.Conflict, "demo has changed: revision 7, not %d", *req.Revision).WithHint("look at the change and deploy again")
+		return api.DeployResult{}, problem.New(problem.Conflict, "demo has changed: revision 7, not %d",
+			*req.Revision).WithHint("look at the change and deploy again")
 	}
 	b.apps["demo"] = msg.AppStatus{Name: "demo", Status: "DEPLOYING", Revision: 3}
 	return api.DeployResult{
@@ -81,7 +83,9 @@ func (b *backend) Deploy(_ context.Context, req api.DeployRequest) (api.DeployRe
 
 func (b *backend) Plan(_ context.Context, req api.DeployRequest) (msg.Plan, []app.Warning, error) {
 	warnings, err := b.Validate(req.File, req.Text)
-	return msg.Plan{Revision: 7, Fits: true, Apps: []msg.AppPlan{{App: "demo", Action: "create"}}}, warnings, err
+	return msg.Plan{
+		Revision: 7, Fits: true, Apps: []msg.AppPlan{{App: "demo", Action: "create"}},
+	}, warnings, err
 }
 
 func (b *backend) Apps(context.Context) ([]msg.AppStatus, error) {

@@ -22,7 +22,9 @@ type nodeKeeper struct {
 }
 
 func (k *nodeKeeper) Nodes(context.Context) ([]msg.NodeStatus, error) {
-	return []msg.NodeStatus{{Node: "a", State: "alive", Roles: []string{"control"}}, {Node: "b", State: "lost"}}, nil
+	return []msg.NodeStatus{
+		{Node: "a", State: "alive", Roles: []string{"control"}}, {Node: "b", State: "lost"},
+	}, nil
 }
 
 func (k *nodeKeeper) ask(what, node string) error {
@@ -73,7 +75,11 @@ func TestNodesByClient(t *testing.T) {
 	require.NoError(t, c.RemoveNode(ctx, "b"))
 	err = c.Drain(ctx, "nowhere", nil)
 	assert.Equal(t, problem.NotFound, problem.CodeOf(err))
-	assert.Equal(t, []string{"drain in 30m0s b", "drain a", "undrain a", "check leave b", "remove b", "drain nowhere"}, k.asked)
+	assert.Equal(t,
+		[]string{
+			"drain in 30m0s b", "drain a", "undrain a", "check leave b", "remove b",
+			"drain nowhere",
+		}, k.asked)
 	token, err := c.NewToken(ctx, api.TokenRequest{TTL: time.Minute, Uses: 4})
 	require.NoError(t, err)
 	assert.Equal(t, "dpj1.x", token.Token)
@@ -87,7 +93,11 @@ func TestNodesByClient(t *testing.T) {
 
 func TestTokensAreBounded(t *testing.T) {
 	_, c := serve(t, api.Config{Backend: newBackend(), Nodes: &nodeKeeper{}})
-	for _, req := range []api.TokenRequest{{TTL: time.Minute}, {TTL: 0, Uses: 1}, {TTL: 365 * 24 * time.Hour, Uses: 1}, {TTL: time.Minute, Uses: 1 << 20}} {
+	for _, req := range []api.TokenRequest{
+		{TTL: time.Minute}, {TTL: 0, Uses: 1}, {TTL: 365 * 24 * time.Hour, Uses: 1}, {
+			TTL: time.Minute, Uses: 1 << 20,
+		},
+	} {
 		_, err := c.NewToken(t.Context(), req)
 		assert.Equal(t, problem.InvalidArgument, problem.CodeOf(err), req)
 	}
@@ -128,7 +138,8 @@ func TestForward(t *testing.T) {
 	assert.Equal(t, http.StatusTeapot, ask(http.MethodGet, "/api/v1/apps"))
 	assert.Equal(t, http.StatusTeapot, ask(http.MethodPost, "/api/v1/nodes/a/drain"))
 	assert.Equal(t, http.StatusOK, ask(http.MethodGet, "/api/v1/version"))
-	assert.Equal(t, http.StatusServiceUnavailable, ask(http.MethodGet, "/api/v1/apps", "X-Dpserve-Forwarded", "1"), "not in circles")
+	assert.Equal(t, http.StatusServiceUnavailable,
+		ask(http.MethodGet, "/api/v1/apps", "X-Dpserve-Forwarded", "1"), "not in circles")
 	assert.Equal(t, []string{"GET /api/v1/apps", "POST /api/v1/nodes/a/drain"}, sent)
 	to = nil
 	assert.Equal(t, http.StatusServiceUnavailable, ask(http.MethodGet, "/api/v1/apps"), "nobody leads")

@@ -44,7 +44,10 @@ func TestSinceAsDuration(t *testing.T) {
 
 // FuzzLogQuery: any query string gives bounded values or an invalid argument with a hint.
 func FuzzLogQuery(f *testing.F) {
-	for _, s := range []string{"", "group=0&rank=3&tail=20&follow=true&since=10m", "since=2026-01-02T15:04:05Z", "tail=-1", "a=%zz", "rank=1;x", "group=1&group=2"} {
+	for _, s := range []string{
+		"", "group=0&rank=3&tail=20&follow=true&since=10m", "since=2026-01-02T15:04:05Z", "tail=-1", "a=%zz",
+		"rank=1;x", "group=1&group=2",
+	} {
 		f.Add(s)
 	}
 	f.Fuzz(func(t *testing.T, raw string) {
@@ -80,12 +83,13 @@ func FuzzLogLine(f *testing.F) {
 		again, err := ParseLogLine(l.String())
 		require.NoError(t, err)
 		assert.True(t, l.Time.Equal(again.Time))
-		l.Time, again.Time, l.Text = time.Time{}, time.Time{}, oneLine(l.Text)
+		l.Time, again.Time, l.Text = time.Time{}, time.Time{}, joinLines(l.Text)
 		assert.Equal(t, l, again)
 	})
 }
 
-// FuzzReadEvents: any stream of bytes ends in one error, and gives the same events however it is cut into reads.
+// FuzzReadEvents: any stream of bytes ends in one error, and gives the same events however it is cut into
+// reads.
 func FuzzReadEvents(f *testing.F) {
 	var good bytes.Buffer
 	require.NoError(f, writeEvent(&good, &Event{Number: 3, Kind: "unit", App: "demo"}, ""))

@@ -32,7 +32,9 @@ func (k *rankKeeper) AddRank(_ context.Context, name string, rank []byte) (api.R
 		return api.RankChange{}, err
 	}
 	if r.URL == "http://taken:1" {
-		return api.RankChange{}, problem.New(problem.Conflict, "add a rank: %s is attached already, as edge/0/0", r.URL).WithHint("every rank is an engine of its own")
+		return api.RankChange{}, problem.New(problem.Conflict,
+			"add a rank: %s is attached already, as edge/0/0", r.URL).
+			WithHint("every rank is an engine of its own")
 	}
 	return api.RankChange{App: "edge", Rank: 2, URL: r.URL, Revision: 4}, nil
 }
@@ -42,7 +44,8 @@ func (k *rankKeeper) RemoveRank(_ context.Context, _ string, r api.RankRemoval) 
 	defer k.mu.Unlock()
 	k.removed = append(k.removed, r)
 	if r.Rank.URL == "http://none:1" {
-		return api.RankChange{}, problem.New(problem.NotFound, "remove a rank: edge has no rank %s", r.Rank).WithHint("there are others")
+		return api.RankChange{}, problem.New(problem.NotFound, "remove a rank: edge has no rank %s", r.Rank).
+			WithHint("there are others")
 	}
 	return api.RankChange{App: "edge", Rank: 2, URL: r.Rank.URL, Revision: 5}, nil
 }
@@ -89,18 +92,65 @@ func TestSGLangWorkerPaths(t *testing.T) {
 		kind string
 		body string
 	}{
-		{request{method: "POST", target: "/add_worker?url=http://h:1"}, 200, "text/plain; charset=utf-8", "Successfully added worker: http://h:1"},
-		{request{method: "POST", target: "/add_worker?url=http%3A%2F%2Fh%3A1%2F&app=edge"}, 200, "text/plain; charset=utf-8", "Successfully added worker: http://h:1"},
-		{request{method: "POST", target: "/remove_worker?url=http://h:1"}, 200, "text/plain; charset=utf-8", "Successfully removed worker: http://h:1"},
-		{request{method: "GET", target: "/list_workers"}, 200, "application/json", `{"urls":["http://a:1","http://b:1"]}` + "\n"},
-		{request{method: "GET", target: "/list_workers?app=empty"}, 200, "application/json", `{"urls":[]}` + "\n"},
-		{request{method: "POST", target: "/add_worker?url=http://taken:1"}, 409, "application/json", "is attached already"},
-		{request{method: "POST", target: "/remove_worker?url=http://none:1"}, 404, "application/json", "edge has no rank http://none:1"},
+		{
+			request{method: "POST", target: "/add_worker?url=http://h:1"},
+			200, "text/plain; charset=utf-8",
+			"Successfully added worker: http://h:1",
+		},
+		{
+			request{method: "POST", target: "/add_worker?url=http%3A%2F%2Fh%3A1%2F&app=edge"},
+			200,
+			"text/plain; charset=utf-8", "Successfully added worker: http://h:1",
+		},
+		{
+			request{method: "POST", target: "/remove_worker?url=http://h:1"},
+			200, "text/plain; charset=utf-8",
+			"Successfully removed worker: http://h:1",
+		},
+		{
+			request{method: "GET", target: "/list_workers"},
+			200, "application/json",
+			`{"urls":["http://a:1","http://b:1"]}` + "\n",
+		},
+		{
+			request{method: "GET", target: "/list_workers?app=empty"},
+			200, "application/json",
+			`{"urls":[]}` + "\n",
+		},
+		{
+			request{method: "POST", target: "/add_worker?url=http://taken:1"},
+			409, "application/json",
+			"is attached already",
+		},
+		{
+			request{method: "POST", target: "/remove_worker?url=http://none:1"},
+			404, "application/json",
+			"edge has no rank http://none:1",
+		},
 		{request{method: "POST", target: "/add_worker"}, 400, "application/json", "no url is given"},
-		{request{method: "POST", target: "/add_worker?url=h:1"}, 400, "application/json", "wanted http://HOST:PORT"},
-		{request{method: "POST", target: "/add_worker?url=http://h:1&ap=edge"}, 400, "application/json", `unknown query key \"ap\"`},
-		{request{method: "GET", target: "/add_worker?url=http://h:1"}, 405, "application/json", "does not take GET"},
-		{request{method: "POST", target: "/add_worker?url=http://h:1", header: map[string]string{"Origin": "http://evil.example"}}, 403, "application/json", "another web page"},
+		{
+			request{method: "POST", target: "/add_worker?url=h:1"},
+			400, "application/json",
+			"wanted http://HOST:PORT",
+		},
+		{
+			request{method: "POST", target: "/add_worker?url=http://h:1&ap=edge"},
+			400, "application/json",
+			`unknown query key \"ap\"`,
+		},
+		{
+			request{method: "GET", target: "/add_worker?url=http://h:1"},
+			405, "application/json",
+			"does not take GET",
+		},
+		{
+			request{
+				method: "POST", target: "/add_worker?url=http://h:1",
+				header: map[string]string{"Origin": "http://evil.example"},
+			},
+			403, "application/json",
+			"another web page",
+		},
 	} {
 		rec := c.r.send(t, h)
 		assert.Equal(t, c.code, rec.Code, c.r.target)
@@ -121,9 +171,21 @@ func TestBadRankRequests(t *testing.T) {
 		text string
 	}{
 		{request{method: "POST", target: path}, 400, "nothing is given"},
-		{request{method: "POST", target: path + "?url=http://h:1", body: "{}"}, 400, "this path takes no query"},
-		{request{method: "POST", target: path, body: `{"url": "` + strings.Repeat("x", 1<<16) + `"}`}, 413, "larger than"},
-		{request{method: "POST", target: path, body: `{"url": "http://h:1", "selektor": 2}`}, 400, `did you mean \"selector\"?`},
+		{
+			request{method: "POST", target: path + "?url=http://h:1", body: "{}"},
+			400,
+			"this path takes no query",
+		},
+		{
+			request{method: "POST", target: path, body: `{"url": "` + strings.Repeat("x", 1<<16) + `"}`},
+			413,
+			"larger than",
+		},
+		{
+			request{method: "POST", target: path, body: `{"url": "http://h:1", "selektor": 2}`},
+			400,
+			`did you mean \"selector\"?`,
+		},
 		{request{method: "DELETE", target: path}, 400, "one of url and rank"},
 		{request{method: "DELETE", target: path + "?url=http://h:1&rank=0/1"}, 400, "one of url and rank"},
 		{request{method: "DELETE", target: path + "?rank=1"}, 400, "write GROUP/RANK"},

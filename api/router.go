@@ -13,28 +13,31 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// Routers is what the admin API needs of a node's Routers. Safe for concurrent use; a method ends when its ctx does. Errors are
-// *problem.Error: NotFound for an application, worker or request id that is not there, InvalidArgument for a request that
-// cannot be read, Overloaded when no rank has room, Unavailable when none is ready.
+// Routers is the part of a node's Routers that the admin API needs. Implementations are safe for concurrent
+// use, and a method returns when its ctx ends. Errors are *problem.Error: NotFound for an unknown
+// application, worker or request id, InvalidArgument for a request that cannot be read, Overloaded when no
+// rank has room, Unavailable when no rank is ready.
 type Routers interface {
-	// Explain decides for q as the live path would, and changes nothing.
+	// Explain decides for q like the live path and changes nothing.
 	Explain(ctx context.Context, app string, q *msg.RouteQuery) (*msg.Explanation, error)
-	// Reset drops what the Router remembers and asks every rank for its state anew; requests in flight are not touched.
+	// Reset drops the Router's state and requests a snapshot from every rank; it does not touch requests in
+	// flight.
 	Reset(ctx context.Context, app string) (msg.ResetResult, error)
 	// Router describes the Router.
 	Router(ctx context.Context, app string) (msg.RouterInfo, error)
-	// BestWorker says where a prompt should go; with a request id it is reserved there.
+	// BestWorker returns the best worker for a prompt; with a request id it reserves a place there.
 	BestWorker(ctx context.Context, app string, q *msg.BestWorker) (msg.Worker, error)
-	// PotentialLoads says what each rank would have in hand with this prompt; none is the load as it is.
+	// PotentialLoads returns each rank's load with this prompt added; without ids, the present load.
 	PotentialLoads(ctx context.Context, app string, ids []uint32) ([]msg.PotentialLoad, error)
-	// MarkPrefillComplete turns a reservation from prefill into decode.
+	// MarkPrefillComplete moves a reservation from prefill to decode.
 	MarkPrefillComplete(ctx context.Context, app, requestID string) error
 	// Free ends a reservation.
 	Free(ctx context.Context, app, requestID string) error
-	// DumpEvents hands out the index, run by run; truncated says that it holds more than one dump gives. A run is the callee's
-	// again when emit returns.
+	// DumpEvents calls emit for each run of the index. truncated is true if the index holds more than one
+	// dump returns. The callee reuses a run after emit returns.
 	DumpEvents(ctx context.Context, app string, emit func(*msg.KVRun) error) (truncated bool, err error)
-	// Generate picks, sends and accounts, and hands out the tokens as they come. An error of emit ends it.
+	// Generate picks a rank, sends the prompt there, accounts for it and calls emit for each part of the
+	// answer. An error of emit ends the request.
 	Generate(ctx context.Context, app string, q *msg.Generate, emit func(*msg.Generated) error) error
 }
 
@@ -94,32 +97,36 @@ type reservationRequest struct {
 	RequestID string `json:"request_id"`
 }
 
-// routers adds the paths of the Routers.
-func (s *Server) routers(g *gin.Engine) {
-	if s.cfg.Routers == nil {
-		return
-	}
-	one := pathRouters + "/:app"
-	g.GET(one, s.reply(s.router))
-	g.POST(one+"/explain", s.reply(s.explain))
-	g.POST(one+"/reset", s.reply(s.reset))
-	g.POST(one+"/best_worker", s.reply(s.bestWorker))
-	g.POST(one+"/potential_loads", s.reply(s.potentialLoads))
-	g.POST(one+"/mark_prefill_complete", s.reply(s.markPrefillComplete))
-	g.POST(one+"/free", s.reply(s.free))
-	g.GET(one+"/dump_events", s.dumpEvents)
-	g.POST(one+"/generate", s.generate)
+// routerHandlers answers the paths of the Routers.
+type routerHandlers struct {
+	server  *Server
+	routers Routers
 }
 
-func (s *Server) router(c *gin.Context) (int, any, error) {
+// addRoutes registers the paths.
+func (h routerHandlers) addRoutes(g *gin.Engine) {
+	reply := h.server.reply
+	one := pathRouters + "/:app"
+	g.GET(one, reply(h.router))
+	g.POST(one+"/explain", reply(h.explain))
+	g.POST(one+"/reset", reply(h.reset))
+	g.POST(one+"/best_worker", reply(h.bestWorker))
+	g.POST(one+"/potential_loads", reply(h.potentialLoads))
+	g.POST(one+"/mark_prefill_complete", reply(h.markPrefillComplete))
+	g.POST(one+"/free", reply(h.free))
+	g.GET(one+"/dump_events", h.dumpEvents)
+	g.POST(one+"/generate", h.generate)
+}
+
+func (h routerHandlers) router(c *gin.Context) (int, any, error) {
 	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
 		return 0, nil, err
 	}
-	r, err := s.cfg.Routers.Router(c.Request.Context(), c.Param("app"))
+	r, err := h.routers.Router(c.Request.Context(), c.Param("app"))
 	return http.StatusOK, RouterReply{Envelope{APIVersion}, r}, err
 }
 
-func (s *Server) explain(c *gin.Context) (int, any, error) {
+func (h routerHandlers) explain(c *gin.Context) (int, any, error) {
 	var q msg.RouteQuery
 	if err := readRouterBody(c, &q); err != nil {
 		return 0, nil, err
@@ -127,14 +134,14 @@ func (s *Server) explain(c *gin.Context) (int, any, error) {
 	if err := checkQuery(&q); err != nil {
 		return 0, nil, err
 	}
-	e, err := s.cfg.Routers.Explain(c.Request.Context(), c.Param("app"), &q)
+	e, err := h.routers.Explain(c.Request.Context(), c.Param("app"), &q)
 	if err != nil {
 		return 0, nil, err
 	}
 	return http.StatusOK, ExplainReply{Envelope{APIVersion}, *e}, nil
 }
 
-// checkQuery refuses a query that asks for nothing, or for two things at once.
+// checkQuery refuses a query without a request, or with several.
 func checkQuery(q *msg.RouteQuery) error {
 	given := 0
 	for _, is := range []bool{q.Prompt != nil, q.TokenIDs != nil, len(q.Request) > 0, q.Replay != ""} {
@@ -149,35 +156,39 @@ func checkQuery(q *msg.RouteQuery) error {
 	case given > 1:
 		return problem.New(problem.InvalidArgument, "%d requests at once", given).WithHint(hint)
 	case (q.Route != "" || len(q.Headers) > 0) && q.Prompt == nil && len(q.Request) == 0:
-		return problem.New(problem.InvalidArgument, "route and headers go with prompt and request").WithHint("leave them out")
+		return problem.New(problem.InvalidArgument, "route and headers go with prompt and request").
+			WithHint("leave them out")
 	case q.Model != "" && q.Prompt == nil && q.TokenIDs == nil:
-		return problem.New(problem.InvalidArgument, "model goes with prompt and token_ids").WithHint("leave it out: the request names its own")
+		return problem.New(problem.InvalidArgument, "model goes with prompt and token_ids").
+			WithHint("leave it out: the request names its own")
 	case q.TokenIDs != nil:
 		return checkIDs(q.TokenIDs)
 	}
 	return nil
 }
 
-// checkIDs bounds a prompt of token ids. Whether they mean something is the engine's to say.
+// checkIDs bounds a prompt of token ids. The engine checks the ids themselves.
 func checkIDs(ids []uint32) error {
 	switch {
 	case len(ids) == 0:
-		return problem.New(problem.InvalidArgument, "token_ids is empty").WithHint("send the prompt as token ids: [1, 2, 3]")
+		return problem.New(problem.InvalidArgument, "token_ids is empty").
+			WithHint("send the prompt as token ids: [1, 2, 3]")
 	case len(ids) > maxTokenIDs:
-		return problem.New(problem.TooLarge, "token_ids has %d entries, more than %d", len(ids), maxTokenIDs).WithHint("send a shorter prompt")
+		return problem.New(problem.TooLarge, "token_ids has %d entries, more than %d", len(ids), maxTokenIDs).
+			WithHint("send a shorter prompt")
 	}
 	return nil
 }
 
-func (s *Server) reset(c *gin.Context) (int, any, error) {
+func (h routerHandlers) reset(c *gin.Context) (int, any, error) {
 	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
 		return 0, nil, err
 	}
-	r, err := s.cfg.Routers.Reset(c.Request.Context(), c.Param("app"))
+	r, err := h.routers.Reset(c.Request.Context(), c.Param("app"))
 	return http.StatusOK, ResetReply{Envelope{APIVersion}, r}, err
 }
 
-func (s *Server) bestWorker(c *gin.Context) (int, any, error) {
+func (h routerHandlers) bestWorker(c *gin.Context) (int, any, error) {
 	var q msg.BestWorker
 	if err := readRouterBody(c, &q); err != nil {
 		return 0, nil, err
@@ -185,11 +196,11 @@ func (s *Server) bestWorker(c *gin.Context) (int, any, error) {
 	if err := checkIDs(q.TokenIDs); err != nil {
 		return 0, nil, err
 	}
-	w, err := s.cfg.Routers.BestWorker(c.Request.Context(), c.Param("app"), &q)
+	w, err := h.routers.BestWorker(c.Request.Context(), c.Param("app"), &q)
 	return http.StatusOK, WorkerReply{Envelope{APIVersion}, w}, err
 }
 
-func (s *Server) potentialLoads(c *gin.Context) (int, any, error) {
+func (h routerHandlers) potentialLoads(c *gin.Context) (int, any, error) {
 	var q tokensRequest
 	if err := readRouterBody(c, &q); err != nil {
 		return 0, nil, err
@@ -199,28 +210,28 @@ func (s *Server) potentialLoads(c *gin.Context) (int, any, error) {
 			return 0, nil, err
 		}
 	}
-	loads, err := s.cfg.Routers.PotentialLoads(c.Request.Context(), c.Param("app"), q.TokenIDs)
+	loads, err := h.routers.PotentialLoads(c.Request.Context(), c.Param("app"), q.TokenIDs)
 	if loads == nil {
 		loads = []msg.PotentialLoad{}
 	}
 	return http.StatusOK, LoadsReply{Envelope{APIVersion}, loads}, err
 }
 
-func (s *Server) markPrefillComplete(c *gin.Context) (int, any, error) {
+func (h routerHandlers) markPrefillComplete(c *gin.Context) (int, any, error) {
 	id, err := readReservation(c)
 	if err != nil {
 		return 0, nil, err
 	}
-	err = s.cfg.Routers.MarkPrefillComplete(c.Request.Context(), c.Param("app"), id)
+	err = h.routers.MarkPrefillComplete(c.Request.Context(), c.Param("app"), id)
 	return http.StatusOK, ReservationReply{Envelope{APIVersion}, id, "prefill_complete"}, err
 }
 
-func (s *Server) free(c *gin.Context) (int, any, error) {
+func (h routerHandlers) free(c *gin.Context) (int, any, error) {
 	id, err := readReservation(c)
 	if err != nil {
 		return 0, nil, err
 	}
-	err = s.cfg.Routers.Free(c.Request.Context(), c.Param("app"), id)
+	err = h.routers.Free(c.Request.Context(), c.Param("app"), id)
 	return http.StatusOK, ReservationReply{Envelope{APIVersion}, id, "freed"}, err
 }
 
@@ -230,30 +241,32 @@ func readReservation(c *gin.Context) (string, error) {
 		return "", err
 	}
 	if q.RequestID == "" {
-		return "", problem.New(problem.InvalidArgument, "request_id is missing").WithHint("give the request_id that best_worker was called with")
+		return "", problem.New(problem.InvalidArgument, "request_id is missing").
+			WithHint("give the request_id that best_worker was called with")
 	}
 	return q.RequestID, nil
 }
 
-// dumpEvents sends the index as one JSON document, piece by piece: it is never held whole.
-func (s *Server) dumpEvents(c *gin.Context) {
+// dumpEvents streams the index as one JSON document, so that the server never holds it whole.
+func (h routerHandlers) dumpEvents(c *gin.Context) {
 	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
-		s.fail(c, err)
+		h.server.fail(c, err)
 		return
 	}
-	ctx, done, err := s.open(c.Request, s.generates, "dumps and generate calls are under way")
+	ctx, done, err := h.server.acquireStream(c.Request, h.server.generates,
+		"dumps and generate calls are under way")
 	if err != nil {
-		s.fail(c, err)
+		h.server.fail(c, err)
 		return
 	}
 	defer done()
 	d := &dump{w: c.Writer, buf: bufio.NewWriterSize(c.Writer, dumpBuffer), app: c.Param("app")}
-	truncated, err := s.cfg.Routers.DumpEvents(ctx, d.app, d.add)
+	truncated, err := h.routers.DumpEvents(ctx, d.app, d.add)
 	switch {
 	case err != nil && !d.begun:
-		s.fail(c, err)
+		h.server.fail(c, err)
 	case err != nil || ctx.Err() != nil:
-		panic(http.ErrAbortHandler) // half a document must not look like a whole one
+		panic(http.ErrAbortHandler) // a client must not take half a document for a whole one
 	default:
 		d.end(truncated)
 	}
@@ -275,12 +288,12 @@ func (d *dump) begin() {
 		return
 	}
 	d.begun = true
-	begin(d.w, "application/json")
+	beginStream(d.w, "application/json")
 	name, _ := json.Marshal(d.app) //nolint:errchkjson // a string
 	_, _ = fmt.Fprintf(d.buf, `{"apiVersion":%q,"app":%s,"events":[`, APIVersion, name)
 }
 
-// add writes one run. A bufio.Writer keeps its first error, which the next run or the end gives.
+// add writes one run. The bufio.Writer keeps its first error and returns it at the next run or at the end.
 func (d *dump) add(r *msg.KVRun) error {
 	d.begin()
 	data, err := json.Marshal(r)
@@ -290,51 +303,55 @@ func (d *dump) add(r *msg.KVRun) error {
 	if d.runs++; d.runs > 1 {
 		_ = d.buf.WriteByte(',')
 	}
-	rearm(d.w)
+	extendWriteDeadline(d.w)
 	_, err = d.buf.Write(data)
 	return err
 }
 
 func (d *dump) end(truncated bool) {
 	d.begin()
-	rearm(d.w)
+	extendWriteDeadline(d.w)
 	_, _ = fmt.Fprintf(d.buf, `],"truncated":%t}`+"\n", truncated)
 	_ = d.buf.Flush() // a client that has left needs no end
 }
 
-// generate sends the parts of an answer as server-sent events, [DONE] behind the last. An error before the first is an ordinary
-// answer, one behind it an event of type error without [DONE].
-func (s *Server) generate(c *gin.Context) {
+// generate sends the parts of an answer as server-sent events, followed by [DONE]. An error before the first
+// part is an ordinary error answer; a later one is an event of type error without [DONE].
+func (h routerHandlers) generate(c *gin.Context) {
 	var q msg.Generate
 	if err := readRouterBody(c, &q); err != nil {
-		s.fail(c, err)
+		h.server.fail(c, err)
 		return
 	}
 	if err := checkIDs(q.TokenIDs); err != nil {
-		s.fail(c, err)
+		h.server.fail(c, err)
 		return
 	}
-	ctx, done, err := s.open(c.Request, s.generates, "dumps and generate calls are under way")
+	ctx, done, err := h.server.acquireStream(c.Request, h.server.generates,
+		"dumps and generate calls are under way")
 	if err != nil {
-		s.fail(c, err)
+		h.server.fail(c, err)
 		return
 	}
 	defer done()
 	e := &eventWriter{w: c.Writer}
-	err = s.cfg.Routers.Generate(ctx, c.Param("app"), &q, func(part *msg.Generated) error { return e.send("", part) })
+	err = h.routers.Generate(ctx, c.Param("app"), &q,
+		func(part *msg.Generated) error { return e.send("", part) })
 	switch {
 	case err == nil && e.begun:
 		_ = e.write("data: [DONE]\n\n") // a client that has left needs no end
 	case err == nil:
-		s.fail(c, problem.New(problem.Upstream, "the engine sent no tokens").WithHint("`dpserve logs %s` shows what it says", c.Param("app")))
+		h.server.fail(c,
+			problem.New(problem.Upstream, "the engine sent no tokens").
+				WithHint("`dpserve logs %s` shows what it says", c.Param("app")))
 	case !e.begun:
-		s.fail(c, err)
+		h.server.fail(c, err)
 	default:
-		_ = e.send("error", errorReply{Envelope{APIVersion}, toBody(err)})
+		_ = e.send("error", errorReply{Envelope{APIVersion}, newErrorBody(err)})
 	}
 }
 
-// eventWriter writes server-sent events; the header goes out with the first.
+// eventWriter writes server-sent events. It sends the headers with the first event.
 type eventWriter struct {
 	w     http.ResponseWriter
 	begun bool
@@ -354,9 +371,9 @@ func (e *eventWriter) send(kind string, v any) error {
 func (e *eventWriter) write(text string) error {
 	if !e.begun {
 		e.begun = true
-		begin(e.w, "text/event-stream")
+		beginStream(e.w, "text/event-stream")
 	}
-	rearm(e.w)
+	extendWriteDeadline(e.w)
 	if _, err := e.w.Write([]byte(text)); err != nil {
 		return err
 	}

@@ -51,7 +51,10 @@ func (r *routers) Reset(_ context.Context, app string) (msg.ResetResult, error) 
 func (r *routers) Router(_ context.Context, app string) (msg.RouterInfo, error) {
 	info := msg.RouterInfo{App: app, Policy: "kv"}
 	if app == "timed" {
-		info.Law = &msg.Law{Preset: "dense", Prefill: 1.5, Decode: 1, PrefillSamples: 2, AgeS: 0.5, Error: 0.25, Ranks: []msg.RankSpeed{{Worker: "0/1", Slow: 2}}}
+		info.Law = &msg.Law{
+			Preset: "dense", Prefill: 1.5, Decode: 1, PrefillSamples: 2, AgeS: 0.5, Error: 0.25,
+			Ranks: []msg.RankSpeed{{Worker: "0/1", Slow: 2}},
+		}
 	}
 	return info, r.note("router")
 }
@@ -81,7 +84,9 @@ func (r *routers) DumpEvents(_ context.Context, _ string, emit func(*msg.KVRun) 
 	return true, r.broken
 }
 
-func (r *routers) Generate(ctx context.Context, _ string, q *msg.Generate, emit func(*msg.Generated) error) error {
+func (r *routers) Generate(ctx context.Context, _ string, q *msg.Generate,
+	emit func(*msg.Generated) error,
+) error {
 	if err := r.note(q); err != nil {
 		return err
 	}
@@ -101,7 +106,9 @@ const routersPath = "/api/v1/routers/demo"
 
 func ask(t *testing.T, h http.Handler, method, path, body string) *httptest.ResponseRecorder {
 	t.Helper()
-	return request{method: method, target: path, body: body, header: map[string]string{"Host": "127.0.0.1"}}.send(t, h)
+	return request{
+		method: method, target: path, body: body, header: map[string]string{"Host": "127.0.0.1"},
+	}.send(t, h)
 }
 
 // TestRouterAnswers pins the JSON of each route.
@@ -109,14 +116,33 @@ func TestRouterAnswers(t *testing.T) {
 	r := &routers{}
 	h := api.NewServer(api.Config{Backend: newBackend(), Routers: r}).Handler()
 	for _, c := range []struct{ method, path, body, want string }{
-		{"GET", "", "", `{"apiVersion":"dpserve/v1","app":"demo","policy":"kv","preset":"","identity":"","reads":null,"ranks":0,"ready":0,"queued":0,"reservations":0,"imbalance":0}`},
-		{"POST", "/explain", `{"prompt":"x"}`, `{"apiVersion":"dpserve/v1","app":"demo","policy":"","tokens":0,"estimated":false,"blocks":0,"decision":"","pick":"0/1","reason":"","ranks":null}`},
+		{
+			"GET", "", "",
+			`{"apiVersion":"dpserve/v1","app":"demo","policy":"kv","preset":"","identity":"","reads":null,` +
+				`"ranks":0,"ready":0,"queued":0,"reservations":0,"imbalance":0}`,
+		},
+		{
+			"POST", "/explain", `{"prompt":"x"}`,
+			`{"apiVersion":"dpserve/v1","app":"demo","policy":"","tokens":0,"estimated":false,"blocks":0,` +
+				`"decision":"","pick":"0/1","reason":"","ranks":null}`,
+		},
 		{"POST", "/reset", ``, `{"apiVersion":"dpserve/v1","app":"demo","ranks":4}`},
-		{"POST", "/best_worker", `{"token_ids":[1],"request_id":"r"}`, `{"apiVersion":"dpserve/v1","worker":"0/1","group":0,"dp_rank":0,"overlap_blocks":0,"hit_tokens":0,"block_size":0,"reason":"","node":"","url":"","addressing":"","request_id":"r"}`},
+		{
+			"POST", "/best_worker", `{"token_ids":[1],"request_id":"r"}`,
+			`{"apiVersion":"dpserve/v1","worker":"0/1","group":0,"dp_rank":0,"overlap_blocks":0,` +
+				`"hit_tokens":0,"block_size":0,"reason":"","node":"","url":"","addressing":"",` +
+				`"request_id":"r"}`,
+		},
 		{"POST", "/potential_loads", `{"token_ids":[1]}`, `{"apiVersion":"dpserve/v1","loads":[]}`},
 		{"POST", "/potential_loads", `{}`, `{"apiVersion":"dpserve/v1","loads":[]}`},
-		{"POST", "/mark_prefill_complete", `{"request_id":"r"}`, `{"apiVersion":"dpserve/v1","request_id":"r","status":"prefill_complete"}`},
-		{"POST", "/free", `{"request_id":"r"}`, `{"apiVersion":"dpserve/v1","request_id":"r","status":"freed"}`},
+		{
+			"POST", "/mark_prefill_complete", `{"request_id":"r"}`,
+			`{"apiVersion":"dpserve/v1","request_id":"r","status":"prefill_complete"}`,
+		},
+		{
+			"POST", "/free", `{"request_id":"r"}`,
+			`{"apiVersion":"dpserve/v1","request_id":"r","status":"freed"}`,
+		},
 	} {
 		rec := ask(t, h, c.method, routersPath+c.path, c.body)
 		assert.Equal(t, http.StatusOK, rec.Code, c.path)
@@ -124,15 +150,21 @@ func TestRouterAnswers(t *testing.T) {
 	}
 	assert.Equal(t, []any{"mark r", "free r"}, r.asked[len(r.asked)-2:])
 	assert.Contains(t, ask(t, h, "GET", "/api/v1/routers/timed", "").Body.String(),
-		`"law":{"preset":"dense","prefill":1.5,"decode":1,"prefill_samples":2,"decode_samples":0,"age_s":0.5,"error":0.25,"ranks":[{"worker":"0/1","slow":2}]}`)
+		`"law":{"preset":"dense","prefill":1.5,"decode":1,"prefill_samples":2,"decode_samples":0,`+
+			`"age_s":0.5,"error":0.25,"ranks":[{"worker":"0/1","slow":2}]}`)
 }
 
-// TestExplainSendsTheBytesOfTheRequest: the Router hashes the bytes of a prompt, so a client may not write them anew.
+// TestExplainSendsTheBytesOfTheRequest: the Router hashes the bytes of a prompt, so a client may not write
+// them anew.
 func TestExplainSendsTheBytesOfTheRequest(t *testing.T) {
 	r := &routers{}
 	_, c := serve(t, api.Config{Backend: newBackend(), Routers: r})
-	for _, body := range []string{`{"prompt":"x"}`, "{\n  \"prompt\" : \"a  b\" }", `{"prompt":"<b> & \u003c é"}`, `{ }`} {
-		for _, q := range []*msg.RouteQuery{{Request: []byte(body)}, {Request: []byte(body), Route: "/v1/completions", Worker: "0/1"}} {
+	for _, body := range []string{
+		`{"prompt":"x"}`, "{\n  \"prompt\" : \"a  b\" }", `{"prompt":"<b> & \u003c é"}`, `{ }`,
+	} {
+		for _, q := range []*msg.RouteQuery{
+			{Request: []byte(body)}, {Request: []byte(body), Route: "/v1/completions", Worker: "0/1"},
+		} {
 			_, err := c.Explain(t.Context(), "demo", q)
 			require.NoError(t, err)
 			assert.Equal(t, q, r.asked[len(r.asked)-1])
@@ -221,44 +253,66 @@ func TestRouterErrorsKeepTheirCode(t *testing.T) {
 	} {
 		rec := ask(t, h, c.method, routersPath+c.path, c.body)
 		assert.Equal(t, http.StatusServiceUnavailable, rec.Code, c.path)
-		assert.JSONEq(t, `{"apiVersion":"dpserve/v1","error":{"code":"overloaded","message":"full","hint":"later"}}`, rec.Body.String(), c.path)
+		assert.JSONEq(t,
+			`{"apiVersion":"dpserve/v1","error":{"code":"overloaded","message":"full","hint":"later"}}`,
+			rec.Body.String(), c.path)
 	}
 }
 
 func TestDumpEvents(t *testing.T) {
-	r := &routers{runs: []msg.KVRun{{Worker: "0/1", Tier: "gpu", Blocks: []string{"a"}}, {Worker: "0/1", Tier: "sent", Parent: "a", Blocks: []string{"b"}}}}
+	r := &routers{
+		runs: []msg.KVRun{
+			{Worker: "0/1", Tier: "gpu", Blocks: []string{"a"}}, {
+				Worker: "0/1", Tier: "sent", Parent: "a", Blocks: []string{"b"},
+			},
+		},
+	}
 	h := api.NewServer(api.Config{Backend: newBackend(), Routers: r}).Handler()
 	rec := ask(t, h, "GET", routersPath+"/dump_events", "")
-	assert.JSONEq(t, `{"apiVersion":"dpserve/v1","app":"demo","events":[{"worker":"0/1","tier":"gpu","blocks":["a"]},`+
-		`{"worker":"0/1","tier":"sent","parent":"a","blocks":["b"]}],"truncated":true}`, rec.Body.String())
+	assert.JSONEq(t,
+		`{"apiVersion":"dpserve/v1","app":"demo","events":[{"worker":"0/1","tier":"gpu","blocks":["a"]},`+
+			`{"worker":"0/1","tier":"sent","parent":"a","blocks":["b"]}],"truncated":true}`,
+		rec.Body.String())
 	r.runs = nil
 	rec = ask(t, h, "GET", routersPath+"/dump_events", "")
-	assert.JSONEq(t, `{"apiVersion":"dpserve/v1","app":"demo","events":[],"truncated":true}`, rec.Body.String())
+	assert.JSONEq(t, `{"apiVersion":"dpserve/v1","app":"demo","events":[],"truncated":true}`,
+		rec.Body.String())
 	r.runs, r.broken = []msg.KVRun{{}}, errors.New("gone")
-	assert.PanicsWithError(t, http.ErrAbortHandler.Error(), func() { ask(t, h, "GET", routersPath+"/dump_events", "") })
+	assert.PanicsWithError(t, http.ErrAbortHandler.Error(),
+		func() { ask(t, h, "GET", routersPath+"/dump_events", "") })
 }
 
 func TestGenerate(t *testing.T) {
-	r := &routers{parts: []msg.Generated{{TokenIDs: []uint32{1}, Worker: "0/1"}, {TokenIDs: []uint32{}, FinishReason: "stop"}}}
+	r := &routers{
+		parts: []msg.Generated{
+			{TokenIDs: []uint32{1}, Worker: "0/1"}, {TokenIDs: []uint32{}, FinishReason: "stop"},
+		},
+	}
 	h := api.NewServer(api.Config{Backend: newBackend(), Routers: r}).Handler()
 	rec := ask(t, h, "POST", routersPath+"/generate", `{"token_ids":[1],"sampling":{"max_tokens":3}}`)
 	assert.Equal(t, "text/event-stream", rec.Header().Get("Content-Type"))
-	first := "data: {\"token_ids\":[1],\"worker\":\"0/1\"}\n\ndata: {\"token_ids\":[],\"finish_reason\":\"stop\"}\n\n"
+	first := "data: {\"token_ids\":[1],\"worker\":\"0/1\"}\n\ndata: " +
+		"{\"token_ids\":[],\"finish_reason\":\"stop\"}\n\n"
 	assert.Equal(t, first+"data: [DONE]\n\n", rec.Body.String())
 	r.broken = problem.New(problem.Upstream, "the answer broke off").WithHint("look")
 	rec = ask(t, h, "POST", routersPath+"/generate", `{"token_ids":[1]}`)
-	assert.Equal(t, first+`event: error`+"\n"+`data: {"apiVersion":"dpserve/v1","error":{"code":"upstream","message":"the answer broke off","hint":"look"}}`+"\n\n", rec.Body.String())
+	assert.Equal(t,
+		first+`event: error`+"\n"+
+			`data: {"apiVersion":"dpserve/v1","error":{"code":"upstream","message":"the answer broke off",`+
+			`"hint":"look"}}`+"\n\n", rec.Body.String())
 	r.parts, r.broken = nil, nil
 	rec = ask(t, h, "POST", routersPath+"/generate", `{"token_ids":[1]}`)
 	assert.Equal(t, http.StatusBadGateway, rec.Code)
 }
 
-// TestGenerateEndsWithItsClient: over a real connection, a client that leaves and a server that closes end the call.
+// TestGenerateEndsWithItsClient: over a real connection, a client that leaves and a server that closes end
+// the call.
 func TestGenerateEndsWithItsClient(t *testing.T) {
 	r := &routers{parts: []msg.Generated{{TokenIDs: []uint32{1}}}, hold: true}
 	s, _ := serve(t, api.Config{Backend: newBackend(), Routers: r})
 	post := func(ctx context.Context) *http.Response {
-		req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+s.Addr().String()+routersPath+"/generate", strings.NewReader(`{"token_ids":[1]}`))
+		req, err := http.NewRequestWithContext(ctx, http.MethodPost,
+			"http://"+s.Addr().String()+routersPath+"/generate", strings.NewReader(`{"token_ids":[1]}`))
 		require.NoError(t, err)
 		res, err := http.DefaultClient.Do(req)
 		require.NoError(t, err)
@@ -279,7 +333,10 @@ func TestGenerateEndsWithItsClient(t *testing.T) {
 
 // FuzzRouterBody: no body makes a 500, and what is taken has exactly the keys there are.
 func FuzzRouterBody(f *testing.F) {
-	for _, s := range []string{`{"prompt":"x"}`, `{"token_ids":[1,2],"worker":"0/1"}`, `{"request":{"a":[{}]},"headers":{"a":"b"}}`, `{"replay":"x"`, `{"prompt":"a","prompt":"b"}`, "\xff", `{"\u0070rompt":"x"}`} {
+	for _, s := range []string{
+		`{"prompt":"x"}`, `{"token_ids":[1,2],"worker":"0/1"}`, `{"request":{"a":[{}]},"headers":{"a":"b"}}`,
+		`{"replay":"x"`, `{"prompt":"a","prompt":"b"}`, "\xff", `{"\u0070rompt":"x"}`,
+	} {
 		f.Add(s)
 	}
 	r := &routers{}
