@@ -9,10 +9,10 @@ import (
 )
 
 const (
-	maxGaps  = 4 << 20 // gaps kept exactly (32 MiB); beyond, a uniform sample of that size
-	maxTimes = 4 << 20 // requests kept, likewise
+	maxGaps  = 4 << 20 // gaps kept exactly (32 MiB); a larger number is sampled uniformly
+	maxTimes = 4 << 20 // requests, likewise
 	maxKinds = 64      // kinds of errors
-	maxRanks = 4096    // ranks counted apart
+	maxRanks = 4096    // ranks with a count of their own
 )
 
 // collector gathers samples. Safe for concurrent use.
@@ -35,7 +35,7 @@ type collector struct {
 	total   counts    // warm-up included
 }
 
-// counts is what CPU time is divided by.
+// counts are the divisors of CPU time.
 type counts struct{ requests, chunks int }
 
 // totals are sums over good requests.
@@ -108,7 +108,7 @@ func (c *collector) all() counts {
 	return c.total
 }
 
-// tokens is the engine's own count, or the number of chunks if it gives none.
+// tokens returns the engine's count, or the number of chunks if the engine reports none.
 func (s *sample) tokens() int {
 	if s.usage.Completion > 0 {
 		return s.usage.Completion
@@ -125,8 +125,8 @@ func (s *sample) tpot() (time.Duration, bool) {
 	return s.last.Sub(s.first) / time.Duration(n-1), true
 }
 
-// times are measured durations: all of them up to limit, then a uniform sample of that many (algorithm R). Sum, count
-// and maximum stay exact.
+// times holds measured durations: all of them up to limit, then a uniform sample of that size (algorithm R).
+// Sum, count and maximum stay exact.
 type times struct {
 	r     *rand.Rand
 	limit int
@@ -160,23 +160,24 @@ type Percentiles struct {
 	Max   float64 `json:"max_ms"`
 }
 
-// percentiles sorts what was kept; nil if nothing was measured.
+// percentiles sorts the kept durations; nil if there are none.
 func (t *times) percentiles() *Percentiles {
 	if t.n == 0 {
 		return nil
 	}
 	slices.Sort(t.kept)
 	return &Percentiles{
-		Count: t.n, Mean: ms(time.Duration(t.sum / float64(t.n))),
-		P50: ms(rankOfShare(t.kept, 0.5)), P90: ms(rankOfShare(t.kept, 0.9)), P95: ms(rankOfShare(t.kept, 0.95)),
-		P99: ms(rankOfShare(t.kept, 0.99)), Max: ms(t.max),
+		Count: t.n, Mean: toMillis(time.Duration(t.sum / float64(t.n))),
+		P50: toMillis(rankOfShare(t.kept, 0.5)), P90: toMillis(rankOfShare(t.kept, 0.9)),
+		P95: toMillis(rankOfShare(t.kept, 0.95)),
+		P99: toMillis(rankOfShare(t.kept, 0.99)), Max: toMillis(t.max),
 	}
 }
 
-// rankOfShare is the value of rank ⌊p·(n−1)⌋ of sorted, which is not empty.
+// rankOfShare returns the value of rank ⌊p·(n−1)⌋ of sorted, which is not empty.
 func rankOfShare(sorted []time.Duration, p float64) time.Duration {
 	return sorted[int(math.Floor(p*float64(len(sorted)-1)))]
 }
 
-// ms is d in milliseconds, to the microsecond.
-func ms(d time.Duration) float64 { return math.Round(float64(d)/1e3) / 1e3 }
+// toMillis returns d in milliseconds, rounded to the microsecond.
+func toMillis(d time.Duration) float64 { return math.Round(float64(d)/1e3) / 1e3 }
