@@ -154,7 +154,7 @@ func (c *Client) call(ctx context.Context, method, path string, q url.Values, bo
 	if err != nil {
 		return err
 	}
-	defer func() { _ = res.Body.Close() }() // read to its end, or given up
+	defer func() { _ = res.Body.Close() }() // read completely, or no longer needed
 	data, err := readReply(res)
 	if err != nil {
 		return c.transportError(ctx, err)
@@ -184,7 +184,7 @@ func (c *Client) do(ctx context.Context, method, path, query string, body []byte
 		return nil, c.transportError(ctx, err)
 	}
 	if res.StatusCode >= http.StatusMultipleChoices {
-		defer func() { _ = res.Body.Close() }() // read to its end, or given up
+		defer func() { _ = res.Body.Close() }() // read completely, or no longer needed
 		return nil, c.errorOf(ctx, res)
 	}
 	return res, nil

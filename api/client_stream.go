@@ -42,7 +42,7 @@ func (c *Client) Events(ctx context.Context, app string, since uint64) iter.Seq2
 			yield(Event{}, err)
 			return
 		}
-		defer func() { _ = res.Body.Close() }() // given up
+		defer func() { _ = res.Body.Close() }() // no longer read
 		for e, err := range readEvents(res.Body) {
 			if err != nil {
 				err = c.streamError(ctx, err)

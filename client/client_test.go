@@ -21,7 +21,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// routers answers like a node with two ranks, and keeps what it was asked.
+// routers answers like a node with two ranks and records the requests.
 type routers struct {
 	asked  any
 	fail   error
@@ -36,7 +36,13 @@ func (r *routers) Explain(_ context.Context, app string, q *msg.RouteQuery) (*ms
 	r.asked = *q
 	score := 0.1 + 0.2
 	return &msg.Explanation{
-		App: app, Policy: "kv", Pick: "0/1", Ranks: []msg.RankExplanation{{Worker: "0/1", Rank: 1, State: "ok", Score: &score, Terms: []msg.Term{{Name: "a", Value: score}}}},
+		App: app, Policy: "kv", Pick: "0/1",
+		Ranks: []msg.RankExplanation{
+			{
+				Worker: "0/1", Rank: 1, State: "ok", Score: &score,
+				Terms: []msg.Term{{Name: "a", Value: score}},
+			},
+		},
 		Replay: &msg.Replay{RequestID: "x"},
 	}, r.fail
 }
@@ -49,7 +55,8 @@ func (r *routers) Router(_ context.Context, app string) (msg.RouterInfo, error) 
 	return msg.RouterInfo{
 		App: app, Policy: "kv", Index: &msg.IndexStatus{Blocks: 7},
 		Law: &msg.Law{
-			Preset: "moe", Prefill: 1.5, Decode: 0.75, PrefillSamples: 3, DecodeSamples: 4, AgeS: 2.5, Error: 0.25,
+			Preset: "moe", Prefill: 1.5, Decode: 0.75, PrefillSamples: 3, DecodeSamples: 4, AgeS: 2.5,
+			Error: 0.25,
 			Ranks: []msg.RankSpeed{{Worker: "0/1", Slow: 2, LagMs: 12.5}},
 		},
 	}, r.fail
@@ -57,7 +64,9 @@ func (r *routers) Router(_ context.Context, app string) (msg.RouterInfo, error) 
 
 func (r *routers) BestWorker(_ context.Context, _ string, q *msg.BestWorker) (msg.Worker, error) {
 	r.asked = *q
-	return msg.Worker{Worker: "0/1", DPRank: 1, OverlapBlocks: 3, BlockSize: 16, RequestID: q.RequestID, ExpiresS: 300}, r.fail
+	return msg.Worker{
+		Worker: "0/1", DPRank: 1, OverlapBlocks: 3, BlockSize: 16, RequestID: q.RequestID, ExpiresS: 300,
+	}, r.fail
 }
 
 func (r *routers) PotentialLoads(_ context.Context, _ string, ids []uint32) ([]msg.PotentialLoad, error) {
@@ -77,14 +86,17 @@ func (r *routers) Free(_ context.Context, _, id string) error {
 
 func (r *routers) DumpEvents(_ context.Context, _ string, emit func(*msg.KVRun) error) (bool, error) {
 	for range r.runs {
-		if err := emit(&msg.KVRun{Worker: "0/1", Tier: "gpu", Blocks: []string{"00000000000000aa"}}); err != nil {
+		if err := emit(
+			&msg.KVRun{Worker: "0/1", Tier: "gpu", Blocks: []string{"00000000000000aa"}}); err != nil {
 			return false, err
 		}
 	}
 	return r.cut, r.fail
 }
 
-func (r *routers) Generate(_ context.Context, _ string, q *msg.Generate, emit func(*msg.Generated) error) error {
+func (r *routers) Generate(_ context.Context, _ string, q *msg.Generate,
+	emit func(*msg.Generated) error,
+) error {
 	r.asked = *q
 	if r.fail != nil {
 		return r.fail
@@ -101,14 +113,16 @@ func (r *routers) Generate(_ context.Context, _ string, q *msg.Generate, emit fu
 	return r.broken
 }
 
-// TestExplainSendsTheBytesOfTheRequest: the Router hashes the bytes of a prompt, so a client may not write them anew.
+// The Router hashes the bytes of a prompt, so a client must not rewrite them.
 func TestExplainSendsTheBytesOfTheRequest(t *testing.T) {
 	r := &routers{}
 	c := serve(t, r)
 	for _, body := range []string{
-		`{"prompt":"x"}`, "{\n  \"prompt\" : \"a  b\" }", `{"prompt":"<b> & \u003c \u2028 é"}`, "{\"prompt\":\"\u2028\"}", `{ }`,
+		`{"prompt":"x"}`, "{\n  \"prompt\" : \"a  b\" }", `{"prompt":"<b> & \u003c \u2028 é"}`,
+		"{\"prompt\":\"\u2028\"}", `{ }`,
 	} {
-		_, err := c.Explain(t.Context(), client.Query{Request: []byte(body), Route: "/v1/completions", Worker: "0/1"})
+		_, err := c.Explain(t.Context(),
+			client.Query{Request: []byte(body), Route: "/v1/completions", Worker: "0/1"})
 		require.NoError(t, err)
 		assert.Equal(t, body, string(r.asked.(msg.RouteQuery).Request))
 		_, err = c.Explain(t.Context(), client.Query{Request: []byte(body)})
@@ -119,7 +133,7 @@ func TestExplainSendsTheBytesOfTheRequest(t *testing.T) {
 	require.ErrorContains(t, err, "not JSON")
 }
 
-// start serves r on a free port of loopback, as a node does, and gives a client of application demo.
+// start serves r on a free loopback port like a node, and returns a client of application demo.
 func start(r api.Routers) (c *client.RouterClient, stop func(), err error) {
 	s := api.NewServer(api.Config{Routers: r})
 	if err := s.Listen(context.Background(), "127.0.0.1:0"); err != nil {
@@ -139,16 +153,27 @@ func serve(t *testing.T, r api.Routers) *client.RouterClient {
 	return c
 }
 
-// TestEveryCall: what is asked arrives, what is answered comes back.
+// Requests and answers arrive unchanged.
 func TestEveryCall(t *testing.T) {
 	r := &routers{runs: 2}
 	c := serve(t, r)
 	ctx, weight := t.Context(), 2.0
 
-	w, err := c.BestWorker(ctx, client.BestWorkerRequest{TokenIDs: []uint32{1}, RequestID: "r", Model: "m", Worker: "0/1", Override: &client.Override{OverlapScoreWeight: &weight}})
+	w, err := c.BestWorker(ctx,
+		client.BestWorkerRequest{
+			TokenIDs: []uint32{1}, RequestID: "r", Model: "m", Worker: "0/1",
+			Override: &client.Override{OverlapScoreWeight: &weight},
+		})
 	require.NoError(t, err)
-	assert.Equal(t, client.Worker{Worker: "0/1", DPRank: 1, OverlapBlocks: 3, BlockSize: 16, RequestID: "r", ExpiresS: 300}, w)
-	assert.Equal(t, msg.BestWorker{TokenIDs: []uint32{1}, RequestID: "r", Model: "m", Worker: "0/1", Override: &msg.RouterOverride{OverlapScoreWeight: &weight}}, r.asked)
+	assert.Equal(t,
+		client.Worker{
+			Worker: "0/1", DPRank: 1, OverlapBlocks: 3, BlockSize: 16, RequestID: "r", ExpiresS: 300,
+		}, w)
+	assert.Equal(t,
+		msg.BestWorker{
+			TokenIDs: []uint32{1}, RequestID: "r", Model: "m", Worker: "0/1",
+			Override: &msg.RouterOverride{OverlapScoreWeight: &weight},
+		}, r.asked)
 
 	loads, err := c.PotentialLoads(ctx, []uint32{1, 2})
 	require.NoError(t, err)
@@ -162,9 +187,13 @@ func TestEveryCall(t *testing.T) {
 	assert.Equal(t, "free r", r.asked)
 
 	text := "hello"
-	x, err := c.Explain(ctx, client.Query{Prompt: &text, Route: "/v1/chat/completions", Headers: map[string]string{"a": "b"}})
+	x, err := c.Explain(ctx,
+		client.Query{Prompt: &text, Route: "/v1/chat/completions", Headers: map[string]string{"a": "b"}})
 	require.NoError(t, err)
-	assert.Equal(t, msg.RouteQuery{Prompt: &text, Route: "/v1/chat/completions", Headers: map[string]string{"a": "b"}}, r.asked)
+	assert.Equal(t,
+		msg.RouteQuery{
+			Prompt: &text, Route: "/v1/chat/completions", Headers: map[string]string{"a": "b"},
+		}, r.asked)
 	assert.Equal(t, 0.1+0.2, *x.Ranks[0].Score) //nolint:testifylint // bit for bit
 	assert.Equal(t, "x", x.Replay.RequestID)
 
@@ -175,7 +204,8 @@ func TestEveryCall(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, []any{"kv", 7}, []any{info.Policy, info.Index.Blocks})
 	assert.Equal(t, &client.Law{
-		Preset: "moe", Prefill: 1.5, Decode: 0.75, PrefillSamples: 3, DecodeSamples: 4, AgeS: 2.5, Error: 0.25,
+		Preset: "moe", Prefill: 1.5, Decode: 0.75, PrefillSamples: 3, DecodeSamples: 4, AgeS: 2.5,
+		Error: 0.25,
 		Ranks: []client.WorkerSpeed{{Worker: "0/1", Slow: 2, LagMs: 12.5}},
 	}, info.Law)
 }
@@ -184,7 +214,10 @@ func TestGenerate(t *testing.T) {
 	r := &routers{}
 	c := serve(t, r)
 	var parts []client.Part
-	for p, err := range c.Generate(t.Context(), client.GenerateRequest{TokenIDs: []uint32{1}, Sampling: map[string]any{"max_tokens": 3}, RequestID: "g"}) {
+	for p, err := range c.Generate(t.Context(),
+		client.GenerateRequest{
+			TokenIDs: []uint32{1}, Sampling: map[string]any{"max_tokens": 3}, RequestID: "g",
+		}) {
 		require.NoError(t, err)
 		parts = append(parts, p)
 	}
@@ -217,7 +250,8 @@ func TestDumpEvents(t *testing.T) {
 		for run, err := range serve(t, r).DumpEvents(t.Context()) {
 			if last = err; err == nil {
 				n++
-				assert.Equal(t, client.Run{Worker: "0/1", Tier: "gpu", Blocks: []string{"00000000000000aa"}}, run)
+				assert.Equal(t,
+					client.Run{Worker: "0/1", Tier: "gpu", Blocks: []string{"00000000000000aa"}}, run)
 			}
 		}
 		return n, last
@@ -238,15 +272,21 @@ func TestDumpEvents(t *testing.T) {
 	require.Error(t, err, "half a dump is an error")
 }
 
-// TestBadAnswers: whatever a server sends, the client says so and ends.
+// The client reports every malformed answer and returns.
 func TestBadAnswers(t *testing.T) {
 	for name, body := range map[string]string{
-		"empty": "", "html": "<html>", "stranger": `{}`, "other version": `{"apiVersion":"dpserve/v9"}`, "list": `[]`, "cut dump": `{"events":[{"worker":"0/1"`,
-		"no list": `{"events":{}}`, "odd run": `{"events":[7]}`, "cut stream": "data: {\"token_ids\":[1]}\n\n", "odd part": "data: {\n\n", "odd error": "event: error\ndata: x\n\n",
+		"empty": "", "html": "<html>", "stranger": `{}`, "other version": `{"apiVersion":"dpserve/v9"}`,
+		"list": `[]`, "cut dump": `{"events":[{"worker":"0/1"`,
+		"no list": `{"events":{}}`, "odd run": `{"events":[7]}`,
+		"cut stream": "data: {\"token_ids\":[1]}\n\n", "odd part": "data: {\n\n",
+		"odd error": "event: error\ndata: x\n\n",
 		"long line": "data: " + strings.Repeat("x", 2<<20),
 	} {
 		t.Run(name, func(t *testing.T) {
-			srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, body) }))
+			srv := httptest.NewServer(
+				http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+					_, _ = io.WriteString(w, body)
+				}))
 			defer srv.Close()
 			cl, err := client.New(srv.URL)
 			require.NoError(t, err)

@@ -16,7 +16,8 @@ func ExampleRouterClient_BestWorker() {
 	}
 	defer stop()
 	ctx := context.Background()
-	w, err := router.BestWorker(ctx, client.BestWorkerRequest{TokenIDs: []uint32{1, 2, 3}, RequestID: "my-request"})
+	w, err := router.BestWorker(ctx,
+		client.BestWorkerRequest{TokenIDs: []uint32{1, 2, 3}, RequestID: "my-request"})
 	if err != nil {
 		fmt.Println(err)
 		return
