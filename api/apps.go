@@ -85,7 +85,7 @@ func (h appHandlers) validate(c *gin.Context) (int, any, error) {
 	if warnings == nil {
 		warnings = []app.Warning{}
 	}
-	return http.StatusOK, ValidateReply{Envelope{APIVersion}, warnings}, err
+	return http.StatusOK, validateReply{envelope{apiVersion}, warnings}, err
 }
 
 func (h appHandlers) deploy(c *gin.Context) (int, any, error) {
@@ -97,7 +97,7 @@ func (h appHandlers) deploy(c *gin.Context) (int, any, error) {
 	if res.Changes == nil {
 		res.Changes = []Change{}
 	}
-	return http.StatusAccepted, DeployReply{Envelope{APIVersion}, res}, err
+	return http.StatusAccepted, deployReply{envelope{apiVersion}, res}, err
 }
 
 func parseDeploy(c *gin.Context) (req DeployRequest, err error) {
@@ -128,7 +128,7 @@ func (h appHandlers) plan(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	p, warnings, err := h.backend.Plan(c.Request.Context(), req)
-	return http.StatusOK, PlanReply{Envelope{APIVersion}, p, warnings}, err
+	return http.StatusOK, planReply{envelope{apiVersion}, p, warnings}, err
 }
 
 func (h appHandlers) apps(c *gin.Context) (int, any, error) {
@@ -139,7 +139,7 @@ func (h appHandlers) apps(c *gin.Context) (int, any, error) {
 	if apps == nil {
 		apps = []msg.AppStatus{}
 	}
-	return http.StatusOK, AppsReply{Envelope{APIVersion}, apps}, err
+	return http.StatusOK, appsReply{envelope{apiVersion}, apps}, err
 }
 
 func (h appHandlers) app(c *gin.Context) (int, any, error) {
@@ -147,7 +147,7 @@ func (h appHandlers) app(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	a, err := h.backend.App(c.Request.Context(), c.Param("app"))
-	return http.StatusOK, AppReply{Envelope{APIVersion}, a}, err
+	return http.StatusOK, appReply{envelope{apiVersion}, a}, err
 }
 
 func (h appHandlers) delete(c *gin.Context) (int, any, error) {
@@ -156,7 +156,7 @@ func (h appHandlers) delete(c *gin.Context) (int, any, error) {
 	}
 	name := c.Param("app")
 	err := h.backend.Delete(c.Request.Context(), name)
-	return http.StatusAccepted, DeleteReply{Envelope{APIVersion}, name, "DELETING"}, err
+	return http.StatusAccepted, deleteReply{envelope{apiVersion}, name, "DELETING"}, err
 }
 
 // readFile reads the app file of a request. guard has set the time limit.
@@ -299,7 +299,7 @@ func (h appHandlers) sendEvents(ctx context.Context, w http.ResponseWriter, sinc
 
 // eventReply is an event on the wire.
 type eventReply struct {
-	Envelope
+	envelope
 	Event
 }
 
@@ -308,7 +308,7 @@ func writeEvent(w io.Writer, e *Event, app string) error {
 	if app != "" && app != e.App {
 		return nil
 	}
-	data, err := json.Marshal(eventReply{Envelope{APIVersion}, *e})
+	data, err := json.Marshal(eventReply{envelope{apiVersion}, *e})
 	if err != nil {
 		return fmt.Errorf("encode event %d: %w", e.Number, err)
 	}

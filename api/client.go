@@ -61,7 +61,7 @@ func refuseRedirect(*http.Request, []*http.Request) error { return http.ErrUseLa
 
 func baseURL(addr string) (string, error) {
 	if addr == "" {
-		addr = DefaultAddr
+		addr = defaultAddr
 	}
 	if !strings.Contains(addr, "://") {
 		addr = "http://" + addr
@@ -83,20 +83,20 @@ func (c *Client) Close() { c.http.CloseIdleConnections() }
 
 // Version returns the build of the answering node.
 func (c *Client) Version(ctx context.Context) (BuildInfo, error) {
-	var r VersionReply
+	var r versionReply
 	err := c.call(ctx, http.MethodGet, pathVersion, nil, nil, &r)
 	return r.BuildInfo, err
 }
 
 // Healthz is nil when the node answers.
 func (c *Client) Healthz(ctx context.Context) error {
-	var r HealthReply
+	var r healthReply
 	return c.call(ctx, http.MethodGet, pathHealthz, nil, nil, &r)
 }
 
 // Validate lets the node check a file; the error holds the faults.
 func (c *Client) Validate(ctx context.Context, file string, text []byte) ([]app.Warning, error) {
-	var r ValidateReply
+	var r validateReply
 	err := c.call(ctx, http.MethodPost, pathValidate, fileQuery(file), text, &r)
 	return r.Warnings, err
 }
@@ -113,7 +113,7 @@ func (c *Client) Deploy(ctx context.Context, req DeployRequest) (DeployResult, e
 	if req.Partial {
 		q.Set("partial", "true")
 	}
-	var r DeployReply
+	var r deployReply
 	err := c.call(ctx, http.MethodPut, pathApps, q, req.Text, &r)
 	return r.DeployResult, err
 }
@@ -128,21 +128,21 @@ func fileQuery(file string) url.Values {
 
 // Apps lists every application.
 func (c *Client) Apps(ctx context.Context) ([]msg.AppStatus, error) {
-	var r AppsReply
+	var r appsReply
 	err := c.call(ctx, http.MethodGet, pathApps, nil, nil, &r)
 	return r.Apps, err
 }
 
 // App returns one application.
 func (c *Client) App(ctx context.Context, name string) (msg.AppStatus, error) {
-	var r AppReply
+	var r appReply
 	err := c.call(ctx, http.MethodGet, appPath(name), nil, nil, &r)
 	return r.App, err
 }
 
 // Delete marks an application for deletion. It is gone when App returns NotFound.
 func (c *Client) Delete(ctx context.Context, name string) error {
-	var r DeleteReply
+	var r deleteReply
 	return c.call(ctx, http.MethodDelete, appPath(name), nil, nil, &r)
 }
 
@@ -211,13 +211,13 @@ const versionHint = "use the dpserve command of the version that is running ther
 
 // checkVersion checks that the answer is from dpserve's admin API of this version.
 func (c *Client) checkVersion(res *http.Response, data []byte) error {
-	var e Envelope
+	var e envelope
 	if err := json.Unmarshal(data, &e); err != nil || e.APIVersion == "" {
 		return c.notDpserveError(res)
 	}
-	if e.APIVersion != APIVersion {
+	if e.APIVersion != apiVersion {
 		return problem.New(problem.Upstream, "%s speaks %s, this command %s", c.base, e.APIVersion,
-			APIVersion).WithHint(versionHint)
+			apiVersion).WithHint(versionHint)
 	}
 	return nil
 }
@@ -258,7 +258,7 @@ func (c *Client) transportError(ctx context.Context, err error) error {
 
 // Nodes lists the cluster's nodes.
 func (c *Client) Nodes(ctx context.Context) ([]msg.NodeStatus, error) {
-	var r NodesReply
+	var r nodesReply
 	err := c.call(ctx, http.MethodGet, pathNodes, nil, nil, &r)
 	return r.Nodes, err
 }
@@ -270,45 +270,45 @@ func (c *Client) Drain(ctx context.Context, node string, deadline *time.Duration
 	if deadline != nil {
 		q.Set("deadline", deadline.String())
 	}
-	var r NodeReply
+	var r nodeReply
 	return c.call(ctx, http.MethodPost, nodePath(node)+pathDrain, q, nil, &r)
 }
 
 // Undrain ends a drain.
 func (c *Client) Undrain(ctx context.Context, node string) error {
-	var r NodeReply
+	var r nodeReply
 	return c.call(ctx, http.MethodDelete, nodePath(node)+pathDrain, nil, nil, &r)
 }
 
 // CheckLeave returns nil if the node could be removed after a drain. It changes nothing.
 func (c *Client) CheckLeave(ctx context.Context, node string) error {
-	var r NodeReply
+	var r nodeReply
 	return c.call(ctx, http.MethodGet, nodePath(node)+pathRemoval, nil, nil, &r)
 }
 
 // RemoveNode removes a node for good.
 func (c *Client) RemoveNode(ctx context.Context, node string) error {
-	var r NodeReply
+	var r nodeReply
 	return c.call(ctx, http.MethodDelete, nodePath(node), nil, nil, &r)
 }
 
 // NewToken makes a token that lets nodes join.
 func (c *Client) NewToken(ctx context.Context, req TokenRequest) (Token, error) {
 	q := url.Values{"ttl": {req.TTL.String()}, "uses": {strconv.Itoa(req.Uses)}}
-	var r TokenReply
+	var r tokenReply
 	err := c.call(ctx, http.MethodPost, pathJoinTokens, q, nil, &r)
 	return r.Token, err
 }
 
 // RotateKey starts a change of the gossip key; KeyRotation shows the progress.
 func (c *Client) RotateKey(ctx context.Context) error {
-	var r KeyRotationReply
+	var r keyRotationReply
 	return c.call(ctx, http.MethodPost, pathGossipKey, nil, nil, &r)
 }
 
 // KeyRotation returns the progress of a change of the gossip key.
 func (c *Client) KeyRotation(ctx context.Context) (KeyRotation, error) {
-	var r KeyRotationReply
+	var r keyRotationReply
 	err := c.call(ctx, http.MethodGet, pathGossipKey, nil, nil, &r)
 	return r.KeyRotation, err
 }
@@ -319,7 +319,7 @@ func (c *Client) Plan(ctx context.Context, req DeployRequest) (msg.Plan, error) 
 	if req.Prune {
 		q.Set("prune", "true")
 	}
-	var r PlanReply
+	var r planReply
 	err := c.call(ctx, http.MethodPost, pathPlan, q, req.Text, &r)
 	return r.Plan, err
 }
@@ -329,7 +329,7 @@ func nodePath(name string) string { return pathNodes + "/" + url.PathEscape(name
 // AddRank attaches an engine to an application of kind attach. rank is a map like an item of engine.ranks, in
 // JSON or YAML. It returns once that is committed; App shows when the rank serves.
 func (c *Client) AddRank(ctx context.Context, appName string, rank []byte) (RankChange, error) {
-	var r RankReply
+	var r rankReply
 	err := c.call(ctx, http.MethodPost, appPath(appName)+pathRanks, nil, rank, &r)
 	return r.RankChange, err
 }
@@ -341,7 +341,7 @@ func (c *Client) RemoveRank(ctx context.Context, appName string, rm RankRemoval)
 	if rm.Deadline != nil {
 		q.Set("deadline", rm.Deadline.String())
 	}
-	var r RankReply
+	var r rankReply
 	err := c.call(ctx, http.MethodDelete, appPath(appName)+pathRanks, q, nil, &r)
 	return r.RankChange, err
 }
@@ -367,7 +367,7 @@ func (c *Client) Explain(ctx context.Context, app string, q *msg.RouteQuery) (*m
 		return nil, problem.New(problem.InvalidArgument, "the request is not JSON: %w", err).
 			WithHint("it must be the body of an inference request")
 	}
-	var r ExplainReply
+	var r explainReply
 	if err := c.call(ctx, http.MethodPost, routerPath(app)+"/explain", nil, body, &r); err != nil {
 		return nil, err
 	}
@@ -396,14 +396,14 @@ func encodeQuery(q *msg.RouteQuery) ([]byte, error) {
 
 // ResetRouter drops the Router's state, which the Router then rebuilds from the ranks.
 func (c *Client) ResetRouter(ctx context.Context, app string) (msg.ResetResult, error) {
-	var r ResetReply
+	var r resetReply
 	err := c.call(ctx, http.MethodPost, routerPath(app)+"/reset", nil, nil, &r)
 	return r.ResetResult, err
 }
 
 // Router returns a description of the Router of an application.
 func (c *Client) Router(ctx context.Context, app string) (msg.RouterInfo, error) {
-	var r RouterReply
+	var r routerReply
 	err := c.call(ctx, http.MethodGet, routerPath(app), nil, nil, &r)
 	return r.RouterInfo, err
 }

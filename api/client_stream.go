@@ -82,7 +82,7 @@ func readEvents(r io.Reader) iter.Seq2[Event, error] {
 				continue // ids, comments, blank lines
 			}
 			var e eventReply
-			if err := json.Unmarshal(data, &e); err != nil || e.APIVersion != APIVersion {
+			if err := json.Unmarshal(data, &e); err != nil || e.APIVersion != apiVersion {
 				yield(Event{},
 					problem.New(problem.Upstream, "event stream cannot be read").WithHint(versionHint))
 				return

@@ -12,7 +12,7 @@ import (
 
 // errorReply is the body of every answer that is not a success.
 type errorReply struct {
-	Envelope
+	envelope
 	Error errorBody `json:"error"`
 }
 
@@ -62,7 +62,7 @@ func writeError(w http.ResponseWriter, err error) int {
 	if status == 0 {
 		status = http.StatusInternalServerError
 	}
-	writeJSON(w, status, errorReply{Envelope{APIVersion}, b})
+	writeJSON(w, status, errorReply{envelope{apiVersion}, b})
 	return status
 }
 
@@ -70,7 +70,7 @@ func writeError(w http.ResponseWriter, err error) int {
 func writeJSON(w http.ResponseWriter, status int, v any) {
 	data, err := json.Marshal(v)
 	if err != nil {
-		http.Error(w, `{"apiVersion":"`+APIVersion+`","error":{"code":"internal","message":"encode answer"}}`,
+		http.Error(w, `{"apiVersion":"`+apiVersion+`","error":{"code":"internal","message":"encode answer"}}`,
 			http.StatusInternalServerError)
 		return
 	}

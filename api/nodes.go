@@ -71,28 +71,28 @@ type Token struct {
 	Expires time.Time `json:"expires"`
 }
 
-// NodesReply answers GET /api/v1/nodes.
-type NodesReply struct {
-	Envelope
+// nodesReply answers GET /api/v1/nodes.
+type nodesReply struct {
+	envelope
 	Nodes []msg.NodeStatus `json:"nodes"`
 }
 
-// NodeReply answers requests that change or check one node.
-type NodeReply struct {
-	Envelope
+// nodeReply answers requests that change or check one node.
+type nodeReply struct {
+	envelope
 	Node   string `json:"node"`
 	Status string `json:"status"` // DRAINING | ALIVE | REMOVABLE | REMOVED
 }
 
-// TokenReply answers POST /api/v1/join-tokens.
-type TokenReply struct {
-	Envelope
+// tokenReply answers POST /api/v1/join-tokens.
+type tokenReply struct {
+	envelope
 	Token
 }
 
-// KeyRotationReply answers POST and GET /api/v1/gossip-key.
-type KeyRotationReply struct {
-	Envelope
+// keyRotationReply answers POST and GET /api/v1/gossip-key.
+type keyRotationReply struct {
+	envelope
 	KeyRotation
 }
 
@@ -116,7 +116,7 @@ func (h nodeHandlers) rotateKey(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	err := h.nodes.RotateKey(c.Request.Context())
-	return http.StatusAccepted, KeyRotationReply{Envelope: Envelope{APIVersion}}, err
+	return http.StatusAccepted, keyRotationReply{envelope: envelope{apiVersion}}, err
 }
 
 func (h nodeHandlers) keyRotation(c *gin.Context) (int, any, error) {
@@ -124,7 +124,7 @@ func (h nodeHandlers) keyRotation(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	r, err := h.nodes.KeyRotation(c.Request.Context())
-	return http.StatusOK, KeyRotationReply{Envelope{APIVersion}, r}, err
+	return http.StatusOK, keyRotationReply{envelope{apiVersion}, r}, err
 }
 
 func (h nodeHandlers) listNodes(c *gin.Context) (int, any, error) {
@@ -135,7 +135,7 @@ func (h nodeHandlers) listNodes(c *gin.Context) (int, any, error) {
 	if nodes == nil {
 		nodes = []msg.NodeStatus{}
 	}
-	return http.StatusOK, NodesReply{Envelope{APIVersion}, nodes}, err
+	return http.StatusOK, nodesReply{envelope{apiVersion}, nodes}, err
 }
 
 func (h nodeHandlers) drainNode(c *gin.Context) (int, any, error) {
@@ -149,7 +149,7 @@ func (h nodeHandlers) drainNode(c *gin.Context) (int, any, error) {
 	}
 	name := c.Param("node")
 	err = h.nodes.Drain(c.Request.Context(), name, deadline)
-	return http.StatusAccepted, NodeReply{Envelope{APIVersion}, name, "DRAINING"}, err
+	return http.StatusAccepted, nodeReply{envelope{apiVersion}, name, "DRAINING"}, err
 }
 
 func (h nodeHandlers) undrainNode(c *gin.Context) (int, any, error) {
@@ -166,7 +166,7 @@ func (h nodeHandlers) checkLeave(c *gin.Context) (int, any, error) {
 	}
 	name := c.Param("node")
 	err := h.nodes.CheckLeave(c.Request.Context(), name)
-	return http.StatusOK, NodeReply{Envelope{APIVersion}, name, "REMOVABLE"}, err
+	return http.StatusOK, nodeReply{envelope{apiVersion}, name, "REMOVABLE"}, err
 }
 
 func (h nodeHandlers) changeNode(c *gin.Context, change func(ctx context.Context, node string) error,
@@ -177,7 +177,7 @@ func (h nodeHandlers) changeNode(c *gin.Context, change func(ctx context.Context
 	}
 	name := c.Param("node")
 	err := change(c.Request.Context(), name)
-	return http.StatusAccepted, NodeReply{Envelope{APIVersion}, name, status}, err
+	return http.StatusAccepted, nodeReply{envelope{apiVersion}, name, status}, err
 }
 
 func (h nodeHandlers) newToken(c *gin.Context) (int, any, error) {
@@ -204,5 +204,5 @@ func (h nodeHandlers) newToken(c *gin.Context) (int, any, error) {
 			WithHint("uses is from 1 to %d", maxTokenUses)
 	}
 	t, err := h.nodes.NewToken(c.Request.Context(), req)
-	return http.StatusCreated, TokenReply{Envelope{APIVersion}, t}, err
+	return http.StatusCreated, tokenReply{envelope{apiVersion}, t}, err
 }

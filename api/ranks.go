@@ -62,14 +62,14 @@ type RankChange struct {
 	Revision uint64 `json:"revision"`           // of the application
 }
 
-// RankReply answers POST and DELETE /api/v1/apps/{app}/ranks.
-type RankReply struct {
-	Envelope
+// rankReply answers POST and DELETE /api/v1/apps/{app}/ranks.
+type rankReply struct {
+	envelope
 	RankChange
 }
 
-// WorkersReply answers GET /list_workers, as SGLang's router does.
-type WorkersReply struct {
+// workersReply answers GET /list_workers, as SGLang's router does.
+type workersReply struct {
 	URLs []string `json:"urls"`
 }
 
@@ -94,7 +94,7 @@ func (h rankHandlers) addRank(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	change, err := h.ranks.AddRank(c.Request.Context(), c.Param("app"), text)
-	return http.StatusAccepted, RankReply{Envelope{APIVersion}, change}, err
+	return http.StatusAccepted, rankReply{envelope{apiVersion}, change}, err
 }
 
 // readRank reads the body within its size limit. guard has set the time limit.
@@ -120,7 +120,7 @@ func (h rankHandlers) removeRank(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	change, err := h.ranks.RemoveRank(c.Request.Context(), c.Param("app"), r)
-	return http.StatusAccepted, RankReply{Envelope{APIVersion}, change}, err
+	return http.StatusAccepted, rankReply{envelope{apiVersion}, change}, err
 }
 
 // parseRemoval reads url=, selector=, rank= and deadline=.
@@ -216,5 +216,5 @@ func (h rankHandlers) listWorkers(c *gin.Context) (int, any, error) {
 	if urls == nil {
 		urls = []string{}
 	}
-	return http.StatusOK, WorkersReply{urls}, err
+	return http.StatusOK, workersReply{urls}, err
 }

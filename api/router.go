@@ -50,39 +50,39 @@ const (
 	maxGenerates  = 256      // generate calls and dumps at one time
 )
 
-// ExplainReply answers POST /api/v1/routers/{app}/explain.
-type ExplainReply struct {
-	Envelope
+// explainReply answers POST /api/v1/routers/{app}/explain.
+type explainReply struct {
+	envelope
 	msg.Explanation
 }
 
-// ResetReply answers POST /api/v1/routers/{app}/reset.
-type ResetReply struct {
-	Envelope
+// resetReply answers POST /api/v1/routers/{app}/reset.
+type resetReply struct {
+	envelope
 	msg.ResetResult
 }
 
-// RouterReply answers GET /api/v1/routers/{app}.
-type RouterReply struct {
-	Envelope
+// routerReply answers GET /api/v1/routers/{app}.
+type routerReply struct {
+	envelope
 	msg.RouterInfo
 }
 
-// WorkerReply answers POST /api/v1/routers/{app}/best_worker.
-type WorkerReply struct {
-	Envelope
+// workerReply answers POST /api/v1/routers/{app}/best_worker.
+type workerReply struct {
+	envelope
 	msg.Worker
 }
 
-// LoadsReply answers POST /api/v1/routers/{app}/potential_loads.
-type LoadsReply struct {
-	Envelope
+// loadsReply answers POST /api/v1/routers/{app}/potential_loads.
+type loadsReply struct {
+	envelope
 	Loads []msg.PotentialLoad `json:"loads"` // by group and rank
 }
 
-// ReservationReply answers POST /api/v1/routers/{app}/mark_prefill_complete and /free.
-type ReservationReply struct {
-	Envelope
+// reservationReply answers POST /api/v1/routers/{app}/mark_prefill_complete and /free.
+type reservationReply struct {
+	envelope
 	RequestID string `json:"request_id"`
 	Status    string `json:"status"` // prefill_complete | freed
 }
@@ -123,7 +123,7 @@ func (h routerHandlers) router(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	r, err := h.routers.Router(c.Request.Context(), c.Param("app"))
-	return http.StatusOK, RouterReply{Envelope{APIVersion}, r}, err
+	return http.StatusOK, routerReply{envelope{apiVersion}, r}, err
 }
 
 func (h routerHandlers) explain(c *gin.Context) (int, any, error) {
@@ -138,7 +138,7 @@ func (h routerHandlers) explain(c *gin.Context) (int, any, error) {
 	if err != nil {
 		return 0, nil, err
 	}
-	return http.StatusOK, ExplainReply{Envelope{APIVersion}, *e}, nil
+	return http.StatusOK, explainReply{envelope{apiVersion}, *e}, nil
 }
 
 // checkQuery refuses a query without a request, or with several.
@@ -185,7 +185,7 @@ func (h routerHandlers) reset(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	r, err := h.routers.Reset(c.Request.Context(), c.Param("app"))
-	return http.StatusOK, ResetReply{Envelope{APIVersion}, r}, err
+	return http.StatusOK, resetReply{envelope{apiVersion}, r}, err
 }
 
 func (h routerHandlers) bestWorker(c *gin.Context) (int, any, error) {
@@ -197,7 +197,7 @@ func (h routerHandlers) bestWorker(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	w, err := h.routers.BestWorker(c.Request.Context(), c.Param("app"), &q)
-	return http.StatusOK, WorkerReply{Envelope{APIVersion}, w}, err
+	return http.StatusOK, workerReply{envelope{apiVersion}, w}, err
 }
 
 func (h routerHandlers) potentialLoads(c *gin.Context) (int, any, error) {
@@ -214,7 +214,7 @@ func (h routerHandlers) potentialLoads(c *gin.Context) (int, any, error) {
 	if loads == nil {
 		loads = []msg.PotentialLoad{}
 	}
-	return http.StatusOK, LoadsReply{Envelope{APIVersion}, loads}, err
+	return http.StatusOK, loadsReply{envelope{apiVersion}, loads}, err
 }
 
 func (h routerHandlers) markPrefillComplete(c *gin.Context) (int, any, error) {
@@ -223,7 +223,7 @@ func (h routerHandlers) markPrefillComplete(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	err = h.routers.MarkPrefillComplete(c.Request.Context(), c.Param("app"), id)
-	return http.StatusOK, ReservationReply{Envelope{APIVersion}, id, "prefill_complete"}, err
+	return http.StatusOK, reservationReply{envelope{apiVersion}, id, "prefill_complete"}, err
 }
 
 func (h routerHandlers) free(c *gin.Context) (int, any, error) {
@@ -232,7 +232,7 @@ func (h routerHandlers) free(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	err = h.routers.Free(c.Request.Context(), c.Param("app"), id)
-	return http.StatusOK, ReservationReply{Envelope{APIVersion}, id, "freed"}, err
+	return http.StatusOK, reservationReply{envelope{apiVersion}, id, "freed"}, err
 }
 
 func readReservation(c *gin.Context) (string, error) {
@@ -290,7 +290,7 @@ func (d *dump) begin() {
 	d.begun = true
 	beginStream(d.w, "application/json")
 	name, _ := json.Marshal(d.app) //nolint:errchkjson // a string
-	_, _ = fmt.Fprintf(d.buf, `{"apiVersion":%q,"app":%s,"events":[`, APIVersion, name)
+	_, _ = fmt.Fprintf(d.buf, `{"apiVersion":%q,"app":%s,"events":[`, apiVersion, name)
 }
 
 // add writes one run. The bufio.Writer keeps its first error and returns it at the next run or at the end.
@@ -347,7 +347,7 @@ func (h routerHandlers) generate(c *gin.Context) {
 	case !e.begun:
 		h.server.fail(c, err)
 	default:
-		_ = e.send("error", errorReply{Envelope{APIVersion}, newErrorBody(err)})
+		_ = e.send("error", errorReply{envelope{apiVersion}, newErrorBody(err)})
 	}
 }
 

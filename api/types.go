@@ -11,11 +11,11 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// APIVersion is part of every JSON body. A client refuses any other version.
-const APIVersion = "dpserve/v1"
+// apiVersion is part of every JSON body. A client refuses any other version.
+const apiVersion = "dpserve/v1"
 
-// DefaultAddr is the default address of the admin API.
-const DefaultAddr = "127.0.0.1:8265"
+// defaultAddr is the default address of the admin API.
+const defaultAddr = "127.0.0.1:8265"
 
 // The paths of the API.
 const (
@@ -37,26 +37,26 @@ type BuildInfo struct {
 	Node    string `json:"node,omitempty"` // that sent the answer
 }
 
-// Envelope is the first part of every answer.
-type Envelope struct {
+// envelope is the first part of every answer.
+type envelope struct {
 	APIVersion string `json:"apiVersion"`
 }
 
-// VersionReply answers GET /api/v1/version.
-type VersionReply struct {
-	Envelope
+// versionReply answers GET /api/v1/version.
+type versionReply struct {
+	envelope
 	BuildInfo
 }
 
-// HealthReply answers GET /api/v1/healthz: the process answers, which says nothing about applications.
-type HealthReply struct {
-	Envelope
+// healthReply answers GET /api/v1/healthz: the process answers, which says nothing about applications.
+type healthReply struct {
+	envelope
 	Status string `json:"status"` // "ok"
 }
 
-// ValidateReply answers POST /api/v1/validate for a file without faults.
-type ValidateReply struct {
-	Envelope
+// validateReply answers POST /api/v1/validate for a file without faults.
+type validateReply struct {
+	envelope
 	Warnings []app.Warning `json:"warnings"`
 }
 
@@ -98,34 +98,34 @@ type DeployResult struct {
 	Warnings []app.Warning     `json:"warnings,omitempty"`
 }
 
-// DeployReply answers PUT /api/v1/apps.
-type DeployReply struct {
-	Envelope
+// deployReply answers PUT /api/v1/apps.
+type deployReply struct {
+	envelope
 	DeployResult
 }
 
-// PlanReply answers POST /api/v1/plan.
-type PlanReply struct {
-	Envelope
+// planReply answers POST /api/v1/plan.
+type planReply struct {
+	envelope
 	Plan     msg.Plan      `json:"plan"`
 	Warnings []app.Warning `json:"warnings,omitempty"`
 }
 
-// AppsReply answers GET /api/v1/apps.
-type AppsReply struct {
-	Envelope
+// appsReply answers GET /api/v1/apps.
+type appsReply struct {
+	envelope
 	Apps []msg.AppStatus `json:"apps"`
 }
 
-// AppReply answers GET /api/v1/apps/{app}.
-type AppReply struct {
-	Envelope
+// appReply answers GET /api/v1/apps/{app}.
+type appReply struct {
+	envelope
 	App msg.AppStatus `json:"app"`
 }
 
-// DeleteReply answers DELETE /api/v1/apps/{app}.
-type DeleteReply struct {
-	Envelope
+// deleteReply answers DELETE /api/v1/apps/{app}.
+type deleteReply struct {
+	envelope
 	App    string `json:"app"`
 	Status string `json:"status"` // "DELETING"
 }

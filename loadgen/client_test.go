@@ -181,7 +181,7 @@ func TestOverheadAgainstServers(t *testing.T) {
 			PIDs: []int{os.Getpid()},
 		})
 	require.NoError(t, err)
-	require.Len(t, o.Runs, OverheadRuns)
+	require.Len(t, o.Runs, overheadRuns)
 	for _, r := range o.Runs {
 		assert.Equal(t, 40, r.Direct.Count+r.Proxied.Count, r.Errors)
 		assert.Empty(t, r.Errors)

@@ -40,11 +40,11 @@ const (
 
 // Defaults and limits.
 const (
-	DefaultConcurrency = 16               // clients of a closed loop
-	DefaultMaxInFlight = 4096             // requests of an open loop at one time
-	DefaultDuration    = 10 * time.Second // if neither Requests nor Duration is set
+	defaultConcurrency = 16               // clients of a closed loop
+	defaultMaxInFlight = 4096             // requests of an open loop at one time
+	defaultDuration    = 10 * time.Second // if neither Requests nor Duration is set
 	DefaultTimeout     = 2 * time.Minute
-	DefaultPromptBytes = 256
+	defaultPromptBytes = 256
 	DefaultMaxTokens   = 64
 	DefaultTTFT        = 2 * time.Second
 	DefaultTPOT        = 50 * time.Millisecond
@@ -105,15 +105,15 @@ func (c Config) withDefaults() Config {
 		c.PromptBytes = c.PromptTokens * bytesPerToken
 	}
 	if c.Requests == 0 && c.Duration == 0 {
-		c.Duration = DefaultDuration
+		c.Duration = defaultDuration
 	}
-	concurrency := DefaultConcurrency
+	concurrency := defaultConcurrency
 	if c.Mode == Open {
-		concurrency = DefaultMaxInFlight
+		concurrency = defaultMaxInFlight
 	}
 	orDefault(&c.Concurrency, concurrency)
 	orDefault(&c.Arrivals, Poisson)
-	orDefault(&c.PromptBytes, DefaultPromptBytes)
+	orDefault(&c.PromptBytes, defaultPromptBytes)
 	orDefault(&c.MaxTokens, DefaultMaxTokens)
 	orDefault(&c.Route, Chat)
 	orDefault(&c.Timeout, DefaultTimeout)
@@ -167,8 +167,7 @@ func (c Config) Validate() error {
 // Defaults of Conversation. With the defaults of `dpserve up` they show the effect of a prefix cache within
 // 20 s.
 const (
-	DefaultSessions      = 40
-	DefaultSessionRate   = 4.0 // new sessions per second
+	defaultSessionRate   = 4.0 // new sessions per second
 	DefaultTurns         = 6
 	DefaultSystemPrompts = 8
 	DefaultSystemTokens  = 2000

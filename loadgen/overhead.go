@@ -10,8 +10,8 @@ import (
 	"time"
 )
 
-// OverheadRuns is the number of repetitions: a median of five tolerates two disturbed runs.
-const OverheadRuns = 5
+// overheadRuns is the number of repetitions: a median of five tolerates two disturbed runs.
+const overheadRuns = 5
 
 // Overhead is the latency that a proxy adds, as clients see it. Each run measures both ways in turns, so that
 // noise of the machine affects both. Times are milliseconds from the send to the first token (streams) or to
@@ -45,7 +45,7 @@ type OverheadRun struct {
 // complete reports whether the run measured both sides.
 func (r OverheadRun) complete() bool { return r.Direct != nil && r.Proxied != nil }
 
-// RunOverhead sends the load of proxied in turns to direct and to proxied, OverheadRuns times. Of direct it
+// RunOverhead sends the load of proxied in turns to direct and to proxied, overheadRuns times. Of direct it
 // uses only URL, Model, APIKey and PIDs. Rate, concurrency, Requests and Duration apply per run to both sides
 // together, Warmup to the first run. If ctx ends, the error is its cause and the result covers the complete
 // runs (nil if there is none).
@@ -108,7 +108,7 @@ func (p *pair) compare(ctx context.Context) (*Overhead, error) {
 	var proxied, all counts
 	var first uint64
 	cfg := p.cfg
-	for range OverheadRuns {
+	for range overheadRuns {
 		done := newSides()
 		r := &run{cfg: cfg, do: p.do, record: done.add, sleep: p.sleep, started: time.Now()}
 		r.number.Store(first)

@@ -167,7 +167,7 @@ func TestPairsAlternate(t *testing.T) {
 		require.NoError(t, err)
 		assert.InDelta(t, 2, o.AddedP50, 1e-9)
 		assert.InDelta(t, 2, o.AddedP99, 1e-9)
-		require.Len(t, o.Runs, OverheadRuns)
+		require.Len(t, o.Runs, overheadRuns)
 		for _, r := range o.Runs {
 			assert.InDelta(t, 50, r.Direct.Count, 1)
 			assert.InDelta(t, 50, r.Proxied.Count, 1)

@@ -8,7 +8,7 @@ import (
 )
 
 // RunSessions plays the sessions of conversation and reports what their users measured. Of cfg, Rate and
-// Arrivals apply to sessions (Rate 0: DefaultSessionRate), Concurrency is the most sessions at one time,
+// Arrivals apply to sessions (Rate 0: defaultSessionRate), Concurrency is the most sessions at one time,
 // Duration (0 = no limit) ends the measurement although sessions continue, Warmup is the time at the start
 // that is not measured. Mode, Requests and the prompt's size are not used. A session ends at a failed turn,
 // because it has no answer to continue with.
@@ -39,7 +39,7 @@ func RunSessions(ctx context.Context, cfg Config, conversation Conversation) (*R
 
 // sessionConfig sets the defaults of a run of sessions and validates cfg and conversation.
 func sessionConfig(cfg Config, conversation *Conversation) (Config, error) {
-	orDefault(&cfg.Rate, DefaultSessionRate)
+	orDefault(&cfg.Rate, defaultSessionRate)
 	duration := cfg.Duration
 	cfg = cfg.withDefaults()
 	cfg.Duration = duration

@@ -352,13 +352,13 @@ func TestSessionsAreChecked(t *testing.T) {
 	t.Parallel()
 	good := Config{URL: "http://127.0.0.1:8000", Model: "demo", Stream: true}
 	conversation := Conversation{
-		Sessions: DefaultSessions, Turns: DefaultTurns, SystemPrompts: DefaultSystemPrompts,
+		Sessions: 40, Turns: DefaultTurns, SystemPrompts: DefaultSystemPrompts,
 		SystemTokens: DefaultSystemTokens,
 		TurnTokens:   DefaultTurnTokens, Think: DefaultThink,
 	}
 	cfg, err := sessionConfig(good, &conversation)
 	require.NoError(t, err)
-	assert.InDelta(t, DefaultSessionRate, cfg.Rate, 0)
+	assert.InDelta(t, defaultSessionRate, cfg.Rate, 0)
 	assert.Zero(t, cfg.Duration)
 
 	bad := good
