@@ -64,8 +64,8 @@ func TestClientAndServerAgree(t *testing.T) {
 	require.NoError(t, c.Delete(ctx, "demo"))
 }
 
-// TestErrorsTravelWhole: code, message, hint, details and faults are the same on both sides.
-func TestErrorsTravelWhole(t *testing.T) {
+// Code, message, hint, details and faults are the same on both sides.
+func TestErrorsAreEqualOnBothSides(t *testing.T) {
 	b := newBackend()
 	_, c := serve(t, api.Config{Backend: b})
 	_, err := c.Deploy(t.Context(), api.DeployRequest{File: "app.yaml", Text: []byte("faulty")})
@@ -135,7 +135,7 @@ func TestLogs(t *testing.T) {
 	assert.Eventually(t, func() bool { return b.openStreams() == 0 }, limit, time.Millisecond)
 }
 
-// TestCutLogs: a log that broke, and one whose server stops, end in an error; a client that leaves frees its
+// A log that breaks off, and one whose server stops, end with an error. A client that leaves frees its
 // stream.
 func TestCutLogs(t *testing.T) {
 	b := newBackend()
@@ -216,7 +216,7 @@ func TestEventsEndWithTheServerAndTheContext(t *testing.T) {
 	require.ErrorIs(t, last, context.Canceled)
 }
 
-// TestStreamsAreBounded: the 65th follower is refused and told why; the API still answers.
+// The 65th follower is refused with a reason, and the API still answers.
 func TestStreamsAreBounded(t *testing.T) {
 	b := newBackend()
 	_, c := serve(t, api.Config{Backend: b})
@@ -231,7 +231,7 @@ func TestStreamsAreBounded(t *testing.T) {
 	require.NoError(t, c.Healthz(t.Context()))
 }
 
-func TestNobodyAnswers(t *testing.T) {
+func TestNoServerAnswers(t *testing.T) {
 	ln, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	addr := ln.Addr().String()
@@ -260,8 +260,8 @@ func TestClientTimeout(t *testing.T) {
 	require.ErrorIs(t, err, context.DeadlineExceeded)
 }
 
-// TestStrangers: servers that are something else are named as such, and their bodies are not printed.
-func TestStrangers(t *testing.T) {
+// Answers of other servers give an error that says so and does not print their bodies.
+func TestOtherServersAreRefused(t *testing.T) {
 	for name, tc := range map[string]struct {
 		status  int
 		body    string

@@ -14,13 +14,12 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// outside is a listener that says of itself that machines elsewhere reach it.
+// outside is a listener whose address is not loopback.
 type outside struct{ net.Listener }
 
 func (outside) Addr() net.Addr { return &net.TCPAddr{IP: net.IPv4(10, 0, 0, 1), Port: 8265} }
 
-// serveOutside runs a server as if it was bound to an address that is not loopback, and gives the address to
-// dial.
+// serveOutside runs a server whose address is not loopback and returns the real address.
 func serveOutside(t *testing.T, s *api.Server) string {
 	t.Helper()
 	ln, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
@@ -35,7 +34,7 @@ func serveOutside(t *testing.T, s *api.Server) string {
 	return ln.Addr().String()
 }
 
-// askAt sends one request over a connection of its own.
+// askAt sends one request over its own connection.
 func askAt(t *testing.T, addr, method, path string, header map[string]string) (status int, body string) {
 	t.Helper()
 	req, err := http.NewRequestWithContext(t.Context(), method, "http://"+addr+path, http.NoBody)
@@ -54,9 +53,8 @@ func askAt(t *testing.T, addr, method, path string, header map[string]string) (s
 	return res.StatusCode, string(text)
 }
 
-// TestHostIsCheckedOnEveryBind: a web page whose name was made to point at the node (DNS rebinding) reaches
-// nothing on an admin port that other machines reach, whatever its Origin says. Names of the node and IP
-// addresses pass.
+// A web page whose name resolves to the node (DNS rebinding) is refused on an admin port that other machines
+// reach, whatever its Origin. The node's names and IP addresses pass.
 func TestHostIsCheckedOnEveryBind(t *testing.T) {
 	b := newBackend()
 	addr := serveOutside(t,
@@ -88,8 +86,7 @@ func TestHostIsCheckedOnEveryBind(t *testing.T) {
 	assert.Empty(t, b.deployed)
 }
 
-// TestAWriteComesFromNoOtherPage: what changes something is refused as soon as a browser marks it as sent for
-// anything but a page of this port.
+// A changing request is refused if a browser marks it as sent by another page than one of this port.
 func TestAWriteComesFromNoOtherPage(t *testing.T) {
 	h := api.NewServer(api.Config{Backend: newBackend()}).Handler()
 	for _, header := range []map[string]string{
@@ -112,8 +109,7 @@ func TestAWriteComesFromNoOtherPage(t *testing.T) {
 	assert.Equal(t, http.StatusOK, typed.send(t, h).Code, "an address that a person typed")
 }
 
-// TestMetricsAlone: the port of --metrics-bind has one page, for any Host, and nothing that changes or starts
-// anything.
+// The port of --metrics-bind serves one page for any Host and changes nothing.
 func TestMetricsAlone(t *testing.T) {
 	page := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		_, _ = w.Write([]byte("dpserve_up 1\n"))
@@ -140,9 +136,8 @@ func TestMetricsAlone(t *testing.T) {
 	}
 }
 
-// TestACommandByADNSNameIsToldTheFlag: the command line that names the node by a name of its own gets the
-// flag that allows it.
-func TestACommandByADNSNameIsToldTheFlag(t *testing.T) {
+// A command line that uses another name of the node gets a hint with the flag that allows the name.
+func TestRefusedHostNamesTheFlag(t *testing.T) {
 	for name, hosts := range map[string][]string{"refused": nil, "allowed": {"head.example.com"}} {
 		addr := serveOutside(t, api.NewServer(api.Config{Backend: newBackend(), Hosts: hosts}))
 		dial := func(ctx context.Context, network, _ string) (net.Conn, error) {

@@ -16,7 +16,7 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// TestLogQueryRoundTrip: what a client encodes, the server reads back.
+// The server parses a query as the client encoded it.
 func TestLogQueryRoundTrip(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		q := LogQuery{
@@ -42,7 +42,7 @@ func TestSinceAsDuration(t *testing.T) {
 	assert.Equal(t, now.Add(-10*time.Minute), q.Since)
 }
 
-// FuzzLogQuery: any query string gives bounded values or an invalid argument with a hint.
+// Any query string gives bounded values or an invalid argument with a hint.
 func FuzzLogQuery(f *testing.F) {
 	for _, s := range []string{
 		"", "group=0&rank=3&tail=20&follow=true&since=10m", "since=2026-01-02T15:04:05Z", "tail=-1", "a=%zz",
@@ -70,7 +70,7 @@ func FuzzLogQuery(f *testing.F) {
 	})
 }
 
-// FuzzLogLine: a line that parses is printed the same way again, apart from its time's zone.
+// A line that parses is printed unchanged, apart from its time zone.
 func FuzzLogLine(f *testing.F) {
 	f.Add("2026-01-02T03:04:05Z demo/0/3 stderr out of memory")
 	f.Add("2026-01-02T03:04:05Z demo/0/-3 stderr ")
@@ -88,8 +88,7 @@ func FuzzLogLine(f *testing.F) {
 	})
 }
 
-// FuzzReadEvents: any stream of bytes ends in one error, and gives the same events however it is cut into
-// reads.
+// Any stream of bytes ends with one error and gives the same events for any sizes of reads.
 func FuzzReadEvents(f *testing.F) {
 	var good bytes.Buffer
 	require.NoError(f, writeEvent(&good, &Event{Number: 3, Kind: "unit", App: "demo"}, ""))

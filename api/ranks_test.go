@@ -16,14 +16,14 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// rankKeeper records what it was asked; the engine http://taken:1 is attached already, http://none:1 never.
-type rankKeeper struct {
+// fakeRanks records requests; the engine http://taken:1 is attached already, http://none:1 is unknown.
+type fakeRanks struct {
 	mu      sync.Mutex
 	added   []string
 	removed []api.RankRemoval
 }
 
-func (k *rankKeeper) AddRank(_ context.Context, name string, rank []byte) (api.RankChange, error) {
+func (k *fakeRanks) AddRank(_ context.Context, name string, rank []byte) (api.RankChange, error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.added = append(k.added, name+" "+string(rank))
@@ -39,7 +39,7 @@ func (k *rankKeeper) AddRank(_ context.Context, name string, rank []byte) (api.R
 	return api.RankChange{App: "edge", Rank: 2, URL: r.URL, Revision: 4}, nil
 }
 
-func (k *rankKeeper) RemoveRank(_ context.Context, _ string, r api.RankRemoval) (api.RankChange, error) {
+func (k *fakeRanks) RemoveRank(_ context.Context, _ string, r api.RankRemoval) (api.RankChange, error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.removed = append(k.removed, r)
@@ -50,7 +50,7 @@ func (k *rankKeeper) RemoveRank(_ context.Context, _ string, r api.RankRemoval) 
 	return api.RankChange{App: "edge", Rank: 2, URL: r.Rank.URL, Revision: 5}, nil
 }
 
-func (k *rankKeeper) Workers(_ context.Context, name string) ([]string, error) {
+func (k *fakeRanks) Workers(_ context.Context, name string) ([]string, error) {
 	if name == "empty" {
 		return nil, nil
 	}
@@ -58,7 +58,7 @@ func (k *rankKeeper) Workers(_ context.Context, name string) ([]string, error) {
 }
 
 func TestRanksByClient(t *testing.T) {
-	k := &rankKeeper{}
+	k := &fakeRanks{}
 	_, c := serve(t, api.Config{Backend: newBackend(), Ranks: k})
 	ctx := t.Context()
 	got, err := c.AddRank(ctx, "edge", []byte(`{"url": "http://h:1"}`))
@@ -85,7 +85,7 @@ func TestRanksByClient(t *testing.T) {
 }
 
 func TestSGLangWorkerPaths(t *testing.T) {
-	h := api.NewServer(api.Config{Backend: newBackend(), Ranks: &rankKeeper{}}).Handler()
+	h := api.NewServer(api.Config{Backend: newBackend(), Ranks: &fakeRanks{}}).Handler()
 	for _, c := range []struct {
 		r    request
 		code int
@@ -162,7 +162,7 @@ func TestSGLangWorkerPaths(t *testing.T) {
 }
 
 func TestBadRankRequests(t *testing.T) {
-	k := &rankKeeper{}
+	k := &fakeRanks{}
 	h := api.NewServer(api.Config{Backend: newBackend(), Ranks: k}).Handler()
 	const path = "/api/v1/apps/edge/ranks"
 	for _, c := range []struct {

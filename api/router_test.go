@@ -20,35 +20,35 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// routers records what it was asked and answers from its fields.
-type routers struct {
+// fakeRouters records requests and answers from its fields.
+type fakeRouters struct {
 	mu     sync.Mutex
 	asked  []any
 	fail   error
 	parts  []msg.Generated
 	runs   []msg.KVRun
-	broken error // behind parts and runs
-	hold   bool  // generate waits for its context behind the parts
+	broken error // returned after parts and runs
+	hold   bool  // generate waits for its context after the parts
 }
 
-var _ api.Routers = (*routers)(nil)
+var _ api.Routers = (*fakeRouters)(nil)
 
-func (r *routers) note(v any) error {
+func (r *fakeRouters) note(v any) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.asked = append(r.asked, v)
 	return r.fail
 }
 
-func (r *routers) Explain(_ context.Context, app string, q *msg.RouteQuery) (*msg.Explanation, error) {
+func (r *fakeRouters) Explain(_ context.Context, app string, q *msg.RouteQuery) (*msg.Explanation, error) {
 	return &msg.Explanation{App: app, Pick: "0/1"}, r.note(q)
 }
 
-func (r *routers) Reset(_ context.Context, app string) (msg.ResetResult, error) {
+func (r *fakeRouters) Reset(_ context.Context, app string) (msg.ResetResult, error) {
 	return msg.ResetResult{App: app, Ranks: 4}, r.note("reset")
 }
 
-func (r *routers) Router(_ context.Context, app string) (msg.RouterInfo, error) {
+func (r *fakeRouters) Router(_ context.Context, app string) (msg.RouterInfo, error) {
 	info := msg.RouterInfo{App: app, Policy: "kv"}
 	if app == "timed" {
 		info.Law = &msg.Law{
@@ -59,20 +59,20 @@ func (r *routers) Router(_ context.Context, app string) (msg.RouterInfo, error) 
 	return info, r.note("router")
 }
 
-func (r *routers) BestWorker(_ context.Context, _ string, q *msg.BestWorker) (msg.Worker, error) {
+func (r *fakeRouters) BestWorker(_ context.Context, _ string, q *msg.BestWorker) (msg.Worker, error) {
 	return msg.Worker{Worker: "0/1", RequestID: q.RequestID}, r.note(q)
 }
 
-func (r *routers) PotentialLoads(_ context.Context, _ string, ids []uint32) ([]msg.PotentialLoad, error) {
+func (r *fakeRouters) PotentialLoads(_ context.Context, _ string, ids []uint32) ([]msg.PotentialLoad, error) {
 	return nil, r.note(ids)
 }
 
-func (r *routers) MarkPrefillComplete(_ context.Context, _, id string) error {
+func (r *fakeRouters) MarkPrefillComplete(_ context.Context, _, id string) error {
 	return r.note("mark " + id)
 }
-func (r *routers) Free(_ context.Context, _, id string) error { return r.note("free " + id) }
+func (r *fakeRouters) Free(_ context.Context, _, id string) error { return r.note("free " + id) }
 
-func (r *routers) DumpEvents(_ context.Context, _ string, emit func(*msg.KVRun) error) (bool, error) {
+func (r *fakeRouters) DumpEvents(_ context.Context, _ string, emit func(*msg.KVRun) error) (bool, error) {
 	if err := r.note("dump"); err != nil {
 		return false, err
 	}
@@ -84,7 +84,7 @@ func (r *routers) DumpEvents(_ context.Context, _ string, emit func(*msg.KVRun) 
 	return true, r.broken
 }
 
-func (r *routers) Generate(ctx context.Context, _ string, q *msg.Generate,
+func (r *fakeRouters) Generate(ctx context.Context, _ string, q *msg.Generate,
 	emit func(*msg.Generated) error,
 ) error {
 	if err := r.note(q); err != nil {
@@ -113,7 +113,7 @@ func ask(t *testing.T, h http.Handler, method, path, body string) *httptest.Resp
 
 // TestRouterAnswers pins the JSON of each route.
 func TestRouterAnswers(t *testing.T) {
-	r := &routers{}
+	r := &fakeRouters{}
 	h := api.NewServer(api.Config{Backend: newBackend(), Routers: r}).Handler()
 	for _, c := range []struct{ method, path, body, want string }{
 		{
@@ -154,10 +154,9 @@ func TestRouterAnswers(t *testing.T) {
 			`"age_s":0.5,"error":0.25,"ranks":[{"worker":"0/1","slow":2}]}`)
 }
 
-// TestExplainSendsTheBytesOfTheRequest: the Router hashes the bytes of a prompt, so a client may not write
-// them anew.
+// The Router hashes the bytes of a prompt, so a client must not rewrite them.
 func TestExplainSendsTheBytesOfTheRequest(t *testing.T) {
-	r := &routers{}
+	r := &fakeRouters{}
 	_, c := serve(t, api.Config{Backend: newBackend(), Routers: r})
 	for _, body := range []string{
 		`{"prompt":"x"}`, "{\n  \"prompt\" : \"a  b\" }", `{"prompt":"<b> & \u003c é"}`, `{ }`,
@@ -174,9 +173,9 @@ func TestExplainSendsTheBytesOfTheRequest(t *testing.T) {
 	require.ErrorContains(t, err, "not JSON")
 }
 
-// TestRouterBadInput: none of it reaches the Routers, and each answer says what to do.
+// Bad input never reaches the Routers, and each answer has a hint.
 func TestRouterBadInput(t *testing.T) {
-	r := &routers{}
+	r := &fakeRouters{}
 	h := api.NewServer(api.Config{Backend: newBackend(), Routers: r}).Handler()
 	long := `{"token_ids":[` + strings.Repeat("1,", 1<<20) + `1]}`
 	for _, c := range []struct {
@@ -236,9 +235,9 @@ func TestRouterBadInput(t *testing.T) {
 	assert.Equal(t, http.StatusNotFound, ask(t, without, "GET", routersPath, "").Code)
 }
 
-// TestRouterErrorsKeepTheirCode: also where a stream would have begun.
+// Errors keep their code, also on routes that stream.
 func TestRouterErrorsKeepTheirCode(t *testing.T) {
-	r := &routers{fail: problem.New(problem.Overloaded, "full").WithHint("later")}
+	r := &fakeRouters{fail: problem.New(problem.Overloaded, "full").WithHint("later")}
 	h := api.NewServer(api.Config{Backend: newBackend(), Routers: r}).Handler()
 	for _, c := range []struct{ method, path, body string }{
 		{"GET", "", ""},
@@ -260,7 +259,7 @@ func TestRouterErrorsKeepTheirCode(t *testing.T) {
 }
 
 func TestDumpEvents(t *testing.T) {
-	r := &routers{
+	r := &fakeRouters{
 		runs: []msg.KVRun{
 			{Worker: "0/1", Tier: "gpu", Blocks: []string{"a"}}, {
 				Worker: "0/1", Tier: "sent", Parent: "a", Blocks: []string{"b"},
@@ -283,7 +282,7 @@ func TestDumpEvents(t *testing.T) {
 }
 
 func TestGenerate(t *testing.T) {
-	r := &routers{
+	r := &fakeRouters{
 		parts: []msg.Generated{
 			{TokenIDs: []uint32{1}, Worker: "0/1"}, {TokenIDs: []uint32{}, FinishReason: "stop"},
 		},
@@ -305,10 +304,9 @@ func TestGenerate(t *testing.T) {
 	assert.Equal(t, http.StatusBadGateway, rec.Code)
 }
 
-// TestGenerateEndsWithItsClient: over a real connection, a client that leaves and a server that closes end
-// the call.
+// Over a real connection, a client that leaves and a server that closes both end the call.
 func TestGenerateEndsWithItsClient(t *testing.T) {
-	r := &routers{parts: []msg.Generated{{TokenIDs: []uint32{1}}}, hold: true}
+	r := &fakeRouters{parts: []msg.Generated{{TokenIDs: []uint32{1}}}, hold: true}
 	s, _ := serve(t, api.Config{Backend: newBackend(), Routers: r})
 	post := func(ctx context.Context) *http.Response {
 		req, err := http.NewRequestWithContext(ctx, http.MethodPost,
@@ -324,14 +322,14 @@ func TestGenerateEndsWithItsClient(t *testing.T) {
 	require.NoError(t, left.Body.Close())
 	res := post(t.Context())
 	go func() { _ = s.Close() }()
-	text, _ := io.ReadAll(res.Body) // how it ends is not the point
+	text, _ := io.ReadAll(res.Body) // the end of the body does not matter
 	require.NoError(t, res.Body.Close())
 	assert.Contains(t, string(text), `data: {"token_ids":[1]}`)
 	assert.NotContains(t, string(text), "[DONE]")
 	http.DefaultClient.CloseIdleConnections()
 }
 
-// FuzzRouterBody: no body makes a 500, and what is taken has exactly the keys there are.
+// No body causes a 500, and accepted bodies have exactly the known keys.
 func FuzzRouterBody(f *testing.F) {
 	for _, s := range []string{
 		`{"prompt":"x"}`, `{"token_ids":[1,2],"worker":"0/1"}`, `{"request":{"a":[{}]},"headers":{"a":"b"}}`,
@@ -339,7 +337,7 @@ func FuzzRouterBody(f *testing.F) {
 	} {
 		f.Add(s)
 	}
-	r := &routers{}
+	r := &fakeRouters{}
 	h := api.NewServer(api.Config{Backend: newBackend(), Routers: r}).Handler()
 	f.Fuzz(func(t *testing.T, body string) {
 		for _, path := range []string{"/explain", "/best_worker", "/potential_loads", "/free"} {

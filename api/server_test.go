@@ -54,7 +54,7 @@ func (r request) send(t *testing.T, h http.Handler) *httptest.ResponseRecorder {
 	return rec
 }
 
-// badRequests are all ways to ask wrongly.
+// badRequests lists all kinds of invalid requests.
 func badRequests() []request {
 	h := func(kv ...string) map[string]string {
 		m := map[string]string{}
@@ -109,8 +109,8 @@ func badRequests() []request {
 	}
 }
 
-// TestErrorTexts pins status and body of every refusal. Run with DPSERVE_REWRITE=1 to write the file anew,
-// then read the diff.
+// TestErrorTexts pins status and body of every refusal. Run it with DPSERVE_REWRITE=1 to write the file, then
+// read the diff.
 func TestErrorTexts(t *testing.T) {
 	h := api.NewServer(api.Config{Backend: newBackend(), Metrics: http.NotFoundHandler()}).Handler()
 	var got strings.Builder
@@ -150,7 +150,7 @@ func TestAllowedHosts(t *testing.T) {
 	assert.Equal(t, http.StatusAccepted, same.send(t, h).Code)
 }
 
-// TestHeadIsGetWithoutABody: probes and load balancers ask that way.
+// Probes and load balancers use HEAD.
 func TestHeadIsGetWithoutABody(t *testing.T) {
 	s, _ := serve(t,
 		api.Config{
@@ -175,7 +175,7 @@ func TestHeadIsGetWithoutABody(t *testing.T) {
 	http.DefaultTransport.(*http.Transport).CloseIdleConnections()
 }
 
-func TestMetricsAndItsAbsence(t *testing.T) {
+func TestMetricsIsOptional(t *testing.T) {
 	metrics := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		_, _ = w.Write([]byte("dpserve_up 1\n"))
 	})
@@ -186,9 +186,8 @@ func TestMetricsAndItsAbsence(t *testing.T) {
 	assert.Equal(t, http.StatusNotFound, rec.Code)
 }
 
-// TestLeavingIsNotLogged: a client that goes away while its request is worked on is no fault of dpserve. One
-// that stays is told of it.
-func TestLeavingIsNotLogged(t *testing.T) {
+// A client that leaves during its request is not an error of dpserve. A client that stays gets the error.
+func TestClientThatLeavesIsNotLogged(t *testing.T) {
 	var buf bytes.Buffer
 	b := newBackend()
 	b.fail = fmt.Errorf("propose: %w", context.Canceled)
@@ -202,9 +201,8 @@ func TestLeavingIsNotLogged(t *testing.T) {
 	assert.Contains(t, buf.String(), "admin request failed")
 }
 
-// TestOwnFaultsAreLogged: a 500 and a panic leave a line; a user's mistake does not; the file's text never
-// does.
-func TestOwnFaultsAreLogged(t *testing.T) {
+// A 500 and a panic write a log line; a user's mistake does not, and the file's text is never logged.
+func TestInternalErrorsAreLogged(t *testing.T) {
 	var buf bytes.Buffer
 	b := newBackend()
 	h := api.NewServer(api.Config{Backend: b, Log: slog.New(slog.NewTextHandler(&buf, nil))}).Handler()

@@ -21,8 +21,8 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// routers answers like a node with two ranks and records the requests.
-type routers struct {
+// fakeRouters answers like a node with two ranks and records the requests.
+type fakeRouters struct {
 	asked  any
 	fail   error
 	broken error
@@ -30,9 +30,9 @@ type routers struct {
 	cut    bool
 }
 
-var _ api.Routers = (*routers)(nil)
+var _ api.Routers = (*fakeRouters)(nil)
 
-func (r *routers) Explain(_ context.Context, app string, q *msg.RouteQuery) (*msg.Explanation, error) {
+func (r *fakeRouters) Explain(_ context.Context, app string, q *msg.RouteQuery) (*msg.Explanation, error) {
 	r.asked = *q
 	score := 0.1 + 0.2
 	return &msg.Explanation{
@@ -47,11 +47,11 @@ func (r *routers) Explain(_ context.Context, app string, q *msg.RouteQuery) (*ms
 	}, r.fail
 }
 
-func (r *routers) Reset(_ context.Context, app string) (msg.ResetResult, error) {
+func (r *fakeRouters) Reset(_ context.Context, app string) (msg.ResetResult, error) {
 	return msg.ResetResult{App: app, Ranks: 2}, r.fail
 }
 
-func (r *routers) Router(_ context.Context, app string) (msg.RouterInfo, error) {
+func (r *fakeRouters) Router(_ context.Context, app string) (msg.RouterInfo, error) {
 	return msg.RouterInfo{
 		App: app, Policy: "kv", Index: &msg.IndexStatus{Blocks: 7},
 		Law: &msg.Law{
@@ -62,29 +62,29 @@ func (r *routers) Router(_ context.Context, app string) (msg.RouterInfo, error) 
 	}, r.fail
 }
 
-func (r *routers) BestWorker(_ context.Context, _ string, q *msg.BestWorker) (msg.Worker, error) {
+func (r *fakeRouters) BestWorker(_ context.Context, _ string, q *msg.BestWorker) (msg.Worker, error) {
 	r.asked = *q
 	return msg.Worker{
 		Worker: "0/1", DPRank: 1, OverlapBlocks: 3, BlockSize: 16, RequestID: q.RequestID, ExpiresS: 300,
 	}, r.fail
 }
 
-func (r *routers) PotentialLoads(_ context.Context, _ string, ids []uint32) ([]msg.PotentialLoad, error) {
+func (r *fakeRouters) PotentialLoads(_ context.Context, _ string, ids []uint32) ([]msg.PotentialLoad, error) {
 	r.asked = ids
 	return []msg.PotentialLoad{{Worker: "0/0", PrefillTokens: 5, DecodeBlocks: 1}}, r.fail
 }
 
-func (r *routers) MarkPrefillComplete(_ context.Context, _, id string) error {
+func (r *fakeRouters) MarkPrefillComplete(_ context.Context, _, id string) error {
 	r.asked = "mark " + id
 	return r.fail
 }
 
-func (r *routers) Free(_ context.Context, _, id string) error {
+func (r *fakeRouters) Free(_ context.Context, _, id string) error {
 	r.asked = "free " + id
 	return r.fail
 }
 
-func (r *routers) DumpEvents(_ context.Context, _ string, emit func(*msg.KVRun) error) (bool, error) {
+func (r *fakeRouters) DumpEvents(_ context.Context, _ string, emit func(*msg.KVRun) error) (bool, error) {
 	for range r.runs {
 		if err := emit(
 			&msg.KVRun{Worker: "0/1", Tier: "gpu", Blocks: []string{"00000000000000aa"}}); err != nil {
@@ -94,7 +94,7 @@ func (r *routers) DumpEvents(_ context.Context, _ string, emit func(*msg.KVRun) 
 	return r.cut, r.fail
 }
 
-func (r *routers) Generate(_ context.Context, _ string, q *msg.Generate,
+func (r *fakeRouters) Generate(_ context.Context, _ string, q *msg.Generate,
 	emit func(*msg.Generated) error,
 ) error {
 	r.asked = *q
@@ -115,7 +115,7 @@ func (r *routers) Generate(_ context.Context, _ string, q *msg.Generate,
 
 // The Router hashes the bytes of a prompt, so a client must not rewrite them.
 func TestExplainSendsTheBytesOfTheRequest(t *testing.T) {
-	r := &routers{}
+	r := &fakeRouters{}
 	c := serve(t, r)
 	for _, body := range []string{
 		`{"prompt":"x"}`, "{\n  \"prompt\" : \"a  b\" }", `{"prompt":"<b> & \u003c \u2028 é"}`,
@@ -155,7 +155,7 @@ func serve(t *testing.T, r api.Routers) *client.RouterClient {
 
 // Requests and answers arrive unchanged.
 func TestEveryCall(t *testing.T) {
-	r := &routers{runs: 2}
+	r := &fakeRouters{runs: 2}
 	c := serve(t, r)
 	ctx, weight := t.Context(), 2.0
 
@@ -211,7 +211,7 @@ func TestEveryCall(t *testing.T) {
 }
 
 func TestGenerate(t *testing.T) {
-	r := &routers{}
+	r := &fakeRouters{}
 	c := serve(t, r)
 	var parts []client.Part
 	for p, err := range c.Generate(t.Context(),
@@ -227,17 +227,17 @@ func TestGenerate(t *testing.T) {
 		{TokenIDs: []uint32{}, Usage: &client.Usage{Prompt: 3, Cached: 2, Completion: 3}},
 	}, parts)
 	for range c.Generate(t.Context(), client.GenerateRequest{TokenIDs: []uint32{1}}) {
-		break // who has seen enough leaves
+		break // the caller stops ranging
 	}
 
-	c = serve(t, &routers{broken: problem.New(problem.Upstream, "the answer broke off")})
+	c = serve(t, &fakeRouters{broken: problem.New(problem.Upstream, "the answer broke off")})
 	n, last := 0, error(nil)
 	for _, err := range c.Generate(t.Context(), client.GenerateRequest{TokenIDs: []uint32{1}}) {
 		n, last = n+1, err
 	}
 	assert.Equal(t, 4, n)
 	assert.Equal(t, "upstream", client.CodeOf(last))
-	c = serve(t, &routers{fail: problem.New(problem.Overloaded, "full").WithHint("later")})
+	c = serve(t, &fakeRouters{fail: problem.New(problem.Overloaded, "full").WithHint("later")})
 	for _, err := range c.Generate(t.Context(), client.GenerateRequest{TokenIDs: []uint32{1}}) {
 		var e *client.Error
 		require.ErrorAs(t, err, &e)
@@ -246,7 +246,7 @@ func TestGenerate(t *testing.T) {
 }
 
 func TestDumpEvents(t *testing.T) {
-	count := func(r *routers) (n int, last error) {
+	count := func(r *fakeRouters) (n int, last error) {
 		for run, err := range serve(t, r).DumpEvents(t.Context()) {
 			if last = err; err == nil {
 				n++
@@ -256,19 +256,19 @@ func TestDumpEvents(t *testing.T) {
 		}
 		return n, last
 	}
-	n, err := count(&routers{runs: 3})
+	n, err := count(&fakeRouters{runs: 3})
 	require.NoError(t, err)
 	assert.Equal(t, 3, n)
-	n, err = count(&routers{runs: 3, cut: true})
+	n, err = count(&fakeRouters{runs: 3, cut: true})
 	require.ErrorIs(t, err, client.ErrTruncated)
 	assert.Equal(t, 3, n)
-	for range serve(t, &routers{runs: 3}).DumpEvents(t.Context()) {
+	for range serve(t, &fakeRouters{runs: 3}).DumpEvents(t.Context()) {
 		break
 	}
 	gone := problem.New(problem.NotFound, "no app")
-	_, err = count(&routers{fail: gone})
+	_, err = count(&fakeRouters{fail: gone})
 	assert.Equal(t, "not_found", client.CodeOf(err))
-	_, err = count(&routers{runs: 3, fail: gone})
+	_, err = count(&fakeRouters{runs: 3, fail: gone})
 	require.Error(t, err, "half a dump is an error")
 }
 

@@ -49,7 +49,7 @@ type Worker struct {
 	Node   string `json:"node"` // node of the worker
 	// URL of its engine, as seen by that node: a started engine listens on its node's loopback
 	URL        string  `json:"url"`
-	Addressing string  `json:"addressing"` // how the engine is told the rank: url | header | body
+	Addressing string  `json:"addressing"` // how a request names the rank to the engine: url | header | body
 	Selector   int     `json:"selector"`   // value that names the rank to the engine
 	RequestID  string  `json:"request_id"` // id of the reservation; "" = not reserved
 	ExpiresS   float64 `json:"expires_s"`  // seconds until a reservation ends by itself

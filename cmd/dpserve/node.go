@@ -122,8 +122,7 @@ func checkOneOf(flag, value string, allowed ...string) error {
 	return problem.New(problem.InvalidArgument, "%s %q: wanted %s", flag, value, strings.Join(allowed, ", "))
 }
 
-// stopAtOnce is the longest time that a node may take after it was told to stop at once. Engines get no grace
-// then.
+// stopAtOnce is the longest time that a node may take to stop at once. Engines get no grace then.
 const stopAtOnce = 10 * time.Second
 
 // node is the part of wiring.Node that up and start use. Serve blocks until its context ends, then drains;
@@ -172,7 +171,7 @@ func (e *env) serve(ctx context.Context, c wiring.Config) (*serving, error) {
 	return s, nil
 }
 
-// unexpectedEnd returns the error of a Serve that returned although nobody asked the node to stop.
+// unexpectedEnd returns the error of a Serve that returned before the command asked the node to stop.
 func (s *serving) unexpectedEnd() error {
 	if s.err == nil || errors.Is(s.err, context.Canceled) {
 		return problem.New(problem.Internal, "the node stopped by itself").WithHint("its log above says why")

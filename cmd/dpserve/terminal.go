@@ -176,7 +176,7 @@ func truncate(line string, width int) string {
 	return string(runes[:width-1]) + "…"
 }
 
-// confirm asks the user to type a name before a command destroys something. Without a terminal nobody can
+// confirm asks the user to type a name before a command destroys something. Without a terminal no user can
 // answer, so only --yes confirms.
 func (e *env) confirm(what, name string, yes bool) error {
 	if yes {

@@ -17,7 +17,7 @@ import (
 	"github.com/dpserve/dpserve/wiring"
 )
 
-// start runs a command in the background and gives its exit code.
+// start runs a command in the background and returns a channel with its exit code.
 func (c *cli) start(args ...string) <-chan int {
 	code := make(chan int, 1)
 	go func() { code <- c.run(args) }()
@@ -44,7 +44,7 @@ func upCLI(t *testing.T) *cli {
 	return c
 }
 
-// TestQuickstart pins the embedded application to the example, so that the README tells the truth about both.
+// The embedded application equals the example, so that the README is right about both.
 func TestQuickstart(t *testing.T) {
 	example, err := os.ReadFile("../../examples/quickstart/app.yaml")
 	require.NoError(t, err)
