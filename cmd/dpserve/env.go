@@ -21,7 +21,7 @@ const defaultAddr = wiring.DefaultAdminBind
 // env holds everything that a command may use: streams, signals, environment, and the constructors of nodes
 // and clients. Tests replace them.
 type env struct {
-	io     *IOStreams
+	io     *ioStreams
 	sig    *interrupts
 	getenv func(string) string
 	now    func() time.Time
@@ -32,7 +32,7 @@ type env struct {
 	noColor bool // --no-color
 }
 
-func newEnv(streams *IOStreams, sig *interrupts) *env {
+func newEnv(streams *ioStreams, sig *interrupts) *env {
 	return &env{io: streams, sig: sig, getenv: os.Getenv, now: time.Now, newNode: newNode, newAdmin: newAdmin}
 }
 

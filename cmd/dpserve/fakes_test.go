@@ -33,7 +33,7 @@ type cli struct {
 func newCLI(t *testing.T) *cli {
 	t.Helper()
 	c := &cli{cluster: &fakeCluster{}, node: newFakeNode(), stdin: strings.NewReader("")}
-	streams := &IOStreams{
+	streams := &ioStreams{
 		In: c.stdin, Out: &c.out, Err: &c.err, Width: defaultWidth, Height: defaultHeight, Color: true,
 	}
 	c.env = newEnv(streams, newInterrupts())

@@ -16,12 +16,12 @@ import (
 )
 
 func main() {
-	os.Exit(Main())
+	os.Exit(runProcess())
 }
 
-// Main runs the process's command line on the real streams, signals and environment and returns the exit
+// runProcess runs the process's command line on the real streams, signals and environment and returns the exit
 // code.
-func Main() int {
+func runProcess() int {
 	args := os.Args[1:]
 	if code, done := runEngine(args, os.Stdout, os.Stderr); done {
 		return code // an engine process does not build the CLI

@@ -14,14 +14,14 @@ import (
 // are real.
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && os.Args[1] == "engine" {
-		os.Exit(Main()) // an engine that a node under test started from this binary
+		os.Exit(runProcess()) // an engine that a node under test started from this binary
 	}
 	// Under nohup, children would inherit the ignored signal, and a script that closes a terminal would wait
 	// for ever.
 	if signal.Ignored(syscall.SIGHUP) {
 		signal.Notify(make(chan os.Signal, 1), syscall.SIGHUP)
 	}
-	testscript.Main(leakChecked{m}, map[string]func(){"dpserve": func() { os.Exit(Main()) }})
+	testscript.Main(leakChecked{m}, map[string]func(){"dpserve": func() { os.Exit(runProcess()) }})
 }
 
 // leakChecked fails a passing run that leaves goroutines behind.

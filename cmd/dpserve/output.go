@@ -72,7 +72,7 @@ type listing struct {
 	notes    []string // lines under the tables
 }
 
-func (l *listing) write(s *IOStreams, f format) error {
+func (l *listing) write(s *ioStreams, f format) error {
 	switch f {
 	case formatJSON:
 		return writeJSON(s.Out, l.document)

@@ -20,9 +20,9 @@ const (
 	defaultHeight = 24  // rows
 )
 
-// IOStreams connects a command with its user. It knows which streams are terminals, how wide the terminal is
+// ioStreams connects a command with its user. It knows which streams are terminals, how wide the terminal is
 // and whether colour is wanted, so that commands do not read the environment.
-type IOStreams struct {
+type ioStreams struct {
 	In  io.Reader
 	Out io.Writer // data
 	Err io.Writer // messages: progress, warnings, errors, logs
@@ -37,9 +37,9 @@ type IOStreams struct {
 
 // systemStreams returns the process's own streams. NO_COLOR (any value) and TERM=dumb switch colour off.
 // TERM=dumb also stops redrawing, because such a terminal cannot move its cursor.
-func systemStreams(getenv func(string) string) *IOStreams {
+func systemStreams(getenv func(string) string) *ioStreams {
 	dumb := getenv("TERM") == "dumb"
-	s := &IOStreams{
+	s := &ioStreams{
 		In: os.Stdin, Out: os.Stdout, Err: os.Stderr,
 		InTTY:  isTerminal(os.Stdin),
 		OutTTY: isTerminal(os.Stdout),
@@ -58,7 +58,7 @@ func isTerminal(f *os.File) bool { return term.IsTerminal(fd(f)) }
 func fd(f *os.File) int { return int(f.Fd()) }
 
 // paint wraps text in a colour for stdout. It returns the text unchanged if stdout shows no colour.
-func (s *IOStreams) paint(c color, text string) string {
+func (s *ioStreams) paint(c color, text string) string {
 	if !s.Color || !s.OutTTY || c == plain || text == "" {
 		return text
 	}
@@ -99,7 +99,7 @@ type screen struct {
 	part []byte // the unfinished log line
 }
 
-func newScreen(s *IOStreams) *screen {
+func newScreen(s *ioStreams) *screen {
 	return &screen{tty: s.ErrTTY, width: s.Width, height: s.Height, w: s.Err}
 }
 
