@@ -125,8 +125,8 @@ func (p *sessionRun) session(ctx context.Context, n int, at time.Time) {
 	}
 }
 
-// sendOne plays a turn. known is the length of the prefix that an unlimited cache holds; sendOne updates it for
-// the next turn.
+// sendOne plays a turn. known is the length of the prefix that an unlimited cache holds; sendOne updates it
+// for the next turn.
 func (p *sessionRun) sendOne(ctx context.Context, x *session, at time.Time, known *int) *sample {
 	first := x.turn == 0
 	body := x.nextBody()

@@ -28,15 +28,15 @@ type appFile struct {
 
 // readApps reads and checks a file ("-" is stdin). It prints warnings to stderr and returns faults as
 // app.Faults.
-func (e *env) readApps(path string) (*appFile, error) {
-	text, err := e.readFile(path)
+func readApps(e *env, path string) (*appFile, error) {
+	text, err := readFile(e, path)
 	if err != nil {
 		return nil, err
 	}
-	return e.parseApps(path, text)
+	return parseApps(e, path, text)
 }
 
-func (e *env) parseApps(name string, text []byte) (*appFile, error) {
+func parseApps(e *env, name string, text []byte) (*appFile, error) {
 	file, warnings, err := wiring.ParseApps(name, text)
 	for _, w := range warnings {
 		printMessage(e.io.Err, "warning: %s", w.String())
@@ -47,7 +47,7 @@ func (e *env) parseApps(name string, text []byte) (*appFile, error) {
 	return &appFile{name: name, text: text, apps: file.Applications}, nil
 }
 
-func (e *env) readFile(path string) ([]byte, error) {
+func readFile(e *env, path string) ([]byte, error) {
 	if path == "-" {
 		return readBounded("stdin", e.io.In)
 	}
@@ -100,7 +100,7 @@ and what was wanted. It needs no running dpserve. FILE may be - for stdin. Fault
 		Example: "  dpserve validate examples/quickstart/app.yaml --print",
 		Args:    requireArgs(1, "FILE"),
 		RunE: func(_ *cobra.Command, args []string) error {
-			file, err := e.readApps(args[0])
+			file, err := readApps(e, args[0])
 			if err != nil {
 				return err
 			}

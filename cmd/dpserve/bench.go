@@ -57,7 +57,7 @@ seeds say the same: against engines that saw a run, take another --seed.`,
 				return err
 			}
 		}
-		return e.bench(cmd.Context(), f)
+		return runBench(cmd.Context(), e, f)
 	}
 	return cmd
 }
@@ -94,7 +94,7 @@ func (f *benchFlags) add(cmd *cobra.Command) {
 	f.output = addOutput(cmd)
 }
 
-func (e *env) bench(ctx context.Context, f *benchFlags) error {
+func runBench(ctx context.Context, e *env, f *benchFlags) error {
 	c := f.config
 	c.Stream = !f.whole
 	if f.keyEnv != "" {
@@ -110,13 +110,13 @@ func (e *env) bench(ctx context.Context, f *benchFlags) error {
 		c.Model = found.Models[0]
 	}
 	if f.direct != "" {
-		return e.benchOverhead(ctx, c, f)
+		return benchOverhead(ctx, e, c, f)
 	}
 	report, err := f.run(ctx, c)
 	if report == nil {
 		return err
 	}
-	return errors.Join(e.writeReport(report, c.Model, *f.output), err,
+	return errors.Join(writeReport(e, report, c.Model, *f.output), err,
 		failedRequests(report.Failed, report.Offered))
 }
 
@@ -128,7 +128,7 @@ func (f *benchFlags) run(ctx context.Context, c loadgen.Config) (*loadgen.Report
 }
 
 // benchOverhead compares the endpoint with the engine behind the endpoint.
-func (e *env) benchOverhead(ctx context.Context, proxied loadgen.Config, f *benchFlags) error {
+func benchOverhead(ctx context.Context, e *env, proxied loadgen.Config, f *benchFlags) error {
 	direct := proxied
 	direct.URL = f.direct
 	if _, err := probeOne(ctx, direct.URL); err != nil {
@@ -138,7 +138,7 @@ func (e *env) benchOverhead(ctx context.Context, proxied loadgen.Config, f *benc
 	if report == nil {
 		return err
 	}
-	return errors.Join(e.writeReport(report, proxied.Model, *f.output), err, failedRuns(report))
+	return errors.Join(writeReport(e, report, proxied.Model, *f.output), err, failedRuns(report))
 }
 
 // failedRuns is an error if a run of the comparison had failed requests, so that scripts see it.
@@ -165,7 +165,7 @@ func probeOne(ctx context.Context, url string) (attach.Found, error) {
 	return attach.Probe(ctx, url, nil)
 }
 
-func (e *env) writeReport(r benchResult, model string, f format) error {
+func writeReport(e *env, r benchResult, model string, f format) error {
 	switch f {
 	case formatJSON:
 		return writeJSON(e.io.Out, r)

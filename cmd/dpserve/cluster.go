@@ -31,14 +31,14 @@ to others), draining, drained or stopping (its process was told to end); its rol
 slots and devices in use, the groups that have ranks there, and when it was last heard of and by whom.`,
 		Example: "  dpserve nodes -o wide",
 		Args:    requireArgs(0),
-		RunE:    func(cmd *cobra.Command, _ []string) error { return e.nodes(cmd.Context(), *output) },
+		RunE:    func(cmd *cobra.Command, _ []string) error { return runNodes(cmd.Context(), e, *output) },
 	}
 	output = addOutput(cmd)
 	cmd.AddCommand(newNodesRemove(e), newRotateKey(e))
 	return cmd
 }
 
-func (e *env) nodes(ctx context.Context, output format) error {
+func runNodes(ctx context.Context, e *env, output format) error {
 	client, err := e.admin()
 	if err != nil {
 		return err
@@ -48,10 +48,10 @@ func (e *env) nodes(ctx context.Context, output format) error {
 	if err != nil {
 		return err
 	}
-	return e.nodesListing(list).write(e.io, output)
+	return newNodesListing(e, list).write(e.io, output)
 }
 
-func (e *env) nodesListing(list []msg.NodeStatus) *listing {
+func newNodesListing(e *env, list []msg.NodeStatus) *listing {
 	names := make([]string, len(list))
 	var notes []string
 	for i := range list {
@@ -160,16 +160,6 @@ remove or bring back the lost ones first.`,
 	return cmd
 }
 
-// withAdmin calls f with a client and closes it afterwards.
-func (e *env) withAdmin(f func(client admin) error) error {
-	client, err := e.admin()
-	if err != nil {
-		return err
-	}
-	defer client.Close()
-	return f(client)
-}
-
 // findNode returns the named node. The error lists the existing ones.
 func findNode(list []msg.NodeStatus, name string) (*msg.NodeStatus, error) {
 	var names []string
@@ -206,7 +196,7 @@ what is left until the node is empty; Ctrl-C leaves the monitor (exit code 130) 
 		Args: requireArgs(1, "NODE"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return e.withAdmin(func(client admin) error {
-				return e.drain(cmd.Context(), client, f, args[0], cmd.Flags().Changed("deadline"))
+				return runDrain(cmd.Context(), e, client, f, args[0], cmd.Flags().Changed("deadline"))
 			})
 		},
 	}
@@ -217,7 +207,7 @@ what is left until the node is empty; Ctrl-C leaves the monitor (exit code 130) 
 	return cmd
 }
 
-func (e *env) drain(ctx context.Context, client admin, f *drainFlags, node string, bounded bool) error {
+func runDrain(ctx context.Context, e *env, client admin, f *drainFlags, node string, bounded bool) error {
 	if f.deadline < 0 || f.timeout <= 0 {
 		return usageError("drain", "--deadline and --timeout must be positive")
 	}
@@ -232,13 +222,13 @@ func (e *env) drain(ctx context.Context, client admin, f *drainFlags, node strin
 		printMessage(e.io.Err, "%s is draining; watch it with `dpserve nodes`", node)
 		return nil
 	}
-	return e.awaitDrained(ctx, client, node, f.timeout)
+	return awaitDrained(ctx, e, client, node, f.timeout)
 }
 
 // awaitDrained shows what a node still has until the node is drained.
-func (e *env) awaitDrained(ctx context.Context, client admin, node string, timeout time.Duration) error {
-	err := e.followUntilDone(ctx, timeout,
-		func(ctx context.Context) (string, bool, error) { return e.drainProgress(ctx, client, node) },
+func awaitDrained(ctx context.Context, e *env, client admin, node string, timeout time.Duration) error {
+	err := followUntilDone(ctx, e, timeout,
+		func(ctx context.Context) (string, bool, error) { return drainProgress(ctx, client, node) },
 		"the drain goes on, `dpserve undrain "+node+"` ends it",
 		func(string) error {
 			return problem.New(problem.Timeout, "%s is not drained in time; the drain goes on", node).
@@ -251,9 +241,7 @@ func (e *env) awaitDrained(ctx context.Context, client admin, node string, timeo
 }
 
 // drainProgress describes in one line what a node still has. over is true when the node is drained.
-func (e *env) drainProgress(ctx context.Context, client admin, node string) (left string, over bool,
-	err error,
-) {
+func drainProgress(ctx context.Context, client admin, node string) (left string, over bool, err error) {
 	list, err := client.Nodes(ctx)
 	if err != nil {
 		return "", false, err
@@ -311,7 +299,7 @@ before anything changes: remove or bring back the lost ones first.`,
 		Args:    requireArgs(0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return e.withAdmin(func(client admin) error {
-				return e.leave(cmd.Context(), client, f, yes, cmd.Flags().Changed("deadline"))
+				return runLeave(cmd.Context(), e, client, f, yes, cmd.Flags().Changed("deadline"))
 			})
 		},
 	}
@@ -323,7 +311,7 @@ before anything changes: remove or bring back the lost ones first.`,
 	return cmd
 }
 
-func (e *env) leave(ctx context.Context, client admin, f *drainFlags, yes, bounded bool) error {
+func runLeave(ctx context.Context, e *env, client admin, f *drainFlags, yes, bounded bool) error {
 	v, err := client.Version(ctx)
 	if err != nil {
 		return err
@@ -350,7 +338,7 @@ func (e *env) leave(ctx context.Context, client admin, f *drainFlags, yes, bound
 	if err := retryRemoval(ctx, check); err != nil {
 		return err
 	}
-	if err := e.drain(ctx, client, f, v.Node, bounded); err != nil {
+	if err := runDrain(ctx, e, client, f, v.Node, bounded); err != nil {
 		return err
 	}
 	if err := removeNode(ctx, client, v.Node); err != nil {
@@ -405,7 +393,7 @@ back. Ctrl-C leaves the monitor (exit code 130) and the change goes on.`,
 		Args:    requireArgs(0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return e.withAdmin(func(client admin) error {
-				return e.rotateKey(cmd.Context(), client, timeout)
+				return runRotateKey(cmd.Context(), e, client, timeout)
 			})
 		},
 	}
@@ -413,14 +401,14 @@ back. Ctrl-C leaves the monitor (exit code 130) and the change goes on.`,
 	return cmd
 }
 
-func (e *env) rotateKey(ctx context.Context, client admin, timeout time.Duration) error {
+func runRotateKey(ctx context.Context, e *env, client admin, timeout time.Duration) error {
 	if timeout <= 0 {
 		return usageError("nodes rotate-key", "--timeout must be positive")
 	}
 	if err := client.RotateKey(ctx); err != nil {
 		return err
 	}
-	err := e.followUntilDone(ctx, timeout,
+	err := followUntilDone(ctx, e, timeout,
 		func(ctx context.Context) (string, bool, error) { return rotationProgress(ctx, client) },
 		"the change of the key goes on",
 		func(left string) error {
@@ -467,7 +455,7 @@ func newToken(e *env) *cobra.Command {
 		Args: requireArgs(0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return e.withAdmin(func(client admin) error {
-				return e.token(cmd.Context(), client, req, *output)
+				return runToken(cmd.Context(), e, client, req, *output)
 			})
 		},
 	}
@@ -477,7 +465,7 @@ func newToken(e *env) *cobra.Command {
 	return cmd
 }
 
-func (e *env) token(ctx context.Context, client admin, req api.TokenRequest, output format) error {
+func runToken(ctx context.Context, e *env, client admin, req api.TokenRequest, output format) error {
 	t, err := client.NewToken(ctx, req)
 	if err != nil {
 		return err

@@ -23,7 +23,7 @@ func newDelete(e *env) *cobra.Command {
 		Example: "  dpserve delete demo --yes",
 		Args:    requireArgs(1, "APP"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return e.delete(cmd.Context(), args[0], yes, detach, timeout)
+			return runDelete(cmd.Context(), e, args[0], yes, detach, timeout)
 		},
 	}
 	cmd.Flags().BoolVar(&yes, "yes", false, "do not ask")
@@ -32,7 +32,7 @@ func newDelete(e *env) *cobra.Command {
 	return cmd
 }
 
-func (e *env) delete(ctx context.Context, name string, yes, detach bool, timeout time.Duration) error {
+func runDelete(ctx context.Context, e *env, name string, yes, detach bool, timeout time.Duration) error {
 	client, err := e.admin()
 	if err != nil {
 		return err

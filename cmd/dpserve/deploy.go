@@ -56,16 +56,16 @@ and the rollout goes on.`,
 		if cmd.Flags().Changed("revision") {
 			f.pinned = &f.revision
 		}
-		return e.deploy(cmd.Context(), f, args[0])
+		return runDeploy(cmd.Context(), e, f, args[0])
 	}
 	return cmd
 }
 
-func (e *env) deploy(ctx context.Context, f *deployFlags, path string) error {
+func runDeploy(ctx context.Context, e *env, f *deployFlags, path string) error {
 	if f.timeout <= 0 {
 		return usageError("deploy", "--timeout %s: must be positive", f.timeout)
 	}
-	file, err := e.deployFile(f.engine, path)
+	file, err := readDeployFile(e, f.engine, path)
 	if err != nil {
 		return err
 	}
@@ -84,31 +84,31 @@ func (e *env) deploy(ctx context.Context, f *deployFlags, path string) error {
 		}
 		return planListing(&p, file.name).write(e.io, *f.output)
 	}
-	if err := e.confirmPrune(ctx, f, client, file); err != nil {
+	if err := confirmPrune(ctx, e, f, client, file); err != nil {
 		return err
 	}
 	result, err := client.Deploy(ctx, req)
 	if err != nil {
 		return err
 	}
-	e.printChanges(result)
+	printChanges(e, result)
 	if f.detach {
 		printMessage(e.io.Err, "applied; watch it with `dpserve status -w`")
 		return nil
 	}
-	return e.awaitRunning(ctx, f, client, result)
+	return awaitRunning(ctx, e, f, client, result)
 }
 
-func (e *env) deployFile(engine, path string) (*appFile, error) {
+func readDeployFile(e *env, engine, path string) (*appFile, error) {
 	if err := checkEngine(engine); err != nil {
 		return nil, err
 	}
-	file, err := e.readApps(path)
+	file, err := readApps(e, path)
 	if err != nil {
 		return nil, err
 	}
 	if engine == engineSim {
-		if err := e.simulate(file); err != nil {
+		if err := simulateFile(e, file); err != nil {
 			return nil, err
 		}
 	}
@@ -116,7 +116,7 @@ func (e *env) deployFile(engine, path string) (*appFile, error) {
 }
 
 // awaitRunning waits until the applications run and prints their status.
-func (e *env) awaitRunning(ctx context.Context, f *deployFlags, client admin, result api.DeployResult) error {
+func awaitRunning(ctx context.Context, e *env, f *deployFlags, client admin, result api.DeployResult) error {
 	waiting, cancel := context.WithTimeout(ctx, f.timeout)
 	defer cancel()
 	err := newMonitor(e, client, newScreen(e.io)).awaitRunning(waiting, result.Apps)
@@ -133,11 +133,11 @@ func (e *env) awaitRunning(ctx context.Context, f *deployFlags, client admin, re
 	}
 	apps = slices.DeleteFunc(apps,
 		func(a msg.AppStatus) bool { _, mine := result.Apps[a.Name]; return !mine })
-	return e.statusListing(apps).write(e.io, *f.output)
+	return newStatusListing(e, apps).write(e.io, *f.output)
 }
 
 // confirmPrune asks before --prune deletes applications that the file does not list.
-func (e *env) confirmPrune(ctx context.Context, f *deployFlags, client admin, file *appFile) error {
+func confirmPrune(ctx context.Context, e *env, f *deployFlags, client admin, file *appFile) error {
 	if !f.prune {
 		return nil
 	}
@@ -162,7 +162,7 @@ func (e *env) confirmPrune(ctx context.Context, f *deployFlags, client admin, fi
 }
 
 // printChanges prints one line per application that the deploy changed.
-func (e *env) printChanges(result api.DeployResult) {
+func printChanges(e *env, result api.DeployResult) {
 	for _, c := range result.Changes {
 		fields := ""
 		if len(c.Fields) > 0 {

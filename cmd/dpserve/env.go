@@ -58,6 +58,16 @@ func (e *env) admin() (admin, error) {
 	return e.newAdmin(cmp.Or(e.getenv("DPSERVE_ADDR"), defaultAddr))
 }
 
+// withAdmin calls f with a client and closes it afterwards.
+func (e *env) withAdmin(f func(client admin) error) error {
+	client, err := e.admin()
+	if err != nil {
+		return err
+	}
+	defer client.Close()
+	return f(client)
+}
+
 // applyColor makes --no-color act like NO_COLOR.
 func (e *env) applyColor(*cobra.Command, []string) {
 	if e.noColor {

@@ -46,7 +46,7 @@ func newLogs(e *env) *cobra.Command {
 			if since > 0 {
 				q.Since = e.now().Add(-since)
 			}
-			return e.logs(cmd.Context(), q)
+			return runLogs(cmd.Context(), e, q)
 		},
 	}
 	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "go on with new lines")
@@ -79,7 +79,7 @@ func logTarget(s string) (api.LogQuery, error) {
 	return q, nil
 }
 
-func (e *env) logs(ctx context.Context, q api.LogQuery) error {
+func runLogs(ctx context.Context, e *env, q api.LogQuery) error {
 	client, err := e.admin()
 	if err != nil {
 		return err
@@ -90,7 +90,7 @@ func (e *env) logs(ctx context.Context, q api.LogQuery) error {
 		return err
 	}
 	defer func() { _ = stream.Close() }() // only read
-	err = e.copyLogs(stream)
+	err = copyLogs(e, stream)
 	if ctx.Err() != nil && q.Follow {
 		return nil // Ctrl-C ends following
 	}
@@ -102,7 +102,7 @@ func (e *env) logs(ctx context.Context, q api.LogQuery) error {
 }
 
 // copyLogs copies lines unchanged; on a terminal it paints the head of each line.
-func (e *env) copyLogs(r io.Reader) error {
+func copyLogs(e *env, r io.Reader) error {
 	if !e.io.OutTTY || !e.io.Color {
 		_, err := io.Copy(e.io.Out, r)
 		return err

@@ -19,8 +19,8 @@ func main() {
 	os.Exit(runProcess())
 }
 
-// runProcess runs the process's command line on the real streams, signals and environment and returns the exit
-// code.
+// runProcess runs the process's command line on the real streams, signals and environment and returns the
+// exit code.
 func runProcess() int {
 	args := os.Args[1:]
 	if code, done := runEngine(args, os.Stdout, os.Stderr); done {

@@ -230,7 +230,7 @@ func unitFailure(app string, u *msg.UnitStatus) error {
 // followUntilDone polls an operation that the cluster runs by itself and shows one line about what is left,
 // until look reports that it is over. After timeout it returns timeoutError of the last line. After Ctrl-C it
 // prints goesOn, because the operation continues without the command.
-func (e *env) followUntilDone(ctx context.Context, timeout time.Duration,
+func followUntilDone(ctx context.Context, e *env, timeout time.Duration,
 	look func(ctx context.Context) (left string, over bool, err error),
 	goesOn string, timeoutError func(left string) error,
 ) error {

@@ -148,9 +148,9 @@ type serving struct {
 	err    error         // of Serve; read after done
 }
 
-// serve makes a node, binds it and runs it. The caller owns the node: it calls stop and Close. The node
+// startNode makes a node, binds it and runs it. The caller owns the node: it calls stop and Close. The node
 // outlives ctx, because a drain outlives the command that was interrupted.
-func (e *env) serve(ctx context.Context, c wiring.Config) (*serving, error) {
+func startNode(ctx context.Context, e *env, c wiring.Config) (*serving, error) {
 	if err := c.Validate(); err != nil {
 		return nil, err
 	}

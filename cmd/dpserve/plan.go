@@ -46,12 +46,12 @@ What cannot be placed ends it with exit code 5.`,
 		"as if deploy deleted the applications that FILE does not list")
 	cmd.Flags().StringVar(&f.engine, "engine", "", "sim: plan the file for the simulated engine")
 	f.output = addOutput(cmd)
-	cmd.RunE = func(cmd *cobra.Command, args []string) error { return e.plan(cmd.Context(), f, args[0]) }
+	cmd.RunE = func(cmd *cobra.Command, args []string) error { return runPlan(cmd.Context(), e, f, args[0]) }
 	return cmd
 }
 
-func (e *env) plan(ctx context.Context, f *planFlags, path string) error {
-	file, err := e.deployFile(f.engine, path)
+func runPlan(ctx context.Context, e *env, f *planFlags, path string) error {
+	file, err := readDeployFile(e, f.engine, path)
 	if err != nil {
 		return err
 	}

@@ -101,7 +101,7 @@ on asking.`,
 		if kv != (kvSocket{}) {
 			spec.KVEvents = &kv
 		}
-		return e.rankAdd(cmd.Context(), args[0], &spec, w)
+		return runRankAdd(cmd.Context(), e, args[0], &spec, w)
 	}
 	return cmd
 }
@@ -135,7 +135,7 @@ ranks keep their numbers. Of several ranks behind one URL, name one as GROUP/RAN
 		if r.Rank, err = parseRankRef(args[1]); err != nil {
 			return err
 		}
-		return e.rankRemove(cmd.Context(), args[0], r, w)
+		return runRankRemove(cmd.Context(), e, args[0], r, w)
 	}
 	return cmd
 }
@@ -166,18 +166,18 @@ func (w *rankWait) flags(cmd *cobra.Command, what string) {
 	cmd.Flags().DurationVar(&w.timeout, "timeout", w.timeout, "how long to wait; then exit code 8")
 }
 
-func (e *env) rankAdd(ctx context.Context, name string, spec *rankSpec, w *rankWait) error {
+func runRankAdd(ctx context.Context, e *env, name string, spec *rankSpec, w *rankWait) error {
 	text, err := json.Marshal(spec)
 	if err != nil {
 		return fmt.Errorf("write the rank: %w", err)
 	}
-	return e.changeRanks(ctx, w, "added",
+	return changeRanks(ctx, e, w, "added",
 		func(client admin) (api.RankChange, error) { return client.AddRank(ctx, name, text) },
 		func(a *msg.AppStatus, c *api.RankChange) bool { return rankPhase(a, c) == string(state.Ready) })
 }
 
-func (e *env) rankRemove(ctx context.Context, name string, r api.RankRemoval, w *rankWait) error {
-	return e.changeRanks(ctx, w, "removed",
+func runRankRemove(ctx context.Context, e *env, name string, r api.RankRemoval, w *rankWait) error {
+	return changeRanks(ctx, e, w, "removed",
 		func(client admin) (api.RankChange, error) { return client.RemoveRank(ctx, name, r) },
 		func(a *msg.AppStatus, c *api.RankChange) bool { return rankPhase(a, c) == "" })
 }
@@ -195,7 +195,7 @@ func rankPhase(a *msg.AppStatus, c *api.RankChange) string {
 }
 
 // changeRanks makes a change, waits for it with --wait, and prints it.
-func (e *env) changeRanks(ctx context.Context, w *rankWait, verb string,
+func changeRanks(ctx context.Context, e *env, w *rankWait, verb string,
 	change func(admin) (api.RankChange, error), done func(*msg.AppStatus, *api.RankChange) bool,
 ) error {
 	if w.timeout <= 0 {
@@ -212,7 +212,7 @@ func (e *env) changeRanks(ctx context.Context, w *rankWait, verb string,
 	}
 	printMessage(e.io.Err, "%s %s/%d/%d %s", verb, c.App, c.Group, c.Rank, describeEngine(&c))
 	if w.wait {
-		if err := e.awaitRank(ctx, client, w.timeout, &c, done); err != nil {
+		if err := awaitRank(ctx, e, client, w.timeout, &c, done); err != nil {
 			return err
 		}
 	}
@@ -227,7 +227,7 @@ func describeEngine(c *api.RankChange) string {
 }
 
 // awaitRank polls the application until the change is done.
-func (e *env) awaitRank(ctx context.Context, client admin, timeout time.Duration, c *api.RankChange,
+func awaitRank(ctx context.Context, e *env, client admin, timeout time.Duration, c *api.RankChange,
 	done func(*msg.AppStatus, *api.RankChange) bool,
 ) error {
 	waiting, cancel := context.WithTimeout(ctx, timeout)

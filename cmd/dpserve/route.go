@@ -79,18 +79,18 @@ ranks' load at that moment is not kept. -o json has every number in full.`,
 	flags.StringArrayVar(&f.headers, "header", nil, "`NAME: VALUE` of --prompt and -f, may be repeated")
 	f.output = addOutput(cmd)
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
-		q, err := e.routeQuery(f, cmd.Flags().Changed)
+		q, err := parseRouteQuery(e, f, cmd.Flags().Changed)
 		if err != nil {
 			return err
 		}
-		return e.explain(cmd.Context(), args[0], q, *f.output)
+		return runExplain(cmd.Context(), e, args[0], q, *f.output)
 	}
 	return cmd
 }
 
-// routeQuery converts the flags. given says whether a flag is on the command line, because an empty prompt is
-// a prompt.
-func (e *env) routeQuery(f *explainFlags, given func(string) bool) (*msg.RouteQuery, error) {
+// parseRouteQuery converts the flags. given says whether a flag is on the command line, because an empty
+// prompt is a prompt.
+func parseRouteQuery(e *env, f *explainFlags, given func(string) bool) (*msg.RouteQuery, error) {
 	n := 0
 	for _, name := range []string{"prompt", "file", "tokens", "replay"} {
 		if given(name) {
@@ -112,7 +112,7 @@ func (e *env) routeQuery(f *explainFlags, given func(string) bool) (*msg.RouteQu
 	case given("tokens"):
 		q.TokenIDs, err = parseTokens(f.tokens)
 	case given("file"):
-		q.Request, err = e.readRequest(f.file)
+		q.Request, err = readRequest(e, f.file)
 	case f.replay == "":
 		err = usageError("route explain", "--replay wants a request id")
 	}
@@ -153,7 +153,7 @@ func parseTokens(s string) ([]uint32, error) {
 	return out, nil
 }
 
-func (e *env) readRequest(path string) ([]byte, error) {
+func readRequest(e *env, path string) ([]byte, error) {
 	in := e.io.In
 	if path != "-" {
 		f, err := os.Open(path)
@@ -192,7 +192,7 @@ type explanationDocument struct {
 	*msg.Explanation
 }
 
-func (e *env) explain(ctx context.Context, app string, q *msg.RouteQuery, f format) error {
+func runExplain(ctx context.Context, e *env, app string, q *msg.RouteQuery, f format) error {
 	client, err := e.admin()
 	if err != nil {
 		return err

@@ -39,7 +39,7 @@ func newRouterShow(e *env) *cobra.Command {
 	cmd.DisableFlagsInUseLine = true
 	output := addOutput(cmd)
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
-		return e.showRouter(cmd.Context(), args[0], *output)
+		return runRouterShow(cmd.Context(), e, args[0], *output)
 	}
 	return cmd
 }
@@ -50,7 +50,7 @@ type routerDocument struct {
 	msg.RouterInfo
 }
 
-func (e *env) showRouter(ctx context.Context, app string, f format) error {
+func runRouterShow(ctx context.Context, e *env, app string, f format) error {
 	client, err := e.admin()
 	if err != nil {
 		return err
@@ -159,14 +159,14 @@ caches look cold.`,
 		Example: "  dpserve router reset demo",
 		Args:    requireArgs(1, "APP"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return e.resetRouter(cmd.Context(), args[0])
+			return runRouterReset(cmd.Context(), e, args[0])
 		},
 	}
 	cmd.DisableFlagsInUseLine = true
 	return cmd
 }
 
-func (e *env) resetRouter(ctx context.Context, app string) error {
+func runRouterReset(ctx context.Context, e *env, app string) error {
 	client, err := e.admin()
 	if err != nil {
 		return err

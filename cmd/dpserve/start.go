@@ -46,24 +46,24 @@ service may use: above 85 % of it requests are refused with 503, above 95 % conn
 	output := addOutput(cmd)
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
 		f.adaptBinds(cmd)
-		return e.start(cmd.Context(), f, *output)
+		return runStart(cmd.Context(), e, f, *output)
 	}
 	return cmd
 }
 
-func (e *env) start(ctx context.Context, f *nodeFlags, output format) error {
+func runStart(ctx context.Context, e *env, f *nodeFlags, output format) error {
 	c, err := f.buildConfig()
 	if err != nil {
 		return err
 	}
 	scr := newScreen(e.io)
 	c.LogWriter = scr
-	s, err := e.serve(ctx, c)
+	s, err := startNode(ctx, e, c)
 	if err != nil {
 		return err
 	}
 	defer func() { _ = s.Close() }() // stop has returned the error
-	if err := e.printAddress(s, c.NodeID, output); err != nil {
+	if err := printAddress(e, s, c.NodeID, output); err != nil {
 		return err
 	}
 	if at, token := s.FirstToken(); token != "" {
@@ -84,7 +84,7 @@ func (e *env) start(ctx context.Context, f *nodeFlags, output format) error {
 }
 
 // printAddress prints the addresses that the node listens on, in the requested format.
-func (e *env) printAddress(s *serving, id string, output format) error {
+func printAddress(e *env, s *serving, id string, output format) error {
 	a := address{
 		APIVersion: apiVersion, Node: id, Admin: s.AdminAddr(), Metrics: s.MetricsAddr(), PID: os.Getpid(),
 	}
@@ -148,7 +148,7 @@ which it reaches ADDR. "dpserve token" makes tokens.`,
 		}
 		f.adaptBinds(cmd)
 		f.config.Join = to
-		return e.start(cmd.Context(), f, *output)
+		return runStart(cmd.Context(), e, f, *output)
 	}
 	return cmd
 }

@@ -41,24 +41,24 @@ terminal, one line per change elsewhere.`,
 	cmd.Flags().BoolVarP(&f.watch, "watch", "w", false, "go on watching")
 	cmd.Flags().BoolVar(&f.exitCode, "exit-code", false, "exit code 3 when something is not RUNNING")
 	f.output = addOutput(cmd)
-	cmd.RunE = func(cmd *cobra.Command, args []string) error { return e.status(cmd.Context(), f, args) }
+	cmd.RunE = func(cmd *cobra.Command, args []string) error { return runStatus(cmd.Context(), e, f, args) }
 	return cmd
 }
 
-func (e *env) status(ctx context.Context, f *statusFlags, args []string) error {
+func runStatus(ctx context.Context, e *env, f *statusFlags, args []string) error {
 	client, err := e.admin()
 	if err != nil {
 		return err
 	}
 	defer client.Close()
 	if f.watch {
-		return e.watch(ctx, f, client, args)
+		return watchStatus(ctx, e, f, client, args)
 	}
 	apps, err := fetchStatus(ctx, client, args)
 	if err != nil {
 		return err
 	}
-	if err := e.statusListing(apps).write(e.io, *f.output); err != nil {
+	if err := newStatusListing(e, apps).write(e.io, *f.output); err != nil {
 		return err
 	}
 	if len(apps) == 0 && *f.output == formatTable {
@@ -92,7 +92,7 @@ func areAllRunning(apps []msg.AppStatus) bool {
 	return true
 }
 
-func (e *env) statusListing(apps []msg.AppStatus) *listing {
+func newStatusListing(e *env, apps []msg.AppStatus) *listing {
 	names := make([]string, len(apps))
 	for i := range apps {
 		names[i] = apps[i].Name
@@ -107,9 +107,9 @@ func (e *env) statusListing(apps []msg.AppStatus) *listing {
 	}
 }
 
-// watch shows the status until Ctrl-C, which is no failure. It redraws a terminal; elsewhere it prints a line
-// per change, or with -o json a document per line.
-func (e *env) watch(ctx context.Context, f *statusFlags, client admin, args []string) error {
+// watchStatus shows the status until Ctrl-C, which is no failure. It redraws a terminal; elsewhere it prints
+// a line per change, or with -o json a document per line.
+func watchStatus(ctx context.Context, e *env, f *statusFlags, client admin, args []string) error {
 	w := &watcher{e: e, f: f, scr: newScreen(e.io), seen: map[string]string{}}
 	tick := time.NewTicker(watchRefresh)
 	defer tick.Stop()
@@ -154,9 +154,9 @@ func (w *watcher) show(apps []msg.AppStatus) error {
 	}
 	w.seen[""] = key
 	if format == formatJSON {
-		return writeJSONLine(w.e.io.Out, w.e.statusListing(apps).document)
+		return writeJSONLine(w.e.io.Out, newStatusListing(w.e, apps).document)
 	}
-	return w.e.statusListing(apps).write(w.e.io, format)
+	return newStatusListing(w.e, apps).write(w.e.io, format)
 }
 
 func (w *watcher) redraw(apps []msg.AppStatus, wide bool) error {

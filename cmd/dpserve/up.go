@@ -69,45 +69,45 @@ once.`,
 		if flags.Changed("attach") && len(f.attach) == 0 {
 			return usageError("up", "--attach wants URL[,URL...]")
 		}
-		file, err := e.upFile(cmd.Context(), f, args)
+		file, err := readUpFile(cmd.Context(), e, f, args)
 		if err != nil {
 			return err
 		}
 		f.ports = flags.Changed("port-range") || flags.Changed("slots")
-		return e.up(cmd.Context(), f, file)
+		return runUp(cmd.Context(), e, f, file)
 	}
 	return cmd
 }
 
-// upFile returns the application file to deploy: FILE, one for the engines of --attach, or the embedded
+// readUpFile returns the application file to deploy: FILE, one for the engines of --attach, or the embedded
 // application.
-func (e *env) upFile(ctx context.Context, f *upFlags, args []string) (*appFile, error) {
+func readUpFile(ctx context.Context, e *env, f *upFlags, args []string) (*appFile, error) {
 	if err := checkEngine(f.engine); err != nil {
 		return nil, err
 	}
-	file, err := e.upSource(ctx, f, args)
+	file, err := readUpSource(ctx, e, f, args)
 	if err != nil {
 		return nil, err
 	}
 	if f.engine == engineSim {
-		if err := e.simulate(file); err != nil {
+		if err := simulateFile(e, file); err != nil {
 			return nil, err
 		}
 	}
 	if err := checkKinds(file.apps); err != nil {
 		return nil, err
 	}
-	return file, e.shortenGrace(file)
+	return file, shortenGrace(file)
 }
 
-func (e *env) upSource(ctx context.Context, f *upFlags, args []string) (*appFile, error) {
+func readUpSource(ctx context.Context, e *env, f *upFlags, args []string) (*appFile, error) {
 	switch {
 	case len(args) > 0 && len(f.attach) > 0:
 		return nil, usageError("up", "FILE and --attach exclude each other")
 	case len(args) > 0:
-		return e.readApps(args[0])
+		return readApps(e, args[0])
 	case len(f.attach) == 0:
-		return e.parseApps("quickstart.yaml", quickstart)
+		return parseApps(e, "quickstart.yaml", quickstart)
 	}
 	text, err := attachFile(ctx, f.attach)
 	if err != nil {
@@ -120,11 +120,11 @@ func (e *env) upSource(ctx context.Context, f *upFlags, args []string) (*appFile
 	if _, err := w.Write(append([]byte("# the app.yaml this stands for\n"), text...)); err != nil {
 		return nil, err
 	}
-	return e.parseApps("--attach", text)
+	return parseApps(e, "--attach", text)
 }
 
-// simulate converts a file to the simulated engine and prints the changes.
-func (e *env) simulate(file *appFile) error {
+// simulateFile converts a file to the simulated engine and prints the changes.
+func simulateFile(e *env, file *appFile) error {
 	for _, line := range simulate(file.apps) {
 		printMessage(e.io.Err, "--engine sim: %s", line)
 	}
@@ -132,7 +132,7 @@ func (e *env) simulate(file *appFile) error {
 }
 
 // shortenGrace sets upGraceS for apps that do not set graceful_shutdown_timeout_s.
-func (e *env) shortenGrace(file *appFile) error {
+func shortenGrace(file *appFile) error {
 	var written struct {
 		Applications []struct {
 			Grace any `yaml:"graceful_shutdown_timeout_s"`
@@ -149,13 +149,13 @@ func (e *env) shortenGrace(file *appFile) error {
 	return file.reprint()
 }
 
-// up runs the node until a signal and removes everything it made.
-func (e *env) up(ctx context.Context, f *upFlags, file *appFile) (err error) {
+// runUp runs the node until a signal and removes everything it made.
+func runUp(ctx context.Context, e *env, f *upFlags, file *appFile) (err error) {
 	c, err := f.node.buildConfig()
 	if err != nil {
 		return err
 	}
-	remove, err := e.dataDir(f, &c)
+	remove, err := makeDataDir(f, &c)
 	if err != nil {
 		return err
 	}
@@ -165,19 +165,19 @@ func (e *env) up(ctx context.Context, f *upFlags, file *appFile) (err error) {
 	}
 	scr := newScreen(e.io)
 	c.LogWriter = scr
-	s, err := e.serve(ctx, c)
+	s, err := startNode(ctx, e, c)
 	if err != nil {
 		return err
 	}
 	defer func() { scr.show(); err = errors.Join(err, s.Close()) }()
-	e.reportReplacedPorts(s, c, scr)
-	if err := e.deployToSelf(ctx, s, file, scr); err != nil {
-		return e.stopUnserved(s, scr, err)
+	reportReplacedPorts(s, c, scr)
+	if err := deployToSelf(ctx, e, s, file, scr); err != nil {
+		return stopUnserved(e, s, scr, err)
 	}
-	if err := e.printWelcome(ctx, f, s, c.NodeID); err != nil {
-		return e.stopUnserved(s, scr, err)
+	if err := printWelcome(ctx, e, f, s, c.NodeID); err != nil {
+		return stopUnserved(e, s, scr, err)
 	}
-	e.showSummary(s, file, scr)
+	showSummary(e, s, file, scr)
 	select {
 	case <-s.done:
 		return s.unexpectedEnd()
@@ -186,8 +186,8 @@ func (e *env) up(ctx context.Context, f *upFlags, file *appFile) (err error) {
 	}
 }
 
-// dataDir makes a temporary folder, unless --data-dir names one to keep.
-func (e *env) dataDir(f *upFlags, c *wiring.Config) (remove func() error, err error) {
+// makeDataDir makes a temporary folder, unless --data-dir names one to keep.
+func makeDataDir(f *upFlags, c *wiring.Config) (remove func() error, err error) {
 	c.DataDir = f.keep
 	if f.keep != "" {
 		return func() error { return nil }, nil
@@ -201,7 +201,7 @@ func (e *env) dataDir(f *upFlags, c *wiring.Config) (remove func() error, err er
 }
 
 // reportReplacedPorts prints which default ports were taken.
-func (e *env) reportReplacedPorts(s *serving, c wiring.Config, scr *screen) {
+func reportReplacedPorts(s *serving, c wiring.Config, scr *screen) {
 	for _, p := range []struct{ what, wanted, got string }{
 		{"endpoint", c.HTTPBind, s.HTTPAddr()}, {"admin API", c.AdminBind, s.AdminAddr()}, {
 			"metrics port", c.MetricsBind, s.MetricsAddr(),
@@ -216,7 +216,7 @@ func (e *env) reportReplacedPorts(s *serving, c wiring.Config, scr *screen) {
 }
 
 // deployToSelf deploys over the node's own admin API and waits until every application runs.
-func (e *env) deployToSelf(ctx context.Context, s *serving, file *appFile, scr *screen) error {
+func deployToSelf(ctx context.Context, e *env, s *serving, file *appFile, scr *screen) error {
 	client, err := e.newAdmin(s.AdminAddr())
 	if err != nil {
 		return err
@@ -242,7 +242,7 @@ func (e *env) deployToSelf(ctx context.Context, s *serving, file *appFile, scr *
 }
 
 // stopUnserved stops a node that never served. An interrupt keeps its exit code.
-func (e *env) stopUnserved(s *serving, scr *screen, err error) error {
+func stopUnserved(e *env, s *serving, scr *screen, err error) error {
 	scr.show()
 	s.cancel()
 	select {
@@ -255,9 +255,9 @@ func (e *env) stopUnserved(s *serving, scr *screen, err error) error {
 }
 
 // printWelcome prints the URL, a curl line that works as printed, and the ranks.
-func (e *env) printWelcome(ctx context.Context, f *upFlags, s *serving, id string) error {
+func printWelcome(ctx context.Context, e *env, f *upFlags, s *serving, id string) error {
 	if *f.output != formatTable && *f.output != formatWide {
-		return e.printAddress(s, id, *f.output)
+		return printAddress(e, s, id, *f.output)
 	}
 	client, err := e.newAdmin(s.AdminAddr())
 	if err != nil {
@@ -288,7 +288,7 @@ func formatCurlLine(addr, model string) string {
 
 // showSummary redraws one live line on a terminal until a signal comes or the node ends; elsewhere it only
 // waits.
-func (e *env) showSummary(s *serving, file *appFile, scr *screen) {
+func showSummary(e *env, s *serving, file *appFile, scr *screen) {
 	tick := time.NewTicker(summaryEvery)
 	defer tick.Stop()
 	rate := newRate()
