@@ -402,9 +402,9 @@ func (s *Server) acquireFollower(r *http.Request) (ctx context.Context, done fun
 
 // acquireStream acquires a slot and returns a context that ends with the request or with the server. done
 // releases both. what names the holders of the slots in the error.
-func (s *Server) acquireStream(r *http.Request, slots chan struct{}, what string) (ctx context.Context,
-	done func(), err error,
-) {
+func (s *Server) acquireStream(
+	r *http.Request, slots chan struct{}, what string,
+) (ctx context.Context, done func(), err error) {
 	select {
 	case slots <- struct{}{}:
 	default:

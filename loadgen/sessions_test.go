@@ -266,9 +266,9 @@ func (f *scripted) turn(ctx context.Context, _ []byte, session string, intended 
 	return s
 }
 
-func fakeSessionRun(t *testing.T, cfg Config, conversation Conversation, f *scripted) (*sessionRun,
-	*collector,
-) {
+func fakeSessionRun(
+	t *testing.T, cfg Config, conversation Conversation, f *scripted,
+) (*sessionRun, *collector) {
 	t.Helper()
 	cfg.URL, cfg.Model, cfg.Stream = "http://localhost", "demo", true
 	cfg, err := sessionConfig(cfg, &conversation)

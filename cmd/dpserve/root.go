@@ -67,9 +67,8 @@ func newRoot(e *env) *cobra.Command {
 	root.SetFlagErrorFunc(flagError)
 	root.SetHelpCommand(newHelp(root))
 	root.AddCommand(newUp(e), newStart(e), newJoin(e), newValidate(e), newPlan(e), newDeploy(e), newStatus(e),
-		newRoute(e), newRouter(e), newLogs(e), newDelete(e), newRanks(e),
-		newNodes(e), newDrain(e), newUndrain(e), newLeave(e), newToken(e), newBench(e), newVersion(
-			e), newCompletion(e))
+		newRoute(e), newRouter(e), newLogs(e), newDelete(e), newRanks(e), newNodes(e), newDrain(e),
+		newUndrain(e), newLeave(e), newToken(e), newBench(e), newVersion(e), newCompletion(e))
 	for _, cmd := range root.Commands() {
 		cmd.DisableFlagsInUseLine = true
 	}

@@ -270,10 +270,9 @@ func (v statusView) ranks(apps []msg.AppStatus, wide bool) *table {
 	t.head = append(t.head, "REASON")
 	for r := range allRanks(apps) {
 		row := cells(r.name(), r.rank.Phase, strconv.FormatUint(r.rank.Epoch, 10), v.since(r.unit.Since),
-			r.rank.Node, strconv.Itoa(r.rank.InFlight),
-			fmt.Sprintf("%.0f",
-				r.rank.TokensPerS), formatMillis(r.rank.TTFTp50Ms), formatMillis(
-				r.rank.TTFTp95Ms), strconv.Itoa(r.unit.Restarts), formatHitRate(r.rank))
+			r.rank.Node, strconv.Itoa(r.rank.InFlight), fmt.Sprintf("%.0f", r.rank.TokensPerS),
+			formatMillis(r.rank.TTFTp50Ms), formatMillis(r.rank.TTFTp95Ms), strconv.Itoa(r.unit.Restarts),
+			formatHitRate(r.rank))
 		row[1].color = phaseColor(r.rank.Phase)
 		if wide {
 			row = append(row,
