@@ -90,6 +90,16 @@ func (f *appFile) names() []string {
 	return out
 }
 
+// reprint replaces the file's text by the canonical text of its applications.
+func (f *appFile) reprint() {
+	f.text = printApps(f.apps)
+}
+
+// printApps returns the canonical text of applications.
+func printApps(apps []*app.Application) []byte {
+	return (&app.File{Applications: apps}).Print()
+}
+
 func newValidate(e *env) *cobra.Command {
 	var show bool
 	cmd := &cobra.Command{
@@ -207,4 +217,12 @@ func checkKinds(apps []*app.Application) error {
 		}
 	}
 	return nil
+}
+
+// simulateFile converts a file to the simulated engine and prints the changes.
+func simulateFile(e *env, file *appFile) {
+	for _, line := range simulate(file.apps) {
+		printMessage(e.io.Err, "--engine sim: %s", line)
+	}
+	file.reprint()
 }

@@ -15,7 +15,6 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/dpserve/dpserve/api"
-	"github.com/dpserve/dpserve/app"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/wiring"
 )
@@ -90,9 +89,7 @@ func readUpFile(ctx context.Context, e *env, f *upFlags, args []string) (*appFil
 		return nil, err
 	}
 	if f.engine == engineSim {
-		if err := simulateFile(e, file); err != nil {
-			return nil, err
-		}
+		simulateFile(e, file)
 	}
 	if err := checkKinds(file.apps); err != nil {
 		return nil, err
@@ -123,14 +120,6 @@ func readUpSource(ctx context.Context, e *env, f *upFlags, args []string) (*appF
 	return parseApps(e, "--attach", text)
 }
 
-// simulateFile converts a file to the simulated engine and prints the changes.
-func simulateFile(e *env, file *appFile) error {
-	for _, line := range simulate(file.apps) {
-		printMessage(e.io.Err, "--engine sim: %s", line)
-	}
-	return file.reprint()
-}
-
 // shortenGrace sets upGraceS for apps that do not set graceful_shutdown_timeout_s.
 func shortenGrace(file *appFile) error {
 	var written struct {
@@ -146,7 +135,8 @@ func shortenGrace(file *appFile) error {
 			a.GracefulShutdownTimeout = upGraceS
 		}
 	}
-	return file.reprint()
+	file.reprint()
+	return nil
 }
 
 // runUp runs the node until a signal and removes everything it made.
@@ -334,17 +324,6 @@ func (r *rate) add(now time.Time, n uint64) float64 {
 		return 0
 	}
 	return float64(n-r.count[0]) / span
-}
-
-// reprint replaces the file's text by the canonical text of its applications.
-func (f *appFile) reprint() error {
-	f.text = printApps(f.apps)
-	return nil
-}
-
-// printApps returns the canonical text of applications.
-func printApps(apps []*app.Application) []byte {
-	return (&app.File{Applications: apps}).Print()
 }
 
 // A node owns its port range, but several `up` processes on one machine start with the same default, so each
