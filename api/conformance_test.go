@@ -49,7 +49,10 @@ func TestClientAndServerAgree(t *testing.T) {
 	}, res)
 
 	status := msg.AppStatus{
-		Name: "demo", Status: "RUNNING", Revision: 3, Units: []msg.UnitStatus{{Unit: "demo/0", Since: time.Unix(1, 0).UTC(), Ranks: []msg.RankStatus{{Rank: 3}}}},
+		Name: "demo", Status: "RUNNING", Revision: 3,
+		Units: []msg.UnitStatus{
+			{Unit: "demo/0", Since: time.Unix(1, 0).UTC(), Ranks: []msg.RankStatus{{Rank: 3}}},
+		},
 	}
 	b.apps["demo"] = status
 	got, err := c.App(ctx, "demo")
@@ -61,8 +64,8 @@ func TestClientAndServerAgree(t *testing.T) {
 	require.NoError(t, c.Delete(ctx, "demo"))
 }
 
-// TestErrorsTravelWhole: code, message, hint, details and faults are the same on both sides.
-func TestErrorsTravelWhole(t *testing.T) {
+// Code, message, hint, details and faults are the same on both sides.
+func TestErrorsAreEqualOnBothSides(t *testing.T) {
 	b := newBackend()
 	_, c := serve(t, api.Config{Backend: b})
 	_, err := c.Deploy(t.Context(), api.DeployRequest{File: "app.yaml", Text: []byte("faulty")})
@@ -78,8 +81,10 @@ func TestErrorsTravelWhole(t *testing.T) {
 	assert.Equal(t, want.Problem().Details, p.Details)
 
 	codes := []problem.Code{
-		problem.InvalidArgument, problem.Unauthenticated, problem.PermissionDenied, problem.NotFound, problem.SlowRequest,
-		problem.Conflict, problem.TooLarge, problem.Unplaceable, problem.QuotaExceeded, problem.HeaderTooLarge, problem.Internal,
+		problem.InvalidArgument, problem.Unauthenticated, problem.PermissionDenied, problem.NotFound,
+		problem.SlowRequest,
+		problem.Conflict, problem.TooLarge, problem.Unplaceable, problem.QuotaExceeded,
+		problem.HeaderTooLarge, problem.Internal,
 		problem.Upstream, problem.Overloaded, problem.Unavailable, problem.Timeout,
 	}
 	for _, code := range codes {
@@ -117,7 +122,9 @@ func TestLogs(t *testing.T) {
 	text, err := io.ReadAll(r)
 	require.NoError(t, err)
 	require.NoError(t, r.Close())
-	assert.Equal(t, "2026-01-02T03:04:05.000000006Z demo/0/3 stdout two lines  and spaces\n2026-01-02T03:04:05.000000006Z demo/1/0 stderr \n", string(text))
+	assert.Equal(t,
+		"2026-01-02T03:04:05.000000006Z demo/0/3 stdout two lines  and "+
+			"spaces\n2026-01-02T03:04:05.000000006Z demo/1/0 stderr \n", string(text))
 	assert.Equal(t, q, b.queries[0])
 
 	all := api.LogQuery{App: "demo", Group: api.AllRanks, Rank: api.AllRanks, Tail: api.AllLines}
@@ -128,7 +135,8 @@ func TestLogs(t *testing.T) {
 	assert.Eventually(t, func() bool { return b.openStreams() == 0 }, limit, time.Millisecond)
 }
 
-// TestCutLogs: a log that broke, and one whose server stops, end in an error; a client that leaves frees its stream.
+// A log that breaks off, and one whose server stops, end with an error. A client that leaves frees its
+// stream.
 func TestCutLogs(t *testing.T) {
 	b := newBackend()
 	b.lines = []api.LogLine{{App: "demo", Stream: "stdout", Text: "first"}}
@@ -140,7 +148,8 @@ func TestCutLogs(t *testing.T) {
 	_, err = io.ReadFull(left, make([]byte, 10))
 	require.NoError(t, err)
 	require.NoError(t, left.Close())
-	assert.Eventually(t, func() bool { return b.openStreams() == 0 }, limit, time.Millisecond, "the server still follows for a client that left")
+	assert.Eventually(t, func() bool { return b.openStreams() == 0 }, limit, time.Millisecond,
+		"the server still follows for a client that left")
 
 	stopped, err := c.Logs(t.Context(), follow)
 	require.NoError(t, err)
@@ -166,7 +175,9 @@ func TestEvents(t *testing.T) {
 	rank := 0
 	b.happen(api.Event{Kind: "deployed", App: "other"})
 	b.happen(api.Event{Kind: "deployed", App: "demo", Time: time.Unix(1, 0).UTC()})
-	b.happen(api.Event{Kind: "unit", App: "demo", Unit: "demo/0", Rank: &rank, Epoch: 4, Phase: "fenced", Reason: "exit 9"})
+	b.happen(api.Event{
+		Kind: "unit", App: "demo", Unit: "demo/0", Rank: &rank, Epoch: 4, Phase: "fenced", Reason: "exit 9",
+	})
 	var got []api.Event
 	for e, err := range c.Events(t.Context(), "demo", 1) {
 		require.NoError(t, err)
@@ -205,7 +216,7 @@ func TestEventsEndWithTheServerAndTheContext(t *testing.T) {
 	require.ErrorIs(t, last, context.Canceled)
 }
 
-// TestStreamsAreBounded: the 65th follower is refused and told why; the API still answers.
+// The 65th follower is refused with a reason, and the API still answers.
 func TestStreamsAreBounded(t *testing.T) {
 	b := newBackend()
 	_, c := serve(t, api.Config{Backend: b})
@@ -220,7 +231,7 @@ func TestStreamsAreBounded(t *testing.T) {
 	require.NoError(t, c.Healthz(t.Context()))
 }
 
-func TestNobodyAnswers(t *testing.T) {
+func TestNoServerAnswers(t *testing.T) {
 	ln, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	addr := ln.Addr().String()
@@ -232,7 +243,9 @@ func TestNobodyAnswers(t *testing.T) {
 	var p *problem.Error
 	require.ErrorAs(t, err, &p)
 	assert.Equal(t, problem.Unavailable, p.Code)
-	assert.Equal(t, fmt.Sprintf("no answer from http://%s: dial tcp %s: connect: connection refused", addr, addr), p.Message)
+	assert.Equal(t,
+		fmt.Sprintf("no answer from http://%s: dial tcp %s: connect: connection refused", addr,
+			addr), p.Message)
 	assert.Equal(t, "is dpserve running? start it with `dpserve start`, or set DPSERVE_ADDR", p.Hint)
 	_, err = c.Logs(t.Context(), api.LogQuery{App: "demo"})
 	assert.Equal(t, problem.Unavailable, problem.CodeOf(err))
@@ -247,18 +260,20 @@ func TestClientTimeout(t *testing.T) {
 	require.ErrorIs(t, err, context.DeadlineExceeded)
 }
 
-// TestStrangers: servers that are something else are named as such, and their bodies are not printed.
-func TestStrangers(t *testing.T) {
+// Answers of other servers give an error that says so and does not print their bodies.
+func TestOtherServersAreRefused(t *testing.T) {
 	for name, tc := range map[string]struct {
 		status  int
 		body    string
 		message string
 	}{
-		"html":          {404, "<html>secret</html>", "%s is not a dpserve admin api (status 404)"},
-		"openai":        {200, `{"object":"list"}`, "%s is not a dpserve admin api (status 200)"},
-		"redirect":      {302, "", "%s is not a dpserve admin api (status 302)"},
-		"other version": {200, `{"apiVersion":"dpserve/v9"}`, "%s speaks dpserve/v9, this command dpserve/v1"},
-		"no error":      {500, `{"apiVersion":"dpserve/v1"}`, "%s is not a dpserve admin api (status 500)"},
+		"html":     {404, "<html>secret</html>", "%s is not a dpserve admin api (status 404)"},
+		"openai":   {200, `{"object":"list"}`, "%s is not a dpserve admin api (status 200)"},
+		"redirect": {302, "", "%s is not a dpserve admin api (status 302)"},
+		"other version": {
+			200, `{"apiVersion":"dpserve/v9"}`, "%s speaks dpserve/v9, this command dpserve/v1",
+		},
+		"no error": {500, `{"apiVersion":"dpserve/v1"}`, "%s is not a dpserve admin api (status 500)"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {

@@ -16,7 +16,7 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// serveFake is serve inside a synctest bubble: memory instead of sockets.
+// serveFake is serve inside a synctest bubble, with memory connections.
 func serveFake(t *testing.T, b *backend) (*api.Client, *http.Transport, func()) {
 	t.Helper()
 	const addr = "127.0.0.1:8265"
@@ -37,7 +37,7 @@ func serveFake(t *testing.T, b *backend) (*api.Client, *http.Transport, func()) 
 	}
 }
 
-// TestIdleConnectionsStayUsable: the deadlines of one request do not hit the next one on its connection.
+// The deadlines of one request do not affect the next one on its connection.
 func TestIdleConnectionsStayUsable(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, _, done := serveFake(t, newBackend())
@@ -53,8 +53,8 @@ func TestIdleConnectionsStayUsable(t *testing.T) {
 	})
 }
 
-// TestQuietStreamsLive: followers that get nothing for days are not cut by a time limit.
-func TestQuietStreamsLive(t *testing.T) {
+// No time limit cuts a stream without data for days.
+func TestQuietStreamsStayOpen(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := newBackend()
 		c, _, done := serveFake(t, b)
@@ -71,7 +71,7 @@ func TestQuietStreamsLive(t *testing.T) {
 	})
 }
 
-// TestTimeLimits: a backend that hangs is 504, a body that does not come is 408.
+// A backend that hangs is answered with 504, a body that does not arrive with 408.
 func TestTimeLimits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, rt, done := serveFake(t, newBackend())
@@ -87,12 +87,13 @@ func TestTimeLimits(t *testing.T) {
 	})
 }
 
-// stall sends half a body and waits for the answer, which must come although the other half does not.
+// stall sends half a body and waits for the answer, which must come without the other half.
 func stall(t *testing.T, rt http.RoundTripper, url string, length int64) {
 	t.Helper()
 	body, hold := io.Pipe()
 	defer func() { require.NoError(t, hold.Close()) }()
-	req, err := http.NewRequestWithContext(t.Context(), http.MethodPut, url, io.MultiReader(strings.NewReader("half"), body))
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPut, url,
+		io.MultiReader(strings.NewReader("half"), body))
 	require.NoError(t, err)
 	req.ContentLength = length
 	res, err := rt.RoundTrip(req)

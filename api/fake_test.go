@@ -20,21 +20,21 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// limit ends a test that hangs; nothing is asserted about it.
+// limit ends a test that hangs; no test depends on its value.
 const limit = 20 * time.Second
 
-// backend is a node in memory: it records what it was asked and answers from its fields.
+// backend is a fake node: it records requests and answers from its fields.
 type backend struct {
 	mu       sync.Mutex
 	apps     map[string]msg.AppStatus
 	deployed []api.DeployRequest
 	queries  []api.LogQuery
 	lines    []api.LogLine
-	logError error // after lines; nil = io.EOF, or wait if the query follows
-	fail     error // of every method
+	logError error // returned after lines; nil = io.EOF, or wait if the query follows
+	fail     error // returned by every method
 	events   []api.Event
 	next     chan struct{}
-	open     int // log streams not closed
+	open     int // number of log streams that are not closed
 }
 
 var _ api.Backend = (*backend)(nil)
@@ -43,7 +43,7 @@ func newBackend() *backend {
 	return &backend{apps: map[string]msg.AppStatus{}, next: make(chan struct{})}
 }
 
-// Validate finds a fault in every text that holds "faulty".
+// Validate reports a fault for every text that contains "faulty".
 func (b *backend) Validate(file string, text []byte) ([]app.Warning, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -55,8 +55,9 @@ func (b *backend) Validate(file string, text []byte) ([]app.Warning, error) {
 	}
 	if strings.Contains(string(text), "faulty") {
 		return nil, app.Faults{{
-			File: file, Line: 3, Col: 5, Path: "applications[0].nmae", Message: "unknown key", Found: "nmae", Wanted: "name",
-			Hint: `did you mean "name"?`,
+			File: file, Line: 3, Col: 5, Path: "applications[0].nmae", Message: "unknown key", Found: "nmae",
+			Wanted: "name",
+			Hint:   `did you mean "name"?`,
 		}}
 	}
 	return []app.Warning{{File: file, Line: 1, Col: 1, Message: "legal but odd"}}, nil
@@ -70,7 +71,8 @@ func (b *backend) Deploy(_ context.Context, req api.DeployRequest) (api.DeployRe
 	defer b.mu.Unlock()
 	b.deployed = append(b.deployed, req)
 	if req.Revision != nil && *req.Revision != 7 {
-		return api.DeployResult{}, problem.New(problem.Conflict, "demo has changed: revision 7, not %d", *req.Revision).WithHint("look at the change and deploy again")
+		return api.DeployResult{}, problem.New(problem.Conflict, "demo has changed: revision 7, not %d",
+			*req.Revision).WithHint("look at the change and deploy again")
 	}
 	b.apps["demo"] = msg.AppStatus{Name: "demo", Status: "DEPLOYING", Revision: 3}
 	return api.DeployResult{
@@ -81,7 +83,9 @@ func (b *backend) Deploy(_ context.Context, req api.DeployRequest) (api.DeployRe
 
 func (b *backend) Plan(_ context.Context, req api.DeployRequest) (msg.Plan, []app.Warning, error) {
 	warnings, err := b.Validate(req.File, req.Text)
-	return msg.Plan{Revision: 7, Fits: true, Apps: []msg.AppPlan{{App: "demo", Action: "create"}}}, warnings, err
+	return msg.Plan{
+		Revision: 7, Fits: true, Apps: []msg.AppPlan{{App: "demo", Action: "create"}},
+	}, warnings, err
 }
 
 func (b *backend) Apps(context.Context) ([]msg.AppStatus, error) {
@@ -124,7 +128,7 @@ func (b *backend) Logs(_ context.Context, q api.LogQuery) (api.LogStream, error)
 	return &stream{b: b, follow: q.Follow, left: slices.Clone(b.lines)}, nil
 }
 
-// stream hands out one line per call.
+// stream returns one line per call.
 type stream struct {
 	b      *backend
 	follow bool
@@ -167,7 +171,7 @@ func (b *backend) Events(since uint64) ([]api.Event, <-chan struct{}) {
 	return out, b.next
 }
 
-// happen announces an event.
+// happen publishes an event.
 func (b *backend) happen(e api.Event) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -183,7 +187,7 @@ func (b *backend) openStreams() int {
 	return b.open
 }
 
-// serve runs a server on a free port and gives a client of it.
+// serve runs a server on a free port and returns a client of it.
 func serve(t *testing.T, cfg api.Config) (*api.Server, *api.Client) {
 	t.Helper()
 	cfg.Version = api.BuildInfo{Version: "0.1.0", Commit: "abc", Go: "go1.26"}

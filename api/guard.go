@@ -11,9 +11,9 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// guard refuses what a browser may send in the name of a page that its user happens to look at. The API has no password, so
-// this is the lock on every bind: the Host header names this node (DNS rebinding needs a name of the attacker's own), no page of
-// another origin asks (CSRF), and no answer carries CORS fields.
+// guard refuses requests that a browser may send on behalf of a web page. The API has no password, so the
+// guard protects every bind: the Host header must name this node (DNS rebinding needs the attacker's own
+// name), a page of another origin may not send requests (CSRF), and no answer has CORS headers.
 type guard struct {
 	next     http.Handler
 	origin   *http.CrossOriginProtection
@@ -22,18 +22,22 @@ type guard struct {
 }
 
 func newGuard(next http.Handler, loopback bool, names []string) *guard {
-	g := &guard{next: next, origin: http.NewCrossOriginProtection(), loopback: loopback, names: map[string]bool{"localhost": true}}
+	g := &guard{
+		next: next, origin: http.NewCrossOriginProtection(), loopback: loopback,
+		names: map[string]bool{"localhost": true},
+	}
 	for _, name := range names {
 		g.names[canonicalName(name)] = true
 	}
 	return g
 }
 
-// ServeHTTP lets a request pass or answers 403.
+// ServeHTTP passes a request on or answers 403.
 func (g *guard) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	rearm(w) // a deadline of the request before this one still lies on the connection
+	extendWriteDeadline(w) // the connection still has the deadline of its previous request
 	if r.ContentLength != 0 {
-		_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(bodyTimeout)) // holds for bodies nobody reads, too
+		// also bounds bodies that no handler reads
+		_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(bodyTimeout))
 	}
 	w.Header().Set("X-Content-Type-Options", "nosniff")
 	w.Header().Set("Cache-Control", "no-store")
@@ -48,7 +52,7 @@ func (g *guard) check(r *http.Request) error {
 	if err := g.checkHost(r.Host); err != nil {
 		return err
 	}
-	asPost := *r // the standard check lets GET pass, but events and logs are not for other pages either
+	asPost := *r // the standard check lets GET pass, but other pages must not read events and logs
 	asPost.Method = http.MethodPost
 	err := g.origin.Check(&asPost)
 	if err == nil && r.Method != http.MethodGet && r.Method != http.MethodHead {
@@ -61,24 +65,25 @@ func (g *guard) check(r *http.Request) error {
 	return nil
 }
 
-// checkHost refuses a Host header that does not name this node. An IP address cannot be made to point elsewhere by a name server,
-// so every one passes; on a loopback bind only those of loopback, as no other can be meant.
+// checkHost refuses a Host header that does not name this node. A name server cannot redirect an IP address,
+// so every address passes; on a loopback bind only loopback addresses are valid.
 func (g *guard) checkHost(host string) error {
 	name := hostName(host)
 	ip := net.ParseIP(name)
 	switch {
 	case ip != nil && g.loopback && !ip.IsLoopback():
 		return problem.New(problem.PermissionDenied, "host %q is not this machine's loopback address", host).
-			WithHint("use http://%s, or bind another address with --admin-bind", DefaultAddr)
+			WithHint("use http://%s, or bind another address with --admin-bind", defaultAddr)
 	case ip != nil, g.names[canonicalName(name)]:
 		return nil
 	}
 	return problem.New(problem.PermissionDenied, "host %q is not a name of this node", host).
-		WithHint("use an IP address of the node, such as http://%s, or start the node with --admin-host NAME", DefaultAddr)
+		WithHint("use an IP address of the node, such as http://%s, or start the node with --admin-host NAME",
+			defaultAddr)
 }
 
-// checkOwnPage refuses a request that changes something and that a browser marks as coming from anywhere but a page of this very
-// port. dpserve has no pages, so what is left is a client that sets these headers by itself.
+// checkOwnPage refuses a changing request that a browser marks as coming from another page than one of this
+// port. dpserve has no pages, so only a client that sets these headers itself passes.
 func checkOwnPage(r *http.Request) error {
 	const site = "Sec-Fetch-Site"
 	for name := range r.Header {
@@ -94,7 +99,7 @@ func checkOwnPage(r *http.Request) error {
 	return nil
 }
 
-// hostName is a Host header without its port and without the brackets of IPv6.
+// hostName returns a Host header without port and without the brackets of IPv6.
 func hostName(host string) string {
 	if h, _, err := net.SplitHostPort(host); err == nil {
 		return h
@@ -102,11 +107,11 @@ func hostName(host string) string {
 	return strings.TrimSuffix(strings.TrimPrefix(host, "["), "]")
 }
 
-// canonicalName is a host name as names are compared: in lower case, without the dot of the root.
+// canonicalName returns a host name in the form that is compared: lower case, without the root's dot.
 func canonicalName(name string) string { return strings.TrimSuffix(strings.ToLower(name), ".") }
 
-// loopbackAddr says whether a listener takes connections from this machine only. What is not TCP (tests) does.
-func loopbackAddr(a net.Addr) bool {
+// isLoopback says whether a listener takes connections from this machine only. What is not TCP (tests) does.
+func isLoopback(a net.Addr) bool {
 	tcp, ok := a.(*net.TCPAddr)
 	return !ok || tcp.IP.IsLoopback()
 }

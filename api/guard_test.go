@@ -14,12 +14,12 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// outside is a listener that says of itself that machines elsewhere reach it.
+// outside is a listener whose address is not loopback.
 type outside struct{ net.Listener }
 
 func (outside) Addr() net.Addr { return &net.TCPAddr{IP: net.IPv4(10, 0, 0, 1), Port: 8265} }
 
-// serveOutside runs a server as if it was bound to an address that is not loopback, and gives the address to dial.
+// serveOutside runs a server whose address is not loopback and returns the real address.
 func serveOutside(t *testing.T, s *api.Server) string {
 	t.Helper()
 	ln, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
@@ -34,7 +34,7 @@ func serveOutside(t *testing.T, s *api.Server) string {
 	return ln.Addr().String()
 }
 
-// askAt sends one request over a connection of its own.
+// askAt sends one request over its own connection.
 func askAt(t *testing.T, addr, method, path string, header map[string]string) (status int, body string) {
 	t.Helper()
 	req, err := http.NewRequestWithContext(t.Context(), method, "http://"+addr+path, http.NoBody)
@@ -53,16 +53,20 @@ func askAt(t *testing.T, addr, method, path string, header map[string]string) (s
 	return res.StatusCode, string(text)
 }
 
-// TestHostIsCheckedOnEveryBind: a web page whose name was made to point at the node (DNS rebinding) reaches nothing on an admin port
-// that other machines reach, whatever its Origin says. Names of the node and IP addresses pass.
+// A web page whose name resolves to the node (DNS rebinding) is refused on an admin port that other machines
+// reach, whatever its Origin. The node's names and IP addresses pass.
 func TestHostIsCheckedOnEveryBind(t *testing.T) {
 	b := newBackend()
-	addr := serveOutside(t, api.NewServer(api.Config{Backend: b, Hosts: []string{"gpu-1", "Head.Example.com"}}))
+	addr := serveOutside(t,
+		api.NewServer(api.Config{Backend: b, Hosts: []string{"gpu-1", "Head.Example.com"}}))
 	for _, method := range []string{http.MethodGet, http.MethodPut} {
 		for _, header := range []map[string]string{
 			{"Host": "evil.example:8265"},
 			{"Host": "evil.example:8265", "Origin": "http://evil.example:8265"},
-			{"Host": "evil.example:8265", "Origin": "http://evil.example:8265", "Sec-Fetch-Site": "same-origin"},
+			{
+				"Host": "evil.example:8265", "Origin": "http://evil.example:8265",
+				"Sec-Fetch-Site": "same-origin",
+			},
 			{"Host": "gpu-1.evil.example"},
 			{"Host": "10.0.0.1.evil.example"},
 			{"Host": "xgpu-1"},
@@ -72,15 +76,17 @@ func TestHostIsCheckedOnEveryBind(t *testing.T) {
 			assert.Contains(t, body, "--admin-host NAME")
 		}
 	}
-	for _, host := range []string{"10.0.0.1:8265", "192.0.2.7", "[2001:db8::1]:8265", "localhost:8265", "gpu-1:8265", "GPU-1", "head.example.com", "head.example.com.:8265"} {
+	for _, host := range []string{
+		"10.0.0.1:8265", "192.0.2.7", "[2001:db8::1]:8265", "localhost:8265", "gpu-1:8265", "GPU-1",
+		"head.example.com", "head.example.com.:8265",
+	} {
 		status, body := askAt(t, addr, http.MethodGet, "/api/v1/healthz", map[string]string{"Host": host})
 		assert.Equal(t, http.StatusOK, status, "%s: %s", host, body)
 	}
 	assert.Empty(t, b.deployed)
 }
 
-// TestAWriteComesFromNoOtherPage: what changes something is refused as soon as a browser marks it as sent for anything but a page of
-// this port.
+// A changing request is refused if a browser marks it as sent by another page than one of this port.
 func TestAWriteComesFromNoOtherPage(t *testing.T) {
 	h := api.NewServer(api.Config{Backend: newBackend()}).Handler()
 	for _, header := range []map[string]string{
@@ -96,15 +102,21 @@ func TestAWriteComesFromNoOtherPage(t *testing.T) {
 		put := request{method: "PUT", target: "/api/v1/apps", body: "x", header: header}
 		assert.Equal(t, http.StatusForbidden, put.send(t, h).Code, header)
 	}
-	typed := request{method: "GET", target: "/api/v1/apps", header: map[string]string{"Sec-Fetch-Site": "none", "Sec-Fetch-Mode": "navigate"}}
+	typed := request{
+		method: "GET", target: "/api/v1/apps",
+		header: map[string]string{"Sec-Fetch-Site": "none", "Sec-Fetch-Mode": "navigate"},
+	}
 	assert.Equal(t, http.StatusOK, typed.send(t, h).Code, "an address that a person typed")
 }
 
-// TestMetricsAlone: the port of --metrics-bind has one page, for any Host, and nothing that changes or starts anything.
+// The port of --metrics-bind serves one page for any Host and changes nothing.
 func TestMetricsAlone(t *testing.T) {
-	page := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("dpserve_up 1\n")) })
+	page := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		_, _ = w.Write([]byte("dpserve_up 1\n"))
+	})
 	addr := serveOutside(t, api.NewMetricsServer(page, nil))
-	status, body := askAt(t, addr, http.MethodGet, "/metrics", map[string]string{"Host": "prometheus.example"})
+	status, body := askAt(t, addr, http.MethodGet, "/metrics",
+		map[string]string{"Host": "prometheus.example"})
 	assert.Equal(t, http.StatusOK, status)
 	assert.Equal(t, "dpserve_up 1\n", body)
 	status, body = askAt(t, addr, http.MethodHead, "/metrics", nil)
@@ -114,7 +126,9 @@ func TestMetricsAlone(t *testing.T) {
 		status, _ = askAt(t, addr, method, "/metrics", nil)
 		assert.Equal(t, http.StatusMethodNotAllowed, status, method)
 	}
-	for _, path := range []string{"/", "/api/v1/apps", "/api/v1/version", "/api/v1/healthz", "/metrics/", "/add_worker"} {
+	for _, path := range []string{
+		"/", "/api/v1/apps", "/api/v1/version", "/api/v1/healthz", "/metrics/", "/add_worker",
+	} {
 		for _, method := range []string{http.MethodGet, http.MethodPut, http.MethodPost} {
 			status, _ = askAt(t, addr, method, path, nil)
 			assert.Equal(t, http.StatusNotFound, status, "%s %s", method, path)
@@ -122,14 +136,15 @@ func TestMetricsAlone(t *testing.T) {
 	}
 }
 
-// TestACommandByADNSNameIsToldTheFlag: the command line that names the node by a name of its own gets the flag that allows it.
-func TestACommandByADNSNameIsToldTheFlag(t *testing.T) {
+// A command line that uses another name of the node gets a hint with the flag that allows the name.
+func TestRefusedHostNamesTheFlag(t *testing.T) {
 	for name, hosts := range map[string][]string{"refused": nil, "allowed": {"head.example.com"}} {
 		addr := serveOutside(t, api.NewServer(api.Config{Backend: newBackend(), Hosts: hosts}))
 		dial := func(ctx context.Context, network, _ string) (net.Conn, error) {
 			return (&net.Dialer{}).DialContext(ctx, network, addr)
 		}
-		c, err := api.NewClientWith("head.example.com:8265", &http.Transport{DialContext: dial, DisableKeepAlives: true})
+		c, err := api.NewClientWith("head.example.com:8265",
+			&http.Transport{DialContext: dial, DisableKeepAlives: true})
 		require.NoError(t, err)
 		_, err = c.Apps(t.Context())
 		c.Close()

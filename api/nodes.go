@@ -28,35 +28,36 @@ const (
 	defaultTokenUses = 1
 )
 
-// Nodes is what the admin API needs of the cluster. Safe for concurrent use; a method ends when its ctx does. Errors that users can
-// act on are *problem.Error.
+// Nodes is the part of the cluster that the admin API needs. Implementations are safe for concurrent use, and
+// a method returns when its ctx ends. Errors that users can act on are *problem.Error.
 type Nodes interface {
 	// Nodes lists every node, by name.
 	Nodes(ctx context.Context) ([]msg.NodeStatus, error)
-	// Drain moves a node's ranks elsewhere and gives it no new ones, until Undrain. It returns once that is committed. deadline bounds
-	// running streams; nil = each application's graceful_shutdown_timeout_s.
+	// Drain moves a node's ranks to other nodes and assigns it no new ones until Undrain. It returns once
+	// that is committed. deadline bounds running streams; nil = each application's
+	// graceful_shutdown_timeout_s.
 	Drain(ctx context.Context, node string, deadline *time.Duration) error
 	// Undrain ends a drain.
 	Undrain(ctx context.Context, node string) error
-	// CheckLeave says whether a node could be removed if it were drained, and changes nothing.
+	// CheckLeave returns nil if the node could be removed after a drain. It changes nothing.
 	CheckLeave(ctx context.Context, node string) error
-	// Remove forgets a node for good: a drained one, or one that is lost. A removal that is refused changes nothing.
+	// Remove removes a drained or lost node for good. A refused removal changes nothing.
 	Remove(ctx context.Context, node string) error
 	// NewToken makes a token that lets nodes join.
 	NewToken(ctx context.Context, req TokenRequest) (Token, error)
-	// RotateKey begins to give the gossip a new key, which takes some renewals of every node's lease.
+	// RotateKey starts a change of the gossip key, which takes several lease renewals of every node.
 	RotateKey(ctx context.Context) error
-	// KeyRotation says how far that is.
+	// KeyRotation returns the progress of the change.
 	KeyRotation(ctx context.Context) (KeyRotation, error)
 }
 
-// KeyRotation is how far a change of the gossip key is.
+// KeyRotation is the progress of a change of the gossip key.
 type KeyRotation struct {
 	Done    bool     `json:"done"`
-	Waiting []string `json:"waiting,omitempty"` // nodes that have not taken the present step
+	Waiting []string `json:"waiting,omitempty"` // nodes that have not completed the present step
 }
 
-// TokenRequest says what a join token is good for.
+// TokenRequest describes a join token.
 type TokenRequest struct {
 	TTL  time.Duration
 	Uses int // nodes
@@ -70,74 +71,74 @@ type Token struct {
 	Expires time.Time `json:"expires"`
 }
 
-// NodesReply answers GET /api/v1/nodes.
-type NodesReply struct {
-	Envelope
+// nodesReply answers GET /api/v1/nodes.
+type nodesReply struct {
+	envelope
 	Nodes []msg.NodeStatus `json:"nodes"`
 }
 
-// NodeReply answers what changes one node.
-type NodeReply struct {
-	Envelope
+// nodeReply answers requests that change or check one node.
+type nodeReply struct {
+	envelope
 	Node   string `json:"node"`
 	Status string `json:"status"` // DRAINING | ALIVE | REMOVABLE | REMOVED
 }
 
-// TokenReply answers POST /api/v1/join-tokens.
-type TokenReply struct {
-	Envelope
+// tokenReply answers POST /api/v1/join-tokens.
+type tokenReply struct {
+	envelope
 	Token
 }
 
-// KeyRotationReply answers POST and GET /api/v1/gossip-key.
-type KeyRotationReply struct {
-	Envelope
+// keyRotationReply answers POST and GET /api/v1/gossip-key.
+type keyRotationReply struct {
+	envelope
 	KeyRotation
 }
 
-// nodes adds the paths of the Nodes.
-func (s *Server) nodes(g *gin.Engine) {
-	if s.cfg.Nodes == nil {
-		return
-	}
-	g.GET(pathNodes, s.reply(s.listNodes))
-	g.DELETE(pathNodes+"/:node", s.reply(s.removeNode))
-	g.GET(pathNodes+"/:node"+pathRemoval, s.reply(s.checkLeave))
-	g.POST(pathNodes+"/:node"+pathDrain, s.reply(s.drainNode))
-	g.DELETE(pathNodes+"/:node"+pathDrain, s.reply(s.undrainNode))
-	g.POST(pathJoinTokens, s.reply(s.newToken))
-	g.POST(pathGossipKey, s.reply(s.rotateKey))
-	g.GET(pathGossipKey, s.reply(s.keyRotation))
+// nodeHandlers answers the paths of the cluster's nodes.
+type nodeHandlers struct{ nodes Nodes }
+
+// addRoutes registers the paths.
+func (h nodeHandlers) addRoutes(g *gin.Engine, reply func(answer) gin.HandlerFunc) {
+	g.GET(pathNodes, reply(h.listNodes))
+	g.DELETE(pathNodes+"/:node", reply(h.removeNode))
+	g.GET(pathNodes+"/:node"+pathRemoval, reply(h.checkLeave))
+	g.POST(pathNodes+"/:node"+pathDrain, reply(h.drainNode))
+	g.DELETE(pathNodes+"/:node"+pathDrain, reply(h.undrainNode))
+	g.POST(pathJoinTokens, reply(h.newToken))
+	g.POST(pathGossipKey, reply(h.rotateKey))
+	g.GET(pathGossipKey, reply(h.keyRotation))
 }
 
-func (s *Server) rotateKey(c *gin.Context) (int, any, error) {
+func (h nodeHandlers) rotateKey(c *gin.Context) (int, any, error) {
 	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
 		return 0, nil, err
 	}
-	err := s.cfg.Nodes.RotateKey(c.Request.Context())
-	return http.StatusAccepted, KeyRotationReply{Envelope: Envelope{APIVersion}}, err
+	err := h.nodes.RotateKey(c.Request.Context())
+	return http.StatusAccepted, keyRotationReply{envelope: envelope{apiVersion}}, err
 }
 
-func (s *Server) keyRotation(c *gin.Context) (int, any, error) {
+func (h nodeHandlers) keyRotation(c *gin.Context) (int, any, error) {
 	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
 		return 0, nil, err
 	}
-	r, err := s.cfg.Nodes.KeyRotation(c.Request.Context())
-	return http.StatusOK, KeyRotationReply{Envelope{APIVersion}, r}, err
+	r, err := h.nodes.KeyRotation(c.Request.Context())
+	return http.StatusOK, keyRotationReply{envelope{apiVersion}, r}, err
 }
 
-func (s *Server) listNodes(c *gin.Context) (int, any, error) {
+func (h nodeHandlers) listNodes(c *gin.Context) (int, any, error) {
 	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
 		return 0, nil, err
 	}
-	nodes, err := s.cfg.Nodes.Nodes(c.Request.Context())
+	nodes, err := h.nodes.Nodes(c.Request.Context())
 	if nodes == nil {
 		nodes = []msg.NodeStatus{}
 	}
-	return http.StatusOK, NodesReply{Envelope{APIVersion}, nodes}, err
+	return http.StatusOK, nodesReply{envelope{apiVersion}, nodes}, err
 }
 
-func (s *Server) drainNode(c *gin.Context) (int, any, error) {
+func (h nodeHandlers) drainNode(c *gin.Context) (int, any, error) {
 	q, err := parseQuery(c.Request.URL.RawQuery, "deadline")
 	if err != nil {
 		return 0, nil, err
@@ -147,37 +148,39 @@ func (s *Server) drainNode(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	name := c.Param("node")
-	err = s.cfg.Nodes.Drain(c.Request.Context(), name, deadline)
-	return http.StatusAccepted, NodeReply{Envelope{APIVersion}, name, "DRAINING"}, err
+	err = h.nodes.Drain(c.Request.Context(), name, deadline)
+	return http.StatusAccepted, nodeReply{envelope{apiVersion}, name, "DRAINING"}, err
 }
 
-func (s *Server) undrainNode(c *gin.Context) (int, any, error) {
-	return s.changeNode(c, s.cfg.Nodes.Undrain, "ALIVE")
+func (h nodeHandlers) undrainNode(c *gin.Context) (int, any, error) {
+	return h.changeNode(c, h.nodes.Undrain, "ALIVE")
 }
 
-func (s *Server) removeNode(c *gin.Context) (int, any, error) {
-	return s.changeNode(c, s.cfg.Nodes.Remove, "REMOVED")
+func (h nodeHandlers) removeNode(c *gin.Context) (int, any, error) {
+	return h.changeNode(c, h.nodes.Remove, "REMOVED")
 }
 
-func (s *Server) checkLeave(c *gin.Context) (int, any, error) {
+func (h nodeHandlers) checkLeave(c *gin.Context) (int, any, error) {
 	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
 		return 0, nil, err
 	}
 	name := c.Param("node")
-	err := s.cfg.Nodes.CheckLeave(c.Request.Context(), name)
-	return http.StatusOK, NodeReply{Envelope{APIVersion}, name, "REMOVABLE"}, err
+	err := h.nodes.CheckLeave(c.Request.Context(), name)
+	return http.StatusOK, nodeReply{envelope{apiVersion}, name, "REMOVABLE"}, err
 }
 
-func (s *Server) changeNode(c *gin.Context, change func(ctx context.Context, node string) error, status string) (int, any, error) {
+func (h nodeHandlers) changeNode(c *gin.Context, change func(ctx context.Context, node string) error,
+	status string,
+) (int, any, error) {
 	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
 		return 0, nil, err
 	}
 	name := c.Param("node")
 	err := change(c.Request.Context(), name)
-	return http.StatusAccepted, NodeReply{Envelope{APIVersion}, name, status}, err
+	return http.StatusAccepted, nodeReply{envelope{apiVersion}, name, status}, err
 }
 
-func (s *Server) newToken(c *gin.Context) (int, any, error) {
+func (h nodeHandlers) newToken(c *gin.Context) (int, any, error) {
 	q, err := parseQuery(c.Request.URL.RawQuery, "ttl", "uses")
 	if err != nil {
 		return 0, nil, err
@@ -191,14 +194,15 @@ func (s *Server) newToken(c *gin.Context) (int, any, error) {
 		req.TTL = *ttl
 	}
 	if req.TTL <= 0 || req.TTL > maxTokenTTL {
-		return 0, nil, badValue("ttl", req.TTL.String(), "write a duration up to "+maxTokenTTL.String())
+		return 0, nil, badValueError("ttl", req.TTL.String(), "write a duration up to "+maxTokenTTL.String())
 	}
 	if req.Uses, err = q.number("uses", defaultTokenUses, maxTokenUses); err != nil {
 		return 0, nil, err
 	}
 	if req.Uses == 0 {
-		return 0, nil, problem.New(problem.InvalidArgument, "a token for no node is of no use").WithHint("uses is from 1 to %d", maxTokenUses)
+		return 0, nil, problem.New(problem.InvalidArgument, "a token for no node is of no use").
+			WithHint("uses is from 1 to %d", maxTokenUses)
 	}
-	t, err := s.cfg.Nodes.NewToken(c.Request.Context(), req)
-	return http.StatusCreated, TokenReply{Envelope{APIVersion}, t}, err
+	t, err := h.nodes.NewToken(c.Request.Context(), req)
+	return http.StatusCreated, tokenReply{envelope{apiVersion}, t}, err
 }

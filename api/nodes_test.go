@@ -15,17 +15,19 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// nodeKeeper records what it was asked; there are nodes a and b.
-type nodeKeeper struct {
+// fakeNodes records requests; the cluster has nodes a and b.
+type fakeNodes struct {
 	asked []string
 	token api.TokenRequest
 }
 
-func (k *nodeKeeper) Nodes(context.Context) ([]msg.NodeStatus, error) {
-	return []msg.NodeStatus{{Node: "a", State: "alive", Roles: []string{"control"}}, {Node: "b", State: "lost"}}, nil
+func (k *fakeNodes) Nodes(context.Context) ([]msg.NodeStatus, error) {
+	return []msg.NodeStatus{
+		{Node: "a", State: "alive", Roles: []string{"control"}}, {Node: "b", State: "lost"},
+	}, nil
 }
 
-func (k *nodeKeeper) ask(what, node string) error {
+func (k *fakeNodes) ask(what, node string) error {
 	k.asked = append(k.asked, what+" "+node)
 	if node != "a" && node != "b" {
 		return problem.New(problem.NotFound, "unknown node %q", node).WithHint("nodes are a, b")
@@ -33,7 +35,7 @@ func (k *nodeKeeper) ask(what, node string) error {
 	return nil
 }
 
-func (k *nodeKeeper) Drain(_ context.Context, node string, deadline *time.Duration) error {
+func (k *fakeNodes) Drain(_ context.Context, node string, deadline *time.Duration) error {
 	if deadline != nil {
 		node, what := node, "drain in "+deadline.String()
 		return k.ask(what, node)
@@ -41,25 +43,25 @@ func (k *nodeKeeper) Drain(_ context.Context, node string, deadline *time.Durati
 	return k.ask("drain", node)
 }
 
-func (k *nodeKeeper) Undrain(_ context.Context, node string) error { return k.ask("undrain", node) }
-func (k *nodeKeeper) CheckLeave(_ context.Context, node string) error {
+func (k *fakeNodes) Undrain(_ context.Context, node string) error { return k.ask("undrain", node) }
+func (k *fakeNodes) CheckLeave(_ context.Context, node string) error {
 	return k.ask("check leave", node)
 }
-func (k *nodeKeeper) Remove(_ context.Context, node string) error { return k.ask("remove", node) }
+func (k *fakeNodes) Remove(_ context.Context, node string) error { return k.ask("remove", node) }
 
-func (k *nodeKeeper) NewToken(_ context.Context, req api.TokenRequest) (api.Token, error) {
+func (k *fakeNodes) NewToken(_ context.Context, req api.TokenRequest) (api.Token, error) {
 	k.token = req
 	return api.Token{Token: "dpj1.x", Address: "10.0.0.1:7947", Uses: req.Uses}, nil
 }
 
-func (k *nodeKeeper) RotateKey(context.Context) error { return k.ask("rotate", "a") }
+func (k *fakeNodes) RotateKey(context.Context) error { return k.ask("rotate", "a") }
 
-func (k *nodeKeeper) KeyRotation(context.Context) (api.KeyRotation, error) {
+func (k *fakeNodes) KeyRotation(context.Context) (api.KeyRotation, error) {
 	return api.KeyRotation{Waiting: []string{"b"}}, nil
 }
 
 func TestNodesByClient(t *testing.T) {
-	k := &nodeKeeper{}
+	k := &fakeNodes{}
 	_, c := serve(t, api.Config{Backend: newBackend(), Nodes: k})
 	ctx := t.Context()
 	list, err := c.Nodes(ctx)
@@ -73,7 +75,11 @@ func TestNodesByClient(t *testing.T) {
 	require.NoError(t, c.RemoveNode(ctx, "b"))
 	err = c.Drain(ctx, "nowhere", nil)
 	assert.Equal(t, problem.NotFound, problem.CodeOf(err))
-	assert.Equal(t, []string{"drain in 30m0s b", "drain a", "undrain a", "check leave b", "remove b", "drain nowhere"}, k.asked)
+	assert.Equal(t,
+		[]string{
+			"drain in 30m0s b", "drain a", "undrain a", "check leave b", "remove b",
+			"drain nowhere",
+		}, k.asked)
 	token, err := c.NewToken(ctx, api.TokenRequest{TTL: time.Minute, Uses: 4})
 	require.NoError(t, err)
 	assert.Equal(t, "dpj1.x", token.Token)
@@ -86,8 +92,12 @@ func TestNodesByClient(t *testing.T) {
 }
 
 func TestTokensAreBounded(t *testing.T) {
-	_, c := serve(t, api.Config{Backend: newBackend(), Nodes: &nodeKeeper{}})
-	for _, req := range []api.TokenRequest{{TTL: time.Minute}, {TTL: 0, Uses: 1}, {TTL: 365 * 24 * time.Hour, Uses: 1}, {TTL: time.Minute, Uses: 1 << 20}} {
+	_, c := serve(t, api.Config{Backend: newBackend(), Nodes: &fakeNodes{}})
+	for _, req := range []api.TokenRequest{
+		{TTL: time.Minute}, {TTL: 0, Uses: 1}, {TTL: 365 * 24 * time.Hour, Uses: 1}, {
+			TTL: time.Minute, Uses: 1 << 20,
+		},
+	} {
 		_, err := c.NewToken(t.Context(), req)
 		assert.Equal(t, problem.InvalidArgument, problem.CodeOf(err), req)
 	}
@@ -102,7 +112,7 @@ func TestPlanByClient(t *testing.T) {
 	require.Error(t, err)
 }
 
-// TestForward: what only the leader can answer goes to the leader, once; what is about this node stays.
+// Requests that only the leader can answer are forwarded once; requests about this node are not.
 func TestForward(t *testing.T) {
 	leader := httptest.NewServer(http.NotFoundHandler())
 	defer leader.Close()
@@ -113,7 +123,7 @@ func TestForward(t *testing.T) {
 	}))
 	away := true
 	s := api.NewServer(api.Config{
-		Backend: newBackend(), Nodes: &nodeKeeper{}, Forward: func() (http.Handler, bool) { return to, away },
+		Backend: newBackend(), Nodes: &fakeNodes{}, Forward: func() (http.Handler, bool) { return to, away },
 		NoLeader: func() error { return problem.New(problem.Unavailable, "nobody leads") },
 	})
 	ask := func(method, path string, headers ...string) int {
@@ -128,7 +138,8 @@ func TestForward(t *testing.T) {
 	assert.Equal(t, http.StatusTeapot, ask(http.MethodGet, "/api/v1/apps"))
 	assert.Equal(t, http.StatusTeapot, ask(http.MethodPost, "/api/v1/nodes/a/drain"))
 	assert.Equal(t, http.StatusOK, ask(http.MethodGet, "/api/v1/version"))
-	assert.Equal(t, http.StatusServiceUnavailable, ask(http.MethodGet, "/api/v1/apps", "X-Dpserve-Forwarded", "1"), "not in circles")
+	assert.Equal(t, http.StatusServiceUnavailable,
+		ask(http.MethodGet, "/api/v1/apps", "X-Dpserve-Forwarded", "1"), "not in circles")
 	assert.Equal(t, []string{"GET /api/v1/apps", "POST /api/v1/nodes/a/drain"}, sent)
 	to = nil
 	assert.Equal(t, http.StatusServiceUnavailable, ask(http.MethodGet, "/api/v1/apps"), "nobody leads")

@@ -18,37 +18,41 @@ const (
 	maxNumber   = 65_535 // group and rank
 )
 
-// query is a query string whose keys are all known and given once.
+// query is a query string whose keys are known and given once.
 type query struct{ values url.Values }
 
-// parseQuery refuses unknown, doubled and empty keys: a misspelt one that is passed over in silence deletes the wrong apps.
+// parseQuery refuses unknown, doubled and empty keys: ignoring a misspelt key could delete the wrong apps.
 func parseQuery(raw string, known ...string) (query, error) {
 	values, err := url.ParseQuery(raw)
 	if err != nil {
-		return query{}, problem.New(problem.InvalidArgument, "query string cannot be read: %w", err).WithHint("escape it as a URL wants it")
+		return query{}, problem.New(problem.InvalidArgument, "query string cannot be read: %w", err).
+			WithHint("escape it as a URL wants it")
 	}
 	for key, v := range values {
 		if !slices.Contains(known, key) {
-			return query{}, problem.New(problem.InvalidArgument, "unknown query key %q", key).WithHint("%s", knownKeys(known))
+			return query{}, problem.New(problem.InvalidArgument, "unknown query key %q", key).
+				WithHint("%s", describeKeys(known))
 		}
 		if len(v) > 1 {
-			return query{}, problem.New(problem.InvalidArgument, "query key %q is given %d times", key, len(v)).WithHint("give it once")
+			return query{}, problem.New(problem.InvalidArgument, "query key %q is given %d times", key,
+				len(v)).WithHint("give it once")
 		}
-		if v[0] == "" { // a script's empty variable must not mean "any revision"
-			return query{}, problem.New(problem.InvalidArgument, "query key %q is empty", key).WithHint("give it a value, or leave it out")
+		if v[0] == "" { // an empty variable of a script must not mean "any revision"
+			return query{}, problem.New(problem.InvalidArgument, "query key %q is empty", key).
+				WithHint("give it a value, or leave it out")
 		}
 	}
 	return query{values}, nil
 }
 
-func knownKeys(known []string) string {
+func describeKeys(known []string) string {
 	if len(known) == 0 {
 		return "this path takes no query"
 	}
 	return "this path takes " + strings.Join(known, ", ")
 }
 
-func badValue(key, value, wanted string) error {
+func badValueError(key, value, wanted string) error {
 	return problem.New(problem.InvalidArgument, "query key %q is %q", key, value).WithHint("%s", wanted)
 }
 
@@ -60,7 +64,7 @@ func (q query) flag(key string) (bool, error) {
 	case "true":
 		return true, nil
 	default:
-		return false, badValue(key, v, "write true or false")
+		return false, badValueError(key, v, "write true or false")
 	}
 }
 
@@ -72,12 +76,12 @@ func (q query) number(key string, def, limit int) (int, error) {
 	}
 	n, err := strconv.Atoi(v)
 	if err != nil || n < 0 || n > limit {
-		return 0, badValue(key, v, "write a whole number from 0 to "+strconv.Itoa(limit))
+		return 0, badValueError(key, v, "write a whole number from 0 to "+strconv.Itoa(limit))
 	}
 	return n, nil
 }
 
-// duration reads a time span from 0 to maxDeadline; absent is nil.
+// duration reads a duration from 0 to maxDeadline; absent is nil.
 func (q query) duration(key string) (*time.Duration, error) {
 	v := q.values.Get(key)
 	if v == "" {
@@ -85,7 +89,7 @@ func (q query) duration(key string) (*time.Duration, error) {
 	}
 	d, err := time.ParseDuration(v)
 	if err != nil || d < 0 || d > maxDeadline {
-		return nil, badValue(key, v, "write a duration like 30s; 0s cuts running streams")
+		return nil, badValueError(key, v, "write a duration like 30s; 0s cuts running streams")
 	}
 	return &d, nil
 }
@@ -98,7 +102,7 @@ func (q query) counter(key string) (n uint64, ok bool, err error) {
 	}
 	n, err = strconv.ParseUint(v, 10, 64)
 	if err != nil {
-		return 0, false, badValue(key, v, "write a whole number")
+		return 0, false, badValueError(key, v, "write a whole number")
 	}
 	return n, true, nil
 }
@@ -114,12 +118,13 @@ func (q query) since(key string, now time.Time) (time.Time, error) {
 	}
 	t, err := time.Parse(time.RFC3339Nano, v)
 	if err != nil {
-		return time.Time{}, badValue(key, v, "write a duration like 10m or a time like 2026-01-02T15:04:05Z")
+		return time.Time{}, badValueError(key, v,
+			"write a duration like 10m or a time like 2026-01-02T15:04:05Z")
 	}
 	return t, nil
 }
 
-// file reads a file's name, which messages repeat: one line, nothing that steers a terminal.
+// file reads a file's name. Messages repeat it, so it must be one printable line without terminal sequences.
 func (q query) file(header string) (string, error) {
 	v := q.values.Get("file")
 	if v == "" {
@@ -129,7 +134,8 @@ func (q query) file(header string) (string, error) {
 		return "app.yaml", nil
 	}
 	if len(v) > maxFileName || strings.ContainsFunc(v, func(r rune) bool { return !unicode.IsPrint(r) }) {
-		return "", problem.New(problem.InvalidArgument, "file name is longer than %d bytes or not printable", maxFileName).WithHint("leave file out")
+		return "", problem.New(problem.InvalidArgument, "file name is longer than %d bytes or not printable",
+			maxFileName).WithHint("leave file out")
 	}
 	return v, nil
 }
@@ -148,7 +154,8 @@ func parseLogQuery(app, raw string, now time.Time) (q LogQuery, err error) {
 		return q, err
 	}
 	if q.Rank != AllRanks && q.Group == AllRanks {
-		return q, problem.New(problem.InvalidArgument, "a rank is given without its group").WithHint("add group=0")
+		return q, problem.New(problem.InvalidArgument, "a rank is given without its group").
+			WithHint("add group=0")
 	}
 	if q.Since, err = v.since("since", now); err != nil {
 		return q, err
@@ -160,7 +167,7 @@ func parseLogQuery(app, raw string, now time.Time) (q LogQuery, err error) {
 	return q, err
 }
 
-// encode is the query string that parseLogQuery reads.
+// encode returns the query string that parseLogQuery reads.
 func (q LogQuery) encode() string {
 	v := url.Values{}
 	for key, n := range map[string]int{"group": q.Group, "rank": q.Rank, "tail": q.Tail} {

@@ -16,7 +16,7 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// TestLogQueryRoundTrip: what a client encodes, the server reads back.
+// The server parses a query as the client encoded it.
 func TestLogQueryRoundTrip(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		q := LogQuery{
@@ -42,9 +42,12 @@ func TestSinceAsDuration(t *testing.T) {
 	assert.Equal(t, now.Add(-10*time.Minute), q.Since)
 }
 
-// FuzzLogQuery: any query string gives bounded values or an invalid argument with a hint.
+// Any query string gives bounded values or an invalid argument with a hint.
 func FuzzLogQuery(f *testing.F) {
-	for _, s := range []string{"", "group=0&rank=3&tail=20&follow=true&since=10m", "since=2026-01-02T15:04:05Z", "tail=-1", "a=%zz", "rank=1;x", "group=1&group=2"} {
+	for _, s := range []string{
+		"", "group=0&rank=3&tail=20&follow=true&since=10m", "since=2026-01-02T15:04:05Z", "tail=-1", "a=%zz",
+		"rank=1;x", "group=1&group=2",
+	} {
 		f.Add(s)
 	}
 	f.Fuzz(func(t *testing.T, raw string) {
@@ -67,7 +70,7 @@ func FuzzLogQuery(f *testing.F) {
 	})
 }
 
-// FuzzLogLine: a line that parses is printed the same way again, apart from its time's zone.
+// A line that parses is printed unchanged, apart from its time zone.
 func FuzzLogLine(f *testing.F) {
 	f.Add("2026-01-02T03:04:05Z demo/0/3 stderr out of memory")
 	f.Add("2026-01-02T03:04:05Z demo/0/-3 stderr ")
@@ -80,12 +83,12 @@ func FuzzLogLine(f *testing.F) {
 		again, err := ParseLogLine(l.String())
 		require.NoError(t, err)
 		assert.True(t, l.Time.Equal(again.Time))
-		l.Time, again.Time, l.Text = time.Time{}, time.Time{}, oneLine(l.Text)
+		l.Time, again.Time, l.Text = time.Time{}, time.Time{}, joinLines(l.Text)
 		assert.Equal(t, l, again)
 	})
 }
 
-// FuzzReadEvents: any stream of bytes ends in one error, and gives the same events however it is cut into reads.
+// Any stream of bytes ends with one error and gives the same events for any sizes of reads.
 func FuzzReadEvents(f *testing.F) {
 	var good bytes.Buffer
 	require.NoError(f, writeEvent(&good, &Event{Number: 3, Kind: "unit", App: "demo"}, ""))

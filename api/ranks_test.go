@@ -16,14 +16,14 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// rankKeeper records what it was asked; the engine http://taken:1 is attached already, http://none:1 never.
-type rankKeeper struct {
+// fakeRanks records requests; the engine http://taken:1 is attached already, http://none:1 is unknown.
+type fakeRanks struct {
 	mu      sync.Mutex
 	added   []string
 	removed []api.RankRemoval
 }
 
-func (k *rankKeeper) AddRank(_ context.Context, name string, rank []byte) (api.RankChange, error) {
+func (k *fakeRanks) AddRank(_ context.Context, name string, rank []byte) (api.RankChange, error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.added = append(k.added, name+" "+string(rank))
@@ -32,22 +32,25 @@ func (k *rankKeeper) AddRank(_ context.Context, name string, rank []byte) (api.R
 		return api.RankChange{}, err
 	}
 	if r.URL == "http://taken:1" {
-		return api.RankChange{}, problem.New(problem.Conflict, "add a rank: %s is attached already, as edge/0/0", r.URL).WithHint("every rank is an engine of its own")
+		return api.RankChange{}, problem.New(problem.Conflict,
+			"add a rank: %s is attached already, as edge/0/0", r.URL).
+			WithHint("every rank is an engine of its own")
 	}
 	return api.RankChange{App: "edge", Rank: 2, URL: r.URL, Revision: 4}, nil
 }
 
-func (k *rankKeeper) RemoveRank(_ context.Context, _ string, r api.RankRemoval) (api.RankChange, error) {
+func (k *fakeRanks) RemoveRank(_ context.Context, _ string, r api.RankRemoval) (api.RankChange, error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.removed = append(k.removed, r)
 	if r.Rank.URL == "http://none:1" {
-		return api.RankChange{}, problem.New(problem.NotFound, "remove a rank: edge has no rank %s", r.Rank).WithHint("there are others")
+		return api.RankChange{}, problem.New(problem.NotFound, "remove a rank: edge has no rank %s", r.Rank).
+			WithHint("there are others")
 	}
 	return api.RankChange{App: "edge", Rank: 2, URL: r.Rank.URL, Revision: 5}, nil
 }
 
-func (k *rankKeeper) Workers(_ context.Context, name string) ([]string, error) {
+func (k *fakeRanks) Workers(_ context.Context, name string) ([]string, error) {
 	if name == "empty" {
 		return nil, nil
 	}
@@ -55,7 +58,7 @@ func (k *rankKeeper) Workers(_ context.Context, name string) ([]string, error) {
 }
 
 func TestRanksByClient(t *testing.T) {
-	k := &rankKeeper{}
+	k := &fakeRanks{}
 	_, c := serve(t, api.Config{Backend: newBackend(), Ranks: k})
 	ctx := t.Context()
 	got, err := c.AddRank(ctx, "edge", []byte(`{"url": "http://h:1"}`))
@@ -82,25 +85,72 @@ func TestRanksByClient(t *testing.T) {
 }
 
 func TestSGLangWorkerPaths(t *testing.T) {
-	h := api.NewServer(api.Config{Backend: newBackend(), Ranks: &rankKeeper{}}).Handler()
+	h := api.NewServer(api.Config{Backend: newBackend(), Ranks: &fakeRanks{}}).Handler()
 	for _, c := range []struct {
 		r    request
 		code int
 		kind string
 		body string
 	}{
-		{request{method: "POST", target: "/add_worker?url=http://h:1"}, 200, "text/plain; charset=utf-8", "Successfully added worker: http://h:1"},
-		{request{method: "POST", target: "/add_worker?url=http%3A%2F%2Fh%3A1%2F&app=edge"}, 200, "text/plain; charset=utf-8", "Successfully added worker: http://h:1"},
-		{request{method: "POST", target: "/remove_worker?url=http://h:1"}, 200, "text/plain; charset=utf-8", "Successfully removed worker: http://h:1"},
-		{request{method: "GET", target: "/list_workers"}, 200, "application/json", `{"urls":["http://a:1","http://b:1"]}` + "\n"},
-		{request{method: "GET", target: "/list_workers?app=empty"}, 200, "application/json", `{"urls":[]}` + "\n"},
-		{request{method: "POST", target: "/add_worker?url=http://taken:1"}, 409, "application/json", "is attached already"},
-		{request{method: "POST", target: "/remove_worker?url=http://none:1"}, 404, "application/json", "edge has no rank http://none:1"},
+		{
+			request{method: "POST", target: "/add_worker?url=http://h:1"},
+			200, "text/plain; charset=utf-8",
+			"Successfully added worker: http://h:1",
+		},
+		{
+			request{method: "POST", target: "/add_worker?url=http%3A%2F%2Fh%3A1%2F&app=edge"},
+			200,
+			"text/plain; charset=utf-8", "Successfully added worker: http://h:1",
+		},
+		{
+			request{method: "POST", target: "/remove_worker?url=http://h:1"},
+			200, "text/plain; charset=utf-8",
+			"Successfully removed worker: http://h:1",
+		},
+		{
+			request{method: "GET", target: "/list_workers"},
+			200, "application/json",
+			`{"urls":["http://a:1","http://b:1"]}` + "\n",
+		},
+		{
+			request{method: "GET", target: "/list_workers?app=empty"},
+			200, "application/json",
+			`{"urls":[]}` + "\n",
+		},
+		{
+			request{method: "POST", target: "/add_worker?url=http://taken:1"},
+			409, "application/json",
+			"is attached already",
+		},
+		{
+			request{method: "POST", target: "/remove_worker?url=http://none:1"},
+			404, "application/json",
+			"edge has no rank http://none:1",
+		},
 		{request{method: "POST", target: "/add_worker"}, 400, "application/json", "no url is given"},
-		{request{method: "POST", target: "/add_worker?url=h:1"}, 400, "application/json", "wanted http://HOST:PORT"},
-		{request{method: "POST", target: "/add_worker?url=http://h:1&ap=edge"}, 400, "application/json", `unknown query key \"ap\"`},
-		{request{method: "GET", target: "/add_worker?url=http://h:1"}, 405, "application/json", "does not take GET"},
-		{request{method: "POST", target: "/add_worker?url=http://h:1", header: map[string]string{"Origin": "http://evil.example"}}, 403, "application/json", "another web page"},
+		{
+			request{method: "POST", target: "/add_worker?url=h:1"},
+			400, "application/json",
+			"wanted http://HOST:PORT",
+		},
+		{
+			request{method: "POST", target: "/add_worker?url=http://h:1&ap=edge"},
+			400, "application/json",
+			`unknown query key \"ap\"`,
+		},
+		{
+			request{method: "GET", target: "/add_worker?url=http://h:1"},
+			405, "application/json",
+			"does not take GET",
+		},
+		{
+			request{
+				method: "POST", target: "/add_worker?url=http://h:1",
+				header: map[string]string{"Origin": "http://evil.example"},
+			},
+			403, "application/json",
+			"another web page",
+		},
 	} {
 		rec := c.r.send(t, h)
 		assert.Equal(t, c.code, rec.Code, c.r.target)
@@ -112,7 +162,7 @@ func TestSGLangWorkerPaths(t *testing.T) {
 }
 
 func TestBadRankRequests(t *testing.T) {
-	k := &rankKeeper{}
+	k := &fakeRanks{}
 	h := api.NewServer(api.Config{Backend: newBackend(), Ranks: k}).Handler()
 	const path = "/api/v1/apps/edge/ranks"
 	for _, c := range []struct {
@@ -121,9 +171,21 @@ func TestBadRankRequests(t *testing.T) {
 		text string
 	}{
 		{request{method: "POST", target: path}, 400, "nothing is given"},
-		{request{method: "POST", target: path + "?url=http://h:1", body: "{}"}, 400, "this path takes no query"},
-		{request{method: "POST", target: path, body: `{"url": "` + strings.Repeat("x", 1<<16) + `"}`}, 413, "larger than"},
-		{request{method: "POST", target: path, body: `{"url": "http://h:1", "selektor": 2}`}, 400, `did you mean \"selector\"?`},
+		{
+			request{method: "POST", target: path + "?url=http://h:1", body: "{}"},
+			400,
+			"this path takes no query",
+		},
+		{
+			request{method: "POST", target: path, body: `{"url": "` + strings.Repeat("x", 1<<16) + `"}`},
+			413,
+			"larger than",
+		},
+		{
+			request{method: "POST", target: path, body: `{"url": "http://h:1", "selektor": 2}`},
+			400,
+			`did you mean \"selector\"?`,
+		},
 		{request{method: "DELETE", target: path}, 400, "one of url and rank"},
 		{request{method: "DELETE", target: path + "?url=http://h:1&rank=0/1"}, 400, "one of url and rank"},
 		{request{method: "DELETE", target: path + "?rank=1"}, 400, "write GROUP/RANK"},

@@ -20,56 +20,59 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// routers records what it was asked and answers from its fields.
-type routers struct {
+// fakeRouters records requests and answers from its fields.
+type fakeRouters struct {
 	mu     sync.Mutex
 	asked  []any
 	fail   error
 	parts  []msg.Generated
 	runs   []msg.KVRun
-	broken error // behind parts and runs
-	hold   bool  // generate waits for its context behind the parts
+	broken error // returned after parts and runs
+	hold   bool  // generate waits for its context after the parts
 }
 
-var _ api.Routers = (*routers)(nil)
+var _ api.Routers = (*fakeRouters)(nil)
 
-func (r *routers) note(v any) error {
+func (r *fakeRouters) note(v any) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.asked = append(r.asked, v)
 	return r.fail
 }
 
-func (r *routers) Explain(_ context.Context, app string, q *msg.RouteQuery) (*msg.Explanation, error) {
+func (r *fakeRouters) Explain(_ context.Context, app string, q *msg.RouteQuery) (*msg.Explanation, error) {
 	return &msg.Explanation{App: app, Pick: "0/1"}, r.note(q)
 }
 
-func (r *routers) Reset(_ context.Context, app string) (msg.ResetResult, error) {
+func (r *fakeRouters) Reset(_ context.Context, app string) (msg.ResetResult, error) {
 	return msg.ResetResult{App: app, Ranks: 4}, r.note("reset")
 }
 
-func (r *routers) Router(_ context.Context, app string) (msg.RouterInfo, error) {
+func (r *fakeRouters) Router(_ context.Context, app string) (msg.RouterInfo, error) {
 	info := msg.RouterInfo{App: app, Policy: "kv"}
 	if app == "timed" {
-		info.Law = &msg.Law{Preset: "dense", Prefill: 1.5, Decode: 1, PrefillSamples: 2, AgeS: 0.5, Error: 0.25, Ranks: []msg.RankSpeed{{Worker: "0/1", Slow: 2}}}
+		info.Law = &msg.Law{
+			Preset: "dense", Prefill: 1.5, Decode: 1, PrefillSamples: 2, AgeS: 0.5, Error: 0.25,
+			Ranks: []msg.RankSpeed{{Worker: "0/1", Slow: 2}},
+		}
 	}
 	return info, r.note("router")
 }
 
-func (r *routers) BestWorker(_ context.Context, _ string, q *msg.BestWorker) (msg.Worker, error) {
+func (r *fakeRouters) BestWorker(_ context.Context, _ string, q *msg.BestWorker) (msg.Worker, error) {
 	return msg.Worker{Worker: "0/1", RequestID: q.RequestID}, r.note(q)
 }
 
-func (r *routers) PotentialLoads(_ context.Context, _ string, ids []uint32) ([]msg.PotentialLoad, error) {
+func (r *fakeRouters) PotentialLoads(_ context.Context, _ string, ids []uint32) ([]msg.PotentialLoad, error) {
 	return nil, r.note(ids)
 }
 
-func (r *routers) MarkPrefillComplete(_ context.Context, _, id string) error {
+func (r *fakeRouters) MarkPrefillComplete(_ context.Context, _, id string) error {
 	return r.note("mark " + id)
 }
-func (r *routers) Free(_ context.Context, _, id string) error { return r.note("free " + id) }
+func (r *fakeRouters) Free(_ context.Context, _, id string) error { return r.note("free " + id) }
 
-func (r *routers) DumpEvents(_ context.Context, _ string, emit func(*msg.KVRun) error) (bool, error) {
+func (r *fakeRouters) DumpEvents(_ context.Context, _ string, emit func(*msg.KVRun) error) (bool, error) {
 	if err := r.note("dump"); err != nil {
 		return false, err
 	}
@@ -81,7 +84,9 @@ func (r *routers) DumpEvents(_ context.Context, _ string, emit func(*msg.KVRun) 
 	return true, r.broken
 }
 
-func (r *routers) Generate(ctx context.Context, _ string, q *msg.Generate, emit func(*msg.Generated) error) error {
+func (r *fakeRouters) Generate(ctx context.Context, _ string, q *msg.Generate,
+	emit func(*msg.Generated) error,
+) error {
 	if err := r.note(q); err != nil {
 		return err
 	}
@@ -101,22 +106,43 @@ const routersPath = "/api/v1/routers/demo"
 
 func ask(t *testing.T, h http.Handler, method, path, body string) *httptest.ResponseRecorder {
 	t.Helper()
-	return request{method: method, target: path, body: body, header: map[string]string{"Host": "127.0.0.1"}}.send(t, h)
+	return request{
+		method: method, target: path, body: body, header: map[string]string{"Host": "127.0.0.1"},
+	}.send(t, h)
 }
 
 // TestRouterAnswers pins the JSON of each route.
 func TestRouterAnswers(t *testing.T) {
-	r := &routers{}
+	r := &fakeRouters{}
 	h := api.NewServer(api.Config{Backend: newBackend(), Routers: r}).Handler()
 	for _, c := range []struct{ method, path, body, want string }{
-		{"GET", "", "", `{"apiVersion":"dpserve/v1","app":"demo","policy":"kv","preset":"","identity":"","reads":null,"ranks":0,"ready":0,"queued":0,"reservations":0,"imbalance":0}`},
-		{"POST", "/explain", `{"prompt":"x"}`, `{"apiVersion":"dpserve/v1","app":"demo","policy":"","tokens":0,"estimated":false,"blocks":0,"decision":"","pick":"0/1","reason":"","ranks":null}`},
+		{
+			"GET", "", "",
+			`{"apiVersion":"dpserve/v1","app":"demo","policy":"kv","preset":"","identity":"","reads":null,` +
+				`"ranks":0,"ready":0,"queued":0,"reservations":0,"imbalance":0}`,
+		},
+		{
+			"POST", "/explain", `{"prompt":"x"}`,
+			`{"apiVersion":"dpserve/v1","app":"demo","policy":"","tokens":0,"estimated":false,"blocks":0,` +
+				`"decision":"","pick":"0/1","reason":"","ranks":null}`,
+		},
 		{"POST", "/reset", ``, `{"apiVersion":"dpserve/v1","app":"demo","ranks":4}`},
-		{"POST", "/best_worker", `{"token_ids":[1],"request_id":"r"}`, `{"apiVersion":"dpserve/v1","worker":"0/1","group":0,"dp_rank":0,"overlap_blocks":0,"hit_tokens":0,"block_size":0,"reason":"","node":"","url":"","addressing":"","request_id":"r"}`},
+		{
+			"POST", "/best_worker", `{"token_ids":[1],"request_id":"r"}`,
+			`{"apiVersion":"dpserve/v1","worker":"0/1","group":0,"dp_rank":0,"overlap_blocks":0,` +
+				`"hit_tokens":0,"block_size":0,"reason":"","node":"","url":"","addressing":"",` +
+				`"request_id":"r"}`,
+		},
 		{"POST", "/potential_loads", `{"token_ids":[1]}`, `{"apiVersion":"dpserve/v1","loads":[]}`},
 		{"POST", "/potential_loads", `{}`, `{"apiVersion":"dpserve/v1","loads":[]}`},
-		{"POST", "/mark_prefill_complete", `{"request_id":"r"}`, `{"apiVersion":"dpserve/v1","request_id":"r","status":"prefill_complete"}`},
-		{"POST", "/free", `{"request_id":"r"}`, `{"apiVersion":"dpserve/v1","request_id":"r","status":"freed"}`},
+		{
+			"POST", "/mark_prefill_complete", `{"request_id":"r"}`,
+			`{"apiVersion":"dpserve/v1","request_id":"r","status":"prefill_complete"}`,
+		},
+		{
+			"POST", "/free", `{"request_id":"r"}`,
+			`{"apiVersion":"dpserve/v1","request_id":"r","status":"freed"}`,
+		},
 	} {
 		rec := ask(t, h, c.method, routersPath+c.path, c.body)
 		assert.Equal(t, http.StatusOK, rec.Code, c.path)
@@ -124,15 +150,20 @@ func TestRouterAnswers(t *testing.T) {
 	}
 	assert.Equal(t, []any{"mark r", "free r"}, r.asked[len(r.asked)-2:])
 	assert.Contains(t, ask(t, h, "GET", "/api/v1/routers/timed", "").Body.String(),
-		`"law":{"preset":"dense","prefill":1.5,"decode":1,"prefill_samples":2,"decode_samples":0,"age_s":0.5,"error":0.25,"ranks":[{"worker":"0/1","slow":2}]}`)
+		`"law":{"preset":"dense","prefill":1.5,"decode":1,"prefill_samples":2,"decode_samples":0,`+
+			`"age_s":0.5,"error":0.25,"ranks":[{"worker":"0/1","slow":2}]}`)
 }
 
-// TestExplainSendsTheBytesOfTheRequest: the Router hashes the bytes of a prompt, so a client may not write them anew.
+// The Router hashes the bytes of a prompt, so a client must not rewrite them.
 func TestExplainSendsTheBytesOfTheRequest(t *testing.T) {
-	r := &routers{}
+	r := &fakeRouters{}
 	_, c := serve(t, api.Config{Backend: newBackend(), Routers: r})
-	for _, body := range []string{`{"prompt":"x"}`, "{\n  \"prompt\" : \"a  b\" }", `{"prompt":"<b> & \u003c é"}`, `{ }`} {
-		for _, q := range []*msg.RouteQuery{{Request: []byte(body)}, {Request: []byte(body), Route: "/v1/completions", Worker: "0/1"}} {
+	for _, body := range []string{
+		`{"prompt":"x"}`, "{\n  \"prompt\" : \"a  b\" }", `{"prompt":"<b> & \u003c é"}`, `{ }`,
+	} {
+		for _, q := range []*msg.RouteQuery{
+			{Request: []byte(body)}, {Request: []byte(body), Route: "/v1/completions", Worker: "0/1"},
+		} {
 			_, err := c.Explain(t.Context(), "demo", q)
 			require.NoError(t, err)
 			assert.Equal(t, q, r.asked[len(r.asked)-1])
@@ -142,9 +173,9 @@ func TestExplainSendsTheBytesOfTheRequest(t *testing.T) {
 	require.ErrorContains(t, err, "not JSON")
 }
 
-// TestRouterBadInput: none of it reaches the Routers, and each answer says what to do.
+// Bad input never reaches the Routers, and each answer has a hint.
 func TestRouterBadInput(t *testing.T) {
-	r := &routers{}
+	r := &fakeRouters{}
 	h := api.NewServer(api.Config{Backend: newBackend(), Routers: r}).Handler()
 	long := `{"token_ids":[` + strings.Repeat("1,", 1<<20) + `1]}`
 	for _, c := range []struct {
@@ -204,9 +235,9 @@ func TestRouterBadInput(t *testing.T) {
 	assert.Equal(t, http.StatusNotFound, ask(t, without, "GET", routersPath, "").Code)
 }
 
-// TestRouterErrorsKeepTheirCode: also where a stream would have begun.
+// Errors keep their code, also on routes that stream.
 func TestRouterErrorsKeepTheirCode(t *testing.T) {
-	r := &routers{fail: problem.New(problem.Overloaded, "full").WithHint("later")}
+	r := &fakeRouters{fail: problem.New(problem.Overloaded, "full").WithHint("later")}
 	h := api.NewServer(api.Config{Backend: newBackend(), Routers: r}).Handler()
 	for _, c := range []struct{ method, path, body string }{
 		{"GET", "", ""},
@@ -221,44 +252,65 @@ func TestRouterErrorsKeepTheirCode(t *testing.T) {
 	} {
 		rec := ask(t, h, c.method, routersPath+c.path, c.body)
 		assert.Equal(t, http.StatusServiceUnavailable, rec.Code, c.path)
-		assert.JSONEq(t, `{"apiVersion":"dpserve/v1","error":{"code":"overloaded","message":"full","hint":"later"}}`, rec.Body.String(), c.path)
+		assert.JSONEq(t,
+			`{"apiVersion":"dpserve/v1","error":{"code":"overloaded","message":"full","hint":"later"}}`,
+			rec.Body.String(), c.path)
 	}
 }
 
 func TestDumpEvents(t *testing.T) {
-	r := &routers{runs: []msg.KVRun{{Worker: "0/1", Tier: "gpu", Blocks: []string{"a"}}, {Worker: "0/1", Tier: "sent", Parent: "a", Blocks: []string{"b"}}}}
+	r := &fakeRouters{
+		runs: []msg.KVRun{
+			{Worker: "0/1", Tier: "gpu", Blocks: []string{"a"}}, {
+				Worker: "0/1", Tier: "sent", Parent: "a", Blocks: []string{"b"},
+			},
+		},
+	}
 	h := api.NewServer(api.Config{Backend: newBackend(), Routers: r}).Handler()
 	rec := ask(t, h, "GET", routersPath+"/dump_events", "")
-	assert.JSONEq(t, `{"apiVersion":"dpserve/v1","app":"demo","events":[{"worker":"0/1","tier":"gpu","blocks":["a"]},`+
-		`{"worker":"0/1","tier":"sent","parent":"a","blocks":["b"]}],"truncated":true}`, rec.Body.String())
+	assert.JSONEq(t,
+		`{"apiVersion":"dpserve/v1","app":"demo","events":[{"worker":"0/1","tier":"gpu","blocks":["a"]},`+
+			`{"worker":"0/1","tier":"sent","parent":"a","blocks":["b"]}],"truncated":true}`,
+		rec.Body.String())
 	r.runs = nil
 	rec = ask(t, h, "GET", routersPath+"/dump_events", "")
-	assert.JSONEq(t, `{"apiVersion":"dpserve/v1","app":"demo","events":[],"truncated":true}`, rec.Body.String())
+	assert.JSONEq(t, `{"apiVersion":"dpserve/v1","app":"demo","events":[],"truncated":true}`,
+		rec.Body.String())
 	r.runs, r.broken = []msg.KVRun{{}}, errors.New("gone")
-	assert.PanicsWithError(t, http.ErrAbortHandler.Error(), func() { ask(t, h, "GET", routersPath+"/dump_events", "") })
+	assert.PanicsWithError(t, http.ErrAbortHandler.Error(),
+		func() { ask(t, h, "GET", routersPath+"/dump_events", "") })
 }
 
 func TestGenerate(t *testing.T) {
-	r := &routers{parts: []msg.Generated{{TokenIDs: []uint32{1}, Worker: "0/1"}, {TokenIDs: []uint32{}, FinishReason: "stop"}}}
+	r := &fakeRouters{
+		parts: []msg.Generated{
+			{TokenIDs: []uint32{1}, Worker: "0/1"}, {TokenIDs: []uint32{}, FinishReason: "stop"},
+		},
+	}
 	h := api.NewServer(api.Config{Backend: newBackend(), Routers: r}).Handler()
 	rec := ask(t, h, "POST", routersPath+"/generate", `{"token_ids":[1],"sampling":{"max_tokens":3}}`)
 	assert.Equal(t, "text/event-stream", rec.Header().Get("Content-Type"))
-	first := "data: {\"token_ids\":[1],\"worker\":\"0/1\"}\n\ndata: {\"token_ids\":[],\"finish_reason\":\"stop\"}\n\n"
+	first := "data: {\"token_ids\":[1],\"worker\":\"0/1\"}\n\ndata: " +
+		"{\"token_ids\":[],\"finish_reason\":\"stop\"}\n\n"
 	assert.Equal(t, first+"data: [DONE]\n\n", rec.Body.String())
 	r.broken = problem.New(problem.Upstream, "the answer broke off").WithHint("look")
 	rec = ask(t, h, "POST", routersPath+"/generate", `{"token_ids":[1]}`)
-	assert.Equal(t, first+`event: error`+"\n"+`data: {"apiVersion":"dpserve/v1","error":{"code":"upstream","message":"the answer broke off","hint":"look"}}`+"\n\n", rec.Body.String())
+	assert.Equal(t,
+		first+`event: error`+"\n"+
+			`data: {"apiVersion":"dpserve/v1","error":{"code":"upstream","message":"the answer broke off",`+
+			`"hint":"look"}}`+"\n\n", rec.Body.String())
 	r.parts, r.broken = nil, nil
 	rec = ask(t, h, "POST", routersPath+"/generate", `{"token_ids":[1]}`)
 	assert.Equal(t, http.StatusBadGateway, rec.Code)
 }
 
-// TestGenerateEndsWithItsClient: over a real connection, a client that leaves and a server that closes end the call.
+// Over a real connection, a client that leaves and a server that closes both end the call.
 func TestGenerateEndsWithItsClient(t *testing.T) {
-	r := &routers{parts: []msg.Generated{{TokenIDs: []uint32{1}}}, hold: true}
+	r := &fakeRouters{parts: []msg.Generated{{TokenIDs: []uint32{1}}}, hold: true}
 	s, _ := serve(t, api.Config{Backend: newBackend(), Routers: r})
 	post := func(ctx context.Context) *http.Response {
-		req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+s.Addr().String()+routersPath+"/generate", strings.NewReader(`{"token_ids":[1]}`))
+		req, err := http.NewRequestWithContext(ctx, http.MethodPost,
+			"http://"+s.Addr().String()+routersPath+"/generate", strings.NewReader(`{"token_ids":[1]}`))
 		require.NoError(t, err)
 		res, err := http.DefaultClient.Do(req)
 		require.NoError(t, err)
@@ -270,19 +322,22 @@ func TestGenerateEndsWithItsClient(t *testing.T) {
 	require.NoError(t, left.Body.Close())
 	res := post(t.Context())
 	go func() { _ = s.Close() }()
-	text, _ := io.ReadAll(res.Body) // how it ends is not the point
+	text, _ := io.ReadAll(res.Body) // the end of the body does not matter
 	require.NoError(t, res.Body.Close())
 	assert.Contains(t, string(text), `data: {"token_ids":[1]}`)
 	assert.NotContains(t, string(text), "[DONE]")
 	http.DefaultClient.CloseIdleConnections()
 }
 
-// FuzzRouterBody: no body makes a 500, and what is taken has exactly the keys there are.
+// No body causes a 500, and accepted bodies have exactly the known keys.
 func FuzzRouterBody(f *testing.F) {
-	for _, s := range []string{`{"prompt":"x"}`, `{"token_ids":[1,2],"worker":"0/1"}`, `{"request":{"a":[{}]},"headers":{"a":"b"}}`, `{"replay":"x"`, `{"prompt":"a","prompt":"b"}`, "\xff", `{"\u0070rompt":"x"}`} {
+	for _, s := range []string{
+		`{"prompt":"x"}`, `{"token_ids":[1,2],"worker":"0/1"}`, `{"request":{"a":[{}]},"headers":{"a":"b"}}`,
+		`{"replay":"x"`, `{"prompt":"a","prompt":"b"}`, "\xff", `{"\u0070rompt":"x"}`,
+	} {
 		f.Add(s)
 	}
-	r := &routers{}
+	r := &fakeRouters{}
 	h := api.NewServer(api.Config{Backend: newBackend(), Routers: r}).Handler()
 	f.Fuzz(func(t *testing.T, body string) {
 		for _, path := range []string{"/explain", "/best_worker", "/potential_loads", "/free"} {

@@ -1,14 +1,18 @@
-// Package api is the admin REST of a node and its Go client; the command line uses nothing else. It holds no state: every
-// answer comes from the Backend. JSON bodies carry apiVersion, query keys are strict, errors say what to do next.
+// Package api is the admin REST API of a node and its Go client, which the command line uses. The server
+// holds no state: every answer comes from the Backend. JSON bodies carry apiVersion, unknown query keys are
+// refused, and errors have a hint.
 package api
 
 import (
+	"bufio"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
 	"net"
 	"net/http"
+	"runtime/debug"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -19,7 +23,7 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// Limits of the server. The API is for people and scripts of one machine: small bodies, few connections.
+// Limits of the server. People and scripts use the API, so bodies are small and connections few.
 const (
 	maxBody        = 1 << 20 // bytes of an app file
 	maxHeader      = 64 << 10
@@ -28,35 +32,36 @@ const (
 	headerTimeout  = 10 * time.Second
 	bodyTimeout    = 30 * time.Second
 	callTimeout    = 30 * time.Second // one Backend call
-	writeTimeout   = 60 * time.Second // rolling, per write; never a total: streams last for days (TRAPS 3)
-	idleTimeout    = 120 * time.Second
-	closeTimeout   = 5 * time.Second // requests still running at Close
-	keepAlive      = 15 * time.Second
+	// per write, renewed before each one; a total limit would cut streams, which last for days
+	writeTimeout = 60 * time.Second
+	idleTimeout  = 120 * time.Second
+	closeTimeout = 5 * time.Second // requests still running at Close
+	keepAlive    = 15 * time.Second
 )
 
-// Config is what a server is made of. Backend is required.
+// Config holds the parts of a server. Backend is required.
 type Config struct {
 	Backend  Backend
 	Routers  Routers      // nil = 404 on /api/v1/routers
 	Ranks    Ranks        // nil = 404 on the paths of rank changes
 	Nodes    Nodes        // nil = 404 on the paths of nodes
-	Forward  Forward      // nil = this node answers everything
-	NoLeader func() error // the answer while no node leads; needed with Forward
+	Forward  Forward      // nil = this node answers every request
+	NoLeader func() error // the error while no node leads; required with Forward
 	Metrics  http.Handler // nil = 404 on /metrics
 	Hosts    []string     // names of this node in Host headers; localhost and IP addresses need no name here
 	Version  BuildInfo
 	Log      *slog.Logger // nil = silent
 }
 
-// Server serves the admin API, or the page of metrics alone: New, Listen (or Attach), Serve, Close.
+// Server serves the admin API, or only the metrics page. Use: New, Listen (or Attach), Serve, Close.
 type Server struct {
 	cfg       Config
 	name      string // in errors and logs
-	flag      string // that says where it listens
+	flag      string // the flag that sets its address
 	routes    http.Handler
-	protect   func(bound net.Addr) http.Handler // routes behind what a bind needs
-	streams   chan struct{}                     // a slot per open stream
-	generates chan struct{}                     // a slot per generate call or dump
+	protect   func(bound net.Addr) http.Handler // wraps routes with the checks that a bind needs
+	streams   chan struct{}                     // one slot per open stream
+	generates chan struct{}                     // one slot per generate call or dump
 
 	mu     sync.Mutex
 	ln     net.Listener
@@ -67,33 +72,38 @@ type Server struct {
 	err    error
 }
 
-// NewServer makes a server that does not listen yet.
+// NewServer makes a server for the admin API. It does not listen yet.
 func NewServer(cfg Config) *Server {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
-	gin.SetMode(gin.ReleaseMode) // debug mode prints to stdout, which belongs to the commands
+	gin.SetMode(gin.ReleaseMode) // gin's debug mode prints to stdout, which belongs to the commands
 	s := &Server{
 		cfg: cfg, name: "admin api", flag: "--admin-bind",
-		streams: make(chan struct{}, maxStreams), generates: make(chan struct{}, maxGenerates), stop: make(chan struct{}),
+		streams: make(chan struct{}, maxStreams), generates: make(chan struct{}, maxGenerates),
+		stop: make(chan struct{}),
 	}
 	s.routes = s.newRoutes()
-	s.protect = func(bound net.Addr) http.Handler { return newGuard(s.routes, loopbackAddr(bound), cfg.Hosts) }
+	s.protect = func(bound net.Addr) http.Handler { return newGuard(s.routes, isLoopback(bound), cfg.Hosts) }
 	return s
 }
 
-// NewMetricsServer makes a server that answers GET and HEAD of /metrics and nothing else: for those who may read numbers and
-// not deploy. It does not listen yet.
+// NewMetricsServer makes a server that answers GET and HEAD of /metrics and nothing else, for clients that
+// may read metrics but not deploy. It does not listen yet.
 func NewMetricsServer(metrics http.Handler, log *slog.Logger) *Server {
 	if log == nil {
 		log = slog.New(slog.DiscardHandler)
 	}
-	s := &Server{cfg: Config{Log: log}, name: "metrics", flag: "--metrics-bind", routes: metricsAlone(metrics), stop: make(chan struct{})}
-	s.protect = func(net.Addr) http.Handler { return s.routes } // numbers are no secret from those who reach the port
+	s := &Server{
+		cfg: Config{Log: log}, name: "metrics", flag: "--metrics-bind", routes: metricsAlone(metrics),
+		stop: make(chan struct{}),
+	}
+	// metrics are not secret for clients that reach the port
+	s.protect = func(net.Addr) http.Handler { return s.routes }
 	return s
 }
 
-// Handler is the API without a listener, as if bound to loopback.
+// Handler returns the API's handler without a listener, as if bound to loopback.
 func (s *Server) Handler() http.Handler { return newGuard(s.routes, true, s.cfg.Hosts) }
 
 // Listen binds a TCP address; port 0 picks a free one (see Addr). A taken port is problem.Unavailable.
@@ -105,12 +115,13 @@ func (s *Server) Listen(ctx context.Context, addr string) error {
 			WithHint("another dpserve may be running: stop it, or choose a port with %s", s.flag)
 	}
 	if err != nil {
-		return problem.New(problem.InvalidArgument, "listen for the %s: %w", s.name, err).WithHint("%s takes HOST:PORT of this machine", s.flag)
+		return problem.New(problem.InvalidArgument, "listen for the %s: %w", s.name, err).
+			WithHint("%s takes HOST:PORT of this machine", s.flag)
 	}
 	return s.Attach(ln)
 }
 
-// Attach takes a listener that is already bound. The server closes it.
+// Attach uses a listener that is already bound. The server closes it.
 func (s *Server) Attach(ln net.Listener) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -128,7 +139,7 @@ func (s *Server) Attach(ln net.Listener) error {
 	return nil
 }
 
-// Addr is where the server listens; nil before Listen.
+// Addr returns the address that the server listens on; nil before Listen.
 func (s *Server) Addr() net.Addr {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -138,7 +149,7 @@ func (s *Server) Addr() net.Addr {
 	return s.ln.Addr()
 }
 
-// Serve answers requests until Close, and then returns nil.
+// Serve answers requests until Close and then returns nil.
 func (s *Server) Serve() error {
 	s.mu.Lock()
 	srv, ln := s.http, s.ln
@@ -152,7 +163,8 @@ func (s *Server) Serve() error {
 	return nil
 }
 
-// Close ends streams, gives running requests closeTimeout, then cuts them. Idempotent; waits; returns the first error.
+// Close ends streams, waits closeTimeout for running requests, then cuts them. It is idempotent and returns
+// the first error.
 func (s *Server) Close() error {
 	s.once.Do(func() { s.err = s.close() })
 	return s.err
@@ -174,8 +186,255 @@ func (s *Server) close() error {
 		s.cfg.Log.Warn("closed with requests running", "room", "api", "server", s.name)
 		err = srv.Close()
 	}
-	if cerr := ln.Close(); err == nil && !errors.Is(cerr, net.ErrClosed) { // never served: Shutdown does not know it
+	// without Serve, Shutdown does not know the listener
+	if cerr := ln.Close(); err == nil && !errors.Is(cerr, net.ErrClosed) {
 		err = cerr
 	}
 	return err
+}
+
+// Forward returns the handler that sends a request to the leader. ok is false while this node leads or has no
+// cluster: then this node answers. A nil handler with ok means that no node leads.
+type Forward func() (to http.Handler, ok bool)
+
+// forwardedHeader marks a request that another node has forwarded. It is not forwarded again, even if the
+// leader has changed.
+const forwardedHeader = "X-Dpserve-Forwarded"
+
+// isLocalPath reports whether this node answers a path itself, because the path is about this node: its
+// process, its routers, its metrics.
+func isLocalPath(path string) bool {
+	switch path {
+	case pathVersion, pathHealthz, pathValidate, pathMetrics:
+		return true
+	}
+	return strings.HasPrefix(path, pathRouters)
+}
+
+// forward sends requests that only the leader can answer to the leader.
+func (s *Server) forward(next http.Handler) http.Handler {
+	if s.cfg.Forward == nil {
+		return next
+	}
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if isLocalPath(r.URL.Path) {
+			next.ServeHTTP(w, r)
+			return
+		}
+		to, ok := s.cfg.Forward()
+		switch {
+		case !ok:
+			next.ServeHTTP(w, r)
+		case to == nil && r.Method == http.MethodGet && r.URL.Path == pathNodes:
+			next.ServeHTTP(w, r) // without a leader, this node's own view is the best answer
+		case to == nil || r.Header.Get(forwardedHeader) != "":
+			writeError(w, s.cfg.NoLeader())
+		default:
+			r.Header.Set(forwardedHeader, "1")
+			to.ServeHTTP(w, r)
+		}
+	})
+}
+
+// metricsAlone answers GET and HEAD of /metrics, and every other request with an error. It does not check the
+// Host header: scrapers may use any name, and the port changes nothing.
+func metricsAlone(metrics http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		extendWriteDeadline(w)
+		if r.ContentLength != 0 {
+			// bounds the body, which no handler reads
+			_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(bodyTimeout))
+		}
+		w.Header().Set("X-Content-Type-Options", "nosniff")
+		w.Header().Set("Cache-Control", "no-store")
+		switch {
+		case r.URL.Path != pathMetrics:
+			writeError(w,
+				problem.New(problem.NotFound, "no path %q here", r.URL.Path).
+					WithHint("this port serves %s alone", pathMetrics))
+		case r.Method != http.MethodGet && r.Method != http.MethodHead:
+			w.Header().Set("Allow", "GET, HEAD")
+			writeJSON(w, http.StatusMethodNotAllowed, errorReply{envelope{apiVersion}, newErrorBody(
+				problem.New(problem.InvalidArgument, "%s does not take %s", pathMetrics, r.Method).
+					WithHint("it takes GET, HEAD"))})
+		default:
+			metrics.ServeHTTP(w, r)
+		}
+	})
+}
+
+// answer is a handler that returns a status and a body, or an error.
+type answer func(c *gin.Context) (status int, body any, err error)
+
+func (s *Server) newRoutes() http.Handler {
+	g := gin.New()
+	g.HandleMethodNotAllowed = true
+	g.RedirectTrailingSlash = false
+	g.ContextWithFallback = false
+	g.Use(s.recoverPanic)
+	g.NoRoute(func(c *gin.Context) { s.fail(c, unknownPathError(c.Request)) })
+	g.NoMethod(func(c *gin.Context) { s.methodNotAllowed(c) })
+
+	g.GET(pathVersion, s.reply(s.version))
+	g.GET(pathHealthz, s.reply(s.healthz))
+	appHandlers{s, s.cfg.Backend}.addRoutes(g)
+	if s.cfg.Routers != nil {
+		routerHandlers{s, s.cfg.Routers}.addRoutes(g)
+	}
+	if s.cfg.Ranks != nil {
+		rankHandlers{s.cfg.Ranks}.addRoutes(g, s.reply)
+	}
+	if s.cfg.Nodes != nil {
+		nodeHandlers{s.cfg.Nodes}.addRoutes(g, s.reply)
+	}
+	if s.cfg.Metrics != nil {
+		g.GET(pathMetrics, s.metrics)
+	}
+	return s.forward(headAsGet(g))
+}
+
+// headAsGet answers HEAD like GET, because probes use HEAD; net/http omits the body. Streams have no HEAD.
+func headAsGet(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Method == http.MethodHead && r.URL.Path != pathEvents &&
+			!strings.HasSuffix(r.URL.Path, "/logs") && !strings.HasSuffix(r.URL.Path, "/dump_events") {
+			// a copy, because the server decides by its own request what it writes
+			r = r.WithContext(r.Context())
+			r.Method = http.MethodGet
+		}
+		next.ServeHTTP(w, r)
+	})
+}
+
+// recoverPanic turns a panic into a 500. It passes http.ErrAbortHandler on, which cuts the connection: gin's
+// own recovery swallows that error, and a cut stream would look complete to the client.
+func (s *Server) recoverPanic(c *gin.Context) {
+	defer func() {
+		v := recover()
+		if v == nil {
+			return
+		}
+		if err, ok := v.(error); ok && errors.Is(err, http.ErrAbortHandler) {
+			panic(v)
+		}
+		s.cfg.Log.Error("admin request panicked", "room", "api", "path", c.FullPath(), "err", v, "stack",
+			string(debug.Stack()))
+		if c.Writer.Written() {
+			panic(http.ErrAbortHandler)
+		}
+		writeError(c.Writer,
+			problem.New(problem.Internal, "the request failed inside dpserve").WithHint("its log says why"))
+		c.Abort()
+	}()
+	c.Next()
+}
+
+// reply runs a handler within the time limit of a call and writes its answer.
+func (s *Server) reply(h answer) gin.HandlerFunc {
+	return func(c *gin.Context) {
+		ctx, cancel := context.WithTimeout(c.Request.Context(), callTimeout)
+		defer cancel()
+		c.Request = c.Request.WithContext(ctx)
+		status, body, err := h(c)
+		extendWriteDeadline(c.Writer)
+		if err != nil {
+			s.fail(c, err)
+			return
+		}
+		if text, ok := body.(plainText); ok {
+			c.String(status, "%s", string(text))
+			return
+		}
+		writeJSON(c.Writer, status, body)
+	}
+}
+
+// plainText is a body that is not JSON.
+type plainText string
+
+// extendWriteDeadline sets the deadline of the next write. Writers without a connection (in tests) have none.
+func extendWriteDeadline(w http.ResponseWriter) {
+	_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(writeTimeout))
+}
+
+// fail answers with err and logs internal errors, except after the client has left.
+func (s *Server) fail(c *gin.Context, err error) {
+	left := errors.Is(err, context.Canceled) && c.Request.Context().Err() != nil
+	if status := writeError(c.Writer, err); status == http.StatusInternalServerError && !left {
+		s.cfg.Log.Error("admin request failed", "room", "api", "path", c.FullPath(), "err", err)
+	}
+}
+
+func unknownPathError(r *http.Request) error {
+	hint := "paths begin with /api/v1: version, healthz, validate, plan, apps, apps/APP, apps/APP/logs, " +
+		"events, nodes, join-tokens, routers/APP; and /metrics"
+	if strings.HasPrefix(r.URL.Path, "/v1/") {
+		hint = "this is the admin api; OpenAI requests go to the other port, 8000 by default"
+	}
+	return problem.New(problem.NotFound, "no path %q here", r.URL.Path).WithHint("%s", hint)
+}
+
+// methodNotAllowed answers 405. No problem code maps to 405, so the body has code invalid_argument; the hint
+// lists the methods of the Allow header, which gin has set.
+func (s *Server) methodNotAllowed(c *gin.Context) {
+	b := newErrorBody(
+		problem.New(problem.InvalidArgument, "%s does not take %s", c.Request.URL.Path, c.Request.Method).
+			WithHint("it takes %s", c.Writer.Header().Get("Allow")))
+	writeJSON(c.Writer, http.StatusMethodNotAllowed, errorReply{envelope{apiVersion}, b})
+}
+
+func (s *Server) metrics(c *gin.Context) { s.cfg.Metrics.ServeHTTP(c.Writer, c.Request) }
+
+func (s *Server) version(c *gin.Context) (int, any, error) {
+	_, err := parseQuery(c.Request.URL.RawQuery)
+	return http.StatusOK, versionReply{envelope{apiVersion}, s.cfg.Version}, err
+}
+
+func (s *Server) healthz(c *gin.Context) (int, any, error) {
+	_, err := parseQuery(c.Request.URL.RawQuery)
+	return http.StatusOK, healthReply{envelope{apiVersion}, "ok"}, err
+}
+
+// acquireFollower acquires a slot for logs or events.
+func (s *Server) acquireFollower(r *http.Request) (ctx context.Context, done func(), err error) {
+	return s.acquireStream(r, s.streams, "logs and events are being followed")
+}
+
+// acquireStream acquires a slot and returns a context that ends with the request or with the server. done
+// releases both. what names the holders of the slots in the error.
+func (s *Server) acquireStream(
+	r *http.Request, slots chan struct{}, what string,
+) (ctx context.Context, done func(), err error) {
+	select {
+	case slots <- struct{}{}:
+	default:
+		return nil, nil, problem.New(problem.Overloaded, "%d %s already", cap(slots), what).
+			WithHint("end one of them")
+	}
+	ctx, cancel := context.WithCancel(r.Context())
+	over := make(chan struct{})
+	go func() {
+		defer close(over)
+		select {
+		case <-s.stop:
+			cancel()
+		case <-ctx.Done():
+		}
+	}()
+	return ctx, func() { cancel(); <-over; <-slots }, nil
+}
+
+// beginStream sends the headers of a stream.
+func beginStream(w http.ResponseWriter, contentType string) {
+	w.Header().Set("Content-Type", contentType)
+	w.WriteHeader(http.StatusOK)
+	extendWriteDeadline(w)
+	_ = http.NewResponseController(w).Flush() // the end of ctx reports a client that has left
+}
+
+func flush(buf *bufio.Writer, w http.ResponseWriter) error {
+	if err := buf.Flush(); err != nil {
+		return err
+	}
+	return http.NewResponseController(w).Flush()
 }

@@ -38,7 +38,8 @@ func (r request) String() string {
 
 func (r request) send(t *testing.T, h http.Handler) *httptest.ResponseRecorder {
 	t.Helper()
-	req := httptest.NewRequestWithContext(t.Context(), r.method, "http://127.0.0.1:8265/", strings.NewReader(r.body))
+	req := httptest.NewRequestWithContext(t.Context(), r.method, "http://127.0.0.1:8265/",
+		strings.NewReader(r.body))
 	u, err := req.URL.Parse(r.target)
 	require.NoError(t, err)
 	req.URL = u
@@ -53,7 +54,7 @@ func (r request) send(t *testing.T, h http.Handler) *httptest.ResponseRecorder {
 	return rec
 }
 
-// badRequests are all ways to ask wrongly.
+// badRequests lists all kinds of invalid requests.
 func badRequests() []request {
 	h := func(kv ...string) map[string]string {
 		m := map[string]string{}
@@ -108,13 +109,15 @@ func badRequests() []request {
 	}
 }
 
-// TestErrorTexts pins status and body of every refusal. Run with DPSERVE_REWRITE=1 to write the file anew, then read the diff.
+// TestErrorTexts pins status and body of every refusal. Run it with DPSERVE_REWRITE=1 to write the file, then
+// read the diff.
 func TestErrorTexts(t *testing.T) {
 	h := api.NewServer(api.Config{Backend: newBackend(), Metrics: http.NotFoundHandler()}).Handler()
 	var got strings.Builder
 	for _, r := range badRequests() {
 		rec := r.send(t, h)
-		fmt.Fprintf(&got, "%s\n----\n%d %s\n%s\n", r, rec.Code, rec.Header().Get("Allow"), pretty(t, rec.Body.Bytes()))
+		fmt.Fprintf(&got, "%s\n----\n%d %s\n%s\n", r, rec.Code, rec.Header().Get("Allow"),
+			pretty(t, rec.Body.Bytes()))
 		assert.Equal(t, "application/json", rec.Header().Get("Content-Type"))
 		assert.Empty(t, rec.Header().Get("Access-Control-Allow-Origin"))
 	}
@@ -137,7 +140,9 @@ func pretty(t *testing.T, body []byte) string {
 
 func TestAllowedHosts(t *testing.T) {
 	h := api.NewServer(api.Config{Backend: newBackend()}).Handler()
-	for _, host := range []string{"127.0.0.1:8265", "127.0.0.2", "localhost:8265", "LOCALHOST", "[::1]:8265", "::1"} {
+	for _, host := range []string{
+		"127.0.0.1:8265", "127.0.0.2", "localhost:8265", "LOCALHOST", "[::1]:8265", "::1",
+	} {
 		r := request{method: "GET", target: "/api/v1/healthz", header: map[string]string{"Host": host}}
 		assert.Equal(t, http.StatusOK, r.send(t, h).Code, host)
 	}
@@ -145,11 +150,18 @@ func TestAllowedHosts(t *testing.T) {
 	assert.Equal(t, http.StatusAccepted, same.send(t, h).Code)
 }
 
-// TestHeadIsGetWithoutABody: probes and load balancers ask that way.
+// Probes and load balancers use HEAD.
 func TestHeadIsGetWithoutABody(t *testing.T) {
-	s, _ := serve(t, api.Config{Backend: newBackend(), Metrics: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("dpserve_up 1\n")) })})
+	s, _ := serve(t,
+		api.Config{
+			Backend: newBackend(),
+			Metrics: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+				_, _ = w.Write([]byte("dpserve_up 1\n"))
+			}),
+		})
 	for _, path := range []string{"/api/v1/healthz", "/api/v1/apps", "/metrics"} {
-		req, err := http.NewRequestWithContext(t.Context(), http.MethodHead, "http://"+s.Addr().String()+path, http.NoBody)
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodHead, "http://"+s.Addr().String()+path,
+			http.NoBody)
 		require.NoError(t, err)
 		res, err := http.DefaultTransport.RoundTrip(req)
 		require.NoError(t, err)
@@ -163,8 +175,10 @@ func TestHeadIsGetWithoutABody(t *testing.T) {
 	http.DefaultTransport.(*http.Transport).CloseIdleConnections()
 }
 
-func TestMetricsAndItsAbsence(t *testing.T) {
-	metrics := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("dpserve_up 1\n")) })
+func TestMetricsIsOptional(t *testing.T) {
+	metrics := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		_, _ = w.Write([]byte("dpserve_up 1\n"))
+	})
 	get := request{method: "GET", target: "/metrics"}
 	rec := get.send(t, api.NewServer(api.Config{Backend: newBackend(), Metrics: metrics}).Handler())
 	assert.Equal(t, "dpserve_up 1\n", rec.Body.String())
@@ -172,22 +186,23 @@ func TestMetricsAndItsAbsence(t *testing.T) {
 	assert.Equal(t, http.StatusNotFound, rec.Code)
 }
 
-// TestLeavingIsNotLogged: a client that goes away while its request is worked on is no fault of dpserve. One that stays is told of it.
-func TestLeavingIsNotLogged(t *testing.T) {
+// A client that leaves during its request is not an error of dpserve. A client that stays gets the error.
+func TestClientThatLeavesIsNotLogged(t *testing.T) {
 	var buf bytes.Buffer
 	b := newBackend()
 	b.fail = fmt.Errorf("propose: %w", context.Canceled)
 	h := api.NewServer(api.Config{Backend: b, Log: slog.New(slog.NewTextHandler(&buf, nil))}).Handler()
 	ctx, leave := context.WithCancel(t.Context())
 	leave()
-	h.ServeHTTP(httptest.NewRecorder(), httptest.NewRequestWithContext(ctx, http.MethodGet, "/api/v1/apps", http.NoBody))
+	h.ServeHTTP(httptest.NewRecorder(),
+		httptest.NewRequestWithContext(ctx, http.MethodGet, "/api/v1/apps", http.NoBody))
 	assert.Empty(t, buf.String())
 	request{method: "GET", target: "/api/v1/apps"}.send(t, h)
 	assert.Contains(t, buf.String(), "admin request failed")
 }
 
-// TestOwnFaultsAreLogged: a 500 and a panic leave a line; a user's mistake does not; the file's text never does.
-func TestOwnFaultsAreLogged(t *testing.T) {
+// A 500 and a panic write a log line; a user's mistake does not, and the file's text is never logged.
+func TestInternalErrorsAreLogged(t *testing.T) {
 	var buf bytes.Buffer
 	b := newBackend()
 	h := api.NewServer(api.Config{Backend: b, Log: slog.New(slog.NewTextHandler(&buf, nil))}).Handler()
@@ -195,7 +210,8 @@ func TestOwnFaultsAreLogged(t *testing.T) {
 	assert.Empty(t, buf.String())
 	b.fail = os.ErrClosed
 	request{method: "GET", target: "/api/v1/apps"}.send(t, h)
-	assert.Contains(t, buf.String(), `msg="admin request failed" room=api path=/api/v1/apps err="file already closed"`)
+	assert.Contains(t, buf.String(),
+		`msg="admin request failed" room=api path=/api/v1/apps err="file already closed"`)
 	b.fail = nil
 	buf.Reset()
 	rec := request{method: "POST", target: "/api/v1/validate", body: "panic secret"}.send(t, h)

@@ -11,11 +11,11 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// APIVersion is in every JSON body. A client refuses any other.
-const APIVersion = "dpserve/v1"
+// apiVersion is part of every JSON body. A client refuses any other version.
+const apiVersion = "dpserve/v1"
 
-// DefaultAddr is where a node listens and a client looks when nobody says otherwise.
-const DefaultAddr = "127.0.0.1:8265"
+// defaultAddr is the default address of the admin API.
+const defaultAddr = "127.0.0.1:8265"
 
 // The paths of the API.
 const (
@@ -28,48 +28,49 @@ const (
 	pathMetrics  = "/metrics"
 )
 
-// BuildInfo says what is running.
+// BuildInfo describes the running build.
 type BuildInfo struct {
 	Version string `json:"version"`
 	Commit  string `json:"commit,omitempty"`
 	Date    string `json:"date,omitempty"` // of the commit, RFC 3339
 	Go      string `json:"go,omitempty"`
-	Node    string `json:"node,omitempty"` // that answers
+	Node    string `json:"node,omitempty"` // that sent the answer
 }
 
-// Envelope is what every answer begins with.
-type Envelope struct {
+// envelope is the first part of every answer.
+type envelope struct {
 	APIVersion string `json:"apiVersion"`
 }
 
-// VersionReply answers GET /api/v1/version.
-type VersionReply struct {
-	Envelope
+// versionReply answers GET /api/v1/version.
+type versionReply struct {
+	envelope
 	BuildInfo
 }
 
-// HealthReply answers GET /api/v1/healthz: the process answers, which says nothing about applications.
-type HealthReply struct {
-	Envelope
+// healthReply answers GET /api/v1/healthz: the process answers, which says nothing about applications.
+type healthReply struct {
+	envelope
 	Status string `json:"status"` // "ok"
 }
 
-// ValidateReply answers POST /api/v1/validate for a file without faults.
-type ValidateReply struct {
-	Envelope
+// validateReply answers POST /api/v1/validate for a file without faults.
+type validateReply struct {
+	envelope
 	Warnings []app.Warning `json:"warnings"`
 }
 
 // DeployRequest is a file to deploy.
 type DeployRequest struct {
-	File     string  // how messages name it
-	Text     []byte  // app.yaml, or the same as JSON
-	Revision *uint64 // the cluster revision the caller saw; Conflict if a named app has changed since; nil = any
-	Prune    bool    // delete the apps that the file does not list
-	Partial  bool    // start what finds a place; the rest waits for one
+	File string // its name in messages
+	Text []byte // app.yaml, or the same as JSON
+	// the cluster revision the caller saw; Conflict if a named app has changed since; nil = any
+	Revision *uint64
+	Prune    bool // delete the apps that the file does not list
+	Partial  bool // start what finds a place; the rest waits for one
 }
 
-// Action is what a deploy does to an application.
+// Action is a deploy's effect on an application.
 type Action string
 
 // The actions.
@@ -85,10 +86,11 @@ type Change struct {
 	App    string   `json:"app"`
 	Action Action   `json:"action"`
 	Fields []string `json:"fields,omitempty"` // replace: paths that differ
-	Gone   []string `json:"gone,omitempty"`   // replace of attached ranks: those that the file does not list, GROUP/RANK and engine
+	// replace of attached ranks: those that the file does not list, GROUP/RANK and engine
+	Gone []string `json:"gone,omitempty"`
 }
 
-// DeployResult is what was committed.
+// DeployResult is a committed deploy.
 type DeployResult struct {
 	Revision uint64            `json:"revision"` // of the cluster
 	Apps     map[string]uint64 `json:"apps"`     // revision per app of the file
@@ -96,34 +98,34 @@ type DeployResult struct {
 	Warnings []app.Warning     `json:"warnings,omitempty"`
 }
 
-// DeployReply answers PUT /api/v1/apps.
-type DeployReply struct {
-	Envelope
+// deployReply answers PUT /api/v1/apps.
+type deployReply struct {
+	envelope
 	DeployResult
 }
 
-// PlanReply answers POST /api/v1/plan.
-type PlanReply struct {
-	Envelope
+// planReply answers POST /api/v1/plan.
+type planReply struct {
+	envelope
 	Plan     msg.Plan      `json:"plan"`
 	Warnings []app.Warning `json:"warnings,omitempty"`
 }
 
-// AppsReply answers GET /api/v1/apps.
-type AppsReply struct {
-	Envelope
+// appsReply answers GET /api/v1/apps.
+type appsReply struct {
+	envelope
 	Apps []msg.AppStatus `json:"apps"`
 }
 
-// AppReply answers GET /api/v1/apps/{app}.
-type AppReply struct {
-	Envelope
+// appReply answers GET /api/v1/apps/{app}.
+type appReply struct {
+	envelope
 	App msg.AppStatus `json:"app"`
 }
 
-// DeleteReply answers DELETE /api/v1/apps/{app}.
-type DeleteReply struct {
-	Envelope
+// deleteReply answers DELETE /api/v1/apps/{app}.
+type deleteReply struct {
+	envelope
 	App    string `json:"app"`
 	Status string `json:"status"` // "DELETING"
 }
@@ -134,7 +136,8 @@ const (
 	AllLines = -1
 )
 
-// LogQuery selects log lines. The zero value asks for rank 0 of group 0 and no old line: set AllRanks and AllLines.
+// LogQuery selects log lines. The zero value asks for rank 0 of group 0 and no old line: set AllRanks and
+// AllLines.
 type LogQuery struct {
 	App    string
 	Group  int       // AllRanks, or a group
@@ -154,15 +157,16 @@ type LogLine struct {
 	Text   string // without its line end
 }
 
-// String is the line as the API sends it, without line end: TIME APP/GROUP/RANK STREAM TEXT.
+// String returns the line as the API sends it, without line end: TIME APP/GROUP/RANK STREAM TEXT.
 func (l LogLine) String() string {
-	return fmt.Sprintf("%s %s/%d/%d %s %s", l.Time.UTC().Format(time.RFC3339Nano), l.App, l.Group, l.Rank, l.Stream, oneLine(l.Text))
+	return fmt.Sprintf("%s %s/%d/%d %s %s", l.Time.UTC().Format(time.RFC3339Nano), l.App, l.Group, l.Rank,
+		l.Stream, joinLines(l.Text))
 }
 
-// oneLine keeps what an engine printed on one line.
-func oneLine(s string) string { return strings.NewReplacer("\r", "", "\n", " ").Replace(s) }
+// joinLines removes line breaks from an engine's output.
+func joinLines(s string) string { return strings.NewReplacer("\r", "", "\n", " ").Replace(s) }
 
-// ParseLogLine reads what String wrote.
+// ParseLogLine parses the result of LogLine.String.
 func ParseLogLine(s string) (LogLine, error) {
 	parts := strings.SplitN(s, " ", 4)
 	if len(parts) != 4 {

@@ -1,8 +1,9 @@
-// Package client speaks to the routers of a dpserve node from Go programs: ask where a prompt should go, reserve a place there,
-// generate through it, and look into what it knows. It stands alone: nothing but the standard library is imported, so it can be
-// vendored as one folder.
+// Package client is a Go client for the routers of a dpserve node: it asks for the best worker of a prompt,
+// reserves a place there, generates through the router, and reads the router's state. It imports only the
+// standard library, so it can be vendored as one folder.
 //
-// The names are those of Dynamo's KvPushRouter. A worker is one data-parallel rank, written GROUP/RANK ("0/3").
+// The names are those of Dynamo's KvPushRouter. A worker is one data-parallel rank, written GROUP/RANK
+// ("0/3").
 package client
 
 import (
@@ -19,22 +20,24 @@ import (
 	"time"
 )
 
-// DefaultAddr is where a node's admin API listens unless it was told otherwise.
+// DefaultAddr is the default address of a node's admin API.
 const DefaultAddr = "127.0.0.1:8265"
 
 // Limits of the client.
 const (
-	maxReply      = 64 << 20 // bytes of one JSON answer
-	maxEvent      = 1 << 20  // bytes of one line of a stream
-	dialTimeout   = 5 * time.Second
-	headerTimeout = 10 * time.Minute // to the first byte: generate waits in the application's queue and for the first token
+	maxReply    = 64 << 20 // bytes of one JSON answer
+	maxEvent    = 1 << 20  // bytes of one line of a stream
+	dialTimeout = 5 * time.Second
+	// until the first byte: generate waits in the application's queue and for the first token
+	headerTimeout = 10 * time.Minute
 	idleTimeout   = 60 * time.Second
 )
 
-// version is what every answer of the admin API begins with.
-const version = "dpserve/v1"
+// apiVersion is the first field of every answer of the admin API.
+const apiVersion = "dpserve/v1"
 
-// Client speaks to one node's admin API. Safe for concurrent use. Close it to drop idle connections.
+// Client is a client of one node's admin API. It is safe for concurrent use. Close drops its idle
+// connections.
 type Client struct {
 	base string
 	http *http.Client
@@ -43,12 +46,12 @@ type Client struct {
 // Option changes how New builds a client.
 type Option func(*Client)
 
-// WithTransport sends requests over rt in place of a transport of the client's own.
+// WithTransport makes the client use rt instead of a transport of its own.
 func WithTransport(rt http.RoundTripper) Option {
 	return func(c *Client) { c.http.Transport = rt }
 }
 
-// New makes a client for HOST:PORT or http(s)://HOST:PORT; "" is DefaultAddr. It does not connect yet.
+// New returns a client for HOST:PORT or http(s)://HOST:PORT; "" is DefaultAddr. It does not connect yet.
 func New(addr string, options ...Option) (*Client, error) {
 	if addr == "" {
 		addr = DefaultAddr
@@ -57,7 +60,8 @@ func New(addr string, options ...Option) (*Client, error) {
 		addr = "http://" + addr
 	}
 	u, err := url.Parse(strings.TrimSuffix(addr, "/"))
-	if err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https" || u.Path != "" || u.RawQuery != "" || u.User != nil {
+	if err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https" || u.Path != "" ||
+		u.RawQuery != "" || u.User != nil {
 		return nil, fmt.Errorf("%q is not the address of a dpserve: want HOST:PORT or http://HOST:PORT", addr)
 	}
 	c := &Client{base: u.Scheme + "://" + u.Host, http: &http.Client{CheckRedirect: refuseRedirect}}
@@ -76,13 +80,13 @@ func New(addr string, options ...Option) (*Client, error) {
 	return c, nil
 }
 
-// refuseRedirect hands back the redirect itself: the API sends none.
+// refuseRedirect returns the redirect itself: the API sends none.
 func refuseRedirect(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
 
 // Close drops idle connections.
 func (c *Client) Close() { c.http.CloseIdleConnections() }
 
-// Router is the router of one application. Nothing is asked yet.
+// Router returns a client for the router of one application. It sends no request.
 func (c *Client) Router(app string) *RouterClient {
 	return &RouterClient{c: c, path: "/api/v1/routers/" + url.PathEscape(app)}
 }
@@ -91,13 +95,13 @@ func (c *Client) Router(app string) *RouterClient {
 type Error struct {
 	Status  int    // of HTTP
 	Code    string // invalid_argument, not_found, conflict, overloaded, unavailable, upstream, timeout …
-	Message string // what is wrong
-	Hint    string // what to do next
+	Message string // the reason
+	Hint    string // a remedy
 }
 
 func (e *Error) Error() string { return e.Message }
 
-// CodeOf is the code of the first *Error in err's chain, "" if there is none.
+// CodeOf returns the code of the first *Error in err's chain, "" if there is none.
 func CodeOf(err error) string {
 	var e *Error
 	if errors.As(err, &e) {
@@ -126,7 +130,7 @@ func (c *Client) call(ctx context.Context, method, path string, in, out any) err
 	if err != nil {
 		return err
 	}
-	defer func() { _ = res.Body.Close() }() // read to its end, or given up
+	defer func() { _ = res.Body.Close() }() // read completely, or no longer needed
 	data, err := readAll(res.Body)
 	if err != nil {
 		return fmt.Errorf("read the answer of %s: %w", c.base, err)
@@ -134,8 +138,8 @@ func (c *Client) call(ctx context.Context, method, path string, in, out any) err
 	var head struct {
 		APIVersion string `json:"apiVersion"`
 	}
-	if err := json.Unmarshal(data, &head); err != nil || head.APIVersion != version {
-		return c.stranger(res)
+	if err := json.Unmarshal(data, &head); err != nil || head.APIVersion != apiVersion {
+		return c.notDpserveError(res)
 	}
 	if err := json.Unmarshal(data, out); err != nil {
 		return fmt.Errorf("answer of %s cannot be read: %w", c.base, err)
@@ -143,10 +147,10 @@ func (c *Client) call(ctx context.Context, method, path string, in, out any) err
 	return nil
 }
 
-// encoded is a body that is JSON already.
+// encoded is a body that is already JSON.
 type encoded []byte
 
-// do sends a request. The caller closes the body of a success; everything else is an error.
+// do sends a request. The caller closes the body of a successful answer; any other answer is an error.
 func (c *Client) do(ctx context.Context, method, path string, in any) (*http.Response, error) {
 	var body io.Reader
 	if data, ok := in.(encoded); ok {
@@ -172,20 +176,21 @@ func (c *Client) do(ctx context.Context, method, path string, in any) (*http.Res
 	if res.StatusCode == http.StatusOK {
 		return res, nil
 	}
-	defer func() { _ = res.Body.Close() }() // read to its end, or given up
+	defer func() { _ = res.Body.Close() }() // read completely, or no longer needed
 	data, err := readAll(res.Body)
 	if err != nil {
 		return nil, fmt.Errorf("read the answer of %s: %w", c.base, err)
 	}
 	var e errorReply
 	if err := json.Unmarshal(data, &e); err != nil || e.Error.Code == "" {
-		return nil, c.stranger(res)
+		return nil, c.notDpserveError(res)
 	}
 	return nil, e.err(res.StatusCode)
 }
 
-func (c *Client) stranger(res *http.Response) error {
-	return fmt.Errorf("%s is not the admin API of a dpserve of this version (status %d)", c.base, res.StatusCode)
+func (c *Client) notDpserveError(res *http.Response) error {
+	return fmt.Errorf("%s is not the admin API of a dpserve of this version (status %d)", c.base,
+		res.StatusCode)
 }
 
 func readAll(r io.Reader) ([]byte, error) {

@@ -21,8 +21,8 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// routers answers like a node with two ranks, and keeps what it was asked.
-type routers struct {
+// fakeRouters answers like a node with two ranks and records the requests.
+type fakeRouters struct {
 	asked  any
 	fail   error
 	broken error
@@ -30,61 +30,73 @@ type routers struct {
 	cut    bool
 }
 
-var _ api.Routers = (*routers)(nil)
+var _ api.Routers = (*fakeRouters)(nil)
 
-func (r *routers) Explain(_ context.Context, app string, q *msg.RouteQuery) (*msg.Explanation, error) {
+func (r *fakeRouters) Explain(_ context.Context, app string, q *msg.RouteQuery) (*msg.Explanation, error) {
 	r.asked = *q
 	score := 0.1 + 0.2
 	return &msg.Explanation{
-		App: app, Policy: "kv", Pick: "0/1", Ranks: []msg.RankExplanation{{Worker: "0/1", Rank: 1, State: "ok", Score: &score, Terms: []msg.Term{{Name: "a", Value: score}}}},
+		App: app, Policy: "kv", Pick: "0/1",
+		Ranks: []msg.RankExplanation{
+			{
+				Worker: "0/1", Rank: 1, State: "ok", Score: &score,
+				Terms: []msg.Term{{Name: "a", Value: score}},
+			},
+		},
 		Replay: &msg.Replay{RequestID: "x"},
 	}, r.fail
 }
 
-func (r *routers) Reset(_ context.Context, app string) (msg.ResetResult, error) {
+func (r *fakeRouters) Reset(_ context.Context, app string) (msg.ResetResult, error) {
 	return msg.ResetResult{App: app, Ranks: 2}, r.fail
 }
 
-func (r *routers) Router(_ context.Context, app string) (msg.RouterInfo, error) {
+func (r *fakeRouters) Router(_ context.Context, app string) (msg.RouterInfo, error) {
 	return msg.RouterInfo{
 		App: app, Policy: "kv", Index: &msg.IndexStatus{Blocks: 7},
 		Law: &msg.Law{
-			Preset: "moe", Prefill: 1.5, Decode: 0.75, PrefillSamples: 3, DecodeSamples: 4, AgeS: 2.5, Error: 0.25,
+			Preset: "moe", Prefill: 1.5, Decode: 0.75, PrefillSamples: 3, DecodeSamples: 4, AgeS: 2.5,
+			Error: 0.25,
 			Ranks: []msg.RankSpeed{{Worker: "0/1", Slow: 2, LagMs: 12.5}},
 		},
 	}, r.fail
 }
 
-func (r *routers) BestWorker(_ context.Context, _ string, q *msg.BestWorker) (msg.Worker, error) {
+func (r *fakeRouters) BestWorker(_ context.Context, _ string, q *msg.BestWorker) (msg.Worker, error) {
 	r.asked = *q
-	return msg.Worker{Worker: "0/1", DPRank: 1, OverlapBlocks: 3, BlockSize: 16, RequestID: q.RequestID, ExpiresS: 300}, r.fail
+	return msg.Worker{
+		Worker: "0/1", DPRank: 1, OverlapBlocks: 3, BlockSize: 16, RequestID: q.RequestID, ExpiresS: 300,
+	}, r.fail
 }
 
-func (r *routers) PotentialLoads(_ context.Context, _ string, ids []uint32) ([]msg.PotentialLoad, error) {
+func (r *fakeRouters) PotentialLoads(_ context.Context, _ string, ids []uint32) ([]msg.PotentialLoad, error) {
 	r.asked = ids
 	return []msg.PotentialLoad{{Worker: "0/0", PrefillTokens: 5, DecodeBlocks: 1}}, r.fail
 }
 
-func (r *routers) MarkPrefillComplete(_ context.Context, _, id string) error {
+func (r *fakeRouters) MarkPrefillComplete(_ context.Context, _, id string) error {
 	r.asked = "mark " + id
 	return r.fail
 }
 
-func (r *routers) Free(_ context.Context, _, id string) error {
+func (r *fakeRouters) Free(_ context.Context, _, id string) error {
 	r.asked = "free " + id
 	return r.fail
 }
 
-func (r *routers) DumpEvents(_ context.Context, _ string, emit func(*msg.KVRun) error) (bool, error) {
+func (r *fakeRouters) DumpEvents(_ context.Context, _ string, emit func(*msg.KVRun) error) (bool, error) {
 	for range r.runs {
-		if err := emit(&msg.KVRun{Worker: "0/1", Tier: "gpu", Blocks: []string{"00000000000000aa"}}); err != nil {
+		if err := emit(
+			&msg.KVRun{Worker: "0/1", Tier: "gpu", Blocks: []string{"00000000000000aa"}}); err != nil {
 			return false, err
 		}
 	}
 	return r.cut, r.fail
 }
 
-func (r *routers) Generate(_ context.Context, _ string, q *msg.Generate, emit func(*msg.Generated) error) error {
+func (r *fakeRouters) Generate(_ context.Context, _ string, q *msg.Generate,
+	emit func(*msg.Generated) error,
+) error {
 	r.asked = *q
 	if r.fail != nil {
 		return r.fail
@@ -101,14 +113,16 @@ func (r *routers) Generate(_ context.Context, _ string, q *msg.Generate, emit fu
 	return r.broken
 }
 
-// TestExplainSendsTheBytesOfTheRequest: the Router hashes the bytes of a prompt, so a client may not write them anew.
+// The Router hashes the bytes of a prompt, so a client must not rewrite them.
 func TestExplainSendsTheBytesOfTheRequest(t *testing.T) {
-	r := &routers{}
+	r := &fakeRouters{}
 	c := serve(t, r)
 	for _, body := range []string{
-		`{"prompt":"x"}`, "{\n  \"prompt\" : \"a  b\" }", `{"prompt":"<b> & \u003c \u2028 é"}`, "{\"prompt\":\"\u2028\"}", `{ }`,
+		`{"prompt":"x"}`, "{\n  \"prompt\" : \"a  b\" }", `{"prompt":"<b> & \u003c \u2028 é"}`,
+		"{\"prompt\":\"\u2028\"}", `{ }`,
 	} {
-		_, err := c.Explain(t.Context(), client.Query{Request: []byte(body), Route: "/v1/completions", Worker: "0/1"})
+		_, err := c.Explain(t.Context(),
+			client.Query{Request: []byte(body), Route: "/v1/completions", Worker: "0/1"})
 		require.NoError(t, err)
 		assert.Equal(t, body, string(r.asked.(msg.RouteQuery).Request))
 		_, err = c.Explain(t.Context(), client.Query{Request: []byte(body)})
@@ -119,7 +133,7 @@ func TestExplainSendsTheBytesOfTheRequest(t *testing.T) {
 	require.ErrorContains(t, err, "not JSON")
 }
 
-// start serves r on a free port of loopback, as a node does, and gives a client of application demo.
+// start serves r on a free loopback port like a node, and returns a client of application demo.
 func start(r api.Routers) (c *client.RouterClient, stop func(), err error) {
 	s := api.NewServer(api.Config{Routers: r})
 	if err := s.Listen(context.Background(), "127.0.0.1:0"); err != nil {
@@ -139,16 +153,27 @@ func serve(t *testing.T, r api.Routers) *client.RouterClient {
 	return c
 }
 
-// TestEveryCall: what is asked arrives, what is answered comes back.
+// Requests and answers arrive unchanged.
 func TestEveryCall(t *testing.T) {
-	r := &routers{runs: 2}
+	r := &fakeRouters{runs: 2}
 	c := serve(t, r)
 	ctx, weight := t.Context(), 2.0
 
-	w, err := c.BestWorker(ctx, client.BestWorkerRequest{TokenIDs: []uint32{1}, RequestID: "r", Model: "m", Worker: "0/1", Override: &client.Override{OverlapScoreWeight: &weight}})
+	w, err := c.BestWorker(ctx,
+		client.BestWorkerRequest{
+			TokenIDs: []uint32{1}, RequestID: "r", Model: "m", Worker: "0/1",
+			Override: &client.Override{OverlapScoreWeight: &weight},
+		})
 	require.NoError(t, err)
-	assert.Equal(t, client.Worker{Worker: "0/1", DPRank: 1, OverlapBlocks: 3, BlockSize: 16, RequestID: "r", ExpiresS: 300}, w)
-	assert.Equal(t, msg.BestWorker{TokenIDs: []uint32{1}, RequestID: "r", Model: "m", Worker: "0/1", Override: &msg.RouterOverride{OverlapScoreWeight: &weight}}, r.asked)
+	assert.Equal(t,
+		client.Worker{
+			Worker: "0/1", DPRank: 1, OverlapBlocks: 3, BlockSize: 16, RequestID: "r", ExpiresS: 300,
+		}, w)
+	assert.Equal(t,
+		msg.BestWorker{
+			TokenIDs: []uint32{1}, RequestID: "r", Model: "m", Worker: "0/1",
+			Override: &msg.RouterOverride{OverlapScoreWeight: &weight},
+		}, r.asked)
 
 	loads, err := c.PotentialLoads(ctx, []uint32{1, 2})
 	require.NoError(t, err)
@@ -162,9 +187,13 @@ func TestEveryCall(t *testing.T) {
 	assert.Equal(t, "free r", r.asked)
 
 	text := "hello"
-	x, err := c.Explain(ctx, client.Query{Prompt: &text, Route: "/v1/chat/completions", Headers: map[string]string{"a": "b"}})
+	x, err := c.Explain(ctx,
+		client.Query{Prompt: &text, Route: "/v1/chat/completions", Headers: map[string]string{"a": "b"}})
 	require.NoError(t, err)
-	assert.Equal(t, msg.RouteQuery{Prompt: &text, Route: "/v1/chat/completions", Headers: map[string]string{"a": "b"}}, r.asked)
+	assert.Equal(t,
+		msg.RouteQuery{
+			Prompt: &text, Route: "/v1/chat/completions", Headers: map[string]string{"a": "b"},
+		}, r.asked)
 	assert.Equal(t, 0.1+0.2, *x.Ranks[0].Score) //nolint:testifylint // bit for bit
 	assert.Equal(t, "x", x.Replay.RequestID)
 
@@ -175,16 +204,20 @@ func TestEveryCall(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, []any{"kv", 7}, []any{info.Policy, info.Index.Blocks})
 	assert.Equal(t, &client.Law{
-		Preset: "moe", Prefill: 1.5, Decode: 0.75, PrefillSamples: 3, DecodeSamples: 4, AgeS: 2.5, Error: 0.25,
+		Preset: "moe", Prefill: 1.5, Decode: 0.75, PrefillSamples: 3, DecodeSamples: 4, AgeS: 2.5,
+		Error: 0.25,
 		Ranks: []client.WorkerSpeed{{Worker: "0/1", Slow: 2, LagMs: 12.5}},
 	}, info.Law)
 }
 
 func TestGenerate(t *testing.T) {
-	r := &routers{}
+	r := &fakeRouters{}
 	c := serve(t, r)
 	var parts []client.Part
-	for p, err := range c.Generate(t.Context(), client.GenerateRequest{TokenIDs: []uint32{1}, Sampling: map[string]any{"max_tokens": 3}, RequestID: "g"}) {
+	for p, err := range c.Generate(t.Context(),
+		client.GenerateRequest{
+			TokenIDs: []uint32{1}, Sampling: map[string]any{"max_tokens": 3}, RequestID: "g",
+		}) {
 		require.NoError(t, err)
 		parts = append(parts, p)
 	}
@@ -194,17 +227,17 @@ func TestGenerate(t *testing.T) {
 		{TokenIDs: []uint32{}, Usage: &client.Usage{Prompt: 3, Cached: 2, Completion: 3}},
 	}, parts)
 	for range c.Generate(t.Context(), client.GenerateRequest{TokenIDs: []uint32{1}}) {
-		break // who has seen enough leaves
+		break // the caller stops ranging
 	}
 
-	c = serve(t, &routers{broken: problem.New(problem.Upstream, "the answer broke off")})
+	c = serve(t, &fakeRouters{broken: problem.New(problem.Upstream, "the answer broke off")})
 	n, last := 0, error(nil)
 	for _, err := range c.Generate(t.Context(), client.GenerateRequest{TokenIDs: []uint32{1}}) {
 		n, last = n+1, err
 	}
 	assert.Equal(t, 4, n)
 	assert.Equal(t, "upstream", client.CodeOf(last))
-	c = serve(t, &routers{fail: problem.New(problem.Overloaded, "full").WithHint("later")})
+	c = serve(t, &fakeRouters{fail: problem.New(problem.Overloaded, "full").WithHint("later")})
 	for _, err := range c.Generate(t.Context(), client.GenerateRequest{TokenIDs: []uint32{1}}) {
 		var e *client.Error
 		require.ErrorAs(t, err, &e)
@@ -213,40 +246,47 @@ func TestGenerate(t *testing.T) {
 }
 
 func TestDumpEvents(t *testing.T) {
-	count := func(r *routers) (n int, last error) {
+	count := func(r *fakeRouters) (n int, last error) {
 		for run, err := range serve(t, r).DumpEvents(t.Context()) {
 			if last = err; err == nil {
 				n++
-				assert.Equal(t, client.Run{Worker: "0/1", Tier: "gpu", Blocks: []string{"00000000000000aa"}}, run)
+				assert.Equal(t,
+					client.Run{Worker: "0/1", Tier: "gpu", Blocks: []string{"00000000000000aa"}}, run)
 			}
 		}
 		return n, last
 	}
-	n, err := count(&routers{runs: 3})
+	n, err := count(&fakeRouters{runs: 3})
 	require.NoError(t, err)
 	assert.Equal(t, 3, n)
-	n, err = count(&routers{runs: 3, cut: true})
+	n, err = count(&fakeRouters{runs: 3, cut: true})
 	require.ErrorIs(t, err, client.ErrTruncated)
 	assert.Equal(t, 3, n)
-	for range serve(t, &routers{runs: 3}).DumpEvents(t.Context()) {
+	for range serve(t, &fakeRouters{runs: 3}).DumpEvents(t.Context()) {
 		break
 	}
 	gone := problem.New(problem.NotFound, "no app")
-	_, err = count(&routers{fail: gone})
+	_, err = count(&fakeRouters{fail: gone})
 	assert.Equal(t, "not_found", client.CodeOf(err))
-	_, err = count(&routers{runs: 3, fail: gone})
+	_, err = count(&fakeRouters{runs: 3, fail: gone})
 	require.Error(t, err, "half a dump is an error")
 }
 
-// TestBadAnswers: whatever a server sends, the client says so and ends.
+// The client reports every malformed answer and returns.
 func TestBadAnswers(t *testing.T) {
 	for name, body := range map[string]string{
-		"empty": "", "html": "<html>", "stranger": `{}`, "other version": `{"apiVersion":"dpserve/v9"}`, "list": `[]`, "cut dump": `{"events":[{"worker":"0/1"`,
-		"no list": `{"events":{}}`, "odd run": `{"events":[7]}`, "cut stream": "data: {\"token_ids\":[1]}\n\n", "odd part": "data: {\n\n", "odd error": "event: error\ndata: x\n\n",
+		"empty": "", "html": "<html>", "stranger": `{}`, "other version": `{"apiVersion":"dpserve/v9"}`,
+		"list": `[]`, "cut dump": `{"events":[{"worker":"0/1"`,
+		"no list": `{"events":{}}`, "odd run": `{"events":[7]}`,
+		"cut stream": "data: {\"token_ids\":[1]}\n\n", "odd part": "data: {\n\n",
+		"odd error": "event: error\ndata: x\n\n",
 		"long line": "data: " + strings.Repeat("x", 2<<20),
 	} {
 		t.Run(name, func(t *testing.T) {
-			srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, body) }))
+			srv := httptest.NewServer(
+				http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+					_, _ = io.WriteString(w, body)
+				}))
 			defer srv.Close()
 			cl, err := client.New(srv.URL)
 			require.NoError(t, err)

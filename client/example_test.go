@@ -7,16 +7,19 @@ import (
 	"github.com/dpserve/dpserve/client"
 )
 
-// Reserve a place where a prompt's prefix is cached, send it there oneself, and give the place back.
+// Reserve a place at the worker that has the prompt's prefix in its cache, send the prompt there, and free
+// the place.
 func ExampleRouterClient_BestWorker() {
-	router, stop, err := start(&routers{}) // with a node: client.New("127.0.0.1:8265"), then Router("demo")
+	// with a node: client.New("127.0.0.1:8265"), then Router("demo")
+	router, stop, err := start(&fakeRouters{})
 	if err != nil {
 		fmt.Println(err)
 		return
 	}
 	defer stop()
 	ctx := context.Background()
-	w, err := router.BestWorker(ctx, client.BestWorkerRequest{TokenIDs: []uint32{1, 2, 3}, RequestID: "my-request"})
+	w, err := router.BestWorker(ctx,
+		client.BestWorkerRequest{TokenIDs: []uint32{1, 2, 3}, RequestID: "my-request"})
 	if err != nil {
 		fmt.Println(err)
 		return
@@ -30,9 +33,9 @@ func ExampleRouterClient_BestWorker() {
 	// <nil>
 }
 
-// Let the router do all of it.
+// Let the router pick, send and account.
 func ExampleRouterClient_Generate() {
-	router, stop, err := start(&routers{})
+	router, stop, err := start(&fakeRouters{})
 	if err != nil {
 		fmt.Println(err)
 		return

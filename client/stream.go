@@ -12,17 +12,19 @@ import (
 	"net/http"
 )
 
-// ErrTruncated ends DumpEvents when the index holds more than one dump gives.
+// ErrTruncated ends DumpEvents when the index is larger than one dump.
 var ErrTruncated = errors.New("the index holds more blocks than a dump gives")
 
 // GenerateRequest asks for tokens.
 type GenerateRequest struct {
-	TokenIDs  []uint32       `json:"token_ids"`
-	Sampling  map[string]any `json:"sampling,omitempty"`   // members of a /v1/completions body: max_tokens, temperature, stop …
-	RequestID string         `json:"request_id,omitempty"` // "" = dpserve makes one
-	Model     string         `json:"model,omitempty"`      // a name that the application serves; "" = its model, no adapter
-	Worker    string         `json:"worker,omitempty"`
-	Override  *Override      `json:"router_config_override,omitempty"`
+	TokenIDs []uint32 `json:"token_ids"`
+	// members of a /v1/completions body: max_tokens, temperature, stop …
+	Sampling  map[string]any `json:"sampling,omitempty"`
+	RequestID string         `json:"request_id,omitempty"` // "" = dpserve generates one
+	// a name that the application serves; "" = its model, no adapter
+	Model    string    `json:"model,omitempty"`
+	Worker   string    `json:"worker,omitempty"`
+	Override *Override `json:"router_config_override,omitempty"`
 }
 
 // Part is a piece of a generated answer.
@@ -32,7 +34,7 @@ type Part struct {
 	FinishReason string   `json:"finish_reason"` // with the last part that has tokens
 	Worker       string   `json:"worker"`        // with the first part
 	RequestID    string   `json:"request_id"`    // with the first part
-	Usage        *Usage   `json:"usage"`         // with a part of its own at the end, if the engine told it
+	Usage        *Usage   `json:"usage"`         // in a separate part at the end, if the engine reports it
 }
 
 // Usage is the engine's count of tokens.
@@ -42,8 +44,9 @@ type Usage struct {
 	Completion int `json:"completion_tokens"`
 }
 
-// Generate picks a worker, sends the prompt there and yields the answer as it comes; waiting, retries before the first token and
-// the account are those of every request. An error ends it, as the last pair. Stop ranging, or end ctx, to cancel.
+// Generate picks a worker, sends the prompt there and yields the parts of the answer. Queueing, retries
+// before the first token and accounting are those of every request. An error is the last pair. Stop ranging,
+// or end ctx, to cancel.
 func (r *RouterClient) Generate(ctx context.Context, q GenerateRequest) iter.Seq2[Part, error] {
 	return func(yield func(Part, error) bool) {
 		res, err := r.c.do(ctx, http.MethodPost, r.path+"/generate", q)
@@ -51,7 +54,7 @@ func (r *RouterClient) Generate(ctx context.Context, q GenerateRequest) iter.Seq
 			yield(Part{}, err)
 			return
 		}
-		defer func() { _ = res.Body.Close() }() // given up
+		defer func() { _ = res.Body.Close() }() // no longer read
 		for part, err := range readParts(res.Body) {
 			if !yield(part, err) || err != nil {
 				return
@@ -60,7 +63,7 @@ func (r *RouterClient) Generate(ctx context.Context, q GenerateRequest) iter.Seq
 	}
 }
 
-// readParts reads server-sent events up to [DONE]; a stream that ends before it is an error.
+// readParts reads server-sent events up to [DONE]; a stream that ends before [DONE] is an error.
 func readParts(r io.Reader) iter.Seq2[Part, error] {
 	return func(yield func(Part, error) bool) {
 		lines := bufio.NewScanner(r)
@@ -103,16 +106,18 @@ func readPart(data []byte, failed bool) (p Part, done bool, err error) {
 	return p, false, nil
 }
 
-// Run is one chain of blocks in the router's index: the first follows Parent, each other the one in front.
+// Run is one chain of blocks in the router's index: the first block follows Parent, each other one its
+// predecessor.
 type Run struct {
-	Worker string   `json:"worker"`
-	Tier   string   `json:"tier"`   // gpu | cpu | disk: by the engine's events; sent: by what was routed there
+	Worker string `json:"worker"`
+	// gpu | cpu | disk: from the engine's events; sent: from the requests that were routed there
+	Tier   string   `json:"tier"`
 	Parent string   `json:"parent"` // 16 hex digits; "" = the run begins a prompt
 	Blocks []string `json:"blocks"` // 16 hex digits each
 }
 
-// DumpEvents yields what the router believes its workers to hold. The hashes are keyed by a secret of the cluster. An error ends
-// it, as the last pair: ErrTruncated if there is more.
+// DumpEvents yields the router's index of its workers' blocks. The hashes use a secret key of the cluster. An
+// error is the last pair: ErrTruncated if the index has more.
 func (r *RouterClient) DumpEvents(ctx context.Context) iter.Seq2[Run, error] {
 	return func(yield func(Run, error) bool) {
 		res, err := r.c.do(ctx, http.MethodGet, r.path+"/dump_events", nil)
@@ -120,20 +125,20 @@ func (r *RouterClient) DumpEvents(ctx context.Context) iter.Seq2[Run, error] {
 			yield(Run{}, err)
 			return
 		}
-		defer func() { _ = res.Body.Close() }() // given up
+		defer func() { _ = res.Body.Close() }() // no longer read
 		if err := readRuns(res.Body, yield); err != nil {
 			yield(Run{}, err)
 		}
 	}
 }
 
-// errStopped ends a reading whose caller has seen enough.
+// errStopped ends a read whose caller stopped ranging.
 var errStopped = errors.New("stopped")
 
-// readRuns reads {…, "events": [run, …], "truncated": bool} without holding it whole.
+// readRuns reads {…, "events": [run, …], "truncated": bool} without holding all of it in memory.
 func readRuns(r io.Reader, yield func(Run, error) bool) error {
 	dec := json.NewDecoder(r)
-	if err := opens(dec, '{'); err != nil {
+	if err := readOpeningBracket(dec, '{'); err != nil {
 		return err
 	}
 	truncated := false
@@ -144,7 +149,7 @@ func readRuns(r io.Reader, yield func(Run, error) bool) error {
 		}
 		switch key {
 		case "events":
-			err = eachRun(dec, yield)
+			err = yieldRuns(dec, yield)
 		case "truncated":
 			err = dec.Decode(&truncated)
 		default:
@@ -167,8 +172,8 @@ func readRuns(r io.Reader, yield func(Run, error) bool) error {
 	return nil
 }
 
-func eachRun(dec *json.Decoder, yield func(Run, error) bool) error {
-	if err := opens(dec, '['); err != nil {
+func yieldRuns(dec *json.Decoder, yield func(Run, error) bool) error {
+	if err := readOpeningBracket(dec, '['); err != nil {
 		return err
 	}
 	for dec.More() {
@@ -184,8 +189,8 @@ func eachRun(dec *json.Decoder, yield func(Run, error) bool) error {
 	return err
 }
 
-// opens reads the bracket that an object or a list begins with.
-func opens(dec *json.Decoder, bracket json.Delim) error {
+// readOpeningBracket reads the bracket that an object or a list starts with.
+func readOpeningBracket(dec *json.Decoder, bracket json.Delim) error {
 	t, err := dec.Token()
 	if err == nil && t != bracket {
 		err = fmt.Errorf("found %v, wanted %v", t, bracket)

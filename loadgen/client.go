@@ -17,30 +17,31 @@ import (
 
 const (
 	readBuffer  = 32 << 10
-	maxAnswer   = 64 << 20 // of an answer that is not streamed
-	maxFailure  = 64 << 10 // of an error's body
+	maxAnswer   = 64 << 20 // bytes of an answer that is not streamed
+	maxFailure  = 64 << 10 // bytes of an error's body
 	dialTimeout = 10 * time.Second
-	// idleTimeout stays below the 5 s after which the front end of real engines closes: TRAPS 4.
+	// idleTimeout is shorter than the 5 s after which uvicorn, the HTTP server of vLLM and SGLang, closes
+	// idle connections. A request on a connection that the engine closes at the same moment would fail.
 	idleTimeout = 4 * time.Second
 )
 
-// sample is one request as its client saw it.
+// sample is one request as its client measured it.
 type sample struct {
 	intended time.Time // when it should have been sent
 	sent     time.Time
 	first    time.Time // first token; zero if none came
 	last     time.Time // last token
 	end      time.Time
-	chunks   int // events that carry tokens
+	chunks   int // events with tokens
 	usage    usage
 	gaps     []time.Duration // between chunks
 	failure  string          // kind of the error; empty = good
-	proxied  bool            // which side of a comparison
+	proxied  bool            // the side of a comparison
 	rank     string          // app/group/rank, if the answer names one
 
-	talks    bool   // answer is wanted
-	answer   []byte // text of the first choice
-	reusable int    // prompt tokens that a perfect cache holds
+	keepsAnswer bool   // answer is recorded
+	answer      []byte // text of the first choice
+	reusable    int    // prompt tokens that an unlimited cache holds
 }
 
 // client sends requests of one shape. Safe for concurrent use.
@@ -73,7 +74,7 @@ func newClient(ctx context.Context, cfg Config) (*client, error) {
 	c := &client{template: template, prompts: prompts, cfg: cfg}
 	c.buffers.New = func() any { b := make([]byte, readBuffer); return &b }
 	c.http = &http.Client{Transport: &http.Transport{
-		Proxy:                 nil, // prompts go nowhere else
+		Proxy:                 nil, // the environment's proxy must not see prompts
 		DialContext:           (&net.Dialer{Timeout: dialTimeout}).DialContext,
 		DisableCompression:    true,
 		MaxIdleConns:          cfg.Concurrency,
@@ -88,7 +89,7 @@ func newClient(ctx context.Context, cfg Config) (*client, error) {
 
 func (c *client) close() { c.http.CloseIdleConnections() }
 
-// do sends request number n and waits for its end. It never fails: errors are part of the sample.
+// do sends request number n and waits for its end. Errors become part of the sample.
 func (c *client) do(ctx context.Context, n uint64, intended time.Time) *sample {
 	s := &sample{intended: intended}
 	c.send(ctx, c.prompts.body(n), "", s)
@@ -97,18 +98,18 @@ func (c *client) do(ctx context.Context, n uint64, intended time.Time) *sample {
 
 // turn sends a turn of a session and waits for its end.
 func (c *client) turn(ctx context.Context, body []byte, session string, intended time.Time) *sample {
-	s := &sample{intended: intended, talks: true}
+	s := &sample{intended: intended, keepsAnswer: true}
 	c.send(ctx, body, session, s)
 	return s
 }
 
-// sessionHeader names the conversation a request belongs to.
+// sessionHeader is the header that names a request's conversation.
 const sessionHeader = "X-Session-Id"
 
-// send fills in s; session may be empty.
+// send sends body and fills in s; session may be empty.
 func (c *client) send(ctx context.Context, body []byte, session string, s *sample) {
 	c.exchange(ctx, body, session, s)
-	if s.failure != "" && ctx.Err() != nil { // the run was stopped: not the server's failure
+	if s.failure != "" && ctx.Err() != nil { // the run was stopped; the server did not fail
 		s.failure = failureStopped
 	}
 }
@@ -116,7 +117,7 @@ func (c *client) send(ctx context.Context, body []byte, session string, s *sampl
 func (c *client) exchange(ctx context.Context, body []byte, session string, s *sample) {
 	ctx, cancel := context.WithTimeout(ctx, c.cfg.Timeout)
 	defer cancel()
-	req := c.template.WithContext(ctx) // shares the headers, which the transport only reads
+	req := c.template.WithContext(ctx) // the copy shares the headers, which the transport only reads
 	req.ContentLength = int64(len(body))
 	req.GetBody = func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(body)), nil }
 	req.Body = io.NopCloser(bytes.NewReader(body))
@@ -130,18 +131,18 @@ func (c *client) exchange(ctx context.Context, body []byte, session string, s *s
 	}
 	resp, err := c.http.Do(req)
 	if err != nil {
-		s.fail(failureOf(err))
+		s.fail(classifyFailure(err))
 		return
 	}
 	defer func() { _ = resp.Body.Close() }()
-	s.rank = rankOf(resp.Header)
+	s.rank = parseRank(resp.Header)
 	switch {
 	case resp.StatusCode != http.StatusOK:
 		s.fail(statusFailure(resp))
 	case c.cfg.Stream:
-		c.stream(resp.Body, s)
+		c.readStream(resp.Body, s)
 	default:
-		s.whole(resp.Body)
+		s.readWhole(resp.Body)
 	}
 	s.end = time.Now()
 }
@@ -153,24 +154,25 @@ func (s *sample) fail(kind string) {
 	s.end = time.Now()
 }
 
-// whole reads an answer that is not streamed: it has an end and no first token.
-func (s *sample) whole(body io.Reader) {
+// readWhole reads an answer that is not streamed; it has no first token.
+func (s *sample) readWhole(body io.Reader) {
 	text, err := io.ReadAll(io.LimitReader(body, maxAnswer))
 	if err != nil {
-		s.fail(failureOf(err))
+		s.fail(classifyFailure(err))
 		return
 	}
-	s.usage = usageOf(text)
+	s.usage = parseUsage(text)
 	switch {
 	case !json.Valid(text):
 		s.fail("bad answer")
-	case has(text, finishKey, `"abort"`):
+	case hasMember(text, finishKey, `"abort"`):
 		s.fail("abort")
 	}
 }
 
-// stream reads events to the end of the body and keeps the time of each token. Events that come in one read share a time.
-func (c *client) stream(body io.Reader, s *sample) {
+// readStream reads events to the end of the body and records the time of each token. Events of one read share
+// a time.
+func (c *client) readStream(body io.Reader, s *sample) {
 	buffer, _ := c.buffers.Get().(*[]byte)
 	defer c.buffers.Put(buffer)
 	var (
@@ -178,7 +180,7 @@ func (c *client) stream(body io.Reader, s *sample) {
 		finished bool
 		now      time.Time
 	)
-	note := func(data []byte) { finished = s.event(data, now) || finished }
+	note := func(data []byte) { finished = s.addEvent(data, now) || finished }
 	for {
 		n, err := body.Read(*buffer)
 		now = time.Now()
@@ -195,23 +197,23 @@ func (c *client) stream(body io.Reader, s *sample) {
 			return
 		}
 		if err != nil {
-			s.fail(failureOf(err))
+			s.fail(classifyFailure(err))
 			return
 		}
 	}
 }
 
-// event takes one event; true if it finishes a choice.
-func (s *sample) event(data []byte, now time.Time) bool {
+// addEvent records one event and reports whether it finishes a choice.
+func (s *sample) addEvent(data []byte, now time.Time) bool {
 	kind := classify(data)
 	switch kind {
 	case doneEvent, roleEvent:
 		return false
 	case usageEvent:
-		s.usage = usageOf(data)
+		s.usage = parseUsage(data)
 		return false
 	case errorEvent:
-		s.fail("error event" + wordOf(data))
+		s.fail("error event" + errorWord(data))
 		return false
 	case abortEvent:
 		s.fail("abort")
@@ -225,14 +227,14 @@ func (s *sample) event(data []byte, now time.Time) bool {
 		s.gaps = append(s.gaps, now.Sub(s.last))
 	}
 	s.last = now
-	if s.talks {
-		s.answer = append(s.answer, deltaOf(data)...)
+	if s.keepsAnswer {
+		s.answer = append(s.answer, parseDelta(data)...)
 	}
 	return kind == finishEvent
 }
 
-// failureOf is the kind of a transport error: a few words, never an address.
-func failureOf(err error) string {
+// classifyFailure returns the kind of a transport error: a few words without addresses.
+func classifyFailure(err error) string {
 	var op *net.OpError
 	var timeout net.Error
 	switch {
@@ -247,22 +249,23 @@ func failureOf(err error) string {
 	}
 }
 
-// failureStopped marks requests that the end of the run cut off; they are not counted.
+// failureStopped marks requests that the end of the run cut off; they do not count.
 const failureStopped = "stopped"
 
-// statusFailure is the status with the error's code word.
+// statusFailure returns the HTTP status and the error's code word.
 func statusFailure(resp *http.Response) string {
 	text, err := io.ReadAll(io.LimitReader(resp.Body, maxFailure))
 	if err != nil {
 		text = nil
 	}
-	return fmt.Sprintf("http %d", resp.StatusCode) + wordOf(text)
+	return fmt.Sprintf("http %d", resp.StatusCode) + errorWord(text)
 }
 
 var codeWord = regexp.MustCompile(`^[A-Za-z][A-Za-z_]{2,39}$`)
 
-// wordOf is the code or type of an OpenAI error with a blank in front, "" if it has none. Anything else could be prompt text.
-func wordOf(text []byte) string {
+// errorWord returns the code or type of an OpenAI error after a blank, "" if it has none. Other texts could
+// contain parts of the prompt.
+func errorWord(text []byte) string {
 	var body struct {
 		Error struct {
 			Code any    `json:"code"`
@@ -281,8 +284,8 @@ func wordOf(text []byte) string {
 	return ""
 }
 
-// rankOf reads the headers with which dpserve names the rank.
-func rankOf(h http.Header) string {
+// parseRank reads the response headers in which dpserve names the rank.
+func parseRank(h http.Header) string {
 	name, group, rank := h.Get("x-dpserve-app"), h.Get("x-dpserve-group"), h.Get("x-dpserve-rank")
 	if name == "" || group == "" || rank == "" {
 		return ""

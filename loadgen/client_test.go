@@ -18,7 +18,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// engine is a server that answers like an engine, in n chunks.
+// engine starts a server that answers like an engine, in n chunks.
 func engine(t *testing.T, chunks int, broken string) *httptest.Server {
 	t.Helper()
 	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -33,11 +33,14 @@ func engine(t *testing.T, chunks int, broken string) *httptest.Server {
 		w.Header().Set("x-dpserve-rank", "1")
 		switch {
 		case broken == "503":
-			http.Error(w, `{"error":{"message":"secret","type":"x","code":"queue_timeout"}}`, http.StatusServiceUnavailable)
+			http.Error(w, `{"error":{"message":"secret","type":"x","code":"queue_timeout"}}`,
+				http.StatusServiceUnavailable)
 		case broken == "hang":
 			<-r.Context().Done()
 		case !ask.Stream:
-			fmt.Fprintf(w, `{"choices":[{"text":"x","finish_reason":"stop"}],"usage":{"prompt_tokens":7,"completion_tokens":%d,"prompt_tokens_details":{"cached_tokens":3}}}`, chunks)
+			fmt.Fprintf(w,
+				`{"choices":[{"text":"x","finish_reason":"stop"}],"usage":{"prompt_tokens":7,`+
+					`"completion_tokens":%d,"prompt_tokens_details":{"cached_tokens":3}}}`, chunks)
 		default:
 			stream(w, r.URL.Path, chunks, broken)
 		}
@@ -71,7 +74,9 @@ func stream(w http.ResponseWriter, path string, chunks int, broken string) {
 		say(`{"error": {"message": "secret", "type": "InternalServerError", "code": 500}}`)
 	default:
 		say(fmt.Sprintf(delta, `"length"`))
-		say(fmt.Sprintf(`{"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":%d,"prompt_tokens_details":{"cached_tokens":3}}}`, chunks))
+		say(fmt.Sprintf(
+			`{"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":%d,`+
+				`"prompt_tokens_details":{"cached_tokens":3}}}`, chunks))
 	}
 	say("[DONE]")
 }
@@ -81,7 +86,10 @@ func TestRunCountsWhatTheServerSent(t *testing.T) {
 	srv := engine(t, 5, "")
 	for _, route := range []Route{Chat, Completions} {
 		for _, mode := range []Mode{Open, Closed} {
-			cfg := Config{URL: srv.URL, Model: "demo", Mode: mode, Route: route, Stream: true, Requests: 50, Concurrency: 4, APIKey: "dps_secret", PIDs: []int{os.Getpid()}}
+			cfg := Config{
+				URL: srv.URL, Model: "demo", Mode: mode, Route: route, Stream: true, Requests: 50,
+				Concurrency: 4, APIKey: "dps_secret", PIDs: []int{os.Getpid()},
+			}
 			if mode == Open {
 				cfg.Rate = 2000
 			}
@@ -89,7 +97,8 @@ func TestRunCountsWhatTheServerSent(t *testing.T) {
 			require.NoError(t, err)
 			assert.Equal(t, []int{50, 50, 0}, []int{r.Offered, r.OK, r.Failed}, r.Errors)
 			assert.Equal(t, []int{350, 250, 150}, []int{r.PromptTokens, r.OutputTokens, r.CachedTokens})
-			assert.Equal(t, []int{50, 200, 50, 50}, []int{r.TTFT.Count, r.ITL.Count, r.TPOT.Count, r.E2E.Count})
+			assert.Equal(t, []int{50, 200, 50, 50},
+				[]int{r.TTFT.Count, r.ITL.Count, r.TPOT.Count, r.E2E.Count})
 			assert.Equal(t, map[string]int{"demo/0/1": 50}, r.Ranks)
 			assert.Positive(t, r.RequestsPerS)
 			assert.Equal(t, mode == Open, r.Lag != nil)
@@ -121,10 +130,13 @@ func TestRunWithoutStreaming(t *testing.T) {
 func TestFailuresHaveKinds(t *testing.T) {
 	t.Parallel()
 	for broken, want := range map[string]string{
-		"503": "http 503 queue_timeout", "cut": "cut stream", "reset": "cut stream", "abort": "abort", "error": "error event InternalServerError", "hang": "timeout",
+		"503": "http 503 queue_timeout", "cut": "cut stream", "reset": "cut stream", "abort": "abort",
+		"error": "error event InternalServerError", "hang": "timeout",
 	} {
 		srv := engine(t, 3, broken)
-		cfg := Config{URL: srv.URL, Model: "demo", Stream: true, Requests: 3, Concurrency: 1, Timeout: 20 * time.Second}
+		cfg := Config{
+			URL: srv.URL, Model: "demo", Stream: true, Requests: 3, Concurrency: 1, Timeout: 20 * time.Second,
+		}
 		if broken == "hang" {
 			cfg.Timeout = 20 * time.Millisecond
 		}
@@ -164,9 +176,12 @@ func TestOverheadAgainstServers(t *testing.T) {
 	t.Parallel()
 	direct, proxied := engine(t, 3, ""), engine(t, 3, "")
 	o, err := RunOverhead(t.Context(), Config{URL: direct.URL, Model: "demo"},
-		Config{URL: proxied.URL, Model: "demo", Stream: true, Requests: 40, Concurrency: 2, PIDs: []int{os.Getpid()}})
+		Config{
+			URL: proxied.URL, Model: "demo", Stream: true, Requests: 40, Concurrency: 2,
+			PIDs: []int{os.Getpid()},
+		})
 	require.NoError(t, err)
-	require.Len(t, o.Runs, OverheadRuns)
+	require.Len(t, o.Runs, overheadRuns)
 	for _, r := range o.Runs {
 		assert.Equal(t, 40, r.Direct.Count+r.Proxied.Count, r.Errors)
 		assert.Empty(t, r.Errors)
@@ -181,11 +196,13 @@ func TestOverheadAgainstServers(t *testing.T) {
 	assert.Contains(t, table.String(), "added latency: p50")
 }
 
-// TestOverheadOfNothingIsNotZero: a comparison without answers must not read like one without overhead.
-func TestOverheadOfNothingIsNotZero(t *testing.T) {
+// A comparison without answers must not print an overhead of zero.
+func TestOverheadWithoutAnswersIsNotZero(t *testing.T) {
 	t.Parallel()
 	var table bytes.Buffer
-	o := &Overhead{Runs: []OverheadRun{{Proxied: &Percentiles{P50: 1}, Errors: map[string]int{"direct connect": 3}}}}
+	o := &Overhead{
+		Runs: []OverheadRun{{Proxied: &Percentiles{P50: 1}, Errors: map[string]int{"direct connect": 3}}},
+	}
 	require.NoError(t, o.WriteTable(&table))
 	assert.Contains(t, table.String(), "added latency: not measured")
 	assert.Contains(t, table.String(), "no good answers (direct connect: 3)")
@@ -194,7 +211,10 @@ func TestOverheadOfNothingIsNotZero(t *testing.T) {
 func TestPromptsDifferAndRepeat(t *testing.T) {
 	t.Parallel()
 	for _, route := range []Route{Chat, Completions} {
-		cfg := Config{Model: `m"<x`, Route: route, Stream: true, IgnoreEOS: true, PromptBytes: 1000, MaxTokens: 9, Seed: 1}
+		cfg := Config{
+			Model: `m"<x`, Route: route, Stream: true, IgnoreEOS: true, PromptBytes: 1000,
+			MaxTokens: 9, Seed: 1,
+		}
 		p, err := newPrompts(cfg)
 		require.NoError(t, err)
 		again, err := newPrompts(cfg)
@@ -214,7 +234,7 @@ func TestPromptsDifferAndRepeat(t *testing.T) {
 	assert.True(t, json.Valid(tiny.body(7)))
 }
 
-func TestStat(t *testing.T) {
+func TestParseStat(t *testing.T) {
 	t.Parallel()
 	used, err := parseStat([]byte("42 (a) b (c)) S 1 42 42 0 -1 4194304 100 0 0 0 123 45 9 9 20 0 8 0 1 2 3"))
 	require.NoError(t, err)
@@ -223,12 +243,12 @@ func TestStat(t *testing.T) {
 		_, err = parseStat([]byte(bad))
 		require.ErrorIs(t, err, errStat, bad)
 	}
-	assert.Nil(t, charge(cpuTime(nil), cpuTime(nil), time.Second, counts{1, 1}))
+	assert.Nil(t, chargeCPU(cpuTime(nil), cpuTime(nil), time.Second, counts{1, 1}))
 	assert.Equal(t, &CPU{Seconds: 1, Cores: 0.5, UsPerRequest: 100_000, UsPerChunk: 10_000},
-		charge(reading{0, true}, reading{time.Second, true}, 2*time.Second, counts{10, 100}))
+		chargeCPU(cpuReading{0, true}, cpuReading{time.Second, true}, 2*time.Second, counts{10, 100}))
 }
 
-func FuzzStat(f *testing.F) {
+func FuzzParseStat(f *testing.F) {
 	f.Add([]byte("42 (a b) S 1 42 42 0 -1 4194304 100 0 0 0 123 45 9 9 20 0 8"))
 	f.Fuzz(func(t *testing.T, text []byte) {
 		if used, err := parseStat(text); err == nil {

@@ -1,16 +1,18 @@
 package loadgen
 
 import (
+	"math"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"time"
 )
 
 const (
-	maxGaps  = 4 << 20 // gaps kept exactly (32 MiB); beyond, a uniform sample of that size
-	maxTimes = 4 << 20 // requests kept, likewise
+	maxGaps  = 4 << 20 // gaps kept exactly (32 MiB); a larger number is sampled uniformly
+	maxTimes = 4 << 20 // requests, likewise
 	maxKinds = 64      // kinds of errors
-	maxRanks = 4096    // ranks counted apart
+	maxRanks = 4096    // ranks with a count of their own
 )
 
 // collector gathers samples. Safe for concurrent use.
@@ -33,7 +35,7 @@ type collector struct {
 	total   counts    // warm-up included
 }
 
-// counts is what CPU time is divided by.
+// counts are the divisors of CPU time.
 type counts struct{ requests, chunks int }
 
 // totals are sums over good requests.
@@ -106,7 +108,7 @@ func (c *collector) all() counts {
 	return c.total
 }
 
-// tokens is the engine's own count, or the number of chunks if it gives none.
+// tokens returns the engine's count, or the number of chunks if the engine reports none.
 func (s *sample) tokens() int {
 	if s.usage.Completion > 0 {
 		return s.usage.Completion
@@ -122,3 +124,60 @@ func (s *sample) tpot() (time.Duration, bool) {
 	}
 	return s.last.Sub(s.first) / time.Duration(n-1), true
 }
+
+// times holds measured durations: all of them up to limit, then a uniform sample of that size (algorithm R).
+// Sum, count and maximum stay exact.
+type times struct {
+	r     *rand.Rand
+	limit int
+	kept  []time.Duration
+	n     int
+	sum   float64
+	max   time.Duration
+}
+
+func (t *times) add(d time.Duration) {
+	t.n++
+	t.sum += float64(d)
+	t.max = max(t.max, d)
+	if len(t.kept) < t.limit {
+		t.kept = append(t.kept, d)
+		return
+	}
+	if i := t.r.IntN(t.n); i < t.limit {
+		t.kept[i] = d
+	}
+}
+
+// Percentiles of a quantity, in milliseconds. The p-th is the value of rank ⌊p·(n−1)⌋ in ascending order.
+type Percentiles struct {
+	Count int     `json:"count"`
+	Mean  float64 `json:"mean_ms"`
+	P50   float64 `json:"p50_ms"`
+	P90   float64 `json:"p90_ms"`
+	P95   float64 `json:"p95_ms"`
+	P99   float64 `json:"p99_ms"`
+	Max   float64 `json:"max_ms"`
+}
+
+// percentiles sorts the kept durations; nil if there are none.
+func (t *times) percentiles() *Percentiles {
+	if t.n == 0 {
+		return nil
+	}
+	slices.Sort(t.kept)
+	return &Percentiles{
+		Count: t.n, Mean: toMillis(time.Duration(t.sum / float64(t.n))),
+		P50: toMillis(rankOfShare(t.kept, 0.5)), P90: toMillis(rankOfShare(t.kept, 0.9)),
+		P95: toMillis(rankOfShare(t.kept, 0.95)),
+		P99: toMillis(rankOfShare(t.kept, 0.99)), Max: toMillis(t.max),
+	}
+}
+
+// rankOfShare returns the value of rank ⌊p·(n−1)⌋ of sorted, which is not empty.
+func rankOfShare(sorted []time.Duration, p float64) time.Duration {
+	return sorted[int(math.Floor(p*float64(len(sorted)-1)))]
+}
+
+// toMillis returns d in milliseconds, rounded to the microsecond.
+func toMillis(d time.Duration) float64 { return math.Round(float64(d)/1e3) / 1e3 }

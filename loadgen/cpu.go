@@ -9,20 +9,20 @@ import (
 	"time"
 )
 
-// clockTick is the unit of /proc/PID/stat: USER_HZ is 100 on every Linux that Go runs on.
+// clockTick is the unit of /proc/PID/stat: USER_HZ is 100 on every Linux that Go supports.
 const clockTick = 10 * time.Millisecond
 
 var errStat = errors.New("not a line of /proc/PID/stat")
 
-// CPU is processor time of the watched processes, without children, over a run with its warm-up.
+// CPU is the processor time of the watched processes, without children, during a run and its warm-up.
 type CPU struct {
 	Seconds      float64 `json:"seconds"`
 	Cores        float64 `json:"cores"`          // mean number of busy cores
-	UsPerRequest float64 `json:"us_per_request"` // all time over all requests
-	UsPerChunk   float64 `json:"us_per_chunk"`   // all time over all chunks; 0 if there were none
+	UsPerRequest float64 `json:"us_per_request"` // total time over all requests
+	UsPerChunk   float64 `json:"us_per_chunk"`   // total time over all chunks; 0 without chunks
 }
 
-// String is one line.
+// String returns one line.
 func (c *CPU) String() string {
 	line := fmt.Sprintf("CPU %.2f s (%.2f cores), %.1f µs per request", c.Seconds, c.Cores, c.UsPerRequest)
 	if c.UsPerChunk > 0 {
@@ -31,14 +31,14 @@ func (c *CPU) String() string {
 	return line
 }
 
-// reading is processor time so far; not ok if there is nothing to read.
-type reading struct {
+// cpuReading is the processor time so far; ok is false if it could not be read.
+type cpuReading struct {
 	used time.Duration
 	ok   bool
 }
 
-// charge divides the time between two readings over what was done; nil if one of them failed.
-func charge(before, after reading, wall time.Duration, done counts) *CPU {
+// chargeCPU divides the time between two readings by the work done; nil if a reading failed.
+func chargeCPU(before, after cpuReading, wall time.Duration, done counts) *CPU {
 	used := after.used - before.used
 	if !before.ok || !after.ok || used < 0 || wall <= 0 || done.requests == 0 {
 		return nil
@@ -51,25 +51,25 @@ func charge(before, after reading, wall time.Duration, done counts) *CPU {
 	return c
 }
 
-// cpuTime is the processor time of pids so far.
-func cpuTime(pids []int) reading {
+// cpuTime returns the processor time of pids so far.
+func cpuTime(pids []int) cpuReading {
 	var sum time.Duration
 	for _, pid := range pids {
 		text, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
 		if err != nil {
-			return reading{}
+			return cpuReading{}
 		}
 		used, err := parseStat(text)
 		if err != nil {
-			return reading{}
+			return cpuReading{}
 		}
 		sum += used
 	}
-	return reading{sum, len(pids) > 0}
+	return cpuReading{sum, len(pids) > 0}
 }
 
-// parseStat reads user and system time (fields 14 and 15) of a stat line. The command in field 2 may hold blanks and
-// brackets, so fields count from the last closing bracket.
+// parseStat reads user and system time (fields 14 and 15) of a stat line. The command in field 2 may hold
+// blanks and brackets, so fields count from the last closing bracket.
 func parseStat(text []byte) (time.Duration, error) {
 	const user, system = 11, 12 // behind the command
 	fields := bytes.Fields(text[bytes.LastIndexByte(text, ')')+1:])

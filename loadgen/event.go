@@ -6,18 +6,22 @@ import (
 	"errors"
 )
 
-// errEventTooLong ends a stream whose event does not come to an end.
+// errEventTooLong ends a stream with an event over maxEvent bytes.
 var errEventTooLong = errors.New("an event of the stream is longer than 4 MiB")
 
 const maxEvent = 4 << 20
 
-// splitter cuts a stream of server-sent events into its data lines, however the bytes are split over reads. A line may
-// end in \n or \r\n; lines that are not data are skipped, and events of one data line are all that engines send.
+// splitter splits a stream of server-sent events into its data lines, independent of the boundaries of reads.
+//
+//	A line ends in \
+//	 or \\r\
+//
+// . It skips lines without data, and expects one data line per event, as engines send them.
 type splitter struct {
-	rest []byte // an unfinished line
+	rest []byte // the unfinished line
 }
 
-// feed calls line for the data of each line that ends in p. data is valid during the call only.
+// feed calls line with the data of each line that ends in p. data is valid only during the call.
 func (s *splitter) feed(p []byte, line func(data []byte)) error {
 	for {
 		i := bytes.IndexByte(p, '\n')
@@ -29,7 +33,7 @@ func (s *splitter) feed(p []byte, line func(data []byte)) error {
 			s.rest = append(s.rest, whole...)
 			whole = s.rest
 		}
-		if data, ok := dataOf(whole); ok {
+		if data, ok := parseDataLine(whole); ok {
 			line(data)
 		}
 		s.rest = s.rest[:0]
@@ -42,8 +46,8 @@ func (s *splitter) feed(p []byte, line func(data []byte)) error {
 	return nil
 }
 
-// dataOf is the payload of a data line.
-func dataOf(line []byte) ([]byte, bool) {
+// parseDataLine returns the payload of a data line.
+func parseDataLine(line []byte) ([]byte, bool) {
 	data, ok := bytes.CutPrefix(line, []byte("data:"))
 	if !ok {
 		return nil, false
@@ -51,17 +55,17 @@ func dataOf(line []byte) ([]byte, bool) {
 	return bytes.TrimSpace(data), true
 }
 
-// eventKind is what an event means for the measurement.
+// eventKind classifies an event for the measurement.
 type eventKind uint8
 
 const (
-	tokenEvent  eventKind = iota // output, perhaps an empty delta (which is a token with nothing to show)
+	tokenEvent  eventKind = iota // output; an empty delta is a token without text
 	roleEvent                    // opens an answer of the chat route before any token
 	usageEvent                   // closes the stream with counts and no choice
-	errorEvent                   // the request failed in mid-stream
-	doneEvent                    // [DONE]: proves nothing by itself
+	errorEvent                   // the request failed within the stream
+	doneEvent                    // [DONE]; it does not prove that the answer is complete
 	finishEvent                  // the last token of a choice, with its finish_reason
-	abortEvent                   // the engine gave the request up
+	abortEvent                   // the engine aborted the request
 )
 
 var (
@@ -73,39 +77,43 @@ var (
 	contentKey = []byte(`"content"`)
 )
 
-// classify looks at an event without decoding it, for the sake of speed at hundreds of thousands of events per second.
-// Strings inside a delta have their quotes escaped, so the patterns match keys only; engines write JSON with spaces or without.
+// classify classifies an event without decoding it, because a run has hundreds of thousands of events per
+// second. Strings inside a delta have their quotes escaped, so the patterns match keys only. Engines write
+// JSON with spaces or without.
 func classify(data []byte) eventKind {
 	switch {
 	case bytes.Equal(data, []byte("[DONE]")):
 		return doneEvent
 	case len(data) > 0 && data[0] == '{' && bytes.HasPrefix(bytes.TrimLeft(data[1:], " "), errorKey):
 		return errorEvent
-	case has(data, finishKey, `"`):
-		if has(data, finishKey, `"abort"`) {
+	case hasMember(data, finishKey, `"`):
+		if hasMember(data, finishKey, `"abort"`) {
 			return abortEvent
 		}
 		return finishEvent
-	case has(data, usageKey, "{") && has(data, choicesKey, "[]"):
+	case hasMember(data, usageKey, "{") && hasMember(data, choicesKey, "[]"):
 		return usageEvent
-	case has(data, roleKey, `"`) && !hasContent(data):
+	case hasMember(data, roleKey, `"`) && !hasContent(data):
 		return roleEvent
 	default:
 		return tokenEvent
 	}
 }
 
-// hasContent says whether a delta carries text.
+// hasContent reports whether a delta has text.
 func hasContent(data []byte) bool {
-	value := valueOf(data, contentKey, `"`)
+	value := findValue(data, contentKey, `"`)
 	return len(value) > 1 && value[1] != '"'
 }
 
-// has says whether some member key has a value that begins so.
-func has(data, key []byte, beginning string) bool { return valueOf(data, key, beginning) != nil }
+// hasMember reports whether a member with this key has a value that starts with beginning.
+func hasMember(data, key []byte, beginning string) bool {
+	return findValue(data, key, beginning) != nil
+}
 
-// valueOf is data from the first value of a member key on that begins so; nil if there is none.
-func valueOf(data, key []byte, beginning string) []byte {
+// findValue returns data from the first value of a member with this key that starts with beginning; nil if
+// there is none.
+func findValue(data, key []byte, beginning string) []byte {
 	for {
 		i := bytes.Index(data, key)
 		if i < 0 {
@@ -119,8 +127,8 @@ func valueOf(data, key []byte, beginning string) []byte {
 	}
 }
 
-// deltaOf is the text that an event of the chat route adds to the first choice.
-func deltaOf(data []byte) string {
+// parseDelta returns the text that an event of the chat route adds to the first choice.
+func parseDelta(data []byte) string {
 	var body struct {
 		Choices []struct {
 			Index int `json:"index"`
@@ -135,7 +143,7 @@ func deltaOf(data []byte) string {
 	return body.Choices[0].Delta.Content
 }
 
-// usage is what an answer says about its tokens.
+// usage is an answer's count of tokens.
 type usage struct {
 	Prompt     int `json:"prompt_tokens"`
 	Completion int `json:"completion_tokens"`
@@ -144,8 +152,8 @@ type usage struct {
 	} `json:"prompt_tokens_details"`
 }
 
-// usageOf decodes the usage of an answer or a chunk; the zero value if there is none.
-func usageOf(data []byte) usage {
+// parseUsage decodes the usage of an answer or a chunk; the zero value if there is none.
+func parseUsage(data []byte) usage {
 	var body struct {
 		Usage *usage `json:"usage"`
 	}

@@ -10,11 +10,12 @@ import (
 	"time"
 )
 
-// OverheadRuns is how often RunOverhead repeats the comparison: a median of five withstands two disturbed runs.
-const OverheadRuns = 5
+// overheadRuns is the number of repetitions: a median of five tolerates two disturbed runs.
+const overheadRuns = 5
 
-// Overhead is what a proxy adds, as clients see it: both ways are measured in turns in the same runs, so that noise of the
-// machine meets both alike. Times are milliseconds from the send to the first token (streams) or to the end (whole answers).
+// Overhead is the latency that a proxy adds, as clients see it. Each run measures both ways in turns, so that
+// noise of the machine affects both. Times are milliseconds from the send to the first token (streams) or to
+// the end (whole answers).
 type Overhead struct {
 	APIVersion string `json:"apiVersion"`
 	Kind       string `json:"kind"` // BenchOverhead
@@ -26,7 +27,8 @@ type Overhead struct {
 	AddedP99 float64 `json:"added_p99_ms"` // the same of p99
 
 	Runs []OverheadRun `json:"runs"`
-	// CPU of proxied.PIDs over the proxied requests, and of direct.PIDs over all requests.
+	// CPU is the time of proxied.PIDs over the proxied requests, DirectCPU that of direct.PIDs over all
+	// requests.
 	CPU       *CPU `json:"cpu,omitempty"`
 	DirectCPU *CPU `json:"direct_cpu,omitempty"`
 }
@@ -40,12 +42,13 @@ type OverheadRun struct {
 	Errors   map[string]int `json:"errors,omitempty"` // "direct KIND" and "proxied KIND"
 }
 
-// complete says that the run measured both sides.
+// complete reports whether the run measured both sides.
 func (r OverheadRun) complete() bool { return r.Direct != nil && r.Proxied != nil }
 
-// RunOverhead sends the load of proxied in turns to direct and to proxied, OverheadRuns times. Of direct only URL, Model,
-// APIKey and PIDs are used; rate, concurrency, Requests and Duration hold per run and for both sides together, Warmup for
-// the first run. If ctx ends, the error is its cause and the result covers the complete runs (nil if there is none).
+// RunOverhead sends the load of proxied in turns to direct and to proxied, overheadRuns times. Of direct it
+// uses only URL, Model, APIKey and PIDs. Rate, concurrency, Requests and Duration apply per run to both sides
+// together, Warmup to the first run. If ctx ends, the error is its cause and the result covers the complete
+// runs (nil if there is none).
 func RunOverhead(ctx context.Context, direct, proxied Config) (*Overhead, error) {
 	shape := proxied
 	shape.URL, shape.Model, shape.APIKey, shape.PIDs = direct.URL, direct.Model, direct.APIKey, direct.PIDs
@@ -64,7 +67,7 @@ func RunOverhead(ctx context.Context, direct, proxied Config) (*Overhead, error)
 		return nil, err
 	}
 	defer x.close()
-	p := &pair{direct: d.do, proxied: x.do, directCfg: d.cfg, cfg: x.cfg, nap: exactSleep}
+	p := &pair{direct: d.do, proxied: x.do, directCfg: d.cfg, cfg: x.cfg, sleep: exactSleep}
 	return p.compare(ctx)
 }
 
@@ -72,11 +75,12 @@ func RunOverhead(ctx context.Context, direct, proxied Config) (*Overhead, error)
 type pair struct {
 	direct, proxied sender
 	directCfg, cfg  Config
-	nap             func(time.Duration)
+	sleep           func(time.Duration)
 }
 
-// do sends one of two consecutive numbers to each side. Which one goes first alternates in a pattern without a short
-// period (the parity of the bits of the pair's number), so that no rhythm of the machine falls on one side.
+// do sends one of two consecutive numbers to each side. The side that goes first alternates in a pattern
+// without a short period (the parity of the bits of the pair's number), so that no periodic load of the
+// machine affects one side only.
 func (p *pair) do(ctx context.Context, n uint64, intended time.Time) *sample {
 	proxied := (n+parity(n/2))%2 == 0
 	send := p.direct
@@ -97,14 +101,16 @@ func parity(n uint64) uint64 {
 }
 
 func (p *pair) compare(ctx context.Context) (*Overhead, error) {
-	out := &Overhead{APIVersion: APIVersion, Kind: "BenchOverhead", Direct: p.directCfg.URL, Proxied: p.cfg.URL}
+	out := &Overhead{
+		APIVersion: APIVersion, Kind: "BenchOverhead", Direct: p.directCfg.URL, Proxied: p.cfg.URL,
+	}
 	before, directBefore, began := cpuTime(p.cfg.PIDs), cpuTime(p.directCfg.PIDs), time.Now()
 	var proxied, all counts
 	var first uint64
 	cfg := p.cfg
-	for range OverheadRuns {
+	for range overheadRuns {
 		done := newSides()
-		r := &run{cfg: cfg, do: p.do, keep: done.add, nap: p.nap, started: time.Now()}
+		r := &run{cfg: cfg, do: p.do, record: done.add, sleep: p.sleep, started: time.Now()}
 		r.number.Store(first)
 		r.drive(ctx)
 		if err := context.Cause(ctx); err != nil {
@@ -118,8 +124,8 @@ func (p *pair) compare(ctx context.Context) (*Overhead, error) {
 		return nil, context.Cause(ctx)
 	}
 	wall := time.Since(began)
-	out.CPU = charge(before, cpuTime(p.cfg.PIDs), wall, proxied)
-	out.DirectCPU = charge(directBefore, cpuTime(p.directCfg.PIDs), wall, all)
+	out.CPU = chargeCPU(before, cpuTime(p.cfg.PIDs), wall, proxied)
+	out.DirectCPU = chargeCPU(directBefore, cpuTime(p.directCfg.PIDs), wall, all)
 	out.AddedP50 = medianOf(out.Runs, func(r OverheadRun) float64 { return r.AddedP50 })
 	out.AddedP99 = medianOf(out.Runs, func(r OverheadRun) float64 { return r.AddedP99 })
 	return out, context.Cause(ctx)
@@ -127,7 +133,7 @@ func (p *pair) compare(ctx context.Context) (*Overhead, error) {
 
 func (c counts) plus(o counts) counts { return counts{c.requests + o.requests, c.chunks + o.chunks} }
 
-// sides keeps the samples of one run apart.
+// sides collects the samples of one run for each side.
 type sides struct {
 	mu              sync.Mutex
 	direct, proxied counts // warm-up included
@@ -135,7 +141,9 @@ type sides struct {
 }
 
 func newSides() *sides {
-	return &sides{times: map[bool]*collector{false: newCollector(Config{}), true: newCollector(Config{Seed: 1})}}
+	return &sides{
+		times: map[bool]*collector{false: newCollector(Config{}), true: newCollector(Config{Seed: 1})},
+	}
 }
 
 func (s *sides) add(x *sample, measured bool) {
@@ -146,12 +154,14 @@ func (s *sides) add(x *sample, measured bool) {
 	}
 	*side = side.plus(counts{1, x.chunks})
 	s.mu.Unlock()
-	x.intended = x.sent // what the client adds is no part of the comparison
+	x.intended = x.sent // the client's own delay is not part of the comparison
 	s.times[x.proxied].add(x, measured)
 }
 
 func (s *sides) result() OverheadRun {
-	r := OverheadRun{Direct: s.times[false].answered(), Proxied: s.times[true].answered(), Errors: map[string]int{}}
+	r := OverheadRun{
+		Direct: s.times[false].answered(), Proxied: s.times[true].answered(), Errors: map[string]int{},
+	}
 	if r.Direct != nil && r.Proxied != nil {
 		r.AddedP50, r.AddedP99 = r.Proxied.P50-r.Direct.P50, r.Proxied.P99-r.Direct.P99
 	}
@@ -163,7 +173,7 @@ func (s *sides) result() OverheadRun {
 	return r
 }
 
-// answered is the time to the first token, or to the end where answers are whole.
+// answered returns the times to the first token, or to the end for whole answers.
 func (c *collector) answered() *Percentiles {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -173,7 +183,7 @@ func (c *collector) answered() *Percentiles {
 	return c.e2e.percentiles()
 }
 
-// medianOf is the middle value over the runs that measured both sides.
+// medianOf returns the median over the runs that measured both sides.
 func medianOf(runs []OverheadRun, of func(OverheadRun) float64) float64 {
 	var values []float64
 	for _, r := range runs {
@@ -188,10 +198,11 @@ func medianOf(runs []OverheadRun, of func(OverheadRun) float64) float64 {
 	return values[(len(values)-1)/2]
 }
 
-// WriteTable writes o for people.
+// WriteTable writes o as a table.
 func (o *Overhead) WriteTable(w io.Writer) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
-	p := func(format string, args ...any) { _, _ = fmt.Fprintf(t, format, args...) } // tabwriter reports at Flush
+	// tabwriter returns errors at Flush
+	p := func(format string, args ...any) { _, _ = fmt.Fprintf(t, format, args...) }
 	p("%s against %s, in turns, %d runs\n", o.Proxied, o.Direct, len(o.Runs))
 	if slices.ContainsFunc(o.Runs, OverheadRun.complete) {
 		p("added latency: p50 %+.3f ms, p99 %+.3f ms (medians of the runs)\n\n", o.AddedP50, o.AddedP99)
@@ -201,11 +212,12 @@ func (o *Overhead) WriteTable(w io.Writer) error {
 	p("run\tdirect p50\tproxied p50\tadded\tdirect p99\tproxied p99\tadded\trequests\t\n")
 	for i, r := range o.Runs {
 		if !r.complete() {
-			p("%d\tno good answers%s\t\n", i+1, kinds(r.Errors))
+			p("%d\tno good answers%s\t\n", i+1, formatErrorKinds(r.Errors))
 			continue
 		}
 		p("%d\t%.3f\t%.3f\t%+.3f\t%.3f\t%.3f\t%+.3f\t%d%s\t\n", i+1, r.Direct.P50, r.Proxied.P50, r.AddedP50,
-			r.Direct.P99, r.Proxied.P99, r.AddedP99, r.Direct.Count+r.Proxied.Count, kinds(r.Errors))
+			r.Direct.P99, r.Proxied.P99, r.AddedP99, r.Direct.Count+r.Proxied.Count,
+			formatErrorKinds(r.Errors))
 	}
 	if o.CPU != nil {
 		p("\nproxy: %s\n", o.CPU)

@@ -14,8 +14,8 @@ import (
 // APIVersion of the JSON forms of Report and Overhead.
 const APIVersion = "dpserve/v1"
 
-// Report is what the clients of a run saw. Times are milliseconds. An open loop measures from the intended send time, so
-// that a slow server cannot hide behind a late client.
+// Report holds the results of a run. Times are milliseconds. An open loop measures from the intended send
+// time, so that a late client does not hide a slow server.
 type Report struct {
 	APIVersion string `json:"apiVersion"`
 	Kind       string `json:"kind"` // BenchReport
@@ -32,39 +32,43 @@ type Report struct {
 	MaxTokens   int      `json:"max_tokens"`
 	Seed        uint64   `json:"seed"`
 
-	DurationS float64        `json:"duration_s"` // start of the measurement to the end of its last request
-	Offered   int            `json:"offered"`    // measured requests
+	// from the start of the measurement to the end of its last request
+	DurationS float64        `json:"duration_s"`
+	Offered   int            `json:"offered"` // measured requests
 	OK        int            `json:"ok"`
 	Failed    int            `json:"failed"`
 	Errors    map[string]int `json:"errors,omitempty"` // by kind
 
-	RequestsPerS     float64 `json:"requests_per_s"` // good ones
+	RequestsPerS     float64 `json:"requests_per_s"` // good requests
 	OutputTokensPerS float64 `json:"output_tokens_per_s"`
 	PromptTokens     int     `json:"prompt_tokens"` // as the engine counts them, of good requests
 	OutputTokens     int     `json:"output_tokens"`
 	CachedTokens     int     `json:"cached_tokens"`
 	HitShare         float64 `json:"hit_share"` // cached over prompt tokens, 0 to 1
 
-	TTFT *Percentiles `json:"ttft,omitempty"` // first token; streams only
+	TTFT *Percentiles `json:"ttft,omitempty"` // time to the first token; streams only
 	ITL  *Percentiles `json:"itl,omitempty"`  // every gap between chunks; chunks of one read have a gap of 0
 	TPOT *Percentiles `json:"tpot,omitempty"` // (last − first) / (tokens − 1) per request
 	E2E  *Percentiles `json:"e2e,omitempty"`
-	Lag  *Percentiles `json:"send_lag,omitempty"` // how late the client sent; large values mean the client is the bottleneck
+	// delay of the client's sends; large values mean that the client is the bottleneck
+	Lag *Percentiles `json:"send_lag,omitempty"`
 
-	Goodput  Goodput        `json:"goodput"`
-	Ranks    map[string]int `json:"ranks,omitempty"`    // answers per app/group/rank, where the server names it
-	Busiest  float64        `json:"max_mean,omitempty"` // answers of the busiest of these ranks over their mean; one that never answered is not among them
+	Goodput Goodput `json:"goodput"`
+	// answers per app/group/rank, if the server names the rank
+	Ranks map[string]int `json:"ranks,omitempty"`
+	// answers of the busiest rank over the mean of the ranks that answered
+	Busiest  float64        `json:"max_mean,omitempty"`
 	Sessions *SessionReport `json:"sessions,omitempty"` // of RunSessions
 	CPU      *CPU           `json:"cpu,omitempty"`
 }
 
-// SessionReport is what a run of sessions has beside its requests: what was played, and what a perfect cache would have made of
-// the same prompts (see oracle).
+// SessionReport holds the results that only sessions have: their number, and the hits that an unlimited cache
+// would have had for the same prompts (see oracle).
 type SessionReport struct {
 	Sessions      int     `json:"sessions"` // asked for
 	Turns         int     `json:"turns"`
 	SystemPrompts int     `json:"system_prompts"`
-	SystemTokens  int     `json:"system_tokens"` // of 4 bytes, as the next ones
+	SystemTokens  int     `json:"system_tokens"` // tokens of 4 bytes, as in the next fields
 	TurnTokens    int     `json:"turn_tokens"`
 	ThinkMs       float64 `json:"think_ms"`
 	LongShare     float64 `json:"long_share,omitempty"`
@@ -74,12 +78,14 @@ type SessionReport struct {
 	Whole int `json:"whole"` // played to the last turn
 	Cut   int `json:"cut"`   // ended by a failed turn
 
-	ReusableTokens int     `json:"reusable_tokens"` // prompt tokens of good requests that a cache without limit holds
-	OracleShare    float64 `json:"oracle_share"`    // of the prompt tokens, 0 to 1: the bound of HitShare
-	OfOracle       float64 `json:"of_oracle"`       // cached over reusable tokens; above 1 if engines were warm before
+	// prompt tokens of good requests that an unlimited cache holds
+	ReusableTokens int     `json:"reusable_tokens"`
+	OracleShare    float64 `json:"oracle_share"` // of the prompt tokens, 0 to 1: the bound of HitShare
+	// cached over reusable tokens; above 1 if engines were warm before
+	OfOracle float64 `json:"of_oracle"`
 }
 
-// Goodput counts requests that met both limits; failed ones count against it.
+// Goodput counts requests that met both limits. Failed requests did not.
 type Goodput struct {
 	TTFTMs float64 `json:"slo_ttft_ms"`
 	TPOTMs float64 `json:"slo_tpot_ms"`
@@ -92,12 +98,15 @@ func (c *collector) report(cfg Config, start time.Time) *Report {
 	defer c.mu.Unlock()
 	r := &Report{
 		APIVersion: APIVersion, Kind: "BenchReport",
-		URL: cfg.URL, Model: cfg.Model, Route: cfg.Route, Stream: cfg.Stream, Mode: cfg.Mode, Concurrency: cfg.Concurrency,
+		URL: cfg.URL, Model: cfg.Model, Route: cfg.Route, Stream: cfg.Stream, Mode: cfg.Mode,
+		Concurrency: cfg.Concurrency,
 		PromptBytes: cfg.PromptBytes, MaxTokens: cfg.MaxTokens, Seed: cfg.Seed,
-		Offered: c.offered, OK: c.ok, Failed: c.offered - c.ok, Errors: maps.Clone(c.errors), Ranks: maps.Clone(c.ranks),
+		Offered: c.offered, OK: c.ok, Failed: c.offered - c.ok, Errors: maps.Clone(c.errors),
+		Ranks:        maps.Clone(c.ranks),
 		PromptTokens: c.usage.prompt, OutputTokens: c.usage.completion, CachedTokens: c.usage.cached,
-		TTFT: c.ttft.percentiles(), ITL: c.itl.percentiles(), TPOT: c.tpot.percentiles(), E2E: c.e2e.percentiles(),
-		Goodput: Goodput{TTFTMs: ms(cfg.SLO.TTFT), TPOTMs: ms(cfg.SLO.TPOT)},
+		TTFT: c.ttft.percentiles(), ITL: c.itl.percentiles(), TPOT: c.tpot.percentiles(),
+		E2E:     c.e2e.percentiles(),
+		Goodput: Goodput{TTFTMs: toMillis(cfg.SLO.TTFT), TPOTMs: toMillis(cfg.SLO.TPOT)},
 	}
 	if cfg.Mode == Open {
 		r.Rate, r.Arrivals, r.Lag = cfg.Rate, cfg.Arrivals, c.lag.percentiles()
@@ -118,7 +127,7 @@ func (c *collector) report(cfg Config, start time.Time) *Report {
 	return r
 }
 
-// maxOverMean is the largest count over the mean; 0 without counts.
+// maxOverMean returns the largest count over the mean; 0 without counts.
 func maxOverMean(counts map[string]int) float64 {
 	var most, sum int
 	for _, n := range counts {
@@ -130,22 +139,32 @@ func maxOverMean(counts map[string]int) float64 {
 	return float64(most*len(counts)) / float64(sum)
 }
 
-// WriteTable writes r for people.
+// WriteTable writes r as a table.
 func (r *Report) WriteTable(w io.Writer) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
-	p := func(format string, args ...any) { _, _ = fmt.Fprintf(t, format, args...) } // tabwriter reports at Flush
+	// tabwriter returns errors at Flush
+	p := func(format string, args ...any) { _, _ = fmt.Fprintf(t, format, args...) }
 	p("%s\n", r.headline())
-	p("%d requests in %.1f s: %d ok, %d failed%s\n", r.Offered, r.DurationS, r.OK, r.Failed, kinds(r.Errors))
+	p("%d requests in %.1f s: %d ok, %d failed%s\n", r.Offered, r.DurationS, r.OK, r.Failed,
+		formatErrorKinds(r.Errors))
 	p("%.1f requests/s, %.0f output tokens/s\n", r.RequestsPerS, r.OutputTokensPerS)
-	p("goodput %.1f %% (TTFT ≤ %g ms, TPOT ≤ %g ms), %.1f requests/s\n\n", 100*r.Goodput.Share, r.Goodput.TTFTMs, r.Goodput.TPOTMs, r.Goodput.PerS)
+	p("goodput %.1f %% (TTFT ≤ %g ms, TPOT ≤ %g ms), %.1f requests/s\n\n", 100*r.Goodput.Share,
+		r.Goodput.TTFTMs, r.Goodput.TPOTMs, r.Goodput.PerS)
 	r.writeCache(p)
 	p("ms\tmean\tp50\tp90\tp95\tp99\tmax\tcount\t\n")
 	for _, row := range []struct {
 		name string
 		v    *Percentiles
-	}{{"first token", r.TTFT}, {"between tokens", r.ITL}, {"per output token", r.TPOT}, {"end to end", r.E2E}, {"send lag", r.Lag}} {
+	}{
+		{"first token", r.TTFT},
+		{"between tokens", r.ITL},
+		{"per output token", r.TPOT},
+		{"end to end", r.E2E},
+		{"send lag", r.Lag},
+	} {
 		if v := row.v; v != nil {
-			p("%s\t%.2f\t%.2f\t%.2f\t%.2f\t%.2f\t%.2f\t%d\t\n", row.name, v.Mean, v.P50, v.P90, v.P95, v.P99, v.Max, v.Count)
+			p("%s\t%.2f\t%.2f\t%.2f\t%.2f\t%.2f\t%.2f\t%d\t\n", row.name, v.Mean, v.P50, v.P90, v.P95, v.P99,
+				v.Max, v.Count)
 		}
 	}
 	r.writeRanks(p)
@@ -158,7 +177,7 @@ func (r *Report) WriteTable(w io.Writer) error {
 	return nil
 }
 
-// writeCache is one line about cached tokens, and one about what was possible.
+// writeCache writes the share of cached tokens and the share that was possible.
 func (r *Report) writeCache(p func(format string, args ...any)) {
 	if r.CachedTokens > 0 || r.Sessions != nil {
 		p("cached %.1f %% of %d prompt tokens", 100*r.HitShare, r.PromptTokens)
@@ -169,7 +188,7 @@ func (r *Report) writeCache(p func(format string, args ...any)) {
 	}
 }
 
-// writeRanks is a line per rank.
+// writeRanks writes a line per rank.
 func (r *Report) writeRanks(p func(format string, args ...any)) {
 	if len(r.Ranks) == 0 {
 		return
@@ -181,7 +200,7 @@ func (r *Report) writeRanks(p func(format string, args ...any)) {
 	p("busiest over mean\t%.2f\t\n", r.Busiest)
 }
 
-// compareRanks orders app/group/rank with numbers as numbers.
+// compareRanks orders app/group/rank with numeric groups and ranks.
 func compareRanks(a, b string) int {
 	return cmp.Or(cmp.Compare(len(a), len(b)), strings.Compare(a, b))
 }
@@ -192,14 +211,18 @@ func (r *Report) headline() string {
 		load = fmt.Sprintf("open loop, %g requests/s, %s", r.Rate, r.Arrivals)
 	}
 	if s := r.Sessions; s != nil {
-		return fmt.Sprintf("%s, model %s: %d sessions of %d turns, %g/s, %s; %s of %d tokens, %d tokens a message, %g ms between turns, %d tokens an answer",
-			r.URL, r.Model, s.Begun, s.Turns, r.Rate, r.Arrivals, plural(s.SystemPrompts, "system prompt"), s.SystemTokens, s.TurnTokens, s.ThinkMs, r.MaxTokens)
+		return fmt.Sprintf(
+			"%s, model %s: %d sessions of %d turns, %g/s, %s; %s of %d tokens, %d tokens a message, %g ms "+
+				"between turns, %d tokens an answer",
+			r.URL, r.Model, s.Begun, s.Turns, r.Rate, r.Arrivals, plural(s.SystemPrompts,
+				"system prompt"), s.SystemTokens, s.TurnTokens, s.ThinkMs, r.MaxTokens)
 	}
 	stream := "whole answers"
 	if r.Stream {
 		stream = "streams"
 	}
-	return fmt.Sprintf("%s, model %s: %s, %s, %s, %d byte prompts, %d tokens", r.URL, r.Model, load, r.Route, stream, r.PromptBytes, r.MaxTokens)
+	return fmt.Sprintf("%s, model %s: %s, %s, %s, %d byte prompts, %d tokens", r.URL, r.Model, load, r.Route,
+		stream, r.PromptBytes, r.MaxTokens)
 }
 
 func plural(n int, noun string) string {
@@ -209,8 +232,8 @@ func plural(n int, noun string) string {
 	return fmt.Sprintf("%d %s", n, noun)
 }
 
-// kinds lists errors, most frequent first.
-func kinds(errors map[string]int) string {
+// formatErrorKinds lists the kinds of errors, most frequent first.
+func formatErrorKinds(errors map[string]int) string {
 	names := slices.SortedFunc(maps.Keys(errors), func(a, b string) int {
 		if errors[a] != errors[b] {
 			return errors[b] - errors[a]

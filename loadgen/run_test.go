@@ -17,7 +17,7 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// fake is a sender whose answers take a fixed (fake) time.
+// fake is a sender whose answers take a fixed time of the fake clock.
 type fake struct {
 	takes   time.Duration
 	busy    atomic.Int64
@@ -51,7 +51,7 @@ func (f *fake) send(ctx context.Context, n uint64, intended time.Time) *sample {
 func fakeRun(cfg Config, f *fake) (*run, *collector) {
 	cfg = cfg.withDefaults()
 	out := newCollector(cfg)
-	return &run{cfg: cfg, do: f.send, keep: out.add, nap: time.Sleep, started: time.Now()}, out
+	return &run{cfg: cfg, do: f.send, record: out.add, sleep: time.Sleep, started: time.Now()}, out
 }
 
 func TestClosedLoop(t *testing.T) {
@@ -60,13 +60,14 @@ func TestClosedLoop(t *testing.T) {
 		f := &fake{takes: 100 * time.Millisecond}
 		r, out := fakeRun(Config{Concurrency: 4, Duration: time.Second, Warmup: 500 * time.Millisecond}, f)
 		r.drive(t.Context())
-		report := out.report(r.cfg, r.measured())
+		report := out.report(r.cfg, r.measureStart())
 		assert.Equal(t, 40, report.Offered) // 4 clients × 10 answers a second
 		assert.Equal(t, counts{60, 60}, out.all())
 		assert.EqualValues(t, 4, f.busiest.Load())
 		assert.InDelta(t, 1, report.DurationS, 1e-9)
 		assert.InDelta(t, 40, report.RequestsPerS, 1e-9)
-		assert.Equal(t, &Percentiles{Count: 40, Mean: 100, P50: 100, P90: 100, P95: 100, P99: 100, Max: 100}, report.TTFT)
+		assert.Equal(t, &Percentiles{Count: 40, Mean: 100, P50: 100, P90: 100, P95: 100, P99: 100, Max: 100},
+			report.TTFT)
 		assert.Nil(t, report.Lag)
 		assert.Nil(t, report.TPOT)
 	})
@@ -84,15 +85,15 @@ func TestClosedLoopByNumber(t *testing.T) {
 	})
 }
 
-// TestOpenLoopCountsTheWait: a server of one slot that needs 1 s per answer, asked twice a second: latency grows by half
-// a second per request, although each answer takes one.
+// A server with one slot that needs 1 s per answer is asked twice a second: latency grows by half a second
+// per request, although each answer takes one second.
 func TestOpenLoopCountsTheWait(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		f := &fake{takes: time.Second}
 		r, out := fakeRun(Config{Rate: 2, Arrivals: Uniform, Requests: 20, Concurrency: 1}, f)
 		r.drive(t.Context())
-		report := out.report(r.cfg, r.measured())
+		report := out.report(r.cfg, r.measureStart())
 		assert.Equal(t, 20, report.Offered)
 		assert.EqualValues(t, 1, f.busiest.Load())
 		assert.Greater(t, report.TTFT.Max, 9_000.0)
@@ -107,7 +108,7 @@ func TestOpenLoopIsOnTime(t *testing.T) {
 		f := &fake{takes: 10 * time.Second}
 		r, out := fakeRun(Config{Rate: 100, Duration: 2 * time.Second}, f)
 		r.drive(t.Context())
-		report := out.report(r.cfg, r.measured())
+		report := out.report(r.cfg, r.measureStart())
 		assert.Greater(t, report.Offered, 100)
 		assert.EqualValues(t, report.Offered, f.busiest.Load())
 		assert.LessOrEqual(t, report.Lag.Max, 0.001)
@@ -125,7 +126,7 @@ func TestStoppedRunReportsWhatEnded(t *testing.T) {
 			f := &fake{takes: time.Second}
 			r, out := fakeRun(cfg, f)
 			r.drive(ctx)
-			report := out.report(r.cfg, r.measured())
+			report := out.report(r.cfg, r.measureStart())
 			assert.Positive(t, report.OK)
 			assert.Zero(t, report.Failed)
 			assert.Less(t, time.Since(r.started), 4*time.Second)
@@ -158,12 +159,15 @@ func TestPairsAlternate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		direct, proxied := &fake{takes: time.Millisecond}, &fake{takes: 3 * time.Millisecond}
 		cfg := Config{URL: "http://proxied", Concurrency: 1, Requests: 100}.withDefaults()
-		p := &pair{direct: direct.send, proxied: proxied.send, directCfg: Config{URL: "http://direct"}, cfg: cfg, nap: time.Sleep}
+		p := &pair{
+			direct: direct.send, proxied: proxied.send, directCfg: Config{URL: "http://direct"},
+			cfg: cfg, sleep: time.Sleep,
+		}
 		o, err := p.compare(t.Context())
 		require.NoError(t, err)
 		assert.InDelta(t, 2, o.AddedP50, 1e-9)
 		assert.InDelta(t, 2, o.AddedP99, 1e-9)
-		require.Len(t, o.Runs, OverheadRuns)
+		require.Len(t, o.Runs, overheadRuns)
 		for _, r := range o.Runs {
 			assert.InDelta(t, 50, r.Direct.Count, 1)
 			assert.InDelta(t, 50, r.Proxied.Count, 1)
@@ -189,7 +193,8 @@ func TestPercentilesAgainstTheDefinition(t *testing.T) {
 		slices.Sort(values)
 		n := len(values)
 		at := func(percent int) float64 { return float64(values[percent*(n-1)/100]) / 1000 }
-		require.Equal(t, []float64{at(50), at(90), at(95), at(99), at(100)}, []float64{got.P50, got.P90, got.P95, got.P99, got.Max})
+		require.Equal(t, []float64{at(50), at(90), at(95), at(99), at(100)},
+			[]float64{got.P50, got.P90, got.P95, got.P99, got.Max})
 		require.Equal(t, n, got.Count)
 	})
 }
@@ -227,7 +232,8 @@ func TestValidateNamesEverything(t *testing.T) {
 func TestDefaultsAreComplete(t *testing.T) {
 	t.Parallel()
 	assert.Equal(t, Config{
-		Mode: Closed, Arrivals: Poisson, Concurrency: 16, Duration: 10 * time.Second, PromptBytes: 256, MaxTokens: 64, Route: Chat,
+		Mode: Closed, Arrivals: Poisson, Concurrency: 16, Duration: 10 * time.Second, PromptBytes: 256,
+		MaxTokens: 64, Route: Chat,
 		Timeout: 2 * time.Minute, SLO: SLO{2 * time.Second, 50 * time.Millisecond},
 	}, Config{}.withDefaults())
 	assert.Equal(t, 4096, Config{Rate: 1}.withDefaults().Concurrency)

@@ -9,45 +9,51 @@ import (
 	"time"
 )
 
-// Numbers of the random streams of sessions, far from those of single prompts: each session and each system prompt has
-// its own, so that neither the order of answers nor the length of another session changes what is said.
+// Numbers of the random streams of sessions, far from those of single prompts. Each session and each system
+// prompt has its own stream, so that the texts do not depend on the order of answers or the length of other
+// sessions.
 const (
 	systemStream  = 1 << 32
 	sessionStream = 1 << 40
 )
 
-// popularity is the exponent of the skew among system prompts: with 8 of them the first is taken by 39 % of sessions.
+// popularity is the exponent of the skew among system prompts: with 8 of them, 39 % of the sessions take the
+// first.
 const popularity = 2.2
 
-// script holds what all sessions of a run say; equal for equal seeds. Safe for concurrent use.
+// script generates the texts of all sessions of a run; equal seeds give equal texts. Safe for concurrent use.
 type script struct {
-	talk  Conversation
-	texts texts
-	tail  []byte // of a body, behind the messages
-	seed  uint64
-	// systems are the first messages as JSON, systemBytes the length of their texts.
+	conversation Conversation
+	texts        texts
+	tail         []byte // of a body, after the messages
+	seed         uint64
+	// systems are the first messages as JSON; systemBytes is the length of their texts.
 	systems     [][]byte
 	systemBytes int
 }
 
-func newScript(cfg Config, talk Conversation) (*script, error) {
-	tail, err := settingsOf(cfg)
+func newScript(cfg Config, conversation Conversation) (*script, error) {
+	tail, err := encodeSettings(cfg)
 	if err != nil {
 		return nil, err
 	}
-	longest := max(talk.SystemTokens, talk.LongTokens+talk.TurnTokens*maxTurnFactor) * bytesPerToken
-	s := &script{talk: talk, texts: newTexts(cfg.Seed, longest), tail: append([]byte("],"), tail[1:]...), seed: cfg.Seed}
-	if talk.SystemPrompts > 0 {
-		s.systemBytes = talk.SystemTokens * bytesPerToken
+	longest := max(conversation.SystemTokens,
+		conversation.LongTokens+conversation.TurnTokens*maxTurnFactor) * bytesPerToken
+	s := &script{
+		conversation: conversation, texts: newTexts(cfg.Seed, longest),
+		tail: append([]byte("],"), tail[1:]...), seed: cfg.Seed,
 	}
-	for i := range talk.SystemPrompts {
+	if conversation.SystemPrompts > 0 {
+		s.systemBytes = conversation.SystemTokens * bytesPerToken
+	}
+	for i := range conversation.SystemPrompts {
 		r := rand.New(rand.NewPCG(cfg.Seed, systemStream+uint64(i)))
 		s.systems = append(s.systems, message(nil, "system", s.texts.append(nil, r, s.systemBytes)))
 	}
 	return s, nil
 }
 
-// session is one user with the history of the conversation so far. Not safe for concurrent use.
+// session is one user with the conversation's history. Not safe for concurrent use.
 type session struct {
 	s       *script
 	r       *rand.Rand
@@ -58,9 +64,10 @@ type session struct {
 	turn    int    // turns begun
 }
 
-// begin is session number n, from 0, before its first turn.
+// begin returns session number n, from 0, before its first turn.
 func (s *script) begin(n int) *session {
-	x := &session{s: s, r: rand.New(rand.NewPCG(s.seed, sessionStream+uint64(n))), number: n, system: -1} //nolint:gosec // n is never negative
+	r := rand.New(rand.NewPCG(s.seed, sessionStream+uint64(n))) //nolint:gosec // n is never negative
+	x := &session{s: s, r: r, number: n, system: -1}
 	x.history = []byte(`{"messages":[`)
 	if share := x.r.Float64(); len(s.systems) > 0 {
 		x.system = int(float64(len(s.systems)) * math.Pow(share, popularity))
@@ -70,30 +77,30 @@ func (s *script) begin(n int) *session {
 	return x
 }
 
-// id is what x-session-id carries.
+// id returns the value of x-session-id.
 func (x *session) id() string {
 	return "bench-" + strconv.FormatUint(x.s.seed, 10) + "-" + strconv.Itoa(x.number)
 }
 
-// ask is the body of the next turn.
-func (x *session) ask() []byte {
-	tokens := min(0.25+0.75*x.r.ExpFloat64(), maxTurnFactor) * float64(x.s.talk.TurnTokens)
+// nextBody returns the body of the next turn.
+func (x *session) nextBody() []byte {
+	tokens := min(0.25+0.75*x.r.ExpFloat64(), maxTurnFactor) * float64(x.s.conversation.TurnTokens)
 	size := max(1, int(tokens)) * bytesPerToken
-	if x.turn == 0 && x.r.Float64() < x.s.talk.LongShare {
-		size += x.s.talk.LongTokens * bytesPerToken
+	if x.turn == 0 && x.r.Float64() < x.s.conversation.LongShare {
+		size += x.s.conversation.LongTokens * bytesPerToken
 	}
 	x.turn++
-	x.say("user", x.s.texts.append(nil, x.r, size))
+	x.addMessage("user", x.s.texts.append(nil, x.r, size))
 	return append(x.history[:len(x.history):len(x.history)], x.s.tail...)
 }
 
-// maxTurnFactor bounds a message, in multiples of its mean length; 1 of 600,000 is longer.
+// maxTurnFactor bounds the length of a message, in multiples of the mean; it cuts 1 of 600,000.
 const maxTurnFactor = 10
 
-// reply puts the answer into the history.
-func (x *session) reply(text []byte) { x.say("assistant", text) }
+// addAnswer appends the answer to the history.
+func (x *session) addAnswer(text []byte) { x.addMessage("assistant", text) }
 
-func (x *session) say(role string, text []byte) {
+func (x *session) addMessage(role string, text []byte) {
 	if x.history[len(x.history)-1] != '[' {
 		x.history = append(x.history, ',')
 	}
@@ -101,12 +108,12 @@ func (x *session) say(role string, text []byte) {
 	x.bytes += len(text)
 }
 
-// think is the pause before the next turn.
-func (x *session) think() time.Duration {
-	return time.Duration(x.r.ExpFloat64() * float64(x.s.talk.Think))
+// thinkTime returns the pause before the next turn.
+func (x *session) thinkTime() time.Duration {
+	return time.Duration(x.r.ExpFloat64() * float64(x.s.conversation.Think))
 }
 
-// message appends a chat message as JSON. Bytes that are no text become U+FFFD.
+// message appends a chat message as JSON. Invalid UTF-8 becomes U+FFFD.
 func message(dst []byte, role string, text []byte) []byte {
 	content, err := json.Marshal(string(text))
 	if err != nil { // strings always marshal
@@ -116,8 +123,8 @@ func message(dst []byte, role string, text []byte) []byte {
 	return append(append(dst, content...), '}')
 }
 
-// settingsOf is the JSON object of everything in a body but its prompt.
-func settingsOf(cfg Config) ([]byte, error) {
+// encodeSettings returns a request body without its prompt, as a JSON object.
+func encodeSettings(cfg Config) ([]byte, error) {
 	fields := map[string]any{"model": cfg.Model, "max_tokens": cfg.MaxTokens, "stream": cfg.Stream}
 	if cfg.Stream {
 		fields["stream_options"] = map[string]any{"include_usage": true}
@@ -130,4 +137,68 @@ func settingsOf(cfg Config) ([]byte, error) {
 		return nil, fmt.Errorf("build the request: %w", err)
 	}
 	return settings, nil
+}
+
+// prompts makes request bodies of equal shape. Their texts differ from the first words, so that no prefix
+// cache helps, and are equal for equal seeds.
+type prompts struct {
+	head, tail []byte
+	texts      texts
+	size       int
+	seed       uint64
+}
+
+func newPrompts(cfg Config) (*prompts, error) {
+	settings, err := encodeSettings(cfg)
+	if err != nil {
+		return nil, err
+	}
+	p := &prompts{head: []byte(`{"prompt":"`), size: cfg.PromptBytes, seed: cfg.Seed}
+	p.tail = append([]byte(`",`), settings[1:]...)
+	if cfg.Route == Chat {
+		p.head = []byte(`{"messages":[{"role":"user","content":"`)
+		p.tail = append([]byte(`"}],`), settings[1:]...)
+	}
+	p.texts = newTexts(cfg.Seed, cfg.PromptBytes)
+	return p, nil
+}
+
+// body returns the complete body of request n.
+func (p *prompts) body(n uint64) []byte {
+	out := make([]byte, 0, len(p.head)+p.size+len(p.tail))
+	out = p.texts.append(append(out, p.head...), rand.New(rand.NewPCG(p.seed, n)), p.size)
+	return append(out, p.tail...)
+}
+
+// textStream is the number of the text's random stream; single prompts have numbers from 1.
+const textStream = 0
+
+const spareText = 64 << 10 // how far slices of the text may be apart
+
+// texts makes prompt texts: a random tag, then a slice of random words.
+type texts struct{ words []byte }
+
+// newTexts makes texts of up to longest bytes.
+func newTexts(seed uint64, longest int) texts {
+	return texts{randomWords(rand.New(rand.NewPCG(seed, textStream)), longest+spareText)}
+}
+
+// append appends a text of size bytes that r selects. Texts of different draws differ from their first bytes.
+func (t texts) append(dst []byte, r *rand.Rand, size int) []byte {
+	tag := strconv.AppendUint(nil, r.Uint64()>>1, 36)
+	tag = tag[:min(len(tag), size)]
+	from := r.IntN(spareText)
+	return append(append(dst, tag...), t.words[from:from+size-len(tag)]...)
+}
+
+// randomWords returns n bytes of lower-case words.
+func randomWords(r *rand.Rand, n int) []byte {
+	out := make([]byte, n)
+	for i := range out {
+		out[i] = byte('a' + r.IntN(26)) //nolint:gosec // below 128
+		if r.IntN(6) == 0 {
+			out[i] = ' '
+		}
+	}
+	return out
 }

@@ -7,12 +7,13 @@ import (
 	"time"
 )
 
-// RunSessions plays the sessions of talk and reports what their users saw: Run for conversations. Of cfg, Rate and Arrivals
-// are those of sessions (Rate 0: DefaultSessionRate), Concurrency is the most sessions at one time, Duration (0 = no limit) ends the
-// measurement although sessions go on, Warmup is time at the beginning that is not measured; Mode, Requests and the prompt's
-// size are not used. A session whose turn fails ends there, since it has no answer to go on with.
-func RunSessions(ctx context.Context, cfg Config, talk Conversation) (*Report, error) {
-	cfg, err := sessionConfig(cfg, &talk)
+// RunSessions plays the sessions of conversation and reports what their users measured. Of cfg, Rate and
+// Arrivals apply to sessions (Rate 0: defaultSessionRate), Concurrency is the most sessions at one time,
+// Duration (0 = no limit) ends the measurement although sessions continue, Warmup is the time at the start
+// that is not measured. Mode, Requests and the prompt's size are not used. A session ends at a failed turn,
+// because it has no answer to continue with.
+func RunSessions(ctx context.Context, cfg Config, conversation Conversation) (*Report, error) {
+	cfg, err := sessionConfig(cfg, &conversation)
 	if err != nil {
 		return nil, err
 	}
@@ -22,61 +23,66 @@ func RunSessions(ctx context.Context, cfg Config, talk Conversation) (*Report, e
 	}
 	defer c.close()
 	out := newCollector(cfg)
-	p, err := newPlay(cfg, talk, c.turn, out.add)
+	p, err := newSessionRun(cfg, conversation, c.turn, out.add)
 	if err != nil {
 		return nil, err
 	}
-	p.nap, p.started = exactSleep, time.Now()
+	p.sleep, p.started = exactSleep, time.Now()
 	before := cpuTime(cfg.PIDs)
 	p.drive(ctx)
-	report := out.report(cfg, p.measured())
+	report := out.report(cfg, p.measureStart())
 	report.Sessions = p.report(out)
-	report.PromptBytes = 0 // they have many lengths
-	report.CPU = charge(before, cpuTime(cfg.PIDs), time.Since(p.started), out.all())
+	report.PromptBytes = 0 // prompts have many lengths
+	report.CPU = chargeCPU(before, cpuTime(cfg.PIDs), time.Since(p.started), out.all())
 	return report, context.Cause(ctx)
 }
 
-// sessionConfig fills in the defaults of a run of sessions and checks both halves of it.
-func sessionConfig(cfg Config, talk *Conversation) (Config, error) {
-	orDefault(&cfg.Rate, DefaultSessionRate)
+// sessionConfig sets the defaults of a run of sessions and validates cfg and conversation.
+func sessionConfig(cfg Config, conversation *Conversation) (Config, error) {
+	orDefault(&cfg.Rate, defaultSessionRate)
 	duration := cfg.Duration
 	cfg = cfg.withDefaults()
 	cfg.Duration = duration
 	if err := cfg.Validate(); err != nil {
 		return cfg, err
 	}
-	return cfg, talk.validate(&cfg)
+	return cfg, conversation.validate(&cfg)
 }
 
-// turner sends one turn of a session and waits for its end.
-type turner func(ctx context.Context, body []byte, session string, intended time.Time) *sample
+// turnSender sends one turn of a session and waits for its end.
+type turnSender func(ctx context.Context, body []byte, session string, intended time.Time) *sample
 
-// play is a run of sessions in progress.
-type play struct {
-	run    // its sender is not used
+// sessionRun is a run of sessions in progress.
+type sessionRun struct {
+	run    // run.do is not used
 	script *script
 	oracle *oracle
-	turn   turner
+	turn   turnSender
 
 	begun, whole, cut atomic.Int64 // sessions: begun, played to their last turn, ended by a failure
 }
 
-func newPlay(cfg Config, talk Conversation, turn turner, keep func(*sample, bool)) (*play, error) {
-	s, err := newScript(cfg, talk)
+func newSessionRun(cfg Config, conversation Conversation, turn turnSender,
+	record func(*sample, bool),
+) (*sessionRun, error) {
+	s, err := newScript(cfg, conversation)
 	if err != nil {
 		return nil, err
 	}
-	return &play{run: run{cfg: cfg, keep: keep}, script: s, oracle: newOracle(talk.SystemPrompts), turn: turn}, nil
+	return &sessionRun{
+		run: run{cfg: cfg, record: record}, script: s,
+		oracle: newOracle(conversation.SystemPrompts), turn: turn,
+	}, nil
 }
 
-// drive begins sessions at the times of the schedule and waits for the last of them.
-func (p *play) drive(ctx context.Context) {
+// drive starts sessions at the times of the schedule and waits for the last one.
+func (p *sessionRun) drive(ctx context.Context) {
 	var wg sync.WaitGroup
 	slots := make(chan struct{}, p.cfg.Concurrency)
 	plan := newSchedule(p.cfg)
-	for n := range p.script.talk.Sessions {
+	for n := range p.script.conversation.Sessions {
 		at := p.started.Add(plan.next())
-		if p.over(at) || p.waitUntil(ctx, at) != nil || !acquire(ctx, slots) {
+		if p.isOver(at) || p.waitUntil(ctx, at) != nil || !acquire(ctx, slots) {
 			break
 		}
 		wg.Go(func() {
@@ -87,55 +93,56 @@ func (p *play) drive(ctx context.Context) {
 	wg.Wait()
 }
 
-// over says that a turn at t comes after the measurement, so that nobody waits for it.
-func (p *play) over(t time.Time) bool {
-	return p.cfg.Duration > 0 && t.Sub(p.measured()) >= p.cfg.Duration
+// isOver reports whether a turn at t comes after the measurement; such a turn is not sent.
+func (p *sessionRun) isOver(t time.Time) bool {
+	return p.cfg.Duration > 0 && t.Sub(p.measureStart()) >= p.cfg.Duration
 }
 
-// session plays session n, whose user comes at the given time.
-func (p *play) session(ctx context.Context, n int, at time.Time) {
+// session plays session n, whose first turn is due at the given time.
+func (p *sessionRun) session(ctx context.Context, n int, at time.Time) {
 	x := p.script.begin(n)
 	p.begun.Add(1)
-	known := 0 // tokens with which the next prompt begins and that were sent or answered before
+	known := 0 // tokens of the next prompt's prefix that were sent or answered before
 	for {
-		s := p.one(ctx, x, at, &known)
+		s := p.sendOne(ctx, x, at, &known)
 		switch {
 		case s.failure == failureStopped:
 			return
 		case s.failure != "":
 			p.cut.Add(1)
 			return
-		case x.turn >= p.script.talk.Turns:
+		case x.turn >= p.script.conversation.Turns:
 			p.whole.Add(1)
 			return
 		}
-		x.reply(s.answer)
-		if !wait(ctx, x.think()) {
+		x.addAnswer(s.answer)
+		if !sleepOrDone(ctx, x.thinkTime()) {
 			return
 		}
-		if at = time.Now(); p.over(at) {
+		if at = time.Now(); p.isOver(at) {
 			return
 		}
 	}
 }
 
-// one plays a turn. known is what the perfect cache holds of it, brought up to date for the next one.
-func (p *play) one(ctx context.Context, x *session, at time.Time, known *int) *sample {
+// sendOne plays a turn. known is the length of the prefix that an unlimited cache holds; sendOne updates it
+// for the next turn.
+func (p *sessionRun) sendOne(ctx context.Context, x *session, at time.Time, known *int) *sample {
 	first := x.turn == 0
-	body := x.ask()
-	shared := first && p.oracle.knew(x.system)
+	body := x.nextBody()
+	shared := first && p.oracle.markSent(x.system)
 	s := p.turn(ctx, body, x.id(), at)
 	if shared {
 		*known = s.usage.Prompt * p.script.systemBytes / max(1, x.bytes)
 	}
-	s.reusable = reusable(*known, s.usage.Prompt)
+	s.reusable = reusableTokens(*known, s.usage.Prompt)
 	*known = s.usage.Prompt + s.tokens() - 1
-	p.keep(s, !at.Before(p.measured()))
+	p.record(s, !at.Before(p.measureStart()))
 	return s
 }
 
-// wait pauses for d; false if ctx ended first.
-func wait(ctx context.Context, d time.Duration) bool {
+// sleepOrDone pauses for d; it returns false if ctx ended first.
+func sleepOrDone(ctx context.Context, d time.Duration) bool {
 	timer := time.NewTimer(d)
 	defer timer.Stop()
 	select {
@@ -146,15 +153,18 @@ func wait(ctx context.Context, d time.Duration) bool {
 	}
 }
 
-// report is the part that only sessions have.
-func (p *play) report(c *collector) *SessionReport {
+// report returns the part of the report that only sessions have.
+func (p *sessionRun) report(c *collector) *SessionReport {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	talk := &p.script.talk
+	conversation := &p.script.conversation
 	r := &SessionReport{
-		Sessions: talk.Sessions, Turns: talk.Turns, SystemPrompts: talk.SystemPrompts, SystemTokens: talk.SystemTokens,
-		TurnTokens: talk.TurnTokens, ThinkMs: ms(talk.Think), LongShare: talk.LongShare, LongTokens: talk.LongTokens,
-		Begun: int(p.begun.Load()), Whole: int(p.whole.Load()), Cut: int(p.cut.Load()), ReusableTokens: c.usage.reusable,
+		Sessions: conversation.Sessions, Turns: conversation.Turns, SystemPrompts: conversation.SystemPrompts,
+		SystemTokens: conversation.SystemTokens,
+		TurnTokens:   conversation.TurnTokens, ThinkMs: toMillis(conversation.Think),
+		LongShare: conversation.LongShare, LongTokens: conversation.LongTokens,
+		Begun: int(p.begun.Load()), Whole: int(p.whole.Load()), Cut: int(p.cut.Load()),
+		ReusableTokens: c.usage.reusable,
 	}
 	if c.usage.prompt > 0 {
 		r.OracleShare = float64(c.usage.reusable) / float64(c.usage.prompt)
@@ -163,4 +173,39 @@ func (p *play) report(c *collector) *SessionReport {
 		r.OfOracle = float64(c.usage.cached) / float64(c.usage.reusable)
 	}
 	return r
+}
+
+// oracleBlock is the block size of the unlimited cache in tokens: the default of vLLM and dpserve. Engines
+// reuse only whole blocks, so a bound in single tokens would be out of reach.
+const oracleBlock = 16
+
+// oracle computes how much of each prompt one unlimited cache, behind a router that always finds it, would
+// reuse: the longest prefix that was sent before, in whole blocks, at most all but one token. A later turn
+// finds the previous turn's prompt and its answer without the last token, which no engine computes. A first
+// turn finds its system prompt if any session has sent it before. It counts in the tokens that the engine
+// reports; the share of a system prompt in its first prompt is estimated by bytes. It does not know blocks
+// that earlier runs left in the engines.
+type oracle struct {
+	mu   sync.Mutex
+	sent []bool // per system prompt
+}
+
+func newOracle(systemPrompts int) *oracle { return &oracle{sent: make([]bool, systemPrompts)} }
+
+// markSent records a first turn's system prompt (-1 is none) and reports whether it was sent before.
+func (o *oracle) markSent(system int) bool {
+	if system < 0 {
+		return false
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	before := o.sent[system]
+	o.sent[system] = true
+	return before
+}
+
+// reusableTokens returns how many tokens of a prompt the unlimited cache reuses; both arguments are in
+// tokens.
+func reusableTokens(prefix, prompt int) int {
+	return max(0, min(prefix, prompt-1)) / oracleBlock * oracleBlock
 }

@@ -23,7 +23,7 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// ask is a body as an engine reads it.
+// ask is a request body as an engine parses it.
 type ask struct {
 	Stream   bool `json:"stream"`
 	Options  any  `json:"stream_options"`
@@ -33,7 +33,7 @@ type ask struct {
 	} `json:"messages"`
 }
 
-// tokens cuts the messages into tokens of 4 bytes, with one token at either end of each message.
+// tokens splits the messages into tokens of 4 bytes, with one token at each end of a message.
 func (a *ask) tokens() []string {
 	var out []string
 	for _, m := range a.Messages {
@@ -46,7 +46,7 @@ func (a *ask) tokens() []string {
 	return append(out, "<assistant>")
 }
 
-// perfect is a server with one cache without limit, the dumb way: it keeps every prefix of whole blocks.
+// perfect is a server with one unlimited cache in its simplest form: it stores every prefix of whole blocks.
 type perfect struct {
 	mu       sync.Mutex
 	prefixes map[string]bool
@@ -56,7 +56,7 @@ type perfect struct {
 	fail     func(n int) bool
 }
 
-// lookup is the number of cached tokens of a prompt, which then enters the cache as it is sent.
+// lookup returns the number of cached tokens of a prompt and stores the prompt.
 func (e *perfect) lookup(tokens []string) int {
 	hit := 0
 	for i := oracleBlock; i < len(tokens) && e.prefixes[strings.Join(tokens[:i], "|")]; i += oracleBlock {
@@ -93,7 +93,8 @@ func (e *perfect) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	e.store(append(tokens, slices.Repeat([]string{"wörd"[:4]}, answer-1)...))
 	e.mu.Unlock()
 	if e.fail != nil && e.fail(n) {
-		http.Error(w, `{"error":{"message":"secret","type":"x","code":"overloaded"}}`, http.StatusServiceUnavailable)
+		http.Error(w, `{"error":{"message":"secret","type":"x","code":"overloaded"}}`,
+			http.StatusServiceUnavailable)
 		return
 	}
 	w.Header().Set("x-dpserve-app", "demo")
@@ -105,7 +106,8 @@ func (e *perfect) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		say(`{"choices":[{"index":0,"delta":{"content":%q},"finish_reason":null}]}`, "wörd"[:4])
 	}
 	say(`{"choices":[{"index":0,"delta":{"content":""},"finish_reason":"length"}]}`)
-	say(`{"choices":[],"usage":{"prompt_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}}`, len(tokens), answer, cached)
+	say(`{"choices":[],"usage":{"prompt_tokens":%d,"completion_tokens":%d,`+
+		`"prompt_tokens_details":{"cached_tokens":%d}}}`, len(tokens), answer, cached)
 	say("[DONE]")
 }
 
@@ -117,12 +119,15 @@ func newPerfect(t *testing.T) (*perfect, string) {
 	return e, srv.URL
 }
 
-var quickTalk = Conversation{Sessions: 12, Turns: 4, SystemPrompts: 3, SystemTokens: 400, TurnTokens: 60, Think: time.Millisecond}
+var quickTalk = Conversation{
+	Sessions: 12, Turns: 4, SystemPrompts: 3, SystemTokens: 400, TurnTokens: 60, Think: time.Millisecond,
+}
 
 func TestSessionsReachTheOracleOnAPerfectCache(t *testing.T) {
 	t.Parallel()
 	e, url := newPerfect(t)
-	r, err := RunSessions(t.Context(), Config{URL: url, Model: "demo", Rate: 300, Stream: true, Seed: 7}, quickTalk)
+	r, err := RunSessions(t.Context(),
+		Config{URL: url, Model: "demo", Rate: 300, Stream: true, Seed: 7}, quickTalk)
 	require.NoError(t, err)
 	assert.Equal(t, []int{48, 48, 0}, []int{r.Offered, r.OK, r.Failed}, r.Errors)
 	assert.Equal(t, []int{12, 12, 0}, []int{r.Sessions.Begun, r.Sessions.Whole, r.Sessions.Cut})
@@ -139,7 +144,8 @@ func TestSessionsReachTheOracleOnAPerfectCache(t *testing.T) {
 
 	var table bytes.Buffer
 	require.NoError(t, r.WriteTable(&table))
-	assert.Contains(t, table.String(), "12 sessions of 4 turns, 300/s, poisson; 3 system prompts of 400 tokens, 60 tokens a message")
+	assert.Contains(t, table.String(),
+		"12 sessions of 4 turns, 300/s, poisson; 3 system prompts of 400 tokens, 60 tokens a message")
 	assert.Contains(t, table.String(), "a perfect cache holds")
 	assert.Contains(t, table.String(), "demo/0/1        24")
 	text, err := json.Marshal(r)
@@ -148,14 +154,15 @@ func TestSessionsReachTheOracleOnAPerfectCache(t *testing.T) {
 	assert.Contains(t, string(text), `"p95_ms":`)
 }
 
-// TestSessionsSayTheSameForASeed: every body of every turn, whatever the times of the run are.
-func TestSessionsSayTheSameForASeed(t *testing.T) {
+// Every body of every turn is equal, whatever the times of the run are.
+func TestSessionsAreEqualForASeed(t *testing.T) {
 	t.Parallel()
 	run := func(seed uint64, rate float64) map[string]string {
 		e, url := newPerfect(t)
-		talk := quickTalk
-		talk.LongShare, talk.LongTokens = 0.3, 500
-		_, err := RunSessions(t.Context(), Config{URL: url, Model: "demo", Rate: rate, Stream: true, Seed: seed}, talk)
+		conversation := quickTalk
+		conversation.LongShare, conversation.LongTokens = 0.3, 500
+		_, err := RunSessions(t.Context(),
+			Config{URL: url, Model: "demo", Rate: rate, Stream: true, Seed: seed}, conversation)
 		require.NoError(t, err)
 		return e.bodies
 	}
@@ -165,25 +172,28 @@ func TestSessionsSayTheSameForASeed(t *testing.T) {
 	assert.NotEqual(t, first, run(8, 1000))
 }
 
-// TestATurnBeginsWithTheTurnBefore: what a prefix cache lives on.
-func TestATurnBeginsWithTheTurnBefore(t *testing.T) {
+// A prefix cache can only reuse a turn that begins with the previous one.
+func TestATurnStartsWithThePreviousTurn(t *testing.T) {
 	t.Parallel()
 	rapid.Check(t, func(t *rapid.T) {
-		talk := Conversation{
-			Sessions: 1, Turns: 3, SystemPrompts: rapid.IntRange(0, 3).Draw(t, "systems"), SystemTokens: rapid.IntRange(1, 50).Draw(t, "system"),
-			TurnTokens: rapid.IntRange(1, 50).Draw(t, "turn"), LongShare: rapid.SampledFrom([]float64{0, 1}).Draw(t, "share"), LongTokens: 30,
+		conversation := Conversation{
+			Sessions: 1, Turns: 3, SystemPrompts: rapid.IntRange(0, 3).
+					Draw(t, "systems"), SystemTokens: rapid.IntRange(1, 50).Draw(t, "system"),
+			TurnTokens: rapid.IntRange(1, 50).Draw(t, "turn"), LongShare: rapid.SampledFrom([]float64{0, 1}).
+					Draw(t, "share"), LongTokens: 30,
 		}
-		s, err := newScript(Config{Model: "m", Stream: true, Seed: rapid.Uint64().Draw(t, "seed")}, talk)
+		s, err := newScript(Config{Model: "m", Stream: true, Seed: rapid.Uint64().Draw(t, "seed")},
+			conversation)
 		require.NoError(t, err)
 		x := s.begin(rapid.IntRange(0, 1000).Draw(t, "session"))
 		before := []string{}
 		for turn := range 3 {
 			var body ask
-			require.NoError(t, json.Unmarshal(x.ask(), &body))
+			require.NoError(t, json.Unmarshal(x.nextBody(), &body))
 			tokens := body.tokens()
 			require.Equal(t, before, tokens[:len(before)])
 			want := 2*turn + 1
-			if talk.SystemPrompts > 0 {
+			if conversation.SystemPrompts > 0 {
 				want++
 			}
 			require.Len(t, body.Messages, want)
@@ -193,7 +203,7 @@ func TestATurnBeginsWithTheTurnBefore(t *testing.T) {
 			}
 			require.Equal(t, size, x.bytes)
 			answer := rapid.String().Draw(t, "answer")
-			x.reply([]byte(strings.ToValidUTF8(answer, "?")))
+			x.addAnswer([]byte(strings.ToValidUTF8(answer, "?")))
 			before = tokens // with the marker that opens the answer
 		}
 	})
@@ -215,13 +225,18 @@ func TestSystemPromptsAreTakenWithASkew(t *testing.T) {
 func TestOracle(t *testing.T) {
 	t.Parallel()
 	o := newOracle(2)
-	assert.Equal(t, []bool{false, false, true, false, false}, []bool{o.knew(0), o.knew(1), o.knew(1), o.knew(-1), o.knew(-1)})
-	for _, c := range [][3]int{{0, 100, 0}, {15, 100, 0}, {16, 100, 16}, {100, 100, 96}, {96, 96, 80}, {500, 97, 96}, {-1, 0, 0}, {50, 0, 0}} {
-		assert.Equal(t, c[2], reusable(c[0], c[1]), "%v", c)
+	assert.Equal(t, []bool{false, false, true, false, false},
+		[]bool{o.markSent(0), o.markSent(1), o.markSent(1), o.markSent(-1), o.markSent(-1)})
+	for _, c := range [][3]int{
+		{0, 100, 0}, {15, 100, 0}, {16, 100, 16}, {100, 100, 96}, {96, 96, 80}, {500, 97, 96}, {
+			-1, 0, 0,
+		}, {50, 0, 0},
+	} {
+		assert.Equal(t, c[2], reusableTokens(c[0], c[1]), "%v", c)
 	}
 }
 
-// scripted is a turner whose answers take a second.
+// scripted is a turnSender whose answers take a second.
 type scripted struct {
 	mu     sync.Mutex
 	busy   map[string]bool
@@ -239,7 +254,7 @@ func (f *scripted) turn(ctx context.Context, _ []byte, session string, intended 
 	f.times = append(f.times, time.Since(f.origin))
 	f.mu.Unlock()
 	s := &sample{intended: intended, sent: time.Now(), usage: usage{Prompt: 1600, Completion: 1}}
-	if !wait(ctx, time.Second) {
+	if !sleepOrDone(ctx, time.Second) {
 		s.fail(failureStopped)
 	} else if session == f.fail {
 		s.fail("cut stream")
@@ -251,15 +266,17 @@ func (f *scripted) turn(ctx context.Context, _ []byte, session string, intended 
 	return s
 }
 
-func fakePlay(t *testing.T, cfg Config, talk Conversation, f *scripted) (*play, *collector) {
+func fakeSessionRun(
+	t *testing.T, cfg Config, conversation Conversation, f *scripted,
+) (*sessionRun, *collector) {
 	t.Helper()
 	cfg.URL, cfg.Model, cfg.Stream = "http://localhost", "demo", true
-	cfg, err := sessionConfig(cfg, &talk)
+	cfg, err := sessionConfig(cfg, &conversation)
 	require.NoError(t, err)
 	out := newCollector(cfg)
-	p, err := newPlay(cfg, talk, f.turn, out.add)
+	p, err := newSessionRun(cfg, conversation, f.turn, out.add)
 	require.NoError(t, err)
-	p.nap, p.started = time.Sleep, time.Now()
+	p.sleep, p.started = time.Sleep, time.Now()
 	f.origin, f.busy = p.started, map[string]bool{}
 	return p, out
 }
@@ -268,15 +285,20 @@ func TestSessionsWaitForTheirUsers(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		f := &scripted{fail: "bench-0-3"}
-		p, out := fakePlay(t, Config{Rate: 10}, Conversation{Sessions: 20, Turns: 5, SystemPrompts: 1, SystemTokens: 9, TurnTokens: 9, Think: 2 * time.Second}, f)
+		p, out := fakeSessionRun(t, Config{Rate: 10},
+			Conversation{
+				Sessions: 20, Turns: 5, SystemPrompts: 1, SystemTokens: 9, TurnTokens: 9,
+				Think: 2 * time.Second,
+			}, f)
 		p.drive(t.Context())
-		r := out.report(p.cfg, p.measured())
+		r := out.report(p.cfg, p.measureStart())
 		s := p.report(out)
 		assert.Equal(t, []int{20, 19, 1}, []int{s.Begun, s.Whole, s.Cut})
 		assert.Equal(t, 19*5+1, r.Offered)
 		assert.Equal(t, map[string]int{"cut stream": 1}, r.Errors)
 		assert.InDelta(t, 1000, r.TTFT.Max, 1)
-		// 19 sessions: all but a block of later turns, and half of each first prompt but the very first: 9 tokens of 9 and some.
+		// 19 sessions: all but a block of later turns, and half of each first prompt but the very first: 9
+		// tokens of 9 and some.
 		assert.GreaterOrEqual(t, s.ReusableTokens, 19*4*1584)
 		// Five answers and four pauses of 2 s on average after a start within 2 s.
 		assert.InDelta(t, 15, slices.Max(f.times).Seconds(), 12)
@@ -287,9 +309,10 @@ func TestSessionsEndWithTheMeasurement(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		f := &scripted{}
-		p, out := fakePlay(t, Config{Rate: 5, Warmup: 2 * time.Second, Duration: 10 * time.Second}, Conversation{Sessions: 1000, Turns: 100, TurnTokens: 9}, f)
+		p, out := fakeSessionRun(t, Config{Rate: 5, Warmup: 2 * time.Second, Duration: 10 * time.Second},
+			Conversation{Sessions: 1000, Turns: 100, TurnTokens: 9}, f)
 		p.drive(t.Context())
-		r := out.report(p.cfg, p.measured())
+		r := out.report(p.cfg, p.measureStart())
 		assert.Less(t, slices.Max(f.times), 12*time.Second)
 		assert.Less(t, time.Since(p.started), 13*time.Second)
 		assert.Greater(t, len(f.times), r.Offered, "warm-up does not count")
@@ -306,11 +329,12 @@ func TestSessionsAreStopped(t *testing.T) {
 		ctx, cancel := context.WithCancelCause(t.Context())
 		time.AfterFunc(3500*time.Millisecond, func() { cancel(errors.New("enough")) })
 		f := &scripted{}
-		p, out := fakePlay(t, Config{Rate: 5, Concurrency: 3}, Conversation{Sessions: 1000, Turns: 100, TurnTokens: 9, Think: time.Hour}, f)
+		p, out := fakeSessionRun(t, Config{Rate: 5, Concurrency: 3},
+			Conversation{Sessions: 1000, Turns: 100, TurnTokens: 9, Think: time.Hour}, f)
 		p.drive(ctx)
 		assert.Less(t, time.Since(p.started), 4*time.Second)
 		assert.LessOrEqual(t, len(f.times), 3)
-		assert.Zero(t, out.report(p.cfg, p.measured()).Failed)
+		assert.Zero(t, out.report(p.cfg, p.measureStart()).Failed)
 	})
 }
 
@@ -327,13 +351,14 @@ func TestAFailedTurnEndsItsSession(t *testing.T) {
 func TestSessionsAreChecked(t *testing.T) {
 	t.Parallel()
 	good := Config{URL: "http://127.0.0.1:8000", Model: "demo", Stream: true}
-	talk := Conversation{
-		Sessions: DefaultSessions, Turns: DefaultTurns, SystemPrompts: DefaultSystemPrompts, SystemTokens: DefaultSystemTokens,
-		TurnTokens: DefaultTurnTokens, Think: DefaultThink,
+	conversation := Conversation{
+		Sessions: 40, Turns: DefaultTurns, SystemPrompts: DefaultSystemPrompts,
+		SystemTokens: DefaultSystemTokens,
+		TurnTokens:   DefaultTurnTokens, Think: DefaultThink,
 	}
-	cfg, err := sessionConfig(good, &talk)
+	cfg, err := sessionConfig(good, &conversation)
 	require.NoError(t, err)
-	assert.InDelta(t, DefaultSessionRate, cfg.Rate, 0)
+	assert.InDelta(t, defaultSessionRate, cfg.Rate, 0)
 	assert.Zero(t, cfg.Duration)
 
 	bad := good
@@ -343,11 +368,11 @@ func TestSessionsAreChecked(t *testing.T) {
 	require.ErrorAs(t, err, &p)
 	assert.Equal(t, problem.InvalidArgument, p.Code)
 	assert.Len(t, p.Details, 10, p.Details)
-	_, err = RunSessions(t.Context(), Config{}, talk)
+	_, err = RunSessions(t.Context(), Config{}, conversation)
 	require.Error(t, err)
 }
 
-func TestDeltaOf(t *testing.T) {
+func TestParseDelta(t *testing.T) {
 	t.Parallel()
 	for text, want := range map[string]string{
 		`{"choices":[{"index":0,"delta":{"content":"a\"é"}}]}`: "a\"é",
@@ -356,7 +381,7 @@ func TestDeltaOf(t *testing.T) {
 		`{"choices":[]}`: "",
 		`{"choices":`:    "",
 	} {
-		assert.Equal(t, want, deltaOf([]byte(text)), text)
+		assert.Equal(t, want, parseDelta([]byte(text)), text)
 	}
 }
 

@@ -7,8 +7,9 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// App counts for one application under one policy. All methods are safe for concurrent use, lock-free and without
-// allocation once a label combination has been seen. Strings must come from closed lists: each new one is a new series.
+// App counts for one application under one policy. All methods are safe for concurrent use, and lock-free and
+// without allocation for a known label combination. Label strings must come from closed lists, because each
+// new one is a new series.
 type App struct {
 	vecs *vectors
 	name string
@@ -24,7 +25,7 @@ type App struct {
 	prompts                   promptCounters
 }
 
-// routeTimes are the histograms of one route.
+// routeTimes holds the histograms of one route.
 type routeTimes struct{ total, ttft, itl prometheus.Observer }
 
 type requestKey struct {
@@ -54,8 +55,8 @@ func newApp(v *vectors, name, policy string) *App {
 	}
 }
 
-// Request counts an answered request: route as in the router's table, HTTP status (499: the client left), whole duration,
-// and time to the first byte with content (0: none was sent).
+// Request counts an answered request: its route, HTTP status (499: the client left), total duration, and time
+// to the first byte with content (0: the server sent none).
 func (a *App) Request(route string, code int, dur, ttft time.Duration) {
 	if c, ok := a.requests.get(requestKey{route, code}, func() prometheus.Counter {
 		return a.vecs.requests.WithLabelValues(a.name, route, strconv.Itoa(code))
@@ -89,7 +90,7 @@ func (a *App) route(route string) (*routeTimes, bool) {
 	})
 }
 
-// Queue shows the queue as it is now: requests, and their prompt tokens.
+// Queue sets the present length of the queue: requests, and their prompt tokens.
 func (a *App) Queue(n int, tokens int64) {
 	a.queueLength.Set(float64(n))
 	a.queueTokens.Set(float64(tokens))
@@ -98,8 +99,9 @@ func (a *App) Queue(n int, tokens int64) {
 // QueueWait counts the time a request spent in the queue.
 func (a *App) QueueWait(d time.Duration) { a.queueWait.Observe(d.Seconds()) }
 
-// Tokens adds what an answer's usage said: prompt tokens (cached ones included), cached prompt tokens, generated tokens.
-// Negative numbers, which only a broken engine sends, are left out: a counter cannot go back.
+// Tokens adds the counts of an answer's usage: prompt tokens (cached ones included), cached prompt tokens,
+// generated tokens. It ignores negative numbers, which only a broken engine sends, because a counter cannot
+// decrease.
 func (a *App) Tokens(prompt, cached, generated int) {
 	addTokens(a.prompt, prompt)
 	addTokens(a.cached, cached)
@@ -112,7 +114,8 @@ func addTokens(c prometheus.Counter, n int) {
 	}
 }
 
-// Attempt counts one dispatch to a rank by how it ended; cause and budget (free, drawn, empty) come from closed lists.
+// Attempt counts one dispatch to a rank by its outcome; cause and budget (free, drawn, empty) come from
+// closed lists.
 func (a *App) Attempt(cause, budget string) {
 	if c, ok := a.attempts.get(causeKey{cause, budget}, func() prometheus.Counter {
 		return a.vecs.attempts.WithLabelValues(a.name, cause, budget)
@@ -121,7 +124,7 @@ func (a *App) Attempt(cause, budget string) {
 	}
 }
 
-// Retry counts a failed dispatch that was tried again on another rank.
+// Retry counts a failed dispatch that was repeated on another rank.
 func (a *App) Retry(cause, budget string) {
 	if c, ok := a.retries.get(causeKey{cause, budget}, func() prometheus.Counter {
 		return a.vecs.retries.WithLabelValues(a.name, cause, budget)
@@ -130,7 +133,7 @@ func (a *App) Retry(cause, budget string) {
 	}
 }
 
-// Refusal counts a rank's typed refusal.
+// Refusal counts a rank's refusal by its code.
 func (a *App) Refusal(code string) {
 	if c, ok := a.refusals.get(code, func() prometheus.Counter {
 		return a.vecs.refusals.WithLabelValues(a.name, code)
@@ -139,10 +142,10 @@ func (a *App) Refusal(code string) {
 	}
 }
 
-// Decision counts the time of one routing decision.
+// Decision observes the time of one routing decision.
 func (a *App) Decision(d time.Duration) { a.decision.Observe(d.Seconds()) }
 
-// Pick counts a picked rank and the policy's reason.
+// Pick counts a picked rank by the policy's reason.
 func (a *App) Pick(group, rank int, reason string) {
 	if c, ok := a.picks.get(pickKey{group, rank, reason}, func() prometheus.Counter {
 		return a.vecs.picks.WithLabelValues(a.name, strconv.Itoa(group), strconv.Itoa(rank), reason)
@@ -151,7 +154,7 @@ func (a *App) Pick(group, rank int, reason string) {
 	}
 }
 
-// forget closes every cache, so that a late caller cannot bring deleted series back.
+// forget closes all caches, so that a late caller cannot recreate deleted series.
 func (a *App) forget() {
 	a.routes.close()
 	a.requests.close()
@@ -161,3 +164,42 @@ func (a *App) forget() {
 	a.picks.close()
 	a.prompts.tokenize.close()
 }
+
+// promptVectors count how prompts are identified, and how often the ingress's view of a rank's cache was
+// incomplete.
+type promptVectors struct {
+	tokenize, indexGaps *prometheus.CounterVec
+}
+
+func newPromptVectors() promptVectors {
+	return promptVectors{
+		tokenize: counter("tokenize_total",
+			"Text prompts to be identified by tokens: hit (known), miss (an engine was asked), fallback "+
+				"(identified by text).",
+			labelApp, labelResult),
+		indexGaps: counter("router_index_gaps_total",
+			"Times a rank's cache was hidden from routing because a record of its stream was missed.",
+			labelApp),
+	}
+}
+
+func (v *promptVectors) list() []forgetter {
+	return []forgetter{v.tokenize, v.indexGaps}
+}
+
+// promptCounters are the prompt counters of one application.
+type promptCounters struct {
+	tokenize children[string, prometheus.Counter]
+	gaps     prometheus.Counter
+}
+
+// Tokenize counts a text prompt to be identified by tokens; result is hit, miss or fallback.
+func (a *App) Tokenize(result string) {
+	if c, ok := a.prompts.tokenize.get(result,
+		func() prometheus.Counter { return a.vecs.prompts.tokenize.WithLabelValues(a.name, result) }); ok {
+		c.Inc()
+	}
+}
+
+// IndexGap counts a rank whose cache was hidden from routing because a record of its stream was missed.
+func (a *App) IndexGap() { a.prompts.gaps.Inc() }

@@ -7,7 +7,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// RankKV is what one rank knows of its engine's KV cache.
+// RankKV describes one rank's record of its engine's KV cache.
 type RankKV struct {
 	App         string
 	Group, Rank int
@@ -15,15 +15,15 @@ type RankKV struct {
 	Bytes       int
 	Orphans     int
 	Evicted     uint64
-	Events      bool   // it follows its engine's events: the fields below count
+	Events      bool   // the rank subscribes to its engine's events; the fields below are valid
 	Batches     uint64 // event batches applied
 	Gaps        uint64 // sequence jumps
-	Restarts    uint64 // of the engine, seen by its sequence
+	Restarts    uint64 // engine restarts, detected by the sequence numbers
 	Dropped     uint64 // malformed, unknown or contradictory events
-	Silent      bool   // traffic, and no event
+	Silent      bool   // the engine has traffic and sends no event
 }
 
-// AppIndex is an ingress's own picture of the KV caches of an application.
+// AppIndex describes an ingress's index of the KV caches of an application.
 type AppIndex struct {
 	App     string
 	Blocks  int
@@ -32,9 +32,9 @@ type AppIndex struct {
 	Resyncs uint64
 }
 
-// kvCollector shows what the last ShowKV brought, so that a series goes with its rank.
+// kvCollector collects the samples of the last ShowKV, so that a rank's series disappear with the rank.
 type kvCollector struct {
-	shown atomic.Pointer[kvSamples]
+	snapshot atomic.Pointer[kvSamples]
 
 	blocks, bytes, orphans, evictions, events, silent  *prometheus.Desc
 	routerBlocks, routerBytes, routerEvicted, resynced *prometheus.Desc
@@ -47,36 +47,49 @@ type kvSamples struct {
 
 func newKVCollector() *kvCollector {
 	return &kvCollector{
-		blocks:        rankDesc("kv_index_blocks", "Blocks that the rank's KV index holds, by its engine's events or by the record of what it was sent."),
-		bytes:         rankDesc("kv_index_bytes", "Memory of the rank's KV index."),
-		orphans:       rankDesc("kv_index_orphans", "Blocks in the rank's KV index whose parent is not there."),
-		evictions:     rankDesc("kv_index_evictions_total", "Blocks dropped from the rank's KV index at its memory cap."),
-		events:        rankDesc("kv_events_total", "What came of the engine's KV events: batches applied, gaps, engine restarts, events dropped.", labelKind),
-		silent:        rankDesc("kv_silent", "1 while the rank's engine should send KV events under traffic and does not."),
-		routerBlocks:  appDesc("router_index_blocks", "Blocks in this ingress's KV index, over all ranks."),
-		routerBytes:   appDesc("router_index_bytes", "Memory of this ingress's KV index."),
-		routerEvicted: appDesc("router_index_evictions_total", "Blocks dropped from this ingress's KV index at its memory cap."),
-		resynced:      appDesc("router_index_resyncs_total", "Columns of this ingress's KV index that were asked for again after a gap."),
+		blocks: newRankDesc("kv_index_blocks",
+			"Blocks that the rank's KV index holds, by its engine's events or by the record of what it "+
+				"was sent."),
+		bytes: newRankDesc("kv_index_bytes", "Memory of the rank's KV index."),
+		orphans: newRankDesc("kv_index_orphans",
+			"Blocks in the rank's KV index whose parent is not there."),
+		evictions: newRankDesc("kv_index_evictions_total",
+			"Blocks dropped from the rank's KV index at its memory cap."),
+		events: newRankDesc("kv_events_total",
+			"What came of the engine's KV events: batches applied, gaps, engine restarts, events dropped.",
+			labelKind),
+		silent: newRankDesc("kv_silent",
+			"1 while the rank's engine should send KV events under traffic and does not."),
+		routerBlocks: newAppDesc("router_index_blocks",
+			"Blocks in this ingress's KV index, over all ranks."),
+		routerBytes: newAppDesc("router_index_bytes", "Memory of this ingress's KV index."),
+		routerEvicted: newAppDesc("router_index_evictions_total",
+			"Blocks dropped from this ingress's KV index at its memory cap."),
+		resynced: newAppDesc("router_index_resyncs_total",
+			"Columns of this ingress's KV index that were asked for again after a gap."),
 	}
 }
 
-func rankDesc(name, help string, more ...string) *prometheus.Desc {
-	return prometheus.NewDesc(prometheus.BuildFQName(namespace, "", name), help, append([]string{labelApp, labelGroup, labelRank}, more...), nil)
+func newRankDesc(name, help string, more ...string) *prometheus.Desc {
+	return prometheus.NewDesc(prometheus.BuildFQName(namespace, "", name), help,
+		append([]string{labelApp, labelGroup, labelRank}, more...), nil)
 }
 
-func appDesc(name, help string) *prometheus.Desc {
+func newAppDesc(name, help string) *prometheus.Desc {
 	return prometheus.NewDesc(prometheus.BuildFQName(namespace, "", name), help, []string{labelApp}, nil)
 }
 
-// ShowKV replaces what /metrics shows of KV caches. Call it before each scrape with all ranks and applications that have one.
+// ShowKV replaces the samples of KV caches. Call it before each scrape with all ranks and applications that
+// have a KV index.
 func (m *Metrics) ShowKV(ranks []RankKV, apps []AppIndex) {
-	m.kv.shown.Store(&kvSamples{ranks, apps})
+	m.kv.snapshot.Store(&kvSamples{ranks, apps})
 }
 
 // Describe implements prometheus.Collector.
 func (c *kvCollector) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
-		c.blocks, c.bytes, c.orphans, c.evictions, c.events, c.silent, c.routerBlocks, c.routerBytes, c.routerEvicted, c.resynced,
+		c.blocks, c.bytes, c.orphans, c.evictions, c.events, c.silent, c.routerBlocks, c.routerBytes,
+		c.routerEvicted, c.resynced,
 	} {
 		ch <- d
 	}
@@ -84,7 +97,7 @@ func (c *kvCollector) Describe(ch chan<- *prometheus.Desc) {
 
 // Collect implements prometheus.Collector.
 func (c *kvCollector) Collect(ch chan<- prometheus.Metric) {
-	s := c.shown.Load()
+	s := c.snapshot.Load()
 	if s == nil {
 		return
 	}
@@ -93,33 +106,33 @@ func (c *kvCollector) Collect(ch chan<- prometheus.Metric) {
 	}
 	for i := range s.apps {
 		a := &s.apps[i]
-		ch <- gaugeOf(c.routerBlocks, float64(a.Blocks), a.App)
-		ch <- gaugeOf(c.routerBytes, float64(a.Bytes), a.App)
-		ch <- counterOf(c.routerEvicted, a.Evicted, a.App)
-		ch <- counterOf(c.resynced, a.Resyncs, a.App)
+		ch <- newGaugeSample(c.routerBlocks, float64(a.Blocks), a.App)
+		ch <- newGaugeSample(c.routerBytes, float64(a.Bytes), a.App)
+		ch <- newCounterSample(c.routerEvicted, a.Evicted, a.App)
+		ch <- newCounterSample(c.resynced, a.Resyncs, a.App)
 	}
 }
 
 func (c *kvCollector) rank(ch chan<- prometheus.Metric, r *RankKV) {
 	group, rank := strconv.Itoa(r.Group), strconv.Itoa(r.Rank)
-	ch <- gaugeOf(c.blocks, float64(r.Blocks), r.App, group, rank)
-	ch <- gaugeOf(c.bytes, float64(r.Bytes), r.App, group, rank)
-	ch <- gaugeOf(c.orphans, float64(r.Orphans), r.App, group, rank)
-	ch <- counterOf(c.evictions, r.Evicted, r.App, group, rank)
+	ch <- newGaugeSample(c.blocks, float64(r.Blocks), r.App, group, rank)
+	ch <- newGaugeSample(c.bytes, float64(r.Bytes), r.App, group, rank)
+	ch <- newGaugeSample(c.orphans, float64(r.Orphans), r.App, group, rank)
+	ch <- newCounterSample(c.evictions, r.Evicted, r.App, group, rank)
 	if !r.Events {
 		return
 	}
-	ch <- gaugeOf(c.silent, oneIf(r.Silent), r.App, group, rank)
-	ch <- counterOf(c.events, r.Batches, r.App, group, rank, "batch")
-	ch <- counterOf(c.events, r.Gaps, r.App, group, rank, "gap")
-	ch <- counterOf(c.events, r.Restarts, r.App, group, rank, "restart")
-	ch <- counterOf(c.events, r.Dropped, r.App, group, rank, "dropped")
+	ch <- newGaugeSample(c.silent, boolGauge(r.Silent), r.App, group, rank)
+	ch <- newCounterSample(c.events, r.Batches, r.App, group, rank, "batch")
+	ch <- newCounterSample(c.events, r.Gaps, r.App, group, rank, "gap")
+	ch <- newCounterSample(c.events, r.Restarts, r.App, group, rank, "restart")
+	ch <- newCounterSample(c.events, r.Dropped, r.App, group, rank, "dropped")
 }
 
-func gaugeOf(d *prometheus.Desc, v float64, labels ...string) prometheus.Metric {
+func newGaugeSample(d *prometheus.Desc, v float64, labels ...string) prometheus.Metric {
 	return prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, labels...)
 }
 
-func counterOf(d *prometheus.Desc, v uint64, labels ...string) prometheus.Metric {
+func newCounterSample(d *prometheus.Desc, v uint64, labels ...string) prometheus.Metric {
 	return prometheus.MustNewConstMetric(d, prometheus.CounterValue, float64(v), labels...)
 }

@@ -11,8 +11,9 @@ const (
 	FormatJSON = "json" // one object a line for collectors
 )
 
-// NewLogger makes the process's logger: json for FormatJSON, else text. Fields that recur have fixed names: node, room, app,
-// unit, group, rank, epoch, incarnation, request_id, ingress, attempt, cause, code, dur_ms, err.
+// NewLogger returns the process's logger: JSON for FormatJSON, else text. Recurring fields have fixed names:
+// node, room, app, unit, group, rank, epoch, incarnation, request_id, ingress, attempt, cause, code, dur_ms,
+// err.
 func NewLogger(w io.Writer, format string, level slog.Leveler) *slog.Logger {
 	opts := &slog.HandlerOptions{Level: level}
 	if format == FormatJSON {

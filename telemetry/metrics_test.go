@@ -24,7 +24,7 @@ import (
 	"github.com/dpserve/dpserve/telemetry"
 )
 
-// scrape gives dpserve's own lines of /metrics.
+// scrape returns dpserve's own lines of /metrics.
 func scrape(t *testing.T, m *telemetry.Metrics) []string {
 	t.Helper()
 	req := httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil)
@@ -42,7 +42,7 @@ func scrape(t *testing.T, m *telemetry.Metrics) []string {
 	return out
 }
 
-// series gives the sample lines only.
+// series returns the sample lines only.
 func series(t *testing.T, m *telemetry.Metrics) []string {
 	t.Helper()
 	var out []string
@@ -81,8 +81,8 @@ func use(m *telemetry.Metrics) {
 	m.RaftApply("node-1")(150 * time.Microsecond)
 }
 
-// TestMetricNames pins every name, type, help text, label and bucket: dashboards depend on them.
-// Run with DPSERVE_REWRITE=1 to write the file anew, then read the diff.
+// TestMetricNames pins every name, type, help text, label and bucket, because dashboards depend on them. Run
+// it with DPSERVE_REWRITE=1 to write the file, then read the diff.
 func TestMetricNames(t *testing.T) {
 	m := telemetry.New()
 	use(m)
@@ -99,7 +99,8 @@ func TestMetricNames(t *testing.T) {
 
 func TestProcessCollectors(t *testing.T) {
 	rec := httptest.NewRecorder()
-	telemetry.New().Handler().ServeHTTP(rec, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
+	telemetry.New().Handler().ServeHTTP(rec,
+		httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
 	assert.Contains(t, rec.Body.String(), "go_goroutines")
 	assert.Contains(t, rec.Body.String(), "process_resident_memory_bytes")
 }
@@ -111,7 +112,7 @@ func TestAppIsCached(t *testing.T) {
 	assert.NotSame(t, first, other)
 }
 
-// TestForgetApp is the leak test: nothing of a deleted app stays, and a caller that still holds it brings nothing back.
+// No series of a deleted app remains, and a caller that still holds the App cannot recreate one.
 func TestForgetApp(t *testing.T) {
 	m := telemetry.New()
 	use(m)
@@ -153,10 +154,11 @@ func TestUnitAndRankForget(t *testing.T) {
 	assert.Contains(t, joined, `dpserve_rank_inflight{app="demo",group="0",rank="1"} 2`)
 
 	m.App("demo", "power-of-two").Pick(0, 3, "two_choices")
-	assert.Contains(t, strings.Join(series(t, m), "\n"), `dpserve_router_picks_total{app="demo",group="0",rank="3",reason="two_choices"} 1`)
+	assert.Contains(t, strings.Join(series(t, m), "\n"),
+		`dpserve_router_picks_total{app="demo",group="0",rank="3",reason="two_choices"} 1`)
 }
 
-// TestConcurrent runs all methods against scrapes and deletions; the race detector is the judge.
+// All methods run beside scrapes and deletions under the race detector.
 func TestConcurrent(t *testing.T) {
 	m := telemetry.New()
 	var wg sync.WaitGroup
@@ -174,7 +176,8 @@ func TestConcurrent(t *testing.T) {
 	}
 	wg.Go(func() {
 		for range 10 {
-			m.Handler().ServeHTTP(httptest.NewRecorder(), httptest.NewRequestWithContext(context.Background(), http.MethodGet, "/", nil))
+			m.Handler().ServeHTTP(httptest.NewRecorder(),
+				httptest.NewRequestWithContext(context.Background(), http.MethodGet, "/", nil))
 		}
 	})
 	wg.Wait()
@@ -182,7 +185,7 @@ func TestConcurrent(t *testing.T) {
 	assert.NotContains(t, strings.Join(series(t, m), "\n"), `app="demo"`)
 }
 
-// TestHitPathAllocatesNothing holds the calls that a request or a chunk makes to zero allocations.
+// The calls that a request or a chunk makes do not allocate.
 func TestHitPathAllocatesNothing(t *testing.T) {
 	m := telemetry.New()
 	for name, call := range hitPath(m) {
@@ -238,7 +241,8 @@ func TestNewLogger(t *testing.T) {
 		Epoch      int
 	}
 	require.NoError(t, json.Unmarshal(buf.Bytes(), &line))
-	assert.Equal(t, "DEBUG seen 3", strings.Join([]string{line.Level, line.Msg, strconv.Itoa(line.Epoch)}, " "))
+	assert.Equal(t, "DEBUG seen 3",
+		strings.Join([]string{line.Level, line.Msg, strconv.Itoa(line.Epoch)}, " "))
 
 	buf.Reset()
 	telemetry.NewLogger(&buf, telemetry.FormatText, slog.LevelInfo).Info("unit ready", "unit", "demo/0")
@@ -248,10 +252,11 @@ func TestNewLogger(t *testing.T) {
 func TestBuildInfo(t *testing.T) {
 	m := telemetry.New()
 	m.BuildInfo("v1.2.3")
-	assert.Equal(t, []string{`dpserve_build_info{goversion="` + runtime.Version() + `",version="v1.2.3"} 1`}, series(t, m))
+	assert.Equal(t, []string{`dpserve_build_info{goversion="` + runtime.Version() + `",version="v1.2.3"} 1`},
+		series(t, m))
 }
 
-// TestRefusedRequestsOutliveApplications: they belong to none.
+// Refused requests belong to no application, so their series stay.
 func TestRefusedRequestsOutliveApplications(t *testing.T) {
 	m := telemetry.New()
 	m.RequestRefused(telemetry.RouteOther, http.StatusNotFound)
@@ -260,4 +265,72 @@ func TestRefusedRequestsOutliveApplications(t *testing.T) {
 	m.AppRanksForget("demo")
 	m.ForgetApp("demo")
 	assert.Equal(t, []string{`dpserve_requests_total{app="",code="404",route="other"} 1`}, series(t, m))
+}
+
+// Ranks that the next ShowKV does not contain lose their series; a rank without events has no event series.
+func TestKVGoesWithItsRank(t *testing.T) {
+	m := telemetry.New()
+	assert.NotContains(t, strings.Join(series(t, m), "\n"), "dpserve_kv_")
+	m.ShowKV([]telemetry.RankKV{
+		{App: "demo", Group: 0, Rank: 1, Blocks: 5, Bytes: 320, Orphans: 1, Evicted: 2},
+		{
+			App: "demo", Group: 1, Rank: 0, Events: true, Batches: 7, Gaps: 1, Restarts: 1, Dropped: 3,
+			Silent: true,
+		},
+	}, []telemetry.AppIndex{{App: "demo", Blocks: 9, Bytes: 1024, Evicted: 4, Resyncs: 5}})
+	assert.Equal(t, []string{
+		`dpserve_kv_events_total{app="demo",group="1",kind="batch",rank="0"} 7`,
+		`dpserve_kv_events_total{app="demo",group="1",kind="dropped",rank="0"} 3`,
+		`dpserve_kv_events_total{app="demo",group="1",kind="gap",rank="0"} 1`,
+		`dpserve_kv_events_total{app="demo",group="1",kind="restart",rank="0"} 1`,
+		`dpserve_kv_index_blocks{app="demo",group="0",rank="1"} 5`,
+		`dpserve_kv_index_blocks{app="demo",group="1",rank="0"} 0`,
+		`dpserve_kv_index_bytes{app="demo",group="0",rank="1"} 320`,
+		`dpserve_kv_index_bytes{app="demo",group="1",rank="0"} 0`,
+		`dpserve_kv_index_evictions_total{app="demo",group="0",rank="1"} 2`,
+		`dpserve_kv_index_evictions_total{app="demo",group="1",rank="0"} 0`,
+		`dpserve_kv_index_orphans{app="demo",group="0",rank="1"} 1`,
+		`dpserve_kv_index_orphans{app="demo",group="1",rank="0"} 0`,
+		`dpserve_kv_silent{app="demo",group="1",rank="0"} 1`,
+		`dpserve_router_index_blocks{app="demo"} 9`,
+		`dpserve_router_index_bytes{app="demo"} 1024`,
+		`dpserve_router_index_evictions_total{app="demo"} 4`,
+		`dpserve_router_index_resyncs_total{app="demo"} 5`,
+	}, series(t, m))
+
+	m.ShowKV([]telemetry.RankKV{{App: "demo", Group: 0, Rank: 1, Blocks: 6}}, nil)
+	joined := strings.Join(series(t, m), "\n")
+	assert.Contains(t, joined, `dpserve_kv_index_blocks{app="demo",group="0",rank="1"} 6`)
+	assert.NotContains(t, joined, `group="1"`)
+	assert.NotContains(t, joined, "dpserve_router_index")
+}
+
+func TestNodeMetrics(t *testing.T) {
+	m := telemetry.New()
+	n := m.Node("n1")
+	n.Refused("tls")
+	n.Unknown("field")
+	n.Show(7.5, true)
+	m.Streams("n1",
+		func() telemetry.StreamCounts { return telemetry.StreamCounts{Gaps: 1, Dropped: 2, Lost: 3} })
+	m.Ingress("n1", func() telemetry.IngressUsage {
+		return telemetry.IngressUsage{
+			BodyBytes: 4, BodyLimit: 5, MemoryBytes: 6, MemoryLimit: 7, Connections: 8,
+		}
+	})
+	page := strings.Join(scrape(t, m), "\n")
+	for _, want := range []string{
+		`dpserve_nodeport_refused_total{node="n1",reason="tls"} 1`,
+		`dpserve_unknown_messages_total{kind="field",node="n1"} 1`,
+		`dpserve_lease_seconds_left{node="n1"} 7.5`, `dpserve_raft_leader{node="n1"} 1`,
+		`dpserve_stream_gaps_total{node="n1"} 1`, `dpserve_stream_dropped_total{node="n1"} 2`,
+		`dpserve_stream_posts_lost_total{node="n1"} 3`,
+		`dpserve_body_bytes{node="n1"} 4`, `dpserve_body_limit_bytes{node="n1"} 5`,
+		`dpserve_memory_used_bytes{node="n1"} 6`,
+		`dpserve_memory_limit_bytes{node="n1"} 7`, `dpserve_client_connections{node="n1"} 8`,
+	} {
+		assert.Contains(t, page, want)
+	}
+	n.Show(0, false)
+	assert.Contains(t, strings.Join(scrape(t, m), "\n"), `dpserve_raft_leader{node="n1"} 0`)
 }

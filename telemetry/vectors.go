@@ -1,8 +1,14 @@
 package telemetry
 
-import "github.com/prometheus/client_golang/prometheus"
+import (
+	"maps"
+	"sync"
+	"sync/atomic"
 
-// The label names. Each value comes from a closed list or from the names in an app file, never from a request.
+	"github.com/prometheus/client_golang/prometheus"
+)
+
+// The label names. Values come from closed lists or from names in an app file, never from a request.
 const (
 	labelApp    = "app"
 	labelRoute  = "route"
@@ -23,7 +29,7 @@ const (
 	labelGoVersion = "goversion"
 )
 
-// vectors are all series of dpserve, declared once.
+// vectors holds all vectors of dpserve.
 type vectors struct {
 	requests, tokens, attempts, retries, refusals, picks, restarts *prometheus.CounterVec
 	requestSeconds, ttft, itl, queueWait, decision, raftApply      *prometheus.HistogramVec
@@ -32,7 +38,7 @@ type vectors struct {
 	prompts                                                        promptVectors
 }
 
-// forgetter is what all vectors share.
+// forgetter is a vector whose series can be deleted.
 type forgetter interface {
 	prometheus.Collector
 	DeletePartialMatch(labels prometheus.Labels) int
@@ -48,38 +54,54 @@ func newVectors() *vectors {
 }
 
 func (v *vectors) addRequests() {
-	v.requests = counter("requests_total", "Requests answered, by HTTP status (499: the client left).", labelApp, labelRoute, labelCode)
-	v.requestSeconds = histogram("request_seconds", "Time from the request's arrival to the last byte of its answer.", requestBuckets(), labelApp, labelRoute)
-	v.ttft = histogram("ttft_seconds", "Time from the request's arrival to the first byte with content.", requestBuckets(), labelApp, labelRoute)
-	v.itl = histogram("itl_seconds", "Time between two chunks of a stream.", tokenBuckets(), labelApp, labelRoute)
+	v.requests = counter("requests_total", "Requests answered, by HTTP status (499: the client left).",
+		labelApp, labelRoute, labelCode)
+	v.requestSeconds = histogram("request_seconds",
+		"Time from the request's arrival to the last byte of its answer.", requestBuckets(),
+		labelApp, labelRoute)
+	v.ttft = histogram("ttft_seconds", "Time from the request's arrival to the first byte with content.",
+		requestBuckets(), labelApp, labelRoute)
+	v.itl = histogram("itl_seconds", "Time between two chunks of a stream.", tokenBuckets(),
+		labelApp, labelRoute)
 	v.tokens = counter("tokens_total", "Tokens as the engines report them in usage.", labelApp, labelKind)
 	v.queueLength = gauge("queue_length", "Requests waiting in this ingress's queue.", labelApp)
-	v.queueTokens = gauge("queue_tokens", "Prompt tokens (partly estimated) waiting in this ingress's queue.", labelApp)
-	v.queueWait = histogram("queue_wait_seconds", "Time a request waited in the queue.", requestBuckets(), labelApp)
+	v.queueTokens = gauge("queue_tokens",
+		"Prompt tokens (partly estimated) waiting in this ingress's queue.", labelApp)
+	v.queueWait = histogram("queue_wait_seconds", "Time a request waited in the queue.",
+		requestBuckets(), labelApp)
 }
 
 func (v *vectors) addRouting() {
-	v.attempts = counter("attempts_total", "Dispatches of requests to ranks, by how they ended.", labelApp, labelCause, labelBudget)
-	v.retries = counter("retries_total", "Failed dispatches that were tried again on another rank, by cause.", labelApp, labelCause, labelBudget)
+	v.attempts = counter("attempts_total", "Dispatches of requests to ranks, by how they ended.", labelApp,
+		labelCause, labelBudget)
+	v.retries = counter("retries_total", "Failed dispatches that were tried again on another rank, by cause.",
+		labelApp, labelCause, labelBudget)
 	v.refusals = counter("refusals_total", "Typed refusals by ranks asked for a ticket.", labelApp, labelCode)
-	v.decision = histogram("router_decision_seconds", "Time of one routing decision, lock included.", decisionBuckets(), labelApp, labelPolicy)
-	v.picks = counter("router_picks_total", "Ranks picked, by the policy's reason.", labelApp, labelGroup, labelRank, labelReason)
+	v.decision = histogram("router_decision_seconds", "Time of one routing decision, lock included.",
+		decisionBuckets(), labelApp, labelPolicy)
+	v.picks = counter("router_picks_total", "Ranks picked, by the policy's reason.", labelApp, labelGroup,
+		labelRank, labelReason)
 }
 
 func (v *vectors) addUnits() {
 	v.rankInflight = gauge("rank_inflight", "Requests the rank has in hand.", labelApp, labelGroup, labelRank)
-	v.rankTripped = gauge("rank_tripped", "1 while the rank's answers have failed in a row and no canary has come back.", labelApp, labelGroup, labelRank)
-	v.unitState = gauge("unit_state", "1 for the state the unit is in, 0 for the others.", labelApp, labelUnit, labelState)
+	v.rankTripped = gauge("rank_tripped",
+		"1 while the rank's answers have failed in a row and no canary has come back.", labelApp,
+		labelGroup, labelRank)
+	v.unitState = gauge("unit_state", "1 for the state the unit is in, 0 for the others.", labelApp,
+		labelUnit, labelState)
 	v.unitEpoch = gauge("unit_epoch", "Epoch of the unit: one more at every start.", labelApp, labelUnit)
-	v.readyRanks = gauge("app_ready_ranks", "Ranks whose units are ready, as the leader knows them.", labelApp)
+	v.readyRanks = gauge("app_ready_ranks",
+		"Ranks whose units are ready, as the leader knows them.", labelApp)
 	v.desiredRanks = gauge("app_desired_ranks", "Ranks that the present revision wants.", labelApp)
 	v.restarts = counter("unit_restarts_total", "Starts of the unit after its first.", labelApp, labelUnit)
-	v.raftApply = histogram("raft_apply_seconds", "Time from proposing a command to its durable result.", raftBuckets(), labelNode)
+	v.raftApply = histogram("raft_apply_seconds", "Time from proposing a command to its durable result.",
+		raftBuckets(), labelNode)
 }
 
-// all lists every vector once, for registration and deletion.
+// all lists every vector for registration.
 func (v *vectors) all() []prometheus.Collector {
-	list := append(v.perApp(), v.raftApply)
+	list := append(v.appVectors(), v.raftApply)
 	out := make([]prometheus.Collector, len(list))
 	for i, c := range list {
 		out[i] = c
@@ -87,24 +109,26 @@ func (v *vectors) all() []prometheus.Collector {
 	return out
 }
 
-// perApp lists the vectors that carry the label app.
-func (v *vectors) perApp() []forgetter {
+// appVectors lists the vectors with the label app.
+func (v *vectors) appVectors() []forgetter {
 	return append(v.prompts.list(),
 		v.requests, v.tokens, v.attempts, v.retries, v.refusals, v.picks, v.restarts,
 		v.requestSeconds, v.ttft, v.itl, v.queueWait, v.decision,
-		v.rankInflight, v.rankTripped, v.queueLength, v.queueTokens, v.unitState, v.unitEpoch, v.readyRanks, v.desiredRanks,
+		v.rankInflight, v.rankTripped, v.queueLength, v.queueTokens, v.unitState, v.unitEpoch, v.readyRanks,
+		v.desiredRanks,
 	)
 }
 
-// forget deletes every per-app series that has all of these labels.
+// forget deletes every series of appVectors that has all of these labels.
 func (v *vectors) forget(labels prometheus.Labels) {
-	for _, vec := range v.perApp() {
+	for _, vec := range v.appVectors() {
 		vec.DeletePartialMatch(labels)
 	}
 }
 
 func counter(name, help string, labels ...string) *prometheus.CounterVec {
-	return prometheus.NewCounterVec(prometheus.CounterOpts{Namespace: namespace, Name: name, Help: help}, labels)
+	return prometheus.NewCounterVec(
+		prometheus.CounterOpts{Namespace: namespace, Name: name, Help: help}, labels)
 }
 
 func gauge(name, help string, labels ...string) *prometheus.GaugeVec {
@@ -112,25 +136,91 @@ func gauge(name, help string, labels ...string) *prometheus.GaugeVec {
 }
 
 func histogram(name, help string, buckets []float64, labels ...string) *prometheus.HistogramVec {
-	return prometheus.NewHistogramVec(prometheus.HistogramOpts{Namespace: namespace, Name: name, Help: help, Buckets: buckets}, labels)
+	return prometheus.NewHistogramVec(
+		prometheus.HistogramOpts{Namespace: namespace, Name: name, Help: help, Buckets: buckets}, labels)
 }
 
-// requestBuckets span a cached answer of a few ms to a request that uses up a 300 s first-token deadline. Seconds.
+// requestBuckets range from a cached answer of a few ms to a request that uses a first-token deadline of 300
+// s. Seconds.
 func requestBuckets() []float64 {
 	return []float64{.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300}
 }
 
-// tokenBuckets span a batch-1 decode step to a stream at its between-tokens deadline (30 s). Seconds.
+// tokenBuckets range from a decode step of batch 1 to a stream at its between-tokens deadline (30 s).
+// Seconds.
 func tokenBuckets() []float64 {
 	return []float64{.001, .0025, .005, .01, .02, .03, .05, .075, .1, .2, .5, 1, 5, 30}
 }
 
-// decisionBuckets span power-of-two at 64 ranks (0.1 µs) to a decision that would be felt (1 ms). Seconds.
+// decisionBuckets range from power-of-two at 64 ranks (0.1 µs) to a decision that clients would notice (1
+// ms). Seconds.
 func decisionBuckets() []float64 {
 	return []float64{1e-7, 2.5e-7, 5e-7, 1e-6, 2.5e-6, 5e-6, 1e-5, 2.5e-5, 1e-4, 1e-3}
 }
 
-// raftBuckets span a memory disk (50 µs) to a disk that makes elections fail (1 s). Seconds.
+// raftBuckets range from a memory disk (50 µs) to a disk that makes elections fail (1 s). Seconds.
 func raftBuckets() []float64 {
 	return []float64{5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, .01, .025, .05, .1, .25, 1}
+}
+
+// children caches label children by key. Readers take no lock and allocate nothing: they read an immutable
+// map, which writers copy, change and swap. Writes are rare, because keys come from closed lists or app
+// files. A sync.Map would convert each struct key to an interface, which allocates.
+type children[K comparable, V any] struct {
+	table atomic.Pointer[map[K]V]
+
+	mu     sync.Mutex
+	closed bool // no key may be added; guarded by mu
+}
+
+// get returns a child and makes it at its first use. ok is false when the key is unknown and the cache is
+// closed.
+func (c *children[K, V]) get(key K, make func() V) (v V, ok bool) {
+	if t := c.table.Load(); t != nil {
+		if v, ok = (*t)[key]; ok {
+			return v, true
+		}
+	}
+	return c.add(key, make)
+}
+
+func (c *children[K, V]) add(key K, make func() V) (v V, ok bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	next := c.copy()
+	if v, ok = next[key]; ok {
+		return v, true
+	}
+	if c.closed {
+		return v, false
+	}
+	v = make()
+	next[key] = v
+	c.table.Store(&next)
+	return v, true
+}
+
+// drop removes the keys for which gone is true.
+func (c *children[K, V]) drop(gone func(K) bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	next := c.copy()
+	maps.DeleteFunc(next, func(k K, _ V) bool { return gone(k) })
+	c.table.Store(&next)
+}
+
+// close empties the cache and refuses new keys, so that a late caller cannot recreate deleted series.
+func (c *children[K, V]) close() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.closed = true
+	c.table.Store(&map[K]V{})
+}
+
+// copy clones the table; the caller holds mu.
+func (c *children[K, V]) copy() map[K]V {
+	if t := c.table.Load(); t != nil {
+		return maps.Clone(*t)
+	}
+	return map[K]V{}
 }

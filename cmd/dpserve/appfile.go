@@ -2,38 +2,44 @@ package main
 
 import (
 	"errors"
+	"fmt"
 	"io"
 	"io/fs"
 	"os"
+	"slices"
+	"strings"
+
+	"github.com/spf13/cobra"
 
 	"github.com/dpserve/dpserve/app"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/wiring"
 )
 
-// maxFile is the largest app.yaml that is read, in bytes; the admin API takes no larger one.
+// maxFile is the largest app.yaml in bytes; the admin API has the same limit.
 const maxFile = 1 << 20
 
-// appFile is an app.yaml that was read and found sound.
+// appFile is an app.yaml without faults.
 type appFile struct {
 	name string // for messages
 	text []byte
 	apps []*app.Application
 }
 
-// readApps reads and checks a file ("-" is stdin). Warnings go to stderr; faults come back as app.Faults.
-func (e *env) readApps(path string) (*appFile, error) {
-	text, err := e.readFile(path)
+// readApps reads and checks a file ("-" is stdin). It prints warnings to stderr and returns faults as
+// app.Faults.
+func readApps(e *env, path string) (*appFile, error) {
+	text, err := readFile(e, path)
 	if err != nil {
 		return nil, err
 	}
-	return e.parseApps(path, text)
+	return parseApps(e, path, text)
 }
 
-func (e *env) parseApps(name string, text []byte) (*appFile, error) {
+func parseApps(e *env, name string, text []byte) (*appFile, error) {
 	file, warnings, err := wiring.ParseApps(name, text)
 	for _, w := range warnings {
-		talk(e.io.Err, "warning: %s", w.String())
+		printMessage(e.io.Err, "warning: %s", w.String())
 	}
 	if err != nil {
 		return nil, err
@@ -41,7 +47,7 @@ func (e *env) parseApps(name string, text []byte) (*appFile, error) {
 	return &appFile{name: name, text: text, apps: file.Applications}, nil
 }
 
-func (e *env) readFile(path string) ([]byte, error) {
+func readFile(e *env, path string) ([]byte, error) {
 	if path == "-" {
 		return readBounded("stdin", e.io.In)
 	}
@@ -59,7 +65,8 @@ func readBounded(name string, r io.Reader) ([]byte, error) {
 		return nil, fileError(name, err)
 	}
 	if len(text) > maxFile {
-		return nil, problem.New(problem.TooLarge, "%s is larger than 1 MiB", name).WithHint("is it an app.yaml?")
+		return nil, problem.New(problem.TooLarge, "%s is larger than 1 MiB", name).
+			WithHint("is it an app.yaml?")
 	}
 	return text, nil
 }
@@ -74,11 +81,148 @@ func fileError(path string, err error) error {
 		WithHint("`dpserve up` without a file runs a ready-made example")
 }
 
-// names lists the applications of a file, in its order.
+// names lists the file's applications in order.
 func (f *appFile) names() []string {
 	out := make([]string, len(f.apps))
 	for i, a := range f.apps {
 		out[i] = a.Name
 	}
 	return out
+}
+
+// reprint replaces the file's text by the canonical text of its applications.
+func (f *appFile) reprint() {
+	f.text = printApps(f.apps)
+}
+
+// printApps returns the canonical text of applications.
+func printApps(apps []*app.Application) []byte {
+	return (&app.File{Applications: apps}).Print()
+}
+
+func newValidate(e *env) *cobra.Command {
+	var show bool
+	cmd := &cobra.Command{
+		Use:   "validate FILE [flags]",
+		Short: "check an app.yaml, offline",
+		Long: `validate reads a file as deploy does and names every fault with line, column, what was found
+and what was wanted. It needs no running dpserve. FILE may be - for stdin. Faults end it with exit code 2.`,
+		Example: "  dpserve validate examples/quickstart/app.yaml --print",
+		Args:    requireArgs(1, "FILE"),
+		RunE: func(_ *cobra.Command, args []string) error {
+			file, err := readApps(e, args[0])
+			if err != nil {
+				return err
+			}
+			if show {
+				_, err = e.io.Out.Write(printApps(file.apps))
+				return err
+			}
+			printMessage(e.io.Err, "%s is sound: %s", file.name, formatCount(len(file.apps), "application"))
+			return nil
+		},
+	}
+	cmd.Flags().BoolVar(&show, "print", false,
+		"print the file as dpserve reads it, sizes worked out, without what is at its default")
+	return cmd
+}
+
+// engineSim is the only value of --engine.
+const engineSim = "sim"
+
+// simulatedFlags are the engine arguments that the simulated engine understands and that shape its load.
+func simulatedFlags() []string {
+	return []string{
+		"max_num_seqs", "max_model_len", "block_size", "num_gpu_blocks_override", "max_num_batched_tokens",
+		"max_num_queued_reqs",
+		"max_num_queued_tokens", "enable_expert_parallel", "tensor_parallel_size", "seed",
+		"enable_prefix_caching",
+	}
+}
+
+// checkEngine refuses unknown values of --engine.
+func checkEngine(engine string) error {
+	if engine == "" || engine == engineSim {
+		return nil
+	}
+	return problem.New(problem.InvalidArgument, "--engine %q: wanted sim", engine).
+		WithHint("leave --engine out to run the file as written")
+}
+
+// simulate converts applications to the simulated engine and returns one line per change. It drops settings
+// that only devices or the real program need, and keeps sizes, coupling, routing and limits.
+func simulate(apps []*app.Application) []string {
+	var said []string
+	for _, a := range apps {
+		if a.Engine.Kind == app.KindSim {
+			continue
+		}
+		said = append(said, simulateOne(a)...)
+	}
+	return said
+}
+
+func simulateOne(a *app.Application) []string {
+	s := &changes{app: a.Name}
+	s.add(true, "engine.kind: %s → sim", a.Engine.Kind)
+	s.add(len(a.Engine.Command) > 0, "engine.command dropped")
+	s.add(len(a.Engine.Env) > 0, "engine.env dropped")
+	s.add(len(a.Engine.Ranks) > 0, "engine.ranks dropped: %s are started instead",
+		formatCount(len(a.Engine.Ranks), "simulated rank"))
+	s.add(a.Resources.GPUs > 0, "resources.gpus: %d → 0", a.Resources.GPUs)
+	s.add(len(a.Resources.Labels) > 0, "resources.labels dropped")
+	args, dropped := simulatedArgs(a)
+	s.add(len(dropped) > 0, "engine.args dropped: %s", strings.Join(dropped, ", "))
+	a.Engine = app.Engine{
+		Kind: app.KindSim, Args: args, KVEvents: a.Engine.KVEvents,
+		StartupTimeoutS: a.Engine.StartupTimeoutS, StallTimeoutS: a.Engine.StallTimeoutS,
+	}
+	a.Resources.GPUs, a.Resources.GPUsSet, a.Resources.Labels = 0, false, nil
+	return s.lines
+}
+
+// simulatedArgs keeps the arguments that have the same meaning for the simulated engine; only vllm's do.
+func simulatedArgs(a *app.Application) (kept app.Args, dropped []string) {
+	for _, arg := range a.Engine.Args {
+		name := strings.ReplaceAll(arg.Name, "-", "_")
+		if a.Engine.Kind == app.KindVLLM && slices.Contains(simulatedFlags(), name) {
+			kept = append(kept, arg)
+			continue
+		}
+		dropped = append(dropped, arg.Name)
+	}
+	return kept, dropped
+}
+
+type changes struct {
+	app   string
+	lines []string
+}
+
+func (c *changes) add(when bool, format string, args ...any) {
+	if when {
+		c.lines = append(c.lines, c.app+": "+fmt.Sprintf(format, args...))
+	}
+}
+
+// checkKinds refuses engine kinds that this version cannot start, before any engine starts.
+func checkKinds(apps []*app.Application) error {
+	for _, a := range apps {
+		switch a.Engine.Kind {
+		case app.KindVLLM, app.KindSGLang:
+			return problem.New(problem.Unplaceable, "%s: engines of kind %s come with the next version",
+				a.Name, a.Engine.Kind).
+				WithHint("--engine sim runs the file on the simulated engine")
+		case app.KindSim, app.KindAttach:
+		}
+	}
+	return nil
+}
+
+// simulateFile converts a file to the simulated engine and prints the changes.
+func simulateFile(e *env, file *appFile) {
+	for _, line := range simulate(file.apps) {
+		printMessage(e.io.Err, "--engine sim: %s", line)
+	}
+	file.reprint()
 }

@@ -23,8 +23,8 @@ const (
 	maxNameLength = 63 // of a DNS label
 )
 
-// attachFile probes running engines and writes the app.yaml that puts one endpoint in front of them. All engines must serve
-// the first one's model; names that all of them serve besides become aliases.
+// attachFile probes running engines and writes an app.yaml that puts one endpoint in front of them. All
+// engines must serve the first engine's model; other names that all of them serve become aliases.
 func attachFile(ctx context.Context, urls []string) ([]byte, error) {
 	engines := make([]string, len(urls))
 	for i, u := range urls {
@@ -44,12 +44,13 @@ func attachFile(ctx context.Context, urls []string) ([]byte, error) {
 	return writeAttach(found, names), nil
 }
 
-// engineURL checks a URL that somebody typed and brings it to scheme://host:port. Copied URLs often end in /v1, which is
-// where OpenAI clients begin.
+// engineURL checks a URL of the command line and returns it as scheme://host:port. It accepts a trailing /v1,
+// because OpenAI clients use such base URLs.
 func engineURL(cmd, what, text string) (string, error) {
 	s := strings.TrimSuffix(strings.TrimSuffix(strings.TrimRight(strings.TrimSpace(text), "/"), "/v1"), "/")
 	u, err := url.Parse(s)
-	if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Host == "" || u.Path != "" || u.RawQuery != "" || u.User != nil {
+	if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Host == "" || u.Path != "" ||
+		u.RawQuery != "" || u.User != nil {
 		return "", usageError(cmd, "%s %q: wanted http://HOST:PORT", what, text)
 	}
 	return s, nil
@@ -70,7 +71,8 @@ func probeAll(ctx context.Context, urls []string) ([]attach.Found, error) {
 	return found, g.Wait()
 }
 
-// commonModels are the names every engine serves, the first engine's order; the first one is the model's id.
+// commonModels returns the model names that every engine serves, in the first engine's order. The first name
+// is the model's id.
 func commonModels(found []attach.Found) ([]string, error) {
 	var out []string
 	for _, m := range found[0].Models {
@@ -85,40 +87,42 @@ func commonModels(found []attach.Found) ([]string, error) {
 	for _, f := range found {
 		err.Details = append(err.Details, f.URL+" serves "+strings.Join(f.Models, ", "))
 	}
-	return nil, err.WithHint("attach engines of one model, or write an app.yaml with one application per model")
+	return nil, err.WithHint(
+		"attach engines of one model, or write an app.yaml with one application per model")
 }
 
-// writeAttach writes the shortest file that says it.
+// writeAttach writes the shortest app.yaml for the engines.
 func writeAttach(found []attach.Found, models []string) []byte {
 	var b strings.Builder
 	family := found[0].Family
 	for _, f := range found {
 		if f.Family != family {
-			family = attach.OpenAI // nothing but the API is assumed of a mixed crowd
+			family = attach.OpenAI // engines of several families share only the API
 		}
 	}
-	fmt.Fprintf(&b, "applications:\n  - name: %s\n    model:\n      id: %s\n", label(models[0]), quote(models[0]))
+	fmt.Fprintf(&b, "applications:\n  - name: %s\n    model:\n      id: %s\n", dnsLabel(models[0]),
+		quoteString(models[0]))
 	if len(models) > 1 {
 		b.WriteString("      aliases:\n")
 		for _, m := range models[1:] {
-			fmt.Fprintf(&b, "        - %s\n", quote(m))
+			fmt.Fprintf(&b, "        - %s\n", quoteString(m))
 		}
 	}
 	fmt.Fprintf(&b, "    engine:\n      kind: %s\n      family: %s\n      ranks:\n", app.KindAttach, family)
 	for _, f := range found {
-		fmt.Fprintf(&b, "        - url: %s\n", quote(f.URL))
+		fmt.Fprintf(&b, "        - url: %s\n", quoteString(f.URL))
 	}
 	return []byte(b.String())
 }
 
-// quote writes a YAML string; JSON's form is one.
-func quote(s string) string {
+// quoteString returns a YAML string; a JSON string is one.
+func quoteString(s string) string {
 	text, _ := json.Marshal(s) // a string always marshals
 	return string(text)
 }
 
-// label makes a DNS label of a model's id: its last part, in lower case, with dashes.
-func label(model string) string {
+// dnsLabel makes a DNS label from the last part of a model's id: lower case, with dashes.
+func dnsLabel(model string) string {
 	name := strings.ToLower(model[strings.LastIndexByte(model, '/')+1:])
 	name = strings.Map(func(r rune) rune {
 		if r >= 'a' && r <= 'z' || r >= '0' && r <= '9' {

@@ -4,8 +4,10 @@ import (
 	"context"
 	"errors"
 	"io"
+	"strings"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"github.com/dpserve/dpserve/engine/attach"
 	"github.com/dpserve/dpserve/internal/problem"
@@ -13,14 +15,14 @@ import (
 )
 
 type benchFlags struct {
-	config loadgen.Config
-	talk   loadgen.Conversation
-	keyEnv string
-	direct string // --overhead
-	whole  bool
-	output *format
+	config       loadgen.Config
+	conversation loadgen.Conversation
+	keyEnv       string
+	direct       string // --overhead
+	whole        bool
+	output       *format
 
-	sessions bool // talk is played
+	sessions bool // --sessions is given
 }
 
 func newBench(e *env) *cobra.Command {
@@ -28,16 +30,18 @@ func newBench(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "bench URL [flags]",
 		Short: "send load to an OpenAI endpoint and measure what its clients see",
-		Long: `bench measures time to first token, between tokens and end to end. With --rate it is an open loop, in which a slow server
-cannot slow the clients down; without it a closed loop of --concurrency clients. Failed requests end it with exit code 1.
+		Long: `bench measures time to first token, between tokens and end to end. With --rate it is an open
+loop, in which a slow server cannot slow the clients down; without it a closed loop of --concurrency
+clients. Failed requests end it with exit code 1.
 
-With --sessions it plays chats of several turns with shared system prompts. Each turn sends the whole history with the answers it
-got, and names its session in x-session-id. The report tells which share of the prompt tokens the engines had cached, and which
-share one perfect cache without limit would have had. Equal seeds say the same: against engines that saw a run, take another --seed.`,
+With --sessions it plays chats of several turns with shared system prompts. Each turn sends the whole
+history with the answers it got, and names its session in x-session-id. The report tells which share of the
+prompt tokens the engines had cached, and which share one perfect cache without limit would have had. Equal
+seeds say the same: against engines that saw a run, take another --seed.`,
 		Example: `  dpserve bench http://127.0.0.1:8000 --rate 20 --duration 30s
   dpserve bench http://127.0.0.1:8000 --concurrency 64 --requests 1000 -o json
   dpserve bench http://127.0.0.1:8000 --sessions 40`,
-		Args: takes(1, "URL"),
+		Args: requireArgs(1, "URL"),
 	}
 	f.add(cmd)
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
@@ -53,7 +57,7 @@ share one perfect cache without limit would have had. Equal seeds say the same: 
 				return err
 			}
 		}
-		return e.bench(cmd.Context(), f)
+		return runBench(cmd.Context(), e, f)
 	}
 	return cmd
 }
@@ -62,10 +66,13 @@ func (f *benchFlags) add(cmd *cobra.Command) {
 	c, flags := &f.config, cmd.Flags()
 	flags.StringVar(&c.Model, "model", "", "name to send; default: the first the endpoint lists")
 	flags.Float64Var(&c.Rate, "rate", 0, "requests per second of an open loop")
-	flags.StringVar((*string)(&c.Arrivals), "arrivals", string(loadgen.Poisson), "open loop: poisson or uniform")
-	flags.IntVar(&c.Concurrency, "concurrency", 0, "clients of a closed loop (default 16), or most requests in flight of an open one")
+	flags.StringVar((*string)(&c.Arrivals), "arrivals", string(loadgen.Poisson),
+		"open loop: poisson or uniform")
+	flags.IntVar(&c.Concurrency, "concurrency", 0,
+		"clients of a closed loop (default 16), or most requests in flight of an open one")
 	flags.IntVar(&c.Requests, "requests", 0, "requests to measure; 0 = until --duration is over")
-	flags.DurationVar(&c.Duration, "duration", 0, "length of the measurement (default 10s, if neither --requests nor --sessions is given)")
+	flags.DurationVar(&c.Duration, "duration", 0,
+		"length of the measurement (default 10s, if neither --requests nor --sessions is given)")
 	flags.DurationVar(&c.Warmup, "warmup", 0, "time before it that is not measured")
 	flags.IntVar(&c.PromptTokens, "prompt-tokens", 0, "length of prompts in tokens of 4 bytes")
 	flags.IntVar(&c.PromptBytes, "prompt-bytes", 0, "length of prompts in bytes (default 256)")
@@ -76,16 +83,18 @@ func (f *benchFlags) add(cmd *cobra.Command) {
 	flags.Uint64Var(&c.Seed, "seed", 1, "of arrivals and prompts")
 	flags.DurationVar(&c.Timeout, "timeout", loadgen.DefaultTimeout, "of one request")
 	flags.DurationVar(&c.SLO.TTFT, "slo-ttft", loadgen.DefaultTTFT, "limit of the first token for goodput")
-	flags.DurationVar(&c.SLO.TPOT, "slo-tpot", loadgen.DefaultTPOT, "limit of the mean gap between tokens for goodput")
+	flags.DurationVar(&c.SLO.TPOT, "slo-tpot", loadgen.DefaultTPOT,
+		"limit of the mean gap between tokens for goodput")
 	flags.IntSliceVar(&c.PIDs, "pid", nil, "`processes` whose CPU time is charged to the run (Linux)")
 	flags.Lookup("pid").DefValue = ""
-	flags.StringVar(&f.direct, "overhead", "", "`URL` of the engine behind the endpoint: measure what the endpoint adds, both in turns")
+	flags.StringVar(&f.direct, "overhead", "",
+		"`URL` of the engine behind the endpoint: measure what the endpoint adds, both in turns")
 	flags.StringVar(&f.keyEnv, "api-key-env", "", "`name` of the environment variable that holds the API key")
 	f.addSessions(flags)
 	f.output = addOutput(cmd)
 }
 
-func (e *env) bench(ctx context.Context, f *benchFlags) error {
+func runBench(ctx context.Context, e *env, f *benchFlags) error {
 	c := f.config
 	c.Stream = !f.whole
 	if f.keyEnv != "" {
@@ -101,24 +110,25 @@ func (e *env) bench(ctx context.Context, f *benchFlags) error {
 		c.Model = found.Models[0]
 	}
 	if f.direct != "" {
-		return e.benchOverhead(ctx, c, f)
+		return benchOverhead(ctx, e, c, f)
 	}
 	report, err := f.run(ctx, c)
 	if report == nil {
 		return err
 	}
-	return errors.Join(e.writeReport(report, c.Model, *f.output), err, failedRequests(report.Failed, report.Offered))
+	return errors.Join(writeReport(e, report, c.Model, *f.output), err,
+		failedRequests(report.Failed, report.Offered))
 }
 
 func (f *benchFlags) run(ctx context.Context, c loadgen.Config) (*loadgen.Report, error) {
 	if f.sessions {
-		return loadgen.RunSessions(ctx, c, f.talk)
+		return loadgen.RunSessions(ctx, c, f.conversation)
 	}
 	return loadgen.Run(ctx, c)
 }
 
-// benchOverhead compares the endpoint with the engine behind it.
-func (e *env) benchOverhead(ctx context.Context, proxied loadgen.Config, f *benchFlags) error {
+// benchOverhead compares the endpoint with the engine behind the endpoint.
+func benchOverhead(ctx context.Context, e *env, proxied loadgen.Config, f *benchFlags) error {
 	direct := proxied
 	direct.URL = f.direct
 	if _, err := probeOne(ctx, direct.URL); err != nil {
@@ -128,10 +138,10 @@ func (e *env) benchOverhead(ctx context.Context, proxied loadgen.Config, f *benc
 	if report == nil {
 		return err
 	}
-	return errors.Join(e.writeReport(report, proxied.Model, *f.output), err, failedRuns(report))
+	return errors.Join(writeReport(e, report, proxied.Model, *f.output), err, failedRuns(report))
 }
 
-// failedRuns makes scripts see that a comparison was not clean.
+// failedRuns is an error if a run of the comparison had failed requests, so that scripts see it.
 func failedRuns(o *loadgen.Overhead) error {
 	failed := 0
 	for i := range o.Runs {
@@ -142,10 +152,11 @@ func failedRuns(o *loadgen.Overhead) error {
 	if failed == 0 {
 		return nil
 	}
-	return problem.New(problem.Upstream, "requests failed in %d of %s", failed, count(len(o.Runs), "run")).WithHint("the report lists the kinds of errors")
+	return problem.New(problem.Upstream, "requests failed in %d of %s", failed,
+		formatCount(len(o.Runs), "run")).WithHint("the report lists the kinds of errors")
 }
 
-// benchResult is a result of loadgen: JSON fields, and a table for people.
+// benchResult is a result of loadgen: it marshals to JSON and writes a table.
 type benchResult interface{ WriteTable(w io.Writer) error }
 
 func probeOne(ctx context.Context, url string) (attach.Found, error) {
@@ -154,7 +165,7 @@ func probeOne(ctx context.Context, url string) (attach.Found, error) {
 	return attach.Probe(ctx, url, nil)
 }
 
-func (e *env) writeReport(r benchResult, model string, f format) error {
+func writeReport(e *env, r benchResult, model string, f format) error {
 	switch f {
 	case formatJSON:
 		return writeJSON(e.io.Out, r)
@@ -167,10 +178,62 @@ func (e *env) writeReport(r benchResult, model string, f format) error {
 	return r.WriteTable(e.io.Out)
 }
 
-// failedRequests makes scripts see that a run was not clean.
+// failedRequests is an error if requests failed, so that scripts see it.
 func failedRequests(failed, offered int) error {
 	if failed == 0 && offered > 0 {
 		return nil
 	}
-	return problem.New(problem.Upstream, "%d of %s failed", failed, count(offered, "request")).WithHint("the report lists the kinds of errors")
+	return problem.New(problem.Upstream, "%d of %s failed", failed, formatCount(offered, "request")).
+		WithHint("the report lists the kinds of errors")
+}
+
+// sessionFlags are the flags of multi-turn load. They are valid only beside --sessions.
+func sessionFlags(conversation *loadgen.Conversation) *pflag.FlagSet {
+	flags := pflag.NewFlagSet("sessions", pflag.ContinueOnError)
+	flags.IntVar(&conversation.Turns, "turns", loadgen.DefaultTurns, "sessions: turns of each")
+	flags.IntVar(&conversation.SystemPrompts, "system-prompts", loadgen.DefaultSystemPrompts,
+		"sessions: different system prompts, of which the first ones are popular; 0 = none")
+	flags.IntVar(&conversation.SystemTokens, "system-tokens", loadgen.DefaultSystemTokens,
+		"sessions: length of a system prompt in tokens of 4 bytes")
+	flags.IntVar(&conversation.TurnTokens, "turn-tokens", loadgen.DefaultTurnTokens,
+		"sessions: mean length of a user's message")
+	flags.DurationVar(&conversation.Think, "think", loadgen.DefaultThink,
+		"sessions: mean pause between an answer and the next message")
+	flags.Float64Var(&conversation.LongShare, "long-share", 0,
+		"sessions: share of them that open with a document, 0 to 1")
+	flags.IntVar(&conversation.LongTokens, "long-tokens", 0, "sessions: length of that document")
+	return flags
+}
+
+// addSessions adds --sessions and its flags.
+func (f *benchFlags) addSessions(flags *pflag.FlagSet) {
+	flags.IntVar(&f.conversation.Sessions, "sessions", 0,
+		"play so many chats of several turns; --rate is then new sessions per second (default 4)")
+	flags.AddFlagSet(sessionFlags(&f.conversation))
+}
+
+// checkSessions refuses flags that the chosen mode ignores.
+func (f *benchFlags) checkSessions(cmd *cobra.Command) error {
+	var wrong []string
+	refuse := func(names ...string) {
+		for _, name := range names {
+			if cmd.Flags().Changed(name) {
+				wrong = append(wrong, "--"+name)
+			}
+		}
+	}
+	if f.sessions = cmd.Flags().Changed("sessions"); f.sessions {
+		refuse("overhead", "requests", "prompt-tokens", "prompt-bytes", "route", "no-stream")
+		if len(wrong) > 0 {
+			return problem.New(problem.InvalidArgument, "%s and --sessions exclude each other",
+				strings.Join(wrong, ", "))
+		}
+		return nil
+	}
+	sessionFlags(&loadgen.Conversation{}).VisitAll(func(flag *pflag.Flag) { refuse(flag.Name) })
+	if len(wrong) > 0 {
+		return problem.New(problem.InvalidArgument, "%s: only sessions have that", strings.Join(wrong, ", ")).
+			WithHint("add --sessions N")
+	}
+	return nil
 }

@@ -1,8 +1,6 @@
 package main
 
 import (
-	"encoding/json"
-	"strings"
 	"testing"
 	"time"
 
@@ -11,286 +9,178 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/api"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/problem"
 )
 
-const tiny = "applications: [{name: demo, model: {id: demo}, engine: {kind: sim}, data_parallel: {dp_size: 2}}]\n"
-
-func TestDeployWaitsUntilRunning(t *testing.T) {
-	cli := newCLI(t)
-	cli.cluster.script = [][]msg.AppStatus{
-		{}, // before
-		{demo(statusRunning, 1, state.Ready, state.Ready)}, // the old revision does not count
-		{demo(statusDeploying, 2, state.Starting, state.Pending)},
-		{demo(statusDeploying, 2, state.Ready, state.Starting)},
-		{demo(statusRunning, 2, state.Ready, state.Ready)},
-	}
-	require.Equal(t, 0, cli.run([]string{"deploy", file(t, tiny), "-o", "json"}), cli.stderr())
-	assert.Equal(t, []string{
-		"dpserve: replace demo: engine.args.seed",
-		"dpserve: demo/0/0 ready", "dpserve: demo/0/1 ready",
-		"dpserve: demo/0/0 starting", "dpserve: demo/0/1 pending",
-		"dpserve: demo/0/0 ready", "dpserve: demo/0/1 starting",
-		"dpserve: demo/0/1 ready",
-	}, strings.Split(strings.TrimSpace(cli.stderr()), "\n"))
-	var doc statusDocument
-	require.NoError(t, json.Unmarshal([]byte(cli.stdout()), &doc))
-	assert.Equal(t, apiVersion, doc.APIVersion)
-	assert.Equal(t, statusRunning, doc.Apps[0].Status)
-	require.Len(t, cli.cluster.deployed, 1)
-	assert.Equal(t, tiny, string(cli.cluster.deployed[0].Text), "the file goes as it is")
-}
-
-func TestDeployFailed(t *testing.T) {
-	cli := newCLI(t)
-	failed := demo(statusDeployFailed, 2, state.Ready, state.Failed)
-	u := &failed.Units[1]
-	u.Attempt, u.Reason = 3, "exit status 1"
-	for i := range 30 {
-		u.LogTail = append(u.LogTail, "line "+string(rune('a'+i%26)))
-	}
-	cli.cluster.script = [][]msg.AppStatus{{}, {failed}}
-	assert.Equal(t, 5, cli.run([]string{"deploy", file(t, tiny)}))
-	assert.Contains(t, cli.stderr(), "dpserve: demo cannot be rolled out: demo/0/1 failed after 3 attempts: exit status 1\n  line k\n")
-	assert.Equal(t, 20, strings.Count(cli.stderr(), "\n  line "))
-	assert.Contains(t, cli.stderr(), "hint: these are the last log lines of demo/0/1")
-	assert.Empty(t, cli.stdout())
-}
-
-func TestDeployTimeout(t *testing.T) {
-	cli := newCLI(t)
-	cli.cluster.script = [][]msg.AppStatus{{}, {demo(statusDeploying, 2, state.Starting)}}
-	assert.Equal(t, 8, cli.run([]string{"deploy", file(t, tiny), "--timeout", "1ms"}))
-	assert.Contains(t, cli.stderr(), "dpserve: not RUNNING in time: demo; the rollout goes on\nhint: watch it with `dpserve status -w`\n")
-}
-
-// TestDeployOfWhatIsDeletedMeanwhile: nothing would ever come, so the monitor does not wait for it.
-func TestDeployOfWhatIsDeletedMeanwhile(t *testing.T) {
-	for name, last := range map[string][]msg.AppStatus{"on its way out": {demo(statusDeleting, 2, state.Killing)}, "gone": {}} {
-		cli := newCLI(t)
-		cli.cluster.script = [][]msg.AppStatus{{}, {demo(statusDeploying, 2, state.Starting)}, last}
-		assert.Equal(t, 1, cli.run([]string{"deploy", file(t, tiny), "--timeout", "5s"}), name)
-		assert.Contains(t, cli.stderr(), "dpserve: demo was deleted while it was rolled out\nhint: ", name)
+func twoNodes(b msg.NodeStatus) []msg.NodeStatus {
+	return []msg.NodeStatus{
+		{
+			Node: "a", State: "alive", Roles: []string{"control", "worker"}, Leader: true, Voter: true,
+			SlotsUsed: 3, Slots: 64, Ranks: 3, Groups: []string{"chat/0"},
+			LastSeen: time.Unix(100, 0), SeenBy: "leader", SkewMs: 3600_000,
+			Notes: []string{"its clock is 1h0m0s ahead of the leader's"},
+		}, b,
 	}
 }
 
-func TestDeployInterrupted(t *testing.T) {
-	cli := newCLI(t)
-	cli.cluster.script = [][]msg.AppStatus{{}, {demo(statusDeploying, 2, state.Starting)}}
-	cli.cluster.onApps = func(call int) {
-		if call == 2 {
-			cli.interrupt()
-		}
+func TestNodesTable(t *testing.T) {
+	c := newCLI(t)
+	c.cluster.nodes.script = [][]msg.NodeStatus{
+		twoNodes(msg.NodeStatus{
+			Node: "b", State: "lost", Roles: []string{"ingress"}, Reason: "silent for 12s",
+		}),
 	}
-	assert.Equal(t, 130, cli.run([]string{"deploy", file(t, tiny)}))
-	assert.Contains(t, cli.stderr(), "interrupted; the rollout goes on")
-	assert.Len(t, cli.cluster.deployed, 1)
-	assert.Empty(t, cli.cluster.deleted)
+	require.Zero(t, c.run([]string{"nodes"}), c.stderr())
+	assert.Contains(t, c.stdout(), "NODE  STATE  ROLES            SLOTS  GPUS  RANKS  IN-FLIGHT  GROUPS")
+	assert.Contains(t, c.stdout(), "control,worker*  3/64   0/0   3      0          chat/0")
+	assert.Contains(t, c.stdout(), "1h0m0s")
+	assert.Contains(t, c.stdout(), "silent for 12s")
+	assert.Contains(t, c.stdout(), "a: its clock is 1h0m0s ahead of the leader's")
 }
 
-func TestDeployDetach(t *testing.T) {
-	cli := newCLI(t)
-	cli.cluster.script = [][]msg.AppStatus{{}}
-	assert.Equal(t, 0, cli.run([]string{"deploy", "--detach", file(t, tiny)}))
-	assert.Len(t, cli.cluster.deployed, 1)
-	assert.Zero(t, cli.cluster.calls, "nothing is watched")
-}
-
-func TestDeployDryRun(t *testing.T) {
-	cli := newCLI(t)
-	cli.cluster.nodes.plan = msg.Plan{Changes: true, Fits: true, Apps: []msg.AppPlan{{App: "demo", Action: "create"}, {App: "other", Action: "delete"}}}
-	assert.Equal(t, 0, cli.run([]string{"deploy", "--dry-run", "--prune", file(t, tiny), "-o", "name"}))
-	assert.Empty(t, cli.cluster.deployed)
-	assert.True(t, cli.cluster.planned[0].Prune)
-	assert.Equal(t, "demo\nother\n", cli.stdout())
-}
-
-func TestDeployPrune(t *testing.T) {
-	other := demo(statusRunning, 1)
-	other.Name = "other"
-	cli := newCLI(t)
-	cli.cluster.script = [][]msg.AppStatus{{other}}
-	assert.Equal(t, 2, cli.run([]string{"deploy", "--prune", file(t, tiny)}))
-	assert.Contains(t, cli.stderr(), "--prune deletes other: this needs a confirmation, and there is no terminal to ask on\nhint: --yes confirms it\n")
-	assert.Empty(t, cli.cluster.deployed)
-
-	cli = newCLI(t)
-	cli.cluster.script = [][]msg.AppStatus{{other}}
-	assert.Equal(t, 0, cli.run([]string{"deploy", "--prune", "--yes", "--detach", file(t, tiny)}))
-	assert.True(t, cli.cluster.deployed[0].Prune)
-}
-
-func TestDeployBadFile(t *testing.T) {
-	cli := newCLI(t)
-	path := file(t, "applications:\n  - nam: demo\n    model: {id: demo}\n    engine: {kind: vlm}\n")
-	assert.Equal(t, 2, cli.run([]string{"deploy", path}))
-	assert.Contains(t, cli.stderr(), path+":2:5: ")
-	assert.Contains(t, cli.stderr(), path+":4:20: ")
-	assert.Contains(t, cli.stderr(), `did you mean "vllm"?`)
-	assert.Zero(t, cli.cluster.calls, "a bad file never reaches the cluster")
-}
-
-func TestDeployVLLM(t *testing.T) {
-	vllm := "applications: [{name: demo, model: {id: demo}, engine: {kind: vllm, env: {A: b}, args: {max_num_seqs: 8, load_format: dummy}}, resources: {gpus: 1}}]\n"
-	cli := newCLI(t)
-	assert.Equal(t, 5, cli.run([]string{"deploy", file(t, vllm)}))
-	assert.Contains(t, cli.stderr(), "dpserve: demo: engines of kind vllm come with the next version\nhint: --engine sim ")
-
-	cli = newCLI(t)
-	cli.cluster.script = [][]msg.AppStatus{{}}
-	assert.Equal(t, 0, cli.run([]string{"deploy", "--engine", "sim", "--detach", file(t, vllm)}), cli.stderr())
-	assert.Equal(t, []string{
-		"dpserve: --engine sim: demo: engine.kind: vllm → sim",
-		"dpserve: --engine sim: demo: engine.env dropped",
-		"dpserve: --engine sim: demo: resources.gpus: 1 → 0",
-		"dpserve: --engine sim: demo: engine.args dropped: load_format",
-		"dpserve: replace demo: engine.args.seed",
-		"dpserve: applied; watch it with `dpserve status -w`",
-	}, strings.Split(strings.TrimSpace(cli.stderr()), "\n"))
-	text := string(cli.cluster.deployed[0].Text)
-	assert.Contains(t, text, "kind: sim")
-	assert.Contains(t, text, "max_num_seqs: 8")
-	assert.NotContains(t, text, "load_format")
-	assert.NotContains(t, text, "gpus")
-}
-
-func TestStatus(t *testing.T) {
-	now := time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC)
-	a := demo(statusUnhealthy, 7, state.Ready, state.Backoff)
-	a.Units[0].Since = now.Add(-90 * time.Second)
-	a.Units[0].Ranks[0].TTFTp50Ms = 12.34
-	a.Units[1].Reason = "exit status 1"
-	const table = `APP   STATUS     RANKS  GROUPS  MODEL  KIND  POLICY        QUEUED  MESSAGE
-demo  UNHEALTHY  1/2    1       demo   sim   power-of-two  0
-
-RANK      STATE    EPOCH  SINCE                 NODE  IN-FLIGHT  TOK/S  TTFT-P50  TTFT-P95  RESTARTS  HIT%  REASON
-demo/0/0  ready    1      2026-11-21T11:58:30Z  n1    0          0      12.3ms    -         0         -
-demo/0/1  backoff  1      -                     n1    0          0      -         -         0         -     exit status 1
-`
-	run := func(t *testing.T, args ...string) (*cli, int) {
-		t.Helper()
-		c := newCLI(t)
-		c.now = func() time.Time { return now }
-		c.cluster.script = [][]msg.AppStatus{{a}}
-		return c, c.run(append([]string{"status"}, args...))
+func TestDrainWatchesUntilTheNodeIsEmpty(t *testing.T) {
+	c := newCLI(t)
+	c.cluster.nodes.script = [][]msg.NodeStatus{
+		twoNodes(msg.NodeStatus{Node: "b", State: "draining", Ranks: 2, InFlight: 5}),
+		twoNodes(msg.NodeStatus{Node: "b", State: "draining", Ranks: 1}),
+		twoNodes(msg.NodeStatus{Node: "b", State: "drained"}),
 	}
-	t.Run("table", func(t *testing.T) {
-		c, code := run(t)
-		assert.Equal(t, 0, code)
-		assert.Equal(t, table, c.stdout())
-		assert.NotContains(t, c.stdout(), "\x1b", "a pipe gets no escape sequence")
-	})
-	t.Run("exit code", func(t *testing.T) {
-		_, code := run(t, "demo", "--exit-code")
-		assert.Equal(t, 3, code)
-	})
-	t.Run("unknown", func(t *testing.T) {
-		c, code := run(t, "dmo")
-		assert.Equal(t, 1, code)
-		assert.Equal(t, "dpserve: no application \"dmo\"\nhint: applications are demo\n", c.stderr())
-	})
-	t.Run("name", func(t *testing.T) {
-		c, _ := run(t, "-o", "name")
-		assert.Equal(t, "demo\n", c.stdout())
-	})
-	t.Run("json", func(t *testing.T) {
-		c, _ := run(t, "-o", "json")
-		var doc statusDocument
-		require.NoError(t, json.Unmarshal([]byte(c.stdout()), &doc))
-		assert.Equal(t, "dpserve/v1", doc.APIVersion)
-		assert.Equal(t, a.Units[1].Reason, doc.Apps[0].Units[1].Reason)
-	})
-	t.Run("yaml", func(t *testing.T) {
-		c, _ := run(t, "-o", "yaml")
-		assert.True(t, strings.HasPrefix(c.stdout(), "apiVersion: dpserve/v1\napps:\n- name: demo\n"), c.stdout())
-	})
-	t.Run("wide", func(t *testing.T) {
-		c, _ := run(t, "-o", "wide")
-		assert.Contains(t, c.stdout(), "http://127.0.0.1:20000")
-	})
-	t.Run("colour", func(t *testing.T) {
-		c := newCLI(t)
-		c.io.OutTTY = true
-		c.cluster.script = [][]msg.AppStatus{{a}}
-		require.Equal(t, 0, c.run([]string{"status"}))
-		assert.Contains(t, c.stdout(), string(bad)+"UNHEALTHY"+string(resetColor))
-	})
-	t.Run("no colour", func(t *testing.T) {
-		c := newCLI(t)
-		c.io.OutTTY = true
-		c.cluster.script = [][]msg.AppStatus{{a}}
-		require.Equal(t, 0, c.run([]string{"status", "--no-color"}))
-		assert.NotContains(t, c.stdout(), "\x1b[3")
-	})
+	require.Zero(t, c.run([]string{"drain", "b", "--deadline", "30m"}), c.stderr())
+	assert.Equal(t, []string{"b"}, c.cluster.nodes.drained)
+	assert.Equal(t, 30*time.Minute, *c.cluster.nodes.deadline)
+	assert.Contains(t, c.stderr(), "b: 2 ranks, 5 requests in flight\n")
+	assert.Contains(t, c.stderr(), "b: 1 rank, 0 requests in flight\n")
+	assert.Contains(t, c.stderr(), "b is drained\n")
 }
 
-func TestStatusWithoutCluster(t *testing.T) {
-	cli := newCLI(t)
-	cli.cluster.down = refused()
-	assert.Equal(t, 1, cli.run([]string{"status"}))
-	assert.Equal(t, "dpserve: no answer from 127.0.0.1:8265\nhint: is dpserve running?\n", cli.stderr())
+func TestDrainThatAnotherUserEnded(t *testing.T) {
+	c := newCLI(t)
+	c.cluster.nodes.script = [][]msg.NodeStatus{twoNodes(msg.NodeStatus{Node: "b", State: "alive"})}
+	assert.Equal(t, 1, c.run([]string{"drain", "b"}))
+	assert.Contains(t, c.stderr(), "b is alive: somebody has ended the drain")
+	assert.Nil(t, c.cluster.nodes.deadline)
 }
 
-func TestStatusWatch(t *testing.T) {
-	cli := newCLI(t)
-	cli.now = func() time.Time { return time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC) }
-	cli.cluster.script = [][]msg.AppStatus{{demo(statusRunning, 1, state.Ready)}}
-	cli.cluster.onApps = func(int) { cli.interrupt() }
-	assert.Equal(t, 0, cli.run([]string{"status", "-w"}), "Ctrl-C is how a watch ends")
+func TestLeaveDrainsThenRemoves(t *testing.T) {
+	c := newCLI(t)
+	c.cluster.nodes.script = [][]msg.NodeStatus{twoNodes(msg.NodeStatus{Node: "b", State: "drained"})}
+	require.Zero(t, c.run([]string{"leave", "--yes"}), c.stderr())
+	assert.Equal(t, []string{"b"}, c.cluster.nodes.drained)
+	assert.Equal(t, []string{"b"}, c.cluster.nodes.gone)
 }
 
-func TestDelete(t *testing.T) {
-	script := func() [][]msg.AppStatus {
-		return [][]msg.AppStatus{
-			{demo(statusRunning, 1, state.Ready)},
-			{demo(statusDeleting, 1, state.Draining)},
-			{},
-		}
+func TestLeaveAsksBeforeTheDrain(t *testing.T) {
+	c := newCLI(t)
+	c.cluster.nodes.script = [][]msg.NodeStatus{twoNodes(msg.NodeStatus{Node: "b", State: "drained"})}
+	c.cluster.nodes.mayLeave = []error{
+		problem.New(problem.Unavailable, "c is silent"), problem.New(problem.Conflict, "c is lost").
+			WithHint("remove c first"),
 	}
-	cli := newCLI(t)
-	cli.cluster.script = script()
-	assert.Equal(t, 2, cli.run([]string{"delete", "demo"}), "without a terminal only --yes confirms")
-	assert.Empty(t, cli.cluster.deleted)
+	assert.Equal(t, 1, c.run([]string{"leave", "--yes"}))
+	assert.Contains(t, c.stderr(), "c is lost\nhint: remove c first\n")
+	assert.Empty(t, c.cluster.nodes.drained, "nothing is drained in vain")
+	assert.Empty(t, c.cluster.nodes.gone)
+}
 
-	cli = newCLI(t)
-	cli.cluster.script = script()
-	assert.Equal(t, 0, cli.run([]string{"delete", "demo", "--yes"}))
-	assert.Equal(t, []string{"demo"}, cli.cluster.deleted)
-	assert.Equal(t, "dpserve: demo/0/0 draining\ndpserve: demo is gone\n", cli.stderr())
+func TestTheOnlyNodeDoesNotLeave(t *testing.T) {
+	c := newCLI(t)
+	c.cluster.nodes.script = [][]msg.NodeStatus{{{Node: "b", State: "alive"}}}
+	assert.Equal(t, 1, c.run([]string{"leave", "--yes"}))
+	assert.Empty(t, c.cluster.nodes.drained)
+}
 
-	for answer, want := range map[string]int{"demo\n": 0, "yes\n": 2, "": 2} {
-		cli = newCLI(t)
-		cli.cluster.script = script()
-		cli.io.InTTY, cli.io.ErrTTY = true, true
-		cli.stdin.Reset(answer)
-		assert.Equal(t, want, cli.run([]string{"delete", "demo"}), "answer %q", answer)
-		assert.Contains(t, cli.stderr(), "delete ends 1 rank of demo; type demo to confirm: ")
+func TestTokenPrintsTheJoinCommand(t *testing.T) {
+	c := newCLI(t)
+	require.Zero(t, c.run([]string{"token", "--uses", "3"}), c.stderr())
+	assert.Equal(t, "dpserve join 10.0.0.1:7947 --token dpj1.x\n", c.stdout())
+	assert.Equal(t, []api.TokenRequest{{TTL: time.Hour, Uses: 3}}, c.cluster.nodes.tokens)
+}
+
+func TestRotateKeyWaitsForEveryNode(t *testing.T) {
+	c := newCLI(t)
+	c.cluster.nodes.turning = [][]string{{"a", "b"}, {"b"}, {}}
+	require.Zero(t, c.run([]string{"nodes", "rotate-key"}), c.stderr())
+	assert.Equal(t,
+		"dpserve: waiting for a, b\ndpserve: waiting for b\ndpserve: the gossip has a new key\n", c.stderr())
+
+	c = newCLI(t)
+	c.cluster.nodes.turning = [][]string{{"a", "b"}}
+	assert.Equal(t, 8, c.run([]string{"nodes", "rotate-key", "--timeout", "10ms"}))
+	assert.Contains(t, c.stderr(), "no new key yet, waiting for a, b; the change goes on")
+
+	c = newCLI(t)
+	c.cluster.nodes.turning = [][]string{{"a"}}
+	c.cluster.nodes.onRotation = c.interrupt
+	assert.Equal(t, 130, c.run([]string{"nodes", "rotate-key"}))
+	assert.Contains(t, c.stderr(), "interrupted; the change of the key goes on")
+	assert.Equal(t, 2, newCLI(t).run([]string{"nodes", "rotate-key", "--timeout", "0s"}))
+}
+
+func TestPlanShowsPlacesAndExitCodes(t *testing.T) {
+	c := newCLI(t)
+	c.cluster.nodes.plan = msg.Plan{
+		Revision: 7, Changes: true, Fits: true,
+		Apps: []msg.AppPlan{{App: "moe", Action: "create", Units: []msg.UnitPlan{{
+			Unit: "moe/0", Action: "create",
+			Seats: []msg.SeatPlan{
+				{Rank: 0, Node: "a", Devices: []int{0, 1}}, {Rank: 1, Node: "a", Devices: []int{2, 3}}, {
+					Rank: 2, Node: "b", Devices: []int{0, 1},
+				},
+			},
+		}}}},
+		Nodes: []msg.NodePlan{{Node: "a", GPUs: 4, GPUsFree: 4, GPUsNeed: 4}},
 	}
-}
-
-func TestLogs(t *testing.T) {
-	cli := newCLI(t)
-	now := time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC)
-	cli.now = func() time.Time { return now }
-	assert.Equal(t, 0, cli.run([]string{"logs", "demo/0/3", "--since", "5m", "--tail", "20"}))
-	assert.Equal(t, []api.LogQuery{{App: "demo", Group: 0, Rank: 3, Since: now.Add(-5 * time.Minute), Tail: 20}}, cli.cluster.asked)
-	assert.Equal(t, "demo/0/0 hello\n", cli.stdout())
-}
-
-func TestValidate(t *testing.T) {
-	cli := newCLI(t)
 	path := file(t, tiny)
-	assert.Equal(t, 0, cli.run([]string{"validate", path}))
-	assert.Equal(t, "dpserve: "+path+" is sound: 1 application\n", cli.stderr())
-	assert.Empty(t, cli.stdout())
+	require.Zero(t, c.run([]string{"plan", path}), c.stderr())
+	assert.Contains(t, c.stdout(), "moe/0  create  0-1    a     0-3")
+	assert.Contains(t, c.stdout(), "moe/0  create  2      b     0-1")
+	assert.Contains(t, c.stdout(), "--revision 7")
+	assert.Equal(t, 3, c.run([]string{"plan", path, "--exit-code"}))
 
-	cli = newCLI(t)
-	cli.stdin.Reset(tiny)
-	assert.Equal(t, 0, cli.run([]string{"validate", "-", "--print"}))
-	assert.True(t, strings.HasPrefix(cli.stdout(), "applications:\n  - name: demo\n"), cli.stdout())
+	c.cluster.nodes.plan.Fits = false
+	c.cluster.nodes.plan.Apps[0].Units[0] = msg.UnitPlan{
+		Unit: "moe/0", Action: "create", Why: "needs 6 devices, 4 are free",
+		Hint: "moving chat/1 from a to b would make room",
+	}
+	assert.Equal(t, 5, c.run([]string{"plan", path}))
+	assert.Contains(t, c.stderr(), "  needs 6 devices, 4 are free")
+	assert.Contains(t, c.stderr(), "hint: moving chat/1 from a to b would make room")
 
-	cli = newCLI(t)
-	cli.stdin.Reset(strings.Repeat("#", maxFile+1))
-	assert.Equal(t, 2, cli.run([]string{"validate", "-"}))
-	assert.Contains(t, cli.stderr(), "stdin is larger than 1 MiB")
+	c.cluster.nodes.plan = msg.Plan{Fits: true}
+	assert.Zero(t, c.run([]string{"plan", path, "--exit-code"}))
+	assert.Contains(t, c.stdout(), "no changes")
+}
+
+func TestFormatIntListAndSpan(t *testing.T) {
+	assert.Equal(t, "0-3,6", formatIntList([]int{3, 2, 1, 0, 6}))
+	assert.Empty(t, formatIntList(nil))
+	assert.Equal(t, "3", formatSpan(3, 3))
+}
+
+func TestStartPrintsTheJoinCommandOnce(t *testing.T) {
+	c := newCLI(t)
+	c.node.joinAt, c.node.joinWith = "10.0.0.1:7947", "dpj1.y"
+	go func() { time.Sleep(50 * time.Millisecond); c.interrupt() }()
+	require.Zero(t, c.run([]string{"start", "--advertise", "127.0.0.2"}), c.stderr())
+	assert.Contains(t, c.stderr(), "dpserve join 10.0.0.1:7947 --token dpj1.y")
+	assert.Equal(t, "127.0.0.2:8000", c.node.config.HTTPBind)
+	assert.Equal(t, "127.0.0.2:8265", c.node.config.AdminBind)
+}
+
+func TestJoinWantsAToken(t *testing.T) {
+	c := newCLI(t)
+	assert.Equal(t, 2, c.run([]string{"join", "10.0.0.1:7947"}))
+	assert.Contains(t, c.stderr(), "join wants --token")
+	go func() { time.Sleep(50 * time.Millisecond); c.interrupt() }()
+	require.Zero(t,
+		c.run([]string{"join", "10.0.0.1:7947", "--token", "dpj1.z", "--advertise", "10.0.0.2"}), c.stderr())
+	assert.Equal(t, "10.0.0.1:7947", c.node.config.Join.Address)
+	assert.Equal(t, "127.0.0.1:8000", c.node.config.HTTPBind)
+}
+
+func TestJoinShowsItselfWhereItReachesTheCluster(t *testing.T) {
+	c := newCLI(t)
+	go func() { time.Sleep(50 * time.Millisecond); c.interrupt() }()
+	require.Zero(t, c.run([]string{"join", "127.0.0.1:7947", "--token", "dpj1.z"}), c.stderr())
+	assert.Equal(t, "127.0.0.1", c.node.config.Advertise)
 }

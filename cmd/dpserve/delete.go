@@ -9,7 +9,7 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// deleteTimeout covers the longest default drain and the engines' own stop.
+// deleteTimeout covers the longest default drain and the time in which the engines stop.
 const deleteTimeout = 35 * time.Minute
 
 func newDelete(e *env) *cobra.Command {
@@ -18,12 +18,12 @@ func newDelete(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "delete APP [flags]",
 		Short: "drain and remove an application",
-		Long: `delete shows what goes away, asks for the application's name, drains its requests (graceful_shutdown_timeout_s) and waits
-until every engine process is gone.`,
+		Long: `delete shows what goes away, asks for the application's name, drains its requests
+(graceful_shutdown_timeout_s) and waits until every engine process is gone.`,
 		Example: "  dpserve delete demo --yes",
-		Args:    takes(1, "APP"),
+		Args:    requireArgs(1, "APP"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return e.delete(cmd.Context(), args[0], yes, detach, timeout)
+			return runDelete(cmd.Context(), e, args[0], yes, detach, timeout)
 		},
 	}
 	cmd.Flags().BoolVar(&yes, "yes", false, "do not ask")
@@ -32,7 +32,7 @@ until every engine process is gone.`,
 	return cmd
 }
 
-func (e *env) delete(ctx context.Context, name string, yes, detach bool, timeout time.Duration) error {
+func runDelete(ctx context.Context, e *env, name string, yes, detach bool, timeout time.Duration) error {
 	client, err := e.admin()
 	if err != nil {
 		return err
@@ -42,11 +42,12 @@ func (e *env) delete(ctx context.Context, name string, yes, detach bool, timeout
 	if err != nil {
 		return err
 	}
-	a, err := appNamed(apps, name)
+	a, err := findApp(apps, name)
 	if err != nil {
 		return err
 	}
-	if err := e.confirm(fmt.Sprintf("delete ends %s of %s", count(a.Desired, "rank"), name), name, yes); err != nil {
+	if err := e.confirm(fmt.Sprintf("delete ends %s of %s", formatCount(a.Desired, "rank"), name), name,
+		yes); err != nil {
 		return err
 	}
 	if err := client.Delete(ctx, name); err != nil {
@@ -57,13 +58,13 @@ func (e *env) delete(ctx context.Context, name string, yes, detach bool, timeout
 	}
 	waiting, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
-	err = newMonitor(e, client, newScreen(e.io)).gone(waiting, name)
+	err = newMonitor(e, client, newScreen(e.io)).awaitGone(waiting, name)
 	if errors.Is(err, errInterrupted) {
-		talk(e.io.Err, "interrupted; the deletion goes on")
+		printMessage(e.io.Err, "interrupted; the deletion goes on")
 		return &silentError{code: exitInterrupted}
 	}
 	if err == nil {
-		talk(e.io.Err, "%s is gone", name)
+		printMessage(e.io.Err, "%s is gone", name)
 	}
 	return err
 }

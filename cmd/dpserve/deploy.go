@@ -14,14 +14,14 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// deployTimeout is how long deploy waits for RUNNING unless --timeout says otherwise.
+// deployTimeout is the default of --timeout: how long deploy waits for RUNNING.
 const deployTimeout = 10 * time.Minute
 
 type deployFlags struct {
 	detach, dryRun, prune, yes, partial bool
 
 	revision uint64
-	pinned   *uint64 // revision, if it was given
+	pinned   *uint64 // revision, or nil if the flag is not given
 	timeout  time.Duration
 	engine   string
 	output   *format
@@ -32,19 +32,22 @@ func newDeploy(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "deploy FILE [flags]",
 		Short: "bring the applications of a file to RUNNING",
-		Long: `deploy checks FILE, shows what changes, applies it and waits until every rank serves. Applications that FILE does not list
-stay as they are, unless --prune is given. A rollout that fails ends it with exit code 5 and the last log lines of the rank that
-failed; Ctrl-C leaves the monitor (exit code 130) and the rollout goes on.`,
+		Long: `deploy checks FILE, shows what changes, applies it and waits until every rank serves.
+Applications that FILE does not list stay as they are, unless --prune is given. A rollout that fails ends it
+with exit code 5 and the last log lines of the rank that failed; Ctrl-C leaves the monitor (exit code 130)
+and the rollout goes on.`,
 		Example: `  dpserve deploy examples/quickstart/app.yaml
   dpserve deploy app.yaml --dry-run            # as dpserve plan`,
-		Args: takes(1, "FILE"),
+		Args: requireArgs(1, "FILE"),
 	}
 	flags := cmd.Flags()
 	flags.BoolVar(&f.detach, "detach", false, "do not wait for RUNNING")
 	flags.BoolVar(&f.dryRun, "dry-run", false, "show what would change, and change nothing")
 	flags.BoolVar(&f.prune, "prune", false, "delete applications that FILE does not list")
-	flags.BoolVar(&f.partial, "partial", false, "start the groups that find a place, and the others when there is one")
-	flags.Uint64Var(&f.revision, "revision", 0, "cluster revision that `dpserve plan` showed; refused if an application of FILE has changed since")
+	flags.BoolVar(&f.partial, "partial", false,
+		"start the groups that find a place, and the others when there is one")
+	flags.Uint64Var(&f.revision, "revision", 0,
+		"cluster revision that `dpserve plan` showed; refused if an application of FILE has changed since")
 	flags.BoolVar(&f.yes, "yes", false, "do not ask before --prune deletes something")
 	flags.DurationVar(&f.timeout, "timeout", deployTimeout, "how long to wait for RUNNING; then exit code 8")
 	flags.StringVar(&f.engine, "engine", "", "sim: run the file on the simulated engine")
@@ -53,16 +56,16 @@ failed; Ctrl-C leaves the monitor (exit code 130) and the rollout goes on.`,
 		if cmd.Flags().Changed("revision") {
 			f.pinned = &f.revision
 		}
-		return e.deploy(cmd.Context(), f, args[0])
+		return runDeploy(cmd.Context(), e, f, args[0])
 	}
 	return cmd
 }
 
-func (e *env) deploy(ctx context.Context, f *deployFlags, path string) error {
+func runDeploy(ctx context.Context, e *env, f *deployFlags, path string) error {
 	if f.timeout <= 0 {
 		return usageError("deploy", "--timeout %s: must be positive", f.timeout)
 	}
-	file, err := e.deployFile(f.engine, path)
+	file, err := readDeployFile(e, f.engine, path)
 	if err != nil {
 		return err
 	}
@@ -71,7 +74,9 @@ func (e *env) deploy(ctx context.Context, f *deployFlags, path string) error {
 		return err
 	}
 	defer client.Close()
-	req := api.DeployRequest{File: file.name, Text: file.text, Prune: f.prune, Partial: f.partial, Revision: f.pinned}
+	req := api.DeployRequest{
+		File: file.name, Text: file.text, Prune: f.prune, Partial: f.partial, Revision: f.pinned,
+	}
 	if f.dryRun {
 		p, err := client.Plan(ctx, req)
 		if err != nil {
@@ -79,44 +84,42 @@ func (e *env) deploy(ctx context.Context, f *deployFlags, path string) error {
 		}
 		return planListing(&p, file.name).write(e.io, *f.output)
 	}
-	if err := e.confirmPrune(ctx, f, client, file); err != nil {
+	if err := confirmPrune(ctx, e, f, client, file); err != nil {
 		return err
 	}
 	result, err := client.Deploy(ctx, req)
 	if err != nil {
 		return err
 	}
-	e.tellChanges(result)
+	printChanges(e, result)
 	if f.detach {
-		talk(e.io.Err, "applied; watch it with `dpserve status -w`")
+		printMessage(e.io.Err, "applied; watch it with `dpserve status -w`")
 		return nil
 	}
-	return e.awaitRunning(ctx, f, client, result)
+	return awaitRunning(ctx, e, f, client, result)
 }
 
-func (e *env) deployFile(engine, path string) (*appFile, error) {
+func readDeployFile(e *env, engine, path string) (*appFile, error) {
 	if err := checkEngine(engine); err != nil {
 		return nil, err
 	}
-	file, err := e.readApps(path)
+	file, err := readApps(e, path)
 	if err != nil {
 		return nil, err
 	}
 	if engine == engineSim {
-		if err := e.simulate(file); err != nil {
-			return nil, err
-		}
+		simulateFile(e, file)
 	}
 	return file, checkKinds(file.apps)
 }
 
-// awaitRunning follows the rollout to its end and prints the applications as they are then.
-func (e *env) awaitRunning(ctx context.Context, f *deployFlags, client admin, result api.DeployResult) error {
+// awaitRunning waits until the applications run and prints their status.
+func awaitRunning(ctx context.Context, e *env, f *deployFlags, client admin, result api.DeployResult) error {
 	waiting, cancel := context.WithTimeout(ctx, f.timeout)
 	defer cancel()
-	err := newMonitor(e, client, newScreen(e.io)).running(waiting, result.Apps)
+	err := newMonitor(e, client, newScreen(e.io)).awaitRunning(waiting, result.Apps)
 	if errors.Is(err, errInterrupted) {
-		talk(e.io.Err, "interrupted; the rollout goes on, watch it with `dpserve status -w`")
+		printMessage(e.io.Err, "interrupted; the rollout goes on, watch it with `dpserve status -w`")
 		return &silentError{code: exitInterrupted}
 	}
 	if err != nil {
@@ -126,12 +129,13 @@ func (e *env) awaitRunning(ctx context.Context, f *deployFlags, client admin, re
 	if err != nil {
 		return err
 	}
-	apps = slices.DeleteFunc(apps, func(a msg.AppStatus) bool { _, mine := result.Apps[a.Name]; return !mine })
-	return e.statusListing(apps).write(e.io, *f.output)
+	apps = slices.DeleteFunc(apps,
+		func(a msg.AppStatus) bool { _, mine := result.Apps[a.Name]; return !mine })
+	return newStatusListing(e, apps).write(e.io, *f.output)
 }
 
-// confirmPrune asks before applications go that the file does not list.
-func (e *env) confirmPrune(ctx context.Context, f *deployFlags, client admin, file *appFile) error {
+// confirmPrune asks before --prune deletes applications that the file does not list.
+func confirmPrune(ctx context.Context, e *env, f *deployFlags, client admin, file *appFile) error {
 	if !f.prune {
 		return nil
 	}
@@ -155,22 +159,22 @@ func (e *env) confirmPrune(ctx context.Context, f *deployFlags, client admin, fi
 	}
 }
 
-// tellChanges says what the cluster did, one line per application.
-func (e *env) tellChanges(result api.DeployResult) {
+// printChanges prints one line per application that the deploy changed.
+func printChanges(e *env, result api.DeployResult) {
 	for _, c := range result.Changes {
 		fields := ""
 		if len(c.Fields) > 0 {
 			fields = ": " + strings.Join(c.Fields, ", ")
 		}
-		talk(e.io.Err, "%s %s%s", c.Action, c.App, fields)
+		printMessage(e.io.Err, "%s %s%s", c.Action, c.App, fields)
 		for _, r := range c.Gone {
-			talk(e.io.Err, "%s: the file does not list rank %s, which goes", c.App, r)
+			printMessage(e.io.Err, "%s: the file does not list rank %s, which goes", c.App, r)
 		}
 	}
 }
 
-// appNamed finds an application, or says which ones there are.
-func appNamed(apps []msg.AppStatus, name string) (msg.AppStatus, error) {
+// findApp returns the named application. The error lists the existing ones.
+func findApp(apps []msg.AppStatus, name string) (msg.AppStatus, error) {
 	var names []string
 	for _, a := range apps {
 		if a.Name == name {

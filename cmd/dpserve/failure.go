@@ -18,7 +18,8 @@ const (
 	exitInterrupted = 130 // Ctrl-C, SIGTERM or SIGHUP
 )
 
-// silentError ends a command with a code and says nothing: what there was to say has been said.
+// silentError ends a command with an exit code and without a message, because the command has printed
+// everything.
 type silentError struct{ code int }
 
 func (e *silentError) Error() string { return fmt.Sprintf("exit code %d", e.code) }
@@ -47,8 +48,8 @@ func exitCode(err error) int {
 	return problem.ExitCode(problem.CodeOf(err))
 }
 
-// report writes an error for a person: message, details, hints. Faults of a file stand on lines of their own that begin with
-// file:line:col, as editors expect.
+// report writes an error for the user: message, details, hints. Each fault of a file is on its own line and
+// begins with file:line:col, as editors expect.
 func report(w io.Writer, err error) {
 	var faults app.Faults
 	if err == nil || isSilent(err) {
@@ -58,7 +59,7 @@ func report(w io.Writer, err error) {
 		reportFaults(w, faults)
 		return
 	}
-	talk(w, "%s", strings.TrimSuffix(err.Error(), "."))
+	printMessage(w, "%s", strings.TrimSuffix(err.Error(), "."))
 	var p *problem.Error
 	if !errors.As(err, &p) {
 		return
@@ -75,14 +76,14 @@ func report(w io.Writer, err error) {
 }
 
 func reportFaults(w io.Writer, faults app.Faults) {
-	talk(w, "%s", count(len(faults), "fault"))
+	printMessage(w, "%s", formatCount(len(faults), "fault"))
 	for _, f := range faults {
 		_, _ = fmt.Fprintln(w, f.String())
 	}
 }
 
-// talk writes one prefixed line to a person.
-func talk(w io.Writer, format string, args ...any) {
+// printMessage writes one line with the prefix "dpserve: ".
+func printMessage(w io.Writer, format string, args ...any) {
 	_, _ = fmt.Fprintf(w, "dpserve: "+format+"\n", args...)
 }
 
@@ -94,8 +95,8 @@ func usageError(cmd, format string, args ...any) error {
 	return err.WithHint("see `dpserve help %s`", cmd)
 }
 
-// count is "1 fault", "2 faults".
-func count(n int, noun string) string {
+// formatCount returns "1 fault" or "2 faults".
+func formatCount(n int, noun string) string {
 	if n == 1 {
 		return "1 " + noun
 	}

@@ -21,7 +21,7 @@ import (
 	"github.com/dpserve/dpserve/wiring"
 )
 
-// cli is a command line with everything around it made up: streams, cluster and node.
+// cli is a command line whose streams, cluster and node are fakes.
 type cli struct {
 	*env
 	cluster  *fakeCluster
@@ -33,7 +33,9 @@ type cli struct {
 func newCLI(t *testing.T) *cli {
 	t.Helper()
 	c := &cli{cluster: &fakeCluster{}, node: newFakeNode(), stdin: strings.NewReader("")}
-	streams := &IOStreams{In: c.stdin, Out: &c.out, Err: &c.err, Width: defaultWidth, Height: defaultHeight, Color: true}
+	streams := &ioStreams{
+		In: c.stdin, Out: &c.out, Err: &c.err, Width: defaultWidth, Height: defaultHeight, Color: true,
+	}
 	c.env = newEnv(streams, newInterrupts())
 	c.getenv = func(string) string { return "" }
 	c.newAdmin = func(string) (admin, error) { return c.cluster, nil }
@@ -44,7 +46,7 @@ func newCLI(t *testing.T) *cli {
 func (c *cli) stdout() string { return c.out.String() }
 func (c *cli) stderr() string { return c.err.String() }
 
-// interrupt sends the first (then the second) signal.
+// interrupt sends the first signal, then the second.
 func (c *cli) interrupt() {
 	select {
 	case <-c.sig.first:
@@ -54,7 +56,7 @@ func (c *cli) interrupt() {
 	}
 }
 
-// file writes a file of the test and gives its path.
+// file writes a temporary app.yaml and returns its path.
 func file(t *testing.T, text string) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "app.yaml")
@@ -62,7 +64,7 @@ func file(t *testing.T, text string) string {
 	return path
 }
 
-// lockedBuffer is a buffer that a command's goroutines may write while the test reads.
+// lockedBuffer is a buffer that a command's goroutines write while the test reads it.
 type lockedBuffer struct {
 	mu sync.Mutex
 	b  bytes.Buffer
@@ -80,17 +82,18 @@ func (l *lockedBuffer) String() string {
 	return l.b.String()
 }
 
-// fakeCluster answers as the admin API would. Each call of Apps takes the next picture of script; the last one stays.
+// fakeCluster answers as the admin API does. Each call of Apps returns the next element of script; the last
+// one repeats.
 type fakeCluster struct {
 	mu       sync.Mutex
 	script   [][]msg.AppStatus
-	down     error // what every call gives
+	down     error // returned by every call
 	deployed []api.DeployRequest
 	deleted  []string
 	planned  []api.DeployRequest
 	nodes    fakeNodes
 	asked    []api.LogQuery
-	router   routerOf
+	router   fakeRouter
 	added    []string          // APP RANK
 	removed  []api.RankRemoval // of edge
 	onApps   func(call int)
@@ -155,10 +158,11 @@ func (f *fakeCluster) Logs(_ context.Context, q api.LogQuery) (io.ReadCloser, er
 	return io.NopCloser(strings.NewReader("demo/0/0 hello\n")), f.down
 }
 
-// demo is an application of two ranks in the given state.
+// demo returns an application with one rank per phase.
 func demo(status string, revision uint64, phases ...state.Phase) msg.AppStatus {
 	a := msg.AppStatus{
-		Name: "demo", Status: status, Revision: revision, Model: "demo", Kind: "sim", Coupling: "independent", Policy: "power-of-two",
+		Name: "demo", Status: status, Revision: revision, Model: "demo", Kind: "sim", Coupling: "independent",
+		Policy: "power-of-two",
 		DPSize: len(phases), Groups: 1, Desired: len(phases),
 	}
 	for i, p := range phases {
@@ -167,7 +171,12 @@ func demo(status string, revision uint64, phases ...state.Phase) msg.AppStatus {
 		}
 		a.Units = append(a.Units, msg.UnitStatus{
 			Unit: fmt.Sprintf("demo/0/%d", i), Phase: string(p), Epoch: 1, Attempt: 1,
-			Ranks: []msg.RankStatus{{Rank: i, Node: "n1", Phase: string(p), Epoch: 1, PID: 100 + i, URL: "http://127.0.0.1:20000"}},
+			Ranks: []msg.RankStatus{
+				{
+					Rank: i, Node: "n1", Phase: string(p), Epoch: 1, PID: 100 + i,
+					URL: "http://127.0.0.1:20000",
+				},
+			},
 		})
 	}
 	return a
@@ -177,7 +186,7 @@ func refused() error {
 	return problem.New(problem.Unavailable, "no answer from 127.0.0.1:8265").WithHint("is dpserve running?")
 }
 
-// fakeNode serves until it is told to stop; with slow it drains until it is killed.
+// fakeNode serves until its context ends; with slow, it drains until Kill.
 type fakeNode struct {
 	joinAt    string
 	joinWith  string
@@ -215,8 +224,96 @@ func (n *fakeNode) AdminAddr() string             { return wiring.DefaultAdminBi
 func (n *fakeNode) MetricsAddr() string           { return "" }
 func (n *fakeNode) Totals() (uint64, uint64, int) { return 3, 40, 1 }
 
-// eventually waits for something a command does in its own time.
+// eventually waits for a condition that another goroutine makes true.
 func eventually(t *testing.T, what string, ok func() bool) {
 	t.Helper()
 	require.Eventually(t, ok, 10*time.Second, 5*time.Millisecond, what)
 }
+
+// fakeNodes is the state of the fake cluster's nodes. Each call of Nodes returns the next element of script;
+// the last one repeats.
+type fakeNodes struct {
+	script   [][]msg.NodeStatus
+	plan     msg.Plan
+	drained  []string
+	deadline *time.Duration
+	undone   []string
+	gone     []string
+	mayLeave []error // successive answers to CheckLeave; then nil
+	tokens   []api.TokenRequest
+	turning  [][]string // nodes that have not taken the key, one element per call; the last one repeats
+
+	onRotation func() // called by the first KeyRotation
+}
+
+func (f *fakeCluster) Version(context.Context) (api.BuildInfo, error) {
+	return api.BuildInfo{Version: "v1", Node: "b"}, f.down
+}
+
+func (f *fakeCluster) Plan(_ context.Context, r api.DeployRequest) (msg.Plan, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.planned = append(f.planned, r)
+	return f.nodes.plan, f.down
+}
+
+func (f *fakeCluster) Nodes(context.Context) ([]msg.NodeStatus, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.down != nil || len(f.nodes.script) == 0 {
+		return nil, f.down
+	}
+	now := f.nodes.script[0]
+	if len(f.nodes.script) > 1 {
+		f.nodes.script = f.nodes.script[1:]
+	}
+	return now, nil
+}
+
+func (f *fakeCluster) Drain(_ context.Context, node string, deadline *time.Duration) error {
+	f.nodes.drained, f.nodes.deadline = append(f.nodes.drained, node), deadline
+	return f.down
+}
+
+func (f *fakeCluster) Undrain(_ context.Context, node string) error {
+	f.nodes.undone = append(f.nodes.undone, node)
+	return f.down
+}
+
+func (f *fakeCluster) CheckLeave(context.Context, string) error {
+	if len(f.nodes.mayLeave) == 0 {
+		return f.down
+	}
+	err := f.nodes.mayLeave[0]
+	f.nodes.mayLeave = f.nodes.mayLeave[1:]
+	return err
+}
+
+func (f *fakeCluster) RemoveNode(_ context.Context, node string) error {
+	f.nodes.gone = append(f.nodes.gone, node)
+	return f.down
+}
+
+func (f *fakeCluster) NewToken(_ context.Context, req api.TokenRequest) (api.Token, error) {
+	f.nodes.tokens = append(f.nodes.tokens, req)
+	return api.Token{
+		Token: "dpj1.x", Address: "10.0.0.1:7947", Uses: req.Uses, Expires: time.Unix(0, 0),
+	}, f.down
+}
+
+func (f *fakeCluster) RotateKey(context.Context) error { return f.down }
+
+func (f *fakeCluster) KeyRotation(context.Context) (api.KeyRotation, error) {
+	if on := f.nodes.onRotation; on != nil {
+		f.nodes.onRotation = nil
+		on()
+	}
+	now := f.nodes.turning[0]
+	if len(f.nodes.turning) > 1 {
+		f.nodes.turning = f.nodes.turning[1:]
+	}
+	return api.KeyRotation{Done: len(now) == 0, Waiting: now}, nil
+}
+
+func (n *fakeNode) FirstToken() (address, token string) { return n.joinAt, n.joinWith }
+func (n *fakeNode) Left() bool                          { return n.left }

@@ -16,7 +16,7 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// defaultTail is how many lines of each rank logs shows.
+// defaultTail is the default number of lines per rank.
 const defaultTail = 200
 
 func newLogs(e *env) *cobra.Command {
@@ -26,10 +26,11 @@ func newLogs(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "logs APP[/GROUP[/RANK]] [flags]",
 		Short: "what the engines write",
-		Long:  "logs shows the last lines of the engines of an application, a group or one rank. -f goes on until Ctrl-C.",
+		Long: "logs shows the last lines of the engines of an application, a group or one rank. -f goes on " +
+			"until Ctrl-C.",
 		Example: `  dpserve logs demo/0/3 --tail 20
   dpserve logs demo -f --since 5m`,
-		Args: takes(1, "APP[/GROUP[/RANK]]"),
+		Args: requireArgs(1, "APP[/GROUP[/RANK]]"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			q, err := logTarget(args[0])
 			if err != nil {
@@ -45,7 +46,7 @@ func newLogs(e *env) *cobra.Command {
 			if since > 0 {
 				q.Since = e.now().Add(-since)
 			}
-			return e.logs(cmd.Context(), q)
+			return runLogs(cmd.Context(), e, q)
 		},
 	}
 	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "go on with new lines")
@@ -58,7 +59,8 @@ func newLogs(e *env) *cobra.Command {
 func logTarget(s string) (api.LogQuery, error) {
 	q := api.LogQuery{Group: api.AllRanks, Rank: api.AllRanks}
 	parts := strings.Split(s, "/")
-	bad := problem.New(problem.InvalidArgument, "%q: wanted APP, APP/GROUP or APP/GROUP/RANK", s).WithHint("for example demo/0/3")
+	bad := problem.New(problem.InvalidArgument, "%q: wanted APP, APP/GROUP or APP/GROUP/RANK", s).
+		WithHint("for example demo/0/3")
 	if len(parts) > 3 || parts[0] == "" {
 		return q, bad
 	}
@@ -77,7 +79,7 @@ func logTarget(s string) (api.LogQuery, error) {
 	return q, nil
 }
 
-func (e *env) logs(ctx context.Context, q api.LogQuery) error {
+func runLogs(ctx context.Context, e *env, q api.LogQuery) error {
 	client, err := e.admin()
 	if err != nil {
 		return err
@@ -88,18 +90,19 @@ func (e *env) logs(ctx context.Context, q api.LogQuery) error {
 		return err
 	}
 	defer func() { _ = stream.Close() }() // only read
-	err = e.copyLogs(stream)
+	err = copyLogs(e, stream)
 	if ctx.Err() != nil && q.Follow {
-		return nil // Ctrl-C is how following ends
+		return nil // Ctrl-C ends following
 	}
 	if errors.Is(err, io.ErrUnexpectedEOF) {
-		return problem.New(problem.Unavailable, "the log stream was cut").WithHint("dpserve has stopped there, or is being restarted")
+		return problem.New(problem.Unavailable, "the log stream was cut").
+			WithHint("dpserve has stopped there, or is being restarted")
 	}
 	return err
 }
 
-// copyLogs passes lines on as they are; a terminal gets the head of each painted.
-func (e *env) copyLogs(r io.Reader) error {
+// copyLogs copies lines unchanged; on a terminal it paints the head of each line.
+func copyLogs(e *env, r io.Reader) error {
 	if !e.io.OutTTY || !e.io.Color {
 		_, err := io.Copy(e.io.Out, r)
 		return err

@@ -10,18 +10,21 @@ import (
 	"go.uber.org/goleak"
 )
 
-// TestMain lets test scripts run this very binary as dpserve, so that exit codes, signals and child engines are real.
+// TestMain lets test scripts run this test binary as dpserve, so that exit codes, signals and child engines
+// are real.
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && os.Args[1] == "engine" {
-		os.Exit(Main()) // an engine that a node under test has started from this binary
+		os.Exit(runProcess()) // an engine that a node under test started from this binary
 	}
-	if signal.Ignored(syscall.SIGHUP) { // under nohup; a script that closes a terminal would wait for ever, for what is ignored is inherited
+	// Under nohup, children would inherit the ignored signal, and a script that closes a terminal would wait
+	// for ever.
+	if signal.Ignored(syscall.SIGHUP) {
 		signal.Notify(make(chan os.Signal, 1), syscall.SIGHUP)
 	}
-	testscript.Main(leakChecked{m}, map[string]func(){"dpserve": func() { os.Exit(Main()) }})
+	testscript.Main(leakChecked{m}, map[string]func(){"dpserve": func() { os.Exit(runProcess()) }})
 }
 
-// leakChecked fails a green run that leaves goroutines behind.
+// leakChecked fails a passing run that leaves goroutines behind.
 type leakChecked struct{ m *testing.M }
 
 func (l leakChecked) Run() int {

@@ -3,16 +3,130 @@ package main
 import (
 	"context"
 	"errors"
+	"io/fs"
+	"math"
+	"net"
+	"os"
+	"path"
+	"runtime/debug"
+	"slices"
+	"strconv"
+	"strings"
 	"time"
+
+	"github.com/spf13/cobra"
 
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/wiring"
 )
 
-// stopAtOnce bounds how long a node that was told to stop at once may take: engines get no grace then.
+// nodeFlags are the flags of a node that up, start and join share.
+type nodeFlags struct {
+	config wiring.Config
+	labels map[string]string
+	timers map[string]string
+}
+
+// addCommon adds the flags that up, start and join share.
+func (f *nodeFlags) addCommon(cmd *cobra.Command) {
+	flags := cmd.Flags()
+	flags.StringVar(&f.config.GPUs, "gpus", f.config.GPUs, "devices to offer: a `list` like 0-3,6 or a count")
+	flags.IntVar(&f.config.Slots, "slots", f.config.Slots, "ranks without devices that this node takes")
+	flags.IntVar(&f.config.MaxBody, "max-body", f.config.MaxBody,
+		"largest body of an inference request in `MIB`, up to 64")
+	flags.StringVar(&f.config.PortRange, "port-range", f.config.PortRange,
+		"ports for engines, `LO-HI`, on loopback")
+	flags.StringToStringVar(&f.labels, "labels", nil,
+		"`key=value` labels that resources.labels of an app must match")
+	flags.StringToStringVar(&f.timers, "timers", nil,
+		"`name=duration` overrides of timers, for support and tests")
+	flags.Lookup("labels").DefValue, flags.Lookup("timers").DefValue = "", "" // "[]" would be noise in help
+	flags.StringVar(&f.config.MetricsBind, "metrics-bind", "",
+		"`ADDR`, HOST:PORT, that serves /metrics alone; default: at the admin API only")
+	flags.StringVar(&f.config.LogFormat, "log-format", f.config.LogFormat, "text or json")
+	flags.StringVar(&f.config.LogLevel, "log-level", f.config.LogLevel, "debug, info, warn or error")
+}
+
+// addNode adds the flags of start and join.
+func (f *nodeFlags) addNode(cmd *cobra.Command) {
+	flags := cmd.Flags()
+	flags.StringVar(&f.config.NodeID, "node-id", f.config.NodeID, "name of this node; default: the host's")
+	flags.StringVar(&f.config.DataDir, "data-dir", f.config.DataDir, "`folder` for state and engine logs")
+	flags.StringVar(&f.config.HTTPBind, "http-bind", f.config.HTTPBind, "`HOST:PORT` of the OpenAI endpoint")
+	flags.StringVar(&f.config.AdminBind, "admin-bind", f.config.AdminBind,
+		"`HOST:PORT` of the admin API and /metrics")
+	flags.StringArrayVar(&f.config.AdminHosts, "admin-host", nil,
+		"DNS `NAME` by which the admin API answers; repeatable; IP addresses and the node's name need none")
+	flags.BoolVar(&f.config.InsecurePublic, "insecure-public", false,
+		"allow a bind that is not loopback, without keys and TLS")
+	flags.StringVar(&f.config.Advertise, "advertise", "",
+		"`IP` of this machine for other nodes; without it the node stays alone")
+	flags.IntVar(&f.config.NodePort, "node-port", f.config.NodePort, "tcp port between nodes (mutual TLS)")
+	flags.IntVar(&f.config.GossipPort, "gossip-port", f.config.GossipPort,
+		"tcp and udp port of the gossip between nodes (encrypted)")
+	flags.StringSliceVar(&f.config.Roles, "roles", nil,
+		"what this node does: control, worker, ingress; fixed when it joins")
+	flags.StringVar(&f.config.Zone, "zone", "",
+		"`name` of what fails together, like a rack; voters are spread over zones")
+	flags.StringVar(&f.config.OnLeaseLoss, "on-lease-loss", f.config.OnLeaseLoss,
+		"serve or fence: what ranks do when no leader answers")
+	f.addCommon(cmd)
+	cmd.Flag("node-id").DefValue = "" // the host's name would make every help text different
+	cmd.Flag("roles").DefValue = strings.Join(wiring.AllRoles(), ",")
+}
+
+// adaptBinds uses the advertise address for binds that are at their defaults, if it is a loopback address: so
+// several nodes can run on one machine.
+func (f *nodeFlags) adaptBinds(cmd *cobra.Command) {
+	ip := net.ParseIP(f.config.Advertise)
+	if ip == nil || !ip.IsLoopback() {
+		return
+	}
+	for flag, bind := range map[string]*string{
+		"http-bind": &f.config.HTTPBind, "admin-bind": &f.config.AdminBind,
+	} {
+		if _, port, err := net.SplitHostPort(*bind); err == nil && !cmd.Flags().Changed(flag) {
+			*bind = net.JoinHostPort(f.config.Advertise, port)
+		}
+	}
+}
+
+// buildConfig returns the config that the flags describe. It checks only flags that are not config values;
+// wiring.Config.Validate checks the rest.
+func (f *nodeFlags) buildConfig() (wiring.Config, error) {
+	c := f.config
+	c.Version = readBuildInfo().Version
+	c.Labels = f.labels
+	c.Timers = make(map[string]time.Duration, len(f.timers))
+	for name, text := range f.timers {
+		d, err := time.ParseDuration(text)
+		if err != nil {
+			return c, problem.New(problem.InvalidArgument, "--timers %s=%s: wanted a duration", name, text).
+				WithHint("for example --timers %s=500ms", name)
+		}
+		c.Timers[name] = d
+	}
+	if err := checkOneOf("--on-lease-loss", c.OnLeaseLoss, "serve", "fence"); err != nil {
+		return c, err
+	}
+	if err := checkOneOf("--log-format", c.LogFormat, "text", "json"); err != nil {
+		return c, err
+	}
+	return c, checkOneOf("--log-level", c.LogLevel, "debug", "info", "warn", "error")
+}
+
+func checkOneOf(flag, value string, allowed ...string) error {
+	if slices.Contains(allowed, value) {
+		return nil
+	}
+	return problem.New(problem.InvalidArgument, "%s %q: wanted %s", flag, value, strings.Join(allowed, ", "))
+}
+
+// stopAtOnce is the longest time that a node may take to stop at once. Engines get no grace then.
 const stopAtOnce = 10 * time.Second
 
-// node is a running node as up and start see it. Serve blocks until its context ends, then drains; Kill cuts the drain.
+// node is the part of wiring.Node that up and start use. Serve blocks until its context ends, then drains;
+// Kill cuts the drain.
 type node interface {
 	Listen() error
 	Serve(ctx context.Context) error
@@ -26,7 +140,7 @@ type node interface {
 	Totals() (requests, tokens uint64, inflight int)
 }
 
-// serving is a node with its Serve running.
+// serving is a node whose Serve runs in a goroutine.
 type serving struct {
 	node
 	cancel context.CancelFunc
@@ -34,9 +148,9 @@ type serving struct {
 	err    error         // of Serve; read after done
 }
 
-// serve makes a node, binds it and runs it. The caller owns it: stop and close. The end of ctx does not stop it: a drain
-// outlives the command that was interrupted.
-func (e *env) serve(ctx context.Context, c wiring.Config) (*serving, error) {
+// startNode makes a node, binds it and runs it. The caller owns the node: it calls stop and Close. The node
+// outlives ctx, because a drain outlives the command that was interrupted.
+func startNode(ctx context.Context, e *env, c wiring.Config) (*serving, error) {
 	if err := c.Validate(); err != nil {
 		return nil, err
 	}
@@ -57,37 +171,93 @@ func (e *env) serve(ctx context.Context, c wiring.Config) (*serving, error) {
 	return s, nil
 }
 
-// failed is Serve's own error once it has returned without being asked to.
-func (s *serving) failed() error {
+// unexpectedEnd returns the error of a Serve that returned before the command asked the node to stop.
+func (s *serving) unexpectedEnd() error {
 	if s.err == nil || errors.Is(s.err, context.Canceled) {
 		return problem.New(problem.Internal, "the node stopped by itself").WithHint("its log above says why")
 	}
 	return s.err
 }
 
-// stop drains the node and waits; a second signal stops it at once. It says so on the screen and gives the command's error.
+// stop drains the node, waits for its end and returns the command's error. A second signal stops the node at
+// once.
 func (s *serving) stop(sig *interrupts, scr *screen) error {
 	_, _, inflight := s.Totals()
-	scr.say("stopping: %s in flight; Ctrl-C again stops at once", count(inflight, "request"))
+	scr.printMessage("stopping: %s in flight; Ctrl-C again stops at once", formatCount(inflight, "request"))
 	s.cancel()
 	select {
 	case <-s.done:
-		return s.drained()
+		return s.drainError()
 	case <-sig.second:
 	}
-	scr.say("stopping at once")
+	scr.printMessage("stopping at once")
 	s.Kill()
 	select {
 	case <-s.done:
 	case <-time.After(stopAtOnce):
-		scr.say("warning: the node does not end; its engines die with this process")
+		scr.printMessage("warning: the node does not end; its engines die with this process")
 	}
 	return &silentError{code: exitInterrupted}
 }
 
-func (s *serving) drained() error {
+func (s *serving) drainError() error {
 	if s.err != nil && !errors.Is(s.err, context.Canceled) {
 		return s.err
 	}
 	return nil
 }
+
+// newNode makes a node in this process and sets the process's memory limit.
+func newNode(c wiring.Config) (node, error) {
+	if os.Getenv("GOMEMLIMIT") == "" { // the user decides, also with "off"
+		if limit := containerMemory(os.DirFS("/")); limit > 0 {
+			debug.SetMemoryLimit(limit / 10 * memoryShareTenths)
+		}
+	}
+	return wiring.New(c)
+}
+
+// memoryShareTenths is the share of a container's memory, in tenths, that the Go runtime may use. The kernel
+// counts memory that the runtime does not, such as socket buffers.
+const memoryShareTenths = 9
+
+// containerMemory returns the smallest memory limit in bytes of this process's control group and the groups
+// above it; 0 means that there is none.
+func containerMemory(root fs.FS) int64 {
+	groups, err := fs.ReadFile(root, "proc/self/cgroup")
+	if err != nil {
+		return 0
+	}
+	least := int64(math.MaxInt64)
+	for line := range strings.Lines(string(groups)) {
+		part := strings.SplitN(strings.TrimSpace(line), ":", 3) // number, controllers, path
+		if len(part) != 3 {
+			continue
+		}
+		folder, file := "sys/fs/cgroup", "memory.max"
+		if part[1] == "memory" { // version 1
+			folder, file = "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+		} else if part[1] != "" {
+			continue
+		}
+		for group := path.Clean("/" + part[2]); ; group = path.Dir(group) {
+			text, err := fs.ReadFile(root, path.Join(folder, group, file))
+			if err == nil {
+				if n, err := strconv.ParseInt(strings.TrimSpace(string(text)), 10, 64); err == nil && n > 0 {
+					least = min(least, n)
+				}
+			}
+			if group == "/" {
+				break
+			}
+		}
+	}
+	if least >= unlimitedMemory {
+		return 0
+	}
+	return least
+}
+
+// unlimitedMemory is larger than any machine's memory: control groups of version 1 express "no limit" by a
+// number near the largest one.
+const unlimitedMemory = 1 << 60

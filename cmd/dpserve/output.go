@@ -6,12 +6,13 @@ import (
 	"io"
 	"slices"
 	"strings"
+	"unicode/utf8"
 
 	"github.com/goccy/go-yaml"
 	"github.com/spf13/cobra"
 )
 
-// apiVersion stands in every JSON document dpserve prints.
+// apiVersion is part of every JSON document that dpserve prints.
 const apiVersion = "dpserve/v1"
 
 // format is the value of -o.
@@ -33,7 +34,7 @@ func allFormats() []format {
 // String, Set and Type make format a flag value.
 func (f *format) String() string { return string(*f) }
 
-// Set refuses what no listing can print.
+// Set refuses unknown formats.
 func (f *format) Set(s string) error {
 	if !slices.Contains(allFormats(), format(s)) {
 		return fmt.Errorf("wanted %s", formatList())
@@ -42,7 +43,7 @@ func (f *format) Set(s string) error {
 	return nil
 }
 
-// Type is the word for the value in help.
+// Type returns the name of the value in help texts.
 func (f *format) Type() string { return "format" }
 
 func formatList() string {
@@ -53,15 +54,17 @@ func formatList() string {
 	return strings.Join(names, "|")
 }
 
-// addOutput gives a command its -o flag, default table.
+// addOutput adds the -o flag to a command. The default is table.
 func addOutput(cmd *cobra.Command) *format {
 	f := formatTable
 	cmd.Flags().VarP(&f, "output", "o", "output `format`: "+formatList())
-	_ = cmd.RegisterFlagCompletionFunc("output", cobra.FixedCompletions(strings.Split(formatList(), "|"), cobra.ShellCompDirectiveNoFileComp))
+	_ = cmd.RegisterFlagCompletionFunc("output",
+		cobra.FixedCompletions(strings.Split(formatList(), "|"), cobra.ShellCompDirectiveNoFileComp))
 	return &f
 }
 
-// listing is a result in each form of -o. document is marshalled for json and yaml and must carry apiVersion.
+// listing is a result in each form of -o. document is marshalled for json and yaml and must contain
+// apiVersion.
 type listing struct {
 	document any
 	names    []string
@@ -69,7 +72,7 @@ type listing struct {
 	notes    []string // lines under the tables
 }
 
-func (l *listing) write(s *IOStreams, f format) error {
+func (l *listing) write(s *ioStreams, f format) error {
 	switch f {
 	case formatJSON:
 		return writeJSON(s.Out, l.document)
@@ -90,7 +93,7 @@ func (l *listing) write(s *IOStreams, f format) error {
 	return writeNotes(s.Out, l.notes)
 }
 
-// writeNotes sets lines apart from the tables above them.
+// writeNotes prints lines below the tables, after an empty line.
 func writeNotes(w io.Writer, notes []string) error {
 	if len(notes) == 0 {
 		return nil
@@ -115,7 +118,7 @@ func writeJSON(w io.Writer, v any) error {
 	return enc.Encode(v)
 }
 
-// writeYAML prints what writeJSON would, field for field: the JSON names are the contract.
+// writeYAML prints the same fields as writeJSON: the JSON names are the contract.
 func writeYAML(w io.Writer, v any) error {
 	text, err := json.Marshal(v)
 	if err != nil {
@@ -131,3 +134,71 @@ func writeYAML(w io.Writer, v any) error {
 
 // writeJSONLine prints a document on one line, for programs that read line by line.
 func writeJSONLine(w io.Writer, v any) error { return json.NewEncoder(w).Encode(v) }
+
+// columnGap separates the columns of a table.
+const columnGap = 2
+
+// cell is one field of a table. text/tabwriter cannot be used, because it counts colour sequences as width.
+type cell struct {
+	text  string
+	color color
+}
+
+// table prints left-aligned columns with a heading.
+type table struct {
+	head []string
+	rows [][]cell
+}
+
+func (t *table) add(cells ...cell) { t.rows = append(t.rows, cells) }
+
+func cells(texts ...string) []cell {
+	out := make([]cell, len(texts))
+	for i, s := range texts {
+		out[i] = cell{text: s}
+	}
+	return out
+}
+
+// renderLines renders the table; paint may be nil.
+func (t *table) renderLines(paint func(color, string) string) []string {
+	widths := t.widths()
+	out := make([]string, 0, len(t.rows)+1)
+	for _, row := range append([][]cell{cells(t.head...)}, t.rows...) {
+		out = append(out, line(row, widths, paint))
+	}
+	return out
+}
+
+func (t *table) write(w io.Writer, paint func(color, string) string) error {
+	_, err := io.WriteString(w, strings.Join(t.renderLines(paint), "\n")+"\n")
+	return err
+}
+
+func (t *table) widths() []int {
+	widths := make([]int, len(t.head))
+	for _, row := range append([][]cell{cells(t.head...)}, t.rows...) {
+		for i, c := range row {
+			widths[i] = max(widths[i], utf8.RuneCountInString(c.text))
+		}
+	}
+	return widths
+}
+
+func line(row []cell, widths []int, paint func(color, string) string) string {
+	var b strings.Builder
+	gap := 0
+	for i, c := range row {
+		if c.text == "" {
+			gap += widths[i] + columnGap
+			continue
+		}
+		b.WriteString(strings.Repeat(" ", gap))
+		gap = widths[i] - utf8.RuneCountInString(c.text) + columnGap
+		if paint != nil {
+			c.text = paint(c.color, c.text)
+		}
+		b.WriteString(c.text)
+	}
+	return b.String()
+}

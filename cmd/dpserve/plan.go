@@ -14,7 +14,7 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// actionUnchanged is what a plan says of what stays as it is.
+// actionUnchanged is the action of an application or unit that stays as it is.
 const actionUnchanged = string(api.ActionUnchanged)
 
 type planFlags struct {
@@ -34,22 +34,24 @@ func newPlan(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "plan FILE [flags]",
 		Short: "show what deploy would do, and where every rank would go",
-		Long: `plan asks the cluster what a deploy of FILE would create, replace and delete, on which node each rank would run, what that
-takes of each node, and why something finds no place. It changes nothing. What cannot be placed ends it with exit code 5.`,
+		Long: `plan asks the cluster what a deploy of FILE would create, replace and delete, on which node
+each rank would run, what that takes of each node, and why something finds no place. It changes nothing.
+What cannot be placed ends it with exit code 5.`,
 		Example: `  dpserve plan app.yaml
   dpserve plan app.yaml --exit-code            # 3 if a deploy would change something`,
-		Args: takes(1, "FILE"),
+		Args: requireArgs(1, "FILE"),
 	}
 	cmd.Flags().BoolVar(&f.exitCode, "exit-code", false, "exit code 3 when something would change")
-	cmd.Flags().BoolVar(&f.prune, "prune", false, "as if deploy deleted the applications that FILE does not list")
+	cmd.Flags().BoolVar(&f.prune, "prune", false,
+		"as if deploy deleted the applications that FILE does not list")
 	cmd.Flags().StringVar(&f.engine, "engine", "", "sim: plan the file for the simulated engine")
 	f.output = addOutput(cmd)
-	cmd.RunE = func(cmd *cobra.Command, args []string) error { return e.plan(cmd.Context(), f, args[0]) }
+	cmd.RunE = func(cmd *cobra.Command, args []string) error { return runPlan(cmd.Context(), e, f, args[0]) }
 	return cmd
 }
 
-func (e *env) plan(ctx context.Context, f *planFlags, path string) error {
-	file, err := e.deployFile(f.engine, path)
+func runPlan(ctx context.Context, e *env, f *planFlags, path string) error {
+	file, err := readDeployFile(e, f.engine, path)
 	if err != nil {
 		return err
 	}
@@ -67,17 +69,17 @@ func (e *env) plan(ctx context.Context, f *planFlags, path string) error {
 	}
 	switch {
 	case !p.Fits:
-		return unplaced(&p)
+		return unplacedError(&p)
 	case f.exitCode && p.Changes:
 		return &silentError{code: exitDiffers}
 	}
 	return nil
 }
 
-// unplaced is the error of a plan that does not fit.
-func unplaced(p *msg.Plan) error {
+// unplacedError is the error of a plan in which some units find no place.
+func unplacedError(p *msg.Plan) error {
 	var lines []string
-	said := map[string]bool{} // the ranks of a group have one reason
+	said := map[string]bool{} // all ranks of a group have the same reason
 	hint := "add nodes or slots, ask for fewer ranks, or deploy with --partial what fits"
 	for i := range p.Apps {
 		for _, u := range p.Apps[i].Units {
@@ -91,7 +93,8 @@ func unplaced(p *msg.Plan) error {
 			}
 		}
 	}
-	return problem.New(problem.Unplaceable, "not everything finds a place").WithDetails(lines...).WithHint("%s", hint)
+	return problem.New(problem.Unplaceable, "not everything finds a place").WithDetails(lines...).
+		WithHint("%s", hint)
 }
 
 func planListing(p *msg.Plan, file string) *listing {
@@ -128,7 +131,7 @@ func planApps(p *msg.Plan) *table {
 	return t
 }
 
-// planUnits lists the units that change; wide, all of them.
+// planUnits lists the units that change; with wide, all of them.
 func planUnits(p *msg.Plan, wide bool) *table {
 	t := &table{head: []string{"UNIT", "CHANGE", "RANKS", "NODE", "GPUS"}}
 	for i := range p.Apps {
@@ -145,7 +148,7 @@ func planUnits(p *msg.Plan, wide bool) *table {
 	return t
 }
 
-// unitRows is one row per node of a unit.
+// unitRows returns one row per node of a unit.
 func unitRows(u *msg.UnitPlan) [][]cell {
 	if len(u.Seats) == 0 {
 		where := ""
@@ -164,7 +167,9 @@ func unitRows(u *msg.UnitPlan) [][]cell {
 		for _, s := range rest[:n] {
 			devices = append(devices, s.Devices...)
 		}
-		out = append(out, cells(u.Unit, u.Action, span(rest[0].Rank, rest[n-1].Rank), rest[0].Node, intList(devices)))
+		out = append(out,
+			cells(u.Unit, u.Action, formatSpan(rest[0].Rank, rest[n-1].Rank), rest[0].Node,
+				formatIntList(devices)))
 		rest = rest[n:]
 	}
 	return out
@@ -193,16 +198,16 @@ func actionColor(action string) color {
 	return plain
 }
 
-// span is "3" or "0-7".
-func span(lo, hi int) string {
+// formatSpan returns "3" or "0-7".
+func formatSpan(lo, hi int) string {
 	if lo == hi {
 		return strconv.Itoa(lo)
 	}
 	return strconv.Itoa(lo) + "-" + strconv.Itoa(hi)
 }
 
-// intList writes numbers as --gpus takes them: "0-3,6".
-func intList(list []int) string {
+// formatIntList returns numbers as --gpus takes them: "0-3,6".
+func formatIntList(list []int) string {
 	list = slices.Clone(list)
 	slices.Sort(list)
 	var parts []string
@@ -211,7 +216,7 @@ func intList(list []int) string {
 		for j+1 < len(list) && list[j+1] == list[j]+1 {
 			j++
 		}
-		parts = append(parts, span(list[i], list[j]))
+		parts = append(parts, formatSpan(list[i], list[j]))
 		i = j + 1
 	}
 	return strings.Join(parts, ",")

@@ -18,7 +18,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// How long --wait waits unless --timeout says otherwise.
+// Defaults of --timeout for --wait.
 const (
 	rankAddTimeout    = 10 * time.Minute // engines load models
 	rankRemoveTimeout = 35 * time.Minute // the longest default drain
@@ -28,9 +28,9 @@ func newRanks(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "ranks COMMAND",
 		Short: "attach and detach engines at run time",
-		Long: `ranks changes which engines an application of kind attach stands for, without a deploy. The change survives a restart of
-dpserve; the other ranks, their numbers and their streams are not touched. A later deploy of the application's file makes it what
-the file says.`,
+		Long: `ranks changes which engines an application of kind attach stands for, without a deploy. The
+change survives a restart of dpserve; the other ranks, their numbers and their streams are not touched. A
+later deploy of the application's file makes it what the file says.`,
 		Example: "  dpserve ranks add edge http://127.0.0.1:8102\n  dpserve ranks remove edge 0/2",
 		Args:    cobra.ArbitraryArgs,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -47,7 +47,7 @@ the file says.`,
 	return cmd
 }
 
-// rankSpec is a rank as the API takes it: an item of engine.ranks.
+// rankSpec is the JSON form of an item of engine.ranks.
 type rankSpec struct {
 	URL        string    `json:"url"`
 	Addressing string    `json:"addressing,omitempty"`
@@ -70,18 +70,23 @@ func newRanksAdd(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "add APP URL [flags]",
 		Short: "attach one more engine",
-		Long: `add attaches the engine at URL to an application of kind attach with independent ranks. It gets the lowest free rank number
-and is in routing as soon as it answers, which may be later: dpserve goes on asking.`,
+		Long: `add attaches the engine at URL to an application of kind attach with independent ranks. It
+gets the lowest free rank number and is in routing as soon as it answers, which may be later: dpserve goes
+on asking.`,
 		Example: `  dpserve ranks add edge http://127.0.0.1:8102 --wait
-  dpserve ranks add edge http://127.0.0.1:8103 --kv-connect tcp://127.0.0.1:5557 --kv-replay tcp://127.0.0.1:5558`,
-		Args: takes(2, "APP", "URL"),
+  dpserve ranks add edge http://127.0.0.1:8103 --kv-connect tcp://127.0.0.1:5557 ` +
+			"--kv-replay tcp://127.0.0.1:5558",
+		Args: requireArgs(2, "APP", "URL"),
 	}
 	flags := cmd.Flags()
-	flags.StringVar(&spec.Addressing, "addressing", "", "url, header or body: how a rank is named behind a url of several (default url)")
+	flags.StringVar(&spec.Addressing, "addressing", "",
+		"url, header or body: how a rank is named behind a url of several (default url)")
 	flags.IntVar(&selector, "selector", 0, "the `number` that is sent with --addressing header or body")
 	flags.StringVar(&spec.Node, "node", "", "dpserve `node` that talks to the engine")
-	flags.StringVar(&kv.Connect, "kv-connect", "", "`tcp://HOST:PORT` where the engine publishes its KV events")
-	flags.StringVar(&kv.Bind, "kv-bind", "", "`tcp://HOST:PORT` that the engine dials to publish its KV events")
+	flags.StringVar(&kv.Connect, "kv-connect", "",
+		"`tcp://HOST:PORT` where the engine publishes its KV events")
+	flags.StringVar(&kv.Bind, "kv-bind", "",
+		"`tcp://HOST:PORT` that the engine dials to publish its KV events")
 	flags.StringVar(&kv.Replay, "kv-replay", "", "`tcp://HOST:PORT` of the engine's replay socket")
 	w.flags(cmd, "until the rank is ready")
 	w.output = addOutput(cmd)
@@ -96,7 +101,7 @@ and is in routing as soon as it answers, which may be later: dpserve goes on ask
 		if kv != (kvSocket{}) {
 			spec.KVEvents = &kv
 		}
-		return e.rankAdd(cmd.Context(), args[0], &spec, w)
+		return runRankAdd(cmd.Context(), e, args[0], &spec, w)
 	}
 	return cmd
 }
@@ -107,13 +112,15 @@ func newRanksRemove(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "remove APP URL|GROUP/RANK [flags]",
 		Short: "drain an engine and detach it",
-		Long: `remove takes a rank out of routing, lets its running streams end (graceful_shutdown_timeout_s, or --deadline) and detaches it.
-The engine itself is not ended, and the other ranks keep their numbers. Of several ranks behind one URL, name one as GROUP/RANK.`,
+		Long: `remove takes a rank out of routing, lets its running streams end
+(graceful_shutdown_timeout_s, or --deadline) and detaches it. The engine itself is not ended, and the other
+ranks keep their numbers. Of several ranks behind one URL, name one as GROUP/RANK.`,
 		Example: `  dpserve ranks remove edge http://127.0.0.1:8100
   dpserve ranks remove edge 0/2 --deadline 30s --wait`,
-		Args: takes(2, "APP", "URL|GROUP/RANK"),
+		Args: requireArgs(2, "APP", "URL|GROUP/RANK"),
 	}
-	cmd.Flags().DurationVar(&deadline, "deadline", 0, "how long running streams may go on; 0s cuts them (default: graceful_shutdown_timeout_s)")
+	cmd.Flags().DurationVar(&deadline, "deadline", 0,
+		"how long running streams may go on; 0s cuts them (default: graceful_shutdown_timeout_s)")
 	w.flags(cmd, "until the rank is gone")
 	w.output = addOutput(cmd)
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
@@ -125,16 +132,16 @@ The engine itself is not ended, and the other ranks keep their numbers. Of sever
 			r.Deadline = &deadline
 		}
 		var err error
-		if r.Rank, err = rankRef(args[1]); err != nil {
+		if r.Rank, err = parseRankRef(args[1]); err != nil {
 			return err
 		}
-		return e.rankRemove(cmd.Context(), args[0], r, w)
+		return runRankRemove(cmd.Context(), e, args[0], r, w)
 	}
 	return cmd
 }
 
-// rankRef reads URL or GROUP/RANK.
-func rankRef(s string) (app.RankRef, error) {
+// parseRankRef reads URL or GROUP/RANK.
+func parseRankRef(s string) (app.RankRef, error) {
 	if !strings.Contains(s, "://") {
 		group, rank, ok := api.ParseRankName(s)
 		if !ok {
@@ -146,7 +153,8 @@ func rankRef(s string) (app.RankRef, error) {
 	return app.RankRef{URL: url}, err
 }
 
-// rankWait is whether and how long a command waits for what it asked for, and how it prints the answer.
+// rankWait holds the flags that say whether and how long a command waits for its change, and how it prints
+// the answer.
 type rankWait struct {
 	wait    bool
 	timeout time.Duration
@@ -158,22 +166,24 @@ func (w *rankWait) flags(cmd *cobra.Command, what string) {
 	cmd.Flags().DurationVar(&w.timeout, "timeout", w.timeout, "how long to wait; then exit code 8")
 }
 
-func (e *env) rankAdd(ctx context.Context, name string, spec *rankSpec, w *rankWait) error {
+func runRankAdd(ctx context.Context, e *env, name string, spec *rankSpec, w *rankWait) error {
 	text, err := json.Marshal(spec)
 	if err != nil {
 		return fmt.Errorf("write the rank: %w", err)
 	}
-	return e.changeRanks(ctx, w, "added", func(client admin) (api.RankChange, error) { return client.AddRank(ctx, name, text) },
-		func(a *msg.AppStatus, c *api.RankChange) bool { return phaseOfRank(a, c) == string(state.Ready) })
+	return changeRanks(ctx, e, w, "added",
+		func(client admin) (api.RankChange, error) { return client.AddRank(ctx, name, text) },
+		func(a *msg.AppStatus, c *api.RankChange) bool { return rankPhase(a, c) == string(state.Ready) })
 }
 
-func (e *env) rankRemove(ctx context.Context, name string, r api.RankRemoval, w *rankWait) error {
-	return e.changeRanks(ctx, w, "removed", func(client admin) (api.RankChange, error) { return client.RemoveRank(ctx, name, r) },
-		func(a *msg.AppStatus, c *api.RankChange) bool { return phaseOfRank(a, c) == "" })
+func runRankRemove(ctx context.Context, e *env, name string, r api.RankRemoval, w *rankWait) error {
+	return changeRanks(ctx, e, w, "removed",
+		func(client admin) (api.RankChange, error) { return client.RemoveRank(ctx, name, r) },
+		func(a *msg.AppStatus, c *api.RankChange) bool { return rankPhase(a, c) == "" })
 }
 
-// phaseOfRank is the phase of a rank, empty if the application does not list it.
-func phaseOfRank(a *msg.AppStatus, c *api.RankChange) string {
+// rankPhase returns the phase of a rank, "" if the application does not list the rank.
+func rankPhase(a *msg.AppStatus, c *api.RankChange) string {
 	for u := range a.Units {
 		for r := range a.Units[u].Ranks {
 			if k := &a.Units[u].Ranks[r]; k.Group == c.Group && k.Rank == c.Rank {
@@ -184,8 +194,10 @@ func phaseOfRank(a *msg.AppStatus, c *api.RankChange) string {
 	return ""
 }
 
-// changeRanks makes a change, waits for it if that is asked, and prints it.
-func (e *env) changeRanks(ctx context.Context, w *rankWait, verb string, change func(admin) (api.RankChange, error), done func(*msg.AppStatus, *api.RankChange) bool) error {
+// changeRanks makes a change, waits for it with --wait, and prints it.
+func changeRanks(ctx context.Context, e *env, w *rankWait, verb string,
+	change func(admin) (api.RankChange, error), done func(*msg.AppStatus, *api.RankChange) bool,
+) error {
 	if w.timeout <= 0 {
 		return usageError("ranks", "--timeout %s: must be positive", w.timeout)
 	}
@@ -198,39 +210,44 @@ func (e *env) changeRanks(ctx context.Context, w *rankWait, verb string, change 
 	if err != nil {
 		return err
 	}
-	talk(e.io.Err, "%s %s/%d/%d %s", verb, c.App, c.Group, c.Rank, engineOf(&c))
+	printMessage(e.io.Err, "%s %s/%d/%d %s", verb, c.App, c.Group, c.Rank, describeEngine(&c))
 	if w.wait {
-		if err := e.awaitRank(ctx, client, w.timeout, &c, done); err != nil {
+		if err := awaitRank(ctx, e, client, w.timeout, &c, done); err != nil {
 			return err
 		}
 	}
 	return rankListing(&c).write(e.io, *w.output)
 }
 
-func engineOf(c *api.RankChange) string {
+func describeEngine(c *api.RankChange) string {
 	if c.Selector == nil {
 		return c.URL
 	}
 	return fmt.Sprintf("%s selector %d", c.URL, *c.Selector)
 }
 
-// awaitRank follows the application until the change has come to its end.
-func (e *env) awaitRank(ctx context.Context, client admin, timeout time.Duration, c *api.RankChange, done func(*msg.AppStatus, *api.RankChange) bool) error {
+// awaitRank polls the application until the change is done.
+func awaitRank(ctx context.Context, e *env, client admin, timeout time.Duration, c *api.RankChange,
+	done func(*msg.AppStatus, *api.RankChange) bool,
+) error {
 	waiting, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
-	err := newMonitor(e, client, newScreen(e.io)).until(waiting, []string{c.App}, func(apps []msg.AppStatus) (bool, error) {
-		i := slices.IndexFunc(apps, func(a msg.AppStatus) bool { return a.Name == c.App })
-		if i < 0 {
-			return true, problem.New(problem.Conflict, "%s was deleted meanwhile", c.App).WithHint("deploy it again if that was not meant")
-		}
-		return apps[i].Revision >= c.Revision && done(&apps[i], c), nil
-	})
+	err := newMonitor(e, client, newScreen(e.io)).pollUntil(waiting, []string{c.App},
+		func(apps []msg.AppStatus) (bool, error) {
+			i := slices.IndexFunc(apps, func(a msg.AppStatus) bool { return a.Name == c.App })
+			if i < 0 {
+				return true, problem.New(problem.Conflict, "%s was deleted meanwhile", c.App).
+					WithHint("deploy it again if that was not meant")
+			}
+			return apps[i].Revision >= c.Revision && done(&apps[i], c), nil
+		})
 	switch {
 	case errors.Is(err, errInterrupted):
-		talk(e.io.Err, "interrupted; the change goes on, watch it with `dpserve status %s -w`", c.App)
+		printMessage(e.io.Err, "interrupted; the change goes on, watch it with `dpserve status %s -w`", c.App)
 		return &silentError{code: exitInterrupted}
 	case errors.Is(err, context.DeadlineExceeded):
-		return problem.New(problem.Timeout, "%s/%d/%d is not there yet; the change goes on", c.App, c.Group, c.Rank).
+		return problem.New(problem.Timeout, "%s/%d/%d is not there yet; the change goes on", c.App,
+			c.Group, c.Rank).
 			WithHint("watch it with `dpserve status %s -w`", c.App)
 	}
 	return err
@@ -244,7 +261,15 @@ type rankDocument struct {
 
 func rankListing(c *api.RankChange) *listing {
 	name := fmt.Sprintf("%s/%d/%d", c.App, c.Group, c.Rank)
-	return &listing{document: rankDocument{apiVersion, *c}, names: []string{name}, table: func(bool) []*table {
-		return []*table{{head: []string{"RANK", "ENGINE", "REVISION"}, rows: [][]cell{cells(name, engineOf(c), fmt.Sprint(c.Revision))}}}
-	}}
+	return &listing{
+		document: rankDocument{apiVersion, *c}, names: []string{name},
+		table: func(bool) []*table {
+			return []*table{
+				{
+					head: []string{"RANK", "ENGINE", "REVISION"},
+					rows: [][]cell{cells(name, describeEngine(c), fmt.Sprint(c.Revision))},
+				},
+			}
+		},
+	}
 }

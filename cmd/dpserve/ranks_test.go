@@ -23,11 +23,17 @@ func TestRanksAdd(t *testing.T) {
 	assert.Zero(t, cli.cluster.calls, "nothing is waited for")
 
 	cli = newCLI(t)
-	require.Equal(t, 0, cli.run(strings.Fields("ranks add edge http://h:1 --addressing header --selector 0 --node n1 --kv-connect tcp://h:2 --kv-replay tcp://h:3 -o json")), cli.stderr())
+	require.Equal(t, 0,
+		cli.run(strings.Fields(
+			"ranks add edge http://h:1 --addressing header --selector 0 --node n1 --kv-connect tcp://h:2 "+
+				"--kv-replay tcp://h:3 -o json")), cli.stderr())
 	assert.Equal(t, []string{
-		`edge {"url":"http://h:1","addressing":"header","selector":0,"node":"n1","kv_events":{"connect":"tcp://h:2","replay":"tcp://h:3"}}`,
+		`edge {"url":"http://h:1","addressing":"header","selector":0,"node":"n1",` +
+			`"kv_events":{"connect":"tcp://h:2","replay":"tcp://h:3"}}`,
 	}, cli.cluster.added)
-	assert.JSONEq(t, `{"apiVersion":"dpserve/v1","app":"edge","group":0,"rank":2,"url":"http://h:1","revision":2}`, cli.stdout())
+	assert.JSONEq(t,
+		`{"apiVersion":"dpserve/v1","app":"edge","group":0,"rank":2,"url":"http://h:1","revision":2}`,
+		cli.stdout())
 }
 
 func TestRanksAddWaits(t *testing.T) {
@@ -39,7 +45,8 @@ func TestRanksAddWaits(t *testing.T) {
 	cli := newCLI(t)
 	cli.cluster.script = [][]msg.AppStatus{
 		now(1, state.Ready, state.Ready, state.Ready), // the old revision does not count
-		now(2, state.Ready, state.Ready), now(2, state.Ready, state.Ready, state.Starting), now(2, state.Ready, state.Ready, state.Ready),
+		now(2, state.Ready, state.Ready), now(2, state.Ready, state.Ready, state.Starting), now(2,
+			state.Ready, state.Ready, state.Ready),
 	}
 	require.Equal(t, 0, cli.run([]string{"ranks", "add", "edge", "http://h:1", "--wait"}), cli.stderr())
 	assert.Equal(t, 4, cli.cluster.calls)
@@ -47,7 +54,9 @@ func TestRanksAddWaits(t *testing.T) {
 	cli = newCLI(t)
 	cli.cluster.script = [][]msg.AppStatus{now(2, state.Ready, state.Ready, state.Starting)}
 	assert.Equal(t, 8, cli.run([]string{"ranks", "add", "edge", "http://h:1", "--wait", "--timeout", "1ms"}))
-	assert.Contains(t, cli.stderr(), "dpserve: edge/0/2 is not there yet; the change goes on\nhint: watch it with `dpserve status edge -w`\n")
+	assert.Contains(t, cli.stderr(),
+		"dpserve: edge/0/2 is not there yet; the change goes on\nhint: watch it with `dpserve status "+
+			"edge -w`\n")
 
 	cli = newCLI(t)
 	cli.cluster.script = [][]msg.AppStatus{now(2, state.Ready, state.Ready, state.Starting)}
@@ -72,17 +81,22 @@ func TestRanksRemove(t *testing.T) {
 		gone := demo(statusRunning, 3, state.Ready)
 		gone.Name = "edge"
 		cli.cluster.script = [][]msg.AppStatus{{gone}}
-		require.Equal(t, 0, cli.run(append(strings.Fields("ranks remove edge -o name"), strings.Fields(args)...)), cli.stderr())
+		require.Equal(t, 0,
+			cli.run(append(strings.Fields("ranks remove edge -o name"), strings.Fields(args)...)),
+			cli.stderr())
 		assert.Equal(t, []api.RankRemoval{want}, cli.cluster.removed)
 		assert.Equal(t, "edge/0/1\n", cli.stdout())
-		assert.Equal(t, "dpserve: removed edge/0/1 http://h:1 selector 7\n", cli.stderr()[:len("dpserve: removed edge/0/1 http://h:1 selector 7\n")])
+		assert.Equal(t, "dpserve: removed edge/0/1 http://h:1 selector 7\n",
+			cli.stderr()[:len("dpserve: removed edge/0/1 http://h:1 selector 7\n")])
 	}
 }
 
 func TestRanksUsage(t *testing.T) {
 	for args, want := range map[string]string{
-		"ranks frob":                                    "ranks has no command \"frob\"\nhint: see `dpserve help ranks`",
-		"ranks add edge":                                "ranks add wants URL\nhint: see `dpserve help ranks add`",
+		"ranks frob": "ranks has no command \"frob\"\nhint: see `dpserve " +
+			"help ranks`",
+		"ranks add edge": "ranks add wants URL\nhint: see `dpserve help " +
+			"ranks add`",
 		"ranks add edge h:1":                            `URL "h:1": wanted http://HOST:PORT`,
 		"ranks add edge http://h:1 --selektor 1":        "did you mean --selector?",
 		"ranks add edge http://h:1 --wait --timeout 0s": "--timeout 0s: must be positive",

@@ -20,7 +20,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// commandBlocks are the ```sh blocks of a document, one command per line.
+// commandBlocks returns the commands of the ```sh blocks of a document, one per line.
 func commandBlocks(t *testing.T, path string) []string {
 	t.Helper()
 	text, err := os.ReadFile(path)
@@ -34,8 +34,9 @@ func commandBlocks(t *testing.T, path string) []string {
 	return out
 }
 
-// TestREADME runs what the README tells a newcomer to type: its up, from the built binary instead of `go run` (which turns every
-// exit code into 1), its curl against it, then Ctrl-C. `go test ./...` is this run; that .ci/run calls the very same is checked.
+// TestREADME runs the README's commands: its up, from the built binary instead of `go run` (which turns every
+// exit code into 1), its curl against that node, then Ctrl-C. `go test ./...` is the present run; the test
+// checks that .ci/run has the same command.
 func TestREADME(t *testing.T) {
 	if testing.Short() {
 		t.Skip("streams two whole answers")
@@ -67,19 +68,23 @@ func TestREADME(t *testing.T) {
 	assert.Contains(t, commands, "go test ./...")
 
 	p := startUp(t, strings.Fields(ups[0])...)
-	assert.Contains(t, p.stdout.String(), curl[:strings.Index(curl, "http")], "the README and `up` print the same curl")
-	for _, command := range []string{p.printed(t, "curl "), strings.ReplaceAll(curl, "127.0.0.1:8000", p.endpoint(t))} {
+	assert.Contains(t, p.stdout.String(), curl[:strings.Index(curl, "http")],
+		"the README and `up` print the same curl")
+	for _, command := range []string{
+		p.printed(t, "curl "), strings.ReplaceAll(curl, "127.0.0.1:8000", p.endpoint(t)),
+	} {
 		answer := shell(t, command)
 		assert.Contains(t, answer, `"delta":{"content":"`, command)
-		assert.True(t, strings.HasSuffix(strings.TrimSpace(answer), "data: [DONE]"), "%s\n%s", command, answer)
+		assert.True(t, strings.HasSuffix(strings.TrimSpace(answer), "data: [DONE]"), "%s\n%s",
+			command, answer)
 	}
 	p.interrupt(t)
-	playConversations(t, script, ups[1])
-	threeNodes(t, cluster, p.cmd.Path)
+	runMultiTurnExample(t, script, ups[1])
+	runClusterExample(t, cluster, p.cmd.Path)
 }
 
-// threeNodes runs the README's cluster to its first answers, on ports that are free.
-func threeNodes(t *testing.T, script, binary string) {
+// runClusterExample runs the README's cluster example on free ports until its first answers.
+func runClusterExample(t *testing.T, script, binary string) {
 	t.Helper()
 	require.NotEmpty(t, script)
 	if runtime.GOOS != "linux" {
@@ -102,8 +107,8 @@ func threeNodes(t *testing.T, script, binary string) {
 	assert.Regexp(t, `node-1 +alive +control,worker,ingress\*`, string(out))
 }
 
-// playConversations runs the README's second example, with fewer conversations.
-func playConversations(t *testing.T, script, up string) {
+// runMultiTurnExample runs the README's second example with fewer conversations.
+func runMultiTurnExample(t *testing.T, script, up string) {
 	t.Helper()
 	p := startUp(t, strings.Fields(up)...)
 	ctx, cancel := context.WithTimeout(context.Background(), 2*scriptWait)
@@ -113,13 +118,16 @@ func playConversations(t *testing.T, script, up string) {
 	cmd.Env = append(os.Environ(), "DPSERVE="+p.cmd.Path, "SESSIONS=4", "TURNS=3", "RATE=4")
 	out, err := cmd.CombinedOutput()
 	require.NoError(t, err, "%s", out)
-	for _, want := range []string{"model round-robin: 4 sessions of 3 turns", "model lmetric-1: 4 sessions of 3 turns", "12 ok, 0 failed", "a perfect cache holds"} {
+	for _, want := range []string{
+		"model round-robin: 4 sessions of 3 turns", "model lmetric-1: 4 sessions of 3 turns",
+		"12 ok, 0 failed", "a perfect cache holds",
+	} {
 		assert.Contains(t, string(out), want)
 	}
 	p.interrupt(t)
 }
 
-// TestHelpExamples: the examples that help opens with are commands that exist, with flags that exist.
+// The examples of the help texts name commands and flags that exist.
 func TestHelpExamples(t *testing.T) {
 	root := newRoot(newCLI(t).env)
 	for _, cmd := range append(root.Commands(), root) {
@@ -138,7 +146,7 @@ func TestHelpExamples(t *testing.T) {
 	}
 }
 
-// upProcess is a real `dpserve up` under test.
+// upProcess is a real `dpserve up` process.
 type upProcess struct {
 	cmd            *exec.Cmd
 	stdout, stderr lockedBuffer
@@ -156,15 +164,17 @@ func startUp(t *testing.T, args ...string) *upProcess {
 	p := &upProcess{cmd: exec.CommandContext(ctx, bin, args...)}
 	p.cmd.Dir = "../.."
 	p.cmd.Stdout, p.cmd.Stderr = &p.stdout, &p.stderr
-	p.cmd.Env = slices.DeleteFunc(os.Environ(), func(s string) bool { return strings.HasPrefix(s, "DPSERVE_") })
+	p.cmd.Env = slices.DeleteFunc(os.Environ(),
+		func(s string) bool { return strings.HasPrefix(s, "DPSERVE_") })
 	p.cmd.Env = append(p.cmd.Env, "TMPDIR="+t.TempDir()) // kill -9 leaves the node's folder behind
 	require.NoError(t, p.cmd.Start())
 	t.Cleanup(func() { _ = p.cmd.Process.Kill(); _ = p.cmd.Wait() })
-	require.True(t, poll(func() bool { return strings.Contains(p.stdout.String(), "RANK ") }), "up does not serve:\n%s", p.stderr.String())
+	require.True(t, poll(func() bool { return strings.Contains(p.stdout.String(), "RANK ") }),
+		"up does not serve:\n%s", p.stderr.String())
 	return p
 }
 
-// printed is the first line of stdout that begins with prefix.
+// printed returns the first line of stdout that begins with prefix.
 func (p *upProcess) printed(t *testing.T, prefix string) string {
 	t.Helper()
 	for l := range strings.Lines(p.stdout.String()) {
@@ -181,7 +191,7 @@ func (p *upProcess) endpoint(t *testing.T) string {
 	return strings.TrimSuffix(strings.TrimPrefix(p.printed(t, "endpoint "), "endpoint http://"), "/v1")
 }
 
-// interrupt presses Ctrl-C and checks that nothing is left.
+// interrupt sends Ctrl-C and checks that no engine process is left.
 func (p *upProcess) interrupt(t *testing.T) {
 	t.Helper()
 	engines := children(p.pid())
@@ -195,7 +205,7 @@ func (p *upProcess) interrupt(t *testing.T) {
 
 func (p *upProcess) pid() string { return strconv.Itoa(p.cmd.Process.Pid) }
 
-// shell runs a printed command as a user would.
+// shell runs a command with sh.
 func shell(t *testing.T, command string) string {
 	t.Helper()
 	if _, err := exec.LookPath("curl"); err != nil {
@@ -203,12 +213,13 @@ func shell(t *testing.T, command string) string {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), scriptWait)
 	defer cancel()
-	out, err := exec.CommandContext(ctx, "sh", "-c", strings.Replace(command, "curl ", "curl -sS ", 1)).CombinedOutput()
+	out, err := exec.CommandContext(ctx, "sh", "-c", strings.Replace(command, "curl ", "curl -sS ", 1)).
+		CombinedOutput()
 	require.NoError(t, err, "%s\n%s", command, out)
 	return string(out)
 }
 
-// TestCC6KilledUpLeavesNoEngine: engines die with their node, also when nobody can tell them.
+// Engines end when their node is killed and cannot stop them.
 func TestCC6KilledUpLeavesNoEngine(t *testing.T) {
 	p := startUp(t, "up")
 	engines := children(p.pid())
@@ -216,11 +227,12 @@ func TestCC6KilledUpLeavesNoEngine(t *testing.T) {
 	require.NoError(t, p.cmd.Process.Kill())
 	_ = p.cmd.Wait() // killed
 	for _, pid := range engines {
-		assert.True(t, poll(func() bool { return syscall.Kill(pid, 0) != nil }), "engine %d outlives dpserve", pid)
+		assert.True(t, poll(func() bool { return syscall.Kill(pid, 0) != nil }),
+			"engine %d outlives dpserve", pid)
 	}
 }
 
-// TestCC6Quick measures up to RUNNING and to the first token in real time.
+// TestCC6Quick measures the time to RUNNING and to the first token in real time.
 func TestCC6Quick(t *testing.T) {
 	if os.Getenv("DPSERVE_ACCEPTANCE") == "" {
 		t.Skip("wall-clock times: make acceptance")

@@ -11,7 +11,7 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// helpTemplate opens with an example: it is what most readers came for.
+// helpTemplate opens with an example, because most readers look for one.
 const helpTemplate = `{{with .Example}}Example:
 {{. | trimTrailingWhitespaces}}
 
@@ -30,10 +30,12 @@ Everywhere:
 {{.InheritedFlags.FlagUsages | trimTrailingWhitespaces}}
 {{end}}`
 
-const rootLong = `dpserve serves data-parallel LLM engines behind one OpenAI endpoint: it starts one engine per rank, hands out the ranks,
-routes each request to the rank where it does the most good, and restarts what dies.
+const rootLong = `dpserve serves data-parallel LLM engines behind one OpenAI endpoint: it starts one engine
+per rank, hands out the ranks, routes each request to the rank where it does the most good, and restarts
+what dies.
 
-DPSERVE_ADDR selects the cluster for all commands but up, start, join, validate and bench (default ` + defaultAddr + `).
+DPSERVE_ADDR selects the cluster for all commands but up, start, join, validate and bench
+(default ` + defaultAddr + `).
 
 Exit codes: 0 ok, 1 error, 2 usage or validation, 3 differs (only with --exit-code), 4 authentication,
 5 cannot be rolled out, 8 still pending at the timeout, 130 interrupted.`
@@ -64,8 +66,9 @@ func newRoot(e *env) *cobra.Command {
 	root.SetHelpTemplate(helpTemplate)
 	root.SetFlagErrorFunc(flagError)
 	root.SetHelpCommand(newHelp(root))
-	root.AddCommand(newUp(e), newStart(e), newJoin(e), newValidate(e), newPlan(e), newDeploy(e), newStatus(e), newRoute(e), newRouter(e), newLogs(e), newDelete(e), newRanks(e),
-		newNodes(e), newDrain(e), newUndrain(e), newLeave(e), newToken(e), newBench(e), newVersion(e), newCompletion(e))
+	root.AddCommand(newUp(e), newStart(e), newJoin(e), newValidate(e), newPlan(e), newDeploy(e), newStatus(e),
+		newRoute(e), newRouter(e), newLogs(e), newDelete(e), newRanks(e), newNodes(e), newDrain(e),
+		newUndrain(e), newLeave(e), newToken(e), newBench(e), newVersion(e), newCompletion(e))
 	for _, cmd := range root.Commands() {
 		cmd.DisableFlagsInUseLine = true
 	}
@@ -99,19 +102,20 @@ func unknownCommand(root *cobra.Command, name string) error {
 	if near := nearest.Word(name, names); near != "" {
 		return err.WithHint("did you mean `%s %s`?", root.CommandPath(), near)
 	}
-	return err.WithHint("`%s` lists the commands", strings.Replace(root.CommandPath(), program, program+" help", 1))
+	return err.WithHint("`%s` lists the commands",
+		strings.Replace(root.CommandPath(), program, program+" help", 1))
 }
 
-// flagError turns pflag's errors into ours; an unknown flag gets a did-you-mean.
+// flagError converts pflag's errors to problem.Error. An unknown flag gets a did-you-mean hint.
 func flagError(cmd *cobra.Command, err error) error {
 	var missing *pflag.NotExistError
 	if !errors.As(err, &missing) {
-		return usageError(nameOf(cmd), "%s", err.Error())
+		return usageError(commandName(cmd), "%s", err.Error())
 	}
 	if near := nearestFlag(cmd, missing.GetSpecifiedName()); near != "" {
 		return problem.New(problem.InvalidArgument, "%s", err.Error()).WithHint("did you mean --%s?", near)
 	}
-	return usageError(nameOf(cmd), "%s", err.Error())
+	return usageError(commandName(cmd), "%s", err.Error())
 }
 
 func nearestFlag(cmd *cobra.Command, name string) string {
@@ -124,20 +128,52 @@ func nearestFlag(cmd *cobra.Command, name string) string {
 	return nearest.Word(name, names)
 }
 
-// takes is a check of positional arguments: at least least of those named, and no more than them.
-func takes(least int, names ...string) cobra.PositionalArgs {
+// requireArgs checks positional arguments: at least the first least names are given, and no more than all of
+// them.
+func requireArgs(least int, names ...string) cobra.PositionalArgs {
 	return func(cmd *cobra.Command, args []string) error {
 		switch {
 		case len(args) < least:
-			return usageError(nameOf(cmd), "%s wants %s", nameOf(cmd), strings.Join(names[len(args):least], " "))
+			return usageError(commandName(cmd), "%s wants %s", commandName(cmd),
+				strings.Join(names[len(args):least], " "))
 		case len(args) > len(names) && len(names) == 0:
-			return usageError(nameOf(cmd), "%s takes no argument, got %q", nameOf(cmd), args[0])
+			return usageError(commandName(cmd), "%s takes no argument, got %q", commandName(cmd), args[0])
 		case len(args) > len(names):
-			return usageError(nameOf(cmd), "%s takes %s and nothing more, got %q", nameOf(cmd), strings.Join(names, " "), args[len(names)])
+			return usageError(commandName(cmd), "%s takes %s and nothing more, got %q", commandName(cmd),
+				strings.Join(names, " "), args[len(names)])
 		}
 		return nil
 	}
 }
 
-// nameOf is the command as it is typed behind dpserve, and as help knows it.
-func nameOf(cmd *cobra.Command) string { return strings.TrimPrefix(cmd.CommandPath(), program+" ") }
+// commandName returns the command's name without the leading "dpserve", as `dpserve help NAME` accepts it.
+func commandName(cmd *cobra.Command) string {
+	return strings.TrimPrefix(cmd.CommandPath(), program+" ")
+}
+
+func newCompletion(e *env) *cobra.Command {
+	shells := []string{"bash", "zsh", "fish", "powershell"}
+	return &cobra.Command{
+		Use:   "completion bash|zsh|fish|powershell",
+		Short: "shell completion",
+		Long: "completion prints a script for your shell. Load it for one session as above, or write " +
+			"it to your shell's completion folder.",
+		Example:   "  source <(dpserve completion bash)",
+		ValidArgs: shells,
+		Args:      requireArgs(1, "SHELL"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			root, out := cmd.Root(), e.io.Out
+			switch args[0] {
+			case "bash":
+				return root.GenBashCompletionV2(out, true)
+			case "zsh":
+				return root.GenZshCompletion(out)
+			case "fish":
+				return root.GenFishCompletion(out, true)
+			case "powershell":
+				return root.GenPowerShellCompletionWithDesc(out)
+			}
+			return usageError("completion", "shell %q: wanted %s", args[0], strings.Join(shells, ", "))
+		},
+	}
+}

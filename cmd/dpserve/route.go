@@ -4,11 +4,14 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
+	"math"
 	"net/textproto"
 	"os"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -16,7 +19,7 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// maxRequest bounds a request file: what the inference endpoint takes. Bytes.
+// maxRequest is the largest request file in bytes, as at the inference endpoint.
 const maxRequest = 16 << 20
 
 type explainFlags struct {
@@ -31,15 +34,16 @@ func newRoute(e *env) *cobra.Command {
 		Use:     "route COMMAND",
 		Short:   "how requests find their rank",
 		Example: `  dpserve route explain demo --prompt hello`,
-		RunE:    wantsCommand,
+		RunE:    requireSubcommand,
 	}
 	cmd.Args = cobra.ArbitraryArgs
 	cmd.AddCommand(newRouteExplain(e))
 	return cmd
 }
 
-// wantsCommand is a command that only holds others: its help, or a word on a command that is not there.
-func wantsCommand(cmd *cobra.Command, args []string) error {
+// requireSubcommand runs a command that only holds others: it prints the help, or refuses an unknown
+// subcommand.
+func requireSubcommand(cmd *cobra.Command, args []string) error {
 	if len(args) == 0 {
 		return cmd.Help()
 	}
@@ -51,15 +55,16 @@ func newRouteExplain(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "explain APP [flags]",
 		Short: "which rank a request would get, and why",
-		Long: `explain asks the Router of an application what it would decide for a request, by the same code and on the same state as
-for live requests, and changes nothing. The table has a row per rank: whether it could be picked and if not why, requests in flight
-of those it may hold, prompt tokens it has cached, each term of its score, and the score. ~ marks estimated tokens.
---replay shows what a recent request was decided on (its prompt blocks, the hits found, the ranks tried, the pick), and
-what it would get now; the ranks' load at that moment is not kept. -o json has every number in full.`,
+		Long: `explain asks the Router of an application what it would decide for a request, by the same
+code and on the same state as for live requests, and changes nothing. The table has a row per rank: whether
+it could be picked and if not why, requests in flight of those it may hold, prompt tokens it has cached,
+each term of its score, and the score. ~ marks estimated tokens. --replay shows what a recent request was
+decided on (its prompt blocks, the hits found, the ranks tried, the pick), and what it would get now; the
+ranks' load at that moment is not kept. -o json has every number in full.`,
 		Example: `  dpserve route explain demo --prompt hello
   dpserve route explain demo -f request.json --route /v1/chat/completions
   dpserve route explain demo --replay 5f2c9d0e11aa43b7 -o json`,
-		Args: takes(1, "APP"),
+		Args: requireArgs(1, "APP"),
 	}
 	cmd.DisableFlagsInUseLine = true
 	flags := cmd.Flags()
@@ -67,22 +72,25 @@ what it would get now; the ranks' load at that moment is not kept. -o json has e
 	flags.StringVarP(&f.file, "file", "f", "", "`file` with the JSON body of a request; - is stdin")
 	flags.StringVar(&f.tokens, "tokens", "", "prompt as token `ids`: 1,2,3")
 	flags.StringVar(&f.replay, "replay", "", "`id` (x-request-id) of a recent request")
-	flags.StringVar(&f.route, "route", "", "`path` of --prompt and -f; default: /v1/completions, or chat if the body has messages")
-	flags.StringVar(&f.model, "model", "", "`name` of the model or adapter of --prompt and --tokens; default: the application's model")
+	flags.StringVar(&f.route, "route", "",
+		"`path` of --prompt and -f; default: /v1/completions, or chat if the body has messages")
+	flags.StringVar(&f.model, "model", "",
+		"`name` of the model or adapter of --prompt and --tokens; default: the application's model")
 	flags.StringArrayVar(&f.headers, "header", nil, "`NAME: VALUE` of --prompt and -f, may be repeated")
 	f.output = addOutput(cmd)
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
-		q, err := e.routeQuery(f, cmd.Flags().Changed)
+		q, err := parseRouteQuery(e, f, cmd.Flags().Changed)
 		if err != nil {
 			return err
 		}
-		return e.explain(cmd.Context(), args[0], q, *f.output)
+		return runExplain(cmd.Context(), e, args[0], q, *f.output)
 	}
 	return cmd
 }
 
-// routeQuery reads the flags. given says whether one was on the command line: an empty prompt is a prompt.
-func (e *env) routeQuery(f *explainFlags, given func(string) bool) (*msg.RouteQuery, error) {
+// parseRouteQuery converts the flags. given says whether a flag is on the command line, because an empty
+// prompt is a prompt.
+func parseRouteQuery(e *env, f *explainFlags, given func(string) bool) (*msg.RouteQuery, error) {
 	n := 0
 	for _, name := range []string{"prompt", "file", "tokens", "replay"} {
 		if given(name) {
@@ -90,7 +98,8 @@ func (e *env) routeQuery(f *explainFlags, given func(string) bool) (*msg.RouteQu
 		}
 	}
 	if n != 1 {
-		return nil, usageError("route explain", "route explain wants one of --prompt, -f, --tokens and --replay")
+		return nil, usageError("route explain",
+			"route explain wants one of --prompt, -f, --tokens and --replay")
 	}
 	q := &msg.RouteQuery{Replay: f.replay, Route: f.route, Model: f.model}
 	var err error
@@ -103,7 +112,7 @@ func (e *env) routeQuery(f *explainFlags, given func(string) bool) (*msg.RouteQu
 	case given("tokens"):
 		q.TokenIDs, err = parseTokens(f.tokens)
 	case given("file"):
-		q.Request, err = e.readRequest(f.file)
+		q.Request, err = readRequest(e, f.file)
 	case f.replay == "":
 		err = usageError("route explain", "--replay wants a request id")
 	}
@@ -136,14 +145,15 @@ func parseTokens(s string) ([]uint32, error) {
 	for word := range strings.SplitSeq(s, ",") {
 		id, err := strconv.ParseUint(strings.TrimSpace(word), 10, 32)
 		if err != nil {
-			return nil, problem.New(problem.InvalidArgument, "--tokens: %q is not a token id", word).WithHint("token ids are numbers with commas between them: 1,2,3")
+			return nil, problem.New(problem.InvalidArgument, "--tokens: %q is not a token id", word).
+				WithHint("token ids are numbers with commas between them: 1,2,3")
 		}
 		out = append(out, uint32(id))
 	}
 	return out, nil
 }
 
-func (e *env) readRequest(path string) ([]byte, error) {
+func readRequest(e *env, path string) ([]byte, error) {
 	in := e.io.In
 	if path != "-" {
 		f, err := os.Open(path)
@@ -158,9 +168,11 @@ func (e *env) readRequest(path string) ([]byte, error) {
 	case err != nil:
 		return nil, requestError(path, err)
 	case len(text) > maxRequest:
-		return nil, problem.New(problem.TooLarge, "%s is larger than 16 MiB", path).WithHint("the inference endpoint takes no larger body")
+		return nil, problem.New(problem.TooLarge, "%s is larger than 16 MiB", path).
+			WithHint("the inference endpoint takes no larger body")
 	case !json.Valid(text):
-		return nil, problem.New(problem.InvalidArgument, "%s is not JSON", path).WithHint("give the body as it is sent to the inference endpoint")
+		return nil, problem.New(problem.InvalidArgument, "%s is not JSON", path).
+			WithHint("give the body as it is sent to the inference endpoint")
 	}
 	return text, nil
 }
@@ -170,7 +182,8 @@ func requestError(path string, err error) error {
 	if errors.As(err, &perr) {
 		err = perr.Err
 	}
-	return problem.New(problem.InvalidArgument, "cannot read %s: %w", path, err).WithHint("-f takes the JSON body of a request")
+	return problem.New(problem.InvalidArgument, "cannot read %s: %w", path, err).
+		WithHint("-f takes the JSON body of a request")
 }
 
 // explanationDocument is the JSON of route explain.
@@ -179,7 +192,7 @@ type explanationDocument struct {
 	*msg.Explanation
 }
 
-func (e *env) explain(ctx context.Context, app string, q *msg.RouteQuery, f format) error {
+func runExplain(ctx context.Context, e *env, app string, q *msg.RouteQuery, f format) error {
 	client, err := e.admin()
 	if err != nil {
 		return err
@@ -190,15 +203,163 @@ func (e *env) explain(ctx context.Context, app string, q *msg.RouteQuery, f form
 		return err
 	}
 	l := &listing{
-		document: explanationDocument{apiVersion, x}, names: pickNames(x),
-		table: func(wide bool) []*table { return []*table{explanationTable(x, wide)} }, notes: explanationLines(x, statusView{now: e.now(), relative: e.io.OutTTY}),
+		document: explanationDocument{apiVersion, x}, names: pickedNames(x),
+		table: func(wide bool) []*table { return []*table{explanationTable(x, wide)} },
+		notes: describeExplanation(x, statusView{now: e.now(), relative: e.io.OutTTY}),
 	}
 	return l.write(e.io, f)
 }
 
-func pickNames(x *msg.Explanation) []string {
+func pickedNames(x *msg.Explanation) []string {
 	if x.Pick == "" {
 		return nil
 	}
 	return []string{x.Pick}
+}
+
+// pickMark marks the row of the rank that was picked.
+const pickMark = "<"
+
+// explanationTable returns a table with a row per rank. Score terms are columns, in the order of the formula.
+func explanationTable(x *msg.Explanation, wide bool) *table {
+	names := collectTermNames(x)
+	t := &table{head: []string{"RANK", "STATE", "IN-FLIGHT", "HIT"}}
+	if wide {
+		t.head = append(t.head, "BLOCKS", "HOST", "DISK", "KV-USAGE")
+	}
+	for _, n := range names {
+		t.head = append(t.head, strings.ToUpper(strings.ReplaceAll(n, "_", "-")))
+	}
+	t.head = append(t.head, "SCORE", "PICK", "WHY-NOT")
+	for i := range x.Ranks {
+		t.add(explanationRow(x, &x.Ranks[i], names, wide)...)
+	}
+	return t
+}
+
+func explanationRow(x *msg.Explanation, r *msg.RankExplanation, names []string, wide bool) []cell {
+	row := cells(r.Worker, r.State, fmt.Sprintf("%d/%d", r.InFlight, r.MaxOngoing),
+		formatTokens(r.HitTokens, x.Estimated))
+	row[1].color = candidateColor(r)
+	if wide {
+		row = append(row,
+			cells(strconv.Itoa(r.HitBlocks), formatTokens(r.HostTokens, x.Estimated),
+				formatTokens(r.DiskTokens, x.Estimated), formatShare(r.KVUsage))...)
+	}
+	for _, n := range names {
+		row = append(row, cell{text: findTermValue(r, n)})
+	}
+	score, mark := "-", ""
+	if r.Score != nil {
+		score = formatDecimal(*r.Score)
+	}
+	if r.Picked {
+		mark = pickMark
+	}
+	return append(row, cell{text: score}, cell{text: mark, color: good}, cell{text: r.Why})
+}
+
+func candidateColor(r *msg.RankExplanation) color {
+	switch {
+	case r.Picked:
+		return good
+	case r.Eligible:
+		return plain
+	}
+	return busy
+}
+
+// collectTermNames returns the terms of all ranks, in the order of the first rank that has them.
+func collectTermNames(x *msg.Explanation) []string {
+	var out []string
+	seen := map[string]bool{}
+	for i := range x.Ranks {
+		for _, t := range x.Ranks[i].Terms {
+			if !seen[t.Name] {
+				seen[t.Name] = true
+				out = append(out, t.Name)
+			}
+		}
+	}
+	return out
+}
+
+func findTermValue(r *msg.RankExplanation, name string) string {
+	for _, t := range r.Terms {
+		if t.Name == name {
+			return formatDecimal(t.Value)
+		}
+	}
+	return "-"
+}
+
+// describeExplanation returns the lines under the table.
+func describeExplanation(x *msg.Explanation, v statusView) []string {
+	var out []string
+	if x.Replay != nil {
+		out = append(out, describeReplay(x.Replay, v))
+	}
+	switch {
+	case x.Pick != "":
+		out = append(out, fmt.Sprintf("pick    %s: %s", x.Pick, x.Reason))
+	default:
+		out = append(out, fmt.Sprintf("pick    none: %s, %s", x.Decision, x.Reason))
+	}
+	out = append(out, "prompt  "+describePrompt(x), "policy  "+x.Policy)
+	if x.Formula != "" {
+		out = append(out, "score   "+x.Formula)
+	}
+	for _, n := range x.Notes {
+		out = append(out, "note    "+n)
+	}
+	return out
+}
+
+func describePrompt(x *msg.Explanation) string {
+	s := formatTokens(x.Tokens, x.Estimated) + " tokens"
+	if x.Blocks > 0 {
+		s += fmt.Sprintf(", %s of %d %s", formatCount(x.Blocks, "full block"), x.BlockSize, x.BlockUnit)
+	}
+	if x.Identity != "" {
+		s += ", known by its " + x.Identity
+	}
+	return s
+}
+
+func describeReplay(r *msg.Replay, v statusView) string {
+	s := fmt.Sprintf("then    %s at %s", r.RequestID, r.At.UTC().Format(time.RFC3339))
+	if v.relative {
+		s = fmt.Sprintf("then    %s, %s ago", r.RequestID, formatAge(v.now.Sub(r.At)))
+	}
+	if r.Attempt > 1 {
+		s += fmt.Sprintf(", attempt %d (tried %s)", r.Attempt, strings.Join(r.Tried, ", "))
+	}
+	return s + fmt.Sprintf(": %s by %s: %s, hit %d tokens; the rest is what it would get now", r.Pick,
+		r.Policy, r.Reason, r.HitTokens)
+}
+
+// formatTokens returns a count of tokens; ~ marks an estimate.
+func formatTokens(n int, estimated bool) string {
+	if estimated && n > 0 {
+		return "~" + strconv.Itoa(n)
+	}
+	return strconv.Itoa(n)
+}
+
+func formatShare(v *float64) string {
+	if v == nil {
+		return "-"
+	}
+	return fmt.Sprintf("%.0f%%", 100**v)
+}
+
+// formatDecimal returns a number of a score with at most four decimals; very large and very small numbers use
+// powers of ten. JSON has all digits.
+func formatDecimal(v float64) string {
+	const most, least = 1e7, 1e-4
+	if a := math.Abs(v); a >= most || a > 0 && a < least {
+		return strconv.FormatFloat(v, 'g', 4, 64)
+	}
+	s := strconv.FormatFloat(v, 'f', 4, 64)
+	return strings.TrimSuffix(strings.TrimRight(s, "0"), ".")
 }

@@ -18,8 +18,8 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// routerOf is what the fake cluster knows of a Router.
-type routerOf struct {
+// fakeRouter is the Router of the fake cluster.
+type fakeRouter struct {
 	asked  []*msg.RouteQuery
 	answer *msg.Explanation
 	info   msg.RouterInfo
@@ -31,7 +31,8 @@ func (f *fakeCluster) Explain(_ context.Context, app string, q *msg.RouteQuery) 
 	defer f.mu.Unlock()
 	f.router.asked = append(f.router.asked, q)
 	if app != "demo" {
-		return nil, problem.New(problem.NotFound, "there is no app %q", app).WithHint("`dpserve status` lists the applications")
+		return nil, problem.New(problem.NotFound, "there is no app %q", app).
+			WithHint("`dpserve status` lists the applications")
 	}
 	return f.router.answer, f.down
 }
@@ -49,7 +50,7 @@ func (f *fakeCluster) ResetRouter(_ context.Context, app string) (msg.ResetResul
 
 func float(v float64) *float64 { return &v }
 
-// explained is a decision of policy kv over four ranks of which two could be picked.
+// explained returns a decision of policy kv over four ranks, two of which are eligible.
 func explained() *msg.Explanation {
 	terms := func(prefill, decode float64) []msg.Term {
 		return []msg.Term{
@@ -58,24 +59,39 @@ func explained() *msg.Explanation {
 		}
 	}
 	return &msg.Explanation{
-		App: "demo", Policy: "kv", Identity: "text", Tokens: 1234, Estimated: true, Blocks: 77, BlockSize: 64, BlockUnit: "bytes",
-		Decision: "route", Pick: "0/1", Reason: "lowest_score",
+		App: "demo", Policy: "kv", Identity: "text", Tokens: 1234, Estimated: true, Blocks: 77, BlockSize: 64,
+		BlockUnit: "bytes",
+		Decision:  "route", Pick: "0/1", Reason: "lowest_score",
 		Formula: "32 × prefill_blocks (blocks) + decode_blocks (blocks); lowest wins",
 		Ranks: []msg.RankExplanation{
-			{Worker: "0/0", Eligible: true, State: "ok", InFlight: 3, MaxOngoing: 8, HitTokens: 512, HitBlocks: 32, KVUsage: float(0.42), Terms: terms(45.125, 120), Score: float(1564)},
-			{Worker: "0/1", Rank: 1, Eligible: true, State: "ok", InFlight: 1, MaxOngoing: 8, HitTokens: 1168, HitBlocks: 73, HostTokens: 16, Terms: terms(4.125, 78), Score: float(210), Picked: true},
-			{Worker: "0/2", Rank: 2, State: "busy", Why: "KV usage 0.97, busy_threshold 0.95", InFlight: 7, MaxOngoing: 8},
-			{Worker: "0/3", Rank: 3, State: "unknown", Why: "it has not started yet, or is gone; see `dpserve status`"},
+			{
+				Worker: "0/0", Eligible: true, State: "ok", InFlight: 3, MaxOngoing: 8, HitTokens: 512,
+				HitBlocks: 32, KVUsage: float(0.42), Terms: terms(45.125, 120), Score: float(1564),
+			},
+			{
+				Worker: "0/1", Rank: 1, Eligible: true, State: "ok", InFlight: 1, MaxOngoing: 8,
+				HitTokens: 1168,
+				HitBlocks: 73, HostTokens: 16, Terms: terms(4.125, 78), Score: float(210), Picked: true,
+			},
+			{
+				Worker: "0/2", Rank: 2, State: "busy", Why: "KV usage 0.97, busy_threshold 0.95", InFlight: 7,
+				MaxOngoing: 8,
+			},
+			{
+				Worker: "0/3", Rank: 3, State: "unknown",
+				Why: "it has not started yet, or is gone; see `dpserve status`",
+			},
 		},
 		Notes: []string{"ranks above busy_threshold 0.95 get nothing"},
 	}
 }
 
-// TestRouteExplainTable pins what a person sees.
+// TestRouteExplainTable pins the table.
 func TestRouteExplainTable(t *testing.T) {
 	cli := newCLI(t)
 	cli.cluster.router.answer = explained()
-	require.Equal(t, 0, cli.run([]string{"route", "explain", "demo", "--prompt", "once upon a time"}), cli.stderr())
+	require.Equal(t, 0, cli.run([]string{"route", "explain", "demo", "--prompt", "once upon a time"}),
+		cli.stderr())
 	assert.Equal(t, strings.TrimPrefix(`
 RANK  STATE    IN-FLIGHT  HIT    PREFILL-BLOCKS  DECODE-BLOCKS  SCORE  PICK  WHY-NOT
 0/0   ok       3/8        ~512   1444            120            1564
@@ -94,18 +110,20 @@ note    ranks above busy_threshold 0.95 get nothing
 	cli = newCLI(t)
 	cli.cluster.router.answer = explained()
 	require.Equal(t, 0, cli.run([]string{"route", "explain", "demo", "--prompt", "", "-o", "wide"}))
-	assert.Contains(t, cli.stdout(), "RANK  STATE    IN-FLIGHT  HIT    BLOCKS  HOST  DISK  KV-USAGE  PREFILL-BLOCKS")
+	assert.Contains(t, cli.stdout(),
+		"RANK  STATE    IN-FLIGHT  HIT    BLOCKS  HOST  DISK  KV-USAGE  PREFILL-BLOCKS")
 	assert.Contains(t, cli.stdout(), "0/1   ok       1/8        ~1168  73      ~16   0     -         132")
 	assert.NotNil(t, cli.cluster.router.asked[0].Prompt, "an empty prompt is a prompt")
 }
 
-// TestRouteExplainReplay: what was decided, and that the rest is of now.
+// A replay shows the former decision and says that the other lines describe the present.
 func TestRouteExplainReplay(t *testing.T) {
 	cli := newCLI(t)
 	x := explained()
 	x.Pick, x.Decision, x.Reason, x.Formula, x.Notes = "", "queue", "no_room", "", nil
 	x.Replay = &msg.Replay{
-		RequestID: "abc", At: time.Unix(0, 0), Attempt: 2, Policy: "kv", Pick: "0/0", Reason: "lowest_score", HitTokens: 64, Tried: []string{"0/3"},
+		RequestID: "abc", At: time.Unix(0, 0), Attempt: 2, Policy: "kv", Pick: "0/0", Reason: "lowest_score",
+		HitTokens: 64, Tried: []string{"0/3"},
 	}
 	cli.cluster.router.answer = x
 	require.Equal(t, 0, cli.run([]string{"route", "explain", "demo", "--replay", "abc"}))
@@ -116,11 +134,12 @@ prompt  `)
 	assert.Equal(t, "abc", cli.cluster.router.asked[0].Replay)
 }
 
-// TestRouteExplainDocuments: JSON has the numbers as they are; name is the pick.
+// JSON has the unformatted numbers; name prints the pick.
 func TestRouteExplainDocuments(t *testing.T) {
 	cli := newCLI(t)
 	cli.cluster.router.answer = explained()
-	require.Equal(t, 0, cli.run([]string{"route", "explain", "demo", "--tokens", "1, 2,4294967295", "-o", "json"}))
+	require.Equal(t, 0,
+		cli.run([]string{"route", "explain", "demo", "--tokens", "1, 2,4294967295", "-o", "json"}))
 	var doc explanationDocument
 	require.NoError(t, json.Unmarshal([]byte(cli.stdout()), &doc))
 	assert.Equal(t, apiVersion, doc.APIVersion)
@@ -139,7 +158,8 @@ func TestRouteExplainRequest(t *testing.T) {
 	cli := newCLI(t)
 	cli.cluster.router.answer = explained()
 	require.Equal(t, 0, cli.run([]string{
-		"route", "explain", "demo", "-f", path, "--route", "/v1/chat/completions", "--header", "x-session-id: s1", "--header", "X-A:",
+		"route", "explain", "demo", "-f", path, "--route", "/v1/chat/completions", "--header",
+		"x-session-id: s1", "--header", "X-A:",
 	}), cli.stderr())
 	q := cli.cluster.router.asked[0]
 	assert.JSONEq(t, `{"messages": []}`, string(q.Request))
@@ -153,7 +173,7 @@ func TestRouteExplainRequest(t *testing.T) {
 	assert.JSONEq(t, `{"prompt": "x"}`, string(cli.cluster.router.asked[0].Request))
 }
 
-// TestRouteBadUsage: nothing of this reaches the cluster.
+// Invalid arguments never reach the cluster.
 func TestRouteBadUsage(t *testing.T) {
 	notJSON := filepath.Join(t.TempDir(), "x")
 	require.NoError(t, os.WriteFile(notJSON, []byte(`{`), 0o600))
@@ -162,14 +182,23 @@ func TestRouteBadUsage(t *testing.T) {
 		text string
 	}{
 		{[]string{"route", "explain"}, "route explain wants APP"},
-		{[]string{"route", "explain", "demo"}, "route explain wants one of --prompt, -f, --tokens and --replay"},
+		{
+			[]string{"route", "explain", "demo"},
+			"route explain wants one of --prompt, -f, --tokens and --replay",
+		},
 		{[]string{"route", "explain", "demo", "--prompt", "a", "--tokens", "1"}, "wants one of"},
 		{[]string{"route", "explain", "demo", "--tokens", "1,x"}, `--tokens: "x" is not a token id`},
 		{[]string{"route", "explain", "demo", "--tokens", ""}, `--tokens: "" is not a token id`},
 		{[]string{"route", "explain", "demo", "--tokens", "-1"}, `--tokens: "-1" is not a token id`},
 		{[]string{"route", "explain", "demo", "--replay", ""}, "--replay wants a request id"},
-		{[]string{"route", "explain", "demo", "--tokens", "1", "--route", "/v1/completions"}, "--route and --header go with"},
-		{[]string{"route", "explain", "demo", "--prompt", "a", "--header", "nonsense"}, `--header "nonsense": wanted NAME: VALUE`},
+		{
+			[]string{"route", "explain", "demo", "--tokens", "1", "--route", "/v1/completions"},
+			"--route and --header go with",
+		},
+		{
+			[]string{"route", "explain", "demo", "--prompt", "a", "--header", "nonsense"},
+			`--header "nonsense": wanted NAME: VALUE`,
+		},
 		{[]string{"route", "explain", "demo", "-f", notJSON}, "is not JSON"},
 		{[]string{"route", "explain", "demo", "-f", notJSON + "-missing"}, "no such file"},
 		{[]string{"route", "explain", "demo", "--promt", "a"}, "did you mean --prompt?"},
@@ -184,15 +213,18 @@ func TestRouteBadUsage(t *testing.T) {
 	}
 	cli := newCLI(t)
 	assert.Equal(t, 1, cli.run([]string{"route", "explain", "other", "--prompt", "a"}))
-	assert.Contains(t, cli.stderr(), "dpserve: there is no app \"other\"\nhint: `dpserve status` lists the applications\n")
+	assert.Contains(t, cli.stderr(),
+		"dpserve: there is no app \"other\"\nhint: `dpserve status` lists the applications\n")
 }
 
 func TestRouterShow(t *testing.T) {
 	cli := newCLI(t)
 	cli.cluster.router.info = msg.RouterInfo{
-		App: "demo", Policy: "kv", Preset: "documented", Params: map[string]any{"overlap_score_weight": 2, "router_temperature": 0.5}, Identity: "text",
-		Reads: []string{"hits", "blocks"}, BusyThreshold: float(0.95), Ranks: 4, Ready: 3, Imbalance: 1.25, Reservations: 2,
-		Index: &msg.IndexStatus{Blocks: 12345, Bytes: 3 << 20, Cap: 512 << 20, Resyncs: 1},
+		App: "demo", Policy: "kv", Preset: "documented",
+		Params: map[string]any{"overlap_score_weight": 2, "router_temperature": 0.5}, Identity: "text",
+		Reads: []string{"hits", "blocks"}, BusyThreshold: float(0.95), Ranks: 4, Ready: 3, Imbalance: 1.25,
+		Reservations: 2,
+		Index:        &msg.IndexStatus{Blocks: 12345, Bytes: 3 << 20, Cap: 512 << 20, Resyncs: 1},
 	}
 	require.Equal(t, 0, cli.run([]string{"router", "show", "demo"}))
 	assert.Equal(t, strings.TrimPrefix(`
@@ -212,18 +244,25 @@ index                        12345 blocks, 3.0 MiB of 512.0 MiB, 1 resyncs
 `, "\n"), cli.stdout())
 }
 
-// TestRouterShowTellsOfTheLaw: which times the Router expects, how many samples stand behind them, and how far they are off.
-func TestRouterShowTellsOfTheLaw(t *testing.T) {
+// router show prints the times that the Router expects, the number of samples and their error.
+func TestRouterShowDescribesTheTimeModel(t *testing.T) {
 	fast := msg.RankSpeed{Worker: "0/0", Slow: 1, LagMs: 12}
 	for name, c := range map[string]struct {
 		law  *msg.Law
 		want []string
 	}{
 		"the policy predicts nothing": {nil, nil},
-		"before the first sample":     {&msg.Law{Preset: "dense", Prefill: 1, Decode: 1}, []string{"dense, nothing measured yet"}},
+		"before the first sample": {
+			&msg.Law{Preset: "dense", Prefill: 1, Decode: 1}, []string{"dense, nothing measured yet"},
+		},
 		"both halves": {
-			&msg.Law{Preset: "dense", Prefill: 1.841, Decode: 1.02, PrefillSamples: 312, DecodeSamples: 9, AgeS: 4.2, Error: 0.0912, Ranks: []msg.RankSpeed{fast}},
-			[]string{"dense; prefill 1.84 x, decode 1.02 x the preset; 312 prompts, the last sample 4s ago, off by 9 %"},
+			&msg.Law{
+				Preset: "dense", Prefill: 1.841, Decode: 1.02, PrefillSamples: 312, DecodeSamples: 9,
+				AgeS: 4.2, Error: 0.0912, Ranks: []msg.RankSpeed{fast},
+			},
+			[]string{"dense; prefill 1.84 x, decode 1.02 x the preset; 312 prompts, the last " +
+				"sample 4s ago, " +
+				"off by 9 %"},
 		},
 		"prompts alone": {
 			&msg.Law{Preset: "moe", Prefill: 0.5, Decode: 1, PrefillSamples: 1, AgeS: 120, Error: 1.5},
@@ -234,8 +273,14 @@ func TestRouterShowTellsOfTheLaw(t *testing.T) {
 			[]string{"moe; decode 0.90 x the preset; no prompt yet, the last sample 0s ago"},
 		},
 		"a slow rank": {
-			&msg.Law{Preset: "dense", Prefill: 1, Decode: 1, PrefillSamples: 2, Ranks: []msg.RankSpeed{fast, {Worker: "0/3", Slow: 4.96}}},
-			[]string{"dense; prefill 1.00 x the preset; 2 prompts, the last sample 0s ago, off by 0 %", "0/3 5.0 x"},
+			&msg.Law{
+				Preset: "dense", Prefill: 1, Decode: 1, PrefillSamples: 2,
+				Ranks: []msg.RankSpeed{fast, {Worker: "0/3", Slow: 4.96}},
+			},
+			[]string{
+				"dense; prefill 1.00 x the preset; 2 prompts, the last sample 0s ago, off by 0 %",
+				"0/3 5.0 x",
+			},
 		},
 		"many slow ranks": {
 			&msg.Law{Preset: "dense", Ranks: slices.Repeat([]msg.RankSpeed{{Worker: "0/3", Slow: 2}}, 9)},
@@ -258,7 +303,9 @@ func TestRouterShowTellsOfTheLaw(t *testing.T) {
 		})
 	}
 	cli := newCLI(t)
-	cli.cluster.router.info = msg.RouterInfo{App: "demo", Law: &msg.Law{Preset: "dense", Prefill: 1, Decode: 1}}
+	cli.cluster.router.info = msg.RouterInfo{
+		App: "demo", Law: &msg.Law{Preset: "dense", Prefill: 1, Decode: 1},
+	}
 	require.Equal(t, 0, cli.run([]string{"router", "show", "demo", "-o", "json"}))
 	assert.Contains(t, cli.stdout(), `"prefill_samples": 0`)
 }
@@ -271,7 +318,7 @@ func TestRouterReset(t *testing.T) {
 	assert.Empty(t, cli.stdout())
 }
 
-// TestStatusShowsCaches: hit rates in the table; below it what is worth a word, and nothing else.
+// The table has hit rates; the notes below name only ranks with problems.
 func TestStatusShowsCaches(t *testing.T) {
 	a := demo(statusRunning, 1, state.Ready, state.Ready, state.Ready)
 	a.Identity, a.Index = "text", &msg.IndexStatus{Blocks: 7, Bytes: 1 << 20, Cap: 512 << 20}
@@ -294,11 +341,12 @@ func TestStatusShowsCaches(t *testing.T) {
 	}, lines[7:])
 }
 
-// TestDecimal: numbers of very different size in one column.
-func TestDecimal(t *testing.T) {
+// Numbers of very different size fit one column.
+func TestFormatDecimal(t *testing.T) {
 	for v, want := range map[float64]string{
-		0: "0", 1: "1", -0.5: "-0.5", 0.55 * 0.3: "0.165", 1.0 / 3: "0.3333", 35184372088833: "3.518e+13", 1e-9: "1e-09", 9999999.5: "9999999.5", 120: "120",
+		0: "0", 1: "1", -0.5: "-0.5", 0.55 * 0.3: "0.165", 1.0 / 3: "0.3333", 35184372088833: "3.518e+13",
+		1e-9: "1e-09", 9999999.5: "9999999.5", 120: "120",
 	} {
-		assert.Equal(t, want, decimal(v))
+		assert.Equal(t, want, formatDecimal(v))
 	}
 }

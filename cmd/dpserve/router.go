@@ -20,7 +20,7 @@ func newRouter(e *env) *cobra.Command {
 		Short: "what an application's Router is, and make it forget",
 		Example: `  dpserve router show demo
   dpserve router reset demo`,
-		RunE: wantsCommand,
+		RunE: requireSubcommand,
 	}
 	cmd.Args = cobra.ArbitraryArgs
 	cmd.AddCommand(newRouterShow(e), newRouterReset(e))
@@ -29,16 +29,17 @@ func newRouter(e *env) *cobra.Command {
 
 func newRouterShow(e *env) *cobra.Command {
 	cmd := &cobra.Command{
-		Use:     "show APP [flags]",
-		Short:   "policy, parameters, prompt identity, index",
-		Long:    "show describes the Router of an application: what it decides by, what it reads, and how much it knows.",
+		Use:   "show APP [flags]",
+		Short: "policy, parameters, prompt identity, index",
+		Long: "show describes the Router of an application: what it decides by, what it reads, and how " +
+			"much it knows.",
 		Example: "  dpserve router show demo",
-		Args:    takes(1, "APP"),
+		Args:    requireArgs(1, "APP"),
 	}
 	cmd.DisableFlagsInUseLine = true
 	output := addOutput(cmd)
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
-		return e.showRouter(cmd.Context(), args[0], *output)
+		return runRouterShow(cmd.Context(), e, args[0], *output)
 	}
 	return cmd
 }
@@ -49,7 +50,7 @@ type routerDocument struct {
 	msg.RouterInfo
 }
 
-func (e *env) showRouter(ctx context.Context, app string, f format) error {
+func runRouterShow(ctx context.Context, e *env, app string, f format) error {
 	client, err := e.admin()
 	if err != nil {
 		return err
@@ -77,7 +78,7 @@ func routerTable(r *msg.RouterInfo) *table {
 	row("reads", strings.Join(append([]string{"load"}, r.Reads...), ", "))
 	row("identity", r.Identity)
 	if r.BusyThreshold != nil {
-		row("busy threshold", decimal(*r.BusyThreshold))
+		row("busy threshold", formatDecimal(*r.BusyThreshold))
 	}
 	if r.CachingOff {
 		row("prefix caching", "off in the engines")
@@ -87,24 +88,24 @@ func routerTable(r *msg.RouterInfo) *table {
 		row("ranks tripped", fmt.Sprintf("%d, %d of them left out", r.Tripped, r.LeftOut))
 	}
 	row("queued", strconv.Itoa(r.Queued))
-	row("imbalance", decimal(r.Imbalance))
+	row("imbalance", formatDecimal(r.Imbalance))
 	row("reservations", strconv.Itoa(r.Reservations))
 	if r.Index == nil {
 		row("index", "none: the policy reads no caches")
 	} else {
-		row("index", indexText(r.Index))
+		row("index", describeIndex(r.Index))
 	}
 	if r.Law != nil {
-		row("law", lawText(r.Law))
-		if slow := slowRanks(r.Law); slow != "" {
+		row("law", describeLaw(r.Law))
+		if slow := listSlowRanks(r.Law); slow != "" {
 			row("slow ranks", slow)
 		}
 	}
 	return t
 }
 
-// lawText says which times the Router expects, and how well they fit.
-func lawText(l *msg.Law) string {
+// describeLaw says which step times the Router expects, and how well they match the measured ones.
+func describeLaw(l *msg.Law) string {
 	var factors []string
 	if l.PrefillSamples > 0 {
 		factors = append(factors, fmt.Sprintf("prefill %.2f x", l.Prefill))
@@ -116,7 +117,7 @@ func lawText(l *msg.Law) string {
 		return l.Preset + ", nothing measured yet"
 	}
 	s := l.Preset + "; " + strings.Join(factors, ", ") + " the preset; "
-	last := age(time.Duration(l.AgeS * float64(time.Second)))
+	last := formatAge(time.Duration(l.AgeS * float64(time.Second)))
 	if l.PrefillSamples == 0 {
 		return s + "no prompt yet, the last sample " + last + " ago"
 	}
@@ -128,12 +129,12 @@ func lawText(l *msg.Law) string {
 }
 
 const (
-	slowFactor   = 1.5 // times the median from which on a rank is named as slow
-	maxSlowRanks = 8   // named in the table; JSON has every rank
+	slowFactor   = 1.5 // ranks slower than this multiple of the median are named
+	maxSlowRanks = 8   // most names in the table; JSON has every rank
 )
 
-// slowRanks names the ranks that take much longer than the others, "" if none does.
-func slowRanks(l *msg.Law) string {
+// listSlowRanks names the ranks that are much slower than the median, "" if there are none.
+func listSlowRanks(l *msg.Law) string {
 	var slow []string
 	for _, r := range l.Ranks {
 		if r.Slow < slowFactor {
@@ -152,17 +153,20 @@ func newRouterReset(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "reset APP",
 		Short: "make the Router forget and learn anew",
-		Long: `reset drops what the Router of an application remembers (policy state, index, loads that no rank has confirmed) and asks
-every rank for its state. Requests in flight are not touched; for a moment caches look cold.`,
+		Long: `reset drops what the Router of an application remembers (policy state, index, loads that no
+rank has confirmed) and asks every rank for its state. Requests in flight are not touched; for a moment
+caches look cold.`,
 		Example: "  dpserve router reset demo",
-		Args:    takes(1, "APP"),
-		RunE:    func(cmd *cobra.Command, args []string) error { return e.resetRouter(cmd.Context(), args[0]) },
+		Args:    requireArgs(1, "APP"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return runRouterReset(cmd.Context(), e, args[0])
+		},
 	}
 	cmd.DisableFlagsInUseLine = true
 	return cmd
 }
 
-func (e *env) resetRouter(ctx context.Context, app string) error {
+func runRouterReset(ctx context.Context, e *env, app string) error {
 	client, err := e.admin()
 	if err != nil {
 		return err
@@ -172,6 +176,7 @@ func (e *env) resetRouter(ctx context.Context, app string) error {
 	if err != nil {
 		return err
 	}
-	talk(e.io.Err, "the router of %s was reset; %s asked for a snapshot", r.App, count(r.Ranks, "rank"))
+	printMessage(e.io.Err, "the router of %s was reset; %s asked for a snapshot", r.App,
+		formatCount(r.Ranks, "rank"))
 	return nil
 }

@@ -18,14 +18,15 @@ import (
 	"github.com/dpserve/dpserve/test/ports"
 )
 
-// scriptWait bounds what a script waits for; it is generous because machines of tests are busy.
+// scriptWait is the longest wait of a script command. It is generous, because test machines are busy.
 const scriptWait = 30 * time.Second
 
-// scriptsDeadline bounds all scripts together, which take some seconds: one that waits for ever is named, with what it saw.
+// scriptsDeadline bounds all scripts together, which take some seconds. A script that waits for ever is
+// reported with its output.
 const scriptsDeadline = 4 * time.Minute
 
-// TestScripts runs every behaviour under testdata/script against the real binary and, where a script starts one, a real node
-// with real engines.
+// TestScripts runs the scripts under testdata/script against the real binary, with real nodes and engines
+// where a script starts them.
 func TestScripts(t *testing.T) {
 	testscript.Run(t, testscript.Params{
 		Dir:                 filepath.Join("testdata", "script"),
@@ -51,7 +52,7 @@ func TestScripts(t *testing.T) {
 	})
 }
 
-// cmdExit is `exit CODE ARGS…`: dpserve with these arguments ends with that very code.
+// cmdExit is `exit CODE ARGS…`: dpserve with these arguments ends with this code.
 func cmdExit(ts *testscript.TestScript, neg bool, args []string) {
 	if neg || len(args) < 2 {
 		ts.Fatalf("usage: exit CODE dpserve-args...")
@@ -68,7 +69,7 @@ func cmdExit(ts *testscript.TestScript, neg bool, args []string) {
 	}
 }
 
-// cmdPorts is `ports`: sets PORTS, a range of engine ports that no other script has.
+// cmdPorts is `ports`: it sets PORTS to a range of engine ports that no other script has.
 func cmdPorts(ts *testscript.TestScript, _ bool, _ []string) {
 	const size = 500
 	base, release, err := ports.Hold(context.Background(), size)
@@ -77,8 +78,8 @@ func cmdPorts(ts *testscript.TestScript, _ bool, _ []string) {
 	ts.Setenv("PORTS", fmt.Sprintf("%d-%d", base, base+size-1))
 }
 
-// cmdNode is `node FILE`: waits until FILE (the stdout of start or up with -o json) holds an address, and sets DPSERVE_ADDR,
-// URL and PID.
+// cmdNode is `node FILE`: it waits until FILE (the stdout of start or up with -o json) holds an address, and
+// sets DPSERVE_ADDR, URL and PID.
 func cmdNode(ts *testscript.TestScript, _ bool, args []string) {
 	path := ts.MkAbs(args[0])
 	var a address
@@ -93,7 +94,7 @@ func cmdNode(ts *testscript.TestScript, _ bool, args []string) {
 	ts.Setenv("PID", fmt.Sprint(a.PID))
 }
 
-// cmdWaitFor is `waitfor FILE TEXT`: until FILE holds TEXT.
+// cmdWaitFor is `waitfor FILE TEXT`: it waits until FILE contains TEXT.
 func cmdWaitFor(ts *testscript.TestScript, _ bool, args []string) {
 	path := ts.MkAbs(args[0])
 	if !poll(func() bool {
@@ -105,8 +106,8 @@ func cmdWaitFor(ts *testscript.TestScript, _ bool, args []string) {
 	}
 }
 
-// cmdTake is `take ADDR`: something listens there until the script ends. A script beside this one may hold the port for a
-// while; whoever still has it at the deadline will do as well.
+// cmdTake is `take ADDR`: it listens at ADDR until the script ends. Another script may hold the port for a
+// while; a port that is still taken at the deadline serves the purpose as well.
 func cmdTake(ts *testscript.TestScript, _ bool, args []string) {
 	poll(func() bool {
 		l, err := net.Listen("tcp", args[0])
@@ -117,7 +118,7 @@ func cmdTake(ts *testscript.TestScript, _ bool, args []string) {
 	})
 }
 
-// cmdEngines is `engines N PID`: until exactly N engine processes are children of PID.
+// cmdEngines is `engines N PID`: it waits until exactly N engine processes are children of PID.
 func cmdEngines(ts *testscript.TestScript, _ bool, args []string) {
 	last := ""
 	if !poll(func() bool { last = fmt.Sprint(len(children(args[1]))); return last == args[0] }) {
@@ -125,14 +126,14 @@ func cmdEngines(ts *testscript.TestScript, _ bool, args []string) {
 	}
 }
 
-// children lists the processes whose parent is pid, by /proc.
+// children returns the processes whose parent is pid, from /proc.
 func children(pid string) []int {
 	var out []int
 	stats, _ := filepath.Glob("/proc/[0-9]*/stat")
 	for _, path := range stats {
 		text, err := os.ReadFile(path)
 		if err != nil {
-			continue // gone meanwhile
+			continue // the process has ended
 		}
 		rest := string(text[strings.LastIndexByte(string(text), ')')+1:])
 		fields := strings.Fields(rest)
@@ -156,7 +157,7 @@ func poll(ok func() bool) bool {
 	return false
 }
 
-// TestScriptNames: a script is named for the command whose behaviour it shows.
+// TestScriptNames checks that every command has a script that is named for it.
 func TestScriptNames(t *testing.T) {
 	root := newRoot(newCLI(t).env)
 	scripts, err := filepath.Glob("testdata/script/*.txtar")

@@ -13,22 +13,23 @@ import (
 // errInterrupted is the cause of a context that a signal ended; its exit code is 130.
 var errInterrupted = errors.New("interrupted")
 
-// sameSignal is how close two signals are one: timeout(1) and some supervisors signal the process and then its group, and a
-// person does not press Ctrl-C twice so fast.
-const sameSignal = 250 * time.Millisecond
+// duplicateWindow is the time within which two signals count as one: timeout(1) and some supervisors signal
+// the process and then its group, and a user does not press Ctrl-C twice so fast.
+const duplicateWindow = 250 * time.Millisecond
 
-// interrupts counts SIGINT, SIGTERM and SIGHUP (a closed terminal), which mean the same: the first asks to finish, the second to stop at once. After
-// the second the default behaviour is back, so that a third one always ends the process.
+// interrupts counts SIGINT, SIGTERM and SIGHUP (a closed terminal), which have the same meaning: the first
+// asks the command to finish, the second to stop at once. After the second the default behaviour is restored,
+// so that a third signal always ends the process.
 type interrupts struct {
 	first  chan struct{} // closed by the first signal
 	second chan struct{} // closed by the second
-	stop   func()        // gives the signals back; idempotent
+	stop   func()        // ends the delivery of signals; idempotent
 }
 
 func watchSignals() *interrupts {
 	in := make(chan os.Signal, 4)
 	signal.Notify(in, syscall.SIGINT, syscall.SIGTERM)
-	if !signal.Ignored(syscall.SIGHUP) { // ignored under nohup, which is to stay so
+	if !signal.Ignored(syscall.SIGHUP) { // nohup ignores SIGHUP, and that must stay so
 		signal.Notify(in, syscall.SIGHUP)
 	}
 	done := make(chan struct{})
@@ -51,7 +52,7 @@ func (i *interrupts) count(in chan os.Signal, done <-chan struct{}) {
 			case <-done:
 				return
 			}
-			if now := time.Now(); now.Sub(last) > sameSignal {
+			if now := time.Now(); now.Sub(last) > duplicateWindow {
 				last = now
 				break
 			}

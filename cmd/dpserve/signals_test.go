@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestSignals: the first asks to finish, a double of it counts once, the second stops at once.
+// The first signal asks to finish, a duplicate of it counts once, the second stops at once.
 func TestSignals(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		i := newInterrupts()
@@ -22,12 +22,12 @@ func TestSignals(t *testing.T) {
 		defer cancel()
 
 		in <- os.Interrupt
-		in <- os.Interrupt // the group's copy
+		in <- os.Interrupt // the copy that the process group gets
 		synctest.Wait()
 		require.ErrorIs(t, context.Cause(ctx), errInterrupted)
 		assert.False(t, closed(i.second))
 
-		time.Sleep(2 * sameSignal)
+		time.Sleep(2 * duplicateWindow)
 		in <- os.Interrupt
 		synctest.Wait()
 		assert.True(t, closed(i.second))

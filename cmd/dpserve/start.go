@@ -3,21 +3,24 @@ package main
 import (
 	"context"
 	"fmt"
+	"net"
 	"os"
 
 	"github.com/spf13/cobra"
 
+	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/wiring"
 )
 
-// address is what a node that listens tells a program: one line of JSON on stdout.
+// address is printed by start and up with -o json: one line that tells a program where the node listens.
 type address struct {
 	APIVersion string `json:"apiVersion"`
 	Node       string `json:"node"`
-	URL        string `json:"url"`               // OpenAI endpoint, without a path; empty without role ingress
-	Admin      string `json:"admin"`             // HOST:PORT for DPSERVE_ADDR
-	Metrics    string `json:"metrics,omitempty"` // HOST:PORT of --metrics-bind
-	PID        int    `json:"pid"`
+	// OpenAI endpoint, without a path; empty without role ingress
+	URL     string `json:"url"`
+	Admin   string `json:"admin"`             // HOST:PORT for DPSERVE_ADDR
+	Metrics string `json:"metrics,omitempty"` // HOST:PORT of --metrics-bind
+	PID     int    `json:"pid"`
 }
 
 func newStart(e *env) *cobra.Command {
@@ -25,61 +28,66 @@ func newStart(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "start [flags]",
 		Short: "run a node in the foreground",
-		Long: `start runs a node until Ctrl-C or SIGTERM. Apps that were deployed before come back from the data folder. The first Ctrl-C
-drains (each app's graceful_shutdown_timeout_s), a second one stops at once. With --advertise it is the first node of a cluster, or
-one that has joined before: at its very first start it prints the command by which others join. Ports 8000 and 8265 bind loopback
-only; a public bind of them needs --insecure-public in this version.
+		Long: `start runs a node until Ctrl-C or SIGTERM. Apps that were deployed before come back from the
+data folder. The first Ctrl-C drains (each app's graceful_shutdown_timeout_s), a second one stops at once.
+With --advertise it is the first node of a cluster, or one that has joined before: at its very first start
+it prints the command by which others join. Ports 8000 and 8265 bind loopback only; a public bind of them
+needs --insecure-public in this version.
 
-dpserve's own memory has the limit of GOMEMLIMIT (for example 4GiB), else 90 % of what its container or service may use: above 85 %
-of it requests are refused with 503, above 95 % connections too.`,
-		Example: `  dpserve start                                # then, in another terminal: dpserve deploy app.yaml
+dpserve's own memory has the limit of GOMEMLIMIT (for example 4GiB), else 90 % of what its container or
+service may use: above 85 % of it requests are refused with 503, above 95 % connections too.`,
+		Example: "  dpserve start                                # then, in another terminal: " +
+			`dpserve deploy app.yaml
   dpserve start --advertise 10.0.0.1           # the first node of several
   dpserve start --http-bind 127.0.0.1:0 -o json   # any free port, told as JSON on stdout`,
-		Args: takes(0),
+		Args: requireArgs(0),
 	}
 	f.addNode(cmd)
 	output := addOutput(cmd)
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
-		f.settle(cmd)
-		return e.start(cmd.Context(), f, *output)
+		f.adaptBinds(cmd)
+		return runStart(cmd.Context(), e, f, *output)
 	}
 	return cmd
 }
 
-func (e *env) start(ctx context.Context, f *nodeFlags, output format) error {
-	c, err := f.node()
+func runStart(ctx context.Context, e *env, f *nodeFlags, output format) error {
+	c, err := f.buildConfig()
 	if err != nil {
 		return err
 	}
 	scr := newScreen(e.io)
 	c.LogWriter = scr
-	s, err := e.serve(ctx, c)
+	s, err := startNode(ctx, e, c)
 	if err != nil {
 		return err
 	}
-	defer func() { _ = s.Close() }() // stop has reported what there was
-	if err := e.announce(s, c.NodeID, output); err != nil {
+	defer func() { _ = s.Close() }() // stop has returned the error
+	if err := printAddress(e, s, c.NodeID, output); err != nil {
 		return err
 	}
 	if at, token := s.FirstToken(); token != "" {
-		talk(e.io.Err, "other machines join with (good for %s, for up to %d nodes):", wiring.FirstTokenTTL, wiring.FirstTokenUses)
-		talk(e.io.Err, "  %s", joinCommand(at, token))
+		printMessage(e.io.Err, "other machines join with (good for %s, for up to %d nodes):",
+			wiring.FirstTokenTTL, wiring.FirstTokenUses)
+		printMessage(e.io.Err, "  %s", formatJoinCommand(at, token))
 	}
 	select {
 	case <-s.done:
 		if s.err == nil && s.Left() {
-			talk(e.io.Err, "%s has left its cluster", c.NodeID)
+			printMessage(e.io.Err, "%s has left its cluster", c.NodeID)
 			return nil
 		}
-		return s.failed()
+		return s.unexpectedEnd()
 	case <-e.sig.first:
 		return s.stop(e.sig, scr)
 	}
 }
 
-// announce tells where a node listens, in the form that was asked for.
-func (e *env) announce(s *serving, id string, output format) error {
-	a := address{APIVersion: apiVersion, Node: id, Admin: s.AdminAddr(), Metrics: s.MetricsAddr(), PID: os.Getpid()}
+// printAddress prints the addresses that the node listens on, in the requested format.
+func printAddress(e *env, s *serving, id string, output format) error {
+	a := address{
+		APIVersion: apiVersion, Node: id, Admin: s.AdminAddr(), Metrics: s.MetricsAddr(), PID: os.Getpid(),
+	}
 	if at := s.HTTPAddr(); at != "" {
 		a.URL = "http://" + at
 	}
@@ -96,14 +104,66 @@ func (e *env) announce(s *serving, id string, output format) error {
 	if a.URL != "" {
 		endpoint = "endpoint " + a.URL + "/v1\n"
 	}
-	_, err := fmt.Fprintf(e.io.Out, "node %s\n%sadmin http://%s\n%s", a.Node, endpoint, a.Admin, metricsLine(a.Metrics))
+	_, err := fmt.Fprintf(e.io.Out, "node %s\n%sadmin http://%s\n%s", a.Node, endpoint, a.Admin,
+		formatMetricsLine(a.Metrics))
 	return err
 }
 
-// metricsLine says where /metrics alone is served, if it is.
-func metricsLine(addr string) string {
+// formatMetricsLine returns the line for --metrics-bind, or "" without that flag.
+func formatMetricsLine(addr string) string {
 	if addr == "" {
 		return ""
 	}
 	return "metrics http://" + addr + "/metrics\n"
+}
+
+func newJoin(e *env) *cobra.Command {
+	f := &nodeFlags{config: wiring.DefaultConfig()}
+	to := &wiring.Join{}
+	cmd := &cobra.Command{
+		Use:   "join ADDR --token TOKEN [flags]",
+		Short: "run a node that joins a cluster, in the foreground",
+		Long: `join brings this machine into the cluster that a node at ADDR (its node port) belongs to: the
+token proves that it may, then it gets its certificate, then it is a member. It names the step that failed,
+and may be repeated as it is. Then it runs as start does; later starts need no token: "dpserve start
+--advertise IP" with the same folder. Without --advertise it shows itself to the others at the address from
+which it reaches ADDR. "dpserve token" makes tokens.`,
+		Example: `  dpserve join 10.0.0.1:7947 --token dpj1....`,
+		Args:    requireArgs(1, "ADDR"),
+	}
+	cmd.Flags().StringVar(&to.Token, "token", "", "`TOKEN` that dpserve start or dpserve token printed")
+	f.addNode(cmd)
+	output := addOutput(cmd)
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		if to.Token == "" {
+			return usageError("join", "join wants --token")
+		}
+		to.Address = args[0]
+		if f.config.Advertise == "" {
+			ip, err := localAddressTowards(cmd.Context(), to.Address)
+			if err != nil {
+				return err
+			}
+			f.config.Advertise = ip
+		}
+		f.adaptBinds(cmd)
+		f.config.Join = to
+		return runStart(cmd.Context(), e, f, *output)
+	}
+	return cmd
+}
+
+// localAddressTowards returns the address of this machine on the route to addr. It sends nothing: the kernel
+// looks up its routes.
+func localAddressTowards(ctx context.Context, addr string) (string, error) {
+	c, err := (&net.Dialer{}).DialContext(ctx, "udp", addr)
+	if err != nil {
+		return "", problem.New(problem.InvalidArgument, "there is no way to %s: %w", addr, err).
+			WithHint("write HOST:PORT of a node's node port, or add --advertise with this machine's IP")
+	}
+	host, _, err := net.SplitHostPort(c.LocalAddr().String())
+	if cerr := c.Close(); err == nil {
+		err = cerr
+	}
+	return host, err
 }

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"strconv"
 	"strings"
 	"time"
 
@@ -14,20 +15,20 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/dpserve/dpserve/api"
-	"github.com/dpserve/dpserve/app"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/wiring"
 )
 
-// quickstart is the application of `up` without a file: examples/quickstart/app.yaml, word for word (a test pins it).
+// quickstart is the application of `up` without a file. It equals examples/quickstart/app.yaml; a test
+// compares them.
 //
 //go:embed quickstart.yaml
 var quickstart []byte
 
 const (
-	// upGraceS is the drain of apps under up that do not write their own, in seconds.
+	// upGraceS is the drain time, in seconds, under up for apps that do not set graceful_shutdown_timeout_s.
 	upGraceS = 10
-	// summaryEvery is the pace of the live line on a terminal.
+	// summaryEvery is the refresh interval of the live line on a terminal.
 	summaryEvery = 250 * time.Millisecond
 )
 
@@ -36,7 +37,7 @@ type upFlags struct {
 	attach []string
 	engine string
 	keep   string // --data-dir
-	ports  bool   // the user says which ports, or how many ranks need some
+	ports  bool   // --port-range or --slots is given
 	output *format
 }
 
@@ -47,14 +48,15 @@ func newUp(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "up [FILE] [flags]",
 		Short: "start a node, deploy a file and serve it, all in the foreground",
-		Long: `up starts a node in a folder of its own that is removed at the end, deploys FILE and shows each rank's progress until all
-are ready. Then it prints the URL, a curl line and the ranks. Without FILE it runs four simulated ranks; with --attach it puts one
-endpoint in front of engines that already run. Ports 8000 and 8265 are replaced by free ones if they are taken.
-Ctrl-C drains for 10 s, a second one stops at once.`,
+		Long: `up starts a node in a folder of its own that is removed at the end, deploys FILE and shows
+each rank's progress until all are ready. Then it prints the URL, a curl line and the ranks. Without FILE it
+runs four simulated ranks; with --attach it puts one endpoint in front of engines that already run. Ports
+8000 and 8265 are replaced by free ones if they are taken. Ctrl-C drains for 10 s, a second one stops at
+once.`,
 		Example: `  dpserve up                                   # four simulated ranks
   dpserve up app.yaml --engine sim             # any file, without its GPUs
   dpserve up --attach http://127.0.0.1:8100,http://127.0.0.1:8101`,
-		Args: takes(0, "FILE"),
+		Args: requireArgs(0, "FILE"),
 	}
 	flags := cmd.Flags()
 	flags.StringSliceVar(&f.attach, "attach", nil, "`URL`s of engines that already run, instead of FILE")
@@ -66,44 +68,43 @@ Ctrl-C drains for 10 s, a second one stops at once.`,
 		if flags.Changed("attach") && len(f.attach) == 0 {
 			return usageError("up", "--attach wants URL[,URL...]")
 		}
-		file, err := e.upFile(cmd.Context(), f, args)
+		file, err := readUpFile(cmd.Context(), e, f, args)
 		if err != nil {
 			return err
 		}
 		f.ports = flags.Changed("port-range") || flags.Changed("slots")
-		return e.up(cmd.Context(), f, file)
+		return runUp(cmd.Context(), e, f, file)
 	}
 	return cmd
 }
 
-// upFile gives what is to be deployed: the file, the engines of --attach, or the embedded application.
-func (e *env) upFile(ctx context.Context, f *upFlags, args []string) (*appFile, error) {
+// readUpFile returns the application file to deploy: FILE, one for the engines of --attach, or the embedded
+// application.
+func readUpFile(ctx context.Context, e *env, f *upFlags, args []string) (*appFile, error) {
 	if err := checkEngine(f.engine); err != nil {
 		return nil, err
 	}
-	file, err := e.upSource(ctx, f, args)
+	file, err := readUpSource(ctx, e, f, args)
 	if err != nil {
 		return nil, err
 	}
 	if f.engine == engineSim {
-		if err := e.simulate(file); err != nil {
-			return nil, err
-		}
+		simulateFile(e, file)
 	}
 	if err := checkKinds(file.apps); err != nil {
 		return nil, err
 	}
-	return file, e.shortGrace(file)
+	return file, shortenGrace(file)
 }
 
-func (e *env) upSource(ctx context.Context, f *upFlags, args []string) (*appFile, error) {
+func readUpSource(ctx context.Context, e *env, f *upFlags, args []string) (*appFile, error) {
 	switch {
 	case len(args) > 0 && len(f.attach) > 0:
 		return nil, usageError("up", "FILE and --attach exclude each other")
 	case len(args) > 0:
-		return e.readApps(args[0])
+		return readApps(e, args[0])
 	case len(f.attach) == 0:
-		return e.parseApps("quickstart.yaml", quickstart)
+		return parseApps(e, "quickstart.yaml", quickstart)
 	}
 	text, err := attachFile(ctx, f.attach)
 	if err != nil {
@@ -111,24 +112,16 @@ func (e *env) upSource(ctx context.Context, f *upFlags, args []string) (*appFile
 	}
 	w := e.io.Out
 	if *f.output != formatTable && *f.output != formatWide {
-		w = e.io.Err // stdout holds one document
+		w = e.io.Err // stdout must hold one document
 	}
 	if _, err := w.Write(append([]byte("# the app.yaml this stands for\n"), text...)); err != nil {
 		return nil, err
 	}
-	return e.parseApps("--attach", text)
+	return parseApps(e, "--attach", text)
 }
 
-// simulate rewrites a file for the simulated engine and says what changed.
-func (e *env) simulate(file *appFile) error {
-	for _, line := range simulate(file.apps) {
-		talk(e.io.Err, "--engine sim: %s", line)
-	}
-	return file.reprint()
-}
-
-// shortGrace gives apps that do not write graceful_shutdown_timeout_s the short drain of up.
-func (e *env) shortGrace(file *appFile) error {
+// shortenGrace sets upGraceS for apps that do not set graceful_shutdown_timeout_s.
+func shortenGrace(file *appFile) error {
 	var written struct {
 		Applications []struct {
 			Grace any `yaml:"graceful_shutdown_timeout_s"`
@@ -142,74 +135,78 @@ func (e *env) shortGrace(file *appFile) error {
 			a.GracefulShutdownTimeout = upGraceS
 		}
 	}
-	return file.reprint()
+	file.reprint()
+	return nil
 }
 
-// up runs the node until a signal, with everything it made removed afterwards.
-func (e *env) up(ctx context.Context, f *upFlags, file *appFile) (err error) {
-	c, err := f.node.node()
+// runUp runs the node until a signal and removes everything it made.
+func runUp(ctx context.Context, e *env, f *upFlags, file *appFile) (err error) {
+	c, err := f.node.buildConfig()
 	if err != nil {
 		return err
 	}
-	remove, err := e.dataDir(f, &c)
+	remove, err := makeDataDir(f, &c)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, remove()) }()
 	if !f.ports {
-		defer slicePorts(ctx, &c)()
+		defer reservePortSlice(ctx, &c)()
 	}
 	scr := newScreen(e.io)
 	c.LogWriter = scr
-	s, err := e.serve(ctx, c)
+	s, err := startNode(ctx, e, c)
 	if err != nil {
 		return err
 	}
 	defer func() { scr.show(); err = errors.Join(err, s.Close()) }()
-	e.tellPorts(s, c, scr)
-	if err := e.deployHere(ctx, s, file, scr); err != nil {
-		return e.abandon(s, scr, err)
+	reportReplacedPorts(s, c, scr)
+	if err := deployToSelf(ctx, e, s, file, scr); err != nil {
+		return stopUnserved(e, s, scr, err)
 	}
-	if err := e.welcome(ctx, f, s, c.NodeID); err != nil {
-		return e.abandon(s, scr, err)
+	if err := printWelcome(ctx, e, f, s, c.NodeID); err != nil {
+		return stopUnserved(e, s, scr, err)
 	}
-	e.summary(s, file, scr)
+	showSummary(e, s, file, scr)
 	select {
 	case <-s.done:
-		return s.failed()
+		return s.unexpectedEnd()
 	default:
 		return s.stop(e.sig, scr)
 	}
 }
 
-// dataDir makes the temporary folder, unless one is to be kept.
-func (e *env) dataDir(f *upFlags, c *wiring.Config) (remove func() error, err error) {
+// makeDataDir makes a temporary folder, unless --data-dir names one to keep.
+func makeDataDir(f *upFlags, c *wiring.Config) (remove func() error, err error) {
 	c.DataDir = f.keep
 	if f.keep != "" {
 		return func() error { return nil }, nil
 	}
 	c.DataDir, err = os.MkdirTemp("", "dpserve-up-")
 	if err != nil {
-		return nil, problem.New(problem.Internal, "cannot make a temporary folder: %w", err).WithHint("set TMPDIR, or name a folder with --data-dir")
+		return nil, problem.New(problem.Internal, "cannot make a temporary folder: %w", err).
+			WithHint("set TMPDIR, or name a folder with --data-dir")
 	}
 	return func() error { return os.RemoveAll(c.DataDir) }, nil
 }
 
-// tellPorts says which default port was taken.
-func (e *env) tellPorts(s *serving, c wiring.Config, scr *screen) {
+// reportReplacedPorts prints which default ports were taken.
+func reportReplacedPorts(s *serving, c wiring.Config, scr *screen) {
 	for _, p := range []struct{ what, wanted, got string }{
-		{"endpoint", c.HTTPBind, s.HTTPAddr()}, {"admin API", c.AdminBind, s.AdminAddr()}, {"metrics port", c.MetricsBind, s.MetricsAddr()},
+		{"endpoint", c.HTTPBind, s.HTTPAddr()}, {"admin API", c.AdminBind, s.AdminAddr()}, {
+			"metrics port", c.MetricsBind, s.MetricsAddr(),
+		},
 	} {
 		_, wanted, _ := net.SplitHostPort(p.wanted)
 		_, got, _ := net.SplitHostPort(p.got)
 		if wanted != got && wanted != "0" {
-			scr.say("%s is taken, the %s listens on %s", p.wanted, p.what, p.got)
+			scr.printMessage("%s is taken, the %s listens on %s", p.wanted, p.what, p.got)
 		}
 	}
 }
 
-// deployHere deploys over the node's own admin API and waits until everything runs.
-func (e *env) deployHere(ctx context.Context, s *serving, file *appFile, scr *screen) error {
+// deployToSelf deploys over the node's own admin API and waits until every application runs.
+func deployToSelf(ctx context.Context, e *env, s *serving, file *appFile, scr *screen) error {
 	client, err := e.newAdmin(s.AdminAddr())
 	if err != nil {
 		return err
@@ -220,7 +217,7 @@ func (e *env) deployHere(ctx context.Context, s *serving, file *appFile, scr *sc
 	go func() {
 		select {
 		case <-s.done:
-			cancel(s.failed())
+			cancel(s.unexpectedEnd())
 		case <-ctx.Done():
 		}
 	}()
@@ -231,11 +228,11 @@ func (e *env) deployHere(ctx context.Context, s *serving, file *appFile, scr *sc
 		}
 		return err
 	}
-	return newMonitor(e, client, scr).running(ctx, result.Apps)
+	return newMonitor(e, client, scr).awaitRunning(ctx, result.Apps)
 }
 
-// abandon ends a node that never served. An interrupt keeps its exit code.
-func (e *env) abandon(s *serving, scr *screen, err error) error {
+// stopUnserved stops a node that never served. An interrupt keeps its exit code.
+func stopUnserved(e *env, s *serving, scr *screen, err error) error {
 	scr.show()
 	s.cancel()
 	select {
@@ -247,10 +244,10 @@ func (e *env) abandon(s *serving, scr *screen, err error) error {
 	return err
 }
 
-// welcome prints what a user needs now: URL, a curl line that works as printed, and the ranks.
-func (e *env) welcome(ctx context.Context, f *upFlags, s *serving, id string) error {
+// printWelcome prints the URL, a curl line that works as printed, and the ranks.
+func printWelcome(ctx context.Context, e *env, f *upFlags, s *serving, id string) error {
 	if *f.output != formatTable && *f.output != formatWide {
-		return e.announce(s, id, *f.output)
+		return printAddress(e, s, id, *f.output)
 	}
 	client, err := e.newAdmin(s.AdminAddr())
 	if err != nil {
@@ -261,23 +258,27 @@ func (e *env) welcome(ctx context.Context, f *upFlags, s *serving, id string) er
 	if err != nil {
 		return err
 	}
-	_, _ = fmt.Fprintf(e.io.Out, "endpoint http://%s/v1\nadmin http://%s\n%s\n", s.HTTPAddr(), s.AdminAddr(), metricsLine(s.MetricsAddr()))
+	_, _ = fmt.Fprintf(e.io.Out, "endpoint http://%s/v1\nadmin http://%s\n%s\n", s.HTTPAddr(), s.AdminAddr(),
+		formatMetricsLine(s.MetricsAddr()))
 	for i := range apps {
-		_, _ = fmt.Fprintln(e.io.Out, curlLine(s.HTTPAddr(), apps[i].Model))
+		_, _ = fmt.Fprintln(e.io.Out, formatCurlLine(s.HTTPAddr(), apps[i].Model))
 	}
 	_, _ = fmt.Fprintln(e.io.Out)
 	view := statusView{now: e.now(), relative: e.io.OutTTY}
 	return view.ranks(apps, *f.output == formatWide).write(e.io.Out, e.io.paint)
 }
 
-// curlLine is one streamed chat request, quoted for a POSIX shell.
-func curlLine(addr, model string) string {
-	body := `{"model": ` + quote(model) + `, "stream": true, "max_tokens": 64, "messages": [{"role": "user", "content": "Hello"}]}`
-	return fmt.Sprintf("curl -N http://%s/v1/chat/completions -H 'content-type: application/json' -d '%s'", addr, strings.ReplaceAll(body, `'`, `'\''`))
+// formatCurlLine returns a curl command for one streamed chat request, quoted for a POSIX shell.
+func formatCurlLine(addr, model string) string {
+	body := `{"model": ` + quoteString(model) +
+		`, "stream": true, "max_tokens": 64, "messages": [{"role": "user", "content": "Hello"}]}`
+	return fmt.Sprintf("curl -N http://%s/v1/chat/completions -H 'content-type: application/json' -d '%s'",
+		addr, strings.ReplaceAll(body, `'`, `'\''`))
 }
 
-// summary shows one live line on a terminal until a signal comes or the node ends; elsewhere it only waits.
-func (e *env) summary(s *serving, file *appFile, scr *screen) {
+// showSummary redraws one live line on a terminal until a signal comes or the node ends; elsewhere it only
+// waits.
+func showSummary(e *env, s *serving, file *appFile, scr *screen) {
 	tick := time.NewTicker(summaryEvery)
 	defer tick.Stop()
 	rate := newRate()
@@ -295,26 +296,27 @@ func (e *env) summary(s *serving, file *appFile, scr *screen) {
 			continue
 		}
 		requests, tokens, inflight := s.Totals()
+		served := formatCount(int(requests), "request") //nolint:gosec // a count of requests fits an int
 		scr.show(fmt.Sprintf("%s  %s  %d in flight  %.0f tokens/s  (Ctrl-C stops)",
-			strings.Join(file.names(), ", "), count(int(requests), "request"), inflight, rate.add(e.now(), tokens))) //nolint:gosec // a count of requests fits an int
+			strings.Join(file.names(), ", "), served, inflight, rate.add(e.now(), tokens)))
 	}
 }
 
-// rate is a counter's slope over the last samples.
+// rate is the slope of a counter over the last samples.
 type rate struct {
 	at    []time.Time
 	count []uint64
 }
 
-// rateSamples × summaryEvery is the window: 2 s.
-const rateSamples = 9
+// rateWindowSamples × summaryEvery is the window: 2 s.
+const rateWindowSamples = 9
 
 func newRate() *rate { return &rate{} }
 
-// add takes a sample and gives counts per second over the window.
+// add records a sample and returns counts per second over the window.
 func (r *rate) add(now time.Time, n uint64) float64 {
 	r.at, r.count = append(r.at, now), append(r.count, n)
-	if len(r.at) > rateSamples {
+	if len(r.at) > rateWindowSamples {
 		r.at, r.count = r.at[1:], r.count[1:]
 	}
 	span := now.Sub(r.at[0]).Seconds()
@@ -324,13 +326,38 @@ func (r *rate) add(now time.Time, n uint64) float64 {
 	return float64(n-r.count[0]) / span
 }
 
-// reprint makes the text say what the applications are.
-func (f *appFile) reprint() error {
-	f.text = printApps(f.apps)
-	return nil
+// A node owns its port range, but several `up` processes on one machine start with the same default, so each
+// takes one slice of it. Slices are taken from the top, because a node of `start` uses the range from the
+// bottom. One slice holds the port blocks of all ranks of the default slots.
+const (
+	sliceTop   = 29_999
+	sliceSize  = 1_250
+	sliceCount = 8
+)
+
+// reservePortSlice gives an `up` process a part of the default port range that no other one has, until
+// release is called. The last port of the slice is the lock: it is bound, and the system frees it however the
+// process ends. If every slice is taken, the config stays unchanged, and the node's bind tests find free
+// blocks.
+func reservePortSlice(ctx context.Context, c *wiring.Config) (release func()) {
+	var bind net.ListenConfig
+	for i := range sliceCount {
+		hi := sliceTop - i*sliceSize
+		lo := hi - sliceSize + 1
+		lock, err := bind.Listen(ctx, "tcp", loopback(hi))
+		if err != nil {
+			continue
+		}
+		first, err := bind.Listen(ctx, "tcp", loopback(lo)) // another process's engines may use the slice
+		if err != nil {
+			_ = lock.Close()
+			continue
+		}
+		_ = first.Close()
+		c.PortRange = strconv.Itoa(lo) + "-" + strconv.Itoa(hi-1)
+		return func() { _ = lock.Close() }
+	}
+	return func() {}
 }
 
-// printApps is the canonical text of applications.
-func printApps(apps []*app.Application) []byte {
-	return (&app.File{Applications: apps}).Print()
-}
+func loopback(port int) string { return net.JoinHostPort("127.0.0.1", strconv.Itoa(port)) }

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"os"
@@ -13,9 +14,10 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/wiring"
 )
 
-// start runs a command in the background and gives its exit code.
+// start runs a command in the background and returns a channel with its exit code.
 func (c *cli) start(args ...string) <-chan int {
 	code := make(chan int, 1)
 	go func() { code <- c.run(args) }()
@@ -36,11 +38,13 @@ func exit(t *testing.T, code <-chan int) int {
 func upCLI(t *testing.T) *cli {
 	t.Helper()
 	c := newCLI(t)
-	c.cluster.script = [][]msg.AppStatus{{demo(statusDeploying, 2, state.Starting)}, {demo(statusRunning, 2, state.Ready)}}
+	c.cluster.script = [][]msg.AppStatus{
+		{demo(statusDeploying, 2, state.Starting)}, {demo(statusRunning, 2, state.Ready)},
+	}
 	return c
 }
 
-// TestQuickstart pins the embedded application to the example, so that the README tells the truth about both.
+// The embedded application equals the example, so that the README is right about both.
 func TestQuickstart(t *testing.T) {
 	example, err := os.ReadFile("../../examples/quickstart/app.yaml")
 	require.NoError(t, err)
@@ -53,22 +57,26 @@ func TestUp(t *testing.T) {
 	eventually(t, "the ranks are printed", func() bool { return strings.Contains(c.stdout(), "RANK") })
 	c.interrupt()
 	assert.Equal(t, 0, exit(t, code), c.stderr())
-	assert.True(t, strings.HasPrefix(c.stdout(), "endpoint http://127.0.0.1:8000/v1\nadmin http://127.0.0.1:8265\n\n"+
-		`curl -N http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' -d '{"model": "demo", "stream": true, "max_tokens": 64, `+
-		`"messages": [{"role": "user", "content": "Hello"}]}'`+"\n\nRANK "), c.stdout())
+	assert.True(t,
+		strings.HasPrefix(c.stdout(), "endpoint http://127.0.0.1:8000/v1\nadmin http://127.0.0.1:8265\n\n"+
+			`curl -N http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' -d `+
+			`'{"model": "demo", "stream": true, "max_tokens": 64, `+
+			`"messages": [{"role": "user", "content": "Hello"}]}'`+"\n\nRANK "), c.stdout())
 	assert.Contains(t, c.stderr(), "dpserve: demo/0/0 starting\ndpserve: demo/0/0 ready\n")
 	assert.Contains(t, c.stderr(), "dpserve: stopping: 1 request in flight; Ctrl-C again stops at once\n")
 	assert.NotContains(t, c.stderr(), "\x1b", "no redraw without a terminal")
 	assert.True(t, c.node.closed)
 	assert.True(t, c.node.config.Ephemeral)
 	assert.NoDirExists(t, c.node.config.DataDir, "the temporary folder is removed")
-	assert.Contains(t, string(c.cluster.deployed[0].Text), "graceful_shutdown_timeout_s: 10", "the short drain of up")
+	assert.Contains(t, string(c.cluster.deployed[0].Text), "graceful_shutdown_timeout_s: 10",
+		"the short drain of up")
 }
 
 func TestUpKeepsWhatIsWritten(t *testing.T) {
 	c := upCLI(t)
 	dir := t.TempDir()
-	code := c.start("up", "--data-dir", dir, "-o", "json", file(t, strings.Replace(tiny, "name: demo", "name: demo, graceful_shutdown_timeout_s: 1800", 1)))
+	code := c.start("up", "--data-dir", dir, "-o", "json",
+		file(t, strings.Replace(tiny, "name: demo", "name: demo, graceful_shutdown_timeout_s: 1800", 1)))
 	eventually(t, "the address is printed", func() bool { return strings.Contains(c.stdout(), "\n") })
 	c.interrupt()
 	assert.Equal(t, 0, exit(t, code), c.stderr())
@@ -85,11 +93,13 @@ func TestUpOnATerminal(t *testing.T) {
 	c := upCLI(t)
 	c.io.ErrTTY = true
 	code := c.start("up")
-	eventually(t, "the summary is drawn", func() bool { return strings.Contains(c.stderr(), "demo  3 requests  1 in flight  0 tokens/s") })
+	eventually(t, "the summary is drawn",
+		func() bool { return strings.Contains(c.stderr(), "demo  3 requests  1 in flight  0 tokens/s") })
 	c.interrupt()
 	assert.Equal(t, 0, exit(t, code), c.stderr())
 	assert.Contains(t, c.stderr(), beginSync+clearBelow+"demo DEPLOYING, 0 of 1 ranks ready")
-	assert.True(t, strings.HasSuffix(c.stderr(), clearBelow+endSync), "the live lines are gone at the end: %q", c.stderr())
+	assert.True(t, strings.HasSuffix(c.stderr(), clearBelow+endSync),
+		"the live lines are gone at the end: %q", c.stderr())
 }
 
 func TestUpSecondCtrlC(t *testing.T) {
@@ -121,7 +131,9 @@ func TestUpInterruptedBeforeItServes(t *testing.T) {
 func TestUpFailed(t *testing.T) {
 	c := newCLI(t)
 	failed := demo(statusDeployFailed, 2, state.Failed)
-	failed.Units[0].Attempt, failed.Units[0].Reason, failed.Units[0].LogTail = 3, "exit status 1", []string{"last words"}
+	failed.Units[0].Attempt, failed.Units[0].Reason, failed.Units[0].LogTail = 3, "exit status 1", []string{
+		"last words",
+	}
 	c.cluster.script = [][]msg.AppStatus{{failed}}
 	assert.Equal(t, 5, exit(t, c.start("up")))
 	assert.Contains(t, c.stderr(), "\n  last words\n")
@@ -136,7 +148,8 @@ func TestUpTellsOtherPorts(t *testing.T) {
 	eventually(t, "it serves", func() bool { return strings.Contains(c.stdout(), "RANK") })
 	c.interrupt()
 	exit(t, code)
-	assert.Contains(t, c.stderr(), "dpserve: 127.0.0.1:8000 is taken, the endpoint listens on 127.0.0.1:4711\n")
+	assert.Contains(t, c.stderr(),
+		"dpserve: 127.0.0.1:8000 is taken, the endpoint listens on 127.0.0.1:4711\n")
 	assert.NotContains(t, c.stderr(), "8265 is taken")
 	assert.Contains(t, c.stdout(), "curl -N http://127.0.0.1:4711/")
 }
@@ -164,7 +177,8 @@ func TestUpVLLM(t *testing.T) {
 
 func TestStart(t *testing.T) {
 	c := newCLI(t)
-	code := c.start("start", "--data-dir", t.TempDir(), "--labels", "zone=a", "--slots", "3", "-o", "json", "--node-id", "n1")
+	code := c.start("start", "--data-dir", t.TempDir(), "--labels", "zone=a", "--slots", "3", "-o", "json",
+		"--node-id", "n1")
 	eventually(t, "the address is printed", func() bool { return strings.HasSuffix(c.stdout(), "}\n") })
 	c.interrupt()
 	assert.Equal(t, 0, exit(t, code), c.stderr())
@@ -185,7 +199,7 @@ func TestStartNodeStops(t *testing.T) {
 }
 
 func TestCurlLineQuotes(t *testing.T) {
-	assert.Contains(t, curlLine("h:1", `it's "x"`), `"model": "it'\''s \"x\""`)
+	assert.Contains(t, formatCurlLine("h:1", `it's "x"`), `"model": "it'\''s \"x\""`)
 }
 
 func TestRate(t *testing.T) {
@@ -197,4 +211,21 @@ func TestRate(t *testing.T) {
 		r.add(at.Add(time.Duration(i+2)*time.Second), 50)
 	}
 	assert.Zero(t, r.add(at.Add(30*time.Second), 50))
+}
+
+// Two `up` processes never share a slice, and a released slice can be reserved again.
+func TestPortSlicesAreDisjoint(t *testing.T) {
+	a, b, again := wiring.DefaultConfig(), wiring.DefaultConfig(), wiring.DefaultConfig()
+	releaseA := reservePortSlice(context.Background(), &a)
+	defer releaseA()
+	releaseB := reservePortSlice(context.Background(), &b)
+	require.NoError(t, a.Validate())
+	require.NoError(t, b.Validate())
+	if b.PortRange == wiring.DefaultPortRange {
+		t.Skip("every slice is taken on this machine")
+	}
+	assert.NotEqual(t, a.PortRange, b.PortRange)
+	releaseB()
+	defer reservePortSlice(context.Background(), &again)()
+	assert.NotEqual(t, a.PortRange, again.PortRange)
 }

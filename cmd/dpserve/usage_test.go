@@ -19,23 +19,59 @@ func TestUsageErrors(t *testing.T) {
 	}{
 		{"statsu", "dpserve: unknown command \"statsu\"\nhint: did you mean `dpserve status`?\n"},
 		{"frobnicate", "dpserve: unknown command \"frobnicate\"\nhint: `dpserve help` lists the commands\n"},
-		{"help frobnicate", "dpserve: unknown command \"frobnicate\"\nhint: `dpserve help` lists the commands\n"},
+		{
+			"help frobnicate",
+			"dpserve: unknown command \"frobnicate\"\nhint: `dpserve help` lists the commands\n",
+		},
 		{"deploy", "dpserve: deploy wants FILE\nhint: see `dpserve help deploy`\n"},
-		{"deploy a b", "dpserve: deploy takes FILE and nothing more, got \"b\"\nhint: see `dpserve help deploy`\n"},
+		{
+			"deploy a b",
+			"dpserve: deploy takes FILE and nothing more, got \"b\"\nhint: see `dpserve help deploy`\n",
+		},
 		{"version x", "dpserve: version takes no argument, got \"x\"\nhint: see `dpserve help version`\n"},
 		{"deploy --detatch f", "dpserve: unknown flag: --detatch\nhint: did you mean --detach?\n"},
 		{"deploy --whatever f", "dpserve: unknown flag: --whatever\nhint: see `dpserve help deploy`\n"},
-		{"deploy --timeout -1s f", "dpserve: --timeout -1s: must be positive\nhint: see `dpserve help deploy`\n"},
-		{"status -o xml", "dpserve: invalid argument \"xml\" for \"-o, --output\" flag: wanted table|wide|json|yaml|name\nhint: see `dpserve help status`\n"},
-		{"completion tcsh", "dpserve: shell \"tcsh\": wanted bash, zsh, fish, powershell\nhint: see `dpserve help completion`\n"},
-		{"logs demo/x", "dpserve: \"demo/x\": wanted APP, APP/GROUP or APP/GROUP/RANK\nhint: for example demo/0/3\n"},
-		{"logs demo --tail -1", "dpserve: --tail and --since must not be negative\nhint: see `dpserve help logs`\n"},
-		{"up --engine vllm", "dpserve: --engine \"vllm\": wanted sim\nhint: leave --engine out to run the file as written\n"},
-		{"up a.yaml --attach http://127.0.0.1:1", "dpserve: FILE and --attach exclude each other\nhint: see `dpserve help up`\n"},
-		{"start --timers canary=soon", "dpserve: --timers canary=soon: wanted a duration\nhint: for example --timers canary=500ms\n"},
+		{
+			"deploy --timeout -1s f",
+			"dpserve: --timeout -1s: must be positive\nhint: see `dpserve help deploy`\n",
+		},
+		{
+			"status -o xml",
+			"dpserve: invalid argument \"xml\" for \"-o, --output\" flag: wanted " +
+				"table|wide|json|yaml|name\nhint: see `dpserve help status`\n",
+		},
+		{
+			"completion tcsh",
+			"dpserve: shell \"tcsh\": wanted bash, zsh, fish, powershell\nhint: see `dpserve help " +
+				"completion`\n",
+		},
+		{
+			"logs demo/x",
+			"dpserve: \"demo/x\": wanted APP, APP/GROUP or APP/GROUP/RANK\nhint: for example demo/0/3\n",
+		},
+		{
+			"logs demo --tail -1",
+			"dpserve: --tail and --since must not be negative\nhint: see `dpserve help logs`\n",
+		},
+		{
+			"up --engine vllm",
+			"dpserve: --engine \"vllm\": wanted sim\nhint: leave --engine out to run the file as written\n",
+		},
+		{
+			"up a.yaml --attach http://127.0.0.1:1",
+			"dpserve: FILE and --attach exclude each other\nhint: see `dpserve help up`\n",
+		},
+		{
+			"start --timers canary=soon",
+			"dpserve: --timers canary=soon: wanted a duration\nhint: for example --timers canary=500ms\n",
+		},
 		{"start --log-format xml", "dpserve: --log-format \"xml\": wanted text, json\n"},
 		{"start --log-level loud", "dpserve: --log-level \"loud\": wanted debug, info, warn, error\n"},
-		{"validate /nowhere/app.yaml", "dpserve: cannot read /nowhere/app.yaml: no such file or directory\nhint: `dpserve up` without a file runs a ready-made example\n"},
+		{
+			"validate /nowhere/app.yaml",
+			"dpserve: cannot read /nowhere/app.yaml: no such file or directory\nhint: `dpserve up` without " +
+				"a file runs a ready-made example\n",
+		},
 	}
 	for _, c := range cases {
 		t.Run(c.args, func(t *testing.T) {
@@ -58,7 +94,7 @@ func TestPublicBindIsRefused(t *testing.T) {
 	}
 }
 
-// TestUpBindsLoopbackOnly: up has no flag for a public bind, so its hint names the command that has one.
+// up has no flag for a public bind, so its hint names the command that has one.
 func TestUpBindsLoopbackOnly(t *testing.T) {
 	cli := newCLI(t)
 	assert.Equal(t, 2, cli.run([]string{"up", "--metrics-bind", ":9100"}))
@@ -95,7 +131,8 @@ func TestExitCodes(t *testing.T) {
 
 func TestReport(t *testing.T) {
 	var b strings.Builder
-	report(&b, problem.New(problem.Unplaceable, "does not fit.").WithDetails("need 4", "free 2").WithHint("first\nsecond"))
+	report(&b, problem.New(problem.Unplaceable, "does not fit.").WithDetails("need 4", "free 2").
+		WithHint("first\nsecond"))
 	assert.Equal(t, "dpserve: does not fit\n  need 4\n  free 2\nhint: first\nhint: second\n", b.String())
 
 	b.Reset()
@@ -103,13 +140,14 @@ func TestReport(t *testing.T) {
 	assert.Empty(t, b.String())
 }
 
-// TestHelpOpensWithAnExample: it is what most readers came for, and a command without one is not finished.
+// Most readers of a help text look for an example, so every command has one.
 func TestHelpOpensWithAnExample(t *testing.T) {
 	root := newRoot(newCLI(t).env)
 	for _, cmd := range root.Commands() {
 		cli := newCLI(t)
 		require.Equal(t, 0, cli.run([]string{"help", cmd.Name()}), cmd.Name())
-		assert.True(t, strings.HasPrefix(cli.stdout(), "Example:\n  "), "help of %s begins with %.40q", cmd.Name(), cli.stdout())
+		assert.True(t, strings.HasPrefix(cli.stdout(), "Example:\n  "), "help of %s begins with %.40q",
+			cmd.Name(), cli.stdout())
 		assert.NotEmpty(t, cmd.Short, cmd.Name())
 		assert.Empty(t, cli.stderr())
 
@@ -119,19 +157,21 @@ func TestHelpOpensWithAnExample(t *testing.T) {
 	}
 }
 
-func TestAMessageOfSeveralLinesIsOneCell(t *testing.T) {
-	assert.Equal(t, "a/0/0 is failed: x y; a/0/1 is failed: z", oneLine("a/0/0 is failed:  x\ty\na/0/1 is failed: z\n"))
+func TestJoinLinesMakesOneCell(t *testing.T) {
+	assert.Equal(t, "a/0/0 is failed: x y; a/0/1 is failed: z",
+		joinLines("a/0/0 is failed:  x\ty\na/0/1 is failed: z\n"))
 }
 
-func TestAComparisonWithErrorsFails(t *testing.T) {
+func TestBenchOverheadWithErrorsFails(t *testing.T) {
 	clean := loadgen.OverheadRun{Errors: map[string]int{}}
 	require.NoError(t, failedRuns(&loadgen.Overhead{Runs: []loadgen.OverheadRun{clean}}))
-	err := failedRuns(&loadgen.Overhead{Runs: []loadgen.OverheadRun{clean, {Errors: map[string]int{"direct connect": 1}}}})
+	err := failedRuns(
+		&loadgen.Overhead{Runs: []loadgen.OverheadRun{clean, {Errors: map[string]int{"direct connect": 1}}}})
 	require.EqualError(t, err, "requests failed in 1 of 2 runs")
 	assert.Equal(t, 1, exitCode(err))
 }
 
-// TestMaxBodyIsBounded: a node takes no bodies that other nodes refuse.
+// A node accepts no body limit that other nodes refuse.
 func TestMaxBodyIsBounded(t *testing.T) {
 	for _, command := range []string{"start", "up"} {
 		for _, mib := range []string{"0", "65", "-1"} {

@@ -8,10 +8,11 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// version is set by the linker (-X main.version=v0.1.0); a plain `go build` or `go install` knows it from its own records.
+// version is set by the linker (-X main.version=v0.1.0). A plain `go build` or `go install` uses the build
+// info of the binary.
 var version string
 
-// buildInfo is what `dpserve version` prints.
+// buildInfo is the output of `dpserve version`.
 type buildInfo struct {
 	APIVersion string `json:"apiVersion"`
 	Version    string `json:"version"`
@@ -23,7 +24,10 @@ type buildInfo struct {
 }
 
 func readBuildInfo() buildInfo {
-	b := buildInfo{APIVersion: apiVersion, Version: version, Go: runtime.Version(), Platform: runtime.GOOS + "/" + runtime.GOARCH}
+	b := buildInfo{
+		APIVersion: apiVersion, Version: version, Go: runtime.Version(),
+		Platform: runtime.GOOS + "/" + runtime.GOARCH,
+	}
 	info, ok := debug.ReadBuildInfo()
 	if ok {
 		b.Version = cmp.Or(b.Version, info.Main.Version)
@@ -47,7 +51,7 @@ func newVersion(e *env) *cobra.Command {
 		Use:     "version [flags]",
 		Short:   "build info",
 		Example: "  dpserve version -o json",
-		Args:    takes(0),
+		Args:    requireArgs(0),
 	}
 	output := addOutput(cmd)
 	cmd.RunE = func(*cobra.Command, []string) error {

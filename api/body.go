@@ -17,7 +17,7 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// readRouterBody reads a JSON object into v, within the size limit and the time limit that guard has set. Its keys are strict.
+// readRouterBody reads a JSON object into v and refuses unknown keys. guard has set the time limit.
 func readRouterBody(c *gin.Context, v any) error {
 	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
 		return err
@@ -33,33 +33,35 @@ func readRouterBody(c *gin.Context, v any) error {
 	case err != nil:
 		return problem.New(problem.SlowRequest, "the body did not arrive: %w", err).WithHint("send it again")
 	}
-	_ = http.NewResponseController(c.Writer).SetReadDeadline(time.Time{}) // net/http reads on, to notice a client that leaves
+	// net/http goes on reading to notice a client that leaves
+	_ = http.NewResponseController(c.Writer).SetReadDeadline(time.Time{})
 	return decodeStrict(data, v)
 }
 
 func bodyTooLarge() error {
-	return problem.New(problem.TooLarge, "the body is larger than %d bytes", maxRouterBody).WithHint("an inference request is at most 16 MiB")
+	return problem.New(problem.TooLarge, "the body is larger than %d bytes", maxRouterBody).
+		WithHint("an inference request is at most 16 MiB")
 }
 
-// decodeStrict reads one JSON object into the struct behind v. Unknown, doubled and differently cased keys are refused:
-// encoding/json would take the last of them in silence.
+// decodeStrict decodes one JSON object into the struct that v points to. It refuses unknown, doubled and
+// differently cased keys: encoding/json would silently use the last of them.
 func decodeStrict(data []byte, v any) error {
 	if len(bytes.TrimSpace(data)) == 0 {
 		return problem.New(problem.InvalidArgument, "the body is empty").WithHint("send a JSON object")
 	}
-	if err := checkKeys(data, keysOf(v)); err != nil {
+	if err := checkKeys(data, jsonKeys(v)); err != nil {
 		return err
 	}
 	dec := json.NewDecoder(bytes.NewReader(data))
 	dec.DisallowUnknownFields()
 	if err := dec.Decode(v); err != nil {
-		return notReadable(err)
+		return decodeError(err)
 	}
 	return nil
 }
 
-// keysOf lists the JSON names of a struct's fields.
-func keysOf(v any) []string {
+// jsonKeys returns the JSON names of a struct's fields.
+func jsonKeys(v any) []string {
 	t := reflect.TypeOf(v).Elem()
 	var out []string
 	for i := range t.NumField() {
@@ -73,34 +75,36 @@ func checkKeys(data []byte, known []string) error {
 	dec := json.NewDecoder(bytes.NewReader(data))
 	t, err := dec.Token()
 	if err != nil {
-		return notReadable(err)
+		return decodeError(err)
 	}
 	if t != json.Delim('{') {
-		return problem.New(problem.InvalidArgument, "the body is not a JSON object").WithHint("it takes %s", strings.Join(known, ", "))
+		return problem.New(problem.InvalidArgument, "the body is not a JSON object").
+			WithHint("it takes %s", strings.Join(known, ", "))
 	}
 	seen := map[string]bool{}
 	for dec.More() {
-		if err := nextKey(dec, seen, known); err != nil {
+		if err := checkNextKey(dec, seen, known); err != nil {
 			return err
 		}
 	}
 	if _, err = dec.Token(); err != nil {
-		return notReadable(err)
+		return decodeError(err)
 	}
 	if _, err = dec.Token(); !errors.Is(err, io.EOF) {
-		return problem.New(problem.InvalidArgument, "something follows the JSON object").WithHint("send one object")
+		return problem.New(problem.InvalidArgument, "something follows the JSON object").
+			WithHint("send one object")
 	}
 	return nil
 }
 
-func nextKey(dec *json.Decoder, seen map[string]bool, known []string) error {
+func checkNextKey(dec *json.Decoder, seen map[string]bool, known []string) error {
 	t, err := dec.Token()
 	if err != nil {
-		return notReadable(err)
+		return decodeError(err)
 	}
 	key, _ := t.(string)
 	if !slices.Contains(known, key) {
-		e := problem.New(problem.InvalidArgument, "unknown key %q", cutText(key))
+		e := problem.New(problem.InvalidArgument, "unknown key %q", truncateText(key))
 		if near := nearest.Word(key, known); near != "" {
 			return e.WithHint("did you mean %q? it takes %s", near, strings.Join(known, ", "))
 		}
@@ -112,24 +116,28 @@ func nextKey(dec *json.Decoder, seen map[string]bool, known []string) error {
 	seen[key] = true
 	var skipped json.RawMessage
 	if err := dec.Decode(&skipped); err != nil {
-		return notReadable(err)
+		return decodeError(err)
 	}
 	return nil
 }
 
-// maxShown bounds what an error repeats of a caller's text. Bytes.
+// maxShown is the most bytes of a caller's text that an error repeats.
 const maxShown = 100
 
-func cutText(s string) string { return strings.ToValidUTF8(s[:min(len(s), maxShown)], "?") }
+func truncateText(s string) string { return strings.ToValidUTF8(s[:min(len(s), maxShown)], "?") }
 
-// notReadable says what is wrong with a body, without words of encoding/json's that only a Go programmer understands.
-func notReadable(err error) error {
+// decodeError describes a body that cannot be decoded. It rewrites messages of encoding/json that only a Go
+// programmer understands.
+func decodeError(err error) error {
 	var kind *json.UnmarshalTypeError
 	switch {
 	case errors.As(err, &kind):
-		return problem.New(problem.InvalidArgument, "%s cannot be a JSON %s", kind.Field, cutText(kind.Value)).WithHint("see docs/router.md for what it takes")
+		return problem.New(problem.InvalidArgument, "%s cannot be a JSON %s", kind.Field,
+			truncateText(kind.Value)).WithHint("see docs/router.md for what it takes")
 	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF):
-		return problem.New(problem.InvalidArgument, "the body ends too early").WithHint("send one whole JSON object")
+		return problem.New(problem.InvalidArgument, "the body ends too early").
+			WithHint("send one whole JSON object")
 	}
-	return problem.New(problem.InvalidArgument, "the body is not JSON: %s", strings.TrimPrefix(err.Error(), "json: ")).WithHint("send one JSON object")
+	return problem.New(problem.InvalidArgument, "the body is not JSON: %s",
+		strings.TrimPrefix(err.Error(), "json: ")).WithHint("send one JSON object")
 }

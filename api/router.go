@@ -1,0 +1,381 @@
+package api
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/http"
+
+	"github.com/gin-gonic/gin"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// Routers is the part of a node's Routers that the admin API needs. Implementations are safe for concurrent
+// use, and a method returns when its ctx ends. Errors are *problem.Error: NotFound for an unknown
+// application, worker or request id, InvalidArgument for a request that cannot be read, Overloaded when no
+// rank has room, Unavailable when no rank is ready.
+type Routers interface {
+	// Explain decides for q like the live path and changes nothing.
+	Explain(ctx context.Context, app string, q *msg.RouteQuery) (*msg.Explanation, error)
+	// Reset drops the Router's state and requests a snapshot from every rank; it does not touch requests in
+	// flight.
+	Reset(ctx context.Context, app string) (msg.ResetResult, error)
+	// Router describes the Router.
+	Router(ctx context.Context, app string) (msg.RouterInfo, error)
+	// BestWorker returns the best worker for a prompt; with a request id it reserves a place there.
+	BestWorker(ctx context.Context, app string, q *msg.BestWorker) (msg.Worker, error)
+	// PotentialLoads returns each rank's load with this prompt added; without ids, the present load.
+	PotentialLoads(ctx context.Context, app string, ids []uint32) ([]msg.PotentialLoad, error)
+	// MarkPrefillComplete moves a reservation from prefill to decode.
+	MarkPrefillComplete(ctx context.Context, app, requestID string) error
+	// Free ends a reservation.
+	Free(ctx context.Context, app, requestID string) error
+	// DumpEvents calls emit for each run of the index. truncated is true if the index holds more than one
+	// dump returns. The callee reuses a run after emit returns.
+	DumpEvents(ctx context.Context, app string, emit func(*msg.KVRun) error) (truncated bool, err error)
+	// Generate picks a rank, sends the prompt there, accounts for it and calls emit for each part of the
+	// answer. An error of emit ends the request.
+	Generate(ctx context.Context, app string, q *msg.Generate, emit func(*msg.Generated) error) error
+}
+
+const pathRouters = "/api/v1/routers"
+
+// Limits of the router's paths.
+const (
+	maxRouterBody = 17 << 20 // bytes: the largest inference body (16 MiB) and what stands around it
+	maxTokenIDs   = 1 << 20  // ids of one prompt
+	maxGenerates  = 256      // generate calls and dumps at one time
+)
+
+// explainReply answers POST /api/v1/routers/{app}/explain.
+type explainReply struct {
+	envelope
+	msg.Explanation
+}
+
+// resetReply answers POST /api/v1/routers/{app}/reset.
+type resetReply struct {
+	envelope
+	msg.ResetResult
+}
+
+// routerReply answers GET /api/v1/routers/{app}.
+type routerReply struct {
+	envelope
+	msg.RouterInfo
+}
+
+// workerReply answers POST /api/v1/routers/{app}/best_worker.
+type workerReply struct {
+	envelope
+	msg.Worker
+}
+
+// loadsReply answers POST /api/v1/routers/{app}/potential_loads.
+type loadsReply struct {
+	envelope
+	Loads []msg.PotentialLoad `json:"loads"` // by group and rank
+}
+
+// reservationReply answers POST /api/v1/routers/{app}/mark_prefill_complete and /free.
+type reservationReply struct {
+	envelope
+	RequestID string `json:"request_id"`
+	Status    string `json:"status"` // prefill_complete | freed
+}
+
+// tokensRequest is the body of potential_loads.
+type tokensRequest struct {
+	TokenIDs []uint32 `json:"token_ids"`
+}
+
+// reservationRequest is the body of mark_prefill_complete and free.
+type reservationRequest struct {
+	RequestID string `json:"request_id"`
+}
+
+// routerHandlers answers the paths of the Routers.
+type routerHandlers struct {
+	server  *Server
+	routers Routers
+}
+
+// addRoutes registers the paths.
+func (h routerHandlers) addRoutes(g *gin.Engine) {
+	reply := h.server.reply
+	one := pathRouters + "/:app"
+	g.GET(one, reply(h.router))
+	g.POST(one+"/explain", reply(h.explain))
+	g.POST(one+"/reset", reply(h.reset))
+	g.POST(one+"/best_worker", reply(h.bestWorker))
+	g.POST(one+"/potential_loads", reply(h.potentialLoads))
+	g.POST(one+"/mark_prefill_complete", reply(h.markPrefillComplete))
+	g.POST(one+"/free", reply(h.free))
+	g.GET(one+"/dump_events", h.dumpEvents)
+	g.POST(one+"/generate", h.generate)
+}
+
+func (h routerHandlers) router(c *gin.Context) (int, any, error) {
+	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
+		return 0, nil, err
+	}
+	r, err := h.routers.Router(c.Request.Context(), c.Param("app"))
+	return http.StatusOK, routerReply{envelope{apiVersion}, r}, err
+}
+
+func (h routerHandlers) explain(c *gin.Context) (int, any, error) {
+	var q msg.RouteQuery
+	if err := readRouterBody(c, &q); err != nil {
+		return 0, nil, err
+	}
+	if err := checkQuery(&q); err != nil {
+		return 0, nil, err
+	}
+	e, err := h.routers.Explain(c.Request.Context(), c.Param("app"), &q)
+	if err != nil {
+		return 0, nil, err
+	}
+	return http.StatusOK, explainReply{envelope{apiVersion}, *e}, nil
+}
+
+// checkQuery refuses a query without a request, or with several.
+func checkQuery(q *msg.RouteQuery) error {
+	given := 0
+	for _, is := range []bool{q.Prompt != nil, q.TokenIDs != nil, len(q.Request) > 0, q.Replay != ""} {
+		if is {
+			given++
+		}
+	}
+	const hint = "give one of prompt, token_ids, request and replay"
+	switch {
+	case given == 0:
+		return problem.New(problem.InvalidArgument, "there is nothing to explain").WithHint(hint)
+	case given > 1:
+		return problem.New(problem.InvalidArgument, "%d requests at once", given).WithHint(hint)
+	case (q.Route != "" || len(q.Headers) > 0) && q.Prompt == nil && len(q.Request) == 0:
+		return problem.New(problem.InvalidArgument, "route and headers go with prompt and request").
+			WithHint("leave them out")
+	case q.Model != "" && q.Prompt == nil && q.TokenIDs == nil:
+		return problem.New(problem.InvalidArgument, "model goes with prompt and token_ids").
+			WithHint("leave it out: the request names its own")
+	case q.TokenIDs != nil:
+		return checkIDs(q.TokenIDs)
+	}
+	return nil
+}
+
+// checkIDs bounds a prompt of token ids. The engine checks the ids themselves.
+func checkIDs(ids []uint32) error {
+	switch {
+	case len(ids) == 0:
+		return problem.New(problem.InvalidArgument, "token_ids is empty").
+			WithHint("send the prompt as token ids: [1, 2, 3]")
+	case len(ids) > maxTokenIDs:
+		return problem.New(problem.TooLarge, "token_ids has %d entries, more than %d", len(ids), maxTokenIDs).
+			WithHint("send a shorter prompt")
+	}
+	return nil
+}
+
+func (h routerHandlers) reset(c *gin.Context) (int, any, error) {
+	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
+		return 0, nil, err
+	}
+	r, err := h.routers.Reset(c.Request.Context(), c.Param("app"))
+	return http.StatusOK, resetReply{envelope{apiVersion}, r}, err
+}
+
+func (h routerHandlers) bestWorker(c *gin.Context) (int, any, error) {
+	var q msg.BestWorker
+	if err := readRouterBody(c, &q); err != nil {
+		return 0, nil, err
+	}
+	if err := checkIDs(q.TokenIDs); err != nil {
+		return 0, nil, err
+	}
+	w, err := h.routers.BestWorker(c.Request.Context(), c.Param("app"), &q)
+	return http.StatusOK, workerReply{envelope{apiVersion}, w}, err
+}
+
+func (h routerHandlers) potentialLoads(c *gin.Context) (int, any, error) {
+	var q tokensRequest
+	if err := readRouterBody(c, &q); err != nil {
+		return 0, nil, err
+	}
+	if len(q.TokenIDs) > 0 {
+		if err := checkIDs(q.TokenIDs); err != nil {
+			return 0, nil, err
+		}
+	}
+	loads, err := h.routers.PotentialLoads(c.Request.Context(), c.Param("app"), q.TokenIDs)
+	if loads == nil {
+		loads = []msg.PotentialLoad{}
+	}
+	return http.StatusOK, loadsReply{envelope{apiVersion}, loads}, err
+}
+
+func (h routerHandlers) markPrefillComplete(c *gin.Context) (int, any, error) {
+	id, err := readReservation(c)
+	if err != nil {
+		return 0, nil, err
+	}
+	err = h.routers.MarkPrefillComplete(c.Request.Context(), c.Param("app"), id)
+	return http.StatusOK, reservationReply{envelope{apiVersion}, id, "prefill_complete"}, err
+}
+
+func (h routerHandlers) free(c *gin.Context) (int, any, error) {
+	id, err := readReservation(c)
+	if err != nil {
+		return 0, nil, err
+	}
+	err = h.routers.Free(c.Request.Context(), c.Param("app"), id)
+	return http.StatusOK, reservationReply{envelope{apiVersion}, id, "freed"}, err
+}
+
+func readReservation(c *gin.Context) (string, error) {
+	var q reservationRequest
+	if err := readRouterBody(c, &q); err != nil {
+		return "", err
+	}
+	if q.RequestID == "" {
+		return "", problem.New(problem.InvalidArgument, "request_id is missing").
+			WithHint("give the request_id that best_worker was called with")
+	}
+	return q.RequestID, nil
+}
+
+// dumpEvents streams the index as one JSON document, so that the server never holds it whole.
+func (h routerHandlers) dumpEvents(c *gin.Context) {
+	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
+		h.server.fail(c, err)
+		return
+	}
+	ctx, done, err := h.server.acquireStream(c.Request, h.server.generates,
+		"dumps and generate calls are under way")
+	if err != nil {
+		h.server.fail(c, err)
+		return
+	}
+	defer done()
+	d := &dump{w: c.Writer, buf: bufio.NewWriterSize(c.Writer, dumpBuffer), app: c.Param("app")}
+	truncated, err := h.routers.DumpEvents(ctx, d.app, d.add)
+	switch {
+	case err != nil && !d.begun:
+		h.server.fail(c, err)
+	case err != nil || ctx.Err() != nil:
+		panic(http.ErrAbortHandler) // a client must not take half a document for a whole one
+	default:
+		d.end(truncated)
+	}
+}
+
+const dumpBuffer = 64 << 10 // bytes
+
+// dump writes the document of dump_events.
+type dump struct {
+	w     http.ResponseWriter
+	buf   *bufio.Writer
+	app   string
+	begun bool
+	runs  int
+}
+
+func (d *dump) begin() {
+	if d.begun {
+		return
+	}
+	d.begun = true
+	beginStream(d.w, "application/json")
+	name, _ := json.Marshal(d.app) //nolint:errchkjson // a string
+	_, _ = fmt.Fprintf(d.buf, `{"apiVersion":%q,"app":%s,"events":[`, apiVersion, name)
+}
+
+// add writes one run. The bufio.Writer keeps its first error and returns it at the next run or at the end.
+func (d *dump) add(r *msg.KVRun) error {
+	d.begin()
+	data, err := json.Marshal(r)
+	if err != nil {
+		return err
+	}
+	if d.runs++; d.runs > 1 {
+		_ = d.buf.WriteByte(',')
+	}
+	extendWriteDeadline(d.w)
+	_, err = d.buf.Write(data)
+	return err
+}
+
+func (d *dump) end(truncated bool) {
+	d.begin()
+	extendWriteDeadline(d.w)
+	_, _ = fmt.Fprintf(d.buf, `],"truncated":%t}`+"\n", truncated)
+	_ = d.buf.Flush() // a client that has left needs no end
+}
+
+// generate sends the parts of an answer as server-sent events, followed by [DONE]. An error before the first
+// part is an ordinary error answer; a later one is an event of type error without [DONE].
+func (h routerHandlers) generate(c *gin.Context) {
+	var q msg.Generate
+	if err := readRouterBody(c, &q); err != nil {
+		h.server.fail(c, err)
+		return
+	}
+	if err := checkIDs(q.TokenIDs); err != nil {
+		h.server.fail(c, err)
+		return
+	}
+	ctx, done, err := h.server.acquireStream(c.Request, h.server.generates,
+		"dumps and generate calls are under way")
+	if err != nil {
+		h.server.fail(c, err)
+		return
+	}
+	defer done()
+	e := &eventWriter{w: c.Writer}
+	err = h.routers.Generate(ctx, c.Param("app"), &q,
+		func(part *msg.Generated) error { return e.send("", part) })
+	switch {
+	case err == nil && e.begun:
+		_ = e.write("data: [DONE]\n\n") // a client that has left needs no end
+	case err == nil:
+		h.server.fail(c,
+			problem.New(problem.Upstream, "the engine sent no tokens").
+				WithHint("`dpserve logs %s` shows what it says", c.Param("app")))
+	case !e.begun:
+		h.server.fail(c, err)
+	default:
+		_ = e.send("error", errorReply{envelope{apiVersion}, newErrorBody(err)})
+	}
+}
+
+// eventWriter writes server-sent events. It sends the headers with the first event.
+type eventWriter struct {
+	w     http.ResponseWriter
+	begun bool
+}
+
+func (e *eventWriter) send(kind string, v any) error {
+	data, err := json.Marshal(v)
+	if err != nil {
+		return err
+	}
+	if kind != "" {
+		kind = "event: " + kind + "\n"
+	}
+	return e.write(kind + "data: " + string(data) + "\n\n")
+}
+
+func (e *eventWriter) write(text string) error {
+	if !e.begun {
+		e.begun = true
+		beginStream(e.w, "text/event-stream")
+	}
+	extendWriteDeadline(e.w)
+	if _, err := e.w.Write([]byte(text)); err != nil {
+		return err
+	}
+	return http.NewResponseController(e.w).Flush()
+}

@@ -1,0 +1,487 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/api"
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// nodesDocument is the JSON of nodes.
+type nodesDocument struct {
+	APIVersion string           `json:"apiVersion"`
+	Nodes      []msg.NodeStatus `json:"nodes"`
+}
+
+func newNodes(e *env) *cobra.Command {
+	var output *format
+	cmd := &cobra.Command{
+		Use:   "nodes [flags]",
+		Short: "the machines of the cluster",
+		Long: `nodes shows every node: alive, silent (its lease is not renewed), lost (its ranks were given
+to others), draining, drained or stopping (its process was told to end); its roles (* = leads, + = votes),
+slots and devices in use, the groups that have ranks there, and when it was last heard of and by whom.`,
+		Example: "  dpserve nodes -o wide",
+		Args:    requireArgs(0),
+		RunE:    func(cmd *cobra.Command, _ []string) error { return runNodes(cmd.Context(), e, *output) },
+	}
+	output = addOutput(cmd)
+	cmd.AddCommand(newNodesRemove(e), newRotateKey(e))
+	return cmd
+}
+
+func runNodes(ctx context.Context, e *env, output format) error {
+	client, err := e.admin()
+	if err != nil {
+		return err
+	}
+	defer client.Close()
+	list, err := client.Nodes(ctx)
+	if err != nil {
+		return err
+	}
+	return newNodesListing(e, list).write(e.io, output)
+}
+
+func newNodesListing(e *env, list []msg.NodeStatus) *listing {
+	names := make([]string, len(list))
+	var notes []string
+	for i := range list {
+		names[i] = list[i].Node
+		for _, n := range list[i].Notes {
+			notes = append(notes, list[i].Node+": "+n)
+		}
+	}
+	view := nodesView{statusView{now: e.now(), relative: e.io.OutTTY}}
+	return &listing{
+		document: nodesDocument{apiVersion, list}, names: names, notes: notes,
+		table: func(wide bool) []*table {
+			return []*table{view.table(list, wide)}
+		},
+	}
+}
+
+// nodesView renders the listing of nodes.
+type nodesView struct{ statusView }
+
+func (v nodesView) table(list []msg.NodeStatus, wide bool) *table {
+	t := &table{
+		head: []string{
+			"NODE", "STATE", "ROLES", "SLOTS", "GPUS", "RANKS", "IN-FLIGHT", "GROUPS", "VERSION", "SKEW",
+			"LAST-SEEN", "BY",
+		},
+	}
+	if wide {
+		t.head = append(t.head, "ADDRESS", "ZONE", "LEASE")
+	}
+	t.head = append(t.head, "REASON")
+	for i := range list {
+		n := &list[i]
+		row := cells(n.Node, n.State, formatRoles(n), formatUsed(n.SlotsUsed, n.Slots),
+			formatUsed(n.GPUsUsed, n.GPUs), strconv.Itoa(n.Ranks), strconv.Itoa(n.InFlight),
+			strings.Join(n.Groups, ","), n.Version, formatSkew(n.SkewMs), v.since(n.LastSeen), n.SeenBy)
+		row[1].color = nodeColor(n.State)
+		if wide {
+			row = append(row, cells(n.Address, n.Zone, fmt.Sprintf("%.1fs", n.LeaseLeftS))...)
+		}
+		t.add(append(row, cell{text: joinLines(n.Reason)})...)
+	}
+	return t
+}
+
+// formatRoles lists a node's roles and marks the leader with * and voters with +.
+func formatRoles(n *msg.NodeStatus) string {
+	s := strings.Join(n.Roles, ",")
+	switch {
+	case n.Leader:
+		return s + "*"
+	case n.Voter:
+		return s + "+"
+	}
+	return s
+}
+
+func formatUsed(n, of int) string { return fmt.Sprintf("%d/%d", n, of) }
+
+// formatSkew returns a clock's difference to the leader's clock. Differences below 100 ms are not shown,
+// because the exchange of messages takes that long.
+func formatSkew(ms int64) string {
+	if -100 < ms && ms < 100 {
+		return "-"
+	}
+	return (time.Duration(ms) * time.Millisecond).Round(100 * time.Millisecond).String()
+}
+
+func nodeColor(state string) color {
+	switch state {
+	case "alive":
+		return good
+	case "draining", "silent", "stopping":
+		return busy
+	case "lost":
+		return bad
+	}
+	return plain
+}
+
+func newNodesRemove(e *env) *cobra.Command {
+	var yes bool
+	cmd := &cobra.Command{
+		Use:   "remove NODE [flags]",
+		Short: "forget a node that will not come back",
+		Long: `remove forgets a node that is lost or drained: its certificate is refused from then on, its
+name is free, and if it voted, another control node votes instead. A node that works leaves by "dpserve
+leave". A removal is refused, and changes nothing, if the voters that remain would have no living majority:
+remove or bring back the lost ones first.`,
+		Example: "  dpserve nodes remove gpu-3",
+		Args:    requireArgs(1, "NODE"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return e.withAdmin(func(client admin) error {
+				if err := e.confirm(args[0]+" is forgotten for good", args[0], yes); err != nil {
+					return err
+				}
+				if err := removeNode(cmd.Context(), client, args[0]); err != nil {
+					return err
+				}
+				printMessage(e.io.Err, "%s is removed", args[0])
+				return nil
+			})
+		},
+	}
+	cmd.Flags().BoolVar(&yes, "yes", false, "do not ask")
+	return cmd
+}
+
+// findNode returns the named node. The error lists the existing ones.
+func findNode(list []msg.NodeStatus, name string) (*msg.NodeStatus, error) {
+	var names []string
+	for i := range list {
+		if list[i].Node == name {
+			return &list[i], nil
+		}
+		names = append(names, list[i].Node)
+	}
+	return nil, problem.New(problem.NotFound, "no node %q", name).
+		WithHint("nodes are %s", strings.Join(names, ", "))
+}
+
+// drainTimeout is the default of --timeout: how long drain watches.
+const drainTimeout = 35 * time.Minute
+
+type drainFlags struct {
+	deadline time.Duration
+	timeout  time.Duration
+	detach   bool
+}
+
+func newDrain(e *env) *cobra.Command {
+	f := &drainFlags{}
+	cmd := &cobra.Command{
+		Use:   "drain NODE [flags]",
+		Short: "move a node's ranks elsewhere",
+		Long: `drain gives a node no new ranks and moves those it has, whole groups or one independent rank
+at a time, as soon as another node has room. Running streams end by themselves, or at --deadline. It shows
+what is left until the node is empty; Ctrl-C leaves the monitor (exit code 130) and the drain goes on.
+"dpserve undrain NODE" ends it.`,
+		Example: `  dpserve drain gpu-3
+  dpserve drain gpu-3 --deadline 30m`,
+		Args: requireArgs(1, "NODE"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return e.withAdmin(func(client admin) error {
+				return runDrain(cmd.Context(), e, client, f, args[0], cmd.Flags().Changed("deadline"))
+			})
+		},
+	}
+	cmd.Flags().DurationVar(&f.deadline, "deadline", 0,
+		"when running streams are cut; default: each application's graceful_shutdown_timeout_s")
+	cmd.Flags().DurationVar(&f.timeout, "timeout", drainTimeout, "how long to watch; then exit code 8")
+	cmd.Flags().BoolVar(&f.detach, "detach", false, "do not watch")
+	return cmd
+}
+
+func runDrain(ctx context.Context, e *env, client admin, f *drainFlags, node string, bounded bool) error {
+	if f.deadline < 0 || f.timeout <= 0 {
+		return usageError("drain", "--deadline and --timeout must be positive")
+	}
+	var deadline *time.Duration
+	if bounded {
+		deadline = &f.deadline
+	}
+	if err := client.Drain(ctx, node, deadline); err != nil {
+		return err
+	}
+	if f.detach {
+		printMessage(e.io.Err, "%s is draining; watch it with `dpserve nodes`", node)
+		return nil
+	}
+	return awaitDrained(ctx, e, client, node, f.timeout)
+}
+
+// awaitDrained shows what a node still has until the node is drained.
+func awaitDrained(ctx context.Context, e *env, client admin, node string, timeout time.Duration) error {
+	err := followUntilDone(ctx, e, timeout,
+		func(ctx context.Context) (string, bool, error) { return drainProgress(ctx, client, node) },
+		"the drain goes on, `dpserve undrain "+node+"` ends it",
+		func(string) error {
+			return problem.New(problem.Timeout, "%s is not drained in time; the drain goes on", node).
+				WithHint("watch it with `dpserve nodes`")
+		})
+	if err == nil {
+		printMessage(e.io.Err, "%s is drained", node)
+	}
+	return err
+}
+
+// drainProgress describes in one line what a node still has. over is true when the node is drained.
+func drainProgress(ctx context.Context, client admin, node string) (left string, over bool, err error) {
+	list, err := client.Nodes(ctx)
+	if err != nil {
+		return "", false, err
+	}
+	n, err := findNode(list, node)
+	if err != nil {
+		return "", false, err
+	}
+	switch n.State {
+	case "drained", "lost":
+		return "", true, nil
+	case "draining":
+	default:
+		return "", false, problem.New(problem.Conflict, "%s is %s: somebody has ended the drain",
+			node, n.State)
+	}
+	left = fmt.Sprintf("%s: %s, %s in flight", node, formatCount(n.Ranks, "rank"),
+		formatCount(n.InFlight, "request"))
+	if n.Reason != "" {
+		left += "; " + joinLines(n.Reason)
+	}
+	return left, false, nil
+}
+
+func newUndrain(e *env) *cobra.Command {
+	return &cobra.Command{
+		Use:     "undrain NODE",
+		Short:   "give a node ranks again",
+		Long:    "undrain ends a drain. Ranks that have moved stay where they are.",
+		Example: "  dpserve undrain gpu-3",
+		Args:    requireArgs(1, "NODE"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return e.withAdmin(func(client admin) error {
+				if err := client.Undrain(cmd.Context(), args[0]); err != nil {
+					return err
+				}
+				printMessage(e.io.Err, "%s takes ranks again", args[0])
+				return nil
+			})
+		},
+	}
+}
+
+func newLeave(e *env) *cobra.Command {
+	f := &drainFlags{}
+	var yes bool
+	cmd := &cobra.Command{
+		Use:   "leave [flags]",
+		Short: "take the node at DPSERVE_ADDR out of its cluster",
+		Long: `leave drains the node that DPSERVE_ADDR names, waits until it is empty and removes it from
+the cluster. Its process then ends with exit code 0, and its data folder is of no more use: to come back,
+join with an empty one. A node without which the voters that remain would have no living majority is refused
+before anything changes: remove or bring back the lost ones first.`,
+		Example: `  DPSERVE_ADDR=127.0.0.3:8265 dpserve leave`,
+		Args:    requireArgs(0),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return e.withAdmin(func(client admin) error {
+				return runLeave(cmd.Context(), e, client, f, yes, cmd.Flags().Changed("deadline"))
+			})
+		},
+	}
+	cmd.Flags().DurationVar(&f.deadline, "deadline", 0,
+		"when running streams are cut; default: each application's graceful_shutdown_timeout_s")
+	cmd.Flags().DurationVar(&f.timeout, "timeout", drainTimeout,
+		"how long to wait for the drain; then exit code 8")
+	cmd.Flags().BoolVar(&yes, "yes", false, "do not ask")
+	return cmd
+}
+
+func runLeave(ctx context.Context, e *env, client admin, f *drainFlags, yes, bounded bool) error {
+	v, err := client.Version(ctx)
+	if err != nil {
+		return err
+	}
+	if v.Node == "" {
+		return problem.New(problem.Upstream, "the node at DPSERVE_ADDR does not tell its name").
+			WithHint("it runs another version: use its own dpserve command")
+	}
+	list, err := client.Nodes(ctx)
+	if err != nil {
+		return err
+	}
+	if _, err := findNode(list, v.Node); err != nil {
+		return err
+	}
+	if len(list) == 1 {
+		return problem.New(problem.Conflict, "%s is the only node of its cluster", v.Node).
+			WithHint("stop it with Ctrl-C or SIGTERM")
+	}
+	if err := e.confirm(v.Node+" leaves its cluster", v.Node, yes); err != nil {
+		return err
+	}
+	check := func(ctx context.Context) error { return client.CheckLeave(ctx, v.Node) }
+	if err := retryRemoval(ctx, check); err != nil {
+		return err
+	}
+	if err := runDrain(ctx, e, client, f, v.Node, bounded); err != nil {
+		return err
+	}
+	if err := removeNode(ctx, client, v.Node); err != nil {
+		return err
+	}
+	printMessage(e.io.Err, "%s has left", v.Node)
+	return nil
+}
+
+// removeNode removes a node from the cluster.
+func removeNode(ctx context.Context, client admin, node string) error {
+	return retryRemoval(ctx, func(ctx context.Context) error { return client.RemoveNode(ctx, node) })
+}
+
+// retryRemoval repeats ask while the leader answers Unavailable: the node's vote or leadership moves to
+// another node, or the leader does not know yet whether the remaining voters are alive.
+func retryRemoval(ctx context.Context, ask func(context.Context) error) error {
+	ctx, cancel := context.WithTimeout(ctx, removeTimeout)
+	defer cancel()
+	for {
+		err := ask(ctx)
+		if problem.CodeOf(err) != problem.Unavailable || ctx.Err() != nil {
+			return err
+		}
+		select {
+		case <-time.After(removeRetry):
+		case <-ctx.Done():
+			return err
+		}
+	}
+}
+
+// How long askForRemoval asks, and the pause in between.
+const (
+	removeTimeout = 30 * time.Second
+	removeRetry   = 500 * time.Millisecond
+)
+
+// rotateTimeout is the default of --timeout: how long rotate-key watches.
+const rotateTimeout = 2 * time.Minute
+
+func newRotateKey(e *env) *cobra.Command {
+	timeout := rotateTimeout
+	cmd := &cobra.Command{
+		Use:   "rotate-key [flags]",
+		Short: "give the gossip of the cluster a new key",
+		Long: `rotate-key replaces the key that the nodes' gossip is encrypted with, as after a machine was
+removed whose disk somebody else may read. Every node lets the new key in, then sends with it, then lets the
+old one out: no member is lost on the way, no request notices. A node that is lost gets the key when it is
+back. Ctrl-C leaves the monitor (exit code 130) and the change goes on.`,
+		Example: "  dpserve nodes rotate-key",
+		Args:    requireArgs(0),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return e.withAdmin(func(client admin) error {
+				return runRotateKey(cmd.Context(), e, client, timeout)
+			})
+		},
+	}
+	cmd.Flags().DurationVar(&timeout, "timeout", rotateTimeout, "how long to watch; then exit code 8")
+	return cmd
+}
+
+func runRotateKey(ctx context.Context, e *env, client admin, timeout time.Duration) error {
+	if timeout <= 0 {
+		return usageError("nodes rotate-key", "--timeout must be positive")
+	}
+	if err := client.RotateKey(ctx); err != nil {
+		return err
+	}
+	err := followUntilDone(ctx, e, timeout,
+		func(ctx context.Context) (string, bool, error) { return rotationProgress(ctx, client) },
+		"the change of the key goes on",
+		func(left string) error {
+			return problem.New(problem.Timeout, "the gossip has no new key yet, %s; the change goes on",
+				cmp.Or(left, "nobody leads")).
+				WithHint("`dpserve nodes` shows what is wrong with them")
+		})
+	if err == nil {
+		printMessage(e.io.Err, "the gossip has a new key")
+	}
+	return err
+}
+
+// rotationProgress names the nodes that the key change waits for, "" while another node becomes the leader.
+// over is true when the change is complete.
+func rotationProgress(ctx context.Context, client admin) (left string, over bool, err error) {
+	r, err := client.KeyRotation(ctx)
+	switch {
+	case problem.CodeOf(err) == problem.Unavailable:
+		return "", false, nil
+	case err != nil || r.Done || len(r.Waiting) == 0: // no node is behind: the leader takes the next step
+		return "", r.Done, err
+	}
+	return "waiting for " + strings.Join(r.Waiting, ", "), false, nil
+}
+
+// tokenDocument is the JSON of token.
+type tokenDocument struct {
+	APIVersion string `json:"apiVersion"`
+	api.Token
+	Command string `json:"command"`
+}
+
+func newToken(e *env) *cobra.Command {
+	req := api.TokenRequest{}
+	var output *format
+	cmd := &cobra.Command{
+		Use:   "token [flags]",
+		Short: "make a token that lets a node join",
+		Long: `token prints the command that a new machine joins with. A token is good for one node unless
+--uses says otherwise; the same machine may use it again. The cluster keeps only its hash.`,
+		Example: `  dpserve token
+  dpserve token --uses 8 --ttl 24h`,
+		Args: requireArgs(0),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return e.withAdmin(func(client admin) error {
+				return runToken(cmd.Context(), e, client, req, *output)
+			})
+		},
+	}
+	cmd.Flags().DurationVar(&req.TTL, "ttl", api.DefaultTokenTTL, "how long it is good")
+	cmd.Flags().IntVar(&req.Uses, "uses", 1, "how many nodes may join with it")
+	output = addOutput(cmd)
+	return cmd
+}
+
+func runToken(ctx context.Context, e *env, client admin, req api.TokenRequest, output format) error {
+	t, err := client.NewToken(ctx, req)
+	if err != nil {
+		return err
+	}
+	command := formatJoinCommand(t.Address, t.Token)
+	l := &listing{document: tokenDocument{apiVersion, t, command}, names: []string{t.Token}}
+	if output != formatTable && output != formatWide {
+		return l.write(e.io, output)
+	}
+	_, err = fmt.Fprintf(e.io.Out, "%s\n", command)
+	printMessage(e.io.Err, "good for %s until %s", formatCount(t.Uses, "node"),
+		t.Expires.Local().Format(time.DateTime))
+	return err
+}
+
+// formatJoinCommand returns the command that a user types on another machine.
+func formatJoinCommand(address, token string) string {
+	return fmt.Sprintf("dpserve join %s --token %s", address, token)
+}
