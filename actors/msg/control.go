@@ -20,7 +20,8 @@ type StartRank struct {
 	Block       state.Block       // this node's port block; zero for attach
 }
 
-// StopRank ends a unit on a node: drain (if Grace > 0), stop the engines, verify that ports are free. UnitEvent Gone follows.
+// StopRank ends a unit on a node: drain (if Grace > 0), stop the engines, verify that ports are free.
+// UnitEvent Gone follows.
 type StopRank struct {
 	Unit   string
 	Epoch  uint64
@@ -45,11 +46,13 @@ const (
 	UnitKilling  UnitEventKind = "killing"  // engines are being ended (start failure or after fence)
 	UnitDraining UnitEventKind = "draining" // StopRank with grace taken
 	UnitGone     UnitEventKind = "gone"     // processes gone, ports verified free
-	// UnitPresent stands in a digest for a kind of a later version: the node has the unit, what the unit does is not known. No node sends it.
+	// UnitPresent stands in a digest for a kind of a later version: the node has the unit, what the unit does
+	// is not known. No node sends it.
 	UnitPresent UnitEventKind = "present"
 )
 
-// UnitEvent is a node's report. For Gone, WasReady tells a failed start from a failure after ready, Asked a stop we asked for.
+// UnitEvent is a node's report. For Gone, WasReady tells a failed start from a failure after ready, Asked a
+// stop we asked for.
 type UnitEvent struct {
 	Node     string
 	Number   uint64 // per node process, from 1: idempotence of Report
@@ -124,7 +127,8 @@ type Assigner interface {
 	Await(ctx context.Context, unit string, epoch uint64, rank int) (addr string, port int, err error)
 }
 
-// Store is the local copy of the replicated state. State is an immutable snapshot; Changed is closed at the next change.
+// Store is the local copy of the replicated state. State is an immutable snapshot; Changed is closed at the
+// next change.
 type Store interface {
 	State() *state.State
 	Changed() <-chan struct{}

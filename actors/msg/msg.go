@@ -1,5 +1,5 @@
-// Package msg holds the message structs that the actors send each other, and the interfaces over which rooms of one floor
-// meet. Plain data: no behaviour, no IO.
+// Package msg holds the message structs that the actors send each other, and the interfaces over which rooms
+// of one floor meet. Plain data: no behaviour, no IO.
 package msg
 
 import (
@@ -10,7 +10,8 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// ErrOverloaded is returned by Mailbox.TrySend when the mailbox holds as many unreceived messages as its bound.
+// ErrOverloaded is returned by Mailbox.TrySend when the mailbox holds as many unreceived messages as its
+// bound.
 var ErrOverloaded = inbox.ErrOverloaded
 
 // Mailbox is how a room posts to an actor of another room. Safe for concurrent use; never blocks.
@@ -43,13 +44,14 @@ const (
 	Overloaded
 )
 
-var refusalNames = [...]string{"granted", "full", "stale_epoch", "not_ready", "fenced", "draining", "no_lease", "expired", "gone", "overloaded"}
+var refusalNames = [...]string{"granted", "full", "stale_epoch", "not_ready", "fenced", "draining",
+	"no_lease", "expired", "gone", "overloaded"}
 
 func (r Refusal) String() string { return refusalNames[r] }
 
-// Admit asks a DPServer for a ticket. Reply must have room for one answer; the sender keeps it until it has read it or has
-// started a drain that does (a late ticket goes back by Done{Refused}). Blocks are the sender's again with the reply: without one
-// they must not be used again.
+// Admit asks a DPServer for a ticket. Reply must have room for one answer; the sender keeps it until it has
+// read it or has started a drain that does (a late ticket goes back by Done{Refused}). Blocks are the
+// sender's again with the reply: without one they must not be used again.
 type Admit struct {
 	Ctx       context.Context // the message's cancellation
 	ReqID     uint64          // unique per ingress process, same value as in routing
@@ -57,15 +59,18 @@ type Admit struct {
 	Class     Class
 	Tokens    int
 	Estimated bool
-	Whole     bool      // the answer comes as a whole: no FirstToken is posted, the DPServer predicts it
-	Weight    int       // sequences: n × prompts; 0 counts as 1. A rank counts at most as many as it has room for
-	Hit       int       // prompt tokens that the sender's index says the rank has cached
-	Blocks    []uint64  // chain hashes of the prompt's full blocks; nil if the policy reads no index
-	HitBlocks int       // leading entries of Blocks that Hit stands for
-	Session   uint64    // routing.SessionKey of the request's session, for the other ingresses; 0 = none, or the policy reads none
-	Deadline  time.Time // zero: none
-	Ingress   string
-	Reply     chan AdmitReply
+	Whole     bool // the answer comes as a whole: no FirstToken is posted, the DPServer predicts it
+	// sequences: n × prompts; 0 counts as 1. A rank counts at most as many as it has room for
+	Weight    int
+	Hit       int      // prompt tokens that the sender's index says the rank has cached
+	Blocks    []uint64 // chain hashes of the prompt's full blocks; nil if the policy reads no index
+	HitBlocks int      // leading entries of Blocks that Hit stands for
+	// routing.SessionKey of the request's session, for the other ingresses; 0 = none, or the policy reads
+	// none
+	Session  uint64
+	Deadline time.Time // zero: none
+	Ingress  string
+	Reply    chan AdmitReply
 }
 
 // AdmitReply is a ticket (Refusal == Granted) or a typed refusal.
@@ -107,9 +112,9 @@ type Progress struct {
 	Out      int
 }
 
-// Probe asks whether the rank's engine makes progress, because the answer that TicketID stands for has been silent for a while. If
-// the engine's counters or KV events have moved since the Probe before, a RecProgress of the ticket says so in the rank's stream;
-// no answer means that no progress is seen.
+// Probe asks whether the rank's engine makes progress, because the answer that TicketID stands for has been
+// silent for a while. If the engine's counters or KV events have moved since the Probe before, a RecProgress
+// of the ticket says so in the rank's stream; no answer means that no progress is seen.
 type Probe struct{ TicketID uint64 }
 
 // Outcome is how a ticket ended.
@@ -126,11 +131,12 @@ const (
 // CauseClientError is the cause of a request that its engine refused: it did its work, and computed nothing.
 const CauseClientError = "client_error"
 
-// CausePredicted is the cause of a RecFirstToken that the DPServer has predicted: the engine has not said that it made progress.
+// CausePredicted is the cause of a RecFirstToken that the DPServer has predicted: the engine has not said
+// that it made progress.
 const CausePredicted = "predicted"
 
-// Done ends a ticket and gives its load back, exactly once. Trip says that the failure counts towards the trip;
-// Probe asks for an immediate health probe (refused or reset connection).
+// Done ends a ticket and gives its load back, exactly once. Trip says that the failure counts towards the
+// trip; Probe asks for an immediate health probe (refused or reset connection).
 type Done struct {
 	TicketID         uint64
 	Outcome          Outcome
@@ -145,8 +151,9 @@ type Done struct {
 	Probe            bool
 }
 
-// Demand says that requests of an application wait for room at an ingress, or wait no longer. It is said of every rank of the
-// application, and again while it lasts: a rank that frees room keeps it for the ingresses that wait, in turn.
+// Demand says that requests of an application wait for room at an ingress, or wait no longer. It is said of
+// every rank of the application, and again while it lasts: a rank that frees room keeps it for the ingresses
+// that wait, in turn.
 type Demand struct {
 	Ingress string
 	Waits   bool

@@ -8,21 +8,25 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// ErrNodeStopping refuses a start on a node that ends. Nothing of the start is there, and it is no fault of the unit.
+// ErrNodeStopping refuses a start on a node that ends. Nothing of the start is there, and it is no fault of
+// the unit.
 var ErrNodeStopping = errors.New("the node is stopping")
 
-// NodeReport is what a node tells the leader with every renewal of its lease: at least every lease_renew, and at once when a unit
-// has news.
+// NodeReport is what a node tells the leader with every renewal of its lease: at least every lease_renew, and
+// at once when a unit has news.
 type NodeReport struct {
-	Node        state.Node  // as it sees itself; Lost and Draining are not its to say
-	Incarnation uint64      // random per process of the node: its units are those of this process
-	Wall        time.Time   // its clock, for people
-	Index       uint64      // of its copy of the state
-	Trouble     string      // what people should know of it, like a full disk; "" = nothing
-	Stopping    bool        // it ends: it starts no unit any more, and ends those that it has after their grace
-	AfterStop   bool        // the process of the node before this one was told to end; false: it crashed, or there was none
-	Events      []UnitEvent // not yet taken, by Number
-	Units       []UnitEvent // the newest of every unit the node has, whoever took it: a new leader learns from these
+	Node        state.Node // as it sees itself; Lost and Draining are not its to say
+	Incarnation uint64     // random per process of the node: its units are those of this process
+	Wall        time.Time  // its clock, for people
+	Index       uint64     // of its copy of the state
+	Trouble     string     // what people should know of it, like a full disk; "" = nothing
+	// it ends: it starts no unit any more, and ends those that it has after their grace
+	Stopping bool
+	// the process of the node before this one was told to end; false: it crashed, or there was none
+	AfterStop bool
+	Events    []UnitEvent // not yet taken, by Number
+	// the newest of every unit the node has, whoever took it: a new leader learns from these
+	Units []UnitEvent
 }
 
 // Lease is the leader's answer.
@@ -31,7 +35,8 @@ type Lease struct {
 	Taken  uint64 // events up to this number need not be sent again
 	Leader string // node id
 	Index  uint64 // of the leader's state
-	// Keyring is the gossip keys, for a node that reported others: it lets all in and sends with the first. nil = no change.
+	// Keyring is the gossip keys, for a node that reported others: it lets all in and sends with the first.
+	// nil = no change.
 	Keyring [][]byte
 	// Waiting are the applications with units that find no room, for a node with role ingress. It lasts as
 	// long as the lease.
@@ -47,17 +52,19 @@ type Waiting struct {
 	Units    map[string]uint64 // unit, and the highest epoch it ever had: with a higher one it waits no more
 }
 
-// Leader is the leader as the nodes see it. Renew refuses with problem.PermissionDenied whom it does not know any more, and with
-// problem.Unavailable where nobody leads.
+// Leader is the leader as the nodes see it. Renew refuses with problem.PermissionDenied whom it does not know
+// any more, and with problem.Unavailable where nobody leads.
 type Leader interface {
 	Renew(ctx context.Context, r *NodeReport) (Lease, error)
 }
 
 // NodeView is what the admin API asks of a node.
 type NodeView interface {
-	// Statuses is the account of every rank of the node by unit, and the length of its ingress's queue by application.
+	// Statuses is the account of every rank of the node by unit, and the length of its ingress's queue by
+	// application.
 	Statuses(ctx context.Context) (ranks map[string][]RankStatus, queued map[string]int, err error)
-	// Logs gives lines in order of time; a give that fails ends them. It returns when there are no more, or ctx ends.
+	// Logs gives lines in order of time; a give that fails ends them. It returns when there are no more, or
+	// ctx ends.
 	Logs(ctx context.Context, q LogQuery, give func(LogLine) error) error
 	// ResetRouter begins the routing of an application anew on the node's ingress.
 	ResetRouter(ctx context.Context, app string) (ranks int, err error)

@@ -17,7 +17,8 @@ type AppPlan struct {
 	Units  []UnitPlan `json:"units,omitempty"`
 }
 
-// UnitPlan is what becomes of one unit. A unit that stays as it is has Action unchanged and its present seats.
+// UnitPlan is what becomes of one unit. A unit that stays as it is has Action unchanged and its present
+// seats.
 type UnitPlan struct {
 	Unit   string     `json:"unit"`
 	Action string     `json:"action"` // create | replace | delete | unchanged

@@ -16,7 +16,8 @@ type ReplicaSpec struct {
 	Watcher ReplicaWatcher
 }
 
-// EventSource is where the KV events of one engine are found: exactly one of Connect and Bind (the engine dials).
+// EventSource is where the KV events of one engine are found: exactly one of Connect and Bind (the engine
+// dials).
 type EventSource struct {
 	Connect string // tcp://HOST:PORT of the engine's publisher
 	Bind    string // tcp://HOST:PORT to listen on
@@ -39,8 +40,8 @@ type Facts struct {
 // ReplicaEventKind is the closed list of what a DPServer tells its node.
 type ReplicaEventKind uint8
 
-// ReplicaLost: the DPServer fenced itself, Cause says why. ReplicaBack: an attached engine answers again after a fence, with
-// a canary; the node decides when the unit is ready again.
+// ReplicaLost: the DPServer fenced itself, Cause says why. ReplicaBack: an attached engine answers again
+// after a fence, with a canary; the node decides when the unit is ready again.
 const (
 	ReplicaLost ReplicaEventKind = iota
 	ReplicaBack
