@@ -9,11 +9,11 @@ import (
 type changeKind uint8
 
 const (
-	stored changeKind = iota
-	removed
-	cleared
-	reset // the subscription begins anew
-	lost  // events were dropped on this side
+	changeStored changeKind = iota
+	changeRemoved
+	changeCleared
+	changeReset // the subscription begins again
+	changeLost  // the queue dropped events
 )
 
 // change is one event. Its blocks, tokens and extras are the next ones of the batch.
@@ -30,16 +30,16 @@ type change struct {
 	extras    int
 }
 
-// changeBytes is what one change takes.
+// changeBytes is the memory of one change.
 const changeBytes = 88
 
-// stepBlocks is the most blocks of one change, and what the actor applies before it looks at its mailbox again: about a
-// millisecond.
+// stepBlocks is the most blocks of one change, and what the actor applies before it reads its mailbox again:
+// about a millisecond.
 const stepBlocks = 4096
 
-// batch is copies of events in the engine's order. It is written and then read, and used again: in the steady state events cost
-// no allocation.
-type batch struct {
+// eventBatch is copies of events in the engine's order. It is written, then read, then used again: in the
+// steady state events cost no allocation.
+type eventBatch struct {
 	changes []change
 	blocks  []kvindex.Handle
 	tokens  []uint32
@@ -48,40 +48,43 @@ type batch struct {
 	read struct{ changes, blocks, tokens, extras int }
 }
 
-func (b *batch) empty() bool { return b.read.changes == len(b.changes) }
+func (b *eventBatch) isEmpty() bool { return b.read.changes == len(b.changes) }
 
-func (b *batch) bytes() int {
+func (b *eventBatch) bytes() int {
 	return changeBytes*len(b.changes) + 8*len(b.blocks) + 4*len(b.tokens) + 16*len(b.extras)
 }
 
-func (b *batch) clear() {
-	*b = batch{changes: b.changes[:0], blocks: b.blocks[:0], tokens: b.tokens[:0], extras: b.extras[:0]}
+func (b *eventBatch) clear() {
+	*b = eventBatch{changes: b.changes[:0], blocks: b.blocks[:0], tokens: b.tokens[:0], extras: b.extras[:0]}
 }
 
-func (b *batch) add(c change) { b.changes = append(b.changes, c) }
+func (b *eventBatch) add(c change) { b.changes = append(b.changes, c) }
 
-// stored copies an event; a long one becomes several, each behind the one in front.
-func (b *batch) stored(t kvindex.Tier, h kvindex.Hasher, model string, ev *kvevents.Stored) {
-	c := change{kind: stored, tier: t, hasParent: !ev.Parent.IsZero(), blockSize: ev.BlockSize, group: ev.Group}
-	salt, extras := b.identity(h, ev)
+// addStored copies an event. A long one becomes several changes, each the child of the one before.
+func (b *eventBatch) addStored(t kvindex.Tier, h kvindex.Hasher, model string, ev *kvevents.Stored) {
+	c := change{kind: changeStored, tier: t, hasParent: !ev.Parent.IsZero(), blockSize: ev.BlockSize,
+		group: ev.Group}
+	salt, extras := b.addExtras(h, ev)
 	if c.hasParent {
 		c.parent = handleOf(ev.Group, ev.Parent)
 	} else {
-		c.root = h.Root(kvindex.Salt{Unit: kvindex.Tokens, BlockSize: ev.BlockSize, Model: model, Adapter: ev.LoraName, CacheSalt: salt})
+		c.root = h.Root(kvindex.Salt{Unit: kvindex.Tokens, BlockSize: ev.BlockSize, Model: model,
+			Adapter: ev.LoraName, CacheSalt: salt})
 	}
 	for _, name := range ev.Hashes {
 		b.blocks = append(b.blocks, handleOf(ev.Group, name))
 	}
 	b.tokens = append(b.tokens, ev.Tokens...)
-	b.split(c, b.blocks[len(b.blocks)-len(ev.Hashes):], len(ev.Tokens), extras)
+	b.addSplit(c, b.blocks[len(b.blocks)-len(ev.Hashes):], len(ev.Tokens), extras)
 }
 
-// split adds c as changes of at most stepBlocks blocks. One that contradicts itself stays whole: the index counts it.
-func (b *batch) split(c change, names []kvindex.Handle, tokens, extras int) {
+// addSplit adds c as changes of at most stepBlocks blocks. An event whose counts contradict each other stays
+// whole: the index counts it as malformed.
+func (b *eventBatch) addSplit(c change, names []kvindex.Handle, tokens, extras int) {
 	c.blocks, c.tokens, c.extras = len(names), tokens, extras
 	for len(names) > stepBlocks && tokens == len(names)*c.blockSize {
 		part := c
-		part.blocks, part.tokens, part.extras = stepBlocks, stepBlocks*c.blockSize, b.rebase(c.extras)
+		part.blocks, part.tokens, part.extras = stepBlocks, stepBlocks*c.blockSize, b.rebaseExtras(c.extras)
 		b.add(part)
 		c.hasParent, c.parent = true, names[stepBlocks-1]
 		names, tokens = names[stepBlocks:], tokens-part.tokens
@@ -90,8 +93,9 @@ func (b *batch) split(c change, names []kvindex.Handle, tokens, extras int) {
 	b.add(c)
 }
 
-// rebase says how many of the last n extras belong to the first stepBlocks blocks, and numbers the others from there.
-func (b *batch) rebase(n int) (first int) {
+// rebaseExtras returns how many of the last n extras belong to the first stepBlocks blocks, and numbers the
+// others from there.
+func (b *eventBatch) rebaseExtras(n int) (first int) {
 	rest := b.extras[len(b.extras)-n:]
 	for first < n && rest[first].Block < stepBlocks {
 		first++
@@ -102,10 +106,10 @@ func (b *batch) rebase(n int) (first int) {
 	return first
 }
 
-// identity is what an event's blocks are set apart by beside their tokens: the cache_salt of its chain, and the number of extras
-// added, one per block with an image or the like. Such blocks match no text prompt, and each other only where the engine says
-// the same.
-func (b *batch) identity(h kvindex.Hasher, ev *kvevents.Stored) (salt string, extras int) {
+// addExtras returns what distinguishes an event's blocks beside their tokens: the cache_salt of their chain,
+// and the number of extras it added, one per block with an image or the like. Such a block matches no text
+// prompt, and another such block only if the engine reports the same extra.
+func (b *eventBatch) addExtras(h kvindex.Hasher, ev *kvevents.Stored) (salt string, extras int) {
 	salt, ok := ev.Salt()
 	if ok {
 		return salt, 0
@@ -121,30 +125,32 @@ func (b *batch) identity(h kvindex.Hasher, ev *kvevents.Stored) (salt string, ex
 			b.extras = append(b.extras, kvindex.Extra{Block: i, Key: h.Key(string(ev.Extra[i]))})
 			extras++
 		}
-		one.Parent = ev.Hashes[i] // a salt stands at the root only
+		one.Parent = ev.Hashes[i] // only the first block of a prompt has a salt
 	}
 	return salt, extras
 }
 
-func (b *batch) removed(t kvindex.Tier, ev *kvevents.Removed) {
+func (b *eventBatch) addRemoved(t kvindex.Tier, ev *kvevents.Removed) {
 	for left := ev.Hashes; len(left) > 0; {
 		n := min(len(left), stepBlocks)
 		for _, name := range left[:n] {
 			b.blocks = append(b.blocks, handleOf(ev.Group, name))
 		}
-		b.add(change{kind: removed, tier: t, group: ev.Group, blocks: n})
+		b.add(change{kind: changeRemoved, tier: t, group: ev.Group, blocks: n})
 		left = left[n:]
 	}
 }
 
-// next reads one change. ev is valid until the batch is cleared.
-func (b *batch) next() (c change, ev kvindex.StoredEvent) {
+// nextChange reads one change. ev is valid until the batch is cleared.
+func (b *eventBatch) nextChange() (c change, ev kvindex.StoredEvent) {
 	r := &b.read
 	c = b.changes[r.changes]
 	ev = kvindex.StoredEvent{
 		Root: c.root, HasParent: c.hasParent, Parent: c.parent, BlockSize: c.blockSize, Group: c.group,
-		Blocks: b.blocks[r.blocks : r.blocks+c.blocks], Tokens: b.tokens[r.tokens : r.tokens+c.tokens], Extras: b.extras[r.extras : r.extras+c.extras],
+		Blocks: b.blocks[r.blocks : r.blocks+c.blocks], Tokens: b.tokens[r.tokens : r.tokens+c.tokens],
+		Extras: b.extras[r.extras : r.extras+c.extras],
 	}
-	r.changes, r.blocks, r.tokens, r.extras = r.changes+1, r.blocks+c.blocks, r.tokens+c.tokens, r.extras+c.extras
+	r.changes, r.blocks, r.tokens, r.extras = r.changes+1, r.blocks+c.blocks, r.tokens+c.tokens,
+		r.extras+c.extras
 	return c, ev
 }

@@ -154,14 +154,17 @@ func bubble(t *testing.T, maxOngoing int, owned bool, f func(t *testing.T, r *ri
 }
 
 func newRig(t *testing.T, owned bool, change ...func(f *Factory, spec *msg.ReplicaSpec)) *rig {
-	r := &rig{t: t, tape: &tape{}, hub: NewHub(), log: &bytes.Buffer{}, engine: &fakeEngine{health: engine.Alive, asked: map[string]int{}}}
+	r := &rig{t: t, tape: &tape{}, hub: NewHub(), log: &bytes.Buffer{},
+		engine: &fakeEngine{health: engine.Alive, asked: map[string]int{}}}
 	sys := inbox.NewSystem(slog.New(slog.DiscardHandler))
 	f := &Factory{
 		System: sys, Hub: r.hub, Assigner: assigner{msg.AssignReply{Rank: 2, Epoch: 3, DPSize: 4}},
-		NewEngine: func(*msg.ReplicaSpec) Engine { return r.engine }, Log: slog.New(slog.NewTextHandler(r.log, nil)),
+		NewEngine: func(*msg.ReplicaSpec) Engine { return r.engine },
+		Log:       slog.New(slog.NewTextHandler(r.log, nil)),
 	}
 	spec := msg.ReplicaSpec{
-		App: demo(), Unit: "demo/0/2", Rank: 2, Epoch: 3, Node: "n", Watcher: r.tape, Target: msg.Target{URL: "http://e", Owned: owned},
+		App: demo(), Unit: "demo/0/2", Rank: 2, Epoch: 3, Node: "n", Watcher: r.tape,
+		Target: msg.Target{URL: "http://e", Owned: owned},
 	}
 	for _, c := range change {
 		c(f, &spec)
@@ -183,7 +186,8 @@ func newRig(t *testing.T, owned bool, change ...func(f *Factory, spec *msg.Repli
 func (r *rig) ask(change ...func(a *msg.Admit)) msg.AdmitReply {
 	r.t.Helper()
 	r.next++
-	a := &msg.Admit{Ctx: context.Background(), ReqID: r.next, Epoch: 3, Tokens: 100, Ingress: "i", Reply: make(chan msg.AdmitReply, 1)}
+	a := &msg.Admit{Ctx: context.Background(), ReqID: r.next, Epoch: 3, Tokens: 100, Ingress: "i",
+		Reply: make(chan msg.AdmitReply, 1)}
 	for _, c := range change {
 		c(a)
 	}
@@ -220,7 +224,8 @@ func TestARequestsWayThroughTheStream(t *testing.T) {
 	bubble(t, 2, true, func(t *testing.T, r *rig) {
 		a := r.ask()
 		require.Equal(t, msg.Granted, a.Refusal)
-		assert.Equal(t, msg.Ticket{ID: 1, Epoch: 3, Incarnation: 7, Seq: 1, Rank: routing.ID(0, 2), Target: msg.Target{URL: "http://e", Owned: true}}, a.Ticket)
+		assert.Equal(t, msg.Ticket{ID: 1, Epoch: 3, Incarnation: 7, Seq: 1, Rank: routing.ID(0, 2),
+			Target: msg.Target{URL: "http://e", Owned: true}}, a.Ticket)
 		r.send(msg.FirstToken{TicketID: 1})
 		r.send(&msg.FirstToken{TicketID: 1})
 		r.send(msg.Progress{TicketID: 1, Out: 5})
@@ -230,11 +235,14 @@ func TestARequestsWayThroughTheStream(t *testing.T) {
 		r.send(msg.Done{TicketID: 1, CompletionTokens: 9})
 
 		got := r.tape.take()
-		require.Equal(t, []msg.RecordKind{msg.RecAdmitted, msg.RecFirstToken, msg.RecProgress, msg.RecDone}, kinds(got))
+		require.Equal(t, []msg.RecordKind{msg.RecAdmitted, msg.RecFirstToken, msg.RecProgress, msg.RecDone},
+			kinds(got))
 		for i, rec := range got {
 			assert.Equal(t, uint64(i+1), rec.Seq)
-			assert.Equal(t, [...]any{"demo", "demo/0/2", routing.ID(0, 2), uint64(3), uint64(7), uint64(1), "i", 100},
-				[...]any{rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation, rec.ReqID, rec.Ingress, rec.Tokens})
+			assert.Equal(t, [...]any{"demo", "demo/0/2", routing.ID(0, 2), uint64(3), uint64(7), uint64(1),
+				"i", 100},
+				[...]any{rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation, rec.ReqID, rec.Ingress,
+					rec.Tokens})
 		}
 		assert.Equal(t, 5, got[2].Out)
 		assert.Equal(t, 9, got[3].Out)
@@ -246,7 +254,8 @@ func TestARequestsWayThroughTheStream(t *testing.T) {
 	})
 }
 
-// A node without a lease refuses before anything else is looked at, and takes requests again as soon as it has one.
+// A node without a lease refuses before anything else is looked at, and takes requests again as soon as it
+// has one.
 func TestNothingIsAdmittedWithoutTheNodesLease(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var held atomic.Bool
@@ -312,8 +321,8 @@ func TestATicketWhoseOwnerForgotItLapses(t *testing.T) {
 	})
 }
 
-// TestManyOrphans: a context that ends before its Done is read costs no timer of its own, and only tickets without a Done lapse,
-// each at its own time.
+// TestManyOrphans: a context that ends before its Done is read costs no timer of its own, and only tickets
+// without a Done lapse, each at its own time.
 func TestManyOrphans(t *testing.T) {
 	bubble(t, 3, true, func(t *testing.T, r *rig) {
 		forgotten := func() {
@@ -363,7 +372,8 @@ func TestASubscriberGetsASnapshotThenDeltas(t *testing.T) {
 		assert.Equal(t, 4, snap.MaxOngoing)
 		assert.Equal(t, "n", snap.Node)
 		assert.NotNil(t, snap.Mailbox)
-		assert.ElementsMatch(t, []msg.OpenRequest{{ReqID: 1, Ingress: "i", Tokens: 100}, {ReqID: 2, Ingress: "i", Tokens: 100, Decoding: true}}, snap.Open)
+		assert.ElementsMatch(t, []msg.OpenRequest{{ReqID: 1, Ingress: "i", Tokens: 100},
+			{ReqID: 2, Ingress: "i", Tokens: 100, Decoding: true}}, snap.Open)
 		cancel()
 		r.ask()
 		assert.Empty(t, late.take())
@@ -393,7 +403,7 @@ func TestADrainThatIsOverCutsAsADrain(t *testing.T) {
 	bubble(t, 4, true, func(t *testing.T, r *rig) {
 		r.ask()
 		r.Drain("draining")
-		r.Fence(CauseDrained)
+		r.Fence(causeDrained)
 		synctest.Wait()
 		got := r.tape.take()
 		require.Equal(t, []msg.RecordKind{msg.RecAdmitted, msg.RecState, msg.RecState}, kinds(got))
@@ -431,7 +441,8 @@ func TestFiveFailuresTripAndACanaryClears(t *testing.T) {
 		fail(1)
 		got := r.tape.take()
 		last := got[len(got)-1]
-		assert.Equal(t, [...]any{msg.RecState, false, true, "tripped"}, [...]any{last.Kind, last.Accepting, last.Tripped, last.Cause})
+		assert.Equal(t, [...]any{msg.RecState, false, true, "tripped"},
+			[...]any{last.Kind, last.Accepting, last.Tripped, last.Cause})
 		assert.Equal(t, msg.Granted, r.ask().Refusal, "who sees all ranks decides whether it is left out")
 		assert.True(t, r.Status().Tripped)
 
@@ -447,7 +458,8 @@ func TestFiveFailuresTripAndACanaryClears(t *testing.T) {
 		assert.False(t, r.Status().Tripped)
 		got = r.tape.take()
 		last = got[len(got)-1]
-		assert.Equal(t, [...]any{msg.RecState, true, false}, [...]any{last.Kind, last.Accepting, last.Tripped})
+		assert.Equal(t, [...]any{msg.RecState, true, false},
+			[...]any{last.Kind, last.Accepting, last.Tripped})
 		assert.Empty(t, r.tape.told())
 	})
 }
@@ -490,7 +502,8 @@ func TestThreeFailedCanariesGiveAnOwnedEngineUp(t *testing.T) {
 			}
 			require.Len(t, events, 1)
 			assert.Equal(t, msg.ReplicaEvent{
-				Unit: "demo/0/2", Epoch: 3, Rank: 2, Incarnation: 7, Kind: msg.ReplicaLost, Cause: "5 requests and 3 canaries failed in a row: 500",
+				Unit: "demo/0/2", Epoch: 3, Rank: 2, Incarnation: 7, Kind: msg.ReplicaLost,
+				Cause: "5 requests and 3 canaries failed in a row: 500",
 			}, events[0])
 			assert.Equal(t, msg.Fenced, r.ask().Refusal)
 		})
@@ -512,7 +525,8 @@ func TestAnEngineBusyAnswerFillsTheRankForASecondAtMost(t *testing.T) {
 		time.Sleep(2 * time.Millisecond)
 		synctest.Wait()
 		got := r.tape.take()
-		require.Equal(t, []msg.RecordKind{msg.RecState}, kinds(got), "a queue is woken even if no request is in hand")
+		require.Equal(t, []msg.RecordKind{msg.RecState}, kinds(got),
+			"a queue is woken even if no request is in hand")
 		assert.True(t, got[0].Accepting)
 		assert.Equal(t, msg.Granted, r.ask().Refusal)
 	})
@@ -528,8 +542,10 @@ func TestHealthFencesAtOnceOrAsksTheCanary(t *testing.T) {
 		"503":                     {engine.Dead, nil, "health check: it is dead"},
 		"refused":                 {engine.RefusedConn, nil, "health check: it is refused"},
 		"silent, but it computes": {engine.Unanswered, nil, ""},
-		"silent":                  {engine.Unanswered, errors.New("time-out"), "health check: it is unanswered; then the canary failed: time-out"},
-		"odd":                     {engine.Odd, errors.New("no"), "health check: it is odd; then the canary failed: no"},
+		"silent": {engine.Unanswered, errors.New("time-out"),
+			"health check: it is unanswered; then the canary failed: time-out"},
+		"odd": {engine.Odd, errors.New("no"),
+			"health check: it is odd; then the canary failed: no"},
 	}
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
@@ -548,7 +564,8 @@ func TestHealthFencesAtOnceOrAsksTheCanary(t *testing.T) {
 				assert.Equal(t, msg.Fenced, r.ask().Refusal)
 				asked := r.engine.count("health")
 				time.Sleep(time.Minute)
-				assert.Equal(t, asked, r.engine.count("health"), "an owned engine that is fenced is not asked again")
+				assert.Equal(t, asked, r.engine.count("health"),
+					"an owned engine that is fenced is not asked again")
 			})
 		})
 	}
@@ -570,12 +587,15 @@ func TestStalls(t *testing.T) {
 		canary error
 		lost   bool
 	}{
-		"no work":                      {canary: stuck},
-		"nothing moves":                {work: true, canary: stuck, lost: true},
-		"the canary answers":           {work: true},
-		"the engine's counters move":   {work: true, canary: stuck, during: func(r *rig) { r.engine.set(func(f *fakeEngine) { f.counters.PromptTokens++ }) }},
-		"a stream moves":               {work: true, canary: stuck, during: func(r *rig) { r.send(msg.Progress{TicketID: 1, Out: int(time.Now().Unix())}) }},
-		"another request was answered": {work: true, canary: stuck, during: func(r *rig) { r.send(msg.Done{TicketID: r.ask().Ticket.ID}) }},
+		"no work":            {canary: stuck},
+		"nothing moves":      {work: true, canary: stuck, lost: true},
+		"the canary answers": {work: true},
+		"the engine's counters move": {work: true, canary: stuck,
+			during: func(r *rig) { r.engine.set(func(f *fakeEngine) { f.counters.PromptTokens++ }) }},
+		"a stream moves": {work: true, canary: stuck,
+			during: func(r *rig) { r.send(msg.Progress{TicketID: 1, Out: int(time.Now().Unix())}) }},
+		"another request was answered": {work: true, canary: stuck,
+			during: func(r *rig) { r.send(msg.Done{TicketID: r.ask().Ticket.ID}) }},
 	}
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
@@ -596,7 +616,9 @@ func TestStalls(t *testing.T) {
 					return
 				}
 				require.Len(t, events, 1)
-				assert.Equal(t, "no progress for 20s with 1 requests in hand; then the canary failed: time-out", events[0].Cause)
+				assert.Equal(t,
+					"no progress for 20s with 1 requests in hand; then the canary failed: time-out",
+					events[0].Cause)
 			})
 		})
 	}
@@ -604,7 +626,7 @@ func TestStalls(t *testing.T) {
 
 func TestAPredictedPrefillStretchesTheStallTimeout(t *testing.T) {
 	bubble(t, 9, true, func(t *testing.T, r *rig) {
-		r.prefill = func(tokens int) time.Duration { return time.Duration(tokens) * time.Second }
+		r.prefillTime = func(tokens int) time.Duration { return time.Duration(tokens) * time.Second }
 		r.engine.set(func(f *fakeEngine) { f.canary = errors.New("no") })
 		r.ask() // 100 tokens: 3 × 100 s
 		time.Sleep(299 * time.Second)
@@ -677,8 +699,9 @@ func TestAssignChecksTheGrant(t *testing.T) {
 		require.NoError(t, r.Assign(t.Context()))
 		r.assigner = assigner{msg.AssignReply{Rank: 1, Epoch: 3}}
 		err := r.Assign(t.Context())
-		require.ErrorIs(t, err, ErrNotGranted)
-		require.EqualError(t, err, "the rank is not granted to this replica: asked for rank 2 at epoch 3, got rank 1 at epoch 3")
+		require.ErrorIs(t, err, errNotGranted)
+		require.EqualError(t, err,
+			"the rank is not granted to this replica: asked for rank 2 at epoch 3, got rank 1 at epoch 3")
 		r.assigner = assigner{msg.AssignReply{Err: errors.New("group full")}}
 		require.EqualError(t, r.Assign(t.Context()), "assign rank 0/2: group full")
 	})
@@ -686,10 +709,13 @@ func TestAssignChecksTheGrant(t *testing.T) {
 
 func TestDefaultsArePinned(t *testing.T) {
 	assert.Equal(t, Timers{
-		Canary: 10 * time.Second, TicketLapse: 5 * time.Second, BusyHold: time.Second, TripBackoff: time.Second,
-		TripCeiling: 64 * time.Second, CounterLimit: 500 * time.Millisecond, Scrape: time.Second, Silence: 30 * time.Second,
+		Canary: 10 * time.Second, TicketLapse: 5 * time.Second, BusyHold: time.Second,
+		TripBackoff: time.Second,
+		TripCeiling: 64 * time.Second, CounterLimit: 500 * time.Millisecond, Scrape: time.Second,
+		Silence: 30 * time.Second,
 	}, Timers{}.withDefaults())
 	assert.Equal(t, [...]int{4096, 5, 3, 3}, [...]int{mailboxBound, tripAfter, fenceAfter, stallFactor})
 	var none app.Application
-	assert.Equal(t, [...]time.Duration{time.Second, 5 * time.Second, 20 * time.Second}, [...]time.Duration{healthPeriod(&none), healthTimeout(&none), stallTimeout(&none)})
+	assert.Equal(t, [...]time.Duration{time.Second, 5 * time.Second, 20 * time.Second},
+		[...]time.Duration{healthPeriod(&none), healthTimeout(&none), stallTimeout(&none)})
 }

@@ -42,14 +42,16 @@ func TestKV3EventsReachTheStream(t *testing.T) {
 		p.mu.Lock()
 		asked := p.asked
 		p.mu.Unlock()
-		assert.Equal(t, []uint64{0, 1}, asked, "one replay of all there was, one from the first missing batch")
-		time.Sleep(2 * DefaultHealthPeriod) // counters are a copy of some moments ago
+		assert.Equal(t, []uint64{0, 1}, asked,
+			"one replay of all there was, one from the first missing batch")
+		time.Sleep(2 * defaultHealthPeriod) // counters are a copy of some moments ago
 		assert.Equal(t, msg.EventStatus{State: msg.EventsLive, Batches: 4, Gaps: 1}, events(r))
 		assert.Equal(t, old.holds(), r.fresh(t).holds())
 	})
 }
 
-// TestAnEngineThatDialsFindsItsRank: the rank listens when New returns, and what is published before Ready is the engine's own.
+// TestAnEngineThatDialsFindsItsRank: the rank listens when New returns, and what is published before Ready is
+// the engine's own.
 func TestAnEngineThatDialsFindsItsRank(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		network := &memnet.Network{}
@@ -73,7 +75,8 @@ func TestAnEngineThatDialsFindsItsRank(t *testing.T) {
 		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 7, MaxOngoing: 9}))
 		p.publish(storedBlocks(1, nil, second))
 		old.follow(r)
-		assert.Equal(t, [...]int{4, 2}, [...]int{old.hit(kvindex.GPU, prompt(first...)), old.hit(kvindex.GPU, prompt(second...))})
+		assert.Equal(t, [...]int{4, 2},
+			[...]int{old.hit(kvindex.GPU, prompt(first...)), old.hit(kvindex.GPU, prompt(second...))})
 		assert.Equal(t, old.holds(), r.fresh(t).holds())
 	})
 }
@@ -91,7 +94,9 @@ func TestNewFailsWhereEventsCannotBeHeard(t *testing.T) {
 			"tcp://10.1.2.3:5557": "beyond loopback",
 			"ipc:///kv.sock":      "is not tcp://HOST:PORT",
 		} {
-			f := &Factory{System: sys, Hub: NewHub(), NewEngine: func(*msg.ReplicaSpec) Engine { return healthy{} }, Log: slog.New(slog.DiscardHandler)}
+			f := &Factory{System: sys, Hub: NewHub(),
+				NewEngine: func(*msg.ReplicaSpec) Engine { return healthy{} },
+				Log:       slog.New(slog.DiscardHandler)}
 			spec := msg.ReplicaSpec{App: demo(), Watcher: &tape{}, Events: &msg.EventSource{Bind: bind}}
 			over(network)(f, &spec)
 			_, err := f.New(spec)
@@ -108,7 +113,8 @@ func TestEventsAreFoundWithReady(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		network := &memnet.Network{}
 		r := newRig(t, false, over(network))
-		facts := msg.Facts{Incarnation: 7, MaxOngoing: 9, Events: &msg.EventSource{Connect: "tcp://" + pubAddr, Replay: "tcp://" + replayAddr}}
+		facts := msg.Facts{Incarnation: 7, MaxOngoing: 9,
+			Events: &msg.EventSource{Connect: "tcp://" + pubAddr, Replay: "tcp://" + replayAddr}}
 		require.NoError(t, r.Ready(t.Context(), facts))
 		time.Sleep(1500 * time.Millisecond)
 		assert.Equal(t, msg.EventsConnecting, events(r).State)
@@ -124,12 +130,12 @@ func TestEventsAreFoundWithReady(t *testing.T) {
 		require.NoError(t, r.Ready(t.Context(), facts))
 		old.follow(r)
 		assert.Empty(t, old.holds())
-		assert.Nil(t, r.listening.now.Load(), "the engine behind the URL publishes nothing any more")
+		assert.Nil(t, r.subscriptions.current.Load(), "the engine behind the URL publishes nothing any more")
 	})
 }
 
-// TestKV4AnAttachedEngineRestartsInPlace: its blocks go at once, a new incarnation is drawn under the same epoch, and its requests
-// are no longer counted. An engine of our own is its node's business.
+// TestKV4AnAttachedEngineRestartsInPlace: its blocks go at once, a new incarnation is drawn under the same
+// epoch, and its requests are no longer counted. An engine of our own is its node's business.
 func TestKV4AnAttachedEngineRestartsInPlace(t *testing.T) {
 	for _, owned := range []bool{false, true} {
 		listener(t, owned, false, func(t *testing.T, r *rig, p *publisher) {
@@ -142,7 +148,8 @@ func TestKV4AnAttachedEngineRestartsInPlace(t *testing.T) {
 			require.Equal(t, 4, old.hit(kvindex.GPU, prompt(before...)))
 			p.restart()
 			old.follow(r)
-			assert.Zero(t, old.hit(kvindex.GPU, prompt(before...)), "the connection is gone: nothing is known")
+			assert.Zero(t, old.hit(kvindex.GPU, prompt(before...)),
+				"the connection is gone: nothing is known")
 			time.Sleep(300 * time.Millisecond)
 			p.publish(storedBlocks(1, nil, after))
 			time.Sleep(time.Second)
@@ -165,12 +172,13 @@ func TestKV4AnAttachedEngineRestartsInPlace(t *testing.T) {
 			assert.Zero(t, old.hit(kvindex.Sent, prompt(ids(900, 16)...)))
 			again := r.ask()
 			assert.Equal(t, [...]any{msg.Granted, uint64(3)}, [...]any{again.Refusal, again.Ticket.Epoch})
-			assert.Equal(t, st.Incarnation, hex(again.Ticket.Incarnation))
+			assert.Equal(t, st.Incarnation, formatIncarnation(again.Ticket.Incarnation))
 		})
 	}
 }
 
-// TestKV4CountersThatFellAreARestart: where no event tells. One odd report is not believed, nor are two that contradict each other.
+// TestKV4CountersThatFellAreARestart: where no event tells. One odd report is not believed, nor are two that
+// contradict each other.
 func TestKV4CountersThatFellAreARestart(t *testing.T) {
 	listener(t, false, true, func(t *testing.T, r *rig, p *publisher) {
 		old := newReader(t)
@@ -194,7 +202,8 @@ func TestKV4CountersThatFellAreARestart(t *testing.T) {
 		time.Sleep(5 * time.Second)
 		old.follow(r)
 		assert.Equal(t, now, incarnation())
-		assert.Equal(t, 4, old.hit(kvindex.GPU, prompt(ids(0, 16)...)), "the new subscription asked for all there is")
+		assert.Equal(t, 4, old.hit(kvindex.GPU, prompt(ids(0, 16)...)),
+			"the new subscription asked for all there is")
 		assert.Equal(t, old.holds(), r.fresh(t).holds())
 	})
 }
@@ -214,10 +223,11 @@ func TestReadyAfterAFenceListensAnew(t *testing.T) {
 		old.follow(r)
 		time.Sleep(time.Second)
 		old.follow(r)
-		assert.Equal(t, map[kvindex.Tier][2]uint64{kvindex.GPU: {4, sum(prompt(ids(200, 16)...))}}, old.holds())
+		assert.Equal(t, map[kvindex.Tier][2]uint64{kvindex.GPU: {4, sum(prompt(ids(200, 16)...))}},
+			old.holds())
 		assert.Equal(t, "0000000000000008", r.Status().Incarnation)
 		assert.Equal(t, msg.EventsLive, events(r).State)
-		time.Sleep(2 * DefaultHealthPeriod)
+		time.Sleep(2 * defaultHealthPeriod)
 		assert.Equal(t, uint64(3), events(r).Batches, "counters go on")
 		assert.Equal(t, old.holds(), r.fresh(t).holds())
 	})
@@ -230,13 +240,15 @@ func TestKV5ClearedEmptiesThisRankAlone(t *testing.T) {
 		old := newReader(t)
 		p.publish(storedBlocks(1, nil, ids(0, 16)), storedBlocks(1, nil, ids(0, 16), -1, "CPU"))
 		old.follow(r)
-		require.Equal(t, [...]int{4, 4}, [...]int{old.hit(kvindex.GPU, prompt(ids(0, 16)...)), old.hit(kvindex.CPU, prompt(ids(0, 16)...))})
+		require.Equal(t, [...]int{4, 4}, [...]int{old.hit(kvindex.GPU, prompt(ids(0, 16)...)),
+			old.hit(kvindex.CPU, prompt(ids(0, 16)...))})
 		id := r.sendPrompt(prompt(ids(0, 16)...), 4)
 		r.send(msg.Done{TicketID: id, FirstToken: 1})
 		p.publish(list{"AllBlocksCleared"}, storedBlocks(1, nil, ids(300, 8)))
 		old.follow(r)
 		holds := old.holds()
-		assert.LessOrEqual(t, holds[kvindex.Sent][0], uint64(2), "no more than the engine holds, now or between the two events")
+		assert.LessOrEqual(t, holds[kvindex.Sent][0], uint64(2),
+			"no more than the engine holds, now or between the two events")
 		delete(holds, kvindex.Sent)
 		assert.Equal(t, map[kvindex.Tier][2]uint64{kvindex.GPU: {2, sum(prompt(ids(300, 8)...))}}, holds)
 		assert.Equal(t, old.holds(), r.fresh(t).holds())
@@ -295,20 +307,22 @@ func TestKV9BlockSizesThatDiffer(t *testing.T) {
 	})
 }
 
-// TestKV10SilentEvents: under traffic without an event for 30 s it is said, the record lives on for its whole time, and shortly again
-// when events come.
+// TestKV10SilentEvents: under traffic without an event for 30 s it is said, the record lives on for its whole
+// time, and shortly again when events come.
 func TestKV10SilentEvents(t *testing.T) {
 	listener(t, true, true, func(t *testing.T, r *rig, p *publisher) {
 		old := newReader(t)
 		serve := func(from uint32) {
 			id := r.sendPrompt(prompt(ids(from, 16)...), 0)
-			r.send(msg.Done{TicketID: id, FirstToken: 1, PromptTokens: 16, CompletionTokens: 3, HasCached: true})
+			r.send(msg.Done{TicketID: id, FirstToken: 1, PromptTokens: 16, CompletionTokens: 3,
+				HasCached: true})
 		}
 		p.publish(storedBlocks(1, nil, ids(0, 16)))
 		serve(0)
-		time.Sleep(untilEvents + minRest)
+		time.Sleep(liveSentTTL + minExpiryInterval)
 		old.follow(r)
-		assert.Zero(t, old.hit(kvindex.Sent, prompt(ids(0, 16)...)), "events tell the truth: the record is for the time until they come")
+		assert.Zero(t, old.hit(kvindex.Sent, prompt(ids(0, 16)...)),
+			"events tell the truth: the record is for the time until they come")
 		assert.Equal(t, 4, old.hit(kvindex.GPU, prompt(ids(0, 16)...)))
 		time.Sleep(time.Hour)
 		assert.Equal(t, msg.EventsLive, events(r).State, "no traffic, no alarm")
@@ -326,7 +340,8 @@ func TestKV10SilentEvents(t *testing.T) {
 		assert.Contains(t, r.log.String(), "no kv event comes though requests complete")
 		time.Sleep(time.Minute)
 		old.follow(r)
-		assert.Equal(t, 4, old.hit(kvindex.Sent, prompt(ids(40_000, 16)...)), "the rank's own record carries on")
+		assert.Equal(t, 4, old.hit(kvindex.Sent, prompt(ids(40_000, 16)...)),
+			"the rank's own record carries on")
 		p.publish(storedBlocks(1, nil, ids(0, 4)))
 		time.Sleep(time.Second)
 		old.follow(r)
@@ -339,11 +354,13 @@ func TestKV10SilentEvents(t *testing.T) {
 // TestKV10NoAlarmWhereNoEventIsDue: requests that were cached whole store nothing.
 func TestKV10NoAlarmWhereNoEventIsDue(t *testing.T) {
 	for name, d := range map[string]msg.Done{
-		"cached whole":          {PromptTokens: 18, CompletionTokens: 2, CachedTokens: 16, HasCached: true, FirstToken: 1},
-		"shorter than a block":  {PromptTokens: 3, FirstToken: 1},
-		"failed":                {PromptTokens: 300, Outcome: msg.FailedOutcome},
-		"nothing was told":      {FirstToken: 1},
-		"a block was filled":    {PromptTokens: 18, CompletionTokens: 3, CachedTokens: 16, HasCached: true, FirstToken: 1},
+		"cached whole": {PromptTokens: 18, CompletionTokens: 2, CachedTokens: 16, HasCached: true,
+			FirstToken: 1},
+		"shorter than a block": {PromptTokens: 3, FirstToken: 1},
+		"failed":               {PromptTokens: 300, Outcome: msg.FailedOutcome},
+		"nothing was told":     {FirstToken: 1},
+		"a block was filled": {PromptTokens: 18, CompletionTokens: 3, CachedTokens: 16, HasCached: true,
+			FirstToken: 1},
 		"a prompt was computed": {PromptTokens: 18, FirstToken: 1},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -364,7 +381,8 @@ func TestKV10NoAlarmWhereNoEventIsDue(t *testing.T) {
 	}
 }
 
-// TestTheRecordFollowsTheEngine: text blocks live long, but the record never outgrows what the engine says it still holds.
+// TestTheRecordFollowsTheEngine: text blocks live long, but the record never outgrows what the engine says it
+// still holds.
 func TestTheRecordFollowsTheEngine(t *testing.T) {
 	text := func(_ *Factory, spec *msg.ReplicaSpec) { spec.App.Routing.Identity = app.IdentityText }
 	listener(t, true, true, func(t *testing.T, r *rig, p *publisher) {
@@ -398,22 +416,28 @@ func TestTheEnginesReport(t *testing.T) {
 		r := newRig(t, true, func(f *Factory, _ *msg.ReplicaSpec) {
 			f.App = func(string) *app.Application { return present.Load() }
 		})
-		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 7, MaxOngoing: 9, BlockSize: 16, Blocks: 10}))
+		require.NoError(t, r.Ready(t.Context(),
+			msg.Facts{Incarnation: 7, MaxOngoing: 9, BlockSize: 16, Blocks: 10}))
 		time.Sleep(10 * time.Second)
 		assert.Zero(t, r.engine.count("counters"), "nobody reads it")
 		route(app.Routing{BusyThreshold: &threshold})
-		r.engine.set(func(f *fakeEngine) { f.counters = engine.Counters{KVUsage: 0.5, HasKVUsage: true, Blocks: 20} })
+		r.engine.set(func(f *fakeEngine) {
+			f.counters = engine.Counters{KVUsage: 0.5, HasKVUsage: true,
+				Blocks: 20}
+		})
 		r.tape.take()
 		time.Sleep(10 * time.Second)
 		asked := r.engine.count("counters")
 		assert.InDelta(t, 10, asked, 1)
 		got := r.tape.take()
 		require.Equal(t, []msg.RecordKind{msg.RecStatus}, kinds(got))
-		assert.Equal(t, msg.Status{KVUsage: 0.5, HasKVUsage: true, Capacity: 320, BlockSize: 16}, got[0].Status)
+		assert.Equal(t, msg.Status{KVUsage: 0.5, HasKVUsage: true, Capacity: 320, BlockSize: 16},
+			got[0].Status)
 		late := &tape{}
 		defer r.hub.Subscribe(late)()
 		time.Sleep(1500 * time.Millisecond)
-		assert.Equal(t, []msg.RecordKind{msg.RecSnapshot, msg.RecStatus}, kinds(late.take()), "a newcomer hears it")
+		assert.Equal(t, []msg.RecordKind{msg.RecSnapshot, msg.RecStatus}, kinds(late.take()),
+			"a newcomer hears it")
 		route(app.Routing{})
 		time.Sleep(2 * time.Second)
 		asked = r.engine.count("counters")
@@ -434,9 +458,13 @@ func TestTheEnginesReport(t *testing.T) {
 func TestKVUsageExpires(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		threshold := 0.9
-		r := newRig(t, true, func(_ *Factory, spec *msg.ReplicaSpec) { spec.App.Routing.BusyThreshold = &threshold })
+		r := newRig(t, true, func(_ *Factory,
+			spec *msg.ReplicaSpec) {
+			spec.App.Routing.BusyThreshold = &threshold
+		})
 		r.engine.set(func(f *fakeEngine) { f.counters = engine.Counters{KVUsage: 0.95, HasKVUsage: true} })
-		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 7, MaxOngoing: 9, BlockSize: 16, Blocks: 10}))
+		require.NoError(t, r.Ready(t.Context(),
+			msg.Facts{Incarnation: 7, MaxOngoing: 9, BlockSize: 16, Blocks: 10}))
 		time.Sleep(3500 * time.Millisecond)
 		r.tape.take()
 		r.engine.set(func(f *fakeEngine) { f.dumb = errors.New("no metrics") })
@@ -465,7 +493,11 @@ func (s slowCounters) Counters(ctx context.Context) (engine.Counters, error) {
 	_, _ = s.fakeEngine.Counters(ctx)
 	s.set(func(f *fakeEngine) { f.asked["at once"]++ })
 	<-ctx.Done()
-	s.set(func(f *fakeEngine) { f.asked["most"] = max(f.asked["most"], f.asked["at once"]); f.asked["at once"]-- })
+	s.set(func(f *fakeEngine) {
+		f.asked["most"] = max(f.asked["most"],
+			f.asked["at once"])
+		f.asked["at once"]--
+	})
 	return engine.Counters{}, ctx.Err()
 }
 
@@ -495,10 +527,11 @@ func TestReportsAreAskedOneAtATime(t *testing.T) {
 func TestEventsOfAnOlderSubscriptionAreDropped(t *testing.T) {
 	listener(t, false, true, func(t *testing.T, r *rig, p *publisher) {
 		old := newReader(t)
-		before := r.listening.now.Load().in
+		before := r.subscriptions.current.Load().queue
 		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 8, MaxOngoing: 9}))
 		synctest.Wait()
-		before.Stored(&kvevents.Stored{BlockSize: 4, Tokens: ids(0, 4), Hashes: []kvevents.Hash{kvevents.UintHash(1)}})
+		before.Stored(&kvevents.Stored{BlockSize: 4, Tokens: ids(0, 4),
+			Hashes: []kvevents.Hash{kvevents.UintHash(1)}})
 		old.follow(r)
 		assert.Empty(t, old.holds())
 		p.publish(storedBlocks(1, nil, ids(100, 8)))

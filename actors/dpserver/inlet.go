@@ -8,61 +8,63 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// maxWaiting is how many bytes of events wait for the actor at most: some 100,000 blocks of 16 tokens. The engine emits a few
-// hundred per step; more than this means that the actor stands still.
-const maxWaiting = 8 << 20
+// maxQueuedBytes is how many bytes of events may wait for the actor: some 100,000 blocks of 16 tokens. The
+// engine emits a few hundred blocks per step, so more than this means that the actor does not run.
+const maxQueuedBytes = 8 << 20
 
-// inlet takes events from their subscription's goroutine to the rank's actor: bounded, and with one message however many events.
-// What does not fit is dropped with all that waits, and the rank's events begin anew, partial: nothing is believed that a lost
-// removal could have ended.
-type inlet struct {
-	life   uint64 // of the subscription
-	hasher kvindex.Hasher
-	model  string
-	wake   func() // posts that there is something
+// eventQueue takes events from their subscription's goroutine to the rank's actor. It is bounded, and posts
+// one message however many events there are. After an overflow it drops all queued events, and the actor
+// discards all known blocks: a dropped removal could leave stale entries.
+type eventQueue struct {
+	subscriptionID uint64 // of the subscription
+	hasher         kvindex.Hasher
+	model          string
+	notify         func() // posts that events wait
 
-	mu      sync.Mutex
-	waiting *batch
-	woken   bool   // the actor knows that there is something
-	dropped uint64 // times that all was dropped
-	foreign uint64 // events of places that are no tier of this rank
+	mu         sync.Mutex
+	pending    *eventBatch
+	isNotified bool   // the actor has a message that events wait
+	dropped    uint64 // overflows
+	foreign    uint64 // events of media that are no tier of this rank
 }
 
-var _ kvevents.Sink = (*inlet)(nil)
+var _ kvevents.Sink = (*eventQueue)(nil)
 
-func newInlet(life uint64, hasher kvindex.Hasher, model string, wake func(*inlet)) *inlet {
-	in := &inlet{life: life, hasher: hasher, model: model, waiting: &batch{}}
-	in.wake = func() { wake(in) }
+func newEventQueue(life uint64, hasher kvindex.Hasher, model string, wake func(*eventQueue)) *eventQueue {
+	in := &eventQueue{subscriptionID: life, hasher: hasher, model: model, pending: &eventBatch{}}
+	in.notify = func() { wake(in) }
 	return in
 }
 
 // Stored implements kvevents.Sink.
-func (in *inlet) Stored(ev *kvevents.Stored) {
-	in.at(ev.Medium, ev.Locality, func(t kvindex.Tier) { in.waiting.stored(t, in.hasher, in.model, ev) })
+func (in *eventQueue) Stored(ev *kvevents.Stored) {
+	in.addAt(ev.Medium, ev.Locality,
+		func(t kvindex.Tier) { in.pending.addStored(t, in.hasher, in.model, ev) })
 }
 
 // Removed implements kvevents.Sink.
-func (in *inlet) Removed(ev *kvevents.Removed) {
-	in.at(ev.Medium, ev.Locality, func(t kvindex.Tier) { in.waiting.removed(t, ev) })
+func (in *eventQueue) Removed(ev *kvevents.Removed) {
+	in.addAt(ev.Medium, ev.Locality, func(t kvindex.Tier) { in.pending.addRemoved(t, ev) })
 }
 
 // Cleared implements kvevents.Sink.
-func (in *inlet) Cleared() {
-	in.put(func() { in.waiting.add(change{kind: cleared}) })
+func (in *eventQueue) Cleared() {
+	in.enqueue(func() { in.pending.add(change{kind: changeCleared}) })
 }
 
-// Reset implements kvevents.Sink. What waits is of no use any more. Whether the rest is partial is in the subscription's Stats.
-func (in *inlet) Reset(bool) {
-	in.put(func() {
-		in.waiting.clear()
-		in.waiting.add(change{kind: reset})
+// Reset implements kvevents.Sink. The queued events are obsolete. The subscription's Stats say whether the
+// rest is partial.
+func (in *eventQueue) Reset(bool) {
+	in.enqueue(func() {
+		in.pending.clear()
+		in.pending.add(change{kind: changeReset})
 	})
 }
 
-// at puts an event of a tier of this rank.
-func (in *inlet) at(medium, locality string, add func(t kvindex.Tier)) {
+// addAt adds an event of a tier of this rank.
+func (in *eventQueue) addAt(medium, locality string, add func(t kvindex.Tier)) {
 	t, ok := tierOf(medium, locality)
-	in.put(func() {
+	in.enqueue(func() {
 		if !ok {
 			in.foreign++
 			return
@@ -71,66 +73,66 @@ func (in *inlet) at(medium, locality string, add func(t kvindex.Tier)) {
 	})
 }
 
-// put lets add write and wakes the actor once.
-func (in *inlet) put(add func()) {
+// enqueue lets add write and notifies the actor once.
+func (in *eventQueue) enqueue(add func()) {
 	in.mu.Lock()
-	if add(); in.waiting.bytes() > maxWaiting {
+	if add(); in.pending.bytes() > maxQueuedBytes {
 		in.dropped++
-		in.waiting = &batch{}
-		in.waiting.add(change{kind: lost})
+		in.pending = &eventBatch{}
+		in.pending.add(change{kind: changeLost})
 	}
-	empty := in.waiting.empty()
+	empty := in.pending.isEmpty()
 	in.mu.Unlock()
 	if !empty {
-		in.stir()
-	}
-}
-
-// stir makes the actor look here: at what waits, and then at the subscription's Stats.
-func (in *inlet) stir() {
-	in.mu.Lock()
-	wake := !in.woken
-	in.woken = true
-	in.mu.Unlock()
-	if wake {
 		in.wake()
 	}
 }
 
-// take is everything that waits, in exchange for spare, an empty batch or nil. nil says that nothing waits: the next event wakes the
-// actor again.
-func (in *inlet) take(spare *batch) *batch {
+// wake makes the actor read this queue, and then the subscription's Stats.
+func (in *eventQueue) wake() {
+	in.mu.Lock()
+	wake := !in.isNotified
+	in.isNotified = true
+	in.mu.Unlock()
+	if wake {
+		in.notify()
+	}
+}
+
+// takeBatch returns all queued events in exchange for spare, an empty batch or nil. It returns nil if the
+// queue is empty: then the next event notifies the actor again.
+func (in *eventQueue) takeBatch(spare *eventBatch) *eventBatch {
 	in.mu.Lock()
 	defer in.mu.Unlock()
-	if in.waiting.empty() {
-		in.woken = false
+	if in.pending.isEmpty() {
+		in.isNotified = false
 		return nil
 	}
 	if spare == nil {
-		spare = &batch{}
+		spare = &eventBatch{}
 	}
-	b := in.waiting
-	in.waiting = spare
+	b := in.pending
+	in.pending = spare
 	return b
 }
 
-// losses are what this side could not use.
-func (in *inlet) losses() (dropped, foreign uint64) {
+// lossCounts are the counts of events that this side could not use.
+func (in *eventQueue) lossCounts() (dropped, foreign uint64) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
 	return in.dropped, in.foreign
 }
 
-// Spellings of places beside those of kvevents.
+// Spellings of media and localities beside those of kvevents.
 const (
-	mediumCPUTier = "CPU_TIER1"
-	mediumDisk    = "DISK"
-	remote        = "REMOTE"
+	mediumCPUTier  = "CPU_TIER1"
+	mediumDisk     = "DISK"
+	localityRemote = "REMOTE"
 )
 
-// tierOf is the tier of a medium; false for what is not on the rank's own machine, or of a kind that nobody asks for.
+// tierOf is the tier of a medium; false for a medium on another machine, or of a kind that no policy reads.
 func tierOf(medium, locality string) (kvindex.Tier, bool) {
-	if locality == remote {
+	if locality == localityRemote {
 		return 0, false
 	}
 	switch medium {

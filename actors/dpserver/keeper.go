@@ -9,28 +9,29 @@ import (
 	"github.com/dpserve/dpserve/engine"
 )
 
-// keeper watches one incarnation of an engine: does its process answer, and does it move on while it has work?
-type keeper struct {
-	round   uint64 // of ticks: an older round's tick is dropped
-	timer   *time.Timer
-	asking  bool // a health probe is under way
-	canary  bool // a canary of health or stall is under way
-	backing bool // attach: ReplicaBack was told, the node's Ready is awaited
+// healthMonitor checks one incarnation of an engine: does its process answer, and does it make progress while
+// it has work?
+type healthMonitor struct {
+	round         uint64 // number of this monitor: results and ticks of an earlier one are dropped
+	timer         *time.Timer
+	healthPending bool // a health probe runs
+	canaryPending bool // a canary of health or stall runs
+	reportedBack  bool // attach: ReplicaBack was reported, and the node's Ready has not come yet
 
-	lastMove time.Time
-	look     look
-	looking  bool
+	lastProgress    time.Time
+	sample          counterSample
+	countersPending bool
 }
 
-// look is the engine's counters at one moment of a quiet stretch.
-type look struct {
-	taken    bool
+// counterSample is the engine's counters at one moment without progress.
+type counterSample struct {
+	isSet    bool
 	counters engine.Counters
 }
 
-// Messages of the keeper. incarnation and round keep late results of a former life away.
+// Messages of the health monitor. The round identifies late results of an earlier monitor.
 type (
-	tick         struct{ round uint64 }
+	healthTick   struct{ round uint64 }
 	healthResult struct {
 		round  uint64
 		health engine.Health
@@ -48,204 +49,209 @@ type (
 	}
 )
 
-func (k *keeper) moved() { k.lastMove, k.look = time.Now(), look{} }
+func (k *healthMonitor) noteProgress() { k.lastProgress, k.sample = time.Now(), counterSample{} }
 
-func (k *keeper) stop() {
+func (k *healthMonitor) stop() {
 	if k.timer != nil {
 		k.timer.Stop()
 	}
 }
 
-// fenced drops what was asked of the incarnation before the fence; ticks go on for an attached engine.
-func (k *keeper) fenced() { k.backing, k.canary = false, false }
+// resetPending drops the state of the incarnation before the fence. The ticks go on for an attached engine.
+func (k *healthMonitor) resetPending() { k.reportedBack, k.canaryPending = false, false }
 
-// keep begins a watch.
-func (r *replica) keep() {
-	r.keeper.stop()
-	r.vitals.rounds++
-	r.keeper = keeper{round: r.vitals.rounds}
+// startMonitor starts a new monitor.
+func (r *replica) startMonitor() {
+	r.monitor.stop()
+	r.state.lastRound++
+	r.monitor = healthMonitor{round: r.state.lastRound}
 	r.scrape.stop()
-	r.scrape = scrape{asking: r.scrape.asking}
-	r.silence = silence{}
-	r.keeper.moved()
-	r.armTick()
+	r.scrape = scrape{isPending: r.scrape.isPending}
+	r.progress = progressCheck{}
+	r.monitor.noteProgress()
+	r.armHealthTick()
 }
 
-func (r *replica) armTick() {
-	r.keeper.timer = r.after(healthPeriod(r.spec.App), tick{r.keeper.round})
+func (r *replica) armHealthTick() {
+	r.monitor.timer = r.sendAfter(healthPeriod(r.spec.App), healthTick{r.monitor.round})
 }
 
-// watch handles the keeper's messages.
-func (r *replica) watch(m any) {
+// receiveMonitor handles the messages of the health monitor.
+func (r *replica) receiveMonitor(m any) {
 	switch m := m.(type) {
-	case tick:
-		if m.round == r.keeper.round {
-			r.onTick()
+	case healthTick:
+		if m.round == r.monitor.round {
+			r.onHealthTick()
 		}
 	case healthResult:
-		if m.round == r.keeper.round {
-			r.keeper.asking = false
-			if r.watched() { // an answer may come after the fence
+		if m.round == r.monitor.round {
+			r.monitor.healthPending = false
+			if r.isMonitored() { // a result may come after the fence
 				r.onHealth(m)
 			}
 		}
 	case canaryResult:
-		if m.round == r.keeper.round {
-			r.keeper.canary = false
-			if r.watched() {
+		if m.round == r.monitor.round {
+			r.monitor.canaryPending = false
+			if r.isMonitored() {
 				r.onCanary(m)
 			}
 		}
 	case countersResult:
-		if m.round == r.keeper.round {
-			r.keeper.looking = false
+		if m.round == r.monitor.round {
+			r.monitor.countersPending = false
 			r.onCounters(m)
 		}
-	case silenceLook:
-		if m.round == r.keeper.round {
-			r.onSilenceLook(m)
+	case progressResult:
+		if m.round == r.monitor.round {
+			r.onProgressResult(m)
 		}
-	case tripCanary:
-		r.onTripCanary(m)
+	case tripTimer:
+		r.onTripTimer(m)
 	case tripResult:
 		r.onTripResult(m)
 	}
 }
 
-// watched says whether the engine is still of interest: a fenced one only if it may come back by itself.
-func (r *replica) watched() bool {
-	switch r.vitals.phase {
-	case open, draining:
+// isMonitored says whether the engine's health matters. A fenced engine is monitored only if it is attached:
+// it may come back by itself.
+func (r *replica) isMonitored() bool {
+	switch r.state.phase {
+	case phaseOpen, phaseDraining:
 		return true
-	case fenced:
+	case phaseFenced:
 		return !r.spec.Target.Owned
-	case starting, ended:
+	case phaseStarting, phaseEnded:
 	}
 	return false
 }
 
-func (r *replica) onTick() {
-	if !r.watched() {
+func (r *replica) onHealthTick() {
+	if !r.isMonitored() {
 		return
 	}
-	r.armTick()
+	r.armHealthTick()
 	r.probeHealth()
 	r.checkStall()
-	r.refresh()
-	r.feelPulse()
-	if r.listening.now.Load() == nil {
-		r.startListening()
+	r.refreshRouting()
+	r.checkEventHealth()
+	if r.subscriptions.current.Load() == nil {
+		r.startSubscription()
 	}
 }
 
-// probeHealth asks GET /health beside the actor; one question at a time.
+// probeHealth sends GET /health beside the actor, one request at a time.
 func (r *replica) probeHealth() {
-	if r.keeper.asking || !r.watched() {
+	if r.monitor.healthPending || !r.isMonitored() {
 		return
 	}
-	r.keeper.asking = true
-	s, round := r.Server, r.keeper.round
-	r.probe(healthTimeout(r.spec.App), func(ctx context.Context) {
+	r.monitor.healthPending = true
+	s, round := r.Server, r.monitor.round
+	r.runProbe(healthTimeout(r.spec.App), func(ctx context.Context) {
 		h, err := s.engine.Health(ctx)
 		s.box.Send(healthResult{round, h, err})
 	})
 }
 
-// onHealth: a 503 or a refused connection fences at once, silence only starts the canary; alive proves nothing but a process.
+// onHealth fences at once on a 503 or a refused connection. After a timeout or an odd status it sends a
+// canary. A healthy answer only proves that a process exists.
 func (r *replica) onHealth(m healthResult) {
-	if r.vitals.phase == fenced {
+	if r.state.phase == phaseFenced {
 		r.onHealthWhileFenced(m.health)
 		return
 	}
 	switch m.health {
 	case engine.Alive:
 	case engine.Dead, engine.RefusedConn:
-		r.lose("health check: " + m.err.Error())
+		r.fenceAndReport("health check: " + m.err.Error())
 	case engine.Unanswered, engine.Odd:
 		r.sendCanary("health check: " + m.err.Error())
 	}
 }
 
-// onHealthWhileFenced looks for an attached engine to come back, and whether it stays while the node waits for its siblings.
+// onHealthWhileFenced checks whether an attached engine is back, and whether it stays healthy while the node
+// waits for its siblings.
 func (r *replica) onHealthWhileFenced(h engine.Health) {
 	switch {
-	case h == engine.Alive && !r.keeper.backing:
+	case h == engine.Alive && !r.monitor.reportedBack:
 		r.sendCanary("")
-	case h != engine.Alive && r.keeper.backing:
-		r.keeper.backing = false
-		r.tell(msg.ReplicaLost, "the engine is "+h.String()+" again")
+	case h != engine.Alive && r.monitor.reportedBack:
+		r.monitor.reportedBack = false
+		r.reportToNode(msg.ReplicaLost, "the engine is "+h.String()+" again")
 	}
 }
 
 func (r *replica) sendCanary(cause string) {
-	if r.keeper.canary {
+	if r.monitor.canaryPending {
 		return
 	}
-	r.keeper.canary = true
-	s, round, model := r.Server, r.keeper.round, r.spec.App.Model.ID
-	r.probe(r.timers.Canary, func(ctx context.Context) {
+	r.monitor.canaryPending = true
+	s, round, model := r.Server, r.monitor.round, r.spec.App.Model.ID
+	r.runProbe(r.timers.Canary, func(ctx context.Context) {
 		s.box.Send(canaryResult{round, cause, s.engine.Canary(ctx, model)})
 	})
 }
 
 func (r *replica) onCanary(m canaryResult) {
 	switch {
-	case r.vitals.phase == fenced && m.err == nil && m.cause == "":
-		r.keeper.backing = true
-		r.tell(msg.ReplicaBack, "the engine answers again")
-	case r.vitals.phase == fenced:
+	case r.state.phase == phaseFenced && m.err == nil && m.cause == "":
+		r.monitor.reportedBack = true
+		r.reportToNode(msg.ReplicaBack, "the engine answers again")
+	case r.state.phase == phaseFenced:
 	case m.err == nil:
-		r.keeper.moved()
-		r.silence.forget()
+		r.monitor.noteProgress()
+		r.progress.discard()
 	default:
-		r.lose(fmt.Sprintf("%s; then the canary failed: %v", m.cause, m.err))
+		r.fenceAndReport(fmt.Sprintf("%s; then the canary failed: %v", m.cause, m.err))
 	}
 }
 
-// checkStall: with work in hand, something must move within the stall timeout. Half way through a quiet stretch the engine's
-// own counters are read, at its end again: if they moved, the engine works on something no stream shows yet.
+// checkStall checks that an engine with open requests makes progress within the stall timeout. Half way
+// through a time without progress, and at its end, it reads the engine's counters: if they moved, the engine
+// works on something that no stream shows yet.
 func (r *replica) checkStall() {
-	if r.account.open() == 0 || r.vitals.phase == fenced {
-		r.keeper.moved()
+	if r.account.openCount() == 0 || r.state.phase == phaseFenced {
+		r.monitor.noteProgress()
 		return
 	}
-	quiet, limit := time.Since(r.keeper.lastMove), r.stallLimit()
-	if quiet >= limit || quiet >= limit/2 && !r.keeper.look.taken {
-		r.lookAtCounters()
+	quiet, limit := time.Since(r.monitor.lastProgress), r.stallLimit()
+	if quiet >= limit || quiet >= limit/2 && !r.monitor.sample.isSet {
+		r.readCounters()
 	}
 }
 
-// stallLimit is max(stall_timeout_s, 3 × the predicted time of the prefill in front).
+// stallLimit is max(stall_timeout_s, 3 × the predicted time of the open prefill).
 func (r *replica) stallLimit() time.Duration {
 	limit := stallTimeout(r.spec.App)
-	if r.prefill != nil && r.account.prefillTokens > 0 {
-		limit = max(limit, stallFactor*r.prefill(r.account.prefillTokens))
+	if r.prefillTime != nil && r.account.prefillTokens > 0 {
+		limit = max(limit, stallFactor*r.prefillTime(r.account.prefillTokens))
 	}
 	return limit
 }
 
-func (r *replica) lookAtCounters() {
-	if r.keeper.looking || r.keeper.canary {
+func (r *replica) readCounters() {
+	if r.monitor.countersPending || r.monitor.canaryPending {
 		return
 	}
-	r.keeper.looking = true
-	s, round := r.Server, r.keeper.round
-	r.probe(r.timers.CounterLimit, func(ctx context.Context) {
+	r.monitor.countersPending = true
+	s, round := r.Server, r.monitor.round
+	r.runProbe(r.timers.CounterLimit, func(ctx context.Context) {
 		c, err := s.engine.Counters(ctx)
 		s.box.Send(countersResult{round, c, err})
 	})
 }
 
 func (r *replica) onCounters(m countersResult) {
-	before := r.keeper.look
-	quiet, limit := time.Since(r.keeper.lastMove), r.stallLimit()
+	before := r.monitor.sample
+	quiet, limit := time.Since(r.monitor.lastProgress), r.stallLimit()
 	switch {
-	case r.account.open() == 0, r.vitals.phase == fenced:
-	case m.err == nil && before.taken && m.counters.Moved(before.counters):
-		r.keeper.moved()
+	case r.account.openCount() == 0, r.state.phase == phaseFenced:
+	case m.err == nil && before.isSet && m.counters.Moved(before.counters):
+		r.monitor.noteProgress()
 	case quiet < limit:
-		r.keeper.look = look{taken: true, counters: m.counters}
+		r.monitor.sample = counterSample{isSet: true, counters: m.counters}
 	default:
-		r.sendCanary(fmt.Sprintf("no progress for %s with %d requests in hand", quiet.Round(time.Millisecond), r.account.open()))
+		r.sendCanary(fmt.Sprintf("no progress for %s with %d requests in hand", quiet.Round(time.Millisecond),
+			r.account.openCount()))
 	}
 }

@@ -67,7 +67,8 @@ func (f *reader) apply(rec *msg.Record) {
 			f.columns[t] = nil
 		}
 	case msg.RecKVBegin:
-		c, err := f.ix.Open(kvindex.Owner{Rank: uint32(rec.Rank), Tier: kv.Tier, Epoch: rec.Epoch, Incarnation: rec.Incarnation}, kvindex.Options{Feed: kvindex.FromDeltas, Shown: true})
+		c, err := f.ix.Open(kvindex.Owner{Rank: uint32(rec.Rank), Tier: kv.Tier, Epoch: rec.Epoch,
+			Incarnation: rec.Incarnation}, kvindex.Options{Feed: kvindex.FromDeltas, Shown: true})
 		require.NoError(f.t, err)
 		f.columns[kv.Tier], f.whole[kv.Tier], f.size[kv.Tier] = c, false, kv.BlockSize
 	case msg.RecKV:
@@ -131,7 +132,8 @@ func (r *rig) fresh(t require.TestingT) *reader {
 // sendPrompt admits a prompt that the sender's index expects hit tokens of, and gives its ticket.
 func (r *rig) sendPrompt(blocks []uint64, hitBlocks int) uint64 {
 	rep := r.ask(func(a *msg.Admit) {
-		a.Tokens, a.Blocks, a.Hit, a.HitBlocks = 4*len(blocks), append([]uint64(nil), blocks...), 4*hitBlocks, hitBlocks
+		a.Tokens, a.Blocks, a.Hit, a.HitBlocks = 4*len(blocks), append([]uint64(nil), blocks...), 4*hitBlocks,
+			hitBlocks
 	})
 	require.Equal(r.t, msg.Granted, rep.Refusal)
 	return rep.Ticket.ID
@@ -258,8 +260,10 @@ func (p *publisher) restart() {
 	synctest.Wait()
 }
 
-// listener runs a test with a rank that follows a publisher by connecting, with replay or without. Identity tokens.
-func listener(t *testing.T, owned, replay bool, f func(t *testing.T, r *rig, p *publisher), change ...func(f *Factory, spec *msg.ReplicaSpec)) {
+// listener runs a test with a rank that follows a publisher by connecting, with replay or without. Identity
+// tokens.
+func listener(t *testing.T, owned, replay bool, f func(t *testing.T, r *rig, p *publisher),
+	change ...func(f *Factory, spec *msg.ReplicaSpec)) {
 	synctest.Test(t, func(t *testing.T) {
 		network := &memnet.Network{}
 		p := newPublisher(t, network)
@@ -276,7 +280,8 @@ func listener(t *testing.T, owned, replay bool, f func(t *testing.T, r *rig, p *
 		})
 		t.Cleanup(p.close)
 		synctest.Wait()
-		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 7, MaxOngoing: 99, BlockSize: 4, Blocks: 1000}))
+		require.NoError(t, r.Ready(t.Context(),
+			msg.Facts{Incarnation: 7, MaxOngoing: 99, BlockSize: 4, Blocks: 1000}))
 		synctest.Wait()
 		f(t, r, p)
 	})
@@ -285,8 +290,14 @@ func listener(t *testing.T, owned, replay bool, f func(t *testing.T, r *rig, p *
 // over lets KV events travel over network, for an app of identity tokens.
 func over(network *memnet.Network) func(f *Factory, spec *msg.ReplicaSpec) {
 	return func(f *Factory, spec *msg.ReplicaSpec) {
-		f.DialEvents = func(ctx context.Context, addr string) (net.Conn, error) { return network.DialContext(ctx, "tcp", addr) }
-		f.ListenEvents = func(_ context.Context, addr string) (net.Listener, error) { return network.Listen(addr) }
+		f.DialEvents = func(ctx context.Context, addr string) (net.Conn,
+			error) {
+			return network.DialContext(ctx, "tcp", addr)
+		}
+		f.ListenEvents = func(_ context.Context, addr string) (net.Listener,
+			error) {
+			return network.Listen(addr)
+		}
 		spec.App.Routing.Identity = app.IdentityTokens
 	}
 }

@@ -11,14 +11,14 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// eventTotals is the counters of all subscriptions so far.
+// eventTotals is the sum of the counters of all subscriptions so far.
 func (r *replica) eventTotals() msg.EventStatus {
-	e, h := r.pulse.past, r.hearing()
+	e, h := r.eventHealth.pastTotals, r.currentSubscription()
 	if h == nil {
 		return e
 	}
 	st := h.sub.Stats()
-	dropped, foreign := h.in.losses()
+	dropped, foreign := h.queue.lossCounts()
 	e.Batches += st.Batches
 	e.Gaps += st.Gaps + st.Overflows + dropped
 	e.Restarts += st.Restarts
@@ -26,59 +26,65 @@ func (r *replica) eventTotals() msg.EventStatus {
 	return e
 }
 
-// noteKV copies what Status shows of the KV cache.
-func (r *replica) noteKV() {
-	uncached := r.uncached || r.vitals.facts.CachingOff && needsOf(r.app).Hits
-	if r.kv == nil && r.vitals.source == nil && !uncached {
+// updateKVStats copies what Status shows of the KV cache.
+func (r *replica) updateKVStats() {
+	uncached := r.askedUncached || r.state.facts.CachingOff && policyNeeds(r.app).Hits
+	if r.kv == nil && r.state.eventSource == nil && !uncached {
 		return
 	}
-	st := msg.KVStatus{BlockSize: r.toldBlockSize(), Capacity: r.capacity(), Usage: r.scrape.last.KVUsage, Note: r.noteText()}
+	st := msg.KVStatus{BlockSize: r.knownBlockSize(), Capacity: r.cacheCapacity(),
+		Usage: r.scrape.last.KVUsage, Note: r.kvNote()}
 	events := r.eventTotals()
 	if l := r.kv; l != nil {
-		index := l.ix.Stats()
+		index := l.index.Stats()
 		for t := range l.columns {
-			st.Blocks += l.len(kvindex.Tier(t))
+			st.Blocks += l.columnLen(kvindex.Tier(t))
 		}
-		st.Bytes, st.Sent, st.Orphans, st.Evicted = index.Bytes, l.len(kvindex.Sent), index.Orphans, index.Evicted
-		events.Dropped += index.BadLength + index.BadBlockSize + index.SelfParent + index.Cycle + index.Conflict + index.AsideDropped
+		st.Bytes, st.Sent, st.Orphans, st.Evicted = index.Bytes, l.columnLen(kvindex.Sent), index.Orphans,
+			index.Evicted
+		events.Dropped += index.BadLength + index.BadBlockSize + index.SelfParent + index.Cycle +
+			index.Conflict + index.AsideDropped
 	}
-	if r.vitals.source != nil {
-		events.State = r.pulse.state
+	if r.state.eventSource != nil {
+		events.State = r.eventHealth.state
 		if events.State == "" {
 			events.State = msg.EventsConnecting
 		}
-		if r.pulse.state == msg.EventsSilent {
-			events.SilentFor = r.pulse.quiet.Seconds()
+		if r.eventHealth.state == msg.EventsSilent {
+			events.SilentFor = r.eventHealth.silentFor.Seconds()
 		}
 		st.Events = &events
 	}
-	r.stats.noteKV(&st)
+	r.stats.setKV(&st)
 }
 
-// noteText is what a person should know.
-func (r *replica) noteText() string {
+// kvNote is the note on the KV cache for people.
+func (r *replica) kvNote() string {
 	var notes []string
-	if r.vitals.facts.CachingOff {
+	if r.state.facts.CachingOff {
 		notes = append(notes, "the engine runs without prefix caching: no prompt hits")
 	}
-	if r.pulse.failure != "" {
-		notes = append(notes, "kv events cannot be followed: "+r.pulse.failure)
+	if r.eventHealth.failure != "" {
+		notes = append(notes, "kv events cannot be followed: "+r.eventHealth.failure)
 	}
-	if r.pulse.state == msg.EventsSilent {
-		notes = append(notes, fmt.Sprintf("no kv event for %s while requests complete: routing goes by what the rank was sent; look at the engine's --kv-events-config",
-			r.pulse.quiet.Round(time.Second)))
+	if r.eventHealth.state == msg.EventsSilent {
+		notes = append(notes, fmt.Sprintf("no kv event for %s while requests complete: routing goes by what "+
+			"the rank was sent; look at the engine's --kv-events-config",
+			r.eventHealth.silentFor.Round(time.Second)))
 	}
-	told, seen, asked := r.vitals.facts.BlockSize, r.eventBlockSize(), engine.AskedBlockSize(r.spec.App)
+	told, seen, asked := r.state.facts.BlockSize, r.eventBlockSize(), engine.AskedBlockSize(r.spec.App)
 	switch is := cmp.Or(seen, told); {
 	case told > 0 && seen > 0 && told != seen:
-		notes = append(notes, fmt.Sprintf("kv events come in blocks of %d tokens, the engine reported %d", seen, told))
+		notes = append(notes, fmt.Sprintf("kv events come in blocks of %d tokens, the engine reported %d",
+			seen, told))
 	case asked > 0 && is > 0 && is != asked:
-		notes = append(notes, fmt.Sprintf("the engine's kv blocks are of %d tokens, engine.args asks for %d", is, asked))
+		notes = append(notes, fmt.Sprintf("the engine's kv blocks are of %d tokens, engine.args asks for %d",
+			is, asked))
 	}
 	return strings.Join(notes, "; ")
 }
 
-// eventBlockSize is the tokens per block of the engine's events; 0 = none came.
+// eventBlockSize is the tokens per block of the engine's events; 0: no event came.
 func (r *replica) eventBlockSize() int {
 	if r.kv == nil || r.kv.columns[kvindex.GPU] == nil {
 		return 0
@@ -86,5 +92,5 @@ func (r *replica) eventBlockSize() int {
 	return r.kv.columns[kvindex.GPU].BlockSize()
 }
 
-// toldBlockSize is the engine's tokens per block: by its events, else by its own report; 0 = not known.
-func (r *replica) toldBlockSize() int { return cmp.Or(r.eventBlockSize(), r.vitals.facts.BlockSize) }
+// knownBlockSize is the engine's tokens per block: by its events, else by its own report; 0: not known.
+func (r *replica) knownBlockSize() int { return cmp.Or(r.eventBlockSize(), r.state.facts.BlockSize) }

@@ -11,160 +11,169 @@ import (
 	"github.com/dpserve/dpserve/engine/kvevents"
 )
 
-// network is what KV events travel over, as in Factory.
-type network struct {
+// eventNetwork is the network of KV event sockets, as in Factory.
+type eventNetwork struct {
 	address string
 	dial    func(ctx context.Context, addr string) (net.Conn, error)
 	listen  func(ctx context.Context, addr string) (net.Listener, error)
 	replays *kvevents.Replays
 }
 
-// hearing is one subscription to the events of a rank's engine.
-type hearing struct {
-	sub *kvevents.Subscriber
-	in  *inlet
+// eventSubscription is one subscription to the events of a rank's engine.
+type eventSubscription struct {
+	sub   *kvevents.Subscriber
+	queue *eventQueue
 }
 
-// listening is a rank's subscriptions, one at a time: a new incarnation of the engine gets a new one, which asks for everything there
-// is. Beginning and ending one may wait for sockets and goroutines, so the actor does not do it; it reads now.
-type listening struct {
-	now atomic.Pointer[hearing] // nil: none
+// subscriptions are a rank's subscriptions, one at a time: each new incarnation of the engine gets a new one,
+// which asks for all events from the start. Starting and ending a subscription may wait for sockets and
+// goroutines, so it is done outside the actor, which reads only current.
+type subscriptions struct {
+	current atomic.Pointer[eventSubscription] // nil: none
 
-	turn   sync.Mutex // one begins or ends at a time
-	life   uint64     // of the newest
+	mu     sync.Mutex // one subscription starts or ends at a time
+	newest uint64     // number of the newest subscription
 	closed bool
 }
 
-// listen replaces the subscription. One that is overtaken by a later life, or comes after the end, does nothing. Errors:
-// problem.InvalidArgument for endpoints that may not be used; a port that is taken.
-func (s *Server) listen(ctx context.Context, src *msg.EventSource, life uint64) error {
-	l := &s.listening
-	l.turn.Lock()
-	defer l.turn.Unlock()
-	if l.closed || life < l.life {
+// replaceSubscription replaces the subscription. It does nothing if a later one has started or the Server has
+// ended. Errors: problem.InvalidArgument for endpoints that may not be used; a port that is taken.
+func (s *Server) replaceSubscription(ctx context.Context, src *msg.EventSource, life uint64) error {
+	l := &s.subscriptions
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed || life < l.newest {
 		return nil
 	}
-	l.life = life
-	l.end()
+	l.newest = life
+	l.closeCurrent()
 	if src == nil {
 		return nil
 	}
-	h, err := s.subscription(src, life)
+	h, err := s.newSubscription(src, life)
 	if err != nil {
 		return err
 	}
-	l.now.Store(h)
+	l.current.Store(h)
 	if err := h.sub.Start(ctx); err != nil {
-		l.end()
+		l.closeCurrent()
 		return err
 	}
 	return nil
 }
 
-func (s *Server) subscription(src *msg.EventSource, life uint64) (*hearing, error) {
-	in := newInlet(life, s.hasher, s.spec.App.Model.ID, func(in *inlet) { s.box.Send(arrived{in}) })
+func (s *Server) newSubscription(src *msg.EventSource, life uint64) (*eventSubscription, error) {
+	in := newEventQueue(life, s.hasher, s.spec.App.Model.ID,
+		func(in *eventQueue) { s.box.Send(eventsQueued{in}) })
 	hosts := kvevents.Hosts{Node: s.net.address}
 	if src.Host != "" {
 		hosts.Peers = []string{src.Host}
 	}
 	sub, err := kvevents.New(kvevents.Config{
-		Endpoints: kvevents.Endpoints{Connect: src.Connect, Bind: src.Bind, Replay: src.Replay}, Hosts: hosts, Topic: src.Topic,
-		Sink: in, Changed: in.stir, Replays: s.net.replays, Logger: s.log, Dial: s.net.dial, Listen: s.net.listen,
+		Endpoints: kvevents.Endpoints{Connect: src.Connect, Bind: src.Bind, Replay: src.Replay}, Hosts: hosts,
+		Topic: src.Topic,
+		Sink:  in, Changed: in.wake, Replays: s.net.replays, Logger: s.log, Dial: s.net.dial,
+		Listen: s.net.listen,
 	})
-	return &hearing{sub: sub, in: in}, err
+	return &eventSubscription{sub: sub, queue: in}, err
 }
 
-// end closes the present subscription and waits for it. The caller has turn.
-func (l *listening) end() {
-	if h := l.now.Swap(nil); h != nil {
-		_ = h.sub.Close() // the socket is gone either way
+// closeCurrent closes the current subscription and waits for it. The caller holds mu.
+func (l *subscriptions) closeCurrent() {
+	if h := l.current.Swap(nil); h != nil {
+		_ = h.sub.Close() // the socket is closed even if Close fails
 	}
 }
 
 // close ends the last subscription.
-func (l *listening) close() {
-	l.turn.Lock()
-	defer l.turn.Unlock()
+func (l *subscriptions) close() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
 	l.closed = true
-	l.end()
+	l.closeCurrent()
 }
 
-// Messages of the events.
+// Messages of the event subscriptions.
 type (
-	arrived  struct{ in *inlet } // events wait
-	listened struct {            // a subscription was begun, or not
-		life uint64
-		err  error
+	eventsQueued struct{ queue *eventQueue } // events wait
+	// a subscription has started, or failed to
+	subscriptionResult struct { // a subscription was begun, or not
+		id  uint64
+		err error
 	}
 )
 
-// relisten begins a subscription of a new life: what was known by the one before is gone.
-func (r *replica) relisten() {
+// restartSubscription starts a new subscription. The blocks that the one before reported are dropped.
+func (r *replica) restartSubscription() {
 	past := r.eventTotals()
-	r.vitals.life++
-	r.vitals.restarts = 0
-	r.pulse = pulse{past: past, starting: r.pulse.starting}
+	r.state.subscriptionID++
+	r.state.knownRestarts = 0
+	r.eventHealth = eventHealth{pastTotals: past, isStarting: r.eventHealth.isStarting}
 	if r.kv != nil {
-		r.kv.work, r.kv.lost = nil, false
-		r.kv.dropEvents()
+		r.kv.currentBatch, r.kv.isPartial = nil, false
+		r.kv.dropEventColumns()
 	}
-	r.startListening()
+	r.startSubscription()
 }
 
-// startListening begins the subscription of the present life beside the actor.
-func (r *replica) startListening() {
-	src, s, life := r.vitals.source, r.Server, r.vitals.life
-	if r.pulse.starting || src == nil && r.listening.now.Load() == nil {
+// startSubscription starts the current subscription beside the actor.
+func (r *replica) startSubscription() {
+	src, s, life := r.state.eventSource, r.Server, r.state.subscriptionID
+	if r.eventHealth.isStarting || src == nil && r.subscriptions.current.Load() == nil {
 		return
 	}
-	r.pulse.starting = true
-	r.probe(r.timers.CounterLimit, func(ctx context.Context) { s.box.Send(listened{life, s.listen(ctx, src, life)}) })
+	r.eventHealth.isStarting = true
+	r.runProbe(r.timers.CounterLimit, func(ctx context.Context) {
+		s.box.Send(subscriptionResult{life,
+			s.replaceSubscription(ctx, src, life)})
+	})
 }
 
-// onListened: what could not begin is tried again with the keeper's next tick.
-func (r *replica) onListened(m listened) {
-	r.pulse.starting = false
-	if m.life != r.vitals.life {
-		r.startListening()
+// onSubscriptionResult notes how the start ended. A failed start is tried again with the next health tick.
+func (r *replica) onSubscriptionResult(m subscriptionResult) {
+	r.eventHealth.isStarting = false
+	if m.id != r.state.subscriptionID {
+		r.startSubscription()
 		return
 	}
-	failed := r.pulse.failure
-	if r.pulse.failure = ""; m.err != nil {
-		r.pulse.failure = m.err.Error()
-		if r.pulse.failure != failed {
+	failed := r.eventHealth.failure
+	if r.eventHealth.failure = ""; m.err != nil {
+		r.eventHealth.failure = m.err.Error()
+		if r.eventHealth.failure != failed {
 			r.log.Warn("kv events of a rank cannot be followed", slog.String("err", m.err.Error()))
 		}
 	}
-	r.feelPulse()
+	r.checkEventHealth()
 }
 
-// onArrived applies some of the events that wait and comes back for the rest: an admission waits for one step at most.
-func (r *replica) onArrived(m arrived) {
-	if m.in.life != r.vitals.life || r.vitals.phase == ended {
+// onEventsQueued applies one step of the queued events and posts itself for the rest, so that an admission
+// waits for one step at most.
+func (r *replica) onEventsQueued(m eventsQueued) {
+	if m.queue.subscriptionID != r.state.subscriptionID || r.state.phase == phaseEnded {
 		return
 	}
-	l := r.book()
+	l := r.ensureKVRecord()
 	if l == nil {
 		return
 	}
-	if l.work == nil {
-		if l.work = m.in.take(l.spare); l.work == nil {
-			r.bound()
-			r.feelPulse()
-			r.keepTime()
+	if l.currentBatch == nil {
+		if l.currentBatch = m.queue.takeBatch(l.spareBatch); l.currentBatch == nil {
+			r.boundSent()
+			r.checkEventHealth()
+			r.armExpiry()
 			return
 		}
-		l.spare = nil
+		l.spareBatch = nil
 	}
-	b := l.work
-	l.work = nil // one that panics is not tried again
-	l.apply(b)
+	b := l.currentBatch
+	l.currentBatch = nil // a batch that panics is dropped
+	l.applyBatch(b)
 	r.endShownPrefills()
-	if b.empty() {
+	if b.isEmpty() {
 		b.clear()
-		l.spare = b
+		l.spareBatch = b
 	} else {
-		l.work = b
+		l.currentBatch = b
 	}
 	r.box.Send(m)
 }

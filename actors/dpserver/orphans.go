@@ -8,13 +8,13 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 )
 
-// orphans are tickets whose admission's context has ended. Nearly all of them have a Done that the actor has not read yet: a
-// request's context ends right behind its answer. So they share one timer and one message, instead of a timer, and a wake-up of
-// the actor, for every request.
+// orphans are tickets whose admission's context has ended. The Done of nearly every one waits in the mailbox
+// already, because a request's context ends right after its answer. So they share one timer and one message:
+// a timer for each request would wake the actor each time.
 type orphans struct {
-	mu    sync.Mutex
-	queue []orphan // by due
-	armed bool     // a lapse is on its way
+	mu         sync.Mutex
+	queue      []orphan // by due
+	isTimerSet bool     // a lapseTimer runs
 }
 
 type orphan struct {
@@ -22,40 +22,42 @@ type orphan struct {
 	due    time.Time
 }
 
-// maxOrphans is how many wait before the actor is asked to sort out those that are done, ahead of the timer.
+// maxOrphans is how many may wait before the actor drops those whose ticket has ended, ahead of the timer.
 const maxOrphans = 4096
 
-// orphaned notes that a ticket's admission has nobody behind it: without a Done it lapses in TicketLapse.
-func (s *Server) orphaned(ticket uint64) {
+// addOrphan notes that the context of a ticket's admission has ended: without a Done the ticket lapses after
+// TicketLapse.
+func (s *Server) addOrphan(ticket uint64) {
 	o := &s.orphans
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.queue = append(o.queue, orphan{ticket, time.Now().Add(s.timers.TicketLapse)})
-	if !o.armed {
-		o.armed = true
-		s.after(s.timers.TicketLapse, lapse{})
+	if !o.isTimerSet {
+		o.isTimerSet = true
+		s.sendAfter(s.timers.TicketLapse, lapseTimer{})
 	}
 	if len(o.queue)%maxOrphans == 0 {
-		s.box.Send(sortOut{})
+		s.box.Send(pruneRequest{})
 	}
 }
 
-// sortOrphans drops the orphans whose ticket is not open any more.
-func (r *replica) sortOrphans() {
+// pruneOrphans drops the orphans whose ticket has ended.
+func (r *replica) pruneOrphans() {
 	r.orphans.mu.Lock()
 	defer r.orphans.mu.Unlock()
-	r.orphans.queue = slices.DeleteFunc(r.orphans.queue, func(o orphan) bool { return r.account.tickets[o.ticket] == nil })
+	r.orphans.queue = slices.DeleteFunc(r.orphans.queue,
+		func(o orphan) bool { return r.account.tickets[o.ticket] == nil })
 }
 
-// lapse ends the open tickets whose time is over, and sets the timer for the next.
-func (r *replica) lapse() {
-	r.sortOrphans()
-	for _, ticket := range r.dueOrphans(time.Now()) {
-		r.done(&msg.Done{TicketID: ticket, Outcome: msg.Cancelled, Cause: "ticket_lapsed"})
+// lapseTickets ends the open tickets that are due, and sets the timer for the next.
+func (r *replica) lapseTickets() {
+	r.pruneOrphans()
+	for _, ticket := range r.takeDueOrphans(time.Now()) {
+		r.endTicket(&msg.Done{TicketID: ticket, Outcome: msg.Cancelled, Cause: "ticket_lapsed"})
 	}
 }
 
-func (r *replica) dueOrphans(now time.Time) (due []uint64) {
+func (r *replica) takeDueOrphans(now time.Time) (due []uint64) {
 	o := &r.orphans
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -65,8 +67,8 @@ func (r *replica) dueOrphans(now time.Time) (due []uint64) {
 		n++
 	}
 	o.queue = slices.Delete(o.queue, 0, n)
-	if o.armed = len(o.queue) > 0; o.armed {
-		r.after(o.queue[0].due.Sub(now), lapse{})
+	if o.isTimerSet = len(o.queue) > 0; o.isTimerSet {
+		r.sendAfter(o.queue[0].due.Sub(now), lapseTimer{})
 	}
 	return due
 }

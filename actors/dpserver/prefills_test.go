@@ -32,18 +32,19 @@ func (r *rig) assertFirsts(want ...uint64) {
 	assert.Equal(r.t, want, ids)
 }
 
-// TestAnAnswerThatIsNotStreamedLeavesPrefillWhenItIsPredictedToBeDone: behind the prefill in front of it, and never before.
+// TestAnAnswerThatIsNotStreamedLeavesPrefillWhenItIsPredictedToBeDone: behind the prefill in front of it, and
+// never before.
 func TestAnAnswerThatIsNotStreamedLeavesPrefillWhenItIsPredictedToBeDone(t *testing.T) {
 	bubble(t, 9, true, func(t *testing.T, r *rig) {
-		r.prefill = perToken
+		r.prefillTime = perToken
 		r.ask(whole)                                    // 1: 100 tokens, done after 1 s
 		r.ask()                                         // 2: a stream of 100 tokens
 		r.ask(whole, func(a *msg.Admit) { a.Hit = 50 }) // 3: behind both, after 2.5 s
 		time.Sleep(999 * time.Millisecond)
-		r.send(lapse{})
+		r.send(lapseTimer{})
 		r.assertFirsts()
 		time.Sleep(2 * time.Millisecond)
-		r.send(lapse{})
+		r.send(lapseTimer{})
 		ids, causes := r.firsts()
 		assert.Equal(t, []uint64{1}, ids)
 		assert.Equal(t, []string{msg.CausePredicted}, causes)
@@ -53,18 +54,19 @@ func TestAnAnswerThatIsNotStreamedLeavesPrefillWhenItIsPredictedToBeDone(t *test
 		assert.False(t, open[3].Decoding)
 
 		time.Sleep(1600 * time.Millisecond)
-		r.send(lapse{})
+		r.send(lapseTimer{})
 		r.assertFirsts(3)
 		time.Sleep(time.Minute)
-		r.send(lapse{})
+		r.send(lapseTimer{})
 		r.assertFirsts()
 	})
 }
 
-// TestPredictionsGoByTheSpeedThatStreamsHaveShown: a rank on which first tokens take three times as long as predicted.
+// TestPredictionsGoByTheSpeedThatStreamsHaveShown: a rank on which first tokens take three times as long as
+// predicted.
 func TestPredictionsGoByTheSpeedThatStreamsHaveShown(t *testing.T) {
 	bubble(t, 9, true, func(t *testing.T, r *rig) {
-		r.prefill = perToken
+		r.prefillTime = perToken
 		for range 30 {
 			ticket := r.ask().Ticket // 1 s by the law
 			time.Sleep(3 * time.Second)
@@ -74,10 +76,10 @@ func TestPredictionsGoByTheSpeedThatStreamsHaveShown(t *testing.T) {
 		r.tape.take()
 		r.ask(whole)
 		time.Sleep(2900 * time.Millisecond)
-		r.send(lapse{})
+		r.send(lapseTimer{})
 		r.assertFirsts()
 		time.Sleep(200 * time.Millisecond)
-		r.send(lapse{})
+		r.send(lapseTimer{})
 		r.assertFirsts(31)
 	})
 }
@@ -87,7 +89,7 @@ func (r *rig) open(t *testing.T) map[uint64]msg.OpenRequest {
 	t.Helper()
 	var s tape
 	defer r.hub.Subscribe(&s)()
-	r.send(lapse{})
+	r.send(lapseTimer{})
 	list := s.take()
 	require.NotEmpty(t, list)
 	out := map[uint64]msg.OpenRequest{}
@@ -97,24 +99,26 @@ func (r *rig) open(t *testing.T) map[uint64]msg.OpenRequest {
 	return out
 }
 
-// TestAPredictionEndsWithItsTicket: an answer before the predicted time leaves nothing behind, and a new incarnation neither.
+// TestAPredictionEndsWithItsTicket: an answer before the predicted time leaves nothing behind, and a new
+// incarnation neither.
 func TestAPredictionEndsWithItsTicket(t *testing.T) {
 	bubble(t, 9, true, func(t *testing.T, r *rig) {
-		r.prefill = perToken
+		r.prefillTime = perToken
 		ticket := r.ask(whole).Ticket
 		r.send(&msg.Done{TicketID: ticket.ID, Outcome: msg.OK, PromptTokens: 100, CompletionTokens: 2})
 		r.ask(whole)
 		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 8, MaxOngoing: 9}))
 		time.Sleep(time.Minute)
-		r.send(lapse{})
+		r.send(lapseTimer{})
 		r.assertFirsts()
 	})
 }
 
-// TestAPredictedFirstTokenSaysNothingOfTheEngine: one that hangs with a request that is not streamed is found as before.
+// TestAPredictedFirstTokenSaysNothingOfTheEngine: one that hangs with a request that is not streamed is found
+// as before.
 func TestAPredictedFirstTokenSaysNothingOfTheEngine(t *testing.T) {
 	bubble(t, 9, true, func(t *testing.T, r *rig) {
-		r.prefill = perToken
+		r.prefillTime = perToken
 		r.engine.set(func(f *fakeEngine) { f.canary, f.counters.Seen = assert.AnError, true })
 		r.ask(whole, func(a *msg.Admit) { a.Tokens = 1500 }) // 15 s; it has 45 s
 		time.Sleep(44 * time.Second)
@@ -124,10 +128,11 @@ func TestAPredictedFirstTokenSaysNothingOfTheEngine(t *testing.T) {
 	})
 }
 
-// TestKVEventsCorrectAPrediction: the engine says when it has written a prompt down, earlier or later than predicted.
+// TestKVEventsCorrectAPrediction: the engine says when it has written a prompt down, earlier or later than
+// predicted.
 func TestKVEventsCorrectAPrediction(t *testing.T) {
 	listener(t, true, false, func(t *testing.T, r *rig, p *publisher) {
-		r.prefill = perToken
+		r.prefillTime = perToken
 		ask := func(tokens []uint32) {
 			r.ask(whole, func(a *msg.Admit) { a.Blocks = prompt(tokens...) }) // predicted: 1 s
 		}
@@ -137,18 +142,19 @@ func TestKVEventsCorrectAPrediction(t *testing.T) {
 		ask(early)
 		r.firsts()
 		p.publish(storedBlocks(1, nil, early[:4]))
-		r.send(lapse{})
+		r.send(lapseTimer{})
 		r.assertFirsts()
 		p.publish(storedBlocks(1, 2000, early[4:]))
-		r.send(lapse{})
+		r.send(lapseTimer{})
 		r.assertFirsts(1)
 
-		ask(ids(2000, 8)) // never written down: three times the predicted time, with what is left of it in front
+		// never written down: three times the predicted time, with what is left of it in front
+		ask(ids(2000, 8))
 		time.Sleep(2900 * time.Millisecond)
-		r.send(lapse{})
+		r.send(lapseTimer{})
 		r.assertFirsts()
 		time.Sleep(200 * time.Millisecond)
-		r.send(lapse{})
+		r.send(lapseTimer{})
 		r.assertFirsts(2)
 	})
 }

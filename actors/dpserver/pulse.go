@@ -9,24 +9,25 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// pulse is the health of a rank's events.
-type pulse struct {
-	state    string
-	truth    bool // live
-	starting bool // a subscription is being begun
-	failure  string
+// eventHealth is the health of a rank's KV events.
+type eventHealth struct {
+	state      string
+	isLive     bool // live
+	isStarting bool // a subscription is being started
+	failure    string
 
-	silence kvevents.Silence
-	due     uint64 // completed requests that must have stored a block
-	seen    uint64 // due at the last look
-	lastDue time.Time
-	quiet   time.Duration
-	past    msg.EventStatus // counters of subscriptions that ended
+	silence         kvevents.Silence
+	expectedEvents  uint64 // ended requests that must have stored a block
+	checkedExpected uint64 // expectedEvents at the last check
+	lastExpected    time.Time
+	silentFor       time.Duration
+	pastTotals      msg.EventStatus // counters of subscriptions that ended
 }
 
-// hearing is the subscription of the present life; nil if there is none, or not yet.
-func (r *replica) hearing() *hearing {
-	if h := r.listening.now.Load(); h != nil && h.in.life == r.vitals.life {
+// currentSubscription is the subscription with the current number; nil if there is none, or it has not
+// started yet.
+func (r *replica) currentSubscription() *eventSubscription {
+	if h := r.subscriptions.current.Load(); h != nil && h.queue.subscriptionID == r.state.subscriptionID {
 		return h
 	}
 	return nil
@@ -34,93 +35,98 @@ func (r *replica) hearing() *hearing {
 
 // eventStats are the subscription's counters; the zero value without one.
 func (r *replica) eventStats() kvevents.Stats {
-	if h := r.hearing(); h != nil {
+	if h := r.currentSubscription(); h != nil {
 		return h.sub.Stats()
 	}
 	return kvevents.Stats{}
 }
 
-// feelPulse looks at the events' health, and notes it: with every tick of the keeper, when events were applied, and when their
-// subscription has changed.
-func (r *replica) feelPulse() {
-	if r.vitals.source != nil {
-		r.judgeEvents()
+// checkEventHealth updates the health of the events: with every health tick, after events were applied, and
+// when their subscription has changed.
+func (r *replica) checkEventHealth() {
+	if r.state.eventSource != nil {
+		r.updateEventHealth()
 	}
-	r.noteKV()
+	r.updateKVStats()
 }
 
-func (r *replica) judgeEvents() {
-	st, now, was := r.eventStats(), time.Now(), r.pulse.state
-	r.listenForSilence(now, st.Batches)
-	r.pulse.state = r.stateOf(&st)
-	r.pulse.truth = r.pulse.state == msg.EventsLive
-	if r.pulse.state != was {
-		r.tellPulse(was)
+func (r *replica) updateEventHealth() {
+	st, now, was := r.eventStats(), time.Now(), r.eventHealth.state
+	r.measureSilence(now, st.Batches)
+	r.eventHealth.state = r.eventState(&st)
+	r.eventHealth.isLive = r.eventHealth.state == msg.EventsLive
+	if r.eventHealth.state != was {
+		r.logEventState(was)
 	}
-	if st.Restarts > r.vitals.restarts {
-		r.vitals.restarts = st.Restarts
-		r.restarted("its kv events began anew", false)
+	if st.Restarts > r.state.knownRestarts {
+		r.state.knownRestarts = st.Restarts
+		r.restartIncarnation("its kv events began anew", false)
 	}
 }
 
-func (r *replica) stateOf(st *kvevents.Stats) string {
+func (r *replica) eventState(st *kvevents.Stats) string {
 	switch {
-	case r.pulse.quiet >= r.timers.Silence:
+	case r.eventHealth.silentFor >= r.timers.Silence:
 		return msg.EventsSilent
 	case !st.Connected:
 		return msg.EventsConnecting
 	case !st.Synced:
 		return msg.EventsWaiting
-	case st.Partial || r.kv != nil && r.kv.lost:
+	case st.Partial || r.kv != nil && r.kv.isPartial:
 		return msg.EventsPartial
 	}
 	return msg.EventsLive
 }
 
-// listenForSilence measures how long requests have stored blocks without a batch. A stretch without such requests proves nothing.
-func (r *replica) listenForSilence(now time.Time, batches uint64) {
-	p := &r.pulse
-	if p.due != p.seen {
-		if now.Sub(p.lastDue) > r.timers.Silence && p.state != msg.EventsSilent {
+// measureSilence measures how long requests have stored blocks without a batch of events. Time without such
+// requests does not count.
+func (r *replica) measureSilence(now time.Time, batches uint64) {
+	p := &r.eventHealth
+	if p.expectedEvents != p.checkedExpected {
+		if now.Sub(p.lastExpected) > r.timers.Silence && p.state != msg.EventsSilent {
 			p.silence = kvevents.Silence{}
-			p.silence.Check(now, batches, p.seen)
+			p.silence.Check(now, batches, p.checkedExpected)
 		}
-		p.seen, p.lastDue = p.due, now
+		p.checkedExpected, p.lastExpected = p.expectedEvents, now
 	}
-	if p.quiet = p.silence.Check(now, batches, p.due); r.vitals.facts.CachingOff {
-		p.quiet = 0
+	if p.silentFor = p.silence.Check(now, batches, p.expectedEvents); r.state.facts.CachingOff {
+		p.silentFor = 0
 	}
 }
 
-func (r *replica) tellPulse(was string) {
+// logEventState logs that the events fell silent or came again, and adapts the record of sent prompts.
+func (r *replica) logEventState(was string) {
 	switch {
-	case r.pulse.state == msg.EventsSilent:
-		r.log.Warn("no kv event comes though requests complete: routing goes by what the rank was sent", slog.Duration("for", r.pulse.quiet))
+	case r.eventHealth.state == msg.EventsSilent:
+		r.log.Warn("no kv event comes though requests complete: routing goes by what the rank was sent",
+			slog.Duration("for", r.eventHealth.silentFor))
 	case was == msg.EventsSilent:
 		r.log.Info("kv events come again")
 	}
-	r.refreshSent()
+	r.refreshSentColumn()
 }
 
-// refreshSent begins the record anew where its blocks are to live for another time from now on: longer, because events fell
-// silent, or shorter, because they tell the truth.
-func (r *replica) refreshSent() {
-	if l := r.kv; l != nil && l.columns[kvindex.Sent] != nil && l.sentOpt != r.sentOptions() {
-		l.drop(kvindex.Sent)
-		r.keepTime()
+// refreshSentColumn begins the record of sent prompts again if its blocks are to live for another time:
+// longer when events fell silent, shorter when they are live.
+func (r *replica) refreshSentColumn() {
+	if l := r.kv; l != nil && l.columns[kvindex.Sent] != nil && l.sentOptions != r.sentOptions() {
+		l.dropColumns(kvindex.Sent)
+		r.armExpiry()
 	}
 }
 
-// countDue counts a request that must have shown in the events: it was computed, and with it a block was filled that was not
-// cached before. Without a report of cached tokens every prompt of a block counts.
-func (r *replica) countDue(m *msg.Done) {
-	if r.vitals.source == nil || m.Outcome != msg.OK || m.PromptTokens == 0 {
+// countExpectedEvents counts a request that must have caused an event: its prompt was computed, and filled a
+// block that was not cached before. If the engine does not report cached tokens, every prompt of at least a
+// block counts.
+func (r *replica) countExpectedEvents(m *msg.Done) {
+	if r.state.eventSource == nil || m.Outcome != msg.OK || m.PromptTokens == 0 {
 		return
 	}
-	size := r.blockSize()
-	filled := (m.PromptTokens + m.CompletionTokens - 1) / size // the last token was sampled, and never computed on
+	size := r.blockSizeOrDefault()
+	// the last token was sampled, and is not in the cache
+	filled := (m.PromptTokens + m.CompletionTokens - 1) / size
 	if m.HasCached && filled <= m.CachedTokens/size || m.PromptTokens < size {
 		return
 	}
-	r.pulse.due++
+	r.eventHealth.expectedEvents++
 }

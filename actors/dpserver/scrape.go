@@ -12,27 +12,27 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// scrape looks at an engine's own report every Timers.Scrape while somebody reads it: routing its KV usage, or this rank whether an
-// engine that publishes events was restarted or put to sleep behind its back.
+// scrape polls the engine's /metrics every Timers.Scrape while something needs them: routing reads the KV
+// usage, and this rank detects that an engine with events was restarted or put to sleep.
 type scrape struct {
-	on      bool
-	asking  bool
-	timer   *time.Timer
-	taken   bool // last is a report of this incarnation
-	last    engine.Counters
-	suspect *engine.Counters // a report that looks like another process's; the next decides
-	told    msg.Status       // what the stream said last
-	missed  int              // reports in a row that did not come
+	isActive  bool
+	isPending bool
+	timer     *time.Timer
+	hasLast   bool // last is a report of this incarnation
+	last      engine.Counters
+	suspect   *engine.Counters // a report that looks like another process's; the next report decides
+	published msg.Status       // the report that the stream had last
+	missed    int              // failed reads in a row
 }
 
-// maxMissed is how many reports in a row may be missing before the last one counts for nothing: a usage above busy_threshold would keep
-// requests away for ever.
-const maxMissed = 5
+// maxMissedScrapes is how many reads in a row may fail before the last report is dropped. Otherwise a usage
+// above busy_threshold would keep requests away without end.
+const maxMissedScrapes = 5
 
-// Messages of the scrape; round is the keeper's.
+// Messages of the scrape; round is that of the health monitor.
 type (
-	scrapeTick struct{ round uint64 }
-	scraped    struct {
+	scrapeTimer  struct{ round uint64 }
+	scrapeResult struct {
 		round    uint64
 		counters engine.Counters
 		err      error
@@ -45,16 +45,16 @@ func (s *scrape) stop() {
 	}
 }
 
-// wantsScrape says whether anybody reads the report.
-func (r *replica) wantsScrape() bool {
-	if r.vitals.phase != open && r.vitals.phase != draining {
+// needsScrape says whether anything reads the report.
+func (r *replica) needsScrape() bool {
+	if r.state.phase != phaseOpen && r.state.phase != phaseDraining {
 		return false
 	}
-	return r.vitals.source != nil || r.app.Routing.BusyThreshold != nil || needsOf(r.app).Usage
+	return r.state.eventSource != nil || r.app.Routing.BusyThreshold != nil || policyNeeds(r.app).Usage
 }
 
-// needsOf is what the application's policy reads; nothing if there is no such policy, which was refused when it was deployed.
-func needsOf(a *app.Application) routing.Needs {
+// policyNeeds is what the application's policy reads. An unknown policy reads nothing; deploy refuses it.
+func policyNeeds(a *app.Application) routing.Needs {
 	p, err := routing.New(a.Routing.Policy, a.Routing.Preset, a.Routing.Params)
 	if err != nil {
 		return routing.Needs{}
@@ -62,90 +62,93 @@ func needsOf(a *app.Application) routing.Needs {
 	return routing.NeedsOf(p)
 }
 
-// refresh takes the present routing of the application over, with every tick of the keeper.
-func (r *replica) refresh() {
-	r.app = r.application()
-	if !r.scrape.on && r.wantsScrape() {
-		r.scrape.on = true
-		r.lookAtReport()
+// refreshRouting loads the current routing settings of the application, with every tick of the health
+// monitor.
+func (r *replica) refreshRouting() {
+	r.app = r.currentApplication()
+	if !r.scrape.isActive && r.needsScrape() {
+		r.scrape.isActive = true
+		r.startScrape()
 	}
-	r.refreshSent()
+	r.refreshSentColumn()
 }
 
-// lookAtReport asks beside the actor, one question at a time, and sets the timer for the next.
-func (r *replica) lookAtReport() {
-	s, round := r.Server, r.keeper.round
-	r.scrape.timer = r.after(r.timers.Scrape, scrapeTick{round})
-	if r.scrape.asking {
+// startScrape reads /metrics beside the actor, one read at a time, and sets the timer for the next.
+func (r *replica) startScrape() {
+	s, round := r.Server, r.monitor.round
+	r.scrape.timer = r.sendAfter(r.timers.Scrape, scrapeTimer{round})
+	if r.scrape.isPending {
 		return
 	}
-	r.scrape.asking = true
-	r.probe(r.timers.CounterLimit, func(ctx context.Context) {
+	r.scrape.isPending = true
+	r.runProbe(r.timers.CounterLimit, func(ctx context.Context) {
 		c, err := s.engine.Counters(ctx)
-		s.box.Send(scraped{round, c, err})
+		s.box.Send(scrapeResult{round, c, err})
 	})
 }
 
-func (r *replica) onScrapeTick(m scrapeTick) {
-	if m.round != r.keeper.round {
+func (r *replica) onScrapeTick(m scrapeTimer) {
+	if m.round != r.monitor.round {
 		return
 	}
-	if r.scrape.on = r.wantsScrape(); r.scrape.on {
-		r.lookAtReport()
+	if r.scrape.isActive = r.needsScrape(); r.scrape.isActive {
+		r.startScrape()
 	}
 }
 
-func (r *replica) onScraped(m scraped) {
-	r.scrape.asking = false // there is never more than one
-	if m.round != r.keeper.round {
+func (r *replica) onScraped(m scrapeResult) {
+	r.scrape.isPending = false // there is never more than one read
+	if m.round != r.monitor.round {
 		return
 	}
-	if r.vitals.phase != open && r.vitals.phase != draining {
+	if r.state.phase != phaseOpen && r.state.phase != phaseDraining {
 		return
 	}
 	if m.err != nil {
-		r.missReport()
+		r.countMissedScrape()
 		return
 	}
 	r.scrape.missed = 0
-	if r.scrape.taken && m.counters.Restarted(r.scrape.last) && !r.spec.Target.Owned {
+	if r.scrape.hasLast && m.counters.Restarted(r.scrape.last) && !r.spec.Target.Owned {
 		r.suspectRestart(m.counters)
 		return
 	}
 	slept := m.counters.Asleep && !r.scrape.last.Asleep
-	r.scrape.taken, r.scrape.last, r.scrape.suspect = true, m.counters, nil
-	r.learnFacts(&m.counters)
-	r.report(&m.counters)
+	r.scrape.hasLast, r.scrape.last, r.scrape.suspect = true, m.counters, nil
+	r.updateFacts(&m.counters)
+	r.publishStatus(&m.counters)
 	if slept {
-		r.asleep()
+		r.onSleep()
 	}
-	r.noteKV()
+	r.updateKVStats()
 }
 
-// missReport notes that the engine's report did not come; after maxMissed the stream says that its KV usage is not known.
-func (r *replica) missReport() {
-	if r.scrape.missed++; r.scrape.missed != maxMissed {
+// countMissedScrape counts a failed read. After maxMissedScrapes the stream says that the KV usage is not
+// known.
+func (r *replica) countMissedScrape() {
+	if r.scrape.missed++; r.scrape.missed != maxMissedScrapes {
 		return
 	}
 	if r.scrape.last.HasKVUsage {
-		r.log.Info("the engine's KV usage is not known any more: its metrics do not answer", slog.Int("missed", maxMissed))
+		r.log.Info("the engine's KV usage is not known any more: its metrics do not answer",
+			slog.Int("missed", maxMissedScrapes))
 	}
-	r.report(&engine.Counters{})
+	r.publishStatus(&engine.Counters{})
 }
 
-// suspectRestart believes that an attached engine is another process when two reports in a row say so and agree with each other: one
-// URL in front of several processes would say something else each time.
+// suspectRestart handles a report that looks like another process's. The rank believes it when two reports in
+// a row agree with each other: a URL in front of several processes would give a different report each time.
 func (r *replica) suspectRestart(c engine.Counters) {
 	if r.scrape.suspect == nil || c.Restarted(*r.scrape.suspect) {
 		r.scrape.suspect = &c
 		return
 	}
-	r.restarted("its counters began anew", true)
+	r.restartIncarnation("its counters began anew", true)
 }
 
-// learnFacts takes over what the node could not know when it opened the rank.
-func (r *replica) learnFacts(c *engine.Counters) {
-	f := &r.vitals.facts
+// updateFacts takes over the facts that the node could not know when it opened the rank.
+func (r *replica) updateFacts(c *engine.Counters) {
+	f := &r.state.facts
 	if c.Blocks > 0 {
 		f.Blocks = c.Blocks
 	}
@@ -154,23 +157,24 @@ func (r *replica) learnFacts(c *engine.Counters) {
 	}
 }
 
-// report tells the stream what is new.
-func (r *replica) report(c *engine.Counters) {
-	st := msg.Status{KVUsage: c.KVUsage, HasKVUsage: c.HasKVUsage, Capacity: r.capacity(), BlockSize: r.toldBlockSize()}
-	if st == r.scrape.told {
+// publishStatus emits a RecStatus if a value has changed.
+func (r *replica) publishStatus(c *engine.Counters) {
+	st := msg.Status{KVUsage: c.KVUsage, HasKVUsage: c.HasKVUsage, Capacity: r.cacheCapacity(),
+		BlockSize: r.knownBlockSize()}
+	if st == r.scrape.published {
 		return
 	}
-	r.scrape.told = st
+	r.scrape.published = st
 	r.rec = msg.Record{Kind: msg.RecStatus, Status: st}
 	r.emit(&r.rec)
 }
 
-// asleep: a sleeping engine has given its KV cache up, and publishes nothing about it.
-func (r *replica) asleep() {
+// onSleep empties the KV columns: a sleeping engine has freed its KV cache, and publishes no event about it.
+func (r *replica) onSleep() {
 	r.log.Info("engine was put to sleep: its kv cache is gone")
 	if l := r.kv; l != nil {
-		l.clear()
-		l.drop(kvindex.Sent)
-		r.keepTime()
+		l.clearEvents()
+		l.dropColumns(kvindex.Sent)
+		r.armExpiry()
 	}
 }

@@ -17,7 +17,8 @@ import (
 func sentRig(t *testing.T, blocks int, f func(t *testing.T, r *rig, old *reader)) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRig(t, true)
-		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 7, MaxOngoing: 99, BlockSize: 4, Blocks: blocks}))
+		require.NoError(t, r.Ready(t.Context(),
+			msg.Facts{Incarnation: 7, MaxOngoing: 99, BlockSize: 4, Blocks: blocks}))
 		f(t, r, newReader(t))
 	})
 }
@@ -28,7 +29,8 @@ func TestAPromptIsRecordedAndTravels(t *testing.T) {
 		id := r.sendPrompt(p, 3)
 		synctest.Wait()
 		got := r.tape.take()[2:] // behind the snapshots of New and Ready
-		assert.Equal(t, []msg.RecordKind{msg.RecAdmitted, msg.RecKVBegin, msg.RecKVEnd, msg.RecKV}, kinds(got))
+		assert.Equal(t, []msg.RecordKind{msg.RecAdmitted, msg.RecKVBegin, msg.RecKVEnd, msg.RecKV},
+			kinds(got))
 		for i, rec := range got {
 			assert.Equal(t, uint64(i+1), rec.Seq, "one order")
 			old.apply(&rec)
@@ -36,12 +38,14 @@ func TestAPromptIsRecordedAndTravels(t *testing.T) {
 		assert.Equal(t, 12, got[0].Hit)
 		assert.Equal(t, 8, old.hit(kvindex.Sent, p))
 		r.sendPrompt(p[:6], 0)
-		assert.Equal(t, []msg.RecordKind{msg.RecAdmitted}, kinds(r.tape.take()), "what is recorded is renewed in silence")
+		assert.Equal(t, []msg.RecordKind{msg.RecAdmitted}, kinds(r.tape.take()),
+			"what is recorded is renewed in silence")
 		late := &tape{}
 		defer r.hub.Subscribe(late)()
 		synctest.Wait()
 		snap := late.take()[0].Snapshot
-		assert.Equal(t, [...]any{int64(0), 4, false}, [...]any{snap.Capacity, snap.BlockSize, snap.CachingOff})
+		assert.Equal(t, [...]any{int64(0), 4, false},
+			[...]any{snap.Capacity, snap.BlockSize, snap.CachingOff})
 		assert.ElementsMatch(t, []int{12, 0}, []int{snap.Open[0].Hit, snap.Open[1].Hit})
 		r.send(msg.Done{TicketID: id, FirstToken: time.Millisecond})
 		old.follow(r)
@@ -49,11 +53,12 @@ func TestAPromptIsRecordedAndTravels(t *testing.T) {
 	})
 }
 
-// TestARequestThatWasNotServedIsTakenBack: but not what others were sent as well, before it or since, nor what was there by the
-// sender's word.
+// TestARequestThatWasNotServedIsTakenBack: but not what others were sent as well, before it or since, nor
+// what was there by the sender's word.
 func TestARequestThatWasNotServedIsTakenBack(t *testing.T) {
 	sentRig(t, 0, func(t *testing.T, r *rig, old *reader) {
-		common, one, two := ids(0, 16), append(ids(0, 16), ids(100, 16)...), append(ids(0, 24), ids(200, 16)...)
+		common, one, two := ids(0, 16), append(ids(0, 16), ids(100, 16)...),
+			append(ids(0, 24), ids(200, 16)...)
 		r.sendPrompt(prompt(common...), 0)
 		id := r.sendPrompt(prompt(one...), 6)
 		r.send(msg.Done{TicketID: id, Outcome: msg.Cancelled})
@@ -65,11 +70,13 @@ func TestARequestThatWasNotServedIsTakenBack(t *testing.T) {
 		r.sendPrompt(prompt(ids(0, 28)...), 0)
 		r.send(msg.Done{TicketID: id, Outcome: msg.FailedOutcome})
 		old.follow(r)
-		assert.Equal(t, 6, old.hit(kvindex.Sent, prompt(two...)), "its own blocks are gone, those of its successor stay")
+		assert.Equal(t, 6, old.hit(kvindex.Sent, prompt(two...)),
+			"its own blocks are gone, those of its successor stay")
 		assert.Equal(t, 7, old.hit(kvindex.Sent, prompt(ids(0, 28)...)))
 
 		for _, d := range []msg.Done{
-			{Outcome: msg.OK}, {Outcome: msg.FailedOutcome, FirstToken: 1}, {Outcome: msg.Cancelled, FirstToken: 1},
+			{Outcome: msg.OK}, {Outcome: msg.FailedOutcome, FirstToken: 1},
+			{Outcome: msg.Cancelled, FirstToken: 1},
 		} {
 			p := prompt(ids(uint32(1000+1000*int(d.Outcome)), 16)...)
 			d.TicketID = r.sendPrompt(p, 0)
@@ -128,8 +135,9 @@ func TestTheRecordEndsWithTimeAndRoom(t *testing.T) {
 		assert.Equal(t, 4, old.hit(kvindex.Sent, prompt(ids(4000, 16)...)))
 		time.Sleep(kvindex.DefaultRecord - 10*time.Second - time.Millisecond)
 		old.follow(r)
-		assert.Equal(t, map[kvindex.Tier][2]uint64{kvindex.Sent: {4, sum(prompt(ids(4000, 16)...))}}, old.holds())
-		time.Sleep(2 * minRest)
+		assert.Equal(t, map[kvindex.Tier][2]uint64{kvindex.Sent: {4, sum(prompt(ids(4000, 16)...))}},
+			old.holds())
+		time.Sleep(2 * minExpiryInterval)
 		old.follow(r)
 		assert.Empty(t, old.holds(), "nobody asked, and it ended")
 		r.tape.take()
@@ -144,7 +152,8 @@ func TestTheRecordEndsWithTimeAndRoom(t *testing.T) {
 func TestBlocksOfTheSenderAreItsOwnAgain(t *testing.T) {
 	sentRig(t, 0, func(t *testing.T, r *rig, old *reader) {
 		p := prompt(ids(0, 400)...)
-		a := &msg.Admit{Ctx: t.Context(), ReqID: 1, Epoch: 3, Tokens: 400, Blocks: append([]uint64(nil), p...), Reply: make(chan msg.AdmitReply, 1)}
+		a := &msg.Admit{Ctx: t.Context(), ReqID: 1, Epoch: 3, Tokens: 400,
+			Blocks: append([]uint64(nil), p...), Reply: make(chan msg.AdmitReply, 1)}
 		r.box.Send(a)
 		rep := <-a.Reply
 		clear(a.Blocks)
@@ -167,7 +176,8 @@ func TestKV16ARankWithoutPrefixCachingHasNoIndex(t *testing.T) {
 		r.send(msg.Done{TicketID: id, Outcome: msg.Cancelled})
 		assert.Equal(t, []msg.RecordKind{msg.RecAdmitted, msg.RecDone}, kinds(r.tape.take()))
 		time.Sleep(1500 * time.Millisecond)
-		assert.Equal(t, &msg.KVStatus{Note: "the engine runs without prefix caching: no prompt hits"}, r.Status().KV)
+		assert.Equal(t, &msg.KVStatus{Note: "the engine runs without prefix caching: no prompt hits"},
+			r.Status().KV)
 	})
 }
 
@@ -183,7 +193,8 @@ func TestHitRate(t *testing.T) {
 		done(msg.Done{PromptTokens: 300, CachedTokens: 0, HasCached: true})
 		done(msg.Done{PromptTokens: 100, CachedTokens: 700, HasCached: true})
 		st := r.Status()
-		assert.Equal(t, [...]any{uint64(500), uint64(150), 0.3}, [...]any{st.PromptTokens, st.CachedTokens, st.HitRate})
+		assert.Equal(t, [...]any{uint64(500), uint64(150), 0.3},
+			[...]any{st.PromptTokens, st.CachedTokens, st.HitRate})
 		for range hitWindow {
 			done(msg.Done{PromptTokens: 10, CachedTokens: 9, HasCached: true})
 		}

@@ -9,64 +9,65 @@ import (
 	"github.com/dpserve/dpserve/engine"
 )
 
-// silence answers the ingresses whose streams are silent: has the engine made progress since the question before? What other streams
-// say of the engine, its first tokens and its output, is in the rank's stream already. The engine's counters and its KV events are not,
-// so they are looked at here, at most one look at a time.
-type silence struct {
-	askers  []uint64 // tickets that wait for the look under way
-	looking bool
+// progressCheck answers the Probes of ingresses whose streams are silent: has the engine made progress since
+// the Probe before? First tokens and output of other streams are in the rank's stream already. The engine's
+// counters and its KV events are not, so they are read here, one read at a time.
+type progressCheck struct {
+	tickets   []uint64 // whose ingresses wait for the current read
+	isPending bool
 
-	looked   bool   // there was a look, and no canary since: a canary moves the counters itself
-	batches  uint64 // of KV events at that look
-	counted  bool   // counters are those of a look
-	counters engine.Counters
+	hasBatches  bool   // there was a read, and no canary since: a canary moves the counters itself
+	batches     uint64 // of KV events at that read
+	hasCounters bool   // counters are those of a read
+	counters    engine.Counters
 }
 
-// silenceLook is the end of a look. round is the keeper's.
-type silenceLook struct {
+// progressResult is the result of a read. round is that of the health monitor.
+type progressResult struct {
 	round    uint64
 	counters engine.Counters
 	err      error
 }
 
-// forget drops the last look: nothing that comes is held against it.
-func (s *silence) forget() { s.looked, s.counted = false, false }
+// discard drops the last read, so that the next one is compared with nothing.
+func (s *progressCheck) discard() { s.hasBatches, s.hasCounters = false, false }
 
-// onProbe looks at the engine beside the actor.
+// onProbe reads the engine's counters beside the actor.
 func (r *replica) onProbe(m msg.Probe) {
-	q := &r.silence
-	if r.account.tickets[m.TicketID] == nil || slices.Contains(q.askers, m.TicketID) {
+	q := &r.progress
+	if r.account.tickets[m.TicketID] == nil || slices.Contains(q.tickets, m.TicketID) {
 		return
 	}
-	q.askers = append(q.askers, m.TicketID)
-	if q.looking {
+	q.tickets = append(q.tickets, m.TicketID)
+	if q.isPending {
 		return
 	}
-	q.looking = true
-	s, round := r.Server, r.keeper.round
-	r.probe(r.timers.CounterLimit, func(ctx context.Context) {
+	q.isPending = true
+	s, round := r.Server, r.monitor.round
+	r.runProbe(r.timers.CounterLimit, func(ctx context.Context) {
 		c, err := s.engine.Counters(ctx)
-		s.box.Send(silenceLook{round, c, err})
+		s.box.Send(progressResult{round, c, err})
 	})
 }
 
-// onSilenceLook tells the stream of progress by one record: what it says holds for every silent stream of the rank. An engine whose
-// counters cannot be read shows its progress by its KV events and its other streams alone.
-func (r *replica) onSilenceLook(m silenceLook) {
-	q, batches := &r.silence, r.eventStats().Batches
-	askers := q.askers
-	moved := q.looked && batches != q.batches || m.err == nil && q.counted && m.counters.Moved(q.counters)
-	q.askers, q.looking, q.looked, q.batches = q.askers[:0], false, true, batches
+// onProgressResult reports progress by one record, which holds for every silent stream of the rank. An engine
+// whose counters cannot be read shows its progress only by its KV events and its other streams.
+func (r *replica) onProgressResult(m progressResult) {
+	q, batches := &r.progress, r.eventStats().Batches
+	askers := q.tickets
+	moved := q.hasBatches && batches != q.batches || m.err == nil && q.hasCounters &&
+		m.counters.Moved(q.counters)
+	q.tickets, q.isPending, q.hasBatches, q.batches = q.tickets[:0], false, true, batches
 	if m.err == nil {
-		q.counted, q.counters = true, m.counters
+		q.hasCounters, q.counters = true, m.counters
 	}
 	if !moved {
 		return
 	}
-	r.keeper.moved()
+	r.monitor.noteProgress()
 	for _, id := range askers {
 		if t := r.account.tickets[id]; t != nil {
-			r.record(msg.RecProgress, &t.req, "", time.Now())
+			r.emitRequestRecord(msg.RecProgress, &t.req, "", time.Now())
 			return
 		}
 	}

@@ -27,15 +27,24 @@ func TestAProbeIsAnsweredByAnEngineThatMakesProgress(t *testing.T) {
 		before, between func(r *rig)
 		moved           bool
 	}{
-		"nothing moves":           {},
-		"tokens come out":         {between: func(r *rig) { r.engine.set(func(f *fakeEngine) { f.counters.GenerationTokens++ }) }, moved: true},
-		"prompts are read":        {between: func(r *rig) { r.engine.set(func(f *fakeEngine) { f.counters.PromptTokens += 512 }) }, moved: true},
-		"counters cannot be read": {before: func(r *rig) { r.engine.set(func(f *fakeEngine) { f.dumb = errors.New("404") }) }},
+		"nothing moves": {},
+		"tokens come out": {between: func(r *rig) {
+			r.engine.set(func(f *fakeEngine) { f.counters.GenerationTokens++ })
+		}, moved: true},
+		"prompts are read": {between: func(r *rig) {
+			r.engine.set(func(f *fakeEngine) { f.counters.PromptTokens += 512 })
+		}, moved: true},
+		"counters cannot be read": {before: func(r *rig) {
+			r.engine.set(func(f *fakeEngine) { f.dumb = errors.New("404") })
+		}},
 		"a canary moves them": {between: func(r *rig) {
-			r.send(canaryResult{round: r.vitals.rounds})
+			r.send(canaryResult{round: r.state.lastRound})
 			r.engine.set(func(f *fakeEngine) { f.counters.GenerationTokens++ })
 		}},
-		"another request ends": {between: func(r *rig) { r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.Cancelled}) }},
+		"another request ends": {between: func(r *rig) {
+			r.send(&msg.Done{TicketID: r.ask().Ticket.ID,
+				Outcome: msg.Cancelled})
+		}},
 	}
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
@@ -65,7 +74,8 @@ func TestAProbeIsAnsweredByAnEngineThatMakesProgress(t *testing.T) {
 	}
 }
 
-// TestProbesShareALook: however many streams are silent, the engine is asked by one after the other, and one record serves them all.
+// TestProbesShareALook: however many streams are silent, the engine is asked by one after the other, and one
+// record serves them all.
 func TestProbesShareALook(t *testing.T) {
 	bubble(t, 9, true, func(t *testing.T, r *rig) {
 		r.engine.set(func(f *fakeEngine) { f.counters.Seen = true })

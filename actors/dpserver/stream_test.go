@@ -40,7 +40,8 @@ func (f *follower) apply(rec *msg.Record) {
 	switch rec.Kind {
 	case msg.RecAdmitted:
 		require.False(f.t, known)
-		f.open[rec.ReqID] = msg.OpenRequest{ReqID: rec.ReqID, Ingress: rec.Ingress, Tokens: rec.Tokens, Hit: rec.Hit}
+		f.open[rec.ReqID] = msg.OpenRequest{ReqID: rec.ReqID, Ingress: rec.Ingress, Tokens: rec.Tokens,
+			Hit: rec.Hit}
 	case msg.RecFirstToken, msg.RecProgress:
 		require.True(f.t, known)
 		o.Decoding, o.Out = o.Decoding || rec.Kind == msg.RecFirstToken, rec.Out
@@ -48,7 +49,8 @@ func (f *follower) apply(rec *msg.Record) {
 	case msg.RecDone:
 		require.True(f.t, known)
 		delete(f.open, rec.ReqID)
-	case msg.RecSnapshot, msg.RecState, msg.RecGone, msg.RecStatus, msg.RecKVBegin, msg.RecKV, msg.RecKVEnd, msg.RecSilent:
+	case msg.RecSnapshot, msg.RecState, msg.RecGone, msg.RecStatus, msg.RecKVBegin, msg.RecKV, msg.RecKVEnd,
+		msg.RecSilent:
 	}
 }
 
@@ -67,8 +69,9 @@ func (c clockReader) read(t require.TestingT, rec *msg.Record) {
 	}
 }
 
-// TestTheStreamIsTheAccount: after any sequence of messages, known tickets or not, in any order, a follower of the deltas
-// holds what a fresh snapshot holds, and neither more than the rank has room for. The times of each request do not go back.
+// TestTheStreamIsTheAccount: after any sequence of messages, known tickets or not, in any order, a follower
+// of the deltas holds what a fresh snapshot holds, and neither more than the rank has room for. The times of
+// each request do not go back.
 func TestTheStreamIsTheAccount(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		synctest.Test(t, func(t *testing.T) {
@@ -101,7 +104,8 @@ func TestTheStreamIsTheAccount(t *testing.T) {
 	})
 }
 
-// TestRecordsTellTheRanksOwnTime: of first tokens that are told late as well, and never outside of the time that the rank itself has seen.
+// TestRecordsTellTheRanksOwnTime: of first tokens that are told late as well, and never outside of the time
+// that the rank itself has seen.
 func TestRecordsTellTheRanksOwnTime(t *testing.T) {
 	bubble(t, 9, true, func(t *testing.T, r *rig) {
 		const ms = time.Millisecond
@@ -133,15 +137,17 @@ func TestRecordsTellTheRanksOwnTime(t *testing.T) {
 		r.send(&msg.Done{TicketID: first.ID, CompletionTokens: 9})
 		assert.Equal(t, []time.Duration{began + 150*ms, began + 200*ms}, told())
 
-		r.prefill = perToken
+		r.prefillTime = perToken
 		r.ask(whole)
 		time.Sleep(2 * time.Second)
-		r.send(lapse{})
-		assert.Equal(t, []time.Duration{began + 200*ms, began + 1200*ms}, told(), "a predicted first token is at its predicted time")
+		r.send(lapseTimer{})
+		assert.Equal(t, []time.Duration{began + 200*ms, began + 1200*ms}, told(),
+			"a predicted first token is at its predicted time")
 	})
 }
 
-// TestSnapshotsAreInTheOrderOfAdmission: a reader takes the first request without a token for the one that is computed.
+// TestSnapshotsAreInTheOrderOfAdmission: a reader takes the first request without a token for the one that is
+// computed.
 func TestSnapshotsAreInTheOrderOfAdmission(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const n = 16
@@ -150,7 +156,8 @@ func TestSnapshotsAreInTheOrderOfAdmission(t *testing.T) {
 		var want, got []uint64
 		for i := range uint64(n) {
 			want = append(want, i*0x9E3779B97F4A7C15)
-			r.box.Send(&msg.Admit{Ctx: t.Context(), ReqID: want[i], Epoch: 3, Tokens: 10, Ingress: "i", Reply: make(chan msg.AdmitReply, 1)})
+			r.box.Send(&msg.Admit{Ctx: t.Context(), ReqID: want[i], Epoch: 3, Tokens: 10, Ingress: "i",
+				Reply: make(chan msg.AdmitReply, 1)})
 		}
 		synctest.Wait()
 		fresh := &tape{}
@@ -174,11 +181,13 @@ func randomMessage(rt *rapid.T, ctx context.Context, r *rig, i uint64) {
 	ingress := rapid.SampledFrom([]string{"i", "j", "k"}).Draw(rt, "ingress")
 	switch rapid.IntRange(0, 7).Draw(rt, "kind") {
 	case 0, 1:
-		r.box.Send(&msg.Admit{Ctx: ctx, ReqID: 100 + i, Epoch: 3, Tokens: 10, Hit: int(i), Ingress: ingress, Reply: make(chan msg.AdmitReply, 1)})
+		r.box.Send(&msg.Admit{Ctx: ctx, ReqID: 100 + i, Epoch: 3, Tokens: 10, Hit: int(i), Ingress: ingress,
+			Reply: make(chan msg.AdmitReply, 1)})
 	case 2:
 		m := msg.FirstToken{TicketID: ticket}
 		if rapid.Bool().Draw(rt, "at") {
-			m.At = time.Now().Add(time.Duration(rapid.IntRange(-5000, 1000).Draw(rt, "at_ms")) * time.Millisecond)
+			m.At = time.Now().Add(time.Duration(rapid.IntRange(-5000, 1000).Draw(rt,
+				"at_ms")) * time.Millisecond)
 		}
 		r.box.Send(m)
 	case 3:
@@ -209,17 +218,19 @@ func (healthy) Health(context.Context) (engine.Health, error)     { return engin
 func (healthy) Canary(context.Context, string) error              { return nil }
 func (healthy) Counters(context.Context) (engine.Counters, error) { return engine.Counters{}, nil }
 
-// BenchmarkAdmission is one request as a rank sees it: Admit and its answer, FirstToken, Done. Goal: 2 µs for the admission, which
-// is told by itself.
+// BenchmarkAdmission is one request as a rank sees it: Admit and its answer, FirstToken, Done. Goal: 2 µs for
+// the admission, which is told by itself.
 func BenchmarkAdmission(b *testing.B) { benchmarkAdmission(b, nil) }
 
-// BenchmarkAdmissionBlocks is the same with a prompt of 128 blocks that the rank writes down: half of it is everybody's, half is
-// new with every request. Goal: the admission costs what it costs without; 0 allocations more.
+// BenchmarkAdmissionBlocks is the same with a prompt of 128 blocks that the rank writes down: half of it is
+// everybody's, half is new with every request. Goal: the admission costs what it costs without; 0 allocations
+// more.
 func BenchmarkAdmissionBlocks(b *testing.B) {
 	const blocks = 128
 	prompts := make([][]uint64, 1024)
 	for i := range prompts {
-		prompts[i] = salted(kvindex.Salt{}, append(ids(0, 4*blocks/2), ids(uint32(1000*(i+1)), 4*blocks/2)...)...)
+		prompts[i] = salted(kvindex.Salt{},
+			append(ids(0, 4*blocks/2), ids(uint32(1000*(i+1)), 4*blocks/2)...)...)
 	}
 	benchmarkAdmission(b, prompts)
 }
@@ -227,18 +238,22 @@ func BenchmarkAdmissionBlocks(b *testing.B) {
 func benchmarkAdmission(b *testing.B, prompts [][]uint64) {
 	sys := inbox.NewSystem(slog.New(slog.DiscardHandler))
 	defer sys.Shutdown()
-	f := &Factory{System: sys, Hub: NewHub(), Assigner: assigner{}, NewEngine: func(*msg.ReplicaSpec) Engine { return healthy{} }, Log: slog.New(slog.DiscardHandler)}
+	f := &Factory{System: sys, Hub: NewHub(), Assigner: assigner{},
+		NewEngine: func(*msg.ReplicaSpec) Engine { return healthy{} }, Log: slog.New(slog.DiscardHandler)}
 	defer f.Hub.Subscribe(nowhere{})()
-	s, err := f.New(msg.ReplicaSpec{App: demo(), Unit: "demo/0/0", Epoch: 1, Watcher: &tape{}, Target: msg.Target{Owned: true}})
+	s, err := f.New(msg.ReplicaSpec{App: demo(), Unit: "demo/0/0", Epoch: 1, Watcher: &tape{},
+		Target: msg.Target{Owned: true}})
 	require.NoError(b, err)
 	defer func() { _ = s.Stop(context.Background()) }()
-	require.NoError(b, s.Ready(b.Context(), msg.Facts{Incarnation: 1, MaxOngoing: 256, Blocks: 4096, BlockSize: 4}))
+	require.NoError(b, s.Ready(b.Context(),
+		msg.Facts{Incarnation: 1, MaxOngoing: 256, Blocks: 4096, BlockSize: 4}))
 	ctx, cancel := context.WithCancel(b.Context())
 	defer cancel()
 	admit := &msg.Admit{Ctx: ctx, Epoch: 1, Tokens: 100, Reply: make(chan msg.AdmitReply, 1)}
 	b.ReportAllocs()
 	var admission time.Duration
-	settle := &msg.Admit{Reply: make(chan msg.AdmitReply, 1)} // refused: when its answer is there, what came before it is done
+	// refused: when its answer is there, what came before it is done
+	settle := &msg.Admit{Reply: make(chan msg.AdmitReply, 1)}
 	for b.Loop() {
 		if admit.ReqID++; len(prompts) > 0 {
 			admit.Blocks = append(admit.Blocks[:0], prompts[int(admit.ReqID)%len(prompts)]...)

@@ -2,35 +2,37 @@ package dpserver
 
 import "time"
 
-// Timers of a DPServer; the zero value of a field means its default. Periods of the health probe and the stall timeout are
-// the application's.
+// Timers are the times of a DPServer; the zero value of a field means its default. The period of the health
+// probe and the stall timeout are settings of the application.
 type Timers struct {
-	Canary       time.Duration // deadline of a canary
-	TicketLapse  time.Duration // from the end of an admission's context to the ticket's end, if no Done came
+	Canary time.Duration // deadline of a canary
+	// from the end of an admission's context to the end of its ticket, if no Done came
+	TicketLapse  time.Duration
 	BusyHold     time.Duration // how long an engine_busy answer keeps a rank full at most
-	TripBackoff  time.Duration // before the first canary of a tripped rank; doubles
-	TripCeiling  time.Duration // longest such wait
-	CounterLimit time.Duration // deadline of one look at /metrics
-	Scrape       time.Duration // between two such looks, while somebody reads what they say
-	Silence      time.Duration // requests complete that long without a kv event: the events are silent
+	TripBackoff  time.Duration // before the first canary of a tripped rank; each later wait doubles
+	TripCeiling  time.Duration // the longest such wait
+	CounterLimit time.Duration // deadline of one read of /metrics
+	Scrape       time.Duration // between two reads, while something needs their values
+	// events count as silent when requests have ended for that long without an event
+	Silence time.Duration
 }
 
-// Defaults (CONTRACTS sections 2, 7 and 9).
+// Defaults of Timers, and of the health settings of an application.
 const (
-	DefaultCanary        = 10 * time.Second
-	DefaultTicketLapse   = 5 * time.Second
-	DefaultBusyHold      = time.Second
-	DefaultTripBackoff   = time.Second
-	DefaultTripCeiling   = 64 * time.Second
-	DefaultCounterLimit  = 500 * time.Millisecond
-	DefaultScrape        = time.Second
-	DefaultSilence       = 30 * time.Second
-	DefaultHealthPeriod  = time.Second
-	DefaultHealthTimeout = 5 * time.Second
-	DefaultStallTimeout  = 20 * time.Second
+	defaultCanary        = 10 * time.Second
+	defaultTicketLapse   = 5 * time.Second
+	defaultBusyHold      = time.Second
+	defaultTripBackoff   = time.Second
+	defaultTripCeiling   = 64 * time.Second
+	defaultCounterLimit  = 500 * time.Millisecond
+	defaultScrape        = time.Second
+	defaultSilence       = 30 * time.Second
+	defaultHealthPeriod  = time.Second
+	defaultHealthTimeout = 5 * time.Second
+	defaultStallTimeout  = 20 * time.Second
 )
 
-// Counts of the trip.
+// Counts of the trip and of the stall check.
 const (
 	tripAfter   = 5 // failures in a row that stop admission
 	fenceAfter  = 3 // failed canaries in a row that fence an owned engine
@@ -38,18 +40,18 @@ const (
 )
 
 func (t Timers) withDefaults() Timers {
-	def(&t.Canary, DefaultCanary)
-	def(&t.TicketLapse, DefaultTicketLapse)
-	def(&t.BusyHold, DefaultBusyHold)
-	def(&t.TripBackoff, DefaultTripBackoff)
-	def(&t.TripCeiling, DefaultTripCeiling)
-	def(&t.CounterLimit, DefaultCounterLimit)
-	def(&t.Scrape, DefaultScrape)
-	def(&t.Silence, DefaultSilence)
+	setDefault(&t.Canary, defaultCanary)
+	setDefault(&t.TicketLapse, defaultTicketLapse)
+	setDefault(&t.BusyHold, defaultBusyHold)
+	setDefault(&t.TripBackoff, defaultTripBackoff)
+	setDefault(&t.TripCeiling, defaultTripCeiling)
+	setDefault(&t.CounterLimit, defaultCounterLimit)
+	setDefault(&t.Scrape, defaultScrape)
+	setDefault(&t.Silence, defaultSilence)
 	return t
 }
 
-func def(d *time.Duration, value time.Duration) {
+func setDefault(d *time.Duration, value time.Duration) {
 	if *d <= 0 {
 		*d = value
 	}

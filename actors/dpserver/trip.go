@@ -7,19 +7,20 @@ import (
 	"time"
 )
 
-// trip counts failures of requests. Tripped is a flag and not a phase: the rank lives and admits. The stream says that it is tripped
-// until a canary comes back, and the Routers leave it out, unless too many ranks of the application are (routing, View.leaveOut).
+// trip counts failed requests. Tripped is a flag and not a phase: the rank runs and admits. The stream says
+// that it is tripped until a canary succeeds, and the Routers leave it out unless too many ranks of the
+// application are tripped (routing/DESIGN.md, Tripped ranks).
 type trip struct {
-	failures int // in a row
-	tripped  bool
-	canaries int // failed in a row
-	wait     time.Duration
-	timer    *time.Timer
+	failures       int // in a row
+	isTripped      bool
+	failedCanaries int // in a row
+	backoff        time.Duration
+	timer          *time.Timer
 }
 
 // Messages of the trip.
 type (
-	tripCanary struct{ incarnation uint64 } // time for one
+	tripTimer  struct{ incarnation uint64 } // the next canary is due
 	tripResult struct {
 		incarnation uint64
 		err         error
@@ -32,51 +33,52 @@ func (t *trip) stop() {
 	}
 }
 
-// failed counts an answer that its ingress counts towards the trip.
-func (r *replica) failed() {
+// countFailure counts an answer that its ingress counts towards the trip.
+func (r *replica) countFailure() {
 	r.trip.failures++
-	if r.trip.failures < tripAfter || r.trip.tripped || r.vitals.phase != open {
+	if r.trip.failures < tripAfter || r.trip.isTripped || r.state.phase != phaseOpen {
 		return
 	}
-	r.trip.tripped, r.trip.canaries, r.trip.wait = true, 0, r.timers.TripBackoff
-	r.state("tripped")
+	r.trip.isTripped, r.trip.failedCanaries, r.trip.backoff = true, 0, r.timers.TripBackoff
+	r.publishState("tripped")
 	r.log.Warn("rank is tripped: its answers failed in a row", slog.Int("failures", r.trip.failures))
-	r.armTrip()
+	r.armTripTimer()
 }
 
-// armTrip waits one backoff step: 1, 2, 4 … 64 s.
-func (r *replica) armTrip() {
-	r.trip.timer = r.after(r.trip.wait, tripCanary{r.vitals.incarnation})
-	r.trip.wait = min(2*r.trip.wait, r.timers.TripCeiling)
+// armTripTimer waits one backoff step: 1, 2, 4 … 64 s.
+func (r *replica) armTripTimer() {
+	r.trip.timer = r.sendAfter(r.trip.backoff, tripTimer{r.state.incarnation})
+	r.trip.backoff = min(2*r.trip.backoff, r.timers.TripCeiling)
 }
 
-func (r *replica) onTripCanary(m tripCanary) {
-	if !r.trip.tripped || m.incarnation != r.vitals.incarnation || r.vitals.phase != open {
+func (r *replica) onTripTimer(m tripTimer) {
+	if !r.trip.isTripped || m.incarnation != r.state.incarnation || r.state.phase != phaseOpen {
 		return
 	}
 	s, model := r.Server, r.spec.App.Model.ID
-	r.probe(r.timers.Canary, func(ctx context.Context) {
+	r.runProbe(r.timers.Canary, func(ctx context.Context) {
 		s.box.Send(tripResult{m.incarnation, s.engine.Canary(ctx, model)})
 	})
 }
 
-// onTripResult clears the trip, waits longer, or gives an owned engine up.
+// onTripResult clears the trip, waits longer, or gives up an engine that dpserve started.
 func (r *replica) onTripResult(m tripResult) {
-	if !r.trip.tripped || m.incarnation != r.vitals.incarnation || r.vitals.phase != open {
+	if !r.trip.isTripped || m.incarnation != r.state.incarnation || r.state.phase != phaseOpen {
 		return
 	}
 	if m.err == nil {
 		r.trip = trip{}
-		r.keeper.moved()
-		r.silence.forget()
+		r.monitor.noteProgress()
+		r.progress.discard()
 		r.log.Info("rank answers again")
-		r.state("")
+		r.publishState("")
 		return
 	}
-	r.trip.canaries++
-	if r.trip.canaries >= fenceAfter && r.spec.Target.Owned {
-		r.lose(fmt.Sprintf("%d requests and %d canaries failed in a row: %v", r.trip.failures, r.trip.canaries, m.err))
+	r.trip.failedCanaries++
+	if r.trip.failedCanaries >= fenceAfter && r.spec.Target.Owned {
+		r.fenceAndReport(fmt.Sprintf("%d requests and %d canaries failed in a row: %v", r.trip.failures,
+			r.trip.failedCanaries, m.err))
 		return
 	}
-	r.armTrip()
+	r.armTripTimer()
 }

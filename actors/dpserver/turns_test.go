@@ -13,11 +13,12 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 )
 
-// checkTurns says what holds after every step: no more is held than is free, and no more is told than is held.
+// checkTurns says what holds after every step: no more is held than is free, and no more is told than is
+// held.
 func checkTurns(t *rapid.T, s *turns, free int) {
 	held := 0
 	for _, p := range s.places {
-		require.True(t, 0 <= p.told && p.told <= p.held && p.need >= 1, "%+v", p)
+		require.True(t, 0 <= p.offered && p.offered <= p.held && p.need >= 1, "%+v", p)
 		held += p.held
 	}
 	require.Equal(t, held, s.held)
@@ -25,8 +26,9 @@ func checkTurns(t *rapid.T, s *turns, free int) {
 	require.LessOrEqual(t, len(s.places), maxPlaces)
 }
 
-// TestLawOfTurns: whatever ingresses ask, leave, return or forget, room is refused only if it is taken or held for another one, what is
-// held is taken or free again after a bounded time, and nothing is held for ever.
+// TestLawOfTurns: whatever ingresses ask, leave, return or forget, room is refused only if it is taken or
+// held for another one, what is held is taken or free again after a bounded time, and nothing is held for
+// ever.
 func TestLawOfTurns(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		var s turns
@@ -44,42 +46,42 @@ func TestLawOfTurns(t *testing.T) {
 						others += p.held
 					}
 				}
-				granted := s.mayTake(who, need, free)
+				granted := s.canUse(who, need, free)
 				require.Equal(t, need <= free-others, granted)
 				if !granted {
-					s.wait(now, who, need)
+					s.addWait(now, who, need)
 					break
 				}
 				free, open = free-need, append(open, need)
-				s.take(now, who, need)
+				s.useRoom(now, who, need)
 			case 2:
 				if len(open) > 0 {
 					free, open = free+open[0], open[1:]
 				}
 			case 3:
-				s.wait(now, who, 0)
+				s.addWait(now, who, 0)
 			case 4:
-				s.leave(who)
+				s.removeWait(who)
 			case 5:
 				now = now.Add(time.Duration(rapid.IntRange(0, 4000).Draw(t, "ms")) * time.Millisecond)
-				s.expire(now)
+				s.expireOffers(now)
 			case 6:
-				s.release()
+				s.releaseAll()
 			}
 			checkTurns(t, &s, free)
 			for range room {
-				turn := s.offer(now, free)
+				turn := s.offerRoom(now, free)
 				checkTurns(t, &s, free)
-				require.True(t, turn == "" || s.mayTake(turn, 1, free), "who has the turn may take it")
+				require.True(t, turn == "" || s.canUse(turn, 1, free), "who has the turn may take it")
 			}
 			require.False(t, s.canOffer(now, free), "free room is held as long as an ingress waits")
 		}
-		if at, ok := s.next(); ok {
+		if at, ok := s.nextExpiry(); ok {
 			require.LessOrEqual(t, at.Sub(now), waitLife)
 		} else {
 			require.Zero(t, s.held)
 		}
-		s.expire(now.Add(waitLife))
+		s.expireOffers(now.Add(waitLife))
 		require.Zero(t, s.held, "no room is kept")
 	})
 }
@@ -93,29 +95,30 @@ func TestLawTheOnlyIngressIsNeverHeldUp(t *testing.T) {
 			switch rapid.IntRange(0, 3).Draw(t, "step") {
 			case 0:
 				need := rapid.IntRange(1, room).Draw(t, "need")
-				granted := s.mayTake("a", need, free)
+				granted := s.canUse("a", need, free)
 				require.Equal(t, need <= free, granted)
 				if granted {
 					free -= need
-					s.take(now, "a", need)
+					s.useRoom(now, "a", need)
 				} else {
-					s.wait(now, "a", need)
+					s.addWait(now, "a", need)
 				}
 			case 1:
 				free = min(free+1, room)
 			case 2:
-				s.wait(now, "a", 0)
+				s.addWait(now, "a", 0)
 			default:
 				now = now.Add(time.Duration(rapid.IntRange(0, 4000).Draw(t, "ms")) * time.Millisecond)
-				s.expire(now)
+				s.expireOffers(now)
 			}
-			s.offer(now, free)
+			s.offerRoom(now, free)
 			checkTurns(t, &s, free)
 		}
 	})
 }
 
-// TestLawTurnsAreEqual: of ingresses that wait all the time each has as many turns as the others, however late they take them.
+// TestLawTurnsAreEqual: of ingresses that wait all the time each has as many turns as the others, however
+// late they take them.
 func TestLawTurnsAreEqual(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		var s turns
@@ -125,27 +128,27 @@ func TestLawTurnsAreEqual(t *testing.T) {
 		for range rapid.IntRange(50, 200).Draw(t, "steps") {
 			now = now.Add(10 * time.Millisecond)
 			for i := range k {
-				s.wait(now, strconv.Itoa(i), 0)
+				s.addWait(now, strconv.Itoa(i), 0)
 			}
 			if free < room && rapid.Bool().Draw(t, "freed") {
 				free++
 			}
-			if turn := s.offer(now, free); turn != "" {
+			if turn := s.offerRoom(now, free); turn != "" {
 				count[turn]++
 				owed = append(owed, turn)
 			}
 			for len(owed) > 0 && rapid.Bool().Draw(t, "taken") {
 				i := rapid.IntRange(0, len(owed)-1).Draw(t, "who")
-				require.True(t, s.mayTake(owed[i], 1, free))
-				s.take(now, owed[i], 1)
+				require.True(t, s.canUse(owed[i], 1, free))
+				s.useRoom(now, owed[i], 1)
 				free--
 				owed = append(owed[:i], owed[i+1:]...)
 			}
 			for _, p := range s.places {
-				if p.told > 0 && now.Sub(p.due) > -50*time.Millisecond { // in time
+				if p.offered > 0 && now.Sub(p.offerEnds) > -50*time.Millisecond { // in time
 					for i := len(owed) - 1; i >= 0; i-- {
 						if owed[i] == p.ingress {
-							s.take(now, p.ingress, 1)
+							s.useRoom(now, p.ingress, 1)
 							free--
 							owed = append(owed[:i], owed[i+1:]...)
 						}
@@ -255,7 +258,7 @@ func TestABusyEngineHoldsNoRoom(t *testing.T) {
 		r.send(msg.Demand{Ingress: "far", Waits: true})
 		r.send(msg.Done{TicketID: a.Ticket.ID, Busy: true, Outcome: msg.FailedOutcome})
 		require.Equal(t, msg.Full, r.askFor("far").Refusal)
-		time.Sleep(DefaultBusyHold + time.Millisecond)
+		time.Sleep(defaultBusyHold + time.Millisecond)
 		synctest.Wait()
 		assert.Equal(t, "far", r.last().Turn, "its turn comes again when the engine takes requests")
 		require.Equal(t, msg.Granted, r.askFor("far").Refusal)
