@@ -14,93 +14,98 @@ import (
 	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
 )
 
-// Pauses between two rounds of a question that nobody could answer.
+// Pauses between two rounds of a query that no node answered.
 const (
 	roundPauseMin = 50 * time.Millisecond
-	roundPauseMax = 500 * time.Millisecond // the share in "grants accepted again within 3 s"
+	roundPauseMax = 500 * time.Millisecond // so that grants are accepted again within 3 s after an election
 )
 
-// fairWait is how long a node must have been asked before its silence says something about it. One that is asked with what another
-// node left of the caller's time is not to blame.
+// fairWait is the shortest time after which a node without an answer counts as silent. A node that got only
+// the rest of the caller's time after another node is not at fault.
 const fairWait = 100 * time.Millisecond
 
-// question is what the leader is asked, in-process (nil = never) or over the wire.
-type question[R any] struct {
+// leaderQuery is a question to the leader, in-process (local, nil = never) or over the wire (remote).
+type leaderQuery[R any] struct {
 	limit  time.Duration // for one node
-	once   bool          // a node that may have heard it is the last to be asked
+	once   bool          // after a node that may have received it, no other node is asked
 	any    bool          // every control node may answer it
 	local  func(msg.Leader, msg.Assigner) (R, error)
 	remote func(context.Context, dpservev1.ControlClient, ...grpc.CallOption) (R, error)
 }
 
-// ask is one round: this node if it leads, else each control node until one answers. A node that does not lead names who does,
-// and that is asked next.
-func ask[R any](ctx context.Context, c *LeaderClient, q question[R]) (R, error) {
+// askLeader is one round: this node if it leads, else each control node until one answers. A node that does
+// not lead names the leader, which is asked next.
+func askLeader[R any](ctx context.Context, c *LeaderClient, q leaderQuery[R]) (R, error) {
 	var none R
 	last := error(&notLeaderError{})
 	if leader, assigner, ok := c.cfg.Leading(); ok && q.local != nil {
 		r, err := q.local(leader, assigner)
-		if err == nil || ctx.Err() != nil || !elsewhere(err) {
+		if err == nil || ctx.Err() != nil || !mayRetryElsewhere(err) {
 			return r, err
 		}
 		last = err
 	}
 	tried := map[string]bool{}
-	for node, ok := c.next(tried); ok; node, ok = c.next(tried) {
+	for node, ok := c.nextNode(tried); ok; node, ok = c.nextNode(tried) {
 		tried[node] = true
-		r, err := at(ctx, c, node, q)
-		if err == nil || ctx.Err() != nil || !elsewhere(err) || errors.Is(err, cluster.ErrOutcomeUnknown) {
+		r, err := askNode(ctx, c, node, q)
+		if err == nil || ctx.Err() != nil || !mayRetryElsewhere(err) ||
+			errors.Is(err, cluster.ErrOutcomeUnknown) {
 			return r, err
 		}
 		last = err
 	}
 	return none, problem.New(problem.Unavailable, "no leader answers: %w", last).
-		WithHint("wait for the election; if it does not end, look at `dpserve nodes`: most control nodes must be alive")
+		WithHint("wait for the election; if it does not end, look at `dpserve nodes`: " +
+			"most control nodes must be alive")
 }
 
-// at asks one node.
-func at[R any](ctx context.Context, c *LeaderClient, node string, q question[R]) (R, error) {
+// askNode asks one node.
+func askNode[R any](ctx context.Context, c *LeaderClient, node string, q leaderQuery[R]) (R, error) {
 	began := time.Now()
-	r, err := call(ctx, c.cfg.Conns, node, q.limit, func(ctx context.Context, conn *grpc.ClientConn, opts ...grpc.CallOption) (R, error) {
-		return q.remote(ctx, dpservev1.NewControlClient(conn), opts...)
-	})
+	r, err := callNode(ctx, c.cfg.Conns, node, q.limit,
+		func(ctx context.Context, conn *grpc.ClientConn, opts ...grpc.CallOption) (R, error) {
+			return q.remote(ctx, dpservev1.NewControlClient(conn), opts...)
+		})
 	if !q.any {
-		c.judge(ctx, node, err, time.Since(began))
+		c.noteResult(ctx, node, err, time.Since(began))
 	}
-	if q.once && unanswered(err) {
-		return r, problem.New(problem.Unavailable, "propose at %s: %w", node, cluster.ErrOutcomeUnknown).WithHint("look at the state, then try again")
+	if q.once && mayHaveApplied(err) {
+		return r, problem.New(problem.Unavailable, "propose at %s: %w", node,
+			cluster.ErrOutcomeUnknown).WithHint("look at the state, then try again")
 	}
 	return r, err
 }
 
-// judge keeps what came of asking a node for so long. One that was silent until the caller's own patience was over is no better than
-// one that was silent for the limit.
-func (c *LeaderClient) judge(ctx context.Context, node string, err error, asked time.Duration) {
+// noteResult notes the result of asking a node, which took the time asked. A node that was silent until the
+// caller's own deadline counts like one that was silent for the limit.
+func (c *LeaderClient) noteResult(ctx context.Context, node string, err error, asked time.Duration) {
 	switch {
 	case err == nil:
-		c.learn(node, nil)
+		c.updateLeader(node, nil)
 	case errors.Is(ctx.Err(), context.Canceled): // the caller left
 	case errors.Is(err, context.DeadlineExceeded) || ctx.Err() != nil:
 		if asked >= fairWait {
-			c.learn(node, context.DeadlineExceeded)
+			c.updateLeader(node, context.DeadlineExceeded)
 		}
 	default:
-		c.learn(node, err)
+		c.updateLeader(node, err)
 	}
 }
 
-// unanswered says that a node may have taken a call that it did not answer.
-func unanswered(err error) bool {
-	return err != nil && !errors.Is(err, errUnsent) && elsewhere(err) && !errors.Is(err, cluster.ErrNotLeader)
+// mayHaveApplied says whether a node may have taken a call that it did not answer.
+func mayHaveApplied(err error) bool {
+	return err != nil && !errors.Is(err, errUnsent) && mayRetryElsewhere(err) &&
+		!errors.Is(err, cluster.ErrNotLeader)
 }
 
-// persist asks round after round until there is a leader that answers, or ctx ends; without a deadline after persistLimit.
-func persist[R any](ctx context.Context, c *LeaderClient, q question[R]) (R, error) {
+// askUntilAnswered repeats rounds until a leader answers, or ctx ends; without a deadline until persistLimit.
+func askUntilAnswered[R any](ctx context.Context, c *LeaderClient, q leaderQuery[R]) (R, error) {
 	ctx, cancel := context.WithTimeout(ctx, persistLimit)
 	defer cancel()
 	for pause := roundPauseMin; ; pause = min(2*pause, roundPauseMax) {
-		r, err := ask(ctx, c, q)
-		if err == nil || ctx.Err() != nil || !elsewhere(err) {
+		r, err := askLeader(ctx, c, q)
+		if err == nil || ctx.Err() != nil || !mayRetryElsewhere(err) {
 			return r, err
 		}
 		if !sleep(ctx, pause/2+rand.N(pause)/2) {
@@ -109,7 +114,7 @@ func persist[R any](ctx context.Context, c *LeaderClient, q question[R]) (R, err
 	}
 }
 
-// sleep waits, and says whether ctx is still there.
+// sleep waits. It returns false if ctx ended.
 func sleep(ctx context.Context, d time.Duration) bool {
 	t := time.NewTimer(d)
 	defer t.Stop()

@@ -9,8 +9,8 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// Bounds of messages, in bytes. The largest a server takes is a report with all its log lines, the largest a client takes the
-// state of the cluster.
+// Bounds of messages, in bytes. The largest request is a report with all its log lines, the largest reply is
+// the state of the cluster.
 const (
 	maxRequest     = 16 << 20
 	maxReply       = 64 << 20
@@ -19,8 +19,8 @@ const (
 	maxMemberCalls = 10_000 // calls of one member on one connection; the bound is admission
 )
 
-// ServerOptions are those of the gRPC server for members: bounds, and a count of what this version does not know, which it
-// refuses or passes over.
+// ServerOptions are the options of the gRPC server for members: bounds, and a counter of methods and fields
+// that this version does not know. It refuses unknown methods and ignores unknown fields.
 func ServerOptions(unknown func(what string)) []grpc.ServerOption {
 	if unknown == nil {
 		unknown = func(string) {}
@@ -31,7 +31,8 @@ func ServerOptions(unknown func(what string)) []grpc.ServerOption {
 			unknown("method")
 			return status.Error(codes.Unimplemented, "unknown method")
 		}),
-		grpc.ChainUnaryInterceptor(func(ctx context.Context, req any, _ *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any, error) {
+		grpc.ChainUnaryInterceptor(func(ctx context.Context, req any, _ *grpc.UnaryServerInfo,
+			next grpc.UnaryHandler) (any, error) {
 			if m, ok := req.(proto.Message); ok && len(m.ProtoReflect().GetUnknown()) > 0 {
 				unknown("field")
 			}
@@ -40,10 +41,10 @@ func ServerOptions(unknown func(what string)) []grpc.ServerOption {
 	}
 }
 
-// EnrollOptions are those of the gRPC server that strangers meet: it serves Enroll alone, in small messages.
+// EnrollOptions are the options of the gRPC server for strangers: it serves Enroll alone, in small messages.
 func EnrollOptions() []grpc.ServerOption {
 	return []grpc.ServerOption{grpc.MaxRecvMsgSize(maxEnroll), grpc.MaxConcurrentStreams(maxEnrollCalls)}
 }
 
-// callOptions are those of every call to another node.
+// callOptions are the options of every call to another node.
 func callOptions() []grpc.CallOption { return []grpc.CallOption{grpc.MaxCallRecvMsgSize(maxReply)} }

@@ -53,7 +53,8 @@ func newTown(t *testing.T, names ...string) *town {
 	t.Helper()
 	w := &town{t: t, store: newFakeStore(), nodes: map[string]*townsman{}}
 	for _, name := range names {
-		w.store.put(&state.Node{ID: name, UID: "uid-" + name, Address: net.JoinHostPort(name, "7947"), Roles: rolesNamed(name)})
+		w.store.put(&state.Node{ID: name, UID: "uid-" + name, Address: net.JoinHostPort(name, "7947"),
+			Roles: rolesNamed(name)})
 	}
 	for _, name := range names {
 		w.nodes[name] = w.settle(name)
@@ -64,7 +65,10 @@ func newTown(t *testing.T, names ...string) *town {
 func (w *town) settle(name string) *townsman {
 	m := &townsman{town: w, name: name, agent: &fakeAgent{}, view: &fakeView{}}
 	m.hint.Store("")
-	m.conns = NewConns(ConnsConfig{Dial: func(address, _ string) (*grpc.ClientConn, error) { return w.dial(name, address) }, Nodes: w.store.nodes})
+	m.conns = NewConns(ConnsConfig{Dial: func(address, _ string) (*grpc.ClientConn,
+		error) {
+		return w.dial(name, address)
+	}, Nodes: w.store.nodes})
 	var store msg.Store = w.store
 	if !slices.Contains(rolesNamed(name), state.RoleControl) {
 		store = follower{w.store}
@@ -106,9 +110,11 @@ func (m *townsman) open() {
 		Follow: func(ctx context.Context, from uint64, send func([]byte, uint64) error) error {
 			return m.follow(ctx, from, send)
 		},
-		Peer: peerOf, Version: "v0.2.0", Unknown: func(string) { m.unknown.Add(1) }, Log: slog.New(slog.DiscardHandler),
+		Peer: peerOf, Version: "v0.2.0", Unknown: func(string) { m.unknown.Add(1) },
+		Log: slog.New(slog.DiscardHandler),
 	}))
-	dpservev1.RegisterNodeServer(m.server, NewNodeServer(NodeConfig{Agent: m.agent, View: m.view, Peer: peerOf}))
+	dpservev1.RegisterNodeServer(m.server,
+		NewNodeServer(NodeConfig{Agent: m.agent, View: m.view, Peer: peerOf}))
 	go func() { _ = m.server.Serve(ln) }()
 }
 
@@ -123,7 +129,8 @@ func (w *town) close() {
 
 // lead makes one node the leader and tells the others of it.
 func (w *town) lead(name string) *fakeLeader {
-	l := &fakeLeader{name: name, store: w.store, lost: make(chan struct{}), published: make(chan msg.Publish, 64)}
+	l := &fakeLeader{name: name, store: w.store, lost: make(chan struct{}),
+		published: make(chan msg.Publish, 64)}
 	for _, m := range w.nodes {
 		if old := m.leads.Swap(nil); old != nil {
 			close(old.lost)
@@ -138,10 +145,16 @@ func (w *town) lead(name string) *fakeLeader {
 
 // dial connects in memory, and says in the metadata who calls.
 func (w *town) dial(from, address string) (*grpc.ClientConn, error) {
-	return grpc.NewClient("passthrough:///"+address, grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithNoProxy(),
-		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoff.Config{BaseDelay: 10 * time.Millisecond, Multiplier: 1.6, MaxDelay: 100 * time.Millisecond}, MinConnectTimeout: time.Second}),
-		grpc.WithContextDialer(func(ctx context.Context, a string) (net.Conn, error) { return w.net.DialContext(ctx, "tcp", a) }),
-		grpc.WithUnaryInterceptor(func(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, do grpc.UnaryInvoker, opts ...grpc.CallOption) error {
+	return grpc.NewClient("passthrough:///"+address, grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithNoProxy(),
+		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoff.Config{BaseDelay: 10 * time.Millisecond,
+			Multiplier: 1.6, MaxDelay: 100 * time.Millisecond}, MinConnectTimeout: time.Second}),
+		grpc.WithContextDialer(func(ctx context.Context, a string) (net.Conn,
+			error) {
+			return w.net.DialContext(ctx, "tcp", a)
+		}),
+		grpc.WithUnaryInterceptor(func(ctx context.Context, method string, req, reply any,
+			cc *grpc.ClientConn, do grpc.UnaryInvoker, opts ...grpc.CallOption) error {
 			return do(metadata.AppendToOutgoingContext(ctx, "from", from), method, req, reply, cc, opts...)
 		}))
 }
@@ -158,7 +171,8 @@ func peerOf(ctx context.Context) (pki.Identity, bool) {
 
 // identityNamed is what the certificate of a node says.
 func identityNamed(name string) pki.Identity {
-	return pki.Identity{Cluster: "c", Node: name, UID: "uid-" + name, Roles: rolesOf(&state.Node{Roles: rolesNamed(name)})}
+	return pki.Identity{Cluster: "c", Node: name, UID: "uid-" + name,
+		Roles: rolesOf(&state.Node{Roles: rolesNamed(name)})}
 }
 
 // rolesNamed are the roles of a node of a town: its name, or those of a control node.
@@ -334,7 +348,8 @@ type fakeView struct {
 }
 
 func (v *fakeView) Statuses(context.Context) (map[string][]msg.RankStatus, map[string]int, error) {
-	return map[string][]msg.RankStatus{"chat/0": {{Rank: 1, Node: "b", Phase: "ready", TokensPerS: 2.5}}}, map[string]int{"chat": 4}, v.err
+	return map[string][]msg.RankStatus{"chat/0": {{Rank: 1, Node: "b", Phase: "ready", TokensPerS: 2.5}}},
+		map[string]int{"chat": 4}, v.err
 }
 
 func (v *fakeView) Logs(ctx context.Context, q msg.LogQuery, give func(msg.LogLine) error) error {

@@ -33,7 +33,8 @@ func inTown(t *testing.T, f func(t *testing.T, w *town), names ...string) {
 }
 
 func report(node string) *msg.NodeReport {
-	return &msg.NodeReport{Node: state.Node{ID: node, UID: "uid-" + node, Roles: rolesNamed(node)}, Index: 5, Events: []msg.UnitEvent{{Number: 8, Unit: "chat/0", Kind: msg.UnitReady}}}
+	return &msg.NodeReport{Node: state.Node{ID: node, UID: "uid-" + node, Roles: rolesNamed(node)}, Index: 5,
+		Events: []msg.UnitEvent{{Number: 8, Unit: "chat/0", Kind: msg.UnitReady}}}
 }
 
 func TestRenewFindsTheLeader(t *testing.T) {
@@ -82,7 +83,8 @@ func TestRenewOfAnotherNodeIsRefused(t *testing.T) {
 		old := report("a")
 		old.Node.Version = "v0.0.9"
 		_, err = w.nodes["a"].client.Renew(t.Context(), old)
-		require.EqualError(t, err, "the node runs dpserve v0.0.9, this cluster v0.2.0, which works with v0.1.0 and later")
+		require.EqualError(t, err,
+			"the node runs dpserve v0.0.9, this cluster v0.2.0, which works with v0.1.0 and later")
 		assert.Zero(t, l.renewals.Load())
 
 		l.err = problem.New(problem.PermissionDenied, "removed")
@@ -106,7 +108,8 @@ func TestRenewGoesOnToTheOthers(t *testing.T) {
 	}, "a", "b", "c")
 }
 
-// TestRenewAfterASilentLeader: it is asked last from then on, also if the caller's patience ended before the question's own limit.
+// TestRenewAfterASilentLeader: it is asked last from then on, also if the caller's patience ended before the
+// question's own limit.
 func TestRenewAfterASilentLeader(t *testing.T) {
 	inTown(t, func(t *testing.T, w *town) {
 		l := w.lead("b")
@@ -141,20 +144,21 @@ func TestJudgeIsFair(t *testing.T) {
 		asked        time.Duration
 		known, avoid string
 	}{
-		"silent for the limit":            {t.Context(), silent, time.Second, "", "b"},
-		"silent until the caller left":    {left, context.Canceled, time.Second, "b", ""},
-		"silent until the caller's end":   {over, why, fairWait, "", "b"},
-		"asked at the caller's end":       {over, why, time.Millisecond, "b", ""},
-		"heard that its time is over":     {t.Context(), silent, time.Millisecond, "b", ""},
-		"gone at once":                    {t.Context(), unreached(why), 0, "", "b"},
-		"answered at the caller's end":    {over, nil, time.Second, "b", ""},
-		"refused, which is an answer":     {t.Context(), problem.New(problem.PermissionDenied, "removed"), 0, "b", ""},
+		"silent for the limit":          {t.Context(), silent, time.Second, "", "b"},
+		"silent until the caller left":  {left, context.Canceled, time.Second, "b", ""},
+		"silent until the caller's end": {over, why, fairWait, "", "b"},
+		"asked at the caller's end":     {over, why, time.Millisecond, "b", ""},
+		"heard that its time is over":   {t.Context(), silent, time.Millisecond, "b", ""},
+		"gone at once":                  {t.Context(), addUnreachable(why), 0, "", "b"},
+		"answered at the caller's end":  {over, nil, time.Second, "b", ""},
+		"refused, which is an answer": {t.Context(), problem.New(problem.PermissionDenied, "removed"), 0,
+			"b", ""},
 		"does not lead, and knows no one": {t.Context(), refuseNotLeader(""), 0, "", ""},
 	} {
 		t.Run(name, func(t *testing.T) {
-			client := &LeaderClient{known: "b"}
-			client.judge(c.ctx, "b", c.err, c.asked)
-			assert.Equal(t, []string{c.known, c.avoid}, []string{client.known, client.avoid})
+			client := &LeaderClient{lastLeader: "b"}
+			client.noteResult(c.ctx, "b", c.err, c.asked)
+			assert.Equal(t, []string{c.known, c.avoid}, []string{client.lastLeader, client.lastSilent})
 		})
 	}
 }
@@ -177,7 +181,8 @@ func TestUnknownMessagesAreCounted(t *testing.T) {
 		assert.Equal(t, int64(2), b.unknown.Load())
 
 		req := &dpservev1.AssignRequest{App: "chat", ReplicaId: "chat.0.3"}
-		req.ProtoReflect().SetUnknown(protowire.AppendVarint(protowire.AppendTag(nil, 99, protowire.VarintType), 1))
+		req.ProtoReflect().SetUnknown(protowire.AppendVarint(protowire.AppendTag(nil, 99,
+			protowire.VarintType), 1))
 		_, err = dpservev1.NewControlClient(conn).Assign(t.Context(), req)
 		require.NoError(t, err, "a field of a later version is passed over")
 		assert.Equal(t, int64(3), b.unknown.Load())
@@ -248,7 +253,8 @@ func TestAwaitEndsWithItsContext(t *testing.T) {
 		began := time.Now()
 		_, _, err = w.nodes["a"].client.Await(t.Context(), "moe/0", 1, 4)
 		require.Error(t, err)
-		assert.InDelta(t, persistLimit.Seconds(), time.Since(began).Seconds(), 1, "bounded even without a deadline")
+		assert.InDelta(t, persistLimit.Seconds(), time.Since(began).Seconds(), 1,
+			"bounded even without a deadline")
 	}, "a", "b")
 }
 
@@ -294,7 +300,8 @@ func (p *publisher) count() (waiting int, running bool) {
 func TestProposalsOfFollowers(t *testing.T) {
 	inTown(t, func(t *testing.T, w *town) {
 		a := w.nodes["a"]
-		put := state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{Name: "chat", Spec: []byte(`{}`), Route: "/"}}, Expect: map[string]uint64{"chat": 0}}}
+		put := state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{Name: "chat", Spec: []byte(`{}`),
+			Route: "/"}}, Expect: map[string]uint64{"chat": 0}}}
 		_, err := a.client.Propose(t.Context(), put)
 		require.ErrorIs(t, err, cluster.ErrNotLeader)
 		w.lead("c")
@@ -303,7 +310,8 @@ func TestProposalsOfFollowers(t *testing.T) {
 		assert.Equal(t, map[string]uint64{"chat": 1}, r.Apps)
 		_, err = a.client.Forward(t.Context(), *w.store.nodes()["b"], put)
 		require.ErrorIs(t, err, state.ErrStaleRevision, "b names c, and c refuses")
-		_, err = a.client.Propose(t.Context(), state.Command{Init: &state.Init{Cluster: "c", Secret: []byte("mine")}})
+		_, err = a.client.Propose(t.Context(),
+			state.Command{Init: &state.Init{Cluster: "c", Secret: []byte("mine")}})
 		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
 		_, err = a.client.Propose(t.Context(), state.Command{TurnKey: &state.TurnKey{Next: []byte("mine")}})
 		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
@@ -403,7 +411,8 @@ func TestCertify(t *testing.T) {
 		assert.Equal(t, own, c.Identity)
 		_, _, err = w.nodes["worker"].client.Certify(t.Context(), own, []byte("junk"))
 		assert.Equal(t, problem.InvalidArgument, problem.CodeOf(err))
-		w.store.put(&state.Node{ID: "worker", UID: "another", Address: "worker:7947", Roles: []state.Role{state.RoleWorker}})
+		w.store.put(&state.Node{ID: "worker", UID: "another", Address: "worker:7947",
+			Roles: []state.Role{state.RoleWorker}})
 		_, _, err = w.nodes["worker"].client.Certify(t.Context(), own, csr)
 		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
 	}, "worker", "b")
@@ -431,14 +440,16 @@ func TestARenewedCertificateHasTheRolesAndTheKeyOfTheJoin(t *testing.T) {
 		_, other := request(t)
 		sum, err := pki.KeySum(csr)
 		require.NoError(t, err)
-		w.store.put(&state.Node{ID: "worker", UID: "uid-worker", Address: "worker:7947", Roles: []state.Role{state.RoleWorker}, Key: sum})
+		w.store.put(&state.Node{ID: "worker", UID: "uid-worker", Address: "worker:7947",
+			Roles: []state.Role{state.RoleWorker}, Key: sum})
 		own := identityNamed("worker")
 		_, _, err = w.nodes["worker"].client.Certify(t.Context(), own, csr)
 		require.NoError(t, err)
 		_, _, err = w.nodes["worker"].client.Certify(t.Context(), own, other)
 		require.EqualError(t, err, "certificate: node worker has joined with another key")
 		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
-		w.store.put(&state.Node{ID: "worker", UID: "uid-worker", Address: "worker:7947", Roles: []state.Role{state.RoleControl}, Key: sum})
+		w.store.put(&state.Node{ID: "worker", UID: "uid-worker", Address: "worker:7947",
+			Roles: []state.Role{state.RoleControl}, Key: sum})
 		_, _, err = w.nodes["worker"].client.Certify(t.Context(), own, csr)
 		require.ErrorIs(t, err, state.ErrRolesFixed)
 		require.ErrorContains(t, err, "its certificate is for roles [worker], not [control]")
@@ -473,9 +484,11 @@ func TestNodesWithoutRoleControlMakeNoMembers(t *testing.T) {
 			_, err := w.nodes["ingress"].client.Propose(t.Context(), c)
 			assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err), "%s: %v", c.Kind(), err)
 		}
-		_, err := w.nodes["a"].client.Propose(t.Context(), state.Command{PutNode: &state.PutNode{Node: claim, AnyRoles: true}})
+		_, err := w.nodes["a"].client.Propose(t.Context(),
+			state.Command{PutNode: &state.PutNode{Node: claim, AnyRoles: true}})
 		require.ErrorIs(t, err, state.ErrRolesFixed)
-		_, err = w.nodes["a"].client.Propose(t.Context(), state.Command{PutToken: &state.Token{Hash: "h", Expires: 1, Uses: 1}})
+		_, err = w.nodes["a"].client.Propose(t.Context(),
+			state.Command{PutToken: &state.Token{Hash: "h", Expires: 1, Uses: 1}})
 		require.NoError(t, err)
 	}, "a", "b", "ingress")
 }
@@ -511,16 +524,17 @@ func TestConnsFollowTheNodes(t *testing.T) {
 		moved, err := a.Get("b")
 		require.NoError(t, err)
 		assert.NotSame(t, first, moved)
-		require.ErrorIs(t, fromStatus("b", first.Invoke(t.Context(), "/x/y", &emptypb.Empty{}, &emptypb.Empty{})), ErrUnreachable, "it is closed")
+		require.ErrorIs(t, fromStatus("b", first.Invoke(t.Context(), "/x/y", &emptypb.Empty{},
+			&emptypb.Empty{})), ErrUnreachable, "it is closed")
 
 		w.store.put(&state.Node{ID: "b", UID: "uid-b2", Address: "elsewhere:1"})
 		_, err = a.Get("b")
 		require.NoError(t, err)
-		assert.Equal(t, "uid-b2", a.held["b"].uid)
+		assert.Equal(t, "uid-b2", a.open["b"].uid)
 		w.store.change(func(st *state.State) { st.Nodes = nil })
 		_, err = a.Get("b")
 		require.ErrorIs(t, err, state.ErrUnknownNode)
-		assert.Empty(t, a.held)
+		assert.Empty(t, a.open)
 		require.NoError(t, a.Close())
 		_, err = a.Get("b")
 		require.ErrorIs(t, err, ErrUnreachable)
@@ -534,5 +548,6 @@ func TestConnsReportAFailedDial(t *testing.T) {
 	})
 	_, err := c.Get("b")
 	require.ErrorIs(t, err, ErrUnreachable)
-	require.EqualError(t, c.Node("b").StopRank(t.Context(), &msg.StopRank{Unit: "chat/0"}), "node b cannot be reached: bad address")
+	require.EqualError(t, c.Node("b").StopRank(t.Context(), &msg.StopRank{Unit: "chat/0"}),
+		"node b cannot be reached: bad address")
 }

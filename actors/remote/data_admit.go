@@ -7,18 +7,19 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 )
 
-// admit asks the rank's DPServer for a ticket, for as long as the request's stream is open; ok is false if that has ended.
-func (p *passage) admit(ctx context.Context) (rep msg.AdmitReply, ok bool) {
+// admit asks the rank's DPServer for a ticket that lives as long as the request's stream; ok is false if the
+// stream has ended.
+func (p *dataRequest) admit(ctx context.Context) (rep msg.AdmitReply, ok bool) {
 	s, box := p.server, p.target.mailbox
 	reply, _ := s.replies.Get().(chan msg.AdmitReply)
 	m := p.head.admit
 	m.Ctx, m.Reply = p.r.Context(), reply
-	if len(p.in.blocks) > 0 {
-		m.Blocks = p.in.blocks
+	if len(p.upload.blocks) > 0 {
+		m.Blocks = p.upload.blocks
 	}
 	if box.TrySend(&m) != nil {
 		s.replies.Put(reply)
-		return p.unsent(), true
+		return p.mailboxRefusal(), true
 	}
 	patience := time.NewTimer(s.timers.Admit)
 	defer patience.Stop()
@@ -27,19 +28,19 @@ func (p *passage) admit(ctx context.Context) (rep msg.AdmitReply, ok bool) {
 		s.replies.Put(reply)
 		return rep, true
 	case <-box.Stopped():
-		p.settled = false // the message may still hold the hashes
-		return p.afterStop(reply), true
+		p.isBodyFree = false // the mailbox may still hold the message and its hashes
+		return p.replyAfterStop(reply), true
 	case <-ctx.Done():
-		p.late(reply)
+		p.returnLateTicket(reply)
 		return rep, false
 	case <-patience.C:
-		p.late(reply)
+		p.returnLateTicket(reply)
 		return msg.AdmitReply{Refusal: msg.Overloaded, Epoch: p.target.epoch}, true
 	}
 }
 
-// unsent tells a full mailbox from a stopped one.
-func (p *passage) unsent() msg.AdmitReply {
+// mailboxRefusal tells a full mailbox from a stopped one.
+func (p *dataRequest) mailboxRefusal() msg.AdmitReply {
 	rep := msg.AdmitReply{Refusal: msg.Overloaded, Epoch: p.target.epoch}
 	select {
 	case <-p.target.mailbox.Stopped():
@@ -49,8 +50,8 @@ func (p *passage) unsent() msg.AdmitReply {
 	return rep
 }
 
-// afterStop takes an answer that came just before the actor ended.
-func (p *passage) afterStop(reply chan msg.AdmitReply) msg.AdmitReply {
+// replyAfterStop returns an answer that came just before the actor ended.
+func (p *dataRequest) replyAfterStop(reply chan msg.AdmitReply) msg.AdmitReply {
 	select {
 	case rep := <-reply:
 		return rep
@@ -59,10 +60,10 @@ func (p *passage) afterStop(reply chan msg.AdmitReply) msg.AdmitReply {
 	}
 }
 
-// late takes a ticket that comes after its request has left, and gives it back. One goroutine per such request, ended by the
-// answer, the actor's end or a deadline.
-func (p *passage) late(reply chan msg.AdmitReply) {
-	p.settled = false
+// returnLateTicket gives back a ticket that is granted after its request has ended. It runs one goroutine per
+// such request, which ends with the answer, the actor or a deadline.
+func (p *dataRequest) returnLateTicket(reply chan msg.AdmitReply) {
+	p.isBodyFree = false
 	s, box := p.server, p.target.mailbox
 	s.running.Go(func() {
 		timeout := time.NewTimer(s.timers.LateTicket)

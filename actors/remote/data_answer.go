@@ -9,22 +9,22 @@ import (
 	"github.com/dpserve/dpserve/internal/engineleg"
 )
 
-// fail answers that the request is none of this port's.
-func (p *passage) fail(status int, cause string) (clean bool) {
+// answerError answers a request that this port does not pass on.
+func (p *dataRequest) answerError(status int, cause string) (clean bool) {
 	p.w.Header()[dataCause] = []string{cause}
-	return p.own(status)
+	return p.answerEmpty(status)
 }
 
-// failed answers that the engine gave no answer. The ticket is the ingress's to give back.
-func (p *passage) failed(cause string, resent bool) (clean bool) {
+// answerEngineError answers that the engine gave no answer. The ingress gives the ticket back.
+func (p *dataRequest) answerEngineError(cause string, resent bool) (clean bool) {
 	h := p.w.Header()
-	p.ticketHeader(h)
+	p.setTicketHeader(h)
 	markResent(h, resent)
-	return p.fail(http.StatusBadGateway, cause)
+	return p.answerError(http.StatusBadGateway, cause)
 }
 
 // refuse answers that there is no ticket.
-func (p *passage) refuse(rep *msg.AdmitReply) (clean bool) {
+func (p *dataRequest) refuse(rep *msg.AdmitReply) (clean bool) {
 	h := p.w.Header()
 	h[dataRefused] = []string{rep.Refusal.String()}
 	h[dataEpoch] = []string{strconv.FormatUint(rep.Epoch, 10)}
@@ -32,18 +32,18 @@ func (p *passage) refuse(rep *msg.AdmitReply) (clean bool) {
 	if ms := rep.RetryAfter.Milliseconds(); ms > 0 {
 		h[dataRetryAfter] = []string{strconv.FormatInt(ms, 10)}
 	}
-	return p.own(http.StatusServiceUnavailable)
+	return p.answerEmpty(http.StatusServiceUnavailable)
 }
 
-// own sends an answer without a body.
-func (p *passage) own(status int) (clean bool) {
+// answerEmpty sends an answer without a body.
+func (p *dataRequest) answerEmpty(status int) (clean bool) {
 	p.w.Header()["Content-Length"] = []string{"0"}
 	p.w.WriteHeader(status)
 	return true
 }
 
-// ticketHeader names the ticket.
-func (p *passage) ticketHeader(h http.Header) {
+// setTicketHeader writes the ticket into the header.
+func (p *dataRequest) setTicketHeader(h http.Header) {
 	if p.ticket.ID == 0 {
 		return
 	}
@@ -59,8 +59,9 @@ func markResent(h http.Header, resent bool) {
 	}
 }
 
-// answerHeader passes an engine's header on. What net/http would add of itself stays out: the ingress gets what the engine said.
-func (p *passage) answerHeader(engine http.Header, resent bool) {
+// copyEngineHeader copies an engine's header to the answer. Date and Content-Type are set to nil, because
+// net/http would add its own.
+func (p *dataRequest) copyEngineHeader(engine http.Header, resent bool) {
 	h, hop := p.w.Header(), engineleg.HopNames(engine)
 	h["Date"], h["Content-Type"] = nil, nil
 	for name, values := range engine {
@@ -68,6 +69,6 @@ func (p *passage) answerHeader(engine http.Header, resent bool) {
 			h[name] = values
 		}
 	}
-	p.ticketHeader(h)
+	p.setTicketHeader(h)
 	markResent(h, resent)
 }

@@ -8,8 +8,8 @@ import (
 	"time"
 )
 
-// arrival is the memory of a request's body: chain hashes, then what goes to the engine. It is used again.
-type arrival struct {
+// requestBody is the memory of a request's body: chain hashes, then the engine's body. It is re-used.
+type requestBody struct {
 	b      []byte
 	blocks []uint64
 }
@@ -19,9 +19,10 @@ var (
 	errBodyCut      = errors.New("the body did not come whole")
 )
 
-// read reads the whole body before anything else (TRAPS 2). It is given up, with its request, after patience and a second for
+// read reads the whole body before the request is passed on: while a body is unread, net/http does not cancel
+// the request's context when the client leaves. The request is cancelled after patience and one second for
 // each MiB of its announced length.
-func (a *arrival) read(r *http.Request, patience time.Duration, cancel context.CancelCauseFunc) error {
+func (a *requestBody) read(r *http.Request, patience time.Duration, cancel context.CancelCauseFunc) error {
 	a.b = a.b[:0]
 	n := r.ContentLength
 	switch {
@@ -30,11 +31,11 @@ func (a *arrival) read(r *http.Request, patience time.Duration, cancel context.C
 	case n > maxDataBody:
 		return errBodyTooLarge
 	case n < 0:
-		n = firstDataBody
+		n = firstBodyBuffer
 	}
 	late := time.AfterFunc(patience+time.Duration(n>>20)*time.Second, func() {
 		cancel(errBodyCut)
-		_ = r.Body.Close() // a Read that waits ends
+		_ = r.Body.Close() // it ends a Read that waits
 	})
 	defer late.Stop()
 	if cap(a.b) <= int(n) {
@@ -43,7 +44,7 @@ func (a *arrival) read(r *http.Request, patience time.Duration, cancel context.C
 	return a.fill(r.Body)
 }
 
-func (a *arrival) fill(body io.Reader) error {
+func (a *requestBody) fill(body io.Reader) error {
 	for {
 		if len(a.b) == cap(a.b) {
 			a.b = append(a.b, 0)[:len(a.b)]

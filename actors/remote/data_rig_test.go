@@ -120,7 +120,8 @@ const (
 	dataTestNode = "n2"
 	ticketID     = 77
 
-	dataTestWindow = 256 << 10 // bytes a stream may hold back at the client; small, so that tests fill it soon
+	// bytes a stream may hold back at the client; small, so that tests fill it soon
+	dataTestWindow = 256 << 10
 )
 
 // dataOptions change a rig before it starts.
@@ -143,9 +144,11 @@ func newDataRig(t *testing.T, o dataOptions) *dataRig {
 	if o.target.Addressing == "" {
 		o.target.Addressing = "url"
 	}
-	g.rank.reply = msg.AdmitReply{Epoch: 3, Seq: 12, Ticket: msg.Ticket{ID: ticketID, Epoch: 3, Incarnation: 9, Seq: 12, Rank: routing.ID(0, 1), Target: o.target}}
+	g.rank.reply = msg.AdmitReply{Epoch: 3, Seq: 12, Ticket: msg.Ticket{ID: ticketID, Epoch: 3,
+		Incarnation: 9, Seq: 12, Rank: routing.ID(0, 1), Target: o.target}}
 	cfg := DataConfig{
-		Feed: g.feed, Caller: func(context.Context) (string, bool) { return "n1", true }, Log: slog.New(slog.DiscardHandler),
+		Feed: g.feed, Caller: func(context.Context) (string, bool) { return "n1", true },
+		Log: slog.New(slog.DiscardHandler),
 	}
 	if o.config != nil {
 		o.config(&cfg)
@@ -166,7 +169,8 @@ func newDataRig(t *testing.T, o dataOptions) *dataRig {
 
 func (g *dataRig) snapshot(epoch, incarnation uint64, target msg.Target) {
 	g.feed.say(&msg.Record{
-		App: "demo", Unit: "demo/0", Rank: routing.ID(0, 1), Epoch: epoch, Incarnation: incarnation, Kind: msg.RecSnapshot,
+		App: "demo", Unit: "demo/0", Rank: routing.ID(0, 1), Epoch: epoch, Incarnation: incarnation,
+		Kind:     msg.RecSnapshot,
 		Snapshot: &msg.Snapshot{Node: dataTestNode, Target: target, Mailbox: g.rank},
 	})
 }
@@ -178,8 +182,10 @@ func (g *dataRig) serve() {
 	p := new(http.Protocols)
 	p.SetUnencryptedHTTP2(true)
 	g.http = &http.Server{
-		Handler: g.server, Protocols: p, ReadHeaderTimeout: time.Minute, ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelError),
-		HTTP2: &http.HTTP2Config{MaxConcurrentStreams: 10_000, MaxReceiveBufferPerStream: 1 << 20, MaxReceiveBufferPerConnection: 64 << 20},
+		Handler: g.server, Protocols: p, ReadHeaderTimeout: time.Minute,
+		ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelError),
+		HTTP2: &http.HTTP2Config{MaxConcurrentStreams: 10_000, MaxReceiveBufferPerStream: 1 << 20,
+			MaxReceiveBufferPerConnection: 64 << 20},
 	}
 	go func() { _ = g.http.Serve(l) }()
 }
@@ -187,9 +193,10 @@ func (g *dataRig) serve() {
 func (g *dataRig) connect() {
 	p := new(http.Protocols)
 	p.SetUnencryptedHTTP2(true)
-	g.way = &http.Transport{Protocols: p, HTTP2: &http.HTTP2Config{MaxReceiveBufferPerStream: dataTestWindow}, DialContext: func(ctx context.Context, network, _ string) (net.Conn, error) {
-		return (&net.Dialer{}).DialContext(ctx, network, g.addr)
-	}}
+	g.way = &http.Transport{Protocols: p, HTTP2: &http.HTTP2Config{MaxReceiveBufferPerStream: dataTestWindow},
+		DialContext: func(ctx context.Context, network, _ string) (net.Conn, error) {
+			return (&net.Dialer{}).DialContext(ctx, network, g.addr)
+		}}
 	g.client = NewDataClient(func(node string) (http.RoundTripper, error) {
 		assert.Equal(g.t, dataTestNode, node)
 		return g.way, nil
@@ -200,7 +207,8 @@ func (g *dataRig) connect() {
 func (g *dataRig) dispatch() *msg.Dispatch {
 	return &msg.Dispatch{
 		Node: dataTestNode, App: "demo", Unit: "demo/0", Rank: routing.ID(0, 1), Path: "/v1/chat/completions",
-		Header: map[string][]string{"Content-Type": {"application/json"}, "X-Request-Id": {"r1"}, "User-Agent": nil}, Body: []byte(`{"model":"m"}`),
+		Header: map[string][]string{"Content-Type": {"application/json"}, "X-Request-Id": {"r1"},
+			"User-Agent": nil}, Body: []byte(`{"model":"m"}`),
 		Admit: &msg.Admit{ReqID: 5, Epoch: 3, Tokens: 40, Estimated: true, Whole: true, Ingress: "n1"},
 	}
 }

@@ -12,18 +12,19 @@ import (
 	"github.com/dpserve/dpserve/internal/engineleg"
 )
 
-// DataConfig is what a data port needs. Feed, Caller and Log are required.
+// DataConfig is the configuration of a data port. Feed, Caller and Log are required.
 type DataConfig struct {
-	Feed   msg.Feed                                            // the ranks of this node
-	Caller func(ctx context.Context) (ingress string, ok bool) // the node behind a request, if it has role ingress
-	Serves func() bool                                         // false: this node may not serve (its lease is over); nil = always
-	Dial   engineleg.Dialer                                    // to the engines; nil = TCP
+	Feed msg.Feed // the ranks of this node
+	// the node that sent a request, if it has role ingress
+	Caller func(ctx context.Context) (ingress string, ok bool)
+	Serves func() bool      // false: this node may not serve, because its lease has expired; nil: always
+	Dial   engineleg.Dialer // to the engines; nil = TCP
 	Log    *slog.Logger
 	Timers DataTimers
 }
 
-// DataServer serves the ranks of its node to the ingresses of others: admission and data in one request of HTTP/2. It is an
-// http.Handler for a server that is not its own. Safe for concurrent use.
+// DataServer serves the ranks of its node to the ingresses of other nodes: admission and data in one HTTP/2
+// request. It is the http.Handler of a server that belongs to the node port. Safe for concurrent use.
 type DataServer struct {
 	caller func(ctx context.Context) (string, bool)
 	serves func() bool
@@ -32,7 +33,7 @@ type DataServer struct {
 	table  *dataTable
 	legs   *engineleg.Legs
 
-	uploads sync.Pool // *arrival
+	uploads sync.Pool // of *requestBody
 	buffers sync.Pool // *[]byte
 	replies sync.Pool // chan msg.AdmitReply
 
@@ -40,11 +41,11 @@ type DataServer struct {
 	stop    context.CancelFunc
 	mu      sync.Mutex
 	closed  bool
-	running sync.WaitGroup // requests, late tickets
+	running sync.WaitGroup // requests, and waits for late tickets
 	cancel  func()
 }
 
-// NewDataServer makes a data port and follows Feed at once.
+// NewDataServer makes a data port and subscribes to Feed at once.
 func NewDataServer(c DataConfig) (*DataServer, error) {
 	if c.Feed == nil || c.Caller == nil || c.Log == nil {
 		return nil, errors.New("a data port needs Feed, Caller and Log")
@@ -55,18 +56,19 @@ func NewDataServer(c DataConfig) (*DataServer, error) {
 	t := c.Timers.withDefaults()
 	s := &DataServer{
 		caller: c.Caller, serves: c.Serves, log: c.Log.With(slog.String("room", "remote")), timers: t,
-		legs: engineleg.New(engineleg.Timers{Dial: t.Dial, IdleOwned: t.IdleOwned, IdleAttached: t.IdleAttached}, c.Dial),
+		legs: engineleg.New(engineleg.Timers{Dial: t.Dial, IdleOwned: t.IdleOwned,
+			IdleAttached: t.IdleAttached}, c.Dial),
 	}
 	s.table = newDataTable(s.log)
-	s.uploads.New = func() any { return &arrival{} }
-	s.buffers.New = func() any { b := make([]byte, dataRelay); return &b }
+	s.uploads.New = func() any { return &requestBody{} }
+	s.buffers.New = func() any { b := make([]byte, relayBuffer); return &b }
 	s.replies.New = func() any { return make(chan msg.AdmitReply, 1) }
 	s.closing, s.stop = context.WithCancel(context.Background())
 	s.cancel = c.Feed.Subscribe(s.table)
 	return s, nil
 }
 
-// Close cuts what runs and waits for it. Idempotent.
+// Close cuts the running requests and waits for them. It is idempotent.
 func (s *DataServer) Close() error {
 	s.mu.Lock()
 	first := !s.closed
@@ -81,8 +83,8 @@ func (s *DataServer) Close() error {
 	return nil
 }
 
-// enter counts a request in; false after Close.
-func (s *DataServer) enter() bool {
+// beginRequest counts a request in; false after Close.
+func (s *DataServer) beginRequest() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if !s.closed {
@@ -91,12 +93,12 @@ func (s *DataServer) enter() bool {
 	return !s.closed
 }
 
-// errClosing is the cause with which Close ends what runs.
+// errClosing is the cause with which Close ends running requests.
 var errClosing = errors.New("the data port is closing")
 
 // ServeHTTP implements http.Handler.
 func (s *DataServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	if !s.enter() {
+	if !s.beginRequest() {
 		panic(http.ErrAbortHandler)
 	}
 	defer s.running.Done()
@@ -105,23 +107,23 @@ func (s *DataServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	rc := http.NewResponseController(w)
 	defer s.onClose(func() {
 		cancel(errClosing)
-		_ = rc.SetWriteDeadline(time.Now()) // a write to a reader that stands still ends too
+		_ = rc.SetWriteDeadline(time.Now()) // it also ends a write to a stalled reader
 	})()
-	in, _ := s.uploads.Get().(*arrival)
-	p := &passage{server: s, w: w, rc: rc, r: r, cancel: cancel, in: in, settled: true}
+	in, _ := s.uploads.Get().(*requestBody)
+	p := &dataRequest{server: s, w: w, rc: rc, r: r, cancel: cancel, upload: in, isBodyFree: true}
 	whole := false
 	defer func() {
-		p.settled = p.settled && whole // after a panic nobody knows who still reads it
-		p.letGo()
+		p.isBodyFree = p.isBodyFree && whole // after a panic another goroutine may still read it
+		p.releaseBody()
 	}()
 	clean := p.run(ctx)
 	whole = true
-	if !clean { // TRAPS 1: the ingress must not take a broken answer for a whole one
+	if !clean { // without the panic net/http would end a broken answer like a complete one
 		panic(http.ErrAbortHandler)
 	}
 }
 
-// onClose calls cut when Close does, until over, which waits for a cut under way.
+// onClose calls cut when Close runs, until the returned function, which waits for a running cut.
 func (s *DataServer) onClose(cut func()) (over func()) {
 	done := make(chan struct{})
 	stop := context.AfterFunc(s.closing, func() {
@@ -135,9 +137,10 @@ func (s *DataServer) onClose(cut func()) (over func()) {
 	}
 }
 
-// keep takes an arrival's memory back, unless it is large, or much larger than what it was used for.
-func (s *DataServer) keep(in *arrival) {
-	if cap(in.b) <= keptDataBody && cap(in.b) <= max(smallDataBody, 4*len(in.b)) && cap(in.blocks) <= keptBlocks {
+// recycle keeps a body's memory, unless it is large, or much larger than its last body.
+func (s *DataServer) recycle(in *requestBody) {
+	if cap(in.b) <= maxKeptBody && cap(in.b) <= max(smallBody, 4*len(in.b)) &&
+		cap(in.blocks) <= maxKeptBlocks {
 		s.uploads.Put(in)
 	}
 }

@@ -10,13 +10,13 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// rankKey names a rank of a node: its unit's name holds the application's.
+// rankKey names a rank of a node. A unit's name contains the application's.
 type rankKey struct {
 	unit string
 	rank routing.RankID
 }
 
-// dataTarget is one incarnation of a rank of this node. Immutable.
+// dataTarget is one incarnation of a rank of this node. It is immutable.
 type dataTarget struct {
 	app         string
 	epoch       uint64
@@ -26,7 +26,7 @@ type dataTarget struct {
 	urls        [openai.NumRoutes]*url.URL
 }
 
-// dataTable is a msg.Sink that knows the ranks of its node. Safe for concurrent use.
+// dataTable is a msg.Sink that keeps the ranks of its node. Safe for concurrent use.
 type dataTable struct {
 	log *slog.Logger
 
@@ -40,7 +40,7 @@ func newDataTable(log *slog.Logger) *dataTable {
 	return &dataTable{log: log, ranks: map[rankKey]*dataTarget{}}
 }
 
-// find gives the incarnation of a rank that runs now; nil if there is none.
+// find returns the incarnation of a rank that runs now; nil if there is none.
 func (t *dataTable) find(app, unit string, rank routing.RankID) *dataTarget {
 	t.mu.RLock()
 	defer t.mu.RUnlock()
@@ -54,30 +54,31 @@ func (t *dataTable) find(app, unit string, rank routing.RankID) *dataTarget {
 func (t *dataTable) Deliver(rec *msg.Record) {
 	switch rec.Kind {
 	case msg.RecSnapshot:
-		t.put(rec)
+		t.addRank(rec)
 	case msg.RecGone:
-		t.drop(rec)
+		t.removeRank(rec)
 	default:
 	}
 }
 
-func (t *dataTable) put(rec *msg.Record) {
+func (t *dataTable) addRank(rec *msg.Record) {
 	key := rankKey{rec.Unit, rec.Rank}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	old := t.ranks[key]
 	if old != nil && (old.epoch > rec.Epoch || old.epoch == rec.Epoch && old.incarnation == rec.Incarnation) {
-		return // a ghost, or known
+		return // of an older epoch, or known
 	}
 	fresh, err := newDataTarget(rec)
 	if err != nil {
-		t.log.Error("rank cannot be served to other nodes", slog.String("app", rec.App), slog.String("unit", rec.Unit), slog.Any("err", err))
+		t.log.Error("rank cannot be served to other nodes", slog.String("app", rec.App),
+			slog.String("unit", rec.Unit), slog.Any("err", err))
 		return
 	}
 	t.ranks[key] = fresh
 }
 
-func (t *dataTable) drop(rec *msg.Record) {
+func (t *dataTable) removeRank(rec *msg.Record) {
 	key := rankKey{rec.Unit, rec.Rank}
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -88,7 +89,8 @@ func (t *dataTable) drop(rec *msg.Record) {
 
 func newDataTarget(rec *msg.Record) (*dataTarget, error) {
 	s := rec.Snapshot
-	r := &dataTarget{app: rec.App, epoch: rec.Epoch, incarnation: rec.Incarnation, mailbox: s.Mailbox, target: s.Target}
+	r := &dataTarget{app: rec.App, epoch: rec.Epoch, incarnation: rec.Incarnation, mailbox: s.Mailbox,
+		target: s.Target}
 	base, err := url.Parse(s.Target.URL)
 	if err != nil {
 		return nil, err

@@ -20,7 +20,8 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// TestDataStream: an engine's stream arrives whole, with its header and the ticket; each chunk as soon as it is there.
+// TestDataStream: an engine's stream arrives whole, with its header and the ticket; each chunk as soon as it
+// is there.
 func TestDataStream(t *testing.T) {
 	next := make(chan struct{})
 	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
@@ -31,10 +32,12 @@ func TestDataStream(t *testing.T) {
 			dataChunks(w, 1)
 		}
 	}})
-	resp, rep, err := g.client.Send(t.Context(), func() *msg.Dispatch { close2(next, 5); return g.dispatch() }())
+	resp, rep, err := g.client.Send(t.Context(),
+		func() *msg.Dispatch { close2(next, 5); return g.dispatch() }())
 	require.NoError(t, err)
 	defer resp.Body.Close()
-	assert.Equal(t, msg.AdmitReply{Epoch: 3, Seq: 12, Ticket: msg.Ticket{ID: ticketID, Epoch: 3, Incarnation: 9, Seq: 12, Rank: routing.ID(0, 1)}}, rep)
+	assert.Equal(t, msg.AdmitReply{Epoch: 3, Seq: 12,
+		Ticket: msg.Ticket{ID: ticketID, Epoch: 3, Incarnation: 9, Seq: 12, Rank: routing.ID(0, 1)}}, rep)
 	assert.Equal(t, "yes", resp.Header.Get("X-Engine"))
 	for name := range resp.Header {
 		assert.NotContains(t, name, dataPrefix)
@@ -81,7 +84,8 @@ func TestDataChunkByChunk(t *testing.T) {
 	assert.ErrorIs(t, err, io.EOF)
 }
 
-// TestDataWholeAndErrors: whatever an engine answers passes byte for byte, statuses that the port itself uses too.
+// TestDataWholeAndErrors: whatever an engine answers passes byte for byte, statuses that the port itself uses
+// too.
 func TestDataWholeAndErrors(t *testing.T) {
 	for _, status := range []int{200, 400, 403, 413, 429, 500, 502, 503} {
 		g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
@@ -108,10 +112,14 @@ func TestDataWholeAndErrors(t *testing.T) {
 	}
 }
 
-// TestDataAdmission: what the rank is asked is what the ingress said, hashes and all; the engine gets the body alone.
+// TestDataAdmission: what the rank is asked is what the ingress said, hashes and all; the engine gets the
+// body alone.
 func TestDataAdmission(t *testing.T) {
 	bodies := make(chan string, 1)
-	g := newDataRig(t, dataOptions{engine: func(_ http.ResponseWriter, r *http.Request) { bodies <- swallowBody(r) }})
+	g := newDataRig(t, dataOptions{engine: func(_ http.ResponseWriter,
+		r *http.Request) {
+		bodies <- swallowBody(r)
+	}})
 	for _, n := range []int{0, 1, 63, 5000} {
 		d := g.dispatch()
 		d.Body = bigBody(400 << 10)
@@ -146,7 +154,8 @@ func TestDataEngineHeader(t *testing.T) {
 	d.Header["X-Data-Parallel-Rank"] = []string{"4"}
 	require.NoError(t, g.send(d).err)
 	assert.Equal(t, http.Header{
-		"Content-Type": {"application/json"}, "Authorization": {"Bearer x"}, "X-Request-Id": {"r1"}, "Content-Length": {"13"},
+		"Content-Type": {"application/json"}, "Authorization": {"Bearer x"}, "X-Request-Id": {"r1"},
+		"Content-Length": {"13"},
 	}, <-seen)
 }
 
@@ -157,12 +166,14 @@ func TestDataAddressing(t *testing.T) {
 		body   string
 	}
 	for mode, want := range map[string]got{
-		"url": {nil, `{"model":"m"}`}, "header": {[]string{"6"}, `{"model":"m"}`}, "body": {nil, `{"model":"m","routed_dp_rank":6}`},
+		"url": {nil, `{"model":"m"}`}, "header": {[]string{"6"}, `{"model":"m"}`},
+		"body": {nil, `{"model":"m","routed_dp_rank":6}`},
 	} {
 		seen := make(chan got, 1)
-		g := newDataRig(t, dataOptions{target: msg.Target{Addressing: mode, Selector: 6}, engine: func(_ http.ResponseWriter, r *http.Request) {
-			seen <- got{r.Header["X-Data-Parallel-Rank"], swallowBody(r)}
-		}})
+		g := newDataRig(t, dataOptions{target: msg.Target{Addressing: mode, Selector: 6},
+			engine: func(_ http.ResponseWriter, r *http.Request) {
+				seen <- got{r.Header["X-Data-Parallel-Rank"], swallowBody(r)}
+			}})
 		require.NoError(t, g.send(g.dispatch()).err)
 		assert.Equal(t, want, <-seen, mode)
 	}
@@ -194,7 +205,8 @@ func TestDataUnknownRank(t *testing.T) {
 		change(d)
 		assert.Equal(t, msg.Gone, g.send(d).reply.Refusal)
 	}
-	gone := &msg.Record{App: "demo", Unit: "demo/0", Rank: routing.ID(0, 1), Epoch: 3, Incarnation: 8, Kind: msg.RecGone}
+	gone := &msg.Record{App: "demo", Unit: "demo/0", Rank: routing.ID(0, 1), Epoch: 3, Incarnation: 8,
+		Kind: msg.RecGone}
 	g.feed.say(gone)
 	assert.Equal(t, 200, g.send(g.dispatch()).status, "of another incarnation")
 	g.snapshot(2, 9, msg.Target{URL: "http://127.0.0.1:1"})
@@ -206,7 +218,8 @@ func TestDataUnknownRank(t *testing.T) {
 
 // TestDataMailbox: a full, a stopped and a silent mailbox, as at home.
 func TestDataMailbox(t *testing.T) {
-	g := newDataRig(t, dataOptions{url: "http://127.0.0.1:1", config: func(c *DataConfig) { c.Timers.Admit = 20 * time.Millisecond }})
+	g := newDataRig(t, dataOptions{url: "http://127.0.0.1:1",
+		config: func(c *DataConfig) { c.Timers.Admit = 20 * time.Millisecond }})
 	g.rank.set(func(k *dataBox) { k.full = true })
 	assert.Equal(t, msg.Overloaded, g.send(g.dispatch()).reply.Refusal)
 	g.rank.set(func(k *dataBox) { k.full, k.mute = false, true })
@@ -218,7 +231,8 @@ func TestDataMailbox(t *testing.T) {
 		k.held[0].Reply <- k.reply
 	})
 	dataEventually(t, func() bool { return len(g.rank.done()) == 1 }, "the late ticket comes back")
-	assert.Equal(t, msg.Done{TicketID: ticketID, Outcome: msg.Refused, Cause: "late_ticket"}, g.rank.done()[0])
+	assert.Equal(t, msg.Done{TicketID: ticketID, Outcome: msg.Refused, Cause: "late_ticket"},
+		g.rank.done()[0])
 	close(g.rank.stopped)
 	assert.Equal(t, msg.Gone, g.send(g.dispatch()).reply.Refusal)
 	g.rank.set(func(k *dataBox) { k.full = true })
@@ -280,7 +294,8 @@ func TestDataFirstToken(t *testing.T) {
 	<-left
 }
 
-// TestDataCut: an engine that breaks off in mid-stream is a reset here: no clean end, and not the node's fault.
+// TestDataCut: an engine that breaks off in mid-stream is a reset here: no clean end, and not the node's
+// fault.
 func TestDataCut(t *testing.T) {
 	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
 		swallowBody(r)
@@ -308,7 +323,8 @@ func lateEngine() (engine http.HandlerFunc, came, left chan struct{}) {
 	}, came, left
 }
 
-// midway gives a stream of which the first chunk is here, and a request whose engine has not answered; their ends come in order.
+// midway gives a stream of which the first chunk is here, and a request whose engine has not answered; their
+// ends come in order.
 func (g *dataRig) midway(ctx context.Context, came chan struct{}) (begun, mute chan error) {
 	begun, mute = make(chan error, 1), make(chan error, 1)
 	resp, _, err := g.client.Send(ctx, g.dispatch())
@@ -331,7 +347,8 @@ func (g *dataRig) midway(ctx context.Context, came chan struct{}) (begun, mute c
 // oneBack: the ticket that no ingress heard of comes back from the data port, the other one is the ingress's.
 func (g *dataRig) oneBack() {
 	dataEventually(g.t, func() bool { return len(g.rank.done()) == 1 }, "the ticket that nobody heard of")
-	assert.Equal(g.t, msg.Done{TicketID: ticketID, Outcome: msg.Cancelled, Cause: "client_gone"}, g.rank.done()[0])
+	assert.Equal(g.t, msg.Done{TicketID: ticketID, Outcome: msg.Cancelled, Cause: "client_gone"},
+		g.rank.done()[0])
 }
 
 // TestDataNodeLost: a connection that is lost is the node's fault, before the answer and within it.
@@ -443,16 +460,21 @@ func TestDataStrangers(t *testing.T) {
 	denied.Store(true)
 	require.ErrorContains(t, g.send(g.dispatch()).err, "denied")
 	assert.Empty(t, g.rank.asked())
-	_, _, err := NewDataClient(func(string) (http.RoundTripper, error) { return nil, errors.New("no such node") }).Send(t.Context(), g.dispatch())
+	_, _, err := NewDataClient(func(string) (http.RoundTripper, error) {
+		return nil,
+			errors.New("no such node")
+	}).Send(t.Context(), g.dispatch())
 	assert.ErrorIs(t, err, msg.ErrUnreachable)
 }
 
 // TestDataBodyStalls: an upload that stands still is given up.
 func TestDataBodyStalls(t *testing.T) {
-	g := newDataRig(t, dataOptions{url: "http://127.0.0.1:1", config: func(c *DataConfig) { c.Timers.Body = 20 * time.Millisecond }})
+	g := newDataRig(t, dataOptions{url: "http://127.0.0.1:1",
+		config: func(c *DataConfig) { c.Timers.Body = 20 * time.Millisecond }})
 	body, w := io.Pipe()
 	defer w.Close()
-	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+dataHost+"/v1/completions", body)
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+dataHost+"/v1/completions",
+		body)
 	require.NoError(t, err)
 	d := g.dispatch()
 	req.Header, req.ContentLength = writeHead(d, time.Now()), 100
@@ -534,7 +556,10 @@ func TestDataCloseStuck(t *testing.T) {
 
 // TestDataConcurrent: many requests at once keep their bodies, hashes and answers apart.
 func TestDataConcurrent(t *testing.T) {
-	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) { _, _ = io.WriteString(w, swallowBody(r)) }})
+	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
+		_,
+			_ = io.WriteString(w, swallowBody(r))
+	}})
 	var wg sync.WaitGroup
 	for i := range 16 {
 		wg.Go(func() {
@@ -582,14 +607,17 @@ func FuzzDataHead(f *testing.F) {
 	f.Add("", "x", "65536/1", "hold", "-1", "4294967296", "", "9", "/x")
 	f.Fuzz(func(t *testing.T, app, unit, rank, class, req, tokens, blocks, hits, path string) {
 		h := http.Header{
-			dataApp: {app}, dataUnit: {unit}, dataRank: {rank}, dataClass: {class}, dataReq: {req}, dataTokens: {tokens}, dataBlocks: {blocks},
-			dataHitBlocks: {hits}, dataIngress: {app}, dataDeadline: {tokens}, dataFirstToken: {req}, dataSession: {req},
+			dataApp: {app}, dataUnit: {unit}, dataRank: {rank}, dataClass: {class}, dataReq: {req},
+			dataTokens: {tokens}, dataBlocks: {blocks},
+			dataHitBlocks: {hits}, dataIngress: {app}, dataDeadline: {tokens}, dataFirstToken: {req},
+			dataSession: {req},
 		}
 		d, err := readHead(h, path, time.Unix(0, 0))
 		if err != nil {
 			return
 		}
-		assert.True(t, d.blocks >= 0 && d.blocks <= maxDataBlocks && d.admit.HitBlocks <= d.blocks && d.admit.Tokens >= 0)
+		assert.True(t, d.blocks >= 0 && d.blocks <= maxDataBlocks && d.admit.HitBlocks <= d.blocks &&
+			d.admit.Tokens >= 0)
 		assert.NotEmpty(t, d.app)
 		if class == classHold {
 			path = ""
@@ -609,7 +637,8 @@ func FuzzDataHead(f *testing.F) {
 	})
 }
 
-// FuzzDataAnswer: whatever a data port says, a dispatch ends in an answer with its ticket, a refusal, or an error.
+// FuzzDataAnswer: whatever a data port says, a dispatch ends in an answer with its ticket, a refusal, or an
+// error.
 func FuzzDataAnswer(f *testing.F) {
 	f.Add(200, "", "", "5", "1")
 	f.Add(503, "full", "", "", "x")
@@ -625,7 +654,7 @@ func FuzzDataAnswer(f *testing.F) {
 		}
 		resp := rec.Result()
 		resp.Header, resp.StatusCode = h, status
-		got, rep, err := answered(t.Context(), newDispatch(), resp)
+		got, rep, err := readAnswer(t.Context(), newDispatch(), resp)
 		switch {
 		case got != nil:
 			require.NoError(t, err)

@@ -6,26 +6,27 @@ import (
 	"sync"
 )
 
-// upload is the body of a request to a data port: chain hashes and the engine's body, which belong to somebody else. The transport
-// may go on reading after its round trip has ended, so it reads under a lock, and nothing after release.
+// upload is the body of a request to a data port: chain hashes and the engine's body, whose memory belongs to
+// the caller of Send. The transport may still read after its round trip has ended, so it reads under a lock,
+// and nothing after release.
 type upload struct {
-	mu    sync.Mutex
-	parts [2][]byte
-	over  bool
+	mu         sync.Mutex
+	parts      [2][]byte
+	isReleased bool
 }
 
 var errReleased = errors.New("the request is over")
 
 func (u *upload) size() int { return len(u.parts[0]) + len(u.parts[1]) }
 
-// open gives a reader from the beginning.
+// open returns a reader from the beginning.
 func (u *upload) open() (io.ReadCloser, error) { return &uploadReader{upload: u}, nil }
 
-// release takes the memory back.
+// release ends all reads, so that the memory belongs to the caller again.
 func (u *upload) release() {
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	u.over, u.parts = true, [2][]byte{}
+	u.isReleased, u.parts = true, [2][]byte{}
 }
 
 type uploadReader struct {
@@ -34,12 +35,12 @@ type uploadReader struct {
 	at     int // in the part
 }
 
-// Read implements io.Reader. The end comes with the last bytes: so it is in the same frame.
+// Read implements io.Reader. It returns io.EOF with the last bytes, so that both are in one HTTP/2 frame.
 func (r *uploadReader) Read(p []byte) (n int, err error) {
 	u := r.upload
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	if u.over {
+	if u.isReleased {
 		return 0, errReleased
 	}
 	for r.part < len(u.parts) {

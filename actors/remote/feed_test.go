@@ -32,7 +32,8 @@ func (r *fakeRank) burst(n int) {
 	})
 }
 
-// TestOverflow: a reader that is too slow loses everything that waits, hears which ranks are left, and is given them anew.
+// TestOverflow: a reader that is too slow loses everything that waits, hears which ranks are left, and is
+// given them anew.
 func TestOverflow(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newStreamNet(t)
@@ -123,7 +124,8 @@ func TestLargeSnapshots(t *testing.T) {
 		for _, r := range ranks {
 			a.equals(t, r)
 			b.equals(t, r)
-			r.do(func() { assert.LessOrEqual(t, r.resyncs, 4) }) // a stream's beginning, and a subscription, of each
+			// a stream's beginning, and a subscription, of each
+			r.do(func() { assert.LessOrEqual(t, r.resyncs, 4) })
 		}
 		assert.Zero(t, a.wrong+b.wrong)
 		assert.Zero(t, w.streams.Stats().Gaps)
@@ -230,17 +232,19 @@ func TestAnotherStreamOfTheSameIngress(t *testing.T) {
 	})
 }
 
-// TestWrongStreams: what cannot be read ends the stream, and a node that cannot be reached is tried again ever more rarely.
+// TestWrongStreams: what cannot be read ends the stream, and a node that cannot be reached is tried again
+// ever more rarely.
 func TestWrongStreams(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		book, tries := newNodeBook(), 0
 		book.change(func(nodes map[string]*state.Node) {
 			nodes["n1"] = &state.Node{ID: "n1", Address: "n1:1", Roles: []state.Role{state.RoleWorker}}
 		})
-		f, err := NewFeed(FeedConfig{Self: "i1", Store: book, Log: newStreamNet(t).log, Open: func(context.Context, state.Node) (StreamClient, error) {
-			tries++
-			return nil, errors.New("no route to host")
-		}})
+		f, err := NewFeed(FeedConfig{Self: "i1", Store: book, Log: newStreamNet(t).log,
+			Open: func(context.Context, state.Node) (StreamClient, error) {
+				tries++
+				return nil, errors.New("no route to host")
+			}})
 		require.NoError(t, err)
 		time.Sleep(10 * time.Second)
 		f.Close()
@@ -249,8 +253,8 @@ func TestWrongStreams(t *testing.T) {
 	})
 }
 
-// TestAnyHistory: whatever the ranks do, and whatever the network does to the streams, at rest every ingress holds every rank's own
-// account, and its KV columns block for block.
+// TestAnyHistory: whatever the ranks do, and whatever the network does to the streams, at rest every ingress
+// holds every rank's own account, and its KV columns block for block.
 func TestAnyHistory(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		script := rapid.SliceOfN(rapid.Custom(drawEvent), 1, 40).Draw(rt, "script")
@@ -278,10 +282,13 @@ type event struct {
 
 func drawEvent(t *rapid.T) event {
 	return event{
-		What: rapid.IntRange(0, 13).Draw(t, "what"), Worker: rapid.IntRange(0, 1).Draw(t, "worker"), Ingress: rapid.IntRange(0, 2).Draw(t, "ingress"),
-		Rank: rapid.IntRange(0, 1).Draw(t, "rank"), On: rapid.Bool().Draw(t, "on"), Tier: rapid.SampledFrom([]kvindex.Tier{kvindex.GPU, kvindex.Sent}).Draw(t, "tier"),
+		What: rapid.IntRange(0, 13).Draw(t, "what"), Worker: rapid.IntRange(0, 1).Draw(t, "worker"),
+		Ingress: rapid.IntRange(0, 2).Draw(t, "ingress"),
+		Rank:    rapid.IntRange(0, 1).Draw(t, "rank"), On: rapid.Bool().Draw(t, "on"),
+		Tier:   rapid.SampledFrom([]kvindex.Tier{kvindex.GPU, kvindex.Sent}).Draw(t, "tier"),
 		Blocks: rapid.SliceOfNDistinct(rapid.Uint64Range(1, 50), 1, 20, rapid.ID).Draw(t, "blocks"),
-		Sleep:  rapid.SampledFrom([]time.Duration{0, time.Millisecond, 30 * time.Millisecond, 900 * time.Millisecond, 4 * time.Second}).Draw(t, "sleep"),
+		Sleep: rapid.SampledFrom([]time.Duration{0, time.Millisecond, 30 * time.Millisecond,
+			900 * time.Millisecond, 4 * time.Second}).Draw(t, "sleep"),
 	}
 }
 
@@ -348,7 +355,11 @@ func (r *fakeRank) happen(e event, number uint64) {
 	case 6:
 		r.burst(3000)
 	case 7:
-		r.do(func() { r.id.incarnation, r.seq, r.open = number, 0, map[uint64]msg.OpenRequest{}; r.publish() })
+		r.do(func() {
+			r.id.incarnation, r.seq, r.open = number, 0,
+				map[uint64]msg.OpenRequest{}
+			r.publish()
+		})
 	case 8: // after a panic: same incarnation, nothing in hand
 		r.do(func() {
 			r.open, r.columns = map[uint64]msg.OpenRequest{}, map[kvindex.Tier]map[uint64]bool{}
@@ -362,7 +373,11 @@ func (r *fakeRank) happen(e event, number uint64) {
 			r.hub.start(r.node, id)
 		}
 	case 10:
-		r.do(func() { r.accepting = !r.accepting; r.emit(msg.Record{Kind: msg.RecState, Accepting: r.accepting}) })
+		r.do(func() {
+			r.accepting = !r.accepting
+			r.emit(msg.Record{Kind: msg.RecState,
+				Accepting: r.accepting})
+		})
 	case 11:
 		r.do(func() { r.store(e.Tier, e.Blocks...) })
 	case 12:

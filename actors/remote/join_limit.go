@@ -5,24 +5,25 @@ import (
 	"time"
 )
 
-// Wrong tokens that are looked up; each costs a round of consensus. A secret has 128 bits: the limits are for the log and the
-// disks, not against guessing. A token that is known here is never held up by them.
+// Bounds of lookups of unknown tokens, each of which costs a round of consensus. A secret has 128 bits: the
+// limits protect the log and the disks, not against guessing. They never delay a token that this node knows.
 const (
 	wrongWindow    = time.Minute
 	wrongPerSource = 10
 	wrongTotal     = 60
 )
 
-// wrongTokens counts wrong tokens of the current window, by source. It never holds more than wrongTotal entries.
-type wrongTokens struct {
+// tokenLimiter counts unknown tokens of the current window, by source. It never holds more than wrongTotal
+// entries.
+type tokenLimiter struct {
 	mu      sync.Mutex
 	since   time.Time
 	total   int
 	sources map[string]int
 }
 
-// allows says whether a token that is not known here may be looked up, and counts it.
-func (w *wrongTokens) allows(source string, now time.Time) bool {
+// allow says whether an unknown token may be looked up, and counts it.
+func (w *tokenLimiter) allow(source string, now time.Time) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if now.Sub(w.since) >= wrongWindow || now.Before(w.since) {

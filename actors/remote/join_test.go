@@ -44,9 +44,12 @@ func openGate(t *testing.T) *gate {
 	var err error
 	g.authority, err = pki.LoadAuthority(secrets.Authority, secrets.AuthorityKey)
 	require.NoError(t, err)
-	g.store.put(&state.Node{ID: "a", UID: "uid-a", Address: gateAddress, Gossip: "10.0.0.1:7946", Roles: []state.Role{state.RoleControl}})
-	g.store.put(&state.Node{ID: "0-worker", UID: "uid-w", Address: "10.0.0.9:7947", Roles: []state.Role{state.RoleWorker}})
-	g.store.put(&state.Node{ID: "lost", UID: "uid-l", Address: "10.0.0.8:7947", Roles: []state.Role{state.RoleControl}, Lost: true})
+	g.store.put(&state.Node{ID: "a", UID: "uid-a", Address: gateAddress, Gossip: "10.0.0.1:7946",
+		Roles: []state.Role{state.RoleControl}})
+	g.store.put(&state.Node{ID: "0-worker", UID: "uid-w", Address: "10.0.0.9:7947",
+		Roles: []state.Role{state.RoleWorker}})
+	g.store.put(&state.Node{ID: "lost", UID: "uid-l", Address: "10.0.0.8:7947",
+		Roles: []state.Role{state.RoleControl}, Lost: true})
 	g.token = g.newToken(time.Now().Add(time.Hour), 1)
 	g.serve()
 	return g
@@ -55,7 +58,8 @@ func openGate(t *testing.T) *gate {
 func (g *gate) newToken(expires time.Time, uses int) pki.Token {
 	token, err := pki.NewToken(g.store.State().Secrets.Authority)
 	require.NoError(g.t, err)
-	_, err = g.store.Propose(g.t.Context(), state.Command{PutToken: &state.Token{Hash: token.Hash(), Expires: expires.UnixMilli(), Uses: uses}})
+	_, err = g.store.Propose(g.t.Context(),
+		state.Command{PutToken: &state.Token{Hash: token.Hash(), Expires: expires.UnixMilli(), Uses: uses}})
 	require.NoError(g.t, err)
 	return token
 }
@@ -99,14 +103,17 @@ func (g *gate) join(change func(c *JoinConfig)) (*Joined, error) {
 	return Join(g.t.Context(), cfg)
 }
 
-func (g *gate) dial(ctx context.Context, address string, fingerprint [sha256.Size]byte) (*grpc.ClientConn, error) {
+func (g *gate) dial(ctx context.Context, address string, fingerprint [sha256.Size]byte) (*grpc.ClientConn,
+	error) {
 	return nodeport.JoinGRPC(ctx, g.net.DialContext, address, fingerprint)
 }
 
 func newcomer(id string) state.Node {
 	return state.Node{
-		ID: id, UID: "uid-" + id, Advertise: "10.0.0.2", Address: "10.0.0.2:7947", Gossip: "10.0.0.2:7946", Version: "v0.2.0",
-		Roles: []state.Role{state.RoleControl, state.RoleWorker}, Offer: state.Offer{Slots: 8, PortLo: 20000, PortHi: 29999},
+		ID: id, UID: "uid-" + id, Advertise: "10.0.0.2", Address: "10.0.0.2:7947", Gossip: "10.0.0.2:7946",
+		Version: "v0.2.0",
+		Roles:   []state.Role{state.RoleControl, state.RoleWorker},
+		Offer:   state.Offer{Slots: 8, PortLo: 20000, PortHi: 29999},
 	}
 }
 
@@ -118,11 +125,13 @@ func TestJoin(t *testing.T) {
 	require.NoError(t, err)
 	credentials, err := joined.Files.Credentials()
 	require.NoError(t, err)
-	assert.Equal(t, pki.Identity{Cluster: "c", Node: "b", UID: "uid-b", Roles: []string{"control", "worker"}}, credentials.Identity)
+	assert.Equal(t, pki.Identity{Cluster: "c", Node: "b", UID: "uid-b", Roles: []string{"control", "worker"}},
+		credentials.Identity)
 	assert.Equal(t, "c", joined.Cluster)
 	assert.Len(t, joined.Files.GossipKey, 32)
 	assert.Equal(t, []state.Node{
-		{ID: "a", UID: "uid-a", Address: gateAddress, Gossip: "10.0.0.1:7946", Roles: []state.Role{state.RoleControl}},
+		{ID: "a", UID: "uid-a", Address: gateAddress, Gossip: "10.0.0.1:7946",
+			Roles: []state.Role{state.RoleControl}},
 		{ID: "0-worker", UID: "uid-w", Address: "10.0.0.9:7947", Roles: []state.Role{state.RoleWorker}},
 	}, joined.Seeds, "control nodes first, no lost ones")
 	want := newcomer("b")
@@ -145,8 +154,9 @@ func keySum(t *testing.T, key []byte) string {
 	return sum
 }
 
-// Name and UID of a node are in the certificate that it shows to everybody, and a token may be read in a journal. Whoever has both is
-// still not the node, as the key is missing; and the node itself gets no other roles by a repeat.
+// Name and UID of a node are in the certificate that it shows to everybody, and a token may be read in a
+// journal. Whoever has both is still not the node, as the key is missing; and the node itself gets no other
+// roles by a repeat.
 func TestAUsedTokenGivesNothingToAnotherKey(t *testing.T) {
 	g := openGate(t)
 	victim := newcomer("b")
@@ -193,16 +203,26 @@ func TestJoinNamesTheStepThatFailed(t *testing.T) {
 		is     error
 		code   problem.Code
 	}{
-		"cut token":     {func(c *JoinConfig) { c.Token = c.Token[:20] }, "token", "was cut", nil, problem.InvalidArgument},
-		"unknown token": {func(c *JoinConfig) { c.Token = unknown.String() }, "token", "unknown join token", state.ErrTokenUnknown, problem.Unauthenticated},
-		"expired token": {func(c *JoinConfig) { c.Token = expired.String() }, "token", "has expired", state.ErrTokenExpired, problem.Unauthenticated},
-		"other cluster": {func(c *JoinConfig) { c.Token = foreign.String() }, "token", "another cluster", nodeport.ErrOtherCluster, problem.PermissionDenied},
-		"broken key":    {func(c *JoinConfig) { c.Key = []byte("x") }, "certificate", "key", nil, problem.InvalidArgument},
-		"nobody there":  {func(c *JoinConfig) { c.Address = "10.0.0.7:7947" }, "member", "10.0.0.7:7947", nil, problem.Unavailable},
-		"taken name":    {func(c *JoinConfig) { c.Node.ID = "a" }, "member", `node name taken: "a" is held by another node`, state.ErrNodeTaken, problem.Conflict},
-		"old version":   {func(c *JoinConfig) { c.Node.Version = "v0.0.3" }, "member", "v0.0.3, this cluster v0.2.0", nil, problem.Conflict},
-		"no role":       {func(c *JoinConfig) { c.Node.Roles = nil }, "member", "has no role", nil, problem.InvalidArgument},
-		"no address":    {func(c *JoinConfig) { c.Node.Address = "" }, "member", "node port", nil, problem.InvalidArgument},
+		"cut token": {func(c *JoinConfig) { c.Token = c.Token[:20] }, "token", "was cut", nil,
+			problem.InvalidArgument},
+		"unknown token": {func(c *JoinConfig) { c.Token = unknown.String() }, "token", "unknown join token",
+			state.ErrTokenUnknown, problem.Unauthenticated},
+		"expired token": {func(c *JoinConfig) { c.Token = expired.String() }, "token", "has expired",
+			state.ErrTokenExpired, problem.Unauthenticated},
+		"other cluster": {func(c *JoinConfig) { c.Token = foreign.String() }, "token", "another cluster",
+			nodeport.ErrOtherCluster, problem.PermissionDenied},
+		"broken key": {func(c *JoinConfig) { c.Key = []byte("x") }, "certificate", "key", nil,
+			problem.InvalidArgument},
+		"nobody there": {func(c *JoinConfig) { c.Address = "10.0.0.7:7947" }, "member", "10.0.0.7:7947", nil,
+			problem.Unavailable},
+		"taken name": {func(c *JoinConfig) { c.Node.ID = "a" }, "member",
+			`node name taken: "a" is held by another node`, state.ErrNodeTaken, problem.Conflict},
+		"old version": {func(c *JoinConfig) { c.Node.Version = "v0.0.3" }, "member",
+			"v0.0.3, this cluster v0.2.0", nil, problem.Conflict},
+		"no role": {func(c *JoinConfig) { c.Node.Roles = nil }, "member", "has no role", nil,
+			problem.InvalidArgument},
+		"no address": {func(c *JoinConfig) { c.Node.Address = "" }, "member", "node port", nil,
+			problem.InvalidArgument},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := g.join(func(cfg *JoinConfig) { cfg.Key = own; c.change(cfg) })
@@ -229,7 +249,8 @@ func TestJoinWaitsForAnElection(t *testing.T) {
 	g.store.mu.Unlock()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 	defer cancel()
-	_, err := Join(ctx, JoinConfig{Address: gateAddress, Token: g.token.String(), Node: newcomer("b"), Dial: g.dial})
+	_, err := Join(ctx, JoinConfig{Address: gateAddress, Token: g.token.String(), Node: newcomer("b"),
+		Dial: g.dial})
 	require.ErrorIs(t, err, cluster.ErrNotLeader)
 	time.AfterFunc(100*time.Millisecond, func() {
 		g.store.mu.Lock()
@@ -262,19 +283,19 @@ func TestWrongTokensAreLimited(t *testing.T) {
 }
 
 func TestWrongTokensByWindow(t *testing.T) {
-	var w wrongTokens
+	var w tokenLimiter
 	now := time.Unix(1000, 0)
 	allowed := 0
 	for i := range 1000 {
-		if w.allows(fmt.Sprint(i), now) {
+		if w.allow(fmt.Sprint(i), now) {
 			allowed++
 		}
 	}
 	assert.Equal(t, wrongTotal, allowed)
 	assert.Len(t, w.sources, wrongTotal, "bounded")
-	assert.False(t, w.allows("x", now.Add(wrongWindow-1)))
-	assert.True(t, w.allows("x", now.Add(wrongWindow)))
-	assert.True(t, w.allows("x", now.Add(-time.Hour)), "the clock was set back")
+	assert.False(t, w.allow("x", now.Add(wrongWindow-1)))
+	assert.True(t, w.allow("x", now.Add(wrongWindow)))
+	assert.True(t, w.allow("x", now.Add(-time.Hour)), "the clock was set back")
 }
 
 // TestJoinChecksTheAnswer: a member in the middle cannot hand out something else.
@@ -316,10 +337,13 @@ func TestNodesThatCannotBeMembers(t *testing.T) {
 		"no gossip":          func(n *state.Node) { n.Gossip = "" },
 		"long zone":          func(n *state.Node) { n.Zone = strings.Repeat("a", maxName+1) },
 		"strange role":       func(n *state.Node) { n.Roles = []state.Role{"king"} },
-		"role twice":         func(n *state.Node) { n.Roles = []state.Role{state.RoleWorker, state.RoleWorker} },
-		"many slots":         func(n *state.Node) { n.Offer.Slots = maxSlots + 1 },
-		"negative slots":     func(n *state.Node) { n.Offer.Slots = -1 },
-		"ports":              func(n *state.Node) { n.Offer.PortHi = 65536 },
+		"role twice": func(n *state.Node) {
+			n.Roles = []state.Role{state.RoleWorker,
+				state.RoleWorker}
+		},
+		"many slots":     func(n *state.Node) { n.Offer.Slots = maxSlots + 1 },
+		"negative slots": func(n *state.Node) { n.Offer.Slots = -1 },
+		"ports":          func(n *state.Node) { n.Offer.PortHi = 65536 },
 	} {
 		n := newcomer("b")
 		require.NoError(t, checkNode(&n))
@@ -331,21 +355,24 @@ func TestNodesThatCannotBeMembers(t *testing.T) {
 
 func TestVersions(t *testing.T) {
 	for version, ok := range map[string]bool{
-		"v0.1.0": true, "v0.2.0": true, "v1.0.0-rc1": true, "0.1.0": true, "v0.0.9": false, "v0.0.1-rc1+x": false,
-		"(devel)": true, "": true, "v0.0.0-20261121-abcdef": true, "v0.1": true,
+		"v0.1.0": true, "v0.2.0": true, "v1.0.0-rc1": true, "0.1.0": true, "v0.0.9": false,
+		"v0.0.1-rc1+x": false,
+		"(devel)":      true, "": true, "v0.0.0-20261121-abcdef": true, "v0.1": true,
 	} {
-		assert.Equal(t, ok, supported(version, "v0.3.0") == nil, version)
+		assert.Equal(t, ok, checkVersion(version, "v0.3.0") == nil, version)
 	}
 }
 
 func TestSeedsAreBounded(t *testing.T) {
 	s := newFakeStore()
 	for i := range 100 {
-		s.put(&state.Node{ID: fmt.Sprintf("n%02d", i), UID: "u", Address: "x:1", Roles: []state.Role{state.RoleWorker}})
+		s.put(&state.Node{ID: fmt.Sprintf("n%02d", i), UID: "u", Address: "x:1",
+			Roles: []state.Role{state.RoleWorker}})
 	}
 	seeds := seedsOf(s.State(), "n00")
 	assert.Len(t, seeds, maxSeeds)
-	assert.True(t, slices.IsSortedFunc(seeds, func(a, b *dpservev1.Peer) int { return strings.Compare(a.GetNode(), b.GetNode()) }))
+	assert.True(t, slices.IsSortedFunc(seeds,
+		func(a, b *dpservev1.Peer) int { return strings.Compare(a.GetNode(), b.GetNode()) }))
 	assert.Equal(t, "n01", seeds[0].GetNode())
 }
 
@@ -355,7 +382,8 @@ func FuzzNewcomer(f *testing.F) {
 	req, err := encodeJoin(pki.Token{}, &n, nil)
 	require.NoError(f, err)
 	f.Add(req.GetNode(), req.GetToken(), []byte("csr"))
-	s := NewEnrollServer(EnrollConfig{Store: newFakeStore(), Proposer: newFakeStore(), Version: "v0.2.0", Log: slog.New(slog.DiscardHandler)})
+	s := NewEnrollServer(EnrollConfig{Store: newFakeStore(), Proposer: newFakeStore(), Version: "v0.2.0",
+		Log: slog.New(slog.DiscardHandler)})
 	f.Fuzz(func(t *testing.T, node []byte, token string, csr []byte) {
 		_, err := s.Join(t.Context(), &dpservev1.JoinRequest{Node: node, Token: token, Csr: csr})
 		require.Error(t, err)

@@ -10,10 +10,10 @@ import (
 	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
 )
 
-// RenewConfig is what a RenewServer is made of. All but Now are required.
+// RenewConfig is the configuration of a RenewServer. All but Now are required.
 type RenewConfig struct {
 	Store msg.Store // with its secrets: of a node with role control
-	// Confirm says that this node leads, and that a majority says so now: cluster.Cluster.Confirm.
+	// Confirm returns nil if this node leads and a majority confirms it: cluster.Cluster.Confirm.
 	Confirm func(ctx context.Context) error
 	Hint    Hint
 	Peer    PeerOf
@@ -21,9 +21,10 @@ type RenewConfig struct {
 	Log     *slog.Logger
 }
 
-// RenewServer signs the next certificate of members whose present one has expired, and answers nothing else of the Control service. Its
-// callers come by nodeport.Renew, which has checked all of their certificate but its age. Age says nothing of whether a node is still a
-// member, so it is not bounded; the leader's state says it, and no other node's copy will do, as it may lack a removal.
+// RenewServer signs the next certificate of members whose current one has expired, and serves no other method
+// of the Control service. Its callers come by nodeport.Renew, which has checked their certificate except for
+// its age. The age is not bounded: the leader's state decides whether the node is still a member. The copy of
+// another node does not suffice, as it may lack a removal.
 type RenewServer struct {
 	dpservev1.UnimplementedControlServer
 	cfg RenewConfig
@@ -40,7 +41,8 @@ func NewRenewServer(cfg RenewConfig) *RenewServer {
 }
 
 // Certify implements dpservev1.ControlServer.
-func (s *RenewServer) Certify(ctx context.Context, r *dpservev1.CertifyRequest) (*dpservev1.CertifyReply, error) {
+func (s *RenewServer) Certify(ctx context.Context, r *dpservev1.CertifyRequest) (*dpservev1.CertifyReply,
+	error) {
 	ctx, cancel := context.WithTimeout(ctx, certifyLimit)
 	defer cancel()
 	peer, ok := s.cfg.Peer(ctx)
@@ -50,7 +52,7 @@ func (s *RenewServer) Certify(ctx context.Context, r *dpservev1.CertifyRequest) 
 	log := s.cfg.Log.With("room", "remote", "peer", peer.Node, "source", sourceOf(ctx))
 	if err := s.cfg.Confirm(ctx); err != nil {
 		log.Info("the expired certificate of a node was not renewed: this node does not lead", "err", err)
-		return nil, toStatus(refuseNotLeader(s.cfg.Hint.node(s.cfg.Store.State().Nodes)))
+		return nil, toStatus(refuseNotLeader(s.cfg.Hint.nodeName(s.cfg.Store.State().Nodes)))
 	}
 	cert, authority, err := certifyMember(s.cfg.Store.State(), peer, r.GetCsr(), s.cfg.Now())
 	if err != nil {

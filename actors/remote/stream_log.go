@@ -6,13 +6,14 @@ const (
 	maxChunks  = 16 // 1 MiB
 )
 
-// recordLog is the packed records of all ranks of a node, in one order, as far as they may still be sent: written once, and read by
-// every stream at its own pace. A chunk's bytes never change, so they are sent without a copy. A reader that is too slow loses its
-// place; it never holds the writer up. Not safe for concurrent use.
+// recordLog is the packed records of all ranks of a node, in one order, as long as a stream may need them:
+// written once, and read by every stream at its own pace. A chunk's bytes never change, so they are sent
+// without a copy. A reader that is too slow loses its place; it never blocks the writer. Not safe for
+// concurrent use.
 type recordLog struct {
 	chunks []*logChunk
 	first  uint64 // number of chunks[0]
-	count  uint64 // records ever
+	count  uint64 // all records since the start
 }
 
 type logChunk struct {
@@ -20,7 +21,7 @@ type logChunk struct {
 	start uint64 // records before it
 }
 
-// place is a reader's place in the log.
+// place is a reader's position in the log.
 type place struct {
 	chunk uint64
 	pos   int
@@ -39,14 +40,15 @@ func (l *recordLog) append(part []byte) {
 			l.chunks = append(l.chunks[:0], l.chunks[1:]...)
 			l.first++
 		}
-		l.chunks = append(l.chunks, &logChunk{buf: make([]byte, 0, max(chunkBytes, len(part))), start: l.count})
+		l.chunks = append(l.chunks,
+			&logChunk{buf: make([]byte, 0, max(chunkBytes, len(part))), start: l.count})
 	}
 	c := l.chunks[len(l.chunks)-1]
 	c.buf = append(c.buf, part...)
 	l.count++
 }
 
-// end is the place behind the last record.
+// end is the position after the last record.
 func (l *recordLog) end() place {
 	n := len(l.chunks)
 	if n == 0 {
@@ -55,12 +57,13 @@ func (l *recordLog) end() place {
 	return place{chunk: l.first + uint64(n) - 1, pos: len(l.chunks[n-1].buf), count: l.count}
 }
 
-// lost says that a reader at p missed records, or is more than limit of them behind.
-func (l *recordLog) lost(p place, limit uint64) bool {
+// hasLost says whether a reader at p missed records, or is more than limit of them behind.
+func (l *recordLog) hasLost(p place, limit uint64) bool {
 	return p.chunk < l.first || l.count-p.count > limit
 }
 
-// read gives records from p on, up to until, and where they end; nil if there are none. p must not be lost.
+// read returns records from p up to until, and where they end; nil if there are none. hasLost(p) must be
+// false.
 func (l *recordLog) read(p, until place) (records []byte, next place) {
 	for p.before(until) {
 		c := l.chunks[p.chunk-l.first]

@@ -13,16 +13,17 @@ import (
 // maxAgo bounds how long ago a first token may have been.
 const maxAgo = time.Hour
 
-// read takes what an ingress sends, beginning with its first message, until the stream ends.
-func (s *StreamServer) read(sub *subscriber, stream grpc.BidiStreamingServer[dpservev1.SubscribeRequest, dpservev1.Records], hello *dpservev1.SubscribeRequest) error {
+// readPosts handles the messages of an ingress, beginning with the first, until the stream ends.
+func (s *StreamServer) readPosts(sub *subscriber, stream grpc.BidiStreamingServer[dpservev1.SubscribeRequest,
+	dpservev1.Records], hello *dpservev1.SubscribeRequest) error {
 	for m := hello; ; {
 		if m.GetResync() {
 			s.mu.Lock()
-			s.refresh(sub)
+			s.requestAll(sub)
 			s.mu.Unlock()
 		}
 		for _, p := range m.GetPosts() {
-			s.post(sub, p)
+			s.deliverPost(sub, p)
 		}
 		var err error
 		if m, err = stream.Recv(); err != nil {
@@ -31,8 +32,8 @@ func (s *StreamServer) read(sub *subscriber, stream grpc.BidiStreamingServer[dps
 	}
 }
 
-// post hands a message to the rank it is for. What is for nobody here is counted and dropped.
-func (s *StreamServer) post(sub *subscriber, p *dpservev1.Post) {
+// deliverPost delivers a post to its rank. Posts for unknown ranks are counted and dropped.
+func (s *StreamServer) deliverPost(sub *subscriber, p *dpservev1.Post) {
 	s.mu.Lock()
 	r := s.ranks[unitRank{p.GetUnit(), routing.RankID(p.GetRank())}]
 	if r == nil {
@@ -41,8 +42,8 @@ func (s *StreamServer) post(sub *subscriber, p *dpservev1.Post) {
 		return
 	}
 	if _, ok := p.GetMessage().(*dpservev1.Post_Resync); ok {
-		sub.want(r)
-		sub.poke()
+		sub.addWanted(r)
+		sub.signal()
 		s.mu.Unlock()
 		s.counts.posts.Add(1)
 		return
@@ -64,7 +65,7 @@ func (s *StreamServer) post(sub *subscriber, p *dpservev1.Post) {
 	box.Send(m)
 }
 
-// fromPost is the actor's message of a post; nil if it is none that is known.
+// fromPost is the actor's message of a post; nil if its kind is not known.
 func fromPost(p *dpservev1.Post, now time.Time) any {
 	switch m := p.GetMessage().(type) {
 	case *dpservev1.Post_Done:
@@ -73,7 +74,7 @@ func fromPost(p *dpservev1.Post, now time.Time) any {
 		ago := min(max(time.Duration(m.FirstToken.GetAgoNano()), 0), maxAgo)
 		return &msg.FirstToken{TicketID: m.FirstToken.GetTicket(), At: now.Add(-ago)}
 	case *dpservev1.Post_Progress:
-		return &msg.Progress{TicketID: m.Progress.GetTicket(), Out: bounded(m.Progress.GetOut())}
+		return &msg.Progress{TicketID: m.Progress.GetTicket(), Out: boundedCount(m.Progress.GetOut())}
 	case *dpservev1.Post_Probe:
 		return &msg.Probe{TicketID: m.Probe.GetTicket()}
 	case *dpservev1.Post_Demand:
@@ -89,33 +90,42 @@ func doneOf(d *dpservev1.Done) any {
 	}
 	cause := d.GetCause()
 	return &msg.Done{
-		TicketID: d.GetTicket(), Outcome: msg.Outcome(d.GetOutcome()), Cause: cause[:min(len(cause), maxString)], //nolint:gosec // checked
-		PromptTokens: bounded(d.GetPromptTokens()), CachedTokens: bounded(d.GetCachedTokens()), HasCached: d.GetHasCached(),
-		CompletionTokens: bounded(d.GetCompletionTokens()), FirstToken: max(time.Duration(d.GetFirstTokenNano()), 0),
-		Trip: d.GetTrip(), Busy: d.GetBusy(), Probe: d.GetProbe(),
+		TicketID: d.GetTicket(), Outcome: msg.Outcome(d.GetOutcome()), //nolint:gosec // checked
+		Cause:        cause[:min(len(cause), maxString)],
+		PromptTokens: boundedCount(d.GetPromptTokens()), CachedTokens: boundedCount(d.GetCachedTokens()),
+		HasCached:        d.GetHasCached(),
+		CompletionTokens: boundedCount(d.GetCompletionTokens()),
+		FirstToken:       max(time.Duration(d.GetFirstTokenNano()), 0),
+		Trip:             d.GetTrip(), Busy: d.GetBusy(), Probe: d.GetProbe(),
 	}
 }
 
-// bounded is a count that was sent.
-func bounded(n int64) int { return int(min(max(n, 0), maxCount)) }
+// boundedCount is a count from the wire.
+func boundedCount(n int64) int { return int(min(max(n, 0), maxCount)) }
 
-// toPost is a mailbox's message on the wire. nil if it does not travel.
+// toPost is a mailbox's message on the wire; nil if it is not sent over the stream.
 func toPost(m any) *dpservev1.Post {
 	switch m := m.(type) {
 	case *msg.Done:
 		return &dpservev1.Post{Message: &dpservev1.Post_Done{Done: &dpservev1.Done{
-			Ticket: m.TicketID, Outcome: uint32(m.Outcome), Cause: m.Cause, PromptTokens: int64(m.PromptTokens), CachedTokens: int64(m.CachedTokens),
-			HasCached: m.HasCached, CompletionTokens: int64(m.CompletionTokens), FirstTokenNano: int64(m.FirstToken),
-			Trip: m.Trip, Busy: m.Busy, Probe: m.Probe,
+			Ticket: m.TicketID, Outcome: uint32(m.Outcome), Cause: m.Cause,
+			PromptTokens: int64(m.PromptTokens), CachedTokens: int64(m.CachedTokens),
+			HasCached: m.HasCached, CompletionTokens: int64(m.CompletionTokens),
+			FirstTokenNano: int64(m.FirstToken),
+			Trip:           m.Trip, Busy: m.Busy, Probe: m.Probe,
 		}}}
 	case msg.Done:
 		return toPost(&m)
 	case *msg.FirstToken:
-		return &dpservev1.Post{Message: &dpservev1.Post_FirstToken{FirstToken: &dpservev1.FirstToken{Ticket: m.TicketID}}}
+		return &dpservev1.Post{Message: &dpservev1.Post_FirstToken{
+			FirstToken: &dpservev1.FirstToken{Ticket: m.TicketID},
+		}}
 	case msg.FirstToken:
 		return toPost(&m)
 	case *msg.Progress:
-		return &dpservev1.Post{Message: &dpservev1.Post_Progress{Progress: &dpservev1.Progress{Ticket: m.TicketID, Out: int64(m.Out)}}}
+		return &dpservev1.Post{Message: &dpservev1.Post_Progress{
+			Progress: &dpservev1.Progress{Ticket: m.TicketID, Out: int64(m.Out)},
+		}}
 	case msg.Progress:
 		return toPost(&m)
 	case *msg.Probe:

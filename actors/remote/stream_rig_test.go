@@ -91,7 +91,8 @@ type fakeRank struct {
 
 func (h *fakeHub) start(node string, id identity) *fakeRank {
 	r := &fakeRank{
-		hub: h, node: node, id: id, work: make(chan func(), 1<<16), quit: make(chan struct{}), done: make(chan struct{}), accepting: true,
+		hub: h, node: node, id: id, work: make(chan func(), 1<<16), quit: make(chan struct{}),
+		done: make(chan struct{}), accepting: true,
 		open: map[uint64]msg.OpenRequest{}, columns: map[kvindex.Tier]map[uint64]bool{},
 	}
 	h.mu.Lock()
@@ -166,7 +167,8 @@ func (r *fakeRank) Send(m any) {
 func (r *fakeRank) Stopped() <-chan struct{} { return r.done }
 
 func (r *fakeRank) stamp(rec *msg.Record) {
-	rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation, rec.Seq = r.id.app, r.id.unit, r.id.rank, r.id.epoch, r.id.incarnation, r.seq
+	rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation, rec.Seq = r.id.app, r.id.unit, r.id.rank,
+		r.id.epoch, r.id.incarnation, r.seq
 }
 
 func (r *fakeRank) emit(rec msg.Record) {
@@ -190,14 +192,16 @@ func (r *fakeRank) snapshot(sub *hubSub) {
 		sub.deliver(&rec)
 	}
 	give(msg.Record{Kind: msg.RecSnapshot, Accepting: r.accepting, Snapshot: &msg.Snapshot{
-		Accepting: r.accepting, MaxOngoing: 8, BlockSize: 16, Node: r.node, Target: msg.Target{URL: "http://127.0.0.1:1", Addressing: "url"},
+		Accepting: r.accepting, MaxOngoing: 8, BlockSize: 16, Node: r.node,
+		Target:  msg.Target{URL: "http://127.0.0.1:1", Addressing: "url"},
 		Mailbox: r, Open: slices.Collect(maps.Values(r.open)),
 	}})
 	for tier, column := range r.columns {
 		give(msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: tier, BlockSize: 16}})
 		hashes := slices.Collect(maps.Keys(column))
 		for part := range slices.Chunk(hashes, maxHashes) {
-			give(msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: tier, Delta: kvindex.Delta{Change: kvindex.Stored, Hashes: part}}})
+			give(msg.Record{Kind: msg.RecKV,
+				KV: msg.KV{Tier: tier, Delta: kvindex.Delta{Change: kvindex.Stored, Hashes: part}}})
 		}
 		give(msg.Record{Kind: msg.RecKVEnd, KV: msg.KV{Tier: tier, Len: len(column), Sum: sum(column)}})
 	}
@@ -233,7 +237,8 @@ func (r *fakeRank) store(tier kvindex.Tier, hashes ...uint64) {
 		r.columns[tier][h] = true
 	}
 	for part := range slices.Chunk(hashes, maxHashes) {
-		r.emit(msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: tier, Delta: kvindex.Delta{Change: kvindex.Stored, Hashes: part}}})
+		r.emit(msg.Record{Kind: msg.RecKV,
+			KV: msg.KV{Tier: tier, Delta: kvindex.Delta{Change: kvindex.Stored, Hashes: part}}})
 	}
 }
 
@@ -244,7 +249,8 @@ func (r *fakeRank) remove(tier kvindex.Tier, hashes ...uint64) {
 	for _, h := range hashes {
 		delete(r.columns[tier], h)
 	}
-	r.emit(msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: tier, Delta: kvindex.Delta{Change: kvindex.Removed, Hashes: hashes}}})
+	r.emit(msg.Record{Kind: msg.RecKV,
+		KV: msg.KV{Tier: tier, Delta: kvindex.Delta{Change: kvindex.Removed, Hashes: hashes}}})
 }
 
 // picture is what a reader knows of a rank.
@@ -314,7 +320,8 @@ func (r *reader) begin(p *picture, id identity, rec *msg.Record) {
 		return
 	}
 	next := &picture{
-		id: id, node: rec.Snapshot.Node, seq: rec.Seq, accepting: rec.Snapshot.Accepting, open: map[uint64]msg.OpenRequest{},
+		id: id, node: rec.Snapshot.Node, seq: rec.Seq, accepting: rec.Snapshot.Accepting,
+		open:    map[uint64]msg.OpenRequest{},
 		columns: map[kvindex.Tier]map[uint64]bool{}, box: rec.Snapshot.Mailbox,
 	}
 	for _, o := range rec.Snapshot.Open {
@@ -386,7 +393,8 @@ func (r *reader) takeNotes(since time.Time) (out []string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for _, n := range r.notes {
-		out = append(out, fmt.Sprintf("%s %s %s", n.rank, n.what, (n.at-since.Sub(epoch)).Round(10*time.Millisecond)))
+		out = append(out, fmt.Sprintf("%s %s %s", n.rank, n.what,
+			(n.at-since.Sub(epoch)).Round(10*time.Millisecond)))
 	}
 	slices.Sort(out)
 	r.notes = nil
@@ -461,7 +469,8 @@ type streamNet struct {
 }
 
 func newStreamNet(t testing.TB) *streamNet {
-	return &streamNet{t: t, book: newNodeBook(), log: slog.New(slog.DiscardHandler), conns: map[string][]*faultyConn{}}
+	return &streamNet{t: t, book: newNodeBook(), log: slog.New(slog.DiscardHandler),
+		conns: map[string][]*faultyConn{}}
 }
 
 // workerNode is a node with ranks.
@@ -478,7 +487,8 @@ func (c *streamNet) worker(id string) *workerNode {
 	w := &workerNode{c: c, id: id, hub: &fakeHub{}}
 	w.listen()
 	c.book.change(func(nodes map[string]*state.Node) {
-		nodes[id] = &state.Node{ID: id, UID: id + "-uid", Address: id + ":7947", Roles: []state.Role{state.RoleWorker}}
+		nodes[id] = &state.Node{ID: id, UID: id + "-uid", Address: id + ":7947",
+			Roles: []state.Role{state.RoleWorker}}
 	})
 	return w
 }
@@ -505,7 +515,8 @@ func (w *workerNode) kill() {
 
 func (w *workerNode) rank(rank int, incarnation uint64) *fakeRank {
 	id := routing.ID(0, rank)
-	return w.hub.start(w.id, identity{app: "chat", unit: fmt.Sprintf("chat/0/%d", rank), rank: id, epoch: 1, incarnation: incarnation})
+	return w.hub.start(w.id, identity{app: "chat", unit: fmt.Sprintf("chat/0/%d", rank), rank: id, epoch: 1,
+		incarnation: incarnation})
 }
 
 func (w *workerNode) stop() {
@@ -527,9 +538,10 @@ type ingressNode struct {
 func (c *streamNet) ingress(id string, local msg.Feed) *ingressNode {
 	n := &ingressNode{reader: newReader(c.t), dials: map[string]*grpc.ClientConn{}}
 	var err error
-	n.feed, err = NewFeed(FeedConfig{Self: id, Local: local, Store: c.book, Log: c.log, Open: func(ctx context.Context, to state.Node) (StreamClient, error) {
-		return dpservev1.NewReplicaClient(c.dial(n, to)).Subscribe(ctx)
-	}})
+	n.feed, err = NewFeed(FeedConfig{Self: id, Local: local, Store: c.book, Log: c.log,
+		Open: func(ctx context.Context, to state.Node) (StreamClient, error) {
+			return dpservev1.NewReplicaClient(c.dial(n, to)).Subscribe(ctx)
+		}})
 	require.NoError(c.t, err)
 	n.cancel = n.feed.Subscribe(n.reader)
 	return n
@@ -539,8 +551,13 @@ func (c *streamNet) dial(n *ingressNode, to state.Node) *grpc.ClientConn {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if n.dials[to.ID] == nil {
-		cc, err := grpc.NewClient("passthrough:///"+to.Address, grpc.WithTransportCredentials(insecure.NewCredentials()),
-			grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoff.Config{BaseDelay: 10 * time.Millisecond, MaxDelay: 20 * time.Millisecond, Multiplier: 1}, MinConnectTimeout: time.Second}),
+		cc, err := grpc.NewClient("passthrough:///"+to.Address,
+			grpc.WithTransportCredentials(insecure.NewCredentials()),
+			grpc.WithConnectParams(grpc.ConnectParams{
+				Backoff: backoff.Config{BaseDelay: 10 * time.Millisecond,
+					MaxDelay: 20 * time.Millisecond, Multiplier: 1},
+				MinConnectTimeout: time.Second,
+			}),
 			grpc.WithContextDialer(func(ctx context.Context, addr string) (net.Conn, error) {
 				conn, err := c.net.DialContext(ctx, "tcp", addr)
 				if err != nil {

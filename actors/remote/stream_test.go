@@ -17,7 +17,8 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// TestThreeIngressesTwoNodes: everybody has every rank's account, whichever node runs it, before and after deltas.
+// TestThreeIngressesTwoNodes: everybody has every rank's account, whichever node runs it, before and after
+// deltas.
 func TestThreeIngressesTwoNodes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newStreamNet(t)
@@ -26,7 +27,8 @@ func TestThreeIngressesTwoNodes(t *testing.T) {
 		defer w2.stop()
 		a, b := w1.rank(0, 10), w2.rank(1, 11)
 		a.do(func() { a.admit(1, "i1"); a.store(kvindex.GPU, 5, 6, 7) })
-		nodes := []*ingressNode{c.ingress("i1", nil), c.ingress("i2", nil), c.ingress("n1", w1.hub)} // the last has ranks of its own
+		// the last has ranks of its own
+		nodes := []*ingressNode{c.ingress("i1", nil), c.ingress("i2", nil), c.ingress("n1", w1.hub)}
 		defer func() {
 			for _, n := range nodes {
 				n.stop()
@@ -83,7 +85,8 @@ func (p *pages) String() string {
 	return p.text.String()
 }
 
-// TestSilenceOfANodeThatJoins: a node is known before it serves; only one that stays silent, or was heard before, is a warning.
+// TestSilenceOfANodeThatJoins: a node is known before it serves; only one that stays silent, or was heard
+// before, is a warning.
 func TestSilenceOfANodeThatJoins(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newStreamNet(t)
@@ -193,7 +196,8 @@ func TestResetIsSilentAtOnce(t *testing.T) {
 		a.do(func() { a.admit(1, "i1") })
 		b.stop()
 		calm()
-		assert.Equal(t, []string{"0/0 heard 0s", "0/0 silent 0s", "0/1 gone 0s", "0/1 heard 0s", "0/1 silent 0s"}, n.takeNotes(began))
+		assert.Equal(t, []string{"0/0 heard 0s", "0/0 silent 0s", "0/1 gone 0s", "0/1 heard 0s",
+			"0/1 silent 0s"}, n.takeNotes(began))
 		n.equals(t, a)
 		assert.Same(t, box, n.get(a.id).box)
 	})
@@ -231,9 +235,11 @@ func TestLostAndRemovedNodesAreOutAtOnce(t *testing.T) {
 		defer n.stop()
 		calm()
 		for what, f := range map[string]func(nodes map[string]*state.Node){
-			"lost":       func(nodes map[string]*state.Node) { nodes["n1"].Lost = true },
-			"removed":    func(nodes map[string]*state.Node) { delete(nodes, "n1") },
-			"no ranks":   func(nodes map[string]*state.Node) { nodes["n1"].Roles = []state.Role{state.RoleIngress} },
+			"lost":    func(nodes map[string]*state.Node) { nodes["n1"].Lost = true },
+			"removed": func(nodes map[string]*state.Node) { delete(nodes, "n1") },
+			"no ranks": func(nodes map[string]*state.Node) {
+				nodes["n1"].Roles = []state.Role{state.RoleIngress}
+			},
 			"no address": func(nodes map[string]*state.Node) { nodes["n1"].Address = "" },
 		} {
 			n.equals(t, a)
@@ -262,7 +268,8 @@ func TestPosts(t *testing.T) {
 		box := n.get(a.id).box
 		at := time.Now().Add(-30 * time.Millisecond)
 		done := msg.Done{
-			TicketID: 7, Outcome: msg.FailedOutcome, Cause: "upstream_lost", PromptTokens: 10, CachedTokens: 4, HasCached: true, CompletionTokens: 3,
+			TicketID: 7, Outcome: msg.FailedOutcome, Cause: "upstream_lost", PromptTokens: 10,
+			CachedTokens: 4, HasCached: true, CompletionTokens: 3,
 			FirstToken: 40 * time.Millisecond, Trip: true, Busy: true, Probe: true,
 		}
 		first := &msg.FirstToken{TicketID: 7, At: at}
@@ -275,7 +282,8 @@ func TestPosts(t *testing.T) {
 		calm()
 		a.do(func() {
 			assert.Equal(t, []any{
-				&msg.FirstToken{TicketID: 7, At: at}, &msg.Progress{TicketID: 7, Out: 3}, &msg.Probe{TicketID: 7}, &done,
+				&msg.FirstToken{TicketID: 7, At: at}, &msg.Progress{TicketID: 7, Out: 3},
+				&msg.Probe{TicketID: 7}, &done,
 				&msg.Demand{Ingress: "i1", Waits: true},
 			}, a.got, "whose stream it is says who waits")
 			a.got = nil

@@ -7,12 +7,12 @@ import (
 
 // StreamTimers are the times of the ranks' streams between nodes. Zero values take the defaults.
 type StreamTimers struct {
-	Heartbeat  time.Duration // of a stream without records, at most half as much later: it says that it lives, 250 ms
-	Suspect    time.Duration // of silence: the node's ranks are picked last, 1 s
-	Out        time.Duration // of silence: they are out, 3 s
-	BackoffMin time.Duration // between tries to reach a node, growing, 50 ms
-	BackoffMax time.Duration // 1 s
-	Resync     time.Duration // a rank has so long to answer when it is asked for a snapshot, 1 s
+	Heartbeat  time.Duration // of a stream without records, at most half as much later; 250 ms
+	Suspect    time.Duration // of silence: the node's ranks are picked last; 1 s
+	Out        time.Duration // of silence: the node's ranks are out; 3 s
+	BackoffMin time.Duration // first wait between attempts to reach a node, which grows; 50 ms
+	BackoffMax time.Duration // longest such wait; 1 s
+	Resync     time.Duration // how long a rank may take to answer a request for a snapshot; 1 s
 }
 
 func (t StreamTimers) withDefaults() StreamTimers {
@@ -26,17 +26,17 @@ func (t StreamTimers) withDefaults() StreamTimers {
 	}
 }
 
-// Messages of a node to all its peers together cost a bounded share of a core: each peer gets one at most every perPeer × peers. What
-// waits meanwhile leaves together. A first message after a rest leaves at once. All streams of a process wait for the same beat: waking
-// up costs more than a message.
+// Messages of a node to all its peers together cost a bounded share of a core: each peer gets at most one
+// message every perPeer × peers, with all records that waited. The first message after a pause leaves at
+// once. All streams of a process wait for the same beat, because a wake-up costs more than a message.
 const (
 	perPeer = 500 * time.Microsecond
 	maxPace = 40 * time.Millisecond
 )
 
-func paceOf(peers int) time.Duration { return min(time.Duration(peers)*perPeer, maxPace) }
+func sendInterval(peers int) time.Duration { return min(time.Duration(peers)*perPeer, maxPace) }
 
-// untilBeat is the time to the next beat of a clock that all have.
+// untilBeat is the time to the next beat of a clock that all streams share.
 func untilBeat(every time.Duration) time.Duration {
 	if every <= 0 {
 		return 0
@@ -44,8 +44,8 @@ func untilBeat(every time.Duration) time.Duration {
 	return every - time.Duration(time.Now().UnixNano())%every
 }
 
-// rest waits; false if done was closed meanwhile.
-func rest(done <-chan struct{}, timer *time.Timer, d time.Duration) bool {
+// waitTimer waits; false if done was closed meanwhile.
+func waitTimer(done <-chan struct{}, timer *time.Timer, d time.Duration) bool {
 	timer.Reset(d)
 	select {
 	case <-done:
