@@ -248,8 +248,9 @@ func (u *unpacker) readSnapshot(slot uint64, c *cursor) *remoteRank {
 		Snapshot: &u.snap}
 	id := c.identity()
 	u.snap = msg.Snapshot{
-		Accepting: flags&flagTaking != 0, Tripped: flags&flagTripped != 0, CachingOff: flags&flagCachingOff != 0,
-		MaxOngoing: c.int(), Capacity: c.count(), BlockSize: c.int(), Node: c.text(),
+		Accepting: flags&flagTaking != 0, Tripped: flags&flagTripped != 0,
+		CachingOff: flags&flagCachingOff != 0, MaxOngoing: c.int(), Capacity: c.count(),
+		BlockSize: c.int(), Node: c.text(),
 		Target: msg.Target{
 			Owned: flags&flagOwned != 0, URL: c.text(), Addressing: c.text(), Selector: c.int(),
 		},
