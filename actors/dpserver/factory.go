@@ -5,7 +5,6 @@ package dpserver
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"net"
@@ -116,27 +115,6 @@ func replicaID(appName string, group, position int) string {
 	return appName + "." + strconv.Itoa(group) + "." + strconv.Itoa(position)
 }
 
-// errNotGranted says that the RankAssigner's answer differs from the grant that the node was started with.
-var errNotGranted = errors.New("the rank is not granted to this replica")
-
-// Assign asks the RankAssigner for the rank of this replica and compares it with the grant that the node was
-// started with. It is idempotent.
-func (s *Server) Assign(ctx context.Context) error {
-	r, err := s.assigner.Assign(ctx, s.spec.App.Name, s.spec.Group,
-		replicaID(s.spec.App.Name, s.spec.Group, s.spec.Rank))
-	if err == nil {
-		err = r.Err
-	}
-	if err != nil {
-		return fmt.Errorf("assign rank %s: %w", s.id, err)
-	}
-	if r.Rank != s.spec.Rank || r.Epoch != s.spec.Epoch {
-		return fmt.Errorf("%w: asked for rank %d at epoch %d, got rank %d at epoch %d", errNotGranted,
-			s.spec.Rank, s.spec.Epoch, r.Rank, r.Epoch)
-	}
-	return nil
-}
-
 func healthPeriod(a *app.Application) time.Duration {
 	return orDefault(a.HealthCheckPeriodS, defaultHealthPeriod)
 }
@@ -154,4 +132,59 @@ func orDefault(seconds float64, value time.Duration) time.Duration {
 		return value
 	}
 	return app.Seconds(seconds)
+}
+
+// Timers are the times of a DPServer; the zero value of a field means its default. The period of the health
+// probe and the stall timeout are settings of the application.
+type Timers struct {
+	Canary time.Duration // deadline of a canary
+	// from the end of an admission's context to the end of its ticket, if no Done came
+	TicketLapse  time.Duration
+	BusyHold     time.Duration // how long an engine_busy answer keeps a rank full at most
+	TripBackoff  time.Duration // before the first canary of a tripped rank; each later wait doubles
+	TripCeiling  time.Duration // the longest such wait
+	CounterLimit time.Duration // deadline of one read of /metrics
+	Scrape       time.Duration // between two reads, while something needs their values
+	// events count as silent when requests have ended for that long without an event
+	Silence time.Duration
+}
+
+// Defaults of Timers, and of the health settings of an application.
+const (
+	defaultCanary        = 10 * time.Second
+	defaultTicketLapse   = 5 * time.Second
+	defaultBusyHold      = time.Second
+	defaultTripBackoff   = time.Second
+	defaultTripCeiling   = 64 * time.Second
+	defaultCounterLimit  = 500 * time.Millisecond
+	defaultScrape        = time.Second
+	defaultSilence       = 30 * time.Second
+	defaultHealthPeriod  = time.Second
+	defaultHealthTimeout = 5 * time.Second
+	defaultStallTimeout  = 20 * time.Second
+)
+
+// Counts of the trip and of the stall check.
+const (
+	tripAfter   = 5 // failures in a row that stop admission
+	fenceAfter  = 3 // failed canaries in a row that fence an owned engine
+	stallFactor = 3 // the stall timeout is at least this times the predicted prefill in front
+)
+
+func (t Timers) withDefaults() Timers {
+	setDefault(&t.Canary, defaultCanary)
+	setDefault(&t.TicketLapse, defaultTicketLapse)
+	setDefault(&t.BusyHold, defaultBusyHold)
+	setDefault(&t.TripBackoff, defaultTripBackoff)
+	setDefault(&t.TripCeiling, defaultTripCeiling)
+	setDefault(&t.CounterLimit, defaultCounterLimit)
+	setDefault(&t.Scrape, defaultScrape)
+	setDefault(&t.Silence, defaultSilence)
+	return t
+}
+
+func setDefault(d *time.Duration, value time.Duration) {
+	if *d <= 0 {
+		*d = value
+	}
 }

@@ -4,10 +4,6 @@ import (
 	"cmp"
 	"slices"
 	"time"
-
-	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/app"
-	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
 // prefills are the open tickets whose prefill is not over and whose answer comes as a whole, so that no first
@@ -81,93 +77,4 @@ func (p *prefills) stop() {
 		p.timer.Stop()
 	}
 	p.byDue, p.timerAt = p.byDue[:0], time.Time{}
-}
-
-// predictPrefill predicts when the prefill of a ticket ends that was just admitted. The step law gives
-// several prompts too much time both as one long prompt (their tokens do not attend to each other) and one
-// after the other (they share steps). The shorter of both is nearer.
-func (r *replica) predictPrefill(id uint64, t *ticket, whole bool) {
-	if r.prefillTime == nil {
-		return
-	}
-	r.account.addPrefillTime(t, r.prefillTime(t.uncachedTokens()))
-	now := t.admittedAt
-	t.prefillPredicted = min(r.prefillTime(r.account.uncachedWork), r.account.prefillSum)
-	if !whole {
-		return
-	}
-	takes := r.prefills.pace.scale(t.prefillPredicted)
-	r.prefills.insert(wholePrefill{
-		ticket: id, due: now.Add(takes), latest: now.Add(stallFactor * takes), isUnseen: len(t.blocks) > 0 &&
-			!r.eventsShowPrompt(t),
-	})
-	r.armPrefillTimer(now)
-}
-
-// armPrefillTimer sets the timer to the first ticket that is due.
-func (r *replica) armPrefillTimer(now time.Time) {
-	p := &r.prefills
-	if len(p.byDue) == 0 || !p.timerAt.IsZero() && !p.byDue[0].due.Before(p.timerAt) {
-		return
-	}
-	p.timerAt = p.byDue[0].due
-	if wait := p.timerAt.Sub(now); p.timer == nil {
-		p.timer = r.sendAfter(wait, prefillTimer{})
-	} else {
-		p.timer.Reset(wait)
-	}
-}
-
-func (r *replica) onPrefillTimer() {
-	p, now := &r.prefills, time.Now()
-	p.timerAt = time.Time{}
-	for len(p.byDue) > 0 && !now.Before(p.byDue[0].due) {
-		e := p.byDue[0]
-		p.byDue = slices.Delete(p.byDue, 0, 1)
-		if e.due.Before(e.latest) && r.awaitsPromptEvents(&e) {
-			e.due = e.latest
-			p.insert(e)
-			continue
-		}
-		r.predictFirstToken(e.ticket, e.due)
-	}
-	r.armPrefillTimer(now)
-}
-
-// awaitsPromptEvents says whether the engine's events will show the end of the prompt, and have not yet.
-func (r *replica) awaitsPromptEvents(e *wholePrefill) bool {
-	t := r.account.tickets[e.ticket]
-	return t != nil && e.isUnseen && r.eventHealth.isLive && r.app.Routing.Identity == app.IdentityTokens &&
-		!r.eventsShowPrompt(t)
-}
-
-// eventsShowPrompt says whether the events report the last full block of the ticket's prompt on the GPU.
-func (r *replica) eventsShowPrompt(t *ticket) bool {
-	if r.kv == nil || len(t.blocks) == 0 {
-		return false
-	}
-	c := r.kv.columns[kvindex.GPU]
-	return c != nil && c.Holds(t.blocks[len(t.blocks)-1])
-}
-
-// endShownPrefills ends the prefills whose prompts the events show now.
-func (r *replica) endShownPrefills() {
-	p := &r.prefills
-	for i := 0; i < len(p.byDue); {
-		e := p.byDue[i]
-		if t := r.account.tickets[e.ticket]; !e.isUnseen || t == nil || !r.eventsShowPrompt(t) {
-			i++
-			continue
-		}
-		p.byDue = slices.Delete(p.byDue, i, i+1)
-		r.predictFirstToken(e.ticket, time.Now())
-	}
-}
-
-// predictFirstToken emits that a ticket's prefill was over at an instant, by prediction: the engine has not
-// shown it.
-func (r *replica) predictFirstToken(id uint64, at time.Time) {
-	if t, first := r.account.assumeDecoding(id); first {
-		r.emitRequestRecord(msg.RecFirstToken, &t.req, msg.CausePredicted, at)
-	}
 }

@@ -2,6 +2,7 @@ package dpserver
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"sync"
@@ -158,4 +159,58 @@ func (s *Server) reportToNode(kind msg.ReplicaEventKind, cause string) {
 		Unit: s.spec.Unit, Epoch: s.spec.Epoch, Rank: s.spec.Rank, Incarnation: s.state.incarnation,
 		Kind: kind, Cause: cause,
 	})
+}
+
+// errNotGranted says that the RankAssigner's answer differs from the grant that the node was started with.
+var errNotGranted = errors.New("the rank is not granted to this replica")
+
+// Assign asks the RankAssigner for the rank of this replica and compares it with the grant that the node was
+// started with. It is idempotent.
+func (s *Server) Assign(ctx context.Context) error {
+	r, err := s.assigner.Assign(ctx, s.spec.App.Name, s.spec.Group,
+		replicaID(s.spec.App.Name, s.spec.Group, s.spec.Rank))
+	if err == nil {
+		err = r.Err
+	}
+	if err != nil {
+		return fmt.Errorf("assign rank %s: %w", s.id, err)
+	}
+	if r.Rank != s.spec.Rank || r.Epoch != s.spec.Epoch {
+		return fmt.Errorf("%w: asked for rank %d at epoch %d, got rank %d at epoch %d", errNotGranted,
+			s.spec.Rank, s.spec.Epoch, r.Rank, r.Epoch)
+	}
+	return nil
+}
+
+// orphans are tickets whose admission's context has ended. The Done of nearly every one waits in the mailbox
+// already, because a request's context ends right after its answer. So they share one timer and one message:
+// a timer for each request would wake the actor each time.
+type orphans struct {
+	mu         sync.Mutex
+	queue      []orphan // by due
+	isTimerSet bool     // a lapseTimer runs
+}
+
+type orphan struct {
+	ticket uint64
+	due    time.Time
+}
+
+// maxOrphans is how many may wait before the actor drops those whose ticket has ended, ahead of the timer.
+const maxOrphans = 4096
+
+// addOrphan notes that the context of a ticket's admission has ended: without a Done the ticket lapses after
+// TicketLapse.
+func (s *Server) addOrphan(ticket uint64) {
+	o := &s.orphans
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.queue = append(o.queue, orphan{ticket, time.Now().Add(s.timers.TicketLapse)})
+	if !o.isTimerSet {
+		o.isTimerSet = true
+		s.sendAfter(s.timers.TicketLapse, lapseTimer{})
+	}
+	if len(o.queue)%maxOrphans == 0 {
+		s.box.Send(pruneRequest{})
+	}
 }

@@ -3,8 +3,6 @@ package dpserver
 import (
 	"slices"
 	"time"
-
-	"github.com/dpserve/dpserve/actors/msg"
 )
 
 // turns shares the room of a full rank between the ingresses that wait for it. Each has one waiting place.
@@ -218,60 +216,4 @@ func (t *turns) prunePlaces(now time.Time) {
 	t.places = slices.DeleteFunc(t.places, func(p waitingPlace) bool {
 		return p.held == 0 && !now.Before(p.waitsUntil) && !now.Before(p.barredUntil)
 	})
-}
-
-// applyDemand notes whether an ingress has requests that wait.
-func (r *replica) applyDemand(m *msg.Demand) {
-	if m.Waits {
-		r.turns.addWait(time.Now(), m.Ingress, 0)
-	} else if r.turns.removeWait(m.Ingress) {
-		r.publishFreeRoom()
-	}
-}
-
-// offerTurn holds free room for the ingress whose turn it is, and returns which ingress may use the free
-// room.
-func (r *replica) offerTurn() string {
-	if len(r.turns.places) == 0 || r.state.phase != phaseOpen || r.busy.on {
-		return ""
-	}
-	now := time.Now()
-	r.turns.offerRoom(now, r.freeSequences())
-	if at, ok := r.turns.nextExpiry(); ok && (r.turnTimerAt.IsZero() || at.Before(r.turnTimerAt)) {
-		r.turnTimerAt = at
-		r.sendAfter(at.Sub(now), turnTimer{})
-	}
-	return r.turns.roomOwner(r.freeSequences())
-}
-
-// publishFreeRoom publishes that room is free again.
-func (r *replica) publishFreeRoom() {
-	r.publishState("")
-	r.offerRemaining()
-}
-
-// offerRemaining offers room to further ingresses if more than one place is free.
-func (r *replica) offerRemaining() {
-	if len(r.turns.places) == 0 || r.state.phase != phaseOpen || r.busy.on {
-		return
-	}
-	for range r.freeSequences() - r.turns.held { // each offer holds some of it
-		if !r.turns.canOffer(time.Now(), r.freeSequences()) {
-			return
-		}
-		r.publishState("")
-	}
-}
-
-// onTurnTimer frees the room that was held for ingresses that did not use it.
-func (r *replica) onTurnTimer() {
-	r.turnTimerAt = time.Time{}
-	held := r.turns.held
-	r.turns.expireOffers(time.Now())
-	if r.turns.held < held {
-		r.publishFreeRoom()
-	} else if at, ok := r.turns.nextExpiry(); ok {
-		r.turnTimerAt = at
-		r.sendAfter(time.Until(at), turnTimer{})
-	}
 }

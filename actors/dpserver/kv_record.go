@@ -1,6 +1,7 @@
 package dpserver
 
 import (
+	"math"
 	"slices"
 	"time"
 
@@ -228,4 +229,29 @@ func (l *kvRecord) sweepStep() bool {
 		l.needsSweep = l.index.Sweep(sweepSlots)
 	}
 	return l.needsSweep
+}
+
+// averageWeight is the weight of one request in the average of tokens per block.
+const averageWeight = 1.0 / 16
+
+// seedAverage starts the average with the first request.
+func (l *kvRecord) seedAverage(t *ticket) {
+	if l.tokensPerBlock == 0 && t.req.Tokens > 0 {
+		l.tokensPerBlock = float64(t.req.Tokens) / float64(len(t.blocks))
+	}
+}
+
+// updateAverage averages how many tokens a block stands for.
+func (l *kvRecord) updateAverage(t *ticket, tokens int) {
+	if tokens > 0 && l.tokensPerBlock > 0 {
+		l.tokensPerBlock += averageWeight * (float64(tokens)/float64(len(t.blocks)) - l.tokensPerBlock)
+	}
+}
+
+// toBlocks is how many blocks of the record tokens fill, rounded up; 0 if the average is not known.
+func (l *kvRecord) toBlocks(tokens int64) int {
+	if l.tokensPerBlock <= 0 {
+		return 0
+	}
+	return int(math.Ceil(float64(tokens) / l.tokensPerBlock))
 }
