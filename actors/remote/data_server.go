@@ -5,11 +5,14 @@ import (
 	"errors"
 	"log/slog"
 	"net/http"
+	"net/url"
 	"sync"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/engine/openai"
 	"github.com/dpserve/dpserve/internal/engineleg"
+	"github.com/dpserve/dpserve/routing"
 )
 
 // DataConfig is the configuration of a data port. Feed, Caller and Log are required.
@@ -143,4 +146,152 @@ func (s *DataServer) recycle(in *requestBody) {
 		cap(in.blocks) <= maxKeptBlocks {
 		s.uploads.Put(in)
 	}
+}
+
+// DataTimers are the times of a data port. A zero field means its default.
+type DataTimers struct {
+	Admit      time.Duration // for a DPServer's answer; a later one counts as overloaded
+	LateTicket time.Duration // for the ticket of a request that has ended, to give it back
+	Body       time.Duration // for a request's body to arrive, and one second more for each MiB
+	// for one write; longer than an ingress gives its clients, so that the ingress names the cause
+	Stuck     time.Duration
+	Dial      time.Duration // for a connection to an engine
+	IdleOwned time.Duration // idle connections to engines that dpserve started
+	// idle connections to other engines: vLLM's HTTP server closes them after 5 s
+	IdleAttached time.Duration
+}
+
+// Defaults of DataTimers.
+const (
+	defaultDataAdmit        = 5 * time.Second
+	defaultDataLateTicket   = 10 * time.Second
+	defaultDataBody         = 30 * time.Second
+	defaultDataStuck        = 90 * time.Second
+	defaultDataDial         = 5 * time.Second
+	defaultDataIdleOwned    = 100 * time.Second
+	defaultDataIdleAttached = 4 * time.Second
+)
+
+// Limits of a data port that cannot be configured.
+const (
+	// bytes of a request's body, of which an ingress takes 64 MiB, with its hashes; more is 413
+	maxDataBody     = 80 << 20
+	maxKeptBody     = 1 << 20  // bytes of a buffer; larger ones are left to the garbage collector
+	smallBody       = 16 << 10 // bytes; smaller buffers are always kept
+	maxKeptBlocks   = 1 << 14  // entries
+	relayBuffer     = 32 << 10 // bytes of a relay's buffer: one read of the engine is one write
+	firstBodyBuffer = 4 << 10  // bytes of the buffer for a body whose length is not announced
+)
+
+func (t DataTimers) withDefaults() DataTimers {
+	for _, d := range []struct {
+		at    *time.Duration
+		value time.Duration
+	}{
+		{&t.Admit, defaultDataAdmit},
+		{&t.LateTicket, defaultDataLateTicket},
+		{&t.Body, defaultDataBody},
+		{&t.Stuck, defaultDataStuck},
+		{&t.Dial, defaultDataDial},
+		{&t.IdleOwned, defaultDataIdleOwned},
+		{&t.IdleAttached, defaultDataIdleAttached},
+	} {
+		if *d.at <= 0 {
+			*d.at = d.value
+		}
+	}
+	return t
+}
+
+// rankKey names a rank of a node. A unit's name contains the application's.
+type rankKey struct {
+	unit string
+	rank routing.RankID
+}
+
+// dataTarget is one incarnation of a rank of this node. It is immutable.
+type dataTarget struct {
+	app         string
+	epoch       uint64
+	incarnation uint64
+	mailbox     msg.Mailbox
+	target      msg.Target
+	urls        [openai.NumRoutes]*url.URL
+}
+
+// dataTable is a msg.Sink that keeps the ranks of its node. Safe for concurrent use.
+type dataTable struct {
+	log *slog.Logger
+
+	mu    sync.RWMutex
+	ranks map[rankKey]*dataTarget
+}
+
+var _ msg.Sink = (*dataTable)(nil)
+
+func newDataTable(log *slog.Logger) *dataTable {
+	return &dataTable{log: log, ranks: map[rankKey]*dataTarget{}}
+}
+
+// find returns the incarnation of a rank that runs now; nil if there is none.
+func (t *dataTable) find(app, unit string, rank routing.RankID) *dataTarget {
+	t.mu.RLock()
+	defer t.mu.RUnlock()
+	if r := t.ranks[rankKey{unit, rank}]; r != nil && r.app == app {
+		return r
+	}
+	return nil
+}
+
+// Deliver implements msg.Sink.
+func (t *dataTable) Deliver(rec *msg.Record) {
+	switch rec.Kind {
+	case msg.RecSnapshot:
+		t.addRank(rec)
+	case msg.RecGone:
+		t.removeRank(rec)
+	default:
+	}
+}
+
+func (t *dataTable) addRank(rec *msg.Record) {
+	key := rankKey{rec.Unit, rec.Rank}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	old := t.ranks[key]
+	if old != nil && (old.epoch > rec.Epoch || old.epoch == rec.Epoch && old.incarnation == rec.Incarnation) {
+		return // of an older epoch, or known
+	}
+	fresh, err := newDataTarget(rec)
+	if err != nil {
+		t.log.Error("rank cannot be served to other nodes", slog.String("app", rec.App),
+			slog.String("unit", rec.Unit), slog.Any("err", err))
+		return
+	}
+	t.ranks[key] = fresh
+}
+
+func (t *dataTable) removeRank(rec *msg.Record) {
+	key := rankKey{rec.Unit, rec.Rank}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if r := t.ranks[key]; r != nil && r.epoch == rec.Epoch && r.incarnation == rec.Incarnation {
+		delete(t.ranks, key)
+	}
+}
+
+func newDataTarget(rec *msg.Record) (*dataTarget, error) {
+	s := rec.Snapshot
+	r := &dataTarget{app: rec.App, epoch: rec.Epoch, incarnation: rec.Incarnation, mailbox: s.Mailbox,
+		target: s.Target}
+	base, err := url.Parse(s.Target.URL)
+	if err != nil {
+		return nil, err
+	}
+	for route := range r.urls {
+		u := *base
+		u.Path = openai.Route(route).Path()
+		r.urls[route] = &u
+	}
+	return r, nil
 }

@@ -167,3 +167,43 @@ func (q *postQueue) signal() {
 	default: // the last signal was not received yet
 	}
 }
+
+// toPost is a mailbox's message on the wire; nil if it is not sent over the stream.
+func toPost(m any) *dpservev1.Post {
+	switch m := m.(type) {
+	case *msg.Done:
+		return &dpservev1.Post{Message: &dpservev1.Post_Done{Done: &dpservev1.Done{
+			Ticket: m.TicketID, Outcome: uint32(m.Outcome), Cause: m.Cause,
+			PromptTokens: int64(m.PromptTokens), CachedTokens: int64(m.CachedTokens),
+			HasCached: m.HasCached, CompletionTokens: int64(m.CompletionTokens),
+			FirstTokenNano: int64(m.FirstToken),
+			Trip:           m.Trip, Busy: m.Busy, Probe: m.Probe,
+		}}}
+	case msg.Done:
+		return toPost(&m)
+	case *msg.FirstToken:
+		return &dpservev1.Post{Message: &dpservev1.Post_FirstToken{
+			FirstToken: &dpservev1.FirstToken{Ticket: m.TicketID},
+		}}
+	case msg.FirstToken:
+		return toPost(&m)
+	case *msg.Progress:
+		return &dpservev1.Post{Message: &dpservev1.Post_Progress{
+			Progress: &dpservev1.Progress{Ticket: m.TicketID, Out: int64(m.Out)},
+		}}
+	case msg.Progress:
+		return toPost(&m)
+	case *msg.Probe:
+		return &dpservev1.Post{Message: &dpservev1.Post_Probe{Probe: &dpservev1.Probe{Ticket: m.TicketID}}}
+	case msg.Probe:
+		return toPost(&m)
+	case *msg.Demand:
+		return &dpservev1.Post{Message: &dpservev1.Post_Demand{Demand: &dpservev1.Demand{Waits: m.Waits}}}
+	case msg.Demand:
+		return toPost(&m)
+	case *msg.Resync, msg.Resync:
+		return &dpservev1.Post{Message: &dpservev1.Post_Resync{Resync: &dpservev1.Resync{}}}
+	default:
+		return nil
+	}
+}

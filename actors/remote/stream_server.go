@@ -7,6 +7,7 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -344,3 +345,96 @@ func (s *StreamServer) addOwn(sub *subscriber, r *liveRank, n int) bool {
 	}
 	return true
 }
+
+// maxAgo bounds how long ago a first token may have been.
+const maxAgo = time.Hour
+
+// readPosts handles the messages of an ingress, beginning with the first, until the stream ends.
+func (s *StreamServer) readPosts(sub *subscriber, stream grpc.BidiStreamingServer[dpservev1.SubscribeRequest,
+	dpservev1.Records], hello *dpservev1.SubscribeRequest) error {
+	for m := hello; ; {
+		if m.GetResync() {
+			s.mu.Lock()
+			s.requestAll(sub)
+			s.mu.Unlock()
+		}
+		for _, p := range m.GetPosts() {
+			s.deliverPost(sub, p)
+		}
+		var err error
+		if m, err = stream.Recv(); err != nil {
+			return err
+		}
+	}
+}
+
+// deliverPost delivers a post to its rank. Posts for unknown ranks are counted and dropped.
+func (s *StreamServer) deliverPost(sub *subscriber, p *dpservev1.Post) {
+	s.mu.Lock()
+	r := s.ranks[unitRank{p.GetUnit(), routing.RankID(p.GetRank())}]
+	if r == nil {
+		s.mu.Unlock()
+		s.counts.strangePosts.Add(1)
+		return
+	}
+	if _, ok := p.GetMessage().(*dpservev1.Post_Resync); ok {
+		sub.addWanted(r)
+		sub.signal()
+		s.mu.Unlock()
+		s.counts.posts.Add(1)
+		return
+	}
+	box, here := r.mailbox, r.epoch == p.GetEpoch() && r.incarnation == p.GetIncarnation()
+	s.mu.Unlock()
+	m := fromPost(p, time.Now())
+	if m == nil {
+		s.config.Unknown("post")
+	}
+	if m == nil || !here {
+		s.counts.strangePosts.Add(1)
+		return
+	}
+	if d, ok := m.(*msg.Demand); ok {
+		d.Ingress = sub.name
+	}
+	s.counts.posts.Add(1)
+	box.Send(m)
+}
+
+// fromPost is the actor's message of a post; nil if its kind is not known.
+func fromPost(p *dpservev1.Post, now time.Time) any {
+	switch m := p.GetMessage().(type) {
+	case *dpservev1.Post_Done:
+		return doneOf(m.Done)
+	case *dpservev1.Post_FirstToken:
+		ago := min(max(time.Duration(m.FirstToken.GetAgoNano()), 0), maxAgo)
+		return &msg.FirstToken{TicketID: m.FirstToken.GetTicket(), At: now.Add(-ago)}
+	case *dpservev1.Post_Progress:
+		return &msg.Progress{TicketID: m.Progress.GetTicket(), Out: boundedCount(m.Progress.GetOut())}
+	case *dpservev1.Post_Probe:
+		return &msg.Probe{TicketID: m.Probe.GetTicket()}
+	case *dpservev1.Post_Demand:
+		return &msg.Demand{Waits: m.Demand.GetWaits()}
+	default:
+		return nil
+	}
+}
+
+func doneOf(d *dpservev1.Done) any {
+	if d.GetOutcome() > uint32(msg.Refused) {
+		return nil
+	}
+	cause := d.GetCause()
+	return &msg.Done{
+		TicketID: d.GetTicket(), Outcome: msg.Outcome(d.GetOutcome()), //nolint:gosec // checked
+		Cause:        cause[:min(len(cause), maxString)],
+		PromptTokens: boundedCount(d.GetPromptTokens()), CachedTokens: boundedCount(d.GetCachedTokens()),
+		HasCached:        d.GetHasCached(),
+		CompletionTokens: boundedCount(d.GetCompletionTokens()),
+		FirstToken:       max(time.Duration(d.GetFirstTokenNano()), 0),
+		Trip:             d.GetTrip(), Busy: d.GetBusy(), Probe: d.GetProbe(),
+	}
+}
+
+// boundedCount is a count from the wire.
+func boundedCount(n int64) int { return int(min(max(n, 0), maxCount)) }

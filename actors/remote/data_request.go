@@ -242,3 +242,194 @@ func (p *dataRequest) engineHeader() http.Header {
 	}
 	return out
 }
+
+// requestBody is the memory of a request's body: chain hashes, then the engine's body. It is re-used.
+type requestBody struct {
+	b      []byte
+	blocks []uint64
+}
+
+var (
+	errBodyTooLarge = errors.New("the body is too large")
+	errBodyCut      = errors.New("the body did not come whole")
+)
+
+// read reads the whole body before the request is passed on: while a body is unread, net/http does not cancel
+// the request's context when the client leaves. The request is cancelled after patience and one second for
+// each MiB of its announced length.
+func (a *requestBody) read(r *http.Request, patience time.Duration, cancel context.CancelCauseFunc) error {
+	a.b = a.b[:0]
+	n := r.ContentLength
+	switch {
+	case n == 0:
+		return nil
+	case n > maxDataBody:
+		return errBodyTooLarge
+	case n < 0:
+		n = firstBodyBuffer
+	}
+	late := time.AfterFunc(patience+time.Duration(n>>20)*time.Second, func() {
+		cancel(errBodyCut)
+		_ = r.Body.Close() // it ends a Read that waits
+	})
+	defer late.Stop()
+	if cap(a.b) <= int(n) {
+		a.b = make([]byte, 0, n+1)
+	}
+	return a.fill(r.Body)
+}
+
+func (a *requestBody) fill(body io.Reader) error {
+	for {
+		if len(a.b) == cap(a.b) {
+			a.b = append(a.b, 0)[:len(a.b)]
+		}
+		n, err := body.Read(a.b[len(a.b):cap(a.b)])
+		a.b = a.b[:len(a.b)+n]
+		switch {
+		case len(a.b) > maxDataBody:
+			return errBodyTooLarge
+		case errors.Is(err, io.EOF):
+			return nil
+		case err != nil:
+			return errBodyCut
+		}
+	}
+}
+
+// admit asks the rank's DPServer for a ticket that lives as long as the request's stream; ok is false if the
+// stream has ended.
+func (p *dataRequest) admit(ctx context.Context) (rep msg.AdmitReply, ok bool) {
+	s, box := p.server, p.target.mailbox
+	reply, _ := s.replies.Get().(chan msg.AdmitReply)
+	m := p.head.admit
+	m.Ctx, m.Reply = p.r.Context(), reply
+	if len(p.upload.blocks) > 0 {
+		m.Blocks = p.upload.blocks
+	}
+	if box.TrySend(&m) != nil {
+		s.replies.Put(reply)
+		return p.mailboxRefusal(), true
+	}
+	patience := time.NewTimer(s.timers.Admit)
+	defer patience.Stop()
+	select {
+	case rep = <-reply:
+		s.replies.Put(reply)
+		return rep, true
+	case <-box.Stopped():
+		p.isBodyFree = false // the mailbox may still hold the message and its hashes
+		return p.replyAfterStop(reply), true
+	case <-ctx.Done():
+		p.returnLateTicket(reply)
+		return rep, false
+	case <-patience.C:
+		p.returnLateTicket(reply)
+		return msg.AdmitReply{Refusal: msg.Overloaded, Epoch: p.target.epoch}, true
+	}
+}
+
+// mailboxRefusal tells a full mailbox from a stopped one.
+func (p *dataRequest) mailboxRefusal() msg.AdmitReply {
+	rep := msg.AdmitReply{Refusal: msg.Overloaded, Epoch: p.target.epoch}
+	select {
+	case <-p.target.mailbox.Stopped():
+		rep.Refusal = msg.Gone
+	default:
+	}
+	return rep
+}
+
+// replyAfterStop returns an answer that came just before the actor ended.
+func (p *dataRequest) replyAfterStop(reply chan msg.AdmitReply) msg.AdmitReply {
+	select {
+	case rep := <-reply:
+		return rep
+	default:
+		return msg.AdmitReply{Refusal: msg.Gone, Epoch: p.target.epoch}
+	}
+}
+
+// returnLateTicket gives back a ticket that is granted after its request has ended. It runs one goroutine per
+// such request, which ends with the answer, the actor or a deadline.
+func (p *dataRequest) returnLateTicket(reply chan msg.AdmitReply) {
+	p.isBodyFree = false
+	s, box := p.server, p.target.mailbox
+	s.running.Go(func() {
+		timeout := time.NewTimer(s.timers.LateTicket)
+		defer timeout.Stop()
+		select {
+		case rep := <-reply:
+			s.replies.Put(reply)
+			if rep.Refusal == msg.Granted {
+				box.Send(&msg.Done{TicketID: rep.Ticket.ID, Outcome: msg.Refused, Cause: "late_ticket"})
+			}
+		case <-box.Stopped():
+		case <-timeout.C:
+		}
+	})
+}
+
+// answerError answers a request that this port does not pass on.
+func (p *dataRequest) answerError(status int, cause string) (clean bool) {
+	p.w.Header()[dataCause] = []string{cause}
+	return p.answerEmpty(status)
+}
+
+// answerEngineError answers that the engine gave no answer. The ingress gives the ticket back.
+func (p *dataRequest) answerEngineError(cause string, resent bool) (clean bool) {
+	h := p.w.Header()
+	p.setTicketHeader(h)
+	markResent(h, resent)
+	return p.answerError(http.StatusBadGateway, cause)
+}
+
+// refuse answers that there is no ticket.
+func (p *dataRequest) refuse(rep *msg.AdmitReply) (clean bool) {
+	h := p.w.Header()
+	h[dataRefused] = []string{rep.Refusal.String()}
+	h[dataEpoch] = []string{strconv.FormatUint(rep.Epoch, 10)}
+	h[dataSeq] = []string{strconv.FormatUint(rep.Seq, 10)}
+	if ms := rep.RetryAfter.Milliseconds(); ms > 0 {
+		h[dataRetryAfter] = []string{strconv.FormatInt(ms, 10)}
+	}
+	return p.answerEmpty(http.StatusServiceUnavailable)
+}
+
+// answerEmpty sends an answer without a body.
+func (p *dataRequest) answerEmpty(status int) (clean bool) {
+	p.w.Header()["Content-Length"] = []string{"0"}
+	p.w.WriteHeader(status)
+	return true
+}
+
+// setTicketHeader writes the ticket into the header.
+func (p *dataRequest) setTicketHeader(h http.Header) {
+	if p.ticket.ID == 0 {
+		return
+	}
+	h[dataTicket] = []string{strconv.FormatUint(p.ticket.ID, 10)}
+	h[dataSeq] = []string{strconv.FormatUint(p.ticket.Seq, 10)}
+	h[dataInc] = []string{strconv.FormatUint(p.ticket.Incarnation, 10)}
+	h[dataEpoch] = []string{strconv.FormatUint(p.ticket.Epoch, 10)}
+}
+
+func markResent(h http.Header, resent bool) {
+	if resent {
+		h[dataResent] = []string{"1"}
+	}
+}
+
+// copyEngineHeader copies an engine's header to the answer. Date and Content-Type are set to nil, because
+// net/http would add its own.
+func (p *dataRequest) copyEngineHeader(engine http.Header, resent bool) {
+	h, hop := p.w.Header(), engineleg.HopNames(engine)
+	h["Date"], h["Content-Type"] = nil, nil
+	for name, values := range engine {
+		if !engineleg.Hop(name) && !hop[name] && !strings.HasPrefix(name, dataPrefix) {
+			h[name] = values
+		}
+	}
+	p.setTicketHeader(h)
+	markResent(h, resent)
+}
