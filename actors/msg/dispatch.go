@@ -7,8 +7,8 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// Where a dispatch to another node ended without an answer of the engine. Anything else that went wrong is an
-// engine that was asked and broke off.
+// Errors of a dispatch to another node without an answer of the engine. Any other error means that the engine
+// was asked and broke off.
 var (
 	ErrUnreachable   = errors.New("the node's data port cannot be reached")
 	ErrEngineRefused = errors.New("the engine took no connection")
@@ -23,14 +23,15 @@ type Dispatch struct {
 	App  string
 	Unit string
 	Rank routing.RankID
-	// of the route at the engine; "" = no request follows: the ticket is held until the context ends
+	// of the route at the engine; "": no request follows, and the ticket lives until the context ends
 	Path   string
 	Header map[string][]string // for the engine, read only
-	// for the engine, read only; the caller's again when the round trip has ended
+	// for the engine, read only; it belongs to the caller again when the round trip has ended
 	Body []byte
-	// as to a rank of the own node, without Ctx and Reply; nil = the request needs no ticket
+	// as for a rank of the own node, without Ctx and Reply; nil: the request needs no ticket
 	Admit      *Admit
-	FirstToken time.Duration // for the head of the engine's answer; 0 = no bound
+	FirstToken time.Duration // time limit for the header of the engine's answer; 0: none
 
-	Resent bool // set by the round trip: the engine was asked a second time (ENGINES 3.6)
+	// set by the round trip: the engine was asked a second time, because it had closed the idle connection
+	Resent bool
 }

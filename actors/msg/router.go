@@ -30,8 +30,7 @@ type RouterOverride struct {
 	RouterTemperature  *float64 `json:"router_temperature,omitempty"`
 }
 
-// Explanation is one decision with everything it was made of. The numbers are those of the decision itself,
-// bit for bit.
+// Explanation is one decision with all its inputs. The numbers are those of the decision itself, bit for bit.
 type Explanation struct {
 	App    string `json:"app"`
 	Policy string `json:"policy"`
@@ -49,7 +48,7 @@ type Explanation struct {
 	// how the terms add up, and which score wins; "" = no rank was scored
 	Formula string            `json:"formula,omitempty"`
 	Ranks   []RankExplanation `json:"ranks"`           // all that the Router knows, by group and rank
-	Notes   []string          `json:"notes,omitempty"` // what a person should know of this answer
+	Notes   []string          `json:"notes,omitempty"` // for people
 	Replay  *Replay           `json:"replay,omitempty"`
 }
 
@@ -58,10 +57,10 @@ type RankExplanation struct {
 	Worker   string `json:"worker"` // GROUP/RANK
 	Group    int    `json:"group"`
 	Rank     int    `json:"rank"`
-	Eligible bool   `json:"eligible"` // it could have been picked
+	Eligible bool   `json:"eligible"` // it could be picked
 	// ok | silent | full | busy | draining | not-ready | tried | unknown
 	State string `json:"state"`
-	// it could not be picked, or only if nothing else was left: the reason in words
+	// the reason why it could not be picked, or only if no other rank was left
 	Why        string   `json:"why,omitempty"`
 	InFlight   int      `json:"in_flight"`
 	MaxOngoing int      `json:"max_ongoing"`
@@ -84,8 +83,8 @@ type Term struct {
 	Value  float64 `json:"value"`
 }
 
-// Replay is what a request of the past was decided on. The ranks' load of that moment is not kept: the
-// explanation around it is what the same request would get now.
+// Replay is what a past request was decided on. The ranks' load of that moment is not kept: the explanation
+// around it is what the same request would get now.
 type Replay struct {
 	RequestID string         `json:"request_id"`
 	At        time.Time      `json:"at"`
@@ -188,7 +187,7 @@ type PotentialLoad struct {
 	DecodeBlocks  int64  `json:"potential_decode_blocks"`
 }
 
-// KVRun is one chain of blocks in the index: the first follows Parent, each other the one in front.
+// KVRun is one chain of blocks in the index: the first block follows Parent, each other block the one before.
 type KVRun struct {
 	Worker string   `json:"worker"`
 	Tier   string   `json:"tier"`             // gpu | cpu | disk | sent
@@ -209,7 +208,7 @@ type Generate struct {
 }
 
 // Generated is a part of the answer. TokenIDs come as the engine sends them; the last part has a
-// FinishReason, and Usage if the engine told it.
+// FinishReason, and Usage if the engine reported it.
 type Generated struct {
 	TokenIDs     []uint32    `json:"token_ids"`
 	Text         string      `json:"text,omitempty"`

@@ -97,11 +97,11 @@ type KVStatus struct {
 
 // States of a rank's KV events.
 const (
-	EventsConnecting = "connecting" // its engine is not there
+	EventsConnecting = "connecting" // the engine cannot be reached
 	EventsWaiting    = "waiting"    // for the first event
 	EventsLive       = "live"
-	EventsPartial    = "partial" // events were lost: what the rank held before them is not known
-	EventsSilent     = "silent"  // traffic, and no event
+	EventsPartial    = "partial" // events were lost: the older blocks of the rank are not known
+	EventsSilent     = "silent"  // requests end, and no event comes
 )
 
 // EventStatus is the health of a rank's KV events.
