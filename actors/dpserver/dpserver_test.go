@@ -226,13 +226,13 @@ func TestARequestsWayThroughTheStream(t *testing.T) {
 		require.Equal(t, msg.Granted, a.Refusal)
 		assert.Equal(t, msg.Ticket{ID: 1, Epoch: 3, Incarnation: 7, Seq: 1, Rank: routing.ID(0, 2),
 			Target: msg.Target{URL: "http://e", Owned: true}}, a.Ticket)
-		r.send(msg.FirstToken{TicketID: 1})
 		r.send(&msg.FirstToken{TicketID: 1})
-		r.send(msg.Progress{TicketID: 1, Out: 5})
-		r.send(msg.Progress{TicketID: 1, Out: 5})
+		r.send(&msg.FirstToken{TicketID: 1})
+		r.send(&msg.Progress{TicketID: 1, Out: 5})
+		r.send(&msg.Progress{TicketID: 1, Out: 5})
 		assert.Equal(t, 1, r.Status().InFlight)
 		r.send(&msg.Done{TicketID: 1, CompletionTokens: 9, FirstToken: 30 * time.Millisecond})
-		r.send(msg.Done{TicketID: 1, CompletionTokens: 9})
+		r.send(&msg.Done{TicketID: 1, CompletionTokens: 9})
 
 		got := r.tape.take()
 		require.Equal(t, []msg.RecordKind{msg.RecAdmitted, msg.RecFirstToken, msg.RecProgress, msg.RecDone},
@@ -338,7 +338,7 @@ func TestManyOrphans(t *testing.T) {
 			rep := r.ask(func(a *msg.Admit) { a.Ctx = ctx })
 			cancel()
 			synctest.Wait()
-			r.send(msg.Done{TicketID: rep.Ticket.ID, Outcome: msg.OK})
+			r.send(&msg.Done{TicketID: rep.Ticket.ID, Outcome: msg.OK})
 		}
 		synctest.Wait()
 		r.orphans.mu.Lock()
@@ -359,7 +359,7 @@ func TestASubscriberGetsASnapshotThenDeltas(t *testing.T) {
 	bubble(t, 4, true, func(t *testing.T, r *rig) {
 		r.ask()
 		r.ask()
-		r.send(msg.FirstToken{TicketID: 2})
+		r.send(&msg.FirstToken{TicketID: 2})
 		late := &tape{}
 		cancel := r.hub.Subscribe(late)
 		synctest.Wait()
@@ -390,7 +390,7 @@ func TestDrainWaitsForTheLastRequest(t *testing.T) {
 			t.Fatal("drained with a request in hand")
 		default:
 		}
-		r.send(msg.Done{TicketID: 1})
+		r.send(&msg.Done{TicketID: 1})
 		<-r.Drained()
 		got := r.tape.take()
 		assert.Equal(t, []msg.RecordKind{msg.RecAdmitted, msg.RecState, msg.RecDone}, kinds(got))
@@ -431,11 +431,11 @@ func TestFiveFailuresTripAndACanaryClears(t *testing.T) {
 	bubble(t, 9, true, func(t *testing.T, r *rig) {
 		fail := func(n int) {
 			for range n {
-				r.send(msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Trip: true})
+				r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Trip: true})
 			}
 		}
 		fail(4)
-		r.send(msg.Done{TicketID: r.ask().Ticket.ID})
+		r.send(&msg.Done{TicketID: r.ask().Ticket.ID})
 		fail(4)
 		require.Equal(t, msg.Granted, r.ask().Refusal)
 		fail(1)
@@ -468,7 +468,7 @@ func TestATrippedRankIsWatchedAsAnyOther(t *testing.T) {
 	bubble(t, 9, false, func(t *testing.T, r *rig) {
 		r.engine.set(func(f *fakeEngine) { f.canary = errors.New("no") })
 		for range 5 {
-			r.send(msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Trip: true})
+			r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Trip: true})
 		}
 		fresh := &tape{}
 		defer r.hub.Subscribe(fresh)()
@@ -488,7 +488,7 @@ func TestThreeFailedCanariesGiveAnOwnedEngineUp(t *testing.T) {
 		bubble(t, 9, owned, func(t *testing.T, r *rig) {
 			r.engine.set(func(f *fakeEngine) { f.canary = errors.New("500") })
 			for range 5 {
-				r.send(msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Trip: true})
+				r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Trip: true})
 			}
 			time.Sleep((1+2+4)*time.Second + time.Millisecond)
 			synctest.Wait()
@@ -513,12 +513,12 @@ func TestThreeFailedCanariesGiveAnOwnedEngineUp(t *testing.T) {
 func TestAnEngineBusyAnswerFillsTheRankForASecondAtMost(t *testing.T) {
 	bubble(t, 9, true, func(t *testing.T, r *rig) {
 		first, other := r.ask().Ticket.ID, r.ask().Ticket.ID
-		r.send(msg.Done{TicketID: first, Busy: true, Outcome: msg.FailedOutcome})
+		r.send(&msg.Done{TicketID: first, Busy: true, Outcome: msg.FailedOutcome})
 		assert.Equal(t, msg.Full, r.ask().Refusal)
-		r.send(msg.Done{TicketID: other})
+		r.send(&msg.Done{TicketID: other})
 		third := r.ask()
 		require.Equal(t, msg.Granted, third.Refusal, "the next Done clears it")
-		r.send(msg.Done{TicketID: third.Ticket.ID, Busy: true})
+		r.send(&msg.Done{TicketID: third.Ticket.ID, Busy: true})
 		time.Sleep(999 * time.Millisecond)
 		assert.Equal(t, msg.Full, r.ask().Refusal)
 		r.tape.take()
@@ -574,7 +574,7 @@ func TestHealthFencesAtOnceOrAsksTheCanary(t *testing.T) {
 func TestAFailedConnectionIsProbedAtOnce(t *testing.T) {
 	bubble(t, 9, true, func(t *testing.T, r *rig) {
 		r.engine.set(func(f *fakeEngine) { f.health = engine.RefusedConn })
-		r.send(msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Probe: true})
+		r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Probe: true})
 		assert.Len(t, r.tape.told(), 1, "no time has passed")
 	})
 }
@@ -593,9 +593,9 @@ func TestStalls(t *testing.T) {
 		"the engine's counters move": {work: true, canary: stuck,
 			during: func(r *rig) { r.engine.set(func(f *fakeEngine) { f.counters.PromptTokens++ }) }},
 		"a stream moves": {work: true, canary: stuck,
-			during: func(r *rig) { r.send(msg.Progress{TicketID: 1, Out: int(time.Now().Unix())}) }},
+			during: func(r *rig) { r.send(&msg.Progress{TicketID: 1, Out: int(time.Now().Unix())}) }},
 		"another request was answered": {work: true, canary: stuck,
-			during: func(r *rig) { r.send(msg.Done{TicketID: r.ask().Ticket.ID}) }},
+			during: func(r *rig) { r.send(&msg.Done{TicketID: r.ask().Ticket.ID}) }},
 	}
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
@@ -664,7 +664,7 @@ func TestAnAttachedEngineComesBackWithANewIncarnation(t *testing.T) {
 		require.Equal(t, []msg.RecordKind{msg.RecSnapshot}, kinds(got))
 		assert.Equal(t, uint64(8), got[0].Incarnation)
 		assert.Empty(t, got[0].Snapshot.Open)
-		r.send(msg.Done{TicketID: 1}) // of the engine that died
+		r.send(&msg.Done{TicketID: 1}) // of the engine that died
 		assert.Empty(t, r.tape.take())
 		assert.Equal(t, uint64(1), r.ask().Ticket.Seq)
 	})

@@ -243,7 +243,7 @@ func TestKV5ClearedEmptiesThisRankAlone(t *testing.T) {
 		require.Equal(t, [...]int{4, 4}, [...]int{old.hit(kvindex.GPU, prompt(ids(0, 16)...)),
 			old.hit(kvindex.CPU, prompt(ids(0, 16)...))})
 		id := r.sendPrompt(prompt(ids(0, 16)...), 4)
-		r.send(msg.Done{TicketID: id, FirstToken: 1})
+		r.send(&msg.Done{TicketID: id, FirstToken: 1})
 		p.publish(list{"AllBlocksCleared"}, storedBlocks(1, nil, ids(300, 8)))
 		old.follow(r)
 		holds := old.holds()
@@ -314,7 +314,7 @@ func TestKV10SilentEvents(t *testing.T) {
 		old := newReader(t)
 		serve := func(from uint32) {
 			id := r.sendPrompt(prompt(ids(from, 16)...), 0)
-			r.send(msg.Done{TicketID: id, FirstToken: 1, PromptTokens: 16, CompletionTokens: 3,
+			r.send(&msg.Done{TicketID: id, FirstToken: 1, PromptTokens: 16, CompletionTokens: 3,
 				HasCached: true})
 		}
 		p.publish(storedBlocks(1, nil, ids(0, 16)))
@@ -368,7 +368,7 @@ func TestKV10NoAlarmWhereNoEventIsDue(t *testing.T) {
 				p.publish(storedBlocks(1, nil, ids(0, 4)))
 				for range 40 {
 					d.TicketID = r.ask().Ticket.ID
-					r.send(d)
+					r.send(&d)
 					time.Sleep(time.Second)
 				}
 				want := msg.EventsLive
@@ -390,7 +390,7 @@ func TestTheRecordFollowsTheEngine(t *testing.T) {
 		for i := range uint32(4) {
 			id := r.sendPrompt(prompt(ids(1000*i, 16)...), 0) // stands for 16 tokens of text
 			p.publish(storedBlocks(1, nil, ids(1000*i, 16)))
-			r.send(msg.Done{TicketID: id, FirstToken: 1, PromptTokens: 16})
+			r.send(&msg.Done{TicketID: id, FirstToken: 1, PromptTokens: 16})
 			time.Sleep(10 * time.Second)
 		}
 		old.follow(r)

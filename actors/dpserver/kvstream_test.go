@@ -81,7 +81,7 @@ func (h *history) step() {
 			clear(blocks) // they are ours again
 		}
 	case 3, 4:
-		h.r.box.Send(msg.Done{
+		h.r.box.Send(&msg.Done{
 			TicketID: h.tickets, Outcome: msg.Outcome(h.draw(4)), HasCached: h.draw(2) == 0,
 			PromptTokens: h.draw(60), CachedTokens: h.draw(40),
 		})
@@ -183,7 +183,7 @@ func TestResyncAnswersItsSinkOnly(t *testing.T) {
 		defer r.hub.Subscribe(other)()
 		r.sendPrompt(prompt(ids(0, 16)...), 0)
 		other.take()
-		r.send(&msg.Resync{Sink: other})
+		r.send(msg.Resync{Sink: other})
 		r.send(msg.Resync{Sink: &tape{}})
 		got := other.take()
 		assert.Equal(t, []msg.RecordKind{msg.RecSnapshot, msg.RecKVBegin, msg.RecKV, msg.RecKVEnd},

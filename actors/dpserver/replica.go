@@ -135,16 +135,10 @@ func (r *replica) Receive(m any) {
 		r.admit(m)
 	case msg.Admit:
 		r.admit(&m)
-	case msg.FirstToken:
-		r.recordFirstToken(m)
 	case *msg.FirstToken:
-		r.recordFirstToken(*m)
-	case msg.Progress:
-		r.recordProgress(m)
+		r.recordFirstToken(m)
 	case *msg.Progress:
-		r.recordProgress(*m)
-	case msg.Done:
-		r.endTicket(&m)
+		r.recordProgress(m)
 	case *msg.Done:
 		r.endTicket(m)
 	case *msg.Demand:
@@ -175,8 +169,6 @@ func (r *replica) receiveControl(m any) {
 		r.sendSnapshot(m.sub)
 	case msg.Resync:
 		r.resyncSink(m.Sink)
-	case *msg.Resync:
-		r.resyncSink(m.Sink)
 	case unsubscribeRequest:
 		r.sinks = slices.DeleteFunc(r.sinks, func(s *hubSubscription) bool { return s == m.sub })
 	case readyRequest:
@@ -197,10 +189,8 @@ func (r *replica) receiveControl(m any) {
 		}
 	case turnTimer:
 		r.onTurnTimer()
-	case msg.Probe:
-		r.onProbe(m)
 	case *msg.Probe:
-		r.onProbe(*m)
+		r.onProbe(m)
 	case subscriptionResult:
 		r.onSubscriptionResult(m)
 	case expiryTick:
@@ -530,7 +520,7 @@ func (r *replica) watchContext(ctx context.Context, id uint64) func() bool {
 	return context.AfterFunc(ctx, func() { s.addOrphan(id) })
 }
 
-func (r *replica) recordFirstToken(m msg.FirstToken) {
+func (r *replica) recordFirstToken(m *msg.FirstToken) {
 	r.monitor.noteProgress()
 	if t, first := r.account.markDecoding(m.TicketID); first {
 		at := t.clampFirstToken(m.At, time.Now())
@@ -539,7 +529,7 @@ func (r *replica) recordFirstToken(m msg.FirstToken) {
 	}
 }
 
-func (r *replica) recordProgress(m msg.Progress) {
+func (r *replica) recordProgress(m *msg.Progress) {
 	r.monitor.noteProgress()
 	t := r.account.tickets[m.TicketID]
 	if t == nil || m.Out <= t.req.Out {

@@ -361,7 +361,7 @@ type progressResult struct {
 func (s *progressCheck) discard() { s.hasBatches, s.hasCounters = false, false }
 
 // onProbe reads the engine's counters beside the actor.
-func (r *replica) onProbe(m msg.Probe) {
+func (r *replica) onProbe(m *msg.Probe) {
 	q := &r.progress
 	if r.account.tickets[m.TicketID] == nil || slices.Contains(q.tickets, m.TicketID) {
 		return

@@ -47,7 +47,7 @@ func TestAPromptIsRecordedAndTravels(t *testing.T) {
 		assert.Equal(t, [...]any{int64(0), 4, false},
 			[...]any{snap.Capacity, snap.BlockSize, snap.CachingOff})
 		assert.ElementsMatch(t, []int{12, 0}, []int{snap.Open[0].Hit, snap.Open[1].Hit})
-		r.send(msg.Done{TicketID: id, FirstToken: time.Millisecond})
+		r.send(&msg.Done{TicketID: id, FirstToken: time.Millisecond})
 		old.follow(r)
 		assert.Equal(t, 8, old.hit(kvindex.Sent, p))
 	})
@@ -61,14 +61,14 @@ func TestARequestThatWasNotServedIsTakenBack(t *testing.T) {
 			append(ids(0, 24), ids(200, 16)...)
 		r.sendPrompt(prompt(common...), 0)
 		id := r.sendPrompt(prompt(one...), 6)
-		r.send(msg.Done{TicketID: id, Outcome: msg.Cancelled})
+		r.send(&msg.Done{TicketID: id, Outcome: msg.Cancelled})
 		old.follow(r)
 		assert.Equal(t, 6, old.hit(kvindex.Sent, prompt(one...)), "the sender knew 6 blocks to be there")
 
 		id = r.sendPrompt(prompt(two...), 0)
 		time.Sleep(time.Millisecond)
 		r.sendPrompt(prompt(ids(0, 28)...), 0)
-		r.send(msg.Done{TicketID: id, Outcome: msg.FailedOutcome})
+		r.send(&msg.Done{TicketID: id, Outcome: msg.FailedOutcome})
 		old.follow(r)
 		assert.Equal(t, 6, old.hit(kvindex.Sent, prompt(two...)),
 			"its own blocks are gone, those of its successor stay")
@@ -80,7 +80,7 @@ func TestARequestThatWasNotServedIsTakenBack(t *testing.T) {
 		} {
 			p := prompt(ids(uint32(1000+1000*int(d.Outcome)), 16)...)
 			d.TicketID = r.sendPrompt(p, 0)
-			r.send(d)
+			r.send(&d)
 			old.follow(r)
 			assert.Equal(t, 4, old.hit(kvindex.Sent, p), "it was computed")
 		}
@@ -114,7 +114,7 @@ func TestFewerCachedTokensTrimTheRecord(t *testing.T) {
 				r.sendPrompt(first, 0)
 				time.Sleep(time.Second)
 				c.done.TicketID, c.done.FirstToken = r.sendPrompt(second, 8), 1
-				r.send(c.done)
+				r.send(&c.done)
 				old.follow(r)
 				assert.Equal(t, 10, old.hit(kvindex.Sent, second))
 				assert.Equal(t, c.left, old.hit(kvindex.Sent, first))
@@ -127,7 +127,7 @@ func TestTheRecordEndsWithTimeAndRoom(t *testing.T) {
 	sentRig(t, 10, func(t *testing.T, r *rig, old *reader) {
 		for i := range uint32(5) {
 			id := r.sendPrompt(prompt(ids(1000*i, 16)...), 0)
-			r.send(msg.Done{TicketID: id, FirstToken: 1, PromptTokens: 16})
+			r.send(&msg.Done{TicketID: id, FirstToken: 1, PromptTokens: 16})
 			time.Sleep(10 * time.Second)
 		}
 		old.follow(r)
@@ -159,7 +159,7 @@ func TestBlocksOfTheSenderAreItsOwnAgain(t *testing.T) {
 		clear(a.Blocks)
 		old.follow(r)
 		assert.Equal(t, 100, old.hit(kvindex.Sent, p))
-		r.send(msg.Done{TicketID: rep.Ticket.ID, Outcome: msg.Cancelled})
+		r.send(&msg.Done{TicketID: rep.Ticket.ID, Outcome: msg.Cancelled})
 		old.follow(r)
 		assert.Empty(t, old.holds())
 	})
@@ -173,7 +173,7 @@ func TestKV16ARankWithoutPrefixCachingHasNoIndex(t *testing.T) {
 		synctest.Wait()
 		assert.True(t, r.tape.take()[1].Snapshot.CachingOff)
 		id := r.sendPrompt(prompt(ids(0, 16)...), 0)
-		r.send(msg.Done{TicketID: id, Outcome: msg.Cancelled})
+		r.send(&msg.Done{TicketID: id, Outcome: msg.Cancelled})
 		assert.Equal(t, []msg.RecordKind{msg.RecAdmitted, msg.RecDone}, kinds(r.tape.take()))
 		time.Sleep(1500 * time.Millisecond)
 		assert.Equal(t, &msg.KVStatus{Note: "the engine runs without prefix caching: no prompt hits"},
@@ -185,7 +185,7 @@ func TestHitRate(t *testing.T) {
 	sentRig(t, 0, func(t *testing.T, r *rig, _ *reader) {
 		done := func(d msg.Done) {
 			d.TicketID = r.ask().Ticket.ID
-			r.send(d)
+			r.send(&d)
 		}
 		done(msg.Done{PromptTokens: 100})
 		assert.Zero(t, r.Status().HitRate)
@@ -209,7 +209,7 @@ func TestWhatWasThereBeforeStays(t *testing.T) {
 		time.Sleep(kvindex.DefaultRecord - time.Second)
 		id := r.sendPrompt(prompt(ids(0, 32)...), 0)
 		time.Sleep(2 * time.Second)
-		r.send(msg.Done{TicketID: id, Outcome: msg.Cancelled})
+		r.send(&msg.Done{TicketID: id, Outcome: msg.Cancelled})
 		old.follow(r)
 		assert.Equal(t, 4, old.hit(kvindex.Sent, prompt(ids(0, 32)...)))
 	})

@@ -184,16 +184,16 @@ func randomMessage(rt *rapid.T, ctx context.Context, r *rig, i uint64) {
 		r.box.Send(&msg.Admit{Ctx: ctx, ReqID: 100 + i, Epoch: 3, Tokens: 10, Hit: int(i), Ingress: ingress,
 			Reply: make(chan msg.AdmitReply, 1)})
 	case 2:
-		m := msg.FirstToken{TicketID: ticket}
+		m := &msg.FirstToken{TicketID: ticket}
 		if rapid.Bool().Draw(rt, "at") {
 			m.At = time.Now().Add(time.Duration(rapid.IntRange(-5000, 1000).Draw(rt,
 				"at_ms")) * time.Millisecond)
 		}
 		r.box.Send(m)
 	case 3:
-		r.box.Send(msg.Progress{TicketID: ticket, Out: rapid.IntRange(0, 9).Draw(rt, "out")})
+		r.box.Send(&msg.Progress{TicketID: ticket, Out: rapid.IntRange(0, 9).Draw(rt, "out")})
 	case 4:
-		r.box.Send(msg.Done{
+		r.box.Send(&msg.Done{
 			TicketID: ticket, Outcome: msg.Outcome(rapid.IntRange(0, 3).Draw(rt, "outcome")),
 			Trip: rapid.Bool().Draw(rt, "trip"), Busy: rapid.Bool().Draw(rt, "busy"), CompletionTokens: 4,
 		})
@@ -266,7 +266,7 @@ func benchmarkAdmission(b *testing.B, prompts [][]uint64) {
 		}
 		id := (<-admit.Reply).Ticket.ID
 		admission += time.Since(began)
-		s.box.Send(msg.FirstToken{TicketID: id})
+		s.box.Send(&msg.FirstToken{TicketID: id})
 		s.box.Send(&msg.Done{TicketID: id, CompletionTokens: 8, FirstToken: time.Millisecond})
 	}
 	b.ReportMetric(float64(admission.Nanoseconds())/float64(b.N), "ns/admission")

@@ -51,9 +51,7 @@ func (b *remoteMailbox) TrySend(m any) error {
 	switch m := m.(type) {
 	case *msg.FirstToken:
 		p.at = m.At
-	case msg.FirstToken:
-		p.at = m.At
-	case *msg.Progress, msg.Progress, *msg.Probe, msg.Probe:
+	case *msg.Progress, *msg.Probe:
 		p.progress = true
 	}
 	return b.posts.push(p)
@@ -179,29 +177,21 @@ func toPost(m any) *dpservev1.Post {
 			FirstTokenNano: int64(m.FirstToken),
 			Trip:           m.Trip, Busy: m.Busy, Probe: m.Probe,
 		}}}
-	case msg.Done:
-		return toPost(&m)
 	case *msg.FirstToken:
 		return &dpservev1.Post{Message: &dpservev1.Post_FirstToken{
 			FirstToken: &dpservev1.FirstToken{Ticket: m.TicketID},
 		}}
-	case msg.FirstToken:
-		return toPost(&m)
 	case *msg.Progress:
 		return &dpservev1.Post{Message: &dpservev1.Post_Progress{
 			Progress: &dpservev1.Progress{Ticket: m.TicketID, Out: int64(m.Out)},
 		}}
-	case msg.Progress:
-		return toPost(&m)
 	case *msg.Probe:
 		return &dpservev1.Post{Message: &dpservev1.Post_Probe{Probe: &dpservev1.Probe{Ticket: m.TicketID}}}
-	case msg.Probe:
-		return toPost(&m)
 	case *msg.Demand:
 		return &dpservev1.Post{Message: &dpservev1.Post_Demand{Demand: &dpservev1.Demand{Waits: m.Waits}}}
 	case msg.Demand:
 		return toPost(&m)
-	case *msg.Resync, msg.Resync:
+	case msg.Resync:
 		return &dpservev1.Post{Message: &dpservev1.Post_Resync{Resync: &dpservev1.Resync{}}}
 	default:
 		return nil

@@ -275,7 +275,7 @@ func TestPosts(t *testing.T) {
 		first := &msg.FirstToken{TicketID: 7, At: at}
 		box.Send(first)
 		first.TicketID = 99 // its sender may use it again
-		box.Send(msg.Progress{TicketID: 7, Out: 3})
+		box.Send(&msg.Progress{TicketID: 7, Out: 3})
 		box.Send(&msg.Probe{TicketID: 7})
 		box.Send(&done)
 		box.Send(msg.Demand{Ingress: "another", Waits: true})
