@@ -142,8 +142,6 @@ func readReply(d *msg.Dispatch, h http.Header) (rep msg.AdmitReply, refused bool
 	rep.Epoch, rep.Seq = number(dataEpoch), number(dataSeq)
 	if name := h[dataRefused]; len(name) > 0 {
 		rep.Refusal = refusalOf(name[0])
-		rep.RetryAfter = time.Duration(min(number(dataRetryAfter),
-			uint64(time.Hour/time.Millisecond))) * time.Millisecond
 		return rep, true
 	}
 	rep.Ticket = msg.Ticket{ID: number(dataTicket), Epoch: rep.Epoch, Incarnation: number(dataInc),

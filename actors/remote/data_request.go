@@ -390,9 +390,6 @@ func (p *dataRequest) refuse(rep *msg.AdmitReply) (clean bool) {
 	h[dataRefused] = []string{rep.Refusal.String()}
 	h[dataEpoch] = []string{strconv.FormatUint(rep.Epoch, 10)}
 	h[dataSeq] = []string{strconv.FormatUint(rep.Seq, 10)}
-	if ms := rep.RetryAfter.Milliseconds(); ms > 0 {
-		h[dataRetryAfter] = []string{strconv.FormatInt(ms, 10)}
-	}
 	return p.answerEmpty(http.StatusServiceUnavailable)
 }
 

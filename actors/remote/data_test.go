@@ -183,7 +183,7 @@ func TestDataAddressing(t *testing.T) {
 func TestDataRefusals(t *testing.T) {
 	g := newDataRig(t, dataOptions{url: "http://127.0.0.1:1"})
 	for r := msg.Full; r <= msg.Overloaded; r++ {
-		want := msg.AdmitReply{Refusal: r, Epoch: 8, Seq: 4, RetryAfter: 3 * time.Second}
+		want := msg.AdmitReply{Refusal: r, Epoch: 8, Seq: 4}
 		g.rank.set(func(k *dataBox) { k.reply = want })
 		a := g.send(g.dispatch())
 		require.NoError(t, a.err)

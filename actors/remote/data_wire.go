@@ -36,14 +36,13 @@ const (
 	dataDeadline   = "Dpserve-Deadline-Ms"    // the time left, because the clocks differ
 	dataFirstToken = "Dpserve-First-Token-Ms" // the time left for the engine's header
 
-	dataRefused    = "Dpserve-Refused" // answer: the reason why there is no ticket
-	dataCause      = "Dpserve-Cause"   // answer: the reason why there is no answer of the engine
-	dataEpoch      = "Dpserve-Epoch"   // of the request, and of an answer
-	dataSeq        = "Dpserve-Seq"
-	dataRetryAfter = "Dpserve-Retry-After-Ms"
-	dataTicket     = "Dpserve-Ticket"
-	dataInc        = "Dpserve-Incarnation"
-	dataResent     = "Dpserve-Resent"
+	dataRefused = "Dpserve-Refused" // answer: the reason why there is no ticket
+	dataCause   = "Dpserve-Cause"   // answer: the reason why there is no answer of the engine
+	dataEpoch   = "Dpserve-Epoch"   // of the request, and of an answer
+	dataSeq     = "Dpserve-Seq"
+	dataTicket  = "Dpserve-Ticket"
+	dataInc     = "Dpserve-Incarnation"
+	dataResent  = "Dpserve-Resent"
 	// with the cause reset, because older nodes read only the cause
 	dataMalformed = "Dpserve-Malformed"
 
