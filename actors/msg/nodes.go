@@ -22,7 +22,7 @@ type NodeReport struct {
 	Trouble     string     // a note for people, such as a full disk; "": none
 	// the node ends: it starts no unit any more, and ends its units after their grace
 	Stopping bool
-	// the previous process of the node was told to end; false: it crashed, or there was none
+	// the previous process of the node had an order to end; false: it crashed, or there was none
 	AfterStop bool
 	Events    []UnitEvent // not yet acknowledged, by Number
 	// the newest event of every unit of the node, acknowledged or not: a new leader learns from these

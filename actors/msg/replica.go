@@ -30,10 +30,10 @@ type EventSource struct {
 type Facts struct {
 	Incarnation uint64
 	MaxOngoing  int          // requests at once
-	BlockSize   int          // tokens per KV block; 0 = not told
-	Blocks      int          // KV blocks on the device; 0 = not told
+	BlockSize   int          // tokens per KV block; 0: not known
+	Blocks      int          // KV blocks on the device; 0: not known
 	CachingOff  bool         // the engine runs without prefix caching
-	MaxModelLen int          // tokens of a request and its answer; 0 = not told
+	MaxModelLen int          // tokens of a request and its answer; 0: not known
 	Events      *EventSource // attach: found by asking the engine; nil = as in ReplicaSpec
 }
 

@@ -22,7 +22,7 @@ type AppStatus struct {
 	Units    []UnitStatus `json:"units"`
 }
 
-// IndexStatus is an ingress's picture of an application's KV caches.
+// IndexStatus is an ingress's index of an application's KV caches.
 type IndexStatus struct {
 	Blocks  int    `json:"blocks"`
 	Bytes   int    `json:"bytes"`

@@ -50,9 +50,9 @@ type Record struct {
 	Cause   string // RecDone, RecState, RecFirstToken
 
 	// At of RecAdmitted, RecFirstToken, RecProgress and RecDone is when it happened, on the rank's own
-	// monotonic clock, whose origin is arbitrary and the same for one incarnation; 0 = not told. A first
-	// token may be told late, so a record may have a smaller At than the record before it, but the records of
-	// one request never go back.
+	// monotonic clock, whose origin is arbitrary and the same for one incarnation; 0: not known. A first
+	// token may be reported late, so a record may have a smaller At than the record before it, but the
+	// records of one request never go back.
 	At time.Duration
 
 	// RecDone, RecState: which ingress may use the free room; no node's name while room is collected; "":
