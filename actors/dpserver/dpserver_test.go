@@ -25,7 +25,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// fakeEngine answers as it is told.
+// fakeEngine answers with preset results.
 type fakeEngine struct {
 	mu       sync.Mutex
 	health   engine.Health
@@ -77,14 +77,14 @@ func (f *fakeEngine) Counters(context.Context) (engine.Counters, error) {
 	return f.counters, f.dumb
 }
 
-// tape is a sink that keeps copies, and a watcher.
-type tape struct {
+// recordingSink is a sink that keeps copies of the records, and a ReplicaWatcher.
+type recordingSink struct {
 	mu      sync.Mutex
 	records []msg.Record
 	events  []msg.ReplicaEvent
 }
 
-func (s *tape) Deliver(r *msg.Record) {
+func (s *recordingSink) Deliver(r *msg.Record) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	rec := *r
@@ -92,13 +92,13 @@ func (s *tape) Deliver(r *msg.Record) {
 	s.records = append(s.records, rec)
 }
 
-func (s *tape) ReplicaEvent(e msg.ReplicaEvent) {
+func (s *recordingSink) ReplicaEvent(e msg.ReplicaEvent) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.events = append(s.events, e)
 }
 
-func (s *tape) take() []msg.Record {
+func (s *recordingSink) take() []msg.Record {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	out := s.records
@@ -106,7 +106,7 @@ func (s *tape) take() []msg.Record {
 	return out
 }
 
-func (s *tape) told() []msg.ReplicaEvent {
+func (s *recordingSink) nodeEvents() []msg.ReplicaEvent {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	out := s.events
@@ -124,12 +124,12 @@ func (assigner) Await(context.Context, string, uint64, int) (string, int, error)
 	return "", 0, nil
 }
 
-// rig is one DPServer at epoch 3 in a bubble of fake time.
-type rig struct {
+// testRig is one DPServer at epoch 3 on fake time.
+type testRig struct {
 	*Server
 	t      *testing.T
 	engine *fakeEngine
-	tape   *tape
+	tape   *recordingSink
 	hub    *Hub
 	log    *bytes.Buffer
 	next   uint64
@@ -142,8 +142,9 @@ func demo() *app.Application {
 	}
 }
 
-// bubble runs a test on fake time with one rank of room max; owned says who started the engine.
-func bubble(t *testing.T, maxOngoing int, owned bool, f func(t *testing.T, r *rig)) {
+// withRank runs a test on fake time with one rank of room maxOngoing; owned says whether dpserve started the
+// engine.
+func withRank(t *testing.T, maxOngoing int, owned bool, f func(t *testing.T, r *testRig)) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRig(t, owned)
 		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 7, MaxOngoing: maxOngoing}))
@@ -153,8 +154,8 @@ func bubble(t *testing.T, maxOngoing int, owned bool, f func(t *testing.T, r *ri
 	})
 }
 
-func newRig(t *testing.T, owned bool, change ...func(f *Factory, spec *msg.ReplicaSpec)) *rig {
-	r := &rig{t: t, tape: &tape{}, hub: NewHub(), log: &bytes.Buffer{},
+func newRig(t *testing.T, owned bool, change ...func(f *Factory, spec *msg.ReplicaSpec)) *testRig {
+	r := &testRig{t: t, tape: &recordingSink{}, hub: NewHub(), log: &bytes.Buffer{},
 		engine: &fakeEngine{health: engine.Alive, asked: map[string]int{}}}
 	sys := inbox.NewSystem(slog.New(slog.DiscardHandler))
 	f := &Factory{
@@ -182,8 +183,8 @@ func newRig(t *testing.T, owned bool, change ...func(f *Factory, spec *msg.Repli
 	return r
 }
 
-// ask admits a request of 100 tokens and gives the answer.
-func (r *rig) ask(change ...func(a *msg.Admit)) msg.AdmitReply {
+// ask admits a request of 100 tokens and returns the answer.
+func (r *testRig) ask(change ...func(a *msg.Admit)) msg.AdmitReply {
 	r.t.Helper()
 	r.next++
 	a := &msg.Admit{Ctx: context.Background(), ReqID: r.next, Epoch: 3, Tokens: 100, Ingress: "i",
@@ -196,7 +197,7 @@ func (r *rig) ask(change ...func(a *msg.Admit)) msg.AdmitReply {
 	return <-a.Reply
 }
 
-func (r *rig) send(m any) {
+func (r *testRig) send(m any) {
 	r.box.Send(m)
 	synctest.Wait()
 }
@@ -209,9 +210,9 @@ func kinds(records []msg.Record) []msg.RecordKind {
 	return out
 }
 
-// TestTheStreamTellsARequestsSession: so that every ingress knows on which rank a session is.
+// TestTheStreamTellsARequestsSession: every ingress must know on which rank a session is.
 func TestTheStreamTellsARequestsSession(t *testing.T) {
-	bubble(t, 2, true, func(t *testing.T, r *rig) {
+	withRank(t, 2, true, func(t *testing.T, r *testRig) {
 		r.ask(func(a *msg.Admit) { a.Session = 99 })
 		r.ask()
 		got := r.tape.take()
@@ -221,7 +222,7 @@ func TestTheStreamTellsARequestsSession(t *testing.T) {
 }
 
 func TestARequestsWayThroughTheStream(t *testing.T) {
-	bubble(t, 2, true, func(t *testing.T, r *rig) {
+	withRank(t, 2, true, func(t *testing.T, r *testRig) {
 		a := r.ask()
 		require.Equal(t, msg.Granted, a.Refusal)
 		assert.Equal(t, msg.Ticket{ID: 1, Epoch: 3, Incarnation: 7, Seq: 1, Rank: routing.ID(0, 2),
@@ -275,7 +276,7 @@ func TestNothingIsAdmittedWithoutTheNodesLease(t *testing.T) {
 func TestGrantOrderAndRefusals(t *testing.T) {
 	gone, cancel := context.WithCancel(t.Context())
 	cancel()
-	bubble(t, 1, true, func(t *testing.T, r *rig) {
+	withRank(t, 1, true, func(t *testing.T, r *testRig) {
 		late := func(a *msg.Admit) { a.Deadline = time.Now() }
 		stale := func(a *msg.Admit) { a.Epoch = 2 }
 		assert.Equal(t, msg.Expired, r.ask(func(a *msg.Admit) { a.Ctx = gone }).Refusal)
@@ -299,7 +300,7 @@ func TestGrantOrderAndRefusals(t *testing.T) {
 }
 
 func TestAReplyWithoutRoomLeavesNoTicket(t *testing.T) {
-	bubble(t, 1, true, func(t *testing.T, r *rig) {
+	withRank(t, 1, true, func(t *testing.T, r *testRig) {
 		r.send(&msg.Admit{Epoch: 3, Reply: make(chan msg.AdmitReply)})
 		assert.Empty(t, r.tape.take())
 		assert.Equal(t, msg.Granted, r.ask().Refusal)
@@ -307,7 +308,7 @@ func TestAReplyWithoutRoomLeavesNoTicket(t *testing.T) {
 }
 
 func TestATicketWhoseOwnerForgotItLapses(t *testing.T) {
-	bubble(t, 1, true, func(t *testing.T, r *rig) {
+	withRank(t, 1, true, func(t *testing.T, r *testRig) {
 		ctx, cancel := context.WithCancel(t.Context())
 		r.ask(func(a *msg.Admit) { a.Ctx = ctx })
 		cancel()
@@ -321,10 +322,10 @@ func TestATicketWhoseOwnerForgotItLapses(t *testing.T) {
 	})
 }
 
-// TestManyOrphans: a context that ends before its Done is read costs no timer of its own, and only tickets
-// without a Done lapse, each at its own time.
+// TestManyOrphans: a context that ends before the actor reads its Done needs no timer of its own. Only
+// tickets without a Done lapse, each at its own time.
 func TestManyOrphans(t *testing.T) {
-	bubble(t, 3, true, func(t *testing.T, r *rig) {
+	withRank(t, 3, true, func(t *testing.T, r *testRig) {
 		forgotten := func() {
 			ctx, cancel := context.WithCancel(t.Context())
 			require.Equal(t, msg.Granted, r.ask(func(a *msg.Admit) { a.Ctx = ctx }).Refusal)
@@ -356,11 +357,11 @@ func TestManyOrphans(t *testing.T) {
 }
 
 func TestASubscriberGetsASnapshotThenDeltas(t *testing.T) {
-	bubble(t, 4, true, func(t *testing.T, r *rig) {
+	withRank(t, 4, true, func(t *testing.T, r *testRig) {
 		r.ask()
 		r.ask()
 		r.send(&msg.FirstToken{TicketID: 2})
-		late := &tape{}
+		late := &recordingSink{}
 		cancel := r.hub.Subscribe(late)
 		synctest.Wait()
 		r.ask()
@@ -381,7 +382,7 @@ func TestASubscriberGetsASnapshotThenDeltas(t *testing.T) {
 }
 
 func TestDrainWaitsForTheLastRequest(t *testing.T) {
-	bubble(t, 4, true, func(t *testing.T, r *rig) {
+	withRank(t, 4, true, func(t *testing.T, r *testRig) {
 		r.ask()
 		r.Drain("draining")
 		synctest.Wait()
@@ -398,9 +399,9 @@ func TestDrainWaitsForTheLastRequest(t *testing.T) {
 	})
 }
 
-// TestADrainThatIsOverCutsAsADrain: what is still running then is told from what a failure cost.
+// TestADrainThatIsOverCutsAsADrain: the cause of the cut requests differs from that of a failure.
 func TestADrainThatIsOverCutsAsADrain(t *testing.T) {
-	bubble(t, 4, true, func(t *testing.T, r *rig) {
+	withRank(t, 4, true, func(t *testing.T, r *testRig) {
 		r.ask()
 		r.Drain("draining")
 		r.Fence(causeDrained)
@@ -413,7 +414,7 @@ func TestADrainThatIsOverCutsAsADrain(t *testing.T) {
 }
 
 func TestAFenceIsHeardOnceAndGoneEndsTheStream(t *testing.T) {
-	bubble(t, 4, true, func(t *testing.T, r *rig) {
+	withRank(t, 4, true, func(t *testing.T, r *testRig) {
 		r.Fence("process exited")
 		r.Fence("again")
 		synctest.Wait()
@@ -422,13 +423,13 @@ func TestAFenceIsHeardOnceAndGoneEndsTheStream(t *testing.T) {
 		got := r.tape.take()
 		require.Equal(t, []msg.RecordKind{msg.RecState, msg.RecGone}, kinds(got))
 		assert.Equal(t, "process exited", got[0].Cause)
-		assert.Empty(t, r.tape.told(), "a fence from outside is no news to the node")
+		assert.Empty(t, r.tape.nodeEvents(), "a fence from outside is no news to the node")
 		require.ErrorIs(t, r.Ready(t.Context(), msg.Facts{Incarnation: 8, MaxOngoing: 1}), inbox.ErrStopped)
 	})
 }
 
 func TestFiveFailuresTripAndACanaryClears(t *testing.T) {
-	bubble(t, 9, true, func(t *testing.T, r *rig) {
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		fail := func(n int) {
 			for range n {
 				r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Trip: true})
@@ -460,24 +461,24 @@ func TestFiveFailuresTripAndACanaryClears(t *testing.T) {
 		last = got[len(got)-1]
 		assert.Equal(t, [...]any{msg.RecState, true, false},
 			[...]any{last.Kind, last.Accepting, last.Tripped})
-		assert.Empty(t, r.tape.told())
+		assert.Empty(t, r.tape.nodeEvents())
 	})
 }
 
 func TestATrippedRankIsWatchedAsAnyOther(t *testing.T) {
-	bubble(t, 9, false, func(t *testing.T, r *rig) {
+	withRank(t, 9, false, func(t *testing.T, r *testRig) {
 		r.engine.set(func(f *fakeEngine) { f.canary = errors.New("no") })
 		for range 5 {
 			r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Trip: true})
 		}
-		fresh := &tape{}
+		fresh := &recordingSink{}
 		defer r.hub.Subscribe(fresh)()
 		synctest.Wait()
 		assert.True(t, fresh.take()[0].Snapshot.Tripped, "a later subscriber is told, too")
 		require.Equal(t, msg.Granted, r.ask().Refusal)
 		time.Sleep(45 * time.Second)
 		synctest.Wait()
-		events := r.tape.told()
+		events := r.tape.nodeEvents()
 		require.Len(t, events, 1)
 		assert.Contains(t, events[0].Cause, "no progress")
 	})
@@ -485,7 +486,7 @@ func TestATrippedRankIsWatchedAsAnyOther(t *testing.T) {
 
 func TestThreeFailedCanariesGiveAnOwnedEngineUp(t *testing.T) {
 	for _, owned := range []bool{true, false} {
-		bubble(t, 9, owned, func(t *testing.T, r *rig) {
+		withRank(t, 9, owned, func(t *testing.T, r *testRig) {
 			r.engine.set(func(f *fakeEngine) { f.canary = errors.New("500") })
 			for range 5 {
 				r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Trip: true})
@@ -493,7 +494,7 @@ func TestThreeFailedCanariesGiveAnOwnedEngineUp(t *testing.T) {
 			time.Sleep((1+2+4)*time.Second + time.Millisecond)
 			synctest.Wait()
 			assert.Equal(t, 3, r.engine.count("canary"))
-			events := r.tape.told()
+			events := r.tape.nodeEvents()
 			if !owned {
 				assert.Empty(t, events)
 				time.Sleep((8+16+32+64+64)*time.Second + time.Millisecond)
@@ -511,7 +512,7 @@ func TestThreeFailedCanariesGiveAnOwnedEngineUp(t *testing.T) {
 }
 
 func TestAnEngineBusyAnswerFillsTheRankForASecondAtMost(t *testing.T) {
-	bubble(t, 9, true, func(t *testing.T, r *rig) {
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		first, other := r.ask().Ticket.ID, r.ask().Ticket.ID
 		r.send(&msg.Done{TicketID: first, Busy: true, Outcome: msg.FailedOutcome})
 		assert.Equal(t, msg.Full, r.ask().Refusal)
@@ -549,11 +550,11 @@ func TestHealthFencesAtOnceOrAsksTheCanary(t *testing.T) {
 	}
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
-			bubble(t, 9, true, func(t *testing.T, r *rig) {
+			withRank(t, 9, true, func(t *testing.T, r *testRig) {
 				r.engine.set(func(f *fakeEngine) { f.health, f.canary = c.health, c.canary })
 				time.Sleep(1001 * time.Millisecond)
 				synctest.Wait()
-				events := r.tape.told()
+				events := r.tape.nodeEvents()
 				if c.cause == "" {
 					assert.Empty(t, events)
 					assert.Equal(t, msg.Granted, r.ask().Refusal)
@@ -572,10 +573,10 @@ func TestHealthFencesAtOnceOrAsksTheCanary(t *testing.T) {
 }
 
 func TestAFailedConnectionIsProbedAtOnce(t *testing.T) {
-	bubble(t, 9, true, func(t *testing.T, r *rig) {
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		r.engine.set(func(f *fakeEngine) { f.health = engine.RefusedConn })
 		r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Probe: true})
-		assert.Len(t, r.tape.told(), 1, "no time has passed")
+		assert.Len(t, r.tape.nodeEvents(), 1, "no time has passed")
 	})
 }
 
@@ -583,7 +584,7 @@ func TestStalls(t *testing.T) {
 	stuck := errors.New("time-out")
 	cases := map[string]struct {
 		work   bool
-		during func(r *rig)
+		during func(r *testRig)
 		canary error
 		lost   bool
 	}{
@@ -591,15 +592,15 @@ func TestStalls(t *testing.T) {
 		"nothing moves":      {work: true, canary: stuck, lost: true},
 		"the canary answers": {work: true},
 		"the engine's counters move": {work: true, canary: stuck,
-			during: func(r *rig) { r.engine.set(func(f *fakeEngine) { f.counters.PromptTokens++ }) }},
+			during: func(r *testRig) { r.engine.set(func(f *fakeEngine) { f.counters.PromptTokens++ }) }},
 		"a stream moves": {work: true, canary: stuck,
-			during: func(r *rig) { r.send(&msg.Progress{TicketID: 1, Out: int(time.Now().Unix())}) }},
+			during: func(r *testRig) { r.send(&msg.Progress{TicketID: 1, Out: int(time.Now().Unix())}) }},
 		"another request was answered": {work: true, canary: stuck,
-			during: func(r *rig) { r.send(&msg.Done{TicketID: r.ask().Ticket.ID}) }},
+			during: func(r *testRig) { r.send(&msg.Done{TicketID: r.ask().Ticket.ID}) }},
 	}
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
-			bubble(t, 9, true, func(t *testing.T, r *rig) {
+			withRank(t, 9, true, func(t *testing.T, r *testRig) {
 				r.engine.set(func(f *fakeEngine) { f.canary, f.counters.Seen = c.canary, true })
 				if c.work {
 					r.ask()
@@ -610,7 +611,7 @@ func TestStalls(t *testing.T) {
 						c.during(r)
 					}
 				}
-				events := r.tape.told()
+				events := r.tape.nodeEvents()
 				if !c.lost {
 					assert.Empty(t, events)
 					return
@@ -625,38 +626,38 @@ func TestStalls(t *testing.T) {
 }
 
 func TestAPredictedPrefillStretchesTheStallTimeout(t *testing.T) {
-	bubble(t, 9, true, func(t *testing.T, r *rig) {
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		r.prefillTime = func(tokens int) time.Duration { return time.Duration(tokens) * time.Second }
 		r.engine.set(func(f *fakeEngine) { f.canary = errors.New("no") })
 		r.ask() // 100 tokens: 3 × 100 s
 		time.Sleep(299 * time.Second)
-		assert.Empty(t, r.tape.told())
+		assert.Empty(t, r.tape.nodeEvents())
 		time.Sleep(3 * time.Second)
-		assert.Len(t, r.tape.told(), 1)
+		assert.Len(t, r.tape.nodeEvents(), 1)
 	})
 }
 
 func TestAnAttachedEngineComesBackWithANewIncarnation(t *testing.T) {
-	bubble(t, 9, false, func(t *testing.T, r *rig) {
+	withRank(t, 9, false, func(t *testing.T, r *testRig) {
 		r.ask()
 		r.engine.set(func(f *fakeEngine) { f.health, f.canary = engine.RefusedConn, errors.New("no") })
 		time.Sleep(1001 * time.Millisecond)
 		synctest.Wait()
-		require.Len(t, r.tape.told(), 1)
+		require.Len(t, r.tape.nodeEvents(), 1)
 		r.engine.set(func(f *fakeEngine) { f.health = engine.Alive })
 		time.Sleep(5 * time.Second)
-		require.Empty(t, r.tape.told(), "alive is not enough")
+		require.Empty(t, r.tape.nodeEvents(), "alive is not enough")
 		r.engine.set(func(f *fakeEngine) { f.canary = nil })
 		time.Sleep(5 * time.Second)
-		events := r.tape.told()
+		events := r.tape.nodeEvents()
 		require.Len(t, events, 1)
 		assert.Equal(t, msg.ReplicaBack, events[0].Kind)
 		r.engine.set(func(f *fakeEngine) { f.health = engine.RefusedConn })
 		time.Sleep(2 * time.Second)
-		require.Len(t, r.tape.told(), 1, "the node hears when it is lost again before its Ready")
+		require.Len(t, r.tape.nodeEvents(), 1, "the node hears when it is lost again before its Ready")
 		r.engine.set(func(f *fakeEngine) { f.health = engine.Alive })
 		time.Sleep(2 * time.Second)
-		require.Len(t, r.tape.told(), 1)
+		require.Len(t, r.tape.nodeEvents(), 1)
 
 		r.tape.take()
 		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 8, MaxOngoing: 9}))
@@ -671,7 +672,7 @@ func TestAnAttachedEngineComesBackWithANewIncarnation(t *testing.T) {
 }
 
 func TestAPanicLosesTheAccountAndNothingElse(t *testing.T) {
-	bubble(t, 9, true, func(t *testing.T, r *rig) {
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		r.ask()
 		r.tape.take()
 		r.box.Send(&msg.Admit{Epoch: 3, Ctx: brokenContext{}})

@@ -12,8 +12,8 @@ import (
 	"github.com/dpserve/dpserve/app"
 )
 
-// kvNote is the note in the status of a rank whose engine tells facts.
-func kvNote(t *testing.T, facts msg.Facts, args app.Args, policy string) (note string, shown bool) {
+// statusNote is the note in the status of a rank whose engine reports facts.
+func statusNote(t *testing.T, facts msg.Facts, args app.Args, policy string) (note string, shown bool) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
 		r := newRig(t, true, func(_ *Factory, spec *msg.ReplicaSpec) {
@@ -54,7 +54,7 @@ func TestStatusSaysWhatThePromptHitsDependOn(t *testing.T) {
 		"nobody asks for hits": {msg.Facts{BlockSize: 16, CachingOff: true}, asked, even, "", false},
 	} {
 		t.Run(name, func(t *testing.T) {
-			note, shown := kvNote(t, c.facts, c.args, c.policy)
+			note, shown := statusNote(t, c.facts, c.args, c.policy)
 			assert.Equal(t, c.note, note)
 			assert.Equal(t, c.shown, shown)
 		})

@@ -16,27 +16,27 @@ import (
 )
 
 // TestKV2TheStreamIsTheLedger: after any history of prompts, corrections, events, losses, incarnations,
-// panics and questions for a snapshot, a reader of the stream from the start, one that asked for a snapshot
-// on the way and one that subscribes now hold the same blocks; every snapshot on the way was whole.
+// panics and requests for a snapshot, three readers hold the same blocks: one from the start, one that asked
+// for a snapshot on the way, and one that subscribes now. Every snapshot on the way was complete.
 func TestKV2TheStreamIsTheLedger(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		var failed any
 		synctest.Test(t, func(t *testing.T) {
-			defer func() { failed = recover() }() // a failed draw must not end the bubble's goroutine
+			defer func() { failed = recover() }() // a failed draw must not end the goroutine of the test
 			r := newRig(t, rapid.Bool().Draw(rt, "owned"))
 			facts := msg.Facts{Incarnation: 7, MaxOngoing: 6, BlockSize: 4,
 				Blocks: rapid.IntRange(0, 40).Draw(rt, "blocks")}
 			in := newEventQueue(1, testHasher, "demo", func(in *eventQueue) { r.box.Send(eventsQueued{in}) })
-			h := &history{rt: rt, t: t, r: r, in: in, facts: facts}
+			h := &randomHistory{rt: rt, t: t, r: r, in: in, facts: facts}
 			old := newReader(rt)
 			for range rapid.IntRange(0, 60).Draw(rt, "steps") {
 				h.step()
 				old.follow(r)
 			}
-			assert.Equal(rt, r.fresh(rt).holds(), old.holds())
+			assert.Equal(rt, r.newSubscriber(rt).columnSums(), old.columnSums())
 			r.send(msg.Resync{Sink: r.tape})
 			old.follow(r)
-			assert.Equal(rt, r.fresh(rt).holds(), old.holds())
+			assert.Equal(rt, r.newSubscriber(rt).columnSums(), old.columnSums())
 		})
 		if failed != nil {
 			panic(failed)
@@ -44,21 +44,21 @@ func TestKV2TheStreamIsTheLedger(t *testing.T) {
 	})
 }
 
-// history does random things to a rank.
-type history struct {
+// randomHistory applies random steps to a rank.
+type randomHistory struct {
 	rt      *rapid.T
 	t       *testing.T
-	r       *rig
+	r       *testRig
 	in      *eventQueue
 	facts   msg.Facts
 	ready   bool
 	tickets uint64
 }
 
-func (h *history) draw(n int) int { return rapid.IntRange(0, n-1).Draw(h.rt, "n") }
+func (h *randomHistory) draw(n int) int { return rapid.IntRange(0, n-1).Draw(h.rt, "n") }
 
-// tokens are a prompt of one of three families, which share beginnings.
-func (h *history) tokens() []uint32 {
+// tokens are a prompt of one of three families with shared prefixes.
+func (h *randomHistory) tokens() []uint32 {
 	out := ids(0, 4*(1+h.draw(8)))
 	fork := h.draw(len(out))
 	for i := fork; i < len(out); i++ {
@@ -67,7 +67,7 @@ func (h *history) tokens() []uint32 {
 	return out
 }
 
-func (h *history) step() {
+func (h *randomHistory) step() {
 	switch h.draw(12) {
 	case 0, 1, 2:
 		blocks := prompt(h.tokens()...)
@@ -107,13 +107,13 @@ func (h *history) step() {
 	}
 }
 
-// rewake is the wake of the subscription's next life: a second Ready began one.
-func (in *eventQueue) rewake(r *rig) func(in *eventQueue) {
+// rewake is the notify of the next subscription, which a second Ready began.
+func (in *eventQueue) rewake(r *testRig) func(in *eventQueue) {
 	in.subscriptionID = r.state.subscriptionID
 	return func(in *eventQueue) { r.box.Send(eventsQueued{in}) }
 }
 
-func (h *history) event() {
+func (h *randomHistory) event() {
 	media := []string{"GPU", "CPU", "STORAGE", "elsewhere"}
 	medium := media[min(h.draw(8)/2, 3)]
 	name := func(tokens []uint32, i int) kvevents.Hash {
@@ -148,7 +148,7 @@ func (h *history) event() {
 // TestKV2ALongLedgerTravelsInParts: a late subscriber gets many thousand blocks in records of bounded size,
 // all with the number of the snapshot.
 func TestKV2ALongLedgerTravelsInParts(t *testing.T) {
-	bubble(t, 9, true, func(t *testing.T, r *rig) {
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		in := newEventQueue(1, testHasher, "demo", func(in *eventQueue) { r.box.Send(eventsQueued{in}) })
 		old := newReader(t)
 		const n = 3*stepBlocks + 17
@@ -161,7 +161,7 @@ func TestKV2ALongLedgerTravelsInParts(t *testing.T) {
 		old.follow(r)
 		assert.Equal(t, n, old.hit(kvindex.GPU, prompt(all...)), "one event of many blocks is one chain")
 		assert.Equal(t, 4, old.size[kvindex.GPU])
-		late := &tape{}
+		late := &recordingSink{}
 		defer r.hub.Subscribe(late)()
 		synctest.Wait()
 		got := late.take()
@@ -172,19 +172,19 @@ func TestKV2ALongLedgerTravelsInParts(t *testing.T) {
 		}
 		in.Removed(&kvevents.Removed{Hashes: ev.Hashes})
 		old.follow(r)
-		assert.Empty(t, old.holds())
+		assert.Empty(t, old.columnSums())
 	})
 }
 
-// TestResyncAnswersItsSinkOnly: one that missed a record does not cost the others a snapshot.
+// TestResyncAnswersItsSinkOnly: other sinks get no snapshot.
 func TestResyncAnswersItsSinkOnly(t *testing.T) {
-	bubble(t, 9, true, func(t *testing.T, r *rig) {
-		other := &tape{}
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
+		other := &recordingSink{}
 		defer r.hub.Subscribe(other)()
 		r.sendPrompt(prompt(ids(0, 16)...), 0)
 		other.take()
 		r.send(msg.Resync{Sink: other})
-		r.send(msg.Resync{Sink: &tape{}})
+		r.send(msg.Resync{Sink: &recordingSink{}})
 		got := other.take()
 		assert.Equal(t, []msg.RecordKind{msg.RecSnapshot, msg.RecKVBegin, msg.RecKV, msg.RecKVEnd},
 			kinds(got))
@@ -194,10 +194,10 @@ func TestResyncAnswersItsSinkOnly(t *testing.T) {
 	})
 }
 
-// TestThePanicOfAnActorLosesItsLedger: what is not known any more is not claimed, the events go on, and
-// status says partial.
+// TestThePanicOfAnActorLosesItsLedger: unknown blocks are not claimed, the events go on, and status says
+// partial.
 func TestThePanicOfAnActorLosesItsLedger(t *testing.T) {
-	listener(t, true, true, func(t *testing.T, r *rig, p *publisher) {
+	withPublisher(t, true, true, func(t *testing.T, r *testRig, p *publisher) {
 		old := newReader(t)
 		first, second := ids(0, 8), ids(100, 8)
 		p.publish(storedBlocks(1, nil, first))
@@ -205,14 +205,14 @@ func TestThePanicOfAnActorLosesItsLedger(t *testing.T) {
 		require.Equal(t, 2, old.hit(kvindex.GPU, prompt(first...)))
 		r.send(&msg.Admit{Epoch: 3, Ctx: brokenContext{}})
 		old.follow(r)
-		assert.Empty(t, old.holds())
+		assert.Empty(t, old.columnSums())
 		p.publish(storedBlocks(1, nil, second), removedBlocks(1000))
 		old.follow(r)
 		assert.Equal(t, 2, old.hit(kvindex.GPU, prompt(second...)))
 		assert.Equal(t, msg.EventsPartial, r.Status().KV.Events.State)
 		p.publish(list{"AllBlocksCleared"}, storedBlocks(1, nil, first))
 		old.follow(r)
-		assert.Equal(t, map[kvindex.Tier][2]uint64{kvindex.GPU: {2, sum(prompt(first...))}}, old.holds())
+		assert.Equal(t, map[kvindex.Tier][2]uint64{kvindex.GPU: {2, sum(prompt(first...))}}, old.columnSums())
 		assert.Equal(t, msg.EventsLive, r.Status().KV.Events.State)
 	})
 }
@@ -224,9 +224,9 @@ func sum(hashes []uint64) (s uint64) {
 	return s
 }
 
-// TestEventsBeyondTheBoundBeginAnew: what an inlet holds is bounded by what it takes.
+// TestEventsBeyondTheBoundBeginAnew: the queue holds a bounded number of bytes.
 func TestEventsBeyondTheBoundBeginAnew(t *testing.T) {
-	bubble(t, 9, true, func(t *testing.T, r *rig) {
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		woken := 0
 		in := newEventQueue(1, testHasher, "demo", func(*eventQueue) { woken++ })
 		old := newReader(t)
@@ -248,15 +248,15 @@ func TestEventsBeyondTheBoundBeginAnew(t *testing.T) {
 		assert.Equal(t, 2, woken, "one message, however many events")
 		r.send(eventsQueued{in})
 		old.follow(r)
-		assert.LessOrEqual(t, old.holds()[kvindex.GPU][0], uint64(100))
-		assert.Equal(t, old.holds(), r.fresh(t).holds())
+		assert.LessOrEqual(t, old.columnSums()[kvindex.GPU][0], uint64(100))
+		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
 	})
 }
 
-// TestKV12EventsHashAsPromptsDo: KV12 on the replica's side. Chain hashes are those of an ingress; salt and
-// adapter set apart, an image matches no text, and what is on other machines is nobody's hit.
+// TestKV12EventsHashAsPromptsDo is KV12 on the replica's side. Chain hashes equal those of an ingress; salt
+// and adapter give other hashes, an image matches no text, and blocks on other machines are no hits.
 func TestKV12EventsHashAsPromptsDo(t *testing.T) {
-	bubble(t, 9, true, func(t *testing.T, r *rig) {
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		in := newEventQueue(1, testHasher, "demo", func(in *eventQueue) { r.box.Send(eventsQueued{in}) })
 		old := newReader(t)
 		raw := func(i byte) kvevents.Hash {
@@ -287,7 +287,7 @@ func TestKV12EventsHashAsPromptsDo(t *testing.T) {
 			assert.Equal(t, 3, old.hit(kvindex.GPU, salted(salt, tokens...)), strconv.Itoa(i))
 		}
 		assert.Zero(t, old.hit(kvindex.GPU, salted(kvindex.Salt{CacheSalt: "other"}, tokens...)))
-		assert.Equal(t, uint64(3*3+2), old.holds()[kvindex.GPU][0],
+		assert.Equal(t, uint64(3*3+2), old.columnSums()[kvindex.GPU][0],
 			"the image's blocks are its own, the one in front of it is shared")
 		in.Removed(&kvevents.Removed{Hashes: []kvevents.Hash{raw(9), raw(8)}})
 		in.Removed(&kvevents.Removed{Hashes: []kvevents.Hash{raw(3), raw(2)}})
@@ -304,7 +304,7 @@ func TestKV12EventsHashAsPromptsDo(t *testing.T) {
 			Medium: "TAPE"})
 		old.follow(r)
 		assert.Equal(t, [...]uint64{1, 1},
-			[...]uint64{old.holds()[kvindex.CPU][0], old.holds()[kvindex.Disk][0]})
+			[...]uint64{old.columnSums()[kvindex.CPU][0], old.columnSums()[kvindex.Disk][0]})
 		_, foreign := in.lossCounts()
 		assert.Equal(t, uint64(2), foreign)
 	})

@@ -13,8 +13,9 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// sentRig is a rank whose KV cache holds so many blocks of 4 tokens, and a reader of its stream.
-func sentRig(t *testing.T, blocks int, f func(t *testing.T, r *rig, old *reader)) {
+// withSentRecord runs a test with a rank whose KV cache holds that many blocks of 4 tokens, and a reader of
+// its stream.
+func withSentRecord(t *testing.T, blocks int, f func(t *testing.T, r *testRig, old *reader)) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRig(t, true)
 		require.NoError(t, r.Ready(t.Context(),
@@ -24,7 +25,7 @@ func sentRig(t *testing.T, blocks int, f func(t *testing.T, r *rig, old *reader)
 }
 
 func TestAPromptIsRecordedAndTravels(t *testing.T) {
-	sentRig(t, 0, func(t *testing.T, r *rig, old *reader) {
+	withSentRecord(t, 0, func(t *testing.T, r *testRig, old *reader) {
 		p := prompt(ids(0, 32)...)
 		id := r.sendPrompt(p, 3)
 		synctest.Wait()
@@ -40,7 +41,7 @@ func TestAPromptIsRecordedAndTravels(t *testing.T) {
 		r.sendPrompt(p[:6], 0)
 		assert.Equal(t, []msg.RecordKind{msg.RecAdmitted}, kinds(r.tape.take()),
 			"what is recorded is renewed in silence")
-		late := &tape{}
+		late := &recordingSink{}
 		defer r.hub.Subscribe(late)()
 		synctest.Wait()
 		snap := late.take()[0].Snapshot
@@ -53,10 +54,10 @@ func TestAPromptIsRecordedAndTravels(t *testing.T) {
 	})
 }
 
-// TestARequestThatWasNotServedIsTakenBack: but not what others were sent as well, before it or since, nor
-// what was there by the sender's word.
+// TestARequestThatWasNotServedIsTakenBack: but not blocks that other requests share, or that the sender
+// expected in the cache.
 func TestARequestThatWasNotServedIsTakenBack(t *testing.T) {
-	sentRig(t, 0, func(t *testing.T, r *rig, old *reader) {
+	withSentRecord(t, 0, func(t *testing.T, r *testRig, old *reader) {
 		common, one, two := ids(0, 16), append(ids(0, 16), ids(100, 16)...),
 			append(ids(0, 24), ids(200, 16)...)
 		r.sendPrompt(prompt(common...), 0)
@@ -94,7 +95,8 @@ func TestARequestThatWasNotServedIsTakenBack(t *testing.T) {
 	})
 }
 
-// TestFewerCachedTokensTrimTheRecord: the engine evicts faster than the record thinks; the oldest goes.
+// TestFewerCachedTokensTrimTheRecord: the engine evicts faster than the record assumes; the oldest blocks are
+// dropped.
 func TestFewerCachedTokensTrimTheRecord(t *testing.T) {
 	cases := map[string]struct {
 		done msg.Done
@@ -109,7 +111,7 @@ func TestFewerCachedTokensTrimTheRecord(t *testing.T) {
 	}
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
-			sentRig(t, 0, func(t *testing.T, r *rig, old *reader) {
+			withSentRecord(t, 0, func(t *testing.T, r *testRig, old *reader) {
 				first, second := prompt(ids(0, 40)...), prompt(ids(1000, 40)...)
 				r.sendPrompt(first, 0)
 				time.Sleep(time.Second)
@@ -124,22 +126,22 @@ func TestFewerCachedTokensTrimTheRecord(t *testing.T) {
 }
 
 func TestTheRecordEndsWithTimeAndRoom(t *testing.T) {
-	sentRig(t, 10, func(t *testing.T, r *rig, old *reader) {
+	withSentRecord(t, 10, func(t *testing.T, r *testRig, old *reader) {
 		for i := range uint32(5) {
 			id := r.sendPrompt(prompt(ids(1000*i, 16)...), 0)
 			r.send(&msg.Done{TicketID: id, FirstToken: 1, PromptTokens: 16})
 			time.Sleep(10 * time.Second)
 		}
 		old.follow(r)
-		assert.Equal(t, uint64(10), old.holds()[kvindex.Sent][0], "the engine's room of 40 tokens")
+		assert.Equal(t, uint64(10), old.columnSums()[kvindex.Sent][0], "the engine's room of 40 tokens")
 		assert.Equal(t, 4, old.hit(kvindex.Sent, prompt(ids(4000, 16)...)))
 		time.Sleep(kvindex.DefaultRecord - 10*time.Second - time.Millisecond)
 		old.follow(r)
 		assert.Equal(t, map[kvindex.Tier][2]uint64{kvindex.Sent: {4, sum(prompt(ids(4000, 16)...))}},
-			old.holds())
+			old.columnSums())
 		time.Sleep(2 * minExpiryInterval)
 		old.follow(r)
-		assert.Empty(t, old.holds(), "nobody asked, and it ended")
+		assert.Empty(t, old.columnSums(), "nobody asked, and it ended")
 		r.tape.take()
 		time.Sleep(time.Hour)
 		synctest.Wait()
@@ -148,9 +150,9 @@ func TestTheRecordEndsWithTimeAndRoom(t *testing.T) {
 	})
 }
 
-// TestBlocksOfTheSenderAreItsOwnAgain: with the reply they may be overwritten.
+// TestBlocksOfTheSenderAreItsOwnAgain: after the reply the sender may overwrite them.
 func TestBlocksOfTheSenderAreItsOwnAgain(t *testing.T) {
-	sentRig(t, 0, func(t *testing.T, r *rig, old *reader) {
+	withSentRecord(t, 0, func(t *testing.T, r *testRig, old *reader) {
 		p := prompt(ids(0, 400)...)
 		a := &msg.Admit{Ctx: t.Context(), ReqID: 1, Epoch: 3, Tokens: 400,
 			Blocks: append([]uint64(nil), p...), Reply: make(chan msg.AdmitReply, 1)}
@@ -161,11 +163,11 @@ func TestBlocksOfTheSenderAreItsOwnAgain(t *testing.T) {
 		assert.Equal(t, 100, old.hit(kvindex.Sent, p))
 		r.send(&msg.Done{TicketID: rep.Ticket.ID, Outcome: msg.Cancelled})
 		old.follow(r)
-		assert.Empty(t, old.holds())
+		assert.Empty(t, old.columnSums())
 	})
 }
 
-// TestKV16ARankWithoutPrefixCachingHasNoIndex: nothing is recorded, nothing is alarming, and status says why.
+// TestKV16ARankWithoutPrefixCachingHasNoIndex: it records no block and raises no alarm, and status says why.
 func TestKV16ARankWithoutPrefixCachingHasNoIndex(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRig(t, true)
@@ -182,7 +184,7 @@ func TestKV16ARankWithoutPrefixCachingHasNoIndex(t *testing.T) {
 }
 
 func TestHitRate(t *testing.T) {
-	sentRig(t, 0, func(t *testing.T, r *rig, _ *reader) {
+	withSentRecord(t, 0, func(t *testing.T, r *testRig, _ *reader) {
 		done := func(d msg.Done) {
 			d.TicketID = r.ask().Ticket.ID
 			r.send(&d)
@@ -204,7 +206,7 @@ func TestHitRate(t *testing.T) {
 
 // TestWhatWasThereBeforeStays: although only the withdrawn request had kept it from expiring.
 func TestWhatWasThereBeforeStays(t *testing.T) {
-	sentRig(t, 0, func(t *testing.T, r *rig, old *reader) {
+	withSentRecord(t, 0, func(t *testing.T, r *testRig, old *reader) {
 		r.sendPrompt(prompt(ids(0, 16)...), 0)
 		time.Sleep(kvindex.DefaultRecord - time.Second)
 		id := r.sendPrompt(prompt(ids(0, 32)...), 0)
@@ -215,15 +217,15 @@ func TestWhatWasThereBeforeStays(t *testing.T) {
 	})
 }
 
-// TestANewIncarnationWasSentNothing: what its predecessor was sent went with it.
+// TestANewIncarnationWasSentNothing: the record of sent prompts ends with the incarnation.
 func TestANewIncarnationWasSentNothing(t *testing.T) {
-	sentRig(t, 0, func(t *testing.T, r *rig, old *reader) {
+	withSentRecord(t, 0, func(t *testing.T, r *testRig, old *reader) {
 		r.sendPrompt(prompt(ids(0, 16)...), 0)
 		old.follow(r)
 		require.Equal(t, 4, old.hit(kvindex.Sent, prompt(ids(0, 16)...)))
 		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 8, MaxOngoing: 9}))
 		old.follow(r)
-		assert.Empty(t, old.holds())
+		assert.Empty(t, old.columnSums())
 		assert.Zero(t, r.Status().KV.Sent)
 		r.sendPrompt(prompt(ids(0, 8)...), 0)
 		old.follow(r)

@@ -57,12 +57,12 @@ func TestKV1EveryShapeMakesOneIndex(t *testing.T) {
 			asMap(list{1, 2}, nil, tokens)},
 	} {
 		t.Run(name, func(t *testing.T) {
-			listener(t, true, true, func(t *testing.T, r *rig, p *publisher) {
+			withPublisher(t, true, true, func(t *testing.T, r *testRig, p *publisher) {
 				p.publish(events...)
 				old := newReader(t)
 				old.follow(r)
 				require.Equal(t, map[kvindex.Tier][2]uint64{kvindex.GPU: {2, sum(prompt(tokens...))}},
-					old.holds())
+					old.columnSums())
 				assert.Equal(t, msg.EventsLive, r.Status().KV.Events.State)
 			})
 		})

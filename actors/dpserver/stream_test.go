@@ -54,11 +54,11 @@ func (f *follower) apply(rec *msg.Record) {
 	}
 }
 
-// clockReader holds the last time that the stream told of each request.
-type clockReader map[uint64]time.Duration
+// timeChecker holds the last time of each request in the stream.
+type timeChecker map[uint64]time.Duration
 
-// read asserts that a record of a request has a time, and that the times of the request do not go back.
-func (c clockReader) read(t require.TestingT, rec *msg.Record) {
+// check asserts that a record of a request has a time, and that the times of the request do not go back.
+func (c timeChecker) check(t require.TestingT, rec *msg.Record) {
 	switch rec.Kind {
 	case msg.RecAdmitted, msg.RecFirstToken, msg.RecProgress, msg.RecDone:
 		require.Positive(t, rec.At)
@@ -69,16 +69,16 @@ func (c clockReader) read(t require.TestingT, rec *msg.Record) {
 	}
 }
 
-// TestTheStreamIsTheAccount: after any sequence of messages, known tickets or not, in any order, a follower
-// of the deltas holds what a fresh snapshot holds, and neither more than the rank has room for. The times of
-// each request do not go back.
+// TestTheStreamIsTheAccount: after any sequence of messages, for known tickets or not, a follower of the
+// deltas holds the content of a new snapshot, and never more requests than the rank has room for. The times
+// of each request do not go back.
 func TestTheStreamIsTheAccount(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		synctest.Test(t, func(t *testing.T) {
 			r := newRig(t, rapid.Bool().Draw(rt, "owned"))
 			require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 7, MaxOngoing: 3}))
 			synctest.Wait()
-			old, times := &follower{t: rt}, clockReader{}
+			old, times := &follower{t: rt}, timeChecker{}
 			for _, rec := range r.tape.take() {
 				old.apply(&rec)
 			}
@@ -87,11 +87,11 @@ func TestTheStreamIsTheAccount(t *testing.T) {
 				synctest.Wait()
 				for _, rec := range r.tape.take() {
 					old.apply(&rec)
-					times.read(rt, &rec)
+					times.check(rt, &rec)
 				}
 				require.LessOrEqual(rt, len(old.open), 3)
 			}
-			fresh := &tape{}
+			fresh := &recordingSink{}
 			cancel := r.hub.Subscribe(fresh)
 			synctest.Wait()
 			now := &follower{t: rt}
@@ -104,10 +104,10 @@ func TestTheStreamIsTheAccount(t *testing.T) {
 	})
 }
 
-// TestRecordsTellTheRanksOwnTime: of first tokens that are told late as well, and never outside of the time
-// that the rank itself has seen.
+// TestRecordsTellTheRanksOwnTime: also of first tokens that are reported late, and never outside of the time
+// that the rank has seen.
 func TestRecordsTellTheRanksOwnTime(t *testing.T) {
-	bubble(t, 9, true, func(t *testing.T, r *rig) {
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		const ms = time.Millisecond
 		told := func() []time.Duration {
 			var out []time.Duration
@@ -146,8 +146,8 @@ func TestRecordsTellTheRanksOwnTime(t *testing.T) {
 	})
 }
 
-// TestSnapshotsAreInTheOrderOfAdmission: a reader takes the first request without a token for the one that is
-// computed.
+// TestSnapshotsAreInTheOrderOfAdmission: a reader assumes that the engine computes the first request without
+// a token.
 func TestSnapshotsAreInTheOrderOfAdmission(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const n = 16
@@ -160,7 +160,7 @@ func TestSnapshotsAreInTheOrderOfAdmission(t *testing.T) {
 				Reply: make(chan msg.AdmitReply, 1)})
 		}
 		synctest.Wait()
-		fresh := &tape{}
+		fresh := &recordingSink{}
 		cancel := r.hub.Subscribe(fresh)
 		defer cancel()
 		synctest.Wait()
@@ -175,8 +175,8 @@ func TestSnapshotsAreInTheOrderOfAdmission(t *testing.T) {
 	})
 }
 
-// randomMessage posts one message; tickets are drawn beyond those that exist.
-func randomMessage(rt *rapid.T, ctx context.Context, r *rig, i uint64) {
+// randomMessage posts one message, also for tickets that do not exist.
+func randomMessage(rt *rapid.T, ctx context.Context, r *testRig, i uint64) {
 	ticket := rapid.Uint64Range(1, 12).Draw(rt, "ticket")
 	ingress := rapid.SampledFrom([]string{"i", "j", "k"}).Draw(rt, "ingress")
 	switch rapid.IntRange(0, 7).Draw(rt, "kind") {
@@ -208,23 +208,25 @@ func randomMessage(rt *rapid.T, ctx context.Context, r *rig, i uint64) {
 	}
 }
 
-type nowhere struct{}
+type discardSink struct{}
 
-func (nowhere) Deliver(*msg.Record) {}
+func (discardSink) Deliver(*msg.Record) {}
 
-type healthy struct{}
+type healthyEngine struct{}
 
-func (healthy) Health(context.Context) (engine.Health, error)     { return engine.Alive, nil }
-func (healthy) Canary(context.Context, string) error              { return nil }
-func (healthy) Counters(context.Context) (engine.Counters, error) { return engine.Counters{}, nil }
+func (healthyEngine) Health(context.Context) (engine.Health, error) { return engine.Alive, nil }
+func (healthyEngine) Canary(context.Context, string) error          { return nil }
+func (healthyEngine) Counters(context.Context) (engine.Counters, error) {
+	return engine.Counters{}, nil
+}
 
-// BenchmarkAdmission is one request as a rank sees it: Admit and its answer, FirstToken, Done. Goal: 2 µs for
-// the admission, which is told by itself.
+// BenchmarkAdmission is one request at a rank: Admit and its answer, FirstToken, Done. Goal: 2 µs for the
+// admission, which is reported separately.
 func BenchmarkAdmission(b *testing.B) { benchmarkAdmission(b, nil) }
 
-// BenchmarkAdmissionBlocks is the same with a prompt of 128 blocks that the rank writes down: half of it is
-// everybody's, half is new with every request. Goal: the admission costs what it costs without; 0 allocations
-// more.
+// BenchmarkAdmissionBlocks is the same with a prompt of 128 blocks that the rank records: half of it is
+// shared by all requests, half is new. Goal: the admission costs the same as without blocks; no further
+// allocation.
 func BenchmarkAdmissionBlocks(b *testing.B) {
 	const blocks = 128
 	prompts := make([][]uint64, 1024)
@@ -239,9 +241,10 @@ func benchmarkAdmission(b *testing.B, prompts [][]uint64) {
 	sys := inbox.NewSystem(slog.New(slog.DiscardHandler))
 	defer sys.Shutdown()
 	f := &Factory{System: sys, Hub: NewHub(), Assigner: assigner{},
-		NewEngine: func(*msg.ReplicaSpec) Engine { return healthy{} }, Log: slog.New(slog.DiscardHandler)}
-	defer f.Hub.Subscribe(nowhere{})()
-	s, err := f.New(msg.ReplicaSpec{App: demo(), Unit: "demo/0/0", Epoch: 1, Watcher: &tape{},
+		NewEngine: func(*msg.ReplicaSpec) Engine { return healthyEngine{} },
+		Log:       slog.New(slog.DiscardHandler)}
+	defer f.Hub.Subscribe(discardSink{})()
+	s, err := f.New(msg.ReplicaSpec{App: demo(), Unit: "demo/0/0", Epoch: 1, Watcher: &recordingSink{},
 		Target: msg.Target{Owned: true}})
 	require.NoError(b, err)
 	defer func() { _ = s.Stop(context.Background()) }()
@@ -252,7 +255,7 @@ func benchmarkAdmission(b *testing.B, prompts [][]uint64) {
 	admit := &msg.Admit{Ctx: ctx, Epoch: 1, Tokens: 100, Reply: make(chan msg.AdmitReply, 1)}
 	b.ReportAllocs()
 	var admission time.Duration
-	// refused: when its answer is there, what came before it is done
+	// refused: when its answer comes, the actor has handled all earlier messages
 	settle := &msg.Admit{Reply: make(chan msg.AdmitReply, 1)}
 	for b.Loop() {
 		if admit.ReqID++; len(prompts) > 0 {

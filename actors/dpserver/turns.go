@@ -25,7 +25,7 @@ type waitingPlace struct {
 	ingress     string
 	need        int       // sequences of its next request
 	held        int       // room held for it
-	offered     int       // of held: the ingress was told that this is its own
+	offered     int       // of held: published as the room of this ingress
 	waitsUntil  time.Time // it waits until then, unless it renews its demand
 	offerEnds   time.Time // while offered > 0: the ingress uses some of it until then, or loses it
 	barredUntil time.Time // no turn before: it did not use an offer

@@ -13,7 +13,7 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 )
 
-// checkTurns says what holds after every step: no more is held than is free, and no more is told than is
+// checkTurns checks after every step: not more room is held than is free, and not more is offered than is
 // held.
 func checkTurns(t *rapid.T, s *turns, free int) {
 	held := 0
@@ -26,9 +26,8 @@ func checkTurns(t *rapid.T, s *turns, free int) {
 	require.LessOrEqual(t, len(s.places), maxPlaces)
 }
 
-// TestLawOfTurns: whatever ingresses ask, leave, return or forget, room is refused only if it is taken or
-// held for another one, what is held is taken or free again after a bounded time, and nothing is held for
-// ever.
+// TestLawOfTurns: whatever the ingresses do, room is refused only if it is taken or held for another ingress,
+// and held room is taken or free again after a bounded time.
 func TestLawOfTurns(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		var s turns
@@ -117,8 +116,7 @@ func TestLawTheOnlyIngressIsNeverHeldUp(t *testing.T) {
 	})
 }
 
-// TestLawTurnsAreEqual: of ingresses that wait all the time each has as many turns as the others, however
-// late they take them.
+// TestLawTurnsAreEqual: ingresses that wait all the time get equally many turns, however late they take them.
 func TestLawTurnsAreEqual(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		var s turns
@@ -166,85 +164,88 @@ func TestLawTurnsAreEqual(t *testing.T) {
 	})
 }
 
-func (r *rig) askFor(ingress string) msg.AdmitReply {
+func (r *testRig) askFor(ingress string) msg.AdmitReply {
 	r.t.Helper()
 	return r.ask(func(a *msg.Admit) { a.Ingress = ingress })
 }
 
-// last is the last record, which must say whether the rank has done with a request or is as it was.
-func (r *rig) last() msg.Record {
+// lastRecord is the last record, which must be a RecDone or a RecState.
+func (r *testRig) lastRecord() msg.Record {
 	got := r.tape.take()
 	require.NotEmpty(r.t, got)
 	return got[len(got)-1]
 }
 
 func TestFreedRoomIsHeldForTheIngressThatWaits(t *testing.T) {
-	bubble(t, 1, true, func(t *testing.T, r *rig) {
+	withRank(t, 1, true, func(t *testing.T, r *testRig) {
 		first := r.askFor("near")
 		require.Equal(t, msg.Granted, first.Refusal)
 		require.Equal(t, msg.Full, r.askFor("far").Refusal)
 		r.send(&msg.Done{TicketID: first.Ticket.ID})
-		assert.Equal(t, "far", r.last().Turn)
+		assert.Equal(t, "far", r.lastRecord().Turn)
 		require.Equal(t, msg.Full, r.askFor("near").Refusal, "it is not its turn")
 		second := r.askFor("far")
 		require.Equal(t, msg.Granted, second.Refusal)
 		require.Equal(t, msg.Full, r.askFor("far").Refusal)
 		r.send(&msg.Done{TicketID: second.Ticket.ID})
-		assert.Equal(t, "far", r.last().Turn, "the other came when it had its turn already")
+		assert.Equal(t, "far", r.lastRecord().Turn, "the other came when it had its turn already")
 		third := r.askFor("far")
 		r.send(&msg.Done{TicketID: third.Ticket.ID})
-		assert.Equal(t, "near", r.last().Turn)
+		assert.Equal(t, "near", r.lastRecord().Turn)
 		require.Equal(t, msg.Granted, r.askFor("near").Refusal)
 	})
 }
 
 func TestATurnThatIsNotTakenPassesOn(t *testing.T) {
-	wait := func(r *rig, ingress string, waits bool) { r.send(msg.Demand{Ingress: ingress, Waits: waits}) }
-	setUp := func(t *testing.T, r *rig) {
+	wait := func(r *testRig, ingress string,
+		waits bool) {
+		r.send(msg.Demand{Ingress: ingress, Waits: waits})
+	}
+	setUp := func(t *testing.T, r *testRig) {
 		first := r.askFor("near")
 		wait(r, "dead", true)
 		wait(r, "far", true)
 		r.send(&msg.Done{TicketID: first.Ticket.ID})
-		require.Equal(t, "dead", r.last().Turn)
+		require.Equal(t, "dead", r.lastRecord().Turn)
 		require.Equal(t, msg.Full, r.askFor("far").Refusal)
 	}
 	t.Run("it is dead", func(t *testing.T) {
-		bubble(t, 1, true, func(t *testing.T, r *rig) {
+		withRank(t, 1, true, func(t *testing.T, r *testRig) {
 			setUp(t, r)
 			time.Sleep(offerLife + time.Millisecond)
 			synctest.Wait()
-			rec := r.last()
+			rec := r.lastRecord()
 			assert.Equal(t, [...]any{msg.RecState, true, "far"}, [...]any{rec.Kind, rec.Accepting, rec.Turn})
 			wait(r, "dead", true)
 			second := r.askFor("far")
 			require.Equal(t, msg.Granted, second.Refusal)
 			r.send(&msg.Done{TicketID: second.Ticket.ID})
-			assert.Equal(t, "far", r.last().Turn, "the other one is not waited for again so soon")
+			assert.Equal(t, "far", r.lastRecord().Turn, "the other one is not waited for again so soon")
 		})
 	})
 	t.Run("it says so", func(t *testing.T) {
-		bubble(t, 1, true, func(t *testing.T, r *rig) {
+		withRank(t, 1, true, func(t *testing.T, r *testRig) {
 			setUp(t, r)
 			wait(r, "dead", false)
-			assert.Equal(t, "far", r.last().Turn)
+			assert.Equal(t, "far", r.lastRecord().Turn)
 			wait(r, "far", false)
-			assert.Empty(t, r.last().Turn)
+			assert.Empty(t, r.lastRecord().Turn)
 			require.Equal(t, msg.Granted, r.askFor("near").Refusal)
 		})
 	})
 	t.Run("another incarnation", func(t *testing.T) {
-		bubble(t, 1, true, func(t *testing.T, r *rig) {
+		withRank(t, 1, true, func(t *testing.T, r *testRig) {
 			setUp(t, r)
 			require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 8, MaxOngoing: 1}))
 			require.Equal(t, msg.Granted, r.askFor("near").Refusal)
 		})
 	})
 	t.Run("a drain", func(t *testing.T) {
-		bubble(t, 1, true, func(t *testing.T, r *rig) {
+		withRank(t, 1, true, func(t *testing.T, r *testRig) {
 			setUp(t, r)
 			r.Drain("asked")
 			synctest.Wait()
-			assert.Empty(t, r.last().Turn)
+			assert.Empty(t, r.lastRecord().Turn)
 			time.Sleep(time.Second)
 			synctest.Wait()
 			assert.Empty(t, r.tape.take(), "nobody is told of room")
@@ -253,23 +254,23 @@ func TestATurnThatIsNotTakenPassesOn(t *testing.T) {
 }
 
 func TestABusyEngineHoldsNoRoom(t *testing.T) {
-	bubble(t, 1, true, func(t *testing.T, r *rig) {
+	withRank(t, 1, true, func(t *testing.T, r *testRig) {
 		a := r.askFor("near")
 		r.send(msg.Demand{Ingress: "far", Waits: true})
 		r.send(&msg.Done{TicketID: a.Ticket.ID, Busy: true, Outcome: msg.FailedOutcome})
 		require.Equal(t, msg.Full, r.askFor("far").Refusal)
 		time.Sleep(defaultBusyHold + time.Millisecond)
 		synctest.Wait()
-		assert.Equal(t, "far", r.last().Turn, "its turn comes again when the engine takes requests")
+		assert.Equal(t, "far", r.lastRecord().Turn, "its turn comes again when the engine takes requests")
 		require.Equal(t, msg.Granted, r.askFor("far").Refusal)
 	})
 }
 
 func TestSequencesWeigh(t *testing.T) {
-	weigh := func(r *rig, ingress string, n int) msg.AdmitReply {
+	weigh := func(r *testRig, ingress string, n int) msg.AdmitReply {
 		return r.ask(func(a *msg.Admit) { a.Ingress, a.Weight = ingress, n })
 	}
-	bubble(t, 4, true, func(t *testing.T, r *rig) {
+	withRank(t, 4, true, func(t *testing.T, r *testRig) {
 		three := weigh(r, "a", 3)
 		require.Equal(t, msg.Granted, three.Refusal)
 		require.Equal(t, msg.Full, weigh(r, "a", 2).Refusal, "it has room for one")
@@ -280,10 +281,10 @@ func TestSequencesWeigh(t *testing.T) {
 		r.send(msg.Demand{Ingress: "b", Waits: true})
 		r.send(msg.Demand{Ingress: "a", Waits: false})
 		r.send(&msg.Done{TicketID: one.Ticket.ID})
-		assert.Equal(t, turnOfNobody, r.last().Turn, "one place is not enough for it")
+		assert.Equal(t, turnOfNobody, r.lastRecord().Turn, "one place is not enough for it")
 		require.Equal(t, msg.Full, weigh(r, "a", 1).Refusal, "places are collected")
 		r.send(&msg.Done{TicketID: three.Ticket.ID})
-		assert.Equal(t, "b", r.last().Turn)
+		assert.Equal(t, "b", r.lastRecord().Turn)
 		heavy := weigh(r, "b", 1000)
 		require.Equal(t, msg.Granted, heavy.Refusal, "it counts as all there is")
 		require.Equal(t, msg.Full, weigh(r, "a", 1).Refusal)
@@ -294,7 +295,7 @@ func TestSequencesWeigh(t *testing.T) {
 }
 
 func TestCollectingEndsWithTheRequestThatItIsFor(t *testing.T) {
-	bubble(t, 4, true, func(t *testing.T, r *rig) {
+	withRank(t, 4, true, func(t *testing.T, r *testRig) {
 		require.Equal(t, msg.Granted, r.askFor("a").Refusal)
 		require.Equal(t, msg.Full, r.ask(func(m *msg.Admit) { m.Ingress, m.Weight = "b", 4 }).Refusal)
 		r.send(&msg.Done{TicketID: 99})
@@ -303,7 +304,7 @@ func TestCollectingEndsWithTheRequestThatItIsFor(t *testing.T) {
 		require.Equal(t, msg.Full, r.askFor("a").Refusal)
 		time.Sleep(refusedLife + time.Millisecond)
 		synctest.Wait()
-		assert.Empty(t, r.last().Turn)
+		assert.Empty(t, r.lastRecord().Turn)
 		require.Equal(t, msg.Granted, r.askFor("a").Refusal, "it went elsewhere")
 	})
 }
