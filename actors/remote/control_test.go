@@ -21,11 +21,11 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// inTown runs f in a bubble of fake time.
-func inTown(t *testing.T, f func(t *testing.T, w *town), names ...string) {
+// withCluster runs f on fake time.
+func withCluster(t *testing.T, f func(t *testing.T, w *testCluster), names ...string) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
-		w := newTown(t, names...)
+		w := newTestCluster(t, names...)
 		defer synctest.Wait()
 		defer w.close()
 		f(t, w)
@@ -38,17 +38,17 @@ func report(node string) *msg.NodeReport {
 }
 
 func TestRenewFindsTheLeader(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
-		l := w.lead("c")
+	withCluster(t, func(t *testing.T, w *testCluster) {
+		l := w.setLeader("c")
 		for _, node := range []string{"a", "b", "c"} {
 			lease, err := w.nodes[node].client.Renew(t.Context(), report(node))
 			require.NoError(t, err, node)
 			assert.Equal(t, msg.Lease{TTL: state.LeaseTTL, Leader: "c", Taken: 8, Index: 5}, lease)
 		}
 		for _, m := range w.nodes {
-			m.hint.Store("") // nobody told them
+			m.hint.Store("") // no node has a hint
 		}
-		l2 := w.lead("b")
+		l2 := w.setLeader("b")
 		for _, m := range w.nodes {
 			m.hint.Store("")
 		}
@@ -60,7 +60,7 @@ func TestRenewFindsTheLeader(t *testing.T) {
 }
 
 func TestRenewWithoutLeader(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		_, err := w.nodes["a"].client.Renew(t.Context(), report("a"))
 		require.ErrorIs(t, err, cluster.ErrNotLeader)
 		assert.Equal(t, problem.Unavailable, problem.CodeOf(err))
@@ -72,8 +72,8 @@ func TestRenewWithoutLeader(t *testing.T) {
 }
 
 func TestRenewOfAnotherNodeIsRefused(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
-		l := w.lead("b")
+	withCluster(t, func(t *testing.T, w *testCluster) {
+		l := w.setLeader("b")
 		_, err := w.nodes["a"].client.Renew(t.Context(), report("b"))
 		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
 		other := report("a")
@@ -94,10 +94,10 @@ func TestRenewOfAnotherNodeIsRefused(t *testing.T) {
 	}, "a", "b")
 }
 
-// TestRenewGoesOnToTheOthers: a leader that went silent costs one renewal, not the lease.
+// TestRenewGoesOnToTheOthers: a leader that fell silent costs one renewal, not the lease.
 func TestRenewGoesOnToTheOthers(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
-		l := w.lead("b")
+	withCluster(t, func(t *testing.T, w *testCluster) {
+		l := w.setLeader("b")
 		a := w.nodes["a"]
 		_, err := a.client.Renew(t.Context(), report("a"))
 		require.NoError(t, err)
@@ -108,16 +108,16 @@ func TestRenewGoesOnToTheOthers(t *testing.T) {
 	}, "a", "b", "c")
 }
 
-// TestRenewAfterASilentLeader: it is asked last from then on, also if the caller's patience ended before the
-// question's own limit.
+// TestRenewAfterASilentLeader: it is asked last from then on, also if the caller's deadline ended before the
+// query's own limit.
 func TestRenewAfterASilentLeader(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
-		l := w.lead("b")
+	withCluster(t, func(t *testing.T, w *testCluster) {
+		l := w.setLeader("b")
 		a := w.nodes["a"]
 		_, err := a.client.Renew(t.Context(), report("a"))
 		require.NoError(t, err)
 		l.silent.Store(true)
-		w.lead("c")
+		w.setLeader("c")
 		w.nodes["b"].leads.Store(l) // it believes that it still leads
 		a.hint.Store("")            // and a does not know better
 		ctx, cancel := context.WithTimeout(t.Context(), renewLimit/2)
@@ -130,7 +130,7 @@ func TestRenewAfterASilentLeader(t *testing.T) {
 	}, "a", "b", "c")
 }
 
-// TestJudgeIsFair: whoever is asked with what a silent node left of the caller's time is not to blame for it.
+// TestJudgeIsFair: a node that got only the rest of the caller's time does not count as silent.
 func TestJudgeIsFair(t *testing.T) {
 	why := errors.New("start given up")
 	over, stop := context.WithTimeoutCause(t.Context(), 0, why)
@@ -164,8 +164,8 @@ func TestJudgeIsFair(t *testing.T) {
 }
 
 func TestUnknownMessagesAreCounted(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
-		w.lead("b")
+	withCluster(t, func(t *testing.T, w *testCluster) {
+		w.setLeader("b")
 		a, b := w.nodes["a"], w.nodes["b"]
 		r := report("a")
 		r.Events = append(r.Events, msg.UnitEvent{Number: 9, Unit: "chat/0", Kind: "of_the_future"})
@@ -190,16 +190,16 @@ func TestUnknownMessagesAreCounted(t *testing.T) {
 }
 
 func TestAssignSurvivesAChangeOfLeader(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		w.nodes["b"].server.Stop()
-		time.AfterFunc(3*time.Second, func() { w.lead("c") })
+		time.AfterFunc(3*time.Second, func() { w.setLeader("c") })
 		began := time.Now()
 		r, err := w.nodes["a"].client.Assign(t.Context(), "chat", 0, "chat.0.3")
 		require.NoError(t, err)
 		assert.Equal(t, msg.AssignReply{Rank: 3, Epoch: 2, DPSize: 8}, r)
 		assert.Less(t, time.Since(began), 3*time.Second+roundPauseMax+time.Millisecond, "fake time")
 
-		l := w.lead("a")
+		l := w.setLeader("a")
 		r, err = w.nodes["a"].client.Assign(t.Context(), "chat", 0, "chat.0.3")
 		require.NoError(t, err)
 		assert.Equal(t, 3, r.Rank, "in-process")
@@ -208,16 +208,16 @@ func TestAssignSurvivesAChangeOfLeader(t *testing.T) {
 		require.EqualError(t, err, "not granted", "a typed refusal is an answer")
 		ctx, cancel := context.WithTimeoutCause(t.Context(), time.Second, errors.New("start given up"))
 		defer cancel()
-		w.lead("nobody")
+		w.setLeader("nobody")
 		_, err = w.nodes["c"].client.Assign(ctx, "chat", 0, "chat.0.3")
 		require.Error(t, err)
 	}, "a", "b", "c")
 }
 
-// TestAwaitSurvivesLeaders: one that steps down, one that dies, one that goes silent; the last one answers.
+// TestAwaitSurvivesLeaders: one steps down, one dies, one falls silent; the last one answers.
 func TestAwaitSurvivesLeaders(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
-		first := w.lead("b")
+	withCluster(t, func(t *testing.T, w *testCluster) {
+		first := w.setLeader("b")
 		got := make(chan msg.AwaitReply, 1)
 		go func() {
 			addr, port, err := w.nodes["a"].client.Await(t.Context(), "moe/0", 1, 4)
@@ -225,12 +225,12 @@ func TestAwaitSurvivesLeaders(t *testing.T) {
 		}()
 		time.Sleep(10 * time.Second)
 		assert.Equal(t, int64(3), first.awaits.Load(), "held and asked again")
-		second := w.lead("c") // b steps down
+		second := w.setLeader("c") // b steps down
 		time.Sleep(time.Second)
 		assert.Equal(t, int64(1), second.awaits.Load())
 		w.nodes["c"].server.Stop() // c dies
 		time.Sleep(time.Second)
-		third := w.lead("b")
+		third := w.setLeader("b")
 		w.nodes["a"].client.Publish(msg.Publish{Unit: "moe/0", Epoch: 1, Addr: "10.0.0.1", Port: 7})
 		assert.Equal(t, msg.AwaitReply{Addr: "10.0.0.1", Port: 7}, <-got)
 		assert.Positive(t, third.awaits.Load())
@@ -242,14 +242,14 @@ func TestAwaitSurvivesLeaders(t *testing.T) {
 }
 
 func TestAwaitEndsWithItsContext(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
-		w.lead("b")
+	withCluster(t, func(t *testing.T, w *testCluster) {
+		w.setLeader("b")
 		why := errors.New("superseded")
 		ctx, cancel := context.WithCancelCause(t.Context())
 		time.AfterFunc(6*time.Second, func() { cancel(why) })
 		_, _, err := w.nodes["a"].client.Await(ctx, "moe/0", 1, 4)
 		require.ErrorIs(t, err, why)
-		w.lead("nobody")
+		w.setLeader("nobody")
 		began := time.Now()
 		_, _, err = w.nodes["a"].client.Await(t.Context(), "moe/0", 1, 4)
 		require.Error(t, err)
@@ -259,18 +259,18 @@ func TestAwaitEndsWithItsContext(t *testing.T) {
 }
 
 func TestPublishIsRepeatedUntilTaken(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		a := w.nodes["a"]
 		a.client.Publish(msg.Publish{Unit: "moe/0", Epoch: 1, Addr: "old", Port: 1})
 		a.client.Publish(msg.Publish{Unit: "moe/0", Epoch: 2, Addr: "new", Port: 2})
 		a.client.Publish(msg.Publish{Unit: "moe/0", Epoch: 1, Addr: "older still", Port: 1})
 		time.Sleep(30 * time.Second)
-		l := w.lead("b")
+		l := w.setLeader("b")
 		assert.Equal(t, msg.Publish{Unit: "moe/0", Epoch: 2, Addr: "new", Port: 2}, <-l.published)
 		time.Sleep(time.Minute)
 		assert.Empty(t, l.published, "once")
 
-		w.lead("nobody")
+		w.setLeader("nobody")
 		a.client.Publish(msg.Publish{Unit: "moe/0", Epoch: 2})
 		a.client.Publish(msg.Publish{Unit: "moe/1", Epoch: 5})
 		w.store.change(func(st *state.State) { st.Epochs = map[string]uint64{"moe/0": 3} })
@@ -298,13 +298,13 @@ func (p *publisher) count() (waiting int, running bool) {
 }
 
 func TestProposalsOfFollowers(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		a := w.nodes["a"]
 		put := state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{Name: "chat", Spec: []byte(`{}`),
 			Route: "/"}}, Expect: map[string]uint64{"chat": 0}}}
 		_, err := a.client.Propose(t.Context(), put)
 		require.ErrorIs(t, err, cluster.ErrNotLeader)
-		w.lead("c")
+		w.setLeader("c")
 		r, err := a.client.Propose(t.Context(), put)
 		require.NoError(t, err)
 		assert.Equal(t, map[string]uint64{"chat": 1}, r.Apps)
@@ -337,7 +337,7 @@ func TestProposalsOfFollowers(t *testing.T) {
 }
 
 func TestWatchFollowsAnyControlNode(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		asked := map[string]int{}
 		for name, m := range w.nodes {
 			m.follow = func(ctx context.Context, from uint64, send func([]byte, uint64) error) error {
@@ -381,13 +381,13 @@ func TestWatchFollowsAnyControlNode(t *testing.T) {
 }
 
 func TestWatchWithoutControlNodes(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		assert.Equal(t, problem.Unavailable, problem.CodeOf(w.nodes["a"].client.Watch(t.Context(), 0, nil)))
 	}, "a")
 }
 
-// request is a key with a request for a certificate on it.
-func request(t *testing.T) (key, csr []byte) {
+// newCertificateRequest is a key with a certificate request.
+func newCertificateRequest(t *testing.T) (key, csr []byte) {
 	t.Helper()
 	key, err := pki.NewKey()
 	require.NoError(t, err)
@@ -397,8 +397,8 @@ func request(t *testing.T) (key, csr []byte) {
 }
 
 func TestCertify(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
-		key, csr := request(t)
+	withCluster(t, func(t *testing.T, w *testCluster) {
+		key, csr := newCertificateRequest(t)
 		own := identityNamed("worker")
 		_, _, err := w.nodes["worker"].client.Certify(t.Context(), own, csr)
 		require.EqualError(t, err, "certificate: this cluster has no certificate authority")
@@ -418,11 +418,11 @@ func TestCertify(t *testing.T) {
 	}, "worker", "b")
 }
 
-// A control node has the authority's key, and may be the only one: it asks nobody, and no leader is needed.
+// A control node has the authority's key, and may be the only one: it signs for itself and needs no leader.
 func TestTheOnlyControlNodeRenewsItsOwnCertificate(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		authority := w.store.authority(t)
-		key, csr := request(t)
+		key, csr := newCertificateRequest(t)
 		cert, ca, err := w.nodes["a"].client.Certify(t.Context(), identityNamed("a"), csr)
 		require.NoError(t, err)
 		assert.Equal(t, authority, ca)
@@ -432,12 +432,12 @@ func TestTheOnlyControlNodeRenewsItsOwnCertificate(t *testing.T) {
 	}, "a", "worker")
 }
 
-// A certificate is renewed as it was joined: same roles, same key.
+// A renewed certificate has the roles and the key of the join.
 func TestARenewedCertificateHasTheRolesAndTheKeyOfTheJoin(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		w.store.authority(t)
-		_, csr := request(t)
-		_, other := request(t)
+		_, csr := newCertificateRequest(t)
+		_, other := newCertificateRequest(t)
 		sum, err := pki.KeySum(csr)
 		require.NoError(t, err)
 		w.store.put(&state.Node{ID: "worker", UID: "uid-worker", Address: "worker:7947",
@@ -456,10 +456,10 @@ func TestARenewedCertificateHasTheRolesAndTheKeyOfTheJoin(t *testing.T) {
 	}, "worker", "b")
 }
 
-// Roles stand in the certificate: what a node says of them in a report or a command changes nothing.
+// The certificate decides the roles: a report or a command of the node cannot change them.
 func TestARenewalWithOtherRolesThanTheCertificatesIsRefused(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
-		w.lead("b")
+	withCluster(t, func(t *testing.T, w *testCluster) {
+		w.setLeader("b")
 		r := report("ingress")
 		r.Node.Roles = []state.Role{state.RoleControl}
 		_, err := w.nodes["ingress"].client.Renew(t.Context(), r)
@@ -472,8 +472,8 @@ func TestARenewalWithOtherRolesThanTheCertificatesIsRefused(t *testing.T) {
 }
 
 func TestNodesWithoutRoleControlMakeNoMembers(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
-		w.lead("b")
+	withCluster(t, func(t *testing.T, w *testCluster) {
+		w.setLeader("b")
 		claim := state.Node{ID: "ingress", UID: "uid-ingress", Roles: []state.Role{state.RoleControl}}
 		for _, c := range []state.Command{
 			{PutNode: &state.PutNode{Node: claim}},
@@ -506,7 +506,7 @@ func (s *fakeStore) authority(t *testing.T) []byte {
 }
 
 func TestConnsFollowTheNodes(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		a := w.nodes["a"].conns
 		_, err := a.Get("x")
 		require.ErrorIs(t, err, state.ErrUnknownNode)

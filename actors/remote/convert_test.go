@@ -173,7 +173,7 @@ func TestLeaseSurvivesTheWire(t *testing.T) {
 	assert.Equal(t, []msg.Waiting{{App: "chat"}}, got.Waiting)
 }
 
-// TestFreeTextIsMadeFit: an engine may write anything; its node must not lose its lease over that.
+// TestFreeTextIsMadeFit: an engine may write any bytes; its node must not lose its lease over them.
 func TestFreeTextIsMadeFit(t *testing.T) {
 	e := msg.UnitEvent{Unit: "chat/0", Kind: msg.UnitKilling, Reason: "bad \xff byte",
 		LogTail: []string{string(make([]byte, 1<<20)), "caf\xe9"}}
@@ -183,7 +183,8 @@ func TestFreeTextIsMadeFit(t *testing.T) {
 	assert.Equal(t, "caf�", got.GetLogTail()[1])
 }
 
-// TestReportIsBounded: events that do not fit wait, units are all there, without log lines if need be.
+// TestReportIsBounded: events that do not fit wait, and all units are included, without log lines if
+// necessary.
 func TestReportIsBounded(t *testing.T) {
 	tail := make([]string, maxTail)
 	for i := range tail {
@@ -221,8 +222,8 @@ func TestUnknownEventsAreLeftOut(t *testing.T) {
 	assert.Equal(t, uint64(2), got.Events[0].Number)
 }
 
-// TestUnknownKindStaysInTheDigest: a unit whose newest event is of a later version's kind is there all the
-// same.
+// TestUnknownKindStaysInTheDigest: a unit whose newest event is of a later version's kind stays in the
+// digest.
 func TestUnknownKindStaysInTheDigest(t *testing.T) {
 	got, unknown, err := decodeReport(&dpservev1.RenewRequest{
 		Node: []byte(`{"id":"b","uid":"uid-b","roles":["worker"]}`),
@@ -294,8 +295,8 @@ func TestOrdersOutOfBoundsAreRefused(t *testing.T) {
 	}
 }
 
-// FuzzConversions: whatever bytes a peer sends, reading them does not panic, and what was read once stays as
-// it is.
+// FuzzConversions: decoding any bytes of a peer does not panic, and a decoded value survives another round
+// trip.
 func FuzzConversions(f *testing.F) {
 	req, err := encodeReport(&msg.NodeReport{Node: state.Node{ID: "a", UID: "u"},
 		Events: []msg.UnitEvent{{Number: 2, Unit: "chat/0", Kind: msg.UnitReady}}})

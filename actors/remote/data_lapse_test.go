@@ -25,12 +25,12 @@ func (healthyEngine) Counters(context.Context) (engine.Counters, error) {
 	return engine.Counters{}, nil
 }
 
-// replicaEvents nobody listens to.
+// replicaEvents ignores the events.
 type replicaEvents struct{}
 
 func (replicaEvents) ReplicaEvent(msg.ReplicaEvent) {}
 
-// TestDataIngressKilled: a ticket whose ingress dies without a word lapses, and the engine is let go at once.
+// TestDataIngressKilled: a ticket whose ingress dies lapses, and the engine's connection is closed at once.
 func TestDataIngressKilled(t *testing.T) {
 	answers, came, left := lateEngine()
 	log := slog.New(slog.DiscardHandler)

@@ -19,7 +19,7 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// dataFeed is a msg.Feed that a test speaks through.
+// dataFeed is a msg.Feed whose records a test sends.
 type dataFeed struct {
 	mu   sync.Mutex
 	sink msg.Sink
@@ -32,7 +32,7 @@ func (f *dataFeed) Subscribe(s msg.Sink) func() {
 	return func() {}
 }
 
-func (f *dataFeed) say(rec *msg.Record) {
+func (f *dataFeed) emit(rec *msg.Record) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.sink != nil { // else the port listens to another feed
@@ -40,8 +40,8 @@ func (f *dataFeed) say(rec *msg.Record) {
 	}
 }
 
-// dataBox is a DPServer's mailbox that grants, refuses, or says nothing.
-type dataBox struct {
+// dataMailbox is a DPServer's mailbox that grants, refuses, or does not answer.
+type dataMailbox struct {
 	mu      sync.Mutex
 	reply   msg.AdmitReply
 	mute    bool
@@ -52,9 +52,9 @@ type dataBox struct {
 	dones   []msg.Done
 }
 
-func (r *dataBox) Stopped() <-chan struct{} { return r.stopped }
+func (r *dataMailbox) Stopped() <-chan struct{} { return r.stopped }
 
-func (r *dataBox) TrySend(m any) error {
+func (r *dataMailbox) TrySend(m any) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.full {
@@ -64,13 +64,13 @@ func (r *dataBox) TrySend(m any) error {
 	return nil
 }
 
-func (r *dataBox) Send(m any) {
+func (r *dataMailbox) Send(m any) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.take(m)
 }
 
-func (r *dataBox) take(m any) {
+func (r *dataMailbox) take(m any) {
 	switch m := m.(type) {
 	case *msg.Admit:
 		kept := *m
@@ -86,19 +86,19 @@ func (r *dataBox) take(m any) {
 	}
 }
 
-func (r *dataBox) set(f func(r *dataBox)) {
+func (r *dataMailbox) set(f func(r *dataMailbox)) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	f(r)
 }
 
-func (r *dataBox) asked() []msg.Admit {
+func (r *dataMailbox) asked() []msg.Admit {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return append([]msg.Admit(nil), r.admits...)
 }
 
-func (r *dataBox) done() []msg.Done {
+func (r *dataMailbox) done() []msg.Done {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return append([]msg.Done(nil), r.dones...)
@@ -108,7 +108,7 @@ func (r *dataBox) done() []msg.Done {
 type dataRig struct {
 	t      *testing.T
 	feed   *dataFeed
-	rank   *dataBox
+	rank   *dataMailbox
 	server *DataServer
 	http   *http.Server
 	client *DataClient
@@ -134,7 +134,7 @@ type dataOptions struct {
 
 func newDataRig(t *testing.T, o dataOptions) *dataRig {
 	t.Helper()
-	g := &dataRig{t: t, feed: &dataFeed{}, rank: &dataBox{stopped: make(chan struct{})}}
+	g := &dataRig{t: t, feed: &dataFeed{}, rank: &dataMailbox{stopped: make(chan struct{})}}
 	if o.engine != nil {
 		srv := httptest.NewServer(o.engine)
 		t.Cleanup(func() { srv.CloseClientConnections(); srv.Close() })
@@ -168,7 +168,7 @@ func newDataRig(t *testing.T, o dataOptions) *dataRig {
 }
 
 func (g *dataRig) snapshot(epoch, incarnation uint64, target msg.Target) {
-	g.feed.say(&msg.Record{
+	g.feed.emit(&msg.Record{
 		App: "demo", Unit: "demo/0", Rank: routing.ID(0, 1), Epoch: epoch, Incarnation: incarnation,
 		Kind:     msg.RecSnapshot,
 		Snapshot: &msg.Snapshot{Node: dataTestNode, Target: target, Mailbox: g.rank},
@@ -203,7 +203,7 @@ func (g *dataRig) connect() {
 	})
 }
 
-// dispatch is a plain request; change what matters.
+// dispatch is a plain request, which tests modify.
 func (g *dataRig) dispatch() *msg.Dispatch {
 	return &msg.Dispatch{
 		Node: dataTestNode, App: "demo", Unit: "demo/0", Rank: routing.ID(0, 1), Path: "/v1/chat/completions",
@@ -213,7 +213,7 @@ func (g *dataRig) dispatch() *msg.Dispatch {
 	}
 }
 
-// dataAnswer is what came of a dispatch.
+// dataAnswer is the result of a dispatch.
 type dataAnswer struct {
 	status int
 	header http.Header
@@ -244,7 +244,7 @@ func dataEventually(t *testing.T, what func() bool, text string) {
 
 const dataChunk = "data: {\"choices\":[{\"index\":0,\"delta\":{\"content\":\"a\"}}]}\n\n"
 
-// chunks writes n chunks, one flush each.
+// dataChunks writes n chunks, one flush each.
 func dataChunks(w http.ResponseWriter, n int) {
 	w.Header().Set("Content-Type", "text/event-stream")
 	for range n {

@@ -20,8 +20,7 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// TestDataStream: an engine's stream arrives whole, with its header and the ticket; each chunk as soon as it
-// is there.
+// TestDataStream: an engine's stream arrives whole, with its header and the ticket, and each chunk at once.
 func TestDataStream(t *testing.T) {
 	next := make(chan struct{})
 	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
@@ -33,7 +32,7 @@ func TestDataStream(t *testing.T) {
 		}
 	}})
 	resp, rep, err := g.client.Send(t.Context(),
-		func() *msg.Dispatch { close2(next, 5); return g.dispatch() }())
+		func() *msg.Dispatch { feedSteps(next, 5); return g.dispatch() }())
 	require.NoError(t, err)
 	defer resp.Body.Close()
 	assert.Equal(t, msg.AdmitReply{Epoch: 3, Seq: 12,
@@ -48,8 +47,8 @@ func TestDataStream(t *testing.T) {
 	assert.Empty(t, g.rank.done(), "the ticket is the ingress's to give back")
 }
 
-// close2 feeds n steps from the side.
-func close2(c chan struct{}, n int) {
+// feedSteps sends n steps from another goroutine.
+func feedSteps(c chan struct{}, n int) {
 	go func() {
 		for range n {
 			c <- struct{}{}
@@ -57,7 +56,7 @@ func close2(c chan struct{}, n int) {
 	}()
 }
 
-// TestDataChunkByChunk: nothing waits for what comes behind it.
+// TestDataChunkByChunk: no chunk waits for the next one.
 func TestDataChunkByChunk(t *testing.T) {
 	next := make(chan struct{})
 	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
@@ -84,8 +83,8 @@ func TestDataChunkByChunk(t *testing.T) {
 	assert.ErrorIs(t, err, io.EOF)
 }
 
-// TestDataWholeAndErrors: whatever an engine answers passes byte for byte, statuses that the port itself uses
-// too.
+// TestDataWholeAndErrors: every answer of an engine passes byte for byte, also with statuses that the port
+// itself uses.
 func TestDataWholeAndErrors(t *testing.T) {
 	for _, status := range []int{200, 400, 403, 413, 429, 500, 502, 503} {
 		g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
@@ -112,8 +111,7 @@ func TestDataWholeAndErrors(t *testing.T) {
 	}
 }
 
-// TestDataAdmission: what the rank is asked is what the ingress said, hashes and all; the engine gets the
-// body alone.
+// TestDataAdmission: the rank gets the ingress's Admit with all hashes, and the engine gets the body alone.
 func TestDataAdmission(t *testing.T) {
 	bodies := make(chan string, 1)
 	g := newDataRig(t, dataOptions{engine: func(_ http.ResponseWriter,
@@ -140,7 +138,7 @@ func TestDataAdmission(t *testing.T) {
 	}
 }
 
-// TestDataEngineHeader: the engine gets what the ingress prepared, and nothing of this wire.
+// TestDataEngineHeader: the engine gets the header that the ingress prepared, and no field of the data port.
 func TestDataEngineHeader(t *testing.T) {
 	seen := make(chan http.Header, 1)
 	g := newDataRig(t, dataOptions{engine: func(_ http.ResponseWriter, r *http.Request) {
@@ -159,7 +157,7 @@ func TestDataEngineHeader(t *testing.T) {
 	}, <-seen)
 }
 
-// TestDataAddressing: an engine that hosts several ranks is told which.
+// TestDataAddressing: an engine that hosts several ranks gets the rank's number.
 func TestDataAddressing(t *testing.T) {
 	type got struct {
 		header []string
@@ -179,12 +177,12 @@ func TestDataAddressing(t *testing.T) {
 	}
 }
 
-// TestDataRefusals: every refusal arrives as it was given.
+// TestDataRefusals: every refusal arrives unchanged.
 func TestDataRefusals(t *testing.T) {
 	g := newDataRig(t, dataOptions{url: "http://127.0.0.1:1"})
 	for r := msg.Full; r <= msg.Overloaded; r++ {
 		want := msg.AdmitReply{Refusal: r, Epoch: 8, Seq: 4}
-		g.rank.set(func(k *dataBox) { k.reply = want })
+		g.rank.set(func(k *dataMailbox) { k.reply = want })
 		a := g.send(g.dispatch())
 		require.NoError(t, a.err)
 		assert.Equal(t, want, a.reply)
@@ -193,7 +191,7 @@ func TestDataRefusals(t *testing.T) {
 	assert.Equal(t, msg.NotReady, refusalOf("of_a_later_build"))
 }
 
-// TestDataUnknownRank: who is not there has gone; a ghost's record changes nothing.
+// TestDataUnknownRank: an unknown rank is refused as gone; a record of an older epoch changes nothing.
 func TestDataUnknownRank(t *testing.T) {
 	g := newDataRig(t, dataOptions{engine: func(_ http.ResponseWriter, r *http.Request) { swallowBody(r) }})
 	for _, change := range []func(d *msg.Dispatch){
@@ -207,26 +205,26 @@ func TestDataUnknownRank(t *testing.T) {
 	}
 	gone := &msg.Record{App: "demo", Unit: "demo/0", Rank: routing.ID(0, 1), Epoch: 3, Incarnation: 8,
 		Kind: msg.RecGone}
-	g.feed.say(gone)
+	g.feed.emit(gone)
 	assert.Equal(t, 200, g.send(g.dispatch()).status, "of another incarnation")
 	g.snapshot(2, 9, msg.Target{URL: "http://127.0.0.1:1"})
 	assert.Equal(t, 200, g.send(g.dispatch()).status, "of an older epoch")
 	gone.Incarnation = 9
-	g.feed.say(gone)
+	g.feed.emit(gone)
 	assert.Equal(t, msg.Gone, g.send(g.dispatch()).reply.Refusal)
 }
 
-// TestDataMailbox: a full, a stopped and a silent mailbox, as at home.
+// TestDataMailbox: a full, a stopped and a silent mailbox, as for a rank of the own node.
 func TestDataMailbox(t *testing.T) {
 	g := newDataRig(t, dataOptions{url: "http://127.0.0.1:1",
 		config: func(c *DataConfig) { c.Timers.Admit = 20 * time.Millisecond }})
-	g.rank.set(func(k *dataBox) { k.full = true })
+	g.rank.set(func(k *dataMailbox) { k.full = true })
 	assert.Equal(t, msg.Overloaded, g.send(g.dispatch()).reply.Refusal)
-	g.rank.set(func(k *dataBox) { k.full, k.mute = false, true })
+	g.rank.set(func(k *dataMailbox) { k.full, k.mute = false, true })
 	d := g.dispatch()
 	d.Admit.Blocks = []uint64{1, 2, 3}
 	assert.Equal(t, msg.Overloaded, g.send(d).reply.Refusal)
-	g.rank.set(func(k *dataBox) {
+	g.rank.set(func(k *dataMailbox) {
 		assert.Equal(t, []uint64{1, 2, 3}, k.held[0].Blocks, "the message's own until it is answered")
 		k.held[0].Reply <- k.reply
 	})
@@ -235,11 +233,12 @@ func TestDataMailbox(t *testing.T) {
 		g.rank.done()[0])
 	close(g.rank.stopped)
 	assert.Equal(t, msg.Gone, g.send(g.dispatch()).reply.Refusal)
-	g.rank.set(func(k *dataBox) { k.full = true })
+	g.rank.set(func(k *dataMailbox) { k.full = true })
 	assert.Equal(t, msg.Gone, g.send(g.dispatch()).reply.Refusal)
 }
 
-// TestDataEngineLost: an engine that takes no connection is told from one that breaks off, with the ticket.
+// TestDataEngineLost: an engine that refuses the connection differs from one that breaks off; both answers
+// carry the ticket.
 func TestDataEngineLost(t *testing.T) {
 	dead, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	require.NoError(t, err)
@@ -260,7 +259,7 @@ func TestDataEngineLost(t *testing.T) {
 
 func newDispatch() *msg.Dispatch { return (&dataRig{}).dispatch() }
 
-// TestDataResend: a reused connection that turns out closed costs one resend, and the ingress hears of it.
+// TestDataResend: a re-used connection that turns out closed costs one resend, which the answer reports.
 func TestDataResend(t *testing.T) {
 	var n atomic.Int32
 	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
@@ -278,7 +277,7 @@ func TestDataResend(t *testing.T) {
 	assert.EqualValues(t, 3, n.Load())
 }
 
-// TestDataFirstToken: an engine that does not answer in time is named as that, and let go.
+// TestDataFirstToken: an engine that does not answer in time has its own cause, and its connection is closed.
 func TestDataFirstToken(t *testing.T) {
 	left := make(chan struct{})
 	g := newDataRig(t, dataOptions{engine: func(_ http.ResponseWriter, r *http.Request) {
@@ -294,8 +293,8 @@ func TestDataFirstToken(t *testing.T) {
 	<-left
 }
 
-// TestDataCut: an engine that breaks off in mid-stream is a reset here: no clean end, and not the node's
-// fault.
+// TestDataCut: an engine that breaks off in mid-stream resets the stream: no clean end, and no fault of the
+// node.
 func TestDataCut(t *testing.T) {
 	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
 		swallowBody(r)
@@ -309,7 +308,7 @@ func TestDataCut(t *testing.T) {
 	assert.Equal(t, strings.Repeat(dataChunk, 2), a.body)
 }
 
-// lateEngine answers with a chunk, or with nothing at all, and then says nothing until its client leaves.
+// lateEngine answers with a chunk, or not at all, and then waits until its client leaves.
 func lateEngine() (engine http.HandlerFunc, came, left chan struct{}) {
 	came, left = make(chan struct{}, 4), make(chan struct{}, 4)
 	return func(w http.ResponseWriter, r *http.Request) {
@@ -323,8 +322,8 @@ func lateEngine() (engine http.HandlerFunc, came, left chan struct{}) {
 	}, came, left
 }
 
-// midway gives a stream of which the first chunk is here, and a request whose engine has not answered; their
-// ends come in order.
+// midway starts a stream whose first chunk has come, and a request whose engine has not answered; the
+// channels get their ends.
 func (g *dataRig) midway(ctx context.Context, came chan struct{}) (begun, mute chan error) {
 	begun, mute = make(chan error, 1), make(chan error, 1)
 	resp, _, err := g.client.Send(ctx, g.dispatch())
@@ -344,14 +343,15 @@ func (g *dataRig) midway(ctx context.Context, came chan struct{}) (begun, mute c
 	return begun, mute
 }
 
-// oneBack: the ticket that no ingress heard of comes back from the data port, the other one is the ingress's.
-func (g *dataRig) oneBack() {
+// assertReturned: the data port gives back the ticket that no ingress knows; the other one belongs to the
+// ingress.
+func (g *dataRig) assertReturned() {
 	dataEventually(g.t, func() bool { return len(g.rank.done()) == 1 }, "the ticket that nobody heard of")
 	assert.Equal(g.t, msg.Done{TicketID: ticketID, Outcome: msg.Cancelled, Cause: "client_gone"},
 		g.rank.done()[0])
 }
 
-// TestDataNodeLost: a connection that is lost is the node's fault, before the answer and within it.
+// TestDataNodeLost: a lost connection is the node's fault, before the answer and within it.
 func TestDataNodeLost(t *testing.T) {
 	engine, came, left := lateEngine()
 	g := newDataRig(t, dataOptions{engine: engine})
@@ -362,10 +362,10 @@ func TestDataNodeLost(t *testing.T) {
 	<-left
 	<-left
 	require.ErrorIs(t, g.send(g.dispatch()).err, msg.ErrUnreachable, "nobody listens any more")
-	g.oneBack()
+	g.assertReturned()
 }
 
-// TestDataCancel: an ingress that gives up ends the engine's requests, within a stream and before its answer.
+// TestDataCancel: an ingress that cancels ends the engine's requests, within a stream and before its answer.
 func TestDataCancel(t *testing.T) {
 	engine, came, left := lateEngine()
 	g := newDataRig(t, dataOptions{engine: engine})
@@ -376,7 +376,7 @@ func TestDataCancel(t *testing.T) {
 	<-left
 	require.ErrorIs(t, <-begun, context.Canceled)
 	require.ErrorIs(t, <-mute, context.Canceled)
-	g.oneBack()
+	g.assertReturned()
 }
 
 // TestDataHold: a ticket without a request lives as long as its stream.
@@ -395,7 +395,7 @@ func TestDataHold(t *testing.T) {
 	require.NoError(t, resp.Body.Close())
 }
 
-// TestDataNoTicket: a tokenizer is asked without admission.
+// TestDataNoTicket: a tokenizer request needs no admission.
 func TestDataNoTicket(t *testing.T) {
 	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
 		swallowBody(r)
@@ -409,7 +409,7 @@ func TestDataNoTicket(t *testing.T) {
 	assert.Empty(t, g.rank.asked())
 }
 
-// TestDataLease: a node without its lease admits nothing and sends nothing on.
+// TestDataLease: a node without its lease admits no request and forwards no bytes.
 func TestDataLease(t *testing.T) {
 	var serves atomic.Bool
 	serves.Store(true)
@@ -439,7 +439,8 @@ func TestDataLease(t *testing.T) {
 	assert.Equal(t, msg.NoLease, g.send(g.dispatch()).reply.Refusal)
 }
 
-// TestDataStrangers: who may not ask, or asks for what is not there, is told so, and no rank hears of it.
+// TestDataStrangers: requests of nodes without role ingress, and malformed ones, are refused before they
+// reach a rank.
 func TestDataStrangers(t *testing.T) {
 	var denied atomic.Bool
 	g := newDataRig(t, dataOptions{url: "http://127.0.0.1:1", config: func(c *DataConfig) {
@@ -467,7 +468,7 @@ func TestDataStrangers(t *testing.T) {
 	assert.ErrorIs(t, err, msg.ErrUnreachable)
 }
 
-// TestDataBodyStalls: an upload that stands still is given up.
+// TestDataBodyStalls: an upload that stalls is cancelled.
 func TestDataBodyStalls(t *testing.T) {
 	g := newDataRig(t, dataOptions{url: "http://127.0.0.1:1",
 		config: func(c *DataConfig) { c.Timers.Body = 20 * time.Millisecond }})
@@ -484,7 +485,7 @@ func TestDataBodyStalls(t *testing.T) {
 	assert.Empty(t, g.rank.asked())
 }
 
-// TestDataSlowReaders: 64 readers that stand still do not stop one that reads.
+// TestDataSlowReaders: 64 stalled readers do not stop one that reads.
 func TestDataSlowReaders(t *testing.T) {
 	const slow = 64
 	part := strings.Repeat("x", 64<<10)
@@ -515,7 +516,7 @@ func TestDataSlowReaders(t *testing.T) {
 	}
 }
 
-// TestDataClose: what runs is cut, and Close waits for it.
+// TestDataClose: running requests are cut, and Close waits for them.
 func TestDataClose(t *testing.T) {
 	came, left := make(chan struct{}), make(chan struct{})
 	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
@@ -536,7 +537,7 @@ func TestDataClose(t *testing.T) {
 	require.NoError(t, g.server.Close())
 }
 
-// TestDataCloseStuck: a reader that stands still does not hold Close up.
+// TestDataCloseStuck: a stalled reader does not block Close.
 func TestDataCloseStuck(t *testing.T) {
 	left := make(chan struct{})
 	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
@@ -554,7 +555,7 @@ func TestDataCloseStuck(t *testing.T) {
 	<-left
 }
 
-// TestDataConcurrent: many requests at once keep their bodies, hashes and answers apart.
+// TestDataConcurrent: many concurrent requests keep their bodies, hashes and answers apart.
 func TestDataConcurrent(t *testing.T) {
 	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
 		_,
@@ -583,7 +584,7 @@ func TestDataConcurrent(t *testing.T) {
 	wg.Wait()
 }
 
-// TestUploadAfterRelease: a transport that reads on reads nothing.
+// TestUploadAfterRelease: a transport that still reads gets no bytes.
 func TestUploadAfterRelease(t *testing.T) {
 	u := &upload{parts: [2][]byte{[]byte("ab"), []byte("cde")}}
 	r, err := u.open()
@@ -601,7 +602,7 @@ func TestUploadAfterRelease(t *testing.T) {
 	require.ErrorIs(t, err, errReleased)
 }
 
-// FuzzDataHead: no header breaks the reader, and what it takes is within bounds.
+// FuzzDataHead: no header breaks the reader, and accepted values are within bounds.
 func FuzzDataHead(f *testing.F) {
 	f.Add("demo", "demo/0", "0/1", "both", "17", "40", "3", "1", "/v1/completions")
 	f.Add("", "x", "65536/1", "hold", "-1", "4294967296", "", "9", "/x")
@@ -637,8 +638,8 @@ func FuzzDataHead(f *testing.F) {
 	})
 }
 
-// FuzzDataAnswer: whatever a data port says, a dispatch ends in an answer with its ticket, a refusal, or an
-// error.
+// FuzzDataAnswer: whatever a data port answers, a dispatch ends in an answer with its ticket, a refusal, or
+// an error.
 func FuzzDataAnswer(f *testing.F) {
 	f.Add(200, "", "", "5", "1")
 	f.Add(503, "full", "", "", "x")

@@ -37,7 +37,7 @@ func TestProblemsSurviveTheWire(t *testing.T) {
 	assert.NoError(t, fromStatus("b", toStatus(nil)))
 }
 
-// TestEveryKnownErrorSurvives: also through a second trip, wrapped in between.
+// TestEveryKnownErrorSurvives: also over a second round trip, wrapped in between.
 func TestEveryKnownErrorSurvives(t *testing.T) {
 	names := map[string]bool{}
 	for _, s := range sentinels() {
@@ -53,8 +53,8 @@ func TestEveryKnownErrorSurvives(t *testing.T) {
 	}
 }
 
-// TestNoSentinelIsForgotten reads the errors of the rooms that speak over the wire: one that is not in the
-// table would become anonymous on its way.
+// TestNoSentinelIsForgotten reads the errors of the packages whose errors cross the wire: one that is missing
+// in the table would lose its identity.
 func TestNoSentinelIsForgotten(t *testing.T) {
 	names := map[string]bool{}
 	for _, s := range sentinels() {
@@ -111,7 +111,7 @@ func TestForeignErrorsDegrade(t *testing.T) {
 	assert.Equal(t, codes.Internal, status.Code(unknown))
 }
 
-func TestErrorsOfTheWay(t *testing.T) {
+func TestTransportErrors(t *testing.T) {
 	for code, want := range map[codes.Code]problem.Code{
 		codes.Unavailable: problem.Unavailable, codes.DeadlineExceeded: problem.Timeout,
 		codes.Unimplemented:     problem.Unavailable,

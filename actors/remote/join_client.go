@@ -25,8 +25,8 @@ const (
 type JoinConfig struct {
 	Address string     // HOST:PORT of the node port of a member with role control
 	Token   string     // as `dpserve start` printed it
-	Node    state.Node // who joins
-	Key     []byte     // PEM, kept by who may have to repeat the join; nil = a new one
+	Node    state.Node // the node that joins
+	Key     []byte     // PEM, which a repeated join needs; nil: a new one
 	// Dial connects to the node at an address, which must show the authority with this fingerprint. nil =
 	// nodeport.JoinGRPC over TCP.
 	Dial func(ctx context.Context, address string, fingerprint [sha256.Size]byte) (*grpc.ClientConn, error)
@@ -36,7 +36,7 @@ type JoinConfig struct {
 type Joined struct {
 	Cluster string
 	Files   pki.Files
-	Seeds   []state.Node // where the others are; their offers are not told
+	Seeds   []state.Node // addresses of other members, without their resources
 }
 
 // Join makes a node a member: it uses the token, gets a signed certificate, and its record is put into the

@@ -21,7 +21,7 @@ import (
 
 const (
 	joinLimit = 10 * time.Second // for the whole of a join
-	maxSeeds  = 16               // told to a newcomer
+	maxSeeds  = 16               // addresses for a new node
 )
 
 // EnrollConfig is the configuration of an EnrollServer. All but Now are required.

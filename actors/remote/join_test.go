@@ -25,8 +25,8 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// gate is a control node that strangers can join at, behind its real node port over a network in memory.
-type gate struct {
+// joinRig is a control node that strangers can join at, behind its real node port over a network in memory.
+type joinRig struct {
 	t         *testing.T
 	net       memnet.Network
 	store     *fakeStore
@@ -36,9 +36,9 @@ type gate struct {
 
 const gateAddress = "10.0.0.1:7947"
 
-func openGate(t *testing.T) *gate {
+func newJoinRig(t *testing.T) *joinRig {
 	t.Helper()
-	g := &gate{t: t, store: newFakeStore()}
+	g := &joinRig{t: t, store: newFakeStore()}
 	g.store.authority(t)
 	secrets := g.store.State().Secrets
 	var err error
@@ -55,7 +55,7 @@ func openGate(t *testing.T) *gate {
 	return g
 }
 
-func (g *gate) newToken(expires time.Time, uses int) pki.Token {
+func (g *joinRig) newToken(expires time.Time, uses int) pki.Token {
 	token, err := pki.NewToken(g.store.State().Secrets.Authority)
 	require.NoError(g.t, err)
 	_, err = g.store.Propose(g.t.Context(),
@@ -64,7 +64,7 @@ func (g *gate) newToken(expires time.Time, uses int) pki.Token {
 	return token
 }
 
-func (g *gate) serve() {
+func (g *joinRig) serve() {
 	key, err := pki.NewKey()
 	require.NoError(g.t, err)
 	csr, err := pki.NewCSR(key)
@@ -95,7 +95,7 @@ func (g *gate) serve() {
 	})
 }
 
-func (g *gate) join(change func(c *JoinConfig)) (*Joined, error) {
+func (g *joinRig) join(change func(c *JoinConfig)) (*Joined, error) {
 	cfg := JoinConfig{Address: gateAddress, Token: g.token.String(), Node: newcomer("b"), Dial: g.dial}
 	if change != nil {
 		change(&cfg)
@@ -103,7 +103,7 @@ func (g *gate) join(change func(c *JoinConfig)) (*Joined, error) {
 	return Join(g.t.Context(), cfg)
 }
 
-func (g *gate) dial(ctx context.Context, address string, fingerprint [sha256.Size]byte) (*grpc.ClientConn,
+func (g *joinRig) dial(ctx context.Context, address string, fingerprint [sha256.Size]byte) (*grpc.ClientConn,
 	error) {
 	return nodeport.JoinGRPC(ctx, g.net.DialContext, address, fingerprint)
 }
@@ -118,7 +118,7 @@ func newcomer(id string) state.Node {
 }
 
 func TestJoin(t *testing.T) {
-	g := openGate(t)
+	g := newJoinRig(t)
 	n := newcomer("b")
 	n.Lost, n.Draining = true, true // not its to say
 	joined, err := g.join(func(c *JoinConfig) { c.Node = n })
@@ -154,11 +154,11 @@ func keySum(t *testing.T, key []byte) string {
 	return sum
 }
 
-// Name and UID of a node are in the certificate that it shows to everybody, and a token may be read in a
-// journal. Whoever has both is still not the node, as the key is missing; and the node itself gets no other
-// roles by a repeat.
+// Name and UID of a node are in the certificate that it shows to every peer, and a token may be in a journal.
+// A stranger that has both still lacks the key; and the node itself cannot change its roles by a repeated
+// join.
 func TestAUsedTokenGivesNothingToAnotherKey(t *testing.T) {
-	g := openGate(t)
+	g := newJoinRig(t)
 	victim := newcomer("b")
 	victim.Roles = []state.Role{state.RoleWorker}
 	own, err := g.join(func(c *JoinConfig) { c.Node = victim })
@@ -184,10 +184,10 @@ func TestAUsedTokenGivesNothingToAnotherKey(t *testing.T) {
 	require.NoError(t, err, "the node itself may repeat it")
 }
 
-// TestJoinNamesTheStepThatFailed checks text, code and hint as the newcomer sees them.
+// TestJoinNamesTheStepThatFailed checks text, code and hint of the new node's error.
 func TestJoinNamesTheStepThatFailed(t *testing.T) {
-	g := openGate(t)
-	own, _ := request(t)
+	g := newJoinRig(t)
+	own, _ := newCertificateRequest(t)
 	expired := g.newToken(time.Now().Add(-time.Minute), 1)
 	stranger, err := pki.NewAuthority("other", time.Now())
 	require.NoError(t, err)
@@ -241,9 +241,9 @@ func TestJoinNamesTheStepThatFailed(t *testing.T) {
 	require.NoError(t, err, "none of them spent the token for somebody else")
 }
 
-// TestJoinWaitsForAnElection: what another moment may heal is asked again.
+// TestJoinWaitsForAnElection: errors that may pass are retried.
 func TestJoinWaitsForAnElection(t *testing.T) {
-	g := openGate(t)
+	g := newJoinRig(t)
 	g.store.mu.Lock()
 	g.store.err = problem.New(problem.Unavailable, "propose: %w", cluster.ErrNotLeader)
 	g.store.mu.Unlock()
@@ -261,9 +261,9 @@ func TestJoinWaitsForAnElection(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// TestWrongTokensAreLimited: strangers cannot fill the log, and those with a token are not held up by them.
+// TestWrongTokensAreLimited: strangers cannot fill the log, and do not delay nodes with a valid token.
 func TestWrongTokensAreLimited(t *testing.T) {
-	g := openGate(t)
+	g := newJoinRig(t)
 	wrong := g.token
 	before := g.store.State().Index
 	held := 0
@@ -298,9 +298,9 @@ func TestWrongTokensByWindow(t *testing.T) {
 	assert.True(t, w.allow("x", now.Add(-time.Hour)), "the clock was set back")
 }
 
-// TestJoinChecksTheAnswer: a member in the middle cannot hand out something else.
+// TestJoinChecksTheAnswer: a man in the middle cannot hand out another cluster.
 func TestJoinChecksTheAnswer(t *testing.T) {
-	g := openGate(t)
+	g := newJoinRig(t)
 	good, err := g.join(nil)
 	require.NoError(t, err)
 	fingerprint, n := g.token.Fingerprint, newcomer("b")
@@ -318,7 +318,7 @@ func TestJoinChecksTheAnswer(t *testing.T) {
 
 // TestJoinTakesNoMoreThanItsBounds: a stranger's message is small.
 func TestJoinTakesNoMoreThanItsBounds(t *testing.T) {
-	g := openGate(t)
+	g := newJoinRig(t)
 	_, err := g.join(func(c *JoinConfig) { c.Node.Zone = strings.Repeat("z", 2*maxEnroll) })
 	require.Error(t, err)
 	_, err = g.join(func(c *JoinConfig) { c.Node.Zone = strings.Repeat("z", maxNodeRecord) })
@@ -376,7 +376,7 @@ func TestSeedsAreBounded(t *testing.T) {
 	assert.Equal(t, "n01", seeds[0].GetNode())
 }
 
-// FuzzNewcomer: whatever a stranger says of itself.
+// FuzzNewcomer: any record of a new node is refused or within bounds.
 func FuzzNewcomer(f *testing.F) {
 	n := newcomer("b")
 	req, err := encodeJoin(pki.Token{}, &n, nil)

@@ -25,7 +25,7 @@ func order() *msg.StartRank {
 }
 
 func TestOrdersReachTheNode(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		b := w.nodes["a"].conns.Node("b")
 		agent := w.nodes["b"].agent
 		require.NoError(t, b.StartRank(t.Context(), order()))
@@ -55,7 +55,7 @@ func TestOrdersReachTheNode(t *testing.T) {
 
 // TestOnlyControlNodesOrder: an order names the program to start.
 func TestOnlyControlNodesOrder(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		b := w.nodes["ingress"].conns.Node("b")
 		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(b.StartRank(t.Context(), order())))
 		assert.Equal(t, problem.PermissionDenied,
@@ -67,7 +67,7 @@ func TestOnlyControlNodesOrder(t *testing.T) {
 }
 
 func TestViewOfAnotherNode(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		b, view := w.nodes["a"].conns.Node("b"), w.nodes["b"].view
 		ranks, queued, err := b.Statuses(t.Context())
 		require.NoError(t, err)
@@ -88,7 +88,7 @@ func TestViewOfAnotherNode(t *testing.T) {
 }
 
 func TestLogsComeInOrderAndInBatches(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		b, view := w.nodes["a"].conns.Node("b"), w.nodes["b"].view
 		view.lines = 10 * maxBatch
 		got := 0
@@ -111,7 +111,7 @@ func TestLogsComeInOrderAndInBatches(t *testing.T) {
 }
 
 func TestLogsThatStandStill(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		b, view := w.nodes["a"].conns.Node("b"), w.nodes["b"].view
 		view.lines, view.stall = 1, true
 		began := time.Now()
@@ -130,10 +130,9 @@ func TestLogsThatStandStill(t *testing.T) {
 	}, "a", "b")
 }
 
-// TestSlowReaderOfLogsBuffersLittle: a reader that stands still stops the far end after what the stream's
-// window holds.
+// TestSlowReaderOfLogsBuffersLittle: a stalled reader stops the sender when the stream's window is full.
 func TestSlowReaderOfLogsBuffersLittle(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		b, view := w.nodes["a"].conns.Node("b"), w.nodes["b"].view
 		view.lines = 1 << 20
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)

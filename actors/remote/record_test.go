@@ -17,13 +17,13 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// heap keeps copies of what an unpacker gives.
-type heap struct {
+// recordCollector keeps copies of the records that an unpacker passes on.
+type recordCollector struct {
 	records []msg.Record
 	rosters [][]identity
 }
 
-func (h *heap) record(_ *remoteRank, rec *msg.Record) {
+func (h *recordCollector) record(_ *remoteRank, rec *msg.Record) {
 	c := *rec
 	if rec.Snapshot != nil {
 		s := *rec.Snapshot
@@ -34,9 +34,9 @@ func (h *heap) record(_ *remoteRank, rec *msg.Record) {
 	h.records = append(h.records, c)
 }
 
-func (h *heap) roster(list []identity) { h.rosters = append(h.rosters, slices.Clone(list)) }
+func (h *recordCollector) roster(list []identity) { h.rosters = append(h.rosters, slices.Clone(list)) }
 
-// packed is what a packer makes of records, all of slot 7.
+// packed is the packed form of records, all of slot 7.
 func packed(recs ...msg.Record) []byte {
 	var p packer
 	var out []byte
@@ -47,8 +47,8 @@ func packed(recs ...msg.Record) []byte {
 	return out
 }
 
-func unpacked(t require.TestingT, raw []byte) (*heap, *unpackStats) {
-	h, skipped := &heap{}, &unpackStats{}
+func unpacked(t require.TestingT, raw []byte) (*recordCollector, *unpackStats) {
+	h, skipped := &recordCollector{}, &unpackStats{}
 	require.NoError(t, newUnpacker(skipped).unpack(raw, h))
 	return h, skipped
 }
@@ -77,7 +77,7 @@ func drawCount(t *rapid.T, label string) int {
 	return rapid.OneOf(rapid.IntRange(0, 300), rapid.IntRange(0, maxCount)).Draw(t, label)
 }
 
-// drawAt is no time, or one in whole microseconds, as the wire has it.
+// drawAt is no time, or one in whole microseconds, as on the wire.
 func drawAt(t *rapid.T) time.Duration {
 	return time.Duration(rapid.OneOf(rapid.Just(int64(0)), rapid.Int64Range(1, maxAt)).Draw(t,
 		"at")) * time.Microsecond
@@ -141,14 +141,14 @@ func drawRecord(t *rapid.T) msg.Record {
 	return r
 }
 
-// TestRecordsComeBackEqual: what is packed is what is unpacked, wherever the messages are cut.
+// TestRecordsComeBackEqual: unpacking returns the packed records, wherever the messages are split.
 func TestRecordsComeBackEqual(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		want := []msg.Record{firstRecord()}
 		for range rapid.IntRange(0, 12).Draw(t, "n") {
 			want = append(want, drawRecord(t))
 		}
-		h, skipped := &heap{}, &unpackStats{}
+		h, skipped := &recordCollector{}, &unpackStats{}
 		in := newUnpacker(skipped)
 		var p packer
 		for i := range want {
@@ -166,7 +166,7 @@ func TestRecordsComeBackEqual(t *testing.T) {
 	})
 }
 
-// TestPackingAllocatesNothing: neither end, in the steady state.
+// TestPackingAllocatesNothing: neither the packer nor the unpacker, in the steady state.
 func TestPackingAllocatesNothing(t *testing.T) {
 	var p packer
 	snap, rec := firstRecord(), delta(msg.RecDone, 42)
@@ -189,7 +189,7 @@ type discard struct{}
 func (discard) record(*remoteRank, *msg.Record) {}
 func (discard) roster([]identity)               {}
 
-// TestNumbersOnTheWire pins what other versions rely on.
+// TestNumbersOnTheWire pins the numbers that other versions rely on.
 func TestNumbersOnTheWire(t *testing.T) {
 	assert.Equal(t, []wireKind{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}, []wireKind{
 		wireOf(msg.RecSnapshot), wireOf(msg.RecAdmitted), wireOf(msg.RecFirstToken), wireOf(msg.RecProgress),
@@ -260,8 +260,8 @@ var goldenTimes = []struct {
 	},
 }
 
-// readWithoutTime reads a record of a request as readers did before such records had a time: what they read,
-// and how many bytes they skipped.
+// readWithoutTime reads a record of a request as older versions did, which know no time: the fields they
+// read, and how many bytes they skip.
 func readWithoutTime(t *testing.T, wire []byte) (rec msg.Record, skipped int) {
 	size, n := binary.Uvarint(wire)
 	require.Len(t, wire[n:], int(size))
@@ -280,8 +280,8 @@ func readWithoutTime(t *testing.T, wire []byte) (rec msg.Record, skipped int) {
 	return rec, len(c.b)
 }
 
-// TestTimesOnTheWire pins how a record of a request tells its time. A record without one is as it always was,
-// and is read as one without; a reader that knows of no times reads everything else as before.
+// TestTimesOnTheWire pins how a record of a request holds its time. A record without a time has the older
+// form; a reader that knows no times reads the other fields as before.
 func TestTimesOnTheWire(t *testing.T) {
 	for _, g := range goldenTimes {
 		t.Run(g.name, func(t *testing.T) {
@@ -304,8 +304,8 @@ func TestTimesOnTheWire(t *testing.T) {
 	}
 }
 
-// TestTimesThatNoClockShows: the wire rounds a time up to microseconds, so that none becomes "not told". Of
-// one that is absurd the reader takes the rest of the record; one that is cut makes the record malformed.
+// TestTimesThatNoClockShows: the wire rounds a time up to microseconds, so that a time never becomes 0. The
+// reader ignores an absurd time and keeps the record; a cut one makes the record malformed.
 func TestTimesThatNoClockShows(t *testing.T) {
 	for at, want := range map[time.Duration]time.Duration{
 		1: time.Microsecond, 1001: 2 * time.Microsecond, time.Hour: time.Hour, -1: 0,
@@ -331,7 +331,7 @@ func TestTimesThatNoClockShows(t *testing.T) {
 	assert.EqualValues(t, 1, skipped.malformed.Load())
 }
 
-// TestMB6UnknownKindsAndFields: what a later version adds is skipped and counted, and the rest is read.
+// TestMB6UnknownKindsAndFields: additions of a later version are skipped and counted, and the rest is read.
 func TestMB6UnknownKindsAndFields(t *testing.T) {
 	raw := packed(firstRecord())
 	raw = append(raw, 3, 99, 7, 1) // a kind that is not known
@@ -349,7 +349,7 @@ func TestMB6UnknownKindsAndFields(t *testing.T) {
 	assert.Zero(t, skipped.malformed.Load())
 }
 
-// TestMalformedRecordsAreLeftOut: the others of the message are read.
+// TestMalformedRecordsAreLeftOut: the other records of the message are read.
 func TestMalformedRecordsAreLeftOut(t *testing.T) {
 	big := delta(msg.RecKV, 42)
 	big.KV.Delta.Hashes = make([]uint64, maxHashes+1)
@@ -378,7 +378,7 @@ func TestFramingThatBreaksEndsTheStream(t *testing.T) {
 	}
 }
 
-// TestASnapshotWithoutItsEndIsNoSnapshot: another record in between, or a part that is not sound.
+// TestASnapshotWithoutItsEndIsNoSnapshot: another record in between, or a malformed part.
 func TestASnapshotWithoutItsEndIsNoSnapshot(t *testing.T) {
 	rec := firstRecord()
 	for range 1500 {
@@ -396,10 +396,10 @@ func TestASnapshotWithoutItsEndIsNoSnapshot(t *testing.T) {
 	assert.Equal(t, rec, h.records[0])
 }
 
-// TestSlots: a rank's next incarnation has another slot, and records of the one before are nobody's.
+// TestSlots: a rank's next incarnation has another slot, and records of the one before are dropped.
 func TestSlots(t *testing.T) {
 	var p packer
-	h, skipped := &heap{}, &unpackStats{}
+	h, skipped := &recordCollector{}, &unpackStats{}
 	in := newUnpacker(skipped)
 	give := func(slot uint64, rec msg.Record) {
 		p.pack(slot, &rec)
@@ -436,7 +436,7 @@ func TestRosterComesBackEqual(t *testing.T) {
 	assert.Zero(t, skipped.fields.Load())
 }
 
-// FuzzUnpack: whatever comes is read without a panic and within its bounds, and what is given is sound.
+// FuzzUnpack: any bytes are read without a panic and within bounds, and the records passed on are valid.
 func FuzzUnpack(f *testing.F) {
 	f.Add(packed(firstRecord(), delta(msg.RecState, 42), delta(msg.RecDone, 43), delta(msg.RecGone, 44)))
 	kv := delta(msg.RecKV, 42)
@@ -452,7 +452,7 @@ func FuzzUnpack(f *testing.F) {
 	}
 	f.Add(timed)
 	f.Fuzz(func(t *testing.T, raw []byte) {
-		h := &heap{}
+		h := &recordCollector{}
 		in := newUnpacker(&unpackStats{})
 		if in.unpack(raw, h) != nil {
 			return

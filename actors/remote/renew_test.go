@@ -20,11 +20,11 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// renewals lets a gate renew expired certificates, on a node port of its own, while leads says that the node
-// leads.
-func (g *gate) renewals(leads func() bool) (port string) {
+// serveRenewals serves the renewal of expired certificates on a node port of its own; leads says whether the
+// node leads.
+func (g *joinRig) serveRenewals(leads func() bool) (port string) {
 	const address = "10.0.0.1:8947"
-	credentials := g.signed(g.t, "a", time.Now(), state.RoleControl)
+	credentials := g.credentials(g.t, "a", time.Now(), state.RoleControl)
 	p := nodeport.New(nodeport.Config{
 		Credentials: func() *pki.Credentials { return credentials },
 		Bind:        func(_ context.Context, addr string) (net.Listener, error) { return g.net.Listen(addr) },
@@ -53,10 +53,10 @@ func (g *gate) renewals(leads func() bool) (port string) {
 	return address
 }
 
-// signed are a node's credentials, for 30 days from a time on.
-func (g *gate) signed(t *testing.T, node string, at time.Time, roles ...state.Role) *pki.Credentials {
+// credentials are a node's credentials, for 30 days from a time on.
+func (g *joinRig) credentials(t *testing.T, node string, at time.Time, roles ...state.Role) *pki.Credentials {
 	t.Helper()
-	key, csr := request(t)
+	key, csr := newCertificateRequest(t)
 	cert, err := g.authority.Sign(csr, pki.Identity{Cluster: "c", Node: node, UID: "uid-" + node,
 		Roles: rolesOf(&state.Node{Roles: roles})}, at, pki.DefaultLife)
 	require.NoError(t, err)
@@ -66,13 +66,12 @@ func (g *gate) signed(t *testing.T, node string, at time.Time, roles ...state.Ro
 	return c
 }
 
-// An expired certificate gives the next one to a node that is a member still, with the roles of its record,
-// at the leader and nowhere else: another node's copy of the state may lack a removal. Nothing else is
-// answered there.
+// An expired certificate gives the next one to a node that is still a member, with the roles of its record,
+// at the leader only: another node's copy of the state may lack a removal. No other method is served there.
 func TestAnExpiredCertificateIsRenewedByTheLeader(t *testing.T) {
-	g := openGate(t)
+	g := newJoinRig(t)
 	leads := true
-	address := g.renewals(func() bool { return leads })
+	address := g.serveRenewals(func() bool { return leads })
 	var own *pki.Credentials
 	p := nodeport.New(nodeport.Config{Credentials: func() *pki.Credentials { return own },
 		Connect: g.net.DialContext})
@@ -88,7 +87,7 @@ func TestAnExpiredCertificateIsRenewedByTheLeader(t *testing.T) {
 	client := NewLeaderClient(LeaderConfig{Self: "b", Conns: conns, Store: follower{g.store},
 		Log: slog.New(slog.DiscardHandler)})
 	t.Cleanup(func() { require.NoError(t, client.Close()) })
-	key, csr := request(t)
+	key, csr := newCertificateRequest(t)
 	ask := func() (*pki.Credentials, error) {
 		cert, ca, err := client.CertifyExpired(t.Context(), csr, p.RenewGRPC)
 		if err != nil {
@@ -98,7 +97,7 @@ func TestAnExpiredCertificateIsRenewedByTheLeader(t *testing.T) {
 	}
 	member := &state.Node{ID: "b", UID: "uid-b", Address: "10.0.0.2:7947",
 		Roles: []state.Role{state.RoleWorker}}
-	own = g.signed(t, "b", time.Now().Add(-300*24*time.Hour), state.RoleWorker)
+	own = g.credentials(t, "b", time.Now().Add(-300*24*time.Hour), state.RoleWorker)
 
 	_, err := ask()
 	assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))

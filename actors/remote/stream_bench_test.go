@@ -23,17 +23,17 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// nowhere is a feed, a sink and a mailbox that do nothing.
-type nowhere struct{}
+// discardAll is a feed, a sink and a mailbox that do nothing.
+type discardAll struct{}
 
-func (nowhere) Subscribe(msg.Sink) (cancel func()) { return func() {} }
-func (nowhere) Deliver(*msg.Record)                {}
-func (nowhere) TrySend(any) error                  { return nil }
-func (nowhere) Send(any)                           {}
-func (nowhere) Stopped() <-chan struct{}           { return nil }
+func (discardAll) Subscribe(msg.Sink) (cancel func()) { return func() {} }
+func (discardAll) Deliver(*msg.Record)                {}
+func (discardAll) TrySend(any) error                  { return nil }
+func (discardAll) Send(any)                           {}
+func (discardAll) Stopped() <-chan struct{}           { return nil }
 
 func benchServer(tb testing.TB, streams int) (*StreamServer, *broadcastSink) {
-	s, err := NewStreamServer(StreamServerConfig{Feed: nowhere{}, Log: slog.New(slog.DiscardHandler)})
+	s, err := NewStreamServer(StreamServerConfig{Feed: discardAll{}, Log: slog.New(slog.DiscardHandler)})
 	require.NoError(tb, err)
 	for i := range streams {
 		_, err := s.addStream(fmt.Sprintf("node-%d", i))
@@ -42,7 +42,7 @@ func benchServer(tb testing.TB, streams int) (*StreamServer, *broadcastSink) {
 	return s, &broadcastSink{s}
 }
 
-// benchRecords are one request's, on one of so many ranks.
+// benchRecords are the records of one request on one of several ranks.
 func benchRecords(rank int) []msg.Record {
 	var out []msg.Record
 	for i, kind := range []msg.RecordKind{msg.RecSnapshot, msg.RecAdmitted, msg.RecFirstToken,
@@ -52,7 +52,7 @@ func benchRecords(rank int) []msg.Record {
 			Incarnation: 1 << 62, Seq: 100_000 + uint64(i), Kind: kind,
 		}
 		if kind == msg.RecSnapshot {
-			rec.Snapshot = &msg.Snapshot{Node: "node-1", Mailbox: nowhere{}}
+			rec.Snapshot = &msg.Snapshot{Node: "node-1", Mailbox: discardAll{}}
 		} else {
 			rec.ReqID, rec.Ingress, rec.Tokens, rec.Hit, rec.Out, rec.At = 1<<60, "node-12", 800, 640, 120,
 				30*time.Hour
@@ -62,7 +62,7 @@ func benchRecords(rank int) []msg.Record {
 	return out
 }
 
-// BenchmarkRecordIn is a record's way into the log, whatever the number of streams.
+// BenchmarkRecordIn is adding a record to the log, whatever the number of streams.
 func BenchmarkRecordIn(b *testing.B) {
 	for _, streams := range []int{1, 64} {
 		b.Run(fmt.Sprintf("streams=%d", streams), func(b *testing.B) {
@@ -77,10 +77,10 @@ func BenchmarkRecordIn(b *testing.B) {
 	}
 }
 
-// BenchmarkRecordOut is a record's way from a message to a sink.
+// BenchmarkRecordOut is the way of a record from a message to a sink.
 func BenchmarkRecordOut(b *testing.B) {
 	f := &Feed{}
-	f.subscribers.Store(&feedSubscribers{list: []*feedSubscriber{{sink: nowhere{}}}})
+	f.subscribers.Store(&feedSubscribers{list: []*feedSubscriber{{sink: discardAll{}}}})
 	l := &link{feed: f, ranks: map[appRank]*remoteRank{}}
 	in := newUnpacker(&f.skipped)
 	var p packer
@@ -103,7 +103,7 @@ func BenchmarkRecordOut(b *testing.B) {
 	}
 }
 
-// BenchmarkPost is a post's way from a message to a mailbox, without the message.
+// BenchmarkPost is the way of a post from a message to a mailbox, without the message.
 func BenchmarkPost(b *testing.B) {
 	s, tap := benchServer(b, 1)
 	recs := benchRecords(0)

@@ -32,7 +32,7 @@ const (
 	benchAddress   = "DPSERVE_TEST_STREAMS_OF"
 )
 
-// BenchmarkNode is the CPU of one node's process for the streams of its ranks, the readers being another
+// BenchmarkNode is the CPU of one node's process for the streams of its ranks; the readers run in another
 // process.
 func BenchmarkNode(b *testing.B) {
 	for _, nodes := range []int{8, 64} {
@@ -84,7 +84,7 @@ func benchNode(b *testing.B, nodes int) {
 	}
 }
 
-// runRanks lets every rank emit the records of so many requests a second.
+// runRanks lets the ranks emit the records of so many requests per second.
 func runRanks(ranks []*fakeRank, perSecond int) (sent int) {
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
@@ -114,7 +114,7 @@ func (m mailboxes) Deliver(rec *msg.Record) {
 	}
 }
 
-// TestReadersOfABenchmark is the other process of BenchmarkNode: every ingress's feed, and what it posts.
+// TestReadersOfABenchmark is the other process of BenchmarkNode: every ingress's feed, and its posts.
 func TestReadersOfABenchmark(t *testing.T) {
 	at := os.Getenv(benchAddress)
 	if at == "" {
@@ -127,7 +127,7 @@ func TestReadersOfABenchmark(t *testing.T) {
 	var port int
 	_, err = fmt.Sscanf(addr, "%d/%d", &port, &nodes)
 	require.NoError(t, err)
-	b := newNodeBook()
+	b := newNodeStore()
 	b.change(func(all map[string]*state.Node) {
 		for i := range benchIngresses {
 			id := fmt.Sprintf("i%d", i)
@@ -142,7 +142,7 @@ func TestReadersOfABenchmark(t *testing.T) {
 	select {}
 }
 
-func benchIngress(t *testing.T, b *nodeBook, id string, posts int) {
+func benchIngress(t *testing.T, b *nodeStore, id string, posts int) {
 	f, err := NewFeed(FeedConfig{Self: id, Store: b, Log: slog.New(slog.DiscardHandler),
 		Open: func(ctx context.Context, n state.Node) (StreamClient, error) {
 			cc, err := grpc.NewClient(n.Address,

@@ -26,7 +26,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// fakeHub is a node's local feed over fake ranks; it keeps to the contract of the real one.
+// fakeHub is a node's local feed over fake ranks, with the contract of the real one.
 type fakeHub struct {
 	mu    sync.Mutex
 	subs  []*hubSub
@@ -78,15 +78,15 @@ type fakeRank struct {
 	done chan struct{}
 
 	// below: its own goroutine
-	subs      []*hubSub
-	seq       uint64
-	accepting bool
-	open      map[uint64]msg.OpenRequest
-	columns   map[kvindex.Tier]map[uint64]bool
-	got       []any // posted
-	resyncs   int
-	mute      bool // it answers no Resync
-	ended     bool
+	subs          []*hubSub
+	seq           uint64
+	accepting     bool
+	open          map[uint64]msg.OpenRequest
+	columns       map[kvindex.Tier]map[uint64]bool
+	got           []any // posted
+	resyncs       int
+	ignoresResync bool // it answers no Resync
+	ended         bool
 }
 
 func (h *fakeHub) start(node string, id identity) *fakeRank {
@@ -154,7 +154,7 @@ func (r *fakeRank) Send(m any) {
 		if ask, ok := m.(msg.Resync); ok {
 			r.resyncs++
 			for _, sub := range r.subs {
-				if sub.sink == ask.Sink && !r.mute {
+				if sub.sink == ask.Sink && !r.ignoresResync {
 					r.snapshot(sub)
 				}
 			}
@@ -179,7 +179,7 @@ func (r *fakeRank) emit(rec msg.Record) {
 	}
 }
 
-// publish gives all sinks the account: a new incarnation, or one after a panic.
+// publish sends all sinks the account: a new incarnation, or one after a panic.
 func (r *fakeRank) publish() {
 	for _, sub := range r.subs {
 		r.snapshot(sub)
@@ -214,7 +214,7 @@ func sum(column map[uint64]bool) (s uint64) {
 	return s
 }
 
-// admit and finish are a request's life.
+// admit and finish begin and end a request.
 func (r *fakeRank) admit(id uint64, ingress string) {
 	r.open[id] = msg.OpenRequest{ReqID: id, Ingress: ingress, Tokens: 100}
 	r.emit(msg.Record{Kind: msg.RecAdmitted, ReqID: id, Ingress: ingress, Tokens: 100})
@@ -253,8 +253,8 @@ func (r *fakeRank) remove(tier kvindex.Tier, hashes ...uint64) {
 		KV: msg.KV{Tier: tier, Delta: kvindex.Delta{Change: kvindex.Removed, Hashes: hashes}}})
 }
 
-// picture is what a reader knows of a rank.
-type picture struct {
+// rankView is what a reader knows about a rank.
+type rankView struct {
 	id                identity
 	node              string
 	seq               uint64
@@ -262,19 +262,19 @@ type picture struct {
 	open              map[uint64]msg.OpenRequest
 	columns           map[kvindex.Tier]map[uint64]bool
 	silent            bool
-	deaf              bool // a record was missed, a snapshot is on its way
+	resyncing         bool // a record was missed, and a snapshot was requested
 	box               msg.Mailbox
 }
 
-// reader is a sink that keeps a picture of every rank, as an ingress does.
+// reader is a sink that keeps a view of every rank, as an ingress does.
 type reader struct {
 	t  testing.TB
 	mu sync.Mutex
 
-	ranks map[appRank]*picture
-	notes []note // silence and ends, with their times
-	count int
-	wrong int // columns that did not come out equal
+	ranks      map[appRank]*rankView
+	notes      []note // silence and ends, with their times
+	count      int
+	mismatches int // columns that differ from their sum
 }
 
 type note struct {
@@ -283,7 +283,7 @@ type note struct {
 	at   time.Duration
 }
 
-func newReader(t testing.TB) *reader { return &reader{t: t, ranks: map[appRank]*picture{}} }
+func newReader(t testing.TB) *reader { return &reader{t: t, ranks: map[appRank]*rankView{}} }
 
 func (r *reader) Deliver(rec *msg.Record) {
 	r.mu.Lock()
@@ -315,11 +315,11 @@ func (r *reader) Deliver(rec *msg.Record) {
 	p.apply(r, rec)
 }
 
-func (r *reader) begin(p *picture, id identity, rec *msg.Record) {
+func (r *reader) begin(p *rankView, id identity, rec *msg.Record) {
 	if p != nil && (p.id.epoch > id.epoch || p.id == id && rec.Seq < p.seq) {
 		return
 	}
-	next := &picture{
+	next := &rankView{
 		id: id, node: rec.Snapshot.Node, seq: rec.Seq, accepting: rec.Snapshot.Accepting,
 		open:    map[uint64]msg.OpenRequest{},
 		columns: map[kvindex.Tier]map[uint64]bool{}, box: rec.Snapshot.Mailbox,
@@ -330,14 +330,14 @@ func (r *reader) begin(p *picture, id identity, rec *msg.Record) {
 	r.ranks[id.key()] = next
 }
 
-func (p *picture) ask(r *reader) {
-	if !p.deaf {
-		p.deaf = true
+func (p *rankView) ask(r *reader) {
+	if !p.resyncing {
+		p.resyncing = true
 		_ = p.box.TrySend(msg.Resync{Sink: r})
 	}
 }
 
-func (p *picture) apply(r *reader, rec *msg.Record) {
+func (p *rankView) apply(r *reader, rec *msg.Record) {
 	switch tier := rec.KV.Tier; rec.Kind {
 	case msg.RecAdmitted:
 		p.open[rec.ReqID] = msg.OpenRequest{ReqID: rec.ReqID, Ingress: rec.Ingress, Tokens: rec.Tokens}
@@ -357,20 +357,20 @@ func (p *picture) apply(r *reader, rec *msg.Record) {
 		}
 	case msg.RecKVEnd:
 		if c := p.columns[tier]; len(c) != rec.KV.Len || sum(c) != rec.KV.Sum {
-			r.wrong++
+			r.mismatches++
 			p.ask(r)
 		}
-	default: // says nothing that a picture shows
+	default: // not part of the view
 	}
 }
 
-var epoch = time.Date(2000, 1, 1, 0, 0, 0, 0, time.UTC) // when a bubble begins
+var epoch = time.Date(2000, 1, 1, 0, 0, 0, 0, time.UTC) // the start of the fake clock
 
 func (r *reader) note(rank routing.RankID, what string) {
 	r.notes = append(r.notes, note{rank, what, time.Since(epoch)})
 }
 
-// ids are the ranks it knows, by name.
+// ids are the names of the known ranks.
 func (r *reader) ids() []string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -382,13 +382,13 @@ func (r *reader) ids() []string {
 	return out
 }
 
-func (r *reader) get(id identity) *picture {
+func (r *reader) get(id identity) *rankView {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.ranks[id.key()]
 }
 
-// takeNotes gives what was noted since the last time, times relative to since.
+// takeNotes returns the notes since the last call, with times relative to since.
 func (r *reader) takeNotes(since time.Time) (out []string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -401,8 +401,8 @@ func (r *reader) takeNotes(since time.Time) (out []string) {
 	return out
 }
 
-// equals says that the reader's picture is the rank's own account.
-func (r *reader) equals(t assert.TestingT, rank *fakeRank) {
+// assertEqual asserts that the reader's view is the rank's own account.
+func (r *reader) assertEqual(t assert.TestingT, rank *fakeRank) {
 	rank.do(func() {
 		r.mu.Lock()
 		defer r.mu.Unlock()
@@ -417,32 +417,32 @@ func (r *reader) equals(t assert.TestingT, rank *fakeRank) {
 		assert.Equal(t, rank.open, p.open)
 		assert.Equal(t, rank.columns, p.columns)
 		assert.False(t, p.silent)
-		assert.False(t, p.deaf)
+		assert.False(t, p.resyncing)
 	})
 }
 
-// nodeBook is a msg.Store of nodes.
-type nodeBook struct {
+// nodeStore is a msg.Store of nodes.
+type nodeStore struct {
 	mu      sync.Mutex
 	st      *state.State
 	changed chan struct{}
 }
 
-func newNodeBook() *nodeBook { return &nodeBook{st: &state.State{}, changed: make(chan struct{})} }
+func newNodeStore() *nodeStore { return &nodeStore{st: &state.State{}, changed: make(chan struct{})} }
 
-func (b *nodeBook) State() *state.State {
+func (b *nodeStore) State() *state.State {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.st
 }
 
-func (b *nodeBook) Changed() <-chan struct{} {
+func (b *nodeStore) Changed() <-chan struct{} {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.changed
 }
 
-func (b *nodeBook) change(f func(nodes map[string]*state.Node)) {
+func (b *nodeStore) change(f func(nodes map[string]*state.Node)) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	nodes := map[string]*state.Node{}
@@ -460,7 +460,7 @@ func (b *nodeBook) change(f func(nodes map[string]*state.Node)) {
 type streamNet struct {
 	t     testing.TB
 	net   memnet.Network
-	book  *nodeBook
+	book  *nodeStore
 	log   *slog.Logger
 	mu    sync.Mutex
 	conns map[string][]*faultyConn // by node
@@ -469,7 +469,7 @@ type streamNet struct {
 }
 
 func newStreamNet(t testing.TB) *streamNet {
-	return &streamNet{t: t, book: newNodeBook(), log: slog.New(slog.DiscardHandler),
+	return &streamNet{t: t, book: newNodeStore(), log: slog.New(slog.DiscardHandler),
 		conns: map[string][]*faultyConn{}}
 }
 
@@ -526,7 +526,7 @@ func (w *workerNode) stop() {
 	w.kill()
 }
 
-// ingressNode is one with an ingress.
+// ingressNode is a node with an ingress.
 type ingressNode struct {
 	*reader
 	feed   *Feed
@@ -579,7 +579,7 @@ func (n *ingressNode) stop() {
 	}
 }
 
-// faultyConn can stop to carry anything, as a connection to a node without power.
+// faultyConn can stop carrying bytes, like a connection to a node without power.
 type faultyConn struct {
 	net.Conn
 	mu     sync.Mutex
@@ -625,7 +625,7 @@ func (f *faultyConn) Close() error {
 	return f.Conn.Close()
 }
 
-// freeze stops or lets go everything between a node and the others.
+// freeze stops or resumes all traffic between a node and the others.
 func (c *streamNet) freeze(node string, on bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -637,7 +637,7 @@ func (c *streamNet) freeze(node string, on bool) {
 	}
 }
 
-// reset breaks all connections to a node, which goes on listening.
+// reset breaks all connections to a node, which still listens.
 func (c *streamNet) reset(node string) {
 	c.mu.Lock()
 	list := c.conns[node]
@@ -648,8 +648,8 @@ func (c *streamNet) reset(node string) {
 	}
 }
 
-// calm lets everything that is on its way arrive.
-func calm() {
+// settle lets everything that is on its way arrive.
+func settle() {
 	time.Sleep(100 * time.Millisecond)
 	synctest.Wait()
 }
