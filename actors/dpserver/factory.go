@@ -168,7 +168,7 @@ const (
 const (
 	tripAfter   = 5 // failures in a row that stop admission
 	fenceAfter  = 3 // failed canaries in a row that fence an owned engine
-	stallFactor = 3 // the stall timeout is at least this times the predicted prefill in front
+	stallFactor = 3 // the stall timeout is at least this times the predicted time of the open prefill
 )
 
 func (t Timers) withDefaults() Timers {

@@ -61,7 +61,7 @@ type prefillTimer struct{}
 // insert keeps the order; nearly always it appends.
 func (p *prefills) insert(e wholePrefill) {
 	at, _ := slices.BinarySearchFunc(p.byDue, e.due, func(e wholePrefill, due time.Time) int {
-		return cmp.Or(e.due.Compare(due), -1) // behind those that are due at the same time
+		return cmp.Or(e.due.Compare(due), -1) // after those that are due at the same time
 	})
 	p.byDue = slices.Insert(p.byDue, at, e)
 }

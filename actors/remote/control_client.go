@@ -256,7 +256,7 @@ func certifyAt(ctx context.Context, node string, csr []byte,
 	if err != nil {
 		return nil, err
 	}
-	defer func() { _ = conn.Close() }() // nothing is left in it
+	defer func() { _ = conn.Close() }() // no call is open
 	r, err := dpservev1.NewControlClient(conn).Certify(ctx, &dpservev1.CertifyRequest{Csr: csr},
 		callOptions()...)
 	if err != nil {

@@ -31,7 +31,7 @@ const (
 	dataWeight     = "Dpserve-Weight"    // sequences, if more than one
 	dataHit        = "Dpserve-Hit"
 	dataHitBlocks  = "Dpserve-Hit-Blocks"
-	dataBlocks     = "Dpserve-Blocks"         // hashes in front of the body, 8 bytes each, little endian
+	dataBlocks     = "Dpserve-Blocks"         // number of hashes before the body, 8 bytes each, little endian
 	dataSession    = "Dpserve-Session-Key"    // a hash
 	dataDeadline   = "Dpserve-Deadline-Ms"    // the time left, because the clocks differ
 	dataFirstToken = "Dpserve-First-Token-Ms" // the time left for the engine's header
@@ -69,7 +69,7 @@ const (
 	causeTooLarge   = "too_large"
 )
 
-// Bounds of what a caller sends.
+// Bounds of the fields of a request.
 const (
 	maxDataName   = 512     // bytes of an application's, unit's or ingress's name
 	maxDataBlocks = 1 << 20 // chain hashes of a prompt

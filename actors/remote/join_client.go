@@ -78,7 +78,7 @@ func enroll(ctx context.Context, cfg *JoinConfig, fingerprint [sha256.Size]byte,
 	if err != nil {
 		return nil, dialError(err)
 	}
-	defer func() { _ = conn.Close() }() // nothing is left in it
+	defer func() { _ = conn.Close() }() // no call is open
 	var before error                    // the answer of the attempt before this one
 	for pause := joinPauseMin; ; pause = min(2*pause, joinPauseMax) {
 		reply, err := dpservev1.NewEnrollClient(conn).Join(ctx, req, grpc.MaxCallRecvMsgSize(maxEnroll))
@@ -86,7 +86,7 @@ func enroll(ctx context.Context, cfg *JoinConfig, fingerprint [sha256.Size]byte,
 			return reply, nil
 		}
 		err = fromStatus(cfg.Address, err)
-		// the time is over: what the other node answered tells more than that
+		// the deadline is over: the answer before says more
 		if before != nil && ctx.Err() != nil {
 			return nil, enrollError(before)
 		}

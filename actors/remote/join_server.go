@@ -91,7 +91,7 @@ func (s *EnrollServer) decodeNewcomer(r *dpservev1.JoinRequest) (*state.Node, er
 	if err != nil {
 		return nil, err
 	}
-	n.Lost, n.Reason, n.Draining, n.DrainBy = false, "", false, 0 // not its to say
+	n.Lost, n.Reason, n.Draining, n.DrainBy = false, "", false, 0 // set by the leader alone
 	if err := checkVersion(n.Version, s.cfg.Version); err != nil {
 		return nil, err
 	}
