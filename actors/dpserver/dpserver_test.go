@@ -155,8 +155,10 @@ func withRank(t *testing.T, maxOngoing int, owned bool, f func(t *testing.T, r *
 }
 
 func newRig(t *testing.T, owned bool, change ...func(f *Factory, spec *msg.ReplicaSpec)) *testRig {
-	r := &testRig{t: t, tape: &recordingSink{}, hub: NewHub(), log: &bytes.Buffer{},
-		engine: &fakeEngine{health: engine.Alive, asked: map[string]int{}}}
+	r := &testRig{
+		t: t, tape: &recordingSink{}, hub: NewHub(), log: &bytes.Buffer{},
+		engine: &fakeEngine{health: engine.Alive, asked: map[string]int{}},
+	}
 	sys := inbox.NewSystem(slog.New(slog.DiscardHandler))
 	f := &Factory{
 		System: sys, Hub: r.hub, Assigner: assigner{msg.AssignReply{Rank: 2, Epoch: 3, DPSize: 4}},
@@ -187,8 +189,10 @@ func newRig(t *testing.T, owned bool, change ...func(f *Factory, spec *msg.Repli
 func (r *testRig) ask(change ...func(a *msg.Admit)) msg.AdmitReply {
 	r.t.Helper()
 	r.next++
-	a := &msg.Admit{Ctx: context.Background(), ReqID: r.next, Epoch: 3, Tokens: 100, Ingress: "i",
-		Reply: make(chan msg.AdmitReply, 1)}
+	a := &msg.Admit{
+		Ctx: context.Background(), ReqID: r.next, Epoch: 3, Tokens: 100, Ingress: "i",
+		Reply: make(chan msg.AdmitReply, 1),
+	}
 	for _, c := range change {
 		c(a)
 	}
@@ -225,8 +229,10 @@ func TestARequestsWayThroughTheStream(t *testing.T) {
 	withRank(t, 2, true, func(t *testing.T, r *testRig) {
 		a := r.ask()
 		require.Equal(t, msg.Granted, a.Refusal)
-		assert.Equal(t, msg.Ticket{ID: 1, Epoch: 3, Incarnation: 7, Seq: 1, Rank: routing.ID(0, 2),
-			Target: msg.Target{URL: "http://e", Owned: true}}, a.Ticket)
+		assert.Equal(t, msg.Ticket{
+			ID: 1, Epoch: 3, Incarnation: 7, Seq: 1, Rank: routing.ID(0, 2),
+			Target: msg.Target{URL: "http://e", Owned: true},
+		}, a.Ticket)
 		r.send(&msg.FirstToken{TicketID: 1})
 		r.send(&msg.FirstToken{TicketID: 1})
 		r.send(&msg.Progress{TicketID: 1, Out: 5})
@@ -240,10 +246,14 @@ func TestARequestsWayThroughTheStream(t *testing.T) {
 			kinds(got))
 		for i, rec := range got {
 			assert.Equal(t, uint64(i+1), rec.Seq)
-			assert.Equal(t, [...]any{"demo", "demo/0/2", routing.ID(0, 2), uint64(3), uint64(7), uint64(1),
-				"i", 100},
-				[...]any{rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation, rec.ReqID, rec.Ingress,
-					rec.Tokens})
+			assert.Equal(t, [...]any{
+				"demo", "demo/0/2", routing.ID(0, 2), uint64(3), uint64(7), uint64(1),
+				"i", 100,
+			},
+				[...]any{
+					rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation, rec.ReqID, rec.Ingress,
+					rec.Tokens,
+				})
 		}
 		assert.Equal(t, 5, got[2].Out)
 		assert.Equal(t, 9, got[3].Out)
@@ -373,8 +383,10 @@ func TestASubscriberGetsASnapshotThenDeltas(t *testing.T) {
 		assert.Equal(t, 4, snap.MaxOngoing)
 		assert.Equal(t, "n", snap.Node)
 		assert.NotNil(t, snap.Mailbox)
-		assert.ElementsMatch(t, []msg.OpenRequest{{ReqID: 1, Ingress: "i", Tokens: 100},
-			{ReqID: 2, Ingress: "i", Tokens: 100, Decoding: true}}, snap.Open)
+		assert.ElementsMatch(t, []msg.OpenRequest{
+			{ReqID: 1, Ingress: "i", Tokens: 100},
+			{ReqID: 2, Ingress: "i", Tokens: 100, Decoding: true},
+		}, snap.Open)
 		cancel()
 		r.ask()
 		assert.Empty(t, late.take())
@@ -543,10 +555,14 @@ func TestHealthFencesAtOnceOrAsksTheCanary(t *testing.T) {
 		"503":                     {engine.Dead, nil, "health check: it is dead"},
 		"refused":                 {engine.RefusedConn, nil, "health check: it is refused"},
 		"silent, but it computes": {engine.Unanswered, nil, ""},
-		"silent": {engine.Unanswered, errors.New("time-out"),
-			"health check: it is unanswered; then the canary failed: time-out"},
-		"odd": {engine.Odd, errors.New("no"),
-			"health check: it is odd; then the canary failed: no"},
+		"silent": {
+			engine.Unanswered, errors.New("time-out"),
+			"health check: it is unanswered; then the canary failed: time-out",
+		},
+		"odd": {
+			engine.Odd, errors.New("no"),
+			"health check: it is odd; then the canary failed: no",
+		},
 	}
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
@@ -591,12 +607,18 @@ func TestStalls(t *testing.T) {
 		"no work":            {canary: stuck},
 		"nothing moves":      {work: true, canary: stuck, lost: true},
 		"the canary answers": {work: true},
-		"the engine's counters move": {work: true, canary: stuck,
-			during: func(r *testRig) { r.engine.set(func(f *fakeEngine) { f.counters.PromptTokens++ }) }},
-		"a stream moves": {work: true, canary: stuck,
-			during: func(r *testRig) { r.send(&msg.Progress{TicketID: 1, Out: int(time.Now().Unix())}) }},
-		"another request was answered": {work: true, canary: stuck,
-			during: func(r *testRig) { r.send(&msg.Done{TicketID: r.ask().Ticket.ID}) }},
+		"the engine's counters move": {
+			work: true, canary: stuck,
+			during: func(r *testRig) { r.engine.set(func(f *fakeEngine) { f.counters.PromptTokens++ }) },
+		},
+		"a stream moves": {
+			work: true, canary: stuck,
+			during: func(r *testRig) { r.send(&msg.Progress{TicketID: 1, Out: int(time.Now().Unix())}) },
+		},
+		"another request was answered": {
+			work: true, canary: stuck,
+			during: func(r *testRig) { r.send(&msg.Done{TicketID: r.ask().Ticket.ID}) },
+		},
 	}
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {

@@ -301,14 +301,18 @@ func (b *eventBatch) add(c change) { b.changes = append(b.changes, c) }
 
 // addStored copies an event. A long one becomes several changes, each the child of the one before.
 func (b *eventBatch) addStored(t kvindex.Tier, h kvindex.Hasher, model string, ev *kvevents.Stored) {
-	c := change{kind: changeStored, tier: t, hasParent: !ev.Parent.IsZero(), blockSize: ev.BlockSize,
-		group: ev.Group}
+	c := change{
+		kind: changeStored, tier: t, hasParent: !ev.Parent.IsZero(), blockSize: ev.BlockSize,
+		group: ev.Group,
+	}
 	salt, extras := b.addExtras(h, ev)
 	if c.hasParent {
 		c.parent = handleOf(ev.Group, ev.Parent)
 	} else {
-		c.root = h.Root(kvindex.Salt{Unit: kvindex.Tokens, BlockSize: ev.BlockSize, Model: model,
-			Adapter: ev.LoraName, CacheSalt: salt})
+		c.root = h.Root(kvindex.Salt{
+			Unit: kvindex.Tokens, BlockSize: ev.BlockSize, Model: model,
+			Adapter: ev.LoraName, CacheSalt: salt,
+		})
 	}
 	for _, name := range ev.Hashes {
 		b.blocks = append(b.blocks, handleOf(ev.Group, name))

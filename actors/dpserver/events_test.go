@@ -95,11 +95,15 @@ func TestNewFailsWhereEventsCannotBeHeard(t *testing.T) {
 			"tcp://10.1.2.3:5557": "beyond loopback",
 			"ipc:///kv.sock":      "is not tcp://HOST:PORT",
 		} {
-			f := &Factory{System: sys, Hub: NewHub(),
+			f := &Factory{
+				System: sys, Hub: NewHub(),
 				NewEngine: func(*msg.ReplicaSpec) Engine { return healthyEngine{} },
-				Log:       slog.New(slog.DiscardHandler)}
-			spec := msg.ReplicaSpec{App: demo(), Watcher: &recordingSink{},
-				Events: &msg.EventSource{Bind: bind}}
+				Log:       slog.New(slog.DiscardHandler),
+			}
+			spec := msg.ReplicaSpec{
+				App: demo(), Watcher: &recordingSink{},
+				Events: &msg.EventSource{Bind: bind},
+			}
 			overNetwork(network)(f, &spec)
 			_, err := f.New(spec)
 			require.ErrorContains(t, err, want)
@@ -115,8 +119,10 @@ func TestEventsAreFoundWithReady(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		network := &memnet.Network{}
 		r := newRig(t, false, overNetwork(network))
-		facts := msg.Facts{Incarnation: 7, MaxOngoing: 9,
-			Events: &msg.EventSource{Connect: "tcp://" + pubAddr, Replay: "tcp://" + replayAddr}}
+		facts := msg.Facts{
+			Incarnation: 7, MaxOngoing: 9,
+			Events: &msg.EventSource{Connect: "tcp://" + pubAddr, Replay: "tcp://" + replayAddr},
+		}
 		require.NoError(t, r.Ready(t.Context(), facts))
 		time.Sleep(1500 * time.Millisecond)
 		assert.Equal(t, msg.EventsConnecting, events(r).State)
@@ -244,8 +250,10 @@ func TestKV5ClearedEmptiesThisRankAlone(t *testing.T) {
 		old := newReader(t)
 		p.publish(storedBlocks(1, nil, ids(0, 16)), storedBlocks(1, nil, ids(0, 16), -1, "CPU"))
 		old.follow(r)
-		require.Equal(t, [...]int{4, 4}, [...]int{old.hit(kvindex.GPU, prompt(ids(0, 16)...)),
-			old.hit(kvindex.CPU, prompt(ids(0, 16)...))})
+		require.Equal(t, [...]int{4, 4}, [...]int{
+			old.hit(kvindex.GPU, prompt(ids(0, 16)...)),
+			old.hit(kvindex.CPU, prompt(ids(0, 16)...)),
+		})
 		id := r.sendPrompt(prompt(ids(0, 16)...), 4)
 		r.send(&msg.Done{TicketID: id, FirstToken: 1})
 		p.publish(list{"AllBlocksCleared"}, storedBlocks(1, nil, ids(300, 8)))
@@ -318,8 +326,10 @@ func TestKV10SilentEvents(t *testing.T) {
 		old := newReader(t)
 		serve := func(from uint32) {
 			id := r.sendPrompt(prompt(ids(from, 16)...), 0)
-			r.send(&msg.Done{TicketID: id, FirstToken: 1, PromptTokens: 16, CompletionTokens: 3,
-				HasCached: true})
+			r.send(&msg.Done{
+				TicketID: id, FirstToken: 1, PromptTokens: 16, CompletionTokens: 3,
+				HasCached: true,
+			})
 		}
 		p.publish(storedBlocks(1, nil, ids(0, 16)))
 		serve(0)
@@ -358,13 +368,17 @@ func TestKV10SilentEvents(t *testing.T) {
 // TestKV10NoAlarmWhereNoEventIsDue: requests that were cached whole store no block.
 func TestKV10NoAlarmWhereNoEventIsDue(t *testing.T) {
 	for name, d := range map[string]msg.Done{
-		"cached whole": {PromptTokens: 18, CompletionTokens: 2, CachedTokens: 16, HasCached: true,
-			FirstToken: 1},
+		"cached whole": {
+			PromptTokens: 18, CompletionTokens: 2, CachedTokens: 16, HasCached: true,
+			FirstToken: 1,
+		},
 		"shorter than a block": {PromptTokens: 3, FirstToken: 1},
 		"failed":               {PromptTokens: 300, Outcome: msg.FailedOutcome},
 		"nothing was told":     {FirstToken: 1},
-		"a block was filled": {PromptTokens: 18, CompletionTokens: 3, CachedTokens: 16, HasCached: true,
-			FirstToken: 1},
+		"a block was filled": {
+			PromptTokens: 18, CompletionTokens: 3, CachedTokens: 16, HasCached: true,
+			FirstToken: 1,
+		},
 		"a prompt was computed": {PromptTokens: 18, FirstToken: 1},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -426,8 +440,10 @@ func TestTheEnginesReport(t *testing.T) {
 		assert.Zero(t, r.engine.count("counters"), "nobody reads it")
 		route(app.Routing{BusyThreshold: &threshold})
 		r.engine.set(func(f *fakeEngine) {
-			f.counters = engine.Counters{KVUsage: 0.5, HasKVUsage: true,
-				Blocks: 20}
+			f.counters = engine.Counters{
+				KVUsage: 0.5, HasKVUsage: true,
+				Blocks: 20,
+			}
 		})
 		r.tape.take()
 		time.Sleep(10 * time.Second)
@@ -463,7 +479,8 @@ func TestKVUsageExpires(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		threshold := 0.9
 		r := newRig(t, true, func(_ *Factory,
-			spec *msg.ReplicaSpec) {
+			spec *msg.ReplicaSpec,
+		) {
 			spec.App.Routing.BusyThreshold = &threshold
 		})
 		r.engine.set(func(f *fakeEngine) { f.counters = engine.Counters{KVUsage: 0.95, HasKVUsage: true} })
@@ -534,8 +551,10 @@ func TestEventsOfAnOlderSubscriptionAreDropped(t *testing.T) {
 		before := r.subscriptions.current.Load().queue
 		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 8, MaxOngoing: 9}))
 		synctest.Wait()
-		before.Stored(&kvevents.Stored{BlockSize: 4, Tokens: ids(0, 4),
-			Hashes: []kvevents.Hash{kvevents.UintHash(1)}})
+		before.Stored(&kvevents.Stored{
+			BlockSize: 4, Tokens: ids(0, 4),
+			Hashes: []kvevents.Hash{kvevents.UintHash(1)},
+		})
 		old.follow(r)
 		assert.Empty(t, old.columnSums())
 		p.publish(storedBlocks(1, nil, ids(100, 8)))

@@ -69,8 +69,10 @@ func (f *Factory) New(spec msg.ReplicaSpec) (*Server, error) {
 		timers: f.Timers.withDefaults(), prefillTime: f.PrefillTime,
 		id: routing.ID(spec.Group, spec.Rank), createdAt: time.Now(), ctx: ctx, cancel: cancel,
 		drained: make(chan struct{}),
-		net: eventNetwork{address: f.Address, dial: f.DialEvents, listen: f.ListenEvents,
-			replays: f.Replays},
+		net: eventNetwork{
+			address: f.Address, dial: f.DialEvents, listen: f.ListenEvents,
+			replays: f.Replays,
+		},
 		hasher: f.hasher(), currentApp: f.App, lease: f.Lease,
 		state: actorState{subscriptionID: 1, eventSource: spec.Events},
 		log: f.Log.With(slog.String("app", spec.App.Name), slog.String("unit", spec.Unit),

@@ -48,11 +48,15 @@ type kvRecord struct {
 }
 
 func newKVRecord(s *Server, emit func(kind msg.RecordKind, kv msg.KV), blocks func() int) (*kvRecord, error) {
-	l := &kvRecord{hasher: s.hasher, rank: uint32(s.id), epoch: s.spec.Epoch, emit: emit,
-		deviceBlocks: blocks, startedAt: time.Now()}
+	l := &kvRecord{
+		hasher: s.hasher, rank: uint32(s.id), epoch: s.spec.Epoch, emit: emit,
+		deviceBlocks: blocks, startedAt: time.Now(),
+	}
 	var err error
-	l.index, err = kvindex.New(kvindex.Config{Bytes: recordBytes, Columns: recordColumns,
-		OnChange: l.onChange})
+	l.index, err = kvindex.New(kvindex.Config{
+		Bytes: recordBytes, Columns: recordColumns,
+		OnChange: l.onChange,
+	})
 	return l, err
 }
 
@@ -149,8 +153,10 @@ func (l *kvRecord) flushRemovals() {
 		return
 	}
 	slices.Reverse(l.removals) // a reader removes the last hash first: the order of the removals here
-	l.emit(msg.RecKV, msg.KV{Tier: l.removalsTier,
-		Delta: kvindex.Delta{Change: kvindex.Removed, Hashes: l.removals}})
+	l.emit(msg.RecKV, msg.KV{
+		Tier:  l.removalsTier,
+		Delta: kvindex.Delta{Change: kvindex.Removed, Hashes: l.removals},
+	})
 	l.removals = l.removals[:0]
 }
 

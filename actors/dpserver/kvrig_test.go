@@ -67,8 +67,10 @@ func (f *reader) apply(rec *msg.Record) {
 			f.columns[t] = nil
 		}
 	case msg.RecKVBegin:
-		c, err := f.ix.Open(kvindex.Owner{Rank: uint32(rec.Rank), Tier: kv.Tier, Epoch: rec.Epoch,
-			Incarnation: rec.Incarnation}, kvindex.Options{Feed: kvindex.FromDeltas, Shown: true})
+		c, err := f.ix.Open(kvindex.Owner{
+			Rank: uint32(rec.Rank), Tier: kv.Tier, Epoch: rec.Epoch,
+			Incarnation: rec.Incarnation,
+		}, kvindex.Options{Feed: kvindex.FromDeltas, Shown: true})
 		require.NoError(f.t, err)
 		f.columns[kv.Tier], f.whole[kv.Tier], f.size[kv.Tier] = c, false, kv.BlockSize
 	case msg.RecKV:
@@ -262,8 +264,10 @@ func (p *publisher) restart() {
 
 // withPublisher runs a test with a rank that follows a publisher by connecting, with replay or without, for
 // identity tokens.
-func withPublisher(t *testing.T, owned, replay bool, f func(t *testing.T, r *testRig, p *publisher),
-	change ...func(f *Factory, spec *msg.ReplicaSpec)) {
+func withPublisher(
+	t *testing.T, owned, replay bool, f func(t *testing.T, r *testRig, p *publisher),
+	change ...func(f *Factory, spec *msg.ReplicaSpec),
+) {
 	synctest.Test(t, func(t *testing.T) {
 		network := &memnet.Network{}
 		p := newPublisher(t, network)
@@ -291,11 +295,13 @@ func withPublisher(t *testing.T, owned, replay bool, f func(t *testing.T, r *tes
 func overNetwork(network *memnet.Network) func(f *Factory, spec *msg.ReplicaSpec) {
 	return func(f *Factory, spec *msg.ReplicaSpec) {
 		f.DialEvents = func(ctx context.Context, addr string) (net.Conn,
-			error) {
+			error,
+		) {
 			return network.DialContext(ctx, "tcp", addr)
 		}
 		f.ListenEvents = func(_ context.Context, addr string) (net.Listener,
-			error) {
+			error,
+		) {
 			return network.Listen(addr)
 		}
 		spec.App.Routing.Identity = app.IdentityTokens

@@ -47,10 +47,16 @@ func TestStatusSaysWhatThePromptHitsDependOn(t *testing.T) {
 	}{
 		"as asked":      {msg.Facts{BlockSize: 16, Blocks: 100}, asked, scoring, "", true},
 		"nothing asked": {msg.Facts{BlockSize: 768, Blocks: 100}, nil, scoring, "", true},
-		"settled on another": {msg.Facts{BlockSize: 768, Blocks: 100}, asked, scoring,
-			"the engine's kv blocks are of 768 tokens, engine.args asks for 16", true},
-		"caches nothing": {msg.Facts{BlockSize: 16, CachingOff: true}, asked, scoring,
-			"the engine runs without prefix caching: no prompt hits", true},
+		"settled on another": {
+			msg.Facts{BlockSize: 768, Blocks: 100},
+			asked, scoring,
+			"the engine's kv blocks are of 768 tokens, engine.args asks for 16", true,
+		},
+		"caches nothing": {
+			msg.Facts{BlockSize: 16, CachingOff: true},
+			asked, scoring,
+			"the engine runs without prefix caching: no prompt hits", true,
+		},
 		"nobody asks for hits": {msg.Facts{BlockSize: 16, CachingOff: true}, asked, even, "", false},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -24,8 +24,10 @@ func TestKV2TheStreamIsTheLedger(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			defer func() { failed = recover() }() // a failed draw must not end the goroutine of the test
 			r := newRig(t, rapid.Bool().Draw(rt, "owned"))
-			facts := msg.Facts{Incarnation: 7, MaxOngoing: 6, BlockSize: 4,
-				Blocks: rapid.IntRange(0, 40).Draw(rt, "blocks")}
+			facts := msg.Facts{
+				Incarnation: 7, MaxOngoing: 6, BlockSize: 4,
+				Blocks: rapid.IntRange(0, 40).Draw(rt, "blocks"),
+			}
 			in := newEventQueue(1, testHasher, "demo", func(in *eventQueue) { r.box.Send(eventsQueued{in}) })
 			h := &randomHistory{rt: rt, t: t, r: r, in: in, facts: facts}
 			old := newReader(rt)
@@ -165,8 +167,10 @@ func TestKV2ALongLedgerTravelsInParts(t *testing.T) {
 		defer r.hub.Subscribe(late)()
 		synctest.Wait()
 		got := late.take()
-		assert.Equal(t, []msg.RecordKind{msg.RecSnapshot, msg.RecKVBegin, msg.RecKV, msg.RecKV, msg.RecKV,
-			msg.RecKV, msg.RecKVEnd}, kinds(got))
+		assert.Equal(t, []msg.RecordKind{
+			msg.RecSnapshot, msg.RecKVBegin, msg.RecKV, msg.RecKV, msg.RecKV,
+			msg.RecKV, msg.RecKVEnd,
+		}, kinds(got))
 		for _, rec := range got {
 			assert.Equal(t, got[0].Seq, rec.Seq)
 		}
@@ -272,10 +276,17 @@ func TestKV12EventsHashAsPromptsDo(t *testing.T) {
 		image := []byte{0x91, 0x92, 0xa3, 'i', 'm', 'g', 0}
 		events := []*kvevents.Stored{
 			{Hashes: []kvevents.Hash{raw(1), raw(2), raw(3)}},
-			{Hashes: []kvevents.Hash{kvevents.IntHash(-1), kvevents.IntHash(-2), kvevents.UintHash(1 << 63)},
-				Extra: [][]byte{salt, nil, nil}},
-			{Hashes: []kvevents.Hash{raw(4), raw(5), raw(6)}, LoraName: "lora",
-				Extra: [][]byte{lora, lora, lora}},
+			{
+				Hashes: []kvevents.Hash{
+					kvevents.IntHash(-1), kvevents.IntHash(-2),
+					kvevents.UintHash(1 << 63),
+				},
+				Extra: [][]byte{salt, nil, nil},
+			},
+			{
+				Hashes: []kvevents.Hash{raw(4), raw(5), raw(6)}, LoraName: "lora",
+				Extra: [][]byte{lora, lora, lora},
+			},
 			{Hashes: []kvevents.Hash{raw(1), raw(8), raw(9)}, Extra: [][]byte{nil, image, nil}},
 		}
 		for _, ev := range events {
@@ -294,14 +305,22 @@ func TestKV12EventsHashAsPromptsDo(t *testing.T) {
 		old.follow(r)
 		assert.Equal(t, 1, old.hit(kvindex.GPU, prompt(tokens...)))
 
-		in.Stored(&kvevents.Stored{Hashes: []kvevents.Hash{raw(1)}, Tokens: ids(0, 4), BlockSize: 4,
-			Medium: "CPU"})
-		in.Stored(&kvevents.Stored{Hashes: []kvevents.Hash{raw(1)}, Tokens: ids(0, 4), BlockSize: 4,
-			Medium: "STORAGE"})
-		in.Stored(&kvevents.Stored{Hashes: []kvevents.Hash{raw(1)}, Tokens: ids(0, 4), BlockSize: 4,
-			Medium: "CPU", Locality: "REMOTE"})
-		in.Stored(&kvevents.Stored{Hashes: []kvevents.Hash{raw(1)}, Tokens: ids(0, 4), BlockSize: 4,
-			Medium: "TAPE"})
+		in.Stored(&kvevents.Stored{
+			Hashes: []kvevents.Hash{raw(1)}, Tokens: ids(0, 4), BlockSize: 4,
+			Medium: "CPU",
+		})
+		in.Stored(&kvevents.Stored{
+			Hashes: []kvevents.Hash{raw(1)}, Tokens: ids(0, 4), BlockSize: 4,
+			Medium: "STORAGE",
+		})
+		in.Stored(&kvevents.Stored{
+			Hashes: []kvevents.Hash{raw(1)}, Tokens: ids(0, 4), BlockSize: 4,
+			Medium: "CPU", Locality: "REMOTE",
+		})
+		in.Stored(&kvevents.Stored{
+			Hashes: []kvevents.Hash{raw(1)}, Tokens: ids(0, 4), BlockSize: 4,
+			Medium: "TAPE",
+		})
 		old.follow(r)
 		assert.Equal(t, [...]uint64{1, 1},
 			[...]uint64{old.columnSums()[kvindex.CPU][0], old.columnSums()[kvindex.Disk][0]})

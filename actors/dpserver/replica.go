@@ -26,8 +26,10 @@ const (
 	phaseEnded
 )
 
-var phaseRefusals = [...]msg.Refusal{phaseStarting: msg.NotReady, phaseOpen: msg.Granted,
-	phaseDraining: msg.Draining, phaseFenced: msg.Fenced, phaseEnded: msg.Gone}
+var phaseRefusals = [...]msg.Refusal{
+	phaseStarting: msg.NotReady, phaseOpen: msg.Granted,
+	phaseDraining: msg.Draining, phaseFenced: msg.Fenced, phaseEnded: msg.Gone,
+}
 
 // Messages that the Server, the Hub and the timers send to the replica.
 type (

@@ -548,8 +548,10 @@ func (r *replica) updateFacts(c *engine.Counters) {
 
 // publishStatus emits a RecStatus if a value has changed.
 func (r *replica) publishStatus(c *engine.Counters) {
-	st := msg.Status{KVUsage: c.KVUsage, HasKVUsage: c.HasKVUsage, Capacity: r.cacheCapacity(),
-		BlockSize: r.knownBlockSize()}
+	st := msg.Status{
+		KVUsage: c.KVUsage, HasKVUsage: c.HasKVUsage, Capacity: r.cacheCapacity(),
+		BlockSize: r.knownBlockSize(),
+	}
 	if st == r.scrape.published {
 		return
 	}

@@ -170,8 +170,10 @@ func (r *replica) startSubscription() {
 	}
 	r.eventHealth.isStarting = true
 	r.runProbe(r.timers.CounterLimit, func(ctx context.Context) {
-		s.box.Send(subscriptionResult{life,
-			s.replaceSubscription(ctx, src, life)})
+		s.box.Send(subscriptionResult{
+			life,
+			s.replaceSubscription(ctx, src, life),
+		})
 	})
 }
 
@@ -232,8 +234,10 @@ const liveSentTTL = 2 * time.Second
 // blocks, a prompt counts until its events must have come. Without events, or in blocks of text, it counts
 // for as long as an engine may keep it.
 func (r *replica) sentOptions() kvindex.Options {
-	opt := kvindex.Options{Feed: kvindex.FromRecords, BlockSize: kvindex.DefaultTextBlock,
-		TTL: kvindex.DefaultRecord}
+	opt := kvindex.Options{
+		Feed: kvindex.FromRecords, BlockSize: kvindex.DefaultTextBlock,
+		TTL: kvindex.DefaultRecord,
+	}
 	if r.app.Routing.Identity == app.IdentityTokens {
 		opt.BlockSize = 0
 		if r.eventHealth.isLive {
@@ -405,8 +409,10 @@ func (r *replica) updateKVStats() {
 	if r.kv == nil && r.state.eventSource == nil && !uncached {
 		return
 	}
-	st := msg.KVStatus{BlockSize: r.knownBlockSize(), Capacity: r.cacheCapacity(),
-		Usage: r.scrape.last.KVUsage, Note: r.kvNote()}
+	st := msg.KVStatus{
+		BlockSize: r.knownBlockSize(), Capacity: r.cacheCapacity(),
+		Usage: r.scrape.last.KVUsage, Note: r.kvNote(),
+	}
 	events := r.eventTotals()
 	if l := r.kv; l != nil {
 		index := l.index.Stats()

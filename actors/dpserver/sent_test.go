@@ -76,7 +76,8 @@ func TestARequestThatWasNotServedIsTakenBack(t *testing.T) {
 		assert.Equal(t, 7, old.hit(kvindex.Sent, prompt(ids(0, 28)...)))
 
 		for _, d := range []msg.Done{
-			{Outcome: msg.OK}, {Outcome: msg.FailedOutcome, FirstToken: 1},
+			{Outcome: msg.OK},
+			{Outcome: msg.FailedOutcome, FirstToken: 1},
 			{Outcome: msg.Cancelled, FirstToken: 1},
 		} {
 			p := prompt(ids(uint32(1000+1000*int(d.Outcome)), 16)...)
@@ -154,8 +155,10 @@ func TestTheRecordEndsWithTimeAndRoom(t *testing.T) {
 func TestBlocksOfTheSenderAreItsOwnAgain(t *testing.T) {
 	withSentRecord(t, 0, func(t *testing.T, r *testRig, old *reader) {
 		p := prompt(ids(0, 400)...)
-		a := &msg.Admit{Ctx: t.Context(), ReqID: 1, Epoch: 3, Tokens: 400,
-			Blocks: append([]uint64(nil), p...), Reply: make(chan msg.AdmitReply, 1)}
+		a := &msg.Admit{
+			Ctx: t.Context(), ReqID: 1, Epoch: 3, Tokens: 400,
+			Blocks: append([]uint64(nil), p...), Reply: make(chan msg.AdmitReply, 1),
+		}
 		r.box.Send(a)
 		rep := <-a.Reply
 		clear(a.Blocks)

@@ -42,8 +42,10 @@ func TestAProbeIsAnsweredByAnEngineThatMakesProgress(t *testing.T) {
 			r.engine.set(func(f *fakeEngine) { f.counters.GenerationTokens++ })
 		}},
 		"another request ends": {between: func(r *testRig) {
-			r.send(&msg.Done{TicketID: r.ask().Ticket.ID,
-				Outcome: msg.Cancelled})
+			r.send(&msg.Done{
+				TicketID: r.ask().Ticket.ID,
+				Outcome:  msg.Cancelled,
+			})
 		}},
 	}
 	for name, c := range cases {

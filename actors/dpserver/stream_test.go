@@ -40,8 +40,10 @@ func (f *follower) apply(rec *msg.Record) {
 	switch rec.Kind {
 	case msg.RecAdmitted:
 		require.False(f.t, known)
-		f.open[rec.ReqID] = msg.OpenRequest{ReqID: rec.ReqID, Ingress: rec.Ingress, Tokens: rec.Tokens,
-			Hit: rec.Hit}
+		f.open[rec.ReqID] = msg.OpenRequest{
+			ReqID: rec.ReqID, Ingress: rec.Ingress, Tokens: rec.Tokens,
+			Hit: rec.Hit,
+		}
 	case msg.RecFirstToken, msg.RecProgress:
 		require.True(f.t, known)
 		o.Decoding, o.Out = o.Decoding || rec.Kind == msg.RecFirstToken, rec.Out
@@ -156,8 +158,10 @@ func TestSnapshotsAreInTheOrderOfAdmission(t *testing.T) {
 		var want, got []uint64
 		for i := range uint64(n) {
 			want = append(want, i*0x9E3779B97F4A7C15)
-			r.box.Send(&msg.Admit{Ctx: t.Context(), ReqID: want[i], Epoch: 3, Tokens: 10, Ingress: "i",
-				Reply: make(chan msg.AdmitReply, 1)})
+			r.box.Send(&msg.Admit{
+				Ctx: t.Context(), ReqID: want[i], Epoch: 3, Tokens: 10, Ingress: "i",
+				Reply: make(chan msg.AdmitReply, 1),
+			})
 		}
 		synctest.Wait()
 		fresh := &recordingSink{}
@@ -181,8 +185,10 @@ func randomMessage(rt *rapid.T, ctx context.Context, r *testRig, i uint64) {
 	ingress := rapid.SampledFrom([]string{"i", "j", "k"}).Draw(rt, "ingress")
 	switch rapid.IntRange(0, 7).Draw(rt, "kind") {
 	case 0, 1:
-		r.box.Send(&msg.Admit{Ctx: ctx, ReqID: 100 + i, Epoch: 3, Tokens: 10, Hit: int(i), Ingress: ingress,
-			Reply: make(chan msg.AdmitReply, 1)})
+		r.box.Send(&msg.Admit{
+			Ctx: ctx, ReqID: 100 + i, Epoch: 3, Tokens: 10, Hit: int(i), Ingress: ingress,
+			Reply: make(chan msg.AdmitReply, 1),
+		})
 	case 2:
 		m := &msg.FirstToken{TicketID: ticket}
 		if rapid.Bool().Draw(rt, "at") {
@@ -240,12 +246,16 @@ func BenchmarkAdmissionBlocks(b *testing.B) {
 func benchmarkAdmission(b *testing.B, prompts [][]uint64) {
 	sys := inbox.NewSystem(slog.New(slog.DiscardHandler))
 	defer sys.Shutdown()
-	f := &Factory{System: sys, Hub: NewHub(), Assigner: assigner{},
+	f := &Factory{
+		System: sys, Hub: NewHub(), Assigner: assigner{},
 		NewEngine: func(*msg.ReplicaSpec) Engine { return healthyEngine{} },
-		Log:       slog.New(slog.DiscardHandler)}
+		Log:       slog.New(slog.DiscardHandler),
+	}
 	defer f.Hub.Subscribe(discardSink{})()
-	s, err := f.New(msg.ReplicaSpec{App: demo(), Unit: "demo/0/0", Epoch: 1, Watcher: &recordingSink{},
-		Target: msg.Target{Owned: true}})
+	s, err := f.New(msg.ReplicaSpec{
+		App: demo(), Unit: "demo/0/0", Epoch: 1, Watcher: &recordingSink{},
+		Target: msg.Target{Owned: true},
+	})
 	require.NoError(b, err)
 	defer func() { _ = s.Stop(context.Background()) }()
 	require.NoError(b, s.Ready(b.Context(),

@@ -198,7 +198,8 @@ func TestFreedRoomIsHeldForTheIngressThatWaits(t *testing.T) {
 
 func TestATurnThatIsNotTakenPassesOn(t *testing.T) {
 	wait := func(r *testRig, ingress string,
-		waits bool) {
+		waits bool,
+	) {
 		r.send(msg.Demand{Ingress: ingress, Waits: waits})
 	}
 	setUp := func(t *testing.T, r *testRig) {

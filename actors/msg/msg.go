@@ -45,8 +45,10 @@ const (
 	Overloaded
 )
 
-var refusalNames = [...]string{"granted", "full", "stale_epoch", "not_ready", "fenced", "draining",
-	"no_lease", "expired", "gone", "overloaded"}
+var refusalNames = [...]string{
+	"granted", "full", "stale_epoch", "not_ready", "fenced", "draining",
+	"no_lease", "expired", "gone", "overloaded",
+}
 
 func (r Refusal) String() string { return refusalNames[r] }
 

@@ -108,8 +108,10 @@ var errUnsent = errors.New("not sent")
 // callNode calls a node, for at most limit, and returns its answer or its error as an in-process call would:
 // typed refusals, ErrUnreachable, context.DeadlineExceeded (problem.Timeout) after limit, and the cause of
 // ctx if that ended first.
-func callNode[R any](ctx context.Context, conns *Conns, node string, limit time.Duration,
-	do func(context.Context, *grpc.ClientConn, ...grpc.CallOption) (R, error)) (R, error) {
+func callNode[R any](
+	ctx context.Context, conns *Conns, node string, limit time.Duration,
+	do func(context.Context, *grpc.ClientConn, ...grpc.CallOption) (R, error),
+) (R, error) {
 	var none R
 	conn, err := conns.Get(node)
 	if err != nil {
@@ -155,8 +157,10 @@ func addUnreachable(err error, is ...error) error {
 // mayRetryElsewhere says whether an error comes from the node that was asked, and not from the question:
 // another node, or the next leader, may answer it.
 func mayRetryElsewhere(err error) bool {
-	for _, e := range []error{ErrUnreachable, cluster.ErrNotLeader, cluster.ErrClosed, inbox.ErrStopped,
-		context.DeadlineExceeded} {
+	for _, e := range []error{
+		ErrUnreachable, cluster.ErrNotLeader, cluster.ErrClosed, inbox.ErrStopped,
+		context.DeadlineExceeded,
+	} {
 		if errors.Is(err, e) {
 			return true
 		}
@@ -187,7 +191,8 @@ func ServerOptions(unknown func(what string)) []grpc.ServerOption {
 			return status.Error(codes.Unimplemented, "unknown method")
 		}),
 		grpc.ChainUnaryInterceptor(func(ctx context.Context, req any, _ *grpc.UnaryServerInfo,
-			next grpc.UnaryHandler) (any, error) {
+			next grpc.UnaryHandler,
+		) (any, error) {
 			if m, ok := req.(proto.Message); ok && len(m.ProtoReflect().GetUnknown()) > 0 {
 				unknown("field")
 			}

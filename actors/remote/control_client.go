@@ -83,7 +83,8 @@ func (c *LeaderClient) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease,
 		limit: renewLimit,
 		local: func(l msg.Leader, _ msg.Assigner) (msg.Lease, error) { return l.Renew(ctx, r) },
 		remote: func(ctx context.Context, to dpservev1.ControlClient, opts ...grpc.CallOption) (msg.Lease,
-			error) {
+			error,
+		) {
 			req, err := encodeReport(r)
 			if err != nil {
 				return msg.Lease{}, err
@@ -98,15 +99,17 @@ func (c *LeaderClient) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease,
 }
 
 // Assign implements msg.Assigner; it survives changes of leader.
-func (c *LeaderClient) Assign(ctx context.Context, app string, group int, replicaID string) (msg.AssignReply,
-	error) {
+func (c *LeaderClient) Assign(
+	ctx context.Context, app string, group int, replicaID string,
+) (msg.AssignReply, error) {
 	return askUntilAnswered(ctx, c, leaderQuery[msg.AssignReply]{
 		limit: assignLimit,
 		local: func(_ msg.Leader, a msg.Assigner) (msg.AssignReply, error) {
 			return a.Assign(ctx, app, group, replicaID)
 		},
 		remote: func(ctx context.Context, to dpservev1.ControlClient,
-			opts ...grpc.CallOption) (msg.AssignReply, error) {
+			opts ...grpc.CallOption,
+		) (msg.AssignReply, error) {
 			r, err := to.Assign(ctx,
 				&dpservev1.AssignRequest{App: app, Group: toInt32(group), ReplicaId: replicaID}, opts...)
 			return msg.AssignReply{Rank: int(r.GetRank()), Epoch: r.GetEpoch(), DPSize: int(r.GetDpSize())},
@@ -127,7 +130,8 @@ func (c *LeaderClient) Await(ctx context.Context, unit string, epoch uint64, ran
 			return msg.AwaitReply{Addr: addr, Port: port}, err
 		},
 		remote: func(ctx context.Context, to dpservev1.ControlClient,
-			opts ...grpc.CallOption) (msg.AwaitReply, error) {
+			opts ...grpc.CallOption,
+		) (msg.AwaitReply, error) {
 			r, err := to.Await(ctx, &dpservev1.AwaitRequest{Unit: unit, Epoch: epoch, Rank: toInt32(rank)},
 				opts...)
 			return msg.AwaitReply{Addr: r.GetAddr(), Port: int(r.GetPort())}, err
@@ -149,9 +153,12 @@ func (c *LeaderClient) publish(ctx context.Context, p msg.Publish) error {
 		limit: assignLimit,
 		local: func(_ msg.Leader, a msg.Assigner) (struct{}, error) { a.Publish(p); return struct{}{}, nil },
 		remote: func(ctx context.Context, to dpservev1.ControlClient, opts ...grpc.CallOption) (struct{},
-			error) {
-			_, err := to.Publish(ctx, &dpservev1.PublishRequest{Unit: p.Unit, Epoch: p.Epoch,
-				Rank: toInt32(p.Rank), Addr: p.Addr, Port: toInt32(p.Port)}, opts...)
+			error,
+		) {
+			_, err := to.Publish(ctx, &dpservev1.PublishRequest{
+				Unit: p.Unit, Epoch: p.Epoch,
+				Rank: toInt32(p.Rank), Addr: p.Addr, Port: toInt32(p.Port),
+			}, opts...)
 			return struct{}{}, err
 		},
 	})
@@ -174,8 +181,9 @@ func (c *LeaderClient) Propose(ctx context.Context, cmd state.Command) (state.Re
 
 // Forward proposes a command at the node that leads, and once more at the node that a refusal names instead.
 // It fits cluster.Config and cluster.WatcherConfig.
-func (c *LeaderClient) Forward(ctx context.Context, leader state.Node, cmd state.Command) (state.Result,
-	error) {
+func (c *LeaderClient) Forward(
+	ctx context.Context, leader state.Node, cmd state.Command,
+) (state.Result, error) {
 	node := nameOf(c.cfg.Conns.cfg.Nodes(), leader.UID)
 	if node == "" || node == c.cfg.Self {
 		return c.Propose(ctx, cmd)
@@ -195,7 +203,8 @@ func proposalQuery(data []byte) leaderQuery[state.Result] {
 	return leaderQuery[state.Result]{
 		limit: proposalLimit, once: true,
 		remote: func(ctx context.Context, to dpservev1.ControlClient, opts ...grpc.CallOption) (state.Result,
-			error) {
+			error,
+		) {
 			var result state.Result
 			reply, err := to.ForwardApply(ctx, &dpservev1.ApplyRequest{Command: data}, opts...)
 			if err != nil {
@@ -211,15 +220,17 @@ func proposalQuery(data []byte) leaderQuery[state.Result] {
 
 // Certify returns the next certificate of this node, whose current identity is own. A node with role control
 // signs for itself, others ask any control node.
-func (c *LeaderClient) Certify(ctx context.Context, own pki.Identity, csr []byte) (certificate,
-	authority []byte, err error) {
+func (c *LeaderClient) Certify(
+	ctx context.Context, own pki.Identity, csr []byte,
+) (certificate, authority []byte, err error) {
 	if st := c.cfg.Store.State(); len(st.Secrets.AuthorityKey) > 0 {
 		return certifyMember(st, own, csr, time.Now())
 	}
 	r, err := askLeader(ctx, c, leaderQuery[*dpservev1.CertifyReply]{
 		limit: certifyLimit, any: true,
 		remote: func(ctx context.Context, to dpservev1.ControlClient,
-			opts ...grpc.CallOption) (*dpservev1.CertifyReply, error) {
+			opts ...grpc.CallOption,
+		) (*dpservev1.CertifyReply, error) {
 			return to.Certify(ctx, &dpservev1.CertifyRequest{Csr: csr}, opts...)
 		},
 	})
@@ -228,8 +239,9 @@ func (c *LeaderClient) Certify(ctx context.Context, own pki.Identity, csr []byte
 
 // CertifyExpired is Certify for a node whose certificate has expired. It asks every control node, over a
 // connection that allows this call alone (nodeport.Renew), until one signs; dial makes the connection.
-func (c *LeaderClient) CertifyExpired(ctx context.Context, csr []byte,
-	dial func(address, uid string) (*grpc.ClientConn, error)) (certificate, authority []byte, err error) {
+func (c *LeaderClient) CertifyExpired(
+	ctx context.Context, csr []byte, dial func(address, uid string) (*grpc.ClientConn, error),
+) (certificate, authority []byte, err error) {
 	nodes := c.cfg.Conns.cfg.Nodes()
 	err = problem.New(problem.Unavailable,
 		"no control node is known").
@@ -248,8 +260,9 @@ func (c *LeaderClient) CertifyExpired(ctx context.Context, csr []byte,
 	return nil, nil, err
 }
 
-func certifyAt(ctx context.Context, node string, csr []byte,
-	dial func() (*grpc.ClientConn, error)) (*dpservev1.CertifyReply, error) {
+func certifyAt(
+	ctx context.Context, node string, csr []byte, dial func() (*grpc.ClientConn, error),
+) (*dpservev1.CertifyReply, error) {
 	ctx, cancel := context.WithTimeout(ctx, certifyLimit)
 	defer cancel()
 	conn, err := dial()

@@ -36,11 +36,14 @@ type publication struct {
 	until time.Time
 }
 
-func newPublisher(send func(context.Context, msg.Publish) error, superseded func(msg.Publish) bool,
-	log *slog.Logger) *publisher {
+func newPublisher(
+	send func(context.Context, msg.Publish) error, superseded func(msg.Publish) bool, log *slog.Logger,
+) *publisher {
 	ctx, stop := context.WithCancel(context.Background())
-	return &publisher{send: send, superseded: superseded, log: log, ctx: ctx, stop: stop,
-		waiting: map[string]publication{}}
+	return &publisher{
+		send: send, superseded: superseded, log: log, ctx: ctx, stop: stop,
+		waiting: map[string]publication{},
+	}
 }
 
 // add adds a publication in place of an older one of the same unit. It never waits.

@@ -53,8 +53,10 @@ func newTestCluster(t *testing.T, names ...string) *testCluster {
 	t.Helper()
 	w := &testCluster{t: t, store: newFakeStore(), nodes: map[string]*testNode{}}
 	for _, name := range names {
-		w.store.put(&state.Node{ID: name, UID: "uid-" + name, Address: net.JoinHostPort(name, "7947"),
-			Roles: rolesNamed(name)})
+		w.store.put(&state.Node{
+			ID: name, UID: "uid-" + name, Address: net.JoinHostPort(name, "7947"),
+			Roles: rolesNamed(name),
+		})
 	}
 	for _, name := range names {
 		w.nodes[name] = w.addNode(name)
@@ -66,7 +68,8 @@ func (w *testCluster) addNode(name string) *testNode {
 	m := &testNode{town: w, name: name, agent: &fakeAgent{}, view: &fakeView{}}
 	m.hint.Store("")
 	m.conns = NewConns(ConnsConfig{Dial: func(address, _ string) (*grpc.ClientConn,
-		error) {
+		error,
+	) {
 		return w.dial(name, address)
 	}, Nodes: w.store.nodes})
 	var store msg.Store = w.store
@@ -129,8 +132,10 @@ func (w *testCluster) close() {
 
 // setLeader makes one node the leader and tells the others.
 func (w *testCluster) setLeader(name string) *fakeLeader {
-	l := &fakeLeader{name: name, store: w.store, lost: make(chan struct{}),
-		published: make(chan msg.Publish, 64)}
+	l := &fakeLeader{
+		name: name, store: w.store, lost: make(chan struct{}),
+		published: make(chan msg.Publish, 64),
+	}
 	for _, m := range w.nodes {
 		if old := m.leads.Swap(nil); old != nil {
 			close(old.lost)
@@ -147,14 +152,18 @@ func (w *testCluster) setLeader(name string) *fakeLeader {
 func (w *testCluster) dial(from, address string) (*grpc.ClientConn, error) {
 	return grpc.NewClient("passthrough:///"+address, grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithNoProxy(),
-		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoff.Config{BaseDelay: 10 * time.Millisecond,
-			Multiplier: 1.6, MaxDelay: 100 * time.Millisecond}, MinConnectTimeout: time.Second}),
+		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoff.Config{
+			BaseDelay:  10 * time.Millisecond,
+			Multiplier: 1.6, MaxDelay: 100 * time.Millisecond,
+		}, MinConnectTimeout: time.Second}),
 		grpc.WithContextDialer(func(ctx context.Context, a string) (net.Conn,
-			error) {
+			error,
+		) {
 			return w.net.DialContext(ctx, "tcp", a)
 		}),
 		grpc.WithUnaryInterceptor(func(ctx context.Context, method string, req, reply any,
-			cc *grpc.ClientConn, do grpc.UnaryInvoker, opts ...grpc.CallOption) error {
+			cc *grpc.ClientConn, do grpc.UnaryInvoker, opts ...grpc.CallOption,
+		) error {
 			return do(metadata.AppendToOutgoingContext(ctx, "from", from), method, req, reply, cc, opts...)
 		}))
 }
@@ -171,8 +180,10 @@ func peerOf(ctx context.Context) (pki.Identity, bool) {
 
 // identityNamed is the content of a node's certificate.
 func identityNamed(name string) pki.Identity {
-	return pki.Identity{Cluster: "c", Node: name, UID: "uid-" + name,
-		Roles: rolesOf(&state.Node{Roles: rolesNamed(name)})}
+	return pki.Identity{
+		Cluster: "c", Node: name, UID: "uid-" + name,
+		Roles: rolesOf(&state.Node{Roles: rolesNamed(name)}),
+	}
 }
 
 // rolesNamed are the roles of a node: its name, or those of a control node.

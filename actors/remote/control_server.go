@@ -185,8 +185,9 @@ func acknowledged(taken uint64, kept []msg.UnitEvent, sent []*dpservev1.UnitEven
 
 // Certify implements dpservev1.ControlServer: any control node signs, for the calling node and with its
 // record in the state.
-func (s *ControlServer) Certify(ctx context.Context, r *dpservev1.CertifyRequest) (*dpservev1.CertifyReply,
-	error) {
+func (s *ControlServer) Certify(
+	ctx context.Context, r *dpservev1.CertifyRequest,
+) (*dpservev1.CertifyReply, error) {
 	peer, _ := s.cfg.Peer(ctx)
 	cert, authority, err := certifyMember(s.cfg.Store.State(), peer, r.GetCsr(), s.cfg.Now())
 	if err != nil {
@@ -196,8 +197,9 @@ func (s *ControlServer) Certify(ctx context.Context, r *dpservev1.CertifyRequest
 }
 
 // certifyMember signs the next certificate of a node that shows its current one.
-func certifyMember(st *state.State, peer pki.Identity, csr []byte, now time.Time) (cert, authority []byte,
-	err error) {
+func certifyMember(
+	st *state.State, peer pki.Identity, csr []byte, now time.Time,
+) (cert, authority []byte, err error) {
 	n := st.Nodes[peer.Node]
 	if n == nil || n.UID != peer.UID {
 		return nil, nil, problem.New(problem.PermissionDenied, "certificate: node %s (%s) is not a member",
@@ -243,8 +245,9 @@ func certify(st *state.State, n *state.Node, csr []byte, now time.Time) (cert, a
 
 // ForwardApply implements dpservev1.ControlServer: it proposes a command of a node that does not lead, and
 // does not forward it again.
-func (s *ControlServer) ForwardApply(ctx context.Context, r *dpservev1.ApplyRequest) (*dpservev1.ApplyReply,
-	error) {
+func (s *ControlServer) ForwardApply(
+	ctx context.Context, r *dpservev1.ApplyRequest,
+) (*dpservev1.ApplyReply, error) {
 	c, err := state.DecodeCommand(r.GetCommand())
 	if err != nil {
 		return nil, toStatus(err)
@@ -304,8 +307,9 @@ func (s *ControlServer) Watch(r *dpservev1.WatchRequest, stream dpservev1.Contro
 }
 
 // Assign implements dpservev1.ControlServer.
-func (s *ControlServer) Assign(ctx context.Context, r *dpservev1.AssignRequest) (*dpservev1.AssignReply,
-	error) {
+func (s *ControlServer) Assign(
+	ctx context.Context, r *dpservev1.AssignRequest,
+) (*dpservev1.AssignReply, error) {
 	_, a, err := s.leaderParts()
 	if err != nil {
 		return nil, toStatus(err)
@@ -322,8 +326,9 @@ func (s *ControlServer) Assign(ctx context.Context, r *dpservev1.AssignRequest) 
 }
 
 // Publish implements dpservev1.ControlServer.
-func (s *ControlServer) Publish(_ context.Context, r *dpservev1.PublishRequest) (*dpservev1.PublishReply,
-	error) {
+func (s *ControlServer) Publish(
+	_ context.Context, r *dpservev1.PublishRequest,
+) (*dpservev1.PublishReply, error) {
 	_, a, err := s.leaderParts()
 	if err != nil {
 		return nil, toStatus(err)
@@ -331,8 +336,10 @@ func (s *ControlServer) Publish(_ context.Context, r *dpservev1.PublishRequest) 
 	if err := firstError(checkName(r.GetUnit(), "unit"), checkName(r.GetAddr(), "addr")); err != nil {
 		return nil, toStatus(err)
 	}
-	a.Publish(msg.Publish{Unit: r.GetUnit(), Epoch: r.GetEpoch(), Rank: int(r.GetRank()), Addr: r.GetAddr(),
-		Port: int(r.GetPort())})
+	a.Publish(msg.Publish{
+		Unit: r.GetUnit(), Epoch: r.GetEpoch(), Rank: int(r.GetRank()), Addr: r.GetAddr(),
+		Port: int(r.GetPort()),
+	})
 	return &dpservev1.PublishReply{}, nil
 }
 
@@ -404,8 +411,9 @@ func NewRenewServer(cfg RenewConfig) *RenewServer {
 }
 
 // Certify implements dpservev1.ControlServer.
-func (s *RenewServer) Certify(ctx context.Context, r *dpservev1.CertifyRequest) (*dpservev1.CertifyReply,
-	error) {
+func (s *RenewServer) Certify(
+	ctx context.Context, r *dpservev1.CertifyRequest,
+) (*dpservev1.CertifyReply, error) {
 	ctx, cancel := context.WithTimeout(ctx, certifyLimit)
 	defer cancel()
 	peer, ok := s.cfg.Peer(ctx)

@@ -33,8 +33,10 @@ func withCluster(t *testing.T, f func(t *testing.T, w *testCluster), names ...st
 }
 
 func report(node string) *msg.NodeReport {
-	return &msg.NodeReport{Node: state.Node{ID: node, UID: "uid-" + node, Roles: rolesNamed(node)}, Index: 5,
-		Events: []msg.UnitEvent{{Number: 8, Unit: "chat/0", Kind: msg.UnitReady}}}
+	return &msg.NodeReport{
+		Node: state.Node{ID: node, UID: "uid-" + node, Roles: rolesNamed(node)}, Index: 5,
+		Events: []msg.UnitEvent{{Number: 8, Unit: "chat/0", Kind: msg.UnitReady}},
+	}
 }
 
 func TestRenewFindsTheLeader(t *testing.T) {
@@ -151,8 +153,10 @@ func TestJudgeIsFair(t *testing.T) {
 		"heard that its time is over":   {t.Context(), silent, time.Millisecond, "b", ""},
 		"gone at once":                  {t.Context(), addUnreachable(why), 0, "", "b"},
 		"answered at the caller's end":  {over, nil, time.Second, "b", ""},
-		"refused, which is an answer": {t.Context(), problem.New(problem.PermissionDenied, "removed"), 0,
-			"b", ""},
+		"refused, which is an answer": {
+			t.Context(), problem.New(problem.PermissionDenied, "removed"), 0,
+			"b", "",
+		},
 		"does not lead, and knows no one": {t.Context(), refuseNotLeader(""), 0, "", ""},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -300,8 +304,10 @@ func (p *publisher) count() (waiting int, running bool) {
 func TestProposalsOfFollowers(t *testing.T) {
 	withCluster(t, func(t *testing.T, w *testCluster) {
 		a := w.nodes["a"]
-		put := state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{Name: "chat", Spec: []byte(`{}`),
-			Route: "/"}}, Expect: map[string]uint64{"chat": 0}}}
+		put := state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{
+			Name: "chat", Spec: []byte(`{}`),
+			Route: "/",
+		}}, Expect: map[string]uint64{"chat": 0}}}
 		_, err := a.client.Propose(t.Context(), put)
 		require.ErrorIs(t, err, cluster.ErrNotLeader)
 		w.setLeader("c")
@@ -411,8 +417,10 @@ func TestCertify(t *testing.T) {
 		assert.Equal(t, own, c.Identity)
 		_, _, err = w.nodes["worker"].client.Certify(t.Context(), own, []byte("junk"))
 		assert.Equal(t, problem.InvalidArgument, problem.CodeOf(err))
-		w.store.put(&state.Node{ID: "worker", UID: "another", Address: "worker:7947",
-			Roles: []state.Role{state.RoleWorker}})
+		w.store.put(&state.Node{
+			ID: "worker", UID: "another", Address: "worker:7947",
+			Roles: []state.Role{state.RoleWorker},
+		})
 		_, _, err = w.nodes["worker"].client.Certify(t.Context(), own, csr)
 		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
 	}, "worker", "b")
@@ -440,16 +448,20 @@ func TestARenewedCertificateHasTheRolesAndTheKeyOfTheJoin(t *testing.T) {
 		_, other := newCertificateRequest(t)
 		sum, err := pki.KeySum(csr)
 		require.NoError(t, err)
-		w.store.put(&state.Node{ID: "worker", UID: "uid-worker", Address: "worker:7947",
-			Roles: []state.Role{state.RoleWorker}, Key: sum})
+		w.store.put(&state.Node{
+			ID: "worker", UID: "uid-worker", Address: "worker:7947",
+			Roles: []state.Role{state.RoleWorker}, Key: sum,
+		})
 		own := identityNamed("worker")
 		_, _, err = w.nodes["worker"].client.Certify(t.Context(), own, csr)
 		require.NoError(t, err)
 		_, _, err = w.nodes["worker"].client.Certify(t.Context(), own, other)
 		require.EqualError(t, err, "certificate: node worker has joined with another key")
 		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
-		w.store.put(&state.Node{ID: "worker", UID: "uid-worker", Address: "worker:7947",
-			Roles: []state.Role{state.RoleControl}, Key: sum})
+		w.store.put(&state.Node{
+			ID: "worker", UID: "uid-worker", Address: "worker:7947",
+			Roles: []state.Role{state.RoleControl}, Key: sum,
+		})
 		_, _, err = w.nodes["worker"].client.Certify(t.Context(), own, csr)
 		require.ErrorIs(t, err, state.ErrRolesFixed)
 		require.ErrorContains(t, err, "its certificate is for roles [worker], not [control]")

@@ -74,8 +74,10 @@ func encodeStartRank(m *msg.StartRank) (*dpservev1.StartRankRequest, error) {
 }
 
 func decodeStartRank(r *dpservev1.StartRankRequest) (*msg.StartRank, error) {
-	m := &msg.StartRank{AppRevision: r.GetAppRevision(), Unit: r.GetUnit(), Group: int(r.GetGroup()),
-		Epoch: r.GetEpoch(), App: new(app.Application)}
+	m := &msg.StartRank{
+		AppRevision: r.GetAppRevision(), Unit: r.GetUnit(), Group: int(r.GetGroup()),
+		Epoch: r.GetEpoch(), App: new(app.Application),
+	}
 	if err := json.Unmarshal(r.GetApp(), m.App); err != nil {
 		return nil, problem.New(problem.InvalidArgument, "start unit %s: read its application: %w",
 			cleanText(m.Unit, maxName), err).
@@ -129,19 +131,25 @@ func decodeGrants(in []*dpservev1.RankGrant, name string) ([]state.RankGrant, er
 }
 
 func encodeStopRank(m *msg.StopRank) *dpservev1.StopRankRequest {
-	return &dpservev1.StopRankRequest{Unit: m.Unit, Epoch: m.Epoch, GraceNano: int64(m.Grace),
-		Reason: cleanText(m.Reason, maxReason)}
+	return &dpservev1.StopRankRequest{
+		Unit: m.Unit, Epoch: m.Epoch, GraceNano: int64(m.Grace),
+		Reason: cleanText(m.Reason, maxReason),
+	}
 }
 
 func decodeStopRank(r *dpservev1.StopRankRequest) (*msg.StopRank, error) {
-	m := &msg.StopRank{Unit: r.GetUnit(), Epoch: r.GetEpoch(), Grace: time.Duration(r.GetGraceNano()),
-		Reason: cleanText(r.GetReason(), maxReason)}
+	m := &msg.StopRank{
+		Unit: r.GetUnit(), Epoch: r.GetEpoch(), Grace: time.Duration(r.GetGraceNano()),
+		Reason: cleanText(r.GetReason(), maxReason),
+	}
 	return m, firstError(checkName(m.Unit, "unit"), checkBounds(m.Grace >= 0, "grace_nano"))
 }
 
 func encodeQuery(q msg.LogQuery) *dpservev1.LogsRequest {
-	return &dpservev1.LogsRequest{App: q.App, Unit: q.Unit, Rank: toInt32(q.Rank), Tail: toInt32(q.Tail),
-		SinceUnixNano: toNanos(q.Since), Follow: q.Follow}
+	return &dpservev1.LogsRequest{
+		App: q.App, Unit: q.Unit, Rank: toInt32(q.Rank), Tail: toInt32(q.Tail),
+		SinceUnixNano: toNanos(q.Since), Follow: q.Follow,
+	}
 }
 
 func decodeQuery(r *dpservev1.LogsRequest) (msg.LogQuery, error) {

@@ -99,8 +99,9 @@ func decodeReport(r *dpservev1.RenewRequest) (report *msg.NodeReport, unknown in
 }
 
 // decodeEvents reads events. digest says that events of unknown kinds are kept as UnitPresent.
-func decodeEvents(node string, in []*dpservev1.UnitEvent, digest bool) (out []msg.UnitEvent, unknown int,
-	err error) {
+func decodeEvents(
+	node string, in []*dpservev1.UnitEvent, digest bool,
+) (out []msg.UnitEvent, unknown int, err error) {
 	if err := checkBounds(len(in) <= maxEvents, "events"); err != nil {
 		return nil, 0, err
 	}
@@ -111,8 +112,10 @@ func decodeEvents(node string, in []*dpservev1.UnitEvent, digest bool) (out []ms
 			unknown++
 		}
 		if !known && hasUnit && digest {
-			out = append(out, msg.UnitEvent{Node: node, Number: e.GetNumber(), Unit: e.GetUnit(),
-				Epoch: e.GetEpoch(), Kind: msg.UnitPresent, Rank: -1})
+			out = append(out, msg.UnitEvent{
+				Node: node, Number: e.GetNumber(), Unit: e.GetUnit(),
+				Epoch: e.GetEpoch(), Kind: msg.UnitPresent, Rank: -1,
+			})
 		}
 		if !known || !hasUnit {
 			continue
@@ -124,8 +127,10 @@ func decodeEvents(node string, in []*dpservev1.UnitEvent, digest bool) (out []ms
 
 // eventKinds are the kinds that this version knows.
 func eventKinds() []msg.UnitEventKind {
-	return []msg.UnitEventKind{msg.UnitStarted, msg.UnitReady, msg.UnitFenced, msg.UnitKilling,
-		msg.UnitDraining, msg.UnitGone}
+	return []msg.UnitEventKind{
+		msg.UnitStarted, msg.UnitReady, msg.UnitFenced, msg.UnitKilling,
+		msg.UnitDraining, msg.UnitGone,
+	}
 }
 
 func decodeEvent(node string, e *dpservev1.UnitEvent) msg.UnitEvent {
@@ -156,8 +161,10 @@ func decodeNode(b []byte) (*state.Node, error) {
 }
 
 func encodeLease(l msg.Lease) *dpservev1.RenewReply {
-	out := &dpservev1.RenewReply{TtlNano: int64(l.TTL), Leader: l.Leader, Taken: l.Taken, Index: l.Index,
-		Keyring: l.Keyring}
+	out := &dpservev1.RenewReply{
+		TtlNano: int64(l.TTL), Leader: l.Leader, Taken: l.Taken, Index: l.Index,
+		Keyring: l.Keyring,
+	}
 	for i := range l.Waiting {
 		w := &l.Waiting[i]
 		out.Waiting = append(out.Waiting, &dpservev1.Waiting{
@@ -168,8 +175,10 @@ func encodeLease(l msg.Lease) *dpservev1.RenewReply {
 }
 
 func decodeLease(r *dpservev1.RenewReply) (msg.Lease, error) {
-	l := msg.Lease{TTL: time.Duration(r.GetTtlNano()), Leader: r.GetLeader(), Taken: r.GetTaken(),
-		Index: r.GetIndex(), Keyring: r.GetKeyring()}
+	l := msg.Lease{
+		TTL: time.Duration(r.GetTtlNano()), Leader: r.GetLeader(), Taken: r.GetTaken(),
+		Index: r.GetIndex(), Keyring: r.GetKeyring(),
+	}
 	for _, w := range r.GetWaiting() {
 		// a node must not lose its lease over a malformed entry
 		if checkName(w.GetApp(), "waiting.app") == nil {

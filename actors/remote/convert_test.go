@@ -76,8 +76,10 @@ func anyNode() *rapid.Generator[state.Node] {
 			Advertise: anyName().Draw(t, "advertise"), Address: anyName().Draw(t, "address"),
 			Gossip: anyName().Draw(t, "gossip"), Zone: anyWords().Draw(t, "zone"),
 			Version: anyWords().Draw(t, "version"),
-			Roles: some(rapid.SampledFrom([]state.Role{state.RoleControl, state.RoleWorker,
-				state.RoleIngress}), 3).Draw(t, "roles"),
+			Roles: some(rapid.SampledFrom([]state.Role{
+				state.RoleControl, state.RoleWorker,
+				state.RoleIngress,
+			}), 3).Draw(t, "roles"),
 			Offer: state.Offer{
 				Slots:   rapid.IntRange(0, 64).Draw(t, "slots"),
 				Devices: some(rapid.IntRange(0, 64), 8).Draw(t, "devices"),
@@ -111,16 +113,20 @@ func TestOrdersSurviveTheWire(t *testing.T) {
 		want := &msg.StartRank{
 			App: &app.Application{
 				Name: anyName().Draw(t, "app"), NumGroups: rapid.IntRange(1, 9).Draw(t, "groups"),
-				Engine: app.Engine{Kind: app.KindSim,
-					Args: app.Args{{Name: "seed", Value: int64(1<<62 + 1)}}},
+				Engine: app.Engine{
+					Kind: app.KindSim,
+					Args: app.Args{{Name: "seed", Value: int64(1<<62 + 1)}},
+				},
 			},
 			AppRevision: rapid.Uint64().Draw(t, "revision"), Unit: anyName().Draw(t, "unit"),
 			Group: rapid.IntRange(0, 1000).Draw(t, "group"),
 			Epoch: rapid.Uint64Min(1).Draw(t, "epoch"), AllRanks: anyGrants().Draw(t, "all"),
 			Ranks: append(anyGrants().Draw(t, "ranks"), state.RankGrant{Node: "a", Slot: -1}),
-			Block: state.Block{Node: anyName().Draw(t, "node"),
+			Block: state.Block{
+				Node: anyName().Draw(t, "node"),
 				Base: rapid.IntRange(0, 60000).Draw(t, "base"),
-				Size: rapid.IntRange(0, 5000).Draw(t, "size")},
+				Size: rapid.IntRange(0, 5000).Draw(t, "size"),
+			},
 		}
 		req, err := encodeStartRank(want)
 		require.NoError(t, err)
@@ -128,8 +134,10 @@ func TestOrdersSurviveTheWire(t *testing.T) {
 		require.NoError(t, err)
 		assert.Equal(t, want, got)
 
-		stop := &msg.StopRank{Unit: want.Unit, Epoch: want.Epoch,
-			Grace: time.Duration(rapid.Int64Min(0).Draw(t, "grace")), Reason: anyWords().Draw(t, "reason")}
+		stop := &msg.StopRank{
+			Unit: want.Unit, Epoch: want.Epoch,
+			Grace: time.Duration(rapid.Int64Min(0).Draw(t, "grace")), Reason: anyWords().Draw(t, "reason"),
+		}
 		stopped, err := decodeStopRank(trip(t, encodeStopRank(stop)))
 		require.NoError(t, err)
 		assert.Equal(t, stop, stopped)
@@ -159,24 +167,30 @@ func TestLogsSurviveTheWire(t *testing.T) {
 func TestLeaseSurvivesTheWire(t *testing.T) {
 	want := msg.Lease{
 		TTL: 10 * time.Second, Taken: 7, Leader: "a", Index: 9,
-		Waiting: []msg.Waiting{{App: "chat", Revision: 3, Reason: "no room",
-			Units: map[string]uint64{"chat/0/0": 2, "chat/0/1": 0}}},
+		Waiting: []msg.Waiting{{
+			App: "chat", Revision: 3, Reason: "no room",
+			Units: map[string]uint64{"chat/0/0": 2, "chat/0/1": 0},
+		}},
 	}
 	got, err := decodeLease(trip(t, encodeLease(want)))
 	require.NoError(t, err)
 	assert.Equal(t, want, got)
 	_, err = decodeLease(&dpservev1.RenewReply{Leader: "a"})
 	require.EqualError(t, err, "message from another node: ttl_nano is out of bounds")
-	got, err = decodeLease(&dpservev1.RenewReply{TtlNano: 1, Leader: "a",
-		Waiting: []*dpservev1.Waiting{{}, {App: "chat"}}})
+	got, err = decodeLease(&dpservev1.RenewReply{
+		TtlNano: 1, Leader: "a",
+		Waiting: []*dpservev1.Waiting{{}, {App: "chat"}},
+	})
 	require.NoError(t, err, "no lease is lost over an application that cannot be read")
 	assert.Equal(t, []msg.Waiting{{App: "chat"}}, got.Waiting)
 }
 
 // TestFreeTextIsMadeFit: an engine may write any bytes; its node must not lose its lease over them.
 func TestFreeTextIsMadeFit(t *testing.T) {
-	e := msg.UnitEvent{Unit: "chat/0", Kind: msg.UnitKilling, Reason: "bad \xff byte",
-		LogTail: []string{string(make([]byte, 1<<20)), "caf\xe9"}}
+	e := msg.UnitEvent{
+		Unit: "chat/0", Kind: msg.UnitKilling, Reason: "bad \xff byte",
+		LogTail: []string{string(make([]byte, 1<<20)), "caf\xe9"},
+	}
 	got := trip(t, encodeEvent(&e))
 	assert.Equal(t, "bad � byte", got.GetReason())
 	assert.Len(t, got.GetLogTail()[0], maxLine)
@@ -192,11 +206,15 @@ func TestReportIsBounded(t *testing.T) {
 	}
 	events := make([]msg.UnitEvent, 1024)
 	for i := range events {
-		events[i] = msg.UnitEvent{Node: "a", Number: uint64(i + 1), Unit: "chat/0", Kind: msg.UnitGone,
-			LogTail: tail}
+		events[i] = msg.UnitEvent{
+			Node: "a", Number: uint64(i + 1), Unit: "chat/0", Kind: msg.UnitGone,
+			LogTail: tail,
+		}
 	}
-	req, err := encodeReport(&msg.NodeReport{Node: state.Node{ID: "a", UID: "u"}, Events: events,
-		Units: events})
+	req, err := encodeReport(&msg.NodeReport{
+		Node: state.Node{ID: "a", UID: "u"}, Events: events,
+		Units: events,
+	})
 	require.NoError(t, err)
 	assert.Less(t, proto.Size(req), maxRequest)
 	got, _, err := decodeReport(req)
@@ -211,7 +229,8 @@ func TestReportIsBounded(t *testing.T) {
 
 func TestUnknownEventsAreLeftOut(t *testing.T) {
 	req, err := encodeReport(&msg.NodeReport{Node: state.Node{ID: "a", UID: "u"}, Events: []msg.UnitEvent{
-		{Number: 1, Unit: "chat/0", Kind: "dancing"}, {Number: 2, Unit: "chat/0", Kind: msg.UnitReady},
+		{Number: 1, Unit: "chat/0", Kind: "dancing"},
+		{Number: 2, Unit: "chat/0", Kind: msg.UnitReady},
 		{Number: 3, Kind: msg.UnitReady},
 	}})
 	require.NoError(t, err)
@@ -228,8 +247,10 @@ func TestUnknownKindStaysInTheDigest(t *testing.T) {
 	got, unknown, err := decodeReport(&dpservev1.RenewRequest{
 		Node: []byte(`{"id":"b","uid":"uid-b","roles":["worker"]}`),
 		Units: []*dpservev1.UnitEvent{
-			{Unit: "chat/0/0", Epoch: 3, Number: 9, Kind: "asleep", Rank: 4, Reason: "of a later version",
-				WasReady: true},
+			{
+				Unit: "chat/0/0", Epoch: 3, Number: 9, Kind: "asleep", Rank: 4, Reason: "of a later version",
+				WasReady: true,
+			},
 			// no node sends it; it says no more
 			{Unit: "chat/0/1", Epoch: 1, Number: 8, Kind: string(msg.UnitPresent)},
 			{Unit: "chat/0/2", Epoch: 1, Number: 7, Kind: string(msg.UnitReady)},
@@ -239,8 +260,10 @@ func TestUnknownKindStaysInTheDigest(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, 3, unknown)
 	require.Len(t, got.Units, 3)
-	assert.Equal(t, msg.UnitEvent{Node: "b", Number: 9, Unit: "chat/0/0", Epoch: 3, Kind: msg.UnitPresent,
-		Rank: -1}, got.Units[0])
+	assert.Equal(t, msg.UnitEvent{
+		Node: "b", Number: 9, Unit: "chat/0/0", Epoch: 3, Kind: msg.UnitPresent,
+		Rank: -1,
+	}, got.Units[0])
 	assert.Equal(t, msg.UnitPresent, got.Units[1].Kind)
 	assert.Equal(t, msg.UnitReady, got.Units[2].Kind)
 }
@@ -268,8 +291,10 @@ func TestTakenGoesPastWhatWasLeftOut(t *testing.T) {
 
 func TestOrdersOutOfBoundsAreRefused(t *testing.T) {
 	good := func() *dpservev1.StartRankRequest {
-		r, err := encodeStartRank(&msg.StartRank{App: &app.Application{Name: "chat"}, Unit: "chat/0",
-			Epoch: 1, Ranks: []state.RankGrant{{Node: "a"}}})
+		r, err := encodeStartRank(&msg.StartRank{
+			App: &app.Application{Name: "chat"}, Unit: "chat/0",
+			Epoch: 1, Ranks: []state.RankGrant{{Node: "a"}},
+		})
 		require.NoError(t, err)
 		return r
 	}
@@ -298,14 +323,20 @@ func TestOrdersOutOfBoundsAreRefused(t *testing.T) {
 // FuzzConversions: decoding any bytes of a peer does not panic, and a decoded value survives another round
 // trip.
 func FuzzConversions(f *testing.F) {
-	req, err := encodeReport(&msg.NodeReport{Node: state.Node{ID: "a", UID: "u"},
-		Events: []msg.UnitEvent{{Number: 2, Unit: "chat/0", Kind: msg.UnitReady}}})
+	req, err := encodeReport(&msg.NodeReport{
+		Node:   state.Node{ID: "a", UID: "u"},
+		Events: []msg.UnitEvent{{Number: 2, Unit: "chat/0", Kind: msg.UnitReady}},
+	})
 	require.NoError(f, err)
-	start, err := encodeStartRank(&msg.StartRank{App: &app.Application{Name: "chat"}, Unit: "chat/0",
-		Epoch: 1, Ranks: []state.RankGrant{{Node: "a"}}})
+	start, err := encodeStartRank(&msg.StartRank{
+		App: &app.Application{Name: "chat"}, Unit: "chat/0",
+		Epoch: 1, Ranks: []state.RankGrant{{Node: "a"}},
+	})
 	require.NoError(f, err)
-	for _, m := range []proto.Message{req, start, encodeStopRank(&msg.StopRank{Unit: "chat/0", Epoch: 1}),
-		encodeQuery(msg.LogQuery{Rank: -1}), toProblem(state.ErrNameTaken)} {
+	for _, m := range []proto.Message{
+		req, start, encodeStopRank(&msg.StopRank{Unit: "chat/0", Epoch: 1}),
+		encodeQuery(msg.LogQuery{Rank: -1}), toProblem(state.ErrNameTaken),
+	} {
 		data, err := proto.Marshal(m)
 		require.NoError(f, err)
 		f.Add(data)

@@ -41,8 +41,9 @@ func NewDataClient(transport func(node string) (http.RoundTripper, error)) *Data
 // off. A body that ends with msg.ErrUnreachable lost its node, not its engine.
 //
 // If ctx ends before the answer has begun, no ticket is left: the data port gives it back.
-func (c *DataClient) Send(ctx context.Context, d *msg.Dispatch) (resp *http.Response, reply msg.AdmitReply,
-	err error) {
+func (c *DataClient) Send(
+	ctx context.Context, d *msg.Dispatch,
+) (resp *http.Response, reply msg.AdmitReply, err error) {
 	way, err := c.transport(d.Node)
 	if err != nil {
 		return nil, reply, nodeUnreachable(d.Node, err)
@@ -88,8 +89,9 @@ func (u *upload) newRequest(ctx context.Context, d *msg.Dispatch) *http.Request 
 }
 
 // readAnswer reads the answer of a data port.
-func readAnswer(ctx context.Context, d *msg.Dispatch, resp *http.Response) (*http.Response, msg.AdmitReply,
-	error) {
+func readAnswer(
+	ctx context.Context, d *msg.Dispatch, resp *http.Response,
+) (*http.Response, msg.AdmitReply, error) {
 	h := resp.Header
 	rep, refused := readReply(d, h)
 	cause := h[dataCause]
@@ -144,8 +146,10 @@ func readReply(d *msg.Dispatch, h http.Header) (rep msg.AdmitReply, refused bool
 		rep.Refusal = refusalOf(name[0])
 		return rep, true
 	}
-	rep.Ticket = msg.Ticket{ID: number(dataTicket), Epoch: rep.Epoch, Incarnation: number(dataInc),
-		Seq: rep.Seq, Rank: d.Rank}
+	rep.Ticket = msg.Ticket{
+		ID: number(dataTicket), Epoch: rep.Epoch, Incarnation: number(dataInc),
+		Seq: rep.Seq, Rank: d.Rank,
+	}
 	return rep, false
 }
 

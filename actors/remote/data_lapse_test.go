@@ -46,8 +46,10 @@ func TestDataIngressKilled(t *testing.T) {
 	g := newDataRig(t, dataOptions{engine: answers, config: func(c *DataConfig) { c.Feed = f.Hub }})
 	target := g.rank.reply.Ticket.Target
 	a := &app.Application{Name: "demo", Engine: app.Engine{Kind: app.KindSim}}
-	rank, err := f.New(msg.ReplicaSpec{App: a, Unit: "demo/0", Rank: 1, Epoch: 3, Node: dataTestNode,
-		Target: target, Watcher: replicaEvents{}})
+	rank, err := f.New(msg.ReplicaSpec{
+		App: a, Unit: "demo/0", Rank: 1, Epoch: 3, Node: dataTestNode,
+		Target: target, Watcher: replicaEvents{},
+	})
 	require.NoError(t, err)
 	defer func() { require.NoError(t, rank.Stop(context.Background())) }()
 	require.NoError(t, rank.Ready(t.Context(), msg.Facts{Incarnation: 9, MaxOngoing: 2}))

@@ -142,8 +142,9 @@ func (p *dataRequest) askEngine(ctx context.Context) (resp *http.Response, resen
 	return resp, true, err
 }
 
-func (p *dataRequest) sendOnce(ctx context.Context, header http.Header) (*engineleg.Request, *http.Response,
-	error) {
+func (p *dataRequest) sendOnce(
+	ctx context.Context, header http.Header,
+) (*engineleg.Request, *http.Response, error) {
 	t := &p.target.target
 	o := &engineleg.Request{URL: p.target.urls[p.head.route], Header: header, Body: p.body}
 	if t.Addressing == "body" && p.head.class == classBoth {

@@ -144,8 +144,10 @@ func newDataRig(t *testing.T, o dataOptions) *dataRig {
 	if o.target.Addressing == "" {
 		o.target.Addressing = "url"
 	}
-	g.rank.reply = msg.AdmitReply{Epoch: 3, Seq: 12, Ticket: msg.Ticket{ID: ticketID, Epoch: 3,
-		Incarnation: 9, Seq: 12, Rank: routing.ID(0, 1), Target: o.target}}
+	g.rank.reply = msg.AdmitReply{Epoch: 3, Seq: 12, Ticket: msg.Ticket{
+		ID: ticketID, Epoch: 3,
+		Incarnation: 9, Seq: 12, Rank: routing.ID(0, 1), Target: o.target,
+	}}
 	cfg := DataConfig{
 		Feed: g.feed, Caller: func(context.Context) (string, bool) { return "n1", true },
 		Log: slog.New(slog.DiscardHandler),
@@ -184,8 +186,10 @@ func (g *dataRig) serve() {
 	g.http = &http.Server{
 		Handler: g.server, Protocols: p, ReadHeaderTimeout: time.Minute,
 		ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelError),
-		HTTP2: &http.HTTP2Config{MaxConcurrentStreams: 10_000, MaxReceiveBufferPerStream: 1 << 20,
-			MaxReceiveBufferPerConnection: 64 << 20},
+		HTTP2: &http.HTTP2Config{
+			MaxConcurrentStreams: 10_000, MaxReceiveBufferPerStream: 1 << 20,
+			MaxReceiveBufferPerConnection: 64 << 20,
+		},
 	}
 	go func() { _ = g.http.Serve(l) }()
 }
@@ -193,10 +197,12 @@ func (g *dataRig) serve() {
 func (g *dataRig) connect() {
 	p := new(http.Protocols)
 	p.SetUnencryptedHTTP2(true)
-	g.way = &http.Transport{Protocols: p, HTTP2: &http.HTTP2Config{MaxReceiveBufferPerStream: dataTestWindow},
+	g.way = &http.Transport{
+		Protocols: p, HTTP2: &http.HTTP2Config{MaxReceiveBufferPerStream: dataTestWindow},
 		DialContext: func(ctx context.Context, network, _ string) (net.Conn, error) {
 			return (&net.Dialer{}).DialContext(ctx, network, g.addr)
-		}}
+		},
+	}
 	g.client = NewDataClient(func(node string) (http.RoundTripper, error) {
 		assert.Equal(g.t, dataTestNode, node)
 		return g.way, nil
@@ -207,8 +213,10 @@ func (g *dataRig) connect() {
 func (g *dataRig) dispatch() *msg.Dispatch {
 	return &msg.Dispatch{
 		Node: dataTestNode, App: "demo", Unit: "demo/0", Rank: routing.ID(0, 1), Path: "/v1/chat/completions",
-		Header: map[string][]string{"Content-Type": {"application/json"}, "X-Request-Id": {"r1"},
-			"User-Agent": nil}, Body: []byte(`{"model":"m"}`),
+		Header: map[string][]string{
+			"Content-Type": {"application/json"}, "X-Request-Id": {"r1"},
+			"User-Agent": nil,
+		}, Body: []byte(`{"model":"m"}`),
 		Admit: &msg.Admit{ReqID: 5, Epoch: 3, Tokens: 40, Estimated: true, Whole: true, Ingress: "n1"},
 	}
 }

@@ -59,8 +59,10 @@ func NewDataServer(c DataConfig) (*DataServer, error) {
 	t := c.Timers.withDefaults()
 	s := &DataServer{
 		caller: c.Caller, serves: c.Serves, log: c.Log.With(slog.String("room", "remote")), timers: t,
-		legs: engineleg.New(engineleg.Timers{Dial: t.Dial, IdleOwned: t.IdleOwned,
-			IdleAttached: t.IdleAttached}, c.Dial),
+		legs: engineleg.New(engineleg.Timers{
+			Dial: t.Dial, IdleOwned: t.IdleOwned,
+			IdleAttached: t.IdleAttached,
+		}, c.Dial),
 	}
 	s.table = newDataTable(s.log)
 	s.uploads.New = func() any { return &requestBody{} }
@@ -282,8 +284,10 @@ func (t *dataTable) removeRank(rec *msg.Record) {
 
 func newDataTarget(rec *msg.Record) (*dataTarget, error) {
 	s := rec.Snapshot
-	r := &dataTarget{app: rec.App, epoch: rec.Epoch, incarnation: rec.Incarnation, mailbox: s.Mailbox,
-		target: s.Target}
+	r := &dataTarget{
+		app: rec.App, epoch: rec.Epoch, incarnation: rec.Incarnation, mailbox: s.Mailbox,
+		target: s.Target,
+	}
 	base, err := url.Parse(s.Target.URL)
 	if err != nil {
 		return nil, err

@@ -35,8 +35,10 @@ func TestDataStream(t *testing.T) {
 		func() *msg.Dispatch { feedSteps(next, 5); return g.dispatch() }())
 	require.NoError(t, err)
 	defer resp.Body.Close()
-	assert.Equal(t, msg.AdmitReply{Epoch: 3, Seq: 12,
-		Ticket: msg.Ticket{ID: ticketID, Epoch: 3, Incarnation: 9, Seq: 12, Rank: routing.ID(0, 1)}}, rep)
+	assert.Equal(t, msg.AdmitReply{
+		Epoch: 3, Seq: 12,
+		Ticket: msg.Ticket{ID: ticketID, Epoch: 3, Incarnation: 9, Seq: 12, Rank: routing.ID(0, 1)},
+	}, rep)
 	assert.Equal(t, "yes", resp.Header.Get("X-Engine"))
 	for name := range resp.Header {
 		assert.NotContains(t, name, dataPrefix)
@@ -115,7 +117,8 @@ func TestDataWholeAndErrors(t *testing.T) {
 func TestDataAdmission(t *testing.T) {
 	bodies := make(chan string, 1)
 	g := newDataRig(t, dataOptions{engine: func(_ http.ResponseWriter,
-		r *http.Request) {
+		r *http.Request,
+	) {
 		bodies <- swallowBody(r)
 	}})
 	for _, n := range []int{0, 1, 63, 5000} {
@@ -168,10 +171,12 @@ func TestDataAddressing(t *testing.T) {
 		"body": {nil, `{"model":"m","routed_dp_rank":6}`},
 	} {
 		seen := make(chan got, 1)
-		g := newDataRig(t, dataOptions{target: msg.Target{Addressing: mode, Selector: 6},
+		g := newDataRig(t, dataOptions{
+			target: msg.Target{Addressing: mode, Selector: 6},
 			engine: func(_ http.ResponseWriter, r *http.Request) {
 				seen <- got{r.Header["X-Data-Parallel-Rank"], swallowBody(r)}
-			}})
+			},
+		})
 		require.NoError(t, g.send(g.dispatch()).err)
 		assert.Equal(t, want, <-seen, mode)
 	}
@@ -203,8 +208,10 @@ func TestDataUnknownRank(t *testing.T) {
 		change(d)
 		assert.Equal(t, msg.Gone, g.send(d).reply.Refusal)
 	}
-	gone := &msg.Record{App: "demo", Unit: "demo/0", Rank: routing.ID(0, 1), Epoch: 3, Incarnation: 8,
-		Kind: msg.RecGone}
+	gone := &msg.Record{
+		App: "demo", Unit: "demo/0", Rank: routing.ID(0, 1), Epoch: 3, Incarnation: 8,
+		Kind: msg.RecGone,
+	}
 	g.feed.emit(gone)
 	assert.Equal(t, 200, g.send(g.dispatch()).status, "of another incarnation")
 	g.snapshot(2, 9, msg.Target{URL: "http://127.0.0.1:1"})
@@ -216,8 +223,10 @@ func TestDataUnknownRank(t *testing.T) {
 
 // TestDataMailbox: a full, a stopped and a silent mailbox, as for a rank of the own node.
 func TestDataMailbox(t *testing.T) {
-	g := newDataRig(t, dataOptions{url: "http://127.0.0.1:1",
-		config: func(c *DataConfig) { c.Timers.Admit = 20 * time.Millisecond }})
+	g := newDataRig(t, dataOptions{
+		url:    "http://127.0.0.1:1",
+		config: func(c *DataConfig) { c.Timers.Admit = 20 * time.Millisecond },
+	})
 	g.rank.set(func(k *dataMailbox) { k.full = true })
 	assert.Equal(t, msg.Overloaded, g.send(g.dispatch()).reply.Refusal)
 	g.rank.set(func(k *dataMailbox) { k.full, k.mute = false, true })
@@ -470,8 +479,10 @@ func TestDataStrangers(t *testing.T) {
 
 // TestDataBodyStalls: an upload that stalls is cancelled.
 func TestDataBodyStalls(t *testing.T) {
-	g := newDataRig(t, dataOptions{url: "http://127.0.0.1:1",
-		config: func(c *DataConfig) { c.Timers.Body = 20 * time.Millisecond }})
+	g := newDataRig(t, dataOptions{
+		url:    "http://127.0.0.1:1",
+		config: func(c *DataConfig) { c.Timers.Body = 20 * time.Millisecond },
+	})
 	body, w := io.Pipe()
 	defer w.Close()
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+dataHost+"/v1/completions",

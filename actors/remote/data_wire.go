@@ -212,8 +212,10 @@ func (r *headerReader) fail(name string) {
 // readHead reads the header of a request to path.
 func readHead(h http.Header, path string, now time.Time) (*dataHead, error) {
 	r := headerReader{header: h}
-	d := &dataHead{app: r.text(dataApp), unit: r.text(dataUnit), class: r.text(dataClass),
-		firstToken: r.duration(dataFirstToken)}
+	d := &dataHead{
+		app: r.text(dataApp), unit: r.text(dataUnit), class: r.text(dataClass),
+		firstToken: r.duration(dataFirstToken),
+	}
 	var ok bool
 	if d.rank, ok = parseRank(r.text(dataRank)); !ok {
 		r.fail(dataRank)

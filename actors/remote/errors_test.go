@@ -47,8 +47,10 @@ func TestEveryKnownErrorSurvives(t *testing.T) {
 		require.ErrorIs(t, once, s.err, s.name)
 		require.ErrorIs(t, fromStatus("c", toStatus(fmt.Errorf("y: %w", once))), s.err, s.name)
 	}
-	for _, code := range []problem.Code{problem.InvalidArgument, problem.Timeout, problem.Unplaceable,
-		problem.Overloaded} {
+	for _, code := range []problem.Code{
+		problem.InvalidArgument, problem.Timeout, problem.Unplaceable,
+		problem.Overloaded,
+	} {
 		assert.Equal(t, code, problem.CodeOf(fromStatus("b", toStatus(problem.New(code, "x")))))
 	}
 }
@@ -102,8 +104,10 @@ func TestForeignErrorsDegrade(t *testing.T) {
 		problem.CodeOf(fromStatus("b", toStatus(fmt.Errorf("propose: %w", context.DeadlineExceeded)))))
 	assert.Equal(t, problem.Unavailable, problem.CodeOf(fromStatus("b", toStatus(context.Canceled))))
 
-	later := fromProblem(&dpservev1.Problem{Code: "of_the_future", Message: "m",
-		Is: []string{"unheard_of", "stale_epoch"}})
+	later := fromProblem(&dpservev1.Problem{
+		Code: "of_the_future", Message: "m",
+		Is: []string{"unheard_of", "stale_epoch"},
+	})
 	assert.Equal(t, problem.Internal, problem.CodeOf(later))
 	require.ErrorIs(t, later, state.ErrStaleEpoch)
 	assert.Equal(t, codes.Internal, status.Code(toStatus(later)))

@@ -92,8 +92,10 @@ func NewFeed(c FeedConfig) (*Feed, error) {
 	if c.Self == "" || c.Store == nil || c.Open == nil || c.Log == nil {
 		return nil, errors.New("feed: Self, Store, Open and Log must be set")
 	}
-	f := &Feed{config: c, timers: c.Timers.withDefaults(), log: c.Log.With(slog.String("room", "remote")),
-		links: map[string]*link{}}
+	f := &Feed{
+		config: c, timers: c.Timers.withDefaults(), log: c.Log.With(slog.String("room", "remote")),
+		links: map[string]*link{},
+	}
 	f.subscribers.Store(&feedSubscribers{})
 	ctx, stop := context.WithCancel(context.Background())
 	f.stop = stop

@@ -285,8 +285,10 @@ func (l *link) checkSilence() {
 		l.cancelStream() // a stream, or an attempt to open one, without a message
 	}
 	next := t.Out
-	for _, due := range [...]time.Time{l.lastHeard.Add(t.Suspect), l.lastHeard.Add(t.Out),
-		l.lastTry.Add(t.Out)} {
+	for _, due := range [...]time.Time{
+		l.lastHeard.Add(t.Suspect), l.lastHeard.Add(t.Out),
+		l.lastTry.Add(t.Out),
+	} {
 		if left := due.Sub(now); left > 0 {
 			next = min(next, left)
 		}
@@ -313,8 +315,10 @@ func (l *link) sendPosts(ctx context.Context, stream StreamClient) {
 			}
 			continue
 		}
-		if stream.Send(&dpservev1.SubscribeRequest{Posts: wirePosts(batch, time.Now()),
-			Resync: resync}) != nil {
+		if stream.Send(&dpservev1.SubscribeRequest{
+			Posts:  wirePosts(batch, time.Now()),
+			Resync: resync,
+		}) != nil {
 			l.posts.putBack(batch)
 			return
 		}

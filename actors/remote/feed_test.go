@@ -239,11 +239,13 @@ func TestWrongStreams(t *testing.T) {
 		book.change(func(nodes map[string]*state.Node) {
 			nodes["n1"] = &state.Node{ID: "n1", Address: "n1:1", Roles: []state.Role{state.RoleWorker}}
 		})
-		f, err := NewFeed(FeedConfig{Self: "i1", Store: book, Log: newStreamNet(t).log,
+		f, err := NewFeed(FeedConfig{
+			Self: "i1", Store: book, Log: newStreamNet(t).log,
 			Open: func(context.Context, state.Node) (StreamClient, error) {
 				tries++
 				return nil, errors.New("no route to host")
-			}})
+			},
+		})
 		require.NoError(t, err)
 		time.Sleep(10 * time.Second)
 		f.Close()
@@ -286,8 +288,10 @@ func drawEvent(t *rapid.T) scriptEvent {
 		Rank:    rapid.IntRange(0, 1).Draw(t, "rank"), On: rapid.Bool().Draw(t, "on"),
 		Tier:   rapid.SampledFrom([]kvindex.Tier{kvindex.GPU, kvindex.Sent}).Draw(t, "tier"),
 		Blocks: rapid.SliceOfNDistinct(rapid.Uint64Range(1, 50), 1, 20, rapid.ID).Draw(t, "blocks"),
-		Sleep: rapid.SampledFrom([]time.Duration{0, time.Millisecond, 30 * time.Millisecond,
-			900 * time.Millisecond, 4 * time.Second}).Draw(t, "sleep"),
+		Sleep: rapid.SampledFrom([]time.Duration{
+			0, time.Millisecond, 30 * time.Millisecond,
+			900 * time.Millisecond, 4 * time.Second,
+		}).Draw(t, "sleep"),
 	}
 }
 
@@ -374,8 +378,10 @@ func (r *fakeRank) apply(e scriptEvent, number uint64) {
 	case 10:
 		r.do(func() {
 			r.accepting = !r.accepting
-			r.emit(msg.Record{Kind: msg.RecState,
-				Accepting: r.accepting})
+			r.emit(msg.Record{
+				Kind:      msg.RecState,
+				Accepting: r.accepting,
+			})
 		})
 	case 11:
 		r.do(func() { r.store(e.Tier, e.Blocks...) })

@@ -70,8 +70,9 @@ func Join(ctx context.Context, cfg JoinConfig) (*Joined, error) {
 }
 
 // enroll asks until there is an answer that another attempt would not change.
-func enroll(ctx context.Context, cfg *JoinConfig, fingerprint [sha256.Size]byte,
-	req *dpservev1.JoinRequest) (*dpservev1.JoinReply, error) {
+func enroll(
+	ctx context.Context, cfg *JoinConfig, fingerprint [sha256.Size]byte, req *dpservev1.JoinRequest,
+) (*dpservev1.JoinReply, error) {
 	ctx, cancel := context.WithTimeout(ctx, joinLimit)
 	defer cancel()
 	conn, err := cfg.dial(ctx, fingerprint)

@@ -110,8 +110,10 @@ func (s *EnrollServer) useToken(ctx context.Context, secret string, n *state.Nod
 		return problem.New(problem.Overloaded,
 			"too many wrong tokens").WithHint("make a new one with `dpserve token` and try again in a minute")
 	}
-	_, err = s.cfg.Proposer.Propose(ctx, state.Command{UseToken: &state.UseToken{Hash: hash, UID: n.UID,
-		Key: n.Key, Now: s.cfg.Now().UnixMilli()}})
+	_, err = s.cfg.Proposer.Propose(ctx, state.Command{UseToken: &state.UseToken{
+		Hash: hash, UID: n.UID,
+		Key: n.Key, Now: s.cfg.Now().UnixMilli(),
+	}})
 	return err
 }
 
@@ -132,7 +134,8 @@ func seedsOf(st *state.State, newcomer string) []*dpservev1.Peer {
 			some = append(some, p)
 		}
 		slices.SortFunc(some, func(a,
-			b *dpservev1.Peer) int {
+			b *dpservev1.Peer,
+		) int {
 			return strings.Compare(a.GetNode(), b.GetNode())
 		})
 		out = append(out, some...)
@@ -157,8 +160,10 @@ func sourceOf(ctx context.Context) string {
 func decodeJoined(r *dpservev1.JoinReply, key []byte) *Joined {
 	j := &Joined{
 		Cluster: r.GetCluster(),
-		Files: pki.Files{Key: key, Cert: r.GetCertificate(), Authority: r.GetAuthority(),
-			GossipKey: r.GetGossipKey()},
+		Files: pki.Files{
+			Key: key, Cert: r.GetCertificate(), Authority: r.GetAuthority(),
+			GossipKey: r.GetGossipKey(),
+		},
 	}
 	for _, p := range r.GetSeeds()[:min(len(r.GetSeeds()), maxSeeds)] {
 		n := state.Node{ID: p.GetNode(), UID: p.GetUid(), Address: p.GetAddress(), Gossip: p.GetGossip()}

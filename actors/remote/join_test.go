@@ -44,12 +44,18 @@ func newJoinRig(t *testing.T) *joinRig {
 	var err error
 	g.authority, err = pki.LoadAuthority(secrets.Authority, secrets.AuthorityKey)
 	require.NoError(t, err)
-	g.store.put(&state.Node{ID: "a", UID: "uid-a", Address: gateAddress, Gossip: "10.0.0.1:7946",
-		Roles: []state.Role{state.RoleControl}})
-	g.store.put(&state.Node{ID: "0-worker", UID: "uid-w", Address: "10.0.0.9:7947",
-		Roles: []state.Role{state.RoleWorker}})
-	g.store.put(&state.Node{ID: "lost", UID: "uid-l", Address: "10.0.0.8:7947",
-		Roles: []state.Role{state.RoleControl}, Lost: true})
+	g.store.put(&state.Node{
+		ID: "a", UID: "uid-a", Address: gateAddress, Gossip: "10.0.0.1:7946",
+		Roles: []state.Role{state.RoleControl},
+	})
+	g.store.put(&state.Node{
+		ID: "0-worker", UID: "uid-w", Address: "10.0.0.9:7947",
+		Roles: []state.Role{state.RoleWorker},
+	})
+	g.store.put(&state.Node{
+		ID: "lost", UID: "uid-l", Address: "10.0.0.8:7947",
+		Roles: []state.Role{state.RoleControl}, Lost: true,
+	})
 	g.token = g.newToken(time.Now().Add(time.Hour), 1)
 	g.serve()
 	return g
@@ -103,8 +109,9 @@ func (g *joinRig) join(change func(c *JoinConfig)) (*Joined, error) {
 	return Join(g.t.Context(), cfg)
 }
 
-func (g *joinRig) dial(ctx context.Context, address string, fingerprint [sha256.Size]byte) (*grpc.ClientConn,
-	error) {
+func (g *joinRig) dial(
+	ctx context.Context, address string, fingerprint [sha256.Size]byte,
+) (*grpc.ClientConn, error) {
 	return nodeport.JoinGRPC(ctx, g.net.DialContext, address, fingerprint)
 }
 
@@ -130,8 +137,10 @@ func TestJoin(t *testing.T) {
 	assert.Equal(t, "c", joined.Cluster)
 	assert.Len(t, joined.Files.GossipKey, 32)
 	assert.Equal(t, []state.Node{
-		{ID: "a", UID: "uid-a", Address: gateAddress, Gossip: "10.0.0.1:7946",
-			Roles: []state.Role{state.RoleControl}},
+		{
+			ID: "a", UID: "uid-a", Address: gateAddress, Gossip: "10.0.0.1:7946",
+			Roles: []state.Role{state.RoleControl},
+		},
 		{ID: "0-worker", UID: "uid-w", Address: "10.0.0.9:7947", Roles: []state.Role{state.RoleWorker}},
 	}, joined.Seeds, "control nodes first, no lost ones")
 	want := newcomer("b")
@@ -203,26 +212,46 @@ func TestJoinNamesTheStepThatFailed(t *testing.T) {
 		is     error
 		code   problem.Code
 	}{
-		"cut token": {func(c *JoinConfig) { c.Token = c.Token[:20] }, "token", "was cut", nil,
-			problem.InvalidArgument},
-		"unknown token": {func(c *JoinConfig) { c.Token = unknown.String() }, "token", "unknown join token",
-			state.ErrTokenUnknown, problem.Unauthenticated},
-		"expired token": {func(c *JoinConfig) { c.Token = expired.String() }, "token", "has expired",
-			state.ErrTokenExpired, problem.Unauthenticated},
-		"other cluster": {func(c *JoinConfig) { c.Token = foreign.String() }, "token", "another cluster",
-			nodeport.ErrOtherCluster, problem.PermissionDenied},
-		"broken key": {func(c *JoinConfig) { c.Key = []byte("x") }, "certificate", "key", nil,
-			problem.InvalidArgument},
-		"nobody there": {func(c *JoinConfig) { c.Address = "10.0.0.7:7947" }, "member", "10.0.0.7:7947", nil,
-			problem.Unavailable},
-		"taken name": {func(c *JoinConfig) { c.Node.ID = "a" }, "member",
-			`node name taken: "a" is held by another node`, state.ErrNodeTaken, problem.Conflict},
-		"old version": {func(c *JoinConfig) { c.Node.Version = "v0.0.3" }, "member",
-			"v0.0.3, this cluster v0.2.0", nil, problem.Conflict},
-		"no role": {func(c *JoinConfig) { c.Node.Roles = nil }, "member", "has no role", nil,
-			problem.InvalidArgument},
-		"no address": {func(c *JoinConfig) { c.Node.Address = "" }, "member", "node port", nil,
-			problem.InvalidArgument},
+		"cut token": {
+			func(c *JoinConfig) { c.Token = c.Token[:20] }, "token", "was cut", nil,
+			problem.InvalidArgument,
+		},
+		"unknown token": {
+			func(c *JoinConfig) { c.Token = unknown.String() }, "token", "unknown join token",
+			state.ErrTokenUnknown, problem.Unauthenticated,
+		},
+		"expired token": {
+			func(c *JoinConfig) { c.Token = expired.String() }, "token", "has expired",
+			state.ErrTokenExpired, problem.Unauthenticated,
+		},
+		"other cluster": {
+			func(c *JoinConfig) { c.Token = foreign.String() }, "token", "another cluster",
+			nodeport.ErrOtherCluster, problem.PermissionDenied,
+		},
+		"broken key": {
+			func(c *JoinConfig) { c.Key = []byte("x") }, "certificate", "key", nil,
+			problem.InvalidArgument,
+		},
+		"nobody there": {
+			func(c *JoinConfig) { c.Address = "10.0.0.7:7947" }, "member", "10.0.0.7:7947", nil,
+			problem.Unavailable,
+		},
+		"taken name": {
+			func(c *JoinConfig) { c.Node.ID = "a" }, "member",
+			`node name taken: "a" is held by another node`, state.ErrNodeTaken, problem.Conflict,
+		},
+		"old version": {
+			func(c *JoinConfig) { c.Node.Version = "v0.0.3" }, "member",
+			"v0.0.3, this cluster v0.2.0", nil, problem.Conflict,
+		},
+		"no role": {
+			func(c *JoinConfig) { c.Node.Roles = nil }, "member", "has no role", nil,
+			problem.InvalidArgument,
+		},
+		"no address": {
+			func(c *JoinConfig) { c.Node.Address = "" }, "member", "node port", nil,
+			problem.InvalidArgument,
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := g.join(func(cfg *JoinConfig) { cfg.Key = own; c.change(cfg) })
@@ -249,8 +278,10 @@ func TestJoinWaitsForAnElection(t *testing.T) {
 	g.store.mu.Unlock()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 	defer cancel()
-	_, err := Join(ctx, JoinConfig{Address: gateAddress, Token: g.token.String(), Node: newcomer("b"),
-		Dial: g.dial})
+	_, err := Join(ctx, JoinConfig{
+		Address: gateAddress, Token: g.token.String(), Node: newcomer("b"),
+		Dial: g.dial,
+	})
 	require.ErrorIs(t, err, cluster.ErrNotLeader)
 	time.AfterFunc(100*time.Millisecond, func() {
 		g.store.mu.Lock()
@@ -338,8 +369,10 @@ func TestNodesThatCannotBeMembers(t *testing.T) {
 		"long zone":          func(n *state.Node) { n.Zone = strings.Repeat("a", maxName+1) },
 		"strange role":       func(n *state.Node) { n.Roles = []state.Role{"king"} },
 		"role twice": func(n *state.Node) {
-			n.Roles = []state.Role{state.RoleWorker,
-				state.RoleWorker}
+			n.Roles = []state.Role{
+				state.RoleWorker,
+				state.RoleWorker,
+			}
 		},
 		"many slots":     func(n *state.Node) { n.Offer.Slots = maxSlots + 1 },
 		"negative slots": func(n *state.Node) { n.Offer.Slots = -1 },
@@ -366,8 +399,10 @@ func TestVersions(t *testing.T) {
 func TestSeedsAreBounded(t *testing.T) {
 	s := newFakeStore()
 	for i := range 100 {
-		s.put(&state.Node{ID: fmt.Sprintf("n%02d", i), UID: "u", Address: "x:1",
-			Roles: []state.Role{state.RoleWorker}})
+		s.put(&state.Node{
+			ID: fmt.Sprintf("n%02d", i), UID: "u", Address: "x:1",
+			Roles: []state.Role{state.RoleWorker},
+		})
 	}
 	seeds := seedsOf(s.State(), "n00")
 	assert.Len(t, seeds, maxSeeds)
@@ -382,8 +417,10 @@ func FuzzNewcomer(f *testing.F) {
 	req, err := encodeJoin(pki.Token{}, &n, nil)
 	require.NoError(f, err)
 	f.Add(req.GetNode(), req.GetToken(), []byte("csr"))
-	s := NewEnrollServer(EnrollConfig{Store: newFakeStore(), Proposer: newFakeStore(), Version: "v0.2.0",
-		Log: slog.New(slog.DiscardHandler)})
+	s := NewEnrollServer(EnrollConfig{
+		Store: newFakeStore(), Proposer: newFakeStore(), Version: "v0.2.0",
+		Log: slog.New(slog.DiscardHandler),
+	})
 	f.Fuzz(func(t *testing.T, node []byte, token string, csr []byte) {
 		_, err := s.Join(t.Context(), &dpservev1.JoinRequest{Node: node, Token: token, Csr: csr})
 		require.Error(t, err)

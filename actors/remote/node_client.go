@@ -46,7 +46,8 @@ func (n *NodeClient) StartRank(ctx context.Context, m *msg.StartRank) error {
 		return err
 	}
 	_, err = callNode(ctx, n.conns, n.node, orderLimit, func(ctx context.Context, conn *grpc.ClientConn,
-		opts ...grpc.CallOption) (*dpservev1.StartRankReply, error) {
+		opts ...grpc.CallOption,
+	) (*dpservev1.StartRankReply, error) {
 		return dpservev1.NewNodeClient(conn).StartRank(ctx, req, opts...)
 	})
 	return err
@@ -55,17 +56,20 @@ func (n *NodeClient) StartRank(ctx context.Context, m *msg.StartRank) error {
 // StopRank implements msg.NodeAgent.
 func (n *NodeClient) StopRank(ctx context.Context, m *msg.StopRank) error {
 	_, err := callNode(ctx, n.conns, n.node, orderLimit, func(ctx context.Context, conn *grpc.ClientConn,
-		opts ...grpc.CallOption) (*dpservev1.StopRankReply, error) {
+		opts ...grpc.CallOption,
+	) (*dpservev1.StopRankReply, error) {
 		return dpservev1.NewNodeClient(conn).StopRank(ctx, encodeStopRank(m), opts...)
 	})
 	return err
 }
 
 // Statuses implements msg.NodeView.
-func (n *NodeClient) Statuses(ctx context.Context) (ranks map[string][]msg.RankStatus, queued map[string]int,
-	err error) {
+func (n *NodeClient) Statuses(
+	ctx context.Context,
+) (ranks map[string][]msg.RankStatus, queued map[string]int, err error) {
 	r, err := callNode(ctx, n.conns, n.node, statusLimit, func(ctx context.Context, conn *grpc.ClientConn,
-		opts ...grpc.CallOption) (*dpservev1.StatusReply, error) {
+		opts ...grpc.CallOption,
+	) (*dpservev1.StatusReply, error) {
 		return dpservev1.NewNodeClient(conn).Status(ctx, &dpservev1.StatusRequest{}, opts...)
 	})
 	if err != nil {
@@ -84,7 +88,8 @@ func (n *NodeClient) Statuses(ctx context.Context) (ranks map[string][]msg.RankS
 // ResetRouter implements msg.NodeView.
 func (n *NodeClient) ResetRouter(ctx context.Context, app string) (int, error) {
 	r, err := callNode(ctx, n.conns, n.node, resetLimit, func(ctx context.Context, conn *grpc.ClientConn,
-		opts ...grpc.CallOption) (*dpservev1.ResetRouterReply, error) {
+		opts ...grpc.CallOption,
+	) (*dpservev1.ResetRouterReply, error) {
 		return dpservev1.NewNodeClient(conn).ResetRouter(ctx, &dpservev1.ResetRouterRequest{App: app},
 			opts...)
 	})

@@ -47,8 +47,9 @@ func (s *NodeServer) checkOrder(ctx context.Context) (msg.NodeAgent, error) {
 }
 
 // StartRank implements dpservev1.NodeServer.
-func (s *NodeServer) StartRank(ctx context.Context, r *dpservev1.StartRankRequest) (*dpservev1.StartRankReply,
-	error) {
+func (s *NodeServer) StartRank(
+	ctx context.Context, r *dpservev1.StartRankRequest,
+) (*dpservev1.StartRankReply, error) {
 	agent, err := s.checkOrder(ctx)
 	if err != nil {
 		return nil, toStatus(err)
@@ -64,8 +65,9 @@ func (s *NodeServer) StartRank(ctx context.Context, r *dpservev1.StartRankReques
 }
 
 // StopRank implements dpservev1.NodeServer.
-func (s *NodeServer) StopRank(ctx context.Context, r *dpservev1.StopRankRequest) (*dpservev1.StopRankReply,
-	error) {
+func (s *NodeServer) StopRank(
+	ctx context.Context, r *dpservev1.StopRankRequest,
+) (*dpservev1.StopRankReply, error) {
 	agent, err := s.checkOrder(ctx)
 	if err != nil {
 		return nil, toStatus(err)
@@ -97,8 +99,9 @@ func (s *NodeServer) Status(ctx context.Context, _ *dpservev1.StatusRequest) (*d
 }
 
 // ResetRouter implements dpservev1.NodeServer.
-func (s *NodeServer) ResetRouter(ctx context.Context,
-	r *dpservev1.ResetRouterRequest) (*dpservev1.ResetRouterReply, error) {
+func (s *NodeServer) ResetRouter(
+	ctx context.Context, r *dpservev1.ResetRouterRequest,
+) (*dpservev1.ResetRouterReply, error) {
 	if err := checkName(r.GetApp(), "app"); err != nil {
 		return nil, toStatus(err)
 	}

@@ -71,8 +71,10 @@ func TestViewOfAnotherNode(t *testing.T) {
 		b, view := w.nodes["a"].conns.Node("b"), w.nodes["b"].view
 		ranks, queued, err := b.Statuses(t.Context())
 		require.NoError(t, err)
-		assert.Equal(t, map[string][]msg.RankStatus{"chat/0": {{Rank: 1, Node: "b", Phase: "ready",
-			TokensPerS: 2.5}}}, ranks)
+		assert.Equal(t, map[string][]msg.RankStatus{"chat/0": {{
+			Rank: 1, Node: "b", Phase: "ready",
+			TokensPerS: 2.5,
+		}}}, ranks)
 		assert.Equal(t, map[string]int{"chat": 4}, queued)
 		n, err := b.ResetRouter(t.Context(), "chat")
 		require.NoError(t, err)

@@ -13,11 +13,11 @@ import (
 //
 //	length (uvarint) · kind (byte) · slot (uvarint) · fields
 //
-// A slot is a number that the sending process gives to one incarnation of a rank, and never again. A snapshot names
-// the rank of its slot, and so does the end of a rank, which may reach a reader before the snapshot. Every other
-// record names its rank by the slot, in one or two bytes. Numbers are uvarints, hashes and random numbers are 8 bytes
-// little endian, and a text follows its length. New fields are only added at the end of a record: a reader skips
-// fields and kinds that it does not know.
+// A slot is a number that the sending process gives to one incarnation of a rank, and never again. A snapshot
+// names the rank of its slot, and so does the end of a rank, which may reach a reader before the snapshot.
+// Every other record names its rank by the slot, in one or two bytes. Numbers are uvarints, hashes and random
+// numbers are 8 bytes little endian, and a text follows its length. New fields are only added at the end of a
+// record: a reader skips fields and kinds that it does not know.
 
 // wireKind is a record's kind on the wire. The numbers are fixed; a test pins them.
 type wireKind byte

@@ -66,8 +66,10 @@ type unpacker struct {
 const maxTexts = 1024
 
 func newUnpacker(skipped *unpackStats) *unpacker {
-	return &unpacker{stats: skipped, slots: map[uint64]*remoteRank{}, ranks: map[appRank]*remoteRank{},
-		texts: map[string]string{}}
+	return &unpacker{
+		stats: skipped, slots: map[uint64]*remoteRank{}, ranks: map[appRank]*remoteRank{},
+		texts: map[string]string{},
+	}
 }
 
 // unpack passes the records to to, in order. After an error nothing more can be read of this stream.
@@ -244,8 +246,10 @@ func (u *unpacker) readKV(c *cursor) {
 // readSnapshot reads a snapshot, or its first part, which is passed on only with the last one.
 func (u *unpacker) readSnapshot(slot uint64, c *cursor) *remoteRank {
 	flags := c.byte()
-	u.rec = msg.Record{Kind: msg.RecSnapshot, Accepting: flags&flagAccepting != 0, Seq: c.u64(),
-		Snapshot: &u.snap}
+	u.rec = msg.Record{
+		Kind: msg.RecSnapshot, Accepting: flags&flagAccepting != 0, Seq: c.u64(),
+		Snapshot: &u.snap,
+	}
 	id := c.identity()
 	u.snap = msg.Snapshot{
 		Accepting: flags&flagTaking != 0, Tripped: flags&flagTripped != 0,

@@ -64,13 +64,17 @@ func firstRecord() msg.Record {
 // delta is a record of the same rank.
 func delta(kind msg.RecordKind, seq uint64) msg.Record {
 	r := firstRecord()
-	return msg.Record{App: r.App, Unit: r.Unit, Rank: r.Rank, Epoch: r.Epoch, Incarnation: r.Incarnation,
-		Seq: seq, Kind: kind}
+	return msg.Record{
+		App: r.App, Unit: r.Unit, Rank: r.Rank, Epoch: r.Epoch, Incarnation: r.Incarnation,
+		Seq: seq, Kind: kind,
+	}
 }
 
 func drawText(t *rapid.T, label string) string {
-	return rapid.OneOf(rapid.SampledFrom([]string{"", "n1", "node-12", "engine_busy",
-		"http://127.0.0.1:8001"}), rapid.StringN(0, 40, 200)).Draw(t, label)
+	return rapid.OneOf(rapid.SampledFrom([]string{
+		"", "n1", "node-12", "engine_busy",
+		"http://127.0.0.1:8001",
+	}), rapid.StringN(0, 40, 200)).Draw(t, label)
 }
 
 func drawCount(t *rapid.T, label string) int {
@@ -89,12 +93,16 @@ func drawSnapshot(t *rapid.T) *msg.Snapshot {
 		CachingOff: rapid.Bool().Draw(t, "off"), MaxOngoing: drawCount(t, "max"),
 		Capacity: int64(drawCount(t, "capacity")), BlockSize: drawCount(t, "block"),
 		Node: drawText(t, "node"), MaxModelLen: drawCount(t, "length"),
-		Target: msg.Target{URL: drawText(t, "url"), Addressing: drawText(t, "addr"),
-			Selector: drawCount(t, "sel"), Owned: rapid.Bool().Draw(t, "own")},
+		Target: msg.Target{
+			URL: drawText(t, "url"), Addressing: drawText(t, "addr"),
+			Selector: drawCount(t, "sel"), Owned: rapid.Bool().Draw(t, "own"),
+		},
 	}
 	for range rapid.SampledFrom([]int{0, 1, 3, 600, 2000}).Draw(t, "open") {
-		s.Open = append(s.Open, msg.OpenRequest{ReqID: uint64(len(s.Open)) * 7919, Ingress: "n2",
-			Tokens: len(s.Open), Hit: 3, Out: 5, Decoding: len(s.Open)%2 == 1})
+		s.Open = append(s.Open, msg.OpenRequest{
+			ReqID: uint64(len(s.Open)) * 7919, Ingress: "n2",
+			Tokens: len(s.Open), Hit: 3, Out: 5, Decoding: len(s.Open)%2 == 1,
+		})
 	}
 	return s
 }
@@ -114,8 +122,10 @@ func drawRecord(t *rapid.T) msg.Record {
 		r.Cause, r.Tripped, r.Turn = drawText(t, "cause"), rapid.Bool().Draw(t, "tripped"),
 			drawText(t, "turn")
 	case msg.RecStatus:
-		r.Status = msg.Status{KVUsage: rapid.Float64().Draw(t, "usage"),
-			HasKVUsage: rapid.Bool().Draw(t, "has"), Capacity: 4096, BlockSize: drawCount(t, "bs")}
+		r.Status = msg.Status{
+			KVUsage:    rapid.Float64().Draw(t, "usage"),
+			HasKVUsage: rapid.Bool().Draw(t, "has"), Capacity: 4096, BlockSize: drawCount(t, "bs"),
+		}
 	case msg.RecKVBegin:
 		r.KV = msg.KV{Tier: kvindex.CPU, BlockSize: drawCount(t, "bs")}
 	case msg.RecKVEnd:
@@ -218,24 +228,30 @@ var goldenTimes = []struct {
 	kind msg.RecordKind
 	wire []byte
 }{
-	{"admitted", nil, msg.RecAdmitted,
-		[]byte{19, 2, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c'}},
+	{
+		"admitted", nil, msg.RecAdmitted,
+		[]byte{19, 2, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c'},
+	},
 	{
 		"admitted, session", func(r *msg.Record) { r.Session = 0x0102 }, msg.RecAdmitted,
 		[]byte{27, 2, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c', 2, 1, 0, 0, 0, 0, 0, 0},
 	},
 	{
 		"admitted, time", func(r *msg.Record) { r.At = 300 * time.Microsecond }, msg.RecAdmitted,
-		[]byte{29, 2, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c', 0, 0, 0, 0, 0, 0, 0, 0,
-			0xac, 2},
+		[]byte{
+			29, 2, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c', 0, 0, 0, 0, 0, 0, 0, 0,
+			0xac, 2,
+		},
 	},
 	{
 		"admitted, session, time", func(r *msg.Record) { r.Session, r.At = 0x0102, time.Microsecond },
 		msg.RecAdmitted,
 		[]byte{28, 2, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c', 2, 1, 0, 0, 0, 0, 0, 0, 1},
 	},
-	{"first token", nil, msg.RecFirstToken,
-		[]byte{19, 3, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c'}},
+	{
+		"first token", nil, msg.RecFirstToken,
+		[]byte{19, 3, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c'},
+	},
 	{
 		"first token, time", func(r *msg.Record) { r.At = 300 * time.Microsecond }, msg.RecFirstToken,
 		[]byte{21, 3, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c', 0xac, 2},
@@ -244,8 +260,10 @@ var goldenTimes = []struct {
 		"progress, time", func(r *msg.Record) { r.Out, r.At = 5, 300*time.Microsecond }, msg.RecProgress,
 		[]byte{21, 4, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 5, 1, 'c', 0xac, 2},
 	},
-	{"done", func(r *msg.Record) { r.Out = 5 }, msg.RecDone,
-		[]byte{19, 5, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 5, 1, 'c'}},
+	{
+		"done", func(r *msg.Record) { r.Out = 5 }, msg.RecDone,
+		[]byte{19, 5, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 5, 1, 'c'},
+	},
 	{
 		"done, turn", func(r *msg.Record) { r.Turn = "n2" }, msg.RecDone,
 		[]byte{22, 5, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c', 2, 'n', '2'},
@@ -372,8 +390,12 @@ func TestMalformedRecordsAreLeftOut(t *testing.T) {
 }
 
 func TestFramingThatBreaksEndsTheStream(t *testing.T) {
-	for _, raw := range [][]byte{{5, 1}, {0}, {0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1},
-		{0x80}} {
+	for _, raw := range [][]byte{
+		{5, 1},
+		{0},
+		{0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1},
+		{0x80},
+	} {
 		require.ErrorIs(t, newUnpacker(&unpackStats{}).unpack(raw, discard{}), errFraming)
 	}
 }

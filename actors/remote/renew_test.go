@@ -57,8 +57,10 @@ func (g *joinRig) serveRenewals(leads func() bool) (port string) {
 func (g *joinRig) credentials(t *testing.T, node string, at time.Time, roles ...state.Role) *pki.Credentials {
 	t.Helper()
 	key, csr := newCertificateRequest(t)
-	cert, err := g.authority.Sign(csr, pki.Identity{Cluster: "c", Node: node, UID: "uid-" + node,
-		Roles: rolesOf(&state.Node{Roles: roles})}, at, pki.DefaultLife)
+	cert, err := g.authority.Sign(csr, pki.Identity{
+		Cluster: "c", Node: node, UID: "uid-" + node,
+		Roles: rolesOf(&state.Node{Roles: roles}),
+	}, at, pki.DefaultLife)
 	require.NoError(t, err)
 	ca, _ := g.authority.PEM()
 	c, err := pki.NewCredentials(ca, cert, key)
@@ -73,19 +75,25 @@ func TestAnExpiredCertificateIsRenewedByTheLeader(t *testing.T) {
 	leads := true
 	address := g.serveRenewals(func() bool { return leads })
 	var own *pki.Credentials
-	p := nodeport.New(nodeport.Config{Credentials: func() *pki.Credentials { return own },
-		Connect: g.net.DialContext})
+	p := nodeport.New(nodeport.Config{
+		Credentials: func() *pki.Credentials { return own },
+		Connect:     g.net.DialContext,
+	})
 	t.Cleanup(func() { require.NoError(t, p.Close()) })
 	nodes := func() map[string]*state.Node {
-		return map[string]*state.Node{"a": {ID: "a", UID: "uid-a", Address: address,
-			Roles: []state.Role{state.RoleControl}}}
+		return map[string]*state.Node{"a": {
+			ID: "a", UID: "uid-a", Address: address,
+			Roles: []state.Role{state.RoleControl},
+		}}
 	}
 	conns := NewConns(ConnsConfig{Dial: func(string, string) (*grpc.ClientConn, error) {
 		return nil,
 			net.ErrClosed
 	}, Nodes: nodes})
-	client := NewLeaderClient(LeaderConfig{Self: "b", Conns: conns, Store: follower{g.store},
-		Log: slog.New(slog.DiscardHandler)})
+	client := NewLeaderClient(LeaderConfig{
+		Self: "b", Conns: conns, Store: follower{g.store},
+		Log: slog.New(slog.DiscardHandler),
+	})
 	t.Cleanup(func() { require.NoError(t, client.Close()) })
 	key, csr := newCertificateRequest(t)
 	ask := func() (*pki.Credentials, error) {
@@ -95,8 +103,10 @@ func TestAnExpiredCertificateIsRenewedByTheLeader(t *testing.T) {
 		}
 		return pki.NewCredentials(ca, cert, key)
 	}
-	member := &state.Node{ID: "b", UID: "uid-b", Address: "10.0.0.2:7947",
-		Roles: []state.Role{state.RoleWorker}}
+	member := &state.Node{
+		ID: "b", UID: "uid-b", Address: "10.0.0.2:7947",
+		Roles: []state.Role{state.RoleWorker},
+	}
 	own = g.credentials(t, "b", time.Now().Add(-300*24*time.Hour), state.RoleWorker)
 
 	_, err := ask()

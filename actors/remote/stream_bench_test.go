@@ -45,8 +45,10 @@ func benchServer(tb testing.TB, streams int) (*StreamServer, *broadcastSink) {
 // benchRecords are the records of one request on one of several ranks.
 func benchRecords(rank int) []msg.Record {
 	var out []msg.Record
-	for i, kind := range []msg.RecordKind{msg.RecSnapshot, msg.RecAdmitted, msg.RecFirstToken,
-		msg.RecProgress, msg.RecDone} {
+	for i, kind := range []msg.RecordKind{
+		msg.RecSnapshot, msg.RecAdmitted, msg.RecFirstToken,
+		msg.RecProgress, msg.RecDone,
+	} {
 		rec := msg.Record{
 			App: "chat", Unit: fmt.Sprintf("chat/0/%d", rank), Rank: routing.ID(0, rank), Epoch: 3,
 			Incarnation: 1 << 62, Seq: 100_000 + uint64(i), Kind: kind,
@@ -149,8 +151,9 @@ type handOver struct {
 	streams chan dpservev1.Replica_SubscribeServer
 }
 
-func (h *handOver) Subscribe(s grpc.BidiStreamingServer[dpservev1.SubscribeRequest,
-	dpservev1.Records]) error {
+func (h *handOver) Subscribe(
+	s grpc.BidiStreamingServer[dpservev1.SubscribeRequest, dpservev1.Records],
+) error {
 	h.streams <- s
 	<-s.Context().Done()
 	return nil
@@ -161,8 +164,10 @@ func benchStream(b *testing.B) (StreamClient, dpservev1.Replica_SubscribeServer)
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(b, err)
 	h := &handOver{streams: make(chan dpservev1.Replica_SubscribeServer, 1)}
-	server := grpc.NewServer(grpc.Creds(credentials.NewTLS(&tls.Config{Certificates: []tls.Certificate{cert},
-		MinVersion: tls.VersionTLS13})))
+	server := grpc.NewServer(grpc.Creds(credentials.NewTLS(&tls.Config{
+		Certificates: []tls.Certificate{cert},
+		MinVersion:   tls.VersionTLS13,
+	})))
 	dpservev1.RegisterReplicaServer(server, h)
 	go func() { _ = server.Serve(l) }()
 	cc, err := grpc.NewClient(l.Addr().String(),

@@ -133,8 +133,10 @@ func TestReadersOfABenchmark(t *testing.T) {
 			id := fmt.Sprintf("i%d", i)
 			all[id] = &state.Node{ID: id, Roles: []state.Role{state.RoleIngress}}
 		}
-		all["n1"] = &state.Node{ID: "n1", Address: fmt.Sprintf("127.0.0.1:%d", port),
-			Roles: []state.Role{state.RoleWorker}}
+		all["n1"] = &state.Node{
+			ID: "n1", Address: fmt.Sprintf("127.0.0.1:%d", port),
+			Roles: []state.Role{state.RoleWorker},
+		}
 	})
 	for i := range benchIngresses {
 		go benchIngress(t, b, fmt.Sprintf("i%d", i), benchRequests/nodes*(2+benchReports))
@@ -143,7 +145,8 @@ func TestReadersOfABenchmark(t *testing.T) {
 }
 
 func benchIngress(t *testing.T, b *nodeStore, id string, posts int) {
-	f, err := NewFeed(FeedConfig{Self: id, Store: b, Log: slog.New(slog.DiscardHandler),
+	f, err := NewFeed(FeedConfig{
+		Self: id, Store: b, Log: slog.New(slog.DiscardHandler),
 		Open: func(ctx context.Context, n state.Node) (StreamClient, error) {
 			cc, err := grpc.NewClient(n.Address,
 				grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{InsecureSkipVerify: true})),
@@ -152,7 +155,8 @@ func benchIngress(t *testing.T, b *nodeStore, id string, posts int) {
 				return nil, err
 			}
 			return dpservev1.NewReplicaClient(cc).Subscribe(ctx)
-		}})
+		},
+	})
 	if err != nil {
 		t.Error(err)
 		return

@@ -200,8 +200,10 @@ func (r *fakeRank) snapshot(sub *hubSub) {
 		give(msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: tier, BlockSize: 16}})
 		hashes := slices.Collect(maps.Keys(column))
 		for part := range slices.Chunk(hashes, maxHashes) {
-			give(msg.Record{Kind: msg.RecKV,
-				KV: msg.KV{Tier: tier, Delta: kvindex.Delta{Change: kvindex.Stored, Hashes: part}}})
+			give(msg.Record{
+				Kind: msg.RecKV,
+				KV:   msg.KV{Tier: tier, Delta: kvindex.Delta{Change: kvindex.Stored, Hashes: part}},
+			})
 		}
 		give(msg.Record{Kind: msg.RecKVEnd, KV: msg.KV{Tier: tier, Len: len(column), Sum: sum(column)}})
 	}
@@ -237,8 +239,10 @@ func (r *fakeRank) store(tier kvindex.Tier, hashes ...uint64) {
 		r.columns[tier][h] = true
 	}
 	for part := range slices.Chunk(hashes, maxHashes) {
-		r.emit(msg.Record{Kind: msg.RecKV,
-			KV: msg.KV{Tier: tier, Delta: kvindex.Delta{Change: kvindex.Stored, Hashes: part}}})
+		r.emit(msg.Record{
+			Kind: msg.RecKV,
+			KV:   msg.KV{Tier: tier, Delta: kvindex.Delta{Change: kvindex.Stored, Hashes: part}},
+		})
 	}
 }
 
@@ -249,8 +253,10 @@ func (r *fakeRank) remove(tier kvindex.Tier, hashes ...uint64) {
 	for _, h := range hashes {
 		delete(r.columns[tier], h)
 	}
-	r.emit(msg.Record{Kind: msg.RecKV,
-		KV: msg.KV{Tier: tier, Delta: kvindex.Delta{Change: kvindex.Removed, Hashes: hashes}}})
+	r.emit(msg.Record{
+		Kind: msg.RecKV,
+		KV:   msg.KV{Tier: tier, Delta: kvindex.Delta{Change: kvindex.Removed, Hashes: hashes}},
+	})
 }
 
 // rankView is what a reader knows about a rank.
@@ -469,8 +475,10 @@ type streamNet struct {
 }
 
 func newStreamNet(t testing.TB) *streamNet {
-	return &streamNet{t: t, book: newNodeStore(), log: slog.New(slog.DiscardHandler),
-		conns: map[string][]*faultyConn{}}
+	return &streamNet{
+		t: t, book: newNodeStore(), log: slog.New(slog.DiscardHandler),
+		conns: map[string][]*faultyConn{},
+	}
 }
 
 // workerNode is a node with ranks.
@@ -487,8 +495,10 @@ func (c *streamNet) worker(id string) *workerNode {
 	w := &workerNode{c: c, id: id, hub: &fakeHub{}}
 	w.listen()
 	c.book.change(func(nodes map[string]*state.Node) {
-		nodes[id] = &state.Node{ID: id, UID: id + "-uid", Address: id + ":7947",
-			Roles: []state.Role{state.RoleWorker}}
+		nodes[id] = &state.Node{
+			ID: id, UID: id + "-uid", Address: id + ":7947",
+			Roles: []state.Role{state.RoleWorker},
+		}
 	})
 	return w
 }
@@ -515,8 +525,10 @@ func (w *workerNode) kill() {
 
 func (w *workerNode) rank(rank int, incarnation uint64) *fakeRank {
 	id := routing.ID(0, rank)
-	return w.hub.start(w.id, identity{app: "chat", unit: fmt.Sprintf("chat/0/%d", rank), rank: id, epoch: 1,
-		incarnation: incarnation})
+	return w.hub.start(w.id, identity{
+		app: "chat", unit: fmt.Sprintf("chat/0/%d", rank), rank: id, epoch: 1,
+		incarnation: incarnation,
+	})
 }
 
 func (w *workerNode) stop() {
@@ -538,10 +550,12 @@ type ingressNode struct {
 func (c *streamNet) ingress(id string, local msg.Feed) *ingressNode {
 	n := &ingressNode{reader: newReader(c.t), dials: map[string]*grpc.ClientConn{}}
 	var err error
-	n.feed, err = NewFeed(FeedConfig{Self: id, Local: local, Store: c.book, Log: c.log,
+	n.feed, err = NewFeed(FeedConfig{
+		Self: id, Local: local, Store: c.book, Log: c.log,
 		Open: func(ctx context.Context, to state.Node) (StreamClient, error) {
 			return dpservev1.NewReplicaClient(c.dial(n, to)).Subscribe(ctx)
-		}})
+		},
+	})
 	require.NoError(c.t, err)
 	n.cancel = n.feed.Subscribe(n.reader)
 	return n
@@ -554,8 +568,10 @@ func (c *streamNet) dial(n *ingressNode, to state.Node) *grpc.ClientConn {
 		cc, err := grpc.NewClient("passthrough:///"+to.Address,
 			grpc.WithTransportCredentials(insecure.NewCredentials()),
 			grpc.WithConnectParams(grpc.ConnectParams{
-				Backoff: backoff.Config{BaseDelay: 10 * time.Millisecond,
-					MaxDelay: 20 * time.Millisecond, Multiplier: 1},
+				Backoff: backoff.Config{
+					BaseDelay: 10 * time.Millisecond,
+					MaxDelay:  20 * time.Millisecond, Multiplier: 1,
+				},
 				MinConnectTimeout: time.Second,
 			}),
 			grpc.WithContextDialer(func(ctx context.Context, addr string) (net.Conn, error) {

@@ -143,8 +143,9 @@ func (s *StreamServer) Stats() StreamServerStats {
 // Subscribe implements dpservev1.ReplicaServer: one stream to one ingress. When it ends, the tickets of that
 // ingress stay: those whose requests still run end with them, and the others lapse when the context of their
 // admission ends.
-func (s *StreamServer) Subscribe(stream grpc.BidiStreamingServer[dpservev1.SubscribeRequest,
-	dpservev1.Records]) error {
+func (s *StreamServer) Subscribe(
+	stream grpc.BidiStreamingServer[dpservev1.SubscribeRequest, dpservev1.Records],
+) error {
 	hello, err := stream.Recv()
 	if err != nil {
 		return err
@@ -350,8 +351,10 @@ func (s *StreamServer) addOwn(sub *subscriber, r *liveRank, n int) bool {
 const maxAgo = time.Hour
 
 // readPosts handles the messages of an ingress, beginning with the first, until the stream ends.
-func (s *StreamServer) readPosts(sub *subscriber, stream grpc.BidiStreamingServer[dpservev1.SubscribeRequest,
-	dpservev1.Records], hello *dpservev1.SubscribeRequest) error {
+func (s *StreamServer) readPosts(
+	sub *subscriber, stream grpc.BidiStreamingServer[dpservev1.SubscribeRequest, dpservev1.Records],
+	hello *dpservev1.SubscribeRequest,
+) error {
 	for m := hello; ; {
 		if m.GetResync() {
 			s.mu.Lock()

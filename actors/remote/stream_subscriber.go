@@ -92,8 +92,9 @@ func (s *StreamServer) handleGap(sub *subscriber, now time.Time) {
 const unpacedBytes = chunkBytes / 2
 
 // sendRecords sends records until the stream ends.
-func (s *StreamServer) sendRecords(sub *subscriber,
-	stream grpc.BidiStreamingServer[dpservev1.SubscribeRequest, dpservev1.Records]) error {
+func (s *StreamServer) sendRecords(
+	sub *subscriber, stream grpc.BidiStreamingServer[dpservev1.SubscribeRequest, dpservev1.Records],
+) error {
 	timer := time.NewTimer(s.timers.Heartbeat)
 	defer timer.Stop()
 	sent := time.Now()

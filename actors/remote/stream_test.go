@@ -197,8 +197,10 @@ func TestResetIsSilentAtOnce(t *testing.T) {
 		a.do(func() { a.admit(1, "i1") })
 		b.stop()
 		settle()
-		assert.Equal(t, []string{"0/0 heard 0s", "0/0 silent 0s", "0/1 gone 0s", "0/1 heard 0s",
-			"0/1 silent 0s"}, n.takeNotes(began))
+		assert.Equal(t, []string{
+			"0/0 heard 0s", "0/0 silent 0s", "0/1 gone 0s", "0/1 heard 0s",
+			"0/1 silent 0s",
+		}, n.takeNotes(began))
 		n.assertEqual(t, a)
 		assert.Same(t, box, n.get(a.id).box)
 	})
