@@ -49,14 +49,14 @@ type openConn struct {
 func NewConns(cfg ConnsConfig) *Conns { return &Conns{cfg: cfg, open: map[string]openConn{}} }
 
 // Get returns the connection to a node. It does not wait: if the node cannot be reached, the first call
-// fails. Errors: state.ErrUnknownNode, ErrNoAddress, ErrUnreachable after Close.
+// fails. Errors: state.ErrUnknownNode, errNoAddress, errUnreachable after Close.
 func (c *Conns) Get(node string) (*grpc.ClientConn, error) {
 	nodes := c.cfg.Nodes()
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.closed {
 		return nil, problem.New(problem.Unavailable, "node %s %w: this node is stopping", node,
-			ErrUnreachable)
+			errUnreachable)
 	}
 	c.prune(nodes)
 	n := nodes[node]
@@ -66,14 +66,14 @@ func (c *Conns) Get(node string) (*grpc.ClientConn, error) {
 	}
 	if n.Address == "" {
 		return nil, problem.New(problem.Unavailable, "node %s %w", node,
-			ErrNoAddress).WithHint("start it with --advertise IP")
+			errNoAddress).WithHint("start it with --advertise IP")
 	}
 	if h, ok := c.open[node]; ok {
 		return h.conn, nil
 	}
 	conn, err := c.cfg.Dial(n.Address, n.UID)
 	if err != nil {
-		return nil, problem.New(problem.Unavailable, "node %s %w: %s", node, ErrUnreachable, err.Error())
+		return nil, problem.New(problem.Unavailable, "node %s %w: %s", node, errUnreachable, err.Error())
 	}
 	c.open[node] = openConn{address: n.Address, uid: n.UID, conn: conn}
 	return conn, nil
@@ -102,11 +102,11 @@ func (c *Conns) Close() error {
 	return errors.Join(errs...)
 }
 
-// errUnsent is in the chain beside ErrUnreachable if the node has not received the call.
+// errUnsent is in the chain beside errUnreachable if the node has not received the call.
 var errUnsent = errors.New("not sent")
 
 // callNode calls a node, for at most limit, and returns its answer or its error as an in-process call would:
-// typed refusals, ErrUnreachable, context.DeadlineExceeded (problem.Timeout) after limit, and the cause of
+// typed refusals, errUnreachable, context.DeadlineExceeded (problem.Timeout) after limit, and the cause of
 // ctx if that ended first.
 func callNode[R any](
 	ctx context.Context, conns *Conns, node string, limit time.Duration,
@@ -143,10 +143,10 @@ func hasEnded(ctx context.Context) bool {
 	return ctx.Err() != nil
 }
 
-// addUnreachable adds ErrUnreachable and the errors of is to the chain of err.
+// addUnreachable adds errUnreachable and the errors of is to the chain of err.
 func addUnreachable(err error, is ...error) error {
 	e := problem.New(problem.CodeOf(err), "%w",
-		&wireError{text: err.Error(), is: append([]error{err, ErrUnreachable}, is...)})
+		&wireError{text: err.Error(), is: append([]error{err, errUnreachable}, is...)})
 	var inner *problem.Error
 	if errors.As(err, &inner) {
 		e.Hint = inner.Hint
@@ -158,7 +158,7 @@ func addUnreachable(err error, is ...error) error {
 // another node, or the next leader, may answer it.
 func mayRetryElsewhere(err error) bool {
 	for _, e := range []error{
-		ErrUnreachable, cluster.ErrNotLeader, cluster.ErrClosed, inbox.ErrStopped,
+		errUnreachable, cluster.ErrNotLeader, cluster.ErrClosed, inbox.ErrStopped,
 		context.DeadlineExceeded,
 	} {
 		if errors.Is(err, e) {

@@ -302,7 +302,7 @@ func (c *LeaderClient) Watch(ctx context.Context, from uint64, apply func(data [
 		return context.Cause(ctx)
 	}
 	if errors.Is(err, io.EOF) {
-		return problem.New(problem.Unavailable, "node %s %w: it ended the stream", node, ErrUnreachable)
+		return problem.New(problem.Unavailable, "node %s %w: it ended the stream", node, errUnreachable)
 	}
 	return fromStatus(node, err)
 }

@@ -9,6 +9,7 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/types/known/emptypb"
@@ -20,6 +21,8 @@ import (
 	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/state"
 )
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 // withCluster runs f on fake time.
 func withCluster(t *testing.T, f func(t *testing.T, w *testCluster), names ...string) {
@@ -68,7 +71,7 @@ func TestRenewWithoutLeader(t *testing.T) {
 		assert.Equal(t, problem.Unavailable, problem.CodeOf(err))
 		w.nodes["b"].server.Stop()
 		_, err = w.nodes["a"].client.Renew(t.Context(), report("a"))
-		require.ErrorIs(t, err, ErrUnreachable)
+		require.ErrorIs(t, err, errUnreachable)
 		assert.Equal(t, problem.Unavailable, problem.CodeOf(err))
 	}, "a", "b")
 }
@@ -337,7 +340,7 @@ func TestProposalsOfFollowers(t *testing.T) {
 		}
 		time.Sleep(time.Second) // the connections are known to be gone
 		_, err = a.client.Forward(t.Context(), *w.store.nodes()["c"], put)
-		require.ErrorIs(t, err, ErrUnreachable)
+		require.ErrorIs(t, err, errUnreachable)
 		require.NotErrorIs(t, err, cluster.ErrOutcomeUnknown, "it was not sent")
 	}, "a", "b", "c")
 }
@@ -372,7 +375,7 @@ func TestWatchFollowsAnyControlNode(t *testing.T) {
 		for _, m := range w.nodes {
 			m.follow = func(context.Context, uint64, func([]byte, uint64) error) error { return nil }
 		}
-		require.ErrorIs(t, w.nodes["a"].client.Watch(t.Context(), 0, nil), ErrUnreachable, "it ended")
+		require.ErrorIs(t, w.nodes["a"].client.Watch(t.Context(), 0, nil), errUnreachable, "it ended")
 		for _, m := range w.nodes {
 			m.follow = func(context.Context, uint64, func([]byte, uint64) error) error {
 				return problem.New(problem.Unavailable, "propose: %w", cluster.ErrClosed)
@@ -382,7 +385,7 @@ func TestWatchFollowsAnyControlNode(t *testing.T) {
 		w.nodes["b"].server.Stop()
 		w.nodes["c"].server.Stop()
 		time.Sleep(time.Second)
-		require.ErrorIs(t, w.nodes["a"].client.Watch(t.Context(), 0, nil), ErrUnreachable)
+		require.ErrorIs(t, w.nodes["a"].client.Watch(t.Context(), 0, nil), errUnreachable)
 	}, "a", "b", "c")
 }
 
@@ -524,7 +527,7 @@ func TestConnsFollowTheNodes(t *testing.T) {
 		require.ErrorIs(t, err, state.ErrUnknownNode)
 		w.store.put(&state.Node{ID: "alone", UID: "u"})
 		_, err = a.Get("alone")
-		require.ErrorIs(t, err, ErrNoAddress)
+		require.ErrorIs(t, err, errNoAddress)
 		assert.Equal(t, problem.Unavailable, problem.CodeOf(err))
 		first, err := a.Get("b")
 		require.NoError(t, err)
@@ -537,7 +540,7 @@ func TestConnsFollowTheNodes(t *testing.T) {
 		require.NoError(t, err)
 		assert.NotSame(t, first, moved)
 		require.ErrorIs(t, fromStatus("b", first.Invoke(t.Context(), "/x/y", &emptypb.Empty{},
-			&emptypb.Empty{})), ErrUnreachable, "it is closed")
+			&emptypb.Empty{})), errUnreachable, "it is closed")
 
 		w.store.put(&state.Node{ID: "b", UID: "uid-b2", Address: "elsewhere:1"})
 		_, err = a.Get("b")
@@ -549,7 +552,7 @@ func TestConnsFollowTheNodes(t *testing.T) {
 		assert.Empty(t, a.open)
 		require.NoError(t, a.Close())
 		_, err = a.Get("b")
-		require.ErrorIs(t, err, ErrUnreachable)
+		require.ErrorIs(t, err, errUnreachable)
 	}, "a", "b")
 }
 
@@ -559,7 +562,7 @@ func TestConnsReportAFailedDial(t *testing.T) {
 		Nodes: func() map[string]*state.Node { return map[string]*state.Node{"b": {ID: "b", Address: "?"}} },
 	})
 	_, err := c.Get("b")
-	require.ErrorIs(t, err, ErrUnreachable)
+	require.ErrorIs(t, err, errUnreachable)
 	require.EqualError(t, c.Node("b").StopRank(t.Context(), &msg.StopRank{Unit: "chat/0"}),
 		"node b cannot be reached: bad address")
 }

@@ -18,8 +18,8 @@ import (
 
 // Errors of the transport, not of the answer. Each comes inside a *problem.Error.
 var (
-	ErrUnreachable = errors.New("cannot be reached")
-	ErrNoAddress   = errors.New("has no node port")
+	errUnreachable = errors.New("cannot be reached")
+	errNoAddress   = errors.New("has no node port")
 )
 
 // Bounds of an error on the wire: it travels in the trailer of its call.
@@ -212,7 +212,7 @@ func transportError(node string, st *status.Status) error {
 			context.DeadlineExceeded).
 			WithHint("look at `dpserve nodes`; the node may be overloaded or cut off")
 	case codes.Unavailable, codes.Canceled, codes.Aborted:
-		return problem.New(problem.Unavailable, "node %s %w: %s", node, ErrUnreachable, st.Message()).
+		return problem.New(problem.Unavailable, "node %s %w: %s", node, errUnreachable, st.Message()).
 			WithHint("look at `dpserve nodes`, and whether its node port can be reached from here")
 	case codes.Unimplemented:
 		return problem.New(problem.Unavailable, "node %s does not know this call: %s", node, st.Message()).

@@ -126,7 +126,7 @@ func TestTransportErrors(t *testing.T) {
 		assert.Equal(t, want, problem.CodeOf(got), code)
 		assert.Contains(t, got.Error(), "node b")
 	}
-	require.ErrorIs(t, fromStatus("b", status.Error(codes.Unavailable, "connection refused")), ErrUnreachable)
+	require.ErrorIs(t, fromStatus("b", status.Error(codes.Unavailable, "connection refused")), errUnreachable)
 	require.ErrorIs(t, fromStatus("b", status.Error(codes.DeadlineExceeded, "")), context.DeadlineExceeded)
 }
 

@@ -91,7 +91,7 @@ func enroll(
 		if before != nil && ctx.Err() != nil {
 			return nil, enrollError(before)
 		}
-		if again := problem.CodeOf(err) == problem.Unavailable && !errors.Is(err, ErrUnreachable); !again ||
+		if again := problem.CodeOf(err) == problem.Unavailable && !errors.Is(err, errUnreachable); !again ||
 			!sleep(ctx, pause) {
 			return nil, enrollError(err)
 		}
@@ -121,7 +121,7 @@ func dialError(err error) error {
 
 // enrollError names the step that failed at the other side.
 func enrollError(err error) error {
-	if errors.Is(err, ErrUnreachable) || errors.Is(err, context.DeadlineExceeded) {
+	if errors.Is(err, errUnreachable) || errors.Is(err, context.DeadlineExceeded) {
 		return stepError(stepMember, err)
 	}
 	return err

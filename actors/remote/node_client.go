@@ -35,8 +35,8 @@ var (
 	_ msg.NodeView  = (*NodeClient)(nil)
 )
 
-// Node returns the client of a node by name. Its calls fail with state.ErrUnknownNode, ErrNoAddress or
-// ErrUnreachable if the node cannot be called.
+// Node returns the client of a node by name. Its calls fail with state.ErrUnknownNode, errNoAddress or
+// errUnreachable if the node cannot be called.
 func (c *Conns) Node(node string) *NodeClient { return &NodeClient{c, node} }
 
 // StartRank implements msg.NodeAgent.

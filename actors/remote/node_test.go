@@ -49,7 +49,7 @@ func TestOrdersReachTheNode(t *testing.T) {
 
 		require.ErrorIs(t, w.nodes["a"].conns.Node("x").StartRank(t.Context(), order()), state.ErrUnknownNode)
 		w.nodes["b"].server.Stop()
-		require.ErrorIs(t, b.StopRank(t.Context(), &msg.StopRank{Unit: "chat/0", Epoch: 3}), ErrUnreachable)
+		require.ErrorIs(t, b.StopRank(t.Context(), &msg.StopRank{Unit: "chat/0", Epoch: 3}), errUnreachable)
 	}, "a", "b")
 }
 
