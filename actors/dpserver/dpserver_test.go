@@ -25,7 +25,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// fakeEngine answers as it is told.
+// fakeEngine answers with preset results.
 type fakeEngine struct {
 	mu       sync.Mutex
 	health   engine.Health
@@ -77,14 +77,14 @@ func (f *fakeEngine) Counters(context.Context) (engine.Counters, error) {
 	return f.counters, f.dumb
 }
 
-// tape is a sink that keeps copies, and a watcher.
-type tape struct {
+// recordingSink is a sink that keeps copies of the records, and a ReplicaWatcher.
+type recordingSink struct {
 	mu      sync.Mutex
 	records []msg.Record
 	events  []msg.ReplicaEvent
 }
 
-func (s *tape) Deliver(r *msg.Record) {
+func (s *recordingSink) Deliver(r *msg.Record) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	rec := *r
@@ -92,13 +92,13 @@ func (s *tape) Deliver(r *msg.Record) {
 	s.records = append(s.records, rec)
 }
 
-func (s *tape) ReplicaEvent(e msg.ReplicaEvent) {
+func (s *recordingSink) ReplicaEvent(e msg.ReplicaEvent) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.events = append(s.events, e)
 }
 
-func (s *tape) take() []msg.Record {
+func (s *recordingSink) take() []msg.Record {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	out := s.records
@@ -106,7 +106,7 @@ func (s *tape) take() []msg.Record {
 	return out
 }
 
-func (s *tape) told() []msg.ReplicaEvent {
+func (s *recordingSink) nodeEvents() []msg.ReplicaEvent {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	out := s.events
@@ -124,12 +124,12 @@ func (assigner) Await(context.Context, string, uint64, int) (string, int, error)
 	return "", 0, nil
 }
 
-// rig is one DPServer at epoch 3 in a bubble of fake time.
-type rig struct {
+// testRig is one DPServer at epoch 3 on fake time.
+type testRig struct {
 	*Server
 	t      *testing.T
 	engine *fakeEngine
-	tape   *tape
+	tape   *recordingSink
 	hub    *Hub
 	log    *bytes.Buffer
 	next   uint64
@@ -142,8 +142,9 @@ func demo() *app.Application {
 	}
 }
 
-// bubble runs a test on fake time with one rank of room max; owned says who started the engine.
-func bubble(t *testing.T, maxOngoing int, owned bool, f func(t *testing.T, r *rig)) {
+// withRank runs a test on fake time with one rank of room maxOngoing; owned says whether dpserve started the
+// engine.
+func withRank(t *testing.T, maxOngoing int, owned bool, f func(t *testing.T, r *testRig)) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRig(t, owned)
 		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 7, MaxOngoing: maxOngoing}))
@@ -153,15 +154,20 @@ func bubble(t *testing.T, maxOngoing int, owned bool, f func(t *testing.T, r *ri
 	})
 }
 
-func newRig(t *testing.T, owned bool, change ...func(f *Factory, spec *msg.ReplicaSpec)) *rig {
-	r := &rig{t: t, tape: &tape{}, hub: NewHub(), log: &bytes.Buffer{}, engine: &fakeEngine{health: engine.Alive, asked: map[string]int{}}}
+func newRig(t *testing.T, owned bool, change ...func(f *Factory, spec *msg.ReplicaSpec)) *testRig {
+	r := &testRig{
+		t: t, tape: &recordingSink{}, hub: NewHub(), log: &bytes.Buffer{},
+		engine: &fakeEngine{health: engine.Alive, asked: map[string]int{}},
+	}
 	sys := inbox.NewSystem(slog.New(slog.DiscardHandler))
 	f := &Factory{
 		System: sys, Hub: r.hub, Assigner: assigner{msg.AssignReply{Rank: 2, Epoch: 3, DPSize: 4}},
-		NewEngine: func(*msg.ReplicaSpec) Engine { return r.engine }, Log: slog.New(slog.NewTextHandler(r.log, nil)),
+		NewEngine: func(*msg.ReplicaSpec) Engine { return r.engine },
+		Log:       slog.New(slog.NewTextHandler(r.log, nil)),
 	}
 	spec := msg.ReplicaSpec{
-		App: demo(), Unit: "demo/0/2", Rank: 2, Epoch: 3, Node: "n", Watcher: r.tape, Target: msg.Target{URL: "http://e", Owned: owned},
+		App: demo(), Unit: "demo/0/2", Rank: 2, Epoch: 3, Node: "n", Watcher: r.tape,
+		Target: msg.Target{URL: "http://e", Owned: owned},
 	}
 	for _, c := range change {
 		c(f, &spec)
@@ -179,11 +185,14 @@ func newRig(t *testing.T, owned bool, change ...func(f *Factory, spec *msg.Repli
 	return r
 }
 
-// ask admits a request of 100 tokens and gives the answer.
-func (r *rig) ask(change ...func(a *msg.Admit)) msg.AdmitReply {
+// ask admits a request of 100 tokens and returns the answer.
+func (r *testRig) ask(change ...func(a *msg.Admit)) msg.AdmitReply {
 	r.t.Helper()
 	r.next++
-	a := &msg.Admit{Ctx: context.Background(), ReqID: r.next, Epoch: 3, Tokens: 100, Ingress: "i", Reply: make(chan msg.AdmitReply, 1)}
+	a := &msg.Admit{
+		Ctx: context.Background(), ReqID: r.next, Epoch: 3, Tokens: 100, Ingress: "i",
+		Reply: make(chan msg.AdmitReply, 1),
+	}
 	for _, c := range change {
 		c(a)
 	}
@@ -192,7 +201,7 @@ func (r *rig) ask(change ...func(a *msg.Admit)) msg.AdmitReply {
 	return <-a.Reply
 }
 
-func (r *rig) send(m any) {
+func (r *testRig) send(m any) {
 	r.box.Send(m)
 	synctest.Wait()
 }
@@ -205,9 +214,9 @@ func kinds(records []msg.Record) []msg.RecordKind {
 	return out
 }
 
-// TestTheStreamTellsARequestsSession: so that every ingress knows on which rank a session is.
+// TestTheStreamTellsARequestsSession: every ingress must know on which rank a session is.
 func TestTheStreamTellsARequestsSession(t *testing.T) {
-	bubble(t, 2, true, func(t *testing.T, r *rig) {
+	withRank(t, 2, true, func(t *testing.T, r *testRig) {
 		r.ask(func(a *msg.Admit) { a.Session = 99 })
 		r.ask()
 		got := r.tape.take()
@@ -217,24 +226,34 @@ func TestTheStreamTellsARequestsSession(t *testing.T) {
 }
 
 func TestARequestsWayThroughTheStream(t *testing.T) {
-	bubble(t, 2, true, func(t *testing.T, r *rig) {
+	withRank(t, 2, true, func(t *testing.T, r *testRig) {
 		a := r.ask()
 		require.Equal(t, msg.Granted, a.Refusal)
-		assert.Equal(t, msg.Ticket{ID: 1, Epoch: 3, Incarnation: 7, Seq: 1, Rank: routing.ID(0, 2), Target: msg.Target{URL: "http://e", Owned: true}}, a.Ticket)
-		r.send(msg.FirstToken{TicketID: 1})
+		assert.Equal(t, msg.Ticket{
+			ID: 1, Epoch: 3, Incarnation: 7, Seq: 1, Rank: routing.ID(0, 2),
+			Target: msg.Target{URL: "http://e", Owned: true},
+		}, a.Ticket)
 		r.send(&msg.FirstToken{TicketID: 1})
-		r.send(msg.Progress{TicketID: 1, Out: 5})
-		r.send(msg.Progress{TicketID: 1, Out: 5})
+		r.send(&msg.FirstToken{TicketID: 1})
+		r.send(&msg.Progress{TicketID: 1, Out: 5})
+		r.send(&msg.Progress{TicketID: 1, Out: 5})
 		assert.Equal(t, 1, r.Status().InFlight)
 		r.send(&msg.Done{TicketID: 1, CompletionTokens: 9, FirstToken: 30 * time.Millisecond})
-		r.send(msg.Done{TicketID: 1, CompletionTokens: 9})
+		r.send(&msg.Done{TicketID: 1, CompletionTokens: 9})
 
 		got := r.tape.take()
-		require.Equal(t, []msg.RecordKind{msg.RecAdmitted, msg.RecFirstToken, msg.RecProgress, msg.RecDone}, kinds(got))
+		require.Equal(t, []msg.RecordKind{msg.RecAdmitted, msg.RecFirstToken, msg.RecProgress, msg.RecDone},
+			kinds(got))
 		for i, rec := range got {
 			assert.Equal(t, uint64(i+1), rec.Seq)
-			assert.Equal(t, [...]any{"demo", "demo/0/2", routing.ID(0, 2), uint64(3), uint64(7), uint64(1), "i", 100},
-				[...]any{rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation, rec.ReqID, rec.Ingress, rec.Tokens})
+			assert.Equal(t, [...]any{
+				"demo", "demo/0/2", routing.ID(0, 2), uint64(3), uint64(7), uint64(1),
+				"i", 100,
+			},
+				[...]any{
+					rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation, rec.ReqID, rec.Ingress,
+					rec.Tokens,
+				})
 		}
 		assert.Equal(t, 5, got[2].Out)
 		assert.Equal(t, 9, got[3].Out)
@@ -246,7 +265,8 @@ func TestARequestsWayThroughTheStream(t *testing.T) {
 	})
 }
 
-// A node without a lease refuses before anything else is looked at, and takes requests again as soon as it has one.
+// A node without a lease refuses before anything else is looked at, and takes requests again as soon as it
+// has one.
 func TestNothingIsAdmittedWithoutTheNodesLease(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var held atomic.Bool
@@ -266,7 +286,7 @@ func TestNothingIsAdmittedWithoutTheNodesLease(t *testing.T) {
 func TestGrantOrderAndRefusals(t *testing.T) {
 	gone, cancel := context.WithCancel(t.Context())
 	cancel()
-	bubble(t, 1, true, func(t *testing.T, r *rig) {
+	withRank(t, 1, true, func(t *testing.T, r *testRig) {
 		late := func(a *msg.Admit) { a.Deadline = time.Now() }
 		stale := func(a *msg.Admit) { a.Epoch = 2 }
 		assert.Equal(t, msg.Expired, r.ask(func(a *msg.Admit) { a.Ctx = gone }).Refusal)
@@ -290,7 +310,7 @@ func TestGrantOrderAndRefusals(t *testing.T) {
 }
 
 func TestAReplyWithoutRoomLeavesNoTicket(t *testing.T) {
-	bubble(t, 1, true, func(t *testing.T, r *rig) {
+	withRank(t, 1, true, func(t *testing.T, r *testRig) {
 		r.send(&msg.Admit{Epoch: 3, Reply: make(chan msg.AdmitReply)})
 		assert.Empty(t, r.tape.take())
 		assert.Equal(t, msg.Granted, r.ask().Refusal)
@@ -298,7 +318,7 @@ func TestAReplyWithoutRoomLeavesNoTicket(t *testing.T) {
 }
 
 func TestATicketWhoseOwnerForgotItLapses(t *testing.T) {
-	bubble(t, 1, true, func(t *testing.T, r *rig) {
+	withRank(t, 1, true, func(t *testing.T, r *testRig) {
 		ctx, cancel := context.WithCancel(t.Context())
 		r.ask(func(a *msg.Admit) { a.Ctx = ctx })
 		cancel()
@@ -312,10 +332,10 @@ func TestATicketWhoseOwnerForgotItLapses(t *testing.T) {
 	})
 }
 
-// TestManyOrphans: a context that ends before its Done is read costs no timer of its own, and only tickets without a Done lapse,
-// each at its own time.
+// TestManyOrphans: a context that ends before the actor reads its Done needs no timer of its own. Only
+// tickets without a Done lapse, each at its own time.
 func TestManyOrphans(t *testing.T) {
-	bubble(t, 3, true, func(t *testing.T, r *rig) {
+	withRank(t, 3, true, func(t *testing.T, r *testRig) {
 		forgotten := func() {
 			ctx, cancel := context.WithCancel(t.Context())
 			require.Equal(t, msg.Granted, r.ask(func(a *msg.Admit) { a.Ctx = ctx }).Refusal)
@@ -329,7 +349,7 @@ func TestManyOrphans(t *testing.T) {
 			rep := r.ask(func(a *msg.Admit) { a.Ctx = ctx })
 			cancel()
 			synctest.Wait()
-			r.send(msg.Done{TicketID: rep.Ticket.ID, Outcome: msg.OK})
+			r.send(&msg.Done{TicketID: rep.Ticket.ID, Outcome: msg.OK})
 		}
 		synctest.Wait()
 		r.orphans.mu.Lock()
@@ -347,11 +367,11 @@ func TestManyOrphans(t *testing.T) {
 }
 
 func TestASubscriberGetsASnapshotThenDeltas(t *testing.T) {
-	bubble(t, 4, true, func(t *testing.T, r *rig) {
+	withRank(t, 4, true, func(t *testing.T, r *testRig) {
 		r.ask()
 		r.ask()
-		r.send(msg.FirstToken{TicketID: 2})
-		late := &tape{}
+		r.send(&msg.FirstToken{TicketID: 2})
+		late := &recordingSink{}
 		cancel := r.hub.Subscribe(late)
 		synctest.Wait()
 		r.ask()
@@ -363,7 +383,10 @@ func TestASubscriberGetsASnapshotThenDeltas(t *testing.T) {
 		assert.Equal(t, 4, snap.MaxOngoing)
 		assert.Equal(t, "n", snap.Node)
 		assert.NotNil(t, snap.Mailbox)
-		assert.ElementsMatch(t, []msg.OpenRequest{{ReqID: 1, Ingress: "i", Tokens: 100}, {ReqID: 2, Ingress: "i", Tokens: 100, Decoding: true}}, snap.Open)
+		assert.ElementsMatch(t, []msg.OpenRequest{
+			{ReqID: 1, Ingress: "i", Tokens: 100},
+			{ReqID: 2, Ingress: "i", Tokens: 100, Decoding: true},
+		}, snap.Open)
 		cancel()
 		r.ask()
 		assert.Empty(t, late.take())
@@ -371,7 +394,7 @@ func TestASubscriberGetsASnapshotThenDeltas(t *testing.T) {
 }
 
 func TestDrainWaitsForTheLastRequest(t *testing.T) {
-	bubble(t, 4, true, func(t *testing.T, r *rig) {
+	withRank(t, 4, true, func(t *testing.T, r *testRig) {
 		r.ask()
 		r.Drain("draining")
 		synctest.Wait()
@@ -380,7 +403,7 @@ func TestDrainWaitsForTheLastRequest(t *testing.T) {
 			t.Fatal("drained with a request in hand")
 		default:
 		}
-		r.send(msg.Done{TicketID: 1})
+		r.send(&msg.Done{TicketID: 1})
 		<-r.Drained()
 		got := r.tape.take()
 		assert.Equal(t, []msg.RecordKind{msg.RecAdmitted, msg.RecState, msg.RecDone}, kinds(got))
@@ -388,12 +411,12 @@ func TestDrainWaitsForTheLastRequest(t *testing.T) {
 	})
 }
 
-// TestADrainThatIsOverCutsAsADrain: what is still running then is told from what a failure cost.
+// TestADrainThatIsOverCutsAsADrain: the cause of the cut requests differs from that of a failure.
 func TestADrainThatIsOverCutsAsADrain(t *testing.T) {
-	bubble(t, 4, true, func(t *testing.T, r *rig) {
+	withRank(t, 4, true, func(t *testing.T, r *testRig) {
 		r.ask()
 		r.Drain("draining")
-		r.Fence(CauseDrained)
+		r.Fence(causeDrained)
 		synctest.Wait()
 		got := r.tape.take()
 		require.Equal(t, []msg.RecordKind{msg.RecAdmitted, msg.RecState, msg.RecState}, kinds(got))
@@ -403,7 +426,7 @@ func TestADrainThatIsOverCutsAsADrain(t *testing.T) {
 }
 
 func TestAFenceIsHeardOnceAndGoneEndsTheStream(t *testing.T) {
-	bubble(t, 4, true, func(t *testing.T, r *rig) {
+	withRank(t, 4, true, func(t *testing.T, r *testRig) {
 		r.Fence("process exited")
 		r.Fence("again")
 		synctest.Wait()
@@ -412,26 +435,27 @@ func TestAFenceIsHeardOnceAndGoneEndsTheStream(t *testing.T) {
 		got := r.tape.take()
 		require.Equal(t, []msg.RecordKind{msg.RecState, msg.RecGone}, kinds(got))
 		assert.Equal(t, "process exited", got[0].Cause)
-		assert.Empty(t, r.tape.told(), "a fence from outside is no news to the node")
+		assert.Empty(t, r.tape.nodeEvents(), "a fence from outside is no news to the node")
 		require.ErrorIs(t, r.Ready(t.Context(), msg.Facts{Incarnation: 8, MaxOngoing: 1}), inbox.ErrStopped)
 	})
 }
 
 func TestFiveFailuresTripAndACanaryClears(t *testing.T) {
-	bubble(t, 9, true, func(t *testing.T, r *rig) {
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		fail := func(n int) {
 			for range n {
-				r.send(msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Trip: true})
+				r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Trip: true})
 			}
 		}
 		fail(4)
-		r.send(msg.Done{TicketID: r.ask().Ticket.ID})
+		r.send(&msg.Done{TicketID: r.ask().Ticket.ID})
 		fail(4)
 		require.Equal(t, msg.Granted, r.ask().Refusal)
 		fail(1)
 		got := r.tape.take()
 		last := got[len(got)-1]
-		assert.Equal(t, [...]any{msg.RecState, false, true, "tripped"}, [...]any{last.Kind, last.Accepting, last.Tripped, last.Cause})
+		assert.Equal(t, [...]any{msg.RecState, false, true, "tripped"},
+			[...]any{last.Kind, last.Accepting, last.Tripped, last.Cause})
 		assert.Equal(t, msg.Granted, r.ask().Refusal, "who sees all ranks decides whether it is left out")
 		assert.True(t, r.Status().Tripped)
 
@@ -447,25 +471,26 @@ func TestFiveFailuresTripAndACanaryClears(t *testing.T) {
 		assert.False(t, r.Status().Tripped)
 		got = r.tape.take()
 		last = got[len(got)-1]
-		assert.Equal(t, [...]any{msg.RecState, true, false}, [...]any{last.Kind, last.Accepting, last.Tripped})
-		assert.Empty(t, r.tape.told())
+		assert.Equal(t, [...]any{msg.RecState, true, false},
+			[...]any{last.Kind, last.Accepting, last.Tripped})
+		assert.Empty(t, r.tape.nodeEvents())
 	})
 }
 
 func TestATrippedRankIsWatchedAsAnyOther(t *testing.T) {
-	bubble(t, 9, false, func(t *testing.T, r *rig) {
+	withRank(t, 9, false, func(t *testing.T, r *testRig) {
 		r.engine.set(func(f *fakeEngine) { f.canary = errors.New("no") })
 		for range 5 {
-			r.send(msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Trip: true})
+			r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Trip: true})
 		}
-		fresh := &tape{}
+		fresh := &recordingSink{}
 		defer r.hub.Subscribe(fresh)()
 		synctest.Wait()
 		assert.True(t, fresh.take()[0].Snapshot.Tripped, "a later subscriber is told, too")
 		require.Equal(t, msg.Granted, r.ask().Refusal)
 		time.Sleep(45 * time.Second)
 		synctest.Wait()
-		events := r.tape.told()
+		events := r.tape.nodeEvents()
 		require.Len(t, events, 1)
 		assert.Contains(t, events[0].Cause, "no progress")
 	})
@@ -473,15 +498,15 @@ func TestATrippedRankIsWatchedAsAnyOther(t *testing.T) {
 
 func TestThreeFailedCanariesGiveAnOwnedEngineUp(t *testing.T) {
 	for _, owned := range []bool{true, false} {
-		bubble(t, 9, owned, func(t *testing.T, r *rig) {
+		withRank(t, 9, owned, func(t *testing.T, r *testRig) {
 			r.engine.set(func(f *fakeEngine) { f.canary = errors.New("500") })
 			for range 5 {
-				r.send(msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Trip: true})
+				r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Trip: true})
 			}
 			time.Sleep((1+2+4)*time.Second + time.Millisecond)
 			synctest.Wait()
 			assert.Equal(t, 3, r.engine.count("canary"))
-			events := r.tape.told()
+			events := r.tape.nodeEvents()
 			if !owned {
 				assert.Empty(t, events)
 				time.Sleep((8+16+32+64+64)*time.Second + time.Millisecond)
@@ -490,7 +515,8 @@ func TestThreeFailedCanariesGiveAnOwnedEngineUp(t *testing.T) {
 			}
 			require.Len(t, events, 1)
 			assert.Equal(t, msg.ReplicaEvent{
-				Unit: "demo/0/2", Epoch: 3, Rank: 2, Incarnation: 7, Kind: msg.ReplicaLost, Cause: "5 requests and 3 canaries failed in a row: 500",
+				Unit: "demo/0/2", Epoch: 3, Rank: 2, Incarnation: 7, Kind: msg.ReplicaLost,
+				Cause: "5 requests and 3 canaries failed in a row: 500",
 			}, events[0])
 			assert.Equal(t, msg.Fenced, r.ask().Refusal)
 		})
@@ -498,21 +524,22 @@ func TestThreeFailedCanariesGiveAnOwnedEngineUp(t *testing.T) {
 }
 
 func TestAnEngineBusyAnswerFillsTheRankForASecondAtMost(t *testing.T) {
-	bubble(t, 9, true, func(t *testing.T, r *rig) {
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		first, other := r.ask().Ticket.ID, r.ask().Ticket.ID
-		r.send(msg.Done{TicketID: first, Busy: true, Outcome: msg.FailedOutcome})
+		r.send(&msg.Done{TicketID: first, Busy: true, Outcome: msg.FailedOutcome})
 		assert.Equal(t, msg.Full, r.ask().Refusal)
-		r.send(msg.Done{TicketID: other})
+		r.send(&msg.Done{TicketID: other})
 		third := r.ask()
 		require.Equal(t, msg.Granted, third.Refusal, "the next Done clears it")
-		r.send(msg.Done{TicketID: third.Ticket.ID, Busy: true})
+		r.send(&msg.Done{TicketID: third.Ticket.ID, Busy: true})
 		time.Sleep(999 * time.Millisecond)
 		assert.Equal(t, msg.Full, r.ask().Refusal)
 		r.tape.take()
 		time.Sleep(2 * time.Millisecond)
 		synctest.Wait()
 		got := r.tape.take()
-		require.Equal(t, []msg.RecordKind{msg.RecState}, kinds(got), "a queue is woken even if no request is in hand")
+		require.Equal(t, []msg.RecordKind{msg.RecState}, kinds(got),
+			"a queue is woken even if no request is in hand")
 		assert.True(t, got[0].Accepting)
 		assert.Equal(t, msg.Granted, r.ask().Refusal)
 	})
@@ -528,16 +555,22 @@ func TestHealthFencesAtOnceOrAsksTheCanary(t *testing.T) {
 		"503":                     {engine.Dead, nil, "health check: it is dead"},
 		"refused":                 {engine.RefusedConn, nil, "health check: it is refused"},
 		"silent, but it computes": {engine.Unanswered, nil, ""},
-		"silent":                  {engine.Unanswered, errors.New("time-out"), "health check: it is unanswered; then the canary failed: time-out"},
-		"odd":                     {engine.Odd, errors.New("no"), "health check: it is odd; then the canary failed: no"},
+		"silent": {
+			engine.Unanswered, errors.New("time-out"),
+			"health check: it is unanswered; then the canary failed: time-out",
+		},
+		"odd": {
+			engine.Odd, errors.New("no"),
+			"health check: it is odd; then the canary failed: no",
+		},
 	}
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
-			bubble(t, 9, true, func(t *testing.T, r *rig) {
+			withRank(t, 9, true, func(t *testing.T, r *testRig) {
 				r.engine.set(func(f *fakeEngine) { f.health, f.canary = c.health, c.canary })
 				time.Sleep(1001 * time.Millisecond)
 				synctest.Wait()
-				events := r.tape.told()
+				events := r.tape.nodeEvents()
 				if c.cause == "" {
 					assert.Empty(t, events)
 					assert.Equal(t, msg.Granted, r.ask().Refusal)
@@ -548,17 +581,18 @@ func TestHealthFencesAtOnceOrAsksTheCanary(t *testing.T) {
 				assert.Equal(t, msg.Fenced, r.ask().Refusal)
 				asked := r.engine.count("health")
 				time.Sleep(time.Minute)
-				assert.Equal(t, asked, r.engine.count("health"), "an owned engine that is fenced is not asked again")
+				assert.Equal(t, asked, r.engine.count("health"),
+					"an owned engine that is fenced is not asked again")
 			})
 		})
 	}
 }
 
 func TestAFailedConnectionIsProbedAtOnce(t *testing.T) {
-	bubble(t, 9, true, func(t *testing.T, r *rig) {
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		r.engine.set(func(f *fakeEngine) { f.health = engine.RefusedConn })
-		r.send(msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Probe: true})
-		assert.Len(t, r.tape.told(), 1, "no time has passed")
+		r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Probe: true})
+		assert.Len(t, r.tape.nodeEvents(), 1, "no time has passed")
 	})
 }
 
@@ -566,20 +600,29 @@ func TestStalls(t *testing.T) {
 	stuck := errors.New("time-out")
 	cases := map[string]struct {
 		work   bool
-		during func(r *rig)
+		during func(r *testRig)
 		canary error
 		lost   bool
 	}{
-		"no work":                      {canary: stuck},
-		"nothing moves":                {work: true, canary: stuck, lost: true},
-		"the canary answers":           {work: true},
-		"the engine's counters move":   {work: true, canary: stuck, during: func(r *rig) { r.engine.set(func(f *fakeEngine) { f.counters.PromptTokens++ }) }},
-		"a stream moves":               {work: true, canary: stuck, during: func(r *rig) { r.send(msg.Progress{TicketID: 1, Out: int(time.Now().Unix())}) }},
-		"another request was answered": {work: true, canary: stuck, during: func(r *rig) { r.send(msg.Done{TicketID: r.ask().Ticket.ID}) }},
+		"no work":            {canary: stuck},
+		"nothing moves":      {work: true, canary: stuck, lost: true},
+		"the canary answers": {work: true},
+		"the engine's counters move": {
+			work: true, canary: stuck,
+			during: func(r *testRig) { r.engine.set(func(f *fakeEngine) { f.counters.PromptTokens++ }) },
+		},
+		"a stream moves": {
+			work: true, canary: stuck,
+			during: func(r *testRig) { r.send(&msg.Progress{TicketID: 1, Out: int(time.Now().Unix())}) },
+		},
+		"another request was answered": {
+			work: true, canary: stuck,
+			during: func(r *testRig) { r.send(&msg.Done{TicketID: r.ask().Ticket.ID}) },
+		},
 	}
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
-			bubble(t, 9, true, func(t *testing.T, r *rig) {
+			withRank(t, 9, true, func(t *testing.T, r *testRig) {
 				r.engine.set(func(f *fakeEngine) { f.canary, f.counters.Seen = c.canary, true })
 				if c.work {
 					r.ask()
@@ -590,51 +633,53 @@ func TestStalls(t *testing.T) {
 						c.during(r)
 					}
 				}
-				events := r.tape.told()
+				events := r.tape.nodeEvents()
 				if !c.lost {
 					assert.Empty(t, events)
 					return
 				}
 				require.Len(t, events, 1)
-				assert.Equal(t, "no progress for 20s with 1 requests in hand; then the canary failed: time-out", events[0].Cause)
+				assert.Equal(t,
+					"no progress for 20s with 1 requests in hand; then the canary failed: time-out",
+					events[0].Cause)
 			})
 		})
 	}
 }
 
 func TestAPredictedPrefillStretchesTheStallTimeout(t *testing.T) {
-	bubble(t, 9, true, func(t *testing.T, r *rig) {
-		r.prefill = func(tokens int) time.Duration { return time.Duration(tokens) * time.Second }
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
+		r.prefillTime = func(tokens int) time.Duration { return time.Duration(tokens) * time.Second }
 		r.engine.set(func(f *fakeEngine) { f.canary = errors.New("no") })
 		r.ask() // 100 tokens: 3 × 100 s
 		time.Sleep(299 * time.Second)
-		assert.Empty(t, r.tape.told())
+		assert.Empty(t, r.tape.nodeEvents())
 		time.Sleep(3 * time.Second)
-		assert.Len(t, r.tape.told(), 1)
+		assert.Len(t, r.tape.nodeEvents(), 1)
 	})
 }
 
 func TestAnAttachedEngineComesBackWithANewIncarnation(t *testing.T) {
-	bubble(t, 9, false, func(t *testing.T, r *rig) {
+	withRank(t, 9, false, func(t *testing.T, r *testRig) {
 		r.ask()
 		r.engine.set(func(f *fakeEngine) { f.health, f.canary = engine.RefusedConn, errors.New("no") })
 		time.Sleep(1001 * time.Millisecond)
 		synctest.Wait()
-		require.Len(t, r.tape.told(), 1)
+		require.Len(t, r.tape.nodeEvents(), 1)
 		r.engine.set(func(f *fakeEngine) { f.health = engine.Alive })
 		time.Sleep(5 * time.Second)
-		require.Empty(t, r.tape.told(), "alive is not enough")
+		require.Empty(t, r.tape.nodeEvents(), "alive is not enough")
 		r.engine.set(func(f *fakeEngine) { f.canary = nil })
 		time.Sleep(5 * time.Second)
-		events := r.tape.told()
+		events := r.tape.nodeEvents()
 		require.Len(t, events, 1)
 		assert.Equal(t, msg.ReplicaBack, events[0].Kind)
 		r.engine.set(func(f *fakeEngine) { f.health = engine.RefusedConn })
 		time.Sleep(2 * time.Second)
-		require.Len(t, r.tape.told(), 1, "the node hears when it is lost again before its Ready")
+		require.Len(t, r.tape.nodeEvents(), 1, "the node hears when it is lost again before its Ready")
 		r.engine.set(func(f *fakeEngine) { f.health = engine.Alive })
 		time.Sleep(2 * time.Second)
-		require.Len(t, r.tape.told(), 1)
+		require.Len(t, r.tape.nodeEvents(), 1)
 
 		r.tape.take()
 		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 8, MaxOngoing: 9}))
@@ -642,14 +687,14 @@ func TestAnAttachedEngineComesBackWithANewIncarnation(t *testing.T) {
 		require.Equal(t, []msg.RecordKind{msg.RecSnapshot}, kinds(got))
 		assert.Equal(t, uint64(8), got[0].Incarnation)
 		assert.Empty(t, got[0].Snapshot.Open)
-		r.send(msg.Done{TicketID: 1}) // of the engine that died
+		r.send(&msg.Done{TicketID: 1}) // of the engine that died
 		assert.Empty(t, r.tape.take())
 		assert.Equal(t, uint64(1), r.ask().Ticket.Seq)
 	})
 }
 
 func TestAPanicLosesTheAccountAndNothingElse(t *testing.T) {
-	bubble(t, 9, true, func(t *testing.T, r *rig) {
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		r.ask()
 		r.tape.take()
 		r.box.Send(&msg.Admit{Epoch: 3, Ctx: brokenContext{}})
@@ -677,8 +722,9 @@ func TestAssignChecksTheGrant(t *testing.T) {
 		require.NoError(t, r.Assign(t.Context()))
 		r.assigner = assigner{msg.AssignReply{Rank: 1, Epoch: 3}}
 		err := r.Assign(t.Context())
-		require.ErrorIs(t, err, ErrNotGranted)
-		require.EqualError(t, err, "the rank is not granted to this replica: asked for rank 2 at epoch 3, got rank 1 at epoch 3")
+		require.ErrorIs(t, err, errNotGranted)
+		require.EqualError(t, err,
+			"the rank is not granted to this replica: asked for rank 2 at epoch 3, got rank 1 at epoch 3")
 		r.assigner = assigner{msg.AssignReply{Err: errors.New("group full")}}
 		require.EqualError(t, r.Assign(t.Context()), "assign rank 0/2: group full")
 	})
@@ -686,10 +732,13 @@ func TestAssignChecksTheGrant(t *testing.T) {
 
 func TestDefaultsArePinned(t *testing.T) {
 	assert.Equal(t, Timers{
-		Canary: 10 * time.Second, TicketLapse: 5 * time.Second, BusyHold: time.Second, TripBackoff: time.Second,
-		TripCeiling: 64 * time.Second, CounterLimit: 500 * time.Millisecond, Scrape: time.Second, Silence: 30 * time.Second,
+		Canary: 10 * time.Second, TicketLapse: 5 * time.Second, BusyHold: time.Second,
+		TripBackoff: time.Second,
+		TripCeiling: 64 * time.Second, CounterLimit: 500 * time.Millisecond, Scrape: time.Second,
+		Silence: 30 * time.Second,
 	}, Timers{}.withDefaults())
 	assert.Equal(t, [...]int{4096, 5, 3, 3}, [...]int{mailboxBound, tripAfter, fenceAfter, stallFactor})
 	var none app.Application
-	assert.Equal(t, [...]time.Duration{time.Second, 5 * time.Second, 20 * time.Second}, [...]time.Duration{healthPeriod(&none), healthTimeout(&none), stallTimeout(&none)})
+	assert.Equal(t, [...]time.Duration{time.Second, 5 * time.Second, 20 * time.Second},
+		[...]time.Duration{healthPeriod(&none), healthTimeout(&none), stallTimeout(&none)})
 }

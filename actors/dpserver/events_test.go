@@ -23,11 +23,11 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-func events(r *rig) msg.EventStatus { return *r.Status().KV.Events }
+func events(r *testRig) msg.EventStatus { return *r.Status().KV.Events }
 
-// TestKV3EventsReachTheStream: in order, through a gap that a replay fills, without doubling anything.
+// TestKV3EventsReachTheStream: in order, over a gap that a replay fills, and each once.
 func TestKV3EventsReachTheStream(t *testing.T) {
-	listener(t, true, true, func(t *testing.T, r *rig, p *publisher) {
+	withPublisher(t, true, true, func(t *testing.T, r *testRig, p *publisher) {
 		old := newReader(t)
 		long := ids(0, 40)
 		p.publish(storedBlocks(1, nil, long[:16]))
@@ -38,23 +38,26 @@ func TestKV3EventsReachTheStream(t *testing.T) {
 		p.raw(seq, lost)
 		p.publish(removedBlocks(1036, 1032))
 		old.follow(r)
-		assert.Equal(t, map[kvindex.Tier][2]uint64{kvindex.GPU: {8, sum(prompt(long[:32]...))}}, old.holds())
+		assert.Equal(t, map[kvindex.Tier][2]uint64{kvindex.GPU: {8, sum(prompt(long[:32]...))}},
+			old.columnSums())
 		p.mu.Lock()
 		asked := p.asked
 		p.mu.Unlock()
-		assert.Equal(t, []uint64{0, 1}, asked, "one replay of all there was, one from the first missing batch")
-		time.Sleep(2 * DefaultHealthPeriod) // counters are a copy of some moments ago
+		assert.Equal(t, []uint64{0, 1}, asked,
+			"one replay of all there was, one from the first missing batch")
+		time.Sleep(2 * defaultHealthPeriod) // counters are a copy of some moments ago
 		assert.Equal(t, msg.EventStatus{State: msg.EventsLive, Batches: 4, Gaps: 1}, events(r))
-		assert.Equal(t, old.holds(), r.fresh(t).holds())
+		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
 	})
 }
 
-// TestAnEngineThatDialsFindsItsRank: the rank listens when New returns, and what is published before Ready is the engine's own.
+// TestAnEngineThatDialsFindsItsRank: the rank listens when New returns. Events before the first Ready belong
+// to the engine that becomes ready.
 func TestAnEngineThatDialsFindsItsRank(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		network := &memnet.Network{}
 		r := newRig(t, true, func(f *Factory, spec *msg.ReplicaSpec) {
-			over(network)(f, spec)
+			overNetwork(network)(f, spec)
 			spec.Events = &msg.EventSource{Bind: "tcp://" + pubAddr}
 		})
 		dial := r.net.dial
@@ -68,13 +71,14 @@ func TestAnEngineThatDialsFindsItsRank(t *testing.T) {
 		p.publish(storedBlocks(1, nil, first))
 		old := newReader(t)
 		old.follow(r)
-		assert.Empty(t, old.holds(), "no incarnation, no records")
+		assert.Empty(t, old.columnSums(), "no incarnation, no records")
 		assert.Equal(t, msg.EventsLive, events(r).State)
 		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 7, MaxOngoing: 9}))
 		p.publish(storedBlocks(1, nil, second))
 		old.follow(r)
-		assert.Equal(t, [...]int{4, 2}, [...]int{old.hit(kvindex.GPU, prompt(first...)), old.hit(kvindex.GPU, prompt(second...))})
-		assert.Equal(t, old.holds(), r.fresh(t).holds())
+		assert.Equal(t, [...]int{4, 2},
+			[...]int{old.hit(kvindex.GPU, prompt(first...)), old.hit(kvindex.GPU, prompt(second...))})
+		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
 	})
 }
 
@@ -91,9 +95,16 @@ func TestNewFailsWhereEventsCannotBeHeard(t *testing.T) {
 			"tcp://10.1.2.3:5557": "beyond loopback",
 			"ipc:///kv.sock":      "is not tcp://HOST:PORT",
 		} {
-			f := &Factory{System: sys, Hub: NewHub(), NewEngine: func(*msg.ReplicaSpec) Engine { return healthy{} }, Log: slog.New(slog.DiscardHandler)}
-			spec := msg.ReplicaSpec{App: demo(), Watcher: &tape{}, Events: &msg.EventSource{Bind: bind}}
-			over(network)(f, &spec)
+			f := &Factory{
+				System: sys, Hub: NewHub(),
+				NewEngine: func(*msg.ReplicaSpec) Engine { return healthyEngine{} },
+				Log:       slog.New(slog.DiscardHandler),
+			}
+			spec := msg.ReplicaSpec{
+				App: demo(), Watcher: &recordingSink{},
+				Events: &msg.EventSource{Bind: bind},
+			}
+			overNetwork(network)(f, &spec)
 			_, err := f.New(spec)
 			require.ErrorContains(t, err, want)
 			if bind != "tcp://"+pubAddr {
@@ -103,12 +114,15 @@ func TestNewFailsWhereEventsCannotBeHeard(t *testing.T) {
 	})
 }
 
-// TestEventsAreFoundWithReady: an attached engine whose sockets the node learned by asking it.
+// TestEventsAreFoundWithReady: the node learned the sockets of an attached engine by asking it.
 func TestEventsAreFoundWithReady(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		network := &memnet.Network{}
-		r := newRig(t, false, over(network))
-		facts := msg.Facts{Incarnation: 7, MaxOngoing: 9, Events: &msg.EventSource{Connect: "tcp://" + pubAddr, Replay: "tcp://" + replayAddr}}
+		r := newRig(t, false, overNetwork(network))
+		facts := msg.Facts{
+			Incarnation: 7, MaxOngoing: 9,
+			Events: &msg.EventSource{Connect: "tcp://" + pubAddr, Replay: "tcp://" + replayAddr},
+		}
 		require.NoError(t, r.Ready(t.Context(), facts))
 		time.Sleep(1500 * time.Millisecond)
 		assert.Equal(t, msg.EventsConnecting, events(r).State)
@@ -123,16 +137,17 @@ func TestEventsAreFoundWithReady(t *testing.T) {
 		facts.Incarnation, facts.Events = 8, nil
 		require.NoError(t, r.Ready(t.Context(), facts))
 		old.follow(r)
-		assert.Empty(t, old.holds())
-		assert.Nil(t, r.listening.now.Load(), "the engine behind the URL publishes nothing any more")
+		assert.Empty(t, old.columnSums())
+		assert.Nil(t, r.subscriptions.current.Load(), "the engine behind the URL publishes nothing any more")
 	})
 }
 
-// TestKV4AnAttachedEngineRestartsInPlace: its blocks go at once, a new incarnation is drawn under the same epoch, and its requests
-// are no longer counted. An engine of our own is its node's business.
+// TestKV4AnAttachedEngineRestartsInPlace: its blocks are dropped at once, a new incarnation is drawn under
+// the same epoch, and its requests are no longer counted. A restart of an engine that dpserve started is
+// handled by its node.
 func TestKV4AnAttachedEngineRestartsInPlace(t *testing.T) {
 	for _, owned := range []bool{false, true} {
-		listener(t, owned, false, func(t *testing.T, r *rig, p *publisher) {
+		withPublisher(t, owned, false, func(t *testing.T, r *testRig, p *publisher) {
 			old := newReader(t)
 			before, after := ids(0, 16), ids(500, 8)
 			p.publish(storedBlocks(1, nil, before))
@@ -142,7 +157,8 @@ func TestKV4AnAttachedEngineRestartsInPlace(t *testing.T) {
 			require.Equal(t, 4, old.hit(kvindex.GPU, prompt(before...)))
 			p.restart()
 			old.follow(r)
-			assert.Zero(t, old.hit(kvindex.GPU, prompt(before...)), "the connection is gone: nothing is known")
+			assert.Zero(t, old.hit(kvindex.GPU, prompt(before...)),
+				"the connection is gone: nothing is known")
 			time.Sleep(300 * time.Millisecond)
 			p.publish(storedBlocks(1, nil, after))
 			time.Sleep(time.Second)
@@ -155,7 +171,7 @@ func TestKV4AnAttachedEngineRestartsInPlace(t *testing.T) {
 			st := r.Status()
 			assert.Equal(t, uint64(1), st.KV.Events.Restarts)
 			assert.Equal(t, uint64(3), st.Epoch)
-			assert.Equal(t, old.holds(), r.fresh(t).holds())
+			assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
 			if owned {
 				assert.Equal(t, [...]any{"0000000000000007", 1}, [...]any{st.Incarnation, st.InFlight})
 				return
@@ -165,14 +181,15 @@ func TestKV4AnAttachedEngineRestartsInPlace(t *testing.T) {
 			assert.Zero(t, old.hit(kvindex.Sent, prompt(ids(900, 16)...)))
 			again := r.ask()
 			assert.Equal(t, [...]any{msg.Granted, uint64(3)}, [...]any{again.Refusal, again.Ticket.Epoch})
-			assert.Equal(t, st.Incarnation, hex(again.Ticket.Incarnation))
+			assert.Equal(t, st.Incarnation, formatIncarnation(again.Ticket.Incarnation))
 		})
 	}
 }
 
-// TestKV4CountersThatFellAreARestart: where no event tells. One odd report is not believed, nor are two that contradict each other.
+// TestKV4CountersThatFellAreARestart: without events, counters that fell show a restart. One such report does
+// not suffice, nor do two that contradict each other.
 func TestKV4CountersThatFellAreARestart(t *testing.T) {
-	listener(t, false, true, func(t *testing.T, r *rig, p *publisher) {
+	withPublisher(t, false, true, func(t *testing.T, r *testRig, p *publisher) {
 		old := newReader(t)
 		p.publish(storedBlocks(1, nil, ids(0, 16)))
 		say := func(prompt, generated float64) {
@@ -194,57 +211,64 @@ func TestKV4CountersThatFellAreARestart(t *testing.T) {
 		time.Sleep(5 * time.Second)
 		old.follow(r)
 		assert.Equal(t, now, incarnation())
-		assert.Equal(t, 4, old.hit(kvindex.GPU, prompt(ids(0, 16)...)), "the new subscription asked for all there is")
-		assert.Equal(t, old.holds(), r.fresh(t).holds())
+		assert.Equal(t, 4, old.hit(kvindex.GPU, prompt(ids(0, 16)...)),
+			"the new subscription asked for all there is")
+		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
 	})
 }
 
-// TestReadyAfterAFenceListensAnew: an attached engine that was out of sight is asked for everything again.
+// TestReadyAfterAFenceListensAnew: an attached engine that was not followed for a while is asked for all
+// events again.
 func TestReadyAfterAFenceListensAnew(t *testing.T) {
-	listener(t, false, true, func(t *testing.T, r *rig, p *publisher) {
+	withPublisher(t, false, true, func(t *testing.T, r *testRig, p *publisher) {
 		old := newReader(t)
 		p.publish(storedBlocks(1, nil, ids(0, 16)))
 		r.Fence("health check")
 		p.publish(storedBlocks(1, nil, ids(100, 16)))
 		old.follow(r)
-		require.Equal(t, uint64(8), old.holds()[kvindex.GPU][0])
+		require.Equal(t, uint64(8), old.columnSums()[kvindex.GPU][0])
 		p.restart()
 		p.batch(storedBlocks(2, nil, ids(200, 16)))
 		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 8, MaxOngoing: 9, BlockSize: 4}))
 		old.follow(r)
 		time.Sleep(time.Second)
 		old.follow(r)
-		assert.Equal(t, map[kvindex.Tier][2]uint64{kvindex.GPU: {4, sum(prompt(ids(200, 16)...))}}, old.holds())
+		assert.Equal(t, map[kvindex.Tier][2]uint64{kvindex.GPU: {4, sum(prompt(ids(200, 16)...))}},
+			old.columnSums())
 		assert.Equal(t, "0000000000000008", r.Status().Incarnation)
 		assert.Equal(t, msg.EventsLive, events(r).State)
-		time.Sleep(2 * DefaultHealthPeriod)
+		time.Sleep(2 * defaultHealthPeriod)
 		assert.Equal(t, uint64(3), events(r).Batches, "counters go on")
-		assert.Equal(t, old.holds(), r.fresh(t).holds())
+		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
 	})
 }
 
-// TestKV5ClearedEmptiesThisRankAlone, and what it was sent before with it.
+// TestKV5ClearedEmptiesThisRankAlone: the engine's event empties the columns of events and of sent prompts.
 func TestKV5ClearedEmptiesThisRankAlone(t *testing.T) {
-	listener(t, true, true, func(t *testing.T, r *rig, p *publisher) {
+	withPublisher(t, true, true, func(t *testing.T, r *testRig, p *publisher) {
 		r.engine.set(func(f *fakeEngine) { f.counters.Seen = true })
 		old := newReader(t)
 		p.publish(storedBlocks(1, nil, ids(0, 16)), storedBlocks(1, nil, ids(0, 16), -1, "CPU"))
 		old.follow(r)
-		require.Equal(t, [...]int{4, 4}, [...]int{old.hit(kvindex.GPU, prompt(ids(0, 16)...)), old.hit(kvindex.CPU, prompt(ids(0, 16)...))})
+		require.Equal(t, [...]int{4, 4}, [...]int{
+			old.hit(kvindex.GPU, prompt(ids(0, 16)...)),
+			old.hit(kvindex.CPU, prompt(ids(0, 16)...)),
+		})
 		id := r.sendPrompt(prompt(ids(0, 16)...), 4)
-		r.send(msg.Done{TicketID: id, FirstToken: 1})
+		r.send(&msg.Done{TicketID: id, FirstToken: 1})
 		p.publish(list{"AllBlocksCleared"}, storedBlocks(1, nil, ids(300, 8)))
 		old.follow(r)
-		holds := old.holds()
-		assert.LessOrEqual(t, holds[kvindex.Sent][0], uint64(2), "no more than the engine holds, now or between the two events")
+		holds := old.columnSums()
+		assert.LessOrEqual(t, holds[kvindex.Sent][0], uint64(2),
+			"no more than the engine holds, now or between the two events")
 		delete(holds, kvindex.Sent)
 		assert.Equal(t, map[kvindex.Tier][2]uint64{kvindex.GPU: {2, sum(prompt(ids(300, 8)...))}}, holds)
-		assert.Equal(t, old.holds(), r.fresh(t).holds())
+		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
 
 		r.engine.set(func(f *fakeEngine) { f.counters.Asleep = true })
 		time.Sleep(1500 * time.Millisecond)
 		old.follow(r)
-		assert.Empty(t, old.holds(), "asleep: no event told")
+		assert.Empty(t, old.columnSums(), "asleep: no event told")
 		p.publish(removedBlocks(1300, 1304), storedBlocks(1, nil, ids(300, 8)))
 		time.Sleep(3 * time.Second)
 		old.follow(r)
@@ -252,13 +276,13 @@ func TestKV5ClearedEmptiesThisRankAlone(t *testing.T) {
 	})
 }
 
-// TestKV13GarbageIsCountedAndChangesNothing: KV13 on the replica's side.
+// TestKV13GarbageIsCountedAndChangesNothing is KV13 on the replica's side.
 func TestKV13GarbageIsCountedAndChangesNothing(t *testing.T) {
-	listener(t, true, true, func(t *testing.T, r *rig, p *publisher) {
+	withPublisher(t, true, true, func(t *testing.T, r *testRig, p *publisher) {
 		old := newReader(t)
 		p.publish(storedBlocks(1, nil, ids(0, 16)))
 		old.follow(r)
-		was := old.holds()
+		was := old.columnSums()
 		p.publish(
 			list{"BlockStored", list{7, 8}, 7, ids(0, 8), 4},     // its own parent
 			list{"BlockStored", list{1012}, 1000, ids(90, 4), 4}, // known elsewhere
@@ -270,45 +294,49 @@ func TestKV13GarbageIsCountedAndChangesNothing(t *testing.T) {
 			storedBlocks(3, nil, ids(700, 8), -1, "TAPE"),        // a place that is no tier
 		)
 		old.follow(r)
-		assert.Equal(t, was, old.holds())
+		assert.Equal(t, was, old.columnSums())
 		p.ring = append(p.ring, []byte{0xc1, 0xff}) // so it is in the engine's own ring
 		p.raw(2, p.ring[2])
 		old.follow(r)
-		assert.Equal(t, was, old.holds())
+		assert.Equal(t, was, old.columnSums())
 		time.Sleep(1500 * time.Millisecond)
 		assert.Equal(t, msg.EventsPartial, events(r).State)
 		time.Sleep(time.Second)
 		assert.GreaterOrEqual(t, events(r).Dropped, uint64(6))
-		assert.Equal(t, old.holds(), r.fresh(t).holds())
+		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
 	})
 }
 
-// TestKV9BlockSizesThatDiffer: events are believed, and status names both.
+// TestKV9BlockSizesThatDiffer: the events are used, and status names both sizes.
 func TestKV9BlockSizesThatDiffer(t *testing.T) {
-	listener(t, true, true, func(t *testing.T, r *rig, p *publisher) {
+	withPublisher(t, true, true, func(t *testing.T, r *testRig, p *publisher) {
 		p.publish(list{"BlockStored", list{1, 2}, nil, ids(0, 16), 8})
 		st := r.Status().KV
 		assert.Equal(t, "kv events come in blocks of 8 tokens, the engine reported 4", st.Note)
 		assert.Equal(t, [...]any{8, int64(8000), 2}, [...]any{st.BlockSize, st.Capacity, st.Blocks})
-		old := r.fresh(t)
+		old := r.newSubscriber(t)
 		assert.Equal(t, 8, old.size[kvindex.GPU])
 	})
 }
 
-// TestKV10SilentEvents: under traffic without an event for 30 s it is said, the record lives on for its whole time, and shortly again
-// when events come.
+// TestKV10SilentEvents: under traffic without an event for 30 s status says so, and sent prompts live for the
+// full record time until events come again.
 func TestKV10SilentEvents(t *testing.T) {
-	listener(t, true, true, func(t *testing.T, r *rig, p *publisher) {
+	withPublisher(t, true, true, func(t *testing.T, r *testRig, p *publisher) {
 		old := newReader(t)
 		serve := func(from uint32) {
 			id := r.sendPrompt(prompt(ids(from, 16)...), 0)
-			r.send(msg.Done{TicketID: id, FirstToken: 1, PromptTokens: 16, CompletionTokens: 3, HasCached: true})
+			r.send(&msg.Done{
+				TicketID: id, FirstToken: 1, PromptTokens: 16, CompletionTokens: 3,
+				HasCached: true,
+			})
 		}
 		p.publish(storedBlocks(1, nil, ids(0, 16)))
 		serve(0)
-		time.Sleep(untilEvents + minRest)
+		time.Sleep(liveSentTTL + minExpiryInterval)
 		old.follow(r)
-		assert.Zero(t, old.hit(kvindex.Sent, prompt(ids(0, 16)...)), "events tell the truth: the record is for the time until they come")
+		assert.Zero(t, old.hit(kvindex.Sent, prompt(ids(0, 16)...)),
+			"events tell the truth: the record is for the time until they come")
 		assert.Equal(t, 4, old.hit(kvindex.GPU, prompt(ids(0, 16)...)))
 		time.Sleep(time.Hour)
 		assert.Equal(t, msg.EventsLive, events(r).State, "no traffic, no alarm")
@@ -326,32 +354,39 @@ func TestKV10SilentEvents(t *testing.T) {
 		assert.Contains(t, r.log.String(), "no kv event comes though requests complete")
 		time.Sleep(time.Minute)
 		old.follow(r)
-		assert.Equal(t, 4, old.hit(kvindex.Sent, prompt(ids(40_000, 16)...)), "the rank's own record carries on")
+		assert.Equal(t, 4, old.hit(kvindex.Sent, prompt(ids(40_000, 16)...)),
+			"the rank's own record carries on")
 		p.publish(storedBlocks(1, nil, ids(0, 4)))
 		time.Sleep(time.Second)
 		old.follow(r)
 		assert.Equal(t, msg.EventsLive, events(r).State)
 		assert.Zero(t, old.hit(kvindex.Sent, prompt(ids(40_000, 16)...)))
-		assert.Equal(t, old.holds(), r.fresh(t).holds())
+		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
 	})
 }
 
-// TestKV10NoAlarmWhereNoEventIsDue: requests that were cached whole store nothing.
+// TestKV10NoAlarmWhereNoEventIsDue: requests that were cached whole store no block.
 func TestKV10NoAlarmWhereNoEventIsDue(t *testing.T) {
 	for name, d := range map[string]msg.Done{
-		"cached whole":          {PromptTokens: 18, CompletionTokens: 2, CachedTokens: 16, HasCached: true, FirstToken: 1},
-		"shorter than a block":  {PromptTokens: 3, FirstToken: 1},
-		"failed":                {PromptTokens: 300, Outcome: msg.FailedOutcome},
-		"nothing was told":      {FirstToken: 1},
-		"a block was filled":    {PromptTokens: 18, CompletionTokens: 3, CachedTokens: 16, HasCached: true, FirstToken: 1},
+		"cached whole": {
+			PromptTokens: 18, CompletionTokens: 2, CachedTokens: 16, HasCached: true,
+			FirstToken: 1,
+		},
+		"shorter than a block": {PromptTokens: 3, FirstToken: 1},
+		"failed":               {PromptTokens: 300, Outcome: msg.FailedOutcome},
+		"nothing was told":     {FirstToken: 1},
+		"a block was filled": {
+			PromptTokens: 18, CompletionTokens: 3, CachedTokens: 16, HasCached: true,
+			FirstToken: 1,
+		},
 		"a prompt was computed": {PromptTokens: 18, FirstToken: 1},
 	} {
 		t.Run(name, func(t *testing.T) {
-			listener(t, true, true, func(t *testing.T, r *rig, p *publisher) {
+			withPublisher(t, true, true, func(t *testing.T, r *testRig, p *publisher) {
 				p.publish(storedBlocks(1, nil, ids(0, 4)))
 				for range 40 {
 					d.TicketID = r.ask().Ticket.ID
-					r.send(d)
+					r.send(&d)
 					time.Sleep(time.Second)
 				}
 				want := msg.EventsLive
@@ -364,28 +399,29 @@ func TestKV10NoAlarmWhereNoEventIsDue(t *testing.T) {
 	}
 }
 
-// TestTheRecordFollowsTheEngine: text blocks live long, but the record never outgrows what the engine says it still holds.
+// TestTheRecordFollowsTheEngine: text blocks live long, but the record never outgrows what the engine's
+// events report.
 func TestTheRecordFollowsTheEngine(t *testing.T) {
 	text := func(_ *Factory, spec *msg.ReplicaSpec) { spec.App.Routing.Identity = app.IdentityText }
-	listener(t, true, true, func(t *testing.T, r *rig, p *publisher) {
+	withPublisher(t, true, true, func(t *testing.T, r *testRig, p *publisher) {
 		old := newReader(t)
 		for i := range uint32(4) {
 			id := r.sendPrompt(prompt(ids(1000*i, 16)...), 0) // stands for 16 tokens of text
 			p.publish(storedBlocks(1, nil, ids(1000*i, 16)))
-			r.send(msg.Done{TicketID: id, FirstToken: 1, PromptTokens: 16})
+			r.send(&msg.Done{TicketID: id, FirstToken: 1, PromptTokens: 16})
 			time.Sleep(10 * time.Second)
 		}
 		old.follow(r)
-		require.Equal(t, uint64(16), old.holds()[kvindex.Sent][0], "no events, no corrections, 120 s")
+		require.Equal(t, uint64(16), old.columnSums()[kvindex.Sent][0], "no events, no corrections, 120 s")
 		p.publish(removedBlocks(1012, 1008, 1004, 1000), removedBlocks(2012, 2008))
 		old.follow(r)
-		assert.Equal(t, uint64(10), old.holds()[kvindex.Sent][0])
+		assert.Equal(t, uint64(10), old.columnSums()[kvindex.Sent][0])
 		assert.Equal(t, 4, old.hit(kvindex.Sent, prompt(ids(3000, 16)...)), "the oldest go")
 		assert.Zero(t, old.hit(kvindex.Sent, prompt(ids(0, 16)...)))
 	}, text)
 }
 
-// TestTheEnginesReport: it is read while somebody wants to know, and only what is new is told.
+// TestTheEnginesReport: the report is read while it is needed, and only changes are published.
 func TestTheEnginesReport(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		threshold := 0.9
@@ -398,22 +434,30 @@ func TestTheEnginesReport(t *testing.T) {
 		r := newRig(t, true, func(f *Factory, _ *msg.ReplicaSpec) {
 			f.App = func(string) *app.Application { return present.Load() }
 		})
-		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 7, MaxOngoing: 9, BlockSize: 16, Blocks: 10}))
+		require.NoError(t, r.Ready(t.Context(),
+			msg.Facts{Incarnation: 7, MaxOngoing: 9, BlockSize: 16, Blocks: 10}))
 		time.Sleep(10 * time.Second)
 		assert.Zero(t, r.engine.count("counters"), "nobody reads it")
 		route(app.Routing{BusyThreshold: &threshold})
-		r.engine.set(func(f *fakeEngine) { f.counters = engine.Counters{KVUsage: 0.5, HasKVUsage: true, Blocks: 20} })
+		r.engine.set(func(f *fakeEngine) {
+			f.counters = engine.Counters{
+				KVUsage: 0.5, HasKVUsage: true,
+				Blocks: 20,
+			}
+		})
 		r.tape.take()
 		time.Sleep(10 * time.Second)
 		asked := r.engine.count("counters")
 		assert.InDelta(t, 10, asked, 1)
 		got := r.tape.take()
 		require.Equal(t, []msg.RecordKind{msg.RecStatus}, kinds(got))
-		assert.Equal(t, msg.Status{KVUsage: 0.5, HasKVUsage: true, Capacity: 320, BlockSize: 16}, got[0].Status)
-		late := &tape{}
+		assert.Equal(t, msg.Status{KVUsage: 0.5, HasKVUsage: true, Capacity: 320, BlockSize: 16},
+			got[0].Status)
+		late := &recordingSink{}
 		defer r.hub.Subscribe(late)()
 		time.Sleep(1500 * time.Millisecond)
-		assert.Equal(t, []msg.RecordKind{msg.RecSnapshot, msg.RecStatus}, kinds(late.take()), "a newcomer hears it")
+		assert.Equal(t, []msg.RecordKind{msg.RecSnapshot, msg.RecStatus}, kinds(late.take()),
+			"a newcomer hears it")
 		route(app.Routing{})
 		time.Sleep(2 * time.Second)
 		asked = r.engine.count("counters")
@@ -430,13 +474,18 @@ func TestTheEnginesReport(t *testing.T) {
 	})
 }
 
-// TestKVUsageExpires: what an engine said last keeps no requests away once it says nothing any more.
+// TestKVUsageExpires: the last report of an engine that does not answer any more keeps no requests away.
 func TestKVUsageExpires(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		threshold := 0.9
-		r := newRig(t, true, func(_ *Factory, spec *msg.ReplicaSpec) { spec.App.Routing.BusyThreshold = &threshold })
+		r := newRig(t, true, func(_ *Factory,
+			spec *msg.ReplicaSpec,
+		) {
+			spec.App.Routing.BusyThreshold = &threshold
+		})
 		r.engine.set(func(f *fakeEngine) { f.counters = engine.Counters{KVUsage: 0.95, HasKVUsage: true} })
-		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 7, MaxOngoing: 9, BlockSize: 16, Blocks: 10}))
+		require.NoError(t, r.Ready(t.Context(),
+			msg.Facts{Incarnation: 7, MaxOngoing: 9, BlockSize: 16, Blocks: 10}))
 		time.Sleep(3500 * time.Millisecond)
 		r.tape.take()
 		r.engine.set(func(f *fakeEngine) { f.dumb = errors.New("no metrics") })
@@ -465,7 +514,11 @@ func (s slowCounters) Counters(ctx context.Context) (engine.Counters, error) {
 	_, _ = s.fakeEngine.Counters(ctx)
 	s.set(func(f *fakeEngine) { f.asked["at once"]++ })
 	<-ctx.Done()
-	s.set(func(f *fakeEngine) { f.asked["most"] = max(f.asked["most"], f.asked["at once"]); f.asked["at once"]-- })
+	s.set(func(f *fakeEngine) {
+		f.asked["most"] = max(f.asked["most"],
+			f.asked["at once"])
+		f.asked["at once"]--
+	})
 	return engine.Counters{}, ctx.Err()
 }
 
@@ -491,18 +544,21 @@ func TestReportsAreAskedOneAtATime(t *testing.T) {
 	})
 }
 
-// TestEventsOfAnOlderSubscriptionAreDropped: they speak of an engine that may be gone.
+// TestEventsOfAnOlderSubscriptionAreDropped: they may come from an engine that has ended.
 func TestEventsOfAnOlderSubscriptionAreDropped(t *testing.T) {
-	listener(t, false, true, func(t *testing.T, r *rig, p *publisher) {
+	withPublisher(t, false, true, func(t *testing.T, r *testRig, p *publisher) {
 		old := newReader(t)
-		before := r.listening.now.Load().in
+		before := r.subscriptions.current.Load().queue
 		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 8, MaxOngoing: 9}))
 		synctest.Wait()
-		before.Stored(&kvevents.Stored{BlockSize: 4, Tokens: ids(0, 4), Hashes: []kvevents.Hash{kvevents.UintHash(1)}})
+		before.Stored(&kvevents.Stored{
+			BlockSize: 4, Tokens: ids(0, 4),
+			Hashes: []kvevents.Hash{kvevents.UintHash(1)},
+		})
 		old.follow(r)
-		assert.Empty(t, old.holds())
+		assert.Empty(t, old.columnSums())
 		p.publish(storedBlocks(1, nil, ids(100, 8)))
 		old.follow(r)
-		assert.Equal(t, uint64(2), old.holds()[kvindex.GPU][0])
+		assert.Equal(t, uint64(2), old.columnSums()[kvindex.GPU][0])
 	})
 }

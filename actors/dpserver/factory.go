@@ -1,10 +1,10 @@
-// Package dpserver is the actor behind one rank: it admits requests to the rank's engine, keeps the account of them,
-// publishes both as one ordered stream, and watches whether the engine lives and moves on. See DESIGN.md.
+// Package dpserver is the actor behind one rank: it admits requests to the rank's engine, keeps the account
+// of them, publishes both as one ordered stream, and watches whether the engine lives and moves on. See
+// DESIGN.md.
 package dpserver
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"net"
@@ -23,11 +23,11 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// mailboxBound is how many unread bounded messages a DPServer takes (CONTRACTS section 4): more than max_ongoing of any rank,
-// so that a full mailbox means a stuck actor and not a burst.
+// mailboxBound is how many unread bounded messages a DPServer holds. It is above max_ongoing of any rank, so
+// that a full mailbox means an actor that does not run, and not a burst of requests.
 const mailboxBound = 4096
 
-// Engine is what a DPServer asks of its engine. engine.Client implements it.
+// Engine is the part of an engine client that a DPServer uses. engine.Client implements it.
 type Engine interface {
 	Health(ctx context.Context) (engine.Health, error)
 	Canary(ctx context.Context, model string) error
@@ -36,34 +36,47 @@ type Engine interface {
 
 // Factory makes the DPServers of one node.
 type Factory struct {
-	System      *actor.ActorSystem
-	Hub         *Hub
-	Assigner    msg.Assigner
-	NewEngine   func(spec *msg.ReplicaSpec) Engine
-	PrefillTime func(tokens int) time.Duration     // predicted, may be nil: stretches the stall timeout
-	Secret      func() []byte                      // the cluster's: keys the hashes of KV events as the ingresses key theirs; nil = none
-	App         func(name string) *app.Application // its present file, for routing; nil, or a nil answer: the one the rank was started with
-	Address     string                             // of the node: where engines of other machines may dial their KV events to; "" = loopback only
-	Replays     *kvevents.Replays                  // of KV events, shared by the ranks of a node; nil = unbounded
-	Lease       func() bool                        // whether the node may admit now, asked for every request; nil = always
-	Timers      Timers
-	Log         *slog.Logger
+	System    *actor.ActorSystem
+	Hub       *Hub
+	Assigner  msg.Assigner
+	NewEngine func(spec *msg.ReplicaSpec) Engine
+	// predicted; may be nil. It stretches the stall timeout.
+	PrefillTime func(tokens int) time.Duration
+	// of the cluster: it keys the hashes of KV events, as it keys those of the ingresses; nil: none
+	Secret func() []byte
+	// the current file of an application, for routing; nil, or a nil answer: the file that the rank was
+	// started with
+	App func(name string) *app.Application
+	// of the node: engines on other machines may dial their KV events to it; "": loopback only
+	Address string
+	Replays *kvevents.Replays // of KV events, shared by the ranks of a node; nil: unbounded
+	Lease   func() bool       // whether the node may admit now; called for every request; nil: always
+	Timers  Timers
+	Log     *slog.Logger
 
 	// DialEvents and ListenEvents replace the network of KV event sockets (nodes in one process); nil = TCP.
 	DialEvents   func(ctx context.Context, addr string) (net.Conn, error)
 	ListenEvents func(ctx context.Context, addr string) (net.Listener, error)
 }
 
-// New starts the DPServer of one rank: it refuses everything until Ready. It listens for the KV events of spec.Events when it returns,
-// so that an engine that is started then finds it. The caller owns it and ends it with Stop.
+// New starts the DPServer of one rank, which refuses every request until Ready. When it returns, the rank
+// listens for the KV events of spec.Events, so that an engine that is started next can connect. The caller
+// ends it with Stop.
 func (f *Factory) New(spec msg.ReplicaSpec) (*Server, error) {
 	ctx, cancel := context.WithCancel(context.Background())
 	s := &Server{
-		spec: spec, hub: f.Hub, assigner: f.Assigner, engine: f.NewEngine(&spec), timers: f.Timers.withDefaults(), prefill: f.PrefillTime,
-		id: routing.ID(spec.Group, spec.Rank), made: time.Now(), ctx: ctx, cancel: cancel, drained: make(chan struct{}),
-		net:    network{address: f.Address, dial: f.DialEvents, listen: f.ListenEvents, replays: f.Replays},
-		hasher: f.hasher(), present: f.App, lease: f.Lease, vitals: vitals{life: 1, source: spec.Events},
-		log: f.Log.With(slog.String("app", spec.App.Name), slog.String("unit", spec.Unit), slog.Int("rank", spec.Rank), slog.Uint64("epoch", spec.Epoch)),
+		spec: spec, hub: f.Hub, assigner: f.Assigner, engine: f.NewEngine(&spec),
+		timers: f.Timers.withDefaults(), prefillTime: f.PrefillTime,
+		id: routing.ID(spec.Group, spec.Rank), createdAt: time.Now(), ctx: ctx, cancel: cancel,
+		drained: make(chan struct{}),
+		net: eventNetwork{
+			address: f.Address, dial: f.DialEvents, listen: f.ListenEvents,
+			replays: f.Replays,
+		},
+		hasher: f.hasher(), currentApp: f.App, lease: f.Lease,
+		state: actorState{subscriptionID: 1, eventSource: spec.Events},
+		log: f.Log.With(slog.String("app", spec.App.Name), slog.String("unit", spec.Unit),
+			slog.Int("rank", spec.Rank), slog.Uint64("epoch", spec.Epoch)),
 	}
 	box, err := inbox.Spawn(f.System, s.name(), mailboxBound, func() inbox.Receiver { return newReplica(s) })
 	if err != nil {
@@ -72,14 +85,14 @@ func (f *Factory) New(spec msg.ReplicaSpec) (*Server, error) {
 	}
 	s.box = box
 	if spec.Events != nil {
-		if err := s.listen(ctx, spec.Events, s.vitals.life); err != nil {
+		if err := s.replaceSubscription(ctx, spec.Events, s.state.subscriptionID); err != nil {
 			cancel()
 			box.Halt()
-			<-box.Stopped() // it has received nothing yet: its name is free for another try
+			<-box.Stopped() // it has received nothing yet, so its name is free for another try
 			return nil, fmt.Errorf("kv events of rank %s: %w", s.id, err)
 		}
 	}
-	s.box.Send(begin{})
+	s.box.Send(registerRequest{})
 	return s, nil
 }
 
@@ -90,7 +103,7 @@ func (f *Factory) hasher() kvindex.Hasher {
 	return kvindex.NewHasher(f.Secret())
 }
 
-// NewClient is the NewEngine of real engines over one transport.
+// NewClient returns the NewEngine of real engines over one transport.
 func NewClient(rt http.RoundTripper) func(spec *msg.ReplicaSpec) Engine {
 	return func(spec *msg.ReplicaSpec) Engine {
 		addr := engine.Addressing{Mode: spec.Target.Addressing, Selector: spec.Target.Selector}
@@ -98,40 +111,22 @@ func NewClient(rt http.RoundTripper) func(spec *msg.ReplicaSpec) Engine {
 	}
 }
 
-// ReplicaID is the name under which a rank is assigned: app.group.position, the position being its place in the group's grant.
-func ReplicaID(appName string, group, position int) string {
+// replicaID is the name under which a rank is assigned: app.group.position. The position is its place in the
+// group's grant.
+func replicaID(appName string, group, position int) string {
 	return appName + "." + strconv.Itoa(group) + "." + strconv.Itoa(position)
 }
 
-// ErrNotGranted says that the RankAssigner's answer is not what the node was told to start.
-var ErrNotGranted = errors.New("the rank is not granted to this replica")
-
-// Assign asks the RankAssigner for the rank of this replica (assign_rank of the pattern) and compares it with the grant the
-// node was started with. Idempotent.
-func (s *Server) Assign(ctx context.Context) error {
-	r, err := s.assigner.Assign(ctx, s.spec.App.Name, s.spec.Group, ReplicaID(s.spec.App.Name, s.spec.Group, s.spec.Rank))
-	if err == nil {
-		err = r.Err
-	}
-	if err != nil {
-		return fmt.Errorf("assign rank %s: %w", s.id, err)
-	}
-	if r.Rank != s.spec.Rank || r.Epoch != s.spec.Epoch {
-		return fmt.Errorf("%w: asked for rank %d at epoch %d, got rank %d at epoch %d", ErrNotGranted, s.spec.Rank, s.spec.Epoch, r.Rank, r.Epoch)
-	}
-	return nil
-}
-
 func healthPeriod(a *app.Application) time.Duration {
-	return orDefault(a.HealthCheckPeriodS, DefaultHealthPeriod)
+	return orDefault(a.HealthCheckPeriodS, defaultHealthPeriod)
 }
 
 func healthTimeout(a *app.Application) time.Duration {
-	return orDefault(a.HealthCheckTimeoutS, DefaultHealthTimeout)
+	return orDefault(a.HealthCheckTimeoutS, defaultHealthTimeout)
 }
 
 func stallTimeout(a *app.Application) time.Duration {
-	return orDefault(a.Engine.StallTimeoutS, DefaultStallTimeout)
+	return orDefault(a.Engine.StallTimeoutS, defaultStallTimeout)
 }
 
 func orDefault(seconds float64, value time.Duration) time.Duration {
@@ -139,4 +134,59 @@ func orDefault(seconds float64, value time.Duration) time.Duration {
 		return value
 	}
 	return app.Seconds(seconds)
+}
+
+// Timers are the times of a DPServer; the zero value of a field means its default. The period of the health
+// probe and the stall timeout are settings of the application.
+type Timers struct {
+	Canary time.Duration // deadline of a canary
+	// from the end of an admission's context to the end of its ticket, if no Done came
+	TicketLapse  time.Duration
+	BusyHold     time.Duration // how long an engine_busy answer keeps a rank full at most
+	TripBackoff  time.Duration // before the first canary of a tripped rank; each later wait doubles
+	TripCeiling  time.Duration // the longest such wait
+	CounterLimit time.Duration // deadline of one read of /metrics
+	Scrape       time.Duration // between two reads, while something needs their values
+	// events count as silent when requests have ended for that long without an event
+	Silence time.Duration
+}
+
+// Defaults of Timers, and of the health settings of an application.
+const (
+	defaultCanary        = 10 * time.Second
+	defaultTicketLapse   = 5 * time.Second
+	defaultBusyHold      = time.Second
+	defaultTripBackoff   = time.Second
+	defaultTripCeiling   = 64 * time.Second
+	defaultCounterLimit  = 500 * time.Millisecond
+	defaultScrape        = time.Second
+	defaultSilence       = 30 * time.Second
+	defaultHealthPeriod  = time.Second
+	defaultHealthTimeout = 5 * time.Second
+	defaultStallTimeout  = 20 * time.Second
+)
+
+// Counts of the trip and of the stall check.
+const (
+	tripAfter   = 5 // failures in a row that stop admission
+	fenceAfter  = 3 // failed canaries in a row that fence an owned engine
+	stallFactor = 3 // the stall timeout is at least this times the predicted time of the open prefill
+)
+
+func (t Timers) withDefaults() Timers {
+	setDefault(&t.Canary, defaultCanary)
+	setDefault(&t.TicketLapse, defaultTicketLapse)
+	setDefault(&t.BusyHold, defaultBusyHold)
+	setDefault(&t.TripBackoff, defaultTripBackoff)
+	setDefault(&t.TripCeiling, defaultTripCeiling)
+	setDefault(&t.CounterLimit, defaultCounterLimit)
+	setDefault(&t.Scrape, defaultScrape)
+	setDefault(&t.Silence, defaultSilence)
+	return t
+}
+
+func setDefault(d *time.Duration, value time.Duration) {
+	if *d <= 0 {
+		*d = value
+	}
 }

@@ -6,12 +6,12 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 )
 
-// Hub joins the streams of all ranks of a node into one Feed. Records of one rank reach a sink in order; a sink hears one
-// record at a time, whichever rank it comes from, on the goroutine of that rank's actor. So Deliver must be short, and must
-// neither subscribe nor cancel.
+// Hub joins the streams of all ranks of a node into one Feed. Records of one rank reach a sink in order. A
+// sink gets one record at a time, on the goroutine of the actor that the record comes from. So Deliver must
+// be short, and must neither subscribe nor cancel.
 type Hub struct {
 	mu      sync.Mutex
-	subs    map[*subscription]struct{}
+	subs    map[*hubSubscription]struct{}
 	servers map[*Server]struct{}
 }
 
@@ -19,17 +19,17 @@ var _ msg.Feed = (*Hub)(nil)
 
 // NewHub makes a node's feed.
 func NewHub() *Hub {
-	return &Hub{subs: map[*subscription]struct{}{}, servers: map[*Server]struct{}{}}
+	return &Hub{subs: map[*hubSubscription]struct{}{}, servers: map[*Server]struct{}{}}
 }
 
-// subscription is one sink.
-type subscription struct {
+// hubSubscription is one sink of the Hub.
+type hubSubscription struct {
 	mu     sync.Mutex
 	sink   msg.Sink
 	closed bool
 }
 
-func (s *subscription) deliver(r *msg.Record) {
+func (s *hubSubscription) deliver(r *msg.Record) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if !s.closed {
@@ -37,41 +37,41 @@ func (s *subscription) deliver(r *msg.Record) {
 	}
 }
 
-func (s *subscription) close() {
+func (s *hubSubscription) close() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.closed = true
 }
 
-// Subscribe implements msg.Feed. The snapshots come from the ranks' own actors, soon after.
+// Subscribe implements msg.Feed. The actor of every rank sends its snapshot soon after.
 func (h *Hub) Subscribe(sink msg.Sink) (cancel func()) {
-	sub := &subscription{sink: sink}
+	sub := &hubSubscription{sink: sink}
 	h.mu.Lock()
 	h.subs[sub] = struct{}{}
 	for s := range h.servers {
-		s.box.Send(subscribe{sub})
+		s.box.Send(subscribeRequest{sub})
 	}
 	h.mu.Unlock()
 	return func() { h.unsubscribe(sub) }
 }
 
-func (h *Hub) unsubscribe(sub *subscription) {
+func (h *Hub) unsubscribe(sub *hubSubscription) {
 	h.mu.Lock()
 	delete(h.subs, sub)
 	for s := range h.servers {
-		s.box.Send(unsubscribe{sub})
+		s.box.Send(unsubscribeRequest{sub})
 	}
 	h.mu.Unlock()
-	sub.close() // outside mu: a Deliver in progress must not hold up the registration of a rank
+	sub.close() // outside mu: a Deliver in progress must not block the registration of a rank
 }
 
-// register adds a rank and gives the sinks it must serve from now on. Under one lock with Subscribe: a sink is either in the
-// answer or has sent its message to the rank, never neither.
-func (h *Hub) register(s *Server) []*subscription {
+// register adds a rank and returns the present sinks. It holds the same lock as Subscribe: a sink is in the
+// result or has sent its message to the rank, never neither.
+func (h *Hub) register(s *Server) []*hubSubscription {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.servers[s] = struct{}{}
-	out := make([]*subscription, 0, len(h.subs))
+	out := make([]*hubSubscription, 0, len(h.subs))
 	for sub := range h.subs {
 		out = append(out, sub)
 	}

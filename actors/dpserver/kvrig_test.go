@@ -20,10 +20,10 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// testHasher is keyed as the Factory of newRig is: without a secret.
+// testHasher has no secret, as the Factory of newRig.
 var testHasher = kvindex.NewHasher(nil)
 
-// prompt is the chain hashes of ids, cut by 4, as an ingress makes them.
+// prompt is the chain hashes of ids in blocks of 4, as an ingress makes them.
 func prompt(ids ...uint32) []uint64 { return salted(kvindex.Salt{}, ids...) }
 
 func salted(salt kvindex.Salt, ids ...uint32) []uint64 {
@@ -31,7 +31,7 @@ func salted(salt kvindex.Salt, ids ...uint32) []uint64 {
 	return testHasher.Tokens(nil, testHasher.Root(salt), ids, 4, nil)
 }
 
-// ids is n token ids from from on.
+// ids is n token ids that start at from.
 func ids(from uint32, n int) []uint32 {
 	out := make([]uint32, n)
 	for i := range out {
@@ -40,7 +40,7 @@ func ids(from uint32, n int) []uint32 {
 	return out
 }
 
-// reader rebuilds a rank's columns from its stream alone, as an ingress does; it asks for nothing.
+// reader rebuilds a rank's columns from its stream alone, as an ingress does; it never asks for a snapshot.
 type reader struct {
 	t       require.TestingT
 	ix      *kvindex.Index
@@ -67,7 +67,10 @@ func (f *reader) apply(rec *msg.Record) {
 			f.columns[t] = nil
 		}
 	case msg.RecKVBegin:
-		c, err := f.ix.Open(kvindex.Owner{Rank: uint32(rec.Rank), Tier: kv.Tier, Epoch: rec.Epoch, Incarnation: rec.Incarnation}, kvindex.Options{Feed: kvindex.FromDeltas, Shown: true})
+		c, err := f.ix.Open(kvindex.Owner{
+			Rank: uint32(rec.Rank), Tier: kv.Tier, Epoch: rec.Epoch,
+			Incarnation: rec.Incarnation,
+		}, kvindex.Options{Feed: kvindex.FromDeltas, Shown: true})
 		require.NoError(f.t, err)
 		f.columns[kv.Tier], f.whole[kv.Tier], f.size[kv.Tier] = c, false, kv.BlockSize
 	case msg.RecKV:
@@ -85,8 +88,8 @@ func (f *reader) apply(rec *msg.Record) {
 	}
 }
 
-// holds is what is equal in equal readers.
-func (f *reader) holds() map[kvindex.Tier][2]uint64 {
+// columnSums is equal in readers that hold the same blocks.
+func (f *reader) columnSums() map[kvindex.Tier][2]uint64 {
 	out := map[kvindex.Tier][2]uint64{}
 	for t, c := range f.columns {
 		if c != nil && c.Len() > 0 {
@@ -107,17 +110,17 @@ func (f *reader) hit(tier kvindex.Tier, blocks []uint64) int {
 	return 0
 }
 
-// follow applies what came on the rig's tape.
-func (f *reader) follow(r *rig) {
+// follow applies the rig's new records.
+func (f *reader) follow(r *testRig) {
 	synctest.Wait()
 	for _, rec := range r.tape.take() {
 		f.apply(&rec)
 	}
 }
 
-// fresh is a reader that subscribes now.
-func (r *rig) fresh(t require.TestingT) *reader {
-	late := &tape{}
+// newSubscriber is a reader that subscribes now.
+func (r *testRig) newSubscriber(t require.TestingT) *reader {
+	late := &recordingSink{}
 	cancel := r.hub.Subscribe(late)
 	synctest.Wait()
 	f := newReader(t)
@@ -128,10 +131,11 @@ func (r *rig) fresh(t require.TestingT) *reader {
 	return f
 }
 
-// sendPrompt admits a prompt that the sender's index expects hit tokens of, and gives its ticket.
-func (r *rig) sendPrompt(blocks []uint64, hitBlocks int) uint64 {
+// sendPrompt admits a prompt of which the sender's index expects hitBlocks blocks, and returns its ticket.
+func (r *testRig) sendPrompt(blocks []uint64, hitBlocks int) uint64 {
 	rep := r.ask(func(a *msg.Admit) {
-		a.Tokens, a.Blocks, a.Hit, a.HitBlocks = 4*len(blocks), append([]uint64(nil), blocks...), 4*hitBlocks, hitBlocks
+		a.Tokens, a.Blocks, a.Hit, a.HitBlocks = 4*len(blocks), append([]uint64(nil), blocks...), 4*hitBlocks,
+			hitBlocks
 	})
 	require.Equal(r.t, msg.Granted, rep.Refusal)
 	return rep.Ticket.ID
@@ -156,7 +160,7 @@ func removedBlocks(names ...int) list {
 	return list{"BlockRemoved", hashes}
 }
 
-// publisher is an engine's event sockets over memory. It binds, or dials where the rank listens.
+// publisher is an engine's event sockets in memory. It binds, or dials if the rank listens.
 type publisher struct {
 	t      *testing.T
 	net    *memnet.Network
@@ -249,7 +253,7 @@ func (p *publisher) raw(seq uint64, payload []byte) {
 	synctest.Wait()
 }
 
-// restart is another process on the same sockets: its ring is empty, its numbers begin at 0.
+// restart replaces the process behind the sockets: its ring is empty, its numbers begin at 0.
 func (p *publisher) restart() {
 	p.mu.Lock()
 	p.ring, p.first = nil, 0
@@ -258,8 +262,12 @@ func (p *publisher) restart() {
 	synctest.Wait()
 }
 
-// listener runs a test with a rank that follows a publisher by connecting, with replay or without. Identity tokens.
-func listener(t *testing.T, owned, replay bool, f func(t *testing.T, r *rig, p *publisher), change ...func(f *Factory, spec *msg.ReplicaSpec)) {
+// withPublisher runs a test with a rank that follows a publisher by connecting, with replay or without, for
+// identity tokens.
+func withPublisher(
+	t *testing.T, owned, replay bool, f func(t *testing.T, r *testRig, p *publisher),
+	change ...func(f *Factory, spec *msg.ReplicaSpec),
+) {
 	synctest.Test(t, func(t *testing.T) {
 		network := &memnet.Network{}
 		p := newPublisher(t, network)
@@ -268,7 +276,7 @@ func listener(t *testing.T, owned, replay bool, f func(t *testing.T, r *rig, p *
 			src.Replay = "tcp://" + replayAddr
 		}
 		r := newRig(t, owned, func(f *Factory, spec *msg.ReplicaSpec) {
-			over(network)(f, spec)
+			overNetwork(network)(f, spec)
 			spec.Events = src
 			for _, c := range change {
 				c(f, spec)
@@ -276,17 +284,26 @@ func listener(t *testing.T, owned, replay bool, f func(t *testing.T, r *rig, p *
 		})
 		t.Cleanup(p.close)
 		synctest.Wait()
-		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 7, MaxOngoing: 99, BlockSize: 4, Blocks: 1000}))
+		require.NoError(t, r.Ready(t.Context(),
+			msg.Facts{Incarnation: 7, MaxOngoing: 99, BlockSize: 4, Blocks: 1000}))
 		synctest.Wait()
 		f(t, r, p)
 	})
 }
 
-// over lets KV events travel over network, for an app of identity tokens.
-func over(network *memnet.Network) func(f *Factory, spec *msg.ReplicaSpec) {
+// overNetwork sends KV events over network, for an app with identity tokens.
+func overNetwork(network *memnet.Network) func(f *Factory, spec *msg.ReplicaSpec) {
 	return func(f *Factory, spec *msg.ReplicaSpec) {
-		f.DialEvents = func(ctx context.Context, addr string) (net.Conn, error) { return network.DialContext(ctx, "tcp", addr) }
-		f.ListenEvents = func(_ context.Context, addr string) (net.Listener, error) { return network.Listen(addr) }
+		f.DialEvents = func(ctx context.Context, addr string) (net.Conn,
+			error,
+		) {
+			return network.DialContext(ctx, "tcp", addr)
+		}
+		f.ListenEvents = func(_ context.Context, addr string) (net.Listener,
+			error,
+		) {
+			return network.Listen(addr)
+		}
 		spec.App.Routing.Identity = app.IdentityTokens
 	}
 }

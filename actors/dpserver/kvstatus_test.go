@@ -12,8 +12,8 @@ import (
 	"github.com/dpserve/dpserve/app"
 )
 
-// kvNote is the note in the status of a rank whose engine tells facts.
-func kvNote(t *testing.T, facts msg.Facts, args app.Args, policy string) (note string, shown bool) {
+// statusNote is the note in the status of a rank whose engine reports facts.
+func statusNote(t *testing.T, facts msg.Facts, args app.Args, policy string) (note string, shown bool) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
 		r := newRig(t, true, func(_ *Factory, spec *msg.ReplicaSpec) {
@@ -45,14 +45,22 @@ func TestStatusSaysWhatThePromptHitsDependOn(t *testing.T) {
 		note   string
 		shown  bool
 	}{
-		"as asked":             {msg.Facts{BlockSize: 16, Blocks: 100}, asked, scoring, "", true},
-		"nothing asked":        {msg.Facts{BlockSize: 768, Blocks: 100}, nil, scoring, "", true},
-		"settled on another":   {msg.Facts{BlockSize: 768, Blocks: 100}, asked, scoring, "the engine's kv blocks are of 768 tokens, engine.args asks for 16", true},
-		"caches nothing":       {msg.Facts{BlockSize: 16, CachingOff: true}, asked, scoring, "the engine runs without prefix caching: no prompt hits", true},
+		"as asked":      {msg.Facts{BlockSize: 16, Blocks: 100}, asked, scoring, "", true},
+		"nothing asked": {msg.Facts{BlockSize: 768, Blocks: 100}, nil, scoring, "", true},
+		"settled on another": {
+			msg.Facts{BlockSize: 768, Blocks: 100},
+			asked, scoring,
+			"the engine's kv blocks are of 768 tokens, engine.args asks for 16", true,
+		},
+		"caches nothing": {
+			msg.Facts{BlockSize: 16, CachingOff: true},
+			asked, scoring,
+			"the engine runs without prefix caching: no prompt hits", true,
+		},
 		"nobody asks for hits": {msg.Facts{BlockSize: 16, CachingOff: true}, asked, even, "", false},
 	} {
 		t.Run(name, func(t *testing.T) {
-			note, shown := kvNote(t, c.facts, c.args, c.policy)
+			note, shown := statusNote(t, c.facts, c.args, c.policy)
 			assert.Equal(t, c.note, note)
 			assert.Equal(t, c.shown, shown)
 		})

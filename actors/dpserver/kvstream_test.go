@@ -15,27 +15,30 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// TestKV2TheStreamIsTheLedger: after any history of prompts, corrections, events, losses, incarnations, panics and questions for a
-// snapshot, a reader of the stream from the start, one that asked for a snapshot on the way and one that subscribes now hold the
-// same blocks; every snapshot on the way was whole.
+// TestKV2TheStreamIsTheLedger: after any history of prompts, corrections, events, losses, incarnations,
+// panics and requests for a snapshot, three readers hold the same blocks: one from the start, one that asked
+// for a snapshot on the way, and one that subscribes now. Every snapshot on the way was complete.
 func TestKV2TheStreamIsTheLedger(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		var failed any
 		synctest.Test(t, func(t *testing.T) {
-			defer func() { failed = recover() }() // a failed draw must not end the bubble's goroutine
+			defer func() { failed = recover() }() // a failed draw must not end the goroutine of the test
 			r := newRig(t, rapid.Bool().Draw(rt, "owned"))
-			facts := msg.Facts{Incarnation: 7, MaxOngoing: 6, BlockSize: 4, Blocks: rapid.IntRange(0, 40).Draw(rt, "blocks")}
-			in := newInlet(1, testHasher, "demo", func(in *inlet) { r.box.Send(arrived{in}) })
-			h := &history{rt: rt, t: t, r: r, in: in, facts: facts}
+			facts := msg.Facts{
+				Incarnation: 7, MaxOngoing: 6, BlockSize: 4,
+				Blocks: rapid.IntRange(0, 40).Draw(rt, "blocks"),
+			}
+			in := newEventQueue(1, testHasher, "demo", func(in *eventQueue) { r.box.Send(eventsQueued{in}) })
+			h := &randomHistory{rt: rt, t: t, r: r, in: in, facts: facts}
 			old := newReader(rt)
 			for range rapid.IntRange(0, 60).Draw(rt, "steps") {
 				h.step()
 				old.follow(r)
 			}
-			assert.Equal(rt, r.fresh(rt).holds(), old.holds())
+			assert.Equal(rt, r.newSubscriber(rt).columnSums(), old.columnSums())
 			r.send(msg.Resync{Sink: r.tape})
 			old.follow(r)
-			assert.Equal(rt, r.fresh(rt).holds(), old.holds())
+			assert.Equal(rt, r.newSubscriber(rt).columnSums(), old.columnSums())
 		})
 		if failed != nil {
 			panic(failed)
@@ -43,21 +46,21 @@ func TestKV2TheStreamIsTheLedger(t *testing.T) {
 	})
 }
 
-// history does random things to a rank.
-type history struct {
+// randomHistory applies random steps to a rank.
+type randomHistory struct {
 	rt      *rapid.T
 	t       *testing.T
-	r       *rig
-	in      *inlet
+	r       *testRig
+	in      *eventQueue
 	facts   msg.Facts
 	ready   bool
 	tickets uint64
 }
 
-func (h *history) draw(n int) int { return rapid.IntRange(0, n-1).Draw(h.rt, "n") }
+func (h *randomHistory) draw(n int) int { return rapid.IntRange(0, n-1).Draw(h.rt, "n") }
 
-// tokens are a prompt of one of three families, which share beginnings.
-func (h *history) tokens() []uint32 {
+// tokens are a prompt of one of three families with shared prefixes.
+func (h *randomHistory) tokens() []uint32 {
 	out := ids(0, 4*(1+h.draw(8)))
 	fork := h.draw(len(out))
 	for i := fork; i < len(out); i++ {
@@ -66,12 +69,13 @@ func (h *history) tokens() []uint32 {
 	return out
 }
 
-func (h *history) step() {
+func (h *randomHistory) step() {
 	switch h.draw(12) {
 	case 0, 1, 2:
 		blocks := prompt(h.tokens()...)
 		a := &msg.Admit{
-			ReqID: 1, Epoch: 3, Tokens: 5 * len(blocks), Blocks: blocks, Hit: h.draw(30), HitBlocks: h.draw(9), Reply: make(chan msg.AdmitReply, 1),
+			ReqID: 1, Epoch: 3, Tokens: 5 * len(blocks), Blocks: blocks, Hit: h.draw(30),
+			HitBlocks: h.draw(9), Reply: make(chan msg.AdmitReply, 1),
 		}
 		h.r.box.Send(a)
 		if rep := <-a.Reply; rep.Refusal == msg.Granted {
@@ -79,8 +83,9 @@ func (h *history) step() {
 			clear(blocks) // they are ours again
 		}
 	case 3, 4:
-		h.r.box.Send(msg.Done{
-			TicketID: h.tickets, Outcome: msg.Outcome(h.draw(4)), HasCached: h.draw(2) == 0, PromptTokens: h.draw(60), CachedTokens: h.draw(40),
+		h.r.box.Send(&msg.Done{
+			TicketID: h.tickets, Outcome: msg.Outcome(h.draw(4)), HasCached: h.draw(2) == 0,
+			PromptTokens: h.draw(60), CachedTokens: h.draw(40),
 		})
 		h.tickets -= min(h.tickets, 1)
 	case 5, 6, 7:
@@ -93,7 +98,7 @@ func (h *history) step() {
 			h.ready = true
 			require.NoError(h.rt, h.r.Ready(h.t.Context(), h.facts))
 			synctest.Wait()
-			h.in = newInlet(h.in.life, testHasher, "demo", h.in.rewake(h.r))
+			h.in = newEventQueue(h.in.subscriptionID, testHasher, "demo", h.in.rewake(h.r))
 		}
 	case 10:
 		h.r.box.Send(msg.Resync{Sink: h.r.tape})
@@ -104,13 +109,13 @@ func (h *history) step() {
 	}
 }
 
-// rewake is the wake of the subscription's next life: a second Ready began one.
-func (in *inlet) rewake(r *rig) func(in *inlet) {
-	in.life = r.vitals.life
-	return func(in *inlet) { r.box.Send(arrived{in}) }
+// rewake is the notify of the next subscription, which a second Ready began.
+func (in *eventQueue) rewake(r *testRig) func(in *eventQueue) {
+	in.subscriptionID = r.state.subscriptionID
+	return func(in *eventQueue) { r.box.Send(eventsQueued{in}) }
 }
 
-func (h *history) event() {
+func (h *randomHistory) event() {
 	media := []string{"GPU", "CPU", "STORAGE", "elsewhere"}
 	medium := media[min(h.draw(8)/2, 3)]
 	name := func(tokens []uint32, i int) kvevents.Hash {
@@ -142,11 +147,11 @@ func (h *history) event() {
 	}
 }
 
-// TestKV2ALongLedgerTravelsInParts: a late subscriber gets many thousand blocks in records of bounded size, all with the number of
-// the snapshot.
+// TestKV2ALongLedgerTravelsInParts: a late subscriber gets many thousand blocks in records of bounded size,
+// all with the number of the snapshot.
 func TestKV2ALongLedgerTravelsInParts(t *testing.T) {
-	bubble(t, 9, true, func(t *testing.T, r *rig) {
-		in := newInlet(1, testHasher, "demo", func(in *inlet) { r.box.Send(arrived{in}) })
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
+		in := newEventQueue(1, testHasher, "demo", func(in *eventQueue) { r.box.Send(eventsQueued{in}) })
 		old := newReader(t)
 		const n = 3*stepBlocks + 17
 		all := ids(0, 4*n)
@@ -158,40 +163,45 @@ func TestKV2ALongLedgerTravelsInParts(t *testing.T) {
 		old.follow(r)
 		assert.Equal(t, n, old.hit(kvindex.GPU, prompt(all...)), "one event of many blocks is one chain")
 		assert.Equal(t, 4, old.size[kvindex.GPU])
-		late := &tape{}
+		late := &recordingSink{}
 		defer r.hub.Subscribe(late)()
 		synctest.Wait()
 		got := late.take()
-		assert.Equal(t, []msg.RecordKind{msg.RecSnapshot, msg.RecKVBegin, msg.RecKV, msg.RecKV, msg.RecKV, msg.RecKV, msg.RecKVEnd}, kinds(got))
+		assert.Equal(t, []msg.RecordKind{
+			msg.RecSnapshot, msg.RecKVBegin, msg.RecKV, msg.RecKV, msg.RecKV,
+			msg.RecKV, msg.RecKVEnd,
+		}, kinds(got))
 		for _, rec := range got {
 			assert.Equal(t, got[0].Seq, rec.Seq)
 		}
 		in.Removed(&kvevents.Removed{Hashes: ev.Hashes})
 		old.follow(r)
-		assert.Empty(t, old.holds())
+		assert.Empty(t, old.columnSums())
 	})
 }
 
-// TestResyncAnswersItsSinkOnly: one that missed a record does not cost the others a snapshot.
+// TestResyncAnswersItsSinkOnly: other sinks get no snapshot.
 func TestResyncAnswersItsSinkOnly(t *testing.T) {
-	bubble(t, 9, true, func(t *testing.T, r *rig) {
-		other := &tape{}
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
+		other := &recordingSink{}
 		defer r.hub.Subscribe(other)()
 		r.sendPrompt(prompt(ids(0, 16)...), 0)
 		other.take()
-		r.send(&msg.Resync{Sink: other})
-		r.send(msg.Resync{Sink: &tape{}})
+		r.send(msg.Resync{Sink: other})
+		r.send(msg.Resync{Sink: &recordingSink{}})
 		got := other.take()
-		assert.Equal(t, []msg.RecordKind{msg.RecSnapshot, msg.RecKVBegin, msg.RecKV, msg.RecKVEnd}, kinds(got))
+		assert.Equal(t, []msg.RecordKind{msg.RecSnapshot, msg.RecKVBegin, msg.RecKV, msg.RecKVEnd},
+			kinds(got))
 		for _, rec := range r.tape.take() {
 			assert.NotEqual(t, msg.RecSnapshot, rec.Kind)
 		}
 	})
 }
 
-// TestThePanicOfAnActorLosesItsLedger: what is not known any more is not claimed, the events go on, and status says partial.
+// TestThePanicOfAnActorLosesItsLedger: unknown blocks are not claimed, the events go on, and status says
+// partial.
 func TestThePanicOfAnActorLosesItsLedger(t *testing.T) {
-	listener(t, true, true, func(t *testing.T, r *rig, p *publisher) {
+	withPublisher(t, true, true, func(t *testing.T, r *testRig, p *publisher) {
 		old := newReader(t)
 		first, second := ids(0, 8), ids(100, 8)
 		p.publish(storedBlocks(1, nil, first))
@@ -199,14 +209,14 @@ func TestThePanicOfAnActorLosesItsLedger(t *testing.T) {
 		require.Equal(t, 2, old.hit(kvindex.GPU, prompt(first...)))
 		r.send(&msg.Admit{Epoch: 3, Ctx: brokenContext{}})
 		old.follow(r)
-		assert.Empty(t, old.holds())
+		assert.Empty(t, old.columnSums())
 		p.publish(storedBlocks(1, nil, second), removedBlocks(1000))
 		old.follow(r)
 		assert.Equal(t, 2, old.hit(kvindex.GPU, prompt(second...)))
 		assert.Equal(t, msg.EventsPartial, r.Status().KV.Events.State)
 		p.publish(list{"AllBlocksCleared"}, storedBlocks(1, nil, first))
 		old.follow(r)
-		assert.Equal(t, map[kvindex.Tier][2]uint64{kvindex.GPU: {2, sum(prompt(first...))}}, old.holds())
+		assert.Equal(t, map[kvindex.Tier][2]uint64{kvindex.GPU: {2, sum(prompt(first...))}}, old.columnSums())
 		assert.Equal(t, msg.EventsLive, r.Status().KV.Events.State)
 	})
 }
@@ -218,15 +228,15 @@ func sum(hashes []uint64) (s uint64) {
 	return s
 }
 
-// TestEventsBeyondTheBoundBeginAnew: what an inlet holds is bounded by what it takes.
+// TestEventsBeyondTheBoundBeginAnew: the queue holds a bounded number of bytes.
 func TestEventsBeyondTheBoundBeginAnew(t *testing.T) {
-	bubble(t, 9, true, func(t *testing.T, r *rig) {
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		woken := 0
-		in := newInlet(1, testHasher, "demo", func(*inlet) { woken++ })
+		in := newEventQueue(1, testHasher, "demo", func(*eventQueue) { woken++ })
 		old := newReader(t)
 		ev := &kvevents.Stored{BlockSize: 4, Tokens: ids(0, 4), Hashes: []kvevents.Hash{kvevents.UintHash(9)}}
 		in.Stored(ev)
-		r.send(arrived{in})
+		r.send(eventsQueued{in})
 		old.follow(r)
 		require.Equal(t, 1, old.hit(kvindex.GPU, prompt(ids(0, 4)...)))
 		for i := range 8_000 {
@@ -235,23 +245,23 @@ func TestEventsBeyondTheBoundBeginAnew(t *testing.T) {
 				ev.Hashes = append(ev.Hashes, kvevents.UintHash(uint64(1000*i+k+10)))
 			}
 			in.Stored(ev)
-			require.LessOrEqual(t, in.waiting.bytes(), maxWaiting)
+			require.LessOrEqual(t, in.pending.bytes(), maxQueuedBytes)
 		}
-		dropped, _ := in.losses()
+		dropped, _ := in.lossCounts()
 		assert.Equal(t, uint64(2), dropped)
 		assert.Equal(t, 2, woken, "one message, however many events")
-		r.send(arrived{in})
+		r.send(eventsQueued{in})
 		old.follow(r)
-		assert.LessOrEqual(t, old.holds()[kvindex.GPU][0], uint64(100))
-		assert.Equal(t, old.holds(), r.fresh(t).holds())
+		assert.LessOrEqual(t, old.columnSums()[kvindex.GPU][0], uint64(100))
+		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
 	})
 }
 
-// TestKV12EventsHashAsPromptsDo: KV12 on the replica's side. Chain hashes are those of an ingress; salt and adapter set apart, an image
-// matches no text, and what is on other machines is nobody's hit.
+// TestKV12EventsHashAsPromptsDo is KV12 on the replica's side. Chain hashes equal those of an ingress; salt
+// and adapter give other hashes, an image matches no text, and blocks on other machines are no hits.
 func TestKV12EventsHashAsPromptsDo(t *testing.T) {
-	bubble(t, 9, true, func(t *testing.T, r *rig) {
-		in := newInlet(1, testHasher, "demo", func(in *inlet) { r.box.Send(arrived{in}) })
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
+		in := newEventQueue(1, testHasher, "demo", func(in *eventQueue) { r.box.Send(eventsQueued{in}) })
 		old := newReader(t)
 		raw := func(i byte) kvevents.Hash {
 			b := make([]byte, 32)
@@ -266,8 +276,17 @@ func TestKV12EventsHashAsPromptsDo(t *testing.T) {
 		image := []byte{0x91, 0x92, 0xa3, 'i', 'm', 'g', 0}
 		events := []*kvevents.Stored{
 			{Hashes: []kvevents.Hash{raw(1), raw(2), raw(3)}},
-			{Hashes: []kvevents.Hash{kvevents.IntHash(-1), kvevents.IntHash(-2), kvevents.UintHash(1 << 63)}, Extra: [][]byte{salt, nil, nil}},
-			{Hashes: []kvevents.Hash{raw(4), raw(5), raw(6)}, LoraName: "lora", Extra: [][]byte{lora, lora, lora}},
+			{
+				Hashes: []kvevents.Hash{
+					kvevents.IntHash(-1), kvevents.IntHash(-2),
+					kvevents.UintHash(1 << 63),
+				},
+				Extra: [][]byte{salt, nil, nil},
+			},
+			{
+				Hashes: []kvevents.Hash{raw(4), raw(5), raw(6)}, LoraName: "lora",
+				Extra: [][]byte{lora, lora, lora},
+			},
 			{Hashes: []kvevents.Hash{raw(1), raw(8), raw(9)}, Extra: [][]byte{nil, image, nil}},
 		}
 		for _, ev := range events {
@@ -279,19 +298,33 @@ func TestKV12EventsHashAsPromptsDo(t *testing.T) {
 			assert.Equal(t, 3, old.hit(kvindex.GPU, salted(salt, tokens...)), strconv.Itoa(i))
 		}
 		assert.Zero(t, old.hit(kvindex.GPU, salted(kvindex.Salt{CacheSalt: "other"}, tokens...)))
-		assert.Equal(t, uint64(3*3+2), old.holds()[kvindex.GPU][0], "the image's blocks are its own, the one in front of it is shared")
+		assert.Equal(t, uint64(3*3+2), old.columnSums()[kvindex.GPU][0],
+			"the image's blocks are its own, the one in front of it is shared")
 		in.Removed(&kvevents.Removed{Hashes: []kvevents.Hash{raw(9), raw(8)}})
 		in.Removed(&kvevents.Removed{Hashes: []kvevents.Hash{raw(3), raw(2)}})
 		old.follow(r)
 		assert.Equal(t, 1, old.hit(kvindex.GPU, prompt(tokens...)))
 
-		in.Stored(&kvevents.Stored{Hashes: []kvevents.Hash{raw(1)}, Tokens: ids(0, 4), BlockSize: 4, Medium: "CPU"})
-		in.Stored(&kvevents.Stored{Hashes: []kvevents.Hash{raw(1)}, Tokens: ids(0, 4), BlockSize: 4, Medium: "STORAGE"})
-		in.Stored(&kvevents.Stored{Hashes: []kvevents.Hash{raw(1)}, Tokens: ids(0, 4), BlockSize: 4, Medium: "CPU", Locality: "REMOTE"})
-		in.Stored(&kvevents.Stored{Hashes: []kvevents.Hash{raw(1)}, Tokens: ids(0, 4), BlockSize: 4, Medium: "TAPE"})
+		in.Stored(&kvevents.Stored{
+			Hashes: []kvevents.Hash{raw(1)}, Tokens: ids(0, 4), BlockSize: 4,
+			Medium: "CPU",
+		})
+		in.Stored(&kvevents.Stored{
+			Hashes: []kvevents.Hash{raw(1)}, Tokens: ids(0, 4), BlockSize: 4,
+			Medium: "STORAGE",
+		})
+		in.Stored(&kvevents.Stored{
+			Hashes: []kvevents.Hash{raw(1)}, Tokens: ids(0, 4), BlockSize: 4,
+			Medium: "CPU", Locality: "REMOTE",
+		})
+		in.Stored(&kvevents.Stored{
+			Hashes: []kvevents.Hash{raw(1)}, Tokens: ids(0, 4), BlockSize: 4,
+			Medium: "TAPE",
+		})
 		old.follow(r)
-		assert.Equal(t, [...]uint64{1, 1}, [...]uint64{old.holds()[kvindex.CPU][0], old.holds()[kvindex.Disk][0]})
-		_, foreign := in.losses()
+		assert.Equal(t, [...]uint64{1, 1},
+			[...]uint64{old.columnSums()[kvindex.CPU][0], old.columnSums()[kvindex.Disk][0]})
+		_, foreign := in.lossCounts()
 		assert.Equal(t, uint64(2), foreign)
 	})
 }

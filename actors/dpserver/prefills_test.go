@@ -13,11 +13,11 @@ import (
 // whole is an admission of a request that is not streamed.
 func whole(a *msg.Admit) { a.Whole = true }
 
-// perToken predicts 10 ms a token.
+// perToken predicts 10 ms per token.
 func perToken(tokens int) time.Duration { return time.Duration(tokens) * 10 * time.Millisecond }
 
-// firsts is the requests whose prefill the stream has called done since it was read last, with the cause.
-func (r *rig) firsts() (ids []uint64, causes []string) {
+// firstTokens is the requests with a RecFirstToken since the last call, with the causes.
+func (r *testRig) firstTokens() (ids []uint64, causes []string) {
 	for _, rec := range r.tape.take() {
 		if rec.Kind == msg.RecFirstToken {
 			ids, causes = append(ids, rec.ReqID), append(causes, rec.Cause)
@@ -26,45 +26,46 @@ func (r *rig) firsts() (ids []uint64, causes []string) {
 	return ids, causes
 }
 
-func (r *rig) assertFirsts(want ...uint64) {
+func (r *testRig) assertFirstTokens(want ...uint64) {
 	r.t.Helper()
-	ids, _ := r.firsts()
+	ids, _ := r.firstTokens()
 	assert.Equal(r.t, want, ids)
 }
 
-// TestAnAnswerThatIsNotStreamedLeavesPrefillWhenItIsPredictedToBeDone: behind the prefill in front of it, and never before.
+// TestAnAnswerThatIsNotStreamedLeavesPrefillWhenItIsPredictedToBeDone: after all earlier prefill, and never
+// before.
 func TestAnAnswerThatIsNotStreamedLeavesPrefillWhenItIsPredictedToBeDone(t *testing.T) {
-	bubble(t, 9, true, func(t *testing.T, r *rig) {
-		r.prefill = perToken
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
+		r.prefillTime = perToken
 		r.ask(whole)                                    // 1: 100 tokens, done after 1 s
 		r.ask()                                         // 2: a stream of 100 tokens
 		r.ask(whole, func(a *msg.Admit) { a.Hit = 50 }) // 3: behind both, after 2.5 s
 		time.Sleep(999 * time.Millisecond)
-		r.send(lapse{})
-		r.assertFirsts()
+		r.send(lapseTimer{})
+		r.assertFirstTokens()
 		time.Sleep(2 * time.Millisecond)
-		r.send(lapse{})
-		ids, causes := r.firsts()
+		r.send(lapseTimer{})
+		ids, causes := r.firstTokens()
 		assert.Equal(t, []uint64{1}, ids)
 		assert.Equal(t, []string{msg.CausePredicted}, causes)
-		open := r.open(t)
+		open := r.openRequests(t)
 		assert.True(t, open[1].Decoding)
 		assert.False(t, open[2].Decoding, "of a stream the first token is seen, or it has none")
 		assert.False(t, open[3].Decoding)
 
 		time.Sleep(1600 * time.Millisecond)
-		r.send(lapse{})
-		r.assertFirsts(3)
+		r.send(lapseTimer{})
+		r.assertFirstTokens(3)
 		time.Sleep(time.Minute)
-		r.send(lapse{})
-		r.assertFirsts()
+		r.send(lapseTimer{})
+		r.assertFirstTokens()
 	})
 }
 
-// TestPredictionsGoByTheSpeedThatStreamsHaveShown: a rank on which first tokens take three times as long as predicted.
+// TestPredictionsGoByTheSpeedThatStreamsHaveShown: here first tokens take three times as long as predicted.
 func TestPredictionsGoByTheSpeedThatStreamsHaveShown(t *testing.T) {
-	bubble(t, 9, true, func(t *testing.T, r *rig) {
-		r.prefill = perToken
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
+		r.prefillTime = perToken
 		for range 30 {
 			ticket := r.ask().Ticket // 1 s by the law
 			time.Sleep(3 * time.Second)
@@ -74,20 +75,20 @@ func TestPredictionsGoByTheSpeedThatStreamsHaveShown(t *testing.T) {
 		r.tape.take()
 		r.ask(whole)
 		time.Sleep(2900 * time.Millisecond)
-		r.send(lapse{})
-		r.assertFirsts()
+		r.send(lapseTimer{})
+		r.assertFirstTokens()
 		time.Sleep(200 * time.Millisecond)
-		r.send(lapse{})
-		r.assertFirsts(31)
+		r.send(lapseTimer{})
+		r.assertFirstTokens(31)
 	})
 }
 
-// open is the account as a new subscriber is given it, by request.
-func (r *rig) open(t *testing.T) map[uint64]msg.OpenRequest {
+// openRequests is the account of a new subscriber, by request.
+func (r *testRig) openRequests(t *testing.T) map[uint64]msg.OpenRequest {
 	t.Helper()
-	var s tape
+	var s recordingSink
 	defer r.hub.Subscribe(&s)()
-	r.send(lapse{})
+	r.send(lapseTimer{})
 	list := s.take()
 	require.NotEmpty(t, list)
 	out := map[uint64]msg.OpenRequest{}
@@ -97,37 +98,40 @@ func (r *rig) open(t *testing.T) map[uint64]msg.OpenRequest {
 	return out
 }
 
-// TestAPredictionEndsWithItsTicket: an answer before the predicted time leaves nothing behind, and a new incarnation neither.
+// TestAPredictionEndsWithItsTicket: neither an answer before the predicted time nor a new incarnation leaves
+// an entry.
 func TestAPredictionEndsWithItsTicket(t *testing.T) {
-	bubble(t, 9, true, func(t *testing.T, r *rig) {
-		r.prefill = perToken
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
+		r.prefillTime = perToken
 		ticket := r.ask(whole).Ticket
 		r.send(&msg.Done{TicketID: ticket.ID, Outcome: msg.OK, PromptTokens: 100, CompletionTokens: 2})
 		r.ask(whole)
 		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 8, MaxOngoing: 9}))
 		time.Sleep(time.Minute)
-		r.send(lapse{})
-		r.assertFirsts()
+		r.send(lapseTimer{})
+		r.assertFirstTokens()
 	})
 }
 
-// TestAPredictedFirstTokenSaysNothingOfTheEngine: one that hangs with a request that is not streamed is found as before.
+// TestAPredictedFirstTokenSaysNothingOfTheEngine: an engine that hangs with a request that is not streamed is
+// still detected.
 func TestAPredictedFirstTokenSaysNothingOfTheEngine(t *testing.T) {
-	bubble(t, 9, true, func(t *testing.T, r *rig) {
-		r.prefill = perToken
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
+		r.prefillTime = perToken
 		r.engine.set(func(f *fakeEngine) { f.canary, f.counters.Seen = assert.AnError, true })
 		r.ask(whole, func(a *msg.Admit) { a.Tokens = 1500 }) // 15 s; it has 45 s
 		time.Sleep(44 * time.Second)
-		assert.Empty(t, r.tape.told())
+		assert.Empty(t, r.tape.nodeEvents())
 		time.Sleep(3 * time.Second)
-		assert.Len(t, r.tape.told(), 1)
+		assert.Len(t, r.tape.nodeEvents(), 1)
 	})
 }
 
-// TestKVEventsCorrectAPrediction: the engine says when it has written a prompt down, earlier or later than predicted.
+// TestKVEventsCorrectAPrediction: the engine's events show when the prompt is computed, earlier or later than
+// predicted.
 func TestKVEventsCorrectAPrediction(t *testing.T) {
-	listener(t, true, false, func(t *testing.T, r *rig, p *publisher) {
-		r.prefill = perToken
+	withPublisher(t, true, false, func(t *testing.T, r *testRig, p *publisher) {
+		r.prefillTime = perToken
 		ask := func(tokens []uint32) {
 			r.ask(whole, func(a *msg.Admit) { a.Blocks = prompt(tokens...) }) // predicted: 1 s
 		}
@@ -135,20 +139,21 @@ func TestKVEventsCorrectAPrediction(t *testing.T) {
 		time.Sleep(time.Second)
 		early := ids(1000, 8)
 		ask(early)
-		r.firsts()
+		r.firstTokens()
 		p.publish(storedBlocks(1, nil, early[:4]))
-		r.send(lapse{})
-		r.assertFirsts()
+		r.send(lapseTimer{})
+		r.assertFirstTokens()
 		p.publish(storedBlocks(1, 2000, early[4:]))
-		r.send(lapse{})
-		r.assertFirsts(1)
+		r.send(lapseTimer{})
+		r.assertFirstTokens(1)
 
-		ask(ids(2000, 8)) // never written down: three times the predicted time, with what is left of it in front
+		// no event comes: three times the predicted time, after the rest of the earlier prefill
+		ask(ids(2000, 8))
 		time.Sleep(2900 * time.Millisecond)
-		r.send(lapse{})
-		r.assertFirsts()
+		r.send(lapseTimer{})
+		r.assertFirstTokens()
 		time.Sleep(200 * time.Millisecond)
-		r.send(lapse{})
-		r.assertFirsts(2)
+		r.send(lapseTimer{})
+		r.assertFirstTokens(2)
 	})
 }

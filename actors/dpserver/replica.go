@@ -1,10 +1,12 @@
 package dpserver
 
 import (
+	"context"
 	"crypto/rand"
 	"encoding/binary"
 	"fmt"
 	"log/slog"
+	"runtime"
 	"slices"
 	"time"
 
@@ -13,106 +15,111 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// phase is what a DPServer knows of its own life; the unit's phase is the node's.
+// phase is the DPServer's own state; the phase of its unit belongs to the node.
 type phase uint8
 
 const (
-	starting phase = iota
-	open
-	draining
-	fenced
-	ended
+	phaseStarting phase = iota
+	phaseOpen
+	phaseDraining
+	phaseFenced
+	phaseEnded
 )
 
-var refusals = [...]msg.Refusal{starting: msg.NotReady, open: msg.Granted, draining: msg.Draining, fenced: msg.Fenced, ended: msg.Gone}
+var phaseRefusals = [...]msg.Refusal{
+	phaseStarting: msg.NotReady, phaseOpen: msg.Granted,
+	phaseDraining: msg.Draining, phaseFenced: msg.Fenced, phaseEnded: msg.Gone,
+}
 
-// Messages of the room itself.
+// Messages that the Server, the Hub and the timers send to the replica.
 type (
-	begin       struct{}
-	subscribe   struct{ sub *subscription }
-	unsubscribe struct{ sub *subscription }
-	ready       struct {
+	registerRequest    struct{}
+	subscribeRequest   struct{ sub *hubSubscription }
+	unsubscribeRequest struct{ sub *hubSubscription }
+	readyRequest       struct {
 		facts msg.Facts
-		taken chan struct{}
+		done  chan struct{} // closed when the actor has applied it
 	}
-	fence struct {
+	fenceRequest struct {
 		cause string
-		heard chan struct{}
+		done  chan struct{} // closed when every sink has the record
 	}
-	gone     struct{}
-	lapse    struct{} // orphans may be due
-	sortOut  struct{} // many orphans: most are done
-	unbusy   struct{ round uint64 }
-	turnOver struct{} // room that was held may be free again
+	stopRequest  struct{}
+	lapseTimer   struct{} // an orphaned ticket may be due
+	pruneRequest struct{} // many orphans wait, and most of their tickets have ended
+	busyTimer    struct{ round uint64 }
+	turnTimer    struct{} // room that is held for an ingress may be free again
 )
 
-// replica is the actor: one per start. Nothing in it blocks.
+// replica is the actor: one per start. Its methods never block.
 type replica struct {
 	*Server
-	account account
-	sinks   []*subscription // each once
-	rec     msg.Record      // reused: a record is valid only during Deliver
-	keeper  keeper
-	silence silence
-	trip    trip
-	busy    busy
-	turns   turns
-	turnDue time.Time // of the next turnOver; zero: none is on its way
+	account     account
+	sinks       []*hubSubscription // each at most once
+	rec         msg.Record         // reused: a record is valid only during Deliver
+	monitor     healthMonitor
+	progress    progressCheck
+	trip        trip
+	busy        busy
+	turns       turns
+	turnTimerAt time.Time // of the next turnTimer; zero: no timer runs
 
 	prefills prefills
 
-	app      *app.Application // its present file, for routing
-	kv       *ledger          // nil until somebody asks what the rank's KV cache holds
-	blocks   []uint64         // of the admission at hand
-	uncached bool             // it was asked in vain: the engine caches nothing
-	clock    clock
-	pulse    pulse
-	scrape   scrape
+	app           *app.Application // the application's current file, for routing
+	kv            *kvRecord        // nil until a request or an event needs a record of the KV cache
+	admitBlocks   []uint64         // buffer for the blocks of the current admission
+	askedUncached bool             // a request asked for a KV record although the engine caches nothing
+	expiry        expiryTimer
+	eventHealth   eventHealth
+	scrape        scrape
 }
 
-// busy is the hold after an engine_busy answer.
+// busy keeps the rank full for a while after the engine answered engine_busy.
 type busy struct {
 	on    bool
 	round uint64
 }
 
 func newReplica(s *Server) *replica {
-	r := &replica{Server: s, account: newAccount(), app: s.application()}
-	if s.vitals.began { // a panic: the account is lost, and every sink is told so by a snapshot
-		s.log.Error("the account of a rank was lost, it begins anew", slog.Uint64("incarnation", s.vitals.incarnation))
-		r.resume()
-		r.publish()
-		r.keep()
-		r.settle()
+	r := &replica{Server: s, account: newAccount(), app: s.currentApplication()}
+	if s.state.isRegistered { // after a panic: the account is lost, and a snapshot tells every sink
+		s.log.Error("the account of a rank was lost, it begins anew",
+			slog.Uint64("incarnation", s.state.incarnation))
+		r.restoreKVRecord()
+		r.joinHub()
+		r.startMonitor()
+		r.closeDrainedIfIdle()
 	}
 	return r
 }
 
-// resume begins the ledger anew after a panic: partial until the events say that they are not.
-func (r *replica) resume() {
-	h := r.listening.now.Load()
+// restoreKVRecord starts a new KV record after a panic. It is partial until the engine's events clear it.
+func (r *replica) restoreKVRecord() {
+	h := r.subscriptions.current.Load()
 	if h == nil {
 		return
 	}
-	if l := r.book(); l != nil {
-		l.lost = true
+	if l := r.ensureKVRecord(); l != nil {
+		l.isPartial = true
 	}
-	r.box.Send(arrived{h.in}) // the actor before may have been about to take what waits
+	r.box.Send(eventsQueued{h.queue}) // the actor before may have panicked before it took the queued events
 }
 
-// book is the ledger, made when it is needed first; nil if the engine caches nothing.
-func (r *replica) book() *ledger {
-	if r.vitals.facts.CachingOff {
-		r.uncached = true
+// ensureKVRecord returns the KV record and creates it at its first use. It returns nil if the engine caches
+// nothing.
+func (r *replica) ensureKVRecord() *kvRecord {
+	if r.state.facts.CachingOff {
+		r.askedUncached = true
 		return nil
 	}
 	if r.kv == nil {
-		l, err := newLedger(r.Server, r.emitKV, r.deviceBlocks)
+		l, err := newKVRecord(r.Server, r.emitKV, r.deviceBlocks)
 		if err != nil {
 			r.log.Error("a rank has no ledger of its kv cache", slog.String("err", err.Error()))
 			return nil
 		}
-		l.muted = r.vitals.incarnation == 0 // the snapshot of Ready says what it holds by then
+		l.isSuspended = r.state.incarnation == 0 // the snapshot of Ready will include its content
 		r.kv = l
 	}
 	return r.kv
@@ -123,174 +130,169 @@ func (r *replica) emitKV(kind msg.RecordKind, kv msg.KV) {
 	r.emit(&r.rec)
 }
 
-// Receive implements inbox.Receiver.
+// Receive implements inbox.Receiver: it handles the messages of requests, and passes all others on.
 func (r *replica) Receive(m any) {
 	switch m := m.(type) {
 	case *msg.Admit:
 		r.admit(m)
 	case msg.Admit:
 		r.admit(&m)
-	case msg.FirstToken:
-		r.firstToken(m)
 	case *msg.FirstToken:
-		r.firstToken(*m)
-	case msg.Progress:
-		r.progress(m)
+		r.recordFirstToken(m)
 	case *msg.Progress:
-		r.progress(*m)
-	case msg.Done:
-		r.done(&m)
+		r.recordProgress(m)
 	case *msg.Done:
-		r.done(m)
+		r.endTicket(m)
 	case *msg.Demand:
-		r.demand(m)
+		r.applyDemand(m)
 	case msg.Demand:
-		r.demand(&m)
-	case lapse:
-		r.lapse()
-	case sortOut:
-		r.sortOrphans()
-	case prefillDue:
-		r.onPrefillDue()
-	case arrived:
-		r.onArrived(m)
+		r.applyDemand(&m)
+	case lapseTimer:
+		r.lapseTickets()
+	case pruneRequest:
+		r.pruneOrphans()
+	case prefillTimer:
+		r.onPrefillTimer()
+	case eventsQueued:
+		r.onEventsQueued(m)
 	default:
-		r.control(m)
+		r.receiveControl(m)
 	}
 }
 
-// control is everything that does not come with a request.
-func (r *replica) control(m any) {
+// receiveControl handles the messages of the node, the Hub and the rank's own subscriptions.
+func (r *replica) receiveControl(m any) {
 	switch m := m.(type) {
-	case begin:
-		r.vitals.began = true
-		r.publish()
-	case subscribe:
-		r.add(m.sub)
-		r.snapshot(m.sub)
+	case registerRequest:
+		r.state.isRegistered = true
+		r.joinHub()
+	case subscribeRequest:
+		r.addSink(m.sub)
+		r.sendSnapshot(m.sub)
 	case msg.Resync:
-		r.resync(m.Sink)
-	case *msg.Resync:
-		r.resync(m.Sink)
-	case unsubscribe:
-		r.sinks = slices.DeleteFunc(r.sinks, func(s *subscription) bool { return s == m.sub })
-	case ready:
-		r.ready(m)
-		close(m.taken)
+		r.resyncSink(m.Sink)
+	case unsubscribeRequest:
+		r.sinks = slices.DeleteFunc(r.sinks, func(s *hubSubscription) bool { return s == m.sub })
+	case readyRequest:
+		r.applyReady(m)
+		close(m.done)
 	case msg.Fence:
 		r.fence(m.Cause)
-	case fence:
+	case fenceRequest:
 		r.fence(m.cause)
-		close(m.heard)
+		close(m.done)
 	case msg.Drain:
 		r.drain(m.Cause)
-	case gone:
-		r.end()
-	case unbusy:
+	case stopRequest:
+		r.endStream()
+	case busyTimer:
 		if m.round == r.busy.round {
 			r.clearBusy()
 		}
-	case turnOver:
-		r.onTurnOver()
-	case msg.Probe:
-		r.onProbe(m)
+	case turnTimer:
+		r.onTurnTimer()
 	case *msg.Probe:
-		r.onProbe(*m)
-	case listened:
-		r.onListened(m)
-	case chime:
-		r.onChime(m)
-	case scrapeTick:
+		r.onProbe(m)
+	case subscriptionResult:
+		r.onSubscriptionResult(m)
+	case expiryTick:
+		r.onExpiryTick(m)
+	case scrapeTimer:
 		r.onScrapeTick(m)
-	case scraped:
+	case scrapeResult:
 		r.onScraped(m)
 	default:
-		r.watch(m)
+		r.receiveMonitor(m)
 	}
 }
 
-// publish enters the feed and brings every sink up to date.
-func (r *replica) publish() {
+// joinHub registers the rank in the Hub and sends every sink a snapshot.
+func (r *replica) joinHub() {
 	for _, sub := range r.hub.register(r.Server) {
-		r.add(sub)
-		r.snapshot(sub)
+		r.addSink(sub)
+		r.sendSnapshot(sub)
 	}
-	r.note()
+	r.updateStats()
 }
 
-// add takes a sink in, once: after a panic it may come from the hub and by its own message.
-func (r *replica) add(sub *subscription) {
+// addSink adds a sink once: after a panic it may come from the Hub and from its own message.
+func (r *replica) addSink(sub *hubSubscription) {
 	if !slices.Contains(r.sinks, sub) {
 		r.sinks = append(r.sinks, sub)
 	}
-	r.scrape.told = msg.Status{} // the newcomer does not know it: the next report goes out even if nothing is new
+	// so that the new sink gets the next report even if its values are the same
+	r.scrape.published = msg.Status{}
 }
 
-// resync gives a sink that has missed a record the whole of it again.
-func (r *replica) resync(sink msg.Sink) {
+// resyncSink sends a new snapshot to a sink that missed a record.
+func (r *replica) resyncSink(sink msg.Sink) {
 	for _, sub := range r.sinks {
 		if sub.sink == sink {
-			r.scrape.told = msg.Status{}
-			r.snapshot(sub)
+			r.scrape.published = msg.Status{}
+			r.sendSnapshot(sub)
 		}
 	}
 }
 
-// ready opens the rank for an engine. What an engine published before it was first ready is its own; a later one is another, or was
-// out of sight: its events are asked for anew.
-func (r *replica) ready(m ready) {
-	if r.vitals.phase == ended || r.vitals.phase == draining {
+// applyReady opens the rank for an engine. The first engine published its events to the present subscription.
+// Any later one is another process, or one that the rank did not follow meanwhile, so the subscription starts
+// again.
+func (r *replica) applyReady(m readyRequest) {
+	if r.state.phase == phaseEnded || r.state.phase == phaseDraining {
 		return
 	}
-	anew := r.vitals.incarnation != 0
+	anew := r.state.incarnation != 0
 	if r.spec.Events == nil {
 		anew = anew || m.facts.Events != nil
-		r.vitals.source = m.facts.Events
+		r.state.eventSource = m.facts.Events
 	}
-	r.incarnate(m.facts, anew)
-	r.log.Debug("rank is ready", slog.String("incarnation", hex(m.facts.Incarnation)), slog.String("url", r.spec.Target.URL))
+	r.startIncarnation(m.facts, anew)
+	r.log.Debug("rank is ready", slog.String("incarnation", formatIncarnation(m.facts.Incarnation)),
+		slog.String("url", r.spec.Target.URL))
 }
 
-// incarnate begins an incarnation: the account of the one before is gone with its engine. anew says that the subscription to its
-// events begins anew too.
-func (r *replica) incarnate(f msg.Facts, anew bool) {
+// startIncarnation begins an incarnation with an empty account: the requests of the one before ended with its
+// engine. newEvents says that the subscription to KV events begins again too.
+func (r *replica) startIncarnation(f msg.Facts, anew bool) {
 	if r.kv != nil {
-		r.kv.mute()
-		r.kv.drop(kvindex.Sent)
+		r.kv.suspendPublishing()
+		r.kv.dropColumns(kvindex.Sent)
 	}
 	r.account.reset()
 	r.prefills.stop()
 	r.trip.stop()
 	r.trip, r.busy, r.turns = trip{}, busy{round: r.busy.round + 1}, turns{}
-	r.vitals.phase, r.vitals.incarnation, r.vitals.facts, r.vitals.seq = open, f.Incarnation, f, 0
+	r.state.phase, r.state.incarnation, r.state.facts, r.state.seq = phaseOpen, f.Incarnation, f, 0
 	if anew {
-		r.relisten()
+		r.restartSubscription()
 	}
 	if r.kv != nil {
-		r.kv.unmute()
+		r.kv.resumePublishing()
 	}
-	r.keep()
+	r.startMonitor()
 	for _, sub := range r.sinks {
-		r.snapshot(sub)
+		r.sendSnapshot(sub)
 	}
-	r.note()
-	r.refresh()
+	r.updateStats()
+	r.refreshRouting()
 }
 
-// restarted: an attached engine is another process, though its health never failed. Its requests ended with it; the epoch stays, as
-// nobody but this rank serves it. Another's process is its node's to judge.
-func (r *replica) restarted(why string, anew bool) {
-	if r.spec.Target.Owned || r.vitals.phase != open {
+// restartIncarnation begins a new incarnation of an attached engine whose process was replaced although its
+// health check never failed. The epoch stays, because only this rank serves it. For an engine that dpserve
+// started, the node decides.
+func (r *replica) restartIncarnation(why string, anew bool) {
+	if r.spec.Target.Owned || r.state.phase != phaseOpen {
 		return
 	}
-	f := r.vitals.facts
-	f.Incarnation = newIncarnation()
-	r.incarnate(f, anew)
-	r.log.Warn("engine was restarted in place", slog.String("cause", why), slog.String("incarnation", hex(f.Incarnation)))
+	f := r.state.facts
+	f.Incarnation = drawIncarnation()
+	r.startIncarnation(f, anew)
+	r.log.Warn("engine was restarted in place", slog.String("cause", why),
+		slog.String("incarnation", formatIncarnation(f.Incarnation)))
 }
 
-// newIncarnation draws the random number of one engine process; 0 means none.
-func newIncarnation() uint64 {
+// drawIncarnation draws the random number of one engine process. 0 means no process.
+func drawIncarnation() uint64 {
 	var b [8]byte
 	for {
 		_, _ = rand.Read(b[:]) // never fails since Go 1.24
@@ -300,117 +302,408 @@ func newIncarnation() uint64 {
 	}
 }
 
-func hex(v uint64) string { return fmt.Sprintf("%016x", v) }
+func formatIncarnation(v uint64) string { return fmt.Sprintf("%016x", v) }
 
-// CauseDrained is the cause of the fence that ends a stop somebody asked for: what still runs is cut with it.
-const CauseDrained = "drained"
+// causeDrained is the cause of the fence that ends a requested stop: the requests that still run are cut.
+const causeDrained = "drained"
 
-// fence closes the rank. Running requests stay on the account until their Done: the ingress ends them.
+// fence closes the rank. Running requests stay on the account until their Done, because the ingress ends
+// them.
 func (r *replica) fence(cause string) {
-	if r.vitals.phase == fenced || r.vitals.phase == ended {
+	if r.state.phase == phaseFenced || r.state.phase == phaseEnded {
 		return
 	}
-	r.vitals.phase, r.turns = fenced, turns{}
-	r.keeper.fenced()
-	r.state(cause)
-	r.log.Debug("rank is fenced", slog.String("cause", cause), slog.Int("in_flight", r.account.open()))
-	r.settle()
+	r.state.phase, r.turns = phaseFenced, turns{}
+	r.monitor.resetPending()
+	r.publishState(cause)
+	r.log.Debug("rank is fenced", slog.String("cause", cause), slog.Int("in_flight", r.account.openCount()))
+	r.closeDrainedIfIdle()
 }
 
-// lose is a fence the DPServer decided on itself: the node must hear of it.
-func (r *replica) lose(cause string) {
-	if r.vitals.phase != open && r.vitals.phase != draining {
+// fenceAndReport fences the rank and reports the loss to the node, which did not ask for the fence.
+func (r *replica) fenceAndReport(cause string) {
+	if r.state.phase != phaseOpen && r.state.phase != phaseDraining {
 		return
 	}
 	r.fence(cause)
-	r.tell(msg.ReplicaLost, cause)
+	r.reportToNode(msg.ReplicaLost, cause)
 }
 
 func (r *replica) drain(cause string) {
-	if r.vitals.phase == ended {
+	if r.state.phase == phaseEnded {
 		return
 	}
-	if r.vitals.phase != fenced {
-		r.vitals.phase, r.turns = draining, turns{}
-		r.state(cause)
+	if r.state.phase != phaseFenced {
+		r.state.phase, r.turns = phaseDraining, turns{}
+		r.publishState(cause)
 	}
-	r.settle()
+	r.closeDrainedIfIdle()
 }
 
-// settle closes Drained when nothing is left that it could wait for.
-func (r *replica) settle() {
-	if r.account.open() == 0 && (r.vitals.phase == draining || r.vitals.phase == fenced && r.spec.Target.Owned) || r.vitals.phase == ended {
-		r.setDrained()
+// closeDrainedIfIdle closes Drained when a rank that drains, or that dpserve has fenced, has no open
+// requests.
+func (r *replica) closeDrainedIfIdle() {
+	if r.account.openCount() == 0 && (r.state.phase == phaseDraining || r.state.phase == phaseFenced &&
+		r.spec.Target.Owned) || r.state.phase == phaseEnded {
+		r.closeDrained()
 	}
 }
 
-// end closes the stream and the actor.
-func (r *replica) end() {
-	if r.vitals.phase == ended {
+// endStream ends the stream with RecGone, and the actor.
+func (r *replica) endStream() {
+	if r.state.phase == phaseEnded {
 		return
 	}
-	r.vitals.phase = ended
+	r.state.phase = phaseEnded
 	r.hub.remove(r.Server)
 	r.account.reset()
 	r.prefills.stop()
-	r.keeper.stop()
+	r.monitor.stop()
 	r.trip.stop()
 	r.scrape.stop()
-	r.clock.stop()
+	r.expiry.stop()
 	r.emit(&msg.Record{Kind: msg.RecGone})
-	r.settle()
-	r.note()
+	r.closeDrainedIfIdle()
+	r.updateStats()
 	r.box.Halt()
 }
 
-func (r *replica) accepting() bool {
-	return r.vitals.phase == open && !r.trip.tripped && !r.busy.on
+func (r *replica) isAccepting() bool {
+	return r.state.phase == phaseOpen && !r.trip.isTripped && !r.busy.on
 }
 
-// tripped says that the rank is open and its answers failed in a row.
-func (r *replica) tripped() bool { return r.vitals.phase == open && r.trip.tripped }
+// isTripped says whether the rank is open and its last answers failed in a row.
+func (r *replica) isTripped() bool { return r.state.phase == phaseOpen && r.trip.isTripped }
 
-// state tells the sinks whether the rank accepts, and why not.
-func (r *replica) state(cause string) {
+// publishState tells the sinks whether the rank accepts requests, and why not.
+func (r *replica) publishState(cause string) {
 	r.emit(&msg.Record{
-		Kind: msg.RecState, Accepting: r.accepting(), Tripped: r.tripped(), Cause: cause, Turn: r.passTurn(),
-		Fenced: r.vitals.phase == fenced, Draining: r.vitals.phase == draining || r.vitals.phase == fenced && cause == CauseDrained,
+		Kind: msg.RecState, Accepting: r.isAccepting(), Tripped: r.isTripped(), Cause: cause,
+		Turn:   r.offerTurn(),
+		Fenced: r.state.phase == phaseFenced, Draining: r.state.phase == phaseDraining ||
+			r.state.phase == phaseFenced && cause == causeDrained,
 	})
-	r.note()
+	r.updateStats()
 }
 
-// emit numbers a record and hands it to every sink.
+// emit numbers a record and delivers it to every sink.
 func (r *replica) emit(rec *msg.Record) {
-	r.vitals.seq++
-	r.stamp(rec)
+	r.state.seq++
+	r.stampRecord(rec)
 	for _, sub := range r.sinks {
 		sub.deliver(rec)
 	}
 }
 
-func (r *replica) stamp(rec *msg.Record) {
+func (r *replica) stampRecord(rec *msg.Record) {
 	rec.App, rec.Unit, rec.Rank, rec.Epoch = r.spec.App.Name, r.spec.Unit, r.id, r.spec.Epoch
-	rec.Incarnation, rec.Seq = r.vitals.incarnation, r.vitals.seq
+	rec.Incarnation, rec.Seq = r.state.incarnation, r.state.seq
 }
 
-// snapshot gives one sink the whole account, and the KV columns, as of the last record.
-func (r *replica) snapshot(sub *subscription) {
-	f := &r.vitals.facts
+// sendSnapshot sends one sink the whole account and the KV columns, as of the last record.
+func (r *replica) sendSnapshot(sub *hubSubscription) {
+	f := &r.state.facts
 	give := func(rec *msg.Record) {
-		r.stamp(rec)
+		r.stampRecord(rec)
 		sub.deliver(rec)
 	}
-	give(&msg.Record{Kind: msg.RecSnapshot, Accepting: r.accepting(), Snapshot: &msg.Snapshot{
-		Accepting: r.accepting(), Tripped: r.tripped(), MaxOngoing: f.MaxOngoing, Capacity: r.capacity(), BlockSize: r.toldBlockSize(), CachingOff: f.CachingOff,
-		MaxModelLen: f.MaxModelLen, Node: r.spec.Node, Target: r.spec.Target, Mailbox: r.box, Open: r.account.snapshot(),
+	give(&msg.Record{Kind: msg.RecSnapshot, Accepting: r.isAccepting(), Snapshot: &msg.Snapshot{
+		Accepting: r.isAccepting(), Tripped: r.isTripped(), MaxOngoing: f.MaxOngoing,
+		Capacity: r.cacheCapacity(), BlockSize: r.knownBlockSize(), CachingOff: f.CachingOff,
+		MaxModelLen: f.MaxModelLen, Node: r.spec.Node, Target: r.spec.Target, Mailbox: r.box,
+		Open: r.account.listRequests(),
 	}})
 	if r.kv != nil {
-		r.kv.snapshot(func(kind msg.RecordKind, kv msg.KV) { give(&msg.Record{Kind: kind, KV: kv}) })
+		r.kv.writeSnapshot(func(kind msg.RecordKind, kv msg.KV) { give(&msg.Record{Kind: kind, KV: kv}) })
 	}
 }
 
-// note copies what Status shows.
-func (r *replica) note() {
-	r.stats.note(r.account.open(), r.vitals.facts.MaxOngoing, r.vitals.incarnation, r.tripped())
-	r.noteKV()
+// updateStats copies the values that Status shows.
+func (r *replica) updateStats() {
+	r.stats.setState(r.account.openCount(), r.state.facts.MaxOngoing, r.state.incarnation, r.isTripped())
+	r.updateKVStats()
+}
+
+// yieldBlocks is the longest prompt whose blocks are recorded before the sender of the Admit runs on: it
+// takes some microseconds.
+const yieldBlocks = 32
+
+// admit grants a ticket or refuses with a reason. m belongs to the sender again when its reply is sent.
+func (r *replica) admit(m *msg.Admit) {
+	if refusal := r.checkAdmission(m); refusal != msg.Granted {
+		if refusal == msg.Full {
+			r.turns.addWait(time.Now(), m.Ingress, r.requestWeight(m))
+		}
+		r.sendReply(m.Reply, &msg.AdmitReply{Refusal: refusal, Epoch: r.spec.Epoch, Seq: r.state.seq})
+		return
+	}
+	id := r.state.lastTicket + 1
+	req := msg.OpenRequest{ReqID: m.ReqID, Ingress: m.Ingress, Tokens: m.Tokens, Hit: m.Hit}
+	hitBlocks, whole, session, weight := m.HitBlocks, m.Whole, m.Session, r.requestWeight(m)
+	r.admitBlocks = append(r.admitBlocks[:0], m.Blocks...) // they belong to the sender again with the reply
+	ctx, idle := m.Ctx, r.account.openCount() == 0
+	granted := msg.Ticket{
+		ID: id, Epoch: r.spec.Epoch, Incarnation: r.state.incarnation, Seq: r.state.seq + 1, Rank: r.id,
+		Target: r.spec.Target,
+	}
+	if !r.sendReply(m.Reply, &msg.AdmitReply{Ticket: granted, Epoch: r.spec.Epoch, Seq: granted.Seq}) {
+		return // the reply channel is full: the sender cannot give a ticket back
+	}
+	now := time.Now()
+	r.state.lastTicket = id
+	t := r.account.add(id, req, weight, r.watchContext(ctx, id))
+	t.admittedAt = now
+	t.blocks, r.admitBlocks, t.hitBlocks = r.admitBlocks, t.blocks, hitBlocks
+	if len(r.turns.places) > 0 {
+		r.turns.useRoom(now, req.Ingress, weight)
+	}
+	if idle {
+		r.monitor.noteProgress() // the stall clock starts with the first open request
+	}
+	r.rec = msg.Record{
+		Kind: msg.RecAdmitted, ReqID: req.ReqID, Ingress: req.Ingress, Tokens: req.Tokens, Hit: req.Hit,
+		Session: session, At: r.toRankTime(now),
+	}
+	r.emit(&r.rec)
+	r.stats.setOpen(r.account.openCount())
+	if len(t.blocks) > yieldBlocks {
+		runtime.Gosched() // let the sender, which the reply woke on this processor, run first
+	}
+	if len(t.blocks) > 0 {
+		r.recordSent(t)
+	}
+	r.predictPrefill(id, t, whole)
+}
+
+// checkAdmission checks in this order: caller, lease, epoch, state, room. The caller comes first: if it has
+// left or its deadline is over, an answer is useless. A tripped rank admits, because only the Routers see all
+// ranks of the application and can decide to leave it out.
+func (r *replica) checkAdmission(m *msg.Admit) msg.Refusal {
+	switch {
+	case m.Ctx != nil && m.Ctx.Err() != nil, !m.Deadline.IsZero() && !time.Now().Before(m.Deadline):
+		return msg.Expired
+	case r.lease != nil && !r.lease():
+		return msg.NoLease
+	case m.Epoch != r.spec.Epoch:
+		return msg.StaleEpoch
+	case r.state.phase != phaseOpen:
+		return phaseRefusals[r.state.phase]
+	case r.busy.on, !r.turns.canUse(m.Ingress, r.requestWeight(m), r.freeSequences()):
+		return msg.Full
+	}
+	return msg.Granted
+}
+
+// freeSequences is how many more sequences the rank has room for.
+func (r *replica) freeSequences() int { return r.state.facts.MaxOngoing - r.account.weight }
+
+// requestWeight is how many sequences a request counts as. It is at most max_ongoing, so that an empty rank
+// takes every request.
+func (r *replica) requestWeight(m *msg.Admit) int {
+	return max(1, min(m.Weight, r.state.facts.MaxOngoing))
+}
+
+func (r *replica) sendReply(reply chan msg.AdmitReply, a *msg.AdmitReply) bool {
+	select {
+	case reply <- *a:
+		return true
+	default:
+		return false
+	}
+}
+
+// watchContext ends a ticket that gets no Done: when the context of its admission ends, the ticket lapses
+// after TicketLapse.
+func (r *replica) watchContext(ctx context.Context, id uint64) func() bool {
+	if ctx == nil {
+		return nil
+	}
+	s := r.Server
+	return context.AfterFunc(ctx, func() { s.addOrphan(id) })
+}
+
+func (r *replica) recordFirstToken(m *msg.FirstToken) {
+	r.monitor.noteProgress()
+	if t, first := r.account.markDecoding(m.TicketID); first {
+		at := t.clampFirstToken(m.At, time.Now())
+		r.prefills.pace.addSample(at.Sub(t.admittedAt), t.prefillPredicted)
+		r.emitRequestRecord(msg.RecFirstToken, &t.req, "", at)
+	}
+}
+
+func (r *replica) recordProgress(m *msg.Progress) {
+	r.monitor.noteProgress()
+	t := r.account.tickets[m.TicketID]
+	if t == nil || m.Out <= t.req.Out {
+		return
+	}
+	now := time.Now()
+	r.stats.addGenerated(now, m.Out-t.req.Out)
+	t.req.Out = m.Out
+	r.emitRequestRecord(msg.RecProgress, &t.req, "", now)
+}
+
+// endTicket gives a ticket's load back exactly once: a second Done does not find the ticket.
+func (r *replica) endTicket(m *msg.Done) {
+	t := r.account.remove(m.TicketID)
+	if t == nil {
+		return
+	}
+	if !t.req.Decoding {
+		r.prefills.remove(m.TicketID)
+	}
+	r.monitor.noteProgress()
+	now := time.Now()
+	if m.Outcome != msg.Refused {
+		r.stats.addEnded(now, max(0, m.CompletionTokens-t.req.Out), m.FirstToken)
+		if m.HasCached {
+			r.stats.addCached(m.PromptTokens, m.CachedTokens)
+		}
+		t.req.Out = max(t.req.Out, m.CompletionTokens)
+	}
+	r.emitRequestRecord(msg.RecDone, &t.req, m.Cause, now)
+	r.offerRemaining()
+	r.countExpectedEvents(m)
+	r.correctSent(t, m)
+	r.account.recycle(t)
+	r.applyOutcome(m)
+	r.closeDrainedIfIdle()
+}
+
+// applyOutcome updates busy, trip and health from how a request ended.
+func (r *replica) applyOutcome(m *msg.Done) {
+	switch {
+	case m.Busy:
+		r.setBusy()
+	case r.busy.on:
+		r.clearBusy()
+	}
+	if m.Trip {
+		r.countFailure()
+	} else if m.Outcome == msg.OK {
+		r.trip.failures = 0
+	}
+	if m.Probe {
+		r.probeHealth()
+	}
+}
+
+// emitRequestRecord emits a record of what happened to one request at an instant.
+func (r *replica) emitRequestRecord(kind msg.RecordKind, req *msg.OpenRequest, cause string, at time.Time) {
+	r.rec = msg.Record{
+		Kind: kind, ReqID: req.ReqID, Ingress: req.Ingress, Tokens: req.Tokens, Hit: req.Hit, Out: req.Out,
+		Cause: cause, At: r.toRankTime(at),
+	}
+	if kind == msg.RecDone {
+		r.rec.Turn = r.offerTurn()
+	}
+	r.emit(&r.rec)
+	r.stats.setOpen(r.account.openCount())
+}
+
+// setBusy treats the rank as full after an engine_busy answer: until the next Done, at most BusyHold. The
+// sinks get a record when it ends, because a rank without open requests has no Done that would wake a queue.
+func (r *replica) setBusy() {
+	r.busy.round++
+	r.sendAfter(r.timers.BusyHold, busyTimer{r.busy.round})
+	if !r.busy.on {
+		r.busy.on = true
+		r.turns.releaseAll()
+		r.publishState("engine_busy")
+	}
+}
+
+func (r *replica) clearBusy() {
+	if r.busy.on {
+		r.busy.on = false
+		r.publishState("")
+	}
+}
+
+// pruneOrphans drops the orphans whose ticket has ended.
+func (r *replica) pruneOrphans() {
+	r.orphans.mu.Lock()
+	defer r.orphans.mu.Unlock()
+	r.orphans.queue = slices.DeleteFunc(r.orphans.queue,
+		func(o orphan) bool { return r.account.tickets[o.ticket] == nil })
+}
+
+// lapseTickets ends the open tickets that are due, and sets the timer for the next.
+func (r *replica) lapseTickets() {
+	r.pruneOrphans()
+	for _, ticket := range r.takeDueOrphans(time.Now()) {
+		r.endTicket(&msg.Done{TicketID: ticket, Outcome: msg.Cancelled, Cause: "ticket_lapsed"})
+	}
+}
+
+func (r *replica) takeDueOrphans(now time.Time) (due []uint64) {
+	o := &r.orphans
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	n := 0
+	for n < len(o.queue) && !now.Before(o.queue[n].due) {
+		due = append(due, o.queue[n].ticket)
+		n++
+	}
+	o.queue = slices.Delete(o.queue, 0, n)
+	if o.isTimerSet = len(o.queue) > 0; o.isTimerSet {
+		r.sendAfter(o.queue[0].due.Sub(now), lapseTimer{})
+	}
+	return due
+}
+
+// applyDemand notes whether an ingress has requests that wait.
+func (r *replica) applyDemand(m *msg.Demand) {
+	if m.Waits {
+		r.turns.addWait(time.Now(), m.Ingress, 0)
+	} else if r.turns.removeWait(m.Ingress) {
+		r.publishFreeRoom()
+	}
+}
+
+// offerTurn holds free room for the ingress whose turn it is, and returns which ingress may use the free
+// room.
+func (r *replica) offerTurn() string {
+	if len(r.turns.places) == 0 || r.state.phase != phaseOpen || r.busy.on {
+		return ""
+	}
+	now := time.Now()
+	r.turns.offerRoom(now, r.freeSequences())
+	if at, ok := r.turns.nextExpiry(); ok && (r.turnTimerAt.IsZero() || at.Before(r.turnTimerAt)) {
+		r.turnTimerAt = at
+		r.sendAfter(at.Sub(now), turnTimer{})
+	}
+	return r.turns.roomOwner(r.freeSequences())
+}
+
+// publishFreeRoom publishes that room is free again.
+func (r *replica) publishFreeRoom() {
+	r.publishState("")
+	r.offerRemaining()
+}
+
+// offerRemaining offers room to further ingresses if more than one place is free.
+func (r *replica) offerRemaining() {
+	if len(r.turns.places) == 0 || r.state.phase != phaseOpen || r.busy.on {
+		return
+	}
+	for range r.freeSequences() - r.turns.held { // each offer holds some of it
+		if !r.turns.canOffer(time.Now(), r.freeSequences()) {
+			return
+		}
+		r.publishState("")
+	}
+}
+
+// onTurnTimer frees the room that was held for ingresses that did not use it.
+func (r *replica) onTurnTimer() {
+	r.turnTimerAt = time.Time{}
+	held := r.turns.held
+	r.turns.expireOffers(time.Now())
+	if r.turns.held < held {
+		r.publishFreeRoom()
+	} else if at, ok := r.turns.nextExpiry(); ok {
+		r.turnTimerAt = at
+		r.sendAfter(time.Until(at), turnTimer{})
+	}
 }

@@ -2,6 +2,7 @@ package dpserver
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"sync"
@@ -14,23 +15,24 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// Server is the outside of one DPServer: what its node holds. It outlives a panic of the actor inside.
+// Server is what a node holds of one DPServer. It outlives a panic of the actor inside it.
 type Server struct {
-	spec     msg.ReplicaSpec
-	id       routing.RankID
-	hub      *Hub
-	assigner msg.Assigner
-	engine   Engine
-	timers   Timers
-	prefill  func(tokens int) time.Duration
-	hasher   kvindex.Hasher
-	present  func(name string) *app.Application // nil: spec.App
-	lease    func() bool                        // nil: always
-	net      network
-	log      *slog.Logger
-	box      *inbox.Inbox
-	made     time.Time // the origin of the rank's clock
+	spec        msg.ReplicaSpec
+	id          routing.RankID
+	hub         *Hub
+	assigner    msg.Assigner
+	engine      Engine
+	timers      Timers
+	prefillTime func(tokens int) time.Duration
+	hasher      kvindex.Hasher
+	currentApp  func(name string) *app.Application // nil: spec.App
+	lease       func() bool                        // nil: the node may always admit
+	net         eventNetwork
+	log         *slog.Logger
+	box         *inbox.Inbox
+	createdAt   time.Time // the origin of the rank's clock
 
+	// the life of the actor's own probes; Stop cancels it
 	ctx    context.Context //nolint:containedctx // the life of the actor's own probes, cancelled by Stop
 	cancel context.CancelFunc
 	probes sync.WaitGroup
@@ -38,28 +40,28 @@ type Server struct {
 	drained   chan struct{}
 	drainOnce sync.Once
 
-	vitals    vitals // only the actor's goroutine touches it
-	stats     stats
-	orphans   orphans
-	listening listening
+	state         actorState // only the actor's goroutine reads and writes it
+	stats         stats
+	orphans       orphans
+	subscriptions subscriptions
 }
 
-// vitals survive a panic of the actor: the new one goes on with them, with an empty account.
-type vitals struct {
-	began       bool
-	phase       phase
-	incarnation uint64
-	facts       msg.Facts // of the incarnation, and what its engine said of itself since
-	seq         uint64    // number of the last record of this incarnation
-	lastTicket  uint64
-	rounds      uint64 // of the keeper, so that results of one that is gone are known
+// actorState survives a panic of the actor: the new actor continues with it and with an empty account.
+type actorState struct {
+	isRegistered bool // the Hub knows the rank
+	phase        phase
+	incarnation  uint64
+	facts        msg.Facts // of the incarnation, updated with the engine's own reports
+	seq          uint64    // number of the last record of this incarnation
+	lastTicket   uint64
+	lastRound    uint64 // of the health monitor: it identifies late results of an earlier monitor
 
-	source   *msg.EventSource // of the engine's KV events; nil: it publishes none
-	life     uint64           // of the subscription to them: events of an older one are dropped
-	restarts uint64           // of the engine, as the subscription counted them and we have heard
+	eventSource    *msg.EventSource // of the engine's KV events; nil: the engine publishes none
+	subscriptionID uint64           // of the current subscription to KV events: older events are dropped
+	knownRestarts  uint64           // engine restarts that the subscription counted and the actor has handled
 }
 
-// name is the actor's name; the epoch keeps a successor apart from a predecessor that is still being stopped.
+// name is the actor's name. It contains the epoch, because a predecessor may still be stopping.
 func (s *Server) name() string {
 	return fmt.Sprintf("dpserver/%s/%s/%d", s.spec.App.Name, s.id, s.spec.Epoch)
 }
@@ -67,11 +69,11 @@ func (s *Server) name() string {
 // Mailbox is where ingresses post to.
 func (s *Server) Mailbox() msg.Mailbox { return s.box }
 
-// Ready opens admission for a new incarnation of the engine and begins to watch it.
-// It returns when the actor has taken it, so that what comes after it finds the rank open.
+// Ready opens admission for a new incarnation of the engine and starts to monitor it. It returns when the
+// actor has applied it, so that later messages find the rank open.
 func (s *Server) Ready(ctx context.Context, f msg.Facts) error {
 	taken := make(chan struct{})
-	s.box.Send(ready{facts: f, taken: taken})
+	s.box.Send(readyRequest{facts: f, done: taken})
 	select {
 	case <-taken:
 		return nil
@@ -82,44 +84,48 @@ func (s *Server) Ready(ctx context.Context, f msg.Facts) error {
 	}
 }
 
-// Fence stops admission at once. The channel is closed when every sink has heard of it; it may never be if the actor stops.
+// Fence stops admission at once. The channel is closed when every sink has the record. It may never be closed
+// if the actor stops.
 func (s *Server) Fence(cause string) <-chan struct{} {
 	heard := make(chan struct{})
-	s.box.Send(fence{cause: cause, heard: heard})
+	s.box.Send(fenceRequest{cause: cause, done: heard})
 	return heard
 }
 
-// Drain stops admission and lets running requests go on; Drained tells when none is left.
+// Drain stops admission and lets running requests finish. Drained says when none is left.
 func (s *Server) Drain(cause string) { s.box.Send(msg.Drain{Cause: cause}) }
 
-// Drained is closed once a Drain found the rank without requests, or the rank is gone.
+// Drained is closed when a Drain found the rank without requests, or the rank has ended.
 func (s *Server) Drained() <-chan struct{} { return s.drained }
 
-func (s *Server) setDrained() { s.drainOnce.Do(func() { close(s.drained) }) }
+func (s *Server) closeDrained() { s.drainOnce.Do(func() { close(s.drained) }) }
 
-// Status is the rank's account. Phase, node and process are the node's to fill in.
+// Status is the rank's account. The node fills in the phase, its name and the process.
 func (s *Server) Status() msg.RankStatus {
 	st := s.stats.status(time.Now())
-	st.Group, st.Rank, st.Epoch, st.Node, st.URL, st.Devices = s.spec.Group, s.spec.Rank, s.spec.Epoch, s.spec.Node, s.spec.Target.URL, s.spec.Devices
+	st.Group, st.Rank, st.Epoch, st.Node, st.URL, st.Devices = s.spec.Group, s.spec.Rank, s.spec.Epoch,
+		s.spec.Node, s.spec.Target.URL, s.spec.Devices
 	return st
 }
 
-// Stop ends the stream (RecGone), the probes, the subscription and the actor, and waits for them. Idempotent.
+// Stop ends the stream (RecGone), the probes, the subscription and the actor, and waits for them. It is
+// idempotent.
 func (s *Server) Stop(ctx context.Context) error {
 	s.cancel()
-	s.listening.close()
-	s.box.Send(gone{})
+	s.subscriptions.close()
+	s.box.Send(stopRequest{})
 	select {
 	case <-s.box.Stopped():
 	case <-ctx.Done():
 		return fmt.Errorf("stop rank %s: %w", s.id, context.Cause(ctx))
 	}
-	s.probes.Wait() // every probe ends with s.ctx
+	s.probes.Wait() // every probe ends when s.ctx does
 	return nil
 }
 
-// probe runs work beside the actor, under the server's life and a deadline. Work posts its result back.
-func (s *Server) probe(limit time.Duration, work func(ctx context.Context)) {
+// runProbe runs work beside the actor, until the Server stops or the limit is over. Work posts its result to
+// the actor.
+func (s *Server) runProbe(limit time.Duration, work func(ctx context.Context)) {
 	s.probes.Go(func() {
 		ctx, cancel := context.WithTimeout(s.ctx, limit)
 		defer cancel()
@@ -127,27 +133,84 @@ func (s *Server) probe(limit time.Duration, work func(ctx context.Context)) {
 	})
 }
 
-// after posts m in d, unless the server was stopped by then (a stopped inbox drops it).
-func (s *Server) after(d time.Duration, m any) *time.Timer {
+// sendAfter posts m after d. A stopped inbox drops it.
+func (s *Server) sendAfter(d time.Duration, m any) *time.Timer {
 	return time.AfterFunc(d, func() { s.box.Send(m) })
 }
 
-// application is the present file of the rank's application, as far as routing goes; the engine runs by the one it was started with.
-func (s *Server) application() *app.Application {
-	if s.present != nil {
-		if a := s.present(s.spec.App.Name); a != nil {
+// currentApplication is the current file of the rank's application, for routing only: the engine runs with
+// the file that it was started with.
+func (s *Server) currentApplication() *app.Application {
+	if s.currentApp != nil {
+		if a := s.currentApp(s.spec.App.Name); a != nil {
 			return a
 		}
 	}
 	return s.spec.App
 }
 
-// toRankTime converts an instant to the rank's own clock. The result is never 0: in a record that would mean that no time is told.
-func (s *Server) toRankTime(t time.Time) time.Duration { return max(t.Sub(s.made), 0) + 1 }
+// toRankTime converts an instant to the rank's own clock. The result is never 0, because a record with 0 has
+// no time.
+func (s *Server) toRankTime(t time.Time) time.Duration { return max(t.Sub(s.createdAt), 0) + 1 }
 
-// tell reports to the node.
-func (s *Server) tell(kind msg.ReplicaEventKind, cause string) {
+// reportToNode reports to the node.
+func (s *Server) reportToNode(kind msg.ReplicaEventKind, cause string) {
 	s.spec.Watcher.ReplicaEvent(msg.ReplicaEvent{
-		Unit: s.spec.Unit, Epoch: s.spec.Epoch, Rank: s.spec.Rank, Incarnation: s.vitals.incarnation, Kind: kind, Cause: cause,
+		Unit: s.spec.Unit, Epoch: s.spec.Epoch, Rank: s.spec.Rank, Incarnation: s.state.incarnation,
+		Kind: kind, Cause: cause,
 	})
+}
+
+// errNotGranted says that the RankAssigner's answer differs from the grant that the node was started with.
+var errNotGranted = errors.New("the rank is not granted to this replica")
+
+// Assign asks the RankAssigner for the rank of this replica and compares it with the grant that the node was
+// started with. It is idempotent.
+func (s *Server) Assign(ctx context.Context) error {
+	r, err := s.assigner.Assign(ctx, s.spec.App.Name, s.spec.Group,
+		replicaID(s.spec.App.Name, s.spec.Group, s.spec.Rank))
+	if err == nil {
+		err = r.Err
+	}
+	if err != nil {
+		return fmt.Errorf("assign rank %s: %w", s.id, err)
+	}
+	if r.Rank != s.spec.Rank || r.Epoch != s.spec.Epoch {
+		return fmt.Errorf("%w: asked for rank %d at epoch %d, got rank %d at epoch %d", errNotGranted,
+			s.spec.Rank, s.spec.Epoch, r.Rank, r.Epoch)
+	}
+	return nil
+}
+
+// orphans are tickets whose admission's context has ended. The Done of nearly every one waits in the mailbox
+// already, because a request's context ends right after its answer. So they share one timer and one message:
+// a timer for each request would wake the actor each time.
+type orphans struct {
+	mu         sync.Mutex
+	queue      []orphan // by due
+	isTimerSet bool     // a lapseTimer runs
+}
+
+type orphan struct {
+	ticket uint64
+	due    time.Time
+}
+
+// maxOrphans is how many may wait before the actor drops those whose ticket has ended, ahead of the timer.
+const maxOrphans = 4096
+
+// addOrphan notes that the context of a ticket's admission has ended: without a Done the ticket lapses after
+// TicketLapse.
+func (s *Server) addOrphan(ticket uint64) {
+	o := &s.orphans
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.queue = append(o.queue, orphan{ticket, time.Now().Add(s.timers.TicketLapse)})
+	if !o.isTimerSet {
+		o.isTimerSet = true
+		s.sendAfter(s.timers.TicketLapse, lapseTimer{})
+	}
+	if len(o.queue)%maxOrphans == 0 {
+		s.box.Send(pruneRequest{})
+	}
 }

@@ -8,7 +8,7 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 )
 
-// What Status remembers.
+// Windows of Status.
 const (
 	rateWindow = 10  // seconds of tokens per second
 	ttftWindow = 512 // requests of time to first token
@@ -24,7 +24,7 @@ type stats struct {
 	tripped     bool
 	requests    uint64
 	tokens      uint64
-	buckets     [rateWindow]bucket
+	buckets     [rateWindow]secondTokens
 	ttft        [ttftWindow]time.Duration
 	ttftSeen    uint64
 	hits        hits
@@ -32,7 +32,7 @@ type stats struct {
 	hasKV       bool
 }
 
-// hits is what engines reported of the prompts they had cached.
+// hits is what engines reported of cached prompt tokens.
 type hits struct {
 	prompt, cached uint64 // tokens, of all requests
 	window         [hitWindow]struct{ prompt, cached int }
@@ -51,8 +51,9 @@ func (h *hits) rate() float64 {
 	return float64(cached) / float64(prompt)
 }
 
-// cached counts a request whose engine reported cached tokens; more than the prompt has are none.
-func (s *stats) cached(prompt, cached int) {
+// addCached counts a request whose engine reported cached tokens. More cached tokens than prompt tokens count
+// as the prompt's.
+func (s *stats) addCached(prompt, cached int) {
 	if prompt <= 0 || cached < 0 {
 		return
 	}
@@ -65,39 +66,40 @@ func (s *stats) cached(prompt, cached int) {
 	h.seen++
 }
 
-func (s *stats) noteKV(kv *msg.KVStatus) {
+func (s *stats) setKV(kv *msg.KVStatus) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.kv, s.hasKV = *kv, true
 }
 
-// bucket is the tokens of one second.
-type bucket struct {
+// secondTokens is the tokens of one second.
+type secondTokens struct {
 	second int64
 	tokens int
 }
 
-func (s *stats) note(open, maxOngoing int, incarnation uint64, tripped bool) {
+func (s *stats) setState(open, maxOngoing int, incarnation uint64, tripped bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.open, s.maxOngoing, s.incarnation, s.tripped = open, maxOngoing, incarnation, tripped
 }
 
-func (s *stats) inFlight(open int) {
+func (s *stats) setOpen(open int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.open = open
 }
 
-// generated counts tokens of a running request.
-func (s *stats) generated(now time.Time, tokens int) {
+// addGenerated counts tokens of a running request.
+func (s *stats) addGenerated(now time.Time, tokens int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.addTokens(now, tokens)
 }
 
-// ended counts a request: tokens are those not counted by generated, ttft 0 means that none was seen.
-func (s *stats) ended(now time.Time, tokens int, ttft time.Duration) {
+// addEnded counts an ended request. tokens are those that addGenerated has not counted; ttft 0 means that no
+// first token was seen.
+func (s *stats) addEnded(now time.Time, tokens int, ttft time.Duration) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.requests++
@@ -115,7 +117,7 @@ func (s *stats) addTokens(now time.Time, tokens int) {
 	s.tokens += uint64(tokens)
 	b := &s.buckets[now.Unix()%rateWindow]
 	if b.second != now.Unix() {
-		*b = bucket{second: now.Unix()}
+		*b = secondTokens{second: now.Unix()}
 	}
 	b.tokens += tokens
 }
@@ -123,15 +125,16 @@ func (s *stats) addTokens(now time.Time, tokens int) {
 func (s *stats) status(now time.Time) msg.RankStatus {
 	s.mu.Lock()
 	st := msg.RankStatus{
-		MaxOngoing: s.maxOngoing, InFlight: s.open, Requests: s.requests, Tokens: s.tokens, TokensPerS: s.rate(now),
+		MaxOngoing: s.maxOngoing, InFlight: s.open, Requests: s.requests, Tokens: s.tokens,
+		TokensPerS:   s.rate(now),
 		PromptTokens: s.hits.prompt, CachedTokens: s.hits.cached, HitRate: s.hits.rate(), Tripped: s.tripped,
 	}
 	if s.hasKV {
-		kv := s.kv // Events is made anew with every note
+		kv := s.kv // setKV gets a new Events each time
 		st.KV = &kv
 	}
 	if s.incarnation != 0 {
-		st.Incarnation = hex(s.incarnation)
+		st.Incarnation = formatIncarnation(s.incarnation)
 	}
 	seen := slices.Clone(s.ttft[:min(s.ttftSeen, ttftWindow)])
 	s.mu.Unlock()

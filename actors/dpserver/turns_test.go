@@ -13,11 +13,12 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 )
 
-// checkTurns says what holds after every step: no more is held than is free, and no more is told than is held.
+// checkTurns checks after every step: not more room is held than is free, and not more is offered than is
+// held.
 func checkTurns(t *rapid.T, s *turns, free int) {
 	held := 0
 	for _, p := range s.places {
-		require.True(t, 0 <= p.told && p.told <= p.held && p.need >= 1, "%+v", p)
+		require.True(t, 0 <= p.offered && p.offered <= p.held && p.need >= 1, "%+v", p)
 		held += p.held
 	}
 	require.Equal(t, held, s.held)
@@ -25,8 +26,8 @@ func checkTurns(t *rapid.T, s *turns, free int) {
 	require.LessOrEqual(t, len(s.places), maxPlaces)
 }
 
-// TestLawOfTurns: whatever ingresses ask, leave, return or forget, room is refused only if it is taken or held for another one, what is
-// held is taken or free again after a bounded time, and nothing is held for ever.
+// TestLawOfTurns: whatever the ingresses do, room is refused only if it is taken or held for another ingress,
+// and held room is taken or free again after a bounded time.
 func TestLawOfTurns(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		var s turns
@@ -44,42 +45,42 @@ func TestLawOfTurns(t *testing.T) {
 						others += p.held
 					}
 				}
-				granted := s.mayTake(who, need, free)
+				granted := s.canUse(who, need, free)
 				require.Equal(t, need <= free-others, granted)
 				if !granted {
-					s.wait(now, who, need)
+					s.addWait(now, who, need)
 					break
 				}
 				free, open = free-need, append(open, need)
-				s.take(now, who, need)
+				s.useRoom(now, who, need)
 			case 2:
 				if len(open) > 0 {
 					free, open = free+open[0], open[1:]
 				}
 			case 3:
-				s.wait(now, who, 0)
+				s.addWait(now, who, 0)
 			case 4:
-				s.leave(who)
+				s.removeWait(who)
 			case 5:
 				now = now.Add(time.Duration(rapid.IntRange(0, 4000).Draw(t, "ms")) * time.Millisecond)
-				s.expire(now)
+				s.expireOffers(now)
 			case 6:
-				s.release()
+				s.releaseAll()
 			}
 			checkTurns(t, &s, free)
 			for range room {
-				turn := s.offer(now, free)
+				turn := s.offerRoom(now, free)
 				checkTurns(t, &s, free)
-				require.True(t, turn == "" || s.mayTake(turn, 1, free), "who has the turn may take it")
+				require.True(t, turn == "" || s.canUse(turn, 1, free), "who has the turn may take it")
 			}
 			require.False(t, s.canOffer(now, free), "free room is held as long as an ingress waits")
 		}
-		if at, ok := s.next(); ok {
+		if at, ok := s.nextExpiry(); ok {
 			require.LessOrEqual(t, at.Sub(now), waitLife)
 		} else {
 			require.Zero(t, s.held)
 		}
-		s.expire(now.Add(waitLife))
+		s.expireOffers(now.Add(waitLife))
 		require.Zero(t, s.held, "no room is kept")
 	})
 }
@@ -93,29 +94,29 @@ func TestLawTheOnlyIngressIsNeverHeldUp(t *testing.T) {
 			switch rapid.IntRange(0, 3).Draw(t, "step") {
 			case 0:
 				need := rapid.IntRange(1, room).Draw(t, "need")
-				granted := s.mayTake("a", need, free)
+				granted := s.canUse("a", need, free)
 				require.Equal(t, need <= free, granted)
 				if granted {
 					free -= need
-					s.take(now, "a", need)
+					s.useRoom(now, "a", need)
 				} else {
-					s.wait(now, "a", need)
+					s.addWait(now, "a", need)
 				}
 			case 1:
 				free = min(free+1, room)
 			case 2:
-				s.wait(now, "a", 0)
+				s.addWait(now, "a", 0)
 			default:
 				now = now.Add(time.Duration(rapid.IntRange(0, 4000).Draw(t, "ms")) * time.Millisecond)
-				s.expire(now)
+				s.expireOffers(now)
 			}
-			s.offer(now, free)
+			s.offerRoom(now, free)
 			checkTurns(t, &s, free)
 		}
 	})
 }
 
-// TestLawTurnsAreEqual: of ingresses that wait all the time each has as many turns as the others, however late they take them.
+// TestLawTurnsAreEqual: ingresses that wait all the time get equally many turns, however late they take them.
 func TestLawTurnsAreEqual(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		var s turns
@@ -125,27 +126,27 @@ func TestLawTurnsAreEqual(t *testing.T) {
 		for range rapid.IntRange(50, 200).Draw(t, "steps") {
 			now = now.Add(10 * time.Millisecond)
 			for i := range k {
-				s.wait(now, strconv.Itoa(i), 0)
+				s.addWait(now, strconv.Itoa(i), 0)
 			}
 			if free < room && rapid.Bool().Draw(t, "freed") {
 				free++
 			}
-			if turn := s.offer(now, free); turn != "" {
+			if turn := s.offerRoom(now, free); turn != "" {
 				count[turn]++
 				owed = append(owed, turn)
 			}
 			for len(owed) > 0 && rapid.Bool().Draw(t, "taken") {
 				i := rapid.IntRange(0, len(owed)-1).Draw(t, "who")
-				require.True(t, s.mayTake(owed[i], 1, free))
-				s.take(now, owed[i], 1)
+				require.True(t, s.canUse(owed[i], 1, free))
+				s.useRoom(now, owed[i], 1)
 				free--
 				owed = append(owed[:i], owed[i+1:]...)
 			}
 			for _, p := range s.places {
-				if p.told > 0 && now.Sub(p.due) > -50*time.Millisecond { // in time
+				if p.offered > 0 && now.Sub(p.offerEnds) > -50*time.Millisecond { // in time
 					for i := len(owed) - 1; i >= 0; i-- {
 						if owed[i] == p.ingress {
-							s.take(now, p.ingress, 1)
+							s.useRoom(now, p.ingress, 1)
 							free--
 							owed = append(owed[:i], owed[i+1:]...)
 						}
@@ -163,85 +164,89 @@ func TestLawTurnsAreEqual(t *testing.T) {
 	})
 }
 
-func (r *rig) askFor(ingress string) msg.AdmitReply {
+func (r *testRig) askFor(ingress string) msg.AdmitReply {
 	r.t.Helper()
 	return r.ask(func(a *msg.Admit) { a.Ingress = ingress })
 }
 
-// last is the last record, which must say whether the rank has done with a request or is as it was.
-func (r *rig) last() msg.Record {
+// lastRecord is the last record, which must be a RecDone or a RecState.
+func (r *testRig) lastRecord() msg.Record {
 	got := r.tape.take()
 	require.NotEmpty(r.t, got)
 	return got[len(got)-1]
 }
 
 func TestFreedRoomIsHeldForTheIngressThatWaits(t *testing.T) {
-	bubble(t, 1, true, func(t *testing.T, r *rig) {
+	withRank(t, 1, true, func(t *testing.T, r *testRig) {
 		first := r.askFor("near")
 		require.Equal(t, msg.Granted, first.Refusal)
 		require.Equal(t, msg.Full, r.askFor("far").Refusal)
-		r.send(msg.Done{TicketID: first.Ticket.ID})
-		assert.Equal(t, "far", r.last().Turn)
+		r.send(&msg.Done{TicketID: first.Ticket.ID})
+		assert.Equal(t, "far", r.lastRecord().Turn)
 		require.Equal(t, msg.Full, r.askFor("near").Refusal, "it is not its turn")
 		second := r.askFor("far")
 		require.Equal(t, msg.Granted, second.Refusal)
 		require.Equal(t, msg.Full, r.askFor("far").Refusal)
-		r.send(msg.Done{TicketID: second.Ticket.ID})
-		assert.Equal(t, "far", r.last().Turn, "the other came when it had its turn already")
+		r.send(&msg.Done{TicketID: second.Ticket.ID})
+		assert.Equal(t, "far", r.lastRecord().Turn, "the other came when it had its turn already")
 		third := r.askFor("far")
-		r.send(msg.Done{TicketID: third.Ticket.ID})
-		assert.Equal(t, "near", r.last().Turn)
+		r.send(&msg.Done{TicketID: third.Ticket.ID})
+		assert.Equal(t, "near", r.lastRecord().Turn)
 		require.Equal(t, msg.Granted, r.askFor("near").Refusal)
 	})
 }
 
 func TestATurnThatIsNotTakenPassesOn(t *testing.T) {
-	wait := func(r *rig, ingress string, waits bool) { r.send(msg.Demand{Ingress: ingress, Waits: waits}) }
-	setUp := func(t *testing.T, r *rig) {
+	wait := func(r *testRig, ingress string,
+		waits bool,
+	) {
+		r.send(msg.Demand{Ingress: ingress, Waits: waits})
+	}
+	setUp := func(t *testing.T, r *testRig) {
 		first := r.askFor("near")
 		wait(r, "dead", true)
 		wait(r, "far", true)
-		r.send(msg.Done{TicketID: first.Ticket.ID})
-		require.Equal(t, "dead", r.last().Turn)
+		r.send(&msg.Done{TicketID: first.Ticket.ID})
+		require.Equal(t, "dead", r.lastRecord().Turn)
 		require.Equal(t, msg.Full, r.askFor("far").Refusal)
 	}
 	t.Run("it is dead", func(t *testing.T) {
-		bubble(t, 1, true, func(t *testing.T, r *rig) {
+		withRank(t, 1, true, func(t *testing.T, r *testRig) {
 			setUp(t, r)
 			time.Sleep(offerLife + time.Millisecond)
 			synctest.Wait()
-			rec := r.last()
+			rec := r.lastRecord()
 			assert.Equal(t, [...]any{msg.RecState, true, "far"}, [...]any{rec.Kind, rec.Accepting, rec.Turn})
 			wait(r, "dead", true)
 			second := r.askFor("far")
 			require.Equal(t, msg.Granted, second.Refusal)
-			r.send(msg.Done{TicketID: second.Ticket.ID})
-			assert.Equal(t, "far", r.last().Turn, "the other one is not waited for again so soon")
+			r.send(&msg.Done{TicketID: second.Ticket.ID})
+			assert.Equal(t, "far", r.lastRecord().Turn, "the other one is not waited for again so soon")
 		})
 	})
 	t.Run("it says so", func(t *testing.T) {
-		bubble(t, 1, true, func(t *testing.T, r *rig) {
+		withRank(t, 1, true, func(t *testing.T, r *testRig) {
 			setUp(t, r)
 			wait(r, "dead", false)
-			assert.Equal(t, "far", r.last().Turn)
+			assert.Equal(t, "far", r.lastRecord().Turn)
 			wait(r, "far", false)
-			assert.Empty(t, r.last().Turn)
+			assert.Empty(t, r.lastRecord().Turn)
 			require.Equal(t, msg.Granted, r.askFor("near").Refusal)
 		})
 	})
 	t.Run("another incarnation", func(t *testing.T) {
-		bubble(t, 1, true, func(t *testing.T, r *rig) {
+		withRank(t, 1, true, func(t *testing.T, r *testRig) {
 			setUp(t, r)
 			require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 8, MaxOngoing: 1}))
 			require.Equal(t, msg.Granted, r.askFor("near").Refusal)
 		})
 	})
 	t.Run("a drain", func(t *testing.T) {
-		bubble(t, 1, true, func(t *testing.T, r *rig) {
+		withRank(t, 1, true, func(t *testing.T, r *testRig) {
 			setUp(t, r)
 			r.Drain("asked")
 			synctest.Wait()
-			assert.Empty(t, r.last().Turn)
+			assert.Empty(t, r.lastRecord().Turn)
 			time.Sleep(time.Second)
 			synctest.Wait()
 			assert.Empty(t, r.tape.take(), "nobody is told of room")
@@ -250,23 +255,23 @@ func TestATurnThatIsNotTakenPassesOn(t *testing.T) {
 }
 
 func TestABusyEngineHoldsNoRoom(t *testing.T) {
-	bubble(t, 1, true, func(t *testing.T, r *rig) {
+	withRank(t, 1, true, func(t *testing.T, r *testRig) {
 		a := r.askFor("near")
 		r.send(msg.Demand{Ingress: "far", Waits: true})
-		r.send(msg.Done{TicketID: a.Ticket.ID, Busy: true, Outcome: msg.FailedOutcome})
+		r.send(&msg.Done{TicketID: a.Ticket.ID, Busy: true, Outcome: msg.FailedOutcome})
 		require.Equal(t, msg.Full, r.askFor("far").Refusal)
-		time.Sleep(DefaultBusyHold + time.Millisecond)
+		time.Sleep(defaultBusyHold + time.Millisecond)
 		synctest.Wait()
-		assert.Equal(t, "far", r.last().Turn, "its turn comes again when the engine takes requests")
+		assert.Equal(t, "far", r.lastRecord().Turn, "its turn comes again when the engine takes requests")
 		require.Equal(t, msg.Granted, r.askFor("far").Refusal)
 	})
 }
 
 func TestSequencesWeigh(t *testing.T) {
-	weigh := func(r *rig, ingress string, n int) msg.AdmitReply {
+	weigh := func(r *testRig, ingress string, n int) msg.AdmitReply {
 		return r.ask(func(a *msg.Admit) { a.Ingress, a.Weight = ingress, n })
 	}
-	bubble(t, 4, true, func(t *testing.T, r *rig) {
+	withRank(t, 4, true, func(t *testing.T, r *testRig) {
 		three := weigh(r, "a", 3)
 		require.Equal(t, msg.Granted, three.Refusal)
 		require.Equal(t, msg.Full, weigh(r, "a", 2).Refusal, "it has room for one")
@@ -276,31 +281,31 @@ func TestSequencesWeigh(t *testing.T) {
 		require.Equal(t, msg.Full, weigh(r, "a", 1).Refusal)
 		r.send(msg.Demand{Ingress: "b", Waits: true})
 		r.send(msg.Demand{Ingress: "a", Waits: false})
-		r.send(msg.Done{TicketID: one.Ticket.ID})
-		assert.Equal(t, turnOfNobody, r.last().Turn, "one place is not enough for it")
+		r.send(&msg.Done{TicketID: one.Ticket.ID})
+		assert.Equal(t, turnOfNobody, r.lastRecord().Turn, "one place is not enough for it")
 		require.Equal(t, msg.Full, weigh(r, "a", 1).Refusal, "places are collected")
-		r.send(msg.Done{TicketID: three.Ticket.ID})
-		assert.Equal(t, "b", r.last().Turn)
+		r.send(&msg.Done{TicketID: three.Ticket.ID})
+		assert.Equal(t, "b", r.lastRecord().Turn)
 		heavy := weigh(r, "b", 1000)
 		require.Equal(t, msg.Granted, heavy.Refusal, "it counts as all there is")
 		require.Equal(t, msg.Full, weigh(r, "a", 1).Refusal)
 		r.send(msg.Demand{Ingress: "b", Waits: false})
-		r.send(msg.Done{TicketID: heavy.Ticket.ID})
+		r.send(&msg.Done{TicketID: heavy.Ticket.ID})
 		require.Equal(t, msg.Granted, weigh(r, "a", 4).Refusal, "all its room is free again")
 	})
 }
 
 func TestCollectingEndsWithTheRequestThatItIsFor(t *testing.T) {
-	bubble(t, 4, true, func(t *testing.T, r *rig) {
+	withRank(t, 4, true, func(t *testing.T, r *testRig) {
 		require.Equal(t, msg.Granted, r.askFor("a").Refusal)
 		require.Equal(t, msg.Full, r.ask(func(m *msg.Admit) { m.Ingress, m.Weight = "b", 4 }).Refusal)
-		r.send(msg.Done{TicketID: 99})
+		r.send(&msg.Done{TicketID: 99})
 		require.Equal(t, msg.Granted, r.askFor("a").Refusal, "nothing is held before room is freed")
-		r.send(msg.Done{TicketID: 1})
+		r.send(&msg.Done{TicketID: 1})
 		require.Equal(t, msg.Full, r.askFor("a").Refusal)
 		time.Sleep(refusedLife + time.Millisecond)
 		synctest.Wait()
-		assert.Empty(t, r.last().Turn)
+		assert.Empty(t, r.lastRecord().Turn)
 		require.Equal(t, msg.Granted, r.askFor("a").Refusal, "it went elsewhere")
 	})
 }

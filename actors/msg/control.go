@@ -20,7 +20,8 @@ type StartRank struct {
 	Block       state.Block       // this node's port block; zero for attach
 }
 
-// StopRank ends a unit on a node: drain (if Grace > 0), stop the engines, verify that ports are free. UnitEvent Gone follows.
+// StopRank ends a unit on a node: drain (if Grace > 0), stop the engines, verify that ports are free.
+// UnitEvent Gone follows.
 type StopRank struct {
 	Unit   string
 	Epoch  uint64
@@ -28,28 +29,33 @@ type StopRank struct {
 	Reason string
 }
 
-// NodeAgent is what the controller tells a node; gRPC from the nodes step on. Both return at once.
+// NodeAgent is the interface of the controller to a node, in-process or over gRPC. Both methods return at
+// once.
 type NodeAgent interface {
 	StartRank(ctx context.Context, m *StartRank) error // typed refusal: stale epoch, no lease
 	StopRank(ctx context.Context, m *StopRank) error
 }
 
-// UnitEventKind is the closed list of what a node reports of a unit.
+// UnitEventKind is the closed list of what a node reports about a unit.
 type UnitEventKind string
 
 // The unit events.
 const (
-	UnitStarted  UnitEventKind = "started"  // StartRank taken
-	UnitReady    UnitEventKind = "ready"    // every rank healthy and a canary answered
-	UnitFenced   UnitEventKind = "fenced"   // a ready unit lost a rank; out of routing on this node already
-	UnitKilling  UnitEventKind = "killing"  // engines are being ended (start failure or after fence)
-	UnitDraining UnitEventKind = "draining" // StopRank with grace taken
+	UnitStarted UnitEventKind = "started" // the node has accepted StartRank
+	UnitReady   UnitEventKind = "ready"   // every rank healthy and a canary answered
+	// a ready unit lost a rank; this node's routing leaves it out already
+	UnitFenced UnitEventKind = "fenced"
+	// the node ends the engines (start failure or after a fence)
+	UnitKilling  UnitEventKind = "killing"
+	UnitDraining UnitEventKind = "draining" // the node has accepted a StopRank with grace
 	UnitGone     UnitEventKind = "gone"     // processes gone, ports verified free
-	// UnitPresent stands in a digest for a kind of a later version: the node has the unit, what the unit does is not known. No node sends it.
+	// UnitPresent stands in a digest for a kind of a later version: the node has the unit, and its state is
+	// not known. No node sends it.
 	UnitPresent UnitEventKind = "present"
 )
 
-// UnitEvent is a node's report. For Gone, WasReady tells a failed start from a failure after ready, Asked a stop we asked for.
+// UnitEvent is a node's report about a unit. For Gone, WasReady tells a failed start from a failure after
+// ready, and Asked marks a requested stop.
 type UnitEvent struct {
 	Node     string
 	Number   uint64 // per node process, from 1: idempotence of Report
@@ -64,10 +70,10 @@ type UnitEvent struct {
 	At       time.Time
 }
 
-// Reporter takes a node's events to the controller.
+// Reporter sends a node's events to the controller.
 type Reporter interface{ Report(e UnitEvent) }
 
-// Assign is assign_rank(replica_id): idempotent by ReplicaID ("app.group.slot").
+// Assign is assign_rank(replica_id). It is idempotent by ReplicaID ("app.group.slot").
 type Assign struct {
 	App       string
 	Group     int
@@ -75,7 +81,7 @@ type Assign struct {
 	Reply     chan AssignReply // one slot
 }
 
-// AssignReply gives the rank, or Err (typed: not granted, group full).
+// AssignReply holds the rank, or Err (typed: not granted, group full).
 type AssignReply struct {
 	Rank   int
 	Epoch  uint64
@@ -83,7 +89,7 @@ type AssignReply struct {
 	Err    error
 }
 
-// ReleaseRank is release_rank(rank): proposed after a unit's RankGone. Err on Reply may be a stale epoch.
+// ReleaseRank is release_rank(rank), proposed after a unit's RankGone. Err on Reply may be a stale epoch.
 type ReleaseRank struct {
 	Unit   string
 	Rank   int // -1: all ranks of the unit
@@ -101,7 +107,7 @@ type Publish struct {
 	Port  int
 }
 
-// Await waits for Publish of (unit, epoch), at most the rendezvous time (120 s).
+// Await waits for the Publish of (unit, epoch), at most the rendezvous time (120 s).
 type Await struct {
 	Ctx   context.Context // the message's cancellation
 	Unit  string
@@ -110,27 +116,28 @@ type Await struct {
 	Reply chan AwaitReply // one slot
 }
 
-// AwaitReply is rank 0's address, or Err naming the ranks that did not report.
+// AwaitReply is rank 0's address, or an Err that names the missing ranks.
 type AwaitReply struct {
 	Addr string
 	Port int
 	Err  error
 }
 
-// Assigner is the RankAssigner as a DPServer or node sees it.
+// Assigner is the RankAssigner as a DPServer or a node uses it.
 type Assigner interface {
 	Assign(ctx context.Context, app string, group int, replicaID string) (AssignReply, error)
 	Publish(p Publish)
 	Await(ctx context.Context, unit string, epoch uint64, rank int) (addr string, port int, err error)
 }
 
-// Store is the local copy of the replicated state. State is an immutable snapshot; Changed is closed at the next change.
+// Store is the local copy of the replicated state. State is an immutable snapshot; Changed is closed at the
+// next change.
 type Store interface {
 	State() *state.State
 	Changed() <-chan struct{}
 }
 
-// Proposer puts a command through consensus. Errors: state's typed refusals, or "not leader", or ctx.
+// Proposer puts a command through consensus. Errors: state's typed refusals, "not leader", or that of ctx.
 type Proposer interface {
 	Propose(ctx context.Context, c state.Command) (state.Result, error)
 }

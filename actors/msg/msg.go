@@ -1,5 +1,5 @@
-// Package msg holds the message structs that the actors send each other, and the interfaces over which rooms of one floor
-// meet. Plain data: no behaviour, no IO.
+// Package msg holds the messages between actors, and the interfaces between packages that may not import each
+// other. It is plain data: no behaviour, no IO.
 package msg
 
 import (
@@ -10,23 +10,25 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// ErrOverloaded is returned by Mailbox.TrySend when the mailbox holds as many unreceived messages as its bound.
+// ErrOverloaded is returned by Mailbox.TrySend when the mailbox holds as many unreceived messages as its
+// bound.
 var ErrOverloaded = inbox.ErrOverloaded
 
-// Mailbox is how a room posts to an actor of another room. Safe for concurrent use; never blocks.
+// Mailbox posts messages to an actor of another package. Safe for concurrent use; it never blocks.
 type Mailbox interface {
 	TrySend(m any) error      // bounded messages; ErrOverloaded when full
-	Send(m any)               // messages that give something back; bypass the bound
-	Stopped() <-chan struct{} // closed once the actor answers nobody any more
+	Send(m any)               // messages that give something back; they bypass the bound
+	Stopped() <-chan struct{} // closed when the actor answers no message any more
 }
 
-// Class says which part of a request a ticket is for. Prefill and decode come with the pd step.
+// Class says which part of a request a ticket is for. Prefill and decode get classes with prefill/decode
+// separation.
 type Class uint8
 
-// ClassBoth is a request served whole by one rank.
+// ClassBoth is a request that one rank serves from prefill to the last token.
 const ClassBoth Class = iota
 
-// Refusal is the closed list of reasons why a replica does not take a request.
+// Refusal is the closed list of reasons why a replica refuses a request.
 type Refusal uint8
 
 // The refusals. Granted is the zero value.
@@ -43,13 +45,16 @@ const (
 	Overloaded
 )
 
-var refusalNames = [...]string{"granted", "full", "stale_epoch", "not_ready", "fenced", "draining", "no_lease", "expired", "gone", "overloaded"}
+var refusalNames = [...]string{
+	"granted", "full", "stale_epoch", "not_ready", "fenced", "draining",
+	"no_lease", "expired", "gone", "overloaded",
+}
 
 func (r Refusal) String() string { return refusalNames[r] }
 
-// Admit asks a DPServer for a ticket. Reply must have room for one answer; the sender keeps it until it has read it or has
-// started a drain that does (a late ticket goes back by Done{Refused}). Blocks are the sender's again with the reply: without one
-// they must not be used again.
+// Admit asks a DPServer for a ticket. Reply must have room for one answer. The sender keeps it until it has
+// read the answer, or has started a goroutine that reads it and gives a late ticket back by Done{Refused}.
+// With the reply, Blocks belong to the sender again; without a reply they must not be used again.
 type Admit struct {
 	Ctx       context.Context // the message's cancellation
 	ReqID     uint64          // unique per ingress process, same value as in routing
@@ -57,15 +62,19 @@ type Admit struct {
 	Class     Class
 	Tokens    int
 	Estimated bool
-	Whole     bool      // the answer comes as a whole: no FirstToken is posted, the DPServer predicts it
-	Weight    int       // sequences: n × prompts; 0 counts as 1. A rank counts at most as many as it has room for
-	Hit       int       // prompt tokens that the sender's index says the rank has cached
-	Blocks    []uint64  // chain hashes of the prompt's full blocks; nil if the policy reads no index
-	HitBlocks int       // leading entries of Blocks that Hit stands for
-	Session   uint64    // routing.SessionKey of the request's session, for the other ingresses; 0 = none, or the policy reads none
-	Deadline  time.Time // zero: none
-	Ingress   string
-	Reply     chan AdmitReply
+	// the answer comes as a whole: no FirstToken is posted, and the DPServer predicts it
+	Whole bool
+	// sequences: n × prompts; 0 counts as 1. A rank counts at most as many as it has room for
+	Weight    int
+	Hit       int      // prompt tokens that the rank has cached, by the sender's index
+	Blocks    []uint64 // chain hashes of the prompt's full blocks; nil if the policy reads no index
+	HitBlocks int      // leading entries of Blocks that Hit stands for
+	// routing.SessionKey of the request's session, for the other ingresses; 0 = none, or the policy reads
+	// none
+	Session  uint64
+	Deadline time.Time // zero: none
+	Ingress  string
+	Reply    chan AdmitReply
 }
 
 // AdmitReply is a ticket (Refusal == Granted) or a typed refusal.
@@ -77,7 +86,8 @@ type AdmitReply struct {
 	RetryAfter time.Duration
 }
 
-// Ticket lets one request use one rank. Unused it expires after 5 s; used it lives as long as its stream.
+// Ticket lets one request use one rank. An unused ticket expires after 5 s; a used one lives as long as its
+// stream.
 type Ticket struct {
 	ID          uint64
 	Epoch       uint64
@@ -87,7 +97,7 @@ type Ticket struct {
 	Target      Target
 }
 
-// Target is where the engine of a rank listens and how the rank is named there.
+// Target is the address of a rank's engine, and how the rank is named there.
 type Target struct {
 	URL        string // http://host:port, no path
 	Addressing string // url | header | body
@@ -95,21 +105,21 @@ type Target struct {
 	Owned      bool // started by dpserve (idle connections may live 100 s), else attached (4 s)
 }
 
-// FirstToken says that prefill of a ticket is done.
+// FirstToken says that the prefill of a ticket is done.
 type FirstToken struct {
 	TicketID uint64
 	At       time.Time
 }
 
-// Progress reports output so far, at most every 50 ms per request.
+// Progress reports the output so far, at most every 50 ms per request.
 type Progress struct {
 	TicketID uint64
 	Out      int
 }
 
-// Probe asks whether the rank's engine makes progress, because the answer that TicketID stands for has been silent for a while. If
-// the engine's counters or KV events have moved since the Probe before, a RecProgress of the ticket says so in the rank's stream;
-// no answer means that no progress is seen.
+// Probe asks whether the rank's engine makes progress, because the answer of TicketID has been silent for a
+// while. If the engine's counters or KV events have moved since the Probe before, a RecProgress of the ticket
+// in the rank's stream says so. Without progress there is no answer.
 type Probe struct{ TicketID uint64 }
 
 // Outcome is how a ticket ended.
@@ -123,14 +133,16 @@ const (
 	Refused // ticket given back unused
 )
 
-// CauseClientError is the cause of a request that its engine refused: it did its work, and computed nothing.
+// CauseClientError is the cause of a request that its engine refused: the engine works, and has computed
+// nothing.
 const CauseClientError = "client_error"
 
-// CausePredicted is the cause of a RecFirstToken that the DPServer has predicted: the engine has not said that it made progress.
+// CausePredicted is the cause of a RecFirstToken that the DPServer has predicted: the engine has not reported
+// it.
 const CausePredicted = "predicted"
 
-// Done ends a ticket and gives its load back, exactly once. Trip says that the failure counts towards the trip;
-// Probe asks for an immediate health probe (refused or reset connection).
+// Done ends a ticket and gives its load back, exactly once. Trip says that the failure counts towards the
+// trip; Probe asks for an immediate health probe, after a refused or reset connection.
 type Done struct {
 	TicketID         uint64
 	Outcome          Outcome
@@ -139,20 +151,21 @@ type Done struct {
 	CachedTokens     int
 	HasCached        bool // the engine reported CachedTokens
 	CompletionTokens int
-	FirstToken       time.Duration // admission → first token; 0 = none seen
+	FirstToken       time.Duration // admission → first token; 0: none was seen
 	Trip             bool
-	Busy             bool // engine_busy: take the rank as full until the next Done, at most 1 s
+	Busy             bool // engine_busy: the rank counts as full until the next Done, at most 1 s
 	Probe            bool
 }
 
-// Demand says that requests of an application wait for room at an ingress, or wait no longer. It is said of every rank of the
-// application, and again while it lasts: a rank that frees room keeps it for the ingresses that wait, in turn.
+// Demand says that requests of an application wait for room at an ingress, or wait no longer. The ingress
+// sends it to every rank of the application, and repeats it while requests wait. A rank that frees room holds
+// it for the waiting ingresses, in turn.
 type Demand struct {
 	Ingress string
 	Waits   bool
 }
 
-// Drain stops admission and lets running streams go on until Deadline.
+// Drain stops admission and lets running streams continue until Deadline.
 type Drain struct {
 	Deadline time.Time
 	Cause    string

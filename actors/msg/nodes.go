@@ -8,62 +8,69 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// ErrNodeStopping refuses a start on a node that ends. Nothing of the start is there, and it is no fault of the unit.
+// ErrNodeStopping refuses a start on a node that is ending. The node has started nothing, and the unit is not
+// at fault.
 var ErrNodeStopping = errors.New("the node is stopping")
 
-// NodeReport is what a node tells the leader with every renewal of its lease: at least every lease_renew, and at once when a unit
-// has news.
+// NodeReport is what a node sends to the leader with every renewal of its lease: at least every lease_renew,
+// and at once when a unit has an event.
 type NodeReport struct {
-	Node        state.Node  // as it sees itself; Lost and Draining are not its to say
-	Incarnation uint64      // random per process of the node: its units are those of this process
-	Wall        time.Time   // its clock, for people
-	Index       uint64      // of its copy of the state
-	Trouble     string      // what people should know of it, like a full disk; "" = nothing
-	Stopping    bool        // it ends: it starts no unit any more, and ends those that it has after their grace
-	AfterStop   bool        // the process of the node before this one was told to end; false: it crashed, or there was none
-	Events      []UnitEvent // not yet taken, by Number
-	Units       []UnitEvent // the newest of every unit the node has, whoever took it: a new leader learns from these
+	Node        state.Node // as the node sees itself; Lost and Draining are set by the leader
+	Incarnation uint64     // random per process of the node: its units are those of this process
+	Wall        time.Time  // its clock, for people
+	Index       uint64     // of its copy of the state
+	Trouble     string     // a note for people, such as a full disk; "": none
+	// the node ends: it starts no unit any more, and ends its units after their grace
+	Stopping bool
+	// the previous process of the node had an order to end; false: it crashed, or there was none
+	AfterStop bool
+	Events    []UnitEvent // not yet acknowledged, by Number
+	// the newest event of every unit of the node, acknowledged or not: a new leader learns from these
+	Units []UnitEvent
 }
 
 // Lease is the leader's answer.
 type Lease struct {
 	TTL    time.Duration
-	Taken  uint64 // events up to this number need not be sent again
+	Taken  uint64 // events up to this number are acknowledged
 	Leader string // node id
 	Index  uint64 // of the leader's state
-	// Keyring is the gossip keys, for a node that reported others: it lets all in and sends with the first. nil = no change.
+	// Keyring is the gossip keys, for a node that reported others: it accepts all of them and sends with the
+	// first. nil: no change.
 	Keyring [][]byte
-	// Waiting are the applications with units that find no room, for a node with role ingress. It lasts as
+	// Waiting are the applications with units that find no room, for a node with role ingress. It is valid as
 	// long as the lease.
 	Waiting []Waiting
 }
 
-// Waiting is an application with units that placement found no room for. They are not on their way: a request
-// that no ready rank can take is refused instead of queued.
+// Waiting is an application with units that placement found no room for. No rank of them will start soon, so
+// a request that no ready rank can take is refused instead of queued.
 type Waiting struct {
 	App      string
-	Revision uint64            // of the application: another one has not been placed yet
-	Reason   string            // for clients: it names no node
-	Units    map[string]uint64 // unit, and the highest epoch it ever had: with a higher one it waits no more
+	Revision uint64 // of the application: a later one has not been placed yet
+	Reason   string // for clients: it names no node
+	// unit, and the highest epoch it ever had: with a higher one it does not wait any more
+	Units map[string]uint64
 }
 
-// Leader is the leader as the nodes see it. Renew refuses with problem.PermissionDenied whom it does not know any more, and with
-// problem.Unavailable where nobody leads.
+// Leader is the leader as the nodes use it. Renew refuses a node that was removed with
+// problem.PermissionDenied, and returns problem.Unavailable if no node leads.
 type Leader interface {
 	Renew(ctx context.Context, r *NodeReport) (Lease, error)
 }
 
-// NodeView is what the admin API asks of a node.
+// NodeView is what the admin API asks a node.
 type NodeView interface {
-	// Statuses is the account of every rank of the node by unit, and the length of its ingress's queue by application.
+	// Statuses returns every rank's account by unit, and the length of the ingress's queue by application.
 	Statuses(ctx context.Context) (ranks map[string][]RankStatus, queued map[string]int, err error)
-	// Logs gives lines in order of time; a give that fails ends them. It returns when there are no more, or ctx ends.
+	// Logs passes lines to give in order of time; an error of give ends it. It returns when there are no more
+	// lines, or ctx ends.
 	Logs(ctx context.Context, q LogQuery, give func(LogLine) error) error
-	// ResetRouter begins the routing of an application anew on the node's ingress.
+	// ResetRouter restarts the routing of an application on the node's ingress.
 	ResetRouter(ctx context.Context, app string) (ranks int, err error)
 }
 
-// LogQuery picks log lines. Unit "" and Rank -1 mean all.
+// LogQuery selects log lines. Unit "" and Rank -1 mean all.
 type LogQuery struct {
 	App    string
 	Unit   string
@@ -105,5 +112,5 @@ type NodeStatus struct {
 	LeaseLeftS float64   `json:"lease_left_s"`
 	LastSeen   time.Time `json:"last_seen,omitzero"`
 	SeenBy     string    `json:"seen_by,omitempty"` // leader | gossip
-	Notes      []string  `json:"notes,omitempty"`   // what a person should know: clock skew, version skew
+	Notes      []string  `json:"notes,omitempty"`   // for people: clock skew, version skew
 }

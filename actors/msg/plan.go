@@ -1,12 +1,12 @@
 package msg
 
-// Plan is what a deploy would do, on paper.
+// Plan is what a deploy would do.
 type Plan struct {
 	Revision uint64     `json:"revision"` // of the cluster it was made for: `deploy --revision`
 	Changes  bool       `json:"changes"`
 	Apps     []AppPlan  `json:"apps"`
 	Nodes    []NodePlan `json:"nodes"`
-	Fits     bool       `json:"fits"` // all that is wanted finds a place
+	Fits     bool       `json:"fits"` // there is room for all units
 }
 
 // AppPlan is one application's part.
@@ -17,12 +17,12 @@ type AppPlan struct {
 	Units  []UnitPlan `json:"units,omitempty"`
 }
 
-// UnitPlan is what becomes of one unit. A unit that stays as it is has Action unchanged and its present seats.
+// UnitPlan is the plan for one unit. A unit that stays as it is has Action unchanged and its present seats.
 type UnitPlan struct {
 	Unit   string     `json:"unit"`
 	Action string     `json:"action"` // create | replace | delete | unchanged
 	Seats  []SeatPlan `json:"seats,omitempty"`
-	Why    string     `json:"why,omitempty"`  // it cannot be placed
+	Why    string     `json:"why,omitempty"`  // the reason why it cannot be placed
 	Hint   string     `json:"hint,omitempty"` // what would make room
 }
 
@@ -38,7 +38,7 @@ type NodePlan struct {
 	Node      string `json:"node"`
 	Slots     int    `json:"slots"`
 	SlotsFree int    `json:"slots_free"` // before
-	SlotsNeed int    `json:"slots_need"` // that the plan takes anew
+	SlotsNeed int    `json:"slots_need"` // that the plan adds
 	GPUs      int    `json:"gpus"`
 	GPUsFree  int    `json:"gpus_free"`
 	GPUsNeed  int    `json:"gpus_need"`

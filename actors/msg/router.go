@@ -5,18 +5,23 @@ import (
 	"time"
 )
 
-// RouteQuery asks what an application's Router would decide for a request. Exactly one of Prompt, TokenIDs, Request and Replay
-// is given.
+// RouteQuery asks what an application's Router would decide for a request. Exactly one of Prompt, TokenIDs,
+// Request and Replay is given.
 type RouteQuery struct {
-	Prompt   *string           `json:"prompt,omitempty"`    // text: the prompt of a completion, or with Route of a chat its one message
-	TokenIDs []uint32          `json:"token_ids,omitempty"` // the prompt as ids
-	Request  json.RawMessage   `json:"request,omitempty"`   // body of an inference request
-	Replay   string            `json:"replay,omitempty"`    // x-request-id of a request of the last minutes
-	Model    string            `json:"model,omitempty"`     // of Prompt and TokenIDs: a name that the application serves; "" = its model, no adapter
-	Route    string            `json:"route,omitempty"`     // path of Prompt and Request; "" = /v1/completions, or chat if Request has messages
-	Headers  map[string]string `json:"headers,omitempty"`   // of Prompt and Request, as a client would send them
-	Worker   string            `json:"worker,omitempty"`    // GROUP/RANK that is taken under every policy; "" = the policy decides
-	Override *RouterOverride   `json:"router_config_override,omitempty"`
+	// text: the prompt of a completion, or with Route of a chat its one message
+	Prompt   *string         `json:"prompt,omitempty"`
+	TokenIDs []uint32        `json:"token_ids,omitempty"` // the prompt as ids
+	Request  json.RawMessage `json:"request,omitempty"`   // body of an inference request
+	Replay   string          `json:"replay,omitempty"`    // x-request-id of a request of the last minutes
+	// of Prompt and TokenIDs: a name that the application serves; "" = its model, no adapter
+	Model string `json:"model,omitempty"`
+	// path of Prompt and Request; "" = /v1/completions, or chat if Request has messages
+	Route string `json:"route,omitempty"`
+	// of Prompt and Request, as a client would send them
+	Headers map[string]string `json:"headers,omitempty"`
+	// GROUP/RANK that is taken under every policy; "" = the policy decides
+	Worker   string          `json:"worker,omitempty"`
+	Override *RouterOverride `json:"router_config_override,omitempty"`
 }
 
 // RouterOverride replaces parameters of policy kv for one request.
@@ -25,33 +30,38 @@ type RouterOverride struct {
 	RouterTemperature  *float64 `json:"router_temperature,omitempty"`
 }
 
-// Explanation is one decision with everything it was made of. The numbers are those of the decision itself, bit for bit.
+// Explanation is one decision with all its inputs. The numbers are those of the decision itself, bit for bit.
 type Explanation struct {
-	App       string            `json:"app"`
-	Policy    string            `json:"policy"`
-	Identity  string            `json:"identity,omitempty"` // what the prompt's blocks were made of: text | tokens; "" = the policy reads no blocks
-	Tokens    int               `json:"tokens"`             // of the prompt
-	Estimated bool              `json:"estimated"`          // Tokens, and all token counts below, are bytes / k
-	Blocks    int               `json:"blocks"`             // full blocks of the prompt that were looked up
-	BlockSize int               `json:"block_size,omitempty"`
-	BlockUnit string            `json:"block_unit,omitempty"` // of BlockSize: tokens | bytes
-	Decision  string            `json:"decision"`             // route | queue | reject
-	Pick      string            `json:"pick,omitempty"`
-	Reason    string            `json:"reason"`
-	Formula   string            `json:"formula,omitempty"` // how the terms add up, and which score wins; "" = no rank was scored
-	Ranks     []RankExplanation `json:"ranks"`             // all that the Router knows, by group and rank
-	Notes     []string          `json:"notes,omitempty"`   // what a person should know of this answer
-	Replay    *Replay           `json:"replay,omitempty"`
+	App    string `json:"app"`
+	Policy string `json:"policy"`
+	// what the prompt's blocks were made of: text | tokens; "" = the policy reads no blocks
+	Identity string `json:"identity,omitempty"`
+	Tokens   int    `json:"tokens"` // of the prompt
+	// Tokens, and all token counts below, are bytes / k
+	Estimated bool   `json:"estimated"`
+	Blocks    int    `json:"blocks"` // full blocks of the prompt that were looked up
+	BlockSize int    `json:"block_size,omitempty"`
+	BlockUnit string `json:"block_unit,omitempty"` // of BlockSize: tokens | bytes
+	Decision  string `json:"decision"`             // route | queue | reject
+	Pick      string `json:"pick,omitempty"`
+	Reason    string `json:"reason"`
+	// how the terms add up, and which score wins; "" = no rank was scored
+	Formula string            `json:"formula,omitempty"`
+	Ranks   []RankExplanation `json:"ranks"`           // all that the Router knows, by group and rank
+	Notes   []string          `json:"notes,omitempty"` // for people
+	Replay  *Replay           `json:"replay,omitempty"`
 }
 
 // RankExplanation is one rank's part in a decision.
 type RankExplanation struct {
-	Worker     string   `json:"worker"` // GROUP/RANK
-	Group      int      `json:"group"`
-	Rank       int      `json:"rank"`
-	Eligible   bool     `json:"eligible"`      // it could have been picked
-	State      string   `json:"state"`         // ok | silent | full | busy | draining | not-ready | tried | unknown
-	Why        string   `json:"why,omitempty"` // it could not be picked, or only if nothing else was left: the reason in words
+	Worker   string `json:"worker"` // GROUP/RANK
+	Group    int    `json:"group"`
+	Rank     int    `json:"rank"`
+	Eligible bool   `json:"eligible"` // it could be picked
+	// ok | silent | full | busy | draining | not-ready | tried | unknown
+	State string `json:"state"`
+	// the reason why it could not be picked, or only if no other rank was left
+	Why        string   `json:"why,omitempty"`
 	InFlight   int      `json:"in_flight"`
 	MaxOngoing int      `json:"max_ongoing"`
 	KVUsage    *float64 `json:"kv_usage,omitempty"` // share of its KV cache in use; nil = not known
@@ -73,8 +83,8 @@ type Term struct {
 	Value  float64 `json:"value"`
 }
 
-// Replay is what a request of the past was decided on. The ranks' load of that moment is not kept: the explanation around it is
-// what the same request would get now.
+// Replay is what a past request was decided on. The ranks' load of that moment is not kept: the explanation
+// around it is what the same request would get now.
 type Replay struct {
 	RequestID string         `json:"request_id"`
 	At        time.Time      `json:"at"`
@@ -89,42 +99,50 @@ type Replay struct {
 
 // RouterInfo describes an application's Router on this node.
 type RouterInfo struct {
-	App           string         `json:"app"`
-	Policy        string         `json:"policy"`
-	Preset        string         `json:"preset"`
-	Params        map[string]any `json:"params,omitempty"` // as written in the file
-	Identity      string         `json:"identity"`
-	Reads         []string       `json:"reads"` // what the policy reads beyond load and prompt length: hits, blocks, text, session
-	BusyThreshold *float64       `json:"busy_threshold,omitempty"`
-	CachingOff    bool           `json:"prefix_caching_off,omitempty"`
-	Ranks         int            `json:"ranks"`
-	Ready         int            `json:"ready"`              // get requests
-	Tripped       int            `json:"tripped,omitempty"`  // their answers failed in a row
-	LeftOut       int            `json:"left_out,omitempty"` // of Tripped: get nothing until a canary comes back
-	Queued        int            `json:"queued"`
-	Reservations  int            `json:"reservations"`
-	Imbalance     float64        `json:"imbalance"`       // open requests on the fullest ready rank over the mean; 1 = even
-	Index         *IndexStatus   `json:"index,omitempty"` // nil: the policy reads none
-	Law           *Law           `json:"law,omitempty"`   // nil: the policy predicts no times
+	App      string         `json:"app"`
+	Policy   string         `json:"policy"`
+	Preset   string         `json:"preset"`
+	Params   map[string]any `json:"params,omitempty"` // as written in the file
+	Identity string         `json:"identity"`
+	// what the policy reads beyond load and prompt length: hits, blocks, text, session
+	Reads         []string `json:"reads"`
+	BusyThreshold *float64 `json:"busy_threshold,omitempty"`
+	CachingOff    bool     `json:"prefix_caching_off,omitempty"`
+	Ranks         int      `json:"ranks"`
+	Ready         int      `json:"ready"`             // get requests
+	Tripped       int      `json:"tripped,omitempty"` // their answers failed in a row
+	// of Tripped: get nothing until a canary comes back
+	LeftOut      int `json:"left_out,omitempty"`
+	Queued       int `json:"queued"`
+	Reservations int `json:"reservations"`
+	// open requests on the fullest ready rank over the mean; 1 = even
+	Imbalance float64      `json:"imbalance"`
+	Index     *IndexStatus `json:"index,omitempty"` // nil: the policy reads none
+	Law       *Law         `json:"law,omitempty"`   // nil: the policy predicts no times
 }
 
-// Law is how long a Router expects its engines to take: the milliseconds of a preset, times what it measured beside them.
+// Law is how long a Router expects its engines to take: the milliseconds of a preset, times what it measured
+// beside them.
 type Law struct {
-	Preset         string      `json:"preset"`          // dense | moe
-	Prefill        float64     `json:"prefill"`         // measured factor on the preset's milliseconds of a prefill; 1 = as the preset says
-	Decode         float64     `json:"decode"`          // the same for steps that only decode
-	PrefillSamples uint64      `json:"prefill_samples"` // prompts whose first token was timed
-	DecodeSamples  uint64      `json:"decode_samples"`  // spans in which a rank did nothing but decode
-	AgeS           float64     `json:"age_s,omitempty"` // seconds since the last sample, if there is one
-	Error          float64     `json:"error,omitempty"` // mean |observed/predicted - 1| of the last first tokens that were timed
-	Ranks          []RankSpeed `json:"ranks,omitempty"` // those that showed a speed of their own, by group and rank
+	Preset string `json:"preset"` // dense | moe
+	// measured factor on the preset's milliseconds of a prefill; 1 = as the preset says
+	Prefill        float64 `json:"prefill"`
+	Decode         float64 `json:"decode"`          // the same for steps that only decode
+	PrefillSamples uint64  `json:"prefill_samples"` // prompts whose first token was timed
+	DecodeSamples  uint64  `json:"decode_samples"`  // spans in which a rank did nothing but decode
+	AgeS           float64 `json:"age_s,omitempty"` // seconds since the last sample, if there is one
+	// mean |observed/predicted - 1| of the last first tokens that were timed
+	Error float64 `json:"error,omitempty"`
+	// those that showed a speed of their own, by group and rank
+	Ranks []RankSpeed `json:"ranks,omitempty"`
 }
 
 // RankSpeed is one rank beside the others of its application.
 type RankSpeed struct {
-	Worker string  `json:"worker"`           // GROUP/RANK
-	Slow   float64 `json:"slow"`             // how long it takes beside the median of all; 2 = twice as long
-	LagMs  float64 `json:"lag_ms,omitempty"` // how old its records are when they come to this node; 0 = not known
+	Worker string  `json:"worker"` // GROUP/RANK
+	Slow   float64 `json:"slow"`   // how long it takes beside the median of all; 2 = twice as long
+	// how old its records are when they come to this node; 0 = not known
+	LagMs float64 `json:"lag_ms,omitempty"`
 }
 
 // ResetResult says what a router reset did.
@@ -135,11 +153,12 @@ type ResetResult struct {
 
 // BestWorker asks for the rank that a prompt should go to. With RequestID it is reserved there until Free.
 type BestWorker struct {
-	TokenIDs  []uint32        `json:"token_ids"`
-	RequestID string          `json:"request_id,omitempty"`
-	Model     string          `json:"model,omitempty"`  // a name that the application serves; "" = its model, no adapter
-	Worker    string          `json:"worker,omitempty"` // GROUP/RANK: this one or an error
-	Override  *RouterOverride `json:"router_config_override,omitempty"`
+	TokenIDs  []uint32 `json:"token_ids"`
+	RequestID string   `json:"request_id,omitempty"`
+	// a name that the application serves; "" = its model, no adapter
+	Model    string          `json:"model,omitempty"`
+	Worker   string          `json:"worker,omitempty"` // GROUP/RANK: this one or an error
+	Override *RouterOverride `json:"router_config_override,omitempty"`
 }
 
 // Worker is the answer: where to send the prompt, and what is cached there.
@@ -168,7 +187,7 @@ type PotentialLoad struct {
 	DecodeBlocks  int64  `json:"potential_decode_blocks"`
 }
 
-// KVRun is one chain of blocks in the index: the first follows Parent, each other the one in front.
+// KVRun is one chain of blocks in the index: the first block follows Parent, each other block the one before.
 type KVRun struct {
 	Worker string   `json:"worker"`
 	Tier   string   `json:"tier"`             // gpu | cpu | disk | sent
@@ -178,16 +197,18 @@ type KVRun struct {
 
 // Generate asks for tokens: pick, send and account in one call.
 type Generate struct {
-	TokenIDs  []uint32                   `json:"token_ids"`
-	Sampling  map[string]json.RawMessage `json:"sampling,omitempty"` // members of a /v1/completions body: max_tokens, temperature, stop …
+	TokenIDs []uint32 `json:"token_ids"`
+	// members of a /v1/completions body: max_tokens, temperature, stop …
+	Sampling  map[string]json.RawMessage `json:"sampling,omitempty"`
 	RequestID string                     `json:"request_id,omitempty"`
-	Model     string                     `json:"model,omitempty"` // a name that the application serves; "" = its model, no adapter
-	Worker    string                     `json:"worker,omitempty"`
-	Override  *RouterOverride            `json:"router_config_override,omitempty"`
+	// a name that the application serves; "" = its model, no adapter
+	Model    string          `json:"model,omitempty"`
+	Worker   string          `json:"worker,omitempty"`
+	Override *RouterOverride `json:"router_config_override,omitempty"`
 }
 
-// Generated is a part of the answer. TokenIDs come as the engine sends them; the last part has a FinishReason, and Usage if the
-// engine told it.
+// Generated is a part of the answer. TokenIDs come as the engine sends them; the last part has a
+// FinishReason, and Usage if the engine reported it.
 type Generated struct {
 	TokenIDs     []uint32    `json:"token_ids"`
 	Text         string      `json:"text,omitempty"`

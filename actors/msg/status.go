@@ -22,7 +22,7 @@ type AppStatus struct {
 	Units    []UnitStatus `json:"units"`
 }
 
-// IndexStatus is an ingress's picture of an application's KV caches.
+// IndexStatus is an ingress's index of an application's KV caches.
 type IndexStatus struct {
 	Blocks  int    `json:"blocks"`
 	Bytes   int    `json:"bytes"`
@@ -69,12 +69,15 @@ type RankStatus struct {
 	TTFTp50Ms   float64 `json:"ttft_p50_ms"`        // over the last 512 requests
 	TTFTp95Ms   float64 `json:"ttft_p95_ms"`        //
 	Progress    string  `json:"progress,omitempty"` // while starting: what it waits for
-	Tripped     bool    `json:"tripped,omitempty"`  // its answers failed in a row, and no canary has come back yet
+	// its answers failed in a row, and no canary has come back yet
+	Tripped bool `json:"tripped,omitempty"`
 
-	PromptTokens uint64    `json:"prompt_tokens,omitempty"` // of ended requests whose engine reported cached tokens
-	CachedTokens uint64    `json:"cached_tokens,omitempty"` // of PromptTokens, found in the rank's cache
-	HitRate      float64   `json:"hit_rate"`                // CachedTokens / PromptTokens over the last 512 such requests
-	KV           *KVStatus `json:"kv,omitempty"`            // nil: nothing reads this rank's KV index
+	// of ended requests whose engine reported cached tokens
+	PromptTokens uint64 `json:"prompt_tokens,omitempty"`
+	CachedTokens uint64 `json:"cached_tokens,omitempty"` // of PromptTokens, found in the rank's cache
+	// CachedTokens / PromptTokens over the last 512 such requests
+	HitRate float64   `json:"hit_rate"`
+	KV      *KVStatus `json:"kv,omitempty"` // nil: nothing reads this rank's KV index
 }
 
 // KVStatus is what a rank knows of its engine's KV cache.
@@ -88,16 +91,17 @@ type KVStatus struct {
 	Orphans   int          `json:"orphans"`     // of Blocks: their parent is not there
 	Evicted   uint64       `json:"evicted"`     // blocks dropped at the index's memory cap
 	Events    *EventStatus `json:"events,omitempty"`
-	Note      string       `json:"note,omitempty"` // what a person should know: silent events, other block size, caching off
+	// what a person should know: silent events, other block size, caching off
+	Note string `json:"note,omitempty"`
 }
 
 // States of a rank's KV events.
 const (
-	EventsConnecting = "connecting" // its engine is not there
+	EventsConnecting = "connecting" // the engine cannot be reached
 	EventsWaiting    = "waiting"    // for the first event
 	EventsLive       = "live"
-	EventsPartial    = "partial" // events were lost: what the rank held before them is not known
-	EventsSilent     = "silent"  // traffic, and no event
+	EventsPartial    = "partial" // events were lost: the older blocks of the rank are not known
+	EventsSilent     = "silent"  // requests end, and no event comes
 )
 
 // EventStatus is the health of a rank's KV events.

@@ -10,25 +10,28 @@ import (
 // RecordKind is the closed list of entries of a replica's stream.
 type RecordKind uint8
 
-// The records. RecGone ends an incarnation's stream. RecKVBegin, any number of RecKV with Stored, and RecKVEnd are the snapshot of one
-// column of the rank's KV cache: they follow a RecSnapshot, carry its number, and stand alone where a column begins within a
-// stream. Until RecKVEnd the column must not be shown.
+// The records. RecGone ends an incarnation's stream. RecKVBegin, any number of RecKV with Stored, and
+// RecKVEnd are the snapshot of one column of the rank's KV cache: they follow a RecSnapshot, carry its
+// number, and stand alone where a column begins within a stream. Until RecKVEnd the column must not be shown.
 const (
 	RecSnapshot RecordKind = iota
 	RecAdmitted
 	RecFirstToken
-	RecProgress // output so far, or as before: the answer to a Probe
+	RecProgress // output so far; without new output it answers a Probe
 	RecDone
 	RecState
 	RecGone
 	RecStatus  // the engine's own report: Status
-	RecKVBegin // a column begins anew: KV.Tier, KV.BlockSize
+	RecKVBegin // a column starts: KV.Tier, KV.BlockSize
 	RecKV      // blocks entered or left a column: KV.Tier, KV.Delta
-	RecKVEnd   // a column's snapshot is whole: KV.Tier, KV.Len, KV.Sum
-	RecSilent  // Silent: nothing is heard of the rank's node, or is again (a snapshot says so too); not of the rank, so without a number
+	RecKVEnd   // a column's snapshot is complete: KV.Tier, KV.Len, KV.Sum
+	// Silent: the rank's node is silent, or is heard again (which a snapshot implies). It is made by the
+	// reader, so it has no number
+	RecSilent
 )
 
-// Record is one entry of a replica's ordered stream, numbered from 1 per incarnation. It is only valid during Deliver.
+// Record is one entry of a replica's ordered stream, numbered from 1 per incarnation. It is only valid during
+// Deliver.
 type Record struct {
 	App         string
 	Unit        string
@@ -39,39 +42,46 @@ type Record struct {
 	Kind        RecordKind
 
 	ReqID   uint64 // RecAdmitted … RecDone: as in Admit
-	Ingress string // who asked
+	Ingress string // the ingress of the request
 	Tokens  int
 	Hit     int    // RecAdmitted: prompt tokens expected in the rank's cache
 	Session uint64 // RecAdmitted: as in Admit
 	Out     int
 	Cause   string // RecDone, RecState, RecFirstToken
 
-	// At of RecAdmitted, RecFirstToken, RecProgress and RecDone is when it happened, on the rank's own monotonic clock, whose origin is
-	// arbitrary and the same for one incarnation; 0 = not told. A first token may be told late, so a record may have a smaller At than
-	// the record before it, but the records of one request never go back.
+	// At of RecAdmitted, RecFirstToken, RecProgress and RecDone is when it happened, on the rank's own
+	// monotonic clock, whose origin is arbitrary and the same for one incarnation; 0: not known. A first
+	// token may be reported late, so a record may have a smaller At than the record before it, but the
+	// records of one request never go back.
 	At time.Duration
 
-	Turn      string    // RecDone, RecState: for whom the free room is: the name of an ingress, or of no node while it is collected; "" = for all
-	Accepting bool      // RecState: open, not tripped and not busy
-	Tripped   bool      // RecState: its answers failed in a row. It admits all the same: readers decide whether they leave it out
-	Fenced    bool      // RecState: the rank is fenced, what it has in hand is lost
-	Draining  bool      // RecState: takes nothing new and lets its streams end; with Fenced: the drain is over, and cuts what is left
-	Snapshot  *Snapshot // RecSnapshot
-	KV        KV        // RecKVBegin, RecKV, RecKVEnd
-	Status    Status    // RecStatus
-	Silent    bool      // RecSilent
+	// RecDone, RecState: which ingress may use the free room; no node's name while room is collected; "":
+	// every ingress
+	Turn      string
+	Accepting bool // RecState: open, not tripped and not busy
+	// RecState: its answers failed in a row. It still admits: readers decide whether they leave it out
+	Tripped bool
+	Fenced  bool // RecState: the rank is fenced, and its open requests are lost
+	// RecState: admits no request and lets its streams end; with Fenced: the drain is over, and open requests
+	// are cut
+	Draining bool
+	Snapshot *Snapshot // RecSnapshot
+	KV       KV        // RecKVBegin, RecKV, RecKVEnd
+	Status   Status    // RecStatus
+	Silent   bool      // RecSilent
 }
 
-// KV is what a record says of one column of a rank's KV cache. Delta.Hashes is valid during Deliver only.
+// KV is what a record says about one column of a rank's KV cache. Delta.Hashes is valid during Deliver only.
 type KV struct {
 	Tier      kvindex.Tier
 	BlockSize int           // RecKVBegin: tokens or bytes per block, 0 = not known yet
 	Delta     kvindex.Delta // RecKV
-	Len       int           // RecKVEnd: blocks in the column, and the sum of their hashes: equal at the reader, or it lost something
-	Sum       uint64
+	// RecKVEnd: blocks in the column. A reader whose Len or Sum differs has lost a record
+	Len int
+	Sum uint64 // RecKVEnd: sum of the block hashes
 }
 
-// Status is an engine's report of itself.
+// Status is an engine's report about itself.
 type Status struct {
 	KVUsage    float64 // referenced blocks / all blocks, 0 to 1
 	HasKVUsage bool
@@ -79,7 +89,8 @@ type Status struct {
 	BlockSize  int   // tokens per block; 0 = not known
 }
 
-// Resync asks a DPServer to give one of its sinks a new RecSnapshot with all KV columns: the sink has missed a record.
+// Resync asks a DPServer to send one of its sinks a new RecSnapshot with all KV columns, because the sink
+// missed a record.
 type Resync struct{ Sink Sink }
 
 // Snapshot is a replica's whole account at Record.Seq.
@@ -93,16 +104,17 @@ type Snapshot struct {
 	MaxModelLen int   // tokens of a request and its answer; 0 = not known
 	Node        string
 	Target      Target
-	Mailbox     Mailbox // of a rank on another node: takes what gives back and Resync, never an Admit
-	Open        []OpenRequest
+	// of a rank on another node: it accepts messages that give something back and Resync, never an Admit
+	Mailbox Mailbox
+	Open    []OpenRequest
 }
 
-// OpenRequest is one request a replica has in hand.
+// OpenRequest is one open request of a replica.
 type OpenRequest struct {
 	ReqID    uint64
 	Ingress  string
 	Tokens   int
-	Hit      int // of Tokens: expected in the rank's cache when it was admitted
+	Hit      int // of Tokens: expected in the rank's cache at its admission
 	Out      int
 	Decoding bool
 }
@@ -110,8 +122,8 @@ type OpenRequest struct {
 // Sink receives a replica's stream in order. Deliver must not block and must not keep the record.
 type Sink interface{ Deliver(r *Record) }
 
-// Feed is the source of the streams of all ranks of a node. A subscriber gets one RecSnapshot per live rank, then deltas;
-// a rank that starts later begins with its snapshot. cancel returns after the last Deliver.
+// Feed is the source of the streams of all ranks of a node. A subscriber gets one RecSnapshot per live rank,
+// then deltas; a rank that starts later begins with its snapshot. cancel returns after the last Deliver.
 type Feed interface {
 	Subscribe(s Sink) (cancel func())
 }

@@ -1,89 +1,210 @@
 package remote
 
 import (
+	"context"
 	"errors"
+	"fmt"
 	"sync"
+	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/peer"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 
+	"github.com/dpserve/dpserve/cluster"
+	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/state"
 )
 
-// ConnsConfig is what a Conns is made of. Both are required.
+// ConnsConfig is the configuration of a Conns. All fields are required.
 type ConnsConfig struct {
-	// Dial makes a connection to the node port at address that accepts the node with that UID only. It must not wait for the peer.
+	// Dial makes a connection to the node port at address that accepts the node with that UID only. It must
+	// not wait for the peer.
 	Dial func(address, uid string) (*grpc.ClientConn, error)
-	// Nodes are the nodes there are, by name: those of the state, or the seeds of a join while the state is not there yet.
+	// Nodes returns the known nodes by name: those of the state, or the seeds of a join while the state is
+	// not there yet.
 	Nodes func() map[string]*state.Node
 }
 
-// Conns holds one gRPC connection per node, made at its first use. A node that moved gets a new one, one that was removed none.
-// Safe for concurrent use.
+// Conns holds one gRPC connection per node and opens it at its first use. A node that moved gets a new one;
+// that of a removed node is closed. Safe for concurrent use.
 type Conns struct {
 	cfg ConnsConfig
 
 	mu     sync.Mutex
-	held   map[string]held // by node; never more than there are nodes
+	open   map[string]openConn // by node; never more than there are nodes
 	closed bool
 }
 
-// held is a connection and whom it was made for.
-type held struct {
+// openConn is a connection and the node it was made for.
+type openConn struct {
 	address, uid string
 	conn         *grpc.ClientConn
 }
 
 // NewConns makes a Conns without connections.
-func NewConns(cfg ConnsConfig) *Conns { return &Conns{cfg: cfg, held: map[string]held{}} }
+func NewConns(cfg ConnsConfig) *Conns { return &Conns{cfg: cfg, open: map[string]openConn{}} }
 
-// Get gives the connection to a node. It does not wait: a node that cannot be reached fails the first call. Errors:
-// state.ErrUnknownNode, ErrNoAddress, ErrUnreachable after Close.
+// Get returns the connection to a node. It does not wait: if the node cannot be reached, the first call
+// fails. Errors: state.ErrUnknownNode, errNoAddress, errUnreachable after Close.
 func (c *Conns) Get(node string) (*grpc.ClientConn, error) {
 	nodes := c.cfg.Nodes()
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.closed {
-		return nil, problem.New(problem.Unavailable, "node %s %w: this node is stopping", node, ErrUnreachable)
+		return nil, problem.New(problem.Unavailable, "node %s %w: this node is stopping", node,
+			errUnreachable)
 	}
 	c.prune(nodes)
 	n := nodes[node]
 	if n == nil {
-		return nil, problem.New(problem.NotFound, "%w %q", state.ErrUnknownNode, node).WithHint("see `dpserve nodes`")
+		return nil, problem.New(problem.NotFound, "%w %q", state.ErrUnknownNode,
+			node).WithHint("see `dpserve nodes`")
 	}
 	if n.Address == "" {
-		return nil, problem.New(problem.Unavailable, "node %s %w", node, ErrNoAddress).WithHint("start it with --advertise IP")
+		return nil, problem.New(problem.Unavailable, "node %s %w", node,
+			errNoAddress).WithHint("start it with --advertise IP")
 	}
-	if h, ok := c.held[node]; ok {
+	if h, ok := c.open[node]; ok {
 		return h.conn, nil
 	}
 	conn, err := c.cfg.Dial(n.Address, n.UID)
 	if err != nil {
-		return nil, problem.New(problem.Unavailable, "node %s %w: %s", node, ErrUnreachable, err.Error())
+		return nil, problem.New(problem.Unavailable, "node %s %w: %s", node, errUnreachable, err.Error())
 	}
-	c.held[node] = held{address: n.Address, uid: n.UID, conn: conn}
+	c.open[node] = openConn{address: n.Address, uid: n.UID, conn: conn}
 	return conn, nil
 }
 
-// prune closes the connections to nodes that are no more, or are elsewhere now.
+// prune closes the connections to nodes that were removed, or moved.
 func (c *Conns) prune(nodes map[string]*state.Node) {
-	for node, h := range c.held {
+	for node, h := range c.open {
 		if n := nodes[node]; n == nil || n.Address != h.address || n.UID != h.uid {
-			_ = h.conn.Close() // it can only say that it is closed already
-			delete(c.held, node)
+			_ = h.conn.Close() // the only error is that it is closed already
+			delete(c.open, node)
 		}
 	}
 }
 
-// Close ends every connection. Calls under way fail. Idempotent.
+// Close ends every connection. Calls under way fail. It is idempotent.
 func (c *Conns) Close() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.closed = true
 	var errs []error
-	for node, h := range c.held {
+	for node, h := range c.open {
 		errs = append(errs, h.conn.Close())
-		delete(c.held, node)
+		delete(c.open, node)
 	}
 	return errors.Join(errs...)
 }
+
+// errUnsent is in the chain beside errUnreachable if the node has not received the call.
+var errUnsent = errors.New("not sent")
+
+// callNode calls a node, for at most limit, and returns its answer or its error as an in-process call would:
+// typed refusals, errUnreachable, context.DeadlineExceeded (problem.Timeout) after limit, and the cause of
+// ctx if that ended first.
+func callNode[R any](
+	ctx context.Context, conns *Conns, node string, limit time.Duration,
+	do func(context.Context, *grpc.ClientConn, ...grpc.CallOption) (R, error),
+) (R, error) {
+	var none R
+	conn, err := conns.Get(node)
+	if err != nil {
+		return none, addUnreachable(err, errUnsent)
+	}
+	inner, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	var at peer.Peer
+	r, err := do(inner, conn, append(callOptions(), grpc.Peer(&at))...)
+	switch {
+	case err == nil:
+		return r, nil
+	case hasEnded(ctx):
+		return none, fmt.Errorf("ask node %s: %w", node, context.Cause(ctx))
+	}
+	err = fromStatus(node, err)
+	if at.Addr == nil && mayRetryElsewhere(err) {
+		err = addUnreachable(err, errUnsent)
+	}
+	return none, err
+}
+
+// hasEnded says whether ctx has ended. If its deadline has passed it waits for the end: the node that was
+// called has the same deadline, and may have reached it a moment earlier.
+func hasEnded(ctx context.Context) bool {
+	if d, ok := ctx.Deadline(); ok && !time.Now().Before(d) {
+		<-ctx.Done()
+	}
+	return ctx.Err() != nil
+}
+
+// addUnreachable adds errUnreachable and the errors of is to the chain of err.
+func addUnreachable(err error, is ...error) error {
+	e := problem.New(problem.CodeOf(err), "%w",
+		&wireError{text: err.Error(), is: append([]error{err, errUnreachable}, is...)})
+	var inner *problem.Error
+	if errors.As(err, &inner) {
+		e.Hint = inner.Hint
+	}
+	return e
+}
+
+// mayRetryElsewhere says whether an error comes from the node that was asked, and not from the question:
+// another node, or the next leader, may answer it.
+func mayRetryElsewhere(err error) bool {
+	for _, e := range []error{
+		errUnreachable, cluster.ErrNotLeader, cluster.ErrClosed, inbox.ErrStopped,
+		context.DeadlineExceeded,
+	} {
+		if errors.Is(err, e) {
+			return true
+		}
+	}
+	return false
+}
+
+// Bounds of messages, in bytes. The largest request is a report with all its log lines, the largest reply is
+// the state of the cluster.
+const (
+	maxRequest     = 16 << 20
+	maxReply       = 64 << 20
+	maxEnroll      = 1 << 20
+	maxEnrollCalls = 64     // calls of strangers on one connection
+	maxMemberCalls = 10_000 // calls of one member on one connection; the bound is admission
+)
+
+// ServerOptions are the options of the gRPC server for members: bounds, and a counter of methods and fields
+// that this version does not know. It refuses unknown methods and ignores unknown fields.
+func ServerOptions(unknown func(what string)) []grpc.ServerOption {
+	if unknown == nil {
+		unknown = func(string) {}
+	}
+	return []grpc.ServerOption{
+		grpc.MaxRecvMsgSize(maxRequest), grpc.MaxConcurrentStreams(maxMemberCalls),
+		grpc.UnknownServiceHandler(func(any, grpc.ServerStream) error {
+			unknown("method")
+			return status.Error(codes.Unimplemented, "unknown method")
+		}),
+		grpc.ChainUnaryInterceptor(func(ctx context.Context, req any, _ *grpc.UnaryServerInfo,
+			next grpc.UnaryHandler,
+		) (any, error) {
+			if m, ok := req.(proto.Message); ok && len(m.ProtoReflect().GetUnknown()) > 0 {
+				unknown("field")
+			}
+			return next(ctx, req)
+		}),
+	}
+}
+
+// EnrollOptions are the options of the gRPC server for strangers: it serves Enroll alone, in small messages.
+func EnrollOptions() []grpc.ServerOption {
+	return []grpc.ServerOption{grpc.MaxRecvMsgSize(maxEnroll), grpc.MaxConcurrentStreams(maxEnrollCalls)}
+}
+
+// callOptions are the options of every call to another node.
+func callOptions() []grpc.CallOption { return []grpc.CallOption{grpc.MaxCallRecvMsgSize(maxReply)} }

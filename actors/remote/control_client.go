@@ -6,6 +6,7 @@ import (
 	"errors"
 	"io"
 	"log/slog"
+	"math/rand/v2"
 	"slices"
 	"sync"
 	"time"
@@ -20,34 +21,35 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// How long one node is given to answer, and how long a question survives changes of leader when its caller sets no limit.
+// How long one node may take to answer, and how long a query lasts over changes of leader if its caller sets
+// no limit.
 const (
 	renewLimit   = time.Second
 	assignLimit  = 2 * time.Second
 	certifyLimit = 5 * time.Second
-	persistLimit = 150 * time.Second // more than a rendezvous takes, which names who is missing
+	persistLimit = 150 * time.Second // longer than a rendezvous, whose error names the missing ranks
 )
 
-// LeaderConfig is what a LeaderClient is made of. Conns, Store and Log are required.
+// LeaderConfig is the configuration of a LeaderClient. Conns, Store and Log are required.
 type LeaderConfig struct {
 	Self    string // node id
 	Conns   *Conns
-	Hint    Hint      // nil = this node knows nothing of who leads
-	Leading Leading   // this node leads itself: asked in-process; nil = it never does
-	Store   msg.Store // says which publications are superseded
+	Hint    Hint      // nil: this node has no hint which node leads
+	Leading Leading   // set if this node may lead: then it is asked in-process; nil: it never leads
+	Store   msg.Store // it decides which publications are superseded
 	Log     *slog.Logger
 }
 
-// LeaderClient is the leader as every node sees it, wherever it is and however often it changes. It implements msg.Leader,
-// msg.Assigner and msg.Proposer. Safe for concurrent use.
+// LeaderClient is the leader for every node, wherever it runs and however often it changes. It implements
+// msg.Leader, msg.Assigner and msg.Proposer. Safe for concurrent use.
 type LeaderClient struct {
 	cfg       LeaderConfig
 	publisher *publisher
 
-	mu    sync.Mutex
-	known string // the node that answered as the leader, or was named as it; "" = none
-	avoid string // the node that did not answer last: asked after the others
-	watch int    // how many copies of the state were asked for
+	mu         sync.Mutex
+	lastLeader string // the node that answered as the leader, or was named as it; "": none
+	lastSilent string // the node that gave no answer last: it is asked after the others
+	watches    int    // how many copies of the state were requested
 }
 
 var (
@@ -65,21 +67,24 @@ func NewLeaderClient(cfg LeaderConfig) *LeaderClient {
 		cfg.Leading = func() (msg.Leader, msg.Assigner, bool) { return nil, nil, false }
 	}
 	c := &LeaderClient{cfg: cfg}
-	c.publisher = newPublisher(c.publish, c.superseded, cfg.Log)
+	c.publisher = newPublisher(c.publish, c.isSuperseded, cfg.Log)
 	return c
 }
 
-// Close drops publications that were not taken yet, and waits.
+// Close drops publications that no leader has taken, and waits.
 func (c *LeaderClient) Close() error { return c.publisher.close() }
 
-// Renew implements msg.Leader. One round: where no leader is found the caller tries again, as its lease allows.
+// Renew implements msg.Leader. It asks one round: without an answer the caller tries again, as its lease
+// allows.
 func (c *LeaderClient) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) {
 	ctx, cancel := context.WithTimeout(ctx, renewLimit)
 	defer cancel()
-	return ask(ctx, c, question[msg.Lease]{
+	return askLeader(ctx, c, leaderQuery[msg.Lease]{
 		limit: renewLimit,
 		local: func(l msg.Leader, _ msg.Assigner) (msg.Lease, error) { return l.Renew(ctx, r) },
-		remote: func(ctx context.Context, to dpservev1.ControlClient, opts ...grpc.CallOption) (msg.Lease, error) {
+		remote: func(ctx context.Context, to dpservev1.ControlClient, opts ...grpc.CallOption) (msg.Lease,
+			error,
+		) {
 			req, err := encodeReport(r)
 			if err != nil {
 				return msg.Lease{}, err
@@ -94,75 +99,91 @@ func (c *LeaderClient) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease,
 }
 
 // Assign implements msg.Assigner; it survives changes of leader.
-func (c *LeaderClient) Assign(ctx context.Context, app string, group int, replicaID string) (msg.AssignReply, error) {
-	return persist(ctx, c, question[msg.AssignReply]{
+func (c *LeaderClient) Assign(
+	ctx context.Context, app string, group int, replicaID string,
+) (msg.AssignReply, error) {
+	return askUntilAnswered(ctx, c, leaderQuery[msg.AssignReply]{
 		limit: assignLimit,
 		local: func(_ msg.Leader, a msg.Assigner) (msg.AssignReply, error) {
 			return a.Assign(ctx, app, group, replicaID)
 		},
-		remote: func(ctx context.Context, to dpservev1.ControlClient, opts ...grpc.CallOption) (msg.AssignReply, error) {
-			r, err := to.Assign(ctx, &dpservev1.AssignRequest{App: app, Group: i32(group), ReplicaId: replicaID}, opts...)
-			return msg.AssignReply{Rank: int(r.GetRank()), Epoch: r.GetEpoch(), DPSize: int(r.GetDpSize())}, err
+		remote: func(ctx context.Context, to dpservev1.ControlClient,
+			opts ...grpc.CallOption,
+		) (msg.AssignReply, error) {
+			r, err := to.Assign(ctx,
+				&dpservev1.AssignRequest{App: app, Group: toInt32(group), ReplicaId: replicaID}, opts...)
+			return msg.AssignReply{Rank: int(r.GetRank()), Epoch: r.GetEpoch(), DPSize: int(r.GetDpSize())},
+				err
 		},
 	})
 }
 
-// Await implements msg.Assigner; it survives changes of leader. The leader answers now and then that there is no address yet, so
-// that one which went silent is noticed.
+// Await implements msg.Assigner; it survives changes of leader. The leader answers every awaitHold that there
+// is no address yet, so that a silent leader is noticed.
 func (c *LeaderClient) Await(ctx context.Context, unit string, epoch uint64, rank int) (string, int, error) {
 	ctx, cancel := context.WithTimeout(ctx, persistLimit)
 	defer cancel()
-	q := question[msg.AwaitReply]{
+	q := leaderQuery[msg.AwaitReply]{
 		limit: 2 * awaitHold,
 		local: func(_ msg.Leader, a msg.Assigner) (msg.AwaitReply, error) {
 			addr, port, err := a.Await(ctx, unit, epoch, rank)
 			return msg.AwaitReply{Addr: addr, Port: port}, err
 		},
-		remote: func(ctx context.Context, to dpservev1.ControlClient, opts ...grpc.CallOption) (msg.AwaitReply, error) {
-			r, err := to.Await(ctx, &dpservev1.AwaitRequest{Unit: unit, Epoch: epoch, Rank: i32(rank)}, opts...)
+		remote: func(ctx context.Context, to dpservev1.ControlClient,
+			opts ...grpc.CallOption,
+		) (msg.AwaitReply, error) {
+			r, err := to.Await(ctx, &dpservev1.AwaitRequest{Unit: unit, Epoch: epoch, Rank: toInt32(rank)},
+				opts...)
 			return msg.AwaitReply{Addr: r.GetAddr(), Port: int(r.GetPort())}, err
 		},
 	}
 	for {
-		r, err := persist(ctx, c, q)
+		r, err := askUntilAnswered(ctx, c, q)
 		if err != nil || r.Addr != "" {
 			return r.Addr, r.Port, err
 		}
 	}
 }
 
-// Publish implements msg.Assigner: it returns at once, and the leader is told as soon as there is one.
+// Publish implements msg.Assigner: it returns at once, and the leader receives it as soon as there is one.
 func (c *LeaderClient) Publish(p msg.Publish) { c.publisher.add(p) }
 
 func (c *LeaderClient) publish(ctx context.Context, p msg.Publish) error {
-	_, err := ask(ctx, c, question[struct{}]{
+	_, err := askLeader(ctx, c, leaderQuery[struct{}]{
 		limit: assignLimit,
 		local: func(_ msg.Leader, a msg.Assigner) (struct{}, error) { a.Publish(p); return struct{}{}, nil },
-		remote: func(ctx context.Context, to dpservev1.ControlClient, opts ...grpc.CallOption) (struct{}, error) {
-			_, err := to.Publish(ctx, &dpservev1.PublishRequest{Unit: p.Unit, Epoch: p.Epoch, Rank: i32(p.Rank), Addr: p.Addr, Port: i32(p.Port)}, opts...)
+		remote: func(ctx context.Context, to dpservev1.ControlClient, opts ...grpc.CallOption) (struct{},
+			error,
+		) {
+			_, err := to.Publish(ctx, &dpservev1.PublishRequest{
+				Unit: p.Unit, Epoch: p.Epoch,
+				Rank: toInt32(p.Rank), Addr: p.Addr, Port: toInt32(p.Port),
+			}, opts...)
 			return struct{}{}, err
 		},
 	})
 	return err
 }
 
-func (c *LeaderClient) superseded(p msg.Publish) bool {
+func (c *LeaderClient) isSuperseded(p msg.Publish) bool {
 	return c.cfg.Store.State().LastEpoch(p.Unit) > p.Epoch
 }
 
-// Propose implements msg.Proposer for a node that is not part of consensus: one round. cluster.ErrOutcomeUnknown where the node
-// that had the command did not answer.
+// Propose implements msg.Proposer for a node that is not part of consensus, with one round. The error is
+// cluster.ErrOutcomeUnknown if a node got the command and did not answer.
 func (c *LeaderClient) Propose(ctx context.Context, cmd state.Command) (state.Result, error) {
 	data, err := state.EncodeCommand(&cmd)
 	if err != nil {
 		return state.Result{}, err
 	}
-	return ask(ctx, c, proposal(data))
+	return askLeader(ctx, c, proposalQuery(data))
 }
 
-// Forward proposes a command at the node that leads, and once more at the one which that names instead. It fits cluster.Config and
-// cluster.WatcherConfig.
-func (c *LeaderClient) Forward(ctx context.Context, leader state.Node, cmd state.Command) (state.Result, error) {
+// Forward proposes a command at the node that leads, and once more at the node that a refusal names instead.
+// It fits cluster.Config and cluster.WatcherConfig.
+func (c *LeaderClient) Forward(
+	ctx context.Context, leader state.Node, cmd state.Command,
+) (state.Result, error) {
 	node := nameOf(c.cfg.Conns.cfg.Nodes(), leader.UID)
 	if node == "" || node == c.cfg.Self {
 		return c.Propose(ctx, cmd)
@@ -171,17 +192,19 @@ func (c *LeaderClient) Forward(ctx context.Context, leader state.Node, cmd state
 	if err != nil {
 		return state.Result{}, err
 	}
-	r, err := at(ctx, c, node, proposal(data))
+	r, err := askNode(ctx, c, node, proposalQuery(data))
 	if next := leaderOf(err); next != "" && next != node && next != c.cfg.Self {
-		return at(ctx, c, next, proposal(data))
+		return askNode(ctx, c, next, proposalQuery(data))
 	}
 	return r, err
 }
 
-func proposal(data []byte) question[state.Result] {
-	return question[state.Result]{
+func proposalQuery(data []byte) leaderQuery[state.Result] {
+	return leaderQuery[state.Result]{
 		limit: proposalLimit, once: true,
-		remote: func(ctx context.Context, to dpservev1.ControlClient, opts ...grpc.CallOption) (state.Result, error) {
+		remote: func(ctx context.Context, to dpservev1.ControlClient, opts ...grpc.CallOption) (state.Result,
+			error,
+		) {
 			var result state.Result
 			reply, err := to.ForwardApply(ctx, &dpservev1.ApplyRequest{Command: data}, opts...)
 			if err != nil {
@@ -195,99 +218,113 @@ func proposal(data []byte) question[state.Result] {
 	}
 }
 
-// Certify gives the next certificate of this node, which shows own now: a node with role control signs for itself, others ask any control
-// node.
-func (c *LeaderClient) Certify(ctx context.Context, own pki.Identity, csr []byte) (certificate, authority []byte, err error) {
+// Certify returns the next certificate of this node, whose current identity is own. A node with role control
+// signs for itself, others ask any control node.
+func (c *LeaderClient) Certify(
+	ctx context.Context, own pki.Identity, csr []byte,
+) (certificate, authority []byte, err error) {
 	if st := c.cfg.Store.State(); len(st.Secrets.AuthorityKey) > 0 {
 		return certifyMember(st, own, csr, time.Now())
 	}
-	r, err := ask(ctx, c, question[*dpservev1.CertifyReply]{
+	r, err := askLeader(ctx, c, leaderQuery[*dpservev1.CertifyReply]{
 		limit: certifyLimit, any: true,
-		remote: func(ctx context.Context, to dpservev1.ControlClient, opts ...grpc.CallOption) (*dpservev1.CertifyReply, error) {
+		remote: func(ctx context.Context, to dpservev1.ControlClient,
+			opts ...grpc.CallOption,
+		) (*dpservev1.CertifyReply, error) {
 			return to.Certify(ctx, &dpservev1.CertifyRequest{Csr: csr}, opts...)
 		},
 	})
 	return r.GetCertificate(), r.GetAuthority(), err
 }
 
-// CertifyExpired is Certify for a node whose certificate nobody takes any more. It asks every control node by a connection that is good
-// for this alone (nodeport.Renew), until one signs; dial makes it.
-func (c *LeaderClient) CertifyExpired(ctx context.Context, csr []byte, dial func(address, uid string) (*grpc.ClientConn, error)) (certificate, authority []byte, err error) {
+// CertifyExpired is Certify for a node whose certificate has expired. It asks every control node, over a
+// connection that allows this call alone (nodeport.Renew), until one signs; dial makes the connection.
+func (c *LeaderClient) CertifyExpired(
+	ctx context.Context, csr []byte, dial func(address, uid string) (*grpc.ClientConn, error),
+) (certificate, authority []byte, err error) {
 	nodes := c.cfg.Conns.cfg.Nodes()
-	err = problem.New(problem.Unavailable, "no control node is known").WithHint("start it with `dpserve join ADDR --token TOKEN`, ADDR of a control node")
-	for _, node := range c.controls() {
-		r, failed := certifyAt(ctx, node, csr, func() (*grpc.ClientConn, error) { return dial(nodes[node].Address, nodes[node].UID) })
+	err = problem.New(problem.Unavailable,
+		"no control node is known").
+		WithHint("start it with `dpserve join ADDR --token TOKEN`, ADDR of a control node")
+	for _, node := range c.controlNodes() {
+		r, failed := certifyAt(ctx, node, csr,
+			func() (*grpc.ClientConn, error) { return dial(nodes[node].Address, nodes[node].UID) })
 		if failed == nil {
 			return r.GetCertificate(), r.GetAuthority(), nil
 		}
 		err = failed
 		if ctx.Err() != nil || problem.CodeOf(failed) == problem.PermissionDenied {
-			break // it was removed: another node says the same
+			break // the node was removed: the other nodes would answer the same
 		}
 	}
 	return nil, nil, err
 }
 
-func certifyAt(ctx context.Context, node string, csr []byte, dial func() (*grpc.ClientConn, error)) (*dpservev1.CertifyReply, error) {
+func certifyAt(
+	ctx context.Context, node string, csr []byte, dial func() (*grpc.ClientConn, error),
+) (*dpservev1.CertifyReply, error) {
 	ctx, cancel := context.WithTimeout(ctx, certifyLimit)
 	defer cancel()
 	conn, err := dial()
 	if err != nil {
 		return nil, err
 	}
-	defer func() { _ = conn.Close() }() // nothing is left in it
-	r, err := dpservev1.NewControlClient(conn).Certify(ctx, &dpservev1.CertifyRequest{Csr: csr}, callOptions()...)
+	defer func() { _ = conn.Close() }() // no call is open
+	r, err := dpservev1.NewControlClient(conn).Certify(ctx, &dpservev1.CertifyRequest{Csr: csr},
+		callOptions()...)
 	if err != nil {
 		return nil, fromStatus(node, err)
 	}
 	return r, nil
 }
 
-// Watch follows the state from a control node, another one at each call, until the stream breaks or ctx ends; nil data is a
-// heartbeat. It fits cluster.WatcherConfig.
+// Watch follows the state from a control node, another one at each call, until the stream breaks or ctx ends.
+// nil data is a heartbeat. It fits cluster.WatcherConfig.
 func (c *LeaderClient) Watch(ctx context.Context, from uint64, apply func(data []byte, index uint64)) error {
-	node, ok := c.source()
+	node, ok := c.watchSource()
 	if !ok {
-		return problem.New(problem.Unavailable, "no control node is known").WithHint("join again, or look at `dpserve nodes` on another node")
+		return problem.New(problem.Unavailable,
+			"no control node is known").WithHint("join again, or look at `dpserve nodes` on another node")
 	}
 	conn, err := c.cfg.Conns.Get(node)
 	if err != nil {
 		return err
 	}
-	stream, err := dpservev1.NewControlClient(conn).Watch(ctx, &dpservev1.WatchRequest{Index: from}, callOptions()...)
+	stream, err := dpservev1.NewControlClient(conn).Watch(ctx, &dpservev1.WatchRequest{Index: from},
+		callOptions()...)
 	for err == nil {
 		var u *dpservev1.WatchUpdate
 		if u, err = stream.Recv(); err == nil {
 			apply(u.GetState(), u.GetIndex())
 		}
 	}
-	if over(ctx) {
+	if hasEnded(ctx) {
 		return context.Cause(ctx)
 	}
 	if errors.Is(err, io.EOF) {
-		return problem.New(problem.Unavailable, "node %s %w: it ended the stream", node, ErrUnreachable)
+		return problem.New(problem.Unavailable, "node %s %w: it ended the stream", node, errUnreachable)
 	}
 	return fromStatus(node, err)
 }
 
-// source is the control node to copy the state from. Nodes begin with different ones.
-func (c *LeaderClient) source() (string, bool) {
-	nodes := c.controls()
+// watchSource is the control node to copy the state from. Different nodes start with different ones.
+func (c *LeaderClient) watchSource() (string, bool) {
+	nodes := c.controlNodes()
 	if len(nodes) == 0 {
 		return "", false
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.watch++
+	c.watches++
 	spread := 0
 	for _, b := range []byte(c.cfg.Self) {
 		spread += int(b)
 	}
-	return nodes[(spread+c.watch)%len(nodes)], true
+	return nodes[(spread+c.watches)%len(nodes)], true
 }
 
-// controls are the other nodes with role control by name, lost ones last.
-func (c *LeaderClient) controls() []string {
+// controlNodes are the other nodes with role control by name, lost ones last.
+func (c *LeaderClient) controlNodes() []string {
 	var live, lost []string
 	for name, n := range c.cfg.Conns.cfg.Nodes() {
 		switch {
@@ -303,13 +340,13 @@ func (c *LeaderClient) controls() []string {
 	return append(live, lost...)
 }
 
-// next is the node to ask now: who led last, who is said to lead, then the others.
-func (c *LeaderClient) next(tried map[string]bool) (string, bool) {
-	hint := c.cfg.Hint.node(c.cfg.Conns.cfg.Nodes())
+// nextNode is the node to ask next: the last leader, the leader by the hint, then the others.
+func (c *LeaderClient) nextNode(tried map[string]bool) (string, bool) {
+	hint := c.cfg.Hint.nodeName(c.cfg.Conns.cfg.Nodes())
 	c.mu.Lock()
-	known, avoid := c.known, c.avoid
+	known, avoid := c.lastLeader, c.lastSilent
 	c.mu.Unlock()
-	order := append([]string{known, hint}, c.controls()...)
+	order := append([]string{known, hint}, c.controlNodes()...)
 	for _, pass := range []bool{false, true} {
 		for _, node := range order {
 			if node != "" && node != c.cfg.Self && !tried[node] && (pass || node != avoid) {
@@ -320,24 +357,136 @@ func (c *LeaderClient) next(tried map[string]bool) (string, bool) {
 	return "", false
 }
 
-// learn keeps what an answer says about who leads.
-func (c *LeaderClient) learn(node string, err error) {
+// updateLeader updates lastLeader and lastSilent from a node's answer.
+func (c *LeaderClient) updateLeader(node string, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	switch {
-	case err == nil || !elsewhere(err):
-		c.known = node
-		if c.avoid == node {
-			c.avoid = ""
+	case err == nil || !mayRetryElsewhere(err):
+		c.lastLeader = node
+		if c.lastSilent == node {
+			c.lastSilent = ""
 		}
 	case errors.Is(err, cluster.ErrNotLeader):
-		if c.known = leaderOf(err); c.known == c.avoid {
-			c.avoid = "" // others hear it
+		if c.lastLeader = leaderOf(err); c.lastLeader == c.lastSilent {
+			c.lastSilent = "" // other nodes get its heartbeats
 		}
 	default:
-		c.avoid = node
-		if c.known == node {
-			c.known = ""
+		c.lastSilent = node
+		if c.lastLeader == node {
+			c.lastLeader = ""
 		}
+	}
+}
+
+// Pauses between two rounds of a query that no node answered.
+const (
+	roundPauseMin = 50 * time.Millisecond
+	roundPauseMax = 500 * time.Millisecond // so that grants are accepted again within 3 s after an election
+)
+
+// fairWait is the shortest time after which a node without an answer counts as silent. A node that got only
+// the rest of the caller's time after another node is not at fault.
+const fairWait = 100 * time.Millisecond
+
+// leaderQuery is a question to the leader, in-process (local, nil = never) or over the wire (remote).
+type leaderQuery[R any] struct {
+	limit  time.Duration // for one node
+	once   bool          // after a node that may have received it, no other node is asked
+	any    bool          // every control node may answer it
+	local  func(msg.Leader, msg.Assigner) (R, error)
+	remote func(context.Context, dpservev1.ControlClient, ...grpc.CallOption) (R, error)
+}
+
+// askLeader is one round: this node if it leads, else each control node until one answers. A node that does
+// not lead names the leader, which is asked next.
+func askLeader[R any](ctx context.Context, c *LeaderClient, q leaderQuery[R]) (R, error) {
+	var none R
+	last := error(&notLeaderError{})
+	if leader, assigner, ok := c.cfg.Leading(); ok && q.local != nil {
+		r, err := q.local(leader, assigner)
+		if err == nil || ctx.Err() != nil || !mayRetryElsewhere(err) {
+			return r, err
+		}
+		last = err
+	}
+	tried := map[string]bool{}
+	for node, ok := c.nextNode(tried); ok; node, ok = c.nextNode(tried) {
+		tried[node] = true
+		r, err := askNode(ctx, c, node, q)
+		if err == nil || ctx.Err() != nil || !mayRetryElsewhere(err) ||
+			errors.Is(err, cluster.ErrOutcomeUnknown) {
+			return r, err
+		}
+		last = err
+	}
+	return none, problem.New(problem.Unavailable, "no leader answers: %w", last).
+		WithHint("wait for the election; if it does not end, look at `dpserve nodes`: " +
+			"most control nodes must be alive")
+}
+
+// askNode asks one node.
+func askNode[R any](ctx context.Context, c *LeaderClient, node string, q leaderQuery[R]) (R, error) {
+	began := time.Now()
+	r, err := callNode(ctx, c.cfg.Conns, node, q.limit,
+		func(ctx context.Context, conn *grpc.ClientConn, opts ...grpc.CallOption) (R, error) {
+			return q.remote(ctx, dpservev1.NewControlClient(conn), opts...)
+		})
+	if !q.any {
+		c.noteResult(ctx, node, err, time.Since(began))
+	}
+	if q.once && mayHaveApplied(err) {
+		return r, problem.New(problem.Unavailable, "propose at %s: %w", node,
+			cluster.ErrOutcomeUnknown).WithHint("look at the state, then try again")
+	}
+	return r, err
+}
+
+// noteResult notes the result of asking a node, which took the time asked. A node that was silent until the
+// caller's own deadline counts like one that was silent for the limit.
+func (c *LeaderClient) noteResult(ctx context.Context, node string, err error, asked time.Duration) {
+	switch {
+	case err == nil:
+		c.updateLeader(node, nil)
+	case errors.Is(ctx.Err(), context.Canceled): // the caller left
+	case errors.Is(err, context.DeadlineExceeded) || ctx.Err() != nil:
+		if asked >= fairWait {
+			c.updateLeader(node, context.DeadlineExceeded)
+		}
+	default:
+		c.updateLeader(node, err)
+	}
+}
+
+// mayHaveApplied says whether a node may have taken a call that it did not answer.
+func mayHaveApplied(err error) bool {
+	return err != nil && !errors.Is(err, errUnsent) && mayRetryElsewhere(err) &&
+		!errors.Is(err, cluster.ErrNotLeader)
+}
+
+// askUntilAnswered repeats rounds until a leader answers, or ctx ends; without a deadline until persistLimit.
+func askUntilAnswered[R any](ctx context.Context, c *LeaderClient, q leaderQuery[R]) (R, error) {
+	ctx, cancel := context.WithTimeout(ctx, persistLimit)
+	defer cancel()
+	for pause := roundPauseMin; ; pause = min(2*pause, roundPauseMax) {
+		r, err := askLeader(ctx, c, q)
+		if err == nil || ctx.Err() != nil || !mayRetryElsewhere(err) {
+			return r, err
+		}
+		if !sleep(ctx, pause/2+rand.N(pause)/2) {
+			return r, err
+		}
+	}
+}
+
+// sleep waits. It returns false if ctx ended.
+func sleep(ctx context.Context, d time.Duration) bool {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return true
+	case <-ctx.Done():
+		return false
 	}
 }

@@ -10,12 +10,12 @@ import (
 )
 
 const (
-	publishLimit = 120 * time.Second // how long others wait for a publication at most
-	maxPublished = 1024              // units that wait to be published; far more than a node starts at once
+	publishLimit = 120 * time.Second // how long other nodes wait for a publication at most
+	maxPublished = 1024              // units whose publication waits; a node starts far fewer at once
 )
 
-// publisher brings publications to the leader: each until it is taken, superseded, or too old to be waited for. Its goroutine
-// lives while there is something to bring.
+// publisher sends publications to the leader: each until the leader has it, its epoch is superseded, or it is
+// too old to be awaited. Its goroutine runs only while a publication waits.
 type publisher struct {
 	send       func(context.Context, msg.Publish) error
 	superseded func(msg.Publish) bool
@@ -36,12 +36,17 @@ type publication struct {
 	until time.Time
 }
 
-func newPublisher(send func(context.Context, msg.Publish) error, superseded func(msg.Publish) bool, log *slog.Logger) *publisher {
+func newPublisher(
+	send func(context.Context, msg.Publish) error, superseded func(msg.Publish) bool, log *slog.Logger,
+) *publisher {
 	ctx, stop := context.WithCancel(context.Background())
-	return &publisher{send: send, superseded: superseded, log: log, ctx: ctx, stop: stop, waiting: map[string]publication{}}
+	return &publisher{
+		send: send, superseded: superseded, log: log, ctx: ctx, stop: stop,
+		waiting: map[string]publication{},
+	}
 }
 
-// add takes a publication in place of an older one of the same unit. It never waits.
+// add adds a publication in place of an older one of the same unit. It never waits.
 func (p *publisher) add(m msg.Publish) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -50,7 +55,8 @@ func (p *publisher) add(m msg.Publish) {
 	case p.closed || ok && old.Epoch > m.Epoch:
 		return
 	case !ok && len(p.waiting) >= maxPublished:
-		p.log.Error("rendezvous address not published: too many wait for the leader", "room", "remote", "unit", m.Unit, "epoch", m.Epoch)
+		p.log.Error("rendezvous address not published: too many wait for the leader", "room", "remote",
+			"unit", m.Unit, "epoch", m.Epoch)
 		return
 	}
 	p.waiting[m.Unit] = publication{m, time.Now().Add(publishLimit)}
@@ -63,13 +69,13 @@ func (p *publisher) add(m msg.Publish) {
 func (p *publisher) run() {
 	pause := roundPauseMin
 	for {
-		batch := p.due()
+		batch := p.pending()
 		if len(batch) == 0 {
 			return
 		}
 		failed := false
 		for _, m := range batch {
-			failed = !p.bring(m) || failed
+			failed = !p.trySend(m) || failed
 		}
 		if !failed {
 			pause = roundPauseMin
@@ -82,8 +88,9 @@ func (p *publisher) run() {
 	}
 }
 
-// due drops what nobody waits for any more and gives the rest; none ends the worker.
-func (p *publisher) due() []publication {
+// pending drops publications that are too old or superseded and returns the rest; an empty result ends the
+// worker.
+func (p *publisher) pending() []publication {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	var out []publication
@@ -101,14 +108,15 @@ func (p *publisher) due() []publication {
 	return out
 }
 
-// bring says whether m needs no further attempt.
-func (p *publisher) bring(m publication) bool {
+// trySend sends m and says whether it needs no further attempt.
+func (p *publisher) trySend(m publication) bool {
 	err := p.send(p.ctx, m.Publish)
-	if err != nil && (elsewhere(err) || p.ctx.Err() != nil) {
+	if err != nil && (mayRetryElsewhere(err) || p.ctx.Err() != nil) {
 		return false
 	}
 	if err != nil {
-		p.log.Error("rendezvous address refused", "room", "remote", "unit", m.Unit, "epoch", m.Epoch, "err", err)
+		p.log.Error("rendezvous address refused", "room", "remote", "unit", m.Unit, "epoch", m.Epoch, "err",
+			err)
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -25,17 +25,17 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// town is some nodes over a network in memory.
-type town struct {
+// testCluster is several nodes over a network in memory.
+type testCluster struct {
 	t     *testing.T
 	net   memnet.Network
 	store *fakeStore
-	nodes map[string]*townsman
+	nodes map[string]*testNode
 }
 
-// townsman is one node: what it serves, and its clients.
-type townsman struct {
-	town   *town
+// testNode is one node: its servers and its clients.
+type testNode struct {
+	town   *testCluster
 	name   string
 	server *grpc.Server
 	conns  *Conns
@@ -49,70 +49,79 @@ type townsman struct {
 	follow  func(ctx context.Context, from uint64, send func([]byte, uint64) error) error
 }
 
-func newTown(t *testing.T, names ...string) *town {
+func newTestCluster(t *testing.T, names ...string) *testCluster {
 	t.Helper()
-	w := &town{t: t, store: newFakeStore(), nodes: map[string]*townsman{}}
+	w := &testCluster{t: t, store: newFakeStore(), nodes: map[string]*testNode{}}
 	for _, name := range names {
-		w.store.put(&state.Node{ID: name, UID: "uid-" + name, Address: net.JoinHostPort(name, "7947"), Roles: rolesNamed(name)})
+		w.store.put(&state.Node{
+			ID: name, UID: "uid-" + name, Address: net.JoinHostPort(name, "7947"),
+			Roles: rolesNamed(name),
+		})
 	}
 	for _, name := range names {
-		w.nodes[name] = w.settle(name)
+		w.nodes[name] = w.addNode(name)
 	}
 	return w
 }
 
-func (w *town) settle(name string) *townsman {
-	m := &townsman{town: w, name: name, agent: &fakeAgent{}, view: &fakeView{}}
+func (w *testCluster) addNode(name string) *testNode {
+	m := &testNode{town: w, name: name, agent: &fakeAgent{}, view: &fakeView{}}
 	m.hint.Store("")
-	m.conns = NewConns(ConnsConfig{Dial: func(address, _ string) (*grpc.ClientConn, error) { return w.dial(name, address) }, Nodes: w.store.nodes})
+	m.conns = NewConns(ConnsConfig{Dial: func(address, _ string) (*grpc.ClientConn,
+		error,
+	) {
+		return w.dial(name, address)
+	}, Nodes: w.store.nodes})
 	var store msg.Store = w.store
 	if !slices.Contains(rolesNamed(name), state.RoleControl) {
 		store = follower{w.store}
 	}
 	m.client = NewLeaderClient(LeaderConfig{
 		Self: name, Conns: m.conns, Store: store, Log: slog.New(slog.DiscardHandler), Leading: m.leading,
-		Hint: m.knows,
+		Hint: m.leaderHint,
 	})
-	m.open()
+	m.serve()
 	return m
 }
 
-func (m *townsman) leading() (msg.Leader, msg.Assigner, bool) {
+func (m *testNode) leading() (msg.Leader, msg.Assigner, bool) {
 	if l := m.leads.Load(); l != nil {
 		return l, l, true
 	}
 	return nil, nil, false
 }
 
-func (m *townsman) knows() (string, bool) {
+func (m *testNode) leaderHint() (string, bool) {
 	h, _ := m.hint.Load().(string)
 	return "uid-" + h, h != ""
 }
 
-func (m *townsman) proposeHere(ctx context.Context, c state.Command) (state.Result, error) {
+func (m *testNode) proposeHere(ctx context.Context, c state.Command) (state.Result, error) {
 	if m.leads.Load() == nil {
 		return state.Result{}, problem.New(problem.Unavailable, "propose: %w", cluster.ErrNotLeader)
 	}
 	return m.town.store.Propose(ctx, c)
 }
 
-// open serves; stop ends it with every connection.
-func (m *townsman) open() {
+// serve starts the server; stop ends it with every connection.
+func (m *testNode) serve() {
 	ln, err := m.town.net.Listen(net.JoinHostPort(m.name, "7947"))
 	require.NoError(m.town.t, err)
 	m.server = grpc.NewServer(ServerOptions(func(string) { m.unknown.Add(1) })...)
 	dpservev1.RegisterControlServer(m.server, NewControlServer(ControlConfig{
-		Leading: m.leading, Hint: m.knows, Store: m.town.store, Propose: m.proposeHere,
+		Leading: m.leading, Hint: m.leaderHint, Store: m.town.store, Propose: m.proposeHere,
 		Follow: func(ctx context.Context, from uint64, send func([]byte, uint64) error) error {
 			return m.follow(ctx, from, send)
 		},
-		Peer: peerOf, Version: "v0.2.0", Unknown: func(string) { m.unknown.Add(1) }, Log: slog.New(slog.DiscardHandler),
+		Peer: peerOf, Version: "v0.2.0", Unknown: func(string) { m.unknown.Add(1) },
+		Log: slog.New(slog.DiscardHandler),
 	}))
-	dpservev1.RegisterNodeServer(m.server, NewNodeServer(NodeConfig{Agent: m.agent, View: m.view, Peer: peerOf}))
+	dpservev1.RegisterNodeServer(m.server,
+		NewNodeServer(NodeConfig{Agent: m.agent, View: m.view, Peer: peerOf}))
 	go func() { _ = m.server.Serve(ln) }()
 }
 
-func (w *town) close() {
+func (w *testCluster) close() {
 	for _, m := range w.nodes {
 		require.NoError(w.t, m.client.Close())
 		require.NoError(w.t, m.conns.Close())
@@ -121,9 +130,12 @@ func (w *town) close() {
 	}
 }
 
-// lead makes one node the leader and tells the others of it.
-func (w *town) lead(name string) *fakeLeader {
-	l := &fakeLeader{name: name, store: w.store, lost: make(chan struct{}), published: make(chan msg.Publish, 64)}
+// setLeader makes one node the leader and tells the others.
+func (w *testCluster) setLeader(name string) *fakeLeader {
+	l := &fakeLeader{
+		name: name, store: w.store, lost: make(chan struct{}),
+		published: make(chan msg.Publish, 64),
+	}
 	for _, m := range w.nodes {
 		if old := m.leads.Swap(nil); old != nil {
 			close(old.lost)
@@ -136,17 +148,27 @@ func (w *town) lead(name string) *fakeLeader {
 	return l
 }
 
-// dial connects in memory, and says in the metadata who calls.
-func (w *town) dial(from, address string) (*grpc.ClientConn, error) {
-	return grpc.NewClient("passthrough:///"+address, grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithNoProxy(),
-		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoff.Config{BaseDelay: 10 * time.Millisecond, Multiplier: 1.6, MaxDelay: 100 * time.Millisecond}, MinConnectTimeout: time.Second}),
-		grpc.WithContextDialer(func(ctx context.Context, a string) (net.Conn, error) { return w.net.DialContext(ctx, "tcp", a) }),
-		grpc.WithUnaryInterceptor(func(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, do grpc.UnaryInvoker, opts ...grpc.CallOption) error {
+// dial connects in memory, and names the caller in the metadata.
+func (w *testCluster) dial(from, address string) (*grpc.ClientConn, error) {
+	return grpc.NewClient("passthrough:///"+address, grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithNoProxy(),
+		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoff.Config{
+			BaseDelay:  10 * time.Millisecond,
+			Multiplier: 1.6, MaxDelay: 100 * time.Millisecond,
+		}, MinConnectTimeout: time.Second}),
+		grpc.WithContextDialer(func(ctx context.Context, a string) (net.Conn,
+			error,
+		) {
+			return w.net.DialContext(ctx, "tcp", a)
+		}),
+		grpc.WithUnaryInterceptor(func(ctx context.Context, method string, req, reply any,
+			cc *grpc.ClientConn, do grpc.UnaryInvoker, opts ...grpc.CallOption,
+		) error {
 			return do(metadata.AppendToOutgoingContext(ctx, "from", from), method, req, reply, cc, opts...)
 		}))
 }
 
-// peerOf stands for the certificate.
+// peerOf replaces the certificate.
 func peerOf(ctx context.Context) (pki.Identity, bool) {
 	md, _ := metadata.FromIncomingContext(ctx)
 	from := slices.Concat(md.Get("from"), []string{""})[0]
@@ -156,12 +178,15 @@ func peerOf(ctx context.Context) (pki.Identity, bool) {
 	return identityNamed(from), true
 }
 
-// identityNamed is what the certificate of a node says.
+// identityNamed is the content of a node's certificate.
 func identityNamed(name string) pki.Identity {
-	return pki.Identity{Cluster: "c", Node: name, UID: "uid-" + name, Roles: rolesOf(&state.Node{Roles: rolesNamed(name)})}
+	return pki.Identity{
+		Cluster: "c", Node: name, UID: "uid-" + name,
+		Roles: rolesOf(&state.Node{Roles: rolesNamed(name)}),
+	}
 }
 
-// rolesNamed are the roles of a node of a town: its name, or those of a control node.
+// rolesNamed are the roles of a node: its name, or those of a control node.
 func rolesNamed(name string) []state.Role {
 	switch role := state.Role(name); role {
 	case state.RoleWorker, state.RoleIngress:
@@ -240,7 +265,7 @@ func (l *fakeLeader) Await(ctx context.Context, _ string, _ uint64, _ int) (stri
 	}
 }
 
-// fakeStore is the replicated state, whole in every node at once.
+// fakeStore is the replicated state, which every node has at once.
 type fakeStore struct {
 	mu    sync.Mutex
 	state *state.State
@@ -298,7 +323,7 @@ func (s *fakeStore) Propose(_ context.Context, c state.Command) (state.Result, e
 	return r, err
 }
 
-// fakeAgent and fakeView are a node's supervisor and what the admin API asks of it.
+// fakeAgent is a node's supervisor.
 type fakeAgent struct {
 	mu      sync.Mutex
 	started []*msg.StartRank
@@ -325,16 +350,18 @@ func (a *fakeAgent) StopRank(_ context.Context, m *msg.StopRank) error {
 	return a.err
 }
 
+// fakeView is a node's answers to the admin API.
 type fakeView struct {
 	lines int
 	err   error
-	stall bool // stands still after the lines, and does not end
+	stall bool // it neither ends nor adds lines
 	sent  atomic.Int64
 	ended atomic.Bool
 }
 
 func (v *fakeView) Statuses(context.Context) (map[string][]msg.RankStatus, map[string]int, error) {
-	return map[string][]msg.RankStatus{"chat/0": {{Rank: 1, Node: "b", Phase: "ready", TokensPerS: 2.5}}}, map[string]int{"chat": 4}, v.err
+	return map[string][]msg.RankStatus{"chat/0": {{Rank: 1, Node: "b", Phase: "ready", TokensPerS: 2.5}}},
+		map[string]int{"chat": 4}, v.err
 }
 
 func (v *fakeView) Logs(ctx context.Context, q msg.LogQuery, give func(msg.LogLine) error) error {

@@ -9,6 +9,7 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/types/known/emptypb"
@@ -21,11 +22,13 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// inTown runs f in a bubble of fake time.
-func inTown(t *testing.T, f func(t *testing.T, w *town), names ...string) {
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// withCluster runs f on fake time.
+func withCluster(t *testing.T, f func(t *testing.T, w *testCluster), names ...string) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
-		w := newTown(t, names...)
+		w := newTestCluster(t, names...)
 		defer synctest.Wait()
 		defer w.close()
 		f(t, w)
@@ -33,21 +36,24 @@ func inTown(t *testing.T, f func(t *testing.T, w *town), names ...string) {
 }
 
 func report(node string) *msg.NodeReport {
-	return &msg.NodeReport{Node: state.Node{ID: node, UID: "uid-" + node, Roles: rolesNamed(node)}, Index: 5, Events: []msg.UnitEvent{{Number: 8, Unit: "chat/0", Kind: msg.UnitReady}}}
+	return &msg.NodeReport{
+		Node: state.Node{ID: node, UID: "uid-" + node, Roles: rolesNamed(node)}, Index: 5,
+		Events: []msg.UnitEvent{{Number: 8, Unit: "chat/0", Kind: msg.UnitReady}},
+	}
 }
 
 func TestRenewFindsTheLeader(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
-		l := w.lead("c")
+	withCluster(t, func(t *testing.T, w *testCluster) {
+		l := w.setLeader("c")
 		for _, node := range []string{"a", "b", "c"} {
 			lease, err := w.nodes[node].client.Renew(t.Context(), report(node))
 			require.NoError(t, err, node)
 			assert.Equal(t, msg.Lease{TTL: state.LeaseTTL, Leader: "c", Taken: 8, Index: 5}, lease)
 		}
 		for _, m := range w.nodes {
-			m.hint.Store("") // nobody told them
+			m.hint.Store("") // no node has a hint
 		}
-		l2 := w.lead("b")
+		l2 := w.setLeader("b")
 		for _, m := range w.nodes {
 			m.hint.Store("")
 		}
@@ -59,20 +65,20 @@ func TestRenewFindsTheLeader(t *testing.T) {
 }
 
 func TestRenewWithoutLeader(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		_, err := w.nodes["a"].client.Renew(t.Context(), report("a"))
 		require.ErrorIs(t, err, cluster.ErrNotLeader)
 		assert.Equal(t, problem.Unavailable, problem.CodeOf(err))
 		w.nodes["b"].server.Stop()
 		_, err = w.nodes["a"].client.Renew(t.Context(), report("a"))
-		require.ErrorIs(t, err, ErrUnreachable)
+		require.ErrorIs(t, err, errUnreachable)
 		assert.Equal(t, problem.Unavailable, problem.CodeOf(err))
 	}, "a", "b")
 }
 
 func TestRenewOfAnotherNodeIsRefused(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
-		l := w.lead("b")
+	withCluster(t, func(t *testing.T, w *testCluster) {
+		l := w.setLeader("b")
 		_, err := w.nodes["a"].client.Renew(t.Context(), report("b"))
 		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
 		other := report("a")
@@ -82,7 +88,8 @@ func TestRenewOfAnotherNodeIsRefused(t *testing.T) {
 		old := report("a")
 		old.Node.Version = "v0.0.9"
 		_, err = w.nodes["a"].client.Renew(t.Context(), old)
-		require.EqualError(t, err, "the node runs dpserve v0.0.9, this cluster v0.2.0, which works with v0.1.0 and later")
+		require.EqualError(t, err,
+			"the node runs dpserve v0.0.9, this cluster v0.2.0, which works with v0.1.0 and later")
 		assert.Zero(t, l.renewals.Load())
 
 		l.err = problem.New(problem.PermissionDenied, "removed")
@@ -92,10 +99,10 @@ func TestRenewOfAnotherNodeIsRefused(t *testing.T) {
 	}, "a", "b")
 }
 
-// TestRenewGoesOnToTheOthers: a leader that went silent costs one renewal, not the lease.
+// TestRenewGoesOnToTheOthers: a leader that fell silent costs one renewal, not the lease.
 func TestRenewGoesOnToTheOthers(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
-		l := w.lead("b")
+	withCluster(t, func(t *testing.T, w *testCluster) {
+		l := w.setLeader("b")
 		a := w.nodes["a"]
 		_, err := a.client.Renew(t.Context(), report("a"))
 		require.NoError(t, err)
@@ -106,15 +113,16 @@ func TestRenewGoesOnToTheOthers(t *testing.T) {
 	}, "a", "b", "c")
 }
 
-// TestRenewAfterASilentLeader: it is asked last from then on, also if the caller's patience ended before the question's own limit.
+// TestRenewAfterASilentLeader: it is asked last from then on, also if the caller's deadline ended before the
+// query's own limit.
 func TestRenewAfterASilentLeader(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
-		l := w.lead("b")
+	withCluster(t, func(t *testing.T, w *testCluster) {
+		l := w.setLeader("b")
 		a := w.nodes["a"]
 		_, err := a.client.Renew(t.Context(), report("a"))
 		require.NoError(t, err)
 		l.silent.Store(true)
-		w.lead("c")
+		w.setLeader("c")
 		w.nodes["b"].leads.Store(l) // it believes that it still leads
 		a.hint.Store("")            // and a does not know better
 		ctx, cancel := context.WithTimeout(t.Context(), renewLimit/2)
@@ -127,7 +135,7 @@ func TestRenewAfterASilentLeader(t *testing.T) {
 	}, "a", "b", "c")
 }
 
-// TestJudgeIsFair: whoever is asked with what a silent node left of the caller's time is not to blame for it.
+// TestJudgeIsFair: a node that got only the rest of the caller's time does not count as silent.
 func TestJudgeIsFair(t *testing.T) {
 	why := errors.New("start given up")
 	over, stop := context.WithTimeoutCause(t.Context(), 0, why)
@@ -141,27 +149,30 @@ func TestJudgeIsFair(t *testing.T) {
 		asked        time.Duration
 		known, avoid string
 	}{
-		"silent for the limit":            {t.Context(), silent, time.Second, "", "b"},
-		"silent until the caller left":    {left, context.Canceled, time.Second, "b", ""},
-		"silent until the caller's end":   {over, why, fairWait, "", "b"},
-		"asked at the caller's end":       {over, why, time.Millisecond, "b", ""},
-		"heard that its time is over":     {t.Context(), silent, time.Millisecond, "b", ""},
-		"gone at once":                    {t.Context(), unreached(why), 0, "", "b"},
-		"answered at the caller's end":    {over, nil, time.Second, "b", ""},
-		"refused, which is an answer":     {t.Context(), problem.New(problem.PermissionDenied, "removed"), 0, "b", ""},
+		"silent for the limit":          {t.Context(), silent, time.Second, "", "b"},
+		"silent until the caller left":  {left, context.Canceled, time.Second, "b", ""},
+		"silent until the caller's end": {over, why, fairWait, "", "b"},
+		"asked at the caller's end":     {over, why, time.Millisecond, "b", ""},
+		"heard that its time is over":   {t.Context(), silent, time.Millisecond, "b", ""},
+		"gone at once":                  {t.Context(), addUnreachable(why), 0, "", "b"},
+		"answered at the caller's end":  {over, nil, time.Second, "b", ""},
+		"refused, which is an answer": {
+			t.Context(), problem.New(problem.PermissionDenied, "removed"), 0,
+			"b", "",
+		},
 		"does not lead, and knows no one": {t.Context(), refuseNotLeader(""), 0, "", ""},
 	} {
 		t.Run(name, func(t *testing.T) {
-			client := &LeaderClient{known: "b"}
-			client.judge(c.ctx, "b", c.err, c.asked)
-			assert.Equal(t, []string{c.known, c.avoid}, []string{client.known, client.avoid})
+			client := &LeaderClient{lastLeader: "b"}
+			client.noteResult(c.ctx, "b", c.err, c.asked)
+			assert.Equal(t, []string{c.known, c.avoid}, []string{client.lastLeader, client.lastSilent})
 		})
 	}
 }
 
 func TestUnknownMessagesAreCounted(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
-		w.lead("b")
+	withCluster(t, func(t *testing.T, w *testCluster) {
+		w.setLeader("b")
 		a, b := w.nodes["a"], w.nodes["b"]
 		r := report("a")
 		r.Events = append(r.Events, msg.UnitEvent{Number: 9, Unit: "chat/0", Kind: "of_the_future"})
@@ -177,7 +188,8 @@ func TestUnknownMessagesAreCounted(t *testing.T) {
 		assert.Equal(t, int64(2), b.unknown.Load())
 
 		req := &dpservev1.AssignRequest{App: "chat", ReplicaId: "chat.0.3"}
-		req.ProtoReflect().SetUnknown(protowire.AppendVarint(protowire.AppendTag(nil, 99, protowire.VarintType), 1))
+		req.ProtoReflect().SetUnknown(protowire.AppendVarint(protowire.AppendTag(nil, 99,
+			protowire.VarintType), 1))
 		_, err = dpservev1.NewControlClient(conn).Assign(t.Context(), req)
 		require.NoError(t, err, "a field of a later version is passed over")
 		assert.Equal(t, int64(3), b.unknown.Load())
@@ -185,16 +197,16 @@ func TestUnknownMessagesAreCounted(t *testing.T) {
 }
 
 func TestAssignSurvivesAChangeOfLeader(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		w.nodes["b"].server.Stop()
-		time.AfterFunc(3*time.Second, func() { w.lead("c") })
+		time.AfterFunc(3*time.Second, func() { w.setLeader("c") })
 		began := time.Now()
 		r, err := w.nodes["a"].client.Assign(t.Context(), "chat", 0, "chat.0.3")
 		require.NoError(t, err)
 		assert.Equal(t, msg.AssignReply{Rank: 3, Epoch: 2, DPSize: 8}, r)
 		assert.Less(t, time.Since(began), 3*time.Second+roundPauseMax+time.Millisecond, "fake time")
 
-		l := w.lead("a")
+		l := w.setLeader("a")
 		r, err = w.nodes["a"].client.Assign(t.Context(), "chat", 0, "chat.0.3")
 		require.NoError(t, err)
 		assert.Equal(t, 3, r.Rank, "in-process")
@@ -203,16 +215,16 @@ func TestAssignSurvivesAChangeOfLeader(t *testing.T) {
 		require.EqualError(t, err, "not granted", "a typed refusal is an answer")
 		ctx, cancel := context.WithTimeoutCause(t.Context(), time.Second, errors.New("start given up"))
 		defer cancel()
-		w.lead("nobody")
+		w.setLeader("nobody")
 		_, err = w.nodes["c"].client.Assign(ctx, "chat", 0, "chat.0.3")
 		require.Error(t, err)
 	}, "a", "b", "c")
 }
 
-// TestAwaitSurvivesLeaders: one that steps down, one that dies, one that goes silent; the last one answers.
+// TestAwaitSurvivesLeaders: one steps down, one dies, one falls silent; the last one answers.
 func TestAwaitSurvivesLeaders(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
-		first := w.lead("b")
+	withCluster(t, func(t *testing.T, w *testCluster) {
+		first := w.setLeader("b")
 		got := make(chan msg.AwaitReply, 1)
 		go func() {
 			addr, port, err := w.nodes["a"].client.Await(t.Context(), "moe/0", 1, 4)
@@ -220,12 +232,12 @@ func TestAwaitSurvivesLeaders(t *testing.T) {
 		}()
 		time.Sleep(10 * time.Second)
 		assert.Equal(t, int64(3), first.awaits.Load(), "held and asked again")
-		second := w.lead("c") // b steps down
+		second := w.setLeader("c") // b steps down
 		time.Sleep(time.Second)
 		assert.Equal(t, int64(1), second.awaits.Load())
 		w.nodes["c"].server.Stop() // c dies
 		time.Sleep(time.Second)
-		third := w.lead("b")
+		third := w.setLeader("b")
 		w.nodes["a"].client.Publish(msg.Publish{Unit: "moe/0", Epoch: 1, Addr: "10.0.0.1", Port: 7})
 		assert.Equal(t, msg.AwaitReply{Addr: "10.0.0.1", Port: 7}, <-got)
 		assert.Positive(t, third.awaits.Load())
@@ -237,34 +249,35 @@ func TestAwaitSurvivesLeaders(t *testing.T) {
 }
 
 func TestAwaitEndsWithItsContext(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
-		w.lead("b")
+	withCluster(t, func(t *testing.T, w *testCluster) {
+		w.setLeader("b")
 		why := errors.New("superseded")
 		ctx, cancel := context.WithCancelCause(t.Context())
 		time.AfterFunc(6*time.Second, func() { cancel(why) })
 		_, _, err := w.nodes["a"].client.Await(ctx, "moe/0", 1, 4)
 		require.ErrorIs(t, err, why)
-		w.lead("nobody")
+		w.setLeader("nobody")
 		began := time.Now()
 		_, _, err = w.nodes["a"].client.Await(t.Context(), "moe/0", 1, 4)
 		require.Error(t, err)
-		assert.InDelta(t, persistLimit.Seconds(), time.Since(began).Seconds(), 1, "bounded even without a deadline")
+		assert.InDelta(t, persistLimit.Seconds(), time.Since(began).Seconds(), 1,
+			"bounded even without a deadline")
 	}, "a", "b")
 }
 
 func TestPublishIsRepeatedUntilTaken(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		a := w.nodes["a"]
 		a.client.Publish(msg.Publish{Unit: "moe/0", Epoch: 1, Addr: "old", Port: 1})
 		a.client.Publish(msg.Publish{Unit: "moe/0", Epoch: 2, Addr: "new", Port: 2})
 		a.client.Publish(msg.Publish{Unit: "moe/0", Epoch: 1, Addr: "older still", Port: 1})
 		time.Sleep(30 * time.Second)
-		l := w.lead("b")
+		l := w.setLeader("b")
 		assert.Equal(t, msg.Publish{Unit: "moe/0", Epoch: 2, Addr: "new", Port: 2}, <-l.published)
 		time.Sleep(time.Minute)
 		assert.Empty(t, l.published, "once")
 
-		w.lead("nobody")
+		w.setLeader("nobody")
 		a.client.Publish(msg.Publish{Unit: "moe/0", Epoch: 2})
 		a.client.Publish(msg.Publish{Unit: "moe/1", Epoch: 5})
 		w.store.change(func(st *state.State) { st.Epochs = map[string]uint64{"moe/0": 3} })
@@ -292,18 +305,22 @@ func (p *publisher) count() (waiting int, running bool) {
 }
 
 func TestProposalsOfFollowers(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		a := w.nodes["a"]
-		put := state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{Name: "chat", Spec: []byte(`{}`), Route: "/"}}, Expect: map[string]uint64{"chat": 0}}}
+		put := state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{
+			Name: "chat", Spec: []byte(`{}`),
+			Route: "/",
+		}}, Expect: map[string]uint64{"chat": 0}}}
 		_, err := a.client.Propose(t.Context(), put)
 		require.ErrorIs(t, err, cluster.ErrNotLeader)
-		w.lead("c")
+		w.setLeader("c")
 		r, err := a.client.Propose(t.Context(), put)
 		require.NoError(t, err)
 		assert.Equal(t, map[string]uint64{"chat": 1}, r.Apps)
 		_, err = a.client.Forward(t.Context(), *w.store.nodes()["b"], put)
 		require.ErrorIs(t, err, state.ErrStaleRevision, "b names c, and c refuses")
-		_, err = a.client.Propose(t.Context(), state.Command{Init: &state.Init{Cluster: "c", Secret: []byte("mine")}})
+		_, err = a.client.Propose(t.Context(),
+			state.Command{Init: &state.Init{Cluster: "c", Secret: []byte("mine")}})
 		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
 		_, err = a.client.Propose(t.Context(), state.Command{TurnKey: &state.TurnKey{Next: []byte("mine")}})
 		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
@@ -323,13 +340,13 @@ func TestProposalsOfFollowers(t *testing.T) {
 		}
 		time.Sleep(time.Second) // the connections are known to be gone
 		_, err = a.client.Forward(t.Context(), *w.store.nodes()["c"], put)
-		require.ErrorIs(t, err, ErrUnreachable)
+		require.ErrorIs(t, err, errUnreachable)
 		require.NotErrorIs(t, err, cluster.ErrOutcomeUnknown, "it was not sent")
 	}, "a", "b", "c")
 }
 
 func TestWatchFollowsAnyControlNode(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		asked := map[string]int{}
 		for name, m := range w.nodes {
 			m.follow = func(ctx context.Context, from uint64, send func([]byte, uint64) error) error {
@@ -358,7 +375,7 @@ func TestWatchFollowsAnyControlNode(t *testing.T) {
 		for _, m := range w.nodes {
 			m.follow = func(context.Context, uint64, func([]byte, uint64) error) error { return nil }
 		}
-		require.ErrorIs(t, w.nodes["a"].client.Watch(t.Context(), 0, nil), ErrUnreachable, "it ended")
+		require.ErrorIs(t, w.nodes["a"].client.Watch(t.Context(), 0, nil), errUnreachable, "it ended")
 		for _, m := range w.nodes {
 			m.follow = func(context.Context, uint64, func([]byte, uint64) error) error {
 				return problem.New(problem.Unavailable, "propose: %w", cluster.ErrClosed)
@@ -368,18 +385,18 @@ func TestWatchFollowsAnyControlNode(t *testing.T) {
 		w.nodes["b"].server.Stop()
 		w.nodes["c"].server.Stop()
 		time.Sleep(time.Second)
-		require.ErrorIs(t, w.nodes["a"].client.Watch(t.Context(), 0, nil), ErrUnreachable)
+		require.ErrorIs(t, w.nodes["a"].client.Watch(t.Context(), 0, nil), errUnreachable)
 	}, "a", "b", "c")
 }
 
 func TestWatchWithoutControlNodes(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		assert.Equal(t, problem.Unavailable, problem.CodeOf(w.nodes["a"].client.Watch(t.Context(), 0, nil)))
 	}, "a")
 }
 
-// request is a key with a request for a certificate on it.
-func request(t *testing.T) (key, csr []byte) {
+// newCertificateRequest is a key with a certificate request.
+func newCertificateRequest(t *testing.T) (key, csr []byte) {
 	t.Helper()
 	key, err := pki.NewKey()
 	require.NoError(t, err)
@@ -389,8 +406,8 @@ func request(t *testing.T) (key, csr []byte) {
 }
 
 func TestCertify(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
-		key, csr := request(t)
+	withCluster(t, func(t *testing.T, w *testCluster) {
+		key, csr := newCertificateRequest(t)
 		own := identityNamed("worker")
 		_, _, err := w.nodes["worker"].client.Certify(t.Context(), own, csr)
 		require.EqualError(t, err, "certificate: this cluster has no certificate authority")
@@ -403,17 +420,20 @@ func TestCertify(t *testing.T) {
 		assert.Equal(t, own, c.Identity)
 		_, _, err = w.nodes["worker"].client.Certify(t.Context(), own, []byte("junk"))
 		assert.Equal(t, problem.InvalidArgument, problem.CodeOf(err))
-		w.store.put(&state.Node{ID: "worker", UID: "another", Address: "worker:7947", Roles: []state.Role{state.RoleWorker}})
+		w.store.put(&state.Node{
+			ID: "worker", UID: "another", Address: "worker:7947",
+			Roles: []state.Role{state.RoleWorker},
+		})
 		_, _, err = w.nodes["worker"].client.Certify(t.Context(), own, csr)
 		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
 	}, "worker", "b")
 }
 
-// A control node has the authority's key, and may be the only one: it asks nobody, and no leader is needed.
+// A control node has the authority's key, and may be the only one: it signs for itself and needs no leader.
 func TestTheOnlyControlNodeRenewsItsOwnCertificate(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		authority := w.store.authority(t)
-		key, csr := request(t)
+		key, csr := newCertificateRequest(t)
 		cert, ca, err := w.nodes["a"].client.Certify(t.Context(), identityNamed("a"), csr)
 		require.NoError(t, err)
 		assert.Equal(t, authority, ca)
@@ -423,32 +443,38 @@ func TestTheOnlyControlNodeRenewsItsOwnCertificate(t *testing.T) {
 	}, "a", "worker")
 }
 
-// A certificate is renewed as it was joined: same roles, same key.
+// A renewed certificate has the roles and the key of the join.
 func TestARenewedCertificateHasTheRolesAndTheKeyOfTheJoin(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		w.store.authority(t)
-		_, csr := request(t)
-		_, other := request(t)
+		_, csr := newCertificateRequest(t)
+		_, other := newCertificateRequest(t)
 		sum, err := pki.KeySum(csr)
 		require.NoError(t, err)
-		w.store.put(&state.Node{ID: "worker", UID: "uid-worker", Address: "worker:7947", Roles: []state.Role{state.RoleWorker}, Key: sum})
+		w.store.put(&state.Node{
+			ID: "worker", UID: "uid-worker", Address: "worker:7947",
+			Roles: []state.Role{state.RoleWorker}, Key: sum,
+		})
 		own := identityNamed("worker")
 		_, _, err = w.nodes["worker"].client.Certify(t.Context(), own, csr)
 		require.NoError(t, err)
 		_, _, err = w.nodes["worker"].client.Certify(t.Context(), own, other)
 		require.EqualError(t, err, "certificate: node worker has joined with another key")
 		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
-		w.store.put(&state.Node{ID: "worker", UID: "uid-worker", Address: "worker:7947", Roles: []state.Role{state.RoleControl}, Key: sum})
+		w.store.put(&state.Node{
+			ID: "worker", UID: "uid-worker", Address: "worker:7947",
+			Roles: []state.Role{state.RoleControl}, Key: sum,
+		})
 		_, _, err = w.nodes["worker"].client.Certify(t.Context(), own, csr)
 		require.ErrorIs(t, err, state.ErrRolesFixed)
 		require.ErrorContains(t, err, "its certificate is for roles [worker], not [control]")
 	}, "worker", "b")
 }
 
-// Roles stand in the certificate: what a node says of them in a report or a command changes nothing.
+// The certificate decides the roles: a report or a command of the node cannot change them.
 func TestARenewalWithOtherRolesThanTheCertificatesIsRefused(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
-		w.lead("b")
+	withCluster(t, func(t *testing.T, w *testCluster) {
+		w.setLeader("b")
 		r := report("ingress")
 		r.Node.Roles = []state.Role{state.RoleControl}
 		_, err := w.nodes["ingress"].client.Renew(t.Context(), r)
@@ -461,8 +487,8 @@ func TestARenewalWithOtherRolesThanTheCertificatesIsRefused(t *testing.T) {
 }
 
 func TestNodesWithoutRoleControlMakeNoMembers(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
-		w.lead("b")
+	withCluster(t, func(t *testing.T, w *testCluster) {
+		w.setLeader("b")
 		claim := state.Node{ID: "ingress", UID: "uid-ingress", Roles: []state.Role{state.RoleControl}}
 		for _, c := range []state.Command{
 			{PutNode: &state.PutNode{Node: claim}},
@@ -473,9 +499,11 @@ func TestNodesWithoutRoleControlMakeNoMembers(t *testing.T) {
 			_, err := w.nodes["ingress"].client.Propose(t.Context(), c)
 			assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err), "%s: %v", c.Kind(), err)
 		}
-		_, err := w.nodes["a"].client.Propose(t.Context(), state.Command{PutNode: &state.PutNode{Node: claim, AnyRoles: true}})
+		_, err := w.nodes["a"].client.Propose(t.Context(),
+			state.Command{PutNode: &state.PutNode{Node: claim, AnyRoles: true}})
 		require.ErrorIs(t, err, state.ErrRolesFixed)
-		_, err = w.nodes["a"].client.Propose(t.Context(), state.Command{PutToken: &state.Token{Hash: "h", Expires: 1, Uses: 1}})
+		_, err = w.nodes["a"].client.Propose(t.Context(),
+			state.Command{PutToken: &state.Token{Hash: "h", Expires: 1, Uses: 1}})
 		require.NoError(t, err)
 	}, "a", "b", "ingress")
 }
@@ -493,13 +521,13 @@ func (s *fakeStore) authority(t *testing.T) []byte {
 }
 
 func TestConnsFollowTheNodes(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		a := w.nodes["a"].conns
 		_, err := a.Get("x")
 		require.ErrorIs(t, err, state.ErrUnknownNode)
 		w.store.put(&state.Node{ID: "alone", UID: "u"})
 		_, err = a.Get("alone")
-		require.ErrorIs(t, err, ErrNoAddress)
+		require.ErrorIs(t, err, errNoAddress)
 		assert.Equal(t, problem.Unavailable, problem.CodeOf(err))
 		first, err := a.Get("b")
 		require.NoError(t, err)
@@ -511,19 +539,20 @@ func TestConnsFollowTheNodes(t *testing.T) {
 		moved, err := a.Get("b")
 		require.NoError(t, err)
 		assert.NotSame(t, first, moved)
-		require.ErrorIs(t, fromStatus("b", first.Invoke(t.Context(), "/x/y", &emptypb.Empty{}, &emptypb.Empty{})), ErrUnreachable, "it is closed")
+		require.ErrorIs(t, fromStatus("b", first.Invoke(t.Context(), "/x/y", &emptypb.Empty{},
+			&emptypb.Empty{})), errUnreachable, "it is closed")
 
 		w.store.put(&state.Node{ID: "b", UID: "uid-b2", Address: "elsewhere:1"})
 		_, err = a.Get("b")
 		require.NoError(t, err)
-		assert.Equal(t, "uid-b2", a.held["b"].uid)
+		assert.Equal(t, "uid-b2", a.open["b"].uid)
 		w.store.change(func(st *state.State) { st.Nodes = nil })
 		_, err = a.Get("b")
 		require.ErrorIs(t, err, state.ErrUnknownNode)
-		assert.Empty(t, a.held)
+		assert.Empty(t, a.open)
 		require.NoError(t, a.Close())
 		_, err = a.Get("b")
-		require.ErrorIs(t, err, ErrUnreachable)
+		require.ErrorIs(t, err, errUnreachable)
 	}, "a", "b")
 }
 
@@ -533,6 +562,7 @@ func TestConnsReportAFailedDial(t *testing.T) {
 		Nodes: func() map[string]*state.Node { return map[string]*state.Node{"b": {ID: "b", Address: "?"}} },
 	})
 	_, err := c.Get("b")
-	require.ErrorIs(t, err, ErrUnreachable)
-	require.EqualError(t, c.Node("b").StopRank(t.Context(), &msg.StopRank{Unit: "chat/0"}), "node b cannot be reached: bad address")
+	require.ErrorIs(t, err, errUnreachable)
+	require.EqualError(t, c.Node("b").StopRank(t.Context(), &msg.StopRank{Unit: "chat/0"}),
+		"node b cannot be reached: bad address")
 }

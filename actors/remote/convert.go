@@ -12,7 +12,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// Bounds of what is taken from the wire. Writers keep to them by cutting free text; readers refuse what is longer.
+// Bounds of messages on the wire. Writers cut free text to them; readers refuse longer values.
 const (
 	maxName   = 1 << 10  // bytes of an id, an address, a kind
 	maxReason = 4 << 10  // bytes of a reason
@@ -22,8 +22,8 @@ const (
 	maxText   = 64 << 10 // bytes of a log line
 )
 
-// field refuses a value out of bounds by the name of its field.
-func field(ok bool, name string) error {
+// checkBounds refuses a value out of bounds by the name of its field.
+func checkBounds(ok bool, name string) error {
 	if ok {
 		return nil
 	}
@@ -31,8 +31,8 @@ func field(ok bool, name string) error {
 		WithHint("run the same version of dpserve on every node")
 }
 
-// checks gives the first error.
-func checks(errs ...error) error {
+// firstError returns the first error.
+func firstError(errs ...error) error {
 	for _, err := range errs {
 		if err != nil {
 			return err
@@ -41,13 +41,13 @@ func checks(errs ...error) error {
 	return nil
 }
 
-func named(s, name string) error { return field(s != "" && len(s) <= maxName, name) }
+func checkName(s, name string) error { return checkBounds(s != "" && len(s) <= maxName, name) }
 
-// i32 puts an int on the wire; what does not fit is held at the end of the range.
-func i32(n int) int32 { return int32(min(max(n, math.MinInt32), math.MaxInt32)) }
+// toInt32 converts an int for the wire; a value out of range becomes the end of the range.
+func toInt32(n int) int32 { return int32(min(max(n, math.MinInt32), math.MaxInt32)) }
 
-// nanos is a time on the wire: 0 stands for none.
-func nanos(t time.Time) int64 {
+// toNanos is a time on the wire: 0 stands for none.
+func toNanos(t time.Time) int64 {
 	if t.IsZero() {
 		return 0
 	}
@@ -67,16 +67,20 @@ func encodeStartRank(m *msg.StartRank) (*dpservev1.StartRankRequest, error) {
 		return nil, problem.New(problem.Internal, "encode application %s: %w", m.App.Name, err)
 	}
 	return &dpservev1.StartRankRequest{
-		App: spec, AppRevision: m.AppRevision, Unit: m.Unit, Group: i32(m.Group), Epoch: m.Epoch,
+		App: spec, AppRevision: m.AppRevision, Unit: m.Unit, Group: toInt32(m.Group), Epoch: m.Epoch,
 		Ranks: encodeGrants(m.Ranks), AllRanks: encodeGrants(m.AllRanks),
-		Block: &dpservev1.Block{Node: m.Block.Node, Base: i32(m.Block.Base), Size: i32(m.Block.Size)},
+		Block: &dpservev1.Block{Node: m.Block.Node, Base: toInt32(m.Block.Base), Size: toInt32(m.Block.Size)},
 	}, nil
 }
 
 func decodeStartRank(r *dpservev1.StartRankRequest) (*msg.StartRank, error) {
-	m := &msg.StartRank{AppRevision: r.GetAppRevision(), Unit: r.GetUnit(), Group: int(r.GetGroup()), Epoch: r.GetEpoch(), App: new(app.Application)}
+	m := &msg.StartRank{
+		AppRevision: r.GetAppRevision(), Unit: r.GetUnit(), Group: int(r.GetGroup()),
+		Epoch: r.GetEpoch(), App: new(app.Application),
+	}
 	if err := json.Unmarshal(r.GetApp(), m.App); err != nil {
-		return nil, problem.New(problem.InvalidArgument, "start unit %s: read its application: %w", text(m.Unit, maxName), err).
+		return nil, problem.New(problem.InvalidArgument, "start unit %s: read its application: %w",
+			cleanText(m.Unit, maxName), err).
 			WithHint("run the same version of dpserve on every node")
 	}
 	b := r.GetBlock()
@@ -84,21 +88,23 @@ func decodeStartRank(r *dpservev1.StartRankRequest) (*msg.StartRank, error) {
 	var err, errAll error
 	m.Ranks, err = decodeGrants(r.GetRanks(), "ranks")
 	m.AllRanks, errAll = decodeGrants(r.GetAllRanks(), "all_ranks")
-	return m, checks(named(m.Unit, "unit"), named(m.App.Name, "app.name"), field(m.Group >= 0, "group"), field(m.Epoch > 0, "epoch"), err, errAll,
-		field(len(m.Ranks) > 0, "ranks"), field(len(b.GetNode()) <= maxName && portBlock(m.Block), "block"))
+	return m, firstError(checkName(m.Unit, "unit"), checkName(m.App.Name, "app.name"),
+		checkBounds(m.Group >= 0, "group"), checkBounds(m.Epoch > 0, "epoch"), err, errAll,
+		checkBounds(len(m.Ranks) > 0, "ranks"),
+		checkBounds(len(b.GetNode()) <= maxName && isPortBlock(m.Block), "block"))
 }
 
-// portBlock says that a block lies within the ports there are; the zero block is that of attached engines.
-func portBlock(b state.Block) bool {
+// isPortBlock says whether a block lies within the valid ports; the zero block is that of attached engines.
+func isPortBlock(b state.Block) bool {
 	return b.Base >= 0 && b.Size >= 0 && b.Base+b.Size <= math.MaxUint16+1
 }
 
 func encodeGrants(in []state.RankGrant) []*dpservev1.RankGrant {
 	out := make([]*dpservev1.RankGrant, 0, len(in))
 	for i := range in {
-		g := &dpservev1.RankGrant{Rank: i32(in[i].Rank), Node: in[i].Node, Slot: i32(in[i].Slot)}
+		g := &dpservev1.RankGrant{Rank: toInt32(in[i].Rank), Node: in[i].Node, Slot: toInt32(in[i].Slot)}
 		for _, d := range in[i].Devices {
-			g.Devices = append(g.Devices, i32(d))
+			g.Devices = append(g.Devices, toInt32(d))
 		}
 		out = append(out, g)
 	}
@@ -106,7 +112,7 @@ func encodeGrants(in []state.RankGrant) []*dpservev1.RankGrant {
 }
 
 func decodeGrants(in []*dpservev1.RankGrant, name string) ([]state.RankGrant, error) {
-	if err := field(len(in) <= maxGrants, name); err != nil || len(in) == 0 {
+	if err := checkBounds(len(in) <= maxGrants, name); err != nil || len(in) == 0 {
 		return nil, err
 	}
 	out := make([]state.RankGrant, 0, len(in))
@@ -115,7 +121,8 @@ func decodeGrants(in []*dpservev1.RankGrant, name string) ([]state.RankGrant, er
 		for _, d := range g.GetDevices() {
 			r.Devices = append(r.Devices, int(d))
 		}
-		if err := checks(named(r.Node, name+".node"), field(r.Rank >= 0, name+".rank"), field(r.Slot >= -1, name+".slot")); err != nil {
+		if err := firstError(checkName(r.Node, name+".node"), checkBounds(r.Rank >= 0, name+".rank"),
+			checkBounds(r.Slot >= -1, name+".slot")); err != nil {
 			return nil, err
 		}
 		out = append(out, r)
@@ -124,16 +131,25 @@ func decodeGrants(in []*dpservev1.RankGrant, name string) ([]state.RankGrant, er
 }
 
 func encodeStopRank(m *msg.StopRank) *dpservev1.StopRankRequest {
-	return &dpservev1.StopRankRequest{Unit: m.Unit, Epoch: m.Epoch, GraceNano: int64(m.Grace), Reason: text(m.Reason, maxReason)}
+	return &dpservev1.StopRankRequest{
+		Unit: m.Unit, Epoch: m.Epoch, GraceNano: int64(m.Grace),
+		Reason: cleanText(m.Reason, maxReason),
+	}
 }
 
 func decodeStopRank(r *dpservev1.StopRankRequest) (*msg.StopRank, error) {
-	m := &msg.StopRank{Unit: r.GetUnit(), Epoch: r.GetEpoch(), Grace: time.Duration(r.GetGraceNano()), Reason: text(r.GetReason(), maxReason)}
-	return m, checks(named(m.Unit, "unit"), field(m.Grace >= 0, "grace_nano"))
+	m := &msg.StopRank{
+		Unit: r.GetUnit(), Epoch: r.GetEpoch(), Grace: time.Duration(r.GetGraceNano()),
+		Reason: cleanText(r.GetReason(), maxReason),
+	}
+	return m, firstError(checkName(m.Unit, "unit"), checkBounds(m.Grace >= 0, "grace_nano"))
 }
 
 func encodeQuery(q msg.LogQuery) *dpservev1.LogsRequest {
-	return &dpservev1.LogsRequest{App: q.App, Unit: q.Unit, Rank: i32(q.Rank), Tail: i32(q.Tail), SinceUnixNano: nanos(q.Since), Follow: q.Follow}
+	return &dpservev1.LogsRequest{
+		App: q.App, Unit: q.Unit, Rank: toInt32(q.Rank), Tail: toInt32(q.Tail),
+		SinceUnixNano: toNanos(q.Since), Follow: q.Follow,
+	}
 }
 
 func decodeQuery(r *dpservev1.LogsRequest) (msg.LogQuery, error) {
@@ -141,18 +157,20 @@ func decodeQuery(r *dpservev1.LogsRequest) (msg.LogQuery, error) {
 		App: r.GetApp(), Unit: r.GetUnit(), Rank: max(-1, int(r.GetRank())), Tail: max(0, int(r.GetTail())),
 		Since: fromNanos(r.GetSinceUnixNano()), Follow: r.GetFollow(),
 	}
-	return q, field(len(q.App) <= maxName && len(q.Unit) <= maxName, "app or unit")
+	return q, checkBounds(len(q.App) <= maxName && len(q.Unit) <= maxName, "app or unit")
 }
 
 func encodeLine(l *msg.LogLine) *dpservev1.LogLine {
 	return &dpservev1.LogLine{
-		Unit: l.Unit, Rank: i32(l.Rank), Epoch: l.Epoch, AtUnixNano: nanos(l.At), Stream: text(l.Stream, maxName), Text: text(l.Text, maxText),
+		Unit: l.Unit, Rank: toInt32(l.Rank), Epoch: l.Epoch, AtUnixNano: toNanos(l.At),
+		Stream: cleanText(l.Stream, maxName), Text: cleanText(l.Text, maxText),
 	}
 }
 
 func decodeLine(l *dpservev1.LogLine) msg.LogLine {
 	return msg.LogLine{
-		Unit: l.GetUnit(), Rank: int(l.GetRank()), Epoch: l.GetEpoch(), At: fromNanos(l.GetAtUnixNano()), Stream: l.GetStream(),
-		Text: text(l.GetText(), maxText),
+		Unit: l.GetUnit(), Rank: int(l.GetRank()), Epoch: l.GetEpoch(), At: fromNanos(l.GetAtUnixNano()),
+		Stream: l.GetStream(),
+		Text:   cleanText(l.GetText(), maxText),
 	}
 }

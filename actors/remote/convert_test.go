@@ -37,7 +37,8 @@ func anyMoment() *rapid.Generator[time.Time] {
 func anyGrants() *rapid.Generator[[]state.RankGrant] {
 	one := rapid.Custom(func(t *rapid.T) state.RankGrant {
 		return state.RankGrant{
-			Rank: rapid.IntRange(0, 1<<20).Draw(t, "rank"), Node: anyName().Draw(t, "node"), Slot: rapid.IntRange(-1, 4096).Draw(t, "slot"),
+			Rank: rapid.IntRange(0, 1<<20).Draw(t, "rank"), Node: anyName().Draw(t, "node"),
+			Slot:    rapid.IntRange(-1, 4096).Draw(t, "slot"),
 			Devices: some(rapid.IntRange(0, 64), 8).Draw(t, "devices"),
 		}
 	})
@@ -57,10 +58,13 @@ func some[V any](of *rapid.Generator[V], most int) *rapid.Generator[[]V] {
 func anyEvent(node string) *rapid.Generator[msg.UnitEvent] {
 	return rapid.Custom(func(t *rapid.T) msg.UnitEvent {
 		return msg.UnitEvent{
-			Node: node, Number: rapid.Uint64().Draw(t, "number"), Unit: anyName().Draw(t, "unit"), Epoch: rapid.Uint64().Draw(t, "epoch"),
-			Kind: rapid.SampledFrom(eventKinds()).Draw(t, "kind"), Rank: rapid.IntRange(-1, 4096).Draw(t, "rank"), Reason: anyWords().Draw(t, "reason"),
-			LogTail: some(anyWords(), maxTail).Draw(t, "tail"), WasReady: rapid.Bool().Draw(t, "ready"), Asked: rapid.Bool().Draw(t, "asked"),
-			At: anyMoment().Draw(t, "at"),
+			Node: node, Number: rapid.Uint64().Draw(t, "number"), Unit: anyName().Draw(t, "unit"),
+			Epoch: rapid.Uint64().Draw(t, "epoch"),
+			Kind:  rapid.SampledFrom(eventKinds()).Draw(t, "kind"),
+			Rank:  rapid.IntRange(-1, 4096).Draw(t, "rank"), Reason: anyWords().Draw(t, "reason"),
+			LogTail: some(anyWords(), maxTail).Draw(t, "tail"), WasReady: rapid.Bool().Draw(t, "ready"),
+			Asked: rapid.Bool().Draw(t, "asked"),
+			At:    anyMoment().Draw(t, "at"),
 		}
 	})
 }
@@ -68,12 +72,19 @@ func anyEvent(node string) *rapid.Generator[msg.UnitEvent] {
 func anyNode() *rapid.Generator[state.Node] {
 	return rapid.Custom(func(t *rapid.T) state.Node {
 		return state.Node{
-			ID: anyName().Draw(t, "id"), UID: anyName().Draw(t, "uid"), Advertise: anyName().Draw(t, "advertise"), Address: anyName().Draw(t, "address"),
-			Gossip: anyName().Draw(t, "gossip"), Zone: anyWords().Draw(t, "zone"), Version: anyWords().Draw(t, "version"),
-			Roles: some(rapid.SampledFrom([]state.Role{state.RoleControl, state.RoleWorker, state.RoleIngress}), 3).Draw(t, "roles"),
+			ID: anyName().Draw(t, "id"), UID: anyName().Draw(t, "uid"),
+			Advertise: anyName().Draw(t, "advertise"), Address: anyName().Draw(t, "address"),
+			Gossip: anyName().Draw(t, "gossip"), Zone: anyWords().Draw(t, "zone"),
+			Version: anyWords().Draw(t, "version"),
+			Roles: some(rapid.SampledFrom([]state.Role{
+				state.RoleControl, state.RoleWorker,
+				state.RoleIngress,
+			}), 3).Draw(t, "roles"),
 			Offer: state.Offer{
-				Slots: rapid.IntRange(0, 64).Draw(t, "slots"), Devices: some(rapid.IntRange(0, 64), 8).Draw(t, "devices"),
-				PortLo: rapid.IntRange(0, 65535).Draw(t, "lo"), PortHi: rapid.IntRange(0, 65535).Draw(t, "hi"),
+				Slots:   rapid.IntRange(0, 64).Draw(t, "slots"),
+				Devices: some(rapid.IntRange(0, 64), 8).Draw(t, "devices"),
+				PortLo:  rapid.IntRange(0, 65535).Draw(t, "lo"),
+				PortHi:  rapid.IntRange(0, 65535).Draw(t, "hi"),
 			},
 		}
 	})
@@ -83,8 +94,10 @@ func TestReportsSurviveTheWire(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		n := anyNode().Draw(t, "node")
 		want := &msg.NodeReport{
-			Node: n, Incarnation: rapid.Uint64().Draw(t, "incarnation"), Wall: anyMoment().Draw(t, "wall"), Index: rapid.Uint64().Draw(t, "index"),
-			Events: some(anyEvent(n.ID), 5).Draw(t, "events"), Units: some(anyEvent(n.ID), 5).Draw(t, "units"),
+			Node: n, Incarnation: rapid.Uint64().Draw(t, "incarnation"), Wall: anyMoment().Draw(t, "wall"),
+			Index:  rapid.Uint64().Draw(t, "index"),
+			Events: some(anyEvent(n.ID), 5).Draw(t, "events"),
+			Units:  some(anyEvent(n.ID), 5).Draw(t, "units"),
 		}
 		req, err := encodeReport(want)
 		require.NoError(t, err)
@@ -100,12 +113,20 @@ func TestOrdersSurviveTheWire(t *testing.T) {
 		want := &msg.StartRank{
 			App: &app.Application{
 				Name: anyName().Draw(t, "app"), NumGroups: rapid.IntRange(1, 9).Draw(t, "groups"),
-				Engine: app.Engine{Kind: app.KindSim, Args: app.Args{{Name: "seed", Value: int64(1<<62 + 1)}}},
+				Engine: app.Engine{
+					Kind: app.KindSim,
+					Args: app.Args{{Name: "seed", Value: int64(1<<62 + 1)}},
+				},
 			},
-			AppRevision: rapid.Uint64().Draw(t, "revision"), Unit: anyName().Draw(t, "unit"), Group: rapid.IntRange(0, 1000).Draw(t, "group"),
+			AppRevision: rapid.Uint64().Draw(t, "revision"), Unit: anyName().Draw(t, "unit"),
+			Group: rapid.IntRange(0, 1000).Draw(t, "group"),
 			Epoch: rapid.Uint64Min(1).Draw(t, "epoch"), AllRanks: anyGrants().Draw(t, "all"),
 			Ranks: append(anyGrants().Draw(t, "ranks"), state.RankGrant{Node: "a", Slot: -1}),
-			Block: state.Block{Node: anyName().Draw(t, "node"), Base: rapid.IntRange(0, 60000).Draw(t, "base"), Size: rapid.IntRange(0, 5000).Draw(t, "size")},
+			Block: state.Block{
+				Node: anyName().Draw(t, "node"),
+				Base: rapid.IntRange(0, 60000).Draw(t, "base"),
+				Size: rapid.IntRange(0, 5000).Draw(t, "size"),
+			},
 		}
 		req, err := encodeStartRank(want)
 		require.NoError(t, err)
@@ -113,7 +134,10 @@ func TestOrdersSurviveTheWire(t *testing.T) {
 		require.NoError(t, err)
 		assert.Equal(t, want, got)
 
-		stop := &msg.StopRank{Unit: want.Unit, Epoch: want.Epoch, Grace: time.Duration(rapid.Int64Min(0).Draw(t, "grace")), Reason: anyWords().Draw(t, "reason")}
+		stop := &msg.StopRank{
+			Unit: want.Unit, Epoch: want.Epoch,
+			Grace: time.Duration(rapid.Int64Min(0).Draw(t, "grace")), Reason: anyWords().Draw(t, "reason"),
+		}
 		stopped, err := decodeStopRank(trip(t, encodeStopRank(stop)))
 		require.NoError(t, err)
 		assert.Equal(t, stop, stopped)
@@ -123,15 +147,18 @@ func TestOrdersSurviveTheWire(t *testing.T) {
 func TestLogsSurviveTheWire(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		q := msg.LogQuery{
-			App: anyName().Draw(t, "app"), Unit: anyName().Draw(t, "unit"), Rank: rapid.IntRange(-1, 4096).Draw(t, "rank"),
-			Tail: rapid.IntRange(0, 1<<20).Draw(t, "tail"), Since: anyMoment().Draw(t, "since"), Follow: rapid.Bool().Draw(t, "follow"),
+			App: anyName().Draw(t, "app"), Unit: anyName().Draw(t, "unit"),
+			Rank: rapid.IntRange(-1, 4096).Draw(t, "rank"),
+			Tail: rapid.IntRange(0, 1<<20).Draw(t, "tail"), Since: anyMoment().Draw(t, "since"),
+			Follow: rapid.Bool().Draw(t, "follow"),
 		}
 		got, err := decodeQuery(trip(t, encodeQuery(q)))
 		require.NoError(t, err)
 		assert.Equal(t, q, got)
 		l := msg.LogLine{
 			Unit: q.Unit, Rank: q.Rank, Epoch: rapid.Uint64().Draw(t, "epoch"), At: anyMoment().Draw(t, "at"),
-			Stream: rapid.SampledFrom([]string{"stdout", "stderr", "dpserve"}).Draw(t, "stream"), Text: anyWords().Draw(t, "text"),
+			Stream: rapid.SampledFrom([]string{"stdout", "stderr", "dpserve"}).Draw(t, "stream"),
+			Text:   anyWords().Draw(t, "text"),
 		}
 		assert.Equal(t, l, decodeLine(trip(t, encodeLine(&l))))
 	})
@@ -140,28 +167,38 @@ func TestLogsSurviveTheWire(t *testing.T) {
 func TestLeaseSurvivesTheWire(t *testing.T) {
 	want := msg.Lease{
 		TTL: 10 * time.Second, Taken: 7, Leader: "a", Index: 9,
-		Waiting: []msg.Waiting{{App: "chat", Revision: 3, Reason: "no room", Units: map[string]uint64{"chat/0/0": 2, "chat/0/1": 0}}},
+		Waiting: []msg.Waiting{{
+			App: "chat", Revision: 3, Reason: "no room",
+			Units: map[string]uint64{"chat/0/0": 2, "chat/0/1": 0},
+		}},
 	}
 	got, err := decodeLease(trip(t, encodeLease(want)))
 	require.NoError(t, err)
 	assert.Equal(t, want, got)
 	_, err = decodeLease(&dpservev1.RenewReply{Leader: "a"})
 	require.EqualError(t, err, "message from another node: ttl_nano is out of bounds")
-	got, err = decodeLease(&dpservev1.RenewReply{TtlNano: 1, Leader: "a", Waiting: []*dpservev1.Waiting{{}, {App: "chat"}}})
+	got, err = decodeLease(&dpservev1.RenewReply{
+		TtlNano: 1, Leader: "a",
+		Waiting: []*dpservev1.Waiting{{}, {App: "chat"}},
+	})
 	require.NoError(t, err, "no lease is lost over an application that cannot be read")
 	assert.Equal(t, []msg.Waiting{{App: "chat"}}, got.Waiting)
 }
 
-// TestFreeTextIsMadeFit: an engine may write anything; its node must not lose its lease over that.
+// TestFreeTextIsMadeFit: an engine may write any bytes; its node must not lose its lease over them.
 func TestFreeTextIsMadeFit(t *testing.T) {
-	e := msg.UnitEvent{Unit: "chat/0", Kind: msg.UnitKilling, Reason: "bad \xff byte", LogTail: []string{string(make([]byte, 1<<20)), "caf\xe9"}}
+	e := msg.UnitEvent{
+		Unit: "chat/0", Kind: msg.UnitKilling, Reason: "bad \xff byte",
+		LogTail: []string{string(make([]byte, 1<<20)), "caf\xe9"},
+	}
 	got := trip(t, encodeEvent(&e))
 	assert.Equal(t, "bad � byte", got.GetReason())
 	assert.Len(t, got.GetLogTail()[0], maxLine)
 	assert.Equal(t, "caf�", got.GetLogTail()[1])
 }
 
-// TestReportIsBounded: events that do not fit wait, units are all there, without log lines if need be.
+// TestReportIsBounded: events that do not fit wait, and all units are included, without log lines if
+// necessary.
 func TestReportIsBounded(t *testing.T) {
 	tail := make([]string, maxTail)
 	for i := range tail {
@@ -169,9 +206,15 @@ func TestReportIsBounded(t *testing.T) {
 	}
 	events := make([]msg.UnitEvent, 1024)
 	for i := range events {
-		events[i] = msg.UnitEvent{Node: "a", Number: uint64(i + 1), Unit: "chat/0", Kind: msg.UnitGone, LogTail: tail}
+		events[i] = msg.UnitEvent{
+			Node: "a", Number: uint64(i + 1), Unit: "chat/0", Kind: msg.UnitGone,
+			LogTail: tail,
+		}
 	}
-	req, err := encodeReport(&msg.NodeReport{Node: state.Node{ID: "a", UID: "u"}, Events: events, Units: events})
+	req, err := encodeReport(&msg.NodeReport{
+		Node: state.Node{ID: "a", UID: "u"}, Events: events,
+		Units: events,
+	})
 	require.NoError(t, err)
 	assert.Less(t, proto.Size(req), maxRequest)
 	got, _, err := decodeReport(req)
@@ -186,7 +229,9 @@ func TestReportIsBounded(t *testing.T) {
 
 func TestUnknownEventsAreLeftOut(t *testing.T) {
 	req, err := encodeReport(&msg.NodeReport{Node: state.Node{ID: "a", UID: "u"}, Events: []msg.UnitEvent{
-		{Number: 1, Unit: "chat/0", Kind: "dancing"}, {Number: 2, Unit: "chat/0", Kind: msg.UnitReady}, {Number: 3, Kind: msg.UnitReady},
+		{Number: 1, Unit: "chat/0", Kind: "dancing"},
+		{Number: 2, Unit: "chat/0", Kind: msg.UnitReady},
+		{Number: 3, Kind: msg.UnitReady},
 	}})
 	require.NoError(t, err)
 	got, unknown, err := decodeReport(req)
@@ -196,13 +241,18 @@ func TestUnknownEventsAreLeftOut(t *testing.T) {
 	assert.Equal(t, uint64(2), got.Events[0].Number)
 }
 
-// TestUnknownKindStaysInTheDigest: a unit whose newest event is of a later version's kind is there all the same.
+// TestUnknownKindStaysInTheDigest: a unit whose newest event is of a later version's kind stays in the
+// digest.
 func TestUnknownKindStaysInTheDigest(t *testing.T) {
 	got, unknown, err := decodeReport(&dpservev1.RenewRequest{
 		Node: []byte(`{"id":"b","uid":"uid-b","roles":["worker"]}`),
 		Units: []*dpservev1.UnitEvent{
-			{Unit: "chat/0/0", Epoch: 3, Number: 9, Kind: "asleep", Rank: 4, Reason: "of a later version", WasReady: true},
-			{Unit: "chat/0/1", Epoch: 1, Number: 8, Kind: string(msg.UnitPresent)}, // no node sends it; it says no more
+			{
+				Unit: "chat/0/0", Epoch: 3, Number: 9, Kind: "asleep", Rank: 4, Reason: "of a later version",
+				WasReady: true,
+			},
+			// no node sends it; it says no more
+			{Unit: "chat/0/1", Epoch: 1, Number: 8, Kind: string(msg.UnitPresent)},
 			{Unit: "chat/0/2", Epoch: 1, Number: 7, Kind: string(msg.UnitReady)},
 			{Unit: "", Epoch: 1, Number: 6, Kind: "asleep"},
 		},
@@ -210,7 +260,10 @@ func TestUnknownKindStaysInTheDigest(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, 3, unknown)
 	require.Len(t, got.Units, 3)
-	assert.Equal(t, msg.UnitEvent{Node: "b", Number: 9, Unit: "chat/0/0", Epoch: 3, Kind: msg.UnitPresent, Rank: -1}, got.Units[0])
+	assert.Equal(t, msg.UnitEvent{
+		Node: "b", Number: 9, Unit: "chat/0/0", Epoch: 3, Kind: msg.UnitPresent,
+		Rank: -1,
+	}, got.Units[0])
 	assert.Equal(t, msg.UnitPresent, got.Units[1].Kind)
 	assert.Equal(t, msg.UnitReady, got.Units[2].Kind)
 }
@@ -228,16 +281,20 @@ func TestTakenGoesPastWhatWasLeftOut(t *testing.T) {
 		}
 		return out
 	}
-	assert.Equal(t, uint64(4), takenOf(3, kept(2, 3), sent(1, 2, 3, 4)), "4 was left out, all before it is taken")
-	assert.Equal(t, uint64(3), takenOf(2, kept(2, 4), sent(1, 2, 3, 4)), "4 is not taken yet")
-	assert.Equal(t, uint64(0), takenOf(0, kept(1), sent(1, 2)))
-	assert.Equal(t, uint64(2), takenOf(0, nil, sent(1, 2)), "all were left out")
-	assert.Equal(t, uint64(9), takenOf(9, nil, nil))
+	assert.Equal(t, uint64(4), acknowledged(3, kept(2, 3), sent(1, 2, 3, 4)),
+		"4 was left out, all before it is taken")
+	assert.Equal(t, uint64(3), acknowledged(2, kept(2, 4), sent(1, 2, 3, 4)), "4 is not taken yet")
+	assert.Equal(t, uint64(0), acknowledged(0, kept(1), sent(1, 2)))
+	assert.Equal(t, uint64(2), acknowledged(0, nil, sent(1, 2)), "all were left out")
+	assert.Equal(t, uint64(9), acknowledged(9, nil, nil))
 }
 
 func TestOrdersOutOfBoundsAreRefused(t *testing.T) {
 	good := func() *dpservev1.StartRankRequest {
-		r, err := encodeStartRank(&msg.StartRank{App: &app.Application{Name: "chat"}, Unit: "chat/0", Epoch: 1, Ranks: []state.RankGrant{{Node: "a"}}})
+		r, err := encodeStartRank(&msg.StartRank{
+			App: &app.Application{Name: "chat"}, Unit: "chat/0",
+			Epoch: 1, Ranks: []state.RankGrant{{Node: "a"}},
+		})
 		require.NoError(t, err)
 		return r
 	}
@@ -263,13 +320,23 @@ func TestOrdersOutOfBoundsAreRefused(t *testing.T) {
 	}
 }
 
-// FuzzConversions: whatever bytes a peer sends, reading them does not panic, and what was read once stays as it is.
+// FuzzConversions: decoding any bytes of a peer does not panic, and a decoded value survives another round
+// trip.
 func FuzzConversions(f *testing.F) {
-	req, err := encodeReport(&msg.NodeReport{Node: state.Node{ID: "a", UID: "u"}, Events: []msg.UnitEvent{{Number: 2, Unit: "chat/0", Kind: msg.UnitReady}}})
+	req, err := encodeReport(&msg.NodeReport{
+		Node:   state.Node{ID: "a", UID: "u"},
+		Events: []msg.UnitEvent{{Number: 2, Unit: "chat/0", Kind: msg.UnitReady}},
+	})
 	require.NoError(f, err)
-	start, err := encodeStartRank(&msg.StartRank{App: &app.Application{Name: "chat"}, Unit: "chat/0", Epoch: 1, Ranks: []state.RankGrant{{Node: "a"}}})
+	start, err := encodeStartRank(&msg.StartRank{
+		App: &app.Application{Name: "chat"}, Unit: "chat/0",
+		Epoch: 1, Ranks: []state.RankGrant{{Node: "a"}},
+	})
 	require.NoError(f, err)
-	for _, m := range []proto.Message{req, start, encodeStopRank(&msg.StopRank{Unit: "chat/0", Epoch: 1}), encodeQuery(msg.LogQuery{Rank: -1}), toProblem(state.ErrNameTaken)} {
+	for _, m := range []proto.Message{
+		req, start, encodeStopRank(&msg.StopRank{Unit: "chat/0", Epoch: 1}),
+		encodeQuery(msg.LogQuery{Rank: -1}), toProblem(state.ErrNameTaken),
+	} {
 		data, err := proto.Marshal(m)
 		require.NoError(f, err)
 		f.Add(data)

@@ -25,29 +25,36 @@ func (healthyEngine) Counters(context.Context) (engine.Counters, error) {
 	return engine.Counters{}, nil
 }
 
-// replicaEvents nobody listens to.
+// replicaEvents ignores the events.
 type replicaEvents struct{}
 
 func (replicaEvents) ReplicaEvent(msg.ReplicaEvent) {}
 
-// TestDataIngressKilled: a ticket whose ingress dies without a word lapses, and the engine is let go at once.
+// TestDataIngressKilled: a ticket whose ingress dies lapses, and the engine's connection is closed at once.
 func TestDataIngressKilled(t *testing.T) {
 	answers, came, left := lateEngine()
 	log := slog.New(slog.DiscardHandler)
-	system := actor.NewActorSystem(actor.WithLoggerFactory(func(*actor.ActorSystem) *slog.Logger { return log }))
+	system := actor.NewActorSystem(actor.WithLoggerFactory(func(*actor.ActorSystem) *slog.Logger {
+		return log
+	}))
 	defer system.Shutdown()
 	f := &dpserver.Factory{
-		System: system, Hub: dpserver.NewHub(), Log: log, Timers: dpserver.Timers{TicketLapse: 30 * time.Millisecond},
+		System: system, Hub: dpserver.NewHub(), Log: log,
+		Timers:    dpserver.Timers{TicketLapse: 30 * time.Millisecond},
 		NewEngine: func(*msg.ReplicaSpec) dpserver.Engine { return healthyEngine{} },
 	}
 	g := newDataRig(t, dataOptions{engine: answers, config: func(c *DataConfig) { c.Feed = f.Hub }})
 	target := g.rank.reply.Ticket.Target
 	a := &app.Application{Name: "demo", Engine: app.Engine{Kind: app.KindSim}}
-	rank, err := f.New(msg.ReplicaSpec{App: a, Unit: "demo/0", Rank: 1, Epoch: 3, Node: dataTestNode, Target: target, Watcher: replicaEvents{}})
+	rank, err := f.New(msg.ReplicaSpec{
+		App: a, Unit: "demo/0", Rank: 1, Epoch: 3, Node: dataTestNode,
+		Target: target, Watcher: replicaEvents{},
+	})
 	require.NoError(t, err)
 	defer func() { require.NoError(t, rank.Stop(context.Background())) }()
 	require.NoError(t, rank.Ready(t.Context(), msg.Facts{Incarnation: 9, MaxOngoing: 2}))
-	dataEventually(t, func() bool { return g.server.table.find("demo", "demo/0", newDispatch().Rank) != nil }, "the rank is known")
+	dataEventually(t, func() bool { return g.server.table.find("demo", "demo/0", newDispatch().Rank) != nil },
+		"the rank is known")
 
 	resp, rep, err := g.client.Send(t.Context(), g.dispatch())
 	require.NoError(t, err)

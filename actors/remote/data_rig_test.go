@@ -19,7 +19,7 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// dataFeed is a msg.Feed that a test speaks through.
+// dataFeed is a msg.Feed whose records a test sends.
 type dataFeed struct {
 	mu   sync.Mutex
 	sink msg.Sink
@@ -32,7 +32,7 @@ func (f *dataFeed) Subscribe(s msg.Sink) func() {
 	return func() {}
 }
 
-func (f *dataFeed) say(rec *msg.Record) {
+func (f *dataFeed) emit(rec *msg.Record) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.sink != nil { // else the port listens to another feed
@@ -40,8 +40,8 @@ func (f *dataFeed) say(rec *msg.Record) {
 	}
 }
 
-// dataBox is a DPServer's mailbox that grants, refuses, or says nothing.
-type dataBox struct {
+// dataMailbox is a DPServer's mailbox that grants, refuses, or does not answer.
+type dataMailbox struct {
 	mu      sync.Mutex
 	reply   msg.AdmitReply
 	mute    bool
@@ -52,9 +52,9 @@ type dataBox struct {
 	dones   []msg.Done
 }
 
-func (r *dataBox) Stopped() <-chan struct{} { return r.stopped }
+func (r *dataMailbox) Stopped() <-chan struct{} { return r.stopped }
 
-func (r *dataBox) TrySend(m any) error {
+func (r *dataMailbox) TrySend(m any) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.full {
@@ -64,13 +64,13 @@ func (r *dataBox) TrySend(m any) error {
 	return nil
 }
 
-func (r *dataBox) Send(m any) {
+func (r *dataMailbox) Send(m any) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.take(m)
 }
 
-func (r *dataBox) take(m any) {
+func (r *dataMailbox) take(m any) {
 	switch m := m.(type) {
 	case *msg.Admit:
 		kept := *m
@@ -86,19 +86,19 @@ func (r *dataBox) take(m any) {
 	}
 }
 
-func (r *dataBox) set(f func(r *dataBox)) {
+func (r *dataMailbox) set(f func(r *dataMailbox)) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	f(r)
 }
 
-func (r *dataBox) asked() []msg.Admit {
+func (r *dataMailbox) asked() []msg.Admit {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return append([]msg.Admit(nil), r.admits...)
 }
 
-func (r *dataBox) done() []msg.Done {
+func (r *dataMailbox) done() []msg.Done {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return append([]msg.Done(nil), r.dones...)
@@ -108,7 +108,7 @@ func (r *dataBox) done() []msg.Done {
 type dataRig struct {
 	t      *testing.T
 	feed   *dataFeed
-	rank   *dataBox
+	rank   *dataMailbox
 	server *DataServer
 	http   *http.Server
 	client *DataClient
@@ -120,7 +120,8 @@ const (
 	dataTestNode = "n2"
 	ticketID     = 77
 
-	dataTestWindow = 256 << 10 // bytes a stream may hold back at the client; small, so that tests fill it soon
+	// bytes a stream may hold back at the client; small, so that tests fill it soon
+	dataTestWindow = 256 << 10
 )
 
 // dataOptions change a rig before it starts.
@@ -133,7 +134,7 @@ type dataOptions struct {
 
 func newDataRig(t *testing.T, o dataOptions) *dataRig {
 	t.Helper()
-	g := &dataRig{t: t, feed: &dataFeed{}, rank: &dataBox{stopped: make(chan struct{})}}
+	g := &dataRig{t: t, feed: &dataFeed{}, rank: &dataMailbox{stopped: make(chan struct{})}}
 	if o.engine != nil {
 		srv := httptest.NewServer(o.engine)
 		t.Cleanup(func() { srv.CloseClientConnections(); srv.Close() })
@@ -143,9 +144,13 @@ func newDataRig(t *testing.T, o dataOptions) *dataRig {
 	if o.target.Addressing == "" {
 		o.target.Addressing = "url"
 	}
-	g.rank.reply = msg.AdmitReply{Epoch: 3, Seq: 12, Ticket: msg.Ticket{ID: ticketID, Epoch: 3, Incarnation: 9, Seq: 12, Rank: routing.ID(0, 1), Target: o.target}}
+	g.rank.reply = msg.AdmitReply{Epoch: 3, Seq: 12, Ticket: msg.Ticket{
+		ID: ticketID, Epoch: 3,
+		Incarnation: 9, Seq: 12, Rank: routing.ID(0, 1), Target: o.target,
+	}}
 	cfg := DataConfig{
-		Feed: g.feed, Caller: func(context.Context) (string, bool) { return "n1", true }, Log: slog.New(slog.DiscardHandler),
+		Feed: g.feed, Caller: func(context.Context) (string, bool) { return "n1", true },
+		Log: slog.New(slog.DiscardHandler),
 	}
 	if o.config != nil {
 		o.config(&cfg)
@@ -165,8 +170,9 @@ func newDataRig(t *testing.T, o dataOptions) *dataRig {
 }
 
 func (g *dataRig) snapshot(epoch, incarnation uint64, target msg.Target) {
-	g.feed.say(&msg.Record{
-		App: "demo", Unit: "demo/0", Rank: routing.ID(0, 1), Epoch: epoch, Incarnation: incarnation, Kind: msg.RecSnapshot,
+	g.feed.emit(&msg.Record{
+		App: "demo", Unit: "demo/0", Rank: routing.ID(0, 1), Epoch: epoch, Incarnation: incarnation,
+		Kind:     msg.RecSnapshot,
 		Snapshot: &msg.Snapshot{Node: dataTestNode, Target: target, Mailbox: g.rank},
 	})
 }
@@ -178,8 +184,12 @@ func (g *dataRig) serve() {
 	p := new(http.Protocols)
 	p.SetUnencryptedHTTP2(true)
 	g.http = &http.Server{
-		Handler: g.server, Protocols: p, ReadHeaderTimeout: time.Minute, ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelError),
-		HTTP2: &http.HTTP2Config{MaxConcurrentStreams: 10_000, MaxReceiveBufferPerStream: 1 << 20, MaxReceiveBufferPerConnection: 64 << 20},
+		Handler: g.server, Protocols: p, ReadHeaderTimeout: time.Minute,
+		ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelError),
+		HTTP2: &http.HTTP2Config{
+			MaxConcurrentStreams: 10_000, MaxReceiveBufferPerStream: 1 << 20,
+			MaxReceiveBufferPerConnection: 64 << 20,
+		},
 	}
 	go func() { _ = g.http.Serve(l) }()
 }
@@ -187,25 +197,31 @@ func (g *dataRig) serve() {
 func (g *dataRig) connect() {
 	p := new(http.Protocols)
 	p.SetUnencryptedHTTP2(true)
-	g.way = &http.Transport{Protocols: p, HTTP2: &http.HTTP2Config{MaxReceiveBufferPerStream: dataTestWindow}, DialContext: func(ctx context.Context, network, _ string) (net.Conn, error) {
-		return (&net.Dialer{}).DialContext(ctx, network, g.addr)
-	}}
+	g.way = &http.Transport{
+		Protocols: p, HTTP2: &http.HTTP2Config{MaxReceiveBufferPerStream: dataTestWindow},
+		DialContext: func(ctx context.Context, network, _ string) (net.Conn, error) {
+			return (&net.Dialer{}).DialContext(ctx, network, g.addr)
+		},
+	}
 	g.client = NewDataClient(func(node string) (http.RoundTripper, error) {
 		assert.Equal(g.t, dataTestNode, node)
 		return g.way, nil
 	})
 }
 
-// dispatch is a plain request; change what matters.
+// dispatch is a plain request, which tests modify.
 func (g *dataRig) dispatch() *msg.Dispatch {
 	return &msg.Dispatch{
 		Node: dataTestNode, App: "demo", Unit: "demo/0", Rank: routing.ID(0, 1), Path: "/v1/chat/completions",
-		Header: map[string][]string{"Content-Type": {"application/json"}, "X-Request-Id": {"r1"}, "User-Agent": nil}, Body: []byte(`{"model":"m"}`),
+		Header: map[string][]string{
+			"Content-Type": {"application/json"}, "X-Request-Id": {"r1"},
+			"User-Agent": nil,
+		}, Body: []byte(`{"model":"m"}`),
 		Admit: &msg.Admit{ReqID: 5, Epoch: 3, Tokens: 40, Estimated: true, Whole: true, Ingress: "n1"},
 	}
 }
 
-// dataAnswer is what came of a dispatch.
+// dataAnswer is the result of a dispatch.
 type dataAnswer struct {
 	status int
 	header http.Header
@@ -236,7 +252,7 @@ func dataEventually(t *testing.T, what func() bool, text string) {
 
 const dataChunk = "data: {\"choices\":[{\"index\":0,\"delta\":{\"content\":\"a\"}}]}\n\n"
 
-// chunks writes n chunks, one flush each.
+// dataChunks writes n chunks, one flush each.
 func dataChunks(w http.ResponseWriter, n int) {
 	w.Header().Set("Content-Type", "text/event-stream")
 	for range n {

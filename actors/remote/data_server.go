@@ -5,25 +5,29 @@ import (
 	"errors"
 	"log/slog"
 	"net/http"
+	"net/url"
 	"sync"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/engine/openai"
 	"github.com/dpserve/dpserve/internal/engineleg"
+	"github.com/dpserve/dpserve/routing"
 )
 
-// DataConfig is what a data port needs. Feed, Caller and Log are required.
+// DataConfig is the configuration of a data port. Feed, Caller and Log are required.
 type DataConfig struct {
-	Feed   msg.Feed                                            // the ranks of this node
-	Caller func(ctx context.Context) (ingress string, ok bool) // the node behind a request, if it has role ingress
-	Serves func() bool                                         // false: this node may not serve (its lease is over); nil = always
-	Dial   engineleg.Dialer                                    // to the engines; nil = TCP
+	Feed msg.Feed // the ranks of this node
+	// the node that sent a request, if it has role ingress
+	Caller func(ctx context.Context) (ingress string, ok bool)
+	Serves func() bool      // false: this node may not serve, because its lease has expired; nil: always
+	Dial   engineleg.Dialer // to the engines; nil = TCP
 	Log    *slog.Logger
 	Timers DataTimers
 }
 
-// DataServer serves the ranks of its node to the ingresses of others: admission and data in one request of HTTP/2. It is an
-// http.Handler for a server that is not its own. Safe for concurrent use.
+// DataServer serves the ranks of its node to the ingresses of other nodes: admission and data in one HTTP/2
+// request. It is the http.Handler of a server that belongs to the node port. Safe for concurrent use.
 type DataServer struct {
 	caller func(ctx context.Context) (string, bool)
 	serves func() bool
@@ -32,7 +36,7 @@ type DataServer struct {
 	table  *dataTable
 	legs   *engineleg.Legs
 
-	uploads sync.Pool // *arrival
+	uploads sync.Pool // of *requestBody
 	buffers sync.Pool // *[]byte
 	replies sync.Pool // chan msg.AdmitReply
 
@@ -40,11 +44,11 @@ type DataServer struct {
 	stop    context.CancelFunc
 	mu      sync.Mutex
 	closed  bool
-	running sync.WaitGroup // requests, late tickets
+	running sync.WaitGroup // requests, and waits for late tickets
 	cancel  func()
 }
 
-// NewDataServer makes a data port and follows Feed at once.
+// NewDataServer makes a data port and subscribes to Feed at once.
 func NewDataServer(c DataConfig) (*DataServer, error) {
 	if c.Feed == nil || c.Caller == nil || c.Log == nil {
 		return nil, errors.New("a data port needs Feed, Caller and Log")
@@ -55,18 +59,21 @@ func NewDataServer(c DataConfig) (*DataServer, error) {
 	t := c.Timers.withDefaults()
 	s := &DataServer{
 		caller: c.Caller, serves: c.Serves, log: c.Log.With(slog.String("room", "remote")), timers: t,
-		legs: engineleg.New(engineleg.Timers{Dial: t.Dial, IdleOwned: t.IdleOwned, IdleAttached: t.IdleAttached}, c.Dial),
+		legs: engineleg.New(engineleg.Timers{
+			Dial: t.Dial, IdleOwned: t.IdleOwned,
+			IdleAttached: t.IdleAttached,
+		}, c.Dial),
 	}
 	s.table = newDataTable(s.log)
-	s.uploads.New = func() any { return &arrival{} }
-	s.buffers.New = func() any { b := make([]byte, dataRelay); return &b }
+	s.uploads.New = func() any { return &requestBody{} }
+	s.buffers.New = func() any { b := make([]byte, relayBuffer); return &b }
 	s.replies.New = func() any { return make(chan msg.AdmitReply, 1) }
 	s.closing, s.stop = context.WithCancel(context.Background())
 	s.cancel = c.Feed.Subscribe(s.table)
 	return s, nil
 }
 
-// Close cuts what runs and waits for it. Idempotent.
+// Close cuts the running requests and waits for them. It is idempotent.
 func (s *DataServer) Close() error {
 	s.mu.Lock()
 	first := !s.closed
@@ -81,8 +88,8 @@ func (s *DataServer) Close() error {
 	return nil
 }
 
-// enter counts a request in; false after Close.
-func (s *DataServer) enter() bool {
+// beginRequest counts a request in; false after Close.
+func (s *DataServer) beginRequest() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if !s.closed {
@@ -91,12 +98,12 @@ func (s *DataServer) enter() bool {
 	return !s.closed
 }
 
-// errClosing is the cause with which Close ends what runs.
+// errClosing is the cause with which Close ends running requests.
 var errClosing = errors.New("the data port is closing")
 
 // ServeHTTP implements http.Handler.
 func (s *DataServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	if !s.enter() {
+	if !s.beginRequest() {
 		panic(http.ErrAbortHandler)
 	}
 	defer s.running.Done()
@@ -105,23 +112,23 @@ func (s *DataServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	rc := http.NewResponseController(w)
 	defer s.onClose(func() {
 		cancel(errClosing)
-		_ = rc.SetWriteDeadline(time.Now()) // a write to a reader that stands still ends too
+		_ = rc.SetWriteDeadline(time.Now()) // it also ends a write to a stalled reader
 	})()
-	in, _ := s.uploads.Get().(*arrival)
-	p := &passage{server: s, w: w, rc: rc, r: r, cancel: cancel, in: in, settled: true}
+	in, _ := s.uploads.Get().(*requestBody)
+	p := &dataRequest{server: s, w: w, rc: rc, r: r, cancel: cancel, upload: in, isBodyFree: true}
 	whole := false
 	defer func() {
-		p.settled = p.settled && whole // after a panic nobody knows who still reads it
-		p.letGo()
+		p.isBodyFree = p.isBodyFree && whole // after a panic another goroutine may still read it
+		p.releaseBody()
 	}()
 	clean := p.run(ctx)
 	whole = true
-	if !clean { // TRAPS 1: the ingress must not take a broken answer for a whole one
+	if !clean { // without the panic net/http would end a broken answer like a complete one
 		panic(http.ErrAbortHandler)
 	}
 }
 
-// onClose calls cut when Close does, until over, which waits for a cut under way.
+// onClose calls cut when Close runs, until the returned function, which waits for a running cut.
 func (s *DataServer) onClose(cut func()) (over func()) {
 	done := make(chan struct{})
 	stop := context.AfterFunc(s.closing, func() {
@@ -135,9 +142,160 @@ func (s *DataServer) onClose(cut func()) (over func()) {
 	}
 }
 
-// keep takes an arrival's memory back, unless it is large, or much larger than what it was used for.
-func (s *DataServer) keep(in *arrival) {
-	if cap(in.b) <= keptDataBody && cap(in.b) <= max(smallDataBody, 4*len(in.b)) && cap(in.blocks) <= keptBlocks {
+// recycle keeps a body's memory, unless it is large, or much larger than its last body.
+func (s *DataServer) recycle(in *requestBody) {
+	if cap(in.b) <= maxKeptBody && cap(in.b) <= max(smallBody, 4*len(in.b)) &&
+		cap(in.blocks) <= maxKeptBlocks {
 		s.uploads.Put(in)
 	}
+}
+
+// DataTimers are the times of a data port. A zero field means its default.
+type DataTimers struct {
+	Admit      time.Duration // for a DPServer's answer; a later one counts as overloaded
+	LateTicket time.Duration // for the ticket of a request that has ended, to give it back
+	Body       time.Duration // for a request's body to arrive, and one second more for each MiB
+	// for one write; longer than an ingress gives its clients, so that the ingress names the cause
+	Stuck     time.Duration
+	Dial      time.Duration // for a connection to an engine
+	IdleOwned time.Duration // idle connections to engines that dpserve started
+	// idle connections to other engines: vLLM's HTTP server closes them after 5 s
+	IdleAttached time.Duration
+}
+
+// Defaults of DataTimers.
+const (
+	defaultDataAdmit        = 5 * time.Second
+	defaultDataLateTicket   = 10 * time.Second
+	defaultDataBody         = 30 * time.Second
+	defaultDataStuck        = 90 * time.Second
+	defaultDataDial         = 5 * time.Second
+	defaultDataIdleOwned    = 100 * time.Second
+	defaultDataIdleAttached = 4 * time.Second
+)
+
+// Limits of a data port that cannot be configured.
+const (
+	// bytes of a request's body, of which an ingress takes 64 MiB, with its hashes; more is 413
+	maxDataBody     = 80 << 20
+	maxKeptBody     = 1 << 20  // bytes of a buffer; larger ones are left to the garbage collector
+	smallBody       = 16 << 10 // bytes; smaller buffers are always kept
+	maxKeptBlocks   = 1 << 14  // entries
+	relayBuffer     = 32 << 10 // bytes of a relay's buffer: one read of the engine is one write
+	firstBodyBuffer = 4 << 10  // bytes of the buffer for a body whose length is not announced
+)
+
+func (t DataTimers) withDefaults() DataTimers {
+	for _, d := range []struct {
+		at    *time.Duration
+		value time.Duration
+	}{
+		{&t.Admit, defaultDataAdmit},
+		{&t.LateTicket, defaultDataLateTicket},
+		{&t.Body, defaultDataBody},
+		{&t.Stuck, defaultDataStuck},
+		{&t.Dial, defaultDataDial},
+		{&t.IdleOwned, defaultDataIdleOwned},
+		{&t.IdleAttached, defaultDataIdleAttached},
+	} {
+		if *d.at <= 0 {
+			*d.at = d.value
+		}
+	}
+	return t
+}
+
+// rankKey names a rank of a node. A unit's name contains the application's.
+type rankKey struct {
+	unit string
+	rank routing.RankID
+}
+
+// dataTarget is one incarnation of a rank of this node. It is immutable.
+type dataTarget struct {
+	app         string
+	epoch       uint64
+	incarnation uint64
+	mailbox     msg.Mailbox
+	target      msg.Target
+	urls        [openai.NumRoutes]*url.URL
+}
+
+// dataTable is a msg.Sink that keeps the ranks of its node. Safe for concurrent use.
+type dataTable struct {
+	log *slog.Logger
+
+	mu    sync.RWMutex
+	ranks map[rankKey]*dataTarget
+}
+
+var _ msg.Sink = (*dataTable)(nil)
+
+func newDataTable(log *slog.Logger) *dataTable {
+	return &dataTable{log: log, ranks: map[rankKey]*dataTarget{}}
+}
+
+// find returns the incarnation of a rank that runs now; nil if there is none.
+func (t *dataTable) find(app, unit string, rank routing.RankID) *dataTarget {
+	t.mu.RLock()
+	defer t.mu.RUnlock()
+	if r := t.ranks[rankKey{unit, rank}]; r != nil && r.app == app {
+		return r
+	}
+	return nil
+}
+
+// Deliver implements msg.Sink.
+func (t *dataTable) Deliver(rec *msg.Record) {
+	switch rec.Kind {
+	case msg.RecSnapshot:
+		t.addRank(rec)
+	case msg.RecGone:
+		t.removeRank(rec)
+	default:
+	}
+}
+
+func (t *dataTable) addRank(rec *msg.Record) {
+	key := rankKey{rec.Unit, rec.Rank}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	old := t.ranks[key]
+	if old != nil && (old.epoch > rec.Epoch || old.epoch == rec.Epoch && old.incarnation == rec.Incarnation) {
+		return // of an older epoch, or known
+	}
+	fresh, err := newDataTarget(rec)
+	if err != nil {
+		t.log.Error("rank cannot be served to other nodes", slog.String("app", rec.App),
+			slog.String("unit", rec.Unit), slog.Any("err", err))
+		return
+	}
+	t.ranks[key] = fresh
+}
+
+func (t *dataTable) removeRank(rec *msg.Record) {
+	key := rankKey{rec.Unit, rec.Rank}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if r := t.ranks[key]; r != nil && r.epoch == rec.Epoch && r.incarnation == rec.Incarnation {
+		delete(t.ranks, key)
+	}
+}
+
+func newDataTarget(rec *msg.Record) (*dataTarget, error) {
+	s := rec.Snapshot
+	r := &dataTarget{
+		app: rec.App, epoch: rec.Epoch, incarnation: rec.Incarnation, mailbox: s.Mailbox,
+		target: s.Target,
+	}
+	base, err := url.Parse(s.Target.URL)
+	if err != nil {
+		return nil, err
+	}
+	for route := range r.urls {
+		u := *base
+		u.Path = openai.Route(route).Path()
+		r.urls[route] = &u
+	}
+	return r, nil
 }

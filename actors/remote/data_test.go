@@ -20,7 +20,7 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// TestDataStream: an engine's stream arrives whole, with its header and the ticket; each chunk as soon as it is there.
+// TestDataStream: an engine's stream arrives whole, with its header and the ticket, and each chunk at once.
 func TestDataStream(t *testing.T) {
 	next := make(chan struct{})
 	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
@@ -31,10 +31,14 @@ func TestDataStream(t *testing.T) {
 			dataChunks(w, 1)
 		}
 	}})
-	resp, rep, err := g.client.Send(t.Context(), func() *msg.Dispatch { close2(next, 5); return g.dispatch() }())
+	resp, rep, err := g.client.Send(t.Context(),
+		func() *msg.Dispatch { feedSteps(next, 5); return g.dispatch() }())
 	require.NoError(t, err)
 	defer resp.Body.Close()
-	assert.Equal(t, msg.AdmitReply{Epoch: 3, Seq: 12, Ticket: msg.Ticket{ID: ticketID, Epoch: 3, Incarnation: 9, Seq: 12, Rank: routing.ID(0, 1)}}, rep)
+	assert.Equal(t, msg.AdmitReply{
+		Epoch: 3, Seq: 12,
+		Ticket: msg.Ticket{ID: ticketID, Epoch: 3, Incarnation: 9, Seq: 12, Rank: routing.ID(0, 1)},
+	}, rep)
 	assert.Equal(t, "yes", resp.Header.Get("X-Engine"))
 	for name := range resp.Header {
 		assert.NotContains(t, name, dataPrefix)
@@ -45,8 +49,8 @@ func TestDataStream(t *testing.T) {
 	assert.Empty(t, g.rank.done(), "the ticket is the ingress's to give back")
 }
 
-// close2 feeds n steps from the side.
-func close2(c chan struct{}, n int) {
+// feedSteps sends n steps from another goroutine.
+func feedSteps(c chan struct{}, n int) {
 	go func() {
 		for range n {
 			c <- struct{}{}
@@ -54,7 +58,7 @@ func close2(c chan struct{}, n int) {
 	}()
 }
 
-// TestDataChunkByChunk: nothing waits for what comes behind it.
+// TestDataChunkByChunk: no chunk waits for the next one.
 func TestDataChunkByChunk(t *testing.T) {
 	next := make(chan struct{})
 	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
@@ -81,7 +85,8 @@ func TestDataChunkByChunk(t *testing.T) {
 	assert.ErrorIs(t, err, io.EOF)
 }
 
-// TestDataWholeAndErrors: whatever an engine answers passes byte for byte, statuses that the port itself uses too.
+// TestDataWholeAndErrors: every answer of an engine passes byte for byte, also with statuses that the port
+// itself uses.
 func TestDataWholeAndErrors(t *testing.T) {
 	for _, status := range []int{200, 400, 403, 413, 429, 500, 502, 503} {
 		g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
@@ -108,10 +113,14 @@ func TestDataWholeAndErrors(t *testing.T) {
 	}
 }
 
-// TestDataAdmission: what the rank is asked is what the ingress said, hashes and all; the engine gets the body alone.
+// TestDataAdmission: the rank gets the ingress's Admit with all hashes, and the engine gets the body alone.
 func TestDataAdmission(t *testing.T) {
 	bodies := make(chan string, 1)
-	g := newDataRig(t, dataOptions{engine: func(_ http.ResponseWriter, r *http.Request) { bodies <- swallowBody(r) }})
+	g := newDataRig(t, dataOptions{engine: func(_ http.ResponseWriter,
+		r *http.Request,
+	) {
+		bodies <- swallowBody(r)
+	}})
 	for _, n := range []int{0, 1, 63, 5000} {
 		d := g.dispatch()
 		d.Body = bigBody(400 << 10)
@@ -132,7 +141,7 @@ func TestDataAdmission(t *testing.T) {
 	}
 }
 
-// TestDataEngineHeader: the engine gets what the ingress prepared, and nothing of this wire.
+// TestDataEngineHeader: the engine gets the header that the ingress prepared, and no field of the data port.
 func TestDataEngineHeader(t *testing.T) {
 	seen := make(chan http.Header, 1)
 	g := newDataRig(t, dataOptions{engine: func(_ http.ResponseWriter, r *http.Request) {
@@ -146,34 +155,39 @@ func TestDataEngineHeader(t *testing.T) {
 	d.Header["X-Data-Parallel-Rank"] = []string{"4"}
 	require.NoError(t, g.send(d).err)
 	assert.Equal(t, http.Header{
-		"Content-Type": {"application/json"}, "Authorization": {"Bearer x"}, "X-Request-Id": {"r1"}, "Content-Length": {"13"},
+		"Content-Type": {"application/json"}, "Authorization": {"Bearer x"}, "X-Request-Id": {"r1"},
+		"Content-Length": {"13"},
 	}, <-seen)
 }
 
-// TestDataAddressing: an engine that hosts several ranks is told which.
+// TestDataAddressing: an engine that hosts several ranks gets the rank's number.
 func TestDataAddressing(t *testing.T) {
 	type got struct {
 		header []string
 		body   string
 	}
 	for mode, want := range map[string]got{
-		"url": {nil, `{"model":"m"}`}, "header": {[]string{"6"}, `{"model":"m"}`}, "body": {nil, `{"model":"m","routed_dp_rank":6}`},
+		"url": {nil, `{"model":"m"}`}, "header": {[]string{"6"}, `{"model":"m"}`},
+		"body": {nil, `{"model":"m","routed_dp_rank":6}`},
 	} {
 		seen := make(chan got, 1)
-		g := newDataRig(t, dataOptions{target: msg.Target{Addressing: mode, Selector: 6}, engine: func(_ http.ResponseWriter, r *http.Request) {
-			seen <- got{r.Header["X-Data-Parallel-Rank"], swallowBody(r)}
-		}})
+		g := newDataRig(t, dataOptions{
+			target: msg.Target{Addressing: mode, Selector: 6},
+			engine: func(_ http.ResponseWriter, r *http.Request) {
+				seen <- got{r.Header["X-Data-Parallel-Rank"], swallowBody(r)}
+			},
+		})
 		require.NoError(t, g.send(g.dispatch()).err)
 		assert.Equal(t, want, <-seen, mode)
 	}
 }
 
-// TestDataRefusals: every refusal arrives as it was given.
+// TestDataRefusals: every refusal arrives unchanged.
 func TestDataRefusals(t *testing.T) {
 	g := newDataRig(t, dataOptions{url: "http://127.0.0.1:1"})
 	for r := msg.Full; r <= msg.Overloaded; r++ {
-		want := msg.AdmitReply{Refusal: r, Epoch: 8, Seq: 4, RetryAfter: 3 * time.Second}
-		g.rank.set(func(k *dataBox) { k.reply = want })
+		want := msg.AdmitReply{Refusal: r, Epoch: 8, Seq: 4}
+		g.rank.set(func(k *dataMailbox) { k.reply = want })
 		a := g.send(g.dispatch())
 		require.NoError(t, a.err)
 		assert.Equal(t, want, a.reply)
@@ -182,7 +196,7 @@ func TestDataRefusals(t *testing.T) {
 	assert.Equal(t, msg.NotReady, refusalOf("of_a_later_build"))
 }
 
-// TestDataUnknownRank: who is not there has gone; a ghost's record changes nothing.
+// TestDataUnknownRank: an unknown rank is refused as gone; a record of an older epoch changes nothing.
 func TestDataUnknownRank(t *testing.T) {
 	g := newDataRig(t, dataOptions{engine: func(_ http.ResponseWriter, r *http.Request) { swallowBody(r) }})
 	for _, change := range []func(d *msg.Dispatch){
@@ -194,38 +208,46 @@ func TestDataUnknownRank(t *testing.T) {
 		change(d)
 		assert.Equal(t, msg.Gone, g.send(d).reply.Refusal)
 	}
-	gone := &msg.Record{App: "demo", Unit: "demo/0", Rank: routing.ID(0, 1), Epoch: 3, Incarnation: 8, Kind: msg.RecGone}
-	g.feed.say(gone)
+	gone := &msg.Record{
+		App: "demo", Unit: "demo/0", Rank: routing.ID(0, 1), Epoch: 3, Incarnation: 8,
+		Kind: msg.RecGone,
+	}
+	g.feed.emit(gone)
 	assert.Equal(t, 200, g.send(g.dispatch()).status, "of another incarnation")
 	g.snapshot(2, 9, msg.Target{URL: "http://127.0.0.1:1"})
 	assert.Equal(t, 200, g.send(g.dispatch()).status, "of an older epoch")
 	gone.Incarnation = 9
-	g.feed.say(gone)
+	g.feed.emit(gone)
 	assert.Equal(t, msg.Gone, g.send(g.dispatch()).reply.Refusal)
 }
 
-// TestDataMailbox: a full, a stopped and a silent mailbox, as at home.
+// TestDataMailbox: a full, a stopped and a silent mailbox, as for a rank of the own node.
 func TestDataMailbox(t *testing.T) {
-	g := newDataRig(t, dataOptions{url: "http://127.0.0.1:1", config: func(c *DataConfig) { c.Timers.Admit = 20 * time.Millisecond }})
-	g.rank.set(func(k *dataBox) { k.full = true })
+	g := newDataRig(t, dataOptions{
+		url:    "http://127.0.0.1:1",
+		config: func(c *DataConfig) { c.Timers.Admit = 20 * time.Millisecond },
+	})
+	g.rank.set(func(k *dataMailbox) { k.full = true })
 	assert.Equal(t, msg.Overloaded, g.send(g.dispatch()).reply.Refusal)
-	g.rank.set(func(k *dataBox) { k.full, k.mute = false, true })
+	g.rank.set(func(k *dataMailbox) { k.full, k.mute = false, true })
 	d := g.dispatch()
 	d.Admit.Blocks = []uint64{1, 2, 3}
 	assert.Equal(t, msg.Overloaded, g.send(d).reply.Refusal)
-	g.rank.set(func(k *dataBox) {
+	g.rank.set(func(k *dataMailbox) {
 		assert.Equal(t, []uint64{1, 2, 3}, k.held[0].Blocks, "the message's own until it is answered")
 		k.held[0].Reply <- k.reply
 	})
 	dataEventually(t, func() bool { return len(g.rank.done()) == 1 }, "the late ticket comes back")
-	assert.Equal(t, msg.Done{TicketID: ticketID, Outcome: msg.Refused, Cause: "late_ticket"}, g.rank.done()[0])
+	assert.Equal(t, msg.Done{TicketID: ticketID, Outcome: msg.Refused, Cause: "late_ticket"},
+		g.rank.done()[0])
 	close(g.rank.stopped)
 	assert.Equal(t, msg.Gone, g.send(g.dispatch()).reply.Refusal)
-	g.rank.set(func(k *dataBox) { k.full = true })
+	g.rank.set(func(k *dataMailbox) { k.full = true })
 	assert.Equal(t, msg.Gone, g.send(g.dispatch()).reply.Refusal)
 }
 
-// TestDataEngineLost: an engine that takes no connection is told from one that breaks off, with the ticket.
+// TestDataEngineLost: an engine that refuses the connection differs from one that breaks off; both answers
+// carry the ticket.
 func TestDataEngineLost(t *testing.T) {
 	dead, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	require.NoError(t, err)
@@ -246,7 +268,7 @@ func TestDataEngineLost(t *testing.T) {
 
 func newDispatch() *msg.Dispatch { return (&dataRig{}).dispatch() }
 
-// TestDataResend: a reused connection that turns out closed costs one resend, and the ingress hears of it.
+// TestDataResend: a re-used connection that turns out closed costs one resend, which the answer reports.
 func TestDataResend(t *testing.T) {
 	var n atomic.Int32
 	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
@@ -264,7 +286,7 @@ func TestDataResend(t *testing.T) {
 	assert.EqualValues(t, 3, n.Load())
 }
 
-// TestDataFirstToken: an engine that does not answer in time is named as that, and let go.
+// TestDataFirstToken: an engine that does not answer in time has its own cause, and its connection is closed.
 func TestDataFirstToken(t *testing.T) {
 	left := make(chan struct{})
 	g := newDataRig(t, dataOptions{engine: func(_ http.ResponseWriter, r *http.Request) {
@@ -280,7 +302,8 @@ func TestDataFirstToken(t *testing.T) {
 	<-left
 }
 
-// TestDataCut: an engine that breaks off in mid-stream is a reset here: no clean end, and not the node's fault.
+// TestDataCut: an engine that breaks off in mid-stream resets the stream: no clean end, and no fault of the
+// node.
 func TestDataCut(t *testing.T) {
 	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
 		swallowBody(r)
@@ -294,7 +317,7 @@ func TestDataCut(t *testing.T) {
 	assert.Equal(t, strings.Repeat(dataChunk, 2), a.body)
 }
 
-// lateEngine answers with a chunk, or with nothing at all, and then says nothing until its client leaves.
+// lateEngine answers with a chunk, or not at all, and then waits until its client leaves.
 func lateEngine() (engine http.HandlerFunc, came, left chan struct{}) {
 	came, left = make(chan struct{}, 4), make(chan struct{}, 4)
 	return func(w http.ResponseWriter, r *http.Request) {
@@ -308,7 +331,8 @@ func lateEngine() (engine http.HandlerFunc, came, left chan struct{}) {
 	}, came, left
 }
 
-// midway gives a stream of which the first chunk is here, and a request whose engine has not answered; their ends come in order.
+// midway starts a stream whose first chunk has come, and a request whose engine has not answered; the
+// channels get their ends.
 func (g *dataRig) midway(ctx context.Context, came chan struct{}) (begun, mute chan error) {
 	begun, mute = make(chan error, 1), make(chan error, 1)
 	resp, _, err := g.client.Send(ctx, g.dispatch())
@@ -328,13 +352,15 @@ func (g *dataRig) midway(ctx context.Context, came chan struct{}) (begun, mute c
 	return begun, mute
 }
 
-// oneBack: the ticket that no ingress heard of comes back from the data port, the other one is the ingress's.
-func (g *dataRig) oneBack() {
+// assertReturned: the data port gives back the ticket that no ingress knows; the other one belongs to the
+// ingress.
+func (g *dataRig) assertReturned() {
 	dataEventually(g.t, func() bool { return len(g.rank.done()) == 1 }, "the ticket that nobody heard of")
-	assert.Equal(g.t, msg.Done{TicketID: ticketID, Outcome: msg.Cancelled, Cause: "client_gone"}, g.rank.done()[0])
+	assert.Equal(g.t, msg.Done{TicketID: ticketID, Outcome: msg.Cancelled, Cause: "client_gone"},
+		g.rank.done()[0])
 }
 
-// TestDataNodeLost: a connection that is lost is the node's fault, before the answer and within it.
+// TestDataNodeLost: a lost connection is the node's fault, before the answer and within it.
 func TestDataNodeLost(t *testing.T) {
 	engine, came, left := lateEngine()
 	g := newDataRig(t, dataOptions{engine: engine})
@@ -345,10 +371,10 @@ func TestDataNodeLost(t *testing.T) {
 	<-left
 	<-left
 	require.ErrorIs(t, g.send(g.dispatch()).err, msg.ErrUnreachable, "nobody listens any more")
-	g.oneBack()
+	g.assertReturned()
 }
 
-// TestDataCancel: an ingress that gives up ends the engine's requests, within a stream and before its answer.
+// TestDataCancel: an ingress that cancels ends the engine's requests, within a stream and before its answer.
 func TestDataCancel(t *testing.T) {
 	engine, came, left := lateEngine()
 	g := newDataRig(t, dataOptions{engine: engine})
@@ -359,7 +385,7 @@ func TestDataCancel(t *testing.T) {
 	<-left
 	require.ErrorIs(t, <-begun, context.Canceled)
 	require.ErrorIs(t, <-mute, context.Canceled)
-	g.oneBack()
+	g.assertReturned()
 }
 
 // TestDataHold: a ticket without a request lives as long as its stream.
@@ -378,7 +404,7 @@ func TestDataHold(t *testing.T) {
 	require.NoError(t, resp.Body.Close())
 }
 
-// TestDataNoTicket: a tokenizer is asked without admission.
+// TestDataNoTicket: a tokenizer request needs no admission.
 func TestDataNoTicket(t *testing.T) {
 	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
 		swallowBody(r)
@@ -392,7 +418,7 @@ func TestDataNoTicket(t *testing.T) {
 	assert.Empty(t, g.rank.asked())
 }
 
-// TestDataLease: a node without its lease admits nothing and sends nothing on.
+// TestDataLease: a node without its lease admits no request and forwards no bytes.
 func TestDataLease(t *testing.T) {
 	var serves atomic.Bool
 	serves.Store(true)
@@ -422,7 +448,8 @@ func TestDataLease(t *testing.T) {
 	assert.Equal(t, msg.NoLease, g.send(g.dispatch()).reply.Refusal)
 }
 
-// TestDataStrangers: who may not ask, or asks for what is not there, is told so, and no rank hears of it.
+// TestDataStrangers: requests of nodes without role ingress, and malformed ones, are refused before they
+// reach a rank.
 func TestDataStrangers(t *testing.T) {
 	var denied atomic.Bool
 	g := newDataRig(t, dataOptions{url: "http://127.0.0.1:1", config: func(c *DataConfig) {
@@ -443,16 +470,23 @@ func TestDataStrangers(t *testing.T) {
 	denied.Store(true)
 	require.ErrorContains(t, g.send(g.dispatch()).err, "denied")
 	assert.Empty(t, g.rank.asked())
-	_, _, err := NewDataClient(func(string) (http.RoundTripper, error) { return nil, errors.New("no such node") }).Send(t.Context(), g.dispatch())
+	_, _, err := NewDataClient(func(string) (http.RoundTripper, error) {
+		return nil,
+			errors.New("no such node")
+	}).Send(t.Context(), g.dispatch())
 	assert.ErrorIs(t, err, msg.ErrUnreachable)
 }
 
-// TestDataBodyStalls: an upload that stands still is given up.
+// TestDataBodyStalls: an upload that stalls is cancelled.
 func TestDataBodyStalls(t *testing.T) {
-	g := newDataRig(t, dataOptions{url: "http://127.0.0.1:1", config: func(c *DataConfig) { c.Timers.Body = 20 * time.Millisecond }})
+	g := newDataRig(t, dataOptions{
+		url:    "http://127.0.0.1:1",
+		config: func(c *DataConfig) { c.Timers.Body = 20 * time.Millisecond },
+	})
 	body, w := io.Pipe()
 	defer w.Close()
-	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+dataHost+"/v1/completions", body)
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+dataHost+"/v1/completions",
+		body)
 	require.NoError(t, err)
 	d := g.dispatch()
 	req.Header, req.ContentLength = writeHead(d, time.Now()), 100
@@ -462,7 +496,7 @@ func TestDataBodyStalls(t *testing.T) {
 	assert.Empty(t, g.rank.asked())
 }
 
-// TestDataSlowReaders: 64 readers that stand still do not stop one that reads.
+// TestDataSlowReaders: 64 stalled readers do not stop one that reads.
 func TestDataSlowReaders(t *testing.T) {
 	const slow = 64
 	part := strings.Repeat("x", 64<<10)
@@ -493,7 +527,7 @@ func TestDataSlowReaders(t *testing.T) {
 	}
 }
 
-// TestDataClose: what runs is cut, and Close waits for it.
+// TestDataClose: running requests are cut, and Close waits for them.
 func TestDataClose(t *testing.T) {
 	came, left := make(chan struct{}), make(chan struct{})
 	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
@@ -514,7 +548,7 @@ func TestDataClose(t *testing.T) {
 	require.NoError(t, g.server.Close())
 }
 
-// TestDataCloseStuck: a reader that stands still does not hold Close up.
+// TestDataCloseStuck: a stalled reader does not block Close.
 func TestDataCloseStuck(t *testing.T) {
 	left := make(chan struct{})
 	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
@@ -532,9 +566,12 @@ func TestDataCloseStuck(t *testing.T) {
 	<-left
 }
 
-// TestDataConcurrent: many requests at once keep their bodies, hashes and answers apart.
+// TestDataConcurrent: many concurrent requests keep their bodies, hashes and answers apart.
 func TestDataConcurrent(t *testing.T) {
-	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) { _, _ = io.WriteString(w, swallowBody(r)) }})
+	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
+		_,
+			_ = io.WriteString(w, swallowBody(r))
+	}})
 	var wg sync.WaitGroup
 	for i := range 16 {
 		wg.Go(func() {
@@ -558,7 +595,7 @@ func TestDataConcurrent(t *testing.T) {
 	wg.Wait()
 }
 
-// TestUploadAfterRelease: a transport that reads on reads nothing.
+// TestUploadAfterRelease: a transport that still reads gets no bytes.
 func TestUploadAfterRelease(t *testing.T) {
 	u := &upload{parts: [2][]byte{[]byte("ab"), []byte("cde")}}
 	r, err := u.open()
@@ -576,20 +613,23 @@ func TestUploadAfterRelease(t *testing.T) {
 	require.ErrorIs(t, err, errReleased)
 }
 
-// FuzzDataHead: no header breaks the reader, and what it takes is within bounds.
+// FuzzDataHead: no header breaks the reader, and accepted values are within bounds.
 func FuzzDataHead(f *testing.F) {
 	f.Add("demo", "demo/0", "0/1", "both", "17", "40", "3", "1", "/v1/completions")
 	f.Add("", "x", "65536/1", "hold", "-1", "4294967296", "", "9", "/x")
 	f.Fuzz(func(t *testing.T, app, unit, rank, class, req, tokens, blocks, hits, path string) {
 		h := http.Header{
-			dataApp: {app}, dataUnit: {unit}, dataRank: {rank}, dataClass: {class}, dataReq: {req}, dataTokens: {tokens}, dataBlocks: {blocks},
-			dataHitBlocks: {hits}, dataIngress: {app}, dataDeadline: {tokens}, dataFirstToken: {req}, dataSession: {req},
+			dataApp: {app}, dataUnit: {unit}, dataRank: {rank}, dataClass: {class}, dataReq: {req},
+			dataTokens: {tokens}, dataBlocks: {blocks},
+			dataHitBlocks: {hits}, dataIngress: {app}, dataDeadline: {tokens}, dataFirstToken: {req},
+			dataSession: {req},
 		}
 		d, err := readHead(h, path, time.Unix(0, 0))
 		if err != nil {
 			return
 		}
-		assert.True(t, d.blocks >= 0 && d.blocks <= maxDataBlocks && d.admit.HitBlocks <= d.blocks && d.admit.Tokens >= 0)
+		assert.True(t, d.blocks >= 0 && d.blocks <= maxDataBlocks && d.admit.HitBlocks <= d.blocks &&
+			d.admit.Tokens >= 0)
 		assert.NotEmpty(t, d.app)
 		if class == classHold {
 			path = ""
@@ -609,7 +649,8 @@ func FuzzDataHead(f *testing.F) {
 	})
 }
 
-// FuzzDataAnswer: whatever a data port says, a dispatch ends in an answer with its ticket, a refusal, or an error.
+// FuzzDataAnswer: whatever a data port answers, a dispatch ends in an answer with its ticket, a refusal, or
+// an error.
 func FuzzDataAnswer(f *testing.F) {
 	f.Add(200, "", "", "5", "1")
 	f.Add(503, "full", "", "", "x")
@@ -625,7 +666,7 @@ func FuzzDataAnswer(f *testing.F) {
 		}
 		resp := rec.Result()
 		resp.Header, resp.StatusCode = h, status
-		got, rep, err := answered(t.Context(), newDispatch(), resp)
+		got, rep, err := readAnswer(t.Context(), newDispatch(), resp)
 		switch {
 		case got != nil:
 			require.NoError(t, err)

@@ -14,8 +14,8 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// Fields of the data port, in canonical form. All of them begin with dataPrefix, and no others do: those of clients are dropped at
-// the ingress, those of engines at the data port.
+// Header fields of the data port, in canonical form. All of them begin with dataPrefix. The ingress drops
+// fields of clients with this prefix, and the data port drops those of engines.
 const (
 	dataPrefix = "Dpserve-"
 
@@ -26,33 +26,33 @@ const (
 	dataIngress    = "Dpserve-Ingress"
 	dataReq        = "Dpserve-Req"
 	dataTokens     = "Dpserve-Tokens"    //nolint:gosec // a field's name
-	dataEstimated  = "Dpserve-Estimated" // 1: Tokens is bytes / k
+	dataEstimated  = "Dpserve-Estimated" // 1: Tokens is estimated as bytes / k
 	dataWhole      = "Dpserve-Whole"     // 1: the answer comes as a whole
 	dataWeight     = "Dpserve-Weight"    // sequences, if more than one
 	dataHit        = "Dpserve-Hit"
 	dataHitBlocks  = "Dpserve-Hit-Blocks"
-	dataBlocks     = "Dpserve-Blocks"         // hashes in front of the body, 8 bytes each, little endian
+	dataBlocks     = "Dpserve-Blocks"         // number of hashes before the body, 8 bytes each, little endian
 	dataSession    = "Dpserve-Session-Key"    // a hash
-	dataDeadline   = "Dpserve-Deadline-Ms"    // left: the clocks differ
-	dataFirstToken = "Dpserve-First-Token-Ms" // left until the engine's head must be there
+	dataDeadline   = "Dpserve-Deadline-Ms"    // the time left, because the clocks differ
+	dataFirstToken = "Dpserve-First-Token-Ms" // the time left for the engine's header
 
-	dataRefused    = "Dpserve-Refused" // answer: no ticket, and why
-	dataCause      = "Dpserve-Cause"   // answer: no engine's, and why
-	dataEpoch      = "Dpserve-Epoch"   // of the request, and of an answer
-	dataSeq        = "Dpserve-Seq"
-	dataRetryAfter = "Dpserve-Retry-After-Ms"
-	dataTicket     = "Dpserve-Ticket"
-	dataInc        = "Dpserve-Incarnation"
-	dataResent     = "Dpserve-Resent"
-	dataMalformed  = "Dpserve-Malformed" // with the cause reset, which is all that older nodes look at
+	dataRefused = "Dpserve-Refused" // answer: the reason why there is no ticket
+	dataCause   = "Dpserve-Cause"   // answer: the reason why there is no answer of the engine
+	dataEpoch   = "Dpserve-Epoch"   // of the request, and of an answer
+	dataSeq     = "Dpserve-Seq"
+	dataTicket  = "Dpserve-Ticket"
+	dataInc     = "Dpserve-Incarnation"
+	dataResent  = "Dpserve-Resent"
+	// with the cause reset, because older nodes read only the cause
+	dataMalformed = "Dpserve-Malformed"
 
 	headerEngineRank = "X-Data-Parallel-Rank" // of an engine that hosts several ranks
 )
 
-// holdPath is asked for a ticket that no request follows.
+// holdPath is the path of a request for a ticket alone.
 const holdPath = "/dpserve/hold"
 
-// The classes.
+// The classes of a request.
 const (
 	classBoth = "both" // a request and its ticket
 	classHold = "hold" // a ticket that lives as long as the stream
@@ -64,19 +64,19 @@ const (
 	causeRefused    = "refused"     // the engine took no connection
 	causeReset      = "reset"       // the engine broke off before it answered
 	causeFirstToken = "first_token" // its head did not come in time
-	causeDenied     = "denied"      // the caller is not who may ask
+	causeDenied     = "denied"      // the caller may not send this request
 	causeMalformed  = "malformed"
 	causeTooLarge   = "too_large"
 )
 
-// Bounds of what a caller sends.
+// Bounds of the fields of a request.
 const (
 	maxDataName   = 512     // bytes of an application's, unit's or ingress's name
 	maxDataBlocks = 1 << 20 // chain hashes of a prompt
 	hashBytes     = 8
 )
 
-// dataHead is what the header of a request says.
+// dataHead is the content of a request's header.
 type dataHead struct {
 	app, unit  string
 	rank       routing.RankID
@@ -87,7 +87,7 @@ type dataHead struct {
 	firstToken time.Duration // 0: no bound
 }
 
-// writeHead puts a dispatch into the header of its request. The engine's fields share their values with d.
+// writeHead writes a dispatch into the header of its request. The engine's fields share their values with d.
 func writeHead(d *msg.Dispatch, now time.Time) http.Header {
 	h := make(http.Header, len(d.Header)+17)
 	for name, values := range d.Header {
@@ -95,7 +95,7 @@ func writeHead(d *msg.Dispatch, now time.Time) http.Header {
 			h[name] = values
 		}
 	}
-	f := fields{header: h, values: make([]string, 0, 17)}
+	f := headerWriter{header: h, values: make([]string, 0, 17)}
 	f.set(dataApp, d.App)
 	f.set(dataUnit, d.Unit)
 	f.set(dataRank, d.Rank.String())
@@ -120,27 +120,27 @@ func classOf(d *msg.Dispatch) string {
 	}
 }
 
-// fields sets header fields whose values share one array.
-type fields struct {
+// headerWriter sets header fields whose values share one array.
+type headerWriter struct {
 	header http.Header
 	values []string
 }
 
-func (f *fields) set(name, value string) {
+func (f *headerWriter) set(name, value string) {
 	n := len(f.values)
 	f.values = append(f.values, value)
 	f.header[name] = f.values[n : n+1 : n+1]
 }
 
-func (f *fields) number(name string, n uint64) { f.set(name, strconv.FormatUint(n, 10)) }
+func (f *headerWriter) number(name string, n uint64) { f.set(name, strconv.FormatUint(n, 10)) }
 
-func (f *fields) count(name string, n int) { f.number(name, uint64(max(n, 0))) }
+func (f *headerWriter) count(name string, n int) { f.number(name, uint64(max(n, 0))) }
 
-func (f *fields) duration(name string, d time.Duration) {
+func (f *headerWriter) duration(name string, d time.Duration) {
 	f.count(name, int(max(d.Round(time.Millisecond)/time.Millisecond, 1)))
 }
 
-func (f *fields) admit(m *msg.Admit, now time.Time) {
+func (f *headerWriter) admit(m *msg.Admit, now time.Time) {
 	f.set(dataIngress, m.Ingress)
 	f.number(dataReq, m.ReqID)
 	f.number(dataEpoch, m.Epoch)
@@ -167,13 +167,13 @@ func (f *fields) admit(m *msg.Admit, now time.Time) {
 	}
 }
 
-// reading takes fields out of a header; the first error stays.
-type reading struct {
+// headerReader reads fields of a header and keeps the first error.
+type headerReader struct {
 	header http.Header
 	err    error
 }
 
-func (r *reading) text(name string) string {
+func (r *headerReader) text(name string) string {
 	v := r.header[name]
 	if len(v) == 1 && len(v[0]) > 0 && len(v[0]) <= maxDataName {
 		return v[0]
@@ -183,7 +183,7 @@ func (r *reading) text(name string) string {
 }
 
 // number is optional: 0 without the field.
-func (r *reading) number(name string, bits int) uint64 {
+func (r *headerReader) number(name string, bits int) uint64 {
 	v := r.header[name]
 	if len(v) == 0 {
 		return 0
@@ -197,13 +197,13 @@ func (r *reading) number(name string, bits int) uint64 {
 }
 
 // count is a number that fits an int32.
-func (r *reading) count(name string) int { return int(r.number(name, 31)) } //nolint:gosec // 31 bits
+func (r *headerReader) count(name string) int { return int(r.number(name, 31)) } //nolint:gosec // 31 bits
 
-func (r *reading) duration(name string) time.Duration {
+func (r *headerReader) duration(name string) time.Duration {
 	return time.Duration(r.count(name)) * time.Millisecond
 }
 
-func (r *reading) fail(name string) {
+func (r *headerReader) fail(name string) {
 	if r.err == nil {
 		r.err = fmt.Errorf("the field %s is missing or malformed", strings.ToLower(name))
 	}
@@ -211,8 +211,11 @@ func (r *reading) fail(name string) {
 
 // readHead reads the header of a request to path.
 func readHead(h http.Header, path string, now time.Time) (*dataHead, error) {
-	r := reading{header: h}
-	d := &dataHead{app: r.text(dataApp), unit: r.text(dataUnit), class: r.text(dataClass), firstToken: r.duration(dataFirstToken)}
+	r := headerReader{header: h}
+	d := &dataHead{
+		app: r.text(dataApp), unit: r.text(dataUnit), class: r.text(dataClass),
+		firstToken: r.duration(dataFirstToken),
+	}
 	var ok bool
 	if d.rank, ok = parseRank(r.text(dataRank)); !ok {
 		r.fail(dataRank)
@@ -236,11 +239,13 @@ func readHead(h http.Header, path string, now time.Time) (*dataHead, error) {
 	return d, r.err
 }
 
-func (d *dataHead) readAdmit(r *reading, now time.Time) {
+func (d *dataHead) readAdmit(r *headerReader, now time.Time) {
 	d.admit = msg.Admit{
-		ReqID: r.number(dataReq, 64), Epoch: r.number(dataEpoch, 64), Class: msg.ClassBoth, Tokens: r.count(dataTokens),
-		Estimated: r.number(dataEstimated, 1) == 1, Whole: r.number(dataWhole, 1) == 1, Weight: r.count(dataWeight),
-		Hit: r.count(dataHit), HitBlocks: r.count(dataHitBlocks), Ingress: r.text(dataIngress),
+		ReqID: r.number(dataReq, 64), Epoch: r.number(dataEpoch, 64), Class: msg.ClassBoth,
+		Tokens:    r.count(dataTokens),
+		Estimated: r.number(dataEstimated, 1) == 1, Whole: r.number(dataWhole, 1) == 1,
+		Weight: r.count(dataWeight),
+		Hit:    r.count(dataHit), HitBlocks: r.count(dataHitBlocks), Ingress: r.text(dataIngress),
 		Session: r.number(dataSession, 64),
 	}
 	d.blocks = r.count(dataBlocks)
@@ -260,7 +265,7 @@ func parseRank(s string) (id routing.RankID, ok bool) {
 	return routing.ID(int(group), int(rank)), true
 }
 
-// appendBlocks puts chain hashes in front of a body.
+// appendBlocks appends the chain hashes that precede a body.
 func appendBlocks(dst []byte, blocks []uint64) []byte {
 	for _, b := range blocks {
 		dst = binary.LittleEndian.AppendUint64(dst, b)
@@ -268,7 +273,7 @@ func appendBlocks(dst []byte, blocks []uint64) []byte {
 	return dst
 }
 
-// takeBlocks takes n hashes from the front of b; ok is false if there are fewer.
+// takeBlocks reads n hashes from the front of b; ok is false if there are fewer.
 func takeBlocks(dst []uint64, b []byte, n int) (blocks []uint64, rest []byte, ok bool) {
 	if n > len(b)/hashBytes {
 		return dst, nil, false
@@ -280,7 +285,7 @@ func takeBlocks(dst []uint64, b []byte, n int) (blocks []uint64, rest []byte, ok
 	return dst, b, true
 }
 
-// refusalOf is the refusal of a name; one that this build does not know counts as not ready.
+// refusalOf is the refusal with a name; a name that this build does not know counts as not ready.
 func refusalOf(name string) msg.Refusal {
 	for r := msg.Full; r <= msg.Overloaded; r++ {
 		if r.String() == name {

@@ -16,10 +16,10 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// Errors of the way, not of the answer. Each comes inside a *problem.Error.
+// Errors of the transport, not of the answer. Each comes inside a *problem.Error.
 var (
-	ErrUnreachable = errors.New("cannot be reached")
-	ErrNoAddress   = errors.New("has no node port")
+	errUnreachable = errors.New("cannot be reached")
+	errNoAddress   = errors.New("has no node port")
 )
 
 // Bounds of an error on the wire: it travels in the trailer of its call.
@@ -89,16 +89,23 @@ func sentinels() []sentinel {
 	}
 }
 
-// statuses are the gRPC codes of ours, for tools that look at the wire; the Problem in the details is what counts.
+// statuses are the gRPC codes of our problem codes, for tools that read the wire; dpserve reads the Problem
+// in the details.
 var statuses = map[problem.Code]codes.Code{
-	problem.InvalidArgument: codes.InvalidArgument, problem.Unauthenticated: codes.Unauthenticated, problem.PermissionDenied: codes.PermissionDenied,
-	problem.NotFound: codes.NotFound, problem.SlowRequest: codes.DeadlineExceeded, problem.Conflict: codes.FailedPrecondition,
-	problem.TooLarge: codes.ResourceExhausted, problem.Unplaceable: codes.FailedPrecondition, problem.QuotaExceeded: codes.ResourceExhausted,
-	problem.HeaderTooLarge: codes.ResourceExhausted, problem.Internal: codes.Internal, problem.Upstream: codes.Internal,
-	problem.Overloaded: codes.ResourceExhausted, problem.Unavailable: codes.Unavailable, problem.Timeout: codes.DeadlineExceeded,
+	problem.InvalidArgument: codes.InvalidArgument, problem.Unauthenticated: codes.Unauthenticated,
+	problem.PermissionDenied: codes.PermissionDenied,
+	problem.NotFound:         codes.NotFound, problem.SlowRequest: codes.DeadlineExceeded,
+	problem.Conflict: codes.FailedPrecondition,
+	problem.TooLarge: codes.ResourceExhausted, problem.Unplaceable: codes.FailedPrecondition,
+	problem.QuotaExceeded:  codes.ResourceExhausted,
+	problem.HeaderTooLarge: codes.ResourceExhausted, problem.Internal: codes.Internal,
+	problem.Upstream:   codes.Internal,
+	problem.Overloaded: codes.ResourceExhausted, problem.Unavailable: codes.Unavailable,
+	problem.Timeout: codes.DeadlineExceeded,
 }
 
-// notLeaderError refuses what only the leader can answer and says who that is ("" = not known). It is cluster.ErrNotLeader.
+// notLeaderError refuses a question that only the leader can answer, and names the leader ("" = not known).
+// It is cluster.ErrNotLeader.
 type notLeaderError struct{ leader string }
 
 func (e *notLeaderError) Error() string {
@@ -111,10 +118,11 @@ func (e *notLeaderError) Error() string {
 func (*notLeaderError) Is(target error) bool { return target == cluster.ErrNotLeader }
 
 func refuseNotLeader(leader string) error {
-	return problem.New(problem.Unavailable, "%w", &notLeaderError{leader}).WithHint("wait for the election and try again")
+	return problem.New(problem.Unavailable, "%w",
+		&notLeaderError{leader}).WithHint("wait for the election and try again")
 }
 
-// wireError is what is left of an error that came over the wire: its text, and the known errors of its chain.
+// wireError is an error that came over the wire: its text, and the known errors of its chain.
 type wireError struct {
 	text string
 	is   []error
@@ -123,7 +131,8 @@ type wireError struct {
 func (e *wireError) Error() string   { return e.text }
 func (e *wireError) Unwrap() []error { return e.is }
 
-// toStatus makes an error fit for the wire: its problem in the details, the names of the known errors in its chain. nil stays nil.
+// toStatus encodes an error as a gRPC status: its problem in the details, with the names of the known errors
+// in its chain. nil stays nil.
 func toStatus(err error) error {
 	if err == nil {
 		return nil
@@ -141,12 +150,12 @@ func toStatus(err error) error {
 }
 
 func toProblem(err error) *dpservev1.Problem {
-	p := &dpservev1.Problem{Code: string(codeOf(err)), Message: text(err.Error(), maxMessage)}
+	p := &dpservev1.Problem{Code: string(codeOf(err)), Message: cleanText(err.Error(), maxMessage)}
 	var e *problem.Error
 	if errors.As(err, &e) {
-		p.Hint, p.Doc = text(e.Hint, maxHint), text(e.Doc, maxHint)
+		p.Hint, p.Doc = cleanText(e.Hint, maxHint), cleanText(e.Doc, maxHint)
 		for _, line := range e.Details[:min(len(e.Details), maxDetails)] {
-			p.Details = append(p.Details, text(line, maxDetail))
+			p.Details = append(p.Details, cleanText(line, maxDetail))
 		}
 	}
 	for _, s := range sentinels() {
@@ -156,12 +165,12 @@ func toProblem(err error) *dpservev1.Problem {
 	}
 	var n *notLeaderError
 	if errors.As(err, &n) {
-		p.Leader = text(n.leader, maxName)
+		p.Leader = cleanText(n.leader, maxName)
 	}
 	return p
 }
 
-// codeOf is the code of an error; one of a context that ended at its server is no fault of the server's.
+// codeOf is the code of an error. A context that ended at its server is not an internal error of the server.
 func codeOf(err error) problem.Code {
 	var e *problem.Error
 	switch {
@@ -177,8 +186,8 @@ func codeOf(err error) problem.Code {
 	return problem.Internal
 }
 
-// fromStatus is the error of a call to a node as its caller sees it. A code or a name of a later version degrades to Internal
-// or is passed over.
+// fromStatus decodes the error of a call to a node. A code of a later version becomes Internal, and a name of
+// a later version is ignored.
 func fromStatus(node string, err error) error {
 	if err == nil {
 		return nil
@@ -192,17 +201,18 @@ func fromStatus(node string, err error) error {
 			return fromProblem(p)
 		}
 	}
-	return ofTheWay(node, st)
+	return transportError(node, st)
 }
 
-// ofTheWay is for a status that no handler of ours made.
-func ofTheWay(node string, st *status.Status) error {
+// transportError is the error of a status that none of our handlers made.
+func transportError(node string, st *status.Status) error {
 	switch st.Code() {
 	case codes.DeadlineExceeded:
-		return problem.New(problem.Timeout, "node %s did not answer in time: %w", node, context.DeadlineExceeded).
+		return problem.New(problem.Timeout, "node %s did not answer in time: %w", node,
+			context.DeadlineExceeded).
 			WithHint("look at `dpserve nodes`; the node may be overloaded or cut off")
 	case codes.Unavailable, codes.Canceled, codes.Aborted:
-		return problem.New(problem.Unavailable, "node %s %w: %s", node, ErrUnreachable, st.Message()).
+		return problem.New(problem.Unavailable, "node %s %w: %s", node, errUnreachable, st.Message()).
 			WithHint("look at `dpserve nodes`, and whether its node port can be reached from here")
 	case codes.Unimplemented:
 		return problem.New(problem.Unavailable, "node %s does not know this call: %s", node, st.Message()).
@@ -223,15 +233,15 @@ func fromProblem(p *dpservev1.Problem) error {
 	}
 	w := &wireError{text: p.GetMessage()}
 	for _, name := range p.GetIs()[:min(len(p.GetIs()), maxDetails)] {
-		w.is = append(w.is, known(name, p.GetLeader())...)
+		w.is = append(w.is, knownErrors(name, p.GetLeader())...)
 	}
 	e := problem.New(code, "%w", w)
 	e.Hint, e.Doc, e.Details = p.GetHint(), p.GetDoc(), p.GetDetails()
 	return e
 }
 
-// known is the error of a name on the wire, none if it is not known here.
-func known(name, leader string) []error {
+// knownErrors is the error of a name on the wire; none if this version does not know it.
+func knownErrors(name, leader string) []error {
 	if name == notLeaderName {
 		return []error{&notLeaderError{leader}}
 	}
@@ -252,7 +262,8 @@ func leaderOf(err error) string {
 	return ""
 }
 
-// text makes a string fit for a field of type string, which must be UTF-8, and cuts it to limit bytes.
-func text(s string, limit int) string {
+// cleanText makes a string valid for a protobuf field of type string, which must be UTF-8, and cuts it to
+// limit bytes.
+func cleanText(s string, limit int) string {
 	return strings.ToValidUTF8(s[:min(len(s), limit)], "�")
 }

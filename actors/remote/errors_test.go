@@ -23,7 +23,8 @@ import (
 )
 
 func TestProblemsSurviveTheWire(t *testing.T) {
-	want := problem.New(problem.Conflict, "put app chat: %w: revision 4, not 3", state.ErrStaleRevision).WithHint("look again").WithDetails("a", "b")
+	want := problem.New(problem.Conflict, "put app chat: %w: revision 4, not 3",
+		state.ErrStaleRevision).WithHint("look again").WithDetails("a", "b")
 	want.Doc = "https://example.org/x"
 	got := fromStatus("b", toStatus(want))
 	require.EqualError(t, got, want.Error())
@@ -31,11 +32,12 @@ func TestProblemsSurviveTheWire(t *testing.T) {
 	require.NotErrorIs(t, got, state.ErrStaleEpoch)
 	var p *problem.Error
 	require.ErrorAs(t, got, &p)
-	assert.Equal(t, []any{want.Code, want.Hint, want.Doc, want.Details}, []any{p.Code, p.Hint, p.Doc, p.Details})
+	assert.Equal(t, []any{want.Code, want.Hint, want.Doc, want.Details},
+		[]any{p.Code, p.Hint, p.Doc, p.Details})
 	assert.NoError(t, fromStatus("b", toStatus(nil)))
 }
 
-// TestEveryKnownErrorSurvives: also through a second trip, wrapped in between.
+// TestEveryKnownErrorSurvives: also over a second round trip, wrapped in between.
 func TestEveryKnownErrorSurvives(t *testing.T) {
 	names := map[string]bool{}
 	for _, s := range sentinels() {
@@ -45,13 +47,16 @@ func TestEveryKnownErrorSurvives(t *testing.T) {
 		require.ErrorIs(t, once, s.err, s.name)
 		require.ErrorIs(t, fromStatus("c", toStatus(fmt.Errorf("y: %w", once))), s.err, s.name)
 	}
-	for _, code := range []problem.Code{problem.InvalidArgument, problem.Timeout, problem.Unplaceable, problem.Overloaded} {
+	for _, code := range []problem.Code{
+		problem.InvalidArgument, problem.Timeout, problem.Unplaceable,
+		problem.Overloaded,
+	} {
 		assert.Equal(t, code, problem.CodeOf(fromStatus("b", toStatus(problem.New(code, "x")))))
 	}
 }
 
-// TestNoSentinelIsForgotten reads the errors of the rooms that speak over the wire: one that is not in the table would become
-// anonymous on its way.
+// TestNoSentinelIsForgotten reads the errors of the packages whose errors cross the wire: one that is missing
+// in the table would lose its identity.
 func TestNoSentinelIsForgotten(t *testing.T) {
 	names := map[string]bool{}
 	for _, s := range sentinels() {
@@ -95,10 +100,14 @@ func TestForeignErrorsDegrade(t *testing.T) {
 	plain := fromStatus("b", toStatus(errors.New("boom")))
 	assert.Equal(t, problem.Internal, problem.CodeOf(plain))
 	require.EqualError(t, plain, "boom")
-	assert.Equal(t, problem.Timeout, problem.CodeOf(fromStatus("b", toStatus(fmt.Errorf("propose: %w", context.DeadlineExceeded)))))
+	assert.Equal(t, problem.Timeout,
+		problem.CodeOf(fromStatus("b", toStatus(fmt.Errorf("propose: %w", context.DeadlineExceeded)))))
 	assert.Equal(t, problem.Unavailable, problem.CodeOf(fromStatus("b", toStatus(context.Canceled))))
 
-	later := fromProblem(&dpservev1.Problem{Code: "of_the_future", Message: "m", Is: []string{"unheard_of", "stale_epoch"}})
+	later := fromProblem(&dpservev1.Problem{
+		Code: "of_the_future", Message: "m",
+		Is: []string{"unheard_of", "stale_epoch"},
+	})
 	assert.Equal(t, problem.Internal, problem.CodeOf(later))
 	require.ErrorIs(t, later, state.ErrStaleEpoch)
 	assert.Equal(t, codes.Internal, status.Code(toStatus(later)))
@@ -106,22 +115,25 @@ func TestForeignErrorsDegrade(t *testing.T) {
 	assert.Equal(t, codes.Internal, status.Code(unknown))
 }
 
-func TestErrorsOfTheWay(t *testing.T) {
+func TestTransportErrors(t *testing.T) {
 	for code, want := range map[codes.Code]problem.Code{
-		codes.Unavailable: problem.Unavailable, codes.DeadlineExceeded: problem.Timeout, codes.Unimplemented: problem.Unavailable,
-		codes.ResourceExhausted: problem.TooLarge, codes.PermissionDenied: problem.PermissionDenied, codes.DataLoss: problem.Internal,
+		codes.Unavailable: problem.Unavailable, codes.DeadlineExceeded: problem.Timeout,
+		codes.Unimplemented:     problem.Unavailable,
+		codes.ResourceExhausted: problem.TooLarge, codes.PermissionDenied: problem.PermissionDenied,
+		codes.DataLoss: problem.Internal,
 	} {
 		got := fromStatus("b", status.Error(code, "why"))
 		assert.Equal(t, want, problem.CodeOf(got), code)
 		assert.Contains(t, got.Error(), "node b")
 	}
-	require.ErrorIs(t, fromStatus("b", status.Error(codes.Unavailable, "connection refused")), ErrUnreachable)
+	require.ErrorIs(t, fromStatus("b", status.Error(codes.Unavailable, "connection refused")), errUnreachable)
 	require.ErrorIs(t, fromStatus("b", status.Error(codes.DeadlineExceeded, "")), context.DeadlineExceeded)
 }
 
 func TestLongErrorsAreCut(t *testing.T) {
 	long := strings.Repeat("ä", 1<<20)
-	p := toProblem(problem.New(problem.Internal, "%s", long).WithHint("%s", long).WithDetails(strings.Split(strings.Repeat(long[:4000]+"\n", 100), "\n")...))
+	p := toProblem(problem.New(problem.Internal, "%s", long).WithHint("%s",
+		long).WithDetails(strings.Split(strings.Repeat(long[:4000]+"\n", 100), "\n")...))
 	assert.LessOrEqual(t, len(p.GetMessage())+len(p.GetHint()), maxMessage+maxHint)
 	assert.Len(t, p.GetDetails(), maxDetails)
 	trip(t, p)

@@ -1,6 +1,7 @@
 package remote
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"log/slog"
@@ -19,29 +20,30 @@ import (
 // StreamClient is the reader's end of a node's stream.
 type StreamClient = grpc.BidiStreamingClient[dpservev1.SubscribeRequest, dpservev1.Records]
 
-// FeedConfig is what a Feed needs. Self, Store, Open and Log are required.
+// FeedConfig is the configuration of a Feed. Self, Store, Open and Log are required.
 type FeedConfig struct {
 	Self  string    // id of this node
 	Local msg.Feed  // its own ranks; nil: it has none
-	Store msg.Store // names the other nodes
-	// Open begins a stream, which ends with ctx. An error that is, or says, "connection refused" takes the node's ranks out at once.
+	Store msg.Store // it lists the other nodes
+	// Open begins a stream, which ends with ctx. If the error is, or contains, "connection refused", the
+	// node's ranks are taken out at once.
 	Open   func(ctx context.Context, node state.Node) (StreamClient, error)
 	Timers StreamTimers
 	Log    *slog.Logger
 }
 
-// Feed joins the ranks of all nodes into one msg.Feed: the own ones as Local gives them, and those of other nodes by one stream per
-// node, whatever the number of sinks. Records of one node come to a sink in order and one at a time; those of Local and of
-// the other nodes may come at once.
+// Feed joins the ranks of all nodes into one msg.Feed: its own ones as Local delivers them, and those of
+// other nodes over one stream per node, whatever the number of sinks. Records of one node reach a sink in
+// order and one at a time; records of Local and of other nodes may come at the same time.
 type Feed struct {
-	config FeedConfig
-	timers StreamTimers
-	log    *slog.Logger
-	pace   atomic.Int64 // time.Duration between messages to one node
+	config   FeedConfig
+	timers   StreamTimers
+	log      *slog.Logger
+	interval atomic.Int64 // time.Duration between messages to one node
 
-	audience atomic.Pointer[audience]
-	skipped  unread
-	lost     atomic.Uint64 // posts
+	subscribers atomic.Pointer[feedSubscribers]
+	skipped     unpackStats
+	lostPosts   atomic.Uint64 // posts
 
 	stop    context.CancelFunc
 	running sync.WaitGroup
@@ -50,22 +52,22 @@ type Feed struct {
 	links map[string]*link // by node id
 }
 
-// audience is everybody who listens, as of one moment. gen grows with every subscription: who came later than a rank's last
-// snapshot hears nothing of that rank before the next one.
-type audience struct {
-	gen       uint64
-	listeners []*listener
+// feedSubscribers are all subscribers at one moment. gen grows with every subscription: a subscriber that
+// came after a rank's last snapshot gets no record of that rank before the next one.
+type feedSubscribers struct {
+	gen  uint64
+	list []*feedSubscriber
 }
 
-type listener struct {
-	since uint64 // audience.gen of its subscription
+type feedSubscriber struct {
+	since uint64 // feedSubscribers.gen of its subscription
 
 	mu     sync.Mutex
 	sink   msg.Sink
 	closed bool
 }
 
-func (l *listener) deliver(rec *msg.Record) {
+func (l *feedSubscriber) deliver(rec *msg.Record) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if !l.closed {
@@ -73,14 +75,14 @@ func (l *listener) deliver(rec *msg.Record) {
 	}
 }
 
-// FeedStats counts what happened since NewFeed.
+// FeedStats counts events since NewFeed.
 type FeedStats struct {
-	Nodes         int    // that have a stream now, or should
+	Nodes         int    // that have a stream now, or should have one
 	UnknownKinds  uint64 // records of a later version
-	UnknownFields uint64 // records with more than is known
-	Malformed     uint64 // records that were dropped: their ranks are asked for snapshots
-	Strays        uint64 // records of ranks that were not known yet
-	LostPosts     uint64 // messages to ranks that found no room, or whose node is gone
+	UnknownFields uint64 // records with fields that this version does not know
+	Malformed     uint64 // records that were dropped; the readers ask for snapshots
+	Strays        uint64 // records of ranks without a snapshot
+	LostPosts     uint64 // messages to ranks that found no room, or whose node was removed
 }
 
 var _ msg.Feed = (*Feed)(nil)
@@ -90,17 +92,21 @@ func NewFeed(c FeedConfig) (*Feed, error) {
 	if c.Self == "" || c.Store == nil || c.Open == nil || c.Log == nil {
 		return nil, errors.New("feed: Self, Store, Open and Log must be set")
 	}
-	f := &Feed{config: c, timers: c.Timers.withDefaults(), log: c.Log.With(slog.String("room", "remote")), links: map[string]*link{}}
-	f.audience.Store(&audience{})
+	f := &Feed{
+		config: c, timers: c.Timers.withDefaults(), log: c.Log.With(slog.String("room", "remote")),
+		links: map[string]*link{},
+	}
+	f.subscribers.Store(&feedSubscribers{})
 	ctx, stop := context.WithCancel(context.Background())
 	f.stop = stop
 	changed := c.Store.Changed() // before State, so that no change is missed
-	f.adopt(ctx, c.Store.State())
-	f.running.Go(func() { f.follow(ctx, changed) })
+	f.updateLinks(ctx, c.Store.State())
+	f.running.Go(func() { f.followStore(ctx, changed) })
 	return f, nil
 }
 
-// Close ends all streams; the ranks of other nodes are gone, which is no warning. Idempotent; it waits. Local goes on.
+// Close ends all streams and takes the ranks of other nodes out, without a warning. It is idempotent and
+// waits. Local goes on.
 func (f *Feed) Close() {
 	f.stop()
 	f.running.Wait()
@@ -112,24 +118,24 @@ func (f *Feed) Close() {
 	}
 }
 
-// Stats counts.
+// Stats returns the counters.
 func (f *Feed) Stats() FeedStats {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return FeedStats{
 		Nodes: len(f.links), UnknownKinds: f.skipped.kinds.Load(), UnknownFields: f.skipped.fields.Load(),
-		Malformed: f.skipped.malformed.Load(), Strays: f.skipped.strays.Load(), LostPosts: f.lost.Load(),
+		Malformed: f.skipped.malformed.Load(), Strays: f.skipped.strays.Load(), LostPosts: f.lostPosts.Load(),
 	}
 }
 
-// Subscribe implements msg.Feed. The nodes are asked for snapshots of all their ranks, which come soon after.
+// Subscribe implements msg.Feed. Every node is asked for snapshots of all its ranks, which come soon after.
 func (f *Feed) Subscribe(sink msg.Sink) (cancel func()) {
 	f.mu.Lock()
-	old := f.audience.Load()
-	l := &listener{since: old.gen + 1, sink: sink}
-	f.audience.Store(&audience{gen: l.since, listeners: append(slices.Clone(old.listeners), l)})
+	old := f.subscribers.Load()
+	l := &feedSubscriber{since: old.gen + 1, sink: sink}
+	f.subscribers.Store(&feedSubscribers{gen: l.since, list: append(slices.Clone(old.list), l)})
 	for _, k := range f.links {
-		k.posts.resync()
+		k.posts.requestResync()
 	}
 	f.mu.Unlock()
 	local := func() {}
@@ -142,65 +148,66 @@ func (f *Feed) Subscribe(sink msg.Sink) (cancel func()) {
 	}
 }
 
-func (f *Feed) unsubscribe(l *listener) {
+func (f *Feed) unsubscribe(l *feedSubscriber) {
 	f.mu.Lock()
-	old := f.audience.Load()
-	left := slices.DeleteFunc(slices.Clone(old.listeners), func(o *listener) bool { return o == l })
-	f.audience.Store(&audience{gen: old.gen, listeners: left})
+	old := f.subscribers.Load()
+	left := slices.DeleteFunc(slices.Clone(old.list), func(o *feedSubscriber) bool { return o == l })
+	f.subscribers.Store(&feedSubscribers{gen: old.gen, list: left})
 	f.mu.Unlock()
-	l.mu.Lock() // a Deliver in progress ends first
+	l.mu.Lock() // wait for a Deliver in progress
 	defer l.mu.Unlock()
 	l.closed = true
 }
 
-// deliver gives a record of a rank to all who have its snapshot. That a rank is gone or silent is told to all: who subscribed anew may
-// know it from before.
-func (f *Feed) deliver(src *source, rec *msg.Record) {
-	a := f.audience.Load()
+// deliver delivers a rank's record to all sinks that have its snapshot. RecGone and RecSilent go to all
+// sinks: a sink that has subscribed again may know the rank from before.
+func (f *Feed) deliver(src *remoteRank, rec *msg.Record) {
+	a := f.subscribers.Load()
 	if rec.Kind == msg.RecSnapshot {
 		src.gen = a.gen
 	}
 	all := rec.Kind == msg.RecGone || rec.Kind == msg.RecSilent
-	for _, l := range a.listeners {
+	for _, l := range a.list {
 		if all || src.gen >= l.since {
 			l.deliver(rec)
 		}
 	}
 }
 
-// follow keeps one link to every other node that has ranks.
-func (f *Feed) follow(ctx context.Context, changed <-chan struct{}) {
+// followStore keeps one link to every other node that has ranks.
+func (f *Feed) followStore(ctx context.Context, changed <-chan struct{}) {
 	for {
 		select {
 		case <-ctx.Done():
 			return
 		case <-changed:
 			changed = f.config.Store.Changed()
-			f.adopt(ctx, f.config.Store.State())
+			f.updateLinks(ctx, f.config.Store.State())
 		}
 	}
 }
 
-// adopt takes over which nodes there are.
-func (f *Feed) adopt(ctx context.Context, st *state.State) {
+// updateLinks opens and closes links for the nodes of a state.
+func (f *Feed) updateLinks(ctx context.Context, st *state.State) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.pace.Store(int64(paceOf(countRole(st, state.RoleIngress))))
+	f.interval.Store(int64(sendInterval(countRole(st, state.RoleIngress))))
 	for id, l := range f.links {
-		if why := f.unwanted(st.Nodes[id], &l.node); why != "" {
+		if why := f.unlinkReason(st.Nodes[id], &l.node); why != "" {
 			l.close(why)
 			delete(f.links, id)
 		}
 	}
 	for id, n := range st.Nodes {
-		if f.links[id] == nil && f.unwanted(n, n) == "" {
+		if f.links[id] == nil && f.unlinkReason(n, n) == "" {
 			f.links[id] = newLink(ctx, f, *n)
 		}
 	}
 }
 
-// unwanted says why there is no link to a node; "" if there is one. old is the node as it was when the link began.
-func (f *Feed) unwanted(n, old *state.Node) string {
+// unlinkReason says why there is no link to a node; "" if there is one. old is the node's record when the
+// link began.
+func (f *Feed) unlinkReason(n, old *state.Node) string {
 	switch {
 	case n == nil:
 		return "it was removed"
@@ -227,5 +234,55 @@ func countRole(st *state.State, role state.Role) (n int) {
 	return n
 }
 
-// pacing is how long a message to a node waits for company.
-func (f *Feed) pacing() time.Duration { return time.Duration(f.pace.Load()) }
+// postInterval is how long a message to a node waits for others.
+func (f *Feed) postInterval() time.Duration { return time.Duration(f.interval.Load()) }
+
+// StreamTimers are the times of the ranks' streams between nodes. Zero values take the defaults.
+type StreamTimers struct {
+	Heartbeat  time.Duration // of a stream without records, at most half as much later; 250 ms
+	Suspect    time.Duration // of silence: the node's ranks are picked last; 1 s
+	Out        time.Duration // of silence: the node's ranks are out; 3 s
+	BackoffMin time.Duration // first wait between attempts to reach a node, which grows; 50 ms
+	BackoffMax time.Duration // longest such wait; 1 s
+	Resync     time.Duration // how long a rank may take to answer a request for a snapshot; 1 s
+}
+
+func (t StreamTimers) withDefaults() StreamTimers {
+	return StreamTimers{
+		Heartbeat:  cmp.Or(t.Heartbeat, 250*time.Millisecond),
+		Suspect:    cmp.Or(t.Suspect, time.Second),
+		Out:        cmp.Or(t.Out, 3*time.Second),
+		BackoffMin: cmp.Or(t.BackoffMin, 50*time.Millisecond),
+		BackoffMax: cmp.Or(t.BackoffMax, time.Second),
+		Resync:     cmp.Or(t.Resync, time.Second),
+	}
+}
+
+// Messages of a node to all its peers together cost a bounded share of a core: each peer gets at most one
+// message every perPeer × peers, with all records that waited. The first message after a pause leaves at
+// once. All streams of a process wait for the same beat, because a wake-up costs more than a message.
+const (
+	perPeer = 500 * time.Microsecond
+	maxPace = 40 * time.Millisecond
+)
+
+func sendInterval(peers int) time.Duration { return min(time.Duration(peers)*perPeer, maxPace) }
+
+// untilBeat is the time to the next beat of a clock that all streams share.
+func untilBeat(every time.Duration) time.Duration {
+	if every <= 0 {
+		return 0
+	}
+	return every - time.Duration(time.Now().UnixNano())%every
+}
+
+// waitTimer waits; false if done was closed meanwhile.
+func waitTimer(done <-chan struct{}, timer *time.Timer, d time.Duration) bool {
+	timer.Reset(d)
+	select {
+	case <-done:
+		return false
+	case <-timer.C:
+		return true
+	}
+}

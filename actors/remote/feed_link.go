@@ -18,11 +18,12 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// link is the stream of one other node, over its breaks. One goroutine reads it, one writes it, and a timer hears its silence.
+// link is the stream of one other node, over all its connections. One goroutine reads it, one writes it, and
+// a timer checks its silence.
 //
-//	heard ── nothing for Suspect, or the stream broke ──▶ silent ── nothing for Out, or refused ──▶ out
-//	  ▲                                                     │                                        │
-//	  └───────────────── anything comes ────────────────────┴────────────────────────────────────────┘
+//	heard ── silent for Suspect, or the stream broke ──▶ silent ── silent for Out, or refused ──▶ out
+//	  ▲                                                    │                                       │
+//	  └────────────────── any message ─────────────────────┴───────────────────────────────────────┘
 type link struct {
 	feed   *Feed
 	node   state.Node
@@ -31,36 +32,39 @@ type link struct {
 	cancel context.CancelFunc
 	done   chan struct{}
 
-	mu     sync.Mutex // records reach the sinks under it
-	ranks  map[appRank]*source
-	heard  time.Time // anything of the node
-	tried  time.Time // the stream at hand was begun, or heard of
-	silent bool
-	out    bool
-	drop   context.CancelFunc // ends the stream at hand
-	timer  *time.Timer
-	closed bool
+	mu           sync.Mutex // records reach the sinks under it
+	ranks        map[appRank]*remoteRank
+	lastHeard    time.Time // last message of the node
+	lastTry      time.Time // the current stream was begun, or had a message
+	isSilent     bool
+	isOut        bool
+	cancelStream context.CancelFunc // ends the current stream
+	timer        *time.Timer
+	closed       bool
 
-	expected time.Time // the node may be joining until then: its silence is no warning if nothing was heard before
-	warned   bool      // the log says that it is silent
+	// the node may be joining until then: before its first message, its silence is no warning
+	joinDeadline time.Time
+	hasWarned    bool // the log says that it is silent
 }
 
-// errNothingHeard ends a stream on which a node has said nothing for too long.
-var errNothingHeard = errors.New("nothing is heard")
+// errSilent ends a stream on which a node has been silent for too long.
+var errSilent = errors.New("nothing is heard")
 
-// joinTime is how long a node that has just become known may take until it serves its ranks' stream.
+// joinTime is how long a new node may take until it serves its ranks' stream.
 const joinTime = 10 * time.Second
 
 func newLink(ctx context.Context, f *Feed, n state.Node) *link {
 	ctx, cancel := context.WithCancel(ctx)
 	now := time.Now()
 	l := &link{
-		feed: f, node: n, log: f.log.With(slog.String("peer", n.ID)), cancel: cancel, done: make(chan struct{}),
-		ranks: map[appRank]*source{}, heard: now, tried: now, drop: func() {}, expected: now.Add(joinTime),
+		feed: f, node: n, log: f.log.With(slog.String("peer", n.ID)), cancel: cancel,
+		done:  make(chan struct{}),
+		ranks: map[appRank]*remoteRank{}, lastHeard: now, lastTry: now, cancelStream: func() {},
+		joinDeadline: now.Add(joinTime),
 	}
-	l.posts.init(&f.lost)
+	l.posts.init(&f.lostPosts)
 	l.mu.Lock()
-	l.timer = time.AfterFunc(f.timers.Suspect, l.tick)
+	l.timer = time.AfterFunc(f.timers.Suspect, l.checkSilence)
 	l.mu.Unlock()
 	go l.run(ctx) // ends with close
 	return l
@@ -75,10 +79,10 @@ func (l *link) close(why string) {
 	defer l.mu.Unlock()
 	l.closed = true
 	l.timer.Stop()
-	l.goOut(why)
+	l.takeOut(why)
 }
 
-// run holds the stream: at once again after one that held, else after a growing rest.
+// run holds the stream. It reconnects at once after a stream that lasted, otherwise after a growing backoff.
 func (l *link) run(ctx context.Context) {
 	defer close(l.done)
 	timer := time.NewTimer(0)
@@ -86,33 +90,33 @@ func (l *link) run(ctx context.Context) {
 	t := l.feed.timers
 	for wait := time.Duration(0); ctx.Err() == nil; {
 		began := time.Now()
-		heard, err := l.session(ctx)
+		heard, err := l.runStream(ctx)
 		if ctx.Err() != nil {
 			return
 		}
-		l.broke(err)
+		l.onStreamEnd(err)
 		if heard && time.Since(began) >= t.BackoffMax {
 			wait = 0
 			continue
 		}
 		wait = min(max(2*wait, t.BackoffMin), t.BackoffMax)
-		if !rest(ctx.Done(), timer, wait) {
+		if !waitTimer(ctx.Done(), timer, wait) {
 			return
 		}
 	}
 }
 
-// session is one stream from its beginning to its end. heard: the node said something.
-func (l *link) session(ctx context.Context) (heard bool, err error) {
+// runStream is one stream from its beginning to its end. heard says whether the node sent a message.
+func (l *link) runStream(ctx context.Context) (heard bool, err error) {
 	ctx, end := context.WithCancelCause(ctx)
 	cancel := func() { end(nil) }
 	defer cancel()
 	l.mu.Lock()
-	l.tried, l.drop = time.Now(), func() { end(errNothingHeard) }
+	l.lastTry, l.cancelStream = time.Now(), func() { end(errSilent) }
 	l.mu.Unlock()
 	defer func() {
-		if errors.Is(context.Cause(ctx), errNothingHeard) {
-			err = errNothingHeard // gRPC tells only that this end has cancelled
+		if errors.Is(context.Cause(ctx), errSilent) {
+			err = errSilent // gRPC reports only that this side has cancelled
 		}
 	}()
 	stream, err := l.feed.config.Open(ctx, l.node)
@@ -122,7 +126,7 @@ func (l *link) session(ctx context.Context) (heard bool, err error) {
 	var sender sync.WaitGroup
 	sender.Go(func() {
 		defer cancel()
-		l.send(ctx, stream)
+		l.sendPosts(ctx, stream)
 	})
 	defer sender.Wait()
 	defer cancel()
@@ -133,131 +137,136 @@ func (l *link) session(ctx context.Context) (heard bool, err error) {
 			return heard, err
 		}
 		heard = true
-		if err := l.take(in, m.GetPacked()); err != nil {
+		if err := l.onMessage(in, m.GetPacked()); err != nil {
 			return heard, err
 		}
 	}
 }
 
-// take hands a message's records to the sinks.
-func (l *link) take(in *unpacker, packed []byte) error {
+// onMessage delivers a message's records to the sinks.
+func (l *link) onMessage(in *unpacker, packed []byte) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.heard = time.Now()
-	l.tried, l.expected = l.heard, l.heard
+	l.lastHeard = time.Now()
+	l.lastTry, l.joinDeadline = l.lastHeard, l.lastHeard
 	l.setSilent(false, "")
-	l.out = false
+	l.isOut = false
 	return in.unpack(packed, l)
 }
 
-// record implements taker. Called by unpack, with mu held.
-func (l *link) record(src *source, rec *msg.Record) {
+// record implements recordHandler. unpack calls it with mu held.
+func (l *link) record(src *remoteRank, rec *msg.Record) {
 	key := src.key()
 	old := l.ranks[key]
 	switch rec.Kind {
 	case msg.RecSnapshot:
 		if old != src {
-			l.begin(key, old, src)
+			l.addRank(key, old, src)
 		}
-		rec.Snapshot.Mailbox = src.box
+		rec.Snapshot.Mailbox = src.mailbox
 	case msg.RecGone:
 		if old != nil && old.identity == src.identity {
 			delete(l.ranks, key)
-			old.box.stop()
+			old.mailbox.stop()
 		}
 	default:
 	}
 	l.feed.deliver(src, rec)
 }
 
-// begin enters a rank, or a rank's next incarnation. One that was known before a break of the stream keeps its mailbox.
-func (l *link) begin(key appRank, old, src *source) {
+// addRank adds a rank, or its next incarnation. A rank that was known before the stream broke keeps its
+// mailbox.
+func (l *link) addRank(key appRank, old, src *remoteRank) {
 	if old != nil && old.identity == src.identity {
-		src.box, src.gen = old.box, old.gen
+		src.mailbox, src.gen = old.mailbox, old.gen
 	} else {
-		src.box = &remoteBox{id: src.identity, posts: &l.posts, stopped: make(chan struct{})}
+		src.mailbox = &remoteMailbox{id: src.identity, posts: &l.posts, stopped: make(chan struct{})}
 		if old != nil {
-			old.box.stop()
+			old.mailbox.stop()
 		}
 	}
 	l.ranks[key] = src
 }
 
-// roster implements taker: what the node does not have any more is gone. Called by unpack, with mu held.
+// roster implements recordHandler: ranks that are not in the list have ended. unpack calls it with mu held.
 func (l *link) roster(list []identity) {
 	for _, src := range l.ranks {
 		if !slices.Contains(list, src.identity) {
-			l.gone(src)
+			l.removeRank(src)
 		}
 	}
 }
 
-func (l *link) gone(src *source) {
+func (l *link) removeRank(src *remoteRank) {
 	delete(l.ranks, src.key())
-	src.box.stop()
-	l.tell(src, &msg.Record{Kind: msg.RecGone})
+	src.mailbox.stop()
+	l.deliverOwn(src, &msg.Record{Kind: msg.RecGone})
 }
 
-// tell gives the sinks a finding of this end.
-func (l *link) tell(src *source, rec *msg.Record) {
-	rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation = src.app, src.unit, src.rank, src.epoch, src.incarnation
+// deliverOwn delivers a record that this side makes.
+func (l *link) deliverOwn(src *remoteRank, rec *msg.Record) {
+	rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation = src.app, src.unit, src.rank, src.epoch,
+		src.incarnation
 	l.feed.deliver(src, rec)
 }
 
 func (l *link) setSilent(silent bool, why string) {
 	if silent {
-		l.warn(why)
+		l.warnSilent(why)
 	}
-	if silent == l.silent {
+	if silent == l.isSilent {
 		return
 	}
-	l.silent = silent
-	if !silent && l.warned {
-		l.warned = false
+	l.isSilent = silent
+	if !silent && l.hasWarned {
+		l.hasWarned = false
 		l.log.Info("a node's stream is heard again", slog.Int("ranks", len(l.ranks)))
 	}
 	for _, src := range l.ranks {
-		l.tell(src, &msg.Record{Kind: msg.RecSilent, Silent: silent})
+		l.deliverOwn(src, &msg.Record{Kind: msg.RecSilent, Silent: silent})
 	}
 }
 
-// warn logs once that the node is silent; not while it may be joining.
-func (l *link) warn(why string) {
-	if l.warned || time.Now().Before(l.expected) {
+// warnSilent logs once that the node is silent; not while it may be joining.
+func (l *link) warnSilent(why string) {
+	if l.hasWarned || time.Now().Before(l.joinDeadline) {
 		return
 	}
-	l.warned = true
-	l.log.Warn("a node's stream is silent, its ranks are used last", slog.String("cause", why), slog.Int("ranks", len(l.ranks)))
+	l.hasWarned = true
+	l.log.Warn("a node's stream is silent, its ranks are used last", slog.String("cause", why),
+		slog.Int("ranks", len(l.ranks)))
 }
 
-// goOut takes the node's ranks out. Nobody hears of it in the log if why is "".
-func (l *link) goOut(why string) {
-	if why != "" && !l.out && len(l.ranks) > 0 {
+// takeOut takes the node's ranks out. It logs nothing if why is "".
+func (l *link) takeOut(why string) {
+	if why != "" && !l.isOut && len(l.ranks) > 0 {
 		l.log.Warn("a node's ranks are out", slog.String("cause", why), slog.Int("ranks", len(l.ranks)))
 	}
-	l.out = true
+	l.isOut = true
 	for _, src := range l.ranks {
-		l.gone(src)
+		l.removeRank(src)
 	}
 }
 
-// broke judges the end of a stream: the node's ranks are suspect at once, and out if nobody listens there.
-func (l *link) broke(err error) {
+// onStreamEnd handles the end of a stream: the node's ranks are suspect at once, and out if the connection
+// was refused.
+func (l *link) onStreamEnd(err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.setSilent(true, err.Error())
-	if refused(err) {
-		l.goOut(err.Error())
+	if isConnRefused(err) {
+		l.takeOut(err.Error())
 	}
 }
 
-// refused says that a node's kernel answered, and nobody listens there. gRPC gives the reason as text only.
-func refused(err error) bool {
-	return errors.Is(err, syscall.ECONNREFUSED) || status.Code(err) == codes.Unavailable && strings.Contains(err.Error(), "connection refused")
+// isConnRefused says whether the node's kernel refused the connection. gRPC gives the reason as text only.
+func isConnRefused(err error) bool {
+	return errors.Is(err, syscall.ECONNREFUSED) || status.Code(err) == codes.Unavailable &&
+		strings.Contains(err.Error(), "connection refused")
 }
 
-// tick looks how long nothing was heard.
-func (l *link) tick() {
+// checkSilence checks how long the node has been silent.
+func (l *link) checkSilence() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.closed {
@@ -265,18 +274,21 @@ func (l *link) tick() {
 	}
 	t := l.feed.timers
 	now := time.Now()
-	if now.Sub(l.heard) >= t.Suspect {
-		l.setSilent(true, errNothingHeard.Error())
+	if now.Sub(l.lastHeard) >= t.Suspect {
+		l.setSilent(true, errSilent.Error())
 	}
-	if now.Sub(l.heard) >= t.Out {
-		l.goOut(errNothingHeard.Error())
+	if now.Sub(l.lastHeard) >= t.Out {
+		l.takeOut(errSilent.Error())
 	}
-	if now.Sub(l.tried) >= t.Out {
-		l.tried = now
-		l.drop() // a stream, or the try to open one, that gives nothing
+	if now.Sub(l.lastTry) >= t.Out {
+		l.lastTry = now
+		l.cancelStream() // a stream, or an attempt to open one, without a message
 	}
 	next := t.Out
-	for _, due := range [...]time.Time{l.heard.Add(t.Suspect), l.heard.Add(t.Out), l.tried.Add(t.Out)} {
+	for _, due := range [...]time.Time{
+		l.lastHeard.Add(t.Suspect), l.lastHeard.Add(t.Out),
+		l.lastTry.Add(t.Out),
+	} {
 		if left := due.Sub(now); left > 0 {
 			next = min(next, left)
 		}
@@ -284,17 +296,17 @@ func (l *link) tick() {
 	l.timer.Reset(next)
 }
 
-// send writes what is posted to the node's ranks, until the stream ends.
-func (l *link) send(ctx context.Context, stream StreamClient) {
-	l.posts.greet()
+// sendPosts sends the posts to the node's ranks, until the stream ends.
+func (l *link) sendPosts(ctx context.Context, stream StreamClient) {
+	l.posts.onStreamStart()
 	hello := &dpservev1.SubscribeRequest{Ingress: l.feed.config.Self, Resync: true}
 	if stream.Send(hello) != nil {
-		return // the reader gets the reason
+		return // Recv returns the reason
 	}
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	for {
-		batch, resync := l.posts.take()
+		batch, resync := l.posts.takeBatch()
 		if len(batch) == 0 && !resync {
 			select {
 			case <-ctx.Done():
@@ -303,11 +315,14 @@ func (l *link) send(ctx context.Context, stream StreamClient) {
 			}
 			continue
 		}
-		if stream.Send(&dpservev1.SubscribeRequest{Posts: wirePosts(batch, time.Now()), Resync: resync}) != nil {
+		if stream.Send(&dpservev1.SubscribeRequest{
+			Posts:  wirePosts(batch, time.Now()),
+			Resync: resync,
+		}) != nil {
 			l.posts.putBack(batch)
 			return
 		}
-		if !rest(ctx.Done(), timer, untilBeat(l.feed.pacing())) {
+		if !waitTimer(ctx.Done(), timer, untilBeat(l.feed.postInterval())) {
 			return
 		}
 	}

@@ -11,61 +11,61 @@ import (
 	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
 )
 
-// Bounds of what waits to be posted to one node.
+// Bounds of the posts that wait for one node.
 const (
 	maxPosts  = 8192
 	postBatch = 512 // of one message
 )
 
-// errNotPosted is what a rank of another node says to a message that does not travel by its stream, as an Admit.
+// errNotPosted refuses a message that does not travel over the stream, such as an Admit.
 var errNotPosted = errors.New("a message of this kind is not posted to ranks of other nodes")
 
-// remoteBox is the mailbox of a rank on another node. It implements msg.Mailbox: Done, FirstToken, Progress, Probe, Demand and Resync go
-// there by the node's stream, everything else is refused. What is posted after the rank is out still goes, if the node comes back: its
-// requests may have gone on.
-type remoteBox struct {
+// remoteMailbox is the mailbox of a rank on another node. It implements msg.Mailbox: Done, FirstToken,
+// Progress, Probe, Demand and Resync are sent over the node's stream, and all other messages are refused.
+// Posts after the rank is out are still sent if the node comes back, because its requests may have gone on.
+type remoteMailbox struct {
 	id      identity
 	posts   *postQueue
 	stopped chan struct{}
 	once    sync.Once
 }
 
-var _ msg.Mailbox = (*remoteBox)(nil)
+var _ msg.Mailbox = (*remoteMailbox)(nil)
 
-func (b *remoteBox) stop() { b.once.Do(func() { close(b.stopped) }) }
+func (b *remoteMailbox) stop() { b.once.Do(func() { close(b.stopped) }) }
 
-// Stopped implements msg.Mailbox: the rank is gone, or its node is out, as far as this node knows.
-func (b *remoteBox) Stopped() <-chan struct{} { return b.stopped }
+// Stopped implements msg.Mailbox: for this node, the rank has ended, or its node is out.
+func (b *remoteMailbox) Stopped() <-chan struct{} { return b.stopped }
 
-// Send implements msg.Mailbox. Without room the message is lost, and counted.
-func (b *remoteBox) Send(m any) { _ = b.TrySend(m) }
+// Send implements msg.Mailbox. If the queue is full the message is lost, and counted.
+func (b *remoteMailbox) Send(m any) { _ = b.TrySend(m) }
 
 // TrySend implements msg.Mailbox.
-func (b *remoteBox) TrySend(m any) error {
+func (b *remoteMailbox) TrySend(m any) error {
 	p := post{wire: toPost(m)}
 	if p.wire == nil {
 		return errNotPosted
 	}
-	p.wire.Unit, p.wire.Rank, p.wire.Epoch, p.wire.Incarnation = b.id.unit, uint32(b.id.rank), b.id.epoch, b.id.incarnation
+	p.wire.Unit, p.wire.Rank, p.wire.Epoch, p.wire.Incarnation = b.id.unit, uint32(b.id.rank), b.id.epoch,
+		b.id.incarnation
 	switch m := m.(type) {
 	case *msg.FirstToken:
 		p.at = m.At
-	case msg.FirstToken:
-		p.at = m.At
-	case *msg.Progress, msg.Progress, *msg.Probe, msg.Probe:
+	case *msg.Progress, *msg.Probe:
 		p.progress = true
 	}
 	return b.posts.push(p)
 }
 
-// post is a message on its way.
+// post is a message that waits to be sent.
 type post struct {
 	wire     *dpservev1.Post
 	at       time.Time // of a first token
 	progress bool      // or a Probe
 }
 
-// wirePosts makes the posts of one message: how long ago a first token was is known only when it leaves.
+// wirePosts makes the posts of one message. The age of a first token is set here, because it is known only
+// when the message leaves.
 func wirePosts(batch []post, now time.Time) []*dpservev1.Post {
 	out := make([]*dpservev1.Post, 0, len(batch))
 	for _, p := range batch {
@@ -77,16 +77,16 @@ func wirePosts(batch []post, now time.Time) []*dpservev1.Post {
 	return out
 }
 
-// postQueue is what waits to be posted to one node, in order. It never blocks. Over its bound reports of progress and probes go first:
-// the next one says it all again.
+// postQueue is the posts that wait for one node, in order. It never blocks. Over its bound it drops Progress
+// and Probe first, because the next one repeats them.
 type postQueue struct {
 	wake chan struct{} // one slot
 	lost *atomic.Uint64
 
-	mu     sync.Mutex
-	list   []post
-	again  bool // a snapshot of every rank is wanted
-	closed bool
+	mu          sync.Mutex
+	list        []post
+	needsResync bool // a snapshot of every rank is to be requested
+	closed      bool
 }
 
 func (q *postQueue) init(lost *atomic.Uint64) { q.wake, q.lost = make(chan struct{}, 1), lost }
@@ -94,17 +94,17 @@ func (q *postQueue) init(lost *atomic.Uint64) { q.wake, q.lost = make(chan struc
 func (q *postQueue) push(p post) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if q.closed || !q.room(p.progress) {
+	if q.closed || !q.makeRoom(p.progress) {
 		q.lost.Add(1)
 		return msg.ErrOverloaded
 	}
 	q.list = append(q.list, p)
-	q.poke()
+	q.signal()
 	return nil
 }
 
-// room makes room for one more, if it can.
-func (q *postQueue) room(progress bool) bool {
+// makeRoom makes room for one more post, if it can.
+func (q *postQueue) makeRoom(progress bool) bool {
 	if len(q.list) < maxPosts {
 		return true
 	}
@@ -117,40 +117,40 @@ func (q *postQueue) room(progress bool) bool {
 	return len(q.list) < maxPosts
 }
 
-// resync asks for snapshots of all the node's ranks.
-func (q *postQueue) resync() {
+// requestResync asks for snapshots of all the node's ranks.
+func (q *postQueue) requestResync() {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	q.again = true
-	q.poke()
+	q.needsResync = true
+	q.signal()
 }
 
-// greet says that a stream begins, which asks for all snapshots anyway.
-func (q *postQueue) greet() {
+// onStreamStart drops a pending resync: a new stream asks for all snapshots anyway.
+func (q *postQueue) onStreamStart() {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	q.again = false
+	q.needsResync = false
 }
 
-// take gives what leaves next.
-func (q *postQueue) take() (batch []post, resync bool) {
+// takeBatch returns the next posts to send.
+func (q *postQueue) takeBatch() (batch []post, resync bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	n := min(len(q.list), postBatch)
 	batch = slices.Clone(q.list[:n])
 	q.list = slices.Delete(q.list, 0, n)
-	resync, q.again = q.again, false
+	resync, q.needsResync = q.needsResync, false
 	return batch, resync
 }
 
-// putBack returns what could not be sent; a new stream asks for snapshots itself.
+// putBack returns posts that could not be sent.
 func (q *postQueue) putBack(batch []post) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.list = slices.Insert(q.list, 0, batch...)
 }
 
-// close drops what waits.
+// close drops all posts.
 func (q *postQueue) close() {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -159,9 +159,41 @@ func (q *postQueue) close() {
 	q.list = nil
 }
 
-func (q *postQueue) poke() {
+func (q *postQueue) signal() {
 	select {
 	case q.wake <- struct{}{}:
-	default: // it was not heard yet
+	default: // the last signal was not received yet
+	}
+}
+
+// toPost is a mailbox's message on the wire; nil if it is not sent over the stream.
+func toPost(m any) *dpservev1.Post {
+	switch m := m.(type) {
+	case *msg.Done:
+		return &dpservev1.Post{Message: &dpservev1.Post_Done{Done: &dpservev1.Done{
+			Ticket: m.TicketID, Outcome: uint32(m.Outcome), Cause: m.Cause,
+			PromptTokens: int64(m.PromptTokens), CachedTokens: int64(m.CachedTokens),
+			HasCached: m.HasCached, CompletionTokens: int64(m.CompletionTokens),
+			FirstTokenNano: int64(m.FirstToken),
+			Trip:           m.Trip, Busy: m.Busy, Probe: m.Probe,
+		}}}
+	case *msg.FirstToken:
+		return &dpservev1.Post{Message: &dpservev1.Post_FirstToken{
+			FirstToken: &dpservev1.FirstToken{Ticket: m.TicketID},
+		}}
+	case *msg.Progress:
+		return &dpservev1.Post{Message: &dpservev1.Post_Progress{
+			Progress: &dpservev1.Progress{Ticket: m.TicketID, Out: int64(m.Out)},
+		}}
+	case *msg.Probe:
+		return &dpservev1.Post{Message: &dpservev1.Post_Probe{Probe: &dpservev1.Probe{Ticket: m.TicketID}}}
+	case *msg.Demand:
+		return &dpservev1.Post{Message: &dpservev1.Post_Demand{Demand: &dpservev1.Demand{Waits: m.Waits}}}
+	case msg.Demand:
+		return toPost(&m)
+	case msg.Resync:
+		return &dpservev1.Post{Message: &dpservev1.Post_Resync{Resync: &dpservev1.Resync{}}}
+	default:
+		return nil
 	}
 }

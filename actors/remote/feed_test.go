@@ -22,7 +22,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// burst is more records than may wait for one stream.
+// burst emits more records than may wait for one stream.
 func (r *fakeRank) burst(n int) {
 	r.do(func() {
 		for i := range n {
@@ -32,7 +32,7 @@ func (r *fakeRank) burst(n int) {
 	})
 }
 
-// TestOverflow: a reader that is too slow loses everything that waits, hears which ranks are left, and is given them anew.
+// TestOverflow: a reader that is too slow loses its place, gets the list of ranks, and new snapshots of them.
 func TestOverflow(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newStreamNet(t)
@@ -43,7 +43,7 @@ func TestOverflow(t *testing.T) {
 		slow, fast := c.ingress("i1", nil), c.ingress("i2", nil)
 		defer slow.stop()
 		defer fast.stop()
-		calm()
+		settle()
 		c.mu.Lock()
 		mine := c.conns["n1"][0]
 		c.mu.Unlock()
@@ -66,16 +66,16 @@ func TestOverflow(t *testing.T) {
 		time.Sleep(3 * time.Second)
 		assert.EqualValues(t, 1, w.streams.Stats().Gaps)
 		for _, n := range []*ingressNode{slow, fast} {
-			n.equals(t, a)
-			n.equals(t, b)
-			n.equals(t, late)
+			n.assertEqual(t, a)
+			n.assertEqual(t, b)
+			n.assertEqual(t, late)
 			assert.Len(t, n.ids(), 3)
-			assert.Zero(t, n.wrong)
+			assert.Zero(t, n.mismatches)
 		}
 	})
 }
 
-// TestFeedClosesWithoutAWarning: that the ranks of others are gone is no news for a node that ends.
+// TestFeedClosesWithoutAWarning: when a node ends, it logs no warning about the ranks of others.
 func TestFeedClosesWithoutAWarning(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newStreamNet(t)
@@ -95,7 +95,7 @@ func TestFeedClosesWithoutAWarning(t *testing.T) {
 	})
 }
 
-// TestLargeSnapshots: columns and open requests of many messages, asked for by several ingresses at once.
+// TestLargeSnapshots: columns and open requests of many messages, requested by several ingresses at once.
 func TestLargeSnapshots(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newStreamNet(t)
@@ -121,38 +121,39 @@ func TestLargeSnapshots(t *testing.T) {
 		defer b.stop()
 		time.Sleep(3 * time.Second)
 		for _, r := range ranks {
-			a.equals(t, r)
-			b.equals(t, r)
-			r.do(func() { assert.LessOrEqual(t, r.resyncs, 4) }) // a stream's beginning, and a subscription, of each
+			a.assertEqual(t, r)
+			b.assertEqual(t, r)
+			// a stream's beginning, and a subscription, of each
+			r.do(func() { assert.LessOrEqual(t, r.resyncs, 4) })
 		}
-		assert.Zero(t, a.wrong+b.wrong)
+		assert.Zero(t, a.mismatches+b.mismatches)
 		assert.Zero(t, w.streams.Stats().Gaps)
 	})
 }
 
-// TestAskedAgain: a rank that does not answer is asked every second, and holds up no other.
+// TestAskedAgain: a rank that does not answer is asked every second, and does not delay the others.
 func TestAskedAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newStreamNet(t)
 		w := c.worker("n1")
 		defer w.stop()
 		a, b := w.rank(0, 10), w.rank(1, 11)
-		a.do(func() { a.mute = true })
+		a.do(func() { a.ignoresResync = true })
 		synctest.Wait()
 		n := c.ingress("i1", nil)
 		defer n.stop()
 		time.Sleep(4500 * time.Millisecond)
-		n.equals(t, b)
+		n.assertEqual(t, b)
 		a.do(func() {
 			assert.InDelta(t, 5, a.resyncs, 1)
-			a.mute = false
+			a.ignoresResync = false
 		})
 		time.Sleep(2 * time.Second)
-		n.equals(t, a)
+		n.assertEqual(t, a)
 	})
 }
 
-// TestSubscriptions: each begins with snapshots, and hears nothing after its end.
+// TestSubscriptions: each begins with snapshots, and gets no record after its end.
 func TestSubscriptions(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newStreamNet(t)
@@ -161,19 +162,19 @@ func TestSubscriptions(t *testing.T) {
 		a := w.rank(0, 10)
 		n := c.ingress("i1", nil)
 		defer n.stop()
-		calm()
+		settle()
 		second := newReader(t)
 		cancel := n.feed.Subscribe(firstIsSnapshot{t, map[uint64]bool{}, second})
 		a.do(func() { a.admit(1, "i1") })
-		calm()
-		second.equals(t, a)
+		settle()
+		second.assertEqual(t, a)
 		cancel()
 		cancel()
 		before := second.count
 		a.do(func() { a.finish(1) })
-		calm()
+		settle()
 		assert.Equal(t, before, second.count)
-		n.equals(t, a)
+		n.assertEqual(t, a)
 	})
 }
 
@@ -189,7 +190,7 @@ func (f firstIsSnapshot) Deliver(rec *msg.Record) {
 	f.to.Deliver(rec)
 }
 
-// TestAnotherStreamOfTheSameIngress takes the place of the first; the name is held against the connection's.
+// TestAnotherStreamOfTheSameIngress replaces the first one; the name must be that of the connection.
 func TestAnotherStreamOfTheSameIngress(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newStreamNet(t)
@@ -230,17 +231,21 @@ func TestAnotherStreamOfTheSameIngress(t *testing.T) {
 	})
 }
 
-// TestWrongStreams: what cannot be read ends the stream, and a node that cannot be reached is tried again ever more rarely.
+// TestWrongStreams: malformed messages end the stream, and a node that cannot be reached is tried with a
+// growing backoff.
 func TestWrongStreams(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		book, tries := newNodeBook(), 0
+		book, tries := newNodeStore(), 0
 		book.change(func(nodes map[string]*state.Node) {
 			nodes["n1"] = &state.Node{ID: "n1", Address: "n1:1", Roles: []state.Role{state.RoleWorker}}
 		})
-		f, err := NewFeed(FeedConfig{Self: "i1", Store: book, Log: newStreamNet(t).log, Open: func(context.Context, state.Node) (StreamClient, error) {
-			tries++
-			return nil, errors.New("no route to host")
-		}})
+		f, err := NewFeed(FeedConfig{
+			Self: "i1", Store: book, Log: newStreamNet(t).log,
+			Open: func(context.Context, state.Node) (StreamClient, error) {
+				tries++
+				return nil, errors.New("no route to host")
+			},
+		})
 		require.NoError(t, err)
 		time.Sleep(10 * time.Second)
 		f.Close()
@@ -249,26 +254,26 @@ func TestWrongStreams(t *testing.T) {
 	})
 }
 
-// TestAnyHistory: whatever the ranks do, and whatever the network does to the streams, at rest every ingress holds every rank's own
+// TestAnyHistory: whatever the ranks and the network do, at rest every ingress holds every rank's own
 // account, and its KV columns block for block.
 func TestAnyHistory(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		script := rapid.SliceOfN(rapid.Custom(drawEvent), 1, 40).Draw(rt, "script")
-		var found mistakes
-		synctest.Test(t, func(t *testing.T) { play(t, script, &found) })
+		var found findings
+		synctest.Test(t, func(t *testing.T) { runScript(t, script, &found) })
 		if len(found) > 0 {
 			rt.Fatalf("%s", found[0])
 		}
 	})
 }
 
-// mistakes takes what a run in a bubble finds out of it.
-type mistakes []string
+// findings collects the failures of a run on fake time.
+type findings []string
 
-func (m *mistakes) Errorf(format string, args ...any) { *m = append(*m, fmt.Sprintf(format, args...)) }
+func (m *findings) Errorf(format string, args ...any) { *m = append(*m, fmt.Sprintf(format, args...)) }
 
-// event is one thing that happens. Numbers are taken modulo what there is.
-type event struct {
+// scriptEvent is one step. Numbers are taken modulo the number of candidates.
+type scriptEvent struct {
 	What, Worker, Ingress, Rank int
 	On                          bool
 	Tier                        kvindex.Tier
@@ -276,17 +281,22 @@ type event struct {
 	Sleep                       time.Duration
 }
 
-func drawEvent(t *rapid.T) event {
-	return event{
-		What: rapid.IntRange(0, 13).Draw(t, "what"), Worker: rapid.IntRange(0, 1).Draw(t, "worker"), Ingress: rapid.IntRange(0, 2).Draw(t, "ingress"),
-		Rank: rapid.IntRange(0, 1).Draw(t, "rank"), On: rapid.Bool().Draw(t, "on"), Tier: rapid.SampledFrom([]kvindex.Tier{kvindex.GPU, kvindex.Sent}).Draw(t, "tier"),
+func drawEvent(t *rapid.T) scriptEvent {
+	return scriptEvent{
+		What: rapid.IntRange(0, 13).Draw(t, "what"), Worker: rapid.IntRange(0, 1).Draw(t, "worker"),
+		Ingress: rapid.IntRange(0, 2).Draw(t, "ingress"),
+		Rank:    rapid.IntRange(0, 1).Draw(t, "rank"), On: rapid.Bool().Draw(t, "on"),
+		Tier:   rapid.SampledFrom([]kvindex.Tier{kvindex.GPU, kvindex.Sent}).Draw(t, "tier"),
 		Blocks: rapid.SliceOfNDistinct(rapid.Uint64Range(1, 50), 1, 20, rapid.ID).Draw(t, "blocks"),
-		Sleep:  rapid.SampledFrom([]time.Duration{0, time.Millisecond, 30 * time.Millisecond, 900 * time.Millisecond, 4 * time.Second}).Draw(t, "sleep"),
+		Sleep: rapid.SampledFrom([]time.Duration{
+			0, time.Millisecond, 30 * time.Millisecond,
+			900 * time.Millisecond, 4 * time.Second,
+		}).Draw(t, "sleep"),
 	}
 }
 
-// play runs a script, and looks at the end whether everybody knows everything.
-func play(t *testing.T, script []event, found *mistakes) {
+// runScript runs a script, and checks at the end that every ingress holds every rank.
+func runScript(t *testing.T, script []scriptEvent, found *findings) {
 	c, last := newStreamNet(t), uint64(100)
 	workers := []*workerNode{c.worker("n1"), c.worker("n2")}
 	var nodes []*ingressNode
@@ -299,9 +309,9 @@ func play(t *testing.T, script []event, found *mistakes) {
 	for _, e := range script {
 		last++
 		if w := workers[e.Worker]; e.What < 6 || len(w.hub.ranks) == 0 {
-			c.happen(e, w, nodes[e.Ingress])
+			c.apply(e, w, nodes[e.Ingress])
 		} else {
-			w.hub.ranks[e.Rank%len(w.hub.ranks)].happen(e, last)
+			w.hub.ranks[e.Rank%len(w.hub.ranks)].apply(e, last)
 		}
 	}
 	for _, w := range workers {
@@ -310,10 +320,10 @@ func play(t *testing.T, script []event, found *mistakes) {
 	time.Sleep(8 * time.Second)
 	for _, n := range nodes {
 		assert.Len(found, n.ids(), len(workers[0].hub.ranks)+len(workers[1].hub.ranks))
-		assert.Zero(found, n.wrong)
+		assert.Zero(found, n.mismatches)
 		for _, w := range workers {
 			for _, r := range w.hub.ranks {
-				n.equals(found, r)
+				n.assertEqual(found, r)
 			}
 		}
 		n.stop()
@@ -323,8 +333,8 @@ func play(t *testing.T, script []event, found *mistakes) {
 	}
 }
 
-// happen is what happens to streams.
-func (c *streamNet) happen(e event, w *workerNode, n *ingressNode) {
+// apply applies an event to the streams.
+func (c *streamNet) apply(e scriptEvent, w *workerNode, n *ingressNode) {
 	switch e.What {
 	case 0:
 		c.freeze(w.id, e.On)
@@ -342,13 +352,17 @@ func (c *streamNet) happen(e event, w *workerNode, n *ingressNode) {
 	}
 }
 
-// happen is what happens to a rank.
-func (r *fakeRank) happen(e event, number uint64) {
+// apply applies an event to a rank.
+func (r *fakeRank) apply(e scriptEvent, number uint64) {
 	switch e.What {
 	case 6:
 		r.burst(3000)
 	case 7:
-		r.do(func() { r.id.incarnation, r.seq, r.open = number, 0, map[uint64]msg.OpenRequest{}; r.publish() })
+		r.do(func() {
+			r.id.incarnation, r.seq, r.open = number, 0,
+				map[uint64]msg.OpenRequest{}
+			r.publish()
+		})
 	case 8: // after a panic: same incarnation, nothing in hand
 		r.do(func() {
 			r.open, r.columns = map[uint64]msg.OpenRequest{}, map[kvindex.Tier]map[uint64]bool{}
@@ -362,7 +376,13 @@ func (r *fakeRank) happen(e event, number uint64) {
 			r.hub.start(r.node, id)
 		}
 	case 10:
-		r.do(func() { r.accepting = !r.accepting; r.emit(msg.Record{Kind: msg.RecState, Accepting: r.accepting}) })
+		r.do(func() {
+			r.accepting = !r.accepting
+			r.emit(msg.Record{
+				Kind:      msg.RecState,
+				Accepting: r.accepting,
+			})
+		})
 	case 11:
 		r.do(func() { r.store(e.Tier, e.Blocks...) })
 	case 12:

@@ -11,7 +11,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// OldestVersion is the oldest release that understands this one, and is understood.
+// OldestVersion is the oldest release that can exchange messages with this one.
 const OldestVersion = "v0.1.0"
 
 // The steps of a join; an error begins with the one that failed.
@@ -30,8 +30,8 @@ const (
 	maxLabels  = 64
 )
 
-// failed puts the step in front of an error, in place of the command that the state refused.
-func failed(step string, err error) *problem.Error {
+// stepError puts the step in front of an error, in place of the command that the state refused.
+func stepError(step string, err error) *problem.Error {
 	why := err.Error()
 	for _, command := range []string{"use token: ", "put node: "} {
 		why = strings.TrimPrefix(why, command)
@@ -44,19 +44,21 @@ func failed(step string, err error) *problem.Error {
 	return e
 }
 
-// supported refuses a node of a release that is too old to understand this one. What is no release (a build of a checkout) is
-// taken for new.
-func supported(theirs, ours string) error {
+// checkVersion refuses a node of a release that is too old to understand this one. A version that is no
+// release (a build of a checkout) counts as new.
+func checkVersion(theirs, ours string) error {
 	release, ok := parseRelease(theirs)
 	oldest, _ := parseRelease(OldestVersion)
 	if !ok || slices.Compare(release[:], oldest[:]) >= 0 {
 		return nil
 	}
-	return problem.New(problem.Conflict, "the node runs dpserve %s, this cluster %s, which works with %s and later", theirs, ours, OldestVersion).
+	return problem.New(problem.Conflict,
+		"the node runs dpserve %s, this cluster %s, which works with %s and later", theirs, ours,
+		OldestVersion).
 		WithHint("install dpserve %s on the node", ours)
 }
 
-// parseRelease reads v1.2.3; what follows a - or + does not count, and v0.0.0 is no release.
+// parseRelease reads v1.2.3 and ignores a suffix after - or +; v0.0.0 is no release.
 func parseRelease(v string) (r [3]int, ok bool) {
 	v, _, _ = strings.Cut(strings.TrimPrefix(v, "v"), "+")
 	v, _, _ = strings.Cut(v, "-")
@@ -80,19 +82,23 @@ func checkNode(n *state.Node) error {
 	_, _, badGossip := net.SplitHostPort(n.Gossip)
 	o := &n.Offer
 	switch {
-	case n.ID == "" || len(n.ID) > maxNodeID || strings.ContainsAny(n.ID, "/ \t\r\n") || n.ID != text(n.ID, maxNodeID):
-		return badNode("its name %q must be 1 to %d bytes without spaces and slashes", text(n.ID, maxNodeID), maxNodeID)
+	case n.ID == "" || len(n.ID) > maxNodeID || strings.ContainsAny(n.ID, "/ \t\r\n") ||
+		n.ID != cleanText(n.ID, maxNodeID):
+		return badNode("its name %q must be 1 to %d bytes without spaces and slashes",
+			cleanText(n.ID, maxNodeID), maxNodeID)
 	case n.UID == "" || len(n.UID) > maxNodeID:
 		return badNode("it has no UID")
 	case badAddress != nil:
-		return badNode("its node port %q is not HOST:PORT", text(n.Address, maxNodeID))
+		return badNode("its node port %q is not HOST:PORT", cleanText(n.Address, maxNodeID))
 	case badGossip != nil:
-		return badNode("its gossip address %q is not HOST:PORT", text(n.Gossip, maxNodeID))
-	case len(n.Address) > maxName || len(n.Gossip) > maxName || len(n.Advertise) > maxName || len(n.Zone) > maxName || len(n.Version) > maxName ||
+		return badNode("its gossip address %q is not HOST:PORT", cleanText(n.Gossip, maxNodeID))
+	case len(n.Address) > maxName || len(n.Gossip) > maxName || len(n.Advertise) > maxName ||
+		len(n.Zone) > maxName || len(n.Version) > maxName ||
 		len(n.Keyring) > maxName:
 		return badNode("its addresses, zone, version or keyring are too long")
 	case o.Slots < 0 || o.Slots > maxSlots || len(o.Devices) > maxDevices || len(o.Labels) > maxLabels:
-		return badNode("it offers more than %d slots, %d devices or %d labels", maxSlots, maxDevices, maxLabels)
+		return badNode("it offers more than %d slots, %d devices or %d labels", maxSlots, maxDevices,
+			maxLabels)
 	case o.PortLo < 0 || o.PortHi < o.PortLo || o.PortHi > 65535:
 		return badNode("its port range %d-%d is none", o.PortLo, o.PortHi)
 	}
@@ -106,12 +112,13 @@ func checkRoles(roles []state.Role) error {
 	for i, r := range roles {
 		known := r == state.RoleControl || r == state.RoleWorker || r == state.RoleIngress
 		if !known || slices.Contains(roles[:i], r) {
-			return badNode("role %q is unknown or given twice", text(string(r), maxNodeID))
+			return badNode("role %q is unknown or given twice", cleanText(string(r), maxNodeID))
 		}
 	}
 	return nil
 }
 
 func badNode(format string, args ...any) error {
-	return problem.New(problem.InvalidArgument, "the node cannot be a member: "+format, args...).WithHint("look at its flags: dpserve join --help")
+	return problem.New(problem.InvalidArgument, "the node cannot be a member: "+format,
+		args...).WithHint("look at its flags: dpserve join --help")
 }

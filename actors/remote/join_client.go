@@ -15,49 +15,51 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// Pauses between two attempts to join a cluster that is busy electing.
+// Pauses between two attempts to join a cluster that has no leader.
 const (
 	joinPauseMin = 200 * time.Millisecond
 	joinPauseMax = time.Second
 )
 
-// JoinConfig is what Join needs. Key and Dial may be left out.
+// JoinConfig is the configuration of Join. Key and Dial are optional.
 type JoinConfig struct {
 	Address string     // HOST:PORT of the node port of a member with role control
 	Token   string     // as `dpserve start` printed it
-	Node    state.Node // who joins
-	Key     []byte     // PEM, kept by who may have to repeat the join; nil = a new one
-	// Dial connects to the node at an address, which must show the authority with this fingerprint. nil = nodeport.JoinGRPC over TCP.
+	Node    state.Node // the node that joins
+	Key     []byte     // PEM, which a repeated join needs; nil: a new one
+	// Dial connects to the node at an address, which must show the authority with this fingerprint. nil =
+	// nodeport.JoinGRPC over TCP.
 	Dial func(ctx context.Context, address string, fingerprint [sha256.Size]byte) (*grpc.ClientConn, error)
 }
 
-// Joined is what a member keeps.
+// Joined is what a member keeps on its disk.
 type Joined struct {
 	Cluster string
 	Files   pki.Files
-	Seeds   []state.Node // where the others are; their offers are not told
+	Seeds   []state.Node // addresses of other members, without their resources
 }
 
-// Join makes a node a member: its token is spent, its certificate signed, its record put into the state. It may be repeated with
-// the same UID and key as often as needed. An error begins with the step that failed: token, certificate or member. At most 10 s.
+// Join makes a node a member: it uses the token, gets a signed certificate, and its record is put into the
+// state. It may be repeated with the same UID and key as often as needed. An error begins with the step that
+// failed: token, certificate or member. It takes at most 10 s.
 func Join(ctx context.Context, cfg JoinConfig) (*Joined, error) {
 	token, err := pki.ParseToken(cfg.Token)
 	if err != nil {
-		return nil, failed(stepToken, err)
+		return nil, stepError(stepToken, err)
 	}
 	key := cfg.Key
 	if key == nil {
 		if key, err = pki.NewKey(); err != nil {
-			return nil, failed(stepCertificate, err)
+			return nil, stepError(stepCertificate, err)
 		}
 	}
 	csr, err := pki.NewCSR(key)
 	if err != nil {
-		return nil, failed(stepCertificate, err)
+		return nil, stepError(stepCertificate, err)
 	}
 	req, err := encodeJoin(token, &cfg.Node, csr)
 	if err != nil {
-		return nil, failed(stepMember, err)
+		return nil, stepError(stepMember, err)
 	}
 	reply, err := enroll(ctx, &cfg, token.Fingerprint, req)
 	if err != nil {
@@ -68,14 +70,16 @@ func Join(ctx context.Context, cfg JoinConfig) (*Joined, error) {
 }
 
 // enroll asks until there is an answer that another attempt would not change.
-func enroll(ctx context.Context, cfg *JoinConfig, fingerprint [sha256.Size]byte, req *dpservev1.JoinRequest) (*dpservev1.JoinReply, error) {
+func enroll(
+	ctx context.Context, cfg *JoinConfig, fingerprint [sha256.Size]byte, req *dpservev1.JoinRequest,
+) (*dpservev1.JoinReply, error) {
 	ctx, cancel := context.WithTimeout(ctx, joinLimit)
 	defer cancel()
 	conn, err := cfg.dial(ctx, fingerprint)
 	if err != nil {
 		return nil, dialError(err)
 	}
-	defer func() { _ = conn.Close() }() // nothing is left in it
+	defer func() { _ = conn.Close() }() // no call is open
 	var before error                    // the answer of the attempt before this one
 	for pause := joinPauseMin; ; pause = min(2*pause, joinPauseMax) {
 		reply, err := dpservev1.NewEnrollClient(conn).Join(ctx, req, grpc.MaxCallRecvMsgSize(maxEnroll))
@@ -83,10 +87,12 @@ func enroll(ctx context.Context, cfg *JoinConfig, fingerprint [sha256.Size]byte,
 			return reply, nil
 		}
 		err = fromStatus(cfg.Address, err)
-		if before != nil && ctx.Err() != nil { // the time is over: what the other node answered tells more than that
+		// the deadline is over: the answer before says more
+		if before != nil && ctx.Err() != nil {
 			return nil, enrollError(before)
 		}
-		if again := problem.CodeOf(err) == problem.Unavailable && !errors.Is(err, ErrUnreachable); !again || !sleep(ctx, pause) {
+		if again := problem.CodeOf(err) == problem.Unavailable && !errors.Is(err, errUnreachable); !again ||
+			!sleep(ctx, pause) {
 			return nil, enrollError(err)
 		}
 		before = err
@@ -100,41 +106,43 @@ func (cfg *JoinConfig) dial(ctx context.Context, fingerprint [sha256.Size]byte) 
 	return nodeport.JoinGRPC(ctx, nil, cfg.Address, fingerprint)
 }
 
-// dialError names the step that a connection was needed for. A node that shows another authority is not of the token's cluster.
+// dialError names the step that a connection was needed for. A node that shows another authority does not
+// belong to the token's cluster.
 func dialError(err error) error {
 	switch {
 	case errors.Is(err, nodeport.ErrOtherCluster):
-		return failed(stepToken, err)
+		return stepError(stepToken, err)
 	case errors.Is(err, nodeport.ErrExpired):
-		return failed(stepCertificate, err)
+		return stepError(stepCertificate, err)
 	default:
-		return failed(stepMember, err)
+		return stepError(stepMember, err)
 	}
 }
 
-// enrollError names the step where the other side could not.
+// enrollError names the step that failed at the other side.
 func enrollError(err error) error {
-	if errors.Is(err, ErrUnreachable) || errors.Is(err, context.DeadlineExceeded) {
-		return failed(stepMember, err)
+	if errors.Is(err, errUnreachable) || errors.Is(err, context.DeadlineExceeded) {
+		return stepError(stepMember, err)
 	}
 	return err
 }
 
-// check refuses an answer that is not of the token's cluster, or not for this node.
+// check refuses an answer that is not from the token's cluster, or not for this node.
 func (j *Joined) check(fingerprint [sha256.Size]byte, n *state.Node) error {
 	got, err := pki.Fingerprint(j.Files.Authority)
 	if err == nil && got != fingerprint {
 		err = problem.New(problem.Conflict, "it is of another authority than the token")
 	}
 	if err != nil {
-		return failed(stepCertificate, err)
+		return stepError(stepCertificate, err)
 	}
 	c, err := j.Files.Credentials()
 	if err == nil && (c.Identity.Node != n.ID || c.Identity.UID != n.UID || c.Identity.Cluster != j.Cluster) {
-		err = problem.New(problem.Conflict, "it is for node %s (%s) of cluster %s", c.Identity.Node, c.Identity.UID, c.Identity.Cluster)
+		err = problem.New(problem.Conflict, "it is for node %s (%s) of cluster %s", c.Identity.Node,
+			c.Identity.UID, c.Identity.Cluster)
 	}
 	if err != nil {
-		return failed(stepCertificate, err)
+		return stepError(stepCertificate, err)
 	}
 	return nil
 }

@@ -7,6 +7,7 @@ import (
 	"net"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"google.golang.org/grpc/peer"
@@ -20,10 +21,10 @@ import (
 
 const (
 	joinLimit = 10 * time.Second // for the whole of a join
-	maxSeeds  = 16               // told to a newcomer
+	maxSeeds  = 16               // addresses for a new node
 )
 
-// EnrollConfig is what an EnrollServer is made of. All but Now are required.
+// EnrollConfig is the configuration of an EnrollServer. All but Now are required.
 type EnrollConfig struct {
 	Store    msg.Store // with its secrets: of a node with role control
 	Proposer msg.Proposer
@@ -32,11 +33,12 @@ type EnrollConfig struct {
 	Log      *slog.Logger
 }
 
-// EnrollServer answers strangers with a join token. It runs on every node with role control, leader or not.
+// EnrollServer answers strangers that have a join token. It runs on every node with role control, leader or
+// not.
 type EnrollServer struct {
 	dpservev1.UnimplementedEnrollServer
 	cfg   EnrollConfig
-	wrong wrongTokens
+	wrong tokenLimiter
 }
 
 var _ dpservev1.EnrollServer = (*EnrollServer)(nil)
@@ -49,22 +51,22 @@ func NewEnrollServer(cfg EnrollConfig) *EnrollServer {
 	return &EnrollServer{cfg: cfg}
 }
 
-// Join implements dpservev1.EnrollServer. Every step can be repeated by the holder of the same key: the token knows the node and the key it
-// was spent for.
+// Join implements dpservev1.EnrollServer. The holder of the same key can repeat every step: the token records
+// the node and the key it was used for.
 func (s *EnrollServer) Join(ctx context.Context, r *dpservev1.JoinRequest) (*dpservev1.JoinReply, error) {
 	ctx, cancel := context.WithTimeout(ctx, joinLimit)
 	defer cancel()
-	n, err := s.newcomer(r)
+	n, err := s.decodeNewcomer(r)
 	if err != nil {
-		return nil, toStatus(failed(stepMember, err))
+		return nil, toStatus(stepError(stepMember, err))
 	}
 	log := s.cfg.Log.With("room", "remote", "peer", n.ID, "source", sourceOf(ctx))
 	if n.Key, err = pki.KeySum(r.GetCsr()); err != nil {
-		return nil, toStatus(failed(stepCertificate, err))
+		return nil, toStatus(stepError(stepCertificate, err))
 	}
-	if err := s.token(ctx, r.GetToken(), n); err != nil {
+	if err := s.useToken(ctx, r.GetToken(), n); err != nil {
 		log.Warn("join refused", "err", err)
-		return nil, toStatus(failed(stepToken, err))
+		return nil, toStatus(stepError(stepToken, err))
 	}
 	cert, authority, err := certify(s.cfg.Store.State(), n, r.GetCsr(), s.cfg.Now())
 	if err != nil {
@@ -73,49 +75,56 @@ func (s *EnrollServer) Join(ctx context.Context, r *dpservev1.JoinRequest) (*dps
 	}
 	if _, err := s.cfg.Proposer.Propose(ctx, state.Command{PutNode: &state.PutNode{Node: *n}}); err != nil {
 		log.Warn("join refused", "err", err)
-		return nil, toStatus(failed(stepMember, err))
+		return nil, toStatus(stepError(stepMember, err))
 	}
 	log.Info("node joined", "roles", n.Roles, "address", n.Address)
 	st := s.cfg.Store.State()
 	return &dpservev1.JoinReply{
-		Certificate: cert, Authority: authority, Cluster: st.Cluster, GossipKey: st.Secrets.GossipKey, Seeds: seedsOf(st, n.ID),
+		Certificate: cert, Authority: authority, Cluster: st.Cluster, GossipKey: st.Secrets.GossipKey,
+		Seeds: seedsOf(st, n.ID),
 	}, nil
 }
 
-// newcomer reads the record of who wants in, and refuses what can never be a member.
-func (s *EnrollServer) newcomer(r *dpservev1.JoinRequest) (*state.Node, error) {
+// decodeNewcomer reads the record of the joining node, and refuses a record that can never be a member.
+func (s *EnrollServer) decodeNewcomer(r *dpservev1.JoinRequest) (*state.Node, error) {
 	n, err := decodeNode(r.GetNode())
 	if err != nil {
 		return nil, err
 	}
-	n.Lost, n.Reason, n.Draining, n.DrainBy = false, "", false, 0 // not its to say
-	if err := supported(n.Version, s.cfg.Version); err != nil {
+	n.Lost, n.Reason, n.Draining, n.DrainBy = false, "", false, 0 // set by the leader alone
+	if err := checkVersion(n.Version, s.cfg.Version); err != nil {
 		return nil, err
 	}
 	return n, checkNode(n)
 }
 
-// token spends one use of the token for the node. One that this node's copy of the state does not have may be a moment old, so
-// the leader is asked, if not too many strangers made it ask.
-func (s *EnrollServer) token(ctx context.Context, secret string, n *state.Node) error {
+// useToken uses the token for the node. A token that is missing in this node's copy of the state may be new,
+// so the leader is asked, unless too many strangers caused such lookups.
+func (s *EnrollServer) useToken(ctx context.Context, secret string, n *state.Node) error {
 	hash, err := pki.HashSecret(secret)
 	if err != nil {
-		return problem.New(problem.Unauthenticated, "%w: it is malformed", state.ErrTokenUnknown).WithHint("copy the whole join command again")
+		return problem.New(problem.Unauthenticated, "%w: it is malformed",
+			state.ErrTokenUnknown).WithHint("copy the whole join command again")
 	}
-	if s.cfg.Store.State().Tokens[hash] == nil && !s.wrong.allows(sourceOf(ctx), s.cfg.Now()) {
-		return problem.New(problem.Overloaded, "too many wrong tokens").WithHint("make a new one with `dpserve token` and try again in a minute")
+	if s.cfg.Store.State().Tokens[hash] == nil && !s.wrong.allow(sourceOf(ctx), s.cfg.Now()) {
+		return problem.New(problem.Overloaded,
+			"too many wrong tokens").WithHint("make a new one with `dpserve token` and try again in a minute")
 	}
-	_, err = s.cfg.Proposer.Propose(ctx, state.Command{UseToken: &state.UseToken{Hash: hash, UID: n.UID, Key: n.Key, Now: s.cfg.Now().UnixMilli()}})
+	_, err = s.cfg.Proposer.Propose(ctx, state.Command{UseToken: &state.UseToken{
+		Hash: hash, UID: n.UID,
+		Key: n.Key, Now: s.cfg.Now().UnixMilli(),
+	}})
 	return err
 }
 
-// seedsOf are the nodes that a newcomer meets first: those with role control, then others, live ones only.
+// seedsOf are the nodes that a new node contacts first: those with role control, then others, live ones only.
 func seedsOf(st *state.State, newcomer string) []*dpservev1.Peer {
 	var out []*dpservev1.Peer
 	for _, control := range []bool{true, false} {
 		var some []*dpservev1.Peer
 		for name, n := range st.Nodes {
-			if name == newcomer || n.Lost || n.Address == "" || slices.Contains(n.Roles, state.RoleControl) != control {
+			if name == newcomer || n.Lost || n.Address == "" ||
+				slices.Contains(n.Roles, state.RoleControl) != control {
 				continue
 			}
 			p := &dpservev1.Peer{Node: name, Uid: n.UID, Address: n.Address, Gossip: n.Gossip}
@@ -124,7 +133,11 @@ func seedsOf(st *state.State, newcomer string) []*dpservev1.Peer {
 			}
 			some = append(some, p)
 		}
-		slices.SortFunc(some, func(a, b *dpservev1.Peer) int { return strings.Compare(a.GetNode(), b.GetNode()) })
+		slices.SortFunc(some, func(a,
+			b *dpservev1.Peer,
+		) int {
+			return strings.Compare(a.GetNode(), b.GetNode())
+		})
 		out = append(out, some...)
 	}
 	return out[:min(len(out), maxSeeds)]
@@ -143,11 +156,14 @@ func sourceOf(ctx context.Context) string {
 	return host
 }
 
-// decodeJoined is what a newcomer gets of a reply.
+// decodeJoined decodes the reply to a new node.
 func decodeJoined(r *dpservev1.JoinReply, key []byte) *Joined {
 	j := &Joined{
 		Cluster: r.GetCluster(),
-		Files:   pki.Files{Key: key, Cert: r.GetCertificate(), Authority: r.GetAuthority(), GossipKey: r.GetGossipKey()},
+		Files: pki.Files{
+			Key: key, Cert: r.GetCertificate(), Authority: r.GetAuthority(),
+			GossipKey: r.GetGossipKey(),
+		},
 	}
 	for _, p := range r.GetSeeds()[:min(len(r.GetSeeds()), maxSeeds)] {
 		n := state.Node{ID: p.GetNode(), UID: p.GetUid(), Address: p.GetAddress(), Gossip: p.GetGossip()}
@@ -159,11 +175,43 @@ func decodeJoined(r *dpservev1.JoinReply, key []byte) *Joined {
 	return j
 }
 
-// encodeJoin is the request of a newcomer.
+// encodeJoin encodes the request of a new node.
 func encodeJoin(t pki.Token, n *state.Node, csr []byte) (*dpservev1.JoinRequest, error) {
 	data, err := json.Marshal(n)
 	if err != nil {
 		return nil, problem.New(problem.Internal, "encode node %s: %w", n.ID, err)
 	}
 	return &dpservev1.JoinRequest{Token: t.SecretText(), Csr: csr, Node: data}, nil
+}
+
+// Bounds of lookups of unknown tokens, each of which costs a round of consensus. A secret has 128 bits: the
+// limits protect the log and the disks, not against guessing. They never delay a token that this node knows.
+const (
+	wrongWindow    = time.Minute
+	wrongPerSource = 10
+	wrongTotal     = 60
+)
+
+// tokenLimiter counts unknown tokens of the current window, by source. It never holds more than wrongTotal
+// entries.
+type tokenLimiter struct {
+	mu      sync.Mutex
+	since   time.Time
+	total   int
+	sources map[string]int
+}
+
+// allow says whether an unknown token may be looked up, and counts it.
+func (w *tokenLimiter) allow(source string, now time.Time) bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if now.Sub(w.since) >= wrongWindow || now.Before(w.since) {
+		w.since, w.total, w.sources = now, 0, map[string]int{}
+	}
+	if w.total >= wrongTotal || w.sources[source] >= wrongPerSource {
+		return false
+	}
+	w.total++
+	w.sources[source]++
+	return true
 }

@@ -25,8 +25,8 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// gate is a control node that strangers can join at, behind its real node port over a network in memory.
-type gate struct {
+// joinRig is a control node that strangers can join at, behind its real node port over a network in memory.
+type joinRig struct {
 	t         *testing.T
 	net       memnet.Network
 	store     *fakeStore
@@ -36,31 +36,41 @@ type gate struct {
 
 const gateAddress = "10.0.0.1:7947"
 
-func openGate(t *testing.T) *gate {
+func newJoinRig(t *testing.T) *joinRig {
 	t.Helper()
-	g := &gate{t: t, store: newFakeStore()}
+	g := &joinRig{t: t, store: newFakeStore()}
 	g.store.authority(t)
 	secrets := g.store.State().Secrets
 	var err error
 	g.authority, err = pki.LoadAuthority(secrets.Authority, secrets.AuthorityKey)
 	require.NoError(t, err)
-	g.store.put(&state.Node{ID: "a", UID: "uid-a", Address: gateAddress, Gossip: "10.0.0.1:7946", Roles: []state.Role{state.RoleControl}})
-	g.store.put(&state.Node{ID: "0-worker", UID: "uid-w", Address: "10.0.0.9:7947", Roles: []state.Role{state.RoleWorker}})
-	g.store.put(&state.Node{ID: "lost", UID: "uid-l", Address: "10.0.0.8:7947", Roles: []state.Role{state.RoleControl}, Lost: true})
+	g.store.put(&state.Node{
+		ID: "a", UID: "uid-a", Address: gateAddress, Gossip: "10.0.0.1:7946",
+		Roles: []state.Role{state.RoleControl},
+	})
+	g.store.put(&state.Node{
+		ID: "0-worker", UID: "uid-w", Address: "10.0.0.9:7947",
+		Roles: []state.Role{state.RoleWorker},
+	})
+	g.store.put(&state.Node{
+		ID: "lost", UID: "uid-l", Address: "10.0.0.8:7947",
+		Roles: []state.Role{state.RoleControl}, Lost: true,
+	})
 	g.token = g.newToken(time.Now().Add(time.Hour), 1)
 	g.serve()
 	return g
 }
 
-func (g *gate) newToken(expires time.Time, uses int) pki.Token {
+func (g *joinRig) newToken(expires time.Time, uses int) pki.Token {
 	token, err := pki.NewToken(g.store.State().Secrets.Authority)
 	require.NoError(g.t, err)
-	_, err = g.store.Propose(g.t.Context(), state.Command{PutToken: &state.Token{Hash: token.Hash(), Expires: expires.UnixMilli(), Uses: uses}})
+	_, err = g.store.Propose(g.t.Context(),
+		state.Command{PutToken: &state.Token{Hash: token.Hash(), Expires: expires.UnixMilli(), Uses: uses}})
 	require.NoError(g.t, err)
 	return token
 }
 
-func (g *gate) serve() {
+func (g *joinRig) serve() {
 	key, err := pki.NewKey()
 	require.NoError(g.t, err)
 	csr, err := pki.NewCSR(key)
@@ -91,7 +101,7 @@ func (g *gate) serve() {
 	})
 }
 
-func (g *gate) join(change func(c *JoinConfig)) (*Joined, error) {
+func (g *joinRig) join(change func(c *JoinConfig)) (*Joined, error) {
 	cfg := JoinConfig{Address: gateAddress, Token: g.token.String(), Node: newcomer("b"), Dial: g.dial}
 	if change != nil {
 		change(&cfg)
@@ -99,30 +109,38 @@ func (g *gate) join(change func(c *JoinConfig)) (*Joined, error) {
 	return Join(g.t.Context(), cfg)
 }
 
-func (g *gate) dial(ctx context.Context, address string, fingerprint [sha256.Size]byte) (*grpc.ClientConn, error) {
+func (g *joinRig) dial(
+	ctx context.Context, address string, fingerprint [sha256.Size]byte,
+) (*grpc.ClientConn, error) {
 	return nodeport.JoinGRPC(ctx, g.net.DialContext, address, fingerprint)
 }
 
 func newcomer(id string) state.Node {
 	return state.Node{
-		ID: id, UID: "uid-" + id, Advertise: "10.0.0.2", Address: "10.0.0.2:7947", Gossip: "10.0.0.2:7946", Version: "v0.2.0",
-		Roles: []state.Role{state.RoleControl, state.RoleWorker}, Offer: state.Offer{Slots: 8, PortLo: 20000, PortHi: 29999},
+		ID: id, UID: "uid-" + id, Advertise: "10.0.0.2", Address: "10.0.0.2:7947", Gossip: "10.0.0.2:7946",
+		Version: "v0.2.0",
+		Roles:   []state.Role{state.RoleControl, state.RoleWorker},
+		Offer:   state.Offer{Slots: 8, PortLo: 20000, PortHi: 29999},
 	}
 }
 
 func TestJoin(t *testing.T) {
-	g := openGate(t)
+	g := newJoinRig(t)
 	n := newcomer("b")
 	n.Lost, n.Draining = true, true // not its to say
 	joined, err := g.join(func(c *JoinConfig) { c.Node = n })
 	require.NoError(t, err)
 	credentials, err := joined.Files.Credentials()
 	require.NoError(t, err)
-	assert.Equal(t, pki.Identity{Cluster: "c", Node: "b", UID: "uid-b", Roles: []string{"control", "worker"}}, credentials.Identity)
+	assert.Equal(t, pki.Identity{Cluster: "c", Node: "b", UID: "uid-b", Roles: []string{"control", "worker"}},
+		credentials.Identity)
 	assert.Equal(t, "c", joined.Cluster)
 	assert.Len(t, joined.Files.GossipKey, 32)
 	assert.Equal(t, []state.Node{
-		{ID: "a", UID: "uid-a", Address: gateAddress, Gossip: "10.0.0.1:7946", Roles: []state.Role{state.RoleControl}},
+		{
+			ID: "a", UID: "uid-a", Address: gateAddress, Gossip: "10.0.0.1:7946",
+			Roles: []state.Role{state.RoleControl},
+		},
 		{ID: "0-worker", UID: "uid-w", Address: "10.0.0.9:7947", Roles: []state.Role{state.RoleWorker}},
 	}, joined.Seeds, "control nodes first, no lost ones")
 	want := newcomer("b")
@@ -145,10 +163,11 @@ func keySum(t *testing.T, key []byte) string {
 	return sum
 }
 
-// Name and UID of a node are in the certificate that it shows to everybody, and a token may be read in a journal. Whoever has both is
-// still not the node, as the key is missing; and the node itself gets no other roles by a repeat.
+// Name and UID of a node are in the certificate that it shows to every peer, and a token may be in a journal.
+// A stranger that has both still lacks the key; and the node itself cannot change its roles by a repeated
+// join.
 func TestAUsedTokenGivesNothingToAnotherKey(t *testing.T) {
-	g := openGate(t)
+	g := newJoinRig(t)
 	victim := newcomer("b")
 	victim.Roles = []state.Role{state.RoleWorker}
 	own, err := g.join(func(c *JoinConfig) { c.Node = victim })
@@ -174,10 +193,10 @@ func TestAUsedTokenGivesNothingToAnotherKey(t *testing.T) {
 	require.NoError(t, err, "the node itself may repeat it")
 }
 
-// TestJoinNamesTheStepThatFailed checks text, code and hint as the newcomer sees them.
+// TestJoinNamesTheStepThatFailed checks text, code and hint of the new node's error.
 func TestJoinNamesTheStepThatFailed(t *testing.T) {
-	g := openGate(t)
-	own, _ := request(t)
+	g := newJoinRig(t)
+	own, _ := newCertificateRequest(t)
 	expired := g.newToken(time.Now().Add(-time.Minute), 1)
 	stranger, err := pki.NewAuthority("other", time.Now())
 	require.NoError(t, err)
@@ -193,16 +212,46 @@ func TestJoinNamesTheStepThatFailed(t *testing.T) {
 		is     error
 		code   problem.Code
 	}{
-		"cut token":     {func(c *JoinConfig) { c.Token = c.Token[:20] }, "token", "was cut", nil, problem.InvalidArgument},
-		"unknown token": {func(c *JoinConfig) { c.Token = unknown.String() }, "token", "unknown join token", state.ErrTokenUnknown, problem.Unauthenticated},
-		"expired token": {func(c *JoinConfig) { c.Token = expired.String() }, "token", "has expired", state.ErrTokenExpired, problem.Unauthenticated},
-		"other cluster": {func(c *JoinConfig) { c.Token = foreign.String() }, "token", "another cluster", nodeport.ErrOtherCluster, problem.PermissionDenied},
-		"broken key":    {func(c *JoinConfig) { c.Key = []byte("x") }, "certificate", "key", nil, problem.InvalidArgument},
-		"nobody there":  {func(c *JoinConfig) { c.Address = "10.0.0.7:7947" }, "member", "10.0.0.7:7947", nil, problem.Unavailable},
-		"taken name":    {func(c *JoinConfig) { c.Node.ID = "a" }, "member", `node name taken: "a" is held by another node`, state.ErrNodeTaken, problem.Conflict},
-		"old version":   {func(c *JoinConfig) { c.Node.Version = "v0.0.3" }, "member", "v0.0.3, this cluster v0.2.0", nil, problem.Conflict},
-		"no role":       {func(c *JoinConfig) { c.Node.Roles = nil }, "member", "has no role", nil, problem.InvalidArgument},
-		"no address":    {func(c *JoinConfig) { c.Node.Address = "" }, "member", "node port", nil, problem.InvalidArgument},
+		"cut token": {
+			func(c *JoinConfig) { c.Token = c.Token[:20] }, "token", "was cut", nil,
+			problem.InvalidArgument,
+		},
+		"unknown token": {
+			func(c *JoinConfig) { c.Token = unknown.String() }, "token", "unknown join token",
+			state.ErrTokenUnknown, problem.Unauthenticated,
+		},
+		"expired token": {
+			func(c *JoinConfig) { c.Token = expired.String() }, "token", "has expired",
+			state.ErrTokenExpired, problem.Unauthenticated,
+		},
+		"other cluster": {
+			func(c *JoinConfig) { c.Token = foreign.String() }, "token", "another cluster",
+			nodeport.ErrOtherCluster, problem.PermissionDenied,
+		},
+		"broken key": {
+			func(c *JoinConfig) { c.Key = []byte("x") }, "certificate", "key", nil,
+			problem.InvalidArgument,
+		},
+		"nobody there": {
+			func(c *JoinConfig) { c.Address = "10.0.0.7:7947" }, "member", "10.0.0.7:7947", nil,
+			problem.Unavailable,
+		},
+		"taken name": {
+			func(c *JoinConfig) { c.Node.ID = "a" }, "member",
+			`node name taken: "a" is held by another node`, state.ErrNodeTaken, problem.Conflict,
+		},
+		"old version": {
+			func(c *JoinConfig) { c.Node.Version = "v0.0.3" }, "member",
+			"v0.0.3, this cluster v0.2.0", nil, problem.Conflict,
+		},
+		"no role": {
+			func(c *JoinConfig) { c.Node.Roles = nil }, "member", "has no role", nil,
+			problem.InvalidArgument,
+		},
+		"no address": {
+			func(c *JoinConfig) { c.Node.Address = "" }, "member", "node port", nil,
+			problem.InvalidArgument,
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := g.join(func(cfg *JoinConfig) { cfg.Key = own; c.change(cfg) })
@@ -221,15 +270,18 @@ func TestJoinNamesTheStepThatFailed(t *testing.T) {
 	require.NoError(t, err, "none of them spent the token for somebody else")
 }
 
-// TestJoinWaitsForAnElection: what another moment may heal is asked again.
+// TestJoinWaitsForAnElection: errors that may pass are retried.
 func TestJoinWaitsForAnElection(t *testing.T) {
-	g := openGate(t)
+	g := newJoinRig(t)
 	g.store.mu.Lock()
 	g.store.err = problem.New(problem.Unavailable, "propose: %w", cluster.ErrNotLeader)
 	g.store.mu.Unlock()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 	defer cancel()
-	_, err := Join(ctx, JoinConfig{Address: gateAddress, Token: g.token.String(), Node: newcomer("b"), Dial: g.dial})
+	_, err := Join(ctx, JoinConfig{
+		Address: gateAddress, Token: g.token.String(), Node: newcomer("b"),
+		Dial: g.dial,
+	})
 	require.ErrorIs(t, err, cluster.ErrNotLeader)
 	time.AfterFunc(100*time.Millisecond, func() {
 		g.store.mu.Lock()
@@ -240,9 +292,9 @@ func TestJoinWaitsForAnElection(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// TestWrongTokensAreLimited: strangers cannot fill the log, and those with a token are not held up by them.
+// TestWrongTokensAreLimited: strangers cannot fill the log, and do not delay nodes with a valid token.
 func TestWrongTokensAreLimited(t *testing.T) {
-	g := openGate(t)
+	g := newJoinRig(t)
 	wrong := g.token
 	before := g.store.State().Index
 	held := 0
@@ -262,24 +314,24 @@ func TestWrongTokensAreLimited(t *testing.T) {
 }
 
 func TestWrongTokensByWindow(t *testing.T) {
-	var w wrongTokens
+	var w tokenLimiter
 	now := time.Unix(1000, 0)
 	allowed := 0
 	for i := range 1000 {
-		if w.allows(fmt.Sprint(i), now) {
+		if w.allow(fmt.Sprint(i), now) {
 			allowed++
 		}
 	}
 	assert.Equal(t, wrongTotal, allowed)
 	assert.Len(t, w.sources, wrongTotal, "bounded")
-	assert.False(t, w.allows("x", now.Add(wrongWindow-1)))
-	assert.True(t, w.allows("x", now.Add(wrongWindow)))
-	assert.True(t, w.allows("x", now.Add(-time.Hour)), "the clock was set back")
+	assert.False(t, w.allow("x", now.Add(wrongWindow-1)))
+	assert.True(t, w.allow("x", now.Add(wrongWindow)))
+	assert.True(t, w.allow("x", now.Add(-time.Hour)), "the clock was set back")
 }
 
-// TestJoinChecksTheAnswer: a member in the middle cannot hand out something else.
+// TestJoinChecksTheAnswer: a man in the middle cannot hand out another cluster.
 func TestJoinChecksTheAnswer(t *testing.T) {
-	g := openGate(t)
+	g := newJoinRig(t)
 	good, err := g.join(nil)
 	require.NoError(t, err)
 	fingerprint, n := g.token.Fingerprint, newcomer("b")
@@ -297,7 +349,7 @@ func TestJoinChecksTheAnswer(t *testing.T) {
 
 // TestJoinTakesNoMoreThanItsBounds: a stranger's message is small.
 func TestJoinTakesNoMoreThanItsBounds(t *testing.T) {
-	g := openGate(t)
+	g := newJoinRig(t)
 	_, err := g.join(func(c *JoinConfig) { c.Node.Zone = strings.Repeat("z", 2*maxEnroll) })
 	require.Error(t, err)
 	_, err = g.join(func(c *JoinConfig) { c.Node.Zone = strings.Repeat("z", maxNodeRecord) })
@@ -316,10 +368,15 @@ func TestNodesThatCannotBeMembers(t *testing.T) {
 		"no gossip":          func(n *state.Node) { n.Gossip = "" },
 		"long zone":          func(n *state.Node) { n.Zone = strings.Repeat("a", maxName+1) },
 		"strange role":       func(n *state.Node) { n.Roles = []state.Role{"king"} },
-		"role twice":         func(n *state.Node) { n.Roles = []state.Role{state.RoleWorker, state.RoleWorker} },
-		"many slots":         func(n *state.Node) { n.Offer.Slots = maxSlots + 1 },
-		"negative slots":     func(n *state.Node) { n.Offer.Slots = -1 },
-		"ports":              func(n *state.Node) { n.Offer.PortHi = 65536 },
+		"role twice": func(n *state.Node) {
+			n.Roles = []state.Role{
+				state.RoleWorker,
+				state.RoleWorker,
+			}
+		},
+		"many slots":     func(n *state.Node) { n.Offer.Slots = maxSlots + 1 },
+		"negative slots": func(n *state.Node) { n.Offer.Slots = -1 },
+		"ports":          func(n *state.Node) { n.Offer.PortHi = 65536 },
 	} {
 		n := newcomer("b")
 		require.NoError(t, checkNode(&n))
@@ -331,31 +388,39 @@ func TestNodesThatCannotBeMembers(t *testing.T) {
 
 func TestVersions(t *testing.T) {
 	for version, ok := range map[string]bool{
-		"v0.1.0": true, "v0.2.0": true, "v1.0.0-rc1": true, "0.1.0": true, "v0.0.9": false, "v0.0.1-rc1+x": false,
-		"(devel)": true, "": true, "v0.0.0-20261121-abcdef": true, "v0.1": true,
+		"v0.1.0": true, "v0.2.0": true, "v1.0.0-rc1": true, "0.1.0": true, "v0.0.9": false,
+		"v0.0.1-rc1+x": false,
+		"(devel)":      true, "": true, "v0.0.0-20261121-abcdef": true, "v0.1": true,
 	} {
-		assert.Equal(t, ok, supported(version, "v0.3.0") == nil, version)
+		assert.Equal(t, ok, checkVersion(version, "v0.3.0") == nil, version)
 	}
 }
 
 func TestSeedsAreBounded(t *testing.T) {
 	s := newFakeStore()
 	for i := range 100 {
-		s.put(&state.Node{ID: fmt.Sprintf("n%02d", i), UID: "u", Address: "x:1", Roles: []state.Role{state.RoleWorker}})
+		s.put(&state.Node{
+			ID: fmt.Sprintf("n%02d", i), UID: "u", Address: "x:1",
+			Roles: []state.Role{state.RoleWorker},
+		})
 	}
 	seeds := seedsOf(s.State(), "n00")
 	assert.Len(t, seeds, maxSeeds)
-	assert.True(t, slices.IsSortedFunc(seeds, func(a, b *dpservev1.Peer) int { return strings.Compare(a.GetNode(), b.GetNode()) }))
+	assert.True(t, slices.IsSortedFunc(seeds,
+		func(a, b *dpservev1.Peer) int { return strings.Compare(a.GetNode(), b.GetNode()) }))
 	assert.Equal(t, "n01", seeds[0].GetNode())
 }
 
-// FuzzNewcomer: whatever a stranger says of itself.
+// FuzzNewcomer: any record of a new node is refused or within bounds.
 func FuzzNewcomer(f *testing.F) {
 	n := newcomer("b")
 	req, err := encodeJoin(pki.Token{}, &n, nil)
 	require.NoError(f, err)
 	f.Add(req.GetNode(), req.GetToken(), []byte("csr"))
-	s := NewEnrollServer(EnrollConfig{Store: newFakeStore(), Proposer: newFakeStore(), Version: "v0.2.0", Log: slog.New(slog.DiscardHandler)})
+	s := NewEnrollServer(EnrollConfig{
+		Store: newFakeStore(), Proposer: newFakeStore(), Version: "v0.2.0",
+		Log: slog.New(slog.DiscardHandler),
+	})
 	f.Fuzz(func(t *testing.T, node []byte, token string, csr []byte) {
 		_, err := s.Join(t.Context(), &dpservev1.JoinRequest{Node: node, Token: token, Csr: csr})
 		require.Error(t, err)

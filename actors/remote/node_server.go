@@ -16,14 +16,14 @@ const (
 	maxBatchBytes = 1 << 20
 )
 
-// NodeConfig is what a NodeServer is made of. All are required.
+// NodeConfig is the configuration of a NodeServer. View and Peer are required.
 type NodeConfig struct {
 	Agent msg.NodeAgent // nil on a node without role worker
 	View  msg.NodeView
 	Peer  PeerOf
 }
 
-// NodeServer answers what the leader and the admin API of other nodes ask of this node.
+// NodeServer answers questions and orders of the leader and of the admin API of other nodes.
 type NodeServer struct {
 	dpservev1.UnimplementedNodeServer
 	cfg NodeConfig
@@ -34,10 +34,11 @@ var _ dpservev1.NodeServer = (*NodeServer)(nil)
 // NewNodeServer makes a NodeServer; register it at a grpc.Server with ServerOptions.
 func NewNodeServer(cfg NodeConfig) *NodeServer { return &NodeServer{cfg: cfg} }
 
-// agent refuses orders of nodes that cannot lead: an order names the program to start.
-func (s *NodeServer) agent(ctx context.Context) (msg.NodeAgent, error) {
+// checkOrder refuses orders of nodes that cannot lead, because an order names the program to start.
+func (s *NodeServer) checkOrder(ctx context.Context) (msg.NodeAgent, error) {
 	if peer, ok := s.cfg.Peer(ctx); !ok || !peer.HasRole(string(state.RoleControl)) {
-		return nil, problem.New(problem.PermissionDenied, "node %s has no role control and orders nothing", peer.Node)
+		return nil, problem.New(problem.PermissionDenied, "node %s has no role control and orders nothing",
+			peer.Node)
 	}
 	if s.cfg.Agent == nil {
 		return nil, problem.New(problem.Conflict, "this node has no role worker")
@@ -46,8 +47,10 @@ func (s *NodeServer) agent(ctx context.Context) (msg.NodeAgent, error) {
 }
 
 // StartRank implements dpservev1.NodeServer.
-func (s *NodeServer) StartRank(ctx context.Context, r *dpservev1.StartRankRequest) (*dpservev1.StartRankReply, error) {
-	agent, err := s.agent(ctx)
+func (s *NodeServer) StartRank(
+	ctx context.Context, r *dpservev1.StartRankRequest,
+) (*dpservev1.StartRankReply, error) {
+	agent, err := s.checkOrder(ctx)
 	if err != nil {
 		return nil, toStatus(err)
 	}
@@ -62,8 +65,10 @@ func (s *NodeServer) StartRank(ctx context.Context, r *dpservev1.StartRankReques
 }
 
 // StopRank implements dpservev1.NodeServer.
-func (s *NodeServer) StopRank(ctx context.Context, r *dpservev1.StopRankRequest) (*dpservev1.StopRankReply, error) {
-	agent, err := s.agent(ctx)
+func (s *NodeServer) StopRank(
+	ctx context.Context, r *dpservev1.StopRankRequest,
+) (*dpservev1.StopRankReply, error) {
+	agent, err := s.checkOrder(ctx)
 	if err != nil {
 		return nil, toStatus(err)
 	}
@@ -94,18 +99,21 @@ func (s *NodeServer) Status(ctx context.Context, _ *dpservev1.StatusRequest) (*d
 }
 
 // ResetRouter implements dpservev1.NodeServer.
-func (s *NodeServer) ResetRouter(ctx context.Context, r *dpservev1.ResetRouterRequest) (*dpservev1.ResetRouterReply, error) {
-	if err := named(r.GetApp(), "app"); err != nil {
+func (s *NodeServer) ResetRouter(
+	ctx context.Context, r *dpservev1.ResetRouterRequest,
+) (*dpservev1.ResetRouterReply, error) {
+	if err := checkName(r.GetApp(), "app"); err != nil {
 		return nil, toStatus(err)
 	}
 	n, err := s.cfg.View.ResetRouter(ctx, r.GetApp())
 	if err != nil {
 		return nil, toStatus(err)
 	}
-	return &dpservev1.ResetRouterReply{Ranks: i32(n)}, nil
+	return &dpservev1.ResetRouterReply{Ranks: toInt32(n)}, nil
 }
 
-// Logs implements dpservev1.NodeServer. Lines that wait together leave together; a slow reader slows the reading of the log.
+// Logs implements dpservev1.NodeServer. Lines that wait together are sent together; a slow reader slows the
+// reading of the log.
 func (s *NodeServer) Logs(r *dpservev1.LogsRequest, stream dpservev1.Node_LogsServer) error {
 	q, err := decodeQuery(r)
 	if err != nil {
@@ -133,7 +141,7 @@ func (s *NodeServer) Logs(r *dpservev1.LogsRequest, stream dpservev1.Node_LogsSe
 	return err
 }
 
-// sendLines sends until lines is closed or the reader has gone.
+// sendLines sends until lines is closed or the reader has left.
 func sendLines(stream dpservev1.Node_LogsServer, lines <-chan *dpservev1.LogLine) error {
 	for first := range lines {
 		if err := stream.Send(&dpservev1.LogLines{Lines: batchOf(first, lines)}); err != nil {
@@ -143,7 +151,7 @@ func sendLines(stream dpservev1.Node_LogsServer, lines <-chan *dpservev1.LogLine
 	return nil
 }
 
-// batchOf gives first and what waits behind it, within the bounds of a message.
+// batchOf is first and the lines that wait behind it, within the bounds of a message.
 func batchOf(first *dpservev1.LogLine, lines <-chan *dpservev1.LogLine) []*dpservev1.LogLine {
 	batch, size := []*dpservev1.LogLine{first}, len(first.GetText())
 	for len(batch) < maxBatch && size < maxBatchBytes {

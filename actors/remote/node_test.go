@@ -18,19 +18,22 @@ import (
 
 func order() *msg.StartRank {
 	return &msg.StartRank{
-		App: &app.Application{Name: "chat"}, Unit: "chat/0", Epoch: 3, Ranks: []state.RankGrant{{Node: "b", Slot: 2}},
+		App: &app.Application{Name: "chat"}, Unit: "chat/0", Epoch: 3,
+		Ranks:    []state.RankGrant{{Node: "b", Slot: 2}},
 		AllRanks: []state.RankGrant{{Node: "b", Slot: 2}},
 	}
 }
 
 func TestOrdersReachTheNode(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		b := w.nodes["a"].conns.Node("b")
 		agent := w.nodes["b"].agent
 		require.NoError(t, b.StartRank(t.Context(), order()))
-		require.NoError(t, b.StopRank(t.Context(), &msg.StopRank{Unit: "chat/0", Epoch: 3, Grace: time.Minute, Reason: "drained"}))
+		require.NoError(t, b.StopRank(t.Context(),
+			&msg.StopRank{Unit: "chat/0", Epoch: 3, Grace: time.Minute, Reason: "drained"}))
 		assert.Equal(t, []*msg.StartRank{order()}, agent.started)
-		assert.Equal(t, []*msg.StopRank{{Unit: "chat/0", Epoch: 3, Grace: time.Minute, Reason: "drained"}}, agent.stopped)
+		assert.Equal(t, []*msg.StopRank{{Unit: "chat/0", Epoch: 3, Grace: time.Minute, Reason: "drained"}},
+			agent.stopped)
 
 		agent.err = problem.New(problem.Conflict, "unit chat/0: %w", state.ErrStaleEpoch)
 		require.ErrorIs(t, b.StartRank(t.Context(), order()), state.ErrStaleEpoch)
@@ -46,16 +49,17 @@ func TestOrdersReachTheNode(t *testing.T) {
 
 		require.ErrorIs(t, w.nodes["a"].conns.Node("x").StartRank(t.Context(), order()), state.ErrUnknownNode)
 		w.nodes["b"].server.Stop()
-		require.ErrorIs(t, b.StopRank(t.Context(), &msg.StopRank{Unit: "chat/0", Epoch: 3}), ErrUnreachable)
+		require.ErrorIs(t, b.StopRank(t.Context(), &msg.StopRank{Unit: "chat/0", Epoch: 3}), errUnreachable)
 	}, "a", "b")
 }
 
 // TestOnlyControlNodesOrder: an order names the program to start.
 func TestOnlyControlNodesOrder(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		b := w.nodes["ingress"].conns.Node("b")
 		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(b.StartRank(t.Context(), order())))
-		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(b.StopRank(t.Context(), &msg.StopRank{Unit: "chat/0", Epoch: 3})))
+		assert.Equal(t, problem.PermissionDenied,
+			problem.CodeOf(b.StopRank(t.Context(), &msg.StopRank{Unit: "chat/0", Epoch: 3})))
 		assert.Empty(t, w.nodes["b"].agent.started)
 		_, _, err := b.Statuses(t.Context())
 		require.NoError(t, err)
@@ -63,11 +67,14 @@ func TestOnlyControlNodesOrder(t *testing.T) {
 }
 
 func TestViewOfAnotherNode(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		b, view := w.nodes["a"].conns.Node("b"), w.nodes["b"].view
 		ranks, queued, err := b.Statuses(t.Context())
 		require.NoError(t, err)
-		assert.Equal(t, map[string][]msg.RankStatus{"chat/0": {{Rank: 1, Node: "b", Phase: "ready", TokensPerS: 2.5}}}, ranks)
+		assert.Equal(t, map[string][]msg.RankStatus{"chat/0": {{
+			Rank: 1, Node: "b", Phase: "ready",
+			TokensPerS: 2.5,
+		}}}, ranks)
 		assert.Equal(t, map[string]int{"chat": 4}, queued)
 		n, err := b.ResetRouter(t.Context(), "chat")
 		require.NoError(t, err)
@@ -83,20 +90,22 @@ func TestViewOfAnotherNode(t *testing.T) {
 }
 
 func TestLogsComeInOrderAndInBatches(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		b, view := w.nodes["a"].conns.Node("b"), w.nodes["b"].view
 		view.lines = 10 * maxBatch
 		got := 0
-		require.NoError(t, b.Logs(t.Context(), msg.LogQuery{Unit: "chat/0", Rank: -1}, func(l msg.LogLine) error {
-			assert.Equal(t, got, l.Rank)
-			assert.Equal(t, "chat/0", l.Unit)
-			got++
-			return nil
-		}))
+		require.NoError(t, b.Logs(t.Context(), msg.LogQuery{Unit: "chat/0", Rank: -1},
+			func(l msg.LogLine) error {
+				assert.Equal(t, got, l.Rank)
+				assert.Equal(t, "chat/0", l.Unit)
+				got++
+				return nil
+			}))
 		assert.Equal(t, view.lines, got)
 
 		enough := errors.New("enough")
-		require.ErrorIs(t, b.Logs(t.Context(), msg.LogQuery{Rank: -1, Follow: true}, func(msg.LogLine) error { return enough }), enough)
+		require.ErrorIs(t, b.Logs(t.Context(), msg.LogQuery{Rank: -1, Follow: true},
+			func(msg.LogLine) error { return enough }), enough)
 		synctest.Wait() // the far end goes on with what it reads for a moment after its reader has left
 		view.lines, view.err = 0, problem.New(problem.NotFound, "no such unit")
 		require.ErrorContains(t, b.Logs(t.Context(), msg.LogQuery{Rank: -1}, nil), "no such unit")
@@ -104,13 +113,13 @@ func TestLogsComeInOrderAndInBatches(t *testing.T) {
 }
 
 func TestLogsThatStandStill(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		b, view := w.nodes["a"].conns.Node("b"), w.nodes["b"].view
 		view.lines, view.stall = 1, true
 		began := time.Now()
 		take := func(msg.LogLine) error { return nil }
 		err := b.Logs(t.Context(), msg.LogQuery{Rank: -1}, take)
-		require.ErrorIs(t, err, errIdle)
+		require.ErrorIs(t, err, errLogIdle)
 		assert.Equal(t, problem.Timeout, problem.CodeOf(err))
 		assert.Equal(t, logsIdle, time.Since(began), "fake time")
 		synctest.Wait()
@@ -118,18 +127,20 @@ func TestLogsThatStandStill(t *testing.T) {
 
 		ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
 		defer cancel()
-		require.NoError(t, b.Logs(ctx, msg.LogQuery{Rank: -1, Follow: true}, take), "followed until its reader leaves")
+		require.NoError(t, b.Logs(ctx, msg.LogQuery{Rank: -1, Follow: true}, take),
+			"followed until its reader leaves")
 	}, "a", "b")
 }
 
-// TestSlowReaderOfLogsBuffersLittle: a reader that stands still stops the far end after what the stream's window holds.
+// TestSlowReaderOfLogsBuffersLittle: a stalled reader stops the sender when the stream's window is full.
 func TestSlowReaderOfLogsBuffersLittle(t *testing.T) {
-	inTown(t, func(t *testing.T, w *town) {
+	withCluster(t, func(t *testing.T, w *testCluster) {
 		b, view := w.nodes["a"].conns.Node("b"), w.nodes["b"].view
 		view.lines = 1 << 20
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
 		defer cancel()
-		require.NoError(t, b.Logs(ctx, msg.LogQuery{Rank: -1, Follow: true}, func(msg.LogLine) error { <-ctx.Done(); return nil }))
+		require.NoError(t, b.Logs(ctx, msg.LogQuery{Rank: -1, Follow: true},
+			func(msg.LogLine) error { <-ctx.Done(); return nil }))
 		synctest.Wait()
 		assert.Less(t, view.sent.Load(), int64(1<<20))
 	}, "a", "b")

@@ -13,24 +13,25 @@ import (
 //
 //	length (uvarint) · kind (byte) · slot (uvarint) · fields
 //
-// A slot is a number that the sending process gives to one incarnation of a rank, and never again. A snapshot says whose it is, and so
-// does the end, which may come to a reader before the snapshot; every other record names its rank in one or two bytes. Numbers are uvarints, hashes and random numbers 8 bytes little endian, texts
-// have their length in front. Fields are only ever added at the end of a record: a reader skips what it does not know, as it
-// skips kinds that it does not know.
+// A slot is a number that the sending process gives to one incarnation of a rank, and never again. A snapshot
+// names the rank of its slot, and so does the end of a rank, which may reach a reader before the snapshot.
+// Every other record names its rank by the slot, in one or two bytes. Numbers are uvarints, hashes and random
+// numbers are 8 bytes little endian, and a text follows its length. New fields are only added at the end of a
+// record: a reader skips fields and kinds that it does not know.
 
 // wireKind is a record's kind on the wire. The numbers are fixed; a test pins them.
 type wireKind byte
 
-// The records of msg are on the wire under their own number and 1. These are the wire's own.
+// A record of msg has its own number plus 1 on the wire. These kinds exist on the wire only.
 const (
-	wireMore   wireKind = 64 // open requests that did not fit into the snapshot in front
-	wireRoster wireKind = 65 // every rank of the node; others it does not have
+	wireMore   wireKind = 64 // open requests that did not fit into the snapshot before
+	wireRoster wireKind = 65 // every rank of the node; a rank that is missing has ended
 	lastRecord          = wireKind(msg.RecKVEnd) + 1
 )
 
 func wireOf(k msg.RecordKind) wireKind { return wireKind(k) + 1 }
 
-// Bounds of what is packed and of what is believed when it is unpacked.
+// Bounds of packed records; the reader refuses larger values.
 const (
 	maxString       = 4 << 10  // bytes of a text
 	maxHashes       = 4 << 10  // of one record
@@ -69,14 +70,14 @@ func identityOf(rec *msg.Record) identity {
 	return identity{rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation}
 }
 
-// packer packs records. What it gives is valid until its next use; in the steady state it allocates nothing.
+// packer packs records. Its result is valid until its next use; in the steady state it allocates nothing.
 type packer struct {
 	buf  []byte
 	ends []int // of the records in buf
 }
 
-// pack gives the packed parts of a record, one after the other: buf[:ends[0]], buf[ends[0]:ends[1]] … A record over a bound has none:
-// its reader sees a gap, and asks for a snapshot.
+// pack packs a record in one or more parts, one after the other: buf[:ends[0]], buf[ends[0]:ends[1]] … A
+// record over a bound has no part: its reader detects a gap, and asks for a snapshot.
 func (p *packer) pack(slot uint64, rec *msg.Record) {
 	p.buf, p.ends = p.buf[:0], p.ends[:0]
 	switch rec.Kind {
@@ -87,12 +88,13 @@ func (p *packer) pack(slot uint64, rec *msg.Record) {
 		p.u64(rec.Seq)
 		p.request(rec.ReqID, rec.Ingress, rec.Tokens, rec.Hit, rec.Out)
 		p.text(rec.Cause)
-		p.optional(rec)
+		p.optionalFields(rec)
 		p.end()
 	case msg.RecState:
 		p.begin(wireOf(rec.Kind), slot)
 		p.u64(rec.Seq)
-		p.buf = append(p.buf, flag(rec.Accepting, flagAccepting)|flag(rec.Fenced, flagFenced)|flag(rec.Draining, flagDraining)|flag(rec.Tripped, flagTripped))
+		p.buf = append(p.buf, flag(rec.Accepting, flagAccepting)|flag(rec.Fenced,
+			flagFenced)|flag(rec.Draining, flagDraining)|flag(rec.Tripped, flagTripped))
 		p.text(rec.Cause)
 		p.turn(rec.Turn)
 		p.end()
@@ -105,13 +107,14 @@ func (p *packer) pack(slot uint64, rec *msg.Record) {
 		p.status(slot, rec)
 	case msg.RecKVBegin, msg.RecKV, msg.RecKVEnd:
 		p.kv(slot, rec)
-	case msg.RecSilent: // a reader's own finding
+	case msg.RecSilent: // only a reader makes it
 	}
 }
 
-// optional packs what a record about a request may have behind its cause. A field is known by its place, so it needs those in front of
-// it, empty or not; a record that has none of them is as it always was.
-func (p *packer) optional(rec *msg.Record) {
+// optionalFields packs the optional fields of a record about a request. The reader knows a field by its
+// position, so the fields before it are packed too, even if empty. A record without optional fields is packed
+// as in older versions.
+func (p *packer) optionalFields(rec *msg.Record) {
 	hasAt := rec.At > 0
 	switch {
 	case rec.Kind == msg.RecAdmitted && (hasAt || rec.Session != 0):
@@ -124,13 +127,13 @@ func (p *packer) optional(rec *msg.Record) {
 	}
 }
 
-// toMicros is a rank's time on the wire, rounded up: a time that is told is never 0 there.
+// toMicros is a rank's time on the wire, rounded up: a known time is never 0 there.
 func toMicros(at time.Duration) uint64 {
 	at = min(at, maxAt*time.Microsecond)
 	return uint64((at + time.Microsecond - 1) / time.Microsecond) //nolint:gosec // at is positive
 }
 
-// turn packs for whom room is; a record without it is as it always was.
+// turn packs the ingress that has room; a record without one is packed as in older versions.
 func (p *packer) turn(ingress string) {
 	if ingress != "" {
 		p.text(ingress)
@@ -176,9 +179,10 @@ func (p *packer) kv(slot uint64, rec *msg.Record) {
 // snapshot packs a snapshot in as many parts as it needs.
 func (p *packer) snapshot(slot uint64, rec *msg.Record) {
 	s := rec.Snapshot
-	n := fitting(s.Open)
+	n := countFitting(s.Open)
 	p.begin(wireOf(rec.Kind), slot)
-	p.buf = append(p.buf, flag(rec.Accepting, flagAccepting)|flag(s.Accepting, flagTaking)|flag(s.CachingOff, flagCachingOff)|
+	p.buf = append(p.buf, flag(rec.Accepting, flagAccepting)|flag(s.Accepting, flagTaking)|flag(s.CachingOff,
+		flagCachingOff)|
 		flag(s.Target.Owned, flagOwned)|flag(n < len(s.Open), flagMore)|flag(s.Tripped, flagTripped))
 	p.u64(rec.Seq)
 	p.identity(identityOf(rec))
@@ -195,7 +199,7 @@ func (p *packer) snapshot(slot uint64, rec *msg.Record) {
 	}
 	p.end()
 	for rest := s.Open[n:]; len(rest) > 0; rest = rest[n:] {
-		n = fitting(rest)
+		n = countFitting(rest)
 		p.begin(wireMore, slot)
 		p.buf = append(p.buf, flag(n < len(rest), flagMore))
 		p.open(rest[:n])
@@ -203,8 +207,8 @@ func (p *packer) snapshot(slot uint64, rec *msg.Record) {
 	}
 }
 
-// fitting is how many open requests go into one part.
-func fitting(open []msg.OpenRequest) (n int) {
+// countFitting is how many open requests fit into one part.
+func countFitting(open []msg.OpenRequest) (n int) {
 	for size := 0; n < len(open) && size < partBytes; n++ {
 		size += openBytes + len(open[n].Ingress)
 	}
@@ -272,7 +276,8 @@ func (p *packer) end() {
 
 func (p *packer) u64(v uint64) { p.buf = binary.AppendUvarint(p.buf, v) }
 
-// count packs a number that is not negative; what no reader would believe becomes the nearest that it does.
+// count packs a number that is not negative; a number that readers would refuse becomes the nearest that they
+// accept.
 func (p *packer) count(v int64) { p.u64(uint64(min(max(v, 0), maxCount))) }
 
 func (p *packer) fixed(v uint64) { p.buf = binary.LittleEndian.AppendUint64(p.buf, v) }

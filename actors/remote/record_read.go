@@ -13,18 +13,19 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// errFraming says that packed records end in the middle of one, or that a length is none: nothing behind it can be read.
+// errFraming says that packed records end within a record, or that a length is wrong: nothing after it can be
+// read.
 var errFraming = errors.New("a record's length does not fit what was sent")
 
-// source is a rank as a stream's reader knows it.
-type source struct {
+// remoteRank is a rank as a stream's reader knows it.
+type remoteRank struct {
 	identity
-	slot uint64
-	gen  uint64 // of the audience that has its snapshot; the Feed's
-	box  *remoteBox
+	slot    uint64
+	gen     uint64 // of the feedSubscribers that have its snapshot; used by the Feed
+	mailbox *remoteMailbox
 }
 
-// appRank names a rank whatever its incarnation.
+// appRank names a rank without its incarnation.
 type appRank struct {
 	app  string
 	rank routing.RankID
@@ -32,44 +33,47 @@ type appRank struct {
 
 func (id *identity) key() appRank { return appRank{id.app, id.rank} }
 
-// taker gets what an unpacker reads. rec is valid during the call only.
-type taker interface {
-	record(src *source, rec *msg.Record)
+// recordHandler receives the records that an unpacker reads. rec is valid during the call only.
+type recordHandler interface {
+	record(src *remoteRank, rec *msg.Record)
 	roster(list []identity)
 }
 
-// unread counts what an unpacker skipped.
-type unread struct {
-	kinds     atomic.Uint64 // records of a kind that is not known
-	fields    atomic.Uint64 // records with fields behind the known ones
+// unpackStats counts what an unpacker skipped.
+type unpackStats struct {
+	kinds     atomic.Uint64 // records of an unknown kind
+	fields    atomic.Uint64 // records with fields after the known ones
 	malformed atomic.Uint64 // records that contradict themselves or a bound
-	strays    atomic.Uint64 // records of ranks whose snapshot has not come
+	strays    atomic.Uint64 // records of ranks without a snapshot
 }
 
-// unpacker reads the packed records of one stream. Its memory is bounded whatever comes. In the steady state it allocates
-// nothing.
+// unpacker reads the packed records of one stream. Its memory is bounded for any input. In the steady state
+// it allocates nothing.
 type unpacker struct {
-	skipped *unread
-	slots   map[uint64]*source
-	ranks   map[appRank]*source
-	texts   map[string]string
+	stats *unpackStats
+	slots map[uint64]*remoteRank
+	ranks map[appRank]*remoteRank
+	texts map[string]string
 
-	rec     msg.Record // reused, as all below
+	rec     msg.Record // re-used, as all fields below
 	snap    msg.Snapshot
 	hashes  []uint64
-	pending *source // of the snapshot at hand, until its last part is here
+	pending *remoteRank // of the snapshot being read, until its last part is here
 	ids     []identity
 }
 
-// maxTexts bounds the texts an unpacker keeps, so that names that come again cost nothing.
+// maxTexts bounds the texts an unpacker keeps, so that repeated names cost nothing.
 const maxTexts = 1024
 
-func newUnpacker(skipped *unread) *unpacker {
-	return &unpacker{skipped: skipped, slots: map[uint64]*source{}, ranks: map[appRank]*source{}, texts: map[string]string{}}
+func newUnpacker(skipped *unpackStats) *unpacker {
+	return &unpacker{
+		stats: skipped, slots: map[uint64]*remoteRank{}, ranks: map[appRank]*remoteRank{},
+		texts: map[string]string{},
+	}
 }
 
-// unpack gives the records to to, in order. An error means that nothing more can be read of this stream.
-func (u *unpacker) unpack(packed []byte, to taker) error {
+// unpack passes the records to to, in order. After an error nothing more can be read of this stream.
+func (u *unpacker) unpack(packed []byte, to recordHandler) error {
 	for len(packed) > 0 {
 		size, n := binary.Uvarint(packed)
 		if n <= 0 || size == 0 || size > uint64(len(packed[n:])) {
@@ -77,18 +81,18 @@ func (u *unpacker) unpack(packed []byte, to taker) error {
 		}
 		body := packed[n : n+int(size)] //nolint:gosec // at most len(packed)
 		packed = packed[n+int(size):]   //nolint:gosec // as above
-		u.one(wireKind(body[0]), &cursor{b: body[1:], texts: u.texts}, to)
+		u.readRecord(wireKind(body[0]), &cursor{b: body[1:], texts: u.texts}, to)
 	}
 	return nil
 }
 
-// one reads one record.
-func (u *unpacker) one(kind wireKind, c *cursor, to taker) {
+// readRecord reads one record.
+func (u *unpacker) readRecord(kind wireKind, c *cursor, to recordHandler) {
 	slot := c.u64()
 	if kind != wireMore {
-		u.pending = nil // a snapshot's parts stand together
+		u.pending = nil // the parts of a snapshot follow each other
 	}
-	var src *source
+	var src *remoteRank
 	switch {
 	case kind == wireRoster:
 		u.readRoster(c)
@@ -101,28 +105,28 @@ func (u *unpacker) one(kind wireKind, c *cursor, to taker) {
 	case kind > 0 && kind <= lastRecord:
 		src = u.readDelta(msg.RecordKind(kind-1), slot, c)
 	default:
-		u.skipped.kinds.Add(1)
+		u.stats.kinds.Add(1)
 		return
 	}
-	if !u.sound(c) {
+	if !u.checkRecord(c) {
 		u.pending = nil
 		return
 	}
 	if kind == wireRoster {
 		to.roster(u.ids)
 	} else if src != nil {
-		u.give(src, to)
+		u.passOn(src, to)
 	}
 }
 
-// sound says that a record was read whole, and counts why not.
-func (u *unpacker) sound(c *cursor) bool {
+// checkRecord says whether a record was read whole, and counts if it was not.
+func (u *unpacker) checkRecord(c *cursor) bool {
 	if c.bad {
-		u.skipped.malformed.Add(1)
+		u.stats.malformed.Add(1)
 		return false
 	}
 	if len(c.b) > 0 {
-		u.skipped.fields.Add(1)
+		u.stats.fields.Add(1)
 	}
 	if len(u.texts) > maxTexts {
 		clear(u.texts)
@@ -130,29 +134,30 @@ func (u *unpacker) sound(c *cursor) bool {
 	return true
 }
 
-// give hands the record at hand on, and enters or forgets its rank.
-func (u *unpacker) give(src *source, to taker) {
+// passOn passes the current record on, and adds or removes its rank.
+func (u *unpacker) passOn(src *remoteRank, to recordHandler) {
 	switch u.rec.Kind {
 	case msg.RecSnapshot:
-		if !u.enter(src) {
-			u.skipped.malformed.Add(1)
+		if !u.addRank(src) {
+			u.stats.malformed.Add(1)
 			return
 		}
 	case msg.RecGone:
-		u.forget(src)
+		u.removeRank(src)
 	default:
 	}
-	u.rec.App, u.rec.Unit, u.rec.Rank, u.rec.Epoch, u.rec.Incarnation = src.app, src.unit, src.rank, src.epoch, src.incarnation
+	u.rec.App, u.rec.Unit, u.rec.Rank, u.rec.Epoch, u.rec.Incarnation = src.app, src.unit, src.rank,
+		src.epoch, src.incarnation
 	to.record(src, &u.rec)
 }
 
-func (u *unpacker) enter(src *source) bool {
+func (u *unpacker) addRank(src *remoteRank) bool {
 	key := src.key()
 	if old := u.ranks[key]; old != nil && old != src {
-		u.forget(old)
+		u.removeRank(old)
 	}
 	if old := u.slots[src.slot]; old != nil && old != src {
-		u.forget(old)
+		u.removeRank(old)
 	}
 	if len(u.slots) >= maxRanks && u.slots[src.slot] == nil {
 		return false
@@ -161,7 +166,7 @@ func (u *unpacker) enter(src *source) bool {
 	return true
 }
 
-func (u *unpacker) forget(src *source) {
+func (u *unpacker) removeRank(src *remoteRank) {
 	if u.slots[src.slot] == src {
 		delete(u.slots, src.slot)
 	}
@@ -170,21 +175,21 @@ func (u *unpacker) forget(src *source) {
 	}
 }
 
-// readGone reads the end of a rank, be it known or not.
-func (u *unpacker) readGone(slot uint64, c *cursor) *source {
+// readGone reads the end of a rank, whether it is known or not.
+func (u *unpacker) readGone(slot uint64, c *cursor) *remoteRank {
 	u.rec = msg.Record{Kind: msg.RecGone, Seq: c.u64()}
 	id := c.identity()
 	if src := u.slots[slot]; src != nil && src.identity == id {
 		return src
 	}
-	return &source{identity: id, slot: slot}
+	return &remoteRank{identity: id, slot: slot}
 }
 
-// readDelta reads what happens to a rank between its snapshot and its end; nil if the rank is not known.
-func (u *unpacker) readDelta(kind msg.RecordKind, slot uint64, c *cursor) *source {
+// readDelta reads a record between a rank's snapshot and its end; nil if the rank is not known.
+func (u *unpacker) readDelta(kind msg.RecordKind, slot uint64, c *cursor) *remoteRank {
 	src := u.slots[slot]
 	if src == nil {
-		u.skipped.strays.Add(1)
+		u.stats.strays.Add(1)
 		c.b = nil
 		return nil
 	}
@@ -193,7 +198,8 @@ func (u *unpacker) readDelta(kind msg.RecordKind, slot uint64, c *cursor) *sourc
 	switch kind {
 	case msg.RecState:
 		flags := c.byte()
-		rec.Accepting, rec.Fenced, rec.Draining = flags&flagAccepting != 0, flags&flagFenced != 0, flags&flagDraining != 0
+		rec.Accepting, rec.Fenced, rec.Draining = flags&flagAccepting != 0, flags&flagFenced != 0,
+			flags&flagDraining != 0
 		rec.Tripped = flags&flagTripped != 0
 		rec.Cause = c.text()
 		rec.Turn = c.turn()
@@ -237,39 +243,47 @@ func (u *unpacker) readKV(c *cursor) {
 	}
 }
 
-// readSnapshot reads a snapshot, or its first part: then there is nothing to give yet.
-func (u *unpacker) readSnapshot(slot uint64, c *cursor) *source {
+// readSnapshot reads a snapshot, or its first part, which is passed on only with the last one.
+func (u *unpacker) readSnapshot(slot uint64, c *cursor) *remoteRank {
 	flags := c.byte()
-	u.rec = msg.Record{Kind: msg.RecSnapshot, Accepting: flags&flagAccepting != 0, Seq: c.u64(), Snapshot: &u.snap}
+	u.rec = msg.Record{
+		Kind: msg.RecSnapshot, Accepting: flags&flagAccepting != 0, Seq: c.u64(),
+		Snapshot: &u.snap,
+	}
 	id := c.identity()
 	u.snap = msg.Snapshot{
-		Accepting: flags&flagTaking != 0, Tripped: flags&flagTripped != 0, CachingOff: flags&flagCachingOff != 0, MaxOngoing: c.int(), Capacity: c.count(), BlockSize: c.int(),
-		Node: c.text(), Target: msg.Target{Owned: flags&flagOwned != 0, URL: c.text(), Addressing: c.text(), Selector: c.int()}, Open: u.snap.Open[:0],
+		Accepting: flags&flagTaking != 0, Tripped: flags&flagTripped != 0,
+		CachingOff: flags&flagCachingOff != 0, MaxOngoing: c.int(), Capacity: c.count(),
+		BlockSize: c.int(), Node: c.text(),
+		Target: msg.Target{
+			Owned: flags&flagOwned != 0, URL: c.text(), Addressing: c.text(), Selector: c.int(),
+		},
+		Open: u.snap.Open[:0],
 	}
 	u.readOpen(c)
-	if len(c.b) > 0 { // else its engine or its version does not tell
+	if len(c.b) > 0 { // otherwise the engine, or an older version, did not report it
 		u.snap.MaxModelLen = c.int()
 	}
 	src := u.slots[slot]
 	if src == nil || src.identity != id {
-		src = &source{identity: id, slot: slot}
+		src = &remoteRank{identity: id, slot: slot}
 	}
-	return u.whole(src, flags)
+	return u.finishSnapshot(src, flags)
 }
 
 // readMore reads a further part of a snapshot.
-func (u *unpacker) readMore(slot uint64, c *cursor) *source {
+func (u *unpacker) readMore(slot uint64, c *cursor) *remoteRank {
 	flags := c.byte()
 	if u.pending == nil || u.pending.slot != slot {
-		u.skipped.strays.Add(1) // its first part was not sound
+		u.stats.strays.Add(1) // its first part was malformed
 		c.b = nil
 		return nil
 	}
 	u.readOpen(c)
-	return u.whole(u.pending, flags)
+	return u.finishSnapshot(u.pending, flags)
 }
 
-func (u *unpacker) whole(src *source, flags byte) *source {
+func (u *unpacker) finishSnapshot(src *remoteRank, flags byte) *remoteRank {
 	if flags&flagMore != 0 {
 		u.pending = src
 		return nil
@@ -294,12 +308,12 @@ func (u *unpacker) readOpen(c *cursor) {
 func (u *unpacker) readRoster(c *cursor) {
 	u.ids = u.ids[:0]
 	for range c.size(maxRanks, 8) {
-		c.u64() // the slot: its snapshot will say it again
+		c.u64() // the slot, which the snapshot repeats
 		u.ids = append(u.ids, c.identity())
 	}
 }
 
-// cursor reads the fields of a record. After a field that is not there everything is zero, and bad is set.
+// cursor reads the fields of a record. After a field that is missing everything is zero, and bad is set.
 type cursor struct {
 	b     []byte
 	bad   bool
@@ -331,7 +345,7 @@ func (c *cursor) count() int64 {
 
 func (c *cursor) int() int { return int(c.count()) }
 
-// size is the length of a list whose entries have at least so many bytes.
+// size is the length of a list whose entries have at least entry bytes.
 func (c *cursor) size(most, entry int) int {
 	n := c.int()
 	if n > most || n > len(c.b)/entry {
@@ -361,7 +375,7 @@ func (c *cursor) fixed() uint64 {
 	return v
 }
 
-// text is a string of the stream; one that came before costs nothing.
+// text is a string of the stream; a repeated one is not allocated again.
 func (c *cursor) text() string {
 	n := c.size(maxString, 1)
 	if n == 0 {
@@ -379,7 +393,7 @@ func (c *cursor) text() string {
 	return s
 }
 
-// turn is the last text of a record that may have it.
+// turn is the last, optional text of a record.
 func (c *cursor) turn() string {
 	if len(c.b) == 0 {
 		return ""
@@ -387,8 +401,8 @@ func (c *cursor) turn() string {
 	return c.text()
 }
 
-// at is the time of a record that may have it. A time that no rank's clock can show is read as none: the record is sound without it,
-// and a record that is left out costs its reader a snapshot.
+// at is the optional time of a record. A time that no rank's clock can show is read as none: the record is
+// valid without it, and leaving it out would cost the reader a snapshot.
 func (c *cursor) at() time.Duration {
 	if len(c.b) == 0 {
 		return 0

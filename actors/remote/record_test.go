@@ -17,13 +17,13 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// heap keeps copies of what an unpacker gives.
-type heap struct {
+// recordCollector keeps copies of the records that an unpacker passes on.
+type recordCollector struct {
 	records []msg.Record
 	rosters [][]identity
 }
 
-func (h *heap) record(_ *source, rec *msg.Record) {
+func (h *recordCollector) record(_ *remoteRank, rec *msg.Record) {
 	c := *rec
 	if rec.Snapshot != nil {
 		s := *rec.Snapshot
@@ -34,9 +34,9 @@ func (h *heap) record(_ *source, rec *msg.Record) {
 	h.records = append(h.records, c)
 }
 
-func (h *heap) roster(list []identity) { h.rosters = append(h.rosters, slices.Clone(list)) }
+func (h *recordCollector) roster(list []identity) { h.rosters = append(h.rosters, slices.Clone(list)) }
 
-// packed is what a packer makes of records, all of slot 7.
+// packed is the packed form of records, all of slot 7.
 func packed(recs ...msg.Record) []byte {
 	var p packer
 	var out []byte
@@ -47,15 +47,16 @@ func packed(recs ...msg.Record) []byte {
 	return out
 }
 
-func unpacked(t require.TestingT, raw []byte) (*heap, *unread) {
-	h, skipped := &heap{}, &unread{}
+func unpacked(t require.TestingT, raw []byte) (*recordCollector, *unpackStats) {
+	h, skipped := &recordCollector{}, &unpackStats{}
 	require.NoError(t, newUnpacker(skipped).unpack(raw, h))
 	return h, skipped
 }
 
 func firstRecord() msg.Record {
 	return msg.Record{
-		App: "chat", Unit: "chat/3/1", Rank: routing.ID(3, 1), Epoch: 9, Incarnation: 1 << 63, Seq: 41, Kind: msg.RecSnapshot,
+		App: "chat", Unit: "chat/3/1", Rank: routing.ID(3, 1), Epoch: 9, Incarnation: 1 << 63, Seq: 41,
+		Kind:     msg.RecSnapshot,
 		Snapshot: &msg.Snapshot{},
 	}
 }
@@ -63,47 +64,68 @@ func firstRecord() msg.Record {
 // delta is a record of the same rank.
 func delta(kind msg.RecordKind, seq uint64) msg.Record {
 	r := firstRecord()
-	return msg.Record{App: r.App, Unit: r.Unit, Rank: r.Rank, Epoch: r.Epoch, Incarnation: r.Incarnation, Seq: seq, Kind: kind}
+	return msg.Record{
+		App: r.App, Unit: r.Unit, Rank: r.Rank, Epoch: r.Epoch, Incarnation: r.Incarnation,
+		Seq: seq, Kind: kind,
+	}
 }
 
 func drawText(t *rapid.T, label string) string {
-	return rapid.OneOf(rapid.SampledFrom([]string{"", "n1", "node-12", "engine_busy", "http://127.0.0.1:8001"}), rapid.StringN(0, 40, 200)).Draw(t, label)
+	return rapid.OneOf(rapid.SampledFrom([]string{
+		"", "n1", "node-12", "engine_busy",
+		"http://127.0.0.1:8001",
+	}), rapid.StringN(0, 40, 200)).Draw(t, label)
 }
 
 func drawCount(t *rapid.T, label string) int {
 	return rapid.OneOf(rapid.IntRange(0, 300), rapid.IntRange(0, maxCount)).Draw(t, label)
 }
 
-// drawAt is no time, or one in whole microseconds, as the wire has it.
+// drawAt is no time, or one in whole microseconds, as on the wire.
 func drawAt(t *rapid.T) time.Duration {
-	return time.Duration(rapid.OneOf(rapid.Just(int64(0)), rapid.Int64Range(1, maxAt)).Draw(t, "at")) * time.Microsecond
+	return time.Duration(rapid.OneOf(rapid.Just(int64(0)), rapid.Int64Range(1, maxAt)).Draw(t,
+		"at")) * time.Microsecond
 }
 
 func drawSnapshot(t *rapid.T) *msg.Snapshot {
 	s := &msg.Snapshot{
-		Accepting: rapid.Bool().Draw(t, "accepting"), Tripped: rapid.Bool().Draw(t, "tripped"), CachingOff: rapid.Bool().Draw(t, "off"), MaxOngoing: drawCount(t, "max"),
-		Capacity: int64(drawCount(t, "capacity")), BlockSize: drawCount(t, "block"), Node: drawText(t, "node"), MaxModelLen: drawCount(t, "length"),
-		Target: msg.Target{URL: drawText(t, "url"), Addressing: drawText(t, "addr"), Selector: drawCount(t, "sel"), Owned: rapid.Bool().Draw(t, "own")},
+		Accepting: rapid.Bool().Draw(t, "accepting"), Tripped: rapid.Bool().Draw(t, "tripped"),
+		CachingOff: rapid.Bool().Draw(t, "off"), MaxOngoing: drawCount(t, "max"),
+		Capacity: int64(drawCount(t, "capacity")), BlockSize: drawCount(t, "block"),
+		Node: drawText(t, "node"), MaxModelLen: drawCount(t, "length"),
+		Target: msg.Target{
+			URL: drawText(t, "url"), Addressing: drawText(t, "addr"),
+			Selector: drawCount(t, "sel"), Owned: rapid.Bool().Draw(t, "own"),
+		},
 	}
 	for range rapid.SampledFrom([]int{0, 1, 3, 600, 2000}).Draw(t, "open") {
-		s.Open = append(s.Open, msg.OpenRequest{ReqID: uint64(len(s.Open)) * 7919, Ingress: "n2", Tokens: len(s.Open), Hit: 3, Out: 5, Decoding: len(s.Open)%2 == 1})
+		s.Open = append(s.Open, msg.OpenRequest{
+			ReqID: uint64(len(s.Open)) * 7919, Ingress: "n2",
+			Tokens: len(s.Open), Hit: 3, Out: 5, Decoding: len(s.Open)%2 == 1,
+		})
 	}
 	return s
 }
 
 func drawRecord(t *rapid.T) msg.Record {
 	kind := rapid.SampledFrom([]msg.RecordKind{
-		msg.RecSnapshot, msg.RecAdmitted, msg.RecFirstToken, msg.RecProgress, msg.RecDone, msg.RecState, msg.RecStatus, msg.RecKVBegin, msg.RecKV, msg.RecKVEnd,
+		msg.RecSnapshot, msg.RecAdmitted, msg.RecFirstToken, msg.RecProgress, msg.RecDone, msg.RecState,
+		msg.RecStatus, msg.RecKVBegin, msg.RecKV, msg.RecKVEnd,
 	}).Draw(t, "kind")
 	r := delta(kind, rapid.Uint64().Draw(t, "seq"))
 	switch kind {
 	case msg.RecSnapshot:
 		r.Accepting, r.Snapshot = rapid.Bool().Draw(t, "taking"), drawSnapshot(t)
 	case msg.RecState:
-		r.Accepting, r.Fenced, r.Draining = rapid.Bool().Draw(t, "a"), rapid.Bool().Draw(t, "f"), rapid.Bool().Draw(t, "d")
-		r.Cause, r.Tripped, r.Turn = drawText(t, "cause"), rapid.Bool().Draw(t, "tripped"), drawText(t, "turn")
+		r.Accepting, r.Fenced, r.Draining = rapid.Bool().Draw(t, "a"), rapid.Bool().Draw(t, "f"),
+			rapid.Bool().Draw(t, "d")
+		r.Cause, r.Tripped, r.Turn = drawText(t, "cause"), rapid.Bool().Draw(t, "tripped"),
+			drawText(t, "turn")
 	case msg.RecStatus:
-		r.Status = msg.Status{KVUsage: rapid.Float64().Draw(t, "usage"), HasKVUsage: rapid.Bool().Draw(t, "has"), Capacity: 4096, BlockSize: drawCount(t, "bs")}
+		r.Status = msg.Status{
+			KVUsage:    rapid.Float64().Draw(t, "usage"),
+			HasKVUsage: rapid.Bool().Draw(t, "has"), Capacity: 4096, BlockSize: drawCount(t, "bs"),
+		}
 	case msg.RecKVBegin:
 		r.KV = msg.KV{Tier: kvindex.CPU, BlockSize: drawCount(t, "bs")}
 	case msg.RecKVEnd:
@@ -115,7 +137,8 @@ func drawRecord(t *rapid.T) msg.Record {
 			r.KV.Delta.Hashes = append(r.KV.Delta.Hashes, uint64(i)*0x9e3779b97f4a7c15)
 		}
 	default:
-		r.ReqID, r.Ingress, r.Cause = rapid.Uint64().Draw(t, "req"), drawText(t, "ingress"), drawText(t, "cause")
+		r.ReqID, r.Ingress, r.Cause = rapid.Uint64().Draw(t, "req"), drawText(t, "ingress"),
+			drawText(t, "cause")
 		r.Tokens, r.Hit, r.Out = drawCount(t, "tokens"), drawCount(t, "hit"), drawCount(t, "out")
 		r.At = drawAt(t)
 		if kind == msg.RecAdmitted {
@@ -128,14 +151,14 @@ func drawRecord(t *rapid.T) msg.Record {
 	return r
 }
 
-// TestRecordsComeBackEqual: what is packed is what is unpacked, wherever the messages are cut.
+// TestRecordsComeBackEqual: unpacking returns the packed records, wherever the messages are split.
 func TestRecordsComeBackEqual(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		want := []msg.Record{firstRecord()}
 		for range rapid.IntRange(0, 12).Draw(t, "n") {
 			want = append(want, drawRecord(t))
 		}
-		h, skipped := &heap{}, &unread{}
+		h, skipped := &recordCollector{}, &unpackStats{}
 		in := newUnpacker(skipped)
 		var p packer
 		for i := range want {
@@ -148,16 +171,17 @@ func TestRecordsComeBackEqual(t *testing.T) {
 			}
 		}
 		require.Equal(t, want, h.records)
-		assert.Zero(t, skipped.malformed.Load()+skipped.kinds.Load()+skipped.fields.Load()+skipped.strays.Load())
+		assert.Zero(t, skipped.malformed.Load()+skipped.kinds.Load()+
+			skipped.fields.Load()+skipped.strays.Load())
 	})
 }
 
-// TestPackingAllocatesNothing: neither end, in the steady state.
+// TestPackingAllocatesNothing: neither the packer nor the unpacker, in the steady state.
 func TestPackingAllocatesNothing(t *testing.T) {
 	var p packer
 	snap, rec := firstRecord(), delta(msg.RecDone, 42)
 	rec.ReqID, rec.Ingress, rec.Tokens, rec.Cause, rec.At = 1<<60, "node-12", 800, "ok", 9*time.Hour
-	in := newUnpacker(&unread{})
+	in := newUnpacker(&unpackStats{})
 	sink := discard{}
 	p.pack(1, &snap)
 	require.NoError(t, in.unpack(p.buf, sink))
@@ -172,22 +196,26 @@ func TestPackingAllocatesNothing(t *testing.T) {
 
 type discard struct{}
 
-func (discard) record(*source, *msg.Record) {}
-func (discard) roster([]identity)           {}
+func (discard) record(*remoteRank, *msg.Record) {}
+func (discard) roster([]identity)               {}
 
-// TestNumbersOnTheWire pins what other versions rely on.
+// TestNumbersOnTheWire pins the numbers that other versions rely on.
 func TestNumbersOnTheWire(t *testing.T) {
 	assert.Equal(t, []wireKind{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}, []wireKind{
-		wireOf(msg.RecSnapshot), wireOf(msg.RecAdmitted), wireOf(msg.RecFirstToken), wireOf(msg.RecProgress), wireOf(msg.RecDone), wireOf(msg.RecState),
-		wireOf(msg.RecGone), wireOf(msg.RecStatus), wireOf(msg.RecKVBegin), wireOf(msg.RecKV), wireOf(msg.RecKVEnd),
+		wireOf(msg.RecSnapshot), wireOf(msg.RecAdmitted), wireOf(msg.RecFirstToken), wireOf(msg.RecProgress),
+		wireOf(msg.RecDone), wireOf(msg.RecState),
+		wireOf(msg.RecGone), wireOf(msg.RecStatus), wireOf(msg.RecKVBegin), wireOf(msg.RecKV),
+		wireOf(msg.RecKVEnd),
 	})
 	state := delta(msg.RecState, 300)
 	state.Fenced, state.Cause = true, "x"
 	assert.Equal(t, []byte{7, 6, 7, 0xac, 2, flagFenced, 1, 'x'}, packed(state))
 	admitted := delta(msg.RecAdmitted, 1)
-	assert.Equal(t, append([]byte{16, 2, 7, 1}, make([]byte, 13)...), packed(admitted), "without a session as before there were any")
+	assert.Equal(t, append([]byte{16, 2, 7, 1}, make([]byte, 13)...), packed(admitted),
+		"without a session as before there were any")
 	admitted.Session = 0x0102
-	assert.Equal(t, append(append([]byte{24, 2, 7, 1}, make([]byte, 13)...), 2, 1, 0, 0, 0, 0, 0, 0), packed(admitted))
+	assert.Equal(t, append(append([]byte{24, 2, 7, 1}, make([]byte, 13)...), 2, 1, 0, 0, 0, 0, 0, 0),
+		packed(admitted))
 	status := delta(msg.RecStatus, 1)
 	status.Status = msg.Status{HasKVUsage: true, Capacity: 1, BlockSize: 2}
 	assert.Equal(t, []byte{14, 8, 7, 1, flagUsage, 0, 0, 0, 0, 0, 0, 0, 0, 1, 2}, packed(status))
@@ -200,20 +228,30 @@ var goldenTimes = []struct {
 	kind msg.RecordKind
 	wire []byte
 }{
-	{"admitted", nil, msg.RecAdmitted, []byte{19, 2, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c'}},
+	{
+		"admitted", nil, msg.RecAdmitted,
+		[]byte{19, 2, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c'},
+	},
 	{
 		"admitted, session", func(r *msg.Record) { r.Session = 0x0102 }, msg.RecAdmitted,
 		[]byte{27, 2, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c', 2, 1, 0, 0, 0, 0, 0, 0},
 	},
 	{
 		"admitted, time", func(r *msg.Record) { r.At = 300 * time.Microsecond }, msg.RecAdmitted,
-		[]byte{29, 2, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c', 0, 0, 0, 0, 0, 0, 0, 0, 0xac, 2},
+		[]byte{
+			29, 2, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c', 0, 0, 0, 0, 0, 0, 0, 0,
+			0xac, 2,
+		},
 	},
 	{
-		"admitted, session, time", func(r *msg.Record) { r.Session, r.At = 0x0102, time.Microsecond }, msg.RecAdmitted,
+		"admitted, session, time", func(r *msg.Record) { r.Session, r.At = 0x0102, time.Microsecond },
+		msg.RecAdmitted,
 		[]byte{28, 2, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c', 2, 1, 0, 0, 0, 0, 0, 0, 1},
 	},
-	{"first token", nil, msg.RecFirstToken, []byte{19, 3, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c'}},
+	{
+		"first token", nil, msg.RecFirstToken,
+		[]byte{19, 3, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c'},
+	},
 	{
 		"first token, time", func(r *msg.Record) { r.At = 300 * time.Microsecond }, msg.RecFirstToken,
 		[]byte{21, 3, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c', 0xac, 2},
@@ -222,7 +260,10 @@ var goldenTimes = []struct {
 		"progress, time", func(r *msg.Record) { r.Out, r.At = 5, 300*time.Microsecond }, msg.RecProgress,
 		[]byte{21, 4, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 5, 1, 'c', 0xac, 2},
 	},
-	{"done", func(r *msg.Record) { r.Out = 5 }, msg.RecDone, []byte{19, 5, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 5, 1, 'c'}},
+	{
+		"done", func(r *msg.Record) { r.Out = 5 }, msg.RecDone,
+		[]byte{19, 5, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 5, 1, 'c'},
+	},
 	{
 		"done, turn", func(r *msg.Record) { r.Turn = "n2" }, msg.RecDone,
 		[]byte{22, 5, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 0, 1, 'c', 2, 'n', '2'},
@@ -237,8 +278,8 @@ var goldenTimes = []struct {
 	},
 }
 
-// readWithoutTime reads a record of a request as readers did before such records had a time: what they read, and how many bytes they
-// skipped.
+// readWithoutTime reads a record of a request as older versions did, which know no time: the fields they
+// read, and how many bytes they skip.
 func readWithoutTime(t *testing.T, wire []byte) (rec msg.Record, skipped int) {
 	size, n := binary.Uvarint(wire)
 	require.Len(t, wire[n:], int(size))
@@ -257,8 +298,8 @@ func readWithoutTime(t *testing.T, wire []byte) (rec msg.Record, skipped int) {
 	return rec, len(c.b)
 }
 
-// TestTimesOnTheWire pins how a record of a request tells its time. A record without one is as it always was, and is read as one without;
-// a reader that knows of no times reads everything else as before.
+// TestTimesOnTheWire pins how a record of a request holds its time. A record without a time has the older
+// form; a reader that knows no times reads the other fields as before.
 func TestTimesOnTheWire(t *testing.T) {
 	for _, g := range goldenTimes {
 		t.Run(g.name, func(t *testing.T) {
@@ -281,12 +322,13 @@ func TestTimesOnTheWire(t *testing.T) {
 	}
 }
 
-// TestTimesThatNoClockShows: the wire rounds a time up to microseconds, so that none becomes "not told". Of one that is absurd the reader
-// takes the rest of the record; one that is cut makes the record malformed.
+// TestTimesThatNoClockShows: the wire rounds a time up to microseconds, so that a time never becomes 0. The
+// reader ignores an absurd time and keeps the record; a cut one makes the record malformed.
 func TestTimesThatNoClockShows(t *testing.T) {
 	for at, want := range map[time.Duration]time.Duration{
-		1: time.Microsecond, 1001: 2 * time.Microsecond, time.Hour: time.Hour, -1: 0, maxAt * time.Microsecond: maxAt * time.Microsecond,
-		math.MaxInt64: maxAt * time.Microsecond,
+		1: time.Microsecond, 1001: 2 * time.Microsecond, time.Hour: time.Hour, -1: 0,
+		maxAt * time.Microsecond: maxAt * time.Microsecond,
+		math.MaxInt64:            maxAt * time.Microsecond,
 	} {
 		rec := delta(msg.RecDone, 42)
 		rec.At = at
@@ -307,7 +349,7 @@ func TestTimesThatNoClockShows(t *testing.T) {
 	assert.EqualValues(t, 1, skipped.malformed.Load())
 }
 
-// TestMB6UnknownKindsAndFields: what a later version adds is skipped and counted, and the rest is read.
+// TestMB6UnknownKindsAndFields: additions of a later version are skipped and counted, and the rest is read.
 func TestMB6UnknownKindsAndFields(t *testing.T) {
 	raw := packed(firstRecord())
 	raw = append(raw, 3, 99, 7, 1) // a kind that is not known
@@ -325,7 +367,7 @@ func TestMB6UnknownKindsAndFields(t *testing.T) {
 	assert.Zero(t, skipped.malformed.Load())
 }
 
-// TestMalformedRecordsAreLeftOut: the others of the message are read.
+// TestMalformedRecordsAreLeftOut: the other records of the message are read.
 func TestMalformedRecordsAreLeftOut(t *testing.T) {
 	big := delta(msg.RecKV, 42)
 	big.KV.Delta.Hashes = make([]uint64, maxHashes+1)
@@ -348,12 +390,17 @@ func TestMalformedRecordsAreLeftOut(t *testing.T) {
 }
 
 func TestFramingThatBreaksEndsTheStream(t *testing.T) {
-	for _, raw := range [][]byte{{5, 1}, {0}, {0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1}, {0x80}} {
-		require.ErrorIs(t, newUnpacker(&unread{}).unpack(raw, discard{}), errFraming)
+	for _, raw := range [][]byte{
+		{5, 1},
+		{0},
+		{0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1},
+		{0x80},
+	} {
+		require.ErrorIs(t, newUnpacker(&unpackStats{}).unpack(raw, discard{}), errFraming)
 	}
 }
 
-// TestASnapshotWithoutItsEndIsNoSnapshot: another record in between, or a part that is not sound.
+// TestASnapshotWithoutItsEndIsNoSnapshot: another record in between, or a malformed part.
 func TestASnapshotWithoutItsEndIsNoSnapshot(t *testing.T) {
 	rec := firstRecord()
 	for range 1500 {
@@ -371,10 +418,10 @@ func TestASnapshotWithoutItsEndIsNoSnapshot(t *testing.T) {
 	assert.Equal(t, rec, h.records[0])
 }
 
-// TestSlots: a rank's next incarnation has another slot, and records of the one before are nobody's.
+// TestSlots: a rank's next incarnation has another slot, and records of the one before are dropped.
 func TestSlots(t *testing.T) {
 	var p packer
-	h, skipped := &heap{}, &unread{}
+	h, skipped := &recordCollector{}, &unpackStats{}
 	in := newUnpacker(skipped)
 	give := func(slot uint64, rec msg.Record) {
 		p.pack(slot, &rec)
@@ -411,7 +458,7 @@ func TestRosterComesBackEqual(t *testing.T) {
 	assert.Zero(t, skipped.fields.Load())
 }
 
-// FuzzUnpack: whatever comes is read without a panic and within its bounds, and what is given is sound.
+// FuzzUnpack: any bytes are read without a panic and within bounds, and the records passed on are valid.
 func FuzzUnpack(f *testing.F) {
 	f.Add(packed(firstRecord(), delta(msg.RecState, 42), delta(msg.RecDone, 43), delta(msg.RecGone, 44)))
 	kv := delta(msg.RecKV, 42)
@@ -427,8 +474,8 @@ func FuzzUnpack(f *testing.F) {
 	}
 	f.Add(timed)
 	f.Fuzz(func(t *testing.T, raw []byte) {
-		h := &heap{}
-		in := newUnpacker(&unread{})
+		h := &recordCollector{}
+		in := newUnpacker(&unpackStats{})
 		if in.unpack(raw, h) != nil {
 			return
 		}

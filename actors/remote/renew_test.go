@@ -20,10 +20,11 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// renewals lets a gate renew expired certificates, on a node port of its own, while leads says that the node leads.
-func (g *gate) renewals(leads func() bool) (port string) {
+// serveRenewals serves the renewal of expired certificates on a node port of its own; leads says whether the
+// node leads.
+func (g *joinRig) serveRenewals(leads func() bool) (port string) {
 	const address = "10.0.0.1:8947"
-	credentials := g.signed(g.t, "a", time.Now(), state.RoleControl)
+	credentials := g.credentials(g.t, "a", time.Now(), state.RoleControl)
 	p := nodeport.New(nodeport.Config{
 		Credentials: func() *pki.Credentials { return credentials },
 		Bind:        func(_ context.Context, addr string) (net.Listener, error) { return g.net.Listen(addr) },
@@ -31,7 +32,8 @@ func (g *gate) renewals(leads func() bool) (port string) {
 	require.NoError(g.t, p.Listen(g.t.Context(), address))
 	server := grpc.NewServer(append(nodeport.ServerOptions(), EnrollOptions()...)...)
 	dpservev1.RegisterControlServer(server, NewRenewServer(RenewConfig{
-		Store: g.store, Peer: nodeport.PeerFromContext, Hint: func() (string, bool) { return "uid-l", true }, Log: slog.New(slog.DiscardHandler),
+		Store: g.store, Peer: nodeport.PeerFromContext, Hint: func() (string, bool) { return "uid-l", true },
+		Log: slog.New(slog.DiscardHandler),
 		Confirm: func(context.Context) error {
 			if !leads() {
 				return problem.New(problem.Unavailable, "confirm: %w", cluster.ErrNotLeader)
@@ -51,11 +53,14 @@ func (g *gate) renewals(leads func() bool) (port string) {
 	return address
 }
 
-// signed are a node's credentials, for 30 days from a time on.
-func (g *gate) signed(t *testing.T, node string, at time.Time, roles ...state.Role) *pki.Credentials {
+// credentials are a node's credentials, for 30 days from a time on.
+func (g *joinRig) credentials(t *testing.T, node string, at time.Time, roles ...state.Role) *pki.Credentials {
 	t.Helper()
-	key, csr := request(t)
-	cert, err := g.authority.Sign(csr, pki.Identity{Cluster: "c", Node: node, UID: "uid-" + node, Roles: rolesOf(&state.Node{Roles: roles})}, at, pki.DefaultLife)
+	key, csr := newCertificateRequest(t)
+	cert, err := g.authority.Sign(csr, pki.Identity{
+		Cluster: "c", Node: node, UID: "uid-" + node,
+		Roles: rolesOf(&state.Node{Roles: roles}),
+	}, at, pki.DefaultLife)
 	require.NoError(t, err)
 	ca, _ := g.authority.PEM()
 	c, err := pki.NewCredentials(ca, cert, key)
@@ -63,22 +68,34 @@ func (g *gate) signed(t *testing.T, node string, at time.Time, roles ...state.Ro
 	return c
 }
 
-// An expired certificate gives the next one to a node that is a member still, with the roles of its record, at the leader and nowhere else:
-// another node's copy of the state may lack a removal. Nothing else is answered there.
+// An expired certificate gives the next one to a node that is still a member, with the roles of its record,
+// at the leader only: another node's copy of the state may lack a removal. No other method is served there.
 func TestAnExpiredCertificateIsRenewedByTheLeader(t *testing.T) {
-	g := openGate(t)
+	g := newJoinRig(t)
 	leads := true
-	address := g.renewals(func() bool { return leads })
+	address := g.serveRenewals(func() bool { return leads })
 	var own *pki.Credentials
-	p := nodeport.New(nodeport.Config{Credentials: func() *pki.Credentials { return own }, Connect: g.net.DialContext})
+	p := nodeport.New(nodeport.Config{
+		Credentials: func() *pki.Credentials { return own },
+		Connect:     g.net.DialContext,
+	})
 	t.Cleanup(func() { require.NoError(t, p.Close()) })
 	nodes := func() map[string]*state.Node {
-		return map[string]*state.Node{"a": {ID: "a", UID: "uid-a", Address: address, Roles: []state.Role{state.RoleControl}}}
+		return map[string]*state.Node{"a": {
+			ID: "a", UID: "uid-a", Address: address,
+			Roles: []state.Role{state.RoleControl},
+		}}
 	}
-	conns := NewConns(ConnsConfig{Dial: func(string, string) (*grpc.ClientConn, error) { return nil, net.ErrClosed }, Nodes: nodes})
-	client := NewLeaderClient(LeaderConfig{Self: "b", Conns: conns, Store: follower{g.store}, Log: slog.New(slog.DiscardHandler)})
+	conns := NewConns(ConnsConfig{Dial: func(string, string) (*grpc.ClientConn, error) {
+		return nil,
+			net.ErrClosed
+	}, Nodes: nodes})
+	client := NewLeaderClient(LeaderConfig{
+		Self: "b", Conns: conns, Store: follower{g.store},
+		Log: slog.New(slog.DiscardHandler),
+	})
 	t.Cleanup(func() { require.NoError(t, client.Close()) })
-	key, csr := request(t)
+	key, csr := newCertificateRequest(t)
 	ask := func() (*pki.Credentials, error) {
 		cert, ca, err := client.CertifyExpired(t.Context(), csr, p.RenewGRPC)
 		if err != nil {
@@ -86,8 +103,11 @@ func TestAnExpiredCertificateIsRenewedByTheLeader(t *testing.T) {
 		}
 		return pki.NewCredentials(ca, cert, key)
 	}
-	member := &state.Node{ID: "b", UID: "uid-b", Address: "10.0.0.2:7947", Roles: []state.Role{state.RoleWorker}}
-	own = g.signed(t, "b", time.Now().Add(-300*24*time.Hour), state.RoleWorker)
+	member := &state.Node{
+		ID: "b", UID: "uid-b", Address: "10.0.0.2:7947",
+		Roles: []state.Role{state.RoleWorker},
+	}
+	own = g.credentials(t, "b", time.Now().Add(-300*24*time.Hour), state.RoleWorker)
 
 	_, err := ask()
 	assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
@@ -116,6 +136,7 @@ func TestAnExpiredCertificateIsRenewedByTheLeader(t *testing.T) {
 	conn, err := p.RenewGRPC(address, "uid-a")
 	require.NoError(t, err)
 	defer conn.Close()
-	_, err = dpservev1.NewControlClient(conn).ForwardApply(t.Context(), &dpservev1.ApplyRequest{Command: []byte(`{}`)})
+	_, err = dpservev1.NewControlClient(conn).ForwardApply(t.Context(),
+		&dpservev1.ApplyRequest{Command: []byte(`{}`)})
 	require.ErrorContains(t, err, "Unimplemented")
 }

@@ -23,43 +23,48 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// nowhere is a feed, a sink and a mailbox that do nothing.
-type nowhere struct{}
+// discardAll is a feed, a sink and a mailbox that do nothing.
+type discardAll struct{}
 
-func (nowhere) Subscribe(msg.Sink) (cancel func()) { return func() {} }
-func (nowhere) Deliver(*msg.Record)                {}
-func (nowhere) TrySend(any) error                  { return nil }
-func (nowhere) Send(any)                           {}
-func (nowhere) Stopped() <-chan struct{}           { return nil }
+func (discardAll) Subscribe(msg.Sink) (cancel func()) { return func() {} }
+func (discardAll) Deliver(*msg.Record)                {}
+func (discardAll) TrySend(any) error                  { return nil }
+func (discardAll) Send(any)                           {}
+func (discardAll) Stopped() <-chan struct{}           { return nil }
 
-func benchServer(tb testing.TB, streams int) (*StreamServer, *tap) {
-	s, err := NewStreamServer(StreamServerConfig{Feed: nowhere{}, Log: slog.New(slog.DiscardHandler)})
+func benchServer(tb testing.TB, streams int) (*StreamServer, *broadcastSink) {
+	s, err := NewStreamServer(StreamServerConfig{Feed: discardAll{}, Log: slog.New(slog.DiscardHandler)})
 	require.NoError(tb, err)
 	for i := range streams {
-		_, err := s.enter(fmt.Sprintf("node-%d", i))
+		_, err := s.addStream(fmt.Sprintf("node-%d", i))
 		require.NoError(tb, err)
 	}
-	return s, &tap{s}
+	return s, &broadcastSink{s}
 }
 
-// benchRecords are one request's, on one of so many ranks.
+// benchRecords are the records of one request on one of several ranks.
 func benchRecords(rank int) []msg.Record {
 	var out []msg.Record
-	for i, kind := range []msg.RecordKind{msg.RecSnapshot, msg.RecAdmitted, msg.RecFirstToken, msg.RecProgress, msg.RecDone} {
+	for i, kind := range []msg.RecordKind{
+		msg.RecSnapshot, msg.RecAdmitted, msg.RecFirstToken,
+		msg.RecProgress, msg.RecDone,
+	} {
 		rec := msg.Record{
-			App: "chat", Unit: fmt.Sprintf("chat/0/%d", rank), Rank: routing.ID(0, rank), Epoch: 3, Incarnation: 1 << 62, Seq: 100_000 + uint64(i), Kind: kind,
+			App: "chat", Unit: fmt.Sprintf("chat/0/%d", rank), Rank: routing.ID(0, rank), Epoch: 3,
+			Incarnation: 1 << 62, Seq: 100_000 + uint64(i), Kind: kind,
 		}
 		if kind == msg.RecSnapshot {
-			rec.Snapshot = &msg.Snapshot{Node: "node-1", Mailbox: nowhere{}}
+			rec.Snapshot = &msg.Snapshot{Node: "node-1", Mailbox: discardAll{}}
 		} else {
-			rec.ReqID, rec.Ingress, rec.Tokens, rec.Hit, rec.Out, rec.At = 1<<60, "node-12", 800, 640, 120, 30*time.Hour
+			rec.ReqID, rec.Ingress, rec.Tokens, rec.Hit, rec.Out, rec.At = 1<<60, "node-12", 800, 640, 120,
+				30*time.Hour
 		}
 		out = append(out, rec)
 	}
 	return out
 }
 
-// BenchmarkRecordIn is a record's way into the log, whatever the number of streams.
+// BenchmarkRecordIn is adding a record to the log, whatever the number of streams.
 func BenchmarkRecordIn(b *testing.B) {
 	for _, streams := range []int{1, 64} {
 		b.Run(fmt.Sprintf("streams=%d", streams), func(b *testing.B) {
@@ -74,11 +79,11 @@ func BenchmarkRecordIn(b *testing.B) {
 	}
 }
 
-// BenchmarkRecordOut is a record's way from a message to a sink.
+// BenchmarkRecordOut is the way of a record from a message to a sink.
 func BenchmarkRecordOut(b *testing.B) {
 	f := &Feed{}
-	f.audience.Store(&audience{listeners: []*listener{{sink: nowhere{}}}})
-	l := &link{feed: f, ranks: map[appRank]*source{}}
+	f.subscribers.Store(&feedSubscribers{list: []*feedSubscriber{{sink: discardAll{}}}})
+	l := &link{feed: f, ranks: map[appRank]*remoteRank{}}
 	in := newUnpacker(&f.skipped)
 	var p packer
 	recs := benchRecords(0)
@@ -100,17 +105,18 @@ func BenchmarkRecordOut(b *testing.B) {
 	}
 }
 
-// BenchmarkPost is a post's way from a message to a mailbox, without the message.
+// BenchmarkPost is the way of a post from a message to a mailbox, without the message.
 func BenchmarkPost(b *testing.B) {
 	s, tap := benchServer(b, 1)
 	recs := benchRecords(0)
 	tap.Deliver(&recs[0])
 	p := toPost(&msg.Done{TicketID: 7, Cause: "ok", CompletionTokens: 120})
-	p.Unit, p.Rank, p.Epoch, p.Incarnation = recs[0].Unit, uint32(recs[0].Rank), recs[0].Epoch, recs[0].Incarnation
+	p.Unit, p.Rank, p.Epoch, p.Incarnation = recs[0].Unit, uint32(recs[0].Rank), recs[0].Epoch,
+		recs[0].Incarnation
 	sub := s.streams["node-0"]
 	b.ReportAllocs()
 	for b.Loop() {
-		s.post(sub, p)
+		s.deliverPost(sub, p)
 	}
 }
 
@@ -145,7 +151,9 @@ type handOver struct {
 	streams chan dpservev1.Replica_SubscribeServer
 }
 
-func (h *handOver) Subscribe(s grpc.BidiStreamingServer[dpservev1.SubscribeRequest, dpservev1.Records]) error {
+func (h *handOver) Subscribe(
+	s grpc.BidiStreamingServer[dpservev1.SubscribeRequest, dpservev1.Records],
+) error {
 	h.streams <- s
 	<-s.Context().Done()
 	return nil
@@ -156,10 +164,14 @@ func benchStream(b *testing.B) (StreamClient, dpservev1.Replica_SubscribeServer)
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(b, err)
 	h := &handOver{streams: make(chan dpservev1.Replica_SubscribeServer, 1)}
-	server := grpc.NewServer(grpc.Creds(credentials.NewTLS(&tls.Config{Certificates: []tls.Certificate{cert}, MinVersion: tls.VersionTLS13})))
+	server := grpc.NewServer(grpc.Creds(credentials.NewTLS(&tls.Config{
+		Certificates: []tls.Certificate{cert},
+		MinVersion:   tls.VersionTLS13,
+	})))
 	dpservev1.RegisterReplicaServer(server, h)
 	go func() { _ = server.Serve(l) }()
-	cc, err := grpc.NewClient(l.Addr().String(), grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{InsecureSkipVerify: true})))
+	cc, err := grpc.NewClient(l.Addr().String(),
+		grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{InsecureSkipVerify: true})))
 	require.NoError(b, err)
 	b.Cleanup(func() { _ = cc.Close(); server.Stop() })
 	client, err := dpservev1.NewReplicaClient(cc).Subscribe(b.Context())

@@ -21,8 +21,8 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// The load of BenchmarkNode: 64 ingresses of 1,000 requests/s each, on 64 ranks of so many nodes; a request is an admission, a first
-// token, an end, and while it runs a report every 250 ms.
+// The load of BenchmarkNode: 64 ingresses of 1,000 requests/s each, on 64 ranks of so many nodes; a request
+// is an admission, a first token, an end, and while it runs a report every 250 ms.
 const (
 	benchIngresses = 64
 	benchRanks     = 64
@@ -32,7 +32,8 @@ const (
 	benchAddress   = "DPSERVE_TEST_STREAMS_OF"
 )
 
-// BenchmarkNode is the CPU of one node's process for the streams of its ranks, the readers being another process.
+// BenchmarkNode is the CPU of one node's process for the streams of its ranks; the readers run in another
+// process.
 func BenchmarkNode(b *testing.B) {
 	for _, nodes := range []int{8, 64} {
 		b.Run(fmt.Sprintf("nodes=%d", nodes), func(b *testing.B) { benchNode(b, nodes) })
@@ -45,7 +46,9 @@ func benchNode(b *testing.B, nodes int) {
 	require.NoError(b, err)
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(b, err)
-	server := grpc.NewServer(grpc.Creds(credentials.NewTLS(&tls.Config{Certificates: []tls.Certificate{selfSigned(b)}, MinVersion: tls.VersionTLS13})), grpc.InitialWindowSize(1<<20), grpc.InitialConnWindowSize(1<<20))
+	server := grpc.NewServer(grpc.Creds(credentials.NewTLS(&tls.Config{
+		Certificates: []tls.Certificate{selfSigned(b)}, MinVersion: tls.VersionTLS13,
+	})), grpc.InitialWindowSize(1<<20), grpc.InitialConnWindowSize(1<<20))
 	dpservev1.RegisterReplicaServer(server, streams)
 	go func() { _ = server.Serve(l) }()
 	w := &workerNode{id: "n1", hub: h}
@@ -81,7 +84,7 @@ func benchNode(b *testing.B, nodes int) {
 	}
 }
 
-// runRanks lets every rank emit the records of so many requests a second.
+// runRanks lets the ranks emit the records of so many requests per second.
 func runRanks(ranks []*fakeRank, perSecond int) (sent int) {
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
@@ -111,7 +114,7 @@ func (m mailboxes) Deliver(rec *msg.Record) {
 	}
 }
 
-// TestReadersOfABenchmark is the other process of BenchmarkNode: every ingress's feed, and what it posts.
+// TestReadersOfABenchmark is the other process of BenchmarkNode: every ingress's feed, and its posts.
 func TestReadersOfABenchmark(t *testing.T) {
 	at := os.Getenv(benchAddress)
 	if at == "" {
@@ -124,13 +127,16 @@ func TestReadersOfABenchmark(t *testing.T) {
 	var port int
 	_, err = fmt.Sscanf(addr, "%d/%d", &port, &nodes)
 	require.NoError(t, err)
-	b := newNodeBook()
+	b := newNodeStore()
 	b.change(func(all map[string]*state.Node) {
 		for i := range benchIngresses {
 			id := fmt.Sprintf("i%d", i)
 			all[id] = &state.Node{ID: id, Roles: []state.Role{state.RoleIngress}}
 		}
-		all["n1"] = &state.Node{ID: "n1", Address: fmt.Sprintf("127.0.0.1:%d", port), Roles: []state.Role{state.RoleWorker}}
+		all["n1"] = &state.Node{
+			ID: "n1", Address: fmt.Sprintf("127.0.0.1:%d", port),
+			Roles: []state.Role{state.RoleWorker},
+		}
 	})
 	for i := range benchIngresses {
 		go benchIngress(t, b, fmt.Sprintf("i%d", i), benchRequests/nodes*(2+benchReports))
@@ -138,14 +144,19 @@ func TestReadersOfABenchmark(t *testing.T) {
 	select {}
 }
 
-func benchIngress(t *testing.T, b *nodeBook, id string, posts int) {
-	f, err := NewFeed(FeedConfig{Self: id, Store: b, Log: slog.New(slog.DiscardHandler), Open: func(ctx context.Context, n state.Node) (StreamClient, error) {
-		cc, err := grpc.NewClient(n.Address, grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{InsecureSkipVerify: true})), grpc.WithInitialWindowSize(1<<20), grpc.WithInitialConnWindowSize(1<<20))
-		if err != nil {
-			return nil, err
-		}
-		return dpservev1.NewReplicaClient(cc).Subscribe(ctx)
-	}})
+func benchIngress(t *testing.T, b *nodeStore, id string, posts int) {
+	f, err := NewFeed(FeedConfig{
+		Self: id, Store: b, Log: slog.New(slog.DiscardHandler),
+		Open: func(ctx context.Context, n state.Node) (StreamClient, error) {
+			cc, err := grpc.NewClient(n.Address,
+				grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{InsecureSkipVerify: true})),
+				grpc.WithInitialWindowSize(1<<20), grpc.WithInitialConnWindowSize(1<<20))
+			if err != nil {
+				return nil, err
+			}
+			return dpservev1.NewReplicaClient(cc).Subscribe(ctx)
+		},
+	})
 	if err != nil {
 		t.Error(err)
 		return

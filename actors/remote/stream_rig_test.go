@@ -26,7 +26,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// fakeHub is a node's local feed over fake ranks; it keeps to the contract of the real one.
+// fakeHub is a node's local feed over fake ranks, with the contract of the real one.
 type fakeHub struct {
 	mu    sync.Mutex
 	subs  []*hubSub
@@ -78,20 +78,21 @@ type fakeRank struct {
 	done chan struct{}
 
 	// below: its own goroutine
-	subs      []*hubSub
-	seq       uint64
-	accepting bool
-	open      map[uint64]msg.OpenRequest
-	columns   map[kvindex.Tier]map[uint64]bool
-	got       []any // posted
-	resyncs   int
-	mute      bool // it answers no Resync
-	ended     bool
+	subs          []*hubSub
+	seq           uint64
+	accepting     bool
+	open          map[uint64]msg.OpenRequest
+	columns       map[kvindex.Tier]map[uint64]bool
+	got           []any // posted
+	resyncs       int
+	ignoresResync bool // it answers no Resync
+	ended         bool
 }
 
 func (h *fakeHub) start(node string, id identity) *fakeRank {
 	r := &fakeRank{
-		hub: h, node: node, id: id, work: make(chan func(), 1<<16), quit: make(chan struct{}), done: make(chan struct{}), accepting: true,
+		hub: h, node: node, id: id, work: make(chan func(), 1<<16), quit: make(chan struct{}),
+		done: make(chan struct{}), accepting: true,
 		open: map[uint64]msg.OpenRequest{}, columns: map[kvindex.Tier]map[uint64]bool{},
 	}
 	h.mu.Lock()
@@ -153,7 +154,7 @@ func (r *fakeRank) Send(m any) {
 		if ask, ok := m.(msg.Resync); ok {
 			r.resyncs++
 			for _, sub := range r.subs {
-				if sub.sink == ask.Sink && !r.mute {
+				if sub.sink == ask.Sink && !r.ignoresResync {
 					r.snapshot(sub)
 				}
 			}
@@ -166,7 +167,8 @@ func (r *fakeRank) Send(m any) {
 func (r *fakeRank) Stopped() <-chan struct{} { return r.done }
 
 func (r *fakeRank) stamp(rec *msg.Record) {
-	rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation, rec.Seq = r.id.app, r.id.unit, r.id.rank, r.id.epoch, r.id.incarnation, r.seq
+	rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation, rec.Seq = r.id.app, r.id.unit, r.id.rank,
+		r.id.epoch, r.id.incarnation, r.seq
 }
 
 func (r *fakeRank) emit(rec msg.Record) {
@@ -177,7 +179,7 @@ func (r *fakeRank) emit(rec msg.Record) {
 	}
 }
 
-// publish gives all sinks the account: a new incarnation, or one after a panic.
+// publish sends all sinks the account: a new incarnation, or one after a panic.
 func (r *fakeRank) publish() {
 	for _, sub := range r.subs {
 		r.snapshot(sub)
@@ -190,14 +192,18 @@ func (r *fakeRank) snapshot(sub *hubSub) {
 		sub.deliver(&rec)
 	}
 	give(msg.Record{Kind: msg.RecSnapshot, Accepting: r.accepting, Snapshot: &msg.Snapshot{
-		Accepting: r.accepting, MaxOngoing: 8, BlockSize: 16, Node: r.node, Target: msg.Target{URL: "http://127.0.0.1:1", Addressing: "url"},
+		Accepting: r.accepting, MaxOngoing: 8, BlockSize: 16, Node: r.node,
+		Target:  msg.Target{URL: "http://127.0.0.1:1", Addressing: "url"},
 		Mailbox: r, Open: slices.Collect(maps.Values(r.open)),
 	}})
 	for tier, column := range r.columns {
 		give(msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: tier, BlockSize: 16}})
 		hashes := slices.Collect(maps.Keys(column))
 		for part := range slices.Chunk(hashes, maxHashes) {
-			give(msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: tier, Delta: kvindex.Delta{Change: kvindex.Stored, Hashes: part}}})
+			give(msg.Record{
+				Kind: msg.RecKV,
+				KV:   msg.KV{Tier: tier, Delta: kvindex.Delta{Change: kvindex.Stored, Hashes: part}},
+			})
 		}
 		give(msg.Record{Kind: msg.RecKVEnd, KV: msg.KV{Tier: tier, Len: len(column), Sum: sum(column)}})
 	}
@@ -210,7 +216,7 @@ func sum(column map[uint64]bool) (s uint64) {
 	return s
 }
 
-// admit and finish are a request's life.
+// admit and finish begin and end a request.
 func (r *fakeRank) admit(id uint64, ingress string) {
 	r.open[id] = msg.OpenRequest{ReqID: id, Ingress: ingress, Tokens: 100}
 	r.emit(msg.Record{Kind: msg.RecAdmitted, ReqID: id, Ingress: ingress, Tokens: 100})
@@ -233,7 +239,10 @@ func (r *fakeRank) store(tier kvindex.Tier, hashes ...uint64) {
 		r.columns[tier][h] = true
 	}
 	for part := range slices.Chunk(hashes, maxHashes) {
-		r.emit(msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: tier, Delta: kvindex.Delta{Change: kvindex.Stored, Hashes: part}}})
+		r.emit(msg.Record{
+			Kind: msg.RecKV,
+			KV:   msg.KV{Tier: tier, Delta: kvindex.Delta{Change: kvindex.Stored, Hashes: part}},
+		})
 	}
 }
 
@@ -244,11 +253,14 @@ func (r *fakeRank) remove(tier kvindex.Tier, hashes ...uint64) {
 	for _, h := range hashes {
 		delete(r.columns[tier], h)
 	}
-	r.emit(msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: tier, Delta: kvindex.Delta{Change: kvindex.Removed, Hashes: hashes}}})
+	r.emit(msg.Record{
+		Kind: msg.RecKV,
+		KV:   msg.KV{Tier: tier, Delta: kvindex.Delta{Change: kvindex.Removed, Hashes: hashes}},
+	})
 }
 
-// picture is what a reader knows of a rank.
-type picture struct {
+// rankView is what a reader knows about a rank.
+type rankView struct {
 	id                identity
 	node              string
 	seq               uint64
@@ -256,19 +268,19 @@ type picture struct {
 	open              map[uint64]msg.OpenRequest
 	columns           map[kvindex.Tier]map[uint64]bool
 	silent            bool
-	deaf              bool // a record was missed, a snapshot is on its way
+	resyncing         bool // a record was missed, and a snapshot was requested
 	box               msg.Mailbox
 }
 
-// reader is a sink that keeps a picture of every rank, as an ingress does.
+// reader is a sink that keeps a view of every rank, as an ingress does.
 type reader struct {
 	t  testing.TB
 	mu sync.Mutex
 
-	ranks map[appRank]*picture
-	notes []note // silence and ends, with their times
-	count int
-	wrong int // columns that did not come out equal
+	ranks      map[appRank]*rankView
+	notes      []note // silence and ends, with their times
+	count      int
+	mismatches int // columns that differ from their sum
 }
 
 type note struct {
@@ -277,7 +289,7 @@ type note struct {
 	at   time.Duration
 }
 
-func newReader(t testing.TB) *reader { return &reader{t: t, ranks: map[appRank]*picture{}} }
+func newReader(t testing.TB) *reader { return &reader{t: t, ranks: map[appRank]*rankView{}} }
 
 func (r *reader) Deliver(rec *msg.Record) {
 	r.mu.Lock()
@@ -309,12 +321,13 @@ func (r *reader) Deliver(rec *msg.Record) {
 	p.apply(r, rec)
 }
 
-func (r *reader) begin(p *picture, id identity, rec *msg.Record) {
+func (r *reader) begin(p *rankView, id identity, rec *msg.Record) {
 	if p != nil && (p.id.epoch > id.epoch || p.id == id && rec.Seq < p.seq) {
 		return
 	}
-	next := &picture{
-		id: id, node: rec.Snapshot.Node, seq: rec.Seq, accepting: rec.Snapshot.Accepting, open: map[uint64]msg.OpenRequest{},
+	next := &rankView{
+		id: id, node: rec.Snapshot.Node, seq: rec.Seq, accepting: rec.Snapshot.Accepting,
+		open:    map[uint64]msg.OpenRequest{},
 		columns: map[kvindex.Tier]map[uint64]bool{}, box: rec.Snapshot.Mailbox,
 	}
 	for _, o := range rec.Snapshot.Open {
@@ -323,14 +336,14 @@ func (r *reader) begin(p *picture, id identity, rec *msg.Record) {
 	r.ranks[id.key()] = next
 }
 
-func (p *picture) ask(r *reader) {
-	if !p.deaf {
-		p.deaf = true
+func (p *rankView) ask(r *reader) {
+	if !p.resyncing {
+		p.resyncing = true
 		_ = p.box.TrySend(msg.Resync{Sink: r})
 	}
 }
 
-func (p *picture) apply(r *reader, rec *msg.Record) {
+func (p *rankView) apply(r *reader, rec *msg.Record) {
 	switch tier := rec.KV.Tier; rec.Kind {
 	case msg.RecAdmitted:
 		p.open[rec.ReqID] = msg.OpenRequest{ReqID: rec.ReqID, Ingress: rec.Ingress, Tokens: rec.Tokens}
@@ -350,20 +363,20 @@ func (p *picture) apply(r *reader, rec *msg.Record) {
 		}
 	case msg.RecKVEnd:
 		if c := p.columns[tier]; len(c) != rec.KV.Len || sum(c) != rec.KV.Sum {
-			r.wrong++
+			r.mismatches++
 			p.ask(r)
 		}
-	default: // says nothing that a picture shows
+	default: // not part of the view
 	}
 }
 
-var epoch = time.Date(2000, 1, 1, 0, 0, 0, 0, time.UTC) // when a bubble begins
+var epoch = time.Date(2000, 1, 1, 0, 0, 0, 0, time.UTC) // the start of the fake clock
 
 func (r *reader) note(rank routing.RankID, what string) {
 	r.notes = append(r.notes, note{rank, what, time.Since(epoch)})
 }
 
-// ids are the ranks it knows, by name.
+// ids are the names of the known ranks.
 func (r *reader) ids() []string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -375,26 +388,27 @@ func (r *reader) ids() []string {
 	return out
 }
 
-func (r *reader) get(id identity) *picture {
+func (r *reader) get(id identity) *rankView {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.ranks[id.key()]
 }
 
-// takeNotes gives what was noted since the last time, times relative to since.
+// takeNotes returns the notes since the last call, with times relative to since.
 func (r *reader) takeNotes(since time.Time) (out []string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for _, n := range r.notes {
-		out = append(out, fmt.Sprintf("%s %s %s", n.rank, n.what, (n.at-since.Sub(epoch)).Round(10*time.Millisecond)))
+		out = append(out, fmt.Sprintf("%s %s %s", n.rank, n.what,
+			(n.at-since.Sub(epoch)).Round(10*time.Millisecond)))
 	}
 	slices.Sort(out)
 	r.notes = nil
 	return out
 }
 
-// equals says that the reader's picture is the rank's own account.
-func (r *reader) equals(t assert.TestingT, rank *fakeRank) {
+// assertEqual asserts that the reader's view is the rank's own account.
+func (r *reader) assertEqual(t assert.TestingT, rank *fakeRank) {
 	rank.do(func() {
 		r.mu.Lock()
 		defer r.mu.Unlock()
@@ -409,32 +423,32 @@ func (r *reader) equals(t assert.TestingT, rank *fakeRank) {
 		assert.Equal(t, rank.open, p.open)
 		assert.Equal(t, rank.columns, p.columns)
 		assert.False(t, p.silent)
-		assert.False(t, p.deaf)
+		assert.False(t, p.resyncing)
 	})
 }
 
-// nodeBook is a msg.Store of nodes.
-type nodeBook struct {
+// nodeStore is a msg.Store of nodes.
+type nodeStore struct {
 	mu      sync.Mutex
 	st      *state.State
 	changed chan struct{}
 }
 
-func newNodeBook() *nodeBook { return &nodeBook{st: &state.State{}, changed: make(chan struct{})} }
+func newNodeStore() *nodeStore { return &nodeStore{st: &state.State{}, changed: make(chan struct{})} }
 
-func (b *nodeBook) State() *state.State {
+func (b *nodeStore) State() *state.State {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.st
 }
 
-func (b *nodeBook) Changed() <-chan struct{} {
+func (b *nodeStore) Changed() <-chan struct{} {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.changed
 }
 
-func (b *nodeBook) change(f func(nodes map[string]*state.Node)) {
+func (b *nodeStore) change(f func(nodes map[string]*state.Node)) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	nodes := map[string]*state.Node{}
@@ -452,7 +466,7 @@ func (b *nodeBook) change(f func(nodes map[string]*state.Node)) {
 type streamNet struct {
 	t     testing.TB
 	net   memnet.Network
-	book  *nodeBook
+	book  *nodeStore
 	log   *slog.Logger
 	mu    sync.Mutex
 	conns map[string][]*faultyConn // by node
@@ -461,7 +475,10 @@ type streamNet struct {
 }
 
 func newStreamNet(t testing.TB) *streamNet {
-	return &streamNet{t: t, book: newNodeBook(), log: slog.New(slog.DiscardHandler), conns: map[string][]*faultyConn{}}
+	return &streamNet{
+		t: t, book: newNodeStore(), log: slog.New(slog.DiscardHandler),
+		conns: map[string][]*faultyConn{},
+	}
 }
 
 // workerNode is a node with ranks.
@@ -478,7 +495,10 @@ func (c *streamNet) worker(id string) *workerNode {
 	w := &workerNode{c: c, id: id, hub: &fakeHub{}}
 	w.listen()
 	c.book.change(func(nodes map[string]*state.Node) {
-		nodes[id] = &state.Node{ID: id, UID: id + "-uid", Address: id + ":7947", Roles: []state.Role{state.RoleWorker}}
+		nodes[id] = &state.Node{
+			ID: id, UID: id + "-uid", Address: id + ":7947",
+			Roles: []state.Role{state.RoleWorker},
+		}
 	})
 	return w
 }
@@ -505,7 +525,10 @@ func (w *workerNode) kill() {
 
 func (w *workerNode) rank(rank int, incarnation uint64) *fakeRank {
 	id := routing.ID(0, rank)
-	return w.hub.start(w.id, identity{app: "chat", unit: fmt.Sprintf("chat/0/%d", rank), rank: id, epoch: 1, incarnation: incarnation})
+	return w.hub.start(w.id, identity{
+		app: "chat", unit: fmt.Sprintf("chat/0/%d", rank), rank: id, epoch: 1,
+		incarnation: incarnation,
+	})
 }
 
 func (w *workerNode) stop() {
@@ -515,7 +538,7 @@ func (w *workerNode) stop() {
 	w.kill()
 }
 
-// ingressNode is one with an ingress.
+// ingressNode is a node with an ingress.
 type ingressNode struct {
 	*reader
 	feed   *Feed
@@ -527,9 +550,12 @@ type ingressNode struct {
 func (c *streamNet) ingress(id string, local msg.Feed) *ingressNode {
 	n := &ingressNode{reader: newReader(c.t), dials: map[string]*grpc.ClientConn{}}
 	var err error
-	n.feed, err = NewFeed(FeedConfig{Self: id, Local: local, Store: c.book, Log: c.log, Open: func(ctx context.Context, to state.Node) (StreamClient, error) {
-		return dpservev1.NewReplicaClient(c.dial(n, to)).Subscribe(ctx)
-	}})
+	n.feed, err = NewFeed(FeedConfig{
+		Self: id, Local: local, Store: c.book, Log: c.log,
+		Open: func(ctx context.Context, to state.Node) (StreamClient, error) {
+			return dpservev1.NewReplicaClient(c.dial(n, to)).Subscribe(ctx)
+		},
+	})
 	require.NoError(c.t, err)
 	n.cancel = n.feed.Subscribe(n.reader)
 	return n
@@ -539,8 +565,15 @@ func (c *streamNet) dial(n *ingressNode, to state.Node) *grpc.ClientConn {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if n.dials[to.ID] == nil {
-		cc, err := grpc.NewClient("passthrough:///"+to.Address, grpc.WithTransportCredentials(insecure.NewCredentials()),
-			grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoff.Config{BaseDelay: 10 * time.Millisecond, MaxDelay: 20 * time.Millisecond, Multiplier: 1}, MinConnectTimeout: time.Second}),
+		cc, err := grpc.NewClient("passthrough:///"+to.Address,
+			grpc.WithTransportCredentials(insecure.NewCredentials()),
+			grpc.WithConnectParams(grpc.ConnectParams{
+				Backoff: backoff.Config{
+					BaseDelay: 10 * time.Millisecond,
+					MaxDelay:  20 * time.Millisecond, Multiplier: 1,
+				},
+				MinConnectTimeout: time.Second,
+			}),
 			grpc.WithContextDialer(func(ctx context.Context, addr string) (net.Conn, error) {
 				conn, err := c.net.DialContext(ctx, "tcp", addr)
 				if err != nil {
@@ -562,7 +595,7 @@ func (n *ingressNode) stop() {
 	}
 }
 
-// faultyConn can stop to carry anything, as a connection to a node without power.
+// faultyConn can stop carrying bytes, like a connection to a node without power.
 type faultyConn struct {
 	net.Conn
 	mu     sync.Mutex
@@ -608,7 +641,7 @@ func (f *faultyConn) Close() error {
 	return f.Conn.Close()
 }
 
-// freeze stops or lets go everything between a node and the others.
+// freeze stops or resumes all traffic between a node and the others.
 func (c *streamNet) freeze(node string, on bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -620,7 +653,7 @@ func (c *streamNet) freeze(node string, on bool) {
 	}
 }
 
-// reset breaks all connections to a node, which goes on listening.
+// reset breaks all connections to a node, which still listens.
 func (c *streamNet) reset(node string) {
 	c.mu.Lock()
 	list := c.conns[node]
@@ -631,8 +664,8 @@ func (c *streamNet) reset(node string) {
 	}
 }
 
-// calm lets everything that is on its way arrive.
-func calm() {
+// settle lets everything that is on its way arrive.
+func settle() {
 	time.Sleep(100 * time.Millisecond)
 	synctest.Wait()
 }

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -19,37 +20,38 @@ import (
 
 // Bounds of a subscription.
 const (
-	maxWaiting  = 1024     // records per rank of the node; the log bounds their bytes
-	maxHeld     = 16 << 20 // bytes of snapshots that were asked for
+	maxLag      = 1024     // records per rank of the node; the log bounds their bytes
+	maxOwnBytes = 16 << 20 // bytes of snapshots for one stream
 	maxNodeName = 256      // bytes
 )
 
-// StreamServerConfig is what a StreamServer needs. Feed and Log are required.
+// StreamServerConfig is the configuration of a StreamServer. Feed and Log are required.
 type StreamServerConfig struct {
 	Feed msg.Feed // the node's own ranks
 	Peer func(ctx context.Context) (node string, ok bool)
-	// Unknown counts posts of a kind that this version does not know. Nil: nobody counts.
+	// Unknown counts posts of a kind that this version does not know. nil: they are not counted.
 	Unknown func(what string)
 	Timers  StreamTimers
 	Log     *slog.Logger
 }
 
-// StreamServer serves the streams of a node's ranks to the ingresses of other nodes, and takes what they post to the ranks.
-// It implements dpservev1.ReplicaServer. Peer says who is behind a stream's connection, and is held against the name that the stream
-// gives; nil: it is not.
+// StreamServer serves the streams of a node's ranks to the ingresses of other nodes, and passes their posts
+// to the ranks. It implements dpservev1.ReplicaServer. Peer names the node of a stream's connection, which
+// must be the node that the stream names; nil: it is not checked.
 //
-// It hears the ranks twice. The tap writes all it hears into one log that every stream reads. The asker exists to be given the
-// snapshots that single streams want: what it hears goes to those alone.
+// It subscribes to the ranks twice. broadcastSink writes every record into one log that every stream reads.
+// snapshotSink is given the snapshots that single streams have requested, and passes them to those streams
+// alone.
 type StreamServer struct {
 	dpservev1.UnimplementedReplicaServer
-	config StreamServerConfig
-	timers StreamTimers
-	log    *slog.Logger
-	asker  *asker
+	config    StreamServerConfig
+	timers    StreamTimers
+	log       *slog.Logger
+	snapshots *snapshotSink
 
-	untap, unask func()
-	running      sync.WaitGroup // readers and writers
-	counts       streamCounts
+	cancelBroadcast, cancelSnapshots func()
+	running                          sync.WaitGroup // readers and writers
+	counts                           streamCounts
 
 	mu       sync.Mutex
 	closed   bool
@@ -58,7 +60,7 @@ type StreamServer struct {
 	records  recordLog
 	packer   packer
 	streams  map[string]*subscriber // by ingress
-	idle     []*subscriber          // those that have sent all there is
+	idle     []*subscriber          // those that have sent all records
 }
 
 // unitRank names a rank as a post does.
@@ -70,24 +72,24 @@ type unitRank struct {
 // liveRank is an incarnation of a rank of this node.
 type liveRank struct {
 	identity
-	slot    uint64
-	mailbox msg.Mailbox
-	gone    bool
-	givenAt uint64        // number of the last snapshot given to takers: its columns have the same
-	takers  []*subscriber // who got it
+	slot        uint64
+	mailbox     msg.Mailbox
+	hasEnded    bool
+	snapshotSeq uint64        // number of the last snapshot given to receivers: its columns have the same
+	receivers   []*subscriber // streams that get that snapshot
 }
 
 type streamCounts struct {
 	posts, strangePosts, gaps, resyncs atomic.Uint64
 }
 
-// StreamServerStats counts what happened since New.
+// StreamServerStats counts events since New.
 type StreamServerStats struct {
-	Streams      int    // ingresses now
-	Posts        uint64 // taken
-	StrangePosts uint64 // dropped: of a kind that is not known, or for no incarnation that is here
-	Gaps         uint64 // a stream was too slow, and lost all that waited
-	Resyncs      uint64 // snapshots asked for
+	Streams      int    // open now
+	Posts        uint64 // delivered to a rank
+	StrangePosts uint64 // dropped: of an unknown kind, or for an incarnation that is not here
+	Gaps         uint64 // a stream was too slow, and lost its place
+	Resyncs      uint64 // snapshots requested
 }
 
 var _ dpservev1.ReplicaServer = (*StreamServer)(nil)
@@ -104,13 +106,14 @@ func NewStreamServer(c StreamServerConfig) (*StreamServer, error) {
 		config: c, timers: c.Timers.withDefaults(), log: c.Log.With(slog.String("room", "remote")),
 		ranks: map[unitRank]*liveRank{}, streams: map[string]*subscriber{},
 	}
-	s.asker = &asker{s}
-	s.untap = c.Feed.Subscribe(&tap{s})
-	s.unask = c.Feed.Subscribe(s.asker)
+	s.snapshots = &snapshotSink{s}
+	s.cancelBroadcast = c.Feed.Subscribe(&broadcastSink{s})
+	s.cancelSnapshots = c.Feed.Subscribe(s.snapshots)
 	return s, nil
 }
 
-// Close ends every stream and leaves the feed. Idempotent. It waits for all that New and the streams started.
+// Close ends every stream and both subscriptions. It is idempotent. It waits for all goroutines that New and
+// the streams started.
 func (s *StreamServer) Close() {
 	s.mu.Lock()
 	first := !s.closed
@@ -120,39 +123,43 @@ func (s *StreamServer) Close() {
 	}
 	s.mu.Unlock()
 	if first {
-		s.untap()
-		s.unask()
+		s.cancelBroadcast()
+		s.cancelSnapshots()
 	}
 	s.running.Wait()
 }
 
-// Stats counts.
+// Stats returns the counters.
 func (s *StreamServer) Stats() StreamServerStats {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return StreamServerStats{
-		Streams: len(s.streams), Posts: s.counts.posts.Load(), StrangePosts: s.counts.strangePosts.Load(), Gaps: s.counts.gaps.Load(),
+		Streams: len(s.streams), Posts: s.counts.posts.Load(), StrangePosts: s.counts.strangePosts.Load(),
+		Gaps:    s.counts.gaps.Load(),
 		Resyncs: s.counts.resyncs.Load(),
 	}
 }
 
-// Subscribe implements dpservev1.ReplicaServer: one stream to one ingress. When it ends, nothing is done about the tickets of that
-// ingress: those whose requests still run end with them, and the others lapse as their admission's context ends.
-func (s *StreamServer) Subscribe(stream grpc.BidiStreamingServer[dpservev1.SubscribeRequest, dpservev1.Records]) error {
+// Subscribe implements dpservev1.ReplicaServer: one stream to one ingress. When it ends, the tickets of that
+// ingress stay: those whose requests still run end with them, and the others lapse when the context of their
+// admission ends.
+func (s *StreamServer) Subscribe(
+	stream grpc.BidiStreamingServer[dpservev1.SubscribeRequest, dpservev1.Records],
+) error {
 	hello, err := stream.Recv()
 	if err != nil {
 		return err
 	}
-	if err := s.known(stream.Context(), hello.GetIngress()); err != nil {
+	if err := s.checkName(stream.Context(), hello.GetIngress()); err != nil {
 		return err
 	}
-	sub, err := s.enter(hello.GetIngress())
+	sub, err := s.addStream(hello.GetIngress())
 	if err != nil {
 		return err
 	}
-	defer s.leave(sub)
-	s.running.Go(func() { sub.finish(s.read(sub, stream, hello)) })
-	s.running.Go(func() { sub.finish(s.write(sub, stream)) })
+	defer s.dropStream(sub)
+	s.running.Go(func() { sub.finish(s.readPosts(sub, stream, hello)) })
+	s.running.Go(func() { sub.finish(s.sendRecords(sub, stream)) })
 	select { // reader and writer end with the stream, which ends with this call
 	case <-stream.Context().Done():
 		return status.FromContextError(stream.Context().Err()).Err()
@@ -161,22 +168,25 @@ func (s *StreamServer) Subscribe(stream grpc.BidiStreamingServer[dpservev1.Subsc
 	}
 }
 
-// known holds the name that a stream gives against its connection's.
-func (s *StreamServer) known(ctx context.Context, name string) error {
+// checkName compares the name that a stream gives with that of its connection.
+func (s *StreamServer) checkName(ctx context.Context, name string) error {
 	if name == "" || len(name) > maxNodeName {
-		return status.Error(codes.InvalidArgument, "the first message of a replica stream must name its ingress node")
+		return status.Error(codes.InvalidArgument,
+			"the first message of a replica stream must name its ingress node")
 	}
 	if s.config.Peer == nil {
 		return nil
 	}
 	if node, ok := s.config.Peer(ctx); !ok || node != name {
-		return status.Errorf(codes.PermissionDenied, "a stream of node %q came over the connection of node %q", name, node)
+		return status.Errorf(codes.PermissionDenied,
+			"a stream of node %q came over the connection of node %q", name, node)
 	}
 	return nil
 }
 
-// enter begins a subscription. A second one of the same ingress ends the first: that is a connection which broke unseen.
-func (s *StreamServer) enter(name string) (*subscriber, error) {
+// addStream begins a subscription. A second one of the same ingress ends the first, whose connection broke
+// without notice.
+func (s *StreamServer) addStream(name string) (*subscriber, error) {
 	sub := &subscriber{name: name, wake: make(chan struct{}, 1), done: make(chan struct{})}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -184,51 +194,51 @@ func (s *StreamServer) enter(name string) (*subscriber, error) {
 		return nil, status.Error(codes.Unavailable, "the node is shutting down")
 	}
 	if old := s.streams[name]; old != nil {
-		s.remove(old)
+		s.removeStream(old)
 		old.finish(status.Error(codes.Aborted, "the ingress has opened another stream"))
 	}
 	s.streams[name] = sub
 	sub.at = s.records.end()
-	s.running.Add(1) // until leave: Close waits for the readers and writers that are about to start
+	s.running.Add(1) // until dropStream: Close waits for the readers and writers that are about to start
 	s.log.Info("an ingress reads this node's ranks", slog.String("ingress", name))
 	return sub, nil
 }
 
-func (s *StreamServer) leave(sub *subscriber) {
+func (s *StreamServer) dropStream(sub *subscriber) {
 	s.mu.Lock()
-	s.remove(sub)
+	s.removeStream(sub)
 	s.mu.Unlock()
 	sub.finish(nil)
 	s.running.Done()
 	s.log.Info("an ingress no longer reads this node's ranks", slog.String("ingress", sub.name))
 }
 
-// remove takes a subscription out of everything. Call with mu held.
-func (s *StreamServer) remove(sub *subscriber) {
+// removeStream removes a subscription. The caller holds mu.
+func (s *StreamServer) removeStream(sub *subscriber) {
 	if s.streams[sub.name] == sub {
 		delete(s.streams, sub.name)
 	}
 	s.idle = slices.DeleteFunc(s.idle, func(o *subscriber) bool { return o == sub })
-	s.untake(sub)
+	s.removeReceiver(sub)
 }
 
-func (s *StreamServer) untake(sub *subscriber) {
+func (s *StreamServer) removeReceiver(sub *subscriber) {
 	for _, r := range s.ranks {
-		r.takers = slices.DeleteFunc(r.takers, func(o *subscriber) bool { return o == sub })
+		r.receivers = slices.DeleteFunc(r.receivers, func(o *subscriber) bool { return o == sub })
 	}
 }
 
-// tap hears everything, for all streams.
-type tap struct{ s *StreamServer }
+// broadcastSink receives every record, for all streams.
+type broadcastSink struct{ s *StreamServer }
 
 // Deliver implements msg.Sink.
-func (t *tap) Deliver(rec *msg.Record) {
+func (t *broadcastSink) Deliver(rec *msg.Record) {
 	s := t.s
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	r := s.track(rec)
+	r := s.rankOf(rec)
 	if r == nil {
-		return // of an incarnation that is over
+		return // of an incarnation that has ended
 	}
 	if len(s.streams) > 0 {
 		s.packer.pack(r.slot, rec)
@@ -240,13 +250,13 @@ func (t *tap) Deliver(rec *msg.Record) {
 		s.wakeIdle()
 	}
 	if rec.Kind == msg.RecGone {
-		r.gone = true
+		r.hasEnded = true
 		delete(s.ranks, unitRank{r.unit, r.rank})
 	}
 }
 
-// track is the rank of a record; a snapshot may begin one.
-func (s *StreamServer) track(rec *msg.Record) *liveRank {
+// rankOf is the rank of a record; a snapshot may begin one.
+func (s *StreamServer) rankOf(rec *msg.Record) *liveRank {
 	key := unitRank{rec.Unit, rec.Rank}
 	r := s.ranks[key]
 	if r != nil && r.epoch == rec.Epoch && r.incarnation == rec.Incarnation {
@@ -259,7 +269,7 @@ func (s *StreamServer) track(rec *msg.Record) *liveRank {
 		return nil
 	}
 	if r != nil {
-		r.gone = true
+		r.hasEnded = true
 	}
 	s.lastSlot++
 	r = &liveRank{identity: identityOf(rec), slot: s.lastSlot, mailbox: rec.Snapshot.Mailbox}
@@ -269,68 +279,165 @@ func (s *StreamServer) track(rec *msg.Record) *liveRank {
 
 func (s *StreamServer) wakeIdle() {
 	for _, sub := range s.idle {
-		sub.idle = false
-		sub.poke()
+		sub.isIdle = false
+		sub.signal()
 	}
 	s.idle = s.idle[:0]
 }
 
-// asker hears everything too, and passes on the snapshots that somebody wants.
-type asker struct{ s *StreamServer }
+// snapshotSink receives every record too, and passes on the requested snapshots.
+type snapshotSink struct{ s *StreamServer }
 
 // Deliver implements msg.Sink.
-func (a *asker) Deliver(rec *msg.Record) {
+func (a *snapshotSink) Deliver(rec *msg.Record) {
 	switch rec.Kind {
 	case msg.RecSnapshot, msg.RecKVBegin, msg.RecKV, msg.RecKVEnd:
-		a.s.answer(rec)
-	default: // in the log
+		a.s.deliverSnapshot(rec)
+	default: // broadcastSink has it
 	}
 }
 
-// answer gives a snapshot, and the columns behind it, to the streams that have asked for it.
-func (s *StreamServer) answer(rec *msg.Record) {
+// deliverSnapshot gives a snapshot, and the columns that follow it, to the streams that have requested it.
+func (s *StreamServer) deliverSnapshot(rec *msg.Record) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	r := s.ranks[unitRank{rec.Unit, rec.Rank}]
 	if r == nil || r.epoch != rec.Epoch || r.incarnation != rec.Incarnation {
-		return // the tap hears of it next, and all streams with it
+		return // broadcastSink gets it next, and with it all streams
 	}
 	if rec.Kind == msg.RecSnapshot {
-		s.choose(r, rec.Seq)
+		s.setReceivers(r, rec.Seq)
 	}
-	if len(r.takers) == 0 || rec.Seq != r.givenAt {
+	if len(r.receivers) == 0 || rec.Seq != r.snapshotSeq {
 		return
 	}
 	s.packer.pack(r.slot, rec)
 	shared := slices.Clone(s.packer.buf)
 	at, start := s.records.end(), 0
 	for _, end := range s.packer.ends {
-		for _, sub := range r.takers {
-			sub.held = append(sub.held, piece{at: at, bytes: shared[start:end]})
+		for _, sub := range r.receivers {
+			sub.own = append(sub.own, piece{at: at, bytes: shared[start:end]})
 		}
 		start = end
 	}
-	r.takers = slices.DeleteFunc(r.takers, func(sub *subscriber) bool { return !s.hold(sub, r, len(shared)) })
+	r.receivers = slices.DeleteFunc(r.receivers,
+		func(sub *subscriber) bool { return !s.addOwn(sub, r, len(shared)) })
 }
 
-// choose makes the streams that wait for a rank the takers of its snapshot.
-func (s *StreamServer) choose(r *liveRank, seq uint64) {
-	r.givenAt, r.takers = seq, r.takers[:0]
+// setReceivers makes the streams that wait for a rank the receivers of its snapshot.
+func (s *StreamServer) setReceivers(r *liveRank, seq uint64) {
+	r.snapshotSeq, r.receivers = seq, r.receivers[:0]
 	for _, sub := range s.streams {
-		if sub.asked == r {
-			sub.asked = nil
-			r.takers = append(r.takers, sub)
+		if sub.askedRank == r {
+			sub.askedRank = nil
+			r.receivers = append(r.receivers, sub)
 		}
 	}
 }
 
-// hold counts what a stream was given; false if that is too much: the rank is asked again when the rest is sent.
-func (s *StreamServer) hold(sub *subscriber, r *liveRank, n int) bool {
-	sub.heldBytes += n
-	sub.poke()
-	if sub.heldBytes > maxHeld {
-		sub.want(r)
+// addOwn counts the bytes that only this stream gets. It returns false if they are too many: the rank is
+// asked again when they are sent.
+func (s *StreamServer) addOwn(sub *subscriber, r *liveRank, n int) bool {
+	sub.ownBytes += n
+	sub.signal()
+	if sub.ownBytes > maxOwnBytes {
+		sub.addWanted(r)
 		return false
 	}
 	return true
 }
+
+// maxAgo bounds how long ago a first token may have been.
+const maxAgo = time.Hour
+
+// readPosts handles the messages of an ingress, beginning with the first, until the stream ends.
+func (s *StreamServer) readPosts(
+	sub *subscriber, stream grpc.BidiStreamingServer[dpservev1.SubscribeRequest, dpservev1.Records],
+	hello *dpservev1.SubscribeRequest,
+) error {
+	for m := hello; ; {
+		if m.GetResync() {
+			s.mu.Lock()
+			s.requestAll(sub)
+			s.mu.Unlock()
+		}
+		for _, p := range m.GetPosts() {
+			s.deliverPost(sub, p)
+		}
+		var err error
+		if m, err = stream.Recv(); err != nil {
+			return err
+		}
+	}
+}
+
+// deliverPost delivers a post to its rank. Posts for unknown ranks are counted and dropped.
+func (s *StreamServer) deliverPost(sub *subscriber, p *dpservev1.Post) {
+	s.mu.Lock()
+	r := s.ranks[unitRank{p.GetUnit(), routing.RankID(p.GetRank())}]
+	if r == nil {
+		s.mu.Unlock()
+		s.counts.strangePosts.Add(1)
+		return
+	}
+	if _, ok := p.GetMessage().(*dpservev1.Post_Resync); ok {
+		sub.addWanted(r)
+		sub.signal()
+		s.mu.Unlock()
+		s.counts.posts.Add(1)
+		return
+	}
+	box, here := r.mailbox, r.epoch == p.GetEpoch() && r.incarnation == p.GetIncarnation()
+	s.mu.Unlock()
+	m := fromPost(p, time.Now())
+	if m == nil {
+		s.config.Unknown("post")
+	}
+	if m == nil || !here {
+		s.counts.strangePosts.Add(1)
+		return
+	}
+	if d, ok := m.(*msg.Demand); ok {
+		d.Ingress = sub.name
+	}
+	s.counts.posts.Add(1)
+	box.Send(m)
+}
+
+// fromPost is the actor's message of a post; nil if its kind is not known.
+func fromPost(p *dpservev1.Post, now time.Time) any {
+	switch m := p.GetMessage().(type) {
+	case *dpservev1.Post_Done:
+		return doneOf(m.Done)
+	case *dpservev1.Post_FirstToken:
+		ago := min(max(time.Duration(m.FirstToken.GetAgoNano()), 0), maxAgo)
+		return &msg.FirstToken{TicketID: m.FirstToken.GetTicket(), At: now.Add(-ago)}
+	case *dpservev1.Post_Progress:
+		return &msg.Progress{TicketID: m.Progress.GetTicket(), Out: boundedCount(m.Progress.GetOut())}
+	case *dpservev1.Post_Probe:
+		return &msg.Probe{TicketID: m.Probe.GetTicket()}
+	case *dpservev1.Post_Demand:
+		return &msg.Demand{Waits: m.Demand.GetWaits()}
+	default:
+		return nil
+	}
+}
+
+func doneOf(d *dpservev1.Done) any {
+	if d.GetOutcome() > uint32(msg.Refused) {
+		return nil
+	}
+	cause := d.GetCause()
+	return &msg.Done{
+		TicketID: d.GetTicket(), Outcome: msg.Outcome(d.GetOutcome()), //nolint:gosec // checked
+		Cause:        cause[:min(len(cause), maxString)],
+		PromptTokens: boundedCount(d.GetPromptTokens()), CachedTokens: boundedCount(d.GetCachedTokens()),
+		HasCached:        d.GetHasCached(),
+		CompletionTokens: boundedCount(d.GetCompletionTokens()),
+		FirstToken:       max(time.Duration(d.GetFirstTokenNano()), 0),
+		Trip:             d.GetTrip(), Busy: d.GetBusy(), Probe: d.GetProbe(),
+	}
+}
+
+// boundedCount is a count from the wire.
+func boundedCount(n int64) int { return int(min(max(n, 0), maxCount)) }

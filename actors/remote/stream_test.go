@@ -17,7 +17,8 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// TestThreeIngressesTwoNodes: everybody has every rank's account, whichever node runs it, before and after deltas.
+// TestThreeIngressesTwoNodes: every ingress has every rank's account, whichever node runs it, before and
+// after deltas.
 func TestThreeIngressesTwoNodes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newStreamNet(t)
@@ -26,20 +27,21 @@ func TestThreeIngressesTwoNodes(t *testing.T) {
 		defer w2.stop()
 		a, b := w1.rank(0, 10), w2.rank(1, 11)
 		a.do(func() { a.admit(1, "i1"); a.store(kvindex.GPU, 5, 6, 7) })
-		nodes := []*ingressNode{c.ingress("i1", nil), c.ingress("i2", nil), c.ingress("n1", w1.hub)} // the last has ranks of its own
+		// the last has ranks of its own
+		nodes := []*ingressNode{c.ingress("i1", nil), c.ingress("i2", nil), c.ingress("n1", w1.hub)}
 		defer func() {
 			for _, n := range nodes {
 				n.stop()
 			}
 		}()
-		calm()
+		settle()
 		check := func() {
 			t.Helper()
-			calm()
+			settle()
 			for _, n := range nodes {
-				n.equals(t, a)
-				n.equals(t, b)
-				assert.Zero(t, n.wrong)
+				n.assertEqual(t, a)
+				n.assertEqual(t, b)
+				assert.Zero(t, n.mismatches)
 			}
 		}
 		check()
@@ -51,12 +53,12 @@ func TestThreeIngressesTwoNodes(t *testing.T) {
 		})
 		check()
 		late := w2.rank(2, 12) // starts later
-		calm()
+		settle()
 		for _, n := range nodes {
-			n.equals(t, late)
+			n.assertEqual(t, late)
 		}
 		late.stop()
-		calm()
+		settle()
 		for _, n := range nodes {
 			assert.Equal(t, []string{"chat/0/0#1.10", "chat/0/1#1.11"}, n.ids())
 		}
@@ -65,29 +67,30 @@ func TestThreeIngressesTwoNodes(t *testing.T) {
 	})
 }
 
-// pages is a log that can be read while it is written.
-type pages struct {
+// growingLog is a log that is read while it is written.
+type growingLog struct {
 	mu   sync.Mutex
 	text bytes.Buffer
 }
 
-func (p *pages) Write(line []byte) (int, error) {
+func (p *growingLog) Write(line []byte) (int, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.text.Write(line)
 }
 
-func (p *pages) String() string {
+func (p *growingLog) String() string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.text.String()
 }
 
-// TestSilenceOfANodeThatJoins: a node is known before it serves; only one that stays silent, or was heard before, is a warning.
+// TestSilenceOfANodeThatJoins: a node is known before it serves. Its silence is a warning only if it lasts,
+// or if the node was heard before.
 func TestSilenceOfANodeThatJoins(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newStreamNet(t)
-		var out pages
+		var out growingLog
 		c.log = slog.New(slog.NewTextHandler(&out, nil))
 		w := c.worker("n1")
 		w.kill()
@@ -114,7 +117,8 @@ func TestSilenceOfANodeThatJoins(t *testing.T) {
 	})
 }
 
-// TestSilence: 1 s without a sign is silent, 3 s are out; a sign brings the ranks back.
+// TestSilence: after 1 s without a message the node is silent, after 3 s its ranks are out; a message brings
+// the ranks back.
 func TestSilence(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newStreamNet(t)
@@ -123,7 +127,7 @@ func TestSilence(t *testing.T) {
 		a, b := w.rank(0, 10), w.rank(1, 11)
 		n := c.ingress("i1", nil)
 		defer n.stop()
-		calm()
+		settle()
 		time.Sleep(10 * time.Second)
 		assert.Empty(t, n.takeNotes(epoch), "heartbeats keep it alive")
 		box := n.get(a.id).box
@@ -132,11 +136,11 @@ func TestSilence(t *testing.T) {
 		c.freeze("n1", true)
 		time.Sleep(2 * time.Second)
 		c.freeze("n1", false)
-		calm()
+		settle()
 		notes := n.takeNotes(began)
 		assert.Len(t, notes, 4)
 		assert.Contains(t, notes, "0/0 heard 2s")
-		n.equals(t, a)
+		n.assertEqual(t, a)
 
 		c.freeze("n1", true)
 		time.Sleep(5 * time.Second)
@@ -148,14 +152,14 @@ func TestSilence(t *testing.T) {
 		}
 		c.freeze("n1", false)
 		time.Sleep(3 * time.Second)
-		calm()
-		n.equals(t, a)
-		n.equals(t, b)
+		settle()
+		n.assertEqual(t, a)
+		n.assertEqual(t, b)
 		assert.NotSame(t, box, n.get(a.id).box)
 	})
 }
 
-// TestSilenceTimes: the times run from the last sign, and heartbeats are 250 ms apart.
+// TestSilenceTimes: the times run from the last message, and heartbeats are 250 ms apart.
 func TestSilenceTimes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newStreamNet(t)
@@ -164,7 +168,7 @@ func TestSilenceTimes(t *testing.T) {
 		a := w.rank(0, 10)
 		n := c.ingress("i1", nil)
 		defer n.stop()
-		calm()
+		settle()
 		a.do(func() { a.admit(1, "i1") })
 		synctest.Wait()
 		began := time.Now()
@@ -173,11 +177,11 @@ func TestSilenceTimes(t *testing.T) {
 		assert.Equal(t, []string{"0/0 gone 3s", "0/0 silent 1s"}, n.takeNotes(began))
 		c.freeze("n1", false)
 		time.Sleep(2 * time.Second)
-		n.equals(t, a)
+		n.assertEqual(t, a)
 	})
 }
 
-// TestResetIsSilentAtOnce and comes back at once, with everything that was missed.
+// TestResetIsSilentAtOnce and back at once, with all missed records.
 func TestResetIsSilentAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newStreamNet(t)
@@ -192,14 +196,17 @@ func TestResetIsSilentAtOnce(t *testing.T) {
 		c.reset("n1")
 		a.do(func() { a.admit(1, "i1") })
 		b.stop()
-		calm()
-		assert.Equal(t, []string{"0/0 heard 0s", "0/0 silent 0s", "0/1 gone 0s", "0/1 heard 0s", "0/1 silent 0s"}, n.takeNotes(began))
-		n.equals(t, a)
+		settle()
+		assert.Equal(t, []string{
+			"0/0 heard 0s", "0/0 silent 0s", "0/1 gone 0s", "0/1 heard 0s",
+			"0/1 silent 0s",
+		}, n.takeNotes(began))
+		n.assertEqual(t, a)
 		assert.Same(t, box, n.get(a.id).box)
 	})
 }
 
-// TestRefusedIsOutAtOnce: the node's kernel answers, and nobody listens.
+// TestRefusedIsOutAtOnce: the node's kernel refuses the connection.
 func TestRefusedIsOutAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newStreamNet(t)
@@ -210,17 +217,17 @@ func TestRefusedIsOutAtOnce(t *testing.T) {
 		time.Sleep(5 * time.Second)
 		began := time.Now()
 		w.kill()
-		calm()
+		settle()
 		assert.Equal(t, []string{"0/0 gone 0s", "0/0 silent 0s"}, n.takeNotes(began))
 
 		w.listen() // the process is back, with the same rank
 		time.Sleep(2 * time.Second)
-		n.equals(t, a)
+		n.assertEqual(t, a)
 		w.stop()
 	})
 }
 
-// TestLostAndRemovedNodesAreOutAtOnce: what the state says goes.
+// TestLostAndRemovedNodesAreOutAtOnce: the state decides.
 func TestLostAndRemovedNodesAreOutAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newStreamNet(t)
@@ -229,14 +236,16 @@ func TestLostAndRemovedNodesAreOutAtOnce(t *testing.T) {
 		a := w.rank(0, 10)
 		n := c.ingress("i1", nil)
 		defer n.stop()
-		calm()
+		settle()
 		for what, f := range map[string]func(nodes map[string]*state.Node){
-			"lost":       func(nodes map[string]*state.Node) { nodes["n1"].Lost = true },
-			"removed":    func(nodes map[string]*state.Node) { delete(nodes, "n1") },
-			"no ranks":   func(nodes map[string]*state.Node) { nodes["n1"].Roles = []state.Role{state.RoleIngress} },
+			"lost":    func(nodes map[string]*state.Node) { nodes["n1"].Lost = true },
+			"removed": func(nodes map[string]*state.Node) { delete(nodes, "n1") },
+			"no ranks": func(nodes map[string]*state.Node) {
+				nodes["n1"].Roles = []state.Role{state.RoleIngress}
+			},
 			"no address": func(nodes map[string]*state.Node) { nodes["n1"].Address = "" },
 		} {
-			n.equals(t, a)
+			n.assertEqual(t, a)
 			was := *c.book.State().Nodes["n1"]
 			began := time.Now()
 			c.book.change(f)
@@ -245,11 +254,11 @@ func TestLostAndRemovedNodesAreOutAtOnce(t *testing.T) {
 			c.book.change(func(nodes map[string]*state.Node) { nodes["n1"] = &was })
 			time.Sleep(2 * time.Second)
 		}
-		n.equals(t, a)
+		n.assertEqual(t, a)
 	})
 }
 
-// TestPosts: what gives back reaches the rank it is for, in order, and no other incarnation.
+// TestPosts: messages that give something back reach their rank, in order, and no other incarnation.
 func TestPosts(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newStreamNet(t)
@@ -258,24 +267,26 @@ func TestPosts(t *testing.T) {
 		a := w.rank(0, 10)
 		n := c.ingress("i1", nil)
 		defer n.stop()
-		calm()
+		settle()
 		box := n.get(a.id).box
 		at := time.Now().Add(-30 * time.Millisecond)
 		done := msg.Done{
-			TicketID: 7, Outcome: msg.FailedOutcome, Cause: "upstream_lost", PromptTokens: 10, CachedTokens: 4, HasCached: true, CompletionTokens: 3,
+			TicketID: 7, Outcome: msg.FailedOutcome, Cause: "upstream_lost", PromptTokens: 10,
+			CachedTokens: 4, HasCached: true, CompletionTokens: 3,
 			FirstToken: 40 * time.Millisecond, Trip: true, Busy: true, Probe: true,
 		}
 		first := &msg.FirstToken{TicketID: 7, At: at}
 		box.Send(first)
-		first.TicketID = 99 // its sender may use it again
-		box.Send(msg.Progress{TicketID: 7, Out: 3})
+		first.TicketID = 99 // the sender may re-use it
+		box.Send(&msg.Progress{TicketID: 7, Out: 3})
 		box.Send(&msg.Probe{TicketID: 7})
 		box.Send(&done)
 		box.Send(msg.Demand{Ingress: "another", Waits: true})
-		calm()
+		settle()
 		a.do(func() {
 			assert.Equal(t, []any{
-				&msg.FirstToken{TicketID: 7, At: at}, &msg.Progress{TicketID: 7, Out: 3}, &msg.Probe{TicketID: 7}, &done,
+				&msg.FirstToken{TicketID: 7, At: at}, &msg.Progress{TicketID: 7, Out: 3},
+				&msg.Probe{TicketID: 7}, &done,
 				&msg.Demand{Ingress: "i1", Waits: true},
 			}, a.got, "whose stream it is says who waits")
 			a.got = nil
@@ -284,15 +295,15 @@ func TestPosts(t *testing.T) {
 
 		a.do(func() { a.id.incarnation, a.seq = 11, 0; a.publish() })
 		box.Send(&done)
-		calm()
+		settle()
 		a.do(func() { assert.Empty(t, a.got, "of an incarnation that is over") })
 		assert.EqualValues(t, 1, w.streams.Stats().StrangePosts)
 		assert.EqualValues(t, 5, w.streams.Stats().Posts)
-		n.equals(t, a)
+		n.assertEqual(t, a)
 	})
 }
 
-// TestPostsWaitForTheNode, within their bound: reports of progress go first.
+// TestPostsWaitForTheNode, within their bound: Progress and Probe are dropped first.
 func TestPostsWaitForTheNode(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newStreamNet(t)
@@ -301,10 +312,10 @@ func TestPostsWaitForTheNode(t *testing.T) {
 		a := w.rank(0, 10)
 		n := c.ingress("i1", nil)
 		defer n.stop()
-		calm()
+		settle()
 		box := n.get(a.id).box
 		w.kill()
-		calm()
+		settle()
 		for i := range 2 * maxPosts {
 			box.Send(&msg.Progress{TicketID: 1, Out: i})
 		}

@@ -12,8 +12,8 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 )
 
-// progresses is the tickets' requests of which the stream has told progress since it was read last.
-func (r *rig) progresses() (out []uint64) {
+// progressRecords is the requests with a RecProgress since the last call.
+func (r *testRig) progressRecords() (out []uint64) {
 	for _, rec := range r.tape.take() {
 		if rec.Kind == msg.RecProgress {
 			out = append(out, rec.ReqID)
@@ -24,22 +24,33 @@ func (r *rig) progresses() (out []uint64) {
 
 func TestAProbeIsAnsweredByAnEngineThatMakesProgress(t *testing.T) {
 	cases := map[string]struct {
-		before, between func(r *rig)
+		before, between func(r *testRig)
 		moved           bool
 	}{
-		"nothing moves":           {},
-		"tokens come out":         {between: func(r *rig) { r.engine.set(func(f *fakeEngine) { f.counters.GenerationTokens++ }) }, moved: true},
-		"prompts are read":        {between: func(r *rig) { r.engine.set(func(f *fakeEngine) { f.counters.PromptTokens += 512 }) }, moved: true},
-		"counters cannot be read": {before: func(r *rig) { r.engine.set(func(f *fakeEngine) { f.dumb = errors.New("404") }) }},
-		"a canary moves them": {between: func(r *rig) {
-			r.send(canaryResult{round: r.vitals.rounds})
+		"nothing moves": {},
+		"tokens come out": {between: func(r *testRig) {
+			r.engine.set(func(f *fakeEngine) { f.counters.GenerationTokens++ })
+		}, moved: true},
+		"prompts are read": {between: func(r *testRig) {
+			r.engine.set(func(f *fakeEngine) { f.counters.PromptTokens += 512 })
+		}, moved: true},
+		"counters cannot be read": {before: func(r *testRig) {
+			r.engine.set(func(f *fakeEngine) { f.dumb = errors.New("404") })
+		}},
+		"a canary moves them": {between: func(r *testRig) {
+			r.send(canaryResult{round: r.state.lastRound})
 			r.engine.set(func(f *fakeEngine) { f.counters.GenerationTokens++ })
 		}},
-		"another request ends": {between: func(r *rig) { r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.Cancelled}) }},
+		"another request ends": {between: func(r *testRig) {
+			r.send(&msg.Done{
+				TicketID: r.ask().Ticket.ID,
+				Outcome:  msg.Cancelled,
+			})
+		}},
 	}
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
-			bubble(t, 9, true, func(t *testing.T, r *rig) {
+			withRank(t, 9, true, func(t *testing.T, r *testRig) {
 				r.engine.set(func(f *fakeEngine) { f.counters.Seen = true })
 				if c.before != nil {
 					c.before(r)
@@ -48,26 +59,27 @@ func TestAProbeIsAnsweredByAnEngineThatMakesProgress(t *testing.T) {
 				r.send(&msg.FirstToken{TicketID: ticket.ID})
 				r.tape.take()
 				r.send(&msg.Probe{TicketID: ticket.ID})
-				assert.Empty(t, r.progresses(), "there is nothing yet to hold it against")
+				assert.Empty(t, r.progressRecords(), "there is nothing yet to hold it against")
 				if c.between != nil {
 					c.between(r)
 				}
 				r.send(&msg.Probe{TicketID: ticket.ID})
 				if c.moved {
-					assert.Equal(t, []uint64{1}, r.progresses())
+					assert.Equal(t, []uint64{1}, r.progressRecords())
 				} else {
-					assert.Empty(t, r.progresses())
+					assert.Empty(t, r.progressRecords())
 				}
 				r.send(&msg.Probe{TicketID: ticket.ID})
-				assert.Empty(t, r.progresses(), "nothing since")
+				assert.Empty(t, r.progressRecords(), "nothing since")
 			})
 		})
 	}
 }
 
-// TestProbesShareALook: however many streams are silent, the engine is asked by one after the other, and one record serves them all.
+// TestProbesShareALook: however many streams are silent, the engine is asked once at a time, and one record
+// answers all of them.
 func TestProbesShareALook(t *testing.T) {
-	bubble(t, 9, true, func(t *testing.T, r *rig) {
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		r.engine.set(func(f *fakeEngine) { f.counters.Seen = true })
 		var tickets []uint64
 		for range 5 {
@@ -81,18 +93,18 @@ func TestProbesShareALook(t *testing.T) {
 		for _, id := range append(tickets, tickets...) {
 			r.send(&msg.Probe{TicketID: id})
 		}
-		r.send(&msg.Probe{TicketID: 999}) // of nobody
+		r.send(&msg.Probe{TicketID: 999}) // of an unknown ticket
 		r.send(&msg.Done{TicketID: tickets[0], Outcome: msg.Cancelled})
 		close(held)
 		synctest.Wait()
 		assert.Equal(t, 1, r.engine.count("counters")-before)
-		assert.Equal(t, []uint64{2}, r.progresses(), "of one that still runs")
+		assert.Equal(t, []uint64{2}, r.progressRecords(), "of one that still runs")
 	})
 }
 
-// TestAProbeSeesKVEvents: an engine without counters shows its progress by what it writes down.
+// TestAProbeSeesKVEvents: an engine without counters shows its progress by its events.
 func TestAProbeSeesKVEvents(t *testing.T) {
-	listener(t, true, false, func(t *testing.T, r *rig, p *publisher) {
+	withPublisher(t, true, false, func(t *testing.T, r *testRig, p *publisher) {
 		r.engine.set(func(f *fakeEngine) { f.dumb = errors.New("404") })
 		id := r.ask().Ticket.ID
 		r.send(&msg.FirstToken{TicketID: id})
@@ -101,8 +113,8 @@ func TestAProbeSeesKVEvents(t *testing.T) {
 		p.publish(storedBlocks(1, nil, ids(1, 4)))
 		time.Sleep(time.Second)
 		r.send(&msg.Probe{TicketID: id})
-		require.Len(t, r.progresses(), 1)
+		require.Len(t, r.progressRecords(), 1)
 		r.send(&msg.Probe{TicketID: id})
-		assert.Empty(t, r.progresses())
+		assert.Empty(t, r.progressRecords())
 	})
 }

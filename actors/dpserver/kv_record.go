@@ -1,0 +1,263 @@
+package dpserver
+
+import (
+	"math"
+	"slices"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/routing/kvindex"
+)
+
+// Sizes of a KV record.
+const (
+	recordBytes = 64 << 20 // hard cap on its index: some 700,000 blocks with their engine handles
+	// the smallest number that the index takes: four are in use, the others give time to sweep
+	recordColumns = 64
+	partBlocks    = 4096    // hashes of one record at most
+	sweepSlots    = 1 << 16 // of one step: below a millisecond
+	tiers         = kvindex.Sent + 1
+)
+
+// kvRecord is what a rank's KV cache is known to hold: by the rank's own record of the prompts it was sent
+// (tier Sent), and by its engine's events. Every change goes to emit, in order. It belongs to the actor's
+// goroutine and ends with it: after a panic a new one begins empty.
+type kvRecord struct {
+	index        *kvindex.Index
+	hasher       kvindex.Hasher
+	rank         uint32
+	epoch        uint64
+	emit         func(kind msg.RecordKind, kv msg.KV)
+	deviceBlocks func() int // of the engine's GPU; 0: not known
+	startedAt    time.Time  // origin of the index's clock
+	isSuspended  bool       // changes are not emitted, because snapshots that include them follow
+	columns      [tiers]*kvindex.Column
+	published    [tiers]bool // the stream has its RecKVBegin
+
+	removals     []uint64 // blocks that left a column and were not emitted yet
+	removalsTier kvindex.Tier
+
+	currentBatch *eventBatch // the events that are being applied
+	spareBatch   *eventBatch
+	isPartial    bool // the queue dropped events: the engine may hold blocks that are not known
+	hasRemovals  bool // removals were applied since the sent prompts were compared with the events
+	needsSweep   bool
+
+	tokensPerBlock float64 // prompt tokens per block of tier Sent, averaged; 0: no prompt was sent yet
+	sentOptions    kvindex.Options
+}
+
+func newKVRecord(s *Server, emit func(kind msg.RecordKind, kv msg.KV), blocks func() int) (*kvRecord, error) {
+	l := &kvRecord{
+		hasher: s.hasher, rank: uint32(s.id), epoch: s.spec.Epoch, emit: emit,
+		deviceBlocks: blocks, startedAt: time.Now(),
+	}
+	var err error
+	l.index, err = kvindex.New(kvindex.Config{
+		Bytes: recordBytes, Columns: recordColumns,
+		OnChange: l.onChange,
+	})
+	return l, err
+}
+
+// advanceClock tells the index the time, and returns it; expired blocks leave the index.
+func (l *kvRecord) advanceClock() time.Duration {
+	now := time.Since(l.startedAt)
+	l.index.Advance(now)
+	return now
+}
+
+// openColumn returns the column of a tier and opens it at its first use. It returns nil if the index has no
+// room for it.
+func (l *kvRecord) openColumn(tier kvindex.Tier, opt kvindex.Options) *kvindex.Column {
+	if l.columns[tier] == nil {
+		c, err := l.index.Open(kvindex.Owner{Rank: l.rank, Tier: tier, Epoch: l.epoch}, opt)
+		if err != nil {
+			return nil // the index counts the failure
+		}
+		l.columns[tier], l.published[tier] = c, false
+	}
+	return l.columns[tier]
+}
+
+// dropColumns ends the columns of tiers; their next use begins them again.
+func (l *kvRecord) dropColumns(which ...kvindex.Tier) {
+	for _, t := range which {
+		if c := l.columns[t]; c != nil {
+			c.Close()
+			l.columns[t], l.published[t], l.needsSweep = nil, false, true
+		}
+	}
+	l.flushRemovals()
+}
+
+// dropEventColumns drops the columns of the engine's events.
+func (l *kvRecord) dropEventColumns() { l.dropColumns(kvindex.GPU, kvindex.CPU, kvindex.Disk) }
+
+// suspendPublishing stops the emission of changes; resumePublishing continues from the columns' content at
+// that time.
+func (l *kvRecord) suspendPublishing() { l.flushRemovals(); l.isSuspended = true }
+
+func (l *kvRecord) resumePublishing() {
+	l.flushRemovals()
+	l.isSuspended = false
+	for t, c := range l.columns {
+		l.published[t] = c != nil && c.Len() > 0
+	}
+}
+
+// columnLen is the number of blocks of a tier.
+func (l *kvRecord) columnLen(tier kvindex.Tier) int {
+	if c := l.columns[tier]; c != nil {
+		return c.Len()
+	}
+	return 0
+}
+
+// onChange receives every change, inside the index's writer call.
+func (l *kvRecord) onChange(c *kvindex.Column, d kvindex.Delta) {
+	tier := c.Owner().Tier
+	switch {
+	case l.isSuspended || d.Change != kvindex.Stored && !l.published[tier]:
+	case d.Change == kvindex.Removed:
+		l.queueRemoval(tier, d.Hashes)
+	default:
+		l.flushRemovals()
+		l.beginColumn(tier, c)
+		l.splitDelta(tier, d, func(kv msg.KV) { l.emit(msg.RecKV, kv) })
+	}
+}
+
+// beginColumn begins a column in the stream with its first block, when its block size is known.
+func (l *kvRecord) beginColumn(tier kvindex.Tier, c *kvindex.Column) {
+	if l.published[tier] {
+		return
+	}
+	l.published[tier] = true
+	l.emit(msg.RecKVBegin, msg.KV{Tier: tier, BlockSize: c.BlockSize()})
+	l.emit(msg.RecKVEnd, msg.KV{Tier: tier})
+}
+
+// queueRemoval collects removals, which come one by one, into few records.
+func (l *kvRecord) queueRemoval(tier kvindex.Tier, hashes []uint64) {
+	if l.removalsTier != tier || len(l.removals) >= partBlocks {
+		l.flushRemovals()
+		l.removalsTier = tier
+	}
+	l.removals = append(l.removals, hashes...)
+}
+
+// flushRemovals emits the collected removals. Every call that may change a column ends with it.
+func (l *kvRecord) flushRemovals() {
+	if len(l.removals) == 0 {
+		return
+	}
+	slices.Reverse(l.removals) // a reader removes the last hash first: the order of the removals here
+	l.emit(msg.RecKV, msg.KV{
+		Tier:  l.removalsTier,
+		Delta: kvindex.Delta{Change: kvindex.Removed, Hashes: l.removals},
+	})
+	l.removals = l.removals[:0]
+}
+
+// splitDelta splits a delta to the size of a record.
+func (l *kvRecord) splitDelta(tier kvindex.Tier, d kvindex.Delta, give func(kv msg.KV)) {
+	for len(d.Hashes) > partBlocks {
+		part := d
+		part.Hashes = d.Hashes[:partBlocks]
+		give(msg.KV{Tier: tier, Delta: part})
+		d.Parent, d.Hashes = d.Hashes[partBlocks-1], d.Hashes[partBlocks:]
+	}
+	give(msg.KV{Tier: tier, Delta: d})
+}
+
+// writeSnapshot writes every column that is in the stream.
+func (l *kvRecord) writeSnapshot(give func(kind msg.RecordKind, kv msg.KV)) {
+	for t, c := range l.columns {
+		if !l.published[t] {
+			continue
+		}
+		tier := kvindex.Tier(t)
+		give(msg.RecKVBegin, msg.KV{Tier: tier, BlockSize: c.BlockSize()})
+		c.Snapshot(partBlocks, func(d kvindex.Delta) { give(msg.RecKV, msg.KV{Tier: tier, Delta: d}) })
+		give(msg.RecKVEnd, msg.KV{Tier: tier, Len: c.Len(), Sum: c.Sum()})
+	}
+}
+
+// applyBatch applies about stepBlocks blocks of a batch. After a panic the rest of the batch is dropped.
+func (l *kvRecord) applyBatch(b *eventBatch) {
+	for done := 0; done < stepBlocks && !b.isEmpty(); {
+		c, ev := b.nextChange()
+		l.applyChange(&c, &ev)
+		done += max(1, c.blocks)
+	}
+	l.flushRemovals()
+}
+
+func (l *kvRecord) applyChange(c *change, ev *kvindex.StoredEvent) {
+	switch c.kind {
+	case changeStored:
+		if col := l.openColumn(c.tier, kvindex.Options{Feed: kvindex.FromEvents}); col != nil {
+			col.Stored(l.hasher, ev)
+			if c.tier == kvindex.GPU && col.LimitCopies(l.deviceBlocks()) {
+				l.needsSweep, l.hasRemovals = true, true
+			}
+		}
+	case changeRemoved:
+		if col := l.columns[c.tier]; col != nil {
+			col.Removed(c.group, ev.Blocks)
+		}
+		l.hasRemovals = true
+	case changeCleared:
+		l.clearEvents()
+		l.isPartial = false
+	case changeReset, changeLost:
+		l.dropEventColumns()
+		l.isPartial, l.hasRemovals = c.kind == changeLost, true
+	}
+}
+
+// clearEvents empties the columns of events: the engine holds nothing.
+func (l *kvRecord) clearEvents() {
+	for _, c := range l.columns[:kvindex.Sent] {
+		if c != nil {
+			c.Clear()
+			l.needsSweep = true
+		}
+	}
+	l.flushRemovals()
+	l.hasRemovals = true
+}
+
+// sweepStep frees the memory of closed columns, one step at a time; it returns false when all is done.
+func (l *kvRecord) sweepStep() bool {
+	if l.needsSweep {
+		l.needsSweep = l.index.Sweep(sweepSlots)
+	}
+	return l.needsSweep
+}
+
+// averageWeight is the weight of one request in the average of tokens per block.
+const averageWeight = 1.0 / 16
+
+// seedAverage starts the average with the first request.
+func (l *kvRecord) seedAverage(t *ticket) {
+	if l.tokensPerBlock == 0 && t.req.Tokens > 0 {
+		l.tokensPerBlock = float64(t.req.Tokens) / float64(len(t.blocks))
+	}
+}
+
+// updateAverage averages how many tokens a block stands for.
+func (l *kvRecord) updateAverage(t *ticket, tokens int) {
+	if tokens > 0 && l.tokensPerBlock > 0 {
+		l.tokensPerBlock += averageWeight * (float64(tokens)/float64(len(t.blocks)) - l.tokensPerBlock)
+	}
+}
+
+// toBlocks is how many blocks of the record tokens fill, rounded up; 0 if the average is not known.
+func (l *kvRecord) toBlocks(tokens int64) int {
+	if l.tokensPerBlock <= 0 {
+		return 0
+	}
+	return int(math.Ceil(float64(tokens) / l.tokensPerBlock))
+}

@@ -1,0 +1,571 @@
+package dpserver
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"slices"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/engine"
+	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/routing/kvindex"
+)
+
+// healthMonitor checks one incarnation of an engine: does its process answer, and does it make progress while
+// it has work?
+type healthMonitor struct {
+	round         uint64 // number of this monitor: results and ticks of an earlier one are dropped
+	timer         *time.Timer
+	healthPending bool // a health probe runs
+	canaryPending bool // a canary of health or stall runs
+	reportedBack  bool // attach: ReplicaBack was reported, and the node's Ready has not come yet
+
+	lastProgress    time.Time
+	sample          counterSample
+	countersPending bool
+}
+
+// counterSample is the engine's counters at one moment without progress.
+type counterSample struct {
+	isSet    bool
+	counters engine.Counters
+}
+
+// Messages of the health monitor. The round identifies late results of an earlier monitor.
+type (
+	healthTick   struct{ round uint64 }
+	healthResult struct {
+		round  uint64
+		health engine.Health
+		err    error
+	}
+	canaryResult struct {
+		round uint64
+		cause string // why it was sent
+		err   error
+	}
+	countersResult struct {
+		round    uint64
+		counters engine.Counters
+		err      error
+	}
+)
+
+func (k *healthMonitor) noteProgress() { k.lastProgress, k.sample = time.Now(), counterSample{} }
+
+func (k *healthMonitor) stop() {
+	if k.timer != nil {
+		k.timer.Stop()
+	}
+}
+
+// resetPending drops the state of the incarnation before the fence. The ticks go on for an attached engine.
+func (k *healthMonitor) resetPending() { k.reportedBack, k.canaryPending = false, false }
+
+// startMonitor starts a new monitor.
+func (r *replica) startMonitor() {
+	r.monitor.stop()
+	r.state.lastRound++
+	r.monitor = healthMonitor{round: r.state.lastRound}
+	r.scrape.stop()
+	r.scrape = scrape{isPending: r.scrape.isPending}
+	r.progress = progressCheck{}
+	r.monitor.noteProgress()
+	r.armHealthTick()
+}
+
+func (r *replica) armHealthTick() {
+	r.monitor.timer = r.sendAfter(healthPeriod(r.spec.App), healthTick{r.monitor.round})
+}
+
+// receiveMonitor handles the messages of the health monitor.
+func (r *replica) receiveMonitor(m any) {
+	switch m := m.(type) {
+	case healthTick:
+		if m.round == r.monitor.round {
+			r.onHealthTick()
+		}
+	case healthResult:
+		if m.round == r.monitor.round {
+			r.monitor.healthPending = false
+			if r.isMonitored() { // a result may come after the fence
+				r.onHealth(m)
+			}
+		}
+	case canaryResult:
+		if m.round == r.monitor.round {
+			r.monitor.canaryPending = false
+			if r.isMonitored() {
+				r.onCanary(m)
+			}
+		}
+	case countersResult:
+		if m.round == r.monitor.round {
+			r.monitor.countersPending = false
+			r.onCounters(m)
+		}
+	case progressResult:
+		if m.round == r.monitor.round {
+			r.onProgressResult(m)
+		}
+	case tripTimer:
+		r.onTripTimer(m)
+	case tripResult:
+		r.onTripResult(m)
+	}
+}
+
+// isMonitored says whether the engine's health matters. A fenced engine is monitored only if it is attached:
+// it may come back by itself.
+func (r *replica) isMonitored() bool {
+	switch r.state.phase {
+	case phaseOpen, phaseDraining:
+		return true
+	case phaseFenced:
+		return !r.spec.Target.Owned
+	case phaseStarting, phaseEnded:
+	}
+	return false
+}
+
+func (r *replica) onHealthTick() {
+	if !r.isMonitored() {
+		return
+	}
+	r.armHealthTick()
+	r.probeHealth()
+	r.checkStall()
+	r.refreshRouting()
+	r.checkEventHealth()
+	if r.subscriptions.current.Load() == nil {
+		r.startSubscription()
+	}
+}
+
+// probeHealth sends GET /health beside the actor, one request at a time.
+func (r *replica) probeHealth() {
+	if r.monitor.healthPending || !r.isMonitored() {
+		return
+	}
+	r.monitor.healthPending = true
+	s, round := r.Server, r.monitor.round
+	r.runProbe(healthTimeout(r.spec.App), func(ctx context.Context) {
+		h, err := s.engine.Health(ctx)
+		s.box.Send(healthResult{round, h, err})
+	})
+}
+
+// onHealth fences at once on a 503 or a refused connection. After a timeout or an odd status it sends a
+// canary. A healthy answer only proves that a process exists.
+func (r *replica) onHealth(m healthResult) {
+	if r.state.phase == phaseFenced {
+		r.onHealthWhileFenced(m.health)
+		return
+	}
+	switch m.health {
+	case engine.Alive:
+	case engine.Dead, engine.RefusedConn:
+		r.fenceAndReport("health check: " + m.err.Error())
+	case engine.Unanswered, engine.Odd:
+		r.sendCanary("health check: " + m.err.Error())
+	}
+}
+
+// onHealthWhileFenced checks whether an attached engine is back, and whether it stays healthy while the node
+// waits for its siblings.
+func (r *replica) onHealthWhileFenced(h engine.Health) {
+	switch {
+	case h == engine.Alive && !r.monitor.reportedBack:
+		r.sendCanary("")
+	case h != engine.Alive && r.monitor.reportedBack:
+		r.monitor.reportedBack = false
+		r.reportToNode(msg.ReplicaLost, "the engine is "+h.String()+" again")
+	}
+}
+
+func (r *replica) sendCanary(cause string) {
+	if r.monitor.canaryPending {
+		return
+	}
+	r.monitor.canaryPending = true
+	s, round, model := r.Server, r.monitor.round, r.spec.App.Model.ID
+	r.runProbe(r.timers.Canary, func(ctx context.Context) {
+		s.box.Send(canaryResult{round, cause, s.engine.Canary(ctx, model)})
+	})
+}
+
+func (r *replica) onCanary(m canaryResult) {
+	switch {
+	case r.state.phase == phaseFenced && m.err == nil && m.cause == "":
+		r.monitor.reportedBack = true
+		r.reportToNode(msg.ReplicaBack, "the engine answers again")
+	case r.state.phase == phaseFenced:
+	case m.err == nil:
+		r.monitor.noteProgress()
+		r.progress.discard()
+	default:
+		r.fenceAndReport(fmt.Sprintf("%s; then the canary failed: %v", m.cause, m.err))
+	}
+}
+
+// checkStall checks that an engine with open requests makes progress within the stall timeout. Half way
+// through a time without progress, and at its end, it reads the engine's counters: if they moved, the engine
+// works on something that no stream shows yet.
+func (r *replica) checkStall() {
+	if r.account.openCount() == 0 || r.state.phase == phaseFenced {
+		r.monitor.noteProgress()
+		return
+	}
+	quiet, limit := time.Since(r.monitor.lastProgress), r.stallLimit()
+	if quiet >= limit || quiet >= limit/2 && !r.monitor.sample.isSet {
+		r.readCounters()
+	}
+}
+
+// stallLimit is max(stall_timeout_s, 3 × the predicted time of the open prefill).
+func (r *replica) stallLimit() time.Duration {
+	limit := stallTimeout(r.spec.App)
+	if r.prefillTime != nil && r.account.prefillTokens > 0 {
+		limit = max(limit, stallFactor*r.prefillTime(r.account.prefillTokens))
+	}
+	return limit
+}
+
+func (r *replica) readCounters() {
+	if r.monitor.countersPending || r.monitor.canaryPending {
+		return
+	}
+	r.monitor.countersPending = true
+	s, round := r.Server, r.monitor.round
+	r.runProbe(r.timers.CounterLimit, func(ctx context.Context) {
+		c, err := s.engine.Counters(ctx)
+		s.box.Send(countersResult{round, c, err})
+	})
+}
+
+func (r *replica) onCounters(m countersResult) {
+	before := r.monitor.sample
+	quiet, limit := time.Since(r.monitor.lastProgress), r.stallLimit()
+	switch {
+	case r.account.openCount() == 0, r.state.phase == phaseFenced:
+	case m.err == nil && before.isSet && m.counters.Moved(before.counters):
+		r.monitor.noteProgress()
+	case quiet < limit:
+		r.monitor.sample = counterSample{isSet: true, counters: m.counters}
+	default:
+		r.sendCanary(fmt.Sprintf("no progress for %s with %d requests in hand", quiet.Round(time.Millisecond),
+			r.account.openCount()))
+	}
+}
+
+// trip counts failed requests. Tripped is a flag and not a phase: the rank runs and admits. The stream says
+// that it is tripped until a canary succeeds, and the Routers leave it out unless too many ranks of the
+// application are tripped (routing/DESIGN.md, Tripped ranks).
+type trip struct {
+	failures       int // in a row
+	isTripped      bool
+	failedCanaries int // in a row
+	backoff        time.Duration
+	timer          *time.Timer
+}
+
+// Messages of the trip.
+type (
+	tripTimer  struct{ incarnation uint64 } // the next canary is due
+	tripResult struct {
+		incarnation uint64
+		err         error
+	}
+)
+
+func (t *trip) stop() {
+	if t.timer != nil {
+		t.timer.Stop()
+	}
+}
+
+// countFailure counts an answer that its ingress counts towards the trip.
+func (r *replica) countFailure() {
+	r.trip.failures++
+	if r.trip.failures < tripAfter || r.trip.isTripped || r.state.phase != phaseOpen {
+		return
+	}
+	r.trip.isTripped, r.trip.failedCanaries, r.trip.backoff = true, 0, r.timers.TripBackoff
+	r.publishState("tripped")
+	r.log.Warn("rank is tripped: its answers failed in a row", slog.Int("failures", r.trip.failures))
+	r.armTripTimer()
+}
+
+// armTripTimer waits one backoff step: 1, 2, 4 … 64 s.
+func (r *replica) armTripTimer() {
+	r.trip.timer = r.sendAfter(r.trip.backoff, tripTimer{r.state.incarnation})
+	r.trip.backoff = min(2*r.trip.backoff, r.timers.TripCeiling)
+}
+
+func (r *replica) onTripTimer(m tripTimer) {
+	if !r.trip.isTripped || m.incarnation != r.state.incarnation || r.state.phase != phaseOpen {
+		return
+	}
+	s, model := r.Server, r.spec.App.Model.ID
+	r.runProbe(r.timers.Canary, func(ctx context.Context) {
+		s.box.Send(tripResult{m.incarnation, s.engine.Canary(ctx, model)})
+	})
+}
+
+// onTripResult clears the trip, waits longer, or gives up an engine that dpserve started.
+func (r *replica) onTripResult(m tripResult) {
+	if !r.trip.isTripped || m.incarnation != r.state.incarnation || r.state.phase != phaseOpen {
+		return
+	}
+	if m.err == nil {
+		r.trip = trip{}
+		r.monitor.noteProgress()
+		r.progress.discard()
+		r.log.Info("rank answers again")
+		r.publishState("")
+		return
+	}
+	r.trip.failedCanaries++
+	if r.trip.failedCanaries >= fenceAfter && r.spec.Target.Owned {
+		r.fenceAndReport(fmt.Sprintf("%d requests and %d canaries failed in a row: %v", r.trip.failures,
+			r.trip.failedCanaries, m.err))
+		return
+	}
+	r.armTripTimer()
+}
+
+// progressCheck answers the Probes of ingresses whose streams are silent: has the engine made progress since
+// the Probe before? First tokens and output of other streams are in the rank's stream already. The engine's
+// counters and its KV events are not, so they are read here, one read at a time.
+type progressCheck struct {
+	tickets   []uint64 // whose ingresses wait for the current read
+	isPending bool
+
+	hasBatches  bool   // there was a read, and no canary since: a canary moves the counters itself
+	batches     uint64 // of KV events at that read
+	hasCounters bool   // counters are those of a read
+	counters    engine.Counters
+}
+
+// progressResult is the result of a read. round is that of the health monitor.
+type progressResult struct {
+	round    uint64
+	counters engine.Counters
+	err      error
+}
+
+// discard drops the last read, so that the next one is compared with nothing.
+func (s *progressCheck) discard() { s.hasBatches, s.hasCounters = false, false }
+
+// onProbe reads the engine's counters beside the actor.
+func (r *replica) onProbe(m *msg.Probe) {
+	q := &r.progress
+	if r.account.tickets[m.TicketID] == nil || slices.Contains(q.tickets, m.TicketID) {
+		return
+	}
+	q.tickets = append(q.tickets, m.TicketID)
+	if q.isPending {
+		return
+	}
+	q.isPending = true
+	s, round := r.Server, r.monitor.round
+	r.runProbe(r.timers.CounterLimit, func(ctx context.Context) {
+		c, err := s.engine.Counters(ctx)
+		s.box.Send(progressResult{round, c, err})
+	})
+}
+
+// onProgressResult reports progress by one record, which holds for every silent stream of the rank. An engine
+// whose counters cannot be read shows its progress only by its KV events and its other streams.
+func (r *replica) onProgressResult(m progressResult) {
+	q, batches := &r.progress, r.eventStats().Batches
+	askers := q.tickets
+	moved := q.hasBatches && batches != q.batches || m.err == nil && q.hasCounters &&
+		m.counters.Moved(q.counters)
+	q.tickets, q.isPending, q.hasBatches, q.batches = q.tickets[:0], false, true, batches
+	if m.err == nil {
+		q.hasCounters, q.counters = true, m.counters
+	}
+	if !moved {
+		return
+	}
+	r.monitor.noteProgress()
+	for _, id := range askers {
+		if t := r.account.tickets[id]; t != nil {
+			r.emitRequestRecord(msg.RecProgress, &t.req, "", time.Now())
+			return
+		}
+	}
+}
+
+// scrape polls the engine's /metrics every Timers.Scrape while something needs them: routing reads the KV
+// usage, and this rank detects that an engine with events was restarted or put to sleep.
+type scrape struct {
+	isActive  bool
+	isPending bool
+	timer     *time.Timer
+	hasLast   bool // last is a report of this incarnation
+	last      engine.Counters
+	suspect   *engine.Counters // a report that looks like another process's; the next report decides
+	published msg.Status       // the report that the stream had last
+	missed    int              // failed reads in a row
+}
+
+// maxMissedScrapes is how many reads in a row may fail before the last report is dropped. Otherwise a usage
+// above busy_threshold would keep requests away without end.
+const maxMissedScrapes = 5
+
+// Messages of the scrape; round is that of the health monitor.
+type (
+	scrapeTimer  struct{ round uint64 }
+	scrapeResult struct {
+		round    uint64
+		counters engine.Counters
+		err      error
+	}
+)
+
+func (s *scrape) stop() {
+	if s.timer != nil {
+		s.timer.Stop()
+	}
+}
+
+// needsScrape says whether anything reads the report.
+func (r *replica) needsScrape() bool {
+	if r.state.phase != phaseOpen && r.state.phase != phaseDraining {
+		return false
+	}
+	return r.state.eventSource != nil || r.app.Routing.BusyThreshold != nil || policyNeeds(r.app).Usage
+}
+
+// policyNeeds is what the application's policy reads. An unknown policy reads nothing; deploy refuses it.
+func policyNeeds(a *app.Application) routing.Needs {
+	p, err := routing.New(a.Routing.Policy, a.Routing.Preset, a.Routing.Params)
+	if err != nil {
+		return routing.Needs{}
+	}
+	return routing.NeedsOf(p)
+}
+
+// refreshRouting loads the current routing settings of the application, with every tick of the health
+// monitor.
+func (r *replica) refreshRouting() {
+	r.app = r.currentApplication()
+	if !r.scrape.isActive && r.needsScrape() {
+		r.scrape.isActive = true
+		r.startScrape()
+	}
+	r.refreshSentColumn()
+}
+
+// startScrape reads /metrics beside the actor, one read at a time, and sets the timer for the next.
+func (r *replica) startScrape() {
+	s, round := r.Server, r.monitor.round
+	r.scrape.timer = r.sendAfter(r.timers.Scrape, scrapeTimer{round})
+	if r.scrape.isPending {
+		return
+	}
+	r.scrape.isPending = true
+	r.runProbe(r.timers.CounterLimit, func(ctx context.Context) {
+		c, err := s.engine.Counters(ctx)
+		s.box.Send(scrapeResult{round, c, err})
+	})
+}
+
+func (r *replica) onScrapeTick(m scrapeTimer) {
+	if m.round != r.monitor.round {
+		return
+	}
+	if r.scrape.isActive = r.needsScrape(); r.scrape.isActive {
+		r.startScrape()
+	}
+}
+
+func (r *replica) onScraped(m scrapeResult) {
+	r.scrape.isPending = false // there is never more than one read
+	if m.round != r.monitor.round {
+		return
+	}
+	if r.state.phase != phaseOpen && r.state.phase != phaseDraining {
+		return
+	}
+	if m.err != nil {
+		r.countMissedScrape()
+		return
+	}
+	r.scrape.missed = 0
+	if r.scrape.hasLast && m.counters.Restarted(r.scrape.last) && !r.spec.Target.Owned {
+		r.suspectRestart(m.counters)
+		return
+	}
+	slept := m.counters.Asleep && !r.scrape.last.Asleep
+	r.scrape.hasLast, r.scrape.last, r.scrape.suspect = true, m.counters, nil
+	r.updateFacts(&m.counters)
+	r.publishStatus(&m.counters)
+	if slept {
+		r.onSleep()
+	}
+	r.updateKVStats()
+}
+
+// countMissedScrape counts a failed read. After maxMissedScrapes the stream says that the KV usage is not
+// known.
+func (r *replica) countMissedScrape() {
+	if r.scrape.missed++; r.scrape.missed != maxMissedScrapes {
+		return
+	}
+	if r.scrape.last.HasKVUsage {
+		r.log.Info("the engine's KV usage is not known any more: its metrics do not answer",
+			slog.Int("missed", maxMissedScrapes))
+	}
+	r.publishStatus(&engine.Counters{})
+}
+
+// suspectRestart handles a report that looks like another process's. The rank believes it when two reports in
+// a row agree with each other: a URL in front of several processes would give a different report each time.
+func (r *replica) suspectRestart(c engine.Counters) {
+	if r.scrape.suspect == nil || c.Restarted(*r.scrape.suspect) {
+		r.scrape.suspect = &c
+		return
+	}
+	r.restartIncarnation("its counters began anew", true)
+}
+
+// updateFacts takes over the facts that the node could not know when it opened the rank.
+func (r *replica) updateFacts(c *engine.Counters) {
+	f := &r.state.facts
+	if c.Blocks > 0 {
+		f.Blocks = c.Blocks
+	}
+	if c.BlockSize > 0 {
+		f.BlockSize = c.BlockSize
+	}
+}
+
+// publishStatus emits a RecStatus if a value has changed.
+func (r *replica) publishStatus(c *engine.Counters) {
+	st := msg.Status{
+		KVUsage: c.KVUsage, HasKVUsage: c.HasKVUsage, Capacity: r.cacheCapacity(),
+		BlockSize: r.knownBlockSize(),
+	}
+	if st == r.scrape.published {
+		return
+	}
+	r.scrape.published = st
+	r.rec = msg.Record{Kind: msg.RecStatus, Status: st}
+	r.emit(&r.rec)
+}
+
+// onSleep empties the KV columns: a sleeping engine has freed its KV cache, and publishes no event about it.
+func (r *replica) onSleep() {
+	r.log.Info("engine was put to sleep: its kv cache is gone")
+	if l := r.kv; l != nil {
+		l.clearEvents()
+		l.dropColumns(kvindex.Sent)
+		r.armExpiry()
+	}
+}

@@ -1,0 +1,433 @@
+package remote
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net/http"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/internal/engineleg"
+)
+
+// dataRequest is one request through a data port: body, ticket, engine, answer.
+type dataRequest struct {
+	server *DataServer
+	w      http.ResponseWriter
+	rc     *http.ResponseController
+	r      *http.Request
+	cancel context.CancelCauseFunc
+
+	upload      *requestBody // nil after releaseBody
+	isBodyFree  bool         // no other goroutine reads upload
+	head        *dataHead
+	target      *dataTarget
+	ticket      msg.Ticket // ID 0: none
+	body        []byte     // for the engine
+	deadlineSet time.Time  // when the write deadline was set last
+}
+
+// run serves the request. It returns false if the stream must be reset instead of ended.
+func (p *dataRequest) run(ctx context.Context) (clean bool) {
+	s := p.server
+	node, ok := s.caller(ctx)
+	if !ok {
+		return p.answerError(http.StatusForbidden, causeDenied)
+	}
+	head, err := readHead(p.r.Header, p.r.URL.Path, time.Now())
+	switch {
+	case err != nil:
+		return p.answerError(http.StatusBadRequest, causeMalformed)
+	case head.class != classNone && head.admit.Ingress != node:
+		return p.answerError(http.StatusForbidden, causeDenied)
+	}
+	switch err := p.upload.read(p.r, s.timers.Body, p.cancel); {
+	case errors.Is(err, errBodyTooLarge):
+		return p.answerError(http.StatusRequestEntityTooLarge, causeTooLarge)
+	case err != nil:
+		return false
+	}
+	if p.upload.blocks, p.body, ok = takeBlocks(p.upload.blocks[:0], p.upload.b, head.blocks); !ok {
+		return p.answerError(http.StatusBadRequest, causeMalformed)
+	}
+	p.head = head
+	return p.serve(ctx)
+}
+
+func (p *dataRequest) serve(ctx context.Context) (clean bool) {
+	p.target = p.server.table.find(p.head.app, p.head.unit, p.head.rank)
+	switch {
+	case p.target == nil:
+		return p.refuse(&msg.AdmitReply{Refusal: msg.Gone})
+	case !p.server.serves():
+		return p.refuse(&msg.AdmitReply{Refusal: msg.NoLease, Epoch: p.target.epoch})
+	}
+	if p.head.class != classNone {
+		rep, ok := p.admit(ctx)
+		switch {
+		case !ok:
+			return false
+		case rep.Refusal != msg.Granted:
+			return p.refuse(&rep)
+		}
+		p.ticket = rep.Ticket
+	}
+	if p.head.class == classHold {
+		return p.holdTicket(ctx)
+	}
+	return p.exchange(ctx)
+}
+
+// holdTicket keeps the stream, and with its context the ticket, until the ingress ends it.
+func (p *dataRequest) holdTicket(ctx context.Context) (clean bool) {
+	p.setTicketHeader(p.w.Header())
+	p.w.WriteHeader(http.StatusOK)
+	if p.rc.Flush() == nil {
+		<-ctx.Done()
+	}
+	return false
+}
+
+// exchange asks the engine and passes its answer on. If the request ends before its answer has begun, the
+// ticket is given back here, because the ingress has not received its number.
+func (p *dataRequest) exchange(ctx context.Context) (clean bool) {
+	resp, resent, err := p.askEngine(ctx)
+	if err != nil {
+		return p.answerFailure(ctx, err, resent)
+	}
+	defer closeAnswer(resp)
+	p.releaseBody()
+	p.copyEngineHeader(resp.Header, resent)
+	p.setWriteDeadline(time.Now())
+	p.w.WriteHeader(resp.StatusCode)
+	if p.rc.Flush() != nil {
+		p.returnTicket("client_gone")
+		return false
+	}
+	return p.relay(resp.Body)
+}
+
+// releaseBody gives the request's body back: it is not sent again, and its answer may take minutes. It is
+// safe to call twice.
+func (p *dataRequest) releaseBody() {
+	if p.upload != nil && p.isBodyFree {
+		p.server.recycle(p.upload)
+	}
+	p.upload, p.body = nil, nil
+}
+
+func closeAnswer(resp *http.Response) {
+	if resp.Body.Close() != nil {
+		return // the connection is not re-used
+	}
+}
+
+// askEngine sends the request, and once more if a re-used connection turned out to be closed: the engine had
+// closed it while it was idle, so it has not seen the request.
+func (p *dataRequest) askEngine(ctx context.Context) (resp *http.Response, resent bool, err error) {
+	if d := p.head.firstToken; d > 0 {
+		late := time.AfterFunc(d, func() { p.cancel(msg.ErrFirstToken) })
+		defer late.Stop()
+	}
+	header := p.engineHeader()
+	o, resp, err := p.sendOnce(ctx, header)
+	if err == nil || !o.Stale() || ctx.Err() != nil {
+		return resp, false, err
+	}
+	_, resp, err = p.sendOnce(ctx, header)
+	return resp, true, err
+}
+
+func (p *dataRequest) sendOnce(
+	ctx context.Context, header http.Header,
+) (*engineleg.Request, *http.Response, error) {
+	t := &p.target.target
+	o := &engineleg.Request{URL: p.target.urls[p.head.route], Header: header, Body: p.body}
+	if t.Addressing == "body" && p.head.class == classBoth {
+		o.Body = openai.AppendField(nil, p.body, "routed_dp_rank",
+			strconv.AppendInt(nil, int64(t.Selector), 10))
+	}
+	resp, err := p.server.legs.Send(ctx, t.Owned, o)
+	if !o.Settled() {
+		p.isBodyFree = false
+	}
+	return o, resp, err
+}
+
+// answerFailure answers a request that got no answer of the engine.
+func (p *dataRequest) answerFailure(ctx context.Context, err error, resent bool) (clean bool) {
+	switch {
+	case errors.Is(context.Cause(ctx), msg.ErrFirstToken):
+		return p.answerEngineError(causeFirstToken, resent)
+	case ctx.Err() != nil:
+		p.returnTicket("client_gone")
+		return false
+	case engineleg.Refused(err):
+		return p.answerEngineError(causeRefused, resent)
+	case engineleg.Malformed(err):
+		p.w.Header()[dataMalformed] = []string{"1"}
+		return p.answerEngineError(causeReset, resent)
+	default:
+		return p.answerEngineError(causeReset, resent)
+	}
+}
+
+// returnTicket ends the ticket of a request that is over.
+func (p *dataRequest) returnTicket(cause string) {
+	if p.ticket.ID != 0 {
+		p.target.mailbox.Send(&msg.Done{TicketID: p.ticket.ID, Outcome: msg.Cancelled, Cause: cause})
+	}
+}
+
+// relay passes the body on: one read of the engine is one write and flush. Backpressure is the blocked write.
+func (p *dataRequest) relay(body io.Reader) (clean bool) {
+	mem, _ := p.server.buffers.Get().(*[]byte)
+	defer p.server.buffers.Put(mem)
+	buf := *mem
+	for {
+		n, err := body.Read(buf)
+		if n > 0 && !p.write(buf[:n]) {
+			return false
+		}
+		switch {
+		case errors.Is(err, io.EOF):
+			return true
+		case err != nil || p.rc.Flush() != nil:
+			return false
+		}
+	}
+}
+
+// write checks the lease before each write: a node that was suspended must not continue after its lease has
+// expired.
+func (p *dataRequest) write(b []byte) bool {
+	if !p.server.serves() {
+		return false
+	}
+	p.setWriteDeadline(time.Now())
+	_, err := p.w.Write(b)
+	return err == nil
+}
+
+// setWriteDeadline sets the deadline of a write, at most once a second: setting it for each token costs more
+// than the precision is worth.
+func (p *dataRequest) setWriteDeadline(now time.Time) {
+	if now.Sub(p.deadlineSet) < time.Second {
+		return
+	}
+	p.deadlineSet = now
+	if p.rc.SetWriteDeadline(now.Add(p.server.timers.Stuck)) != nil {
+		return // not a network connection, or a closed one: the write returns the error
+	}
+}
+
+// engineHeader is the header that the ingress prepared for the engine, with the rank's number if the engine
+// hosts several ranks.
+func (p *dataRequest) engineHeader() http.Header {
+	out := make(http.Header, len(p.r.Header))
+	for name, values := range p.r.Header {
+		if !engineleg.Hop(name) && !strings.HasPrefix(name, dataPrefix) && name != "Content-Length" &&
+			name != "Accept-Encoding" && name != headerEngineRank {
+			out[name] = values
+		}
+	}
+	if _, ok := out["User-Agent"]; !ok {
+		out["User-Agent"] = nil // otherwise net/http adds its own
+	}
+	if t := &p.target.target; t.Addressing == "header" && p.head.class == classBoth {
+		out[headerEngineRank] = []string{strconv.Itoa(t.Selector)}
+	}
+	return out
+}
+
+// requestBody is the memory of a request's body: chain hashes, then the engine's body. It is re-used.
+type requestBody struct {
+	b      []byte
+	blocks []uint64
+}
+
+var (
+	errBodyTooLarge = errors.New("the body is too large")
+	errBodyCut      = errors.New("the body did not come whole")
+)
+
+// read reads the whole body before the request is passed on: while a body is unread, net/http does not cancel
+// the request's context when the client leaves. The request is cancelled after patience and one second for
+// each MiB of its announced length.
+func (a *requestBody) read(r *http.Request, patience time.Duration, cancel context.CancelCauseFunc) error {
+	a.b = a.b[:0]
+	n := r.ContentLength
+	switch {
+	case n == 0:
+		return nil
+	case n > maxDataBody:
+		return errBodyTooLarge
+	case n < 0:
+		n = firstBodyBuffer
+	}
+	late := time.AfterFunc(patience+time.Duration(n>>20)*time.Second, func() {
+		cancel(errBodyCut)
+		_ = r.Body.Close() // it ends a Read that waits
+	})
+	defer late.Stop()
+	if cap(a.b) <= int(n) {
+		a.b = make([]byte, 0, n+1)
+	}
+	return a.fill(r.Body)
+}
+
+func (a *requestBody) fill(body io.Reader) error {
+	for {
+		if len(a.b) == cap(a.b) {
+			a.b = append(a.b, 0)[:len(a.b)]
+		}
+		n, err := body.Read(a.b[len(a.b):cap(a.b)])
+		a.b = a.b[:len(a.b)+n]
+		switch {
+		case len(a.b) > maxDataBody:
+			return errBodyTooLarge
+		case errors.Is(err, io.EOF):
+			return nil
+		case err != nil:
+			return errBodyCut
+		}
+	}
+}
+
+// admit asks the rank's DPServer for a ticket that lives as long as the request's stream; ok is false if the
+// stream has ended.
+func (p *dataRequest) admit(ctx context.Context) (rep msg.AdmitReply, ok bool) {
+	s, box := p.server, p.target.mailbox
+	reply, _ := s.replies.Get().(chan msg.AdmitReply)
+	m := p.head.admit
+	m.Ctx, m.Reply = p.r.Context(), reply
+	if len(p.upload.blocks) > 0 {
+		m.Blocks = p.upload.blocks
+	}
+	if box.TrySend(&m) != nil {
+		s.replies.Put(reply)
+		return p.mailboxRefusal(), true
+	}
+	patience := time.NewTimer(s.timers.Admit)
+	defer patience.Stop()
+	select {
+	case rep = <-reply:
+		s.replies.Put(reply)
+		return rep, true
+	case <-box.Stopped():
+		p.isBodyFree = false // the mailbox may still hold the message and its hashes
+		return p.replyAfterStop(reply), true
+	case <-ctx.Done():
+		p.returnLateTicket(reply)
+		return rep, false
+	case <-patience.C:
+		p.returnLateTicket(reply)
+		return msg.AdmitReply{Refusal: msg.Overloaded, Epoch: p.target.epoch}, true
+	}
+}
+
+// mailboxRefusal tells a full mailbox from a stopped one.
+func (p *dataRequest) mailboxRefusal() msg.AdmitReply {
+	rep := msg.AdmitReply{Refusal: msg.Overloaded, Epoch: p.target.epoch}
+	select {
+	case <-p.target.mailbox.Stopped():
+		rep.Refusal = msg.Gone
+	default:
+	}
+	return rep
+}
+
+// replyAfterStop returns an answer that came just before the actor ended.
+func (p *dataRequest) replyAfterStop(reply chan msg.AdmitReply) msg.AdmitReply {
+	select {
+	case rep := <-reply:
+		return rep
+	default:
+		return msg.AdmitReply{Refusal: msg.Gone, Epoch: p.target.epoch}
+	}
+}
+
+// returnLateTicket gives back a ticket that is granted after its request has ended. It runs one goroutine per
+// such request, which ends with the answer, the actor or a deadline.
+func (p *dataRequest) returnLateTicket(reply chan msg.AdmitReply) {
+	p.isBodyFree = false
+	s, box := p.server, p.target.mailbox
+	s.running.Go(func() {
+		timeout := time.NewTimer(s.timers.LateTicket)
+		defer timeout.Stop()
+		select {
+		case rep := <-reply:
+			s.replies.Put(reply)
+			if rep.Refusal == msg.Granted {
+				box.Send(&msg.Done{TicketID: rep.Ticket.ID, Outcome: msg.Refused, Cause: "late_ticket"})
+			}
+		case <-box.Stopped():
+		case <-timeout.C:
+		}
+	})
+}
+
+// answerError answers a request that this port does not pass on.
+func (p *dataRequest) answerError(status int, cause string) (clean bool) {
+	p.w.Header()[dataCause] = []string{cause}
+	return p.answerEmpty(status)
+}
+
+// answerEngineError answers that the engine gave no answer. The ingress gives the ticket back.
+func (p *dataRequest) answerEngineError(cause string, resent bool) (clean bool) {
+	h := p.w.Header()
+	p.setTicketHeader(h)
+	markResent(h, resent)
+	return p.answerError(http.StatusBadGateway, cause)
+}
+
+// refuse answers that there is no ticket.
+func (p *dataRequest) refuse(rep *msg.AdmitReply) (clean bool) {
+	h := p.w.Header()
+	h[dataRefused] = []string{rep.Refusal.String()}
+	h[dataEpoch] = []string{strconv.FormatUint(rep.Epoch, 10)}
+	h[dataSeq] = []string{strconv.FormatUint(rep.Seq, 10)}
+	return p.answerEmpty(http.StatusServiceUnavailable)
+}
+
+// answerEmpty sends an answer without a body.
+func (p *dataRequest) answerEmpty(status int) (clean bool) {
+	p.w.Header()["Content-Length"] = []string{"0"}
+	p.w.WriteHeader(status)
+	return true
+}
+
+// setTicketHeader writes the ticket into the header.
+func (p *dataRequest) setTicketHeader(h http.Header) {
+	if p.ticket.ID == 0 {
+		return
+	}
+	h[dataTicket] = []string{strconv.FormatUint(p.ticket.ID, 10)}
+	h[dataSeq] = []string{strconv.FormatUint(p.ticket.Seq, 10)}
+	h[dataInc] = []string{strconv.FormatUint(p.ticket.Incarnation, 10)}
+	h[dataEpoch] = []string{strconv.FormatUint(p.ticket.Epoch, 10)}
+}
+
+func markResent(h http.Header, resent bool) {
+	if resent {
+		h[dataResent] = []string{"1"}
+	}
+}
+
+// copyEngineHeader copies an engine's header to the answer. Date and Content-Type are set to nil, because
+// net/http would add its own.
+func (p *dataRequest) copyEngineHeader(engine http.Header, resent bool) {
+	h, hop := p.w.Header(), engineleg.HopNames(engine)
+	h["Date"], h["Content-Type"] = nil, nil
+	for name, values := range engine {
+		if !engineleg.Hop(name) && !hop[name] && !strings.HasPrefix(name, dataPrefix) {
+			h[name] = values
+		}
+	}
+	p.setTicketHeader(h)
+	markResent(h, resent)
+}
