@@ -18,6 +18,7 @@ type ticket struct {
 	hitBlocks    int              // leading blocks that the sender expected in the cache
 	recorded     kvindex.Recorded // what the KV record holds because of this request
 	admittedAt   time.Time        // when it was granted
+	lastAt       time.Time        // of its last record: the times of a request never go back
 	prefillAlone time.Duration    // predicted time of its prefill if nothing else runs
 	// predicted time of its prefill behind all earlier prefill; 0: not predicted
 	prefillPredicted time.Duration
@@ -33,8 +34,8 @@ func (t *ticket) clampFirstToken(told, now time.Time) time.Time {
 	switch {
 	case told.IsZero(), told.After(now):
 		return now
-	case told.Before(t.admittedAt):
-		return t.admittedAt
+	case told.Before(t.lastAt):
+		return t.lastAt
 	default:
 		return told
 	}

@@ -452,7 +452,7 @@ func (r *replica) admit(m *msg.Admit) {
 	now := time.Now()
 	r.state.lastTicket = id
 	t := r.account.add(id, req, weight, r.watchContext(ctx, id))
-	t.admittedAt = now
+	t.admittedAt, t.lastAt = now, now
 	t.blocks, r.admitBlocks, t.hitBlocks = r.admitBlocks, t.blocks, hitBlocks
 	if len(r.turns.places) > 0 {
 		r.turns.useRoom(now, req.Ingress, weight)
@@ -539,7 +539,7 @@ func (r *replica) recordProgress(m *msg.Progress) {
 	}
 	now := time.Now()
 	r.stats.addGenerated(now, m.Out-t.req.Out)
-	t.req.Out = m.Out
+	t.req.Out, t.lastAt = m.Out, now
 	r.emitRequestRecord(msg.RecProgress, &t.req, "", now)
 }
 

@@ -395,7 +395,8 @@ func (r *replica) onProgressResult(m progressResult) {
 	r.monitor.noteProgress()
 	for _, id := range askers {
 		if t := r.account.tickets[id]; t != nil {
-			r.emitRequestRecord(msg.RecProgress, &t.req, "", time.Now())
+			t.lastAt = time.Now()
+			r.emitRequestRecord(msg.RecProgress, &t.req, "", t.lastAt)
 			return
 		}
 	}
