@@ -6,7 +6,7 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// New is the empty state of a cluster that has no name yet.
+// New returns the empty state of a cluster that has no name yet.
 func New() *State {
 	return &State{
 		Apps: map[string]*App{}, Units: map[string]*Unit{}, Epochs: map[string]uint64{}, Revisions: map[string]uint64{},
@@ -14,10 +14,10 @@ func New() *State {
 	}
 }
 
-// Apply carries out one committed command, whole or not at all. It is deterministic: the same commands in the same order
-// give the same state on every node. The error is a typed refusal (errors.Is with the Err… values of this room, a
-// *problem.Error outside); a refused command changes nothing but Index. Apply never writes into an App, Unit, Node or Token: it
-// puts a new one in its place, so that clones stay as they were.
+// Apply carries out one committed command, whole or not at all. It is deterministic: the same commands in the
+// same order give the same state on every node. The error is a typed refusal: a *problem.Error that wraps one of
+// the Err… values of this package. A refused command changes nothing but Index. Apply never writes into an App,
+// Unit, Node or Token: it stores a new one, so that clones stay unchanged.
 func (s *State) Apply(index uint64, c *Command) (Result, error) {
 	s.Index = index
 	if err := c.check(); err != nil {
@@ -71,8 +71,8 @@ func (s *State) applyNodes(c *Command) (Result, error) {
 	}
 }
 
-// Clone is a snapshot for readers. It is cheap: apps, units, nodes and tokens are shared, because Apply replaces them and never
-// writes into them.
+// Clone returns a snapshot for readers. It is cheap: clones share apps, units, nodes and tokens, because Apply
+// replaces these records and never writes into them.
 func (s *State) Clone() *State {
 	c := *s
 	c.Apps, c.Units, c.Epochs, c.Revisions = maps.Clone(s.Apps), maps.Clone(s.Units), maps.Clone(s.Epochs), maps.Clone(s.Revisions)
@@ -80,8 +80,8 @@ func (s *State) Clone() *State {
 	return &c
 }
 
-// Public is a snapshot for nodes that take no part in consensus: without what only control nodes may know. Secret stays:
-// ingresses hash with it.
+// Public returns a snapshot for nodes that take no part in consensus. It leaves out what only control nodes may
+// know (Secrets, Tokens). It keeps Secret, because ingresses hash with it.
 func (s *State) Public() *State {
 	c := s.Clone()
 	c.Secrets, c.Tokens = Secrets{}, map[string]*Token{}
@@ -107,12 +107,13 @@ func (s *State) init(c *Init) error {
 	if s.LeaseTTL == 0 {
 		s.LeaseTTL = c.LeaseTTL
 	}
-	s.Secrets = s.Secrets.completed(c.Secrets)
+	s.Secrets = s.Secrets.fillMissing(c.Secrets)
 	return nil
 }
 
-// completed takes over what is missing, each once: certificates and memberships made with the first stay good.
-func (s Secrets) completed(by Secrets) Secrets {
+// fillMissing sets the secrets that are not set yet. A secret that is set stays, because certificates and
+// memberships were made with it.
+func (s Secrets) fillMissing(by Secrets) Secrets {
 	if len(s.Authority) == 0 {
 		s.Authority, s.AuthorityKey = by.Authority, by.AuthorityKey
 	}

@@ -11,10 +11,10 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// rootRoute may be shared by all applications; the model of the request picks among them.
+// rootRoute may be shared by all applications; the ingress then picks the application by the request's model.
 const rootRoute = "/"
 
-// putApps works on a copy of the app table and swaps it in when nothing was refused.
+// putApps changes a copy of the app table and stores the copy when no part of the command was refused.
 func (s *State) putApps(c *PutApps) (Result, error) {
 	next := maps.Clone(s.Apps)
 	changed := false
@@ -25,7 +25,7 @@ func (s *State) putApps(c *PutApps) (Result, error) {
 		}
 		changed = changed || put
 	}
-	if c.Prune && prune(next, c.Apps) {
+	if c.Prune && markUnlisted(next, c.Apps) {
 		changed = true
 	}
 	if err := checkNames(next); err != nil {
@@ -46,7 +46,7 @@ func (s *State) putResult(apps []AppSpec, changed bool) Result {
 	return r
 }
 
-// putApp puts one application into next and says whether that changed it.
+// putApp puts one application into next and reports whether that changed the application.
 func (s *State) putApp(next map[string]*App, spec *AppSpec, expect map[string]uint64) (bool, error) {
 	old := s.Apps[spec.Name]
 	if err := checkExpect(spec.Name, old, expect); err != nil {
@@ -90,7 +90,7 @@ func checkExpect(name string, old *App, expect map[string]uint64) error {
 		ErrStaleRevision, name, have, want).WithHint("look at what changed (dpserve status %s), then deploy again", name)
 }
 
-// compact is the canonical form of a spec: raft's JSON and the proposer's may differ in white space.
+// compact returns the canonical form of a spec: the JSON of raft and of the proposer may differ in white space.
 func compact(spec json.RawMessage) (json.RawMessage, error) {
 	var b bytes.Buffer
 	if err := json.Compact(&b, spec); err != nil {
@@ -99,8 +99,8 @@ func compact(spec json.RawMessage) (json.RawMessage, error) {
 	return b.Bytes(), nil
 }
 
-// prune marks the applications that are not listed as deleting.
-func prune(apps map[string]*App, listed []AppSpec) bool {
+// markUnlisted marks the applications that are not listed as deleting.
+func markUnlisted(apps map[string]*App, listed []AppSpec) bool {
 	keep := make(map[string]bool, len(listed))
 	for i := range listed {
 		keep[listed[i].Name] = true
@@ -108,20 +108,21 @@ func prune(apps map[string]*App, listed []AppSpec) bool {
 	changed := false
 	for name, a := range apps {
 		if !keep[name] && !a.Deleting {
-			apps[name] = deleting(a)
+			apps[name] = markDeleting(a)
 			changed = true
 		}
 	}
 	return changed
 }
 
-func deleting(a *App) *App {
+func markDeleting(a *App) *App {
 	d := *a
 	d.Deleting = true
 	return &d
 }
 
-// checkNames holds every model name, and every route but "/", unique over the applications that stay.
+// checkNames refuses a model name, or a route other than "/", that two applications share. Applications that are
+// being deleted do not count.
 func checkNames(apps map[string]*App) error {
 	names, routes := map[string]string{}, map[string]string{}
 	for _, app := range slices.Sorted(maps.Keys(apps)) {
@@ -145,24 +146,24 @@ func checkNames(apps map[string]*App) error {
 	return nil
 }
 
-// deleteApp marks an application; a second time changes nothing.
+// deleteApp marks an application as deleting. A second command changes nothing.
 func (s *State) deleteApp(c *DeleteApp) (Result, error) {
 	a, ok := s.Apps[c.Name]
 	if !ok {
-		return Result{}, s.unknownApp("delete app", c.Name)
+		return Result{}, s.unknownAppError("delete app", c.Name)
 	}
 	if !a.Deleting {
-		s.Apps[c.Name] = deleting(a)
+		s.Apps[c.Name] = markDeleting(a)
 		s.Revision++
 	}
 	return Result{Revision: s.Revision, Apps: map[string]uint64{c.Name: a.Revision}}, nil
 }
 
-// forgetApp removes an application whose units are all released. Its epochs and its revision stay.
+// forgetApp removes an application whose units are all released. Its epochs and its revision stay recorded.
 func (s *State) forgetApp(c *ForgetApp) error {
 	a, ok := s.Apps[c.Name]
 	if !ok {
-		return s.unknownApp("forget app", c.Name)
+		return s.unknownAppError("forget app", c.Name)
 	}
 	if !a.Deleting {
 		return problem.New(problem.Conflict, "forget app: application %q: %w", c.Name, ErrNotDeleting).WithHint("delete it first")
@@ -174,16 +175,17 @@ func (s *State) forgetApp(c *ForgetApp) error {
 	}
 	delete(s.Apps, c.Name)
 	s.Revisions[c.Name] = a.Revision
-	s.leaveOut()
+	s.dropOldNames()
 	return nil
 }
 
-// maxGone bounds the names of applications, and of units, that are kept beyond their end.
-const maxGone = 1024
+// maxGoneNames bounds the names of removed applications, and of removed units, that the state keeps.
+const maxGoneNames = 1024
 
-// leaveOut drops names of what is gone over the bound, those with the lowest numbers first. Names without an entry count as at the
-// floor, which is no lower than any that was dropped: so none comes back with a number that it had.
-func (s *State) leaveOut() {
+// dropOldNames drops names of removed applications and units above maxGoneNames, the lowest numbers first. A name
+// without an entry counts as having the floor's number. The floor is at least as high as every dropped number, so
+// no name comes back with a number that it had before.
+func (s *State) dropOldNames() {
 	gone := func(unit string) bool {
 		app, _, _ := strings.Cut(unit, "/")
 		return s.Units[unit] == nil && s.Apps[app] == nil
@@ -192,7 +194,7 @@ func (s *State) leaveOut() {
 	s.RevisionFloor = max(s.RevisionFloor, dropLowest(s.Revisions, func(app string) bool { return s.Apps[app] == nil }))
 }
 
-// dropLowest drops all but maxGone of the entries that may go, and gives the highest number that it dropped.
+// dropLowest drops all but maxGoneNames of the entries that may go and returns the highest number that it dropped.
 func dropLowest(of map[string]uint64, mayGo func(name string) bool) (highest uint64) {
 	var names []string
 	for name := range of {
@@ -200,18 +202,18 @@ func dropLowest(of map[string]uint64, mayGo func(name string) bool) (highest uin
 			names = append(names, name)
 		}
 	}
-	if len(names) <= maxGone {
+	if len(names) <= maxGoneNames {
 		return 0
 	}
 	slices.SortFunc(names, func(a, b string) int { return cmp.Or(cmp.Compare(of[a], of[b]), cmp.Compare(a, b)) })
-	for _, name := range names[:len(names)-maxGone] {
+	for _, name := range names[:len(names)-maxGoneNames] {
 		highest = max(highest, of[name])
 		delete(of, name)
 	}
 	return highest
 }
 
-// LastEpoch is no lower than any epoch that the unit ever had, and what its next one follows.
+// LastEpoch returns a number at least as high as every epoch that the unit had. The next grant adds 1 to it.
 func (s *State) LastEpoch(unit string) uint64 {
 	if e, ok := s.Epochs[unit]; ok {
 		return e
@@ -219,7 +221,7 @@ func (s *State) LastEpoch(unit string) uint64 {
 	return s.EpochFloor
 }
 
-// lastRevision is the same for the revision of an application.
+// lastRevision returns a number at least as high as every revision that the application had.
 func (s *State) lastRevision(app string) uint64 {
 	if r, ok := s.Revisions[app]; ok {
 		return r
@@ -227,7 +229,7 @@ func (s *State) lastRevision(app string) uint64 {
 	return s.RevisionFloor
 }
 
-func (s *State) unknownApp(verb, name string) error {
+func (s *State) unknownAppError(verb, name string) error {
 	return problem.New(problem.NotFound, "%s: %w %q", verb, ErrUnknownApp, name).
 		WithHint("list the applications with dpserve status").WithDetails(slices.Sorted(maps.Keys(s.Apps))...)
 }

@@ -8,34 +8,34 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// Bounds of what the replicated state keeps.
+// Bounds of lists in the replicated state.
 const (
 	// LogTailLines is how many of an engine's last log lines a failed unit keeps.
 	LogTailLines = 20
-	logLineBytes = 1000 // a longer line is cut: the state is replicated and held in memory by every node
-	maxFreed     = 1024 // port blocks remembered as freed; more than a default port range holds
+	logLineBytes = 1000 // longer lines are cut: every node replicates the state and holds it in memory
+	maxFreed     = 1024 // freed port blocks that are remembered; more than a default port range has
 )
 
-// grantGroup starts units, all or none: each gets the next epoch of its name.
+// grantGroup starts all units of the command or none. Each unit gets the next epoch of its name.
 func (s *State) grantGroup(c *GrantGroup) (Result, error) {
 	if err := s.checkGrant(c); err != nil {
 		return Result{}, err
 	}
 	r := Result{Epochs: make(map[string]uint64, len(c.Units))}
 	for i := range c.Units {
-		u := s.granted(c, &c.Units[i])
+		u := s.newUnit(c, &c.Units[i])
 		if old := s.Units[u.ID]; old != nil {
-			s.free(old.Blocks)
+			s.recordFreed(old.Blocks)
 		}
-		s.use(u.Blocks)
+		s.clearFreed(u.Blocks)
 		s.Units[u.ID], s.Epochs[u.ID] = u, u.Epoch
 		r.Epochs[u.ID] = u.Epoch
 	}
 	return r, nil
 }
 
-// granted is the new record of a unit.
-func (s *State) granted(c *GrantGroup, g *UnitGrant) *Unit {
+// newUnit makes the record of a granted unit.
+func (s *State) newUnit(c *GrantGroup, g *UnitGrant) *Unit {
 	u := &Unit{
 		ID: g.Unit, App: c.App, Group: c.Group, Epoch: s.LastEpoch(g.Unit) + 1, Phase: Starting, Attempt: g.Attempt,
 		AppRevision: c.AppRevision, Launch: g.Launch, Ranks: slices.Clone(g.Ranks), Blocks: slices.Clone(g.Blocks),
@@ -51,95 +51,95 @@ func (s *State) granted(c *GrantGroup, g *UnitGrant) *Unit {
 	return u
 }
 
-// sameLaunch says whether two grants start the same thing: then the later one is a restart.
+// sameLaunch reports whether two grants start the same engines. The later one then counts as a restart.
 func (u *Unit) sameLaunch(v *Unit) bool {
 	return u.AppRevision == v.AppRevision || (u.Launch != "" && u.Launch == v.Launch)
 }
 
-// Holds says whether the unit holds its ranks, slots, devices and ports. A failed one holds nothing: it failed after its
-// processes were gone.
+// Holds reports whether the unit holds its ranks, slots, devices and ports. A failed unit holds nothing, because
+// it fails only after its processes are gone.
 func (u *Unit) Holds() bool { return u.Phase != Failed }
 
-// unitReady records that every rank serves.
+// unitReady records that every rank of the unit serves.
 func (s *State) unitReady(c *UnitRef) error {
-	u, err := s.current("unit ready", c)
+	u, err := s.unitAtEpoch("unit ready", c)
 	if err != nil {
 		return err
 	}
 	if u.Phase == Failed {
-		return wrongPhase("unit ready", u)
+		return wrongPhaseError("unit ready", u)
 	}
-	s.replace(u, func(n *Unit) { n.Phase, n.Reason, n.LogTail, n.Since = Ready, "", nil, c.At })
+	s.updateUnit(u, func(n *Unit) { n.Phase, n.Reason, n.LogTail, n.Since = Ready, "", nil, c.At })
 	return nil
 }
 
-// unitFenced records, as a fact, that the unit left routing.
+// unitFenced records that the unit left routing.
 func (s *State) unitFenced(c *UnitRef) error {
-	u, err := s.current("unit fenced", c)
+	u, err := s.unitAtEpoch("unit fenced", c)
 	if err != nil {
 		return err
 	}
 	if u.Phase == Failed {
-		return wrongPhase("unit fenced", u)
+		return wrongPhaseError("unit fenced", u)
 	}
-	s.replace(u, func(n *Unit) { n.Phase, n.Reason, n.Since = Fenced, c.Reason, c.At })
+	s.updateUnit(u, func(n *Unit) { n.Phase, n.Reason, n.Since = Fenced, c.Reason, c.At })
 	return nil
 }
 
-// unitFailed gives up until the next deploy. The record stays, with the reason, and holds nothing any more.
+// unitFailed gives up on a unit until the next deploy. The record keeps the reason and holds nothing.
 func (s *State) unitFailed(c *UnitRef) error {
-	u, err := s.current("unit failed", c)
+	u, err := s.unitAtEpoch("unit failed", c)
 	if err != nil {
 		return err
 	}
-	s.free(u.Blocks)
-	s.replace(u, func(n *Unit) {
+	s.recordFreed(u.Blocks)
+	s.updateUnit(u, func(n *Unit) {
 		n.Phase, n.Reason, n.LogTail, n.Blocks, n.Since = Failed, c.Reason, Tail(c.LogTail), nil, c.At
 	})
 	return nil
 }
 
-// release forgets a unit whose processes are gone. Its epoch stays.
+// release forgets a unit whose processes are gone. Its epoch stays recorded.
 func (s *State) release(c *UnitRef) error {
-	u, err := s.current("release", c)
+	u, err := s.unitAtEpoch("release", c)
 	if err != nil {
 		return err
 	}
-	s.free(u.Blocks)
+	s.recordFreed(u.Blocks)
 	delete(s.Units, u.ID)
 	return nil
 }
 
-// current is the record of a unit if the report is about its present epoch.
-func (s *State) current(verb string, c *UnitRef) (*Unit, error) {
+// unitAtEpoch returns the record of a unit if the command is about its present epoch.
+func (s *State) unitAtEpoch(verb string, c *UnitRef) (*Unit, error) {
 	u, ok := s.Units[c.Unit]
 	switch {
 	case ok && u.Epoch == c.Epoch:
 		return u, nil
 	case c.Epoch != s.LastEpoch(c.Unit):
-		return nil, staleEpoch(verb, c.Unit, c.Epoch, s.LastEpoch(c.Unit))
+		return nil, staleEpochError(verb, c.Unit, c.Epoch, s.LastEpoch(c.Unit))
 	default:
 		return nil, problem.New(problem.NotFound, "%s: %w %s: epoch %d is released already", verb, ErrUnknownUnit, c.Unit, c.Epoch)
 	}
 }
 
-func staleEpoch(verb, unit string, told, have uint64) error {
+func staleEpochError(verb, unit string, told, have uint64) error {
 	return problem.New(problem.Conflict, "%s: %w: %s is at epoch %d, the command is for epoch %d", verb, ErrStaleEpoch, unit, have, told).
 		WithHint("read the state again: the unit was started anew meanwhile")
 }
 
-func wrongPhase(verb string, u *Unit) error {
+func wrongPhaseError(verb string, u *Unit) error {
 	return problem.New(problem.Conflict, "%s: %s is %s: %w", verb, u.ID, u.Phase, ErrWrongPhase).WithHint("deploy the application again")
 }
 
-// replace puts a changed copy in the place of a record.
-func (s *State) replace(u *Unit, change func(*Unit)) {
+// updateUnit replaces a record by a changed copy.
+func (s *State) updateUnit(u *Unit, change func(*Unit)) {
 	n := *u
 	change(&n)
 	s.Units[u.ID] = &n
 }
 
-// Tail is the last LogTailLines lines, each cut to a bounded length.
+// Tail returns the last LogTailLines lines, each cut to logLineBytes.
 func Tail(lines []string) []string {
 	lines = lines[max(0, len(lines)-LogTailLines):]
 	out := make([]string, len(lines))
@@ -149,8 +149,8 @@ func Tail(lines []string) []string {
 	return out
 }
 
-// free remembers blocks as freed, the latest last, so that placement re-uses them last.
-func (s *State) free(blocks []Block) {
+// recordFreed adds blocks to the end of the freed ones, because placement re-uses the latest last.
+func (s *State) recordFreed(blocks []Block) {
 	if len(blocks) == 0 {
 		return
 	}
@@ -158,8 +158,8 @@ func (s *State) free(blocks []Block) {
 	s.Freed = freed[max(0, len(freed)-maxFreed):]
 }
 
-// use forgets freed blocks that are in use again.
-func (s *State) use(blocks []Block) {
+// clearFreed removes blocks from the freed ones: they are in use again.
+func (s *State) clearFreed(blocks []Block) {
 	s.Freed = slices.DeleteFunc(slices.Clone(s.Freed), func(f Block) bool {
 		return slices.ContainsFunc(blocks, f.overlaps)
 	})

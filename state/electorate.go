@@ -5,19 +5,19 @@ import (
 	"slices"
 )
 
-// Elector is a control node, or what consensus still has of one, as the leader sees it.
+// Elector is a control node, or a member of consensus that is no control node any more, as the leader sees it.
 type Elector struct {
 	UID     string
-	Node    string // its name; "" = no node of the cluster any more
+	Node    string // its name; "" = not a node of the cluster any more
 	Zone    string
 	Control bool // a node of the cluster with role control
 	Lost    bool // as in Node
-	Live    bool // it answers the leader and its log is close behind; who is not in consensus: it answers
+	Live    bool // it answers the leader and its log is close behind; outside consensus: it answers
 	Member  bool // it is in consensus, as voter or standby
 	Voter   bool
 }
 
-// ChangeKind is what to do next about who decides.
+// ChangeKind is a kind of change of the members of consensus.
 type ChangeKind uint8
 
 // The changes of consensus.
@@ -29,7 +29,7 @@ const (
 	RemoveMember
 )
 
-// String names the change.
+// String returns the name of the change.
 func (k ChangeKind) String() string {
 	names := [...]string{"none", "add standby", "give vote", "take vote", "remove"}
 	if int(k) < len(names) {
@@ -38,30 +38,32 @@ func (k ChangeKind) String() string {
 	return "unknown"
 }
 
-// Change is one change of consensus.
+// Change is one change of the members of consensus.
 type Change struct {
 	Kind ChangeKind
 	UID  string
 }
 
-// maxVoters is the most that vote: more make commits slower and tolerate no likelier failure.
+// maxVoters is the highest number of voters: more voters make commits slower and guard only against unlikely failures.
 const maxVoters = 5
 
-// votersFor is how many of n control nodes vote: the greatest of 1, 3 and 5 that they can fill.
+// votersFor returns how many of n control nodes vote: the largest of 1, 3 and 5 that they can fill.
 func votersFor(n int) int {
 	n = min(n, maxVoters)
 	return max(1, n-1+n%2)
 }
 
-// Electorate says what the leader should change next, one change at a time; it is asked again when that one is committed. The leader
-// stays a voter whatever it is; leader "" protects nobody. No change takes the quorum away from voters that live.
+// Electorate returns the change that the leader should make next. The leader asks again when that change is
+// committed. The leader always stays a voter; with leader == "" no member is exempt from removal. No change takes
+// the quorum away from the living voters.
 //
-// Nodes that were removed go at once. 1, 3 or 5 vote, by the number of control nodes that are not lost; but lost nodes alone never
-// bring a cluster of three or more down to one voter, as that one's disk would then be the only true copy. Lost voters are replaced
-// when a standby lives, first in, then out. Zones that vote the least, then lower names, are preferred.
+// Removed nodes leave consensus at once. 1, 3 or 5 nodes vote, by the number of control nodes that are not lost.
+// But losses alone never bring a cluster of three or more down to one voter, because that voter's disk would then
+// be the only true copy. Lost voters are replaced when a standby lives: first the new voter joins, then the lost
+// one leaves. Zones with the fewest votes come first, then lower names.
 func Electorate(members []Elector, leader string) Change {
 	e := newElectorate(members, leader)
-	for _, next := range []func() Change{e.expel, e.admit, e.promote, e.demote} {
+	for _, next := range []func() Change{e.removeMember, e.addStandby, e.promoteStandby, e.demoteVoter} {
 		if c := next(); c.Kind != NoChange {
 			return c
 		}
@@ -70,10 +72,10 @@ func Electorate(members []Elector, leader string) Change {
 }
 
 type electorate struct {
-	all    []Elector // by name
-	leader string
-	target int
-	leaves bool // the leader itself is no control node any more
+	all          []Elector // sorted by name
+	leader       string
+	target       int  // how many should vote
+	leaderLeaves bool // the leader itself is no control node any more
 }
 
 func newElectorate(members []Elector, leader string) *electorate {
@@ -83,7 +85,7 @@ func newElectorate(members []Elector, leader string) *electorate {
 	for i := range e.all {
 		m := &e.all[i]
 		if m.UID == leader {
-			m.Lost, m.Live, e.leaves = false, true, !m.Control
+			m.Lost, m.Live, e.leaderLeaves = false, true, !m.Control
 		}
 		if m.Control {
 			control++
@@ -96,8 +98,8 @@ func newElectorate(members []Elector, leader string) *electorate {
 	return e
 }
 
-// quorumWithout says whether voters that live are a majority when m does not vote.
-func (e *electorate) quorumWithout(m *Elector) bool {
+// hasQuorumWithout reports whether the living voters are a majority when m does not vote.
+func (e *electorate) hasQuorumWithout(m *Elector) bool {
 	voters, live := 0, 0
 	for i := range e.all {
 		o := &e.all[i]
@@ -112,19 +114,19 @@ func (e *electorate) quorumWithout(m *Elector) bool {
 	return live > voters/2
 }
 
-// expel takes out who is no control node any more.
-func (e *electorate) expel() Change {
+// removeMember removes a member that is no control node any more.
+func (e *electorate) removeMember() Change {
 	for i := range e.all {
 		m := &e.all[i]
-		if m.Member && !m.Control && m.UID != e.leader && (!m.Voter || e.quorumWithout(m)) {
+		if m.Member && !m.Control && m.UID != e.leader && (!m.Voter || e.hasQuorumWithout(m)) {
 			return Change{RemoveMember, m.UID}
 		}
 	}
 	return Change{}
 }
 
-// admit takes a control node in, without a vote.
-func (e *electorate) admit() Change {
+// addStandby adds a control node to consensus, without a vote.
+func (e *electorate) addStandby() Change {
 	for i := range e.all {
 		if m := &e.all[i]; m.Control && !m.Member && !m.Lost {
 			return Change{AddStandby, m.UID}
@@ -133,8 +135,9 @@ func (e *electorate) admit() Change {
 	return Change{}
 }
 
-// promote gives a standby a vote, if enough of them live to come to an odd number: two voters are worse than one.
-func (e *electorate) promote() Change {
+// promoteStandby gives a standby a vote if enough standbys live to reach an odd number: two voters tolerate less
+// than one.
+func (e *electorate) promoteStandby() Change {
 	good, ready := 0, 0
 	var best *Elector
 	for i := range e.all {
@@ -168,10 +171,11 @@ func (e *electorate) votesIn(zone string) int {
 	return n
 }
 
-// demote takes a vote too many: of a lost node, of one that does not answer, of the zone that votes the most, of the last name. A
-// leader that goes takes none: those who stay would be left with its vote, and without it.
-func (e *electorate) demote() Change {
-	if e.leaves {
+// demoteVoter takes one vote when too many nodes vote. It prefers a lost node, then one that does not answer, then
+// one of the zone with the most votes, then the last name. A leader that leaves demotes none: the remaining voters
+// must have a quorum with its vote and without it.
+func (e *electorate) demoteVoter() Change {
+	if e.leaderLeaves {
 		return Change{}
 	}
 	voters := 0
@@ -182,21 +186,21 @@ func (e *electorate) demote() Change {
 			continue
 		}
 		voters++
-		if m.UID != e.leader && (worst == nil || e.worse(m, worst) >= 0) {
+		if m.UID != e.leader && (worst == nil || e.compareForDemotion(m, worst) >= 0) {
 			worst = m
 		}
 	}
-	if voters <= e.target || worst == nil || !e.quorumWithout(worst) {
+	if voters <= e.target || worst == nil || !e.hasQuorumWithout(worst) {
 		return Change{}
 	}
 	return Change{Demote, worst.UID}
 }
 
-func (e *electorate) worse(a, b *Elector) int {
-	return cmp.Or(btoi(a.Lost)-btoi(b.Lost), btoi(b.Live)-btoi(a.Live), e.votesIn(a.Zone)-e.votesIn(b.Zone))
+func (e *electorate) compareForDemotion(a, b *Elector) int {
+	return cmp.Or(boolToInt(a.Lost)-boolToInt(b.Lost), boolToInt(b.Live)-boolToInt(a.Live), e.votesIn(a.Zone)-e.votesIn(b.Zone))
 }
 
-func btoi(b bool) int {
+func boolToInt(b bool) int {
 	if b {
 		return 1
 	}

@@ -30,11 +30,11 @@ func TestNamesOfWhatIsGoneAreBounded(t *testing.T) {
 	}
 	run("lives", 1, false)
 	run("often", 9, true)
-	for i := range maxGone + 50 {
+	for i := range maxGoneNames + 50 {
 		run(fmt.Sprint("app-", i), 1+i%3, true)
 	}
-	assert.Len(t, m.Epochs, maxGone+1, "and that of the application that lives")
-	assert.Len(t, m.Revisions, maxGone)
+	assert.Len(t, m.Epochs, maxGoneNames+1, "and that of the application that lives")
+	assert.Len(t, m.Revisions, maxGoneNames)
 	assert.Equal(t, uint64(1), m.EpochFloor, "those with the lowest numbers go first")
 	assert.Equal(t, uint64(9), m.LastEpoch("often/0/0"))
 	assert.Equal(t, uint64(1), m.LastEpoch("lives/0/0"))
@@ -48,7 +48,7 @@ func TestNamesOfWhatIsGoneAreBounded(t *testing.T) {
 	again, err := Decode(b)
 	require.NoError(t, err)
 	assert.Equal(t, m.State, again)
-	for i := range maxGone + 50 {
+	for i := range maxGoneNames + 50 {
 		run(fmt.Sprint("app-", i), 1, true)
 	}
 }

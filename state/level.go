@@ -7,8 +7,9 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// Level says what this version can read of the log and of snapshots. A version that adds a kind of command, a field of a command or a
-// field of the state has the next level. Each node reports its own level in its record.
+// Level is the version of the log's and snapshots' format that this build can read. A version that adds a kind of
+// command, a field of a command or a field of the state has the next level. Each node reports its level in its
+// record.
 const Level = 1 + nextLevels
 
 // kind is one kind of command in a Command.
@@ -17,8 +18,8 @@ type kind struct {
 	set   bool // whether the Command is of this kind
 }
 
-// kinds is the one table of the kinds, by the names of the command's fields. A kind of a later version stands here with the level of
-// that version.
+// kinds lists the kinds by the names of the command's fields. A kind that a later version adds has that version's
+// level here.
 func (c *Command) kinds() map[string]kind {
 	all := map[string]kind{
 		"init": {1, c.Init != nil}, "put_apps": {1, c.PutApps != nil}, "delete_app": {1, c.DeleteApp != nil},
@@ -32,18 +33,18 @@ func (c *Command) kinds() map[string]kind {
 	return all
 }
 
-// Level is the least level of a node that can read the command. A field that a later version adds to a known kind is looked at here:
-// while it is set, the command has the level of that version.
+// Level returns the least level of a node that can read the command. A version that adds a field to a known kind
+// checks it here: while the field is set, the command has the level of that version.
 func (c *Command) Level() int { return c.kinds()[c.Kind()].level }
 
-// ReadableAt is the record without the fields that nodes of a lower level do not know.
+// ReadableAt returns the record without the fields that nodes of a lower level do not know.
 func (n Node) ReadableAt(level int) Node {
 	n.cutNext(level)
 	return n
 }
 
-// ControlLevel is the level that every control node has, lost ones too: they come back to a log that they must be able to read. A
-// state without control nodes has the level of this version.
+// ControlLevel returns the lowest level of all control nodes. Lost nodes count, because they must be able to read
+// the log when they come back. Without control nodes it is the level of this version.
 func (s *State) ControlLevel() int {
 	level := Level
 	for _, n := range s.Nodes {
@@ -54,9 +55,9 @@ func (s *State) ControlLevel() int {
 	return level
 }
 
-// Readable gives the command as every control node can read it. The record of a PutNode is cut to what they know, so that a node of
-// a new version can be recorded at all. Any other command above their level is ErrControlTooOld, with the nodes' names: it may be
-// proposed again once they are upgraded.
+// Readable returns the command in a form that every control node can read. It drops unknown fields from the record
+// of a PutNode, so that a node of a new version can be recorded at all. Any other command above their level is
+// ErrControlTooOld, with the nodes' names. It may be proposed again after they are upgraded.
 func (s *State) Readable(c Command) (Command, error) {
 	level := s.ControlLevel()
 	if c.PutNode != nil {

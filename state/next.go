@@ -4,7 +4,7 @@ package state
 
 import "github.com/dpserve/dpserve/internal/problem"
 
-// What next_version.go adds to the build that stands for the next version in the test of upgrades. Here there is nothing.
+// These types and functions are empty in a normal build. next_version.go has the ones of the upgrade test.
 type (
 	nextCommand struct{}
 	nextNode    struct{}

@@ -12,23 +12,24 @@ import (
 // GossipKeySize is the length of a gossip key in bytes.
 const GossipKeySize = 32
 
-// Secrets are what only members may know. Init sets them, each once; TurnKey alone changes the gossip key.
+// Secrets are known to members only. Init sets each once; afterwards only TurnKey changes the gossip key.
 type Secrets struct {
 	Authority    []byte `json:"authority,omitempty"`     // PEM, the cluster's certificate authority
 	AuthorityKey []byte `json:"authority_key,omitempty"` // PEM
-	GossipKey    []byte `json:"gossip_key,omitempty"`    // what gossip is sent with
-	GossipNext   []byte `json:"gossip_next,omitempty"`   // let in until every node lets it in; then it is the key
-	GossipLast   []byte `json:"gossip_last,omitempty"`   // let in until every node sends with the key
+	GossipKey    []byte `json:"gossip_key,omitempty"`    // nodes encrypt with it
+	GossipNext   []byte `json:"gossip_next,omitempty"`   // accepted; becomes the key when every node accepts it
+	GossipLast   []byte `json:"gossip_last,omitempty"`   // accepted until every node encrypts with the key
 }
 
-// TurnKey changes the gossip key, a step at a time, so that no two nodes ever speak past each other: Next is let in, then sent with, then
-// the old one is let out. Refused: a keyring that is not From any more, a Next while another change is under way (both ErrKeyTurned).
+// TurnKey rotates the gossip key in three steps: nodes accept the new key, then they encrypt with it, then they drop
+// the old one. At every moment all nodes can decrypt each other. Apply refuses it with ErrKeyTurned if the keyring is
+// not From any more, or if Next is set while a rotation is under way.
 type TurnKey struct {
-	From string `json:"from"`           // KeyringSum of what the proposer saw
-	Next []byte `json:"next,omitempty"` // begins a change; nil = the next step of the one under way
+	From string `json:"from"`           // KeyringSum of the keyring that the proposer saw
+	Next []byte `json:"next,omitempty"` // begins a rotation; nil = the next step of the one under way
 }
 
-// Keyring is the gossip keys that are let in, one or two; the first is sent with. nil = this cluster has none.
+// Keyring returns the one or two accepted gossip keys. Nodes encrypt with the first. nil = the cluster has none.
 func (s *Secrets) Keyring() [][]byte {
 	if len(s.GossipKey) == 0 {
 		return nil
@@ -42,10 +43,10 @@ func (s *Secrets) Keyring() [][]byte {
 	return ring
 }
 
-// Turning says that the gossip key is being changed.
+// Turning reports whether a rotation of the gossip key is under way.
 func (s *Secrets) Turning() bool { return len(s.GossipNext)+len(s.GossipLast) > 0 }
 
-// KeyringSum names a keyring without giving it away; "" for none.
+// KeyringSum identifies a keyring without revealing it; "" for an empty one.
 func KeyringSum(ring [][]byte) string {
 	if len(ring) == 0 {
 		return ""
@@ -54,7 +55,8 @@ func KeyringSum(ring [][]byte) string {
 	return hex.EncodeToString(sum[:8])
 }
 
-// Untaken are the nodes, by name, that have not taken the present keyring. Lost ones do not count: they get it with their first lease.
+// Untaken returns the sorted names of the nodes that have not installed the present keyring. Lost nodes do not
+// count: the leader gives them the keyring with their first lease.
 func (s *State) Untaken() []string {
 	sum := KeyringSum(s.Secrets.Keyring())
 	var names []string

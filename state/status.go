@@ -1,6 +1,6 @@
 package state
 
-// AppStatus is an application's state as users see it; the words are Ray's.
+// AppStatus is an application's state as users see it, in the words of Ray.
 type AppStatus string
 
 // The application states.
@@ -12,15 +12,15 @@ const (
 	Deleting     AppStatus = "DELETING"
 )
 
-// Seen is what DeriveStatus looks at.
+// Seen is the input of DeriveStatus.
 type Seen struct {
 	Deleting   bool
 	WasRunning bool    // this revision was RUNNING before
 	Units      []Phase // of every wanted unit; one that still runs an older revision counts as Pending
 }
 
-// DeriveStatus sums up the units of an application. The first row that fits wins: being deleted, any unit failed, all
-// ready, this revision ran before, else on its way.
+// DeriveStatus derives an application's status from its units. The first case that applies wins: the application is
+// being deleted, a unit failed, all units are ready, this revision was running before, else it is deploying.
 func DeriveStatus(s Seen) AppStatus {
 	ready := 0
 	failed := false

@@ -14,20 +14,20 @@ const (
 	DefaultRestartMax = 64 * time.Second
 	// DefaultRestartReset is how long a unit must have been ready for its restarts to count from one again.
 	DefaultRestartReset = 10 * time.Minute
-	// DefaultResend is the silence of a node after which an order is sent to it again.
+	// DefaultResend is the silence of a node after which the controller sends an order again.
 	DefaultResend = 2 * time.Second
 )
 
 // Timers are the waits of the unit state machine. Zero fields mean the defaults.
 type Timers struct {
 	StartRetry   time.Duration // after a failed start, doubled per attempt
-	RestartMin   time.Duration // after a failure that followed ready, doubled per failure
-	RestartMax   time.Duration // upper bound of it
-	RestartReset time.Duration // ready for so long = the next failure counts as the first
-	Resend       time.Duration // an order that the node does not confirm is sent again
+	RestartMin   time.Duration // after a failure of a ready unit, doubled per failure
+	RestartMax   time.Duration // upper bound of both
+	RestartReset time.Duration // a unit that was ready for this long counts its failures from one again
+	Resend       time.Duration // after this silence of a node an order is sent again
 }
 
-// WithDefaults fills in what is zero.
+// WithDefaults replaces zero fields by the defaults.
 func (t Timers) WithDefaults() Timers {
 	return Timers{
 		StartRetry:   orDefault(t.StartRetry, DefaultStartRetry),
@@ -45,17 +45,17 @@ func orDefault(d, def time.Duration) time.Duration {
 	return def
 }
 
-// startRetry is StartRetry * 2^(attempt-1).
-func (t Timers) startRetry(attempt int) time.Duration {
-	return doubled(t.StartRetry, attempt, t.RestartMax)
+// startDelay is StartRetry * 2^(attempt-1).
+func (t Timers) startDelay(attempt int) time.Duration {
+	return doubleDelay(t.StartRetry, attempt, t.RestartMax)
 }
 
-// restart is min(RestartMin * 2^(failures-1), RestartMax).
-func (t Timers) restart(failures int) time.Duration {
-	return doubled(t.RestartMin, failures, t.RestartMax)
+// restartDelay is min(RestartMin * 2^(failures-1), RestartMax).
+func (t Timers) restartDelay(failures int) time.Duration {
+	return doubleDelay(t.RestartMin, failures, t.RestartMax)
 }
 
-func doubled(d time.Duration, n int, limit time.Duration) time.Duration {
+func doubleDelay(d time.Duration, n int, limit time.Duration) time.Duration {
 	for ; n > 1 && d < limit; n-- {
 		d *= 2
 	}

@@ -66,7 +66,7 @@ func (c *crowd) others(set map[string]bool) bool {
 	return slices.ContainsFunc(c.nodes, func(n string) bool { return c.alive[n] && !set[n] })
 }
 
-func (c *crowd) gone() map[string]bool {
+func (c *crowd) goneNodes() map[string]bool {
 	out := map[string]bool{}
 	for _, n := range c.nodes {
 		out[n] = !c.running[n]
@@ -96,15 +96,15 @@ func (c *crowd) obey(f Effect) {
 	case DoStopOthers, DoStop:
 		for _, n := range c.nodes {
 			if c.alive[n] && c.running[n] && (c.sure || rapid.Bool().Draw(c.t, "order arrives")) {
-				c.end(n)
+				c.endPart(n)
 			}
 		}
 	default:
 	}
 }
 
-// end is a node that ends its part and says so. Its report goes through a mailbox, so it comes after the step that told it.
-func (c *crowd) end(n string) { c.running[n], c.told[n] = false, true }
+// endPart ends the part of one node. The node reports it through a mailbox, so the report comes after this step.
+func (c *crowd) endPart(n string) { c.running[n], c.told[n] = false, true }
 
 func (c *crowd) step() {
 	c.now = c.now.Add(time.Duration(rapid.IntRange(0, 3).Draw(c.t, "s")) * time.Second)
@@ -125,21 +125,21 @@ func (c *crowd) step() {
 		c.feed(Event{Kind: EvReady})
 	case 3:
 		if c.alive[n] && c.running[n] {
-			c.end(n)
+			c.endPart(n)
 			c.feed(Event{Kind: EvKilling, Others: c.others(c.told)})
 		}
 	case 4:
-		if c.m.up() {
+		if c.m.mayRun() {
 			c.alive[n] = false
-			c.feed(Event{Kind: EvNodeLost, Others: c.others(c.gone())})
+			c.feed(Event{Kind: EvNodeLost, Others: c.others(c.goneNodes())})
 		}
 	case 5:
 		c.feed(Event{Kind: EvUnwant, Grace: time.Second})
 	case 6:
 		c.feed(Event{Kind: EvTick})
 	default:
-		if c.m.up() && !c.running[n] {
-			c.feed(Event{Kind: EvGone, Others: c.others(c.gone())})
+		if c.m.mayRun() && !c.running[n] {
+			c.feed(Event{Kind: EvGone, Others: c.others(c.goneNodes())})
 		}
 	}
 }
@@ -150,7 +150,7 @@ func (c *crowd) settle() {
 	for range 3 {
 		c.now = c.now.Add(DefaultResend)
 		c.feed(Event{Kind: EvTick})
-		if c.m.up() && !c.others(c.gone()) && c.m.Phase != Starting && c.m.Phase != Ready {
+		if c.m.mayRun() && !c.others(c.goneNodes()) && c.m.Phase != Starting && c.m.Phase != Ready {
 			c.feed(Event{Kind: EvGone})
 		}
 	}
@@ -167,7 +167,7 @@ func TestAnyLossOfNodesNeverDoublesAUnit(t *testing.T) {
 		ending := c.m.NodeLost || c.m.Stopping
 		c.settle()
 		if ending {
-			require.False(t, c.m.up(), "%s does not end", c.m.Phase)
+			require.False(t, c.m.mayRun(), "%s does not end", c.m.Phase)
 		}
 	})
 }

@@ -328,7 +328,7 @@ func TestTimersArePinned(t *testing.T) {
 	assert.Equal(t, 3, MaxStartAttempts)
 	quick := Timers{StartRetry: 1, RestartMin: 2, RestartMax: 3, RestartReset: 4, Resend: 5}
 	assert.Equal(t, quick, quick.WithDefaults())
-	assert.Equal(t, 64*time.Second, Timers{}.WithDefaults().restart(1<<40))
+	assert.Equal(t, 64*time.Second, Timers{}.WithDefaults().restartDelay(1<<40))
 }
 
 // TestAnyEventsKeepTheMachineRight plays random events against raft as it is (epochs by grant) and a dumb count of starts.
@@ -357,17 +357,17 @@ func TestAnyEventsKeepTheMachineRight(t *testing.T) {
 			require.GreaterOrEqual(t, m.Epoch, before.Epoch, "epochs never fall")
 			if m.Phase == Starting && before.Phase != Starting {
 				require.Greater(t, m.Epoch, before.Epoch, "every start has a new epoch")
-				require.False(t, before.up(), "two live grants")
+				require.False(t, before.mayRun(), "two live grants")
 			}
 			row = countFailures(t, row, e, before, m)
 			for _, f := range effects {
 				if f.Kind == DoGrant {
-					require.False(t, m.up(), "a grant is asked for while one may be alive")
+					require.False(t, m.mayRun(), "a grant is asked for while one may be alive")
 					require.LessOrEqual(t, f.Attempt, MaxStartAttempts)
 					asked = f.Attempt
 				}
 				if f.Kind == ProposeRelease {
-					require.False(t, m.up(), "released while it may be alive")
+					require.False(t, m.mayRun(), "released while it may be alive")
 				}
 			}
 		}
@@ -380,13 +380,13 @@ func countFailures(t *rapid.T, row int, e Event, before, after Machine) int {
 	switch {
 	case after.Phase == Ready, after.Phase == Gone, k == EvWant && before.Phase != after.Phase, k == EvRedeploy && before.Phase != after.Phase:
 		row = 0
-	case before.up() && after.Phase == Pending: // its node, or the process there, is no more
+	case before.mayRun() && after.Phase == Pending: // its node, or the process there, is no more
 		if row++; wasReady || asked || before.Attach {
 			row = 0
 		}
-	case before.up() && after.Phase == Backoff && after.Attempt == 0:
+	case before.mayRun() && after.Phase == Backoff && after.Attempt == 0:
 		row = 0
-	case before.up() && (after.Phase == Backoff || after.Phase == Failed):
+	case before.mayRun() && (after.Phase == Backoff || after.Phase == Failed):
 		row++
 	}
 	require.LessOrEqual(t, row, MaxStartAttempts)

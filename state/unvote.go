@@ -7,11 +7,12 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// CheckUnvote says whether the node with a UID can give up its vote for good. A removal asks before it changes any vote, because
-// a change that leaves the voters without a living majority cannot be undone: nobody leads then, and every change needs a leader.
+// CheckUnvote checks whether the node with the given UID can give up its vote for good. A removal calls it before it
+// changes any vote, because a change that leaves the voters without a living majority cannot be undone: every change
+// needs a leader, and then there is none.
 //
-// successor is the UID of the standby that has to get a vote first; "" = none has to. The error is typed and names the voters that
-// are in the way: Conflict if one is lost, Unavailable if all of them may still answer.
+// successor is the UID of the standby that must get a vote first; "" = none. The error is typed and names the voters
+// in the way: Conflict if one is lost, Unavailable if all of them may still answer.
 func CheckUnvote(members []Elector, leader, uid string) (successor string, err error) {
 	e := newElectorate(members, leader)
 	i := slices.IndexFunc(e.all, func(m Elector) bool { return m.UID == uid })
@@ -19,22 +20,23 @@ func CheckUnvote(members []Elector, leader, uid string) (successor string, err e
 		return "", nil
 	}
 	leaves := e.all[i]
-	if e.quorumWithout(&leaves) {
+	if e.hasQuorumWithout(&leaves) {
 		return "", nil
 	}
-	if next := e.successor(uid); next != nil {
+	if next := e.findSuccessor(uid); next != nil {
 		next.Voter = true
-		if e.quorumWithout(&leaves) && e.quorumWithout(&Elector{}) { // both while it still votes and afterwards
+		// The majority must hold while the leaving node still votes, and afterwards.
+		if e.hasQuorumWithout(&leaves) && e.hasQuorumWithout(&Elector{}) {
 			return next.UID, nil
 		}
 		next.Voter = false
 	}
-	return "", e.voteNeeded(&leaves)
+	return "", e.voteNeededError(&leaves)
 }
 
-// successor is the standby that takes over the vote of the node with a UID, nil if there is none: one that lives, and of those one
-// of the zone with the fewest votes.
-func (e *electorate) successor(uid string) *Elector {
+// findSuccessor returns the standby that takes over the vote of the node with the given UID: a living one of the zone
+// with the fewest votes; nil if there is none.
+func (e *electorate) findSuccessor(uid string) *Elector {
 	var best *Elector
 	for i := range e.all {
 		m := &e.all[i]
@@ -46,8 +48,8 @@ func (e *electorate) successor(uid string) *Elector {
 	return best
 }
 
-// voteNeeded is the refusal to take a vote. It names who would vote without it.
-func (e *electorate) voteNeeded(leaves *Elector) error {
+// voteNeededError refuses to take a vote. It lists the voters that would remain.
+func (e *electorate) voteNeededError(leaves *Elector) error {
 	var remain, lost, silent []string
 	for i := range e.all {
 		m := &e.all[i]

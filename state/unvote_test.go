@@ -98,7 +98,7 @@ func (m *machines) hasMajority() bool {
 	for _, e := range m.all {
 		if e.Voter {
 			voters++
-			live += btoi(e.Live)
+			live += boolToInt(e.Live)
 		}
 	}
 	return live > voters/2
