@@ -140,9 +140,9 @@ func TestAnyHintIsTrue(t *testing.T) {
 			}
 		}
 		require.Len(t, moving, len(ms))
-		p, err := Place(freed(nodes, moving), after)
+		p, err := Place(withoutUnits(nodes, moving), after)
 		require.NoError(t, err)
-		checkAlone(t, freed(nodes, moving), after, p)
+		checkAlone(t, withoutUnits(nodes, moving), after, p)
 	})
 }
 

@@ -1,15 +1,15 @@
-// Package placement puts groups of ranks onto nodes: slots, devices and port blocks, all ranks of a group or none. It is
-// pure: the same nodes and groups give the same placement, whatever their order of nodes.
+// Package placement assigns groups of ranks to nodes: slots, devices and port blocks, for all ranks of a group or for
+// none. It is pure: the same nodes and groups give the same placement, in whatever order the nodes come.
 package placement
 
 import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// Strategy says how the ranks of a group lie on nodes.
+// Strategy says how the ranks of a group are spread over nodes.
 type Strategy string
 
-// The strategies. PACK and SPREAD do their best, the STRICT forms refuse what they cannot keep.
+// The strategies. PACK and SPREAD are best effort. The STRICT forms refuse a group that they cannot place.
 const (
 	Pack         Strategy = "PACK"          // as few nodes as possible
 	StrictPack   Strategy = "STRICT_PACK"   // one node
@@ -20,18 +20,18 @@ const (
 // Ports is a range of ports, both ends included.
 type Ports struct{ Lo, Hi int }
 
-// Node is what a node offers and what of it is in use.
+// Node is what a node offers, and which part is in use.
 type Node struct {
 	ID          string
 	Slots       int   // slots are numbered 0..Slots-1
 	Devices     []int // device numbers
 	Labels      map[string]string
-	Ports       Ports // blocks are cut from here
-	Ranks       int   // ranks that run there, attached ones included
+	Ports       Ports // port blocks are taken from this range
+	Ranks       int   // ranks that run there, with attached ones
 	UsedSlots   []int
 	UsedDevices []int
 	UsedBlocks  []Ports
-	FreedBlocks []Ports // free again, the latest last: re-used last, in that order
+	FreedBlocks []Ports // freed blocks, the latest last; placement uses the latest last
 }
 
 // Group is what is placed together: all of Ranks and Keep, or nothing.
@@ -40,24 +40,24 @@ type Group struct {
 	Lockstep        bool           // one unit with one port block per node; else a unit and a block per rank
 	DPSize          int            // ranks of the whole group; sizes the block of a lockstep unit
 	Ranks           []int          // rank numbers that need a seat, ascending
-	Keep            []Seat         // ranks that start again where they were; the nodes must show these seats as free
-	Held            map[string]int // ranks of the group that run on and are not placed now, per node
+	Keep            []Seat         // ranks that start again on their old seats, which must be free in the nodes
+	Held            map[string]int // ranks of the group that keep running and are not placed now, per node
 	Strategy        Strategy
 	MaxRanksPerNode int               // of this group; 0 = any
 	Labels          map[string]string // a node must have all of them
 	Slots           int               // slots per rank: 0 or 1
 	Devices         int               // devices per rank
-	Attach          bool              // engines of someone else: no slot, device or port, only a node that watches them
+	Attach          bool              // attached engines: they need no slot, device or port, only a node that watches them
 	Pinned          map[int]string    // attach: rank → node
 
-	loose bool // the devices of a rank may be any of its node: there is no room else
+	loose bool // the devices of a rank need not be consecutive: there is no other room
 }
 
-// Seat is where a rank lies.
+// Seat is the place of a rank.
 type Seat struct {
 	Rank    int
 	Node    string
-	Slot    int // -1 = takes none
+	Slot    int // -1 = no slot
 	Devices []int
 }
 
@@ -69,18 +69,18 @@ type Block struct {
 	Size int
 }
 
-// Placed is one group on its nodes.
+// Placed is the placement of one group.
 type Placed struct {
 	Group  string
 	Seats  []Seat // ascending by rank: Ranks and Keep
 	Blocks []Block
 }
 
-// Placement is the answer for all groups, in their order.
+// Placement is the placement of all groups, in their order.
 type Placement struct{ Groups []Placed }
 
-// Place seats every group or none. Within a group ranks are numbered along the nodes (ascending by id), contiguous on each.
-// The error is problem.Unplaceable, with what is needed and what each node has free in Details.
+// Place seats all groups or none. Ranks of a group are numbered along the nodes, which are sorted by id, so they are
+// contiguous on each node. The error is problem.Unplaceable; Details say what is needed and what each node has free.
 func Place(nodes []Node, groups []Group) (Placement, error) {
 	pools := newPools(nodes)
 	out := Placement{Groups: make([]Placed, 0, len(groups))}
@@ -89,7 +89,7 @@ func Place(nodes []Node, groups []Group) (Placement, error) {
 		if err := g.check(); err != nil {
 			return Placement{}, err
 		}
-		p, err := pools.place(&g)
+		p, err := pools.placeGroup(&g)
 		if err != nil {
 			return Placement{}, err
 		}
@@ -111,24 +111,24 @@ func (g *Group) check() error {
 	return nil
 }
 
-// place seats one group.
-func (ps pools) place(g *Group) (Placed, error) {
+// placeGroup seats one group.
+func (ps pools) placeGroup(g *Group) (Placed, error) {
 	ps.takeKept(g)
 	var seats []Seat
 	var short *shortage
 	if g.Attach {
-		seats, short = ps.watch(g)
+		seats, short = ps.assignAttached(g)
 	} else {
-		seats, short = ps.seat(g)
+		seats, short = ps.seatRanks(g)
 	}
 	if short != nil {
-		return Placed{}, short.refuse(ps, g)
+		return Placed{}, short.unplaceableError(ps, g)
 	}
 	all := append(append([]Seat(nil), g.Keep...), seats...)
 	sortSeats(all)
-	blocks, short := ps.blocks(g, all)
+	blocks, short := ps.takeBlocks(g, all)
 	if short != nil {
-		return Placed{}, short.refuse(ps, g)
+		return Placed{}, short.unplaceableError(ps, g)
 	}
 	return Placed{Group: g.ID, Seats: all, Blocks: blocks}, nil
 }

@@ -184,7 +184,7 @@ func TestAnyPlacementIsSound(t *testing.T) {
 func rooms(nodes []Node, g Group) map[string]int {
 	strict, loose, sum := map[string]int{}, map[string]int{}, 0
 	for _, n := range nodes {
-		strict[n.ID], loose[n.ID] = newPools([]Node{n})[0].fits(&g), room(n, g)
+		strict[n.ID], loose[n.ID] = newPools([]Node{n})[0].capacityFor(&g), room(n, g)
 		sum += min(strict[n.ID], len(g.Ranks))
 	}
 	if sum >= len(g.Ranks) {
@@ -243,7 +243,7 @@ func TestDevicesAreAlignedWherePossible(t *testing.T) {
 		}
 		strict := 0
 		for _, n := range nodes {
-			strict += newPools([]Node{n})[0].fits(&g)
+			strict += newPools([]Node{n})[0].capacityFor(&g)
 		}
 		for _, s := range p.Groups[0].Seats {
 			aligned := s.Devices[0]%g.Devices == 0 && s.Devices[g.Devices-1] == s.Devices[0]+g.Devices-1

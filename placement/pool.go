@@ -15,7 +15,7 @@ type pool struct {
 	ranks   int
 }
 
-// pools are the nodes in node order: ascending by id.
+// pools are the nodes, sorted by id.
 type pools []*pool
 
 func newPools(nodes []Node) pools {
@@ -36,7 +36,7 @@ func (n *Node) freeSlots() []int {
 	return without(all, n.UsedSlots)
 }
 
-// without is all minus used, ascending, each once.
+// without returns all minus used, sorted and without duplicates.
 func without(all, used []int) []int {
 	out := make([]int, 0, len(all))
 	for _, x := range all {
@@ -48,7 +48,7 @@ func without(all, used []int) []int {
 	return slices.Compact(out)
 }
 
-func (ps pools) find(id string) *pool {
+func (ps pools) findNode(id string) *pool {
 	for _, p := range ps {
 		if p.ID == id {
 			return p
@@ -57,7 +57,7 @@ func (ps pools) find(id string) *pool {
 	return nil
 }
 
-// matches says whether the node has all labels of the group.
+// matches reports whether the node has all labels of the group.
 func (p *pool) matches(g *Group) bool {
 	for k, v := range g.Labels {
 		if p.Labels[k] != v {
@@ -67,14 +67,14 @@ func (p *pool) matches(g *Group) bool {
 	return true
 }
 
-// fits is how many more ranks of g the node can take, slots, devices, ports and max_ranks_per_node considered.
-func (p *pool) fits(g *Group) int {
+// capacityFor returns how many more ranks of g the node can take, by slots, devices, ports and max_ranks_per_node.
+func (p *pool) capacityFor(g *Group) int {
 	if !p.matches(g) {
 		return 0
 	}
 	n := math.MaxInt32
 	if g.MaxRanksPerNode > 0 {
-		n = max(0, g.MaxRanksPerNode-g.on(p.ID))
+		n = max(0, g.MaxRanksPerNode-g.ranksOn(p.ID))
 	}
 	if g.Slots > 0 {
 		n = min(n, len(p.slots))
@@ -82,12 +82,12 @@ func (p *pool) fits(g *Group) int {
 	if g.Devices > 0 {
 		n = min(n, len(p.deviceSets(g.Devices, g.loose)))
 	}
-	return min(n, p.fitsPorts(g))
+	return min(n, p.portCapacityFor(g))
 }
 
-// fitsPorts counts by blocks: a lockstep unit has one per node, independent ranks one each. Those of kept ranks are not cut
-// yet, so they are put aside.
-func (p *pool) fitsPorts(g *Group) int {
+// portCapacityFor counts free blocks: a lockstep unit needs one per node, independent ranks one each. The blocks of kept
+// ranks are not taken yet, so they are subtracted.
+func (p *pool) portCapacityFor(g *Group) int {
 	kept := 0
 	for i := range g.Keep {
 		if g.Keep[i].Node == p.ID {
@@ -95,9 +95,9 @@ func (p *pool) fitsPorts(g *Group) int {
 		}
 	}
 	if !g.Lockstep {
-		return max(0, p.cells.count(BlockSize(1))-kept)
+		return max(0, p.cells.countFree(BlockSize(1))-kept)
 	}
-	if _, ok := p.cells.find(g.blockSize()); !ok {
+	if _, ok := p.cells.findFree(g.blockSize()); !ok {
 		return 0
 	}
 	return math.MaxInt32
@@ -110,8 +110,8 @@ func (g *Group) blockSize() int {
 	return BlockSize(1)
 }
 
-// on is how many ranks of the group the node has already.
-func (g *Group) on(node string) int {
+// ranksOn returns how many ranks of the group the node has already.
+func (g *Group) ranksOn(node string) int {
 	n := g.Held[node]
 	for i := range g.Keep {
 		if g.Keep[i].Node == node {
@@ -121,8 +121,8 @@ func (g *Group) on(node string) int {
 	return n
 }
 
-// deviceSets are the free sets of k devices: consecutive numbers, the first a multiple of k, lowest first; if loose, then also what
-// is left, in ascending order.
+// deviceSets returns the free sets of k devices: consecutive numbers, the first a multiple of k, the lowest first. If
+// loose, sets of the remaining devices follow, in ascending order.
 func (p *pool) deviceSets(k int, loose bool) [][]int {
 	var out [][]int
 	var rest []int
@@ -142,8 +142,8 @@ func (p *pool) deviceSets(k int, loose bool) [][]int {
 	return out
 }
 
-// take seats one rank on the lowest free slot and devices. The caller has asked fits.
-func (p *pool) take(g *Group, rank int) Seat {
+// takeSeat seats one rank on the lowest free slot and devices. The caller has checked capacityFor.
+func (p *pool) takeSeat(g *Group, rank int) Seat {
 	s := Seat{Rank: rank, Node: p.ID, Slot: -1}
 	if g.Slots > 0 {
 		s.Slot, p.slots = p.slots[0], p.slots[1:]
@@ -156,19 +156,19 @@ func (p *pool) take(g *Group, rank int) Seat {
 	return s
 }
 
-// takeKept takes the seats that ranks keep out of the pools.
+// takeKept removes the seats of kept ranks from the pools.
 func (ps pools) takeKept(g *Group) {
 	for i := range g.Keep {
 		s := &g.Keep[i]
-		if p := ps.find(s.Node); p != nil {
+		if p := ps.findNode(s.Node); p != nil {
 			p.slots, p.devices = without(p.slots, []int{s.Slot}), without(p.devices, s.Devices)
 			p.ranks++
 		}
 	}
 }
 
-// blocks cuts the port block of each (unit, node) of the group.
-func (ps pools) blocks(g *Group, seats []Seat) ([]Block, *shortage) {
+// takeBlocks takes the port block of each (unit, node) of the group.
+func (ps pools) takeBlocks(g *Group, seats []Seat) ([]Block, *shortage) {
 	if g.Attach {
 		return nil, nil
 	}
@@ -184,16 +184,16 @@ func (ps pools) blocks(g *Group, seats []Seat) ([]Block, *shortage) {
 		if g.Lockstep {
 			b.Rank = -1
 		}
-		p := ps.find(s.Node)
+		p := ps.findNode(s.Node)
 		if p == nil {
 			return nil, &shortage{why: "node " + s.Node + " is not there"}
 		}
-		base, ok := p.cells.find(b.Size)
+		base, ok := p.cells.findFree(b.Size)
 		if !ok {
 			return nil, &shortage{why: "node " + s.Node + " has no free port block"}
 		}
 		b.Base = base
-		p.cells.mark(Ports{base, base + b.Size - 1}, cellUsed)
+		p.cells.setAge(Ports{base, base + b.Size - 1}, cellUsed)
 		out = append(out, b)
 	}
 	return out, nil

@@ -10,31 +10,31 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// shortage is why a group cannot be placed: fits ranks would have found a place, or why.
+// shortage says why a group cannot be placed: only fits ranks found a place, or why.
 type shortage struct {
 	fits int
 	why  string
 }
 
-// refuse makes the error for people: what is needed, and what each node has.
-func (s *shortage) refuse(ps pools, g *Group) error {
+// unplaceableError returns the error for people: what is needed, and what each node has free.
+func (s *shortage) unplaceableError(ps pools, g *Group) error {
 	need := len(g.Ranks) + len(g.Keep)
 	fits := fmt.Sprintf("%d of %s can be placed", s.fits, count(len(g.Ranks), "rank"))
 	if s.why != "" {
 		fits = s.why
 	}
-	lines := []string{fmt.Sprintf("need: %s of %s", count(need, "rank"), g.each())}
+	lines := []string{fmt.Sprintf("need: %s of %s", count(need, "rank"), g.describeRank())}
 	for _, p := range ps {
-		lines = append(lines, p.describe(g))
+		lines = append(lines, p.describeFree(g))
 	}
 	if len(ps) == 0 {
 		lines = append(lines, "there is no node")
 	}
-	return problem.New(problem.Unplaceable, "place %s: %s (%s)", g.ID, fits, g.Strategy).WithHint("%s", g.hint(ps)).WithDetails(lines...)
+	return problem.New(problem.Unplaceable, "place %s: %s (%s)", g.ID, fits, g.Strategy).WithHint("%s", g.chooseHint(ps)).WithDetails(lines...)
 }
 
-// each is what one rank takes and where it may lie.
-func (g *Group) each() string {
+// describeRank says what one rank needs and where it may be placed.
+func (g *Group) describeRank() string {
 	var parts []string
 	if g.Slots > 0 {
 		parts = append(parts, count(g.Slots, "slot"))
@@ -55,20 +55,20 @@ func (g *Group) each() string {
 	return out
 }
 
-// describe is one node's line: what it has free, and how many ranks of the group that is.
-func (p *pool) describe(g *Group) string {
+// describeFree is one node's line: what it has free, and for how many ranks of the group.
+func (p *pool) describeFree(g *Group) string {
 	if !p.matches(g) {
 		return fmt.Sprintf("node %s: labels do not match (%s)", p.ID, labels(p.Labels))
 	}
 	line := fmt.Sprintf("node %s: %d of %s free, %d of %s free", p.ID,
 		len(p.slots), count(p.Slots, "slot"), len(p.devices), count(len(p.Devices), "device"))
-	if n := p.fits(g); n < math.MaxInt32 {
+	if n := p.capacityFor(g); n < math.MaxInt32 {
 		line += ", room for " + count(n, "rank")
 	}
 	return line
 }
 
-func (g *Group) hint(ps pools) string {
+func (g *Group) chooseHint(ps pools) string {
 	devices, matched := false, false
 	for _, p := range ps {
 		devices, matched = devices || len(p.Devices) > 0, matched || p.matches(g)
