@@ -8,9 +8,10 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// Credentials are what a node shows and what it trusts. They are never changed; a renewal makes new ones.
+// Credentials are the certificate that a node shows and the authority that it trusts. They never change: a renewal makes
+// new ones.
 type Credentials struct {
-	Certificate tls.Certificate // leaf, then the authority: a newcomer compares that with its token
+	Certificate tls.Certificate // leaf, then the authority, which a newcomer compares with its token
 	Pool        *x509.CertPool  // the authority
 	Identity    Identity
 	NotAfter    time.Time
@@ -18,7 +19,8 @@ type Credentials struct {
 	notBefore time.Time
 }
 
-// NewCredentials reads PEM. Refused is what does not belong together; whether it is valid now is for who uses it.
+// NewCredentials reads PEM. It refuses parts that do not belong together. It does not check whether the certificate is
+// valid now.
 func NewCredentials(authorityPEM, certPEM, keyPEM []byte) (*Credentials, error) {
 	ca, err := parseCertificate(authorityPEM)
 	if err != nil {
@@ -26,7 +28,7 @@ func NewCredentials(authorityPEM, certPEM, keyPEM []byte) (*Credentials, error) 
 	}
 	pair, err := tls.X509KeyPair(certPEM, keyPEM)
 	if err != nil {
-		return nil, broken("certificate with its key", err)
+		return nil, badPEM("certificate with its key", err)
 	}
 	id, err := IdentityOf(pair.Leaf)
 	if err != nil {
@@ -42,10 +44,10 @@ func NewCredentials(authorityPEM, certPEM, keyPEM []byte) (*Credentials, error) 
 	return &Credentials{Certificate: pair, Pool: pool, Identity: id, NotAfter: pair.Leaf.NotAfter, notBefore: pair.Leaf.NotBefore}, nil
 }
 
-// Expired says that no other node takes the certificate any more.
+// Expired reports whether the certificate has expired, so that no other node accepts it.
 func (c *Credentials) Expired(now time.Time) bool { return now.After(c.NotAfter) }
 
-// RenewAt is when two thirds of the life are over.
+// RenewAt returns the time when two thirds of the certificate's life are over.
 func (c *Credentials) RenewAt() time.Time {
 	signed := c.notBefore.Add(backdate)
 	return signed.Add(c.NotAfter.Sub(signed) * 2 / 3)

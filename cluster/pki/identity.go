@@ -9,8 +9,8 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// scheme of the URI that names a node in its certificate: dpserve:///CLUSTER/NODE?role=..&uid=..
-// The cluster is no host name (x509 would refuse most ids there), so the host stays empty.
+// scheme is that of the URI that names a node in its certificate: dpserve:///CLUSTER/NODE?role=..&uid=..
+// The cluster is not the URI's host, because x509 refuses most ids as host names. So the host stays empty.
 const scheme = "dpserve"
 
 // maxPart bounds each part of an identity, in bytes.
@@ -19,7 +19,7 @@ const maxPart = 256
 // maxRoles bounds how many roles one identity has.
 const maxRoles = 8
 
-// Identity is who a certificate stands for.
+// Identity names the node of a certificate.
 type Identity struct {
 	Cluster string
 	Node    string
@@ -27,12 +27,12 @@ type Identity struct {
 	Roles   []string
 }
 
-// HasRole says that the node has one of the roles.
+// HasRole reports whether the node has one of the roles.
 func (id Identity) HasRole(roles ...string) bool {
 	return slices.ContainsFunc(roles, func(r string) bool { return slices.Contains(id.Roles, r) })
 }
 
-// IdentityOf reads the identity in a certificate. It does not say that the certificate is to be trusted.
+// IdentityOf reads the identity of a certificate. It does not verify the certificate.
 func IdentityOf(cert *x509.Certificate) (Identity, error) {
 	if cert == nil || len(cert.URIs) != 1 {
 		return Identity{}, problem.New(problem.Unauthenticated, "the certificate names no node")
@@ -71,7 +71,7 @@ func (id Identity) uri() *url.URL {
 	}
 }
 
-// check refuses what could not be read back or is out of bounds.
+// check refuses an identity that is out of bounds or could not be read back.
 func (id Identity) check() error {
 	for _, part := range []struct{ name, value string }{{"cluster", id.Cluster}, {"node", id.Node}, {"uid", id.UID}} {
 		if part.value == "" || len(part.value) > maxPart {
