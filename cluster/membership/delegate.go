@@ -8,7 +8,7 @@ import (
 	"github.com/hashicorp/memberlist"
 )
 
-// delegate answers memberlist, which asks under its own lock: nothing here calls it back or waits (TRAPS 17).
+// delegate answers memberlist. memberlist calls it under its own lock, so it must not call memberlist and must not wait.
 type delegate struct{ g *Gossip }
 
 var (
@@ -18,13 +18,13 @@ var (
 	_ memberlist.PingDelegate  = (*delegate)(nil)
 )
 
-// NodeMeta is what this node tells of itself.
+// NodeMeta returns what this node announces.
 func (d *delegate) NodeMeta(int) []byte { return d.g.encodedMeta() }
 
-// NotifyAlive refuses members of other clusters, removed ones and what is no member of dpserve.
-func (d *delegate) NotifyAlive(n *memberlist.Node) error { return d.g.accepts(n) }
+// NotifyAlive refuses members of other clusters, removed members, and nodes that are not dpserve's.
+func (d *delegate) NotifyAlive(n *memberlist.Node) error { return d.g.checkMember(n) }
 
-// NotifyMerge refuses the whole view of a peer that knows members of another cluster: two clusters never flow into one.
+// NotifyMerge refuses the whole view of a peer that knows members of another cluster, so that two clusters never mix.
 func (d *delegate) NotifyMerge(peers []*memberlist.Node) error {
 	for _, n := range peers {
 		if meta, err := decodeMeta(n.Meta); err == nil && meta.Cluster != d.g.cfg.Meta.Cluster {
@@ -34,15 +34,15 @@ func (d *delegate) NotifyMerge(peers []*memberlist.Node) error {
 	return nil
 }
 
-// NotifyPingComplete notes that a member answered.
+// NotifyPingComplete records that a member answered.
 func (d *delegate) NotifyPingComplete(n *memberlist.Node, _ time.Duration, _ []byte) {
-	d.g.table.answered(n.Name)
+	d.g.table.recordAnswer(n.Name)
 }
 
 // AckPayload adds nothing.
 func (d *delegate) AckPayload() []byte { return nil }
 
-// NotifyMsg drops messages of users: there are none.
+// NotifyMsg ignores user messages, because dpserve sends none.
 func (d *delegate) NotifyMsg([]byte) {}
 
 // GetBroadcasts has none.
@@ -51,10 +51,10 @@ func (d *delegate) GetBroadcasts(int, int) [][]byte { return nil }
 // LocalState adds nothing to a push and pull.
 func (d *delegate) LocalState(bool) []byte { return nil }
 
-// MergeRemoteState drops what others add.
+// MergeRemoteState ignores what others add.
 func (d *delegate) MergeRemoteState([]byte, bool) {}
 
-func (g *Gossip) accepts(n *memberlist.Node) error {
+func (g *Gossip) checkMember(n *memberlist.Node) error {
 	meta, err := decodeMeta(n.Meta)
 	if err != nil {
 		return err
@@ -69,8 +69,8 @@ func (g *Gossip) accepts(n *memberlist.Node) error {
 	return err
 }
 
-// numeric gives the IP:PORT of a seed, as Member.Gossip writes it.
-func (g *Gossip) numeric(seed string) (string, error) {
+// numericAddress returns the IP:PORT of a seed, in the form of Member.Gossip.
+func (g *Gossip) numericAddress(seed string) (string, error) {
 	host, port, err := net.SplitHostPort(seed)
 	if err != nil {
 		return "", err
