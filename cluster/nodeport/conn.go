@@ -10,27 +10,27 @@ import (
 	"github.com/dpserve/dpserve/cluster/pki"
 )
 
-// Conn is a connection after handshake and greeting. Peer is empty at the serving side of Join.
+// Conn is a connection after handshake and greeting. Peer is empty on the serving side of Join.
 type Conn struct {
 	*tls.Conn
 	Peer pki.Identity
 	ALPN string
 
-	port *Port // nil: of a newcomer
+	port *Port // nil for the connection of a newcomer
 }
 
 // Close ends the connection.
 func (c *Conn) Close() error {
 	if c.port != nil {
-		c.port.drop(c)
+		c.port.untrack(c)
 	}
 	return c.Conn.Close()
 }
 
-// abort ends it without a farewell, which could block.
+// abort closes the connection without TLS's closing message, because sending it could block.
 func (c *Conn) abort() { _ = c.NetConn().Close() }
 
-// PeerOf says who is at the other end of a connection of this package; false for a stranger who joins.
+// PeerOf returns the peer of a connection of this package; false for a newcomer that joins.
 func PeerOf(c net.Conn) (pki.Identity, bool) {
 	conn, ok := c.(*Conn)
 	if !ok {
@@ -41,7 +41,7 @@ func PeerOf(c net.Conn) (pki.Identity, bool) {
 
 type peerKey struct{}
 
-// PeerFromContext says who sent a call of gRPC or a request of HTTP/2; false for a stranger who joins.
+// PeerFromContext returns the sender of a gRPC call or an HTTP/2 request; false for a newcomer that joins.
 func PeerFromContext(ctx context.Context) (pki.Identity, bool) {
 	if id, ok := ctx.Value(peerKey{}).(pki.Identity); ok {
 		return id, id.UID != ""

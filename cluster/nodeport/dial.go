@@ -14,8 +14,9 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// Dial connects to the port at addr for a protocol. uid says whose it must be; "" is any member. It returns when the other side
-// has taken the connection, or has refused it: the error says why, for people, and wraps one of the errors of this package.
+// Dial connects to the port at addr for a protocol. uid is the UID that the peer must have; "" allows any member. Dial
+// returns when the other side has accepted or refused the connection. The error says why, for people, and wraps one of
+// the errors of this package.
 func (p *Port) Dial(ctx context.Context, alpn, addr, uid string) (*Conn, error) {
 	creds := p.cfg.Credentials()
 	if creds == nil {
@@ -23,15 +24,15 @@ func (p *Port) Dial(ctx context.Context, alpn, addr, uid string) (*Conn, error) 
 	}
 	ctx, cancel := context.WithTimeout(ctx, DialTimeout)
 	defer cancel()
-	if !p.hold(&cancel, cancel) {
-		return nil, unreachable(addr, net.ErrClosed)
+	if !p.track(&cancel, cancel) {
+		return nil, unreachableError(addr, net.ErrClosed)
 	}
-	defer p.drop(&cancel)
+	defer p.untrack(&cancel)
 	c := &Conn{ALPN: alpn, port: p}
 	err := c.open(ctx, p.cfg.Connect, addr, &tls.Config{
 		MinVersion:         tls.VersionTLS13,
 		NextProtos:         []string{alpn},
-		InsecureSkipVerify: true, //nolint:gosec // nodes are known by cluster and UID, not by host name: VerifyConnection
+		InsecureSkipVerify: true, //nolint:gosec // VerifyConnection checks cluster and UID: nodes have no host names
 		VerifyConnection: func(cs tls.ConnectionState) (err error) {
 			c.Peer, err = verifyServer(creds.Pool, cs.PeerCertificates)
 			return err
@@ -39,10 +40,10 @@ func (p *Port) Dial(ctx context.Context, alpn, addr, uid string) (*Conn, error) 
 		GetClientCertificate: func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return &creds.Certificate, nil },
 	})
 	if err == nil {
-		err = p.expect(c, creds, addr, uid)
+		err = p.checkPeer(c, creds, addr, uid)
 	}
-	if err == nil && !p.hold(c, c.abort) {
-		err = unreachable(addr, net.ErrClosed)
+	if err == nil && !p.track(c, c.abort) {
+		err = unreachableError(addr, net.ErrClosed)
 	}
 	if err != nil {
 		c.discard()
@@ -51,23 +52,23 @@ func (p *Port) Dial(ctx context.Context, alpn, addr, uid string) (*Conn, error) 
 	return c, nil
 }
 
-// expect compares whom we found with whom we looked for.
-func (p *Port) expect(c *Conn, creds *pki.Credentials, addr, uid string) error {
+// checkPeer compares the peer with the one that Dial was asked for.
+func (p *Port) checkPeer(c *Conn, creds *pki.Credentials, addr, uid string) error {
 	switch {
 	case c.Peer.Cluster != creds.Identity.Cluster:
-		return otherCluster(addr)
+		return otherClusterError(addr)
 	case p.cfg.Revoked(c.Peer.UID):
-		return peerRemoved(addr, c.Peer)
+		return peerRemovedError(addr, c.Peer)
 	case uid != "" && c.Peer.UID != uid:
-		return wrongPeer(addr, uid, c.Peer)
+		return wrongPeerError(addr, uid, c.Peer)
 	case !mayServe(c.ALPN, c.Peer):
-		return notControl(addr, c.Peer, c.ALPN)
+		return notControlError(addr, c.Peer, c.ALPN)
 	}
 	return nil
 }
 
-// DialJoin connects a newcomer, which has no certificate, to a control node of the cluster whose authority has this fingerprint.
-// dial nil is TCP.
+// DialJoin connects a newcomer without a certificate to a control node of the cluster whose authority has this
+// fingerprint. dial nil means TCP.
 func DialJoin(ctx context.Context, dial DialFunc, addr string, fingerprint [32]byte) (net.Conn, error) {
 	if dial == nil {
 		dial = (&net.Dialer{}).DialContext
@@ -78,7 +79,7 @@ func DialJoin(ctx context.Context, dial DialFunc, addr string, fingerprint [32]b
 	err := c.open(ctx, dial, addr, &tls.Config{
 		MinVersion:         tls.VersionTLS13,
 		NextProtos:         []string{Join},
-		InsecureSkipVerify: true, //nolint:gosec // the authority is known by its fingerprint: VerifyConnection
+		InsecureSkipVerify: true, //nolint:gosec // VerifyConnection checks the authority's fingerprint
 		VerifyConnection: func(cs tls.ConnectionState) (err error) {
 			c.Peer, err = verifyJoin(cs.PeerCertificates, fingerprint)
 			return err
@@ -91,11 +92,11 @@ func DialJoin(ctx context.Context, dial DialFunc, addr string, fingerprint [32]b
 	return c, nil
 }
 
-// open connects, shakes hands and reads the greeting.
+// open connects, makes the TLS handshake and reads the greeting.
 func (c *Conn) open(ctx context.Context, dial DialFunc, addr string, cfg *tls.Config) error {
 	raw, err := dial(ctx, "tcp", addr)
 	if err != nil {
-		return unreachable(addr, err)
+		return unreachableError(addr, err)
 	}
 	c.Conn = tls.Client(raw, cfg)
 	stop := context.AfterFunc(ctx, func() { _ = raw.Close() })
@@ -105,23 +106,23 @@ func (c *Conn) open(ctx context.Context, dial DialFunc, addr string, cfg *tls.Co
 		_, err = c.Read(hello[:])
 	}
 	if !stop() {
-		return unreachable(addr, ctx.Err())
+		return unreachableError(addr, ctx.Err())
 	}
 	if err != nil {
 		return explain(addr, err)
 	}
-	return refused(addr, c.ALPN, hello[0])
+	return greetingError(addr, c.ALPN, hello[0])
 }
 
-// discard ends what open began.
+// discard closes a connection that open has begun.
 func (c *Conn) discard() {
 	if c.Conn != nil {
 		c.abort()
 	}
 }
 
-// verifyExpired checks a caller's certificate as of a time when it was valid: what it says is true but for its age. That the caller has
-// its key the handshake has shown.
+// verifyExpired checks a caller's certificate at a time when it was valid: apart from its age it must be correct. The
+// handshake has shown that the caller has its key.
 func verifyExpired(pool *x509.CertPool, chain []*x509.Certificate) (pki.Identity, error) {
 	leaf := chain[0]
 	at := time.Now()
@@ -138,7 +139,7 @@ func verifyExpired(pool *x509.CertPool, chain []*x509.Certificate) (pki.Identity
 	return pki.IdentityOf(leaf)
 }
 
-// verifyServer checks a server's certificate against the authority and says whose it is.
+// verifyServer checks a server's certificate against the authority and returns its identity.
 func verifyServer(pool *x509.CertPool, chain []*x509.Certificate) (pki.Identity, error) {
 	if len(chain) == 0 {
 		return pki.Identity{}, errors.New("no certificate")
@@ -150,7 +151,7 @@ func verifyServer(pool *x509.CertPool, chain []*x509.Certificate) (pki.Identity,
 	return pki.IdentityOf(chain[0])
 }
 
-// verifyJoin checks that a control node of the token's cluster answers: nobody else may see the token.
+// verifyJoin checks that a control node of the token's cluster answers: no other node may see the token.
 func verifyJoin(chain []*x509.Certificate, fingerprint [32]byte) (pki.Identity, error) {
 	i := slices.IndexFunc(chain, func(c *x509.Certificate) bool { return sha256.Sum256(c.Raw) == fingerprint })
 	if i < 0 {

@@ -15,20 +15,24 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// How gRPC notices a peer that is gone, and how it comes back.
+// Times of gRPC's checks of its peer, and of reconnecting.
 const (
 	grpcPing        = 10 * time.Second
 	grpcPingTimeout = 3 * time.Second
 	grpcBackoff     = 50 * time.Millisecond
 	grpcBackoffMax  = time.Second
-	grpcMaxMessage  = 64 << 20 // bytes; the whole state travels in one message
-	grpcWindow      = 1 << 20  // bytes per stream and per connection; a fixed one saves the pings that measure the way, about half of what small messages cost
+	grpcMaxMessage  = 64 << 20 // bytes; the whole state is sent in one message
+	// grpcWindow is bytes per stream and per connection. A fixed one saves the pings that measure the connection, about
+	// half of the cost of small messages.
+	grpcWindow = 1 << 20
 )
 
-// TransportCredentials tell gRPC who is at the other end of a connection of this package, which is encrypted already (TRAPS 12).
+// TransportCredentials give gRPC the peer of a connection of this package. The connection is encrypted already, so they
+// make no handshake.
 func TransportCredentials() credentials.TransportCredentials { return passThrough{} }
 
-// ServerOptions are for grpc.NewServer over Listener(GRPC) or Listener(Join): the credentials, and the pings that clients may send.
+// ServerOptions are for grpc.NewServer over Listener(GRPC) or Listener(Join): the credentials, and the pings that
+// clients may send.
 func ServerOptions() []grpc.ServerOption {
 	return []grpc.ServerOption{
 		grpc.Creds(TransportCredentials()),
@@ -40,18 +44,18 @@ func ServerOptions() []grpc.ServerOption {
 	}
 }
 
-// GRPC is a client of a node. It connects when it is used, again when the connection breaks, and never through a proxy. The
-// caller closes it.
+// GRPC makes a client of a node. It connects when it is used, reconnects when the connection breaks, and never uses a
+// proxy. The caller closes it.
 func (p *Port) GRPC(addr, uid string) (*grpc.ClientConn, error) {
-	return client(addr, func(ctx context.Context) (net.Conn, error) { return p.Dial(ctx, GRPC, addr, uid) })
+	return newClient(addr, func(ctx context.Context) (net.Conn, error) { return p.Dial(ctx, GRPC, addr, uid) })
 }
 
-// RenewGRPC is GRPC for a node whose certificate has expired: the node at the other end signs the next one, and nothing else.
+// RenewGRPC is GRPC for a node whose certificate has expired: the other node only signs the next certificate.
 func (p *Port) RenewGRPC(addr, uid string) (*grpc.ClientConn, error) {
-	return client(addr, func(ctx context.Context) (net.Conn, error) { return p.Dial(ctx, Renew, addr, uid) })
+	return newClient(addr, func(ctx context.Context) (net.Conn, error) { return p.Dial(ctx, Renew, addr, uid) })
 }
 
-// JoinGRPC is a newcomer's client of a control node, connected: see DialJoin. The caller closes it.
+// JoinGRPC makes a connected client of a control node for a newcomer: see DialJoin. The caller closes it.
 func JoinGRPC(ctx context.Context, dial DialFunc, addr string, fingerprint [32]byte) (*grpc.ClientConn, error) {
 	first, err := DialJoin(ctx, dial, addr, fingerprint)
 	if err != nil {
@@ -59,7 +63,7 @@ func JoinGRPC(ctx context.Context, dial DialFunc, addr string, fingerprint [32]b
 	}
 	ready := make(chan net.Conn, 1)
 	ready <- first
-	cc, err := client(addr, func(ctx context.Context) (net.Conn, error) {
+	cc, err := newClient(addr, func(ctx context.Context) (net.Conn, error) {
 		select {
 		case c := <-ready:
 			return c, nil
@@ -75,7 +79,7 @@ func JoinGRPC(ctx context.Context, dial DialFunc, addr string, fingerprint [32]b
 	return cc, nil
 }
 
-func client(addr string, dial func(context.Context) (net.Conn, error)) (*grpc.ClientConn, error) {
+func newClient(addr string, dial func(context.Context) (net.Conn, error)) (*grpc.ClientConn, error) {
 	cc, err := grpc.NewClient("passthrough:///"+addr,
 		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) { return dial(ctx) }),
 		grpc.WithTransportCredentials(TransportCredentials()),
@@ -96,7 +100,7 @@ func client(addr string, dial func(context.Context) (net.Conn, error)) (*grpc.Cl
 	return cc, nil
 }
 
-// authInfo is what a call knows of its peer.
+// authInfo is what a gRPC call knows of its peer.
 type authInfo struct {
 	credentials.CommonAuthInfo
 	peer pki.Identity
@@ -104,19 +108,19 @@ type authInfo struct {
 
 func (authInfo) AuthType() string { return "dpserve" }
 
-// passThrough does nothing: the handshake is over.
+// passThrough makes no handshake: the node port has made it.
 type passThrough struct{}
 
 func (passThrough) ClientHandshake(_ context.Context, _ string, c net.Conn) (net.Conn, credentials.AuthInfo, error) {
-	return known(c)
+	return peerInfo(c)
 }
 
 func (passThrough) ServerHandshake(c net.Conn) (net.Conn, credentials.AuthInfo, error) {
-	return known(c)
+	return peerInfo(c)
 }
 
-// known refuses a connection that did not come through the port: it would be nobody's.
-func known(c net.Conn) (net.Conn, credentials.AuthInfo, error) {
+// peerInfo refuses a connection that did not come through the port, because it has no verified peer.
+func peerInfo(c net.Conn) (net.Conn, credentials.AuthInfo, error) {
 	conn, ok := c.(*Conn)
 	if !ok {
 		return nil, nil, fmt.Errorf("a connection of type %T did not come through the node port", c)

@@ -12,22 +12,22 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// errNoCredentials is the answer of a node that has not joined yet.
+// errNoCredentials is the error of a node that has not joined yet.
 var errNoCredentials = problem.New(problem.Unavailable, "this node has no certificate yet").WithHint("wait until it has joined")
 
-// handshake is a connection that is nobody's yet.
+// handshake is a connection whose peer is not verified yet.
 type handshake struct {
 	raw     net.Conn
 	began   time.Time
 	place   *list.Element // in Port.shaking
-	evicted atomic.Bool   // to make room
+	evicted atomic.Bool   // it was ended to make room
 	creds   *pki.Credentials
 }
 
 func (h *handshake) abort() { _ = h.raw.Close() }
 
-// begin starts a handshake in a goroutine of its own, so that a slow one holds up nobody (TRAPS 12).
-func (p *Port) begin(raw net.Conn) {
+// startHandshake makes a handshake in a goroutine, so that a slow peer delays no other connection.
+func (p *Port) startHandshake(raw net.Conn) {
 	p.makeRoom()
 	h := &handshake{raw: raw, began: time.Now()}
 	p.mu.Lock()
@@ -37,14 +37,15 @@ func (p *Port) begin(raw net.Conn) {
 		return
 	}
 	h.place = p.shaking.PushBack(h)
-	p.wg.Go(func() { p.shake(h) })
+	p.wg.Go(func() { p.runHandshake(h) })
 }
 
-// makeRoom waits where too many handshakes are under way, until one ends or the oldest has had its time: that one goes. So a flood
-// of half-open connections delays members, who need milliseconds, and does not keep them out; the rest waits in the kernel.
+// makeRoom waits while too many handshakes are under way, until one ends or the oldest one has used its time; then the
+// oldest one is ended. So a flood of half-open connections delays members, which need milliseconds, but does not keep
+// them out. Other connections wait in the kernel.
 func (p *Port) makeRoom() {
 	for {
-		left := p.roomIn()
+		left := p.timeUntilRoom()
 		if left <= 0 {
 			return
 		}
@@ -57,8 +58,8 @@ func (p *Port) makeRoom() {
 	}
 }
 
-// roomIn is how long the oldest handshake still has, 0 if there is room.
-func (p *Port) roomIn() time.Duration {
+// timeUntilRoom returns how long the oldest handshake may still take, 0 if there is room.
+func (p *Port) timeUntilRoom() time.Duration {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.closed || p.shaking.Len() < maxHandshakes {
@@ -74,18 +75,18 @@ func (p *Port) roomIn() time.Duration {
 	return 0
 }
 
-func (p *Port) shake(h *handshake) {
+func (p *Port) runHandshake(h *handshake) {
 	_ = h.raw.SetDeadline(time.Now().Add(p.cfg.HandshakeTimeout))
 	secure := tls.Server(h.raw, p.serverConfig(h))
 	err := secure.HandshakeContext(context.Background()) // bounded by the deadline
 	if err != nil {
-		p.refuse(h, p.because(h, err), err)
+		p.refuse(h, p.failureReason(h, err), err)
 		return
 	}
 	c := &Conn{Conn: secure, ALPN: secure.ConnectionState().NegotiatedProtocol, port: p}
-	reason, err := p.judge(h, c)
+	reason, err := p.authorize(h, c)
 	if reason == welcome {
-		reason, err = p.welcome(h, c)
+		reason, err = p.accept(h, c)
 	} else {
 		_, _ = c.Write([]byte{greeting(reason)})
 	}
@@ -94,17 +95,17 @@ func (p *Port) shake(h *handshake) {
 	}
 }
 
-// because is why a handshake failed.
-func (p *Port) because(h *handshake, err error) Reason {
+// failureReason returns why a handshake failed.
+func (p *Port) failureReason(h *handshake, err error) Reason {
 	if h.evicted.Load() {
 		return Overload
 	}
 	return reasonOf(err)
 }
 
-// judge decides about a peer whose certificate was verified.
-func (p *Port) judge(h *handshake, c *Conn) (Reason, error) {
-	l := p.listening(c.ALPN)
+// authorize decides about a peer whose certificate was verified.
+func (p *Port) authorize(h *handshake, c *Conn) (Reason, error) {
+	l := p.listenerOf(c.ALPN)
 	if l == nil {
 		return BadALPN, nil
 	}
@@ -134,58 +135,58 @@ func (p *Port) judge(h *handshake, c *Conn) (Reason, error) {
 	return welcome, nil
 }
 
-// welcome greets the peer and hands the connection over.
-func (p *Port) welcome(h *handshake, c *Conn) (Reason, error) {
+// accept sends the greeting to the peer and gives the connection to its listener.
+func (p *Port) accept(h *handshake, c *Conn) (Reason, error) {
 	if _, err := c.Write([]byte{greeting(welcome)}); err != nil {
-		return p.because(h, err), err
+		return p.failureReason(h, err), err
 	}
 	_ = c.SetDeadline(time.Time{})
-	l := p.listening(c.ALPN)
-	if l == nil || !p.hold(c, c.abort) {
+	l := p.listenerOf(c.ALPN)
+	if l == nil || !p.track(c, c.abort) {
 		return BadALPN, nil
 	}
-	p.leave(h) // an eviction from here on would hit a member
-	if !l.give(c) {
-		p.drop(c)
+	p.endHandshake(h) // from here on an eviction would end a member's connection
+	if !l.enqueue(c) {
+		p.untrack(c)
 		return Overload, nil
 	}
 	return welcome, nil
 }
 
-// refuse ends a connection, counted and told.
+// refuse closes a connection, and counts and logs the refusal.
 func (p *Port) refuse(h *handshake, reason Reason, err error) {
 	h.abort()
-	p.leave(h)
+	p.endHandshake(h)
 	if p.isClosed() {
 		return
 	}
 	p.cfg.Refused(reason)
-	p.complaints.about(reason, h.raw.RemoteAddr(), err)
+	p.refusalLog.logRefusal(reason, h.raw.RemoteAddr(), err)
 }
 
-func (p *Port) leave(h *handshake) {
+func (p *Port) endHandshake(h *handshake) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.shaking.Remove(h.place) // no-op if it was evicted or has left
-	p.roomMade()
+	p.shaking.Remove(h.place) // no effect if it was removed before
+	p.signalRoom()
 }
 
-// roomMade wakes makeRoom.
-func (p *Port) roomMade() {
+// signalRoom wakes makeRoom.
+func (p *Port) signalRoom() {
 	select {
 	case p.room <- struct{}{}:
 	default:
 	}
 }
 
-func (p *Port) listening(alpn string) *listener {
+func (p *Port) listenerOf(alpn string) *listener {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.listeners[alpn]
 }
 
-// serverConfig asks for what the offered protocol needs. Sessions are not resumed: each connection shows a certificate that is
-// valid now.
+// serverConfig demands what the offered protocol needs. Sessions are not resumed, so that every connection shows a
+// certificate that is valid now.
 func (p *Port) serverConfig(h *handshake) *tls.Config {
 	return &tls.Config{
 		MinVersion:             tls.VersionTLS13,
@@ -205,14 +206,14 @@ func (p *Port) configFor(offered []string, creds *pki.Credentials) *tls.Config {
 		MinVersion:             tls.VersionTLS13,
 		SessionTicketsDisabled: true,
 		Certificates:           []tls.Certificate{creds.Certificate},
-		NextProtos:             []string{p.served(offered)},
+		NextProtos:             []string{p.firstServed(offered)},
 	}
-	if cfg.NextProtos[0] == "" { // a name that nobody has, so that the refusal is the alert that TLS has for it
+	if cfg.NextProtos[0] == "" { // no client offers this name, so TLS refuses with its own alert
 		cfg.NextProtos[0] = "dpserve"
 	}
 	switch cfg.NextProtos[0] {
 	case Join:
-	case Renew: // the handshake proves the key; judge looks at the certificate, whose time may be over
+	case Renew: // the handshake proves the key; authorize checks the certificate, which may have expired
 		cfg.ClientAuth = tls.RequireAnyClientCert
 	default:
 		cfg.ClientAuth, cfg.ClientCAs = tls.RequireAndVerifyClientCert, creds.Pool

@@ -9,10 +9,10 @@ import (
 	"time"
 )
 
-// HTTP/2 of the data port and of the admin API (CONTRACTS 16). Clients keep Go's windows, 1 GiB per connection and 4 MiB per
-// stream: with less, a few stalled readers would stop every stream to a node.
+// HTTP/2 of the data port and of the admin API. Clients keep Go's windows, 1 GiB per connection and 4 MiB per stream:
+// with smaller ones a few slow readers would stop every stream to a node.
 const (
-	maxStreams    = 10_000 // per connection; the true bound is admission (TRAPS 13)
+	maxStreams    = 10_000 // per connection; admission limits requests before this does
 	uploadStream  = 1 << 20
 	uploadConn    = 64 << 20
 	http2Ping     = 5 * time.Second
@@ -20,13 +20,13 @@ const (
 	headerTimeout = 5 * time.Second
 )
 
-// HTTP2Server serves HTTP/2 on one protocol of the port. The peer is in each request's context: PeerFromContext.
+// HTTP2Server serves HTTP/2 on one protocol of the port. PeerFromContext returns the peer of a request.
 type HTTP2Server struct {
 	server   *http.Server
 	listener net.Listener
 }
 
-// ServeHTTP2 makes a server of a protocol; from now on connections are taken, and wait for Serve.
+// ServeHTTP2 makes a server of a protocol. From now on the port accepts its connections; they wait for Serve.
 func (p *Port) ServeHTTP2(alpn string, handler http.Handler) *HTTP2Server {
 	return &HTTP2Server{
 		listener: plainListener{p.Listener(alpn)},
@@ -45,20 +45,20 @@ func serverHTTP2() *http.HTTP2Config {
 	return &http.HTTP2Config{
 		MaxConcurrentStreams:          maxStreams,
 		MaxReceiveBufferPerStream:     uploadStream,
-		MaxReceiveBufferPerConnection: uploadConn, // more than net/http promises to accept, so a test keeps an eye on it
+		MaxReceiveBufferPerConnection: uploadConn, // more than net/http documents; TestUploadWindows checks it
 		SendPingTimeout:               http2Ping,
 		PingTimeout:                   http2PingWait,
 	}
 }
 
-// onlyHTTP2 speaks it from the first byte: the connections are secure already, which net/http does not see.
+// onlyHTTP2 allows HTTP/2 without TLS: the connections are encrypted already, which net/http does not see.
 func onlyHTTP2() *http.Protocols {
 	p := new(http.Protocols)
 	p.SetUnencryptedHTTP2(true)
 	return p
 }
 
-// plainListener hides from net/http that its connections are TLS: it would look for its own ALPN and give up.
+// plainListener hides from net/http that its connections are TLS: net/http would look for its own ALPN and give up.
 type plainListener struct{ net.Listener }
 
 func (l plainListener) Accept() (net.Conn, error) {
@@ -69,7 +69,7 @@ func (l plainListener) Accept() (net.Conn, error) {
 	return plainConn{c}, nil
 }
 
-// plainConn has the methods of net.Conn and no others.
+// plainConn has only the methods of net.Conn.
 type plainConn struct{ net.Conn }
 
 // withPeer puts the peer of a connection into the context of its requests.
@@ -81,7 +81,7 @@ func withPeer(ctx context.Context, c net.Conn) context.Context {
 	return context.WithValue(ctx, peerKey{}, id)
 }
 
-// Serve serves until Close or Shutdown, and then gives nil.
+// Serve serves until Close or Shutdown and then returns nil.
 func (s *HTTP2Server) Serve() error {
 	err := s.server.Serve(s.listener)
 	if errors.Is(err, http.ErrServerClosed) || errors.Is(err, net.ErrClosed) {
@@ -90,7 +90,7 @@ func (s *HTTP2Server) Serve() error {
 	return err
 }
 
-// Shutdown takes no more requests and waits for those that run.
+// Shutdown accepts no more requests and waits for running ones.
 func (s *HTTP2Server) Shutdown(ctx context.Context) error {
 	_ = s.listener.Close()
 	return s.server.Shutdown(ctx)

@@ -5,7 +5,7 @@ import (
 	"sync"
 )
 
-// listener is one protocol of the port.
+// listener serves one protocol of the port.
 type listener struct {
 	port  *Port
 	alpn  string
@@ -28,11 +28,11 @@ func (l *listener) Accept() (net.Conn, error) {
 	}
 }
 
-// hasRoom says that a connection would be taken, if nothing else came in between.
+// hasRoom reports whether the queue has room now.
 func (l *listener) hasRoom() bool { return len(l.conns) < cap(l.conns) }
 
-// give hands a connection over; false if there is no room or the listener is closed.
-func (l *listener) give(c *Conn) bool {
+// enqueue queues a connection; false if there is no room or the listener is closed.
+func (l *listener) enqueue(c *Conn) bool {
 	select {
 	case <-l.done:
 		return false
@@ -44,31 +44,31 @@ func (l *listener) give(c *Conn) bool {
 		return false
 	}
 	select {
-	case <-l.done: // closed meanwhile: whoever empties the queue last, nothing stays in it
-		l.empty()
+	case <-l.done: // it was closed meanwhile: either this call or Close empties the queue
+		l.dropQueued()
 	default:
 	}
 	return true
 }
 
 func (l *listener) Close() error {
-	l.port.forget(l)
-	l.end()
+	l.port.removeListener(l)
+	l.shutDown()
 	return nil
 }
 
-func (l *listener) end() {
+func (l *listener) shutDown() {
 	l.once.Do(func() {
 		close(l.done)
-		l.empty()
+		l.dropQueued()
 	})
 }
 
-func (l *listener) empty() {
+func (l *listener) dropQueued() {
 	for {
 		select {
 		case c := <-l.conns:
-			c.port.drop(c)
+			c.port.untrack(c)
 			c.abort()
 		default:
 			return
@@ -76,7 +76,7 @@ func (l *listener) empty() {
 	}
 }
 
-// Addr is that of the port.
+// Addr returns the address of the port.
 func (l *listener) Addr() net.Addr {
 	if a := l.port.Addr(); a != nil {
 		return a
@@ -84,7 +84,7 @@ func (l *listener) Addr() net.Addr {
 	return &net.TCPAddr{}
 }
 
-func (p *Port) forget(l *listener) {
+func (p *Port) removeListener(l *listener) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.listeners[l.alpn] == l {

@@ -1,5 +1,6 @@
-// Package nodeport is the one TLS port of a node: it shakes hands, says who is there, and hands each connection to whom it asked
-// for by ALPN. Whoever is not a member of the cluster is refused before a byte of a protocol is read.
+// Package nodeport is the one TLS port of a node. It makes the handshake, verifies the peer, and gives each connection
+// to the listener of its ALPN. It refuses a peer that is not a member of the cluster before any byte of a protocol is
+// read.
 package nodeport
 
 import (
@@ -12,43 +13,43 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// The protocols of the port, as ALPN names them.
+// The protocols of the port, by their ALPN names.
 const (
 	Raft  = "dpserve-raft/1"  // consensus; peers have role control
 	GRPC  = "dpserve-grpc/1"  // the services between members
 	Data  = "dpserve-data/1"  // HTTP/2 requests for engines; peers have role ingress or control
 	Admin = "dpserve-admin/1" // HTTP/2, the admin API of the leader for other nodes
-	Join  = "dpserve-join/1"  // gRPC for newcomers, without a certificate
-	Renew = "dpserve-renew/1" // gRPC for members whose certificate has expired; peers that are dialed have role control
+	Join  = "dpserve-join/1"  // gRPC for newcomers, which have no certificate
+	Renew = "dpserve-renew/1" // gRPC for members whose certificate has expired; the server has role control
 )
 
 // Limits and times of the port.
 const (
 	HandshakeTimeout = 5 * time.Second // from accept to the end of the greeting
-	DialTimeout      = 3 * time.Second // connect, handshake and greeting, if the caller's context allows no less
+	DialTimeout      = 3 * time.Second // connect, handshake and greeting, unless the caller's context ends earlier
 	maxHandshakes    = 256             // at once
-	patience         = time.Second / 4 // with the oldest handshake, while others wait for its place
-	backlog          = 128             // connections per protocol that nobody accepted yet
+	patience         = time.Second / 4 // of the oldest handshake while others wait for room
+	backlog          = 128             // connections per protocol that wait for Accept
 	logEvery         = time.Second     // per reason of refusal
 )
 
 // DialFunc connects; its shape is that of net.Dialer.DialContext.
 type DialFunc func(ctx context.Context, network, addr string) (net.Conn, error)
 
-// Config says what a port needs. Zero values mean what the fields say.
+// Config configures a port. The fields say what their zero values mean.
 type Config struct {
-	// Credentials are asked for at each handshake, so a renewed certificate drops no connection. Nil as long as there are none.
+	// Credentials is called at each handshake, so a renewed certificate breaks no connection. It returns nil before a join.
 	Credentials func() *pki.Credentials
-	// Revoked says that the node with this UID was removed from the cluster. Nil: none was.
+	// Revoked reports whether the node with this UID was removed from the cluster. Nil: none was.
 	Revoked func(uid string) bool
-	// Refused counts a connection that was turned away. Nil: nobody counts.
+	// Refused counts a refused connection. Nil: not counted.
 	Refused func(reason Reason)
 	// Bind and Connect are the network; nil is TCP.
 	Bind    func(ctx context.Context, addr string) (net.Listener, error)
 	Connect DialFunc
-	// Log; nil is silent.
+	// Log is where refusals are logged; nil is silent.
 	Log *slog.Logger
-	// HandshakeTimeout; 0 is the constant of that name.
+	// HandshakeTimeout bounds a handshake; 0 is the constant of that name.
 	HandshakeTimeout time.Duration
 }
 
@@ -76,12 +77,12 @@ func (c Config) withDefaults() Config {
 	return c
 }
 
-// mayServe says that a member may be asked by a protocol: consensus and certificates are for nodes with role control alone.
+// mayServe reports whether a member may serve a protocol: only nodes with role control serve consensus and renewals.
 func mayServe(alpn string, id pki.Identity) bool {
 	return alpn != Raft && alpn != Renew || id.HasRole(string(state.RoleControl))
 }
 
-// mayUse says that a member may speak a protocol.
+// mayUse reports whether a member may use a protocol.
 func mayUse(alpn string, id pki.Identity) bool {
 	switch alpn {
 	case Raft:

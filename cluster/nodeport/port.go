@@ -11,10 +11,10 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// Port is a node's port and its way to the ports of others. It is safe for concurrent use.
+// Port is a node's port and its way to connect to other nodes' ports. It is safe for concurrent use.
 type Port struct {
 	cfg        Config
-	complaints complaints
+	refusalLog refusalLog
 	wg         sync.WaitGroup // handshakes
 	room       chan struct{}  // one slot: a handshake has ended
 
@@ -22,16 +22,16 @@ type Port struct {
 	socket    net.Listener
 	listeners map[string]*listener
 	shaking   *list.List     // of *handshake, oldest first
-	ends      map[any]func() // what Close has to end: connections, dials, transports
+	ends      map[any]func() // what Close must end: connections, dials, transports
 	closed    bool
 }
 
-// New makes a port that dials; Listen or Attach let it serve.
+// New makes a port that can dial. Listen or Attach let it serve.
 func New(cfg Config) *Port {
 	cfg = cfg.withDefaults()
 	return &Port{
 		cfg:        cfg,
-		complaints: complaints{log: cfg.Log, last: map[Reason]time.Time{}, left: map[Reason]int{}},
+		refusalLog: refusalLog{log: cfg.Log, last: map[Reason]time.Time{}, left: map[Reason]int{}},
 		room:       make(chan struct{}, 1),
 		listeners:  map[string]*listener{},
 		shaking:    list.New(),
@@ -50,14 +50,14 @@ func (p *Port) Listen(ctx context.Context, addr string) error {
 	return nil
 }
 
-// Attach serves a listener that somebody else bound. The port closes it.
+// Attach serves a listener that the caller has bound. The port closes it.
 func (p *Port) Attach(socket net.Listener) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.socket = socket
 }
 
-// Addr is what the port is bound to, nil before Listen.
+// Addr returns the bound address, nil before Listen.
 func (p *Port) Addr() net.Addr {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -67,7 +67,7 @@ func (p *Port) Addr() net.Addr {
 	return p.socket.Addr()
 }
 
-// Serve accepts until Close, and then gives nil.
+// Serve accepts connections until Close and then returns nil.
 func (p *Port) Serve() error {
 	p.mu.Lock()
 	socket := p.socket
@@ -81,21 +81,21 @@ func (p *Port) Serve() error {
 		switch {
 		case err == nil:
 			pause = 0
-			p.begin(raw)
+			p.startHandshake(raw)
 		case p.isClosed():
 			return nil
 		case errors.Is(err, net.ErrClosed):
 			return problem.New(problem.Unavailable, "the node port's socket is gone: %w", err)
-		default: // out of files or memory: others go on, so does the port
+		default: // no file descriptors or memory: other connections go on, and so does the port
 			pause = min(max(2*pause, 5*time.Millisecond), time.Second)
-			p.complaints.about(Overload, socket.Addr(), err)
+			p.refusalLog.logRefusal(Overload, socket.Addr(), err)
 			time.Sleep(pause)
 		}
 	}
 }
 
-// Listener gives the connections of one protocol, each a *Conn whose handshake is over. Before it was asked for, and after it is
-// closed, the protocol is not served. The same name gives the same listener.
+// Listener returns the listener of one protocol. Its connections are *Conn after their handshake. The port serves a
+// protocol from the first call of Listener until that listener is closed. The same name gives the same listener.
 func (p *Port) Listener(alpn string) net.Listener {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -103,7 +103,7 @@ func (p *Port) Listener(alpn string) net.Listener {
 	if l == nil {
 		l = &listener{port: p, alpn: alpn, conns: make(chan *Conn, backlog), done: make(chan struct{})}
 		if p.closed {
-			l.end()
+			l.shutDown()
 			return l
 		}
 		p.listeners[alpn] = l
@@ -111,7 +111,7 @@ func (p *Port) Listener(alpn string) net.Listener {
 	return l
 }
 
-// Disconnect ends every connection with a node: it was removed.
+// Disconnect ends every connection with a node that was removed.
 func (p *Port) Disconnect(uid string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -122,7 +122,7 @@ func (p *Port) Disconnect(uid string) {
 	}
 }
 
-// Close ends the port and every connection made through it, and waits for handshakes.
+// Close ends the port and all its connections, and waits for handshakes.
 func (p *Port) Close() error {
 	p.mu.Lock()
 	if p.closed {
@@ -141,10 +141,10 @@ func (p *Port) Close() error {
 	listeners, ends := p.listeners, p.ends
 	p.listeners, p.ends = map[string]*listener{}, map[any]func(){}
 	p.mu.Unlock()
-	p.roomMade()
+	p.signalRoom()
 
 	for _, l := range listeners {
-		l.end()
+		l.shutDown()
 	}
 	for _, end := range ends {
 		end()
@@ -159,8 +159,8 @@ func (p *Port) isClosed() bool {
 	return p.closed
 }
 
-// hold remembers what Close has to end; false says that the port is closed already.
-func (p *Port) hold(key any, end func()) bool {
+// track remembers what Close must end; false if the port is closed already.
+func (p *Port) track(key any, end func()) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.closed {
@@ -170,14 +170,14 @@ func (p *Port) hold(key any, end func()) bool {
 	return true
 }
 
-func (p *Port) drop(key any) {
+func (p *Port) untrack(key any) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	delete(p.ends, key)
 }
 
-// served is the first of the offered protocols that somebody listens for.
-func (p *Port) served(offered []string) string {
+// firstServed returns the first of the offered protocols that has a listener.
+func (p *Port) firstServed(offered []string) string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, alpn := range offered {

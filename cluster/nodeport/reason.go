@@ -13,30 +13,30 @@ import (
 	"time"
 )
 
-// Reason is why a connection was refused: a closed list.
+// Reason says why a connection was refused: a closed list.
 type Reason string
 
 // The reasons.
 const (
-	BadTLS         Reason = "tls"         // junk, another protocol, an older version of TLS
+	BadTLS         Reason = "tls"         // no TLS, another protocol, or an older version of TLS
 	BadALPN        Reason = "alpn"        // a protocol that is not served here
-	BadCertificate Reason = "certificate" // none, or one that stands for no node
+	BadCertificate Reason = "certificate" // none, or one that names no node
 	BadCluster     Reason = "cluster"     // signed by another authority
 	Expired        Reason = "expired"     // or not valid yet
 	Revoked        Reason = "revoked"     // removed from the cluster
 	BadRole        Reason = "role"        // the protocol is not for nodes of this role
-	TooSlow        Reason = "timeout"     // handshake
-	Overload       Reason = "overload"    // too many handshakes, or nobody accepts
+	TooSlow        Reason = "timeout"     // the handshake took too long
+	Overload       Reason = "overload"    // too many handshakes, or too many connections wait for Accept
 )
 
-// greetings are the first byte on every connection, after the handshake: the index of the answer. It spares the client of TLS 1.3
-// from learning of its refusal in the middle of something, and tells what no alert of TLS can.
+// greetings are the first byte on every connection after the handshake: the index of the answer. In TLS 1.3 a client
+// learns of a refusal only when it reads, so this byte comes before any protocol. It also says what no TLS alert can.
 var greetings = []Reason{welcome, BadALPN, BadCertificate, BadCluster, Revoked, BadRole, Overload}
 
-// welcome is no reason to refuse.
+// welcome is the greeting of an accepted connection.
 const welcome Reason = ""
 
-// greeting is the byte for an answer. Expired and the others that end the handshake itself have none.
+// greeting returns the byte of an answer. Reasons that end the handshake itself, such as Expired, have none.
 func greeting(r Reason) byte {
 	if i := slices.Index(greetings, r); i >= 0 {
 		return byte(i) //nolint:gosec // the list is short
@@ -44,7 +44,7 @@ func greeting(r Reason) byte {
 	return greeting(BadCertificate)
 }
 
-// reasonOf sorts the error of a server's handshake.
+// reasonOf returns the reason behind an error of a server's handshake.
 func reasonOf(err error) Reason {
 	var unknown x509.UnknownAuthorityError
 	var invalid x509.CertificateInvalidError
@@ -59,14 +59,14 @@ func reasonOf(err error) Reason {
 	case errors.As(err, &invalid), errors.Is(err, errNoCredentials), strings.Contains(err.Error(), "didn't provide a certificate"):
 		return BadCertificate
 	case errors.As(err, &remote) && remote.Op == "remote error":
-		return BadCertificate // the client did not like ours
+		return BadCertificate // the client refused our certificate
 	case strings.Contains(err.Error(), "unsupported application protocols"):
 		return BadALPN
 	}
 	return BadTLS
 }
 
-// reasonOfCertificate is why a certificate was refused after the handshake.
+// reasonOfCertificate returns why a certificate was refused after the handshake.
 func reasonOfCertificate(err error) Reason {
 	var unknown x509.UnknownAuthorityError
 	if errors.As(err, &unknown) {
@@ -75,15 +75,15 @@ func reasonOfCertificate(err error) Reason {
 	return BadCertificate
 }
 
-// complaints logs refusals, at most one per reason and logEvery.
-type complaints struct {
+// refusalLog logs refusals, at most one per reason and logEvery.
+type refusalLog struct {
 	log  *slog.Logger
 	mu   sync.Mutex
 	last map[Reason]time.Time
-	left map[Reason]int // not logged since
+	left map[Reason]int // refusals since the last line
 }
 
-func (c *complaints) about(reason Reason, from net.Addr, err error) {
+func (c *refusalLog) logRefusal(reason Reason, from net.Addr, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	now := time.Now()
@@ -99,9 +99,9 @@ func (c *complaints) about(reason Reason, from net.Addr, err error) {
 	level := slog.LevelWarn
 	switch {
 	case errors.Is(err, errNoCredentials):
-		level = slog.LevelDebug // this node is joining and has no certificate yet; a join that takes long fails
+		level = slog.LevelDebug // this node is joining and has no certificate yet; a slow join fails with its own error
 	case reason == BadALPN:
-		level = slog.LevelInfo // a member asks for what this node does not serve yet: it is starting
+		level = slog.LevelInfo // a member asks for a protocol that this node does not serve yet: it is starting
 	}
 	c.log.Log(context.Background(), level, "node port refused a connection", attrs...)
 }

@@ -10,57 +10,59 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// settingsWait bounds how long a new connection waits for the server's settings, which say how many streams it takes.
+// settingsWait bounds how long a new connection waits for the server's settings, which limit its streams.
 const settingsWait = time.Second
 
 // maxDials bounds how often one request waits for a new connection.
 const maxDials = 3
 
-// anyHost stands where net/http wants an address; connections go where the transport was made for.
+// anyHost is the address that net/http demands. Connections go to the node of the transport.
 const anyHost = "node:80"
 
 var _ http.RoundTripper = (*Transport)(nil)
 
-// Transport sends requests to one node over one HTTP/2 connection; a second one is made while the first takes no more requests
-// (its server is leaving) but still has streams. URLs are "http://node/path": scheme and host go nowhere.
+// Transport sends requests to one node over one HTTP/2 connection. It makes a second one while the first accepts no
+// more requests, because its server is stopping, but still has streams. URLs are "http://node/path": scheme and host
+// have no meaning.
 type Transport struct {
 	port *Port
 	http *http.Transport
 
 	mu      sync.Mutex
 	conn    *http.ClientConn
-	retired map[*http.ClientConn]struct{} // take no more requests, have streams
+	retired map[*http.ClientConn]struct{} // they accept no more requests but have streams
 	dialing chan struct{}                 // closed when the dial under way has ended
 	failed  error                         // of the last dial
 	closed  bool
 }
 
-// Transport makes the way to a node. It dials when it is used, and again when the connection is gone. The caller closes it.
+// Transport makes a transport to a node. It dials when it is used, and again when the connection is gone. The caller
+// closes it.
 func (p *Port) Transport(alpn, addr, uid string) *Transport {
 	t := &Transport{port: p, retired: map[*http.ClientConn]struct{}{}}
 	t.http = &http.Transport{
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) { return p.Dial(ctx, alpn, addr, uid) },
 		Protocols:   onlyHTTP2(),
 		HTTP2:       &http.HTTP2Config{SendPingTimeout: http2Ping, PingTimeout: http2PingWait},
-		// Nobody unpacks what an engine packed: the ingress passes it on (TRAPS 4). Proxy stays nil.
+		// The ingress passes an engine's compressed bytes on unchanged. Proxy stays nil.
 		DisableCompression: true,
 	}
 	return t
 }
 
-// RoundTrip sends a request. An error before the request was sent is that of Dial.
+// RoundTrip sends a request. An error before the request was sent is an error of Dial.
 func (t *Transport) RoundTrip(r *http.Request) (*http.Response, error) {
 	conn, err := t.reserve(r.Context())
 	if err != nil {
 		if r.Body != nil {
-			_ = r.Body.Close() // the contract of a RoundTripper
+			_ = r.Body.Close() // RoundTripper demands it
 		}
 		return nil, err
 	}
 	return conn.RoundTrip(r)
 }
 
-// Close ends all connections of the transport, and with them its requests.
+// Close ends all connections of the transport and their requests.
 func (t *Transport) Close() error {
 	t.mu.Lock()
 	t.closed = true
@@ -80,10 +82,10 @@ func (t *Transport) Close() error {
 	return nil
 }
 
-// reserve gives a connection with a place for one request.
+// reserve returns a connection with room for one request.
 func (t *Transport) reserve(ctx context.Context) (*http.ClientConn, error) {
 	for range maxDials {
-		conn, wait := t.current() //nolint:contextcheck // the connection is for all, not for the request that came first
+		conn, wait := t.current() //nolint:contextcheck // all requests share the connection
 		switch {
 		case conn != nil:
 			return conn, nil
@@ -97,7 +99,7 @@ func (t *Transport) reserve(ctx context.Context) (*http.ClientConn, error) {
 	return nil, problem.New(problem.Unavailable, "the node takes connections and breaks them")
 }
 
-// current gives the connection with a place reserved, or the dial to wait for; neither if the transport is closed.
+// current returns the connection with room reserved, or the dial to wait for. It returns neither after Close.
 func (t *Transport) current() (*http.ClientConn, chan struct{}) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -127,7 +129,7 @@ func (t *Transport) await(ctx context.Context, wait chan struct{}) error {
 	return t.failed
 }
 
-// retire puts the connection aside that takes no more requests. It is closed when its streams are over. Called under mu.
+// retire puts aside a connection that accepts no more requests. It is closed when its streams end. The caller holds mu.
 func (t *Transport) retire() {
 	old := t.conn
 	t.conn = nil
@@ -135,14 +137,14 @@ func (t *Transport) retire() {
 		return
 	}
 	t.retired[old] = struct{}{}
-	go func() { // the hook may be called at once, and takes mu
-		old.SetStateHook(t.farewell)
-		t.farewell(old)
+	go func() { // the hook may run at once, and it locks mu
+		old.SetStateHook(t.closeIdle)
+		t.closeIdle(old)
 	}()
 }
 
-// farewell closes a retired connection whose streams are over.
-func (t *Transport) farewell(c *http.ClientConn) {
+// closeIdle closes a retired connection without streams.
+func (t *Transport) closeIdle(c *http.ClientConn) {
 	if c.InFlight() > 0 && c.Err() == nil {
 		return
 	}
@@ -158,7 +160,7 @@ func (t *Transport) dial(done chan struct{}) {
 	defer cancel()
 	conn, err := t.http.NewClientConn(ctx, "http", anyHost)
 	if err == nil {
-		settled(conn)
+		awaitSettings(conn)
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -171,9 +173,9 @@ func (t *Transport) dial(done chan struct{}) {
 	close(done)
 }
 
-// settled waits until the server said how many streams it takes. Before, net/http assumes 100, and a burst would make the
-// transport dial again.
-func settled(conn *http.ClientConn) {
+// awaitSettings waits until the server has said how many streams it accepts. Before that, net/http assumes 100, and a
+// burst of requests would make the transport dial again.
+func awaitSettings(conn *http.ClientConn) {
 	changed := make(chan struct{}, 1)
 	conn.SetStateHook(func(*http.ClientConn) {
 		select {
