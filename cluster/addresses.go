@@ -10,24 +10,23 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// addressBook is where the nodes are, and what they are called, as the entries of this node's log say, committed or not.
-// Who has no leader does not know what of its log is committed, so the state may lack the addresses of the very nodes
-// whose votes are needed; and a wrong address does no harm, because a Layer connects to nobody but the node that was
-// asked for.
+// addressBook has the names and addresses of nodes from the entries of this node's log, committed or not. A node
+// without a leader does not know which entries are committed, so the state may lack the addresses of nodes whose
+// votes are needed. A wrong address does no harm, because a Layer connects only to the node that was asked for.
 type addressBook struct {
 	mu    sync.Mutex
 	byUID map[string]state.Node
 }
 
-// putNode is how an entry that concerns the book can be told without decoding the others.
-func putNode() []byte { return []byte(`"put_node"`) }
+// putNodeMark is in every entry that concerns the book. It spares decoding the other entries.
+func putNodeMark() []byte { return []byte(`"put_node"`) }
 
-// read takes up one entry.
-func (b *addressBook) read(l *raft.Log) {
-	if l.Type != raft.LogCommand || !bytes.Contains(l.Data, putNode()) {
+// readEntry takes the address out of one entry.
+func (b *addressBook) readEntry(l *raft.Log) {
+	if l.Type != raft.LogCommand || !bytes.Contains(l.Data, putNodeMark()) {
 		return
 	}
-	var entry struct { // only what the book needs: the entry may be of a newer version
+	var entry struct { // only the fields that the book needs: a newer version may have written the entry
 		PutNode *struct {
 			Node struct{ UID, ID, Address string }
 		} `json:"put_node"`
@@ -43,7 +42,7 @@ func (b *addressBook) read(l *raft.Log) {
 	b.byUID[entry.PutNode.Node.UID] = state.Node{ID: entry.PutNode.Node.ID, Address: entry.PutNode.Node.Address}
 }
 
-// readAll takes up a whole log, and gives its newest list of members with its index; 0 = it has none.
+// readAll reads a whole log. It returns the newest list of members in the log and its index; 0 = there is none.
 func (b *addressBook) readAll(log raft.LogStore) (members raft.Configuration, index uint64, err error) {
 	first, err := log.FirstIndex()
 	if err != nil {
@@ -58,7 +57,7 @@ func (b *addressBook) readAll(log raft.LogStore) (members raft.Configuration, in
 		if err := log.GetLog(i, &l); err != nil {
 			return members, 0, err
 		}
-		b.read(&l)
+		b.readEntry(&l)
 		if l.Type == raft.LogConfiguration {
 			members, index = raft.DecodeConfiguration(l.Data), i
 		}
@@ -66,14 +65,14 @@ func (b *addressBook) readAll(log raft.LogStore) (members raft.Configuration, in
 	return members, index, nil
 }
 
-// of is the name and address of a node.
-func (b *addressBook) of(uid string) state.Node {
+// lookup returns the name and address of a node.
+func (b *addressBook) lookup(uid string) state.Node {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.byUID[uid]
 }
 
-// addresses are where a node's port may be, the likeliest first: as Config.Resolve says, the log, the state.
+// addresses returns the possible addresses of a node's port, the most likely first: Config.Resolve, log, state.
 func (c *Cluster) addresses(uid string) []string {
 	var all []string
 	add := func(address string) {
@@ -91,15 +90,15 @@ func (c *Cluster) addresses(uid string) []string {
 			add(address)
 		}
 	}
-	add(c.book.of(uid).Address)
-	add(find(c.State(), uid).Address)
+	add(c.book.lookup(uid).Address)
+	add(nodeByUID(c.State(), uid).Address)
 	return all
 }
 
-// nameOf is the name of a node, "" if neither the state nor the log has it.
+// nameOf returns the name of a node; "" if neither the state nor the log has it.
 func (c *Cluster) nameOf(uid string) string {
-	if n := find(c.State(), uid); n.ID != "" {
+	if n := nodeByUID(c.State(), uid); n.ID != "" {
 		return n.ID
 	}
-	return c.book.of(uid).ID
+	return c.book.lookup(uid).ID
 }

@@ -1,6 +1,6 @@
-// Package cluster is consensus: it puts commands into hashicorp/raft, applies what was committed to the replicated state
-// and keeps both in a data dir that belongs to one cluster, one node and one process. A node votes, stands by without a vote, or
-// only follows (Watcher).
+// Package cluster runs consensus. It puts commands into hashicorp/raft, applies committed commands to the replicated
+// state, and keeps both in a data dir that belongs to one cluster, one node and one process. A node is a voter, a
+// standby without a vote, or a follower that takes no part in consensus (Watcher).
 package cluster
 
 import (
@@ -17,90 +17,90 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// proposeTimeout bounds the wait for a leader of a Propose whose context has no earlier deadline, and each step of becoming
-// ready.
+// proposeTimeout bounds how long Propose waits for a leader if its context has no earlier deadline. It also bounds
+// each step of becoming ready.
 const proposeTimeout = 5 * time.Second
 
 const (
-	// closeGrace is how long Close waits for proposals in flight before it stops raft under them.
+	// closeGrace is how long Close waits for proposals in flight before it stops raft.
 	closeGrace = 2 * time.Second
-	// diskGrace is how long Close waits for raft and the disk after that: twice as long as raft waits for a node that does not answer.
+	// diskGrace is how long Close then waits for raft and the disk: twice raft's wait for a node that does not answer.
 	diskGrace = 2 * transportTimeout
 )
 
-// maxProposals bounds proposals in flight; each holds a goroutine until raft answers.
+// maxProposals bounds the proposals in flight. Each one has a goroutine until raft answers.
 const maxProposals = 256
 
-// Cluster is this node's share of consensus: the local copy of the state and the way to change it, msg.Store and
-// msg.Proposer for the actors. Safe for concurrent use.
+// Cluster is this node's part of consensus: the local copy of the state and the way to change it. Actors know it as
+// msg.Store and msg.Proposer. It is safe for concurrent use.
 type Cluster struct {
 	cfg   Config
 	log   *slog.Logger
 	ident identity
-	home  io.Closer // the data dir, held over all runs; nil in memory
+	home  io.Closer // the lock of the data dir, held over all runs; nil in memory
 	fsm   *fsm
-	net   *network // nil: alone
+	net   *network // nil = this node is alone
 	book  addressBook
 	run   atomic.Pointer[run]
 
-	confirms confirms
+	confirmRounds confirmRounds
 
-	memory *disk       // without a data dir: of all runs; keep's own after Open
+	memory *disk       // without a data dir: the disk of all runs; only newRun uses it
 	alone  atomic.Bool // this node is the only voter of the log on disk
 	holds  atomic.Bool // see Holds
 	leader atomic.Bool // elected, and everything before the election is applied
 	slots  chan struct{}
-	done   chan struct{} // closed by end: Close was called, or a fault that no wait can heal
+	done   chan struct{} // closed by end: at Close, or at a fault that waiting cannot repair
 	loops  sync.WaitGroup
 	once   sync.Once
 	closed error
 
-	stopped error // of the last run; keep's own until loops has ended
+	stopped error // of the last run; only superviseRuns writes it before all loops have ended
 
 	mu        sync.Mutex
 	stopping  bool
 	why       error          // set before done is closed
-	fault     error          // the disk refuses writes; nil once it takes one
+	fault     error          // the disk refuses writes; nil after the next successful write
 	faulty    atomic.Bool    // fault != nil
 	proposals sync.WaitGroup // Add only under mu while !closing
-	ready     chan struct{}  // closed while leader and initialized; replaced when leadership goes
-	turn      chan struct{}  // closed and replaced when leadership changes, here or elsewhere
+	ready     chan struct{}  // closed while this node leads and is ready; replaced when it stops leading
+	turn      chan struct{}  // closed and replaced when the leader changes, here or on another node
 }
 
-// Config says where the cluster lives. The zero value is a cluster in memory.
+// Config configures a Cluster. The zero value is a cluster in memory.
 type Config struct {
 	NodeID       string              // "" = the data dir's, or a new one
 	ClusterID    string              // "" = the data dir's, or a new one
 	UID          string              // "" = the data dir's, or a new one
 	DataDir      string              // "" = in memory: nothing survives Close
 	SegmentSize  int                 // bytes preallocated per log file; 0 = DefaultSegmentSize
-	Log          *slog.Logger        // nil = silent; raft's own talk comes at debug, its errors at error
-	ApplySeconds func(time.Duration) // told how long each proposal took, refused ones too; nil = nobody
+	Log          *slog.Logger        // nil = silent; raft logs its errors at error, all else at debug
+	ApplySeconds func(time.Duration) // gets the duration of each proposal, also of refused ones; nil = not measured
 
 	// Layer connects control nodes; nil = this node is alone. Close closes it.
 	Layer Layer
-	// Resolve finds a node's HOST:PORT by its UID, before State().Nodes does; nil = those only.
+	// Resolve returns a node's HOST:PORT by its UID. It comes before State().Nodes; nil = only State().Nodes.
 	Resolve func(uid string) (address string, ok bool)
-	// Member: the node has joined a cluster, whose leader will make it a voter or a standby. ClusterID is that cluster's.
+	// Member: the node has joined a cluster. Its leader will make the node a voter or a standby. ClusterID is required.
 	Member bool
-	// Forward puts a command to the leader for a node that does not lead: it calls ProposeHere there. nil = refuse instead.
+	// Forward sends a command to the leader, which calls ProposeHere. nil = a node that does not lead refuses commands.
 	Forward func(ctx context.Context, leader state.Node, c state.Command) (state.Result, error)
-	// Secrets makes what a cluster is given at its first start, or when it has none yet; nil = none.
+	// Secrets makes the secrets of a cluster that has none, for example at its first start; nil = none.
 	Secrets func() state.Secrets
-	// LeaseTTL is how long leases last in a cluster that begins with Secrets.
+	// LeaseTTL is how long leases last in a cluster that starts with Secrets.
 	LeaseTTL time.Duration
 	// Timers are raft's; zero = DefaultTimers.
 	Timers Timers
 
-	// Stores stands between raft and its log, at every opening; nil = nothing does.
+	// Stores wraps raft's log each time it is opened; nil = no wrapper.
 	Stores func(LogStore) LogStore
 }
 
-// DefaultSegmentSize is what one log file preallocates. raft-wal's own 64 MiB suit databases; here a day's log is a few
-// hundred KiB (TRAPS 10).
+// DefaultSegmentSize is the preallocated size of one log file. The default of raft-wal, 64 MiB, suits databases; here
+// the log of a day has a few hundred KiB.
 const DefaultSegmentSize = 1 << 20
 
-// withDefaults fills in what is zero.
+// withDefaults replaces zero fields by the defaults.
 func (cfg Config) withDefaults() Config {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
@@ -117,11 +117,11 @@ func (cfg Config) withDefaults() Config {
 	return cfg
 }
 
-// Open takes the data dir, brings the state back and starts the election. It returns before there is a leader: see Ready.
+// Open locks the data dir, restores the state and starts the election. It returns before there is a leader: see Ready.
 // Errors are *problem.Error: Conflict if the data dir is another cluster's, of a newer format, or in use.
 func Open(cfg Config) (*Cluster, error) {
 	cfg = cfg.withDefaults()
-	home, ident, err := openHome(cfg)
+	home, ident, err := openDataDir(cfg)
 	if err != nil {
 		return nil, err
 	}
@@ -130,12 +130,12 @@ func Open(cfg Config) (*Cluster, error) {
 		ready: make(chan struct{}), turn: make(chan struct{}), done: make(chan struct{}),
 	}
 	if err := c.start(); err != nil {
-		return nil, errors.Join(err, c.shut())
+		return nil, errors.Join(err, c.closeShared())
 	}
 	return c, nil
 }
 
-// start begins the first run and the loops around it.
+// start begins the first run of raft and the goroutines around it.
 func (c *Cluster) start() error {
 	if c.cfg.Layer != nil {
 		c.net = newNetwork(c.cfg, c.ident.UID, c.addresses, c.nameOf)
@@ -145,27 +145,27 @@ func (c *Cluster) start() error {
 		return err
 	}
 	c.run.Store(r)
-	c.loops.Go(func() { c.watch(r) })
-	c.loops.Go(c.keep)
+	c.loops.Go(func() { c.watchLeadership(r) })
+	c.loops.Go(c.superviseRuns)
 	return nil
 }
 
-// NodeID is this node's name.
+// NodeID returns this node's name.
 func (c *Cluster) NodeID() string { return c.ident.Node }
 
-// UID is what this node is known by in consensus: drawn with its data dir.
+// UID returns the id of this node in consensus. It is made together with the data dir.
 func (c *Cluster) UID() string { return c.ident.UID }
 
-// ClusterID is the cluster's name, made at its first start.
+// ClusterID returns the cluster's name, which is made at its first start.
 func (c *Cluster) ClusterID() string { return c.ident.Cluster }
 
-// State is the newest applied state. It is immutable and shared: read it, never change it.
+// State returns the newest applied state. It is immutable and shared: callers must not change it.
 func (c *Cluster) State() *state.State { return c.fsm.State() }
 
-// Changed is closed at the next change of State. Take it before State, or a change in between goes unseen.
+// Changed is closed at the next change of State. Take it before State, or a change in between goes unnoticed.
 func (c *Cluster) Changed() <-chan struct{} { return c.fsm.Changed() }
 
-// end fails everything that waits; the first reason stands.
+// end makes everything that waits fail. The first reason stays.
 func (c *Cluster) end(why error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -175,14 +175,15 @@ func (c *Cluster) end(why error) {
 	}
 }
 
-// ended is why nothing goes on, nil while it does.
-func (c *Cluster) ended() error {
+// endError returns the reason of end, nil before it.
+func (c *Cluster) endError() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.why
 }
 
-// Close ends proposals (in-flight ones get closeGrace), stops raft and gives the data dir free. Idempotent; waits.
+// Close ends proposals (those in flight get closeGrace), stops raft and unlocks the data dir. It is idempotent and
+// waits.
 func (c *Cluster) Close() error {
 	c.once.Do(func() { c.closed = c.close() })
 	return c.closed
@@ -192,29 +193,29 @@ func (c *Cluster) close() error {
 	c.mu.Lock()
 	c.stopping = true
 	c.mu.Unlock()
-	c.settle()
+	c.awaitProposals()
 	c.leader.Store(false)
 	c.end(errClosed())
 	c.holds.Store(false)
 	done := make(chan struct{})
-	go func() { c.loops.Wait(); close(done) }() // keep stops the run
+	go func() { c.loops.Wait(); close(done) }() // superviseRuns stops the run
 	select {
 	case <-done:
-		return c.shut()
+		return c.closeShared()
 	case <-time.After(diskGrace):
-		return c.abandon(done)
+		return c.abandonDisk(done)
 	}
 }
 
-// abandon is the end over a disk that hangs: it leaves the data dir to what still writes there. The dir stays taken until that has
-// returned, or the process has ended.
-func (c *Cluster) abandon(done <-chan struct{}) error {
+// abandonDisk ends Close while a call of the disk hangs. The data dir stays locked until that call has returned, or
+// the process has ended, because the call may still write there.
+func (c *Cluster) abandonDisk(done <-chan struct{}) error {
 	if c.net != nil {
-		c.net.stop()
+		c.net.closeConnections()
 	}
 	go func() {
 		<-done
-		if err := c.shut(); err != nil {
+		if err := c.closeShared(); err != nil {
 			c.log.Warn("closed late, with an error", "room", "cluster", "err", err)
 		}
 	}()
@@ -222,21 +223,22 @@ func (c *Cluster) abandon(done <-chan struct{}) error {
 		WithHint("the disk does not answer: look at it before you start dpserve there again")
 }
 
-// shut closes what outlives the runs.
-func (c *Cluster) shut() error {
+// closeShared closes what all runs share.
+func (c *Cluster) closeShared() error {
 	var errs []error
 	if c.net != nil {
-		c.net.shut()
+		c.net.closeAll()
 	}
-	c.confirms.loops.Wait() // at most transportTimeout, as for raft's own messages
+	c.confirmRounds.loops.Wait() // at most transportTimeout, like any message of raft
 	if c.home != nil {
 		errs = append(errs, c.home.Close())
 	}
 	return errors.Join(append(errs, c.stopped)...)
 }
 
-// settle waits for proposals in flight, at most closeGrace: raft may drop a queued one without an answer when it stops.
-func (c *Cluster) settle() {
+// awaitProposals waits at most closeGrace for proposals in flight: a raft that stops may drop a queued one without an
+// answer.
+func (c *Cluster) awaitProposals() {
 	done := make(chan struct{})
 	go func() { c.proposals.Wait(); close(done) }()
 	select {
@@ -246,7 +248,7 @@ func (c *Cluster) settle() {
 	}
 }
 
-// Snapshot writes a snapshot now and cuts the log behind it; raft does the same by itself when one is due.
+// Snapshot writes a snapshot now and cuts the log. Raft does the same on its own when a snapshot is due.
 func (c *Cluster) Snapshot() error {
 	if err := c.run.Load().raft.Snapshot().Error(); err != nil {
 		return fmt.Errorf("snapshot: %w", err)

@@ -10,13 +10,14 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// confirmLimit is how long a round of Confirm may take: a renewal of a lease waits no longer for it.
+// confirmLimit is how long a round of Confirm may take. A lease renewal waits no longer for it.
 const confirmLimit = time.Second
 
-// Confirm asks a majority whether this node still leads: one that was frozen takes itself for the leader until it has heard of the
-// others. Only answers to what is sent after the call count, and those of voters: raft's own VerifyLeader also counts an answer that
-// has been in a socket buffer since before a freeze, and those of standbys, and nobody answers it once raft has been told to stop.
-// ErrNotLeader: this node does not lead, or no majority says so. A node that Holds has nobody to ask.
+// Confirm asks a majority of the voters whether this node still leads. A leader that was suspended does not know that
+// another node leads now. Only answers of voters count, and only answers to messages that are sent after the call.
+// Raft's own VerifyLeader does not suit: it also counts answers of standbys and answers that waited in a socket buffer
+// since before a suspension, and it never returns after raft was told to stop. ErrNotLeader: this node does not lead,
+// or no majority confirms it. A node that Holds asks no other node.
 func (c *Cluster) Confirm(ctx context.Context) error {
 	if c.Holds() {
 		return nil
@@ -24,33 +25,33 @@ func (c *Cluster) Confirm(ctx context.Context) error {
 	if !c.Leader() {
 		return errUnconfirmed()
 	}
-	q := c.confirms.join(c.askVoters)
+	q := c.confirmRounds.join(c.confirmWithVoters)
 	select {
 	case <-q.done:
 		return q.err
 	case <-ctx.Done():
 		return context.Cause(ctx)
 	case <-c.done:
-		return c.ended()
+		return c.endError()
 	}
 }
 
-// confirms lets all who ask while a round is under way share the next one.
-type confirms struct {
+// confirmRounds lets all callers that come during a round share the next one.
+type confirmRounds struct {
 	mu    sync.Mutex
 	busy  bool
-	next  *round // not begun; nil = nobody waits
+	next  *round // not begun; nil = no caller waits
 	loops sync.WaitGroup
 }
 
-// round is one question to the voters.
+// round is one question to all voters.
 type round struct {
 	done chan struct{} // closed when err is set
 	err  error
 }
 
-// join gives a round that begins after the call.
-func (c *confirms) join(ask func() error) *round {
+// join returns a round that begins after the call.
+func (c *confirmRounds) join(ask func() error) *round {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.next == nil {
@@ -63,7 +64,7 @@ func (c *confirms) join(ask func() error) *round {
 	return c.next
 }
 
-func (c *confirms) run(ask func() error) {
+func (c *confirmRounds) run(ask func() error) {
 	for {
 		c.mu.Lock()
 		q := c.next
@@ -77,10 +78,11 @@ func (c *confirms) run(ask func() error) {
 	}
 }
 
-// askVoters sends a heartbeat of this term to every other voter, and waits until it makes a majority with those that have taken it.
-func (c *Cluster) askVoters() error {
+// confirmWithVoters sends a heartbeat of this term to every other voter. It waits until a majority, with this node, has
+// accepted the heartbeat.
+func (c *Cluster) confirmWithVoters() error {
 	r := c.run.Load().raft
-	term := r.CurrentTerm() // before State: who leads now leads in this term or a later one
+	term := r.CurrentTerm() // read before State: if raft leads then, it leads in this term or a later one
 	if r.State() != raft.Leader {
 		return errUnconfirmed()
 	}
@@ -101,7 +103,7 @@ func (c *Cluster) askVoters() error {
 	defer cancel()
 	answers := make(chan bool, len(others))
 	for _, id := range others {
-		c.confirms.loops.Go(func() { answers <- c.net.confirm(ctx, id, term) })
+		c.confirmRounds.loops.Go(func() { answers <- c.net.confirm(ctx, id, term) })
 	}
 	for range others {
 		if 2*taken > voters {

@@ -28,4 +28,4 @@ func (c *Cluster) NoteLog(uid string, index uint64, ago time.Duration) {
 func (c *Cluster) CommitIndex() uint64 { return c.run.Load().raft.CommitIndex() }
 
 // State is the state that was read.
-func (c *copied) State() *state.State { return c.state }
+func (c *stateCopy) State() *state.State { return c.state }

@@ -9,19 +9,19 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// faultPause is the pause before raft is started again over a disk that refused a write, and between further attempts.
+// faultPause is the pause before raft is started again after a failed write, and between further attempts.
 const faultPause = time.Second
 
-// ErrDisk is in every error that comes of a disk that refuses writes or does not answer. What was to be written has not been
-// acknowledged.
+// ErrDisk is in every error of a disk that refuses writes or does not answer. The data was not acknowledged.
 var ErrDisk = errors.New("the disk of the data dir refuses writes")
 
-// ErrUnreadable is in every error that comes of an entry of the log, or a snapshot, that this version cannot read. This node has left
-// consensus until it is started again with a version that can.
+// ErrUnreadable is in every error of a log entry or snapshot that this version cannot read. This node has left
+// consensus until it is started with a version that can read it.
 var ErrUnreadable = errors.New("this node has left consensus")
 
-// unreadable says what cannot be read, and what to do. The list of nodes shows the message without its hint, so the message says it too.
-func unreadable(what string, err error) error {
+// unreadableError names what cannot be read and what to do. The list of nodes shows messages without hints, so the
+// message itself says it too.
+func unreadableError(what string, err error) error {
 	if !errors.Is(err, state.ErrNewer) {
 		err = fmt.Errorf("it is damaged, or a newer version of dpserve wrote it: %w", err)
 	}
@@ -29,9 +29,10 @@ func unreadable(what string, err error) error {
 		WithHint("start a newer version of dpserve on this node's data dir: it goes on from its log; until then it serves with the state it has")
 }
 
-// Fault is why this node takes no part in consensus, nil while it does: a *problem.Error. It wraps ErrDisk while the disk of the data
-// dir takes no writes; that heals by itself. It wraps ErrUnreadable when the log has what this version cannot read; that lasts until
-// another version is started. While there is a fault this node neither leads nor votes.
+// Fault returns why this node takes no part in consensus, nil while it does. The error is a *problem.Error. It wraps
+// ErrDisk while the disk of the data dir refuses writes; the node recovers by itself. It wraps ErrUnreadable if the log
+// has entries that this version cannot read; that lasts until another version is started. While there is a fault this
+// node neither leads nor votes.
 func (c *Cluster) Fault() error {
 	if !c.faulty.Load() {
 		return nil
@@ -64,20 +65,22 @@ func (c *Cluster) setFault(err error) {
 	c.faulty.Store(err != nil)
 }
 
-// diskFails is told of the first failure of a run, before raft is: whoever sees that raft leads no more sees the fault too.
-func (c *Cluster) diskFails(err error) {
+// onDiskFailure handles the first failure of a run. The guard calls it before it tells raft, so that a reader who sees
+// that raft does not lead any more also sees the fault.
+func (c *Cluster) onDiskFailure(err error) {
 	c.setFault(err)
-	if c.leader.Load() && c.alone.Load() && c.ended() == nil {
+	if c.leader.Load() && c.alone.Load() && c.endError() == nil {
 		c.holds.Store(true)
 	}
 }
 
-// Holds says that this node led when its disk failed, and that nobody else can lead meanwhile: it is the only voter, so every
-// majority there can be needs its vote, and it gives none without a disk. What it decided goes on to be true, and leases may be
-// prolonged; nothing can be proposed. It ends when raft leads again, or the log on disk turns out to have other voters.
+// Holds reports that this node led when its disk failed, and that no other node can lead meanwhile: this node is the
+// only voter, so every possible majority needs its vote, and without a disk it does not vote. Its decisions stay valid
+// and leases may be prolonged, but nothing can be proposed. Holds ends when raft leads again, or when the log on disk
+// turns out to have other voters.
 func (c *Cluster) Holds() bool { return c.holds.Load() }
 
-// readLog takes up what the log on disk says of addresses and voters, before raft starts over it.
+// readLog reads addresses and voters from the log on disk, before raft starts over it.
 func (c *Cluster) readLog(d *disk) error {
 	members, index, err := c.book.readAll(d.log)
 	if err != nil {
@@ -96,29 +99,29 @@ func (c *Cluster) readLog(d *disk) error {
 	return nil
 }
 
-// diskWorks is told of every successful write.
-func (c *Cluster) diskWorks() {
+// onDiskWrite handles every successful write.
+func (c *Cluster) onDiskWrite() {
 	if c.faulty.Load() && errors.Is(c.Fault(), ErrDisk) {
 		c.log.Info("the disk of the data dir takes writes again", "room", "cluster")
 		c.setFault(nil)
 	}
 }
 
-// keep watches over the runs: it ends one whose disk refused a write and begins the next, and ends the last at Close.
-func (c *Cluster) keep() {
-	for c.serve(c.run.Load()) {
-		next := c.renew()
+// superviseRuns ends a run whose disk refused a write, begins the next one, and ends the last one at Close.
+func (c *Cluster) superviseRuns() {
+	for c.awaitRunEnd(c.run.Load()) {
+		next := c.startNextRun()
 		if next == nil {
 			return
 		}
 		c.run.Store(next)
-		c.loops.Go(func() { c.watch(next) })
+		c.loops.Go(func() { c.watchLeadership(next) })
 	}
 }
 
-// serve waits for the end of a run and stops it. True: the disk failed, there should be another run. None follows one that met what
-// this version cannot read: it would meet that again.
-func (c *Cluster) serve(r *run) bool {
+// awaitRunEnd waits for the end of a run and stops it. It returns true if the disk failed: then another run should
+// begin. It returns false for an unreadable log, because the next run could not read it either.
+func (c *Cluster) awaitRunEnd(r *run) bool {
 	select {
 	case <-c.done:
 		c.stopped = r.stop(ErrClosed)
@@ -139,8 +142,8 @@ func (c *Cluster) serve(r *run) bool {
 	return again
 }
 
-// renew begins a run over the log that is read anew; nil after Close.
-func (c *Cluster) renew() *run {
+// startNextRun begins a run over the log, which it reads again; nil after Close.
+func (c *Cluster) startNextRun() *run {
 	for {
 		select {
 		case <-time.After(faultPause):
@@ -156,7 +159,7 @@ func (c *Cluster) renew() *run {
 			c.holds.Store(false)
 			c.wakeLeadership()
 			if c.net != nil {
-				c.net.rest(ErrUnreadable)
+				c.net.rejectMessages(ErrUnreadable)
 			}
 			return nil
 		}

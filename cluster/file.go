@@ -6,7 +6,7 @@ import (
 	"path/filepath"
 )
 
-// writeFile writes a file that is whole or absent after a crash: new file, fsync, rename, fsync of the directory.
+// writeFile writes a file that is complete or absent after a crash: new file, fsync, rename, fsync of the directory.
 func writeFile(path string, data []byte) error {
 	tmp := path + ".tmp"
 	f, err := os.OpenFile(tmp, os.O_CREATE|os.O_WRONLY|os.O_TRUNC, fileMode) //nolint:gosec // the operator's own data dir

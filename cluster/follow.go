@@ -11,28 +11,29 @@ import (
 )
 
 const (
-	// followHeartbeat is how often a follower hears that its copy is still the newest.
+	// followHeartbeat is how often a follower gets the confirmation that its copy is the newest.
 	followHeartbeat = time.Second
-	// followGap is the least pause between two states sent to one follower: what changes in between goes in one.
+	// followGap is the least pause between two states sent to one follower. Changes in between are sent together.
 	followGap = 20 * time.Millisecond
 )
 
-// update is what a follower gets: the state if it has changed, and who leads.
+// update is one message to a follower: the state if it has changed, and the leader.
 type update struct {
 	Leader string          `json:"leader,omitempty"` // UID
 	State  json.RawMessage `json:"state,omitempty"`  // state.State without its secrets
 }
 
-// Follow sends the state to a node that has no part in consensus: at once if it is newer than the index from, then whenever it or
-// the leader has changed, coalesced. Without news there is a heartbeat (nil data) every second. While this node knows nobody who
-// leads it sends no heartbeats: its copy may be old, and the follower should ask another control node. data is for
-// Watcher; what send returns ends Follow, as do ctx and Close.
+// Follow sends the state to a node that takes no part in consensus: at once if it is newer than the index from, then
+// whenever the state or the leader has changed. Close changes are sent together. Without changes it sends a heartbeat
+// (nil data) every second. While this node knows no leader it sends no heartbeats: its copy may be old, and the
+// follower should ask another control node. A Watcher reads data. Follow ends with an error of send, with ctx, and
+// with Close.
 func (c *Cluster) Follow(ctx context.Context, from uint64, send func(data []byte, index uint64) error) error {
 	told := ""
 	for {
 		changed, turn, st := c.Changed(), c.Leadership(), c.State()
 		leader, _ := c.LeaderNode()
-		data, err := news(st, from, leader, told)
+		data, err := encodeUpdate(st, from, leader, told)
 		if err != nil {
 			return err
 		}
@@ -42,14 +43,14 @@ func (c *Cluster) Follow(ctx context.Context, from uint64, send func(data []byte
 			}
 		}
 		from, told = max(from, st.Index), leader
-		if err := c.untilNews(ctx, changed, turn, data != nil); err != nil {
+		if err := c.awaitChange(ctx, changed, turn, data != nil); err != nil {
 			return err
 		}
 	}
 }
 
-// news is what there is to tell; nil: nothing.
-func news(st *state.State, from uint64, leader, told string) ([]byte, error) {
+// encodeUpdate returns the next message to a follower; nil if nothing has changed.
+func encodeUpdate(st *state.State, from uint64, leader, told string) ([]byte, error) {
 	if st.Index <= from && leader == told {
 		return nil, nil
 	}
@@ -63,8 +64,8 @@ func news(st *state.State, from uint64, leader, told string) ([]byte, error) {
 	return json.Marshal(u)
 }
 
-// untilNews waits for a change or the next heartbeat, and for followGap after something was told.
-func (c *Cluster) untilNews(ctx context.Context, changed, turn <-chan struct{}, told bool) error {
+// awaitChange waits for a change or the next heartbeat. If the last message had data, it also waits for followGap.
+func (c *Cluster) awaitChange(ctx context.Context, changed, turn <-chan struct{}, told bool) error {
 	beat, gap := time.NewTimer(followHeartbeat), time.NewTimer(followGap)
 	defer beat.Stop()
 	defer gap.Stop()
@@ -76,7 +77,7 @@ func (c *Cluster) untilNews(ctx context.Context, changed, turn <-chan struct{}, 
 	case <-ctx.Done():
 		return fmt.Errorf("follow: %w", context.Cause(ctx))
 	case <-c.done:
-		return c.ended()
+		return c.endError()
 	}
 	if !told {
 		return nil
@@ -89,24 +90,24 @@ func (c *Cluster) untilNews(ctx context.Context, changed, turn <-chan struct{}, 
 	}
 }
 
-// copied is a state as a follower has it. It keeps the bytes too: they hold the fields that this version does not know, and a newer
-// version that is started on the data dir finds them there.
-type copied struct {
+// stateCopy is a follower's copy of the state. It keeps the bytes too, because they contain fields that this version
+// does not know: a newer version that is started on the data dir finds them there.
+type stateCopy struct {
 	state *state.State
 	data  []byte
-	newer string // what was passed over; "" = nothing
+	newer string // the first unknown field; "" = none
 }
 
-func decodeCopy(data []byte) (*copied, error) {
+func decodeCopy(data []byte) (*stateCopy, error) {
 	st, newer, err := state.DecodeCopy(data)
 	if err != nil {
 		return nil, err
 	}
-	return &copied{state: st, data: data, newer: newer}, nil
+	return &stateCopy{state: st, data: data, newer: newer}, nil
 }
 
-// decodeUpdate reads what Follow sent; st is nil if only the leader has changed.
-func decodeUpdate(data []byte) (st *copied, leader string, err error) {
+// decodeUpdate reads a message of Follow; st is nil if only the leader has changed.
+func decodeUpdate(data []byte) (st *stateCopy, leader string, err error) {
 	var u update
 	if err := json.Unmarshal(data, &u); err != nil {
 		return nil, "", problem.New(problem.Internal, "decode the state of a control node: %w", err).WithHint("run the same version of dpserve on every node")

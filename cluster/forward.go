@@ -11,31 +11,31 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// ErrNoMajority is in the error of a proposal that found nobody who leads.
+// ErrNoMajority is in the error of a proposal that found no leader.
 var ErrNoMajority = errors.New("no majority of control nodes answers")
 
-// copyOf is what Cluster and Watcher have in common for who wants to reach the leader.
-type copyOf interface {
+// leaderSource is what Cluster and Watcher share: what awaitLeader needs to find the leader.
+type leaderSource interface {
 	State() *state.State
 	LeaderNode() (uid string, known bool)
 	Leadership() <-chan struct{}
-	refusal() error // why nothing can be proposed here, however long one waits
+	refusal() error // why proposals fail here, however long the caller waits
 	closing() <-chan struct{}
 	leaderHint() string
-	find(uid string) state.Node
+	findNode(uid string) state.Node
 }
 
-// forwarder is Config.Forward.
+// forwarder has the type of Config.Forward.
 type forwarder func(ctx context.Context, leader state.Node, c state.Command) (state.Result, error)
 
-// awaitLeader waits until it is known who leads, at most proposeTimeout.
-func awaitLeader(ctx context.Context, s copyOf) (state.Node, error) {
+// awaitLeader waits until this node knows the leader, at most proposeTimeout.
+func awaitLeader(ctx context.Context, s leaderSource) (state.Node, error) {
 	waiting, cancel := context.WithTimeout(ctx, proposeTimeout)
 	defer cancel()
 	for {
 		turn := s.Leadership()
 		if uid, ok := s.LeaderNode(); ok {
-			return s.find(uid), nil
+			return s.findNode(uid), nil
 		}
 		if err := s.refusal(); err != nil {
 			return state.Node{}, err
@@ -44,20 +44,21 @@ func awaitLeader(ctx context.Context, s copyOf) (state.Node, error) {
 		case <-turn:
 		case <-s.closing():
 		case <-waiting.Done():
-			return state.Node{}, nobodyLeads(ctx, s)
+			return state.Node{}, noLeaderError(ctx, s)
 		}
 	}
 }
 
-// nobodyLeads is the end of a wait for a leader. Who gave up on purpose hears that; who ran out of time, why.
-func nobodyLeads(ctx context.Context, s copyOf) error {
+// noLeaderError is the result of a wait for a leader. It is the context's cause if the caller gave up on purpose, and
+// says what to check if the time ran out.
+func noLeaderError(ctx context.Context, s leaderSource) error {
 	if cause := context.Cause(ctx); cause != nil && !errors.Is(cause, context.DeadlineExceeded) {
 		return fmt.Errorf("propose: %w", cause)
 	}
 	return problem.New(problem.Unavailable, "propose: %w", ErrNoMajority).WithHint("%s", s.leaderHint())
 }
 
-// send puts a command to the leader once.
+// send sends a command to the leader once.
 func (f forwarder) send(ctx context.Context, leader state.Node, cmd state.Command) (state.Result, error) {
 	ctx, cancel := context.WithTimeout(ctx, proposeTimeout)
 	defer cancel()
@@ -70,8 +71,8 @@ func (f forwarder) send(ctx context.Context, leader state.Node, cmd state.Comman
 		WithHint("look at the state, then try again")
 }
 
-// find is a node of the state by its UID; one that the state does not have yet has no more than its UID.
-func find(st *state.State, uid string) state.Node {
+// nodeByUID returns a node of the state. For an unknown node the result has only its UID.
+func nodeByUID(st *state.State, uid string) state.Node {
 	for _, n := range st.Nodes {
 		if n.UID == uid {
 			return *n
@@ -80,11 +81,11 @@ func find(st *state.State, uid string) state.Node {
 	return state.Node{UID: uid}
 }
 
-// startThem is the hint for who finds no leader.
-func startThem(st *state.State, voters []string) string {
+// controlNodesHint is the hint for a caller that finds no leader.
+func controlNodesHint(st *state.State, voters []string) string {
 	var names []string
 	for _, uid := range voters {
-		if n := find(st, uid); n.ID != "" {
+		if n := nodeByUID(st, uid); n.ID != "" {
 			names = append(names, n.ID)
 		}
 	}
@@ -95,8 +96,8 @@ func startThem(st *state.State, voters []string) string {
 	return "start the control nodes that are down and look whether they reach each other; these vote: " + strings.Join(names, ", ")
 }
 
-// proposeThere sends a command to the leader and waits until this node has applied it too.
-func (c *Cluster) proposeThere(ctx context.Context, cmd state.Command) (state.Result, error) {
+// proposeAtLeader sends a command to the leader and waits until this node has applied it too.
+func (c *Cluster) proposeAtLeader(ctx context.Context, cmd state.Command) (state.Result, error) {
 	leader, err := awaitLeader(ctx, c)
 	if err != nil {
 		return state.Result{}, err
@@ -106,14 +107,14 @@ func (c *Cluster) proposeThere(ctx context.Context, cmd state.Command) (state.Re
 	}
 	res, err := forwarder(c.cfg.Forward).send(ctx, leader, cmd)
 	if err == nil {
-		c.readOwn(ctx, res)
+		c.awaitApplied(ctx, res)
 	}
 	return res, err
 }
 
-// readOwn gives this node's copy the time to show a command that the leader has acknowledged. A copy that lags is no reason to
-// say that the command failed.
-func (c *Cluster) readOwn(ctx context.Context, res state.Result) {
+// awaitApplied waits until this node's copy shows a command that the leader has acknowledged. A copy that lags does not
+// make the command a failure.
+func (c *Cluster) awaitApplied(ctx context.Context, res state.Result) {
 	ctx, cancel := context.WithTimeout(ctx, proposeTimeout)
 	defer cancel()
 	_ = c.fsm.await(ctx, res.Index)
@@ -121,10 +122,10 @@ func (c *Cluster) readOwn(ctx context.Context, res state.Result) {
 
 func (c *Cluster) closing() <-chan struct{} { return c.done }
 
-func (c *Cluster) refusal() error { return firstError(c.ended(), c.Fault()) }
+func (c *Cluster) refusal() error { return firstError(c.endError(), c.Fault()) }
 
-func (c *Cluster) find(uid string) state.Node {
-	n := find(c.State(), uid)
+func (c *Cluster) findNode(uid string) state.Node {
+	n := nodeByUID(c.State(), uid)
 	if all := c.addresses(uid); len(all) > 0 {
 		n.Address = all[0]
 	}
@@ -141,5 +142,5 @@ func (c *Cluster) leaderHint() string {
 			voters = append(voters, m.UID)
 		}
 	}
-	return startThem(c.State(), voters)
+	return controlNodesHint(c.State(), voters)
 }

@@ -53,7 +53,7 @@ func TestGuardGivesUpAWriteThatHangs(t *testing.T) {
 		require.ErrorIs(t, g.StoreLog(&raft.Log{Index: 2, Term: 1}), ErrDisk)
 		require.ErrorIs(t, g.Set([]byte("key"), nil), ErrDisk)
 		require.ErrorIs(t, g.DeleteRange(1, 1), ErrDisk)
-		g.settled()
+		g.awaitCalls()
 		assert.Equal(t, time.Minute, time.Since(began))
 	})
 }
@@ -93,7 +93,7 @@ func TestSnapshotThatHangsEndsTheRun(t *testing.T) {
 			assert.Fail(t, "the run goes on")
 		}
 		require.ErrorIs(t, sink.Cancel(), ErrDisk)
-		g.settled()
+		g.awaitCalls()
 	})
 }
 
@@ -109,7 +109,7 @@ func TestSnapshotHoldsWhatThisRunHasApplied(t *testing.T) {
 	}
 	f := newFSM()
 	f.ApplyBatch([]*raft.Log{entry(1, "one"), entry(2, "two")})
-	f.begin(func(err error) { t.Error(err) })
+	f.startRun(func(err error) { t.Error(err) })
 	f.Apply(entry(1, "one"))
 	require.Contains(t, f.State().Apps, "two", "readers do not go back")
 	made, err := f.Snapshot()

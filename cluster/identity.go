@@ -14,19 +14,19 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// identityFile says whose data dir this is; it is written before anything else. Only an empty cluster is ever filled in.
+// identityFile names the owner of the data dir. It is written first. Later only an empty cluster may be filled in.
 const identityFile = "cluster.json"
 
-// formatVersion is raised when an older dpserve could no longer read the data dir.
+// formatVersion grows when older versions of dpserve can no longer read the data dir.
 const formatVersion = 1
 
-// fileMode keeps files to their owner.
+// fileMode gives only the owner access.
 const fileMode = 0o600
 
-// Identity is whose data dir it is. The UID is drawn with the data dir: a node that lost its data dir is another node, whatever
-// its name.
+// Identity names the owner of a data dir. The UID is made with the data dir: a node that lost its data dir is a
+// different node, whatever its name is.
 type Identity struct {
-	Cluster string // "" = it belongs to none yet: the node has been named in order to join one
+	Cluster string // "" = none yet: the node has a name in order to join a cluster
 	Node    string
 	UID     string
 }
@@ -36,15 +36,15 @@ type identity struct {
 	Format  int    `json:"format"`
 	Cluster string `json:"cluster"`
 	Node    string `json:"node"`
-	UID     string `json:"uid,omitempty"` // missing in older data dirs: their UID is the node's name, which raft knows them by
+	UID     string `json:"uid,omitempty"` // missing in older data dirs: there it is the node's name, as in raft
 }
 
-// Identify reads a data dir's identity, or draws one that belongs to no cluster yet: what a node says of itself when it joins,
-// every time the same until it has joined. node "" = the data dir's name, or a new one. Refused: a data dir in use, or of
-// another node.
+// Identify reads a data dir's identity, or makes one that belongs to no cluster yet. A node joins under it, so it stays
+// the same until the node has joined. node "" = the data dir's name, or a new one. It refuses a data dir that is in
+// use, or that belongs to another node.
 func Identify(dataDir, node string) (_ Identity, err error) {
 	cfg := Config{DataDir: dataDir, NodeID: node}
-	lock, err := takeDir(dataDir)
+	lock, err := takeDataDir(dataDir)
 	if err != nil {
 		return Identity{}, err
 	}
@@ -56,7 +56,7 @@ func Identify(dataDir, node string) (_ Identity, err error) {
 	return Identity{Cluster: id.Cluster, Node: id.Node, UID: id.UID}, err
 }
 
-// newIdentity fills in what the config leaves open.
+// newIdentity makes the names that the config does not give.
 func newIdentity(cfg Config, cluster string) identity {
 	id := identity{Format: formatVersion, Cluster: cluster, Node: cfg.NodeID, UID: cfg.UID}
 	if id.Node == "" {
@@ -68,7 +68,7 @@ func newIdentity(cfg Config, cluster string) identity {
 	return id
 }
 
-// clusterName is the name of the cluster the node belongs to: as it joined it, or a new one.
+// clusterName returns the name of the cluster that the node joined, or a new one.
 func clusterName(cfg Config) string {
 	if cfg.ClusterID != "" {
 		return cfg.ClusterID
@@ -78,7 +78,7 @@ func clusterName(cfg Config) string {
 
 func randomName() string { return strings.ToLower(rand.Text()) }
 
-// loadIdentity reads the data dir's identity, or makes it; one that is not ours is refused with the reason.
+// loadIdentity reads the data dir's identity or makes it. It refuses an identity that differs from the config.
 func loadIdentity(cfg Config) (identity, error) {
 	id, err := readIdentity(cfg)
 	switch {
@@ -106,19 +106,19 @@ func readIdentity(cfg Config) (identity, error) {
 		return id, problem.New(problem.Conflict, "%s in %s cannot be read: %w", identityFile, cfg.DataDir, err).
 			WithHint("restore the data dir from a backup, or choose an empty --data-dir")
 	}
-	return id.older(), id.check(cfg)
+	return id.withLegacyUID(), id.checkConfig(cfg)
 }
 
-// older fills in what the file of an older version lacks.
-func (id identity) older() identity {
+// withLegacyUID fills in the UID that the file of an older version lacks.
+func (id identity) withLegacyUID() identity {
 	if id.UID == "" {
 		id.UID = id.Node
 	}
 	return id
 }
 
-// check compares the data dir's identity with what the config asks for. Only a node with a UID may be without a cluster.
-func (id identity) check(cfg Config) error {
+// checkConfig compares the data dir's identity with the config. Only a node with a UID may be without a cluster.
+func (id identity) checkConfig(cfg Config) error {
 	switch {
 	case id.Format > formatVersion:
 		return problem.New(problem.Conflict, "data dir %s has format %d, this dpserve knows up to %d", cfg.DataDir, id.Format, formatVersion).
@@ -129,14 +129,14 @@ func (id identity) check(cfg Config) error {
 	case cfg.ClusterID != "" && id.Cluster != "" && cfg.ClusterID != id.Cluster:
 		return problem.New(problem.Conflict, "data dir %s belongs to cluster %s, not %s", cfg.DataDir, id.Cluster, cfg.ClusterID).
 			WithHint("choose another --data-dir, or an empty one to start anew")
-	case cfg.NodeID != "" && cfg.NodeID != id.Node, cfg.UID != "" && cfg.UID != id.older().UID:
+	case cfg.NodeID != "" && cfg.NodeID != id.Node, cfg.UID != "" && cfg.UID != id.withLegacyUID().UID:
 		return problem.New(problem.Conflict, "data dir %s belongs to node %s, not %s", cfg.DataDir, id.Node, cfg.NodeID).
 			WithHint("leave --node-id out, or choose another --data-dir")
 	}
 	return nil
 }
 
-// createIdentity makes and stores an identity. A log without one is the remainder of something else and is not taken over.
+// createIdentity makes and stores an identity. It refuses a log without an identity: that is part of another data dir.
 func createIdentity(cfg Config, cluster string) (identity, error) {
 	if _, err := os.Stat(filepath.Join(cfg.DataDir, raftDir)); err == nil {
 		return identity{}, problem.New(problem.Conflict, "data dir %s has a log but no %s", cfg.DataDir, identityFile).

@@ -15,32 +15,33 @@ import (
 // leadRetry is the pause before a failed step of becoming ready is tried again.
 const leadRetry = 100 * time.Millisecond
 
-// Leader says whether this node leads and has applied all that was committed before it did.
+// Leader reports whether this node leads and has applied everything that was committed before it led.
 func (c *Cluster) Leader() bool { return c.leader.Load() }
 
-// LeaderNode is the UID of the node that leads as far as this node knows; it may have been elected a moment ago and not be ready.
+// LeaderNode returns the UID of the leader as this node knows it. A new leader may not be ready yet.
 func (c *Cluster) LeaderNode() (uid string, known bool) {
 	r := c.run.Load().raft
 	_, id := r.LeaderWithID()
 	if string(id) == c.ident.UID && r.State() != raft.Leader {
-		return "", false // raft was told to stop, and has not come to it: its disk hangs
+		return "", false // raft was told to stop but has not stopped yet: its disk hangs
 	}
 	return string(id), id != ""
 }
 
-// Leadership is closed at the next change of who leads, or of whether this node leads and is ready. Take it before Leader,
-// LeaderNode and Term, or a change in between goes unseen. A leadership that was lost and won again shows as a higher Term.
+// Leadership is closed at the next change of the leader, or of whether this node leads and is ready. Take it before
+// Leader, LeaderNode and Term, or a change in between goes unnoticed. A leadership that was lost and won again has a
+// higher Term.
 func (c *Cluster) Leadership() <-chan struct{} {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.turn
 }
 
-// Term is raft's term: it grows with every election.
+// Term returns raft's term. It grows with every election.
 func (c *Cluster) Term() uint64 { return c.run.Load().raft.CurrentTerm() }
 
-// Barrier waits until everything committed so far is applied here. Only the leader can say so: ErrNotLeader elsewhere.
-func (c *Cluster) Barrier(ctx context.Context) error { return c.submit(ctx, c.barrier).err }
+// Barrier waits until everything committed so far is applied here. Only the leader can do it: ErrNotLeader elsewhere.
+func (c *Cluster) Barrier(ctx context.Context) error { return c.submit(ctx, c.runBarrier).err }
 
 func (c *Cluster) wakeLeadership() {
 	c.mu.Lock()
@@ -49,15 +50,15 @@ func (c *Cluster) wakeLeadership() {
 	c.turn = make(chan struct{})
 }
 
-// watch follows the leadership of one run to its end. It is the only writer of leader and ready.
-func (c *Cluster) watch(r *run) {
-	defer c.follow()
+// watchLeadership follows the leadership of one run to its end. Only it writes leader and ready.
+func (c *Cluster) watchLeadership(r *run) {
+	defer c.clearReady()
 	for {
 		select {
 		case won := <-r.lead:
-			c.follow()
+			c.clearReady()
 			if won {
-				c.takeOver(r)
+				c.becomeReady(r)
 			}
 		case <-r.seen:
 			c.wakeLeadership()
@@ -67,8 +68,8 @@ func (c *Cluster) watch(r *run) {
 	}
 }
 
-// follow takes readiness back.
-func (c *Cluster) follow() {
+// clearReady records that this node does not lead, or is not ready.
+func (c *Cluster) clearReady() {
 	if c.leader.Swap(false) {
 		c.log.Debug("leads no longer", "room", "cluster")
 	}
@@ -82,11 +83,11 @@ func (c *Cluster) follow() {
 	c.wakeLeadership()
 }
 
-// takeOver makes a fresh leader ready: all that was committed before is applied first, then the cluster gets its name.
-func (c *Cluster) takeOver(r *run) {
+// becomeReady makes a new leader ready: it applies everything that was committed before, then names the cluster.
+func (c *Cluster) becomeReady(r *run) {
 	warned := false
-	for r.raft.State() == raft.Leader && c.ended() == nil {
-		err := c.lead()
+	for r.raft.State() == raft.Leader && c.endError() == nil {
+		err := c.prepareLeadership()
 		if err == nil {
 			c.setReady(r)
 			return
@@ -96,22 +97,22 @@ func (c *Cluster) takeOver(r *run) {
 			c.end(err)
 			return
 		}
-		if !warned && !errors.Is(err, ErrNotLeader) { // that it hands over meanwhile is no fault
+		if !warned && !errors.Is(err, ErrNotLeader) { // a leader that hands over meanwhile is no fault
 			c.log.Warn("leader not ready yet", "room", "cluster", "err", err)
 			warned = true
 		}
-		r.pause()
+		r.waitRetry()
 	}
 }
 
-func (r *run) pause() {
+func (r *run) waitRetry() {
 	select {
 	case <-time.After(leadRetry):
 	case <-r.over:
 	}
 }
 
-// setReady lets everybody who waits go on.
+// setReady wakes everything that waits for the leader to be ready.
 func (c *Cluster) setReady(r *run) {
 	c.log.Debug("leads", "room", "cluster", "term", r.raft.CurrentTerm())
 	c.leader.Store(true)
@@ -122,9 +123,9 @@ func (c *Cluster) setReady(r *run) {
 	c.wakeLeadership()
 }
 
-// lead applies the past (a new leader's state is old until a Barrier, TRAPS 10) and gives the cluster what it lacks: its name,
-// its secret, and its authority where nodes may join.
-func (c *Cluster) lead() error {
+// prepareLeadership applies all committed entries, because the state of a new leader is old until a Barrier. Then it
+// gives the cluster what it lacks: its name, its secret, and its authority if nodes may join.
+func (c *Cluster) prepareLeadership() error {
 	ctx, cancel := context.WithTimeout(context.Background(), proposeTimeout)
 	defer cancel()
 	if err := c.Barrier(ctx); err != nil {
@@ -137,12 +138,12 @@ func (c *Cluster) lead() error {
 	case st.Cluster != "" && len(st.Secret) > 0 && (c.cfg.Secrets == nil || len(st.Secrets.Authority) > 0):
 		return nil
 	}
-	_, err := c.ProposeHere(ctx, c.founding())
+	_, err := c.ProposeHere(ctx, c.initCommand())
 	return err
 }
 
-// founding is the first command of a cluster; an older one keeps what it has.
-func (c *Cluster) founding() state.Command {
+// initCommand returns the first command of a cluster. A cluster that has some of its values keeps them.
+func (c *Cluster) initCommand() state.Command {
 	first := &state.Init{Cluster: c.ident.Cluster, Secret: newSecret()}
 	if c.cfg.Secrets != nil {
 		first.Secrets, first.LeaseTTL = c.cfg.Secrets(), c.cfg.LeaseTTL.Milliseconds()

@@ -12,18 +12,18 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// lockFile is held by the process that uses the data dir. The kernel frees it when the process dies, however it dies.
+// lockFile is locked by the process that uses the data dir. The kernel unlocks it when the process ends, in any way.
 const lockFile = "lock"
 
-// takeDir makes the data dir if there is none and takes it for this process. Closing the result gives it back.
-func takeDir(dir string) (io.Closer, error) {
+// takeDataDir makes the data dir if there is none and locks it for this process. Closing the result unlocks it.
+func takeDataDir(dir string) (io.Closer, error) {
 	if err := os.MkdirAll(dir, dirMode); err != nil {
 		return nil, problem.New(problem.InvalidArgument, "make data dir: %w", err).WithHint("choose a --data-dir that you may write to")
 	}
 	return lockDir(dir)
 }
 
-// lockWait is how long a lock may outlive its process: until the last child that it forked has become another program.
+// lockWait is how long a lock may outlive its process: until its last forked child has executed another program.
 const lockWait = 500 * time.Millisecond
 
 func lock(f *os.File) error {
@@ -35,7 +35,7 @@ func lock(f *os.File) error {
 	}
 }
 
-// lockDir takes the data dir for this process. Closing the result gives it back.
+// lockDir locks the data dir for this process. Closing the result unlocks it.
 func lockDir(dir string) (io.Closer, error) {
 	f, err := os.OpenFile(filepath.Join(dir, lockFile), os.O_CREATE|os.O_RDWR, fileMode) //nolint:gosec // the operator's own data dir
 	if err != nil {

@@ -12,7 +12,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// Sentinels for errors.Is; users see them inside a *problem.Error with code Unavailable.
+// Sentinels for errors.Is. Users see them inside a *problem.Error with code Unavailable.
 var (
 	ErrNotLeader      = errors.New("this node is not the leader")
 	ErrClosed         = errors.New("cluster is closed")
@@ -23,10 +23,10 @@ func errClosed() error {
 	return problem.New(problem.Unavailable, "propose: %w", ErrClosed).WithHint("dpserve is stopping; start it again")
 }
 
-// Propose puts a command through consensus and returns what state.Apply made of it: its result, or its typed error as it is. A
-// node that does not lead sends it to the leader, once. The command is durable when Propose returns nil, and this node has
-// applied it. When ctx ends first, the error is ctx's cause and the command may still be applied later: propose only commands
-// that are safe to repeat (they carry expected revisions or epochs).
+// Propose puts a command through consensus and returns the result or the unchanged typed error of state.Apply. A node
+// that does not lead sends the command to the leader once. If Propose returns nil, the command is durable and this node
+// has applied it. If ctx ends first, the error is ctx's cause and the command may still be applied later: propose only
+// commands that are safe to repeat, with an expected revision or epoch.
 func (c *Cluster) Propose(ctx context.Context, cmd state.Command) (state.Result, error) {
 	cmd, err := c.State().Readable(cmd)
 	if err != nil {
@@ -36,11 +36,12 @@ func (c *Cluster) Propose(ctx context.Context, cmd state.Command) (state.Result,
 	if c.cfg.Forward == nil || !errors.Is(err, ErrNotLeader) {
 		return res, err
 	}
-	return c.proposeThere(ctx, cmd)
+	return c.proposeAtLeader(ctx, cmd)
 }
 
-// ProposeHere is Propose for a node that takes itself for the leader: it is never sent on. ErrNotLeader: nothing was done. What a control
-// node could not read is not proposed (state.ErrControlTooOld): its run would end.
+// ProposeHere is Propose on the node that takes itself for the leader: it never forwards. ErrNotLeader: nothing was
+// done. It refuses a command that some control node could not read (state.ErrControlTooOld), because that node would
+// leave consensus.
 func (c *Cluster) ProposeHere(ctx context.Context, cmd state.Command) (state.Result, error) {
 	cmd, err := c.State().Readable(cmd)
 	if err != nil {
@@ -51,48 +52,48 @@ func (c *Cluster) ProposeHere(ctx context.Context, cmd state.Command) (state.Res
 		return state.Result{}, err
 	}
 	started := time.Now()
-	a := c.submit(ctx, func() applied { return c.commit(ctx, data) })
+	a := c.submit(ctx, func() applyResult { return c.applyCommand(ctx, data) })
 	c.cfg.ApplySeconds(time.Since(started))
 	return a.result, a.err
 }
 
-// submit runs a call of raft, which no context can end, in a goroutine of its own, and waits for its answer, ctx or Close.
-// The goroutine ends when raft answers; Close waits for it.
-func (c *Cluster) submit(ctx context.Context, call func() applied) applied {
-	if err := c.enter(ctx); err != nil {
-		return applied{err: err}
+// submit makes a call of raft, which no context can end, in a goroutine. It waits for the answer, ctx or Close. The
+// goroutine ends when raft answers; Close waits for it.
+func (c *Cluster) submit(ctx context.Context, call func() applyResult) applyResult {
+	if err := c.takeSlot(ctx); err != nil {
+		return applyResult{err: err}
 	}
-	answer := make(chan applied, 1)
+	answer := make(chan applyResult, 1)
 	go func() {
-		defer c.leave()
+		defer c.freeSlot()
 		answer <- call()
 	}()
 	select {
 	case a := <-answer:
 		return a
 	case <-ctx.Done():
-		return applied{err: fmt.Errorf("propose: %w", context.Cause(ctx))}
+		return applyResult{err: fmt.Errorf("propose: %w", context.Cause(ctx))}
 	case <-c.done:
-		return applied{err: c.ended()}
+		return applyResult{err: c.endError()}
 	}
 }
 
-// barrier waits until everything committed so far is applied.
-func (c *Cluster) barrier() applied {
+// runBarrier waits until everything committed so far is applied.
+func (c *Cluster) runBarrier() applyResult {
 	if err := c.run.Load().raft.Barrier(proposeTimeout).Error(); err != nil {
-		return applied{err: c.proposeError(err)}
+		return applyResult{err: c.proposeError(err)}
 	}
-	return applied{}
+	return applyResult{}
 }
 
-// enter takes a slot; leave gives it back.
-func (c *Cluster) enter(ctx context.Context) error {
+// takeSlot takes a slot; freeSlot frees it.
+func (c *Cluster) takeSlot(ctx context.Context) error {
 	select {
 	case c.slots <- struct{}{}:
 	case <-ctx.Done():
 		return fmt.Errorf("propose: %w", context.Cause(ctx))
 	case <-c.done:
-		return c.ended()
+		return c.endError()
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -104,20 +105,20 @@ func (c *Cluster) enter(ctx context.Context) error {
 	return nil
 }
 
-func (c *Cluster) leave() {
+func (c *Cluster) freeSlot() {
 	<-c.slots
 	c.proposals.Done()
 }
 
-// commit hands the command to raft, which batches what waits, and waits for it to be applied.
-func (c *Cluster) commit(ctx context.Context, data []byte) applied {
+// applyCommand gives the command to raft, which batches waiting commands, and waits until it is applied.
+func (c *Cluster) applyCommand(ctx context.Context, data []byte) applyResult {
 	f := c.run.Load().raft.Apply(data, enqueueTimeout(ctx))
 	if err := f.Error(); err != nil {
-		return applied{err: c.proposeError(err)}
+		return applyResult{err: c.proposeError(err)}
 	}
-	a, ok := f.Response().(applied)
+	a, ok := f.Response().(applyResult)
 	if !ok {
-		return applied{err: problem.New(problem.Internal, "propose: raft answered %T", f.Response())}
+		return applyResult{err: problem.New(problem.Internal, "propose: raft answered %T", f.Response())}
 	}
 	return a
 }
@@ -131,8 +132,8 @@ func enqueueTimeout(ctx context.Context) time.Duration {
 	return max(time.Millisecond, min(time.Until(deadline), proposeTimeout))
 }
 
-// faultOf is the disk's part in an error of raft; nil: none.
-func (c *Cluster) faultOf(err error) error {
+// diskFault returns the fault of the disk behind an error of raft; nil if there is none.
+func (c *Cluster) diskFault(err error) error {
 	switch {
 	case errors.Is(err, ErrDisk):
 		return c.diskProblem(err)
@@ -142,9 +143,9 @@ func (c *Cluster) faultOf(err error) error {
 	return nil
 }
 
-// proposeError turns raft's errors into ours. Where nothing was done it is ErrNotLeader; where the disk is at fault, that.
+// proposeError turns raft's errors into ours: the disk's fault, ErrNotLeader if nothing was done, or another.
 func (c *Cluster) proposeError(err error) error {
-	if fault := c.faultOf(err); fault != nil {
+	if fault := c.diskFault(err); fault != nil {
 		return fault
 	}
 	switch {

@@ -63,7 +63,7 @@ func TestRaftTellsTwoShortAbsencesApart(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l, out := newTestLog(slog.LevelInfo)
 		answered := time.Time{}
-		l.answered = func(string) time.Time { return answered }
+		l.lastAnswer = func(string) time.Time { return answered }
 		fail := func() {
 			l.Error("failed to heartbeat to", "peer", raft.ServerAddress("uid3"), "error", errors.New("refused"))
 		}
@@ -95,14 +95,14 @@ func TestRaftPeerOfANewerTermHasAnswered(t *testing.T) {
 // TestNetworkKnowsWhoAnswered: a node has answered when it took a heartbeat and entries; either alone is not enough.
 func TestNetworkKnowsWhoAnswered(t *testing.T) {
 	n := &network{logs: map[raft.ServerID]logEnd{}}
-	assert.Zero(t, n.answered("uid3"))
+	assert.Zero(t, n.lastAnswer("uid3"))
 	early, late := time.Unix(100, 0), time.Unix(200, 0)
 	n.logs["uid3"] = logEnd{beat: late}
-	assert.Zero(t, n.answered("uid3"), "a disk that hangs answers heartbeats")
+	assert.Zero(t, n.lastAnswer("uid3"), "a disk that hangs answers heartbeats")
 	n.logs["uid3"] = logEnd{beat: late, entries: early}
-	assert.Equal(t, early, n.answered("uid3"))
+	assert.Equal(t, early, n.lastAnswer("uid3"))
 	n.logs["uid3"] = logEnd{beat: early, entries: late}
-	assert.Equal(t, early, n.answered("uid3"))
+	assert.Equal(t, early, n.lastAnswer("uid3"))
 }
 
 // TestRaftErrorsOfOtherKinds: a connection that its other end closed is none, nor is a transport that was told to stop; any other error is

@@ -9,11 +9,12 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// Ready waits until this node's copy of the state holds all that was committed when it was asked: on the leader by a Barrier, on
-// others by a command that the leader answers and that changes nothing. Until then State may be older than what was
-// acknowledged before a restart: grant nothing from it (TRAPS 10). ErrUnreadable: this version cannot read what was committed.
+// Ready waits until this node's copy of the state has everything that was committed before the call: on the leader by a
+// Barrier, on other nodes by a command that changes nothing. Before that, State may be older than what was acknowledged
+// before a restart: grant nothing from it, or a rank might be granted twice. ErrUnreadable: this version cannot read
+// what was committed.
 func (c *Cluster) Ready(ctx context.Context) error {
-	if err := c.ended(); err != nil {
+	if err := c.endError(); err != nil {
 		return err
 	}
 	for {
@@ -37,7 +38,7 @@ func (c *Cluster) Ready(ctx context.Context) error {
 	}
 }
 
-// awaitTurn waits for another leadership, or for retry.
+// awaitTurn waits for a change of the leadership, or for retry.
 func (c *Cluster) awaitTurn(ctx context.Context, turn <-chan struct{}, retry <-chan time.Time) error {
 	select {
 	case <-turn:
@@ -47,7 +48,7 @@ func (c *Cluster) awaitTurn(ctx context.Context, turn <-chan struct{}, retry <-c
 	case <-ctx.Done():
 		return problem.New(problem.Timeout, "wait for a leader: %w", context.Cause(ctx)).WithHint("%s", c.leaderHint())
 	case <-c.done:
-		return c.ended()
+		return c.endError()
 	}
 }
 
@@ -58,7 +59,7 @@ func (c *Cluster) catchUp(ctx context.Context) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, proposeTimeout)
 	defer cancel()
-	res, err := c.proposeThere(ctx, state.Command{Init: &state.Init{Cluster: c.ident.Cluster}})
+	res, err := c.proposeAtLeader(ctx, state.Command{Init: &state.Init{Cluster: c.ident.Cluster}})
 	if err != nil {
 		return err
 	}

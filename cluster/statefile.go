@@ -11,12 +11,13 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// stateFile is what a Watcher knew last.
+// stateFile is the last state of a Watcher.
 const stateFile = "state.json"
 
-// loadState reads the state of the last time. Without one that can be used it is an empty one: the control nodes have a newer.
-func loadState(dataDir, cluster string) (*copied, error) {
-	none := &copied{state: state.New()}
+// loadState reads the saved state. If it cannot be used, the result is an empty state: the control nodes have a newer
+// one.
+func loadState(dataDir, cluster string) (*stateCopy, error) {
+	none := &stateCopy{state: state.New()}
 	if dataDir == "" {
 		return none, nil
 	}

@@ -21,7 +21,7 @@ func TestEntriesAreNotPipelined(t *testing.T) {
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	n := newNetwork(Config{Layer: nowhere{listener}, Log: slog.New(slog.DiscardHandler)}, "uid", func(string) []string { return nil }, func(string) string { return "" })
-	defer n.shut()
+	defer n.closeAll()
 	_, err = n.AppendEntriesPipeline("other", "other")
 	require.ErrorIs(t, err, raft.ErrPipelineReplicationNotSupported)
 }
