@@ -9,15 +9,16 @@ import (
 // New returns the empty state of a cluster that has no name yet.
 func New() *State {
 	return &State{
-		Apps: map[string]*App{}, Units: map[string]*Unit{}, Epochs: map[string]uint64{}, Revisions: map[string]uint64{},
-		Nodes: map[string]*Node{}, Tokens: map[string]*Token{},
+		Apps: map[string]*App{}, Units: map[string]*Unit{}, Epochs: map[string]uint64{},
+		Revisions: map[string]uint64{},
+		Nodes:     map[string]*Node{}, Tokens: map[string]*Token{},
 	}
 }
 
 // Apply carries out one committed command, whole or not at all. It is deterministic: the same commands in the
-// same order give the same state on every node. The error is a typed refusal: a *problem.Error that wraps one of
-// the Err… values of this package. A refused command changes nothing but Index. Apply never writes into an App,
-// Unit, Node or Token: it stores a new one, so that clones stay unchanged.
+// same order give the same state on every node. The error is a typed refusal: a *problem.Error that wraps one
+// of the Err… values of this package. A refused command changes nothing but Index. Apply never writes into an
+// App, Unit, Node or Token: it stores a new one, so that clones stay unchanged.
 func (s *State) Apply(index uint64, c *Command) (Result, error) {
 	s.Index = index
 	if err := c.check(); err != nil {
@@ -71,17 +72,18 @@ func (s *State) applyNodes(c *Command) (Result, error) {
 	}
 }
 
-// Clone returns a snapshot for readers. It is cheap: clones share apps, units, nodes and tokens, because Apply
-// replaces these records and never writes into them.
+// Clone returns a snapshot for readers. It is cheap: clones share apps, units, nodes and tokens, because
+// Apply replaces these records and never writes into them.
 func (s *State) Clone() *State {
 	c := *s
-	c.Apps, c.Units, c.Epochs, c.Revisions = maps.Clone(s.Apps), maps.Clone(s.Units), maps.Clone(s.Epochs), maps.Clone(s.Revisions)
+	c.Apps, c.Units, c.Epochs, c.Revisions = maps.Clone(s.Apps), maps.Clone(s.Units), maps.Clone(s.Epochs),
+		maps.Clone(s.Revisions)
 	c.Nodes, c.Tokens = maps.Clone(s.Nodes), maps.Clone(s.Tokens)
 	return &c
 }
 
-// Public returns a snapshot for nodes that take no part in consensus. It leaves out what only control nodes may
-// know (Secrets, Tokens). It keeps Secret, because ingresses hash with it.
+// Public returns a snapshot for nodes that take no part in consensus. It leaves out what only control nodes
+// may know (Secrets, Tokens). It keeps Secret, because ingresses hash with it.
 func (s *State) Public() *State {
 	c := s.Clone()
 	c.Secrets, c.Tokens = Secrets{}, map[string]*Token{}
@@ -93,11 +95,14 @@ func (s *State) init(c *Init) error {
 	case c.Cluster == "":
 		return problem.New(problem.InvalidArgument, "init: %w: the cluster id is empty", ErrBadCommand)
 	case c.LeaseTTL < 0:
-		return problem.New(problem.InvalidArgument, "init: %w: a lease lasts %d ms", ErrBadCommand, c.LeaseTTL)
+		return problem.New(problem.InvalidArgument, "init: %w: a lease lasts %d ms", ErrBadCommand,
+			c.LeaseTTL)
 	case (len(c.Authority) == 0) != (len(c.AuthorityKey) == 0):
-		return problem.New(problem.InvalidArgument, "init: %w: an authority comes with its key", ErrBadCommand)
+		return problem.New(problem.InvalidArgument, "init: %w: an authority comes with its key",
+			ErrBadCommand)
 	case s.Cluster != "" && s.Cluster != c.Cluster:
-		return problem.New(problem.Conflict, "init: %w: this is %s, not %s", ErrWrongCluster, s.Cluster, c.Cluster).
+		return problem.New(problem.Conflict, "init: %w: this is %s, not %s", ErrWrongCluster, s.Cluster,
+			c.Cluster).
 			WithHint("use another --data-dir for another cluster")
 	}
 	s.Cluster = c.Cluster

@@ -53,11 +53,13 @@ func (s *State) putApp(next map[string]*App, spec *AppSpec, expect map[string]ui
 		return false, err
 	}
 	if next[spec.Name] != old {
-		return false, problem.New(problem.InvalidArgument, "put apps: %w: application %q is listed twice", ErrBadCommand, spec.Name)
+		return false, problem.New(problem.InvalidArgument, "put apps: %w: application %q is listed twice",
+			ErrBadCommand, spec.Name)
 	}
 	canonical, err := compact(spec.Spec)
 	if err != nil {
-		return false, problem.New(problem.InvalidArgument, "put apps: %w: spec of application %q is not JSON", ErrBadCommand, spec.Name)
+		return false, problem.New(problem.InvalidArgument, "put apps: %w: spec of application %q is not JSON",
+			ErrBadCommand, spec.Name)
 	}
 	if old != nil && old.Deleting {
 		return false, problem.New(problem.Conflict, "put apps: application %q: %w", spec.Name, ErrDeleting).
@@ -66,7 +68,8 @@ func (s *State) putApp(next map[string]*App, spec *AppSpec, expect map[string]ui
 	if old != nil && bytes.Equal(old.Spec, canonical) {
 		return false, nil
 	}
-	a := &App{Name: spec.Name, Revision: s.lastRevision(spec.Name) + 1, ChangedAt: s.Revision + 1, Spec: canonical, Names: slices.Clone(spec.Names), Route: spec.Route}
+	a := &App{Name: spec.Name, Revision: s.lastRevision(spec.Name) + 1, ChangedAt: s.Revision + 1,
+		Spec: canonical, Names: slices.Clone(spec.Names), Route: spec.Route}
 	if old != nil {
 		a.Revision, a.Previous = old.Revision+1, old.Spec
 	}
@@ -86,11 +89,14 @@ func checkExpect(name string, old *App, expect map[string]uint64) error {
 	if have == want {
 		return nil
 	}
-	return problem.New(problem.Conflict, "put apps: %w: application %q is at revision %d, the change was made for revision %d",
-		ErrStaleRevision, name, have, want).WithHint("look at what changed (dpserve status %s), then deploy again", name)
+	return problem.New(problem.Conflict,
+		"put apps: %w: application %q is at revision %d, the change was made for revision %d",
+		ErrStaleRevision, name, have, want).
+		WithHint("look at what changed (dpserve status %s), then deploy again", name)
 }
 
-// compact returns the canonical form of a spec: the JSON of raft and of the proposer may differ in white space.
+// compact returns the canonical form of a spec: the JSON of raft and of the proposer may differ in white
+// space.
 func compact(spec json.RawMessage) (json.RawMessage, error) {
 	var b bytes.Buffer
 	if err := json.Compact(&b, spec); err != nil {
@@ -121,8 +127,8 @@ func markDeleting(a *App) *App {
 	return &d
 }
 
-// checkNames refuses a model name, or a route other than "/", that two applications share. Applications that are
-// being deleted do not count.
+// checkNames refuses a model name, or a route other than "/", that two applications share. Applications that
+// are being deleted do not count.
 func checkNames(apps map[string]*App) error {
 	names, routes := map[string]string{}, map[string]string{}
 	for _, app := range slices.Sorted(maps.Keys(apps)) {
@@ -132,13 +138,17 @@ func checkNames(apps map[string]*App) error {
 		}
 		for _, n := range a.Names {
 			if other, taken := names[n]; taken && other != app {
-				return problem.New(problem.Conflict, "put apps: %w: applications %q and %q both serve the model %q", ErrNameTaken, other, app, n).
+				return problem.New(problem.Conflict,
+					"put apps: %w: applications %q and %q both serve the model %q", ErrNameTaken, other, app,
+					n).
 					WithHint("give one of them another model.id, alias or adapter id")
 			}
 			names[n] = app
 		}
 		if other, taken := routes[a.Route]; taken && a.Route != rootRoute {
-			return problem.New(problem.Conflict, "put apps: %w: applications %q and %q both have route_prefix %s", ErrRouteTaken, other, app, a.Route).
+			return problem.New(problem.Conflict,
+				"put apps: %w: applications %q and %q both have route_prefix %s", ErrRouteTaken, other, app,
+				a.Route).
 				WithHint("give one of them another route_prefix; only / may be shared")
 		}
 		routes[a.Route] = app
@@ -166,11 +176,13 @@ func (s *State) forgetApp(c *ForgetApp) error {
 		return s.unknownAppError("forget app", c.Name)
 	}
 	if !a.Deleting {
-		return problem.New(problem.Conflict, "forget app: application %q: %w", c.Name, ErrNotDeleting).WithHint("delete it first")
+		return problem.New(problem.Conflict, "forget app: application %q: %w", c.Name, ErrNotDeleting).
+			WithHint("delete it first")
 	}
 	for _, id := range slices.Sorted(maps.Keys(s.Units)) {
 		if s.Units[id].App == c.Name {
-			return problem.New(problem.Conflict, "forget app: %w: %s is not released", ErrUnitsLeft, id).WithHint("wait until its processes are gone")
+			return problem.New(problem.Conflict, "forget app: %w: %s is not released", ErrUnitsLeft, id).
+				WithHint("wait until its processes are gone")
 		}
 	}
 	delete(s.Apps, c.Name)
@@ -182,19 +194,21 @@ func (s *State) forgetApp(c *ForgetApp) error {
 // maxGoneNames bounds the names of removed applications, and of removed units, that the state keeps.
 const maxGoneNames = 1024
 
-// dropOldNames drops names of removed applications and units above maxGoneNames, the lowest numbers first. A name
-// without an entry counts as having the floor's number. The floor is at least as high as every dropped number, so
-// no name comes back with a number that it had before.
+// dropOldNames drops names of removed applications and units above maxGoneNames, the lowest numbers first. A
+// name without an entry counts as having the floor's number. The floor is at least as high as every dropped
+// number, so no name comes back with a number that it had before.
 func (s *State) dropOldNames() {
 	gone := func(unit string) bool {
 		app, _, _ := strings.Cut(unit, "/")
 		return s.Units[unit] == nil && s.Apps[app] == nil
 	}
 	s.EpochFloor = max(s.EpochFloor, dropLowest(s.Epochs, gone))
-	s.RevisionFloor = max(s.RevisionFloor, dropLowest(s.Revisions, func(app string) bool { return s.Apps[app] == nil }))
+	s.RevisionFloor = max(s.RevisionFloor, dropLowest(s.Revisions,
+		func(app string) bool { return s.Apps[app] == nil }))
 }
 
-// dropLowest drops all but maxGoneNames of the entries that may go and returns the highest number that it dropped.
+// dropLowest drops all but maxGoneNames of the entries that may go and returns the highest number that it
+// dropped.
 func dropLowest(of map[string]uint64, mayGo func(name string) bool) (highest uint64) {
 	var names []string
 	for name := range of {
@@ -205,7 +219,10 @@ func dropLowest(of map[string]uint64, mayGo func(name string) bool) (highest uin
 	if len(names) <= maxGoneNames {
 		return 0
 	}
-	slices.SortFunc(names, func(a, b string) int { return cmp.Or(cmp.Compare(of[a], of[b]), cmp.Compare(a, b)) })
+	slices.SortFunc(names, func(a, b string) int {
+		return cmp.Or(cmp.Compare(of[a], of[b]),
+			cmp.Compare(a, b))
+	})
 	for _, name := range names[:len(names)-maxGoneNames] {
 		highest = max(highest, of[name])
 		delete(of, name)

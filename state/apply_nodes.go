@@ -9,7 +9,8 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// maxRemoved bounds the list of removed nodes. The state forgets the oldest entry first, and only after RemovedFor.
+// maxRemoved bounds the list of removed nodes. The state forgets the oldest entry first, and only after
+// RemovedFor.
 const maxRemoved = 4096
 
 // Has reports whether the node has a role.
@@ -46,12 +47,15 @@ func (s *State) putNode(c *PutNode) (Result, error) {
 	return s.setNode(n), nil
 }
 
-// acceptsKey reports whether a key may belong to the node: it is the node's own, or the node's key is not known.
+// acceptsKey reports whether a key may belong to the node: it is the node's own, or the node's key is not
+// known.
 func (n *Node) acceptsKey(key string) bool { return n.Key == "" || n.Key == key }
 
 func keyMismatchError(verb, id string) error {
-	return problem.New(problem.Conflict, "%s: %w: %q belongs to a node with another key", verb, ErrNodeTaken, id).
-		WithHint("if its pki folder is lost, remove the node and join with an empty --data-dir and a new token")
+	return problem.New(problem.Conflict, "%s: %w: %q belongs to a node with another key", verb, ErrNodeTaken,
+		id).
+		WithHint("if its pki folder is lost, remove the node and join with an empty --data-dir and a " +
+			"new token")
 }
 
 // SameRoles reports whether two lists name the same roles, in any order.
@@ -61,7 +65,8 @@ func SameRoles[R ~string](a, b []R) bool {
 }
 
 func rolesFixedError(old *Node, now []Role) error {
-	return problem.New(problem.Conflict, "put node: %w: %q has joined with roles %v, not %v", ErrRolesFixed, old.ID, old.Roles, now).
+	return problem.New(problem.Conflict, "put node: %w: %q has joined with roles %v, not %v", ErrRolesFixed,
+		old.ID, old.Roles, now).
 		WithHint("let it leave (`dpserve leave`) and join again with an empty --data-dir")
 }
 
@@ -75,8 +80,8 @@ func (s *State) nodeByUID(uid string) *Node {
 	return nil
 }
 
-// normalize returns a copy in the form that the state keeps: equal to what JSON gives back, and without the fields
-// that the cluster decides.
+// normalize returns a copy in the form that the state keeps: equal to what JSON gives back, and without the
+// fields that the cluster decides.
 func (n Node) normalize() *Node {
 	n.Lost, n.Reason, n.Draining, n.DrainBy = false, "", false, 0
 	n.Roles, n.Offer.Devices = slices.Clone(n.Roles), slices.Clone(n.Offer.Devices)
@@ -119,11 +124,13 @@ func (s *State) checkIdentity(n *Node) error {
 	}
 	if old := s.Nodes[n.ID]; old != nil && old.UID != n.UID {
 		return problem.New(problem.Conflict, "put node: %w: %q is held by another node", ErrNodeTaken, n.ID).
-			WithHint("join under another --node-id, or remove the old node first: dpserve nodes remove %s", n.ID)
+			WithHint("join under another --node-id, or remove the old node first: dpserve nodes remove %s",
+				n.ID)
 	}
 	for id, other := range s.Nodes {
 		if other.UID == n.UID && id != n.ID {
-			return problem.New(problem.Conflict, "put node: %w: this data dir belongs to node %q, not %q", ErrNodeTaken, id, n.ID).
+			return problem.New(problem.Conflict, "put node: %w: this data dir belongs to node %q, not %q",
+				ErrNodeTaken, id, n.ID).
 				WithHint("start it with --node-id %s, or with another --data-dir", id)
 		}
 	}
@@ -131,7 +138,8 @@ func (s *State) checkIdentity(n *Node) error {
 }
 
 func removedNodeError(verb, id string) error {
-	return problem.New(problem.PermissionDenied, "%s: %w: %q does not come back with this data dir", verb, ErrNodeRemoved, id).
+	return problem.New(problem.PermissionDenied, "%s: %w: %q does not come back with this data dir", verb,
+		ErrNodeRemoved, id).
 		WithHint("join with a new --data-dir and a new token")
 }
 
@@ -153,7 +161,8 @@ func (s *State) findNode(verb, id, uid string) (*Node, error) {
 }
 
 func unknownNodeError(verb, id string) error {
-	return problem.New(problem.NotFound, "%s: %w %q", verb, ErrUnknownNode, id).WithHint("list the nodes with dpserve nodes")
+	return problem.New(problem.NotFound, "%s: %w %q", verb, ErrUnknownNode, id).
+		WithHint("list the nodes with dpserve nodes")
 }
 
 // nodeLost records that a node was silent for too long. The first reason stays.
@@ -215,9 +224,12 @@ func (s *State) recordRemoved(uid string, now int64) error {
 		at = map[string]int64{}
 	}
 	if len(removed) > maxRemoved {
-		if until := time.UnixMilli(at[removed[0]]).Add(RemovedFor); now > 0 && time.UnixMilli(now).Before(until) {
-			return problem.New(problem.Conflict, "remove node: %w: %d since %s", ErrTooManyRemoved, maxRemoved, until.Add(-RemovedFor).UTC().Format(time.RFC3339)).
-				WithHint("try again after %s: until then the certificate of the first of them is good, so it must stay known", until.UTC().Format(time.RFC3339))
+		if until := time.UnixMilli(at[removed[0]]).Add(RemovedFor); now > 0 &&
+			time.UnixMilli(now).Before(until) {
+			return problem.New(problem.Conflict, "remove node: %w: %d since %s", ErrTooManyRemoved,
+				maxRemoved, until.Add(-RemovedFor).UTC().Format(time.RFC3339)).
+				WithHint("try again after %s: until then the certificate of the first of them is good, so "+
+					"it must stay known", until.UTC().Format(time.RFC3339))
 		}
 		delete(at, removed[0])
 		removed = removed[1:]
@@ -232,14 +244,15 @@ func (s *State) recordRemoved(uid string, now int64) error {
 	return nil
 }
 
-// checkRemoveNode checks what Apply demands of a removal: the node is known, it is not the last control node, and
-// it has no units unless it is lost.
+// checkRemoveNode checks what Apply demands of a removal: the node is known, it is not the last control node,
+// and it has no units unless it is lost.
 func (s *State) checkRemoveNode(id string) error {
 	if err := s.CheckLeave(id); err != nil {
 		return err
 	}
 	if left := s.unitsOn(id); len(left) > 0 && !s.Nodes[id].Lost {
-		return problem.New(problem.Conflict, "remove node: %w: %s has a rank on %q", ErrUnitsLeft, left[0], id).
+		return problem.New(problem.Conflict, "remove node: %w: %s has a rank on %q", ErrUnitsLeft, left[0],
+			id).
 			WithHint("drain it first: dpserve drain %s", id).WithDetails(left...)
 	}
 	return nil
@@ -257,15 +270,16 @@ func (s *State) CheckLeave(id string) error {
 	return nil
 }
 
-// CheckRemoval checks whether a person may remove a node now: Apply would accept RemoveNode, and the node is lost
-// or drained. Apply itself does not demand the drain, because it must accept every entry that it accepted before
-// at each replay of the log.
+// CheckRemoval checks whether a person may remove a node now: Apply would accept RemoveNode, and the node is
+// lost or drained. Apply itself does not demand the drain, because it must accept every entry that it
+// accepted before at each replay of the log.
 func (s *State) CheckRemoval(id string) error {
 	if err := s.checkRemoveNode(id); err != nil {
 		return err
 	}
 	if n := s.Nodes[id]; !n.Lost && !n.Draining {
-		return problem.New(problem.Conflict, "remove node: %w: %q is neither lost nor drained", ErrNodeInUse, id).
+		return problem.New(problem.Conflict, "remove node: %w: %q is neither lost nor drained", ErrNodeInUse,
+			id).
 			WithHint("a node that works leaves with `dpserve leave`, or is drained first: dpserve drain %s; "+
 				"a node that is silent is lost after some seconds", id)
 	}
@@ -283,7 +297,8 @@ func (s *State) isLastControl(n *Node) bool {
 }
 
 func lastControlError(verb, id string) error {
-	return problem.New(problem.Conflict, "%s: %w: without %q nobody keeps the cluster's state", verb, ErrLastControl, id).
+	return problem.New(problem.Conflict, "%s: %w: without %q nobody keeps the cluster's state", verb,
+		ErrLastControl, id).
 		WithHint("join another node with --roles control first")
 }
 
@@ -299,16 +314,18 @@ func (s *State) unitsOn(node string) []string {
 	return out
 }
 
-// checkGrantNodes refuses ranks on nodes that must get none. A state without nodes accepts any node, because its
-// data dir is older than the records of nodes.
+// checkGrantNodes refuses ranks on nodes that must get none. A state without nodes accepts any node, because
+// its data dir is older than the records of nodes.
 func (s *State) checkGrantNodes(g *UnitGrant) error {
 	if len(s.Nodes) == 0 {
 		return nil
 	}
 	for i := range g.Ranks {
 		if why := s.Nodes[g.Ranks[i].Node].refusalReason(); why != "" {
-			return problem.New(problem.Conflict, "grant group: %w: rank %d of %s on node %s, which %s", ErrNodeGone,
-				g.Ranks[i].Rank, g.Unit, g.Ranks[i].Node, why).WithHint("place the units again on the present state")
+			return problem.New(problem.Conflict, "grant group: %w: rank %d of %s on node %s, which %s",
+				ErrNodeGone,
+				g.Ranks[i].Rank, g.Unit, g.Ranks[i].Node, why).
+				WithHint("place the units again on the present state")
 		}
 	}
 	return nil

@@ -17,7 +17,8 @@ const (
 // putToken stores a token. Storing the same token again changes nothing: its spent uses stay spent.
 func (s *State) putToken(c *Token) (Result, error) {
 	if c.Hash == "" || c.Expires <= 0 || c.Uses < 1 || c.Uses > maxTokenUses {
-		return Result{}, problem.New(problem.InvalidArgument, "put token: %w: it needs a hash, an expiry and 1-%d uses", ErrBadCommand, maxTokenUses)
+		return Result{}, problem.New(problem.InvalidArgument,
+			"put token: %w: it needs a hash, an expiry and 1-%d uses", ErrBadCommand, maxTokenUses)
 	}
 	if s.Tokens[c.Hash] != nil {
 		return Result{Unchanged: true}, nil
@@ -40,8 +41,8 @@ func (s *State) firstToExpire() string {
 	return first
 }
 
-// tokenUser names the node that spends a use of a token: its UID and the key that it showed. The UID alone is not
-// secret, because every certificate contains it.
+// tokenUser names the node that spends a use of a token: its UID and the key that it showed. The UID alone is
+// not secret, because every certificate contains it.
 func (c *UseToken) tokenUser() string {
 	if c.Key == "" {
 		return c.UID
@@ -85,5 +86,6 @@ func (t *Token) hasOtherKey(c *UseToken) bool {
 }
 
 func tokenError(why error) error {
-	return problem.New(problem.Unauthenticated, "use token: %w", why).WithHint("make a new one on a node of the cluster: dpserve token")
+	return problem.New(problem.Unauthenticated, "use token: %w", why).
+		WithHint("make a new one on a node of the cluster: dpserve token")
 }

@@ -37,9 +37,11 @@ func (s *State) grantGroup(c *GrantGroup) (Result, error) {
 // newUnit makes the record of a granted unit.
 func (s *State) newUnit(c *GrantGroup, g *UnitGrant) *Unit {
 	u := &Unit{
-		ID: g.Unit, App: c.App, Group: c.Group, Epoch: s.LastEpoch(g.Unit) + 1, Phase: Starting, Attempt: g.Attempt,
-		AppRevision: c.AppRevision, Launch: g.Launch, Ranks: slices.Clone(g.Ranks), Blocks: slices.Clone(g.Blocks),
-		Since: c.At, Restarts: max(0, g.Restarts),
+		ID: g.Unit, App: c.App, Group: c.Group, Epoch: s.LastEpoch(g.Unit) + 1, Phase: Starting,
+		Attempt:     g.Attempt,
+		AppRevision: c.AppRevision, Launch: g.Launch, Ranks: slices.Clone(g.Ranks),
+		Blocks: slices.Clone(g.Blocks),
+		Since:  c.At, Restarts: max(0, g.Restarts),
 	}
 	slices.SortFunc(u.Ranks, func(a, b RankGrant) int { return cmp.Compare(a.Rank, b.Rank) })
 	if old := s.Units[g.Unit]; old != nil {
@@ -56,8 +58,8 @@ func (u *Unit) sameLaunch(v *Unit) bool {
 	return u.AppRevision == v.AppRevision || (u.Launch != "" && u.Launch == v.Launch)
 }
 
-// Holds reports whether the unit holds its ranks, slots, devices and ports. A failed unit holds nothing, because
-// it fails only after its processes are gone.
+// Holds reports whether the unit holds its ranks, slots, devices and ports. A failed unit holds nothing,
+// because it fails only after its processes are gone.
 func (u *Unit) Holds() bool { return u.Phase != Failed }
 
 // unitReady records that every rank of the unit serves.
@@ -119,17 +121,20 @@ func (s *State) unitAtEpoch(verb string, c *UnitRef) (*Unit, error) {
 	case c.Epoch != s.LastEpoch(c.Unit):
 		return nil, staleEpochError(verb, c.Unit, c.Epoch, s.LastEpoch(c.Unit))
 	default:
-		return nil, problem.New(problem.NotFound, "%s: %w %s: epoch %d is released already", verb, ErrUnknownUnit, c.Unit, c.Epoch)
+		return nil, problem.New(problem.NotFound, "%s: %w %s: epoch %d is released already", verb,
+			ErrUnknownUnit, c.Unit, c.Epoch)
 	}
 }
 
 func staleEpochError(verb, unit string, told, have uint64) error {
-	return problem.New(problem.Conflict, "%s: %w: %s is at epoch %d, the command is for epoch %d", verb, ErrStaleEpoch, unit, have, told).
+	return problem.New(problem.Conflict, "%s: %w: %s is at epoch %d, the command is for epoch %d", verb,
+		ErrStaleEpoch, unit, have, told).
 		WithHint("read the state again: the unit was started anew meanwhile")
 }
 
 func wrongPhaseError(verb string, u *Unit) error {
-	return problem.New(problem.Conflict, "%s: %s is %s: %w", verb, u.ID, u.Phase, ErrWrongPhase).WithHint("deploy the application again")
+	return problem.New(problem.Conflict, "%s: %s is %s: %w", verb, u.ID, u.Phase, ErrWrongPhase).
+		WithHint("deploy the application again")
 }
 
 // updateUnit replaces a record by a changed copy.

@@ -42,8 +42,9 @@ func EncodeCommand(c *Command) ([]byte, error) {
 	return json.Marshal(c)
 }
 
-// DecodeCommand reads a log entry or a command of another node. The error wraps ErrUnknownCommand and ErrNewer for
-// an unknown kind, and ErrNewer for an unknown field. A node must not apply any entry behind one that it cannot read.
+// DecodeCommand reads a log entry or a command of another node. The error wraps ErrUnknownCommand and
+// ErrNewer for an unknown kind, and ErrNewer for an unknown field. A node must not apply any entry behind one
+// that it cannot read.
 func DecodeCommand(b []byte) (*Command, error) {
 	c := new(Command)
 	if err := json.Unmarshal(b, c); err != nil {
@@ -68,7 +69,8 @@ func (c *Command) UnmarshalJSON(b []byte) error {
 	known := c.kinds()
 	for name := range raw {
 		if _, ok := known[name]; !ok {
-			return problem.New(problem.InvalidArgument, "%w", fmt.Errorf("%w %q: %w", ErrUnknownCommand, name, ErrNewer)).WithHint("%s", upgradeHint)
+			return problem.New(problem.InvalidArgument, "%w",
+				fmt.Errorf("%w %q: %w", ErrUnknownCommand, name, ErrNewer)).WithHint("%s", upgradeHint)
 		}
 	}
 	var f commandFields
@@ -85,8 +87,8 @@ func (c *Command) UnmarshalJSON(b []byte) error {
 
 const upgradeHint = "upgrade dpserve on the node that cannot read it"
 
-// decodeStrict reads one JSON value. ErrNewer means: the value is well-formed, but has a field that this version
-// does not know.
+// decodeStrict reads one JSON value. ErrNewer means: the value is well-formed, but has a field that this
+// version does not know.
 func decodeStrict[T any](b []byte, into *T) error {
 	d := json.NewDecoder(bytes.NewReader(b))
 	d.DisallowUnknownFields()
@@ -113,7 +115,8 @@ func (s *State) Encode() ([]byte, error) { return json.Marshal(s) }
 func Decode(b []byte) (*State, error) {
 	s := New()
 	if err := decodeStrict(b, s); err != nil {
-		return nil, problem.New(problem.Internal, "decode snapshot: %w", err).WithHint("start the version of dpserve that wrote the data dir")
+		return nil, problem.New(problem.Internal, "decode snapshot: %w", err).
+			WithHint("start the version of dpserve that wrote the data dir")
 	}
 	return s, s.checkComplete()
 }
@@ -160,7 +163,8 @@ func (s *State) checkNodesComplete() error {
 	}
 	holders := make(map[string]string, len(s.Nodes))
 	for id, n := range s.Nodes {
-		if n == nil || n.ID != id || n.UID == "" || holders[n.UID] != "" || slices.Contains(s.Removed, n.UID) {
+		if n == nil || n.ID != id || n.UID == "" || holders[n.UID] != "" ||
+			slices.Contains(s.Removed, n.UID) {
 			return incompleteError("node %q is not whole", id)
 		}
 		holders[n.UID] = id

@@ -6,7 +6,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// FuzzDecodeCommandNeverPanicsAndApplies: any bytes are an error or a command that Apply survives and that encodes again.
+// FuzzDecodeCommandNeverPanicsAndApplies: any bytes are an error or a command that Apply survives and that
+// encodes again.
 func FuzzDecodeCommandNeverPanicsAndApplies(f *testing.F) {
 	for _, c := range []Command{
 		put(spec("x", "1")), grant("x", 1, 0, 0, 0),
@@ -45,7 +46,8 @@ func FuzzDecodeCommandNeverPanicsAndApplies(f *testing.F) {
 // FuzzDecodeSnapshotIsWholeOrRefused: any bytes are an error or a state that encodes and decodes to itself.
 func FuzzDecodeSnapshotIsWholeOrRefused(f *testing.F) {
 	s := New()
-	for i, c := range []Command{putNode(node("a")), put(spec("x", "1")), grant("x", 1, 0, 0, 0), token("h", 2, 1)} {
+	for i, c := range []Command{putNode(node("a")), put(spec("x", "1")), grant("x", 1, 0, 0, 0),
+		token("h", 2, 1)} {
 		_, err := s.Apply(uint64(i+1), &c)
 		require.NoError(f, err)
 	}

@@ -24,14 +24,14 @@ type Command struct {
 	nextCommand
 }
 
-// Init names the cluster and sets its secrets. It is refused if the cluster has another name. Secrets that are set
-// stay.
+// Init names the cluster and sets its secrets. It is refused if the cluster has another name. Secrets that
+// are set stay.
 type Init struct {
 	Cluster string `json:"cluster"`
 	Secret  []byte `json:"secret,omitempty"` // the key of hashes that ingresses and replicas must agree on
-	// LeaseTTL (ms) is how long leases last, for the whole life of the cluster. A leader may give ranks away only
-	// when all leases that earlier leaders granted are over, so all leaders must grant the same. The first value
-	// stays; 0 = not set by this command.
+	// LeaseTTL (ms) is how long leases last, for the whole life of the cluster. A leader may give ranks away
+	// only when all leases that earlier leaders granted are over, so all leaders must grant the same. The
+	// first value stays; 0 = not set by this command.
 	LeaseTTL int64 `json:"lease_ttl,omitempty"`
 	Secrets
 }
@@ -44,11 +44,12 @@ type AppSpec struct {
 	Route string          `json:"route"`
 }
 
-// PutApps creates or replaces the apps that it lists. Other apps stay unless Prune is set. An app whose Spec is
-// byte-equal does not change.
+// PutApps creates or replaces the apps that it lists. Other apps stay unless Prune is set. An app whose Spec
+// is byte-equal does not change.
 type PutApps struct {
-	Apps   []AppSpec         `json:"apps"`
-	Expect map[string]uint64 `json:"expect,omitempty"` // app → revision the caller saw; 0 = must not exist; missing = any
+	Apps []AppSpec `json:"apps"`
+	// app → revision the caller saw; 0 = must not exist; missing = any
+	Expect map[string]uint64 `json:"expect,omitempty"`
 	Prune  bool              `json:"prune,omitempty"`
 }
 
@@ -71,7 +72,8 @@ type GrantGroup struct {
 	At          int64       `json:"at,omitempty"` // Unit.Since of all of them
 }
 
-// UnitGrant is one unit of a GrantGroup. ExpectEpoch is the highest epoch that the proposer knows (0 = never granted).
+// UnitGrant is one unit of a GrantGroup. ExpectEpoch is the highest epoch that the proposer knows (0 = never
+// granted).
 type UnitGrant struct {
 	Unit        string      `json:"unit"`
 	ExpectEpoch uint64      `json:"expect_epoch"`
@@ -97,7 +99,8 @@ type Result struct {
 	Apps     map[string]uint64 `json:"apps,omitempty"`     // PutApps: revision per app
 	Epochs   map[string]uint64 `json:"epochs,omitempty"`   // GrantGroup: new epoch per unit
 
-	// Unchanged is set if a command about nodes or tokens changed nothing but Index. The node then wakes no reader.
+	// Unchanged is set if a command about nodes or tokens changed nothing but Index. The node then wakes no
+	// reader.
 	Unchanged bool `json:"unchanged,omitempty"`
 
 	// Index is the raft index of the command. Consensus sets it, Apply does not.

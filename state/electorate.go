@@ -5,7 +5,8 @@ import (
 	"slices"
 )
 
-// Elector is a control node, or a member of consensus that is no control node any more, as the leader sees it.
+// Elector is a control node, or a member of consensus that is no control node any more, as the leader sees
+// it.
 type Elector struct {
 	UID     string
 	Node    string // its name; "" = not a node of the cluster any more
@@ -44,7 +45,8 @@ type Change struct {
 	UID  string
 }
 
-// maxVoters is the highest number of voters: more voters make commits slower and guard only against unlikely failures.
+// maxVoters is the highest number of voters: more voters make commits slower and guard only against unlikely
+// failures.
 const maxVoters = 5
 
 // votersFor returns how many of n control nodes vote: the largest of 1, 3 and 5 that they can fill.
@@ -54,13 +56,13 @@ func votersFor(n int) int {
 }
 
 // Electorate returns the change that the leader should make next. The leader asks again when that change is
-// committed. The leader always stays a voter; with leader == "" no member is exempt from removal. No change takes
-// the quorum away from the living voters.
+// committed. The leader always stays a voter; with leader == "" no member is exempt from removal. No change
+// takes the quorum away from the living voters.
 //
-// Removed nodes leave consensus at once. 1, 3 or 5 nodes vote, by the number of control nodes that are not lost.
-// But losses alone never bring a cluster of three or more down to one voter, because that voter's disk would then
-// be the only true copy. Lost voters are replaced when a standby lives: first the new voter joins, then the lost
-// one leaves. Zones with the fewest votes come first, then lower names.
+// Removed nodes leave consensus at once. 1, 3 or 5 nodes vote, by the number of control nodes that are not
+// lost. But losses alone never bring a cluster of three or more down to one voter, because that voter's disk
+// would then be the only true copy. Lost voters are replaced when a standby lives: first the new voter joins,
+// then the lost one leaves. Zones with the fewest votes come first, then lower names.
 func Electorate(members []Elector, leader string) Change {
 	e := newElectorate(members, leader)
 	for _, next := range []func() Change{e.removeMember, e.addStandby, e.promoteStandby, e.demoteVoter} {
@@ -80,7 +82,10 @@ type electorate struct {
 
 func newElectorate(members []Elector, leader string) *electorate {
 	e := &electorate{all: slices.Clone(members), leader: leader}
-	slices.SortFunc(e.all, func(a, b Elector) int { return cmp.Or(cmp.Compare(a.Node, b.Node), cmp.Compare(a.UID, b.UID)) })
+	slices.SortFunc(e.all, func(a, b Elector) int {
+		return cmp.Or(cmp.Compare(a.Node, b.Node),
+			cmp.Compare(a.UID, b.UID))
+	})
 	control, present := 0, 0
 	for i := range e.all {
 		m := &e.all[i]
@@ -135,8 +140,8 @@ func (e *electorate) addStandby() Change {
 	return Change{}
 }
 
-// promoteStandby gives a standby a vote if enough standbys live to reach an odd number: two voters tolerate less
-// than one.
+// promoteStandby gives a standby a vote if enough standbys live to reach an odd number: two voters tolerate
+// less than one.
 func (e *electorate) promoteStandby() Change {
 	good, ready := 0, 0
 	var best *Elector
@@ -171,9 +176,9 @@ func (e *electorate) votesIn(zone string) int {
 	return n
 }
 
-// demoteVoter takes one vote when too many nodes vote. It prefers a lost node, then one that does not answer, then
-// one of the zone with the most votes, then the last name. A leader that leaves demotes none: the remaining voters
-// must have a quorum with its vote and without it.
+// demoteVoter takes one vote when too many nodes vote. It prefers a lost node, then one that does not answer,
+// then one of the zone with the most votes, then the last name. A leader that leaves demotes none: the
+// remaining voters must have a quorum with its vote and without it.
 func (e *electorate) demoteVoter() Change {
 	if e.leaderLeaves {
 		return Change{}
@@ -197,7 +202,8 @@ func (e *electorate) demoteVoter() Change {
 }
 
 func (e *electorate) compareForDemotion(a, b *Elector) int {
-	return cmp.Or(boolToInt(a.Lost)-boolToInt(b.Lost), boolToInt(b.Live)-boolToInt(a.Live), e.votesIn(a.Zone)-e.votesIn(b.Zone))
+	return cmp.Or(boolToInt(a.Lost)-boolToInt(b.Lost), boolToInt(b.Live)-boolToInt(a.Live),
+		e.votesIn(a.Zone)-e.votesIn(b.Zone))
 }
 
 func boolToInt(b bool) int {

@@ -11,12 +11,14 @@ import (
 	"pgregory.net/rapid"
 )
 
-// electors reads "a:v b:s c:-" as members: v voter, s standby, - not in consensus; then ! lost, ? silent, x removed, and a zone.
+// electors reads "a:v b:s c:-" as members: v voter, s standby, - not in consensus; then ! lost, ? silent, x
+// removed, and a zone.
 func electors(text string) []Elector {
 	var out []Elector
 	for f := range strings.FieldsSeq(text) {
 		name, how, _ := strings.Cut(f, ":")
-		e := Elector{UID: name, Node: name, Control: true, Live: true, Voter: how[0] == 'v', Member: how[0] != '-'}
+		e := Elector{UID: name, Node: name, Control: true, Live: true, Voter: how[0] == 'v',
+			Member: how[0] != '-'}
 		for _, c := range how[1:] {
 			switch c {
 			case '!':
@@ -59,7 +61,8 @@ func carryOut(t require.TestingT, ms []Elector, c Change) []Elector {
 	return out
 }
 
-var changeNames = map[ChangeKind]string{AddStandby: "add", Promote: "promote", Demote: "demote", RemoveMember: "remove"}
+var changeNames = map[ChangeKind]string{AddStandby: "add", Promote: "promote", Demote: "demote",
+	RemoveMember: "remove"}
 
 // settled carries out all changes, with a as the leader, and returns their names.
 func settled(t require.TestingT, ms []Elector) string {
@@ -102,7 +105,8 @@ func TestElectorate(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) { assert.Equal(t, c.want, settled(t, electors(c.members))) })
 	}
-	assert.Equal(t, Change{RemoveMember, "a"}, Electorate(electors("a:vx b:v c:v d:v"), ""), "told so: nobody is protected")
+	assert.Equal(t, Change{RemoveMember, "a"}, Electorate(electors("a:vx b:v c:v d:v"), ""),
+		"told so: nobody is protected")
 }
 
 func drawElectors(t *rapid.T) []Elector {
@@ -135,8 +139,9 @@ func quorum(ms []Elector) (ok bool) {
 	return live*2 > voters
 }
 
-// TestAnyElectorateSettlesWithItsQuorum: from any start it comes to rest; no change takes away a quorum of living voters, which
-// is needed to commit it; the leader stays; and when all live, 1, 3 or 5 vote and none who was removed is left.
+// TestAnyElectorateSettlesWithItsQuorum: from any start it comes to rest; no change takes away a quorum of
+// living voters, which is needed to commit it; the leader stays; and when all live, 1, 3 or 5 vote and none
+// who was removed is left.
 func TestAnyElectorateSettlesWithItsQuorum(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		ms := drawElectors(t)

@@ -38,8 +38,8 @@ type heldBlock struct {
 	holder
 }
 
-// heldResources is what units hold. Apply builds it for each grant: grants are rare, and an index kept beside the
-// units could differ from them.
+// heldResources is what units hold. Apply builds it for each grant: grants are rare, and an index kept beside
+// the units could differ from them.
 type heldResources struct {
 	ranks   map[rankKey]holder
 	slots   map[nodeResource]holder
@@ -53,7 +53,8 @@ func (s *State) resourcesHeld(c *GrantGroup) *heldResources {
 	for i := range c.Units {
 		again[c.Units[i].Unit] = true
 	}
-	t := &heldResources{ranks: map[rankKey]holder{}, slots: map[nodeResource]holder{}, devices: map[nodeResource]holder{}}
+	t := &heldResources{ranks: map[rankKey]holder{}, slots: map[nodeResource]holder{},
+		devices: map[nodeResource]holder{}}
 	for id, u := range s.Units {
 		if u.Holds() && !again[id] {
 			t.addHeld(u.App, u.Group, holder{id, u.Epoch}, u.Ranks, u.Blocks)
@@ -111,8 +112,10 @@ func (s *State) checkGrantApp(c *GrantGroup) error {
 	case a.Deleting:
 		return problem.New(problem.Conflict, "grant group: application %q: %w", c.App, ErrDeleting)
 	case a.Revision != c.AppRevision:
-		return problem.New(problem.Conflict, "grant group: %w: application %q is at revision %d, the grant is for revision %d",
-			ErrStaleRevision, c.App, a.Revision, c.AppRevision).WithHint("place the units of the present revision")
+		return problem.New(problem.Conflict,
+			"grant group: %w: application %q is at revision %d, the grant is for revision %d",
+			ErrStaleRevision, c.App, a.Revision, c.AppRevision).
+			WithHint("place the units of the present revision")
 	case len(c.Units) == 0:
 		return badGrantError("no units")
 	}
@@ -131,7 +134,8 @@ func (s *State) checkUnit(c *GrantGroup, g *UnitGrant) error {
 		return badGrantError("%s has no ranks", g.Unit)
 	}
 	for _, r := range g.Ranks {
-		if r.Rank < 0 || r.Slot < -1 || r.Node == "" || slices.ContainsFunc(r.Devices, func(d int) bool { return d < 0 }) {
+		if r.Rank < 0 || r.Slot < -1 || r.Node == "" ||
+			slices.ContainsFunc(r.Devices, func(d int) bool { return d < 0 }) {
 			return badGrantError("rank %d of %s has no node or a negative number", r.Rank, g.Unit)
 		}
 	}
@@ -150,7 +154,8 @@ func ownsUnit(app string, group int, g *UnitGrant) bool {
 }
 
 func badGrantError(format string, args ...any) error {
-	return problem.New(problem.InvalidArgument, "grant group: %w: %s", ErrBadCommand, fmt.Sprintf(format, args...))
+	return problem.New(problem.InvalidArgument, "grant group: %w: %s", ErrBadCommand,
+		fmt.Sprintf(format, args...))
 }
 
 // claim adds what a unit of the command asks for, or names the unit that holds it.
@@ -194,7 +199,8 @@ func (t *heldResources) claimRank(c *GrantGroup, g *UnitGrant, r *RankGrant) err
 func (t *heldResources) claimBlock(g *UnitGrant, b Block) error {
 	for i := range t.blocks {
 		if o := &t.blocks[i]; o.overlaps(b) {
-			return takenError(ErrPortTaken, o.holder, "ports %d-%d of node %s", b.Base, b.Base+b.Size-1, b.Node)
+			return takenError(ErrPortTaken, o.holder, "ports %d-%d of node %s", b.Base, b.Base+b.Size-1,
+				b.Node)
 		}
 	}
 	t.blocks = append(t.blocks, heldBlock{b, holder{unit: g.Unit}})
@@ -202,6 +208,7 @@ func (t *heldResources) claimBlock(g *UnitGrant, b Block) error {
 }
 
 func takenError(why error, h holder, format string, args ...any) error {
-	return problem.New(problem.Conflict, "grant group: %w: %s is held by %s", why, fmt.Sprintf(format, args...), h).
+	return problem.New(problem.Conflict, "grant group: %w: %s is held by %s", why,
+		fmt.Sprintf(format, args...), h).
 		WithHint("place the units again on the present state")
 }

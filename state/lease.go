@@ -6,18 +6,19 @@ import (
 	"time"
 )
 
-// Leases is the leader's table of the last renewal of each node. It lives in the leader's memory only. A new leader
-// begins with an empty table and tracks every node, which gives each node one whole TTL. Leases is not safe for
-// concurrent use.
+// Leases is the leader's table of the last renewal of each node. It lives in the leader's memory only. A new
+// leader begins with an empty table and tracks every node, which gives each node one whole TTL. Leases is not
+// safe for concurrent use.
 type Leases struct {
 	ttl, grace  time.Duration
 	lastRenewal map[string]time.Time // by node id
 }
 
-// NewLeases makes an empty table. ttl is how long a renewal lasts, grace is added before a node is overdue; zero
-// means LeaseTTL and LeaseGrace.
+// NewLeases makes an empty table. ttl is how long a renewal lasts, grace is added before a node is overdue;
+// zero means LeaseTTL and LeaseGrace.
 func NewLeases(ttl, grace time.Duration) *Leases {
-	return &Leases{ttl: orDefault(ttl, LeaseTTL), grace: orDefault(grace, LeaseGrace), lastRenewal: map[string]time.Time{}}
+	return &Leases{ttl: orDefault(ttl, LeaseTTL), grace: orDefault(grace, LeaseGrace),
+		lastRenewal: map[string]time.Time{}}
 }
 
 // Seen records a renewal. A renewal older than the last one changes nothing.
@@ -37,7 +38,8 @@ func (l *Leases) Track(node string, now time.Time) {
 // Forget drops a node that was removed, or whose loss is in the state.
 func (l *Leases) Forget(node string) { delete(l.lastRenewal, node) }
 
-// Overdue returns the sorted nodes that were silent for TTL and grace. They stay overdue until Seen or Forget.
+// Overdue returns the sorted nodes that were silent for TTL and grace. They stay overdue until Seen or
+// Forget.
 func (l *Leases) Overdue(now time.Time) []string {
 	var out []string
 	for _, n := range slices.Sorted(maps.Keys(l.lastRenewal)) {
@@ -48,7 +50,8 @@ func (l *Leases) Overdue(now time.Time) []string {
 	return out
 }
 
-// Left returns how long the node's lease still lasts, without the grace; 0 if it is over or the node is unknown.
+// Left returns how long the node's lease still lasts, without the grace; 0 if it is over or the node is
+// unknown.
 func (l *Leases) Left(node string, now time.Time) time.Duration {
 	last, known := l.lastRenewal[node]
 	if !known {
@@ -57,8 +60,8 @@ func (l *Leases) Left(node string, now time.Time) time.Duration {
 	return max(0, l.ttl-now.Sub(last))
 }
 
-// Due returns when the next node becomes overdue if it stays silent. The time is in the past if a node is overdue
-// already, and zero if the table is empty.
+// Due returns when the next node becomes overdue if it stays silent. The time is in the past if a node is
+// overdue already, and zero if the table is empty.
 func (l *Leases) Due() time.Time {
 	var due time.Time
 	for _, last := range l.lastRenewal {

@@ -38,7 +38,8 @@ func TestControlLevelIsThatOfTheOldestControlNode(t *testing.T) {
 	assert.Equal(t, Level, s.ControlLevel(), "no control node is known yet")
 	s.Nodes["w"] = leveled("w", 0, RoleWorker)
 	s.Nodes["a"] = leveled("a", Level+3, RoleControl)
-	assert.Equal(t, Level, s.ControlLevel(), "this version proposes nothing above its own level; workers do not read the log")
+	assert.Equal(t, Level, s.ControlLevel(),
+		"this version proposes nothing above its own level; workers do not read the log")
 	s.Nodes["b"] = leveled("b", 0, RoleControl)
 	s.Nodes["b"].Lost = true
 	assert.Equal(t, 1, s.ControlLevel(), "a lost node comes back to the log")
@@ -47,7 +48,8 @@ func TestControlLevelIsThatOfTheOldestControlNode(t *testing.T) {
 	assert.Equal(t, Command{DeleteApp: &DeleteApp{Name: "x"}}, c)
 }
 
-// TestCopyOfANewerStateIsRead: who follows reads what it knows and names what it does not; who takes part in consensus refuses.
+// TestCopyOfANewerStateIsRead: who follows reads what it knows and names what it does not; who takes part in
+// consensus refuses.
 func TestCopyOfANewerStateIsRead(t *testing.T) {
 	s := New()
 	s.Cluster, s.Index = "alpha", 7

@@ -2,9 +2,9 @@
 
 package state
 
-// This file is for the upgrade test (TestMB6 in test/system). Together with wiring/next_version.go it makes a build
-// that stands for the next version of dpserve: with one more kind of command, field of the state and field of a
-// node's record. No other build contains it.
+// This file is for the upgrade test (TestMB6 in test/system). Together with wiring/next_version.go it makes a
+// build that stands for the next version of dpserve: with one more kind of command, field of the state and
+// field of a node's record. No other build contains it.
 
 const nextLevels = 1
 

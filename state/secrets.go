@@ -17,19 +17,21 @@ type Secrets struct {
 	Authority    []byte `json:"authority,omitempty"`     // PEM, the cluster's certificate authority
 	AuthorityKey []byte `json:"authority_key,omitempty"` // PEM
 	GossipKey    []byte `json:"gossip_key,omitempty"`    // nodes encrypt with it
-	GossipNext   []byte `json:"gossip_next,omitempty"`   // accepted; becomes the key when every node accepts it
-	GossipLast   []byte `json:"gossip_last,omitempty"`   // accepted until every node encrypts with the key
+	// accepted; becomes the key when every node accepts it
+	GossipNext []byte `json:"gossip_next,omitempty"`
+	GossipLast []byte `json:"gossip_last,omitempty"` // accepted until every node encrypts with the key
 }
 
-// TurnKey rotates the gossip key in three steps: nodes accept the new key, then they encrypt with it, then they drop
-// the old one. At every moment all nodes can decrypt each other. Apply refuses it with ErrKeyTurned if the keyring is
-// not From any more, or if Next is set while a rotation is under way.
+// TurnKey rotates the gossip key in three steps: nodes accept the new key, then they encrypt with it, then
+// they drop the old one. At every moment all nodes can decrypt each other. Apply refuses it with ErrKeyTurned
+// if the keyring is not From any more, or if Next is set while a rotation is under way.
 type TurnKey struct {
 	From string `json:"from"`           // KeyringSum of the keyring that the proposer saw
 	Next []byte `json:"next,omitempty"` // begins a rotation; nil = the next step of the one under way
 }
 
-// Keyring returns the one or two accepted gossip keys. Nodes encrypt with the first. nil = the cluster has none.
+// Keyring returns the one or two accepted gossip keys. Nodes encrypt with the first. nil = the cluster has
+// none.
 func (s *Secrets) Keyring() [][]byte {
 	if len(s.GossipKey) == 0 {
 		return nil
@@ -55,8 +57,8 @@ func KeyringSum(ring [][]byte) string {
 	return hex.EncodeToString(sum[:8])
 }
 
-// Untaken returns the sorted names of the nodes that have not installed the present keyring. Lost nodes do not
-// count: the leader gives them the keyring with their first lease.
+// Untaken returns the sorted names of the nodes that have not installed the present keyring. Lost nodes do
+// not count: the leader gives them the keyring with their first lease.
 func (s *State) Untaken() []string {
 	sum := KeyringSum(s.Secrets.Keyring())
 	var names []string
@@ -73,11 +75,15 @@ func (s *State) turnKey(c *TurnKey) (Result, error) {
 	k := &s.Secrets
 	switch {
 	case len(k.GossipKey) == 0:
-		return Result{}, problem.New(problem.Conflict, "turn the gossip key: %w: this cluster has none", ErrBadCommand)
+		return Result{}, problem.New(problem.Conflict, "turn the gossip key: %w: this cluster has none",
+			ErrBadCommand)
 	case c.From != KeyringSum(k.Keyring()), c.Next != nil && k.Turning():
-		return Result{}, problem.New(problem.Conflict, "turn the gossip key: %w", ErrKeyTurned).WithHint("wait until the change under way is complete")
+		return Result{}, problem.New(problem.Conflict, "turn the gossip key: %w", ErrKeyTurned).
+			WithHint("wait until the change under way is complete")
 	case c.Next != nil && (len(c.Next) != GossipKeySize || bytes.Equal(c.Next, k.GossipKey)):
-		return Result{}, problem.New(problem.InvalidArgument, "turn the gossip key: %w: the next one must be another one of %d bytes", ErrBadCommand, GossipKeySize)
+		return Result{}, problem.New(problem.InvalidArgument,
+			"turn the gossip key: %w: the next one must be another one of %d bytes", ErrBadCommand,
+			GossipKeySize)
 	case c.Next != nil:
 		k.GossipNext = c.Next
 	case len(k.GossipNext) > 0:

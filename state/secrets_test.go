@@ -11,7 +11,8 @@ import (
 )
 
 func TestTurnKey(t *testing.T) {
-	first, second, third := bytes.Repeat([]byte{1}, GossipKeySize), bytes.Repeat([]byte{2}, GossipKeySize), bytes.Repeat([]byte{3}, GossipKeySize)
+	first, second, third := bytes.Repeat([]byte{1}, GossipKeySize), bytes.Repeat([]byte{2}, GossipKeySize),
+		bytes.Repeat([]byte{3}, GossipKeySize)
 	m := withNodes(t, "a", "b")
 	turn := func(next []byte) Command {
 		return Command{TurnKey: &TurnKey{From: KeyringSum(m.Secrets.Keyring()), Next: next}}

@@ -1,5 +1,6 @@
-// Package state holds what must never exist twice: applications with revisions, grants of ranks, epochs. It is pure:
-// Apply(command) changes a State and nothing else, without IO, clock or actors. Raft replicates the commands.
+// Package state holds what must never exist twice: applications with revisions, grants of ranks, epochs. It
+// is pure: Apply(command) changes a State and nothing else, without IO, clock or actors. Raft replicates the
+// commands.
 package state
 
 import "encoding/json"
@@ -47,8 +48,8 @@ type Block struct {
 	Size int    `json:"size"`
 }
 
-// Unit is the replicated record of a unit. Its Phase is one of those that raft decides: Starting (granted), Ready,
-// Fenced, Failed.
+// Unit is the replicated record of a unit. Its Phase is one of those that raft decides: Starting (granted),
+// Ready, Fenced, Failed.
 type Unit struct {
 	ID          string `json:"id"`
 	App         string `json:"app"`
@@ -58,7 +59,8 @@ type Unit struct {
 	Attempt     int    `json:"attempt"`  // starts since the last ready, from 1
 	Restarts    int    `json:"restarts"` // starts after the first of this app revision
 	AppRevision uint64 `json:"app_revision"`
-	// Launch is the hash of what the engines were started with. A newer revision with an equal hash needs no restart.
+	// Launch is the hash of what the engines were started with. A newer revision with an equal hash needs no
+	// restart.
 	Launch  string      `json:"launch,omitempty"`
 	Ranks   []RankGrant `json:"ranks"`
 	Blocks  []Block     `json:"blocks,omitempty"`
@@ -77,11 +79,13 @@ type State struct {
 	Units    map[string]*Unit `json:"units"`
 	// Revisions has the last revision of removed apps, so that a re-deployed name never repeats one.
 	Revisions map[string]uint64 `json:"revisions"`
-	// Epochs has the highest epoch of each unit. It outlives the unit, so that a re-deployed name never repeats one.
+	// Epochs has the highest epoch of each unit. It outlives the unit, so that a re-deployed name never
+	// repeats one.
 	Epochs map[string]uint64 `json:"epochs"`
 	Nodes  map[string]*Node  `json:"nodes,omitempty"`
 
-	// Revisions and Epochs keep only the last maxGoneNames names of what is gone. The dropped numbers are at most these.
+	// Revisions and Epochs keep only the last maxGoneNames names of what is gone. The dropped numbers are at
+	// most these.
 	RevisionFloor uint64 `json:"revision_floor,omitempty"`
 	EpochFloor    uint64 `json:"epoch_floor,omitempty"`
 
@@ -91,7 +95,8 @@ type State struct {
 	Secrets   Secrets           `json:"secrets,omitzero"`     // followers do not get it
 	// LeaseTTL (ms) is set once, by Init. 0 = an older version began the cluster: each leader has its own.
 	LeaseTTL int64 `json:"lease_ttl,omitempty"`
-	// Freed are port blocks that were freed and not used again, the latest last. Placement re-uses the latest last.
+	// Freed are port blocks that were freed and not used again, the latest last. Placement re-uses the latest
+	// last.
 	Freed     []Block `json:"freed,omitempty"`
 	nextState         //nolint:unused // fields only in the build of next_version.go
 }

@@ -19,8 +19,9 @@ type Seen struct {
 	Units      []Phase // of every wanted unit; one that still runs an older revision counts as Pending
 }
 
-// DeriveStatus derives an application's status from its units. The first case that applies wins: the application is
-// being deleted, a unit failed, all units are ready, this revision was running before, else it is deploying.
+// DeriveStatus derives an application's status from its units. The first case that applies wins: the
+// application is being deleted, a unit failed, all units are ready, this revision was running before, else it
+// is deploying.
 func DeriveStatus(s Seen) AppStatus {
 	ready := 0
 	failed := false

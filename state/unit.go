@@ -18,7 +18,8 @@ type Machine struct {
 	Stopping  bool // the grant in hand is not wanted: its end is followed by a release
 	WasReady  bool // the grant in hand was ready once
 	Confirmed bool // every node confirmed the last order
-	// NodeLost: a node of the grant is lost and the others stop their ranks. A release and another grant follow.
+	// NodeLost: a node of the grant is lost and the others stop their ranks. A release and another grant
+	// follow.
 	NodeLost bool
 	NodeDied bool      // the last start ended because its node, or the dpserve process there, ended
 	ReadyAt  time.Time // when the grant in hand became ready
@@ -34,13 +35,15 @@ type UnitEventKind uint8
 
 // The events. Those of the first block come from the controller, the others from nodes and carry an epoch.
 const (
-	EvWant     UnitEventKind = iota // the committed app wants the unit
-	EvRedeploy                      // a deploy of its app, or a node joined: a failed unit gets three more attempts
-	EvUnwant                        // delete, newer revision or node drain: Grace for running streams
-	EvGranted                       // GrantGroup committed: Epoch, Attempt
-	EvLost                          // the node's dpserve process that had this grant ended
-	EvNodeLost                      // a node of the unit is lost for its TTL + 2 s: its processes count as gone
-	EvTick                          // the time Due has come
+	EvWant UnitEventKind = iota // the committed app wants the unit
+	// a deploy of its app, or a node joined: a failed unit gets three more attempts
+	EvRedeploy
+	EvUnwant  // delete, newer revision or node drain: Grace for running streams
+	EvGranted // GrantGroup committed: Epoch, Attempt
+	EvLost    // the node's dpserve process that had this grant ended
+	// a node of the unit is lost for its TTL + 2 s: its processes count as gone
+	EvNodeLost
+	EvTick // the time Due has come
 
 	EvStarted  // the nodes accepted StartRank
 	EvReady    // every rank is healthy and answered the canary
@@ -58,7 +61,8 @@ type Event struct {
 	Grace    time.Duration
 	WasReady bool // EvGone: the node saw it ready (its EvReady may have been lost)
 	Asked    bool // EvLost: the node's process was told to end, so this is no failed start
-	// Others: other living nodes of the unit have not reported the same. EvNodeLost, EvGone: their ranks still run.
+	// Others: other living nodes of the unit have not reported the same. EvNodeLost, EvGone: their ranks
+	// still run.
 	Others  bool
 	Reason  string
 	LogTail []string
@@ -87,8 +91,8 @@ type Effect struct {
 	Grace   time.Duration // DoStop
 }
 
-// Next is the unit state machine; DESIGN.md has the drawing. It is total: an event that does not fit the phase, or
-// has another epoch, changes nothing. Next does not change the m of its caller.
+// Next is the unit state machine; DESIGN.md has the drawing. It is total: an event that does not fit the
+// phase, or has another epoch, changes nothing. Next does not change the m of its caller.
 func Next(m Machine, e Event, now time.Time, t Timers) (Machine, []Effect) {
 	if e.Kind >= EvStarted && (e.Epoch != m.Epoch || e.Epoch == 0) {
 		return m, nil
@@ -189,8 +193,8 @@ func (m *Machine) endGrant() []Effect {
 	return []Effect{{Kind: ProposeRelease}}
 }
 
-// handleGranted begins a start. If the unit was given up before the grant committed, it releases the grant, which
-// no node knows of.
+// handleGranted begins a start. If the unit was given up before the grant committed, it releases the grant,
+// which no node knows of.
 func (m *Machine) handleGranted(e Event, now time.Time, t Timers) []Effect {
 	if e.Epoch <= m.Epoch {
 		return nil
@@ -212,8 +216,9 @@ func (m *Machine) handleGranted(e Event, now time.Time, t Timers) []Effect {
 	return []Effect{{Kind: DoStart}, {Kind: CountRestart}}
 }
 
-// handleLost starts a unit again whose processes are known to be gone. After EvLost the new grant replaces the old
-// one. After EvNodeLost the living nodes stop their ranks first, and the old grant is released before the new one.
+// handleLost starts a unit again whose processes are known to be gone. After EvLost the new grant replaces
+// the old one. After EvNodeLost the living nodes stop their ranks first, and the old grant is released before
+// the new one.
 func (m *Machine) handleLost(e Event, now time.Time, t Timers) []Effect {
 	switch {
 	case !m.mayRun() && (m.Phase != Backoff || e.Kind == EvLost):
@@ -242,8 +247,9 @@ func (m *Machine) requestGrant(e Event, attempt int) []Effect {
 	return []Effect{{Kind: DoGrant, Attempt: attempt}}
 }
 
-// countFailedStart counts a start as failed if the node, or the dpserve process there, ended during it: the start may
-// be the cause. The first one is tried again at once, because a node that ends once most often has another reason.
+// countFailedStart counts a start as failed if the node, or the dpserve process there, ended during it: the
+// start may be the cause. The first one is tried again at once, because a node that ends once most often has
+// another reason.
 func (m *Machine) countFailedStart(e Event, now time.Time, t Timers) []Effect {
 	if m.Phase == Starting {
 		m.NodeDied = true
@@ -267,8 +273,8 @@ func (m *Machine) countFailedStart(e Event, now time.Time, t Timers) []Effect {
 	}
 }
 
-// stopOthers stops the remaining ranks of a unit that lost a node: its ranks need each other, and the next grant
-// needs their slots.
+// stopOthers stops the remaining ranks of a unit that lost a node: its ranks need each other, and the next
+// grant needs their slots.
 func (m *Machine) stopOthers(e Event, now time.Time, t Timers) []Effect {
 	if m.NodeLost || (m.Stopping && m.Phase == Killing) {
 		return nil
@@ -324,7 +330,8 @@ func (m *Machine) markConfirmed(e Event) {
 	}
 }
 
-// handleReady admits the unit to routing. A launched unit that was fenced does not come back under the same epoch.
+// handleReady admits the unit to routing. A launched unit that was fenced does not come back under the same
+// epoch.
 func (m *Machine) handleReady(now time.Time) []Effect {
 	if m.Phase != Starting && (m.Phase != Fenced || !m.Attach) {
 		return nil
@@ -334,7 +341,8 @@ func (m *Machine) handleReady(now time.Time) []Effect {
 	return []Effect{{Kind: ProposeReady}}
 }
 
-// handleFenced records the failure of a ready unit. In phase starting the node's ready report is still on its way.
+// handleFenced records the failure of a ready unit. In phase starting the node's ready report is still on its
+// way.
 func (m *Machine) handleFenced(e Event, now time.Time, t Timers) []Effect {
 	if m.Phase != Ready && m.Phase != Starting {
 		return nil

@@ -12,7 +12,8 @@ import (
 )
 
 func TestLostNodeOfAUnitOverTwo(t *testing.T) {
-	m, effects := Next(in(Ready), Event{Kind: EvNodeLost, Others: true, Reason: "node b is lost"}, noon, Timers{})
+	m, effects := Next(in(Ready), Event{Kind: EvNodeLost, Others: true, Reason: "node b is lost"}, noon,
+		Timers{})
 	assert.Equal(t, "killing: UnitFenced, stop others", describe(m, effects))
 	again, effects := Next(m, Event{Kind: EvNodeLost, Others: true}, noon, Timers{})
 	assert.Equal(t, m, again, "once is enough")
@@ -23,7 +24,8 @@ func TestLostNodeOfAUnitOverTwo(t *testing.T) {
 	assert.Equal(t, "killing:", describe(m, effects))
 	assert.True(t, m.Due.IsZero())
 	m, effects = Next(m, Event{Kind: EvGone, Epoch: 3, WasReady: true}, noon, Timers{})
-	assert.Equal(t, "pending: Release, grant", describe(m, effects), "no wait: nothing is wrong with what is started")
+	assert.Equal(t, "pending: Release, grant", describe(m, effects),
+		"no wait: nothing is wrong with what is started")
 	assert.Equal(t, "node b is lost", m.Reason)
 	assert.False(t, m.NodeLost)
 }
@@ -48,7 +50,8 @@ func TestFencedUnitTellsTheOthersUntilTheyAnswer(t *testing.T) {
 	assert.True(t, m.Due.IsZero())
 }
 
-// crowd is a unit over several nodes played against a dumb world: which node lives, and where its processes are.
+// crowd is a unit over several nodes played against a dumb world: which node lives, and where its processes
+// are.
 type crowd struct {
 	t       *rapid.T
 	m       Machine
@@ -87,7 +90,8 @@ func (c *crowd) obey(f Effect) {
 	switch f.Kind {
 	case DoGrant, ProposeRelease:
 		for n, r := range c.running {
-			require.False(c.t, r && c.alive[n], "node %s still runs its part of epoch %d in %s", n, c.m.Epoch, c.m.Phase)
+			require.False(c.t, r && c.alive[n], "node %s still runs its part of epoch %d in %s", n, c.m.Epoch,
+				c.m.Phase)
 		}
 	case DoStart:
 		for _, n := range c.nodes {
@@ -103,7 +107,8 @@ func (c *crowd) obey(f Effect) {
 	}
 }
 
-// endPart ends the part of one node. The node reports it through a mailbox, so the report comes after this step.
+// endPart ends the part of one node. The node reports it through a mailbox, so the report comes after this
+// step.
 func (c *crowd) endPart(n string) { c.running[n], c.told[n] = false, true }
 
 func (c *crowd) step() {
@@ -156,11 +161,12 @@ func (c *crowd) settle() {
 	}
 }
 
-// TestAnyLossOfNodesNeverDoublesAUnit: a unit over three nodes is released and granted again only when no living node runs a
-// part of it, and one that is being ended does end, whichever orders are lost.
+// TestAnyLossOfNodesNeverDoublesAUnit: a unit over three nodes is released and granted again only when no
+// living node runs a part of it, and one that is being ended does end, whichever orders are lost.
 func TestAnyLossOfNodesNeverDoublesAUnit(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		c := &crowd{t: t, now: noon, nodes: []string{"a", "b", "c"}, alive: map[string]bool{}, running: map[string]bool{}, told: map[string]bool{}}
+		c := &crowd{t: t, now: noon, nodes: []string{"a", "b", "c"}, alive: map[string]bool{},
+			running: map[string]bool{}, told: map[string]bool{}}
 		for range rapid.IntRange(1, 60).Draw(t, "steps") {
 			c.step()
 		}

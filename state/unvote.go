@@ -7,12 +7,12 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// CheckUnvote checks whether the node with the given UID can give up its vote for good. A removal calls it before it
-// changes any vote, because a change that leaves the voters without a living majority cannot be undone: every change
-// needs a leader, and then there is none.
+// CheckUnvote checks whether the node with the given UID can give up its vote for good. A removal calls it
+// before it changes any vote, because a change that leaves the voters without a living majority cannot be
+// undone: every change needs a leader, and then there is none.
 //
-// successor is the UID of the standby that must get a vote first; "" = none. The error is typed and names the voters
-// in the way: Conflict if one is lost, Unavailable if all of them may still answer.
+// successor is the UID of the standby that must get a vote first; "" = none. The error is typed and names the
+// voters in the way: Conflict if one is lost, Unavailable if all of them may still answer.
 func CheckUnvote(members []Elector, leader, uid string) (successor string, err error) {
 	e := newElectorate(members, leader)
 	i := slices.IndexFunc(e.all, func(m Elector) bool { return m.UID == uid })
@@ -34,8 +34,8 @@ func CheckUnvote(members []Elector, leader, uid string) (successor string, err e
 	return "", e.voteNeededError(&leaves)
 }
 
-// findSuccessor returns the standby that takes over the vote of the node with the given UID: a living one of the zone
-// with the fewest votes; nil if there is none.
+// findSuccessor returns the standby that takes over the vote of the node with the given UID: a living one of
+// the zone with the fewest votes; nil if there is none.
 func (e *electorate) findSuccessor(uid string) *Elector {
 	var best *Elector
 	for i := range e.all {
@@ -71,17 +71,21 @@ func (e *electorate) voteNeededError(leaves *Elector) error {
 	if len(remain) == 0 {
 		who = "no other node votes"
 	}
-	code, hint := problem.Unavailable, "wait until another control node answers and has a copy of the state; look at dpserve nodes"
+	code, hint := problem.Unavailable,
+		"wait until another control node answers and has a copy of the state; look at dpserve nodes"
 	switch {
 	case len(lost) > 0:
 		code = problem.Conflict
-		hint = strings.Join(lost, ", ") + oneOrMany(lost, " is lost and votes: bring it back or remove it first",
+		hint = strings.Join(lost, ", ") + oneOrMany(lost,
+			" is lost and votes: bring it back or remove it first",
 			" are lost and vote: bring them back or remove them first") + ": dpserve nodes remove " + lost[0]
 	case len(silent) > 0:
-		hint = strings.Join(silent, ", ") + oneOrMany(silent, " votes and does not answer: wait until it answers or is lost",
+		hint = strings.Join(silent, ", ") + oneOrMany(silent,
+			" votes and does not answer: wait until it answers or is lost",
 			" vote and do not answer: wait until they answer or are lost")
 	}
-	return problem.New(code, "take the vote of node %q: %w: %s", leaves.Node, ErrVoteNeeded, who).WithHint("%s", hint)
+	return problem.New(code, "take the vote of node %q: %w: %s", leaves.Node, ErrVoteNeeded, who).
+		WithHint("%s", hint)
 }
 
 func oneOrMany(list []string, one, many string) string {

@@ -26,36 +26,48 @@ func TestCheckUnvote(t *testing.T) {
 		{name: "the lost one of three", members: "a:v b:v c:v!", uid: "c"},
 		{
 			name: "a living one beside a lost one", members: "a:v b:v c:v!", uid: "b", code: problem.Conflict,
-			says: "a is alive, c is lost", hint: "c is lost and votes: bring it back or remove it first: dpserve nodes remove c",
+			says: "a is alive, c is lost",
+			hint: "c is lost and votes: bring it back or remove it first: dpserve nodes remove c",
 		},
 		{
 			name: "the leader beside a lost one", members: "a:v b:v c:v!", uid: "a", code: problem.Conflict,
-			says: "b is alive, c is lost", hint: "c is lost and votes: bring it back or remove it first: dpserve nodes remove c",
+			says: "b is alive, c is lost",
+			hint: "c is lost and votes: bring it back or remove it first: dpserve nodes remove c",
 		},
 		{
-			name: "a living one beside a silent one", members: "a:v b:v c:v?", uid: "b", code: problem.Unavailable,
-			says: "a is alive, c is silent", hint: "c votes and does not answer: wait until it answers or is lost",
+			name: "a living one beside a silent one", members: "a:v b:v c:v?", uid: "b",
+			code: problem.Unavailable,
+			says: "a is alive, c is silent",
+			hint: "c votes and does not answer: wait until it answers or is lost",
 		},
 		{name: "a standby takes over", members: "a:v b:v c:v! d:s", uid: "b", successor: "d"},
-		{name: "of another zone, if there is one", members: "a:v1 b:v2 c:v1! d:s1 e:s3", uid: "b", successor: "e"},
+		{name: "of another zone, if there is one", members: "a:v1 b:v2 c:v1! d:s1 e:s3", uid: "b",
+			successor: "e"},
 		{
 			name: "not a silent standby", members: "a:v b:v c:v! d:s?", uid: "b", code: problem.Conflict,
-			says: "a is alive, c is lost", hint: "c is lost and votes: bring it back or remove it first: dpserve nodes remove c",
+			says: "a is alive, c is lost",
+			hint: "c is lost and votes: bring it back or remove it first: dpserve nodes remove c",
 		},
 		{name: "the only voter of two", members: "a:v b:s", uid: "a", successor: "b"},
 		{
-			name: "the only voter, the other is silent", members: "a:v b:s?", uid: "a", code: problem.Unavailable,
-			says: "no other node votes", hint: "wait until another control node answers and has a copy of the state; look at dpserve nodes",
+			name: "the only voter, the other is silent", members: "a:v b:s?", uid: "a",
+			code: problem.Unavailable,
+			says: "no other node votes",
+			hint: "wait until another control node answers and has a copy of the state; look at " +
+				"dpserve nodes",
 		},
 		{name: "one of five, two are lost", members: "a:v b:v c:v d:v! e:v!", uid: "d"},
 		{
-			name: "a living one of five, two are lost", members: "a:v b:v c:v d:v! e:v!", uid: "c", code: problem.Conflict,
+			name: "a living one of five, two are lost", members: "a:v b:v c:v d:v! e:v!", uid: "c",
+			code: problem.Conflict,
 			says: "a is alive, b is alive, d is lost, e is lost",
 			hint: "d, e are lost and vote: bring them back or remove them first: dpserve nodes remove d",
 		},
 		{
 			name: "a removed node still votes", members: "a:v b:v c:vx?", uid: "b", code: problem.Unavailable,
-			says: "a removed node is not there, a is alive", hint: "wait until another control node answers and has a copy of the state; look at dpserve nodes",
+			says: "a removed node is not there, a is alive",
+			hint: "wait until another control node answers and has a copy of the state; look at " +
+				"dpserve nodes",
 		},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -75,7 +87,8 @@ func TestCheckUnvote(t *testing.T) {
 	}
 }
 
-// machines is a cluster of control nodes on which people, failures and the leader's own care work in any order.
+// machines is a cluster of control nodes on which people, failures and the leader's own care work in any
+// order.
 type machines struct {
 	t   *rapid.T
 	all []Elector
@@ -113,7 +126,8 @@ func (m *machines) care() bool {
 	return c.Kind != NoChange
 }
 
-// remove is `leave` of a node that lives, or `nodes remove` of one that does not, with the steps of the wiring.
+// remove is `leave` of a node that lives, or `nodes remove` of one that does not, with the steps of the
+// wiring.
 func (m *machines) remove(uid string) {
 	others := slices.ContainsFunc(m.all, func(e Elector) bool { return e.UID != uid && e.Control && !e.Lost })
 	if !others {
@@ -133,19 +147,21 @@ func (m *machines) remove(uid string) {
 	m.all = slices.Delete(m.all, i, i+1)
 }
 
-// TestRemovalsKeepALivingMajority: whatever fails in between, no accepted removal and no step towards it leaves the voters without a
-// living majority.
+// TestRemovalsKeepALivingMajority: whatever fails in between, no accepted removal and no step towards it
+// leaves the voters without a living majority.
 func TestRemovalsKeepALivingMajority(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		m := &machines{t: rt}
 		for i := range rapid.IntRange(1, 7).Draw(rt, "nodes") {
 			uid := fmt.Sprint("n", i)
-			m.all = append(m.all, Elector{UID: uid, Node: uid, Control: true, Live: true, Member: i == 0, Voter: i == 0})
+			m.all = append(m.all, Elector{UID: uid, Node: uid, Control: true, Live: true, Member: i == 0,
+				Voter: i == 0})
 		}
 		for range rapid.IntRange(1, 40).Draw(rt, "steps") {
 			uid := m.all[rapid.IntRange(0, len(m.all)-1).Draw(rt, "node")].UID
 			e := &m.all[m.at(uid)]
-			switch rapid.SampledFrom([]string{"care", "settle", "fail", "lose", "heal", "remove", "remove"}).Draw(rt, "step") {
+			switch rapid.SampledFrom([]string{"care", "settle", "fail", "lose", "heal", "remove",
+				"remove"}).Draw(rt, "step") {
 			case "care":
 				m.care()
 			case "settle":
