@@ -13,8 +13,8 @@ const (
 	hintAtOnce = 2      // units moved at most
 )
 
-// Occupant is a unit that runs on nodes, and the group that would place it again: its own ranks, with Held for the
-// rest of its group.
+// Occupant is a unit that runs on nodes, and the group that would place it again: its own ranks, with Held
+// for the rest of its group.
 type Occupant struct {
 	Unit   string
 	Group  Group
@@ -43,10 +43,10 @@ func (ms Moves) String() string {
 	return "moving " + strings.Join(parts, " and ") + " would make room"
 }
 
-// Hint finds one or two units whose move would make room for a group that finds no place, although the nodes have
-// enough free in sum. What the occupants use must be in use in nodes. Hint prefers one unit to two, and small units to
-// large ones. Its effort is bounded, so no hint does not mean that no rearrangement exists.
-func Hint(nodes []Node, g Group, occupants []Occupant) Moves { //nolint:gocritic // a copy: the search must not change the caller's
+// Hint finds one or two units whose move would make room for a group that finds no place, although the nodes
+// have enough free in sum. What the occupants use must be in use in nodes. Hint prefers one unit to two, and
+// small units to large ones. Its effort is bounded, so no hint does not mean that no rearrangement exists.
+func Hint(nodes []Node, g Group, occupants []Occupant) Moves { //nolint:gocritic // a copy
 	if len(nodes) == 0 || g.check() != nil || g.Attach || !hasEnoughInSum(nodes, &g) {
 		return nil
 	}
@@ -68,8 +68,8 @@ func Hint(nodes []Node, g Group, occupants []Occupant) Moves { //nolint:gocritic
 	return nil
 }
 
-// hasEnoughInSum reports whether the nodes have enough free for the group in sum. Nodes whose labels do not match count
-// too, because other units may move there.
+// hasEnoughInSum reports whether the nodes have enough free for the group in sum. Nodes whose labels do not
+// match count too, because other units may move there.
 func hasEnoughInSum(nodes []Node, g *Group) bool {
 	slots, devices := 0, 0
 	for _, p := range newPools(nodes) {
@@ -97,8 +97,8 @@ func findMovable(nodes []Node, g *Group, occupants []Occupant) []*Occupant {
 	return out
 }
 
-// subsets yields every n of the occupants; n is 1 or 2. It leaves out pairs of one group, because the place of one
-// limits the places of the other.
+// subsets yields every n of the occupants; n is 1 or 2. It leaves out pairs of one group, because the place
+// of one limits the places of the other.
 func subsets(os []*Occupant, n int) func(yield func([]*Occupant) bool) {
 	return func(yield func([]*Occupant) bool) {
 		for i, a := range os {
@@ -156,17 +156,20 @@ func withoutUnits(nodes []Node, units []*Occupant) []Node {
 	return out
 }
 
-// releaseUnit removes a unit's seats and blocks from what is in use. It replaces the lists instead of changing them.
+// releaseUnit removes a unit's seats and blocks from what is in use. It replaces the lists instead of
+// changing them.
 func (n *Node) releaseUnit(o *Occupant) {
 	for i := range o.Seats {
 		if s := &o.Seats[i]; s.Node == n.ID {
-			n.UsedSlots, n.UsedDevices = without(n.UsedSlots, []int{s.Slot}), without(n.UsedDevices, s.Devices)
+			n.UsedSlots, n.UsedDevices = without(n.UsedSlots, []int{s.Slot}),
+				without(n.UsedDevices, s.Devices)
 			n.Ranks--
 		}
 	}
 	for _, b := range o.Blocks {
 		if b.Node == n.ID {
-			n.UsedBlocks = slices.DeleteFunc(slices.Clone(n.UsedBlocks), func(p Ports) bool { return p.Lo == b.Base })
+			n.UsedBlocks = slices.DeleteFunc(slices.Clone(n.UsedBlocks),
+				func(p Ports) bool { return p.Lo == b.Base })
 		}
 	}
 }

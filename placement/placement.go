@@ -1,5 +1,6 @@
-// Package placement assigns groups of ranks to nodes: slots, devices and port blocks, for all ranks of a group or for
-// none. It is pure: the same nodes and groups give the same placement, in whatever order the nodes come.
+// Package placement assigns groups of ranks to nodes: slots, devices and port blocks, for all ranks of a
+// group or for none. It is pure: the same nodes and groups give the same placement, in whatever order the
+// nodes come.
 package placement
 
 import (
@@ -36,19 +37,21 @@ type Node struct {
 
 // Group is what is placed together: all of Ranks and Keep, or nothing.
 type Group struct {
-	ID              string         // "app/group", for error texts
-	Lockstep        bool           // one unit with one port block per node; else a unit and a block per rank
-	DPSize          int            // ranks of the whole group; sizes the block of a lockstep unit
-	Ranks           []int          // rank numbers that need a seat, ascending
-	Keep            []Seat         // ranks that start again on their old seats, which must be free in the nodes
+	ID       string // "app/group", for error texts
+	Lockstep bool   // one unit with one port block per node; else a unit and a block per rank
+	DPSize   int    // ranks of the whole group; sizes the block of a lockstep unit
+	Ranks    []int  // rank numbers that need a seat, ascending
+	// ranks that start again on their old seats, which must be free in the nodes
+	Keep            []Seat
 	Held            map[string]int // ranks of the group that keep running and are not placed now, per node
 	Strategy        Strategy
 	MaxRanksPerNode int               // of this group; 0 = any
 	Labels          map[string]string // a node must have all of them
 	Slots           int               // slots per rank: 0 or 1
 	Devices         int               // devices per rank
-	Attach          bool              // attached engines: they need no slot, device or port, only a node that watches them
-	Pinned          map[int]string    // attach: rank → node
+	// attached engines: they need no slot, device or port, only a node that watches them
+	Attach bool
+	Pinned map[int]string // attach: rank → node
 
 	loose bool // the devices of a rank need not be consecutive: there is no other room
 }
@@ -79,8 +82,9 @@ type Placed struct {
 // Placement is the placement of all groups, in their order.
 type Placement struct{ Groups []Placed }
 
-// Place seats all groups or none. Ranks of a group are numbered along the nodes, which are sorted by id, so they are
-// contiguous on each node. The error is problem.Unplaceable; Details say what is needed and what each node has free.
+// Place seats all groups or none. Ranks of a group are numbered along the nodes, which are sorted by id, so
+// they are contiguous on each node. The error is problem.Unplaceable; Details say what is needed and what
+// each node has free.
 func Place(nodes []Node, groups []Group) (Placement, error) {
 	pools := newPools(nodes)
 	out := Placement{Groups: make([]Placed, 0, len(groups))}
@@ -106,7 +110,8 @@ func (g *Group) check() error {
 			WithHint("use PACK, STRICT_PACK, SPREAD or STRICT_SPREAD")
 	}
 	if g.Slots < 0 || g.Slots > 1 || g.Devices < 0 || g.MaxRanksPerNode < 0 || g.DPSize < 0 {
-		return problem.New(problem.InvalidArgument, "place %s: slots per rank must be 0 or 1, other numbers not negative", g.ID)
+		return problem.New(problem.InvalidArgument,
+			"place %s: slots per rank must be 0 or 1, other numbers not negative", g.ID)
 	}
 	return nil
 }

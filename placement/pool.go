@@ -22,7 +22,8 @@ func newPools(nodes []Node) pools {
 	ps := make(pools, len(nodes))
 	for i := range nodes {
 		n := &nodes[i]
-		ps[i] = &pool{Node: n, slots: n.freeSlots(), devices: without(n.Devices, n.UsedDevices), cells: newCells(n), ranks: n.Ranks}
+		ps[i] = &pool{Node: n, slots: n.freeSlots(), devices: without(n.Devices, n.UsedDevices),
+			cells: newCells(n), ranks: n.Ranks}
 	}
 	slices.SortFunc(ps, func(a, b *pool) int { return cmp.Compare(a.ID, b.ID) })
 	return ps
@@ -67,7 +68,8 @@ func (p *pool) matches(g *Group) bool {
 	return true
 }
 
-// capacityFor returns how many more ranks of g the node can take, by slots, devices, ports and max_ranks_per_node.
+// capacityFor returns how many more ranks of g the node can take, by slots, devices, ports and
+// max_ranks_per_node.
 func (p *pool) capacityFor(g *Group) int {
 	if !p.matches(g) {
 		return 0
@@ -85,8 +87,8 @@ func (p *pool) capacityFor(g *Group) int {
 	return min(n, p.portCapacityFor(g))
 }
 
-// portCapacityFor counts free blocks: a lockstep unit needs one per node, independent ranks one each. The blocks of kept
-// ranks are not taken yet, so they are subtracted.
+// portCapacityFor counts free blocks: a lockstep unit needs one per node, independent ranks one each. The
+// blocks of kept ranks are not taken yet, so they are subtracted.
 func (p *pool) portCapacityFor(g *Group) int {
 	kept := 0
 	for i := range g.Keep {
@@ -121,8 +123,8 @@ func (g *Group) ranksOn(node string) int {
 	return n
 }
 
-// deviceSets returns the free sets of k devices: consecutive numbers, the first a multiple of k, the lowest first. If
-// loose, sets of the remaining devices follow, in ascending order.
+// deviceSets returns the free sets of k devices: consecutive numbers, the first a multiple of k, the lowest
+// first. If loose, sets of the remaining devices follow, in ascending order.
 func (p *pool) deviceSets(k int, loose bool) [][]int {
 	var out [][]int
 	var rest []int

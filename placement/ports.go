@@ -1,7 +1,7 @@
 package placement
 
-// Port blocks. For D ranks the offsets are: HTTP 0…D-1, KV events D…, replay 2D…, side channel 3D…, bootstrap 4D…,
-// rpc 5D; 7 ports are spare.
+// Port blocks. For D ranks the offsets are: HTTP 0…D-1, KV events D…, replay 2D…, side channel 3D…, bootstrap
+// 4D…, rpc 5D; 7 ports are spare.
 const (
 	portsPerRank = 5
 	portsPerUnit = 8
@@ -16,7 +16,8 @@ func BlockSize(d int) int {
 	return (portsPerRank*d + portsPerUnit + blockUnit - 1) / blockUnit * blockUnit
 }
 
-// cells is a node's port range in pieces of blockUnit. An age is -1 = in use, 0 = never used, n = freed, later ones higher.
+// cells is a node's port range in pieces of blockUnit. An age is -1 = in use, 0 = never used, n = freed,
+// later ones higher.
 type cells struct {
 	lo  int
 	age []int

@@ -30,7 +30,8 @@ func (s *shortage) unplaceableError(ps pools, g *Group) error {
 	if len(ps) == 0 {
 		lines = append(lines, "there is no node")
 	}
-	return problem.New(problem.Unplaceable, "place %s: %s (%s)", g.ID, fits, g.Strategy).WithHint("%s", g.chooseHint(ps)).WithDetails(lines...)
+	return problem.New(problem.Unplaceable, "place %s: %s (%s)", g.ID, fits, g.Strategy).
+		WithHint("%s", g.chooseHint(ps)).WithDetails(lines...)
 }
 
 // describeRank says what one rank needs and where it may be placed.
@@ -77,9 +78,11 @@ func (g *Group) chooseHint(ps pools) string {
 		return "no node has these labels: correct resources.labels, or start a node with them in --labels"
 	}
 	if g.Devices > 0 && !devices {
-		return "no node offers devices: start nodes with --gpus, or run the file on the simulated engine with --engine sim"
+		return "no node offers devices: start nodes with --gpus, or run the file on the simulated engine " +
+			"with --engine sim"
 	}
-	return "free room by deleting an application, ask for fewer ranks, or start nodes with more --slots or --gpus"
+	return "free room by deleting an application, ask for fewer ranks, or start nodes with more --slots " +
+		"or --gpus"
 }
 
 func labels(m map[string]string) string {

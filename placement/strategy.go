@@ -12,8 +12,8 @@ type choice struct {
 	n    int // ranks given to it
 }
 
-// seatRanks chooses nodes by the strategy and seats the ranks along them. Only a group that finds no other room gets devices
-// that are not consecutive and aligned.
+// seatRanks chooses nodes by the strategy and seats the ranks along them. Only a group that finds no other
+// room gets devices that are not consecutive and aligned.
 func (ps pools) seatRanks(g *Group) ([]Seat, *shortage) {
 	choices, got := ps.chooseNodes(g)
 	if got < len(g.Ranks) && g.Devices > 1 {
@@ -59,8 +59,8 @@ func (g *Group) dealRanks(choices []*choice) int {
 	}
 }
 
-// findTightest returns the node that can take n ranks and has the least room beyond, so that room for larger groups stays
-// together. Nodes that have ranks of the group come first; among equals the first in node order.
+// findTightest returns the node that can take n ranks and has the least room beyond, so that room for larger
+// groups stays together. Nodes that have ranks of the group come first; among equals the first in node order.
 func (g *Group) findTightest(choices []*choice, n int) *choice {
 	var best *choice
 	for _, c := range choices {
@@ -75,11 +75,12 @@ func (g *Group) findTightest(choices []*choice, n int) *choice {
 }
 
 func (g *Group) compareTightness(a, b *choice) int {
-	return cmp.Or(cmp.Compare(min(1, g.ranksOn(b.pool.ID)), min(1, g.ranksOn(a.pool.ID))), cmp.Compare(a.fits, b.fits))
+	return cmp.Or(cmp.Compare(min(1, g.ranksOn(b.pool.ID)), min(1, g.ranksOn(a.pool.ID))),
+		cmp.Compare(a.fits, b.fits))
 }
 
-// pack chooses the tightest single node. If there is none, it chooses as few nodes as possible, and of those the ones
-// that get the most equal blocks, the tightest first.
+// pack chooses the tightest single node. If there is none, it chooses as few nodes as possible, and of those
+// the ones that get the most equal blocks, the tightest first.
 func (g *Group) pack(choices []*choice, need int) int {
 	if c := g.findTightest(choices, need); c != nil {
 		c.n = need
@@ -106,11 +107,12 @@ func (g *Group) pack(choices []*choice, need int) int {
 }
 
 func inNodeOrder(choices, chosen []*choice) []*choice {
-	return slices.DeleteFunc(slices.Clone(choices), func(c *choice) bool { return !slices.Contains(chosen, c) })
+	return slices.DeleteFunc(slices.Clone(choices),
+		func(c *choice) bool { return !slices.Contains(chosen, c) })
 }
 
-// countNodes returns the least number of nodes that can take need ranks, and the size of the largest block if they share
-// the ranks as equally as possible. Without room for all it returns how many fit.
+// countNodes returns the least number of nodes that can take need ranks, and the size of the largest block if
+// they share the ranks as equally as possible. Without room for all it returns how many fit.
 func countNodes(choices []*choice, need int) (nodes, most, fits int) {
 	rooms := make([]int, 0, len(choices))
 	for _, c := range choices {
@@ -144,14 +146,16 @@ func (g *Group) tightestForRest(choices []*choice, left, most, share int) *choic
 	return g.findTightest(choices, left)
 }
 
-// findRoomiest returns the node that can take the largest block of at most most ranks; among equals the tightest.
+// findRoomiest returns the node that can take the largest block of at most most ranks; among equals the
+// tightest.
 func (g *Group) findRoomiest(choices []*choice, most int) *choice {
 	var best *choice
 	for _, c := range choices {
 		if c.n > 0 || c.fits == 0 {
 			continue
 		}
-		if best == nil || cmp.Or(cmp.Compare(min(best.fits, most), min(c.fits, most)), g.compareTightness(c, best)) < 0 {
+		if best == nil || cmp.Or(cmp.Compare(min(best.fits, most), min(c.fits, most)),
+			g.compareTightness(c, best)) < 0 {
 			best = c
 		}
 	}
@@ -183,8 +187,8 @@ func (g *Group) hasRanksPlaced() bool {
 	return len(g.Keep) > 0
 }
 
-// spread deals one rank at a time to the node with the fewest ranks of the group; among equals the one with the most
-// room.
+// spread deals one rank at a time to the node with the fewest ranks of the group; among equals the one with
+// the most room.
 func (g *Group) spread(choices []*choice, need int) int {
 	for got := range need {
 		var best *choice
@@ -202,12 +206,14 @@ func (g *Group) spread(choices []*choice, need int) int {
 }
 
 func (g *Group) compareLoad(a, b *choice) int {
-	return cmp.Or(cmp.Compare(g.ranksOn(a.pool.ID)+a.n, g.ranksOn(b.pool.ID)+b.n), cmp.Compare(b.fits-b.n, a.fits-a.n))
+	return cmp.Or(cmp.Compare(g.ranksOn(a.pool.ID)+a.n, g.ranksOn(b.pool.ID)+b.n),
+		cmp.Compare(b.fits-b.n, a.fits-a.n))
 }
 
 // strictSpread deals one rank each to the roomiest nodes that have none of the group.
 func (g *Group) strictSpread(choices []*choice, need int) int {
-	free := slices.DeleteFunc(slices.Clone(choices), func(c *choice) bool { return c.fits == 0 || g.ranksOn(c.pool.ID) > 0 })
+	free := slices.DeleteFunc(slices.Clone(choices),
+		func(c *choice) bool { return c.fits == 0 || g.ranksOn(c.pool.ID) > 0 })
 	slices.SortStableFunc(free, func(a, b *choice) int { return cmp.Compare(b.fits, a.fits) })
 	for i := range min(need, len(free)) {
 		free[i].n = 1
