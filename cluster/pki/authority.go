@@ -29,7 +29,8 @@ type Authority struct {
 // NewAuthority makes the authority of a new cluster.
 func NewAuthority(cluster string, now time.Time) (*Authority, error) {
 	if cluster == "" || len(cluster) > maxPart {
-		return nil, problem.New(problem.InvalidArgument, "a cluster id has 1 to %d bytes, this one has %d", maxPart, len(cluster))
+		return nil, problem.New(problem.InvalidArgument, "a cluster id has 1 to %d bytes, this one has %d",
+			maxPart, len(cluster))
 	}
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -89,10 +90,11 @@ func (a *Authority) PEM() (certPEM, keyPEM []byte) {
 	return encodeCertificate(a.cert.Raw), keyPEM
 }
 
-// Sign makes a certificate of an identity for the key of the request. It is valid from an hour before now until now +
-// life, but no longer than the authority. Only the key of the request counts. Sign refuses a request that is not signed
-// by its key, a key that is not ECDSA P-256, and an identity of another cluster.
-func (a *Authority) Sign(csrDER []byte, id Identity, now time.Time, life time.Duration) (certPEM []byte, err error) {
+// Sign makes a certificate of an identity for the key of the request. It is valid from an hour before now
+// until now + life, but no longer than the authority. Only the key of the request counts. Sign refuses a
+// request that is not signed by its key, a key that is not ECDSA P-256, and an identity of another cluster.
+func (a *Authority) Sign(csrDER []byte, id Identity, now time.Time, life time.Duration) (certPEM []byte,
+	err error) {
 	public, err := requestKey(csrDER)
 	if err != nil {
 		return nil, err
@@ -124,14 +126,16 @@ func (a *Authority) Sign(csrDER []byte, id Identity, now time.Time, life time.Du
 func (a *Authority) checkIdentity(id Identity, life time.Duration) error {
 	switch {
 	case id.Cluster != a.Cluster():
-		return problem.New(problem.InvalidArgument, "the authority of cluster %s signs nothing for cluster %s", a.Cluster(), id.Cluster)
+		return problem.New(problem.InvalidArgument,
+			"the authority of cluster %s signs nothing for cluster %s", a.Cluster(), id.Cluster)
 	case life <= 0:
 		return problem.New(problem.InvalidArgument, "a certificate needs a life above 0, not %s", life)
 	}
 	return id.check()
 }
 
-// KeySum returns the SHA-256, in hex, of the public key of a certificate request. It refuses the same requests as Sign.
+// KeySum returns the SHA-256, in hex, of the public key of a certificate request. It refuses the same
+// requests as Sign.
 func KeySum(csrDER []byte) (string, error) {
 	public, err := requestKey(csrDER)
 	if err != nil {
@@ -148,18 +152,21 @@ func KeySum(csrDER []byte) (string, error) {
 // requestKey checks a request and returns its key.
 func requestKey(der []byte) (*ecdsa.PublicKey, error) {
 	if len(der) > maxCSR {
-		return nil, problem.New(problem.InvalidArgument, "the certificate request has %d bytes, allowed are %d", len(der), maxCSR)
+		return nil, problem.New(problem.InvalidArgument,
+			"the certificate request has %d bytes, allowed are %d", len(der), maxCSR)
 	}
 	request, err := x509.ParseCertificateRequest(der)
 	if err != nil {
 		return nil, problem.New(problem.InvalidArgument, "the certificate request cannot be read: %w", err)
 	}
 	if err := request.CheckSignature(); err != nil {
-		return nil, problem.New(problem.InvalidArgument, "the certificate request is not signed by its key: %w", err)
+		return nil, problem.New(problem.InvalidArgument,
+			"the certificate request is not signed by its key: %w", err)
 	}
 	key, ok := request.PublicKey.(*ecdsa.PublicKey)
 	if !ok || key.Curve != elliptic.P256() {
-		return nil, problem.New(problem.InvalidArgument, "the key of the certificate request is not ECDSA P-256")
+		return nil, problem.New(problem.InvalidArgument,
+			"the key of the certificate request is not ECDSA P-256")
 	}
 	return key, nil
 }

@@ -27,8 +27,8 @@ type Files struct {
 	Cert      []byte // PEM
 	Authority []byte // PEM
 	GossipKey []byte
-	// AuthorityKey (PEM) lets a node with role control sign its own certificate when it has expired, because no other
-	// node would accept a connection then. nil on other nodes.
+	// AuthorityKey (PEM) lets a node with role control sign its own certificate when it has expired, because
+	// no other node would accept a connection then. nil on other nodes.
 	AuthorityKey []byte
 }
 
@@ -53,11 +53,11 @@ func (f Files) Renewed(now time.Time) (Files, error) {
 	return f, err
 }
 
-// KeepKey reads the key in dir, or makes one and writes it. A node that asks for a certificate again, because the first
-// answer was lost, must ask with the same key.
+// KeepKey reads the key in dir, or makes one and writes it. A node that asks for a certificate again, because
+// the first answer was lost, must ask with the same key.
 func KeepKey(dir string) (keyPEM []byte, err error) {
 	path := filepath.Join(dir, keyFile)
-	keyPEM, err = os.ReadFile(path) //nolint:gosec // the operator's own data dir
+	keyPEM, err = os.ReadFile(path) //nolint:gosec // the data dir
 	if err == nil || !errors.Is(err, fs.ErrNotExist) {
 		if err == nil {
 			_, err = parseKey(keyPEM)
@@ -76,14 +76,15 @@ func KeepKey(dir string) (keyPEM []byte, err error) {
 	return keyPEM, nil
 }
 
-// Save writes the files, readable by their owner only. After a crash each file is complete or absent. cert.pem comes
-// last: with it the set is complete. A renewal keeps the key, so every mixture of old and new files is valid. For
-// another key Save first removes cert.pem.
+// Save writes the files, readable by their owner only. After a crash each file is complete or absent.
+// cert.pem comes last: with it the set is complete. A renewal keeps the key, so every mixture of old and new
+// files is valid. For another key Save first removes cert.pem.
 func Save(dir string, f Files) error {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return unwritableError(dir, err)
 	}
-	if old, err := os.ReadFile(filepath.Join(dir, keyFile)); err != nil || !bytes.Equal(old, f.Key) { //nolint:gosec // the operator's own data dir
+	old, err := os.ReadFile(filepath.Join(dir, keyFile)) //nolint:gosec // the data dir
+	if err != nil || !bytes.Equal(old, f.Key) {
 		if err := os.Remove(filepath.Join(dir, certFile)); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return unwritableError(dir, err)
 		}
@@ -91,7 +92,8 @@ func Save(dir string, f Files) error {
 	for _, file := range []struct {
 		name string
 		data []byte
-	}{{keyFile, f.Key}, {authorityFile, f.Authority}, {gossipFile, f.GossipKey}, {signerFile, f.AuthorityKey}, {certFile, f.Cert}} {
+	}{{keyFile, f.Key}, {authorityFile, f.Authority}, {gossipFile, f.GossipKey}, {signerFile, f.AuthorityKey},
+		{certFile, f.Cert}} {
 		if file.name == signerFile && len(file.data) == 0 {
 			continue
 		}
@@ -108,8 +110,9 @@ func Load(dir string) (Files, error) {
 	for _, file := range []struct {
 		name string
 		data *[]byte
-	}{{certFile, &f.Cert}, {keyFile, &f.Key}, {authorityFile, &f.Authority}, {gossipFile, &f.GossipKey}, {signerFile, &f.AuthorityKey}} {
-		data, err := os.ReadFile(filepath.Join(dir, file.name)) //nolint:gosec // the operator's own data dir
+	}{{certFile, &f.Cert}, {keyFile, &f.Key}, {authorityFile, &f.Authority}, {gossipFile, &f.GossipKey},
+		{signerFile, &f.AuthorityKey}} {
+		data, err := os.ReadFile(filepath.Join(dir, file.name)) //nolint:gosec // the data dir
 		switch {
 		case errors.Is(err, fs.ErrNotExist) && file.name == certFile:
 			return Files{}, fmt.Errorf("no certificate in %s: %w", dir, err)
@@ -117,7 +120,8 @@ func Load(dir string) (Files, error) {
 			continue
 		case err != nil:
 			// %v instead of %w: a missing key beside a certificate is damage, not a node that has not joined.
-			return Files{}, problem.New(problem.Conflict, "%s cannot be read beside %s: %v", file.name, certFile, err).
+			return Files{}, problem.New(problem.Conflict, "%s cannot be read beside %s: %v", file.name,
+				certFile, err).
 				WithHint("restore the data dir from a backup, or join again with an empty one")
 		}
 		*file.data = data
@@ -130,7 +134,8 @@ func unwritableError(dir string, err error) error {
 		WithHint("choose a --data-dir that you may write to, on a disk with room")
 }
 
-// writeFile writes a file that is complete or absent after a crash: new file, fsync, rename, fsync of the directory.
+// writeFile writes a file that is complete or absent after a crash: new file, fsync, rename, fsync of the
+// directory.
 func writeFile(path string, data []byte) error {
 	f, err := os.CreateTemp(filepath.Dir(path), filepath.Base(path)+".*.tmp") // mode 0600
 	if err != nil {

@@ -73,17 +73,21 @@ func (id Identity) uri() *url.URL {
 
 // check refuses an identity that is out of bounds or could not be read back.
 func (id Identity) check() error {
-	for _, part := range []struct{ name, value string }{{"cluster", id.Cluster}, {"node", id.Node}, {"uid", id.UID}} {
+	for _, part := range []struct{ name, value string }{{"cluster", id.Cluster}, {"node", id.Node},
+		{"uid", id.UID}} {
 		if part.value == "" || len(part.value) > maxPart {
-			return problem.New(problem.InvalidArgument, "%s of an identity has %d bytes, allowed are 1 to %d", part.name, len(part.value), maxPart)
+			return problem.New(problem.InvalidArgument, "%s of an identity has %d bytes, allowed are 1 to %d",
+				part.name, len(part.value), maxPart)
 		}
 	}
 	if len(id.Roles) > maxRoles {
-		return problem.New(problem.InvalidArgument, "an identity has %d roles, allowed are %d", len(id.Roles), maxRoles)
+		return problem.New(problem.InvalidArgument, "an identity has %d roles, allowed are %d", len(id.Roles),
+			maxRoles)
 	}
 	for _, r := range id.Roles {
 		if r == "" || len(r) > maxPart {
-			return problem.New(problem.InvalidArgument, "a role of an identity has %d bytes, allowed are 1 to %d", len(r), maxPart)
+			return problem.New(problem.InvalidArgument,
+				"a role of an identity has %d bytes, allowed are 1 to %d", len(r), maxPart)
 		}
 	}
 	return nil

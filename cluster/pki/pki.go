@@ -1,5 +1,5 @@
-// Package pki is the certificate authority of a cluster. It names nodes, signs their certificates, and makes the token
-// that a newcomer needs. It does no IO except for the files of a data dir, and reads no clock.
+// Package pki is the certificate authority of a cluster. It names nodes, signs their certificates, and makes
+// the token that a newcomer needs. It does no IO except for the files of a data dir, and reads no clock.
 package pki
 
 import (

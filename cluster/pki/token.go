@@ -21,7 +21,8 @@ const (
 	tokenSize   = secretSize + sha256.Size + sumSize
 )
 
-// Token lets a node join. The node shows the secret, and the fingerprint tells it that it talks to the right cluster.
+// Token lets a node join. The node shows the secret, and the fingerprint tells it that it talks to the right
+// cluster.
 type Token struct {
 	Secret      [secretSize]byte
 	Fingerprint [sha256.Size]byte // of the authority's certificate
@@ -97,8 +98,10 @@ func hashOf(secret []byte) string {
 }
 
 func notATokenError(s string) error {
-	if version, _, ok := strings.Cut(s, "."); ok && strings.HasPrefix(version, tokenFamily) && len(version) < 8 {
-		return problem.New(problem.InvalidArgument, "the token has version %q, this dpserve knows %q", version, strings.TrimSuffix(tokenPrefix, ".")).
+	if version, _, ok := strings.Cut(s, "."); ok && strings.HasPrefix(version, tokenFamily) &&
+		len(version) < 8 {
+		return problem.New(problem.InvalidArgument, "the token has version %q, this dpserve knows %q",
+			version, strings.TrimSuffix(tokenPrefix, ".")).
 			WithHint("use the same dpserve on both machines")
 	}
 	return problem.New(problem.InvalidArgument, "this is no join token: one begins with %q", tokenPrefix).
