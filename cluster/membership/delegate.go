@@ -8,7 +8,8 @@ import (
 	"github.com/hashicorp/memberlist"
 )
 
-// delegate answers memberlist. memberlist calls it under its own lock, so it must not call memberlist and must not wait.
+// delegate answers memberlist. memberlist calls it under its own lock, so it must not call memberlist and
+// must not wait.
 type delegate struct{ g *Gossip }
 
 var (
@@ -24,7 +25,8 @@ func (d *delegate) NodeMeta(int) []byte { return d.g.encodedMeta() }
 // NotifyAlive refuses members of other clusters, removed members, and nodes that are not dpserve's.
 func (d *delegate) NotifyAlive(n *memberlist.Node) error { return d.g.checkMember(n) }
 
-// NotifyMerge refuses the whole view of a peer that knows members of another cluster, so that two clusters never mix.
+// NotifyMerge refuses the whole view of a peer that knows members of another cluster, so that two clusters
+// never mix.
 func (d *delegate) NotifyMerge(peers []*memberlist.Node) error {
 	for _, n := range peers {
 		if meta, err := decodeMeta(n.Meta); err == nil && meta.Cluster != d.g.cfg.Meta.Cluster {

@@ -51,7 +51,8 @@ func New(ctx context.Context, cfg Config) (*Gossip, error) {
 	if err != nil {
 		return nil, err
 	}
-	g := &Gossip{cfg: cfg, table: newTable(), ring: ring, renewed: make(chan struct{}, 1), done: make(chan struct{})}
+	g := &Gossip{cfg: cfg, table: newTable(), ring: ring, renewed: make(chan struct{}, 1),
+		done: make(chan struct{})}
 	if err := g.setMeta(cfg.Meta); err != nil {
 		return nil, err
 	}
@@ -74,7 +75,8 @@ func (g *Gossip) Address() string {
 	return (&memberlist.Node{Addr: ip, Port: uint16(port)}).Address() //nolint:gosec // a port
 }
 
-// Start joins the other nodes that can be reached, and keeps looking for missing seeds. It does not wait for them.
+// Start joins the other nodes that can be reached, and keeps looking for missing seeds. It does not wait for
+// them.
 func (g *Gossip) Start() error {
 	g.life.Lock()
 	defer g.life.Unlock()
@@ -109,7 +111,8 @@ func (g *Gossip) config() *memberlist.Config {
 	return c
 }
 
-// Members returns this node's view, with itself: one entry per UID, sorted by node. Removed nodes are not in it.
+// Members returns this node's view, with itself: one entry per UID, sorted by node. Removed nodes are not in
+// it.
 func (g *Gossip) Members() []Member {
 	return slices.DeleteFunc(g.table.list(), func(m Member) bool { return g.cfg.Revoked(m.UID) })
 }
@@ -143,22 +146,26 @@ func (g *Gossip) encodedMeta() []byte {
 	return g.meta
 }
 
-// SetKeys sets the one or two keys that this node accepts; it encrypts with the first. A rotation has three steps, and
-// all nodes take one before any node takes the next: the new key after the old one, the old key after the new one, the
-// new key alone.
+// SetKeys sets the one or two keys that this node accepts; it encrypts with the first. A rotation has three
+// steps, and all nodes take one before any node takes the next: the new key after the old one, the old key
+// after the new one, the new key alone.
 func (g *Gossip) SetKeys(keys ...[]byte) error {
 	g.life.Lock()
 	defer g.life.Unlock()
 	if len(keys) == 0 || len(keys) > maxKeys {
-		return problem.New(problem.InvalidArgument, "gossip has one key or %d, these are %d", maxKeys, len(keys))
+		return problem.New(problem.InvalidArgument, "gossip has one key or %d, these are %d", maxKeys,
+			len(keys))
 	}
 	for _, k := range keys {
 		if len(k) != KeySize {
-			return problem.New(problem.InvalidArgument, "a gossip key has %d bytes, this one has %d", KeySize, len(k))
+			return problem.New(problem.InvalidArgument, "a gossip key has %d bytes, this one has %d", KeySize,
+				len(k))
 		}
 	}
-	// Never three keys at a time: RemoveKey would change a list that memberlist is reading, because the keyring shares it.
-	err := errors.Join(g.removeOtherKeys(keys...), g.ring.AddKey(keys[0]), g.ring.UseKey(keys[0]), g.removeOtherKeys(keys...))
+	// Never three keys at a time: RemoveKey would change a list that memberlist is reading, because the
+	// keyring shares it.
+	err := errors.Join(g.removeOtherKeys(keys...), g.ring.AddKey(keys[0]), g.ring.UseKey(keys[0]),
+		g.removeOtherKeys(keys...))
 	for _, k := range keys[1:] {
 		err = errors.Join(err, g.ring.AddKey(k))
 	}
@@ -197,8 +204,8 @@ func (g *Gossip) end(farewell bool) error {
 	return err
 }
 
-// announceLeave tells the others that this is no failure. memberlist's own message reaches the delegates as a death, so
-// Meta says it first. A node that misses both finds out by silence.
+// announceLeave tells the others that this is no failure. memberlist's own message reaches the delegates as a
+// death, so Meta says it first. A node that misses both finds out by silence.
 func (g *Gossip) announceLeave() {
 	g.mu.Lock()
 	m := g.plain

@@ -37,7 +37,8 @@ type Member struct {
 	Incarnation uint64
 }
 
-// table is this node's view. memberlist calls it under its own lock, so it must not call memberlist or its users.
+// table is this node's view. memberlist calls it under its own lock, so it must not call memberlist or its
+// users.
 type table struct {
 	mu      sync.Mutex
 	members map[string]*Member // by memberlist's name
@@ -68,7 +69,8 @@ func (t *table) recordMember(n *memberlist.Node) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	m := &Member{
-		Node: node, UID: meta.UID, Address: meta.Address, Gossip: n.Address(), Roles: meta.Roles, Version: meta.Version, Zone: meta.Zone,
+		Node: node, UID: meta.UID, Address: meta.Address, Gossip: n.Address(), Roles: meta.Roles,
+		Version: meta.Version, Zone: meta.Zone,
 		Index: meta.Index, State: Alive, LastSeen: time.Now(), Incarnation: incarnation,
 	}
 	if meta.leaving {
@@ -99,8 +101,8 @@ func (t *table) recordAnswer(name string) {
 	}
 }
 
-// forgetGone drops the members that are gone longest above the bound, and those whose node has a newer process. The
-// caller holds mu.
+// forgetGone drops the members that are gone longest above the bound, and those whose node has a newer
+// process. The caller holds mu.
 func (t *table) forgetGone() {
 	var gone []string
 	alive := map[string]bool{}
@@ -117,7 +119,8 @@ func (t *table) forgetGone() {
 	if len(gone) <= maxGone {
 		return
 	}
-	slices.SortFunc(gone, func(a, b string) int { return t.members[a].LastSeen.Compare(t.members[b].LastSeen) })
+	slices.SortFunc(gone,
+		func(a, b string) int { return t.members[a].LastSeen.Compare(t.members[b].LastSeen) })
 	for _, name := range gone[:len(gone)-maxGone] {
 		delete(t.members, name)
 	}
@@ -131,7 +134,8 @@ func (t *table) signalChange() {
 	}
 }
 
-// list returns one Member per UID, sorted by node: an alive one before a gone one, among equals the one seen last.
+// list returns one Member per UID, sorted by node: an alive one before a gone one, among equals the one seen
+// last.
 func (t *table) list() []Member {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -147,7 +151,10 @@ func (t *table) list() []Member {
 		c.Roles = slices.Clone(m.Roles)
 		list = append(list, c)
 	}
-	slices.SortFunc(list, func(a, b Member) int { return cmp.Or(cmp.Compare(a.Node, b.Node), cmp.Compare(a.UID, b.UID)) })
+	slices.SortFunc(list, func(a, b Member) int {
+		return cmp.Or(cmp.Compare(a.Node, b.Node),
+			cmp.Compare(a.UID, b.UID))
+	})
 	return list
 }
 

@@ -1,5 +1,5 @@
-// Package membership finds the nodes of a cluster and suspects silent ones (hashicorp/memberlist). It decides nothing:
-// the state says which nodes are members, the leases say which ones serve.
+// Package membership finds the nodes of a cluster and suspects silent ones (hashicorp/memberlist). It decides
+// nothing: the state says which nodes are members, the leases say which ones serve.
 package membership
 
 import (
@@ -16,9 +16,9 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// Defaults and bounds. A silent node is suspected after at most two probes. It is dead after the suspicion time:
-// between SuspicionMult · log(N+1) · Probe, at least SuspicionMult · Probe = 0.9 s, and suspicionMax times that, by how
-// many nodes confirm it.
+// Defaults and bounds. A silent node is suspected after at most two probes. It is dead after the suspicion
+// time: between SuspicionMult · log(N+1) · Probe, at least SuspicionMult · Probe = 0.9 s, and suspicionMax
+// times that, by how many nodes confirm it.
 const (
 	Probe        = 300 * time.Millisecond // between probes
 	ProbeTimeout = 150 * time.Millisecond // of a direct probe
@@ -53,7 +53,8 @@ type Config struct {
 	Bind        string // IP:PORT, for UDP and TCP; port 0 picks a free one
 	Advertise   string // HOST or HOST:PORT that others use; "" or no port: as bound
 	Key         []byte // KeySize bytes: DeriveKey
-	// Seeds returns the gossip addresses (HOST:PORT) of nodes that should exist. It is called before each attempt.
+	// Seeds returns the gossip addresses (HOST:PORT) of nodes that should exist. It is called before each
+	// attempt.
 	Seeds func() []string
 	// Revoked reports whether the node with this UID was removed. Nil: none was. It must not block.
 	Revoked func(uid string) bool
@@ -108,7 +109,8 @@ func orElse(d, other time.Duration) time.Duration {
 // check refuses a configuration that would fail later with a less clear error.
 func (c Config) check() error {
 	if len(c.Key) != KeySize {
-		return problem.New(problem.InvalidArgument, "a gossip key has %d bytes, this one has %d", KeySize, len(c.Key))
+		return problem.New(problem.InvalidArgument, "a gossip key has %d bytes, this one has %d", KeySize,
+			len(c.Key))
 	}
 	if c.Node == "" || c.Meta.UID == "" || c.Meta.Cluster == "" {
 		return problem.New(problem.InvalidArgument, "a member needs a node name, a UID and a cluster")
@@ -139,7 +141,8 @@ func (c Config) advertised(ctx context.Context) (net.IP, int, error) {
 	if h, p, err := net.SplitHostPort(c.Advertise); err == nil {
 		n, err := strconv.ParseUint(p, 10, 16)
 		if err != nil {
-			return nil, 0, problem.New(problem.InvalidArgument, "advertised gossip address %q has no valid port", c.Advertise)
+			return nil, 0, problem.New(problem.InvalidArgument,
+				"advertised gossip address %q has no valid port", c.Advertise)
 		}
 		host, port = h, int(n)
 	}
@@ -148,7 +151,8 @@ func (c Config) advertised(ctx context.Context) (net.IP, int, error) {
 	}
 	ip, err := resolve(ctx, host)
 	if err != nil {
-		return nil, 0, problem.New(problem.InvalidArgument, "advertised address %q: %w", c.Advertise, err).WithHint("use an IP address that the other nodes reach")
+		return nil, 0, problem.New(problem.InvalidArgument, "advertised address %q: %w", c.Advertise, err).
+			WithHint("use an IP address that the other nodes reach")
 	}
 	return ip, port, nil
 }

@@ -69,7 +69,9 @@ func (m Meta) encode() ([]byte, error) {
 	}
 	// The field that Close adds must fit as well.
 	if !fits || len(m.Roles) > maxRoles || len(b)+2 > memberlist.MetaMaxSize {
-		return nil, problem.New(problem.InvalidArgument, "what this node tells of itself takes %d bytes, allowed are %d", len(b), memberlist.MetaMaxSize-2).
+		return nil, problem.New(problem.InvalidArgument,
+			"what this node tells of itself takes %d bytes, allowed are %d", len(b),
+			memberlist.MetaMaxSize-2).
 			WithHint("choose a shorter zone or advertised name")
 	}
 	return b, nil

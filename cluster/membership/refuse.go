@@ -46,14 +46,15 @@ var refusalTexts = []struct {
 // noUDP is memberlist's line when only TCP works.
 const noUDP = "UDP probes failed"
 
-// warnEvery is the least time between two warnings of one reason; noUDPEvery that of warnings about the network.
+// warnEvery is the least time between two warnings of one reason; noUDPEvery that of warnings about the
+// network.
 const (
 	warnEvery  = time.Second
 	noUDPEvery = time.Minute
 )
 
-// logReader reads memberlist's log. It counts refusals and logs them at most once per second and reason. All other lines
-// are logged at debug.
+// logReader reads memberlist's log. It counts refusals and logs them at most once per second and reason. All
+// other lines are logged at debug.
 type logReader struct {
 	log     *slog.Logger
 	refused func(Reason)
@@ -77,7 +78,8 @@ func (l *logReader) Write(line []byte) (int, error) {
 		l.refused(reason)
 		l.warn(string(reason), warnEvery, "gossip was refused", text)
 	} else if strings.Contains(text, noUDP) {
-		l.warn(noUDP, noUDPEvery, "gossip reaches a node over TCP only: is UDP blocked between the nodes?", text)
+		l.warn(noUDP, noUDPEvery, "gossip reaches a node over TCP only: is UDP blocked between the nodes?",
+			text)
 	} else {
 		l.log.Debug("gossip", "text", text)
 	}
@@ -102,6 +104,6 @@ func (l *logReader) warn(what string, every time.Duration, msg, text string) {
 		l.left[what]++
 		return
 	}
-	l.log.Warn(msg, "reason", what, "err", text, "others", l.left[what]) //nolint:sloglint // one of two constants
+	l.log.Warn(msg, "reason", what, "err", text, "others", l.left[what]) //nolint:sloglint // two constants
 	l.last[what], l.left[what] = now, 0
 }

@@ -44,8 +44,8 @@ func (n Network) withDefaults() Network {
 	return n
 }
 
-// udpBuffer is the wanted receive buffer in bytes, so that a burst of gossip of many nodes is not lost. A smaller one is
-// no error.
+// udpBuffer is the wanted receive buffer in bytes, so that a burst of gossip of many nodes is not lost. A
+// smaller one is no error.
 const udpBuffer = 2 << 20
 
 func listenUDP(ctx context.Context, addr string) (Packets, error) {
@@ -85,12 +85,16 @@ type transport struct {
 var _ memberlist.NodeAwareTransport = (*transport)(nil)
 
 // newTransport binds and begins to read.
-func newTransport(ctx context.Context, network Network, bind string, ip net.IP, port int) (*transport, error) {
+func newTransport(ctx context.Context, network Network, bind string, ip net.IP, port int) (*transport,
+	error) {
 	life, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	t := &transport{
 		network: network, ip: ip, port: port, cancel: cancel, done: life.Done(),
 		packetCh: make(chan *memberlist.Packet), streamCh: make(chan net.Conn),
-		within: func(d time.Duration) (context.Context, context.CancelFunc) { return context.WithTimeout(life, d) },
+		within: func(d time.Duration) (context.Context,
+			context.CancelFunc) {
+			return context.WithTimeout(life, d)
+		},
 	}
 	if err := t.bind(ctx, bind); err != nil {
 		cancel()
@@ -112,7 +116,8 @@ func (t *transport) bind(ctx context.Context, addr string) error {
 		if t.streams, err = t.network.Listen(ctx, addr); err != nil {
 			return err
 		}
-		if t.packets, err = t.network.ListenPacket(ctx, net.JoinHostPort(host, portOf(t.streams.Addr()))); err == nil {
+		if t.packets, err = t.network.ListenPacket(ctx,
+			net.JoinHostPort(host, portOf(t.streams.Addr()))); err == nil {
 			return nil
 		}
 		_ = t.streams.Close()
@@ -144,7 +149,8 @@ func (t *transport) FinalAdvertiseAddr(string, int) (net.IP, int, error) {
 		ip = net.ParseIP(host)
 	}
 	if ip == nil || ip.IsUnspecified() {
-		return nil, 0, problem.New(problem.InvalidArgument, "gossip on %s needs an address that others reach", t.streams.Addr()).WithHint("set --advertise IP")
+		return nil, 0, problem.New(problem.InvalidArgument, "gossip on %s needs an address that others reach",
+			t.streams.Addr()).WithHint("set --advertise IP")
 	}
 	if ip4 := ip.To4(); ip4 != nil {
 		ip = ip4
