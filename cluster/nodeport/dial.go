@@ -14,9 +14,9 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// Dial connects to the port at addr for a protocol. uid is the UID that the peer must have; "" allows any member. Dial
-// returns when the other side has accepted or refused the connection. The error says why, for people, and wraps one of
-// the errors of this package.
+// Dial connects to the port at addr for a protocol. uid is the UID that the peer must have; "" allows any
+// member. Dial returns when the other side has accepted or refused the connection. The error says why, for
+// people, and wraps one of the errors of this package.
 func (p *Port) Dial(ctx context.Context, alpn, addr, uid string) (*Conn, error) {
 	creds := p.cfg.Credentials()
 	if creds == nil {
@@ -32,12 +32,15 @@ func (p *Port) Dial(ctx context.Context, alpn, addr, uid string) (*Conn, error) 
 	err := c.open(ctx, p.cfg.Connect, addr, &tls.Config{
 		MinVersion:         tls.VersionTLS13,
 		NextProtos:         []string{alpn},
-		InsecureSkipVerify: true, //nolint:gosec // VerifyConnection checks cluster and UID: nodes have no host names
+		InsecureSkipVerify: true, //nolint:gosec // VerifyConnection checks cluster and UID
 		VerifyConnection: func(cs tls.ConnectionState) (err error) {
 			c.Peer, err = verifyServer(creds.Pool, cs.PeerCertificates)
 			return err
 		},
-		GetClientCertificate: func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return &creds.Certificate, nil },
+		GetClientCertificate: func(*tls.CertificateRequestInfo) (*tls.Certificate,
+			error) {
+			return &creds.Certificate, nil
+		},
 	})
 	if err == nil {
 		err = p.checkPeer(c, creds, addr, uid)
@@ -67,8 +70,8 @@ func (p *Port) checkPeer(c *Conn, creds *pki.Credentials, addr, uid string) erro
 	return nil
 }
 
-// DialJoin connects a newcomer without a certificate to a control node of the cluster whose authority has this
-// fingerprint. dial nil means TCP.
+// DialJoin connects a newcomer without a certificate to a control node of the cluster whose authority has
+// this fingerprint. dial nil means TCP.
 func DialJoin(ctx context.Context, dial DialFunc, addr string, fingerprint [32]byte) (net.Conn, error) {
 	if dial == nil {
 		dial = (&net.Dialer{}).DialContext
@@ -121,18 +124,20 @@ func (c *Conn) discard() {
 	}
 }
 
-// verifyExpired checks a caller's certificate at a time when it was valid: apart from its age it must be correct. The
-// handshake has shown that the caller has its key.
+// verifyExpired checks a caller's certificate at a time when it was valid: apart from its age it must be
+// correct. The handshake has shown that the caller has its key.
 func verifyExpired(pool *x509.CertPool, chain []*x509.Certificate) (pki.Identity, error) {
 	leaf := chain[0]
 	at := time.Now()
 	if at.Before(leaf.NotBefore) {
-		return pki.Identity{}, x509.CertificateInvalidError{Cert: leaf, Reason: x509.Expired, Detail: "it is not valid yet"}
+		return pki.Identity{}, x509.CertificateInvalidError{Cert: leaf, Reason: x509.Expired,
+			Detail: "it is not valid yet"}
 	}
 	if at.After(leaf.NotAfter) {
 		at = leaf.NotAfter
 	}
-	_, err := leaf.Verify(x509.VerifyOptions{Roots: pool, KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}, CurrentTime: at})
+	_, err := leaf.Verify(x509.VerifyOptions{Roots: pool,
+		KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}, CurrentTime: at})
 	if err != nil {
 		return pki.Identity{}, err
 	}
@@ -144,7 +149,8 @@ func verifyServer(pool *x509.CertPool, chain []*x509.Certificate) (pki.Identity,
 	if len(chain) == 0 {
 		return pki.Identity{}, errors.New("no certificate")
 	}
-	_, err := chain[0].Verify(x509.VerifyOptions{Roots: pool, KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}, CurrentTime: time.Now()})
+	_, err := chain[0].Verify(x509.VerifyOptions{Roots: pool,
+		KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}, CurrentTime: time.Now()})
 	if err != nil {
 		return pki.Identity{}, err
 	}
@@ -153,7 +159,8 @@ func verifyServer(pool *x509.CertPool, chain []*x509.Certificate) (pki.Identity,
 
 // verifyJoin checks that a control node of the token's cluster answers: no other node may see the token.
 func verifyJoin(chain []*x509.Certificate, fingerprint [32]byte) (pki.Identity, error) {
-	i := slices.IndexFunc(chain, func(c *x509.Certificate) bool { return sha256.Sum256(c.Raw) == fingerprint })
+	i := slices.IndexFunc(chain,
+		func(c *x509.Certificate) bool { return sha256.Sum256(c.Raw) == fingerprint })
 	if i < 0 {
 		return pki.Identity{}, x509.UnknownAuthorityError{}
 	}

@@ -33,7 +33,8 @@ type WrongPeerError struct {
 }
 
 func (e *WrongPeerError) Error() string {
-	return fmt.Sprintf("%s is node %s (uid %s), not the node with uid %s", e.Addr, e.Got.Node, e.Got.UID, e.Want)
+	return fmt.Sprintf("%s is node %s (uid %s), not the node with uid %s", e.Addr, e.Got.Node, e.Got.UID,
+		e.Want)
 }
 
 func wrongPeerError(addr, want string, got pki.Identity) error {
@@ -42,26 +43,31 @@ func wrongPeerError(addr, want string, got pki.Identity) error {
 }
 
 func otherClusterError(addr string) error {
-	return problem.New(problem.PermissionDenied, "%s %w", addr, ErrOtherCluster).WithHint("check the address, and whose token or data dir this is")
+	return problem.New(problem.PermissionDenied, "%s %w", addr, ErrOtherCluster).
+		WithHint("check the address, and whose token or data dir this is")
 }
 
 func peerRemovedError(addr string, peer pki.Identity) error {
-	return problem.New(problem.PermissionDenied, "node %s at %s %w", peer.Node, addr, ErrRemoved).WithHint("stop dpserve on that machine")
+	return problem.New(problem.PermissionDenied, "node %s at %s %w", peer.Node, addr, ErrRemoved).
+		WithHint("stop dpserve on that machine")
 }
 
 func notControlError(addr string, peer pki.Identity, alpn string) error {
-	return problem.New(problem.PermissionDenied, "node %s at %s has not role control in its certificate: %s %w", peer.Node, addr, alpn, ErrRole).
+	return problem.New(problem.PermissionDenied,
+		"node %s at %s has not role control in its certificate: %s %w", peer.Node, addr, alpn, ErrRole).
 		WithHint("remove that node and let it join again with an empty --data-dir")
 }
 
 func expiredError(whose string) error {
-	return problem.New(problem.Unauthenticated, "%s %w", whose, ErrExpired).WithHint("check the clocks of both machines")
+	return problem.New(problem.Unauthenticated, "%s %w", whose, ErrExpired).
+		WithHint("check the clocks of both machines")
 }
 
 // unreachableError is the error of a connection that failed. errors.Is finds the cause (refused, context).
 func unreachableError(addr string, err error) error {
 	if errors.Is(err, context.DeadlineExceeded) {
-		return problem.New(problem.Timeout, "%s does not answer: %w", addr, err).WithHint("is the machine up, and its node port open?")
+		return problem.New(problem.Timeout, "%s does not answer: %w", addr, err).
+			WithHint("is the machine up, and its node port open?")
 	}
 	return problem.New(problem.Unavailable, "%s cannot be reached: %w", addr, err)
 }
@@ -69,7 +75,8 @@ func unreachableError(addr string, err error) error {
 // greetingError turns the greeting into an error; nil if the server accepts the connection.
 func greetingError(addr, alpn string, hello byte) error {
 	if int(hello) >= len(greetings) {
-		return problem.New(problem.Unavailable, "%s refused this node for a reason that this version does not know", addr)
+		return problem.New(problem.Unavailable,
+			"%s refused this node for a reason that this version does not know", addr)
 	}
 	switch greetings[hello] {
 	case welcome:
@@ -91,14 +98,16 @@ func greetingError(addr, alpn string, hello byte) error {
 }
 
 func notServedError(addr, alpn string) error {
-	return problem.New(problem.Unavailable, "%s: %s %w", addr, alpn, ErrNotServed).WithHint("has that node the role for it, and the same dpserve version?")
+	return problem.New(problem.Unavailable, "%s: %s %w", addr, alpn, ErrNotServed).
+		WithHint("has that node the role for it, and the same dpserve version?")
 }
 
 func badCertificateError(addr string) error {
 	return problem.New(problem.Unauthenticated, "%s says that this node's %w", addr, ErrCertificate)
 }
 
-// explain turns the error of a handshake into one for people. TLS alerts have no exported type, only their text.
+// explain turns the error of a handshake into one for people. TLS alerts have no exported type, only their
+// text.
 func explain(addr string, err error) error {
 	var unknown x509.UnknownAuthorityError
 	var invalid x509.CertificateInvalidError
@@ -110,7 +119,8 @@ func explain(addr string, err error) error {
 	case errors.As(err, &invalid) && invalid.Reason == x509.Expired:
 		return expiredError(addr + ": its")
 	case errors.Is(err, ErrRole):
-		return problem.New(problem.PermissionDenied, "joining at %s %w: it has not role control", addr, err).WithHint("join at a control node")
+		return problem.New(problem.PermissionDenied, "joining at %s %w: it has not role control", addr, err).
+			WithHint("join at a control node")
 	case errors.As(err, &header), strings.Contains(err.Error(), "unsupported protocol version"):
 		return noTLSError(addr)
 	case errors.As(err, &op) && op.Op == "remote error":
@@ -120,7 +130,8 @@ func explain(addr string, err error) error {
 }
 
 func noTLSError(addr string) error {
-	return problem.New(problem.Unavailable, "%s %w", addr, ErrNotTLS).WithHint("is that the node port (7947) of a dpserve of this version?")
+	return problem.New(problem.Unavailable, "%s %w", addr, ErrNotTLS).
+		WithHint("is that the node port (7947) of a dpserve of this version?")
 }
 
 func explainAlert(addr, alert string) error {

@@ -22,21 +22,22 @@ const (
 	grpcBackoff     = 50 * time.Millisecond
 	grpcBackoffMax  = time.Second
 	grpcMaxMessage  = 64 << 20 // bytes; the whole state is sent in one message
-	// grpcWindow is bytes per stream and per connection. A fixed one saves the pings that measure the connection, about
-	// half of the cost of small messages.
+	// grpcWindow is bytes per stream and per connection. A fixed one saves the pings that measure the
+	// connection, about half of the cost of small messages.
 	grpcWindow = 1 << 20
 )
 
-// TransportCredentials give gRPC the peer of a connection of this package. The connection is encrypted already, so they
-// make no handshake.
+// TransportCredentials give gRPC the peer of a connection of this package. The connection is encrypted
+// already, so they make no handshake.
 func TransportCredentials() credentials.TransportCredentials { return passThrough{} }
 
-// ServerOptions are for grpc.NewServer over Listener(GRPC) or Listener(Join): the credentials, and the pings that
-// clients may send.
+// ServerOptions are for grpc.NewServer over Listener(GRPC) or Listener(Join): the credentials, and the pings
+// that clients may send.
 func ServerOptions() []grpc.ServerOption {
 	return []grpc.ServerOption{
 		grpc.Creds(TransportCredentials()),
-		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: grpcPing / 2, PermitWithoutStream: true}),
+		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: grpcPing / 2,
+			PermitWithoutStream: true}),
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: grpcPing, Timeout: grpcPingTimeout}),
 		grpc.MaxRecvMsgSize(grpcMaxMessage),
 		grpc.InitialWindowSize(grpcWindow),
@@ -44,19 +45,26 @@ func ServerOptions() []grpc.ServerOption {
 	}
 }
 
-// GRPC makes a client of a node. It connects when it is used, reconnects when the connection breaks, and never uses a
-// proxy. The caller closes it.
+// GRPC makes a client of a node. It connects when it is used, reconnects when the connection breaks, and
+// never uses a proxy. The caller closes it.
 func (p *Port) GRPC(addr, uid string) (*grpc.ClientConn, error) {
-	return newClient(addr, func(ctx context.Context) (net.Conn, error) { return p.Dial(ctx, GRPC, addr, uid) })
+	return newClient(addr, func(ctx context.Context) (net.Conn,
+		error) {
+		return p.Dial(ctx, GRPC, addr, uid)
+	})
 }
 
 // RenewGRPC is GRPC for a node whose certificate has expired: the other node only signs the next certificate.
 func (p *Port) RenewGRPC(addr, uid string) (*grpc.ClientConn, error) {
-	return newClient(addr, func(ctx context.Context) (net.Conn, error) { return p.Dial(ctx, Renew, addr, uid) })
+	return newClient(addr, func(ctx context.Context) (net.Conn,
+		error) {
+		return p.Dial(ctx, Renew, addr, uid)
+	})
 }
 
 // JoinGRPC makes a connected client of a control node for a newcomer: see DialJoin. The caller closes it.
-func JoinGRPC(ctx context.Context, dial DialFunc, addr string, fingerprint [32]byte) (*grpc.ClientConn, error) {
+func JoinGRPC(ctx context.Context, dial DialFunc, addr string, fingerprint [32]byte) (*grpc.ClientConn,
+	error) {
 	first, err := DialJoin(ctx, dial, addr, fingerprint)
 	if err != nil {
 		return nil, err
@@ -87,7 +95,8 @@ func newClient(addr string, dial func(context.Context) (net.Conn, error)) (*grpc
 		grpc.WithIdleTimeout(0),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: grpcPing, Timeout: grpcPingTimeout}),
 		grpc.WithConnectParams(grpc.ConnectParams{
-			Backoff:           backoff.Config{BaseDelay: grpcBackoff, Multiplier: 1.6, Jitter: 0.2, MaxDelay: grpcBackoffMax},
+			Backoff: backoff.Config{BaseDelay: grpcBackoff, Multiplier: 1.6, Jitter: 0.2,
+				MaxDelay: grpcBackoffMax},
 			MinConnectTimeout: DialTimeout,
 		}),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(grpcMaxMessage)),
@@ -111,7 +120,8 @@ func (authInfo) AuthType() string { return "dpserve" }
 // passThrough makes no handshake: the node port has made it.
 type passThrough struct{}
 
-func (passThrough) ClientHandshake(_ context.Context, _ string, c net.Conn) (net.Conn, credentials.AuthInfo, error) {
+func (passThrough) ClientHandshake(_ context.Context, _ string, c net.Conn) (net.Conn, credentials.AuthInfo,
+	error) {
 	return peerInfo(c)
 }
 

@@ -52,7 +52,8 @@ func TestGRPCKnowsItsPeer(t *testing.T) {
 	require.NoError(t, err)
 	defer cc.Close()
 	require.NoError(t, check(t.Context(), cc))
-	assert.Equal(t, pki.Identity{Cluster: "c1", Node: "b", UID: "uid-b", Roles: []string{"worker"}}, <-callers)
+	assert.Equal(t, pki.Identity{Cluster: "c1", Node: "b", UID: "uid-b", Roles: []string{"worker"}},
+		<-callers)
 
 	wrong, err := b.GRPC(a.addr(), "uid-x")
 	require.NoError(t, err)

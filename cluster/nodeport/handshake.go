@@ -13,7 +13,8 @@ import (
 )
 
 // errNoCredentials is the error of a node that has not joined yet.
-var errNoCredentials = problem.New(problem.Unavailable, "this node has no certificate yet").WithHint("wait until it has joined")
+var errNoCredentials = problem.New(problem.Unavailable, "this node has no certificate yet").
+	WithHint("wait until it has joined")
 
 // handshake is a connection whose peer is not verified yet.
 type handshake struct {
@@ -40,9 +41,9 @@ func (p *Port) startHandshake(raw net.Conn) {
 	p.wg.Go(func() { p.runHandshake(h) })
 }
 
-// makeRoom waits while too many handshakes are under way, until one ends or the oldest one has used its time; then the
-// oldest one is ended. So a flood of half-open connections delays members, which need milliseconds, but does not keep
-// them out. Other connections wait in the kernel.
+// makeRoom waits while too many handshakes are under way, until one ends or the oldest one has used its time;
+// then the oldest one is ended. So a flood of half-open connections delays members, which need milliseconds,
+// but does not keep them out. Other connections wait in the kernel.
 func (p *Port) makeRoom() {
 	for {
 		left := p.timeUntilRoom()
@@ -185,8 +186,8 @@ func (p *Port) listenerOf(alpn string) *listener {
 	return p.listeners[alpn]
 }
 
-// serverConfig demands what the offered protocol needs. Sessions are not resumed, so that every connection shows a
-// certificate that is valid now.
+// serverConfig demands what the offered protocol needs. Sessions are not resumed, so that every connection
+// shows a certificate that is valid now.
 func (p *Port) serverConfig(h *handshake) *tls.Config {
 	return &tls.Config{
 		MinVersion:             tls.VersionTLS13,

@@ -9,8 +9,8 @@ import (
 	"time"
 )
 
-// HTTP/2 of the data port and of the admin API. Clients keep Go's windows, 1 GiB per connection and 4 MiB per stream:
-// with smaller ones a few slow readers would stop every stream to a node.
+// HTTP/2 of the data port and of the admin API. Clients keep Go's windows, 1 GiB per connection and 4 MiB per
+// stream: with smaller ones a few slow readers would stop every stream to a node.
 const (
 	maxStreams    = 10_000 // per connection; admission limits requests before this does
 	uploadStream  = 1 << 20
@@ -43,9 +43,10 @@ func (p *Port) ServeHTTP2(alpn string, handler http.Handler) *HTTP2Server {
 
 func serverHTTP2() *http.HTTP2Config {
 	return &http.HTTP2Config{
-		MaxConcurrentStreams:          maxStreams,
-		MaxReceiveBufferPerStream:     uploadStream,
-		MaxReceiveBufferPerConnection: uploadConn, // more than net/http documents; TestUploadWindows checks it
+		MaxConcurrentStreams:      maxStreams,
+		MaxReceiveBufferPerStream: uploadStream,
+		// more than net/http documents; TestUploadWindows checks it
+		MaxReceiveBufferPerConnection: uploadConn,
 		SendPingTimeout:               http2Ping,
 		PingTimeout:                   http2PingWait,
 	}
@@ -58,7 +59,8 @@ func onlyHTTP2() *http.Protocols {
 	return p
 }
 
-// plainListener hides from net/http that its connections are TLS: net/http would look for its own ALPN and give up.
+// plainListener hides from net/http that its connections are TLS: net/http would look for its own ALPN and
+// give up.
 type plainListener struct{ net.Listener }
 
 func (l plainListener) Accept() (net.Conn, error) {

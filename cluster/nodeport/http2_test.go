@@ -34,7 +34,8 @@ func (n *node) handle(t testing.TB, h http.HandlerFunc) *nodeport.HTTP2Server {
 }
 
 // pair is a server with a transport to it, and how many connections it made.
-func pair(t testing.TB, h http.HandlerFunc) (*node, *nodeport.HTTP2Server, *nodeport.Transport, *atomic.Int32) {
+func pair(t testing.TB, h http.HandlerFunc) (*node, *nodeport.HTTP2Server, *nodeport.Transport,
+	*atomic.Int32) {
 	t.Helper()
 	w := newWorld(t, "c1")
 	a := newNode(t, w.member(t, "a", "control", "worker"), nil).serve(t)
@@ -51,7 +52,7 @@ func pair(t testing.TB, h http.HandlerFunc) (*node, *nodeport.HTTP2Server, *node
 	return a, s, tr, &dials
 }
 
-func request(t testing.TB, ctx context.Context, body io.Reader) *http.Request { //nolint:revive // t first, as everywhere here
+func request(t testing.TB, ctx context.Context, body io.Reader) *http.Request { //nolint:revive // t first
 	t.Helper()
 	r, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://node/v1/completions", body)
 	require.NoError(t, err)
@@ -113,8 +114,8 @@ func (c *countingReader) Read(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// A handler that does not read holds 1 MiB of its stream, and many such do not hold up the others: the connection takes more than
-// the 4 MiB that net/http documents as its limit.
+// A handler that does not read holds 1 MiB of its stream, and many such do not hold up the others: the
+// connection takes more than the 4 MiB that net/http documents as its limit.
 func TestUploadWindows(t *testing.T) {
 	release := make(chan struct{})
 	_, _, tr, dials := pair(t, func(w http.ResponseWriter, r *http.Request) {
@@ -200,7 +201,8 @@ func TestACancelledRequestReachesTheHandler(t *testing.T) {
 	<-gone
 }
 
-// A server that leaves ends its streams in peace, while new requests go to its successor over a second connection.
+// A server that leaves ends its streams in peace, while new requests go to its successor over a second
+// connection.
 func TestLeavingInPeace(t *testing.T) {
 	began, release := make(chan struct{}), make(chan struct{})
 	a, first, tr, dials := pair(t, func(w http.ResponseWriter, r *http.Request) {
@@ -254,7 +256,11 @@ func TestTheWayComesBack(t *testing.T) {
 	go func() { done <- other.Serve() }()
 	other.Listener(nodeport.Data)
 	var wrong *nodeport.WrongPeerError
-	require.Eventually(t, func() bool { _, err = fetch(t, tr, "x"); return assert.ErrorAs(&ignore{}, err, &wrong) }, 10*time.Second, 10*time.Millisecond)
+	require.Eventually(t, func() bool {
+		_, err = fetch(t, tr, "x")
+		return assert.ErrorAs(&ignore{}, err,
+			&wrong)
+	}, 10*time.Second, 10*time.Millisecond)
 	require.NoError(t, other.Close())
 	require.NoError(t, <-done)
 
@@ -262,7 +268,8 @@ func TestTheWayComesBack(t *testing.T) {
 	require.NoError(t, again.Listen(t.Context(), addr))
 	go func() { done <- again.Serve() }()
 	again.handle(t, func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, "second") })
-	require.Eventually(t, func() bool { got, err = fetch(t, tr, "x"); return err == nil }, 10*time.Second, 10*time.Millisecond)
+	require.Eventually(t, func() bool { got, err = fetch(t, tr, "x"); return err == nil }, 10*time.Second,
+		10*time.Millisecond)
 	assert.Equal(t, "second", got)
 	require.NoError(t, tr.Close())
 	require.NoError(t, tr.Close())
@@ -284,7 +291,10 @@ func TestASilentPeerIsFound(t *testing.T) {
 		w := newWorld(t, "c1")
 		frozen := make(chan struct{})
 		a := newNode(t, w.member(t, "a", "control"), func(c *nodeport.Config) {
-			c.Bind = func(_ context.Context, addr string) (net.Listener, error) { return network.Listen(addr) }
+			c.Bind = func(_ context.Context, addr string) (net.Listener,
+				error) {
+				return network.Listen(addr)
+			}
 		})
 		require.NoError(t, a.Listen(t.Context(), "10.0.0.1:7947"))
 		done := make(chan error, 1)

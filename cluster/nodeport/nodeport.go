@@ -1,6 +1,6 @@
-// Package nodeport is the one TLS port of a node. It makes the handshake, verifies the peer, and gives each connection
-// to the listener of its ALPN. It refuses a peer that is not a member of the cluster before any byte of a protocol is
-// read.
+// Package nodeport is the one TLS port of a node. It makes the handshake, verifies the peer, and gives each
+// connection to the listener of its ALPN. It refuses a peer that is not a member of the cluster before any
+// byte of a protocol is read.
 package nodeport
 
 import (
@@ -26,11 +26,12 @@ const (
 // Limits and times of the port.
 const (
 	HandshakeTimeout = 5 * time.Second // from accept to the end of the greeting
-	DialTimeout      = 3 * time.Second // connect, handshake and greeting, unless the caller's context ends earlier
-	maxHandshakes    = 256             // at once
-	patience         = time.Second / 4 // of the oldest handshake while others wait for room
-	backlog          = 128             // connections per protocol that wait for Accept
-	logEvery         = time.Second     // per reason of refusal
+	// connect, handshake and greeting, unless the caller's context ends earlier
+	DialTimeout   = 3 * time.Second
+	maxHandshakes = 256             // at once
+	patience      = time.Second / 4 // of the oldest handshake while others wait for room
+	backlog       = 128             // connections per protocol that wait for Accept
+	logEvery      = time.Second     // per reason of refusal
 )
 
 // DialFunc connects; its shape is that of net.Dialer.DialContext.
@@ -38,7 +39,8 @@ type DialFunc func(ctx context.Context, network, addr string) (net.Conn, error)
 
 // Config configures a port. The fields say what their zero values mean.
 type Config struct {
-	// Credentials is called at each handshake, so a renewed certificate breaks no connection. It returns nil before a join.
+	// Credentials is called at each handshake, so a renewed certificate breaks no connection. It returns nil
+	// before a join.
 	Credentials func() *pki.Credentials
 	// Revoked reports whether the node with this UID was removed from the cluster. Nil: none was.
 	Revoked func(uid string) bool
@@ -77,7 +79,8 @@ func (c Config) withDefaults() Config {
 	return c
 }
 
-// mayServe reports whether a member may serve a protocol: only nodes with role control serve consensus and renewals.
+// mayServe reports whether a member may serve a protocol: only nodes with role control serve consensus and
+// renewals.
 func mayServe(alpn string, id pki.Identity) bool {
 	return alpn != Raft && alpn != Renew || id.HasRole(string(state.RoleControl))
 }

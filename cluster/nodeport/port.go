@@ -94,8 +94,9 @@ func (p *Port) Serve() error {
 	}
 }
 
-// Listener returns the listener of one protocol. Its connections are *Conn after their handshake. The port serves a
-// protocol from the first call of Listener until that listener is closed. The same name gives the same listener.
+// Listener returns the listener of one protocol. Its connections are *Conn after their handshake. The port
+// serves a protocol from the first call of Listener until that listener is closed. The same name gives the
+// same listener.
 func (p *Port) Listener(alpn string) net.Listener {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -29,8 +29,9 @@ const (
 	Overload       Reason = "overload"    // too many handshakes, or too many connections wait for Accept
 )
 
-// greetings are the first byte on every connection after the handshake: the index of the answer. In TLS 1.3 a client
-// learns of a refusal only when it reads, so this byte comes before any protocol. It also says what no TLS alert can.
+// greetings are the first byte on every connection after the handshake: the index of the answer. In TLS 1.3 a
+// client learns of a refusal only when it reads, so this byte comes before any protocol. It also says what no
+// TLS alert can.
 var greetings = []Reason{welcome, BadALPN, BadCertificate, BadCluster, Revoked, BadRole, Overload}
 
 // welcome is the greeting of an accepted connection.
@@ -56,7 +57,8 @@ func reasonOf(err error) Reason {
 		return BadCluster
 	case errors.As(err, &invalid) && invalid.Reason == x509.Expired:
 		return Expired
-	case errors.As(err, &invalid), errors.Is(err, errNoCredentials), strings.Contains(err.Error(), "didn't provide a certificate"):
+	case errors.As(err, &invalid), errors.Is(err, errNoCredentials),
+		strings.Contains(err.Error(), "didn't provide a certificate"):
 		return BadCertificate
 	case errors.As(err, &remote) && remote.Op == "remote error":
 		return BadCertificate // the client refused our certificate
@@ -91,7 +93,8 @@ func (c *refusalLog) logRefusal(reason Reason, from net.Addr, err error) {
 		c.left[reason]++
 		return
 	}
-	attrs := []any{slog.String("reason", string(reason)), slog.String("from", from.String()), slog.Int("others", c.left[reason])}
+	attrs := []any{slog.String("reason", string(reason)), slog.String("from", from.String()),
+		slog.Int("others", c.left[reason])}
 	if err != nil {
 		attrs = append(attrs, slog.String("err", err.Error()))
 	}
@@ -99,9 +102,11 @@ func (c *refusalLog) logRefusal(reason Reason, from net.Addr, err error) {
 	level := slog.LevelWarn
 	switch {
 	case errors.Is(err, errNoCredentials):
-		level = slog.LevelDebug // this node is joining and has no certificate yet; a slow join fails with its own error
+		// this node is joining and has no certificate yet; a slow join fails with its own error
+		level = slog.LevelDebug
 	case reason == BadALPN:
-		level = slog.LevelInfo // a member asks for a protocol that this node does not serve yet: it is starting
+		// a member asks for a protocol that this node does not serve yet: it is starting
+		level = slog.LevelInfo
 	}
 	c.log.Log(context.Background(), level, "node port refused a connection", attrs...)
 }

@@ -21,9 +21,9 @@ const anyHost = "node:80"
 
 var _ http.RoundTripper = (*Transport)(nil)
 
-// Transport sends requests to one node over one HTTP/2 connection. It makes a second one while the first accepts no
-// more requests, because its server is stopping, but still has streams. URLs are "http://node/path": scheme and host
-// have no meaning.
+// Transport sends requests to one node over one HTTP/2 connection. It makes a second one while the first
+// accepts no more requests, because its server is stopping, but still has streams. URLs are
+// "http://node/path": scheme and host have no meaning.
 type Transport struct {
 	port *Port
 	http *http.Transport
@@ -36,14 +36,17 @@ type Transport struct {
 	closed  bool
 }
 
-// Transport makes a transport to a node. It dials when it is used, and again when the connection is gone. The caller
-// closes it.
+// Transport makes a transport to a node. It dials when it is used, and again when the connection is gone. The
+// caller closes it.
 func (p *Port) Transport(alpn, addr, uid string) *Transport {
 	t := &Transport{port: p, retired: map[*http.ClientConn]struct{}{}}
 	t.http = &http.Transport{
-		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) { return p.Dial(ctx, alpn, addr, uid) },
-		Protocols:   onlyHTTP2(),
-		HTTP2:       &http.HTTP2Config{SendPingTimeout: http2Ping, PingTimeout: http2PingWait},
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn,
+			error) {
+			return p.Dial(ctx, alpn, addr, uid)
+		},
+		Protocols: onlyHTTP2(),
+		HTTP2:     &http.HTTP2Config{SendPingTimeout: http2Ping, PingTimeout: http2PingWait},
 		// The ingress passes an engine's compressed bytes on unchanged. Proxy stays nil.
 		DisableCompression: true,
 	}
@@ -129,7 +132,8 @@ func (t *Transport) await(ctx context.Context, wait chan struct{}) error {
 	return t.failed
 }
 
-// retire puts aside a connection that accepts no more requests. It is closed when its streams end. The caller holds mu.
+// retire puts aside a connection that accepts no more requests. It is closed when its streams end. The caller
+// holds mu.
 func (t *Transport) retire() {
 	old := t.conn
 	t.conn = nil
@@ -173,8 +177,8 @@ func (t *Transport) dial(done chan struct{}) {
 	close(done)
 }
 
-// awaitSettings waits until the server has said how many streams it accepts. Before that, net/http assumes 100, and a
-// burst of requests would make the transport dial again.
+// awaitSettings waits until the server has said how many streams it accepts. Before that, net/http assumes
+// 100, and a burst of requests would make the transport dial again.
 func awaitSettings(conn *http.ClientConn) {
 	changed := make(chan struct{}, 1)
 	conn.SetStateHook(func(*http.ClientConn) {
