@@ -10,9 +10,10 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// addressBook has the names and addresses of nodes from the entries of this node's log, committed or not. A node
-// without a leader does not know which entries are committed, so the state may lack the addresses of nodes whose
-// votes are needed. A wrong address does no harm, because a Layer connects only to the node that was asked for.
+// addressBook has the names and addresses of nodes from the entries of this node's log, committed or not. A
+// node without a leader does not know which entries are committed, so the state may lack the addresses of
+// nodes whose votes are needed. A wrong address does no harm, because a Layer connects only to the node that
+// was asked for.
 type addressBook struct {
 	mu    sync.Mutex
 	byUID map[string]state.Node
@@ -39,10 +40,12 @@ func (b *addressBook) readEntry(l *raft.Log) {
 	if b.byUID == nil {
 		b.byUID = map[string]state.Node{}
 	}
-	b.byUID[entry.PutNode.Node.UID] = state.Node{ID: entry.PutNode.Node.ID, Address: entry.PutNode.Node.Address}
+	b.byUID[entry.PutNode.Node.UID] = state.Node{ID: entry.PutNode.Node.ID,
+		Address: entry.PutNode.Node.Address}
 }
 
-// readAll reads a whole log. It returns the newest list of members in the log and its index; 0 = there is none.
+// readAll reads a whole log. It returns the newest list of members in the log and its index; 0 = there is
+// none.
 func (b *addressBook) readAll(log raft.LogStore) (members raft.Configuration, index uint64, err error) {
 	first, err := log.FirstIndex()
 	if err != nil {
@@ -72,7 +75,8 @@ func (b *addressBook) lookup(uid string) state.Node {
 	return b.byUID[uid]
 }
 
-// addresses returns the possible addresses of a node's port, the most likely first: Config.Resolve, log, state.
+// addresses returns the possible addresses of a node's port, the most likely first: Config.Resolve, log,
+// state.
 func (c *Cluster) addresses(uid string) []string {
 	var all []string
 	add := func(address string) {

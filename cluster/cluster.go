@@ -1,6 +1,6 @@
-// Package cluster runs consensus. It puts commands into hashicorp/raft, applies committed commands to the replicated
-// state, and keeps both in a data dir that belongs to one cluster, one node and one process. A node is a voter, a
-// standby without a vote, or a follower that takes no part in consensus (Watcher).
+// Package cluster runs consensus. It puts commands into hashicorp/raft, applies committed commands to the
+// replicated state, and keeps both in a data dir that belongs to one cluster, one node and one process. A
+// node is a voter, a standby without a vote, or a follower that takes no part in consensus (Watcher).
 package cluster
 
 import (
@@ -17,22 +17,23 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// proposeTimeout bounds how long Propose waits for a leader if its context has no earlier deadline. It also bounds
-// each step of becoming ready.
+// proposeTimeout bounds how long Propose waits for a leader if its context has no earlier deadline. It also
+// bounds each step of becoming ready.
 const proposeTimeout = 5 * time.Second
 
 const (
 	// closeGrace is how long Close waits for proposals in flight before it stops raft.
 	closeGrace = 2 * time.Second
-	// diskGrace is how long Close then waits for raft and the disk: twice raft's wait for a node that does not answer.
+	// diskGrace is how long Close then waits for raft and the disk: twice raft's wait for a node that does
+	// not answer.
 	diskGrace = 2 * transportTimeout
 )
 
 // maxProposals bounds the proposals in flight. Each one has a goroutine until raft answers.
 const maxProposals = 256
 
-// Cluster is this node's part of consensus: the local copy of the state and the way to change it. Actors know it as
-// msg.Store and msg.Proposer. It is safe for concurrent use.
+// Cluster is this node's part of consensus: the local copy of the state and the way to change it. Actors know
+// it as msg.Store and msg.Proposer. It is safe for concurrent use.
 type Cluster struct {
 	cfg   Config
 	log   *slog.Logger
@@ -69,21 +70,24 @@ type Cluster struct {
 
 // Config configures a Cluster. The zero value is a cluster in memory.
 type Config struct {
-	NodeID       string              // "" = the data dir's, or a new one
-	ClusterID    string              // "" = the data dir's, or a new one
-	UID          string              // "" = the data dir's, or a new one
-	DataDir      string              // "" = in memory: nothing survives Close
-	SegmentSize  int                 // bytes preallocated per log file; 0 = DefaultSegmentSize
-	Log          *slog.Logger        // nil = silent; raft logs its errors at error, all else at debug
-	ApplySeconds func(time.Duration) // gets the duration of each proposal, also of refused ones; nil = not measured
+	NodeID      string       // "" = the data dir's, or a new one
+	ClusterID   string       // "" = the data dir's, or a new one
+	UID         string       // "" = the data dir's, or a new one
+	DataDir     string       // "" = in memory: nothing survives Close
+	SegmentSize int          // bytes preallocated per log file; 0 = DefaultSegmentSize
+	Log         *slog.Logger // nil = silent; raft logs its errors at error, all else at debug
+	// gets the duration of each proposal, also of refused ones; nil = not measured
+	ApplySeconds func(time.Duration)
 
 	// Layer connects control nodes; nil = this node is alone. Close closes it.
 	Layer Layer
 	// Resolve returns a node's HOST:PORT by its UID. It comes before State().Nodes; nil = only State().Nodes.
 	Resolve func(uid string) (address string, ok bool)
-	// Member: the node has joined a cluster. Its leader will make the node a voter or a standby. ClusterID is required.
+	// Member: the node has joined a cluster. Its leader will make the node a voter or a standby. ClusterID is
+	// required.
 	Member bool
-	// Forward sends a command to the leader, which calls ProposeHere. nil = a node that does not lead refuses commands.
+	// Forward sends a command to the leader, which calls ProposeHere. nil = a node that does not lead refuses
+	// commands.
 	Forward func(ctx context.Context, leader state.Node, c state.Command) (state.Result, error)
 	// Secrets makes the secrets of a cluster that has none, for example at its first start; nil = none.
 	Secrets func() state.Secrets
@@ -96,8 +100,8 @@ type Config struct {
 	Stores func(LogStore) LogStore
 }
 
-// DefaultSegmentSize is the preallocated size of one log file. The default of raft-wal, 64 MiB, suits databases; here
-// the log of a day has a few hundred KiB.
+// DefaultSegmentSize is the preallocated size of one log file. The default of raft-wal, 64 MiB, suits
+// databases; here the log of a day has a few hundred KiB.
 const DefaultSegmentSize = 1 << 20
 
 // withDefaults replaces zero fields by the defaults.
@@ -117,8 +121,9 @@ func (cfg Config) withDefaults() Config {
 	return cfg
 }
 
-// Open locks the data dir, restores the state and starts the election. It returns before there is a leader: see Ready.
-// Errors are *problem.Error: Conflict if the data dir is another cluster's, of a newer format, or in use.
+// Open locks the data dir, restores the state and starts the election. It returns before there is a leader:
+// see Ready. Errors are *problem.Error: Conflict if the data dir is another cluster's, of a newer format, or
+// in use.
 func Open(cfg Config) (*Cluster, error) {
 	cfg = cfg.withDefaults()
 	home, ident, err := openDataDir(cfg)
@@ -126,7 +131,8 @@ func Open(cfg Config) (*Cluster, error) {
 		return nil, err
 	}
 	c := &Cluster{
-		cfg: cfg, log: cfg.Log, ident: ident, home: home, fsm: newFSM(), slots: make(chan struct{}, maxProposals),
+		cfg: cfg, log: cfg.Log, ident: ident, home: home, fsm: newFSM(),
+		slots: make(chan struct{}, maxProposals),
 		ready: make(chan struct{}), turn: make(chan struct{}), done: make(chan struct{}),
 	}
 	if err := c.start(); err != nil {
@@ -182,8 +188,8 @@ func (c *Cluster) endError() error {
 	return c.why
 }
 
-// Close ends proposals (those in flight get closeGrace), stops raft and unlocks the data dir. It is idempotent and
-// waits.
+// Close ends proposals (those in flight get closeGrace), stops raft and unlocks the data dir. It is
+// idempotent and waits.
 func (c *Cluster) Close() error {
 	c.once.Do(func() { c.closed = c.close() })
 	return c.closed
@@ -207,8 +213,8 @@ func (c *Cluster) close() error {
 	}
 }
 
-// abandonDisk ends Close while a call of the disk hangs. The data dir stays locked until that call has returned, or
-// the process has ended, because the call may still write there.
+// abandonDisk ends Close while a call of the disk hangs. The data dir stays locked until that call has
+// returned, or the process has ended, because the call may still write there.
 func (c *Cluster) abandonDisk(done <-chan struct{}) error {
 	if c.net != nil {
 		c.net.closeConnections()
@@ -219,7 +225,8 @@ func (c *Cluster) abandonDisk(done <-chan struct{}) error {
 			c.log.Warn("closed late, with an error", "room", "cluster", "err", err)
 		}
 	}()
-	return problem.New(problem.Unavailable, "close data dir %s: %w", c.cfg.DataDir, fmt.Errorf("%w: %w", ErrDisk, errDiskHangs)).
+	return problem.New(problem.Unavailable, "close data dir %s: %w", c.cfg.DataDir,
+		fmt.Errorf("%w: %w", ErrDisk, errDiskHangs)).
 		WithHint("the disk does not answer: look at it before you start dpserve there again")
 }
 
@@ -236,8 +243,8 @@ func (c *Cluster) closeShared() error {
 	return errors.Join(append(errs, c.stopped)...)
 }
 
-// awaitProposals waits at most closeGrace for proposals in flight: a raft that stops may drop a queued one without an
-// answer.
+// awaitProposals waits at most closeGrace for proposals in flight: a raft that stops may drop a queued one
+// without an answer.
 func (c *Cluster) awaitProposals() {
 	done := make(chan struct{})
 	go func() { c.proposals.Wait(); close(done) }()

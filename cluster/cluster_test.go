@@ -67,14 +67,17 @@ func open(t testing.TB, cfg cluster.Config) *cluster.Cluster {
 
 func putApp(name, spec string) state.Command {
 	return state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{
-		Name: name, Spec: json.RawMessage(fmt.Sprintf(`{"name":%q,"v":%q}`, name, spec)), Names: []string{name}, Route: "/",
+		Name: name, Spec: json.RawMessage(fmt.Sprintf(`{"name":%q,"v":%q}`, name, spec)),
+		Names: []string{name}, Route: "/",
 	}}}}
 }
 
 func grant(app string, revision, expect uint64) state.Command {
-	return state.Command{GrantGroup: &state.GrantGroup{App: app, AppRevision: revision, Units: []state.UnitGrant{{
-		Unit: app + "/0", ExpectEpoch: expect, Attempt: 1, Ranks: []state.RankGrant{{Rank: 0, Node: "node-1", Slot: 0}},
-	}}}}
+	return state.Command{GrantGroup: &state.GrantGroup{App: app, AppRevision: revision,
+		Units: []state.UnitGrant{{
+			Unit: app + "/0", ExpectEpoch: expect, Attempt: 1,
+			Ranks: []state.RankGrant{{Rank: 0, Node: "node-1", Slot: 0}},
+		}}}}
 }
 
 func propose(t testing.TB, c *cluster.Cluster, cmd state.Command) state.Result {
@@ -169,7 +172,7 @@ func TestConcurrentProposals(t *testing.T) {
 		wg.Go(func() {
 			for i := range writes {
 				_, err := c.Propose(t.Context(), putApp("demo", fmt.Sprint(i)))
-				if !assert.NoError(t, err) { //nolint:testifylint // require may not end another goroutine's test
+				if !assert.NoError(t, err) { //nolint:testifylint // not the test's goroutine
 					return
 				}
 				assert.NotZero(t, c.State().Revision)
@@ -206,7 +209,8 @@ func TestRefusedDataDirs(t *testing.T) {
 	mine := t.TempDir()
 	c := open(t, cluster.Config{DataDir: mine, NodeID: "node-1", ClusterID: "alpha"})
 	_, err := cluster.Open(cluster.Config{DataDir: mine})
-	assertConflict(t, err, "data dir "+mine+" is in use by another dpserve", "stop the other one, or choose another --data-dir")
+	assertConflict(t, err, "data dir "+mine+" is in use by another dpserve",
+		"stop the other one, or choose another --data-dir")
 	require.NoError(t, c.Close())
 
 	file := filepath.Join(mine, "cluster.json")
@@ -217,11 +221,13 @@ func TestRefusedDataDirs(t *testing.T) {
 	}{
 		"other cluster": {
 			cfg:     cluster.Config{ClusterID: "beta"},
-			message: "data dir " + mine + " belongs to cluster alpha, not beta", tip: "choose another --data-dir, or an empty one to start anew",
+			message: "data dir " + mine + " belongs to cluster alpha, not beta",
+			tip:     "choose another --data-dir, or an empty one to start anew",
 		},
 		"other node": {
 			cfg:     cluster.Config{NodeID: "node-2"},
-			message: "data dir " + mine + " belongs to node node-1, not node-2", tip: "leave --node-id out, or choose another --data-dir",
+			message: "data dir " + mine + " belongs to node node-1, not node-2",
+			tip:     "leave --node-id out, or choose another --data-dir",
 		},
 		"newer format": {
 			content: `{"format":2,"cluster":"alpha","node":"node-1"}`,
@@ -235,7 +241,8 @@ func TestRefusedDataDirs(t *testing.T) {
 		},
 		"empty names": {
 			content: `{"format":1}`,
-			message: "cluster.json in " + mine + " lacks format, cluster or node", tip: "restore the data dir from a backup, or choose an empty --data-dir",
+			message: "cluster.json in " + mine + " lacks format, cluster or node",
+			tip:     "restore the data dir from a backup, or choose an empty --data-dir",
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -279,7 +286,8 @@ func TestMixedDataDir(t *testing.T) {
 	rename(c.UID())
 	c, err = cluster.Open(cluster.Config{DataDir: dir})
 	require.NoError(t, err)
-	assertConflict(t, c.Ready(t.Context()), "the log in the data dir is of cluster alpha, its cluster.json says beta",
+	assertConflict(t, c.Ready(t.Context()),
+		"the log in the data dir is of cluster alpha, its cluster.json says beta",
 		"two data dirs were mixed; restore one from a backup or choose an empty --data-dir")
 	_, err = c.Propose(t.Context(), putApp("demo", "one"))
 	assert.Equal(t, problem.Conflict, problem.CodeOf(err))
@@ -288,7 +296,8 @@ func TestMixedDataDir(t *testing.T) {
 
 	require.NoError(t, os.Remove(filepath.Join(dir, "cluster.json")))
 	_, err = cluster.Open(cluster.Config{DataDir: dir})
-	assertConflict(t, err, "data dir "+dir+" has a log but no cluster.json", "restore the data dir from a backup, or choose an empty --data-dir")
+	assertConflict(t, err, "data dir "+dir+" has a log but no cluster.json",
+		"restore the data dir from a backup, or choose an empty --data-dir")
 }
 
 func TestUnwritableDataDir(t *testing.T) {
@@ -341,13 +350,15 @@ func TestReadyGivesUpWithTheContext(t *testing.T) {
 	require.NoError(t, c.Close())
 }
 
-// TestFakeTime: the in-memory cluster runs in a synctest bubble, as whole nodes do in the harness, and needs no second of it.
+// TestFakeTime: the in-memory cluster runs in a synctest bubble, as whole nodes do in the harness, and needs
+// no second of it.
 func TestFakeTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		begin := time.Now()
 		c := open(t, cluster.Config{Log: slog.New(slog.DiscardHandler)})
 		propose(t, c, putApp("demo", "one"))
-		assert.Less(t, time.Since(begin), 200*time.Millisecond, "the only voter waited for a leader that cannot exist")
+		assert.Less(t, time.Since(begin), 200*time.Millisecond,
+			"the only voter waited for a leader that cannot exist")
 		require.NoError(t, c.Close())
 	})
 }

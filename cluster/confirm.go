@@ -13,11 +13,11 @@ import (
 // confirmLimit is how long a round of Confirm may take. A lease renewal waits no longer for it.
 const confirmLimit = time.Second
 
-// Confirm asks a majority of the voters whether this node still leads. A leader that was suspended does not know that
-// another node leads now. Only answers of voters count, and only answers to messages that are sent after the call.
-// Raft's own VerifyLeader does not suit: it also counts answers of standbys and answers that waited in a socket buffer
-// since before a suspension, and it never returns after raft was told to stop. ErrNotLeader: this node does not lead,
-// or no majority confirms it. A node that Holds asks no other node.
+// Confirm asks a majority of the voters whether this node still leads. A leader that was suspended does not
+// know that another node leads now. Only answers of voters count, and only answers to messages that are sent
+// after the call. Raft's own VerifyLeader does not suit: it also counts answers of standbys and answers that
+// waited in a socket buffer since before a suspension, and it never returns after raft was told to stop.
+// ErrNotLeader: this node does not lead, or no majority confirms it. A node that Holds asks no other node.
 func (c *Cluster) Confirm(ctx context.Context) error {
 	if c.Holds() {
 		return nil
@@ -78,8 +78,8 @@ func (c *confirmRounds) run(ask func() error) {
 	}
 }
 
-// confirmWithVoters sends a heartbeat of this term to every other voter. It waits until a majority, with this node, has
-// accepted the heartbeat.
+// confirmWithVoters sends a heartbeat of this term to every other voter. It waits until a majority, with this
+// node, has accepted the heartbeat.
 func (c *Cluster) confirmWithVoters() error {
 	r := c.run.Load().raft
 	term := r.CurrentTerm() // read before State: if raft leads then, it leads in this term or a later one
@@ -125,5 +125,6 @@ func (c *Cluster) confirmWithVoters() error {
 }
 
 func errUnconfirmed() error {
-	return problem.New(problem.Unavailable, "confirm the leadership: %w", ErrNotLeader).WithHint("wait for the election and try again")
+	return problem.New(problem.Unavailable, "confirm the leadership: %w", ErrNotLeader).
+		WithHint("wait for the election and try again")
 }

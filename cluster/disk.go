@@ -37,7 +37,8 @@ type disk struct {
 	closers []io.Closer // in order of opening
 }
 
-// openDataDir locks the data dir and reads its identity. Without a data dir the identity is new and there is no lock.
+// openDataDir locks the data dir and reads its identity. Without a data dir the identity is new and there is
+// no lock.
 func openDataDir(cfg Config) (io.Closer, identity, error) {
 	if cfg.DataDir == "" {
 		return nil, newIdentity(cfg, clusterName(cfg)), nil
@@ -53,8 +54,8 @@ func openDataDir(cfg Config) (io.Closer, identity, error) {
 	return lock, ident, nil
 }
 
-// openDisk opens log and snapshots; the data dir is locked. In memory they outlive the run, as files do: a node that
-// forgot its votes might vote twice.
+// openDisk opens log and snapshots; the data dir is locked. In memory they outlive the run, as files do: a
+// node that forgot its votes might vote twice.
 func (c *Cluster) openDisk() (*disk, error) {
 	if c.cfg.DataDir != "" {
 		return openFiles(c.cfg)
@@ -80,13 +81,14 @@ func openFiles(cfg Config) (*disk, error) {
 	return d, nil
 }
 
-// openRaft opens log and snapshots. We close the log's meta store ourselves: raft-wal's Close leaves it open, and a
-// second open of the same file in one process would wait forever.
+// openRaft opens log and snapshots. We close the log's meta store ourselves: raft-wal's Close leaves it open,
+// and a second open of the same file in one process would wait forever.
 func (d *disk) openRaft(cfg Config, dir string) error {
 	logger := newRaftLog(cfg.Log, func(string) string { return "" }, never) // disks log no node names
 	meta := &metadb.BoltMetaDB{}
 	d.closers = append(d.closers, meta)
-	w, err := wal.Open(dir, wal.WithSegmentSize(cfg.SegmentSize), wal.WithLogger(logger), wal.WithMetaStore(meta))
+	w, err := wal.Open(dir, wal.WithSegmentSize(cfg.SegmentSize), wal.WithLogger(logger),
+		wal.WithMetaStore(meta))
 	if err != nil {
 		return diskError("open the log", err)
 	}
@@ -109,7 +111,8 @@ func (d *disk) openSnapshots(dir string, logger hclog.Logger) error {
 
 func diskError(what string, err error) error {
 	return problem.New(problem.Internal, "%s: %w", what, err).
-		WithHint("free disk space or restore the data dir from a backup; an empty --data-dir starts a new cluster")
+		WithHint("free disk space or restore the data dir from a backup; an empty --data-dir starts a new " +
+			"cluster")
 }
 
 // bootstrap makes this node the only voter of an empty log.
@@ -126,8 +129,9 @@ func (d *disk) bootstrap(rc *raft.Config, t raft.Transport) error {
 	return nil
 }
 
-// undoUnfinishedStart undoes a first start that died inside raft.BootstrapCluster, between its write of the term and
-// its write of the voters. Such a log has no voter and would never elect a leader. Nothing was acknowledged yet.
+// undoUnfinishedStart undoes a first start that died inside raft.BootstrapCluster, between its write of the
+// term and its write of the voters. Such a log has no voter and would never elect a leader. Nothing was
+// acknowledged yet.
 func (d *disk) undoUnfinishedStart() error {
 	term, err := d.log.GetUint64([]byte(keyCurrentTerm))
 	if err != nil || term != 1 {

@@ -74,7 +74,8 @@ func untilFault(t testing.TB, c *cluster.Cluster) {
 	assert.Contains(t, p.Hint, "free disk space")
 }
 
-// TestSickDisk: a single voter whose disk refuses writes refuses proposals, keeps what it acknowledged, and heals by itself.
+// TestSickDisk: a single voter whose disk refuses writes refuses proposals, keeps what it acknowledged, and
+// heals by itself.
 func TestSickDisk(t *testing.T) {
 	t.Parallel()
 	cfg, sick := sickly(cluster.Config{DataDir: t.TempDir()})
@@ -131,7 +132,8 @@ func TestSickDiskOfALeader(t *testing.T) {
 // fullDir tells a re-executed test binary to run against a full disk.
 const fullDir = "DPSERVE_TEST_FULL_DIR"
 
-// fillTheDisk is the process whose files may grow no more from some moment on: every write fails as on a full disk.
+// fillTheDisk is the process whose files may grow no more from some moment on: every write fails as on a full
+// disk.
 func fillTheDisk(dir string) error {
 	c, err := cluster.Open(cluster.Config{DataDir: dir, SegmentSize: 64 << 10})
 	if err != nil {

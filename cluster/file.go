@@ -6,10 +6,11 @@ import (
 	"path/filepath"
 )
 
-// writeFile writes a file that is complete or absent after a crash: new file, fsync, rename, fsync of the directory.
+// writeFile writes a file that is complete or absent after a crash: new file, fsync, rename, fsync of the
+// directory.
 func writeFile(path string, data []byte) error {
 	tmp := path + ".tmp"
-	f, err := os.OpenFile(tmp, os.O_CREATE|os.O_WRONLY|os.O_TRUNC, fileMode) //nolint:gosec // the operator's own data dir
+	f, err := os.OpenFile(tmp, os.O_CREATE|os.O_WRONLY|os.O_TRUNC, fileMode) //nolint:gosec // the data dir
 	if err != nil {
 		return fmt.Errorf("create %s: %w", filepath.Base(path), err)
 	}
@@ -24,7 +25,7 @@ func writeFile(path string, data []byte) error {
 }
 
 func syncDir(dir string) error {
-	d, err := os.Open(dir) //nolint:gosec // the operator's own data dir
+	d, err := os.Open(dir) //nolint:gosec // the data dir
 	if err != nil {
 		return fmt.Errorf("open data dir: %w", err)
 	}

@@ -13,7 +13,8 @@ import (
 const (
 	// followHeartbeat is how often a follower gets the confirmation that its copy is the newest.
 	followHeartbeat = time.Second
-	// followGap is the least pause between two states sent to one follower. Changes in between are sent together.
+	// followGap is the least pause between two states sent to one follower. Changes in between are sent
+	// together.
 	followGap = 20 * time.Millisecond
 )
 
@@ -23,11 +24,11 @@ type update struct {
 	State  json.RawMessage `json:"state,omitempty"`  // state.State without its secrets
 }
 
-// Follow sends the state to a node that takes no part in consensus: at once if it is newer than the index from, then
-// whenever the state or the leader has changed. Close changes are sent together. Without changes it sends a heartbeat
-// (nil data) every second. While this node knows no leader it sends no heartbeats: its copy may be old, and the
-// follower should ask another control node. A Watcher reads data. Follow ends with an error of send, with ctx, and
-// with Close.
+// Follow sends the state to a node that takes no part in consensus: at once if it is newer than the index
+// from, then whenever the state or the leader has changed. Close changes are sent together. Without changes
+// it sends a heartbeat (nil data) every second. While this node knows no leader it sends no heartbeats: its
+// copy may be old, and the follower should ask another control node. A Watcher reads data. Follow ends with
+// an error of send, with ctx, and with Close.
 func (c *Cluster) Follow(ctx context.Context, from uint64, send func(data []byte, index uint64) error) error {
 	told := ""
 	for {
@@ -64,7 +65,8 @@ func encodeUpdate(st *state.State, from uint64, leader, told string) ([]byte, er
 	return json.Marshal(u)
 }
 
-// awaitChange waits for a change or the next heartbeat. If the last message had data, it also waits for followGap.
+// awaitChange waits for a change or the next heartbeat. If the last message had data, it also waits for
+// followGap.
 func (c *Cluster) awaitChange(ctx context.Context, changed, turn <-chan struct{}, told bool) error {
 	beat, gap := time.NewTimer(followHeartbeat), time.NewTimer(followGap)
 	defer beat.Stop()
@@ -90,8 +92,8 @@ func (c *Cluster) awaitChange(ctx context.Context, changed, turn <-chan struct{}
 	}
 }
 
-// stateCopy is a follower's copy of the state. It keeps the bytes too, because they contain fields that this version
-// does not know: a newer version that is started on the data dir finds them there.
+// stateCopy is a follower's copy of the state. It keeps the bytes too, because they contain fields that this
+// version does not know: a newer version that is started on the data dir finds them there.
 type stateCopy struct {
 	state *state.State
 	data  []byte
@@ -110,7 +112,8 @@ func decodeCopy(data []byte) (*stateCopy, error) {
 func decodeUpdate(data []byte) (st *stateCopy, leader string, err error) {
 	var u update
 	if err := json.Unmarshal(data, &u); err != nil {
-		return nil, "", problem.New(problem.Internal, "decode the state of a control node: %w", err).WithHint("run the same version of dpserve on every node")
+		return nil, "", problem.New(problem.Internal, "decode the state of a control node: %w", err).
+			WithHint("run the same version of dpserve on every node")
 	}
 	if len(u.State) > 0 {
 		st, err = decodeCopy(u.State)

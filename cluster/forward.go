@@ -49,8 +49,8 @@ func awaitLeader(ctx context.Context, s leaderSource) (state.Node, error) {
 	}
 }
 
-// noLeaderError is the result of a wait for a leader. It is the context's cause if the caller gave up on purpose, and
-// says what to check if the time ran out.
+// noLeaderError is the result of a wait for a leader. It is the context's cause if the caller gave up on
+// purpose, and says what to check if the time ran out.
 func noLeaderError(ctx context.Context, s leaderSource) error {
 	if cause := context.Cause(ctx); cause != nil && !errors.Is(cause, context.DeadlineExceeded) {
 		return fmt.Errorf("propose: %w", cause)
@@ -93,7 +93,8 @@ func controlNodesHint(st *state.State, voters []string) string {
 		return "look whether the control nodes run and reach each other"
 	}
 	slices.Sort(names)
-	return "start the control nodes that are down and look whether they reach each other; these vote: " + strings.Join(names, ", ")
+	return "start the control nodes that are down and look whether they reach each other; these vote: " +
+		"" + strings.Join(names, ", ")
 }
 
 // proposeAtLeader sends a command to the leader and waits until this node has applied it too.
@@ -112,8 +113,8 @@ func (c *Cluster) proposeAtLeader(ctx context.Context, cmd state.Command) (state
 	return res, err
 }
 
-// awaitApplied waits until this node's copy shows a command that the leader has acknowledged. A copy that lags does not
-// make the command a failure.
+// awaitApplied waits until this node's copy shows a command that the leader has acknowledged. A copy that
+// lags does not make the command a failure.
 func (c *Cluster) awaitApplied(ctx context.Context, res state.Result) {
 	ctx, cancel := context.WithTimeout(ctx, proposeTimeout)
 	defer cancel()

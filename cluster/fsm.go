@@ -14,7 +14,8 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// maxSnapshot bounds how many bytes Restore reads: far more than any state has, far less than the memory of a node.
+// maxSnapshot bounds how many bytes Restore reads: far more than any state has, far less than the memory of a
+// node.
 const maxSnapshot = 256 << 20
 
 // applyResult is the answer to one command: state.Apply's result and typed error, unchanged.
@@ -23,8 +24,8 @@ type applyResult struct {
 	err    error
 }
 
-// fsm applies committed commands. Raft calls ApplyBatch, Snapshot and Restore from one goroutine. Readers load the
-// published copy.
+// fsm applies committed commands. Raft calls ApplyBatch, Snapshot and Restore from one goroutine. Readers
+// load the published copy.
 type fsm struct {
 	work      *state.State // only raft's goroutine uses it
 	stopped   error        // why this run applies nothing any more; only raft's goroutine uses it
@@ -45,12 +46,12 @@ func newFSM() *fsm {
 	return f
 }
 
-// startRun empties the working copy for a run of raft, which restores the state from its snapshot and its log. endRun
-// ends that run if the log has an entry that this version cannot read.
+// startRun empties the working copy for a run of raft, which restores the state from its snapshot and its
+// log. endRun ends that run if the log has an entry that this version cannot read.
 func (f *fsm) startRun(endRun func(error)) { f.work, f.stopped, f.endRun = state.New(), nil, endRun }
 
-// stopUnreadable ends the run, because this copy would differ from the copies of nodes that can read the entry. From
-// now on the fsm applies nothing and makes no snapshot.
+// stopUnreadable ends the run, because this copy would differ from the copies of nodes that can read the
+// entry. From now on the fsm applies nothing and makes no snapshot.
 func (f *fsm) stopUnreadable(what string, err error) error {
 	f.stopped = unreadableError(what, err)
 	f.endRun(f.stopped)
@@ -67,8 +68,9 @@ func (f *fsm) Changed() <-chan struct{} {
 	return f.changed
 }
 
-// publish stores a copy for readers, then wakes those that wait. It runs before raft answers the proposer, so a
-// proposer always reads its own write. While a later run replays old entries, readers keep their newer copy.
+// publish stores a copy for readers, then wakes those that wait. It runs before raft answers the proposer, so
+// a proposer always reads its own write. While a later run replays old entries, readers keep their newer
+// copy.
 func (f *fsm) publish() {
 	if f.work.Index < f.State().Index {
 		return
@@ -83,8 +85,8 @@ func (f *fsm) publish() {
 // Apply applies one command.
 func (f *fsm) Apply(l *raft.Log) any { return f.ApplyBatch([]*raft.Log{l})[0] }
 
-// ApplyBatch applies commands in order and publishes once. A batch of refusals changes nothing and wakes no reader: an
-// actor that proposes on every change must not be woken by its own refusal.
+// ApplyBatch applies commands in order and publishes once. A batch of refusals changes nothing and wakes no
+// reader: an actor that proposes on every change must not be woken by its own refusal.
 func (f *fsm) ApplyBatch(logs []*raft.Log) []any {
 	out := make([]any, len(logs))
 	changed := false
@@ -105,8 +107,9 @@ func (f *fsm) ApplyBatch(logs []*raft.Log) []any {
 	return out
 }
 
-// updateIndex raises the index of the published copy after commands that changed nothing, and wakes no reader. Readers
-// that compare the indexes of two copies must not take one for older that lacks only refused commands.
+// updateIndex raises the index of the published copy after commands that changed nothing, and wakes no
+// reader. Readers that compare the indexes of two copies must not take one for older that lacks only refused
+// commands.
 func (f *fsm) updateIndex() {
 	if now := f.State(); f.work.Index > now.Index {
 		dated := *now
@@ -181,9 +184,10 @@ func (f *fsm) applyOne(l *raft.Log) (a applyResult) {
 	return a
 }
 
-// Snapshot returns a copy of what this run has applied. The published copy may be newer, because a run that replays old
-// entries does not take it back, and raft records the snapshot under the index that this run has reached. After an
-// entry that was not applied there is no snapshot: raft would record it under the index of that entry.
+// Snapshot returns a copy of what this run has applied. The published copy may be newer, because a run that
+// replays old entries does not take it back, and raft records the snapshot under the index that this run has
+// reached. After an entry that was not applied there is no snapshot: raft would record it under the index of
+// that entry.
 func (f *fsm) Snapshot() (raft.FSMSnapshot, error) {
 	if f.stopped != nil {
 		return nil, f.stopped

@@ -15,9 +15,11 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// quick are raft's timers of these tests: short enough for many elections, long enough not to flap on busy cores (TRAPS 22).
+// quick are raft's timers of these tests: short enough for many elections, long enough not to flap on busy
+// cores (TRAPS 22).
 func quick() cluster.Timers {
-	return cluster.Timers{Heartbeat: 500 * time.Millisecond, Election: 500 * time.Millisecond, Lease: 250 * time.Millisecond}
+	return cluster.Timers{Heartbeat: 500 * time.Millisecond, Election: 500 * time.Millisecond,
+		Lease: 250 * time.Millisecond}
 }
 
 // wires connects the nodes of a test over loopback and can cut one off.
@@ -259,7 +261,8 @@ func (g *group) others(but *member) []*member {
 func (g *group) put(m *member) {
 	g.t.Helper()
 	g.propose(state.Command{PutNode: &state.PutNode{Node: state.Node{
-		ID: m.NodeID(), UID: m.UID(), Address: m.address, Roles: []state.Role{state.RoleControl, state.RoleWorker},
+		ID: m.NodeID(), UID: m.UID(), Address: m.address,
+		Roles: []state.Role{state.RoleControl, state.RoleWorker},
 	}}})
 }
 
@@ -279,7 +282,8 @@ func (g *group) propose(cmd state.Command) state.Result {
 func (g *group) retry(do func() error) {
 	g.t.Helper()
 	var err error
-	require.Eventually(g.t, func() bool { err = do(); return err == nil }, limit, 20*time.Millisecond, "last error: %v", &err)
+	require.Eventually(g.t, func() bool { err = do(); return err == nil }, limit, 20*time.Millisecond,
+		"last error: %v", &err)
 }
 
 // join makes a new member a standby, or a voter.
@@ -297,12 +301,15 @@ func (g *group) join(cfg cluster.Config, voter bool) *member {
 	return m
 }
 
-// heard waits until every running member knows another's part. One that has not heard of a new voter gives it no vote: a leader that
-// is cut off in that moment has no successor (docs/internals.md).
+// heard waits until every running member knows another's part. One that has not heard of a new voter gives it
+// no vote: a leader that is cut off in that moment has no successor (docs/internals.md).
 func (g *group) heard(part cluster.Member) {
 	g.t.Helper()
 	require.Eventually(g.t, func() bool {
-		return !slices.ContainsFunc(g.running(), func(m *member) bool { return !slices.Contains(m.Members(), part) })
+		return !slices.ContainsFunc(g.running(), func(m *member) bool {
+			return !slices.Contains(m.Members(),
+				part)
+		})
 	}, limit, 5*time.Millisecond, "not all know of a new voter")
 }
 

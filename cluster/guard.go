@@ -11,23 +11,24 @@ import (
 )
 
 const (
-	// diskLimit is how long one call of the disk may take. A leader whose disk hangs leads for that long, and then the
-	// others need up to twice their heartbeat time-out and an election: together less than 5 s. A higher limit keeps a
-	// slow disk in consensus longer, and also a leader whose disk hangs.
+	// diskLimit is how long one call of the disk may take. A leader whose disk hangs leads for that long, and
+	// then the others need up to twice their heartbeat time-out and an election: together less than 5 s. A
+	// higher limit keeps a slow disk in consensus longer, and also a leader whose disk hangs.
 	diskLimit = 1500 * time.Millisecond
-	// diskLooks is the number of parts of diskLimit. A process that was suspended loses one part instead of the whole
-	// limit: afterwards the disk has the other parts to answer.
+	// diskLooks is the number of parts of diskLimit. A process that was suspended loses one part instead of
+	// the whole limit: afterwards the disk has the other parts to answer.
 	diskLooks = 8
 )
 
 // errDiskHangs is the fault of a disk that does not answer.
 var errDiskHangs = fmt.Errorf("a call has not returned for %s", diskLimit)
 
-// guard is between raft and its log. After the first write that fails, or that does not return within diskLimit, it
-// refuses all writes: raft-wal cannot go on after a failed write (its memory and its file differ then), and raft would
-// panic if it could not store its term. Raft writes in its main loop, so the guard writes in a separate goroutine and
-// tells raft that a hanging write failed. superviseRuns watches failed: it ends this run of raft, calls release and
-// awaitCalls, and begins another run over a log that is read again.
+// guard is between raft and its log. After the first write that fails, or that does not return within
+// diskLimit, it refuses all writes: raft-wal cannot go on after a failed write (its memory and its file
+// differ then), and raft would panic if it could not store its term. Raft writes in its main loop, so the
+// guard writes in a separate goroutine and tells raft that a hanging write failed. superviseRuns watches
+// failed: it ends this run of raft, calls release and awaitCalls, and begins another run over a log that is
+// read again.
 type guard struct {
 	LogStore
 	book  *addressBook // reads every entry that is written
@@ -36,7 +37,8 @@ type guard struct {
 	failed   chan struct{} // closed at the first write that fails
 	released chan struct{} // closed when raft has been told to stop
 	once     sync.Once
-	calls    sync.WaitGroup // calls that have not returned: at most one of raft's main loop and one of a snapshot
+	// calls that have not returned: at most one of raft's main loop and one of a snapshot
+	calls sync.WaitGroup
 
 	mu  sync.Mutex
 	err error // of the first failure
@@ -51,7 +53,8 @@ type guardHooks struct {
 }
 
 func newGuard(log LogStore, book *addressBook, hooks guardHooks) *guard {
-	return &guard{LogStore: log, book: book, hooks: hooks, failed: make(chan struct{}), released: make(chan struct{})}
+	return &guard{LogStore: log, book: book, hooks: hooks, failed: make(chan struct{}),
+		released: make(chan struct{})}
 }
 
 // callWrite makes one write.
@@ -63,8 +66,8 @@ func (g *guard) callWrite(write func() error) error {
 	return nil
 }
 
-// callDisk makes one call of the disk and waits for it, at most diskLimit. A call that hangs fails the guard and goes
-// on alone, so the caller must not use its arguments again.
+// callDisk makes one call of the disk and waits for it, at most diskLimit. A call that hangs fails the guard
+// and goes on alone, so the caller must not use its arguments again.
 func (g *guard) callDisk(call func() error) error {
 	if err := g.failure(); err != nil {
 		return err
@@ -81,8 +84,8 @@ func (g *guard) callDisk(call func() error) error {
 	return err
 }
 
-// returnsInTime waits until a call has returned, at most diskLimit. If the call has returned by the last check, it was
-// in time, however late that check is.
+// returnsInTime waits until a call has returned, at most diskLimit. If the call has returned by the last
+// check, it was in time, however late that check is.
 func returnsInTime(returned <-chan struct{}) bool {
 	look := time.NewTicker(diskLimit / diskLooks)
 	defer look.Stop()
@@ -157,8 +160,8 @@ func (g *guard) StoreLogs(logs []*raft.Log) error {
 	return err
 }
 
-// GetLog reads one entry. Raft panics if it cannot read an entry that it has committed, so the guard does not give up a
-// read that hangs. It gives up only the run: raft ends when the read has returned.
+// GetLog reads one entry. Raft panics if it cannot read an entry that it has committed, so the guard does not
+// give up a read that hangs. It gives up only the run: raft ends when the read has returned.
 func (g *guard) GetLog(index uint64, l *raft.Log) error {
 	late := time.AfterFunc(diskLimit, func() { _ = g.recordFailure(errDiskHangs) })
 	defer late.Stop()
@@ -175,9 +178,9 @@ func (g *guard) Set(key, value []byte) error {
 	return g.callWrite(func() error { return g.LogStore.Set(key, value) })
 }
 
-// SetUint64 stores a term. Raft panics if that fails, so after a failure SetUint64 blocks until raft is told to stop,
-// then returns nil. That is safe although the term is not on disk: a stopping raft neither votes nor leads, and every
-// other write of this run is refused. A term that is on disk already needs no write.
+// SetUint64 stores a term. Raft panics if that fails, so after a failure SetUint64 blocks until raft is told
+// to stop, then returns nil. That is safe although the term is not on disk: a stopping raft neither votes nor
+// leads, and every other write of this run is refused. A term that is on disk already needs no write.
 func (g *guard) SetUint64(key []byte, value uint64) error {
 	if old, err := g.GetUint64(key); err == nil && old == value {
 		return nil
@@ -196,8 +199,8 @@ func (g *guard) IsMonotonic() bool {
 	return ok && m.IsMonotonic()
 }
 
-// guardedSnapshots are snapshots whose hanging writes end the run. A refused write ends only the snapshot: the log has
-// reserved space, and raft tries the snapshot again later.
+// guardedSnapshots are snapshots whose hanging writes end the run. A refused write ends only the snapshot:
+// the log has reserved space, and raft tries the snapshot again later.
 type guardedSnapshots struct {
 	raft.SnapshotStore
 	guard *guard
@@ -205,7 +208,8 @@ type guardedSnapshots struct {
 
 // Create begins a snapshot.
 func (s *guardedSnapshots) Create(
-	version raft.SnapshotVersion, index, term uint64, conf raft.Configuration, confIndex uint64, t raft.Transport,
+	version raft.SnapshotVersion, index, term uint64, conf raft.Configuration, confIndex uint64,
+	t raft.Transport,
 ) (raft.SnapshotSink, error) {
 	made := make(chan raft.SnapshotSink, 1)
 	err := s.guard.callDisk(func() error {

@@ -36,10 +36,12 @@ func (l *slowLog) take(d time.Duration) {
 }
 
 func guarded(log LogStore) *guard {
-	return newGuard(log, &addressBook{}, guardHooks{alone: new(atomic.Bool), wrote: func() {}, failed: func(error) {}})
+	return newGuard(log, &addressBook{}, guardHooks{alone: new(atomic.Bool), wrote: func() {},
+		failed: func(error) {}})
 }
 
-// TestGuardGivesUpAWriteThatHangs: raft hears of it at the limit, not before; the write goes on alone, and no other begins.
+// TestGuardGivesUpAWriteThatHangs: raft hears of it at the limit, not before; the write goes on alone, and no
+// other begins.
 func TestGuardGivesUpAWriteThatHangs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		log := &slowLog{InmemStore: raft.NewInmemStore(), takes: diskLimit - time.Millisecond}
@@ -97,8 +99,8 @@ func TestSnapshotThatHangsEndsTheRun(t *testing.T) {
 	})
 }
 
-// TestSnapshotHoldsWhatThisRunHasApplied: readers keep what an earlier run has shown them, and it is no part of the snapshot of a run
-// that has not come so far again.
+// TestSnapshotHoldsWhatThisRunHasApplied: readers keep what an earlier run has shown them, and it is no part
+// of the snapshot of a run that has not come so far again.
 func TestSnapshotHoldsWhatThisRunHasApplied(t *testing.T) {
 	entry := func(index uint64, name string) *raft.Log {
 		data, err := state.EncodeCommand(&state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{

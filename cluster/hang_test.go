@@ -110,8 +110,9 @@ type room struct {
 
 const roomPort = ":9000"
 
-// followsWithin is how long a node may take to follow after its disk answers again: its next run begins a second later, and
-// raft's leader tries to send entries to a node that has failed for long only every 10.24 s.
+// followsWithin is how long a node may take to follow after its disk answers again: its next run begins a
+// second later, and raft's leader tries to send entries to a node that has failed for long only every 10.24
+// s.
 const followsWithin = 12 * time.Second
 
 func hostOf(i int) string { return fmt.Sprintf("127.0.0.%d", i+1) }
@@ -228,12 +229,12 @@ func (r *room) confirmed(c *cluster.Cluster) error {
 	return c.Confirm(ctx)
 }
 
-// electedWithin is how long another leader may take: 1.5 s for the write, a heartbeat time-out of up to 2 s, an election, and one
-// election time-out more where the vote is split.
+// electedWithin is how long another leader may take: 1.5 s for the write, a heartbeat time-out of up to 2 s,
+// an election, and one election time-out more where the vote is split.
 const electedWithin = 7 * time.Second
 
-// TestLeaderWithAHungDiskStepsDown: a write of the leader's log does not return. Within 5 s another one leads and takes writes; when
-// the disk answers again, the node follows, and nothing is lost.
+// TestLeaderWithAHungDiskStepsDown: a write of the leader's log does not return. Within 5 s another one leads
+// and takes writes; when the disk answers again, the node follows, and nothing is lost.
 func TestLeaderWithAHungDiskStepsDown(t *testing.T) {
 	for _, hang := range []time.Duration{12 * time.Second, time.Minute} {
 		t.Run(hang.String(), func(t *testing.T) {
@@ -247,7 +248,8 @@ func TestLeaderWithAHungDiskStepsDown(t *testing.T) {
 					_, err := first.ProposeHere(t.Context(), putApp("demo", "two"))
 					answer <- err
 				}()
-				t.Logf("another one leads after %s", r.until("another one leads", electedWithin, r.otherLeads))
+				t.Logf("another one leads after %s",
+					r.until("another one leads", electedWithin, r.otherLeads))
 				require.ErrorIs(t, <-answer, cluster.ErrDisk)
 				require.ErrorIs(t, first.Fault(), cluster.ErrDisk)
 				require.ErrorContains(t, first.Fault(), "a call has not returned for 1.5s")
@@ -271,7 +273,8 @@ func TestLeaderWithAHungDiskStepsDown(t *testing.T) {
 	}
 }
 
-// TestLeaderWhoseReadsHangStepsDown: raft cannot go on without what it reads, so it is the run that ends, and its heartbeats.
+// TestLeaderWhoseReadsHangStepsDown: raft cannot go on without what it reads, so it is the run that ends, and
+// its heartbeats.
 func TestLeaderWhoseReadsHangStepsDown(t *testing.T) {
 	inRoom(t, 3, func(t *testing.T, r *room) {
 		r.disk.begin(true)
@@ -325,7 +328,8 @@ func TestCloseOverAHungDiskIsBounded(t *testing.T) {
 	})
 }
 
-// TestOnlyVoterHoldsWhileItsDiskHangs: nobody else can lead, so what it knows goes on to be true; it changes nothing.
+// TestOnlyVoterHoldsWhileItsDiskHangs: nobody else can lead, so what it knows goes on to be true; it changes
+// nothing.
 func TestOnlyVoterHoldsWhileItsDiskHangs(t *testing.T) {
 	inRoom(t, 1, func(t *testing.T, r *room) {
 		c := r.all[0]
@@ -361,7 +365,8 @@ func TestNoHoldWithOtherVoters(t *testing.T) {
 	})
 }
 
-// TestConfirmCountsOnlyWhatWasSentAfterIt: answers that were on their way before say nothing of the moment of the question.
+// TestConfirmCountsOnlyWhatWasSentAfterIt: answers that were on their way before say nothing of the moment of
+// the question.
 func TestConfirmCountsOnlyWhatWasSentAfterIt(t *testing.T) {
 	inRoom(t, 3, func(t *testing.T, r *room) {
 		for i := range 20 {

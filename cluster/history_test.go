@@ -64,8 +64,9 @@ func (h *history) add(op porcupine.Operation) {
 	h.ops = append(h.ops, op)
 }
 
-// decided leaves out what cannot have happened: a write of unknown outcome whose revision another one made, and all but the
-// earliest of those that may have made one. What is left out may always have done nothing, so the verdict stays.
+// decided leaves out what cannot have happened: a write of unknown outcome whose revision another one made,
+// and all but the earliest of those that may have made one. What is left out may always have done nothing, so
+// the verdict stays.
 func decided(ops []porcupine.Operation) []porcupine.Operation {
 	maker := map[uint64]porcupine.Operation{} // by the revision expected
 	var left []porcupine.Operation
@@ -119,18 +120,23 @@ func TestRegister(t *testing.T) {
 		legal bool
 		ops   []porcupine.Operation
 	}{
-		"one after the other":        {true, []porcupine.Operation{op(0, 1, attempt{0}, outcome{revision: 1}), op(2, 3, attempt{1}, outcome{revision: 2})}},
-		"two makers of one revision": {false, []porcupine.Operation{op(0, 9, attempt{0}, outcome{revision: 1}), op(1, 8, attempt{0}, outcome{revision: 1})}},
-		"a lost write":               {false, []porcupine.Operation{op(0, 1, attempt{0}, outcome{revision: 1}), op(2, 3, attempt{1}, outcome{stale: true})}},
-		"of an unknown write":        {true, []porcupine.Operation{op(0, 9, attempt{0}, outcome{unknown: true}), op(2, 3, attempt{1}, outcome{revision: 2})}},
-		"of one that came later":     {false, []porcupine.Operation{op(4, 9, attempt{0}, outcome{unknown: true}), op(2, 3, attempt{1}, outcome{revision: 2})}},
+		"one after the other": {true, []porcupine.Operation{op(0, 1, attempt{0}, outcome{revision: 1}),
+			op(2, 3, attempt{1}, outcome{revision: 2})}},
+		"two makers of one revision": {false, []porcupine.Operation{op(0, 9, attempt{0},
+			outcome{revision: 1}), op(1, 8, attempt{0}, outcome{revision: 1})}},
+		"a lost write": {false, []porcupine.Operation{op(0, 1, attempt{0},
+			outcome{revision: 1}), op(2, 3, attempt{1}, outcome{stale: true})}},
+		"of an unknown write": {true, []porcupine.Operation{op(0, 9, attempt{0},
+			outcome{unknown: true}), op(2, 3, attempt{1}, outcome{revision: 2})}},
+		"of one that came later": {false, []porcupine.Operation{op(4, 9, attempt{0},
+			outcome{unknown: true}), op(2, 3, attempt{1}, outcome{revision: 2})}},
 	} {
 		assert.Equal(t, tc.legal, porcupine.CheckOperations(register(), decided(tc.ops)), name)
 	}
 }
 
-// TestLinearizable: clients race for the next revision through every member while leaders are killed and cut off. What they saw
-// must be explained by one register, whoever answered.
+// TestLinearizable: clients race for the next revision through every member while leaders are killed and cut
+// off. What they saw must be explained by one register, whoever answered.
 func TestLinearizable(t *testing.T) {
 	t.Parallel()
 	seed := rand.Uint64()
@@ -166,7 +172,8 @@ func TestLinearizable(t *testing.T) {
 	require.NotEmpty(t, h.ops)
 	ops := decided(h.ops)
 	res := porcupine.CheckOperationsTimeout(register(), ops, limit)
-	assert.Equal(t, porcupine.Ok, res, "seed %d: %d operations have no order that explains them", seed, len(ops))
+	assert.Equal(t, porcupine.Ok, res, "seed %d: %d operations have no order that explains them", seed,
+		len(ops))
 	g.same()
 }
 

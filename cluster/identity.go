@@ -14,7 +14,8 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// identityFile names the owner of the data dir. It is written first. Later only an empty cluster may be filled in.
+// identityFile names the owner of the data dir. It is written first. Later only an empty cluster may be
+// filled in.
 const identityFile = "cluster.json"
 
 // formatVersion grows when older versions of dpserve can no longer read the data dir.
@@ -23,8 +24,8 @@ const formatVersion = 1
 // fileMode gives only the owner access.
 const fileMode = 0o600
 
-// Identity names the owner of a data dir. The UID is made with the data dir: a node that lost its data dir is a
-// different node, whatever its name is.
+// Identity names the owner of a data dir. The UID is made with the data dir: a node that lost its data dir is
+// a different node, whatever its name is.
 type Identity struct {
 	Cluster string // "" = none yet: the node has a name in order to join a cluster
 	Node    string
@@ -36,12 +37,13 @@ type identity struct {
 	Format  int    `json:"format"`
 	Cluster string `json:"cluster"`
 	Node    string `json:"node"`
-	UID     string `json:"uid,omitempty"` // missing in older data dirs: there it is the node's name, as in raft
+	// missing in older data dirs: there it is the node's name, as in raft
+	UID string `json:"uid,omitempty"`
 }
 
-// Identify reads a data dir's identity, or makes one that belongs to no cluster yet. A node joins under it, so it stays
-// the same until the node has joined. node "" = the data dir's name, or a new one. It refuses a data dir that is in
-// use, or that belongs to another node.
+// Identify reads a data dir's identity, or makes one that belongs to no cluster yet. A node joins under it,
+// so it stays the same until the node has joined. node "" = the data dir's name, or a new one. It refuses a
+// data dir that is in use, or that belongs to another node.
 func Identify(dataDir, node string) (_ Identity, err error) {
 	cfg := Config{DataDir: dataDir, NodeID: node}
 	lock, err := takeDataDir(dataDir)
@@ -78,7 +80,8 @@ func clusterName(cfg Config) string {
 
 func randomName() string { return strings.ToLower(rand.Text()) }
 
-// loadIdentity reads the data dir's identity or makes it. It refuses an identity that differs from the config.
+// loadIdentity reads the data dir's identity or makes it. It refuses an identity that differs from the
+// config.
 func loadIdentity(cfg Config) (identity, error) {
 	id, err := readIdentity(cfg)
 	switch {
@@ -99,11 +102,13 @@ func readIdentity(cfg Config) (identity, error) {
 		return identity{}, err
 	}
 	if err != nil {
-		return identity{}, problem.New(problem.InvalidArgument, "read %s: %w", identityFile, err).WithHint("choose a --data-dir that you may read")
+		return identity{}, problem.New(problem.InvalidArgument, "read %s: %w", identityFile, err).
+			WithHint("choose a --data-dir that you may read")
 	}
 	var id identity
 	if err := json.Unmarshal(data, &id); err != nil {
-		return id, problem.New(problem.Conflict, "%s in %s cannot be read: %w", identityFile, cfg.DataDir, err).
+		return id, problem.New(problem.Conflict, "%s in %s cannot be read: %w", identityFile, cfg.DataDir,
+			err).
 			WithHint("restore the data dir from a backup, or choose an empty --data-dir")
 	}
 	return id.withLegacyUID(), id.checkConfig(cfg)
@@ -117,29 +122,36 @@ func (id identity) withLegacyUID() identity {
 	return id
 }
 
-// checkConfig compares the data dir's identity with the config. Only a node with a UID may be without a cluster.
+// checkConfig compares the data dir's identity with the config. Only a node with a UID may be without a
+// cluster.
 func (id identity) checkConfig(cfg Config) error {
 	switch {
 	case id.Format > formatVersion:
-		return problem.New(problem.Conflict, "data dir %s has format %d, this dpserve knows up to %d", cfg.DataDir, id.Format, formatVersion).
+		return problem.New(problem.Conflict, "data dir %s has format %d, this dpserve knows up to %d",
+			cfg.DataDir, id.Format, formatVersion).
 			WithHint("use the newer dpserve that wrote it, or choose an empty --data-dir")
 	case id.Format < 1 || id.Node == "" || id.Cluster == "" && id.UID == "":
-		return problem.New(problem.Conflict, "%s in %s lacks format, cluster or node", identityFile, cfg.DataDir).
+		return problem.New(problem.Conflict, "%s in %s lacks format, cluster or node", identityFile,
+			cfg.DataDir).
 			WithHint("restore the data dir from a backup, or choose an empty --data-dir")
 	case cfg.ClusterID != "" && id.Cluster != "" && cfg.ClusterID != id.Cluster:
-		return problem.New(problem.Conflict, "data dir %s belongs to cluster %s, not %s", cfg.DataDir, id.Cluster, cfg.ClusterID).
+		return problem.New(problem.Conflict, "data dir %s belongs to cluster %s, not %s", cfg.DataDir,
+			id.Cluster, cfg.ClusterID).
 			WithHint("choose another --data-dir, or an empty one to start anew")
 	case cfg.NodeID != "" && cfg.NodeID != id.Node, cfg.UID != "" && cfg.UID != id.withLegacyUID().UID:
-		return problem.New(problem.Conflict, "data dir %s belongs to node %s, not %s", cfg.DataDir, id.Node, cfg.NodeID).
+		return problem.New(problem.Conflict, "data dir %s belongs to node %s, not %s", cfg.DataDir, id.Node,
+			cfg.NodeID).
 			WithHint("leave --node-id out, or choose another --data-dir")
 	}
 	return nil
 }
 
-// createIdentity makes and stores an identity. It refuses a log without an identity: that is part of another data dir.
+// createIdentity makes and stores an identity. It refuses a log without an identity: that is part of another
+// data dir.
 func createIdentity(cfg Config, cluster string) (identity, error) {
 	if _, err := os.Stat(filepath.Join(cfg.DataDir, raftDir)); err == nil {
-		return identity{}, problem.New(problem.Conflict, "data dir %s has a log but no %s", cfg.DataDir, identityFile).
+		return identity{}, problem.New(problem.Conflict, "data dir %s has a log but no %s", cfg.DataDir,
+			identityFile).
 			WithHint("restore the data dir from a backup, or choose an empty --data-dir")
 	}
 	id := newIdentity(cfg, cluster)

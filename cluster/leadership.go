@@ -28,9 +28,9 @@ func (c *Cluster) LeaderNode() (uid string, known bool) {
 	return string(id), id != ""
 }
 
-// Leadership is closed at the next change of the leader, or of whether this node leads and is ready. Take it before
-// Leader, LeaderNode and Term, or a change in between goes unnoticed. A leadership that was lost and won again has a
-// higher Term.
+// Leadership is closed at the next change of the leader, or of whether this node leads and is ready. Take it
+// before Leader, LeaderNode and Term, or a change in between goes unnoticed. A leadership that was lost and
+// won again has a higher Term.
 func (c *Cluster) Leadership() <-chan struct{} {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -40,7 +40,8 @@ func (c *Cluster) Leadership() <-chan struct{} {
 // Term returns raft's term. It grows with every election.
 func (c *Cluster) Term() uint64 { return c.run.Load().raft.CurrentTerm() }
 
-// Barrier waits until everything committed so far is applied here. Only the leader can do it: ErrNotLeader elsewhere.
+// Barrier waits until everything committed so far is applied here. Only the leader can do it: ErrNotLeader
+// elsewhere.
 func (c *Cluster) Barrier(ctx context.Context) error { return c.submit(ctx, c.runBarrier).err }
 
 func (c *Cluster) wakeLeadership() {
@@ -83,7 +84,8 @@ func (c *Cluster) clearReady() {
 	c.wakeLeadership()
 }
 
-// becomeReady makes a new leader ready: it applies everything that was committed before, then names the cluster.
+// becomeReady makes a new leader ready: it applies everything that was committed before, then names the
+// cluster.
 func (c *Cluster) becomeReady(r *run) {
 	warned := false
 	for r.raft.State() == raft.Leader && c.endError() == nil {
@@ -123,8 +125,8 @@ func (c *Cluster) setReady(r *run) {
 	c.wakeLeadership()
 }
 
-// prepareLeadership applies all committed entries, because the state of a new leader is old until a Barrier. Then it
-// gives the cluster what it lacks: its name, its secret, and its authority if nodes may join.
+// prepareLeadership applies all committed entries, because the state of a new leader is old until a Barrier.
+// Then it gives the cluster what it lacks: its name, its secret, and its authority if nodes may join.
 func (c *Cluster) prepareLeadership() error {
 	ctx, cancel := context.WithTimeout(context.Background(), proposeTimeout)
 	defer cancel()
@@ -133,7 +135,8 @@ func (c *Cluster) prepareLeadership() error {
 	}
 	switch st := c.State(); {
 	case st.Cluster != "" && st.Cluster != c.ident.Cluster:
-		return problem.New(problem.Conflict, "the log in the data dir is of cluster %s, its %s says %s", c.State().Cluster, identityFile, c.ident.Cluster).
+		return problem.New(problem.Conflict, "the log in the data dir is of cluster %s, its %s says %s",
+			c.State().Cluster, identityFile, c.ident.Cluster).
 			WithHint("two data dirs were mixed; restore one from a backup or choose an empty --data-dir")
 	case st.Cluster != "" && len(st.Secret) > 0 && (c.cfg.Secrets == nil || len(st.Secrets.Authority) > 0):
 		return nil

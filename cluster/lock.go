@@ -12,18 +12,22 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// lockFile is locked by the process that uses the data dir. The kernel unlocks it when the process ends, in any way.
+// lockFile is locked by the process that uses the data dir. The kernel unlocks it when the process ends, in
+// any way.
 const lockFile = "lock"
 
-// takeDataDir makes the data dir if there is none and locks it for this process. Closing the result unlocks it.
+// takeDataDir makes the data dir if there is none and locks it for this process. Closing the result unlocks
+// it.
 func takeDataDir(dir string) (io.Closer, error) {
 	if err := os.MkdirAll(dir, dirMode); err != nil {
-		return nil, problem.New(problem.InvalidArgument, "make data dir: %w", err).WithHint("choose a --data-dir that you may write to")
+		return nil, problem.New(problem.InvalidArgument, "make data dir: %w", err).
+			WithHint("choose a --data-dir that you may write to")
 	}
 	return lockDir(dir)
 }
 
-// lockWait is how long a lock may outlive its process: until its last forked child has executed another program.
+// lockWait is how long a lock may outlive its process: until its last forked child has executed another
+// program.
 const lockWait = 500 * time.Millisecond
 
 func lock(f *os.File) error {
@@ -37,9 +41,11 @@ func lock(f *os.File) error {
 
 // lockDir locks the data dir for this process. Closing the result unlocks it.
 func lockDir(dir string) (io.Closer, error) {
-	f, err := os.OpenFile(filepath.Join(dir, lockFile), os.O_CREATE|os.O_RDWR, fileMode) //nolint:gosec // the operator's own data dir
+	path := filepath.Join(dir, lockFile)
+	f, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR, fileMode) //nolint:gosec // the data dir
 	if err != nil {
-		return nil, problem.New(problem.InvalidArgument, "open lock: %w", err).WithHint("choose a --data-dir that you may write to")
+		return nil, problem.New(problem.InvalidArgument, "open lock: %w", err).
+			WithHint("choose a --data-dir that you may write to")
 	}
 	err = lock(f)
 	if err == nil {

@@ -17,8 +17,8 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// same waits until every running member shows what the leader does. Only Index may differ: what was refused behind the last
-// change counts where both came in one batch.
+// same waits until every running member shows what the leader does. Only Index may differ: what was refused
+// behind the last change counts where both came in one batch.
 func (g *group) same() {
 	g.t.Helper()
 	shown := func(m *member) string {
@@ -62,7 +62,8 @@ func TestKilledLeader(t *testing.T) {
 	g.same()
 }
 
-// grantOn is a grant of demo's only rank on a node; the former grant is released by the same name's next epoch.
+// grantOn is a grant of demo's only rank on a node; the former grant is released by the same name's next
+// epoch.
 func grantOn(node string, revision, expect uint64) state.Command {
 	c := grant("demo", revision, expect)
 	c.GrantGroup.Units[0].Ranks[0].Node = node
@@ -117,7 +118,8 @@ func TestMembers(t *testing.T) {
 		require.NoError(t, first.Promote(ctx, second.UID()))
 	}
 	require.NoError(t, first.AddStandby(ctx, second.UID()))
-	require.Contains(t, first.Members(), cluster.Member{UID: second.UID(), Voter: true}, "a voter does not become a standby by being added")
+	require.Contains(t, first.Members(), cluster.Member{UID: second.UID(), Voter: true},
+		"a voter does not become a standby by being added")
 
 	turn := second.Leadership()
 	g.retry(func() error { return first.StepDown(ctx) })
@@ -154,8 +156,9 @@ func TestLeaderRemovesItself(t *testing.T) {
 	assert.False(t, old.Leader())
 }
 
-// TestCutOffLeader: a leader without a majority accepts nothing, and what it was asked is not there when it is back, nor after
-// its restart. (Its log was cut at the end: raft-wal 0.4.0 could not read such a log again.)
+// TestCutOffLeader: a leader without a majority accepts nothing, and what it was asked is not there when it
+// is back, nor after its restart. (Its log was cut at the end: raft-wal 0.4.0 could not read such a log
+// again.)
 func TestCutOffLeader(t *testing.T) {
 	t.Parallel()
 	g := threeVoters(t, true)
@@ -179,7 +182,8 @@ func TestCutOffLeader(t *testing.T) {
 	assert.Zero(t, <-accepted, "a leader without a majority accepted writes")
 	require.NoError(t, next.Confirm(t.Context()))
 	require.ErrorIs(t, old.Confirm(t.Context()), cluster.ErrNotLeader)
-	require.Eventually(t, func() bool { return !old.Leader() }, limit, 10*time.Millisecond, "it still takes itself for the leader")
+	require.Eventually(t, func() bool { return !old.Leader() }, limit, 10*time.Millisecond,
+		"it still takes itself for the leader")
 
 	g.wires.isolate(old.address, false)
 	g.retry(func() error { _, err := old.Propose(t.Context(), putApp("back", "one")); return err })
@@ -192,8 +196,9 @@ func TestCutOffLeader(t *testing.T) {
 	assert.Contains(t, old.State().Apps, "back")
 }
 
-// TestLeaderCutOffInTheMomentOfAVote: a voter that has not heard of a new vote and the new voter do not elect each other
-// (docs/internals.md); with the leader back there is one again, and nothing that was acknowledged is lost.
+// TestLeaderCutOffInTheMomentOfAVote: a voter that has not heard of a new vote and the new voter do not elect
+// each other (docs/internals.md); with the leader back there is one again, and nothing that was acknowledged
+// is lost.
 func TestLeaderCutOffInTheMomentOfAVote(t *testing.T) {
 	t.Parallel()
 	g := newGroup(t)
@@ -232,7 +237,8 @@ func TestNoMajority(t *testing.T) {
 	require.Eventually(t, func() bool { return !last.Leader() }, limit, 10*time.Millisecond)
 	ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
 	defer cancel()
-	require.Eventually(t, func() bool { _, known := last.LeaderNode(); return !known }, limit, 10*time.Millisecond)
+	require.Eventually(t, func() bool { _, known := last.LeaderNode(); return !known }, limit,
+		10*time.Millisecond)
 	_, err := last.Propose(ctx, putApp("demo", "one"))
 	require.ErrorIs(t, err, cluster.ErrNoMajority)
 	var p *problem.Error
@@ -248,7 +254,8 @@ func TestNoMajority(t *testing.T) {
 	assert.Equal(t, problem.Timeout, problem.CodeOf(last.Ready(ctx)))
 }
 
-// TestAllStartAtOnce: nobody leads and the log's end may not be committed, so the state lacks addresses: the log has them.
+// TestAllStartAtOnce: nobody leads and the log's end may not be committed, so the state lacks addresses: the
+// log has them.
 func TestAllStartAtOnce(t *testing.T) {
 	t.Parallel()
 	g := threeVoters(t, true)
@@ -285,7 +292,8 @@ func TestSnapshotForANewcomer(t *testing.T) {
 	g.same()
 }
 
-// TestStandbyIsCloseBehindOnceItHasTheLog: a standby that nobody reaches, or that has none of a long log, is not one to give a vote.
+// TestStandbyIsCloseBehindOnceItHasTheLog: a standby that nobody reaches, or that has none of a long log, is
+// not one to give a vote.
 func TestStandbyIsCloseBehindOnceItHasTheLog(t *testing.T) {
 	t.Parallel()
 	g := newGroup(t)
@@ -300,14 +308,17 @@ func TestStandbyIsCloseBehindOnceItHasTheLog(t *testing.T) {
 	g.wires.isolate(second.address, true)
 	require.NoError(t, first.AddStandby(t.Context(), second.UID()))
 	assert.True(t, first.IsCloseBehind(first.UID()))
-	assert.Never(t, func() bool { return first.IsCloseBehind(second.UID()) }, 500*time.Millisecond, 10*time.Millisecond, "it has no log")
+	assert.Never(t, func() bool { return first.IsCloseBehind(second.UID()) }, 500*time.Millisecond,
+		10*time.Millisecond, "it has no log")
 	for _, c := range []struct {
 		lacks uint64
 		ago   time.Duration
 		want  bool
-	}{{0, 0, true}, {64, 0, true}, {65, 0, false}, {200, 0, false}, {0, 4 * time.Second, true}, {0, 6 * time.Second, false}} {
+	}{{0, 0, true}, {64, 0, true}, {65, 0, false}, {200, 0, false}, {0, 4 * time.Second, true},
+		{0, 6 * time.Second, false}} {
 		first.NoteLog(second.UID(), first.CommitIndex()-c.lacks, c.ago)
-		assert.Equal(t, c.want, first.IsCloseBehind(second.UID()), "it answered %s ago and lacks %d entries", c.ago, c.lacks)
+		assert.Equal(t, c.want, first.IsCloseBehind(second.UID()), "it answered %s ago and lacks %d entries",
+			c.ago, c.lacks)
 	}
 	g.wires.isolate(second.address, false)
 	require.Eventually(t, func() bool { return first.IsCloseBehind(second.UID()) }, limit, 5*time.Millisecond)
@@ -323,13 +334,15 @@ func TestStandbyIsCloseBehindOnceItHasTheLog(t *testing.T) {
 	assert.False(t, second.IsCloseBehind(first.UID()), "who does not lead is told nothing")
 }
 
-// TestPortComesAndGoes: a data dir goes on with a node port that it was made without, and the other way round.
+// TestPortComesAndGoes: a data dir goes on with a node port that it was made without, and the other way
+// round.
 func TestPortComesAndGoes(t *testing.T) {
 	t.Parallel()
 	dir, made := t.TempDir(), 0
 	secrets := func() state.Secrets {
 		made++
-		return state.Secrets{Authority: fmt.Append(nil, "authority-", made), AuthorityKey: []byte("key"), GossipKey: make([]byte, 32)}
+		return state.Secrets{Authority: fmt.Append(nil, "authority-", made), AuthorityKey: []byte("key"),
+			GossipKey: make([]byte, 32)}
 	}
 	for i := range 4 {
 		if i%2 == 0 {
@@ -342,7 +355,8 @@ func TestPortComesAndGoes(t *testing.T) {
 		require.NoError(t, err)
 		c := open(t, cluster.Config{DataDir: dir, Layer: &tcpLayer{l, newWires()}, Secrets: secrets})
 		propose(t, c, putApp("demo", fmt.Sprint(i)))
-		assert.Equal(t, "authority-1", string(c.State().Secrets.Authority), "an older cluster gets an authority, once")
+		assert.Equal(t, "authority-1", string(c.State().Secrets.Authority),
+			"an older cluster gets an authority, once")
 		require.NoError(t, c.Close())
 	}
 }
@@ -361,8 +375,8 @@ func TestOldDataDir(t *testing.T) {
 	assert.Contains(t, c.State().Apps, "demo")
 }
 
-// TestWipedDataDir: a node that lost its data dir is another one, although it has its name: consensus never takes an empty log
-// for that of a voter which had acknowledged entries.
+// TestWipedDataDir: a node that lost its data dir is another one, although it has its name: consensus never
+// takes an empty log for that of a voter which had acknowledged entries.
 func TestWipedDataDir(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -392,8 +406,10 @@ func TestWipedDataDir(t *testing.T) {
 
 func TestDefaultTimers(t *testing.T) {
 	t.Parallel()
-	assert.Equal(t, cluster.Timers{Heartbeat: time.Second, Election: time.Second, Lease: 500 * time.Millisecond}, cluster.DefaultTimers(true))
-	assert.Equal(t, cluster.Timers{Heartbeat: 200 * time.Millisecond, Election: 200 * time.Millisecond, Lease: 100 * time.Millisecond}, cluster.DefaultTimers(false))
+	assert.Equal(t, cluster.Timers{Heartbeat: time.Second, Election: time.Second,
+		Lease: 500 * time.Millisecond}, cluster.DefaultTimers(true))
+	assert.Equal(t, cluster.Timers{Heartbeat: 200 * time.Millisecond, Election: 200 * time.Millisecond,
+		Lease: 100 * time.Millisecond}, cluster.DefaultTimers(false))
 }
 
 func writeIdentity(t testing.TB, dir string, content map[string]any) {

@@ -15,7 +15,8 @@ type Member struct {
 	Voter bool // false: a standby, which has the log and no vote
 }
 
-// Members returns the nodes that take part in consensus by this node's log. The last change may not be committed yet.
+// Members returns the nodes that take part in consensus by this node's log. The last change may not be
+// committed yet.
 func (c *Cluster) Members() []Member {
 	servers := c.run.Load().raft.GetConfiguration().Configuration().Servers
 	all := make([]Member, len(servers))
@@ -32,11 +33,12 @@ func (c *Cluster) findMember(uid string) (votes, in bool) {
 	return i >= 0 && all[i].Voter, i >= 0
 }
 
-// closeBehind is how many entries a node may lack to get a vote: raft sends as many in one message. The cluster makes no
-// progress while a voter that the majority needs lacks entries.
+// closeBehind is how many entries a node may lack to get a vote: raft sends as many in one message. The
+// cluster makes no progress while a voter that the majority needs lacks entries.
 const closeBehind = 64
 
-// IsCloseBehind reports whether a node answers this leader's raft and lacks at most closeBehind committed entries.
+// IsCloseBehind reports whether a node answers this leader's raft and lacks at most closeBehind committed
+// entries.
 func (c *Cluster) IsCloseBehind(uid string) bool {
 	if uid == c.ident.UID {
 		return true
@@ -48,9 +50,9 @@ func (c *Cluster) IsCloseBehind(uid string) bool {
 	return ok && last+closeBehind >= c.run.Load().raft.CommitIndex()
 }
 
-// AddStandby sends the log to a node without giving it a vote. It changes nothing for a node that takes part already.
-// AddStandby, Promote, Demote and Remove work on the leader only (ErrNotLeader elsewhere), return when the change is
-// committed, and may be repeated.
+// AddStandby sends the log to a node without giving it a vote. It changes nothing for a node that takes part
+// already. AddStandby, Promote, Demote and Remove work on the leader only (ErrNotLeader elsewhere), return
+// when the change is committed, and may be repeated.
 func (c *Cluster) AddStandby(ctx context.Context, uid string) error {
 	if _, in := c.findMember(uid); in {
 		return c.awaitCommitted(ctx)
@@ -71,13 +73,16 @@ func (c *Cluster) Promote(ctx context.Context, uid string) error {
 	})
 }
 
-// Demote takes a node's vote and makes it a standby. A leader that demotes itself stops leading. It is refused for the
-// last voter.
+// Demote takes a node's vote and makes it a standby. A leader that demotes itself stops leading. It is
+// refused for the last voter.
 func (c *Cluster) Demote(ctx context.Context, uid string) error {
 	if votes, _ := c.findMember(uid); !votes {
 		return c.awaitCommitted(ctx)
 	}
-	return c.changeMembers(ctx, func(r *raft.Raft) raft.IndexFuture { return r.DemoteVoter(raft.ServerID(uid), 0, proposeTimeout) })
+	return c.changeMembers(ctx, func(r *raft.Raft) raft.IndexFuture {
+		return r.DemoteVoter(raft.ServerID(uid),
+			0, proposeTimeout)
+	})
 }
 
 // Remove takes a node out of consensus. It is refused for the last voter.
@@ -85,7 +90,8 @@ func (c *Cluster) Remove(ctx context.Context, uid string) error {
 	if _, in := c.findMember(uid); !in {
 		return c.awaitCommitted(ctx)
 	}
-	return c.changeMembers(ctx, func(r *raft.Raft) raft.IndexFuture { return r.RemoveServer(raft.ServerID(uid), 0, proposeTimeout) })
+	return c.changeMembers(ctx,
+		func(r *raft.Raft) raft.IndexFuture { return r.RemoveServer(raft.ServerID(uid), 0, proposeTimeout) })
 }
 
 // changeMembers makes one change of the members.
@@ -99,7 +105,8 @@ func (c *Cluster) changeMembers(ctx context.Context, call func(*raft.Raft) raft.
 	}).err
 }
 
-// awaitCommitted waits until a change that this node's log has already is committed: a Barrier after it is enough.
+// awaitCommitted waits until a change that this node's log has already is committed: a Barrier after it is
+// enough.
 func (c *Cluster) awaitCommitted(ctx context.Context) error { return c.Barrier(ctx) }
 
 // changeError is proposeError plus the refusals of raft's own rules.
@@ -108,11 +115,12 @@ func (c *Cluster) changeError(err error) error {
 	if problem.CodeOf(known) != problem.Internal {
 		return known
 	}
-	return problem.New(problem.Conflict, "change the voters: %w", err).WithHint("a cluster needs a voter: make another node one first")
+	return problem.New(problem.Conflict, "change the voters: %w", err).
+		WithHint("a cluster needs a voter: make another node one first")
 }
 
-// StepDown hands leadership to the voter that has most of the log, before a node leaves or drains. It returns nil if
-// this node does not lead, and Conflict if no other node votes.
+// StepDown hands leadership to the voter that has most of the log, before a node leaves or drains. It returns
+// nil if this node does not lead, and Conflict if no other node votes.
 func (c *Cluster) StepDown(ctx context.Context) error {
 	r := c.run.Load().raft
 	if r.State() != raft.Leader {
@@ -120,13 +128,15 @@ func (c *Cluster) StepDown(ctx context.Context) error {
 	}
 	others := func(m Member) bool { return m.Voter && m.UID != c.ident.UID }
 	if !slices.ContainsFunc(c.Members(), others) {
-		return problem.New(problem.Conflict, "hand over leadership: no other node votes").WithHint("join another control node first")
+		return problem.New(problem.Conflict, "hand over leadership: no other node votes").
+			WithHint("join another control node first")
 	}
 	return c.submit(ctx, func() applyResult {
 		err := r.LeadershipTransfer().Error()
 		if err == nil || r.State() != raft.Leader {
 			return applyResult{}
 		}
-		return applyResult{err: problem.New(problem.Unavailable, "hand over leadership: %w", err).WithHint("%s", c.leaderHint())}
+		return applyResult{err: problem.New(problem.Unavailable, "hand over leadership: %w", err).
+			WithHint("%s", c.leaderHint())}
 	}).err
 }

@@ -16,17 +16,20 @@ import (
 var (
 	ErrNotLeader      = errors.New("this node is not the leader")
 	ErrClosed         = errors.New("cluster is closed")
-	ErrOutcomeUnknown = errors.New("leadership was lost before the answer: the command may or may not have been applied")
+	ErrOutcomeUnknown = errors.New("leadership was lost before the answer: the command may or may not have " +
+		"been applied")
 )
 
 func errClosed() error {
-	return problem.New(problem.Unavailable, "propose: %w", ErrClosed).WithHint("dpserve is stopping; start it again")
+	return problem.New(problem.Unavailable, "propose: %w", ErrClosed).
+		WithHint("dpserve is stopping; start it again")
 }
 
-// Propose puts a command through consensus and returns the result or the unchanged typed error of state.Apply. A node
-// that does not lead sends the command to the leader once. If Propose returns nil, the command is durable and this node
-// has applied it. If ctx ends first, the error is ctx's cause and the command may still be applied later: propose only
-// commands that are safe to repeat, with an expected revision or epoch.
+// Propose puts a command through consensus and returns the result or the unchanged typed error of
+// state.Apply. A node that does not lead sends the command to the leader once. If Propose returns nil, the
+// command is durable and this node has applied it. If ctx ends first, the error is ctx's cause and the
+// command may still be applied later: propose only commands that are safe to repeat, with an expected
+// revision or epoch.
 func (c *Cluster) Propose(ctx context.Context, cmd state.Command) (state.Result, error) {
 	cmd, err := c.State().Readable(cmd)
 	if err != nil {
@@ -39,9 +42,9 @@ func (c *Cluster) Propose(ctx context.Context, cmd state.Command) (state.Result,
 	return c.proposeAtLeader(ctx, cmd)
 }
 
-// ProposeHere is Propose on the node that takes itself for the leader: it never forwards. ErrNotLeader: nothing was
-// done. It refuses a command that some control node could not read (state.ErrControlTooOld), because that node would
-// leave consensus.
+// ProposeHere is Propose on the node that takes itself for the leader: it never forwards. ErrNotLeader:
+// nothing was done. It refuses a command that some control node could not read (state.ErrControlTooOld),
+// because that node would leave consensus.
 func (c *Cluster) ProposeHere(ctx context.Context, cmd state.Command) (state.Result, error) {
 	cmd, err := c.State().Readable(cmd)
 	if err != nil {
@@ -57,8 +60,8 @@ func (c *Cluster) ProposeHere(ctx context.Context, cmd state.Command) (state.Res
 	return a.result, a.err
 }
 
-// submit makes a call of raft, which no context can end, in a goroutine. It waits for the answer, ctx or Close. The
-// goroutine ends when raft answers; Close waits for it.
+// submit makes a call of raft, which no context can end, in a goroutine. It waits for the answer, ctx or
+// Close. The goroutine ends when raft answers; Close waits for it.
 func (c *Cluster) submit(ctx context.Context, call func() applyResult) applyResult {
 	if err := c.takeSlot(ctx); err != nil {
 		return applyResult{err: err}
@@ -154,15 +157,18 @@ func (c *Cluster) proposeError(err error) error {
 	case errors.Is(err, raft.ErrRaftShutdown):
 		return errClosed()
 	case errors.Is(err, raft.ErrLeadershipLost), errors.Is(err, raft.ErrAbortedByRestore):
-		return problem.New(problem.Unavailable, "propose: %w", ErrOutcomeUnknown).WithHint("look at the state, then try again")
+		return problem.New(problem.Unavailable, "propose: %w", ErrOutcomeUnknown).
+			WithHint("look at the state, then try again")
 	case errors.Is(err, raft.ErrEnqueueTimeout):
 		return problem.New(problem.Timeout, "propose: the log did not take the command: %w", err).
 			WithHint("the disk of the data dir is full or very slow")
 	default:
-		return problem.New(problem.Internal, "propose: %w", err).WithHint("look for raft errors in the log; the disk may be full")
+		return problem.New(problem.Internal, "propose: %w", err).
+			WithHint("look for raft errors in the log; the disk may be full")
 	}
 }
 
 func errNotLeader() error {
-	return problem.New(problem.Unavailable, "propose: %w", ErrNotLeader).WithHint("wait for the election and try again")
+	return problem.New(problem.Unavailable, "propose: %w", ErrNotLeader).
+		WithHint("wait for the election and try again")
 }

@@ -18,16 +18,18 @@ import (
 // Bounds of raft's messages at error: raft repeats a message about a peer that is down twice a second.
 const (
 	errorEvery = 30 * time.Second // between two equal messages that are not about a peer
-	// peerPatience is how long a peer may not answer before the log has a warning: it joins, restarts or elects.
+	// peerPatience is how long a peer may not answer before the log has a warning: it joins, restarts or
+	// elects.
 	peerPatience = 5 * time.Second
 	peerEvery    = 10 * time.Minute // between two warnings about one peer
 	// peerRest is the time without an error after which a peer counts as answering again.
 	peerRest = 10 * time.Second
 )
 
-// raftLog lets raft and raft-wal write to slog. Their errors stay errors, except repetitions. Everything else is debug,
-// because their warnings are about elections that are normal for a single voter. A peer that does not answer is a
-// warning, and only if it lasts, because other parts report nodes that end. raftLog replaces UIDs by node names.
+// raftLog lets raft and raft-wal write to slog. Their errors stay errors, except repetitions. Everything else
+// is debug, because their warnings are about elections that are normal for a single voter. A peer that does
+// not answer is a warning, and only if it lasts, because other parts report nodes that end. raftLog replaces
+// UIDs by node names.
 type raftLog struct {
 	slog    *slog.Logger
 	name    string
@@ -62,8 +64,8 @@ func (s *recentErrors) isRepeated(msg string) bool {
 	return false
 }
 
-// shouldWarn records that a peer did not answer, and reports whether to warn now, and since when it does not answer.
-// lastAnswer is the time of its last answer.
+// shouldWarn records that a peer did not answer, and reports whether to warn now, and since when it does not
+// answer. lastAnswer is the time of its last answer.
 func (s *recentErrors) shouldWarn(peer string, answered time.Time) (since time.Time, warn bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -83,7 +85,8 @@ func (s *recentErrors) shouldWarn(peer string, answered time.Time) (since time.T
 
 var _ hclog.Logger = (*raftLog)(nil)
 
-func newRaftLog(l *slog.Logger, nameOf func(uid string) string, answered func(uid string) time.Time) *raftLog {
+func newRaftLog(l *slog.Logger, nameOf func(uid string) string,
+	answered func(uid string) time.Time) *raftLog {
 	return &raftLog{
 		slog: l.With("room", "cluster"), name: "raft", nameOf: nameOf, lastAnswer: answered,
 		recent: &recentErrors{when: map[string]time.Time{}, peers: map[string]*unreachablePeer{}},
@@ -101,23 +104,25 @@ func (r *raftLog) Log(level hclog.Level, msg string, args ...any) {
 		}
 	}
 	if r.slog.Enabled(ctx, to) {
-		r.slog.Log(ctx, to, r.name+": "+msg, r.formatArgs(args)...) //nolint:sloglint // the message and the keys are raft's
+		r.slog.Log(ctx, to, r.name+": "+msg, r.formatArgs(args)...) //nolint:sloglint // raft's words
 	}
 }
 
-// warnUnreachable warns of a node that has not answered for long. Without an error it has answered: it knows a newer
-// term.
+// warnUnreachable warns of a node that has not answered for long. Without an error it has answered: it knows
+// a newer term.
 func (r *raftLog) warnUnreachable(uid string, err error) {
 	if err == nil || errors.Is(err, errResting) {
 		return
 	}
 	peer := r.nodeName(uid)
 	if since, warn := r.recent.shouldWarn(peer, r.lastAnswer(uid)); warn {
-		r.slog.Warn("consensus does not reach a node", "peer", peer, "for", time.Since(since).Round(time.Second), "err", err)
+		r.slog.Warn("consensus does not reach a node", "peer", peer, "for",
+			time.Since(since).Round(time.Second), "err", err)
 	}
 }
 
-// peerOf returns the UID of the node that an error is about. Raft calls an unreachable node "peer" or "target".
+// peerOf returns the UID of the node that an error is about. Raft calls an unreachable node "peer" or
+// "target".
 func peerOf(args []any) (uid string, ok bool) {
 	for i := 0; i+1 < len(args); i += 2 {
 		if args[i] == "peer" || args[i] == "target" {
@@ -158,9 +163,9 @@ func errorOf(args []any) error {
 	return nil
 }
 
-// isExpectedEnd reports whether a message is about a connection that the other end has closed, or about raft or its
-// transport being told to stop: other parts report both. It is also true for an entry that the log no longer has: the
-// follower that lacks it gets a snapshot.
+// isExpectedEnd reports whether a message is about a connection that the other end has closed, or about raft
+// or its transport being told to stop: other parts report both. It is also true for an entry that the log no
+// longer has: the follower that lacks it gets a snapshot.
 func isExpectedEnd(args []any) bool {
 	err := errorOf(args)
 	if err == nil {
@@ -171,7 +176,8 @@ func isExpectedEnd(args []any) bool {
 		return true
 	}
 	for _, end := range []error{
-		io.ErrUnexpectedEOF, net.ErrClosed, errResting, raft.ErrLogNotFound, raft.ErrTransportShutdown, raft.ErrRaftShutdown,
+		io.ErrUnexpectedEOF, net.ErrClosed, errResting, raft.ErrLogNotFound, raft.ErrTransportShutdown,
+		raft.ErrRaftShutdown,
 	} {
 		if errors.Is(err, end) {
 			return true
@@ -180,7 +186,8 @@ func isExpectedEnd(args []any) bool {
 	return false
 }
 
-// formatArgs formats hclog's delayed Printf values, which slog would print as lists, and replaces UIDs by names.
+// formatArgs formats hclog's delayed Printf values, which slog would print as lists, and replaces UIDs by
+// names.
 func (r *raftLog) formatArgs(args []any) []any {
 	out := make([]any, len(args))
 	for i, a := range args {

@@ -9,10 +9,10 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// Ready waits until this node's copy of the state has everything that was committed before the call: on the leader by a
-// Barrier, on other nodes by a command that changes nothing. Before that, State may be older than what was acknowledged
-// before a restart: grant nothing from it, or a rank might be granted twice. ErrUnreadable: this version cannot read
-// what was committed.
+// Ready waits until this node's copy of the state has everything that was committed before the call: on the
+// leader by a Barrier, on other nodes by a command that changes nothing. Before that, State may be older than
+// what was acknowledged before a restart: grant nothing from it, or a rank might be granted twice.
+// ErrUnreadable: this version cannot read what was committed.
 func (c *Cluster) Ready(ctx context.Context) error {
 	if err := c.endError(); err != nil {
 		return err
@@ -46,13 +46,15 @@ func (c *Cluster) awaitTurn(ctx context.Context, turn <-chan struct{}, retry <-c
 	case <-retry:
 		return nil
 	case <-ctx.Done():
-		return problem.New(problem.Timeout, "wait for a leader: %w", context.Cause(ctx)).WithHint("%s", c.leaderHint())
+		return problem.New(problem.Timeout, "wait for a leader: %w", context.Cause(ctx)).
+			WithHint("%s", c.leaderHint())
 	case <-c.done:
 		return c.endError()
 	}
 }
 
-// catchUp waits until this node has applied what the leader had committed. Conflict: the leader is of another cluster.
+// catchUp waits until this node has applied what the leader had committed. Conflict: the leader is of another
+// cluster.
 func (c *Cluster) catchUp(ctx context.Context) error {
 	if c.cfg.Forward == nil {
 		return c.fsm.awaitCluster(ctx)

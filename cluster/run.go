@@ -10,8 +10,8 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// Bounds of the log. The state has a few KiB per app, so a snapshot is cheap. A short log keeps restarts short and disks
-// small.
+// Bounds of the log. The state has a few KiB per app, so a snapshot is cheap. A short log keeps restarts
+// short and disks small.
 const (
 	snapshotInterval  = 30 * time.Second // how often raft checks whether a snapshot is due
 	snapshotThreshold = 1024             // log entries that make one due
@@ -19,8 +19,8 @@ const (
 	snapshotsKept     = 2
 )
 
-// run is one raft over the data dir. It ends with Close or with the first write that fails. After a failed write
-// another run begins over the same data dir, as after a restart of the process.
+// run is one raft over the data dir. It ends with Close or with the first write that fails. After a failed
+// write another run begins over the same data dir, as after a restart of the process.
 type run struct {
 	raft  *raft.Raft
 	disk  *disk
@@ -31,14 +31,15 @@ type run struct {
 	over  chan struct{}         // closed by stop
 }
 
-// newRun opens the disk and starts raft over it. An empty log gets this node as its only voter, unless the node is a
-// member of a cluster, which will send its own log.
+// newRun opens the disk and starts raft over it. An empty log gets this node as its only voter, unless the
+// node is a member of a cluster, which will send its own log.
 func (c *Cluster) newRun() (_ *run, err error) {
 	d, err := c.openDisk()
 	if err != nil {
 		return nil, err
 	}
-	g := newGuard(d.log, &c.book, guardHooks{uid: c.ident.UID, alone: &c.alone, wrote: c.onDiskWrite, failed: c.onDiskFailure})
+	g := newGuard(d.log, &c.book, guardHooks{uid: c.ident.UID, alone: &c.alone, wrote: c.onDiskWrite,
+		failed: c.onDiskFailure})
 	r := &run{disk: d, guard: g, net: c.net, seen: make(chan raft.Observation, 1), over: make(chan struct{})}
 	if err := r.start(c); err != nil {
 		return nil, errors.Join(err, d.Close())
@@ -67,7 +68,8 @@ func (r *run) start(c *Cluster) error {
 		r.guard.refuseWrites(why)
 	})
 	var err error
-	if r.raft, err = raft.NewRaft(rc, c.fsm, r.guard, r.guard, &guardedSnapshots{r.disk.snaps, r.guard}, transport); err != nil {
+	if r.raft, err = raft.NewRaft(rc, c.fsm, r.guard, r.guard, &guardedSnapshots{r.disk.snaps, r.guard},
+		transport); err != nil {
 		return firstError(r.guard.failure(), fmt.Errorf("start raft: %w", err))
 	}
 	// Raft has started from an older snapshot than the one that this version cannot read.
@@ -101,12 +103,13 @@ func raftConfig(c *Cluster) *raft.Config {
 	return rc
 }
 
-// suspicion is the time by which skipElectionWait shortens raft's time-outs: a change makes raft check its leader at once.
+// suspicion is the time by which skipElectionWait shortens raft's time-outs: a change makes raft check its
+// leader at once.
 const suspicion = time.Millisecond
 
-// skipElectionWait spares the only voter the wait for a leader that cannot exist (200 ms to 2 s of every start): a
-// follower whose heartbeat time-out becomes shorter checks its leader at once. If there are other voters, the time-outs
-// stay, or every restart of a node would cause an election.
+// skipElectionWait spares the only voter the wait for a leader that cannot exist (200 ms to 2 s of every
+// start): a follower whose heartbeat time-out becomes shorter checks its leader at once. If there are other
+// voters, the time-outs stay, or every restart of a node would cause an election.
 func (r *run) skipElectionWait(c *Cluster) error {
 	if !c.onlyVoter(r.raft) {
 		return r.refuseAlone()
@@ -119,14 +122,15 @@ func (r *run) skipElectionWait(c *Cluster) error {
 	return nil
 }
 
-// refuseAlone refuses to start without a network over a log that needs votes of other nodes: there would never be a
-// leader.
+// refuseAlone refuses to start without a network over a log that needs votes of other nodes: there would
+// never be a leader.
 func (r *run) refuseAlone() error {
 	if r.net != nil {
 		return nil
 	}
 	return errors.Join(problem.New(problem.Conflict, "the log in the data dir has the votes of other nodes").
-		WithHint("start this node with --advertise, as it was; if two data dirs were mixed, restore one from a backup"), r.raft.Shutdown().Error())
+		WithHint("start this node with --advertise, as it was; if two data dirs were mixed, restore one "+
+			"from a backup"), r.raft.Shutdown().Error())
 }
 
 func (c *Cluster) onlyVoter(r *raft.Raft) bool {
@@ -147,8 +151,8 @@ func isOnlyVoter(members raft.Configuration, uid string) bool {
 	return alone
 }
 
-// stop ends raft, gives other nodes the reason, and closes the disk. It waits for calls of the disk that hang, however
-// long: nothing may be closed or opened during such a call.
+// stop ends raft, gives other nodes the reason, and closes the disk. It waits for calls of the disk that
+// hang, however long: nothing may be closed or opened during such a call.
 func (r *run) stop(why error) error {
 	close(r.over)
 	if r.net != nil {

@@ -14,14 +14,14 @@ import (
 // stateFile is the last state of a Watcher.
 const stateFile = "state.json"
 
-// loadState reads the saved state. If it cannot be used, the result is an empty state: the control nodes have a newer
-// one.
+// loadState reads the saved state. If it cannot be used, the result is an empty state: the control nodes have
+// a newer one.
 func loadState(dataDir, cluster string) (*stateCopy, error) {
 	none := &stateCopy{state: state.New()}
 	if dataDir == "" {
 		return none, nil
 	}
-	data, err := os.ReadFile(filepath.Join(dataDir, stateFile)) //nolint:gosec // the operator's own data dir
+	data, err := os.ReadFile(filepath.Join(dataDir, stateFile)) //nolint:gosec // the data dir
 	if errors.Is(err, fs.ErrNotExist) {
 		return none, nil
 	}
@@ -33,7 +33,8 @@ func loadState(dataDir, cluster string) (*stateCopy, error) {
 		return none, fmt.Errorf("%s: %w", stateFile, err)
 	}
 	if c.state.Cluster != cluster {
-		return none, problem.New(problem.Conflict, "%s is of cluster %s, not %s", stateFile, c.state.Cluster, cluster)
+		return none, problem.New(problem.Conflict, "%s is of cluster %s, not %s", stateFile, c.state.Cluster,
+			cluster)
 	}
 	return c, nil
 }

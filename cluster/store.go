@@ -6,8 +6,8 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// Store is a node's copy of the state and the way to change it, whether the node takes part in consensus (Cluster) or
-// follows (Watcher). Actors know it as msg.Store and msg.Proposer.
+// Store is a node's copy of the state and the way to change it, whether the node takes part in consensus
+// (Cluster) or follows (Watcher). Actors know it as msg.Store and msg.Proposer.
 type Store interface {
 	State() *state.State
 	Changed() <-chan struct{}

@@ -18,10 +18,11 @@ import (
 const (
 	// transportTimeout bounds one message of raft and its answer. A snapshot gets as much per 256 KiB.
 	transportTimeout = 5 * time.Second
-	// transportInFlight is how many messages with entries are in flight to a node: one, which turns raft's pipeline
-	// off. If the connection of a pipeline ends during two messages, its sender may wait forever for a reader that has
-	// given up: heartbeats go on, but the node never gets an entry from this leader again (raft 1.8, net_transport.go
-	// and replication.go). Commands are few here, and one message carries 64 entries.
+	// transportInFlight is how many messages with entries are in flight to a node: one, which turns raft's
+	// pipeline off. If the connection of a pipeline ends during two messages, its sender may wait forever for
+	// a reader that has given up: heartbeats go on, but the node never gets an entry from this leader again
+	// (raft 1.8, net_transport.go and replication.go). Commands are few here, and one message carries 64
+	// entries.
 	transportInFlight = 1
 	// transportPool is how many idle connections are kept per peer.
 	transportPool = 3
@@ -31,14 +32,14 @@ const (
 type Layer interface {
 	net.Listener // of connections that other control nodes of this cluster opened for consensus
 
-	// Dial connects to the node with a UID at HOST:PORT. It must refuse any other node that answers there: raft would
-	// count that node's votes and acknowledgements for the one with the UID.
+	// Dial connects to the node with a UID at HOST:PORT. It must refuse any other node that answers there:
+	// raft would count that node's votes and acknowledgements for the one with the UID.
 	Dial(uid, address string, timeout time.Duration) (net.Conn, error)
 }
 
-// network carries raft's messages between nodes, for all runs of raft in this process. Raft uses a node's UID both as id
-// and as address: a real address in its log would be wrong after the node moves, and raft takes two candidates with one
-// address for the same node.
+// network carries raft's messages between nodes, for all runs of raft in this process. Raft uses a node's UID
+// both as id and as address: a real address in its log would be wrong after the node moves, and raft takes
+// two candidates with one address for the same node.
 type network struct {
 	*raft.NetworkTransport
 	uid           raft.ServerAddress
@@ -65,10 +66,12 @@ type logEnd struct {
 var errResting = errors.New("this node has left consensus")
 
 // newNetwork starts to accept connections. Messages wait for the first run of raft.
-func newNetwork(cfg Config, uid string, resolve func(uid string) []string, nameOf func(uid string) string) *network {
+func newNetwork(cfg Config, uid string, resolve func(uid string) []string,
+	nameOf func(uid string) string) *network {
 	l := &layer{Layer: cfg.Layer, resolve: resolve, conns: map[net.Conn]struct{}{}}
 	return &network{
-		uid: raft.ServerAddress(uid), layer: l, turns: map[raft.ServerID]chan struct{}{}, logs: map[raft.ServerID]logEnd{},
+		uid: raft.ServerAddress(uid), layer: l, turns: map[raft.ServerID]chan struct{}{},
+		logs: map[raft.ServerID]logEnd{},
 		NetworkTransport: raft.NewNetworkTransportWithConfig(&raft.NetworkTransportConfig{
 			Stream: l, MaxPool: transportPool, Timeout: transportTimeout, MaxRPCsInFlight: transportInFlight,
 			Logger: newRaftLog(cfg.Log, nameOf, never), MsgpackUseNewTimeFormat: true,
@@ -82,11 +85,12 @@ func (n *network) LocalAddr() raft.ServerAddress { return n.uid }
 // EncodePeer returns the UID, which is how candidates and leaders sign their messages.
 func (n *network) EncodePeer(id raft.ServerID, _ raft.ServerAddress) []byte { return []byte(id) }
 
-// AppendEntries sends entries or a heartbeat, and records from the answer how far the node's log goes: raft itself does
-// not expose it. A raft that was told to stop sends nothing: while its disk hangs in the main loop, its heartbeats would
-// keep the other nodes from an election.
+// AppendEntries sends entries or a heartbeat, and records from the answer how far the node's log goes: raft
+// itself does not expose it. A raft that was told to stop sends nothing: while its disk hangs in the main
+// loop, its heartbeats would keep the other nodes from an election.
 func (n *network) AppendEntries(
-	id raft.ServerID, target raft.ServerAddress, args *raft.AppendEntriesRequest, resp *raft.AppendEntriesResponse,
+	id raft.ServerID, target raft.ServerAddress, args *raft.AppendEntriesRequest,
+	resp *raft.AppendEntriesResponse,
 ) error {
 	if n.isResting.Load() {
 		return errResting
@@ -131,8 +135,9 @@ func (n *network) logOf(uid string) (index uint64, ok bool) {
 	return end.index, known && time.Since(end.at) < transportTimeout
 }
 
-// confirm sends a heartbeat of the leader of a term, and reports whether the node has accepted it. A node is asked once
-// at a time: a caller that waits for an earlier question asks again afterwards, or gives up with ctx.
+// confirm sends a heartbeat of the leader of a term, and reports whether the node has accepted it. A node is
+// asked once at a time: a caller that waits for an earlier question asks again afterwards, or gives up with
+// ctx.
 func (n *network) confirm(ctx context.Context, id raft.ServerID, term uint64) bool {
 	n.mu.Lock()
 	turn := n.turns[id]
@@ -158,8 +163,8 @@ func (n *network) confirm(ctx context.Context, id raft.ServerID, term uint64) bo
 // Close does nothing: raft calls it at the end of a run, and the next run needs the network.
 func (n *network) Close() error { return nil }
 
-// rejectMessages answers every message with an error until acceptMessages, because no raft runs. Heartbeats are
-// rejected here too, because a raft that has stopped would never answer them.
+// rejectMessages answers every message with an error until acceptMessages, because no raft runs. Heartbeats
+// are rejected here too, because a raft that has stopped would never answer them.
 func (n *network) rejectMessages(why error) {
 	n.isResting.Store(true)
 	idle := make(chan struct{})
@@ -201,8 +206,8 @@ func (n *network) closeAll() {
 	n.closeConnections()
 }
 
-// layer is a raft.StreamLayer that dials by UID and remembers accepted connections, which raft's transport does not
-// close.
+// layer is a raft.StreamLayer that dials by UID and remembers accepted connections, which raft's transport
+// does not close.
 type layer struct {
 	Layer
 	resolve func(uid string) []string

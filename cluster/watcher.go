@@ -31,8 +31,8 @@ type WatcherConfig struct {
 	DataDir   string // "" = in memory
 	Log       *slog.Logger
 
-	// Watch follows one control node, preferably another one at every call. It passes on the messages of that node's
-	// Follow until ctx ends or the connection breaks.
+	// Watch follows one control node, preferably another one at every call. It passes on the messages of that
+	// node's Follow until ctx ends or the connection breaks.
 	Watch func(ctx context.Context, from uint64, apply func(data []byte, index uint64)) error
 	// Forward sends a command to the leader.
 	Forward func(ctx context.Context, leader state.Node, c state.Command) (state.Result, error)
@@ -42,8 +42,9 @@ type WatcherConfig struct {
 	Unknown func(what string)
 }
 
-// Watcher is a copy of the state on a node that takes no part in consensus. It saves the last state in the data dir, so
-// that a node that starts while there is no leader still knows its applications. It is safe for concurrent use.
+// Watcher is a copy of the state on a node that takes no part in consensus. It saves the last state in the
+// data dir, so that a node that starts while there is no leader still knows its applications. It is safe for
+// concurrent use.
 type Watcher struct {
 	cfg   WatcherConfig
 	log   *slog.Logger
@@ -73,11 +74,13 @@ func NewWatcher(cfg WatcherConfig) (*Watcher, error) {
 	if cfg.Unknown == nil {
 		cfg.Unknown = func(string) {}
 	}
-	home, ident, err := openDataDir(Config{NodeID: cfg.NodeID, ClusterID: cfg.ClusterID, UID: cfg.UID, DataDir: cfg.DataDir})
+	home, ident, err := openDataDir(Config{NodeID: cfg.NodeID, ClusterID: cfg.ClusterID, UID: cfg.UID,
+		DataDir: cfg.DataDir})
 	if err != nil {
 		return nil, err
 	}
-	w := &Watcher{cfg: cfg, log: cfg.Log, ident: ident, home: home, changed: make(chan struct{}), turn: make(chan struct{})}
+	w := &Watcher{cfg: cfg, log: cfg.Log, ident: ident, home: home, changed: make(chan struct{}),
+		turn: make(chan struct{})}
 	w.ctx, w.cancel = context.WithCancelCause(context.Background())
 	st, err := loadState(cfg.DataDir, ident.Cluster)
 	if err != nil {
@@ -100,7 +103,8 @@ func (w *Watcher) UID() string { return w.ident.UID }
 // ClusterID returns the cluster's name.
 func (w *Watcher) ClusterID() string { return w.ident.Cluster }
 
-// State returns the newest state that this node has received. It is immutable and shared: callers must not change it.
+// State returns the newest state that this node has received. It is immutable and shared: callers must not
+// change it.
 func (w *Watcher) State() *state.State { return w.published.Load().state }
 
 // Changed is closed at the next change of State. Take it before State, or a change in between goes unnoticed.
@@ -127,7 +131,8 @@ func (w *Watcher) Leadership() <-chan struct{} {
 	return w.turn
 }
 
-// Ready waits until a control node that knows a leader has sent its state, or confirmed that ours is the newest.
+// Ready waits until a control node that knows a leader has sent its state, or confirmed that ours is the
+// newest.
 func (w *Watcher) Ready(ctx context.Context) error {
 	for {
 		w.mu.Lock()
@@ -139,7 +144,8 @@ func (w *Watcher) Ready(ctx context.Context) error {
 		select {
 		case <-turn:
 		case <-ctx.Done():
-			return problem.New(problem.Timeout, "wait for a control node: %w", context.Cause(ctx)).WithHint("%s", w.leaderHint())
+			return problem.New(problem.Timeout, "wait for a control node: %w", context.Cause(ctx)).
+				WithHint("%s", w.leaderHint())
 		case <-w.ctx.Done():
 			return errClosed()
 		}
@@ -300,7 +306,8 @@ func (w *Watcher) applyMessage(data []byte, _ uint64) error {
 func (w *Watcher) publish(next *stateCopy) error {
 	st := next.state
 	if st.Cluster != w.ident.Cluster {
-		return problem.New(problem.Conflict, "the control node is of cluster %q, not %q", st.Cluster, w.ident.Cluster).
+		return problem.New(problem.Conflict, "the control node is of cluster %q, not %q", st.Cluster,
+			w.ident.Cluster).
 			WithHint("join the cluster with an empty --data-dir")
 	}
 	w.mu.Lock()
@@ -322,7 +329,8 @@ func (w *Watcher) reportNewer(what string) {
 	w.newer = what
 	w.mu.Unlock()
 	if !noted {
-		w.log.Info("the control nodes run a newer version of dpserve: this node passes over what it does not know of the state", "room", "cluster", "err", what)
+		w.log.Info("the control nodes run a newer version of dpserve: this node passes over what it does "+
+			"not know of the state", "room", "cluster", "err", what)
 	}
 }
 
@@ -350,8 +358,8 @@ func (w *Watcher) wakeTurn() {
 	w.turn = make(chan struct{})
 }
 
-// save writes the newest state to disk, at most once per watchSave, and the last one at Close. It repeats a failed
-// write; the log has one line when failures begin and one when they end.
+// save writes the newest state to disk, at most once per watchSave, and the last one at Close. It repeats a
+// failed write; the log has one line when failures begin and one when they end.
 func (w *Watcher) save(saved uint64) {
 	var unreachablePeer bool
 	for w.ctx.Err() == nil {
@@ -359,7 +367,8 @@ func (w *Watcher) save(saved uint64) {
 		now, err := w.saveNewer(saved)
 		switch {
 		case err != nil && !unreachablePeer:
-			w.log.Warn("the state cannot be kept for the next start", "room", "cluster", "err", fmt.Errorf("%w: %w", ErrDisk, err))
+			w.log.Warn("the state cannot be kept for the next start", "room", "cluster", "err",
+				fmt.Errorf("%w: %w", ErrDisk, err))
 		case err == nil && unreachablePeer:
 			w.log.Info("the state is kept for the next start again", "room", "cluster")
 		}

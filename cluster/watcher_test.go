@@ -101,7 +101,8 @@ func TestWatcherFollows(t *testing.T) {
 	})
 }
 
-// TestWatcherSavesWhatItCouldNotSave: a disk that was full for a moment costs nothing that the next start needs.
+// TestWatcherSavesWhatItCouldNotSave: a disk that was full for a moment costs nothing that the next start
+// needs.
 func TestWatcherSavesWhatItCouldNotSave(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -123,7 +124,8 @@ func TestWatcherSavesWhatItCouldNotSave(t *testing.T) {
 	})
 }
 
-// TestWatcherLosesItsNode: silence and refusals are tried again, within 3 s and with at most a second between attempts.
+// TestWatcherLosesItsNode: silence and refusals are tried again, within 3 s and with at most a second between
+// attempts.
 func TestWatcherLosesItsNode(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -131,7 +133,8 @@ func TestWatcherLosesItsNode(t *testing.T) {
 		require.NoError(t, w.Ready(t.Context()))
 		s.mute.Store(true)
 		time.Sleep(5 * time.Second)
-		assert.Equal(t, int64(2), s.attempts.Load(), "silence of 3 s ends an attempt, and the next one hears nothing either")
+		assert.Equal(t, int64(2), s.attempts.Load(),
+			"silence of 3 s ends an attempt, and the next one hears nothing either")
 		_, ok := w.LeaderNode()
 		assert.False(t, ok, "who leads is not known while nobody says so")
 		s.mute.Store(false)
@@ -189,11 +192,13 @@ func TestWatcherKeepsItsState(t *testing.T) {
 
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "state.json"), []byte(`{"clu`), 0o600))
 	damaged := reopen(cluster.WatcherConfig{})
-	assert.Empty(t, damaged.State().Apps, "a damaged copy is no reason not to start: the control nodes have the whole")
+	assert.Empty(t, damaged.State().Apps,
+		"a damaged copy is no reason not to start: the control nodes have the whole")
 	require.NoError(t, damaged.Close())
 }
 
-// TestWatcherRefusesWhatIsNotItsCluster: neither another cluster's state nor an older one replaces what it has.
+// TestWatcherRefusesWhatIsNotItsCluster: neither another cluster's state nor an older one replaces what it
+// has.
 func TestWatcherRefusesWhatIsNotItsCluster(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -222,13 +227,15 @@ func TestWatcherRefusesWhatIsNotItsCluster(t *testing.T) {
 	})
 }
 
-// TestFollowOfManyNodes: a follower of a voter that does not lead hears of changes too, and nothing from one that is cut off.
+// TestFollowOfManyNodes: a follower of a voter that does not lead hears of changes too, and nothing from one
+// that is cut off.
 func TestFollowOfManyNodes(t *testing.T) {
 	t.Parallel()
 	g := threeVoters(t, false)
 	voter := g.others(g.leader())[0]
 	s := &source{of: voter.Cluster}
-	w, err := cluster.NewWatcher(cluster.WatcherConfig{ClusterID: voter.ClusterID(), Watch: s.watch, Forward: g.forward})
+	w, err := cluster.NewWatcher(cluster.WatcherConfig{ClusterID: voter.ClusterID(), Watch: s.watch,
+		Forward: g.forward})
 	require.NoError(t, err)
 	defer func() { require.NoError(t, w.Close()) }()
 	g.retry(func() error { _, err := w.Propose(t.Context(), putApp("demo", "one")); return err })
