@@ -6,10 +6,13 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
+	"time"
 
 	"github.com/dpserve/dpserve/internal/problem"
 )
@@ -164,4 +167,107 @@ func (id identity) write(dataDir string) error {
 		return fmt.Errorf("encode %s: %w", identityFile, err)
 	}
 	return writeFile(filepath.Join(dataDir, identityFile), append(bytes.TrimSpace(data), '\n'))
+}
+
+// lockFile is locked by the process that uses the data dir. The kernel unlocks it when the process ends, in
+// any way.
+const lockFile = "lock"
+
+// takeDataDir makes the data dir if there is none and locks it for this process. Closing the result unlocks
+// it.
+func takeDataDir(dir string) (io.Closer, error) {
+	if err := os.MkdirAll(dir, dirMode); err != nil {
+		return nil, problem.New(problem.InvalidArgument, "make data dir: %w", err).
+			WithHint("choose a --data-dir that you may write to")
+	}
+	return lockDir(dir)
+}
+
+// lockWait is how long a lock may outlive its process: until its last forked child has executed another
+// program.
+const lockWait = 500 * time.Millisecond
+
+func lock(f *os.File) error {
+	for end := time.Now().Add(lockWait); ; time.Sleep(lockWait / 50) {
+		err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+		if !errors.Is(err, syscall.EWOULDBLOCK) || time.Now().After(end) {
+			return err
+		}
+	}
+}
+
+// lockDir locks the data dir for this process. Closing the result unlocks it.
+func lockDir(dir string) (io.Closer, error) {
+	path := filepath.Join(dir, lockFile)
+	f, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR, fileMode) //nolint:gosec // the data dir
+	if err != nil {
+		return nil, problem.New(problem.InvalidArgument, "open lock: %w", err).
+			WithHint("choose a --data-dir that you may write to")
+	}
+	err = lock(f)
+	if err == nil {
+		return f, nil
+	}
+	if errors.Is(err, syscall.EWOULDBLOCK) {
+		err = problem.New(problem.Conflict, "data dir %s is in use by another dpserve", dir).
+			WithHint("stop the other one, or choose another --data-dir")
+	} else {
+		err = fmt.Errorf("lock data dir: %w", err)
+	}
+	return nil, firstError(err, f.Close())
+}
+
+// writeFile writes a file that is complete or absent after a crash: new file, fsync, rename, fsync of the
+// directory.
+func writeFile(path string, data []byte) error {
+	tmp := path + ".tmp"
+	f, err := os.OpenFile(tmp, os.O_CREATE|os.O_WRONLY|os.O_TRUNC, fileMode) //nolint:gosec // the data dir
+	if err != nil {
+		return fmt.Errorf("create %s: %w", filepath.Base(path), err)
+	}
+	_, err = f.Write(data)
+	if err = firstError(err, f.Sync(), f.Close()); err != nil {
+		return fmt.Errorf("write %s: %w", filepath.Base(path), err)
+	}
+	if err := os.Rename(tmp, path); err != nil {
+		return fmt.Errorf("put %s in place: %w", filepath.Base(path), err)
+	}
+	return syncDir(filepath.Dir(path))
+}
+
+func syncDir(dir string) error {
+	d, err := os.Open(dir) //nolint:gosec // the data dir
+	if err != nil {
+		return fmt.Errorf("open data dir: %w", err)
+	}
+	if err := firstError(d.Sync(), d.Close()); err != nil {
+		return fmt.Errorf("sync data dir: %w", err)
+	}
+	return nil
+}
+
+func firstError(errs ...error) error {
+	for _, err := range errs {
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// openDataDir locks the data dir and reads its identity. Without a data dir the identity is new and there is
+// no lock.
+func openDataDir(cfg Config) (io.Closer, identity, error) {
+	if cfg.DataDir == "" {
+		return nil, newIdentity(cfg, clusterName(cfg)), nil
+	}
+	lock, err := takeDataDir(cfg.DataDir)
+	if err != nil {
+		return nil, identity{}, err
+	}
+	ident, err := loadIdentity(cfg)
+	if err != nil {
+		return nil, ident, firstError(err, lock.Close())
+	}
+	return lock, ident, nil
 }

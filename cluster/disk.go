@@ -37,38 +37,6 @@ type disk struct {
 	closers []io.Closer // in order of opening
 }
 
-// openDataDir locks the data dir and reads its identity. Without a data dir the identity is new and there is
-// no lock.
-func openDataDir(cfg Config) (io.Closer, identity, error) {
-	if cfg.DataDir == "" {
-		return nil, newIdentity(cfg, clusterName(cfg)), nil
-	}
-	lock, err := takeDataDir(cfg.DataDir)
-	if err != nil {
-		return nil, identity{}, err
-	}
-	ident, err := loadIdentity(cfg)
-	if err != nil {
-		return nil, ident, firstError(err, lock.Close())
-	}
-	return lock, ident, nil
-}
-
-// openDisk opens log and snapshots; the data dir is locked. In memory they outlive the run, as files do: a
-// node that forgot its votes might vote twice.
-func (c *Cluster) openDisk() (*disk, error) {
-	if c.cfg.DataDir != "" {
-		return openFiles(c.cfg)
-	}
-	if c.memory == nil {
-		c.memory = &disk{log: raft.NewInmemStore(), snaps: raft.NewInmemSnapshotStore()}
-		if c.cfg.Stores != nil {
-			c.memory.log = c.cfg.Stores(c.memory.log)
-		}
-	}
-	return c.memory, nil
-}
-
 func openFiles(cfg Config) (*disk, error) {
 	dir := filepath.Join(cfg.DataDir, raftDir)
 	if err := os.MkdirAll(dir, dirMode); err != nil {

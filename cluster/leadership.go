@@ -4,6 +4,8 @@ import (
 	"context"
 	"crypto/rand"
 	"errors"
+	"fmt"
+	"sync"
 	"time"
 
 	"github.com/hashicorp/raft"
@@ -107,13 +109,6 @@ func (c *Cluster) becomeReady(r *run) {
 	}
 }
 
-func (r *run) waitRetry() {
-	select {
-	case <-time.After(leadRetry):
-	case <-r.over:
-	}
-}
-
 // setReady wakes everything that waits for the leader to be ready.
 func (c *Cluster) setReady(r *run) {
 	c.log.Debug("leads", "room", "cluster", "term", r.raft.CurrentTerm())
@@ -161,4 +156,343 @@ func newSecret() []byte {
 	b := make([]byte, secretBytes)
 	_, _ = rand.Read(b) // never fails since Go 1.24
 	return b
+}
+
+// Ready waits until this node's copy of the state has everything that was committed before the call: on the
+// leader by a Barrier, on other nodes by a command that changes nothing. Before that, State may be older than
+// what was acknowledged before a restart: grant nothing from it, or a rank might be granted twice.
+// ErrUnreadable: this version cannot read what was committed.
+func (c *Cluster) Ready(ctx context.Context) error {
+	if err := c.endError(); err != nil {
+		return err
+	}
+	for {
+		turn, retry := c.Leadership(), (<-chan time.Time)(nil)
+		if err := c.Fault(); errors.Is(err, ErrUnreadable) {
+			return err
+		}
+		if c.Leader() {
+			return nil
+		}
+		if leader, ok := c.LeaderNode(); ok && leader != c.ident.UID {
+			err := c.catchUp(ctx)
+			if err == nil || problem.CodeOf(err) == problem.Conflict {
+				return err
+			}
+			retry = time.After(leadRetry)
+		}
+		if err := c.awaitTurn(ctx, turn, retry); err != nil {
+			return err
+		}
+	}
+}
+
+// awaitTurn waits for a change of the leadership, or for retry.
+func (c *Cluster) awaitTurn(ctx context.Context, turn <-chan struct{}, retry <-chan time.Time) error {
+	select {
+	case <-turn:
+		return nil
+	case <-retry:
+		return nil
+	case <-ctx.Done():
+		return problem.New(problem.Timeout, "wait for a leader: %w", context.Cause(ctx)).
+			WithHint("%s", c.leaderHint())
+	case <-c.done:
+		return c.endError()
+	}
+}
+
+// catchUp waits until this node has applied what the leader had committed. Conflict: the leader is of another
+// cluster.
+func (c *Cluster) catchUp(ctx context.Context) error {
+	if c.cfg.Forward == nil {
+		return c.fsm.awaitCluster(ctx)
+	}
+	ctx, cancel := context.WithTimeout(ctx, proposeTimeout)
+	defer cancel()
+	res, err := c.proposeAtLeader(ctx, state.Command{Init: &state.Init{Cluster: c.ident.Cluster}})
+	if err != nil {
+		return err
+	}
+	return c.fsm.await(ctx, res.Index)
+}
+
+// Sentinels for errors.Is. Users see them inside a *problem.Error with code Unavailable.
+var (
+	ErrNotLeader      = errors.New("this node is not the leader")
+	ErrClosed         = errors.New("cluster is closed")
+	ErrOutcomeUnknown = errors.New("leadership was lost before the answer: the command may or may not have " +
+		"been applied")
+)
+
+func errClosed() error {
+	return problem.New(problem.Unavailable, "propose: %w", ErrClosed).
+		WithHint("dpserve is stopping; start it again")
+}
+
+// Propose puts a command through consensus and returns the result or the unchanged typed error of
+// state.Apply. A node that does not lead sends the command to the leader once. If Propose returns nil, the
+// command is durable and this node has applied it. If ctx ends first, the error is ctx's cause and the
+// command may still be applied later: propose only commands that are safe to repeat, with an expected
+// revision or epoch.
+func (c *Cluster) Propose(ctx context.Context, cmd state.Command) (state.Result, error) {
+	cmd, err := c.State().Readable(cmd)
+	if err != nil {
+		return state.Result{}, err
+	}
+	res, err := c.ProposeHere(ctx, cmd)
+	if c.cfg.Forward == nil || !errors.Is(err, ErrNotLeader) {
+		return res, err
+	}
+	return c.proposeAtLeader(ctx, cmd)
+}
+
+// ProposeHere is Propose on the node that takes itself for the leader: it never forwards. ErrNotLeader:
+// nothing was done. It refuses a command that some control node could not read (state.ErrControlTooOld),
+// because that node would leave consensus.
+func (c *Cluster) ProposeHere(ctx context.Context, cmd state.Command) (state.Result, error) {
+	cmd, err := c.State().Readable(cmd)
+	if err != nil {
+		return state.Result{}, err
+	}
+	data, err := state.EncodeCommand(&cmd)
+	if err != nil {
+		return state.Result{}, err
+	}
+	started := time.Now()
+	a := c.submit(ctx, func() applyResult { return c.applyCommand(ctx, data) })
+	c.cfg.ApplySeconds(time.Since(started))
+	return a.result, a.err
+}
+
+// submit makes a call of raft, which no context can end, in a goroutine. It waits for the answer, ctx or
+// Close. The goroutine ends when raft answers; Close waits for it.
+func (c *Cluster) submit(ctx context.Context, call func() applyResult) applyResult {
+	if err := c.takeSlot(ctx); err != nil {
+		return applyResult{err: err}
+	}
+	answer := make(chan applyResult, 1)
+	go func() {
+		defer c.freeSlot()
+		answer <- call()
+	}()
+	select {
+	case a := <-answer:
+		return a
+	case <-ctx.Done():
+		return applyResult{err: fmt.Errorf("propose: %w", context.Cause(ctx))}
+	case <-c.done:
+		return applyResult{err: c.endError()}
+	}
+}
+
+// runBarrier waits until everything committed so far is applied.
+func (c *Cluster) runBarrier() applyResult {
+	if err := c.run.Load().raft.Barrier(proposeTimeout).Error(); err != nil {
+		return applyResult{err: c.proposeError(err)}
+	}
+	return applyResult{}
+}
+
+// takeSlot takes a slot; freeSlot frees it.
+func (c *Cluster) takeSlot(ctx context.Context) error {
+	select {
+	case c.slots <- struct{}{}:
+	case <-ctx.Done():
+		return fmt.Errorf("propose: %w", context.Cause(ctx))
+	case <-c.done:
+		return c.endError()
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if why := c.why; why != nil || c.stopping {
+		<-c.slots
+		return firstError(why, errClosed())
+	}
+	c.proposals.Add(1)
+	return nil
+}
+
+func (c *Cluster) freeSlot() {
+	<-c.slots
+	c.proposals.Done()
+}
+
+// applyCommand gives the command to raft, which batches waiting commands, and waits until it is applied.
+func (c *Cluster) applyCommand(ctx context.Context, data []byte) applyResult {
+	f := c.run.Load().raft.Apply(data, enqueueTimeout(ctx))
+	if err := f.Error(); err != nil {
+		return applyResult{err: c.proposeError(err)}
+	}
+	a, ok := f.Response().(applyResult)
+	if !ok {
+		return applyResult{err: problem.New(problem.Internal, "propose: raft answered %T", f.Response())}
+	}
+	return a
+}
+
+// enqueueTimeout is how long raft may take to accept the command: the rest of ctx, at most proposeTimeout.
+func enqueueTimeout(ctx context.Context) time.Duration {
+	deadline, ok := ctx.Deadline()
+	if !ok {
+		return proposeTimeout
+	}
+	return max(time.Millisecond, min(time.Until(deadline), proposeTimeout))
+}
+
+// diskFault returns the fault of the disk behind an error of raft; nil if there is none.
+func (c *Cluster) diskFault(err error) error {
+	switch {
+	case errors.Is(err, ErrDisk):
+		return c.diskProblem(err)
+	case errors.Is(err, raft.ErrRaftShutdown):
+		return c.Fault()
+	}
+	return nil
+}
+
+// proposeError turns raft's errors into ours: the disk's fault, ErrNotLeader if nothing was done, or another.
+func (c *Cluster) proposeError(err error) error {
+	if fault := c.diskFault(err); fault != nil {
+		return fault
+	}
+	switch {
+	case errors.Is(err, raft.ErrNotLeader), errors.Is(err, raft.ErrLeadershipTransferInProgress):
+		return errNotLeader()
+	case errors.Is(err, raft.ErrRaftShutdown):
+		return errClosed()
+	case errors.Is(err, raft.ErrLeadershipLost), errors.Is(err, raft.ErrAbortedByRestore):
+		return problem.New(problem.Unavailable, "propose: %w", ErrOutcomeUnknown).
+			WithHint("look at the state, then try again")
+	case errors.Is(err, raft.ErrEnqueueTimeout):
+		return problem.New(problem.Timeout, "propose: the log did not take the command: %w", err).
+			WithHint("the disk of the data dir is full or very slow")
+	default:
+		return problem.New(problem.Internal, "propose: %w", err).
+			WithHint("look for raft errors in the log; the disk may be full")
+	}
+}
+
+func errNotLeader() error {
+	return problem.New(problem.Unavailable, "propose: %w", ErrNotLeader).
+		WithHint("wait for the election and try again")
+}
+
+// confirmLimit is how long a round of Confirm may take. A lease renewal waits no longer for it.
+const confirmLimit = time.Second
+
+// Confirm asks a majority of the voters whether this node still leads. A leader that was suspended does not
+// know that another node leads now. Only answers of voters count, and only answers to messages that are sent
+// after the call. Raft's own VerifyLeader does not suit: it also counts answers of standbys and answers that
+// waited in a socket buffer since before a suspension, and it never returns after raft was told to stop.
+// ErrNotLeader: this node does not lead, or no majority confirms it. A node that Holds asks no other node.
+func (c *Cluster) Confirm(ctx context.Context) error {
+	if c.Holds() {
+		return nil
+	}
+	if !c.Leader() {
+		return errUnconfirmed()
+	}
+	q := c.confirmRounds.join(c.confirmWithVoters)
+	select {
+	case <-q.done:
+		return q.err
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	case <-c.done:
+		return c.endError()
+	}
+}
+
+// confirmRounds lets all callers that come during a round share the next one.
+type confirmRounds struct {
+	mu    sync.Mutex
+	busy  bool
+	next  *round // not begun; nil = no caller waits
+	loops sync.WaitGroup
+}
+
+// round is one question to all voters.
+type round struct {
+	done chan struct{} // closed when err is set
+	err  error
+}
+
+// join returns a round that begins after the call.
+func (c *confirmRounds) join(ask func() error) *round {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.next == nil {
+		c.next = &round{done: make(chan struct{})}
+	}
+	if !c.busy {
+		c.busy = true
+		c.loops.Go(func() { c.run(ask) })
+	}
+	return c.next
+}
+
+func (c *confirmRounds) run(ask func() error) {
+	for {
+		c.mu.Lock()
+		q := c.next
+		c.next, c.busy = nil, q != nil
+		c.mu.Unlock()
+		if q == nil {
+			return
+		}
+		q.err = ask()
+		close(q.done)
+	}
+}
+
+// confirmWithVoters sends a heartbeat of this term to every other voter. It waits until a majority, with this
+// node, has accepted the heartbeat.
+func (c *Cluster) confirmWithVoters() error {
+	r := c.run.Load().raft
+	term := r.CurrentTerm() // read before State: if raft leads then, it leads in this term or a later one
+	if r.State() != raft.Leader {
+		return errUnconfirmed()
+	}
+	voters, taken := 0, 0
+	var others []raft.ServerID
+	for _, s := range r.GetConfiguration().Configuration().Servers {
+		switch {
+		case s.Suffrage != raft.Voter:
+			continue
+		case string(s.ID) == c.ident.UID:
+			taken++
+		default:
+			others = append(others, s.ID)
+		}
+		voters++
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), confirmLimit)
+	defer cancel()
+	answers := make(chan bool, len(others))
+	for _, id := range others {
+		c.confirmRounds.loops.Go(func() { answers <- c.net.confirm(ctx, id, term) })
+	}
+	for range others {
+		if 2*taken > voters {
+			break
+		}
+		select {
+		case yes := <-answers:
+			if yes {
+				taken++
+			}
+		case <-ctx.Done():
+			return errUnconfirmed()
+		}
+	}
+	if 2*taken <= voters {
+		return errUnconfirmed()
+	}
+	return nil
+}
+
+func errUnconfirmed() error {
+	return problem.New(problem.Unavailable, "confirm the leadership: %w", ErrNotLeader).
+		WithHint("wait for the election and try again")
 }

@@ -31,22 +31,6 @@ type run struct {
 	over  chan struct{}         // closed by stop
 }
 
-// newRun opens the disk and starts raft over it. An empty log gets this node as its only voter, unless the
-// node is a member of a cluster, which will send its own log.
-func (c *Cluster) newRun() (_ *run, err error) {
-	d, err := c.openDisk()
-	if err != nil {
-		return nil, err
-	}
-	g := newGuard(d.log, &c.book, guardHooks{uid: c.ident.UID, alone: &c.alone, wrote: c.onDiskWrite,
-		failed: c.onDiskFailure})
-	r := &run{disk: d, guard: g, net: c.net, seen: make(chan raft.Observation, 1), over: make(chan struct{})}
-	if err := r.start(c); err != nil {
-		return nil, errors.Join(err, d.Close())
-	}
-	return r, nil
-}
-
 func (r *run) start(c *Cluster) error {
 	rc := raftConfig(c)
 	var transport raft.Transport = r.net
@@ -111,7 +95,7 @@ const suspicion = time.Millisecond
 // start): a follower whose heartbeat time-out becomes shorter checks its leader at once. If there are other
 // voters, the time-outs stay, or every restart of a node would cause an election.
 func (r *run) skipElectionWait(c *Cluster) error {
-	if !c.onlyVoter(r.raft) {
+	if !isOnlyVoter(r.raft.GetConfiguration().Configuration(), c.ident.UID) {
 		return r.refuseAlone()
 	}
 	rc := r.raft.ReloadableConfig()
@@ -131,10 +115,6 @@ func (r *run) refuseAlone() error {
 	return errors.Join(problem.New(problem.Conflict, "the log in the data dir has the votes of other nodes").
 		WithHint("start this node with --advertise, as it was; if two data dirs were mixed, restore one "+
 			"from a backup"), r.raft.Shutdown().Error())
-}
-
-func (c *Cluster) onlyVoter(r *raft.Raft) bool {
-	return isOnlyVoter(r.GetConfiguration().Configuration(), c.ident.UID)
 }
 
 // isOnlyVoter reports whether the node votes and no other does.
@@ -166,4 +146,11 @@ func (r *run) stop(why error) error {
 	err := down.Error()
 	r.guard.awaitCalls()
 	return errors.Join(err, r.disk.Close())
+}
+
+func (r *run) waitRetry() {
+	select {
+	case <-time.After(leadRetry):
+	case <-r.over:
+	}
 }
