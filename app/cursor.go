@@ -8,16 +8,16 @@ import (
 	"strings"
 )
 
-// decoder collects what Parse finds: faults, warnings, and where each path was written.
+// decoder collects the results of Parse: faults, warnings, and the position of each path.
 type decoder struct {
 	file     string
 	faults   Faults
 	warnings []Warning
-	at       map[string]place // path → its value
-	bad      map[string]bool  // paths that have a fault already, so that rules do not pile up on it
+	at       map[string]place // path → position of its value
+	bad      map[string]bool  // paths that have a fault, so that no rule adds a second one
 }
 
-// fault records f at a place; path may be empty.
+// fault records f at a position. path may be empty.
 func (d *decoder) fault(at place, path string, f Fault) {
 	f.File, f.Line, f.Col, f.Path = d.file, at.line, at.col, path
 	d.faults = append(d.faults, f)
@@ -26,7 +26,7 @@ func (d *decoder) fault(at place, path string, f Fault) {
 	}
 }
 
-// broken records a fault of a rule at path, or, if path was not written, at the nearest written thing around it.
+// broken records a fault of a rule at path. If path was not written, the fault is at the nearest written parent.
 func (d *decoder) broken(path string, f Fault) { d.fault(d.where(path), path, f) }
 
 func (d *decoder) warn(path, message, hint string) {
@@ -45,17 +45,17 @@ func (d *decoder) where(path string) place {
 	return place{1, 1}
 }
 
-// parentOf cuts the last key or index off a path.
+// parentOf removes the last key or index from a path.
 func parentOf(path string) string { return path[:max(0, strings.LastIndexAny(path, ".["))] }
 
-// has says whether path was written (an empty value does not count).
+// has reports whether path was written. An empty value does not count.
 func (d *decoder) has(path string) bool {
 	_, ok := d.at[path]
 	return ok
 }
 
-// good says that no fault is known at any of the paths or around them.
-func (d *decoder) good(paths ...string) bool {
+// isGood reports that no fault is known at the paths or at their parents.
+func (d *decoder) isGood(paths ...string) bool {
 	for _, path := range paths {
 		for p := path; p != ""; p = parentOf(p) {
 			if d.bad[p] {
@@ -75,7 +75,7 @@ type cursor struct {
 
 var plainKey = regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_-]*$`)
 
-// join is path.key; keys that would not read well are quoted.
+// join returns path.key. Keys with special characters are quoted.
 func join(path, key string) string {
 	switch {
 	case !plainKey.MatchString(key):
@@ -95,7 +95,7 @@ func index(path string, i int) string { return path + "[" + strconv.Itoa(i) + "]
 
 func (c cursor) key(e entry) cursor { return cursor{c.d, e.value, join(c.path, e.key)} }
 
-// mark remembers that the value was written.
+// mark records that the value was written.
 func (c cursor) mark() { c.d.at[c.path] = c.n.place }
 
 func (c cursor) refuse(f Fault) {
@@ -106,23 +106,23 @@ func (c cursor) refuse(f Fault) {
 	c.d.fault(c.n.place, c.path, f)
 }
 
-// wrong is the fault of a value of another shape or range.
-func (c cursor) wrong(wanted, hint string) {
-	c.refuse(Fault{Found: c.n.say(), Wanted: wanted, Hint: hint})
+// refuseValue records that the value has the wrong shape or range.
+func (c cursor) refuseValue(wanted, hint string) {
+	c.refuse(Fault{Found: c.n.describe(), Wanted: wanted, Hint: hint})
 }
 
-// isMap says whether the value is a map, and refuses it if not.
+// isMap reports whether the value is a map, and refuses it if not.
 func (c cursor) isMap() bool {
 	if c.n.shape != mapShape {
-		c.wrong("a map", "")
+		c.refuseValue("a map", "")
 	}
 	return c.n.shape == mapShape
 }
 
-// text takes any scalar by its source text, because ids and names like 1234 or on arrive as numbers and booleans (TRAPS 15).
+// text accepts any scalar by its source text, because YAML reads ids and names like 1234 or on as numbers and booleans.
 func (c cursor) text(dst *string) {
-	if !c.n.scalar() || c.n.shape == nullShape {
-		c.wrong("text", "")
+	if !c.n.isScalar() || c.n.shape == nullShape {
+		c.refuseValue("text", "")
 		return
 	}
 	if strings.ContainsRune(c.n.text, 0) {
@@ -132,10 +132,10 @@ func (c cursor) text(dst *string) {
 	*dst = c.n.text
 }
 
-// word takes one of a list of words.
+// word accepts one of a list of words.
 func (c cursor) word(dst *string, words ...string) {
-	if !c.n.scalar() {
-		c.wrong(strings.Join(words, " | "), "")
+	if !c.n.isScalar() {
+		c.refuseValue(strings.Join(words, " | "), "")
 		return
 	}
 	for _, w := range words {
@@ -144,28 +144,28 @@ func (c cursor) word(dst *string, words ...string) {
 			return
 		}
 	}
-	c.wrong(strings.Join(words, " | "), didYouMean(c.n.text, words))
+	c.refuseValue(strings.Join(words, " | "), didYouMean(c.n.text, words))
 }
 
-// whole takes an integer of [low, high].
+// whole accepts an integer in [low, high].
 func (c cursor) whole(dst *int, low, high int64) {
 	v, ok := c.n.whole()
 	if !ok || v < low || v > high {
-		c.wrong(fmt.Sprintf("an integer from %d to %d", low, high), c.unquote())
+		c.refuseValue(fmt.Sprintf("an integer from %d to %d", low, high), c.quoteHint())
 		return
 	}
 	*dst = int(v)
 }
 
-// unquote is the hint for a number in quotes.
-func (c cursor) unquote() string {
+// quoteHint returns the hint for a number in quotes.
+func (c cursor) quoteHint() string {
 	if c.n.quoted && shapeOf(c.n.text) != textShape {
 		return "write it without quotes"
 	}
 	return ""
 }
 
-// number takes a finite number of [low, high]; low itself only if it is above 0 or zeroOK.
+// number accepts a finite number above 0 (from 0 if zeroOK) up to high.
 func (c cursor) number(dst *float64, high float64, zeroOK bool, unit string) {
 	v, ok := c.n.real()
 	low := math.SmallestNonzeroFloat64
@@ -174,25 +174,25 @@ func (c cursor) number(dst *float64, high float64, zeroOK bool, unit string) {
 		low, rule = 0, "from 0"
 	}
 	if !ok || v < low || v > high {
-		c.wrong(fmt.Sprintf("%s %s to %s", unit, rule, strconv.FormatFloat(high, 'f', -1, 64)), c.unquote())
+		c.refuseValue(fmt.Sprintf("%s %s to %s", unit, rule, strconv.FormatFloat(high, 'f', -1, 64)), c.quoteHint())
 		return
 	}
 	*dst = v
 }
 
-// maxSeconds bounds every time of the file (30 days), so that a duration never overflows.
+// maxSeconds bounds every time of the file (30 days), so that no duration overflows.
 const maxSeconds = 30 * 24 * 3600
 
-// seconds takes a time above 0.
+// seconds accepts a time above 0.
 func (c cursor) seconds(dst *float64) { c.number(dst, maxSeconds, false, "seconds") }
 
-// secondsOrZero takes a time from 0.
+// secondsOrZero accepts a time from 0.
 func (c cursor) secondsOrZero(dst *float64) { c.number(dst, maxSeconds, true, "seconds") }
 
-// each walks a list of at most limit items.
+// each visits the items of a list of at most limit items.
 func (c cursor) each(limit int, visit func(item cursor)) {
 	if c.n.shape != listShape {
-		c.wrong("a list", "")
+		c.refuseValue("a list", "")
 		return
 	}
 	if len(c.n.items) > limit {
@@ -206,7 +206,7 @@ func (c cursor) each(limit int, visit func(item cursor)) {
 	}
 }
 
-// texts takes a list of texts.
+// texts accepts a list of texts.
 func (c cursor) texts(dst *[]string) {
 	c.each(maxListItems, func(item cursor) {
 		var s string
@@ -215,7 +215,7 @@ func (c cursor) texts(dst *[]string) {
 	})
 }
 
-// pairs takes a map of texts whose keys match name.
+// pairs accepts a map of texts whose keys match name.
 func (c cursor) pairs(dst *map[string]string, name *regexp.Regexp, wanted string) {
 	if !c.isMap() {
 		return
@@ -237,5 +237,5 @@ func (c cursor) pairs(dst *map[string]string, name *regexp.Regexp, wanted string
 	}
 }
 
-// maxListItems bounds lists of words; ranks have their own bound.
+// maxListItems bounds lists of texts. Ranks have their own bound.
 const maxListItems = 1_000

@@ -4,9 +4,9 @@ package app
 const (
 	FamilyVLLM   = "vllm"
 	FamilySGLang = "sglang"
-	FamilyOpenAI = "openai" // nothing but the API is assumed
+	FamilyOpenAI = "openai" // only the OpenAI API is assumed
 
-	AddressURL    = "url"    // the rank is the whole server behind its URL
+	AddressURL    = "url"    // the rank is the complete server behind its URL
 	AddressHeader = "header" // X-data-parallel-rank
 	AddressBody   = "body"   // field routed_dp_rank of the body
 
@@ -27,7 +27,7 @@ const (
 	StrategyStrictSpread = "STRICT_SPREAD"
 )
 
-// Defaults of an application. An Application is stored whole, so they are filled in here; times are seconds.
+// Defaults of an application. They are filled in here, because an Application is stored complete. Times are seconds.
 const (
 	DefaultRoutePrefix         = "/"
 	DefaultDPSize              = 1
@@ -43,9 +43,9 @@ const (
 	DefaultGracefulShutdownS   = 1800
 )
 
-// DefaultPolicy is the routing policy of an application whose file names none. Independent ranks get mex, which charges a request for
-// what it costs everybody on its rank. Ranks in lockstep get lmetric-1: each of their steps lasts as long as that of the slowest, so
-// what a request costs is not what it costs on its own rank.
+// DefaultPolicy returns the routing policy of an application whose file names none. Independent ranks get mex, which
+// charges a request for the delay that it causes to all requests on its rank. Lockstep ranks get lmetric-1: each of their
+// steps lasts as long as that of the slowest rank, so a request's cost is not limited to its own rank.
 func DefaultPolicy(c Coupling) string {
 	if c == Lockstep {
 		return "lmetric-1"
@@ -53,8 +53,8 @@ func DefaultPolicy(c Coupling) string {
 	return "mex"
 }
 
-// Default is an application with every default that does not depend on other keys. Name, model, engine kind and routing policy are
-// empty and sizes are 0: they follow from the file.
+// Default returns an application with every default that does not depend on other keys. Name, model, engine kind and
+// routing policy are empty and sizes are 0, because the file decides them.
 func Default() Application {
 	return Application{
 		RoutePrefix:             DefaultRoutePrefix,

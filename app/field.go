@@ -4,14 +4,15 @@ import (
 	"strconv"
 )
 
-// field is one key of a map of the file: the schema, from which the reader, the did-you-means and the sample's test come.
+// field is one key of a map of the file. The fields are the schema: the reader, the hints and the test of the sample use
+// them.
 type field[T any] struct {
 	key   string
-	later bool // known, but its step has not landed: a fault, never ignored in silence
+	later bool // known, but not supported yet: a fault, never ignored silently
 	read  func(c cursor, into *T)
 }
 
-// readFields reads the map at c into t. Keys that are not in fields are faults; an empty value counts as not written.
+// readFields reads the map at c into t. Keys that are not in fields are faults. An empty value counts as not written.
 func readFields[T any](c cursor, t *T, fields []field[T]) {
 	if !c.isMap() {
 		return
@@ -55,17 +56,17 @@ func keyHint[T any](key string, fields []field[T]) string {
 	return "the keys here are " + list[len(", "):]
 }
 
-// notYet is the fault of a key or a word whose step has not landed.
+// notYet is the fault of a key or a word that is not supported yet.
 func notYet(what string) Fault {
 	return Fault{Message: what + " is not supported in this version", Hint: "it comes with a later version; leave it out"}
 }
 
-// child makes a reader for a map inside T.
+// child makes a reader of a map inside T.
 func child[T, S any](part func(*T) *S, fields func() []field[S]) func(cursor, *T) {
 	return func(c cursor, t *T) { readFields(c, part(t), fields()) }
 }
 
-// text, and the makers below it, are readers of one value of T.
+// text and the functions below it make readers of one value of T.
 func text[T any](part func(*T) *string) func(cursor, *T) {
 	return func(c cursor, t *T) { c.text(part(t)) }
 }

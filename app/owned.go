@@ -2,11 +2,11 @@ package app
 
 import "strings"
 
-// flagKVTransfer is the flag whose kv_role decides whether an engine is half of a prefill/decode pair.
+// flagKVTransfer is the flag whose kv_role decides whether an engine does only prefill or only decode.
 const flagKVTransfer = "kv-transfer-config"
 
-// ownedFlag says what to write instead of a flag that dpserve writes itself; "" if the flag is the user's. flag is in
-// kebab case without dashes in front.
+// ownedFlag says what to write instead of a flag that dpserve sets; "" if the user may set it. flag is in kebab case
+// without leading dashes.
 func ownedFlag(flag string) string {
 	const (
 		rank   = "dpserve hands out ranks and addresses; write data_parallel.dp_size and data_parallel.coupling"

@@ -13,17 +13,17 @@ type File struct {
 	Applications []*Application `json:"applications"`
 }
 
-// Parse reads text (YAML, or JSON, which is YAML) and checks every rule that the file alone can break. The error is a
-// Faults with all faults in order of position; the File is then nil. Warnings are about legal but surprising things and
-// come with and without faults. file is the name that faults carry. The result does not refer to text. rules are checks of
-// rooms that this one does not know; they run on applications whose own rules hold.
+// Parse reads text (YAML, or JSON, which is YAML) and checks every rule of a file. The error is a Faults with all faults,
+// sorted by position; then the File is nil. Warnings are about legal but surprising values and come with and without
+// faults. file is the name in the faults. The result does not refer to text. rules are checks of packages that this one
+// does not know; they run on every application.
 func Parse(file string, text []byte, rules ...Rule) (*File, []Warning, error) {
 	d := &decoder{file: file, at: map[string]place{}, bad: map[string]bool{}}
 	root := d.load(text)
 	drafts := d.read(root)
 	for _, a := range drafts {
 		d.check(a)
-		d.ask(a, rules)
+		d.runRules(a, rules)
 	}
 	d.checkTogether(drafts)
 	if len(d.faults) > 0 {
@@ -36,22 +36,22 @@ func Parse(file string, text []byte, rules ...Rule) (*File, []Warning, error) {
 	return out, d.warnings, nil
 }
 
-// Rule checks one application, with its defaults, for another room. path is relative to the application, like
-// "routing.params"; err's message, and its hint and details if it is a *problem.Error, become the fault.
+// Rule checks one application, with its defaults, for another package. path is relative to the application, like
+// "routing.params". The message of err becomes the fault, with hint and details if it is a *problem.Error.
 type Rule func(a *Application) (path string, err error)
 
-func (d *decoder) ask(a *draft, rules []Rule) {
+func (d *decoder) runRules(a *draft, rules []Rule) {
 	for _, rule := range rules {
 		path, err := rule(&a.Application)
 		path = a.path + "." + path
-		if err == nil || !d.good(path) {
+		if err == nil || !d.isGood(path) {
 			continue
 		}
 		f := Fault{Message: err.Error()}
 		var p *problem.Error
 		if errors.As(err, &p) {
 			f.Hint = p.Hint
-			if len(p.Details) > 1 { // a single one is the message
+			if len(p.Details) > 1 { // a single detail repeats the message
 				f.Message += ": " + strings.Join(p.Details, "; ")
 			}
 		}
@@ -59,7 +59,7 @@ func (d *decoder) ask(a *draft, rules []Rule) {
 	}
 }
 
-// read turns the tree into drafts; what has the wrong shape is a fault.
+// read converts the tree into drafts. Values of a wrong shape are faults.
 func (d *decoder) read(root *node) []*draft {
 	switch {
 	case root == nil || root.shape == nullShape:
@@ -79,7 +79,7 @@ func (d *decoder) read(root *node) []*draft {
 	return drafts
 }
 
-// isRay finds a Ray Serve file by its import paths and refuses it by name, instead of with a fault for every key.
+// isRay detects a Ray Serve file by its import paths and refuses it by name, instead of with a fault for every key.
 func (d *decoder) isRay(root *node) bool {
 	apps := root.get("applications")
 	if apps == nil {

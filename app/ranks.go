@@ -9,15 +9,15 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// RankRef names one attached rank: by its engine (URL, and Selector if several ranks are behind the URL) or, with an empty URL,
-// by its group and number.
+// RankRef identifies one attached rank by its engine (URL, and Selector if several ranks share the URL). With an empty
+// URL it identifies the rank by its group and number.
 type RankRef struct {
 	URL         string
 	Selector    *int
 	Group, Rank int
 }
 
-// numbers gives the number in its group of each attached rank, in the order of the file.
+// numbers returns the number of each attached rank in its group, in the order of the file.
 func (e *Engine) numbers() []int {
 	out, places := make([]int, len(e.Ranks)), map[int]int{}
 	for i := range e.Ranks {
@@ -30,8 +30,8 @@ func (e *Engine) numbers() []int {
 	return out
 }
 
-// Rank is the attached engine that has the given number in its group, nil if there is none. Ranks are numbered in file order,
-// but for those whose number is written.
+// Rank returns the attached engine with the given number in its group, nil if there is none. Ranks are numbered in file
+// order, except those with a written number.
 func (e *Engine) Rank(group, rank int) *AttachRank {
 	for i, n := range e.numbers() {
 		if n == rank && e.Ranks[i].Group == group {
@@ -41,7 +41,7 @@ func (e *Engine) Rank(group, rank int) *AttachRank {
 	return nil
 }
 
-// RankNumbers lists the ranks of a group, ascending: 0..dp_size-1, but for attached ones, among which removed ranks leave holes.
+// RankNumbers returns the sorted ranks of a group: 0..dp_size-1. Removed attached ranks leave holes.
 func (a *Application) RankNumbers(group int) []int {
 	out := make([]int, 0, a.DataParallel.DPSize)
 	if a.Engine.Kind != KindAttach || a.DataParallel.Coupling == Lockstep {
@@ -59,7 +59,7 @@ func (a *Application) RankNumbers(group int) []int {
 	return out
 }
 
-// Address names the engine of an attached rank: its URL, and the selector if that is how it is addressed.
+// Address identifies the engine of an attached rank: its URL, and the selector if the rank is addressed by one.
 func (r *AttachRank) Address() string {
 	if r.Addressing == "" || r.Addressing == AddressURL {
 		return r.URL
@@ -67,14 +67,14 @@ func (r *AttachRank) Address() string {
 	return r.URL + " selector " + strconv.Itoa(r.Selector)
 }
 
-// WithRank is a copy of a with one more attached rank, and the number it gets: the lowest that no rank has and busy does not
-// claim (a rank that is being drained has its number still). Every other rank keeps its number. Errors are *problem.Error:
-// Conflict for an engine that is attached already and for applications whose ranks do not come and go.
+// WithRank returns a copy of a with one more attached rank, and that rank's number: the lowest that no rank has and busy
+// does not claim, because a rank that drains still has its number. Every other rank keeps its number. Errors are
+// *problem.Error: Conflict for an engine that is attached already, and for applications whose ranks cannot change.
 func (a *Application) WithRank(r AttachRank, busy func(rank int) bool) (*Application, int, error) {
-	if err := a.changeable("add a rank"); err != nil {
+	if err := a.checkChangeable("add a rank"); err != nil {
 		return nil, 0, err
 	}
-	if err := a.attachable(&r); err != nil {
+	if err := a.checkAttachable(&r); err != nil {
 		return nil, 0, err
 	}
 	numbers := a.Engine.numbers()
@@ -94,15 +94,15 @@ func (a *Application) WithRank(r AttachRank, busy func(rank int) bool) (*Applica
 	return a.withRanks(slices.Insert(slices.Clone(a.Engine.Ranks), at, r), slices.Insert(numbers, at, n)), n, nil
 }
 
-// WithoutRank is a copy of a without one attached rank, and that rank with its number. Every other rank keeps its number.
-// Errors are *problem.Error: NotFound for an unknown rank, Conflict for the last one and for applications whose ranks do not
-// come and go.
+// WithoutRank returns a copy of a without one attached rank, and that rank with its number. Every other rank keeps its
+// number. Errors are *problem.Error: NotFound for an unknown rank, Conflict for the last rank and for applications whose
+// ranks cannot change.
 func (a *Application) WithoutRank(ref RankRef) (*Application, AttachRank, error) {
-	if err := a.changeable("remove a rank"); err != nil {
+	if err := a.checkChangeable("remove a rank"); err != nil {
 		return nil, AttachRank{}, err
 	}
 	numbers := a.Engine.numbers()
-	at, err := a.find(ref, numbers)
+	at, err := a.findRank(ref, numbers)
 	if err != nil {
 		return nil, AttachRank{}, err
 	}
@@ -116,17 +116,17 @@ func (a *Application) WithoutRank(ref RankRef) (*Application, AttachRank, error)
 	return a.withRanks(ranks, slices.Delete(numbers, at, at+1)), gone, nil
 }
 
-// withRanks is a copy of a with these ranks, which it takes over, and their numbers.
+// withRanks returns a copy of a with these ranks, which it may change, and their numbers.
 func (a *Application) withRanks(ranks []AttachRank, numbers []int) *Application {
 	b := *a
 	b.Engine.Ranks = ranks
-	b.Engine.number(numbers)
+	b.Engine.setNumbers(numbers)
 	b.DataParallel.DPSize, b.NumReplicas = len(ranks), len(ranks)
 	return &b
 }
 
-// number writes the numbers that differ from a rank's place, so that an application has one form.
-func (e *Engine) number(numbers []int) {
+// setNumbers writes the numbers that differ from a rank's position, so that an application has one form.
+func (e *Engine) setNumbers(numbers []int) {
 	places := map[int]int{}
 	for i := range e.Ranks {
 		r := &e.Ranks[i]
@@ -138,8 +138,8 @@ func (e *Engine) number(numbers []int) {
 	}
 }
 
-// changeable refuses applications whose ranks dpserve starts, or which are one unit.
-func (a *Application) changeable(verb string) error {
+// checkChangeable refuses applications whose ranks dpserve starts, or whose ranks are one unit.
+func (a *Application) checkChangeable(verb string) error {
 	err := func(format, hint string, args ...any) error {
 		return problem.New(problem.Conflict, verb+": "+format, args...).WithHint("%s", hint)
 	}
@@ -154,8 +154,8 @@ func (a *Application) changeable(verb string) error {
 	return nil
 }
 
-// attachable refuses an engine that is attached already, as the rules of a file do.
-func (a *Application) attachable(r *AttachRank) error {
+// checkAttachable refuses an engine that is attached already, like the rules of a file.
+func (a *Application) checkAttachable(r *AttachRank) error {
 	for i, n := range a.Engine.numbers() {
 		old := &a.Engine.Ranks[i]
 		switch {
@@ -171,8 +171,8 @@ func (a *Application) attachable(r *AttachRank) error {
 	return nil
 }
 
-// find gives the place of the rank that ref names.
-func (a *Application) find(ref RankRef, numbers []int) (int, error) {
+// findRank returns the index of the rank that ref identifies.
+func (a *Application) findRank(ref RankRef, numbers []int) (int, error) {
 	ref.URL = strings.TrimSuffix(ref.URL, "/")
 	var found []int
 	for i := range a.Engine.Ranks {
@@ -200,7 +200,7 @@ func (ref RankRef) names(r *AttachRank, number int) bool {
 	return r.URL == ref.URL && (ref.Selector == nil || !whole && r.Selector == *ref.Selector)
 }
 
-// String is the engine, or GROUP/RANK.
+// String returns the engine, or GROUP/RANK.
 func (ref RankRef) String() string {
 	switch {
 	case ref.URL == "":
@@ -215,7 +215,7 @@ func (ref RankRef) String() string {
 // maxRankLines bounds the ranks that an error lists.
 const maxRankLines = 20
 
-// rankLines lists ranks as GROUP/RANK ADDRESS, in order of number; of all, or of those at some places.
+// rankLines lists ranks as GROUP/RANK ADDRESS, sorted by number: all ranks, or those at the given indexes.
 func (a *Application) rankLines(numbers, places []int) []string {
 	if places == nil {
 		for i := range numbers {
@@ -233,8 +233,8 @@ func (a *Application) rankLines(numbers, places []int) []string {
 	return out
 }
 
-// ParseRank reads one attached rank, a map like an item of engine.ranks in YAML or JSON, by the rules of a file. family is that
-// of its application. The error is a *problem.Error (invalid argument) that names every fault.
+// ParseRank reads one attached rank, a map like an item of engine.ranks in YAML or JSON, by the rules of a file. family
+// is that of its application. The error is a *problem.Error (InvalidArgument) with every fault.
 func ParseRank(text []byte, family string) (AttachRank, error) {
 	const path = "rank"
 	d := &decoder{file: path, at: map[string]place{}, bad: map[string]bool{}}
@@ -253,38 +253,38 @@ func ParseRank(text []byte, family string) (AttachRank, error) {
 		}
 	}
 	if len(d.faults) > 0 {
-		return AttachRank{}, d.faults.sorted().ofRank(path)
+		return AttachRank{}, d.faults.sorted().rankError(path)
 	}
 	return r, nil
 }
 
-// ofRank is f without the positions of a text that nobody has seen.
-func (f Faults) ofRank(path string) error {
+// rankError returns f without positions, because the text does not come from a file.
+func (f Faults) rankError(path string) error {
 	lines := make([]string, len(f))
 	for i := range f {
-		lines[i] = f[i].what()
+		lines[i] = f[i].describe()
 		if at := strings.TrimPrefix(strings.TrimPrefix(f[i].Path, path), "."); at != "" {
 			lines[i] = at + ": " + lines[i]
 		}
 	}
 	err := problem.New(problem.InvalidArgument, "the rank is not as it should be: %s", lines[0])
 	err.Hint = f[0].Hint
-	if len(lines) > 1 { // a single one is the message
+	if len(lines) > 1 { // a single line is the message already
 		err.Details = lines
 	}
 	return err
 }
 
-// settleNumbers checks written rank numbers, and drops those that say what is so without them.
+// settleNumbers checks written rank numbers, and drops those that equal the rank's position.
 func (d *decoder) settleNumbers(a *draft) {
 	path := a.path + ".engine.ranks"
-	if a.Engine.Kind != KindAttach || !d.good(path, a.path+".data_parallel.coupling") {
+	if a.Engine.Kind != KindAttach || !d.isGood(path, a.path+".data_parallel.coupling") {
 		return
 	}
 	numbers, by, ok := a.Engine.numbers(), map[[2]int]string{}, true
 	for i := range a.Engine.Ranks {
 		at, group := index(path, i), a.Engine.Ranks[i].Group
-		if !d.good(at+".rank", at+".group") {
+		if !d.isGood(at+".rank", at+".group") {
 			ok = false
 			continue
 		}
@@ -292,11 +292,11 @@ func (d *decoder) settleNumbers(a *draft) {
 		by[[2]int{group, numbers[i]}] = at
 	}
 	if ok {
-		a.Engine.number(numbers)
+		a.Engine.setNumbers(numbers)
 	}
 }
 
-// checkNumber checks the number of one rank; first is the path of another one that has it, if any.
+// checkNumber checks the number of one rank. first is the path of another rank with this number, "" if there is none.
 func (d *decoder) checkNumber(a *draft, path string, number int, first string) bool {
 	switch {
 	case d.has(path+".rank") && a.DataParallel.Coupling == Lockstep:

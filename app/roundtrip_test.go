@@ -92,7 +92,7 @@ func drawNumbers(t *rapid.T, a *Application) {
 			}
 		}
 	}
-	a.Engine.number(numbers)
+	a.Engine.setNumbers(numbers)
 }
 
 func drawApplication(t *rapid.T, name string, names map[string]bool) *Application {

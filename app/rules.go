@@ -34,11 +34,11 @@ func (d *decoder) check(a *draft) {
 	d.settleResources(a)
 }
 
-// need faults a key that was left out. It stays silent when a fault around it explains the absence.
+// need records a fault if a key is missing. It records none if a fault at a parent explains the absence.
 func (d *decoder) need(around, key, hint string) bool {
 	path := join(around, key)
-	if d.has(path) || !d.good(path) {
-		return d.good(path)
+	if d.has(path) || !d.isGood(path) {
+		return d.isGood(path)
 	}
 	d.broken(path, Fault{Message: "the key " + key + " is missing or empty", Hint: hint})
 	return false
@@ -52,7 +52,7 @@ func (d *decoder) checkName(a *draft) {
 
 func (d *decoder) checkRoute(a *draft) {
 	path := a.path + ".route_prefix"
-	if a.RoutePrefix == "/" || !d.good(path) {
+	if a.RoutePrefix == "/" || !d.isGood(path) {
 		return
 	}
 	dots := strings.Contains(a.RoutePrefix+"/", "/./") || strings.Contains(a.RoutePrefix+"/", "/../")
@@ -90,12 +90,12 @@ func (d *decoder) checkModel(a *draft) {
 // checkServed checks a name that clients send as "model".
 func (d *decoder) checkServed(path, name string) {
 	bad := strings.ContainsFunc(name, func(r rune) bool { return unicode.IsSpace(r) || !unicode.IsPrint(r) })
-	if d.good(path) && (name == "" || len(name) > maxNameBytes || bad) {
+	if d.isGood(path) && (name == "" || len(name) > maxNameBytes || bad) {
 		d.broken(path, Fault{Found: strconv.Quote(name), Wanted: fmt.Sprintf("1 to %d visible characters without blanks", maxNameBytes)})
 	}
 }
 
-// checkTogether runs the rules over all applications: nothing that addresses an application may be taken twice.
+// checkTogether runs the rules over all applications: two applications must not share a name or an address.
 func (d *decoder) checkTogether(drafts []*draft) {
 	names, routes, models, servers := taken{}, taken{}, taken{}, taken{}
 	for _, a := range drafts {
@@ -112,7 +112,7 @@ func (d *decoder) checkTogether(drafts []*draft) {
 type taken map[string]string
 
 func (d *decoder) claim(by taken, path, what, value string) {
-	if value == "" || !d.good(path) {
+	if value == "" || !d.isGood(path) {
 		return
 	}
 	if first, ok := by[value]; ok {
@@ -139,7 +139,7 @@ func (d *decoder) claimModels(by taken, a *draft) {
 	}
 }
 
-// shareServers warns when two applications attach the same server: each keeps its own count of that server's load.
+// shareServers warns if two applications attach the same server: each counts only its own load there.
 func (d *decoder) shareServers(by taken, a *draft) {
 	for i, r := range a.Engine.Ranks {
 		path := index(a.path+".engine.ranks", i) + ".url"
@@ -153,5 +153,5 @@ func (d *decoder) shareServers(by taken, a *draft) {
 	}
 }
 
-// parentApp cuts a path down to applications[N].
+// parentApp shortens a path to applications[N].
 func parentApp(path string) string { return path[:strings.IndexByte(path, ']')+1] }

@@ -7,8 +7,8 @@ import (
 	"strings"
 )
 
-// checkAttach runs the rules of kind attach: dpserve starts nothing, so everything about starting is a fault, and where the
-// engines are must be said exactly.
+// checkAttach runs the rules of kind attach. dpserve starts no engine then, so every key about starting is a fault, and
+// every engine needs an exact address.
 func (d *decoder) checkAttach(a *draft) {
 	path := a.path + ".engine"
 	for _, key := range []string{"command", "args", "env"} {
@@ -34,7 +34,7 @@ func (d *decoder) checkRank(family string, r *AttachRank, path string, addresses
 		d.checkURL(path+".url", r.URL)
 	}
 	d.checkSelector(family, r, path)
-	if d.has(path+".node") && d.good(path+".node") && !labelName.MatchString(r.Node) {
+	if d.has(path+".node") && d.isGood(path+".node") && !labelName.MatchString(r.Node) {
 		d.broken(path+".node", Fault{Found: strconv.Quote(r.Node), Wanted: "the id of a dpserve node"})
 	}
 	if r.KVEvents != nil {
@@ -43,7 +43,7 @@ func (d *decoder) checkRank(family string, r *AttachRank, path string, addresses
 	d.claimAddress(addresses, r, path)
 }
 
-// checkURL wants scheme, host and port and nothing else: routes are the client's, and credentials do not belong in files.
+// checkURL accepts only scheme, host and port: clients choose the routes, and credentials do not belong in files.
 func (d *decoder) checkURL(path, text string) {
 	const wanted = "http://HOST:PORT or https://HOST:PORT"
 	u, err := url.Parse(text)
@@ -56,7 +56,7 @@ func (d *decoder) checkURL(path, text string) {
 	case u.Scheme != "http" && u.Scheme != "https":
 		f.Hint = schemeHint(text)
 	case u.Hostname() == "":
-	case u.Port() != "" && !validPort(u.Port()), strings.HasSuffix(u.Host, ":"):
+	case u.Port() != "" && !isPort(u.Port()), strings.HasSuffix(u.Host, ":"):
 		f.Hint = "ports go from 1 to 65535"
 	case u.Path != "" || u.RawQuery != "" || u.ForceQuery || u.Fragment != "" || strings.Contains(text, "#"):
 		f.Hint = "leave everything behind the port out, also /v1"
@@ -73,13 +73,13 @@ func schemeHint(text string) string {
 	return "write http:// in front"
 }
 
-func validPort(text string) bool {
+func isPort(text string) bool {
 	n, err := strconv.ParseUint(text, 10, 16)
 	return err == nil && n > 0
 }
 
 func (d *decoder) checkSelector(family string, r *AttachRank, path string) {
-	if !d.good(path+".addressing", path+".selector") {
+	if !d.isGood(path+".addressing", path+".selector") {
 		return
 	}
 	written := d.has(path + ".selector")
@@ -103,9 +103,9 @@ func (d *decoder) checkSelector(family string, r *AttachRank, path string) {
 	}
 }
 
-// claimAddress refuses two ranks that would be the same engine: load would be counted twice and epochs would mix.
+// claimAddress refuses two ranks with the same engine: its load would be counted twice, and epochs would mix.
 func (d *decoder) claimAddress(by taken, r *AttachRank, path string) {
-	if r.URL == "" || !d.good(path+".url", path+".addressing", path+".selector") {
+	if r.URL == "" || !d.isGood(path+".url", path+".addressing", path+".selector") {
 		return
 	}
 	whole, one := r.URL, r.URL+" selector "+strconv.Itoa(r.Selector)

@@ -6,7 +6,7 @@ import (
 	"strconv"
 )
 
-// checkEngine runs the rules of engine, most of which depend on its kind.
+// checkEngine runs the rules of engine. Most depend on its kind.
 func (d *decoder) checkEngine(a *draft) {
 	path := a.path + ".engine"
 	if !d.need(a.path, "engine", "write engine: {kind: sim}") ||
@@ -14,7 +14,7 @@ func (d *decoder) checkEngine(a *draft) {
 		return
 	}
 	for i, word := range a.Engine.Command {
-		if word == "" && d.good(index(path+".command", i)) {
+		if word == "" && d.isGood(index(path+".command", i)) {
 			d.broken(index(path+".command", i), Fault{Found: `""`, Wanted: "a word of the command"})
 		}
 	}
@@ -27,7 +27,7 @@ func (d *decoder) checkEngine(a *draft) {
 	d.onlyFor(KindAttach, path, "family", "ranks")
 }
 
-// onlyFor faults keys that mean something for one kind only.
+// onlyFor records faults for keys that only one kind has.
 func (d *decoder) onlyFor(kind Kind, around string, keys ...string) {
 	for _, key := range keys {
 		if path := join(around, key); d.has(path) {
@@ -36,12 +36,12 @@ func (d *decoder) onlyFor(kind Kind, around string, keys ...string) {
 	}
 }
 
-// checkArgs refuses flags that dpserve writes itself, and flags that are written twice.
+// checkArgs refuses flags that dpserve sets, and flags that are written twice.
 func (d *decoder) checkArgs(a *draft) {
 	seen := taken{}
 	for _, arg := range a.Engine.Args {
 		path := join(a.path+".engine.args", arg.Name)
-		if !d.good(path) {
+		if !d.isGood(path) {
 			continue
 		}
 		flag := arg.flag()
@@ -60,7 +60,7 @@ func (d *decoder) checkArgs(a *draft) {
 	}
 }
 
-// transferRole says whether a KV transfer configuration makes the engine one half of a prefill/decode pair.
+// transferRole reports whether a KV transfer configuration makes the engine do only prefill or only decode.
 func transferRole(v any) bool {
 	config, ok := v.(map[string]any)
 	if text, isText := v.(string); isText {
@@ -73,16 +73,16 @@ func transferRole(v any) bool {
 func (d *decoder) checkEnv(a *draft) {
 	for name := range a.Engine.Env {
 		path := join(a.path+".engine.env", name)
-		if instead := ownedEnv(name); instead != "" && d.good(path) {
+		if instead := ownedEnv(name); instead != "" && d.isGood(path) {
 			d.broken(path, Fault{Message: "dpserve sets " + name + " itself", Hint: instead})
 		}
 	}
 }
 
-// settleCoupling fills in the coupling where the kind decides it, and demands it where it does not.
+// settleCoupling fills in the coupling if the kind decides it, and demands it otherwise.
 func (d *decoder) settleCoupling(a *draft) {
 	path := a.path + ".data_parallel.coupling"
-	if !d.good(path, a.path+".engine.kind") {
+	if !d.isGood(path, a.path+".engine.kind") {
 		return
 	}
 	written := d.has(path)
@@ -100,9 +100,9 @@ func (d *decoder) settleCoupling(a *draft) {
 	}
 }
 
-// settleSGLang: DP attention and lockstep are the same thing there, and need a divisible tp_size.
+// settleSGLang checks that DP attention and lockstep go together, and that tp_size is a multiple of dp_size.
 func (d *decoder) settleSGLang(a *draft, path string, written bool) {
-	attention := a.Engine.Args.on("enable-dp-attention")
+	attention := a.Engine.Args.isOn("enable-dp-attention")
 	implied := Independent
 	if attention {
 		implied = Lockstep
@@ -128,7 +128,7 @@ func tensorFlags() []string { return []string{"tensor-parallel-size", "tp-size",
 
 func pipelineFlags() []string { return []string{"pipeline-parallel-size", "pp-size", "pp"} }
 
-// parallel is the parallel size that one of the flags sets, 1 if none does, 0 if the value is not a positive number.
+// parallel returns the parallel size that one of the flags sets: 1 if none does, 0 if it is not a positive number.
 func (a *draft) parallel(flags []string) int {
 	for _, arg := range a.Engine.Args {
 		for _, flag := range flags {
@@ -161,7 +161,7 @@ func (d *decoder) settleResources(a *draft) {
 	switch a.Engine.Kind {
 	case KindAttach:
 		for _, key := range []string{"gpus", "cpus", "memory_gib"} {
-			if at := join(path, key); d.has(at) && d.good(at) {
+			if at := join(path, key); d.has(at) && d.isGood(at) {
 				d.broken(at, Fault{Message: "an attached rank takes nothing of a node", Hint: "leave " + key + " out"})
 			}
 		}
@@ -174,7 +174,7 @@ func (d *decoder) settleResources(a *draft) {
 func (d *decoder) settleGPUs(a *draft, path string) {
 	tp, pp := a.parallel(tensorFlags()), a.parallel(pipelineFlags())
 	if tp == 0 || pp == 0 {
-		if d.good(a.path + ".engine.args") {
+		if d.isGood(a.path + ".engine.args") {
 			d.broken(a.path+".engine.args", Fault{
 				Message: "tensor and pipeline parallel sizes count devices", Wanted: fmt.Sprintf("integers from 1 to %d", maxParallel),
 			})
@@ -189,7 +189,7 @@ func (d *decoder) settleGPUs(a *draft, path string) {
 		a.Resources.GPUs = need
 		return
 	}
-	if a.Resources.GPUs != 0 && a.Resources.GPUs != need && d.good(path) {
+	if a.Resources.GPUs != 0 && a.Resources.GPUs != need && d.isGood(path) {
 		d.warn(path, fmt.Sprintf("the engine's parallel sizes use %d devices per rank, the file gives %d", need, a.Resources.GPUs),
 			"leave gpus out to give what the engine uses")
 	}

@@ -5,13 +5,13 @@ import (
 	"strconv"
 )
 
-// ruleSize is quoted in every fault about sizes, because num_replicas has meant both ranks and groups in Ray's history.
+// ruleSize is in every fault about sizes, because in Ray's history num_replicas has meant both ranks and groups.
 const ruleSize = "num_replicas = dp_size × num_groups"
 
-// settleSizes fills dp_size, num_groups and num_replicas, of which any may be left out, and refuses what does not multiply.
+// settleSizes fills in dp_size, num_groups and num_replicas, and refuses sizes that do not multiply. Each may be missing.
 func (d *decoder) settleSizes(a *draft) {
 	replicas, groups, dp := a.path+".num_replicas", a.path+".num_groups", a.path+".data_parallel.dp_size"
-	if !d.good(replicas, groups, dp, a.path+".autoscaling_config") || !d.takeScaling(a) {
+	if !d.isGood(replicas, groups, dp, a.path+".autoscaling_config") || !d.takeScaling(a) {
 		return
 	}
 	if a.Engine.Kind == KindAttach && !d.sizeByRanks(a) {
@@ -85,10 +85,10 @@ func (d *decoder) takeScaling(a *draft) bool {
 	return true
 }
 
-// sizeByRanks takes dp_size and num_groups of an attach application from its list of ranks; false after a fault.
+// sizeByRanks sets dp_size and num_groups of an attach application from its list of ranks; false after a fault.
 func (d *decoder) sizeByRanks(a *draft) bool {
 	path := a.path + ".engine.ranks"
-	if len(a.Engine.Ranks) == 0 || !d.good(path) || !d.goodRanks(a) {
+	if len(a.Engine.Ranks) == 0 || !d.isGood(path) || !d.goodRanks(a) {
 		return false
 	}
 	sizes, ok := d.groupSizes(a)
@@ -116,14 +116,14 @@ func (d *decoder) sizeByRanks(a *draft) bool {
 
 func (d *decoder) goodRanks(a *draft) bool {
 	for i := range a.Engine.Ranks {
-		if !d.good(index(a.path+".engine.ranks", i) + ".group") {
+		if !d.isGood(index(a.path+".engine.ranks", i) + ".group") {
 			return false
 		}
 	}
 	return true
 }
 
-// groupSizes counts the ranks of each group: numbers from 0 without gaps, all of one size.
+// groupSizes counts the ranks of each group. Groups must be numbered from 0 without gaps and have one size.
 func (d *decoder) groupSizes(a *draft) ([]int, bool) {
 	sizes := make([]int, len(a.Engine.Ranks))
 	top := 0

@@ -7,11 +7,11 @@ import (
 	"strings"
 )
 
-// checkSocket runs the rules of a rank's event sockets. Who publishes there says what the rank has cached, so it must be the
-// rank's own engine: on the host of its url, and of no other rank.
+// checkSocket runs the rules of a rank's event sockets. The publisher there reports what the rank has cached, so it must
+// be the rank's own engine: on the host of its url, and shared with no other rank.
 func (d *decoder) checkSocket(r *AttachRank, rank string, addresses taken) {
 	s, path := r.KVEvents, rank+".kv_events"
-	if !d.good(path) {
+	if !d.isGood(path) {
 		return
 	}
 	if (s.Connect == "") == (s.Bind == "") {
@@ -22,7 +22,7 @@ func (d *decoder) checkSocket(r *AttachRank, rank string, addresses taken) {
 		return
 	}
 	engine := ""
-	if u, err := url.Parse(r.URL); err == nil && d.good(rank+".url") {
+	if u, err := url.Parse(r.URL); err == nil && d.isGood(rank+".url") {
 		engine = u.Hostname()
 	}
 	d.checkDialled(s.Connect, path+".connect", engine)
@@ -33,25 +33,25 @@ func (d *decoder) checkSocket(r *AttachRank, rank string, addresses taken) {
 	}
 }
 
-// checkDialled is for a socket of the engine. engine is its host, "" if its url is at fault.
+// checkDialled checks a socket of the engine. engine is the engine's host, "" if its url has a fault.
 func (d *decoder) checkDialled(text, path, engine string) {
 	host, ok := d.socketHost(text, path)
 	if !ok {
 		return
 	}
 	switch {
-	case unspecified(host):
+	case isUnspecified(host):
 		d.broken(path, Fault{Found: strconv.Quote(text), Wanted: "tcp://HOST:PORT", Hint: "name the engine's host"})
-	case engine != "" && !loopback(host) && !strings.EqualFold(host, engine):
+	case engine != "" && !isLoopback(host) && !strings.EqualFold(host, engine):
 		d.broken(path, Fault{
 			Message: "the engine is at " + engine + ", its event socket at " + host, Hint: "name the host that the rank's url names",
 		})
 	}
 }
 
-// checkBound is for a socket of ours.
+// checkBound checks a socket that dpserve binds.
 func (d *decoder) checkBound(text, path string) {
-	if host, ok := d.socketHost(text, path); ok && host != "*" && unspecified(host) {
+	if host, ok := d.socketHost(text, path); ok && host != "*" && isUnspecified(host) {
 		d.broken(path, Fault{
 			Message: "the socket would listen on every interface",
 			Hint:    "write tcp://127.0.0.1:PORT, or tcp://*:PORT for the node's own address",
@@ -59,13 +59,13 @@ func (d *decoder) checkBound(text, path string) {
 	}
 }
 
-// socketHost is the host of a socket that was written; ok is false if there is none, or nothing that could be one.
+// socketHost returns the host of a written socket; ok is false if it is not written or not valid.
 func (d *decoder) socketHost(text, path string) (host string, ok bool) {
-	if !d.has(path) || !d.good(path) {
+	if !d.has(path) || !d.isGood(path) {
 		return "", false
 	}
 	u, err := url.Parse(text)
-	if err != nil || u.Scheme != "tcp" || u.Hostname() == "" || !validPort(u.Port()) ||
+	if err != nil || u.Scheme != "tcp" || u.Hostname() == "" || !isPort(u.Port()) ||
 		u.User != nil || u.Path != "" || u.RawQuery != "" || u.Fragment != "" {
 		d.broken(path, Fault{Found: strconv.Quote(text), Wanted: "tcp://HOST:PORT"})
 		return "", false
@@ -73,13 +73,13 @@ func (d *decoder) socketHost(text, path string) (host string, ok bool) {
 	return u.Hostname(), true
 }
 
-// unspecified says that host stands for every address of a machine.
-func unspecified(host string) bool {
+// isUnspecified reports whether host means every address of a machine.
+func isUnspecified(host string) bool {
 	a, err := netip.ParseAddr(host)
 	return host == "*" || err == nil && a.Unmap().IsUnspecified()
 }
 
-func loopback(host string) bool {
+func isLoopback(host string) bool {
 	a, err := netip.ParseAddr(host)
 	return host == "localhost" || err == nil && a.Unmap().IsLoopback()
 }

@@ -6,7 +6,7 @@ import (
 	"strings"
 )
 
-// Bounds of single values. Generous, and finite so that sums and products stay far from overflow.
+// Bounds of single values. They are generous, and finite so that sums and products cannot overflow.
 const (
 	// MaxDPSize is the largest data-parallel group.
 	MaxDPSize = 4096
@@ -23,14 +23,14 @@ const (
 	maxAttempts     = 16
 )
 
-// draft is an application while it is read: what the file says beside what is stored.
+// draft is an application during parsing, with values of the file that are not stored.
 type draft struct {
 	Application
 	path    string
 	scaling scaling
 }
 
-// scaling is autoscaling_config as far as a fixed size understands it.
+// scaling is autoscaling_config, which must describe a fixed size.
 type scaling struct{ minimum, maximum, initial int }
 
 func fileFields() []field[[]*draft] {
@@ -75,10 +75,10 @@ func applicationFields() []field[draft] {
 	}
 }
 
-// readMaxQueued refuses Ray's -1 (no bound) by name: an unbounded queue turns overload into time-outs for everybody.
+// readMaxQueued refuses Ray's -1 (no bound) by name: an unbounded queue turns overload into time-outs for all requests.
 func readMaxQueued(c cursor, a *draft) {
 	if v, ok := c.n.whole(); ok && v < 0 {
-		c.wrong("an integer from 0 to "+strconv.Itoa(maxQueued), "a queue without a bound is refused; leave the key out for "+
+		c.refuseValue("an integer from 0 to "+strconv.Itoa(maxQueued), "a queue without a bound is refused; leave the key out for "+
 			strconv.Itoa(DefaultMaxQueuedRequests))
 		return
 	}
@@ -216,7 +216,7 @@ func routingFields() []field[Routing] {
 	}
 }
 
-// policies are the ones of this version; laterPolicies have a name already.
+// policies are those of this version. laterPolicies have only a name yet.
 func policies() []string {
 	return []string{
 		"power-of-two", "least-loaded", "round-robin", "random", "direct", "scoring", "cache-aware", "prefix-aware", "kv", "least-kv", "lmetric", "lmetric-1",

@@ -27,7 +27,7 @@ func readArgs(c cursor, e *Engine) {
 			continue
 		}
 		if entry.value.shape == nullShape {
-			item.wrong("a value", "write true for a flag without a value, or leave it out")
+			item.refuseValue("a value", "write true for a flag without a value, or leave it out")
 			continue
 		}
 		item.askOnOff()
@@ -37,7 +37,7 @@ func readArgs(c cursor, e *Engine) {
 	}
 }
 
-// askOnOff warns about words that older YAML took for booleans.
+// askOnOff warns about words that older YAML reads as booleans.
 func (c cursor) askOnOff() {
 	if c.n.shape != textShape || c.n.quoted {
 		return
@@ -48,7 +48,7 @@ func (c cursor) askOnOff() {
 	}
 }
 
-// readParams reads routing.params; what they mean is the policy's business.
+// readParams reads routing.params. The policy checks them.
 func readParams(c cursor, r *Routing) {
 	if !c.isMap() {
 		return
@@ -60,7 +60,7 @@ func readParams(c cursor, r *Routing) {
 	}
 }
 
-// value takes anything: string, bool, int64, float64, nil, []any or map[string]any; false after a fault.
+// value accepts any value: string, bool, int64, float64, nil, []any or map[string]any; false after a fault.
 func (c cursor) value() (any, bool) {
 	switch c.n.shape {
 	case nullShape:
@@ -71,13 +71,13 @@ func (c cursor) value() (any, bool) {
 		if v, ok := c.n.whole(); ok {
 			return v, true
 		}
-		c.wrong("an integer of 64 bits", "put it in quotes to pass it on as text")
+		c.refuseValue("an integer of 64 bits", "put it in quotes to pass it on as text")
 		return nil, false
 	case floatShape:
 		if v, ok := c.n.real(); ok {
 			return v, true
 		}
-		c.wrong("a finite number", "put it in quotes to pass it on as text")
+		c.refuseValue("a finite number", "put it in quotes to pass it on as text")
 		return nil, false
 	case listShape:
 		return c.list()
@@ -90,7 +90,7 @@ func (c cursor) value() (any, bool) {
 	}
 	var s string
 	c.text(&s)
-	return s, c.d.good(c.path)
+	return s, c.d.isGood(c.path)
 }
 
 func (c cursor) list() (any, bool) {
@@ -111,8 +111,8 @@ func (c cursor) table() (any, bool) {
 	return out, good
 }
 
-// appendJSON appends v as compact JSON with sorted keys. Floats always carry a point or an exponent, so that reading them
-// back gives floats. v holds only the types that value returns.
+// appendJSON appends v as compact JSON with sorted keys. Floats always have a point or an exponent, so that they are
+// read back as floats. v has only the types that value returns.
 func appendJSON(b []byte, v any) []byte {
 	switch t := v.(type) {
 	case bool:
