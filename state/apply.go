@@ -73,7 +73,7 @@ func (s *State) applyNodes(c *Command) (Result, error) {
 	case c.TurnKey != nil:
 		return s.turnKey(c.TurnKey)
 	default:
-		return s.applyNext(c)
+		return applyNext(s, c)
 	}
 }
 
@@ -383,7 +383,7 @@ const (
 
 // grantGroup starts all units of the command or none. Each unit gets the next epoch of its name.
 func (s *State) grantGroup(c *GrantGroup) (Result, error) {
-	if err := s.checkGrant(c); err != nil {
+	if err := checkGrant(s, c); err != nil {
 		return Result{}, err
 	}
 	r := Result{Epochs: make(map[string]uint64, len(c.Units))}

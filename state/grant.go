@@ -48,7 +48,7 @@ type heldResources struct {
 }
 
 // resourcesHeld returns what all units hold except those that the command starts again.
-func (s *State) resourcesHeld(c *GrantGroup) *heldResources {
+func resourcesHeld(s *State, c *GrantGroup) *heldResources {
 	again := make(map[string]bool, len(c.Units))
 	for i := range c.Units {
 		again[c.Units[i].Unit] = true
@@ -80,14 +80,14 @@ func (t *heldResources) addHeld(app string, group int, h holder, ranks []RankGra
 }
 
 // checkGrant refuses a grant that is stale or malformed, or that would give a resource to two units.
-func (s *State) checkGrant(c *GrantGroup) error {
-	if err := s.checkGrantApp(c); err != nil {
+func checkGrant(s *State, c *GrantGroup) error {
+	if err := checkGrantApp(s, c); err != nil {
 		return err
 	}
-	t, named := s.resourcesHeld(c), make(map[string]bool, len(c.Units))
+	t, named := resourcesHeld(s, c), make(map[string]bool, len(c.Units))
 	for i := range c.Units {
 		g := &c.Units[i]
-		if err := s.checkUnit(c, g); err != nil {
+		if err := checkUnit(s, c, g); err != nil {
 			return err
 		}
 		if err := s.checkGrantNodes(g); err != nil {
@@ -104,7 +104,7 @@ func (s *State) checkGrant(c *GrantGroup) error {
 	return nil
 }
 
-func (s *State) checkGrantApp(c *GrantGroup) error {
+func checkGrantApp(s *State, c *GrantGroup) error {
 	a, ok := s.Apps[c.App]
 	switch {
 	case !ok:
@@ -123,7 +123,7 @@ func (s *State) checkGrantApp(c *GrantGroup) error {
 }
 
 // checkUnit checks one unit by itself: its name, epoch, ranks and blocks.
-func (s *State) checkUnit(c *GrantGroup, g *UnitGrant) error {
+func checkUnit(s *State, c *GrantGroup, g *UnitGrant) error {
 	if !ownsUnit(c.App, c.Group, g) {
 		return badGrantError("%s is no unit of group %d of application %q", g.Unit, c.Group, c.App)
 	}

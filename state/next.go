@@ -17,6 +17,6 @@ func (nextCommand) addNext(map[string]kind) {}
 
 func (nextNode) cutNext(int) {}
 
-func (s *State) applyNext(*Command) (Result, error) {
+func applyNext(*State, *Command) (Result, error) {
 	return Result{}, problem.New(problem.InvalidArgument, "%w: it cannot be applied", ErrUnknownCommand)
 }

@@ -36,7 +36,7 @@ func (n *nextNode) cutNext(level int) {
 	}
 }
 
-func (s *State) applyNext(c *Command) (Result, error) {
+func applyNext(s *State, c *Command) (Result, error) {
 	s.Marked = c.Mark.Text
 	return Result{}, nil
 }
