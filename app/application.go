@@ -1,5 +1,5 @@
-// Package app is the schema of app.yaml: types, parsing, validation that reports all faults at once, defaults,
-// printing, and the differences of two revisions. It is pure: no IO, no clock, no actors.
+// Package app is the schema of app.yaml: types, parsing, validation that reports all faults at once,
+// defaults, printing, and the differences of two revisions. It is pure: no IO, no clock, no actors.
 package app
 
 import (
@@ -27,27 +27,30 @@ const (
 	Lockstep    Coupling = "lockstep"
 )
 
-// Application is one entry of `applications:` with every default filled in. The cluster stores it as JSON, and all
-// packages read it. The zero value is not valid.
+// Application is one entry of `applications:` with every default filled in. The cluster stores it as JSON,
+// and all packages read it. The zero value is not valid.
 type Application struct {
-	Name                    string       `json:"name"`
-	RoutePrefix             string       `json:"route_prefix"`
-	Model                   Model        `json:"model"`
-	Engine                  Engine       `json:"engine"`
-	DataParallel            DataParallel `json:"data_parallel"`
-	NumReplicas             int          `json:"num_replicas"` // ranks = dp_size × num_groups
-	NumGroups               int          `json:"num_groups"`
-	Resources               Resources    `json:"resources"`
-	PlacementGroupStrategy  string       `json:"placement_group_strategy"` // PACK | STRICT_PACK | SPREAD | STRICT_SPREAD
-	MaxRanksPerNode         int          `json:"max_ranks_per_node,omitempty"`
-	Routing                 Routing      `json:"routing"`
-	MaxOngoingRequests      int          `json:"max_ongoing_requests,omitempty"` // per rank; 0 = what the engine reports, else 256
-	MaxQueuedRequests       int          `json:"max_queued_requests"`                       // per app and ingress
-	Timeouts                Timeouts     `json:"timeouts"`
-	Retries                 Retries      `json:"retries"`
-	HealthCheckPeriodS      float64      `json:"health_check_period_s"`
-	HealthCheckTimeoutS     float64      `json:"health_check_timeout_s"`
-	GracefulShutdownTimeout float64      `json:"graceful_shutdown_timeout_s"` // seconds; 0 = cut
+	Name         string       `json:"name"`
+	RoutePrefix  string       `json:"route_prefix"`
+	Model        Model        `json:"model"`
+	Engine       Engine       `json:"engine"`
+	DataParallel DataParallel `json:"data_parallel"`
+	NumReplicas  int          `json:"num_replicas"` // ranks = dp_size × num_groups
+	NumGroups    int          `json:"num_groups"`
+	Resources    Resources    `json:"resources"`
+	// PACK | STRICT_PACK | SPREAD | STRICT_SPREAD
+	PlacementGroupStrategy string  `json:"placement_group_strategy"`
+	MaxRanksPerNode        int     `json:"max_ranks_per_node,omitempty"`
+	Routing                Routing `json:"routing"`
+	// per rank; 0 = what the engine reports, else 256
+	MaxOngoingRequests int `json:"max_ongoing_requests,omitempty"`
+	// per app and ingress
+	MaxQueuedRequests       int      `json:"max_queued_requests"`
+	Timeouts                Timeouts `json:"timeouts"`
+	Retries                 Retries  `json:"retries"`
+	HealthCheckPeriodS      float64  `json:"health_check_period_s"`
+	HealthCheckTimeoutS     float64  `json:"health_check_timeout_s"`
+	GracefulShutdownTimeout float64  `json:"graceful_shutdown_timeout_s"` // seconds; 0 = cut
 }
 
 // Model is the name that clients send and the model that engines load.
@@ -66,8 +69,9 @@ type Adapter struct {
 
 // Engine says how the engine of a rank is started, or (kind attach) where it runs.
 type Engine struct {
-	Kind            Kind              `json:"kind"`
-	Family          string            `json:"family,omitempty"`   // attach: vllm | sglang | openai; empty = probed
+	Kind Kind `json:"kind"`
+	// attach: vllm | sglang | openai; empty = probed
+	Family          string            `json:"family,omitempty"`
 	Command         []string          `json:"command,omitempty"` // empty = default of the kind
 	Args            Args              `json:"args,omitempty"`
 	Env             map[string]string `json:"env,omitempty"`
@@ -111,7 +115,8 @@ type DataParallel struct {
 	Coupling Coupling `json:"coupling"`
 }
 
-// Resources are what one rank needs. GPUsSet distinguishes a written `gpus: 0` (a CPU engine) from an omitted one.
+// Resources are what one rank needs. GPUsSet distinguishes a written `gpus: 0` (a CPU engine) from an omitted
+// one.
 type Resources struct {
 	GPUs      int               `json:"gpus"`
 	GPUsSet   bool              `json:"gpus_set,omitempty"`
@@ -141,7 +146,8 @@ type Retries struct {
 	Attempts int `json:"attempts"`
 }
 
-// Runs reports whether this version starts or attaches engines of the kind. The other kinds only parse and validate.
+// Runs reports whether this version starts or attaches engines of the kind. The other kinds only parse and
+// validate.
 func (k Kind) Runs() bool { return k == KindSim || k == KindAttach }
 
 // Seconds converts a number of seconds of the file into a duration.

@@ -8,7 +8,8 @@ import (
 	"strings"
 )
 
-// flag returns the name of the argument in kebab case. After a dot (nested settings) the engine's own spelling stays.
+// flag returns the name of the argument in kebab case. After a dot (nested settings) the engine's own
+// spelling stays.
 func (a Arg) flag() string {
 	head, tail, nested := strings.Cut(a.Name, ".")
 	head = strings.ReplaceAll(head, "_", "-")
@@ -43,8 +44,8 @@ func (a Arg) argv() []string {
 	return []string{flag, text}
 }
 
-// Argv returns the arguments as words of a command line, in file order: --kebab-case value. true is the bare flag, false
-// is --no-flag, lists and maps are JSON. No shell reads them.
+// Argv returns the arguments as words of a command line, in file order: --kebab-case value. true is the bare
+// flag, false is --no-flag, lists and maps are JSON. No shell reads them.
 func (a Args) Argv() []string {
 	var out []string
 	for _, arg := range a {

@@ -12,8 +12,8 @@ import (
 	"github.com/goccy/go-yaml/token"
 )
 
-// builder converts the parser's tree into nodes. Aliases become shared nodes, merge keys become entries. YAML forms that
-// no configuration needs become faults.
+// builder converts the parser's tree into nodes. Aliases become shared nodes, merge keys become entries. YAML
+// forms that no configuration needs become faults.
 type builder struct {
 	d        *decoder
 	anchors  map[string]*node
@@ -43,7 +43,8 @@ func (d *decoder) load(text []byte) *node {
 func (d *decoder) body(tokens token.Tokens) ast.Node {
 	file, err := parseTokens(tokens)
 	if err != nil {
-		d.fault(placeOfError(err), "", Fault{Message: "not YAML: " + messageOf(err), Hint: "correct the syntax at this place"})
+		d.fault(placeOfError(err), "", Fault{Message: "not YAML: " + messageOf(err),
+			Hint: "correct the syntax at this place"})
 		return nil
 	}
 	var found ast.Node
@@ -52,7 +53,8 @@ func (d *decoder) body(tokens token.Tokens) ast.Node {
 			continue
 		}
 		if found != nil {
-			d.fault(placeOf(doc.Body), "", Fault{Message: "a second document (---)", Hint: "put all applications into one list"})
+			d.fault(placeOf(doc.Body), "", Fault{Message: "a second document (---)",
+				Hint: "put all applications into one list"})
 			return found
 		}
 		found = doc.Body
@@ -60,8 +62,8 @@ func (d *decoder) body(tokens token.Tokens) ast.Node {
 	return found
 }
 
-// parseTokens calls the parser and turns its panics into errors. The text may be any bytes, so a case that the parser
-// does not handle must not stop the server.
+// parseTokens calls the parser and turns its panics into errors. The text may be any bytes, so a case that
+// the parser does not handle must not stop the server.
 func parseTokens(tokens token.Tokens) (file *ast.File, err error) {
 	defer func() {
 		if r := recover(); r != nil {
@@ -163,7 +165,8 @@ func (n *node) addSize(child *node) {
 // checkDepth refuses a node that aliases nest too deep. guard has checked only the written nesting.
 func (b *builder) checkDepth(at ast.Node, n *node) *node {
 	if n.depth > MaxDepth {
-		return b.refuse(at, fmt.Sprintf("maps and lists nest deeper than %d levels", MaxDepth), "write a flatter file")
+		return b.refuse(at, fmt.Sprintf("maps and lists nest deeper than %d levels", MaxDepth),
+			"write a flatter file")
 	}
 	return n
 }
@@ -173,7 +176,8 @@ func (b *builder) alias(v *ast.AliasNode) *node {
 	name := v.Value.GetToken().Value
 	target, ok := b.anchors[name]
 	if !ok {
-		return b.refuse(v, "unknown alias "+strconv.Quote("*"+name), "define &"+name+" above this line, and outside of itself")
+		return b.refuse(v, "unknown alias "+strconv.Quote("*"+name),
+			"define &"+name+" above this line, and outside of itself")
 	}
 	return b.expand(v, target)
 }
@@ -183,7 +187,8 @@ func (b *builder) expand(at ast.Node, target *node) *node {
 		return &node{place: placeOf(at), shape: refusedShape, size: 1}
 	}
 	if b.expanded += target.size; b.expanded > MaxExpansion {
-		return b.refuse(at, fmt.Sprintf("aliases and merge keys add more than %d values", MaxExpansion), "write fewer or smaller aliases")
+		return b.refuse(at, fmt.Sprintf("aliases and merge keys add more than %d values", MaxExpansion),
+			"write fewer or smaller aliases")
 	}
 	return target
 }
@@ -224,7 +229,8 @@ func (b *builder) mapping(v *ast.MappingNode) *node {
 			continue
 		}
 		if line, twice := lines[key]; twice {
-			b.refuse(e.Key, "duplicate key "+strconv.Quote(key), fmt.Sprintf("it is also on line %d; keep one", line))
+			b.refuse(e.Key, "duplicate key "+strconv.Quote(key),
+				fmt.Sprintf("it is also on line %d; keep one", line))
 			continue
 		}
 		at := placeOf(e.Key)

@@ -26,7 +26,8 @@ func (d *decoder) fault(at place, path string, f Fault) {
 	}
 }
 
-// broken records a fault of a rule at path. If path was not written, the fault is at the nearest written parent.
+// broken records a fault of a rule at path. If path was not written, the fault is at the nearest written
+// parent.
 func (d *decoder) broken(path string, f Fault) { d.fault(d.where(path), path, f) }
 
 func (d *decoder) warn(path, message, hint string) {
@@ -119,7 +120,8 @@ func (c cursor) isMap() bool {
 	return c.n.shape == mapShape
 }
 
-// text accepts any scalar by its source text, because YAML reads ids and names like 1234 or on as numbers and booleans.
+// text accepts any scalar by its source text, because YAML reads ids and names like 1234 or on as numbers and
+// booleans.
 func (c cursor) text(dst *string) {
 	if !c.n.isScalar() || c.n.shape == nullShape {
 		c.refuseValue("text", "")
@@ -174,7 +176,8 @@ func (c cursor) number(dst *float64, high float64, zeroOK bool, unit string) {
 		low, rule = 0, "from 0"
 	}
 	if !ok || v < low || v > high {
-		c.refuseValue(fmt.Sprintf("%s %s to %s", unit, rule, strconv.FormatFloat(high, 'f', -1, 64)), c.quoteHint())
+		c.refuseValue(fmt.Sprintf("%s %s to %s", unit, rule, strconv.FormatFloat(high, 'f', -1, 64)),
+			c.quoteHint())
 		return
 	}
 	*dst = v
@@ -196,7 +199,8 @@ func (c cursor) each(limit int, visit func(item cursor)) {
 		return
 	}
 	if len(c.n.items) > limit {
-		c.refuse(Fault{Found: fmt.Sprintf("%d items", len(c.n.items)), Wanted: fmt.Sprintf("at most %d", limit)})
+		c.refuse(Fault{Found: fmt.Sprintf("%d items", len(c.n.items)),
+			Wanted: fmt.Sprintf("at most %d", limit)})
 		return
 	}
 	for i, item := range c.n.items {

@@ -27,7 +27,8 @@ const (
 	StrategyStrictSpread = "STRICT_SPREAD"
 )
 
-// Defaults of an application. They are filled in here, because an Application is stored complete. Times are seconds.
+// Defaults of an application. They are filled in here, because an Application is stored complete. Times are
+// seconds.
 const (
 	DefaultRoutePrefix         = "/"
 	DefaultDPSize              = 1
@@ -43,9 +44,10 @@ const (
 	DefaultGracefulShutdownS   = 1800
 )
 
-// DefaultPolicy returns the routing policy of an application whose file names none. Independent ranks get mex, which
-// charges a request for the delay that it causes to all requests on its rank. Lockstep ranks get lmetric-1: each of their
-// steps lasts as long as that of the slowest rank, so a request's cost is not limited to its own rank.
+// DefaultPolicy returns the routing policy of an application whose file names none. Independent ranks get
+// mex, which charges a request for the delay that it causes to all requests on its rank. Lockstep ranks get
+// lmetric-1: each of their steps lasts as long as that of the slowest rank, so a request's cost is not
+// limited to its own rank.
 func DefaultPolicy(c Coupling) string {
 	if c == Lockstep {
 		return "lmetric-1"
@@ -53,16 +55,18 @@ func DefaultPolicy(c Coupling) string {
 	return "mex"
 }
 
-// Default returns an application with every default that does not depend on other keys. Name, model, engine kind and
-// routing policy are empty and sizes are 0, because the file decides them.
+// Default returns an application with every default that does not depend on other keys. Name, model, engine
+// kind and routing policy are empty and sizes are 0, because the file decides them.
 func Default() Application {
 	return Application{
-		RoutePrefix:             DefaultRoutePrefix,
-		Engine:                  Engine{KVEvents: KVEventsAuto, StartupTimeoutS: DefaultStartupTimeoutS, StallTimeoutS: DefaultStallTimeoutS},
-		PlacementGroupStrategy:  StrategyPack,
-		Routing:                 Routing{Preset: PresetDocumented, Identity: IdentityText},
-		MaxQueuedRequests:       DefaultMaxQueuedRequests,
-		Timeouts:                Timeouts{QueueS: DefaultQueueS, FirstTokenS: DefaultFirstTokenS, BetweenTokensS: DefaultBetweenTokensS},
+		RoutePrefix: DefaultRoutePrefix,
+		Engine: Engine{KVEvents: KVEventsAuto, StartupTimeoutS: DefaultStartupTimeoutS,
+			StallTimeoutS: DefaultStallTimeoutS},
+		PlacementGroupStrategy: StrategyPack,
+		Routing:                Routing{Preset: PresetDocumented, Identity: IdentityText},
+		MaxQueuedRequests:      DefaultMaxQueuedRequests,
+		Timeouts: Timeouts{QueueS: DefaultQueueS, FirstTokenS: DefaultFirstTokenS,
+			BetweenTokensS: DefaultBetweenTokensS},
 		Retries:                 Retries{Attempts: DefaultAttempts},
 		HealthCheckPeriodS:      DefaultHealthCheckPeriodS,
 		HealthCheckTimeoutS:     DefaultHealthCheckTimeoutS,

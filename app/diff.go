@@ -25,8 +25,8 @@ type Change struct {
 	Fields []Diff     `json:"fields,omitempty"` // of an update, sorted by path
 }
 
-// Diff is one value that differs. Values are JSON; empty means absent. Values of engine.env are hidden, because they may
-// contain tokens.
+// Diff is one value that differs. Values are JSON; empty means absent. Values of engine.env are hidden,
+// because they may contain tokens.
 type Diff struct {
 	Path string `json:"path"`
 	Old  string `json:"old,omitempty"`
@@ -56,9 +56,9 @@ func (c Change) String() string {
 	return fmt.Sprintf("%s %s (%s)", c.Kind, c.App, strings.Join(paths, ", "))
 }
 
-// Compare returns the changes from one set of applications to another: creates and updates in the order of to, then
-// deletes in the order of from. Equal applications do not appear. Only a caller that replaces the whole set needs the
-// deletes: deploy leaves unlisted applications unchanged.
+// Compare returns the changes from one set of applications to another: creates and updates in the order of
+// to, then deletes in the order of from. Equal applications do not appear. Only a caller that replaces the
+// whole set needs the deletes: deploy leaves unlisted applications unchanged.
 func Compare(from, to []*Application) []Change {
 	before := byName(from)
 	var out []Change

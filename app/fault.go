@@ -9,7 +9,8 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// maxFaults bounds the faults of one Parse: a longer list does not help, and a hostile file must not fill memory.
+// maxFaults bounds the faults of one Parse: a longer list does not help, and a hostile file must not fill
+// memory.
 const maxFaults = 100
 
 // hintSmallest shows the smallest valid file.
@@ -17,11 +18,12 @@ const hintSmallest = "the smallest file: applications: [{name: demo, model: {id:
 
 // Fault is one error of a file, with its position.
 type Fault struct {
-	File    string `json:"file"`
-	Line    int    `json:"line"`              // from 1
-	Col     int    `json:"col"`               // from 1, in characters
-	Path    string `json:"path,omitempty"`    // applications[0].engine.kind; empty for the file as a whole
-	Message string `json:"message,omitempty"` // the broken rule; may be empty when Found and Wanted are enough
+	File string `json:"file"`
+	Line int    `json:"line"`           // from 1
+	Col  int    `json:"col"`            // from 1, in characters
+	Path string `json:"path,omitempty"` // applications[0].engine.kind; empty for the file as a whole
+	// the broken rule; may be empty when Found and Wanted are enough
+	Message string `json:"message,omitempty"`
 	Found   string `json:"found,omitempty"`
 	Wanted  string `json:"wanted,omitempty"`
 	Hint    string `json:"hint,omitempty"` // what to do next

@@ -4,15 +4,16 @@ import (
 	"strconv"
 )
 
-// field is one key of a map of the file. The fields are the schema: the reader, the hints and the test of the sample use
-// them.
+// field is one key of a map of the file. The fields are the schema: the reader, the hints and the test of the
+// sample use them.
 type field[T any] struct {
 	key   string
 	later bool // known, but not supported yet: a fault, never ignored silently
 	read  func(c cursor, into *T)
 }
 
-// readFields reads the map at c into t. Keys that are not in fields are faults. An empty value counts as not written.
+// readFields reads the map at c into t. Keys that are not in fields are faults. An empty value counts as not
+// written.
 func readFields[T any](c cursor, t *T, fields []field[T]) {
 	if !c.isMap() {
 		return
@@ -22,7 +23,8 @@ func readFields[T any](c cursor, t *T, fields []field[T]) {
 		f := find(fields, e.key)
 		switch {
 		case f == nil:
-			c.d.fault(e.place, sub.path, Fault{Message: "unknown key " + strconv.Quote(e.key), Hint: keyHint(e.key, fields)})
+			c.d.fault(e.place, sub.path, Fault{Message: "unknown key " + strconv.Quote(e.key),
+				Hint: keyHint(e.key, fields)})
 		case f.later:
 			c.d.fault(e.place, sub.path, notYet(strconv.Quote(e.key)))
 		case e.value.shape != nullShape:
@@ -58,7 +60,8 @@ func keyHint[T any](key string, fields []field[T]) string {
 
 // notYet is the fault of a key or a word that is not supported yet.
 func notYet(what string) Fault {
-	return Fault{Message: what + " is not supported in this version", Hint: "it comes with a later version; leave it out"}
+	return Fault{Message: what + " is not supported in this version",
+		Hint: "it comes with a later version; leave it out"}
 }
 
 // child makes a reader of a map inside T.

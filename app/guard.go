@@ -7,8 +7,8 @@ import (
 	"github.com/goccy/go-yaml/token"
 )
 
-// Limits of a file. They are far above any real deployment (4,096 attached ranks need about 400 KiB and 100,000 tokens).
-// They limit the cost of a hostile file to some tens of milliseconds and megabytes.
+// Limits of a file. They are far above any real deployment (4,096 attached ranks need about 400 KiB and
+// 100,000 tokens). They limit the cost of a hostile file to some tens of milliseconds and megabytes.
 const (
 	// MaxFileBytes is the largest file Parse reads.
 	MaxFileBytes = 1 << 20
@@ -43,8 +43,9 @@ type level struct {
 	colon bool // flow map: the entry has its ":"
 }
 
-// guard checks the tokens before the parser runs, because the parser recurses without a bound and needs quadratic time
-// for empty values. It is a stack machine over columns: exact enough to count, but not a grammar.
+// guard checks the tokens before the parser runs, because the parser recurses without a bound and needs
+// quadratic time for empty values. It is a stack machine over columns: exact enough to count, but not a
+// grammar.
 type guard struct {
 	open  []level // maps and lists around the token
 	width int     // bytes of the path of open

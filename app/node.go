@@ -23,14 +23,15 @@ const (
 
 // String returns the shape in words for people.
 func (s shape) String() string {
-	return [...]string{"nothing", "text", "an integer", "a number", "a boolean", "a list", "a map", "something else"}[s]
+	return [...]string{"nothing", "text", "an integer", "a number", "a boolean", "a list", "a map",
+		"something else"}[s]
 }
 
 // place is a position in the file. Lines and columns count from 1, columns in characters.
 type place struct{ line, col int }
 
-// node is one value of the file. Aliases share nodes, so the tree is a directed graph without cycles. size counts the
-// nodes of a walk.
+// node is one value of the file. Aliases share nodes, so the tree is a directed graph without cycles. size
+// counts the nodes of a walk.
 type node struct {
 	place
 	shape   shape
@@ -83,8 +84,9 @@ var (
 	notFinite   = regexp.MustCompile(`^([-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$`)
 )
 
-// shapeOf returns the shape of an unquoted scalar. It does not use the parser's own types: the parser reads 010 as eight,
-// 1_000 as a number and 1e3 as text, so a JSON file would mean something else than the same YAML.
+// shapeOf returns the shape of an unquoted scalar. It does not use the parser's own types: the parser reads
+// 010 as eight, 1_000 as a number and 1e3 as text, so a JSON file would mean something else than the same
+// YAML.
 func shapeOf(text string) shape {
 	switch text {
 	case "", "~", "null", "Null", "NULL":

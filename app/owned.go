@@ -5,11 +5,12 @@ import "strings"
 // flagKVTransfer is the flag whose kv_role decides whether an engine does only prefill or only decode.
 const flagKVTransfer = "kv-transfer-config"
 
-// ownedFlag says what to write instead of a flag that dpserve sets; "" if the user may set it. flag is in kebab case
-// without leading dashes.
+// ownedFlag says what to write instead of a flag that dpserve sets; "" if the user may set it. flag is in
+// kebab case without leading dashes.
 func ownedFlag(flag string) string {
 	const (
-		rank   = "dpserve hands out ranks and addresses; write data_parallel.dp_size and data_parallel.coupling"
+		rank = "dpserve hands out ranks and addresses; write data_parallel.dp_size and " +
+			"data_parallel.coupling"
 		size   = "write data_parallel.dp_size"
 		names  = "write model.id and model.aliases"
 		source = "write model.source"

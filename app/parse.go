@@ -13,10 +13,10 @@ type File struct {
 	Applications []*Application `json:"applications"`
 }
 
-// Parse reads text (YAML, or JSON, which is YAML) and checks every rule of a file. The error is a Faults with all faults,
-// sorted by position; then the File is nil. Warnings are about legal but surprising values and come with and without
-// faults. file is the name in the faults. The result does not refer to text. rules are checks of packages that this one
-// does not know; they run on every application.
+// Parse reads text (YAML, or JSON, which is YAML) and checks every rule of a file. The error is a Faults with
+// all faults, sorted by position; then the File is nil. Warnings are about legal but surprising values and
+// come with and without faults. file is the name in the faults. The result does not refer to text. rules are
+// checks of packages that this one does not know; they run on every application.
 func Parse(file string, text []byte, rules ...Rule) (*File, []Warning, error) {
 	d := &decoder{file: file, at: map[string]place{}, bad: map[string]bool{}}
 	root := d.load(text)
@@ -36,8 +36,9 @@ func Parse(file string, text []byte, rules ...Rule) (*File, []Warning, error) {
 	return out, d.warnings, nil
 }
 
-// Rule checks one application, with its defaults, for another package. path is relative to the application, like
-// "routing.params". The message of err becomes the fault, with hint and details if it is a *problem.Error.
+// Rule checks one application, with its defaults, for another package. path is relative to the application,
+// like "routing.params". The message of err becomes the fault, with hint and details if it is a
+// *problem.Error.
 type Rule func(a *Application) (path string, err error)
 
 func (d *decoder) runRules(a *draft, rules []Rule) {
@@ -64,7 +65,8 @@ func (d *decoder) read(root *node) []*draft {
 	switch {
 	case root == nil || root.shape == nullShape:
 		if len(d.faults) == 0 {
-			d.fault(place{1, 1}, "", Fault{Message: "the file holds nothing", Wanted: "applications: [...]", Hint: hintSmallest})
+			d.fault(place{1, 1}, "", Fault{Message: "the file holds nothing", Wanted: "applications: [...]",
+				Hint: hintSmallest})
 		}
 		return nil
 	case d.isRay(root):
@@ -74,12 +76,14 @@ func (d *decoder) read(root *node) []*draft {
 	c := cursor{d, root, ""}
 	readFields(c, &drafts, fileFields())
 	if root.shape == mapShape && !d.has("applications") {
-		c.refuse(Fault{Message: "the key applications is missing or empty", Wanted: "applications: [...]", Hint: hintSmallest})
+		c.refuse(Fault{Message: "the key applications is missing or empty", Wanted: "applications: [...]",
+			Hint: hintSmallest})
 	}
 	return drafts
 }
 
-// isRay detects a Ray Serve file by its import paths and refuses it by name, instead of with a fault for every key.
+// isRay detects a Ray Serve file by its import paths and refuses it by name, instead of with a fault for
+// every key.
 func (d *decoder) isRay(root *node) bool {
 	apps := root.get("applications")
 	if apps == nil {
@@ -90,8 +94,10 @@ func (d *decoder) isRay(root *node) bool {
 		for _, e := range a.entries {
 			if e.key == "import_path" {
 				d.fault(e.place, join(index("applications", i), e.key), Fault{
-					Message: "this is a Ray Serve file (import_path " + strconv.Quote(e.value.text) + "), which this version does not read",
-					Hint:    "reading Ray Serve LLM files comes with the next version; write model, engine and data_parallel as docs/app-yaml.md shows",
+					Message: "this is a Ray Serve file (import_path " +
+						"" + strconv.Quote(e.value.text) + "), which this version does not read",
+					Hint: "reading Ray Serve LLM files comes with the next version; write model, engine " +
+						"and data_parallel as docs/app-yaml.md shows",
 				})
 				found = true
 			}

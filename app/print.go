@@ -8,8 +8,8 @@ import (
 	"strings"
 )
 
-// Print returns f as canonical YAML without values at their default. Parse of the result gives f again. `validate
-// --print` shows it.
+// Print returns f as canonical YAML without values at their default. Parse of the result gives f again.
+// `validate --print` shows it.
 func (f *File) Print() []byte {
 	var p page
 	p.line(0, "applications:")
@@ -122,7 +122,8 @@ func modelLines(m *Model) lines {
 	l.texts("aliases", m.Aliases)
 	var each []lines
 	for _, a := range m.Adapters {
-		each = append(each, lines{{key: "id", text: plainOrQuoted(a.ID)}, {key: "source", text: plainOrQuoted(a.Source)}})
+		each = append(each, lines{{key: "id", text: plainOrQuoted(a.ID)},
+			{key: "source", text: plainOrQuoted(a.Source)}})
 	}
 	return append(l, listLine("adapters", each)...)
 }
@@ -214,7 +215,8 @@ func valueText(v any) string {
 
 var plainWord = regexp.MustCompile(`^[A-Za-z_/][A-Za-z0-9_./-]*$`)
 
-// plainOrQuoted writes s without quotes if no YAML reader, of any version, reads it as something other than this text.
+// plainOrQuoted writes s without quotes if no YAML reader, of any version, reads it as something other than
+// this text.
 func plainOrQuoted(s string) string {
 	switch strings.ToLower(s) {
 	case "null", "true", "false", "yes", "no", "on", "off", "y", "n":

@@ -9,8 +9,8 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// RankRef identifies one attached rank by its engine (URL, and Selector if several ranks share the URL). With an empty
-// URL it identifies the rank by its group and number.
+// RankRef identifies one attached rank by its engine (URL, and Selector if several ranks share the URL). With
+// an empty URL it identifies the rank by its group and number.
 type RankRef struct {
 	URL         string
 	Selector    *int
@@ -30,8 +30,8 @@ func (e *Engine) numbers() []int {
 	return out
 }
 
-// Rank returns the attached engine with the given number in its group, nil if there is none. Ranks are numbered in file
-// order, except those with a written number.
+// Rank returns the attached engine with the given number in its group, nil if there is none. Ranks are
+// numbered in file order, except those with a written number.
 func (e *Engine) Rank(group, rank int) *AttachRank {
 	for i, n := range e.numbers() {
 		if n == rank && e.Ranks[i].Group == group {
@@ -59,7 +59,8 @@ func (a *Application) RankNumbers(group int) []int {
 	return out
 }
 
-// Address identifies the engine of an attached rank: its URL, and the selector if the rank is addressed by one.
+// Address identifies the engine of an attached rank: its URL, and the selector if the rank is addressed by
+// one.
 func (r *AttachRank) Address() string {
 	if r.Addressing == "" || r.Addressing == AddressURL {
 		return r.URL
@@ -67,9 +68,10 @@ func (r *AttachRank) Address() string {
 	return r.URL + " selector " + strconv.Itoa(r.Selector)
 }
 
-// WithRank returns a copy of a with one more attached rank, and that rank's number: the lowest that no rank has and busy
-// does not claim, because a rank that drains still has its number. Every other rank keeps its number. Errors are
-// *problem.Error: Conflict for an engine that is attached already, and for applications whose ranks cannot change.
+// WithRank returns a copy of a with one more attached rank, and that rank's number: the lowest that no rank
+// has and busy does not claim, because a rank that drains still has its number. Every other rank keeps its
+// number. Errors are *problem.Error: Conflict for an engine that is attached already, and for applications
+// whose ranks cannot change.
 func (a *Application) WithRank(r AttachRank, busy func(rank int) bool) (*Application, int, error) {
 	if err := a.checkChangeable("add a rank"); err != nil {
 		return nil, 0, err
@@ -83,7 +85,8 @@ func (a *Application) WithRank(r AttachRank, busy func(rank int) bool) (*Applica
 		n++
 	}
 	if n >= MaxDPSize || len(numbers) >= MaxDPSize {
-		return nil, 0, problem.New(problem.Conflict, "add a rank: %s has %d of at most %d ranks", a.Name, len(numbers), MaxDPSize).
+		return nil, 0, problem.New(problem.Conflict, "add a rank: %s has %d of at most %d ranks", a.Name,
+			len(numbers), MaxDPSize).
 			WithHint("remove one first: dpserve ranks remove %s URL", a.Name)
 	}
 	at := slices.IndexFunc(numbers, func(m int) bool { return m > n })
@@ -91,12 +94,13 @@ func (a *Application) WithRank(r AttachRank, busy func(rank int) bool) (*Applica
 		at = len(numbers)
 	}
 	r.Number = nil
-	return a.withRanks(slices.Insert(slices.Clone(a.Engine.Ranks), at, r), slices.Insert(numbers, at, n)), n, nil
+	return a.withRanks(slices.Insert(slices.Clone(a.Engine.Ranks), at, r), slices.Insert(numbers, at, n)), n,
+		nil
 }
 
-// WithoutRank returns a copy of a without one attached rank, and that rank with its number. Every other rank keeps its
-// number. Errors are *problem.Error: NotFound for an unknown rank, Conflict for the last rank and for applications whose
-// ranks cannot change.
+// WithoutRank returns a copy of a without one attached rank, and that rank with its number. Every other rank
+// keeps its number. Errors are *problem.Error: NotFound for an unknown rank, Conflict for the last rank and
+// for applications whose ranks cannot change.
 func (a *Application) WithoutRank(ref RankRef) (*Application, AttachRank, error) {
 	if err := a.checkChangeable("remove a rank"); err != nil {
 		return nil, AttachRank{}, err
@@ -107,7 +111,8 @@ func (a *Application) WithoutRank(ref RankRef) (*Application, AttachRank, error)
 		return nil, AttachRank{}, err
 	}
 	if len(numbers) == 1 {
-		return nil, AttachRank{}, problem.New(problem.Conflict, "remove a rank: %s is the last one of %s", a.Engine.Ranks[at].Address(), a.Name).
+		return nil, AttachRank{}, problem.New(problem.Conflict, "remove a rank: %s is the last one of %s",
+			a.Engine.Ranks[at].Address(), a.Name).
 			WithHint("add another one first, or end the application: dpserve delete %s", a.Name)
 	}
 	gone, n := a.Engine.Ranks[at], numbers[at]
@@ -145,11 +150,14 @@ func (a *Application) checkChangeable(verb string) error {
 	}
 	switch {
 	case a.Engine.Kind != KindAttach:
-		return err("%s is of kind %s: dpserve starts its engines, and their number is the file's", "change num_replicas and deploy the file", a.Name, a.Engine.Kind)
+		return err("%s is of kind %s: dpserve starts its engines, and their number is the file's",
+			"change num_replicas and deploy the file", a.Name, a.Engine.Kind)
 	case a.DataParallel.Coupling == Lockstep:
-		return err("the ranks of %s are one lockstep group, which starts and fails as one", "change engine.ranks and deploy the file: all of them start anew", a.Name)
+		return err("the ranks of %s are one lockstep group, which starts and fails as one",
+			"change engine.ranks and deploy the file: all of them start anew", a.Name)
 	case a.NumGroups > 1:
-		return err("%s has %d groups, and groups are of one size", "change engine.ranks in every group and deploy the file", a.Name, a.NumGroups)
+		return err("%s has %d groups, and groups are of one size",
+			"change engine.ranks in every group and deploy the file", a.Name, a.NumGroups)
 	}
 	return nil
 }
@@ -161,10 +169,14 @@ func (a *Application) checkAttachable(r *AttachRank) error {
 		switch {
 		case old.URL != r.URL:
 		case old.Address() == r.Address():
-			return problem.New(problem.Conflict, "add a rank: %s is attached already, as %s/%d/%d", r.Address(), a.Name, old.Group, n).
-				WithHint("every rank is an engine of its own; several ranks behind one url are told apart by selector")
+			return problem.New(problem.Conflict, "add a rank: %s is attached already, as %s/%d/%d",
+				r.Address(), a.Name, old.Group, n).
+				WithHint("every rank is an engine of its own; several ranks behind one url are told apart " +
+					"by selector")
 		case old.Address() == old.URL, r.Address() == r.URL:
-			return problem.New(problem.Conflict, "add a rank: %s/%d/%d stands for %s, so %s cannot stand for a part or the whole of it", a.Name, old.Group, n, old.Address(), r.Address()).
+			return problem.New(problem.Conflict,
+				"add a rank: %s/%d/%d stands for %s, so %s cannot stand for a part or the whole of it",
+				a.Name, old.Group, n, old.Address(), r.Address()).
 				WithHint("address every rank behind this url by selector, or the url as a whole")
 		}
 	}
@@ -187,8 +199,10 @@ func (a *Application) findRank(ref RankRef, numbers []int) (int, error) {
 		return 0, problem.New(problem.NotFound, "remove a rank: %s has no rank %s", a.Name, ref).
 			WithHint("its ranks are listed below").WithDetails(a.rankLines(numbers, nil)...)
 	default:
-		return 0, problem.New(problem.Conflict, "remove a rank: %d ranks of %s are behind %s", len(found), a.Name, ref.URL).
-			WithHint("name one of those below by its number or its selector").WithDetails(a.rankLines(numbers, found)...)
+		return 0, problem.New(problem.Conflict, "remove a rank: %d ranks of %s are behind %s", len(found),
+			a.Name, ref.URL).
+			WithHint("name one of those below by its number or its selector").
+			WithDetails(a.rankLines(numbers, found)...)
 	}
 }
 
@@ -223,7 +237,8 @@ func (a *Application) rankLines(numbers, places []int) []string {
 		}
 	}
 	slices.SortFunc(places, func(i, j int) int {
-		return cmp.Or(cmp.Compare(a.Engine.Ranks[i].Group, a.Engine.Ranks[j].Group), cmp.Compare(numbers[i], numbers[j]))
+		return cmp.Or(cmp.Compare(a.Engine.Ranks[i].Group, a.Engine.Ranks[j].Group),
+			cmp.Compare(numbers[i], numbers[j]))
 	})
 	var out []string
 	for _, i := range places[:min(len(places), maxRankLines)] {
@@ -233,8 +248,8 @@ func (a *Application) rankLines(numbers, places []int) []string {
 	return out
 }
 
-// ParseRank reads one attached rank, a map like an item of engine.ranks in YAML or JSON, by the rules of a file. family
-// is that of its application. The error is a *problem.Error (InvalidArgument) with every fault.
+// ParseRank reads one attached rank, a map like an item of engine.ranks in YAML or JSON, by the rules of a
+// file. family is that of its application. The error is a *problem.Error (InvalidArgument) with every fault.
 func ParseRank(text []byte, family string) (AttachRank, error) {
 	const path = "rank"
 	d := &decoder{file: path, at: map[string]place{}, bad: map[string]bool{}}
@@ -245,7 +260,8 @@ func ParseRank(text []byte, family string) (AttachRank, error) {
 		readFields(c, &r, rankFields())
 		d.checkRank(family, &r, path, taken{})
 	} else if len(d.faults) == 0 {
-		d.fault(place{1, 1}, path, Fault{Message: "nothing is given", Hint: `write {"url": "http://HOST:PORT"}`})
+		d.fault(place{1, 1}, path, Fault{Message: "nothing is given",
+			Hint: `write {"url": "http://HOST:PORT"}`})
 	}
 	for _, key := range []string{"rank", "group"} {
 		if at := join(path, key); d.has(at) {
@@ -296,11 +312,14 @@ func (d *decoder) settleNumbers(a *draft) {
 	}
 }
 
-// checkNumber checks the number of one rank. first is the path of another rank with this number, "" if there is none.
+// checkNumber checks the number of one rank. first is the path of another rank with this number, "" if there
+// is none.
 func (d *decoder) checkNumber(a *draft, path string, number int, first string) bool {
 	switch {
 	case d.has(path+".rank") && a.DataParallel.Coupling == Lockstep:
-		d.broken(path+".rank", Fault{Message: "the ranks of a lockstep group are numbered in the order of the file", Hint: "leave rank out"})
+		d.broken(path+".rank",
+			Fault{Message: "the ranks of a lockstep group are numbered in the order of the file",
+				Hint: "leave rank out"})
 	case first != "":
 		d.broken(path+".rank", Fault{
 			Message: "rank " + strconv.Itoa(number) + " of the group is taken by " + first,

@@ -57,7 +57,8 @@ func (d *decoder) checkRoute(a *draft) {
 	}
 	dots := strings.Contains(a.RoutePrefix+"/", "/./") || strings.Contains(a.RoutePrefix+"/", "/../")
 	if dots || !routePrefix.MatchString(a.RoutePrefix) {
-		d.broken(path, Fault{Found: strconv.Quote(a.RoutePrefix), Wanted: "/ or a path like /team/chat without a slash at its end"})
+		d.broken(path, Fault{Found: strconv.Quote(a.RoutePrefix),
+			Wanted: "/ or a path like /team/chat without a slash at its end"})
 	}
 }
 
@@ -83,7 +84,8 @@ func (d *decoder) checkModel(a *draft) {
 		a.Model.Source = a.Model.ID
 	}
 	if a.Model.Source == "" && d.has(path+".source") {
-		d.broken(path+".source", Fault{Found: `""`, Wanted: "what the engine loads: a repository or a path", Hint: "leave it out to use the id"})
+		d.broken(path+".source", Fault{Found: `""`, Wanted: "what the engine loads: a repository or a path",
+			Hint: "leave it out to use the id"})
 	}
 }
 
@@ -91,7 +93,8 @@ func (d *decoder) checkModel(a *draft) {
 func (d *decoder) checkServed(path, name string) {
 	bad := strings.ContainsFunc(name, func(r rune) bool { return unicode.IsSpace(r) || !unicode.IsPrint(r) })
 	if d.isGood(path) && (name == "" || len(name) > maxNameBytes || bad) {
-		d.broken(path, Fault{Found: strconv.Quote(name), Wanted: fmt.Sprintf("1 to %d visible characters without blanks", maxNameBytes)})
+		d.broken(path, Fault{Found: strconv.Quote(name),
+			Wanted: fmt.Sprintf("1 to %d visible characters without blanks", maxNameBytes)})
 	}
 }
 
@@ -117,7 +120,8 @@ func (d *decoder) claim(by taken, path, what, value string) {
 	}
 	if first, ok := by[value]; ok {
 		d.broken(path, Fault{
-			Message: fmt.Sprintf("%s %s is taken by %s", what, strconv.Quote(value), first), Hint: "choose another one",
+			Message: fmt.Sprintf("%s %s is taken by %s", what, strconv.Quote(value), first),
+			Hint:    "choose another one",
 		})
 		return
 	}
@@ -145,7 +149,8 @@ func (d *decoder) shareServers(by taken, a *draft) {
 		path := index(a.path+".engine.ranks", i) + ".url"
 		first, ok := by[r.URL]
 		if ok && r.URL != "" && parentApp(first) != a.path {
-			d.warn(path, "the engine is attached by "+parentApp(first)+" too", "each application counts only its own load there")
+			d.warn(path, "the engine is attached by "+parentApp(first)+" too",
+				"each application counts only its own load there")
 		}
 		if !ok {
 			by[r.URL] = path

@@ -7,20 +7,22 @@ import (
 	"strings"
 )
 
-// checkAttach runs the rules of kind attach. dpserve starts no engine then, so every key about starting is a fault, and
-// every engine needs an exact address.
+// checkAttach runs the rules of kind attach. dpserve starts no engine then, so every key about starting is a
+// fault, and every engine needs an exact address.
 func (d *decoder) checkAttach(a *draft) {
 	path := a.path + ".engine"
 	for _, key := range []string{"command", "args", "env"} {
 		if at := join(path, key); d.has(at) {
-			d.broken(at, Fault{Message: key + " is for engines that dpserve starts, not for kind attach", Hint: "leave it out"})
+			d.broken(at, Fault{Message: key + " is for engines that dpserve starts, not for kind attach",
+				Hint: "leave it out"})
 		}
 	}
 	if !d.need(path, "ranks", "write ranks: [{url: \"http://127.0.0.1:8100\"}]") {
 		return
 	}
 	if len(a.Engine.Ranks) == 0 {
-		d.broken(path+".ranks", Fault{Found: "an empty list", Wanted: "at least one rank", Hint: "write {url: \"http://127.0.0.1:8100\"}"})
+		d.broken(path+".ranks", Fault{Found: "an empty list", Wanted: "at least one rank",
+			Hint: "write {url: \"http://127.0.0.1:8100\"}"})
 	}
 	addresses := taken{}
 	for i := range a.Engine.Ranks {
@@ -43,7 +45,8 @@ func (d *decoder) checkRank(family string, r *AttachRank, path string, addresses
 	d.claimAddress(addresses, r, path)
 }
 
-// checkURL accepts only scheme, host and port: clients choose the routes, and credentials do not belong in files.
+// checkURL accepts only scheme, host and port: clients choose the routes, and credentials do not belong in
+// files.
 func (d *decoder) checkURL(path, text string) {
 	const wanted = "http://HOST:PORT or https://HOST:PORT"
 	u, err := url.Parse(text)
@@ -86,19 +89,23 @@ func (d *decoder) checkSelector(family string, r *AttachRank, path string) {
 	switch {
 	case r.Addressing == AddressURL && written:
 		d.broken(path+".selector", Fault{
-			Message: "selector is sent only with addressing: header or body", Hint: "write addressing: header, or leave selector out",
+			Message: "selector is sent only with addressing: header or body",
+			Hint:    "write addressing: header, or leave selector out",
 		})
 	case r.Addressing != AddressURL && !written:
 		d.broken(path+".selector", Fault{
-			Message: "the key selector is missing", Hint: "it is the rank number that is sent to the engine, from 0",
+			Message: "the key selector is missing",
+			Hint:    "it is the rank number that is sent to the engine, from 0",
 		})
 	case r.Addressing != AddressURL && family == FamilyOpenAI:
 		d.broken(path+".addressing", Fault{
-			Found: r.Addressing, Wanted: AddressURL, Hint: "family openai has no way to name a rank: give every rank an own url",
+			Found: r.Addressing, Wanted: AddressURL,
+			Hint: "family openai has no way to name a rank: give every rank an own url",
 		})
 	case r.Addressing == AddressBody && family == FamilyVLLM:
 		d.broken(path+".addressing", Fault{
-			Found: r.Addressing, Wanted: AddressHeader + " | " + AddressURL, Hint: "vllm reads the rank from the header only",
+			Found: r.Addressing, Wanted: AddressHeader + " | " + AddressURL,
+			Hint: "vllm reads the rank from the header only",
 		})
 	}
 }
@@ -128,6 +135,7 @@ func (d *decoder) claimAddress(by taken, r *AttachRank, path string) {
 
 func (d *decoder) mixed(path, first string) {
 	d.broken(path+".addressing", Fault{
-		Message: fmt.Sprintf("the url is addressed as a whole and by selector (%s)", first), Hint: "write addressing and selector on each of its ranks",
+		Message: fmt.Sprintf("the url is addressed as a whole and by selector (%s)", first),
+		Hint:    "write addressing and selector on each of its ranks",
 	})
 }

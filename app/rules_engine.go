@@ -31,7 +31,8 @@ func (d *decoder) checkEngine(a *draft) {
 func (d *decoder) onlyFor(kind Kind, around string, keys ...string) {
 	for _, key := range keys {
 		if path := join(around, key); d.has(path) {
-			d.broken(path, Fault{Message: key + " belongs to kind " + string(kind), Hint: "leave it out, or write kind: " + string(kind)})
+			d.broken(path, Fault{Message: key + " belongs to kind " + string(kind),
+				Hint: "leave it out, or write kind: " + string(kind)})
 		}
 	}
 }
@@ -52,7 +53,8 @@ func (d *decoder) checkArgs(a *draft) {
 		if flag == flagKVTransfer && transferRole(arg.Value) {
 			d.broken(path, Fault{
 				Message: "kv_role for prefill or decode is not supported in this version",
-				Hint:    "disaggregated prefill and decode come with a later version; only kv_role kv_both works here",
+				Hint: "disaggregated prefill and decode come with a later version; only kv_role kv_both " +
+					"works here",
 			})
 			continue
 		}
@@ -92,8 +94,10 @@ func (d *decoder) settleCoupling(a *draft) {
 	case written:
 	case a.Engine.Kind == KindVLLM && a.DataParallel.DPSize > 1:
 		d.broken(path, Fault{
-			Message: "coupling is required for kind vllm when dp_size is above 1", Wanted: string(Independent) + " | " + string(Lockstep),
-			Hint: "independent for dense models, lockstep for expert parallelism: dpserve does not read model configurations",
+			Message: "coupling is required for kind vllm when dp_size is above 1",
+			Wanted:  string(Independent) + " | " + string(Lockstep),
+			Hint: "independent for dense models, lockstep for expert parallelism: dpserve does not read " +
+				"model configurations",
 		})
 	default:
 		a.DataParallel.Coupling = Independent
@@ -110,7 +114,8 @@ func (d *decoder) settleSGLang(a *draft, path string, written bool) {
 	if written && a.DataParallel.Coupling != implied {
 		d.broken(path, Fault{
 			Message: "for kind sglang, coupling: lockstep and args.enable_dp_attention: true go together",
-			Found:   string(a.DataParallel.Coupling), Wanted: string(implied), Hint: "leave coupling out, or change enable_dp_attention",
+			Found:   string(a.DataParallel.Coupling), Wanted: string(implied),
+			Hint: "leave coupling out, or change enable_dp_attention",
 		})
 		return
 	}
@@ -118,8 +123,9 @@ func (d *decoder) settleSGLang(a *draft, path string, written bool) {
 	tp, dp := a.parallel(tensorFlags()), a.DataParallel.DPSize
 	if attention && tp > 0 && dp > 0 && (dp > tp || tp%dp != 0) {
 		d.broken(a.path+".data_parallel.dp_size", Fault{
-			Message: "with DP attention dp_size divides tp_size", Found: fmt.Sprintf("dp_size %d, tp_size %d", dp, tp),
-			Wanted: "tp_size % dp_size = 0", Hint: "write engine.args.tp_size as a multiple of dp_size",
+			Message: "with DP attention dp_size divides tp_size",
+			Found:   fmt.Sprintf("dp_size %d, tp_size %d", dp, tp),
+			Wanted:  "tp_size % dp_size = 0", Hint: "write engine.args.tp_size as a multiple of dp_size",
 		})
 	}
 }
@@ -128,7 +134,8 @@ func tensorFlags() []string { return []string{"tensor-parallel-size", "tp-size",
 
 func pipelineFlags() []string { return []string{"pipeline-parallel-size", "pp-size", "pp"} }
 
-// parallel returns the parallel size that one of the flags sets: 1 if none does, 0 if it is not a positive number.
+// parallel returns the parallel size that one of the flags sets: 1 if none does, 0 if it is not a positive
+// number.
 func (a *draft) parallel(flags []string) int {
 	for _, arg := range a.Engine.Args {
 		for _, flag := range flags {
@@ -162,7 +169,8 @@ func (d *decoder) settleResources(a *draft) {
 	case KindAttach:
 		for _, key := range []string{"gpus", "cpus", "memory_gib"} {
 			if at := join(path, key); d.has(at) && d.isGood(at) {
-				d.broken(at, Fault{Message: "an attached rank takes nothing of a node", Hint: "leave " + key + " out"})
+				d.broken(at, Fault{Message: "an attached rank takes nothing of a node",
+					Hint: "leave " + key + " out"})
 			}
 		}
 	case KindSim:
@@ -176,7 +184,8 @@ func (d *decoder) settleGPUs(a *draft, path string) {
 	if tp == 0 || pp == 0 {
 		if d.isGood(a.path + ".engine.args") {
 			d.broken(a.path+".engine.args", Fault{
-				Message: "tensor and pipeline parallel sizes count devices", Wanted: fmt.Sprintf("integers from 1 to %d", maxParallel),
+				Message: "tensor and pipeline parallel sizes count devices",
+				Wanted:  fmt.Sprintf("integers from 1 to %d", maxParallel),
 			})
 		}
 		return
@@ -190,7 +199,8 @@ func (d *decoder) settleGPUs(a *draft, path string) {
 		return
 	}
 	if a.Resources.GPUs != 0 && a.Resources.GPUs != need && d.isGood(path) {
-		d.warn(path, fmt.Sprintf("the engine's parallel sizes use %d devices per rank, the file gives %d", need, a.Resources.GPUs),
+		d.warn(path, fmt.Sprintf("the engine's parallel sizes use %d devices per rank, the file gives %d",
+			need, a.Resources.GPUs),
 			"leave gpus out to give what the engine uses")
 	}
 }

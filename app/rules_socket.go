@@ -7,8 +7,8 @@ import (
 	"strings"
 )
 
-// checkSocket runs the rules of a rank's event sockets. The publisher there reports what the rank has cached, so it must
-// be the rank's own engine: on the host of its url, and shared with no other rank.
+// checkSocket runs the rules of a rank's event sockets. The publisher there reports what the rank has cached,
+// so it must be the rank's own engine: on the host of its url, and shared with no other rank.
 func (d *decoder) checkSocket(r *AttachRank, rank string, addresses taken) {
 	s, path := r.KVEvents, rank+".kv_events"
 	if !d.isGood(path) {
@@ -41,10 +41,12 @@ func (d *decoder) checkDialled(text, path, engine string) {
 	}
 	switch {
 	case isUnspecified(host):
-		d.broken(path, Fault{Found: strconv.Quote(text), Wanted: "tcp://HOST:PORT", Hint: "name the engine's host"})
+		d.broken(path, Fault{Found: strconv.Quote(text), Wanted: "tcp://HOST:PORT",
+			Hint: "name the engine's host"})
 	case engine != "" && !isLoopback(host) && !strings.EqualFold(host, engine):
 		d.broken(path, Fault{
-			Message: "the engine is at " + engine + ", its event socket at " + host, Hint: "name the host that the rank's url names",
+			Message: "the engine is at " + engine + ", its event socket at " + host,
+			Hint:    "name the host that the rank's url names",
 		})
 	}
 }

@@ -22,7 +22,8 @@ func readArgs(c cursor, e *Engine) {
 		item.mark()
 		if !argName.MatchString(entry.key) {
 			c.d.fault(entry.place, item.path, Fault{
-				Found: strconv.Quote(entry.key), Wanted: "the name of a flag without dashes in front, like max_num_seqs",
+				Found:  strconv.Quote(entry.key),
+				Wanted: "the name of a flag without dashes in front, like max_num_seqs",
 			})
 			continue
 		}
@@ -44,7 +45,8 @@ func (c cursor) askOnOff() {
 	}
 	switch strings.ToLower(c.n.text) {
 	case "on", "off", "yes", "no", "y", "n":
-		c.d.warn(c.path, "read as the text "+strconv.Quote(c.n.text), "write true or false for a flag, or put the text in quotes")
+		c.d.warn(c.path, "read as the text "+strconv.Quote(c.n.text),
+			"write true or false for a flag, or put the text in quotes")
 	}
 }
 
@@ -111,8 +113,8 @@ func (c cursor) table() (any, bool) {
 	return out, good
 }
 
-// appendJSON appends v as compact JSON with sorted keys. Floats always have a point or an exponent, so that they are
-// read back as floats. v has only the types that value returns.
+// appendJSON appends v as compact JSON with sorted keys. Floats always have a point or an exponent, so that
+// they are read back as floats. v has only the types that value returns.
 func appendJSON(b []byte, v any) []byte {
 	switch t := v.(type) {
 	case bool:
