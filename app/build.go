@@ -7,7 +7,6 @@ import (
 
 	yaml "github.com/goccy/go-yaml"
 	"github.com/goccy/go-yaml/ast"
-	"github.com/goccy/go-yaml/lexer"
 	"github.com/goccy/go-yaml/parser"
 	"github.com/goccy/go-yaml/token"
 )
@@ -18,48 +17,6 @@ type builder struct {
 	d        *decoder
 	anchors  map[string]*node
 	expanded int // nodes that aliases and merge keys added
-}
-
-// load parses text into a node; nil if the text has no value or is not YAML.
-func (d *decoder) load(text []byte) *node {
-	if what, at := checkText(text); what != "" {
-		d.fault(at, "", Fault{Message: what, Hint: "write a plain UTF-8 YAML or JSON file"})
-		return nil
-	}
-	tokens := lexer.Tokenize(string(text))
-	if what, at := checkTokens(tokens); what != "" {
-		d.fault(at, "", Fault{Message: what, Hint: "split the file into several smaller ones"})
-		return nil
-	}
-	body := d.body(tokens)
-	if body == nil {
-		return nil
-	}
-	b := &builder{d: d, anchors: map[string]*node{}}
-	return b.node(body)
-}
-
-// body returns the one document of the file, nil if there is none.
-func (d *decoder) body(tokens token.Tokens) ast.Node {
-	file, err := parseTokens(tokens)
-	if err != nil {
-		d.fault(placeOfError(err), "", Fault{Message: "not YAML: " + messageOf(err),
-			Hint: "correct the syntax at this place"})
-		return nil
-	}
-	var found ast.Node
-	for _, doc := range file.Docs {
-		if _, directive := doc.Body.(*ast.DirectiveNode); doc.Body == nil || directive {
-			continue
-		}
-		if found != nil {
-			d.fault(placeOf(doc.Body), "", Fault{Message: "a second document (---)",
-				Hint: "put all applications into one list"})
-			return found
-		}
-		found = doc.Body
-	}
-	return found
 }
 
 // parseTokens calls the parser and turns its panics into errors. The text may be any bytes, so a case that
@@ -156,12 +113,6 @@ func (b *builder) list(v *ast.SequenceNode) *node {
 	return b.checkDepth(v, out)
 }
 
-// addSize adds the size and depth of a child.
-func (n *node) addSize(child *node) {
-	n.size += child.size
-	n.depth = max(n.depth, child.depth+1)
-}
-
 // checkDepth refuses a node that aliases nest too deep. guard has checked only the written nesting.
 func (b *builder) checkDepth(at ast.Node, n *node) *node {
 	if n.depth > MaxDepth {
@@ -246,11 +197,6 @@ func (b *builder) mapping(v *ast.MappingNode) *node {
 		}
 	}
 	return b.checkDepth(v, out)
-}
-
-func (n *node) add(e entry) {
-	n.entries = append(n.entries, e)
-	n.addSize(e.value)
 }
 
 // key returns the text of a map's key.

@@ -4,8 +4,10 @@ import (
 	"cmp"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 
+	"github.com/dpserve/dpserve/internal/nearest"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -112,4 +114,12 @@ func (f Faults) sorted() Faults {
 		Hint:    "correct the ones above first",
 	}
 	return append(f[:maxFaults:maxFaults], last)
+}
+
+// didYouMean returns the hint for a word that is close to found; "" if there is none.
+func didYouMean(found string, words []string) string {
+	if w := nearest.Word(found, words); w != "" {
+		return "did you mean " + strconv.Quote(w) + "?"
+	}
+	return ""
 }

@@ -131,3 +131,14 @@ func (n *node) real() (float64, bool) {
 
 // truth returns the value of a boolean node.
 func (n *node) truth() bool { return strings.EqualFold(n.text, "true") }
+
+// addSize adds the size and depth of a child.
+func (n *node) addSize(child *node) {
+	n.size += child.size
+	n.depth = max(n.depth, child.depth+1)
+}
+
+func (n *node) add(e entry) {
+	n.entries = append(n.entries, e)
+	n.addSize(e.value)
+}

@@ -5,6 +5,10 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/goccy/go-yaml/ast"
+	"github.com/goccy/go-yaml/lexer"
+	"github.com/goccy/go-yaml/token"
+
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -104,4 +108,105 @@ func (d *decoder) isRay(root *node) bool {
 		}
 	}
 	return found
+}
+
+// load parses text into a node; nil if the text has no value or is not YAML.
+func (d *decoder) load(text []byte) *node {
+	if what, at := checkText(text); what != "" {
+		d.fault(at, "", Fault{Message: what, Hint: "write a plain UTF-8 YAML or JSON file"})
+		return nil
+	}
+	tokens := lexer.Tokenize(string(text))
+	if what, at := checkTokens(tokens); what != "" {
+		d.fault(at, "", Fault{Message: what, Hint: "split the file into several smaller ones"})
+		return nil
+	}
+	body := d.body(tokens)
+	if body == nil {
+		return nil
+	}
+	b := &builder{d: d, anchors: map[string]*node{}}
+	return b.node(body)
+}
+
+// body returns the one document of the file, nil if there is none.
+func (d *decoder) body(tokens token.Tokens) ast.Node {
+	file, err := parseTokens(tokens)
+	if err != nil {
+		d.fault(placeOfError(err), "", Fault{Message: "not YAML: " + messageOf(err),
+			Hint: "correct the syntax at this place"})
+		return nil
+	}
+	var found ast.Node
+	for _, doc := range file.Docs {
+		if _, directive := doc.Body.(*ast.DirectiveNode); doc.Body == nil || directive {
+			continue
+		}
+		if found != nil {
+			d.fault(placeOf(doc.Body), "", Fault{Message: "a second document (---)",
+				Hint: "put all applications into one list"})
+			return found
+		}
+		found = doc.Body
+	}
+	return found
+}
+
+// decoder collects the results of Parse: faults, warnings, and the position of each path.
+type decoder struct {
+	file     string
+	faults   Faults
+	warnings []Warning
+	at       map[string]place // path → position of its value
+	bad      map[string]bool  // paths that have a fault, so that no rule adds a second one
+}
+
+// fault records f at a position. path may be empty.
+func (d *decoder) fault(at place, path string, f Fault) {
+	f.File, f.Line, f.Col, f.Path = d.file, at.line, at.col, path
+	d.faults = append(d.faults, f)
+	if path != "" {
+		d.bad[path] = true
+	}
+}
+
+// broken records a fault of a rule at path. If path was not written, the fault is at the nearest written
+// parent.
+func (d *decoder) broken(path string, f Fault) { d.fault(d.where(path), path, f) }
+
+func (d *decoder) warn(path, message, hint string) {
+	at := d.where(path)
+	d.warnings = append(d.warnings, Warning{
+		File: d.file, Line: at.line, Col: at.col, Path: path, Message: message, Hint: hint,
+	})
+}
+
+func (d *decoder) where(path string) place {
+	for p := path; p != ""; p = parentOf(p) {
+		if at, ok := d.at[p]; ok {
+			return at
+		}
+	}
+	return place{1, 1}
+}
+
+// parentOf removes the last key or index from a path.
+func parentOf(path string) string { return path[:max(0, strings.LastIndexAny(path, ".["))] }
+
+// has reports whether path was written. An empty value does not count.
+func (d *decoder) has(path string) bool {
+	_, ok := d.at[path]
+	return ok
+}
+
+// isGood reports that no fault is known at the paths or at their parents.
+func (d *decoder) isGood(paths ...string) bool {
+	for _, path := range paths {
+		for p := path; p != ""; p = parentOf(p) {
+			if d.bad[p] {
+				return false
+			}
+		}
+	}
+	return true
 }
