@@ -25,13 +25,13 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// The seams that the actors see.
+// The interfaces that the actors use.
 var (
 	_ msg.Store    = (*cluster.Cluster)(nil)
 	_ msg.Proposer = (*cluster.Cluster)(nil)
 )
 
-// crashDir tells a re-executed test binary to be the process that is killed.
+// crashDir is the variable that tells a re-executed test binary to be the process that is killed.
 const crashDir = "DPSERVE_TEST_CRASH_DIR"
 
 func TestMain(m *testing.M) {
@@ -49,7 +49,7 @@ func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m)
 }
 
-// limit ends a test that hangs; nothing is asserted about it.
+// limit ends a test that hangs. No test asserts it.
 const limit = 30 * time.Second
 
 func open(t testing.TB, cfg cluster.Config) *cluster.Cluster {
@@ -183,7 +183,7 @@ func TestConcurrentProposals(t *testing.T) {
 	assert.Equal(t, int64(writers*writes), timed.Load()-started)
 }
 
-// TestOneWinner: of many who expect the same revision exactly one gets it.
+// TestOneWinner: of many proposers that expect the same revision exactly one succeeds.
 func TestOneWinner(t *testing.T) {
 	c := open(t, cluster.Config{})
 	var won, lost atomic.Int64
@@ -269,7 +269,7 @@ func assertConflict(t *testing.T, err error, message, hint string) {
 	assert.Equal(t, hint, p.Hint)
 }
 
-// TestMixedDataDir: a cluster.json beside another cluster's log is refused, and nobody waits for it.
+// TestMixedDataDir: Open refuses a cluster.json beside another cluster's log, and no caller waits for it.
 func TestMixedDataDir(t *testing.T) {
 	dir := t.TempDir()
 	c := open(t, cluster.Config{DataDir: dir, NodeID: "node-1", ClusterID: "alpha"})
@@ -351,7 +351,7 @@ func TestReadyGivesUpWithTheContext(t *testing.T) {
 }
 
 // TestFakeTime: the in-memory cluster runs in a synctest bubble, as whole nodes do in the harness, and needs
-// no second of it.
+// less than a second of it.
 func TestFakeTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		begin := time.Now()

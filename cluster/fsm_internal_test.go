@@ -19,8 +19,8 @@ func logEntry(t *testing.T, index uint64, c state.Command) *raft.Log {
 	return &raft.Log{Index: index, Type: raft.LogCommand, Data: b}
 }
 
-// TestNothingIsAppliedBehindAnUnreadableEntry: what came before it in the same batch is shown, what comes
-// behind it changes nothing.
+// TestNothingIsAppliedBehindAnUnreadableEntry: earlier entries of the same batch are published, later ones
+// change nothing.
 func TestNothingIsAppliedBehindAnUnreadableEntry(t *testing.T) {
 	t.Parallel()
 	f := newFSM()

@@ -14,7 +14,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// slowLog is a log whose writes take their time.
+// slowLog is a log with slow writes.
 type slowLog struct {
 	*raft.InmemStore
 	mu    sync.Mutex
@@ -40,8 +40,8 @@ func guarded(log LogStore) *guard {
 		failed: func(error) {}})
 }
 
-// TestGuardGivesUpAWriteThatHangs: raft hears of it at the limit, not before; the write goes on alone, and no
-// other begins.
+// TestGuardGivesUpAWriteThatHangs: raft gets the error at the limit, not before. The write goes on alone, and
+// no other write begins.
 func TestGuardGivesUpAWriteThatHangs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		log := &slowLog{InmemStore: raft.NewInmemStore(), takes: diskLimit - time.Millisecond}
@@ -60,7 +60,7 @@ func TestGuardGivesUpAWriteThatHangs(t *testing.T) {
 	})
 }
 
-// slowSnapshots take their time to write.
+// slowSnapshots are snapshots with slow writes.
 type slowSnapshots struct{ raft.SnapshotStore }
 
 type slowSink struct{ raft.SnapshotSink }
@@ -99,8 +99,8 @@ func TestSnapshotThatHangsEndsTheRun(t *testing.T) {
 	})
 }
 
-// TestSnapshotHoldsWhatThisRunHasApplied: readers keep what an earlier run has shown them, and it is no part
-// of the snapshot of a run that has not come so far again.
+// TestSnapshotHoldsWhatThisRunHasApplied: readers keep the state of an earlier run, but the snapshot of a run
+// that has not replayed it yet does not contain it.
 func TestSnapshotHoldsWhatThisRunHasApplied(t *testing.T) {
 	entry := func(index uint64, name string) *raft.Log {
 		data, err := state.EncodeCommand(&state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{

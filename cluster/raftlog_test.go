@@ -37,8 +37,8 @@ func TestRaftLogNamesNodes(t *testing.T) {
 	assert.Contains(t, out.String(), "leader-id=uid9", "a node without a known name")
 }
 
-// TestRaftWarnsOfAPeerThatStaysAway: a peer that is down for a moment is nobody's concern; one that stays
-// away is one warning in ten minutes, whatever raft wanted of it.
+// TestRaftWarnsOfAPeerThatStaysAway: the log does not mention a peer that is down for a moment. A peer that
+// stays away is one warning in ten minutes, for all kinds of messages.
 func TestRaftWarnsOfAPeerThatStaysAway(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l, out := newTestLog(slog.LevelInfo)
@@ -64,8 +64,7 @@ func TestRaftWarnsOfAPeerThatStaysAway(t *testing.T) {
 	})
 }
 
-// TestRaftTellsTwoShortAbsencesApart: a node that answers between two failures was not away from the first to
-// the second.
+// TestRaftTellsTwoShortAbsencesApart: a node that answers between two failures was not away in between.
 func TestRaftTellsTwoShortAbsencesApart(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l, out := newTestLog(slog.LevelInfo)
@@ -88,7 +87,7 @@ func TestRaftTellsTwoShortAbsencesApart(t *testing.T) {
 	})
 }
 
-// TestRaftPeerOfANewerTermHasAnswered: raft calls it an error, and it is an answer.
+// TestRaftPeerOfANewerTermHasAnswered: raft logs it as an error, but it is an answer.
 func TestRaftPeerOfANewerTermHasAnswered(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l, out := newTestLog(slog.LevelInfo)
@@ -100,8 +99,8 @@ func TestRaftPeerOfANewerTermHasAnswered(t *testing.T) {
 	})
 }
 
-// TestNetworkKnowsWhoAnswered: a node has answered when it took a heartbeat and entries; either alone is not
-// enough.
+// TestNetworkKnowsWhoAnswered: a node has answered when it accepted a heartbeat and entries; one of them is
+// not enough.
 func TestNetworkKnowsWhoAnswered(t *testing.T) {
 	n := &network{logs: map[raft.ServerID]logEnd{}}
 	assert.Zero(t, n.lastAnswer("uid3"))
@@ -114,8 +113,8 @@ func TestNetworkKnowsWhoAnswered(t *testing.T) {
 	assert.Equal(t, early, n.lastAnswer("uid3"))
 }
 
-// TestRaftErrorsOfOtherKinds: a connection that its other end closed is none, nor is a transport that was
-// told to stop; any other error is one line in 30 s.
+// TestRaftErrorsOfOtherKinds: a connection that the other end closed is no error, nor is a transport that was
+// told to stop. Any other error is one line in 30 s.
 func TestRaftErrorsOfOtherKinds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l, out := newTestLog(slog.LevelInfo)

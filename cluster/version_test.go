@@ -23,8 +23,8 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// olderVersion reads entries that have the word "future" as a version reads them that does not know what they
-// say. Opened without it, the same data dir is that of an upgraded node.
+// olderVersion reads entries with the word "future" like a version that does not know them. Opened without
+// it, the same data dir is that of an upgraded node.
 type olderVersion struct {
 	cluster.LogStore
 	reads string
@@ -59,7 +59,7 @@ func (l *lines) count(words string) int {
 }
 
 // TestUnreadableEntryEndsTheRun: a node that cannot read an entry of the log leaves consensus, keeps the
-// state from before the entry, says what to do, and goes on from its log when it is upgraded.
+// state from before the entry, says what to do, and continues from its log after an upgrade.
 func TestUnreadableEntryEndsTheRun(t *testing.T) {
 	t.Parallel()
 	for what, reads := range map[string]string{
@@ -163,7 +163,7 @@ func TestSnapshotOfANewerVersionIsRefused(t *testing.T) {
 	assert.Contains(t, again.State().Apps, "demo")
 }
 
-// rewriteSnapshot changes the only snapshot of a data dir and gives what it was.
+// rewriteSnapshot changes the only snapshot of a data dir and returns the old content.
 func rewriteSnapshot(t *testing.T, dir string, change func([]byte) []byte) []byte {
 	t.Helper()
 	found, err := filepath.Glob(filepath.Join(dir, "raft", "snapshots", "*", "state.bin"))
@@ -187,8 +187,8 @@ func rewriteSnapshot(t *testing.T, dir string, change func([]byte) []byte) []byt
 	return was
 }
 
-// TestFollowerPassesOverNewFields: the copy of a worker or ingress goes on although the control nodes have a
-// later version; what was passed over is counted, said once, and kept in the data dir for the node's own
+// TestFollowerPassesOverNewFields: the copy of a worker or ingress works although the control nodes have a
+// later version. Ignored fields are counted, logged once, and kept in the data dir for the node's own
 // upgrade.
 func TestFollowerPassesOverNewFields(t *testing.T) {
 	t.Parallel()

@@ -135,8 +135,8 @@ func TestThreeMembers(t *testing.T) {
 	require.Error(t, c.UpdateMeta(next))
 }
 
-// A node that was killed and comes back at once, at the same address: the old process is not taken for the
-// new one.
+// TestAQuickRestart: a node is killed and comes back at once at the same address. The old process is not
+// taken for the new one.
 func TestAQuickRestart(t *testing.T) {
 	a := start(t, config(t, "a"))
 	b := start(t, config(t, "b", a.Address()))
@@ -200,7 +200,7 @@ func TestStrangersStayOutside(t *testing.T) {
 	assert.Less(t, strings.Count(log.String(), "level=WARN"), 30)
 }
 
-// Nothing on the wire can be read without the key: not a name, not the cluster, not an address in clear.
+// TestNothingIsSentInClear: without the key nothing can be read: no name, no cluster, no address.
 func TestNothingIsSentInClear(t *testing.T) {
 	var wire syncBuffer
 	tap := func(cfg membership.Config) membership.Config {
@@ -424,8 +424,8 @@ func within(t *testing.T, limit time.Duration, want string, members ...*membersh
 	}
 }
 
-// On fake time with the real timers: a full view within 2 s of three starts, a power cut is seen within 3 s
-// (MB1), and a split of 30 s is over within 10 s of its healing (MB2).
+// TestTimesOfThreeNodes, on fake time with the real timers: a full view within 2 s of three starts, a power
+// cut is seen within 3 s (MB1), and a split of 30 s is over within 10 s of its healing (MB2).
 func TestTimesOfThreeNodes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := &lan{}
@@ -453,8 +453,8 @@ func TestTimesOfThreeNodes(t *testing.T) {
 	})
 }
 
-// MB4 on fake time with the real timers: a node that ended in peace or was killed is back within 5 s under
-// another address.
+// TestNodeIsBackUnderANewAddress (MB4), on fake time with the real timers: a node that was closed or killed
+// is back within 5 s under another address.
 func TestNodeIsBackUnderANewAddress(t *testing.T) {
 	for name, end := range map[string]func(g *membership.Gossip) error{"closed": (*membership.Gossip).Close,
 		"killed": (*membership.Gossip).Kill} {

@@ -18,7 +18,7 @@ import (
 	"github.com/dpserve/dpserve/cluster/pki"
 )
 
-// serveGRPC answers health checks on a protocol, and tells who called.
+// serveGRPC answers health checks on a protocol and reports the caller.
 func serveGRPC(t *testing.T, l net.Listener) <-chan pki.Identity {
 	t.Helper()
 	callers := make(chan pki.Identity, 10)
@@ -78,7 +78,8 @@ func TestGRPCForNewcomers(t *testing.T) {
 	require.ErrorIs(t, err, nodeport.ErrOtherCluster)
 }
 
-// A server behind the port's credentials takes nobody who came another way.
+// TestGRPCBesideThePort: a server with the port's credentials refuses a connection that did not come through
+// the port.
 func TestGRPCBesideThePort(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)

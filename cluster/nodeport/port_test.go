@@ -50,8 +50,8 @@ func TestMembersKnowEachOther(t *testing.T) {
 	assert.Contains(t, err.Error(), "uid-a")
 }
 
-// The clock of the node that signs is an hour ahead of the others' or an hour behind: every node's
-// certificate and the authority's own are valid for all from the first moment.
+// TestMembersWithClocksAnHourApart: the clock of the signing node is an hour ahead of or behind the others'.
+// Every node's certificate and the authority's own are valid for all from the first moment.
 func TestMembersWithClocksAnHourApart(t *testing.T) {
 	for name, ahead := range map[string]time.Duration{"ahead": time.Hour, "behind": -time.Hour} {
 		t.Run(name, func(t *testing.T) {
@@ -80,7 +80,7 @@ func TestMembersWithClocksAnHourApart(t *testing.T) {
 	}
 }
 
-// Every kind of client that is no member, as it comes through the network: what it sees, and what is counted.
+// TestStrangersAreRefused: every kind of client that is no member: what it sees, and what is counted.
 func TestStrangersAreRefused(t *testing.T) {
 	w, other := newWorld(t, "c1"), newWorld(t, "c2")
 	twin := newWorld(t, "c1") // same name, another authority
@@ -139,7 +139,7 @@ func noneAccepted(t *testing.T, l net.Listener) {
 	require.False(t, ok, "accepted %v", c)
 }
 
-// A member that is refused reads why.
+// TestDialSaysWhy: a member that is refused gets the reason.
 func TestDialSaysWhy(t *testing.T) {
 	w, other := newWorld(t, "c1"), newWorld(t, "c2")
 	now := time.Now()
@@ -300,7 +300,7 @@ func TestNewcomersFindTheClusterOfTheirToken(t *testing.T) {
 	_, err = nodeport.DialJoin(t.Context(), nil, late.addr(), token.Fingerprint)
 	require.ErrorIs(t, err, nodeport.ErrExpired)
 
-	// Nobody gets further than Join without a certificate, whatever else is offered.
+	// Without a certificate a client gets only Join, whatever else it offers.
 	cfg := stranger(nodeport.Join)
 	cfg.NextProtos = []string{nodeport.Join, nodeport.GRPC}
 	first, err := knock(t, a.addr(), cfg)
@@ -357,7 +357,8 @@ func TestJunkHurtsNobody(t *testing.T) {
 	assert.Contains(t, log.String(), "reason=tls")
 }
 
-// 400 peers that say nothing hold all places; a member still comes in, and each of them is counted.
+// TestHalfOpenHandshakes: 400 silent peers use all handshakes. A member still connects, and each peer is
+// counted.
 func TestHalfOpenHandshakes(t *testing.T) {
 	w := newWorld(t, "c1")
 	a := newNode(t, w.member(t, "a", "control"),
@@ -379,7 +380,7 @@ func TestHalfOpenHandshakes(t *testing.T) {
 	assert.Equal(t, 400, a.count(nodeport.Overload)+a.count(nodeport.TooSlow))
 }
 
-// A peer that shakes hands but never reads holds its own goroutine and no other.
+// TestHandshakeTimeoutOnFakeTime: a peer that makes the handshake but never reads delays no other.
 func TestHandshakeTimeoutOnFakeTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, "c1")
@@ -427,8 +428,8 @@ func TestHandshakeTimeoutOnFakeTime(t *testing.T) {
 	})
 }
 
-// A member whose certificate has expired gets through by Renew alone, and only with the key of a certificate
-// of this cluster; a removed one gets through by nothing.
+// TestAnExpiredCertificateIsGoodForItsRenewal: a member whose certificate has expired can use only Renew, and
+// only with the key of a certificate of this cluster. A removed member can use nothing.
 func TestAnExpiredCertificateIsGoodForItsRenewal(t *testing.T) {
 	w, other := newWorld(t, "c1"), newWorld(t, "c2")
 	now := time.Now()
@@ -467,8 +468,8 @@ func TestAnExpiredCertificateIsGoodForItsRenewal(t *testing.T) {
 	require.ErrorIs(t, err, nodeport.ErrCertificate, "not valid yet")
 }
 
-// Consensus and certificates are for nodes with role control: whoever dials looks at the certificate,
-// whatever a record says.
+// TestOnlyControlNodesAreDialedForConsensus: only nodes with role control serve consensus and renewals. The
+// dialing node checks the certificate, whatever a record says.
 func TestOnlyControlNodesAreDialedForConsensus(t *testing.T) {
 	w := newWorld(t, "c1")
 	edge := newNode(t, w.member(t, "edge", "ingress"), nil).serve(t)
@@ -482,7 +483,8 @@ func TestOnlyControlNodesAreDialedForConsensus(t *testing.T) {
 	}
 }
 
-// A certificate is renewed: the next connection shows the new one, those that are open go on.
+// TestRenewalDropsNothing: after a renewal the next connection shows the new certificate, and open ones go
+// on.
 func TestRenewalDropsNothing(t *testing.T) {
 	w := newWorld(t, "c1")
 	a := newNode(t, w.member(t, "a", "control"), nil).serve(t)
@@ -530,14 +532,15 @@ func TestARemovedNodeIsCutOff(t *testing.T) {
 	_, err = b.Dial(t.Context(), nodeport.GRPC, a.addr(), "")
 	require.ErrorIs(t, err, nodeport.ErrRemoved)
 
-	// The other direction: nobody calls on a removed node.
+	// The other direction: no member connects to a removed node.
 	b.serve(t)
 	b.echo(t, nodeport.GRPC)
 	_, err = a.Dial(t.Context(), nodeport.GRPC, b.addr(), "")
 	require.ErrorIs(t, err, nodeport.ErrRemoved)
 }
 
-// Nobody accepts: what does not fit is refused, and Close ends what waits.
+// TestTheBacklogIsBounded: while no server accepts, connections over the bound are refused, and Close ends
+// waiting ones.
 func TestTheBacklogIsBounded(t *testing.T) {
 	w := newWorld(t, "c1")
 	a := newNode(t, w.member(t, "a", "control"), nil).serve(t)

@@ -159,7 +159,7 @@ func stranger(alpn string, certs ...tls.Certificate) *tls.Config {
 	return cfg
 }
 
-// knock dials as a stranger, and gives what it read first.
+// knock dials as a stranger and returns the first bytes that it reads.
 func knock(t testing.TB, addr string, cfg *tls.Config) (byte, error) {
 	t.Helper()
 	raw, err := net.Dial("tcp", addr)

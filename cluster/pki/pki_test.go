@@ -220,8 +220,8 @@ func TestFilesAreWholeOrAbsent(t *testing.T) {
 		assert.Equal(t, os.FileMode(0o600), info.Mode().Perm(), e.Name())
 	}
 
-	// A key of a newcomer with the certificate of its predecessor never meet: the certificate goes first, and
-	// comes last.
+	// A newcomer's key and its predecessor's certificate never exist together: the certificate is removed
+	// first and written last.
 	require.NoError(t, os.Remove(filepath.Join(dir, "gossip.key")))
 	require.NoError(t, os.Mkdir(filepath.Join(dir, "gossip.key"), 0o700))
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "gossip.key", "x"), nil, 0o600))
@@ -237,8 +237,8 @@ func TestFilesAreWholeOrAbsent(t *testing.T) {
 	require.NotErrorIs(t, err, os.ErrNotExist, "damage is not a node that has not joined")
 }
 
-// A control node keeps the authority's key beside its certificate, and makes its next one of it; other nodes
-// have no such file.
+// TestFilesOfAControlNodeRenewThemselves: a control node keeps the authority's key beside its certificate and
+// signs its next one with it. Other nodes have no such file.
 func TestFilesOfAControlNodeRenewThemselves(t *testing.T) {
 	now := time.Now()
 	a, err := pki.NewAuthority("c1", now.Add(-90*24*time.Hour))
