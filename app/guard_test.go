@@ -11,8 +11,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestHostileFiles: files that blow up a parser are refused before they reach it; each has a fault and little
-// memory. Nothing runs beside it, because it measures memory.
+// TestHostileFiles: files that overload a parser are refused before they reach it, each with a fault and little memory.
+// No other test runs beside it, because it measures memory.
 func TestHostileFiles(t *testing.T) {
 	var bomb strings.Builder
 	bomb.WriteString("a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n")

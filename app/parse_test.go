@@ -13,7 +13,7 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// faultsOf is Parse's error, one line per fault.
+// faultsOf returns Parse's error, one line per fault.
 func faultsOf(t *testing.T, text string) []string {
 	t.Helper()
 	_, _, err := Parse("app.yaml", []byte(text))
@@ -37,7 +37,7 @@ func parsed(t *testing.T, text string) *File {
 	return f
 }
 
-// one is the smallest file with more keys of its one application.
+// one returns the smallest file, with more keys of its one application.
 func one(more ...string) string {
 	return "applications:\n  - name: demo\n    model: {id: demo}\n    engine: {kind: sim}\n    " +
 		"" + strings.Join(more, "\n    ") + "\n"
@@ -226,7 +226,7 @@ func boolToInt(b bool) int {
 	return 0
 }
 
-// TestNumReplicas is the table of acceptance row RG2.
+// TestNumReplicas checks the table of sizes (acceptance row RG2).
 func TestNumReplicas(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {

@@ -12,8 +12,8 @@ import (
 	"pgregory.net/rapid"
 )
 
-// A generator of files that Parse could have made: it draws only what a user may write, and derives the rest
-// dumbly.
+// A generator of files that Parse could have made. It draws only what a user may write, and derives the rest with the
+// simplest code.
 
 func anyText() *rapid.Generator[string] {
 	return rapid.OneOf(
@@ -199,7 +199,7 @@ func TestPrintParses(t *testing.T) {
 	})
 }
 
-// TestJSONIsExact: what is stored comes back with every type.
+// TestJSONIsExact: stored values come back with their types.
 func TestJSONIsExact(t *testing.T) {
 	t.Parallel()
 	rapid.Check(t, func(t *rapid.T) {
