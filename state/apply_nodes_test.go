@@ -26,7 +26,7 @@ func nodeRef(id string) *NodeRef {
 	return &NodeRef{Node: id, UID: "uid-" + id, Reason: "silent for 12s"}
 }
 
-// withNodes is a state with nodes a, b and so on, of all roles.
+// withNodes returns a state with nodes a, b and so on, of all roles.
 func withNodes(t testing.TB, ids ...string) *machine {
 	m := newMachine(t)
 	for _, id := range ids {
@@ -171,8 +171,8 @@ func TestLostNodeIsRemovedWithItsUnits(t *testing.T) {
 	m.must(Command{Release: ref("x/0/0", 1)})
 }
 
-// A removed node is forgotten when 4096 others were removed after it, and not before its certificate has
-// expired: a removal for which there is no room is refused.
+// TestRemovedNodeIsRememberedAsLongAsItsCertificateLives: the state forgets a removed node after 4096 later
+// removals, but not before its certificate has expired. A removal without room is refused.
 func TestRemovedNodeIsRememberedAsLongAsItsCertificateLives(t *testing.T) {
 	m := withNodes(t, "a")
 	day := (24 * time.Hour).Milliseconds()
@@ -267,8 +267,8 @@ func useWith(hash, uid, key string) Command {
 	return Command{UseToken: &UseToken{Hash: hash, UID: uid, Key: key, Now: 1}}
 }
 
-// A UID is no secret: the certificate that a node shows to anybody has it. So the key that used a token is
-// the one that may use it again, and a node that is known is nobody else's, whatever the token.
+// TestATokenIsBoundToTheKeyThatUsedIt: a UID is not secret, because every certificate shows it. So only the
+// key that used a token may use it again, and no token lets another key take a known node's UID.
 func TestATokenIsBoundToTheKeyThatUsedIt(t *testing.T) {
 	m := withNodes(t, "a")
 	m.must(token("h", 100, 2))

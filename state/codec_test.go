@@ -112,8 +112,8 @@ func TestControlLevelIsThatOfTheOldestControlNode(t *testing.T) {
 	assert.Equal(t, Command{DeleteApp: &DeleteApp{Name: "x"}}, c)
 }
 
-// TestCopyOfANewerStateIsRead: who follows reads what it knows and names what it does not; who takes part in
-// consensus refuses.
+// TestCopyOfANewerStateIsRead: a follower reads the known fields and names an unknown one. A node of
+// consensus refuses the state.
 func TestCopyOfANewerStateIsRead(t *testing.T) {
 	s := New()
 	s.Cluster, s.Index = "alpha", 7

@@ -168,7 +168,8 @@ func TestAnyElectorateSettlesWithItsQuorum(t *testing.T) {
 	})
 }
 
-// A leader that was removed goes soon: the votes of the others must do without it then.
+// TestALeaderThatGoesTakesNoVotes: a removed leader leaves soon, and the other voters must have a majority
+// without it.
 func TestALeaderThatGoesTakesNoVotes(t *testing.T) {
 	for _, others := range []string{"b:v c:v", "b:v! c:v", "b:v c:v d:v e:v"} {
 		ms := electors("a:vx " + others)
@@ -274,8 +275,7 @@ func TestCheckUnvote(t *testing.T) {
 	}
 }
 
-// machines is a cluster of control nodes on which people, failures and the leader's own care work in any
-// order.
+// machines is a cluster of control nodes with removals, failures and the leader's own changes in any order.
 type machines struct {
 	t   *rapid.T
 	all []Elector
@@ -304,7 +304,7 @@ func (m *machines) hasMajority() bool {
 	return live > voters/2
 }
 
-// care is one change that the leader makes by itself.
+// care makes one change that the leader makes by itself.
 func (m *machines) care() bool {
 	c := Electorate(m.all, m.leader())
 	if c.Kind != NoChange {

@@ -50,8 +50,8 @@ func TestFencedUnitTellsTheOthersUntilTheyAnswer(t *testing.T) {
 	assert.True(t, m.Due.IsZero())
 }
 
-// crowd is a unit over several nodes played against a dumb world: which node lives, and where its processes
-// are.
+// crowd plays a unit over several nodes against a simple model: which nodes live, and where its processes
+// run.
 type crowd struct {
 	t       *rapid.T
 	m       Machine
