@@ -9,7 +9,7 @@ import (
 	"pgregory.net/rapid"
 )
 
-// occupy places groups one by one and marks what they use; who finds no room is left out.
+// occupy places groups one by one and marks what they use. It leaves out groups that find no room.
 func occupy(nodes []Node, groups ...Group) ([]Node, []Occupant) {
 	var out []Occupant
 	for _, g := range groups {
@@ -108,8 +108,7 @@ func TestHintSaysNothing(t *testing.T) {
 	}
 }
 
-// TestAnyHintIsTrue: who carries the moves out, each unit whole and under its own rules, finds room for the
-// group.
+// TestAnyHintIsTrue: after the moves, each unit whole and under its own rules, the group finds room.
 func TestAnyHintIsTrue(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		nodes := make([]Node, rapid.IntRange(2, 4).Draw(t, "nodes"))
