@@ -31,7 +31,9 @@ type testNetwork struct {
 
 var errCut = errors.New("cut off by the test")
 
-func newWires() *testNetwork { return &testNetwork{cut: map[string]bool{}, conns: map[net.Conn][2]string{}} }
+func newWires() *testNetwork {
+	return &testNetwork{cut: map[string]bool{}, conns: map[net.Conn][2]string{}}
+}
 
 func (w *testNetwork) dial(from, to string, timeout time.Duration) (net.Conn, error) {
 	w.mu.Lock()
@@ -153,10 +155,10 @@ type member struct {
 
 // group is several nodes in one process.
 type group struct {
-	t       testing.TB
-	testNetwork   *testNetwork
-	mu      sync.Mutex
-	members []*member
+	t           testing.TB
+	testNetwork *testNetwork
+	mu          sync.Mutex
+	members     []*member
 }
 
 func newGroup(t testing.TB) *group { return &group{t: t, testNetwork: newWires()} }
