@@ -190,8 +190,10 @@ func (s *State) putApp(next map[string]*App, spec *AppSpec, expect map[string]ui
 	if old != nil && bytes.Equal(old.Spec, canonical) {
 		return false, nil
 	}
-	a := &App{Name: spec.Name, Revision: s.lastRevision(spec.Name) + 1, ChangedAt: s.Revision + 1,
-		Spec: canonical, Names: slices.Clone(spec.Names), Route: spec.Route}
+	a := &App{
+		Name: spec.Name, Revision: s.lastRevision(spec.Name) + 1, ChangedAt: s.Revision + 1,
+		Spec: canonical, Names: slices.Clone(spec.Names), Route: spec.Route,
+	}
 	if old != nil {
 		a.Revision, a.Previous = old.Revision+1, old.Spec
 	}

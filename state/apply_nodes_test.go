@@ -16,8 +16,10 @@ func node(id string, roles ...Role) Node {
 	if roles == nil {
 		roles = []Role{RoleControl, RoleWorker, RoleIngress}
 	}
-	return Node{ID: id, UID: "uid-" + id, Address: id + ":7947", Roles: roles,
-		Offer: Offer{Slots: 8, PortLo: 20000, PortHi: 29999}}
+	return Node{
+		ID: id, UID: "uid-" + id, Address: id + ":7947", Roles: roles,
+		Offer: Offer{Slots: 8, PortLo: 20000, PortHi: 29999},
+	}
 }
 
 func putNode(n Node) Command { return Command{PutNode: &PutNode{Node: n}} }
@@ -120,8 +122,11 @@ func TestLostAndBackAreIdempotent(t *testing.T) {
 	assert.Equal(t, "silent for 12s", m.Nodes["a"].Reason)
 	assert.False(t, m.must(Command{NodeBack: nodeRef("a")}).Unchanged)
 	assert.Equal(t, node("a"), *m.Nodes["a"])
-	for _, r := range []*NodeRef{{Node: "z", UID: "uid-z"}, {Node: "a", UID: "uid-of-its-predecessor"},
-		{Node: "a"}} {
+	for _, r := range []*NodeRef{
+		{Node: "z", UID: "uid-z"},
+		{Node: "a", UID: "uid-of-its-predecessor"},
+		{Node: "a"},
+	} {
 		m.refused(Command{NodeLost: r}, ErrUnknownNode, problem.NotFound)
 		m.refused(Command{NodeBack: r}, ErrUnknownNode, problem.NotFound)
 	}
@@ -288,8 +293,10 @@ func TestATokenIsBoundToTheKeyThatUsedIt(t *testing.T) {
 
 func TestTokensAreBounded(t *testing.T) {
 	m := newMachine(t)
-	for _, c := range []Command{token("", 1, 1), token("h", 0, 1), token("h", 1, 0),
-		token("h", 1, maxTokenUses+1)} {
+	for _, c := range []Command{
+		token("", 1, 1), token("h", 0, 1), token("h", 1, 0),
+		token("h", 1, maxTokenUses+1),
+	} {
 		m.refused(c, ErrBadCommand, problem.InvalidArgument)
 	}
 	for i := range maxTokens {
@@ -320,8 +327,10 @@ func TestPublicHidesWhatOnlyControlNodesMayKnow(t *testing.T) {
 }
 
 func TestSnapshotOfBeforeNodesIsRead(t *testing.T) {
-	for _, in := range []string{`{"index":7,"cluster":"c","apps":{},"units":{},"epochs":{},"revisions":{}}`,
-		`{"nodes":null,"tokens":null}`} {
+	for _, in := range []string{
+		`{"index":7,"cluster":"c","apps":{},"units":{},"epochs":{},"revisions":{}}`,
+		`{"nodes":null,"tokens":null}`,
+	} {
 		s, err := Decode([]byte(in))
 		require.NoError(t, err)
 		c := putNode(node("a"))
@@ -337,8 +346,10 @@ func TestSnapshotOfBeforeNodesIsRead(t *testing.T) {
 func TestCheckRemoval(t *testing.T) {
 	s := New()
 	put := func(id string, roles ...Role) {
-		_, err := s.Apply(s.Index+1, &Command{PutNode: &PutNode{Node: Node{ID: id, UID: "uid-" + id,
-			Roles: roles}}})
+		_, err := s.Apply(s.Index+1, &Command{PutNode: &PutNode{Node: Node{
+			ID: id, UID: "uid-" + id,
+			Roles: roles,
+		}}})
 		require.NoError(t, err)
 	}
 	put("a", RoleControl)
@@ -356,12 +367,18 @@ func TestCheckRemoval(t *testing.T) {
 		{"drained", "w", func(s *State) { s.Nodes["w"].Draining = true }, nil, nil},
 		{"lost", "w", func(s *State) { s.Nodes["w"].Lost = true }, nil, nil},
 		{"control, in use", "b", nil, ErrNodeInUse, nil},
-		{"the last living control node", "b", func(s *State) { s.Nodes["a"].Lost = true }, ErrLastControl,
-			ErrLastControl},
-		{"ranks are left", "w", func(s *State) { s.Nodes["w"].Draining = true; s.Units["u"] = unitOn("w") },
-			ErrUnitsLeft, nil},
-		{"lost with its ranks", "w", func(s *State) { s.Nodes["w"].Lost = true; s.Units["u"] = unitOn("w") },
-			nil, nil},
+		{
+			"the last living control node", "b", func(s *State) { s.Nodes["a"].Lost = true }, ErrLastControl,
+			ErrLastControl,
+		},
+		{
+			"ranks are left", "w", func(s *State) { s.Nodes["w"].Draining = true; s.Units["u"] = unitOn("w") },
+			ErrUnitsLeft, nil,
+		},
+		{
+			"lost with its ranks", "w", func(s *State) { s.Nodes["w"].Lost = true; s.Units["u"] = unitOn("w") },
+			nil, nil,
+		},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			was, err := s.Encode()

@@ -97,8 +97,10 @@ func drawGrant(t *rapid.T, s *State, name string) Command {
 }
 
 func drawRank(t *rapid.T, rank int) RankGrant {
-	r := RankGrant{Rank: rank, Node: rapid.SampledFrom([]string{"a", "b"}).Draw(t, "node"),
-		Slot: rapid.IntRange(-1, 4).Draw(t, "slot")}
+	r := RankGrant{
+		Rank: rank, Node: rapid.SampledFrom([]string{"a", "b"}).Draw(t, "node"),
+		Slot: rapid.IntRange(-1, 4).Draw(t, "slot"),
+	}
 	if rapid.Bool().Draw(t, "gpu") {
 		r.Devices = []int{rapid.IntRange(0, 3).Draw(t, "device")}
 	}

@@ -51,16 +51,20 @@ func spec(name, content string, names ...string) AppSpec {
 	if names == nil {
 		names = []string{name}
 	}
-	return AppSpec{Name: name, Spec: json.RawMessage(fmt.Sprintf("{%q: %q}", "v", content)), Names: names,
-		Route: "/"}
+	return AppSpec{
+		Name: name, Spec: json.RawMessage(fmt.Sprintf("{%q: %q}", "v", content)), Names: names,
+		Route: "/",
+	}
 }
 
 func put(apps ...AppSpec) Command { return Command{PutApps: &PutApps{Apps: apps}} }
 
 // grant is one unit of one rank at a slot with a block of 16 ports.
 func grant(app string, revision uint64, rank, slot int, expect uint64) Command {
-	return Command{GrantGroup: &GrantGroup{App: app, AppRevision: revision,
-		Units: []UnitGrant{unitGrant(app, rank, slot, expect)}}}
+	return Command{GrantGroup: &GrantGroup{
+		App: app, AppRevision: revision,
+		Units: []UnitGrant{unitGrant(app, rank, slot, expect)},
+	}}
 }
 
 func unitGrant(app string, rank, slot int, expect uint64) UnitGrant {
@@ -88,11 +92,15 @@ func TestPutAppsCountsRevisions(t *testing.T) {
 func TestPutAppsExpectsRevisions(t *testing.T) {
 	m := newMachine(t)
 	m.must(Command{PutApps: &PutApps{Apps: []AppSpec{spec("x", "1")}, Expect: map[string]uint64{"x": 0}}})
-	m.must(Command{PutApps: &PutApps{Apps: []AppSpec{spec("x", "2")},
-		Expect: map[string]uint64{"x": 1, "other": 7}}})
+	m.must(Command{PutApps: &PutApps{
+		Apps:   []AppSpec{spec("x", "2")},
+		Expect: map[string]uint64{"x": 1, "other": 7},
+	}})
 	for _, e := range []uint64{0, 1, 3} {
-		err := m.refused(Command{PutApps: &PutApps{Apps: []AppSpec{spec("y", "1"), spec("x", "3")},
-			Expect: map[string]uint64{"x": e}}}, ErrStaleRevision, problem.Conflict)
+		err := m.refused(Command{PutApps: &PutApps{
+			Apps:   []AppSpec{spec("y", "1"), spec("x", "3")},
+			Expect: map[string]uint64{"x": e},
+		}}, ErrStaleRevision, problem.Conflict)
 		assert.EqualError(t, err,
 			fmt.Sprintf(`put apps: stale revision: application "x" is at revision 2, the change was made for revision %d`, e))
 	}
@@ -208,8 +216,10 @@ func TestGrantRefusals(t *testing.T) {
 		problem.InvalidArgument)
 	twice := &GrantGroup{App: "y", AppRevision: 1}
 	for rank := range 2 {
-		twice.Units = append(twice.Units, UnitGrant{Unit: "y/0",
-			Ranks: []RankGrant{{Rank: rank, Node: "a", Slot: 2 + rank}}})
+		twice.Units = append(twice.Units, UnitGrant{
+			Unit:  "y/0",
+			Ranks: []RankGrant{{Rank: rank, Node: "a", Slot: 2 + rank}},
+		})
 	}
 	m.refused(Command{GrantGroup: twice}, ErrBadCommand, problem.InvalidArgument)
 }
@@ -335,8 +345,10 @@ func TestInitSetsEachSecretOnce(t *testing.T) {
 	m.must(Command{Init: &Init{Cluster: "c", Secret: []byte("s")}})
 	m.refused(Command{Init: &Init{Cluster: "c", Secrets: Secrets{Authority: []byte("a")}}}, ErrBadCommand,
 		problem.InvalidArgument)
-	m.must(Command{Init: &Init{Cluster: "c", Secrets: Secrets{Authority: []byte("a1"),
-		AuthorityKey: []byte("k1")}}})
+	m.must(Command{Init: &Init{Cluster: "c", Secrets: Secrets{
+		Authority:    []byte("a1"),
+		AuthorityKey: []byte("k1"),
+	}}})
 	m.must(Command{Init: &Init{Cluster: "c", Secret: []byte("s2"), Secrets: Secrets{
 		Authority: []byte("a2"), AuthorityKey: []byte("k2"), GossipKey: []byte("g"),
 	}}})
@@ -367,8 +379,10 @@ func TestUnknownCommandIsAnErrorNotACrash(t *testing.T) {
 		_, err := DecodeCommand([]byte(in))
 		require.ErrorIs(t, err, why, in)
 	}
-	for _, in := range []string{`{"node_moved":{"node":"a"}}`, `{"init":{"cluster":"c","colour":"red"}}`,
-		`{"put_node":{"node":{"id":"a","lift":[1]}}}`} {
+	for _, in := range []string{
+		`{"node_moved":{"node":"a"}}`, `{"init":{"cluster":"c","colour":"red"}}`,
+		`{"put_node":{"node":{"id":"a","lift":[1]}}}`,
+	} {
 		_, err := DecodeCommand([]byte(in))
 		require.ErrorIs(t, err, ErrNewer, "passing %s over would let the copies part", in)
 		assert.Contains(t, err.Error(), "a newer version of dpserve wrote it")

@@ -49,8 +49,10 @@ func FuzzDecodeCommandNeverPanicsAndApplies(f *testing.F) {
 // FuzzDecodeSnapshotIsWholeOrRefused: any bytes are an error or a state that encodes and decodes to itself.
 func FuzzDecodeSnapshotIsWholeOrRefused(f *testing.F) {
 	s := New()
-	for i, c := range []Command{putNode(node("a")), put(spec("x", "1")), grant("x", 1, 0, 0, 0),
-		token("h", 2, 1)} {
+	for i, c := range []Command{
+		putNode(node("a")), put(spec("x", "1")), grant("x", 1, 0, 0, 0),
+		token("h", 2, 1),
+	} {
 		_, err := s.Apply(uint64(i+1), &c)
 		require.NoError(f, err)
 	}

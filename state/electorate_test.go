@@ -19,8 +19,10 @@ func electors(text string) []Elector {
 	var out []Elector
 	for f := range strings.FieldsSeq(text) {
 		name, how, _ := strings.Cut(f, ":")
-		e := Elector{UID: name, Node: name, Control: true, Live: true, Voter: how[0] == 'v',
-			Member: how[0] != '-'}
+		e := Elector{
+			UID: name, Node: name, Control: true, Live: true, Voter: how[0] == 'v',
+			Member: how[0] != '-',
+		}
 		for _, c := range how[1:] {
 			switch c {
 			case '!':
@@ -63,8 +65,10 @@ func carryOut(t require.TestingT, ms []Elector, c Change) []Elector {
 	return out
 }
 
-var changeNames = map[ChangeKind]string{AddStandby: "add", Promote: "promote", Demote: "demote",
-	RemoveMember: "remove"}
+var changeNames = map[ChangeKind]string{
+	AddStandby: "add", Promote: "promote", Demote: "demote",
+	RemoveMember: "remove",
+}
 
 // settled carries out all changes, with a as the leader, and returns their names.
 func settled(t require.TestingT, ms []Elector) string {
@@ -229,8 +233,10 @@ func TestCheckUnvote(t *testing.T) {
 			hint: "c votes and does not answer: wait until it answers or is lost",
 		},
 		{name: "a standby takes over", members: "a:v b:v c:v! d:s", uid: "b", successor: "d"},
-		{name: "of another zone, if there is one", members: "a:v1 b:v2 c:v1! d:s1 e:s3", uid: "b",
-			successor: "e"},
+		{
+			name: "of another zone, if there is one", members: "a:v1 b:v2 c:v1! d:s1 e:s3", uid: "b",
+			successor: "e",
+		},
 		{
 			name: "not a silent standby", members: "a:v b:v c:v! d:s?", uid: "b", code: problem.Conflict,
 			says: "a is alive, c is lost",
@@ -341,14 +347,18 @@ func TestRemovalsKeepALivingMajority(t *testing.T) {
 		m := &machines{t: rt}
 		for i := range rapid.IntRange(1, 7).Draw(rt, "nodes") {
 			uid := fmt.Sprint("n", i)
-			m.all = append(m.all, Elector{UID: uid, Node: uid, Control: true, Live: true, Member: i == 0,
-				Voter: i == 0})
+			m.all = append(m.all, Elector{
+				UID: uid, Node: uid, Control: true, Live: true, Member: i == 0,
+				Voter: i == 0,
+			})
 		}
 		for range rapid.IntRange(1, 40).Draw(rt, "steps") {
 			uid := m.all[rapid.IntRange(0, len(m.all)-1).Draw(rt, "node")].UID
 			e := &m.all[m.at(uid)]
-			switch rapid.SampledFrom([]string{"care", "settle", "fail", "lose", "heal", "remove",
-				"remove"}).Draw(rt, "step") {
+			switch rapid.SampledFrom([]string{
+				"care", "settle", "fail", "lose", "heal", "remove",
+				"remove",
+			}).Draw(rt, "step") {
 			case "care":
 				m.care()
 			case "settle":

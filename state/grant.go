@@ -53,8 +53,10 @@ func resourcesHeld(s *State, c *GrantGroup) *heldResources {
 	for i := range c.Units {
 		again[c.Units[i].Unit] = true
 	}
-	t := &heldResources{ranks: map[rankKey]holder{}, slots: map[nodeResource]holder{},
-		devices: map[nodeResource]holder{}}
+	t := &heldResources{
+		ranks: map[rankKey]holder{}, slots: map[nodeResource]holder{},
+		devices: map[nodeResource]holder{},
+	}
 	for id, u := range s.Units {
 		if u.Holds() && !again[id] {
 			t.addHeld(u.App, u.Group, holder{id, u.Epoch}, u.Ranks, u.Blocks)

@@ -17,8 +17,10 @@ type Leases struct {
 // NewLeases makes an empty table. ttl is how long a renewal lasts, grace is added before a node is overdue;
 // zero means LeaseTTL and LeaseGrace.
 func NewLeases(ttl, grace time.Duration) *Leases {
-	return &Leases{ttl: orDefault(ttl, LeaseTTL), grace: orDefault(grace, LeaseGrace),
-		lastRenewal: map[string]time.Time{}}
+	return &Leases{
+		ttl: orDefault(ttl, LeaseTTL), grace: orDefault(grace, LeaseGrace),
+		lastRenewal: map[string]time.Time{},
+	}
 }
 
 // Seen records a renewal. A renewal older than the last one changes nothing.

@@ -165,8 +165,10 @@ func (c *crowd) settle() {
 // living node runs a part of it, and one that is being ended does end, whichever orders are lost.
 func TestAnyLossOfNodesNeverDoublesAUnit(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		c := &crowd{t: t, now: noon, nodes: []string{"a", "b", "c"}, alive: map[string]bool{},
-			running: map[string]bool{}, told: map[string]bool{}}
+		c := &crowd{
+			t: t, now: noon, nodes: []string{"a", "b", "c"}, alive: map[string]bool{},
+			running: map[string]bool{}, told: map[string]bool{},
+		}
 		for range rapid.IntRange(1, 60).Draw(t, "steps") {
 			c.step()
 		}

@@ -155,8 +155,10 @@ func checkEdge(t *testing.T, p Phase, k UnitEventKind, others bool) {
 		want, listed = w, true
 	}
 	before := in(p)
-	after, effects := Next(before, Event{Kind: k, Epoch: epochFor(k), Attempt: 3, Grace: time.Minute,
-		Others: others}, noon, Timers{})
+	after, effects := Next(before, Event{
+		Kind: k, Epoch: epochFor(k), Attempt: 3, Grace: time.Minute,
+		Others: others,
+	}, noon, Timers{})
 	assert.Equal(t, in(p), before, "the argument changed")
 	if !listed {
 		assert.Equal(t, before, after, name)
@@ -200,8 +202,10 @@ func TestThirdFailedStartIsFailed(t *testing.T) {
 	for attempt, wait := range []time.Duration{time.Second, 2 * time.Second, 0} {
 		m, _ = Next(m, Event{Kind: EvGranted, Epoch: uint64(attempt + 1), Attempt: attempt + 1}, noon,
 			Timers{})
-		m, effects = Next(m, Event{Kind: EvGone, Epoch: m.Epoch, Reason: fmt.Sprint("cause ", attempt),
-			LogTail: []string{"l"}}, noon, Timers{})
+		m, effects = Next(m, Event{
+			Kind: EvGone, Epoch: m.Epoch, Reason: fmt.Sprint("cause ", attempt),
+			LogTail: []string{"l"},
+		}, noon, Timers{})
 		if attempt == 2 {
 			break
 		}
@@ -326,8 +330,10 @@ func TestFirstReasonIsKept(t *testing.T) {
 // not take its place.
 func TestWhatDoesNotEndIsNamed(t *testing.T) {
 	m, _ := Next(in(Ready), Event{Kind: EvFenced, Epoch: 3, Reason: "rank 5: signal killed"}, noon, Timers{})
-	for _, reason := range []string{"rank 5: signal killed",
-		"rank 5: signal killed; still held after 10s: process 7", "rank 6: exit code 1"} {
+	for _, reason := range []string{
+		"rank 5: signal killed",
+		"rank 5: signal killed; still held after 10s: process 7", "rank 6: exit code 1",
+	} {
 		m, _ = Next(m, Event{Kind: EvKilling, Epoch: 3, Reason: reason}, noon, Timers{})
 	}
 	assert.Equal(t, "rank 5: signal killed; still held after 10s: process 7", m.Reason)
@@ -354,9 +360,11 @@ func TestAnyEventsKeepTheMachineRight(t *testing.T) {
 		for range rapid.IntRange(1, 80).Draw(t, "events") {
 			now = now.Add(time.Duration(rapid.IntRange(0, 90).Draw(t, "s")) * time.Second)
 			k := UnitEventKind(rapid.IntRange(0, int(EvGone)).Draw(t, "event"))
-			e := Event{Kind: k, Epoch: raft, Grace: time.Second,
+			e := Event{
+				Kind: k, Epoch: raft, Grace: time.Second,
 				WasReady: rapid.IntRange(0, 9).Draw(t, "was") == 0,
-				Asked:    rapid.IntRange(0, 3).Draw(t, "asked") == 0}
+				Asked:    rapid.IntRange(0, 3).Draw(t, "asked") == 0,
+			}
 			if rapid.IntRange(0, 6).Draw(t, "old") == 0 && raft > 0 {
 				e.Epoch = raft - 1
 			}
