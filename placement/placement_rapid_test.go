@@ -110,7 +110,8 @@ func checkStrategy(t *rapid.T, g *Group, per map[string]int) {
 }
 
 func checkBlocks(t *rapid.T, g *Group, p *Placed, per map[string]int, at map[string]*Node,
-	take func(string, ...any)) {
+	take func(string, ...any),
+) {
 	want := len(g.Ranks)
 	size := BlockSize(1)
 	if g.Lockstep {

@@ -57,39 +57,97 @@ func TestStrategies(t *testing.T) {
 		group Group
 		want  string // or the error's message
 	}{
-		{"pack: one node if it fits", []Node{slots("a", 4), slots("b", 4)}, group("g", 4, Pack),
-			"a: 0@0 1@1 2@2 3@3"},
-		{"pack: the tightest node", []Node{slots("a", 8), slots("b", 4)}, group("g", 3, Pack),
-			"b: 0@0 1@1 2@2"},
-		{"pack: fewest nodes, contiguous in node order", []Node{slots("a", 2), slots("b", 4), slots("c", 2)},
-			group("g", 6, Pack), "a: 0@0 1@1 b: 2@0 3@1 4@2 5@3"},
-		{"pack: of as few nodes those with equal blocks", []Node{slots("a", 2), slots("b", 4), slots("c", 3)},
-			group("g", 6, Pack), "b: 0@0 1@1 2@2 c: 3@0 4@1 5@2"},
-		{"pack: equal blocks", []Node{slots("a", 4), slots("b", 5)}, group("g", 6, Pack),
-			"a: 0@0 1@1 2@2 b: 3@0 4@1 5@2"},
-		{"pack: as equal as room allows", []Node{slots("a", 1), slots("b", 4), slots("c", 4)},
-			group("g", 9, Pack), "a: 0@0 b: 1@0 2@1 3@2 4@3 c: 5@0 6@1 7@2 8@3"},
-		{"pack: ten over three", []Node{slots("a", 4), slots("b", 4), slots("c", 2), slots("d", 3)},
-			group("g", 10, Pack), "a: 0@0 1@1 2@2 3@3 b: 4@0 5@1 6@2 d: 7@0 8@1 9@2"},
-		{"pack: too much", []Node{slots("a", 2), slots("b", 1)}, group("g", 4, Pack),
-			"place g: 3 of 4 ranks can be placed (PACK)"},
-		{"strict pack: one node", []Node{slots("a", 2), slots("b", 5), slots("c", 4)},
-			group("g", 4, StrictPack), "c: 0@0 1@1 2@2 3@3"},
-		{"strict pack: no single node", []Node{slots("a", 3), slots("b", 3)}, group("g", 4, StrictPack),
-			"place g: 3 of 4 ranks can be placed (STRICT_PACK)"},
-		{"spread: even", []Node{slots("a", 8), slots("b", 8), slots("c", 8)}, group("g", 5, Spread),
-			"a: 0@0 1@1 b: 2@0 3@1 c: 4@0"},
-		{"spread: as even as room allows", []Node{slots("a", 1), slots("b", 8)}, group("g", 4, Spread),
-			"a: 0@0 b: 1@0 2@1 3@2"},
-		{"strict spread: one each", []Node{slots("a", 1), slots("b", 8), slots("c", 8)},
-			group("g", 2, StrictSpread), "b: 0@0 c: 1@0"},
-		{"strict spread: too few nodes", []Node{slots("a", 9), slots("b", 9)}, group("g", 3, StrictSpread),
-			"place g: 2 of 3 ranks can be placed (STRICT_SPREAD)"},
+		{
+			"pack: one node if it fits",
+			[]Node{slots("a", 4), slots("b", 4)},
+			group("g", 4, Pack),
+			"a: 0@0 1@1 2@2 3@3",
+		},
+		{
+			"pack: the tightest node",
+			[]Node{slots("a", 8), slots("b", 4)},
+			group("g", 3, Pack),
+			"b: 0@0 1@1 2@2",
+		},
+		{
+			"pack: fewest nodes, contiguous in node order",
+			[]Node{slots("a", 2), slots("b", 4), slots("c", 2)},
+			group("g", 6, Pack), "a: 0@0 1@1 b: 2@0 3@1 4@2 5@3",
+		},
+		{
+			"pack: of as few nodes those with equal blocks",
+			[]Node{slots("a", 2), slots("b", 4), slots("c", 3)},
+			group("g", 6, Pack), "b: 0@0 1@1 2@2 c: 3@0 4@1 5@2",
+		},
+		{
+			"pack: equal blocks",
+			[]Node{slots("a", 4), slots("b", 5)},
+			group("g", 6, Pack),
+			"a: 0@0 1@1 2@2 b: 3@0 4@1 5@2",
+		},
+		{
+			"pack: as equal as room allows",
+			[]Node{slots("a", 1), slots("b", 4), slots("c", 4)},
+			group("g", 9, Pack), "a: 0@0 b: 1@0 2@1 3@2 4@3 c: 5@0 6@1 7@2 8@3",
+		},
+		{
+			"pack: ten over three",
+			[]Node{slots("a", 4), slots("b", 4), slots("c", 2), slots("d", 3)},
+			group("g", 10, Pack), "a: 0@0 1@1 2@2 3@3 b: 4@0 5@1 6@2 d: 7@0 8@1 9@2",
+		},
+		{
+			"pack: too much",
+			[]Node{slots("a", 2), slots("b", 1)},
+			group("g", 4, Pack),
+			"place g: 3 of 4 ranks can be placed (PACK)",
+		},
+		{
+			"strict pack: one node",
+			[]Node{slots("a", 2), slots("b", 5), slots("c", 4)},
+			group("g", 4, StrictPack), "c: 0@0 1@1 2@2 3@3",
+		},
+		{
+			"strict pack: no single node",
+			[]Node{slots("a", 3), slots("b", 3)},
+			group("g", 4, StrictPack),
+			"place g: 3 of 4 ranks can be placed (STRICT_PACK)",
+		},
+		{
+			"spread: even",
+			[]Node{slots("a", 8), slots("b", 8), slots("c", 8)},
+			group("g", 5, Spread),
+			"a: 0@0 1@1 b: 2@0 3@1 c: 4@0",
+		},
+		{
+			"spread: as even as room allows",
+			[]Node{slots("a", 1), slots("b", 8)},
+			group("g", 4, Spread),
+			"a: 0@0 b: 1@0 2@1 3@2",
+		},
+		{
+			"strict spread: one each",
+			[]Node{slots("a", 1), slots("b", 8), slots("c", 8)},
+			group("g", 2, StrictSpread), "b: 0@0 c: 1@0",
+		},
+		{
+			"strict spread: too few nodes",
+			[]Node{slots("a", 9), slots("b", 9)},
+			group("g", 3, StrictSpread),
+			"place g: 2 of 3 ranks can be placed (STRICT_SPREAD)",
+		},
 		{"no nodes", nil, group("g", 1, Pack), "place g: 0 of 1 rank can be placed (PACK)"},
-		{"used slots", []Node{{ID: "a", Slots: 4, UsedSlots: []int{0, 2}, Ports: wide}}, group("g", 2, Pack),
-			"a: 0@1 1@3"},
-		{"unknown strategy", []Node{slots("a", 1)}, group("g", 1, "BEST"),
-			`place g: unknown strategy "BEST"`},
+		{
+			"used slots",
+			[]Node{{ID: "a", Slots: 4, UsedSlots: []int{0, 2}, Ports: wide}},
+			group("g", 2, Pack),
+			"a: 0@1 1@3",
+		},
+		{
+			"unknown strategy",
+			[]Node{slots("a", 1)},
+			group("g", 1, "BEST"),
+			`place g: unknown strategy "BEST"`,
+		},
 	}
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
@@ -115,8 +173,10 @@ func TestMaxRanksPerNodeAndHeldRanks(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, "b: 3@0", draw(p.Groups[0]))
 
-	for s, want := range map[Strategy]string{Pack: "b: 3@0", StrictPack: "b: 3@0", Spread: "a: 3@0",
-		StrictSpread: "a: 3@0"} {
+	for s, want := range map[Strategy]string{
+		Pack: "b: 3@0", StrictPack: "b: 3@0", Spread: "a: 3@0",
+		StrictSpread: "a: 3@0",
+	} {
 		g := Group{ID: "g", Ranks: []int{3}, Held: map[string]int{"b": 1}, Strategy: s, Slots: 1}
 		p, err = Place([]Node{slots("a", 8), slots("b", 8)}, []Group{g})
 		require.NoError(t, err)
@@ -244,8 +304,10 @@ func TestSecondGroupThatDoesNotFitRefusesBoth(t *testing.T) {
 	require.ErrorAs(t, err, &e)
 	assert.Equal(t, problem.Unplaceable, e.Code)
 	assert.Equal(t, "place x/1: 1 of 4 ranks can be placed (PACK)", e.Message)
-	assert.Equal(t, []string{"need: 4 ranks of 1 slot each, PACK",
-		"node a: 1 of 5 slots free, 0 of 0 devices free, room for 1 rank"}, e.Details)
+	assert.Equal(t, []string{
+		"need: 4 ranks of 1 slot each, PACK",
+		"node a: 1 of 5 slots free, 0 of 0 devices free, room for 1 rank",
+	}, e.Details)
 	assert.NotEmpty(t, e.Hint)
 
 	g := group("y/0", 1, Pack)
@@ -268,8 +330,12 @@ func TestBlocksPerUnitAndNode(t *testing.T) {
 	g := group("x/0", 4, Spread)
 	p, err := Place([]Node{slots("a", 8), slots("b", 8)}, []Group{g})
 	require.NoError(t, err)
-	assert.Equal(t, []Block{{0, "a", 20000, 16}, {1, "a", 20016, 16}, {2, "b", 20000, 16},
-		{3, "b", 20016, 16}}, p.Groups[0].Blocks)
+	assert.Equal(t, []Block{
+		{0, "a", 20000, 16},
+		{1, "a", 20016, 16},
+		{2, "b", 20000, 16},
+		{3, "b", 20016, 16},
+	}, p.Groups[0].Blocks)
 	g.Lockstep = true
 	p, err = Place([]Node{slots("a", 8), slots("b", 8)}, []Group{g})
 	require.NoError(t, err)
@@ -324,8 +390,10 @@ func TestPL5PortPlan(t *testing.T) {
 func TestKeptSeatsGetFreshBlocksOnly(t *testing.T) {
 	n := slots("a", 4)
 	n.UsedSlots, n.FreedBlocks = []int{0, 1}, []Ports{{20000, 20015}}
-	g := Group{ID: "x/0", Keep: []Seat{{Rank: 2, Node: "a", Slot: 2}}, Ranks: []int{3}, Strategy: Pack,
-		Slots: 1}
+	g := Group{
+		ID: "x/0", Keep: []Seat{{Rank: 2, Node: "a", Slot: 2}}, Ranks: []int{3}, Strategy: Pack,
+		Slots: 1,
+	}
 	p, err := Place([]Node{n}, []Group{g})
 	require.NoError(t, err)
 	assert.Equal(t, "a: 2@2 3@3", draw(p.Groups[0]))
@@ -338,8 +406,10 @@ func TestKeptSeatsGetFreshBlocksOnly(t *testing.T) {
 func TestAttachedRanksTakeNothing(t *testing.T) {
 	a, b := slots("a", 0), slots("b", 0)
 	a.Ranks = 1
-	g := Group{ID: "x/0", Ranks: count0(4), Strategy: StrictPack, Attach: true,
-		Pinned: map[int]string{2: "a"}}
+	g := Group{
+		ID: "x/0", Ranks: count0(4), Strategy: StrictPack, Attach: true,
+		Pinned: map[int]string{2: "a"},
+	}
 	p, err := Place([]Node{a, b}, []Group{g})
 	require.NoError(t, err)
 	assert.Equal(t, "b: 0@-1 a: 1@-1 2@-1 b: 3@-1", draw(p.Groups[0]))

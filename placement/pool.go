@@ -22,8 +22,10 @@ func newPools(nodes []Node) pools {
 	ps := make(pools, len(nodes))
 	for i := range nodes {
 		n := &nodes[i]
-		ps[i] = &pool{Node: n, slots: n.freeSlots(), devices: without(n.Devices, n.UsedDevices),
-			cells: newCells(n), ranks: n.Ranks}
+		ps[i] = &pool{
+			Node: n, slots: n.freeSlots(), devices: without(n.Devices, n.UsedDevices),
+			cells: newCells(n), ranks: n.Ranks,
+		}
 	}
 	slices.SortFunc(ps, func(a, b *pool) int { return cmp.Compare(a.ID, b.ID) })
 	return ps
