@@ -492,8 +492,10 @@ func (c *Cluster) newRun() (_ *run, err error) {
 	if err != nil {
 		return nil, err
 	}
-	g := newGuard(d.log, &c.book, guardHooks{uid: c.ident.UID, alone: &c.alone, wrote: c.onDiskWrite,
-		failed: c.onDiskFailure})
+	g := newGuard(d.log, &c.book, guardHooks{
+		uid: c.ident.UID, alone: &c.alone, wrote: c.onDiskWrite,
+		failed: c.onDiskFailure,
+	})
 	r := &run{disk: d, guard: g, net: c.net, seen: make(chan raft.Observation, 1), over: make(chan struct{})}
 	if err := r.start(c); err != nil {
 		return nil, errors.Join(err, d.Close())

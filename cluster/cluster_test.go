@@ -73,11 +73,13 @@ func putApp(name, spec string) state.Command {
 }
 
 func grant(app string, revision, expect uint64) state.Command {
-	return state.Command{GrantGroup: &state.GrantGroup{App: app, AppRevision: revision,
+	return state.Command{GrantGroup: &state.GrantGroup{
+		App: app, AppRevision: revision,
 		Units: []state.UnitGrant{{
 			Unit: app + "/0", ExpectEpoch: expect, Attempt: 1,
 			Ranks: []state.RankGrant{{Rank: 0, Node: "node-1", Slot: 0}},
-		}}}}
+		}},
+	}}
 }
 
 func propose(t testing.TB, c *cluster.Cluster, cmd state.Command) state.Result {

@@ -18,8 +18,10 @@ import (
 // fastTimers are raft's timers of these tests: short enough for many elections, and long enough that the
 // leader stays on busy cores.
 func fastTimers() cluster.Timers {
-	return cluster.Timers{Heartbeat: 500 * time.Millisecond, Election: 500 * time.Millisecond,
-		Lease: 250 * time.Millisecond}
+	return cluster.Timers{
+		Heartbeat: 500 * time.Millisecond, Election: 500 * time.Millisecond,
+		Lease: 250 * time.Millisecond,
+	}
 }
 
 // testNetwork connects the nodes of a test over loopback and can isolate one.

@@ -53,8 +53,10 @@ type guardHooks struct {
 }
 
 func newGuard(log LogStore, book *addressBook, hooks guardHooks) *guard {
-	return &guard{LogStore: log, book: book, hooks: hooks, failed: make(chan struct{}),
-		released: make(chan struct{})}
+	return &guard{
+		LogStore: log, book: book, hooks: hooks, failed: make(chan struct{}),
+		released: make(chan struct{}),
+	}
 }
 
 // callWrite makes one write.

@@ -36,8 +36,10 @@ func (l *slowLog) take(d time.Duration) {
 }
 
 func guarded(log LogStore) *guard {
-	return newGuard(log, &addressBook{}, guardHooks{alone: new(atomic.Bool), wrote: func() {},
-		failed: func(error) {}})
+	return newGuard(log, &addressBook{}, guardHooks{
+		alone: new(atomic.Bool), wrote: func() {},
+		failed: func(error) {},
+	})
 }
 
 // TestGuardGivesUpAWriteThatHangs: raft gets the error at the limit, not before. The write goes on alone, and

@@ -120,8 +120,10 @@ func TestRegister(t *testing.T) {
 		legal bool
 		ops   []porcupine.Operation
 	}{
-		"one after the other": {true, []porcupine.Operation{op(0, 1, attempt{0}, outcome{revision: 1}),
-			op(2, 3, attempt{1}, outcome{revision: 2})}},
+		"one after the other": {true, []porcupine.Operation{
+			op(0, 1, attempt{0}, outcome{revision: 1}),
+			op(2, 3, attempt{1}, outcome{revision: 2}),
+		}},
 		"two makers of one revision": {false, []porcupine.Operation{op(0, 9, attempt{0},
 			outcome{revision: 1}), op(1, 8, attempt{0}, outcome{revision: 1})}},
 		"a lost write": {false, []porcupine.Operation{op(0, 1, attempt{0},

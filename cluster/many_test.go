@@ -313,8 +313,14 @@ func TestStandbyIsCloseBehindOnceItHasTheLog(t *testing.T) {
 		lacks uint64
 		ago   time.Duration
 		want  bool
-	}{{0, 0, true}, {64, 0, true}, {65, 0, false}, {200, 0, false}, {0, 4 * time.Second, true},
-		{0, 6 * time.Second, false}} {
+	}{
+		{0, 0, true},
+		{64, 0, true},
+		{65, 0, false},
+		{200, 0, false},
+		{0, 4 * time.Second, true},
+		{0, 6 * time.Second, false},
+	} {
 		first.NoteLog(second.UID(), first.CommitIndex()-c.lacks, c.ago)
 		assert.Equal(t, c.want, first.IsCloseBehind(second.UID()), "it answered %s ago and lacks %d entries",
 			c.ago, c.lacks)
@@ -339,8 +345,10 @@ func TestPortComesAndGoes(t *testing.T) {
 	dir, made := t.TempDir(), 0
 	secrets := func() state.Secrets {
 		made++
-		return state.Secrets{Authority: fmt.Append(nil, "authority-", made), AuthorityKey: []byte("key"),
-			GossipKey: make([]byte, 32)}
+		return state.Secrets{
+			Authority: fmt.Append(nil, "authority-", made), AuthorityKey: []byte("key"),
+			GossipKey: make([]byte, 32),
+		}
 	}
 	for i := range 4 {
 		if i%2 == 0 {
@@ -404,10 +412,14 @@ func TestWipedDataDir(t *testing.T) {
 
 func TestDefaultTimers(t *testing.T) {
 	t.Parallel()
-	assert.Equal(t, cluster.Timers{Heartbeat: time.Second, Election: time.Second,
-		Lease: 500 * time.Millisecond}, cluster.DefaultTimers(true))
-	assert.Equal(t, cluster.Timers{Heartbeat: 200 * time.Millisecond, Election: 200 * time.Millisecond,
-		Lease: 100 * time.Millisecond}, cluster.DefaultTimers(false))
+	assert.Equal(t, cluster.Timers{
+		Heartbeat: time.Second, Election: time.Second,
+		Lease: 500 * time.Millisecond,
+	}, cluster.DefaultTimers(true))
+	assert.Equal(t, cluster.Timers{
+		Heartbeat: 200 * time.Millisecond, Election: 200 * time.Millisecond,
+		Lease: 100 * time.Millisecond,
+	}, cluster.DefaultTimers(false))
 }
 
 func writeIdentity(t testing.TB, dir string, content map[string]any) {

@@ -179,8 +179,10 @@ func (b *addressBook) readEntry(l *raft.Log) {
 	if b.byUID == nil {
 		b.byUID = map[string]state.Node{}
 	}
-	b.byUID[entry.PutNode.Node.UID] = state.Node{ID: entry.PutNode.Node.ID,
-		Address: entry.PutNode.Node.Address}
+	b.byUID[entry.PutNode.Node.UID] = state.Node{
+		ID:      entry.PutNode.Node.ID,
+		Address: entry.PutNode.Node.Address,
+	}
 }
 
 // readAll reads a whole log. It returns the newest list of members in the log and its index; 0 = there is

@@ -86,7 +86,8 @@ func (s *recentErrors) shouldWarn(peer string, answered time.Time) (since time.T
 var _ hclog.Logger = (*raftLog)(nil)
 
 func newRaftLog(l *slog.Logger, nameOf func(uid string) string,
-	answered func(uid string) time.Time) *raftLog {
+	answered func(uid string) time.Time,
+) *raftLog {
 	return &raftLog{
 		slog: l.With("room", "cluster"), name: "raft", nameOf: nameOf, lastAnswer: answered,
 		recent: &recentErrors{when: map[string]time.Time{}, peers: map[string]*unreachablePeer{}},

@@ -67,7 +67,8 @@ var errResting = errors.New("this node has left consensus")
 
 // newNetwork starts to accept connections. Messages wait for the first run of raft.
 func newNetwork(cfg Config, uid string, resolve func(uid string) []string,
-	nameOf func(uid string) string) *network {
+	nameOf func(uid string) string,
+) *network {
 	l := &layer{Layer: cfg.Layer, resolve: resolve, conns: map[net.Conn]struct{}{}}
 	return &network{
 		uid: raft.ServerAddress(uid), layer: l, turns: map[raft.ServerID]chan struct{}{},

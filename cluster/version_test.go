@@ -75,11 +75,15 @@ func TestUnreadableEntryEndsTheRun(t *testing.T) {
 			g.put(first)
 			second := g.join(cluster.Config{NodeID: "node-2", DataDir: t.TempDir()}, true)
 			log := &lines{}
-			newer := cluster.Config{NodeID: "node-3", DataDir: t.TempDir(),
-				Log: slog.New(slog.NewTextHandler(log, nil))}
+			newer := cluster.Config{
+				NodeID: "node-3", DataDir: t.TempDir(),
+				Log: slog.New(slog.NewTextHandler(log, nil)),
+			}
 			older := newer.WithStores(func(s cluster.LogStore) cluster.LogStore {
-				return olderVersion{s,
-					reads}
+				return olderVersion{
+					s,
+					reads,
+				}
 			})
 			old := g.join(older, true)
 			g.propose(putApp("demo", "one"))

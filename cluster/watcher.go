@@ -76,13 +76,17 @@ func NewWatcher(cfg WatcherConfig) (*Watcher, error) {
 	if cfg.Unknown == nil {
 		cfg.Unknown = func(string) {}
 	}
-	home, ident, err := openDataDir(Config{NodeID: cfg.NodeID, ClusterID: cfg.ClusterID, UID: cfg.UID,
-		DataDir: cfg.DataDir})
+	home, ident, err := openDataDir(Config{
+		NodeID: cfg.NodeID, ClusterID: cfg.ClusterID, UID: cfg.UID,
+		DataDir: cfg.DataDir,
+	})
 	if err != nil {
 		return nil, err
 	}
-	w := &Watcher{cfg: cfg, log: cfg.Log, ident: ident, home: home, changed: make(chan struct{}),
-		turn: make(chan struct{})}
+	w := &Watcher{
+		cfg: cfg, log: cfg.Log, ident: ident, home: home, changed: make(chan struct{}),
+		turn: make(chan struct{}),
+	}
 	w.ctx, w.cancel = context.WithCancelCause(context.Background())
 	st, err := loadState(cfg.DataDir, ident.Cluster)
 	if err != nil {

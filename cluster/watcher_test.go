@@ -234,8 +234,10 @@ func TestFollowOfManyNodes(t *testing.T) {
 	g := threeVoters(t, false)
 	voter := g.others(g.leader())[0]
 	s := &source{of: voter.Cluster}
-	w, err := cluster.NewWatcher(cluster.WatcherConfig{ClusterID: voter.ClusterID(), Watch: s.watch,
-		Forward: g.forward})
+	w, err := cluster.NewWatcher(cluster.WatcherConfig{
+		ClusterID: voter.ClusterID(), Watch: s.watch,
+		Forward: g.forward,
+	})
 	require.NoError(t, err)
 	defer func() { require.NoError(t, w.Close()) }()
 	g.retry(func() error { _, err := w.Propose(t.Context(), putApp("demo", "one")); return err })

@@ -52,8 +52,10 @@ func New(ctx context.Context, cfg Config) (*Gossip, error) {
 	if err != nil {
 		return nil, err
 	}
-	g := &Gossip{cfg: cfg, table: newTable(), ring: ring, renewed: make(chan struct{}, 1),
-		done: make(chan struct{})}
+	g := &Gossip{
+		cfg: cfg, table: newTable(), ring: ring, renewed: make(chan struct{}, 1),
+		done: make(chan struct{}),
+	}
 	if err := g.setMeta(cfg.Meta); err != nil {
 		return nil, err
 	}

@@ -44,8 +44,10 @@ func config(t testing.TB, node string, seeds ...string) membership.Config {
 			Roles: []string{"control", "worker"}, Version: "v1", Zone: "z1", Index: 3,
 		},
 		Seeds: func() []string { return seeds },
-		Timers: membership.Timers{Probe: 30 * time.Millisecond, ProbeTimeout: 15 * time.Millisecond,
-			Rejoin: time.Second},
+		Timers: membership.Timers{
+			Probe: 30 * time.Millisecond, ProbeTimeout: 15 * time.Millisecond,
+			Rejoin: time.Second,
+		},
 	}
 }
 
@@ -456,8 +458,10 @@ func TestTimesOfThreeNodes(t *testing.T) {
 // TestNodeIsBackUnderANewAddress (MB4), on fake time with the real timers: a node that was closed or killed
 // is back within 5 s under another address.
 func TestNodeIsBackUnderANewAddress(t *testing.T) {
-	for name, end := range map[string]func(g *membership.Gossip) error{"closed": (*membership.Gossip).Close,
-		"killed": (*membership.Gossip).Kill} {
+	for name, end := range map[string]func(g *membership.Gossip) error{
+		"closed": (*membership.Gossip).Close,
+		"killed": (*membership.Gossip).Kill,
+	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				l := &lan{}

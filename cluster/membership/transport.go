@@ -86,13 +86,15 @@ var _ memberlist.NodeAwareTransport = (*transport)(nil)
 
 // newTransport binds and begins to read.
 func newTransport(ctx context.Context, network Network, bind string, ip net.IP, port int) (*transport,
-	error) {
+	error,
+) {
 	life, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	t := &transport{
 		network: network, ip: ip, port: port, cancel: cancel, done: life.Done(),
 		packetCh: make(chan *memberlist.Packet), streamCh: make(chan net.Conn),
 		within: func(d time.Duration) (context.Context,
-			context.CancelFunc) {
+			context.CancelFunc,
+		) {
 			return context.WithTimeout(life, d)
 		},
 	}

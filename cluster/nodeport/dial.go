@@ -47,7 +47,8 @@ func (p *Port) Dial(ctx context.Context, alpn, addr, uid string) (*Conn, error) 
 			return err
 		},
 		GetClientCertificate: func(*tls.CertificateRequestInfo) (*tls.Certificate,
-			error) {
+			error,
+		) {
 			return &creds.Certificate, nil
 		},
 	})
@@ -139,14 +140,18 @@ func verifyExpired(pool *x509.CertPool, chain []*x509.Certificate) (pki.Identity
 	leaf := chain[0]
 	at := time.Now()
 	if at.Before(leaf.NotBefore) {
-		return pki.Identity{}, x509.CertificateInvalidError{Cert: leaf, Reason: x509.Expired,
-			Detail: "it is not valid yet"}
+		return pki.Identity{}, x509.CertificateInvalidError{
+			Cert: leaf, Reason: x509.Expired,
+			Detail: "it is not valid yet",
+		}
 	}
 	if at.After(leaf.NotAfter) {
 		at = leaf.NotAfter
 	}
-	_, err := leaf.Verify(x509.VerifyOptions{Roots: pool,
-		KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}, CurrentTime: at})
+	_, err := leaf.Verify(x509.VerifyOptions{
+		Roots:     pool,
+		KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}, CurrentTime: at,
+	})
 	if err != nil {
 		return pki.Identity{}, err
 	}
@@ -158,8 +163,10 @@ func verifyServer(pool *x509.CertPool, chain []*x509.Certificate) (pki.Identity,
 	if len(chain) == 0 {
 		return pki.Identity{}, errors.New("no certificate")
 	}
-	_, err := chain[0].Verify(x509.VerifyOptions{Roots: pool,
-		KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}, CurrentTime: time.Now()})
+	_, err := chain[0].Verify(x509.VerifyOptions{
+		Roots:     pool,
+		KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}, CurrentTime: time.Now(),
+	})
 	if err != nil {
 		return pki.Identity{}, err
 	}
@@ -247,8 +254,10 @@ func TransportCredentials() credentials.TransportCredentials { return passThroug
 func ServerOptions() []grpc.ServerOption {
 	return []grpc.ServerOption{
 		grpc.Creds(TransportCredentials()),
-		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: grpcPing / 2,
-			PermitWithoutStream: true}),
+		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{
+			MinTime:             grpcPing / 2,
+			PermitWithoutStream: true,
+		}),
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: grpcPing, Timeout: grpcPingTimeout}),
 		grpc.MaxRecvMsgSize(grpcMaxMessage),
 		grpc.InitialWindowSize(grpcWindow),
@@ -260,7 +269,8 @@ func ServerOptions() []grpc.ServerOption {
 // never uses a proxy. The caller closes it.
 func (p *Port) GRPC(addr, uid string) (*grpc.ClientConn, error) {
 	return newClient(addr, func(ctx context.Context) (net.Conn,
-		error) {
+		error,
+	) {
 		return p.Dial(ctx, GRPC, addr, uid)
 	})
 }
@@ -268,14 +278,16 @@ func (p *Port) GRPC(addr, uid string) (*grpc.ClientConn, error) {
 // RenewGRPC is GRPC for a node whose certificate has expired: the other node only signs the next certificate.
 func (p *Port) RenewGRPC(addr, uid string) (*grpc.ClientConn, error) {
 	return newClient(addr, func(ctx context.Context) (net.Conn,
-		error) {
+		error,
+	) {
 		return p.Dial(ctx, Renew, addr, uid)
 	})
 }
 
 // JoinGRPC makes a connected client of a control node for a newcomer: see DialJoin. The caller closes it.
 func JoinGRPC(ctx context.Context, dial DialFunc, addr string, fingerprint [32]byte) (*grpc.ClientConn,
-	error) {
+	error,
+) {
 	first, err := DialJoin(ctx, dial, addr, fingerprint)
 	if err != nil {
 		return nil, err
@@ -306,8 +318,10 @@ func newClient(addr string, dial func(context.Context) (net.Conn, error)) (*grpc
 		grpc.WithIdleTimeout(0),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: grpcPing, Timeout: grpcPingTimeout}),
 		grpc.WithConnectParams(grpc.ConnectParams{
-			Backoff: backoff.Config{BaseDelay: grpcBackoff, Multiplier: 1.6, Jitter: 0.2,
-				MaxDelay: grpcBackoffMax},
+			Backoff: backoff.Config{
+				BaseDelay: grpcBackoff, Multiplier: 1.6, Jitter: 0.2,
+				MaxDelay: grpcBackoffMax,
+			},
 			MinConnectTimeout: DialTimeout,
 		}),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(grpcMaxMessage)),
@@ -332,7 +346,8 @@ func (authInfo) AuthType() string { return "dpserve" }
 type passThrough struct{}
 
 func (passThrough) ClientHandshake(_ context.Context, _ string, c net.Conn) (net.Conn, credentials.AuthInfo,
-	error) {
+	error,
+) {
 	return peerInfo(c)
 }
 
@@ -362,7 +377,8 @@ func (p *Port) Transport(alpn, addr, uid string) *Transport {
 	t := &Transport{port: p, retired: map[*http.ClientConn]struct{}{}}
 	t.http = &http.Transport{
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn,
-			error) {
+			error,
+		) {
 			return p.Dial(ctx, alpn, addr, uid)
 		},
 		Protocols: onlyHTTP2(),

@@ -35,7 +35,8 @@ func (n *node) handle(t testing.TB, h http.HandlerFunc) *nodeport.HTTP2Server {
 
 // pair is a server with a transport to it, and how many connections it made.
 func pair(t testing.TB, h http.HandlerFunc) (*node, *nodeport.HTTP2Server, *nodeport.Transport,
-	*atomic.Int32) {
+	*atomic.Int32,
+) {
 	t.Helper()
 	w := newWorld(t, "c1")
 	a := newNode(t, w.member(t, "a", "control", "worker"), nil).serve(t)
@@ -293,7 +294,8 @@ func TestASilentPeerIsFound(t *testing.T) {
 		frozen := make(chan struct{})
 		a := newNode(t, w.member(t, "a", "control"), func(c *nodeport.Config) {
 			c.Bind = func(_ context.Context, addr string) (net.Listener,
-				error) {
+				error,
+			) {
 				return network.Listen(addr)
 			}
 		})

@@ -183,8 +183,10 @@ func (c *refusalLog) logRefusal(reason Reason, from net.Addr, err error) {
 		c.left[reason]++
 		return
 	}
-	attrs := []any{slog.String("reason", string(reason)), slog.String("from", from.String()),
-		slog.Int("others", c.left[reason])}
+	attrs := []any{
+		slog.String("reason", string(reason)), slog.String("from", from.String()),
+		slog.Int("others", c.left[reason]),
+	}
 	if err != nil {
 		attrs = append(attrs, slog.String("err", err.Error()))
 	}

@@ -31,8 +31,10 @@ func TestMembersKnowEachOther(t *testing.T) {
 	c, err := b.Dial(t.Context(), nodeport.Data, a.addr(), "uid-a")
 	require.NoError(t, err)
 	defer c.Close()
-	assert.Equal(t, pki.Identity{Cluster: "c1", Node: "a", UID: "uid-a",
-		Roles: []string{"control", "worker"}}, c.Peer)
+	assert.Equal(t, pki.Identity{
+		Cluster: "c1", Node: "a", UID: "uid-a",
+		Roles: []string{"control", "worker"},
+	}, c.Peer)
 	there, err := l.Accept()
 	require.NoError(t, err)
 	defer there.Close()
@@ -93,23 +95,37 @@ func TestStrangersAreRefused(t *testing.T) {
 		want   nodeport.Reason
 		alert  string
 	}{
-		"other cluster": {stranger(nodeport.GRPC, other.member(t, "b", "control").Certificate),
-			nodeport.BadCluster, "unknown certificate authority"},
-		"twin cluster": {stranger(nodeport.GRPC, twin.member(t, "b", "control").Certificate),
-			nodeport.BadCluster, "unknown certificate authority"},
-		"no certificate": {stranger(nodeport.GRPC), nodeport.BadCertificate,
-			"certificate required"},
-		"expired": {stranger(nodeport.GRPC,
-			w.credentials(t, "b", now.Add(-48*time.Hour), 24*time.Hour, "control").Certificate),
-			nodeport.Expired, "expired certificate"},
-		"not yet valid": {stranger(nodeport.GRPC,
-			w.credentials(t, "b", now.Add(48*time.Hour), 24*time.Hour, "control").Certificate),
-			nodeport.Expired, "expired certificate"},
+		"other cluster": {
+			stranger(nodeport.GRPC, other.member(t, "b", "control").Certificate),
+			nodeport.BadCluster, "unknown certificate authority",
+		},
+		"twin cluster": {
+			stranger(nodeport.GRPC, twin.member(t, "b", "control").Certificate),
+			nodeport.BadCluster, "unknown certificate authority",
+		},
+		"no certificate": {
+			stranger(nodeport.GRPC), nodeport.BadCertificate,
+			"certificate required",
+		},
+		"expired": {
+			stranger(nodeport.GRPC,
+				w.credentials(t, "b", now.Add(-48*time.Hour), 24*time.Hour, "control").Certificate),
+			nodeport.Expired, "expired certificate",
+		},
+		"not yet valid": {
+			stranger(nodeport.GRPC,
+				w.credentials(t, "b", now.Add(48*time.Hour), 24*time.Hour, "control").Certificate),
+			nodeport.Expired, "expired certificate",
+		},
 		"TLS 1.2": {tls12, nodeport.BadTLS, "protocol version not supported"},
-		"unknown protocol": {stranger("h2", w.member(t, "b", "control").Certificate),
-			nodeport.BadALPN, "no application protocol"},
-		"protocol that nobody serves": {stranger(nodeport.Admin, w.member(t, "b", "control").Certificate),
-			nodeport.BadALPN, "no application protocol"},
+		"unknown protocol": {
+			stranger("h2", w.member(t, "b", "control").Certificate),
+			nodeport.BadALPN, "no application protocol",
+		},
+		"protocol that nobody serves": {
+			stranger(nodeport.Admin, w.member(t, "b", "control").Certificate),
+			nodeport.BadALPN, "no application protocol",
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			a := newNode(t, w.member(t, "a", "control"), nil).serve(t)
@@ -152,9 +168,11 @@ func TestDialSaysWhy(t *testing.T) {
 		text           string
 		counted        nodeport.Reason
 	}{
-		"other cluster": {client: other.member(t, "b", "control"), err: nodeport.ErrOtherCluster,
+		"other cluster": {
+			client: other.member(t, "b", "control"), err: nodeport.ErrOtherCluster,
 			code: problem.PermissionDenied, text: "belongs to another cluster",
-			counted: nodeport.BadCertificate},
+			counted: nodeport.BadCertificate,
+		},
 		"own certificate expired": {
 			client: w.credentials(t, "b", now.Add(-48*time.Hour), 24*time.Hour, "control"),
 			err:    nodeport.ErrExpired, code: problem.Unauthenticated,
@@ -238,8 +256,10 @@ func TestDialOfWhatIsNoPort(t *testing.T) {
 	}), "")
 	require.ErrorIs(t, err, nodeport.ErrNotTLS)
 	_, err = b.Dial(t.Context(), nodeport.GRPC, listen(func(c net.Conn) {
-		_ = tls.Server(c, &tls.Config{Certificates: []tls.Certificate{old},
-			MaxVersion: tls.VersionTLS12}).Handshake()
+		_ = tls.Server(c, &tls.Config{
+			Certificates: []tls.Certificate{old},
+			MaxVersion:   tls.VersionTLS12,
+		}).Handshake()
 	}), "")
 	require.ErrorIs(t, err, nodeport.ErrNotTLS)
 	_, err = b.Dial(t.Context(), nodeport.GRPC, listen(func(net.Conn) {}), "")
@@ -387,7 +407,8 @@ func TestHandshakeTimeoutOnFakeTime(t *testing.T) {
 		var network memnet.Network
 		use := func(c *nodeport.Config) {
 			c.Bind = func(_ context.Context, addr string) (net.Listener,
-				error) {
+				error,
+			) {
 				return network.Listen(addr)
 			}
 			c.Connect = network.DialContext
@@ -454,8 +475,10 @@ func TestAnExpiredCertificateIsGoodForItsRenewal(t *testing.T) {
 
 	_, err = newNode(t, other.member(t, "b", "worker"), nil).Dial(t.Context(), nodeport.Renew, a.addr(), "")
 	require.ErrorIs(t, err, nodeport.ErrOtherCluster)
-	for name, certs := range map[string][]tls.Certificate{"none": nil,
-		"another cluster's": {other.member(t, "b", "worker").Certificate}} {
+	for name, certs := range map[string][]tls.Certificate{
+		"none":              nil,
+		"another cluster's": {other.member(t, "b", "worker").Certificate},
+	} {
 		first, err := knock(t, a.addr(), stranger(nodeport.Renew, certs...))
 		assert.True(t, err != nil || first != 0, name)
 	}

@@ -36,7 +36,8 @@ func (w world) ca() []byte { ca, _ := w.PEM(); return ca }
 
 // credentials are those of a node whose certificate is valid from an hour before signed, for a life.
 func (w world) credentials(t testing.TB, node string, signed time.Time, life time.Duration,
-	roles ...string) *pki.Credentials {
+	roles ...string,
+) *pki.Credentials {
 	t.Helper()
 	key, err := pki.NewKey()
 	require.NoError(t, err)
@@ -146,13 +147,15 @@ func ping(t testing.TB, c net.Conn) {
 
 // stranger is a TLS client that checks nothing.
 func stranger(alpn string, certs ...tls.Certificate) *tls.Config {
-	cfg := &tls.Config{InsecureSkipVerify: true,
+	cfg := &tls.Config{
+		InsecureSkipVerify: true,
 		GetClientCertificate: func(*tls.CertificateRequestInfo) (*tls.Certificate, error) {
 			if len(certs) == 0 {
 				return &tls.Certificate{}, nil
 			}
 			return &certs[0], nil
-		}}
+		},
+	}
 	if alpn != "" {
 		cfg.NextProtos = []string{alpn}
 	}

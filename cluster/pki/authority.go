@@ -94,7 +94,8 @@ func (a *Authority) PEM() (certPEM, keyPEM []byte) {
 // until now + life, but no longer than the authority. Only the key of the request counts. Sign refuses a
 // request that is not signed by its key, a key that is not ECDSA P-256, and an identity of another cluster.
 func (a *Authority) Sign(csrDER []byte, id Identity, now time.Time, life time.Duration) (certPEM []byte,
-	err error) {
+	err error,
+) {
 	public, err := requestKey(csrDER)
 	if err != nil {
 		return nil, err

@@ -92,8 +92,13 @@ func Save(dir string, f Files) error {
 	for _, file := range []struct {
 		name string
 		data []byte
-	}{{keyFile, f.Key}, {authorityFile, f.Authority}, {gossipFile, f.GossipKey}, {signerFile, f.AuthorityKey},
-		{certFile, f.Cert}} {
+	}{
+		{keyFile, f.Key},
+		{authorityFile, f.Authority},
+		{gossipFile, f.GossipKey},
+		{signerFile, f.AuthorityKey},
+		{certFile, f.Cert},
+	} {
 		if file.name == signerFile && len(file.data) == 0 {
 			continue
 		}
@@ -110,8 +115,13 @@ func Load(dir string) (Files, error) {
 	for _, file := range []struct {
 		name string
 		data *[]byte
-	}{{certFile, &f.Cert}, {keyFile, &f.Key}, {authorityFile, &f.Authority}, {gossipFile, &f.GossipKey},
-		{signerFile, &f.AuthorityKey}} {
+	}{
+		{certFile, &f.Cert},
+		{keyFile, &f.Key},
+		{authorityFile, &f.Authority},
+		{gossipFile, &f.GossipKey},
+		{signerFile, &f.AuthorityKey},
+	} {
 		data, err := os.ReadFile(filepath.Join(dir, file.name)) //nolint:gosec // the data dir
 		switch {
 		case errors.Is(err, fs.ErrNotExist) && file.name == certFile:

@@ -75,8 +75,11 @@ func (id Identity) uri() *url.URL {
 
 // check refuses an identity that is out of bounds or could not be read back.
 func (id Identity) check() error {
-	for _, part := range []struct{ name, value string }{{"cluster", id.Cluster}, {"node", id.Node},
-		{"uid", id.UID}} {
+	for _, part := range []struct{ name, value string }{
+		{"cluster", id.Cluster},
+		{"node", id.Node},
+		{"uid", id.UID},
+	} {
 		if part.value == "" || len(part.value) > maxPart {
 			return problem.New(problem.InvalidArgument, "%s of an identity has %d bytes, allowed are 1 to %d",
 				part.name, len(part.value), maxPart)
@@ -129,8 +132,10 @@ func NewCredentials(authorityPEM, certPEM, keyPEM []byte) (*Credentials, error) 
 	pair.Certificate = [][]byte{pair.Leaf.Raw, ca.Raw}
 	pool := x509.NewCertPool()
 	pool.AddCert(ca)
-	return &Credentials{Certificate: pair, Pool: pool, Identity: id, NotAfter: pair.Leaf.NotAfter,
-		notBefore: pair.Leaf.NotBefore}, nil
+	return &Credentials{
+		Certificate: pair, Pool: pool, Identity: id, NotAfter: pair.Leaf.NotAfter,
+		notBefore: pair.Leaf.NotBefore,
+	}, nil
 }
 
 // Expired reports whether the certificate has expired, so that no other node accepts it.

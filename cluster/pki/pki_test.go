@@ -43,8 +43,10 @@ func files(t testing.TB, a *pki.Authority, id pki.Identity, life time.Duration) 
 	cert, err := a.Sign(csr, id, start, life)
 	require.NoError(t, err)
 	ca, _ := a.PEM()
-	return pki.Files{Key: key, Cert: cert, Authority: ca,
-		GossipKey: []byte("0123456789abcdef0123456789abcdef")}
+	return pki.Files{
+		Key: key, Cert: cert, Authority: ca,
+		GossipKey: []byte("0123456789abcdef0123456789abcdef"),
+	}
 }
 
 func authority(t testing.TB, cluster string) *pki.Authority {
@@ -74,8 +76,10 @@ func TestAMemberIsKnownByItsCertificate(t *testing.T) {
 			start.Add(-2 * time.Hour): false, start.Add(-59 * time.Minute): true, start: true,
 			c.NotAfter.Add(time.Second): false,
 		} {
-			_, err = c.Certificate.Leaf.Verify(x509.VerifyOptions{Roots: c.Pool,
-				KeyUsages: []x509.ExtKeyUsage{usage}, CurrentTime: when})
+			_, err = c.Certificate.Leaf.Verify(x509.VerifyOptions{
+				Roots:     c.Pool,
+				KeyUsages: []x509.ExtKeyUsage{usage}, CurrentTime: when,
+			})
 			assert.Equal(t, ok, err == nil, "%s: %v", when, err)
 		}
 	}
