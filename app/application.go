@@ -246,13 +246,17 @@ func DefaultPolicy(c Coupling) string {
 func Default() Application {
 	return Application{
 		RoutePrefix: DefaultRoutePrefix,
-		Engine: Engine{KVEvents: KVEventsAuto, StartupTimeoutS: DefaultStartupTimeoutS,
-			StallTimeoutS: DefaultStallTimeoutS},
+		Engine: Engine{
+			KVEvents: KVEventsAuto, StartupTimeoutS: DefaultStartupTimeoutS,
+			StallTimeoutS: DefaultStallTimeoutS,
+		},
 		PlacementGroupStrategy: StrategyPack,
 		Routing:                Routing{Preset: PresetDocumented, Identity: IdentityText},
 		MaxQueuedRequests:      DefaultMaxQueuedRequests,
-		Timeouts: Timeouts{QueueS: DefaultQueueS, FirstTokenS: DefaultFirstTokenS,
-			BetweenTokensS: DefaultBetweenTokensS},
+		Timeouts: Timeouts{
+			QueueS: DefaultQueueS, FirstTokenS: DefaultFirstTokenS,
+			BetweenTokensS: DefaultBetweenTokensS,
+		},
 		Retries:                 Retries{Attempts: DefaultAttempts},
 		HealthCheckPeriodS:      DefaultHealthCheckPeriodS,
 		HealthCheckTimeoutS:     DefaultHealthCheckTimeoutS,

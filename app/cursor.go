@@ -144,8 +144,10 @@ func (c cursor) each(limit int, visit func(item cursor)) {
 		return
 	}
 	if len(c.n.items) > limit {
-		c.refuse(Fault{Found: fmt.Sprintf("%d items", len(c.n.items)),
-			Wanted: fmt.Sprintf("at most %d", limit)})
+		c.refuse(Fault{
+			Found:  fmt.Sprintf("%d items", len(c.n.items)),
+			Wanted: fmt.Sprintf("at most %d", limit),
+		})
 		return
 	}
 	for i, item := range c.n.items {
@@ -368,8 +370,10 @@ func readFields[T any](c cursor, t *T, fields []field[T]) {
 		f := find(fields, e.key)
 		switch {
 		case f == nil:
-			c.d.fault(e.place, sub.path, Fault{Message: "unknown key " + strconv.Quote(e.key),
-				Hint: keyHint(e.key, fields)})
+			c.d.fault(e.place, sub.path, Fault{
+				Message: "unknown key " + strconv.Quote(e.key),
+				Hint:    keyHint(e.key, fields),
+			})
 		case f.later:
 			c.d.fault(e.place, sub.path, notYet(strconv.Quote(e.key)))
 		case e.value.shape != nullShape:
@@ -405,8 +409,10 @@ func keyHint[T any](key string, fields []field[T]) string {
 
 // notYet is the fault of a key or a word that is not supported yet.
 func notYet(what string) Fault {
-	return Fault{Message: what + " is not supported in this version",
-		Hint: "it comes with a later version; leave it out"}
+	return Fault{
+		Message: what + " is not supported in this version",
+		Hint:    "it comes with a later version; leave it out",
+	}
 }
 
 // child makes a reader of a map inside T.

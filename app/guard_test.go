@@ -42,13 +42,17 @@ func TestHostileFiles(t *testing.T) {
 		"questions":   {strings.Repeat("? a\n", 100_000), "anchors, tags, complex keys and empty values"},
 		"empty items": {strings.Repeat("-\n", 100_000), "anchors, tags, complex keys and empty values"},
 		"empty keys":  {strings.Repeat("- a:\n", 100_000), "anchors, tags, complex keys and empty values"},
-		"empty flow": {"[" + strings.Repeat("a: ,", 100_000),
-			"anchors, tags, complex keys and empty values"},
+		"empty flow": {
+			"[" + strings.Repeat("a: ,", 100_000),
+			"anchors, tags, complex keys and empty values",
+		},
 		"bare flow":   {"{" + strings.Repeat("a,", 100_000), "anchors, tags, complex keys and empty values"},
 		"many keys":   {strings.Repeat("a: 1\n", 100_000), "more than 1000 keys in a map"},
 		"many values": {"[" + strings.Repeat("a,", 400_000), "too many values"},
-		"long paths": {"{" + strings.Repeat("a", 300_000) + ": {" + strings.Repeat("b: 1,", 100_000),
-			"too many values"},
+		"long paths": {
+			"{" + strings.Repeat("a", 300_000) + ": {" + strings.Repeat("b: 1,", 100_000),
+			"too many values",
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			var before, after runtime.MemStats

@@ -23,8 +23,10 @@ const (
 
 // String returns the shape in words for people.
 func (s shape) String() string {
-	return [...]string{"nothing", "text", "an integer", "a number", "a boolean", "a list", "a map",
-		"something else"}[s]
+	return [...]string{
+		"nothing", "text", "an integer", "a number", "a boolean", "a list", "a map",
+		"something else",
+	}[s]
 }
 
 // place is a position in the file. Lines and columns count from 1, columns in characters.

@@ -69,8 +69,10 @@ func (d *decoder) read(root *node) []*draft {
 	switch {
 	case root == nil || root.shape == nullShape:
 		if len(d.faults) == 0 {
-			d.fault(place{1, 1}, "", Fault{Message: "the file holds nothing", Wanted: "applications: [...]",
-				Hint: hintSmallest})
+			d.fault(place{1, 1}, "", Fault{
+				Message: "the file holds nothing", Wanted: "applications: [...]",
+				Hint: hintSmallest,
+			})
 		}
 		return nil
 	case d.isRay(root):
@@ -80,8 +82,10 @@ func (d *decoder) read(root *node) []*draft {
 	c := cursor{d, root, ""}
 	readFields(c, &drafts, fileFields())
 	if root.shape == mapShape && !d.has("applications") {
-		c.refuse(Fault{Message: "the key applications is missing or empty", Wanted: "applications: [...]",
-			Hint: hintSmallest})
+		c.refuse(Fault{
+			Message: "the key applications is missing or empty", Wanted: "applications: [...]",
+			Hint: hintSmallest,
+		})
 	}
 	return drafts
 }
@@ -133,8 +137,10 @@ func (d *decoder) load(text []byte) *node {
 func (d *decoder) body(tokens token.Tokens) ast.Node {
 	file, err := parseTokens(tokens)
 	if err != nil {
-		d.fault(placeOfError(err), "", Fault{Message: "not YAML: " + messageOf(err),
-			Hint: "correct the syntax at this place"})
+		d.fault(placeOfError(err), "", Fault{
+			Message: "not YAML: " + messageOf(err),
+			Hint:    "correct the syntax at this place",
+		})
 		return nil
 	}
 	var found ast.Node
@@ -143,8 +149,10 @@ func (d *decoder) body(tokens token.Tokens) ast.Node {
 			continue
 		}
 		if found != nil {
-			d.fault(placeOf(doc.Body), "", Fault{Message: "a second document (---)",
-				Hint: "put all applications into one list"})
+			d.fault(placeOf(doc.Body), "", Fault{
+				Message: "a second document (---)",
+				Hint:    "put all applications into one list",
+			})
 			return found
 		}
 		found = doc.Body

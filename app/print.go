@@ -122,8 +122,10 @@ func modelLines(m *Model) lines {
 	l.texts("aliases", m.Aliases)
 	var each []lines
 	for _, a := range m.Adapters {
-		each = append(each, lines{{key: "id", text: plainOrQuoted(a.ID)},
-			{key: "source", text: plainOrQuoted(a.Source)}})
+		each = append(each, lines{
+			{key: "id", text: plainOrQuoted(a.ID)},
+			{key: "source", text: plainOrQuoted(a.Source)},
+		})
 	}
 	return append(l, listLine("adapters", each)...)
 }

@@ -79,31 +79,55 @@ func TestRefusalsOfRankChanges(t *testing.T) {
 		code problem.Code
 		text string
 	}{
-		"the same url": {add(one, whole), problem.Conflict,
-			"add a rank: http://a:1 is attached already, as edge/0/0"},
-		"the same selector": {add(two, AttachRank{URL: "http://a:1", Addressing: AddressBody, Selector: 1}),
-			problem.Conflict, "add a rank: http://a:1 selector 1 is attached already, as edge/0/1"},
-		"whole after a part": {add(two, whole), problem.Conflict,
-			"edge/0/0 stands for http://a:1 selector 0, so http://a:1 cannot"},
-		"part of a whole": {add(one, third), problem.Conflict,
-			"edge/0/0 stands for http://a:1, so http://a:1 selector 2 cannot"},
-		"lockstep": {add(lock, AttachRank{URL: "http://c:1"}), problem.Conflict,
-			"add a rank: the ranks of edge are one lockstep group"},
-		"lockstep, remove": {remove(lock, RankRef{URL: "http://a:1"}), problem.Conflict,
-			"remove a rank: the ranks of edge are one lockstep group"},
-		"groups": {add(groups, AttachRank{URL: "http://c:1"}), problem.Conflict,
-			"edge has 2 groups"},
-		"sim": {add(sim, AttachRank{URL: "http://c:1"}), problem.Conflict,
-			"demo is of kind sim: dpserve starts its engines"},
-		"last": {remove(one, RankRef{Rank: 0}), problem.Conflict,
-			"http://a:1 is the last one of edge"},
-		"unknown": {remove(one, RankRef{URL: "http://z:1"}), problem.NotFound,
-			"edge has no rank http://z:1"},
+		"the same url": {
+			add(one, whole), problem.Conflict,
+			"add a rank: http://a:1 is attached already, as edge/0/0",
+		},
+		"the same selector": {
+			add(two, AttachRank{URL: "http://a:1", Addressing: AddressBody, Selector: 1}),
+			problem.Conflict, "add a rank: http://a:1 selector 1 is attached already, as edge/0/1",
+		},
+		"whole after a part": {
+			add(two, whole), problem.Conflict,
+			"edge/0/0 stands for http://a:1 selector 0, so http://a:1 cannot",
+		},
+		"part of a whole": {
+			add(one, third), problem.Conflict,
+			"edge/0/0 stands for http://a:1, so http://a:1 selector 2 cannot",
+		},
+		"lockstep": {
+			add(lock, AttachRank{URL: "http://c:1"}), problem.Conflict,
+			"add a rank: the ranks of edge are one lockstep group",
+		},
+		"lockstep, remove": {
+			remove(lock, RankRef{URL: "http://a:1"}), problem.Conflict,
+			"remove a rank: the ranks of edge are one lockstep group",
+		},
+		"groups": {
+			add(groups, AttachRank{URL: "http://c:1"}), problem.Conflict,
+			"edge has 2 groups",
+		},
+		"sim": {
+			add(sim, AttachRank{URL: "http://c:1"}), problem.Conflict,
+			"demo is of kind sim: dpserve starts its engines",
+		},
+		"last": {
+			remove(one, RankRef{Rank: 0}), problem.Conflict,
+			"http://a:1 is the last one of edge",
+		},
+		"unknown": {
+			remove(one, RankRef{URL: "http://z:1"}), problem.NotFound,
+			"edge has no rank http://z:1",
+		},
 		"unknown number": {remove(two, RankRef{Rank: 7}), problem.NotFound, "edge has no rank 0/7"},
-		"unknown selector": {remove(two, RankRef{URL: "http://a:1", Selector: &seven}), problem.NotFound,
-			"edge has no rank http://a:1 selector 7"},
-		"ambiguous": {remove(two, RankRef{URL: "http://a:1"}), problem.Conflict,
-			"2 ranks of edge are behind http://a:1"},
+		"unknown selector": {
+			remove(two, RankRef{URL: "http://a:1", Selector: &seven}), problem.NotFound,
+			"edge has no rank http://a:1 selector 7",
+		},
+		"ambiguous": {
+			remove(two, RankRef{URL: "http://a:1"}), problem.Conflict,
+			"2 ranks of edge are behind http://a:1",
+		},
 	} {
 		var p *problem.Error
 		require.ErrorAs(t, c.err, &p, name)

@@ -18,9 +18,11 @@ import (
 func anyText() *rapid.Generator[string] {
 	return rapid.OneOf(
 		rapid.StringMatching(`[a-zA-Z0-9_./:@ -]{0,12}`),
-		rapid.SampledFrom([]string{"", "on", "off", "yes", "true", "null", "~", "1", "0x1", "1e3", "01", "<<",
+		rapid.SampledFrom([]string{
+			"", "on", "off", "yes", "true", "null", "~", "1", "0x1", "1e3", "01", "<<",
 			"*a", "&a", "- a", "a: b", "# c", "!t", "%", "\n", " x ", "\t", "é😀", "\u2028", "'", `"`, `\`,
-			".5", "-", "{}", "[", "a\nb\n", "\u0085", "\ufeff", "<&>"}),
+			".5", "-", "{}", "[", "a\nb\n", "\u0085", "\ufeff", "<&>",
+		}),
 		rapid.String().Filter(func(s string) bool { return !slices.Contains([]byte(s), 0) }),
 	)
 }
@@ -71,8 +73,10 @@ func drawArgs(t *rapid.T) Args {
 func drawRanks(t *rapid.T, n, groups int) []AttachRank {
 	var out []AttachRank
 	for i := range n {
-		r := AttachRank{URL: "http://10.0.0.1:" + strconv.Itoa(8000+i), Addressing: AddressURL,
-			Role: RoleBoth, Group: i % groups}
+		r := AttachRank{
+			URL: "http://10.0.0.1:" + strconv.Itoa(8000+i), Addressing: AddressURL,
+			Role: RoleBoth, Group: i % groups,
+		}
 		if rapid.Bool().Draw(t, "by header") {
 			r.Addressing, r.Selector = AddressHeader, rapid.IntRange(0, 9).Draw(t, "selector")
 		}
@@ -117,8 +121,10 @@ func drawApplication(t *rapid.T, name string, names map[string]bool) *Applicatio
 		names[a.Model.ID+":"+id] = true
 		a.Model.Adapters = []Adapter{{ID: id, Source: "s3://x"}}
 	}
-	a.DataParallel = DataParallel{DPSize: rapid.IntRange(1, 8).Draw(t, "dp"),
-		Coupling: rapid.SampledFrom([]Coupling{Independent, Lockstep}).Draw(t, "coupling")}
+	a.DataParallel = DataParallel{
+		DPSize:   rapid.IntRange(1, 8).Draw(t, "dp"),
+		Coupling: rapid.SampledFrom([]Coupling{Independent, Lockstep}).Draw(t, "coupling"),
+	}
 	a.NumGroups = rapid.IntRange(1, 3).Draw(t, "groups")
 	a.NumReplicas = a.NumGroups * a.DataParallel.DPSize
 	drawEngine(t, &a)
@@ -170,8 +176,10 @@ func drawTuning(t *rapid.T, a *Application) {
 	}
 	a.MaxOngoingRequests = rapid.IntRange(0, 300).Draw(t, "ongoing")
 	a.MaxQueuedRequests = rapid.IntRange(0, 2000).Draw(t, "queued")
-	a.Timeouts = Timeouts{QueueS: amount(t, "queue", 1e-3), FirstTokenS: amount(t, "first", 1e-3),
-		BetweenTokensS: DefaultBetweenTokensS}
+	a.Timeouts = Timeouts{
+		QueueS: amount(t, "queue", 1e-3), FirstTokenS: amount(t, "first", 1e-3),
+		BetweenTokensS: DefaultBetweenTokensS,
+	}
 	a.Retries.Attempts = rapid.IntRange(1, 9).Draw(t, "attempts")
 	a.HealthCheckPeriodS = amount(t, "period", 1e-3)
 	a.GracefulShutdownTimeout = rapid.SampledFrom([]float64{0, 0.5, 1800, 10}).Draw(t, "grace")

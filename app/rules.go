@@ -59,8 +59,10 @@ func (d *decoder) checkRoute(a *draft) {
 	}
 	dots := strings.Contains(a.RoutePrefix+"/", "/./") || strings.Contains(a.RoutePrefix+"/", "/../")
 	if dots || !routePrefix.MatchString(a.RoutePrefix) {
-		d.broken(path, Fault{Found: strconv.Quote(a.RoutePrefix),
-			Wanted: "/ or a path like /team/chat without a slash at its end"})
+		d.broken(path, Fault{
+			Found:  strconv.Quote(a.RoutePrefix),
+			Wanted: "/ or a path like /team/chat without a slash at its end",
+		})
 	}
 }
 
@@ -86,8 +88,10 @@ func (d *decoder) checkModel(a *draft) {
 		a.Model.Source = a.Model.ID
 	}
 	if a.Model.Source == "" && d.has(path+".source") {
-		d.broken(path+".source", Fault{Found: `""`, Wanted: "what the engine loads: a repository or a path",
-			Hint: "leave it out to use the id"})
+		d.broken(path+".source", Fault{
+			Found: `""`, Wanted: "what the engine loads: a repository or a path",
+			Hint: "leave it out to use the id",
+		})
 	}
 }
 
@@ -95,8 +99,10 @@ func (d *decoder) checkModel(a *draft) {
 func (d *decoder) checkServed(path, name string) {
 	bad := strings.ContainsFunc(name, func(r rune) bool { return unicode.IsSpace(r) || !unicode.IsPrint(r) })
 	if d.isGood(path) && (name == "" || len(name) > maxNameBytes || bad) {
-		d.broken(path, Fault{Found: strconv.Quote(name),
-			Wanted: fmt.Sprintf("1 to %d visible characters without blanks", maxNameBytes)})
+		d.broken(path, Fault{
+			Found:  strconv.Quote(name),
+			Wanted: fmt.Sprintf("1 to %d visible characters without blanks", maxNameBytes),
+		})
 	}
 }
 
@@ -169,16 +175,20 @@ func (d *decoder) checkAttach(a *draft) {
 	path := a.path + ".engine"
 	for _, key := range []string{"command", "args", "env"} {
 		if at := join(path, key); d.has(at) {
-			d.broken(at, Fault{Message: key + " is for engines that dpserve starts, not for kind attach",
-				Hint: "leave it out"})
+			d.broken(at, Fault{
+				Message: key + " is for engines that dpserve starts, not for kind attach",
+				Hint:    "leave it out",
+			})
 		}
 	}
 	if !d.need(path, "ranks", "write ranks: [{url: \"http://127.0.0.1:8100\"}]") {
 		return
 	}
 	if len(a.Engine.Ranks) == 0 {
-		d.broken(path+".ranks", Fault{Found: "an empty list", Wanted: "at least one rank",
-			Hint: "write {url: \"http://127.0.0.1:8100\"}"})
+		d.broken(path+".ranks", Fault{
+			Found: "an empty list", Wanted: "at least one rank",
+			Hint: "write {url: \"http://127.0.0.1:8100\"}",
+		})
 	}
 	addresses := taken{}
 	for i := range a.Engine.Ranks {
@@ -330,8 +340,10 @@ func (d *decoder) checkDialled(text, path, engine string) {
 	}
 	switch {
 	case isUnspecified(host):
-		d.broken(path, Fault{Found: strconv.Quote(text), Wanted: "tcp://HOST:PORT",
-			Hint: "name the engine's host"})
+		d.broken(path, Fault{
+			Found: strconv.Quote(text), Wanted: "tcp://HOST:PORT",
+			Hint: "name the engine's host",
+		})
 	case engine != "" && !isLoopback(host) && !strings.EqualFold(host, engine):
 		d.broken(path, Fault{
 			Message: "the engine is at " + engine + ", its event socket at " + host,

@@ -32,8 +32,10 @@ func (d *decoder) checkEngine(a *draft) {
 func (d *decoder) onlyFor(kind Kind, around string, keys ...string) {
 	for _, key := range keys {
 		if path := join(around, key); d.has(path) {
-			d.broken(path, Fault{Message: key + " belongs to kind " + string(kind),
-				Hint: "leave it out, or write kind: " + string(kind)})
+			d.broken(path, Fault{
+				Message: key + " belongs to kind " + string(kind),
+				Hint:    "leave it out, or write kind: " + string(kind),
+			})
 		}
 	}
 }
@@ -170,8 +172,10 @@ func (d *decoder) settleResources(a *draft) {
 	case KindAttach:
 		for _, key := range []string{"gpus", "cpus", "memory_gib"} {
 			if at := join(path, key); d.has(at) && d.isGood(at) {
-				d.broken(at, Fault{Message: "an attached rank takes nothing of a node",
-					Hint: "leave " + key + " out"})
+				d.broken(at, Fault{
+					Message: "an attached rank takes nothing of a node",
+					Hint:    "leave " + key + " out",
+				})
 			}
 		}
 	case KindSim:
@@ -238,8 +242,10 @@ func (d *decoder) settleSizes(a *draft) {
 		})
 	}
 	if product > MaxRanks {
-		d.broken(groups, Fault{Message: ruleSize, Found: fmt.Sprintf("%d ranks", product),
-			Wanted: fmt.Sprintf("at most %d", MaxRanks)})
+		d.broken(groups, Fault{
+			Message: ruleSize, Found: fmt.Sprintf("%d ranks", product),
+			Wanted: fmt.Sprintf("at most %d", MaxRanks),
+		})
 	}
 }
 
@@ -461,8 +467,10 @@ func (d *decoder) checkNumber(a *draft, path string, number int, first string) b
 	switch {
 	case d.has(path+".rank") && a.DataParallel.Coupling == Lockstep:
 		d.broken(path+".rank",
-			Fault{Message: "the ranks of a lockstep group are numbered in the order of the file",
-				Hint: "leave rank out"})
+			Fault{
+				Message: "the ranks of a lockstep group are numbered in the order of the file",
+				Hint:    "leave rank out",
+			})
 	case first != "":
 		d.broken(path+".rank", Fault{
 			Message: "rank " + strconv.Itoa(number) + " of the group is taken by " + first,

@@ -61,8 +61,10 @@ func applicationFields() []field[draft] {
 		{key: "autoscaling_config", read: child(func(a *draft) *scaling { return &a.scaling },
 			scalingFields)},
 		{key: "resources", read: child(func(a *draft) *Resources { return &a.Resources }, resourceFields)},
-		{key: "placement_group_strategy",
-			read: word(func(a *draft) *string { return &a.PlacementGroupStrategy }, strategies()...)},
+		{
+			key:  "placement_group_strategy",
+			read: word(func(a *draft) *string { return &a.PlacementGroupStrategy }, strategies()...),
+		},
 		{key: "max_ranks_per_node", read: whole(func(a *draft) *int { return &a.MaxRanksPerNode }, 1,
 			maxRanksPerNode)},
 		{key: "routing", read: child(func(a *draft) *Routing { return &a.Routing }, routingFields)},
@@ -71,12 +73,17 @@ func applicationFields() []field[draft] {
 		{key: "max_queued_requests", read: readMaxQueued},
 		{key: "timeouts", read: child(func(a *draft) *Timeouts { return &a.Timeouts }, timeoutFields)},
 		{key: "retries", read: child(func(a *draft) *Retries { return &a.Retries }, retryFields)},
-		{key: "health_check_period_s",
-			read: seconds(func(a *draft) *float64 { return &a.HealthCheckPeriodS })},
-		{key: "health_check_timeout_s",
-			read: seconds(func(a *draft) *float64 { return &a.HealthCheckTimeoutS })},
+		{
+			key:  "health_check_period_s",
+			read: seconds(func(a *draft) *float64 { return &a.HealthCheckPeriodS }),
+		},
+		{
+			key:  "health_check_timeout_s",
+			read: seconds(func(a *draft) *float64 { return &a.HealthCheckTimeoutS }),
+		},
 		{key: "graceful_shutdown_timeout_s", read: func(c cursor,
-			a *draft) {
+			a *draft,
+		) {
 			c.secondsOrZero(&a.GracefulShutdownTimeout)
 		}},
 		{key: "prefill", later: true},
