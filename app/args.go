@@ -8,7 +8,8 @@ import (
 	"strings"
 )
 
-// flag is the name of the argument in kebab case; behind a dot (nested settings) the engine's own spelling stays.
+// flag returns the name of the argument in kebab case. After a dot (nested settings) the engine's own
+// spelling stays.
 func (a Arg) flag() string {
 	head, tail, nested := strings.Cut(a.Name, ".")
 	head = strings.ReplaceAll(head, "_", "-")
@@ -18,7 +19,7 @@ func (a Arg) flag() string {
 	return head
 }
 
-// argv is the argument as words of a command line.
+// argv returns the argument as words of a command line.
 func (a Arg) argv() []string {
 	flag := "--" + a.flag()
 	var text string
@@ -37,14 +38,14 @@ func (a Arg) argv() []string {
 	default:
 		text = string(appendJSON(nil, v))
 	}
-	if strings.HasPrefix(text, "-") { // a word of its own would be taken for a flag
+	if strings.HasPrefix(text, "-") { // as a separate word it would be read as a flag
 		return []string{flag + "=" + text}
 	}
 	return []string{flag, text}
 }
 
-// Argv is the arguments as words of a command line, in file order: --kebab-case value; true is the bare flag, false is
-// --no-flag, lists and maps are JSON. Nothing passes through a shell.
+// Argv returns the arguments as words of a command line, in file order: --kebab-case value. true is the bare
+// flag, false is --no-flag, lists and maps are JSON. No shell reads them.
 func (a Args) Argv() []string {
 	var out []string
 	for _, arg := range a {
@@ -53,7 +54,7 @@ func (a Args) Argv() []string {
 	return out
 }
 
-// Get is the value of a flag, written in kebab case, however the file spells it.
+// Get returns the value of a flag by its name in kebab case. The file may use another spelling.
 func (a Args) Get(flag string) (any, bool) {
 	for _, arg := range a {
 		if arg.flag() == flag {
@@ -63,8 +64,8 @@ func (a Args) Get(flag string) (any, bool) {
 	return nil, false
 }
 
-// on says whether a boolean flag is set.
-func (a Args) on(flag string) bool {
+// isOn reports whether a boolean flag is set.
+func (a Args) isOn(flag string) bool {
 	v, ok := a.Get(flag)
 	if text, isText := v.(string); isText {
 		return strings.EqualFold(text, "true")
@@ -73,13 +74,13 @@ func (a Args) on(flag string) bool {
 	return ok && isBool && truth
 }
 
-// MarshalJSON keeps whole floats apart from integers.
+// MarshalJSON keeps whole floats different from integers.
 func (a Arg) MarshalJSON() ([]byte, error) {
 	out := append(appendJSON([]byte(`{"name":`), a.Name), `,"value":`...)
 	return append(appendJSON(out, a.Value), '}'), nil
 }
 
-// UnmarshalJSON reads what MarshalJSON wrote, with integers as int64 and other numbers as float64.
+// UnmarshalJSON reads the result of MarshalJSON, with integers as int64 and other numbers as float64.
 func (a *Arg) UnmarshalJSON(text []byte) error {
 	var raw struct {
 		Name  string          `json:"name"`
@@ -88,7 +89,7 @@ func (a *Arg) UnmarshalJSON(text []byte) error {
 	if err := json.Unmarshal(text, &raw); err != nil {
 		return fmt.Errorf("read an engine argument: %w", err)
 	}
-	v, err := exact(raw.Value)
+	v, err := decodeExact(raw.Value)
 	if err != nil {
 		return fmt.Errorf("read engine argument %q: %w", raw.Name, err)
 	}
@@ -96,7 +97,7 @@ func (a *Arg) UnmarshalJSON(text []byte) error {
 	return nil
 }
 
-// MarshalJSON keeps whole floats in Params apart from integers.
+// MarshalJSON keeps whole floats in Params different from integers.
 func (r Routing) MarshalJSON() ([]byte, error) {
 	type bare Routing
 	b := struct {
@@ -109,7 +110,7 @@ func (r Routing) MarshalJSON() ([]byte, error) {
 	return json.Marshal(b)
 }
 
-// UnmarshalJSON reads what MarshalJSON wrote: Params hold the types that Arg lists.
+// UnmarshalJSON reads the result of MarshalJSON. Params have the types of Arg.Value.
 func (r *Routing) UnmarshalJSON(text []byte) error {
 	type bare Routing
 	b := struct {
@@ -123,7 +124,7 @@ func (r *Routing) UnmarshalJSON(text []byte) error {
 	if len(b.Params) == 0 {
 		return nil
 	}
-	v, err := exact(b.Params)
+	v, err := decodeExact(b.Params)
 	if err != nil {
 		return fmt.Errorf("read routing params: %w", err)
 	}
@@ -133,19 +134,19 @@ func (r *Routing) UnmarshalJSON(text []byte) error {
 	return nil
 }
 
-// exact decodes one JSON value with int64 and float64 told apart by their spelling.
-func exact(text []byte) (any, error) {
+// decodeExact decodes one JSON value. Numbers become int64 or float64 by their spelling.
+func decodeExact(text []byte) (any, error) {
 	dec := json.NewDecoder(bytes.NewReader(text))
 	dec.UseNumber()
 	var v any
 	if err := dec.Decode(&v); err != nil {
 		return nil, err
 	}
-	return settle(v)
+	return convertNumbers(v)
 }
 
-// settle replaces the numbers below v.
-func settle(v any) (any, error) {
+// convertNumbers replaces the numbers in v.
+func convertNumbers(v any) (any, error) {
 	var err error
 	switch t := v.(type) {
 	case json.Number:
@@ -155,13 +156,13 @@ func settle(v any) (any, error) {
 		return t.Float64()
 	case []any:
 		for i := range t {
-			if t[i], err = settle(t[i]); err != nil {
+			if t[i], err = convertNumbers(t[i]); err != nil {
 				return nil, err
 			}
 		}
 	case map[string]any:
 		for k := range t {
-			if t[k], err = settle(t[k]); err != nil {
+			if t[k], err = convertNumbers(t[k]); err != nil {
 				return nil, err
 			}
 		}

@@ -7,61 +7,20 @@ import (
 
 	yaml "github.com/goccy/go-yaml"
 	"github.com/goccy/go-yaml/ast"
-	"github.com/goccy/go-yaml/lexer"
 	"github.com/goccy/go-yaml/parser"
 	"github.com/goccy/go-yaml/token"
 )
 
-// builder turns the parser's tree into nodes: aliases become shared nodes, merge keys become entries, and what YAML
-// allows but no configuration needs becomes a fault.
+// builder converts the parser's tree into nodes. Aliases become shared nodes, merge keys become entries. YAML
+// forms that no configuration needs become faults.
 type builder struct {
 	d        *decoder
 	anchors  map[string]*node
 	expanded int // nodes that aliases and merge keys added
 }
 
-// load reads text into a node, nil if there is none or the text is not YAML.
-func (d *decoder) load(text []byte) *node {
-	if what, at := checkText(text); what != "" {
-		d.fault(at, "", Fault{Message: what, Hint: "write a plain UTF-8 YAML or JSON file"})
-		return nil
-	}
-	tokens := lexer.Tokenize(string(text))
-	if what, at := checkTokens(tokens); what != "" {
-		d.fault(at, "", Fault{Message: what, Hint: "split the file into several smaller ones"})
-		return nil
-	}
-	body := d.body(tokens)
-	if body == nil {
-		return nil
-	}
-	b := &builder{d: d, anchors: map[string]*node{}}
-	return b.node(body)
-}
-
-// body is the one document of the file, nil if it has none.
-func (d *decoder) body(tokens token.Tokens) ast.Node {
-	file, err := parseTokens(tokens)
-	if err != nil {
-		d.fault(placeOfError(err), "", Fault{Message: "not YAML: " + messageOf(err), Hint: "correct the syntax at this place"})
-		return nil
-	}
-	var found ast.Node
-	for _, doc := range file.Docs {
-		if _, directive := doc.Body.(*ast.DirectiveNode); doc.Body == nil || directive {
-			continue
-		}
-		if found != nil {
-			d.fault(placeOf(doc.Body), "", Fault{Message: "a second document (---)", Hint: "put all applications into one list"})
-			return found
-		}
-		found = doc.Body
-	}
-	return found
-}
-
-// parseTokens is the parser with its panics as errors: it is given any bytes, and an edge it does not foresee must not
-// take the server down.
+// parseTokens calls the parser and turns its panics into errors. The text may be any bytes, so a case that
+// the parser does not handle must not stop the server.
 func parseTokens(tokens token.Tokens) (file *ast.File, err error) {
 	defer func() {
 		if r := recover(); r != nil {
@@ -94,7 +53,7 @@ func placeOfToken(t *token.Token) place {
 	return place{max(1, t.Position.Line), max(1, t.Position.Column)}
 }
 
-// placeOf is where n begins; the parser gives a block map the place of its first colon.
+// placeOf returns where n begins. For a block map the parser reports the position of its first colon.
 func placeOf(n ast.Node) place {
 	if m, ok := n.(*ast.MappingNode); ok && !m.IsFlowStyle && len(m.Values) > 0 {
 		return placeOf(m.Values[0].Key)
@@ -108,7 +67,7 @@ func (b *builder) refuse(n ast.Node, message, hint string) *node {
 	return &node{place: at, shape: refusedShape, size: 1}
 }
 
-// node converts n and everything below it.
+// node converts n and everything in it.
 func (b *builder) node(n ast.Node) *node {
 	switch v := n.(type) {
 	case *ast.MappingNode:
@@ -149,31 +108,27 @@ func (b *builder) list(v *ast.SequenceNode) *node {
 	for _, item := range v.Values {
 		child := b.node(item)
 		out.items = append(out.items, child)
-		out.holds(child)
+		out.addSize(child)
 	}
-	return b.shallow(v, out)
+	return b.checkDepth(v, out)
 }
 
-// holds accounts for a child of n.
-func (n *node) holds(child *node) {
-	n.size += child.size
-	n.depth = max(n.depth, child.depth+1)
-}
-
-// shallow refuses what aliases nest too deep; guard saw only what is written.
-func (b *builder) shallow(at ast.Node, n *node) *node {
+// checkDepth refuses a node that aliases nest too deep. guard has checked only the written nesting.
+func (b *builder) checkDepth(at ast.Node, n *node) *node {
 	if n.depth > MaxDepth {
-		return b.refuse(at, fmt.Sprintf("maps and lists nest deeper than %d levels", MaxDepth), "write a flatter file")
+		return b.refuse(at, fmt.Sprintf("maps and lists nest deeper than %d levels", MaxDepth),
+			"write a flatter file")
 	}
 	return n
 }
 
-// alias is the anchored node itself; the nodes that a walk meets once more are counted.
+// alias returns the anchored node itself. It counts the nodes that a walk visits again.
 func (b *builder) alias(v *ast.AliasNode) *node {
 	name := v.Value.GetToken().Value
 	target, ok := b.anchors[name]
 	if !ok {
-		return b.refuse(v, "unknown alias "+strconv.Quote("*"+name), "define &"+name+" above this line, and outside of itself")
+		return b.refuse(v, "unknown alias "+strconv.Quote("*"+name),
+			"define &"+name+" above this line, and outside of itself")
 	}
 	return b.expand(v, target)
 }
@@ -183,12 +138,13 @@ func (b *builder) expand(at ast.Node, target *node) *node {
 		return &node{place: placeOf(at), shape: refusedShape, size: 1}
 	}
 	if b.expanded += target.size; b.expanded > MaxExpansion {
-		return b.refuse(at, fmt.Sprintf("aliases and merge keys add more than %d values", MaxExpansion), "write fewer or smaller aliases")
+		return b.refuse(at, fmt.Sprintf("aliases and merge keys add more than %d values", MaxExpansion),
+			"write fewer or smaller aliases")
 	}
 	return target
 }
 
-// tagged reads the core tags; any other is a fault.
+// tagged handles the core tags. Any other tag is a fault.
 func (b *builder) tagged(v *ast.TagNode) *node {
 	if v.Value == nil {
 		return b.refuse(v, "a tag without a value", "leave the tag out")
@@ -196,7 +152,7 @@ func (b *builder) tagged(v *ast.TagNode) *node {
 	out := b.node(v.Value)
 	switch v.Start.Value {
 	case "!!str":
-		if out.scalar() {
+		if out.isScalar() {
 			text := *out
 			text.shape, text.quoted = textShape, true
 			return &text
@@ -208,7 +164,7 @@ func (b *builder) tagged(v *ast.TagNode) *node {
 	return out
 }
 
-// mapping converts a map. Written keys win over merged ones, and earlier merged maps over later ones.
+// mapping converts a map. Written keys override merged ones, and earlier merged maps override later ones.
 func (b *builder) mapping(v *ast.MappingNode) *node {
 	out := &node{place: placeOf(v), shape: mapShape, size: 1}
 	lines := map[string]int{}
@@ -224,7 +180,8 @@ func (b *builder) mapping(v *ast.MappingNode) *node {
 			continue
 		}
 		if line, twice := lines[key]; twice {
-			b.refuse(e.Key, "duplicate key "+strconv.Quote(key), fmt.Sprintf("it is also on line %d; keep one", line))
+			b.refuse(e.Key, "duplicate key "+strconv.Quote(key),
+				fmt.Sprintf("it is also on line %d; keep one", line))
 			continue
 		}
 		at := placeOf(e.Key)
@@ -239,15 +196,10 @@ func (b *builder) mapping(v *ast.MappingNode) *node {
 			}
 		}
 	}
-	return b.shallow(v, out)
+	return b.checkDepth(v, out)
 }
 
-func (n *node) add(e entry) {
-	n.entries = append(n.entries, e)
-	n.holds(e.value)
-}
-
-// key is the text of a map's key.
+// key returns the text of a map's key.
 func (b *builder) key(k ast.Node) (string, bool) {
 	if complexKey, ok := k.(*ast.MappingKeyNode); ok {
 		k = complexKey.Value
@@ -261,7 +213,7 @@ func (b *builder) key(k ast.Node) (string, bool) {
 	return "", false
 }
 
-// merges are the maps that the value of a merge key names: one map or a list of maps.
+// merges returns the maps of a merge key: one map or a list of maps.
 func (b *builder) merges(v ast.Node) []*node {
 	list := []ast.Node{v}
 	if seq, ok := v.(*ast.SequenceNode); ok {

@@ -8,7 +8,7 @@ import (
 	"strings"
 )
 
-// ChangeKind says what deploying does to an application.
+// ChangeKind is what a deploy does to an application.
 type ChangeKind string
 
 // The kinds of change.
@@ -18,22 +18,22 @@ const (
 	Delete ChangeKind = "delete"
 )
 
-// Change is one application that differs between two revisions.
+// Change is one application that differs between two sets of applications.
 type Change struct {
 	App    string     `json:"app"`
 	Kind   ChangeKind `json:"kind"`
-	Fields []Diff     `json:"fields,omitempty"` // of an update, in order of path
+	Fields []Diff     `json:"fields,omitempty"` // of an update, sorted by path
 }
 
-// Diff is one value that differs. Values are JSON; empty means absent. Values of engine.env are never shown, because
-// tokens live there.
+// Diff is one value that differs. Values are JSON; empty means absent. Values of engine.env are hidden,
+// because they may contain tokens.
 type Diff struct {
 	Path string `json:"path"`
 	Old  string `json:"old,omitempty"`
 	New  string `json:"new,omitempty"`
 }
 
-// String is `path: old → new`.
+// String returns `path: old → new`.
 func (d Diff) String() string {
 	show := func(s string) string {
 		if s == "" {
@@ -44,7 +44,7 @@ func (d Diff) String() string {
 	return fmt.Sprintf("%s: %s → %s", d.Path, show(d.Old), show(d.New))
 }
 
-// String is one line: kind, application and the paths that changed.
+// String returns one line: kind, application and the changed paths.
 func (c Change) String() string {
 	if len(c.Fields) == 0 {
 		return string(c.Kind) + " " + c.App
@@ -56,9 +56,9 @@ func (c Change) String() string {
 	return fmt.Sprintf("%s %s (%s)", c.Kind, c.App, strings.Join(paths, ", "))
 }
 
-// Compare says what it takes to get from one set of applications to another: creates and updates in the order of to, then
-// deletes in the order of from. Applications that are equal do not appear. Deletes concern only callers that replace the
-// whole set; deploy leaves unlisted applications alone.
+// Compare returns the changes from one set of applications to another: creates and updates in the order of
+// to, then deletes in the order of from. Equal applications do not appear. Only a caller that replaces the
+// whole set needs the deletes: deploy leaves unlisted applications unchanged.
 func Compare(from, to []*Application) []Change {
 	before := byName(from)
 	var out []Change
@@ -89,7 +89,7 @@ func byName(apps []*Application) map[string]*Application {
 	return out
 }
 
-// diff compares the stored forms, so that nothing that is stored can be forgotten here.
+// diff compares the stored JSON, so that it covers every stored field.
 func diff(from, to *Application) []Diff {
 	before, after := leaves(from), leaves(to)
 	paths := maps.Clone(before)
@@ -113,13 +113,13 @@ func diff(from, to *Application) []Diff {
 	return out
 }
 
-// Lists whose items are named in differences, not counted.
+// Lists whose items have names instead of indexes in differences.
 const (
 	pathArgs  = "engine.args"
 	pathRanks = "engine.ranks"
 )
 
-// argNames is the order of the arguments, which nothing else shows.
+// argNames returns the order of the arguments, which no other difference shows.
 func argNames(a *Application) string {
 	var out []string
 	for _, arg := range a.Engine.Args {
@@ -128,7 +128,7 @@ func argNames(a *Application) string {
 	return "order " + strings.Join(out, " ")
 }
 
-// rankNames is the order of the attached ranks, which their numbers hide where they are written.
+// rankNames returns the order of the attached ranks, which written numbers hide.
 func rankNames(a *Application) string {
 	var out []string
 	for i := range a.Engine.Ranks {
@@ -137,7 +137,7 @@ func rankNames(a *Application) string {
 	return "order " + strings.Join(out, ", ")
 }
 
-// hide takes the values of environment variables out of d.
+// hide removes the values of environment variables from d.
 func hide(d Diff) Diff {
 	const hidden = "(hidden)"
 	if !strings.HasPrefix(d.Path, "engine.env") {
@@ -152,14 +152,14 @@ func hide(d Diff) Diff {
 	return d
 }
 
-// leaves maps the path of every scalar of a to its JSON.
+// leaves returns the JSON of every scalar of a by its path.
 func leaves(a *Application) map[string]string {
 	out := map[string]string{}
 	text, err := json.Marshal(a)
 	if err != nil { // only a non-finite number could fail, and Parse refuses those
 		return out
 	}
-	v, err := exact(text)
+	v, err := decodeExact(text)
 	if err != nil {
 		return out
 	}
@@ -168,14 +168,14 @@ func leaves(a *Application) map[string]string {
 	return out
 }
 
-// walkRanks names attached ranks by their engine: one that comes or goes leaves the others as they are.
+// walkRanks names attached ranks by their engine, so that adding or removing one does not change the others.
 func walkRanks(out map[string]string, e *Engine) {
 	numbers := e.numbers()
 	for i := range e.Ranks {
 		r := e.Ranks[i]
 		r.Number = &numbers[i]
 		text, err := json.Marshal(r)
-		if err == nil { // it is all text and numbers
+		if err == nil { // it has only text and numbers
 			out[pathRanks+"["+r.Address()+"]"] = string(text)
 		}
 	}
@@ -209,7 +209,7 @@ func walk(out map[string]string, path string, v any) {
 	}
 }
 
-// walkArgs names arguments by their flag instead of their number.
+// walkArgs names arguments by their flag instead of their index.
 func walkArgs(out map[string]string, path string, args []any) {
 	for _, a := range args {
 		if m, ok := a.(map[string]any); ok {

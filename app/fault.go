@@ -4,48 +4,52 @@ import (
 	"cmp"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 
+	"github.com/dpserve/dpserve/internal/nearest"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// maxFaults bounds what one Parse reports: beyond it a list helps nobody, and a hostile file must not fill memory.
+// maxFaults bounds the faults of one Parse: a longer list does not help, and a hostile file must not fill
+// memory.
 const maxFaults = 100
 
-// hintSmallest helps whoever starts from nothing.
+// hintSmallest shows the smallest valid file.
 const hintSmallest = "the smallest file: applications: [{name: demo, model: {id: demo}, engine: {kind: sim}}]"
 
-// Fault is one thing that is wrong with a file, at the place where it is wrong.
+// Fault is one error of a file, with its position.
 type Fault struct {
-	File    string `json:"file"`
-	Line    int    `json:"line"`              // from 1
-	Col     int    `json:"col"`               // from 1, in characters
-	Path    string `json:"path,omitempty"`    // applications[0].engine.kind; empty for the file as a whole
-	Message string `json:"message,omitempty"` // the rule that is broken; may be empty when Found and Wanted say it all
+	File string `json:"file"`
+	Line int    `json:"line"`           // from 1
+	Col  int    `json:"col"`            // from 1, in characters
+	Path string `json:"path,omitempty"` // applications[0].engine.kind; empty for the file as a whole
+	// the broken rule; may be empty when Found and Wanted are enough
+	Message string `json:"message,omitempty"`
 	Found   string `json:"found,omitempty"`
 	Wanted  string `json:"wanted,omitempty"`
 	Hint    string `json:"hint,omitempty"` // what to do next
 }
 
-// Warning is something that is legal but probably not meant.
+// Warning is a legal value that is probably a mistake.
 type Warning Fault
 
-// String is the one-line form, file:line:col: path: what; hint: next.
+// String returns the one-line form, file:line:col: path: what; hint: next.
 func (f Fault) String() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "%s:%d:%d: ", f.File, f.Line, f.Col)
 	if f.Path != "" {
 		b.WriteString(f.Path + ": ")
 	}
-	b.WriteString(f.what())
+	b.WriteString(f.describe())
 	if f.Hint != "" {
 		b.WriteString("; hint: " + f.Hint)
 	}
 	return b.String()
 }
 
-// what joins message, found and wanted, whichever there are.
-func (f Fault) what() string {
+// describe joins the parts of message, found and wanted that are set.
+func (f Fault) describe() string {
 	var pair []string
 	if f.Found != "" {
 		pair = append(pair, "found "+f.Found)
@@ -64,19 +68,19 @@ func (f Fault) what() string {
 	}
 }
 
-// String is the one-line form of a warning.
+// String returns the one-line form of a warning.
 func (w Warning) String() string { return Fault(w).String() }
 
-// Faults is every fault of a file, in order of position. It is the error of Parse.
+// Faults is every fault of a file, sorted by position. It is the error of Parse.
 type Faults []Fault //nolint:errname // a list of faults, and called so everywhere
 
-// Error is one line per fault.
+// Error returns one line per fault.
 func (f Faults) Error() string { return strings.Join(f.lines(), "\n") }
 
-// Unwrap makes problem.CodeOf see an invalid argument.
+// Unwrap makes problem.CodeOf return InvalidArgument.
 func (f Faults) Unwrap() error { return f.Problem() }
 
-// Problem is f for the admin API and the CLI: one line that counts, and the faults as details.
+// Problem converts f for the admin API and the CLI: one line with the count, and the faults as details.
 func (f Faults) Problem() *problem.Error {
 	noun := "faults"
 	if len(f) == 1 {
@@ -94,7 +98,7 @@ func (f Faults) lines() []string {
 	return out
 }
 
-// sorted puts f in order of position and cuts it at maxFaults, saying so.
+// sorted sorts f by position. If there are more than maxFaults, it cuts the list and says so.
 func (f Faults) sorted() Faults {
 	slices.SortStableFunc(f, func(a, b Fault) int {
 		return cmp.Or(cmp.Compare(a.Line, b.Line), cmp.Compare(a.Col, b.Col))
@@ -110,4 +114,12 @@ func (f Faults) sorted() Faults {
 		Hint:    "correct the ones above first",
 	}
 	return append(f[:maxFaults:maxFaults], last)
+}
+
+// didYouMean returns the hint for a word that is close to found; "" if there is none.
+func didYouMean(found string, words []string) string {
+	if w := nearest.Word(found, words); w != "" {
+		return "did you mean " + strconv.Quote(w) + "?"
+	}
+	return ""
 }

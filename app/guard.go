@@ -7,8 +7,8 @@ import (
 	"github.com/goccy/go-yaml/token"
 )
 
-// Limits of a file. They are far above any real deployment (4,096 attached ranks need about 400 KiB and 100,000 tokens)
-// and keep a hostile file to some tens of milliseconds and megabytes.
+// Limits of a file. They are far above any real deployment (4,096 attached ranks need about 400 KiB and
+// 100,000 tokens). They limit the cost of a hostile file to some tens of milliseconds and megabytes.
 const (
 	// MaxFileBytes is the largest file Parse reads.
 	MaxFileBytes = 1 << 20
@@ -18,12 +18,12 @@ const (
 	MaxExpansion = 20_000
 
 	maxTokens    = 250_000
-	maxKeys      = 1_000    // of one block map: the parser recurses once per key and copies what it has
-	maxRare      = 1_000    // anchors, tags, "? key" forms, empty values: the parser spends time or stack on each
+	maxKeys      = 1_000    // of one block map: the parser recurses once per key and copies its result so far
+	maxRare      = 1_000    // anchors, tags, "? key" forms, empty values: each costs the parser time or stack
 	maxPathBytes = 32 << 20 // the parser stores the path of every key as a string
 )
 
-// levelKind is what a level of nesting is.
+// levelKind is the kind of a level of nesting.
 type levelKind uint8
 
 const (
@@ -43,8 +43,9 @@ type level struct {
 	colon bool // flow map: the entry has its ":"
 }
 
-// guard looks at the token stream before the parser does, because the parser recurses without a bound and is quadratic in
-// empty values. It is a stack machine over columns: close enough to count, not a grammar.
+// guard checks the tokens before the parser runs, because the parser recurses without a bound and needs
+// quadratic time for empty values. It is a stack machine over columns: exact enough to count, but not a
+// grammar.
 type guard struct {
 	open  []level // maps and lists around the token
 	width int     // bytes of the path of open
@@ -52,7 +53,7 @@ type guard struct {
 	rare  int
 }
 
-// checkText refuses text that is too long, not UTF-8 or holds control characters; at is where.
+// checkText refuses text that is too long, is not UTF-8, or has control characters. at is the position.
 func checkText(text []byte) (what string, at place) {
 	at = place{1, 1}
 	if len(text) > MaxFileBytes {
@@ -74,7 +75,7 @@ func checkText(text []byte) (what string, at place) {
 	return "", place{}
 }
 
-// checkTokens is the reason why tokens are too much for the parser, and where; "" if they are not.
+// checkTokens returns why the parser must not get the tokens, and where; "" if it may.
 func checkTokens(tokens token.Tokens) (what string, at place) {
 	var g guard
 	for i, t := range tokens {
@@ -83,14 +84,14 @@ func checkTokens(tokens token.Tokens) (what string, at place) {
 			next = tokens[i+1]
 		}
 		g.step(t, next)
-		if what := g.verdict(i); what != "" {
+		if what := g.checkLimits(i); what != "" {
 			return what, place{t.Position.Line, t.Position.Column}
 		}
 	}
 	return "", place{}
 }
 
-func (g *guard) verdict(i int) string {
+func (g *guard) checkLimits(i int) string {
 	switch {
 	case len(g.open) > MaxDepth:
 		return fmt.Sprintf("maps and lists nest deeper than %d levels", MaxDepth)
@@ -134,7 +135,7 @@ func (g *guard) step(t, next *token.Token) {
 	}
 }
 
-// top is the innermost level; a throw-away one outside all of them.
+// top returns the innermost level, or a new one if no level is open.
 func (g *guard) top() *level {
 	if len(g.open) == 0 {
 		return &level{}
@@ -157,7 +158,7 @@ func (g *guard) pop() {
 	g.open = g.open[:len(g.open)-1]
 }
 
-// endEntry counts an entry of a flow map without ":", for which the parser makes up a value.
+// endEntry counts an entry of a flow map without ":", for which the parser adds a value.
 func (g *guard) endEntry() {
 	top := g.top()
 	if top.kind == flowMap && top.words && !top.colon {
@@ -172,7 +173,7 @@ func (g *guard) closeFlow() {
 	}
 }
 
-// key opens the entry t of a map: in block style it closes what stands further right.
+// key opens the entry t of a map. In block style it closes the levels further right.
 func (g *guard) key(t *token.Token) {
 	if g.inFlow() {
 		g.paths += g.width + len(t.Value)
@@ -188,7 +189,7 @@ func (g *guard) key(t *token.Token) {
 	g.push(level{kind: blockMap, col: t.Position.Column, size: len(t.Value) + 1, keys: keys})
 }
 
-// dash opens an entry of a block list; a list may stand in the column of the key above it.
+// dash opens an entry of a block list. A list may be in the same column as the key above it.
 func (g *guard) dash(t, next *token.Token) {
 	if g.inFlow() {
 		return

@@ -11,13 +11,14 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestHostileFiles: files that blow up a parser are refused before they reach it; each has a fault and little memory.
-// Nothing runs beside it, because it measures memory.
+// TestHostileFiles: files that overload a parser are refused before they reach it, each with a fault and little memory.
+// No other test runs beside it, because it measures memory.
 func TestHostileFiles(t *testing.T) {
 	var bomb strings.Builder
 	bomb.WriteString("a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n")
 	for i := 1; i < 12; i++ {
-		fmt.Fprintf(&bomb, "a%d: &a%d [%s]\n", i, i, strings.TrimSuffix(strings.Repeat(fmt.Sprintf("*a%d,", i-1), 10), ","))
+		fmt.Fprintf(&bomb, "a%d: &a%d [%s]\n", i, i,
+			strings.TrimSuffix(strings.Repeat(fmt.Sprintf("*a%d,", i-1), 10), ","))
 	}
 	var nest strings.Builder
 	nest.WriteString("a0: &a0 [[[[[[[[[[x]]]]]]]]]]\n")
@@ -41,11 +42,17 @@ func TestHostileFiles(t *testing.T) {
 		"questions":   {strings.Repeat("? a\n", 100_000), "anchors, tags, complex keys and empty values"},
 		"empty items": {strings.Repeat("-\n", 100_000), "anchors, tags, complex keys and empty values"},
 		"empty keys":  {strings.Repeat("- a:\n", 100_000), "anchors, tags, complex keys and empty values"},
-		"empty flow":  {"[" + strings.Repeat("a: ,", 100_000), "anchors, tags, complex keys and empty values"},
+		"empty flow": {
+			"[" + strings.Repeat("a: ,", 100_000),
+			"anchors, tags, complex keys and empty values",
+		},
 		"bare flow":   {"{" + strings.Repeat("a,", 100_000), "anchors, tags, complex keys and empty values"},
 		"many keys":   {strings.Repeat("a: 1\n", 100_000), "more than 1000 keys in a map"},
 		"many values": {"[" + strings.Repeat("a,", 400_000), "too many values"},
-		"long paths":  {"{" + strings.Repeat("a", 300_000) + ": {" + strings.Repeat("b: 1,", 100_000), "too many values"},
+		"long paths": {
+			"{" + strings.Repeat("a", 300_000) + ": {" + strings.Repeat("b: 1,", 100_000),
+			"too many values",
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			var before, after runtime.MemStats
@@ -63,9 +70,12 @@ func TestHostileFiles(t *testing.T) {
 func TestGuardLetsRealFilesPass(t *testing.T) {
 	t.Parallel()
 	var b strings.Builder
-	b.WriteString("applications:\n  - name: big\n    model:\n      id: big\n    engine:\n      kind: attach\n      ranks:\n")
+	b.WriteString("applications:\n  - name: big\n    model:\n      id: big\n    engine:\n      kind: " +
+		"attach\n      ranks:\n")
 	for i := range MaxDPSize {
-		fmt.Fprintf(&b, "        - url: \"http://10.0.%d.%d:8000\"\n          kv_events:\n            connect: \"tcp://10.0.%d.%d:5557\"\n", i/256, i%256, i/256, i%256)
+		fmt.Fprintf(&b,
+			"        - url: \"http://10.0.%d.%d:8000\"\n          kv_events:\n            connect: "+
+				"\"tcp://10.0.%d.%d:5557\"\n", i/256, i%256, i/256, i%256)
 	}
 	what, _ := checkTokens(lexer.Tokenize(b.String()))
 	require.Empty(t, what)

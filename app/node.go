@@ -7,7 +7,7 @@ import (
 	"strings"
 )
 
-// shape is what a node of the file is, by the core schema of YAML 1.2.
+// shape is the type of a node of the file, by the core schema of YAML 1.2.
 type shape uint8
 
 const (
@@ -21,16 +21,19 @@ const (
 	refusedShape // has a fault already
 )
 
-// String is the word for people.
+// String returns the shape in words for people.
 func (s shape) String() string {
-	return [...]string{"nothing", "text", "an integer", "a number", "a boolean", "a list", "a map", "something else"}[s]
+	return [...]string{
+		"nothing", "text", "an integer", "a number", "a boolean", "a list", "a map",
+		"something else",
+	}[s]
 }
 
-// place is a position in the file, from 1, columns in characters.
+// place is a position in the file. Lines and columns count from 1, columns in characters.
 type place struct{ line, col int }
 
-// node is one value of the file. Aliases share nodes, so the tree is a directed graph without cycles; size counts the
-// nodes that a walk would meet.
+// node is one value of the file. Aliases share nodes, so the tree is a directed graph without cycles. size
+// counts the nodes of a walk.
 type node struct {
 	place
 	shape   shape
@@ -49,7 +52,7 @@ type entry struct {
 	value *node
 }
 
-// get is the value of key, nil if the map has no such key.
+// get returns the value of key, nil if the map has no such key.
 func (n *node) get(key string) *node {
 	for i := range n.entries {
 		if n.entries[i].key == key {
@@ -59,14 +62,14 @@ func (n *node) get(key string) *node {
 	return nil
 }
 
-// scalar says whether n is a single value.
-func (n *node) scalar() bool { return n.shape < listShape }
+// isScalar reports whether n is a single value.
+func (n *node) isScalar() bool { return n.shape < listShape }
 
-// say is how a fault names the value of n.
-func (n *node) say() string {
+// describe returns how a fault names the value of n.
+func (n *node) describe() string {
 	const longest = 60
 	switch {
-	case !n.scalar(), n.shape == nullShape:
+	case !n.isScalar(), n.shape == nullShape:
 		return n.shape.String()
 	case len(n.text) > longest:
 		return strconv.Quote(strings.ToValidUTF8(n.text[:longest], "") + "…")
@@ -83,8 +86,9 @@ var (
 	notFinite   = regexp.MustCompile(`^([-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$`)
 )
 
-// shapeOf is the shape of an unquoted scalar. The parser's own reading is not used: it takes 010 for eight and 1_000 for
-// a number, and 1e3 for text, which would make JSON another language than YAML (TRAPS 15).
+// shapeOf returns the shape of an unquoted scalar. It does not use the parser's own types: the parser reads
+// 010 as eight, 1_000 as a number and 1e3 as text, so a JSON file would mean something else than the same
+// YAML.
 func shapeOf(text string) shape {
 	switch text {
 	case "", "~", "null", "Null", "NULL":
@@ -102,7 +106,7 @@ func shapeOf(text string) shape {
 	}
 }
 
-// whole is the value of an integer node; false if it does not fit 64 bits.
+// whole returns the value of an integer node; false if it does not fit 64 bits.
 func (n *node) whole() (int64, bool) {
 	digits, base := n.text, 10
 	switch {
@@ -115,7 +119,7 @@ func (n *node) whole() (int64, bool) {
 	return v, err == nil && n.shape == intShape
 }
 
-// real is the value of a number node; false if it is not finite.
+// real returns the value of a number node; false if it is not finite.
 func (n *node) real() (float64, bool) {
 	if v, ok := n.whole(); ok {
 		return float64(v), true
@@ -127,5 +131,16 @@ func (n *node) real() (float64, bool) {
 	return v, err == nil && !math.IsInf(v, 0)
 }
 
-// truth is the value of a boolean node.
+// truth returns the value of a boolean node.
 func (n *node) truth() bool { return strings.EqualFold(n.text, "true") }
+
+// addSize adds the size and depth of a child.
+func (n *node) addSize(child *node) {
+	n.size += child.size
+	n.depth = max(n.depth, child.depth+1)
+}
+
+func (n *node) add(e entry) {
+	n.entries = append(n.entries, e)
+	n.addSize(e.value)
+}

@@ -5,6 +5,10 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/goccy/go-yaml/ast"
+	"github.com/goccy/go-yaml/lexer"
+	"github.com/goccy/go-yaml/token"
+
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -13,17 +17,17 @@ type File struct {
 	Applications []*Application `json:"applications"`
 }
 
-// Parse reads text (YAML, or JSON, which is YAML) and checks every rule that the file alone can break. The error is a
-// Faults with all faults in order of position; the File is then nil. Warnings are about legal but surprising things and
-// come with and without faults. file is the name that faults carry. The result does not refer to text. rules are checks of
-// rooms that this one does not know; they run on applications whose own rules hold.
+// Parse reads text (YAML, or JSON, which is YAML) and checks every rule of a file. The error is a Faults with
+// all faults, sorted by position; then the File is nil. Warnings are about legal but surprising values and
+// come with and without faults. file is the name in the faults. The result does not refer to text. rules are
+// checks of packages that this one does not know; they run on every application.
 func Parse(file string, text []byte, rules ...Rule) (*File, []Warning, error) {
 	d := &decoder{file: file, at: map[string]place{}, bad: map[string]bool{}}
 	root := d.load(text)
 	drafts := d.read(root)
 	for _, a := range drafts {
 		d.check(a)
-		d.ask(a, rules)
+		d.runRules(a, rules)
 	}
 	d.checkTogether(drafts)
 	if len(d.faults) > 0 {
@@ -36,22 +40,23 @@ func Parse(file string, text []byte, rules ...Rule) (*File, []Warning, error) {
 	return out, d.warnings, nil
 }
 
-// Rule checks one application, with its defaults, for another room. path is relative to the application, like
-// "routing.params"; err's message, and its hint and details if it is a *problem.Error, become the fault.
+// Rule checks one application, with its defaults, for another package. path is relative to the application,
+// like "routing.params". The message of err becomes the fault, with hint and details if it is a
+// *problem.Error.
 type Rule func(a *Application) (path string, err error)
 
-func (d *decoder) ask(a *draft, rules []Rule) {
+func (d *decoder) runRules(a *draft, rules []Rule) {
 	for _, rule := range rules {
 		path, err := rule(&a.Application)
 		path = a.path + "." + path
-		if err == nil || !d.good(path) {
+		if err == nil || !d.isGood(path) {
 			continue
 		}
 		f := Fault{Message: err.Error()}
 		var p *problem.Error
 		if errors.As(err, &p) {
 			f.Hint = p.Hint
-			if len(p.Details) > 1 { // a single one is the message
+			if len(p.Details) > 1 { // a single detail repeats the message
 				f.Message += ": " + strings.Join(p.Details, "; ")
 			}
 		}
@@ -59,12 +64,15 @@ func (d *decoder) ask(a *draft, rules []Rule) {
 	}
 }
 
-// read turns the tree into drafts; what has the wrong shape is a fault.
+// read converts the tree into drafts. Values of a wrong shape are faults.
 func (d *decoder) read(root *node) []*draft {
 	switch {
 	case root == nil || root.shape == nullShape:
 		if len(d.faults) == 0 {
-			d.fault(place{1, 1}, "", Fault{Message: "the file holds nothing", Wanted: "applications: [...]", Hint: hintSmallest})
+			d.fault(place{1, 1}, "", Fault{
+				Message: "the file holds nothing", Wanted: "applications: [...]",
+				Hint: hintSmallest,
+			})
 		}
 		return nil
 	case d.isRay(root):
@@ -74,12 +82,16 @@ func (d *decoder) read(root *node) []*draft {
 	c := cursor{d, root, ""}
 	readFields(c, &drafts, fileFields())
 	if root.shape == mapShape && !d.has("applications") {
-		c.refuse(Fault{Message: "the key applications is missing or empty", Wanted: "applications: [...]", Hint: hintSmallest})
+		c.refuse(Fault{
+			Message: "the key applications is missing or empty", Wanted: "applications: [...]",
+			Hint: hintSmallest,
+		})
 	}
 	return drafts
 }
 
-// isRay finds a Ray Serve file by its import paths and refuses it by name, instead of with a fault for every key.
+// isRay detects a Ray Serve file by its import paths and refuses it by name, instead of with a fault for
+// every key.
 func (d *decoder) isRay(root *node) bool {
 	apps := root.get("applications")
 	if apps == nil {
@@ -90,12 +102,119 @@ func (d *decoder) isRay(root *node) bool {
 		for _, e := range a.entries {
 			if e.key == "import_path" {
 				d.fault(e.place, join(index("applications", i), e.key), Fault{
-					Message: "this is a Ray Serve file (import_path " + strconv.Quote(e.value.text) + "), which this version does not read",
-					Hint:    "reading Ray Serve LLM files comes with the next version; write model, engine and data_parallel as docs/app-yaml.md shows",
+					Message: "this is a Ray Serve file (import_path " +
+						"" + strconv.Quote(e.value.text) + "), which this version does not read",
+					Hint: "reading Ray Serve LLM files comes with the next version; write model, engine " +
+						"and data_parallel as docs/app-yaml.md shows",
 				})
 				found = true
 			}
 		}
 	}
 	return found
+}
+
+// load parses text into a node; nil if the text has no value or is not YAML.
+func (d *decoder) load(text []byte) *node {
+	if what, at := checkText(text); what != "" {
+		d.fault(at, "", Fault{Message: what, Hint: "write a plain UTF-8 YAML or JSON file"})
+		return nil
+	}
+	tokens := lexer.Tokenize(string(text))
+	if what, at := checkTokens(tokens); what != "" {
+		d.fault(at, "", Fault{Message: what, Hint: "split the file into several smaller ones"})
+		return nil
+	}
+	body := d.body(tokens)
+	if body == nil {
+		return nil
+	}
+	b := &builder{d: d, anchors: map[string]*node{}}
+	return b.node(body)
+}
+
+// body returns the one document of the file, nil if there is none.
+func (d *decoder) body(tokens token.Tokens) ast.Node {
+	file, err := parseTokens(tokens)
+	if err != nil {
+		d.fault(placeOfError(err), "", Fault{
+			Message: "not YAML: " + messageOf(err),
+			Hint:    "correct the syntax at this place",
+		})
+		return nil
+	}
+	var found ast.Node
+	for _, doc := range file.Docs {
+		if _, directive := doc.Body.(*ast.DirectiveNode); doc.Body == nil || directive {
+			continue
+		}
+		if found != nil {
+			d.fault(placeOf(doc.Body), "", Fault{
+				Message: "a second document (---)",
+				Hint:    "put all applications into one list",
+			})
+			return found
+		}
+		found = doc.Body
+	}
+	return found
+}
+
+// decoder collects the results of Parse: faults, warnings, and the position of each path.
+type decoder struct {
+	file     string
+	faults   Faults
+	warnings []Warning
+	at       map[string]place // path → position of its value
+	bad      map[string]bool  // paths that have a fault, so that no rule adds a second one
+}
+
+// fault records f at a position. path may be empty.
+func (d *decoder) fault(at place, path string, f Fault) {
+	f.File, f.Line, f.Col, f.Path = d.file, at.line, at.col, path
+	d.faults = append(d.faults, f)
+	if path != "" {
+		d.bad[path] = true
+	}
+}
+
+// broken records a fault of a rule at path. If path was not written, the fault is at the nearest written
+// parent.
+func (d *decoder) broken(path string, f Fault) { d.fault(d.where(path), path, f) }
+
+func (d *decoder) warn(path, message, hint string) {
+	at := d.where(path)
+	d.warnings = append(d.warnings, Warning{
+		File: d.file, Line: at.line, Col: at.col, Path: path, Message: message, Hint: hint,
+	})
+}
+
+func (d *decoder) where(path string) place {
+	for p := path; p != ""; p = parentOf(p) {
+		if at, ok := d.at[p]; ok {
+			return at
+		}
+	}
+	return place{1, 1}
+}
+
+// parentOf removes the last key or index from a path.
+func parentOf(path string) string { return path[:max(0, strings.LastIndexAny(path, ".["))] }
+
+// has reports whether path was written. An empty value does not count.
+func (d *decoder) has(path string) bool {
+	_, ok := d.at[path]
+	return ok
+}
+
+// isGood reports that no fault is known at the paths or at their parents.
+func (d *decoder) isGood(paths ...string) bool {
+	for _, path := range paths {
+		for p := path; p != ""; p = parentOf(p) {
+			if d.bad[p] {
+				return false
+			}
+		}
+	}
+	return true
 }

@@ -13,7 +13,7 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// faultsOf is Parse's error, one line per fault.
+// faultsOf returns Parse's error, one line per fault.
 func faultsOf(t *testing.T, text string) []string {
 	t.Helper()
 	_, _, err := Parse("app.yaml", []byte(text))
@@ -25,7 +25,7 @@ func faultsOf(t *testing.T, text string) []string {
 	for _, f := range faults {
 		assert.Positive(t, f.Line, f.String())
 		assert.Positive(t, f.Col, f.String())
-		assert.NotEmpty(t, f.what(), f.String())
+		assert.NotEmpty(t, f.describe(), f.String())
 	}
 	return faults.lines()
 }
@@ -37,9 +37,10 @@ func parsed(t *testing.T, text string) *File {
 	return f
 }
 
-// one is the smallest file with more keys of its one application.
+// one returns the smallest file, with more keys of its one application.
 func one(more ...string) string {
-	return "applications:\n  - name: demo\n    model: {id: demo}\n    engine: {kind: sim}\n    " + strings.Join(more, "\n    ") + "\n"
+	return "applications:\n  - name: demo\n    model: {id: demo}\n    engine: {kind: sim}\n    " +
+		"" + strings.Join(more, "\n    ") + "\n"
 }
 
 func TestEveryBlockOfTheSchemaPaper(t *testing.T) {
@@ -85,7 +86,8 @@ func TestFullExampleWithoutLaterKeys(t *testing.T) {
 	assert.Equal(t, Lockstep, a.DataParallel.Coupling)
 	assert.Equal(t, 16, a.NumReplicas)
 	assert.Equal(t, 1, a.NumGroups)
-	assert.Equal(t, []string{"deepseek-r1", "deepseek", "deepseek-r1:my-lora", "my-lora"}, a.Model.ServedNames())
+	assert.Equal(t, []string{"deepseek-r1", "deepseek", "deepseek-r1:my-lora", "my-lora"},
+		a.Model.ServedNames())
 	assert.Equal(t, []string{
 		"--tensor-parallel-size", "1", "--max-num-seqs", "256", "--enable-expert-parallel",
 	}, a.Engine.Args.Argv())
@@ -138,55 +140,106 @@ applications:
 func TestFaultTexts(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct{ text, want string }{
-		"nothing":          {"", "the file holds nothing: wanted applications: [...]"},
-		"comment only":     {"# x\n", "the file holds nothing"},
-		"a list":           {"- a\n", "app.yaml:1:1: found a list, wanted a map"},
-		"no applications":  {"application: []\n", `unknown key "application"; hint: did you mean "applications"?`},
-		"empty list":       {"applications: []\n", "found an empty list, wanted at least one application"},
-		"null list":        {"applications:\n", "the key applications is missing or empty"},
-		"not YAML":         {"applications: [1,", "not YAML: "},
-		"two documents":    {one() + "---\na: 1\n", "a second document"},
-		"tab":              {"\tapplications: []", "not YAML: "},
-		"not UTF-8":        {"applications: \xff", "the file is not UTF-8 text"},
-		"NUL":              {"a: \x00", "control character U+0000"},
-		"no name":          {"applications: [{model: {id: a}, engine: {kind: sim}}]", "the key name is missing or empty"},
-		"no kind":          {"applications: [{name: a, model: {id: a}, engine: {}}]", "the key kind is missing or empty"},
-		"no engine":        {"applications: [{name: a, model: {id: a}}]", "the key engine is missing or empty"},
-		"no id":            {"applications: [{name: a, model: {}, engine: {kind: sim}}]", "the key id is missing or empty"},
-		"blank in id":      {"applications: [{name: a, model: {id: 'a b'}, engine: {kind: sim}}]", "visible characters without blanks"},
-		"name twice":       {"applications: [{name: a, model: {id: a}, engine: {kind: sim}}, {name: a, model: {id: b}, engine: {kind: sim}}]", `application name "a" is taken by applications[0].name`},
-		"alias is id":      {"applications: [{name: a, model: {id: a, aliases: [a]}, engine: {kind: sim}}]", `model.aliases[0]: model name "a" is taken`},
-		"adapter twice":    {"applications: [{name: a, model: {id: a, adapters: [{id: l, source: s}, {id: l, source: s}]}, engine: {kind: sim}}]", `adapters[1].id: model name "l" is taken`},
-		"adapter source":   {"applications: [{name: a, model: {id: a, adapters: [{id: l}]}, engine: {kind: sim}}]", "the key source is missing"},
-		"prefix":           {one("route_prefix: a/"), `found "a/", wanted / or a path`},
-		"prefix dots":      {one("route_prefix: /a/../b"), "wanted / or a path"},
-		"max queued":       {one("max_queued_requests: -1"), "a queue without a bound is refused"},
-		"negative":         {one("max_ongoing_requests: -4"), "found -4, wanted an integer from 1 to 1000000"},
-		"huge integer":     {one("num_groups: 99999999999999999999"), "found 99999999999999999999, wanted an integer"},
-		"float":            {one("num_groups: 1.5"), "found 1.5, wanted an integer"},
-		"octal-looking":    {one("num_groups: 1_000"), `found "1_000", wanted an integer`},
-		"infinite":         {one("health_check_period_s: .inf"), "wanted seconds above 0"},
-		"negative time":    {one("graceful_shutdown_timeout_s: -1"), "wanted seconds from 0 to"},
-		"attempts":         {one("retries: {attempts: 0}"), "wanted an integer from 1 to 16"},
-		"strategy":         {one("placement_group_strategy: pack"), `did you mean "PACK"?`},
-		"identity":         {one("routing: {identity: learned}"), `identity "learned" is not supported in this version`},
-		"policy word":      {one("routing: {policy: group-balance}"), `policy "group-balance" is not supported in this version`},
-		"policy map":       {one("routing: {policy: {a: 1}}"), "found a map, wanted power-of-two"},
-		"label":            {one("resources: {labels: {'a b': c}}"), "wanted a label"},
-		"gpus":             {one("resources: {gpus: 1.5}"), "found 1.5, wanted an integer from 0"},
-		"cpus":             {one("resources: {cpus: -1}"), "wanted cpus from 0"},
-		"ranks of sim":     {"applications: [{name: a, model: {id: a}, engine: {kind: sim, ranks: []}}]", "ranks belongs to kind attach"},
-		"unknown alias":    {"applications: *a", `unknown alias "*a"`},
-		"alias in itself":  {"applications: &a [*a]", `unknown alias "*a"`},
-		"custom tag":       {"applications: !python x", "unknown tag"},
-		"key of no text":   {"applications: []\n? {a: 1}\n: 2\n", "not YAML"},
-		"merge of a list":  {one("timeouts: {<<: [1]}"), "a merge key (<<) takes a map"},
-		"dp 0":             {one("data_parallel: {dp_size: 0}"), "found 0, wanted an integer from 1 to 4096"},
-		"dp too big":       {one("data_parallel: {dp_size: 4097}"), "found 4097, wanted an integer from 1 to 4096"},
-		"too many ranks":   {one("data_parallel: {dp_size: 4096}", "num_groups: 17"), "found 69632 ranks, wanted at most 65536"},
-		"autoscaling":      {one("autoscaling_config: {min_replicas: 1, max_replicas: 2}"), "the number of ranks is fixed: found min_replicas 1, max_replicas 2"},
+		"nothing":      {"", "the file holds nothing: wanted applications: [...]"},
+		"comment only": {"# x\n", "the file holds nothing"},
+		"a list":       {"- a\n", "app.yaml:1:1: found a list, wanted a map"},
+		"no applications": {
+			"application: []\n",
+			`unknown key "application"; hint: did you mean "applications"?`,
+		},
+		"empty list":    {"applications: []\n", "found an empty list, wanted at least one application"},
+		"null list":     {"applications:\n", "the key applications is missing or empty"},
+		"not YAML":      {"applications: [1,", "not YAML: "},
+		"two documents": {one() + "---\na: 1\n", "a second document"},
+		"tab":           {"\tapplications: []", "not YAML: "},
+		"not UTF-8":     {"applications: \xff", "the file is not UTF-8 text"},
+		"NUL":           {"a: \x00", "control character U+0000"},
+		"no name": {
+			"applications: [{model: {id: a}, engine: {kind: sim}}]",
+			"the key name is missing or empty",
+		},
+		"no kind": {
+			"applications: [{name: a, model: {id: a}, engine: {}}]",
+			"the key kind is missing or empty",
+		},
+		"no engine": {
+			"applications: [{name: a, model: {id: a}}]",
+			"the key engine is missing or empty",
+		},
+		"no id": {
+			"applications: [{name: a, model: {}, engine: {kind: sim}}]",
+			"the key id is missing or empty",
+		},
+		"blank in id": {
+			"applications: [{name: a, model: {id: 'a b'}, engine: {kind: sim}}]",
+			"visible characters without blanks",
+		},
+		"name twice": {"applications: [{name: a, model: {id: a}, engine: {kind: sim}}, {name: a, " +
+			"model: {id: b}, engine: {kind: sim}}]", `application name "a" is taken by applications[0].name`},
+		"alias is id": {
+			"applications: [{name: a, model: {id: a, aliases: [a]}, engine: {kind: sim}}]",
+			`model.aliases[0]: model name "a" is taken`,
+		},
+		"adapter twice": {"applications: [{name: a, model: {id: a, adapters: [{id: l, source: s}, {id: " +
+			"l, source: s}]}, engine: {kind: sim}}]", `adapters[1].id: model name "l" is taken`},
+		"adapter source": {"applications: [{name: a, model: {id: a, adapters: [{id: l}]}, engine: {kind: " +
+			"sim}}]", "the key source is missing"},
+		"prefix":      {one("route_prefix: a/"), `found "a/", wanted / or a path`},
+		"prefix dots": {one("route_prefix: /a/../b"), "wanted / or a path"},
+		"max queued":  {one("max_queued_requests: -1"), "a queue without a bound is refused"},
+		"negative": {
+			one("max_ongoing_requests: -4"),
+			"found -4, wanted an integer from 1 to 1000000",
+		},
+		"huge integer": {
+			one("num_groups: 99999999999999999999"),
+			"found 99999999999999999999, wanted an integer",
+		},
+		"float":         {one("num_groups: 1.5"), "found 1.5, wanted an integer"},
+		"octal-looking": {one("num_groups: 1_000"), `found "1_000", wanted an integer`},
+		"infinite":      {one("health_check_period_s: .inf"), "wanted seconds above 0"},
+		"negative time": {one("graceful_shutdown_timeout_s: -1"), "wanted seconds from 0 to"},
+		"attempts":      {one("retries: {attempts: 0}"), "wanted an integer from 1 to 16"},
+		"strategy":      {one("placement_group_strategy: pack"), `did you mean "PACK"?`},
+		"identity": {
+			one("routing: {identity: learned}"),
+			`identity "learned" is not supported in this version`,
+		},
+		"policy word": {
+			one("routing: {policy: group-balance}"),
+			`policy "group-balance" is not supported in this version`,
+		},
+		"policy map": {one("routing: {policy: {a: 1}}"), "found a map, wanted power-of-two"},
+		"label":      {one("resources: {labels: {'a b': c}}"), "wanted a label"},
+		"gpus":       {one("resources: {gpus: 1.5}"), "found 1.5, wanted an integer from 0"},
+		"cpus":       {one("resources: {cpus: -1}"), "wanted cpus from 0"},
+		"ranks of sim": {
+			"applications: [{name: a, model: {id: a}, engine: {kind: sim, ranks: []}}]",
+			"ranks belongs to kind attach",
+		},
+		"unknown alias":   {"applications: *a", `unknown alias "*a"`},
+		"alias in itself": {"applications: &a [*a]", `unknown alias "*a"`},
+		"custom tag":      {"applications: !python x", "unknown tag"},
+		"key of no text":  {"applications: []\n? {a: 1}\n: 2\n", "not YAML"},
+		"merge of a list": {one("timeouts: {<<: [1]}"), "a merge key (<<) takes a map"},
+		"dp 0":            {one("data_parallel: {dp_size: 0}"), "found 0, wanted an integer from 1 to 4096"},
+		"dp too big": {
+			one("data_parallel: {dp_size: 4097}"),
+			"found 4097, wanted an integer from 1 to 4096",
+		},
+		"too many ranks": {
+			one("data_parallel: {dp_size: 4096}", "num_groups: 17"),
+			"found 69632 ranks, wanted at most 65536",
+		},
+		"autoscaling": {
+			one("autoscaling_config: {min_replicas: 1, max_replicas: 2}"),
+			"the number of ranks is fixed: found min_replicas 1, max_replicas 2",
+		},
 		"autoscaling half": {one("autoscaling_config: {min_replicas: 1}"), "the number of ranks is fixed"},
-		"two sizes":        {one("autoscaling_config: {min_replicas: 2, max_replicas: 2}", "num_replicas: 4"), "two sizes"},
+		"two sizes": {
+			one("autoscaling_config: {min_replicas: 2, max_replicas: 2}", "num_replicas: 4"),
+			"two sizes",
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -205,7 +258,7 @@ func boolToInt(b bool) int {
 	return 0
 }
 
-// TestNumReplicas is the table of acceptance row RG2.
+// TestNumReplicas checks the table of sizes (acceptance row RG2).
 func TestNumReplicas(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {
@@ -222,12 +275,30 @@ func TestNumReplicas(t *testing.T) {
 		{keys: []string{"data_parallel: {dp_size: 4}", "num_replicas: 8"}, dp: 4, groups: 2},
 		{keys: []string{"data_parallel: {dp_size: 4}", "num_groups: 3"}, dp: 4, groups: 3},
 		{keys: []string{"data_parallel: {dp_size: 4}", "num_groups: 2", "num_replicas: 8"}, dp: 4, groups: 2},
-		{keys: []string{"data_parallel: {dp_size: 4}", "autoscaling_config: {min_replicas: 8, max_replicas: 8}"}, dp: 4, groups: 2},
-		{keys: []string{"data_parallel: {dp_size: 4}", "num_replicas: 6"}, fault: ruleSize + ": found 6, wanted a multiple of dp_size 4", hint: "write 4 or 8"},
-		{keys: []string{"data_parallel: {dp_size: 4}", "num_replicas: 3"}, fault: ruleSize + ": found 3, wanted a multiple of dp_size 4", hint: "write 4"},
-		{keys: []string{"data_parallel: {dp_size: 4}", "num_groups: 3", "num_replicas: 8"}, fault: ruleSize + ": found 8, wanted 4 × 3 = 12", hint: "leave num_replicas or num_groups out"},
-		{keys: []string{"data_parallel: {dp_size: 4}", "num_replicas: 0"}, fault: "found 0, wanted an integer from 1 to 65536"},
-		{keys: []string{"data_parallel: {dp_size: 0}", "num_replicas: 4"}, fault: "found 0, wanted an integer from 1 to 4096"},
+		{keys: []string{
+			"data_parallel: {dp_size: 4}",
+			"autoscaling_config: {min_replicas: 8, max_replicas: 8}",
+		}, dp: 4, groups: 2},
+		{
+			keys:  []string{"data_parallel: {dp_size: 4}", "num_replicas: 6"},
+			fault: ruleSize + ": found 6, wanted a multiple of dp_size 4", hint: "write 4 or 8",
+		},
+		{
+			keys:  []string{"data_parallel: {dp_size: 4}", "num_replicas: 3"},
+			fault: ruleSize + ": found 3, wanted a multiple of dp_size 4", hint: "write 4",
+		},
+		{
+			keys:  []string{"data_parallel: {dp_size: 4}", "num_groups: 3", "num_replicas: 8"},
+			fault: ruleSize + ": found 8, wanted 4 × 3 = 12", hint: "leave num_replicas or num_groups out",
+		},
+		{
+			keys:  []string{"data_parallel: {dp_size: 4}", "num_replicas: 0"},
+			fault: "found 0, wanted an integer from 1 to 65536",
+		},
+		{
+			keys:  []string{"data_parallel: {dp_size: 0}", "num_replicas: 4"},
+			fault: "found 0, wanted an integer from 1 to 4096",
+		},
 		{keys: []string{"num_groups: 0"}, fault: "found 0, wanted an integer from 1 to 65536"},
 	} {
 		text := one(c.keys...)
@@ -256,7 +327,8 @@ applications:
 `)
 	a := f.Applications[0]
 	assert.Equal(t, "123", a.Name)
-	assert.Equal(t, Model{ID: "7_000", Source: "1.50", Aliases: []string{"true", "0x10", "on", "1e3"}}, a.Model)
+	assert.Equal(t, Model{ID: "7_000", Source: "1.50", Aliases: []string{"true", "0x10", "on", "1e3"}},
+		a.Model)
 	assert.Equal(t, KVEventsOff, a.Engine.KVEvents)
 	assert.Equal(t, map[string]string{"A": "1", "B": "yes", "C": "010", "D": ""}, a.Engine.Env)
 }
@@ -301,13 +373,15 @@ applications:
 		{"l", int64(255)},
 	}, f.Applications[0].Engine.Args)
 	require.Len(t, warnings, 1)
-	assert.Equal(t, `app.yaml:20:12: applications[0].engine.args.k: read as the text "on"; hint: write true or false for a flag, or put the text in quotes`,
+	assert.Equal(t,
+		`app.yaml:20:12: applications[0].engine.args.k: read as the text "on"; hint: write true or false for a flag, or put the text in quotes`,
 		warnings[0].String())
 }
 
 func TestJSONIsYAML(t *testing.T) {
 	t.Parallel()
-	f := parsed(t, "{\n\t\"applications\":[{\"name\":\"a\",\"model\":{\"id\":\"a\\u002fb\\ud83d\\ude00\\/c\"},\n\t\t\"engine\":{\"kind\":\"sim\",\"args\":{\"x\":1.5e3}},\"num_replicas\":2}]}")
+	f := parsed(t,
+		"{\n\t\"applications\":[{\"name\":\"a\",\"model\":{\"id\":\"a\\u002fb\\ud83d\\ude00\\/c\"},\n\t\t\"engine\":{\"kind\":\"sim\",\"args\":{\"x\":1.5e3}},\"num_replicas\":2}]}")
 	assert.Equal(t, "a/b😀/c", f.Applications[0].Model.ID)
 	assert.Equal(t, Args{{"x", 1500.0}}, f.Applications[0].Engine.Args)
 }
@@ -338,7 +412,9 @@ applications:
 
 func TestDefaults(t *testing.T) {
 	t.Parallel()
-	a := parsed(t, "applications: [{name: demo, model: {id: m}, engine: {kind: sim}, data_parallel: {dp_size: 4}}]").Applications[0]
+	a := parsed(t,
+		"applications: [{name: demo, model: {id: m}, engine: {kind: sim}, data_parallel: {dp_size: "+
+			"4}}]").Applications[0]
 	assert.Equal(t, &Application{
 		Name: "demo", RoutePrefix: "/", Model: Model{ID: "m", Source: "m"},
 		Engine:       Engine{Kind: KindSim, KVEvents: "auto", StartupTimeoutS: 600, StallTimeoutS: 20},
@@ -355,7 +431,8 @@ func TestDefaults(t *testing.T) {
 // TestThePolicyFollowsTheCoupling, unless the file names one. What is printed reads the same.
 func TestThePolicyFollowsTheCoupling(t *testing.T) {
 	t.Parallel()
-	const vllm, sglang = "engine: {kind: vllm}, data_parallel: {dp_size: 2, coupling: %s}", "engine: {kind: sglang, args: {tp_size: 2, enable_dp_attention: %s}}, data_parallel: {dp_size: 2}"
+	const vllm, sglang = "engine: {kind: vllm}, data_parallel: {dp_size: 2, coupling: %s}",
+		"engine: {kind: sglang, args: {tp_size: 2, enable_dp_attention: %s}}, data_parallel: {dp_size: 2}"
 	for _, c := range []struct{ rest, want string }{
 		{"engine: {kind: sim}", "mex"},
 		{"engine: {kind: sim}, routing: {}", "mex"},
@@ -363,7 +440,10 @@ func TestThePolicyFollowsTheCoupling(t *testing.T) {
 		{"engine: {kind: sim}, routing: {policy: null}", "mex"},
 		{"engine: {kind: sim}, routing: {preset: tuned, params: {ttft_s: 1}}", "mex"},
 		{"engine: {kind: sim}, data_parallel: {dp_size: 4, coupling: lockstep}", "lmetric-1"},
-		{"engine: {kind: sim}, data_parallel: {dp_size: 4, coupling: lockstep}, routing: {policy: mex}", "mex"},
+		{
+			"engine: {kind: sim}, data_parallel: {dp_size: 4, coupling: lockstep}, routing: {policy: mex}",
+			"mex",
+		},
 		{"engine: {kind: sim}, routing: {policy: lmetric-1}", "lmetric-1"},
 		{"engine: {kind: attach, ranks: [{url: \"http://h:1\"}]}", "mex"},
 		{fmt.Sprintf(vllm, Independent), "mex"},
@@ -372,7 +452,8 @@ func TestThePolicyFollowsTheCoupling(t *testing.T) {
 	} {
 		f := parsed(t, "applications: [{name: demo, model: {id: m}, "+c.rest+"}]")
 		assert.Equal(t, c.want, f.Applications[0].Routing.Policy, c.rest)
-		assert.Equal(t, f.Applications[0].Routing, parsed(t, string(f.Print())).Applications[0].Routing, c.rest)
+		assert.Equal(t, f.Applications[0].Routing, parsed(t, string(f.Print())).Applications[0].Routing,
+			c.rest)
 	}
 }
 

@@ -8,8 +8,8 @@ import (
 	"strings"
 )
 
-// Print is f in dpserve's own words: canonical YAML without what is at its default, so that Parse gives f again. It is
-// what `validate --print` shows.
+// Print returns f as canonical YAML without values at their default. Parse of the result gives f again.
+// `validate --print` shows it.
 func (f *File) Print() []byte {
 	var p page
 	p.line(0, "applications:")
@@ -19,7 +19,7 @@ func (f *File) Print() []byte {
 	return p.text
 }
 
-// lines are the entries of one map: text of a scalar or flow value, or a block below.
+// lines are the entries of one map.
 type lines []line
 
 type line struct {
@@ -31,28 +31,28 @@ type line struct {
 
 func (l *lines) put(key, text string) { *l = append(*l, line{key: plainOrQuoted(key), text: text}) }
 
-// word puts a text unless it is the default.
+// word adds a text unless it is the default.
 func (l *lines) word(key, value, standard string) {
 	if value != standard {
 		l.put(key, plainOrQuoted(value))
 	}
 }
 
-// whole puts an integer unless it is the default.
+// whole adds an integer unless it is the default.
 func (l *lines) whole(key string, value, standard int) {
 	if value != standard {
 		l.put(key, strconv.Itoa(value))
 	}
 }
 
-// number puts a number unless it is the default.
+// number adds a number unless it is the default.
 func (l *lines) number(key string, value, standard float64) {
 	if value != standard {
 		l.put(key, strconv.FormatFloat(value, 'g', -1, 64))
 	}
 }
 
-// block puts a map unless it is empty.
+// block adds a map unless it is empty.
 func (l *lines) block(key string, below lines) {
 	if len(below) > 0 {
 		*l = append(*l, line{key: key, below: below})
@@ -101,7 +101,7 @@ func applicationLines(a *Application) lines {
 	return l
 }
 
-// limits puts time-outs, retries and health checks.
+// limits adds time-outs, retries and health checks.
 func (l *lines) limits(a, standard *Application) {
 	var t, r lines
 	t.number("queue_s", a.Timeouts.QueueS, standard.Timeouts.QueueS)
@@ -122,12 +122,15 @@ func modelLines(m *Model) lines {
 	l.texts("aliases", m.Aliases)
 	var each []lines
 	for _, a := range m.Adapters {
-		each = append(each, lines{{key: "id", text: plainOrQuoted(a.ID)}, {key: "source", text: plainOrQuoted(a.Source)}})
+		each = append(each, lines{
+			{key: "id", text: plainOrQuoted(a.ID)},
+			{key: "source", text: plainOrQuoted(a.Source)},
+		})
 	}
 	return append(l, listLine("adapters", each)...)
 }
 
-// listLine is a list of maps, or nothing if it is empty.
+// listLine returns a list of maps, or nil if it is empty.
 func listLine(key string, each []lines) lines {
 	if len(each) == 0 {
 		return nil
@@ -204,7 +207,7 @@ func routingLines(r, standard *Routing) lines {
 	return l
 }
 
-// valueText is any argument: lists and maps as JSON, which is YAML.
+// valueText returns any argument as text: lists and maps as JSON, which is YAML.
 func valueText(v any) string {
 	if s, ok := v.(string); ok {
 		return plainOrQuoted(s)
@@ -214,7 +217,8 @@ func valueText(v any) string {
 
 var plainWord = regexp.MustCompile(`^[A-Za-z_/][A-Za-z0-9_./-]*$`)
 
-// plainOrQuoted writes s without quotes where no reader of YAML, old or new, takes it for something else.
+// plainOrQuoted writes s without quotes if no YAML reader, of any version, reads it as something other than
+// this text.
 func plainOrQuoted(s string) string {
 	switch strings.ToLower(s) {
 	case "null", "true", "false", "yes", "no", "on", "off", "y", "n":
@@ -226,7 +230,7 @@ func plainOrQuoted(s string) string {
 	return string(appendText(nil, s))
 }
 
-// page collects lines with two blanks per level.
+// page collects lines with two spaces per level.
 type page struct{ text []byte }
 
 func (p *page) line(level int, text string) {
@@ -251,7 +255,7 @@ func (p *page) block(level int, l lines) {
 	}
 }
 
-// list puts l as one item of a list: its first line carries the dash.
+// list adds l as one item of a list: its first line has the dash.
 func (p *page) list(level int, l lines) {
 	start := len(p.text)
 	p.block(level+1, l)

@@ -9,15 +9,15 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// RankRef names one attached rank: by its engine (URL, and Selector if several ranks are behind the URL) or, with an empty URL,
-// by its group and number.
+// RankRef identifies one attached rank by its engine (URL, and Selector if several ranks share the URL). With
+// an empty URL it identifies the rank by its group and number.
 type RankRef struct {
 	URL         string
 	Selector    *int
 	Group, Rank int
 }
 
-// numbers gives the number in its group of each attached rank, in the order of the file.
+// numbers returns the number of each attached rank in its group, in the order of the file.
 func (e *Engine) numbers() []int {
 	out, places := make([]int, len(e.Ranks)), map[int]int{}
 	for i := range e.Ranks {
@@ -30,8 +30,8 @@ func (e *Engine) numbers() []int {
 	return out
 }
 
-// Rank is the attached engine that has the given number in its group, nil if there is none. Ranks are numbered in file order,
-// but for those whose number is written.
+// Rank returns the attached engine with the given number in its group, nil if there is none. Ranks are
+// numbered in file order, except those with a written number.
 func (e *Engine) Rank(group, rank int) *AttachRank {
 	for i, n := range e.numbers() {
 		if n == rank && e.Ranks[i].Group == group {
@@ -41,7 +41,7 @@ func (e *Engine) Rank(group, rank int) *AttachRank {
 	return nil
 }
 
-// RankNumbers lists the ranks of a group, ascending: 0..dp_size-1, but for attached ones, among which removed ranks leave holes.
+// RankNumbers returns the sorted ranks of a group: 0..dp_size-1. Removed attached ranks leave holes.
 func (a *Application) RankNumbers(group int) []int {
 	out := make([]int, 0, a.DataParallel.DPSize)
 	if a.Engine.Kind != KindAttach || a.DataParallel.Coupling == Lockstep {
@@ -59,7 +59,8 @@ func (a *Application) RankNumbers(group int) []int {
 	return out
 }
 
-// Address names the engine of an attached rank: its URL, and the selector if that is how it is addressed.
+// Address identifies the engine of an attached rank: its URL, and the selector if the rank is addressed by
+// one.
 func (r *AttachRank) Address() string {
 	if r.Addressing == "" || r.Addressing == AddressURL {
 		return r.URL
@@ -67,14 +68,15 @@ func (r *AttachRank) Address() string {
 	return r.URL + " selector " + strconv.Itoa(r.Selector)
 }
 
-// WithRank is a copy of a with one more attached rank, and the number it gets: the lowest that no rank has and busy does not
-// claim (a rank that is being drained has its number still). Every other rank keeps its number. Errors are *problem.Error:
-// Conflict for an engine that is attached already and for applications whose ranks do not come and go.
+// WithRank returns a copy of a with one more attached rank, and that rank's number: the lowest that no rank
+// has and busy does not claim, because a rank that drains still has its number. Every other rank keeps its
+// number. Errors are *problem.Error: Conflict for an engine that is attached already, and for applications
+// whose ranks cannot change.
 func (a *Application) WithRank(r AttachRank, busy func(rank int) bool) (*Application, int, error) {
-	if err := a.changeable("add a rank"); err != nil {
+	if err := a.checkChangeable("add a rank"); err != nil {
 		return nil, 0, err
 	}
-	if err := a.attachable(&r); err != nil {
+	if err := a.checkAttachable(&r); err != nil {
 		return nil, 0, err
 	}
 	numbers := a.Engine.numbers()
@@ -83,7 +85,8 @@ func (a *Application) WithRank(r AttachRank, busy func(rank int) bool) (*Applica
 		n++
 	}
 	if n >= MaxDPSize || len(numbers) >= MaxDPSize {
-		return nil, 0, problem.New(problem.Conflict, "add a rank: %s has %d of at most %d ranks", a.Name, len(numbers), MaxDPSize).
+		return nil, 0, problem.New(problem.Conflict, "add a rank: %s has %d of at most %d ranks", a.Name,
+			len(numbers), MaxDPSize).
 			WithHint("remove one first: dpserve ranks remove %s URL", a.Name)
 	}
 	at := slices.IndexFunc(numbers, func(m int) bool { return m > n })
@@ -91,23 +94,25 @@ func (a *Application) WithRank(r AttachRank, busy func(rank int) bool) (*Applica
 		at = len(numbers)
 	}
 	r.Number = nil
-	return a.withRanks(slices.Insert(slices.Clone(a.Engine.Ranks), at, r), slices.Insert(numbers, at, n)), n, nil
+	return a.withRanks(slices.Insert(slices.Clone(a.Engine.Ranks), at, r), slices.Insert(numbers, at, n)), n,
+		nil
 }
 
-// WithoutRank is a copy of a without one attached rank, and that rank with its number. Every other rank keeps its number.
-// Errors are *problem.Error: NotFound for an unknown rank, Conflict for the last one and for applications whose ranks do not
-// come and go.
+// WithoutRank returns a copy of a without one attached rank, and that rank with its number. Every other rank
+// keeps its number. Errors are *problem.Error: NotFound for an unknown rank, Conflict for the last rank and
+// for applications whose ranks cannot change.
 func (a *Application) WithoutRank(ref RankRef) (*Application, AttachRank, error) {
-	if err := a.changeable("remove a rank"); err != nil {
+	if err := a.checkChangeable("remove a rank"); err != nil {
 		return nil, AttachRank{}, err
 	}
 	numbers := a.Engine.numbers()
-	at, err := a.find(ref, numbers)
+	at, err := a.findRank(ref, numbers)
 	if err != nil {
 		return nil, AttachRank{}, err
 	}
 	if len(numbers) == 1 {
-		return nil, AttachRank{}, problem.New(problem.Conflict, "remove a rank: %s is the last one of %s", a.Engine.Ranks[at].Address(), a.Name).
+		return nil, AttachRank{}, problem.New(problem.Conflict, "remove a rank: %s is the last one of %s",
+			a.Engine.Ranks[at].Address(), a.Name).
 			WithHint("add another one first, or end the application: dpserve delete %s", a.Name)
 	}
 	gone, n := a.Engine.Ranks[at], numbers[at]
@@ -116,17 +121,17 @@ func (a *Application) WithoutRank(ref RankRef) (*Application, AttachRank, error)
 	return a.withRanks(ranks, slices.Delete(numbers, at, at+1)), gone, nil
 }
 
-// withRanks is a copy of a with these ranks, which it takes over, and their numbers.
+// withRanks returns a copy of a with these ranks, which it may change, and their numbers.
 func (a *Application) withRanks(ranks []AttachRank, numbers []int) *Application {
 	b := *a
 	b.Engine.Ranks = ranks
-	b.Engine.number(numbers)
+	b.Engine.setNumbers(numbers)
 	b.DataParallel.DPSize, b.NumReplicas = len(ranks), len(ranks)
 	return &b
 }
 
-// number writes the numbers that differ from a rank's place, so that an application has one form.
-func (e *Engine) number(numbers []int) {
+// setNumbers writes the numbers that differ from a rank's position, so that an application has one form.
+func (e *Engine) setNumbers(numbers []int) {
 	places := map[int]int{}
 	for i := range e.Ranks {
 		r := &e.Ranks[i]
@@ -138,41 +143,48 @@ func (e *Engine) number(numbers []int) {
 	}
 }
 
-// changeable refuses applications whose ranks dpserve starts, or which are one unit.
-func (a *Application) changeable(verb string) error {
+// checkChangeable refuses applications whose ranks dpserve starts, or whose ranks are one unit.
+func (a *Application) checkChangeable(verb string) error {
 	err := func(format, hint string, args ...any) error {
 		return problem.New(problem.Conflict, verb+": "+format, args...).WithHint("%s", hint)
 	}
 	switch {
 	case a.Engine.Kind != KindAttach:
-		return err("%s is of kind %s: dpserve starts its engines, and their number is the file's", "change num_replicas and deploy the file", a.Name, a.Engine.Kind)
+		return err("%s is of kind %s: dpserve starts its engines, and their number is the file's",
+			"change num_replicas and deploy the file", a.Name, a.Engine.Kind)
 	case a.DataParallel.Coupling == Lockstep:
-		return err("the ranks of %s are one lockstep group, which starts and fails as one", "change engine.ranks and deploy the file: all of them start anew", a.Name)
+		return err("the ranks of %s are one lockstep group, which starts and fails as one",
+			"change engine.ranks and deploy the file: all of them start anew", a.Name)
 	case a.NumGroups > 1:
-		return err("%s has %d groups, and groups are of one size", "change engine.ranks in every group and deploy the file", a.Name, a.NumGroups)
+		return err("%s has %d groups, and groups are of one size",
+			"change engine.ranks in every group and deploy the file", a.Name, a.NumGroups)
 	}
 	return nil
 }
 
-// attachable refuses an engine that is attached already, as the rules of a file do.
-func (a *Application) attachable(r *AttachRank) error {
+// checkAttachable refuses an engine that is attached already, like the rules of a file.
+func (a *Application) checkAttachable(r *AttachRank) error {
 	for i, n := range a.Engine.numbers() {
 		old := &a.Engine.Ranks[i]
 		switch {
 		case old.URL != r.URL:
 		case old.Address() == r.Address():
-			return problem.New(problem.Conflict, "add a rank: %s is attached already, as %s/%d/%d", r.Address(), a.Name, old.Group, n).
-				WithHint("every rank is an engine of its own; several ranks behind one url are told apart by selector")
+			return problem.New(problem.Conflict, "add a rank: %s is attached already, as %s/%d/%d",
+				r.Address(), a.Name, old.Group, n).
+				WithHint("every rank is an engine of its own; several ranks behind one url are told apart " +
+					"by selector")
 		case old.Address() == old.URL, r.Address() == r.URL:
-			return problem.New(problem.Conflict, "add a rank: %s/%d/%d stands for %s, so %s cannot stand for a part or the whole of it", a.Name, old.Group, n, old.Address(), r.Address()).
+			return problem.New(problem.Conflict,
+				"add a rank: %s/%d/%d stands for %s, so %s cannot stand for a part or the whole of it",
+				a.Name, old.Group, n, old.Address(), r.Address()).
 				WithHint("address every rank behind this url by selector, or the url as a whole")
 		}
 	}
 	return nil
 }
 
-// find gives the place of the rank that ref names.
-func (a *Application) find(ref RankRef, numbers []int) (int, error) {
+// findRank returns the index of the rank that ref identifies.
+func (a *Application) findRank(ref RankRef, numbers []int) (int, error) {
 	ref.URL = strings.TrimSuffix(ref.URL, "/")
 	var found []int
 	for i := range a.Engine.Ranks {
@@ -187,8 +199,10 @@ func (a *Application) find(ref RankRef, numbers []int) (int, error) {
 		return 0, problem.New(problem.NotFound, "remove a rank: %s has no rank %s", a.Name, ref).
 			WithHint("its ranks are listed below").WithDetails(a.rankLines(numbers, nil)...)
 	default:
-		return 0, problem.New(problem.Conflict, "remove a rank: %d ranks of %s are behind %s", len(found), a.Name, ref.URL).
-			WithHint("name one of those below by its number or its selector").WithDetails(a.rankLines(numbers, found)...)
+		return 0, problem.New(problem.Conflict, "remove a rank: %d ranks of %s are behind %s", len(found),
+			a.Name, ref.URL).
+			WithHint("name one of those below by its number or its selector").
+			WithDetails(a.rankLines(numbers, found)...)
 	}
 }
 
@@ -200,7 +214,7 @@ func (ref RankRef) names(r *AttachRank, number int) bool {
 	return r.URL == ref.URL && (ref.Selector == nil || !whole && r.Selector == *ref.Selector)
 }
 
-// String is the engine, or GROUP/RANK.
+// String returns the engine, or GROUP/RANK.
 func (ref RankRef) String() string {
 	switch {
 	case ref.URL == "":
@@ -215,7 +229,7 @@ func (ref RankRef) String() string {
 // maxRankLines bounds the ranks that an error lists.
 const maxRankLines = 20
 
-// rankLines lists ranks as GROUP/RANK ADDRESS, in order of number; of all, or of those at some places.
+// rankLines lists ranks as GROUP/RANK ADDRESS, sorted by number: all ranks, or those at the given indexes.
 func (a *Application) rankLines(numbers, places []int) []string {
 	if places == nil {
 		for i := range numbers {
@@ -223,7 +237,8 @@ func (a *Application) rankLines(numbers, places []int) []string {
 		}
 	}
 	slices.SortFunc(places, func(i, j int) int {
-		return cmp.Or(cmp.Compare(a.Engine.Ranks[i].Group, a.Engine.Ranks[j].Group), cmp.Compare(numbers[i], numbers[j]))
+		return cmp.Or(cmp.Compare(a.Engine.Ranks[i].Group, a.Engine.Ranks[j].Group),
+			cmp.Compare(numbers[i], numbers[j]))
 	})
 	var out []string
 	for _, i := range places[:min(len(places), maxRankLines)] {
@@ -233,8 +248,8 @@ func (a *Application) rankLines(numbers, places []int) []string {
 	return out
 }
 
-// ParseRank reads one attached rank, a map like an item of engine.ranks in YAML or JSON, by the rules of a file. family is that
-// of its application. The error is a *problem.Error (invalid argument) that names every fault.
+// ParseRank reads one attached rank, a map like an item of engine.ranks in YAML or JSON, by the rules of a
+// file. family is that of its application. The error is a *problem.Error (InvalidArgument) with every fault.
 func ParseRank(text []byte, family string) (AttachRank, error) {
 	const path = "rank"
 	d := &decoder{file: path, at: map[string]place{}, bad: map[string]bool{}}
@@ -245,7 +260,10 @@ func ParseRank(text []byte, family string) (AttachRank, error) {
 		readFields(c, &r, rankFields())
 		d.checkRank(family, &r, path, taken{})
 	} else if len(d.faults) == 0 {
-		d.fault(place{1, 1}, path, Fault{Message: "nothing is given", Hint: `write {"url": "http://HOST:PORT"}`})
+		d.fault(place{1, 1}, path, Fault{
+			Message: "nothing is given",
+			Hint:    `write {"url": "http://HOST:PORT"}`,
+		})
 	}
 	for _, key := range []string{"rank", "group"} {
 		if at := join(path, key); d.has(at) {
@@ -253,61 +271,24 @@ func ParseRank(text []byte, family string) (AttachRank, error) {
 		}
 	}
 	if len(d.faults) > 0 {
-		return AttachRank{}, d.faults.sorted().ofRank(path)
+		return AttachRank{}, d.faults.sorted().rankError(path)
 	}
 	return r, nil
 }
 
-// ofRank is f without the positions of a text that nobody has seen.
-func (f Faults) ofRank(path string) error {
+// rankError returns f without positions, because the text does not come from a file.
+func (f Faults) rankError(path string) error {
 	lines := make([]string, len(f))
 	for i := range f {
-		lines[i] = f[i].what()
+		lines[i] = f[i].describe()
 		if at := strings.TrimPrefix(strings.TrimPrefix(f[i].Path, path), "."); at != "" {
 			lines[i] = at + ": " + lines[i]
 		}
 	}
 	err := problem.New(problem.InvalidArgument, "the rank is not as it should be: %s", lines[0])
 	err.Hint = f[0].Hint
-	if len(lines) > 1 { // a single one is the message
+	if len(lines) > 1 { // a single line is the message already
 		err.Details = lines
 	}
 	return err
-}
-
-// settleNumbers checks written rank numbers, and drops those that say what is so without them.
-func (d *decoder) settleNumbers(a *draft) {
-	path := a.path + ".engine.ranks"
-	if a.Engine.Kind != KindAttach || !d.good(path, a.path+".data_parallel.coupling") {
-		return
-	}
-	numbers, by, ok := a.Engine.numbers(), map[[2]int]string{}, true
-	for i := range a.Engine.Ranks {
-		at, group := index(path, i), a.Engine.Ranks[i].Group
-		if !d.good(at+".rank", at+".group") {
-			ok = false
-			continue
-		}
-		ok = d.checkNumber(a, at, numbers[i], by[[2]int{group, numbers[i]}]) && ok
-		by[[2]int{group, numbers[i]}] = at
-	}
-	if ok {
-		a.Engine.number(numbers)
-	}
-}
-
-// checkNumber checks the number of one rank; first is the path of another one that has it, if any.
-func (d *decoder) checkNumber(a *draft, path string, number int, first string) bool {
-	switch {
-	case d.has(path+".rank") && a.DataParallel.Coupling == Lockstep:
-		d.broken(path+".rank", Fault{Message: "the ranks of a lockstep group are numbered in the order of the file", Hint: "leave rank out"})
-	case first != "":
-		d.broken(path+".rank", Fault{
-			Message: "rank " + strconv.Itoa(number) + " of the group is taken by " + first,
-			Hint:    "choose another number; a rank without one has its place in the file as number",
-		})
-	default:
-		return true
-	}
-	return false
 }

@@ -14,7 +14,8 @@ import (
 
 func edge(t testing.TB, ranks string, more ...string) *Application {
 	t.Helper()
-	text := "applications:\n  - name: edge\n    model: {id: qwen}\n    engine: {kind: attach, ranks: [" + ranks + "]}\n"
+	text := "applications:\n  - name: edge\n    model: {id: qwen}\n    engine: {kind: attach, ranks: " +
+		"[" + ranks + "]}\n"
 	for _, l := range more {
 		text += "    " + l + "\n"
 	}
@@ -63,11 +64,13 @@ func unitIDs(a *Application) []string {
 func TestRefusalsOfRankChanges(t *testing.T) {
 	t.Parallel()
 	one := edge(t, `{url: "http://a:1"}`)
-	two := edge(t, `{url: "http://a:1", addressing: header, selector: 0}, {url: "http://a:1", addressing: header, selector: 1}`)
+	two := edge(t,
+		`{url: "http://a:1", addressing: header, selector: 0}, {url: "http://a:1", addressing: header, selector: 1}`)
 	lock := edge(t, `{url: "http://a:1"}, {url: "http://b:1"}`, "data_parallel: {coupling: lockstep}")
 	groups := edge(t, `{url: "http://a:1"}, {url: "http://b:1", group: 1}`)
 	sim := parsed(t, "applications: [{name: demo, model: {id: demo}, engine: {kind: sim}}]").Applications[0]
-	whole, third := AttachRank{URL: "http://a:1", Addressing: AddressURL}, AttachRank{URL: "http://a:1", Addressing: AddressHeader, Selector: 2}
+	whole, third := AttachRank{URL: "http://a:1", Addressing: AddressURL},
+		AttachRank{URL: "http://a:1", Addressing: AddressHeader, Selector: 2}
 	seven := 7
 	add := func(a *Application, r AttachRank) error { _, _, err := a.WithRank(r, idle); return err }
 	remove := func(a *Application, r RankRef) error { _, _, err := a.WithoutRank(r); return err }
@@ -76,19 +79,55 @@ func TestRefusalsOfRankChanges(t *testing.T) {
 		code problem.Code
 		text string
 	}{
-		"the same url":       {add(one, whole), problem.Conflict, "add a rank: http://a:1 is attached already, as edge/0/0"},
-		"the same selector":  {add(two, AttachRank{URL: "http://a:1", Addressing: AddressBody, Selector: 1}), problem.Conflict, "add a rank: http://a:1 selector 1 is attached already, as edge/0/1"},
-		"whole after a part": {add(two, whole), problem.Conflict, "edge/0/0 stands for http://a:1 selector 0, so http://a:1 cannot"},
-		"part of a whole":    {add(one, third), problem.Conflict, "edge/0/0 stands for http://a:1, so http://a:1 selector 2 cannot"},
-		"lockstep":           {add(lock, AttachRank{URL: "http://c:1"}), problem.Conflict, "add a rank: the ranks of edge are one lockstep group"},
-		"lockstep, remove":   {remove(lock, RankRef{URL: "http://a:1"}), problem.Conflict, "remove a rank: the ranks of edge are one lockstep group"},
-		"groups":             {add(groups, AttachRank{URL: "http://c:1"}), problem.Conflict, "edge has 2 groups"},
-		"sim":                {add(sim, AttachRank{URL: "http://c:1"}), problem.Conflict, "demo is of kind sim: dpserve starts its engines"},
-		"last":               {remove(one, RankRef{Rank: 0}), problem.Conflict, "http://a:1 is the last one of edge"},
-		"unknown":            {remove(one, RankRef{URL: "http://z:1"}), problem.NotFound, "edge has no rank http://z:1"},
-		"unknown number":     {remove(two, RankRef{Rank: 7}), problem.NotFound, "edge has no rank 0/7"},
-		"unknown selector":   {remove(two, RankRef{URL: "http://a:1", Selector: &seven}), problem.NotFound, "edge has no rank http://a:1 selector 7"},
-		"ambiguous":          {remove(two, RankRef{URL: "http://a:1"}), problem.Conflict, "2 ranks of edge are behind http://a:1"},
+		"the same url": {
+			add(one, whole), problem.Conflict,
+			"add a rank: http://a:1 is attached already, as edge/0/0",
+		},
+		"the same selector": {
+			add(two, AttachRank{URL: "http://a:1", Addressing: AddressBody, Selector: 1}),
+			problem.Conflict, "add a rank: http://a:1 selector 1 is attached already, as edge/0/1",
+		},
+		"whole after a part": {
+			add(two, whole), problem.Conflict,
+			"edge/0/0 stands for http://a:1 selector 0, so http://a:1 cannot",
+		},
+		"part of a whole": {
+			add(one, third), problem.Conflict,
+			"edge/0/0 stands for http://a:1, so http://a:1 selector 2 cannot",
+		},
+		"lockstep": {
+			add(lock, AttachRank{URL: "http://c:1"}), problem.Conflict,
+			"add a rank: the ranks of edge are one lockstep group",
+		},
+		"lockstep, remove": {
+			remove(lock, RankRef{URL: "http://a:1"}), problem.Conflict,
+			"remove a rank: the ranks of edge are one lockstep group",
+		},
+		"groups": {
+			add(groups, AttachRank{URL: "http://c:1"}), problem.Conflict,
+			"edge has 2 groups",
+		},
+		"sim": {
+			add(sim, AttachRank{URL: "http://c:1"}), problem.Conflict,
+			"demo is of kind sim: dpserve starts its engines",
+		},
+		"last": {
+			remove(one, RankRef{Rank: 0}), problem.Conflict,
+			"http://a:1 is the last one of edge",
+		},
+		"unknown": {
+			remove(one, RankRef{URL: "http://z:1"}), problem.NotFound,
+			"edge has no rank http://z:1",
+		},
+		"unknown number": {remove(two, RankRef{Rank: 7}), problem.NotFound, "edge has no rank 0/7"},
+		"unknown selector": {
+			remove(two, RankRef{URL: "http://a:1", Selector: &seven}), problem.NotFound,
+			"edge has no rank http://a:1 selector 7",
+		},
+		"ambiguous": {
+			remove(two, RankRef{URL: "http://a:1"}), problem.Conflict,
+			"2 ranks of edge are behind http://a:1",
+		},
 	} {
 		var p *problem.Error
 		require.ErrorAs(t, c.err, &p, name)
@@ -107,7 +146,8 @@ func TestParseRank(t *testing.T) {
 	r, err := ParseRank([]byte(`{"url": "http://h:1/", "addressing": "header", "selector": 3, "kv_events": {"connect": "tcp://h:2", "replay": "tcp://h:3"}}`), FamilyVLLM)
 	require.NoError(t, err)
 	assert.Equal(t, AttachRank{
-		URL: "http://h:1", Addressing: AddressHeader, Selector: 3, Role: RoleBoth, KVEvents: &KVSocket{Connect: "tcp://h:2", Replay: "tcp://h:3"},
+		URL: "http://h:1", Addressing: AddressHeader, Selector: 3, Role: RoleBoth,
+		KVEvents: &KVSocket{Connect: "tcp://h:2", Replay: "tcp://h:3"},
 	}, r)
 	for text, want := range map[string]string{
 		``:                                     "nothing is given",
@@ -120,7 +160,8 @@ func TestParseRank(t *testing.T) {
 		`{"url": "http://h:1", "group": 1}`:    "group: dpserve gives the number",
 		`{"url": "http://h:1", "selecter": 1}`: "selecter: unknown key",
 		`{"url": "http://h:1", "selector": 1}`: "selector: selector is sent only with addressing",
-		`{"url": "http://h:1", "addressing": "body", "selector": 1}`:         "addressing: found body, wanted header | url",
+		`{"url": "http://h:1", "addressing": "body", "selector": 1}`: "addressing: found body, " +
+			"wanted header | url",
 		`{"url": "http://h:1", "kv_events": {"connect": "tcp://*:1"}}`:       "kv_events.connect: found",
 		`{"url": "http://h:1", "kv_events": {"connect": "", "bind": "tcp"}}`: "kv_events",
 		`{"url": "http://h:1`: "not YAML",
@@ -144,12 +185,15 @@ func TestWrittenNumbers(t *testing.T) {
 		`{url: "http://a:1", rank: -1}`:                              "an integer from 0 to 4095",
 		`{url: "http://a:1", rank: 3}, {url: "http://b:1", rank: 3}`: "taken by applications[0].engine.ranks[0]",
 	} {
-		_, _, err := Parse("f", []byte("applications:\n\n  - {name: e, model: {id: m}, engine: {kind: attach, ranks: ["+text+"]}}\n"))
+		_, _, err := Parse("f",
+			[]byte("applications:\n\n  - {name: e, model: {id: m}, engine: {kind: attach, ranks: "+
+				"["+text+"]}}\n"))
 		require.ErrorContains(t, err, want, text)
 	}
 	lockstep := `applications: [{name: e, model: {id: m}, data_parallel: {coupling: lockstep}, engine: {kind: attach, ranks: [{url: "http://a:1", rank: 0}]}}]`
 	_, _, err := Parse("f", []byte(lockstep))
-	require.ErrorContains(t, err, "ranks[0].rank: the ranks of a lockstep group are numbered in the order of the file")
+	require.ErrorContains(t, err,
+		"ranks[0].rank: the ranks of a lockstep group are numbered in the order of the file")
 }
 
 func TestCompareNamesRanksByTheirEngine(t *testing.T) {
@@ -159,13 +203,15 @@ func TestCompareNamesRanksByTheirEngine(t *testing.T) {
 	require.NoError(t, err)
 	changes := Compare([]*Application{b}, []*Application{a})
 	require.Len(t, changes, 1)
-	assert.Equal(t, "update edge (data_parallel.dp_size, engine.ranks[http://a:1], num_replicas)", changes[0].String())
+	assert.Equal(t, "update edge (data_parallel.dp_size, engine.ranks[http://a:1], num_replicas)",
+		changes[0].String())
 	turned := edge(t, `{url: "http://b:1", rank: 1}, {url: "http://a:1", rank: 0}, {url: "http://c:1"}`)
-	assert.Equal(t, "update edge (engine.ranks)", Compare([]*Application{a}, []*Application{turned})[0].String())
+	assert.Equal(t, "update edge (engine.ranks)",
+		Compare([]*Application{a}, []*Application{turned})[0].String())
 }
 
-// TestRankChangesAreWhatAFileCouldSay: after any adds and removes the others have their numbers, the application prints to a
-// file that reads the same, and its sizes multiply.
+// TestRankChangesAreWhatAFileCouldSay: after any adds and removes the others have their numbers, the
+// application prints to a file that reads the same, and its sizes multiply.
 func TestRankChangesAreWhatAFileCouldSay(t *testing.T) {
 	t.Parallel()
 	rapid.Check(t, func(t *rapid.T) {
@@ -190,7 +236,8 @@ func TestRankChangesAreWhatAFileCouldSay(t *testing.T) {
 			var err error
 			if rapid.Bool().Draw(t, "add") {
 				var number int
-				next, number, err = app.WithRank(AttachRank{URL: url, Addressing: AddressURL, Role: RoleBoth}, func(r int) bool { return busy[r] })
+				next, number, err = app.WithRank(AttachRank{URL: url, Addressing: AddressURL, Role: RoleBoth},
+					func(r int) bool { return busy[r] })
 				require.Equal(t, there, err != nil)
 				if err == nil {
 					require.False(t, busy[number])

@@ -12,12 +12,17 @@ import (
 	"pgregory.net/rapid"
 )
 
-// A generator of files that Parse could have made: it draws only what a user may write, and derives the rest dumbly.
+// A generator of files that Parse could have made. It draws only what a user may write, and derives the rest with the
+// simplest code.
 
 func anyText() *rapid.Generator[string] {
 	return rapid.OneOf(
 		rapid.StringMatching(`[a-zA-Z0-9_./:@ -]{0,12}`),
-		rapid.SampledFrom([]string{"", "on", "off", "yes", "true", "null", "~", "1", "0x1", "1e3", "01", "<<", "*a", "&a", "- a", "a: b", "# c", "!t", "%", "\n", " x ", "\t", "é😀", "\u2028", "'", `"`, `\`, ".5", "-", "{}", "[", "a\nb\n", "\u0085", "\ufeff", "<&>"}),
+		rapid.SampledFrom([]string{
+			"", "on", "off", "yes", "true", "null", "~", "1", "0x1", "1e3", "01", "<<",
+			"*a", "&a", "- a", "a: b", "# c", "!t", "%", "\n", " x ", "\t", "é😀", "\u2028", "'", `"`, `\`,
+			".5", "-", "{}", "[", "a\nb\n", "\u0085", "\ufeff", "<&>",
+		}),
 		rapid.String().Filter(func(s string) bool { return !slices.Contains([]byte(s), 0) }),
 	)
 }
@@ -27,7 +32,8 @@ func anyValue(depth int) *rapid.Generator[any] {
 		rapid.Map(anyText(), func(s string) any { return s }),
 		rapid.Map(rapid.Int64(), func(v int64) any { return v }),
 		rapid.Map(rapid.Bool(), func(v bool) any { return v }),
-		rapid.Map(rapid.Float64().Filter(func(v float64) bool { return !math.IsInf(v, 0) && !math.IsNaN(v) }), func(v float64) any { return v }),
+		rapid.Map(rapid.Float64().Filter(func(v float64) bool { return !math.IsInf(v, 0) && !math.IsNaN(v) }),
+			func(v float64) any { return v }),
 		rapid.Map(rapid.IntRange(-5, 5), func(v int) any { return float64(v) }),
 	}
 	if depth == 0 {
@@ -50,12 +56,14 @@ func modelName(t *rapid.T, taken map[string]bool) string {
 }
 
 func amount(t *rapid.T, label string, low float64) float64 {
-	return rapid.OneOf(rapid.Float64Range(low, 1e6), rapid.Map(rapid.IntRange(1, 5000), func(v int) float64 { return float64(v) })).Draw(t, label)
+	return rapid.OneOf(rapid.Float64Range(low, 1e6),
+		rapid.Map(rapid.IntRange(1, 5000), func(v int) float64 { return float64(v) })).Draw(t, label)
 }
 
 func drawArgs(t *rapid.T) Args {
 	var out Args
-	names := rapid.SliceOfNDistinct(rapid.StringMatching(`x[a-z0-9]{0,6}(_[a-z]{1,3})?(\.[a-z]{1,3})?`), 0, 4, rapid.ID[string]).Draw(t, "flags")
+	names := rapid.SliceOfNDistinct(rapid.StringMatching(`x[a-z0-9]{0,6}(_[a-z]{1,3})?(\.[a-z]{1,3})?`), 0, 4,
+		rapid.ID[string]).Draw(t, "flags")
 	for _, name := range names {
 		out = append(out, Arg{Name: name, Value: anyValue(2).Draw(t, "value")})
 	}
@@ -65,7 +73,10 @@ func drawArgs(t *rapid.T) Args {
 func drawRanks(t *rapid.T, n, groups int) []AttachRank {
 	var out []AttachRank
 	for i := range n {
-		r := AttachRank{URL: "http://10.0.0.1:" + strconv.Itoa(8000+i), Addressing: AddressURL, Role: RoleBoth, Group: i % groups}
+		r := AttachRank{
+			URL: "http://10.0.0.1:" + strconv.Itoa(8000+i), Addressing: AddressURL,
+			Role: RoleBoth, Group: i % groups,
+		}
 		if rapid.Bool().Draw(t, "by header") {
 			r.Addressing, r.Selector = AddressHeader, rapid.IntRange(0, 9).Draw(t, "selector")
 		}
@@ -85,14 +96,15 @@ func drawNumbers(t *rapid.T, a *Application) {
 	}
 	numbers := make([]int, len(a.Engine.Ranks))
 	for g := range a.NumGroups {
-		free := rapid.SliceOfNDistinct(rapid.IntRange(0, 40), a.DataParallel.DPSize, a.DataParallel.DPSize, rapid.ID[int]).Draw(t, "numbers")
+		free := rapid.SliceOfNDistinct(rapid.IntRange(0, 40), a.DataParallel.DPSize, a.DataParallel.DPSize,
+			rapid.ID[int]).Draw(t, "numbers")
 		for i := range a.Engine.Ranks {
 			if a.Engine.Ranks[i].Group == g {
 				numbers[i], free = free[0], free[1:]
 			}
 		}
 	}
-	a.Engine.number(numbers)
+	a.Engine.setNumbers(numbers)
 }
 
 func drawApplication(t *rapid.T, name string, names map[string]bool) *Application {
@@ -109,7 +121,10 @@ func drawApplication(t *rapid.T, name string, names map[string]bool) *Applicatio
 		names[a.Model.ID+":"+id] = true
 		a.Model.Adapters = []Adapter{{ID: id, Source: "s3://x"}}
 	}
-	a.DataParallel = DataParallel{DPSize: rapid.IntRange(1, 8).Draw(t, "dp"), Coupling: rapid.SampledFrom([]Coupling{Independent, Lockstep}).Draw(t, "coupling")}
+	a.DataParallel = DataParallel{
+		DPSize:   rapid.IntRange(1, 8).Draw(t, "dp"),
+		Coupling: rapid.SampledFrom([]Coupling{Independent, Lockstep}).Draw(t, "coupling"),
+	}
 	a.NumGroups = rapid.IntRange(1, 3).Draw(t, "groups")
 	a.NumReplicas = a.NumGroups * a.DataParallel.DPSize
 	drawEngine(t, &a)
@@ -129,7 +144,8 @@ func drawEngine(t *rapid.T, a *Application) {
 		return
 	}
 	if rapid.Bool().Draw(t, "command") {
-		e.Command = rapid.SliceOfN(anyText().Filter(func(s string) bool { return s != "" }), 1, 3).Draw(t, "words")
+		e.Command = rapid.SliceOfN(anyText().Filter(func(s string) bool { return s != "" }), 1, 3).Draw(t,
+			"words")
 	}
 	e.Args = drawArgs(t)
 	e.Env = rapid.MapOfN(rapid.StringMatching(`X[A-Z_0-9]{0,5}`), anyText(), 1, 3).Draw(t, "env")
@@ -143,7 +159,8 @@ func drawEngine(t *rapid.T, a *Application) {
 }
 
 func drawTuning(t *rapid.T, a *Application) {
-	a.Resources.Labels = rapid.MapOfN(rapid.StringMatching(`[a-z0-9]{1,4}`), anyText(), 1, 2).Draw(t, "labels")
+	a.Resources.Labels = rapid.MapOfN(rapid.StringMatching(`[a-z0-9]{1,4}`), anyText(), 1, 2).Draw(t,
+		"labels")
 	a.PlacementGroupStrategy = rapid.SampledFrom(strategies()).Draw(t, "strategy")
 	a.MaxRanksPerNode = rapid.IntRange(0, 4).Draw(t, "per node")
 	a.Routing.Policy = rapid.SampledFrom(policies()).Draw(t, "policy")
@@ -153,12 +170,16 @@ func drawTuning(t *rapid.T, a *Application) {
 	}
 	a.Routing.Identity = rapid.SampledFrom([]string{IdentityText, IdentityTokens}).Draw(t, "identity")
 	if rapid.Bool().Draw(t, "busy") {
-		share := rapid.OneOf(rapid.SampledFrom([]float64{0, 1, 0.95}), rapid.Float64Range(0, 1)).Draw(t, "busy threshold")
+		share := rapid.OneOf(rapid.SampledFrom([]float64{0, 1, 0.95}), rapid.Float64Range(0, 1)).Draw(t,
+			"busy threshold")
 		a.Routing.BusyThreshold = &share
 	}
 	a.MaxOngoingRequests = rapid.IntRange(0, 300).Draw(t, "ongoing")
 	a.MaxQueuedRequests = rapid.IntRange(0, 2000).Draw(t, "queued")
-	a.Timeouts = Timeouts{QueueS: amount(t, "queue", 1e-3), FirstTokenS: amount(t, "first", 1e-3), BetweenTokensS: DefaultBetweenTokensS}
+	a.Timeouts = Timeouts{
+		QueueS: amount(t, "queue", 1e-3), FirstTokenS: amount(t, "first", 1e-3),
+		BetweenTokensS: DefaultBetweenTokensS,
+	}
 	a.Retries.Attempts = rapid.IntRange(1, 9).Draw(t, "attempts")
 	a.HealthCheckPeriodS = amount(t, "period", 1e-3)
 	a.GracefulShutdownTimeout = rapid.SampledFrom([]float64{0, 0.5, 1800, 10}).Draw(t, "grace")
@@ -186,7 +207,7 @@ func TestPrintParses(t *testing.T) {
 	})
 }
 
-// TestJSONIsExact: what is stored comes back with every type.
+// TestJSONIsExact: stored values come back with their types.
 func TestJSONIsExact(t *testing.T) {
 	t.Parallel()
 	rapid.Check(t, func(t *rapid.T) {
@@ -237,7 +258,9 @@ applications:
 	changes := Compare(before, after)
 	require.Len(t, changes, 4)
 	assert.Equal(t, "create new", changes[0].String())
-	assert.Equal(t, "update a (engine.args.x, engine.args.y, engine.args.z, engine.env.TOKEN, routing.policy)", changes[1].String())
+	assert.Equal(t,
+		"update a (engine.args.x, engine.args.y, engine.args.z, engine.env.TOKEN, routing.policy)",
+		changes[1].String())
 	assert.Equal(t, `engine.args.x: 1 → 1.0`, changes[1].Fields[0].String())
 	assert.Equal(t, `engine.args.y: 2 → (unset)`, changes[1].Fields[1].String())
 	assert.Equal(t, `engine.env.TOKEN: (hidden) → (hidden)`, changes[1].Fields[3].String())

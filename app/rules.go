@@ -2,6 +2,8 @@ package app
 
 import (
 	"fmt"
+	"net/netip"
+	"net/url"
 	"regexp"
 	"strconv"
 	"strings"
@@ -34,11 +36,11 @@ func (d *decoder) check(a *draft) {
 	d.settleResources(a)
 }
 
-// need faults a key that was left out. It stays silent when a fault around it explains the absence.
+// need records a fault if a key is missing. It records none if a fault at a parent explains the absence.
 func (d *decoder) need(around, key, hint string) bool {
 	path := join(around, key)
-	if d.has(path) || !d.good(path) {
-		return d.good(path)
+	if d.has(path) || !d.isGood(path) {
+		return d.isGood(path)
 	}
 	d.broken(path, Fault{Message: "the key " + key + " is missing or empty", Hint: hint})
 	return false
@@ -52,12 +54,15 @@ func (d *decoder) checkName(a *draft) {
 
 func (d *decoder) checkRoute(a *draft) {
 	path := a.path + ".route_prefix"
-	if a.RoutePrefix == "/" || !d.good(path) {
+	if a.RoutePrefix == "/" || !d.isGood(path) {
 		return
 	}
 	dots := strings.Contains(a.RoutePrefix+"/", "/./") || strings.Contains(a.RoutePrefix+"/", "/../")
 	if dots || !routePrefix.MatchString(a.RoutePrefix) {
-		d.broken(path, Fault{Found: strconv.Quote(a.RoutePrefix), Wanted: "/ or a path like /team/chat without a slash at its end"})
+		d.broken(path, Fault{
+			Found:  strconv.Quote(a.RoutePrefix),
+			Wanted: "/ or a path like /team/chat without a slash at its end",
+		})
 	}
 }
 
@@ -83,19 +88,25 @@ func (d *decoder) checkModel(a *draft) {
 		a.Model.Source = a.Model.ID
 	}
 	if a.Model.Source == "" && d.has(path+".source") {
-		d.broken(path+".source", Fault{Found: `""`, Wanted: "what the engine loads: a repository or a path", Hint: "leave it out to use the id"})
+		d.broken(path+".source", Fault{
+			Found: `""`, Wanted: "what the engine loads: a repository or a path",
+			Hint: "leave it out to use the id",
+		})
 	}
 }
 
 // checkServed checks a name that clients send as "model".
 func (d *decoder) checkServed(path, name string) {
 	bad := strings.ContainsFunc(name, func(r rune) bool { return unicode.IsSpace(r) || !unicode.IsPrint(r) })
-	if d.good(path) && (name == "" || len(name) > maxNameBytes || bad) {
-		d.broken(path, Fault{Found: strconv.Quote(name), Wanted: fmt.Sprintf("1 to %d visible characters without blanks", maxNameBytes)})
+	if d.isGood(path) && (name == "" || len(name) > maxNameBytes || bad) {
+		d.broken(path, Fault{
+			Found:  strconv.Quote(name),
+			Wanted: fmt.Sprintf("1 to %d visible characters without blanks", maxNameBytes),
+		})
 	}
 }
 
-// checkTogether runs the rules over all applications: nothing that addresses an application may be taken twice.
+// checkTogether runs the rules over all applications: two applications must not share a name or an address.
 func (d *decoder) checkTogether(drafts []*draft) {
 	names, routes, models, servers := taken{}, taken{}, taken{}, taken{}
 	for _, a := range drafts {
@@ -112,12 +123,13 @@ func (d *decoder) checkTogether(drafts []*draft) {
 type taken map[string]string
 
 func (d *decoder) claim(by taken, path, what, value string) {
-	if value == "" || !d.good(path) {
+	if value == "" || !d.isGood(path) {
 		return
 	}
 	if first, ok := by[value]; ok {
 		d.broken(path, Fault{
-			Message: fmt.Sprintf("%s %s is taken by %s", what, strconv.Quote(value), first), Hint: "choose another one",
+			Message: fmt.Sprintf("%s %s is taken by %s", what, strconv.Quote(value), first),
+			Hint:    "choose another one",
 		})
 		return
 	}
@@ -139,13 +151,14 @@ func (d *decoder) claimModels(by taken, a *draft) {
 	}
 }
 
-// shareServers warns when two applications attach the same server: each keeps its own count of that server's load.
+// shareServers warns if two applications attach the same server: each counts only its own load there.
 func (d *decoder) shareServers(by taken, a *draft) {
 	for i, r := range a.Engine.Ranks {
 		path := index(a.path+".engine.ranks", i) + ".url"
 		first, ok := by[r.URL]
 		if ok && r.URL != "" && parentApp(first) != a.path {
-			d.warn(path, "the engine is attached by "+parentApp(first)+" too", "each application counts only its own load there")
+			d.warn(path, "the engine is attached by "+parentApp(first)+" too",
+				"each application counts only its own load there")
 		}
 		if !ok {
 			by[r.URL] = path
@@ -153,5 +166,223 @@ func (d *decoder) shareServers(by taken, a *draft) {
 	}
 }
 
-// parentApp cuts a path down to applications[N].
+// parentApp shortens a path to applications[N].
 func parentApp(path string) string { return path[:strings.IndexByte(path, ']')+1] }
+
+// checkAttach runs the rules of kind attach. dpserve starts no engine then, so every key about starting is a
+// fault, and every engine needs an exact address.
+func (d *decoder) checkAttach(a *draft) {
+	path := a.path + ".engine"
+	for _, key := range []string{"command", "args", "env"} {
+		if at := join(path, key); d.has(at) {
+			d.broken(at, Fault{
+				Message: key + " is for engines that dpserve starts, not for kind attach",
+				Hint:    "leave it out",
+			})
+		}
+	}
+	if !d.need(path, "ranks", "write ranks: [{url: \"http://127.0.0.1:8100\"}]") {
+		return
+	}
+	if len(a.Engine.Ranks) == 0 {
+		d.broken(path+".ranks", Fault{
+			Found: "an empty list", Wanted: "at least one rank",
+			Hint: "write {url: \"http://127.0.0.1:8100\"}",
+		})
+	}
+	addresses := taken{}
+	for i := range a.Engine.Ranks {
+		d.checkRank(a.Engine.Family, &a.Engine.Ranks[i], index(path+".ranks", i), addresses)
+	}
+}
+
+func (d *decoder) checkRank(family string, r *AttachRank, path string, addresses taken) {
+	if d.need(path, "url", "write url: \"http://HOST:PORT\"") {
+		r.URL = strings.TrimSuffix(r.URL, "/")
+		d.checkURL(path+".url", r.URL)
+	}
+	d.checkSelector(family, r, path)
+	if d.has(path+".node") && d.isGood(path+".node") && !labelName.MatchString(r.Node) {
+		d.broken(path+".node", Fault{Found: strconv.Quote(r.Node), Wanted: "the id of a dpserve node"})
+	}
+	if r.KVEvents != nil {
+		d.checkSocket(r, path, addresses)
+	}
+	d.claimAddress(addresses, r, path)
+}
+
+// checkURL accepts only scheme, host and port: clients choose the routes, and credentials do not belong in
+// files.
+func (d *decoder) checkURL(path, text string) {
+	const wanted = "http://HOST:PORT or https://HOST:PORT"
+	u, err := url.Parse(text)
+	f := Fault{Found: strconv.Quote(text), Wanted: wanted}
+	switch {
+	case err != nil:
+		f.Found = "a text that is not a URL" // the parser's message would repeat credentials
+	case u.User != nil:
+		f.Found, f.Hint = "a URL with credentials", "leave user and password out"
+	case u.Scheme != "http" && u.Scheme != "https":
+		f.Hint = schemeHint(text)
+	case u.Hostname() == "":
+	case u.Port() != "" && !isPort(u.Port()), strings.HasSuffix(u.Host, ":"):
+		f.Hint = "ports go from 1 to 65535"
+	case u.Path != "" || u.RawQuery != "" || u.ForceQuery || u.Fragment != "" || strings.Contains(text, "#"):
+		f.Hint = "leave everything behind the port out, also /v1"
+	default:
+		return
+	}
+	d.broken(path, f)
+}
+
+func schemeHint(text string) string {
+	if strings.Contains(text, "://") {
+		return ""
+	}
+	return "write http:// in front"
+}
+
+func isPort(text string) bool {
+	n, err := strconv.ParseUint(text, 10, 16)
+	return err == nil && n > 0
+}
+
+func (d *decoder) checkSelector(family string, r *AttachRank, path string) {
+	if !d.isGood(path+".addressing", path+".selector") {
+		return
+	}
+	written := d.has(path + ".selector")
+	switch {
+	case r.Addressing == AddressURL && written:
+		d.broken(path+".selector", Fault{
+			Message: "selector is sent only with addressing: header or body",
+			Hint:    "write addressing: header, or leave selector out",
+		})
+	case r.Addressing != AddressURL && !written:
+		d.broken(path+".selector", Fault{
+			Message: "the key selector is missing",
+			Hint:    "it is the rank number that is sent to the engine, from 0",
+		})
+	case r.Addressing != AddressURL && family == FamilyOpenAI:
+		d.broken(path+".addressing", Fault{
+			Found: r.Addressing, Wanted: AddressURL,
+			Hint: "family openai has no way to name a rank: give every rank an own url",
+		})
+	case r.Addressing == AddressBody && family == FamilyVLLM:
+		d.broken(path+".addressing", Fault{
+			Found: r.Addressing, Wanted: AddressHeader + " | " + AddressURL,
+			Hint: "vllm reads the rank from the header only",
+		})
+	}
+}
+
+// claimAddress refuses two ranks with the same engine: its load would be counted twice, and epochs would mix.
+func (d *decoder) claimAddress(by taken, r *AttachRank, path string) {
+	if r.URL == "" || !d.isGood(path+".url", path+".addressing", path+".selector") {
+		return
+	}
+	whole, one := r.URL, r.URL+" selector "+strconv.Itoa(r.Selector)
+	const some = " by selector"
+	if r.Addressing == AddressURL {
+		if first, ok := by[whole+some]; ok {
+			d.mixed(path, first)
+			return
+		}
+		d.claim(by, path+".url", "engine", whole)
+		return
+	}
+	if first, ok := by[whole]; ok {
+		d.mixed(path, first)
+		return
+	}
+	by[whole+some] = path + ".url"
+	d.claim(by, path+".url", "engine", one)
+}
+
+func (d *decoder) mixed(path, first string) {
+	d.broken(path+".addressing", Fault{
+		Message: fmt.Sprintf("the url is addressed as a whole and by selector (%s)", first),
+		Hint:    "write addressing and selector on each of its ranks",
+	})
+}
+
+// checkSocket runs the rules of a rank's event sockets. The publisher there reports what the rank has cached,
+// so it must be the rank's own engine: on the host of its url, and shared with no other rank.
+func (d *decoder) checkSocket(r *AttachRank, rank string, addresses taken) {
+	s, path := r.KVEvents, rank+".kv_events"
+	if !d.isGood(path) {
+		return
+	}
+	if (s.Connect == "") == (s.Bind == "") {
+		d.broken(path, Fault{
+			Message: "exactly one of connect and bind says where KV events are found",
+			Hint:    "connect when the engine binds its socket (vllm, sglang), bind when it dials",
+		})
+		return
+	}
+	engine := ""
+	if u, err := url.Parse(r.URL); err == nil && d.isGood(rank+".url") {
+		engine = u.Hostname()
+	}
+	d.checkDialled(s.Connect, path+".connect", engine)
+	d.checkDialled(s.Replay, path+".replay", engine)
+	d.checkBound(s.Bind, path+".bind")
+	for key, text := range map[string]string{"connect": s.Connect, "bind": s.Bind, "replay": s.Replay} {
+		d.claim(addresses, join(path, key), "event socket", text)
+	}
+}
+
+// checkDialled checks a socket of the engine. engine is the engine's host, "" if its url has a fault.
+func (d *decoder) checkDialled(text, path, engine string) {
+	host, ok := d.socketHost(text, path)
+	if !ok {
+		return
+	}
+	switch {
+	case isUnspecified(host):
+		d.broken(path, Fault{
+			Found: strconv.Quote(text), Wanted: "tcp://HOST:PORT",
+			Hint: "name the engine's host",
+		})
+	case engine != "" && !isLoopback(host) && !strings.EqualFold(host, engine):
+		d.broken(path, Fault{
+			Message: "the engine is at " + engine + ", its event socket at " + host,
+			Hint:    "name the host that the rank's url names",
+		})
+	}
+}
+
+// checkBound checks a socket that dpserve binds.
+func (d *decoder) checkBound(text, path string) {
+	if host, ok := d.socketHost(text, path); ok && host != "*" && isUnspecified(host) {
+		d.broken(path, Fault{
+			Message: "the socket would listen on every interface",
+			Hint:    "write tcp://127.0.0.1:PORT, or tcp://*:PORT for the node's own address",
+		})
+	}
+}
+
+// socketHost returns the host of a written socket; ok is false if it is not written or not valid.
+func (d *decoder) socketHost(text, path string) (host string, ok bool) {
+	if !d.has(path) || !d.isGood(path) {
+		return "", false
+	}
+	u, err := url.Parse(text)
+	if err != nil || u.Scheme != "tcp" || u.Hostname() == "" || !isPort(u.Port()) ||
+		u.User != nil || u.Path != "" || u.RawQuery != "" || u.Fragment != "" {
+		d.broken(path, Fault{Found: strconv.Quote(text), Wanted: "tcp://HOST:PORT"})
+		return "", false
+	}
+	return u.Hostname(), true
+}
+
+// isUnspecified reports whether host means every address of a machine.
+func isUnspecified(host string) bool {
+	a, err := netip.ParseAddr(host)
+	return host == "*" || err == nil && a.Unmap().IsUnspecified()
+}
+
+func isLoopback(host string) bool {
+	a, err := netip.ParseAddr(host)
+	return host == "localhost" || err == nil && a.Unmap().IsLoopback()
+}

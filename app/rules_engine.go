@@ -4,9 +4,10 @@ import (
 	"encoding/json"
 	"fmt"
 	"strconv"
+	"strings"
 )
 
-// checkEngine runs the rules of engine, most of which depend on its kind.
+// checkEngine runs the rules of engine. Most depend on its kind.
 func (d *decoder) checkEngine(a *draft) {
 	path := a.path + ".engine"
 	if !d.need(a.path, "engine", "write engine: {kind: sim}") ||
@@ -14,7 +15,7 @@ func (d *decoder) checkEngine(a *draft) {
 		return
 	}
 	for i, word := range a.Engine.Command {
-		if word == "" && d.good(index(path+".command", i)) {
+		if word == "" && d.isGood(index(path+".command", i)) {
 			d.broken(index(path+".command", i), Fault{Found: `""`, Wanted: "a word of the command"})
 		}
 	}
@@ -27,21 +28,24 @@ func (d *decoder) checkEngine(a *draft) {
 	d.onlyFor(KindAttach, path, "family", "ranks")
 }
 
-// onlyFor faults keys that mean something for one kind only.
+// onlyFor records faults for keys that only one kind has.
 func (d *decoder) onlyFor(kind Kind, around string, keys ...string) {
 	for _, key := range keys {
 		if path := join(around, key); d.has(path) {
-			d.broken(path, Fault{Message: key + " belongs to kind " + string(kind), Hint: "leave it out, or write kind: " + string(kind)})
+			d.broken(path, Fault{
+				Message: key + " belongs to kind " + string(kind),
+				Hint:    "leave it out, or write kind: " + string(kind),
+			})
 		}
 	}
 }
 
-// checkArgs refuses flags that dpserve writes itself, and flags that are written twice.
+// checkArgs refuses flags that dpserve sets, and flags that are written twice.
 func (d *decoder) checkArgs(a *draft) {
 	seen := taken{}
 	for _, arg := range a.Engine.Args {
 		path := join(a.path+".engine.args", arg.Name)
-		if !d.good(path) {
+		if !d.isGood(path) {
 			continue
 		}
 		flag := arg.flag()
@@ -52,7 +56,8 @@ func (d *decoder) checkArgs(a *draft) {
 		if flag == flagKVTransfer && transferRole(arg.Value) {
 			d.broken(path, Fault{
 				Message: "kv_role for prefill or decode is not supported in this version",
-				Hint:    "disaggregated prefill and decode come with a later version; only kv_role kv_both works here",
+				Hint: "disaggregated prefill and decode come with a later version; only kv_role kv_both " +
+					"works here",
 			})
 			continue
 		}
@@ -60,7 +65,7 @@ func (d *decoder) checkArgs(a *draft) {
 	}
 }
 
-// transferRole says whether a KV transfer configuration makes the engine one half of a prefill/decode pair.
+// transferRole reports whether a KV transfer configuration makes the engine do only prefill or only decode.
 func transferRole(v any) bool {
 	config, ok := v.(map[string]any)
 	if text, isText := v.(string); isText {
@@ -73,16 +78,16 @@ func transferRole(v any) bool {
 func (d *decoder) checkEnv(a *draft) {
 	for name := range a.Engine.Env {
 		path := join(a.path+".engine.env", name)
-		if instead := ownedEnv(name); instead != "" && d.good(path) {
+		if instead := ownedEnv(name); instead != "" && d.isGood(path) {
 			d.broken(path, Fault{Message: "dpserve sets " + name + " itself", Hint: instead})
 		}
 	}
 }
 
-// settleCoupling fills in the coupling where the kind decides it, and demands it where it does not.
+// settleCoupling fills in the coupling if the kind decides it, and demands it otherwise.
 func (d *decoder) settleCoupling(a *draft) {
 	path := a.path + ".data_parallel.coupling"
-	if !d.good(path, a.path+".engine.kind") {
+	if !d.isGood(path, a.path+".engine.kind") {
 		return
 	}
 	written := d.has(path)
@@ -92,17 +97,19 @@ func (d *decoder) settleCoupling(a *draft) {
 	case written:
 	case a.Engine.Kind == KindVLLM && a.DataParallel.DPSize > 1:
 		d.broken(path, Fault{
-			Message: "coupling is required for kind vllm when dp_size is above 1", Wanted: string(Independent) + " | " + string(Lockstep),
-			Hint: "independent for dense models, lockstep for expert parallelism: dpserve does not read model configurations",
+			Message: "coupling is required for kind vllm when dp_size is above 1",
+			Wanted:  string(Independent) + " | " + string(Lockstep),
+			Hint: "independent for dense models, lockstep for expert parallelism: dpserve does not read " +
+				"model configurations",
 		})
 	default:
 		a.DataParallel.Coupling = Independent
 	}
 }
 
-// settleSGLang: DP attention and lockstep are the same thing there, and need a divisible tp_size.
+// settleSGLang checks that DP attention and lockstep go together, and that tp_size is a multiple of dp_size.
 func (d *decoder) settleSGLang(a *draft, path string, written bool) {
-	attention := a.Engine.Args.on("enable-dp-attention")
+	attention := a.Engine.Args.isOn("enable-dp-attention")
 	implied := Independent
 	if attention {
 		implied = Lockstep
@@ -110,7 +117,8 @@ func (d *decoder) settleSGLang(a *draft, path string, written bool) {
 	if written && a.DataParallel.Coupling != implied {
 		d.broken(path, Fault{
 			Message: "for kind sglang, coupling: lockstep and args.enable_dp_attention: true go together",
-			Found:   string(a.DataParallel.Coupling), Wanted: string(implied), Hint: "leave coupling out, or change enable_dp_attention",
+			Found:   string(a.DataParallel.Coupling), Wanted: string(implied),
+			Hint: "leave coupling out, or change enable_dp_attention",
 		})
 		return
 	}
@@ -118,8 +126,9 @@ func (d *decoder) settleSGLang(a *draft, path string, written bool) {
 	tp, dp := a.parallel(tensorFlags()), a.DataParallel.DPSize
 	if attention && tp > 0 && dp > 0 && (dp > tp || tp%dp != 0) {
 		d.broken(a.path+".data_parallel.dp_size", Fault{
-			Message: "with DP attention dp_size divides tp_size", Found: fmt.Sprintf("dp_size %d, tp_size %d", dp, tp),
-			Wanted: "tp_size % dp_size = 0", Hint: "write engine.args.tp_size as a multiple of dp_size",
+			Message: "with DP attention dp_size divides tp_size",
+			Found:   fmt.Sprintf("dp_size %d, tp_size %d", dp, tp),
+			Wanted:  "tp_size % dp_size = 0", Hint: "write engine.args.tp_size as a multiple of dp_size",
 		})
 	}
 }
@@ -128,7 +137,8 @@ func tensorFlags() []string { return []string{"tensor-parallel-size", "tp-size",
 
 func pipelineFlags() []string { return []string{"pipeline-parallel-size", "pp-size", "pp"} }
 
-// parallel is the parallel size that one of the flags sets, 1 if none does, 0 if the value is not a positive number.
+// parallel returns the parallel size that one of the flags sets: 1 if none does, 0 if it is not a positive
+// number.
 func (a *draft) parallel(flags []string) int {
 	for _, arg := range a.Engine.Args {
 		for _, flag := range flags {
@@ -161,8 +171,11 @@ func (d *decoder) settleResources(a *draft) {
 	switch a.Engine.Kind {
 	case KindAttach:
 		for _, key := range []string{"gpus", "cpus", "memory_gib"} {
-			if at := join(path, key); d.has(at) && d.good(at) {
-				d.broken(at, Fault{Message: "an attached rank takes nothing of a node", Hint: "leave " + key + " out"})
+			if at := join(path, key); d.has(at) && d.isGood(at) {
+				d.broken(at, Fault{
+					Message: "an attached rank takes nothing of a node",
+					Hint:    "leave " + key + " out",
+				})
 			}
 		}
 	case KindSim:
@@ -174,9 +187,10 @@ func (d *decoder) settleResources(a *draft) {
 func (d *decoder) settleGPUs(a *draft, path string) {
 	tp, pp := a.parallel(tensorFlags()), a.parallel(pipelineFlags())
 	if tp == 0 || pp == 0 {
-		if d.good(a.path + ".engine.args") {
+		if d.isGood(a.path + ".engine.args") {
 			d.broken(a.path+".engine.args", Fault{
-				Message: "tensor and pipeline parallel sizes count devices", Wanted: fmt.Sprintf("integers from 1 to %d", maxParallel),
+				Message: "tensor and pipeline parallel sizes count devices",
+				Wanted:  fmt.Sprintf("integers from 1 to %d", maxParallel),
 			})
 		}
 		return
@@ -189,8 +203,281 @@ func (d *decoder) settleGPUs(a *draft, path string) {
 		a.Resources.GPUs = need
 		return
 	}
-	if a.Resources.GPUs != 0 && a.Resources.GPUs != need && d.good(path) {
-		d.warn(path, fmt.Sprintf("the engine's parallel sizes use %d devices per rank, the file gives %d", need, a.Resources.GPUs),
+	if a.Resources.GPUs != 0 && a.Resources.GPUs != need && d.isGood(path) {
+		d.warn(path, fmt.Sprintf("the engine's parallel sizes use %d devices per rank, the file gives %d",
+			need, a.Resources.GPUs),
 			"leave gpus out to give what the engine uses")
 	}
+}
+
+// ruleSize is in every fault about sizes, because in Ray's history num_replicas has meant both ranks and
+// groups.
+const ruleSize = "num_replicas = dp_size × num_groups"
+
+// settleSizes fills in dp_size, num_groups and num_replicas, and refuses sizes that do not multiply. Each may
+// be missing.
+func (d *decoder) settleSizes(a *draft) {
+	replicas, groups, dp := a.path+".num_replicas", a.path+".num_groups", a.path+".data_parallel.dp_size"
+	if !d.isGood(replicas, groups, dp, a.path+".autoscaling_config") || !d.takeScaling(a) {
+		return
+	}
+	if a.Engine.Kind == KindAttach && !d.sizeByRanks(a) {
+		return
+	}
+	if a.DataParallel.DPSize == 0 {
+		a.DataParallel.DPSize = DefaultDPSize
+	}
+	if a.NumGroups == 0 && !d.groupsByReplicas(a) {
+		return
+	}
+	product := a.DataParallel.DPSize * a.NumGroups
+	if a.NumReplicas == 0 {
+		a.NumReplicas = product
+	}
+	if a.NumReplicas != product {
+		d.broken(replicas, Fault{
+			Message: ruleSize, Found: strconv.Itoa(a.NumReplicas),
+			Wanted: fmt.Sprintf("%d × %d = %d", a.DataParallel.DPSize, a.NumGroups, product),
+			Hint:   "leave num_replicas or num_groups out",
+		})
+	}
+	if product > MaxRanks {
+		d.broken(groups, Fault{
+			Message: ruleSize, Found: fmt.Sprintf("%d ranks", product),
+			Wanted: fmt.Sprintf("at most %d", MaxRanks),
+		})
+	}
+}
+
+// groupsByReplicas derives num_groups; false after a fault.
+func (d *decoder) groupsByReplicas(a *draft) bool {
+	size, replicas := a.DataParallel.DPSize, a.NumReplicas
+	if replicas == 0 {
+		replicas = size
+	}
+	if replicas%size == 0 {
+		a.NumGroups = replicas / size
+		return true
+	}
+	next := (replicas/size + 1) * size
+	hint := fmt.Sprintf("write %d", next)
+	if replicas > size {
+		hint = fmt.Sprintf("write %d or %d", next-size, next)
+	}
+	d.broken(a.path+".num_replicas", Fault{
+		Message: ruleSize, Found: strconv.Itoa(replicas),
+		Wanted: fmt.Sprintf("a multiple of dp_size %d", size), Hint: hint,
+	})
+	return false
+}
+
+// takeScaling reads autoscaling_config as a fixed size; false after a fault.
+func (d *decoder) takeScaling(a *draft) bool {
+	path := a.path + ".autoscaling_config"
+	if !d.has(path) {
+		return true
+	}
+	s := a.scaling
+	if s.minimum == 0 || s.minimum != s.maximum || s.initial != 0 && s.initial != s.minimum {
+		d.broken(path, Fault{
+			Message: "the number of ranks is fixed",
+			Found:   fmt.Sprintf("min_replicas %d, max_replicas %d", s.minimum, s.maximum),
+			Wanted:  "min_replicas = max_replicas", Hint: "write num_replicas instead",
+		})
+		return false
+	}
+	if a.NumReplicas != 0 && a.NumReplicas != s.minimum {
+		d.broken(path, Fault{
+			Message: "two sizes", Found: fmt.Sprintf("num_replicas %d and min_replicas %d", a.NumReplicas,
+				s.minimum),
+			Wanted: "one of them", Hint: "leave autoscaling_config out",
+		})
+		return false
+	}
+	d.warn(path, fmt.Sprintf("read as num_replicas: %d", s.minimum), "write num_replicas instead")
+	a.NumReplicas = s.minimum
+	return true
+}
+
+// sizeByRanks sets dp_size and num_groups of an attach application from its list of ranks; false after a
+// fault.
+func (d *decoder) sizeByRanks(a *draft) bool {
+	path := a.path + ".engine.ranks"
+	if len(a.Engine.Ranks) == 0 || !d.isGood(path) || !d.goodRanks(a) {
+		return false
+	}
+	sizes, ok := d.groupSizes(a)
+	if !ok {
+		return false
+	}
+	dp, groups := &a.DataParallel.DPSize, &a.NumGroups
+	if *dp != 0 && *dp != sizes[0] {
+		d.broken(a.path+".data_parallel.dp_size", Fault{
+			Message: "dp_size is the number of attached ranks of a group", Found: strconv.Itoa(*dp),
+			Wanted: strconv.Itoa(sizes[0]),
+			Hint:   "leave dp_size out, or list the missing ranks",
+		})
+		return false
+	}
+	if *groups != 0 && *groups != len(sizes) {
+		d.broken(a.path+".num_groups", Fault{
+			Message: "num_groups is the number of groups that the ranks name", Found: strconv.Itoa(*groups),
+			Wanted: strconv.Itoa(len(sizes)),
+			Hint:   "write group: N on each rank, from 0",
+		})
+		return false
+	}
+	*dp, *groups = sizes[0], len(sizes)
+	return true
+}
+
+func (d *decoder) goodRanks(a *draft) bool {
+	for i := range a.Engine.Ranks {
+		if !d.isGood(index(a.path+".engine.ranks", i) + ".group") {
+			return false
+		}
+	}
+	return true
+}
+
+// groupSizes counts the ranks of each group. Groups must be numbered from 0 without gaps and have one size.
+func (d *decoder) groupSizes(a *draft) ([]int, bool) {
+	sizes := make([]int, len(a.Engine.Ranks))
+	top := 0
+	for i, r := range a.Engine.Ranks {
+		if r.Group >= len(sizes) {
+			d.broken(index(a.path+".engine.ranks", i)+".group", Fault{
+				Found: strconv.Itoa(r.Group), Wanted: "group numbers from 0 without gaps",
+				Hint: "count groups from 0",
+			})
+			return nil, false
+		}
+		sizes[r.Group]++
+		top = max(top, r.Group)
+	}
+	sizes = sizes[:top+1]
+	for g, n := range sizes {
+		if n != sizes[0] || n == 0 {
+			d.broken(a.path+".engine.ranks", Fault{
+				Message: "all groups have the same number of ranks",
+				Found:   fmt.Sprintf("group %d with %d", g, n),
+				Wanted:  fmt.Sprintf("%d as in group 0", sizes[0]),
+				Hint:    "check the group numbers of the ranks, counted from 0",
+			})
+			return nil, false
+		}
+	}
+	if sizes[0] > MaxDPSize {
+		d.broken(a.path+".engine.ranks", Fault{
+			Found: fmt.Sprintf("%d ranks in a group", sizes[0]), Wanted: fmt.Sprintf("at most %d", MaxDPSize),
+			Hint: "form groups with group: N",
+		})
+		return nil, false
+	}
+	return sizes, true
+}
+
+// flagKVTransfer is the flag whose kv_role decides whether an engine does only prefill or only decode.
+const flagKVTransfer = "kv-transfer-config"
+
+// ownedFlag says what to write instead of a flag that dpserve sets; "" if the user may set it. flag is in
+// kebab case without leading dashes.
+func ownedFlag(flag string) string {
+	const (
+		rank = "dpserve hands out ranks and addresses; write data_parallel.dp_size and " +
+			"data_parallel.coupling"
+		size   = "write data_parallel.dp_size"
+		names  = "write model.id and model.aliases"
+		source = "write model.source"
+		lora   = "write model.adapters"
+		pd     = "disaggregated prefill and decode come with a later version"
+		spread = "dpserve places the ranks; write resources and placement_group_strategy"
+		always = "it is always set; leave it out"
+	)
+	flag, _, _ = strings.Cut(flag, ".") // one key of a flag that takes JSON
+	switch flag {
+	case "host":
+		return "dpserve binds engines to 127.0.0.1; where clients connect is set on the node (--http-bind)"
+	case "port":
+		return "dpserve takes ports from the node's --port-range"
+	case "served-model-name":
+		return names
+	case "model", "model-path":
+		return source
+	case "lora-modules", "lora-paths":
+		return lora
+	case "data-parallel-size", "dp-size", "dp":
+		return size
+	case "dpn", "dpl", "dpa", "dpp", "dpe", "dph", "dpm", "dpb", "dpr":
+		return rank
+	case "nnodes", "node-rank", "dist-init-addr", "master-addr", "master-port", "headless":
+		return spread
+	case "kv-events-config":
+		return "write engine.kv_events: auto | off"
+	case "disaggregation-mode", "disaggregation-bootstrap-port":
+		return pd
+	case "shutdown-timeout":
+		return "write graceful_shutdown_timeout_s"
+	case "enable-prompt-tokens-details", "sim-watch-stdin":
+		return always
+	}
+	if strings.HasPrefix(flag, "data-parallel-") {
+		return rank
+	}
+	return ""
+}
+
+// ownedEnv is ownedFlag for environment variables.
+func ownedEnv(name string) string {
+	switch name {
+	case "CUDA_VISIBLE_DEVICES":
+		return "write resources.gpus; dpserve picks the devices"
+	case "VLLM_DP_RANK", "VLLM_DP_RANK_LOCAL", "VLLM_DP_SIZE", "VLLM_DP_MASTER_IP", "VLLM_DP_MASTER_PORT":
+		return "write data_parallel.dp_size; dpserve hands out the ranks"
+	case "VLLM_HTTP_TIMEOUT_KEEP_ALIVE":
+		return "leave it out; it must outlive dpserve's idle connections"
+	}
+	return ""
+}
+
+// settleNumbers checks written rank numbers, and drops those that equal the rank's position.
+func (d *decoder) settleNumbers(a *draft) {
+	path := a.path + ".engine.ranks"
+	if a.Engine.Kind != KindAttach || !d.isGood(path, a.path+".data_parallel.coupling") {
+		return
+	}
+	numbers, by, ok := a.Engine.numbers(), map[[2]int]string{}, true
+	for i := range a.Engine.Ranks {
+		at, group := index(path, i), a.Engine.Ranks[i].Group
+		if !d.isGood(at+".rank", at+".group") {
+			ok = false
+			continue
+		}
+		ok = d.checkNumber(a, at, numbers[i], by[[2]int{group, numbers[i]}]) && ok
+		by[[2]int{group, numbers[i]}] = at
+	}
+	if ok {
+		a.Engine.setNumbers(numbers)
+	}
+}
+
+// checkNumber checks the number of one rank. first is the path of another rank with this number, "" if there
+// is none.
+func (d *decoder) checkNumber(a *draft, path string, number int, first string) bool {
+	switch {
+	case d.has(path+".rank") && a.DataParallel.Coupling == Lockstep:
+		d.broken(path+".rank",
+			Fault{
+				Message: "the ranks of a lockstep group are numbered in the order of the file",
+				Hint:    "leave rank out",
+			})
+	case first != "":
+		d.broken(path+".rank", Fault{
+			Message: "rank " + strconv.Itoa(number) + " of the group is taken by " + first,
+			Hint:    "choose another number; a rank without one has its place in the file as number",
+		})
+	default:
+		return true
+	}
+	return false
 }

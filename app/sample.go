@@ -1,6 +1,6 @@
 package app
 
-// Sample is a documented file that shows every key of this version and parses without faults or warnings.
+// Sample returns a documented file that has every key of this version and parses without faults or warnings.
 func Sample() []byte { return []byte(sample) }
 
 const sample = `# An application file of dpserve. Only name, model.id and engine.kind are needed; everything else has a default.

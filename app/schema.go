@@ -6,7 +6,7 @@ import (
 	"strings"
 )
 
-// Bounds of single values. Generous, and finite so that sums and products stay far from overflow.
+// Bounds of single values. They are generous, and finite so that sums and products cannot overflow.
 const (
 	// MaxDPSize is the largest data-parallel group.
 	MaxDPSize = 4096
@@ -23,14 +23,14 @@ const (
 	maxAttempts     = 16
 )
 
-// draft is an application while it is read: what the file says beside what is stored.
+// draft is an application during parsing, with values of the file that are not stored.
 type draft struct {
 	Application
 	path    string
 	scaling scaling
 }
 
-// scaling is autoscaling_config as far as a fixed size understands it.
+// scaling is autoscaling_config, which must describe a fixed size.
 type scaling struct{ minimum, maximum, initial int }
 
 func fileFields() []field[[]*draft] {
@@ -54,32 +54,51 @@ func applicationFields() []field[draft] {
 		{key: "route_prefix", read: text(func(a *draft) *string { return &a.RoutePrefix })},
 		{key: "model", read: child(func(a *draft) *Model { return &a.Model }, modelFields)},
 		{key: "engine", read: child(func(a *draft) *Engine { return &a.Engine }, engineFields)},
-		{key: "data_parallel", read: child(func(a *draft) *DataParallel { return &a.DataParallel }, dataParallelFields)},
+		{key: "data_parallel", read: child(func(a *draft) *DataParallel { return &a.DataParallel },
+			dataParallelFields)},
 		{key: "num_replicas", read: whole(func(a *draft) *int { return &a.NumReplicas }, 1, MaxRanks)},
 		{key: "num_groups", read: whole(func(a *draft) *int { return &a.NumGroups }, 1, MaxRanks)},
-		{key: "autoscaling_config", read: child(func(a *draft) *scaling { return &a.scaling }, scalingFields)},
+		{key: "autoscaling_config", read: child(func(a *draft) *scaling { return &a.scaling },
+			scalingFields)},
 		{key: "resources", read: child(func(a *draft) *Resources { return &a.Resources }, resourceFields)},
-		{key: "placement_group_strategy", read: word(func(a *draft) *string { return &a.PlacementGroupStrategy }, strategies()...)},
-		{key: "max_ranks_per_node", read: whole(func(a *draft) *int { return &a.MaxRanksPerNode }, 1, maxRanksPerNode)},
+		{
+			key:  "placement_group_strategy",
+			read: word(func(a *draft) *string { return &a.PlacementGroupStrategy }, strategies()...),
+		},
+		{key: "max_ranks_per_node", read: whole(func(a *draft) *int { return &a.MaxRanksPerNode }, 1,
+			maxRanksPerNode)},
 		{key: "routing", read: child(func(a *draft) *Routing { return &a.Routing }, routingFields)},
-		{key: "max_ongoing_requests", read: whole(func(a *draft) *int { return &a.MaxOngoingRequests }, 1, maxOngoing)},
+		{key: "max_ongoing_requests", read: whole(func(a *draft) *int { return &a.MaxOngoingRequests }, 1,
+			maxOngoing)},
 		{key: "max_queued_requests", read: readMaxQueued},
 		{key: "timeouts", read: child(func(a *draft) *Timeouts { return &a.Timeouts }, timeoutFields)},
 		{key: "retries", read: child(func(a *draft) *Retries { return &a.Retries }, retryFields)},
-		{key: "health_check_period_s", read: seconds(func(a *draft) *float64 { return &a.HealthCheckPeriodS })},
-		{key: "health_check_timeout_s", read: seconds(func(a *draft) *float64 { return &a.HealthCheckTimeoutS })},
-		{key: "graceful_shutdown_timeout_s", read: func(c cursor, a *draft) { c.secondsOrZero(&a.GracefulShutdownTimeout) }},
+		{
+			key:  "health_check_period_s",
+			read: seconds(func(a *draft) *float64 { return &a.HealthCheckPeriodS }),
+		},
+		{
+			key:  "health_check_timeout_s",
+			read: seconds(func(a *draft) *float64 { return &a.HealthCheckTimeoutS }),
+		},
+		{key: "graceful_shutdown_timeout_s", read: func(c cursor,
+			a *draft,
+		) {
+			c.secondsOrZero(&a.GracefulShutdownTimeout)
+		}},
 		{key: "prefill", later: true},
 		{key: "decode", later: true},
 		{key: "disaggregation", later: true},
 	}
 }
 
-// readMaxQueued refuses Ray's -1 (no bound) by name: an unbounded queue turns overload into time-outs for everybody.
+// readMaxQueued refuses Ray's -1 (no bound) by name: an unbounded queue turns overload into time-outs for all
+// requests.
 func readMaxQueued(c cursor, a *draft) {
 	if v, ok := c.n.whole(); ok && v < 0 {
-		c.wrong("an integer from 0 to "+strconv.Itoa(maxQueued), "a queue without a bound is refused; leave the key out for "+
-			strconv.Itoa(DefaultMaxQueuedRequests))
+		c.refuseValue("an integer from 0 to "+strconv.Itoa(maxQueued),
+			"a queue without a bound is refused; leave the key out for "+
+				strconv.Itoa(DefaultMaxQueuedRequests))
 		return
 	}
 	c.whole(&a.MaxQueuedRequests, 0, maxQueued)
@@ -122,11 +141,16 @@ func kinds() []string {
 func engineFields() []field[Engine] {
 	return []field[Engine]{
 		{key: "kind", read: word(func(e *Engine) *string { return (*string)(&e.Kind) }, kinds()...)},
-		{key: "family", read: word(func(e *Engine) *string { return &e.Family }, FamilyVLLM, FamilySGLang, FamilyOpenAI)},
+		{key: "family", read: word(func(e *Engine) *string { return &e.Family }, FamilyVLLM, FamilySGLang,
+			FamilyOpenAI)},
 		{key: "command", read: texts(func(e *Engine) *[]string { return &e.Command })},
 		{key: "args", read: readArgs},
-		{key: "env", read: func(c cursor, e *Engine) { c.pairs(&e.Env, envName, "the name of an environment variable") }},
-		{key: "kv_events", read: word(func(e *Engine) *string { return &e.KVEvents }, KVEventsAuto, KVEventsOff)},
+		{key: "env", read: func(c cursor, e *Engine) {
+			c.pairs(&e.Env, envName,
+				"the name of an environment variable")
+		}},
+		{key: "kv_events", read: word(func(e *Engine) *string { return &e.KVEvents }, KVEventsAuto,
+			KVEventsOff)},
 		{key: "startup_timeout_s", read: seconds(func(e *Engine) *float64 { return &e.StartupTimeoutS })},
 		{key: "stall_timeout_s", read: seconds(func(e *Engine) *float64 { return &e.StallTimeoutS })},
 		{key: "ranks", read: func(c cursor, e *Engine) {
@@ -142,7 +166,8 @@ func engineFields() []field[Engine] {
 func rankFields() []field[AttachRank] {
 	return []field[AttachRank]{
 		{key: "url", read: text(func(r *AttachRank) *string { return &r.URL })},
-		{key: "addressing", read: word(func(r *AttachRank) *string { return &r.Addressing }, AddressURL, AddressHeader, AddressBody)},
+		{key: "addressing", read: word(func(r *AttachRank) *string { return &r.Addressing }, AddressURL,
+			AddressHeader, AddressBody)},
 		{key: "selector", read: whole(func(r *AttachRank) *int { return &r.Selector }, 0, MaxDPSize-1)},
 		{key: "group", read: whole(func(r *AttachRank) *int { return &r.Group }, 0, MaxRanks-1)},
 		{key: "rank", read: func(c cursor, r *AttachRank) {
@@ -178,7 +203,8 @@ func socketFields() []field[KVSocket] {
 func dataParallelFields() []field[DataParallel] {
 	return []field[DataParallel]{
 		{key: "dp_size", read: whole(func(p *DataParallel) *int { return &p.DPSize }, 1, MaxDPSize)},
-		{key: "coupling", read: word(func(p *DataParallel) *string { return (*string)(&p.Coupling) }, string(Independent), string(Lockstep))},
+		{key: "coupling", read: word(func(p *DataParallel) *string { return (*string)(&p.Coupling) },
+			string(Independent), string(Lockstep))},
 	}
 }
 
@@ -198,7 +224,10 @@ func resourceFields() []field[Resources] {
 			r.GPUsSet = true
 		}},
 		{key: "cpus", read: func(c cursor, r *Resources) { c.number(&r.CPUs, maxCPUs, true, "cpus") }},
-		{key: "memory_gib", read: func(c cursor, r *Resources) { c.number(&r.MemoryGiB, maxMemoryGiB, true, "GiB") }},
+		{key: "memory_gib", read: func(c cursor, r *Resources) {
+			c.number(&r.MemoryGiB, maxMemoryGiB, true,
+				"GiB")
+		}},
 		{key: "labels", read: func(c cursor, r *Resources) {
 			c.pairs(&r.Labels, labelName, "a label: letters, digits and . _ / - inside")
 		}},
@@ -208,7 +237,8 @@ func resourceFields() []field[Resources] {
 func routingFields() []field[Routing] {
 	return []field[Routing]{
 		{key: "policy", read: readPolicy},
-		{key: "preset", read: word(func(r *Routing) *string { return &r.Preset }, PresetDocumented, PresetTuned)},
+		{key: "preset", read: word(func(r *Routing) *string { return &r.Preset }, PresetDocumented,
+			PresetTuned)},
 		{key: "params", read: readParams},
 		{key: "identity", read: readIdentity},
 		{key: "busy_threshold", read: readBusyThreshold},
@@ -216,10 +246,11 @@ func routingFields() []field[Routing] {
 	}
 }
 
-// policies are the ones of this version; laterPolicies have a name already.
+// policies are those of this version. laterPolicies have only a name yet.
 func policies() []string {
 	return []string{
-		"power-of-two", "least-loaded", "round-robin", "random", "direct", "scoring", "cache-aware", "prefix-aware", "kv", "least-kv", "lmetric", "lmetric-1",
+		"power-of-two", "least-loaded", "round-robin", "random", "direct", "scoring", "cache-aware",
+		"prefix-aware", "kv", "least-kv", "lmetric", "lmetric-1",
 		"lpwl", "min-ttft", "sticky", "chwbl", "session-affinity", "mex",
 	}
 }

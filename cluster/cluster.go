@@ -1,6 +1,6 @@
-// Package cluster is consensus: it puts commands into hashicorp/raft, applies what was committed to the replicated state
-// and keeps both in a data dir that belongs to one cluster, one node and one process. A node votes, stands by without a vote, or
-// only follows (Watcher).
+// Package cluster runs consensus. It puts commands into hashicorp/raft, applies committed commands to the
+// replicated state, and keeps both in a data dir that belongs to one cluster, one node and one process. A
+// node is a voter, a standby without a vote, or a follower that takes no part in consensus (Watcher).
 package cluster
 
 import (
@@ -13,94 +13,100 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/hashicorp/raft"
+
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/state"
 )
 
-// proposeTimeout bounds the wait for a leader of a Propose whose context has no earlier deadline, and each step of becoming
-// ready.
+// proposeTimeout bounds how long Propose waits for a leader if its context has no earlier deadline. It also
+// bounds each step of becoming ready.
 const proposeTimeout = 5 * time.Second
 
 const (
-	// closeGrace is how long Close waits for proposals in flight before it stops raft under them.
+	// closeGrace is how long Close waits for proposals in flight before it stops raft.
 	closeGrace = 2 * time.Second
-	// diskGrace is how long Close waits for raft and the disk after that: twice as long as raft waits for a node that does not answer.
+	// diskGrace is how long Close then waits for raft and the disk: twice raft's wait for a node that does
+	// not answer.
 	diskGrace = 2 * transportTimeout
 )
 
-// maxProposals bounds proposals in flight; each holds a goroutine until raft answers.
+// maxProposals bounds the proposals in flight. Each one has a goroutine until raft answers.
 const maxProposals = 256
 
-// Cluster is this node's share of consensus: the local copy of the state and the way to change it, msg.Store and
-// msg.Proposer for the actors. Safe for concurrent use.
+// Cluster is this node's part of consensus: the local copy of the state and the way to change it. Actors know
+// it as msg.Store and msg.Proposer. It is safe for concurrent use.
 type Cluster struct {
 	cfg   Config
 	log   *slog.Logger
 	ident identity
-	home  io.Closer // the data dir, held over all runs; nil in memory
+	home  io.Closer // the lock of the data dir, held over all runs; nil in memory
 	fsm   *fsm
-	net   *network // nil: alone
+	net   *network // nil = this node is alone
 	book  addressBook
 	run   atomic.Pointer[run]
 
-	confirms confirms
+	confirmRounds confirmRounds
 
-	memory *disk       // without a data dir: of all runs; keep's own after Open
+	memory *disk       // without a data dir: the disk of all runs; only newRun uses it
 	alone  atomic.Bool // this node is the only voter of the log on disk
 	holds  atomic.Bool // see Holds
 	leader atomic.Bool // elected, and everything before the election is applied
 	slots  chan struct{}
-	done   chan struct{} // closed by end: Close was called, or a fault that no wait can heal
+	done   chan struct{} // closed by end: at Close, or at a fault that waiting cannot repair
 	loops  sync.WaitGroup
 	once   sync.Once
 	closed error
 
-	stopped error // of the last run; keep's own until loops has ended
+	stopped error // of the last run; only superviseRuns writes it before all loops have ended
 
 	mu        sync.Mutex
 	stopping  bool
 	why       error          // set before done is closed
-	fault     error          // the disk refuses writes; nil once it takes one
+	fault     error          // the disk refuses writes; nil after the next successful write
 	faulty    atomic.Bool    // fault != nil
 	proposals sync.WaitGroup // Add only under mu while !closing
-	ready     chan struct{}  // closed while leader and initialized; replaced when leadership goes
-	turn      chan struct{}  // closed and replaced when leadership changes, here or elsewhere
+	ready     chan struct{}  // closed while this node leads and is ready; replaced when it stops leading
+	turn      chan struct{}  // closed and replaced when the leader changes, here or on another node
 }
 
-// Config says where the cluster lives. The zero value is a cluster in memory.
+// Config configures a Cluster. The zero value is a cluster in memory.
 type Config struct {
-	NodeID       string              // "" = the data dir's, or a new one
-	ClusterID    string              // "" = the data dir's, or a new one
-	UID          string              // "" = the data dir's, or a new one
-	DataDir      string              // "" = in memory: nothing survives Close
-	SegmentSize  int                 // bytes preallocated per log file; 0 = DefaultSegmentSize
-	Log          *slog.Logger        // nil = silent; raft's own talk comes at debug, its errors at error
-	ApplySeconds func(time.Duration) // told how long each proposal took, refused ones too; nil = nobody
+	NodeID      string       // "" = the data dir's, or a new one
+	ClusterID   string       // "" = the data dir's, or a new one
+	UID         string       // "" = the data dir's, or a new one
+	DataDir     string       // "" = in memory: nothing survives Close
+	SegmentSize int          // bytes preallocated per log file; 0 = DefaultSegmentSize
+	Log         *slog.Logger // nil = silent; raft logs its errors at error, all else at debug
+	// gets the duration of each proposal, also of refused ones; nil = not measured
+	ApplySeconds func(time.Duration)
 
 	// Layer connects control nodes; nil = this node is alone. Close closes it.
 	Layer Layer
-	// Resolve finds a node's HOST:PORT by its UID, before State().Nodes does; nil = those only.
+	// Resolve returns a node's HOST:PORT by its UID. It comes before State().Nodes; nil = only State().Nodes.
 	Resolve func(uid string) (address string, ok bool)
-	// Member: the node has joined a cluster, whose leader will make it a voter or a standby. ClusterID is that cluster's.
+	// Member: the node has joined a cluster. Its leader will make the node a voter or a standby. ClusterID is
+	// required.
 	Member bool
-	// Forward puts a command to the leader for a node that does not lead: it calls ProposeHere there. nil = refuse instead.
+	// Forward sends a command to the leader, which calls ProposeHere. nil = a node that does not lead refuses
+	// commands.
 	Forward func(ctx context.Context, leader state.Node, c state.Command) (state.Result, error)
-	// Secrets makes what a cluster is given at its first start, or when it has none yet; nil = none.
+	// Secrets makes the secrets of a cluster that has none, for example at its first start; nil = none.
 	Secrets func() state.Secrets
-	// LeaseTTL is how long leases last in a cluster that begins with Secrets.
+	// LeaseTTL is how long leases last in a cluster that starts with Secrets.
 	LeaseTTL time.Duration
 	// Timers are raft's; zero = DefaultTimers.
 	Timers Timers
 
-	// Stores stands between raft and its log, at every opening; nil = nothing does.
+	// Stores wraps raft's log each time it is opened; nil = no wrapper.
 	Stores func(LogStore) LogStore
 }
 
-// DefaultSegmentSize is what one log file preallocates. raft-wal's own 64 MiB suit databases; here a day's log is a few
-// hundred KiB (TRAPS 10).
+// DefaultSegmentSize is the preallocated size of one log file. The default of raft-wal, 64 MiB, suits
+// databases; here the log of a day has a few hundred KiB.
 const DefaultSegmentSize = 1 << 20
 
-// withDefaults fills in what is zero.
+// withDefaults replaces zero fields by the defaults.
 func (cfg Config) withDefaults() Config {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
@@ -117,25 +123,27 @@ func (cfg Config) withDefaults() Config {
 	return cfg
 }
 
-// Open takes the data dir, brings the state back and starts the election. It returns before there is a leader: see Ready.
-// Errors are *problem.Error: Conflict if the data dir is another cluster's, of a newer format, or in use.
+// Open locks the data dir, restores the state and starts the election. It returns before there is a leader:
+// see Ready. Errors are *problem.Error: Conflict if the data dir is another cluster's, of a newer format, or
+// in use.
 func Open(cfg Config) (*Cluster, error) {
 	cfg = cfg.withDefaults()
-	home, ident, err := openHome(cfg)
+	home, ident, err := openDataDir(cfg)
 	if err != nil {
 		return nil, err
 	}
 	c := &Cluster{
-		cfg: cfg, log: cfg.Log, ident: ident, home: home, fsm: newFSM(), slots: make(chan struct{}, maxProposals),
+		cfg: cfg, log: cfg.Log, ident: ident, home: home, fsm: newFSM(),
+		slots: make(chan struct{}, maxProposals),
 		ready: make(chan struct{}), turn: make(chan struct{}), done: make(chan struct{}),
 	}
 	if err := c.start(); err != nil {
-		return nil, errors.Join(err, c.shut())
+		return nil, errors.Join(err, c.closeShared())
 	}
 	return c, nil
 }
 
-// start begins the first run and the loops around it.
+// start begins the first run of raft and the goroutines around it.
 func (c *Cluster) start() error {
 	if c.cfg.Layer != nil {
 		c.net = newNetwork(c.cfg, c.ident.UID, c.addresses, c.nameOf)
@@ -145,27 +153,27 @@ func (c *Cluster) start() error {
 		return err
 	}
 	c.run.Store(r)
-	c.loops.Go(func() { c.watch(r) })
-	c.loops.Go(c.keep)
+	c.loops.Go(func() { c.watchLeadership(r) })
+	c.loops.Go(c.superviseRuns)
 	return nil
 }
 
-// NodeID is this node's name.
+// NodeID returns this node's name.
 func (c *Cluster) NodeID() string { return c.ident.Node }
 
-// UID is what this node is known by in consensus: drawn with its data dir.
+// UID returns the id of this node in consensus. It is made together with the data dir.
 func (c *Cluster) UID() string { return c.ident.UID }
 
-// ClusterID is the cluster's name, made at its first start.
+// ClusterID returns the cluster's name, which is made at its first start.
 func (c *Cluster) ClusterID() string { return c.ident.Cluster }
 
-// State is the newest applied state. It is immutable and shared: read it, never change it.
+// State returns the newest applied state. It is immutable and shared: callers must not change it.
 func (c *Cluster) State() *state.State { return c.fsm.State() }
 
-// Changed is closed at the next change of State. Take it before State, or a change in between goes unseen.
+// Changed is closed at the next change of State. Take it before State, or a change in between goes unnoticed.
 func (c *Cluster) Changed() <-chan struct{} { return c.fsm.Changed() }
 
-// end fails everything that waits; the first reason stands.
+// end makes everything that waits fail. The first reason stays.
 func (c *Cluster) end(why error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -175,14 +183,15 @@ func (c *Cluster) end(why error) {
 	}
 }
 
-// ended is why nothing goes on, nil while it does.
-func (c *Cluster) ended() error {
+// endError returns the reason of end, nil before it.
+func (c *Cluster) endError() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.why
 }
 
-// Close ends proposals (in-flight ones get closeGrace), stops raft and gives the data dir free. Idempotent; waits.
+// Close ends proposals (those in flight get closeGrace), stops raft and unlocks the data dir. It is
+// idempotent and waits.
 func (c *Cluster) Close() error {
 	c.once.Do(func() { c.closed = c.close() })
 	return c.closed
@@ -192,51 +201,53 @@ func (c *Cluster) close() error {
 	c.mu.Lock()
 	c.stopping = true
 	c.mu.Unlock()
-	c.settle()
+	c.awaitProposals()
 	c.leader.Store(false)
 	c.end(errClosed())
 	c.holds.Store(false)
 	done := make(chan struct{})
-	go func() { c.loops.Wait(); close(done) }() // keep stops the run
+	go func() { c.loops.Wait(); close(done) }() // superviseRuns stops the run
 	select {
 	case <-done:
-		return c.shut()
+		return c.closeShared()
 	case <-time.After(diskGrace):
-		return c.abandon(done)
+		return c.abandonDisk(done)
 	}
 }
 
-// abandon is the end over a disk that hangs: it leaves the data dir to what still writes there. The dir stays taken until that has
-// returned, or the process has ended.
-func (c *Cluster) abandon(done <-chan struct{}) error {
+// abandonDisk ends Close while a call of the disk hangs. The data dir stays locked until that call has
+// returned, or the process has ended, because the call may still write there.
+func (c *Cluster) abandonDisk(done <-chan struct{}) error {
 	if c.net != nil {
-		c.net.stop()
+		c.net.closeConnections()
 	}
 	go func() {
 		<-done
-		if err := c.shut(); err != nil {
+		if err := c.closeShared(); err != nil {
 			c.log.Warn("closed late, with an error", "room", "cluster", "err", err)
 		}
 	}()
-	return problem.New(problem.Unavailable, "close data dir %s: %w", c.cfg.DataDir, fmt.Errorf("%w: %w", ErrDisk, errDiskHangs)).
+	return problem.New(problem.Unavailable, "close data dir %s: %w", c.cfg.DataDir,
+		fmt.Errorf("%w: %w", ErrDisk, errDiskHangs)).
 		WithHint("the disk does not answer: look at it before you start dpserve there again")
 }
 
-// shut closes what outlives the runs.
-func (c *Cluster) shut() error {
+// closeShared closes what all runs share.
+func (c *Cluster) closeShared() error {
 	var errs []error
 	if c.net != nil {
-		c.net.shut()
+		c.net.closeAll()
 	}
-	c.confirms.loops.Wait() // at most transportTimeout, as for raft's own messages
+	c.confirmRounds.loops.Wait() // at most transportTimeout, like any message of raft
 	if c.home != nil {
 		errs = append(errs, c.home.Close())
 	}
 	return errors.Join(append(errs, c.stopped)...)
 }
 
-// settle waits for proposals in flight, at most closeGrace: raft may drop a queued one without an answer when it stops.
-func (c *Cluster) settle() {
+// awaitProposals waits at most closeGrace for proposals in flight: a raft that stops may drop a queued one
+// without an answer.
+func (c *Cluster) awaitProposals() {
 	done := make(chan struct{})
 	go func() { c.proposals.Wait(); close(done) }()
 	select {
@@ -246,10 +257,263 @@ func (c *Cluster) settle() {
 	}
 }
 
-// Snapshot writes a snapshot now and cuts the log behind it; raft does the same by itself when one is due.
+// Snapshot writes a snapshot now and cuts the log. Raft does the same on its own when a snapshot is due.
 func (c *Cluster) Snapshot() error {
 	if err := c.run.Load().raft.Snapshot().Error(); err != nil {
 		return fmt.Errorf("snapshot: %w", err)
 	}
 	return nil
+}
+
+// Timers of a single voter without a node port. They bound how long a suspended leader still takes itself for
+// one. It cannot lose an election against another node, so short timers cost nothing.
+const (
+	aloneHeartbeat = 200 * time.Millisecond
+	aloneElection  = 200 * time.Millisecond
+	aloneLease     = 100 * time.Millisecond
+)
+
+// Timers of a node with a node port. With shorter ones three voters on two busy cores change the leader
+// without need.
+const (
+	manyHeartbeat = time.Second
+	manyElection  = time.Second
+	manyLease     = 500 * time.Millisecond
+)
+
+// Timers are raft's. A follower without a message of its leader for Heartbeat to twice as long starts an
+// election, and repeats it after Election. A leader without answers of a majority for Lease stops leading.
+type Timers struct {
+	Heartbeat time.Duration
+	Election  time.Duration
+	Lease     time.Duration // at most Heartbeat
+}
+
+// DefaultTimers returns the timers of a node with a node port, or without.
+func DefaultTimers(port bool) Timers {
+	if port {
+		return Timers{Heartbeat: manyHeartbeat, Election: manyElection, Lease: manyLease}
+	}
+	return Timers{Heartbeat: aloneHeartbeat, Election: aloneElection, Lease: aloneLease}
+}
+
+// Store is a node's copy of the state and the way to change it, whether the node takes part in consensus
+// (Cluster) or follows (Watcher). Actors know it as msg.Store and msg.Proposer.
+type Store interface {
+	State() *state.State
+	Changed() <-chan struct{}
+	Propose(ctx context.Context, c state.Command) (state.Result, error)
+
+	Ready(ctx context.Context) error
+	Leader() bool // this node leads and is ready; never for a Watcher
+	LeaderNode() (uid string, known bool)
+	Leadership() <-chan struct{}
+
+	ClusterID() string
+	NodeID() string
+	UID() string
+	Close() error
+}
+
+var (
+	_ Store = (*Cluster)(nil)
+	_ Store = (*Watcher)(nil)
+)
+
+// faultPause is the pause before raft is started again after a failed write, and between further attempts.
+const faultPause = time.Second
+
+// ErrDisk is in every error of a disk that refuses writes or does not answer. The data was not acknowledged.
+var ErrDisk = errors.New("the disk of the data dir refuses writes")
+
+// ErrUnreadable is in every error of a log entry or snapshot that this version cannot read. This node has
+// left consensus until it is started with a version that can read it.
+var ErrUnreadable = errors.New("this node has left consensus")
+
+// unreadableError names what cannot be read and what to do. The list of nodes shows messages without hints,
+// so the message itself says it too.
+func unreadableError(what string, err error) error {
+	if !errors.Is(err, state.ErrNewer) {
+		err = fmt.Errorf("it is damaged, or a newer version of dpserve wrote it: %w", err)
+	}
+	return problem.New(problem.Unavailable, "%w",
+		fmt.Errorf("%w, upgrade its dpserve: %s cannot be read: %w", ErrUnreadable, what, err)).
+		WithHint("start a newer version of dpserve on this node's data dir: it goes on from its log; until " +
+			"then it serves with the state it has")
+}
+
+// Fault returns why this node takes no part in consensus, nil while it does. The error is a *problem.Error.
+// It wraps ErrDisk while the disk of the data dir refuses writes; the node recovers by itself. It wraps
+// ErrUnreadable if the log has entries that this version cannot read; that lasts until another version is
+// started. While there is a fault this node neither leads nor votes.
+func (c *Cluster) Fault() error {
+	if !c.faulty.Load() {
+		return nil
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.fault == nil {
+		return nil
+	}
+	if errors.Is(c.fault, ErrUnreadable) {
+		return c.fault
+	}
+	return c.diskProblem(c.fault)
+}
+
+func (c *Cluster) diskProblem(err error) error {
+	if errors.Is(err, errDiskHangs) {
+		return problem.New(problem.Unavailable, "data dir %s: %w", c.cfg.DataDir, err).
+			WithHint("look at the disk of the data dir, it is broken or very slow: dpserve goes on by " +
+				"itself when it answers; " +
+				"look at the state before you repeat the command")
+	}
+	return problem.New(problem.Unavailable, "data dir %s: %w", c.cfg.DataDir, err).
+		WithHint("free disk space or make the data dir writable: dpserve goes on by itself; look at the " +
+			"state before you repeat the command")
+}
+
+func (c *Cluster) setFault(err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.fault = err
+	c.faulty.Store(err != nil)
+}
+
+// onDiskFailure handles the first failure of a run. The guard calls it before it tells raft, so that a reader
+// who sees that raft does not lead any more also sees the fault.
+func (c *Cluster) onDiskFailure(err error) {
+	c.setFault(err)
+	if c.leader.Load() && c.alone.Load() && c.endError() == nil {
+		c.holds.Store(true)
+	}
+}
+
+// Holds reports that this node led when its disk failed, and that no other node can lead meanwhile: this node
+// is the only voter, so every possible majority needs its vote, and without a disk it does not vote. Its
+// decisions stay valid and leases may be prolonged, but nothing can be proposed. Holds ends when raft leads
+// again, or when the log on disk turns out to have other voters.
+func (c *Cluster) Holds() bool { return c.holds.Load() }
+
+// readLog reads addresses and voters from the log on disk, before raft starts over it.
+func (c *Cluster) readLog(d *disk) error {
+	members, index, err := c.book.readAll(d.log)
+	if err != nil {
+		return err
+	}
+	snaps, err := d.snaps.List()
+	if err != nil {
+		return err
+	}
+	if len(snaps) > 0 && snaps[0].ConfigurationIndex > index {
+		members = snaps[0].Configuration
+	}
+	if c.alone.Store(isOnlyVoter(members, c.ident.UID)); !c.alone.Load() && c.holds.Swap(false) {
+		c.wakeLeadership()
+	}
+	return nil
+}
+
+// onDiskWrite handles every successful write.
+func (c *Cluster) onDiskWrite() {
+	if c.faulty.Load() && errors.Is(c.Fault(), ErrDisk) {
+		c.log.Info("the disk of the data dir takes writes again", "room", "cluster")
+		c.setFault(nil)
+	}
+}
+
+// superviseRuns ends a run whose disk refused a write, begins the next one, and ends the last one at Close.
+func (c *Cluster) superviseRuns() {
+	for c.awaitRunEnd(c.run.Load()) {
+		next := c.startNextRun()
+		if next == nil {
+			return
+		}
+		c.run.Store(next)
+		c.loops.Go(func() { c.watchLeadership(next) })
+	}
+}
+
+// awaitRunEnd waits for the end of a run and stops it. It returns true if the disk failed: then another run
+// should begin. It returns false for an unreadable log, because the next run could not read it either.
+func (c *Cluster) awaitRunEnd(r *run) bool {
+	select {
+	case <-c.done:
+		c.stopped = r.stop(ErrClosed)
+		return false
+	case <-r.guard.failed:
+	}
+	err, why := r.guard.failure(), ErrDisk
+	again := !errors.Is(err, ErrUnreadable)
+	if again {
+		c.log.Error("the disk refuses writes or does not answer: this node leaves consensus until it takes "+
+			"them again", "room", "cluster", "err", err)
+	} else {
+		why = ErrUnreadable
+		c.log.Error("this node leaves consensus until a newer version of dpserve runs on it", "room",
+			"cluster", "err", err)
+	}
+	if err := r.stop(why); err != nil {
+		c.log.Warn("stopped with an error", "room", "cluster", "err", err)
+	}
+	return again
+}
+
+// startNextRun begins a run over the log, which it reads again; nil after Close.
+func (c *Cluster) startNextRun() *run {
+	for {
+		select {
+		case <-time.After(faultPause):
+		case <-c.done:
+			return nil
+		}
+		r, err := c.newRun()
+		if err == nil {
+			return r
+		}
+		if errors.Is(err, ErrUnreadable) {
+			c.setFault(err)
+			c.holds.Store(false)
+			c.wakeLeadership()
+			if c.net != nil {
+				c.net.rejectMessages(ErrUnreadable)
+			}
+			return nil
+		}
+		c.setFault(fmt.Errorf("%w: %w", ErrDisk, err))
+		c.log.Debug("consensus cannot start again yet", "room", "cluster", "err", err)
+	}
+}
+
+// newRun opens the disk and starts raft over it. An empty log gets this node as its only voter, unless the
+// node is a member of a cluster, which will send its own log.
+func (c *Cluster) newRun() (_ *run, err error) {
+	d, err := c.openDisk()
+	if err != nil {
+		return nil, err
+	}
+	g := newGuard(d.log, &c.book, guardHooks{
+		uid: c.ident.UID, alone: &c.alone, wrote: c.onDiskWrite,
+		failed: c.onDiskFailure,
+	})
+	r := &run{disk: d, guard: g, net: c.net, seen: make(chan raft.Observation, 1), over: make(chan struct{})}
+	if err := r.start(c); err != nil {
+		return nil, errors.Join(err, d.Close())
+	}
+	return r, nil
+}
+
+// openDisk opens log and snapshots; the data dir is locked. In memory they outlive the run, as files do: a
+// node that forgot its votes might vote twice.
+func (c *Cluster) openDisk() (*disk, error) {
+	if c.cfg.DataDir != "" {
+		return openFiles(c.cfg)
+	}
+	if c.memory == nil {
+		c.memory = &disk{log: raft.NewInmemStore(), snaps: raft.NewInmemSnapshotStore()}
+		if c.cfg.Stores != nil {
+			c.memory.log = c.cfg.Stores(c.memory.log)
+		}
+	}
+	return c.memory, nil
 }

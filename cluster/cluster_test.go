@@ -25,13 +25,13 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// The seams that the actors see.
+// The interfaces that the actors use.
 var (
 	_ msg.Store    = (*cluster.Cluster)(nil)
 	_ msg.Proposer = (*cluster.Cluster)(nil)
 )
 
-// crashDir tells a re-executed test binary to be the process that is killed.
+// crashDir is the variable that tells a re-executed test binary to be the process that is killed.
 const crashDir = "DPSERVE_TEST_CRASH_DIR"
 
 func TestMain(m *testing.M) {
@@ -49,7 +49,7 @@ func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m)
 }
 
-// limit ends a test that hangs; nothing is asserted about it.
+// limit ends a test that hangs. No test asserts it.
 const limit = 30 * time.Second
 
 func open(t testing.TB, cfg cluster.Config) *cluster.Cluster {
@@ -67,14 +67,19 @@ func open(t testing.TB, cfg cluster.Config) *cluster.Cluster {
 
 func putApp(name, spec string) state.Command {
 	return state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{
-		Name: name, Spec: json.RawMessage(fmt.Sprintf(`{"name":%q,"v":%q}`, name, spec)), Names: []string{name}, Route: "/",
+		Name: name, Spec: json.RawMessage(fmt.Sprintf(`{"name":%q,"v":%q}`, name, spec)),
+		Names: []string{name}, Route: "/",
 	}}}}
 }
 
 func grant(app string, revision, expect uint64) state.Command {
-	return state.Command{GrantGroup: &state.GrantGroup{App: app, AppRevision: revision, Units: []state.UnitGrant{{
-		Unit: app + "/0", ExpectEpoch: expect, Attempt: 1, Ranks: []state.RankGrant{{Rank: 0, Node: "node-1", Slot: 0}},
-	}}}}
+	return state.Command{GrantGroup: &state.GrantGroup{
+		App: app, AppRevision: revision,
+		Units: []state.UnitGrant{{
+			Unit: app + "/0", ExpectEpoch: expect, Attempt: 1,
+			Ranks: []state.RankGrant{{Rank: 0, Node: "node-1", Slot: 0}},
+		}},
+	}}
 }
 
 func propose(t testing.TB, c *cluster.Cluster, cmd state.Command) state.Result {
@@ -169,7 +174,7 @@ func TestConcurrentProposals(t *testing.T) {
 		wg.Go(func() {
 			for i := range writes {
 				_, err := c.Propose(t.Context(), putApp("demo", fmt.Sprint(i)))
-				if !assert.NoError(t, err) { //nolint:testifylint // require may not end another goroutine's test
+				if !assert.NoError(t, err) { //nolint:testifylint // not the test's goroutine
 					return
 				}
 				assert.NotZero(t, c.State().Revision)
@@ -180,7 +185,7 @@ func TestConcurrentProposals(t *testing.T) {
 	assert.Equal(t, int64(writers*writes), timed.Load()-started)
 }
 
-// TestOneWinner: of many who expect the same revision exactly one gets it.
+// TestOneWinner: of many proposers that expect the same revision exactly one succeeds.
 func TestOneWinner(t *testing.T) {
 	c := open(t, cluster.Config{})
 	var won, lost atomic.Int64
@@ -206,7 +211,8 @@ func TestRefusedDataDirs(t *testing.T) {
 	mine := t.TempDir()
 	c := open(t, cluster.Config{DataDir: mine, NodeID: "node-1", ClusterID: "alpha"})
 	_, err := cluster.Open(cluster.Config{DataDir: mine})
-	assertConflict(t, err, "data dir "+mine+" is in use by another dpserve", "stop the other one, or choose another --data-dir")
+	assertConflict(t, err, "data dir "+mine+" is in use by another dpserve",
+		"stop the other one, or choose another --data-dir")
 	require.NoError(t, c.Close())
 
 	file := filepath.Join(mine, "cluster.json")
@@ -217,11 +223,13 @@ func TestRefusedDataDirs(t *testing.T) {
 	}{
 		"other cluster": {
 			cfg:     cluster.Config{ClusterID: "beta"},
-			message: "data dir " + mine + " belongs to cluster alpha, not beta", tip: "choose another --data-dir, or an empty one to start anew",
+			message: "data dir " + mine + " belongs to cluster alpha, not beta",
+			tip:     "choose another --data-dir, or an empty one to start anew",
 		},
 		"other node": {
 			cfg:     cluster.Config{NodeID: "node-2"},
-			message: "data dir " + mine + " belongs to node node-1, not node-2", tip: "leave --node-id out, or choose another --data-dir",
+			message: "data dir " + mine + " belongs to node node-1, not node-2",
+			tip:     "leave --node-id out, or choose another --data-dir",
 		},
 		"newer format": {
 			content: `{"format":2,"cluster":"alpha","node":"node-1"}`,
@@ -235,7 +243,8 @@ func TestRefusedDataDirs(t *testing.T) {
 		},
 		"empty names": {
 			content: `{"format":1}`,
-			message: "cluster.json in " + mine + " lacks format, cluster or node", tip: "restore the data dir from a backup, or choose an empty --data-dir",
+			message: "cluster.json in " + mine + " lacks format, cluster or node",
+			tip:     "restore the data dir from a backup, or choose an empty --data-dir",
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -262,7 +271,7 @@ func assertConflict(t *testing.T, err error, message, hint string) {
 	assert.Equal(t, hint, p.Hint)
 }
 
-// TestMixedDataDir: a cluster.json beside another cluster's log is refused, and nobody waits for it.
+// TestMixedDataDir: Open refuses a cluster.json beside another cluster's log, and no caller waits for it.
 func TestMixedDataDir(t *testing.T) {
 	dir := t.TempDir()
 	c := open(t, cluster.Config{DataDir: dir, NodeID: "node-1", ClusterID: "alpha"})
@@ -279,7 +288,8 @@ func TestMixedDataDir(t *testing.T) {
 	rename(c.UID())
 	c, err = cluster.Open(cluster.Config{DataDir: dir})
 	require.NoError(t, err)
-	assertConflict(t, c.Ready(t.Context()), "the log in the data dir is of cluster alpha, its cluster.json says beta",
+	assertConflict(t, c.Ready(t.Context()),
+		"the log in the data dir is of cluster alpha, its cluster.json says beta",
 		"two data dirs were mixed; restore one from a backup or choose an empty --data-dir")
 	_, err = c.Propose(t.Context(), putApp("demo", "one"))
 	assert.Equal(t, problem.Conflict, problem.CodeOf(err))
@@ -288,7 +298,8 @@ func TestMixedDataDir(t *testing.T) {
 
 	require.NoError(t, os.Remove(filepath.Join(dir, "cluster.json")))
 	_, err = cluster.Open(cluster.Config{DataDir: dir})
-	assertConflict(t, err, "data dir "+dir+" has a log but no cluster.json", "restore the data dir from a backup, or choose an empty --data-dir")
+	assertConflict(t, err, "data dir "+dir+" has a log but no cluster.json",
+		"restore the data dir from a backup, or choose an empty --data-dir")
 }
 
 func TestUnwritableDataDir(t *testing.T) {
@@ -341,13 +352,15 @@ func TestReadyGivesUpWithTheContext(t *testing.T) {
 	require.NoError(t, c.Close())
 }
 
-// TestFakeTime: the in-memory cluster runs in a synctest bubble, as whole nodes do in the harness, and needs no second of it.
+// TestFakeTime: the in-memory cluster runs in a synctest bubble, as whole nodes do in the harness, and needs
+// less than a second of it.
 func TestFakeTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		begin := time.Now()
 		c := open(t, cluster.Config{Log: slog.New(slog.DiscardHandler)})
 		propose(t, c, putApp("demo", "one"))
-		assert.Less(t, time.Since(begin), 200*time.Millisecond, "the only voter waited for a leader that cannot exist")
+		assert.Less(t, time.Since(begin), 200*time.Millisecond,
+			"the only voter waited for a leader that cannot exist")
 		require.NoError(t, c.Close())
 	})
 }

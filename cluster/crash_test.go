@@ -19,7 +19,7 @@ import (
 	"github.com/dpserve/dpserve/cluster"
 )
 
-// writeForEver is the process that gets killed: it prints each revision after it was acknowledged.
+// writeForEver is the process that is killed: it prints each revision after its acknowledgement.
 func writeForEver(dir string) {
 	c, err := cluster.Open(cluster.Config{DataDir: dir, SegmentSize: 64 << 10})
 	if err != nil {
@@ -40,7 +40,7 @@ func writeForEver(dir string) {
 	}
 }
 
-// TestNothingAcknowledgedIsLost kills the writing process without notice, several times, and reads the data dir again.
+// TestNothingAcknowledgedIsLost kills the writing process several times and reads the data dir again.
 func TestNothingAcknowledgedIsLost(t *testing.T) {
 	dir, rounds := t.TempDir(), 4
 	if testing.Short() {
@@ -56,7 +56,8 @@ func TestNothingAcknowledgedIsLost(t *testing.T) {
 	}
 }
 
-// killAfter runs the writer until it has acknowledged n writes, kills it and gives the last acknowledged revision.
+// killAfter runs the writer until it has acknowledged n writes, kills it, and returns the last acknowledged
+// revision.
 func killAfter(t *testing.T, dir string, n int) uint64 {
 	t.Helper()
 	cmd := exec.CommandContext(t.Context(), os.Args[0])
@@ -71,7 +72,8 @@ func killAfter(t *testing.T, dir string, n int) uint64 {
 		last, err = strconv.ParseUint(lines.Text(), 10, 64)
 		require.NoError(t, err)
 		if n--; n == 0 {
-			require.NoError(t, cmd.Process.Kill()) // the lines still in the pipe were acknowledged too: read on
+			// the lines still in the pipe were acknowledged too: read on
+			require.NoError(t, cmd.Process.Kill())
 		}
 	}
 	require.Error(t, cmd.Wait(), "the writer ended by itself")
@@ -79,12 +81,14 @@ func killAfter(t *testing.T, dir string, n int) uint64 {
 	return last
 }
 
-// TestCrashDuringTheFirstStart leaves what a kill inside raft's bootstrap leaves: a term without voters. It must start.
+// TestCrashDuringTheFirstStart: after a kill inside raft's bootstrap the data dir has a term without voters.
+// The node must start.
 func TestCrashDuringTheFirstStart(t *testing.T) {
 	dir := t.TempDir()
 	raftDir := filepath.Join(dir, "raft")
 	require.NoError(t, os.MkdirAll(raftDir, 0o700))
-	require.NoError(t, os.WriteFile(filepath.Join(dir, "cluster.json"), []byte(`{"format":1,"cluster":"alpha","node":"node-1"}`), 0o600))
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "cluster.json"),
+		[]byte(`{"format":1,"cluster":"alpha","node":"node-1"}`), 0o600))
 	meta := &metadb.BoltMetaDB{}
 	w, err := wal.Open(raftDir, wal.WithSegmentSize(1<<20), wal.WithMetaStore(meta))
 	require.NoError(t, err)

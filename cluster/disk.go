@@ -15,59 +15,26 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// raftDir is where the log and the snapshots are, inside the data dir.
+// raftDir is the directory of the log and the snapshots inside the data dir.
 const raftDir = "raft"
 
-// dirMode keeps the data dir to its owner: specs may name private models.
+// dirMode gives only the owner access: specs may name private models.
 const dirMode = 0o700
 
-// keyCurrentTerm is raft's own name for the term in the stable store; see unfinished.
+// keyCurrentTerm is raft's name of the term in the stable store; see undoUnfinishedStart.
 const keyCurrentTerm = "CurrentTerm"
 
-// LogStore is where raft keeps its entries, its term and its votes.
+// LogStore is raft's store of its entries, its term and its votes.
 type LogStore interface {
 	raft.LogStore
 	raft.StableStore
 }
 
-type logStore = LogStore
-
-// disk is what raft writes to: files in a data dir that this process has taken, or memory.
+// disk is raft's storage: files in a data dir that this process has locked, or memory.
 type disk struct {
-	log     logStore
+	log     LogStore
 	snaps   raft.SnapshotStore
 	closers []io.Closer // in order of opening
-}
-
-// openHome takes the data dir and reads whose it is; without one the identity is new and there is nothing to close.
-func openHome(cfg Config) (io.Closer, identity, error) {
-	if cfg.DataDir == "" {
-		return nil, newIdentity(cfg, clusterName(cfg)), nil
-	}
-	lock, err := takeDir(cfg.DataDir)
-	if err != nil {
-		return nil, identity{}, err
-	}
-	ident, err := loadIdentity(cfg)
-	if err != nil {
-		return nil, ident, firstError(err, lock.Close())
-	}
-	return lock, ident, nil
-}
-
-// openDisk opens log and snapshots. The data dir is held. In memory they outlive the run as files do: a node that forgot its votes
-// might vote twice.
-func (c *Cluster) openDisk() (*disk, error) {
-	if c.cfg.DataDir != "" {
-		return openFiles(c.cfg)
-	}
-	if c.memory == nil {
-		c.memory = &disk{log: raft.NewInmemStore(), snaps: raft.NewInmemSnapshotStore()}
-		if c.cfg.Stores != nil {
-			c.memory.log = c.cfg.Stores(c.memory.log)
-		}
-	}
-	return c.memory, nil
 }
 
 func openFiles(cfg Config) (*disk, error) {
@@ -82,15 +49,16 @@ func openFiles(cfg Config) (*disk, error) {
 	return d, nil
 }
 
-// openRaft opens log and snapshots. The log's meta store is ours to close: raft-wal's Close leaves it open, and a second
-// open of the same file in one process would wait for ever.
+// openRaft opens log and snapshots. We close the log's meta store ourselves: raft-wal's Close leaves it open,
+// and a second open of the same file in one process would wait forever.
 func (d *disk) openRaft(cfg Config, dir string) error {
-	logger := newRaftLog(cfg.Log, func(string) string { return "" }, never) // disks speak of no nodes
+	logger := newRaftLog(cfg.Log, func(string) string { return "" }, never) // disks log no node names
 	meta := &metadb.BoltMetaDB{}
 	d.closers = append(d.closers, meta)
-	w, err := wal.Open(dir, wal.WithSegmentSize(cfg.SegmentSize), wal.WithLogger(logger), wal.WithMetaStore(meta))
+	w, err := wal.Open(dir, wal.WithSegmentSize(cfg.SegmentSize), wal.WithLogger(logger),
+		wal.WithMetaStore(meta))
 	if err != nil {
-		return broken("open the log", err)
+		return diskError("open the log", err)
 	}
 	d.closers = append(d.closers, w)
 	d.log = w
@@ -103,36 +71,40 @@ func (d *disk) openRaft(cfg Config, dir string) error {
 func (d *disk) openSnapshots(dir string, logger hclog.Logger) error {
 	snaps, err := raft.NewFileSnapshotStoreWithLogger(dir, snapshotsKept, logger)
 	if err != nil {
-		return broken("open the snapshots", err)
+		return diskError("open the snapshots", err)
 	}
 	d.snaps = snaps
 	return nil
 }
 
-func broken(what string, err error) error {
+func diskError(what string, err error) error {
 	return problem.New(problem.Internal, "%s: %w", what, err).
-		WithHint("free disk space or restore the data dir from a backup; an empty --data-dir starts a new cluster")
+		WithHint("free disk space or restore the data dir from a backup; an empty --data-dir starts a new " +
+			"cluster")
 }
 
 // bootstrap makes this node the only voter of an empty log.
 func (d *disk) bootstrap(rc *raft.Config, t raft.Transport) error {
-	if err := d.unfinished(); err != nil {
-		return broken("repair an unfinished first start", err)
+	if err := d.undoUnfinishedStart(); err != nil {
+		return diskError("repair an unfinished first start", err)
 	}
 	voters := raft.Configuration{Servers: []raft.Server{{ID: rc.LocalID, Address: t.LocalAddr()}}}
 	err := raft.BootstrapCluster(rc, d.log, d.log, d.snaps, t, voters)
-	if err != nil && !errors.Is(err, raft.ErrCantBootstrap) { // ErrCantBootstrap: there is a past, raft goes on from it
-		return broken("bootstrap", err)
+	// ErrCantBootstrap: the log has entries already, and raft goes on from them.
+	if err != nil && !errors.Is(err, raft.ErrCantBootstrap) {
+		return diskError("bootstrap", err)
 	}
 	return nil
 }
 
-// unfinished undoes a first start that died inside raft.BootstrapCluster, between its write of the term and of the voters:
-// such a log has no voter and would never elect anybody. Nothing can have been acknowledged yet.
-func (d *disk) unfinished() error {
+// undoUnfinishedStart undoes a first start that died inside raft.BootstrapCluster, between its write of the
+// term and its write of the voters. Such a log has no voter and would never elect a leader. Nothing was
+// acknowledged yet.
+func (d *disk) undoUnfinishedStart() error {
 	term, err := d.log.GetUint64([]byte(keyCurrentTerm))
 	if err != nil || term != 1 {
-		return nil //nolint:nilerr // in-memory stores answer "not found" on an empty store; real faults come up in BootstrapCluster
+		// In-memory stores answer "not found" on an empty store; BootstrapCluster reports real faults.
+		return nil //nolint:nilerr // see above
 	}
 	last, err := d.log.LastIndex()
 	if err != nil || last > 0 {

@@ -8,24 +8,24 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// WithStores lets a test stand between raft and its disk.
+// WithStores lets a test wrap raft's log.
 func (cfg Config) WithStores(wrap func(LogStore) LogStore) Config {
 	cfg.Stores = wrap
 	return cfg
 }
 
-// DecodeUpdate reads what Follow sends.
+// DecodeUpdate reads a message of Follow.
 var DecodeUpdate = decodeUpdate
 
-// NoteLog is an answer that a node gave to this leader some time ago: its log ends at an index.
+// NoteLog records an answer of a node some time ago: its log ends at an index.
 func (c *Cluster) NoteLog(uid string, index uint64, ago time.Duration) {
 	c.net.mu.Lock()
 	defer c.net.mu.Unlock()
 	c.net.logs[raft.ServerID(uid)] = logEnd{index: index, at: time.Now().Add(-ago)}
 }
 
-// CommitIndex is how far the log is committed, configurations included.
+// CommitIndex returns the index up to which the log is committed.
 func (c *Cluster) CommitIndex() uint64 { return c.run.Load().raft.CommitIndex() }
 
-// State is the state that was read.
-func (c *copied) State() *state.State { return c.state }
+// State returns the copied state.
+func (c *stateCopy) State() *state.State { return c.state }

@@ -21,46 +21,46 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// sickDisk fails every write while it is sick.
-type sickDisk struct {
+// failingDisk fails every write while it is sick.
+type failingDisk struct {
 	cluster.LogStore
 	sick *atomic.Bool
 }
 
 var errNoSpace = errors.New("no space left on device")
 
-func (d sickDisk) try(write func() error) error {
+func (d failingDisk) try(write func() error) error {
 	if d.sick.Load() {
 		return errNoSpace
 	}
 	return write()
 }
 
-func (d sickDisk) StoreLogs(logs []*raft.Log) error {
+func (d failingDisk) StoreLogs(logs []*raft.Log) error {
 	return d.try(func() error { return d.LogStore.StoreLogs(logs) })
 }
 
-func (d sickDisk) DeleteRange(from, to uint64) error {
+func (d failingDisk) DeleteRange(from, to uint64) error {
 	return d.try(func() error { return d.LogStore.DeleteRange(from, to) })
 }
 
-func (d sickDisk) Set(key, value []byte) error {
+func (d failingDisk) Set(key, value []byte) error {
 	return d.try(func() error { return d.LogStore.Set(key, value) })
 }
 
-func (d sickDisk) SetUint64(key []byte, value uint64) error {
+func (d failingDisk) SetUint64(key []byte, value uint64) error {
 	return d.try(func() error { return d.LogStore.SetUint64(key, value) })
 }
 
-func (d sickDisk) IsMonotonic() bool { return true }
+func (d failingDisk) IsMonotonic() bool { return true }
 
-// sickly is a config whose disk can be made sick.
-func sickly(cfg cluster.Config) (cluster.Config, *atomic.Bool) {
+// failingConfig returns a config whose disk the test can let fail.
+func failingConfig(cfg cluster.Config) (cluster.Config, *atomic.Bool) {
 	sick := new(atomic.Bool)
-	return cfg.WithStores(func(s cluster.LogStore) cluster.LogStore { return sickDisk{s, sick} }), sick
+	return cfg.WithStores(func(s cluster.LogStore) cluster.LogStore { return failingDisk{s, sick} }), sick
 }
 
-// untilFault proposes until the fault of the disk is the answer, and checks it.
+// untilFault proposes until the answer is the fault of the disk, and checks it.
 func untilFault(t testing.TB, c *cluster.Cluster) {
 	t.Helper()
 	require.Eventually(t, func() bool {
@@ -74,10 +74,11 @@ func untilFault(t testing.TB, c *cluster.Cluster) {
 	assert.Contains(t, p.Hint, "free disk space")
 }
 
-// TestSickDisk: a single voter whose disk refuses writes refuses proposals, keeps what it acknowledged, and heals by itself.
+// TestSickDisk: a single voter whose disk refuses writes refuses proposals, keeps what it acknowledged, and
+// recovers by itself.
 func TestSickDisk(t *testing.T) {
 	t.Parallel()
-	cfg, sick := sickly(cluster.Config{DataDir: t.TempDir()})
+	cfg, sick := failingConfig(cluster.Config{DataDir: t.TempDir()})
 	c := open(t, cfg)
 	kept := propose(t, c, putApp("demo", "one"))
 	for range 2 {
@@ -100,11 +101,12 @@ func TestSickDisk(t *testing.T) {
 	require.ErrorIs(t, c.Ready(t.Context()), cluster.ErrClosed)
 }
 
-// TestSickDiskOfALeader: another voter leads on, and the sick one comes back when its disk does.
+// TestSickDiskOfALeader: another voter takes over, and the node comes back when its disk accepts writes
+// again.
 func TestSickDiskOfALeader(t *testing.T) {
 	t.Parallel()
 	g := newGroup(t)
-	cfg, sick := sickly(cluster.Config{NodeID: "node-1", DataDir: t.TempDir()})
+	cfg, sick := failingConfig(cluster.Config{NodeID: "node-1", DataDir: t.TempDir()})
 	first := g.add(cfg)
 	g.ready(first)
 	g.put(first)
@@ -128,10 +130,11 @@ func TestSickDiskOfALeader(t *testing.T) {
 	assert.NotContains(t, g.leader().State().Apps, "refused")
 }
 
-// fullDir tells a re-executed test binary to run against a full disk.
+// fullDir is the variable that tells a re-executed test binary to run against a full disk.
 const fullDir = "DPSERVE_TEST_FULL_DIR"
 
-// fillTheDisk is the process whose files may grow no more from some moment on: every write fails as on a full disk.
+// fillTheDisk is the process whose files may not grow from some moment on: every write then fails as on a
+// full disk.
 func fillTheDisk(dir string) error {
 	c, err := cluster.Open(cluster.Config{DataDir: dir, SegmentSize: 64 << 10})
 	if err != nil {
@@ -168,7 +171,7 @@ func fillTheDisk(dir string) error {
 	return c.Close()
 }
 
-// TestFullDisk does it with raft-wal and bolt over real files that the kernel keeps from being written.
+// TestFullDisk tests the same with raft-wal and bolt over real files that the kernel refuses to extend.
 func TestFullDisk(t *testing.T) {
 	t.Parallel()
 	cmd := exec.CommandContext(t.Context(), os.Args[0])

@@ -14,26 +14,28 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// maxSnapshot bounds what Restore reads: far above any state (a few KiB per app), far below the memory of a node. Bytes.
+// maxSnapshot bounds how many bytes Restore reads: far more than any state has, far less than the memory of a
+// node.
 const maxSnapshot = 256 << 20
 
-// applied is the answer to one command: state.Apply's result and typed error, unchanged.
-type applied struct {
+// applyResult is the answer to one command: state.Apply's result and typed error, unchanged.
+type applyResult struct {
 	result state.Result
 	err    error
 }
 
-// fsm applies committed commands. Raft calls ApplyBatch, Snapshot and Restore from one goroutine; readers load the published copy.
+// fsm applies committed commands. Raft calls ApplyBatch, Snapshot and Restore from one goroutine. Readers
+// load the published copy.
 type fsm struct {
-	work      *state.State // raft's goroutine only
-	stopped   error        // why nothing is applied any more in this run; raft's goroutine only
-	endRun    func(error)  // ends the run of raft that applies
+	work      *state.State // only raft's goroutine uses it
+	stopped   error        // why this run applies nothing any more; only raft's goroutine uses it
+	endRun    func(error)  // ends the present run of raft
 	published atomic.Pointer[state.State]
 
 	mu      sync.Mutex
 	changed chan struct{} // closed and replaced after each publication
-	applied uint64        // index of the last command, whether it changed something or not
-	moved   chan struct{} // closed when applied grows; nil while nobody waits
+	applied uint64        // index of the last command, also of one that changed nothing
+	moved   chan struct{} // closed when applied grows; nil if no caller waits
 }
 
 var _ raft.BatchingFSM = (*fsm)(nil)
@@ -44,19 +46,19 @@ func newFSM() *fsm {
 	return f
 }
 
-// begin empties the working copy for a run of raft, which brings the past back from its snapshot and its log. endRun ends that run
-// where the log has an entry that cannot be read.
-func (f *fsm) begin(endRun func(error)) { f.work, f.stopped, f.endRun = state.New(), nil, endRun }
+// startRun empties the working copy for a run of raft, which restores the state from its snapshot and its
+// log. endRun ends that run if the log has an entry that this version cannot read.
+func (f *fsm) startRun(endRun func(error)) { f.work, f.stopped, f.endRun = state.New(), nil, endRun }
 
-// stop ends the run: this copy would be another one than those of the nodes that can read what this version cannot. From here on the
-// fsm applies nothing and gives no snapshot.
-func (f *fsm) stop(what string, err error) error {
-	f.stopped = unreadable(what, err)
+// stopUnreadable ends the run, because this copy would differ from the copies of nodes that can read the
+// entry. From now on the fsm applies nothing and makes no snapshot.
+func (f *fsm) stopUnreadable(what string, err error) error {
+	f.stopped = unreadableError(what, err)
 	f.endRun(f.stopped)
 	return f.stopped
 }
 
-// State is the published copy.
+// State returns the published copy.
 func (f *fsm) State() *state.State { return f.published.Load() }
 
 // Changed is closed at the next publication.
@@ -66,8 +68,9 @@ func (f *fsm) Changed() <-chan struct{} {
 	return f.changed
 }
 
-// publish shows the state to readers, then wakes those who wait. It runs before raft answers the proposer, so a proposer
-// always reads its own write. While a later run repeats the past, readers keep what they have seen.
+// publish stores a copy for readers, then wakes those that wait. It runs before raft answers the proposer, so
+// a proposer always reads its own write. While a later run replays old entries, readers keep their newer
+// copy.
 func (f *fsm) publish() {
 	if f.work.Index < f.State().Index {
 		return
@@ -82,8 +85,8 @@ func (f *fsm) publish() {
 // Apply applies one command.
 func (f *fsm) Apply(l *raft.Log) any { return f.ApplyBatch([]*raft.Log{l})[0] }
 
-// ApplyBatch applies commands in order and publishes once. A batch of refusals changes nothing and wakes nobody: an actor
-// that proposes on every change must not be woken by its own refusal.
+// ApplyBatch applies commands in order and publishes once. A batch of refusals changes nothing and wakes no
+// reader: an actor that proposes on every change must not be woken by its own refusal.
 func (f *fsm) ApplyBatch(logs []*raft.Log) []any {
 	out := make([]any, len(logs))
 	changed := false
@@ -98,15 +101,16 @@ func (f *fsm) ApplyBatch(logs []*raft.Log) []any {
 	if changed {
 		f.publish()
 	} else {
-		f.date()
+		f.updateIndex()
 	}
-	f.advance()
+	f.signalApplied()
 	return out
 }
 
-// date brings the index of the published copy up to commands that changed nothing, and wakes nobody: whoever compares indexes of two
-// copies must not take one for old that lacks refusals only.
-func (f *fsm) date() {
+// updateIndex raises the index of the published copy after commands that changed nothing, and wakes no
+// reader. Readers that compare the indexes of two copies must not take one for older that lacks only refused
+// commands.
+func (f *fsm) updateIndex() {
 	if now := f.State(); f.work.Index > now.Index {
 		dated := *now
 		dated.Index = f.work.Index
@@ -114,8 +118,8 @@ func (f *fsm) date() {
 	}
 }
 
-// advance tells those who wait how far the commands are applied.
-func (f *fsm) advance() {
+// signalApplied records how far commands are applied and wakes those that wait for it.
+func (f *fsm) signalApplied() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.applied = max(f.applied, f.work.Index)
@@ -128,7 +132,7 @@ func (f *fsm) advance() {
 // await waits until the command at an index is applied.
 func (f *fsm) await(ctx context.Context, index uint64) error {
 	for {
-		moved, ok := f.reached(index)
+		moved, ok := f.checkApplied(index)
 		if ok {
 			return nil
 		}
@@ -140,7 +144,7 @@ func (f *fsm) await(ctx context.Context, index uint64) error {
 	}
 }
 
-func (f *fsm) reached(index uint64) (moved <-chan struct{}, ok bool) {
+func (f *fsm) checkApplied(index uint64) (moved <-chan struct{}, ok bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.applied >= index {
@@ -167,22 +171,23 @@ func (f *fsm) awaitCluster(ctx context.Context) error {
 	}
 }
 
-func (f *fsm) applyOne(l *raft.Log) (a applied) {
+func (f *fsm) applyOne(l *raft.Log) (a applyResult) {
 	if f.stopped != nil {
-		return applied{err: f.stopped}
+		return applyResult{err: f.stopped}
 	}
 	cmd, err := state.DecodeCommand(l.Data)
 	if err != nil {
-		return applied{err: f.stop(fmt.Sprintf("entry %d of the log", l.Index), err)}
+		return applyResult{err: f.stopUnreadable(fmt.Sprintf("entry %d of the log", l.Index), err)}
 	}
 	a.result, a.err = f.work.Apply(l.Index, cmd)
 	a.result.Index = l.Index
 	return a
 }
 
-// Snapshot hands out a copy of what this run has applied. The published copy may be newer than that: a run that repeats the past
-// does not take back what readers have seen, and raft files the snapshot under the index that this run has reached. Behind an entry
-// that was not applied there is none: raft would keep it under the index of that entry.
+// Snapshot returns a copy of what this run has applied. The published copy may be newer, because a run that
+// replays old entries does not take it back, and raft records the snapshot under the index that this run has
+// reached. After an entry that was not applied there is no snapshot: raft would record it under the index of
+// that entry.
 func (f *fsm) Snapshot() (raft.FSMSnapshot, error) {
 	if f.stopped != nil {
 		return nil, f.stopped
@@ -190,7 +195,7 @@ func (f *fsm) Snapshot() (raft.FSMSnapshot, error) {
 	return snapshot{f.work.Clone()}, nil
 }
 
-// Restore replaces the state by a snapshot's.
+// Restore replaces the state by that of a snapshot.
 func (f *fsm) Restore(r io.ReadCloser) error {
 	data, err := io.ReadAll(io.LimitReader(r, maxSnapshot+1))
 	if err = firstError(err, r.Close()); err != nil {
@@ -201,21 +206,21 @@ func (f *fsm) Restore(r io.ReadCloser) error {
 	}
 	s, err := state.Decode(data)
 	if errors.Is(err, state.ErrNewer) {
-		return f.stop("a snapshot", err)
+		return f.stopUnreadable("a snapshot", err)
 	}
 	if err != nil {
 		return fmt.Errorf("decode snapshot: %w", err)
 	}
 	f.work = s
 	f.publish()
-	f.advance()
+	f.signalApplied()
 	return nil
 }
 
-// snapshot is an immutable state on its way to disk.
+// snapshot is an immutable state that raft writes to disk.
 type snapshot struct{ state *state.State }
 
-// Persist writes the state, and cancels the snapshot if that fails.
+// Persist writes the state. If that fails, it cancels the snapshot.
 func (s snapshot) Persist(sink raft.SnapshotSink) error {
 	data, err := s.state.Encode()
 	if err == nil {

@@ -19,12 +19,13 @@ func logEntry(t *testing.T, index uint64, c state.Command) *raft.Log {
 	return &raft.Log{Index: index, Type: raft.LogCommand, Data: b}
 }
 
-// TestNothingIsAppliedBehindAnUnreadableEntry: what came before it in the same batch is shown, what comes behind it changes nothing.
+// TestNothingIsAppliedBehindAnUnreadableEntry: earlier entries of the same batch are published, later ones
+// change nothing.
 func TestNothingIsAppliedBehindAnUnreadableEntry(t *testing.T) {
 	t.Parallel()
 	f := newFSM()
 	var ended []error
-	f.begin(func(err error) { ended = append(ended, err) })
+	f.startRun(func(err error) { ended = append(ended, err) })
 	token := func(hash string) state.Command {
 		return state.Command{PutToken: &state.Token{Hash: hash, Expires: 1, Uses: 1}}
 	}
@@ -35,7 +36,7 @@ func TestNothingIsAppliedBehindAnUnreadableEntry(t *testing.T) {
 		logEntry(t, 4, token("behind")),
 	})
 	for i, ok := range []bool{true, true, false, false} {
-		a, is := out[i].(applied)
+		a, is := out[i].(applyResult)
 		require.True(t, is)
 		assert.Equal(t, ok, a.err == nil, "entry %d: %v", i+1, a.err)
 	}
@@ -60,12 +61,12 @@ func TestRestoreOfANewerSnapshotEndsTheRun(t *testing.T) {
 	newer := append(bytes.TrimSuffix(plain, []byte("}")), []byte(`,"quotas":{}}`)...)
 	f := newFSM()
 	var ended error
-	f.begin(func(err error) { ended = err })
+	f.startRun(func(err error) { ended = err })
 	require.ErrorIs(t, f.Restore(io.NopCloser(bytes.NewReader(newer))), ErrUnreadable)
 	require.ErrorIs(t, ended, ErrUnreadable)
 	assert.Zero(t, f.State().Index)
 	ended = nil
-	f.begin(func(err error) { ended = err })
+	f.startRun(func(err error) { ended = err })
 	require.Error(t, f.Restore(io.NopCloser(bytes.NewReader(plain[:9]))), "damaged")
 	require.NoError(t, ended, "raft tries the snapshot before it")
 	require.NoError(t, f.Restore(io.NopCloser(bytes.NewReader(plain))))

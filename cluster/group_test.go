@@ -15,13 +15,17 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// quick are raft's timers of these tests: short enough for many elections, long enough not to flap on busy cores (TRAPS 22).
-func quick() cluster.Timers {
-	return cluster.Timers{Heartbeat: 500 * time.Millisecond, Election: 500 * time.Millisecond, Lease: 250 * time.Millisecond}
+// fastTimers are raft's timers of these tests: short enough for many elections, and long enough that the
+// leader stays on busy cores.
+func fastTimers() cluster.Timers {
+	return cluster.Timers{
+		Heartbeat: 500 * time.Millisecond, Election: 500 * time.Millisecond,
+		Lease: 250 * time.Millisecond,
+	}
 }
 
-// wires connects the nodes of a test over loopback and can cut one off.
-type wires struct {
+// testNetwork connects the nodes of a test over loopback and can isolate one.
+type testNetwork struct {
 	mu    sync.Mutex
 	cut   map[string]bool // by address
 	conns map[net.Conn][2]string
@@ -29,9 +33,11 @@ type wires struct {
 
 var errCut = errors.New("cut off by the test")
 
-func newWires() *wires { return &wires{cut: map[string]bool{}, conns: map[net.Conn][2]string{}} }
+func newWires() *testNetwork {
+	return &testNetwork{cut: map[string]bool{}, conns: map[net.Conn][2]string{}}
+}
 
-func (w *wires) dial(from, to string, timeout time.Duration) (net.Conn, error) {
+func (w *testNetwork) dial(from, to string, timeout time.Duration) (net.Conn, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.cut[from] || w.cut[to] {
@@ -44,8 +50,8 @@ func (w *wires) dial(from, to string, timeout time.Duration) (net.Conn, error) {
 	return conn, err
 }
 
-// isolate cuts a node off, or lets it back.
-func (w *wires) isolate(address string, cut bool) {
+// isolate disconnects a node, or connects it again.
+func (w *testNetwork) isolate(address string, cut bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.cut[address] = cut
@@ -60,21 +66,21 @@ func (w *wires) isolate(address string, cut bool) {
 // tcpLayer is one node's end.
 type tcpLayer struct {
 	net.Listener
-	wires *wires
+	testNetwork *testNetwork
 }
 
 func (l *tcpLayer) Dial(_, to string, timeout time.Duration) (net.Conn, error) {
-	return l.wires.dial(l.Addr().String(), to, timeout)
+	return l.testNetwork.dial(l.Addr().String(), to, timeout)
 }
 
-// door is a port that stays with a member over its restarts; while nobody is in, visitors are turned away.
+// door is a port that a member keeps over its restarts. While the member is down, connections are refused.
 type door struct {
 	net.Listener
 	mu sync.Mutex
 	in *doorListener
 }
 
-// doorListener is the door for one life of the member.
+// doorListener is the listener of the door for one run of the member.
 type doorListener struct {
 	*door
 	conns chan net.Conn
@@ -151,19 +157,19 @@ type member struct {
 
 // group is several nodes in one process.
 type group struct {
-	t       testing.TB
-	wires   *wires
-	mu      sync.Mutex
-	members []*member
+	t           testing.TB
+	testNetwork *testNetwork
+	mu          sync.Mutex
+	members     []*member
 }
 
-func newGroup(t testing.TB) *group { return &group{t: t, wires: newWires()} }
+func newGroup(t testing.TB) *group { return &group{t: t, testNetwork: newWires()} }
 
-// start opens a member, again on the port it had.
+// start opens a member on the port that it had before.
 func (g *group) start(m *member) {
 	g.t.Helper()
 	cfg := m.cfg
-	cfg.Layer, cfg.Timers, cfg.Forward = &tcpLayer{m.door.open(), g.wires}, quick(), g.forward
+	cfg.Layer, cfg.Timers, cfg.Forward = &tcpLayer{m.door.open(), g.testNetwork}, fastTimers(), g.forward
 	c, err := cluster.Open(cfg)
 	require.NoError(g.t, err)
 	g.mu.Lock()
@@ -204,7 +210,7 @@ func (g *group) running() []*member {
 	return all
 }
 
-// clusters are those of all members, running or not.
+// clusters returns the Cluster of each member, running or not.
 func (g *group) clusters() []*cluster.Cluster {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -215,7 +221,7 @@ func (g *group) clusters() []*cluster.Cluster {
 	return all
 }
 
-// forward is the wire between nodes.
+// forward sends a command to another node.
 func (g *group) forward(ctx context.Context, leader state.Node, c state.Command) (state.Result, error) {
 	for _, m := range g.clusters() {
 		if m.UID() == leader.UID {
@@ -244,7 +250,7 @@ func (g *group) leader(of ...*member) *member {
 	return found
 }
 
-// others are the running members but one.
+// others returns the running members except one.
 func (g *group) others(but *member) []*member {
 	var all []*member
 	for _, m := range g.running() {
@@ -255,15 +261,16 @@ func (g *group) others(but *member) []*member {
 	return all
 }
 
-// put makes a member's address known; it is repeated until somebody takes it.
+// put makes a member's address known. It repeats the command until a member accepts it.
 func (g *group) put(m *member) {
 	g.t.Helper()
 	g.propose(state.Command{PutNode: &state.PutNode{Node: state.Node{
-		ID: m.NodeID(), UID: m.UID(), Address: m.address, Roles: []state.Role{state.RoleControl, state.RoleWorker},
+		ID: m.NodeID(), UID: m.UID(), Address: m.address,
+		Roles: []state.Role{state.RoleControl, state.RoleWorker},
 	}}})
 }
 
-// propose asks whoever leads until it is done.
+// propose asks the present leader until the command succeeds.
 func (g *group) propose(cmd state.Command) state.Result {
 	g.t.Helper()
 	var res state.Result
@@ -275,11 +282,12 @@ func (g *group) propose(cmd state.Command) state.Result {
 	return res
 }
 
-// retry repeats what a change of the leader may disturb.
+// retry repeats an operation that a change of the leader may disturb.
 func (g *group) retry(do func() error) {
 	g.t.Helper()
 	var err error
-	require.Eventually(g.t, func() bool { err = do(); return err == nil }, limit, 20*time.Millisecond, "last error: %v", &err)
+	require.Eventually(g.t, func() bool { err = do(); return err == nil }, limit, 20*time.Millisecond,
+		"last error: %v", &err)
 }
 
 // join makes a new member a standby, or a voter.
@@ -297,12 +305,15 @@ func (g *group) join(cfg cluster.Config, voter bool) *member {
 	return m
 }
 
-// heard waits until every running member knows another's part. One that has not heard of a new voter gives it no vote: a leader that
-// is cut off in that moment has no successor (docs/internals.md).
+// heard waits until every running member knows another member's part. A member that does not know of a new
+// voter gives it no vote, so a leader that is cut off in that moment has no successor (docs/internals.md).
 func (g *group) heard(part cluster.Member) {
 	g.t.Helper()
 	require.Eventually(g.t, func() bool {
-		return !slices.ContainsFunc(g.running(), func(m *member) bool { return !slices.Contains(m.Members(), part) })
+		return !slices.ContainsFunc(g.running(), func(m *member) bool {
+			return !slices.Contains(m.Members(),
+				part)
+		})
 	}, limit, 5*time.Millisecond, "not all know of a new voter")
 }
 
@@ -313,7 +324,7 @@ func (g *group) ready(m *member) {
 	require.NoError(g.t, m.Ready(ctx))
 }
 
-// threeVoters is a group of three. disk: with data dirs.
+// threeVoters returns a group of three voters. disk: with data dirs.
 func threeVoters(t testing.TB, disk bool) *group {
 	t.Helper()
 	g := newGroup(t)

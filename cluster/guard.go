@@ -11,61 +11,66 @@ import (
 )
 
 const (
-	// diskLimit is how long one call of the disk may take. A leader whose disk hangs leads for that long, and the others need up to
-	// twice their heartbeat time-out and an election on top: together less than 5 s. Raising it keeps a slow disk in consensus, and
-	// a hung leader in office.
+	// diskLimit is how long one call of the disk may take. A leader whose disk hangs leads for that long, and
+	// then the others need up to twice their heartbeat time-out and an election: together less than 5 s. A
+	// higher limit keeps a slow disk in consensus longer, and also a leader whose disk hangs.
 	diskLimit = 1500 * time.Millisecond
-	// diskLooks is into how many parts diskLimit is cut. A process that was frozen loses one part, not the whole limit: after the
-	// thaw the disk has the other parts to answer.
+	// diskLooks is the number of parts of diskLimit. A process that was suspended loses one part instead of
+	// the whole limit: afterwards the disk has the other parts to answer.
 	diskLooks = 8
 )
 
 // errDiskHangs is the fault of a disk that does not answer.
 var errDiskHangs = fmt.Errorf("a call has not returned for %s", diskLimit)
 
-// guard stands between raft and its log. After the first write that fails, or that does not return within diskLimit, nothing is
-// written any more: raft-wal cannot go on behind a failed write (what it holds in memory and what is in the file have parted), and
-// raft itself would panic where it cannot keep its term. Raft writes in its main loop, so a write that hangs is left to a goroutine
-// of its own and raft is told that it failed. The one who watches failed ends this run of raft, calls release, waits for settled,
-// and begins another over a log that is read anew.
+// guard is between raft and its log. After the first write that fails, or that does not return within
+// diskLimit, it refuses all writes: raft-wal cannot go on after a failed write (its memory and its file
+// differ then), and raft would panic if it could not store its term. Raft writes in its main loop, so the
+// guard writes in a separate goroutine and tells raft that a hanging write failed. superviseRuns watches
+// failed: it ends this run of raft, calls release and awaitCalls, and begins another run over a log that is
+// read again.
 type guard struct {
-	logStore
-	book  *addressBook // takes up every entry that is written
+	LogStore
+	book  *addressBook // reads every entry that is written
 	hooks guardHooks
 
 	failed   chan struct{} // closed at the first write that fails
 	released chan struct{} // closed when raft has been told to stop
 	once     sync.Once
-	calls    sync.WaitGroup // those that have not returned; raft makes at most one in its main loop and one for a snapshot
+	// calls that have not returned: at most one of raft's main loop and one of a snapshot
+	calls sync.WaitGroup
 
 	mu  sync.Mutex
 	err error // of the first failure
 }
 
-// guardHooks are what a guard tells. They may not block.
+// guardHooks are callbacks of a guard. They must not block.
 type guardHooks struct {
 	uid    string       // this node's
-	alone  *atomic.Bool // kept true while this node is the only voter of the log on disk
-	wrote  func()       // told of every write that succeeded
-	failed func(error)  // told of the first failure, before raft is
+	alone  *atomic.Bool // the guard sets it: this node is the only voter of the log on disk
+	wrote  func()       // called after every successful write
+	failed func(error)  // called at the first failure, before raft gets it
 }
 
-func newGuard(log logStore, book *addressBook, hooks guardHooks) *guard {
-	return &guard{logStore: log, book: book, hooks: hooks, failed: make(chan struct{}), released: make(chan struct{})}
+func newGuard(log LogStore, book *addressBook, hooks guardHooks) *guard {
+	return &guard{
+		LogStore: log, book: book, hooks: hooks, failed: make(chan struct{}),
+		released: make(chan struct{}),
+	}
 }
 
-// do is one write.
-func (g *guard) do(write func() error) error {
-	if err := g.bound(write); err != nil {
-		return g.fail(err)
+// callWrite makes one write.
+func (g *guard) callWrite(write func() error) error {
+	if err := g.callDisk(write); err != nil {
+		return g.recordFailure(err)
 	}
 	g.hooks.wrote()
 	return nil
 }
 
-// bound makes one call of the disk and waits for it, at most diskLimit. A call that hangs fails the guard and goes on alone: what it
-// uses must not be used again.
-func (g *guard) bound(call func() error) error {
+// callDisk makes one call of the disk and waits for it, at most diskLimit. A call that hangs fails the guard
+// and goes on alone, so the caller must not use its arguments again.
+func (g *guard) callDisk(call func() error) error {
 	if err := g.failure(); err != nil {
 		return err
 	}
@@ -75,14 +80,15 @@ func (g *guard) bound(call func() error) error {
 		err = call()
 		close(returned)
 	})
-	if !inTime(returned) {
-		return g.fail(errDiskHangs)
+	if !returnsInTime(returned) {
+		return g.recordFailure(errDiskHangs)
 	}
 	return err
 }
 
-// inTime waits until a call has returned, at most diskLimit. What has returned by the last look was in time, however late the look is.
-func inTime(returned <-chan struct{}) bool {
+// returnsInTime waits until a call has returned, at most diskLimit. If the call has returned by the last
+// check, it was in time, however late that check is.
+func returnsInTime(returned <-chan struct{}) bool {
 	look := time.NewTicker(diskLimit / diskLooks)
 	defer look.Stop()
 	for range diskLooks {
@@ -100,17 +106,17 @@ func inTime(returned <-chan struct{}) bool {
 	}
 }
 
-// settled waits until no call of the disk is under way. Raft must have ended before.
-func (g *guard) settled() { g.calls.Wait() }
+// awaitCalls waits until no call of the disk is under way. Raft must have ended before.
+func (g *guard) awaitCalls() { g.calls.Wait() }
 
-// failure is what failed, nil while all is well.
+// failure returns the first failure, nil before one.
 func (g *guard) failure() error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	return g.err
 }
 
-func (g *guard) fail(err error) error {
+func (g *guard) recordFailure(err error) error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.err == nil {
@@ -121,8 +127,8 @@ func (g *guard) fail(err error) error {
 	return g.err
 }
 
-// end refuses every further write for another reason than a disk: votes too, from this moment on.
-func (g *guard) end(why error) {
+// refuseWrites refuses every further write, also of votes, for a reason other than the disk.
+func (g *guard) refuseWrites(why error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.err == nil {
@@ -131,57 +137,57 @@ func (g *guard) end(why error) {
 	}
 }
 
-// release lets go what waits in SetUint64. Raft must have been told to stop before.
+// release ends the waiting in SetUint64. Raft must have been told to stop before.
 func (g *guard) release() { g.once.Do(func() { close(g.released) }) }
 
 // StoreLog appends one entry.
 func (g *guard) StoreLog(l *raft.Log) error { return g.StoreLogs([]*raft.Log{l}) }
 
-// StoreLogs appends entries. When it fails raft refuses what it was to append, and stops leading.
+// StoreLogs appends entries. If it fails, raft refuses the entries and stops leading.
 func (g *guard) StoreLogs(logs []*raft.Log) error {
 	alone := g.hooks.alone.Load()
 	for _, l := range logs {
-		g.book.read(l)
+		g.book.readEntry(l)
 		if l.Type == raft.LogConfiguration {
 			alone = isOnlyVoter(raft.DecodeConfiguration(l.Data), g.hooks.uid)
 			if !alone {
-				g.hooks.alone.Store(false) // whether it comes to the disk or not
+				g.hooks.alone.Store(false) // even if the entry does not reach the disk
 			}
 		}
 	}
-	err := g.do(func() error { return g.logStore.StoreLogs(logs) })
+	err := g.callWrite(func() error { return g.LogStore.StoreLogs(logs) })
 	if err == nil {
 		g.hooks.alone.Store(alone)
 	}
 	return err
 }
 
-// GetLog reads one entry. Raft panics without an entry that it has committed, so a read that hangs is not given up, only the run is:
-// raft ends when the read has returned.
+// GetLog reads one entry. Raft panics if it cannot read an entry that it has committed, so the guard does not
+// give up a read that hangs. It gives up only the run: raft ends when the read has returned.
 func (g *guard) GetLog(index uint64, l *raft.Log) error {
-	late := time.AfterFunc(diskLimit, func() { _ = g.fail(errDiskHangs) })
+	late := time.AfterFunc(diskLimit, func() { _ = g.recordFailure(errDiskHangs) })
 	defer late.Stop()
-	return g.logStore.GetLog(index, l)
+	return g.LogStore.GetLog(index, l)
 }
 
-// DeleteRange cuts the log, in front after a snapshot and behind where a leader has other entries.
+// DeleteRange cuts the log: at its start after a snapshot, at its end where a leader has other entries.
 func (g *guard) DeleteRange(from, to uint64) error {
-	return g.do(func() error { return g.logStore.DeleteRange(from, to) })
+	return g.callWrite(func() error { return g.LogStore.DeleteRange(from, to) })
 }
 
-// Set keeps a vote. When it fails raft does not vote.
+// Set stores a vote. If it fails, raft does not vote.
 func (g *guard) Set(key, value []byte) error {
-	return g.do(func() error { return g.logStore.Set(key, value) })
+	return g.callWrite(func() error { return g.LogStore.Set(key, value) })
 }
 
-// SetUint64 keeps a term. Raft panics when that fails, so it does not fail: it waits until raft has been told to stop, and then
-// says yes. That yes is no danger, although the term is not on disk: a raft that stops votes for nobody and leads nobody, and
-// every other write of this run is refused. What is on disk already needs no write.
+// SetUint64 stores a term. Raft panics if that fails, so after a failure SetUint64 blocks until raft is told
+// to stop, then returns nil. That is safe although the term is not on disk: a stopping raft neither votes nor
+// leads, and every other write of this run is refused. A term that is on disk already needs no write.
 func (g *guard) SetUint64(key []byte, value uint64) error {
 	if old, err := g.GetUint64(key); err == nil && old == value {
 		return nil
 	}
-	err := g.do(func() error { return g.logStore.SetUint64(key, value) })
+	err := g.callWrite(func() error { return g.LogStore.SetUint64(key, value) })
 	if err == nil || string(key) != keyCurrentTerm {
 		return err
 	}
@@ -189,14 +195,14 @@ func (g *guard) SetUint64(key []byte, value uint64) error {
 	return nil
 }
 
-// IsMonotonic hands through what raft-wal says of itself: it can have no holes.
+// IsMonotonic returns the answer of raft-wal: its log has no holes.
 func (g *guard) IsMonotonic() bool {
-	m, ok := g.logStore.(raft.MonotonicLogStore)
+	m, ok := g.LogStore.(raft.MonotonicLogStore)
 	return ok && m.IsMonotonic()
 }
 
-// guardedSnapshots are snapshots whose writes end the run when they hang. A write that is refused ends the snapshot only: the log
-// has room of its own, and raft tries again later.
+// guardedSnapshots are snapshots whose hanging writes end the run. A refused write ends only the snapshot:
+// the log has reserved space, and raft tries the snapshot again later.
 type guardedSnapshots struct {
 	raft.SnapshotStore
 	guard *guard
@@ -204,10 +210,11 @@ type guardedSnapshots struct {
 
 // Create begins a snapshot.
 func (s *guardedSnapshots) Create(
-	version raft.SnapshotVersion, index, term uint64, conf raft.Configuration, confIndex uint64, t raft.Transport,
+	version raft.SnapshotVersion, index, term uint64, conf raft.Configuration, confIndex uint64,
+	t raft.Transport,
 ) (raft.SnapshotSink, error) {
 	made := make(chan raft.SnapshotSink, 1)
-	err := s.guard.bound(func() error {
+	err := s.guard.callDisk(func() error {
 		sink, err := s.SnapshotStore.Create(version, index, term, conf, confIndex, t)
 		made <- sink
 		return err
@@ -226,7 +233,7 @@ type guardedSink struct {
 
 // Write writes all of p.
 func (s *guardedSink) Write(p []byte) (int, error) {
-	err := s.guard.bound(func() error {
+	err := s.guard.callDisk(func() error {
 		n, err := s.SnapshotSink.Write(p)
 		if err == nil && n < len(p) {
 			err = io.ErrShortWrite
@@ -240,7 +247,7 @@ func (s *guardedSink) Write(p []byte) (int, error) {
 }
 
 // Close makes the snapshot durable.
-func (s *guardedSink) Close() error { return s.guard.bound(s.SnapshotSink.Close) }
+func (s *guardedSink) Close() error { return s.guard.callDisk(s.SnapshotSink.Close) }
 
 // Cancel removes what was written.
-func (s *guardedSink) Cancel() error { return s.guard.bound(s.SnapshotSink.Cancel) }
+func (s *guardedSink) Cancel() error { return s.guard.callDisk(s.SnapshotSink.Cancel) }

@@ -14,7 +14,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// slowLog is a log whose writes take their time.
+// slowLog is a log with slow writes.
 type slowLog struct {
 	*raft.InmemStore
 	mu    sync.Mutex
@@ -36,10 +36,14 @@ func (l *slowLog) take(d time.Duration) {
 }
 
 func guarded(log LogStore) *guard {
-	return newGuard(log, &addressBook{}, guardHooks{alone: new(atomic.Bool), wrote: func() {}, failed: func(error) {}})
+	return newGuard(log, &addressBook{}, guardHooks{
+		alone: new(atomic.Bool), wrote: func() {},
+		failed: func(error) {},
+	})
 }
 
-// TestGuardGivesUpAWriteThatHangs: raft hears of it at the limit, not before; the write goes on alone, and no other begins.
+// TestGuardGivesUpAWriteThatHangs: raft gets the error at the limit, not before. The write goes on alone, and
+// no other write begins.
 func TestGuardGivesUpAWriteThatHangs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		log := &slowLog{InmemStore: raft.NewInmemStore(), takes: diskLimit - time.Millisecond}
@@ -53,12 +57,12 @@ func TestGuardGivesUpAWriteThatHangs(t *testing.T) {
 		require.ErrorIs(t, g.StoreLog(&raft.Log{Index: 2, Term: 1}), ErrDisk)
 		require.ErrorIs(t, g.Set([]byte("key"), nil), ErrDisk)
 		require.ErrorIs(t, g.DeleteRange(1, 1), ErrDisk)
-		g.settled()
+		g.awaitCalls()
 		assert.Equal(t, time.Minute, time.Since(began))
 	})
 }
 
-// slowSnapshots take their time to write.
+// slowSnapshots are snapshots with slow writes.
 type slowSnapshots struct{ raft.SnapshotStore }
 
 type slowSink struct{ raft.SnapshotSink }
@@ -93,12 +97,12 @@ func TestSnapshotThatHangsEndsTheRun(t *testing.T) {
 			assert.Fail(t, "the run goes on")
 		}
 		require.ErrorIs(t, sink.Cancel(), ErrDisk)
-		g.settled()
+		g.awaitCalls()
 	})
 }
 
-// TestSnapshotHoldsWhatThisRunHasApplied: readers keep what an earlier run has shown them, and it is no part of the snapshot of a run
-// that has not come so far again.
+// TestSnapshotHoldsWhatThisRunHasApplied: readers keep the state of an earlier run, but the snapshot of a run
+// that has not replayed it yet does not contain it.
 func TestSnapshotHoldsWhatThisRunHasApplied(t *testing.T) {
 	entry := func(index uint64, name string) *raft.Log {
 		data, err := state.EncodeCommand(&state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{
@@ -109,7 +113,7 @@ func TestSnapshotHoldsWhatThisRunHasApplied(t *testing.T) {
 	}
 	f := newFSM()
 	f.ApplyBatch([]*raft.Log{entry(1, "one"), entry(2, "two")})
-	f.begin(func(err error) { t.Error(err) })
+	f.startRun(func(err error) { t.Error(err) })
 	f.Apply(entry(1, "one"))
 	require.Contains(t, f.State().Apps, "two", "readers do not go back")
 	made, err := f.Snapshot()

@@ -18,14 +18,14 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// hangs is a disk whose calls do not return while it hangs. Safe for concurrent use.
+// hangs is a disk whose calls do not return between begin and end. It is safe for concurrent use.
 type hangs struct {
 	mu    sync.Mutex
 	until chan struct{} // nil = it answers
 	reads bool          // reads hang, instead of writes
 }
 
-// begin makes calls hang from now on, until end.
+// begin makes calls hang until end.
 func (h *hangs) begin(reads bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -50,7 +50,7 @@ func (h *hangs) wait(read bool) {
 	}
 }
 
-// on is a config whose disk hangs as h says.
+// on returns a config whose disk hangs between begin and end.
 func (h *hangs) on(cfg cluster.Config) cluster.Config {
 	cfg.Stores = func(s cluster.LogStore) cluster.LogStore { return hungDisk{s, h} }
 	return cfg
@@ -100,7 +100,8 @@ func (l hostLayer) Dial(_, to string, timeout time.Duration) (net.Conn, error) {
 	return l.host.DialContext(ctx, "tcp", to)
 }
 
-// room is voters with the default timers, in memory and in fake time. The first one's disk can hang.
+// room is a group of voters with the default timers, in memory and on fake time. The first one's disk can
+// hang.
 type room struct {
 	t    *testing.T
 	net  *memnet.Network
@@ -110,13 +111,14 @@ type room struct {
 
 const roomPort = ":9000"
 
-// followsWithin is how long a node may take to follow after its disk answers again: its next run begins a second later, and
-// raft's leader tries to send entries to a node that has failed for long only every 10.24 s.
+// followsWithin is how long a node may take to follow after its disk answers again: its next run begins a
+// second later, and raft's leader tries to send entries to a node that has failed for long only every 10.24
+// s.
 const followsWithin = 12 * time.Second
 
 func hostOf(i int) string { return fmt.Sprintf("127.0.0.%d", i+1) }
 
-// inRoom runs f in a bubble with n voters, of which the first leads.
+// inRoom runs f in a bubble with n voters. The first one leads.
 func inRoom(t *testing.T, n int, f func(t *testing.T, r *room)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
@@ -131,7 +133,8 @@ func inRoom(t *testing.T, n int, f func(t *testing.T, r *room)) {
 	})
 }
 
-// close ends all voters, after a failure too: a bubble in which something is left ends the whole test binary.
+// close ends all voters, also after a failure: a goroutine that is left in a bubble ends the whole test
+// binary.
 func (r *room) close() {
 	r.disk.end()
 	for _, c := range r.all {
@@ -192,7 +195,7 @@ func (r *room) propose(at *cluster.Cluster, cmd state.Command) {
 	require.NoError(r.t, err)
 }
 
-// until lets time pass, at most limit, and gives how much did.
+// until waits at most limit and returns how much time has passed.
 func (r *room) until(what string, limit time.Duration, is func() bool) time.Duration {
 	r.t.Helper()
 	for began := time.Now(); ; time.Sleep(10 * time.Millisecond) {
@@ -206,10 +209,10 @@ func (r *room) until(what string, limit time.Duration, is func() bool) time.Dura
 	}
 }
 
-// otherLeads says whether another than the first one leads, and the first one does not say that it does.
+// otherLeads reports whether another voter leads, and the first one does not claim to lead.
 func (r *room) otherLeads() bool { return !r.all[0].Leader() && r.otherLeader() != nil }
 
-// otherLeader is the one that leads and is not the first, nil for none.
+// otherLeader returns the leader if it is not the first voter, else nil.
 func (r *room) otherLeader() *cluster.Cluster {
 	for _, c := range r.all[1:] {
 		if c.Leader() {
@@ -221,19 +224,19 @@ func (r *room) otherLeader() *cluster.Cluster {
 
 func hasApp(c *cluster.Cluster, name string) bool { return c.State().Apps[name] != nil }
 
-// confirmed asks for a second whether a node leads.
+// confirmed reports whether a node confirms its leadership within a second.
 func (r *room) confirmed(c *cluster.Cluster) error {
 	ctx, cancel := context.WithTimeout(r.t.Context(), time.Second)
 	defer cancel()
 	return c.Confirm(ctx)
 }
 
-// electedWithin is how long another leader may take: 1.5 s for the write, a heartbeat time-out of up to 2 s, an election, and one
-// election time-out more where the vote is split.
+// electedWithin is how long the election of another leader may take: 1.5 s for the write, a heartbeat
+// time-out of up to 2 s, an election, and one more election time-out if the vote is split.
 const electedWithin = 7 * time.Second
 
-// TestLeaderWithAHungDiskStepsDown: a write of the leader's log does not return. Within 5 s another one leads and takes writes; when
-// the disk answers again, the node follows, and nothing is lost.
+// TestLeaderWithAHungDiskStepsDown: a write of the leader's log does not return. Within 5 s another node
+// leads and accepts writes. When the disk answers again, the first node follows, and nothing is lost.
 func TestLeaderWithAHungDiskStepsDown(t *testing.T) {
 	for _, hang := range []time.Duration{12 * time.Second, time.Minute} {
 		t.Run(hang.String(), func(t *testing.T) {
@@ -247,7 +250,8 @@ func TestLeaderWithAHungDiskStepsDown(t *testing.T) {
 					_, err := first.ProposeHere(t.Context(), putApp("demo", "two"))
 					answer <- err
 				}()
-				t.Logf("another one leads after %s", r.until("another one leads", electedWithin, r.otherLeads))
+				t.Logf("another one leads after %s",
+					r.until("another one leads", electedWithin, r.otherLeads))
 				require.ErrorIs(t, <-answer, cluster.ErrDisk)
 				require.ErrorIs(t, first.Fault(), cluster.ErrDisk)
 				require.ErrorContains(t, first.Fault(), "a call has not returned for 1.5s")
@@ -271,7 +275,8 @@ func TestLeaderWithAHungDiskStepsDown(t *testing.T) {
 	}
 }
 
-// TestLeaderWhoseReadsHangStepsDown: raft cannot go on without what it reads, so it is the run that ends, and its heartbeats.
+// TestLeaderWhoseReadsHangStepsDown: raft cannot go on without the entry that it reads, so the run ends, and
+// with it its heartbeats.
 func TestLeaderWhoseReadsHangStepsDown(t *testing.T) {
 	inRoom(t, 3, func(t *testing.T, r *room) {
 		r.disk.begin(true)
@@ -283,7 +288,7 @@ func TestLeaderWhoseReadsHangStepsDown(t *testing.T) {
 	})
 }
 
-// TestFollowerWithAHungDiskDisturbsNobody: it leaves and comes back, and the leader stays.
+// TestFollowerWithAHungDiskDisturbsNobody: the follower leaves and comes back, and the leader stays.
 func TestFollowerWithAHungDiskDisturbsNobody(t *testing.T) {
 	inRoom(t, 3, func(t *testing.T, r *room) {
 		require.NoError(t, r.all[0].StepDown(t.Context()))
@@ -302,7 +307,7 @@ func TestFollowerWithAHungDiskDisturbsNobody(t *testing.T) {
 	})
 }
 
-// TestCloseOverAHungDiskIsBounded: what still writes keeps the data dir until it has returned.
+// TestCloseOverAHungDiskIsBounded: the data dir stays locked until the hanging write has returned.
 func TestCloseOverAHungDiskIsBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		h, dir := &hangs{}, t.TempDir()
@@ -325,7 +330,8 @@ func TestCloseOverAHungDiskIsBounded(t *testing.T) {
 	})
 }
 
-// TestOnlyVoterHoldsWhileItsDiskHangs: nobody else can lead, so what it knows goes on to be true; it changes nothing.
+// TestOnlyVoterHoldsWhileItsDiskHangs: no other node can lead, so the voter's decisions stay valid; it
+// changes nothing.
 func TestOnlyVoterHoldsWhileItsDiskHangs(t *testing.T) {
 	inRoom(t, 1, func(t *testing.T, r *room) {
 		c := r.all[0]
@@ -346,7 +352,7 @@ func TestOnlyVoterHoldsWhileItsDiskHangs(t *testing.T) {
 	})
 }
 
-// TestNoHoldWithOtherVoters: the log on disk may name another voter, whether raft knows it or not.
+// TestNoHoldWithOtherVoters: the log on disk may name another voter, even one that raft does not know.
 func TestNoHoldWithOtherVoters(t *testing.T) {
 	inRoom(t, 1, func(t *testing.T, r *room) {
 		c := r.all[0]
@@ -361,7 +367,7 @@ func TestNoHoldWithOtherVoters(t *testing.T) {
 	})
 }
 
-// TestConfirmCountsOnlyWhatWasSentAfterIt: answers that were on their way before say nothing of the moment of the question.
+// TestConfirmCountsOnlyWhatWasSentAfterIt: answers to earlier messages do not prove that the node leads now.
 func TestConfirmCountsOnlyWhatWasSentAfterIt(t *testing.T) {
 	inRoom(t, 3, func(t *testing.T, r *room) {
 		for i := range 20 {

@@ -17,17 +17,17 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// attempt is one PutApps of the register: the revision it expected.
+// attempt is one PutApps of the register, with the revision that it expected.
 type attempt struct{ expect uint64 }
 
-// outcome is what came of it. unknown: it may or may not have been applied, also later.
+// outcome is the result of an attempt. unknown: it may be applied, even later.
 type outcome struct {
 	revision uint64
 	stale    bool
 	unknown  bool
 }
 
-// register is a revision: a write that expects it makes it one more, any other is refused.
+// register is a revision: a write that expects it increments it, any other write is refused.
 func register() porcupine.Model {
 	m := porcupine.NondeterministicModel{
 		Init: func() []any { return []any{uint64(0)} },
@@ -52,7 +52,7 @@ func register() porcupine.Model {
 	return m.ToModel()
 }
 
-// history is what clients saw.
+// history is what the clients observed.
 type history struct {
 	mu  sync.Mutex
 	ops []porcupine.Operation
@@ -64,8 +64,9 @@ func (h *history) add(op porcupine.Operation) {
 	h.ops = append(h.ops, op)
 }
 
-// decided leaves out what cannot have happened: a write of unknown outcome whose revision another one made, and all but the
-// earliest of those that may have made one. What is left out may always have done nothing, so the verdict stays.
+// decided leaves out impossible operations: a write of unknown outcome whose revision another write made, and
+// all but the earliest of those that may have made one. A write that is left out may always have done
+// nothing, so the verdict stays the same.
 func decided(ops []porcupine.Operation) []porcupine.Operation {
 	maker := map[uint64]porcupine.Operation{} // by the revision expected
 	var left []porcupine.Operation
@@ -92,7 +93,7 @@ func decided(ops []porcupine.Operation) []porcupine.Operation {
 	return left
 }
 
-// ask is one write, through any member.
+// ask makes one write through any member.
 func ask(ctx context.Context, c *cluster.Cluster, a attempt, spec string) (outcome, bool) {
 	cmd := putApp("demo", spec)
 	cmd.PutApps.Expect = map[string]uint64{"demo": a.expect}
@@ -109,7 +110,7 @@ func ask(ctx context.Context, c *cluster.Cluster, a attempt, spec string) (outco
 	}
 }
 
-// TestRegister: the model refuses what must never be seen.
+// TestRegister: the model refuses histories that must not happen.
 func TestRegister(t *testing.T) {
 	t.Parallel()
 	op := func(call, back int64, a attempt, o outcome) porcupine.Operation {
@@ -119,18 +120,25 @@ func TestRegister(t *testing.T) {
 		legal bool
 		ops   []porcupine.Operation
 	}{
-		"one after the other":        {true, []porcupine.Operation{op(0, 1, attempt{0}, outcome{revision: 1}), op(2, 3, attempt{1}, outcome{revision: 2})}},
-		"two makers of one revision": {false, []porcupine.Operation{op(0, 9, attempt{0}, outcome{revision: 1}), op(1, 8, attempt{0}, outcome{revision: 1})}},
-		"a lost write":               {false, []porcupine.Operation{op(0, 1, attempt{0}, outcome{revision: 1}), op(2, 3, attempt{1}, outcome{stale: true})}},
-		"of an unknown write":        {true, []porcupine.Operation{op(0, 9, attempt{0}, outcome{unknown: true}), op(2, 3, attempt{1}, outcome{revision: 2})}},
-		"of one that came later":     {false, []porcupine.Operation{op(4, 9, attempt{0}, outcome{unknown: true}), op(2, 3, attempt{1}, outcome{revision: 2})}},
+		"one after the other": {true, []porcupine.Operation{
+			op(0, 1, attempt{0}, outcome{revision: 1}),
+			op(2, 3, attempt{1}, outcome{revision: 2}),
+		}},
+		"two makers of one revision": {false, []porcupine.Operation{op(0, 9, attempt{0},
+			outcome{revision: 1}), op(1, 8, attempt{0}, outcome{revision: 1})}},
+		"a lost write": {false, []porcupine.Operation{op(0, 1, attempt{0},
+			outcome{revision: 1}), op(2, 3, attempt{1}, outcome{stale: true})}},
+		"of an unknown write": {true, []porcupine.Operation{op(0, 9, attempt{0},
+			outcome{unknown: true}), op(2, 3, attempt{1}, outcome{revision: 2})}},
+		"of one that came later": {false, []porcupine.Operation{op(4, 9, attempt{0},
+			outcome{unknown: true}), op(2, 3, attempt{1}, outcome{revision: 2})}},
 	} {
 		assert.Equal(t, tc.legal, porcupine.CheckOperations(register(), decided(tc.ops)), name)
 	}
 }
 
-// TestLinearizable: clients race for the next revision through every member while leaders are killed and cut off. What they saw
-// must be explained by one register, whoever answered.
+// TestLinearizable: clients compete for the next revision through every member while leaders are killed and
+// cut off. One register must explain all their observations.
 func TestLinearizable(t *testing.T) {
 	t.Parallel()
 	seed := rand.Uint64()
@@ -152,9 +160,9 @@ func TestLinearizable(t *testing.T) {
 		time.Sleep(time.Duration(50+random.IntN(150)) * time.Millisecond)
 		m := g.leader()
 		if random.IntN(2) == 0 {
-			g.wires.isolate(m.address, true)
+			g.testNetwork.isolate(m.address, true)
 			g.leader(g.others(m)...)
-			g.wires.isolate(m.address, false)
+			g.testNetwork.isolate(m.address, false)
 			continue
 		}
 		g.stop(m)
@@ -166,11 +174,12 @@ func TestLinearizable(t *testing.T) {
 	require.NotEmpty(t, h.ops)
 	ops := decided(h.ops)
 	res := porcupine.CheckOperationsTimeout(register(), ops, limit)
-	assert.Equal(t, porcupine.Ok, res, "seed %d: %d operations have no order that explains them", seed, len(ops))
+	assert.Equal(t, porcupine.Ok, res, "seed %d: %d operations have no order that explains them", seed,
+		len(ops))
 	g.same()
 }
 
-// client writes until ctx ends: with the revision its member shows, or with the last it saw.
+// client writes until ctx ends, with the revision that its member shows or the last one that it observed.
 func (g *group) client(ctx context.Context, h *history, id int, random *rand.Rand, begin time.Time) {
 	for n := 0; ctx.Err() == nil; n++ {
 		all := g.clusters()

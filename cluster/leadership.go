@@ -4,6 +4,8 @@ import (
 	"context"
 	"crypto/rand"
 	"errors"
+	"fmt"
+	"sync"
 	"time"
 
 	"github.com/hashicorp/raft"
@@ -15,32 +17,34 @@ import (
 // leadRetry is the pause before a failed step of becoming ready is tried again.
 const leadRetry = 100 * time.Millisecond
 
-// Leader says whether this node leads and has applied all that was committed before it did.
+// Leader reports whether this node leads and has applied everything that was committed before it led.
 func (c *Cluster) Leader() bool { return c.leader.Load() }
 
-// LeaderNode is the UID of the node that leads as far as this node knows; it may have been elected a moment ago and not be ready.
+// LeaderNode returns the UID of the leader as this node knows it. A new leader may not be ready yet.
 func (c *Cluster) LeaderNode() (uid string, known bool) {
 	r := c.run.Load().raft
 	_, id := r.LeaderWithID()
 	if string(id) == c.ident.UID && r.State() != raft.Leader {
-		return "", false // raft was told to stop, and has not come to it: its disk hangs
+		return "", false // raft was told to stop but has not stopped yet: its disk hangs
 	}
 	return string(id), id != ""
 }
 
-// Leadership is closed at the next change of who leads, or of whether this node leads and is ready. Take it before Leader,
-// LeaderNode and Term, or a change in between goes unseen. A leadership that was lost and won again shows as a higher Term.
+// Leadership is closed at the next change of the leader, or of whether this node leads and is ready. Take it
+// before Leader, LeaderNode and Term, or a change in between goes unnoticed. A leadership that was lost and
+// won again has a higher Term.
 func (c *Cluster) Leadership() <-chan struct{} {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.turn
 }
 
-// Term is raft's term: it grows with every election.
+// Term returns raft's term. It grows with every election.
 func (c *Cluster) Term() uint64 { return c.run.Load().raft.CurrentTerm() }
 
-// Barrier waits until everything committed so far is applied here. Only the leader can say so: ErrNotLeader elsewhere.
-func (c *Cluster) Barrier(ctx context.Context) error { return c.submit(ctx, c.barrier).err }
+// Barrier waits until everything committed so far is applied here. Only the leader can do it: ErrNotLeader
+// elsewhere.
+func (c *Cluster) Barrier(ctx context.Context) error { return c.submit(ctx, c.runBarrier).err }
 
 func (c *Cluster) wakeLeadership() {
 	c.mu.Lock()
@@ -49,15 +53,15 @@ func (c *Cluster) wakeLeadership() {
 	c.turn = make(chan struct{})
 }
 
-// watch follows the leadership of one run to its end. It is the only writer of leader and ready.
-func (c *Cluster) watch(r *run) {
-	defer c.follow()
+// watchLeadership follows the leadership of one run to its end. Only it writes leader and ready.
+func (c *Cluster) watchLeadership(r *run) {
+	defer c.clearReady()
 	for {
 		select {
 		case won := <-r.lead:
-			c.follow()
+			c.clearReady()
 			if won {
-				c.takeOver(r)
+				c.becomeReady(r)
 			}
 		case <-r.seen:
 			c.wakeLeadership()
@@ -67,8 +71,8 @@ func (c *Cluster) watch(r *run) {
 	}
 }
 
-// follow takes readiness back.
-func (c *Cluster) follow() {
+// clearReady records that this node does not lead, or is not ready.
+func (c *Cluster) clearReady() {
 	if c.leader.Swap(false) {
 		c.log.Debug("leads no longer", "room", "cluster")
 	}
@@ -82,11 +86,12 @@ func (c *Cluster) follow() {
 	c.wakeLeadership()
 }
 
-// takeOver makes a fresh leader ready: all that was committed before is applied first, then the cluster gets its name.
-func (c *Cluster) takeOver(r *run) {
+// becomeReady makes a new leader ready: it applies everything that was committed before, then names the
+// cluster.
+func (c *Cluster) becomeReady(r *run) {
 	warned := false
-	for r.raft.State() == raft.Leader && c.ended() == nil {
-		err := c.lead()
+	for r.raft.State() == raft.Leader && c.endError() == nil {
+		err := c.prepareLeadership()
 		if err == nil {
 			c.setReady(r)
 			return
@@ -96,22 +101,15 @@ func (c *Cluster) takeOver(r *run) {
 			c.end(err)
 			return
 		}
-		if !warned && !errors.Is(err, ErrNotLeader) { // that it hands over meanwhile is no fault
+		if !warned && !errors.Is(err, ErrNotLeader) { // a leader that hands over meanwhile is no fault
 			c.log.Warn("leader not ready yet", "room", "cluster", "err", err)
 			warned = true
 		}
-		r.pause()
+		r.waitRetry()
 	}
 }
 
-func (r *run) pause() {
-	select {
-	case <-time.After(leadRetry):
-	case <-r.over:
-	}
-}
-
-// setReady lets everybody who waits go on.
+// setReady wakes everything that waits for the leader to be ready.
 func (c *Cluster) setReady(r *run) {
 	c.log.Debug("leads", "room", "cluster", "term", r.raft.CurrentTerm())
 	c.leader.Store(true)
@@ -122,9 +120,9 @@ func (c *Cluster) setReady(r *run) {
 	c.wakeLeadership()
 }
 
-// lead applies the past (a new leader's state is old until a Barrier, TRAPS 10) and gives the cluster what it lacks: its name,
-// its secret, and its authority where nodes may join.
-func (c *Cluster) lead() error {
+// prepareLeadership applies all committed entries, because the state of a new leader is old until a Barrier.
+// Then it gives the cluster what it lacks: its name, its secret, and its authority if nodes may join.
+func (c *Cluster) prepareLeadership() error {
 	ctx, cancel := context.WithTimeout(context.Background(), proposeTimeout)
 	defer cancel()
 	if err := c.Barrier(ctx); err != nil {
@@ -132,17 +130,18 @@ func (c *Cluster) lead() error {
 	}
 	switch st := c.State(); {
 	case st.Cluster != "" && st.Cluster != c.ident.Cluster:
-		return problem.New(problem.Conflict, "the log in the data dir is of cluster %s, its %s says %s", c.State().Cluster, identityFile, c.ident.Cluster).
+		return problem.New(problem.Conflict, "the log in the data dir is of cluster %s, its %s says %s",
+			c.State().Cluster, identityFile, c.ident.Cluster).
 			WithHint("two data dirs were mixed; restore one from a backup or choose an empty --data-dir")
 	case st.Cluster != "" && len(st.Secret) > 0 && (c.cfg.Secrets == nil || len(st.Secrets.Authority) > 0):
 		return nil
 	}
-	_, err := c.ProposeHere(ctx, c.founding())
+	_, err := c.ProposeHere(ctx, c.initCommand())
 	return err
 }
 
-// founding is the first command of a cluster; an older one keeps what it has.
-func (c *Cluster) founding() state.Command {
+// initCommand returns the first command of a cluster. A cluster that has some of its values keeps them.
+func (c *Cluster) initCommand() state.Command {
 	first := &state.Init{Cluster: c.ident.Cluster, Secret: newSecret()}
 	if c.cfg.Secrets != nil {
 		first.Secrets, first.LeaseTTL = c.cfg.Secrets(), c.cfg.LeaseTTL.Milliseconds()
@@ -157,4 +156,343 @@ func newSecret() []byte {
 	b := make([]byte, secretBytes)
 	_, _ = rand.Read(b) // never fails since Go 1.24
 	return b
+}
+
+// Ready waits until this node's copy of the state has everything that was committed before the call: on the
+// leader by a Barrier, on other nodes by a command that changes nothing. Before that, State may be older than
+// what was acknowledged before a restart: grant nothing from it, or a rank might be granted twice.
+// ErrUnreadable: this version cannot read what was committed.
+func (c *Cluster) Ready(ctx context.Context) error {
+	if err := c.endError(); err != nil {
+		return err
+	}
+	for {
+		turn, retry := c.Leadership(), (<-chan time.Time)(nil)
+		if err := c.Fault(); errors.Is(err, ErrUnreadable) {
+			return err
+		}
+		if c.Leader() {
+			return nil
+		}
+		if leader, ok := c.LeaderNode(); ok && leader != c.ident.UID {
+			err := c.catchUp(ctx)
+			if err == nil || problem.CodeOf(err) == problem.Conflict {
+				return err
+			}
+			retry = time.After(leadRetry)
+		}
+		if err := c.awaitTurn(ctx, turn, retry); err != nil {
+			return err
+		}
+	}
+}
+
+// awaitTurn waits for a change of the leadership, or for retry.
+func (c *Cluster) awaitTurn(ctx context.Context, turn <-chan struct{}, retry <-chan time.Time) error {
+	select {
+	case <-turn:
+		return nil
+	case <-retry:
+		return nil
+	case <-ctx.Done():
+		return problem.New(problem.Timeout, "wait for a leader: %w", context.Cause(ctx)).
+			WithHint("%s", c.leaderHint())
+	case <-c.done:
+		return c.endError()
+	}
+}
+
+// catchUp waits until this node has applied what the leader had committed. Conflict: the leader is of another
+// cluster.
+func (c *Cluster) catchUp(ctx context.Context) error {
+	if c.cfg.Forward == nil {
+		return c.fsm.awaitCluster(ctx)
+	}
+	ctx, cancel := context.WithTimeout(ctx, proposeTimeout)
+	defer cancel()
+	res, err := c.proposeAtLeader(ctx, state.Command{Init: &state.Init{Cluster: c.ident.Cluster}})
+	if err != nil {
+		return err
+	}
+	return c.fsm.await(ctx, res.Index)
+}
+
+// Sentinels for errors.Is. Users see them inside a *problem.Error with code Unavailable.
+var (
+	ErrNotLeader      = errors.New("this node is not the leader")
+	ErrClosed         = errors.New("cluster is closed")
+	ErrOutcomeUnknown = errors.New("leadership was lost before the answer: the command may or may not have " +
+		"been applied")
+)
+
+func errClosed() error {
+	return problem.New(problem.Unavailable, "propose: %w", ErrClosed).
+		WithHint("dpserve is stopping; start it again")
+}
+
+// Propose puts a command through consensus and returns the result or the unchanged typed error of
+// state.Apply. A node that does not lead sends the command to the leader once. If Propose returns nil, the
+// command is durable and this node has applied it. If ctx ends first, the error is ctx's cause and the
+// command may still be applied later: propose only commands that are safe to repeat, with an expected
+// revision or epoch.
+func (c *Cluster) Propose(ctx context.Context, cmd state.Command) (state.Result, error) {
+	cmd, err := c.State().Readable(cmd)
+	if err != nil {
+		return state.Result{}, err
+	}
+	res, err := c.ProposeHere(ctx, cmd)
+	if c.cfg.Forward == nil || !errors.Is(err, ErrNotLeader) {
+		return res, err
+	}
+	return c.proposeAtLeader(ctx, cmd)
+}
+
+// ProposeHere is Propose on the node that takes itself for the leader: it never forwards. ErrNotLeader:
+// nothing was done. It refuses a command that some control node could not read (state.ErrControlTooOld),
+// because that node would leave consensus.
+func (c *Cluster) ProposeHere(ctx context.Context, cmd state.Command) (state.Result, error) {
+	cmd, err := c.State().Readable(cmd)
+	if err != nil {
+		return state.Result{}, err
+	}
+	data, err := state.EncodeCommand(&cmd)
+	if err != nil {
+		return state.Result{}, err
+	}
+	started := time.Now()
+	a := c.submit(ctx, func() applyResult { return c.applyCommand(ctx, data) })
+	c.cfg.ApplySeconds(time.Since(started))
+	return a.result, a.err
+}
+
+// submit makes a call of raft, which no context can end, in a goroutine. It waits for the answer, ctx or
+// Close. The goroutine ends when raft answers; Close waits for it.
+func (c *Cluster) submit(ctx context.Context, call func() applyResult) applyResult {
+	if err := c.takeSlot(ctx); err != nil {
+		return applyResult{err: err}
+	}
+	answer := make(chan applyResult, 1)
+	go func() {
+		defer c.freeSlot()
+		answer <- call()
+	}()
+	select {
+	case a := <-answer:
+		return a
+	case <-ctx.Done():
+		return applyResult{err: fmt.Errorf("propose: %w", context.Cause(ctx))}
+	case <-c.done:
+		return applyResult{err: c.endError()}
+	}
+}
+
+// runBarrier waits until everything committed so far is applied.
+func (c *Cluster) runBarrier() applyResult {
+	if err := c.run.Load().raft.Barrier(proposeTimeout).Error(); err != nil {
+		return applyResult{err: c.proposeError(err)}
+	}
+	return applyResult{}
+}
+
+// takeSlot takes a slot; freeSlot frees it.
+func (c *Cluster) takeSlot(ctx context.Context) error {
+	select {
+	case c.slots <- struct{}{}:
+	case <-ctx.Done():
+		return fmt.Errorf("propose: %w", context.Cause(ctx))
+	case <-c.done:
+		return c.endError()
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if why := c.why; why != nil || c.stopping {
+		<-c.slots
+		return firstError(why, errClosed())
+	}
+	c.proposals.Add(1)
+	return nil
+}
+
+func (c *Cluster) freeSlot() {
+	<-c.slots
+	c.proposals.Done()
+}
+
+// applyCommand gives the command to raft, which batches waiting commands, and waits until it is applied.
+func (c *Cluster) applyCommand(ctx context.Context, data []byte) applyResult {
+	f := c.run.Load().raft.Apply(data, enqueueTimeout(ctx))
+	if err := f.Error(); err != nil {
+		return applyResult{err: c.proposeError(err)}
+	}
+	a, ok := f.Response().(applyResult)
+	if !ok {
+		return applyResult{err: problem.New(problem.Internal, "propose: raft answered %T", f.Response())}
+	}
+	return a
+}
+
+// enqueueTimeout is how long raft may take to accept the command: the rest of ctx, at most proposeTimeout.
+func enqueueTimeout(ctx context.Context) time.Duration {
+	deadline, ok := ctx.Deadline()
+	if !ok {
+		return proposeTimeout
+	}
+	return max(time.Millisecond, min(time.Until(deadline), proposeTimeout))
+}
+
+// diskFault returns the fault of the disk behind an error of raft; nil if there is none.
+func (c *Cluster) diskFault(err error) error {
+	switch {
+	case errors.Is(err, ErrDisk):
+		return c.diskProblem(err)
+	case errors.Is(err, raft.ErrRaftShutdown):
+		return c.Fault()
+	}
+	return nil
+}
+
+// proposeError turns raft's errors into ours: the disk's fault, ErrNotLeader if nothing was done, or another.
+func (c *Cluster) proposeError(err error) error {
+	if fault := c.diskFault(err); fault != nil {
+		return fault
+	}
+	switch {
+	case errors.Is(err, raft.ErrNotLeader), errors.Is(err, raft.ErrLeadershipTransferInProgress):
+		return errNotLeader()
+	case errors.Is(err, raft.ErrRaftShutdown):
+		return errClosed()
+	case errors.Is(err, raft.ErrLeadershipLost), errors.Is(err, raft.ErrAbortedByRestore):
+		return problem.New(problem.Unavailable, "propose: %w", ErrOutcomeUnknown).
+			WithHint("look at the state, then try again")
+	case errors.Is(err, raft.ErrEnqueueTimeout):
+		return problem.New(problem.Timeout, "propose: the log did not take the command: %w", err).
+			WithHint("the disk of the data dir is full or very slow")
+	default:
+		return problem.New(problem.Internal, "propose: %w", err).
+			WithHint("look for raft errors in the log; the disk may be full")
+	}
+}
+
+func errNotLeader() error {
+	return problem.New(problem.Unavailable, "propose: %w", ErrNotLeader).
+		WithHint("wait for the election and try again")
+}
+
+// confirmLimit is how long a round of Confirm may take. A lease renewal waits no longer for it.
+const confirmLimit = time.Second
+
+// Confirm asks a majority of the voters whether this node still leads. A leader that was suspended does not
+// know that another node leads now. Only answers of voters count, and only answers to messages that are sent
+// after the call. Raft's own VerifyLeader does not suit: it also counts answers of standbys and answers that
+// waited in a socket buffer since before a suspension, and it never returns after raft was told to stop.
+// ErrNotLeader: this node does not lead, or no majority confirms it. A node that Holds asks no other node.
+func (c *Cluster) Confirm(ctx context.Context) error {
+	if c.Holds() {
+		return nil
+	}
+	if !c.Leader() {
+		return errUnconfirmed()
+	}
+	q := c.confirmRounds.join(c.confirmWithVoters)
+	select {
+	case <-q.done:
+		return q.err
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	case <-c.done:
+		return c.endError()
+	}
+}
+
+// confirmRounds lets all callers that come during a round share the next one.
+type confirmRounds struct {
+	mu    sync.Mutex
+	busy  bool
+	next  *round // not begun; nil = no caller waits
+	loops sync.WaitGroup
+}
+
+// round is one question to all voters.
+type round struct {
+	done chan struct{} // closed when err is set
+	err  error
+}
+
+// join returns a round that begins after the call.
+func (c *confirmRounds) join(ask func() error) *round {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.next == nil {
+		c.next = &round{done: make(chan struct{})}
+	}
+	if !c.busy {
+		c.busy = true
+		c.loops.Go(func() { c.run(ask) })
+	}
+	return c.next
+}
+
+func (c *confirmRounds) run(ask func() error) {
+	for {
+		c.mu.Lock()
+		q := c.next
+		c.next, c.busy = nil, q != nil
+		c.mu.Unlock()
+		if q == nil {
+			return
+		}
+		q.err = ask()
+		close(q.done)
+	}
+}
+
+// confirmWithVoters sends a heartbeat of this term to every other voter. It waits until a majority, with this
+// node, has accepted the heartbeat.
+func (c *Cluster) confirmWithVoters() error {
+	r := c.run.Load().raft
+	term := r.CurrentTerm() // read before State: if raft leads then, it leads in this term or a later one
+	if r.State() != raft.Leader {
+		return errUnconfirmed()
+	}
+	voters, taken := 0, 0
+	var others []raft.ServerID
+	for _, s := range r.GetConfiguration().Configuration().Servers {
+		switch {
+		case s.Suffrage != raft.Voter:
+			continue
+		case string(s.ID) == c.ident.UID:
+			taken++
+		default:
+			others = append(others, s.ID)
+		}
+		voters++
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), confirmLimit)
+	defer cancel()
+	answers := make(chan bool, len(others))
+	for _, id := range others {
+		c.confirmRounds.loops.Go(func() { answers <- c.net.confirm(ctx, id, term) })
+	}
+	for range others {
+		if 2*taken > voters {
+			break
+		}
+		select {
+		case yes := <-answers:
+			if yes {
+				taken++
+			}
+		case <-ctx.Done():
+			return errUnconfirmed()
+		}
+	}
+	if 2*taken <= voters {
+		return errUnconfirmed()
+	}
+	return nil
+}
+
+func errUnconfirmed() error {
+	return problem.New(problem.Unavailable, "confirm the leadership: %w", ErrNotLeader).
+		WithHint("wait for the election and try again")
 }

@@ -17,8 +17,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// same waits until every running member shows what the leader does. Only Index may differ: what was refused behind the last
-// change counts where both came in one batch.
+// same waits until every running member has the leader's state. Only Index may differ, by refused commands.
 func (g *group) same() {
 	g.t.Helper()
 	shown := func(m *member) string {
@@ -62,7 +61,8 @@ func TestKilledLeader(t *testing.T) {
 	g.same()
 }
 
-// grantOn is a grant of demo's only rank on a node; the former grant is released by the same name's next epoch.
+// grantOn is a grant of demo's only rank on a node; the former grant is released by the same name's next
+// epoch.
 func grantOn(node string, revision, expect uint64) state.Command {
 	c := grant("demo", revision, expect)
 	c.GrantGroup.Units[0].Ranks[0].Node = node
@@ -117,7 +117,8 @@ func TestMembers(t *testing.T) {
 		require.NoError(t, first.Promote(ctx, second.UID()))
 	}
 	require.NoError(t, first.AddStandby(ctx, second.UID()))
-	require.Contains(t, first.Members(), cluster.Member{UID: second.UID(), Voter: true}, "a voter does not become a standby by being added")
+	require.Contains(t, first.Members(), cluster.Member{UID: second.UID(), Voter: true},
+		"a voter does not become a standby by being added")
 
 	turn := second.Leadership()
 	g.retry(func() error { return first.StepDown(ctx) })
@@ -141,7 +142,8 @@ func TestMembers(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// TestLeaderRemovesItself: it hands over by losing its vote, and its process goes on as a follower of nobody.
+// TestLeaderRemovesItself: the leader hands over by losing its vote, and its process goes on without a
+// leader.
 func TestLeaderRemovesItself(t *testing.T) {
 	t.Parallel()
 	g := threeVoters(t, false)
@@ -154,13 +156,13 @@ func TestLeaderRemovesItself(t *testing.T) {
 	assert.False(t, old.Leader())
 }
 
-// TestCutOffLeader: a leader without a majority accepts nothing, and what it was asked is not there when it is back, nor after
-// its restart. (Its log was cut at the end: raft-wal 0.4.0 could not read such a log again.)
+// TestCutOffLeader: a leader without a majority accepts nothing. The commands that it got are gone when it is
+// back, and after its restart. (Its log was cut at the end, which raft-wal 0.4.0 could not read again.)
 func TestCutOffLeader(t *testing.T) {
 	t.Parallel()
 	g := threeVoters(t, true)
 	old := g.leader()
-	g.wires.isolate(old.address, true)
+	g.testNetwork.isolate(old.address, true)
 	accepted := make(chan int, 1)
 	go func() {
 		n := 0
@@ -179,9 +181,10 @@ func TestCutOffLeader(t *testing.T) {
 	assert.Zero(t, <-accepted, "a leader without a majority accepted writes")
 	require.NoError(t, next.Confirm(t.Context()))
 	require.ErrorIs(t, old.Confirm(t.Context()), cluster.ErrNotLeader)
-	require.Eventually(t, func() bool { return !old.Leader() }, limit, 10*time.Millisecond, "it still takes itself for the leader")
+	require.Eventually(t, func() bool { return !old.Leader() }, limit, 10*time.Millisecond,
+		"it still takes itself for the leader")
 
-	g.wires.isolate(old.address, false)
+	g.testNetwork.isolate(old.address, false)
 	g.retry(func() error { _, err := old.Propose(t.Context(), putApp("back", "one")); return err })
 	g.same()
 	g.stop(old)
@@ -192,8 +195,9 @@ func TestCutOffLeader(t *testing.T) {
 	assert.Contains(t, old.State().Apps, "back")
 }
 
-// TestLeaderCutOffInTheMomentOfAVote: a voter that has not heard of a new vote and the new voter do not elect each other
-// (docs/internals.md); with the leader back there is one again, and nothing that was acknowledged is lost.
+// TestLeaderCutOffInTheMomentOfAVote: a voter that does not know of a new vote and the new voter do not elect
+// each other (docs/internals.md). When the leader is back, there is one again, and no acknowledged command is
+// lost.
 func TestLeaderCutOffInTheMomentOfAVote(t *testing.T) {
 	t.Parallel()
 	g := newGroup(t)
@@ -206,17 +210,17 @@ func TestLeaderCutOffInTheMomentOfAVote(t *testing.T) {
 	if old == second {
 		deaf = first
 	}
-	g.wires.isolate(deaf.address, true)
+	g.testNetwork.isolate(deaf.address, true)
 	vote := cluster.Member{UID: third.UID(), Voter: true}
 	g.retry(func() error { return old.Promote(t.Context(), third.UID()) })
 	require.Contains(t, third.Members(), vote)
 	require.NotContains(t, deaf.Members(), vote)
-	g.wires.isolate(old.address, true)
-	g.wires.isolate(deaf.address, false)
+	g.testNetwork.isolate(old.address, true)
+	g.testNetwork.isolate(deaf.address, false)
 	require.Eventually(t, func() bool { return !old.Leader() }, limit, 10*time.Millisecond)
 	assert.NotContains(t, deaf.Members(), vote)
 
-	g.wires.isolate(old.address, false)
+	g.testNetwork.isolate(old.address, false)
 	g.heard(vote)
 	g.propose(putApp("demo", "one"))
 	g.same()
@@ -232,7 +236,8 @@ func TestNoMajority(t *testing.T) {
 	require.Eventually(t, func() bool { return !last.Leader() }, limit, 10*time.Millisecond)
 	ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
 	defer cancel()
-	require.Eventually(t, func() bool { _, known := last.LeaderNode(); return !known }, limit, 10*time.Millisecond)
+	require.Eventually(t, func() bool { _, known := last.LeaderNode(); return !known }, limit,
+		10*time.Millisecond)
 	_, err := last.Propose(ctx, putApp("demo", "one"))
 	require.ErrorIs(t, err, cluster.ErrNoMajority)
 	var p *problem.Error
@@ -248,7 +253,8 @@ func TestNoMajority(t *testing.T) {
 	assert.Equal(t, problem.Timeout, problem.CodeOf(last.Ready(ctx)))
 }
 
-// TestAllStartAtOnce: nobody leads and the log's end may not be committed, so the state lacks addresses: the log has them.
+// TestAllStartAtOnce: there is no leader and the log's end may not be committed, so the state lacks
+// addresses. The log has them.
 func TestAllStartAtOnce(t *testing.T) {
 	t.Parallel()
 	g := threeVoters(t, true)
@@ -267,7 +273,7 @@ func TestAllStartAtOnce(t *testing.T) {
 	}
 }
 
-// TestSnapshotForANewcomer: the log behind the snapshot is gone when the newcomer comes.
+// TestSnapshotForANewcomer: the entries before the snapshot are gone when the newcomer comes.
 func TestSnapshotForANewcomer(t *testing.T) {
 	t.Parallel()
 	g := newGroup(t)
@@ -285,7 +291,8 @@ func TestSnapshotForANewcomer(t *testing.T) {
 	g.same()
 }
 
-// TestStandbyIsCloseBehindOnceItHasTheLog: a standby that nobody reaches, or that has none of a long log, is not one to give a vote.
+// TestStandbyIsCloseBehindOnceItHasTheLog: a standby that cannot be reached, or lacks a long log, must not
+// get a vote.
 func TestStandbyIsCloseBehindOnceItHasTheLog(t *testing.T) {
 	t.Parallel()
 	g := newGroup(t)
@@ -297,19 +304,28 @@ func TestStandbyIsCloseBehindOnceItHasTheLog(t *testing.T) {
 	}
 	second := g.add(cluster.Config{NodeID: "node-2", Member: true, ClusterID: first.ClusterID()})
 	g.put(second)
-	g.wires.isolate(second.address, true)
+	g.testNetwork.isolate(second.address, true)
 	require.NoError(t, first.AddStandby(t.Context(), second.UID()))
 	assert.True(t, first.IsCloseBehind(first.UID()))
-	assert.Never(t, func() bool { return first.IsCloseBehind(second.UID()) }, 500*time.Millisecond, 10*time.Millisecond, "it has no log")
+	assert.Never(t, func() bool { return first.IsCloseBehind(second.UID()) }, 500*time.Millisecond,
+		10*time.Millisecond, "it has no log")
 	for _, c := range []struct {
 		lacks uint64
 		ago   time.Duration
 		want  bool
-	}{{0, 0, true}, {64, 0, true}, {65, 0, false}, {200, 0, false}, {0, 4 * time.Second, true}, {0, 6 * time.Second, false}} {
+	}{
+		{0, 0, true},
+		{64, 0, true},
+		{65, 0, false},
+		{200, 0, false},
+		{0, 4 * time.Second, true},
+		{0, 6 * time.Second, false},
+	} {
 		first.NoteLog(second.UID(), first.CommitIndex()-c.lacks, c.ago)
-		assert.Equal(t, c.want, first.IsCloseBehind(second.UID()), "it answered %s ago and lacks %d entries", c.ago, c.lacks)
+		assert.Equal(t, c.want, first.IsCloseBehind(second.UID()), "it answered %s ago and lacks %d entries",
+			c.ago, c.lacks)
 	}
-	g.wires.isolate(second.address, false)
+	g.testNetwork.isolate(second.address, false)
 	require.Eventually(t, func() bool { return first.IsCloseBehind(second.UID()) }, limit, 5*time.Millisecond)
 	require.NoError(t, first.Promote(t.Context(), second.UID()))
 
@@ -323,13 +339,16 @@ func TestStandbyIsCloseBehindOnceItHasTheLog(t *testing.T) {
 	assert.False(t, second.IsCloseBehind(first.UID()), "who does not lead is told nothing")
 }
 
-// TestPortComesAndGoes: a data dir goes on with a node port that it was made without, and the other way round.
+// TestPortComesAndGoes: a data dir that was made without a node port works with one, and the other way round.
 func TestPortComesAndGoes(t *testing.T) {
 	t.Parallel()
 	dir, made := t.TempDir(), 0
 	secrets := func() state.Secrets {
 		made++
-		return state.Secrets{Authority: fmt.Append(nil, "authority-", made), AuthorityKey: []byte("key"), GossipKey: make([]byte, 32)}
+		return state.Secrets{
+			Authority: fmt.Append(nil, "authority-", made), AuthorityKey: []byte("key"),
+			GossipKey: make([]byte, 32),
+		}
 	}
 	for i := range 4 {
 		if i%2 == 0 {
@@ -342,12 +361,13 @@ func TestPortComesAndGoes(t *testing.T) {
 		require.NoError(t, err)
 		c := open(t, cluster.Config{DataDir: dir, Layer: &tcpLayer{l, newWires()}, Secrets: secrets})
 		propose(t, c, putApp("demo", fmt.Sprint(i)))
-		assert.Equal(t, "authority-1", string(c.State().Secrets.Authority), "an older cluster gets an authority, once")
+		assert.Equal(t, "authority-1", string(c.State().Secrets.Authority),
+			"an older cluster gets an authority, once")
 		require.NoError(t, c.Close())
 	}
 }
 
-// TestOldDataDir: a data dir of a version without UIDs goes on under the name that raft knows it by.
+// TestOldDataDir: a data dir of a version without UIDs keeps the name by which raft knows it.
 func TestOldDataDir(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -361,8 +381,8 @@ func TestOldDataDir(t *testing.T) {
 	assert.Contains(t, c.State().Apps, "demo")
 }
 
-// TestWipedDataDir: a node that lost its data dir is another one, although it has its name: consensus never takes an empty log
-// for that of a voter which had acknowledged entries.
+// TestWipedDataDir: a node that lost its data dir is a different node, although it has the same name:
+// consensus never takes an empty log for that of a voter that has acknowledged entries.
 func TestWipedDataDir(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -392,8 +412,14 @@ func TestWipedDataDir(t *testing.T) {
 
 func TestDefaultTimers(t *testing.T) {
 	t.Parallel()
-	assert.Equal(t, cluster.Timers{Heartbeat: time.Second, Election: time.Second, Lease: 500 * time.Millisecond}, cluster.DefaultTimers(true))
-	assert.Equal(t, cluster.Timers{Heartbeat: 200 * time.Millisecond, Election: 200 * time.Millisecond, Lease: 100 * time.Millisecond}, cluster.DefaultTimers(false))
+	assert.Equal(t, cluster.Timers{
+		Heartbeat: time.Second, Election: time.Second,
+		Lease: 500 * time.Millisecond,
+	}, cluster.DefaultTimers(true))
+	assert.Equal(t, cluster.Timers{
+		Heartbeat: 200 * time.Millisecond, Election: 200 * time.Millisecond,
+		Lease: 100 * time.Millisecond,
+	}, cluster.DefaultTimers(false))
 }
 
 func writeIdentity(t testing.TB, dir string, content map[string]any) {

@@ -15,41 +15,45 @@ import (
 	"github.com/hashicorp/raft"
 )
 
-// Pace of what raft says at error: it repeats itself about a peer that is down twice a second.
+// Bounds of raft's messages at error: raft repeats a message about a peer that is down twice a second.
 const (
-	errorEvery   = 30 * time.Second // one message about anything but a peer
-	peerPatience = 5 * time.Second  // a peer may not answer so long before it is a warning: it is joining, restarting or being elected
+	errorEvery = 30 * time.Second // between two equal messages that are not about a peer
+	// peerPatience is how long a peer may not answer before the log has a warning: it joins, restarts or
+	// elects.
+	peerPatience = 5 * time.Second
 	peerEvery    = 10 * time.Minute // between two warnings about one peer
-	peerRest     = 10 * time.Second // without an error about a peer: it has answered, if it was not seen to answer before
+	// peerRest is the time without an error after which a peer counts as answering again.
+	peerRest = 10 * time.Second
 )
 
-// raftLog lets raft and raft-wal write to slog. What they call an error stays one, but for repetitions; everything else is debug,
-// because their warnings tell of elections that are normal for a single voter. That a peer does not answer is a warning, and only if
-// it lasts: nodes that end are reported elsewhere. Nodes are named: raft knows their UIDs only.
+// raftLog lets raft and raft-wal write to slog. Their errors stay errors, except repetitions. Everything else
+// is debug, because their warnings are about elections that are normal for a single voter. A peer that does
+// not answer is a warning, and only if it lasts, because other parts report nodes that end. raftLog replaces
+// UIDs by node names.
 type raftLog struct {
 	slog    *slog.Logger
 	name    string
 	implied []any
-	said    *said
+	recent  *recentErrors
 	nameOf  func(uid string) string // "" = not known
 
-	answered func(uid string) time.Time // when a node answered heartbeats and entries; zero = never
+	lastAnswer func(uid string) time.Time // when a node answered heartbeats and entries; zero = never
 }
 
-// said is what came at error last, and when.
-type said struct {
+// recentErrors are the times of the last messages at error.
+type recentErrors struct {
 	mu    sync.Mutex
-	when  map[string]time.Time // by message; raft has about forty
-	peers map[string]*failing  // by node; those of the cluster
+	when  map[string]time.Time        // by message; raft has about forty
+	peers map[string]*unreachablePeer // by node; those of the cluster
 }
 
-// failing is a peer that does not answer.
-type failing struct {
+// unreachablePeer is a peer that does not answer.
+type unreachablePeer struct {
 	since, last, warned time.Time
 }
 
-// again says whether a message came less than errorEvery ago.
-func (s *said) again(msg string) bool {
+// isRepeated reports whether the same message came less than errorEvery ago.
+func (s *recentErrors) isRepeated(msg string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	last, ok := s.when[msg]
@@ -60,14 +64,15 @@ func (s *said) again(msg string) bool {
 	return false
 }
 
-// warns notes that a peer did not answer, and says whether a person should hear of it now, and since when. answered is when it did last.
-func (s *said) warns(peer string, answered time.Time) (since time.Time, warn bool) {
+// shouldWarn records that a peer did not answer, and reports whether to warn now, and since when it does not
+// answer. lastAnswer is the time of its last answer.
+func (s *recentErrors) shouldWarn(peer string, answered time.Time) (since time.Time, warn bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	now := time.Now()
 	f := s.peers[peer]
 	if f == nil || now.Sub(f.last) > peerRest || answered.After(f.last) {
-		f = &failing{since: now}
+		f = &unreachablePeer{since: now}
 		s.peers[peer] = f
 	}
 	f.last = now
@@ -80,10 +85,12 @@ func (s *said) warns(peer string, answered time.Time) (since time.Time, warn boo
 
 var _ hclog.Logger = (*raftLog)(nil)
 
-func newRaftLog(l *slog.Logger, nameOf func(uid string) string, answered func(uid string) time.Time) *raftLog {
+func newRaftLog(l *slog.Logger, nameOf func(uid string) string,
+	answered func(uid string) time.Time,
+) *raftLog {
 	return &raftLog{
-		slog: l.With("room", "cluster"), name: "raft", nameOf: nameOf, answered: answered,
-		said: &said{when: map[string]time.Time{}, peers: map[string]*failing{}},
+		slog: l.With("room", "cluster"), name: "raft", nameOf: nameOf, lastAnswer: answered,
+		recent: &recentErrors{when: map[string]time.Time{}, peers: map[string]*unreachablePeer{}},
 	}
 }
 
@@ -92,28 +99,31 @@ func (r *raftLog) Log(level hclog.Level, msg string, args ...any) {
 	ctx, to := context.Background(), slog.LevelDebug
 	if level == hclog.Error {
 		if uid, ok := peerOf(args); ok {
-			r.unreached(uid, errorOf(args))
-		} else if !brokenOff(args) && !r.said.again(msg) {
+			r.warnUnreachable(uid, errorOf(args))
+		} else if !isExpectedEnd(args) && !r.recent.isRepeated(msg) {
 			to = slog.LevelError
 		}
 	}
 	if r.slog.Enabled(ctx, to) {
-		r.slog.Log(ctx, to, r.name+": "+msg, r.formatted(args)...) //nolint:sloglint // the message and the keys are raft's
+		r.slog.Log(ctx, to, r.name+": "+msg, r.formatArgs(args)...) //nolint:sloglint // raft's words
 	}
 }
 
-// unreached warns of a node that has not answered for long. Without an error it has answered: it knows of a newer term.
-func (r *raftLog) unreached(uid string, err error) {
+// warnUnreachable warns of a node that has not answered for long. Without an error it has answered: it knows
+// a newer term.
+func (r *raftLog) warnUnreachable(uid string, err error) {
 	if err == nil || errors.Is(err, errResting) {
 		return
 	}
 	peer := r.nodeName(uid)
-	if since, warn := r.said.warns(peer, r.answered(uid)); warn {
-		r.slog.Warn("consensus does not reach a node", "peer", peer, "for", time.Since(since).Round(time.Second), "err", err)
+	if since, warn := r.recent.shouldWarn(peer, r.lastAnswer(uid)); warn {
+		r.slog.Warn("consensus does not reach a node", "peer", peer, "for",
+			time.Since(since).Round(time.Second), "err", err)
 	}
 }
 
-// peerOf is the UID of the node that an error is about: "peer" and "target" are what raft calls one that it could not reach.
+// peerOf returns the UID of the node that an error is about. Raft calls an unreachable node "peer" or
+// "target".
 func peerOf(args []any) (uid string, ok bool) {
 	for i := 0; i+1 < len(args); i += 2 {
 		if args[i] == "peer" || args[i] == "target" {
@@ -123,7 +133,7 @@ func peerOf(args []any) (uid string, ok bool) {
 	return "", false
 }
 
-// uidOf is the UID of the node that raft means. ok is false for what is no node.
+// uidOf returns the UID of a node in a message of raft. ok is false for other values.
 func uidOf(v any) (uid string, ok bool) {
 	switch v := v.(type) {
 	case raft.Server:
@@ -136,7 +146,7 @@ func uidOf(v any) (uid string, ok bool) {
 	return "", false
 }
 
-// nodeName is the name of a node, or its UID if the name is not known.
+// nodeName returns the name of a node, or its UID if the name is not known.
 func (r *raftLog) nodeName(uid string) string {
 	if name := r.nameOf(uid); name != "" {
 		return name
@@ -144,7 +154,7 @@ func (r *raftLog) nodeName(uid string) string {
 	return uid
 }
 
-// errorOf is the error of a message, nil if it has none.
+// errorOf returns the error of a message, nil if it has none.
 func errorOf(args []any) error {
 	for i := 0; i+1 < len(args); i += 2 {
 		if err, ok := args[i+1].(error); ok && args[i] == "error" {
@@ -154,9 +164,10 @@ func errorOf(args []any) error {
 	return nil
 }
 
-// brokenOff says that a message tells of a connection that its other end has closed, or of raft or its transport that was told to stop:
-// both are reported elsewhere. Or of an entry that the log no longer has: the follower that lacks it gets a snapshot.
-func brokenOff(args []any) bool {
+// isExpectedEnd reports whether a message is about a connection that the other end has closed, or about raft
+// or its transport being told to stop: other parts report both. It is also true for an entry that the log no
+// longer has: the follower that lacks it gets a snapshot.
+func isExpectedEnd(args []any) bool {
 	err := errorOf(args)
 	if err == nil {
 		return false
@@ -166,7 +177,8 @@ func brokenOff(args []any) bool {
 		return true
 	}
 	for _, end := range []error{
-		io.ErrUnexpectedEOF, net.ErrClosed, errResting, raft.ErrLogNotFound, raft.ErrTransportShutdown, raft.ErrRaftShutdown,
+		io.ErrUnexpectedEOF, net.ErrClosed, errResting, raft.ErrLogNotFound, raft.ErrTransportShutdown,
+		raft.ErrRaftShutdown,
 	} {
 		if errors.Is(err, end) {
 			return true
@@ -175,8 +187,9 @@ func brokenOff(args []any) bool {
 	return false
 }
 
-// formatted resolves hclog's delayed Printf values, which slog would print as lists, and names nodes.
-func (r *raftLog) formatted(args []any) []any {
+// formatArgs formats hclog's delayed Printf values, which slog would print as lists, and replaces UIDs by
+// names.
+func (r *raftLog) formatArgs(args []any) []any {
 	out := make([]any, len(args))
 	for i, a := range args {
 		out[i] = a
@@ -225,7 +238,7 @@ func (r *raftLog) IsError() bool { return true }
 func (r *raftLog) With(args ...any) hclog.Logger {
 	c := *r
 	c.implied = append(append([]any{}, r.implied...), args...)
-	c.slog = r.slog.With(r.formatted(args)...)
+	c.slog = r.slog.With(r.formatArgs(args)...)
 	return &c
 }
 

@@ -21,28 +21,33 @@ import (
 func newTestLog(level slog.Level) (*raftLog, *bytes.Buffer) {
 	var out bytes.Buffer
 	to := slog.New(slog.NewTextHandler(&out, &slog.HandlerOptions{Level: level}))
-	return newRaftLog(to, func(uid string) string { return map[string]string{"uid3": "gpu-3"}[uid] }, never), &out
+	return newRaftLog(to, func(uid string) string { return map[string]string{"uid3": "gpu-3"}[uid] }, never),
+		&out
 }
 
 func TestRaftLogNamesNodes(t *testing.T) {
 	l, out := newTestLog(slog.LevelDebug)
 	l.Warn("failed to contact", "server-id", raft.ServerID("uid3"), "time", time.Second)
-	l.With("peer", raft.ServerAddress("uid3")).Info("entering follower state", "leader-id", raft.ServerID("uid9"))
-	l.Error("failed to appendEntries to", "peer", raft.Server{ID: "uid3", Address: "uid3"}, "error", errors.New("refused"))
+	l.With("peer", raft.ServerAddress("uid3")).Info("entering follower state", "leader-id",
+		raft.ServerID("uid9"))
+	l.Error("failed to appendEntries to", "peer", raft.Server{ID: "uid3", Address: "uid3"}, "error",
+		errors.New("refused"))
 	assert.NotContains(t, out.String(), "uid3")
 	assert.Equal(t, 3, strings.Count(out.String(), "gpu-3"), out)
 	assert.Contains(t, out.String(), "leader-id=uid9", "a node without a known name")
 }
 
-// TestRaftWarnsOfAPeerThatStaysAway: a peer that is down for a moment is nobody's concern; one that stays away is one warning in ten
-// minutes, whatever raft wanted of it.
+// TestRaftWarnsOfAPeerThatStaysAway: the log does not mention a peer that is down for a moment. A peer that
+// stays away is one warning in ten minutes, for all kinds of messages.
 func TestRaftWarnsOfAPeerThatStaysAway(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l, out := newTestLog(slog.LevelInfo)
 		fail := func(d time.Duration) {
 			for end := time.Now().Add(d); time.Now().Before(end); time.Sleep(500 * time.Millisecond) {
-				l.Error("failed to heartbeat to", "peer", raft.ServerAddress("uid3"), "error", errors.New("refused"))
-				l.Error("failed to make requestVote RPC", "target", raft.Server{ID: "uid3"}, "error", errors.New("refused"))
+				l.Error("failed to heartbeat to", "peer", raft.ServerAddress("uid3"), "error",
+					errors.New("refused"))
+				l.Error("failed to make requestVote RPC", "target", raft.Server{ID: "uid3"}, "error",
+					errors.New("refused"))
 			}
 		}
 		for range 5 {
@@ -52,20 +57,22 @@ func TestRaftWarnsOfAPeerThatStaysAway(t *testing.T) {
 		assert.Empty(t, out.String())
 		fail(9 * time.Minute)
 		require.Equal(t, 1, strings.Count(out.String(), "\n"), out)
-		assert.Contains(t, out.String(), `level=WARN msg="consensus does not reach a node" room=cluster peer=gpu-3 for=5s err=refused`)
+		assert.Contains(t, out.String(),
+			`level=WARN msg="consensus does not reach a node" room=cluster peer=gpu-3 for=5s err=refused`)
 		fail(10 * time.Minute)
 		assert.Equal(t, 2, strings.Count(out.String(), "\n"), out)
 	})
 }
 
-// TestRaftTellsTwoShortAbsencesApart: a node that answers between two failures was not away from the first to the second.
+// TestRaftTellsTwoShortAbsencesApart: a node that answers between two failures was not away in between.
 func TestRaftTellsTwoShortAbsencesApart(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l, out := newTestLog(slog.LevelInfo)
 		answered := time.Time{}
-		l.answered = func(string) time.Time { return answered }
+		l.lastAnswer = func(string) time.Time { return answered }
 		fail := func() {
-			l.Error("failed to heartbeat to", "peer", raft.ServerAddress("uid3"), "error", errors.New("refused"))
+			l.Error("failed to heartbeat to", "peer", raft.ServerAddress("uid3"), "error",
+				errors.New("refused"))
 		}
 		fail()
 		time.Sleep(time.Second)
@@ -80,7 +87,7 @@ func TestRaftTellsTwoShortAbsencesApart(t *testing.T) {
 	})
 }
 
-// TestRaftPeerOfANewerTermHasAnswered: raft calls it an error, and it is an answer.
+// TestRaftPeerOfANewerTermHasAnswered: raft logs it as an error, but it is an answer.
 func TestRaftPeerOfANewerTermHasAnswered(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l, out := newTestLog(slog.LevelInfo)
@@ -92,25 +99,27 @@ func TestRaftPeerOfANewerTermHasAnswered(t *testing.T) {
 	})
 }
 
-// TestNetworkKnowsWhoAnswered: a node has answered when it took a heartbeat and entries; either alone is not enough.
+// TestNetworkKnowsWhoAnswered: a node has answered when it accepted a heartbeat and entries; one of them is
+// not enough.
 func TestNetworkKnowsWhoAnswered(t *testing.T) {
 	n := &network{logs: map[raft.ServerID]logEnd{}}
-	assert.Zero(t, n.answered("uid3"))
+	assert.Zero(t, n.lastAnswer("uid3"))
 	early, late := time.Unix(100, 0), time.Unix(200, 0)
 	n.logs["uid3"] = logEnd{beat: late}
-	assert.Zero(t, n.answered("uid3"), "a disk that hangs answers heartbeats")
+	assert.Zero(t, n.lastAnswer("uid3"), "a disk that hangs answers heartbeats")
 	n.logs["uid3"] = logEnd{beat: late, entries: early}
-	assert.Equal(t, early, n.answered("uid3"))
+	assert.Equal(t, early, n.lastAnswer("uid3"))
 	n.logs["uid3"] = logEnd{beat: early, entries: late}
-	assert.Equal(t, early, n.answered("uid3"))
+	assert.Equal(t, early, n.lastAnswer("uid3"))
 }
 
-// TestRaftErrorsOfOtherKinds: a connection that its other end closed is none, nor is a transport that was told to stop; any other error is
-// one line in 30 s.
+// TestRaftErrorsOfOtherKinds: a connection that the other end closed is no error, nor is a transport that was
+// told to stop. Any other error is one line in 30 s.
 func TestRaftErrorsOfOtherKinds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l, out := newTestLog(slog.LevelInfo)
-		l.Error("failed to decode incoming command", "error", &net.OpError{Op: "read", Net: "tcp", Err: syscall.ECONNRESET})
+		l.Error("failed to decode incoming command", "error",
+			&net.OpError{Op: "read", Net: "tcp", Err: syscall.ECONNRESET})
 		l.Error("failed to decode incoming command", "error", raft.ErrTransportShutdown)
 		l.Error("failed to send snapshot to", "error", fmt.Errorf("a snapshot: %w", raft.ErrRaftShutdown))
 		assert.Empty(t, out.String())

@@ -16,12 +16,13 @@ import (
 )
 
 const (
-	// transportTimeout bounds one message of raft and its answer; a snapshot gets as much per 256 KiB.
+	// transportTimeout bounds one message of raft and its answer. A snapshot gets as much per 256 KiB.
 	transportTimeout = 5 * time.Second
-	// transportInFlight is how many messages with entries are under way to a node: one, which turns raft's pipeline off. When the
-	// connection of a pipeline ends under two messages, its sender may wait for ever for the reader that has given up: heartbeats
-	// go on, and the node never gets an entry again from this leader (raft 1.8, net_transport.go and replication.go). Commands here are
-	// few, and one message carries 64 entries.
+	// transportInFlight is how many messages with entries are in flight to a node: one, which turns raft's
+	// pipeline off. If the connection of a pipeline ends during two messages, its sender may wait forever for
+	// a reader that has given up: heartbeats go on, but the node never gets an entry from this leader again
+	// (raft 1.8, net_transport.go and replication.go). Commands are few here, and one message carries 64
+	// entries.
 	transportInFlight = 1
 	// transportPool is how many idle connections are kept per peer.
 	transportPool = 3
@@ -29,32 +30,32 @@ const (
 
 // Layer connects control nodes by their node ports.
 type Layer interface {
-	net.Listener // of connections that other control nodes of this cluster made for consensus
+	net.Listener // of connections that other control nodes of this cluster opened for consensus
 
-	// Dial connects to the node with a UID at HOST:PORT. It must refuse everybody else who answers there: raft would take the
-	// one's votes and acknowledgements for the other's.
+	// Dial connects to the node with a UID at HOST:PORT. It must refuse any other node that answers there:
+	// raft would count that node's votes and acknowledgements for the one with the UID.
 	Dial(uid, address string, timeout time.Duration) (net.Conn, error)
 }
 
-// network carries raft's messages between nodes, over all runs of raft in this process. Raft knows nodes by their UID only, as
-// id and as address: an address in its log would be stale when the node moves, and raft takes two candidates with one address
-// for the same.
+// network carries raft's messages between nodes, for all runs of raft in this process. Raft uses a node's UID
+// both as id and as address: a real address in its log would be wrong after the node moves, and raft takes
+// two candidates with one address for the same node.
 type network struct {
 	*raft.NetworkTransport
-	uid   raft.ServerAddress
-	layer *layer
-	once  sync.Once
-	idle  chan struct{} // closed ends the shedding of messages between two runs; nil while raft runs
-	shed  sync.WaitGroup
+	uid           raft.ServerAddress
+	layer         *layer
+	once          sync.Once
+	stopRejecting chan struct{} // closed to stop rejecting messages between two runs; nil while raft runs
+	rejecting     sync.WaitGroup
 
-	resting atomic.Bool // no raft runs, or one that was told to stop: nothing is sent
+	isResting atomic.Bool // no raft runs, or it was told to stop: nothing is sent
 
 	mu    sync.Mutex
-	turns map[raft.ServerID]chan struct{} // one slot each: taken while a node is asked for a confirmation
-	logs  map[raft.ServerID]logEnd        // of the nodes that this one leads or led
+	turns map[raft.ServerID]chan struct{} // one slot each: taken while the node is asked for a confirmation
+	logs  map[raft.ServerID]logEnd        // of the nodes that this node leads or led
 }
 
-// logEnd is how far a node's log goes, as its newest answer to this leader says.
+// logEnd is how far a node's log goes, by its newest answer to this leader.
 type logEnd struct {
 	index         uint64
 	at            time.Time
@@ -64,30 +65,35 @@ type logEnd struct {
 // errResting is the answer of a network whose raft was told to stop.
 var errResting = errors.New("this node has left consensus")
 
-// newNetwork starts to accept. Messages wait for the first run of raft.
-func newNetwork(cfg Config, uid string, resolve func(uid string) []string, nameOf func(uid string) string) *network {
+// newNetwork starts to accept connections. Messages wait for the first run of raft.
+func newNetwork(cfg Config, uid string, resolve func(uid string) []string,
+	nameOf func(uid string) string,
+) *network {
 	l := &layer{Layer: cfg.Layer, resolve: resolve, conns: map[net.Conn]struct{}{}}
 	return &network{
-		uid: raft.ServerAddress(uid), layer: l, turns: map[raft.ServerID]chan struct{}{}, logs: map[raft.ServerID]logEnd{},
+		uid: raft.ServerAddress(uid), layer: l, turns: map[raft.ServerID]chan struct{}{},
+		logs: map[raft.ServerID]logEnd{},
 		NetworkTransport: raft.NewNetworkTransportWithConfig(&raft.NetworkTransportConfig{
-			Stream: l, MaxPool: transportPool, Timeout: transportTimeout, MaxRPCsInFlight: transportInFlight, Logger: newRaftLog(cfg.Log, nameOf, never), MsgpackUseNewTimeFormat: true,
+			Stream: l, MaxPool: transportPool, Timeout: transportTimeout, MaxRPCsInFlight: transportInFlight,
+			Logger: newRaftLog(cfg.Log, nameOf, never), MsgpackUseNewTimeFormat: true,
 		}),
 	}
 }
 
-// LocalAddr is this node's UID.
+// LocalAddr returns this node's UID.
 func (n *network) LocalAddr() raft.ServerAddress { return n.uid }
 
-// EncodePeer is the UID: what candidates and leaders sign with.
+// EncodePeer returns the UID, which is how candidates and leaders sign their messages.
 func (n *network) EncodePeer(id raft.ServerID, _ raft.ServerAddress) []byte { return []byte(id) }
 
-// AppendEntries sends entries or a heartbeat, and notes how far the log of the node goes that answers: raft itself does not tell how far
-// each node is. A raft that was told to stop sends nothing: while its disk hangs in the main loop, its heartbeats would keep the others
-// from an election.
+// AppendEntries sends entries or a heartbeat, and records from the answer how far the node's log goes: raft
+// itself does not expose it. A raft that was told to stop sends nothing: while its disk hangs in the main
+// loop, its heartbeats would keep the other nodes from an election.
 func (n *network) AppendEntries(
-	id raft.ServerID, target raft.ServerAddress, args *raft.AppendEntriesRequest, resp *raft.AppendEntriesResponse,
+	id raft.ServerID, target raft.ServerAddress, args *raft.AppendEntriesRequest,
+	resp *raft.AppendEntriesResponse,
 ) error {
-	if n.resting.Load() {
+	if n.isResting.Load() {
 		return errResting
 	}
 	if err := n.NetworkTransport.AppendEntries(id, target, args, resp); err != nil {
@@ -108,8 +114,8 @@ func (n *network) AppendEntries(
 	return nil
 }
 
-// answered is when a node had answered both a heartbeat and entries.
-func (n *network) answered(uid string) time.Time {
+// lastAnswer returns a time by which the node had answered both a heartbeat and entries.
+func (n *network) lastAnswer(uid string) time.Time {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	end := n.logs[raft.ServerID(uid)]
@@ -119,10 +125,10 @@ func (n *network) answered(uid string) time.Time {
 	return end.entries
 }
 
-// never is for logs that do not tell of other nodes.
+// never is for logs without messages about other nodes.
 func never(string) time.Time { return time.Time{} }
 
-// logOf is how far a node's log goes; ok is false if no answer of it is younger than transportTimeout.
+// logOf returns how far a node's log goes; ok is false if its last answer is older than transportTimeout.
 func (n *network) logOf(uid string) (index uint64, ok bool) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -130,8 +136,9 @@ func (n *network) logOf(uid string) (index uint64, ok bool) {
 	return end.index, known && time.Since(end.at) < transportTimeout
 }
 
-// confirm sends a heartbeat of the leader of a term, and says whether the node has taken it. A node is asked once at a time: who waits
-// for an answer to an earlier question asks anew, or gives up with ctx.
+// confirm sends a heartbeat of the leader of a term, and reports whether the node has accepted it. A node is
+// asked once at a time: a caller that waits for an earlier question asks again afterwards, or gives up with
+// ctx.
 func (n *network) confirm(ctx context.Context, id raft.ServerID, term uint64) bool {
 	n.mu.Lock()
 	turn := n.turns[id]
@@ -154,16 +161,16 @@ func (n *network) confirm(ctx context.Context, id raft.ServerID, term uint64) bo
 	return err == nil && resp.Success
 }
 
-// Close does nothing: raft calls it at the end of a run, and the next one needs the network again.
+// Close does nothing: raft calls it at the end of a run, and the next run needs the network.
 func (n *network) Close() error { return nil }
 
-// rest answers every message with an error until wake: no raft runs here. Heartbeats take the same way as the others, because
-// a raft that has stopped would never answer them.
-func (n *network) rest(why error) {
-	n.resting.Store(true)
+// rejectMessages answers every message with an error until acceptMessages, because no raft runs. Heartbeats
+// are rejected here too, because a raft that has stopped would never answer them.
+func (n *network) rejectMessages(why error) {
+	n.isResting.Store(true)
 	idle := make(chan struct{})
-	n.idle = idle
-	n.shed.Go(func() {
+	n.stopRejecting = idle
+	n.rejecting.Go(func() {
 		for {
 			select {
 			case rpc := <-n.Consumer():
@@ -175,18 +182,18 @@ func (n *network) rest(why error) {
 	})
 }
 
-// wake ends rest.
-func (n *network) wake() {
-	if n.idle != nil {
-		close(n.idle)
-		n.shed.Wait()
-		n.idle = nil
+// acceptMessages ends rejectMessages.
+func (n *network) acceptMessages() {
+	if n.stopRejecting != nil {
+		close(n.stopRejecting)
+		n.rejecting.Wait()
+		n.stopRejecting = nil
 	}
-	n.resting.Store(false)
+	n.isResting.Store(false)
 }
 
-// stop closes every connection, for good. A raft may still run into that.
-func (n *network) stop() {
+// closeConnections closes every connection for good. Raft may still run and then gets errors.
+func (n *network) closeConnections() {
 	n.once.Do(func() {
 		_ = n.NetworkTransport.Close() // closes the layer; it has no error of its own
 		n.CloseStreams()
@@ -194,13 +201,14 @@ func (n *network) stop() {
 	})
 }
 
-// shut ends it all when no raft runs any more.
-func (n *network) shut() {
-	n.wake()
-	n.stop()
+// closeAll closes everything when no raft runs any more.
+func (n *network) closeAll() {
+	n.acceptMessages()
+	n.closeConnections()
 }
 
-// layer is a raft.StreamLayer that dials by UID and remembers what it accepted, which raft's transport does not close.
+// layer is a raft.StreamLayer that dials by UID and remembers accepted connections, which raft's transport
+// does not close.
 type layer struct {
 	Layer
 	resolve func(uid string) []string
@@ -210,7 +218,7 @@ type layer struct {
 	conns  map[net.Conn]struct{}
 }
 
-// Dial connects to a node by its UID, wherever it may be.
+// Dial connects to a node by its UID at any of its addresses.
 func (l *layer) Dial(uid raft.ServerAddress, timeout time.Duration) (net.Conn, error) {
 	var errs []error
 	for _, address := range l.resolve(string(uid)) {
@@ -242,7 +250,7 @@ func (l *layer) Accept() (net.Conn, error) {
 	return &accepted{Conn: conn, layer: l}, nil
 }
 
-// closeConns closes what was accepted; nothing is accepted any more.
+// closeConns closes the accepted connections. Afterwards none is accepted.
 func (l *layer) closeConns() {
 	l.mu.Lock()
 	conns := slices.Collect(maps.Keys(l.conns))
@@ -260,13 +268,13 @@ func (l *layer) forget(conn net.Conn) {
 	delete(l.conns, conn)
 }
 
-// accepted is a connection that another node made.
+// accepted is a connection that another node opened.
 type accepted struct {
 	net.Conn
 	layer *layer
 }
 
-// Close closes and forgets.
+// Close closes the connection and forgets it.
 func (a *accepted) Close() error {
 	a.layer.forget(a.Conn)
 	return a.Conn.Close()

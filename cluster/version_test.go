@@ -23,7 +23,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// olderVersion reads entries that have the word "future" as a version reads them that does not know what they say. Opened without
+// olderVersion reads entries with the word "future" like a version that does not know them. Opened without
 // it, the same data dir is that of an upgraded node.
 type olderVersion struct {
 	cluster.LogStore
@@ -58,8 +58,8 @@ func (l *lines) count(words string) int {
 	return strings.Count(l.text.String(), words)
 }
 
-// TestUnreadableEntryEndsTheRun: a node that cannot read an entry of the log leaves consensus, keeps the state from before the entry,
-// says what to do, and goes on from its log when it is upgraded.
+// TestUnreadableEntryEndsTheRun: a node that cannot read an entry of the log leaves consensus, keeps the
+// state from before the entry, says what to do, and continues from its log after an upgrade.
 func TestUnreadableEntryEndsTheRun(t *testing.T) {
 	t.Parallel()
 	for what, reads := range map[string]string{
@@ -75,11 +75,20 @@ func TestUnreadableEntryEndsTheRun(t *testing.T) {
 			g.put(first)
 			second := g.join(cluster.Config{NodeID: "node-2", DataDir: t.TempDir()}, true)
 			log := &lines{}
-			newer := cluster.Config{NodeID: "node-3", DataDir: t.TempDir(), Log: slog.New(slog.NewTextHandler(log, nil))}
-			older := newer.WithStores(func(s cluster.LogStore) cluster.LogStore { return olderVersion{s, reads} })
+			newer := cluster.Config{
+				NodeID: "node-3", DataDir: t.TempDir(),
+				Log: slog.New(slog.NewTextHandler(log, nil)),
+			}
+			older := newer.WithStores(func(s cluster.LogStore) cluster.LogStore {
+				return olderVersion{
+					s,
+					reads,
+				}
+			})
 			old := g.join(older, true)
 			g.propose(putApp("demo", "one"))
-			g.retry(func() error { return old.StepDown(t.Context()) }) // a leader applies what it has in memory
+			// a leader applies what it has in memory
+			g.retry(func() error { return old.StepDown(t.Context()) })
 			g.leader(first, second)
 
 			g.propose(putApp("future", "one"))
@@ -87,7 +96,8 @@ func TestUnreadableEntryEndsTheRun(t *testing.T) {
 			left := func() bool { return old.Fault() != nil }
 			require.Eventually(t, left, limit, 5*time.Millisecond, "it went on behind what it cannot read")
 			assertUnreadable(t, old.Fault())
-			require.Eventually(t, func() bool { _, known := old.LeaderNode(); return !known }, limit, 5*time.Millisecond)
+			require.Eventually(t, func() bool { _, known := old.LeaderNode(); return !known }, limit,
+				5*time.Millisecond)
 			_, err := old.Propose(t.Context(), putApp("mine", "one"))
 			assertUnreadable(t, err)
 			require.Error(t, old.Snapshot())
@@ -132,8 +142,8 @@ func assertUnreadable(t *testing.T, err error) {
 	assert.Contains(t, p.Hint, "start a newer version of dpserve on this node's data dir")
 }
 
-// TestSnapshotOfANewerVersionIsRefused: a data dir whose snapshot has a field that this version does not know is not opened, and stays
-// as it is.
+// TestSnapshotOfANewerVersionIsRefused: a data dir whose snapshot has a field that this version does not know
+// is not opened, and stays as it is.
 func TestSnapshotOfANewerVersionIsRefused(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -142,7 +152,10 @@ func TestSnapshotOfANewerVersionIsRefused(t *testing.T) {
 	propose(t, c, putApp("demo", "one"))
 	require.NoError(t, c.Snapshot())
 	require.NoError(t, c.Close())
-	plain := rewriteSnapshot(t, dir, func(b []byte) []byte { return append(bytes.TrimSuffix(b, []byte("}")), []byte(`,"future":1}`)...) })
+	plain := rewriteSnapshot(t, dir, func(b []byte) []byte {
+		return append(bytes.TrimSuffix(b, []byte("}")),
+			[]byte(`,"future":1}`)...)
+	})
 
 	_, err := cluster.Open(cfg)
 	require.ErrorIs(t, err, cluster.ErrUnreadable)
@@ -154,7 +167,7 @@ func TestSnapshotOfANewerVersionIsRefused(t *testing.T) {
 	assert.Contains(t, again.State().Apps, "demo")
 }
 
-// rewriteSnapshot changes the only snapshot of a data dir and gives what it was.
+// rewriteSnapshot changes the only snapshot of a data dir and returns the old content.
 func rewriteSnapshot(t *testing.T, dir string, change func([]byte) []byte) []byte {
 	t.Helper()
 	found, err := filepath.Glob(filepath.Join(dir, "raft", "snapshots", "*", "state.bin"))
@@ -178,15 +191,17 @@ func rewriteSnapshot(t *testing.T, dir string, change func([]byte) []byte) []byt
 	return was
 }
 
-// TestFollowerPassesOverNewFields: the copy of a worker or ingress goes on although the control nodes have a later version; what was
-// passed over is counted, said once, and kept in the data dir for the node's own upgrade.
+// TestFollowerPassesOverNewFields: the copy of a worker or ingress works although the control nodes have a
+// later version. Ignored fields are counted, logged once, and kept in the data dir for the node's own
+// upgrade.
 func TestFollowerPassesOverNewFields(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		log, dir, counted := &lines{}, t.TempDir(), 0
 		send := make(chan uint64)
 		cfg := cluster.WatcherConfig{
-			NodeID: "edge", ClusterID: "alpha", DataDir: dir, Log: slog.New(slog.NewTextHandler(log, nil)), // info and above
+			// info and above
+			NodeID: "edge", ClusterID: "alpha", DataDir: dir, Log: slog.New(slog.NewTextHandler(log, nil)),
 			Unknown: func(what string) { assert.Equal(t, "state", what); counted++ },
 			Watch: func(ctx context.Context, _ uint64, apply func([]byte, uint64)) error {
 				for {
@@ -196,7 +211,8 @@ func TestFollowerPassesOverNewFields(t *testing.T) {
 						st.Cluster, st.Index = "alpha", index
 						plain, err := st.Encode()
 						require.NoError(t, err)
-						newer := append(bytes.TrimSuffix(plain, []byte("}")), []byte(`,"quotas":{"demo":3}}`)...)
+						newer := append(bytes.TrimSuffix(plain, []byte("}")),
+							[]byte(`,"quotas":{"demo":3}}`)...)
 						u, err := json.Marshal(map[string]any{"leader": "l", "state": json.RawMessage(newer)})
 						require.NoError(t, err)
 						apply(u, index)
@@ -222,7 +238,8 @@ func TestFollowerPassesOverNewFields(t *testing.T) {
 
 		kept, err := os.ReadFile(filepath.Join(dir, "state.json"))
 		require.NoError(t, err)
-		assert.Contains(t, string(kept), `"quotas":{"demo":3}`, "an upgraded node finds the field there: nobody sends it again at the same index")
+		assert.Contains(t, string(kept), `"quotas":{"demo":3}`,
+			"an upgraded node finds the field there: nobody sends it again at the same index")
 		again, err := cluster.NewWatcher(cfg)
 		require.NoError(t, err)
 		assert.Equal(t, uint64(9), again.State().Index)

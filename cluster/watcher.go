@@ -5,7 +5,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"log/slog"
+	"os"
 	"path/filepath"
 	"sync"
 	"sync/atomic"
@@ -17,13 +19,13 @@ import (
 
 // Timers of a Watcher.
 const (
-	watchSilence    = 3 * time.Second       // without a word from the control node: another one is asked
-	watchBackoffMin = 50 * time.Millisecond // before the first attempt after one that heard something
+	watchSilence    = 3 * time.Second       // without a message of the control node: another one is asked
+	watchBackoffMin = 50 * time.Millisecond // before the first attempt after one that received messages
 	watchBackoffMax = time.Second
 	watchSave       = time.Second // least pause between two writes of the state to disk
 )
 
-// WatcherConfig says how a node without role control reaches those that have it.
+// WatcherConfig configures a Watcher: how a node without role control reaches the nodes that have it.
 type WatcherConfig struct {
 	NodeID    string // "" = the data dir's, or a new one
 	ClusterID string // "" = the data dir's
@@ -31,41 +33,42 @@ type WatcherConfig struct {
 	DataDir   string // "" = in memory
 	Log       *slog.Logger
 
-	// Watch is one attempt to follow one control node, best another at every call: it hands on what that node's Follow sends
-	// until ctx ends or the connection breaks.
+	// Watch follows one control node, preferably another one at every call. It passes on the messages of that
+	// node's Follow until ctx ends or the connection breaks.
 	Watch func(ctx context.Context, from uint64, apply func(data []byte, index uint64)) error
-	// Forward puts a command to the leader.
+	// Forward sends a command to the leader.
 	Forward func(ctx context.Context, leader state.Node, c state.Command) (state.Result, error)
-	// Resolve finds a node's HOST:PORT by its UID, before State().Nodes does; nil = those only.
+	// Resolve returns a node's HOST:PORT by its UID. It comes before State().Nodes; nil = only State().Nodes.
 	Resolve func(uid string) (address string, ok bool)
-	// Unknown counts the states with fields of a later version, which were passed over; nil = nobody counts.
+	// Unknown counts the states with fields of a later version, which the node ignores; nil = not counted.
 	Unknown func(what string)
 }
 
-// Watcher is a copy of the state on a node that takes no part in consensus. What it got last is kept in the data dir, so that a
-// node that starts while nobody leads still knows its applications. Safe for concurrent use.
+// Watcher is a copy of the state on a node that takes no part in consensus. It saves the last state in the
+// data dir, so that a node that starts while there is no leader still knows its applications. It is safe for
+// concurrent use.
 type Watcher struct {
 	cfg   WatcherConfig
 	log   *slog.Logger
 	ident identity
 	home  io.Closer
 
-	published atomic.Pointer[copied]
+	published atomic.Pointer[stateCopy]
 	cancel    context.CancelCauseFunc
-	ctx       context.Context //nolint:containedctx // the watcher's life, not a call's
+	ctx       context.Context //nolint:containedctx // it ends with the watcher, not with a call
 	loops     sync.WaitGroup
 	once      sync.Once
 	closed    error
 
 	mu      sync.Mutex
 	leader  string        // UID; "" = not known
-	newer   string        // what was passed over last
-	fresh   bool          // a control node with a leader has spoken since Start
+	newer   string        // the last unknown field
+	fresh   bool          // a control node with a leader has sent a message since Start
 	changed chan struct{} // closed and replaced after each publication
 	turn    chan struct{} // closed and replaced when leader or fresh changes
 }
 
-// NewWatcher takes the data dir, reads the state it holds and begins to follow.
+// NewWatcher locks the data dir, reads the saved state and begins to follow.
 func NewWatcher(cfg WatcherConfig) (*Watcher, error) {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
@@ -73,47 +76,54 @@ func NewWatcher(cfg WatcherConfig) (*Watcher, error) {
 	if cfg.Unknown == nil {
 		cfg.Unknown = func(string) {}
 	}
-	home, ident, err := openHome(Config{NodeID: cfg.NodeID, ClusterID: cfg.ClusterID, UID: cfg.UID, DataDir: cfg.DataDir})
+	home, ident, err := openDataDir(Config{
+		NodeID: cfg.NodeID, ClusterID: cfg.ClusterID, UID: cfg.UID,
+		DataDir: cfg.DataDir,
+	})
 	if err != nil {
 		return nil, err
 	}
-	w := &Watcher{cfg: cfg, log: cfg.Log, ident: ident, home: home, changed: make(chan struct{}), turn: make(chan struct{})}
+	w := &Watcher{
+		cfg: cfg, log: cfg.Log, ident: ident, home: home, changed: make(chan struct{}),
+		turn: make(chan struct{}),
+	}
 	w.ctx, w.cancel = context.WithCancelCause(context.Background())
 	st, err := loadState(cfg.DataDir, ident.Cluster)
 	if err != nil {
 		w.log.Warn("the state of the last time cannot be read", "room", "cluster", "err", err)
 	}
 	w.published.Store(st)
-	w.loops.Go(w.follow)
+	w.loops.Go(w.followControlNodes)
 	if cfg.DataDir != "" {
 		w.loops.Go(func() { w.save(st.state.Index) })
 	}
 	return w, nil
 }
 
-// NodeID is this node's name.
+// NodeID returns this node's name.
 func (w *Watcher) NodeID() string { return w.ident.Node }
 
-// UID is drawn with this node's data dir.
+// UID returns this node's id, which is made with its data dir.
 func (w *Watcher) UID() string { return w.ident.UID }
 
-// ClusterID is the cluster's name.
+// ClusterID returns the cluster's name.
 func (w *Watcher) ClusterID() string { return w.ident.Cluster }
 
-// State is the newest state this node has heard of. It is immutable and shared: read it, never change it.
+// State returns the newest state that this node has received. It is immutable and shared: callers must not
+// change it.
 func (w *Watcher) State() *state.State { return w.published.Load().state }
 
-// Changed is closed at the next change of State. Take it before State, or a change in between goes unseen.
+// Changed is closed at the next change of State. Take it before State, or a change in between goes unnoticed.
 func (w *Watcher) Changed() <-chan struct{} {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.changed
 }
 
-// Leader is false: a node without role control never leads.
+// Leader returns false: a node without role control never leads.
 func (w *Watcher) Leader() bool { return false }
 
-// LeaderNode is the UID of the node that leads, as the control node says that is followed.
+// LeaderNode returns the UID of the leader as the followed control node reports it.
 func (w *Watcher) LeaderNode() (uid string, known bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -127,7 +137,8 @@ func (w *Watcher) Leadership() <-chan struct{} {
 	return w.turn
 }
 
-// Ready waits until a control node that knows a leader has sent its state, or confirmed that ours is the newest.
+// Ready waits until a control node that knows a leader has sent its state, or confirmed that ours is the
+// newest.
 func (w *Watcher) Ready(ctx context.Context) error {
 	for {
 		w.mu.Lock()
@@ -139,14 +150,15 @@ func (w *Watcher) Ready(ctx context.Context) error {
 		select {
 		case <-turn:
 		case <-ctx.Done():
-			return problem.New(problem.Timeout, "wait for a control node: %w", context.Cause(ctx)).WithHint("%s", w.leaderHint())
+			return problem.New(problem.Timeout, "wait for a control node: %w", context.Cause(ctx)).
+				WithHint("%s", w.leaderHint())
 		case <-w.ctx.Done():
 			return errClosed()
 		}
 	}
 }
 
-// Propose sends a command to the leader, once, and waits until this node's copy shows it. See Cluster.Propose.
+// Propose sends a command to the leader once and waits until this node's copy shows it. See Cluster.Propose.
 func (w *Watcher) Propose(ctx context.Context, cmd state.Command) (state.Result, error) {
 	if w.cfg.Forward == nil {
 		return state.Result{}, errNotLeader()
@@ -161,13 +173,13 @@ func (w *Watcher) Propose(ctx context.Context, cmd state.Command) (state.Result,
 	}
 	res, err := forwarder(w.cfg.Forward).send(ctx, leader, cmd)
 	if err == nil && !res.Unchanged {
-		w.readOwn(ctx, res)
+		w.awaitApplied(ctx, res)
 	}
 	return res, err
 }
 
-// readOwn gives this node's copy the time to show a command that the leader has acknowledged.
-func (w *Watcher) readOwn(ctx context.Context, res state.Result) {
+// awaitApplied waits until this node's copy shows a command that the leader has acknowledged.
+func (w *Watcher) awaitApplied(ctx context.Context, res state.Result) {
 	ctx, cancel := context.WithTimeout(ctx, proposeTimeout)
 	defer cancel()
 	for {
@@ -185,7 +197,7 @@ func (w *Watcher) readOwn(ctx context.Context, res state.Result) {
 	}
 }
 
-// Close ends following and gives the data dir free. Idempotent; waits.
+// Close stops following and unlocks the data dir. It is idempotent and waits.
 func (w *Watcher) Close() error {
 	w.once.Do(func() {
 		w.cancel(ErrClosed)
@@ -206,8 +218,8 @@ func (w *Watcher) refusal() error {
 	return nil
 }
 
-func (w *Watcher) find(uid string) state.Node {
-	n := find(w.State(), uid)
+func (w *Watcher) findNode(uid string) state.Node {
+	n := nodeByUID(w.State(), uid)
 	if w.cfg.Resolve != nil {
 		if address, ok := w.cfg.Resolve(uid); ok {
 			n.Address = address
@@ -223,14 +235,14 @@ func (w *Watcher) leaderHint() string {
 			control = append(control, n.UID)
 		}
 	}
-	return startThem(w.State(), control)
+	return controlNodesHint(w.State(), control)
 }
 
-// follow asks one control node after the other until Close.
-func (w *Watcher) follow() {
+// followControlNodes follows one control node after the other until Close.
+func (w *Watcher) followControlNodes() {
 	pause := watchBackoffMin
 	for w.ctx.Err() == nil {
-		heard, err := w.attempt()
+		heard, err := w.followOne()
 		w.setLeader("")
 		if heard {
 			pause = watchBackoffMin
@@ -244,11 +256,11 @@ func (w *Watcher) follow() {
 	}
 }
 
-// errSilent ends an attempt that heard nothing for watchSilence.
+// errSilent ends an attempt without a message for watchSilence.
 var errSilent = errors.New("the control node is silent")
 
-// attempt follows one control node while it speaks. heard: it did.
-func (w *Watcher) attempt() (heard bool, err error) {
+// followOne follows one control node while it sends messages. heard: it sent one.
+func (w *Watcher) followOne() (heard bool, err error) {
 	ctx, cancel := context.WithCancelCause(w.ctx)
 	defer cancel(nil)
 	silence := time.AfterFunc(watchSilence, func() { cancel(errSilent) })
@@ -259,7 +271,7 @@ func (w *Watcher) attempt() (heard bool, err error) {
 			return // too late: another attempt may be running
 		}
 		silence.Reset(watchSilence)
-		if err := w.take(data, index); err != nil {
+		if err := w.applyMessage(data, index); err != nil {
 			cancel(err)
 			return
 		}
@@ -271,9 +283,9 @@ func (w *Watcher) attempt() (heard bool, err error) {
 	return spoke.Load(), err
 }
 
-// take is one message of the control node.
-func (w *Watcher) take(data []byte, _ uint64) error {
-	if len(data) == 0 { // a heartbeat: that node knows a leader, and ours is its newest state
+// applyMessage handles one message of the control node.
+func (w *Watcher) applyMessage(data []byte, _ uint64) error {
+	if len(data) == 0 { // a heartbeat: that node knows a leader, and this copy is its newest state
 		w.setFresh()
 		return nil
 	}
@@ -282,7 +294,7 @@ func (w *Watcher) take(data []byte, _ uint64) error {
 		return err
 	}
 	if st != nil && st.newer != "" {
-		w.noteNewer(st.newer)
+		w.reportNewer(st.newer)
 	}
 	if st != nil {
 		if err := w.publish(st); err != nil {
@@ -296,11 +308,12 @@ func (w *Watcher) take(data []byte, _ uint64) error {
 	return nil
 }
 
-// publish shows a state to readers. An older one is passed over: the control node lags behind the last one.
-func (w *Watcher) publish(next *copied) error {
+// publish stores a copy for readers. It ignores an older one: this control node lags behind the previous one.
+func (w *Watcher) publish(next *stateCopy) error {
 	st := next.state
 	if st.Cluster != w.ident.Cluster {
-		return problem.New(problem.Conflict, "the control node is of cluster %q, not %q", st.Cluster, w.ident.Cluster).
+		return problem.New(problem.Conflict, "the control node is of cluster %q, not %q", st.Cluster,
+			w.ident.Cluster).
 			WithHint("join the cluster with an empty --data-dir")
 	}
 	w.mu.Lock()
@@ -314,15 +327,16 @@ func (w *Watcher) publish(next *copied) error {
 	return nil
 }
 
-// noteNewer counts a state with a field of a later version, and logs the first one with that field.
-func (w *Watcher) noteNewer(what string) {
+// reportNewer counts a state with a field of a later version, and logs the first one with that field.
+func (w *Watcher) reportNewer(what string) {
 	w.cfg.Unknown("state")
 	w.mu.Lock()
 	noted := w.newer == what
 	w.newer = what
 	w.mu.Unlock()
 	if !noted {
-		w.log.Info("the control nodes run a newer version of dpserve: this node passes over what it does not know of the state", "room", "cluster", "err", what)
+		w.log.Info("the control nodes run a newer version of dpserve: this node passes over what it does "+
+			"not know of the state", "room", "cluster", "err", what)
 	}
 }
 
@@ -331,7 +345,7 @@ func (w *Watcher) setLeader(uid string) {
 	defer w.mu.Unlock()
 	if w.leader != uid {
 		w.leader = uid
-		w.wake()
+		w.wakeTurn()
 	}
 }
 
@@ -340,32 +354,33 @@ func (w *Watcher) setFresh() {
 	defer w.mu.Unlock()
 	if !w.fresh {
 		w.fresh = true
-		w.wake()
+		w.wakeTurn()
 	}
 }
 
-// wake needs mu.
-func (w *Watcher) wake() {
+// wakeTurn wakes those that wait for leader or fresh. The caller holds mu.
+func (w *Watcher) wakeTurn() {
 	close(w.turn)
 	w.turn = make(chan struct{})
 }
 
-// save writes the newest state to disk, at most once per watchSave, and the last one at Close. What could not be written is tried
-// again; the log has one line when that begins and one when it ends.
+// save writes the newest state to disk, at most once per watchSave, and the last one at Close. It repeats a
+// failed write; the log has one line when failures begin and one when they end.
 func (w *Watcher) save(saved uint64) {
-	var failing bool
+	var unreachablePeer bool
 	for w.ctx.Err() == nil {
 		changed := w.Changed()
 		now, err := w.saveNewer(saved)
 		switch {
-		case err != nil && !failing:
-			w.log.Warn("the state cannot be kept for the next start", "room", "cluster", "err", fmt.Errorf("%w: %w", ErrDisk, err))
-		case err == nil && failing:
+		case err != nil && !unreachablePeer:
+			w.log.Warn("the state cannot be kept for the next start", "room", "cluster", "err",
+				fmt.Errorf("%w: %w", ErrDisk, err))
+		case err == nil && unreachablePeer:
 			w.log.Info("the state is kept for the next start again", "room", "cluster")
 		}
-		saved, failing = now, err != nil
+		saved, unreachablePeer = now, err != nil
 		pause := time.After(watchSave)
-		if !failing {
+		if !unreachablePeer {
 			select {
 			case <-changed:
 			case <-w.ctx.Done():
@@ -379,7 +394,7 @@ func (w *Watcher) save(saved uint64) {
 	_, _ = w.saveNewer(saved)
 }
 
-// saveNewer writes the state if it is newer than the saved one, and gives the index of what is saved now.
+// saveNewer writes the state if it is newer than the saved one, and returns the index of the saved state.
 func (w *Watcher) saveNewer(saved uint64) (uint64, error) {
 	newest := w.published.Load()
 	st := newest.state
@@ -390,4 +405,32 @@ func (w *Watcher) saveNewer(saved uint64) (uint64, error) {
 		return saved, fmt.Errorf("write %s: %w", stateFile, err)
 	}
 	return st.Index, nil
+}
+
+// stateFile is the last state of a Watcher.
+const stateFile = "state.json"
+
+// loadState reads the saved state. If it cannot be used, the result is an empty state: the control nodes have
+// a newer one.
+func loadState(dataDir, cluster string) (*stateCopy, error) {
+	none := &stateCopy{state: state.New()}
+	if dataDir == "" {
+		return none, nil
+	}
+	data, err := os.ReadFile(filepath.Join(dataDir, stateFile)) //nolint:gosec // the data dir
+	if errors.Is(err, fs.ErrNotExist) {
+		return none, nil
+	}
+	if err != nil {
+		return none, fmt.Errorf("read %s: %w", stateFile, err)
+	}
+	c, err := decodeCopy(data)
+	if err != nil {
+		return none, fmt.Errorf("%s: %w", stateFile, err)
+	}
+	if c.state.Cluster != cluster {
+		return none, problem.New(problem.Conflict, "%s is of cluster %s, not %s", stateFile, c.state.Cluster,
+			cluster)
+	}
+	return c, nil
 }

@@ -24,7 +24,7 @@ var (
 	_ msg.Proposer = cluster.Store(nil)
 )
 
-// source is what a Watcher of these tests follows; it can be made silent or unreachable.
+// source is the control node that a Watcher of these tests follows. It can be made silent or unreachable.
 type source struct {
 	of       *cluster.Cluster
 	down     atomic.Bool
@@ -101,7 +101,8 @@ func TestWatcherFollows(t *testing.T) {
 	})
 }
 
-// TestWatcherSavesWhatItCouldNotSave: a disk that was full for a moment costs nothing that the next start needs.
+// TestWatcherSavesWhatItCouldNotSave: after a disk was full for a moment, the next start has the newest
+// state.
 func TestWatcherSavesWhatItCouldNotSave(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -123,7 +124,8 @@ func TestWatcherSavesWhatItCouldNotSave(t *testing.T) {
 	})
 }
 
-// TestWatcherLosesItsNode: silence and refusals are tried again, within 3 s and with at most a second between attempts.
+// TestWatcherLosesItsNode: the watcher retries after silence and refusals, within 3 s and with at most a
+// second between attempts.
 func TestWatcherLosesItsNode(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -131,7 +133,8 @@ func TestWatcherLosesItsNode(t *testing.T) {
 		require.NoError(t, w.Ready(t.Context()))
 		s.mute.Store(true)
 		time.Sleep(5 * time.Second)
-		assert.Equal(t, int64(2), s.attempts.Load(), "silence of 3 s ends an attempt, and the next one hears nothing either")
+		assert.Equal(t, int64(2), s.attempts.Load(),
+			"silence of 3 s ends an attempt, and the next one hears nothing either")
 		_, ok := w.LeaderNode()
 		assert.False(t, ok, "who leads is not known while nobody says so")
 		s.mute.Store(false)
@@ -154,7 +157,7 @@ func TestWatcherLosesItsNode(t *testing.T) {
 	})
 }
 
-// TestWatcherKeepsItsState: a node that starts while no control node answers knows what it knew.
+// TestWatcherKeepsItsState: a node that starts while no control node answers has its last state.
 func TestWatcherKeepsItsState(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -189,11 +192,13 @@ func TestWatcherKeepsItsState(t *testing.T) {
 
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "state.json"), []byte(`{"clu`), 0o600))
 	damaged := reopen(cluster.WatcherConfig{})
-	assert.Empty(t, damaged.State().Apps, "a damaged copy is no reason not to start: the control nodes have the whole")
+	assert.Empty(t, damaged.State().Apps,
+		"a damaged copy is no reason not to start: the control nodes have the whole")
 	require.NoError(t, damaged.Close())
 }
 
-// TestWatcherRefusesWhatIsNotItsCluster: neither another cluster's state nor an older one replaces what it has.
+// TestWatcherRefusesWhatIsNotItsCluster: neither another cluster's state nor an older one replaces the
+// watcher's.
 func TestWatcherRefusesWhatIsNotItsCluster(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -222,18 +227,22 @@ func TestWatcherRefusesWhatIsNotItsCluster(t *testing.T) {
 	})
 }
 
-// TestFollowOfManyNodes: a follower of a voter that does not lead hears of changes too, and nothing from one that is cut off.
+// TestFollowOfManyNodes: a follower of a voter that does not lead gets changes too, and gets nothing from a
+// voter that is cut off.
 func TestFollowOfManyNodes(t *testing.T) {
 	t.Parallel()
 	g := threeVoters(t, false)
 	voter := g.others(g.leader())[0]
 	s := &source{of: voter.Cluster}
-	w, err := cluster.NewWatcher(cluster.WatcherConfig{ClusterID: voter.ClusterID(), Watch: s.watch, Forward: g.forward})
+	w, err := cluster.NewWatcher(cluster.WatcherConfig{
+		ClusterID: voter.ClusterID(), Watch: s.watch,
+		Forward: g.forward,
+	})
 	require.NoError(t, err)
 	defer func() { require.NoError(t, w.Close()) }()
 	g.retry(func() error { _, err := w.Propose(t.Context(), putApp("demo", "one")); return err })
 	assert.Contains(t, w.State().Apps, "demo")
-	g.wires.isolate(voter.address, true)
+	g.testNetwork.isolate(voter.address, true)
 	require.Eventually(t, func() bool { _, ok := w.LeaderNode(); return !ok }, limit, 10*time.Millisecond,
 		"a control node that knows nobody who leads must not pass for one that does")
 }

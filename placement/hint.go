@@ -6,15 +6,15 @@ import (
 	"strings"
 )
 
-// Bounds of the search for a hint: it is advice in a plan, not worth a wait.
+// Bounds of the search for a hint. A hint is advice, so the search may give up early.
 const (
 	hintTries  = 512    // placements tried at most
 	hintWork   = 20_000 // tries times nodes at most
 	hintAtOnce = 2      // units moved at most
 )
 
-// Occupant is a unit that runs on nodes, and what it would ask for if it was placed anew: its own ranks, with Held for the rest of its
-// group.
+// Occupant is a unit that runs on nodes, and the group that would place it again: its own ranks, with Held
+// for the rest of its group.
 type Occupant struct {
 	Unit   string
 	Group  Group
@@ -22,16 +22,16 @@ type Occupant struct {
 	Blocks []Block
 }
 
-// Move is a unit that would give its place to another: from these nodes to those, each ascending.
+// Move moves a unit from some nodes to others. Both lists are sorted.
 type Move struct {
 	Unit     string
 	From, To []string
 }
 
-// Moves make room together.
+// Moves are moves that together make room.
 type Moves []Move
 
-// String is the advice as a person reads it; "" if there is none.
+// String returns the advice as text for people; "" if there are no moves.
 func (ms Moves) String() string {
 	if len(ms) == 0 {
 		return ""
@@ -43,17 +43,17 @@ func (ms Moves) String() string {
 	return "moving " + strings.Join(parts, " and ") + " would make room"
 }
 
-// Hint finds at most two units whose move to other places would make room for a group that finds none although the nodes have
-// enough free in sum. The nodes show what the occupants use as in use. It prefers one unit to two and small ones to large ones, and
-// gives up after a bounded effort: no hint does not mean that there is no way.
-func Hint(nodes []Node, g Group, occupants []Occupant) Moves { //nolint:gocritic // a copy: the search must not change the caller's
-	if len(nodes) == 0 || g.check() != nil || g.Attach || !sumSuffices(nodes, &g) {
+// Hint finds one or two units whose move would make room for a group that finds no place, although the nodes
+// have enough free in sum. What the occupants use must be in use in nodes. Hint prefers one unit to two, and
+// small units to large ones. Its effort is bounded, so no hint does not mean that no rearrangement exists.
+func Hint(nodes []Node, g Group, occupants []Occupant) Moves { //nolint:gocritic // a copy
+	if len(nodes) == 0 || g.check() != nil || g.Attach || !hasEnoughInSum(nodes, &g) {
 		return nil
 	}
 	if _, err := Place(nodes, []Group{g}); err == nil {
 		return nil
 	}
-	movable := inTheWay(nodes, &g, occupants)
+	movable := findMovable(nodes, &g, occupants)
 	tries := min(hintTries, max(1, hintWork/len(nodes)))
 	for n := 1; n <= hintAtOnce; n++ {
 		for set := range subsets(movable, n) {
@@ -68,9 +68,9 @@ func Hint(nodes []Node, g Group, occupants []Occupant) Moves { //nolint:gocritic
 	return nil
 }
 
-// sumSuffices says whether the nodes have enough free for the group if it did not matter where. Free places on nodes that are not for
-// the group count: who moves may go there.
-func sumSuffices(nodes []Node, g *Group) bool {
+// hasEnoughInSum reports whether the nodes have enough free for the group in sum. Nodes whose labels do not
+// match count too, because other units may move there.
+func hasEnoughInSum(nodes []Node, g *Group) bool {
 	slots, devices := 0, 0
 	for _, p := range newPools(nodes) {
 		slots, devices = slots+len(p.slots), devices+len(p.devices)
@@ -78,8 +78,8 @@ func sumSuffices(nodes []Node, g *Group) bool {
 	return slots >= g.Slots*len(g.Ranks) && devices >= g.Devices*len(g.Ranks)
 }
 
-// inTheWay are the occupants of nodes that the group may lie on, the smallest first.
-func inTheWay(nodes []Node, g *Group, occupants []Occupant) []*Occupant {
+// findMovable returns the occupants of nodes that the group may use, the smallest first.
+func findMovable(nodes []Node, g *Group, occupants []Occupant) []*Occupant {
 	allowed := map[string]bool{}
 	for _, p := range newPools(nodes) {
 		allowed[p.ID] = p.matches(g)
@@ -97,8 +97,8 @@ func inTheWay(nodes []Node, g *Group, occupants []Occupant) []*Occupant {
 	return out
 }
 
-// subsets yields every n of the occupants, n 1 or 2; two of one group are left out, as where the one goes changes what the other
-// may do.
+// subsets yields every n of the occupants; n is 1 or 2. It leaves out pairs of one group, because the place
+// of one limits the places of the other.
 func subsets(os []*Occupant, n int) func(yield func([]*Occupant) bool) {
 	return func(yield func([]*Occupant) bool) {
 		for i, a := range os {
@@ -117,13 +117,13 @@ func subsets(os []*Occupant, n int) func(yield func([]*Occupant) bool) {
 	}
 }
 
-// rearrange places the group where the units were, and the units anew beside it.
+// rearrange places the group first and then the units, on nodes without the units.
 func rearrange(nodes []Node, g *Group, units []*Occupant) Moves {
 	groups := []Group{*g}
 	for _, o := range units {
 		groups = append(groups, o.Group)
 	}
-	p, err := Place(freed(nodes, units), groups)
+	p, err := Place(withoutUnits(nodes, units), groups)
 	if err != nil {
 		return nil
 	}
@@ -145,28 +145,31 @@ func nodesOf(seats []Seat) []string {
 	return slices.Compact(out)
 }
 
-// freed are the nodes without what the units use.
-func freed(nodes []Node, units []*Occupant) []Node {
+// withoutUnits returns the nodes without what the units use.
+func withoutUnits(nodes []Node, units []*Occupant) []Node {
 	out := slices.Clone(nodes)
 	for i := range out {
 		for _, o := range units {
-			out[i].give(o)
+			out[i].releaseUnit(o)
 		}
 	}
 	return out
 }
 
-// give takes a unit's seats and blocks out of what is in use, in lists of the node's own.
-func (n *Node) give(o *Occupant) {
+// releaseUnit removes a unit's seats and blocks from what is in use. It replaces the lists instead of
+// changing them.
+func (n *Node) releaseUnit(o *Occupant) {
 	for i := range o.Seats {
 		if s := &o.Seats[i]; s.Node == n.ID {
-			n.UsedSlots, n.UsedDevices = without(n.UsedSlots, []int{s.Slot}), without(n.UsedDevices, s.Devices)
+			n.UsedSlots, n.UsedDevices = without(n.UsedSlots, []int{s.Slot}),
+				without(n.UsedDevices, s.Devices)
 			n.Ranks--
 		}
 	}
 	for _, b := range o.Blocks {
 		if b.Node == n.ID {
-			n.UsedBlocks = slices.DeleteFunc(slices.Clone(n.UsedBlocks), func(p Ports) bool { return p.Lo == b.Base })
+			n.UsedBlocks = slices.DeleteFunc(slices.Clone(n.UsedBlocks),
+				func(p Ports) bool { return p.Lo == b.Base })
 		}
 	}
 }

@@ -9,7 +9,7 @@ import (
 	"pgregory.net/rapid"
 )
 
-// occupy places groups one by one and marks what they use; who finds no room is left out.
+// occupy places groups one by one and marks what they use. It leaves out groups that find no room.
 func occupy(nodes []Node, groups ...Group) ([]Node, []Occupant) {
 	var out []Occupant
 	for _, g := range groups {
@@ -65,7 +65,8 @@ func free(os []Occupant) []Occupant {
 }
 
 func TestHintMovesOneUnit(t *testing.T) {
-	nodes, os := occupy([]Node{named(slots("a", 8)), named(slots("b", 8))}, on("chat/0", 4, Pack, "a"), on("chat/1", 4, Pack, "b"))
+	nodes, os := occupy([]Node{named(slots("a", 8)), named(slots("b", 8))}, on("chat/0", 4, Pack, "a"),
+		on("chat/1", 4, Pack, "b"))
 	g := group("big/0", 8, StrictPack)
 	assert.Equal(t, "moving chat/0 from a to b would make room", Hint(nodes, g, free(os)).String())
 	g.Labels = map[string]string{"name": "b"}
@@ -74,8 +75,10 @@ func TestHintMovesOneUnit(t *testing.T) {
 
 func TestHintMovesTwoUnits(t *testing.T) {
 	nodes, os := occupy([]Node{named(slots("a", 4)), named(slots("b", 3)), named(slots("c", 3))},
-		on("x/0/0", 2, Pack, "a"), on("y/0/0", 2, Pack, "a"), on("w/0", 1, Pack, "b"), on("z/0", 1, Pack, "c"))
-	assert.Equal(t, "moving x/0/0 from a to b and y/0/0 from a to c would make room", Hint(nodes, group("big/0", 4, StrictPack), free(os)).String())
+		on("x/0/0", 2, Pack, "a"), on("y/0/0", 2, Pack, "a"), on("w/0", 1, Pack, "b"),
+		on("z/0", 1, Pack, "c"))
+	assert.Equal(t, "moving x/0/0 from a to b and y/0/0 from a to c would make room",
+		Hint(nodes, group("big/0", 4, StrictPack), free(os)).String())
 }
 
 func TestHintSaysNothing(t *testing.T) {
@@ -105,22 +108,25 @@ func TestHintSaysNothing(t *testing.T) {
 	}
 }
 
-// TestAnyHintIsTrue: who carries the moves out, each unit whole and under its own rules, finds room for the group.
+// TestAnyHintIsTrue: after the moves, each unit whole and under its own rules, the group finds room.
 func TestAnyHintIsTrue(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		nodes := make([]Node, rapid.IntRange(2, 4).Draw(t, "nodes"))
 		for i := range nodes {
-			nodes[i] = named(gpus(string(rune('a'+i)), count0(rapid.SampledFrom([]int{0, 6, 8}).Draw(t, "devices"))...))
+			nodes[i] = named(gpus(string(rune('a'+i)),
+				count0(rapid.SampledFrom([]int{0, 6, 8}).Draw(t, "devices"))...))
 			nodes[i].Slots = rapid.IntRange(4, 6).Draw(t, "slots")
 		}
 		var groups []Group
 		for i := range rapid.IntRange(1, 5).Draw(t, "units") {
 			where := rapid.SampledFrom([]string{"a", "b", "c"}).Draw(t, "where")
-			groups = append(groups, on(fmt.Sprintf("u%d/0", i), rapid.IntRange(1, 3).Draw(t, "ranks"), Pack, where))
+			groups = append(groups, on(fmt.Sprintf("u%d/0", i), rapid.IntRange(1, 3).Draw(t, "ranks"), Pack,
+				where))
 		}
 		nodes, os := occupy(nodes, groups...)
 		os = free(os)
-		g := group("g/0", rapid.IntRange(3, 6).Draw(t, "ranks"), rapid.SampledFrom([]Strategy{StrictPack, StrictPack, Pack, StrictSpread}).Draw(t, "strategy"))
+		g := group("g/0", rapid.IntRange(3, 6).Draw(t, "ranks"),
+			rapid.SampledFrom([]Strategy{StrictPack, StrictPack, Pack, StrictSpread}).Draw(t, "strategy"))
 		g.Devices = rapid.SampledFrom([]int{0, 0, 1, 2}).Draw(t, "devices")
 		ms := Hint(nodes, g, os)
 		if len(ms) == 0 {
@@ -140,9 +146,9 @@ func TestAnyHintIsTrue(t *testing.T) {
 			}
 		}
 		require.Len(t, moving, len(ms))
-		p, err := Place(freed(nodes, moving), after)
+		p, err := Place(withoutUnits(nodes, moving), after)
 		require.NoError(t, err)
-		checkAlone(t, freed(nodes, moving), after, p)
+		checkAlone(t, withoutUnits(nodes, moving), after, p)
 	})
 }
 

@@ -1,15 +1,22 @@
-// Package placement puts groups of ranks onto nodes: slots, devices and port blocks, all ranks of a group or none. It is
-// pure: the same nodes and groups give the same placement, whatever their order of nodes.
+// Package placement assigns groups of ranks to nodes: slots, devices and port blocks, for all ranks of a
+// group or for none. It is pure: the same nodes and groups give the same placement, in whatever order the
+// nodes come.
 package placement
 
 import (
+	"fmt"
+	"maps"
+	"math"
+	"slices"
+	"strings"
+
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// Strategy says how the ranks of a group lie on nodes.
+// Strategy says how the ranks of a group are spread over nodes.
 type Strategy string
 
-// The strategies. PACK and SPREAD do their best, the STRICT forms refuse what they cannot keep.
+// The strategies. PACK and SPREAD are best effort. The STRICT forms refuse a group that they cannot place.
 const (
 	Pack         Strategy = "PACK"          // as few nodes as possible
 	StrictPack   Strategy = "STRICT_PACK"   // one node
@@ -20,44 +27,46 @@ const (
 // Ports is a range of ports, both ends included.
 type Ports struct{ Lo, Hi int }
 
-// Node is what a node offers and what of it is in use.
+// Node is what a node offers, and which part is in use.
 type Node struct {
 	ID          string
 	Slots       int   // slots are numbered 0..Slots-1
 	Devices     []int // device numbers
 	Labels      map[string]string
-	Ports       Ports // blocks are cut from here
-	Ranks       int   // ranks that run there, attached ones included
+	Ports       Ports // port blocks are taken from this range
+	Ranks       int   // ranks that run there, with attached ones
 	UsedSlots   []int
 	UsedDevices []int
 	UsedBlocks  []Ports
-	FreedBlocks []Ports // free again, the latest last: re-used last, in that order
+	FreedBlocks []Ports // freed blocks, the latest last; placement uses the latest last
 }
 
 // Group is what is placed together: all of Ranks and Keep, or nothing.
 type Group struct {
-	ID              string         // "app/group", for error texts
-	Lockstep        bool           // one unit with one port block per node; else a unit and a block per rank
-	DPSize          int            // ranks of the whole group; sizes the block of a lockstep unit
-	Ranks           []int          // rank numbers that need a seat, ascending
-	Keep            []Seat         // ranks that start again where they were; the nodes must show these seats as free
-	Held            map[string]int // ranks of the group that run on and are not placed now, per node
+	ID       string // "app/group", for error texts
+	Lockstep bool   // one unit with one port block per node; else a unit and a block per rank
+	DPSize   int    // ranks of the whole group; sizes the block of a lockstep unit
+	Ranks    []int  // rank numbers that need a seat, ascending
+	// ranks that start again on their old seats, which must be free in the nodes
+	Keep            []Seat
+	Held            map[string]int // ranks of the group that keep running and are not placed now, per node
 	Strategy        Strategy
 	MaxRanksPerNode int               // of this group; 0 = any
 	Labels          map[string]string // a node must have all of them
 	Slots           int               // slots per rank: 0 or 1
 	Devices         int               // devices per rank
-	Attach          bool              // engines of someone else: no slot, device or port, only a node that watches them
-	Pinned          map[int]string    // attach: rank → node
+	// attached engines: they need no slot, device or port, only a node that watches them
+	Attach bool
+	Pinned map[int]string // attach: rank → node
 
-	loose bool // the devices of a rank may be any of its node: there is no room else
+	loose bool // the devices of a rank need not be consecutive: there is no other room
 }
 
-// Seat is where a rank lies.
+// Seat is the place of a rank.
 type Seat struct {
 	Rank    int
 	Node    string
-	Slot    int // -1 = takes none
+	Slot    int // -1 = no slot
 	Devices []int
 }
 
@@ -69,18 +78,19 @@ type Block struct {
 	Size int
 }
 
-// Placed is one group on its nodes.
+// Placed is the placement of one group.
 type Placed struct {
 	Group  string
 	Seats  []Seat // ascending by rank: Ranks and Keep
 	Blocks []Block
 }
 
-// Placement is the answer for all groups, in their order.
+// Placement is the placement of all groups, in their order.
 type Placement struct{ Groups []Placed }
 
-// Place seats every group or none. Within a group ranks are numbered along the nodes (ascending by id), contiguous on each.
-// The error is problem.Unplaceable, with what is needed and what each node has free in Details.
+// Place seats all groups or none. Ranks of a group are numbered along the nodes, which are sorted by id, so
+// they are contiguous on each node. The error is problem.Unplaceable; Details say what is needed and what
+// each node has free.
 func Place(nodes []Node, groups []Group) (Placement, error) {
 	pools := newPools(nodes)
 	out := Placement{Groups: make([]Placed, 0, len(groups))}
@@ -89,7 +99,7 @@ func Place(nodes []Node, groups []Group) (Placement, error) {
 		if err := g.check(); err != nil {
 			return Placement{}, err
 		}
-		p, err := pools.place(&g)
+		p, err := pools.placeGroup(&g)
 		if err != nil {
 			return Placement{}, err
 		}
@@ -106,29 +116,119 @@ func (g *Group) check() error {
 			WithHint("use PACK, STRICT_PACK, SPREAD or STRICT_SPREAD")
 	}
 	if g.Slots < 0 || g.Slots > 1 || g.Devices < 0 || g.MaxRanksPerNode < 0 || g.DPSize < 0 {
-		return problem.New(problem.InvalidArgument, "place %s: slots per rank must be 0 or 1, other numbers not negative", g.ID)
+		return problem.New(problem.InvalidArgument,
+			"place %s: slots per rank must be 0 or 1, other numbers not negative", g.ID)
 	}
 	return nil
 }
 
-// place seats one group.
-func (ps pools) place(g *Group) (Placed, error) {
-	ps.takeKept(g)
-	var seats []Seat
-	var short *shortage
-	if g.Attach {
-		seats, short = ps.watch(g)
-	} else {
-		seats, short = ps.seat(g)
+// shortage says why a group cannot be placed: only fits ranks found a place, or why.
+type shortage struct {
+	fits int
+	why  string
+}
+
+// unplaceableError returns the error for people: what is needed, and what each node has free.
+func (s *shortage) unplaceableError(ps pools, g *Group) error {
+	need := len(g.Ranks) + len(g.Keep)
+	fits := fmt.Sprintf("%d of %s can be placed", s.fits, count(len(g.Ranks), "rank"))
+	if s.why != "" {
+		fits = s.why
 	}
-	if short != nil {
-		return Placed{}, short.refuse(ps, g)
+	lines := []string{fmt.Sprintf("need: %s of %s", count(need, "rank"), g.describeRank())}
+	for _, p := range ps {
+		lines = append(lines, p.describeFree(g))
 	}
-	all := append(append([]Seat(nil), g.Keep...), seats...)
-	sortSeats(all)
-	blocks, short := ps.blocks(g, all)
-	if short != nil {
-		return Placed{}, short.refuse(ps, g)
+	if len(ps) == 0 {
+		lines = append(lines, "there is no node")
 	}
-	return Placed{Group: g.ID, Seats: all, Blocks: blocks}, nil
+	return problem.New(problem.Unplaceable, "place %s: %s (%s)", g.ID, fits, g.Strategy).
+		WithHint("%s", g.chooseHint(ps)).WithDetails(lines...)
+}
+
+// describeRank says what one rank needs and where it may be placed.
+func (g *Group) describeRank() string {
+	var parts []string
+	if g.Slots > 0 {
+		parts = append(parts, count(g.Slots, "slot"))
+	}
+	if g.Devices > 0 {
+		parts = append(parts, count(g.Devices, "device"))
+	}
+	if len(parts) == 0 {
+		parts = append(parts, "no slot")
+	}
+	out := strings.Join(parts, " and ") + " each, " + string(g.Strategy)
+	if g.MaxRanksPerNode > 0 {
+		out += fmt.Sprintf(", at most %d per node", g.MaxRanksPerNode)
+	}
+	if len(g.Labels) > 0 {
+		out += ", on nodes with " + labels(g.Labels)
+	}
+	return out
+}
+
+// describeFree is one node's line: what it has free, and for how many ranks of the group.
+func (p *pool) describeFree(g *Group) string {
+	if !p.matches(g) {
+		return fmt.Sprintf("node %s: labels do not match (%s)", p.ID, labels(p.Labels))
+	}
+	line := fmt.Sprintf("node %s: %d of %s free, %d of %s free", p.ID,
+		len(p.slots), count(p.Slots, "slot"), len(p.devices), count(len(p.Devices), "device"))
+	if n := p.capacityFor(g); n < math.MaxInt32 {
+		line += ", room for " + count(n, "rank")
+	}
+	return line
+}
+
+func (g *Group) chooseHint(ps pools) string {
+	devices, matched := false, false
+	for _, p := range ps {
+		devices, matched = devices || len(p.Devices) > 0, matched || p.matches(g)
+	}
+	if len(ps) > 0 && !matched {
+		return "no node has these labels: correct resources.labels, or start a node with them in --labels"
+	}
+	if g.Devices > 0 && !devices {
+		return "no node offers devices: start nodes with --gpus, or run the file on the simulated engine " +
+			"with --engine sim"
+	}
+	return "free room by deleting an application, ask for fewer ranks, or start nodes with more --slots " +
+		"or --gpus"
+}
+
+func labels(m map[string]string) string {
+	if len(m) == 0 {
+		return "none"
+	}
+	parts := make([]string, 0, len(m))
+	for _, k := range slices.Sorted(maps.Keys(m)) {
+		parts = append(parts, k+"="+m[k])
+	}
+	return strings.Join(parts, ", ")
+}
+
+func count(n int, what string) string {
+	if n == 1 {
+		return "1 " + what
+	}
+	return fmt.Sprintf("%d %ss", n, what)
+}
+
+func (g *Group) blockSize() int {
+	if g.Lockstep {
+		return BlockSize(g.DPSize)
+	}
+	return BlockSize(1)
+}
+
+// ranksOn returns how many ranks of the group the node has already.
+func (g *Group) ranksOn(node string) int {
+	n := g.Held[node]
+	for i := range g.Keep {
+		if g.Keep[i].Node == node {
+			n++
+		}
+	}
+	return n
 }

@@ -30,7 +30,8 @@ func drawNodes(t *rapid.T) []Node {
 }
 
 func drawGroup(t *rapid.T, id string) Group {
-	g := group(id, rapid.IntRange(1, 8).Draw(t, "ranks"), rapid.SampledFrom([]Strategy{Pack, StrictPack, Spread, StrictSpread}).Draw(t, "strategy"))
+	g := group(id, rapid.IntRange(1, 8).Draw(t, "ranks"),
+		rapid.SampledFrom([]Strategy{Pack, StrictPack, Spread, StrictSpread}).Draw(t, "strategy"))
 	g.Lockstep = rapid.Bool().Draw(t, "lockstep")
 	g.Devices = rapid.IntRange(0, 3).Draw(t, "devices")
 	g.Slots = rapid.IntRange(0, 1).Draw(t, "slots")
@@ -108,7 +109,9 @@ func checkStrategy(t *rapid.T, g *Group, per map[string]int) {
 	require.True(t, g.Strategy != StrictPack || len(per) == 1)
 }
 
-func checkBlocks(t *rapid.T, g *Group, p *Placed, per map[string]int, at map[string]*Node, take func(string, ...any)) {
+func checkBlocks(t *rapid.T, g *Group, p *Placed, per map[string]int, at map[string]*Node,
+	take func(string, ...any),
+) {
 	want := len(g.Ranks)
 	size := BlockSize(1)
 	if g.Lockstep {
@@ -158,8 +161,8 @@ func possible(nodes []Node, g Group) bool {
 	}
 }
 
-// TestAnyPlacementIsSound: nothing twice, the strategy kept, all or none, whatever the nodes' order; and a group alone is
-// refused only when no placement exists.
+// TestAnyPlacementIsSound: nothing twice, the strategy kept, all or none, whatever the nodes' order; and a
+// group alone is refused only when no placement exists.
 func TestAnyPlacementIsSound(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		nodes := drawNodes(t)
@@ -180,11 +183,12 @@ func TestAnyPlacementIsSound(t *testing.T) {
 	})
 }
 
-// rooms is how many ranks each node takes: with aligned devices if that is room enough for all, else with any.
+// rooms is how many ranks each node takes: with aligned devices if that is room enough for all, else with
+// any.
 func rooms(nodes []Node, g Group) map[string]int {
 	strict, loose, sum := map[string]int{}, map[string]int{}, 0
 	for _, n := range nodes {
-		strict[n.ID], loose[n.ID] = newPools([]Node{n})[0].fits(&g), room(n, g)
+		strict[n.ID], loose[n.ID] = newPools([]Node{n})[0].capacityFor(&g), room(n, g)
 		sum += min(strict[n.ID], len(g.Ranks))
 	}
 	if sum >= len(g.Ranks) {
@@ -193,7 +197,8 @@ func rooms(nodes []Node, g Group) map[string]int {
 	return loose
 }
 
-// shares is the oracle of PACK: all ways to deal need ranks to the rooms from i on; it keeps the best by (nodes, largest block).
+// shares is the oracle of PACK: all ways to deal need ranks to the rooms from i on; it keeps the best by
+// (nodes, largest block).
 func shares(rooms []int, i, need, nodes, most int, best *[2]int) {
 	if need == 0 {
 		if (*best)[0] == 0 || nodes < (*best)[0] || (nodes == (*best)[0] && most < (*best)[1]) {
@@ -210,7 +215,8 @@ func shares(rooms []int, i, need, nodes, most int, best *[2]int) {
 	}
 }
 
-// TestPackUsesFewNodesInEqualBlocks: of all ways to deal the ranks none has fewer nodes, and of those none a smaller largest block.
+// TestPackUsesFewNodesInEqualBlocks: of all ways to deal the ranks none has fewer nodes, and of those none a
+// smaller largest block.
 func TestPackUsesFewNodesInEqualBlocks(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		nodes := drawNodes(t)
@@ -231,7 +237,8 @@ func TestPackUsesFewNodesInEqualBlocks(t *testing.T) {
 	})
 }
 
-// TestDevicesAreAlignedWherePossible: a rank has devices that are not consecutive and aligned only if the group had no room else.
+// TestDevicesAreAlignedWherePossible: a rank has devices that are not consecutive and aligned only if the
+// group had no room else.
 func TestDevicesAreAlignedWherePossible(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		nodes := drawNodes(t)
@@ -243,7 +250,7 @@ func TestDevicesAreAlignedWherePossible(t *testing.T) {
 		}
 		strict := 0
 		for _, n := range nodes {
-			strict += newPools([]Node{n})[0].fits(&g)
+			strict += newPools([]Node{n})[0].capacityFor(&g)
 		}
 		for _, s := range p.Groups[0].Seats {
 			aligned := s.Devices[0]%g.Devices == 0 && s.Devices[g.Devices-1] == s.Devices[0]+g.Devices-1
@@ -270,7 +277,8 @@ func TestSpreadIsEven(t *testing.T) {
 		for _, low := range nodes {
 			for _, high := range nodes {
 				if per[high.ID] > per[low.ID]+1 {
-					require.Equal(t, per[low.ID], left[low.ID], "%s has room and %s has more", low.ID, high.ID)
+					require.Equal(t, per[low.ID], left[low.ID], "%s has room and %s has more", low.ID,
+						high.ID)
 				}
 			}
 		}

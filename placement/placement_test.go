@@ -57,23 +57,97 @@ func TestStrategies(t *testing.T) {
 		group Group
 		want  string // or the error's message
 	}{
-		{"pack: one node if it fits", []Node{slots("a", 4), slots("b", 4)}, group("g", 4, Pack), "a: 0@0 1@1 2@2 3@3"},
-		{"pack: the tightest node", []Node{slots("a", 8), slots("b", 4)}, group("g", 3, Pack), "b: 0@0 1@1 2@2"},
-		{"pack: fewest nodes, contiguous in node order", []Node{slots("a", 2), slots("b", 4), slots("c", 2)}, group("g", 6, Pack), "a: 0@0 1@1 b: 2@0 3@1 4@2 5@3"},
-		{"pack: of as few nodes those with equal blocks", []Node{slots("a", 2), slots("b", 4), slots("c", 3)}, group("g", 6, Pack), "b: 0@0 1@1 2@2 c: 3@0 4@1 5@2"},
-		{"pack: equal blocks", []Node{slots("a", 4), slots("b", 5)}, group("g", 6, Pack), "a: 0@0 1@1 2@2 b: 3@0 4@1 5@2"},
-		{"pack: as equal as room allows", []Node{slots("a", 1), slots("b", 4), slots("c", 4)}, group("g", 9, Pack), "a: 0@0 b: 1@0 2@1 3@2 4@3 c: 5@0 6@1 7@2 8@3"},
-		{"pack: ten over three", []Node{slots("a", 4), slots("b", 4), slots("c", 2), slots("d", 3)}, group("g", 10, Pack), "a: 0@0 1@1 2@2 3@3 b: 4@0 5@1 6@2 d: 7@0 8@1 9@2"},
-		{"pack: too much", []Node{slots("a", 2), slots("b", 1)}, group("g", 4, Pack), "place g: 3 of 4 ranks can be placed (PACK)"},
-		{"strict pack: one node", []Node{slots("a", 2), slots("b", 5), slots("c", 4)}, group("g", 4, StrictPack), "c: 0@0 1@1 2@2 3@3"},
-		{"strict pack: no single node", []Node{slots("a", 3), slots("b", 3)}, group("g", 4, StrictPack), "place g: 3 of 4 ranks can be placed (STRICT_PACK)"},
-		{"spread: even", []Node{slots("a", 8), slots("b", 8), slots("c", 8)}, group("g", 5, Spread), "a: 0@0 1@1 b: 2@0 3@1 c: 4@0"},
-		{"spread: as even as room allows", []Node{slots("a", 1), slots("b", 8)}, group("g", 4, Spread), "a: 0@0 b: 1@0 2@1 3@2"},
-		{"strict spread: one each", []Node{slots("a", 1), slots("b", 8), slots("c", 8)}, group("g", 2, StrictSpread), "b: 0@0 c: 1@0"},
-		{"strict spread: too few nodes", []Node{slots("a", 9), slots("b", 9)}, group("g", 3, StrictSpread), "place g: 2 of 3 ranks can be placed (STRICT_SPREAD)"},
+		{
+			"pack: one node if it fits",
+			[]Node{slots("a", 4), slots("b", 4)},
+			group("g", 4, Pack),
+			"a: 0@0 1@1 2@2 3@3",
+		},
+		{
+			"pack: the tightest node",
+			[]Node{slots("a", 8), slots("b", 4)},
+			group("g", 3, Pack),
+			"b: 0@0 1@1 2@2",
+		},
+		{
+			"pack: fewest nodes, contiguous in node order",
+			[]Node{slots("a", 2), slots("b", 4), slots("c", 2)},
+			group("g", 6, Pack), "a: 0@0 1@1 b: 2@0 3@1 4@2 5@3",
+		},
+		{
+			"pack: of as few nodes those with equal blocks",
+			[]Node{slots("a", 2), slots("b", 4), slots("c", 3)},
+			group("g", 6, Pack), "b: 0@0 1@1 2@2 c: 3@0 4@1 5@2",
+		},
+		{
+			"pack: equal blocks",
+			[]Node{slots("a", 4), slots("b", 5)},
+			group("g", 6, Pack),
+			"a: 0@0 1@1 2@2 b: 3@0 4@1 5@2",
+		},
+		{
+			"pack: as equal as room allows",
+			[]Node{slots("a", 1), slots("b", 4), slots("c", 4)},
+			group("g", 9, Pack), "a: 0@0 b: 1@0 2@1 3@2 4@3 c: 5@0 6@1 7@2 8@3",
+		},
+		{
+			"pack: ten over three",
+			[]Node{slots("a", 4), slots("b", 4), slots("c", 2), slots("d", 3)},
+			group("g", 10, Pack), "a: 0@0 1@1 2@2 3@3 b: 4@0 5@1 6@2 d: 7@0 8@1 9@2",
+		},
+		{
+			"pack: too much",
+			[]Node{slots("a", 2), slots("b", 1)},
+			group("g", 4, Pack),
+			"place g: 3 of 4 ranks can be placed (PACK)",
+		},
+		{
+			"strict pack: one node",
+			[]Node{slots("a", 2), slots("b", 5), slots("c", 4)},
+			group("g", 4, StrictPack), "c: 0@0 1@1 2@2 3@3",
+		},
+		{
+			"strict pack: no single node",
+			[]Node{slots("a", 3), slots("b", 3)},
+			group("g", 4, StrictPack),
+			"place g: 3 of 4 ranks can be placed (STRICT_PACK)",
+		},
+		{
+			"spread: even",
+			[]Node{slots("a", 8), slots("b", 8), slots("c", 8)},
+			group("g", 5, Spread),
+			"a: 0@0 1@1 b: 2@0 3@1 c: 4@0",
+		},
+		{
+			"spread: as even as room allows",
+			[]Node{slots("a", 1), slots("b", 8)},
+			group("g", 4, Spread),
+			"a: 0@0 b: 1@0 2@1 3@2",
+		},
+		{
+			"strict spread: one each",
+			[]Node{slots("a", 1), slots("b", 8), slots("c", 8)},
+			group("g", 2, StrictSpread), "b: 0@0 c: 1@0",
+		},
+		{
+			"strict spread: too few nodes",
+			[]Node{slots("a", 9), slots("b", 9)},
+			group("g", 3, StrictSpread),
+			"place g: 2 of 3 ranks can be placed (STRICT_SPREAD)",
+		},
 		{"no nodes", nil, group("g", 1, Pack), "place g: 0 of 1 rank can be placed (PACK)"},
-		{"used slots", []Node{{ID: "a", Slots: 4, UsedSlots: []int{0, 2}, Ports: wide}}, group("g", 2, Pack), "a: 0@1 1@3"},
-		{"unknown strategy", []Node{slots("a", 1)}, group("g", 1, "BEST"), `place g: unknown strategy "BEST"`},
+		{
+			"used slots",
+			[]Node{{ID: "a", Slots: 4, UsedSlots: []int{0, 2}, Ports: wide}},
+			group("g", 2, Pack),
+			"a: 0@1 1@3",
+		},
+		{
+			"unknown strategy",
+			[]Node{slots("a", 1)},
+			group("g", 1, "BEST"),
+			`place g: unknown strategy "BEST"`,
+		},
 	}
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
@@ -99,7 +173,10 @@ func TestMaxRanksPerNodeAndHeldRanks(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, "b: 3@0", draw(p.Groups[0]))
 
-	for s, want := range map[Strategy]string{Pack: "b: 3@0", StrictPack: "b: 3@0", Spread: "a: 3@0", StrictSpread: "a: 3@0"} {
+	for s, want := range map[Strategy]string{
+		Pack: "b: 3@0", StrictPack: "b: 3@0", Spread: "a: 3@0",
+		StrictSpread: "a: 3@0",
+	} {
 		g := Group{ID: "g", Ranks: []int{3}, Held: map[string]int{"b": 1}, Strategy: s, Slots: 1}
 		p, err = Place([]Node{slots("a", 8), slots("b", 8)}, []Group{g})
 		require.NoError(t, err)
@@ -124,7 +201,8 @@ func TestLabels(t *testing.T) {
 		"need: 4 ranks of 1 slot each, SPREAD, on nodes with accelerator=H200, zone=2",
 		"node a: labels do not match (accelerator=H200, zone=1)", "node b: labels do not match (none)",
 	}, e.Details)
-	assert.Equal(t, "no node has these labels: correct resources.labels, or start a node with them in --labels", e.Hint)
+	assert.Equal(t,
+		"no node has these labels: correct resources.labels, or start a node with them in --labels", e.Hint)
 }
 
 func TestDevicesAreLowestContiguousAndAligned(t *testing.T) {
@@ -137,7 +215,8 @@ func TestDevicesAreLowestContiguousAndAligned(t *testing.T) {
 		}
 		return draw(p.Groups[0])
 	}
-	assert.Equal(t, "a: 0@0[0,1] 1@1[2,3]", place(2, 2, gpus("a", 3, 1, 2, 0, 6)), "order of the list does not matter")
+	assert.Equal(t, "a: 0@0[0,1] 1@1[2,3]", place(2, 2, gpus("a", 3, 1, 2, 0, 6)),
+		"order of the list does not matter")
 	assert.Equal(t, "none", place(2, 3, gpus("a", 0, 1, 2, 3, 6)))
 	assert.Equal(t, "a: 0@0[2,3]", place(2, 1, gpus("a", 1, 2, 3, 4)), "aligned to a multiple of the count")
 	assert.Equal(t, "a: 0@0[2,3,4,5]", place(4, 1, gpus("a", 2, 3, 4, 5)), "no aligned set: any of the node")
@@ -150,7 +229,8 @@ func TestDevicesAreLowestContiguousAndAligned(t *testing.T) {
 	assert.Equal(t, "a: 0@0[0] 1@1[2]", place(1, 2, used))
 }
 
-// TestPL1TwoGroupsWithTP2 is the unit form of PL1: each group on one node, groups on two nodes, 16 distinct devices.
+// TestPL1TwoGroupsWithTP2 is the unit form of PL1: each group on one node, groups on two nodes, 16 distinct
+// devices.
 func TestPL1TwoGroupsWithTP2(t *testing.T) {
 	interleaved := []int{0, 4, 1, 5, 2, 6, 3, 7}
 	nodes := []Node{gpus("a", interleaved...), gpus("b", interleaved...), gpus("c", interleaved...)}
@@ -175,8 +255,8 @@ func TestPL1LabelsMoveAllMembers(t *testing.T) {
 	assert.Equal(t, "c: 0@0[0,1] 1@1[2,3] 2@2[4,5] 3@3[6,7]", draw(p.Groups[1]))
 }
 
-// TestRG1GroupsOverTwoNodes is the unit form of RG1: two groups of 8 on a node each, then one of 16 in equal consecutive blocks,
-// however often and in whatever order the nodes came.
+// TestRG1GroupsOverTwoNodes is the unit form of RG1: two groups of 8 on a node each, then one of 16 in equal
+// consecutive blocks, however often and in whatever order the nodes came.
 func TestRG1GroupsOverTwoNodes(t *testing.T) {
 	for round := range 20 {
 		nodes := []Node{slots("a", 8), slots("b", 8)}
@@ -195,14 +275,15 @@ func TestRG1GroupsOverTwoNodes(t *testing.T) {
 			all.Lockstep = true
 			p, err = Place(nodes, []Group{all})
 			require.NoError(t, err)
-			assert.Equal(t, "a: 0@0 1@1 2@2 3@3 4@4 5@5 6@6 7@7 b: 8@0 9@1 10@2 11@3 12@4 13@5 14@6 15@7", draw(p.Groups[0]))
+			assert.Equal(t, "a: 0@0 1@1 2@2 3@3 4@4 5@5 6@6 7@7 b: 8@0 9@1 10@2 11@3 12@4 13@5 14@6 15@7",
+				draw(p.Groups[0]))
 			assert.Equal(t, []Block{{-1, "a", 20000, 96}, {-1, "b", 20000, 96}}, p.Groups[0].Blocks)
 		}
 	}
 }
 
-// TestRG7WholeGroupsOnly is the unit form of RG7: of three gangs of 4 on 10 slots two fit, the third says "2 of 4" and takes nothing;
-// one node more, and it fits.
+// TestRG7WholeGroupsOnly is the unit form of RG7: of three gangs of 4 on 10 slots two fit, the third says "2
+// of 4" and takes nothing; one node more, and it fits.
 func TestRG7WholeGroupsOnly(t *testing.T) {
 	nodes := []Node{slots("a", 5), slots("b", 5)}
 	for i := range 2 {
@@ -223,7 +304,10 @@ func TestSecondGroupThatDoesNotFitRefusesBoth(t *testing.T) {
 	require.ErrorAs(t, err, &e)
 	assert.Equal(t, problem.Unplaceable, e.Code)
 	assert.Equal(t, "place x/1: 1 of 4 ranks can be placed (PACK)", e.Message)
-	assert.Equal(t, []string{"need: 4 ranks of 1 slot each, PACK", "node a: 1 of 5 slots free, 0 of 0 devices free, room for 1 rank"}, e.Details)
+	assert.Equal(t, []string{
+		"need: 4 ranks of 1 slot each, PACK",
+		"node a: 1 of 5 slots free, 0 of 0 devices free, room for 1 rank",
+	}, e.Details)
 	assert.NotEmpty(t, e.Hint)
 
 	g := group("y/0", 1, Pack)
@@ -246,11 +330,17 @@ func TestBlocksPerUnitAndNode(t *testing.T) {
 	g := group("x/0", 4, Spread)
 	p, err := Place([]Node{slots("a", 8), slots("b", 8)}, []Group{g})
 	require.NoError(t, err)
-	assert.Equal(t, []Block{{0, "a", 20000, 16}, {1, "a", 20016, 16}, {2, "b", 20000, 16}, {3, "b", 20016, 16}}, p.Groups[0].Blocks)
+	assert.Equal(t, []Block{
+		{0, "a", 20000, 16},
+		{1, "a", 20016, 16},
+		{2, "b", 20000, 16},
+		{3, "b", 20016, 16},
+	}, p.Groups[0].Blocks)
 	g.Lockstep = true
 	p, err = Place([]Node{slots("a", 8), slots("b", 8)}, []Group{g})
 	require.NoError(t, err)
-	assert.Equal(t, []Block{{-1, "a", 20000, 32}, {-1, "b", 20000, 32}}, p.Groups[0].Blocks, "the whole dp_size on each node")
+	assert.Equal(t, []Block{{-1, "a", 20000, 32}, {-1, "b", 20000, 32}}, p.Groups[0].Blocks,
+		"the whole dp_size on each node")
 }
 
 func TestFreedBlocksAreUsedLast(t *testing.T) {
@@ -271,10 +361,12 @@ func TestFreedBlocksAreUsedLast(t *testing.T) {
 	g.Lockstep = true
 	p, err = Place([]Node{n}, []Group{g})
 	require.NoError(t, err)
-	assert.Equal(t, 20048, p.Groups[0].Blocks[0].Base, "32 ports: beside the used block, over the older of the freed ones")
+	assert.Equal(t, 20048, p.Groups[0].Blocks[0].Base,
+		"32 ports: beside the used block, over the older of the freed ones")
 }
 
-// TestPL5PortPlan: two lockstep groups of 16 ranks and 100 single ranks on one host collide nowhere and avoid our own ports.
+// TestPL5PortPlan: two lockstep groups of 16 ranks and 100 single ranks on one host collide nowhere and avoid
+// our own ports.
 func TestPL5PortPlan(t *testing.T) {
 	n := slots("a", 200)
 	n.Ports = Ports{7900, 12000}
@@ -298,7 +390,10 @@ func TestPL5PortPlan(t *testing.T) {
 func TestKeptSeatsGetFreshBlocksOnly(t *testing.T) {
 	n := slots("a", 4)
 	n.UsedSlots, n.FreedBlocks = []int{0, 1}, []Ports{{20000, 20015}}
-	g := Group{ID: "x/0", Keep: []Seat{{Rank: 2, Node: "a", Slot: 2}}, Ranks: []int{3}, Strategy: Pack, Slots: 1}
+	g := Group{
+		ID: "x/0", Keep: []Seat{{Rank: 2, Node: "a", Slot: 2}}, Ranks: []int{3}, Strategy: Pack,
+		Slots: 1,
+	}
 	p, err := Place([]Node{n}, []Group{g})
 	require.NoError(t, err)
 	assert.Equal(t, "a: 2@2 3@3", draw(p.Groups[0]))
@@ -311,7 +406,10 @@ func TestKeptSeatsGetFreshBlocksOnly(t *testing.T) {
 func TestAttachedRanksTakeNothing(t *testing.T) {
 	a, b := slots("a", 0), slots("b", 0)
 	a.Ranks = 1
-	g := Group{ID: "x/0", Ranks: count0(4), Strategy: StrictPack, Attach: true, Pinned: map[int]string{2: "a"}}
+	g := Group{
+		ID: "x/0", Ranks: count0(4), Strategy: StrictPack, Attach: true,
+		Pinned: map[int]string{2: "a"},
+	}
 	p, err := Place([]Node{a, b}, []Group{g})
 	require.NoError(t, err)
 	assert.Equal(t, "b: 0@-1 a: 1@-1 2@-1 b: 3@-1", draw(p.Groups[0]))

@@ -15,14 +15,17 @@ type pool struct {
 	ranks   int
 }
 
-// pools are the nodes in node order: ascending by id.
+// pools are the nodes, sorted by id.
 type pools []*pool
 
 func newPools(nodes []Node) pools {
 	ps := make(pools, len(nodes))
 	for i := range nodes {
 		n := &nodes[i]
-		ps[i] = &pool{Node: n, slots: n.freeSlots(), devices: without(n.Devices, n.UsedDevices), cells: newCells(n), ranks: n.Ranks}
+		ps[i] = &pool{
+			Node: n, slots: n.freeSlots(), devices: without(n.Devices, n.UsedDevices),
+			cells: newCells(n), ranks: n.Ranks,
+		}
 	}
 	slices.SortFunc(ps, func(a, b *pool) int { return cmp.Compare(a.ID, b.ID) })
 	return ps
@@ -36,7 +39,7 @@ func (n *Node) freeSlots() []int {
 	return without(all, n.UsedSlots)
 }
 
-// without is all minus used, ascending, each once.
+// without returns all minus used, sorted and without duplicates.
 func without(all, used []int) []int {
 	out := make([]int, 0, len(all))
 	for _, x := range all {
@@ -48,7 +51,7 @@ func without(all, used []int) []int {
 	return slices.Compact(out)
 }
 
-func (ps pools) find(id string) *pool {
+func (ps pools) findNode(id string) *pool {
 	for _, p := range ps {
 		if p.ID == id {
 			return p
@@ -57,7 +60,7 @@ func (ps pools) find(id string) *pool {
 	return nil
 }
 
-// matches says whether the node has all labels of the group.
+// matches reports whether the node has all labels of the group.
 func (p *pool) matches(g *Group) bool {
 	for k, v := range g.Labels {
 		if p.Labels[k] != v {
@@ -67,14 +70,15 @@ func (p *pool) matches(g *Group) bool {
 	return true
 }
 
-// fits is how many more ranks of g the node can take, slots, devices, ports and max_ranks_per_node considered.
-func (p *pool) fits(g *Group) int {
+// capacityFor returns how many more ranks of g the node can take, by slots, devices, ports and
+// max_ranks_per_node.
+func (p *pool) capacityFor(g *Group) int {
 	if !p.matches(g) {
 		return 0
 	}
 	n := math.MaxInt32
 	if g.MaxRanksPerNode > 0 {
-		n = max(0, g.MaxRanksPerNode-g.on(p.ID))
+		n = max(0, g.MaxRanksPerNode-g.ranksOn(p.ID))
 	}
 	if g.Slots > 0 {
 		n = min(n, len(p.slots))
@@ -82,12 +86,12 @@ func (p *pool) fits(g *Group) int {
 	if g.Devices > 0 {
 		n = min(n, len(p.deviceSets(g.Devices, g.loose)))
 	}
-	return min(n, p.fitsPorts(g))
+	return min(n, p.portCapacityFor(g))
 }
 
-// fitsPorts counts by blocks: a lockstep unit has one per node, independent ranks one each. Those of kept ranks are not cut
-// yet, so they are put aside.
-func (p *pool) fitsPorts(g *Group) int {
+// portCapacityFor counts free blocks: a lockstep unit needs one per node, independent ranks one each. The
+// blocks of kept ranks are not taken yet, so they are subtracted.
+func (p *pool) portCapacityFor(g *Group) int {
 	kept := 0
 	for i := range g.Keep {
 		if g.Keep[i].Node == p.ID {
@@ -95,34 +99,16 @@ func (p *pool) fitsPorts(g *Group) int {
 		}
 	}
 	if !g.Lockstep {
-		return max(0, p.cells.count(BlockSize(1))-kept)
+		return max(0, p.cells.countFree(BlockSize(1))-kept)
 	}
-	if _, ok := p.cells.find(g.blockSize()); !ok {
+	if _, ok := p.cells.findFree(g.blockSize()); !ok {
 		return 0
 	}
 	return math.MaxInt32
 }
 
-func (g *Group) blockSize() int {
-	if g.Lockstep {
-		return BlockSize(g.DPSize)
-	}
-	return BlockSize(1)
-}
-
-// on is how many ranks of the group the node has already.
-func (g *Group) on(node string) int {
-	n := g.Held[node]
-	for i := range g.Keep {
-		if g.Keep[i].Node == node {
-			n++
-		}
-	}
-	return n
-}
-
-// deviceSets are the free sets of k devices: consecutive numbers, the first a multiple of k, lowest first; if loose, then also what
-// is left, in ascending order.
+// deviceSets returns the free sets of k devices: consecutive numbers, the first a multiple of k, the lowest
+// first. If loose, sets of the remaining devices follow, in ascending order.
 func (p *pool) deviceSets(k int, loose bool) [][]int {
 	var out [][]int
 	var rest []int
@@ -142,8 +128,8 @@ func (p *pool) deviceSets(k int, loose bool) [][]int {
 	return out
 }
 
-// take seats one rank on the lowest free slot and devices. The caller has asked fits.
-func (p *pool) take(g *Group, rank int) Seat {
+// takeSeat seats one rank on the lowest free slot and devices. The caller has checked capacityFor.
+func (p *pool) takeSeat(g *Group, rank int) Seat {
 	s := Seat{Rank: rank, Node: p.ID, Slot: -1}
 	if g.Slots > 0 {
 		s.Slot, p.slots = p.slots[0], p.slots[1:]
@@ -156,19 +142,19 @@ func (p *pool) take(g *Group, rank int) Seat {
 	return s
 }
 
-// takeKept takes the seats that ranks keep out of the pools.
+// takeKept removes the seats of kept ranks from the pools.
 func (ps pools) takeKept(g *Group) {
 	for i := range g.Keep {
 		s := &g.Keep[i]
-		if p := ps.find(s.Node); p != nil {
+		if p := ps.findNode(s.Node); p != nil {
 			p.slots, p.devices = without(p.slots, []int{s.Slot}), without(p.devices, s.Devices)
 			p.ranks++
 		}
 	}
 }
 
-// blocks cuts the port block of each (unit, node) of the group.
-func (ps pools) blocks(g *Group, seats []Seat) ([]Block, *shortage) {
+// takeBlocks takes the port block of each (unit, node) of the group.
+func (ps pools) takeBlocks(g *Group, seats []Seat) ([]Block, *shortage) {
 	if g.Attach {
 		return nil, nil
 	}
@@ -184,16 +170,16 @@ func (ps pools) blocks(g *Group, seats []Seat) ([]Block, *shortage) {
 		if g.Lockstep {
 			b.Rank = -1
 		}
-		p := ps.find(s.Node)
+		p := ps.findNode(s.Node)
 		if p == nil {
 			return nil, &shortage{why: "node " + s.Node + " is not there"}
 		}
-		base, ok := p.cells.find(b.Size)
+		base, ok := p.cells.findFree(b.Size)
 		if !ok {
 			return nil, &shortage{why: "node " + s.Node + " has no free port block"}
 		}
 		b.Base = base
-		p.cells.mark(Ports{base, base + b.Size - 1}, cellUsed)
+		p.cells.setAge(Ports{base, base + b.Size - 1}, cellUsed)
 		out = append(out, b)
 	}
 	return out, nil
@@ -201,4 +187,116 @@ func (ps pools) blocks(g *Group, seats []Seat) ([]Block, *shortage) {
 
 func sortSeats(s []Seat) {
 	slices.SortFunc(s, func(a, b Seat) int { return cmp.Compare(a.Rank, b.Rank) })
+}
+
+// Port blocks. For D ranks the offsets are: HTTP 0…D-1, KV events D…, replay 2D…, side channel 3D…, bootstrap
+// 4D…, rpc 5D; 7 ports are spare.
+const (
+	portsPerRank = 5
+	portsPerUnit = 8
+	blockUnit    = 16 // block sizes and bases are multiples of it, counted from the start of the range
+)
+
+// reservedPorts are dpserve's own: inference, admin, gossip, wire. A block never contains one of them.
+var reservedPorts = [...]int{8000, 8265, 7946, 7947}
+
+// BlockSize returns the size of the port block of a unit of d ranks: 5*d + 8, rounded up to a multiple of 16.
+func BlockSize(d int) int {
+	return (portsPerRank*d + portsPerUnit + blockUnit - 1) / blockUnit * blockUnit
+}
+
+// cells is a node's port range in pieces of blockUnit. An age is -1 = in use, 0 = never used, n = freed,
+// later ones higher.
+type cells struct {
+	lo  int
+	age []int
+}
+
+const cellUsed = -1
+
+func newCells(n *Node) cells {
+	c := cells{lo: n.Ports.Lo, age: make([]int, max(0, (n.Ports.Hi-n.Ports.Lo+1)/blockUnit))}
+	for i, b := range n.FreedBlocks {
+		c.setAge(b, i+1)
+	}
+	for _, b := range n.UsedBlocks {
+		c.setAge(b, cellUsed)
+	}
+	for _, p := range reservedPorts {
+		c.setAge(Ports{p, p}, cellUsed)
+	}
+	return c
+}
+
+// setAge sets the age of every cell that overlaps p.
+func (c cells) setAge(p Ports, age int) {
+	for i := range c.age {
+		lo := c.lo + i*blockUnit
+		if p.Lo < lo+blockUnit && lo <= p.Hi {
+			c.age[i] = age
+		}
+	}
+}
+
+// findFree returns the free block of size ports whose newest part was freed first; among equals the lowest.
+func (c cells) findFree(size int) (base int, ok bool) {
+	n := size / blockUnit
+	best, bestAge := -1, 0
+	for i := 0; i+n <= len(c.age); i++ {
+		if a, free := c.newestAge(i, n); free && (best < 0 || a < bestAge) {
+			best, bestAge = i, a
+		}
+	}
+	if best < 0 {
+		return 0, false
+	}
+	return c.lo + best*blockUnit, true
+}
+
+// newestAge returns the highest age in n cells from i, and whether all are free.
+func (c cells) newestAge(i, n int) (int, bool) {
+	age := 0
+	for _, a := range c.age[i : i+n] {
+		if a == cellUsed {
+			return 0, false
+		}
+		age = max(age, a)
+	}
+	return age, true
+}
+
+// countFree returns how many blocks of size ports can still be taken.
+func (c cells) countFree(size int) int {
+	n, run, found := size/blockUnit, 0, 0
+	for _, a := range c.age {
+		if run++; a == cellUsed {
+			run = 0
+		}
+		if run == n {
+			found, run = found+1, 0
+		}
+	}
+	return found
+}
+
+// placeGroup seats one group.
+func (ps pools) placeGroup(g *Group) (Placed, error) {
+	ps.takeKept(g)
+	var seats []Seat
+	var short *shortage
+	if g.Attach {
+		seats, short = ps.assignAttached(g)
+	} else {
+		seats, short = ps.seatRanks(g)
+	}
+	if short != nil {
+		return Placed{}, short.unplaceableError(ps, g)
+	}
+	all := append(append([]Seat(nil), g.Keep...), seats...)
+	sortSeats(all)
+	blocks, short := ps.takeBlocks(g, all)
+	if short != nil {
+		return Placed{}, short.unplaceableError(ps, g)
+	}
+	return Placed{Group: g.ID, Seats: all, Blocks: blocks}, nil
 }

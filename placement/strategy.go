@@ -5,20 +5,20 @@ import (
 	"slices"
 )
 
-// choice is a node and what it could take of the group in hand.
+// choice is a node and how many ranks of the present group it can take.
 type choice struct {
 	pool *pool
 	fits int
 	n    int // ranks given to it
 }
 
-// seat chooses nodes by the strategy and seats the ranks along them. Only a group that finds no room else takes devices that are
-// not consecutive and aligned.
-func (ps pools) seat(g *Group) ([]Seat, *shortage) {
-	choices, got := ps.choose(g)
+// seatRanks chooses nodes by the strategy and seats the ranks along them. Only a group that finds no other
+// room gets devices that are not consecutive and aligned.
+func (ps pools) seatRanks(g *Group) ([]Seat, *shortage) {
+	choices, got := ps.chooseNodes(g)
 	if got < len(g.Ranks) && g.Devices > 1 {
 		g.loose = true
-		choices, got = ps.choose(g)
+		choices, got = ps.chooseNodes(g)
 	}
 	if got < len(g.Ranks) {
 		return nil, &shortage{fits: got}
@@ -26,23 +26,23 @@ func (ps pools) seat(g *Group) ([]Seat, *shortage) {
 	seats := make([]Seat, 0, len(g.Ranks))
 	for _, c := range choices {
 		for range c.n {
-			seats = append(seats, c.pool.take(g, g.Ranks[len(seats)]))
+			seats = append(seats, c.pool.takeSeat(g, g.Ranks[len(seats)]))
 		}
 	}
 	return seats, nil
 }
 
-// choose deals the ranks to nodes by what each has room for, and returns how many found one.
-func (ps pools) choose(g *Group) ([]*choice, int) {
+// chooseNodes deals the ranks to nodes by their capacity, and returns how many found a node.
+func (ps pools) chooseNodes(g *Group) ([]*choice, int) {
 	choices := make([]*choice, len(ps))
 	for i, p := range ps {
-		choices[i] = &choice{pool: p, fits: p.fits(g)}
+		choices[i] = &choice{pool: p, fits: p.capacityFor(g)}
 	}
-	return choices, g.share(choices)
+	return choices, g.dealRanks(choices)
 }
 
-// share deals the ranks to nodes and returns how many found one. The choices stay in node order.
-func (g *Group) share(choices []*choice) int {
+// dealRanks deals the ranks to nodes and returns how many found a node. The choices stay in node order.
+func (g *Group) dealRanks(choices []*choice) int {
 	need := len(g.Ranks)
 	if need == 0 {
 		return 0
@@ -59,43 +59,44 @@ func (g *Group) share(choices []*choice) int {
 	}
 }
 
-// tightest is the node that takes n ranks and has the least room beyond, so that room for larger groups stays whole. Nodes
-// that have ranks of the group go first; among equals the first in node order.
-func (g *Group) tightest(choices []*choice, n int) *choice {
+// findTightest returns the node that can take n ranks and has the least room beyond, so that room for larger
+// groups stays together. Nodes that have ranks of the group come first; among equals the first in node order.
+func (g *Group) findTightest(choices []*choice, n int) *choice {
 	var best *choice
 	for _, c := range choices {
 		if c.n > 0 || c.fits < n {
 			continue
 		}
-		if best == nil || g.closer(c, best) < 0 {
+		if best == nil || g.compareTightness(c, best) < 0 {
 			best = c
 		}
 	}
 	return best
 }
 
-func (g *Group) closer(a, b *choice) int {
-	return cmp.Or(cmp.Compare(min(1, g.on(b.pool.ID)), min(1, g.on(a.pool.ID))), cmp.Compare(a.fits, b.fits))
+func (g *Group) compareTightness(a, b *choice) int {
+	return cmp.Or(cmp.Compare(min(1, g.ranksOn(b.pool.ID)), min(1, g.ranksOn(a.pool.ID))),
+		cmp.Compare(a.fits, b.fits))
 }
 
-// pack takes the tightest single node; without one as few nodes as possible, and of those the ones that take the most equal
-// blocks, the tightest first.
+// pack chooses the tightest single node. If there is none, it chooses as few nodes as possible, and of those
+// the ones that get the most equal blocks, the tightest first.
 func (g *Group) pack(choices []*choice, need int) int {
-	if c := g.tightest(choices, need); c != nil {
+	if c := g.findTightest(choices, need); c != nil {
 		c.n = need
 		return need
 	}
-	nodes, most, fits := evenest(choices, need)
+	nodes, most, fits := countNodes(choices, need)
 	if fits < need {
 		return fits
 	}
 	chosen := make([]*choice, 0, nodes)
 	for left := need; left > 0; {
-		c := g.last(choices, left, most, need/nodes)
+		c := g.tightestForRest(choices, left, most, need/nodes)
 		if c == nil {
-			c = g.roomiest(choices, most)
+			c = g.findRoomiest(choices, most)
 		}
-		c.n = min(c.fits, most) // taken; dealt anew below
+		c.n = min(c.fits, most) // preliminary; spread deals the ranks again below
 		left -= c.n
 		chosen = append(chosen, c)
 	}
@@ -106,12 +107,13 @@ func (g *Group) pack(choices []*choice, need int) int {
 }
 
 func inNodeOrder(choices, chosen []*choice) []*choice {
-	return slices.DeleteFunc(slices.Clone(choices), func(c *choice) bool { return !slices.Contains(chosen, c) })
+	return slices.DeleteFunc(slices.Clone(choices),
+		func(c *choice) bool { return !slices.Contains(chosen, c) })
 }
 
-// evenest is the least number of nodes that take need ranks, and the size of the largest block if they share them as equally as
-// they can. Without room for all it gives how many fit.
-func evenest(choices []*choice, need int) (nodes, most, fits int) {
+// countNodes returns the least number of nodes that can take need ranks, and the size of the largest block if
+// they share the ranks as equally as possible. Without room for all it returns how many fit.
+func countNodes(choices []*choice, need int) (nodes, most, fits int) {
 	rooms := make([]int, 0, len(choices))
 	for _, c := range choices {
 		rooms = append(rooms, c.fits)
@@ -124,7 +126,8 @@ func evenest(choices []*choice, need int) (nodes, most, fits int) {
 	if fits < need {
 		return nodes, 0, fits
 	}
-	for left, i := need, nodes-1; i >= 0; i-- { // the roomiest nodes, the smallest first: each takes its share or all it has
+	// The roomiest nodes, the smallest of them first: each takes its share or all it can.
+	for left, i := need, nodes-1; i >= 0; i-- {
 		share := (left + i) / (i + 1)
 		most = max(most, min(share, rooms[i]))
 		left -= min(share, rooms[i])
@@ -132,48 +135,50 @@ func evenest(choices []*choice, need int) (nodes, most, fits int) {
 	return nodes, most, fits
 }
 
-// last is the tightest node that takes what is left, and an equal share if one can.
-func (g *Group) last(choices []*choice, left, most, share int) *choice {
+// tightestForRest returns the tightest node that can take the remaining ranks, and an equal share if one can.
+func (g *Group) tightestForRest(choices []*choice, left, most, share int) *choice {
 	if left > most {
 		return nil
 	}
-	if c := g.tightest(choices, max(left, share)); c != nil {
+	if c := g.findTightest(choices, max(left, share)); c != nil {
 		return c
 	}
-	return g.tightest(choices, left)
+	return g.findTightest(choices, left)
 }
 
-// roomiest is the node that takes the largest block of at most most ranks; among equals the tightest.
-func (g *Group) roomiest(choices []*choice, most int) *choice {
+// findRoomiest returns the node that can take the largest block of at most most ranks; among equals the
+// tightest.
+func (g *Group) findRoomiest(choices []*choice, most int) *choice {
 	var best *choice
 	for _, c := range choices {
 		if c.n > 0 || c.fits == 0 {
 			continue
 		}
-		if best == nil || cmp.Or(cmp.Compare(min(best.fits, most), min(c.fits, most)), g.closer(c, best)) < 0 {
+		if best == nil || cmp.Or(cmp.Compare(min(best.fits, most), min(c.fits, most)),
+			g.compareTightness(c, best)) < 0 {
 			best = c
 		}
 	}
 	return best
 }
 
-// strictPack takes one node: the one that has ranks of the group already, else the tightest.
+// strictPack chooses one node: the one that has ranks of the group already, else the tightest.
 func (g *Group) strictPack(choices []*choice, need int) int {
 	allowed := slices.Clone(choices)
-	if g.placedAlready() {
-		allowed = slices.DeleteFunc(allowed, func(c *choice) bool { return g.on(c.pool.ID) == 0 })
+	if g.hasRanksPlaced() {
+		allowed = slices.DeleteFunc(allowed, func(c *choice) bool { return g.ranksOn(c.pool.ID) == 0 })
 	}
-	if c := g.tightest(allowed, need); c != nil {
+	if c := g.findTightest(allowed, need); c != nil {
 		c.n = need
 		return need
 	}
-	if c := g.roomiest(allowed, need); c != nil {
+	if c := g.findRoomiest(allowed, need); c != nil {
 		return c.fits
 	}
 	return 0
 }
 
-func (g *Group) placedAlready() bool {
+func (g *Group) hasRanksPlaced() bool {
 	for _, n := range g.Held {
 		if n > 0 {
 			return true
@@ -182,12 +187,13 @@ func (g *Group) placedAlready() bool {
 	return len(g.Keep) > 0
 }
 
-// spread deals one rank at a time to the node with the fewest ranks of the group; among equals the one with the most room.
+// spread deals one rank at a time to the node with the fewest ranks of the group; among equals the one with
+// the most room.
 func (g *Group) spread(choices []*choice, need int) int {
 	for got := range need {
 		var best *choice
 		for _, c := range choices {
-			if c.n < c.fits && (best == nil || g.emptier(c, best) < 0) {
+			if c.n < c.fits && (best == nil || g.compareLoad(c, best) < 0) {
 				best = c
 			}
 		}
@@ -199,13 +205,15 @@ func (g *Group) spread(choices []*choice, need int) int {
 	return need
 }
 
-func (g *Group) emptier(a, b *choice) int {
-	return cmp.Or(cmp.Compare(g.on(a.pool.ID)+a.n, g.on(b.pool.ID)+b.n), cmp.Compare(b.fits-b.n, a.fits-a.n))
+func (g *Group) compareLoad(a, b *choice) int {
+	return cmp.Or(cmp.Compare(g.ranksOn(a.pool.ID)+a.n, g.ranksOn(b.pool.ID)+b.n),
+		cmp.Compare(b.fits-b.n, a.fits-a.n))
 }
 
-// strictSpread gives one rank each to the roomiest nodes that have none of the group.
+// strictSpread deals one rank each to the roomiest nodes that have none of the group.
 func (g *Group) strictSpread(choices []*choice, need int) int {
-	free := slices.DeleteFunc(slices.Clone(choices), func(c *choice) bool { return c.fits == 0 || g.on(c.pool.ID) > 0 })
+	free := slices.DeleteFunc(slices.Clone(choices),
+		func(c *choice) bool { return c.fits == 0 || g.ranksOn(c.pool.ID) > 0 })
 	slices.SortStableFunc(free, func(a, b *choice) int { return cmp.Compare(b.fits, a.fits) })
 	for i := range min(need, len(free)) {
 		free[i].n = 1
@@ -213,13 +221,13 @@ func (g *Group) strictSpread(choices []*choice, need int) int {
 	return min(need, len(free))
 }
 
-// watch gives each attached rank to its pinned node, or to the node with the fewest ranks.
-func (ps pools) watch(g *Group) ([]Seat, *shortage) {
+// assignAttached gives each attached rank to its pinned node, or to the node with the fewest ranks.
+func (ps pools) assignAttached(g *Group) ([]Seat, *shortage) {
 	seats := make([]Seat, 0, len(g.Ranks))
 	for _, r := range g.Ranks {
-		p := ps.fewest()
+		p := ps.withFewestRanks()
 		if pin := g.Pinned[r]; pin != "" {
-			if p = ps.find(pin); p == nil {
+			if p = ps.findNode(pin); p == nil {
 				return nil, &shortage{fits: len(seats), why: "node " + pin + " is not there"}
 			}
 		}
@@ -232,7 +240,7 @@ func (ps pools) watch(g *Group) ([]Seat, *shortage) {
 	return seats, nil
 }
 
-func (ps pools) fewest() *pool {
+func (ps pools) withFewestRanks() *pool {
 	if len(ps) == 0 {
 		return nil
 	}

@@ -1,30 +1,35 @@
 package state
 
 import (
+	"bytes"
+	"crypto/sha256"
+	"encoding/hex"
 	"maps"
 	"reflect"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// maxRemoved bounds the memory of removed nodes; the one removed the longest ago is forgotten first, after RemovedFor.
+// maxRemoved bounds the list of removed nodes. The state forgets the oldest entry first, and only after
+// RemovedFor.
 const maxRemoved = 4096
 
-// Has says whether the node has a role.
+// Has reports whether the node has a role.
 func (n *Node) Has(r Role) bool { return slices.Contains(n.Roles, r) }
 
-// Takes says whether the node may be given ranks.
+// Takes reports whether the node may be given ranks.
 func (n *Node) Takes() bool { return n.Has(RoleWorker) && !n.Lost && !n.Draining }
 
-// putNode makes a node known or updates it. What the cluster decided of it (Lost, Draining) stays.
+// putNode records a node or updates its record. Lost and Draining stay, because the cluster decides them.
 func (s *State) putNode(c *PutNode) (Result, error) {
-	n := c.Node.clean()
+	n := c.Node.normalize()
 	if err := n.check(); err != nil {
 		return Result{}, err
 	}
-	if err := s.checkHolder(n); err != nil {
+	if err := s.checkIdentity(n); err != nil {
 		return Result{}, err
 	}
 	old := s.Nodes[n.ID]
@@ -33,40 +38,44 @@ func (s *State) putNode(c *PutNode) (Result, error) {
 		if n.Key == "" {
 			n.Key = old.Key
 		}
-		if !old.isKey(n.Key) {
-			return Result{}, otherKey("put node", n.ID)
+		if !old.acceptsKey(n.Key) {
+			return Result{}, keyMismatchError("put node", n.ID)
 		}
 		if !c.AnyRoles && !SameRoles(old.Roles, n.Roles) {
-			return Result{}, rolesFixed(old, n.Roles)
+			return Result{}, rolesFixedError(old, n.Roles)
 		}
-		if old.Has(RoleControl) && !n.Has(RoleControl) && s.lastControl(old) {
-			return Result{}, lastControl("put node", n.ID)
+		if old.Has(RoleControl) && !n.Has(RoleControl) && s.isLastControl(old) {
+			return Result{}, lastControlError("put node", n.ID)
 		}
 	}
 	return s.setNode(n), nil
 }
 
-// isKey says whether a key may stand for the node: its own, or any while its own is not known.
-func (n *Node) isKey(key string) bool { return n.Key == "" || n.Key == key }
+// acceptsKey reports whether a key may belong to the node: it is the node's own, or the node's key is not
+// known.
+func (n *Node) acceptsKey(key string) bool { return n.Key == "" || n.Key == key }
 
-func otherKey(verb, id string) error {
-	return problem.New(problem.Conflict, "%s: %w: %q belongs to a node with another key", verb, ErrNodeTaken, id).
-		WithHint("if its pki folder is lost, remove the node and join with an empty --data-dir and a new token")
+func keyMismatchError(verb, id string) error {
+	return problem.New(problem.Conflict, "%s: %w: %q belongs to a node with another key", verb, ErrNodeTaken,
+		id).
+		WithHint("if its pki folder is lost, remove the node and join with an empty --data-dir and a " +
+			"new token")
 }
 
-// SameRoles says whether two lists name the same roles, in any order.
+// SameRoles reports whether two lists name the same roles, in any order.
 func SameRoles[R ~string](a, b []R) bool {
 	a, b = slices.Sorted(slices.Values(a)), slices.Sorted(slices.Values(b))
 	return slices.Equal(slices.Compact(a), slices.Compact(b))
 }
 
-func rolesFixed(old *Node, now []Role) error {
-	return problem.New(problem.Conflict, "put node: %w: %q has joined with roles %v, not %v", ErrRolesFixed, old.ID, old.Roles, now).
+func rolesFixedError(old *Node, now []Role) error {
+	return problem.New(problem.Conflict, "put node: %w: %q has joined with roles %v, not %v", ErrRolesFixed,
+		old.ID, old.Roles, now).
 		WithHint("let it leave (`dpserve leave`) and join again with an empty --data-dir")
 }
 
-// byUID is the record of a node, nil if there is none.
-func (s *State) byUID(uid string) *Node {
+// nodeByUID returns the record of a node, nil if there is none.
+func (s *State) nodeByUID(uid string) *Node {
 	for _, n := range s.Nodes {
 		if n.UID == uid {
 			return n
@@ -75,8 +84,9 @@ func (s *State) byUID(uid string) *Node {
 	return nil
 }
 
-// clean is a copy as the state keeps it: as it comes back from JSON, and without what others decide.
-func (n Node) clean() *Node {
+// normalize returns a copy in the form that the state keeps: equal to what JSON gives back, and without the
+// fields that the cluster decides.
+func (n Node) normalize() *Node {
 	n.Lost, n.Reason, n.Draining, n.DrainBy = false, "", false, 0
 	n.Roles, n.Offer.Devices = slices.Clone(n.Roles), slices.Clone(n.Offer.Devices)
 	if len(n.Offer.Devices) == 0 {
@@ -97,44 +107,47 @@ func (n *Node) check() error {
 	o := &n.Offer
 	switch {
 	case n.ID == "" || n.UID == "":
-		return badNode("put node", "its name or UID is empty")
+		return badNodeError("put node", "its name or UID is empty")
 	case len(n.Roles) == 0:
-		return badNode("put node", "node "+n.ID+" has no role")
+		return badNodeError("put node", "node "+n.ID+" has no role")
 	case o.Slots < 0 || o.PortLo < 0 || o.PortHi < 0 || o.PortLo > maxPort || o.PortHi > maxPort,
 		slices.ContainsFunc(o.Devices, func(d int) bool { return d < 0 }):
-		return badNode("put node", "node "+n.ID+" offers a negative number or a port above 65535")
+		return badNodeError("put node", "node "+n.ID+" offers a negative number or a port above 65535")
 	}
 	return nil
 }
 
-func badNode(verb, why string) error {
+func badNodeError(verb, why string) error {
 	return problem.New(problem.InvalidArgument, "%s: %w: %s", verb, ErrBadCommand, why)
 }
 
-// checkHolder holds names and UIDs one to one, and removed UIDs out.
-func (s *State) checkHolder(n *Node) error {
+// checkIdentity refuses a removed UID, a name that another UID holds, and a UID that has another name.
+func (s *State) checkIdentity(n *Node) error {
 	if slices.Contains(s.Removed, n.UID) {
-		return removedNode("put node", n.ID)
+		return removedNodeError("put node", n.ID)
 	}
 	if old := s.Nodes[n.ID]; old != nil && old.UID != n.UID {
 		return problem.New(problem.Conflict, "put node: %w: %q is held by another node", ErrNodeTaken, n.ID).
-			WithHint("join under another --node-id, or remove the old node first: dpserve nodes remove %s", n.ID)
+			WithHint("join under another --node-id, or remove the old node first: dpserve nodes remove %s",
+				n.ID)
 	}
 	for id, other := range s.Nodes {
 		if other.UID == n.UID && id != n.ID {
-			return problem.New(problem.Conflict, "put node: %w: this data dir belongs to node %q, not %q", ErrNodeTaken, id, n.ID).
+			return problem.New(problem.Conflict, "put node: %w: this data dir belongs to node %q, not %q",
+				ErrNodeTaken, id, n.ID).
 				WithHint("start it with --node-id %s, or with another --data-dir", id)
 		}
 	}
 	return nil
 }
 
-func removedNode(verb, id string) error {
-	return problem.New(problem.PermissionDenied, "%s: %w: %q does not come back with this data dir", verb, ErrNodeRemoved, id).
+func removedNodeError(verb, id string) error {
+	return problem.New(problem.PermissionDenied, "%s: %w: %q does not come back with this data dir", verb,
+		ErrNodeRemoved, id).
 		WithHint("join with a new --data-dir and a new token")
 }
 
-// setNode puts a record in its place, or nothing if it says the same.
+// setNode stores a record, unless the stored one is equal.
 func (s *State) setNode(n *Node) Result {
 	if old := s.Nodes[n.ID]; old != nil && reflect.DeepEqual(old, n) {
 		return Result{Unchanged: true}
@@ -143,21 +156,22 @@ func (s *State) setNode(n *Node) Result {
 	return Result{}
 }
 
-// node is the record of a name, if it is that of the UID.
-func (s *State) node(verb, id, uid string) (*Node, error) {
+// findNode returns the record of a name if it has the given UID.
+func (s *State) findNode(verb, id, uid string) (*Node, error) {
 	if n := s.Nodes[id]; n != nil && n.UID == uid {
 		return n, nil
 	}
-	return nil, unknownNode(verb, id)
+	return nil, unknownNodeError(verb, id)
 }
 
-func unknownNode(verb, id string) error {
-	return problem.New(problem.NotFound, "%s: %w %q", verb, ErrUnknownNode, id).WithHint("list the nodes with dpserve nodes")
+func unknownNodeError(verb, id string) error {
+	return problem.New(problem.NotFound, "%s: %w %q", verb, ErrUnknownNode, id).
+		WithHint("list the nodes with dpserve nodes")
 }
 
 // nodeLost records that a node was silent for too long. The first reason stays.
 func (s *State) nodeLost(c *NodeRef) (Result, error) {
-	n, err := s.node("node lost", c.Node, c.UID)
+	n, err := s.findNode("node lost", c.Node, c.UID)
 	if err != nil {
 		return Result{}, err
 	}
@@ -169,9 +183,9 @@ func (s *State) nodeLost(c *NodeRef) (Result, error) {
 	return s.setNode(&lost), nil
 }
 
-// nodeBack records that a lost node renewed.
+// nodeBack records that a lost node renewed its lease.
 func (s *State) nodeBack(c *NodeRef) (Result, error) {
-	n, err := s.node("node back", c.Node, c.UID)
+	n, err := s.findNode("node back", c.Node, c.UID)
 	if err != nil {
 		return Result{}, err
 	}
@@ -183,7 +197,7 @@ func (s *State) nodeBack(c *NodeRef) (Result, error) {
 func (s *State) drainNode(c *DrainNode) (Result, error) {
 	n := s.Nodes[c.Node]
 	if n == nil {
-		return Result{}, unknownNode("drain node", c.Node)
+		return Result{}, unknownNodeError("drain node", c.Node)
 	}
 	drained := *n
 	drained.Draining, drained.DrainBy = !c.Undo, 0
@@ -193,13 +207,13 @@ func (s *State) drainNode(c *DrainNode) (Result, error) {
 	return s.setNode(&drained), nil
 }
 
-// removeNode forgets a node, and what its ports were used for: another machine may come under its name.
+// removeNode forgets a node and its freed port blocks, because another machine may join under its name.
 func (s *State) removeNode(c *RemoveNode) (Result, error) {
 	if err := s.checkRemoveNode(c.Node); err != nil {
 		return Result{}, err
 	}
 	n := s.Nodes[c.Node]
-	if err := s.noteRemoved(n.UID, c.Now); err != nil {
+	if err := s.recordRemoved(n.UID, c.Now); err != nil {
 		return Result{}, err
 	}
 	s.Freed = slices.DeleteFunc(slices.Clone(s.Freed), func(b Block) bool { return b.Node == n.ID })
@@ -207,16 +221,19 @@ func (s *State) removeNode(c *RemoveNode) (Result, error) {
 	return Result{}, nil
 }
 
-// noteRemoved remembers a removed node, in place of the one removed the longest ago where there is no room.
-func (s *State) noteRemoved(uid string, now int64) error {
+// recordRemoved adds a removed node to the list. If the list is full, it replaces the oldest entry.
+func (s *State) recordRemoved(uid string, now int64) error {
 	removed, at := append(slices.Clone(s.Removed), uid), maps.Clone(s.RemovedAt)
 	if at == nil {
 		at = map[string]int64{}
 	}
 	if len(removed) > maxRemoved {
-		if until := time.UnixMilli(at[removed[0]]).Add(RemovedFor); now > 0 && time.UnixMilli(now).Before(until) {
-			return problem.New(problem.Conflict, "remove node: %w: %d since %s", ErrTooManyRemoved, maxRemoved, until.Add(-RemovedFor).UTC().Format(time.RFC3339)).
-				WithHint("try again after %s: until then the certificate of the first of them is good, so it must stay known", until.UTC().Format(time.RFC3339))
+		if until := time.UnixMilli(at[removed[0]]).Add(RemovedFor); now > 0 &&
+			time.UnixMilli(now).Before(until) {
+			return problem.New(problem.Conflict, "remove node: %w: %d since %s", ErrTooManyRemoved,
+				maxRemoved, until.Add(-RemovedFor).UTC().Format(time.RFC3339)).
+				WithHint("try again after %s: until then the certificate of the first of them is good, so "+
+					"it must stay known", until.UTC().Format(time.RFC3339))
 		}
 		delete(at, removed[0])
 		removed = removed[1:]
@@ -231,47 +248,50 @@ func (s *State) noteRemoved(uid string, now int64) error {
 	return nil
 }
 
-// checkRemoveNode is what Apply demands of a removal: the node is known, is not the last control node, and has no units unless it
-// is lost.
+// checkRemoveNode checks what Apply demands of a removal: the node is known, it is not the last control node,
+// and it has no units unless it is lost.
 func (s *State) checkRemoveNode(id string) error {
 	if err := s.CheckLeave(id); err != nil {
 		return err
 	}
 	if left := s.unitsOn(id); len(left) > 0 && !s.Nodes[id].Lost {
-		return problem.New(problem.Conflict, "remove node: %w: %s has a rank on %q", ErrUnitsLeft, left[0], id).
+		return problem.New(problem.Conflict, "remove node: %w: %s has a rank on %q", ErrUnitsLeft, left[0],
+			id).
 			WithHint("drain it first: dpserve drain %s", id).WithDetails(left...)
 	}
 	return nil
 }
 
-// CheckLeave says whether a node could be removed if it were drained.
+// CheckLeave checks whether the cluster could remove a node if the node were drained.
 func (s *State) CheckLeave(id string) error {
 	n := s.Nodes[id]
 	if n == nil {
-		return unknownNode("remove node", id)
+		return unknownNodeError("remove node", id)
 	}
-	if n.Has(RoleControl) && s.lastControl(n) {
-		return lastControl("remove node", id)
+	if n.Has(RoleControl) && s.isLastControl(n) {
+		return lastControlError("remove node", id)
 	}
 	return nil
 }
 
-// CheckRemoval says whether a person may remove a node now: RemoveNode would be accepted, and the node is lost or drained. Apply
-// itself does not demand the drain, because entries of the log that were accepted once have to be accepted again at every replay.
+// CheckRemoval checks whether a person may remove a node now: Apply would accept RemoveNode, and the node is
+// lost or drained. Apply itself does not demand the drain, because it must accept every entry that it
+// accepted before at each replay of the log.
 func (s *State) CheckRemoval(id string) error {
 	if err := s.checkRemoveNode(id); err != nil {
 		return err
 	}
 	if n := s.Nodes[id]; !n.Lost && !n.Draining {
-		return problem.New(problem.Conflict, "remove node: %w: %q is neither lost nor drained", ErrNodeInUse, id).
+		return problem.New(problem.Conflict, "remove node: %w: %q is neither lost nor drained", ErrNodeInUse,
+			id).
 			WithHint("a node that works leaves with `dpserve leave`, or is drained first: dpserve drain %s; "+
 				"a node that is silent is lost after some seconds", id)
 	}
 	return nil
 }
 
-// lastControl says whether the cluster would be without a living control node but for n.
-func (s *State) lastControl(n *Node) bool {
+// isLastControl reports whether no other control node is alive.
+func (s *State) isLastControl(n *Node) bool {
 	for _, other := range s.Nodes {
 		if other.ID != n.ID && other.Has(RoleControl) && !other.Lost {
 			return false
@@ -280,12 +300,13 @@ func (s *State) lastControl(n *Node) bool {
 	return true
 }
 
-func lastControl(verb, id string) error {
-	return problem.New(problem.Conflict, "%s: %w: without %q nobody keeps the cluster's state", verb, ErrLastControl, id).
+func lastControlError(verb, id string) error {
+	return problem.New(problem.Conflict, "%s: %w: without %q nobody keeps the cluster's state", verb,
+		ErrLastControl, id).
 		WithHint("join another node with --roles control first")
 }
 
-// unitsOn are the units, in order, that hold something on a node.
+// unitsOn returns the sorted names of the units that hold something on a node.
 func (s *State) unitsOn(node string) []string {
 	var out []string
 	for id, u := range s.Units {
@@ -297,23 +318,25 @@ func (s *State) unitsOn(node string) []string {
 	return out
 }
 
-// checkNodes refuses ranks on nodes that must get none. A cluster that knows no nodes yet takes any: its data dir is older than
-// the records of nodes.
-func (s *State) checkNodes(g *UnitGrant) error {
+// checkGrantNodes refuses ranks on nodes that must get none. A state without nodes accepts any node, because
+// its data dir is older than the records of nodes.
+func (s *State) checkGrantNodes(g *UnitGrant) error {
 	if len(s.Nodes) == 0 {
 		return nil
 	}
 	for i := range g.Ranks {
-		if why := s.Nodes[g.Ranks[i].Node].takesNot(); why != "" {
-			return problem.New(problem.Conflict, "grant group: %w: rank %d of %s on node %s, which %s", ErrNodeGone,
-				g.Ranks[i].Rank, g.Unit, g.Ranks[i].Node, why).WithHint("place the units again on the present state")
+		if why := s.Nodes[g.Ranks[i].Node].refusalReason(); why != "" {
+			return problem.New(problem.Conflict, "grant group: %w: rank %d of %s on node %s, which %s",
+				ErrNodeGone,
+				g.Ranks[i].Rank, g.Unit, g.Ranks[i].Node, why).
+				WithHint("place the units again on the present state")
 		}
 	}
 	return nil
 }
 
-// takesNot is why a node may not be given ranks; "" = it may.
-func (n *Node) takesNot() string {
+// refusalReason says why a node may not be given ranks; "" = it may.
+func (n *Node) refusalReason() string {
 	switch {
 	case n == nil:
 		return "is not known"
@@ -326,4 +349,173 @@ func (n *Node) takesNot() string {
 	default:
 		return ""
 	}
+}
+
+// Bounds of join tokens.
+const (
+	maxTokens    = 256  // stored at once; a new one replaces the one that expires first
+	maxTokenUses = 1024 // nodes per token
+)
+
+// putToken stores a token. Storing the same token again changes nothing: its spent uses stay spent.
+func (s *State) putToken(c *Token) (Result, error) {
+	if c.Hash == "" || c.Expires <= 0 || c.Uses < 1 || c.Uses > maxTokenUses {
+		return Result{}, problem.New(problem.InvalidArgument,
+			"put token: %w: it needs a hash, an expiry and 1-%d uses", ErrBadCommand, maxTokenUses)
+	}
+	if s.Tokens[c.Hash] != nil {
+		return Result{Unchanged: true}, nil
+	}
+	if len(s.Tokens) >= maxTokens {
+		delete(s.Tokens, s.firstToExpire())
+	}
+	s.Tokens[c.Hash] = &Token{Hash: c.Hash, Expires: c.Expires, Uses: c.Uses}
+	return Result{}, nil
+}
+
+// firstToExpire returns the hash of the token with the earliest expiry, the lowest hash among equals.
+func (s *State) firstToExpire() string {
+	first := ""
+	for _, h := range slices.Sorted(maps.Keys(s.Tokens)) {
+		if first == "" || s.Tokens[h].Expires < s.Tokens[first].Expires {
+			first = h
+		}
+	}
+	return first
+}
+
+// tokenUser names the node that spends a use of a token: its UID and the key that it showed. The UID alone is
+// not secret, because every certificate contains it.
+func (c *UseToken) tokenUser() string {
+	if c.Key == "" {
+		return c.UID
+	}
+	return c.UID + " " + c.Key
+}
+
+// useToken spends one use for a node, once per node and key.
+func (s *State) useToken(c *UseToken) (Result, error) {
+	t := s.Tokens[c.Hash]
+	holder := s.nodeByUID(c.UID)
+	switch {
+	case c.UID == "":
+		return Result{}, badNodeError("use token", "the node's UID is empty")
+	case t == nil:
+		return Result{}, tokenError(ErrTokenUnknown)
+	case c.Now >= t.Expires:
+		return Result{}, tokenError(ErrTokenExpired)
+	case slices.Contains(s.Removed, c.UID):
+		return Result{}, removedNodeError("use token", c.UID)
+	// A member without a recorded key cannot prove that the UID is its own.
+	case holder != nil && holder.Key != c.Key, t.hasOtherKey(c):
+		return Result{}, keyMismatchError("use token", c.UID)
+	case slices.Contains(t.UsedBy, c.tokenUser()):
+		return Result{Unchanged: true}, nil
+	case t.Uses < 1:
+		return Result{}, tokenError(ErrTokenUsed)
+	}
+	used := *t
+	used.Uses, used.UsedBy = t.Uses-1, append(slices.Clone(t.UsedBy), c.tokenUser())
+	s.Tokens[c.Hash] = &used
+	return Result{}, nil
+}
+
+// hasOtherKey reports whether the node's UID has spent a use with a key other than the one it shows now.
+func (t *Token) hasOtherKey(c *UseToken) bool {
+	return slices.ContainsFunc(t.UsedBy, func(by string) bool {
+		uid, key, _ := strings.Cut(by, " ")
+		return uid == c.UID && key != c.Key
+	})
+}
+
+func tokenError(why error) error {
+	return problem.New(problem.Unauthenticated, "use token: %w", why).
+		WithHint("make a new one on a node of the cluster: dpserve token")
+}
+
+// GossipKeySize is the length of a gossip key in bytes.
+const GossipKeySize = 32
+
+// Secrets are known to members only. Init sets each once; afterwards only TurnKey changes the gossip key.
+type Secrets struct {
+	Authority    []byte `json:"authority,omitempty"`     // PEM, the cluster's certificate authority
+	AuthorityKey []byte `json:"authority_key,omitempty"` // PEM
+	GossipKey    []byte `json:"gossip_key,omitempty"`    // nodes encrypt with it
+	// accepted; becomes the key when every node accepts it
+	GossipNext []byte `json:"gossip_next,omitempty"`
+	GossipLast []byte `json:"gossip_last,omitempty"` // accepted until every node encrypts with the key
+}
+
+// TurnKey rotates the gossip key in three steps: nodes accept the new key, then they encrypt with it, then
+// they drop the old one. At every moment all nodes can decrypt each other. Apply refuses it with ErrKeyTurned
+// if the keyring is not From any more, or if Next is set while a rotation is under way.
+type TurnKey struct {
+	From string `json:"from"`           // KeyringSum of the keyring that the proposer saw
+	Next []byte `json:"next,omitempty"` // begins a rotation; nil = the next step of the one under way
+}
+
+// Keyring returns the one or two accepted gossip keys. Nodes encrypt with the first. nil = the cluster has
+// none.
+func (s *Secrets) Keyring() [][]byte {
+	if len(s.GossipKey) == 0 {
+		return nil
+	}
+	ring := [][]byte{s.GossipKey}
+	for _, k := range [][]byte{s.GossipNext, s.GossipLast} {
+		if len(k) > 0 {
+			ring = append(ring, k)
+		}
+	}
+	return ring
+}
+
+// Turning reports whether a rotation of the gossip key is under way.
+func (s *Secrets) Turning() bool { return len(s.GossipNext)+len(s.GossipLast) > 0 }
+
+// KeyringSum identifies a keyring without revealing it; "" for an empty one.
+func KeyringSum(ring [][]byte) string {
+	if len(ring) == 0 {
+		return ""
+	}
+	sum := sha256.Sum256(bytes.Join(ring, nil))
+	return hex.EncodeToString(sum[:8])
+}
+
+// Untaken returns the sorted names of the nodes that have not installed the present keyring. Lost nodes do
+// not count: the leader gives them the keyring with their first lease.
+func (s *State) Untaken() []string {
+	sum := KeyringSum(s.Secrets.Keyring())
+	var names []string
+	for _, n := range s.Nodes {
+		if !n.Lost && n.Keyring != sum {
+			names = append(names, n.ID)
+		}
+	}
+	slices.Sort(names)
+	return names
+}
+
+func (s *State) turnKey(c *TurnKey) (Result, error) {
+	k := &s.Secrets
+	switch {
+	case len(k.GossipKey) == 0:
+		return Result{}, problem.New(problem.Conflict, "turn the gossip key: %w: this cluster has none",
+			ErrBadCommand)
+	case c.From != KeyringSum(k.Keyring()), c.Next != nil && k.Turning():
+		return Result{}, problem.New(problem.Conflict, "turn the gossip key: %w", ErrKeyTurned).
+			WithHint("wait until the change under way is complete")
+	case c.Next != nil && (len(c.Next) != GossipKeySize || bytes.Equal(c.Next, k.GossipKey)):
+		return Result{}, problem.New(problem.InvalidArgument,
+			"turn the gossip key: %w: the next one must be another one of %d bytes", ErrBadCommand,
+			GossipKeySize)
+	case c.Next != nil:
+		k.GossipNext = c.Next
+	case len(k.GossipNext) > 0:
+		k.GossipKey, k.GossipLast, k.GossipNext = k.GossipNext, k.GossipKey, nil
+	case len(k.GossipLast) > 0:
+		k.GossipLast = nil
+	default:
+		return Result{Unchanged: true}, nil
+	}
+	return Result{}, nil
 }

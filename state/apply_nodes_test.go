@@ -1,6 +1,7 @@
 package state
 
 import (
+	"bytes"
 	"fmt"
 	"testing"
 	"time"
@@ -15,7 +16,10 @@ func node(id string, roles ...Role) Node {
 	if roles == nil {
 		roles = []Role{RoleControl, RoleWorker, RoleIngress}
 	}
-	return Node{ID: id, UID: "uid-" + id, Address: id + ":7947", Roles: roles, Offer: Offer{Slots: 8, PortLo: 20000, PortHi: 29999}}
+	return Node{
+		ID: id, UID: "uid-" + id, Address: id + ":7947", Roles: roles,
+		Offer: Offer{Slots: 8, PortLo: 20000, PortHi: 29999},
+	}
 }
 
 func putNode(n Node) Command { return Command{PutNode: &PutNode{Node: n}} }
@@ -24,7 +28,7 @@ func nodeRef(id string) *NodeRef {
 	return &NodeRef{Node: id, UID: "uid-" + id, Reason: "silent for 12s"}
 }
 
-// withNodes is a state with nodes a, b and so on, of all roles.
+// withNodes returns a state with nodes a, b and so on, of all roles.
 func withNodes(t testing.TB, ids ...string) *machine {
 	m := newMachine(t)
 	for _, id := range ids {
@@ -100,7 +104,8 @@ func TestLastControlNodeStays(t *testing.T) {
 	m.must(putNode(node("w", RoleWorker)))
 	m.must(Command{NodeLost: nodeRef("b")})
 	m.refused(Command{RemoveNode: &RemoveNode{Node: "a"}}, ErrLastControl, problem.Conflict)
-	m.refused(Command{PutNode: &PutNode{Node: node("a", RoleWorker), AnyRoles: true}}, ErrLastControl, problem.Conflict)
+	m.refused(Command{PutNode: &PutNode{Node: node("a", RoleWorker), AnyRoles: true}}, ErrLastControl,
+		problem.Conflict)
 	m.must(Command{RemoveNode: &RemoveNode{Node: "b"}})
 	m.must(Command{RemoveNode: &RemoveNode{Node: "w"}})
 	m.must(putNode(node("b2")))
@@ -117,7 +122,11 @@ func TestLostAndBackAreIdempotent(t *testing.T) {
 	assert.Equal(t, "silent for 12s", m.Nodes["a"].Reason)
 	assert.False(t, m.must(Command{NodeBack: nodeRef("a")}).Unchanged)
 	assert.Equal(t, node("a"), *m.Nodes["a"])
-	for _, r := range []*NodeRef{{Node: "z", UID: "uid-z"}, {Node: "a", UID: "uid-of-its-predecessor"}, {Node: "a"}} {
+	for _, r := range []*NodeRef{
+		{Node: "z", UID: "uid-z"},
+		{Node: "a", UID: "uid-of-its-predecessor"},
+		{Node: "a"},
+	} {
 		m.refused(Command{NodeLost: r}, ErrUnknownNode, problem.NotFound)
 		m.refused(Command{NodeBack: r}, ErrUnknownNode, problem.NotFound)
 	}
@@ -167,8 +176,8 @@ func TestLostNodeIsRemovedWithItsUnits(t *testing.T) {
 	m.must(Command{Release: ref("x/0/0", 1)})
 }
 
-// A removed node is forgotten when 4096 others were removed after it, and not before its certificate has expired: a removal for which
-// there is no room is refused.
+// TestRemovedNodeIsRememberedAsLongAsItsCertificateLives: the state forgets a removed node after 4096 later
+// removals, but not before its certificate has expired. A removal without room is refused.
 func TestRemovedNodeIsRememberedAsLongAsItsCertificateLives(t *testing.T) {
 	m := withNodes(t, "a")
 	day := (24 * time.Hour).Milliseconds()
@@ -178,7 +187,8 @@ func TestRemovedNodeIsRememberedAsLongAsItsCertificateLives(t *testing.T) {
 		m.Removed, m.RemovedAt[uid] = append(m.Removed, uid), 100*day
 	}
 	m.must(putNode(node("b")))
-	err := m.refused(Command{RemoveNode: &RemoveNode{Node: "b", Now: 130 * day}}, ErrTooManyRemoved, problem.Conflict)
+	err := m.refused(Command{RemoveNode: &RemoveNode{Node: "b", Now: 130 * day}}, ErrTooManyRemoved,
+		problem.Conflict)
 	require.ErrorContains(t, err, "4096 since 1970-04-11T00:00:00Z")
 	assert.NotNil(t, m.Nodes["b"])
 	assert.Equal(t, "u0", m.Removed[0])
@@ -217,7 +227,8 @@ func TestGrantsGoToNodesThatTakeRanks(t *testing.T) {
 	m := withNodes(t, "b")
 	m.must(put(spec("x", "1")))
 	err := m.refused(grant("x", 1, 0, 0, 0), ErrNodeGone, problem.Conflict)
-	require.EqualError(t, err, "grant group: node takes no ranks: rank 0 of x/0/0 on node a, which is not known")
+	require.EqualError(t, err,
+		"grant group: node takes no ranks: rank 0 of x/0/0 on node a, which is not known")
 	m.must(putNode(node("a", RoleControl)))
 	m.refused(grant("x", 1, 0, 0, 0), ErrNodeGone, problem.Conflict)
 	m.must(Command{PutNode: &PutNode{Node: node("a"), AnyRoles: true}})
@@ -261,8 +272,8 @@ func useWith(hash, uid, key string) Command {
 	return Command{UseToken: &UseToken{Hash: hash, UID: uid, Key: key, Now: 1}}
 }
 
-// A UID is no secret: the certificate that a node shows to anybody has it. So the key that used a token is the one that may use it
-// again, and a node that is known is nobody else's, whatever the token.
+// TestATokenIsBoundToTheKeyThatUsedIt: a UID is not secret, because every certificate shows it. So only the
+// key that used a token may use it again, and no token lets another key take a known node's UID.
 func TestATokenIsBoundToTheKeyThatUsedIt(t *testing.T) {
 	m := withNodes(t, "a")
 	m.must(token("h", 100, 2))
@@ -282,7 +293,10 @@ func TestATokenIsBoundToTheKeyThatUsedIt(t *testing.T) {
 
 func TestTokensAreBounded(t *testing.T) {
 	m := newMachine(t)
-	for _, c := range []Command{token("", 1, 1), token("h", 0, 1), token("h", 1, 0), token("h", 1, maxTokenUses+1)} {
+	for _, c := range []Command{
+		token("", 1, 1), token("h", 0, 1), token("h", 1, 0),
+		token("h", 1, maxTokenUses+1),
+	} {
 		m.refused(c, ErrBadCommand, problem.InvalidArgument)
 	}
 	for i := range maxTokens {
@@ -313,7 +327,10 @@ func TestPublicHidesWhatOnlyControlNodesMayKnow(t *testing.T) {
 }
 
 func TestSnapshotOfBeforeNodesIsRead(t *testing.T) {
-	for _, in := range []string{`{"index":7,"cluster":"c","apps":{},"units":{},"epochs":{},"revisions":{}}`, `{"nodes":null,"tokens":null}`} {
+	for _, in := range []string{
+		`{"index":7,"cluster":"c","apps":{},"units":{},"epochs":{},"revisions":{}}`,
+		`{"nodes":null,"tokens":null}`,
+	} {
 		s, err := Decode([]byte(in))
 		require.NoError(t, err)
 		c := putNode(node("a"))
@@ -329,7 +346,10 @@ func TestSnapshotOfBeforeNodesIsRead(t *testing.T) {
 func TestCheckRemoval(t *testing.T) {
 	s := New()
 	put := func(id string, roles ...Role) {
-		_, err := s.Apply(s.Index+1, &Command{PutNode: &PutNode{Node: Node{ID: id, UID: "uid-" + id, Roles: roles}}})
+		_, err := s.Apply(s.Index+1, &Command{PutNode: &PutNode{Node: Node{
+			ID: id, UID: "uid-" + id,
+			Roles: roles,
+		}}})
 		require.NoError(t, err)
 	}
 	put("a", RoleControl)
@@ -347,9 +367,18 @@ func TestCheckRemoval(t *testing.T) {
 		{"drained", "w", func(s *State) { s.Nodes["w"].Draining = true }, nil, nil},
 		{"lost", "w", func(s *State) { s.Nodes["w"].Lost = true }, nil, nil},
 		{"control, in use", "b", nil, ErrNodeInUse, nil},
-		{"the last living control node", "b", func(s *State) { s.Nodes["a"].Lost = true }, ErrLastControl, ErrLastControl},
-		{"ranks are left", "w", func(s *State) { s.Nodes["w"].Draining = true; s.Units["u"] = unitOn("w") }, ErrUnitsLeft, nil},
-		{"lost with its ranks", "w", func(s *State) { s.Nodes["w"].Lost = true; s.Units["u"] = unitOn("w") }, nil, nil},
+		{
+			"the last living control node", "b", func(s *State) { s.Nodes["a"].Lost = true }, ErrLastControl,
+			ErrLastControl,
+		},
+		{
+			"ranks are left", "w", func(s *State) { s.Nodes["w"].Draining = true; s.Units["u"] = unitOn("w") },
+			ErrUnitsLeft, nil,
+		},
+		{
+			"lost with its ranks", "w", func(s *State) { s.Nodes["w"].Lost = true; s.Units["u"] = unitOn("w") },
+			nil, nil,
+		},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			was, err := s.Encode()
@@ -377,4 +406,51 @@ func TestCheckRemoval(t *testing.T) {
 // unitOn is a unit with a rank on a node.
 func unitOn(node string) *Unit {
 	return &Unit{App: "demo", Phase: Ready, Epoch: 1, Ranks: []RankGrant{{Node: node}}}
+}
+
+func TestTurnKey(t *testing.T) {
+	first, second, third := bytes.Repeat([]byte{1}, GossipKeySize), bytes.Repeat([]byte{2}, GossipKeySize),
+		bytes.Repeat([]byte{3}, GossipKeySize)
+	m := withNodes(t, "a", "b")
+	turn := func(next []byte) Command {
+		return Command{TurnKey: &TurnKey{From: KeyringSum(m.Secrets.Keyring()), Next: next}}
+	}
+	require.Nil(t, m.Secrets.Keyring())
+	assert.Empty(t, KeyringSum(m.Secrets.Keyring()))
+	m.refused(turn(first), ErrBadCommand, problem.Conflict)
+	m.must(Command{Init: &Init{Cluster: "c1", Secrets: Secrets{GossipKey: first}}})
+	assert.Equal(t, []string{"a", "b"}, m.Untaken())
+	m.refused(turn(first), ErrBadCommand, problem.InvalidArgument)
+	m.refused(turn(second[:31]), ErrBadCommand, problem.InvalidArgument)
+	assert.True(t, m.must(turn(nil)).Unchanged, "no change is under way")
+
+	stale := turn(third)
+	for _, step := range []struct {
+		next []byte
+		want [][]byte
+	}{{second, [][]byte{first, second}}, {nil, [][]byte{second, first}}, {nil, [][]byte{second}}} {
+		m.must(turn(step.next))
+		require.Equal(t, step.want, m.Secrets.Keyring())
+		m.refused(stale, ErrKeyTurned, problem.Conflict)
+		if m.Secrets.Turning() {
+			m.refused(turn(third), ErrKeyTurned, problem.Conflict)
+		}
+		a := node("a")
+		a.Keyring = KeyringSum(step.want)
+		m.must(putNode(a))
+		assert.Equal(t, []string{"b"}, m.Untaken())
+	}
+	assert.False(t, m.Secrets.Turning())
+	m.must(Command{NodeLost: nodeRef("b")})
+	assert.Empty(t, m.Untaken(), "who is lost gets it later")
+	assert.Empty(t, m.Public().Secrets)
+}
+
+func TestLeasesLastAsLongAsTheFirstInitSays(t *testing.T) {
+	m := newMachine(t)
+	m.must(Command{Init: &Init{Cluster: "c"}})
+	m.must(Command{Init: &Init{Cluster: "c", LeaseTTL: 4000}})
+	m.must(Command{Init: &Init{Cluster: "c", LeaseTTL: 1000}})
+	assert.Equal(t, int64(4000), m.LeaseTTL)
+	m.refused(Command{Init: &Init{Cluster: "c", LeaseTTL: -1}}, ErrBadCommand, problem.InvalidArgument)
 }

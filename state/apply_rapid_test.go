@@ -24,7 +24,8 @@ func drawCommand(t *rapid.T, s *State) Command {
 		return drawTokenCommand(t)
 	case 0:
 		return Command{PutApps: &PutApps{
-			Apps:  []AppSpec{spec(name, rapid.SampledFrom([]string{"1", "2"}).Draw(t, "v"), rapid.SampledFrom([]string{"m", "n"}).Draw(t, "model"))},
+			Apps: []AppSpec{spec(name, rapid.SampledFrom([]string{"1", "2"}).Draw(t, "v"),
+				rapid.SampledFrom([]string{"m", "n"}).Draw(t, "model"))},
 			Prune: rapid.IntRange(0, 9).Draw(t, "prune") == 0,
 		}}
 	case 1:
@@ -57,7 +58,8 @@ func drawNodeCommand(t *rapid.T) Command {
 	case 3:
 		return Command{RemoveNode: &RemoveNode{Node: id}}
 	default:
-		n := node(id, rapid.SliceOfNDistinct(rapid.SampledFrom([]Role{RoleControl, RoleWorker}), 0, 2, rapid.ID[Role]).Draw(t, "roles")...)
+		n := node(id, rapid.SliceOfNDistinct(rapid.SampledFrom([]Role{RoleControl, RoleWorker}), 0, 2,
+			rapid.ID[Role]).Draw(t, "roles")...)
 		n.UID, n.Offer.Slots = uid, rapid.IntRange(-1, 3).Draw(t, "slots")
 		return putNode(n)
 	}
@@ -87,14 +89,18 @@ func drawGrant(t *rapid.T, s *State, name string) Command {
 	for _, r := range rapid.SliceOfNDistinct(rapid.IntRange(0, 2), 1, 3, rapid.ID[int]).Draw(t, "units") {
 		id := fmt.Sprintf("%s/0/%d", name, r)
 		g.Units = append(g.Units, UnitGrant{
-			Unit: id, ExpectEpoch: s.Epochs[id], Attempt: 1, Ranks: []RankGrant{drawRank(t, r)}, Blocks: drawBlock(t),
+			Unit: id, ExpectEpoch: s.Epochs[id], Attempt: 1, Ranks: []RankGrant{drawRank(t, r)},
+			Blocks: drawBlock(t),
 		})
 	}
 	return Command{GrantGroup: g}
 }
 
 func drawRank(t *rapid.T, rank int) RankGrant {
-	r := RankGrant{Rank: rank, Node: rapid.SampledFrom([]string{"a", "b"}).Draw(t, "node"), Slot: rapid.IntRange(-1, 4).Draw(t, "slot")}
+	r := RankGrant{
+		Rank: rank, Node: rapid.SampledFrom([]string{"a", "b"}).Draw(t, "node"),
+		Slot: rapid.IntRange(-1, 4).Draw(t, "slot"),
+	}
 	if rapid.Bool().Draw(t, "gpu") {
 		r.Devices = []int{rapid.IntRange(0, 3).Draw(t, "device")}
 	}
@@ -103,7 +109,8 @@ func drawRank(t *rapid.T, rank int) RankGrant {
 
 func drawBlock(t *rapid.T) []Block {
 	return []Block{{
-		Node: rapid.SampledFrom([]string{"a", "b"}).Draw(t, "node"), Base: 20000 + 8*rapid.IntRange(0, 20).Draw(t, "base"), Size: 16,
+		Node: rapid.SampledFrom([]string{"a", "b"}).Draw(t, "node"),
+		Base: 20000 + 8*rapid.IntRange(0, 20).Draw(t, "base"), Size: 16,
 	}}
 }
 
@@ -161,8 +168,8 @@ func checkNodesOf(t require.TestingT, s *State) {
 	}
 }
 
-// checkHosts says that a grant went to nodes that take ranks, that only units of a lost node may be without it, and that the last
-// control node stays.
+// checkHosts says that a grant went to nodes that take ranks, that only units of a lost node may be without
+// it, and that the last control node stays.
 func checkHosts(t *rapid.T, before, after *State, c *Command) {
 	if g := c.GrantGroup; g != nil && len(before.Nodes) > 0 {
 		for _, u := range g.Units {
@@ -187,8 +194,9 @@ func checkHosts(t *rapid.T, before, after *State, c *Command) {
 	}
 }
 
-// TestAnyCommandsKeepTheInvariants: nothing is held twice, epochs only grow, by one per grant, refusals change nothing, an
-// older clone stays as it was, and a replay of the encoded log from a snapshot in the middle gives the same bytes.
+// TestAnyCommandsKeepTheInvariants: nothing is held twice, epochs only grow, by one per grant, refusals
+// change nothing, an older clone stays as it was, and a replay of the encoded log from a snapshot in the
+// middle gives the same bytes.
 func TestAnyCommandsKeepTheInvariants(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		s := New()

@@ -51,14 +51,20 @@ func spec(name, content string, names ...string) AppSpec {
 	if names == nil {
 		names = []string{name}
 	}
-	return AppSpec{Name: name, Spec: json.RawMessage(fmt.Sprintf("{%q: %q}", "v", content)), Names: names, Route: "/"}
+	return AppSpec{
+		Name: name, Spec: json.RawMessage(fmt.Sprintf("{%q: %q}", "v", content)), Names: names,
+		Route: "/",
+	}
 }
 
 func put(apps ...AppSpec) Command { return Command{PutApps: &PutApps{Apps: apps}} }
 
 // grant is one unit of one rank at a slot with a block of 16 ports.
 func grant(app string, revision uint64, rank, slot int, expect uint64) Command {
-	return Command{GrantGroup: &GrantGroup{App: app, AppRevision: revision, Units: []UnitGrant{unitGrant(app, rank, slot, expect)}}}
+	return Command{GrantGroup: &GrantGroup{
+		App: app, AppRevision: revision,
+		Units: []UnitGrant{unitGrant(app, rank, slot, expect)},
+	}}
 }
 
 func unitGrant(app string, rank, slot int, expect uint64) UnitGrant {
@@ -86,10 +92,17 @@ func TestPutAppsCountsRevisions(t *testing.T) {
 func TestPutAppsExpectsRevisions(t *testing.T) {
 	m := newMachine(t)
 	m.must(Command{PutApps: &PutApps{Apps: []AppSpec{spec("x", "1")}, Expect: map[string]uint64{"x": 0}}})
-	m.must(Command{PutApps: &PutApps{Apps: []AppSpec{spec("x", "2")}, Expect: map[string]uint64{"x": 1, "other": 7}}})
+	m.must(Command{PutApps: &PutApps{
+		Apps:   []AppSpec{spec("x", "2")},
+		Expect: map[string]uint64{"x": 1, "other": 7},
+	}})
 	for _, e := range []uint64{0, 1, 3} {
-		err := m.refused(Command{PutApps: &PutApps{Apps: []AppSpec{spec("y", "1"), spec("x", "3")}, Expect: map[string]uint64{"x": e}}}, ErrStaleRevision, problem.Conflict)
-		assert.EqualError(t, err, fmt.Sprintf(`put apps: stale revision: application "x" is at revision 2, the change was made for revision %d`, e))
+		err := m.refused(Command{PutApps: &PutApps{
+			Apps:   []AppSpec{spec("y", "1"), spec("x", "3")},
+			Expect: map[string]uint64{"x": e},
+		}}, ErrStaleRevision, problem.Conflict)
+		assert.EqualError(t, err,
+			fmt.Sprintf(`put apps: stale revision: application "x" is at revision 2, the change was made for revision %d`, e))
 	}
 }
 
@@ -97,7 +110,8 @@ func TestPutAppsRefusals(t *testing.T) {
 	m := newMachine(t)
 	m.must(put(spec("x", "1", "llama", "l")))
 	err := m.refused(put(spec("y", "1", "qwen", "l")), ErrNameTaken, problem.Conflict)
-	require.EqualError(t, err, `put apps: model name taken: applications "x" and "y" both serve the model "l"`)
+	require.EqualError(t, err,
+		`put apps: model name taken: applications "x" and "y" both serve the model "l"`)
 	route := spec("z", "1")
 	route.Route = "/z"
 	m.must(put(route))
@@ -178,7 +192,8 @@ func TestGrantRefusals(t *testing.T) {
 	err = m.refused(change(func(u *UnitGrant) { u.Ranks[0].Slot = 0 }), ErrSlotTaken, problem.Conflict)
 	require.EqualError(t, err, "grant group: slot taken: slot 0 of node a is held by x/0/0 at epoch 1")
 	err = m.refused(change(func(u *UnitGrant) { u.Blocks[0].Base = 20015 }), ErrPortTaken, problem.Conflict)
-	require.EqualError(t, err, "grant group: ports taken: ports 20015-20030 of node a is held by x/0/0 at epoch 1")
+	require.EqualError(t, err,
+		"grant group: ports taken: ports 20015-20030 of node a is held by x/0/0 at epoch 1")
 	for name, f := range map[string]func(u *UnitGrant){
 		"no ranks":        func(u *UnitGrant) { u.Ranks = nil },
 		"no node":         func(u *UnitGrant) { u.Ranks[0].Node = "" },
@@ -192,12 +207,19 @@ func TestGrantRefusals(t *testing.T) {
 		"ports above":     func(u *UnitGrant) { u.Blocks[0].Base = 65530 },
 		"ports huge":      func(u *UnitGrant) { u.Blocks[0].Size = 1 << 62 },
 	} {
-		t.Run(name, func(t *testing.T) { (&machine{m.State, t}).refused(change(f), ErrBadCommand, problem.InvalidArgument) })
+		t.Run(name, func(t *testing.T) {
+			(&machine{m.State, t}).refused(change(f), ErrBadCommand,
+				problem.InvalidArgument)
+		})
 	}
-	m.refused(Command{GrantGroup: &GrantGroup{App: "y", AppRevision: 1}}, ErrBadCommand, problem.InvalidArgument)
+	m.refused(Command{GrantGroup: &GrantGroup{App: "y", AppRevision: 1}}, ErrBadCommand,
+		problem.InvalidArgument)
 	twice := &GrantGroup{App: "y", AppRevision: 1}
 	for rank := range 2 {
-		twice.Units = append(twice.Units, UnitGrant{Unit: "y/0", Ranks: []RankGrant{{Rank: rank, Node: "a", Slot: 2 + rank}}})
+		twice.Units = append(twice.Units, UnitGrant{
+			Unit:  "y/0",
+			Ranks: []RankGrant{{Rank: rank, Node: "a", Slot: 2 + rank}},
+		})
 	}
 	m.refused(Command{GrantGroup: twice}, ErrBadCommand, problem.InvalidArgument)
 }
@@ -213,7 +235,8 @@ func TestGrantIsAllOrNothing(t *testing.T) {
 		return Command{GrantGroup: g}
 	}
 	err := m.refused(units(0, 1, 0), ErrSlotTaken, problem.Conflict)
-	require.EqualError(t, err, "grant group: slot taken: slot 0 of node a is held by x/0/0 of the same command")
+	require.EqualError(t, err,
+		"grant group: slot taken: slot 0 of node a is held by x/0/0 of the same command")
 	r := m.must(units(0, 1, 2))
 	assert.Equal(t, map[string]uint64{"x/0/0": 1, "x/0/1": 1, "x/0/2": 1}, r.Epochs)
 }
@@ -320,12 +343,17 @@ func TestInitNamesTheClusterOnce(t *testing.T) {
 func TestInitSetsEachSecretOnce(t *testing.T) {
 	m := newMachine(t)
 	m.must(Command{Init: &Init{Cluster: "c", Secret: []byte("s")}})
-	m.refused(Command{Init: &Init{Cluster: "c", Secrets: Secrets{Authority: []byte("a")}}}, ErrBadCommand, problem.InvalidArgument)
-	m.must(Command{Init: &Init{Cluster: "c", Secrets: Secrets{Authority: []byte("a1"), AuthorityKey: []byte("k1")}}})
+	m.refused(Command{Init: &Init{Cluster: "c", Secrets: Secrets{Authority: []byte("a")}}}, ErrBadCommand,
+		problem.InvalidArgument)
+	m.must(Command{Init: &Init{Cluster: "c", Secrets: Secrets{
+		Authority:    []byte("a1"),
+		AuthorityKey: []byte("k1"),
+	}}})
 	m.must(Command{Init: &Init{Cluster: "c", Secret: []byte("s2"), Secrets: Secrets{
 		Authority: []byte("a2"), AuthorityKey: []byte("k2"), GossipKey: []byte("g"),
 	}}})
-	assert.Equal(t, Secrets{Authority: []byte("a1"), AuthorityKey: []byte("k1"), GossipKey: []byte("g")}, m.Secrets)
+	assert.Equal(t, Secrets{Authority: []byte("a1"), AuthorityKey: []byte("k1"), GossipKey: []byte("g")},
+		m.Secrets)
 	assert.Equal(t, []byte("s"), m.Secret)
 }
 
@@ -351,7 +379,10 @@ func TestUnknownCommandIsAnErrorNotACrash(t *testing.T) {
 		_, err := DecodeCommand([]byte(in))
 		require.ErrorIs(t, err, why, in)
 	}
-	for _, in := range []string{`{"node_moved":{"node":"a"}}`, `{"init":{"cluster":"c","colour":"red"}}`, `{"put_node":{"node":{"id":"a","lift":[1]}}}`} {
+	for _, in := range []string{
+		`{"node_moved":{"node":"a"}}`, `{"init":{"cluster":"c","colour":"red"}}`,
+		`{"put_node":{"node":{"id":"a","lift":[1]}}}`,
+	} {
 		_, err := DecodeCommand([]byte(in))
 		require.ErrorIs(t, err, ErrNewer, "passing %s over would let the copies part", in)
 		assert.Contains(t, err.Error(), "a newer version of dpserve wrote it")
@@ -360,15 +391,20 @@ func TestUnknownCommandIsAnErrorNotACrash(t *testing.T) {
 	require.Error(t, err)
 	require.NotErrorIs(t, err, ErrNewer)
 	var direct Command
-	require.ErrorIs(t, json.Unmarshal([]byte(`{"later":{}}`), &direct), ErrUnknownCommand, "also for those who unmarshal by themselves")
+	require.ErrorIs(t, json.Unmarshal([]byte(`{"later":{}}`), &direct), ErrUnknownCommand,
+		"also for those who unmarshal by themselves")
 }
 
 func TestSnapshotRefusesWhatIsNotWhole(t *testing.T) {
 	for _, in := range []string{
-		``, `null`, `{}x`, `{"later":1}`, `{"apps":null}`, `{"apps":{"x":null}}`, `{"apps":{"x":{"name":"y"}}}`,
-		`{"nodes":{"a":null}}`, `{"nodes":{"a":{"id":"b","uid":"1"}}}`, `{"nodes":{"a":{"id":"a"}}}`, `{"nodes":{"a":{"id":"a","uid":"1"}},"removed":["1"]}`,
-		`{"nodes":{"a":{"id":"a","uid":"1"},"b":{"id":"b","uid":"1"}}}`, `{"tokens":{"h":null}}`, `{"tokens":{"h":{}}}`,
-		`{"units":{"u":{"id":"u","epoch":2}},"epochs":{"u":1}}`, `{"units":{"u":null}}`, `{"units":{"u":{"id":"u"}}}`,
+		``, `null`, `{}x`, `{"later":1}`, `{"apps":null}`, `{"apps":{"x":null}}`,
+		`{"apps":{"x":{"name":"y"}}}`,
+		`{"nodes":{"a":null}}`, `{"nodes":{"a":{"id":"b","uid":"1"}}}`, `{"nodes":{"a":{"id":"a"}}}`,
+		`{"nodes":{"a":{"id":"a","uid":"1"}},"removed":["1"]}`,
+		`{"nodes":{"a":{"id":"a","uid":"1"},"b":{"id":"b","uid":"1"}}}`, `{"tokens":{"h":null}}`,
+		`{"tokens":{"h":{}}}`,
+		`{"units":{"u":{"id":"u","epoch":2}},"epochs":{"u":1}}`, `{"units":{"u":null}}`,
+		`{"units":{"u":{"id":"u"}}}`,
 	} {
 		_, err := Decode([]byte(in))
 		if in == "null" {
@@ -376,5 +412,50 @@ func TestSnapshotRefusesWhatIsNotWhole(t *testing.T) {
 			continue
 		}
 		require.Error(t, err, in)
+	}
+}
+
+// TestNamesOfWhatIsGoneAreBounded, and none of them ever comes back with an epoch or a revision that it had.
+func TestNamesOfWhatIsGoneAreBounded(t *testing.T) {
+	m := newMachine(t)
+	epochs, revisions := map[string]uint64{}, map[string]uint64{}
+	run := func(name string, times int, forget bool) {
+		for i := range times {
+			m.must(put(spec(name, fmt.Sprint(m.Index))))
+			unit, app := name+"/0/0", m.Apps[name]
+			require.Greater(t, app.Revision, revisions[name])
+			revisions[name] = app.Revision
+			m.must(grant(name, app.Revision, 0, i, m.LastEpoch(unit)))
+			require.Greater(t, m.Units[unit].Epoch, epochs[unit])
+			epochs[unit] = m.Units[unit].Epoch
+			m.must(Command{Release: &UnitRef{Unit: unit, Epoch: epochs[unit]}})
+		}
+		if forget {
+			m.must(Command{DeleteApp: &DeleteApp{Name: name}})
+			m.must(Command{ForgetApp: &ForgetApp{Name: name}})
+		}
+	}
+	run("lives", 1, false)
+	run("often", 9, true)
+	for i := range maxGoneNames + 50 {
+		run(fmt.Sprint("app-", i), 1+i%3, true)
+	}
+	assert.Len(t, m.Epochs, maxGoneNames+1, "and that of the application that lives")
+	assert.Len(t, m.Revisions, maxGoneNames)
+	assert.Equal(t, uint64(1), m.EpochFloor, "those with the lowest numbers go first")
+	assert.Equal(t, uint64(9), m.LastEpoch("often/0/0"))
+	assert.Equal(t, uint64(1), m.LastEpoch("lives/0/0"))
+	for unit, e := range epochs {
+		require.GreaterOrEqual(t, m.LastEpoch(unit), e)
+	}
+	_, err := m.try(Command{Release: &UnitRef{Unit: "app-0/0/0", Epoch: 1}})
+	require.ErrorIs(t, err, ErrUnknownUnit, "released long ago")
+	b, err := m.Encode()
+	require.NoError(t, err)
+	again, err := Decode(b)
+	require.NoError(t, err)
+	assert.Equal(t, m.State, again)
+	for i := range maxGoneNames + 50 {
+		run(fmt.Sprint("app-", i), 1, true)
 	}
 }

@@ -7,11 +7,12 @@ import (
 	"fmt"
 	"io"
 	"slices"
+	"strings"
 
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// Kind is the name of the one field that is set, for logs; "" if it is not exactly one.
+// Kind returns the name of the one field that is set, for logs; "" if not exactly one is set.
 func (c *Command) Kind() string {
 	kind := ""
 	for name, k := range c.kinds() {
@@ -26,7 +27,7 @@ func (c *Command) Kind() string {
 	return kind
 }
 
-// check refuses a command that does not say exactly one thing.
+// check refuses a command that does not have exactly one field set.
 func (c *Command) check() error {
 	if c == nil || c.Kind() == "" {
 		return problem.New(problem.InvalidArgument, "%w: exactly one field must be set", ErrUnknownCommand)
@@ -34,7 +35,7 @@ func (c *Command) check() error {
 	return nil
 }
 
-// EncodeCommand is a command as the log holds it.
+// EncodeCommand returns a command in the form of a log entry.
 func EncodeCommand(c *Command) ([]byte, error) {
 	if err := c.check(); err != nil {
 		return nil, err
@@ -42,8 +43,9 @@ func EncodeCommand(c *Command) ([]byte, error) {
 	return json.Marshal(c)
 }
 
-// DecodeCommand reads a log entry, or a command of another node. A kind that this version does not know is ErrUnknownCommand and
-// ErrNewer, a field that it does not know is ErrNewer: whoever applies the log must not go on behind such an entry.
+// DecodeCommand reads a log entry or a command of another node. The error wraps ErrUnknownCommand and
+// ErrNewer for an unknown kind, and ErrNewer for an unknown field. A node must not apply any entry behind one
+// that it cannot read.
 func DecodeCommand(b []byte) (*Command, error) {
 	c := new(Command)
 	if err := json.Unmarshal(b, c); err != nil {
@@ -56,7 +58,7 @@ func DecodeCommand(b []byte) (*Command, error) {
 	return c, c.check()
 }
 
-// commandFields is Command without its UnmarshalJSON.
+// commandFields is Command without the method UnmarshalJSON.
 type commandFields Command
 
 // UnmarshalJSON implements json.Unmarshaler. It refuses kinds and fields that this version does not know.
@@ -68,7 +70,8 @@ func (c *Command) UnmarshalJSON(b []byte) error {
 	known := c.kinds()
 	for name := range raw {
 		if _, ok := known[name]; !ok {
-			return problem.New(problem.InvalidArgument, "%w", fmt.Errorf("%w %q: %w", ErrUnknownCommand, name, ErrNewer)).WithHint("%s", upgradeHint)
+			return problem.New(problem.InvalidArgument, "%w",
+				fmt.Errorf("%w %q: %w", ErrUnknownCommand, name, ErrNewer)).WithHint("%s", upgradeHint)
 		}
 	}
 	var f commandFields
@@ -85,7 +88,8 @@ func (c *Command) UnmarshalJSON(b []byte) error {
 
 const upgradeHint = "upgrade dpserve on the node that cannot read it"
 
-// decodeStrict reads one JSON value. ErrNewer: the value has a field that this version does not know, and is well-formed otherwise.
+// decodeStrict reads one JSON value. ErrNewer means: the value is well-formed, but has a field that this
+// version does not know.
 func decodeStrict[T any](b []byte, into *T) error {
 	d := json.NewDecoder(bytes.NewReader(b))
 	d.DisallowUnknownFields()
@@ -102,21 +106,24 @@ func decodeStrict[T any](b []byte, into *T) error {
 	return nil
 }
 
-// Encode is the whole state, as a snapshot holds it.
-func (s *State) Encode() ([]byte, error) { return json.Marshal(s) } //nolint:gosec // the secret belongs into the snapshot, which lies in the data dir
+// Encode returns the whole state in the form of a snapshot.
+//
+//nolint:gosec // the secret belongs into the snapshot, which lies in the data dir
+func (s *State) Encode() ([]byte, error) { return json.Marshal(s) }
 
-// Decode reads a snapshot for a node that takes part in consensus. A field that it does not know is ErrNewer: it would be lost with
-// the node's next snapshot.
+// Decode reads a snapshot for a node that takes part in consensus. An unknown field is ErrNewer, because the
+// node's next snapshot would lose it.
 func Decode(b []byte) (*State, error) {
 	s := New()
 	if err := decodeStrict(b, s); err != nil {
-		return nil, problem.New(problem.Internal, "decode snapshot: %w", err).WithHint("start the version of dpserve that wrote the data dir")
+		return nil, problem.New(problem.Internal, "decode snapshot: %w", err).
+			WithHint("start the version of dpserve that wrote the data dir")
 	}
-	return s, s.complete()
+	return s, s.checkComplete()
 }
 
-// DecodeCopy reads a state for a node that only follows, and so never hands on what it read. Fields that it does not know are passed
-// over; newer names the first of them, "" = there is none.
+// DecodeCopy reads a state for a node that only follows. It ignores unknown fields, because such a node never
+// passes its copy on. newer names the first unknown field; "" = there is none.
 func DecodeCopy(b []byte) (s *State, newer string, err error) {
 	if s, err = Decode(b); !errors.Is(err, ErrNewer) {
 		return s, "", err
@@ -126,29 +133,29 @@ func DecodeCopy(b []byte) (s *State, newer string, err error) {
 	if err := json.Unmarshal(b, s); err != nil {
 		return nil, "", problem.New(problem.Internal, "decode a copy of the state: %w", err)
 	}
-	return s, newer, s.complete()
+	return s, newer, s.checkComplete()
 }
 
-// complete refuses a snapshot with holes, so that no reader needs to look for them.
-func (s *State) complete() error {
+// checkComplete refuses a snapshot with missing parts, so that readers need no checks.
+func (s *State) checkComplete() error {
 	if s.Apps == nil || s.Units == nil || s.Epochs == nil || s.Revisions == nil {
-		return notWhole("apps, units or epochs are missing")
+		return incompleteError("apps, units or epochs are missing")
 	}
 	for name, a := range s.Apps {
 		if a == nil || a.Name != name {
-			return notWhole("application %q is not whole", name)
+			return incompleteError("application %q is not whole", name)
 		}
 	}
 	for id, u := range s.Units {
 		if u == nil || u.ID != id || u.Epoch == 0 || s.Epochs[id] != u.Epoch {
-			return notWhole("unit %q is not whole", id)
+			return incompleteError("unit %q is not whole", id)
 		}
 	}
-	return s.completeNodes()
+	return s.checkNodesComplete()
 }
 
-// completeNodes looks at nodes and tokens, which an older snapshot does not have.
-func (s *State) completeNodes() error {
+// checkNodesComplete checks nodes and tokens. An older snapshot may have no table of them.
+func (s *State) checkNodesComplete() error {
 	if s.Nodes == nil {
 		s.Nodes = map[string]*Node{}
 	}
@@ -157,19 +164,100 @@ func (s *State) completeNodes() error {
 	}
 	holders := make(map[string]string, len(s.Nodes))
 	for id, n := range s.Nodes {
-		if n == nil || n.ID != id || n.UID == "" || holders[n.UID] != "" || slices.Contains(s.Removed, n.UID) {
-			return notWhole("node %q is not whole", id)
+		if n == nil || n.ID != id || n.UID == "" || holders[n.UID] != "" ||
+			slices.Contains(s.Removed, n.UID) {
+			return incompleteError("node %q is not whole", id)
 		}
 		holders[n.UID] = id
 	}
 	for hash, t := range s.Tokens {
 		if t == nil || t.Hash != hash {
-			return notWhole("a join token is not whole")
+			return incompleteError("a join token is not whole")
 		}
 	}
 	return nil
 }
 
-func notWhole(format string, args ...any) error {
+func incompleteError(format string, args ...any) error {
 	return problem.New(problem.Internal, "decode snapshot: "+format, args...)
+}
+
+// Level is the version of the log's and snapshots' format that this build can read. A version that adds a
+// kind of command, a field of a command or a field of the state has the next level. Each node reports its
+// level in its record.
+const Level = 1 + nextLevels
+
+// kind is one kind of command in a Command.
+type kind struct {
+	level int  // the least Level that can read it
+	set   bool // whether the Command is of this kind
+}
+
+// kinds lists the kinds by the names of the command's fields. A kind that a later version adds has that
+// version's level here.
+func (c *Command) kinds() map[string]kind {
+	all := map[string]kind{
+		"init": {1, c.Init != nil}, "put_apps": {1, c.PutApps != nil}, "delete_app": {1, c.DeleteApp != nil},
+		"forget_app": {1, c.ForgetApp != nil}, "grant_group": {1, c.GrantGroup != nil},
+		"unit_ready":  {1, c.UnitReady != nil},
+		"unit_fenced": {1, c.UnitFenced != nil}, "unit_failed": {1, c.UnitFailed != nil},
+		"release":  {1, c.Release != nil},
+		"put_node": {1, c.PutNode != nil}, "node_lost": {1, c.NodeLost != nil},
+		"node_back":  {1, c.NodeBack != nil},
+		"drain_node": {1, c.DrainNode != nil}, "remove_node": {1, c.RemoveNode != nil},
+		"put_token": {1, c.PutToken != nil},
+		"use_token": {1, c.UseToken != nil}, "turn_key": {1, c.TurnKey != nil},
+	}
+	c.addNext(all)
+	return all
+}
+
+// Level returns the least level of a node that can read the command. A version that adds a field to a known
+// kind checks it here: while the field is set, the command has the level of that version.
+func (c *Command) Level() int { return c.kinds()[c.Kind()].level }
+
+// ReadableAt returns the record without the fields that nodes of a lower level do not know.
+func (n Node) ReadableAt(level int) Node {
+	n.cutNext(level)
+	return n
+}
+
+// ControlLevel returns the lowest level of all control nodes. Lost nodes count, because they must be able to
+// read the log when they come back. Without control nodes it is the level of this version.
+func (s *State) ControlLevel() int {
+	level := Level
+	for _, n := range s.Nodes {
+		if n.Has(RoleControl) {
+			level = min(level, max(1, n.Level))
+		}
+	}
+	return level
+}
+
+// Readable returns the command in a form that every control node can read. It drops unknown fields from the
+// record of a PutNode, so that a node of a new version can be recorded at all. Any other command above their
+// level is ErrControlTooOld, with the nodes' names. It may be proposed again after they are upgraded.
+func (s *State) Readable(c Command) (Command, error) {
+	level := s.ControlLevel()
+	if c.PutNode != nil {
+		cut := *c.PutNode
+		cut.Node = cut.Node.ReadableAt(level)
+		c.PutNode = &cut
+	}
+	needed := c.Level()
+	if needed <= level {
+		return c, nil
+	}
+	var old []string
+	for id, n := range s.Nodes {
+		if n.Has(RoleControl) && max(1, n.Level) < needed {
+			old = append(old, id)
+		}
+	}
+	slices.Sort(old)
+	names := strings.Join(old, ", ")
+	return c, problem.New(problem.Unavailable, "propose %s: %w: too old: %s", c.Kind(), ErrControlTooOld,
+		names).
+		WithHint("upgrade dpserve on %s, or remove a node that does not come back: dpserve nodes remove NAME",
+			names).WithDetails(old...)
 }

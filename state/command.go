@@ -24,12 +24,14 @@ type Command struct {
 	nextCommand
 }
 
-// Init names the cluster and gives it its secret; refused if it already has another name. The first secret stays.
+// Init names the cluster and sets its secrets. It is refused if the cluster has another name. Secrets that
+// are set stay.
 type Init struct {
 	Cluster string `json:"cluster"`
-	Secret  []byte `json:"secret,omitempty"` // keys what ingresses and replicas must hash alike and nobody else may
-	// LeaseTTL (ms) is how long leases last, for the whole life of the cluster: a leader may only give ranks away when the leases that
-	// leaders before it have granted are over, so all of them grant the same. The first one stays; 0 = not said.
+	Secret  []byte `json:"secret,omitempty"` // the key of hashes that ingresses and replicas must agree on
+	// LeaseTTL (ms) is how long leases last, for the whole life of the cluster. A leader may give ranks away
+	// only when all leases that earlier leaders granted are over, so all leaders must grant the same. The
+	// first value stays; 0 = not set by this command.
 	LeaseTTL int64 `json:"lease_ttl,omitempty"`
 	Secrets
 }
@@ -42,10 +44,12 @@ type AppSpec struct {
 	Route string          `json:"route"`
 }
 
-// PutApps creates or replaces the apps it lists; others stay unless Prune. An app whose Spec is byte-equal does not change.
+// PutApps creates or replaces the apps that it lists. Other apps stay unless Prune is set. An app whose Spec
+// is byte-equal does not change.
 type PutApps struct {
-	Apps   []AppSpec         `json:"apps"`
-	Expect map[string]uint64 `json:"expect,omitempty"` // app → revision the caller saw; 0 = must not exist; missing = any
+	Apps []AppSpec `json:"apps"`
+	// app → revision the caller saw; 0 = must not exist; missing = any
+	Expect map[string]uint64 `json:"expect,omitempty"`
 	Prune  bool              `json:"prune,omitempty"`
 }
 
@@ -59,7 +63,7 @@ type ForgetApp struct {
 	Name string `json:"name"`
 }
 
-// GrantGroup starts units: epoch+1 each, in one command, all or nothing.
+// GrantGroup starts units in one command, all or none, each at its next epoch.
 type GrantGroup struct {
 	App         string      `json:"app"`
 	AppRevision uint64      `json:"app_revision"`
@@ -68,18 +72,19 @@ type GrantGroup struct {
 	At          int64       `json:"at,omitempty"` // Unit.Since of all of them
 }
 
-// UnitGrant is one unit of a GrantGroup. ExpectEpoch is the highest epoch the proposer knows (0 = never granted).
+// UnitGrant is one unit of a GrantGroup. ExpectEpoch is the highest epoch that the proposer knows (0 = never
+// granted).
 type UnitGrant struct {
 	Unit        string      `json:"unit"`
 	ExpectEpoch uint64      `json:"expect_epoch"`
 	Attempt     int         `json:"attempt"`
 	Launch      string      `json:"launch,omitempty"`   // as in Unit
-	Restarts    int         `json:"restarts,omitempty"` // what Unit.Restarts begins with if the unit has no record
+	Restarts    int         `json:"restarts,omitempty"` // first Unit.Restarts if the unit has no record
 	Ranks       []RankGrant `json:"ranks"`
 	Blocks      []Block     `json:"blocks,omitempty"`
 }
 
-// UnitRef reports a fact about a unit at an epoch; stale epochs are refused.
+// UnitRef reports a fact about a unit at an epoch. Apply refuses a stale epoch.
 type UnitRef struct {
 	Unit    string   `json:"unit"`
 	Epoch   uint64   `json:"epoch"`
@@ -88,15 +93,16 @@ type UnitRef struct {
 	At      int64    `json:"at,omitempty"` // Unit.Since
 }
 
-// Result is what a command gave back.
+// Result is the outcome of a command.
 type Result struct {
 	Revision uint64            `json:"revision,omitempty"` // cluster revision after PutApps, DeleteApp
 	Apps     map[string]uint64 `json:"apps,omitempty"`     // PutApps: revision per app
 	Epochs   map[string]uint64 `json:"epochs,omitempty"`   // GrantGroup: new epoch per unit
 
-	// Unchanged says that a command about nodes or tokens changed nothing but Index: nobody needs to look.
+	// Unchanged is set if a command about nodes or tokens changed nothing but Index. The node then wakes no
+	// reader.
 	Unchanged bool `json:"unchanged,omitempty"`
 
-	// Index is the raft index the command was applied at. Consensus sets it, Apply does not.
+	// Index is the raft index of the command. Consensus sets it, Apply does not.
 	Index uint64 `json:"index,omitempty"`
 }

@@ -3,21 +3,25 @@ package state
 import (
 	"cmp"
 	"slices"
+	"strings"
+
+	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// Elector is a control node, or what consensus still has of one, as the leader sees it.
+// Elector is a control node, or a member of consensus that is no control node any more, as the leader sees
+// it.
 type Elector struct {
 	UID     string
-	Node    string // its name; "" = no node of the cluster any more
+	Node    string // its name; "" = not a node of the cluster any more
 	Zone    string
 	Control bool // a node of the cluster with role control
 	Lost    bool // as in Node
-	Live    bool // it answers the leader and its log is close behind; who is not in consensus: it answers
+	Live    bool // it answers the leader and its log is close behind; outside consensus: it answers
 	Member  bool // it is in consensus, as voter or standby
 	Voter   bool
 }
 
-// ChangeKind is what to do next about who decides.
+// ChangeKind is a kind of change of the members of consensus.
 type ChangeKind uint8
 
 // The changes of consensus.
@@ -29,7 +33,7 @@ const (
 	RemoveMember
 )
 
-// String names the change.
+// String returns the name of the change.
 func (k ChangeKind) String() string {
 	names := [...]string{"none", "add standby", "give vote", "take vote", "remove"}
 	if int(k) < len(names) {
@@ -38,30 +42,33 @@ func (k ChangeKind) String() string {
 	return "unknown"
 }
 
-// Change is one change of consensus.
+// Change is one change of the members of consensus.
 type Change struct {
 	Kind ChangeKind
 	UID  string
 }
 
-// maxVoters is the most that vote: more make commits slower and tolerate no likelier failure.
+// maxVoters is the highest number of voters: more voters make commits slower and guard only against unlikely
+// failures.
 const maxVoters = 5
 
-// votersFor is how many of n control nodes vote: the greatest of 1, 3 and 5 that they can fill.
+// votersFor returns how many of n control nodes vote: the largest of 1, 3 and 5 that they can fill.
 func votersFor(n int) int {
 	n = min(n, maxVoters)
 	return max(1, n-1+n%2)
 }
 
-// Electorate says what the leader should change next, one change at a time; it is asked again when that one is committed. The leader
-// stays a voter whatever it is; leader "" protects nobody. No change takes the quorum away from voters that live.
+// Electorate returns the change that the leader should make next. The leader asks again when that change is
+// committed. The leader always stays a voter; with leader == "" no member is exempt from removal. No change
+// takes the quorum away from the living voters.
 //
-// Nodes that were removed go at once. 1, 3 or 5 vote, by the number of control nodes that are not lost; but lost nodes alone never
-// bring a cluster of three or more down to one voter, as that one's disk would then be the only true copy. Lost voters are replaced
-// when a standby lives, first in, then out. Zones that vote the least, then lower names, are preferred.
+// Removed nodes leave consensus at once. 1, 3 or 5 nodes vote, by the number of control nodes that are not
+// lost. But losses alone never bring a cluster of three or more down to one voter, because that voter's disk
+// would then be the only true copy. Lost voters are replaced when a standby lives: first the new voter joins,
+// then the lost one leaves. Zones with the fewest votes come first, then lower names.
 func Electorate(members []Elector, leader string) Change {
 	e := newElectorate(members, leader)
-	for _, next := range []func() Change{e.expel, e.admit, e.promote, e.demote} {
+	for _, next := range []func() Change{e.removeMember, e.addStandby, e.promoteStandby, e.demoteVoter} {
 		if c := next(); c.Kind != NoChange {
 			return c
 		}
@@ -70,20 +77,23 @@ func Electorate(members []Elector, leader string) Change {
 }
 
 type electorate struct {
-	all    []Elector // by name
-	leader string
-	target int
-	leaves bool // the leader itself is no control node any more
+	all          []Elector // sorted by name
+	leader       string
+	target       int  // how many should vote
+	leaderLeaves bool // the leader itself is no control node any more
 }
 
 func newElectorate(members []Elector, leader string) *electorate {
 	e := &electorate{all: slices.Clone(members), leader: leader}
-	slices.SortFunc(e.all, func(a, b Elector) int { return cmp.Or(cmp.Compare(a.Node, b.Node), cmp.Compare(a.UID, b.UID)) })
+	slices.SortFunc(e.all, func(a, b Elector) int {
+		return cmp.Or(cmp.Compare(a.Node, b.Node),
+			cmp.Compare(a.UID, b.UID))
+	})
 	control, present := 0, 0
 	for i := range e.all {
 		m := &e.all[i]
 		if m.UID == leader {
-			m.Lost, m.Live, e.leaves = false, true, !m.Control
+			m.Lost, m.Live, e.leaderLeaves = false, true, !m.Control
 		}
 		if m.Control {
 			control++
@@ -96,8 +106,8 @@ func newElectorate(members []Elector, leader string) *electorate {
 	return e
 }
 
-// quorumWithout says whether voters that live are a majority when m does not vote.
-func (e *electorate) quorumWithout(m *Elector) bool {
+// hasQuorumWithout reports whether the living voters are a majority when m does not vote.
+func (e *electorate) hasQuorumWithout(m *Elector) bool {
 	voters, live := 0, 0
 	for i := range e.all {
 		o := &e.all[i]
@@ -112,19 +122,19 @@ func (e *electorate) quorumWithout(m *Elector) bool {
 	return live > voters/2
 }
 
-// expel takes out who is no control node any more.
-func (e *electorate) expel() Change {
+// removeMember removes a member that is no control node any more.
+func (e *electorate) removeMember() Change {
 	for i := range e.all {
 		m := &e.all[i]
-		if m.Member && !m.Control && m.UID != e.leader && (!m.Voter || e.quorumWithout(m)) {
+		if m.Member && !m.Control && m.UID != e.leader && (!m.Voter || e.hasQuorumWithout(m)) {
 			return Change{RemoveMember, m.UID}
 		}
 	}
 	return Change{}
 }
 
-// admit takes a control node in, without a vote.
-func (e *electorate) admit() Change {
+// addStandby adds a control node to consensus, without a vote.
+func (e *electorate) addStandby() Change {
 	for i := range e.all {
 		if m := &e.all[i]; m.Control && !m.Member && !m.Lost {
 			return Change{AddStandby, m.UID}
@@ -133,8 +143,9 @@ func (e *electorate) admit() Change {
 	return Change{}
 }
 
-// promote gives a standby a vote, if enough of them live to come to an odd number: two voters are worse than one.
-func (e *electorate) promote() Change {
+// promoteStandby gives a standby a vote if enough standbys live to reach an odd number: two voters tolerate
+// less than one.
+func (e *electorate) promoteStandby() Change {
 	good, ready := 0, 0
 	var best *Elector
 	for i := range e.all {
@@ -168,10 +179,11 @@ func (e *electorate) votesIn(zone string) int {
 	return n
 }
 
-// demote takes a vote too many: of a lost node, of one that does not answer, of the zone that votes the most, of the last name. A
-// leader that goes takes none: those who stay would be left with its vote, and without it.
-func (e *electorate) demote() Change {
-	if e.leaves {
+// demoteVoter takes one vote when too many nodes vote. It prefers a lost node, then one that does not answer,
+// then one of the zone with the most votes, then the last name. A leader that leaves demotes none: the
+// remaining voters must have a quorum with its vote and without it.
+func (e *electorate) demoteVoter() Change {
+	if e.leaderLeaves {
 		return Change{}
 	}
 	voters := 0
@@ -182,23 +194,112 @@ func (e *electorate) demote() Change {
 			continue
 		}
 		voters++
-		if m.UID != e.leader && (worst == nil || e.worse(m, worst) >= 0) {
+		if m.UID != e.leader && (worst == nil || e.compareForDemotion(m, worst) >= 0) {
 			worst = m
 		}
 	}
-	if voters <= e.target || worst == nil || !e.quorumWithout(worst) {
+	if voters <= e.target || worst == nil || !e.hasQuorumWithout(worst) {
 		return Change{}
 	}
 	return Change{Demote, worst.UID}
 }
 
-func (e *electorate) worse(a, b *Elector) int {
-	return cmp.Or(btoi(a.Lost)-btoi(b.Lost), btoi(b.Live)-btoi(a.Live), e.votesIn(a.Zone)-e.votesIn(b.Zone))
+func (e *electorate) compareForDemotion(a, b *Elector) int {
+	return cmp.Or(boolToInt(a.Lost)-boolToInt(b.Lost), boolToInt(b.Live)-boolToInt(a.Live),
+		e.votesIn(a.Zone)-e.votesIn(b.Zone))
 }
 
-func btoi(b bool) int {
+func boolToInt(b bool) int {
 	if b {
 		return 1
 	}
 	return 0
+}
+
+// CheckUnvote checks whether the node with the given UID can give up its vote for good. A removal calls it
+// before it changes any vote, because a change that leaves the voters without a living majority cannot be
+// undone: every change needs a leader, and then there is none.
+//
+// successor is the UID of the standby that must get a vote first; "" = none. The error is typed and names the
+// voters in the way: Conflict if one is lost, Unavailable if all of them may still answer.
+func CheckUnvote(members []Elector, leader, uid string) (successor string, err error) {
+	e := newElectorate(members, leader)
+	i := slices.IndexFunc(e.all, func(m Elector) bool { return m.UID == uid })
+	if i < 0 || !e.all[i].Voter {
+		return "", nil
+	}
+	leaves := e.all[i]
+	if e.hasQuorumWithout(&leaves) {
+		return "", nil
+	}
+	if next := e.findSuccessor(uid); next != nil {
+		next.Voter = true
+		// The majority must hold while the leaving node still votes, and afterwards.
+		if e.hasQuorumWithout(&leaves) && e.hasQuorumWithout(&Elector{}) {
+			return next.UID, nil
+		}
+		next.Voter = false
+	}
+	return "", e.voteNeededError(&leaves)
+}
+
+// findSuccessor returns the standby that takes over the vote of the node with the given UID: a living one of
+// the zone with the fewest votes; nil if there is none.
+func (e *electorate) findSuccessor(uid string) *Elector {
+	var best *Elector
+	for i := range e.all {
+		m := &e.all[i]
+		fit := m.UID != uid && m.Control && m.Member && !m.Voter && m.Live && !m.Lost
+		if fit && (best == nil || e.votesIn(m.Zone) < e.votesIn(best.Zone)) {
+			best = m
+		}
+	}
+	return best
+}
+
+// voteNeededError refuses to take a vote. It lists the voters that would remain.
+func (e *electorate) voteNeededError(leaves *Elector) error {
+	var remain, lost, silent []string
+	for i := range e.all {
+		m := &e.all[i]
+		if !m.Voter || m.UID == leaves.UID {
+			continue
+		}
+		name, word := m.Node, "alive"
+		switch {
+		case m.Node == "":
+			name, word = "a removed node", "not there"
+		case m.Lost:
+			word, lost = "lost", append(lost, m.Node)
+		case !m.Live:
+			word, silent = "silent", append(silent, m.Node)
+		}
+		remain = append(remain, name+" is "+word)
+	}
+	who := strings.Join(remain, ", ")
+	if len(remain) == 0 {
+		who = "no other node votes"
+	}
+	code, hint := problem.Unavailable,
+		"wait until another control node answers and has a copy of the state; look at dpserve nodes"
+	switch {
+	case len(lost) > 0:
+		code = problem.Conflict
+		hint = strings.Join(lost, ", ") + oneOrMany(lost,
+			" is lost and votes: bring it back or remove it first",
+			" are lost and vote: bring them back or remove them first") + ": dpserve nodes remove " + lost[0]
+	case len(silent) > 0:
+		hint = strings.Join(silent, ", ") + oneOrMany(silent,
+			" votes and does not answer: wait until it answers or is lost",
+			" vote and do not answer: wait until they answer or are lost")
+	}
+	return problem.New(code, "take the vote of node %q: %w: %s", leaves.Node, ErrVoteNeeded, who).
+		WithHint("%s", hint)
+}
+
+func oneOrMany(list []string, one, many string) string {
+	if len(list) == 1 {
+		return one
+	}
+	return many
 }

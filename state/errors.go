@@ -2,7 +2,7 @@ package state
 
 import "errors"
 
-// Why a command was refused. Each comes wrapped in a *problem.Error that names the objects in question.
+// Reasons of a refusal. Each comes wrapped in a *problem.Error that names the objects.
 var (
 	ErrUnknownCommand = errors.New("unknown command")
 	ErrWrongCluster   = errors.New("wrong cluster")
@@ -35,8 +35,8 @@ var (
 	ErrTokenUsed      = errors.New("join token is used up")
 	ErrTokenExpired   = errors.New("join token has expired")
 
-	// ErrNewer is in the error of a command or a snapshot that has a kind or a field of a later version. Passing it over would make
-	// this copy of the state differ from those of the nodes that can read it.
+	// ErrNewer is in the error of a command or snapshot with a kind or field of a later version. If this node
+	// ignored it, its copy of the state would differ from the copies of nodes that can read it.
 	ErrNewer = errors.New("a newer version of dpserve wrote it")
 	// ErrControlTooOld refuses a command that a control node could not read.
 	ErrControlTooOld = errors.New("not every control node can read this command yet")

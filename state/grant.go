@@ -10,7 +10,7 @@ import (
 
 const maxPort = 65535
 
-// holder is what holds something: a unit and its epoch.
+// holder is the unit, with its epoch, that holds a resource.
 type holder struct {
 	unit  string
 	epoch uint64
@@ -23,185 +23,194 @@ func (h holder) String() string {
 	return fmt.Sprintf("%s at epoch %d", h.unit, h.epoch)
 }
 
-type place struct {
+type nodeResource struct {
 	node string
 	n    int
 }
 
-type rankOf struct {
+type rankKey struct {
 	app         string
 	group, rank int
 }
 
-type blockOf struct {
+type heldBlock struct {
 	Block
 	holder
 }
 
-// taken is what units hold. It is made anew for each grant: grants are rare, and an index kept beside the units could differ
-// from them.
-type taken struct {
-	ranks   map[rankOf]holder
-	slots   map[place]holder
-	devices map[place]holder
-	blocks  []blockOf
+// heldResources is what units hold. Apply builds it for each grant: grants are rare, and an index kept beside
+// the units could differ from them.
+type heldResources struct {
+	ranks   map[rankKey]holder
+	slots   map[nodeResource]holder
+	devices map[nodeResource]holder
+	blocks  []heldBlock
 }
 
-// takenBut is what every unit holds but those that the command starts anew.
-func (s *State) takenBut(c *GrantGroup) *taken {
+// resourcesHeld returns what all units hold except those that the command starts again.
+func resourcesHeld(s *State, c *GrantGroup) *heldResources {
 	again := make(map[string]bool, len(c.Units))
 	for i := range c.Units {
 		again[c.Units[i].Unit] = true
 	}
-	t := &taken{ranks: map[rankOf]holder{}, slots: map[place]holder{}, devices: map[place]holder{}}
+	t := &heldResources{
+		ranks: map[rankKey]holder{}, slots: map[nodeResource]holder{},
+		devices: map[nodeResource]holder{},
+	}
 	for id, u := range s.Units {
 		if u.Holds() && !again[id] {
-			t.hold(u.App, u.Group, holder{id, u.Epoch}, u.Ranks, u.Blocks)
+			t.addHeld(u.App, u.Group, holder{id, u.Epoch}, u.Ranks, u.Blocks)
 		}
 	}
 	return t
 }
 
-func (t *taken) hold(app string, group int, h holder, ranks []RankGrant, blocks []Block) {
+func (t *heldResources) addHeld(app string, group int, h holder, ranks []RankGrant, blocks []Block) {
 	for i := range ranks {
 		r := &ranks[i]
-		t.ranks[rankOf{app, group, r.Rank}] = h
+		t.ranks[rankKey{app, group, r.Rank}] = h
 		if r.Slot >= 0 {
-			t.slots[place{r.Node, r.Slot}] = h
+			t.slots[nodeResource{r.Node, r.Slot}] = h
 		}
 		for _, d := range r.Devices {
-			t.devices[place{r.Node, d}] = h
+			t.devices[nodeResource{r.Node, d}] = h
 		}
 	}
 	for _, b := range blocks {
-		t.blocks = append(t.blocks, blockOf{b, h})
+		t.blocks = append(t.blocks, heldBlock{b, h})
 	}
 }
 
-// checkGrant refuses a grant that is stale, malformed or would double anything.
-func (s *State) checkGrant(c *GrantGroup) error {
-	if err := s.checkGrantApp(c); err != nil {
+// checkGrant refuses a grant that is stale or malformed, or that would give a resource to two units.
+func checkGrant(s *State, c *GrantGroup) error {
+	if err := checkGrantApp(s, c); err != nil {
 		return err
 	}
-	t, named := s.takenBut(c), make(map[string]bool, len(c.Units))
+	t, named := resourcesHeld(s, c), make(map[string]bool, len(c.Units))
 	for i := range c.Units {
 		g := &c.Units[i]
-		if err := s.checkUnit(c, g); err != nil {
+		if err := checkUnit(s, c, g); err != nil {
 			return err
 		}
-		if err := s.checkNodes(g); err != nil {
+		if err := s.checkGrantNodes(g); err != nil {
 			return err
 		}
 		if named[g.Unit] {
-			return badGrant("%s is in it twice", g.Unit)
+			return badGrantError("%s is in it twice", g.Unit)
 		}
 		named[g.Unit] = true
-		if err := t.add(c, g); err != nil {
+		if err := t.claim(c, g); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-func (s *State) checkGrantApp(c *GrantGroup) error {
+func checkGrantApp(s *State, c *GrantGroup) error {
 	a, ok := s.Apps[c.App]
 	switch {
 	case !ok:
-		return s.unknownApp("grant group", c.App)
+		return s.unknownAppError("grant group", c.App)
 	case a.Deleting:
 		return problem.New(problem.Conflict, "grant group: application %q: %w", c.App, ErrDeleting)
 	case a.Revision != c.AppRevision:
-		return problem.New(problem.Conflict, "grant group: %w: application %q is at revision %d, the grant is for revision %d",
-			ErrStaleRevision, c.App, a.Revision, c.AppRevision).WithHint("place the units of the present revision")
+		return problem.New(problem.Conflict,
+			"grant group: %w: application %q is at revision %d, the grant is for revision %d",
+			ErrStaleRevision, c.App, a.Revision, c.AppRevision).
+			WithHint("place the units of the present revision")
 	case len(c.Units) == 0:
-		return badGrant("no units")
+		return badGrantError("no units")
 	}
 	return nil
 }
 
-// checkUnit looks at one unit by itself: its name, epoch, ranks and blocks.
-func (s *State) checkUnit(c *GrantGroup, g *UnitGrant) error {
+// checkUnit checks one unit by itself: its name, epoch, ranks and blocks.
+func checkUnit(s *State, c *GrantGroup, g *UnitGrant) error {
 	if !ownsUnit(c.App, c.Group, g) {
-		return badGrant("%s is no unit of group %d of application %q", g.Unit, c.Group, c.App)
+		return badGrantError("%s is no unit of group %d of application %q", g.Unit, c.Group, c.App)
 	}
 	if have := s.LastEpoch(g.Unit); have != g.ExpectEpoch {
-		return staleEpoch("grant group", g.Unit, g.ExpectEpoch, have)
+		return staleEpochError("grant group", g.Unit, g.ExpectEpoch, have)
 	}
 	if len(g.Ranks) == 0 {
-		return badGrant("%s has no ranks", g.Unit)
+		return badGrantError("%s has no ranks", g.Unit)
 	}
 	for _, r := range g.Ranks {
-		if r.Rank < 0 || r.Slot < -1 || r.Node == "" || slices.ContainsFunc(r.Devices, func(d int) bool { return d < 0 }) {
-			return badGrant("rank %d of %s has no node or a negative number", r.Rank, g.Unit)
+		if r.Rank < 0 || r.Slot < -1 || r.Node == "" ||
+			slices.ContainsFunc(r.Devices, func(d int) bool { return d < 0 }) {
+			return badGrantError("rank %d of %s has no node or a negative number", r.Rank, g.Unit)
 		}
 	}
 	for _, b := range g.Blocks {
 		if b.Node == "" || b.Base < 1 || b.Size < 1 || b.Base > maxPort || b.Size > maxPort-b.Base+1 {
-			return badGrant("port block %d+%d of %s is not within 1-%d", b.Base, b.Size, g.Unit, maxPort)
+			return badGrantError("port block %d+%d of %s is not within 1-%d", b.Base, b.Size, g.Unit, maxPort)
 		}
 	}
 	return nil
 }
 
-// ownsUnit says whether the unit's name is that of the group, or of its one rank.
+// ownsUnit reports whether the unit's name is that of the group, or of its one rank.
 func ownsUnit(app string, group int, g *UnitGrant) bool {
 	id := app + "/" + strconv.Itoa(group)
 	return g.Unit == id || (len(g.Ranks) == 1 && g.Unit == id+"/"+strconv.Itoa(g.Ranks[0].Rank))
 }
 
-func badGrant(format string, args ...any) error {
-	return problem.New(problem.InvalidArgument, "grant group: %w: %s", ErrBadCommand, fmt.Sprintf(format, args...))
+func badGrantError(format string, args ...any) error {
+	return problem.New(problem.InvalidArgument, "grant group: %w: %s", ErrBadCommand,
+		fmt.Sprintf(format, args...))
 }
 
-// add takes what a unit of the command wants, or says who holds it.
-func (t *taken) add(c *GrantGroup, g *UnitGrant) error {
+// claim adds what a unit of the command asks for, or names the unit that holds it.
+func (t *heldResources) claim(c *GrantGroup, g *UnitGrant) error {
 	for i := range g.Ranks {
-		if err := t.addRank(c, g, &g.Ranks[i]); err != nil {
+		if err := t.claimRank(c, g, &g.Ranks[i]); err != nil {
 			return err
 		}
 	}
 	for _, b := range g.Blocks {
-		if err := t.addBlock(g, b); err != nil {
+		if err := t.claimBlock(g, b); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-func (t *taken) addRank(c *GrantGroup, g *UnitGrant, r *RankGrant) error {
+func (t *heldResources) claimRank(c *GrantGroup, g *UnitGrant, r *RankGrant) error {
 	me := holder{unit: g.Unit}
-	rank, slot := rankOf{c.App, c.Group, r.Rank}, place{r.Node, r.Slot}
+	rank, slot := rankKey{c.App, c.Group, r.Rank}, nodeResource{r.Node, r.Slot}
 	if h, ok := t.ranks[rank]; ok {
-		return takenBy(ErrRankTaken, h, "rank %d of %s/%d", r.Rank, c.App, c.Group)
+		return takenError(ErrRankTaken, h, "rank %d of %s/%d", r.Rank, c.App, c.Group)
 	}
 	t.ranks[rank] = me
 	if h, ok := t.slots[slot]; ok && r.Slot >= 0 {
-		return takenBy(ErrSlotTaken, h, "slot %d of node %s", r.Slot, r.Node)
+		return takenError(ErrSlotTaken, h, "slot %d of node %s", r.Slot, r.Node)
 	}
 	if r.Slot >= 0 {
 		t.slots[slot] = me
 	}
 	for _, d := range r.Devices {
-		device := place{r.Node, d}
+		device := nodeResource{r.Node, d}
 		if h, ok := t.devices[device]; ok {
-			return takenBy(ErrDeviceTaken, h, "device %d of node %s", d, r.Node)
+			return takenError(ErrDeviceTaken, h, "device %d of node %s", d, r.Node)
 		}
 		t.devices[device] = me
 	}
 	return nil
 }
 
-func (t *taken) addBlock(g *UnitGrant, b Block) error {
+func (t *heldResources) claimBlock(g *UnitGrant, b Block) error {
 	for i := range t.blocks {
 		if o := &t.blocks[i]; o.overlaps(b) {
-			return takenBy(ErrPortTaken, o.holder, "ports %d-%d of node %s", b.Base, b.Base+b.Size-1, b.Node)
+			return takenError(ErrPortTaken, o.holder, "ports %d-%d of node %s", b.Base, b.Base+b.Size-1,
+				b.Node)
 		}
 	}
-	t.blocks = append(t.blocks, blockOf{b, holder{unit: g.Unit}})
+	t.blocks = append(t.blocks, heldBlock{b, holder{unit: g.Unit}})
 	return nil
 }
 
-func takenBy(why error, h holder, format string, args ...any) error {
-	return problem.New(problem.Conflict, "grant group: %w: %s is held by %s", why, fmt.Sprintf(format, args...), h).
+func takenError(why error, h holder, format string, args ...any) error {
+	return problem.New(problem.Conflict, "grant group: %w: %s is held by %s", why,
+		fmt.Sprintf(format, args...), h).
 		WithHint("place the units again on the present state")
 }

@@ -6,59 +6,67 @@ import (
 	"time"
 )
 
-// Leases is the leader's table of who was heard of when. It lives in the leader's memory only: a new leader begins with an empty
-// one and tracks every node, which gives each one whole TTL. It is not safe for concurrent use.
+// Leases is the leader's table of the last renewal of each node. It lives in the leader's memory only. A new
+// leader begins with an empty table and tracks every node, which gives each node one whole TTL. Leases is not
+// safe for concurrent use.
 type Leases struct {
-	ttl, grace time.Duration
-	heard      map[string]time.Time // by node id
+	ttl, grace  time.Duration
+	lastRenewal map[string]time.Time // by node id
 }
 
-// NewLeases makes an empty table. ttl is how long a renewal lasts, grace what is waited on top; zero means LeaseTTL and LeaseGrace.
+// NewLeases makes an empty table. ttl is how long a renewal lasts, grace is added before a node is overdue;
+// zero means LeaseTTL and LeaseGrace.
 func NewLeases(ttl, grace time.Duration) *Leases {
-	return &Leases{ttl: orDefault(ttl, LeaseTTL), grace: orDefault(grace, LeaseGrace), heard: map[string]time.Time{}}
+	return &Leases{
+		ttl: orDefault(ttl, LeaseTTL), grace: orDefault(grace, LeaseGrace),
+		lastRenewal: map[string]time.Time{},
+	}
 }
 
-// Seen notes a renewal. One that is older than the last changes nothing.
+// Seen records a renewal. A renewal older than the last one changes nothing.
 func (l *Leases) Seen(node string, now time.Time) {
-	if last, known := l.heard[node]; !known || now.After(last) {
-		l.heard[node] = now
+	if last, known := l.lastRenewal[node]; !known || now.After(last) {
+		l.lastRenewal[node] = now
 	}
 }
 
-// Track makes a node known as if it had renewed now; one that is known keeps what it has.
+// Track adds a node as if it had renewed now. It changes nothing for a node in the table.
 func (l *Leases) Track(node string, now time.Time) {
-	if _, known := l.heard[node]; !known {
-		l.heard[node] = now
+	if _, known := l.lastRenewal[node]; !known {
+		l.lastRenewal[node] = now
 	}
 }
 
-// Forget drops a node: it was removed, or its loss is in the state.
-func (l *Leases) Forget(node string) { delete(l.heard, node) }
+// Forget drops a node that was removed, or whose loss is in the state.
+func (l *Leases) Forget(node string) { delete(l.lastRenewal, node) }
 
-// Overdue are the nodes, in order, that were silent for TTL and grace. They stay overdue until they are seen or forgotten.
+// Overdue returns the sorted nodes that were silent for TTL and grace. They stay overdue until Seen or
+// Forget.
 func (l *Leases) Overdue(now time.Time) []string {
 	var out []string
-	for _, n := range slices.Sorted(maps.Keys(l.heard)) {
-		if now.Sub(l.heard[n]) >= l.ttl+l.grace {
+	for _, n := range slices.Sorted(maps.Keys(l.lastRenewal)) {
+		if now.Sub(l.lastRenewal[n]) >= l.ttl+l.grace {
 			out = append(out, n)
 		}
 	}
 	return out
 }
 
-// Left is how long the node's lease still lasts, without the grace; 0 if it is over or the node is not known.
+// Left returns how long the node's lease still lasts, without the grace; 0 if it is over or the node is
+// unknown.
 func (l *Leases) Left(node string, now time.Time) time.Duration {
-	last, known := l.heard[node]
+	last, known := l.lastRenewal[node]
 	if !known {
 		return 0
 	}
 	return max(0, l.ttl-now.Sub(last))
 }
 
-// Due is when the next node is overdue if it stays silent, in the past if one is; zero = no node is known.
+// Due returns when the next node becomes overdue if it stays silent. The time is in the past if a node is
+// overdue already, and zero if the table is empty.
 func (l *Leases) Due() time.Time {
 	var due time.Time
-	for _, last := range l.heard {
+	for _, last := range l.lastRenewal {
 		if t := last.Add(l.ttl + l.grace); due.IsZero() || t.Before(due) {
 			due = t
 		}

@@ -37,7 +37,8 @@ func TestLeaseDefaultsArePinned(t *testing.T) {
 	assert.Equal(t, 10*time.Second, l.Left("a", noon))
 }
 
-// TestAnyRenewalsAgreeWithTheLog: who is overdue follows from the latest renewal alone, and nobody is before Due.
+// TestAnyRenewalsAgreeWithTheLog: only the latest renewal decides whether a node is overdue, and no node is
+// before Due.
 func TestAnyRenewalsAgreeWithTheLog(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		l, now := NewLeases(5*time.Second, time.Second), noon

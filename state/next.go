@@ -4,7 +4,7 @@ package state
 
 import "github.com/dpserve/dpserve/internal/problem"
 
-// What next_version.go adds to the build that stands for the next version in the test of upgrades. Here there is nothing.
+// These types and functions are empty in a normal build. next_version.go has the ones of the upgrade test.
 type (
 	nextCommand struct{}
 	nextNode    struct{}
@@ -17,6 +17,6 @@ func (nextCommand) addNext(map[string]kind) {}
 
 func (nextNode) cutNext(int) {}
 
-func (s *State) applyNext(*Command) (Result, error) {
+func applyNext(*State, *Command) (Result, error) {
 	return Result{}, problem.New(problem.InvalidArgument, "%w: it cannot be applied", ErrUnknownCommand)
 }

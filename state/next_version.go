@@ -2,12 +2,13 @@
 
 package state
 
-// This file is for the test of upgrades (TestMB6 in test/system): with wiring/next_version.go it makes a build that stands for the
-// next version of dpserve. It adds a kind of command, a field of the state and a field of a node's record. It is in no other build.
+// This file is for the upgrade test (TestMB6 in test/system). Together with wiring/next_version.go it makes a
+// build that stands for the next version of dpserve: with one more kind of command, field of the state and
+// field of a node's record. No other build contains it.
 
 const nextLevels = 1
 
-// NextTrigger is the name of the application whose deploy makes the next version use what it adds.
+// NextTrigger is the name of an application. Once it is deployed, the next version uses what it adds.
 const NextTrigger = "use-next"
 
 type nextCommand struct {
@@ -35,7 +36,7 @@ func (n *nextNode) cutNext(level int) {
 	}
 }
 
-func (s *State) applyNext(c *Command) (Result, error) {
+func applyNext(s *State, c *Command) (Result, error) {
 	s.Marked = c.Mark.Text
 	return Result{}, nil
 }

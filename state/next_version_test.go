@@ -9,8 +9,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestNextVersionWaitsForOldControlNodes runs under go test -tags dpserve_next: what the next version adds is held back until every
-// control node can read it.
+// TestNextVersionWaitsForOldControlNodes runs under go test -tags dpserve_next: what the next version adds is
+// held back until every control node can read it.
 func TestNextVersionWaitsForOldControlNodes(t *testing.T) {
 	s := New()
 	s.Nodes["a"], s.Nodes["b"] = leveled("a", Level, RoleControl), leveled("b", 0, RoleControl)

@@ -12,8 +12,8 @@ const (
 	RoleIngress Role = "ingress" // answers clients
 )
 
-// Node is one machine of the cluster. Its name is held by its UID, which is drawn with its data dir: who comes under a name with
-// another UID is somebody else.
+// Node is one machine of the cluster. A data dir gets its UID when it is made, so a machine with the same
+// name and another UID is a different node.
 type Node struct {
 	ID        string `json:"id"`
 	UID       string `json:"uid"`
@@ -23,16 +23,20 @@ type Node struct {
 	Roles     []Role `json:"roles"`
 	Zone      string `json:"zone,omitempty"`
 	Version   string `json:"version,omitempty"`
-	Keyring   string `json:"keyring,omitempty"` // KeyringSum of the gossip keys it has taken; "" = it knows no key yet
-	Key       string `json:"key,omitempty"`     // hash of its certificate's public key; "" = not known: it stands alone, or joined earlier
-	Level     int    `json:"level,omitempty"`   // what its version can read of the log: Level; 0 = 1
-	Offer     Offer  `json:"offer"`
+	// Keyring is the KeyringSum of the gossip keys that the node has installed; "" = it has no key yet.
+	Keyring string `json:"keyring,omitempty"`
+	// Key is the hash of the public key of its certificate; "" = not known: the node stands alone, or joined
+	// under an older version.
+	Key   string `json:"key,omitempty"`
+	Level int    `json:"level,omitempty"` // what its version can read of the log: Level; 0 = 1
+	Offer Offer  `json:"offer"`
 	nextNode
 
 	Lost     bool   `json:"lost,omitempty"`     // silent for its lease and 2 s: its units are released
 	Reason   string `json:"reason,omitempty"`   // of Lost
 	Draining bool   `json:"draining,omitempty"` // gets no new ranks, gives those it has away
-	DrainBy  int64  `json:"drain_by,omitempty"` // unix ms after which running streams are cut; 0 = each app's grace
+	// unix ms after which running streams are cut; 0 = each app's grace
+	DrainBy int64 `json:"drain_by,omitempty"`
 }
 
 // Offer is what placement may use of a node.
@@ -44,21 +48,22 @@ type Offer struct {
 	PortHi  int               `json:"port_hi"`
 }
 
-// Token lets nodes join. Only its hash is kept.
+// Token lets nodes join. The state keeps only its hash.
 type Token struct {
-	Hash    string   `json:"hash"`
-	Expires int64    `json:"expires"`           // unix ms
-	Uses    int      `json:"uses"`              // nodes that may still use it
-	UsedBy  []string `json:"used_by,omitempty"` // UID and hash of the public key of each, with a space between them
+	Hash    string `json:"hash"`
+	Expires int64  `json:"expires"` // unix ms
+	Uses    int    `json:"uses"`    // nodes that may still use it
+	// UID and hash of the public key of each, with a space between them
+	UsedBy []string `json:"used_by,omitempty"`
 }
 
-// PutNode makes a node known, or updates it: a join, a return under another address, another offer. It leaves Lost, Draining and
-// DrainBy as they are, and Key where the command has none. Refused: ErrNodeTaken (another UID holds the name, or another key the
-// record), ErrNodeRemoved (the UID was removed), ErrRolesFixed.
+// PutNode records a node or updates its record: after a join, a new address, or a change of its resources.
+// Lost, Draining and DrainBy stay, and Key if the command has none. Refusals: ErrNodeTaken (another UID holds
+// the name, or the record has another key), ErrNodeRemoved (the UID was removed), ErrRolesFixed.
 type PutNode struct {
 	Node Node `json:"node"`
-	// AnyRoles lets the record of a known node take other roles. Only a node whose certificate has no say may set it: one that stands
-	// alone, or begins its cluster.
+	// AnyRoles lets a known node change its roles. Only a node whose certificate does not fix its roles may
+	// set it: one that stands alone, or one that begins its cluster.
 	AnyRoles bool `json:"any_roles,omitempty"`
 }
 
@@ -76,27 +81,31 @@ type DrainNode struct {
 	Undo bool   `json:"undo,omitempty"`
 }
 
-// RemoveNode forgets a node for good; its UID never comes back, and its name is free. Refused while units hold something on it
-// (ErrUnitsLeft), for the last node with role control, and while maxRemoved nodes were removed within RemovedFor
-// (ErrTooManyRemoved): to forget one of them would let its certificate in again.
+// RemoveNode forgets a node for good: its UID never comes back, its name is free. Apply refuses it while
+// units hold something on the node (ErrUnitsLeft), for the last node with role control, and while maxRemoved
+// nodes were removed within RemovedFor (ErrTooManyRemoved), because forgetting one of them would make its
+// certificate valid again.
 type RemoveNode struct {
 	Node string `json:"node"`
-	Now  int64  `json:"now,omitempty"` // unix ms, of the proposer; 0 = an older version's: the oldest is forgotten
+	Now  int64  `json:"now,omitempty"` // unix ms, of the proposer; 0 = an older version's command
 }
 
-// RemovedFor is how long a removed node is remembered at least: longer than any certificate lives, so that what is forgotten has expired.
+// RemovedFor is how long the state remembers a removed node at least. It is longer than any certificate
+// lives.
 const RemovedFor = 31 * 24 * time.Hour
 
-// UseToken spends one use of a token for a node: again for the same UID with the same key, as often as it asks. Refused:
+// UseToken spends one use of a token for a node. The same UID with the same key may repeat it. Refusals:
 // ErrTokenUnknown, ErrTokenUsed, ErrTokenExpired, ErrNodeTaken (the UID belongs to another key).
 type UseToken struct {
 	Hash string `json:"hash"`
 	UID  string `json:"uid"`
-	Key  string `json:"key,omitempty"` // hash of the public key that the node asks a certificate for; "" = an older version's
-	Now  int64  `json:"now"`           // unix ms, of the proposer
+	// hash of the public key that the node asks a certificate for; "" = an older version's
+	Key string `json:"key,omitempty"`
+	Now int64  `json:"now"` // unix ms, of the proposer
 }
 
-// LeaseTTL is how long a renewed lease lasts, and LeaseGrace what the leader waits on top before it takes the node for lost.
+// LeaseTTL is how long a renewed lease lasts. The leader waits LeaseGrace longer before it takes the node for
+// lost.
 const (
 	LeaseTTL   = 10 * time.Second
 	LeaseGrace = 2 * time.Second

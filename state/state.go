@@ -1,10 +1,13 @@
-// Package state is what the cluster must never double: applications with revisions, grants of ranks, epochs. It is pure:
-// Apply(command) changes a State and nothing else; no IO, no clock, no actors. Raft replicates the commands.
+// Package state holds what must never exist twice: applications with revisions, grants of ranks, epochs. It
+// is pure: Apply(command) changes a State and nothing else, without IO, clock or actors. Raft replicates the
+// commands.
 package state
 
-import "encoding/json"
+import (
+	"encoding/json"
+)
 
-// Phase is a unit's place in its life; one vocabulary for code, status, logs and metrics.
+// Phase is a step of a unit's life. Code, status, logs and metrics use the same words.
 type Phase string
 
 // The phases of a unit (see DESIGN.md for the edges).
@@ -47,45 +50,100 @@ type Block struct {
 	Size int    `json:"size"`
 }
 
-// Unit is the replicated record of a unit. Its Phase holds only what raft decides: Starting (granted), Ready, Fenced, Failed.
+// Unit is the replicated record of a unit. Its Phase is one of those that raft decides: Starting (granted),
+// Ready, Fenced, Failed.
 type Unit struct {
-	ID          string      `json:"id"`
-	App         string      `json:"app"`
-	Group       int         `json:"group"`
-	Epoch       uint64      `json:"epoch"`
-	Phase       Phase       `json:"phase"`
-	Attempt     int         `json:"attempt"`  // starts since the last ready, from 1
-	Restarts    int         `json:"restarts"` // starts after the first of this app revision
-	AppRevision uint64      `json:"app_revision"`
-	Launch      string      `json:"launch,omitempty"` // hash of what the engines were started with; equal = a newer revision needs no restart
-	Ranks       []RankGrant `json:"ranks"`
-	Blocks      []Block     `json:"blocks,omitempty"`
-	Reason      string      `json:"reason,omitempty"`
-	LogTail     []string    `json:"log_tail,omitempty"` // failed: the engine's last 20 lines
-	Since       int64       `json:"since,omitempty"`    // unix ms by the leader's clock: when Phase began; 0 = not told
+	ID          string `json:"id"`
+	App         string `json:"app"`
+	Group       int    `json:"group"`
+	Epoch       uint64 `json:"epoch"`
+	Phase       Phase  `json:"phase"`
+	Attempt     int    `json:"attempt"`  // starts since the last ready, from 1
+	Restarts    int    `json:"restarts"` // starts after the first of this app revision
+	AppRevision uint64 `json:"app_revision"`
+	// Launch is the hash of what the engines were started with. A newer revision with an equal hash needs no
+	// restart.
+	Launch  string      `json:"launch,omitempty"`
+	Ranks   []RankGrant `json:"ranks"`
+	Blocks  []Block     `json:"blocks,omitempty"`
+	Reason  string      `json:"reason,omitempty"`
+	LogTail []string    `json:"log_tail,omitempty"` // failed: the engine's last 20 lines
+	Since   int64       `json:"since,omitempty"`    // unix ms, leader's clock: begin of Phase; 0 = unknown
 }
 
-// State is the replicated state. Apply is its only writer; readers hold a snapshot (Clone) and never change it.
+// State is the replicated state. Only Apply writes it. Readers hold a snapshot (Clone) and never change it.
 type State struct {
-	Index     uint64            `json:"index"`            // raft index of the last command
-	Cluster   string            `json:"cluster"`          // cluster id, set once
-	Secret    []byte            `json:"secret,omitempty"` // set once, by Init
-	Revision  uint64            `json:"revision"`         // +1 per PutApps or DeleteApp that changed something
-	Apps      map[string]*App   `json:"apps"`
-	Units     map[string]*Unit  `json:"units"`
-	Revisions map[string]uint64 `json:"revisions"` // last revision of apps that are gone, so that a re-deployed name never repeats one
-	Epochs    map[string]uint64 `json:"epochs"`    // highest epoch per unit ever; outlives the unit, so a re-deployed name never repeats
-	Nodes     map[string]*Node  `json:"nodes,omitempty"`
+	Index    uint64           `json:"index"`            // raft index of the last command
+	Cluster  string           `json:"cluster"`          // cluster id, set once
+	Secret   []byte           `json:"secret,omitempty"` // set once, by Init
+	Revision uint64           `json:"revision"`         // +1 per PutApps or DeleteApp that changed something
+	Apps     map[string]*App  `json:"apps"`
+	Units    map[string]*Unit `json:"units"`
+	// Revisions has the last revision of removed apps, so that a re-deployed name never repeats one.
+	Revisions map[string]uint64 `json:"revisions"`
+	// Epochs has the highest epoch of each unit. It outlives the unit, so that a re-deployed name never
+	// repeats one.
+	Epochs map[string]uint64 `json:"epochs"`
+	Nodes  map[string]*Node  `json:"nodes,omitempty"`
 
-	// Of what is gone only the last maxGone names are in Revisions and Epochs; what was left out was at these at most.
+	// Revisions and Epochs keep only the last maxGoneNames names of what is gone. The dropped numbers are at
+	// most these.
 	RevisionFloor uint64 `json:"revision_floor,omitempty"`
 	EpochFloor    uint64 `json:"epoch_floor,omitempty"`
 
 	Tokens    map[string]*Token `json:"tokens,omitempty"`     // by hash
-	Removed   []string          `json:"removed,omitempty"`    // UIDs of nodes that were removed, the latest last
+	Removed   []string          `json:"removed,omitempty"`    // UIDs of removed nodes, the latest last
 	RemovedAt map[string]int64  `json:"removed_at,omitempty"` // by UID: unix ms; replaced, never written into
-	Secrets   Secrets           `json:"secrets,omitzero"`     // not in what followers get
-	LeaseTTL  int64             `json:"lease_ttl,omitempty"`  // ms; set once, by Init; 0 = an older version began the cluster: each leader has its own
-	Freed     []Block           `json:"freed,omitempty"`      // port blocks freed and not used again, the latest last; placement re-uses them last
-	nextState                   //nolint:unused // fields only in the build of next_version.go
+	Secrets   Secrets           `json:"secrets,omitzero"`     // followers do not get it
+	// LeaseTTL (ms) is set once, by Init. 0 = an older version began the cluster: each leader has its own.
+	LeaseTTL int64 `json:"lease_ttl,omitempty"`
+	// Freed are port blocks that were freed and not used again, the latest last. Placement re-uses the latest
+	// last.
+	Freed     []Block `json:"freed,omitempty"`
+	nextState         //nolint:unused // fields only in the build of next_version.go
+}
+
+// AppStatus is an application's state as users see it, in the words of Ray.
+type AppStatus string
+
+// The application states.
+const (
+	Deploying    AppStatus = "DEPLOYING"
+	Running      AppStatus = "RUNNING"
+	Unhealthy    AppStatus = "UNHEALTHY"
+	DeployFailed AppStatus = "DEPLOY_FAILED"
+	Deleting     AppStatus = "DELETING"
+)
+
+// Seen is the input of DeriveStatus.
+type Seen struct {
+	Deleting   bool
+	WasRunning bool    // this revision was RUNNING before
+	Units      []Phase // of every wanted unit; one that still runs an older revision counts as Pending
+}
+
+// DeriveStatus derives an application's status from its units. The first case that applies wins: the
+// application is being deleted, a unit failed, all units are ready, this revision was running before, else it
+// is deploying.
+func DeriveStatus(s Seen) AppStatus {
+	ready := 0
+	failed := false
+	for _, p := range s.Units {
+		if p == Ready {
+			ready++
+		}
+		failed = failed || p == Failed
+	}
+	switch {
+	case s.Deleting:
+		return Deleting
+	case failed:
+		return DeployFailed
+	case ready == len(s.Units):
+		return Running
+	case s.WasRunning:
+		return Unhealthy
+	default:
+		return Deploying
+	}
 }

@@ -6,71 +6,77 @@ import (
 	"time"
 )
 
-// Machine is one unit's life as the leader's controller sees it: State.Units holds what raft decided, a Machine also what
-// happens between two decisions. It is a plain value; Next is its only writer.
+// Machine is the state machine of one unit in the leader's controller. State.Units holds what raft decided; a
+// Machine also holds what happens between two decisions. It is a plain value, and only Next changes it.
 type Machine struct {
 	Phase     Phase // "" = not wanted and never seen
 	Epoch     uint64
-	Attempt   int       // starts since the last ready, of the grant in hand, from 1
-	Failures  int       // failures after ready in a row
-	Starts    int       // grants since the unit was wanted anew
-	Attach    bool      // engine of someone else: it recovers in place, fenced → ready
-	Stopping  bool      // nobody wants the grant in hand: after its end comes release
-	WasReady  bool      // the grant in hand was ready once
-	Confirmed bool      // every node confirmed the last order
-	NodeLost  bool      // a node of the grant is lost and the others end their parts: after that comes a release, then another grant
-	NodeDied  bool      // the last start ended because the process of its node, or the whole node, ended during it
-	ReadyAt   time.Time // when the grant in hand became ready
-	Since     time.Time // when Phase began
-	Due       time.Time // next tick wanted; zero = none
-	StopBy    time.Time // stopping: end of the grace for running streams
-	Reason    string    // why the unit is not ready
-	LogTail   []string  // the engine's last log lines with it
+	Attempt   int  // starts since the last ready, of the grant in hand, from 1
+	Failures  int  // failures after ready in a row
+	Starts    int  // grants since the unit was wanted anew
+	Attach    bool // dpserve did not start the engine: it recovers in place, fenced → ready
+	Stopping  bool // the grant in hand is not wanted: its end is followed by a release
+	WasReady  bool // the grant in hand was ready once
+	Confirmed bool // every node confirmed the last order
+	// NodeLost: a node of the grant is lost and the others stop their ranks. A release and another grant
+	// follow.
+	NodeLost bool
+	NodeDied bool      // the last start ended because its node, or the dpserve process there, ended
+	ReadyAt  time.Time // when the grant in hand became ready
+	Since    time.Time // when Phase began
+	Due      time.Time // next tick wanted; zero = none
+	StopBy   time.Time // stopping: end of the grace for running streams
+	Reason   string    // why the unit is not ready
+	LogTail  []string  // the engine's last log lines with it
 }
 
-// UnitEventKind is the closed list of what happens to a unit.
+// UnitEventKind is a kind of event of a unit.
 type UnitEventKind uint8
 
 // The events. Those of the first block come from the controller, the others from nodes and carry an epoch.
 const (
-	EvWant     UnitEventKind = iota // the committed app wants the unit
-	EvRedeploy                      // its app was deployed again, or a node joined: a failed unit gets three more attempts
-	EvUnwant                        // delete, newer revision or node drain: Grace for running streams
-	EvGranted                       // GrantGroup committed: Epoch, Attempt
-	EvLost                          // the process of the unit's node that had this grant is no more
-	EvNodeLost                      // a node of the unit is lost for its TTL + 2 s: whatever it had counts as gone
-	EvTick                          // Due has passed
+	EvWant UnitEventKind = iota // the committed app wants the unit
+	// a deploy of its app, or a node joined: a failed unit gets three more attempts
+	EvRedeploy
+	EvUnwant  // delete, newer revision or node drain: Grace for running streams
+	EvGranted // GrantGroup committed: Epoch, Attempt
+	EvLost    // the node's dpserve process that had this grant ended
+	// a node of the unit is lost for its TTL + 2 s: its processes count as gone
+	EvNodeLost
+	EvTick // the time Due has come
 
-	EvStarted  // StartRank taken
-	EvReady    // every rank healthy, canary answered
-	EvFenced   // a ready rank failed; out of routing already
-	EvKilling  // engines are being ended
-	EvDraining // StopRank with grace taken
-	EvGone     // processes gone, ports free
+	EvStarted  // the nodes accepted StartRank
+	EvReady    // every rank is healthy and answered the canary
+	EvFenced   // a ready rank failed; it is out of routing already
+	EvKilling  // the nodes end the engines
+	EvDraining // the nodes accepted StopRank with grace
+	EvGone     // the processes are gone, the ports are free
 )
 
 // Event is one thing that happened to a unit.
 type Event struct {
 	Kind     UnitEventKind
-	Epoch    uint64 // EvGranted: the new one; node events: theirs, others than the machine's are ignored
+	Epoch    uint64 // EvGranted: the new one; node events: theirs. Next ignores events of other epochs
 	Attempt  int    // EvGranted
 	Grace    time.Duration
 	WasReady bool // EvGone: the node saw it ready (its EvReady may have been lost)
-	Asked    bool // EvLost: the node's process was told to end, so its end is no failed start
-	Others   bool // other nodes of the unit live and have not said the same; EvNodeLost, EvGone: their parts are not gone
-	Reason   string
-	LogTail  []string
+	Asked    bool // EvLost: the node's process was told to end, so this is no failed start
+	// Others: other living nodes of the unit have not reported the same. EvNodeLost, EvGone: their ranks
+	// still run.
+	Others  bool
+	Reason  string
+	LogTail []string
 }
 
-// EffectKind is the closed list of what a machine asks for.
+// EffectKind is a kind of action that a machine asks for.
 type EffectKind uint8
 
-// The effects. The controller repeats none of them: what is silent or refused is asked for again by a tick or by itself.
+// The effects. The controller repeats none of them: a tick, or the machine itself, asks again.
 const (
 	DoGrant        EffectKind = iota // place the unit and propose GrantGroup with Attempt
-	DoStart                          // tell the nodes StartRank
-	DoStop                           // tell the nodes StopRank with Grace
-	DoStopOthers                     // tell the nodes that still run ranks of a failed unit StopRank without grace
+	DoStart                          // send StartRank to the nodes
+	DoStop                           // send StopRank with Grace to the nodes
+	DoStopOthers                     // send StopRank without grace to the nodes that still run ranks
 	ProposeReady                     // UnitReady
 	ProposeFenced                    // UnitFenced
 	ProposeFailed                    // UnitFailed
@@ -78,61 +84,61 @@ const (
 	CountRestart                     // a start after the first one
 )
 
-// Effect is one thing to do, for the machine's epoch.
+// Effect is one action, for the machine's epoch.
 type Effect struct {
 	Kind    EffectKind
 	Attempt int           // DoGrant
 	Grace   time.Duration // DoStop
 }
 
-// Next is the unit state machine (the drawing is in DESIGN.md). It is total: an event that does not belong into the phase,
-// or carries another epoch, changes nothing. m is not changed.
+// Next is the unit state machine; DESIGN.md has the drawing. It is total: an event that does not fit the
+// phase, or has another epoch, changes nothing. Next does not change the m of its caller.
 func Next(m Machine, e Event, now time.Time, t Timers) (Machine, []Effect) {
 	if e.Kind >= EvStarted && (e.Epoch != m.Epoch || e.Epoch == 0) {
 		return m, nil
 	}
 	before := m.Phase
-	effects := m.on(e, now, t.WithDefaults())
+	effects := m.handle(e, now, t.WithDefaults())
 	if m.Phase != before {
 		m.Since = now
 	}
 	return m, effects
 }
 
-func (m *Machine) on(e Event, now time.Time, t Timers) []Effect {
+func (m *Machine) handle(e Event, now time.Time, t Timers) []Effect {
 	switch e.Kind {
 	case EvWant:
-		return m.want()
+		return m.handleWant()
 	case EvRedeploy:
-		return m.redeploy()
+		return m.handleRedeploy()
 	case EvUnwant:
-		return m.unwant(e, now, t)
+		return m.handleUnwant(e, now, t)
 	case EvGranted:
-		return m.grant(e, now, t)
+		return m.handleGranted(e, now, t)
 	case EvLost, EvNodeLost:
-		return m.lost(e, now, t)
+		return m.handleLost(e, now, t)
 	case EvTick:
-		return m.tick(now, t)
+		return m.handleTick(now, t)
 	case EvStarted, EvDraining:
-		return m.confirm(e)
+		return m.confirmOrder(e)
 	case EvReady:
-		return m.ready(now)
+		return m.handleReady(now)
 	case EvFenced:
-		return m.fenced(e, now, t)
+		return m.handleFenced(e, now, t)
 	case EvKilling:
-		return m.killing(e, now, t)
+		return m.handleKilling(e, now, t)
 	case EvGone:
 		if e.Others {
-			return m.killing(e, now, t)
+			return m.handleKilling(e, now, t)
 		}
-		return m.gone(e, now, t)
+		return m.handleGone(e, now, t)
 	default:
 		return nil
 	}
 }
 
-// up says whether the grant in hand has, or may have, processes.
-func (m *Machine) up() bool {
+// mayRun reports whether the grant in hand has, or may have, processes.
+func (m *Machine) mayRun() bool {
 	switch m.Phase {
 	case Starting, Ready, Fenced, Killing, Draining:
 		return true
@@ -141,7 +147,7 @@ func (m *Machine) up() bool {
 	}
 }
 
-func (m *Machine) want() []Effect {
+func (m *Machine) handleWant() []Effect {
 	if m.Phase != "" && m.Phase != Gone {
 		return nil
 	}
@@ -149,8 +155,8 @@ func (m *Machine) want() []Effect {
 	return []Effect{{Kind: DoGrant, Attempt: 1}}
 }
 
-// redeploy gives a failed unit three more attempts and lets one in backoff try at once.
-func (m *Machine) redeploy() []Effect {
+// handleRedeploy gives a failed unit three more attempts and lets one in backoff try at once.
+func (m *Machine) handleRedeploy() []Effect {
 	if m.Phase != Failed && m.Phase != Backoff {
 		return nil
 	}
@@ -158,13 +164,13 @@ func (m *Machine) redeploy() []Effect {
 	return []Effect{{Kind: DoGrant, Attempt: 1}}
 }
 
-// unwant ends the grant in hand: without processes at once, a ready unit after its streams.
-func (m *Machine) unwant(e Event, now time.Time, t Timers) []Effect {
+// handleUnwant ends the grant in hand: at once if it has no processes, after its streams if it is ready.
+func (m *Machine) handleUnwant(e Event, now time.Time, t Timers) []Effect {
 	switch {
 	case m.Phase == "" || m.Phase == Gone || m.Stopping:
 		return nil
-	case !m.up():
-		return m.end()
+	case !m.mayRun():
+		return m.endGrant()
 	}
 	m.Stopping, m.Confirmed, m.Reason, m.LogTail = true, false, e.Reason, nil
 	m.Due, m.StopBy = now.Add(t.Resend), now
@@ -178,8 +184,8 @@ func (m *Machine) unwant(e Event, now time.Time, t Timers) []Effect {
 	return []Effect{{Kind: DoStop, Grace: grace}}
 }
 
-// end leaves nothing but the epoch.
-func (m *Machine) end() []Effect {
+// endGrant clears everything but the epoch.
+func (m *Machine) endGrant() []Effect {
 	*m = Machine{Phase: Gone, Epoch: m.Epoch, Attach: m.Attach, Reason: m.Reason}
 	if m.Epoch == 0 {
 		return nil
@@ -187,8 +193,9 @@ func (m *Machine) end() []Effect {
 	return []Effect{{Kind: ProposeRelease}}
 }
 
-// grant begins a start. A grant that commits after the unit was given up is released: no node was told of it.
-func (m *Machine) grant(e Event, now time.Time, t Timers) []Effect {
+// handleGranted begins a start. If the unit was given up before the grant committed, it releases the grant,
+// which no node knows of.
+func (m *Machine) handleGranted(e Event, now time.Time, t Timers) []Effect {
 	if e.Epoch <= m.Epoch {
 		return nil
 	}
@@ -209,28 +216,30 @@ func (m *Machine) grant(e Event, now time.Time, t Timers) []Effect {
 	return []Effect{{Kind: DoStart}, {Kind: CountRestart}}
 }
 
-// lost starts a unit anew whose processes are known to be no more. After EvLost the new grant takes the place of the old
-// one, after EvNodeLost the old one is released first, and before that the nodes that live have ended their parts.
-func (m *Machine) lost(e Event, now time.Time, t Timers) []Effect {
+// handleLost starts a unit again whose processes are known to be gone. After EvLost the new grant replaces
+// the old one. After EvNodeLost the living nodes stop their ranks first, and the old grant is released before
+// the new one.
+func (m *Machine) handleLost(e Event, now time.Time, t Timers) []Effect {
 	switch {
-	case !m.up() && (m.Phase != Backoff || e.Kind == EvLost):
+	case !m.mayRun() && (m.Phase != Backoff || e.Kind == EvLost):
 		return nil
-	case e.Kind == EvNodeLost && e.Others && m.up():
-		return m.endOthers(e, now, t)
+	case e.Kind == EvNodeLost && e.Others && m.mayRun():
+		return m.stopOthers(e, now, t)
 	case m.Stopping:
-		return m.end()
-	case m.Phase == Backoff: // the failed starts before it stay counted
-		return m.anew(e, m.Attempt+1)
+		return m.endGrant()
+	case m.Phase == Backoff: // the failed starts before the loss stay counted
+		return m.requestGrant(e, m.Attempt+1)
 	case !m.WasReady && !m.Attach && !e.Asked:
-		return m.diedStarting(e, now, t)
+		return m.countFailedStart(e, now, t)
 	}
-	return m.anew(e, 1)
+	return m.requestGrant(e, 1)
 }
 
-// anew asks for a grant in place of one that is lost; a grant on a lost node is released first.
-func (m *Machine) anew(e Event, attempt int) []Effect {
+// requestGrant asks for a grant in place of a lost one. It releases a grant on a lost node first.
+func (m *Machine) requestGrant(e Event, attempt int) []Effect {
 	*m = Machine{
-		Phase: Pending, Epoch: m.Epoch, Attach: m.Attach, Starts: max(1, m.Starts), Failures: m.Failures, NodeDied: m.NodeDied, Reason: e.Reason,
+		Phase: Pending, Epoch: m.Epoch, Attach: m.Attach, Starts: max(1, m.Starts), Failures: m.Failures,
+		NodeDied: m.NodeDied, Reason: e.Reason,
 	}
 	if e.Kind == EvNodeLost {
 		return []Effect{{Kind: ProposeRelease}, {Kind: DoGrant, Attempt: attempt}}
@@ -238,33 +247,35 @@ func (m *Machine) anew(e Event, attempt int) []Effect {
 	return []Effect{{Kind: DoGrant, Attempt: attempt}}
 }
 
-// diedStarting counts a start during which the node's process, or the node, ended as a failed one: the start may be what ended
-// it. The first one is tried again at once, because a node that ends once has most often another reason.
-func (m *Machine) diedStarting(e Event, now time.Time, t Timers) []Effect {
+// countFailedStart counts a start as failed if the node, or the dpserve process there, ended during it: the
+// start may be the cause. The first one is tried again at once, because a node that ends once most often has
+// another reason.
+func (m *Machine) countFailedStart(e Event, now time.Time, t Timers) []Effect {
 	if m.Phase == Starting {
 		m.NodeDied = true
 		e.Reason += ", while the unit was starting"
 	}
 	if m.Attempt <= 1 {
-		return m.anew(e, 2)
+		return m.requestGrant(e, 2)
 	}
-	m.because(Backoff, e, now, t)
+	m.enterPhase(Backoff, e, now, t)
 	m.NodeLost = false
 	switch {
 	case m.Attempt >= MaxStartAttempts:
 		m.Phase = Failed
 		return []Effect{{Kind: ProposeFailed}}
 	case e.Kind == EvNodeLost:
-		m.Due = now.Add(t.startRetry(m.Attempt))
+		m.Due = now.Add(t.startDelay(m.Attempt))
 		return []Effect{{Kind: ProposeRelease}}
 	default:
-		m.Due = now.Add(t.startRetry(m.Attempt))
+		m.Due = now.Add(t.startDelay(m.Attempt))
 		return nil
 	}
 }
 
-// endOthers ends what is left of a unit that has lost a node: its ranks need each other, and their slots are wanted again.
-func (m *Machine) endOthers(e Event, now time.Time, t Timers) []Effect {
+// stopOthers stops the remaining ranks of a unit that lost a node: its ranks need each other, and the next
+// grant needs their slots.
+func (m *Machine) stopOthers(e Event, now time.Time, t Timers) []Effect {
 	if m.NodeLost || (m.Stopping && m.Phase == Killing) {
 		return nil
 	}
@@ -272,7 +283,7 @@ func (m *Machine) endOthers(e Event, now time.Time, t Timers) []Effect {
 	if m.Phase == Starting {
 		m.NodeDied = true
 	}
-	m.because(Killing, e, now, t)
+	m.enterPhase(Killing, e, now, t)
 	m.NodeLost, m.StopBy = true, now
 	if fence {
 		return []Effect{{Kind: ProposeFenced}, {Kind: DoStopOthers}}
@@ -280,7 +291,7 @@ func (m *Machine) endOthers(e Event, now time.Time, t Timers) []Effect {
 	return []Effect{{Kind: DoStopOthers}}
 }
 
-func (m *Machine) tick(now time.Time, t Timers) []Effect {
+func (m *Machine) handleTick(now time.Time, t Timers) []Effect {
 	if m.Due.IsZero() || now.Before(m.Due) {
 		return nil
 	}
@@ -301,26 +312,27 @@ func (m *Machine) tick(now time.Time, t Timers) []Effect {
 	return nil
 }
 
-// confirm notes that the nodes took an order. A node that drains by itself stops admitting like one that was told to.
-func (m *Machine) confirm(e Event) []Effect {
+// confirmOrder records that the nodes accepted an order. A node that drains by itself also stops admitting.
+func (m *Machine) confirmOrder(e Event) []Effect {
 	switch {
 	case e.Kind == EvStarted && m.Phase == Starting, e.Kind == EvDraining && m.Phase == Draining:
-		m.settle(e)
+		m.markConfirmed(e)
 	case e.Kind == EvDraining && m.Phase == Ready:
 		m.Phase, m.Confirmed, m.Reason = Draining, true, e.Reason
 	}
 	return nil
 }
 
-// settle needs no further order, unless some nodes have not confirmed the last one.
-func (m *Machine) settle(e Event) {
+// markConfirmed stops the resending, unless some nodes have not confirmed the last order.
+func (m *Machine) markConfirmed(e Event) {
 	if !e.Others {
 		m.Confirmed, m.Due = true, time.Time{}
 	}
 }
 
-// ready admits the unit to routing. A launched unit that was fenced does not come back under the same epoch.
-func (m *Machine) ready(now time.Time) []Effect {
+// handleReady admits the unit to routing. A launched unit that was fenced does not come back under the same
+// epoch.
+func (m *Machine) handleReady(now time.Time) []Effect {
 	if m.Phase != Starting && (m.Phase != Fenced || !m.Attach) {
 		return nil
 	}
@@ -329,12 +341,13 @@ func (m *Machine) ready(now time.Time) []Effect {
 	return []Effect{{Kind: ProposeReady}}
 }
 
-// fenced follows a failure of a ready unit. In the phase starting the node's ready report is still on its way.
-func (m *Machine) fenced(e Event, now time.Time, t Timers) []Effect {
+// handleFenced records the failure of a ready unit. In phase starting the node's ready report is still on its
+// way.
+func (m *Machine) handleFenced(e Event, now time.Time, t Timers) []Effect {
 	if m.Phase != Ready && m.Phase != Starting {
 		return nil
 	}
-	m.because(Fenced, e, now, t)
+	m.enterPhase(Fenced, e, now, t)
 	m.WasReady = true
 	if m.Attach {
 		return []Effect{{Kind: ProposeFenced}}
@@ -342,19 +355,19 @@ func (m *Machine) fenced(e Event, now time.Time, t Timers) []Effect {
 	return []Effect{{Kind: ProposeFenced}, {Kind: DoStopOthers}}
 }
 
-func (m *Machine) killing(e Event, now time.Time, t Timers) []Effect {
+func (m *Machine) handleKilling(e Event, now time.Time, t Timers) []Effect {
 	was := m.Phase
 	switch was {
 	case Starting, Fenced, Draining:
-		m.because(Killing, e, now, t)
+		m.enterPhase(Killing, e, now, t)
 	case Ready:
-		m.because(Killing, e, now, t)
+		m.enterPhase(Killing, e, now, t)
 		return []Effect{{Kind: ProposeFenced}, {Kind: DoStopOthers}}
 	case Killing:
 		if strings.HasPrefix(e.Reason, m.Reason) {
-			m.Reason = e.Reason // a node names what does not end
+			m.Reason = e.Reason // the node adds the name of a process that does not end
 		}
-		m.settle(e)
+		m.markConfirmed(e)
 	default:
 	}
 	if was == Starting {
@@ -363,9 +376,9 @@ func (m *Machine) killing(e Event, now time.Time, t Timers) []Effect {
 	return nil
 }
 
-// because enters a phase on the way to the end of a grant and keeps the first reason given for it. Nodes that have not confirmed
-// are told again.
-func (m *Machine) because(p Phase, e Event, now time.Time, t Timers) {
+// enterPhase enters a phase on the way to the end of a grant and keeps the first reason. Nodes that have not
+// confirmed get the order again.
+func (m *Machine) enterPhase(p Phase, e Event, now time.Time, t Timers) {
 	if m.Phase == Starting || m.Phase == Ready {
 		m.Reason, m.LogTail = e.Reason, nil
 	}
@@ -379,30 +392,30 @@ func (m *Machine) because(p Phase, e Event, now time.Time, t Timers) {
 	}
 }
 
-// gone decides what follows the end of a grant: release, another start, or failed.
-func (m *Machine) gone(e Event, now time.Time, t Timers) []Effect {
-	if !m.up() {
+// handleGone decides what follows the end of a grant: a release, another start, or failed.
+func (m *Machine) handleGone(e Event, now time.Time, t Timers) []Effect {
+	if !m.mayRun() {
 		return nil
 	}
 	wasReady := m.WasReady || e.WasReady
 	switch {
 	case m.Stopping:
-		return m.end()
+		return m.endGrant()
 	case m.NodeLost:
 		m.WasReady = wasReady
-		return m.lost(Event{Kind: EvNodeLost, Reason: m.Reason}, now, t)
+		return m.handleLost(Event{Kind: EvNodeLost, Reason: m.Reason}, now, t)
 	}
 	m.NodeDied = false
 	fence := m.Phase == Ready || (m.Phase == Starting && wasReady)
-	m.because(Backoff, e, now, t)
+	m.enterPhase(Backoff, e, now, t)
 	switch {
 	case wasReady:
-		m.afterReady(now, t)
+		m.scheduleRestart(now, t)
 	case m.Attempt >= MaxStartAttempts:
 		m.Phase = Failed
 		return []Effect{{Kind: ProposeFailed}}
 	default:
-		m.Due = now.Add(t.startRetry(m.Attempt))
+		m.Due = now.Add(t.startDelay(m.Attempt))
 	}
 	if fence {
 		return []Effect{{Kind: ProposeFenced}}
@@ -410,11 +423,71 @@ func (m *Machine) gone(e Event, now time.Time, t Timers) []Effect {
 	return nil
 }
 
-// afterReady waits 1, 2, 4 … 64 s; the next start is the first attempt again.
-func (m *Machine) afterReady(now time.Time, t Timers) {
+// scheduleRestart waits 1, 2, 4 … 64 s. The next start counts as the first attempt again.
+func (m *Machine) scheduleRestart(now time.Time, t Timers) {
 	if !m.ReadyAt.IsZero() && now.Sub(m.ReadyAt) >= t.RestartReset {
 		m.Failures = 0
 	}
 	m.Failures++
-	m.Attempt, m.Due = 0, now.Add(t.restart(m.Failures))
+	m.Attempt, m.Due = 0, now.Add(t.restartDelay(m.Failures))
+}
+
+// Bounds and waits of the unit state machine.
+const (
+	// MaxStartAttempts is how many starts in a row may fail before the unit is failed.
+	MaxStartAttempts = 3
+	// DefaultStartRetry is the wait after the first failed start; it doubles: 1 s, 2 s.
+	DefaultStartRetry = time.Second
+	// DefaultRestartMin is the wait before the first restart after ready; it doubles up to DefaultRestartMax.
+	DefaultRestartMin = time.Second
+	// DefaultRestartMax is the longest wait before a restart.
+	DefaultRestartMax = 64 * time.Second
+	// DefaultRestartReset is how long a unit must have been ready for its restarts to count from one again.
+	DefaultRestartReset = 10 * time.Minute
+	// DefaultResend is the silence of a node after which the controller sends an order again.
+	DefaultResend = 2 * time.Second
+)
+
+// Timers are the waits of the unit state machine. Zero fields mean the defaults.
+type Timers struct {
+	StartRetry   time.Duration // after a failed start, doubled per attempt
+	RestartMin   time.Duration // after a failure of a ready unit, doubled per failure
+	RestartMax   time.Duration // upper bound of both
+	RestartReset time.Duration // a unit that was ready for this long counts its failures from one again
+	Resend       time.Duration // after this silence of a node an order is sent again
+}
+
+// WithDefaults replaces zero fields by the defaults.
+func (t Timers) WithDefaults() Timers {
+	return Timers{
+		StartRetry:   orDefault(t.StartRetry, DefaultStartRetry),
+		RestartMin:   orDefault(t.RestartMin, DefaultRestartMin),
+		RestartMax:   orDefault(t.RestartMax, DefaultRestartMax),
+		RestartReset: orDefault(t.RestartReset, DefaultRestartReset),
+		Resend:       orDefault(t.Resend, DefaultResend),
+	}
+}
+
+func orDefault(d, def time.Duration) time.Duration {
+	if d > 0 {
+		return d
+	}
+	return def
+}
+
+// startDelay is StartRetry * 2^(attempt-1).
+func (t Timers) startDelay(attempt int) time.Duration {
+	return doubleDelay(t.StartRetry, attempt, t.RestartMax)
+}
+
+// restartDelay is min(RestartMin * 2^(failures-1), RestartMax).
+func (t Timers) restartDelay(failures int) time.Duration {
+	return doubleDelay(t.RestartMin, failures, t.RestartMax)
+}
+
+func doubleDelay(d time.Duration, n int, limit time.Duration) time.Duration {
+	for ; n > 1 && d < limit; n-- {
+		d *= 2
+	}
+	return min(d, limit)
 }

@@ -12,7 +12,8 @@ import (
 )
 
 func TestLostNodeOfAUnitOverTwo(t *testing.T) {
-	m, effects := Next(in(Ready), Event{Kind: EvNodeLost, Others: true, Reason: "node b is lost"}, noon, Timers{})
+	m, effects := Next(in(Ready), Event{Kind: EvNodeLost, Others: true, Reason: "node b is lost"}, noon,
+		Timers{})
 	assert.Equal(t, "killing: UnitFenced, stop others", describe(m, effects))
 	again, effects := Next(m, Event{Kind: EvNodeLost, Others: true}, noon, Timers{})
 	assert.Equal(t, m, again, "once is enough")
@@ -23,7 +24,8 @@ func TestLostNodeOfAUnitOverTwo(t *testing.T) {
 	assert.Equal(t, "killing:", describe(m, effects))
 	assert.True(t, m.Due.IsZero())
 	m, effects = Next(m, Event{Kind: EvGone, Epoch: 3, WasReady: true}, noon, Timers{})
-	assert.Equal(t, "pending: Release, grant", describe(m, effects), "no wait: nothing is wrong with what is started")
+	assert.Equal(t, "pending: Release, grant", describe(m, effects),
+		"no wait: nothing is wrong with what is started")
 	assert.Equal(t, "node b is lost", m.Reason)
 	assert.False(t, m.NodeLost)
 }
@@ -48,7 +50,8 @@ func TestFencedUnitTellsTheOthersUntilTheyAnswer(t *testing.T) {
 	assert.True(t, m.Due.IsZero())
 }
 
-// crowd is a unit over several nodes played against a dumb world: which node lives, and where its processes are.
+// crowd plays a unit over several nodes against a simple model: which nodes live, and where its processes
+// run.
 type crowd struct {
 	t       *rapid.T
 	m       Machine
@@ -66,7 +69,7 @@ func (c *crowd) others(set map[string]bool) bool {
 	return slices.ContainsFunc(c.nodes, func(n string) bool { return c.alive[n] && !set[n] })
 }
 
-func (c *crowd) gone() map[string]bool {
+func (c *crowd) goneNodes() map[string]bool {
 	out := map[string]bool{}
 	for _, n := range c.nodes {
 		out[n] = !c.running[n]
@@ -87,7 +90,8 @@ func (c *crowd) obey(f Effect) {
 	switch f.Kind {
 	case DoGrant, ProposeRelease:
 		for n, r := range c.running {
-			require.False(c.t, r && c.alive[n], "node %s still runs its part of epoch %d in %s", n, c.m.Epoch, c.m.Phase)
+			require.False(c.t, r && c.alive[n], "node %s still runs its part of epoch %d in %s", n, c.m.Epoch,
+				c.m.Phase)
 		}
 	case DoStart:
 		for _, n := range c.nodes {
@@ -96,15 +100,16 @@ func (c *crowd) obey(f Effect) {
 	case DoStopOthers, DoStop:
 		for _, n := range c.nodes {
 			if c.alive[n] && c.running[n] && (c.sure || rapid.Bool().Draw(c.t, "order arrives")) {
-				c.end(n)
+				c.endPart(n)
 			}
 		}
 	default:
 	}
 }
 
-// end is a node that ends its part and says so. Its report goes through a mailbox, so it comes after the step that told it.
-func (c *crowd) end(n string) { c.running[n], c.told[n] = false, true }
+// endPart ends the part of one node. The node reports it through a mailbox, so the report comes after this
+// step.
+func (c *crowd) endPart(n string) { c.running[n], c.told[n] = false, true }
 
 func (c *crowd) step() {
 	c.now = c.now.Add(time.Duration(rapid.IntRange(0, 3).Draw(c.t, "s")) * time.Second)
@@ -125,21 +130,21 @@ func (c *crowd) step() {
 		c.feed(Event{Kind: EvReady})
 	case 3:
 		if c.alive[n] && c.running[n] {
-			c.end(n)
+			c.endPart(n)
 			c.feed(Event{Kind: EvKilling, Others: c.others(c.told)})
 		}
 	case 4:
-		if c.m.up() {
+		if c.m.mayRun() {
 			c.alive[n] = false
-			c.feed(Event{Kind: EvNodeLost, Others: c.others(c.gone())})
+			c.feed(Event{Kind: EvNodeLost, Others: c.others(c.goneNodes())})
 		}
 	case 5:
 		c.feed(Event{Kind: EvUnwant, Grace: time.Second})
 	case 6:
 		c.feed(Event{Kind: EvTick})
 	default:
-		if c.m.up() && !c.running[n] {
-			c.feed(Event{Kind: EvGone, Others: c.others(c.gone())})
+		if c.m.mayRun() && !c.running[n] {
+			c.feed(Event{Kind: EvGone, Others: c.others(c.goneNodes())})
 		}
 	}
 }
@@ -150,24 +155,27 @@ func (c *crowd) settle() {
 	for range 3 {
 		c.now = c.now.Add(DefaultResend)
 		c.feed(Event{Kind: EvTick})
-		if c.m.up() && !c.others(c.gone()) && c.m.Phase != Starting && c.m.Phase != Ready {
+		if c.m.mayRun() && !c.others(c.goneNodes()) && c.m.Phase != Starting && c.m.Phase != Ready {
 			c.feed(Event{Kind: EvGone})
 		}
 	}
 }
 
-// TestAnyLossOfNodesNeverDoublesAUnit: a unit over three nodes is released and granted again only when no living node runs a
-// part of it, and one that is being ended does end, whichever orders are lost.
+// TestAnyLossOfNodesNeverDoublesAUnit: a unit over three nodes is released and granted again only when no
+// living node runs a part of it, and one that is being ended does end, whichever orders are lost.
 func TestAnyLossOfNodesNeverDoublesAUnit(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		c := &crowd{t: t, now: noon, nodes: []string{"a", "b", "c"}, alive: map[string]bool{}, running: map[string]bool{}, told: map[string]bool{}}
+		c := &crowd{
+			t: t, now: noon, nodes: []string{"a", "b", "c"}, alive: map[string]bool{},
+			running: map[string]bool{}, told: map[string]bool{},
+		}
 		for range rapid.IntRange(1, 60).Draw(t, "steps") {
 			c.step()
 		}
 		ending := c.m.NodeLost || c.m.Stopping
 		c.settle()
 		if ending {
-			require.False(t, c.m.up(), "%s does not end", c.m.Phase)
+			require.False(t, c.m.mayRun(), "%s does not end", c.m.Phase)
 		}
 	})
 }

@@ -16,12 +16,15 @@ var noon = time.Date(2026, 1, 1, 12, 0, 0, 0, time.UTC)
 var allPhases = []Phase{"", Pending, Starting, Ready, Fenced, Killing, Backoff, Draining, Failed, Gone}
 
 var eventNames = map[UnitEventKind]string{
-	EvWant: "want", EvRedeploy: "redeploy", EvUnwant: "unwant", EvGranted: "granted", EvLost: "lost", EvNodeLost: "node lost", EvTick: "tick",
-	EvStarted: "started", EvReady: "ready", EvFenced: "fenced", EvKilling: "killing", EvDraining: "draining", EvGone: "gone",
+	EvWant: "want", EvRedeploy: "redeploy", EvUnwant: "unwant", EvGranted: "granted", EvLost: "lost",
+	EvNodeLost: "node lost", EvTick: "tick",
+	EvStarted: "started", EvReady: "ready", EvFenced: "fenced", EvKilling: "killing", EvDraining: "draining",
+	EvGone: "gone",
 }
 
 var effectNames = map[EffectKind]string{
-	DoGrant: "grant", DoStart: "start", DoStop: "stop", DoStopOthers: "stop others", ProposeReady: "UnitReady", ProposeFenced: "UnitFenced",
+	DoGrant: "grant", DoStart: "start", DoStop: "stop", DoStopOthers: "stop others",
+	ProposeReady: "UnitReady", ProposeFenced: "UnitFenced",
 	ProposeFailed: "UnitFailed", ProposeRelease: "Release", CountRestart: "count",
 }
 
@@ -152,7 +155,10 @@ func checkEdge(t *testing.T, p Phase, k UnitEventKind, others bool) {
 		want, listed = w, true
 	}
 	before := in(p)
-	after, effects := Next(before, Event{Kind: k, Epoch: epochFor(k), Attempt: 3, Grace: time.Minute, Others: others}, noon, Timers{})
+	after, effects := Next(before, Event{
+		Kind: k, Epoch: epochFor(k), Attempt: 3, Grace: time.Minute,
+		Others: others,
+	}, noon, Timers{})
 	assert.Equal(t, in(p), before, "the argument changed")
 	if !listed {
 		assert.Equal(t, before, after, name)
@@ -194,8 +200,12 @@ func TestThirdFailedStartIsFailed(t *testing.T) {
 	m, effects := Next(Machine{}, Event{Kind: EvWant}, noon, Timers{})
 	require.Equal(t, []Effect{{Kind: DoGrant, Attempt: 1}}, effects)
 	for attempt, wait := range []time.Duration{time.Second, 2 * time.Second, 0} {
-		m, _ = Next(m, Event{Kind: EvGranted, Epoch: uint64(attempt + 1), Attempt: attempt + 1}, noon, Timers{})
-		m, effects = Next(m, Event{Kind: EvGone, Epoch: m.Epoch, Reason: fmt.Sprint("cause ", attempt), LogTail: []string{"l"}}, noon, Timers{})
+		m, _ = Next(m, Event{Kind: EvGranted, Epoch: uint64(attempt + 1), Attempt: attempt + 1}, noon,
+			Timers{})
+		m, effects = Next(m, Event{
+			Kind: EvGone, Epoch: m.Epoch, Reason: fmt.Sprint("cause ", attempt),
+			LogTail: []string{"l"},
+		}, noon, Timers{})
 		if attempt == 2 {
 			break
 		}
@@ -223,9 +233,11 @@ func TestNodeThatDiesOfAStart(t *testing.T) {
 		m, asked := Next(Machine{}, Event{Kind: EvWant}, noon, Timers{})
 		for i, want := range effects {
 			require.Equal(t, DoGrant, asked[len(asked)-1].Kind)
-			m, _ = Next(m, Event{Kind: EvGranted, Epoch: uint64(i + 1), Attempt: asked[len(asked)-1].Attempt}, noon, Timers{})
+			m, _ = Next(m, Event{Kind: EvGranted, Epoch: uint64(i + 1), Attempt: asked[len(asked)-1].Attempt},
+				noon, Timers{})
 			require.Equal(t, i+1, m.Attempt)
-			m, asked = Next(m, Event{Kind: kind, Reason: "dpserve was started again on node a"}, noon, Timers{})
+			m, asked = Next(m, Event{Kind: kind, Reason: "dpserve was started again on node a"}, noon,
+				Timers{})
 			require.Equal(t, want, describe(m, asked))
 			require.True(t, m.NodeDied)
 			if m.Phase == Backoff {
@@ -237,7 +249,8 @@ func TestNodeThatDiesOfAStart(t *testing.T) {
 	}
 }
 
-// TestNodeThatEndsIsNoFailedStart of a unit that served, that starts nothing, or whose node was told to end, however often.
+// TestNodeThatEndsIsNoFailedStart of a unit that served, that starts nothing, or whose node was told to end,
+// however often.
 func TestNodeThatEndsIsNoFailedStart(t *testing.T) {
 	attached := in(Starting)
 	attached.Attach = true
@@ -293,7 +306,8 @@ func TestRestartsDoubleAndReset(t *testing.T) {
 }
 
 func TestStopCarriesTheGraceThatIsLeft(t *testing.T) {
-	m, effects := Next(in(Ready), Event{Kind: EvUnwant, Grace: 3 * time.Second, Reason: "deleted"}, noon, Timers{})
+	m, effects := Next(in(Ready), Event{Kind: EvUnwant, Grace: 3 * time.Second, Reason: "deleted"}, noon,
+		Timers{})
 	assert.Equal(t, []Effect{{Kind: DoStop, Grace: 3 * time.Second}}, effects)
 	m, effects = Next(m, Event{Kind: EvTick}, noon.Add(2*time.Second), Timers{})
 	assert.Equal(t, []Effect{{Kind: DoStop, Grace: time.Second}}, effects)
@@ -312,10 +326,14 @@ func TestFirstReasonIsKept(t *testing.T) {
 	assert.Len(t, m.LogTail, LogTailLines)
 }
 
-// TestWhatDoesNotEndIsNamed: a node that says what is left adds it to the reason. The reasons of others do not take its place.
+// TestWhatDoesNotEndIsNamed: a node that says what is left adds it to the reason. The reasons of others do
+// not take its place.
 func TestWhatDoesNotEndIsNamed(t *testing.T) {
 	m, _ := Next(in(Ready), Event{Kind: EvFenced, Epoch: 3, Reason: "rank 5: signal killed"}, noon, Timers{})
-	for _, reason := range []string{"rank 5: signal killed", "rank 5: signal killed; still held after 10s: process 7", "rank 6: exit code 1"} {
+	for _, reason := range []string{
+		"rank 5: signal killed",
+		"rank 5: signal killed; still held after 10s: process 7", "rank 6: exit code 1",
+	} {
 		m, _ = Next(m, Event{Kind: EvKilling, Epoch: 3, Reason: reason}, noon, Timers{})
 	}
 	assert.Equal(t, "rank 5: signal killed; still held after 10s: process 7", m.Reason)
@@ -323,15 +341,17 @@ func TestWhatDoesNotEndIsNamed(t *testing.T) {
 
 func TestTimersArePinned(t *testing.T) {
 	assert.Equal(t, Timers{
-		StartRetry: time.Second, RestartMin: time.Second, RestartMax: 64 * time.Second, RestartReset: 10 * time.Minute, Resend: 2 * time.Second,
+		StartRetry: time.Second, RestartMin: time.Second, RestartMax: 64 * time.Second,
+		RestartReset: 10 * time.Minute, Resend: 2 * time.Second,
 	}, Timers{}.WithDefaults())
 	assert.Equal(t, 3, MaxStartAttempts)
 	quick := Timers{StartRetry: 1, RestartMin: 2, RestartMax: 3, RestartReset: 4, Resend: 5}
 	assert.Equal(t, quick, quick.WithDefaults())
-	assert.Equal(t, 64*time.Second, Timers{}.WithDefaults().restart(1<<40))
+	assert.Equal(t, 64*time.Second, Timers{}.WithDefaults().restartDelay(1<<40))
 }
 
-// TestAnyEventsKeepTheMachineRight plays random events against raft as it is (epochs by grant) and a dumb count of starts.
+// TestAnyEventsKeepTheMachineRight plays random events against raft as it is (epochs by grant) and a dumb
+// count of starts.
 func TestAnyEventsKeepTheMachineRight(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		m := Machine{Attach: rapid.Bool().Draw(t, "attach")}
@@ -340,7 +360,11 @@ func TestAnyEventsKeepTheMachineRight(t *testing.T) {
 		for range rapid.IntRange(1, 80).Draw(t, "events") {
 			now = now.Add(time.Duration(rapid.IntRange(0, 90).Draw(t, "s")) * time.Second)
 			k := UnitEventKind(rapid.IntRange(0, int(EvGone)).Draw(t, "event"))
-			e := Event{Kind: k, Epoch: raft, Grace: time.Second, WasReady: rapid.IntRange(0, 9).Draw(t, "was") == 0, Asked: rapid.IntRange(0, 3).Draw(t, "asked") == 0}
+			e := Event{
+				Kind: k, Epoch: raft, Grace: time.Second,
+				WasReady: rapid.IntRange(0, 9).Draw(t, "was") == 0,
+				Asked:    rapid.IntRange(0, 3).Draw(t, "asked") == 0,
+			}
 			if rapid.IntRange(0, 6).Draw(t, "old") == 0 && raft > 0 {
 				e.Epoch = raft - 1
 			}
@@ -357,17 +381,17 @@ func TestAnyEventsKeepTheMachineRight(t *testing.T) {
 			require.GreaterOrEqual(t, m.Epoch, before.Epoch, "epochs never fall")
 			if m.Phase == Starting && before.Phase != Starting {
 				require.Greater(t, m.Epoch, before.Epoch, "every start has a new epoch")
-				require.False(t, before.up(), "two live grants")
+				require.False(t, before.mayRun(), "two live grants")
 			}
 			row = countFailures(t, row, e, before, m)
 			for _, f := range effects {
 				if f.Kind == DoGrant {
-					require.False(t, m.up(), "a grant is asked for while one may be alive")
+					require.False(t, m.mayRun(), "a grant is asked for while one may be alive")
 					require.LessOrEqual(t, f.Attempt, MaxStartAttempts)
 					asked = f.Attempt
 				}
 				if f.Kind == ProposeRelease {
-					require.False(t, m.up(), "released while it may be alive")
+					require.False(t, m.mayRun(), "released while it may be alive")
 				}
 			}
 		}
@@ -376,17 +400,19 @@ func TestAnyEventsKeepTheMachineRight(t *testing.T) {
 
 // countFailures is how many starts in a row have failed by now.
 func countFailures(t *rapid.T, row int, e Event, before, after Machine) int {
-	k, wasReady, asked := e.Kind, before.WasReady || e.Kind == EvGone && e.WasReady, e.Kind != EvGone && e.Asked
+	k, wasReady, asked := e.Kind, before.WasReady || e.Kind == EvGone && e.WasReady, e.Kind != EvGone &&
+		e.Asked
 	switch {
-	case after.Phase == Ready, after.Phase == Gone, k == EvWant && before.Phase != after.Phase, k == EvRedeploy && before.Phase != after.Phase:
+	case after.Phase == Ready, after.Phase == Gone, k == EvWant && before.Phase != after.Phase,
+		k == EvRedeploy && before.Phase != after.Phase:
 		row = 0
-	case before.up() && after.Phase == Pending: // its node, or the process there, is no more
+	case before.mayRun() && after.Phase == Pending: // its node, or the process there, is no more
 		if row++; wasReady || asked || before.Attach {
 			row = 0
 		}
-	case before.up() && after.Phase == Backoff && after.Attempt == 0:
+	case before.mayRun() && after.Phase == Backoff && after.Attempt == 0:
 		row = 0
-	case before.up() && (after.Phase == Backoff || after.Phase == Failed):
+	case before.mayRun() && (after.Phase == Backoff || after.Phase == Failed):
 		row++
 	}
 	require.LessOrEqual(t, row, MaxStartAttempts)

@@ -1,6 +1,6 @@
 package membership
 
-// Kill ends a member as a power cut would: without a farewell.
+// Kill ends a member without announcing it, like a power cut.
 func (g *Gossip) Kill() error { return g.end(false) }
 
 // Encode, DecodeMeta and ReasonOf are for tests.

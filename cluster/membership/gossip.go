@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"log"
 	"math/rand/v2"
+	"net"
 	"slices"
 	"sync"
 	"time"
@@ -16,10 +17,10 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// maxKeys are in use while one replaces another.
+// maxKeys is how many keys are in use while one replaces another.
 const maxKeys = 2
 
-// Gossip is this node's part in the gossip. It is safe for concurrent use.
+// Gossip is this node's part of the gossip. It is safe for concurrent use.
 type Gossip struct {
 	cfg       Config
 	table     *table
@@ -30,14 +31,14 @@ type Gossip struct {
 	mu      sync.Mutex
 	meta    []byte // encoded
 	plain   Meta
-	renewed chan struct{} // one slot: meta changed
+	renewed chan struct{} // one slot: meta has changed
 
-	life sync.Mutex // Start and Close
+	life sync.Mutex // held by Start and Close
 	done chan struct{}
 	wg   sync.WaitGroup
 }
 
-// New binds, so that a taken port is told early; Start begins.
+// New binds the port, so that a taken port is reported early. Start begins the gossip.
 func New(ctx context.Context, cfg Config) (*Gossip, error) {
 	cfg = cfg.withDefaults()
 	if err := cfg.check(); err != nil {
@@ -51,7 +52,10 @@ func New(ctx context.Context, cfg Config) (*Gossip, error) {
 	if err != nil {
 		return nil, err
 	}
-	g := &Gossip{cfg: cfg, table: newTable(), ring: ring, renewed: make(chan struct{}, 1), done: make(chan struct{})}
+	g := &Gossip{
+		cfg: cfg, table: newTable(), ring: ring, renewed: make(chan struct{}, 1),
+		done: make(chan struct{}),
+	}
 	if err := g.setMeta(cfg.Meta); err != nil {
 		return nil, err
 	}
@@ -65,7 +69,7 @@ func New(ctx context.Context, cfg Config) (*Gossip, error) {
 	return g, nil
 }
 
-// Address is where others reach this node's gossip (IP:PORT).
+// Address returns the IP:PORT at which others reach this node's gossip.
 func (g *Gossip) Address() string {
 	ip, port, err := g.transport.FinalAdvertiseAddr("", 0)
 	if err != nil {
@@ -74,7 +78,8 @@ func (g *Gossip) Address() string {
 	return (&memberlist.Node{Addr: ip, Port: uint16(port)}).Address() //nolint:gosec // a port
 }
 
-// Start joins the others, as far as they are there, and goes on looking for seeds that are missing. It does not wait for them.
+// Start joins the other nodes that can be reached, and keeps looking for missing seeds. It does not wait for
+// them.
 func (g *Gossip) Start() error {
 	g.life.Lock()
 	defer g.life.Unlock()
@@ -86,12 +91,12 @@ func (g *Gossip) Start() error {
 		return problem.New(problem.Internal, "start the gossip: %w", err)
 	}
 	g.list = list
-	g.wg.Go(g.tell)
-	g.wg.Go(g.upkeep)
+	g.wg.Go(g.notifyChanges)
+	g.wg.Go(g.maintain)
 	return nil
 }
 
-// config is memberlist's.
+// config returns the configuration of memberlist.
 func (g *Gossip) config() *memberlist.Config {
 	c := memberlist.DefaultLANConfig()
 	c.Name = g.cfg.name()
@@ -103,18 +108,19 @@ func (g *Gossip) config() *memberlist.Config {
 	c.GossipInterval = min(gossipEvery, g.cfg.Timers.Probe)
 	c.PushPullInterval = pushPull
 	c.TCPTimeout = streamTimeout
-	c.Logger = log.New(newListener(g.cfg.Log, g.cfg.Refused), "", 0)
+	c.Logger = log.New(newLogReader(g.cfg.Log, g.cfg.Refused), "", 0)
 	d := &delegate{g: g}
 	c.Delegate, c.Events, c.Merge, c.Alive, c.Ping = d, g.table, d, d, d
 	return c
 }
 
-// Members is the view of this node, itself included: one entry per UID, sorted by node. Who was removed is not in it.
+// Members returns this node's view, with itself: one entry per UID, sorted by node. Removed nodes are not in
+// it.
 func (g *Gossip) Members() []Member {
 	return slices.DeleteFunc(g.table.list(), func(m Member) bool { return g.cfg.Revoked(m.UID) })
 }
 
-// UpdateMeta announces another Meta, at most once per second: the last one counts.
+// UpdateMeta announces another Meta, at most once per second. The last one counts.
 func (g *Gossip) UpdateMeta(m Meta) error {
 	if m.Cluster != g.cfg.Meta.Cluster || m.UID != g.cfg.Meta.UID {
 		return problem.New(problem.InvalidArgument, "a member keeps its cluster and its UID")
@@ -143,29 +149,34 @@ func (g *Gossip) encodedMeta() []byte {
 	return g.meta
 }
 
-// SetKeys lets messages with these keys in, one or two, and sends with the first. A change of the key has three steps, each taken by all
-// nodes before any takes the next: the new one behind the old, the old one behind the new, the new one alone.
+// SetKeys sets the one or two keys that this node accepts; it encrypts with the first. A rotation has three
+// steps, and all nodes take one before any node takes the next: the new key after the old one, the old key
+// after the new one, the new key alone.
 func (g *Gossip) SetKeys(keys ...[]byte) error {
 	g.life.Lock()
 	defer g.life.Unlock()
 	if len(keys) == 0 || len(keys) > maxKeys {
-		return problem.New(problem.InvalidArgument, "gossip has one key or %d, these are %d", maxKeys, len(keys))
+		return problem.New(problem.InvalidArgument, "gossip has one key or %d, these are %d", maxKeys,
+			len(keys))
 	}
 	for _, k := range keys {
 		if len(k) != KeySize {
-			return problem.New(problem.InvalidArgument, "a gossip key has %d bytes, this one has %d", KeySize, len(k))
+			return problem.New(problem.InvalidArgument, "a gossip key has %d bytes, this one has %d", KeySize,
+				len(k))
 		}
 	}
-	// Never three at a time: RemoveKey would change a list that is being read, as the keyring shares it.
-	err := errors.Join(g.keep(keys...), g.ring.AddKey(keys[0]), g.ring.UseKey(keys[0]), g.keep(keys...))
+	// Never three keys at a time: RemoveKey would change a list that memberlist is reading, because the
+	// keyring shares it.
+	err := errors.Join(g.removeOtherKeys(keys...), g.ring.AddKey(keys[0]), g.ring.UseKey(keys[0]),
+		g.removeOtherKeys(keys...))
 	for _, k := range keys[1:] {
 		err = errors.Join(err, g.ring.AddKey(k))
 	}
 	return err
 }
 
-// keep removes the keys that are not among keys, but for the one in use.
-func (g *Gossip) keep(keys ...[]byte) error {
+// removeOtherKeys removes the keys that are not in keys, except the one in use.
+func (g *Gossip) removeOtherKeys(keys ...[]byte) error {
 	var err error
 	for _, k := range g.ring.GetKeys()[1:] {
 		if !slices.ContainsFunc(keys, func(kept []byte) bool { return bytes.Equal(kept, k) }) {
@@ -175,7 +186,7 @@ func (g *Gossip) keep(keys ...[]byte) error {
 	return err
 }
 
-// Close says farewell, for at most a second, and ends.
+// Close announces that this node leaves, for at most a second, and ends.
 func (g *Gossip) Close() error { return g.end(true) }
 
 func (g *Gossip) end(farewell bool) error {
@@ -189,16 +200,16 @@ func (g *Gossip) end(farewell bool) error {
 		return g.transport.Shutdown()
 	}
 	if farewell {
-		g.farewell()
+		g.announceLeave()
 	}
 	err := g.list.Shutdown()
 	g.wg.Wait()
 	return err
 }
 
-// farewell tells the others that this is no failure. memberlist's own word for it reaches the delegates as a death, so Meta says it
-// first. Whoever misses it will find out by silence.
-func (g *Gossip) farewell() {
+// announceLeave tells the others that this is no failure. memberlist's own message reaches the delegates as a
+// death, so Meta says it first. A node that misses both finds out by silence.
+func (g *Gossip) announceLeave() {
 	g.mu.Lock()
 	m := g.plain
 	g.mu.Unlock()
@@ -218,8 +229,8 @@ func (g *Gossip) closed() bool {
 	}
 }
 
-// tell calls OnChange, outside of memberlist's locks.
-func (g *Gossip) tell() {
+// notifyChanges calls OnChange, outside of memberlist's locks.
+func (g *Gossip) notifyChanges() {
 	for {
 		select {
 		case <-g.table.changed:
@@ -230,8 +241,8 @@ func (g *Gossip) tell() {
 	}
 }
 
-// upkeep looks for missing seeds and announces what changed.
-func (g *Gossip) upkeep() {
+// maintain looks for missing seeds and announces a changed Meta.
+func (g *Gossip) maintain() {
 	seek := time.NewTimer(0)
 	defer seek.Stop()
 	announce := time.NewTicker(min(metaEvery, g.cfg.Timers.Rejoin))
@@ -242,41 +253,119 @@ func (g *Gossip) upkeep() {
 			return
 		case <-seek.C:
 			g.rejoin()
-			seek.Reset(g.pause())
+			seek.Reset(g.rejoinPause())
 		case <-announce.C:
 			select {
 			case <-g.renewed:
-				_ = g.list.UpdateNode(metaEvery) // who does not hear it now hears it by push and pull
+				_ = g.list.UpdateNode(metaEvery) // nodes that miss it get it later, by push and pull
 			default:
 			}
 		}
 	}
 }
 
-// pause is short while nobody else is there.
-func (g *Gossip) pause() time.Duration {
-	if g.table.alone() {
+// rejoinPause is short while no other node is alive.
+func (g *Gossip) rejoinPause() time.Duration {
+	if g.table.isAlone() {
 		return min(aloneRejoin, g.cfg.Timers.Rejoin)
 	}
 	return g.cfg.Timers.Rejoin
 }
 
-// rejoin asks some of the missing seeds for their view: it heals a split, which the gossip alone never would.
+// rejoin asks some of the missing seeds for their view. It ends a split, which gossip alone would never do.
 func (g *Gossip) rejoin() {
 	var addresses []string
 	for _, seed := range g.cfg.Seeds() {
-		if a, err := g.numeric(seed); err == nil {
+		if a, err := g.numericAddress(seed); err == nil {
 			addresses = append(addresses, a)
 		}
 	}
 	missing := g.table.missing(addresses)
 	rand.Shuffle(len(missing), func(i, j int) { missing[i], missing[j] = missing[j], missing[i] })
 	for i, a := range missing {
-		if g.closed() || i >= seedsPerRound && !g.table.alone() {
+		if g.closed() || i >= seedsPerRound && !g.table.isAlone() {
 			return
 		}
 		if _, err := g.list.Join([]string{a}); err != nil {
 			g.cfg.Log.Debug("gossip does not reach a seed", "seed", a, "err", err.Error())
 		}
 	}
+}
+
+// delegate answers memberlist. memberlist calls it under its own lock, so it must not call memberlist and
+// must not wait.
+type delegate struct{ g *Gossip }
+
+var (
+	_ memberlist.Delegate      = (*delegate)(nil)
+	_ memberlist.MergeDelegate = (*delegate)(nil)
+	_ memberlist.AliveDelegate = (*delegate)(nil)
+	_ memberlist.PingDelegate  = (*delegate)(nil)
+)
+
+// NodeMeta returns what this node announces.
+func (d *delegate) NodeMeta(int) []byte { return d.g.encodedMeta() }
+
+// NotifyAlive refuses members of other clusters, removed members, and nodes that are not dpserve's.
+func (d *delegate) NotifyAlive(n *memberlist.Node) error { return d.g.checkMember(n) }
+
+// NotifyMerge refuses the whole view of a peer that knows members of another cluster, so that two clusters
+// never mix.
+func (d *delegate) NotifyMerge(peers []*memberlist.Node) error {
+	for _, n := range peers {
+		if meta, err := decodeMeta(n.Meta); err == nil && meta.Cluster != d.g.cfg.Meta.Cluster {
+			return fmt.Errorf("%s belongs to cluster %s, not %s", n.Name, meta.Cluster, d.g.cfg.Meta.Cluster)
+		}
+	}
+	return nil
+}
+
+// NotifyPingComplete records that a member answered.
+func (d *delegate) NotifyPingComplete(n *memberlist.Node, _ time.Duration, _ []byte) {
+	d.g.table.recordAnswer(n.Name)
+}
+
+// AckPayload adds nothing.
+func (d *delegate) AckPayload() []byte { return nil }
+
+// NotifyMsg ignores user messages, because dpserve sends none.
+func (d *delegate) NotifyMsg([]byte) {}
+
+// GetBroadcasts has none.
+func (d *delegate) GetBroadcasts(int, int) [][]byte { return nil }
+
+// LocalState adds nothing to a push and pull.
+func (d *delegate) LocalState(bool) []byte { return nil }
+
+// MergeRemoteState ignores what others add.
+func (d *delegate) MergeRemoteState([]byte, bool) {}
+
+func (g *Gossip) checkMember(n *memberlist.Node) error {
+	meta, err := decodeMeta(n.Meta)
+	if err != nil {
+		return err
+	}
+	switch {
+	case meta.Cluster != g.cfg.Meta.Cluster:
+		return fmt.Errorf("it belongs to cluster %s, not %s", meta.Cluster, g.cfg.Meta.Cluster)
+	case g.cfg.Revoked(meta.UID):
+		return fmt.Errorf("uid %s was removed from the cluster", meta.UID)
+	}
+	_, _, err = splitName(n.Name)
+	return err
+}
+
+// numericAddress returns the IP:PORT of a seed, in the form of Member.Gossip.
+func (g *Gossip) numericAddress(seed string) (string, error) {
+	host, port, err := net.SplitHostPort(seed)
+	if err != nil {
+		return "", err
+	}
+	ctx, cancel := g.transport.within(resolveTimeout)
+	defer cancel()
+	ip, err := resolve(ctx, host)
+	if err != nil {
+		return "", err
+	}
+	return net.JoinHostPort(ip.String(), port), nil
 }

@@ -40,10 +40,14 @@ func config(t testing.TB, node string, seeds ...string) membership.Config {
 	return membership.Config{
 		Node: node, Incarnation: 1, Bind: "127.0.0.1:0", Key: key(t, secret),
 		Meta: membership.Meta{
-			Cluster: "c1", UID: "uid-" + node, Address: "127.0.0.1:7947", Roles: []string{"control", "worker"}, Version: "v1", Zone: "z1", Index: 3,
+			Cluster: "c1", UID: "uid-" + node, Address: "127.0.0.1:7947",
+			Roles: []string{"control", "worker"}, Version: "v1", Zone: "z1", Index: 3,
 		},
-		Seeds:  func() []string { return seeds },
-		Timers: membership.Timers{Probe: 30 * time.Millisecond, ProbeTimeout: 15 * time.Millisecond, Rejoin: time.Second},
+		Seeds: func() []string { return seeds },
+		Timers: membership.Timers{
+			Probe: 30 * time.Millisecond, ProbeTimeout: 15 * time.Millisecond,
+			Rejoin: time.Second,
+		},
 	}
 }
 
@@ -68,7 +72,8 @@ func view(g *membership.Gossip) string {
 func eventually(t testing.TB, want string, members ...*membership.Gossip) {
 	t.Helper()
 	for _, g := range members {
-		require.Eventually(t, func() bool { return view(g) == want }, 15*time.Second, 5*time.Millisecond, "wants %s", want)
+		require.Eventually(t, func() bool { return view(g) == want }, 15*time.Second, 5*time.Millisecond,
+			"wants %s", want)
 	}
 }
 
@@ -87,14 +92,16 @@ func TestThreeMembers(t *testing.T) {
 	assert.WithinDuration(t, time.Now(), m.LastSeen, time.Minute)
 	m.LastSeen = time.Time{}
 	assert.Equal(t, membership.Member{
-		Node: "a", UID: "uid-a", Address: "127.0.0.1:7947", Gossip: a.Address(), Roles: []string{"control", "worker"}, Version: "v1", Zone: "z1",
+		Node: "a", UID: "uid-a", Address: "127.0.0.1:7947", Gossip: a.Address(),
+		Roles: []string{"control", "worker"}, Version: "v1", Zone: "z1",
 		Index: 3, State: membership.Alive, Incarnation: 1,
 	}, m)
 
 	require.NoError(t, b.Kill())
 	eventually(t, "a:alive b:dead c:alive", a, c)
 
-	// It comes back under the same name, with another address, and says farewell; packets get lost, so it may take more than one.
+	// It comes back under the same name, with another address, and says farewell; packets get lost, so it may
+	// take more than one.
 	again := config(t, "b", a.Address())
 	again.Bind = "127.0.0.2:0"
 	for left := false; !left; {
@@ -109,7 +116,10 @@ func TestThreeMembers(t *testing.T) {
 		require.NoError(t, b.Close())
 		require.NoError(t, b.Close())
 		gone := func(g *membership.Gossip) func() bool {
-			return func() bool { return strings.Contains(view(g), "b:left") || strings.Contains(view(g), "b:dead") }
+			return func() bool {
+				return strings.Contains(view(g), "b:left") ||
+					strings.Contains(view(g), "b:dead")
+			}
 		}
 		require.Eventually(t, gone(a), 15*time.Second, 5*time.Millisecond)
 		require.Eventually(t, gone(c), 15*time.Second, 5*time.Millisecond)
@@ -118,12 +128,17 @@ func TestThreeMembers(t *testing.T) {
 
 	next := membership.Meta{Cluster: "c1", UID: "uid-c", Address: "127.0.0.9:7947", Index: 99}
 	require.NoError(t, c.UpdateMeta(next))
-	require.Eventually(t, func() bool { m := a.Members()[2]; return m.Index == 99 && m.Address == "127.0.0.9:7947" }, 10*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool {
+		m := a.Members()[2]
+		return m.Index == 99 &&
+			m.Address == "127.0.0.9:7947"
+	}, 10*time.Second, time.Millisecond)
 	next.UID = "uid-x"
 	require.Error(t, c.UpdateMeta(next))
 }
 
-// A node that was killed and comes back at once, at the same address: the old process is not taken for the new one.
+// TestAQuickRestart: a node is killed and comes back at once at the same address. The old process is not
+// taken for the new one.
 func TestAQuickRestart(t *testing.T) {
 	a := start(t, config(t, "a"))
 	b := start(t, config(t, "b", a.Address()))
@@ -187,7 +202,7 @@ func TestStrangersStayOutside(t *testing.T) {
 	assert.Less(t, strings.Count(log.String(), "level=WARN"), 30)
 }
 
-// Nothing on the wire can be read without the key: not a name, not the cluster, not an address in clear.
+// TestNothingIsSentInClear: without the key nothing can be read: no name, no cluster, no address.
 func TestNothingIsSentInClear(t *testing.T) {
 	var wire syncBuffer
 	tap := func(cfg membership.Config) membership.Config {
@@ -287,7 +302,11 @@ func TestTheKeyChangesWithoutALostMember(t *testing.T) {
 		require.NoError(t, b.SetKeys(keys...))
 	}
 	require.NoError(t, b.UpdateMeta(membership.Meta{Cluster: "c1", UID: "uid-b", Index: 50}))
-	require.Eventually(t, func() bool { m := a.Members(); return m[1].Index == 50 && m[1].State == membership.Alive }, 10*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool {
+		m := a.Members()
+		return m[1].Index == 50 &&
+			m[1].State == membership.Alive
+	}, 10*time.Second, time.Millisecond)
 	late := config(t, "c", a.Address())
 	late.Key = second
 	c := start(t, late)
@@ -407,8 +426,8 @@ func within(t *testing.T, limit time.Duration, want string, members ...*membersh
 	}
 }
 
-// On fake time with the real timers: a full view within 2 s of three starts, a power cut is seen within 3 s (MB1), and a split of
-// 30 s is over within 10 s of its healing (MB2).
+// TestTimesOfThreeNodes, on fake time with the real timers: a full view within 2 s of three starts, a power
+// cut is seen within 3 s (MB1), and a split of 30 s is over within 10 s of its healing (MB2).
 func TestTimesOfThreeNodes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := &lan{}
@@ -436,9 +455,13 @@ func TestTimesOfThreeNodes(t *testing.T) {
 	})
 }
 
-// MB4 on fake time with the real timers: a node that ended in peace or was killed is back within 5 s under another address.
+// TestNodeIsBackUnderANewAddress (MB4), on fake time with the real timers: a node that was closed or killed
+// is back within 5 s under another address.
 func TestNodeIsBackUnderANewAddress(t *testing.T) {
-	for name, end := range map[string]func(g *membership.Gossip) error{"closed": (*membership.Gossip).Close, "killed": (*membership.Gossip).Kill} {
+	for name, end := range map[string]func(g *membership.Gossip) error{
+		"closed": (*membership.Gossip).Close,
+		"killed": (*membership.Gossip).Kill,
+	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				l := &lan{}
@@ -460,7 +483,8 @@ func TestNodeIsBackUnderANewAddress(t *testing.T) {
 				}
 				for _, g := range []*membership.Gossip{a, b} {
 					for at(g) != "10.0.0.4:7946" {
-						require.LessOrEqual(t, time.Since(began), 5*time.Second, "n3 is at %q: %s", at(g), view(g))
+						require.LessOrEqual(t, time.Since(began), 5*time.Second, "n3 is at %q: %s", at(g),
+							view(g))
 						time.Sleep(10 * time.Millisecond)
 					}
 				}

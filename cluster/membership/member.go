@@ -9,17 +9,17 @@ import (
 	"github.com/hashicorp/memberlist"
 )
 
-// State is what the gossip says of a member.
+// State is the state of a member by the gossip.
 type State string
 
-// The states. Suspicion is not shown: it is refuted or ends in Dead within seconds.
+// The states. Suspicion is not one: within seconds it is refuted or ends in Dead.
 const (
 	Alive State = "alive"
-	Dead  State = "dead" // silent
-	Left  State = "left" // on purpose
+	Dead  State = "dead" // it does not answer
+	Left  State = "left" // it announced that it leaves
 )
 
-// maxGone bounds members that are remembered although they are gone; the longest gone are forgotten first.
+// maxGone bounds the remembered members that are gone. The ones that are gone longest are forgotten first.
 const maxGone = 256
 
 // Member is one process of a node, as the gossip knows it.
@@ -37,7 +37,8 @@ type Member struct {
 	Incarnation uint64
 }
 
-// table is the view of this node. memberlist tells it under its own lock, so it calls nobody back (TRAPS 17).
+// table is this node's view. memberlist calls it under its own lock, so it must not call memberlist or its
+// users.
 type table struct {
 	mu      sync.Mutex
 	members map[string]*Member // by memberlist's name
@@ -51,15 +52,15 @@ func newTable() *table {
 var _ memberlist.EventDelegate = (*table)(nil)
 
 // NotifyJoin implements memberlist.EventDelegate.
-func (t *table) NotifyJoin(n *memberlist.Node) { t.seen(n) }
+func (t *table) NotifyJoin(n *memberlist.Node) { t.recordMember(n) }
 
 // NotifyUpdate implements memberlist.EventDelegate.
-func (t *table) NotifyUpdate(n *memberlist.Node) { t.seen(n) }
+func (t *table) NotifyUpdate(n *memberlist.Node) { t.recordMember(n) }
 
-func (t *table) seen(n *memberlist.Node) {
+func (t *table) recordMember(n *memberlist.Node) {
 	meta, err := decodeMeta(n.Meta)
 	if err != nil {
-		return // refused before: NotifyAlive
+		return // NotifyAlive has refused it
 	}
 	node, incarnation, err := splitName(n.Name)
 	if err != nil {
@@ -68,30 +69,31 @@ func (t *table) seen(n *memberlist.Node) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	m := &Member{
-		Node: node, UID: meta.UID, Address: meta.Address, Gossip: n.Address(), Roles: meta.Roles, Version: meta.Version, Zone: meta.Zone,
+		Node: node, UID: meta.UID, Address: meta.Address, Gossip: n.Address(), Roles: meta.Roles,
+		Version: meta.Version, Zone: meta.Zone,
 		Index: meta.Index, State: Alive, LastSeen: time.Now(), Incarnation: incarnation,
 	}
 	if meta.leaving {
 		m.State = Left
 	}
 	t.members[n.Name] = m
-	t.forget()
-	t.tell()
+	t.forgetGone()
+	t.signalChange()
 }
 
-// NotifyLeave implements memberlist.EventDelegate. Who left on purpose has said so before.
+// NotifyLeave implements memberlist.EventDelegate. A member that leaves on purpose has announced it before.
 func (t *table) NotifyLeave(n *memberlist.Node) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if m := t.members[n.Name]; m != nil && m.State == Alive {
 		m.State = Dead
 	}
-	t.forget()
-	t.tell()
+	t.forgetGone()
+	t.signalChange()
 }
 
-// answered notes that a member answered a probe.
-func (t *table) answered(name string) {
+// recordAnswer records that a member answered a probe.
+func (t *table) recordAnswer(name string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if m := t.members[name]; m != nil {
@@ -99,8 +101,9 @@ func (t *table) answered(name string) {
 	}
 }
 
-// forget drops the longest gone over the bound, and those whose node has a newer process. Called under mu.
-func (t *table) forget() {
+// forgetGone drops the members that are gone longest above the bound, and those whose node has a newer
+// process. The caller holds mu.
+func (t *table) forgetGone() {
 	var gone []string
 	alive := map[string]bool{}
 	for _, m := range t.members {
@@ -116,27 +119,29 @@ func (t *table) forget() {
 	if len(gone) <= maxGone {
 		return
 	}
-	slices.SortFunc(gone, func(a, b string) int { return t.members[a].LastSeen.Compare(t.members[b].LastSeen) })
+	slices.SortFunc(gone,
+		func(a, b string) int { return t.members[a].LastSeen.Compare(t.members[b].LastSeen) })
 	for _, name := range gone[:len(gone)-maxGone] {
 		delete(t.members, name)
 	}
 }
 
-// tell wakes whoever calls OnChange. Called under mu.
-func (t *table) tell() {
+// signalChange wakes notifyChanges. The caller holds mu.
+func (t *table) signalChange() {
 	select {
 	case t.changed <- struct{}{}:
 	default:
 	}
 }
 
-// list gives one Member per UID, sorted by node: an alive one before a gone one, the one seen last among equals.
+// list returns one Member per UID, sorted by node: an alive one before a gone one, among equals the one seen
+// last.
 func (t *table) list() []Member {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	best := map[string]*Member{}
 	for _, m := range t.members {
-		if old := best[m.UID]; old == nil || m.newer(old) {
+		if old := best[m.UID]; old == nil || m.isPreferred(old) {
 			best[m.UID] = m
 		}
 	}
@@ -146,18 +151,21 @@ func (t *table) list() []Member {
 		c.Roles = slices.Clone(m.Roles)
 		list = append(list, c)
 	}
-	slices.SortFunc(list, func(a, b Member) int { return cmp.Or(cmp.Compare(a.Node, b.Node), cmp.Compare(a.UID, b.UID)) })
+	slices.SortFunc(list, func(a, b Member) int {
+		return cmp.Or(cmp.Compare(a.Node, b.Node),
+			cmp.Compare(a.UID, b.UID))
+	})
 	return list
 }
 
-func (m *Member) newer(old *Member) bool {
+func (m *Member) isPreferred(old *Member) bool {
 	if (m.State == Alive) != (old.State == Alive) {
 		return m.State == Alive
 	}
 	return m.LastSeen.After(old.LastSeen)
 }
 
-// missing are the addresses where nobody is alive.
+// missing returns the addresses without an alive member.
 func (t *table) missing(addresses []string) []string {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -168,8 +176,8 @@ func (t *table) missing(addresses []string) []string {
 	return slices.DeleteFunc(slices.Clone(addresses), func(a string) bool { return a == "" || alive[a] })
 }
 
-// alone says that nobody but this node is alive.
-func (t *table) alone() bool {
+// isAlone reports whether no other node is alive.
+func (t *table) isAlone() bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	n := 0

@@ -1,5 +1,5 @@
-// Package membership finds the nodes of a cluster and suspects those that fall silent (hashicorp/memberlist). It never decides
-// anything: who is a member is in the state, who serves is in the leases.
+// Package membership finds the nodes of a cluster and suspects silent ones (hashicorp/memberlist). It decides
+// nothing: the state says which nodes are members, the leases say which ones serve.
 package membership
 
 import (
@@ -16,8 +16,9 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// Defaults and bounds. A silent node is suspected after at most two probes, and dead after suspicion: between SuspicionMult ·
-// log(N+1) · Probe, at least SuspicionMult · Probe = 0.9 s, and suspicionMax times that, depending on how many confirm it.
+// Defaults and bounds. A silent node is suspected after at most two probes. It is dead after the suspicion
+// time: between SuspicionMult · log(N+1) · Probe, at least SuspicionMult · Probe = 0.9 s, and suspicionMax
+// times that, by how many nodes confirm it.
 const (
 	Probe        = 300 * time.Millisecond // between probes
 	ProbeTimeout = 150 * time.Millisecond // of a direct probe
@@ -27,45 +28,46 @@ const (
 	suspicionMax  = 2
 
 	gossipEvery    = 100 * time.Millisecond
-	pushPull       = 15 * time.Second       // whole view with one other node
+	pushPull       = 15 * time.Second       // between exchanges of the whole view with one other node
 	streamTimeout  = 2 * time.Second        // of a push and pull, or a probe over TCP
-	leaveTimeout   = 500 * time.Millisecond // for the farewell, twice
-	aloneRejoin    = time.Second            // instead of Rejoin while nobody else is alive
+	leaveTimeout   = 500 * time.Millisecond // of each of the two messages of a leave
+	aloneRejoin    = time.Second            // instead of Rejoin while no other node is alive
 	metaEvery      = time.Second            // between announcements of a changed Meta
-	seedsPerRound  = 3                      // while somebody is alive
+	seedsPerRound  = 3                      // while another node is alive
 	resolveTimeout = 2 * time.Second
 )
 
-// KeySize of a gossip key, in bytes.
+// KeySize is the length of a gossip key in bytes.
 const KeySize = 32
 
-// Timers are what --timers and tests may change. Zero values are the constants of this package.
+// Timers are the times that --timers and tests may change. Zero values are the constants of this package.
 type Timers struct {
 	Probe, ProbeTimeout, Rejoin time.Duration
 }
 
-// Config says who this node is and how it reaches others.
+// Config names this node and says how it reaches others.
 type Config struct {
 	Node        string
-	Incarnation uint64 // random per process: a node that restarts comes as a new member, under whatever address
+	Incarnation uint64 // random per process, so that a node that restarts is a new member at any address
 	Meta        Meta
 	Bind        string // IP:PORT, for UDP and TCP; port 0 picks a free one
 	Advertise   string // HOST or HOST:PORT that others use; "" or no port: as bound
 	Key         []byte // KeySize bytes: DeriveKey
-	// Seeds are gossip addresses (HOST:PORT) of nodes that should be there. Asked before each attempt.
+	// Seeds returns the gossip addresses (HOST:PORT) of nodes that should exist. It is called before each
+	// attempt.
 	Seeds func() []string
-	// Revoked says that the node with this UID was removed. Nil: none was. It must not block.
+	// Revoked reports whether the node with this UID was removed. Nil: none was. It must not block.
 	Revoked func(uid string) bool
-	// OnChange is called, by one goroutine, after Members changed. Nil: nobody cares.
+	// OnChange is called by one goroutine after Members has changed. Nil: not called.
 	OnChange func()
-	// Refused counts what was turned away. Nil: nobody counts. It must not block.
+	// Refused counts refused messages. Nil: not counted. It must not block.
 	Refused func(reason Reason)
 	Timers  Timers
 	Network Network
 	Log     *slog.Logger // nil is silent
 }
 
-// DeriveKey makes the key of the gossip from the cluster's secret.
+// DeriveKey makes the gossip key from the cluster's secret.
 func DeriveKey(secret []byte, cluster string) ([]byte, error) {
 	key, err := hkdf.Key(sha256.New, secret, []byte(cluster), "dpserve gossip 1", KeySize)
 	if err != nil {
@@ -104,10 +106,11 @@ func orElse(d, other time.Duration) time.Duration {
 	return d
 }
 
-// check refuses what could only fail later and less clearly.
+// check refuses a configuration that would fail later with a less clear error.
 func (c Config) check() error {
 	if len(c.Key) != KeySize {
-		return problem.New(problem.InvalidArgument, "a gossip key has %d bytes, this one has %d", KeySize, len(c.Key))
+		return problem.New(problem.InvalidArgument, "a gossip key has %d bytes, this one has %d", KeySize,
+			len(c.Key))
 	}
 	if c.Node == "" || c.Meta.UID == "" || c.Meta.Cluster == "" {
 		return problem.New(problem.InvalidArgument, "a member needs a node name, a UID and a cluster")
@@ -116,7 +119,7 @@ func (c Config) check() error {
 	return err
 }
 
-// name is what memberlist knows the node by.
+// name returns the node's name in memberlist.
 func (c Config) name() string { return c.Node + "#" + strconv.FormatUint(c.Incarnation, 16) }
 
 // splitName is the inverse of name.
@@ -132,13 +135,14 @@ func splitName(name string) (node string, incarnation uint64, err error) {
 	return name[:i], incarnation, nil
 }
 
-// advertised gives the IP and port that others use; port 0 is the bound one.
+// advertised returns the IP and port that others use; port 0 is the bound one.
 func (c Config) advertised(ctx context.Context) (net.IP, int, error) {
 	host, port := c.Advertise, 0
 	if h, p, err := net.SplitHostPort(c.Advertise); err == nil {
 		n, err := strconv.ParseUint(p, 10, 16)
 		if err != nil {
-			return nil, 0, problem.New(problem.InvalidArgument, "advertised gossip address %q has no valid port", c.Advertise)
+			return nil, 0, problem.New(problem.InvalidArgument,
+				"advertised gossip address %q has no valid port", c.Advertise)
 		}
 		host, port = h, int(n)
 	}
@@ -147,12 +151,13 @@ func (c Config) advertised(ctx context.Context) (net.IP, int, error) {
 	}
 	ip, err := resolve(ctx, host)
 	if err != nil {
-		return nil, 0, problem.New(problem.InvalidArgument, "advertised address %q: %w", c.Advertise, err).WithHint("use an IP address that the other nodes reach")
+		return nil, 0, problem.New(problem.InvalidArgument, "advertised address %q: %w", c.Advertise, err).
+			WithHint("use an IP address that the other nodes reach")
 	}
 	return ip, port, nil
 }
 
-// resolve gives an IP for a host.
+// resolve returns an IP address of a host.
 func resolve(ctx context.Context, host string) (net.IP, error) {
 	if ip := net.ParseIP(host); ip != nil {
 		return ip, nil

@@ -10,7 +10,7 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// Meta is what a node tells of itself with every announcement: at most 512 bytes when encoded.
+// Meta is what a node announces of itself: at most 512 bytes when encoded.
 type Meta struct {
 	Cluster string
 	UID     string
@@ -20,25 +20,25 @@ type Meta struct {
 	Zone    string
 	Index   uint64 // of its copy of the state
 
-	leaving bool // it goes, on purpose
+	leaving bool // the node leaves on purpose
 }
 
-// metaFormat is raised when old readers could not make sense of the fields any more. Unknown fields are skipped.
+// metaFormat grows when old readers could no longer read the fields. Readers skip unknown fields.
 const metaFormat = 1
 
-// Fields: a tag, a length, the bytes. Each one is one byte but for the bytes.
+// Fields: a tag (one byte), a length (one byte), the bytes.
 const (
 	tagCluster byte = iota + 1
 	tagUID
 	tagAddress
-	tagRole // one each
+	tagRole // one field per role
 	tagVersion
 	tagZone
 	tagIndex // little-endian, 8 bytes
 	tagLeaving
 )
 
-// maxField is the longest that a field can be, and maxRoles the most roles that are read.
+// maxField is the longest field, maxRoles the highest number of roles that are read.
 const (
 	maxField = 255
 	maxRoles = 16
@@ -67,15 +67,17 @@ func (m Meta) encode() ([]byte, error) {
 	if m.leaving {
 		b = append(b, tagLeaving, 0)
 	}
-	// What Close adds must fit as well.
+	// The field that Close adds must fit as well.
 	if !fits || len(m.Roles) > maxRoles || len(b)+2 > memberlist.MetaMaxSize {
-		return nil, problem.New(problem.InvalidArgument, "what this node tells of itself takes %d bytes, allowed are %d", len(b), memberlist.MetaMaxSize-2).
+		return nil, problem.New(problem.InvalidArgument,
+			"what this node tells of itself takes %d bytes, allowed are %d", len(b),
+			memberlist.MetaMaxSize-2).
 			WithHint("choose a shorter zone or advertised name")
 	}
 	return b, nil
 }
 
-// decodeMeta reads what encode wrote, and what newer versions add.
+// decodeMeta reads the result of encode. It ignores fields of newer versions.
 func decodeMeta(b []byte) (Meta, error) {
 	var m Meta
 	if len(b) == 0 || len(b) > memberlist.MetaMaxSize || b[0] != metaFormat {
@@ -124,7 +126,7 @@ func (m *Meta) set(tag byte, value []byte) error {
 	return nil
 }
 
-// clone keeps the caller's slice out.
+// clone copies the caller's slice.
 func (m Meta) clone() Meta {
 	m.Roles = slices.Clone(m.Roles)
 	return m

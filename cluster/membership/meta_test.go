@@ -16,8 +16,10 @@ func TestMetaSurvivesTheWire(t *testing.T) {
 	text := rapid.StringN(0, 40, 60)
 	rapid.Check(t, func(r *rapid.T) {
 		m := membership.Meta{
-			Cluster: rapid.StringN(1, 30, 60).Draw(r, "cluster"), UID: rapid.StringN(1, 30, 60).Draw(r, "uid"), Address: text.Draw(r, "address"),
-			Version: text.Draw(r, "version"), Zone: text.Draw(r, "zone"), Index: rapid.Uint64().Draw(r, "index"),
+			Cluster: rapid.StringN(1, 30, 60).Draw(r, "cluster"),
+			UID:     rapid.StringN(1, 30, 60).Draw(r, "uid"), Address: text.Draw(r, "address"),
+			Version: text.Draw(r, "version"), Zone: text.Draw(r, "zone"),
+			Index: rapid.Uint64().Draw(r, "index"),
 			Roles: rapid.SliceOfN(rapid.StringN(1, 10, 20), 1, 5).Draw(r, "roles"),
 		}
 		b, err := m.Encode()

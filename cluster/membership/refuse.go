@@ -8,19 +8,19 @@ import (
 	"time"
 )
 
-// Reason is why gossip was turned away: a closed list.
+// Reason says why a gossip message was refused: a closed list.
 type Reason string
 
 // The reasons.
 const (
 	BadKey     Reason = "key"       // not encrypted, or with another key
 	BadCluster Reason = "cluster"   // another cluster, or a removed node
-	Malformed  Reason = "malformed" // encrypted with our key, but no sense
+	Malformed  Reason = "malformed" // encrypted with our key, but not readable
 	Conflict   Reason = "conflict"  // one name at two addresses
 )
 
-// Lines of memberlist's log that mean something to us. It has no other way to tell.
-var told = []struct {
+// refusalTexts maps lines of memberlist's log to reasons. memberlist reports refusals in no other way.
+var refusalTexts = []struct {
 	text   string
 	reason Reason
 }{
@@ -29,7 +29,7 @@ var told = []struct {
 	{"decrypt empty payload", BadKey},
 	{"remote state is not encrypted", BadKey},
 	{"Decrypt packet failed", BadKey},
-	{"stream label header", BadKey}, // a stranger's first bytes
+	{"stream label header", BadKey}, // the first bytes of a peer that is not memberlist
 	{"packet label header", BadKey},
 	{"unacceptable label", BadKey},
 	{"ignoring alive message", BadCluster},
@@ -43,31 +43,33 @@ var told = []struct {
 	{"Failed to decompress", Malformed},
 }
 
-// noUDP is what memberlist says when only TCP gets through.
+// noUDP is memberlist's line when only TCP works.
 const noUDP = "UDP probes failed"
 
-// warnEvery bounds warnings, per reason; noUDPEvery those about the network.
+// warnEvery is the least time between two warnings of one reason; noUDPEvery that of warnings about the
+// network.
 const (
 	warnEvery  = time.Second
 	noUDPEvery = time.Minute
 )
 
-// listener reads memberlist's log: refusals are counted and told at most once per second and reason, the rest is for debugging.
-type listener struct {
+// logReader reads memberlist's log. It counts refusals and logs them at most once per second and reason. All
+// other lines are logged at debug.
+type logReader struct {
 	log     *slog.Logger
 	refused func(Reason)
 
 	mu   sync.Mutex
 	last map[string]time.Time
-	left map[string]int // not told since
+	left map[string]int // refusals since the last line
 }
 
-func newListener(log *slog.Logger, refused func(Reason)) *listener {
-	return &listener{log: log, refused: refused, last: map[string]time.Time{}, left: map[string]int{}}
+func newLogReader(log *slog.Logger, refused func(Reason)) *logReader {
+	return &logReader{log: log, refused: refused, last: map[string]time.Time{}, left: map[string]int{}}
 }
 
-// Write takes one line.
-func (l *listener) Write(line []byte) (int, error) {
+// Write reads one line.
+func (l *logReader) Write(line []byte) (int, error) {
 	text := string(bytes.TrimSpace(line))
 	if i := strings.Index(text, "memberlist: "); i >= 0 {
 		text = text[i+len("memberlist: "):]
@@ -76,7 +78,8 @@ func (l *listener) Write(line []byte) (int, error) {
 		l.refused(reason)
 		l.warn(string(reason), warnEvery, "gossip was refused", text)
 	} else if strings.Contains(text, noUDP) {
-		l.warn(noUDP, noUDPEvery, "gossip reaches a node over TCP only: is UDP blocked between the nodes?", text)
+		l.warn(noUDP, noUDPEvery, "gossip reaches a node over TCP only: is UDP blocked between the nodes?",
+			text)
 	} else {
 		l.log.Debug("gossip", "text", text)
 	}
@@ -84,7 +87,7 @@ func (l *listener) Write(line []byte) (int, error) {
 }
 
 func reasonOf(text string) Reason {
-	for _, t := range told {
+	for _, t := range refusalTexts {
 		if strings.Contains(text, t.text) {
 			return t.reason
 		}
@@ -92,8 +95,8 @@ func reasonOf(text string) Reason {
 	return ""
 }
 
-// warn logs one of many. What memberlist says of an alive message names the member.
-func (l *listener) warn(what string, every time.Duration, msg, text string) {
+// warn logs at most one line per reason and time. memberlist's line about an alive message names the member.
+func (l *logReader) warn(what string, every time.Duration, msg, text string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	now := time.Now()
@@ -101,6 +104,6 @@ func (l *listener) warn(what string, every time.Duration, msg, text string) {
 		l.left[what]++
 		return
 	}
-	l.log.Warn(msg, "reason", what, "err", text, "others", l.left[what]) //nolint:sloglint // one of two constants
+	l.log.Warn(msg, "reason", what, "err", text, "others", l.left[what]) //nolint:sloglint // two constants
 	l.last[what], l.left[what] = now, 0
 }

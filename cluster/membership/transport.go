@@ -22,7 +22,7 @@ type Packets interface {
 	Close() error
 }
 
-// Network is UDP and TCP, or what stands for them in tests. Nil fields are the real ones.
+// Network is UDP and TCP, or their replacement in tests. Nil fields are the real ones.
 type Network struct {
 	ListenPacket func(ctx context.Context, addr string) (Packets, error)
 	Listen       func(ctx context.Context, addr string) (net.Listener, error)
@@ -44,7 +44,8 @@ func (n Network) withDefaults() Network {
 	return n
 }
 
-// udpBuffer is asked of the kernel, in bytes: a burst of gossip from many nodes must not be lost. Less is no error.
+// udpBuffer is the wanted receive buffer in bytes, so that a burst of gossip of many nodes is not lost. A
+// smaller one is no error.
 const udpBuffer = 2 << 20
 
 func listenUDP(ctx context.Context, addr string) (Packets, error) {
@@ -58,24 +59,24 @@ func listenUDP(ctx context.Context, addr string) (Packets, error) {
 	return c, nil
 }
 
-// bindTries bounds the search for a port that is free for both.
+// bindTries bounds the search for a port that is free for both UDP and TCP.
 const bindTries = 10
 
-// maxPacket is the largest packet that UDP has.
+// maxPacket is the largest UDP packet.
 const maxPacket = 64 << 10
 
-// transport carries memberlist over a Network.
+// transport carries memberlist's messages over a Network.
 type transport struct {
 	network Network
-	ip      net.IP // advertised; nil: as bound
-	port    int    // advertised; 0: as bound
+	ip      net.IP // advertised; nil: the bound one
+	port    int    // advertised; 0: the bound one
 
 	packets  Packets
 	streams  net.Listener
 	packetCh chan *memberlist.Packet
 	streamCh chan net.Conn
 
-	within func(time.Duration) (context.Context, context.CancelFunc) // for dials: ended by Shutdown
+	within func(time.Duration) (context.Context, context.CancelFunc) // context of a dial; Shutdown ends it
 	cancel context.CancelFunc
 	done   <-chan struct{}
 	wg     sync.WaitGroup
@@ -84,12 +85,18 @@ type transport struct {
 var _ memberlist.NodeAwareTransport = (*transport)(nil)
 
 // newTransport binds and begins to read.
-func newTransport(ctx context.Context, network Network, bind string, ip net.IP, port int) (*transport, error) {
+func newTransport(ctx context.Context, network Network, bind string, ip net.IP, port int) (*transport,
+	error,
+) {
 	life, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	t := &transport{
 		network: network, ip: ip, port: port, cancel: cancel, done: life.Done(),
 		packetCh: make(chan *memberlist.Packet), streamCh: make(chan net.Conn),
-		within: func(d time.Duration) (context.Context, context.CancelFunc) { return context.WithTimeout(life, d) },
+		within: func(d time.Duration) (context.Context,
+			context.CancelFunc,
+		) {
+			return context.WithTimeout(life, d)
+		},
 	}
 	if err := t.bind(ctx, bind); err != nil {
 		cancel()
@@ -101,7 +108,7 @@ func newTransport(ctx context.Context, network Network, bind string, ip net.IP, 
 	return t, nil
 }
 
-// bind takes one port for streams and packets.
+// bind binds one port for streams and packets.
 func (t *transport) bind(ctx context.Context, addr string) error {
 	host, port, err := net.SplitHostPort(addr)
 	if err != nil {
@@ -111,7 +118,8 @@ func (t *transport) bind(ctx context.Context, addr string) error {
 		if t.streams, err = t.network.Listen(ctx, addr); err != nil {
 			return err
 		}
-		if t.packets, err = t.network.ListenPacket(ctx, net.JoinHostPort(host, portOf(t.streams.Addr()))); err == nil {
+		if t.packets, err = t.network.ListenPacket(ctx,
+			net.JoinHostPort(host, portOf(t.streams.Addr()))); err == nil {
 			return nil
 		}
 		_ = t.streams.Close()
@@ -143,7 +151,8 @@ func (t *transport) FinalAdvertiseAddr(string, int) (net.IP, int, error) {
 		ip = net.ParseIP(host)
 	}
 	if ip == nil || ip.IsUnspecified() {
-		return nil, 0, problem.New(problem.InvalidArgument, "gossip on %s needs an address that others reach", t.streams.Addr()).WithHint("set --advertise IP")
+		return nil, 0, problem.New(problem.InvalidArgument, "gossip on %s needs an address that others reach",
+			t.streams.Addr()).WithHint("set --advertise IP")
 	}
 	if ip4 := ip.To4(); ip4 != nil {
 		ip = ip4
@@ -190,7 +199,7 @@ func (t *transport) Shutdown() error {
 	err := errors.Join(t.streams.Close(), t.packets.Close())
 	t.wg.Wait()
 	if errors.Is(err, net.ErrClosed) {
-		return nil // twice
+		return nil // Shutdown was called before
 	}
 	return err
 }
@@ -200,7 +209,7 @@ func (t *transport) readPackets() {
 	for {
 		n, from, err := t.packets.ReadFrom(buf)
 		if err != nil {
-			if !t.pause() {
+			if !t.waitAfterError() {
 				return
 			}
 			continue
@@ -221,7 +230,7 @@ func (t *transport) acceptStreams() {
 	for {
 		c, err := t.streams.Accept()
 		if err != nil {
-			if !t.pause() {
+			if !t.waitAfterError() {
 				return
 			}
 			continue
@@ -235,11 +244,11 @@ func (t *transport) acceptStreams() {
 	}
 }
 
-// errorPause is what a failing socket waits before it is read again.
+// errorPause is the pause after an error of a socket.
 const errorPause = 50 * time.Millisecond
 
-// pause waits a moment; false after Shutdown.
-func (t *transport) pause() bool {
+// waitAfterError waits for errorPause; false after Shutdown.
+func (t *transport) waitAfterError() bool {
 	timer := time.NewTimer(errorPause)
 	defer timer.Stop()
 	select {

@@ -18,7 +18,7 @@ import (
 	"github.com/dpserve/dpserve/cluster/pki"
 )
 
-// serveGRPC answers health checks on a protocol, and tells who called.
+// serveGRPC answers health checks on a protocol and reports the caller.
 func serveGRPC(t *testing.T, l net.Listener) <-chan pki.Identity {
 	t.Helper()
 	callers := make(chan pki.Identity, 10)
@@ -52,7 +52,8 @@ func TestGRPCKnowsItsPeer(t *testing.T) {
 	require.NoError(t, err)
 	defer cc.Close()
 	require.NoError(t, check(t.Context(), cc))
-	assert.Equal(t, pki.Identity{Cluster: "c1", Node: "b", UID: "uid-b", Roles: []string{"worker"}}, <-callers)
+	assert.Equal(t, pki.Identity{Cluster: "c1", Node: "b", UID: "uid-b", Roles: []string{"worker"}},
+		<-callers)
 
 	wrong, err := b.GRPC(a.addr(), "uid-x")
 	require.NoError(t, err)
@@ -77,7 +78,8 @@ func TestGRPCForNewcomers(t *testing.T) {
 	require.ErrorIs(t, err, nodeport.ErrOtherCluster)
 }
 
-// A server behind the port's credentials takes nobody who came another way.
+// TestGRPCBesideThePort: a server with the port's credentials refuses a connection that did not come through
+// the port.
 func TestGRPCBesideThePort(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)

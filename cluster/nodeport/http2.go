@@ -3,16 +3,18 @@ package nodeport
 import (
 	"context"
 	"errors"
-	"log/slog"
 	"net"
 	"net/http"
+	"sync"
 	"time"
+
+	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// HTTP/2 of the data port and of the admin API (CONTRACTS 16). Clients keep Go's windows, 1 GiB per connection and 4 MiB per
-// stream: with less, a few stalled readers would stop every stream to a node.
+// HTTP/2 of the data port and of the admin API. Clients keep Go's windows, 1 GiB per connection and 4 MiB per
+// stream: with smaller ones a few slow readers would stop every stream to a node.
 const (
-	maxStreams    = 10_000 // per connection; the true bound is admission (TRAPS 13)
+	maxStreams    = 10_000 // per connection; admission limits requests before this does
 	uploadStream  = 1 << 20
 	uploadConn    = 64 << 20
 	http2Ping     = 5 * time.Second
@@ -20,45 +22,32 @@ const (
 	headerTimeout = 5 * time.Second
 )
 
-// HTTP2Server serves HTTP/2 on one protocol of the port. The peer is in each request's context: PeerFromContext.
+// HTTP2Server serves HTTP/2 on one protocol of the port. PeerFromContext returns the peer of a request.
 type HTTP2Server struct {
 	server   *http.Server
 	listener net.Listener
 }
 
-// ServeHTTP2 makes a server of a protocol; from now on connections are taken, and wait for Serve.
-func (p *Port) ServeHTTP2(alpn string, handler http.Handler) *HTTP2Server {
-	return &HTTP2Server{
-		listener: plainListener{p.Listener(alpn)},
-		server: &http.Server{
-			Handler:           handler,
-			Protocols:         onlyHTTP2(),
-			HTTP2:             serverHTTP2(),
-			ConnContext:       withPeer,
-			ReadHeaderTimeout: headerTimeout,
-			ErrorLog:          slog.NewLogLogger(p.cfg.Log.Handler(), slog.LevelDebug),
-		},
-	}
-}
-
 func serverHTTP2() *http.HTTP2Config {
 	return &http.HTTP2Config{
-		MaxConcurrentStreams:          maxStreams,
-		MaxReceiveBufferPerStream:     uploadStream,
-		MaxReceiveBufferPerConnection: uploadConn, // more than net/http promises to accept, so a test keeps an eye on it
+		MaxConcurrentStreams:      maxStreams,
+		MaxReceiveBufferPerStream: uploadStream,
+		// more than net/http documents; TestUploadWindows checks it
+		MaxReceiveBufferPerConnection: uploadConn,
 		SendPingTimeout:               http2Ping,
 		PingTimeout:                   http2PingWait,
 	}
 }
 
-// onlyHTTP2 speaks it from the first byte: the connections are secure already, which net/http does not see.
+// onlyHTTP2 allows HTTP/2 without TLS: the connections are encrypted already, which net/http does not see.
 func onlyHTTP2() *http.Protocols {
 	p := new(http.Protocols)
 	p.SetUnencryptedHTTP2(true)
 	return p
 }
 
-// plainListener hides from net/http that its connections are TLS: it would look for its own ALPN and give up.
+// plainListener hides from net/http that its connections are TLS: net/http would look for its own ALPN and
+// give up.
 type plainListener struct{ net.Listener }
 
 func (l plainListener) Accept() (net.Conn, error) {
@@ -69,7 +58,7 @@ func (l plainListener) Accept() (net.Conn, error) {
 	return plainConn{c}, nil
 }
 
-// plainConn has the methods of net.Conn and no others.
+// plainConn has only the methods of net.Conn.
 type plainConn struct{ net.Conn }
 
 // withPeer puts the peer of a connection into the context of its requests.
@@ -81,7 +70,7 @@ func withPeer(ctx context.Context, c net.Conn) context.Context {
 	return context.WithValue(ctx, peerKey{}, id)
 }
 
-// Serve serves until Close or Shutdown, and then gives nil.
+// Serve serves until Close or Shutdown and then returns nil.
 func (s *HTTP2Server) Serve() error {
 	err := s.server.Serve(s.listener)
 	if errors.Is(err, http.ErrServerClosed) || errors.Is(err, net.ErrClosed) {
@@ -90,7 +79,7 @@ func (s *HTTP2Server) Serve() error {
 	return err
 }
 
-// Shutdown takes no more requests and waits for those that run.
+// Shutdown accepts no more requests and waits for running ones.
 func (s *HTTP2Server) Shutdown(ctx context.Context) error {
 	_ = s.listener.Close()
 	return s.server.Shutdown(ctx)
@@ -100,4 +89,173 @@ func (s *HTTP2Server) Shutdown(ctx context.Context) error {
 func (s *HTTP2Server) Close() error {
 	_ = s.listener.Close()
 	return s.server.Close()
+}
+
+// settingsWait bounds how long a new connection waits for the server's settings, which limit its streams.
+const settingsWait = time.Second
+
+// maxDials bounds how often one request waits for a new connection.
+const maxDials = 3
+
+// anyHost is the address that net/http demands. Connections go to the node of the transport.
+const anyHost = "node:80"
+
+var _ http.RoundTripper = (*Transport)(nil)
+
+// Transport sends requests to one node over one HTTP/2 connection. It makes a second one while the first
+// accepts no more requests, because its server is stopping, but still has streams. URLs are
+// "http://node/path": scheme and host have no meaning.
+type Transport struct {
+	port *Port
+	http *http.Transport
+
+	mu      sync.Mutex
+	conn    *http.ClientConn
+	retired map[*http.ClientConn]struct{} // they accept no more requests but have streams
+	dialing chan struct{}                 // closed when the dial under way has ended
+	failed  error                         // of the last dial
+	closed  bool
+}
+
+// RoundTrip sends a request. An error before the request was sent is an error of Dial.
+func (t *Transport) RoundTrip(r *http.Request) (*http.Response, error) {
+	conn, err := t.reserve(r.Context())
+	if err != nil {
+		if r.Body != nil {
+			_ = r.Body.Close() // RoundTripper demands it
+		}
+		return nil, err
+	}
+	return conn.RoundTrip(r)
+}
+
+// Close ends all connections of the transport and their requests.
+func (t *Transport) Close() error {
+	t.mu.Lock()
+	t.closed = true
+	conns := make([]*http.ClientConn, 0, 1+len(t.retired))
+	if t.conn != nil {
+		conns = append(conns, t.conn)
+	}
+	for c := range t.retired {
+		conns = append(conns, c)
+	}
+	t.conn = nil
+	clear(t.retired)
+	t.mu.Unlock()
+	for _, c := range conns {
+		_ = c.Close()
+	}
+	return nil
+}
+
+// reserve returns a connection with room for one request.
+func (t *Transport) reserve(ctx context.Context) (*http.ClientConn, error) {
+	for range maxDials {
+		conn, wait := t.current() //nolint:contextcheck // all requests share the connection
+		switch {
+		case conn != nil:
+			return conn, nil
+		case wait == nil:
+			return nil, problem.New(problem.Unavailable, "the way to this node is closed")
+		}
+		if err := t.await(ctx, wait); err != nil {
+			return nil, err
+		}
+	}
+	return nil, problem.New(problem.Unavailable, "the node takes connections and breaks them")
+}
+
+// current returns the connection with room reserved, or the dial to wait for. It returns neither after Close.
+func (t *Transport) current() (*http.ClientConn, chan struct{}) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.closed {
+		return nil, nil
+	}
+	if t.conn != nil && t.conn.Reserve() == nil {
+		return t.conn, nil
+	}
+	if t.dialing == nil {
+		t.retire()
+		t.dialing = make(chan struct{})
+		go t.dial(t.dialing)
+	}
+	return nil, t.dialing
+}
+
+// await waits for the dial under way.
+func (t *Transport) await(ctx context.Context, wait chan struct{}) error {
+	select {
+	case <-wait:
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.failed
+}
+
+// retire puts aside a connection that accepts no more requests. It is closed when its streams end. The caller
+// holds mu.
+func (t *Transport) retire() {
+	old := t.conn
+	t.conn = nil
+	if old == nil || old.Err() != nil {
+		return
+	}
+	t.retired[old] = struct{}{}
+	go func() { // the hook may run at once, and it locks mu
+		old.SetStateHook(t.closeIdle)
+		t.closeIdle(old)
+	}()
+}
+
+// closeIdle closes a retired connection without streams.
+func (t *Transport) closeIdle(c *http.ClientConn) {
+	if c.InFlight() > 0 && c.Err() == nil {
+		return
+	}
+	t.mu.Lock()
+	delete(t.retired, c)
+	t.mu.Unlock()
+	_ = c.Close()
+}
+
+// dial makes the next connection.
+func (t *Transport) dial(done chan struct{}) {
+	ctx, cancel := context.WithTimeout(context.Background(), DialTimeout)
+	defer cancel()
+	conn, err := t.http.NewClientConn(ctx, "http", anyHost)
+	if err == nil {
+		awaitSettings(conn)
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.failed, t.dialing = err, nil
+	if err == nil && t.closed {
+		go func() { _ = conn.Close() }()
+	} else if err == nil {
+		t.conn = conn
+	}
+	close(done)
+}
+
+// awaitSettings waits until the server has said how many streams it accepts. Before that, net/http assumes
+// 100, and a burst of requests would make the transport dial again.
+func awaitSettings(conn *http.ClientConn) {
+	changed := make(chan struct{}, 1)
+	conn.SetStateHook(func(*http.ClientConn) {
+		select {
+		case changed <- struct{}{}:
+		default:
+		}
+	})
+	timer := time.NewTimer(settingsWait)
+	defer timer.Stop()
+	select {
+	case <-changed:
+	case <-timer.C:
+	}
+	conn.SetStateHook(nil)
 }

@@ -34,7 +34,9 @@ func (n *node) handle(t testing.TB, h http.HandlerFunc) *nodeport.HTTP2Server {
 }
 
 // pair is a server with a transport to it, and how many connections it made.
-func pair(t testing.TB, h http.HandlerFunc) (*node, *nodeport.HTTP2Server, *nodeport.Transport, *atomic.Int32) {
+func pair(t testing.TB, h http.HandlerFunc) (*node, *nodeport.HTTP2Server, *nodeport.Transport,
+	*atomic.Int32,
+) {
 	t.Helper()
 	w := newWorld(t, "c1")
 	a := newNode(t, w.member(t, "a", "control", "worker"), nil).serve(t)
@@ -51,7 +53,7 @@ func pair(t testing.TB, h http.HandlerFunc) (*node, *nodeport.HTTP2Server, *node
 	return a, s, tr, &dials
 }
 
-func request(t testing.TB, ctx context.Context, body io.Reader) *http.Request { //nolint:revive // t first, as everywhere here
+func request(t testing.TB, ctx context.Context, body io.Reader) *http.Request { //nolint:revive // t first
 	t.Helper()
 	r, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://node/v1/completions", body)
 	require.NoError(t, err)
@@ -84,7 +86,8 @@ func TestHTTP2KnowsItsPeer(t *testing.T) {
 	assert.False(t, ok)
 }
 
-// 500 requests at once share one connection, also those that came before it was there.
+// TestABurstMakesOneConnection: 500 requests at once share one connection, also those that came before it
+// existed.
 func TestABurstMakesOneConnection(t *testing.T) {
 	all := make(chan struct{})
 	var inside atomic.Int32
@@ -113,8 +116,8 @@ func (c *countingReader) Read(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// A handler that does not read holds 1 MiB of its stream, and many such do not hold up the others: the connection takes more than
-// the 4 MiB that net/http documents as its limit.
+// TestUploadWindows: a handler that does not read holds 1 MiB of its stream, and many of them do not block
+// the others: the connection accepts more than the 4 MiB that net/http documents as its limit.
 func TestUploadWindows(t *testing.T) {
 	release := make(chan struct{})
 	_, _, tr, dials := pair(t, func(w http.ResponseWriter, r *http.Request) {
@@ -155,7 +158,7 @@ func TestUploadWindows(t *testing.T) {
 	wg.Wait()
 }
 
-// 16 clients that stop reading do not stop the seventeenth.
+// TestStalledReadersStopNobody: 16 clients that stop reading do not stop the seventeenth.
 func TestStalledReadersStopNobody(t *testing.T) {
 	_, _, tr, dials := pair(t, func(w http.ResponseWriter, r *http.Request) {
 		body, _ := io.ReadAll(r.Body)
@@ -200,7 +203,8 @@ func TestACancelledRequestReachesTheHandler(t *testing.T) {
 	<-gone
 }
 
-// A server that leaves ends its streams in peace, while new requests go to its successor over a second connection.
+// TestLeavingInPeace: a server that shuts down lets its streams end, while new requests go to its successor
+// over a second connection.
 func TestLeavingInPeace(t *testing.T) {
 	began, release := make(chan struct{}), make(chan struct{})
 	a, first, tr, dials := pair(t, func(w http.ResponseWriter, r *http.Request) {
@@ -247,14 +251,18 @@ func TestTheWayComesBack(t *testing.T) {
 	_, err = fetch(t, tr, "x")
 	require.Error(t, err)
 
-	// Under its address comes another node: not taken for the first.
+	// Another node takes over its address. The transport does not take it for the first node.
 	other := newNode(t, w.member(t, "x", "control"), nil)
 	require.NoError(t, other.Listen(t.Context(), addr))
 	done := make(chan error, 1)
 	go func() { done <- other.Serve() }()
 	other.Listener(nodeport.Data)
 	var wrong *nodeport.WrongPeerError
-	require.Eventually(t, func() bool { _, err = fetch(t, tr, "x"); return assert.ErrorAs(&ignore{}, err, &wrong) }, 10*time.Second, 10*time.Millisecond)
+	require.Eventually(t, func() bool {
+		_, err = fetch(t, tr, "x")
+		return assert.ErrorAs(&ignore{}, err,
+			&wrong)
+	}, 10*time.Second, 10*time.Millisecond)
 	require.NoError(t, other.Close())
 	require.NoError(t, <-done)
 
@@ -262,7 +270,8 @@ func TestTheWayComesBack(t *testing.T) {
 	require.NoError(t, again.Listen(t.Context(), addr))
 	go func() { done <- again.Serve() }()
 	again.handle(t, func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, "second") })
-	require.Eventually(t, func() bool { got, err = fetch(t, tr, "x"); return err == nil }, 10*time.Second, 10*time.Millisecond)
+	require.Eventually(t, func() bool { got, err = fetch(t, tr, "x"); return err == nil }, 10*time.Second,
+		10*time.Millisecond)
 	assert.Equal(t, "second", got)
 	require.NoError(t, tr.Close())
 	require.NoError(t, tr.Close())
@@ -272,19 +281,23 @@ func TestTheWayComesBack(t *testing.T) {
 	require.NoError(t, <-done)
 }
 
-// ignore is a test that nobody watches.
+// ignore is a testing.TB whose failures have no effect.
 type ignore struct{}
 
 func (*ignore) Errorf(string, ...any) {}
 
-// A peer that falls silent without a reset is found by pings: 5 s and 3 s.
+// TestASilentPeerIsFound: pings find a peer that falls silent without a reset: 5 s and 3 s.
 func TestASilentPeerIsFound(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var network memnet.Network
 		w := newWorld(t, "c1")
 		frozen := make(chan struct{})
 		a := newNode(t, w.member(t, "a", "control"), func(c *nodeport.Config) {
-			c.Bind = func(_ context.Context, addr string) (net.Listener, error) { return network.Listen(addr) }
+			c.Bind = func(_ context.Context, addr string) (net.Listener,
+				error,
+			) {
+				return network.Listen(addr)
+			}
 		})
 		require.NoError(t, a.Listen(t.Context(), "10.0.0.1:7947"))
 		done := make(chan error, 1)
@@ -297,7 +310,7 @@ func TestASilentPeerIsFound(t *testing.T) {
 		b := newNode(t, w.member(t, "b", "ingress"), func(c *nodeport.Config) {
 			c.Connect = func(ctx context.Context, n, addr string) (net.Conn, error) {
 				c, err := network.DialContext(ctx, n, addr)
-				return &freezer{Conn: c, frozen: frozen, closed: make(chan struct{})}, err
+				return &stoppableConn{Conn: c, frozen: frozen, closed: make(chan struct{})}, err
 			}
 		})
 		tr := b.Transport(nodeport.Data, "10.0.0.1:7947", "uid-a")
@@ -319,14 +332,14 @@ func TestASilentPeerIsFound(t *testing.T) {
 	})
 }
 
-// freezer is a connection through which nothing goes any more.
-type freezer struct {
+// stoppableConn is a connection that can stop carrying bytes.
+type stoppableConn struct {
 	net.Conn
 	frozen, closed chan struct{}
 	once           sync.Once
 }
 
-func (f *freezer) Read(p []byte) (int, error) {
+func (f *stoppableConn) Read(p []byte) (int, error) {
 	n, err := f.Conn.Read(p)
 	select {
 	case <-f.frozen:
@@ -337,7 +350,7 @@ func (f *freezer) Read(p []byte) (int, error) {
 	}
 }
 
-func (f *freezer) Write(p []byte) (int, error) {
+func (f *stoppableConn) Write(p []byte) (int, error) {
 	select {
 	case <-f.frozen:
 		return len(p), nil
@@ -346,7 +359,7 @@ func (f *freezer) Write(p []byte) (int, error) {
 	}
 }
 
-func (f *freezer) Close() error {
+func (f *stoppableConn) Close() error {
 	f.once.Do(func() { close(f.closed) })
 	return f.Conn.Close()
 }

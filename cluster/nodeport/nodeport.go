@@ -1,54 +1,63 @@
-// Package nodeport is the one TLS port of a node: it shakes hands, says who is there, and hands each connection to whom it asked
-// for by ALPN. Whoever is not a member of the cluster is refused before a byte of a protocol is read.
+// Package nodeport is the one TLS port of a node. It makes the handshake, verifies the peer, and gives each
+// connection to the listener of its ALPN. It refuses a peer that is not a member of the cluster before any
+// byte of a protocol is read.
 package nodeport
 
 import (
 	"context"
+	"crypto/x509"
+	"errors"
 	"log/slog"
 	"net"
+	"os"
+	"slices"
+	"strings"
+	"sync"
 	"time"
 
 	"github.com/dpserve/dpserve/cluster/pki"
 	"github.com/dpserve/dpserve/state"
 )
 
-// The protocols of the port, as ALPN names them.
+// The protocols of the port, by their ALPN names.
 const (
 	Raft  = "dpserve-raft/1"  // consensus; peers have role control
 	GRPC  = "dpserve-grpc/1"  // the services between members
 	Data  = "dpserve-data/1"  // HTTP/2 requests for engines; peers have role ingress or control
 	Admin = "dpserve-admin/1" // HTTP/2, the admin API of the leader for other nodes
-	Join  = "dpserve-join/1"  // gRPC for newcomers, without a certificate
-	Renew = "dpserve-renew/1" // gRPC for members whose certificate has expired; peers that are dialed have role control
+	Join  = "dpserve-join/1"  // gRPC for newcomers, which have no certificate
+	Renew = "dpserve-renew/1" // gRPC for members whose certificate has expired; the server has role control
 )
 
 // Limits and times of the port.
 const (
 	HandshakeTimeout = 5 * time.Second // from accept to the end of the greeting
-	DialTimeout      = 3 * time.Second // connect, handshake and greeting, if the caller's context allows no less
-	maxHandshakes    = 256             // at once
-	patience         = time.Second / 4 // with the oldest handshake, while others wait for its place
-	backlog          = 128             // connections per protocol that nobody accepted yet
-	logEvery         = time.Second     // per reason of refusal
+	// connect, handshake and greeting, unless the caller's context ends earlier
+	DialTimeout   = 3 * time.Second
+	maxHandshakes = 256             // at once
+	patience      = time.Second / 4 // of the oldest handshake while others wait for room
+	backlog       = 128             // connections per protocol that wait for Accept
+	logEvery      = time.Second     // per reason of refusal
 )
 
 // DialFunc connects; its shape is that of net.Dialer.DialContext.
 type DialFunc func(ctx context.Context, network, addr string) (net.Conn, error)
 
-// Config says what a port needs. Zero values mean what the fields say.
+// Config configures a port. The fields say what their zero values mean.
 type Config struct {
-	// Credentials are asked for at each handshake, so a renewed certificate drops no connection. Nil as long as there are none.
+	// Credentials is called at each handshake, so a renewed certificate breaks no connection. It returns nil
+	// before a join.
 	Credentials func() *pki.Credentials
-	// Revoked says that the node with this UID was removed from the cluster. Nil: none was.
+	// Revoked reports whether the node with this UID was removed from the cluster. Nil: none was.
 	Revoked func(uid string) bool
-	// Refused counts a connection that was turned away. Nil: nobody counts.
+	// Refused counts a refused connection. Nil: not counted.
 	Refused func(reason Reason)
 	// Bind and Connect are the network; nil is TCP.
 	Bind    func(ctx context.Context, addr string) (net.Listener, error)
 	Connect DialFunc
-	// Log; nil is silent.
+	// Log is where refusals are logged; nil is silent.
 	Log *slog.Logger
-	// HandshakeTimeout; 0 is the constant of that name.
+	// HandshakeTimeout bounds a handshake; 0 is the constant of that name.
 	HandshakeTimeout time.Duration
 }
 
@@ -76,12 +85,13 @@ func (c Config) withDefaults() Config {
 	return c
 }
 
-// mayServe says that a member may be asked by a protocol: consensus and certificates are for nodes with role control alone.
+// mayServe reports whether a member may serve a protocol: only nodes with role control serve consensus and
+// renewals.
 func mayServe(alpn string, id pki.Identity) bool {
 	return alpn != Raft && alpn != Renew || id.HasRole(string(state.RoleControl))
 }
 
-// mayUse says that a member may speak a protocol.
+// mayUse reports whether a member may use a protocol.
 func mayUse(alpn string, id pki.Identity) bool {
 	switch alpn {
 	case Raft:
@@ -91,4 +101,104 @@ func mayUse(alpn string, id pki.Identity) bool {
 	default:
 		return true
 	}
+}
+
+// Reason says why a connection was refused: a closed list.
+type Reason string
+
+// The reasons.
+const (
+	BadTLS         Reason = "tls"         // no TLS, another protocol, or an older version of TLS
+	BadALPN        Reason = "alpn"        // a protocol that is not served here
+	BadCertificate Reason = "certificate" // none, or one that names no node
+	BadCluster     Reason = "cluster"     // signed by another authority
+	Expired        Reason = "expired"     // or not valid yet
+	Revoked        Reason = "revoked"     // removed from the cluster
+	BadRole        Reason = "role"        // the protocol is not for nodes of this role
+	TooSlow        Reason = "timeout"     // the handshake took too long
+	Overload       Reason = "overload"    // too many handshakes, or too many connections wait for Accept
+)
+
+// greetings are the first byte on every connection after the handshake: the index of the answer. In TLS 1.3 a
+// client learns of a refusal only when it reads, so this byte comes before any protocol. It also says what no
+// TLS alert can.
+var greetings = []Reason{welcome, BadALPN, BadCertificate, BadCluster, Revoked, BadRole, Overload}
+
+// welcome is the greeting of an accepted connection.
+const welcome Reason = ""
+
+// greeting returns the byte of an answer. Reasons that end the handshake itself, such as Expired, have none.
+func greeting(r Reason) byte {
+	if i := slices.Index(greetings, r); i >= 0 {
+		return byte(i) //nolint:gosec // the list is short
+	}
+	return greeting(BadCertificate)
+}
+
+// reasonOf returns the reason behind an error of a server's handshake.
+func reasonOf(err error) Reason {
+	var unknown x509.UnknownAuthorityError
+	var invalid x509.CertificateInvalidError
+	var remote *net.OpError
+	switch {
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		return TooSlow
+	case errors.As(err, &unknown):
+		return BadCluster
+	case errors.As(err, &invalid) && invalid.Reason == x509.Expired:
+		return Expired
+	case errors.As(err, &invalid), errors.Is(err, errNoCredentials),
+		strings.Contains(err.Error(), "didn't provide a certificate"):
+		return BadCertificate
+	case errors.As(err, &remote) && remote.Op == "remote error":
+		return BadCertificate // the client refused our certificate
+	case strings.Contains(err.Error(), "unsupported application protocols"):
+		return BadALPN
+	}
+	return BadTLS
+}
+
+// reasonOfCertificate returns why a certificate was refused after the handshake.
+func reasonOfCertificate(err error) Reason {
+	var unknown x509.UnknownAuthorityError
+	if errors.As(err, &unknown) {
+		return BadCluster
+	}
+	return BadCertificate
+}
+
+// refusalLog logs refusals, at most one per reason and logEvery.
+type refusalLog struct {
+	log  *slog.Logger
+	mu   sync.Mutex
+	last map[Reason]time.Time
+	left map[Reason]int // refusals since the last line
+}
+
+func (c *refusalLog) logRefusal(reason Reason, from net.Addr, err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	now := time.Now()
+	if last, ok := c.last[reason]; ok && now.Sub(last) < logEvery {
+		c.left[reason]++
+		return
+	}
+	attrs := []any{
+		slog.String("reason", string(reason)), slog.String("from", from.String()),
+		slog.Int("others", c.left[reason]),
+	}
+	if err != nil {
+		attrs = append(attrs, slog.String("err", err.Error()))
+	}
+	c.last[reason], c.left[reason] = now, 0
+	level := slog.LevelWarn
+	switch {
+	case errors.Is(err, errNoCredentials):
+		// this node is joining and has no certificate yet; a slow join fails with its own error
+		level = slog.LevelDebug
+	case reason == BadALPN:
+		// a member asks for a protocol that this node does not serve yet: it is starting
+		level = slog.LevelInfo
+	}
+	c.log.Log(context.Background(), level, "node port refused a connection", attrs...)
 }

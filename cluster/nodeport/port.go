@@ -3,18 +3,23 @@ package nodeport
 import (
 	"container/list"
 	"context"
+	"crypto/tls"
 	"errors"
+	"log/slog"
 	"net"
+	"net/http"
 	"sync"
+	"sync/atomic"
 	"time"
 
+	"github.com/dpserve/dpserve/cluster/pki"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// Port is a node's port and its way to the ports of others. It is safe for concurrent use.
+// Port is a node's port and its way to connect to other nodes' ports. It is safe for concurrent use.
 type Port struct {
 	cfg        Config
-	complaints complaints
+	refusalLog refusalLog
 	wg         sync.WaitGroup // handshakes
 	room       chan struct{}  // one slot: a handshake has ended
 
@@ -22,16 +27,16 @@ type Port struct {
 	socket    net.Listener
 	listeners map[string]*listener
 	shaking   *list.List     // of *handshake, oldest first
-	ends      map[any]func() // what Close has to end: connections, dials, transports
+	ends      map[any]func() // what Close must end: connections, dials, transports
 	closed    bool
 }
 
-// New makes a port that dials; Listen or Attach let it serve.
+// New makes a port that can dial. Listen or Attach let it serve.
 func New(cfg Config) *Port {
 	cfg = cfg.withDefaults()
 	return &Port{
 		cfg:        cfg,
-		complaints: complaints{log: cfg.Log, last: map[Reason]time.Time{}, left: map[Reason]int{}},
+		refusalLog: refusalLog{log: cfg.Log, last: map[Reason]time.Time{}, left: map[Reason]int{}},
 		room:       make(chan struct{}, 1),
 		listeners:  map[string]*listener{},
 		shaking:    list.New(),
@@ -50,14 +55,14 @@ func (p *Port) Listen(ctx context.Context, addr string) error {
 	return nil
 }
 
-// Attach serves a listener that somebody else bound. The port closes it.
+// Attach serves a listener that the caller has bound. The port closes it.
 func (p *Port) Attach(socket net.Listener) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.socket = socket
 }
 
-// Addr is what the port is bound to, nil before Listen.
+// Addr returns the bound address, nil before Listen.
 func (p *Port) Addr() net.Addr {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -67,7 +72,7 @@ func (p *Port) Addr() net.Addr {
 	return p.socket.Addr()
 }
 
-// Serve accepts until Close, and then gives nil.
+// Serve accepts connections until Close and then returns nil.
 func (p *Port) Serve() error {
 	p.mu.Lock()
 	socket := p.socket
@@ -81,21 +86,22 @@ func (p *Port) Serve() error {
 		switch {
 		case err == nil:
 			pause = 0
-			p.begin(raw)
+			p.startHandshake(raw)
 		case p.isClosed():
 			return nil
 		case errors.Is(err, net.ErrClosed):
 			return problem.New(problem.Unavailable, "the node port's socket is gone: %w", err)
-		default: // out of files or memory: others go on, so does the port
+		default: // no file descriptors or memory: other connections go on, and so does the port
 			pause = min(max(2*pause, 5*time.Millisecond), time.Second)
-			p.complaints.about(Overload, socket.Addr(), err)
+			p.refusalLog.logRefusal(Overload, socket.Addr(), err)
 			time.Sleep(pause)
 		}
 	}
 }
 
-// Listener gives the connections of one protocol, each a *Conn whose handshake is over. Before it was asked for, and after it is
-// closed, the protocol is not served. The same name gives the same listener.
+// Listener returns the listener of one protocol. Its connections are *Conn after their handshake. The port
+// serves a protocol from the first call of Listener until that listener is closed. The same name gives the
+// same listener.
 func (p *Port) Listener(alpn string) net.Listener {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -103,7 +109,7 @@ func (p *Port) Listener(alpn string) net.Listener {
 	if l == nil {
 		l = &listener{port: p, alpn: alpn, conns: make(chan *Conn, backlog), done: make(chan struct{})}
 		if p.closed {
-			l.end()
+			l.shutDown()
 			return l
 		}
 		p.listeners[alpn] = l
@@ -111,7 +117,7 @@ func (p *Port) Listener(alpn string) net.Listener {
 	return l
 }
 
-// Disconnect ends every connection with a node: it was removed.
+// Disconnect ends every connection with a node that was removed.
 func (p *Port) Disconnect(uid string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -122,7 +128,7 @@ func (p *Port) Disconnect(uid string) {
 	}
 }
 
-// Close ends the port and every connection made through it, and waits for handshakes.
+// Close ends the port and all its connections, and waits for handshakes.
 func (p *Port) Close() error {
 	p.mu.Lock()
 	if p.closed {
@@ -141,10 +147,10 @@ func (p *Port) Close() error {
 	listeners, ends := p.listeners, p.ends
 	p.listeners, p.ends = map[string]*listener{}, map[any]func(){}
 	p.mu.Unlock()
-	p.roomMade()
+	p.signalRoom()
 
 	for _, l := range listeners {
-		l.end()
+		l.shutDown()
 	}
 	for _, end := range ends {
 		end()
@@ -159,8 +165,8 @@ func (p *Port) isClosed() bool {
 	return p.closed
 }
 
-// hold remembers what Close has to end; false says that the port is closed already.
-func (p *Port) hold(key any, end func()) bool {
+// track remembers what Close must end; false if the port is closed already.
+func (p *Port) track(key any, end func()) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.closed {
@@ -170,14 +176,14 @@ func (p *Port) hold(key any, end func()) bool {
 	return true
 }
 
-func (p *Port) drop(key any) {
+func (p *Port) untrack(key any) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	delete(p.ends, key)
 }
 
-// served is the first of the offered protocols that somebody listens for.
-func (p *Port) served(offered []string) string {
+// firstServed returns the first of the offered protocols that has a listener.
+func (p *Port) firstServed(offered []string) string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, alpn := range offered {
@@ -186,4 +192,316 @@ func (p *Port) served(offered []string) string {
 		}
 	}
 	return ""
+}
+
+// errNoCredentials is the error of a node that has not joined yet.
+var errNoCredentials = problem.New(problem.Unavailable, "this node has no certificate yet").
+	WithHint("wait until it has joined")
+
+// handshake is a connection whose peer is not verified yet.
+type handshake struct {
+	raw     net.Conn
+	began   time.Time
+	place   *list.Element // in Port.shaking
+	evicted atomic.Bool   // it was ended to make room
+	creds   *pki.Credentials
+}
+
+func (h *handshake) abort() { _ = h.raw.Close() }
+
+// startHandshake makes a handshake in a goroutine, so that a slow peer delays no other connection.
+func (p *Port) startHandshake(raw net.Conn) {
+	p.makeRoom()
+	h := &handshake{raw: raw, began: time.Now()}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.closed {
+		h.abort()
+		return
+	}
+	h.place = p.shaking.PushBack(h)
+	p.wg.Go(func() { p.runHandshake(h) })
+}
+
+// makeRoom waits while too many handshakes are under way, until one ends or the oldest one has used its time;
+// then the oldest one is ended. So a flood of half-open connections delays members, which need milliseconds,
+// but does not keep them out. Other connections wait in the kernel.
+func (p *Port) makeRoom() {
+	for {
+		left := p.timeUntilRoom()
+		if left <= 0 {
+			return
+		}
+		timer := time.NewTimer(left)
+		select {
+		case <-p.room:
+		case <-timer.C:
+		}
+		timer.Stop()
+	}
+}
+
+// timeUntilRoom returns how long the oldest handshake may still take, 0 if there is room.
+func (p *Port) timeUntilRoom() time.Duration {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.closed || p.shaking.Len() < maxHandshakes {
+		return 0
+	}
+	oldest := p.shaking.Front().Value.(*handshake) //nolint:errcheck // nothing else is in the list
+	if left := patience - time.Since(oldest.began); left > 0 {
+		return left
+	}
+	p.shaking.Remove(oldest.place)
+	oldest.evicted.Store(true)
+	oldest.abort()
+	return 0
+}
+
+func (p *Port) runHandshake(h *handshake) {
+	_ = h.raw.SetDeadline(time.Now().Add(p.cfg.HandshakeTimeout))
+	secure := tls.Server(h.raw, p.serverConfig(h))
+	err := secure.HandshakeContext(context.Background()) // bounded by the deadline
+	if err != nil {
+		p.refuse(h, p.failureReason(h, err), err)
+		return
+	}
+	c := &Conn{Conn: secure, ALPN: secure.ConnectionState().NegotiatedProtocol, port: p}
+	reason, err := p.authorize(h, c)
+	if reason == welcome {
+		reason, err = p.accept(h, c)
+	} else {
+		_, _ = c.Write([]byte{greeting(reason)})
+	}
+	if reason != welcome {
+		p.refuse(h, reason, err)
+	}
+}
+
+// failureReason returns why a handshake failed.
+func (p *Port) failureReason(h *handshake, err error) Reason {
+	if h.evicted.Load() {
+		return Overload
+	}
+	return reasonOf(err)
+}
+
+// authorize decides about a peer whose certificate was verified.
+func (p *Port) authorize(h *handshake, c *Conn) (Reason, error) {
+	l := p.listenerOf(c.ALPN)
+	if l == nil {
+		return BadALPN, nil
+	}
+	if c.ALPN != Join {
+		var err error
+		chain := c.ConnectionState().PeerCertificates
+		if c.ALPN == Renew {
+			c.Peer, err = verifyExpired(h.creds.Pool, chain)
+		} else {
+			c.Peer, err = pki.IdentityOf(chain[0])
+		}
+		if err != nil {
+			return reasonOfCertificate(err), err
+		}
+		switch {
+		case c.Peer.Cluster != h.creds.Identity.Cluster:
+			return BadCluster, nil
+		case p.cfg.Revoked(c.Peer.UID):
+			return Revoked, nil
+		case !mayUse(c.ALPN, c.Peer):
+			return BadRole, nil
+		}
+	}
+	if !l.hasRoom() {
+		return Overload, nil
+	}
+	return welcome, nil
+}
+
+// accept sends the greeting to the peer and gives the connection to its listener.
+func (p *Port) accept(h *handshake, c *Conn) (Reason, error) {
+	if _, err := c.Write([]byte{greeting(welcome)}); err != nil {
+		return p.failureReason(h, err), err
+	}
+	_ = c.SetDeadline(time.Time{})
+	l := p.listenerOf(c.ALPN)
+	if l == nil || !p.track(c, c.abort) {
+		return BadALPN, nil
+	}
+	p.endHandshake(h) // from here on an eviction would end a member's connection
+	if !l.enqueue(c) {
+		p.untrack(c)
+		return Overload, nil
+	}
+	return welcome, nil
+}
+
+// refuse closes a connection, and counts and logs the refusal.
+func (p *Port) refuse(h *handshake, reason Reason, err error) {
+	h.abort()
+	p.endHandshake(h)
+	if p.isClosed() {
+		return
+	}
+	p.cfg.Refused(reason)
+	p.refusalLog.logRefusal(reason, h.raw.RemoteAddr(), err)
+}
+
+func (p *Port) endHandshake(h *handshake) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.shaking.Remove(h.place) // no effect if it was removed before
+	p.signalRoom()
+}
+
+// signalRoom wakes makeRoom.
+func (p *Port) signalRoom() {
+	select {
+	case p.room <- struct{}{}:
+	default:
+	}
+}
+
+func (p *Port) listenerOf(alpn string) *listener {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.listeners[alpn]
+}
+
+// serverConfig demands what the offered protocol needs. Sessions are not resumed, so that every connection
+// shows a certificate that is valid now.
+func (p *Port) serverConfig(h *handshake) *tls.Config {
+	return &tls.Config{
+		MinVersion:             tls.VersionTLS13,
+		SessionTicketsDisabled: true,
+		GetConfigForClient: func(hello *tls.ClientHelloInfo) (*tls.Config, error) {
+			h.creds = p.cfg.Credentials()
+			if h.creds == nil {
+				return nil, errNoCredentials
+			}
+			return p.configFor(hello.SupportedProtos, h.creds), nil
+		},
+	}
+}
+
+func (p *Port) configFor(offered []string, creds *pki.Credentials) *tls.Config {
+	cfg := &tls.Config{
+		MinVersion:             tls.VersionTLS13,
+		SessionTicketsDisabled: true,
+		Certificates:           []tls.Certificate{creds.Certificate},
+		NextProtos:             []string{p.firstServed(offered)},
+	}
+	if cfg.NextProtos[0] == "" { // no client offers this name, so TLS refuses with its own alert
+		cfg.NextProtos[0] = "dpserve"
+	}
+	switch cfg.NextProtos[0] {
+	case Join:
+	case Renew: // the handshake proves the key; authorize checks the certificate, which may have expired
+		cfg.ClientAuth = tls.RequireAnyClientCert
+	default:
+		cfg.ClientAuth, cfg.ClientCAs = tls.RequireAndVerifyClientCert, creds.Pool
+	}
+	return cfg
+}
+
+// listener serves one protocol of the port.
+type listener struct {
+	port  *Port
+	alpn  string
+	conns chan *Conn
+	done  chan struct{}
+	once  sync.Once
+}
+
+func (l *listener) Accept() (net.Conn, error) {
+	select {
+	case <-l.done:
+		return nil, net.ErrClosed
+	default:
+	}
+	select {
+	case c := <-l.conns:
+		return c, nil
+	case <-l.done:
+		return nil, net.ErrClosed
+	}
+}
+
+// hasRoom reports whether the queue has room now.
+func (l *listener) hasRoom() bool { return len(l.conns) < cap(l.conns) }
+
+// enqueue queues a connection; false if there is no room or the listener is closed.
+func (l *listener) enqueue(c *Conn) bool {
+	select {
+	case <-l.done:
+		return false
+	default:
+	}
+	select {
+	case l.conns <- c:
+	default:
+		return false
+	}
+	select {
+	case <-l.done: // it was closed meanwhile: either this call or Close empties the queue
+		l.dropQueued()
+	default:
+	}
+	return true
+}
+
+func (l *listener) Close() error {
+	l.port.removeListener(l)
+	l.shutDown()
+	return nil
+}
+
+func (l *listener) shutDown() {
+	l.once.Do(func() {
+		close(l.done)
+		l.dropQueued()
+	})
+}
+
+func (l *listener) dropQueued() {
+	for {
+		select {
+		case c := <-l.conns:
+			c.port.untrack(c)
+			c.abort()
+		default:
+			return
+		}
+	}
+}
+
+// Addr returns the address of the port.
+func (l *listener) Addr() net.Addr {
+	if a := l.port.Addr(); a != nil {
+		return a
+	}
+	return &net.TCPAddr{}
+}
+
+func (p *Port) removeListener(l *listener) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.listeners[l.alpn] == l {
+		delete(p.listeners, l.alpn)
+	}
+}
+
+// ServeHTTP2 makes a server of a protocol. From now on the port accepts its connections; they wait for Serve.
+func (p *Port) ServeHTTP2(alpn string, handler http.Handler) *HTTP2Server {
+	return &HTTP2Server{
+		listener: plainListener{p.Listener(alpn)},
+		server: &http.Server{
+			Handler:           handler,
+			Protocols:         onlyHTTP2(),
+			HTTP2:             serverHTTP2(),
+			ConnContext:       withPeer,
+			ReadHeaderTimeout: headerTimeout,
+			ErrorLog:          slog.NewLogLogger(p.cfg.Log.Handler(), slog.LevelDebug),
+		},
+	}
 }

@@ -31,7 +31,10 @@ func TestMembersKnowEachOther(t *testing.T) {
 	c, err := b.Dial(t.Context(), nodeport.Data, a.addr(), "uid-a")
 	require.NoError(t, err)
 	defer c.Close()
-	assert.Equal(t, pki.Identity{Cluster: "c1", Node: "a", UID: "uid-a", Roles: []string{"control", "worker"}}, c.Peer)
+	assert.Equal(t, pki.Identity{
+		Cluster: "c1", Node: "a", UID: "uid-a",
+		Roles: []string{"control", "worker"},
+	}, c.Peer)
 	there, err := l.Accept()
 	require.NoError(t, err)
 	defer there.Close()
@@ -49,8 +52,8 @@ func TestMembersKnowEachOther(t *testing.T) {
 	assert.Contains(t, err.Error(), "uid-a")
 }
 
-// The clock of the node that signs is an hour ahead of the others' or an hour behind: every node's certificate and the authority's own are
-// valid for all from the first moment.
+// TestMembersWithClocksAnHourApart: the clock of the signing node is an hour ahead of or behind the others'.
+// Every node's certificate and the authority's own are valid for all from the first moment.
 func TestMembersWithClocksAnHourApart(t *testing.T) {
 	for name, ahead := range map[string]time.Duration{"ahead": time.Hour, "behind": -time.Hour} {
 		t.Run(name, func(t *testing.T) {
@@ -79,7 +82,7 @@ func TestMembersWithClocksAnHourApart(t *testing.T) {
 	}
 }
 
-// Every kind of client that is no member, as it comes through the network: what it sees, and what is counted.
+// TestStrangersAreRefused: every kind of client that is no member: what it sees, and what is counted.
 func TestStrangersAreRefused(t *testing.T) {
 	w, other := newWorld(t, "c1"), newWorld(t, "c2")
 	twin := newWorld(t, "c1") // same name, another authority
@@ -92,14 +95,37 @@ func TestStrangersAreRefused(t *testing.T) {
 		want   nodeport.Reason
 		alert  string
 	}{
-		"other cluster":               {stranger(nodeport.GRPC, other.member(t, "b", "control").Certificate), nodeport.BadCluster, "unknown certificate authority"},
-		"twin cluster":                {stranger(nodeport.GRPC, twin.member(t, "b", "control").Certificate), nodeport.BadCluster, "unknown certificate authority"},
-		"no certificate":              {stranger(nodeport.GRPC), nodeport.BadCertificate, "certificate required"},
-		"expired":                     {stranger(nodeport.GRPC, w.credentials(t, "b", now.Add(-48*time.Hour), 24*time.Hour, "control").Certificate), nodeport.Expired, "expired certificate"},
-		"not yet valid":               {stranger(nodeport.GRPC, w.credentials(t, "b", now.Add(48*time.Hour), 24*time.Hour, "control").Certificate), nodeport.Expired, "expired certificate"},
-		"TLS 1.2":                     {tls12, nodeport.BadTLS, "protocol version not supported"},
-		"unknown protocol":            {stranger("h2", w.member(t, "b", "control").Certificate), nodeport.BadALPN, "no application protocol"},
-		"protocol that nobody serves": {stranger(nodeport.Admin, w.member(t, "b", "control").Certificate), nodeport.BadALPN, "no application protocol"},
+		"other cluster": {
+			stranger(nodeport.GRPC, other.member(t, "b", "control").Certificate),
+			nodeport.BadCluster, "unknown certificate authority",
+		},
+		"twin cluster": {
+			stranger(nodeport.GRPC, twin.member(t, "b", "control").Certificate),
+			nodeport.BadCluster, "unknown certificate authority",
+		},
+		"no certificate": {
+			stranger(nodeport.GRPC), nodeport.BadCertificate,
+			"certificate required",
+		},
+		"expired": {
+			stranger(nodeport.GRPC,
+				w.credentials(t, "b", now.Add(-48*time.Hour), 24*time.Hour, "control").Certificate),
+			nodeport.Expired, "expired certificate",
+		},
+		"not yet valid": {
+			stranger(nodeport.GRPC,
+				w.credentials(t, "b", now.Add(48*time.Hour), 24*time.Hour, "control").Certificate),
+			nodeport.Expired, "expired certificate",
+		},
+		"TLS 1.2": {tls12, nodeport.BadTLS, "protocol version not supported"},
+		"unknown protocol": {
+			stranger("h2", w.member(t, "b", "control").Certificate),
+			nodeport.BadALPN, "no application protocol",
+		},
+		"protocol that nobody serves": {
+			stranger(nodeport.Admin, w.member(t, "b", "control").Certificate),
+			nodeport.BadALPN, "no application protocol",
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			a := newNode(t, w.member(t, "a", "control"), nil).serve(t)
@@ -129,7 +155,7 @@ func noneAccepted(t *testing.T, l net.Listener) {
 	require.False(t, ok, "accepted %v", c)
 }
 
-// A member that is refused reads why.
+// TestDialSaysWhy: a member that is refused gets the reason.
 func TestDialSaysWhy(t *testing.T) {
 	w, other := newWorld(t, "c1"), newWorld(t, "c2")
 	now := time.Now()
@@ -142,30 +168,41 @@ func TestDialSaysWhy(t *testing.T) {
 		text           string
 		counted        nodeport.Reason
 	}{
-		"other cluster": {client: other.member(t, "b", "control"), err: nodeport.ErrOtherCluster, code: problem.PermissionDenied, text: "belongs to another cluster", counted: nodeport.BadCertificate},
+		"other cluster": {
+			client: other.member(t, "b", "control"), err: nodeport.ErrOtherCluster,
+			code: problem.PermissionDenied, text: "belongs to another cluster",
+			counted: nodeport.BadCertificate,
+		},
 		"own certificate expired": {
 			client: w.credentials(t, "b", now.Add(-48*time.Hour), 24*time.Hour, "control"),
-			err:    nodeport.ErrExpired, code: problem.Unauthenticated, text: "says that this node's certificate has expired", counted: nodeport.Expired,
+			err:    nodeport.ErrExpired, code: problem.Unauthenticated,
+			text: "says that this node's certificate has expired", counted: nodeport.Expired,
 		},
 		"server's certificate expired": {
-			server: w.credentials(t, "a", now.Add(-48*time.Hour), 24*time.Hour, "control"), client: w.member(t, "b", "control"),
-			err: nodeport.ErrExpired, code: problem.Unauthenticated, text: "its certificate has expired", counted: nodeport.BadCertificate,
+			server: w.credentials(t, "a", now.Add(-48*time.Hour), 24*time.Hour, "control"),
+			client: w.member(t, "b", "control"),
+			err:    nodeport.ErrExpired, code: problem.Unauthenticated, text: "its certificate has expired",
+			counted: nodeport.BadCertificate,
 		},
 		"removed": {
 			client: w.member(t, "b", "control"), revoked: true,
-			err: nodeport.ErrRemoved, code: problem.PermissionDenied, text: "this node was removed from the cluster", counted: nodeport.Revoked,
+			err: nodeport.ErrRemoved, code: problem.PermissionDenied,
+			text: "this node was removed from the cluster", counted: nodeport.Revoked,
 		},
 		"role": {
 			client: w.member(t, "b", "worker", "ingress"), alpn: nodeport.Raft,
-			err: nodeport.ErrRole, code: problem.PermissionDenied, text: "dpserve-raft/1", counted: nodeport.BadRole,
+			err: nodeport.ErrRole, code: problem.PermissionDenied, text: "dpserve-raft/1",
+			counted: nodeport.BadRole,
 		},
 		"data by a worker": {
 			client: w.member(t, "b", "worker"), alpn: nodeport.Data,
-			err: nodeport.ErrRole, code: problem.PermissionDenied, text: "dpserve-data/1", counted: nodeport.BadRole,
+			err: nodeport.ErrRole, code: problem.PermissionDenied, text: "dpserve-data/1",
+			counted: nodeport.BadRole,
 		},
 		"not served": {
 			client: w.member(t, "b", "control"), alpn: nodeport.Admin,
-			err: nodeport.ErrNotServed, code: problem.Unavailable, text: "is not served there", counted: nodeport.BadALPN,
+			err: nodeport.ErrNotServed, code: problem.Unavailable, text: "is not served there",
+			counted: nodeport.BadALPN,
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -219,7 +256,10 @@ func TestDialOfWhatIsNoPort(t *testing.T) {
 	}), "")
 	require.ErrorIs(t, err, nodeport.ErrNotTLS)
 	_, err = b.Dial(t.Context(), nodeport.GRPC, listen(func(c net.Conn) {
-		_ = tls.Server(c, &tls.Config{Certificates: []tls.Certificate{old}, MaxVersion: tls.VersionTLS12}).Handshake()
+		_ = tls.Server(c, &tls.Config{
+			Certificates: []tls.Certificate{old},
+			MaxVersion:   tls.VersionTLS12,
+		}).Handshake()
 	}), "")
 	require.ErrorIs(t, err, nodeport.ErrNotTLS)
 	_, err = b.Dial(t.Context(), nodeport.GRPC, listen(func(net.Conn) {}), "")
@@ -274,12 +314,13 @@ func TestNewcomersFindTheClusterOfTheirToken(t *testing.T) {
 	_, err = nodeport.DialJoin(t.Context(), nil, worker.addr(), token.Fingerprint)
 	require.ErrorIs(t, err, nodeport.ErrRole, "only a control node may see the token")
 
-	late := newNode(t, w.credentials(t, "l", time.Now().Add(-48*time.Hour), time.Hour, "control"), nil).serve(t)
+	late := newNode(t, w.credentials(t, "l", time.Now().Add(-48*time.Hour), time.Hour, "control"),
+		nil).serve(t)
 	late.Listener(nodeport.Join)
 	_, err = nodeport.DialJoin(t.Context(), nil, late.addr(), token.Fingerprint)
 	require.ErrorIs(t, err, nodeport.ErrExpired)
 
-	// Nobody gets further than Join without a certificate, whatever else is offered.
+	// Without a certificate a client gets only Join, whatever else it offers.
 	cfg := stranger(nodeport.Join)
 	cfg.NextProtos = []string{nodeport.Join, nodeport.GRPC}
 	first, err := knock(t, a.addr(), cfg)
@@ -294,7 +335,8 @@ func TestNewcomersFindTheClusterOfTheirToken(t *testing.T) {
 func TestJunkHurtsNobody(t *testing.T) {
 	w := newWorld(t, "c1")
 	var log syncBuffer
-	a := newNode(t, w.member(t, "a", "control"), func(c *nodeport.Config) { c.Log = slog.New(slog.NewTextHandler(&log, nil)) }).serve(t)
+	a := newNode(t, w.member(t, "a", "control"),
+		func(c *nodeport.Config) { c.Log = slog.New(slog.NewTextHandler(&log, nil)) }).serve(t)
 	a.echo(t, nodeport.GRPC)
 	b := newNode(t, w.member(t, "b", "control"), nil)
 	before, err := b.Dial(t.Context(), nodeport.GRPC, a.addr(), "")
@@ -327,17 +369,20 @@ func TestJunkHurtsNobody(t *testing.T) {
 	require.NoError(t, err, "a member comes in through the flood")
 	defer after.Close()
 	wg.Wait()
-	require.Eventually(t, func() bool { return a.count(nodeport.BadTLS)+a.count(nodeport.Overload) >= junk }, 10*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return a.count(nodeport.BadTLS)+a.count(nodeport.Overload) >= junk },
+		10*time.Second, time.Millisecond)
 	ping(t, before)
 	ping(t, after)
 	assert.Less(t, strings.Count(log.String(), "\n"), 60, "a flood of connections is no flood of lines")
 	assert.Contains(t, log.String(), "reason=tls")
 }
 
-// 400 peers that say nothing hold all places; a member still comes in, and each of them is counted.
+// TestHalfOpenHandshakes: 400 silent peers use all handshakes. A member still connects, and each peer is
+// counted.
 func TestHalfOpenHandshakes(t *testing.T) {
 	w := newWorld(t, "c1")
-	a := newNode(t, w.member(t, "a", "control"), func(c *nodeport.Config) { c.HandshakeTimeout = 2 * time.Second }).serve(t)
+	a := newNode(t, w.member(t, "a", "control"),
+		func(c *nodeport.Config) { c.HandshakeTimeout = 2 * time.Second }).serve(t)
 	a.echo(t, nodeport.GRPC)
 	for range 400 {
 		c, err := net.Dial("tcp", a.addr())
@@ -355,13 +400,17 @@ func TestHalfOpenHandshakes(t *testing.T) {
 	assert.Equal(t, 400, a.count(nodeport.Overload)+a.count(nodeport.TooSlow))
 }
 
-// A peer that shakes hands but never reads holds its own goroutine and no other.
+// TestHandshakeTimeoutOnFakeTime: a peer that makes the handshake but never reads delays no other.
 func TestHandshakeTimeoutOnFakeTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, "c1")
 		var network memnet.Network
 		use := func(c *nodeport.Config) {
-			c.Bind = func(_ context.Context, addr string) (net.Listener, error) { return network.Listen(addr) }
+			c.Bind = func(_ context.Context, addr string) (net.Listener,
+				error,
+			) {
+				return network.Listen(addr)
+			}
 			c.Connect = network.DialContext
 		}
 		a := newNode(t, w.member(t, "a", "control"), use)
@@ -400,8 +449,8 @@ func TestHandshakeTimeoutOnFakeTime(t *testing.T) {
 	})
 }
 
-// A member whose certificate has expired gets through by Renew alone, and only with the key of a certificate of this cluster; a removed
-// one gets through by nothing.
+// TestAnExpiredCertificateIsGoodForItsRenewal: a member whose certificate has expired can use only Renew, and
+// only with the key of a certificate of this cluster. A removed member can use nothing.
 func TestAnExpiredCertificateIsGoodForItsRenewal(t *testing.T) {
 	w, other := newWorld(t, "c1"), newWorld(t, "c2")
 	now := time.Now()
@@ -426,7 +475,10 @@ func TestAnExpiredCertificateIsGoodForItsRenewal(t *testing.T) {
 
 	_, err = newNode(t, other.member(t, "b", "worker"), nil).Dial(t.Context(), nodeport.Renew, a.addr(), "")
 	require.ErrorIs(t, err, nodeport.ErrOtherCluster)
-	for name, certs := range map[string][]tls.Certificate{"none": nil, "another cluster's": {other.member(t, "b", "worker").Certificate}} {
+	for name, certs := range map[string][]tls.Certificate{
+		"none":              nil,
+		"another cluster's": {other.member(t, "b", "worker").Certificate},
+	} {
 		first, err := knock(t, a.addr(), stranger(nodeport.Renew, certs...))
 		assert.True(t, err != nil || first != 0, name)
 	}
@@ -439,7 +491,8 @@ func TestAnExpiredCertificateIsGoodForItsRenewal(t *testing.T) {
 	require.ErrorIs(t, err, nodeport.ErrCertificate, "not valid yet")
 }
 
-// Consensus and certificates are for nodes with role control: whoever dials looks at the certificate, whatever a record says.
+// TestOnlyControlNodesAreDialedForConsensus: only nodes with role control serve consensus and renewals. The
+// dialing node checks the certificate, whatever a record says.
 func TestOnlyControlNodesAreDialedForConsensus(t *testing.T) {
 	w := newWorld(t, "c1")
 	edge := newNode(t, w.member(t, "edge", "ingress"), nil).serve(t)
@@ -453,7 +506,8 @@ func TestOnlyControlNodesAreDialedForConsensus(t *testing.T) {
 	}
 }
 
-// A certificate is renewed: the next connection shows the new one, those that are open go on.
+// TestRenewalDropsNothing: after a renewal the next connection shows the new certificate, and open ones go
+// on.
 func TestRenewalDropsNothing(t *testing.T) {
 	w := newWorld(t, "c1")
 	a := newNode(t, w.member(t, "a", "control"), nil).serve(t)
@@ -501,14 +555,15 @@ func TestARemovedNodeIsCutOff(t *testing.T) {
 	_, err = b.Dial(t.Context(), nodeport.GRPC, a.addr(), "")
 	require.ErrorIs(t, err, nodeport.ErrRemoved)
 
-	// The other direction: nobody calls on a removed node.
+	// The other direction: no member connects to a removed node.
 	b.serve(t)
 	b.echo(t, nodeport.GRPC)
 	_, err = a.Dial(t.Context(), nodeport.GRPC, b.addr(), "")
 	require.ErrorIs(t, err, nodeport.ErrRemoved)
 }
 
-// Nobody accepts: what does not fit is refused, and Close ends what waits.
+// TestTheBacklogIsBounded: while no server accepts, connections over the bound are refused, and Close ends
+// waiting ones.
 func TestTheBacklogIsBounded(t *testing.T) {
 	w := newWorld(t, "c1")
 	a := newNode(t, w.member(t, "a", "control"), nil).serve(t)
@@ -525,7 +580,8 @@ func TestTheBacklogIsBounded(t *testing.T) {
 	}
 	require.ErrorIs(t, err, nodeport.ErrOverloaded)
 	assert.Equal(t, problem.Overloaded, problem.CodeOf(err))
-	assert.InDelta(t, 128, len(waiting), 2, "one that is welcomed while the last place is taken hears of it afterwards")
+	assert.InDelta(t, 128, len(waiting), 2,
+		"one that is welcomed while the last place is taken hears of it afterwards")
 	a.eventually(t, nodeport.Overload, 1)
 	require.NoError(t, l.Close())
 	for _, c := range waiting {

@@ -35,13 +35,16 @@ func newWorld(t testing.TB, cluster string) world {
 func (w world) ca() []byte { ca, _ := w.PEM(); return ca }
 
 // credentials are those of a node whose certificate is valid from an hour before signed, for a life.
-func (w world) credentials(t testing.TB, node string, signed time.Time, life time.Duration, roles ...string) *pki.Credentials {
+func (w world) credentials(t testing.TB, node string, signed time.Time, life time.Duration,
+	roles ...string,
+) *pki.Credentials {
 	t.Helper()
 	key, err := pki.NewKey()
 	require.NoError(t, err)
 	csr, err := pki.NewCSR(key)
 	require.NoError(t, err)
-	cert, err := w.Sign(csr, pki.Identity{Cluster: w.Cluster(), Node: node, UID: "uid-" + node, Roles: roles}, signed, life)
+	cert, err := w.Sign(csr, pki.Identity{Cluster: w.Cluster(), Node: node, UID: "uid-" + node, Roles: roles},
+		signed, life)
 	require.NoError(t, err)
 	c, err := pki.NewCredentials(w.ca(), cert, key)
 	require.NoError(t, err)
@@ -104,7 +107,8 @@ func (n *node) count(r nodeport.Reason) int {
 // eventually waits for a count that another goroutine makes.
 func (n *node) eventually(t testing.TB, r nodeport.Reason, want int) {
 	t.Helper()
-	require.Eventually(t, func() bool { return n.count(r) >= want }, 10*time.Second, time.Millisecond, "refused for %s", r)
+	require.Eventually(t, func() bool { return n.count(r) >= want }, 10*time.Second, time.Millisecond,
+		"refused for %s", r)
 }
 
 // echo sends back what comes on a protocol.
@@ -143,19 +147,22 @@ func ping(t testing.TB, c net.Conn) {
 
 // stranger is a TLS client that checks nothing.
 func stranger(alpn string, certs ...tls.Certificate) *tls.Config {
-	cfg := &tls.Config{InsecureSkipVerify: true, GetClientCertificate: func(*tls.CertificateRequestInfo) (*tls.Certificate, error) {
-		if len(certs) == 0 {
-			return &tls.Certificate{}, nil
-		}
-		return &certs[0], nil
-	}}
+	cfg := &tls.Config{
+		InsecureSkipVerify: true,
+		GetClientCertificate: func(*tls.CertificateRequestInfo) (*tls.Certificate, error) {
+			if len(certs) == 0 {
+				return &tls.Certificate{}, nil
+			}
+			return &certs[0], nil
+		},
+	}
 	if alpn != "" {
 		cfg.NextProtos = []string{alpn}
 	}
 	return cfg
 }
 
-// knock dials as a stranger, and gives what it read first.
+// knock dials as a stranger and returns the first bytes that it reads.
 func knock(t testing.TB, addr string, cfg *tls.Config) (byte, error) {
 	t.Helper()
 	raw, err := net.Dial("tcp", addr)

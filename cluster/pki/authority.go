@@ -29,7 +29,8 @@ type Authority struct {
 // NewAuthority makes the authority of a new cluster.
 func NewAuthority(cluster string, now time.Time) (*Authority, error) {
 	if cluster == "" || len(cluster) > maxPart {
-		return nil, problem.New(problem.InvalidArgument, "a cluster id has 1 to %d bytes, this one has %d", maxPart, len(cluster))
+		return nil, problem.New(problem.InvalidArgument, "a cluster id has 1 to %d bytes, this one has %d",
+			maxPart, len(cluster))
 	}
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -56,7 +57,7 @@ func NewAuthority(cluster string, now time.Time) (*Authority, error) {
 	return &Authority{cert: cert, key: key}, nil
 }
 
-// LoadAuthority reads what PEM gave.
+// LoadAuthority reads the results of Authority.PEM.
 func LoadAuthority(certPEM, keyPEM []byte) (*Authority, error) {
 	cert, err := parseCertificate(certPEM)
 	if err != nil {
@@ -68,15 +69,15 @@ func LoadAuthority(certPEM, keyPEM []byte) (*Authority, error) {
 	}
 	public, ok := cert.PublicKey.(*ecdsa.PublicKey)
 	if !cert.IsCA || !ok || !public.Equal(key.Public()) {
-		return nil, broken("authority", fmt.Errorf("certificate and key do not belong together"))
+		return nil, badPEM("authority", fmt.Errorf("certificate and key do not belong together"))
 	}
 	return &Authority{cert: cert, key: key}, nil
 }
 
-// Cluster is the id of the cluster.
+// Cluster returns the id of the cluster.
 func (a *Authority) Cluster() string { return a.cert.Subject.CommonName }
 
-// PEM gives the certificate, which everybody may see, and the key, which only control nodes may.
+// PEM returns the certificate, which is public, and the key, which only control nodes may have.
 func (a *Authority) PEM() (certPEM, keyPEM []byte) {
 	key, ok := a.key.(*ecdsa.PrivateKey)
 	if !ok {
@@ -89,15 +90,17 @@ func (a *Authority) PEM() (certPEM, keyPEM []byte) {
 	return encodeCertificate(a.cert.Raw), keyPEM
 }
 
-// Sign gives the holder of the request's key a certificate for an identity, valid from an hour before now until now + life, but
-// no longer than the authority. Of the request only the key counts. Refused: a request that is not signed by its key, a key that
-// is not ECDSA P-256, an identity of another cluster.
-func (a *Authority) Sign(csrDER []byte, id Identity, now time.Time, life time.Duration) (certPEM []byte, err error) {
+// Sign makes a certificate of an identity for the key of the request. It is valid from an hour before now
+// until now + life, but no longer than the authority. Only the key of the request counts. Sign refuses a
+// request that is not signed by its key, a key that is not ECDSA P-256, and an identity of another cluster.
+func (a *Authority) Sign(csrDER []byte, id Identity, now time.Time, life time.Duration) (certPEM []byte,
+	err error,
+) {
 	public, err := requestKey(csrDER)
 	if err != nil {
 		return nil, err
 	}
-	if err := a.mayStandFor(id, life); err != nil {
+	if err := a.checkIdentity(id, life); err != nil {
 		return nil, err
 	}
 	end := now.Add(life)
@@ -121,17 +124,19 @@ func (a *Authority) Sign(csrDER []byte, id Identity, now time.Time, life time.Du
 	return encodeCertificate(der), nil
 }
 
-func (a *Authority) mayStandFor(id Identity, life time.Duration) error {
+func (a *Authority) checkIdentity(id Identity, life time.Duration) error {
 	switch {
 	case id.Cluster != a.Cluster():
-		return problem.New(problem.InvalidArgument, "the authority of cluster %s signs nothing for cluster %s", a.Cluster(), id.Cluster)
+		return problem.New(problem.InvalidArgument,
+			"the authority of cluster %s signs nothing for cluster %s", a.Cluster(), id.Cluster)
 	case life <= 0:
 		return problem.New(problem.InvalidArgument, "a certificate needs a life above 0, not %s", life)
 	}
 	return id.check()
 }
 
-// KeySum is the SHA-256, in hex, of the public key that a certificate request is for. Refused is what Sign refuses of a request.
+// KeySum returns the SHA-256, in hex, of the public key of a certificate request. It refuses the same
+// requests as Sign.
 func KeySum(csrDER []byte) (string, error) {
 	public, err := requestKey(csrDER)
 	if err != nil {
@@ -145,26 +150,29 @@ func KeySum(csrDER []byte) (string, error) {
 	return hex.EncodeToString(sum[:]), nil
 }
 
-// requestKey checks a request and gives its key.
+// requestKey checks a request and returns its key.
 func requestKey(der []byte) (*ecdsa.PublicKey, error) {
 	if len(der) > maxCSR {
-		return nil, problem.New(problem.InvalidArgument, "the certificate request has %d bytes, allowed are %d", len(der), maxCSR)
+		return nil, problem.New(problem.InvalidArgument,
+			"the certificate request has %d bytes, allowed are %d", len(der), maxCSR)
 	}
 	request, err := x509.ParseCertificateRequest(der)
 	if err != nil {
 		return nil, problem.New(problem.InvalidArgument, "the certificate request cannot be read: %w", err)
 	}
 	if err := request.CheckSignature(); err != nil {
-		return nil, problem.New(problem.InvalidArgument, "the certificate request is not signed by its key: %w", err)
+		return nil, problem.New(problem.InvalidArgument,
+			"the certificate request is not signed by its key: %w", err)
 	}
 	key, ok := request.PublicKey.(*ecdsa.PublicKey)
 	if !ok || key.Curve != elliptic.P256() {
-		return nil, problem.New(problem.InvalidArgument, "the key of the certificate request is not ECDSA P-256")
+		return nil, problem.New(problem.InvalidArgument,
+			"the key of the certificate request is not ECDSA P-256")
 	}
 	return key, nil
 }
 
-// serial draws a serial number of 128 bits.
+// serial makes a random serial number of 128 bits.
 func serial() *big.Int {
 	var b [16]byte
 	_, _ = rand.Read(b[:]) // never fails

@@ -21,21 +21,21 @@ const (
 	signerFile    = "ca.key"
 )
 
-// Files are what a member keeps on disk.
+// Files are the files of a member.
 type Files struct {
 	Key       []byte // PEM
 	Cert      []byte // PEM
 	Authority []byte // PEM
 	GossipKey []byte
-	// AuthorityKey (PEM) lets a node with role control sign for itself when no other node would talk to it, as its certificate has
-	// expired. nil on other nodes.
+	// AuthorityKey (PEM) lets a node with role control sign its own certificate when it has expired, because
+	// no other node would accept a connection then. nil on other nodes.
 	AuthorityKey []byte
 }
 
-// Credentials reads the certificate files.
+// Credentials parses the certificate files.
 func (f Files) Credentials() (*Credentials, error) { return NewCredentials(f.Authority, f.Cert, f.Key) }
 
-// Renewed gives the files with a new certificate for the same key and identity, signed by the authority's key among them.
+// Renewed returns the files with a new certificate of the same key and identity. It needs AuthorityKey.
 func (f Files) Renewed(now time.Time) (Files, error) {
 	old, err := f.Credentials()
 	if err != nil {
@@ -53,11 +53,11 @@ func (f Files) Renewed(now time.Time) (Files, error) {
 	return f, err
 }
 
-// KeepKey reads the key below dir, or draws one and writes it: a node that asks for a certificate again, because it did not hear the
-// answer, must ask with the same key.
+// KeepKey reads the key in dir, or makes one and writes it. A node that asks for a certificate again, because
+// the first answer was lost, must ask with the same key.
 func KeepKey(dir string) (keyPEM []byte, err error) {
 	path := filepath.Join(dir, keyFile)
-	keyPEM, err = os.ReadFile(path) //nolint:gosec // the operator's own data dir
+	keyPEM, err = os.ReadFile(path) //nolint:gosec // the data dir
 	if err == nil || !errors.Is(err, fs.ErrNotExist) {
 		if err == nil {
 			_, err = parseKey(keyPEM)
@@ -68,56 +68,70 @@ func KeepKey(dir string) (keyPEM []byte, err error) {
 		return nil, err
 	}
 	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return nil, unwritable(dir, err)
+		return nil, unwritableError(dir, err)
 	}
 	if err := writeFile(path, keyPEM); err != nil {
-		return nil, unwritable(dir, err)
+		return nil, unwritableError(dir, err)
 	}
 	return keyPEM, nil
 }
 
-// Save writes the files, readable by their owner alone. Each is whole or absent after a crash, and cert.pem comes last: with it
-// the set is complete. A renewal keeps the key, so that every mixture of old and new files is a valid set; another key begins
-// with the removal of cert.pem.
+// Save writes the files, readable by their owner only. After a crash each file is complete or absent.
+// cert.pem comes last: with it the set is complete. A renewal keeps the key, so every mixture of old and new
+// files is valid. For another key Save first removes cert.pem.
 func Save(dir string, f Files) error {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return unwritable(dir, err)
+		return unwritableError(dir, err)
 	}
-	if old, err := os.ReadFile(filepath.Join(dir, keyFile)); err != nil || !bytes.Equal(old, f.Key) { //nolint:gosec // the operator's own data dir
+	old, err := os.ReadFile(filepath.Join(dir, keyFile)) //nolint:gosec // the data dir
+	if err != nil || !bytes.Equal(old, f.Key) {
 		if err := os.Remove(filepath.Join(dir, certFile)); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return unwritable(dir, err)
+			return unwritableError(dir, err)
 		}
 	}
 	for _, file := range []struct {
 		name string
 		data []byte
-	}{{keyFile, f.Key}, {authorityFile, f.Authority}, {gossipFile, f.GossipKey}, {signerFile, f.AuthorityKey}, {certFile, f.Cert}} {
+	}{
+		{keyFile, f.Key},
+		{authorityFile, f.Authority},
+		{gossipFile, f.GossipKey},
+		{signerFile, f.AuthorityKey},
+		{certFile, f.Cert},
+	} {
 		if file.name == signerFile && len(file.data) == 0 {
 			continue
 		}
 		if err := writeFile(filepath.Join(dir, file.name), file.data); err != nil {
-			return unwritable(dir, err)
+			return unwritableError(dir, err)
 		}
 	}
 	return nil
 }
 
-// Load reads the files. A dir without cert.pem gives fs.ErrNotExist: this node is no member yet.
+// Load reads the files. Without cert.pem the error is fs.ErrNotExist: this node is no member yet.
 func Load(dir string) (Files, error) {
 	var f Files
 	for _, file := range []struct {
 		name string
 		data *[]byte
-	}{{certFile, &f.Cert}, {keyFile, &f.Key}, {authorityFile, &f.Authority}, {gossipFile, &f.GossipKey}, {signerFile, &f.AuthorityKey}} {
-		data, err := os.ReadFile(filepath.Join(dir, file.name)) //nolint:gosec // the operator's own data dir
+	}{
+		{certFile, &f.Cert},
+		{keyFile, &f.Key},
+		{authorityFile, &f.Authority},
+		{gossipFile, &f.GossipKey},
+		{signerFile, &f.AuthorityKey},
+	} {
+		data, err := os.ReadFile(filepath.Join(dir, file.name)) //nolint:gosec // the data dir
 		switch {
 		case errors.Is(err, fs.ErrNotExist) && file.name == certFile:
 			return Files{}, fmt.Errorf("no certificate in %s: %w", dir, err)
 		case errors.Is(err, fs.ErrNotExist) && file.name == signerFile:
 			continue
 		case err != nil:
-			// Not wrapped: a missing key beside a certificate is damage, not a node that has not joined.
-			return Files{}, problem.New(problem.Conflict, "%s cannot be read beside %s: %v", file.name, certFile, err).
+			// %v instead of %w: a missing key beside a certificate is damage, not a node that has not joined.
+			return Files{}, problem.New(problem.Conflict, "%s cannot be read beside %s: %v", file.name,
+				certFile, err).
 				WithHint("restore the data dir from a backup, or join again with an empty one")
 		}
 		*file.data = data
@@ -125,12 +139,13 @@ func Load(dir string) (Files, error) {
 	return f, nil
 }
 
-func unwritable(dir string, err error) error {
+func unwritableError(dir string, err error) error {
 	return problem.New(problem.InvalidArgument, "write the node's certificate to %s: %w", dir, err).
 		WithHint("choose a --data-dir that you may write to, on a disk with room")
 }
 
-// writeFile writes a file that is whole or absent after a crash: new file, fsync, rename, fsync of the directory.
+// writeFile writes a file that is complete or absent after a crash: new file, fsync, rename, fsync of the
+// directory.
 func writeFile(path string, data []byte) error {
 	f, err := os.CreateTemp(filepath.Dir(path), filepath.Base(path)+".*.tmp") // mode 0600
 	if err != nil {

@@ -1,16 +1,18 @@
 package pki
 
 import (
+	"crypto/tls"
 	"crypto/x509"
 	"net/url"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// scheme of the URI that names a node in its certificate: dpserve:///CLUSTER/NODE?role=..&uid=..
-// The cluster is no host name (x509 would refuse most ids there), so the host stays empty.
+// scheme is that of the URI that names a node in its certificate: dpserve:///CLUSTER/NODE?role=..&uid=..
+// The cluster is not the URI's host, because x509 refuses most ids as host names. So the host stays empty.
 const scheme = "dpserve"
 
 // maxPart bounds each part of an identity, in bytes.
@@ -19,7 +21,7 @@ const maxPart = 256
 // maxRoles bounds how many roles one identity has.
 const maxRoles = 8
 
-// Identity is who a certificate stands for.
+// Identity names the node of a certificate.
 type Identity struct {
 	Cluster string
 	Node    string
@@ -27,12 +29,12 @@ type Identity struct {
 	Roles   []string
 }
 
-// HasRole says that the node has one of the roles.
+// HasRole reports whether the node has one of the roles.
 func (id Identity) HasRole(roles ...string) bool {
 	return slices.ContainsFunc(roles, func(r string) bool { return slices.Contains(id.Roles, r) })
 }
 
-// IdentityOf reads the identity in a certificate. It does not say that the certificate is to be trusted.
+// IdentityOf reads the identity of a certificate. It does not verify the certificate.
 func IdentityOf(cert *x509.Certificate) (Identity, error) {
 	if cert == nil || len(cert.URIs) != 1 {
 		return Identity{}, problem.New(problem.Unauthenticated, "the certificate names no node")
@@ -71,20 +73,76 @@ func (id Identity) uri() *url.URL {
 	}
 }
 
-// check refuses what could not be read back or is out of bounds.
+// check refuses an identity that is out of bounds or could not be read back.
 func (id Identity) check() error {
-	for _, part := range []struct{ name, value string }{{"cluster", id.Cluster}, {"node", id.Node}, {"uid", id.UID}} {
+	for _, part := range []struct{ name, value string }{
+		{"cluster", id.Cluster},
+		{"node", id.Node},
+		{"uid", id.UID},
+	} {
 		if part.value == "" || len(part.value) > maxPart {
-			return problem.New(problem.InvalidArgument, "%s of an identity has %d bytes, allowed are 1 to %d", part.name, len(part.value), maxPart)
+			return problem.New(problem.InvalidArgument, "%s of an identity has %d bytes, allowed are 1 to %d",
+				part.name, len(part.value), maxPart)
 		}
 	}
 	if len(id.Roles) > maxRoles {
-		return problem.New(problem.InvalidArgument, "an identity has %d roles, allowed are %d", len(id.Roles), maxRoles)
+		return problem.New(problem.InvalidArgument, "an identity has %d roles, allowed are %d", len(id.Roles),
+			maxRoles)
 	}
 	for _, r := range id.Roles {
 		if r == "" || len(r) > maxPart {
-			return problem.New(problem.InvalidArgument, "a role of an identity has %d bytes, allowed are 1 to %d", len(r), maxPart)
+			return problem.New(problem.InvalidArgument,
+				"a role of an identity has %d bytes, allowed are 1 to %d", len(r), maxPart)
 		}
 	}
 	return nil
+}
+
+// Credentials are the certificate that a node shows and the authority that it trusts. They never change: a
+// renewal makes new ones.
+type Credentials struct {
+	Certificate tls.Certificate // leaf, then the authority, which a newcomer compares with its token
+	Pool        *x509.CertPool  // the authority
+	Identity    Identity
+	NotAfter    time.Time
+
+	notBefore time.Time
+}
+
+// NewCredentials reads PEM. It refuses parts that do not belong together. It does not check whether the
+// certificate is valid now.
+func NewCredentials(authorityPEM, certPEM, keyPEM []byte) (*Credentials, error) {
+	ca, err := parseCertificate(authorityPEM)
+	if err != nil {
+		return nil, err
+	}
+	pair, err := tls.X509KeyPair(certPEM, keyPEM)
+	if err != nil {
+		return nil, badPEM("certificate with its key", err)
+	}
+	id, err := IdentityOf(pair.Leaf)
+	if err != nil {
+		return nil, err
+	}
+	if err := pair.Leaf.CheckSignatureFrom(ca); err != nil || id.Cluster != ca.Subject.CommonName {
+		return nil, problem.New(problem.Conflict,
+			"the node's certificate was not signed by the authority beside it").
+			WithHint("restore the data dir from a backup, or join again with an empty one")
+	}
+	pair.Certificate = [][]byte{pair.Leaf.Raw, ca.Raw}
+	pool := x509.NewCertPool()
+	pool.AddCert(ca)
+	return &Credentials{
+		Certificate: pair, Pool: pool, Identity: id, NotAfter: pair.Leaf.NotAfter,
+		notBefore: pair.Leaf.NotBefore,
+	}, nil
+}
+
+// Expired reports whether the certificate has expired, so that no other node accepts it.
+func (c *Credentials) Expired(now time.Time) bool { return now.After(c.NotAfter) }
+
+// RenewAt returns the time when two thirds of the certificate's life are over.
+func (c *Credentials) RenewAt() time.Time {
+	signed := c.notBefore.Add(backdate)
+	return signed.Add(c.NotAfter.Sub(signed) * 2 / 3)
 }

@@ -1,5 +1,5 @@
-// Package pki is the certificate authority of a cluster: it says who a node is, signs what the node port asks for, and packs what a
-// newcomer must know into one token. It does no IO but for the files of a data dir, and reads no clock.
+// Package pki is the certificate authority of a cluster. It names nodes, signs their certificates, and makes
+// the token that a newcomer needs. It does no IO except for the files of a data dir, and reads no clock.
 package pki
 
 import (
@@ -23,7 +23,7 @@ const (
 	AuthorityLife = 10 * 365 * 24 * time.Hour
 )
 
-// backdate lets a certificate be valid on a machine whose clock is behind that of the signer.
+// backdate makes a certificate valid on a machine whose clock is behind the signer's.
 const backdate = time.Hour
 
 // PEM block types.
@@ -32,7 +32,7 @@ const (
 	pemKey         = "PRIVATE KEY"
 )
 
-// NewKey draws a private key (ECDSA P-256, PKCS #8, PEM).
+// NewKey makes a private key (ECDSA P-256, PKCS #8, PEM).
 func NewKey() (keyPEM []byte, err error) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -41,7 +41,7 @@ func NewKey() (keyPEM []byte, err error) {
 	return encodeKey(key)
 }
 
-// NewCSR makes a certificate request (PKCS #10, DER). It asks for nothing but a certificate on its key: the authority decides.
+// NewCSR makes a certificate request (PKCS #10, DER). It names no identity, because the authority decides it.
 func NewCSR(keyPEM []byte) (der []byte, err error) {
 	key, err := parseKey(keyPEM)
 	if err != nil {
@@ -54,7 +54,7 @@ func NewCSR(keyPEM []byte) (der []byte, err error) {
 	return der, nil
 }
 
-// Fingerprint is the SHA-256 of an authority's certificate.
+// Fingerprint returns the SHA-256 of an authority's certificate.
 func Fingerprint(authorityPEM []byte) ([32]byte, error) {
 	cert, err := parseCertificate(authorityPEM)
 	if err != nil {
@@ -78,15 +78,15 @@ func encodeCertificate(der []byte) []byte {
 func parseKey(keyPEM []byte) (crypto.Signer, error) {
 	block, _ := pem.Decode(keyPEM)
 	if block == nil || block.Type != pemKey {
-		return nil, broken("key", errors.New("no PEM block \""+pemKey+"\""))
+		return nil, badPEM("key", errors.New("no PEM block \""+pemKey+"\""))
 	}
 	key, err := x509.ParsePKCS8PrivateKey(block.Bytes)
 	if err != nil {
-		return nil, broken("key", err)
+		return nil, badPEM("key", err)
 	}
 	signer, ok := key.(*ecdsa.PrivateKey)
 	if !ok {
-		return nil, broken("key", errors.New("not an ECDSA key"))
+		return nil, badPEM("key", errors.New("not an ECDSA key"))
 	}
 	return signer, nil
 }
@@ -94,17 +94,17 @@ func parseKey(keyPEM []byte) (crypto.Signer, error) {
 func parseCertificate(certPEM []byte) (*x509.Certificate, error) {
 	block, _ := pem.Decode(certPEM)
 	if block == nil || block.Type != pemCertificate {
-		return nil, broken("certificate", errors.New("no PEM block \""+pemCertificate+"\""))
+		return nil, badPEM("certificate", errors.New("no PEM block \""+pemCertificate+"\""))
 	}
 	cert, err := x509.ParseCertificate(block.Bytes)
 	if err != nil {
-		return nil, broken("certificate", err)
+		return nil, badPEM("certificate", err)
 	}
 	return cert, nil
 }
 
-// broken is what a damaged key or certificate gives.
-func broken(what string, err error) error {
+// badPEM is the error of a damaged key or certificate.
+func badPEM(what string, err error) error {
 	return problem.New(problem.InvalidArgument, "this is no %s of a cluster: %w", what, err).
 		WithHint("restore the data dir from a backup, or join again with an empty one")
 }

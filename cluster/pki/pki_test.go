@@ -43,7 +43,10 @@ func files(t testing.TB, a *pki.Authority, id pki.Identity, life time.Duration) 
 	cert, err := a.Sign(csr, id, start, life)
 	require.NoError(t, err)
 	ca, _ := a.PEM()
-	return pki.Files{Key: key, Cert: cert, Authority: ca, GossipKey: []byte("0123456789abcdef0123456789abcdef")}
+	return pki.Files{
+		Key: key, Cert: cert, Authority: ca,
+		GossipKey: []byte("0123456789abcdef0123456789abcdef"),
+	}
 }
 
 func authority(t testing.TB, cluster string) *pki.Authority {
@@ -70,9 +73,13 @@ func TestAMemberIsKnownByItsCertificate(t *testing.T) {
 
 	for _, usage := range []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth, x509.ExtKeyUsageServerAuth} {
 		for when, ok := range map[time.Time]bool{
-			start.Add(-2 * time.Hour): false, start.Add(-59 * time.Minute): true, start: true, c.NotAfter.Add(time.Second): false,
+			start.Add(-2 * time.Hour): false, start.Add(-59 * time.Minute): true, start: true,
+			c.NotAfter.Add(time.Second): false,
 		} {
-			_, err = c.Certificate.Leaf.Verify(x509.VerifyOptions{Roots: c.Pool, KeyUsages: []x509.ExtKeyUsage{usage}, CurrentTime: when})
+			_, err = c.Certificate.Leaf.Verify(x509.VerifyOptions{
+				Roots:     c.Pool,
+				KeyUsages: []x509.ExtKeyUsage{usage}, CurrentTime: when,
+			})
 			assert.Equal(t, ok, err == nil, "%s: %v", when, err)
 		}
 	}
@@ -82,7 +89,8 @@ func TestOfTheRequestOnlyTheKeyCounts(t *testing.T) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	require.NoError(t, err)
 	csr, err := x509.CreateCertificateRequest(rand.Reader, &x509.CertificateRequest{
-		DNSNames: []string{"other"}, IPAddresses: []net.IP{net.IPv4(10, 0, 0, 1)}, URIs: []*url.URL{{Scheme: "dpserve", Path: "/c1/boss"}},
+		DNSNames: []string{"other"}, IPAddresses: []net.IP{net.IPv4(10, 0, 0, 1)},
+		URIs: []*url.URL{{Scheme: "dpserve", Path: "/c1/boss"}},
 	}, key)
 	require.NoError(t, err)
 	certPEM, err := authority(t, "c1").Sign(csr, member("n1"), start, time.Hour)
@@ -181,7 +189,8 @@ func TestIdentitiesSurviveTheCertificate(t *testing.T) {
 
 func TestStrangeCertificatesNameNobody(t *testing.T) {
 	for _, uri := range []string{
-		"", "https://c1/n1?uid=u", "dpserve://c1/n1?uid=u", "dpserve:///c1", "dpserve:///c1/n1", "dpserve:///c1/n1/n2?uid=u", "dpserve:///c1/?uid=u",
+		"", "https://c1/n1?uid=u", "dpserve://c1/n1?uid=u", "dpserve:///c1", "dpserve:///c1/n1",
+		"dpserve:///c1/n1/n2?uid=u", "dpserve:///c1/?uid=u",
 		"dpserve:///c1/n1?uid=u&role=", "dpserve:///c1/n1?uid=%zz", "dpserve:opaque",
 	} {
 		u, err := url.Parse(uri)
@@ -215,7 +224,8 @@ func TestFilesAreWholeOrAbsent(t *testing.T) {
 		assert.Equal(t, os.FileMode(0o600), info.Mode().Perm(), e.Name())
 	}
 
-	// A key of a newcomer with the certificate of its predecessor never meet: the certificate goes first, and comes last.
+	// A newcomer's key and its predecessor's certificate never exist together: the certificate is removed
+	// first and written last.
 	require.NoError(t, os.Remove(filepath.Join(dir, "gossip.key")))
 	require.NoError(t, os.Mkdir(filepath.Join(dir, "gossip.key"), 0o700))
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "gossip.key", "x"), nil, 0o600))
@@ -231,7 +241,8 @@ func TestFilesAreWholeOrAbsent(t *testing.T) {
 	require.NotErrorIs(t, err, os.ErrNotExist, "damage is not a node that has not joined")
 }
 
-// A control node keeps the authority's key beside its certificate, and makes its next one of it; other nodes have no such file.
+// TestFilesOfAControlNodeRenewThemselves: a control node keeps the authority's key beside its certificate and
+// signs its next one with it. Other nodes have no such file.
 func TestFilesOfAControlNodeRenewThemselves(t *testing.T) {
 	now := time.Now()
 	a, err := pki.NewAuthority("c1", now.Add(-90*24*time.Hour))

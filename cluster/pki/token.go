@@ -21,13 +21,14 @@ const (
 	tokenSize   = secretSize + sha256.Size + sumSize
 )
 
-// Token lets a node join: it shows the secret, and knows by the fingerprint that it shows it to the right cluster.
+// Token lets a node join. The node shows the secret, and the fingerprint tells it that it talks to the right
+// cluster.
 type Token struct {
 	Secret      [secretSize]byte
 	Fingerprint [sha256.Size]byte // of the authority's certificate
 }
 
-// NewToken draws a token of the cluster with this authority.
+// NewToken makes a token of the cluster with this authority.
 func NewToken(authorityPEM []byte) (Token, error) {
 	var t Token
 	var err error
@@ -38,25 +39,25 @@ func NewToken(authorityPEM []byte) (Token, error) {
 	return t, nil
 }
 
-// ParseToken reads what String gave. The error never holds the token.
+// ParseToken reads the result of String. The error never contains the token.
 func ParseToken(s string) (Token, error) {
 	s = strings.TrimSpace(s)
 	if !strings.HasPrefix(s, tokenPrefix) {
-		return Token{}, noToken(s)
+		return Token{}, notATokenError(s)
 	}
 	data, err := base64.RawURLEncoding.Strict().DecodeString(s[len(tokenPrefix):])
 	want := len(tokenPrefix) + base64.RawURLEncoding.EncodedLen(tokenSize)
 	switch {
 	case len(s) < want:
-		return Token{}, damaged("the token was cut: it has %d of %d characters", len(s), want)
+		return Token{}, damagedTokenError("the token was cut: it has %d of %d characters", len(s), want)
 	case len(s) > want:
-		return Token{}, damaged("the token has %d characters, %d too many", len(s), len(s)-want)
+		return Token{}, damagedTokenError("the token has %d characters, %d too many", len(s), len(s)-want)
 	case err != nil:
-		return Token{}, damaged("the token has a character that no token has")
+		return Token{}, damagedTokenError("the token has a character that no token has")
 	}
 	sum := sha256.Sum256(data[:tokenSize-sumSize])
 	if !bytes.Equal(sum[:sumSize], data[tokenSize-sumSize:]) {
-		return Token{}, damaged("the token was changed: its checksum does not fit")
+		return Token{}, damagedTokenError("the token was changed: its checksum does not fit")
 	}
 	var t Token
 	copy(t.Secret[:], data)
@@ -64,7 +65,7 @@ func ParseToken(s string) (Token, error) {
 	return t, nil
 }
 
-// String is the token as people copy it. It is a secret.
+// String returns the token for people to copy. It is a secret.
 func (t Token) String() string {
 	data := make([]byte, 0, tokenSize)
 	data = append(data, t.Secret[:]...)
@@ -73,16 +74,16 @@ func (t Token) String() string {
 	return tokenPrefix + base64.RawURLEncoding.EncodeToString(append(data, sum[:sumSize]...))
 }
 
-// LogValue keeps the token out of logs.
+// LogValue hides the token in logs.
 func (Token) LogValue() slog.Value { return slog.StringValue(tokenPrefix + "***") }
 
-// SecretText is the part that the wire carries: the hex of the secret.
+// SecretText returns the secret in hex, as nodes send it.
 func (t Token) SecretText() string { return hex.EncodeToString(t.Secret[:]) }
 
-// Hash is what the cluster keeps of the token: the hex of the SHA-256 of its secret.
+// Hash returns the hex of the SHA-256 of the secret. The cluster stores only this hash.
 func (t Token) Hash() string { return hashOf(t.Secret[:]) }
 
-// HashSecret is the hash of a secret as the wire carries it.
+// HashSecret returns the hash of a secret that was sent as SecretText.
 func HashSecret(text string) (string, error) {
 	secret, err := hex.DecodeString(text)
 	if err != nil || len(secret) != secretSize {
@@ -96,15 +97,17 @@ func hashOf(secret []byte) string {
 	return hex.EncodeToString(sum[:])
 }
 
-func noToken(s string) error {
-	if version, _, ok := strings.Cut(s, "."); ok && strings.HasPrefix(version, tokenFamily) && len(version) < 8 {
-		return problem.New(problem.InvalidArgument, "the token has version %q, this dpserve knows %q", version, strings.TrimSuffix(tokenPrefix, ".")).
+func notATokenError(s string) error {
+	if version, _, ok := strings.Cut(s, "."); ok && strings.HasPrefix(version, tokenFamily) &&
+		len(version) < 8 {
+		return problem.New(problem.InvalidArgument, "the token has version %q, this dpserve knows %q",
+			version, strings.TrimSuffix(tokenPrefix, ".")).
 			WithHint("use the same dpserve on both machines")
 	}
 	return problem.New(problem.InvalidArgument, "this is no join token: one begins with %q", tokenPrefix).
 		WithHint("copy the whole join command that `dpserve start` printed")
 }
 
-func damaged(format string, args ...any) error {
+func damagedTokenError(format string, args ...any) error {
 	return problem.New(problem.InvalidArgument, format, args...).WithHint("copy the whole join command again")
 }

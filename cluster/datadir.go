@@ -1,0 +1,273 @@
+package cluster
+
+import (
+	"bytes"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// identityFile names the owner of the data dir. It is written first. Later only an empty cluster may be
+// filled in.
+const identityFile = "cluster.json"
+
+// formatVersion grows when older versions of dpserve can no longer read the data dir.
+const formatVersion = 1
+
+// fileMode gives only the owner access.
+const fileMode = 0o600
+
+// Identity names the owner of a data dir. The UID is made with the data dir: a node that lost its data dir is
+// a different node, whatever its name is.
+type Identity struct {
+	Cluster string // "" = none yet: the node has a name in order to join a cluster
+	Node    string
+	UID     string
+}
+
+// identity is the content of identityFile.
+type identity struct {
+	Format  int    `json:"format"`
+	Cluster string `json:"cluster"`
+	Node    string `json:"node"`
+	// missing in older data dirs: there it is the node's name, as in raft
+	UID string `json:"uid,omitempty"`
+}
+
+// Identify reads a data dir's identity, or makes one that belongs to no cluster yet. A node joins under it,
+// so it stays the same until the node has joined. node "" = the data dir's name, or a new one. It refuses a
+// data dir that is in use, or that belongs to another node.
+func Identify(dataDir, node string) (_ Identity, err error) {
+	cfg := Config{DataDir: dataDir, NodeID: node}
+	lock, err := takeDataDir(dataDir)
+	if err != nil {
+		return Identity{}, err
+	}
+	defer func() { err = firstError(err, lock.Close()) }()
+	id, err := readIdentity(cfg)
+	if errors.Is(err, fs.ErrNotExist) {
+		id, err = createIdentity(cfg, "")
+	}
+	return Identity{Cluster: id.Cluster, Node: id.Node, UID: id.UID}, err
+}
+
+// newIdentity makes the names that the config does not give.
+func newIdentity(cfg Config, cluster string) identity {
+	id := identity{Format: formatVersion, Cluster: cluster, Node: cfg.NodeID, UID: cfg.UID}
+	if id.Node == "" {
+		id.Node = "node-" + randomName()[:6]
+	}
+	if id.UID == "" {
+		id.UID = randomName()
+	}
+	return id
+}
+
+// clusterName returns the name of the cluster that the node joined, or a new one.
+func clusterName(cfg Config) string {
+	if cfg.ClusterID != "" {
+		return cfg.ClusterID
+	}
+	return randomName()
+}
+
+func randomName() string { return strings.ToLower(rand.Text()) }
+
+// loadIdentity reads the data dir's identity or makes it. It refuses an identity that differs from the
+// config.
+func loadIdentity(cfg Config) (identity, error) {
+	id, err := readIdentity(cfg)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return createIdentity(cfg, clusterName(cfg))
+	case err == nil && id.Cluster == "":
+		id.Cluster = clusterName(cfg)
+		return id, id.write(cfg.DataDir)
+	default:
+		return id, err
+	}
+}
+
+// readIdentity reads identityFile; fs.ErrNotExist if there is none.
+func readIdentity(cfg Config) (identity, error) {
+	data, err := os.ReadFile(filepath.Join(cfg.DataDir, identityFile))
+	if errors.Is(err, fs.ErrNotExist) {
+		return identity{}, err
+	}
+	if err != nil {
+		return identity{}, problem.New(problem.InvalidArgument, "read %s: %w", identityFile, err).
+			WithHint("choose a --data-dir that you may read")
+	}
+	var id identity
+	if err := json.Unmarshal(data, &id); err != nil {
+		return id, problem.New(problem.Conflict, "%s in %s cannot be read: %w", identityFile, cfg.DataDir,
+			err).
+			WithHint("restore the data dir from a backup, or choose an empty --data-dir")
+	}
+	return id.withLegacyUID(), id.checkConfig(cfg)
+}
+
+// withLegacyUID fills in the UID that the file of an older version lacks.
+func (id identity) withLegacyUID() identity {
+	if id.UID == "" {
+		id.UID = id.Node
+	}
+	return id
+}
+
+// checkConfig compares the data dir's identity with the config. Only a node with a UID may be without a
+// cluster.
+func (id identity) checkConfig(cfg Config) error {
+	switch {
+	case id.Format > formatVersion:
+		return problem.New(problem.Conflict, "data dir %s has format %d, this dpserve knows up to %d",
+			cfg.DataDir, id.Format, formatVersion).
+			WithHint("use the newer dpserve that wrote it, or choose an empty --data-dir")
+	case id.Format < 1 || id.Node == "" || id.Cluster == "" && id.UID == "":
+		return problem.New(problem.Conflict, "%s in %s lacks format, cluster or node", identityFile,
+			cfg.DataDir).
+			WithHint("restore the data dir from a backup, or choose an empty --data-dir")
+	case cfg.ClusterID != "" && id.Cluster != "" && cfg.ClusterID != id.Cluster:
+		return problem.New(problem.Conflict, "data dir %s belongs to cluster %s, not %s", cfg.DataDir,
+			id.Cluster, cfg.ClusterID).
+			WithHint("choose another --data-dir, or an empty one to start anew")
+	case cfg.NodeID != "" && cfg.NodeID != id.Node, cfg.UID != "" && cfg.UID != id.withLegacyUID().UID:
+		return problem.New(problem.Conflict, "data dir %s belongs to node %s, not %s", cfg.DataDir, id.Node,
+			cfg.NodeID).
+			WithHint("leave --node-id out, or choose another --data-dir")
+	}
+	return nil
+}
+
+// createIdentity makes and stores an identity. It refuses a log without an identity: that is part of another
+// data dir.
+func createIdentity(cfg Config, cluster string) (identity, error) {
+	if _, err := os.Stat(filepath.Join(cfg.DataDir, raftDir)); err == nil {
+		return identity{}, problem.New(problem.Conflict, "data dir %s has a log but no %s", cfg.DataDir,
+			identityFile).
+			WithHint("restore the data dir from a backup, or choose an empty --data-dir")
+	}
+	id := newIdentity(cfg, cluster)
+	return id, id.write(cfg.DataDir)
+}
+
+func (id identity) write(dataDir string) error {
+	data, err := json.MarshalIndent(id, "", "  ")
+	if err != nil {
+		return fmt.Errorf("encode %s: %w", identityFile, err)
+	}
+	return writeFile(filepath.Join(dataDir, identityFile), append(bytes.TrimSpace(data), '\n'))
+}
+
+// lockFile is locked by the process that uses the data dir. The kernel unlocks it when the process ends, in
+// any way.
+const lockFile = "lock"
+
+// takeDataDir makes the data dir if there is none and locks it for this process. Closing the result unlocks
+// it.
+func takeDataDir(dir string) (io.Closer, error) {
+	if err := os.MkdirAll(dir, dirMode); err != nil {
+		return nil, problem.New(problem.InvalidArgument, "make data dir: %w", err).
+			WithHint("choose a --data-dir that you may write to")
+	}
+	return lockDir(dir)
+}
+
+// lockWait is how long a lock may outlive its process: until its last forked child has executed another
+// program.
+const lockWait = 500 * time.Millisecond
+
+func lock(f *os.File) error {
+	for end := time.Now().Add(lockWait); ; time.Sleep(lockWait / 50) {
+		err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+		if !errors.Is(err, syscall.EWOULDBLOCK) || time.Now().After(end) {
+			return err
+		}
+	}
+}
+
+// lockDir locks the data dir for this process. Closing the result unlocks it.
+func lockDir(dir string) (io.Closer, error) {
+	path := filepath.Join(dir, lockFile)
+	f, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR, fileMode) //nolint:gosec // the data dir
+	if err != nil {
+		return nil, problem.New(problem.InvalidArgument, "open lock: %w", err).
+			WithHint("choose a --data-dir that you may write to")
+	}
+	err = lock(f)
+	if err == nil {
+		return f, nil
+	}
+	if errors.Is(err, syscall.EWOULDBLOCK) {
+		err = problem.New(problem.Conflict, "data dir %s is in use by another dpserve", dir).
+			WithHint("stop the other one, or choose another --data-dir")
+	} else {
+		err = fmt.Errorf("lock data dir: %w", err)
+	}
+	return nil, firstError(err, f.Close())
+}
+
+// writeFile writes a file that is complete or absent after a crash: new file, fsync, rename, fsync of the
+// directory.
+func writeFile(path string, data []byte) error {
+	tmp := path + ".tmp"
+	f, err := os.OpenFile(tmp, os.O_CREATE|os.O_WRONLY|os.O_TRUNC, fileMode) //nolint:gosec // the data dir
+	if err != nil {
+		return fmt.Errorf("create %s: %w", filepath.Base(path), err)
+	}
+	_, err = f.Write(data)
+	if err = firstError(err, f.Sync(), f.Close()); err != nil {
+		return fmt.Errorf("write %s: %w", filepath.Base(path), err)
+	}
+	if err := os.Rename(tmp, path); err != nil {
+		return fmt.Errorf("put %s in place: %w", filepath.Base(path), err)
+	}
+	return syncDir(filepath.Dir(path))
+}
+
+func syncDir(dir string) error {
+	d, err := os.Open(dir) //nolint:gosec // the data dir
+	if err != nil {
+		return fmt.Errorf("open data dir: %w", err)
+	}
+	if err := firstError(d.Sync(), d.Close()); err != nil {
+		return fmt.Errorf("sync data dir: %w", err)
+	}
+	return nil
+}
+
+func firstError(errs ...error) error {
+	for _, err := range errs {
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// openDataDir locks the data dir and reads its identity. Without a data dir the identity is new and there is
+// no lock.
+func openDataDir(cfg Config) (io.Closer, identity, error) {
+	if cfg.DataDir == "" {
+		return nil, newIdentity(cfg, clusterName(cfg)), nil
+	}
+	lock, err := takeDataDir(cfg.DataDir)
+	if err != nil {
+		return nil, identity{}, err
+	}
+	ident, err := loadIdentity(cfg)
+	if err != nil {
+		return nil, ident, firstError(err, lock.Close())
+	}
+	return lock, ident, nil
+}
