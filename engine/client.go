@@ -50,7 +50,7 @@ func noRedirect(*http.Request, []*http.Request) error { return http.ErrUseLastRe
 // Transport settings of probes.
 const (
 	dialTimeout = 2 * time.Second
-	idleTimeout = 4 * time.Second // below the 5 s of an engine that someone else started (ENGINES 3.6)
+	idleTimeout = 4 * time.Second // below the keep-alive of an attached engine: 5 s in vLLM
 )
 
 // NewTransport makes the transport of probes: no proxy, no compression, short-lived idle connections.

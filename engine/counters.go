@@ -32,7 +32,7 @@ func (c Counters) Moved(before Counters) bool {
 	return c.Seen && (c.PromptTokens != before.PromptTokens || c.GenerationTokens != before.GenerationTokens)
 }
 
-// Restarted says that c comes from another process than before: a counter fell or the start time changed (ENGINES 1.6).
+// Restarted reports whether c comes from another process than before: the start time changed or a counter fell.
 func (c Counters) Restarted(before Counters) bool {
 	if c.StartTime != 0 && before.StartTime != 0 && c.StartTime != before.StartTime {
 		return true
@@ -65,7 +65,7 @@ type metricsPage struct {
 }
 
 // parsePage reads what a Prometheus page says of one rank; "" = of all: counters, running and waiting are summed over label sets, of
-// usage the highest is taken. Names are matched whole: every counter has a _created twin that holds a unix time (TRAPS 26). Lines it
+// usage the highest is taken. Names are matched whole: every counter has a twin with the suffix _created that holds a unix time. Lines it
 // does not understand and values that cannot be are skipped.
 func parsePage(b []byte, rank string) metricsPage {
 	var p metricsPage

@@ -12,7 +12,8 @@ func inherited() []string {
 	return []string{"PATH", "HOME", "USER", "TMPDIR", "TZ", "LANG", "LC_ALL", "GOCOVERDIR"}
 }
 
-// stripped are prefixes no engine ever gets: dpserve hands out the ranks, and these would name others (ENGINES 1.1).
+// stripped are prefixes of variables that no engine gets. vLLM reads its data-parallel rank from VLLM_DP_*, and dpserve
+// assigns the ranks: an inherited value would name another rank.
 func stripped() []string { return []string{"VLLM_DP_"} }
 
 // Environment builds an engine's environment, sorted: the inherited part of environ, then own, then the app's engine.env,

@@ -42,7 +42,7 @@ func simProfile(s *Spec, environ []string) (Launch, error) {
 		return Launch{}, err
 	}
 	own := []string{
-		"GOMAXPROCS=1", "GOGC=" + strconv.Itoa(simGOGC), // TRAPS 9
+		"GOMAXPROCS=1", "GOGC=" + strconv.Itoa(simGOGC), // many engines share one machine
 		"VLLM_HTTP_TIMEOUT_KEEP_ALIVE=" + strconv.Itoa(KeepAliveS),
 	}
 	if s.GroupKey != "" && s.App.DataParallel.Coupling == app.Lockstep {

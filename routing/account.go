@@ -6,8 +6,8 @@ import (
 )
 
 // account is what a Router knows of one rank's open requests: the replica's own account as its stream tells it, plus
-// the bumps of this ingress that the stream has not confirmed yet (CONTRACTS 6). One request is counted once: a bump
-// turns into the replica's entry when that is heard of, it is never beside it.
+// the bumps of this ingress that the stream has not confirmed yet (the rule: see Router). Each request counts once: its
+// bump becomes the replica's entry when the replica reports the request.
 //
 // The row's Q, Pairs and Computed are what is left of the prompts at the instant of the last reckon: the account gives back to the
 // row what was reckoned before it changes the prompt that is computed first.

@@ -218,7 +218,7 @@ func routeTo(d *Decision, t tier, rk *Rank, reason string) {
 	d.Ranked = append(d.Ranked, rk.ID)
 }
 
-// none fills d when no tier has a candidate: Queue while room may come, else Reject (CONTRACTS 8).
+// none fills d when no tier has a candidate: Queue while a rank may get room, else Reject. DESIGN.md has the table.
 func none(q *Request, v *View, d *Decision) {
 	eligible, ready, busy := false, false, false
 	for i := range v.Ranks {

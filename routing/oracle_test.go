@@ -8,7 +8,7 @@ import (
 	"pgregory.net/rapid"
 )
 
-// oracle is the bump rule of CONTRACTS 6 as plainly as it can be said: two maps per rank, everything summed anew.
+// oracle is a plain model of the bump rule (see Router): it keeps two maps per rank and sums everything anew.
 type oracle struct{ ranks map[RankID]*oracleRank }
 
 type oracleRank struct {

@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-// Router is one application's view and policy under one lock (CONTRACTS 8). It is the only writer of both: Pick bumps
+// Router is one application's view and policy under one lock. It is the only writer of both: Pick bumps
 // the view in the same critical section that decided, so two picks never see the same free place.
 //
 // Bump rule: a dispatch counts at once (W+1, Q+tokens, Kq+tokens) under its ReqID. It lives until the stream says

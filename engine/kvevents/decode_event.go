@@ -24,7 +24,8 @@ const (
 	fieldOther
 )
 
-// storedFields and removedFields are the array shapes: read by length, the tail may be missing, more may follow (ENGINES 5.2).
+// storedFields and removedFields are the fields of events in array form, in order. Older engines send fewer fields, newer
+// ones send more.
 var (
 	storedFields = [...]field{ //nolint:gochecknoglobals // a constant table
 		fieldHashes, fieldParent, fieldTokens, fieldBlockSize, fieldLoraID, fieldMedium, fieldLoraName, fieldExtra, fieldGroup, fieldSpec,

@@ -11,7 +11,8 @@ type Groups struct {
 	Skipped uint64 // events of such groups
 }
 
-// indexed says whether blocks of this kind hold every token of a prefix (ENGINES 5.4).
+// indexed says whether blocks of this kind hold every token of a prefix (a sliding window or a Mamba
+// state keeps only a part of it).
 func indexed(spec string) bool {
 	switch spec {
 	case "", "full_attention", "mla_attention", "sink_full_attention":

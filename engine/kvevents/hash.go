@@ -22,7 +22,7 @@ const (
 // MaxHashBytes is the longest raw hash: SHA-256.
 const MaxHashBytes = 32
 
-// Hash is an engine's name of a KV block: opaque, comparable, and distinct for distinct wire types (ENGINES 5.2). It means nothing
+// Hash is an engine's name of a KV block: opaque, comparable, and distinct for distinct wire types (integer, bytes). It means nothing
 // outside one incarnation of one rank.
 type Hash struct {
 	Kind HashKind

@@ -2,8 +2,9 @@ package kvevents
 
 import "sync"
 
-// Bounds of the queue between the socket and the tracker. The socket is read as fast as it sends (TRAPS 11); what does not fit here is
-// a gap.
+// Bounds of the queue between the socket and the tracker. The reader takes messages as fast as the socket
+// delivers them, because the engine's publisher drops batches without notice when a subscriber is slow. A message that
+// does not fit here becomes a gap in the sequence, which the tracker repairs by a replay.
 const (
 	maxQueued      = 8192
 	maxQueuedBytes = 64 << 20

@@ -54,8 +54,8 @@ type answer struct {
 	err error
 }
 
-// replay asks the engine for its batches from a.from on and passes them to out, then the end. One DEALER per replay, closed after it
-// (TRAPS 11). It ends with ctx at the latest; out is read until then.
+// replay asks the engine for its batches from a.from on and passes them to out, then the end. Each replay has its own DEALER and
+// closes it, so no answer of one replay can reach the next. It ends with ctx at the latest; out is read until then.
 func (s *Subscriber) replay(ctx context.Context, a ask, out chan<- answer) {
 	err := s.cfg.Replays.enter(ctx)
 	if err == nil {

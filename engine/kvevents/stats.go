@@ -43,8 +43,8 @@ type status struct {
 
 func (s *Stats) status() status { return status{s.Connected, s.Synced, s.Partial, s.Restarts} }
 
-// Silence is the alarm on "requests complete, but no events come" (ENGINES 7.3). It is pure: the time is handed in. The zero value
-// begins with its first Check.
+// Silence detects that requests complete while no events come: the engine's publisher is broken or not enabled, and the
+// index would stay empty. It is pure: the caller passes the time. The zero value begins with its first Check.
 type Silence struct {
 	batches, completed uint64
 	since              time.Time     // the first completion without a batch behind it

@@ -7,7 +7,7 @@ import (
 	"strconv"
 )
 
-// The value limits of a request body (STYLE 9).
+// The value limits of a request body. Larger values are refused with 400; dpserve never lowers a value.
 const (
 	// MaxN is the largest n: more choices than this is refused.
 	MaxN = 128

@@ -2,7 +2,7 @@ package openai
 
 import "bytes"
 
-// MaxEvent is how many bytes of a half event are held back before they pass unlooked-at (TRAPS 5).
+// MaxEvent is how many bytes of an incomplete event a relay holds back. A longer event passes without inspection.
 const MaxEvent = 64 << 10
 
 // EventEnd is the length of the first whole server-sent event in b, its blank line included; -1 while the end is missing.

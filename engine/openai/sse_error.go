@@ -5,8 +5,8 @@ import (
 	"strings"
 )
 
-// EngineError is an engine's error, as read from a body or from an error event. Engines have three shapes for it
-// (ENGINES 3.5); a field that is not there is empty.
+// EngineError is an engine's error, as read from a body or from an error event. Engines write it in
+// three shapes: {"error": {...}}, {"object": "error", ...} and {"detail": ...}. A field that is absent is empty.
 type EngineError struct {
 	Status  int    // the numeric code if it is an HTTP error status (400 to 599), else 0
 	Type    string //
@@ -21,7 +21,7 @@ const BusyType = "Service Unavailable"
 // Busy says that the engine refused because it is full, not because it is ill.
 func (e EngineError) Busy() bool { return e.Type == BusyType }
 
-// coreDead begins vLLM's message when its engine core is gone (ENGINES 3: the process leaves within a second).
+// coreDead begins vLLM's message when its engine core is gone (the process exits within a second).
 const coreDead = "EngineCore encountered an issue"
 
 // Dead says that the engine will not answer anybody any more.

@@ -8,7 +8,7 @@ const (
 	// EventOther shows nothing and is no token: a comment, a chunk without choices (usage).
 	EventOther EventKind = iota
 	// EventEmpty is a chunk that is a token but shows nothing: a role, or an empty delta while a UTF-8 character is
-	// incomplete (TRAPS 25).
+	// incomplete.
 	EventEmpty
 	// EventContent carries text, a tool call, reasoning or token ids.
 	EventContent
@@ -18,7 +18,7 @@ const (
 	EventAbort
 	// EventError is an error object instead of a chunk.
 	EventError
-	// EventDone is `[DONE]`. It proves nothing (ENGINES 3.4).
+	// EventDone is `[DONE]`. It does not prove a complete answer: vLLM sends it after errors as well.
 	EventDone
 )
 

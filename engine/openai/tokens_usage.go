@@ -2,7 +2,7 @@ package openai
 
 import "bytes"
 
-// Usage is the "usage" of an answer. Details differ by route and mode and may be absent or null (TRAPS 27): a Has flag
+// Usage is the "usage" of an answer. Details differ by route and mode and may be absent or null: a Has flag
 // tells an absent count from a 0.
 type Usage struct {
 	PromptTokens     int

@@ -42,7 +42,7 @@ const watchFlag = "--sim-watch-stdin"
 // SIGTERM or SIGINT (drain, then 0), with the end of standard input under --sim-watch-stdin, or by an injected failure.
 func Main(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	if os.Getenv("GOMAXPROCS") == "" {
-		runtime.GOMAXPROCS(1) // many ranks share a machine (TRAPS 9)
+		runtime.GOMAXPROCS(1) // many ranks share a machine
 	}
 	if i := slices.Index(args, holdFlag); i >= 0 && i+1 < len(args) {
 		return hold(ctx, args[i+1], stderr)

@@ -176,7 +176,8 @@ func writeBody(w http.ResponseWriter, status int, contentType string, body []byt
 
 func (s *Server) fail(w http.ResponseWriter, e *apiError) { s.writeJSON(w, e.status, e.body()) }
 
-// body reads and parses a JSON body. The whole body is read, or the connection would not tell when its client leaves (TRAPS 2).
+// body reads and parses a JSON body. The whole body is read, because net/http reports that a
+// client left only after the handler has read the body to its end.
 func (s *Server) body(r *http.Request) (value, *apiError) {
 	raw, apiErr := readAll(r)
 	if apiErr != nil {

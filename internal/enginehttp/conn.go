@@ -11,7 +11,7 @@ import (
 )
 
 const (
-	readBuffer  = 16 << 10 // one read of the socket at most, while chunks or a head are read (HOTPATH 3)
+	readBuffer  = 16 << 10 // one read of the socket at most, while chunks or a head are read
 	packed      = 64 << 10 // head and body up to here leave in one write; what lies behind is not copied
 	keptRequest = 80 << 10 // larger buffers of requests are left to the garbage collector
 	keptHead    = 4 << 10  // heads up to this size are remembered for the next answer

@@ -1,7 +1,6 @@
 // Package enginehttp is an HTTP/1.1 client for one engine, made for a relay: it writes a request in one piece, reads the answer on
-// the caller's goroutine, and gives of a chunked body everything that one read of the socket has brought. The design paper HOTPATH
-// (sections 3 and 4) measured what that saves against http.Transport, whose two goroutines per connection hand every request over
-// four times.
+// the caller's goroutine, and gives of a chunked body everything that one read of the socket has brought. docs/performance.md has what this
+// saves against http.Transport, whose two goroutines per connection hand every request over four times.
 //
 // It is strict where net/http is lenient, because what two parsers understand differently is a way to smuggle: lines end in CRLF,
 // there are no folded fields, Content-Length and chunked exclude each other, repeated lengths must agree. A connection is used

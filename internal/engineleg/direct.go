@@ -15,7 +15,8 @@ import (
 )
 
 // maxDirect is the largest body for the own client, in bytes. It writes before it reads, so a large body stays with
-// http.Transport, whose second goroutine reads meanwhile (HOTPATH 4).
+// http.Transport, whose second goroutine reads meanwhile: an engine that answers before it has read the whole body
+// would otherwise block both sides.
 const maxDirect = 1 << 20
 
 // direct is the leg on the own client, for plain HTTP; the rest goes to the transport.

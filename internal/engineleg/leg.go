@@ -1,5 +1,5 @@
-// Package engineleg is the way of one request to an engine: on the own client where that can be, else on http.Transport
-// (HOTPATH 4). An ingress uses it for ranks of its node, a data port for requests of other nodes.
+// Package engineleg sends one request to an engine: through enginehttp where that client can (plain HTTP, body up to
+// maxDirect), else through http.Transport. An ingress uses it for ranks of its node, a data port for requests of other nodes.
 package engineleg
 
 import (
@@ -70,7 +70,7 @@ func Malformed(err error) bool {
 
 // Numbers without a knob.
 const (
-	// maxIdle connections per engine must not be below max_ongoing_requests, or a burst dials once per request (TRAPS 4).
+	// maxIdle connections per engine must not be below max_ongoing_requests, or a burst dials once per request.
 	maxIdle = 4096
 	maxHead = 64 << 10 // bytes of an answer's header
 	// kernelBuffer is the size in bytes of a connection's receive buffer. It bounds what a stuck reader can pile up. A larger one

@@ -12,7 +12,8 @@ import (
 // transport is the leg on net/http: for TLS, and for large bodies.
 type transport struct{ inner *http.Transport }
 
-// newTransport sets by hand what the defaults get wrong (TRAPS 4): no compression, no proxy from the environment.
+// newTransport sets what the defaults of net/http get wrong for a relay: no compression (the transport would decode
+// answers on its own), and no proxy from the environment (it would see the prompts).
 func newTransport(dial Dialer, patience, idle time.Duration) *transport {
 	return &transport{&http.Transport{
 		DialContext:            dial,

@@ -12,7 +12,7 @@ import (
 const deadLetterReset = time.Millisecond
 
 // NewSystem makes a node's actor system: one per node, ended by its Shutdown after every actor has stopped. Of protoactor's
-// own log lines only warnings and errors reach log, without the messages they quote (TRAPS 6).
+// own log lines only warnings and errors reach log, without the messages that they quote: those hold prompts.
 func NewSystem(log *slog.Logger) *actor.ActorSystem {
 	return actor.NewActorSystem(
 		actor.WithLoggerFactory(func(*actor.ActorSystem) *slog.Logger { return slog.New(quiet{log.Handler()}) }),

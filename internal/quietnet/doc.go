@@ -2,9 +2,8 @@
 //
 // An ordinary read or write of a net.Conn leaves and re-enters the scheduler around the call, in case that it blocks. The sockets
 // are non-blocking, so it never does; but on a machine whose processors are nearly idle, as a relay of paced token streams leaves
-// them, each of these steps may wake the runtime's monitor thread and other processors, which costs more than the call. The design
-// paper HOTPATH (sections 2 to 4) measured it and describes the way out taken here: the raw system call, made from the callbacks
-// of syscall.RawConn, which still parks the goroutine in the runtime's poller when there is nothing to read or no room to write.
+// them, each of these steps may wake the runtime's monitor thread and other processors, which costs more than the call. docs/performance.md
+// has the numbers. This package makes the raw system call instead, from the callbacks of syscall.RawConn, which still parks the goroutine in the runtime's poller when there is nothing to read or no room to write.
 // Deadlines, Close and errors work as they do without it.
 //
 // A raw call holds its processor until it is done, and garbage collection waits for it: so one call writes at most maxPiece bytes.

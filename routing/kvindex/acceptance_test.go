@@ -445,7 +445,7 @@ func TestKV13CircularRecordsAreDropped(t *testing.T) {
 	verify(t, ix)
 }
 
-// The promises of ROUTING 9 in bytes of heap.
+// The index keeps the bytes of heap per block that docs/performance.md claims.
 func TestSK5HeapPerBlock(t *testing.T) {
 	if scale > 1 {
 		t.Skip("the race detector shows nothing here: one goroutine")

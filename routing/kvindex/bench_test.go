@@ -9,8 +9,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// The shape of ROUTING 9: prompts of 2,048 tokens = 128 blocks of 16. R1: each chain on one rank. R8: the first 64 blocks of
-// each chain on every rank, the rest on one.
+// The workload: prompts of 2,048 tokens, which are 128 blocks of 16. R1: one rank holds each chain. R8: every rank holds
+// the first 64 blocks of each chain, and one rank holds the rest.
 const (
 	benchBlock  = 16
 	benchPrompt = 128

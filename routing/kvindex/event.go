@@ -13,8 +13,8 @@ type StoredEvent struct {
 	Kind      string  // kv_cache_spec_kind, "" when absent
 }
 
-// kinds of attention whose blocks say what a prefix hit is. Sliding windows, Mamba states and the like keep only a part
-// of a prefix and are left out (ENGINES 5.4).
+// indexed reports whether blocks of this kind of attention hold every token of a prefix. Groups with a sliding window,
+// Mamba states and the like keep only a part of a prefix, so their blocks do not prove a hit; the index leaves them out.
 func indexed(kind string) bool {
 	switch kind {
 	case "", "full_attention", "mla_attention", "sink_full_attention":
