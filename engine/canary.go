@@ -15,13 +15,15 @@ var ErrNoCompletion = errors.New("the canary was answered without a completion")
 // errorTextLimit cuts an engine's error text in bytes.
 const errorTextLimit = 300
 
-// Canary asks model for one token, non-stream, at temperature 0. nil means that the rank computes: a completion came, or the
-// engine refused because its own queue is full (503 Service Unavailable), which only a living one does. An engine without
-// /v1/completions is asked for a chat completion.
+// Canary asks model for one token, non-stream, at temperature 0. nil means that the rank computes: a
+// completion came, or the engine refused because its own queue is full (503 Service Unavailable), which only
+// a living one does. An engine without /v1/completions is asked for a chat completion.
 func (c *Client) Canary(ctx context.Context, model string) error {
 	err := c.canary(ctx, "/v1/completions", c.canaryBody(model, "prompt", "1"))
 	var status *StatusError
-	if errors.As(err, &status) && (status.Status == http.StatusNotFound || status.Status == http.StatusMethodNotAllowed) && status.Text == "" {
+	if errors.As(err, &status) &&
+		(status.Status == http.StatusNotFound || status.Status == http.StatusMethodNotAllowed) &&
+		status.Text == "" {
 		messages := []map[string]string{{"role": "user", "content": "1"}}
 		return c.canary(ctx, "/v1/chat/completions", c.canaryBody(model, "messages", messages))
 	}

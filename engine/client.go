@@ -29,8 +29,8 @@ type Addressing struct {
 	Selector int
 }
 
-// Client asks one rank's engine the questions of its keeper. It holds no state but its transport; safe for concurrent use.
-// Deadlines come with the context of each call.
+// Client asks one rank's engine the questions of its keeper. It holds no state but its transport; safe for
+// concurrent use. Deadlines come with the context of each call.
 type Client struct {
 	base string
 	addr Addressing
@@ -38,10 +38,11 @@ type Client struct {
 	http *http.Client
 }
 
-// NewClient makes a client of the engine at base (http://host:port). rt is shared by all clients of a node; key is sent as a
-// bearer token on /v1 routes unless it is empty.
+// NewClient makes a client of the engine at base (http://host:port). rt is shared by all clients of a node;
+// key is sent as a bearer token on /v1 routes unless it is empty.
 func NewClient(base string, addr Addressing, key string, rt http.RoundTripper) *Client {
-	return &Client{base: strings.TrimRight(base, "/"), addr: addr, key: key, http: &http.Client{Transport: rt, CheckRedirect: noRedirect}}
+	return &Client{base: strings.TrimRight(base, "/"), addr: addr, key: key,
+		http: &http.Client{Transport: rt, CheckRedirect: noRedirect}}
 }
 
 // noRedirect keeps probes on the engine they were meant for.
@@ -69,7 +70,8 @@ type Health uint8
 // The kinds of health. The zero value is Unanswered: nothing is known.
 const (
 	Unanswered Health = iota // no answer in time, or a torn one: only a canary can tell
-	Alive                    // 2xx, or 404 of an engine without the route: the process lives, which is all it proves
+	// 2xx, or 404 of an engine without the route: the process lives, which is all it proves
+	Alive
 	Dead                     // 503: the front end has given its engine up
 	RefusedConn
 	Odd // any other status
@@ -95,8 +97,9 @@ func (c *Client) Health(ctx context.Context) (Health, error) {
 	return Odd, fmt.Errorf("/health answered %d", status)
 }
 
-// IsRefused says that nobody listens at the address. A network in memory has no errno, so a dial that failed with the
-// kernel's words counts too; other dial errors (no file descriptor left, no route) do not: they may be ours.
+// IsRefused says that nobody listens at the address. A network in memory has no errno, so a dial that failed
+// with the kernel's words counts too; other dial errors (no file descriptor left, no route) do not: they may
+// be ours.
 func IsRefused(err error) bool {
 	var op *net.OpError
 	return errors.Is(err, syscall.ECONNREFUSED) ||
@@ -104,7 +107,8 @@ func IsRefused(err error) bool {
 }
 
 // ask sends one request and reads the whole answer, at most limit bytes.
-func (c *Client) ask(ctx context.Context, method, path string, body io.Reader, limit int64) (status int, answer []byte, err error) {
+func (c *Client) ask(ctx context.Context, method, path string, body io.Reader,
+	limit int64) (status int, answer []byte, err error) {
 	req, err := http.NewRequestWithContext(ctx, method, c.base+path, body)
 	if err != nil {
 		return 0, nil, err
@@ -126,7 +130,8 @@ func (c *Client) ask(ctx context.Context, method, path string, body io.Reader, l
 func (c *Client) setHeaders(req *http.Request) {
 	if req.Body != nil {
 		req.Header.Set("Content-Type", "application/json")
-		req.Header["Idempotency-Key"] = nil // lets the transport repeat it on a connection that was closed while idle
+		// lets the transport repeat it on a connection that was closed while idle
+		req.Header["Idempotency-Key"] = nil
 	}
 	if c.key != "" && strings.HasPrefix(req.URL.Path, "/v1/") {
 		req.Header.Set("Authorization", "Bearer "+c.key)

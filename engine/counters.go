@@ -10,8 +10,8 @@ import (
 	"github.com/dpserve/dpserve/app"
 )
 
-// Counters are what an engine's /metrics says about its progress and its load. The token counters only grow in one process.
-// What is not told is zero.
+// Counters are what an engine's /metrics says about its progress and its load. The token counters only grow
+// in one process. What is not told is zero.
 type Counters struct {
 	PromptTokens     float64
 	GenerationTokens float64
@@ -32,15 +32,18 @@ func (c Counters) Moved(before Counters) bool {
 	return c.Seen && (c.PromptTokens != before.PromptTokens || c.GenerationTokens != before.GenerationTokens)
 }
 
-// Restarted reports whether c comes from another process than before: the start time changed or a counter fell.
+// Restarted reports whether c comes from another process than before: the start time changed or a counter
+// fell.
 func (c Counters) Restarted(before Counters) bool {
 	if c.StartTime != 0 && before.StartTime != 0 && c.StartTime != before.StartTime {
 		return true
 	}
-	return c.Seen && before.Seen && (c.PromptTokens < before.PromptTokens || c.GenerationTokens < before.GenerationTokens)
+	return c.Seen && before.Seen &&
+		(c.PromptTokens < before.PromptTokens || c.GenerationTokens < before.GenerationTokens)
 }
 
-// Counters asks /metrics. Where several ranks answer behind one URL, it is what the page says of the client's own.
+// Counters asks /metrics. Where several ranks answer behind one URL, it is what the page says of the client's
+// own.
 func (c *Client) Counters(ctx context.Context) (Counters, error) {
 	p, err := c.metrics(ctx)
 	return p.Counters, err
@@ -64,9 +67,10 @@ type metricsPage struct {
 	sglang bool // it is SGLang's
 }
 
-// parsePage reads what a Prometheus page says of one rank; "" = of all: counters, running and waiting are summed over label sets, of
-// usage the highest is taken. Names are matched whole: every counter has a twin with the suffix _created that holds a unix time. Lines it
-// does not understand and values that cannot be are skipped.
+// parsePage reads what a Prometheus page says of one rank; "" = of all: counters, running and waiting are
+// summed over label sets, of usage the highest is taken. Names are matched whole: every counter has a twin
+// with the suffix _created that holds a unix time. Lines it does not understand and values that cannot be are
+// skipped.
 func parsePage(b []byte, rank string) metricsPage {
 	var p metricsPage
 	for line := range bytes.Lines(b) {
@@ -89,7 +93,8 @@ func parsePage(b []byte, rank string) metricsPage {
 
 // cutSGLang takes SGLang's prefix off: sglang: up to 0.5.3, sglang_ from then on.
 func cutSGLang(name []byte) (rest []byte, ok bool) {
-	if rest, ok = bytes.CutPrefix(name, []byte("sglang")); !ok || len(rest) < 2 || rest[0] != ':' && rest[0] != '_' {
+	if rest, ok = bytes.CutPrefix(name, []byte("sglang")); !ok || len(rest) < 2 ||
+		rest[0] != ':' && rest[0] != '_' {
 		return nil, false
 	}
 	return rest[1:], true
@@ -128,8 +133,10 @@ func (p *metricsPage) add(name, labels []byte, value float64) {
 
 // config reads the labels of an info series. "None" is a value that is not set.
 func (p *metricsPage) config(labels []byte) {
-	p.BlockSize = cmp.Or(intLabel(labels, "block_size", maxBlockSize), intLabel(labels, "page_size", maxBlockSize), p.BlockSize)
-	p.Blocks = cmp.Or(intLabel(labels, "num_gpu_blocks", maxBlocks), intLabel(labels, "num_pages", maxBlocks), p.Blocks)
+	p.BlockSize = cmp.Or(intLabel(labels, "block_size", maxBlockSize),
+		intLabel(labels, "page_size", maxBlockSize), p.BlockSize)
+	p.Blocks = cmp.Or(intLabel(labels, "num_gpu_blocks", maxBlocks), intLabel(labels, "num_pages", maxBlocks),
+		p.Blocks)
 	p.CachingOff = p.CachingOff || label(labels, "enable_prefix_caching") == "False"
 }
 
@@ -157,8 +164,8 @@ func ofRank(labels []byte, rank string) bool {
 	return true
 }
 
-// parseSample splits one line of the text format: name, the label part without its braces, value. A timestamp behind the
-// value is ignored. ok is false for comments, blank lines and anything malformed.
+// parseSample splits one line of the text format: name, the label part without its braces, value. A timestamp
+// behind the value is ignored. ok is false for comments, blank lines and anything malformed.
 func parseSample(line []byte) (name, labels []byte, value float64, ok bool) {
 	line = bytes.TrimSpace(line)
 	end := bytes.IndexAny(line, "{ \t")
@@ -176,7 +183,8 @@ func parseSample(line []byte) (name, labels []byte, value float64, ok bool) {
 		return nil, nil, 0, false
 	}
 	value, err := strconv.ParseFloat(string(fields[0]), 64)
-	return name, labels, value, err == nil && !math.IsNaN(value) && !math.IsInf(value, 0) // those are no counts
+	// those are no counts
+	return name, labels, value, err == nil && !math.IsNaN(value) && !math.IsInf(value, 0)
 }
 
 // cutLabels finds the closing brace outside of quotes.

@@ -1,5 +1,5 @@
-// Package engine is what an engine is to dpserve: how one is started (launch profiles), and how one is asked whether it lives,
-// answers and moves on (Client). The folders below it hold one kind or one wire each.
+// Package engine is what an engine is to dpserve: how one is started (launch profiles), and how one is asked
+// whether it lives, answers and moves on (Client). The folders below it hold one kind or one wire each.
 package engine
 
 import (
@@ -29,13 +29,15 @@ type Spec struct {
 	GroupKey   string // lockstep: a secret of the ranks of one start; "" = none
 }
 
-// Launch is a rendered start: what to execute, and where the engine will answer. An attached engine has no Argv.
+// Launch is a rendered start: what to execute, and where the engine will answer. An attached engine has no
+// Argv.
 type Launch struct {
 	Argv []string // Argv[0] is the program
 	Env  []string // the whole environment, KEY=VALUE
 	URL  string   // http://host:port, no path
 
-	Events *EventSource // where its KV events are found; nil: it publishes none, or (attach) its file does not tell
+	// where its KV events are found; nil: it publishes none, or (attach) its file does not tell
+	Events *EventSource
 }
 
 // Ports is the layout of the block of s.
@@ -72,8 +74,9 @@ func profiles() map[app.Kind]profile {
 	}
 }
 
-// Render gives the launch of one rank. environ is this process's environment (os.Environ); only what the profile names of it
-// reaches the engine. Errors: problem.InvalidArgument wrapping ErrNextVersion, or naming a rank the app does not declare.
+// Render gives the launch of one rank. environ is this process's environment (os.Environ); only what the
+// profile names of it reaches the engine. Errors: problem.InvalidArgument wrapping ErrNextVersion, or naming
+// a rank the app does not declare.
 func Render(s *Spec, environ []string) (Launch, error) {
 	p, ok := profiles()[s.App.Engine.Kind]
 	if !ok {
@@ -83,8 +86,10 @@ func Render(s *Spec, environ []string) (Launch, error) {
 }
 
 func nextVersion(s *Spec, _ []string) (Launch, error) {
-	return Launch{}, problem.New(problem.InvalidArgument, "launching engine kind %s %w", s.App.Engine.Kind, ErrNextVersion).
-		WithHint("write engine.kind: sim to try the file without GPUs, or start the engines yourself and use kind: attach")
+	return Launch{}, problem.New(problem.InvalidArgument, "launching engine kind %s %w", s.App.Engine.Kind,
+		ErrNextVersion).
+		WithHint("write engine.kind: sim to try the file without GPUs, or start the engines yourself and " +
+			"use kind: attach")
 }
 
 func attachProfile(s *Spec, _ []string) (Launch, error) {
@@ -100,6 +105,7 @@ func AttachedRank(a *app.Application, group, rank int) (app.AttachRank, error) {
 	if r := a.Engine.Rank(group, rank); r != nil {
 		return *r, nil
 	}
-	return app.AttachRank{}, problem.New(problem.InvalidArgument, "app %s declares no engine for rank %d of group %d", a.Name, rank, group).
+	return app.AttachRank{}, problem.New(problem.InvalidArgument,
+		"app %s declares no engine for rank %d of group %d", a.Name, rank, group).
 		WithHint("add it to engine.ranks or lower data_parallel.dp_size")
 }

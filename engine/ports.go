@@ -1,7 +1,8 @@
 package engine
 
-// Ports is a unit's port block on a node. Offsets, with D = dp_size of a lockstep unit, 1 of an independent one: HTTP 0…D−1 ·
-// KV PUB D… · KV replay 2D… · side channel 3D… · bootstrap 4D… · rpc / dist-init 5D. Rank is the rank's number in the unit.
+// Ports is a unit's port block on a node. Offsets, with D = dp_size of a lockstep unit, 1 of an independent
+// one: HTTP 0…D−1 · KV PUB D… · KV replay 2D… · side channel 3D… · bootstrap 4D… · rpc / dist-init 5D. Rank
+// is the rank's number in the unit.
 type Ports struct {
 	base, size int
 }
@@ -21,8 +22,9 @@ func (p Ports) Replay(rank int) int { return p.base + 2*p.size + rank }
 // RPC is where rank 0 of a lockstep unit meets the others.
 func (p Ports) RPC() int { return p.base + 5*p.size }
 
-// Bound lists the ports that the engines of the given ranks bind in this version: their API, the replay socket if they publish
-// KV events, and the rendezvous if rank 0 is one of them in a unit of several. They are bind-tested before a start and verified free after an end.
+// Bound lists the ports that the engines of the given ranks bind in this version: their API, the replay
+// socket if they publish KV events, and the rendezvous if rank 0 is one of them in a unit of several. They
+// are bind-tested before a start and verified free after an end.
 func (p Ports) Bound(events bool, ranks ...int) []int {
 	var out []int
 	for _, r := range ranks {
@@ -37,8 +39,9 @@ func (p Ports) Bound(events bool, ranks ...int) []int {
 	return out
 }
 
-// Used is Bound and the ports where DPServers listen for KV events, which their end frees. Those are not bind-tested before a start: to
-// listen is the test, and a socket that a test has closed lives on for a moment in a child that is being forked beside it.
+// Used is Bound and the ports where DPServers listen for KV events, which their end frees. Those are not
+// bind-tested before a start: to listen is the test, and a socket that a test has closed lives on for a
+// moment in a child that is being forked beside it.
 func (p Ports) Used(events bool, ranks ...int) []int {
 	out := p.Bound(events, ranks...)
 	if events {

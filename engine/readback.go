@@ -46,7 +46,8 @@ func parseModels(b []byte) ([]Model, error) {
 // maxModelLen bounds what is believed of an engine's max_model_len, in tokens.
 const maxModelLen = 1 << 30
 
-// MaxModelLen asks /v1/models how many tokens a request and its answer may have together; 0 where that is not told.
+// MaxModelLen asks /v1/models how many tokens a request and its answer may have together; 0 where that is not
+// told.
 func (c *Client) MaxModelLen(ctx context.Context) (int, error) {
 	models, err := c.Models(ctx)
 	if err != nil {
@@ -70,8 +71,8 @@ func (c *Client) Version(ctx context.Context) (string, error) {
 	return v.Version, nil
 }
 
-// Settings are what the ranks of a lockstep unit must agree on, as the engine reports it after its start: it may have changed
-// what it was given.
+// Settings are what the ranks of a lockstep unit must agree on, as the engine reports it after its start: it
+// may have changed what it was given.
 type Settings struct {
 	Model       string
 	MaxModelLen int
@@ -98,7 +99,8 @@ type Cache struct {
 	CachingOff bool // it runs without prefix caching
 }
 
-// Cache asks /metrics, and SGLang, which need not have that, /server_info. The error says why not all is known.
+// Cache asks /metrics, and SGLang, which need not have that, /server_info. The error says why not all is
+// known.
 func (c *Client) Cache(ctx context.Context) (Cache, error) {
 	p, err := c.metrics(ctx)
 	out := Cache{BlockSize: p.BlockSize, Blocks: p.Blocks, CachingOff: p.CachingOff}
@@ -115,11 +117,13 @@ func (c *Client) Cache(ctx context.Context) (Cache, error) {
 	}
 	told := parseServerInfo(b)
 	return Cache{
-		BlockSize: cmp.Or(out.BlockSize, told.BlockSize), Blocks: cmp.Or(out.Blocks, told.Blocks), CachingOff: out.CachingOff || told.CachingOff,
+		BlockSize: cmp.Or(out.BlockSize, told.BlockSize), Blocks: cmp.Or(out.Blocks, told.Blocks),
+			CachingOff: out.CachingOff || told.CachingOff,
 	}, nil
 }
 
-// parseServerInfo reads what SGLang says of its cache. Another engine's answer, or none that can be read, says nothing.
+// parseServerInfo reads what SGLang says of its cache. Another engine's answer, or none that can be read,
+// says nothing.
 func parseServerInfo(b []byte) Cache {
 	var info struct {
 		PageSize  float64 `json:"page_size"`

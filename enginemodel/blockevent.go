@@ -19,8 +19,9 @@ type BlockEvent struct {
 	Count int
 }
 
-// blockLog gathers the changes of a step, in the order in which they leave: cleared, removals, stores. Stores follow removals
-// because memory is taken before it is filled; no block that was stored in a step can be removed in the same one.
+// blockLog gathers the changes of a step, in the order in which they leave: cleared, removals, stores. Stores
+// follow removals because memory is taken before it is filled; no block that was stored in a step can be
+// removed in the same one.
 type blockLog struct {
 	on      bool
 	cleared bool
@@ -65,9 +66,9 @@ func (l *blockLog) flush() []BlockEvent {
 	return l.events
 }
 
-// ResetPrefixCache drops every cached block and says whether that was possible: not while requests hold blocks. force takes the
-// blocks of running requests first (they start again). With BlockEvents on, BlocksCleared leaves with the next step; silent
-// leaves it out: an engine that begins anew says nothing.
+// ResetPrefixCache drops every cached block and says whether that was possible: not while requests hold
+// blocks. force takes the blocks of running requests first (they start again). With BlockEvents on,
+// BlocksCleared leaves with the next step; silent leaves it out: an engine that begins anew says nothing.
 func (c *Core) ResetPrefixCache(force, silent bool) bool {
 	for force && len(c.running) > 0 {
 		c.preempt(c.running[len(c.running)-1])

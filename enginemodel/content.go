@@ -7,11 +7,12 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// Content names the blocks of a request for the prefix cache. A trace-driven simulator brings the hashes of its trace, the
-// engine process hashes real tokens (TokenContent). Used by one goroutine at a time.
+// Content names the blocks of a request for the prefix cache. A trace-driven simulator brings the hashes of
+// its trace, the engine process hashes real tokens (TokenContent). Used by one goroutine at a time.
 type Content interface {
-	// BlockHash is the chained hash of block i (from 0) of prompt and answer: it covers every token up to the block's end, so
-	// equal hashes mean equal prefixes. false = unknown, the block is never shared. Asked only for blocks whose tokens exist.
+	// BlockHash is the chained hash of block i (from 0) of prompt and answer: it covers every token up to the
+	// block's end, so equal hashes mean equal prefixes. false = unknown, the block is never shared. Asked
+	// only for blocks whose tokens exist.
 	BlockHash(i int) (hash uint64, ok bool)
 }
 
@@ -21,7 +22,8 @@ type HashAlgo uint8
 // The algorithms.
 const (
 	HashFast       HashAlgo = iota // chained xxh3 of 64 bits
-	HashSHA256CBOR                 // vLLM's sha256_cbor: SHA-256 of canonical CBOR [parent, tokens, extra keys]
+	// vLLM's sha256_cbor: SHA-256 of canonical CBOR [parent, tokens, extra keys]
+	HashSHA256CBOR
 )
 
 // DigestSize is the length of a whole block hash.
@@ -51,8 +53,8 @@ type TokenContent struct {
 
 var _ Content = (*TokenContent)(nil)
 
-// NewTokenContent is the content of prompt followed by the answer of seed (TextSeed). salt separates caches: only requests with
-// an equal salt share blocks.
+// NewTokenContent is the content of prompt followed by the answer of seed (TextSeed). salt separates caches:
+// only requests with an equal salt share blocks.
 func NewTokenContent(prompt []uint32, seed uint64, blockSize int, salt string) *TokenContent {
 	c := &TokenContent{prompt: prompt, seed: seed, blockSize: blockSize, saltText: salt}
 	if salt != "" {

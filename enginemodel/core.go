@@ -1,6 +1,7 @@
-// Package enginemodel is the simulated inference engine of one rank without its process: continuous batching with chunked
-// prefill, a FCFS queue, preemption, a block cache with prefix reuse, lockstep waves and failure states. It is pure: time is an
-// argument, nothing blocks. engine/sim drives it by wall time, tests by fake time, a simulator by its event queue.
+// Package enginemodel is the simulated inference engine of one rank without its process: continuous batching
+// with chunked prefill, a FCFS queue, preemption, a block cache with prefix reuse, lockstep waves and failure
+// states. It is pure: time is an argument, nothing blocks. engine/sim drives it by wall time, tests by fake
+// time, a simulator by its event queue.
 package enginemodel
 
 import (
@@ -8,7 +9,8 @@ import (
 	"time"
 )
 
-// How a rank notices a dead peer over Gloo: a busy one when its collective breaks, an idle one at its next request.
+// How a rank notices a dead peer over Gloo: a busy one when its collective breaks, an idle one at its next
+// request.
 const (
 	glooBusyNotice = 300 * time.Millisecond
 	glooIdleNotice = 40 * time.Millisecond
@@ -68,9 +70,9 @@ func (c *Core) Stats() Stats {
 // Dead says that the core died and ends everything it is given with FinishError.
 func (c *Core) Dead() bool { return c.dead }
 
-// Step is the whole engine: at now it ends a due step, takes the inputs in order, and begins the next step if there is work. At most
-// one step ends per call; the result says when to call again at the latest (it may be now or earlier: at once). The effects
-// are valid until the next call. now must not go backwards.
+// Step is the whole engine: at now it ends a due step, takes the inputs in order, and begins the next step if
+// there is work. At most one step ends per call; the result says when to call again at the latest (it may be
+// now or earlier: at once). The effects are valid until the next call. now must not go backwards.
 func (c *Core) Step(now time.Duration, in []Input) ([]Effect, time.Duration) {
 	c.effects = c.effects[:0]
 	if now >= c.failAt {

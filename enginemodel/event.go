@@ -11,11 +11,13 @@ const (
 	InputAbort                       // Req's client left: it ends at once, without an effect
 	InputAbortAll                    // every request ends with FinishAbort (shutdown without drain)
 	InputKill                        // the core dies: every request ends with FinishError, EffectDied follows
-	InputHang                        // no step ends any more, until InputRecover; aborts still free what they hold
+	// no step ends any more, until InputRecover; aborts still free what they hold
+	InputHang
 	InputSlow                        // steps take Factor times as long from the next one on
 	InputRecover                     // ends hang and slow
 	InputGroupBegin                  // lockstep: a wave begins, report a step
-	InputGroupEnd                    // lockstep: the group's step ended; Continue = the wave goes on, report the next one
+	// lockstep: the group's step ended; Continue = the wave goes on, report the next one
+	InputGroupEnd
 	InputPeerLost                    // lockstep: a rank of the group is gone
 )
 
@@ -33,11 +35,13 @@ type EffectKind uint8
 // The effects.
 const (
 	EffectToken    EffectKind = iota // Req has one more token (Produced)
-	EffectFinished                   // Req ended (Finish); the token that ended it came in the EffectToken before
+	// Req ended (Finish); the token that ended it came in the EffectToken before
+	EffectFinished
 	EffectRejected                   // Req was never queued: Reject says which limit
 	EffectDied                       // the core is dead
 	EffectWave                       // lockstep: this rank has work, ask the group for a wave
-	EffectReport                     // lockstep: this rank's step takes Took; Unfinished = it will still have work then
+	// lockstep: this rank's step takes Took; Unfinished = it will still have work then
+	EffectReport
 	EffectBlocks                     // a step ended that changed the prefix cache: Blocks, in their order
 )
 

@@ -47,12 +47,14 @@ func TestChatTemplateExtendsFromTurnToTurn(t *testing.T) {
 	for !utf8.ValidString(answer) {
 		answer = answer[:len(answer)-1]
 	}
-	next := append(append([]em.Message{}, first...), em.Message{Role: "assistant", Content: answer}, em.Message{Role: "user", Content: "go on"})
+	next := append(append([]em.Message{}, first...), em.Message{Role: "assistant", Content: answer},
+		em.Message{Role: "user", Content: "go on"})
 	second := em.AppendChat(nil, next, true)
 	whole := len(answer) / em.BytesPerToken
 	assert.Equal(t, prompt, second[:len(prompt)])
 	for i := range whole {
-		assert.Equal(t, gen.Token(i), second[len(prompt)+i], "the answer's tokens come back as the next prompt's")
+		assert.Equal(t, gen.Token(i), second[len(prompt)+i],
+			"the answer's tokens come back as the next prompt's")
 	}
 }
 

@@ -5,18 +5,20 @@ import (
 	"time"
 )
 
-// account is what a Router knows of one rank's open requests: the replica's own account as its stream tells it, plus
-// the bumps of this ingress that the stream has not confirmed yet (the rule: see Router). Each request counts once: its
-// bump becomes the replica's entry when the replica reports the request.
+// account is what a Router knows of one rank's open requests: the replica's own account as its stream tells
+// it, plus the bumps of this ingress that the stream has not confirmed yet (the rule: see Router). Each
+// request counts once: its bump becomes the replica's entry when the replica reports the request.
 //
-// The row's Q, Pairs and Computed are what is left of the prompts at the instant of the last reckon: the account gives back to the
-// row what was reckoned before it changes the prompt that is computed first.
+// The row's Q, Pairs and Computed are what is left of the prompts at the instant of the last reckon: the
+// account gives back to the row what was reckoned before it changes the prompt that is computed first.
 type account struct {
 	opens   opens
-	queue   prefills       // of the opens whose prompt is not known to be computed; empty if nothing is reckoned
+	// of the opens whose prompt is not known to be computed; empty if nothing is reckoned
+	queue   prefills
 	reckons bool           // the policy reads prefill work
 	clock   *time.Duration // the view's time
-	when    time.Duration  // when the record at hand happened, on the view's clock; 0 = what is at hand is no record
+	// when the record at hand happened, on the view's clock; 0 = what is at hand is no record
+	when    time.Duration
 	remote  rankClock      // the rank's clock
 	pace    decodePace     // a request whose tokens are timed
 	law     *law           // of the application; nil in tests of an account alone
@@ -29,7 +31,8 @@ type account struct {
 
 // bump counts an own dispatch, unless the request is on this rank already.
 func (a *account) bump(rk *Rank, key uint64, tokens, hit int) {
-	a.insert(rk, open{key: key, tokens: small(tokens), hit: cached(hit, tokens), phase: bumped, mine: true, sent: *a.clock})
+	a.insert(rk, open{key: key, tokens: small(tokens), hit: cached(hit, tokens), phase: bumped, mine: true,
+		sent: *a.clock})
 }
 
 // ticket says that the dispatch was admitted as number seq. Already applied ⇒ the replica's account stands.
@@ -82,7 +85,8 @@ func (a *account) admit(rk *Rank, key uint64, tokens, hit int) {
 	}
 }
 
-// firstToken moves a request from waiting to decoding. One that nobody has seen says nothing of the rank's speed.
+// firstToken moves a request from waiting to decoding. One that nobody has seen says nothing of the rank's
+// speed.
 func (a *account) firstToken(rk *Rank, key uint64, seen bool) {
 	if o := a.opens.get(key); o != nil && o.phase != decoding {
 		if seen {
@@ -151,8 +155,8 @@ func (a *account) finish(rk *Rank, key uint64) (freed bool) {
 	return true
 }
 
-// reached notes that the stream is at seq and lets the bumps go whose ticket is not above it: normally none, because
-// the Admitted record took them over; after a gap those that the stream never named.
+// reached notes that the stream is at seq and lets the bumps go whose ticket is not above it: normally none,
+// because the Admitted record took them over; after a gap those that the stream never named.
 func (a *account) reached(rk *Rank, seq uint64) (freed bool) {
 	a.lastSeq = max(a.lastSeq, seq)
 	if a.tickets == 0 || a.minSeq > seq {
@@ -182,13 +186,14 @@ func (a *account) expire(rk *Rank, seq uint64) (freed bool) {
 	return len(late) > 0
 }
 
-// reset replaces the account by a snapshot taken at seq. same (the incarnation goes on) spares the own bumps that the
-// snapshot cannot know of, those without a ticket and those whose ticket is above seq, and remembers which of its
-// requests are own.
+// reset replaces the account by a snapshot taken at seq. same (the incarnation goes on) spares the own bumps
+// that the snapshot cannot know of, those without a ticket and those whose ticket is above seq, and remembers
+// which of its requests are own.
 func (a *account) reset(rk *Rank, snapshot []Open, seq uint64, same bool) {
 	old, log := a.opens, a.log
 	a.opens, a.log = opens{}, nil
-	a.tickets, a.lastSeq, rk.Load, rk.Own, rk.Pairs, rk.Bumps, rk.Computed = 0, seq, Load{}, 0, 0, Bumps{}, Prompts{}
+	a.tickets, a.lastSeq, rk.Load, rk.Own, rk.Pairs, rk.Bumps, rk.Computed = 0, seq, Load{}, 0, 0, Bumps{},
+		Prompts{}
 	a.queue.clear(same)
 	if a.pace = (decodePace{decode: a.pace.decode}); !same {
 		a.pace, a.remote = decodePace{}, rankClock{}
@@ -209,7 +214,8 @@ func (a *account) reset(rk *Rank, snapshot []Open, seq uint64, same bool) {
 }
 
 func (a *account) load(rk *Rank, s *Open, mine bool) {
-	a.insert(rk, open{key: s.ReqID, tokens: small(s.Tokens), hit: cached(s.Hit, s.Tokens), phase: admitted, mine: mine})
+	a.insert(rk, open{key: s.ReqID, tokens: small(s.Tokens), hit: cached(s.Hit, s.Tokens), phase: admitted,
+		mine: mine})
 	if s.Decoding || s.Out > 0 {
 		a.progress(rk, s.ReqID, s.Out)
 	}
@@ -258,7 +264,8 @@ func (a *account) drop(rk *Rank, o *open) {
 	a.log.closed(rk.ID, key)
 }
 
-// settle ends o's life as a ticketed entry, if it was one. Numbers are unique, so behind the smallest comes a larger one.
+// settle ends o's life as a ticketed entry, if it was one. Numbers are unique, so behind the smallest comes a
+// larger one.
 func (a *account) settle(o *open) {
 	if o.phase != ticketed {
 		return
@@ -287,8 +294,8 @@ func (a *account) dequeue(rk *Rank, o *open) {
 	o.slot = 0
 }
 
-// confirm notes that the replica has o in hand, with the tokens that it told. From here on the times of the prompt are
-// those of the stream, so that the delay of the stream is in none of their differences.
+// confirm notes that the replica has o in hand, with the tokens that it told. From here on the times of the
+// prompt are those of the stream, so that the delay of the stream is in none of their differences.
 func (a *account) confirm(rk *Rank, o *open) {
 	if o.slot == 0 {
 		return

@@ -14,8 +14,9 @@ const (
 	tierSilent             // eligible, stream silent: an old "full" never blocks, admission has the last word
 )
 
-// Eligible says whether q may go to rk at all: ready, not left out because its answers failed, not above busy_threshold, not tried.
-// Room is another question. Every policy asks here, so busy_threshold and the cap of tripped ranks hold under all of them.
+// Eligible says whether q may go to rk at all: ready, not left out because its answers failed, not above
+// busy_threshold, not tried. Room is another question. Every policy asks here, so busy_threshold and the cap
+// of tripped ranks hold under all of them.
 func Eligible(q *Request, rk *Rank) bool {
 	return rk.Serves() && !rk.Busy && (len(q.Tried) == 0 || !slices.Contains(q.Tried, rk.ID))
 }
@@ -23,12 +24,13 @@ func Eligible(q *Request, rk *Rank) bool {
 // Serves says that rk is ready and not left out because its answers failed.
 func (rk *Rank) Serves() bool { return rk.Ready && !rk.LeftOut }
 
-// maxLeftOut is how many of n ready ranks may be left out because their answers failed: 30 %, at least one, and never all of them. A
-// failed answer may be the fault of its request; if every engine answers with an error, its answers are still the best that there are.
+// maxLeftOut is how many of n ready ranks may be left out because their answers failed: 30 %, at least one,
+// and never all of them. A failed answer may be the fault of its request; if every engine answers with an
+// error, its answers are still the best that there are.
 func maxLeftOut(n int) int { return max(0, min(max(1, n*3/10), n-1)) }
 
-// leaveOut marks the ranks that get nothing because their answers failed: those that tripped first, up to the cap. The others that
-// tripped are used like every rank. changed says that some mark is another one now.
+// leaveOut marks the ranks that get nothing because their answers failed: those that tripped first, up to the
+// cap. The others that tripped are used like every rank. changed says that some mark is another one now.
 func (v *View) leaveOut() (changed bool) {
 	ready := 0
 	for i := range v.Ranks {
@@ -102,12 +104,12 @@ func (t tier) nth(q *Request, v *View, k int) int {
 	return -1
 }
 
-// blindDraws is how often a draw goes over all ranks before the candidates are counted. With half of the ranks out,
-// all eight miss once in 256 picks.
+// blindDraws is how often a draw goes over all ranks before the candidates are counted. With half of the
+// ranks out, all eight miss once in 256 picks.
 const blindDraws = 8
 
-// one draws a candidate uniformly, -1 if the tier is empty. It draws over all ranks and throws misses away, which
-// is uniform over the candidates and reads one row instead of all of them.
+// one draws a candidate uniformly, -1 if the tier is empty. It draws over all ranks and throws misses away,
+// which is uniform over the candidates and reads one row instead of all of them.
 func (t tier) one(q *Request, v *View, r *rand.Rand) int {
 	for range min(blindDraws, len(v.Ranks)) {
 		if i := r.IntN(len(v.Ranks)); t.has(q, &v.Ranks[i]) {
@@ -121,8 +123,9 @@ func (t tier) one(q *Request, v *View, r *rand.Rand) int {
 	return t.nth(q, v, r.IntN(n))
 }
 
-// pair draws two distinct candidates, uniform over ordered pairs; j is -1 if there is only one, both are if there is
-// none. A blind draw that gives up and the counted draw after it are both uniform, so their mixture is.
+// pair draws two distinct candidates, uniform over ordered pairs; j is -1 if there is only one, both are if
+// there is none. A blind draw that gives up and the counted draw after it are both uniform, so their mixture
+// is.
 func (t tier) pair(q *Request, v *View, r *rand.Rand) (i, j int) {
 	if i, j = t.blindPair(q, v, r); j >= 0 {
 		return i, j
@@ -167,7 +170,8 @@ const halfWord = 1<<32 - 1
 // below maps 32 random bits to [0, n); the bias is below n/2^32, 2e-8 at 64 ranks.
 func below(bits uint64, n int) int { return int(bits * uint64(n) >> 32) } //nolint:gosec // n is a length, the result is below it
 
-// openTier is the tier that a load policy chooses from: open ranks, else silent ones. ok is false if both are empty.
+// openTier is the tier that a load policy chooses from: open ranks, else silent ones. ok is false if both are
+// empty.
 func openTier(q *Request, v *View) (t tier, ok bool) {
 	silent := false
 	for i := range v.Ranks {
@@ -218,7 +222,8 @@ func routeTo(d *Decision, t tier, rk *Rank, reason string) {
 	d.Ranked = append(d.Ranked, rk.ID)
 }
 
-// none fills d when no tier has a candidate: Queue while a rank may get room, else Reject. DESIGN.md has the table.
+// none fills d when no tier has a candidate: Queue while a rank may get room, else Reject. DESIGN.md has the
+// table.
 func none(q *Request, v *View, d *Decision) {
 	eligible, ready, busy := false, false, false
 	for i := range v.Ranks {

@@ -3,9 +3,11 @@ package routing
 import "time"
 
 const (
-	// clockMemory is how long the best sample of a rank's clock stands before a newer one takes its place: clocks drift.
+	// clockMemory is how long the best sample of a rank's clock stands before a newer one takes its place:
+	// clocks drift.
 	clockMemory = 30 * time.Second
-	// clockSlack is what two samples of one clock may contradict each other by, beside what they are unsure by.
+	// clockSlack is what two samples of one clock may contradict each other by, beside what they are unsure
+	// by.
 	clockSlack = 2 * time.Millisecond
 	// oldestRecord is the age above which a record's time is not believed.
 	oldestRecord = 10 * time.Second
@@ -13,8 +15,9 @@ const (
 	lagMemory = 8
 )
 
-// rankClock places what a rank says of the time on the view's clock. The two have nothing in common, and either may jump. An own
-// request is the sample: the rank admits it after it was dispatched and before the ticket was here.
+// rankClock places what a rank says of the time on the view's clock. The two have nothing in common, and
+// either may jump. An own request is the sample: the rank admits it after it was dispatched and before the
+// ticket was here.
 //
 // Until there is a sample, and after a contradiction until the next one, records count as of their arrival.
 type rankClock struct {
@@ -34,7 +37,8 @@ func (c *rankClock) learn(at, from, to, now time.Duration) {
 	}
 }
 
-// place is the instant of a record on the view's clock, at most now. ok is false if it can only be guessed: it is now then.
+// place is the instant of a record on the view's clock, at most now. ok is false if it can only be guessed:
+// it is now then.
 func (c *rankClock) place(at, now time.Duration) (when time.Duration, ok bool) {
 	if at == 0 || !c.known {
 		return now, false

@@ -8,8 +8,8 @@ func (v *View) hitOn(q *Request, id RankID) int {
 	return q.HitOn(id)
 }
 
-// alignHits writes every rank's hit beside its row. Both lists ascend by rank, so one walk does it; ranks that left
-// between the look-up and now are skipped, ranks that came hold nothing.
+// alignHits writes every rank's hit beside its row. Both lists ascend by rank, so one walk does it; ranks
+// that left between the look-up and now are skipped, ranks that came hold nothing.
 func alignHits(q *Request, v *View, c *scratch) {
 	hits := resize(&c.hits, len(v.Ranks))
 	clear(hits)

@@ -12,17 +12,18 @@ const (
 	lawPeriod = time.Second
 	// errorMemory is how many first tokens the law's error is the mean of, about.
 	errorMemory = 64
-	// leastSpan is the shortest time between two reports of a request's tokens that says something about decoding, in ms.
+	// leastSpan is the shortest time between two reports of a request's tokens that says something about
+	// decoding, in ms.
 	leastSpan = 50
 	// leastSlow and mostSlow bound how much slower than the median of its application's ranks a rank counts.
 	leastSlow, mostSlow = 0.25, 8
-	// slowMemory is the time after the last sample at which half of a rank's slowness is forgotten: nobody asks a slow rank, so it could
-	// never show that it is well again.
+	// slowMemory is the time after the last sample at which half of a rank's slowness is forgotten: nobody
+	// asks a slow rank, so it could never show that it is well again.
 	slowMemory = 30 * time.Second
 )
 
-// law is the step law of an application's engines: a preset, and how long the engines take beside it. Both factors are medians over the
-// ranks that have shown one, so one slow rank does not change them.
+// law is the step law of an application's engines: a preset, and how long the engines take beside it. Both
+// factors are medians over the ranks that have shown one, so one slow rank does not change them.
 type law struct {
 	preset          string
 	base            steptime.Coefficients
@@ -71,7 +72,8 @@ func (r *Router) Law() (info LawInfo, ok bool) {
 	defer r.mu.Unlock()
 	l := &r.law
 	return LawInfo{
-		Preset: l.preset, Prefill: l.prefill, Decode: l.decode, PrefillSamples: l.prompts, DecodeSamples: l.spans, Age: r.view.Now - l.last, Error: l.missed,
+		Preset: l.preset, Prefill: l.prefill, Decode: l.decode, PrefillSamples: l.prompts,
+			DecodeSamples: l.spans, Age: r.view.Now - l.last, Error: l.missed,
 	}, r.reckons
 }
 
@@ -88,8 +90,8 @@ func (l *law) tookSpan(now time.Duration) {
 	l.stale, l.last = true, now
 }
 
-// relearn takes the law anew from what the ranks have shown. It is called after events, never at a decision: a decision that is only
-// explained must not change the next one.
+// relearn takes the law anew from what the ranks have shown. It is called after events, never at a decision:
+// a decision that is only explained must not change the next one.
 func (r *Router) relearn() {
 	l, now := &r.law, r.view.Now
 	if !l.stale || l.taken != 0 && now-l.taken < lawPeriod {
@@ -101,7 +103,8 @@ func (r *Router) relearn() {
 	b := &l.base
 	r.view.Law = steptime.Coefficients{
 		TokenMS: b.TokenMS * l.prefill, PairMS: b.PairMS * l.prefill,
-		WeightMS: b.WeightMS * l.decode, FixedMS: b.FixedMS * l.decode, DecodeMS: b.DecodeMS * l.decode, ContextMS: b.ContextMS * l.decode,
+		WeightMS: b.WeightMS * l.decode, FixedMS: b.FixedMS * l.decode, DecodeMS: b.DecodeMS * l.decode,
+			ContextMS: b.ContextMS * l.decode,
 	}
 }
 
@@ -120,13 +123,15 @@ func (l *law) median(accounts []account, of func(*account) *speed) float64 {
 	return l.scratch[(len(l.scratch)-1)/2]
 }
 
-// slow is how long a rank takes beside the median of all: what it has shown, which fades while it shows nothing new.
+// slow is how long a rank takes beside the median of all: what it has shown, which fades while it shows
+// nothing new.
 func (l *law) slow(s *speed, now time.Duration) float64 {
 	age := float64(max(0, now-s.last)) / float64(slowMemory)
 	return min(max(1+(s.slowness(l.prefill)/l.prefill-1)/(1+age*age), leastSlow), mostSlow)
 }
 
-// decodePace times the tokens of one request of a rank while the rank does nothing but decode: what a step takes without prefill.
+// decodePace times the tokens of one request of a rank while the rank does nothing but decode: what a step
+// takes without prefill.
 type decodePace struct {
 	key    uint64 // of the request; 0 = none
 	out    int32  // its tokens at since
@@ -134,7 +139,8 @@ type decodePace struct {
 	decode speed
 }
 
-// timeTokens learns from a report of o's tokens, n by now, if the rank had no prompt to compute since the report before.
+// timeTokens learns from a report of o's tokens, n by now, if the rank had no prompt to compute since the
+// report before.
 func (a *account) timeTokens(rk *Rank, o *open, n int32) {
 	p := &a.pace
 	if !a.reckons || a.law == nil || a.when == 0 || a.queue.first != 0 {

@@ -2,8 +2,9 @@ package routing
 
 import "time"
 
-// Needs is what a policy reads of a request beyond its length. Whoever feeds the Router leaves out what is not needed:
-// no index is built, no KV events are asked of engines, no text is canonicalized for a policy that does not look.
+// Needs is what a policy reads of a request beyond its length. Whoever feeds the Router leaves out what is
+// not needed: no index is built, no KV events are asked of engines, no text is canonicalized for a policy
+// that does not look.
 type Needs struct {
 	Hits    bool // Request.Hits: the KV index
 	Blocks  bool // Request.Blocks: chain hashes of the prompt, also of what no rank holds
@@ -16,8 +17,10 @@ type Needs struct {
 	Approximate    bool
 	ApproximateTTL time.Duration
 
-	AttemptsPerRank    int // attempts on a rank before it is taken out (cache-aware, documented: 3); 0 = not the policy's business
-	AttemptsPerRequest int // attempts of a request in place of the application's (cache-aware, documented: 6); 0 = the application's
+	// attempts on a rank before it is taken out (cache-aware, documented: 3); 0 = not the policy's business
+	AttemptsPerRank    int
+	// attempts of a request in place of the application's (cache-aware, documented: 6); 0 = the application's
+	AttemptsPerRequest int
 }
 
 // NeedsOf says what p reads.

@@ -38,7 +38,8 @@ func (c *scratch) creditNewRanks(q *Request, v *View, share float64) (found bool
 	}
 	for _, i := range c.candidates {
 		rk := &v.Ranks[i]
-		if v.Now-rk.Since < newRankTime && rk.Since-oldest >= newRankLead && rk.ongoing()*len(c.candidates) < open {
+		if v.Now-rk.Since < newRankTime && rk.Since-oldest >= newRankLead &&
+			rk.ongoing()*len(c.candidates) < open {
 			c.hits[i], found = longest, true
 		}
 	}

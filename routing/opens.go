@@ -35,7 +35,8 @@ type open struct {
 // own says whether the entry is a bump of this router and not of the replica's account.
 func (o *open) own() bool { return o.phase == bumped || o.phase == ticketed || o.phase == held }
 
-// isBump says whether it is an own dispatch that waits for its prefill and that the rank's records have not named.
+// isBump says whether it is an own dispatch that waits for its prefill and that the rank's records have not
+// named.
 func (o *open) isBump() bool { return o.phase == bumped || o.phase == ticketed }
 
 // ticketAt notes when the ticket came.
@@ -60,7 +61,8 @@ func (o *open) uncached() int64 { return int64(o.tokens - o.hit) }
 // pairs is twice the attention pairs of its prefill.
 func (o *open) pairs() int64 { return attention(o.uncached(), int64(o.hit)) }
 
-// longestPrompt is how long a prompt counts whose pairs are added up, in tokens: sums stay far inside 63 bits.
+// longestPrompt is how long a prompt counts whose pairs are added up, in tokens: sums stay far inside 63
+// bits.
 const longestPrompt = 1 << 24
 
 // attention is twice the attention pairs of u tokens behind hit cached ones: u² + 2·u·hit.
@@ -69,8 +71,9 @@ func attention(u, hit int64) int64 {
 	return u*u + 2*u*hit
 }
 
-// opens is a hash table of open requests by key: linear probing, no tombstones (deletion shifts back), so that a
-// full day of adds and removes neither allocates nor slows down. A built-in map would regrow from time to time.
+// opens is a hash table of open requests by key: linear probing, no tombstones (deletion shifts back), so
+// that a full day of adds and removes neither allocates nor slows down. A built-in map would regrow from time
+// to time.
 type opens struct {
 	cells []open // length is a power of two
 	n     int
@@ -130,7 +133,8 @@ func (t *opens) resize(size int) {
 	}
 }
 
-// remove takes the entry of key out, if it is there, and moves those behind it back to where a search finds them.
+// remove takes the entry of key out, if it is there, and moves those behind it back to where a search finds
+// them.
 func (t *opens) remove(key uint64) {
 	o := t.get(key)
 	if o == nil {

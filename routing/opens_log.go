@@ -1,11 +1,12 @@
 package routing
 
-// opensWatcher is a policy whose state follows every open request by itself. The Router then tells it exactly when a
-// request begins and ceases to count on a rank (EvOpened, EvClosed): only the account knows about bumps that expire,
-// snapshots that no longer name a request, or tickets of another incarnation.
+// opensWatcher is a policy whose state follows every open request by itself. The Router then tells it exactly
+// when a request begins and ceases to count on a rank (EvOpened, EvClosed): only the account knows about
+// bumps that expire, snapshots that no longer name a request, or tickets of another incarnation.
 type opensWatcher interface{ watchesOpens() bool }
 
-// opensLog gathers what an event changed in the accounts until the policy has seen the event itself. nil logs nothing.
+// opensLog gathers what an event changed in the accounts until the policy has seen the event itself. nil logs
+// nothing.
 type opensLog struct{ list []openChange }
 
 type openChange struct {

@@ -59,7 +59,8 @@ func (p *params) number(name string, def, lo, hi float64) float64 {
 		if math.IsInf(hi, 1) {
 			want = fmt.Sprintf("a number of at least %v", lo)
 		}
-		p.fault(fmt.Sprintf("params.%s: found %v (%T), wanted %s", name, x, x, want), "write "+name+" as "+want)
+		p.fault(fmt.Sprintf("params.%s: found %v (%T), wanted %s", name, x, x, want),
+			"write "+name+" as "+want)
 	}
 	return n
 }
@@ -73,7 +74,8 @@ func (p *params) integer(name string, def, lo, hi int) int {
 	n, ok := asNumber(x)
 	if !ok || n != math.Trunc(n) || n < float64(lo) || n > float64(hi) {
 		want := fmt.Sprintf("a whole number from %d to %d", lo, hi)
-		p.fault(fmt.Sprintf("params.%s: found %v (%T), wanted %s", name, x, x, want), "write "+name+" as "+want)
+		p.fault(fmt.Sprintf("params.%s: found %v (%T), wanted %s", name, x, x, want),
+			"write "+name+" as "+want)
 		return def
 	}
 	return int(n)
@@ -102,7 +104,8 @@ func (p *params) boolean(name string, def bool) bool {
 	}
 	b, ok := x.(bool)
 	if !ok {
-		p.fault(fmt.Sprintf("params.%s: found %v (%T), wanted true or false", name, x, x), "write "+name+": true or "+name+": false")
+		p.fault(fmt.Sprintf("params.%s: found %v (%T), wanted true or false", name, x, x),
+			"write "+name+": true or "+name+": false")
 	}
 	return b
 }
@@ -135,6 +138,7 @@ func (p *params) err(policy string) error {
 	if len(p.faults) == 0 {
 		return nil
 	}
-	return problem.New(problem.InvalidArgument, "routing policy %s: %s", policy, strings.Join(p.faults, "; ")).
+	return problem.New(problem.InvalidArgument, "routing policy %s: %s", policy,
+		strings.Join(p.faults, "; ")).
 		WithHint("%s", strings.Join(p.hints, "; ")).WithDetails(p.faults...)
 }

@@ -36,7 +36,8 @@ func (p *params) cacheAwareDefaults(variant string) cacheAwareDefaults {
 	switch {
 	case variant == VariantGateway:
 		return cacheAwareDefaults{
-			threshold: 0.3, abs: 64, rel: 1.5, interval: 120, size: 67_108_864, lowMatch: "least-pending", matches: "kv",
+			threshold: 0.3, abs: 64, rel: 1.5, interval: 120, size: 67_108_864, lowMatch: "least-pending",
+				matches: "kv",
 		}
 	case p.tuned:
 		page.threshold, page.rel, page.lowMatch, page.matches = 0.3, 1.1, "least-pending", "kv"
@@ -58,8 +59,8 @@ func (p *params) cacheAwareDefaults(variant string) cacheAwareDefaults {
 // Ties: shortest queue, then drawn. A prompt below one KV block goes to the shortest queue.
 //
 // Parameters: variant (page, gateway), cache_threshold, balance_abs_threshold, balance_rel_threshold,
-// eviction_interval_s, max_tree_size, low_match (smallest-tree, least-pending), matches (text, kv), kv_usage_spread,
-// kv_usage_ceiling, max_worker_retries, max_total_retries.
+// eviction_interval_s, max_tree_size, low_match (smallest-tree, least-pending), matches (text, kv),
+// kv_usage_spread, kv_usage_ceiling, max_worker_retries, max_total_retries.
 type CacheAware struct {
 	Threshold    float64 // 0 to 1
 	Abs          int     // requests
@@ -83,7 +84,7 @@ func newCacheAware(p *params) Policy {
 		Threshold:         p.number("cache_threshold", def.threshold, 0, 1),
 		Abs:               p.integer("balance_abs_threshold", def.abs, 0, math.MaxInt32),
 		Rel:               p.number("balance_rel_threshold", def.rel, 1, maxWeight),
-		LeastPending:      p.word("low_match", def.lowMatch, "smallest-tree", "least-pending") == "least-pending",
+		LeastPending: p.word("low_match", def.lowMatch, "smallest-tree", "least-pending") == "least-pending",
 		KVMatches:         p.word("matches", def.matches, "text", "kv") == "kv",
 		Interval:          p.seconds("eviction_interval_s", float64(def.interval)),
 		MaxTree:           p.integer("max_tree_size", def.size, 1, math.MaxInt32),
@@ -103,7 +104,8 @@ func (CacheAware) Name() string { return nameCacheAware }
 
 func (p CacheAware) needs() Needs {
 	n := needsText()
-	n.Usage, n.AttemptsPerRank, n.AttemptsPerRequest = p.UsageSpread > 0 || p.UsageCeiling > 0, p.RetriesPerRank, p.RetriesPerRequest
+	n.Usage, n.AttemptsPerRank, n.AttemptsPerRequest = p.UsageSpread > 0 || p.UsageCeiling > 0,
+		p.RetriesPerRank, p.RetriesPerRequest
 	if p.KVMatches {
 		n.Approximate, n.ApproximateTTL = false, 0
 	}

@@ -7,11 +7,12 @@ import (
 
 var _ Policy = Direct{}
 
-// Direct sends each request where its caller says (x-dpserve-rank) and never reroutes in silence: it routes or
-// rejects, it does not queue. No parameters.
+// Direct sends each request where its caller says (x-dpserve-rank) and never reroutes in silence: it routes
+// or rejects, it does not queue. No parameters.
 type Direct struct{}
 
-// directState remembers every rank that ever served, so that a dead one is unavailable (503) and not unknown (400).
+// directState remembers every rank that ever served, so that a dead one is unavailable (503) and not unknown
+// (400).
 type directState struct{ known map[RankID]struct{} }
 
 // Name is "direct".
@@ -33,8 +34,8 @@ func (Direct) Observe(s State, _ *View, e *Event) {
 	}
 }
 
-// Decide takes the named rank or says why not. A rank that was never seen while units are on their way may be one of
-// those: unavailable, try again; only with nothing on its way it is the caller's mistake.
+// Decide takes the named rank or says why not. A rank that was never seen while units are on their way may be
+// one of those: unavailable, try again; only with nothing on its way it is the caller's mistake.
 func (Direct) Decide(q *Request, v *View, s State, _ *rand.Rand, d *Decision) {
 	begin(d)
 	if !q.HasDirect {

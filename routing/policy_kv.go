@@ -21,13 +21,15 @@ const (
 )
 
 const (
-	// kvWeight and kvWeightTuned are overlap_score_weight. The documented 1, and anything up to 8, is far too low.
+	// kvWeight and kvWeightTuned are overlap_score_weight. The documented 1, and anything up to 8, is far too
+	// low.
 	kvWeight, kvWeightTuned = 1, 32
 	// approximateTTL is how long a routed prompt counts as cached in approximate mode.
 	approximateTTL = 120 * time.Second
 	// maxWeight bounds weights and temperatures, so that no cost overflows.
 	maxWeight = 1e9
-	// hostCredit and diskCredit: variant kv2, what a block in host memory and on disk is worth beside one on the device.
+	// hostCredit and diskCredit: variant kv2, what a block in host memory and on disk is worth beside one on
+	// the device.
 	hostCredit, diskCredit = 0.75, 0.25
 )
 
@@ -42,8 +44,8 @@ const (
 //	credit             = Credit * decay * device + 0.75 * host + 0.25 * disk          blocks
 //	decay              = 1 / (1 + Decay * (queued prefill blocks above the least loaded) / request blocks)
 //
-// Temperature T > 0 draws a rank with probability ∝ exp(-(c - min)/((max - min)·T)); all equal is uniform. Per request,
-// weight and temperature may be overridden (Request.Override).
+// Temperature T > 0 draws a rank with probability ∝ exp(-(c - min)/((max - min)·T)); all equal is uniform.
+// Per request, weight and temperature may be overridden (Request.Override).
 type KV struct {
 	Variant     string  // VariantKV071 or VariantKV2; empty is VariantKV071
 	Weight      float64 // overlap_score_weight; 0 ignores caches, and no index is built
@@ -155,7 +157,8 @@ func (p KV) overridden(o *Override) KV {
 	return p
 }
 
-// prepare: extra is the rank's decode_blocks; x[0] is the least queued prefill of all candidates in blocks (kv2).
+// prepare: extra is the rank's decode_blocks; x[0] is the least queued prefill of all candidates in blocks
+// (kv2).
 func (p KV) prepare(q *Request, v *View, s State, c *scratch) aggregate {
 	a := aggregate{why: ReasonLowestScore, x: [4]float64{math.Inf(1)}}
 	p.decodeBlocks(q, v, s, c)

@@ -11,9 +11,9 @@ var (
 //
 //	score = (K + Kq + L) / C
 //
-// the context of everything running and waiting, this request included, over the rank's KV capacity. The lowest wins;
-// ties go to fewer open requests, then rotate. No parameters, no cache term. A rank that has not told its capacity gets
-// the mean of those that have; if none has, tokens are compared.
+// the context of everything running and waiting, this request included, over the rank's KV capacity. The
+// lowest wins; ties go to fewer open requests, then rotate. No parameters, no cache term. A rank that has not
+// told its capacity gets the mean of those that have; if none has, tokens are compared.
 type LeastKV struct{}
 
 // Name is "least-kv".

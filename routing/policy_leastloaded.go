@@ -31,14 +31,15 @@ const (
 	maxClients = 1024
 )
 
-// LeastLoaded is vLLM's DP load balancer. The lowest score wins, ties rotate: argmin scans from a start that moves on
-// by one rank per dispatch.
+// LeastLoaded is vLLM's DP load balancer. The lowest score wins, ties rotate: argmin scans from a start that
+// moves on by one rank per dispatch.
 //
 //	count:  waitingWeight * W + (F + R)
 //	kv:     max(Clients * own open requests, W + F + R) + fullWeight * W * max(0, kv usage - fullFrom)
 //	tokens: L - credit + queueTokens * (waitingWeight*W + F + R) + recentWeight * (tokens of the last recentRequests sent)
 //
-// where credit is the hit, on the rank with the longest match alone (the first of equals). Count and kv know no cache.
+// where credit is the hit, on the rank with the longest match alone (the first of equals). Count and kv know
+// no cache.
 type LeastLoaded struct {
 	Variant string // VariantCount, VariantKV or VariantTokens; empty is VariantCount
 	Clients int    // variant kv: number of front-ends; 0 is 1
@@ -148,7 +149,8 @@ func (p LeastLoaded) summands(q *Request, rk *Rank, hit, extra int64, a *aggrega
 		if a.mode == 0 || a.spare != rk.ID {
 			hit = 0
 		}
-		return three(float64(int64(q.Tokens)-hit), 1, waitingWeight*w+running, queueTokens, float64(extra), recentWeight)
+		return three(float64(int64(q.Tokens)-hit), 1, waitingWeight*w+running, queueTokens, float64(extra),
+			recentWeight)
 	}
 	return two(w, waitingWeight, running, 1)
 }

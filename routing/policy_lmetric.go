@@ -12,7 +12,8 @@ var (
 //	lmetric:   (Q + u) * O        idle ranks all score 0, so the cache counts for nothing at low load; ties are drawn
 //	lmetric-1: (Q + u) * (O + 1)  ties go to the smaller u, then rotate
 //
-// No parameters. It has one term: Raw is the work in tokens, Weight the number of requests that it would delay.
+// No parameters. It has one term: Raw is the work in tokens, Weight the number of requests that it would
+// delay.
 type LMetric struct {
 	PlusOne bool // lmetric-1
 }

@@ -11,8 +11,8 @@ var (
 //
 //	score = Q + u
 //
-// the uncached prompt tokens in front of the request, and its own. The lowest wins, ties go to fewer open requests, then
-// are drawn. No parameters.
+// the uncached prompt tokens in front of the request, and its own. The lowest wins, ties go to fewer open
+// requests, then are drawn. No parameters.
 type LPWL struct{}
 
 // Name is "lpwl".

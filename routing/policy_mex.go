@@ -18,15 +18,18 @@ const (
 	goalGoodput = "goodput"
 	goalLatency = "latency"
 
-	// nearWidth is how many times the prefill work that may have come to a rank unseen two scores may differ by and count as equal.
+	// nearWidth is how many times the prefill work that may have come to a rank unseen two scores may differ
+	// by and count as equal.
 	nearWidth = 2
 	// mostUnseen bounds how many dispatches of other ingresses one own unconfirmed dispatch stands for.
 	mostUnseen = 64
-	// kvPressure is what each share of the KV cache that is asked for and not there costs, in goals of the first token.
+	// kvPressure is what each share of the KV cache that is asked for and not there costs, in goals of the
+	// first token.
 	kvPressure = 2
 )
 
-// Mex charges a request for what it costs everybody, in milliseconds of waiting for a first token. The lowest sum wins.
+// Mex charges a request for what it costs everybody, in milliseconds of waiting for a first token. The lowest
+// sum wins.
 //
 //	queue          Wq·σ                        prompts in front of it
 //	prefill        P·σ                         its own prompt
@@ -36,18 +39,20 @@ const (
 //	memory         2·TTFT·max(0, f-1)          the share f of the KV cache that would be asked for, beyond all of it
 //	beyond_goal    TTFT·(1 + ln x) - TTFT·x    with goal goodput, if x = (queue + prefill)/TTFT is above 1: a goal cannot be missed twice
 //
-// P and Wq are prefill times by the step law, d = gW + dA + dB·(O+1) + dC·(K+Kq+L) the step that its tokens come in, σ = 1 + D/(gT·8192)
-// the stretch of a prefill that shares its steps with D = dA + dB·R + dC·K ms of decoding; on a slow rank all of them are as much longer.
-// Requests whose prompt is computed as reckoned count among R and K.
-// X = TTFT/TPOT exchanges ms per token for ms of the first token, by the application's goals for both. η = ρ/(1-ρ) with the prefill
-// utilisation ρ, at most 0.9; ō is the mean length of answers, f = (K+Kq+L+ō)/C.
+// P and Wq are prefill times by the step law, d = gW + dA + dB·(O+1) + dC·(K+Kq+L) the step that its tokens
+// come in, σ = 1 + D/(gT·8192) the stretch of a prefill that shares its steps with D = dA + dB·R + dC·K ms of
+// decoding; on a slow rank all of them are as much longer. Requests whose prompt is computed as reckoned
+// count among R and K. X = TTFT/TPOT exchanges ms per token for ms of the first token, by the application's
+// goals for both. η = ρ/(1-ρ) with the prefill utilisation ρ, at most 0.9; ō is the mean length of answers, f
+// = (K+Kq+L+ō)/C.
 //
-// Behind several ingresses a Router does not see what the others sent since the ranks' last records: ρ·Lag ms of prefill, less its own
-// share. Scores within two of those of the lowest count as equal, and the longest hit among them wins; and each own dispatch that no
-// record has named stands for those that the other ingresses are taken to have sent to that rank meanwhile.
+// Behind several ingresses a Router does not see what the others sent since the ranks' last records: ρ·Lag ms
+// of prefill, less its own share. Scores within two of those of the lowest count as equal, and the longest
+// hit among them wins; and each own dispatch that no record has named stands for those that the other
+// ingresses are taken to have sent to that rank meanwhile.
 //
-// Equal scores are drawn. A rank that came up lately has credit for prompts without a home (newrank.go). Parameters: goal (goodput;
-// latency leaves beyond_goal out), ttft_s (2), tpot_s (0.05), law (dense; moe).
+// Equal scores are drawn. A rank that came up lately has credit for prompts without a home (newrank.go).
+// Parameters: goal (goodput; latency leaves beyond_goal out), ttft_s (2), tpot_s (0.05), law (dense; moe).
 type Mex struct {
 	Latency    bool
 	TTFT, TPOT float64 // ms: the goals
@@ -141,7 +146,8 @@ type mexCosts struct {
 	later     float64 // η
 	answer    float64 // ō
 	perAnswer float64 // 1/ō
-	slower    float64 // ms per token that the request's context adds to a step, for half of the other answers' time
+	// ms per token that the request's context adds to a step, for half of the other answers' time
+	slower    float64
 	exchange  float64 // TTFT goal over TPOT goal
 	goal      float64 // ms: TTFT
 	late      bool    // what is beyond the goal counts logarithmically
@@ -150,7 +156,8 @@ type mexCosts struct {
 }
 
 func (p Mex) costs(q *Request, v *View, s State) mexCosts {
-	c := mexCosts{law: p.current(v), tokens: int64(q.Tokens), answer: firstAnswer, exchange: p.TTFT / p.TPOT, goal: p.TTFT, late: !p.Latency}
+	c := mexCosts{law: p.current(v), tokens: int64(q.Tokens), answer: firstAnswer, exchange: p.TTFT / p.TPOT,
+		goal: p.TTFT, late: !p.Latency}
 	c.stretch = 1 / (c.law.TokenMS * stepTokens)
 	if st, ok := s.(*mexState); ok {
 		t := &st.traffic
@@ -173,7 +180,8 @@ func (m *mexCosts) fill(v *View, c *scratch) {
 	}
 }
 
-// near is by how much scores may differ and count as equal, ms: prefill work that the candidates may have got unseen.
+// near is by how much scores may differ and count as equal, ms: prefill work that the candidates may have got
+// unseen.
 func (m *mexCosts) near(v *View, c *scratch) float64 {
 	if m.width == 0 {
 		return 0
@@ -185,10 +193,12 @@ func (m *mexCosts) near(v *View, c *scratch) float64 {
 	return m.width * float64(lag) / (float64(len(c.candidates)) * float64(time.Millisecond))
 }
 
-// of is what the request costs on a rank that holds hit tokens of its prompt, in ms. Its terms go into terms unless that is nil.
+// of is what the request costs on a rank that holds hit tokens of its prompt, in ms. Its terms go into terms
+// unless that is nil.
 func (m *mexCosts) of(rk *Rank, hit int64, terms *mexTerms) float64 {
 	law, slow := &m.law, rk.slowness()
-	open, work, pairs, waiting := float64(rk.ongoing()+1), float64(rk.Load.Q), float64(rk.Pairs), float64(rk.Load.Kq+m.tokens)
+	open, work, pairs, waiting := float64(rk.ongoing()+1), float64(rk.Load.Q), float64(rk.Pairs),
+		float64(rk.Load.Kq+m.tokens)
 	if rk.Bumps.N > 0 && m.unseen > 0 {
 		open += m.unseen * float64(rk.Bumps.N)
 		work += m.unseen * float64(rk.Bumps.Q)
@@ -196,7 +206,8 @@ func (m *mexCosts) of(rk *Rank, hit int64, terms *mexTerms) float64 {
 		waiting += m.unseen * float64(rk.Bumps.Kq)
 	}
 	waiting -= float64(rk.Computed.Tokens)
-	u, decodes, context := float64(m.tokens-hit), float64(rk.Load.R+rk.Computed.N), float64(rk.Load.K+rk.Computed.Tokens)
+	u, decodes, context := float64(m.tokens-hit), float64(rk.Load.R+rk.Computed.N),
+		float64(rk.Load.K+rk.Computed.Tokens)
 	decoding := law.FixedMS + law.DecodeMS*decodes + law.ContextMS*context
 	stretch := 1 + decoding*m.stretch
 	prompt := slow * (law.TokenMS*u + law.PairMS*(u*u/2+u*float64(hit)))
@@ -221,7 +232,8 @@ func (m *mexCosts) of(rk *Rank, hit int64, terms *mexTerms) float64 {
 // mexTerms are the terms of a cost in their printed order, and mexLabels their names.
 type mexTerms [7]float64
 
-var mexLabels = [len(mexTerms{})]string{"queue", "prefill", "later_arrivals", "own_tokens", "others_tokens", "memory", "beyond_goal"}
+var mexLabels = [len(mexTerms{})]string{"queue", "prefill", "later_arrivals", "own_tokens", "others_tokens",
+	"memory", "beyond_goal"}
 
 // explain adds one row per candidate and term.
 func (m *mexCosts) explain(v *View, d *Decision) {
@@ -233,7 +245,8 @@ func (m *mexCosts) explain(v *View, d *Decision) {
 		var terms mexTerms
 		m.of(&v.Ranks[i], c.hits[i], &terms)
 		for n, ms := range terms {
-			d.Terms = append(d.Terms, Term{Rank: v.Ranks[i].ID, Name: mexLabels[n], Unit: "ms", Raw: ms, Weight: 1, Value: ms})
+			d.Terms = append(d.Terms, Term{Rank: v.Ranks[i].ID, Name: mexLabels[n], Unit: "ms", Raw: ms,
+				Weight: 1, Value: ms})
 		}
 	}
 }

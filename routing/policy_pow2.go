@@ -4,8 +4,8 @@ import "math/rand/v2"
 
 var _ Policy = PowerOfTwo{}
 
-// PowerOfTwo draws two distinct ranks and takes the one with fewer ongoing requests: the choice rule, tie rule and
-// full-means-unknown rule of Ray Serve's router, on the published view instead of probes.
+// PowerOfTwo draws two distinct ranks and takes the one with fewer ongoing requests: the choice rule, tie
+// rule and full-means-unknown rule of Ray Serve's router, on the published view instead of probes.
 type PowerOfTwo struct {
 	// PreferLocal draws among ranks of the ingress's own node first (params: prefer_local, default false).
 	PreferLocal bool
@@ -40,7 +40,8 @@ func (p PowerOfTwo) Decide(q *Request, v *View, _ State, r *rand.Rand, d *Decisi
 	none(q, v, d)
 }
 
-// choose ranks the pair. The pair comes in random order, so keeping the first of equals is a uniform tie-break.
+// choose ranks the pair. The pair comes in random order, so keeping the first of equals is a uniform
+// tie-break.
 func choose(v *View, t tier, i, j int, d *Decision) {
 	if j < 0 {
 		routeTo(d, t, &v.Ranks[i], ReasonOnlyCandidate)
@@ -59,6 +60,7 @@ func choose(v *View, t tier, i, j int, d *Decision) {
 func explainOngoing(rk *Rank, d *Decision) {
 	if d.Explain {
 		o := float64(rk.ongoing())
-		d.Terms = append(d.Terms, Term{Rank: rk.ID, Name: "ongoing", Unit: "requests", Raw: o, Weight: 1, Value: o})
+		d.Terms = append(d.Terms, Term{Rank: rk.ID, Name: "ongoing", Unit: "requests", Raw: o, Weight: 1,
+			Value: o})
 	}
 }

@@ -61,7 +61,8 @@ func newPrefixAware(p *params) Policy {
 		made.Low = int(evictionShare * float64(made.High))
 	}
 	if made.Low > made.High && made.High > 0 {
-		p.fault("params.eviction_target_chars: above eviction_threshold_chars", "write a target at or below the threshold")
+		p.fault("params.eviction_target_chars: above eviction_threshold_chars",
+			"write a target at or below the threshold")
 	}
 	return made
 }

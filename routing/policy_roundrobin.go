@@ -4,9 +4,9 @@ import "math/rand/v2"
 
 var _ Policy = RoundRobin{}
 
-// RoundRobin takes live ranks in id order. The cursor holds the last rank id, not an index, so that joins and leaves
-// do not shift the turn. The start is drawn, or all front-ends would pile their first requests onto rank 0.
-// No parameters.
+// RoundRobin takes live ranks in id order. The cursor holds the last rank id, not an index, so that joins and
+// leaves do not shift the turn. The start is drawn, or all front-ends would pile their first requests onto
+// rank 0. No parameters.
 type RoundRobin struct{}
 
 type roundRobinState struct {
@@ -69,7 +69,8 @@ func explainTurns(t tier, q *Request, v *View, first int, d *Decision) {
 	for k := range v.Ranks {
 		rk := &v.Ranks[(first+k)%len(v.Ranks)]
 		if t.has(q, rk) {
-			d.Terms = append(d.Terms, Term{Rank: rk.ID, Name: "turns_away", Unit: "turns", Raw: turn, Weight: 1, Value: turn})
+			d.Terms = append(d.Terms, Term{Rank: rk.ID, Name: "turns_away", Unit: "turns", Raw: turn,
+				Weight: 1, Value: turn})
 			turn++
 		}
 	}

@@ -42,9 +42,10 @@ func weights(profile string) (prefix, load float64) {
 //	load_score   = 1 - load / max load          (norm max)
 //	             = (max - load) / (max - min)   (norm spread)
 //
-// load is the active context in tokens: whole prompts from dispatch on, outputs as they come, until the end. max and min
-// are over the live ranks. Exact ties keep the first live rank. Without prefix caching the load profile holds, whatever
-// was asked. The source gives no formula for load_score; norm max is ours. Parameters: profile, norm.
+// load is the active context in tokens: whole prompts from dispatch on, outputs as they come, until the end.
+// max and min are over the live ranks. Exact ties keep the first live rank. Without prefix caching the load
+// profile holds, whatever was asked. The source gives no formula for load_score; norm max is ours.
+// Parameters: profile, norm.
 type Scoring struct {
 	Profile string // ProfileBalanced, ProfileLocality or ProfileLoad; empty is balanced
 	Spread  bool   // norm: spread
@@ -67,7 +68,8 @@ func (p *params) profile() string {
 	case name == removedProfile:
 		p.fault("profile 'prefix-aware' was removed; use 'locality'", "write profile: locality")
 	default:
-		p.fault(fmt.Sprintf("params.profile: found %v, wanted %s", x, strings.Join(profiles(), " or ")), didYouMean(name, profiles(), "profiles"))
+		p.fault(fmt.Sprintf("params.profile: found %v, wanted %s", x, strings.Join(profiles(), " or ")),
+			didYouMean(name, profiles(), "profiles"))
 	}
 	return ""
 }
@@ -75,7 +77,8 @@ func (p *params) profile() string {
 // refuseProfile is what round-robin says to a scoring profile: only the default one does no harm.
 func (p *params) refuseProfile() {
 	if name := p.profile(); name != "" && name != ProfileBalanced {
-		p.fault(fmt.Sprintf("profile '%s' has no effect with round-robin; use policy: scoring or drop the profile", name),
+		p.fault(fmt.Sprintf("profile '%s' has no effect with round-robin; use policy: scoring or drop the " +
+			"profile", name),
 			"write policy: scoring, or drop profile")
 	}
 }
@@ -96,7 +99,8 @@ func (p Scoring) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision)
 	decideByScore(p, q, v, s, r, d)
 }
 
-// prepare: x is prefix weight, load weight, the largest load (norm spread) and the divisor of the norm, both in tokens.
+// prepare: x is prefix weight, load weight, the largest load (norm spread) and the divisor of the norm, both
+// in tokens.
 func (p Scoring) prepare(_ *Request, v *View, _ State, _ *scratch) aggregate {
 	a := aggregate{why: ReasonHighestScore}
 	profile := p.Profile

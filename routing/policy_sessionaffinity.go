@@ -20,8 +20,8 @@ const (
 	maxSessions = 1 << 17
 )
 
-// SessionAffinity keeps a session on one rank. Load counts for nothing below max_ongoing_requests; chwbl is the one that
-// lets go under load.
+// SessionAffinity keeps a session on one rank. Load counts for nothing below max_ongoing_requests; chwbl is
+// the one that lets go under load.
 //
 // With the ring (documented; Ray Serve's ConsistentHashRouter): the key's rank, else the next Fallbacks on
 // the ring, else the shortest queue. The key is the session, or the request's own number. With the table

@@ -4,7 +4,8 @@ package routing
 type PotentialLoad struct {
 	Rank          RankID `json:"rank"`
 	PrefillTokens int64  `json:"potential_prefill_tokens"` // Q + L − hit
-	DecodeBlocks  int64  `json:"potential_decode_blocks"`  // distinct blocks under policy kv, else the contexts of all open requests and this one
+	// distinct blocks under policy kv, else the contexts of all open requests and this one
+	DecodeBlocks  int64  `json:"potential_decode_blocks"`
 }
 
 // PotentialLoads says it for every rank of the view; nothing changes.
@@ -26,7 +27,8 @@ func (r *Router) PotentialLoads(q *Request) []PotentialLoad {
 		if !tracked {
 			blocks = ceilDiv(rk.Load.K+rk.Load.Kq+int64(q.Tokens), int64(rk.blockSize(q)))
 		}
-		out[i] = PotentialLoad{Rank: rk.ID, PrefillTokens: rk.Load.Q + int64(q.Tokens-r.view.hitOn(q, rk.ID)), DecodeBlocks: blocks}
+		out[i] = PotentialLoad{Rank: rk.ID, PrefillTokens: rk.Load.Q + int64(q.Tokens-r.view.hitOn(q, rk.ID)),
+			DecodeBlocks: blocks}
 	}
 	return out
 }

@@ -12,16 +12,19 @@ const (
 	ReasonOnlyCandidate = "only_candidate"
 	// ReasonLowestScore: the minimum of a cost, as of least-loaded, kv, lmetric.
 	ReasonLowestScore = "lowest_score"
-	// ReasonNearTie: mex took the longest hit among costs that differ by less than what other ingresses may have sent unseen.
+	// ReasonNearTie: mex took the longest hit among costs that differ by less than what other ingresses may
+	// have sent unseen.
 	ReasonNearTie = "near_tie"
 	// ReasonNamedByCaller: direct took the rank of x-dpserve-rank.
 	ReasonNamedByCaller = "named_by_caller"
-	// ReasonSilentFallback: only ranks with a silent stream were left; their load is old news and admission has the last word.
+	// ReasonSilentFallback: only ranks with a silent stream were left; their load is old news and admission
+	// has the last word.
 	ReasonSilentFallback = "silent_fallback"
 
 	// ReasonHighestScore: scoring's maximum.
 	ReasonHighestScore = "highest_score"
-	// ReasonPrefixCachingOff: scoring's maximum under the load profile, because the engines cache no prefixes.
+	// ReasonPrefixCachingOff: scoring's maximum under the load profile, because the engines cache no
+	// prefixes.
 	ReasonPrefixCachingOff = "prefix_caching_off"
 	// ReasonSampled: kv drew it, router_temperature is above 0.
 	ReasonSampled = "sampled"

@@ -7,25 +7,27 @@ import (
 )
 
 const (
-	// stepTokens is how many tokens a step of an engine that prefills is taken to have: vLLM's max_num_batched_tokens.
+	// stepTokens is how many tokens a step of an engine that prefills is taken to have: vLLM's
+	// max_num_batched_tokens.
 	stepTokens = 8192
-	// speedMemory is what every older prompt weighs beside the next newer one in a rank's measured speed: the last ten
-	// prompts are two thirds of it.
+	// speedMemory is what every older prompt weighs beside the next newer one in a rank's measured speed: the
+	// last ten prompts are two thirds of it.
 	speedMemory = 0.9
-	// leastSample is the shortest predicted prefill, in ms, that says something about a rank's speed: the first token of a
-	// shorter one waits mostly for the end of a step.
+	// leastSample is the shortest predicted prefill, in ms, that says something about a rank's speed: the
+	// first token of a shorter one waits mostly for the end of a step.
 	leastSample = 50
 	// maxSlowness bounds a rank's measured speed to both sides of the law's.
 	maxSlowness = 64
 )
 
-// prefills are the prompts that a rank has still to compute, in the order in which they came to it, and how much of the
-// first of them is computed.
+// prefills are the prompts that a rank has still to compute, in the order in which they came to it, and how
+// much of the first of them is computed.
 //
-// An engine computes prompts first come first served and tells only when one is done. In between the Router reckons: of
-// the first prompt the share is computed that the step law says for the time since its turn came, at the speed that this
-// rank has shown. The prompts behind it are whole until its end is told, but for what the rank can have computed in the time
-// that a record takes to come: a wrong law is wrong by one prompt and that time, and never empties a queue.
+// An engine computes prompts first come first served and tells only when one is done. In between the Router
+// reckons: of the first prompt the share is computed that the step law says for the time since its turn came,
+// at the speed that this rank has shown. The prompts behind it are whole until its end is told, but for what
+// the rank can have computed in the time that a record takes to come: a wrong law is wrong by one prompt and
+// that time, and never empties a queue.
 type prefills struct {
 	slots       []queuedPrompt
 	first, last int32         // numbers of slots, from 1 on; 0 = none
@@ -37,7 +39,8 @@ type prefills struct {
 	tokens, pairs int64 // of the first prompt: what is taken off the row as computed
 }
 
-// front is the first prompt as every pick reads it for every rank: its share of u tokens and of the pairs is computed.
+// front is the first prompt as every pick reads it for every rank: its share of u tokens and of the pairs is
+// computed.
 type front struct {
 	rate  float64       // share per nanosecond; 0 = nothing here is known
 	began time.Duration // when its turn came
@@ -151,7 +154,8 @@ func (p *prefills) reckon(rk *Rank, law *law, now time.Duration) {
 func (f *front) computed(share float64) (tokens, pairs int64) {
 	tokens = int64(float64(f.u) * share)
 	if left := f.u - tokens; f.twice > 0 {
-		pairs = f.pairs - left*(f.twice-left) // what is left attends to all before it: left² + 2·left·(tokens-left)
+		// what is left attends to all before it: left² + 2·left·(tokens-left)
+		pairs = f.pairs - left*(f.twice-left)
 	}
 	return tokens, pairs
 }
@@ -159,10 +163,11 @@ func (f *front) computed(share float64) (tokens, pairs int64) {
 // mostUntold bounds how many prompts are taken to have followed the first one unheard.
 const mostUntold = 16
 
-// untold adds what a rank whose records come late has computed of the prompts behind the first one, in the time for which nobody can
-// have heard of the first one's end.
+// untold adds what a rank whose records come late has computed of the prompts behind the first one, in the
+// time for which nobody can have heard of the first one's end.
 func (p *prefills) untold(rk *Rank, law *law, left time.Duration, tokens, pairs int64) (int64, int64) {
-	slowness := p.speed.slowness(law.prefill) * law.base.Stretch(rk.Load.R, rk.Load.K, stepTokens) * float64(time.Millisecond)
+	slowness := p.speed.slowness(law.prefill) * law.base.Stretch(rk.Load.R, rk.Load.K,
+		stepTokens) * float64(time.Millisecond)
 	slot := p.at(p.first).next
 	for n := 0; n < mostUntold && slot != 0 && left > 0; n++ {
 		q := p.at(slot)
@@ -191,8 +196,8 @@ func (p *prefills) restore(rk *Rank) {
 	rk.Computed = Prompts{}
 }
 
-// measure learns the rank's speed from the first token of the prompt in slot, if that was the first of the rank's prompts:
-// of others nobody knows when their turn came.
+// measure learns the rank's speed from the first token of the prompt in slot, if that was the first of the
+// rank's prompts: of others nobody knows when their turn came.
 func (p *prefills) measure(slot int32, rk *Rank, now time.Duration, law *law) {
 	if slot == 0 || slot != p.first {
 		return
@@ -204,8 +209,8 @@ func (p *prefills) measure(slot int32, rk *Rank, now time.Duration, law *law) {
 	}
 }
 
-// speed is how long a rank takes for its prompts beside what the step law says, in ms. Both are sums in which older
-// prompts count less and less; prompts that end in one step are right together, not one by one.
+// speed is how long a rank takes for its prompts beside what the step law says, in ms. Both are sums in which
+// older prompts count less and less; prompts that end in one step are right together, not one by one.
 type speed struct {
 	observed, predicted float64
 	last                time.Duration // when it was shown
@@ -228,11 +233,12 @@ func (s *speed) slowness(usual float64) float64 {
 	return min(max(s.observed/s.predicted, 1.0/maxSlowness), maxSlowness)
 }
 
-// readsWork says whether a policy may read the prefill work of ranks. Those that do not are named, so that a pick that
-// looks at two rows does not cost more with every rank; a test holds the list to the truth.
+// readsWork says whether a policy may read the prefill work of ranks. Those that do not are named, so that a
+// pick that looks at two rows does not cost more with every rank; a test holds the list to the truth.
 func readsWork(p Policy) bool {
 	switch p.(type) {
-	case RoundRobin, Random, Direct, PowerOfTwo, LeastLoaded, LeastKV, Scoring, CacheAware, PrefixAware, CHWBL, SessionAffinity:
+	case RoundRobin, Random, Direct, PowerOfTwo, LeastLoaded, LeastKV, Scoring, CacheAware, PrefixAware,
+		CHWBL, SessionAffinity:
 		return false
 	}
 	return true

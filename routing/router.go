@@ -10,13 +10,13 @@ import (
 // Router is one application's view and policy under one lock. It is the only writer of both: Pick bumps
 // the view in the same critical section that decided, so two picks never see the same free place.
 //
-// Bump rule: a dispatch counts at once (W+1, Q+tokens, Kq+tokens) under its ReqID. It lives until the stream says
-// Admitted for that very ReqID, or until a record with seq ≥ the ticket's is applied, whichever comes first; from then
-// on the replica's own account stands. Undo, RankDown and a new incarnation take it back. Nothing is counted twice and
-// nothing goes below zero.
+// Bump rule: a dispatch counts at once (W+1, Q+tokens, Kq+tokens) under its ReqID. It lives until the stream
+// says Admitted for that very ReqID, or until a record with seq ≥ the ticket's is applied, whichever comes
+// first; from then on the replica's own account stands. Undo, RankDown and a new incarnation take it back.
+// Nothing is counted twice and nothing goes below zero.
 type Router struct {
-	// OnRoom is called, outside the lock and never from Pick, after an event that can change what a queued request
-	// gets: room, or the end of hope for it. Set it before the first event; it must not block.
+	// OnRoom is called, outside the lock and never from Pick, after an event that can change what a queued
+	// request gets: room, or the end of hope for it. Set it before the first event; it must not block.
 	OnRoom func()
 
 	policy  Policy
@@ -56,8 +56,8 @@ func NewRouter(p Policy, seed uint64) *Router {
 // Policy is the policy's name.
 func (r *Router) Policy() string { return r.policy.Name() }
 
-// Pick decides for q and, on Route, bumps Ranked[0] under q.ID. The caller owes the bump's end: a ticket (EvTicket) or
-// EvUndo. d is the caller's, reused.
+// Pick decides for q and, on Route, bumps Ranked[0] under q.ID. The caller owes the bump's end: a ticket
+// (EvTicket) or EvUndo. d is the caller's, reused.
 func (r *Router) Pick(q *Request, d *Decision) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -83,8 +83,8 @@ func (r *Router) Pick(q *Request, d *Decision) {
 	}
 }
 
-// reckon makes the prefill work of every row what is left at now. It may be done again for any other instant: nothing but
-// the rows depends on it.
+// reckon makes the prefill work of every row what is left at now. It may be done again for any other instant:
+// nothing but the rows depends on it.
 func (r *Router) reckon(now time.Duration) {
 	if !r.reckons {
 		return
@@ -111,8 +111,8 @@ func (r *Router) decide(q *Request, v *View, rand *rand.Rand, d *Decision) {
 	r.policy.Decide(q, v, r.state, rand, d)
 }
 
-// Observe applies an event: to the view first, then to the policy's state. Events of an older incarnation or epoch,
-// or of a rank that is not in the view, are dropped and counted. e is not kept.
+// Observe applies an event: to the view first, then to the policy's state. Events of an older incarnation or
+// epoch, or of a rank that is not in the view, are dropped and counted. e is not kept.
 func (r *Router) Observe(e *Event) {
 	if r.observe(e) && r.OnRoom != nil {
 		r.OnRoom()
@@ -129,7 +129,8 @@ func (r *Router) observe(e *Event) (wake bool) {
 func (r *Router) apply(e *Event) (wake bool) {
 	r.view.Now = max(r.view.Now, e.Now)
 	seen := e
-	if e.Kind == EvAdmitted && r.state != nil && !r.isOpen(e.Rank, e.ReqID) { // asked before the event is applied
+	// asked before the event is applied
+	if e.Kind == EvAdmitted && r.state != nil && !r.isOpen(e.Rank, e.ReqID) {
 		r.admitted = *e
 		r.admitted.Elsewhere = true
 		seen = &r.admitted
@@ -179,8 +180,9 @@ func (r *Router) explain(q *Request) Decision {
 	return d
 }
 
-// Reset forgets what the policy remembers and what the replicas have not confirmed (`router reset`); the view of the
-// ranks stays until their next snapshots. In-flight requests go on; their tickets and ends are harmless.
+// Reset forgets what the policy remembers and what the replicas have not confirmed (`router reset`); the view
+// of the ranks stays until their next snapshots. In-flight requests go on; their tickets and ends are
+// harmless.
 func (r *Router) Reset() {
 	r.mu.Lock()
 	for i := range r.accounts {
@@ -210,7 +212,8 @@ func (r *Router) Snapshot() View {
 	return v
 }
 
-// Dropped counts events that came too late: of an older incarnation or epoch, or for a rank that is not there.
+// Dropped counts events that came too late: of an older incarnation or epoch, or for a rank that is not
+// there.
 func (r *Router) Dropped() uint64 {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -224,7 +227,8 @@ func (r *Router) Disqualified() uint64 {
 	return r.spoiled
 }
 
-// MaxMean is the imbalance of the ready ranks: open requests on the fullest over the mean; 1 is even, and so is idle.
+// MaxMean is the imbalance of the ready ranks: open requests on the fullest over the mean; 1 is even, and so
+// is idle.
 func (r *Router) MaxMean() float64 {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -6,15 +6,16 @@ import (
 	"slices"
 )
 
-// formula is a policy that gives every candidate a score and takes the best: most of them. decideByScore is the one
-// loop that all of them share, with and without Explain, so an explanation cannot differ from the decision.
+// formula is a policy that gives every candidate a score and takes the best: most of them. decideByScore is
+// the one loop that all of them share, with and without Explain, so an explanation cannot differ from the
+// decision.
 type formula interface {
 	// prepare looks at all ranks once. It may fill c.extra, aligned with v.Ranks.
 	prepare(q *Request, v *View, s State, c *scratch) aggregate
 	// summands are the parts of rank rk's score, in the order of labels. hit is in tokens.
 	summands(q *Request, rk *Rank, hit, extra int64, a *aggregate) sums
-	// fill gives every candidate its score. Each policy has the same three lines, because a call through the interface
-	// per rank would be half of a decision over a thousand ranks.
+	// fill gives every candidate its score. Each policy has the same three lines, because a call through the
+	// interface per rank would be half of a decision over a thousand ranks.
 	fill(q *Request, v *View, c *scratch)
 	// labels name the summands that count in this decision.
 	labels(a *aggregate) []label
@@ -33,8 +34,8 @@ type aggregate struct {
 // summand is one term before it is named: it adds raw × weight.
 type summand struct{ raw, weight float64 }
 
-// sums are up to three terms. A struct, not an array, because Go passes structs in registers: an array would be a
-// third of a decision.
+// sums are up to three terms. A struct, not an array, because Go passes structs in registers: an array would
+// be a third of a decision.
 type sums struct{ a, b, c summand }
 
 func one(raw, weight float64) sums { return sums{a: summand{raw, weight}} }
@@ -47,8 +48,8 @@ func three(raw, weight, raw2, weight2, raw3, weight3 float64) sums {
 	return sums{a: summand{raw, weight}, b: summand{raw2, weight2}, c: summand{raw3, weight3}}
 }
 
-// total adds the terms in their printed order. The conversions keep compilers from fusing the products into the sum,
-// so that the printed values add up to the score bit for bit everywhere.
+// total adds the terms in their printed order. The conversions keep compilers from fusing the products into
+// the sum, so that the printed values add up to the score bit for bit everywhere.
 func total(s sums) float64 {
 	return float64(s.a.raw*s.a.weight) + float64(s.b.raw*s.b.weight) + float64(s.c.raw*s.c.weight)
 }
@@ -80,12 +81,13 @@ type rule struct {
 	near    float64 // costs up to so far above the lowest count as equal to it
 }
 
-// outside is added to the cost of a rank that a staged policy (warm ranks first, longest match first) does not prefer:
-// far above any cost in requests or tokens, and small enough that both add up exactly in a float64.
+// outside is added to the cost of a rank that a staged policy (warm ranks first, longest match first) does
+// not prefer: far above any cost in requests or tokens, and small enough that both add up exactly in a
+// float64.
 const outside = 1 << 45
 
-// decideByScore routes to the best candidate of the first tier that has one. It is generic so that the policy, a small
-// struct, need not be boxed for every decision.
+// decideByScore routes to the best candidate of the first tier that has one. It is generic so that the
+// policy, a small struct, need not be boxed for every decision.
 func decideByScore[F formula](f F, q *Request, v *View, s State, r *rand.Rand, d *Decision) {
 	begin(d)
 	t, ok := gather(q, v, &d.scratch)
@@ -184,7 +186,8 @@ func explainScores[F formula](f F, q *Request, v *View, d *Decision) {
 		parts := [...]summand{s.a, s.b, s.c}
 		for n, l := range labels {
 			p := parts[n]
-			d.Terms = append(d.Terms, Term{Rank: rk.ID, Name: l.name, Unit: l.unit, Raw: p.raw, Weight: p.weight, Value: p.raw * p.weight})
+			d.Terms = append(d.Terms, Term{Rank: rk.ID, Name: l.name, Unit: l.unit, Raw: p.raw,
+				Weight: p.weight, Value: p.raw * p.weight})
 		}
 	}
 }

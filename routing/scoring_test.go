@@ -8,13 +8,14 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// The vector of the profile page: hit 50 % and load 8000 against hit 10 % and load 0, max load 20000, balanced ⇒ 0.545
-// against 0.505.
+// The vector of the profile page: hit 50 % and load 8000 against hit 10 % and load 0, max load 20000,
+// balanced ⇒ 0.545 against 0.505.
 func TestScoringVector(t *testing.T) {
 	v := View{Ranks: []Rank{
 		{ID: ID(0, 0), Ready: true, MaxOngoing: 9, Load: Load{R: 1, K: 6000, W: 1, Kq: 2000}},
 		{ID: ID(0, 1), Ready: true, MaxOngoing: 9},
-		{ID: ID(0, 2), Ready: true, MaxOngoing: 1, Load: Load{R: 1, K: 20000}}, // full, and still the largest load
+		// full, and still the largest load
+		{ID: ID(0, 2), Ready: true, MaxOngoing: 1, Load: Load{R: 1, K: 20000}},
 		{ID: ID(0, 3), MaxOngoing: 9, Load: Load{R: 1, K: 90000}},              // not live
 	}}
 	q := Request{Tokens: 1000, Hits: []Hit{{Rank: ID(0, 0), Tokens: 500}, {Rank: ID(0, 1), Tokens: 100}}}
@@ -49,7 +50,8 @@ func TestScoringWithoutPrefixCachingIsTheLoadProfile(t *testing.T) {
 	r.Observe(&Event{Kind: EvConfigured, Config: &Config{PrefixCachingOff: true}})
 	d := r.Explain(&q)
 	assert.Equal(t, ReasonPrefixCachingOff, d.Reason)
-	assert.Equal(t, []float64{0, 0.1, 1, 0.9}, []float64{d.Terms[2].Raw, d.Terms[2].Weight, d.Terms[3].Raw, d.Terms[3].Weight})
+	assert.Equal(t, []float64{0, 0.1, 1, 0.9},
+		[]float64{d.Terms[2].Raw, d.Terms[2].Weight, d.Terms[3].Raw, d.Terms[3].Weight})
 	assert.Equal(t, ID(0, 0), d.Ranked[0], "exact ties keep the first live rank")
 	pick(r, q)
 	assert.Equal(t, int64(1000), loadOf(r, ID(0, 0)).Q, "and nothing counts as cached")

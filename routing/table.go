@@ -2,8 +2,9 @@ package routing
 
 import "math/bits"
 
-// table is a hash table from 64-bit keys to values that are not 0: linear probing, deletion shifts back, so that adds
-// and removes neither allocate nor slow down once it is as large as it needs to be. Policies keep their memory in it.
+// table is a hash table from 64-bit keys to values that are not 0: linear probing, deletion shifts back, so
+// that adds and removes neither allocate nor slow down once it is as large as it needs to be. Policies keep
+// their memory in it.
 type table struct {
 	cells []tableCell // length is a power of two
 	n     int

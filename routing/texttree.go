@@ -7,25 +7,28 @@ import (
 )
 
 const (
-	// maxTreeChars bounds the charge of one tree, whatever a policy's own limits say: its distinct text, and what its nodes and marks
-	// take. The least recently used text of the rank with the most goes first.
+	// maxTreeChars bounds the charge of one tree, whatever a policy's own limits say: its distinct text, and
+	// what its nodes and marks take. The least recently used text of the rank with the most goes first.
 	maxTreeChars = 64 << 20
-	// nodeChars and markChars are what a node and a mark are charged as, in characters: about their bytes, with their place in the
-	// tables. Without them, prompts that share all but their last byte would cost memory and count as nothing.
+	// nodeChars and markChars are what a node and a mark are charged as, in characters: about their bytes,
+	// with their place in the tables. Without them, prompts that share all but their last byte would cost
+	// memory and count as nothing.
 	nodeChars, markChars = 128, 64
-	// maxTextChars is how much of one prompt a tree remembers. It bounds what an insert copies, and evicts, under the Router's lock.
+	// maxTextChars is how much of one prompt a tree remembers. It bounds what an insert copies, and evicts,
+	// under the Router's lock.
 	maxTextChars = 256 << 10
 	// maxPath is how many nodes of one prompt a tree remembers: an insert touches all of them.
 	maxPath = 1024
 )
 
-// textTree is a radix tree over the prompts that were sent to ranks, each node marked with the ranks that were sent the
-// text down to it. prefix-aware and cache-aware share it. A character is a byte: nothing here decodes text, so a fork
-// inside a UTF-8 sequence is a fork like any other.
+// textTree is a radix tree over the prompts that were sent to ranks, each node marked with the ranks that
+// were sent the text down to it. prefix-aware and cache-aware share it. A character is a byte: nothing here
+// decodes text, so a fork inside a UTF-8 sequence is a fork like any other.
 //
-// Every mark is in its rank's list, most recently used first. A touch goes over the whole path from the leaf up, so a
-// parent is always more recent than its children, and the last mark of the list is a leaf of that rank: evicting it
-// leaves the rank's text closed under prefixes. Once the tree is as large as it gets, nothing is allocated.
+// Every mark is in its rank's list, most recently used first. A touch goes over the whole path from the leaf
+// up, so a parent is always more recent than its children, and the last mark of the list is a leaf of that
+// rank: evicting it leaves the rank's text closed under prefixes. Once the tree is as large as it gets,
+// nothing is allocated.
 type textTree struct {
 	nodes []textNode // 0 is the root
 	marks []textMark // 0 is no mark
@@ -209,8 +212,8 @@ func (t *textTree) newNode(text []byte, parent uint32) uint32 {
 	return n
 }
 
-// split cuts node's text behind at characters. The upper part is a new node with the same marks, each just ahead of the
-// lower one's in its rank's list.
+// split cuts node's text behind at characters. The upper part is a new node with the same marks, each just
+// ahead of the lower one's in its rank's list.
 func (t *textTree) split(node uint32, at int) uint32 {
 	whole := t.nodes[node].text
 	upper := t.newNode(whole[:at], t.nodes[node].parent)

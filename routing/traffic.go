@@ -7,19 +7,21 @@ import (
 )
 
 const (
-	// trafficPeriod is how often the prefill utilisation ρ is measured: ρ ← ½ρ + ½·(prefill ms that all ingresses
-	// sent)/(N·Δt).
+	// trafficPeriod is how often the prefill utilisation ρ is measured: ρ ← ½ρ + ½·(prefill ms that all
+	// ingresses sent)/(N·Δt).
 	trafficPeriod = 5 * time.Second
 	// maxRho bounds η = ρ/(1-ρ) to 9.
 	maxRho = 0.9
-	// firstAnswer is how long answers are taken to be, in tokens, until there were some; it weighs as much as firstAnswers of them.
+	// firstAnswer is how long answers are taken to be, in tokens, until there were some; it weighs as much as
+	// firstAnswers of them.
 	firstAnswer, firstAnswers = 300, 64
-	// lastAnswers is how many answers the mean of their length goes back, about: half of it is younger than 1,000 answers.
+	// lastAnswers is how many answers the mean of their length goes back, about: half of it is younger than
+	// 1,000 answers.
 	lastAnswers = 1443
 )
 
-// traffic is what all ingresses together send to an application's ranks, as one Router hears of it: of its own dispatches at once, of
-// the others' when a rank's records name them. Each request counts once.
+// traffic is what all ingresses together send to an application's ranks, as one Router hears of it: of its
+// own dispatches at once, of the others' when a rank's records name them. Each request counts once.
 type traffic struct {
 	began       time.Duration // of the running period, View.Now
 	work        float64       // ms of prefill that all ingresses sent to ranks in it

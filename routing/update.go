@@ -2,7 +2,8 @@ package routing
 
 import "slices"
 
-// update applies an event to the view. wake: a queued request may get another answer now. ok false: too late, drop it.
+// update applies an event to the view. wake: a queued request may get another answer now. ok false: too late,
+// drop it.
 func (r *Router) update(e *Event) (wake, ok bool) {
 	i, found := r.view.findNear(e.Rank, r.width)
 	switch e.Kind {
@@ -41,14 +42,17 @@ func (r *Router) rankUp(i int, found bool, e *Event) (wake, ok bool) {
 	r.epochs[e.Rank], r.width = e.Epoch, max(r.width, e.Rank.Rank()+1)
 	if !found {
 		r.view.Ranks = slices.Insert(r.view.Ranks, i, Rank{})
-		r.accounts = slices.Insert(r.accounts, i, account{log: r.log, clock: &r.view.Now, reckons: r.reckons, law: &r.law})
+		r.accounts = slices.Insert(r.accounts, i,
+			account{log: r.log, clock: &r.view.Now, reckons: r.reckons, law: &r.law})
 	}
 	rk := &r.view.Ranks[i]
 	same := found && rk.Epoch == e.Epoch && rk.Incarnation == e.Incarnation
 	before := *rk
-	*rk = Rank{ID: e.Rank, Epoch: e.Epoch, Incarnation: e.Incarnation, Ready: true, Local: e.Local, MaxOngoing: e.MaxOngoing, Since: r.view.Now}
+	*rk = Rank{ID: e.Rank, Epoch: e.Epoch, Incarnation: e.Incarnation, Ready: true, Local: e.Local,
+		MaxOngoing: e.MaxOngoing, Since: r.view.Now}
 	if same { // what the engine reported last still holds, and whether it tripped
-		rk.KVUsage, rk.HasKVUsage, rk.Busy, rk.Capacity, rk.BlockSize = before.KVUsage, before.HasKVUsage, before.Busy, before.Capacity, before.BlockSize
+		rk.KVUsage, rk.HasKVUsage, rk.Busy, rk.Capacity, rk.BlockSize = before.KVUsage, before.HasKVUsage,
+			before.Busy, before.Capacity, before.BlockSize
 		rk.Since, rk.Tripped, rk.Lag, rk.Slow = before.Since, before.Tripped, before.Lag, before.Slow
 	}
 	rk.size(e)
@@ -68,7 +72,8 @@ func (r *Router) dispatched(i int, e *Event) bool {
 	return true
 }
 
-// ticket notes an admission. One of another incarnation ends the bump: that account is not the one in the view.
+// ticket notes an admission. One of another incarnation ends the bump: that account is not the one in the
+// view.
 func (r *Router) ticket(i int, e *Event) (wake bool) {
 	a, rk := &r.accounts[i], &r.view.Ranks[i]
 	if e.Incarnation != rk.Incarnation {
@@ -98,8 +103,9 @@ func (r *Router) record(i int, e *Event) (wake, ok bool) {
 	return a.reached(rk, e.Seq) || wake, true
 }
 
-// rankChange applies what concerns a rank as a whole. An incarnation, if given, must be the current one. Every change
-// wakes: a rank that goes may turn Queue into Reject, a silent one may be taken whatever its load.
+// rankChange applies what concerns a rank as a whole. An incarnation, if given, must be the current one.
+// Every change wakes: a rank that goes may turn Queue into Reject, a silent one may be taken whatever its
+// load.
 func (r *Router) rankChange(i int, e *Event) (wake, ok bool) {
 	rk := &r.view.Ranks[i]
 	if e.Incarnation != 0 && e.Incarnation != rk.Incarnation {
@@ -138,7 +144,8 @@ func (rk *Rank) size(e *Event) {
 	}
 }
 
-// status takes over an engine's report. ok is false for a usage that is no share: the report is dropped and counted.
+// status takes over an engine's report. ok is false for a usage that is no share: the report is dropped and
+// counted.
 func (rk *Rank) status(e *Event) (ok bool) {
 	if e.NoKVUsage {
 		rk.KVUsage, rk.HasKVUsage = 0, false
@@ -170,8 +177,8 @@ func (r *Router) configure(c *Config) (wake, ok bool) {
 	return true, true
 }
 
-// busyMargin is how far usage must fall below busy_threshold before a rank gets requests again: without it a rank at
-// the threshold would flap with every report. Thresholds below 0.1 release at half.
+// busyMargin is how far usage must fall below busy_threshold before a rank gets requests again: without it a
+// rank at the threshold would flap with every report. Thresholds below 0.1 release at half.
 const busyMargin = 0.05
 
 // judge sets Busy; freed says that the rank may be picked again.

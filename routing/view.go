@@ -1,5 +1,6 @@
-// Package routing holds every routing policy, the view they read and the Router that serializes them. A policy is a
-// pure function (request, view, state, rand) → decision: no clock, no network, no lock, no log inside.
+// Package routing holds every routing policy, the view they read and the Router that serializes them. A
+// policy is a pure function (request, view, state, rand) → decision: no clock, no network, no lock, no log
+// inside.
 package routing
 
 import (
@@ -11,7 +12,8 @@ import (
 	"github.com/dpserve/dpserve/steptime"
 )
 
-// RankID numbers a rank inside its application: group in the high, rank in the low 16 bits, so that ids order by group, then rank.
+// RankID numbers a rank inside its application: group in the high, rank in the low 16 bits, so that ids order
+// by group, then rank.
 type RankID uint32
 
 // ID packs group and rank.
@@ -31,7 +33,9 @@ type Load struct {
 	W  int   // waiting for their prefill
 	F  int   // prefilling: the first of those whose first token is not known of
 	R  int   // decoding
-	Q  int64 // tokens: uncached prompt tokens still to prefill, without what was computed of the first prompt by View.Now
+	// tokens: uncached prompt tokens still to prefill, without what was computed of the first prompt by
+	// View.Now
+	Q  int64
 	K  int64 // tokens: context of decoding requests
 	Kq int64 // tokens: full prompts of waiting and prefilling requests
 }
@@ -54,19 +58,25 @@ type Rank struct {
 	MaxOngoing  int  // max_ongoing_requests of this rank
 	Load        Load
 	Bumps       Bumps   // of Load: what this router sent and the rank's records have not named yet
-	Computed    Prompts // of Load: prompts that are computed by View.Now as reckoned, and whose first token nobody has told of
-	Pairs       int64   // token pairs × 2: attention still to prefill, Σ u² + 2·u·hit over waiting and prefilling requests; as of View.Now like Load.Q
+	// of Load: prompts that are computed by View.Now as reckoned, and whose first token nobody has told of
+	Computed    Prompts
+	// token pairs × 2: attention still to prefill, Σ u² + 2·u·hit over waiting and prefilling requests; as of
+	// View.Now like Load.Q
+	Pairs       int64
 	Capacity    int64   // tokens: the rank's KV cache (C); 0 = unknown
 	BlockSize   int     // tokens per KV block; 0 = unknown, DefaultBlockSize is assumed
 	KVUsage     float64 // referenced blocks / all blocks, as reported by the engine
-	Tripped     int     // its answers failed in a row: its place in the order in which ranks tripped, from 1; 0 = they did not
+	// its answers failed in a row: its place in the order in which ranks tripped, from 1; 0 = they did not
+	Tripped     int
 
 	Since time.Duration // View.Now when this incarnation came into the view
 	Lag   time.Duration // how old the rank's records are when they come; 0 = not known
-	Slow  float64       // how long the rank takes beside the median of its application's ranks; 0 = not known, 1 is assumed
+	// how long the rank takes beside the median of its application's ranks; 0 = not known, 1 is assumed
+	Slow  float64
 }
 
-// Bumps are own dispatches that a rank's records have not named: other ingresses have as many, which nobody here knows of.
+// Bumps are own dispatches that a rank's records have not named: other ingresses have as many, which nobody
+// here knows of.
 type Bumps struct {
 	N     int   // requests
 	Q     int64 // tokens: uncached prompt tokens
@@ -102,8 +112,8 @@ func (rk *Rank) blockSize(q *Request) int {
 	return DefaultBlockSize
 }
 
-// Usage is the share of the KV cache in use, 0 to 1: the engine's report; without one, the context of all open requests
-// over the capacity, which counts shared prefixes once per request; 0 if neither is known.
+// Usage is the share of the KV cache in use, 0 to 1: the engine's report; without one, the context of all
+// open requests over the capacity, which counts shared prefixes once per request; 0 if neither is known.
 func (rk *Rank) Usage() float64 {
 	switch {
 	case rk.HasKVUsage:
@@ -124,7 +134,8 @@ type View struct {
 	HasBusyThreshold bool
 	PrefixCachingOff bool // the engines cache no prefixes: every hit counts as 0
 
-	Law steptime.Coefficients // of one rank's steps, as measured; the zero value: nothing is measured, a policy has its own
+	// of one rank's steps, as measured; the zero value: nothing is measured, a policy has its own
+	Law steptime.Coefficients
 }
 
 // Hit says what one rank holds of a request's prompt.
@@ -153,13 +164,16 @@ type Request struct {
 	Tried     []RankID // never picked again
 
 	Now       time.Duration // on View.Now's clock; 0 leaves the view's
-	Hits      []Hit         // what ranks hold of the prompt, ascending by Rank, absent = nothing; nil if nobody looked
+	// what ranks hold of the prompt, ascending by Rank, absent = nothing; nil if nobody looked
+	Hits      []Hit
 	Blocks    []uint64      // chain hashes of the prompt's full blocks, nil if unknown
 	BlockSize int           // tokens per entry of Blocks; 0 = unknown
-	Text      []byte        // canonical prompt bytes, for policies with a text tree; empty if there is none. Not kept
+	// canonical prompt bytes, for policies with a text tree; empty if there is none. Not kept
+	Text      []byte
 	Session   string        // session key (header or body field user), "" = none
 	Adapter   string        // adapter named by the request, "" = none
-	Force     bool          // with HasDirect: the caller's rank is taken under every policy (generate with a worker id)
+	// with HasDirect: the caller's rank is taken under every policy (generate with a worker id)
+	Force     bool
 	Override  *Override     // parameters for this request alone; nil = none
 
 	Priority int     // reserved: higher goes first
@@ -177,7 +191,9 @@ func (q *Request) HitOn(id RankID) int {
 
 // findHit is the entry of rank id, nil if there is none.
 func (q *Request) findHit(id RankID) *Hit {
-	i, ok := slices.BinarySearchFunc(q.Hits, id, func(h Hit, id RankID) int { return cmp.Compare(h.Rank, id) })
+	i, ok := slices.BinarySearchFunc(q.Hits, id, func(h Hit, id RankID) int {
+		return cmp.Compare(h.Rank, id)
+	})
 	if !ok {
 		return nil
 	}
@@ -207,7 +223,8 @@ type Term struct {
 	Value  float64 `json:"value"`
 }
 
-// Decision is a policy's answer. The caller owns and reuses it; Ranked and Terms are truncated, not reallocated.
+// Decision is a policy's answer. The caller owns and reuses it; Ranked and Terms are truncated, not
+// reallocated.
 type Decision struct {
 	Explain bool     // set by the caller: fill Terms
 	Kind    Kind     //

@@ -2,7 +2,8 @@ package routing
 
 import "slices"
 
-// Why is Explain with the very view that was decided on: what ranks the decision saw, and why some could not be picked.
+// Why is Explain with the very view that was decided on: what ranks the decision saw, and why some could not
+// be picked.
 func (r *Router) Why(q *Request) (Decision, View) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -30,8 +30,8 @@ const (
 	kindCleared
 )
 
-// Decoder turns payloads into events. It keeps its buffers: after a few batches it allocates nothing but unusual names. Not safe for
-// concurrent use.
+// Decoder turns payloads into events. It keeps its buffers: after a few batches it allocates nothing but
+// unusual names. Not safe for concurrent use.
 type Decoder struct {
 	events  []decoded
 	hashes  []Hash
@@ -71,15 +71,16 @@ type fields struct {
 // Batch is what a payload holds beside its events.
 type Batch struct {
 	TS        float64 // the engine's clock, seconds
-	Rank      int     // as the engine numbers itself, -1 = not told; identity comes from the socket, never from here
+	// as the engine numbers itself, -1 = not told; identity comes from the socket, never from here
+	Rank      int
 	Events    int     // that were decoded
 	Unknown   int     // events of unknown types, skipped
 	Malformed int     // BlockStored events that contradict themselves, skipped: nothing else changes
 }
 
-// Decode reads a whole payload before anything of it is delivered; Deliver hands its events on. On an error (wrapping ErrMalformed)
-// there is nothing to deliver: not msgpack, cut off, beyond a limit, or a removal that cannot be read (skipping one would leave blocks
-// that are gone).
+// Decode reads a whole payload before anything of it is delivered; Deliver hands its events on. On an error
+// (wrapping ErrMalformed) there is nothing to deliver: not msgpack, cut off, beyond a limit, or a removal
+// that cannot be read (skipping one would leave blocks that are gone).
 func (d *Decoder) Decode(payload []byte) (Batch, error) {
 	d.events, d.hashes, d.tokens, d.extra = d.events[:0], d.hashes[:0], d.tokens[:0], d.extra[:0]
 	batch, err := d.decode(payload)
@@ -125,7 +126,8 @@ func header(r *reader) (b Batch, n int, err error) {
 	return Batch{TS: ts, Rank: -1}, n, nil
 }
 
-// trailer reads what stands behind the events: the rank, and elements of versions to come. Bytes behind the batch are refused.
+// trailer reads what stands behind the events: the rank, and elements of versions to come. Bytes behind the
+// batch are refused.
 func trailer(r *reader, n int, b *Batch) error {
 	if n > 0 && !r.null() {
 		rank, ok := r.unsigned()
@@ -145,7 +147,8 @@ func trailer(r *reader, n int, b *Batch) error {
 	return nil
 }
 
-// event reads one event of either shape. Its extent is settled first, so that what is wrong inside cannot shift what follows.
+// event reads one event of either shape. Its extent is settled first, so that what is wrong inside cannot
+// shift what follows.
 func (d *Decoder) event(r *reader, b *Batch) error {
 	from := r.i
 	if !r.skip(maxDepth) {
@@ -157,7 +160,8 @@ func (d *Decoder) event(r *reader, b *Batch) error {
 	verdict := d.shape(&own, &e)
 	switch verdict {
 	case fine:
-		e.hashes, e.tokens, e.extra = span{hashes, len(d.hashes)}, span{tokens, len(d.tokens)}, span{extra, len(d.extra)}
+		e.hashes, e.tokens, e.extra = span{hashes, len(d.hashes)}, span{tokens, len(d.tokens)},
+			span{extra, len(d.extra)}
 		verdict = d.check(&e)
 	case unknown, bad, fatal:
 	}
@@ -216,7 +220,8 @@ func (d *Decoder) Deliver(sink Sink, groups *Groups) {
 		case kindRemoved:
 			if e.hashes.len() > 0 && groups.removed(e) {
 				d.removed = Removed{
-					Hashes: d.hashes[e.hashes.from:e.hashes.to], Medium: e.fields.medium, Group: e.fields.group, Locality: e.fields.locality,
+					Hashes: d.hashes[e.hashes.from:e.hashes.to], Medium: e.fields.medium,
+						Group: e.fields.group, Locality: e.fields.locality,
 				}
 				sink.Removed(&d.removed)
 			}
@@ -232,8 +237,10 @@ func (d *Decoder) Deliver(sink Sink, groups *Groups) {
 func (d *Decoder) fill(e *decoded) {
 	f := &e.fields
 	d.stored = Stored{
-		Hashes: d.hashes[e.hashes.from:e.hashes.to], Parent: f.parent, Tokens: d.tokens[e.tokens.from:e.tokens.to],
-		BlockSize: f.blockSize, Medium: f.medium, LoraName: f.loraName, LoraID: f.loraID, Group: f.group, Kind: f.spec, Locality: f.locality,
+		Hashes: d.hashes[e.hashes.from:e.hashes.to], Parent: f.parent,
+			Tokens: d.tokens[e.tokens.from:e.tokens.to],
+		BlockSize: f.blockSize, Medium: f.medium, LoraName: f.loraName, LoraID: f.loraID, Group: f.group,
+			Kind: f.spec, Locality: f.locality,
 	}
 	if f.hasExtra {
 		d.stored.Extra = d.extra[e.extra.from:e.extra.to]

@@ -24,11 +24,12 @@ const (
 	fieldOther
 )
 
-// storedFields and removedFields are the fields of events in array form, in order. Older engines send fewer fields, newer
-// ones send more.
+// storedFields and removedFields are the fields of events in array form, in order. Older engines send fewer
+// fields, newer ones send more.
 var (
 	storedFields = [...]field{ //nolint:gochecknoglobals // a constant table
-		fieldHashes, fieldParent, fieldTokens, fieldBlockSize, fieldLoraID, fieldMedium, fieldLoraName, fieldExtra, fieldGroup, fieldSpec,
+		fieldHashes, fieldParent, fieldTokens, fieldBlockSize, fieldLoraID, fieldMedium, fieldLoraName,
+			fieldExtra, fieldGroup, fieldSpec,
 		fieldWindow, fieldLocality,
 	}
 	removedFields = [...]field{fieldHashes, fieldMedium, fieldGroup, fieldLocality} //nolint:gochecknoglobals // a constant table
@@ -174,7 +175,8 @@ func (*Decoder) complete(hashes bool, e *decoded) verdict {
 	return fine
 }
 
-// spoiled is the verdict on an event that cannot be read: without a store less is known than there is, without a removal more.
+// spoiled is the verdict on an event that cannot be read: without a store less is known than there is,
+// without a removal more.
 func (e *decoded) spoiled() verdict {
 	if e.kind == kindRemoved {
 		return fatal

@@ -7,7 +7,8 @@ const (
 	MediumStorage = "STORAGE"
 )
 
-// Stored says that blocks entered a rank's cache. The slices are valid only during the call they are passed in.
+// Stored says that blocks entered a rank's cache. The slices are valid only during the call they are passed
+// in.
 type Stored struct {
 	Hashes    []Hash
 	Parent    Hash     // zero at the root
@@ -19,12 +20,14 @@ type Stored struct {
 	Group     int      // KV group of a hybrid model, 0 otherwise
 	Kind      string   // kv_cache_spec_kind; "" = not told
 	Locality  string   // "" = not told
-	// Extra holds, per block, the raw msgpack of its extra_keys entry, nil where the entry is nil; nil as a whole where the event has
-	// none. Blocks with different extras never share (cache_salt, LoRA, images): see Salt.
+	// Extra holds, per block, the raw msgpack of its extra_keys entry, nil where the entry is nil; nil as a
+	// whole where the event has none. Blocks with different extras never share (cache_salt, LoRA, images):
+	// see Salt.
 	Extra [][]byte
 }
 
-// Removed says that copies of blocks left the cache: one count down per hash, (Hash, Group, Medium) is the key.
+// Removed says that copies of blocks left the cache: one count down per hash, (Hash, Group, Medium) is the
+// key.
 type Removed struct {
 	Hashes   []Hash
 	Medium   string
@@ -32,8 +35,8 @@ type Removed struct {
 	Locality string
 }
 
-// Sink takes the events of one rank, in the engine's order, from one goroutine at a time. Its methods must not block and must not
-// keep what they are given. The first call is Reset.
+// Sink takes the events of one rank, in the engine's order, from one goroutine at a time. Its methods must
+// not block and must not keep what they are given. The first call is Reset.
 type Sink interface {
 	Stored(ev *Stored)
 	Removed(ev *Removed)
@@ -43,8 +46,8 @@ type Sink interface {
 	Reset(partial bool)
 }
 
-// Salt is the cache_salt of a Stored event, "" without one. ok is false if its blocks are set apart by something else too (images,
-// embeddings): such blocks match no text prompt.
+// Salt is the cache_salt of a Stored event, "" without one. ok is false if its blocks are set apart by
+// something else too (images, embeddings): such blocks match no text prompt.
 func (ev *Stored) Salt() (salt string, ok bool) {
 	for i, raw := range ev.Extra {
 		if raw == nil {
@@ -66,7 +69,8 @@ func (ev *Stored) Salt() (salt string, ok bool) {
 			continue
 		}
 		text, isText := r.text(maxText)
-		if n > 1 || !isText || i > 0 || !ev.Parent.IsZero() { // the salt stands on the first block of a chain only
+		// the salt stands on the first block of a chain only
+		if n > 1 || !isText || i > 0 || !ev.Parent.IsZero() {
 			return "", false
 		}
 		salt = string(text)

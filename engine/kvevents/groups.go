@@ -3,9 +3,8 @@ package kvevents
 // maxGroups bounds the KV groups of a hybrid model.
 const maxGroups = 64
 
-// Groups remembers which KV groups of a rank can be indexed by prefix: removals name the group but not its kind. nil = no
-// memory, every removal passes.
-// Not safe for concurrent use.
+// Groups remembers which KV groups of a rank can be indexed by prefix: removals name the group but not its
+// kind. nil = no memory, every removal passes. Not safe for concurrent use.
 type Groups struct {
 	out     uint64 // groups whose kind is none of ours
 	Skipped uint64 // events of such groups

@@ -22,8 +22,8 @@ const (
 // MaxHashBytes is the longest raw hash: SHA-256.
 const MaxHashBytes = 32
 
-// Hash is an engine's name of a KV block: opaque, comparable, and distinct for distinct wire types (integer, bytes). It means nothing
-// outside one incarnation of one rank.
+// Hash is an engine's name of a KV block: opaque, comparable, and distinct for distinct wire types (integer,
+// bytes). It means nothing outside one incarnation of one rank.
 type Hash struct {
 	Kind HashKind
 	Len  uint8              // bytes used
@@ -59,8 +59,8 @@ func BytesHash(b []byte) (h Hash, ok bool) {
 // IsZero says that there is no hash.
 func (h Hash) IsZero() bool { return h.Kind == HashNone }
 
-// Handle condenses h, kind and length included, to 64 bits for tables that are keyed by them. Two hashes of one rank share a handle
-// with probability 2^-64 per pair.
+// Handle condenses h, kind and length included, to 64 bits for tables that are keyed by them. Two hashes of
+// one rank share a handle with probability 2^-64 per pair.
 func (h Hash) Handle() uint64 {
 	return xxh3.HashSeed(h.Data[:h.Len], uint64(h.Kind)<<8|uint64(h.Len))
 }

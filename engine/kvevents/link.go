@@ -61,8 +61,8 @@ func (s *Subscriber) read(c *zmtp.Conn) {
 	}
 }
 
-// become makes c the connection that counts. The newest wins: it is the engine's successor, or its next attempt; the one before may be
-// half open for minutes.
+// become makes c the connection that counts. The newest wins: it is the engine's successor, or its next
+// attempt; the one before may be half open for minutes.
 func (s *Subscriber) become(c *zmtp.Conn) uint64 {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -3,8 +3,8 @@ package kvevents
 import "sync"
 
 // Bounds of the queue between the socket and the tracker. The reader takes messages as fast as the socket
-// delivers them, because the engine's publisher drops batches without notice when a subscriber is slow. A message that
-// does not fit here becomes a gap in the sequence, which the tracker repairs by a replay.
+// delivers them, because the engine's publisher drops batches without notice when a subscriber is slow. A
+// message that does not fit here becomes a gap in the sequence, which the tracker repairs by a replay.
 const (
 	maxQueued      = 8192
 	maxQueuedBytes = 64 << 20

@@ -5,8 +5,9 @@ import (
 	"math"
 )
 
-// reader walks msgpack without copying or allocating. Every method consumes the value it wanted and says so, or leaves the reader
-// where it was and returns false: wrong type, cut off, or beyond the limit. Nothing trusts an announced length.
+// reader walks msgpack without copying or allocating. Every method consumes the value it wanted and says so,
+// or leaves the reader where it was and returns false: wrong type, cut off, or beyond the limit. Nothing
+// trusts an announced length.
 type reader struct {
 	b []byte
 	i int
@@ -81,8 +82,8 @@ func (r *reader) unsigned() (uint64, bool) {
 	return v, true
 }
 
-// integer takes any integer, as two's complement with its sign beside it. On a negative one that the caller cannot use the reader
-// stands behind it all the same; the event is dropped then.
+// integer takes any integer, as two's complement with its sign beside it. On a negative one that the caller
+// cannot use the reader stands behind it all the same; the event is dropped then.
 func (r *reader) integer() (v uint64, negative, ok bool) {
 	if r.rest() < 1 {
 		return 0, false, false
@@ -139,7 +140,8 @@ func (r *reader) float() (float64, bool) {
 	return float64(v), ok
 }
 
-// head takes the head of a container: fix codes from base, then the 8-, 16- and 32-bit forms (c8 0 = there is none).
+// head takes the head of a container: fix codes from base, then the 8-, 16- and 32-bit forms (c8 0 = there is
+// none).
 func (r *reader) head(base, mask, c8, c16, c32 byte) (int, bool) {
 	if r.rest() < 1 {
 		return 0, false
@@ -268,7 +270,8 @@ func (r *reader) skipAll(n, depth int) bool {
 	return true
 }
 
-// intSize is the length of the small integer at i, 0 if there is none: the quick way through lists of token ids.
+// intSize is the length of the small integer at i, 0 if there is none: the quick way through lists of token
+// ids.
 func intSize(b []byte, i int) int {
 	if i >= len(b) {
 		return 0

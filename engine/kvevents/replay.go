@@ -22,7 +22,8 @@ const (
 // errReplay is the reason of a replay that ended wrongly.
 var errReplay = errors.New("replay answer is malformed")
 
-// Replays bounds how many replays run at a time, for all subscriptions that share it. Nil-safe: nil bounds nothing.
+// Replays bounds how many replays run at a time, for all subscriptions that share it. Nil-safe: nil bounds
+// nothing.
 type Replays struct{ slots chan struct{} }
 
 // NewReplays allows MaxReplays at a time.
@@ -54,8 +55,9 @@ type answer struct {
 	err error
 }
 
-// replay asks the engine for its batches from a.from on and passes them to out, then the end. Each replay has its own DEALER and
-// closes it, so no answer of one replay can reach the next. It ends with ctx at the latest; out is read until then.
+// replay asks the engine for its batches from a.from on and passes them to out, then the end. Each replay has
+// its own DEALER and closes it, so no answer of one replay can reach the next. It ends with ctx at the
+// latest; out is read until then.
 func (s *Subscriber) replay(ctx context.Context, a ask, out chan<- answer) {
 	err := s.cfg.Replays.enter(ctx)
 	if err == nil {

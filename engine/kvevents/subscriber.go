@@ -1,6 +1,7 @@
-// Package kvevents follows the KV-cache events of engine ranks: it subscribes to an engine's ZeroMQ publisher, puts batches into their
-// order, fetches missing ones from the engine's replay socket, notices new incarnations, and hands events to a Sink. What it hands on
-// is exactly what the engine did, or visibly partial. See DESIGN.md.
+// Package kvevents follows the KV-cache events of engine ranks: it subscribes to an engine's ZeroMQ
+// publisher, puts batches into their order, fetches missing ones from the engine's replay socket, notices new
+// incarnations, and hands events to a Sink. What it hands on is exactly what the engine did, or visibly
+// partial. See DESIGN.md.
 package kvevents
 
 import (
@@ -28,7 +29,8 @@ type Config struct {
 	Topic     string   // prefix of the topics; "" = all
 	FirstSeq  uint64   // the engine's first sequence number: 0, 1 for llm-d-inference-sim
 	Sink      Sink     // required
-	Changed   func()   // optional: Stats tell of another state; behind what the Sink was told, and must not block either
+	// optional: Stats tell of another state; behind what the Sink was told, and must not block either
+	Changed   func()
 	Replays   *Replays // shared by the subscriptions of a node; nil = unbounded
 
 	Logger *slog.Logger // nil = silent
@@ -70,7 +72,8 @@ func New(cfg Config) (*Subscriber, error) {
 	return s, nil
 }
 
-// Start binds, where the engine dials, and begins to follow. ctx bounds the start only; Close ends the subscription.
+// Start binds, where the engine dials, and begins to follow. ctx bounds the start only; Close ends the
+// subscription.
 func (s *Subscriber) Start(ctx context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -153,7 +156,8 @@ func (s *Subscriber) Close() error {
 
 // follow is the one goroutine that decides and calls the Sink.
 func (s *Subscriber) follow(ctx context.Context) {
-	f := &follower{s: s, t: newTracker(s.cfg.FirstSeq, s.addr.replay != "", s.cfg.Sink), answers: make(chan answer, replayBacklog)}
+	f := &follower{s: s, t: newTracker(s.cfg.FirstSeq, s.addr.replay != "", s.cfg.Sink),
+		answers: make(chan answer, replayBacklog)}
 	defer f.end()
 	tick := time.NewTicker(tickInterval)
 	defer tick.Stop()

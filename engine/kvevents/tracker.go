@@ -11,7 +11,8 @@ import (
 // Times and bounds of a tracker.
 const (
 	ReplayCooldown  = 30 * time.Second // after a failed replay
-	tailDelay       = 2 * time.Second  // silence after which the end of the stream is checked: a lost last batch makes no gap
+	// silence after which the end of the stream is checked: a lost last batch makes no gap
+	tailDelay       = 2 * time.Second
 	tailInterval    = 30 * time.Second // between such checks of a stream that stays silent
 	maxPending      = 4096             // live batches kept while a replay runs
 	maxPendingBytes = 32 << 20
@@ -45,8 +46,8 @@ type ask struct {
 	from uint64
 }
 
-// tracker decides in which order batches reach the sink, and when that is no longer possible. It is pure: the time is an argument,
-// nothing blocks, replays are run by its owner (want). See DESIGN.md for its states.
+// tracker decides in which order batches reach the sink, and when that is no longer possible. It is pure: the
+// time is an argument, nothing blocks, replays are run by its owner (want). See DESIGN.md for its states.
 type tracker struct {
 	first   uint64 // the engine's first sequence number
 	replays bool   // there is a replay endpoint
@@ -201,7 +202,8 @@ func (t *tracker) order(now time.Time, m message) bool {
 	if t.apply(m) {
 		return true
 	}
-	if t.replays && t.healed != m.seq && t.rounds < maxRounds && !now.Before(t.cooldown) { // the wire may have damaged what the ring has whole
+	// the wire may have damaged what the ring has whole
+	if t.replays && t.healed != m.seq && t.rounds < maxRounds && !now.Before(t.cooldown) {
 		t.healed = m.seq
 		t.start(now, replayGap, t.next)
 		return false
@@ -213,7 +215,8 @@ func (t *tracker) order(now time.Time, m message) bool {
 	return true
 }
 
-// old judges a batch whose number has passed: a duplicate, a straggler from before a gap, or a new incarnation.
+// old judges a batch whose number has passed: a duplicate, a straggler from before a gap, or a new
+// incarnation.
 func (t *tracker) old(now time.Time, m message) bool {
 	known, same := t.knows(m)
 	if known && same {

@@ -96,8 +96,9 @@ func (e *fakeEngine) replay(from uint64) []message {
 
 var errTest = errors.New("no answer")
 
-// The tracker against an engine behind a line that drops, doubles, reorders, damages and breaks: what it shows as whole is exactly what
-// the engine holds, what it shows as partial is a part of it; at rest it has caught up.
+// The tracker against an engine behind a line that drops, doubles, reorders, damages and breaks: what it
+// shows as whole is exactly what the engine holds, what it shows as partial is a part of it; at rest it has
+// caught up.
 func TestTrackerAgainstOracle(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		draw := func(limit int) int { return rapid.IntRange(0, limit-1).Draw(rt, "n") }
@@ -180,7 +181,7 @@ func TestTrackerAgainstOracle(t *testing.T) {
 			"replay cut": func(*rapid.T) { runReplay(draw(5), true) },
 			"reconnect":  func(*rapid.T) { tr.disconnect(); held = nil; tr.connect(now) },
 			"overflow":   func(*rapid.T) { engine.publish(draw); tr.overflow(now) },
-			"time":       func(*rapid.T) { now = now.Add(time.Duration(draw(20)) * time.Second); tr.tick(now) },
+			"time": func(*rapid.T) { now = now.Add(time.Duration(draw(20)) * time.Second); tr.tick(now) },
 			"restart": func(*rapid.T) {
 				engine = newEngine(t, engine.ring, engine.clock+100)
 				held = nil

@@ -1,6 +1,6 @@
-// Package openai holds the shapes of the OpenAI inference API as vLLM and SGLang speak it: routes, request bodies,
-// errors, usage and server-sent events. Bodies are scanned, never decoded and encoded again: what dpserve does not
-// have to change passes byte for byte.
+// Package openai holds the shapes of the OpenAI inference API as vLLM and SGLang speak it: routes, request
+// bodies, errors, usage and server-sent events. Bodies are scanned, never decoded and encoded again: what
+// dpserve does not have to change passes byte for byte.
 package openai
 
 import (
@@ -12,8 +12,8 @@ import (
 // Span is a range of bytes in a body, End excluded.
 type Span struct{ Start, End int }
 
-// Body is what dpserve reads of a request body. The zero value is ready; reuse it, Scan does not allocate once its
-// buffers are warm.
+// Body is what dpserve reads of a request body. The zero value is ready; reuse it, Scan does not allocate
+// once its buffers are warm.
 type Body struct {
 	Model        []byte // decoded; valid as long as the body is and until the next Scan
 	HasModel     bool   // false if the field is absent or null
@@ -23,12 +23,14 @@ type Body struct {
 	Choices      int    // choices to expect: N × number of prompts
 	MaxTokens    int64  // max_completion_tokens, else max_tokens; -1 if absent
 	PromptBytes  int    // length of the value of prompt, messages or tokens as written, 0 if absent
-	TextBytes    int    // of PromptBytes those that are no media, and the tools of a chat: what an Estimator takes
+	// of PromptBytes those that are no media, and the tools of a chat: what an Estimator takes
+	TextBytes    int
 	MediaParts   int    // pictures, sounds and the like in the messages, at most maxMediaParts
 	PromptTokens int    // exact if the prompt is token ids, else -1
 	Strip        []Span // members that only dpserve may set, commas included; for Spliced
 	Tools        Span   // value of tools as written (chat), zero if absent or null
-	Beside       []Span // members that decide with the prompt what its tokens are, and that an engine's /tokenize does not take
+	// members that decide with the prompt what its tokens are, and that an engine's /tokenize does not take
+	Beside       []Span
 	User         []byte // user, decoded as Model is; nil if absent or no string
 	CacheSalt    []byte // cache_salt, likewise
 
@@ -53,7 +55,8 @@ type field struct {
 // keptDecoded is how many bytes of decoded text a Body keeps the memory of.
 const keptDecoded = 4 << 10
 
-// Forget drops what points into the scanned body, so that its memory can be used for other things. Numbers, flags and spans stay.
+// Forget drops what points into the scanned body, so that its memory can be used for other things. Numbers,
+// flags and spans stay.
 func (b *Body) Forget() {
 	b.Model, b.User, b.CacheSalt = nil, nil, nil
 	clear(b.fields)
@@ -69,14 +72,15 @@ func (b *Body) Forget() {
 func (b *Body) reset(route Route) {
 	*b = Body{
 		N: 1, MaxTokens: -1, PromptTokens: -1, Strip: b.Strip[:0], Beside: b.Beside[:0],
-		route: route, prompts: 1, template: b.template[:0], fields: b.fields[:0], decoded: b.decoded[:0], model: b.model[:0], run: run{first: -1},
+		route: route, prompts: 1, template: b.template[:0], fields: b.fields[:0], decoded: b.decoded[:0],
+			model: b.model[:0], run: run{first: -1},
 	}
 }
 
-// Scan reads body as a request on route. It accepts exactly the JSON objects (all of it is checked, numbers and strings
-// too; only UTF-8 is left to the engine) that keep the limits of this package, have no top-level key twice, however it
-// is written, and give the fields that dpserve must understand a type it understands. Otherwise the error is a
-// *BodyError and b must not be used. Everything else is the engine's to judge.
+// Scan reads body as a request on route. It accepts exactly the JSON objects (all of it is checked, numbers
+// and strings too; only UTF-8 is left to the engine) that keep the limits of this package, have no top-level
+// key twice, however it is written, and give the fields that dpserve must understand a type it understands.
+// Otherwise the error is a *BodyError and b must not be used. Everything else is the engine's to judge.
 func (b *Body) Scan(route Route, body []byte) error {
 	b.reset(route)
 	s := scanner{b: body}
@@ -192,7 +196,8 @@ func (b *Body) note(s *scanner, key []byte) error {
 	hash := xxh3.Hash(key)
 	for i := range b.fields {
 		if f := &b.fields[i]; f.hash == hash && bytes.Equal(f.key, key) {
-			return newBodyError(faultDuplicate, key, "field %q is there twice; send it once", key[:min(len(key), maxParam)])
+			return newBodyError(faultDuplicate, key, "field %q is there twice; send it once",
+				key[:min(len(key), maxParam)])
 		}
 	}
 	b.fields = append(b.fields, field{hash, key})

@@ -4,14 +4,16 @@ package openai
 const (
 	// MaxDepth is how deep objects and arrays may nest, the body's own braces included.
 	MaxDepth = 64
-	// MaxKeys bounds the keys of all objects together: a logit_bias over a whole vocabulary fits, a key bomb does not.
+	// MaxKeys bounds the keys of all objects together: a logit_bias over a whole vocabulary fits, a key bomb
+	// does not.
 	MaxKeys = 1 << 18
-	// MaxFields bounds the top-level fields; every one is compared with those before it. The APIs know about a hundred.
+	// MaxFields bounds the top-level fields; every one is compared with those before it. The APIs know about
+	// a hundred.
 	MaxFields = 1024
 )
 
-// scanner checks JSON in one pass and allocates nothing. Its methods take an index and return the one behind what they
-// read, -1 after fail.
+// scanner checks JSON in one pass and allocates nothing. Its methods take an index and return the one behind
+// what they read, -1 after fail.
 type scanner struct {
 	b       []byte
 	keys    int   // seen so far, all objects
@@ -181,8 +183,8 @@ func (s *scanner) array(i, depth int, t *tally) int {
 	}
 }
 
-// ids skips plain positive numbers that each have a comma behind them, which is what a prompt of token ids is made of.
-// It stops at the first element that is anything else, the last one included.
+// ids skips plain positive numbers that each have a comma behind them, which is what a prompt of token ids is
+// made of. It stops at the first element that is anything else, the last one included.
 func (s *scanner) ids(i int, t *tally) int {
 	for {
 		j := i
@@ -216,12 +218,12 @@ func (s *scanner) object(i, depth int) int {
 	return s.members(i, depth, nil)
 }
 
-// member is told of every member of an object: its key as written, between the quotes, whether that holds escapes, and
-// where its value is. It says whether to go on.
+// member is told of every member of an object: its key as written, between the quotes, whether that holds
+// escapes, and where its value is. It says whether to go on.
 type member func(key []byte, escaped bool, value Span) bool
 
-// members checks the object at b[i] and tells f, if there is one, of each member. If f stops it, the index behind the
-// last value is returned and the rest is not checked.
+// members checks the object at b[i] and tells f, if there is one, of each member. If f stops it, the index
+// behind the last value is returned and the rest is not checked.
 func (s *scanner) members(i, depth int, f member) int {
 	if depth > MaxDepth {
 		return s.fail(faultDepth, i)

@@ -11,10 +11,11 @@ import (
 const (
 	// MaxN is the largest n: more choices than this is refused.
 	MaxN = 128
-	// MaxSequences is the largest product of n and the number of prompts: what an engine computes for one request.
+	// MaxSequences is the largest product of n and the number of prompts: what an engine computes for one
+	// request.
 	MaxSequences = 1024
-	// MaxMaxTokens is the largest max_tokens and max_completion_tokens that passes; what the model can do is the
-	// engine's answer.
+	// MaxMaxTokens is the largest max_tokens and max_completion_tokens that passes; what the model can do is
+	// the engine's answer.
 	MaxMaxTokens = 1 << 31
 )
 
@@ -64,8 +65,8 @@ func (b *Body) readOption(key, raw []byte) error {
 	return nil
 }
 
-// checkXargs refuses what vLLM takes from vllm_xargs and a client may not set: kv_transfer_params feeds a KV connector, and
-// kv_cache_report_mode makes the engine tell of blocks as stored that it has had for long.
+// checkXargs refuses what vLLM takes from vllm_xargs and a client may not set: kv_transfer_params feeds a KV
+// connector, and kv_cache_report_mode makes the engine tell of blocks as stored that it has had for long.
 func checkXargs(raw []byte) error {
 	if raw[0] != '{' {
 		return nil
@@ -96,8 +97,8 @@ func (b *Body) text(raw []byte) []byte {
 	return raw
 }
 
-// prompt checks the prompt at i and counts prompts and token ids: a string, [string], [id] or [[id]]; anything else is
-// one prompt of unknown length.
+// prompt checks the prompt at i and counts prompts and token ids: a string, [string], [id] or [[id]];
+// anything else is one prompt of unknown length.
 func (b *Body) prompt(s *scanner, i int) (end int) {
 	var inner tally
 	outer := tally{inner: &inner}
@@ -137,7 +138,8 @@ func (b *Body) readModel(raw []byte) error {
 	return nil
 }
 
-// readStream is strict: an engine may take 1 or "yes" for true, and dpserve must know which kind of answer comes.
+// readStream is strict: an engine may take 1 or "yes" for true, and dpserve must know which kind of answer
+// comes.
 func (b *Body) readStream(raw []byte) error {
 	switch raw[0] {
 	case 't':
@@ -191,8 +193,8 @@ func (b *Body) readMaxTokens(key, raw []byte) error {
 	return nil
 }
 
-// number reads a checked JSON value as engines do: a number, or a string that holds one ("129" is 129 to them). Not a
-// number ⇒ false. Beyond 2^53 it is rounded, far above every limit.
+// number reads a checked JSON value as engines do: a number, or a string that holds one ("129" is 129 to
+// them). Not a number ⇒ false. Beyond 2^53 it is rounded, far above every limit.
 func number(raw []byte) (float64, bool) {
 	switch c := raw[0]; {
 	case c == '"':

@@ -4,7 +4,8 @@ import (
 	"bytes"
 )
 
-// reserved says whether a top-level field belongs to dpserve: it picks or feeds the rank. A client's is taken out.
+// reserved says whether a top-level field belongs to dpserve: it picks or feeds the rank. A client's is taken
+// out.
 func reserved(key []byte) bool {
 	switch string(key) {
 	case "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank", "kv_transfer_params":
@@ -13,8 +14,8 @@ func reserved(key []byte) bool {
 	return bytes.HasPrefix(key, []byte("bootstrap_"))
 }
 
-// run finds the bytes to cut so that what is left is an object again: a run of reserved members goes with the comma
-// behind it; the last run, which has none, with the comma before it.
+// run finds the bytes to cut so that what is left is an object again: a run of reserved members goes with the
+// comma behind it; the last run, which has none, with the comma before it.
 type run struct {
 	first   int // start of the run, -1 outside one
 	last    int // end of its last member
@@ -49,8 +50,8 @@ func (r *run) close(cuts []Span) []Span {
 	return append(cuts, Span{r.first, r.last})
 }
 
-// Spliced is body, as last scanned, without the members in b.Strip and otherwise byte for byte. With nothing to strip it
-// is body itself; else it is appended to dst, which must not overlap body.
+// Spliced is body, as last scanned, without the members in b.Strip and otherwise byte for byte. With nothing
+// to strip it is body itself; else it is appended to dst, which must not overlap body.
 func (b *Body) Spliced(dst, body []byte) []byte {
 	if len(b.Strip) == 0 {
 		return body
@@ -63,8 +64,9 @@ func (b *Body) Spliced(dst, body []byte) []byte {
 	return append(dst, body[from:]...)
 }
 
-// AppendField appends body, an object that Scan accepted, to dst with one more member at its end. value is JSON; name
-// must not be in the body (Scan refuses doubles, and reserved fields are stripped before they are set).
+// AppendField appends body, an object that Scan accepted, to dst with one more member at its end. value is
+// JSON; name must not be in the body (Scan refuses doubles, and reserved fields are stripped before they are
+// set).
 func AppendField(dst, body []byte, name string, value []byte) []byte {
 	brace := bytes.LastIndexByte(body, '}')
 	head := bytes.TrimRight(body[:brace], " \t\r\n")

@@ -77,5 +77,6 @@ func (f fault) text(at int) string {
 const maxParam = 64
 
 func newBodyError(f fault, param []byte, format string, args ...any) *BodyError {
-	return &BodyError{Message: fmt.Sprintf(format, args...), Param: string(param[:min(len(param), maxParam)]), Code: CodeInvalidRequest, fault: f}
+	return &BodyError{Message: fmt.Sprintf(format, args...), Param: string(param[:min(len(param), maxParam)]),
+		Code: CodeInvalidRequest, fault: f}
 }

@@ -23,8 +23,8 @@ const (
 	CodeDrained      = "drained"
 )
 
-// Status is the HTTP status of a code. Those that only occur inside a stream count as 502 (the engine's fault) or 503
-// (ours) where a status is asked for, as in logs; an unknown code is 500.
+// Status is the HTTP status of a code. Those that only occur inside a stream count as 502 (the engine's
+// fault) or 503 (ours) where a status is asked for, as in logs; an unknown code is 500.
 func Status(code string) int {
 	switch code {
 	case CodeInvalidRequest:

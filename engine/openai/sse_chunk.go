@@ -80,7 +80,8 @@ func (k *chunk) choiceMember(c *cursor, key []byte) {
 	}
 }
 
-// deltaMember takes anything but the role as content: text, reasoning, refusal, tool calls, and what later engines add.
+// deltaMember takes anything but the role as content: text, reasoning, refusal, tool calls, and what later
+// engines add.
 func (k *chunk) deltaMember(c *cursor, key []byte) {
 	filled := c.skip()
 	k.content = k.content || filled && string(key) != "role"

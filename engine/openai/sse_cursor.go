@@ -2,8 +2,9 @@ package openai
 
 import "bytes"
 
-// cursor walks over JSON that an engine wrote. It does not validate: what it cannot read sets bad, and the walk ends.
-// It never allocates, and it does not unescape: engines write their keys and finish reasons plainly.
+// cursor walks over JSON that an engine wrote. It does not validate: what it cannot read sets bad, and the
+// walk ends. It never allocates, and it does not unescape: engines write their keys and finish reasons
+// plainly.
 type cursor struct {
 	b   []byte
 	i   int

@@ -5,12 +5,14 @@ import (
 	"strings"
 )
 
-// EngineError is an engine's error, as read from a body or from an error event. Engines write it in
-// three shapes: {"error": {...}}, {"object": "error", ...} and {"detail": ...}. A field that is absent is empty.
+// EngineError is an engine's error, as read from a body or from an error event. Engines write it in three
+// shapes: {"error": {...}}, {"object": "error", ...} and {"detail": ...}. A field that is absent is empty.
 type EngineError struct {
 	Status  int    // the numeric code if it is an HTTP error status (400 to 599), else 0
 	Type    string //
-	Message string // cut; may repeat any part of the request. Never goes into another answer, and into a log only if IsKnown says so
+	// cut; may repeat any part of the request. Never goes into another answer, and into a log only if IsKnown
+	// says so
+	Message string
 	Param   string // the field that it is about
 	Length  int    // bytes of the whole message
 }
@@ -38,8 +40,8 @@ type errorFields struct {
 	Code    json.RawMessage `json:"code"`
 }
 
-// ParseError reads an engine's error in any of its shapes: {"error":{…}}, {"error":"text"}, {"object":"error",…} and
-// {"detail":"text"}. What it cannot read is an empty EngineError.
+// ParseError reads an engine's error in any of its shapes: {"error":{…}}, {"error":"text"},
+// {"object":"error",…} and {"detail":"text"}. What it cannot read is an empty EngineError.
 func ParseError(data []byte) EngineError {
 	var top struct {
 		errorFields
@@ -63,7 +65,8 @@ func ParseError(data []byte) EngineError {
 	if json.Unmarshal(fields.Param, &param) != nil {
 		param = "" // null, or no name
 	}
-	return EngineError{Status: errorStatus(fields.Code), Type: fields.Type, Message: clip(fields.Message), Param: param, Length: len(fields.Message)}
+	return EngineError{Status: errorStatus(fields.Code), Type: fields.Type, Message: clip(fields.Message),
+		Param: param, Length: len(fields.Message)}
 }
 
 // errorStatus is the code if it is a JSON number from 400 to 599; other codes are words, which count as none.

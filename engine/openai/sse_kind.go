@@ -7,8 +7,8 @@ type EventKind uint8
 const (
 	// EventOther shows nothing and is no token: a comment, a chunk without choices (usage).
 	EventOther EventKind = iota
-	// EventEmpty is a chunk that is a token but shows nothing: a role, or an empty delta while a UTF-8 character is
-	// incomplete.
+	// EventEmpty is a chunk that is a token but shows nothing: a role, or an empty delta while a UTF-8
+	// character is incomplete.
 	EventEmpty
 	// EventContent carries text, a tool call, reasoning or token ids.
 	EventContent

@@ -2,9 +2,10 @@ package openai
 
 import "bytes"
 
-// Watcher looks at an answer's stream event by event, without parsing what it need not: once the stream has begun, an
-// event that does not finish a choice costs three short searches. The zero value is not ready: call Reset. Not safe for
-// concurrent use; it never allocates once its bit set has grown to the largest number of choices.
+// Watcher looks at an answer's stream event by event, without parsing what it need not: once the stream has
+// begun, an event that does not finish a choice costs three short searches. The zero value is not ready: call
+// Reset. Not safe for concurrent use; it never allocates once its bit set has grown to the largest number of
+// choices.
 type Watcher struct {
 	want     int // choices of the request
 	finished int // distinct choices that have a finish_reason
@@ -27,11 +28,12 @@ func (w *Watcher) Reset(choices int) {
 	}
 }
 
-// Begun tells the watcher that content has passed: from now on role-only and empty chunks are not told from others.
+// Begun tells the watcher that content has passed: from now on role-only and empty chunks are not told from
+// others.
 func (w *Watcher) Begun() { w.begun = true }
 
-// Blind tells the watcher that it cannot count the choices that finish, because an event passed that was too long to be looked into, or
-// because the engine does not say: Complete is true from now on.
+// Blind tells the watcher that it cannot count the choices that finish, because an event passed that was too
+// long to be looked into, or because the engine does not say: Complete is true from now on.
 func (w *Watcher) Blind() { w.blind = true }
 
 // Complete says that every choice has a finish_reason, as far as the watcher could look.
@@ -121,8 +123,8 @@ func beginsAsError(data []byte) bool {
 	return c.take(':') && bytes.HasPrefix(data[min(c.i, len(data)):], errorKey)
 }
 
-// finishes says that data holds a finish_reason that is a string. Inside a JSON string the quotes are escaped, so text
-// that talks of a finish_reason is not mistaken for one.
+// finishes says that data holds a finish_reason that is a string. Inside a JSON string the quotes are
+// escaped, so text that talks of a finish_reason is not mistaken for one.
 func finishes(data []byte) bool {
 	for {
 		i := bytes.Index(data, finishKey)

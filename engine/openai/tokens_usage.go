@@ -20,8 +20,9 @@ var (
 	dataPrefix = []byte("data:")
 )
 
-// ParseUsage finds the top-level "usage" object of a JSON answer or of one server-sent event (with or without "data:").
-// False if there is none, if it is null, or if it has no prompt_tokens. What follows the object is not looked at.
+// ParseUsage finds the top-level "usage" object of a JSON answer or of one server-sent event (with or without
+// "data:"). False if there is none, if it is null, or if it has no prompt_tokens. What follows the object is
+// not looked at.
 func ParseUsage(b []byte) (u Usage, ok bool) {
 	if !bytes.Contains(b, usageKey) { // most chunks end here; inside a string its quotes would be escaped
 		return Usage{}, false

@@ -45,7 +45,8 @@ func (s *Server) Stats() Stats {
 		out.Preemptions += c.Preemptions
 		out.Aborted += c.Aborted
 		out.Rejected += c.Rejected[em.RejectRequests] + c.Rejected[em.RejectTokens]
-		for _, why := range []em.FinishReason{em.FinishStop, em.FinishLength, em.FinishAbort, em.FinishError} {
+		for _, why := range []em.FinishReason{em.FinishStop, em.FinishLength, em.FinishAbort,
+			em.FinishError} {
 			out.Finished[why.String()] += c.Finished[why]
 		}
 	}
@@ -57,7 +58,9 @@ func (s *Server) Fail(f Fault) error {
 	if err := f.validate(); err != nil {
 		return err
 	}
-	note := func() { s.log.Info("failure injected", "mode", string(f.Mode), "for_s", f.ForS, "count", f.Count) }
+	note := func() {
+		s.log.Info("failure injected", "mode", string(f.Mode), "for_s", f.ForS, "count", f.Count)
+	}
 	switch f.Mode { // the first may end the process at once
 	case ModeCrash, ModeKill, ModeOrphan, ModeCoreDead:
 		note()
@@ -79,8 +82,10 @@ func (s *Server) Fail(f Fault) error {
 		s.tellAll(em.Input{Kind: em.InputKill})
 	case ModeHang, ModeSlow, ModeRefuse:
 		return s.failFor(f)
-	case ModeHealth503, ModeStopping, ModeIgnoreSigterm, ModeHTTP500, ModeHTTP503, ModeBusy, ModeCut, ModeNoDone, ModeErrorEvent,
-		ModeAbort, ModeBareDone, ModeStall, ModeKVDrop, ModeKVDuplicate, ModeKVReorder, ModeKVGarbage, ModeKVUnknown, ModeKVNoReplay,
+	case ModeHealth503, ModeStopping, ModeIgnoreSigterm, ModeHTTP500, ModeHTTP503, ModeBusy, ModeCut,
+		ModeNoDone, ModeErrorEvent,
+		ModeAbort, ModeBareDone, ModeStall, ModeKVDrop, ModeKVDuplicate, ModeKVReorder, ModeKVGarbage,
+			ModeKVUnknown, ModeKVNoReplay,
 		ModeKVShortReplay, ModeKVSlowReplay:
 		s.faults.on(f, func() {})
 	case ModeKVRestart:
@@ -157,8 +162,9 @@ func (s *Server) orphaned(port int) error {
 	return nil
 }
 
-// kvPort is a KV event port of the rank's block that the engine binds: the one of replays where there are events (their publisher
-// dials), else the first one. Port blocks hold one HTTP port per rank, then one KV port per rank.
+// kvPort is a KV event port of the rank's block that the engine binds: the one of replays where there are
+// events (their publisher dials), else the first one. Port blocks hold one HTTP port per rank, then one KV
+// port per rank.
 func (s *Server) kvPort() int {
 	if kv := s.ranks[0].kv; kv != nil && kv.sockets.replay != "" {
 		_, text, _ := net.SplitHostPort(strings.TrimPrefix(kv.sockets.replay, schemeTCP))

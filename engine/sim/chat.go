@@ -29,7 +29,8 @@ func readChat(body value, s *settings) (*plan, *fields, *apiError) {
 		return nil, nil, err
 	}
 	if len(messages) == 0 {
-		return nil, nil, badRequest("", "Cannot apply chat template to an empty conversation. Provide at least one message.")
+		return nil, nil, badRequest("",
+			"Cannot apply chat template to an empty conversation. Provide at least one message.")
 	}
 	p.prompts = []prompt{{ids: em.AppendChat(nil, messages, true)}}
 	return p, f, p.finishCheck(f, s, given)
@@ -69,7 +70,8 @@ func (f *fields) message(v *value, loc string) em.Message {
 	}
 	role := v.get("role")
 	if role.kind != kindString {
-		f.faults = append(f.faults, fieldError{kind: "missing", loc: "body." + loc + ".role", msg: "Field required", input: describe(v)})
+		f.faults = append(f.faults, fieldError{kind: "missing", loc: "body." + loc + ".role",
+			msg: "Field required", input: describe(v)})
 		return em.Message{}
 	}
 	return em.Message{Role: role.text, Content: f.content(v.get("content"), loc+".content")}
@@ -87,7 +89,8 @@ func (f *fields) content(v value, loc string) string {
 			part := v.at(i)
 			text := part.get("text")
 			if part.kind != kindObject || text.kind != kindString {
-				f.complain("string_type", loc+"."+strconv.Itoa(i), "Input should be a text part: this model reads no other media", &part)
+				f.complain("string_type", loc+"."+strconv.Itoa(i),
+					"Input should be a text part: this model reads no other media", &part)
 				continue
 			}
 			parts = append(parts, text.text)

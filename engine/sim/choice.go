@@ -58,7 +58,8 @@ func newCall(p *plan, s *settings, room func(*prompt) int) *call {
 	return c
 }
 
-// prepare decides how long the answer is and how it ends: it is a function of the seed, so it can be known beforehand.
+// prepare decides how long the answer is and how it ends: it is a function of the seed, so it can be known
+// beforehand.
 func (c *choice) prepare(p *plan, s *settings, k, limit int) {
 	seed := em.TextSeed(s.seed^p.seed, c.from.ids, k)
 	c.gen = em.NewGenerator(seed)
@@ -127,8 +128,8 @@ func (c *choice) stopAtText(p *plan) {
 	}
 }
 
-// progress is what the engine has done for c: tokens, and how it ended (FinishNone = not yet). The last token of an answer is
-// seen together with its end only, so that they leave in one chunk.
+// progress is what the engine has done for c: tokens, and how it ended (FinishNone = not yet). The last token
+// of an answer is seen together with its end only, so that they leave in one chunk.
 func (c *choice) progress() (tokens int, why em.FinishReason) {
 	why = em.FinishReason(c.ended.Load()) //nolint:gosec // stored from a FinishReason
 	tokens = int(c.produced.Load())
@@ -138,8 +139,9 @@ func (c *choice) progress() (tokens int, why em.FinishReason) {
 	return tokens, why
 }
 
-// delta is the text to send when tokens tokens are there, and moves the cursor behind it. While more may come, text whose last
-// character is incomplete is kept back as a whole, and so is what a stop string might still take away.
+// delta is the text to send when tokens tokens are there, and moves the cursor behind it. While more may
+// come, text whose last character is incomplete is kept back as a whole, and so is what a stop string might
+// still take away.
 func (c *choice) delta(tokens int, last bool) []byte {
 	text := c.gen.Bytes(min(tokens, c.textTokens))
 	end := min(len(text), c.textEnd)
@@ -154,7 +156,8 @@ func (c *choice) delta(tokens int, last bool) []byte {
 	return out
 }
 
-// boundary moves at back to the beginning of a character, if something is held back in front of the end of text.
+// boundary moves at back to the beginning of a character, if something is held back in front of the end of
+// text.
 func boundary(text []byte, at int) int {
 	if at >= len(text) || at <= 0 {
 		return min(max(at, 0), len(text))
@@ -190,7 +193,8 @@ func (c *choice) ids(from, to int) []uint32 {
 	return out
 }
 
-// id is token i of the answer; the one that ended it without text is the end-of-sequence token, unless a stop token did.
+// id is token i of the answer; the one that ended it without text is the end-of-sequence token, unless a stop
+// token did.
 func (c *choice) id(i int) uint32 {
 	if i >= c.textTokens && c.stopReason == "null" {
 		return em.MarkerEnd

@@ -9,8 +9,8 @@ import (
 
 const doneEvent = "data: [DONE]\n\n"
 
-// appendNew writes the chunks of everything the engine has produced for c since the last call, as much of it as limit tokens;
-// done = its finishing chunk was written.
+// appendNew writes the chunks of everything the engine has produced for c since the last call, as much of it
+// as limit tokens; done = its finishing chunk was written.
 func (c *choice) appendNew(b []byte, s *settings, limit int) (out []byte, done bool) {
 	p := c.call.plan
 	tokens, why := c.progress()

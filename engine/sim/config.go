@@ -22,7 +22,8 @@ const (
 	DefaultPort      = 8000
 	DefaultModel     = "sim"
 	DefaultKeepAlive = 5 * time.Second        // idle connections are closed after it
-	DefaultLinger    = 500 * time.Millisecond // from the last drained request to the exit; vLLM takes up to 10 s
+	// from the last drained request to the exit; vLLM takes up to 10 s
+	DefaultLinger    = 500 * time.Millisecond
 	DefaultHandshake = 5 * time.Minute        // how long ranks of a group wait for each other
 	deathDelay       = 600 * time.Millisecond // from the core's death to the exit of the process
 	maxTopLogprobs   = 20
@@ -90,8 +91,10 @@ type Scheduled struct {
 // Default is an uncoupled rank on a free port at real speed.
 func Default() Config {
 	return Config{
-		Host: DefaultHost, Names: []string{DefaultModel}, Model: enginemodel.Default(), KeepAlive: DefaultKeepAlive, Linger: DefaultLinger,
-		SyncInterval: enginemodel.DefaultSyncInterval, TensorParallel: 1, HandshakeTimeout: DefaultHandshake, PromptTokensDetails: true,
+		Host: DefaultHost, Names: []string{DefaultModel}, Model: enginemodel.Default(),
+			KeepAlive: DefaultKeepAlive, Linger: DefaultLinger,
+		SyncInterval: enginemodel.DefaultSyncInterval, TensorParallel: 1, HandshakeTimeout: DefaultHandshake,
+			PromptTokensDetails: true,
 		KVEvents: DefaultKVEvents(),
 	}
 }
@@ -102,7 +105,8 @@ func (c *Config) Validate() error {
 	case len(c.Names) == 0:
 		return fmt.Errorf("no served model name: give --served-model-name one")
 	case c.DPSize < 0 || c.DPSize > maxGroupRanks || c.DPRank < 0 || c.DPRank >= max(1, c.DPSize):
-		return fmt.Errorf("data parallel rank %d of %d: the rank must be in [0, size), the size at most %d", c.DPRank, c.DPSize, maxGroupRanks)
+		return fmt.Errorf("data parallel rank %d of %d: the rank must be in [0, size), the size at most %d",
+			c.DPRank, c.DPSize, maxGroupRanks)
 	case c.DPSize > 1 && c.RPCAddr == "":
 		return fmt.Errorf("a group of %d ranks has no meeting point: give --data-parallel-rpc-port", c.DPSize)
 	case c.InternalLB < 0 || c.InternalLB > maxInternalRanks:
@@ -149,7 +153,8 @@ func (c *Config) scaled(d time.Duration) time.Duration {
 // fingerprint is vllm-<version>[-dp<N>]-<8 hex>, equal for equal configurations, so on all ranks of a group.
 func (c *Config) fingerprint() string {
 	h := fnv.New32a()
-	_, _ = fmt.Fprint(h, c.Names, c.Root, c.Model.BlockSize, c.Model.MaxModelLen, c.Model.MaxSeqs, c.TensorParallel, c.Seed)
+	_, _ = fmt.Fprint(h, c.Names, c.Root, c.Model.BlockSize, c.Model.MaxModelLen, c.Model.MaxSeqs,
+		c.TensorParallel, c.Seed)
 	dp := ""
 	if n := max(c.DPSize, c.InternalLB); n > 1 {
 		dp = "-dp" + strconv.Itoa(n)

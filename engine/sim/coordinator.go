@@ -20,7 +20,8 @@ type coordinator struct {
 }
 
 func newCoordinator(group *em.Group, say func(em.GroupEffect)) *coordinator {
-	return &coordinator{group: group, say: say, zero: time.Now(), stop: make(chan struct{}), kick: make(chan struct{}, 1)}
+	return &coordinator{group: group, say: say, zero: time.Now(), stop: make(chan struct{}),
+		kick: make(chan struct{}, 1)}
 }
 
 // tell never blocks.

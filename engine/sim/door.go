@@ -81,7 +81,8 @@ func (d *door) accept() {
 func (d *door) receive(conn net.Conn) {
 	stop := context.AfterFunc(d.ctx, func() { _ = conn.Close() })
 	hello, ok := readHello(conn, d.cfg.GroupKey)
-	if !stop() || !ok { // stopped before it is handed on: the end of the meeting must not close what was welcomed
+	// stopped before it is handed on: the end of the meeting must not close what was welcomed
+	if !stop() || !ok {
 		_ = conn.Close()
 		return
 	}

@@ -47,13 +47,16 @@ const (
 type Fault struct {
 	Mode        Mode    `json:"mode"`
 	ForS        float64 `json:"for_s"`        // seconds until it ends by itself; 0 = until /_sim/recover
-	Count       int     `json:"count"`        // request modes: how many requests it hits, KV modes: how many batches; 0 = all
-	Rate        float64 `json:"rate"`         // KV modes that strike batches: the share of them, above 0 to 1 [1]
+	// request modes: how many requests it hits, KV modes: how many batches; 0 = all
+	Count       int     `json:"count"`
+	// KV modes that strike batches: the share of them, above 0 to 1 [1]
+	Rate        float64 `json:"rate"`
 	AfterTokens int     `json:"after_tokens"` // request modes: tokens (over all choices) before it strikes
 	Factor      float64 `json:"factor"`       // slow [5]
 	ExitCode    *int    `json:"exit_code"`    // crash [1]
 	Code        int     `json:"code"`         // error-event [500]
-	Port        int     `json:"port"`         // orphan: the port it holds [the first KV port of the rank's block]
+	// orphan: the port it holds [the first KV port of the rank's block]
+	Port        int     `json:"port"`
 }
 
 // argument takes the short form's value: factor, exit code, error code, tokens or port, as the mode has one.
@@ -79,8 +82,10 @@ func (f *Fault) argument(arg string) error {
 		f.AfterTokens = n
 	case ModeKVDrop, ModeKVDuplicate, ModeKVReorder, ModeKVGarbage, ModeKVUnknown:
 		f.Rate = v
-	case ModeKill, ModeCoreDead, ModeHang, ModeRefuse, ModeHealth503, ModeStopping, ModeIgnoreSigterm, ModeHTTP500, ModeHTTP503,
-		ModeBusy, ModeBareDone, ModeKVRestart, ModeKVSleep, ModeKVNoReplay, ModeKVShortReplay, ModeKVSlowReplay:
+	case ModeKill, ModeCoreDead, ModeHang, ModeRefuse, ModeHealth503, ModeStopping, ModeIgnoreSigterm,
+		ModeHTTP500, ModeHTTP503,
+		ModeBusy, ModeBareDone, ModeKVRestart, ModeKVSleep, ModeKVNoReplay, ModeKVShortReplay,
+			ModeKVSlowReplay:
 		return fmt.Errorf("mode %s takes no argument", f.Mode)
 	}
 	return nil
@@ -96,9 +101,12 @@ func (f *Fault) validate() error {
 		return fmt.Errorf("fault %q: code %d is no error: want 400 to 599", f.Mode, f.Code)
 	}
 	switch f.Mode {
-	case ModeCrash, ModeKill, ModeOrphan, ModeCoreDead, ModeHang, ModeSlow, ModeRefuse, ModeHealth503, ModeStopping, ModeIgnoreSigterm,
-		ModeHTTP500, ModeHTTP503, ModeBusy, ModeCut, ModeNoDone, ModeErrorEvent, ModeAbort, ModeBareDone, ModeStall,
-		ModeKVDrop, ModeKVDuplicate, ModeKVReorder, ModeKVGarbage, ModeKVUnknown, ModeKVRestart, ModeKVSleep, ModeKVNoReplay, ModeKVShortReplay,
+	case ModeCrash, ModeKill, ModeOrphan, ModeCoreDead, ModeHang, ModeSlow, ModeRefuse, ModeHealth503,
+		ModeStopping, ModeIgnoreSigterm,
+		ModeHTTP500, ModeHTTP503, ModeBusy, ModeCut, ModeNoDone, ModeErrorEvent, ModeAbort, ModeBareDone,
+			ModeStall,
+		ModeKVDrop, ModeKVDuplicate, ModeKVReorder, ModeKVGarbage, ModeKVUnknown, ModeKVRestart, ModeKVSleep,
+			ModeKVNoReplay, ModeKVShortReplay,
 		ModeKVSlowReplay:
 		return nil
 	}

@@ -5,7 +5,8 @@ import (
 	"sync"
 )
 
-// gate is a listener that can refuse connections for a while: the real one behind it is closed and opened again.
+// gate is a listener that can refuse connections for a while: the real one behind it is closed and opened
+// again.
 type gate struct {
 	open func() (net.Listener, error) // the same address again
 

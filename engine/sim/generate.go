@@ -113,7 +113,8 @@ func (s *Server) answer(w http.ResponseWriter, r *http.Request, p *plan) {
 
 func (s *Server) isStopping() bool { return s.stopping.Load() || s.faults.is(ModeStopping) }
 
-// stopped answers for an engine that takes no work any more: text needs its tokenizer, which is gone; ids are aborted at once.
+// stopped answers for an engine that takes no work any more: text needs its tokenizer, which is gone; ids are
+// aborted at once.
 func (s *Server) stopped(w http.ResponseWriter, p *plan) {
 	if p.stream && s.fromIDs(p) || p.stream && !s.isStopping() {
 		s.sse(w)
@@ -169,8 +170,8 @@ func (s *Server) pick(pinned int) *rank {
 	return best
 }
 
-// bend shortens the sequences of a call whose fault strikes after some tokens, so that the engine does no more than that. It
-// returns what is left to strike at the end.
+// bend shortens the sequences of a call whose fault strikes after some tokens, so that the engine does no
+// more than that. It returns what is left to strike at the end.
 func (c *call) bend(f *Fault) *Fault {
 	if f == nil || f.Mode != ModeAbort && (c.plan.stream || f.AfterTokens == 0) {
 		return f

@@ -7,8 +7,8 @@ import (
 
 const hexDigits = "0123456789abcdef"
 
-// appendJSON appends s as a JSON string with its quotes, spelled as the imitated server does: short escapes, everything above
-// ASCII as it is, bytes that form no character as U+FFFD.
+// appendJSON appends s as a JSON string with its quotes, spelled as the imitated server does: short escapes,
+// everything above ASCII as it is, bytes that form no character as U+FFFD.
 func appendJSON[S string | []byte](dst []byte, s S) []byte {
 	dst = append(dst, '"')
 	dst = appendEscaped(dst, s)

@@ -20,8 +20,8 @@ const (
 	kindObject
 )
 
-// value is one parsed JSON value. Own parser instead of encoding/json: errors need Python's words and positions, token id
-// lists need to stay small, and numbers need to keep their literal.
+// value is one parsed JSON value. Own parser instead of encoding/json: errors need Python's words and
+// positions, token id lists need to stay small, and numbers need to keep their literal.
 type value struct {
 	kind  kind
 	flag  bool

@@ -44,7 +44,8 @@ const schemeTCP = "tcp://"
 type KVEvents struct {
 	Enabled      bool    `json:"enable_kv_cache_events"`
 	Publisher    string  `json:"publisher"`
-	Endpoint     string  `json:"endpoint"`        // bound where it has a *, on the host of the API; else dialled
+	// bound where it has a *, on the host of the API; else dialled
+	Endpoint     string  `json:"endpoint"`
 	Replay       *string `json:"replay_endpoint"` // always bound; null = none
 	BufferSteps  int     `json:"buffer_steps"`
 	HWM          int     `json:"hwm"`
@@ -60,7 +61,8 @@ type KVEvents struct {
 // DefaultKVEvents is the engine's default: off.
 func DefaultKVEvents() KVEvents {
 	return KVEvents{
-		Endpoint: DefaultKVEndpoint, BufferSteps: DefaultKVBuffer, HWM: DefaultKVHWM, MaxQueueSize: DefaultKVQueueSize,
+		Endpoint: DefaultKVEndpoint, BufferSteps: DefaultKVBuffer, HWM: DefaultKVHWM,
+			MaxQueueSize: DefaultKVQueueSize,
 		Format: KVMap, Hash: KVUint,
 	}
 }
@@ -89,7 +91,8 @@ func (k *KVEvents) validate() error {
 	case k.Publisher != "" && k.Publisher != "zmq" && k.Publisher != "null":
 		return fmt.Errorf("kv events publisher %q: want zmq or null", k.Publisher)
 	case k.BufferSteps < 0 || k.BufferSteps > maxKVBuffer || k.HWM < 0:
-		return fmt.Errorf("kv events buffer_steps %d, hwm %d: must not be negative, buffer_steps at most %d", k.BufferSteps, k.HWM, maxKVBuffer)
+		return fmt.Errorf("kv events buffer_steps %d, hwm %d: must not be negative, buffer_steps at most %d",
+			k.BufferSteps, k.HWM, maxKVBuffer)
 	}
 	if !k.active() {
 		return nil

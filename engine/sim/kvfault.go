@@ -13,8 +13,10 @@ const (
 	ModeKVReorder     Mode = "kv-reorder"      // a batch is sent behind its successor
 	ModeKVGarbage     Mode = "kv-garbage"      // batches arrive damaged; the replay ring has them whole
 	ModeKVUnknown     Mode = "kv-unknown"      // batches hold an event of an unknown type
-	ModeKVRestart     Mode = "kv-restart"      // as if the engine had begun anew in its place: cache empty, numbers from the first, connections cut
-	ModeKVSleep       Mode = "kv-sleep"        // put to sleep: cache empty without any event, the sleep state says so
+	// as if the engine had begun anew in its place: cache empty, numbers from the first, connections cut
+	ModeKVRestart     Mode = "kv-restart"
+	// put to sleep: cache empty without any event, the sleep state says so
+	ModeKVSleep       Mode = "kv-sleep"
 	ModeKVNoReplay    Mode = "kv-no-replay"    // replay requests get no answer
 	ModeKVShortReplay Mode = "kv-short-replay" // the ring holds two batches
 	ModeKVSlowReplay  Mode = "kv-slow-replay"  // answers come 3 s apart

@@ -16,13 +16,15 @@ import (
 // Bounds of a publisher beside those of its settings.
 const (
 	kvRingBytes  = 64 << 20               // payloads in the replay ring: the oldest leave first
-	kvQueueBytes = 64 << 20               // payloads that wait for one slow subscriber; beyond it batches are dropped, as at a high-water mark
+	// payloads that wait for one slow subscriber; beyond it batches are dropped, as at a high-water mark
+	kvQueueBytes = 64 << 20
 	kvPeers      = 64                     // connections to a bound socket
 	kvRedial     = 100 * time.Millisecond // between attempts to reach the subscriber
 	kvDialLimit  = 2 * time.Second
 )
 
-// kvPublisher is the event side of one rank: sequence numbers, the replay ring, the sockets. Safe for concurrent use.
+// kvPublisher is the event side of one rank: sequence numbers, the replay ring, the sockets. Safe for
+// concurrent use.
 type kvPublisher struct {
 	cfg     *Config
 	set     KVEvents
@@ -59,7 +61,8 @@ func newKVPublisher(cfg *Config, rank int, faults *faults) (*kvPublisher, error)
 		return nil, err
 	}
 	return &kvPublisher{
-		quit: make(chan struct{}), cfg: cfg, set: cfg.KVEvents, sockets: s, encoder: newKVEncoder(&cfg.KVEvents, cfg.Model.BlockSize, rank), faults: faults,
+		quit: make(chan struct{}), cfg: cfg, set: cfg.KVEvents, sockets: s,
+			encoder: newKVEncoder(&cfg.KVEvents, cfg.Model.BlockSize, rank), faults: faults,
 		next: cfg.KVEvents.FirstSeq, subs: map[*kvSubscriber]struct{}{}, dice: cfg.Seed + uint64(rank), //nolint:gosec // not negative
 	}, nil
 }
@@ -85,7 +88,8 @@ func (p *kvPublisher) open(ctx context.Context) (err error) {
 }
 
 // bind listens; a wildcard is the host of the API. told learns the port where any was wanted.
-func (p *kvPublisher) bind(ctx context.Context, told *string, addr string, role zmtp.Role, handle func(*zmtp.Conn)) (*zmtp.Server, error) {
+func (p *kvPublisher) bind(ctx context.Context, told *string, addr string, role zmtp.Role,
+	handle func(*zmtp.Conn)) (*zmtp.Server, error) {
 	host, port, err := net.SplitHostPort(addr)
 	if err != nil {
 		return nil, err
@@ -233,7 +237,8 @@ func (p *kvPublisher) published() uint64 {
 	return p.next
 }
 
-// serve is the life of one subscriber's connection: it reads subscriptions, a goroutine beside it writes batches.
+// serve is the life of one subscriber's connection: it reads subscriptions, a goroutine beside it writes
+// batches.
 func (p *kvPublisher) serve(c *zmtp.Conn) {
 	s := newKVSubscriber(p.set.HWM)
 	p.mu.Lock()
@@ -271,7 +276,8 @@ type kvSubscriber struct {
 }
 
 func newKVSubscriber(hwm int) *kvSubscriber {
-	return &kvSubscriber{hwm: hwm, kick: make(chan struct{}, 1), done: make(chan struct{}), topics: map[string]struct{}{}}
+	return &kvSubscriber{hwm: hwm, kick: make(chan struct{}, 1), done: make(chan struct{}),
+		topics: map[string]struct{}{}}
 }
 
 // maxKVTopics bounds what one subscriber can ask for.

@@ -11,12 +11,13 @@ import (
 // Failures of the replay socket.
 const (
 	kvShortRing = 2               // batches that a short ring still holds
-	kvSlowPause = 3 * time.Second // in front of each answer of a slow one: longer than any consumer should wait
+	// in front of each answer of a slow one: longer than any consumer should wait
+	kvSlowPause = 3 * time.Second
 	kvChunk     = 64              // batches that are copied out of the ring at a time
 )
 
-// replays is the life of one connection to the ROUTER: each request of exactly two frames (three with the identity that the socket adds)
-// is answered from the ring, others are ignored.
+// replays is the life of one connection to the ROUTER: each request of exactly two frames (three with the
+// identity that the socket adds) is answered from the ring, others are ignored.
 func (p *kvPublisher) replays(c *zmtp.Conn) {
 	for {
 		frames, err := c.Recv()

@@ -49,7 +49,8 @@ type BlockTable struct {
 	Blocks map[uint64]int `json:"blocks"` // copies by hash
 }
 
-// BlockTables is what every rank of this process holds. Changes of the step that runs are in the blocks and not yet in the stream.
+// BlockTables is what every rank of this process holds. Changes of the step that runs are in the blocks and
+// not yet in the stream.
 func (s *Server) BlockTables() []BlockTable {
 	out := make([]BlockTable, 0, len(s.ranks))
 	for _, r := range s.ranks {

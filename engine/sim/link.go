@@ -13,9 +13,9 @@ import (
 	em "github.com/dpserve/dpserve/enginemodel"
 )
 
-// The ranks of a lockstep group meet at rank 0 over TCP. Every message is one frame of frameSize bytes: kind, a flag, the rank (2
-// bytes), a spare word of 4, then 8 bytes of duration or hash; little-endian. Behind the first one, the hello, comes the proof that
-// its sender belongs to the group.
+// The ranks of a lockstep group meet at rank 0 over TCP. Every message is one frame of frameSize bytes: kind,
+// a flag, the rank (2 bytes), a spare word of 4, then 8 bytes of duration or hash; little-endian. Behind the
+// first one, the hello, comes the proof that its sender belongs to the group.
 const frameSize = 16
 
 // Kinds of frames.
@@ -113,7 +113,8 @@ func (l *link) gather(ctx context.Context, cfg *Config) error {
 		g, err := d.next()
 		if err != nil {
 			l.hangUp()
-			return fmt.Errorf("%d of %d ranks came to the group's meeting point: %w", cfg.DPSize-missing, cfg.DPSize, errors.Join(context.Cause(ctx), err))
+			return fmt.Errorf("%d of %d ranks came to the group's meeting point: %w", cfg.DPSize-missing,
+				cfg.DPSize, errors.Join(context.Cause(ctx), err))
 		}
 		ok, err := l.welcome(g, cfg)
 		if err != nil {
@@ -135,14 +136,16 @@ func (l *link) welcome(g guest, cfg *Config) (bool, error) {
 	}
 	l.conns[rank] = g.conn
 	if g.hello.value != cfg.collectiveHash() {
-		return false, fmt.Errorf("%w detected for engine %d: all ranks of a group need equal sizes, expert parallelism and sync interval", errMismatch, rank)
+		return false, fmt.Errorf("%w detected for engine %d: all ranks of a group need equal sizes, expert " +
+			"parallelism and sync interval", errMismatch, rank)
 	}
 	return true, nil
 }
 
 // open tells everybody that the group is complete and begins to coordinate.
 func (l *link) open(cfg *Config) error {
-	group, err := em.NewGroup(em.GroupConfig{Ranks: cfg.DPSize, SyncInterval: cfg.SyncInterval, MinStep: em.MinWallStep})
+	group, err := em.NewGroup(em.GroupConfig{Ranks: cfg.DPSize, SyncInterval: cfg.SyncInterval,
+		MinStep: em.MinWallStep})
 	if err != nil {
 		return err
 	}
@@ -167,7 +170,8 @@ func (l *link) dial(ctx context.Context, cfg *Config) error {
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("rank %d waited for its group in vain: %w", cfg.DPRank, errors.Join(context.Cause(ctx), err))
+			return fmt.Errorf("rank %d waited for its group in vain: %w", cfg.DPRank,
+				errors.Join(context.Cause(ctx), err))
 		case <-time.After(dialPause):
 		}
 	}
@@ -180,7 +184,8 @@ func (l *link) hello(ctx context.Context, cfg *Config) (net.Conn, error) {
 	}
 	stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
 	defer stop()
-	hello := frame{kind: frameHello, rank: uint16(cfg.DPRank), spare: uint32(cfg.DPSize), value: cfg.collectiveHash()} //nolint:gosec // bounded by maxGroupRanks
+	hello := frame{kind: frameHello, rank: uint16(cfg.DPRank), spare: uint32(cfg.DPSize), //nolint:gosec // bounded by maxGroupRanks
+		value: cfg.collectiveHash()}
 	if err := writeHello(conn, hello, cfg.GroupKey); err != nil {
 		_ = conn.Close()
 		return nil, err
@@ -234,7 +239,8 @@ func (l *link) lost(from int) {
 
 func asReport(from int, f frame) em.GroupInput {
 	if f.kind == frameReport {
-		return em.GroupInput{Kind: em.GroupReport, Rank: from, Took: time.Duration(f.value), Unfinished: f.flag} //nolint:gosec // was a duration
+		return em.GroupInput{Kind: em.GroupReport, Rank: from, Took: time.Duration(f.value), //nolint:gosec // was a duration
+			Unfinished: f.flag}
 	}
 	return em.GroupInput{Kind: em.GroupWave, Rank: from}
 }

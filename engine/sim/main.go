@@ -32,14 +32,16 @@ const holdFlag = "--sim-hold-port"
 // holdTime bounds the life of such a child.
 const holdTime = 2 * time.Minute
 
-// groupKeyVar is the environment variable with Config.GroupKey. A flag would show it to every user of the machine.
+// groupKeyVar is the environment variable with Config.GroupKey. A flag would show it to every user of the
+// machine.
 const groupKeyVar = "DPSERVE_GROUP_KEY"
 
 // watchFlag ends the process when its standard input does: its parent is gone.
 const watchFlag = "--sim-watch-stdin"
 
-// Main is the process of one simulated rank: args are the flags of the engine, the result is the exit code. It ends with ctx,
-// SIGTERM or SIGINT (drain, then 0), with the end of standard input under --sim-watch-stdin, or by an injected failure.
+// Main is the process of one simulated rank: args are the flags of the engine, the result is the exit code.
+// It ends with ctx, SIGTERM or SIGINT (drain, then 0), with the end of standard input under
+// --sim-watch-stdin, or by an injected failure.
 func Main(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	if os.Getenv("GOMAXPROCS") == "" {
 		runtime.GOMAXPROCS(1) // many ranks share a machine
@@ -48,7 +50,9 @@ func Main(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 		return hold(ctx, args[i+1], stderr)
 	}
 	watch := slices.Contains(args, watchFlag)
-	cfg, ignored, err := ParseFlags(slices.DeleteFunc(slices.Clone(args), func(a string) bool { return a == watchFlag }))
+	cfg, ignored, err := ParseFlags(slices.DeleteFunc(slices.Clone(args), func(a string) bool {
+		return a == watchFlag
+	}))
 	if err != nil {
 		return complain(stderr, err)
 	}
@@ -117,8 +121,8 @@ func run(ctx context.Context, cfg Config, stdout, stderr io.Writer) int {
 	return Run(ctx, cfg, signals, stdout, stderr)
 }
 
-// Run is an engine from its start to its exit code, without a process of its own: whoever starts it sends the signals. The
-// end of ctx ends it at once, without answers.
+// Run is an engine from its start to its exit code, without a process of its own: whoever starts it sends the
+// signals. The end of ctx ends it at once, without answers.
 func Run(ctx context.Context, cfg Config, signals <-chan os.Signal, stdout, stderr io.Writer) int {
 	if cfg.Logger != nil {
 		cfg.Logger.Info("starting", "host", cfg.Host, "port", cfg.Port)
@@ -221,7 +225,8 @@ func orphan(ctx context.Context, args []string, port int) error {
 		return err
 	}
 	own := os.Args[1:max(1, len(os.Args)-len(args))] // the words in front of the engine's flags: "engine sim"
-	cmd := exec.CommandContext(context.WithoutCancel(ctx), program, append(slices.Clone(own), holdFlag, strconv.Itoa(port))...)
+	cmd := exec.CommandContext(context.WithoutCancel(ctx), program,
+		append(slices.Clone(own), holdFlag, strconv.Itoa(port))...)
 	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr // as a real engine's children do
 	ready, err := cmd.StdinPipe()
 	if err != nil {

@@ -39,9 +39,12 @@ func newMeters() meters {
 	var m meters
 	tokens := tokenBounds(em.DefaultMaxModelLen)
 	for k, bounds := range [meterCount][]float64{
-		meterPrompt: tokens, meterGenerated: tokens, meterStepTokens: stepTokens, meterMaxGenerated: tokens, meterN: smallCounts,
-		meterMaxTokens: tokens, meterFirstToken: secondsFirst, meterBetween: secondsToken, meterPerToken: secondsToken,
-		meterEndToEnd: secondsRequest, meterQueue: secondsRequest, meterInference: secondsRequest, meterPrefill: secondsRequest,
+		meterPrompt: tokens, meterGenerated: tokens, meterStepTokens: stepTokens, meterMaxGenerated: tokens,
+			meterN: smallCounts,
+		meterMaxTokens: tokens, meterFirstToken: secondsFirst, meterBetween: secondsToken,
+			meterPerToken: secondsToken,
+		meterEndToEnd: secondsRequest, meterQueue: secondsRequest, meterInference: secondsRequest,
+			meterPrefill: secondsRequest,
 		meterDecode: secondsRequest, meterPreemptions: smallCounts, meterComputed: tokens,
 	} {
 		m.h[k] = newHistogram(bounds)

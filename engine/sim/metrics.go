@@ -15,7 +15,8 @@ type page struct {
 	created float64 // unix seconds
 }
 
-// sample is one series: extra labels in order before and behind model_name, by the alphabet of the client library.
+// sample is one series: extra labels in order before and behind model_name, by the alphabet of the client
+// library.
 type sample struct {
 	engine string // "" = no engine label
 	before string // label="value", sorts between engine and model_name
@@ -92,7 +93,8 @@ func (g *page) histogram(name, help string, engines []string, hs []*histogram) {
 			if k < len(h.bounds) {
 				le = pyFloat(h.bounds[k])
 			}
-			g.line(name+"_bucket", &sample{engine: engines[i], before: `le="` + le + `"`, value: float64(total)})
+			g.line(name+"_bucket", &sample{engine: engines[i], before: `le="` + le + `"`,
+				value: float64(total)})
 		}
 		g.line(name+"_count", &sample{engine: engines[i], value: float64(total)})
 		g.line(name+"_sum", &sample{engine: engines[i], value: h.sum})
@@ -120,12 +122,14 @@ func (r *rank) snapshot() snapshot {
 
 // metrics is the body of GET /metrics.
 func (s *Server) metrics() []byte {
-	g := &page{model: string(appendEscaped(nil, s.cfg.Names[0])), created: float64(s.started.UnixNano()) / 1e9}
+	g := &page{model: string(appendEscaped(nil, s.cfg.Names[0])),
+		created: float64(s.started.UnixNano()) / 1e9}
 	snaps := make([]snapshot, len(s.ranks))
 	for i, r := range s.ranks {
 		snaps[i] = r.snapshot()
 	}
-	g.b = appendMetric(append(g.b, "# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.\n"+
+	g.b = appendMetric(append(g.b,
+		"# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.\n"+
 		"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds "...), g.created)
 	g.b = append(g.b, '\n')
 	g.gauges(snaps, s.faults.is(ModeKVSleep))
@@ -159,14 +163,16 @@ func (g *page) gauges(snaps []snapshot, asleep bool) {
 	g.gauge("num_requests_running", "Requests in the running batch.", each(snaps, running)...)
 	g.gauge("num_requests_waiting", "Requests in the queue.", each(snaps, waiting)...)
 	g.gauge("num_requests_waiting_by_reason", "Requests in the queue by what they wait for.",
-		append(labelled(snaps, "", `reason="capacity"`, waiting), labelled(snaps, "", `reason="deferred"`, zero)...)...)
+		append(labelled(snaps, "", `reason="capacity"`, waiting),
+			labelled(snaps, "", `reason="deferred"`, zero)...)...)
 	awake, discarded := one, zero
 	if asleep {
 		awake, discarded = zero, one
 	}
 	sleep := labelled(snaps, "", `sleep_state="awake"`, awake)
 	sleep = append(sleep, labelled(snaps, "", `sleep_state="weights_offloaded"`, zero)...)
-	g.gauge("engine_sleep_state", "Sleep state, one series per state.", append(sleep, labelled(snaps, "", `sleep_state="discard_all"`, discarded)...)...)
+	g.gauge("engine_sleep_state", "Sleep state, one series per state.",
+		append(sleep, labelled(snaps, "", `sleep_state="discard_all"`, discarded)...)...)
 	g.gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", each(snaps, usage)...)
 }
 
@@ -176,11 +182,16 @@ func (g *page) counters(snaps []snapshot) {
 	cached := func(s *em.Stats) float64 { return float64(s.PromptCached) }
 	g.counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", each(snaps, queries)...)
 	g.counter("prefix_cache_hits", "Tokens found in the prefix cache.", each(snaps, hits)...)
-	g.counter("external_prefix_cache_queries", "Tokens looked up in caches of other engines.", each(snaps, zero)...)
+	g.counter("external_prefix_cache_queries", "Tokens looked up in caches of other engines.",
+		each(snaps, zero)...)
 	g.counter("external_prefix_cache_hits", "Tokens found in caches of other engines.", each(snaps, zero)...)
-	g.counter("num_preemptions", "Requests that lost their blocks.", each(snaps, func(s *em.Stats) float64 { return float64(s.Preemptions) })...)
-	g.counter("prompt_tokens", "Prompt tokens processed.", each(snaps, func(s *em.Stats) float64 { return float64(s.PromptTokens) })...)
-	source := labelled(snaps, "", `source="local_compute"`, func(s *em.Stats) float64 { return float64(s.PromptTokens - s.PromptCached) })
+	g.counter("num_preemptions", "Requests that lost their blocks.",
+		each(snaps, func(s *em.Stats) float64 { return float64(s.Preemptions) })...)
+	g.counter("prompt_tokens", "Prompt tokens processed.",
+		each(snaps, func(s *em.Stats) float64 { return float64(s.PromptTokens) })...)
+	source := labelled(snaps, "", `source="local_compute"`, func(s *em.Stats) float64 {
+		return float64(s.PromptTokens - s.PromptCached)
+	})
 	source = append(source, labelled(snaps, "", `source="local_cache_hit"`, cached)...)
 	g.counter("prompt_tokens_by_source", "Prompt tokens by where their KV came from.",
 		append(source, labelled(snaps, "", `source="external_kv_transfer"`, zero)...)...)
@@ -190,23 +201,27 @@ func (g *page) counters(snaps []snapshot) {
 		tiers = append(tiers, labelled(snaps, "", `source="`+t+`"`, zero)...)
 	}
 	g.counter("prompt_tokens_cached_by_source", "Cached prompt tokens by the tier that held them.", tiers...)
-	g.counter("generation_tokens", "Tokens generated.", each(snaps, func(s *em.Stats) float64 { return float64(s.GeneratedTokens) })...)
+	g.counter("generation_tokens", "Tokens generated.",
+		each(snaps, func(s *em.Stats) float64 { return float64(s.GeneratedTokens) })...)
 	g.ends(snaps)
 }
 
 func (g *page) ends(snaps []snapshot) {
 	var ends []sample
 	for _, why := range []em.FinishReason{em.FinishStop, em.FinishLength, em.FinishAbort, em.FinishError} {
-		ends = append(ends, labelled(snaps, `finished_reason="`+why.String()+`"`, "", func(s *em.Stats) float64 { return float64(s.Finished[why]) })...)
+		ends = append(ends, labelled(snaps, `finished_reason="`+why.String()+`"`, "",
+			func(s *em.Stats) float64 { return float64(s.Finished[why]) })...)
 	}
-	g.counter("request_success", "Requests that ended, by reason.", append(ends, labelled(snaps, `finished_reason="repetition"`, "", zero)...)...)
+	g.counter("request_success", "Requests that ended, by reason.",
+		append(ends, labelled(snaps, `finished_reason="repetition"`, "", zero)...)...)
 	var reqs, tokens float64
 	for i := range snaps {
 		reqs += float64(snaps[i].stats.Rejected[em.RejectRequests])
 		tokens += float64(snaps[i].stats.Rejected[em.RejectTokens])
 	}
 	g.counter("admission_rejections", "Requests turned away by a queue limit.",
-		sample{after: `reason="max_num_queued_reqs"`, value: reqs}, sample{after: `reason="max_num_queued_tokens"`, value: tokens})
+		sample{after: `reason="max_num_queued_reqs"`, value: reqs},
+			sample{after: `reason="max_num_queued_tokens"`, value: tokens})
 }
 
 func (g *page) histograms(snaps []snapshot) {
@@ -223,12 +238,13 @@ func (g *page) histograms(snaps []snapshot) {
 		meterMaxTokens:    {"request_params_max_tokens", "Parameter max_tokens of requests."},
 		meterFirstToken:   {"time_to_first_token_seconds", "Time to the first token in seconds."},
 		meterBetween:      {"inter_token_latency_seconds", "Time between two tokens in seconds."},
-		meterPerToken:     {"request_time_per_output_token_seconds", "Mean time per token of a request in seconds."},
+		meterPerToken: {"request_time_per_output_token_seconds",
+			"Mean time per token of a request in seconds."},
 		meterEndToEnd:     {"e2e_request_latency_seconds", "Time from arrival to end in seconds."},
 		meterQueue:        {"request_queue_time_seconds", "Time in the queue in seconds."},
 		meterInference:    {"request_inference_time_seconds", "Time in the batch in seconds."},
-		meterPrefill:      {"request_prefill_time_seconds", "Time from the batch to the first token in seconds."},
-		meterDecode:       {"request_decode_time_seconds", "Time from the first to the last token in seconds."},
+		meterPrefill: {"request_prefill_time_seconds", "Time from the batch to the first token in seconds."},
+		meterDecode: {"request_decode_time_seconds", "Time from the first to the last token in seconds."},
 		meterPreemptions:  {"request_num_preemptions", "Preemptions per request."},
 		meterComputed:     {"request_prefill_kv_computed_tokens", "Prompt tokens computed per request."},
 	} {

@@ -77,13 +77,15 @@ func (p *plan) common(f *fields) {
 	}
 	options := f.body.get("stream_options")
 	p.includeUsage = f.flagOf(options, "include_usage", "stream_options.include_usage")
-	p.contUsage = f.flagOf(options, "continuous_usage_stats", "stream_options.continuous_usage_stats") && p.includeUsage
+	p.contUsage = f.flagOf(options, "continuous_usage_stats", "stream_options.continuous_usage_stats") &&
+		p.includeUsage
 }
 
 // streamOptions refuses stream_options without stream.
 func (p *plan) streamOptions(f *fields) *apiError {
 	if options := f.body.get("stream_options"); options.present() && !p.stream {
-		return badRequest("stream_options", "Stream options can only be defined when `stream=True`. (parameter=stream_options)")
+		return badRequest("stream_options",
+			"Stream options can only be defined when `stream=True`. (parameter=stream_options)")
 	}
 	return nil
 }
@@ -97,21 +99,29 @@ func (p *plan) sampling(f *fields) *apiError {
 		return badRequest("", "n must be at most %d, got %d for %d prompts.", maxN, p.n, len(p.prompts))
 	}
 	if t, ok := f.float("temperature"); ok && t < 0 {
-		return badRequest("temperature", "temperature must be non-negative, got %s. (parameter=temperature, value=%s)", pyFloat(t), pyFloat(t))
+		return badRequest("temperature",
+			"temperature must be non-negative, got %s. (parameter=temperature, value=%s)", pyFloat(t),
+			pyFloat(t))
 	}
 	if t, ok := f.float("top_p"); ok && (t <= 0 || t > 1) {
-		return badRequest("top_p", "top_p must be in (0, 1], got %s. (parameter=top_p, value=%s)", pyFloat(t), pyFloat(t))
+		return badRequest("top_p", "top_p must be in (0, 1], got %s. (parameter=top_p, value=%s)", pyFloat(t),
+			pyFloat(t))
 	}
 	if p.minTokens < 0 {
-		return badRequest("min_tokens", "min_tokens must be greater than or equal to 0, got %d. (parameter=min_tokens, value=%d)", p.minTokens, p.minTokens)
+		return badRequest("min_tokens",
+			"min_tokens must be greater than or equal to 0, got %d. (parameter=min_tokens, value=%d)",
+			p.minTokens, p.minTokens)
 	}
 	return nil
 }
 
-// lengths checks prompts and max_tokens against the model length and settles how many tokens each prompt may get.
+// lengths checks prompts and max_tokens against the model length and settles how many tokens each prompt may
+// get.
 func (p *plan) lengths(maxLen int, given bool) *apiError {
 	if given && p.maxNew > maxLen {
-		return badRequest("max_tokens", "max_tokens=%d cannot be greater than max_model_len=%d. Please request fewer output tokens. (parameter=max_tokens, value=%d)",
+		return badRequest("max_tokens",
+			"max_tokens=%d cannot be greater than max_model_len=%d. Please request fewer output tokens. " +
+			"(parameter=max_tokens, value=%d)",
 			p.maxNew, maxLen, p.maxNew)
 	}
 	for i := range p.prompts {
@@ -119,7 +129,8 @@ func (p *plan) lengths(maxLen int, given bool) *apiError {
 			return err
 		}
 		if n := p.room(&p.prompts[i], maxLen, given); n < 1 {
-			return badRequest("max_tokens", "max_tokens must be at least 1, got %d. (parameter=max_tokens, value=%d)", n, n)
+			return badRequest("max_tokens",
+				"max_tokens must be at least 1, got %d. (parameter=max_tokens, value=%d)", n, n)
 		}
 	}
 	return nil
@@ -145,22 +156,29 @@ func (q *prompt) tooLong(maxLen int) *apiError {
 	if !q.fromIDs { // texts are cut one token behind the limit, nobody counts further
 		n, how = maxLen+1, "at least "
 	}
-	return badRequest("input_tokens", "This model's maximum context length is %d tokens. However, your prompt contains %s%d input tokens, "+
-		"which exceeds this limit even without any output tokens. Please reduce the length of the input prompt. (parameter=input_tokens, value=%d)",
+	return badRequest("input_tokens",
+		"This model's maximum context length is %d tokens. However, your prompt contains %s%d input tokens, "+
+		"which exceeds this limit even without any output tokens. Please reduce the length of the input " +
+			"prompt. (parameter=input_tokens, value=%d)",
 		maxLen, how, n, n)
 }
 
-// late checks what the imitated server finds out only after it has begun to answer: for streams an error event under 200.
+// late checks what the imitated server finds out only after it has begun to answer: for streams an error
+// event under 200.
 func (p *plan) late(ranks int) *apiError {
 	if p.rank != noRank && (p.rank < 0 || p.rank >= ranks) {
 		return badRequest("", "data_parallel_rank %d is out of range [0, %d).", p.rank, ranks)
 	}
 	if p.logprobs > maxTopLogprobs {
-		return badRequest("logprobs", "Requested sample logprobs of %d, which is greater than max allowed: %d (parameter=logprobs, value=%d)",
+		return badRequest("logprobs",
+			"Requested sample logprobs of %d, which is greater than max allowed: %d (parameter=logprobs, " +
+			"value=%d)",
 			p.logprobs, maxTopLogprobs, p.logprobs)
 	}
 	if p.promptLogprobs > maxTopLogprobs {
-		return badRequest("prompt_logprobs", "Requested prompt logprobs of %d, which is greater than max allowed: %d (parameter=prompt_logprobs, value=%d)",
+		return badRequest("prompt_logprobs",
+			"Requested prompt logprobs of %d, which is greater than max allowed: %d " +
+			"(parameter=prompt_logprobs, value=%d)",
 			p.promptLogprobs, maxTopLogprobs, p.promptLogprobs)
 	}
 	return nil

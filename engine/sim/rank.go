@@ -13,8 +13,9 @@ import (
 // maxInbox bounds what handlers may hand in between two turns of the engine; beyond it the engine is busy.
 const maxInbox = 1 << 16
 
-// maxBurst bounds the steps without duration that follow each other before the writers get their turn: with many of them a stream
-// is flushed once for several tokens, as a client sees them that is slower than the engine.
+// maxBurst bounds the steps without duration that follow each other before the writers get their turn: with
+// many of them a stream is flushed once for several tokens, as a client sees them that is slower than the
+// engine.
 const maxBurst = 32
 
 // rank drives one engine core by wall time: one goroutine, one bounded inbox, no decisions of its own.
@@ -169,7 +170,8 @@ func (r *rank) pass(e *em.Effect) {
 	}
 }
 
-// finish books the end of a sequence and wakes the handler: a stream at each end, a plain answer at the last one.
+// finish books the end of a sequence and wakes the handler: a stream at each end, a plain answer at the last
+// one.
 func (c *choice) finish(why em.FinishReason) {
 	c.ended.Store(uint32(why))
 	if c.call.open.Add(-1) == 0 || c.call.plan.stream {

@@ -85,7 +85,8 @@ func (s *Server) route(w http.ResponseWriter, r *http.Request) {
 		s.only(w, post, "POST", func() { s.tokenize(w, r) })
 	case "/detokenize":
 		s.only(w, post, "POST", func() { s.detokenize(w, r) })
-	case "/inference/v1/generate", "/inference/v1/abort_requests", "/v1/completions/render", "/v1/chat/completions/render":
+	case "/inference/v1/generate", "/inference/v1/abort_requests", "/v1/completions/render",
+		"/v1/chat/completions/render":
 		s.scaleOut(w, post)
 	default:
 		s.writeJSON(w, http.StatusNotFound, []byte(`{"detail":"Not Found"}`))
@@ -111,14 +112,16 @@ func (s *Server) only(w http.ResponseWriter, ok bool, allow string, serve func()
 	s.writeJSON(w, http.StatusMethodNotAllowed, []byte(`{"detail":"Method Not Allowed"}`))
 }
 
-// scaleOut refuses the routes that need a flag; with the flag they are unknown, this version does not serve them.
+// scaleOut refuses the routes that need a flag; with the flag they are unknown, this version does not serve
+// them.
 func (s *Server) scaleOut(w http.ResponseWriter, post bool) {
 	s.only(w, post, "POST", func() {
 		if s.cfg.ScaleOut {
 			s.writeJSON(w, http.StatusNotFound, []byte(`{"detail":"Not Found"}`))
 			return
 		}
-		s.fail(w, &apiError{status: http.StatusForbidden, kind: "PermissionDeniedError", message: msgScaleOut})
+		s.fail(w, &apiError{status: http.StatusForbidden, kind: "PermissionDeniedError",
+			message: msgScaleOut})
 	})
 }
 
@@ -153,7 +156,8 @@ func (s *Server) models(w http.ResponseWriter) {
 		b = appendJSON(b, root)
 		b = fmt.Appendf(b, `,"parent":null,"max_model_len":%d,"permission":[{"id":"modelperm-%s","object":"model_permission","created":%d,`+
 			`"allow_create_engine":false,"allow_sampling":true,"allow_logprobs":true,"allow_search_indices":false,"allow_view":true,`+
-			`"allow_fine_tuning":false,"organization":"*","group":null,"is_blocking":false}]}`, s.cfg.Model.MaxModelLen, s.newID(), now)
+			`"allow_fine_tuning":false,"organization":"*","group":null,"is_blocking":false}]}`,
+				s.cfg.Model.MaxModelLen, s.newID(), now)
 	}
 	s.writeJSON(w, http.StatusOK, append(b, "]}"...))
 }
@@ -187,7 +191,8 @@ func (s *Server) body(r *http.Request) (value, *apiError) {
 		return value{}, &apiError{status: http.StatusBadRequest, kind: "Bad Request", message: msgMediaType}
 	}
 	if len(raw) == 0 {
-		return value{}, schemaError([]fieldError{{kind: "missing", loc: "body", msg: "Field required", input: "None"}})
+		return value{}, schemaError([]fieldError{{kind: "missing", loc: "body", msg: "Field required",
+			input: "None"}})
 	}
 	v, err := parseJSON(string(raw))
 	var bad *syntaxError
@@ -199,14 +204,17 @@ func (s *Server) body(r *http.Request) (value, *apiError) {
 	}
 	if v.kind != kindObject {
 		return value{}, schemaError([]fieldError{{
-			kind: "model_attributes_type", loc: "body", msg: "Input should be a valid dictionary or object to extract fields from", input: describe(&v),
+			kind: "model_attributes_type", loc: "body",
+				msg: "Input should be a valid dictionary or object to extract fields from",
+				input: describe(&v),
 		}})
 	}
 	return v, nil
 }
 
 func readAll(r *http.Request) ([]byte, *apiError) {
-	tooLarge := &apiError{status: http.StatusRequestEntityTooLarge, kind: "Request Entity Too Large", message: "The request body is too large."}
+	tooLarge := &apiError{status: http.StatusRequestEntityTooLarge, kind: "Request Entity Too Large",
+		message: "The request body is too large."}
 	if r.ContentLength > maxBody {
 		return nil, tooLarge
 	}

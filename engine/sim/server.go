@@ -1,5 +1,6 @@
-// Package sim is the built-in engine: one rank in one process that speaks vLLM's HTTP, answers with made-up text at the speed of a
-// step law, and fails on demand. The engine itself is enginemodel; this is its process. See DESIGN.md.
+// Package sim is the built-in engine: one rank in one process that speaks vLLM's HTTP, answers with made-up
+// text at the speed of a step law, and fails on demand. The engine itself is enginemodel; this is its
+// process. See DESIGN.md.
 package sim
 
 import (
@@ -31,7 +32,8 @@ const (
 // ErrNotListening is given by Serve before Listen.
 var ErrNotListening = errors.New("not listening: call Listen first")
 
-// ExitError says that the engine ended by itself (an injected failure, a dead core), and how its process ends.
+// ExitError says that the engine ended by itself (an injected failure, a dead core), and how its process
+// ends.
 type ExitError struct {
 	Code  int
 	Cause string
@@ -78,7 +80,8 @@ func New(cfg Config) (*Server, error) {
 	cfg.Model.BlockEvents = cfg.KVEvents.active()
 	s := &Server{
 		cfg: cfg, set: cfg.settings(), log: cfg.logger(), active: newInflight(), started: time.Now(),
-		serverHeader: []string{"uvicorn"}, varyHeader: []string{"Origin"}, jsonHeader: []string{"application/json"},
+		serverHeader: []string{"uvicorn"}, varyHeader: []string{"Origin"},
+			jsonHeader: []string{"application/json"},
 	}
 	s.ids.Store(uint64(s.started.UnixNano()))
 	for i := range cfg.ranks() {
@@ -95,7 +98,8 @@ func New(cfg Config) (*Server, error) {
 		s.ranks = append(s.ranks, r)
 	}
 	s.http = &http.Server{
-		Handler: s, IdleTimeout: cfg.KeepAlive, ReadHeaderTimeout: readHeaderTimeout, MaxHeaderBytes: maxHeaderBytes,
+		Handler: s, IdleTimeout: cfg.KeepAlive, ReadHeaderTimeout: readHeaderTimeout,
+			MaxHeaderBytes: maxHeaderBytes,
 		ErrorLog: log.New(io.Discard, "", 0), ConnContext: withConn,
 	}
 	return s, nil
@@ -138,8 +142,8 @@ func StartGroup(ctx context.Context, cfg Config, n int) ([]*Server, error) {
 	return servers, nil
 }
 
-// Listen starts the engine up: it waits for the simulated load time and for the group, then opens the port, which refuses
-// connections until then. ctx bounds the start only.
+// Listen starts the engine up: it waits for the simulated load time and for the group, then opens the port,
+// which refuses connections until then. ctx bounds the start only.
 func (s *Server) Listen(ctx context.Context) error {
 	if err := s.startup(ctx); err != nil {
 		return err
@@ -324,7 +328,8 @@ func (s *Server) drop(exit *ExitError) bool {
 	return true
 }
 
-// leave ends the engine from inside: connections are closed, Serve returns the cause. The goroutines end with Close.
+// leave ends the engine from inside: connections are closed, Serve returns the cause. The goroutines end with
+// Close.
 func (s *Server) leave(code int, cause string) {
 	if !s.drop(&ExitError{Code: code, Cause: cause}) {
 		return
@@ -343,8 +348,9 @@ func (s *Server) coreDied() {
 	s.after(s.cfg.scaled(deathDelay), func() { s.leave(0, "engine core died") })
 }
 
-// Shutdown ends the engine as SIGTERM does: with timeout 0 everything in flight is aborted, else it may finish until then. New
-// requests get the answers of a stopping engine meanwhile. It returns when the port is closed; Close is still needed.
+// Shutdown ends the engine as SIGTERM does: with timeout 0 everything in flight is aborted, else it may
+// finish until then. New requests get the answers of a stopping engine meanwhile. It returns when the port is
+// closed; Close is still needed.
 func (s *Server) Shutdown(ctx context.Context, timeout time.Duration) {
 	s.stopping.Store(true)
 	if timeout > 0 && s.drain(ctx, timeout) {

@@ -46,6 +46,7 @@ func (s *settings) knowsModel(name string) *apiError {
 	}
 	return &apiError{
 		status: 404, kind: "NotFoundError", param: "model",
-		message: "The model `" + name + "` does not exist. Valid aliases: " + strings.Join(s.names, ", ") + ".",
+		message: "The model `" + name + "` does not exist. Valid aliases: " + strings.Join(s.names, ", ") +
+			".",
 	}
 }

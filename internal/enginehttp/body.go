@@ -21,8 +21,8 @@ type exchange struct {
 	err    error // why there is nothing more to read
 }
 
-// Read gives what is buffered, else what one read of the socket brings: of a chunked body all payloads in it. The body's end
-// may come with the last bytes.
+// Read gives what is buffered, else what one read of the socket brings: of a chunked body all payloads in it.
+// The body's end may come with the last bytes.
 func (x *exchange) Read(p []byte) (int, error) {
 	if x.err != nil || len(p) == 0 {
 		return 0, x.err
@@ -145,7 +145,8 @@ func (x *exchange) data(n int) {
 	}
 }
 
-// frame reads one step of what stands between payloads. It gives false if not enough is buffered, io.EOF at the body's end.
+// frame reads one step of what stands between payloads. It gives false if not enough is buffered, io.EOF at
+// the body's end.
 func (x *exchange) frame() (bool, error) {
 	limit, c := maxChunkLine, x.conn
 	switch {
@@ -217,7 +218,8 @@ func lower(b byte) byte {
 	return b
 }
 
-// extension says that what stands behind a size is blank, or begins with a semicolon; control characters are in neither.
+// extension says that what stands behind a size is blank, or begins with a semicolon; control characters are
+// in neither.
 func extension(b []byte) bool {
 	began := false
 	for _, x := range b {

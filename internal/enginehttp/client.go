@@ -12,13 +12,17 @@ import (
 
 // Config of a Client. Every field must be set.
 type Config struct {
-	Host    string                                                            // host and port, or host alone: the Host field, and where to dial
+	// host and port, or host alone: the Host field, and where to dial
+	Host    string
 	Dial    func(ctx context.Context, network, addr string) (net.Conn, error) // bounds its own time
-	Idle    time.Duration                                                     // how long a connection may wait for its next request
-	MaxIdle int                                                               // connections kept; more are closed
+	// how long a connection may wait for its next request
+	Idle    time.Duration
+	// connections kept; more are closed
+	MaxIdle int
 }
 
-// Client sends requests to one engine. Safe for concurrent use. It has no goroutine; the pool's timer ends with Close.
+// Client sends requests to one engine. Safe for concurrent use. It has no goroutine; the pool's timer ends
+// with Close.
 type Client struct {
 	host string
 	addr string
@@ -32,7 +36,8 @@ type Client struct {
 
 // New makes a client; it dials when a request needs it, and in Warm.
 func New(c Config) *Client {
-	out := &Client{host: c.Host, addr: address(c.Host), dial: c.Dial, pool: pool{idle: c.Idle, most: c.MaxIdle}}
+	out := &Client{host: c.Host, addr: address(c.Host), dial: c.Dial,
+		pool: pool{idle: c.Idle, most: c.MaxIdle}}
 	out.buffers.New = func() any { b := make([]byte, readBuffer); return &b }
 	out.requests.New = func() any { return new([]byte) }
 	return out
@@ -55,7 +60,8 @@ func (c *Client) Unused() bool { return c.busy.Load() == 0 && c.pool.empty() }
 // HasIdle says that a connection waits for a request.
 func (c *Client) HasIdle() bool { return !c.pool.empty() }
 
-// Warm dials a connection for a request to come. It waits for that request as one that has served another does.
+// Warm dials a connection for a request to come. It waits for that request as one that has served another
+// does.
 func (c *Client) Warm(ctx context.Context) error {
 	c.busy.Add(1)
 	defer c.busy.Add(-1)
@@ -72,17 +78,20 @@ func (c *Client) Warm(ctx context.Context) error {
 // CloseIdle closes the connections that wait for a request.
 func (c *Client) CloseIdle() { c.pool.drop() }
 
-// Close closes what waits, and keeps no connection from now on. Requests under way go on, and their callers end them. Idempotent.
+// Close closes what waits, and keeps no connection from now on. Requests under way go on, and their callers
+// end them. Idempotent.
 func (c *Client) Close() { c.pool.close() }
 
-// Send writes a request and reads the answer's head. target is the path with its query. header and body are only read, and no more
-// once Send has returned. Of header the fields that frame the message or belong to the connection are left out, and nothing is added
-// but Host and Content-Length.
+// Send writes a request and reads the answer's head. target is the path with its query. header and body are
+// only read, and no more once Send has returned. Of header the fields that frame the message or belong to the
+// connection are left out, and nothing is added but Host and Content-Length.
 //
-// The caller closes the answer's body and reads it from one goroutine. The end of ctx ends Send and Read at once. The answer's header
-// must not be changed: answers share it. Errors are *SendError. After one without a byte of an answer on a connection that
-// had waited, all waiting connections are closed too (they have waited longer), so that a second Send dials.
-func (c *Client) Send(ctx context.Context, method, target string, header http.Header, body []byte) (*http.Response, error) {
+// The caller closes the answer's body and reads it from one goroutine. The end of ctx ends Send and Read at
+// once. The answer's header must not be changed: answers share it. Errors are *SendError. After one without a
+// byte of an answer on a connection that had waited, all waiting connections are closed too (they have waited
+// longer), so that a second Send dials.
+func (c *Client) Send(ctx context.Context, method, target string, header http.Header,
+	body []byte) (*http.Response, error) {
 	if ctx.Err() != nil {
 		return nil, &SendError{Err: context.Cause(ctx)}
 	}
@@ -134,8 +143,8 @@ func (c *Client) connect(ctx context.Context) (*conn, error) {
 	return newConn(n), nil
 }
 
-// roundTrip writes the request and reads the head of the answer, also if writing failed: a peer that refuses a request may answer and
-// close before it has read it all.
+// roundTrip writes the request and reads the head of the answer, also if writing failed: a peer that refuses
+// a request may answer and close before it has read it all.
 func (c *conn) roundTrip(req, rest []byte) (h *head, whole bool, err error) {
 	whole, unwritten := c.write(req, rest)
 	if unwritten == nil {

@@ -16,7 +16,8 @@ const (
 	keptRequest = 80 << 10 // larger buffers of requests are left to the garbage collector
 	keptHead    = 4 << 10  // heads up to this size are remembered for the next answer
 
-	// A write that has stood still for firstLook looks whether an answer has come, then after twice the time, up to lastLook.
+	// A write that has stood still for firstLook looks whether an answer has come, then after twice the time,
+	// up to lastLook.
 	firstLook = 50 * time.Millisecond
 	lastLook  = time.Second
 	lookFor   = time.Millisecond // how long such a look may wait
@@ -24,7 +25,8 @@ const (
 	lastWords = time.Second
 )
 
-// conn is a connection to the engine. It belongs to one request at a time, or to the pool. Only abort may be called from elsewhere.
+// conn is a connection to the engine. It belongs to one request at a time, or to the pool. Only abort may be
+// called from elsewhere.
 type conn struct {
 	net     net.Conn
 	probe   *probe // nil: the system shows nothing of this connection without reading
@@ -59,8 +61,9 @@ func (c *conn) close() {
 	}
 }
 
-// write sends a request: req holds the head and as much of the body as is packed with it, rest what is left. whole is false if an
-// answer came before the request was out: it is in the buffer or can be read, and the connection ends with it.
+// write sends a request: req holds the head and as much of the body as is packed with it, rest what is left.
+// whole is false if an answer came before the request was out: it is in the buffer or can be read, and the
+// connection ends with it.
 func (c *conn) write(req, rest []byte) (whole bool, err error) {
 	if len(rest) == 0 && c.probe != nil { // it fits into the kernel's buffers: nothing to be patient about
 		_, err = c.net.Write(req)
@@ -74,8 +77,8 @@ func (c *conn) write(req, rest []byte) (whole bool, err error) {
 	return true, nil
 }
 
-// writePatiently writes to a peer that may answer instead of reading on. It lasts until the peer has read, answered or gone, or
-// until abort.
+// writePatiently writes to a peer that may answer instead of reading on. It lasts until the peer has read,
+// answered or gone, or until abort.
 func (c *conn) writePatiently(p []byte) (whole bool, err error) {
 	defer c.writeBy(time.Time{})
 	for wait := firstLook; len(p) > 0; wait = min(2*wait, lastLook) {
@@ -109,7 +112,8 @@ func (c *conn) answered() (bool, error) {
 	return c.w == len(c.buf) || c.final(), nil
 }
 
-// final skips interim answers in the buffer and says that one has begun which is the last, or none at all: readHead tells which.
+// final skips interim answers in the buffer and says that one has begun which is the last, or none at all:
+// readHead tells which.
 func (c *conn) final() bool {
 	const class = len("HTTP/1.1 ")
 	for {

@@ -8,8 +8,9 @@ var ErrAborted = errors.New("the request was given up")
 // errClosed is what a body's Read gives behind Close.
 var errClosed = errors.New("read of a closed body")
 
-// SendError says why Send gave no answer. Err tells an end of file (io.EOF) from a reset (syscall.ECONNRESET), and is a *net.OpError
-// of op "dial" if no connection came about; after the context's end it is the context's cause.
+// SendError says why Send gave no answer. Err tells an end of file (io.EOF) from a reset
+// (syscall.ECONNRESET), and is a *net.OpError of op "dial" if no connection came about; after the context's
+// end it is the context's cause.
 type SendError struct {
 	Reused bool // the connection had waited for a request: behind another one, or since Warm
 	Begun  bool // a byte of an answer has come

@@ -27,8 +27,9 @@ type head struct {
 	keep    bool // the connection outlives the answer
 }
 
-// headEnd finds the length of a head at the beginning of b, of which the lines before from are already looked at; 0: not all of it is
-// there, and next is where to look on. A line must end in CRLF, and the first one begin as HTTP/1 does: garbage is not waited for.
+// headEnd finds the length of a head at the beginning of b, of which the lines before from are already looked
+// at; 0: not all of it is there, and next is where to look on. A line must end in CRLF, and the first one
+// begin as HTTP/1 does: garbage is not waited for.
 func headEnd(b []byte, from int) (end, next int, err error) {
 	const magic = "HTTP/1."
 	if n := min(len(b), len(magic)); string(b[:n]) != magic[:n] {
@@ -142,7 +143,8 @@ func (h *head) frame() error {
 	if h.minor == 1 {
 		h.keep = !httpguts.HeaderValuesContainsToken(conn, "close")
 	} else {
-		h.keep = httpguts.HeaderValuesContainsToken(conn, "keep-alive") && !httpguts.HeaderValuesContainsToken(conn, "close")
+		h.keep = httpguts.HeaderValuesContainsToken(conn, "keep-alive") &&
+			!httpguts.HeaderValuesContainsToken(conn, "close")
 	}
 	delete(h.header, "Transfer-Encoding") // as net/http does: the body comes without it
 	delete(h.header, "Trailer")
@@ -176,8 +178,8 @@ func (h *head) bodiless(method string) bool {
 	return method == http.MethodHead || h.status == http.StatusNoContent || h.status == http.StatusNotModified
 }
 
-// reusable says that a connection is at a boundary behind the end of an answer without a body: a 204 that announces one is not
-// trusted to leave it out.
+// reusable says that a connection is at a boundary behind the end of an answer without a body: a 204 that
+// announces one is not trusted to leave it out.
 func (h *head) reusable(method string) bool {
 	return h.keep && (method == http.MethodHead || !h.chunked && h.length <= 0)
 }

@@ -5,7 +5,8 @@ import (
 	"time"
 )
 
-// pool keeps connections between requests. The one that was used last is taken first, so that the others can grow old.
+// pool keeps connections between requests. The one that was used last is taken first, so that the others can
+// grow old.
 type pool struct {
 	idle time.Duration // how long a connection may wait
 	most int

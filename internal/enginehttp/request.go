@@ -9,11 +9,12 @@ import (
 	"golang.org/x/net/http/httpguts"
 )
 
-// appendRequest writes the head of a request. The fields that frame a message or belong to the connection are this package's alone:
-// they are left out of header, however they are spelt.
+// appendRequest writes the head of a request. The fields that frame a message or belong to the connection are
+// this package's alone: they are left out of header, however they are spelt.
 func appendRequest(b []byte, method, target, host string, header http.Header, length int) ([]byte, error) {
 	if !validTarget(target) {
-		return b, fmt.Errorf("request target %q must begin with / and hold no blanks or control characters", target)
+		return b, fmt.Errorf("request target %q must begin with / and hold no blanks or control characters",
+			target)
 	}
 	b = append(append(append(b, method...), ' '), target...)
 	b = append(append(append(b, " HTTP/1.1\r\nHost: "...), host...), '\r', '\n')

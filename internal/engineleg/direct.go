@@ -14,9 +14,9 @@ import (
 	"github.com/dpserve/dpserve/internal/enginehttp"
 )
 
-// maxDirect is the largest body for the own client, in bytes. It writes before it reads, so a large body stays with
-// http.Transport, whose second goroutine reads meanwhile: an engine that answers before it has read the whole body
-// would otherwise block both sides.
+// maxDirect is the largest body for the own client, in bytes. It writes before it reads, so a large body
+// stays with http.Transport, whose second goroutine reads meanwhile: an engine that answers before it has
+// read the whole body would otherwise block both sides.
 const maxDirect = 1 << 20
 
 // direct is the leg on the own client, for plain HTTP; the rest goes to the transport.
@@ -27,8 +27,10 @@ type direct struct {
 	idle      time.Duration
 
 	mu      sync.RWMutex
-	clients map[string]*enginehttp.Client             // by host and port; one without connections goes when another comes
-	spares  map[*enginehttp.Client]context.CancelFunc // the clients for which a spare connection is being dialled
+	// by host and port; one without connections goes when another comes
+	clients map[string]*enginehttp.Client
+	// the clients for which a spare connection is being dialled
+	spares  map[*enginehttp.Client]context.CancelFunc
 	closed  bool
 	dials   sync.WaitGroup // of spare connections
 }
@@ -62,10 +64,10 @@ func (l *direct) send(ctx context.Context, o *Request) (*http.Response, error) {
 	return resp, nil
 }
 
-// dialSpare dials a connection for the next request in the background, so that this request does not wait for a
-// dial. send calls it when an engine has answered and no connection waits, so that nothing dials an engine that does
-// not answer or gets no requests. An engine has at most one such dial. It ends after the patience for a dial, or with
-// close. A failed dial says nothing: the next request dials itself.
+// dialSpare dials a connection for the next request in the background, so that this request does not wait for
+// a dial. send calls it when an engine has answered and no connection waits, so that nothing dials an engine
+// that does not answer or gets no requests. An engine has at most one such dial. It ends after the patience
+// for a dial, or with close. A failed dial says nothing: the next request dials itself.
 func (l *direct) dialSpare(ctx context.Context, c *enginehttp.Client) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -83,7 +85,8 @@ func (l *direct) dialSpare(ctx context.Context, c *enginehttp.Client) {
 	})
 }
 
-// plain says that a URL is of the simple kind: plain HTTP to a host in ASCII without a zone. net/http knows what to do with others.
+// plain says that a URL is of the simple kind: plain HTTP to a host in ASCII without a zone. net/http knows
+// what to do with others.
 func plain(u *url.URL) bool {
 	if u.Scheme != "http" || u.Opaque != "" || strings.Contains(u.Host, "%") {
 		return false
@@ -107,8 +110,8 @@ func (l *direct) client(host string) *enginehttp.Client {
 	return l.add(host)
 }
 
-// add makes a client. Engines come and go with their ports, so those that nobody uses any more are forgotten here. A request that
-// has just found one of them goes on: its connection is closed behind it.
+// add makes a client. Engines come and go with their ports, so those that nobody uses any more are forgotten
+// here. A request that has just found one of them goes on: its connection is closed behind it.
 func (l *direct) add(host string) *enginehttp.Client {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -129,7 +132,8 @@ func (l *direct) add(host string) *enginehttp.Client {
 	return c
 }
 
-// close closes idle connections, and those in use when their requests end. It ends the dials of spare connections.
+// close closes idle connections, and those in use when their requests end. It ends the dials of spare
+// connections.
 func (l *direct) close() {
 	l.mu.Lock()
 	l.closed = true

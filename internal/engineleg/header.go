@@ -6,10 +6,12 @@ import (
 	"strings"
 )
 
-// Hop says that a header field (in canonical form) belongs to one connection and is never passed on (RFC 9110, 7.6.1).
+// Hop says that a header field (in canonical form) belongs to one connection and is never passed on (RFC
+// 9110, 7.6.1).
 func Hop(name string) bool {
 	switch name {
-	case "Connection", "Keep-Alive", "Proxy-Connection", "Proxy-Authenticate", "Proxy-Authorization", "Te", "Trailer", "Transfer-Encoding", "Upgrade":
+	case "Connection", "Keep-Alive", "Proxy-Connection", "Proxy-Authenticate", "Proxy-Authorization", "Te",
+		"Trailer", "Transfer-Encoding", "Upgrade":
 		return true
 	}
 	return false

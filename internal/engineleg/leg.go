@@ -1,5 +1,6 @@
-// Package engineleg sends one request to an engine: through enginehttp where that client can (plain HTTP, body up to
-// maxDirect), else through http.Transport. An ingress uses it for ranks of its node, a data port for requests of other nodes.
+// Package engineleg sends one request to an engine: through enginehttp where that client can (plain HTTP,
+// body up to maxDirect), else through http.Transport. An ingress uses it for ranks of its node, a data port
+// for requests of other nodes.
 package engineleg
 
 import (
@@ -35,8 +36,8 @@ type Request struct {
 // Settled says that nobody reads the request's memory any more.
 func (r *Request) Settled() bool { return r.writing.Load() == 0 }
 
-// Stale says of a request that failed: its connection had waited for a request and turned out to be closed. That is
-// nobody's fault; the request may be sent once more.
+// Stale says of a request that failed: its connection had waited for a request and turned out to be closed.
+// That is nobody's fault; the request may be sent once more.
 func (r *Request) Stale() bool { return r.reused.Load() && !r.begun.Load() }
 
 func (r *Request) trace() *httptrace.ClientTrace {
@@ -70,12 +71,14 @@ func Malformed(err error) bool {
 
 // Numbers without a knob.
 const (
-	// maxIdle connections per engine must not be below max_ongoing_requests, or a burst dials once per request.
+	// maxIdle connections per engine must not be below max_ongoing_requests, or a burst dials once per
+	// request.
 	maxIdle = 4096
 	maxHead = 64 << 10 // bytes of an answer's header
-	// kernelBuffer is the size in bytes of a connection's receive buffer. It bounds what a stuck reader can pile up. A larger one
-	// is slower: at 256 KiB the window never moves, so the kernel acknowledges each segment at once, the engine's writes never
-	// join in its send queue, and each token costs the engine a segment of its own (70 % more CPU per answer, 40 % fewer chunks).
+	// kernelBuffer is the size in bytes of a connection's receive buffer. It bounds what a stuck reader can
+	// pile up. A larger one is slower: at 256 KiB the window never moves, so the kernel acknowledges each
+	// segment at once, the engine's writes never join in its send queue, and each token costs the engine a
+	// segment of its own (70 % more CPU per answer, 40 % fewer chunks).
 	kernelBuffer = 64 << 10
 )
 
@@ -86,7 +89,8 @@ type Timers struct {
 	IdleAttached time.Duration // idle connections to other engines
 }
 
-// Legs are the two ways to an engine: one that dpserve started keeps idle connections for longer. Safe for concurrent use.
+// Legs are the two ways to an engine: one that dpserve started keeps idle connections for longer. Safe for
+// concurrent use.
 type Legs struct{ owned, attached *direct }
 
 // New makes the legs; a nil dial is TCP.
@@ -95,12 +99,13 @@ func New(t Timers, dial Dialer) *Legs {
 		dial = (&net.Dialer{Timeout: t.Dial, KeepAlive: -1, Control: connectNow}).DialContext
 	}
 	dial = cappedDial(dial)
-	return &Legs{owned: newDirect(dial, t.Dial, t.IdleOwned), attached: newDirect(dial, t.Dial, t.IdleAttached)}
+	return &Legs{owned: newDirect(dial, t.Dial, t.IdleOwned),
+		attached: newDirect(dial, t.Dial, t.IdleAttached)}
 }
 
-// Send returns when the answer's header is there. It never follows redirects and never sends twice. The caller closes the
-// answer's body, and does not change its header. The request's memory may still be read after Send has returned, until
-// Settled says otherwise. owned: dpserve started the engine.
+// Send returns when the answer's header is there. It never follows redirects and never sends twice. The
+// caller closes the answer's body, and does not change its header. The request's memory may still be read
+// after Send has returned, until Settled says otherwise. owned: dpserve started the engine.
 func (l *Legs) Send(ctx context.Context, owned bool, r *Request) (*http.Response, error) {
 	if owned {
 		return l.owned.send(ctx, r)
@@ -108,7 +113,8 @@ func (l *Legs) Send(ctx context.Context, owned bool, r *Request) (*http.Response
 	return l.attached.send(ctx, r)
 }
 
-// Close closes idle connections, and those in use when their requests end. It ends the dials of spare connections.
+// Close closes idle connections, and those in use when their requests end. It ends the dials of spare
+// connections.
 func (l *Legs) Close() {
 	l.owned.close()
 	l.attached.close()
@@ -125,7 +131,8 @@ func cappedDial(dial Dialer) Dialer {
 	}
 }
 
-// capped bounds what a stuck client makes pile up in the kernel on the engine's side, and gives a quiet connection.
+// capped bounds what a stuck client makes pile up in the kernel on the engine's side, and gives a quiet
+// connection.
 func capped(c net.Conn) net.Conn {
 	if tcp, ok := c.(*net.TCPConn); ok {
 		if tcp.SetReadBuffer(kernelBuffer) != nil {

@@ -12,8 +12,8 @@ import (
 // transport is the leg on net/http: for TLS, and for large bodies.
 type transport struct{ inner *http.Transport }
 
-// newTransport sets what the defaults of net/http get wrong for a relay: no compression (the transport would decode
-// answers on its own), and no proxy from the environment (it would see the prompts).
+// newTransport sets what the defaults of net/http get wrong for a relay: no compression (the transport would
+// decode answers on its own), and no proxy from the environment (it would see the prompts).
 func newTransport(dial Dialer, patience, idle time.Duration) *transport {
 	return &transport{&http.Transport{
 		DialContext:            dial,
@@ -27,8 +27,8 @@ func newTransport(dial Dialer, patience, idle time.Duration) *transport {
 	}}
 }
 
-// send gives the body as a bytes.Reader, which the transport knows: it writes header and body in one piece. GetBody stays
-// unset, or the transport would resend by itself, uncounted.
+// send gives the body as a bytes.Reader, which the transport knows: it writes header and body in one piece.
+// GetBody stays unset, or the transport would resend by itself, uncounted.
 func (t *transport) send(ctx context.Context, o *Request) (*http.Response, error) {
 	o.reader = bytes.NewReader(o.Body)
 	r := http.Request{

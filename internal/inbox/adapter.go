@@ -14,8 +14,8 @@ type adapter struct {
 	receiver Receiver
 }
 
-// Receive sorts protoactor's own messages from ours. A panic is logged here, with the type of the message and never its
-// content, and passed on, so that supervision builds a new adapter.
+// Receive sorts protoactor's own messages from ours. A panic is logged here, with the type of the message and
+// never its content, and passed on, so that supervision builds a new adapter.
 func (a *adapter) Receive(ctx actor.Context) {
 	switch m := ctx.Message().(type) {
 	case *actor.Started, *actor.Stopping, *actor.Restarting, *actor.Terminated:
@@ -34,18 +34,20 @@ func (a *adapter) logPanic(m any) {
 		return
 	}
 	a.box.system.Logger().Error("actor panicked, restarting it", slog.String("actor", a.box.name),
-		slog.String("type", fmt.Sprintf("%T", m)), slog.String("err", fmt.Sprint(r)), slog.String("stack", string(debug.Stack())))
+		slog.String("type", fmt.Sprintf("%T", m)), slog.String("err", fmt.Sprint(r)),
+			slog.String("stack", string(debug.Stack())))
 	panic(r)
 }
 
-// alwaysRestart restarts an actor after every panic. Each panic costs one message, so the restarts are bounded by the
-// messages; the default strategy would stop the actor at the eleventh and leave its callers alone. It is a comparable value:
-// protoactor keeps one guardian per distinct strategy.
+// alwaysRestart restarts an actor after every panic. Each panic costs one message, so the restarts are
+// bounded by the messages; the default strategy would stop the actor at the eleventh and leave its callers
+// alone. It is a comparable value: protoactor keeps one guardian per distinct strategy.
 type alwaysRestart struct{}
 
 var _ actor.SupervisorStrategy = alwaysRestart{}
 
 // HandleFailure implements actor.SupervisorStrategy.
-func (alwaysRestart) HandleFailure(_ *actor.ActorSystem, s actor.Supervisor, child *actor.PID, _ *actor.RestartStatistics, _, _ any) {
+func (alwaysRestart) HandleFailure(_ *actor.ActorSystem, s actor.Supervisor, child *actor.PID,
+	_ *actor.RestartStatistics, _, _ any) {
 	s.RestartChildren(child)
 }

@@ -8,14 +8,18 @@ import (
 	"github.com/asynkron/protoactor-go/actor"
 )
 
-// deadLetterReset is how long protoactor keeps the goroutine that counts dead letters; nobody reads its count.
+// deadLetterReset is how long protoactor keeps the goroutine that counts dead letters; nobody reads its
+// count.
 const deadLetterReset = time.Millisecond
 
-// NewSystem makes a node's actor system: one per node, ended by its Shutdown after every actor has stopped. Of protoactor's
-// own log lines only warnings and errors reach log, without the messages that they quote: those hold prompts.
+// NewSystem makes a node's actor system: one per node, ended by its Shutdown after every actor has stopped.
+// Of protoactor's own log lines only warnings and errors reach log, without the messages that they quote:
+// those hold prompts.
 func NewSystem(log *slog.Logger) *actor.ActorSystem {
 	return actor.NewActorSystem(
-		actor.WithLoggerFactory(func(*actor.ActorSystem) *slog.Logger { return slog.New(quiet{log.Handler()}) }),
+		actor.WithLoggerFactory(func(*actor.ActorSystem) *slog.Logger {
+			return slog.New(quiet{log.Handler()})
+		}),
 		actor.WithDeadLetterThrottleInterval(deadLetterReset),
 	)
 }

@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// Host is one machine on a Network. Between two hosts the links can be cut, silenced and delayed; what stays on a host is untouched
-// by that. Safe for concurrent use.
+// Host is one machine on a Network. Between two hosts the links can be cut, silenced and delayed; what stays
+// on a host is untouched by that. Safe for concurrent use.
 type Host struct {
 	net  *Network
 	name string
@@ -38,8 +38,8 @@ func (h *Host) Listen(addr string) (net.Listener, error) {
 	return h.net.Listen(addr)
 }
 
-// DialContext connects this host with a listener, here or on another host. While the way there or back is silent it waits, as TCP
-// does, until the next SYN gets through.
+// DialContext connects this host with a listener, here or on another host. While the way there or back is
+// silent it waits, as TCP does, until the next SYN gets through.
 func (h *Host) DialContext(ctx context.Context, network, addr string) (net.Conn, error) {
 	to, _, err := net.SplitHostPort(addr)
 	if err != nil {
@@ -78,7 +78,8 @@ func (n *Network) reach(ctx context.Context, way link, addr string) error {
 		case dead:
 			return refused(addr)
 		case !silent:
-			if now := time.Now(); now.After(began) { // it was silent: there is nothing to hear before the next one
+			// it was silent: there is nothing to hear before the next one
+			if now := time.Now(); now.After(began) {
 				rest += again(began, now, firstSYN).Sub(now)
 			}
 			return sleep(ctx, rest)
@@ -127,7 +128,8 @@ func (n *Network) change(alter func()) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if n.silent == nil {
-		n.silent, n.cut, n.delays, n.down = map[link]bool{}, map[link]bool{}, map[link]time.Duration{}, map[string]bool{}
+		n.silent, n.cut, n.delays, n.down = map[link]bool{}, map[link]bool{}, map[link]time.Duration{},
+			map[string]bool{}
 	}
 	alter()
 	if n.turned != nil {
@@ -136,8 +138,8 @@ func (n *Network) change(alter func()) {
 	}
 }
 
-// Silence lets vanish what one host sends to another, one way; nobody is told. Connections stay, and what is sent meanwhile arrives
-// after Heal when TCP would send it again.
+// Silence lets vanish what one host sends to another, one way; nobody is told. Connections stay, and what is
+// sent meanwhile arrives after Heal when TCP would send it again.
 func (n *Network) Silence(from, to string) {
 	n.change(func() {
 		n.silent[link{from, to}] = true
@@ -178,8 +180,8 @@ func (n *Network) Delay(from, to string, d time.Duration) {
 	n.change(func() { n.delays[link{from, to}] = d })
 }
 
-// Down is the death of all that ran on the host: listeners close, connections with others are reset, and it hears and says nothing
-// more. Others learn it if the way to them is not silent.
+// Down is the death of all that ran on the host: listeners close, connections with others are reset, and it
+// hears and says nothing more. Others learn it if the way to them is not silent.
 func (h *Host) Down() {
 	n := h.net
 	var bound []*listener

@@ -1,5 +1,5 @@
-// Package memnet is a network inside one process: named listeners over net.Pipe, for whole-node tests on fake time (testing/synctest
-// sees pipe reads as durable waits, socket reads it does not).
+// Package memnet is a network inside one process: named listeners over net.Pipe, for whole-node tests on fake
+// time (testing/synctest sees pipe reads as durable waits, socket reads it does not).
 package memnet
 
 import (
@@ -18,7 +18,8 @@ var ErrRefused = errors.New("connection refused")
 // backlog bounds connections that were dialled and not yet accepted.
 const backlog = 128
 
-// Network is a set of listeners by address, for streams and for packets. The zero value is ready; safe for concurrent use.
+// Network is a set of listeners by address, for streams and for packets. The zero value is ready; safe for
+// concurrent use.
 type Network struct {
 	mu        sync.Mutex
 	listeners map[string]*listener

@@ -24,7 +24,8 @@ type packet struct {
 	from net.Addr
 }
 
-// ListenPacket binds addr for packets ("host:port"; port 0 picks a free one). Streams have ports of their own, as TCP and UDP have.
+// ListenPacket binds addr for packets ("host:port"; port 0 picks a free one). Streams have ports of their
+// own, as TCP and UDP have.
 func (n *Network) ListenPacket(addr string) (*Packets, error) {
 	host, port, err := net.SplitHostPort(addr)
 	if err != nil {

@@ -13,7 +13,8 @@ import (
 	"unsafe"
 )
 
-// maxPiece bounds one raw call: a copy of so many bytes takes some 20 µs, for which the processor cannot be taken away.
+// maxPiece bounds one raw call: a copy of so many bytes takes some 20 µs, for which the processor cannot be
+// taken away.
 const maxPiece = 128 << 10
 
 // Conn gives a quiet connection over c. What is not a *net.TCPConn, or is closed, is given back as it is.
@@ -31,7 +32,8 @@ func Conn(c net.Conn) net.Conn {
 	return q
 }
 
-// conn is a net.Conn over raw system calls. The TCPConn is no embedded field: its ReadFrom and WriteTo would go around them.
+// conn is a net.Conn over raw system calls. The TCPConn is no embedded field: its ReadFrom and WriteTo would
+// go around them.
 type conn struct {
 	tcp *net.TCPConn
 	raw syscall.RawConn
@@ -39,8 +41,8 @@ type conn struct {
 	out side
 }
 
-// side is one direction. Its callback is bound once per connection, so that a call allocates nothing; mu keeps two callers of the
-// same direction apart, as the connection below does.
+// side is one direction. Its callback is bound once per connection, so that a call allocates nothing; mu
+// keeps two callers of the same direction apart, as the connection below does.
 type side struct {
 	mu    sync.Mutex
 	try   func(fd uintptr) bool
@@ -132,7 +134,8 @@ func call(trap, fd uintptr, p []byte) (int, syscall.Errno) {
 
 // failed is a system call's error in the form that package net gives it.
 func (c *conn) failed(op string, errno syscall.Errno) error {
-	return &net.OpError{Op: op, Net: "tcp", Source: c.tcp.LocalAddr(), Addr: c.tcp.RemoteAddr(), Err: os.NewSyscallError(op, errno)}
+	return &net.OpError{Op: op, Net: "tcp", Source: c.tcp.LocalAddr(), Addr: c.tcp.RemoteAddr(),
+		Err: os.NewSyscallError(op, errno)}
 }
 
 // renamed gives an error of the raw connection the name of the operation that its caller knows.

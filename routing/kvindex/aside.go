@@ -2,8 +2,8 @@ package kvindex
 
 import "slices"
 
-// aside keeps stored blocks whose parent is not known, as digests. They count for nothing until the parent is stored,
-// and are never taken for blocks 0.
+// aside keeps stored blocks whose parent is not known, as digests. They count for nothing until the parent is
+// stored, and are never taken for blocks 0.
 type aside struct {
 	blocks   map[Handle]waiting
 	children map[Handle][]Handle // by parent, in order of arrival
@@ -31,8 +31,8 @@ const (
 
 func (a *aside) bytes() int { return len(a.blocks) * asideBytes }
 
-// setAside keeps the event's blocks, whose parent is unknown. It stops at a block that is held: at and up say where the
-// chain goes on. up is none if all were kept, or the event was dropped.
+// setAside keeps the event's blocks, whose parent is unknown. It stops at a block that is held: at and up say
+// where the chain goes on. up is none if all were kept, or the event was dropped.
 func (c *Column) setAside(h Hasher, ev *StoredEvent) (at int, up slot) {
 	if contains(ev.Blocks, c.aside.top(ev.Parent)) {
 		c.ix.counters.Cycle++

@@ -2,7 +2,8 @@ package kvindex
 
 import "time"
 
-// Tier is where an engine keeps a block. Tiers are columns of their own: what is on disk is no hit in the GPU.
+// Tier is where an engine keeps a block. Tiers are columns of their own: what is on disk is no hit in the
+// GPU.
 type Tier uint8
 
 // The tiers.
@@ -32,19 +33,23 @@ type Feed uint8
 
 // The feeds.
 const (
-	FromEvents  Feed = iota + 1 // Stored and Removed: an engine's events, counted per physical copy, by engine handle
+	// Stored and Removed: an engine's events, counted per physical copy, by engine handle
+	FromEvents  Feed = iota + 1
 	FromDeltas                  // Apply: a replica's records, by chain hash; storing twice is storing once
-	FromRecords                 // Record and Forget: what was routed, for a time (identity text; engines without events)
+	// Record and Forget: what was routed, for a time (identity text; engines without events)
+	FromRecords
 )
 
 // Options of a column.
 type Options struct {
 	Feed Feed
-	// BlockSize is that of the chain hashes, tokens or bytes. 0 with FromEvents: learned from the first event.
+	// BlockSize is that of the chain hashes, tokens or bytes. 0 with FromEvents: learned from the first
+	// event.
 	BlockSize int
 	// TTL of a record, with FromRecords; 0 is DefaultRecord.
 	TTL time.Duration
-	// Capacity, with FromRecords, is the most blocks the rank holds: over it the least recently recorded go. 0: no bound.
+	// Capacity, with FromRecords, is the most blocks the rank holds: over it the least recently recorded go.
+	// 0: no bound.
 	Capacity int
 	// Shown columns answer at once; others after Show (a snapshot comes first).
 	Shown bool
@@ -86,13 +91,15 @@ func (c *Column) Len() int { return c.count }
 // Sum is the sum of the hashes of the blocks held: two columns with equal Len and Sum hold the same.
 func (c *Column) Sum() uint64 { return c.sum }
 
-// Orphans is the number of held blocks whose parent is not held. While it is not 0, look-ups scan this column.
+// Orphans is the number of held blocks whose parent is not held. While it is not 0, look-ups scan this
+// column.
 func (c *Column) Orphans() int { return c.orphans }
 
 // Aside is the number of stored blocks that wait for an unknown parent.
 func (c *Column) Aside() int { return len(c.aside.blocks) }
 
-// BlockSize of the column, 0 until an event told. Requests cut otherwise cannot hit: that is an error to show.
+// BlockSize of the column, 0 until an event told. Requests cut otherwise cannot hit: that is an error to
+// show.
 func (c *Column) BlockSize() int { return c.opt.BlockSize }
 
 // Shown says whether look-ups see the column.
@@ -116,8 +123,8 @@ func (c *Column) usable(feed Feed) bool {
 
 func (c *Column) has(s slot) bool { return c.ix.holds(s, c.bit) }
 
-// gain sets the column's bit of s, which is not set, and keeps count of orphans: a hole is announced before it can be
-// seen, and taken back after it is gone.
+// gain sets the column's bit of s, which is not set, and keeps count of orphans: a hole is announced before
+// it can be seen, and taken back after it is gone.
 func (c *Column) gain(s slot) {
 	ix := c.ix
 	up := ix.cold(s).parent

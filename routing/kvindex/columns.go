@@ -1,8 +1,8 @@
 package kvindex
 
-// Open gives o a fresh column, in place of the one its rank and tier had: that one is masked at once, closed, and swept
-// later. The same owner may open again: a gap in its stream is mended by a snapshot into a fresh column. A lower epoch than
-// ever seen for the place is ErrFenced.
+// Open gives o a fresh column, in place of the one its rank and tier had: that one is masked at once, closed,
+// and swept later. The same owner may open again: a gap in its stream is mended by a snapshot into a fresh
+// column. A lower epoch than ever seen for the place is ErrFenced.
 func (ix *Index) Open(o Owner, opt Options) (*Column, error) {
 	p := place{o.Rank, o.Tier}
 	if o.Epoch < ix.epochs[p] {
@@ -25,8 +25,8 @@ func (ix *Index) Open(o Owner, opt Options) (*Column, error) {
 	return c, nil
 }
 
-// Find is the open column of exactly this owner. nil: the event is of an older epoch or incarnation, or the rank was
-// not opened; counted.
+// Find is the open column of exactly this owner. nil: the event is of an older epoch or incarnation, or the
+// rank was not opened; counted.
 func (ix *Index) Find(o Owner) *Column {
 	c := ix.owners[place{o.Rank, o.Tier}]
 	switch {
@@ -75,7 +75,8 @@ func (c *Column) Close() {
 	ix.publish()
 }
 
-// Clear empties the column (AllBlocksCleared); the owner keeps it. Constant time: the blocks move to a dying column.
+// Clear empties the column (AllBlocksCleared); the owner keeps it. Constant time: the blocks move to a dying
+// column.
 func (c *Column) Clear() {
 	if c.bit < 0 {
 		c.ix.counters.Fenced++

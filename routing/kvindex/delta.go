@@ -5,20 +5,22 @@ type Change uint8
 
 // The changes.
 const (
-	Stored  Change = iota + 1 // Hashes is a chain: the first follows Parent (0: it is a block 0), each other the one in front
+	// Hashes is a chain: the first follows Parent (0: it is a block 0), each other the one in front
+	Stored  Change = iota + 1
 	Removed                   // Hashes in any order
 	Cleared                   // nothing is left
 )
 
-// Delta is a change of what a column holds, in chain hashes: what the replica's stream carries and an ingress applies.
+// Delta is a change of what a column holds, in chain hashes: what the replica's stream carries and an ingress
+// applies.
 type Delta struct {
 	Change Change
 	Parent uint64
 	Hashes []uint64
 }
 
-// Apply takes a delta over. Storing what is held and removing what is not change nothing. A chain that contradicts a
-// block's known place or runs in a circle is dropped from there on. FromDeltas.
+// Apply takes a delta over. Storing what is held and removing what is not change nothing. A chain that
+// contradicts a block's known place or runs in a circle is dropped from there on. FromDeltas.
 func (c *Column) Apply(d Delta) {
 	if !c.usable(FromDeltas) {
 		return
@@ -95,7 +97,8 @@ func (c *Column) settle(s slot, hash uint64) {
 	c.ix.addRun(hash, c.ix.cold(s).parent)
 }
 
-// remove takes blocks from a column fed by hash, the last first: what stays is closed under prefixes at every moment.
+// remove takes blocks from a column fed by hash, the last first: what stays is closed under prefixes at every
+// moment.
 func (c *Column) remove(hashes []uint64) {
 	for i := len(hashes) - 1; i >= 0; i-- {
 		s := c.ix.table.find(&c.ix.pool, hashes[i])

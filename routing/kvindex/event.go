@@ -13,8 +13,9 @@ type StoredEvent struct {
 	Kind      string  // kv_cache_spec_kind, "" when absent
 }
 
-// indexed reports whether blocks of this kind of attention hold every token of a prefix. Groups with a sliding window,
-// Mamba states and the like keep only a part of a prefix, so their blocks do not prove a hit; the index leaves them out.
+// indexed reports whether blocks of this kind of attention hold every token of a prefix. Groups with a
+// sliding window, Mamba states and the like keep only a part of a prefix, so their blocks do not prove a hit;
+// the index leaves them out.
 func indexed(kind string) bool {
 	switch kind {
 	case "", "full_attention", "mla_attention", "sink_full_attention":
@@ -27,9 +28,10 @@ func indexed(kind string) bool {
 // maxGroups is how many attention groups of a column are remembered as left out; models have a handful.
 const maxGroups = 64
 
-// Stored applies a BlockStored: hashes are computed from the tokens, the engine's own are handles. Per physical copy:
-// each further Stored of a block wants a further Removed. An event that is malformed or contradicts itself is dropped whole and
-// counted. Blocks behind an unknown parent are kept aside until it is stored. FromEvents.
+// Stored applies a BlockStored: hashes are computed from the tokens, the engine's own are handles. Per
+// physical copy: each further Stored of a block wants a further Removed. An event that is malformed or
+// contradicts itself is dropped whole and counted. Blocks behind an unknown parent are kept aside until it is
+// stored. FromEvents.
 func (c *Column) Stored(h Hasher, ev *StoredEvent) {
 	if !c.usable(FromEvents) || !c.admits(ev) {
 		return
@@ -54,7 +56,8 @@ func (c *Column) admits(ev *StoredEvent) bool {
 	switch {
 	case !c.groupIndexed(ev.Group, ev.Kind):
 		n.OtherGroup++
-	case ev.BlockSize < 1 || ev.BlockSize > MaxBlockSize || len(ev.Tokens)/ev.BlockSize != len(ev.Blocks) || len(ev.Tokens)%ev.BlockSize != 0:
+	case ev.BlockSize < 1 || ev.BlockSize > MaxBlockSize || len(ev.Tokens)/ev.BlockSize != len(ev.Blocks) ||
+		len(ev.Tokens)%ev.BlockSize != 0:
 		n.BadLength++
 	case c.opt.BlockSize != 0 && c.opt.BlockSize != ev.BlockSize:
 		n.BadBlockSize++
@@ -93,8 +96,8 @@ func (c *Column) groupIndexed(group int, kind string) bool {
 	return false
 }
 
-// attach stores the event's blocks from at on behind up, whose hash is prev. A block that is known elsewhere undoes the
-// whole event: nothing of it stays.
+// attach stores the event's blocks from at on behind up, whose hash is prev. A block that is known elsewhere
+// undoes the whole event: nothing of it stays.
 func (c *Column) attach(h Hasher, ev *StoredEvent, at int, prev uint64, up slot) {
 	ix := c.ix
 	ix.scratch = ev.hashes(h, ix.scratch[:0], at, prev)
@@ -188,10 +191,10 @@ func (c *Column) addCopies(name Handle, n uint32) {
 	}
 }
 
-// LimitCopies holds the column against the number of blocks that its engine has; cleared says that it was emptied. An engine that has
-// told of more copies than that stores some of them again without having removed them (vLLM does when a request asks it to report whole
-// prompts): each removal takes one copy away, so blocks that it has no more would stay for ever. From then on a block stored again
-// counts once. FromEvents.
+// LimitCopies holds the column against the number of blocks that its engine has; cleared says that it was
+// emptied. An engine that has told of more copies than that stores some of them again without having removed
+// them (vLLM does when a request asks it to report whole prompts): each removal takes one copy away, so
+// blocks that it has no more would stay for ever. From then on a block stored again counts once. FromEvents.
 func (c *Column) LimitCopies(blocks int) (cleared bool) {
 	if c.once || blocks <= 0 || c.count+c.side.n <= blocks || !c.usable(FromEvents) {
 		return false

@@ -2,9 +2,9 @@ package kvindex
 
 import "github.com/zeebo/xxh3"
 
-// Handle names a block in its engine's own words: an opaque key for parents and removals, never for look-up. It is
-// tagged by type and attention group: the integer 1, the bytes {1} and the 1 of another group are three handles.
-// Integers map to handles one to one inside a tag; byte strings (16 and 32 byte digests) by xxh3.
+// Handle names a block in its engine's own words: an opaque key for parents and removals, never for look-up.
+// It is tagged by type and attention group: the integer 1, the bytes {1} and the 1 of another group are three
+// handles. Integers map to handles one to one inside a tag; byte strings (16 and 32 byte digests) by xxh3.
 type Handle uint64
 
 // Tags of a handle's type.
@@ -17,7 +17,8 @@ const (
 // UintHandle is the handle of an unsigned integer hash (vLLM).
 func UintHandle(group int, v uint64) Handle { return Handle(scramble(v ^ tag(tagUint, group))) }
 
-// IntHandle is the handle of a signed integer hash (SGLang). What is not negative has two forms on the wire, and one handle.
+// IntHandle is the handle of a signed integer hash (SGLang). What is not negative has two forms on the wire,
+// and one handle.
 func IntHandle(group int, v int64) Handle {
 	if v >= 0 {
 		return UintHandle(group, uint64(v))

@@ -1,11 +1,11 @@
 package kvindex
 
-// handleTable maps an engine's handles to slots: 16 bytes per record in open addressing by linear probing, in segments
-// that grow by a seventh, so that a record costs 19.8 to 22.5 bytes. The writer's alone.
+// handleTable maps an engine's handles to slots: 16 bytes per record in open addressing by linear probing, in
+// segments that grow by a seventh, so that a record costs 19.8 to 22.5 bytes. The writer's alone.
 //
-// A record holds a part of its block's chain hash: when the slot was evicted, and perhaps used again, the two differ and
-// the record counts as stale. (A stale record passes for a live one with odds of 2^-32, if the same column also holds
-// what is now in the slot.)
+// A record holds a part of its block's chain hash: when the slot was evicted, and perhaps used again, the two
+// differ and the record counts as stale. (A stale record passes for a live one with odds of 2^-32, if the
+// same column also holds what is now in the slot.)
 type handleTable struct {
 	segments []handleSegment // none until the first record
 	n        int
@@ -169,7 +169,8 @@ func (c *Column) unbind(seg *handleSegment, i int) {
 	c.ix.handles--
 }
 
-// grow makes room for one more record: by taking out stale ones, by memory, or by evictions that make records stale.
+// grow makes room for one more record: by taking out stale ones, by memory, or by evictions that make records
+// stale.
 func (c *Column) grow(seg *handleSegment) bool {
 	c.purge(seg)
 	if c.resize(seg) {

@@ -1,5 +1,5 @@
-// Package kvindex knows, per rank, which prefixes of prompts its engine holds. One writer applies what the ranks'
-// streams say; any number of readers ask without a lock. It is pure: no clock, goroutine or IO.
+// Package kvindex knows, per rank, which prefixes of prompts its engine holds. One writer applies what the
+// ranks' streams say; any number of readers ask without a lock. It is pure: no clock, goroutine or IO.
 package kvindex
 
 import (
@@ -23,11 +23,11 @@ const (
 // Config sizes an index.
 type Config struct {
 	// Columns is how many (rank, tier, incarnation) triples fit at once, rounded up to a multiple of 64; 0 is
-	// DefaultColumns. A column that was replaced counts until it is swept: leave room for restarts. 8 more bytes per
-	// block for every 64.
+	// DefaultColumns. A column that was replaced counts until it is swept: leave room for restarts. 8 more
+	// bytes per block for every 64.
 	Columns int
-	// Bytes is the hard cap, 0 is DefaultBytes: over it the least recently matched leaves go. It counts what the index
-	// allocates; garbage that the collector has not taken yet comes on top.
+	// Bytes is the hard cap, 0 is DefaultBytes: over it the least recently matched leaves go. It counts what
+	// the index allocates; garbage that the collector has not taken yet comes on top.
 	Bytes int
 	// OnChange, if set, hears of every change of what a column holds, in order and inside the writer's call:
 	// the record that the replica's stream carries. Hashes is valid during the call only.
@@ -36,8 +36,8 @@ type Config struct {
 
 // Index maps chain hashes to the columns (ranks) holding them.
 //
-// Match is safe from any goroutine at any time. Everything else, Columns included, belongs to the writer: such calls must
-// not overlap.
+// Match is safe from any goroutine at any time. Everything else, Columns included, belongs to the writer:
+// such calls must not overlap.
 type Index struct {
 	pool
 	table  *table
@@ -70,8 +70,10 @@ type Index struct {
 
 // What can go wrong with New and Open.
 var (
-	ErrNoColumn = errors.New("kvindex: every column is taken; build an index with more columns and restore it from snapshots")
-	ErrFenced   = errors.New("kvindex: a higher epoch of this rank has been seen; the stream is of an older start and must be dropped")
+	ErrNoColumn = errors.New("kvindex: every column is taken; build an index with more columns and restore " +
+		"it from snapshots")
+	ErrFenced   = errors.New("kvindex: a higher epoch of this rank has been seen; the stream is of an " +
+		"older start and must be dropped")
 )
 
 // New is an empty index.
@@ -88,7 +90,8 @@ func New(c Config) (*Index, error) {
 	words := (c.Columns + wordBits - 1) / wordBits
 	ix := &Index{
 		pool: pool{stride: 1 + words}, table: newTable(), holed: make([]atomic.Uint64, words), cap: c.Bytes,
-		columns: make([]*Column, words*wordBits), owners: make(map[place]*Column), epochs: make(map[place]uint64),
+		columns: make([]*Column, words*wordBits), owners: make(map[place]*Column),
+			epochs: make(map[place]uint64),
 		onChange: c.OnChange, sweep: newSweep(words),
 	}
 	most := c.Bytes / ix.chargePerChunk()
@@ -104,8 +107,8 @@ func New(c Config) (*Index, error) {
 	return ix, nil
 }
 
-// Advance tells the time (monotonic, any origin; going back is ignored): matches from now on are younger than those
-// before, and what was stored for a limited time expires.
+// Advance tells the time (monotonic, any origin; going back is ignored): matches from now on are younger than
+// those before, and what was stored for a limited time expires.
 func (ix *Index) Advance(now time.Duration) {
 	if now <= ix.now {
 		return
@@ -148,7 +151,8 @@ func (ix *Index) vacant() slot {
 	}
 	// A new chunk leaves room for the handles that its slots will need at the present number of holders.
 	need := ix.chargePerChunk()
-	if reserve := chunkSlots * ix.handles / max(ix.pool.live, 1) * handleReserve; ix.n < len(ix.chunks) && ix.charge+need+reserve <= ix.cap && ix.pay(need) {
+	if reserve := chunkSlots * ix.handles / max(ix.pool.live, 1) * handleReserve; ix.n < len(ix.chunks) &&
+		ix.charge+need+reserve <= ix.cap && ix.pay(need) {
 		ix.addChunk()
 		return ix.take()
 	}
@@ -189,7 +193,8 @@ func (ix *Index) unpin() {
 	}
 }
 
-// adopt gives a ghost that was only named its parent; false if that would close a circle or contradicts its place.
+// adopt gives a ghost that was only named its parent; false if that would close a circle or contradicts its
+// place.
 func (ix *Index) adopt(s, parent slot) bool {
 	c := ix.cold(s)
 	if c.parent == parent {

@@ -1,7 +1,8 @@
 package kvindex
 
-// leaves is a binary heap of leaf slots by stamp, corrected late: an element's stamp is at most its slot's, so the top
-// whose stamps agree is the least recently matched leaf. Slots that are no leaves any more are thrown out at the top.
+// leaves is a binary heap of leaf slots by stamp, corrected late: an element's stamp is at most its slot's,
+// so the top whose stamps agree is the least recently matched leaf. Slots that are no leaves any more are
+// thrown out at the top.
 type leaves struct {
 	chunks [][]leaf // by 1024: growth copies nothing
 	n      int
@@ -51,8 +52,8 @@ func (l *leaves) pop() {
 	}
 }
 
-// noteLeaf puts s into the heap, if it is a leaf and not there; one call late: a chain that is removed from its end makes
-// every block a leaf for a moment.
+// noteLeaf puts s into the heap, if it is a leaf and not there; one call late: a chain that is removed from
+// its end makes every block a leaf for a moment.
 func (ix *Index) noteLeaf(s slot) {
 	if s != ix.noted {
 		ix.flushLeaf()
@@ -70,8 +71,8 @@ func (ix *Index) flushLeaf() {
 	ix.leaves.push(leaf{stamp: ix.cold(s).stamp.Load(), slot: s})
 }
 
-// evict drops the least recently matched leaf from all columns; false if there is none. A parent is never dropped
-// before its children, so what a column holds stays closed under prefixes.
+// evict drops the least recently matched leaf from all columns; false if there is none. A parent is never
+// dropped before its children, so what a column holds stays closed under prefixes.
 func (ix *Index) evict() bool {
 	ix.flushLeaf()
 	for ix.leaves.n > 0 {

@@ -13,7 +13,8 @@ const (
 	// Jump is how many blocks a look-up skips while all columns in question hold the block it lands on.
 	Jump = 32
 
-	matchTries = 3 // a look-up that a restart, a clear or a new hole crossed is done again; the last scans, and stands
+	// a look-up that a restart, a clear or a new hole crossed is done again; the last scans, and stands
+	matchTries = 3
 	memoSlots  = 64
 )
 
@@ -40,13 +41,14 @@ func (ix *Index) publish() {
 	ix.live.Store(set)
 }
 
-// Match appends to out, per shown column, how many leading blocks of the prompt it holds, and remembers the match's end as
-// recently used. Safe from any goroutine, without locks; it allocates only if out is too small.
+// Match appends to out, per shown column, how many leading blocks of the prompt it holds, and remembers the
+// match's end as recently used. Safe from any goroutine, without locks; it allocates only if out is too
+// small.
 //
-// With no writer at work the answer is exact. Beside a writer each column's answer is a number of leading blocks that were
-// held while the call ran; it never reports a column that was masked before the call. (A reader that sleeps while a slot is
-// freed and used 2 times, first for another block and then for the same, may see bits of the other: the free list makes
-// that need every free slot to be used in between.)
+// With no writer at work the answer is exact. Beside a writer each column's answer is a number of leading
+// blocks that were held while the call ran; it never reports a column that was masked before the call. (A
+// reader that sleeps while a slot is freed and used 2 times, first for another block and then for the same,
+// may see bits of the other: the free list makes that need every free slot to be used in between.)
 func (ix *Index) Match(hashes []uint64, out []Hit) []Hit {
 	from := len(out)
 	for try := 1; ; try++ {
@@ -107,8 +109,8 @@ func (m *matcher) word(w int, scanAll bool) {
 	}
 }
 
-// jump finds where each of the columns in set stops, all of which hold block 0 and are closed under prefixes: while the
-// block Jump further on has the same holders, nobody stopped in between.
+// jump finds where each of the columns in set stops, all of which hold block 0 and are closed under prefixes:
+// while the block Jump further on has the same holders, nobody stopped in between.
 func (m *matcher) jump(set uint64) {
 	last := len(m.hashes) - 1
 	for at := 0; ; {
@@ -195,8 +197,8 @@ func (m *matcher) holders(at int) uint64 {
 	return held
 }
 
-// touch marks the end of the longest match as used now. Blocks in front of it are as young: eviction takes leaves only,
-// and hands a leaf's age on to its parent.
+// touch marks the end of the longest match as used now. Blocks in front of it are as young: eviction takes
+// leaves only, and hands a leaf's age on to its parent.
 func (m *matcher) touch() {
 	if m.deep == 0 {
 		return

@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// prompt is what was routed at one time: every block from leaf up to block 0 lives until at, unless a later prompt
-// renewed it. Prompts are kept by expiry, so that the oldest goes first, its last block first.
+// prompt is what was routed at one time: every block from leaf up to block 0 lives until at, unless a later
+// prompt renewed it. Prompts are kept by expiry, so that the oldest goes first, its last block first.
 type prompt struct {
 	at   time.Duration
 	leaf slot

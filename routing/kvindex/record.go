@@ -5,9 +5,10 @@ import (
 	"time"
 )
 
-// A record holds the blocks of every prompt that was routed and has not expired. Only a prompt's last block, its end, has a time
-// (Column.ends): each block in front of it is held because one behind it is. So a prompt that is known costs a few
-// look-ups to renew, however long it is. A held block without a held child is an end.
+// A record holds the blocks of every prompt that was routed and has not expired. Only a prompt's last block,
+// its end, has a time (Column.ends): each block in front of it is held because one behind it is. So a prompt
+// that is known costs a few look-ups to renew, however long it is. A held block without a held child is an
+// end.
 
 // Recorded is what one Record did.
 type Recorded struct {
@@ -15,8 +16,8 @@ type Recorded struct {
 	At   time.Duration // when the prompt expires; later for every later Record
 }
 
-// Record counts a routed prompt's blocks as cached on the rank for Options.TTL from now; each routing renews them. Over
-// Options.Capacity the least recently recorded go. FromRecords.
+// Record counts a routed prompt's blocks as cached on the rank for Options.TTL from now; each routing renews
+// them. Over Options.Capacity the least recently recorded go. FromRecords.
 func (c *Column) Record(hashes []uint64, now time.Duration) Recorded {
 	if !c.usable(FromRecords) || len(hashes) == 0 {
 		return Recorded{}
@@ -36,8 +37,8 @@ func (c *Column) Record(hashes []uint64, now time.Duration) Recorded {
 	return r
 }
 
-// Withdraw takes a Record back, because its request was not served: all blocks behind the first keep, as far as no other
-// prompt that was recorded goes through them. at is its Recorded.At. FromRecords.
+// Withdraw takes a Record back, because its request was not served: all blocks behind the first keep, as far
+// as no other prompt that was recorded goes through them. at is its Recorded.At. FromRecords.
 func (c *Column) Withdraw(hashes []uint64, keep int, at time.Duration) {
 	if !c.usable(FromRecords) {
 		return
@@ -100,7 +101,8 @@ func (c *Column) depth(hashes []uint64) int {
 	return n
 }
 
-// extend holds the blocks behind the first held ones and gives the last that found room; none if there is not one.
+// extend holds the blocks behind the first held ones and gives the last that found room; none if there is not
+// one.
 func (c *Column) extend(hashes []uint64, held int) slot {
 	ix, last := c.ix, none
 	if held > 0 {
@@ -165,7 +167,8 @@ func (c *Column) setEnd(s slot, at time.Duration) {
 	c.addPrompt(prompt{at, s, c.ix.hash(s)})
 }
 
-// cover makes s the end of what went on behind it until at, if nothing else needs s; without room for that, s goes too.
+// cover makes s the end of what went on behind it until at, if nothing else needs s; without room for that, s
+// goes too.
 func (c *Column) cover(s slot, at time.Duration) {
 	for c.loose(s) {
 		if c.payEnd() {
@@ -182,8 +185,8 @@ func (c *Column) cover(s slot, at time.Duration) {
 	}
 }
 
-// lapseRecord drops the blocks of the oldest prompt that no other prompt goes through, the last first; at most n if n is not
-// negative: then the prompt stays with the rest.
+// lapseRecord drops the blocks of the oldest prompt that no other prompt goes through, the last first; at
+// most n if n is not negative: then the prompt stays with the rest.
 func (c *Column) lapseRecord(n int) {
 	p := c.prompts[0]
 	s := p.leaf

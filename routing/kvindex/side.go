@@ -11,7 +11,8 @@ const sideBytes = 40 // charged per entry
 
 func (s *side) bytes() int { return sideBytes * (len(s.copies) + len(s.aliases)) }
 
-// copy counts one more copy of h. Without room it goes uncounted, and the block is lost one removal too early.
+// copy counts one more copy of h. Without room it goes uncounted, and the block is lost one removal too
+// early.
 func (s *side) copy(ix *Index, h Handle, n uint32) {
 	if n == 0 {
 		return

@@ -4,8 +4,9 @@ import "sync/atomic"
 
 // A slot is one chain hash known to the index: its holders and its place in the tree of prefixes.
 //
-// Hot words are shared with readers: [hash, holders…], one bit per column. hash 0 is a free slot. Cold fields belong to
-// the writer, but for the stamp. A slot without holders lives on while it has children ("ghost"): it keeps their place.
+// Hot words are shared with readers: [hash, holders…], one bit per column. hash 0 is a free slot. Cold fields
+// belong to the writer, but for the stamp. A slot without holders lives on while it has children ("ghost"):
+// it keeps their place.
 type slot = uint32
 
 const (
@@ -19,7 +20,8 @@ const (
 
 type cold struct {
 	parent, child, next, prev slot          // child: the first of a list linked by next and prev
-	stamp                     atomic.Uint32 // tick of the last match that ended here, or of the store; readers write it
+	// tick of the last match that ended here, or of the store; readers write it
+	stamp                     atomic.Uint32
 }
 
 type chunk struct {
@@ -28,8 +30,8 @@ type chunk struct {
 	queued [chunkSlots / 64]uint64 // slot has an element in the heap
 }
 
-// What a slot is charged against the cap: cold fields, its share of the table (8 B per word at a load of at least 0.4)
-// and an element of the heap.
+// What a slot is charged against the cap: cold fields, its share of the table (8 B per word at a load of at
+// least 0.4) and an element of the heap.
 const slotCharge = 20 + 20 + 8
 
 // pool hands out slots.
@@ -38,7 +40,8 @@ type pool struct {
 	chunks     []atomic.Pointer[chunk] // as long as the cap allows; filled from the left
 	n          int                     // chunks in use
 	live       int                     // slots in use
-	head, tail slot                    // free slots, oldest first, linked by next: a freed slot is reused as late as possible
+	// free slots, oldest first, linked by next: a freed slot is reused as late as possible
+	head, tail slot
 }
 
 func (p *pool) chargePerChunk() int { return chunkSlots * (8*p.stride + slotCharge) }
@@ -69,7 +72,8 @@ func (p *pool) setQueued(s slot, on bool) {
 
 // addChunk puts chunkSlots free slots at the end of the free list.
 func (p *pool) addChunk() {
-	p.chunks[p.n].Store(&chunk{hot: make([]atomic.Uint64, chunkSlots*p.stride), cold: make([]cold, chunkSlots)})
+	p.chunks[p.n].Store(&chunk{hot: make([]atomic.Uint64, chunkSlots*p.stride),
+		cold: make([]cold, chunkSlots)})
 	first := slot(p.n << chunkBits) //nolint:gosec // bounded by New
 	p.n++
 	for s := max(first, firstSlot); s < first+chunkSlots; s++ {

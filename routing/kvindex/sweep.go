@@ -28,8 +28,9 @@ func (w *sweep) begin() bool {
 	return true
 }
 
-// Sweep wipes at most n slots (about 10 ns each) for columns that were closed or cleared, and says whether there is more
-// to do. Call it when the writer has nothing better to do: an unswept column cannot be used again and holds memory.
+// Sweep wipes at most n slots (about 10 ns each) for columns that were closed or cleared, and says whether
+// there is more to do. Call it when the writer has nothing better to do: an unswept column cannot be used
+// again and holds memory.
 func (ix *Index) Sweep(n int) (more bool) {
 	w := &ix.sweep
 	if w.cursor == 0 && !w.begin() {

@@ -1,8 +1,9 @@
 package kvindex
 
-// An apply reads a handful of places spread over tens of megabytes, and its atomic writes keep the processor from
-// fetching the next block's meanwhile. So an event's blocks are first looked at all together, when the reads overlap:
-// about twice as many applies per second. So hand over whole events, and in one call the removals that follow each other.
+// An apply reads a handful of places spread over tens of megabytes, and its atomic writes keep the processor
+// from fetching the next block's meanwhile. So an event's blocks are first looked at all together, when the
+// reads overlap: about twice as many applies per second. So hand over whole events, and in one call the
+// removals that follow each other.
 
 // warmLeast is the event size from which that pays.
 const warmLeast = 4

@@ -41,7 +41,8 @@ type Conn struct {
 	out    []byte // guarded by stream.mu
 }
 
-// Open shakes hands on raw, which it owns from now on: it is closed on an error. server is the side that accepted the connection.
+// Open shakes hands on raw, which it owns from now on: it is closed on an error. server is the side that
+// accepted the connection.
 func Open(raw net.Conn, role Role, server bool, lim Limits) (*Conn, error) {
 	s := &stream{Conn: raw, in: bufio.NewReaderSize(raw, readBuffer), lim: newLimiter(lim)}
 	z, err := shake(s, role, server)
@@ -72,7 +73,8 @@ func shake(s *stream, role Role, server bool) (z *zmq4.Conn, err error) {
 	return z, s.SetDeadline(time.Time{})
 }
 
-// Recv is the next message; its frames belong to the caller. Commands of the protocol (heartbeats) are answered and skipped.
+// Recv is the next message; its frames belong to the caller. Commands of the protocol (heartbeats) are
+// answered and skipped.
 func (c *Conn) Recv() ([][]byte, error) {
 	for {
 		msg, err := c.zmq.RecvMsg()
@@ -132,7 +134,8 @@ func (c *Conn) RemoteAddr() net.Addr { return c.stream.RemoteAddr() }
 // Close ends the connection and whoever waits on it. It may be called often.
 func (c *Conn) Close() error { return c.stream.Close() }
 
-// stream is what the library reads and writes: buffered and limited on the way in, whole commands on the way out.
+// stream is what the library reads and writes: buffered and limited on the way in, whole commands on the way
+// out.
 type stream struct {
 	net.Conn
 	in   *bufio.Reader
@@ -154,8 +157,8 @@ func (s *stream) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// Write is reached by the library alone. After the handshake these are commands, in two calls each, head and body: they may not
-// fall between the frames of a message that another goroutine sends.
+// Write is reached by the library alone. After the handshake these are commands, in two calls each, head and
+// body: they may not fall between the frames of a message that another goroutine sends.
 func (s *stream) Write(p []byte) (int, error) {
 	if !s.open {
 		return s.say(p)
@@ -171,8 +174,9 @@ func (s *stream) Write(p []byte) (int, error) {
 	return len(p), err
 }
 
-// say writes a part of the handshake beside the reader: both peers speak first, and on a transport without a buffer (a pipe) they
-// would wait for each other. A failed write closes the connection, which the reader notices; the handshake's deadline bounds both.
+// say writes a part of the handshake beside the reader: both peers speak first, and on a transport without a
+// buffer (a pipe) they would wait for each other. A failed write closes the connection, which the reader
+// notices; the handshake's deadline bounds both.
 func (s *stream) say(p []byte) (int, error) {
 	part, before, done := bytes.Clone(p), s.said, make(chan struct{})
 	s.said = done

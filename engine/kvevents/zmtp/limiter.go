@@ -5,7 +5,8 @@ import (
 	"errors"
 )
 
-// ErrTooLarge says that a peer announced a frame or a message beyond the limits. The connection is of no more use.
+// ErrTooLarge says that a peer announced a frame or a message beyond the limits. The connection is of no more
+// use.
 var ErrTooLarge = errors.New("zmtp: frame or message beyond the limit")
 
 // Defaults of Limits.
@@ -35,8 +36,8 @@ const (
 	flagCommand   = 0x4
 )
 
-// limiter follows the framing of the bytes that pass, so that a frame is refused when its length is known and before the library
-// allocates it.
+// limiter follows the framing of the bytes that pass, so that a frame is refused when its length is known and
+// before the library allocates it.
 type limiter struct {
 	lim    Limits
 	part   part
