@@ -346,3 +346,44 @@ func cached(hit, tokens int) int32 { return small(min(hit, int(small(tokens))-1)
 
 // small is a token count as an entry keeps it: not negative, and no prompt is longer than 2^31.
 func small(n int) int32 { return int32(min(max(n, 0), math.MaxInt32)) }
+
+// logDifference logs what the account has that before had not, and the other way round.
+func (a *account) logDifference(rank RankID, before *opens) {
+	if a.log == nil {
+		return
+	}
+	for i := range before.cells {
+		if o := &before.cells[i]; o.phase != free && a.opens.get(o.key) == nil {
+			a.log.closed(rank, o.key)
+		}
+	}
+	for i := range a.opens.cells {
+		if o := &a.opens.cells[i]; o.phase != free && before.get(o.key) == nil {
+			a.log.opened(rank, o)
+		}
+	}
+}
+
+// timeTokens learns from a report of o's tokens, n by now, if the rank had no prompt to compute since the
+// report before.
+func (a *account) timeTokens(rk *Rank, o *open, n int32) {
+	p := &a.pace
+	if !a.reckons || a.law == nil || a.when == 0 || a.queue.first != 0 {
+		p.key = 0
+		return
+	}
+	if p.key != o.key {
+		if p.key == 0 || a.opens.get(p.key) == nil {
+			p.key, p.out, p.since = o.key, n, a.when
+		}
+		return
+	}
+	observed := float64(a.when-p.since) / float64(time.Millisecond)
+	if observed < leastSpan {
+		return
+	}
+	b := &a.law.base
+	p.decode.learn(observed, float64(n-p.out)*b.Step(0, rk.Load.R, int(rk.Load.K), 0), a.when)
+	p.out, p.since = n, a.when
+	a.law.tookSpan(*a.clock)
+}

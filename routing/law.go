@@ -56,27 +56,6 @@ func newLaw(p Policy) law {
 	return l
 }
 
-// LawInfo is what an application's Router knows of its engines' steps.
-type LawInfo struct {
-	Preset          string        // dense or moe
-	Prefill, Decode float64       // measured factor on the preset's milliseconds; 1 = as the preset says
-	PrefillSamples  uint64        // prompts whose first token was timed
-	DecodeSamples   uint64        // spans in which a rank did nothing but decode
-	Age             time.Duration // since the last sample; meaningless without one
-	Error           float64       // mean |observed/predicted - 1| of the last first tokens that were timed
-}
-
-// Law says what the Router knows of its engines' steps; ok is false if the policy predicts nothing.
-func (r *Router) Law() (info LawInfo, ok bool) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	l := &r.law
-	return LawInfo{
-		Preset: l.preset, Prefill: l.prefill, Decode: l.decode, PrefillSamples: l.prompts,
-			DecodeSamples: l.spans, Age: r.view.Now - l.last, Error: l.missed,
-	}, r.reckons
-}
-
 // tookPrompt notes a first token that took observed ms where predicted ms were expected.
 func (l *law) tookPrompt(observed, predicted float64, now time.Duration) {
 	l.prompts++
@@ -88,24 +67,6 @@ func (l *law) tookPrompt(observed, predicted float64, now time.Duration) {
 func (l *law) tookSpan(now time.Duration) {
 	l.spans++
 	l.stale, l.last = true, now
-}
-
-// relearn takes the law anew from what the ranks have shown. It is called after events, never at a decision:
-// a decision that is only explained must not change the next one.
-func (r *Router) relearn() {
-	l, now := &r.law, r.view.Now
-	if !l.stale || l.taken != 0 && now-l.taken < lawPeriod {
-		return
-	}
-	l.stale, l.taken = false, max(now, 1)
-	l.prefill = l.median(r.accounts, func(a *account) *speed { return &a.queue.speed })
-	l.decode = l.median(r.accounts, func(a *account) *speed { return &a.pace.decode })
-	b := &l.base
-	r.view.Law = steptime.Coefficients{
-		TokenMS: b.TokenMS * l.prefill, PairMS: b.PairMS * l.prefill,
-		WeightMS: b.WeightMS * l.decode, FixedMS: b.FixedMS * l.decode, DecodeMS: b.DecodeMS * l.decode,
-			ContextMS: b.ContextMS * l.decode,
-	}
 }
 
 // median is that of the ranks that have shown a speed, 1 if none has. Of two it is the faster one.
@@ -139,26 +100,51 @@ type decodePace struct {
 	decode speed
 }
 
-// timeTokens learns from a report of o's tokens, n by now, if the rank had no prompt to compute since the
-// report before.
-func (a *account) timeTokens(rk *Rank, o *open, n int32) {
-	p := &a.pace
-	if !a.reckons || a.law == nil || a.when == 0 || a.queue.first != 0 {
-		p.key = 0
-		return
+const (
+	// clockMemory is how long the best sample of a rank's clock stands before a newer one takes its place:
+	// clocks drift.
+	clockMemory = 30 * time.Second
+	// clockSlack is what two samples of one clock may contradict each other by, beside what they are unsure
+	// by.
+	clockSlack = 2 * time.Millisecond
+	// oldestRecord is the age above which a record's time is not believed.
+	oldestRecord = 10 * time.Second
+	// lagMemory is how many records the lag of a rank's stream is the mean of, about.
+	lagMemory = 8
+)
+
+// rankClock places what a rank says of the time on the view's clock. The two have nothing in common, and
+// either may jump. An own request is the sample: the rank admits it after it was dispatched and before the
+// ticket was here.
+//
+// Until there is a sample, and after a contradiction until the next one, records count as of their arrival.
+type rankClock struct {
+	ahead time.Duration // the rank's clock minus the view's
+	doubt time.Duration // by how much ahead may be wrong
+	taken time.Duration // when the sample was, on the view's clock
+	known bool
+}
+
+// learn takes a sample: at, on the rank's clock, was between from and to.
+func (c *rankClock) learn(at, from, to, now time.Duration) {
+	doubt := max(0, to-from) / 2
+	ahead := at - (from + doubt)
+	apart := max(ahead-c.ahead, c.ahead-ahead)
+	if !c.known || doubt <= c.doubt || now-c.taken > clockMemory || apart > doubt+c.doubt+clockSlack {
+		*c = rankClock{ahead: ahead, doubt: doubt, taken: now, known: true}
 	}
-	if p.key != o.key {
-		if p.key == 0 || a.opens.get(p.key) == nil {
-			p.key, p.out, p.since = o.key, n, a.when
-		}
-		return
+}
+
+// place is the instant of a record on the view's clock, at most now. ok is false if it can only be guessed:
+// it is now then.
+func (c *rankClock) place(at, now time.Duration) (when time.Duration, ok bool) {
+	if at == 0 || !c.known {
+		return now, false
 	}
-	observed := float64(a.when-p.since) / float64(time.Millisecond)
-	if observed < leastSpan {
-		return
+	when = at - c.ahead
+	if when > now+c.doubt+clockSlack || when < now-oldestRecord { // one of the clocks has jumped
+		c.known = false
+		return now, false
 	}
-	b := &a.law.base
-	p.decode.learn(observed, float64(n-p.out)*b.Step(0, rk.Load.R, int(rk.Load.K), 0), a.when)
-	p.out, p.since = n, a.when
-	a.law.tookSpan(*a.clock)
+	return max(1, min(when, now)), true
 }

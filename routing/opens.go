@@ -154,3 +154,31 @@ func (t *opens) remove(key uint64) {
 	t.cells[hole] = open{}
 	t.n--
 }
+
+// opensWatcher is a policy whose state follows every open request by itself. The Router then tells it exactly
+// when a request begins and ceases to count on a rank (EvOpened, EvClosed): only the account knows about
+// bumps that expire, snapshots that no longer name a request, or tickets of another incarnation.
+type opensWatcher interface{ watchesOpens() bool }
+
+// opensLog gathers what an event changed in the accounts until the policy has seen the event itself. nil logs
+// nothing.
+type opensLog struct{ list []openChange }
+
+type openChange struct {
+	key    uint64
+	rank   RankID
+	tokens int32
+	open   bool
+}
+
+func (l *opensLog) opened(rank RankID, o *open) {
+	if l != nil {
+		l.list = append(l.list, openChange{key: o.key, rank: rank, tokens: o.tokens, open: true})
+	}
+}
+
+func (l *opensLog) closed(rank RankID, key uint64) {
+	if l != nil {
+		l.list = append(l.list, openChange{key: key, rank: rank})
+	}
+}

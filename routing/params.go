@@ -6,6 +6,7 @@ import (
 	"math"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/dpserve/dpserve/internal/nearest"
 	"github.com/dpserve/dpserve/internal/problem"
@@ -141,4 +142,56 @@ func (p *params) err(policy string) error {
 	return problem.New(problem.InvalidArgument, "routing policy %s: %s", policy,
 		strings.Join(p.faults, "; ")).
 		WithHint("%s", strings.Join(p.hints, "; ")).WithDetails(p.faults...)
+}
+
+// profile reads the scoring profile and refuses the removed name with the new one.
+func (p *params) profile() string {
+	x, given := p.given["profile"]
+	if !given {
+		return ProfileBalanced
+	}
+	name, _ := x.(string)
+	switch {
+	case slices.Contains(profiles(), name):
+		return name
+	case name == removedProfile:
+		p.fault("profile 'prefix-aware' was removed; use 'locality'", "write profile: locality")
+	default:
+		p.fault(fmt.Sprintf("params.profile: found %v, wanted %s", x, strings.Join(profiles(), " or ")),
+			didYouMean(name, profiles(), "profiles"))
+	}
+	return ""
+}
+
+// refuseProfile is what round-robin says to a scoring profile: only the default one does no harm.
+func (p *params) refuseProfile() {
+	if name := p.profile(); name != "" && name != ProfileBalanced {
+		p.fault(fmt.Sprintf("profile '%s' has no effect with round-robin; use policy: scoring or drop the " +
+			"profile", name),
+			"write policy: scoring, or drop profile")
+	}
+}
+
+func (p *params) cacheAwareDefaults(variant string) cacheAwareDefaults {
+	page := cacheAwareDefaults{
+		threshold: 0.5, abs: 32, rel: 1.0001, interval: 60, size: 16_777_216, sizeInNodes: true,
+		lowMatch: "smallest-tree", matches: "text", perRank: 3, perRequest: 6,
+	}
+	switch {
+	case variant == VariantGateway:
+		return cacheAwareDefaults{
+			threshold: 0.3, abs: 64, rel: 1.5, interval: 120, size: 67_108_864, lowMatch: "least-pending",
+				matches: "kv",
+		}
+	case p.tuned:
+		page.threshold, page.rel, page.lowMatch, page.matches = 0.3, 1.1, "least-pending", "kv"
+		page.perRank, page.perRequest = 0, 0
+	}
+	return page
+}
+
+// seconds reads a span of time in seconds.
+func (p *params) seconds(name string, def float64) time.Duration {
+	const least = 0.001
+	return time.Duration(p.number(name, def, least, maxSeconds) * float64(time.Second))
 }

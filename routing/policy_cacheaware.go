@@ -28,24 +28,6 @@ type cacheAwareDefaults struct {
 	sizeInNodes         bool
 }
 
-func (p *params) cacheAwareDefaults(variant string) cacheAwareDefaults {
-	page := cacheAwareDefaults{
-		threshold: 0.5, abs: 32, rel: 1.0001, interval: 60, size: 16_777_216, sizeInNodes: true,
-		lowMatch: "smallest-tree", matches: "text", perRank: 3, perRequest: 6,
-	}
-	switch {
-	case variant == VariantGateway:
-		return cacheAwareDefaults{
-			threshold: 0.3, abs: 64, rel: 1.5, interval: 120, size: 67_108_864, lowMatch: "least-pending",
-				matches: "kv",
-		}
-	case p.tuned:
-		page.threshold, page.rel, page.lowMatch, page.matches = 0.3, 1.1, "least-pending", "kv"
-		page.perRank, page.perRequest = 0, 0
-	}
-	return page
-}
-
 // CacheAware is SGLang's cache-aware router:
 //
 //	imbalanced ⇔ max − min > Abs and max > Rel · min, on open requests per rank

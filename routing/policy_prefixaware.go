@@ -67,12 +67,6 @@ func newPrefixAware(p *params) Policy {
 	return made
 }
 
-// seconds reads a span of time in seconds.
-func (p *params) seconds(name string, def float64) time.Duration {
-	const least = 0.001
-	return time.Duration(p.number(name, def, least, maxSeconds) * float64(time.Second))
-}
-
 // Name is "prefix-aware".
 func (PrefixAware) Name() string { return namePrefixAware }
 

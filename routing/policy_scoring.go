@@ -1,11 +1,6 @@
 package routing
 
-import (
-	"fmt"
-	"math/rand/v2"
-	"slices"
-	"strings"
-)
+import "math/rand/v2"
 
 var (
 	_ Policy  = Scoring{}
@@ -53,34 +48,6 @@ type Scoring struct {
 
 func newScoring(p *params) Policy {
 	return Scoring{Profile: p.profile(), Spread: p.word("norm", "max", "max", "spread") == "spread"}
-}
-
-// profile reads the scoring profile and refuses the removed name with the new one.
-func (p *params) profile() string {
-	x, given := p.given["profile"]
-	if !given {
-		return ProfileBalanced
-	}
-	name, _ := x.(string)
-	switch {
-	case slices.Contains(profiles(), name):
-		return name
-	case name == removedProfile:
-		p.fault("profile 'prefix-aware' was removed; use 'locality'", "write profile: locality")
-	default:
-		p.fault(fmt.Sprintf("params.profile: found %v, wanted %s", x, strings.Join(profiles(), " or ")),
-			didYouMean(name, profiles(), "profiles"))
-	}
-	return ""
-}
-
-// refuseProfile is what round-robin says to a scoring profile: only the default one does no harm.
-func (p *params) refuseProfile() {
-	if name := p.profile(); name != "" && name != ProfileBalanced {
-		p.fault(fmt.Sprintf("profile '%s' has no effect with round-robin; use policy: scoring or drop the " +
-			"profile", name),
-			"write policy: scoring, or drop profile")
-	}
 }
 
 // Name is "scoring".

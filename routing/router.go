@@ -5,6 +5,8 @@ import (
 	"slices"
 	"sync"
 	"time"
+
+	"github.com/dpserve/dpserve/steptime"
 )
 
 // Router is one application's view and policy under one lock. It is the only writer of both: Pick bumps
@@ -244,4 +246,107 @@ func (r *Router) MaxMean() float64 {
 		return 1
 	}
 	return float64(most) * float64(n) / float64(sum)
+}
+
+// Why is Explain with the very view that was decided on: what ranks the decision saw, and why some could not
+// be picked.
+func (r *Router) Why(q *Request) (Decision, View) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	d := r.explain(q)
+	v := r.view
+	v.Ranks = slices.Clone(v.Ranks)
+	return d, v
+}
+
+// PotentialLoad is what a rank would have in hand with one more request (get_potential_loads).
+type PotentialLoad struct {
+	Rank          RankID `json:"rank"`
+	PrefillTokens int64  `json:"potential_prefill_tokens"` // Q + L − hit
+	// distinct blocks under policy kv, else the contexts of all open requests and this one
+	DecodeBlocks  int64  `json:"potential_decode_blocks"`
+}
+
+// PotentialLoads says it for every rank of the view; nothing changes.
+func (r *Router) PotentialLoads(q *Request) []PotentialLoad {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.reckon(max(r.view.Now, q.Now))
+	var d Decision
+	clear(resize(&d.scratch.extra, len(r.view.Ranks)))
+	kv, tracked := r.policy.(KV)
+	tracked = tracked && !kv.NoTrack
+	if tracked {
+		kv.decodeBlocks(q, &r.view, r.state, &d.scratch)
+	}
+	out := make([]PotentialLoad, len(r.view.Ranks))
+	for i := range out {
+		rk := &r.view.Ranks[i]
+		blocks := d.scratch.extra[i]
+		if !tracked {
+			blocks = ceilDiv(rk.Load.K+rk.Load.Kq+int64(q.Tokens), int64(rk.blockSize(q)))
+		}
+		out[i] = PotentialLoad{Rank: rk.ID, PrefillTokens: rk.Load.Q + int64(q.Tokens-r.view.hitOn(q, rk.ID)),
+			DecodeBlocks: blocks}
+	}
+	return out
+}
+
+// derive passes the log on to the policy. q is the request that was dispatched, nil for any other event.
+func (r *Router) derive(q *Request) {
+	if r.log == nil {
+		return
+	}
+	for i := range r.log.list {
+		c := &r.log.list[i]
+		r.derived = Event{Kind: EvClosed, Rank: c.rank, ReqID: c.key, Tokens: int(c.tokens)}
+		if c.open {
+			r.derived.Kind = EvOpened
+			if q != nil && q.ID == c.key {
+				r.derived.Request = q
+			}
+		}
+		r.policy.Observe(r.state, &r.view, &r.derived)
+	}
+	r.derived.Request = nil
+	r.log.list = r.log.list[:0]
+}
+
+// LawInfo is what an application's Router knows of its engines' steps.
+type LawInfo struct {
+	Preset          string        // dense or moe
+	Prefill, Decode float64       // measured factor on the preset's milliseconds; 1 = as the preset says
+	PrefillSamples  uint64        // prompts whose first token was timed
+	DecodeSamples   uint64        // spans in which a rank did nothing but decode
+	Age             time.Duration // since the last sample; meaningless without one
+	Error           float64       // mean |observed/predicted - 1| of the last first tokens that were timed
+}
+
+// Law says what the Router knows of its engines' steps; ok is false if the policy predicts nothing.
+func (r *Router) Law() (info LawInfo, ok bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	l := &r.law
+	return LawInfo{
+		Preset: l.preset, Prefill: l.prefill, Decode: l.decode, PrefillSamples: l.prompts,
+			DecodeSamples: l.spans, Age: r.view.Now - l.last, Error: l.missed,
+	}, r.reckons
+}
+
+// relearn takes the law anew from what the ranks have shown. It is called after events, never at a decision:
+// a decision that is only explained must not change the next one.
+func (r *Router) relearn() {
+	l, now := &r.law, r.view.Now
+	if !l.stale || l.taken != 0 && now-l.taken < lawPeriod {
+		return
+	}
+	l.stale, l.taken = false, max(now, 1)
+	l.prefill = l.median(r.accounts, func(a *account) *speed { return &a.queue.speed })
+	l.decode = l.median(r.accounts, func(a *account) *speed { return &a.pace.decode })
+	b := &l.base
+	r.view.Law = steptime.Coefficients{
+		TokenMS: b.TokenMS * l.prefill, PairMS: b.PairMS * l.prefill,
+		WeightMS: b.WeightMS * l.decode, FixedMS: b.FixedMS * l.decode, DecodeMS: b.DecodeMS * l.decode,
+			ContextMS: b.ContextMS * l.decode,
+	}
 }

@@ -134,32 +134,6 @@ func (r *Router) rankChange(i int, e *Event) (wake, ok bool) {
 	return *rk != before, true
 }
 
-// size takes over what a rank says of its KV cache, if it says it.
-func (rk *Rank) size(e *Event) {
-	if e.Capacity > 0 {
-		rk.Capacity = e.Capacity
-	}
-	if e.BlockSize > 0 {
-		rk.BlockSize = e.BlockSize
-	}
-}
-
-// status takes over an engine's report. ok is false for a usage that is no share: the report is dropped and
-// counted.
-func (rk *Rank) status(e *Event) (ok bool) {
-	if e.NoKVUsage {
-		rk.KVUsage, rk.HasKVUsage = 0, false
-		rk.size(e)
-		return true
-	}
-	if !(e.KVUsage >= 0 && e.KVUsage <= 1) { // NaN too
-		return false
-	}
-	rk.KVUsage, rk.HasKVUsage = e.KVUsage, true
-	rk.size(e)
-	return true
-}
-
 // configure takes over the application's settings.
 func (r *Router) configure(c *Config) (wake, ok bool) {
 	if c == nil {
@@ -175,22 +149,4 @@ func (r *Router) configure(c *Config) (wake, ok bool) {
 		v.judge(&v.Ranks[i])
 	}
 	return true, true
-}
-
-// busyMargin is how far usage must fall below busy_threshold before a rank gets requests again: without it a
-// rank at the threshold would flap with every report. Thresholds below 0.1 release at half.
-const busyMargin = 0.05
-
-// judge sets Busy; freed says that the rank may be picked again.
-func (v *View) judge(rk *Rank) (freed bool) {
-	was := rk.Busy
-	switch usage := rk.Usage(); {
-	case !v.HasBusyThreshold:
-		rk.Busy = false
-	case usage > v.BusyThreshold:
-		rk.Busy = true
-	case usage == 0 || usage < v.BusyThreshold-min(busyMargin, v.BusyThreshold/2):
-		rk.Busy = false
-	}
-	return was && !rk.Busy
 }

@@ -247,3 +247,118 @@ type scratch struct {
 	depths     []int32   // by slot of a policy's own table
 	all        aggregate
 }
+
+// Find is the index of rank id in v.Ranks, or where it would be inserted and false.
+func (v *View) Find(id RankID) (int, bool) {
+	lo, hi := 0, len(v.Ranks)
+	for lo < hi {
+		mid := (lo + hi) / 2
+		if v.Ranks[mid].ID < id {
+			lo = mid + 1
+		} else {
+			hi = mid
+		}
+	}
+	return lo, lo < len(v.Ranks) && v.Ranks[lo].ID == id
+}
+
+// maxWalk is how many rows findNear looks at before it searches: as many ranks may be missing without a cost.
+const maxWalk = 8
+
+// findNear is Find for a view of groups of about width ranks each. With all ranks there the row is group ×
+// width + rank, every missing one before it moves it one back. The binary search's wrong guesses are a third
+// of a pick otherwise.
+func (v *View) findNear(id RankID, width int) (int, bool) {
+	i := min(id.Group()*width+id.Rank(), len(v.Ranks)-1)
+	for n := 0; n < maxWalk && i >= 0; n++ {
+		if v.Ranks[i].ID == id {
+			return i, true
+		}
+		i--
+	}
+	return v.Find(id)
+}
+
+// hitOn is the number of q's prompt tokens that rank id has cached, 0 while prefix caching is off.
+func (v *View) hitOn(q *Request, id RankID) int {
+	if v.PrefixCachingOff || len(q.Hits) == 0 {
+		return 0
+	}
+	return q.HitOn(id)
+}
+
+// alignHits writes every rank's hit beside its row. Both lists ascend by rank, so one walk does it; ranks
+// that left between the look-up and now are skipped, ranks that came hold nothing.
+func alignHits(q *Request, v *View, c *scratch) {
+	hits := resize(&c.hits, len(v.Ranks))
+	clear(hits)
+	if v.PrefixCachingOff {
+		return
+	}
+	i := 0
+	for k := range q.Hits {
+		h := &q.Hits[k]
+		for i < len(v.Ranks) && v.Ranks[i].ID < h.Rank {
+			i++
+		}
+		if i == len(v.Ranks) {
+			break
+		}
+		if v.Ranks[i].ID == h.Rank {
+			hits[i] = q.clamp(h.Tokens)
+		}
+	}
+}
+
+// resize gives a scratch slice the length n, allocating only when it was never that long.
+func resize[T any](s *[]T, n int) []T {
+	if cap(*s) < n {
+		*s = make([]T, n)
+	}
+	*s = (*s)[:n]
+	return *s
+}
+
+// size takes over what a rank says of its KV cache, if it says it.
+func (rk *Rank) size(e *Event) {
+	if e.Capacity > 0 {
+		rk.Capacity = e.Capacity
+	}
+	if e.BlockSize > 0 {
+		rk.BlockSize = e.BlockSize
+	}
+}
+
+// status takes over an engine's report. ok is false for a usage that is no share: the report is dropped and
+// counted.
+func (rk *Rank) status(e *Event) (ok bool) {
+	if e.NoKVUsage {
+		rk.KVUsage, rk.HasKVUsage = 0, false
+		rk.size(e)
+		return true
+	}
+	if !(e.KVUsage >= 0 && e.KVUsage <= 1) { // NaN too
+		return false
+	}
+	rk.KVUsage, rk.HasKVUsage = e.KVUsage, true
+	rk.size(e)
+	return true
+}
+
+// busyMargin is how far usage must fall below busy_threshold before a rank gets requests again: without it a
+// rank at the threshold would flap with every report. Thresholds below 0.1 release at half.
+const busyMargin = 0.05
+
+// judge sets Busy; freed says that the rank may be picked again.
+func (v *View) judge(rk *Rank) (freed bool) {
+	was := rk.Busy
+	switch usage := rk.Usage(); {
+	case !v.HasBusyThreshold:
+		rk.Busy = false
+	case usage > v.BusyThreshold:
+		rk.Busy = true
+	case usage == 0 || usage < v.BusyThreshold-min(busyMargin, v.BusyThreshold/2):
+		rk.Busy = false
+	}
+	return was && !rk.Busy
+}
