@@ -1,7 +1,10 @@
 package engine
 
 import (
+	"bytes"
+	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -12,6 +15,8 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	"github.com/dpserve/dpserve/app"
 )
 
 // Limits of what is read of an engine's answer to a question of ours.
@@ -171,4 +176,184 @@ func readAll(r io.Reader, limit int64) ([]byte, error) {
 		return nil, ErrTooLong
 	}
 	return b, err
+}
+
+// Counters asks /metrics. Where several ranks answer behind one URL, it is what the page says of the client's
+// own.
+func (c *Client) Counters(ctx context.Context) (Counters, error) {
+	p, err := c.metrics(ctx)
+	return p.Counters, err
+}
+
+func (c *Client) metrics(ctx context.Context) (metricsPage, error) {
+	b, err := c.get(ctx, "/metrics", maxMetrics)
+	if err != nil {
+		return metricsPage{}, err
+	}
+	rank := ""
+	if c.addr.Mode == app.AddressHeader || c.addr.Mode == app.AddressBody {
+		rank = strconv.Itoa(c.addr.Selector)
+	}
+	return parsePage(b, rank), nil
+}
+
+// EventSources asks /kv_event_sources: the body, which engine/kvevents reads. An engine without the route
+// gives a *StatusError of 404.
+func (c *Client) EventSources(ctx context.Context) ([]byte, error) {
+	return c.get(ctx, "/kv_event_sources", maxAnswer)
+}
+
+// Models asks /v1/models. At least one entry, or an error.
+func (c *Client) Models(ctx context.Context) ([]Model, error) {
+	b, err := c.get(ctx, "/v1/models", maxAnswer)
+	if err != nil {
+		return nil, err
+	}
+	return parseModels(b)
+}
+
+// MaxModelLen asks /v1/models how many tokens a request and its answer may have together; 0 where that is not
+// told.
+func (c *Client) MaxModelLen(ctx context.Context) (int, error) {
+	models, err := c.Models(ctx)
+	if err != nil {
+		return 0, err
+	}
+	return sane(float64(models[0].MaxModelLen), maxModelLen), nil
+}
+
+// Version asks /version; "" with an error where the engine has none.
+func (c *Client) Version(ctx context.Context) (string, error) {
+	b, err := c.get(ctx, "/version", maxAnswer)
+	if err != nil {
+		return "", err
+	}
+	var v struct {
+		Version string `json:"version"`
+	}
+	if err := json.Unmarshal(b, &v); err != nil {
+		return "", fmt.Errorf("/version: %w", err)
+	}
+	return v.Version, nil
+}
+
+// ReadBack asks for the settings in force. The block size is left 0 if /metrics does not tell it.
+func (c *Client) ReadBack(ctx context.Context) (Settings, error) {
+	models, err := c.Models(ctx)
+	if err != nil {
+		return Settings{}, err
+	}
+	s := Settings{Model: models[0].ID, MaxModelLen: models[0].MaxModelLen}
+	if n, err := c.Counters(ctx); err == nil {
+		s.BlockSize = n.BlockSize
+	}
+	return s, nil
+}
+
+// Cache asks /metrics, and SGLang, which need not have that, /server_info. The error says why not all is
+// known.
+func (c *Client) Cache(ctx context.Context) (Cache, error) {
+	p, err := c.metrics(ctx)
+	out := Cache{BlockSize: p.BlockSize, Blocks: p.Blocks, CachingOff: p.CachingOff}
+	if !p.sglang && out.BlockSize > 0 {
+		return out, nil
+	}
+	b, infoErr := c.get(ctx, "/server_info", maxAnswer)
+	var s *StatusError
+	if errors.As(infoErr, &s) && s.Status == http.StatusNotFound {
+		b, infoErr = c.get(ctx, "/get_server_info", maxAnswer) // its older name
+	}
+	if infoErr != nil {
+		return out, errors.Join(err, infoErr)
+	}
+	told := parseServerInfo(b)
+	return Cache{
+		BlockSize: cmp.Or(out.BlockSize, told.BlockSize), Blocks: cmp.Or(out.Blocks, told.Blocks),
+			CachingOff: out.CachingOff || told.CachingOff,
+	}, nil
+}
+
+// ErrNoCompletion says that an engine answered a canary without completing anything.
+var ErrNoCompletion = errors.New("the canary was answered without a completion")
+
+// errorTextLimit cuts an engine's error text in bytes.
+const errorTextLimit = 300
+
+// Canary asks model for one token, non-stream, at temperature 0. nil means that the rank computes: a
+// completion came, or the engine refused because its own queue is full (503 Service Unavailable), which only
+// a living one does. An engine without /v1/completions is asked for a chat completion.
+func (c *Client) Canary(ctx context.Context, model string) error {
+	err := c.canary(ctx, "/v1/completions", c.canaryBody(model, "prompt", "1"))
+	var status *StatusError
+	if errors.As(err, &status) &&
+		(status.Status == http.StatusNotFound || status.Status == http.StatusMethodNotAllowed) &&
+		status.Text == "" {
+		messages := []map[string]string{{"role": "user", "content": "1"}}
+		return c.canary(ctx, "/v1/chat/completions", c.canaryBody(model, "messages", messages))
+	}
+	return err
+}
+
+func (c *Client) canaryBody(model, key string, prompt any) map[string]any {
+	body := map[string]any{"model": model, key: prompt, "max_tokens": 1, "temperature": 0}
+	if c.addr.Mode == "body" {
+		body["routed_dp_rank"] = c.addr.Selector
+	}
+	return body
+}
+
+func (c *Client) canary(ctx context.Context, path string, body map[string]any) error {
+	b, err := json.Marshal(body)
+	if err != nil {
+		return err
+	}
+	status, answer, err := c.ask(ctx, http.MethodPost, path, bytes.NewReader(b), maxAnswer)
+	if err != nil {
+		return err
+	}
+	if status != http.StatusOK {
+		return refusedCanary(path, status, answer)
+	}
+	return completed(answer)
+}
+
+func refusedCanary(path string, status int, answer []byte) error {
+	var e struct {
+		Error struct {
+			Message string `json:"message"`
+			Type    string `json:"type"`
+		} `json:"error"`
+	}
+	if err := json.Unmarshal(answer, &e); err != nil {
+		return &StatusError{Path: path, Status: status}
+	}
+	if status == http.StatusServiceUnavailable && e.Error.Type == "Service Unavailable" {
+		return nil
+	}
+	return &StatusError{Path: path, Status: status, Text: cut(e.Error.Message)}
+}
+
+func cut(s string) string {
+	if len(s) > errorTextLimit {
+		return s[:errorTextLimit] + "…"
+	}
+	return s
+}
+
+// completed wants a finish_reason other than abort: a stopping engine answers 200 with abort and no tokens.
+func completed(answer []byte) error {
+	var r struct {
+		Choices []struct {
+			FinishReason *string `json:"finish_reason"`
+		} `json:"choices"`
+	}
+	if err := json.Unmarshal(answer, &r); err != nil {
+		return fmt.Errorf("%w: %w", ErrNoCompletion, err)
+	}
+	for _, ch := range r.Choices {
+		if ch.FinishReason != nil && *ch.FinishReason != "abort" {
+			return nil
+		}
+	}
+	return ErrNoCompletion
 }

@@ -3,11 +3,8 @@ package engine
 import (
 	"bytes"
 	"cmp"
-	"context"
 	"math"
 	"strconv"
-
-	"github.com/dpserve/dpserve/app"
 )
 
 // Counters are what an engine's /metrics says about its progress and its load. The token counters only grow
@@ -40,25 +37,6 @@ func (c Counters) Restarted(before Counters) bool {
 	}
 	return c.Seen && before.Seen &&
 		(c.PromptTokens < before.PromptTokens || c.GenerationTokens < before.GenerationTokens)
-}
-
-// Counters asks /metrics. Where several ranks answer behind one URL, it is what the page says of the client's
-// own.
-func (c *Client) Counters(ctx context.Context) (Counters, error) {
-	p, err := c.metrics(ctx)
-	return p.Counters, err
-}
-
-func (c *Client) metrics(ctx context.Context) (metricsPage, error) {
-	b, err := c.get(ctx, "/metrics", maxMetrics)
-	if err != nil {
-		return metricsPage{}, err
-	}
-	rank := ""
-	if c.addr.Mode == app.AddressHeader || c.addr.Mode == app.AddressBody {
-		rank = strconv.Itoa(c.addr.Selector)
-	}
-	return parsePage(b, rank), nil
 }
 
 // metricsPage is a page while it is read.

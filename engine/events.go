@@ -1,7 +1,6 @@
 package engine
 
 import (
-	"context"
 	"encoding/json"
 	"net/url"
 
@@ -59,12 +58,6 @@ func AskedBlockSize(a *app.Application) int {
 		}
 	}
 	return 0
-}
-
-// EventSources asks /kv_event_sources: the body, which engine/kvevents reads. An engine without the route
-// gives a *StatusError of 404.
-func (c *Client) EventSources(ctx context.Context) ([]byte, error) {
-	return c.get(ctx, "/kv_event_sources", maxAnswer)
 }
 
 // eventsConfig is vLLM's --kv-events-config as dpserve writes it.

@@ -6,7 +6,9 @@ import (
 	"cmp"
 	"errors"
 	"net"
+	"sort"
 	"strconv"
+	"strings"
 
 	"github.com/dpserve/dpserve/app"
 	"github.com/dpserve/dpserve/internal/problem"
@@ -108,4 +110,110 @@ func AttachedRank(a *app.Application, group, rank int) (app.AttachRank, error) {
 	return app.AttachRank{}, problem.New(problem.InvalidArgument,
 		"app %s declares no engine for rank %d of group %d", a.Name, rank, group).
 		WithHint("add it to engine.ranks or lower data_parallel.dp_size")
+}
+
+// inherited are the variables of dpserve's own environment that a simulated engine gets: where programs,
+// homes, temporary files and times are. Everything else stays here: tokens, proxies (prompts must not leave
+// through one), and settings of other engines.
+func inherited() []string {
+	return []string{"PATH", "HOME", "USER", "TMPDIR", "TZ", "LANG", "LC_ALL", "GOCOVERDIR"}
+}
+
+// stripped are prefixes of variables that no engine gets. vLLM reads its data-parallel rank from VLLM_DP_*,
+// and dpserve assigns the ranks: an inherited value would name another rank.
+func stripped() []string { return []string{"VLLM_DP_"} }
+
+// Environment builds an engine's environment, sorted: the inherited part of environ, then own, then the app's
+// engine.env, later ones winning.
+func Environment(environ, own []string, extra map[string]string) []string {
+	vars := map[string]string{}
+	keep := map[string]bool{}
+	for _, k := range inherited() {
+		keep[k] = true
+	}
+	for _, kv := range environ {
+		if k, v, ok := strings.Cut(kv, "="); ok && keep[k] {
+			vars[k] = v
+		}
+	}
+	for _, kv := range own {
+		k, v, _ := strings.Cut(kv, "=")
+		vars[k] = v
+	}
+	for k, v := range extra {
+		vars[k] = v
+	}
+	return join(vars)
+}
+
+func join(vars map[string]string) []string {
+	out := make([]string, 0, len(vars))
+	for k, v := range vars {
+		if !hasAnyPrefix(k, stripped()) {
+			out = append(out, k+"="+v)
+		}
+	}
+	sort.Strings(out)
+	return out
+}
+
+func hasAnyPrefix(s string, prefixes []string) bool {
+	for _, p := range prefixes {
+		if strings.HasPrefix(s, p) {
+			return true
+		}
+	}
+	return false
+}
+
+// Ports is a unit's port block on a node. Offsets, with D = dp_size of a lockstep unit, 1 of an independent
+// one: HTTP 0…D−1 · KV PUB D… · KV replay 2D… · side channel 3D… · bootstrap 4D… · rpc / dist-init 5D. Rank
+// is the rank's number in the unit.
+type Ports struct {
+	base, size int
+}
+
+// PortsOf lays out the block that begins at base for a unit of dpSize ranks.
+func PortsOf(base, dpSize int) Ports { return Ports{base: base, size: dpSize} }
+
+// HTTP is the port of a rank's API.
+func (p Ports) HTTP(rank int) int { return p.base + rank }
+
+// KV is where a rank's engine publishes its KV events to: the engine dials, its DPServer listens.
+func (p Ports) KV(rank int) int { return p.base + p.size + rank }
+
+// Replay is where a rank's engine answers for KV events that were missed.
+func (p Ports) Replay(rank int) int { return p.base + 2*p.size + rank }
+
+// RPC is where rank 0 of a lockstep unit meets the others.
+func (p Ports) RPC() int { return p.base + 5*p.size }
+
+// Bound lists the ports that the engines of the given ranks bind in this version: their API, the replay
+// socket if they publish KV events, and the rendezvous if rank 0 is one of them in a unit of several. They
+// are bind-tested before a start and verified free after an end.
+func (p Ports) Bound(events bool, ranks ...int) []int {
+	var out []int
+	for _, r := range ranks {
+		out = append(out, p.HTTP(r))
+		if events {
+			out = append(out, p.Replay(r))
+		}
+		if r == 0 && p.size > 1 {
+			out = append(out, p.RPC())
+		}
+	}
+	return out
+}
+
+// Used is Bound and the ports where DPServers listen for KV events, which their end frees. Those are not
+// bind-tested before a start: to listen is the test, and a socket that a test has closed lives on for a
+// moment in a child that is being forked beside it.
+func (p Ports) Used(events bool, ranks ...int) []int {
+	out := p.Bound(events, ranks...)
+	if events {
+		for _, r := range ranks {
+			out = append(out, p.KV(r))
+		}
+	}
+	return out
 }

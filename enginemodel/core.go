@@ -297,3 +297,29 @@ func (c *Core) noticeLoss(now, gloo time.Duration) {
 	}
 	c.failAt = now + time.Duration(float64(gloo)/max(1, c.cfg.Speed))
 }
+
+// ResetPrefixCache drops every cached block and says whether that was possible: not while requests hold
+// blocks. force takes the blocks of running requests first (they start again). With BlockEvents on,
+// BlocksCleared leaves with the next step; silent leaves it out: an engine that begins anew says nothing.
+func (c *Core) ResetPrefixCache(force, silent bool) bool {
+	for force && len(c.running) > 0 {
+		c.preempt(c.running[len(c.running)-1])
+	}
+	if c.dead || c.pool.used() > 0 {
+		return false
+	}
+	c.pool.forget()
+	c.log.clear(silent)
+	return true
+}
+
+// CachedBlocks calls each with every hash in the prefix cache and its number of copies.
+func (c *Core) CachedBlocks(each func(hash uint64, copies int)) {
+	for hash, i := range c.pool.byHash {
+		copies := 0
+		for ; i != none; i = c.pool.blocks[i].sameHash {
+			copies++
+		}
+		each(hash, copies)
+	}
+}

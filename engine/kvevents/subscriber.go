@@ -266,3 +266,142 @@ func (f *follower) publish() {
 		f.s.cfg.Changed()
 	}
 }
+
+// Bounds of the queue between the socket and the tracker. The reader takes messages as fast as the socket
+// delivers them, because the engine's publisher drops batches without notice when a subscriber is slow. A
+// message that does not fit here becomes a gap in the sequence, which the tracker repairs by a replay.
+const (
+	maxQueued      = 8192
+	maxQueuedBytes = 64 << 20
+)
+
+// itemKind is what an item of the queue says.
+type itemKind uint8
+
+const (
+	itemMessage itemKind = iota
+	itemConnect
+	itemDisconnect
+	itemOverflow
+	itemBadFrames
+)
+
+type item struct {
+	kind itemKind
+	conn uint64 // which connection it is of
+	msg  message
+}
+
+// queue is bounded in messages and bytes. Safe for concurrent use.
+type queue struct {
+	kick chan struct{}
+
+	mu    sync.Mutex
+	items []item
+	bytes int
+}
+
+func newQueue() *queue { return &queue{kick: make(chan struct{}, 1)} }
+
+// push never blocks: beyond the bound a message becomes one overflow item.
+func (q *queue) push(it item) {
+	q.mu.Lock()
+	full := len(q.items) >= maxQueued || q.bytes+len(it.msg.payload) > maxQueuedBytes
+	switch {
+	case !full || it.kind == itemConnect || it.kind == itemDisconnect:
+		q.items = append(q.items, it)
+		q.bytes += len(it.msg.payload)
+	case q.items[len(q.items)-1].kind != itemOverflow:
+		q.items = append(q.items, item{kind: itemOverflow, conn: it.conn})
+	}
+	q.mu.Unlock()
+	select {
+	case q.kick <- struct{}{}:
+	default:
+	}
+}
+
+// take is everything there is; spare is a buffer for what comes next.
+func (q *queue) take(spare []item) []item {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	out := q.items
+	q.items, q.bytes = spare[:0], 0
+	return out
+}
+
+// Times of the event socket.
+const (
+	dialTimeout = 2 * time.Second
+	firstPause  = 50 * time.Millisecond // between attempts to reach a publisher, doubling
+	lastPause   = time.Second
+	maxPeers    = 4 // connections to a bound socket: the publisher, its successor, and handshakes
+)
+
+// dialLoop keeps a connection to a publisher that binds.
+func (s *Subscriber) dialLoop(ctx context.Context) {
+	for pause := firstPause; ; pause = min(2*pause, lastPause) {
+		dial, cancel := context.WithTimeout(ctx, dialTimeout)
+		c, err := zmtp.Dial(dial, s.cfg.Dial, s.addr.connect, zmtp.Sub, zmtp.DefaultLimits())
+		cancel()
+		if err == nil {
+			pause = firstPause
+			stop := context.AfterFunc(ctx, func() { _ = c.Close() })
+			s.read(c)
+			stop()
+			_ = c.Close()
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(pause):
+		}
+	}
+}
+
+// read is the life of one connection: everything goes into the queue.
+func (s *Subscriber) read(c *zmtp.Conn) {
+	if err := c.SetWriteDeadline(time.Now().Add(dialTimeout)); err != nil {
+		return
+	}
+	if err := c.Subscribe(s.cfg.Topic); err != nil {
+		return
+	}
+	id := s.become(c)
+	s.queue.push(item{kind: itemConnect, conn: id})
+	defer s.queue.push(item{kind: itemDisconnect, conn: id})
+	for {
+		frames, err := c.Recv()
+		if err != nil {
+			return
+		}
+		m, ok := liveMessage(frames)
+		it := item{kind: itemMessage, conn: id, msg: m}
+		if !ok {
+			it = item{kind: itemBadFrames, conn: id}
+		}
+		s.queue.push(it)
+	}
+}
+
+// become makes c the connection that counts. The newest wins: it is the engine's successor, or its next
+// attempt; the one before may be half open for minutes.
+func (s *Subscriber) become(c *zmtp.Conn) uint64 {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.current != nil && s.current != c {
+		_ = s.current.Close()
+	}
+	s.current = c
+	s.conns++
+	return s.conns
+}
+
+// liveMessage reads [topic, seq, payload].
+func liveMessage(frames [][]byte) (message, bool) {
+	if len(frames) != 3 {
+		return message{}, false
+	}
+	seq, ok := seqOf(frames[1])
+	return message{seq: seq, payload: frames[2]}, ok
+}

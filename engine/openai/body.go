@@ -5,6 +5,9 @@ package openai
 
 import (
 	"bytes"
+	"errors"
+	"math"
+	"strconv"
 
 	"github.com/zeebo/xxh3"
 )
@@ -118,11 +121,6 @@ func notObject(s *scanner, i int) error {
 	return s.err(nil)
 }
 
-// err is the scanner's fault as an error; key is the top-level field it is in.
-func (s *scanner) err(key []byte) error {
-	return newBodyError(s.fault, key, "%s", s.fault.text(s.at))
-}
-
 // object reads the top-level object at body[i] to the end of the body.
 func (b *Body) object(s *scanner, i int) error {
 	if i = s.space(i + 1); s.peek(i) == '}' {
@@ -202,4 +200,323 @@ func (b *Body) note(s *scanner, key []byte) error {
 	}
 	b.fields = append(b.fields, field{hash, key})
 	return nil
+}
+
+// The value limits of a request body. Larger values are refused with 400; dpserve never lowers a value.
+const (
+	// MaxN is the largest n: more choices than this is refused.
+	MaxN = 128
+	// MaxSequences is the largest product of n and the number of prompts: what an engine computes for one
+	// request.
+	MaxSequences = 1024
+	// MaxMaxTokens is the largest max_tokens and max_completion_tokens that passes; what the model can do is
+	// the engine's answer.
+	MaxMaxTokens = 1 << 31
+)
+
+// read checks a top-level value and takes what dpserve needs from it.
+func (b *Body) read(s *scanner, key []byte, i int) (end int, err error) {
+	if b.route.isPrompt(key) {
+		end = b.prompt(s, i)
+	} else {
+		end = s.value(i, 1, nil)
+	}
+	if end < 0 {
+		return 0, s.err(key)
+	}
+	switch string(key) {
+	case "model":
+		b.rawModel = Span{i, end}
+		return end, b.readModel(s.b[i:end])
+	case "tools":
+		if s.b[i] != 'n' {
+			b.Tools = Span{i, end}
+		}
+	}
+	if !b.route.Generates() {
+		return end, nil
+	}
+	return end, b.readOption(key, s.b[i:end])
+}
+
+// readOption reads the fields of the generating routes.
+func (b *Body) readOption(key, raw []byte) error {
+	switch string(key) {
+	case "stream":
+		return b.readStream(raw)
+	case "stream_options":
+		b.readStreamOptions(raw)
+	case "n":
+		return b.readN(raw)
+	case "max_tokens", "max_completion_tokens":
+		return b.readMaxTokens(key, raw)
+	case "user":
+		b.User = b.text(raw)
+	case "cache_salt":
+		b.CacheSalt = b.text(raw)
+	case "vllm_xargs":
+		return checkXargs(raw)
+	}
+	return nil
+}
+
+// checkXargs refuses what vLLM takes from vllm_xargs and a client may not set: kv_transfer_params feeds a KV
+// connector, and kv_cache_report_mode makes the engine tell of blocks as stored that it has had for long.
+func checkXargs(raw []byte) error {
+	if raw[0] != '{' {
+		return nil
+	}
+	s := scanner{b: raw}
+	var buf [64]byte
+	var err error
+	s.members(0, 1, func(key []byte, escaped bool, _ Span) bool {
+		if escaped {
+			key = unescape(buf[:0], key)
+		}
+		if k := string(key); k == "kv_cache_report_mode" || k == "kv_transfer_params" {
+			err = newBodyError(faultReserved, []byte("vllm_xargs"), "vllm_xargs must not hold %s", k)
+		}
+		return err == nil
+	})
+	return err
+}
+
+// text is the meaning of a checked string; nil if raw is none.
+func (b *Body) text(raw []byte) []byte {
+	if raw[0] != '"' {
+		return nil
+	}
+	if raw = raw[1 : len(raw)-1]; bytes.IndexByte(raw, '\\') >= 0 {
+		return b.decode(raw)
+	}
+	return raw
+}
+
+// prompt checks the prompt at i and counts prompts and token ids: a string, [string], [id] or [[id]];
+// anything else is one prompt of unknown length.
+func (b *Body) prompt(s *scanner, i int) (end int) {
+	var inner tally
+	outer := tally{inner: &inner}
+	s.inPrompt = true
+	end = s.value(i, 1, &outer)
+	s.inPrompt = false
+	if end < 0 {
+		return end
+	}
+	b.PromptBytes, b.first = end-i, Span{i, end}
+	switch {
+	case b.route == Chat:
+	case outer.numbers > 0 && outer.strings+outer.arrays+outer.others == 0:
+		b.PromptTokens = outer.numbers
+	case outer.strings+outer.arrays > 0 && outer.numbers+outer.others == 0:
+		b.prompts = outer.strings + outer.arrays
+		b.first = Span{s.space(i + 1), outer.first}
+		if outer.strings+inner.strings+inner.arrays+inner.others == 0 {
+			b.PromptTokens = inner.numbers
+		}
+	}
+	return end
+}
+
+func (b *Body) readModel(raw []byte) error {
+	switch raw[0] {
+	case '"':
+		b.HasModel, b.Model = true, raw[1:len(raw)-1]
+		if bytes.IndexByte(b.Model, '\\') >= 0 {
+			b.model = unescape(b.model, b.Model)
+			b.Model = b.model
+		}
+	case 'n':
+	default:
+		return newBodyError(faultType, []byte("model"), "model must be a string")
+	}
+	return nil
+}
+
+// readStream is strict: an engine may take 1 or "yes" for true, and dpserve must know which kind of answer
+// comes.
+func (b *Body) readStream(raw []byte) error {
+	switch raw[0] {
+	case 't':
+		b.Stream = true
+	case 'f', 'n':
+	default:
+		return newBodyError(faultType, []byte("stream"), "stream must be true or false")
+	}
+	return nil
+}
+
+func (b *Body) readStreamOptions(raw []byte) {
+	if raw[0] != '{' {
+		return
+	}
+	s := scanner{b: raw}
+	var buf [64]byte
+	s.members(0, 1, func(key []byte, escaped bool, v Span) bool {
+		if escaped {
+			key = unescape(buf[:0], key)
+		}
+		if string(key) == "include_usage" {
+			b.IncludeUsage = raw[v.Start] == 't'
+		}
+		return true
+	})
+}
+
+func (b *Body) readN(raw []byte) error {
+	n, ok := number(raw)
+	switch {
+	case !ok:
+	case n > MaxN:
+		return newBodyError(faultTooLarge, []byte("n"), "n must be at most %d", MaxN)
+	case n >= 1:
+		b.N = int(n)
+	}
+	return nil
+}
+
+func (b *Body) readMaxTokens(key, raw []byte) error {
+	n, ok := number(raw)
+	switch {
+	case !ok:
+	case n > MaxMaxTokens:
+		return newBodyError(faultTooLarge, key, "%s must be at most %d", key, int64(MaxMaxTokens))
+	case n >= 0 && (!b.maxCompletion || string(key) == "max_completion_tokens"):
+		b.MaxTokens = int64(n)
+	}
+	b.maxCompletion = b.maxCompletion || ok && string(key) == "max_completion_tokens"
+	return nil
+}
+
+// number reads a checked JSON value as engines do: a number, or a string that holds one ("129" is 129 to
+// them). Not a number ⇒ false. Beyond 2^53 it is rounded, far above every limit.
+func number(raw []byte) (float64, bool) {
+	switch c := raw[0]; {
+	case c == '"':
+		raw = unescape(nil, raw[1:len(raw)-1])
+		raw = bytes.ReplaceAll(bytes.TrimSpace(raw), []byte("_"), nil)
+	case c != '-' && c-'0' > 9:
+		return 0, false
+	}
+	if n, ok := smallInt(raw); ok {
+		return float64(n), true
+	}
+	n, err := strconv.ParseFloat(string(raw), 64)
+	if err != nil && !errors.Is(err, strconv.ErrRange) {
+		return 0, false
+	}
+	return n, !math.IsNaN(n)
+}
+
+// smallInt reads up to fifteen digits.
+func smallInt(raw []byte) (n int64, ok bool) {
+	if len(raw) == 0 || len(raw) > 15 {
+		return 0, false
+	}
+	for _, c := range raw {
+		if c-'0' > 9 {
+			return 0, false
+		}
+		n = 10*n + int64(c-'0')
+	}
+	return n, true
+}
+
+// reserved says whether a top-level field belongs to dpserve: it picks or feeds the rank. A client's is taken
+// out.
+func reserved(key []byte) bool {
+	switch string(key) {
+	case "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank", "kv_transfer_params":
+		return true
+	}
+	return bytes.HasPrefix(key, []byte("bootstrap_"))
+}
+
+// run finds the bytes to cut so that what is left is an object again: a run of reserved members goes with the
+// comma behind it; the last run, which has none, with the comma before it.
+type run struct {
+	first   int // start of the run, -1 outside one
+	last    int // end of its last member
+	kept    int // end of the last member that stays
+	anyKept bool
+}
+
+// member notes the member at m and appends the cut that it closes, if any.
+func (r *run) member(cuts []Span, m Span, cut bool) []Span {
+	switch {
+	case cut && r.first < 0:
+		r.first, r.last = m.Start, m.End
+	case cut:
+		r.last = m.End
+	default:
+		if r.first >= 0 {
+			cuts = append(cuts, Span{r.first, m.Start})
+		}
+		r.first, r.kept, r.anyKept = -1, m.End, true
+	}
+	return cuts
+}
+
+// close appends the cut of a run that reaches the end of the object.
+func (r *run) close(cuts []Span) []Span {
+	if r.first < 0 {
+		return cuts
+	}
+	if r.anyKept {
+		r.first = r.kept
+	}
+	return append(cuts, Span{r.first, r.last})
+}
+
+// Spliced is body, as last scanned, without the members in b.Strip and otherwise byte for byte. With nothing
+// to strip it is body itself; else it is appended to dst, which must not overlap body.
+func (b *Body) Spliced(dst, body []byte) []byte {
+	if len(b.Strip) == 0 {
+		return body
+	}
+	from := 0
+	for _, cut := range b.Strip {
+		dst = append(dst, body[from:cut.Start]...)
+		from = cut.End
+	}
+	return append(dst, body[from:]...)
+}
+
+// AppendField appends body, an object that Scan accepted, to dst with one more member at its end. value is
+// JSON; name must not be in the body (Scan refuses doubles, and reserved fields are stripped before they are
+// set).
+func AppendField(dst, body []byte, name string, value []byte) []byte {
+	brace := bytes.LastIndexByte(body, '}')
+	head := bytes.TrimRight(body[:brace], " \t\r\n")
+	dst = append(dst, head...)
+	if head[len(head)-1] != '{' {
+		dst = append(dst, ',')
+	}
+	dst = appendString(dst, name)
+	dst = append(dst, ':')
+	dst = append(dst, value...)
+	return append(dst, body[brace:]...)
+}
+
+const (
+	// MediaTokens is what a media part of a message counts as in an estimate, however many bytes it has:
+	// engines go by its pixels or its length, which its bytes do not tell. A picture of 896 × 896 pixels is
+	// 1,024 tokens to Qwen2.5-VL (one per 28 × 28 pixels), any picture 576 to LLaVA-1.5 and 256 to Gemma 3.
+	MediaTokens = 1024
+	// maxMediaParts bounds what media add to an estimate: vLLM refuses more than 999 of a kind unless it is
+	// told otherwise.
+	maxMediaParts = 999
+	// partDepth is how deep the members of a content part are: body, messages, message, content, part.
+	partDepth = 5
+)
+
+// media are the media parts of the messages: how many, and the bytes of their values.
+type media struct{ parts, bytes int }
+
+// isMedia says whether a member of a content part holds something that is no text: image_url, video_url,
+// audio_url, input_audio, image_embeds and the like. A key with escapes is none: then its value counts as
+// text.
+func isMedia(key []byte) bool {
+	return bytes.HasSuffix(key, []byte("_url")) || bytes.HasSuffix(key, []byte("_embeds")) ||
+		string(key) == "input_audio" || string(key) == "image_pil"
 }

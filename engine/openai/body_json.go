@@ -275,3 +275,8 @@ func (s *scanner) key(i int) (key []byte, value int) {
 	}
 	return s.b[i+1 : end-1], s.space(colon + 1)
 }
+
+// err is the scanner's fault as an error; key is the top-level field it is in.
+func (s *scanner) err(key []byte) error {
+	return newBodyError(s.fault, key, "%s", s.fault.text(s.at))
+}

@@ -2,6 +2,7 @@ package openai
 
 import (
 	"encoding/json"
+	"slices"
 	"strings"
 )
 
@@ -83,4 +84,112 @@ func clip(s string) string {
 		return s
 	}
 	return strings.ToValidUTF8(s[:maxErrorText], "") + "…"
+}
+
+// knownTypes are the error types of vLLM, SGLang and OpenAI. Another one could be anything.
+var knownTypes = []string{
+	"BadRequestError", "Bad Request", "PermissionDeniedError", "NotFoundError", "NotImplementedError",
+		"InternalServerError", BusyType,
+	"UnauthorizedError", "Unauthorized", "invalid_request_error", "server_error", "rate_limit_exceeded",
+}
+
+// knownMessages are sentences of engines that repeat nothing of a request but numbers, each of which is
+// written as #.
+var knownMessages = []string{
+	coreDead + ". See stack trace (above) for the root cause.",
+	"cannot schedule new futures after shutdown",
+	"Internal server error",
+	"Internal Server Error",
+	"The engine is currently busy and cannot accept new requests. Please try again later or on a different " +
+		"instance.",
+	"Unauthorized",
+	"Not Found",
+	"Method Not Allowed",
+	"Either prompt or prompt_embeds must be provided and non-empty. (parameter=prompt)",
+	"You must pass at least one prompt",
+	"There was an error parsing the body",
+	"Stream options can only be defined when `stream=True`. (parameter=stream_options)",
+	"n must be at least #, got #.",
+	"temperature must be non-negative, got #. (parameter=temperature, value=#)",
+	"top_p must be in (#, #], got #. (parameter=top_p, value=#)",
+	"min_tokens must be greater than or equal to #, got #. (parameter=min_tokens, value=#)",
+	"max_tokens must be at least #, got #. (parameter=max_tokens, value=#)",
+	"max_tokens=# cannot be greater than max_model_len=#. Please request fewer output tokens. " +
+		"(parameter=max_tokens, value=#)",
+	"This model's maximum context length is # tokens. However, your prompt contains # input tokens, which " +
+		"exceeds this limit even without " +
+		"any output tokens. Please reduce the length of the input prompt. (parameter=input_tokens, value=#)",
+	"This model's maximum context length is # tokens. However, your prompt contains at least # input " +
+		"tokens, which exceeds this limit even " +
+		"without any output tokens. Please reduce the length of the input prompt. (parameter=input_tokens, " +
+			"value=#)",
+	"Requested sample logprobs of #, which is greater than max allowed: # (parameter=logprobs, value=#)",
+	"Requested prompt logprobs of #, which is greater than max allowed: # (parameter=prompt_logprobs, " +
+		"value=#)",
+	"data_parallel_rank # is out of range [#, #).",
+	`"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set`,
+	"Cannot apply chat template to an empty conversation. Provide at least one message.",
+	"simulated failure",
+}
+
+// IsKnown says that the message is a sentence of the engine's own, so that it repeats no text of the request.
+func (e *EngineError) IsKnown() bool {
+	return slices.ContainsFunc(knownMessages, func(pattern string) bool { return fits(pattern, e.Message) })
+}
+
+// KnownType is the type if it is one that engines have, else "".
+func (e *EngineError) KnownType() string {
+	if slices.Contains(knownTypes, e.Type) {
+		return e.Type
+	}
+	return ""
+}
+
+// knownParams are the fields of a request that an error may be about.
+var knownParams = []string{
+	"model", "messages", "prompt", "prompt_embeds", "input_tokens", "max_tokens", "max_completion_tokens",
+		"min_tokens", "temperature", "top_p", "top_k",
+	"min_p", "n", "stream", "stream_options", "stop", "logprobs", "prompt_logprobs", "top_logprobs",
+		"logit_bias", "seed", "tools", "tool_choice",
+	"response_format", "structured_outputs", "guided_json", "frequency_penalty", "presence_penalty",
+		"repetition_penalty", "echo", "suffix", "user",
+	"priority", "cache_salt", "chat_template", "chat_template_kwargs", "vllm_xargs", "token_ids", "tokens",
+		"truncate_prompt_tokens",
+}
+
+// KnownParam is the field that the error is about if it is one of those that requests have, else "".
+func (e *EngineError) KnownParam() string {
+	if slices.Contains(knownParams, e.Param) {
+		return e.Param
+	}
+	return ""
+}
+
+// fits says whether s is pattern with a number in place of each #.
+func fits(pattern, s string) bool {
+	for len(pattern) > 0 {
+		if pattern[0] != '#' {
+			if len(s) == 0 || s[0] != pattern[0] {
+				return false
+			}
+			pattern, s = pattern[1:], s[1:]
+			continue
+		}
+		n := 0
+		for n < len(s) && isOfNumber(s, n) {
+			n++
+		}
+		if n == 0 {
+			return false
+		}
+		pattern, s = pattern[1:], s[n:]
+	}
+	return len(s) == 0
+}
+
+// isOfNumber says whether s[i] goes on a number that began at s[0]: digits, a sign in front, a point with a
+// digit behind it.
+func isOfNumber(s string, i int) bool {
+	c := s[i]
+	return c-'0' <= 9 || i == 0 && c == '-' || c == '.' && i > 0 && i+1 < len(s) && s[i+1]-'0' <= 9
 }

@@ -1,10 +1,6 @@
 package sim
 
-import (
-	"bytes"
-
-	em "github.com/dpserve/dpserve/enginemodel"
-)
+import "bytes"
 
 // The failures of KV events. Where they strike single batches, rate and count limit them.
 const (
@@ -66,11 +62,4 @@ func (s *Server) sleep(f Fault) {
 		r.wake()
 	}
 	s.faults.on(f, func() {})
-}
-
-// blocks hands the changes of a step to the publisher; it runs in the rank's turn.
-func (r *rank) blocks(events []em.BlockEvent) {
-	if r.kv != nil {
-		r.kv.step(events)
-	}
 }

@@ -3,7 +3,9 @@ package sim
 import (
 	"math"
 	"net/http"
+	"sort"
 	"strconv"
+	"time"
 
 	em "github.com/dpserve/dpserve/enginemodel"
 )
@@ -108,16 +110,6 @@ type snapshot struct {
 	engine string
 	stats  em.Stats
 	meters meters
-}
-
-func (r *rank) snapshot() snapshot {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	s := snapshot{engine: r.label, stats: r.core.Stats(), meters: r.meters}
-	for k := range s.meters.h {
-		s.meters.h[k].counts = append([]uint64(nil), s.meters.h[k].counts...)
-	}
-	return s
 }
 
 // metrics is the body of GET /metrics.
@@ -273,4 +265,134 @@ func (g *page) config(s *Server, snaps []snapshot) {
 
 func (s *Server) serveMetrics(w http.ResponseWriter, _ *http.Request) {
 	writeBody(w, http.StatusOK, "text/plain; version=0.0.4; charset=utf-8", s.metrics())
+}
+
+// meter names a histogram of the engine.
+type meter uint8
+
+const (
+	meterPrompt meter = iota
+	meterGenerated
+	meterStepTokens
+	meterMaxGenerated
+	meterN
+	meterMaxTokens
+	meterFirstToken
+	meterBetween
+	meterPerToken
+	meterEndToEnd
+	meterQueue
+	meterInference
+	meterPrefill
+	meterDecode
+	meterPreemptions
+	meterComputed
+	meterCount
+)
+
+// meters are the histograms of one rank. Guarded by the rank's mutex.
+type meters struct {
+	h     [meterCount]histogram
+	steps uint64
+}
+
+func newMeters() meters {
+	var m meters
+	tokens := tokenBounds(em.DefaultMaxModelLen)
+	for k, bounds := range [meterCount][]float64{
+		meterPrompt: tokens, meterGenerated: tokens, meterStepTokens: stepTokens, meterMaxGenerated: tokens,
+			meterN: smallCounts,
+		meterMaxTokens: tokens, meterFirstToken: secondsFirst, meterBetween: secondsToken,
+			meterPerToken: secondsToken,
+		meterEndToEnd: secondsRequest, meterQueue: secondsRequest, meterInference: secondsRequest,
+			meterPrefill: secondsRequest,
+		meterDecode: secondsRequest, meterPreemptions: smallCounts, meterComputed: tokens,
+	} {
+		m.h[k] = newHistogram(bounds)
+	}
+	return m
+}
+
+// step books the tokens of a step, if one ended since the last call.
+func (m *meters) step(s em.Stats) {
+	if s.Steps != m.steps {
+		m.steps = s.Steps
+		m.h[meterStepTokens].observe(float64(s.StepTokens))
+	}
+}
+
+func (m *meters) token(r *em.Request) {
+	t := r.Times()
+	if r.Produced() == 1 {
+		m.seconds(meterFirstToken, t.First-t.Arrived)
+		return
+	}
+	m.seconds(meterBetween, t.Last-t.Previous)
+}
+
+func (m *meters) seconds(k meter, d time.Duration) { m.h[k].observe(max(0, d).Seconds()) }
+
+func (m *meters) finished(r *em.Request) {
+	if r.Finish() == em.FinishError || r.Produced() == 0 {
+		return
+	}
+	t, n := r.Times(), r.Produced()
+	m.h[meterPrompt].observe(float64(r.Prompt))
+	m.h[meterGenerated].observe(float64(n))
+	m.h[meterMaxGenerated].observe(float64(r.Output))
+	m.h[meterPreemptions].observe(float64(r.Preemptions()))
+	m.h[meterComputed].observe(float64(r.Prompt - r.Cached()))
+	m.seconds(meterEndToEnd, t.Last-t.Arrived)
+	m.seconds(meterQueue, t.Scheduled-t.Arrived)
+	m.seconds(meterInference, t.Last-t.Scheduled)
+	m.seconds(meterPrefill, t.First-t.Scheduled)
+	m.seconds(meterDecode, t.Last-t.First)
+	if n > 1 {
+		m.seconds(meterPerToken, (t.Last-t.First)/time.Duration(n-1))
+	}
+}
+
+// histogram counts observations in buckets with fixed upper bounds. Guarded by the rank's mutex.
+type histogram struct {
+	bounds []float64
+	counts []uint64 // one more than bounds: the last is +Inf
+	sum    float64
+}
+
+func newHistogram(bounds []float64) histogram {
+	return histogram{bounds: bounds, counts: make([]uint64, len(bounds)+1)}
+}
+
+func (h *histogram) observe(x float64) {
+	h.counts[sort.SearchFloat64s(h.bounds, x)]++
+	h.sum += x
+}
+
+// Bucket bounds of the imitated engine.
+//
+//nolint:gochecknoglobals // constant tables
+var (
+	secondsFirst = []float64{
+		0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
+			640, 2560,
+	}
+	secondsToken   = []float64{0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5,
+		10, 20, 40, 80}
+	secondsRequest = []float64{0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480,
+		960, 1920, 7680}
+	stepTokens     = []float64{1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384}
+	smallCounts    = []float64{1, 2, 5, 10, 20}
+)
+
+// tokenBounds are 1, 2, 5, 10, … up to the model length.
+func tokenBounds(maxLen int) []float64 {
+	var out []float64
+	for decade := 1; ; decade *= 10 {
+		for _, m := range []int{1, 2, 5} {
+			if m*decade > maxLen {
+				return out
+			}
+			out = append(out, float64(m*decade))
+		}
+	}
 }

@@ -178,3 +178,28 @@ func (c *choice) finish(why em.FinishReason) {
 		c.call.ring()
 	}
 }
+
+// blocks hands the changes of a step to the publisher; it runs in the rank's turn.
+func (r *rank) blocks(events []em.BlockEvent) {
+	if r.kv != nil {
+		r.kv.step(events)
+	}
+}
+
+// params books what a call asked for.
+func (r *rank) params(c *call) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.meters.h[meterN].observe(float64(c.plan.n))
+	r.meters.h[meterMaxTokens].observe(float64(c.choices[0].req.Output))
+}
+
+func (r *rank) snapshot() snapshot {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	s := snapshot{engine: r.label, stats: r.core.Stats(), meters: r.meters}
+	for k := range s.meters.h {
+		s.meters.h[k].counts = append([]uint64(nil), s.meters.h[k].counts...)
+	}
+	return s
+}

@@ -3,6 +3,7 @@ package sim
 import (
 	"context"
 	"crypto/subtle"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -10,6 +11,8 @@ import (
 	"net/http"
 	"strconv"
 	"strings"
+
+	em "github.com/dpserve/dpserve/enginemodel"
 )
 
 type connKey struct{}
@@ -233,4 +236,145 @@ func readAll(r *http.Request) ([]byte, *apiError) {
 		return nil, tooLarge
 	}
 	return raw, nil
+}
+
+// kvSources answers GET /kv_event_sources: the sockets of every rank of this process, rank offset applied.
+func (s *Server) kvSources(w http.ResponseWriter) {
+	b := []byte{'{'}
+	for i, r := range s.ranks {
+		if r.kv == nil {
+			continue
+		}
+		told := r.kv.set
+		told.Endpoint = r.kv.sockets.endpoint
+		if told.Replay != nil {
+			told.Replay = &r.kv.sockets.replay
+		}
+		entry, err := json.Marshal(told)
+		if err != nil {
+			s.fail(w, internalError(err.Error()))
+			return
+		}
+		b = append(comma(b, i), '"')
+		b = append(append(append(b, r.label...), `":`...), entry...)
+	}
+	s.writeJSON(w, http.StatusOK, append(b, '}'))
+}
+
+// resetCache answers POST /reset_prefix_cache of the development mode.
+func (s *Server) resetCache(w http.ResponseWriter, r *http.Request) {
+	force, _ := strconv.ParseBool(r.URL.Query().Get("reset_running_requests"))
+	ok := true
+	for _, r := range s.ranks {
+		r.mu.Lock()
+		ok = r.core.ResetPrefixCache(force, false) && ok
+		r.mu.Unlock()
+		r.wake()
+	}
+	s.writeJSON(w, http.StatusOK, []byte(`{"success":`+strconv.FormatBool(ok)+`}`))
+}
+
+// BlockTable is the prefix cache of one rank and the point in its event stream that it stands at.
+type BlockTable struct {
+	Rank   string         `json:"rank"`
+	Next   uint64         `json:"next"`   // sequence number of the next batch
+	Blocks map[uint64]int `json:"blocks"` // copies by hash
+}
+
+// BlockTables is what every rank of this process holds. Changes of the step that runs are in the blocks and
+// not yet in the stream.
+func (s *Server) BlockTables() []BlockTable {
+	out := make([]BlockTable, 0, len(s.ranks))
+	for _, r := range s.ranks {
+		t := BlockTable{Rank: r.label, Blocks: map[uint64]int{}}
+		r.mu.Lock()
+		r.core.CachedBlocks(func(hash uint64, copies int) { t.Blocks[hash] = copies })
+		if r.kv != nil {
+			t.Next = r.kv.published()
+		}
+		r.mu.Unlock()
+		out = append(out, t)
+	}
+	return out
+}
+
+// textBody is the common beginning of the tokenizer routes.
+func (s *Server) textBody(w http.ResponseWriter, r *http.Request) (*fields, bool) {
+	body, apiErr := s.body(r)
+	f := &fields{body: body}
+	if apiErr == nil {
+		name := f.str("model")
+		if apiErr = f.err(); apiErr == nil {
+			apiErr = s.set.knowsModel(name)
+		}
+	}
+	if apiErr == nil && s.isStopping() {
+		apiErr = internalError(msgStopping)
+	}
+	if apiErr != nil {
+		s.fail(w, apiErr)
+		return nil, false
+	}
+	return f, true
+}
+
+// tokenize serves a text or a conversation.
+func (s *Server) tokenize(w http.ResponseWriter, r *http.Request) {
+	f, ok := s.textBody(w, r)
+	if !ok {
+		return
+	}
+	var ids []uint32
+	if f.body.get("messages").present() {
+		add := f.body.get("add_generation_prompt")
+		ids = em.AppendChat(nil, f.messages(), !add.present() || f.flag("add_generation_prompt"))
+	} else {
+		if !f.body.get("prompt").present() {
+			f.missing("prompt")
+		}
+		ids = em.AppendTokens(nil, f.str("prompt"))
+	}
+	withText := f.flag("return_token_strs")
+	if apiErr := f.err(); apiErr != nil {
+		s.fail(w, apiErr)
+		return
+	}
+	b := strconv.AppendInt([]byte(`{"count":`), int64(len(ids)), 10)
+	b = strconv.AppendInt(append(b, `,"max_model_len":`...), int64(s.set.maxModelLen), 10)
+	b = appendIDList(append(b, `,"tokens":`...), ids)
+	b = append(b, `,"token_strs":`...)
+	if withText {
+		b = append(b, '[')
+		for i, id := range ids {
+			b = appendJSON(comma(b, i), tokenText(id))
+		}
+		b = append(b, "]}"...)
+	} else {
+		b = append(b, "null}"...)
+	}
+	s.writeJSON(w, http.StatusOK, b)
+}
+
+// detokenize turns ids into text.
+func (s *Server) detokenize(w http.ResponseWriter, r *http.Request) {
+	f, ok := s.textBody(w, r)
+	if !ok {
+		return
+	}
+	if !f.body.get("tokens").present() {
+		f.missing("tokens")
+	}
+	var ids []uint32
+	for _, n := range f.nums("tokens") {
+		if n < 0 || n > maxTokenID {
+			f.faults = append(f.faults, fieldError{kind: outOfVocabulary, input: strconv.Itoa(n)})
+			break
+		}
+		ids = append(ids, uint32(n))
+	}
+	if apiErr := f.err(); apiErr != nil {
+		s.fail(w, apiErr)
+		return
+	}
+	s.writeJSON(w, http.StatusOK, append(appendJSON([]byte(`{"prompt":`), em.Text(ids)), '}'))
 }

@@ -1,13 +1,32 @@
+// Package enginehttp is an HTTP/1.1 client for one engine, made for a relay: it writes a request in one
+// piece, reads the answer on the caller's goroutine, and gives of a chunked body everything that one read of
+// the socket has brought. docs/performance.md has what this saves against http.Transport, whose two
+// goroutines per connection hand every request over four times.
+//
+// It is strict where net/http is lenient, because what two parsers understand differently is a way to
+// smuggle: lines end in CRLF, there are no folded fields, Content-Length and chunked exclude each other,
+// repeated lengths must agree. A connection is used again only if its answer was read to the end, nothing
+// lies behind that end, the request was written whole and never given up, and the peer has sent nothing since
+// (a look into the socket before each reuse, where the system has one).
+//
+// What it does not do: TLS, proxies, redirects, compression, Expect, upgrades, requests whose body is not in
+// memory, and sending a request twice: whoever calls decides that, by the facts in a SendError.
 package enginehttp
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"io"
 	"net"
 	"net/http"
+	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"golang.org/x/net/http/httpguts"
 )
 
 // Config of a Client. Every field must be set.
@@ -221,4 +240,94 @@ func (c *Client) done(cn *conn, reusable bool) {
 		cn.close()
 	}
 	c.busy.Add(-1)
+}
+
+// ErrAborted is what a body's Read gives when the request's context has ended. Ask the context for the cause.
+var ErrAborted = errors.New("the request was given up")
+
+// errClosed is what a body's Read gives behind Close.
+var errClosed = errors.New("read of a closed body")
+
+// SendError says why Send gave no answer. Err tells an end of file (io.EOF) from a reset
+// (syscall.ECONNRESET), and is a *net.OpError of op "dial" if no connection came about; after the context's
+// end it is the context's cause.
+type SendError struct {
+	Reused bool // the connection had waited for a request: behind another one, or since Warm
+	Begun  bool // a byte of an answer has come
+	Err    error
+}
+
+// Error implements error.
+func (e *SendError) Error() string { return "engine: " + e.Err.Error() }
+
+// Unwrap gives the reason.
+func (e *SendError) Unwrap() error { return e.Err }
+
+// ProtocolError is an answer that is no well-formed HTTP/1.1 as this package wants it.
+type ProtocolError struct{ What string }
+
+// Error implements error.
+func (e *ProtocolError) Error() string { return "malformed answer: " + e.What }
+
+func malformed(what string) error { return &ProtocolError{What: what} }
+
+// appendRequest writes the head of a request. The fields that frame a message or belong to the connection are
+// this package's alone: they are left out of header, however they are spelt.
+func appendRequest(b []byte, method, target, host string, header http.Header, length int) ([]byte, error) {
+	if !validTarget(target) {
+		return b, fmt.Errorf("request target %q must begin with / and hold no blanks or control characters",
+			target)
+	}
+	b = append(append(append(b, method...), ' '), target...)
+	b = append(append(append(b, " HTTP/1.1\r\nHost: "...), host...), '\r', '\n')
+	for name, values := range header {
+		if framing(name) {
+			continue
+		}
+		if !httpguts.ValidHeaderFieldName(name) {
+			return b, fmt.Errorf("invalid header field name %q", name)
+		}
+		for _, v := range values {
+			if !httpguts.ValidHeaderFieldValue(v) {
+				return b, fmt.Errorf("invalid value of header field %s", name)
+			}
+			b = append(append(append(append(b, name...), ':', ' '), v...), '\r', '\n')
+		}
+	}
+	if length > 0 || method == http.MethodPost || method == http.MethodPut || method == http.MethodPatch {
+		b = strconv.AppendInt(append(b, "Content-Length: "...), int64(length), 10)
+		b = append(b, '\r', '\n')
+	}
+	return append(b, '\r', '\n'), nil
+}
+
+func validTarget(s string) bool {
+	if s == "" || s[0] != '/' {
+		return false
+	}
+	for i := range len(s) {
+		if s[i] <= ' ' || s[i] == 0x7f {
+			return false
+		}
+	}
+	return true
+}
+
+// framing says that a field is not the caller's to send.
+func framing(name string) bool {
+	switch len(name) {
+	case len("Host"):
+		return strings.EqualFold(name, "Host")
+	case len("Expect"):
+		return strings.EqualFold(name, "Expect")
+	case len("Trailer"): // and Upgrade
+		return strings.EqualFold(name, "Trailer") || strings.EqualFold(name, "Upgrade")
+	case len("Connection"):
+		return strings.EqualFold(name, "Connection")
+	case len("Content-Length"):
+		return strings.EqualFold(name, "Content-Length")
+	case len("Transfer-Encoding"):
+		return strings.EqualFold(name, "Transfer-Encoding")
+	}
+	return false
 }

@@ -167,6 +167,7 @@ func (c *Column) addOrphans(n int) {
 
 // enter and leave keep the account of what is held.
 func (c *Column) enter(hash uint64) { c.count++; c.sum += hash }
+
 func (c *Column) leave(hash uint64) { c.count--; c.sum -= hash }
 
 // lose takes s from the column whatever it is held for; the caller reaps s.
@@ -184,4 +185,312 @@ func (c *Column) lose(s slot, hash uint64) {
 	if end {
 		c.cover(up, at)
 	}
+}
+
+// Mask hides the column from look-ups at once: a gap, a reset, a lost stream.
+func (c *Column) Mask() { c.show(false) }
+
+// Show lets look-ups see the column: its snapshot is complete.
+func (c *Column) Show() { c.show(true) }
+
+func (c *Column) show(on bool) {
+	if c.bit >= 0 && c.shown != on {
+		c.shown = on
+		c.ix.publish()
+	}
+}
+
+// Close hides the column for good and leaves its blocks to Sweep. Idempotent.
+func (c *Column) Close() {
+	if c.bit < 0 {
+		return
+	}
+	ix := c.ix
+	ix.tell(c, Cleared, 0)
+	delete(ix.owners, place{c.owner.Rank, c.owner.Tier})
+	c.drop()
+	c.bit = -1
+	ix.publish()
+}
+
+// Clear empties the column (AllBlocksCleared); the owner keeps it. Constant time: the blocks move to a dying
+// column.
+func (c *Column) Clear() {
+	if c.bit < 0 {
+		c.ix.counters.Fenced++
+		return
+	}
+	ix := c.ix
+	ix.tell(c, Cleared, 0)
+	c.drop()
+	ix.publish()
+	c.bit = ix.bit() // there is one: the old, once it is swept
+	ix.columns[c.bit] = c
+	ix.publish()
+}
+
+// drop forgets what the column holds and leaves its bit to Sweep.
+func (c *Column) drop() {
+	ix := c.ix
+	ix.columns[c.bit] = nil
+	ix.sweep.add(c.bit)
+	ix.handles -= c.handles.n
+	ix.charge -= c.handles.bytes() + c.aside.bytes() + c.side.bytes() + c.endFee
+	c.handles, c.side, c.aside, c.ends, c.prompts = handleTable{}, side{}, aside{}, nil, nil
+	c.count, c.sum, c.orphans, c.endFee, c.stale = 0, 0, 0, 0, false
+}
+
+// Change is what a Delta says.
+type Change uint8
+
+// The changes.
+const (
+	// Hashes is a chain: the first follows Parent (0: it is a block 0), each other the one in front
+	Stored  Change = iota + 1
+	Removed                   // Hashes in any order
+	Cleared                   // nothing is left
+)
+
+// Delta is a change of what a column holds, in chain hashes: what the replica's stream carries and an ingress
+// applies.
+type Delta struct {
+	Change Change
+	Parent uint64
+	Hashes []uint64
+}
+
+// Apply takes a delta over. Storing what is held and removing what is not change nothing. A chain that
+// contradicts a block's known place or runs in a circle is dropped from there on. FromDeltas.
+func (c *Column) Apply(d Delta) {
+	if !c.usable(FromDeltas) {
+		return
+	}
+	switch d.Change {
+	case Stored:
+		c.put(d.Parent, d.Hashes)
+	case Removed:
+		c.remove(d.Hashes)
+	case Cleared:
+		c.Clear()
+	}
+}
+
+// put stores a chain behind parent, which need not be held or known.
+func (c *Column) put(parent uint64, hashes []uint64) {
+	if len(hashes) == 0 {
+		return
+	}
+	ix := c.ix
+	ix.warmHashes(hashes)
+	up, ok := ix.place(parent)
+	ix.pin = up
+	for i := 0; ok && i < len(hashes); i++ {
+		if up, ok = ix.descend(up, hashes[i]); ok {
+			ix.pin = up
+			c.settle(up, hashes[i])
+		}
+	}
+	ix.unpin()
+	ix.endRun(c)
+}
+
+// settle makes the column hold s.
+func (c *Column) settle(s slot, hash uint64) {
+	if c.has(s) {
+		c.ix.endRun(c) // the chain goes on with a block that was held
+		return
+	}
+	c.gain(s)
+	c.enter(hash)
+	c.ix.addRun(hash, c.ix.cold(s).parent)
+}
+
+// remove takes blocks from a column fed by hash, the last first: what stays is closed under prefixes at every
+// moment.
+func (c *Column) remove(hashes []uint64) {
+	for i := len(hashes) - 1; i >= 0; i-- {
+		s := c.ix.table.find(&c.ix.pool, hashes[i])
+		if s == none || !c.has(s) {
+			c.ix.counters.UnknownRemove++
+			continue
+		}
+		c.release(s, hashes[i])
+	}
+}
+
+// release ends the holding of s.
+func (c *Column) release(s slot, hash uint64) {
+	c.lack(s)
+	c.leave(hash)
+	c.ix.tell(c, Removed, hash)
+	c.ix.reap(s)
+}
+
+// Snapshot hands out what the column holds as Stored deltas of at most n hashes, such that applying them to
+// an empty column makes an equal one. A chain is one run as far as it is the first branch of its parent.
+// Delta.Hashes is reused between calls of emit.
+func (c *Column) Snapshot(n int, emit func(Delta)) {
+	if c.bit < 0 {
+		return
+	}
+	ix := c.ix
+	n = max(n, 1)
+	chain := make([]uint64, 0, n)
+	for s := firstSlot; int(s) < ix.end(); s++ {
+		if ix.hash(s) == 0 || !c.has(s) || c.continues(s) {
+			continue
+		}
+		parent := uint64(0)
+		if up := ix.cold(s).parent; up >= firstSlot {
+			parent = ix.hash(up)
+		}
+		for k := s; k != none && c.has(k); k = ix.cold(k).child {
+			if len(chain) == n {
+				emit(Delta{Change: Stored, Parent: parent, Hashes: chain})
+				parent, chain = chain[n-1], chain[:0]
+			}
+			chain = append(chain, ix.hash(k))
+		}
+		emit(Delta{Change: Stored, Parent: parent, Hashes: chain})
+		chain = chain[:0]
+	}
+}
+
+// continues says that s comes in the run of its parent.
+func (c *Column) continues(s slot) bool {
+	up := c.ix.cold(s).parent
+	return up >= firstSlot && c.ix.cold(up).child == s && c.has(up)
+}
+
+// resolve is the slot of a handle, none if unknown or evicted.
+func (c *Column) resolve(h Handle) slot {
+	r := c.handles.find(h)
+	if r == nil || !c.fresh(r) {
+		return none
+	}
+	return r.slot
+}
+
+// fresh says that the record's block is still there.
+func (c *Column) fresh(r *record) bool {
+	return uint32(c.ix.hash(r.slot)) == r.proof && c.has(r.slot) //nolint:gosec // the low half is wanted
+}
+
+// bind records that h names s; old is what find says of h. False if there is no room for it.
+func (c *Column) bind(old *record, h Handle, s slot, hash uint64) bool {
+	r := record{handle: h, slot: s, proof: uint32(hash)} //nolint:gosec // the low half is wanted
+	if old != nil {
+		*old = r
+		c.side.forget(c.ix, h)
+		return true
+	}
+	seg := c.handles.segment(h)
+	if (seg.n+1)*handleLoadDen > len(seg.records)*handleLoadNum && !c.grow(seg) {
+		return false
+	}
+	seg.put(r)
+	c.handles.n++
+	c.ix.handles++
+	return true
+}
+
+// unbind deletes the record at i.
+func (c *Column) unbind(seg *handleSegment, i int) {
+	c.side.forget(c.ix, seg.records[i].handle)
+	c.handles.remove(seg, i)
+	c.ix.handles--
+}
+
+// grow makes room for one more record: by taking out stale ones, by memory, or by evictions that make records
+// stale.
+func (c *Column) grow(seg *handleSegment) bool {
+	c.purge(seg)
+	if c.resize(seg) {
+		return true
+	}
+	for range max(64, c.ix.pool.live/64) {
+		if !c.ix.evict() {
+			break
+		}
+	}
+	c.purge(seg)
+	return c.resize(seg) || (seg.n+1)*handleLoadDen <= len(seg.records)*handleFullNum
+}
+
+// resize gives seg the length its records need, if the cap allows it.
+func (c *Column) resize(seg *handleSegment) bool {
+	want := max(handleMin, (seg.n+1)*handleSizeNum/handleSizeDen+1)
+	if (seg.n+1)*handleLoadDen <= len(seg.records)*handleLoadNum && want >= len(seg.records)/2 {
+		return true
+	}
+	if !c.ix.pay((want - len(seg.records)) * recordBytes) {
+		return false
+	}
+	seg.rebuild(want)
+	return true
+}
+
+// purge takes stale records out of seg.
+func (c *Column) purge(seg *handleSegment) {
+	if !c.stale {
+		return
+	}
+	n := len(seg.records)
+	for i := 0; i < n; {
+		r := &seg.records[i]
+		if r.slot == none || c.fresh(r) {
+			i++
+			continue
+		}
+		c.unbind(seg, i) // may move another record to i
+	}
+}
+
+// An apply reads a handful of places spread over tens of megabytes, and its atomic writes keep the processor
+// from fetching the next block's meanwhile. So an event's blocks are first looked at all together, when the
+// reads overlap: about twice as many applies per second. So hand over whole events, and in one call the
+// removals that follow each other.
+
+// warmLeast is the event size from which that pays.
+const warmLeast = 4
+
+// warmStore fetches what storing blocks under hashes will read.
+func (c *Column) warmStore(blocks []Handle, hashes []uint64) {
+	if len(blocks) < warmLeast {
+		return
+	}
+	sum := uint64(0)
+	for _, b := range blocks {
+		sum += c.handles.peek(b)
+	}
+	for _, hash := range hashes {
+		sum += c.ix.table.peek(hash)
+	}
+	c.ix.warmth += sum
+}
+
+// warmRemove fetches what removing blocks will read: records, then slots, then the table.
+func (c *Column) warmRemove(blocks []Handle) {
+	if len(blocks) < warmLeast {
+		return
+	}
+	ix := c.ix
+	sum := uint64(0)
+	for _, b := range blocks {
+		sum += c.handles.peek(b)
+	}
+	ix.slots, ix.scratch = ix.slots[:0], ix.scratch[:0]
+	for _, b := range blocks {
+		if r := c.handles.find(b); r != nil {
+			ix.slots = append(ix.slots, r.slot)
+		}
+	}
+	for _, s := range ix.slots {
+		ix.scratch = append(ix.scratch, ix.hash(s))
+		sum += uint64(ix.cold(s).parent)
+	}
+	for _, hash := range ix.scratch {
+		sum += ix.table.peek(hash)
+	}
+	ix.warmth += sum
 }

@@ -213,3 +213,310 @@ func (ix *Index) adopt(s, parent slot) bool {
 }
 
 func trailing(x uint64) int { return bits.TrailingZeros64(x) }
+
+// Open gives o a fresh column, in place of the one its rank and tier had: that one is masked at once, closed,
+// and swept later. The same owner may open again: a gap in its stream is mended by a snapshot into a fresh
+// column. A lower epoch than ever seen for the place is ErrFenced.
+func (ix *Index) Open(o Owner, opt Options) (*Column, error) {
+	p := place{o.Rank, o.Tier}
+	if o.Epoch < ix.epochs[p] {
+		ix.counters.Fenced++
+		return nil, ErrFenced
+	}
+	if old := ix.owners[p]; old != nil {
+		old.Close()
+	}
+	bit := ix.bit()
+	if bit < 0 {
+		return nil, ErrNoColumn
+	}
+	if opt.TTL <= 0 {
+		opt.TTL = DefaultRecord
+	}
+	c := &Column{ix: ix, bit: bit, owner: o, opt: opt, shown: opt.Shown}
+	ix.columns[bit], ix.owners[p], ix.epochs[p] = c, c, o.Epoch
+	ix.publish()
+	return c, nil
+}
+
+// Find is the open column of exactly this owner. nil: the event is of an older epoch or incarnation, or the
+// rank was not opened; counted.
+func (ix *Index) Find(o Owner) *Column {
+	c := ix.owners[place{o.Rank, o.Tier}]
+	switch {
+	case c != nil && c.owner == o:
+		return c
+	case c == nil && o.Epoch >= ix.epochs[place{o.Rank, o.Tier}]:
+		ix.counters.Unopened++
+	default:
+		ix.counters.Fenced++
+	}
+	return nil
+}
+
+// Forget drops what is remembered of a rank that is gone for good, its highest epoch too.
+func (ix *Index) Forget(rank uint32, t Tier) {
+	p := place{rank, t}
+	if c := ix.owners[p]; c != nil {
+		c.Close()
+	}
+	delete(ix.epochs, p)
+}
+
+// bit is a free column bit, without holes; -1 if all are taken.
+func (ix *Index) bit() int {
+	if len(ix.free) == 0 {
+		for ix.Sweep(ix.end()) {
+		}
+	}
+	if len(ix.free) == 0 {
+		return -1
+	}
+	bit := ix.free[len(ix.free)-1]
+	ix.free = ix.free[:len(ix.free)-1]
+	w := &ix.holed[bit>>6]
+	w.Store(w.Load() &^ (1 << (bit & 63)))
+	return bit
+}
+
+// place is the slot of a parent; one that was never heard of becomes a ghost.
+func (ix *Index) place(parent uint64) (slot, bool) {
+	if parent == 0 {
+		return none, true
+	}
+	s := ix.table.find(&ix.pool, parent)
+	if s == none {
+		s = ix.add(parent, unknown)
+	}
+	return s, s != none
+}
+
+// descend is hash's slot under up, made if need be; false without room, or if hash is known elsewhere.
+func (ix *Index) descend(up slot, hash uint64) (slot, bool) {
+	if hash == 0 {
+		ix.counters.Conflict++
+		return up, false
+	}
+	s := ix.table.find(&ix.pool, hash)
+	if s == none {
+		if s = ix.add(hash, up); s == none {
+			return up, false
+		}
+		return s, true
+	}
+	if c := ix.cold(s); c.parent != up && !ix.adopt(s, up) || s == up {
+		ix.counters.Conflict++
+		return up, false
+	}
+	return s, true
+}
+
+// run collects blocks of one chain that a column newly holds, so that they are told together.
+type run struct {
+	parent uint64
+	hashes []uint64
+	one    [1]uint64
+}
+
+// addRun adds a block; the first names its parent.
+func (ix *Index) addRun(hash uint64, parent slot) {
+	if ix.onChange == nil {
+		return
+	}
+	if len(ix.run.hashes) == 0 {
+		ix.run.parent = 0
+		if parent >= firstSlot {
+			ix.run.parent = ix.hash(parent)
+		}
+	}
+	ix.run.hashes = append(ix.run.hashes, hash)
+}
+
+// endRun tells the run.
+func (ix *Index) endRun(c *Column) {
+	if len(ix.run.hashes) > 0 {
+		ix.onChange(c, Delta{Change: Stored, Parent: ix.run.parent, Hashes: ix.run.hashes})
+		ix.run.hashes = ix.run.hashes[:0]
+	}
+}
+
+// tell hands a change of one block, or of all, to the listener.
+func (ix *Index) tell(c *Column, what Change, hash uint64) {
+	if ix.onChange == nil {
+		return
+	}
+	d := Delta{Change: what}
+	if hash != 0 {
+		ix.run.one[0] = hash
+		d.Hashes = ix.run.one[:]
+	}
+	ix.onChange(c, d)
+}
+
+// warmHashes fetches what storing chain hashes will read of the table.
+func (ix *Index) warmHashes(hashes []uint64) {
+	if len(hashes) < warmLeast {
+		return
+	}
+	sum := uint64(0)
+	for _, hash := range hashes {
+		sum += ix.table.peek(hash)
+	}
+	ix.warmth += sum
+}
+
+// noteLeaf puts s into the heap, if it is a leaf and not there; one call late: a chain that is removed from
+// its end makes every block a leaf for a moment.
+func (ix *Index) noteLeaf(s slot) {
+	if s != ix.noted {
+		ix.flushLeaf()
+		ix.noted = s
+	}
+}
+
+func (ix *Index) flushLeaf() {
+	s := ix.noted
+	ix.noted = none
+	if s == none || ix.hash(s) == 0 || ix.cold(s).child != none || ix.queued(s) {
+		return
+	}
+	ix.setQueued(s, true)
+	ix.leaves.push(leaf{stamp: ix.cold(s).stamp.Load(), slot: s})
+}
+
+// evict drops the least recently matched leaf from all columns; false if there is none. A parent is never
+// dropped before its children, so what a column holds stays closed under prefixes.
+func (ix *Index) evict() bool {
+	ix.flushLeaf()
+	for ix.leaves.n > 0 {
+		top := *ix.leaves.at(0)
+		s := top.slot
+		if ix.hash(s) == 0 || ix.cold(s).child != none || s == ix.pin {
+			ix.leaves.pop()
+			ix.setQueued(s, false)
+			continue
+		}
+		if now := ix.cold(s).stamp.Load(); now != top.stamp {
+			ix.leaves.sink(leaf{stamp: now, slot: s})
+			continue
+		}
+		ix.leaves.pop()
+		ix.setQueued(s, false)
+		ix.dropSlot(s)
+		ix.counters.Evicted++
+		return true
+	}
+	return false
+}
+
+// dropSlot takes s from every column and frees it.
+func (ix *Index) dropSlot(s slot) {
+	hash := ix.hash(s)
+	for w := 1; w < ix.stride; w++ {
+		for held := ix.hot(s)[w].Load(); held != 0; held &= held - 1 {
+			bit := (w-1)<<6 + trailing(held)
+			if c := ix.columns[bit]; c != nil {
+				c.lose(s, hash)
+				continue
+			}
+			ix.hot(s)[w].Store(ix.hot(s)[w].Load() &^ (held & -held)) // a dying column
+		}
+	}
+	ix.reap(s)
+}
+
+// Sweep wipes at most n slots (about 10 ns each) for columns that were closed or cleared, and says whether
+// there is more to do. Call it when the writer has nothing better to do: an unswept column cannot be used
+// again and holds memory.
+func (ix *Index) Sweep(n int) (more bool) {
+	w := &ix.sweep
+	if w.cursor == 0 && !w.begin() {
+		return false
+	}
+	end := ix.end()
+	stop := min(end, w.cursor+max(n, 1))
+	for ; w.cursor < stop; w.cursor++ {
+		ix.wipe(slot(w.cursor)) //nolint:gosec // bounded by New
+	}
+	if w.cursor < end {
+		return true
+	}
+	for bit := range ix.columns {
+		if w.pass[bit>>6]>>(bit&63)&1 == 1 {
+			ix.free = append(ix.free, bit)
+		}
+	}
+	clear(w.pass)
+	w.cursor = 0
+	return w.n > 0
+}
+
+// wipe takes the bits of the pass from s.
+func (ix *Index) wipe(s slot) {
+	hot := ix.hot(s)
+	if hot[0].Load() == 0 {
+		return
+	}
+	wiped := false
+	for i, dead := range ix.sweep.pass {
+		if held := hot[1+i].Load(); held&dead != 0 {
+			hot[1+i].Store(held &^ dead)
+			wiped = true
+		}
+	}
+	if wiped {
+		ix.reap(s)
+	}
+}
+
+// Counters count, since New, what was dropped or given up, each for one reason. Blocks unless said.
+type Counters struct {
+	Fenced        uint64 // calls: an older epoch, another incarnation, or a column that is closed
+	Unopened      uint64 // calls for a rank without a column
+	WrongFeed     uint64 // calls that do not fit the column's feed
+	BadLength     uint64 // events: token ids ≠ blocks × block size, or a block size out of bounds
+	BadBlockSize  uint64 // events of another block size than the column's (a partial block, a wrong setting)
+	OtherGroup    uint64 // events of attention groups that are not indexed
+	SelfParent    uint64 // events naming a block its own parent
+	Cycle         uint64 // events closing a circle of parents
+	Conflict      uint64 // events or records that place a known block elsewhere
+	UnknownParent uint64 // stored blocks kept aside because their parent is not known
+	AsideDropped  uint64 // blocks kept aside and dropped for want of room
+	UnknownRemove uint64 // removals of blocks that are not held
+	Repeated      uint64 // columns emptied because their engine told of more copies than it has blocks
+	Refused       uint64 // blocks, copies or records not taken: the cap leaves no room
+	Evicted       uint64 // blocks dropped at the cap, all holders at once
+	Expired       uint64 // blocks whose time or capacity as a speculative store or record ended
+}
+
+// Stats are gauges of an index.
+type Stats struct {
+	Counters
+	Blocks      int // chain hashes known, ghosts included
+	Columns     int // open
+	Bytes       int // charged against Cap
+	Cap         int
+	Handles     int // engine handles, over all columns
+	HandleBytes int // of Bytes
+	Aside       int // blocks waiting for their parents
+	Orphans     int // held blocks whose parent is not held
+	Unswept     bool
+}
+
+// Stats is the writer's: call it where events are applied.
+func (ix *Index) Stats() Stats {
+	s := Stats{
+		Counters: ix.counters, Blocks: ix.pool.live, Bytes: ix.charge, Cap: ix.cap, Handles: ix.handles,
+		Unswept: ix.sweep.n > 0 || ix.sweep.cursor > 0,
+	}
+	for _, c := range ix.columns {
+		if c == nil {
+			continue
+		}
+		s.Columns++
+		s.HandleBytes += c.handles.bytes()
+		s.Aside += len(c.aside.blocks)
+		s.Orphans += c.orphans
+	}
+	return s
+}

@@ -179,3 +179,83 @@ func (p *pool) childrenHolding(s slot, bit int) int {
 	}
 	return n
 }
+
+// leaves is a binary heap of leaf slots by stamp, corrected late: an element's stamp is at most its slot's,
+// so the top whose stamps agree is the least recently matched leaf. Slots that are no leaves any more are
+// thrown out at the top.
+type leaves struct {
+	chunks [][]leaf // by 1024: growth copies nothing
+	n      int
+}
+
+type leaf struct{ stamp, slot uint32 }
+
+func (l *leaves) at(i int) *leaf { return &l.chunks[i>>chunkBits][i%chunkSlots] }
+
+func (l *leaves) push(x leaf) {
+	if l.n>>chunkBits == len(l.chunks) {
+		l.chunks = append(l.chunks, make([]leaf, chunkSlots))
+	}
+	i := l.n
+	l.n++
+	for i > 0 && l.at((i-1)/2).stamp > x.stamp {
+		*l.at(i) = *l.at((i - 1) / 2)
+		i = (i - 1) / 2
+	}
+	*l.at(i) = x
+}
+
+// sink puts x at the top and lets it fall to its place.
+func (l *leaves) sink(x leaf) {
+	i := 0
+	for {
+		k := 2*i + 1
+		if k >= l.n {
+			break
+		}
+		if k+1 < l.n && l.at(k+1).stamp < l.at(k).stamp {
+			k++
+		}
+		if l.at(k).stamp >= x.stamp {
+			break
+		}
+		*l.at(i) = *l.at(k)
+		i = k
+	}
+	*l.at(i) = x
+}
+
+func (l *leaves) pop() {
+	l.n--
+	if l.n > 0 {
+		l.sink(*l.at(l.n))
+	}
+}
+
+// sweep wipes the bits of columns that are gone, so that they can be used again.
+type sweep struct {
+	dying  []uint64 // bits to wipe in the next pass
+	pass   []uint64 // bits being wiped
+	cursor int      // slot to go on at; 0: no pass
+	n      int      // dying bits
+}
+
+func newSweep(words int) sweep {
+	return sweep{dying: make([]uint64, words), pass: make([]uint64, words)}
+}
+
+func (w *sweep) add(bit int) {
+	w.dying[bit>>6] |= 1 << (bit & 63)
+	w.n++
+}
+
+// begin starts a pass over all dying bits; false if there are none.
+func (w *sweep) begin() bool {
+	if w.n == 0 {
+		return false
+	}
+	w.pass, w.dying = w.dying, w.pass
+	clear(w.dying)
+	w.n, w.cursor = 0, int(firstSlot)
+	return true
+}

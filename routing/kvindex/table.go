@@ -125,3 +125,9 @@ func (t *table) rebuild(k int) *segment {
 	t.segments[k].Store(fresh)
 	return fresh
 }
+
+// peek reads the word at hash's home.
+func (t *table) peek(hash uint64) uint64 {
+	words := t.segments[hash>>56].Load().words
+	return words[home(hash<<32, len(words))].Load()
+}
