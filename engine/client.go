@@ -77,7 +77,7 @@ const (
 	Unanswered Health = iota // no answer in time, or a torn one: only a canary can tell
 	// 2xx, or 404 of an engine without the route: the process lives, which is all it proves
 	Alive
-	Dead                     // 503: the front end has given its engine up
+	Dead // 503: the front end has given its engine up
 	RefusedConn
 	Odd // any other status
 )
@@ -269,7 +269,7 @@ func (c *Client) Cache(ctx context.Context) (Cache, error) {
 	told := parseServerInfo(b)
 	return Cache{
 		BlockSize: cmp.Or(out.BlockSize, told.BlockSize), Blocks: cmp.Or(out.Blocks, told.Blocks),
-			CachingOff: out.CachingOff || told.CachingOff,
+		CachingOff: out.CachingOff || told.CachingOff,
 	}, nil
 }
 

@@ -80,7 +80,7 @@ func TestCanary(t *testing.T) {
 	}{
 		"a token":       {200, string(file(t, "completion.json")), ""},
 		"queue full":    {503, string(file(t, "queue_full.json")), ""},
-		"aborted": {200, string(file(t, "aborted.json")), "the canary was answered without a completion"},
+		"aborted":       {200, string(file(t, "aborted.json")), "the canary was answered without a completion"},
 		"dead core":     {500, `{"error":{"message":"EngineCore encountered an issue.","type":"InternalServerError","param":null,"code":500}}`, "/v1/completions answered 500: EngineCore encountered an issue."},
 		"front gone":    {503, "", "/v1/completions answered 503"},
 		"unauthorized":  {401, `{"error":"Unauthorized"}`, "/v1/completions answered 401"},

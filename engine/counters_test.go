@@ -68,10 +68,10 @@ func TestSamplesSurviveLabels(t *testing.T) {
 func FuzzParseCountersNeverFails(f *testing.F) {
 	for _, s := range []string{
 		"", "a", "a{", `a{b="\`, `vllm:cache_config_info{block_size="x"} 1`,
-			`vllm:cache_config_info{a="\"",block_size="16",num_gpu_blocks="9"} 1`,
+		`vllm:cache_config_info{a="\"",block_size="16",num_gpu_blocks="9"} 1`,
 		"vllm:kv_cache_usage_perc{engine=\"0\"} 0.5", "sglang_token_usage 2",
-			`{"page_size":1e300,"max_total_num_tokens":-1}`, "vllm:prompt_tokens_total 1e3\n", "a{} 1 2 3",
-			"{ 1",
+		`{"page_size":1e300,"max_total_num_tokens":-1}`, "vllm:prompt_tokens_total 1e3\n", "a{} 1 2 3",
+		"{ 1",
 	} {
 		f.Add([]byte(s))
 	}
@@ -163,14 +163,14 @@ func TestServerInfo(t *testing.T) {
 			Blocks: 62},
 		`{"page_size":1,"max_total_num_tokens":1000,"disable_radix_cache":true}`: {BlockSize: 1, Blocks: 1000,
 			CachingOff: true},
-		`{"max_total_num_tokens":1000}`:                                                    {},
-		`{"page_size":0,"max_total_num_tokens":1000}`:                                      {},
-		`{"page_size":1e-300,"max_total_num_tokens":1e300}`:                                {},
-		`{"page_size":-1,"max_total_num_tokens":-1000}`:                                    {},
-		`{"page_size":1,"max_total_num_tokens":1e300}`:                                     {BlockSize: 1},
-		`{"page_size":"16"}`:              {},
-		`{"vllm_config":"block_size=16"}`: {},
-		`[]`:                              {}, ``: {}, `<html>`: {}, `null`: {},
+		`{"max_total_num_tokens":1000}`:                     {},
+		`{"page_size":0,"max_total_num_tokens":1000}`:       {},
+		`{"page_size":1e-300,"max_total_num_tokens":1e300}`: {},
+		`{"page_size":-1,"max_total_num_tokens":-1000}`:     {},
+		`{"page_size":1,"max_total_num_tokens":1e300}`:      {BlockSize: 1},
+		`{"page_size":"16"}`:                                {},
+		`{"vllm_config":"block_size=16"}`:                   {},
+		`[]`:                                                {}, ``: {}, `<html>`: {}, `null`: {},
 	} {
 		assert.Equal(t, want, parseServerInfo([]byte(text)), text)
 	}

@@ -27,27 +27,31 @@ func TestWhoWantsEvents(t *testing.T) {
 		"a policy that reads the index": {func(*app.Application) {}, true},
 		"the default": {func(a *app.Application) { a.Routing.Policy = app.DefaultPolicy(app.Independent) },
 			true},
-		"the default in lockstep":       {func(a *app.Application) { a.Routing.Policy = app.DefaultPolicy(app.Lockstep) }, true},
-		"another one":                   {func(a *app.Application) { a.Routing.Policy = "kv" }, true},
-		"auto, written": {func(a *app.Application) { a.Engine.KVEvents = app.KVEventsAuto }, true},
-		"attached": {func(a *app.Application) { a.Engine.Kind, a.Engine.Family = app.KindAttach,
-			app.FamilyVLLM }, true},
-		"caching on, written":           {func(a *app.Application) { a.Engine.Args = app.Args{{Name: "enable_prefix_caching", Value: true}} }, true},
+		"the default in lockstep": {func(a *app.Application) { a.Routing.Policy = app.DefaultPolicy(app.Lockstep) }, true},
+		"another one":             {func(a *app.Application) { a.Routing.Policy = "kv" }, true},
+		"auto, written":           {func(a *app.Application) { a.Engine.KVEvents = app.KVEventsAuto }, true},
+		"attached": {func(a *app.Application) {
+			a.Engine.Kind, a.Engine.Family = app.KindAttach,
+				app.FamilyVLLM
+		}, true},
+		"caching on, written": {func(a *app.Application) { a.Engine.Args = app.Args{{Name: "enable_prefix_caching", Value: true}} }, true},
 		"the last flag counts": {func(a *app.Application) {
 			a.Engine.Args = app.Args{{Name: "no-enable-prefix-caching", Value: true},
 				{Name: "enable-prefix-caching", Value: true}}
 		}, true},
-		"KV16 forbidden": {func(a *app.Application) { a.Engine.KVEvents = app.KVEventsOff }, false},
-		"KV16 caching off":               {func(a *app.Application) { a.Engine.Args = app.Args{{Name: "enable_prefix_caching", Value: false}} }, false},
-		"KV16 caching off, other words":  {func(a *app.Application) { a.Engine.Args = app.Args{{Name: "no-enable-prefix-caching", Value: true}} }, false},
-		"KV16 caching off, sglang":       {func(a *app.Application) { a.Engine.Args = app.Args{{Name: "disable_radix_cache", Value: true}} }, false},
-		"KV16 no weight on overlap":      {kvWith("overlap_score_weight", 0), false},
-		"approximate":                    {kvWith("no_kv_events", true), false},
-		"a policy of load": {func(a *app.Application) { a.Routing.Policy = "power-of-two" }, false},
-		"a policy of texts": {func(a *app.Application) { a.Routing.Policy = "prefix-aware" }, false},
-		"nothing but the API is assumed": {func(a *app.Application) { a.Engine.Kind,
-			a.Engine.Family = app.KindAttach, app.FamilyOpenAI }, false},
-		"no such policy":                 {func(a *app.Application) { a.Routing.Policy = "best" }, false},
+		"KV16 forbidden":                {func(a *app.Application) { a.Engine.KVEvents = app.KVEventsOff }, false},
+		"KV16 caching off":              {func(a *app.Application) { a.Engine.Args = app.Args{{Name: "enable_prefix_caching", Value: false}} }, false},
+		"KV16 caching off, other words": {func(a *app.Application) { a.Engine.Args = app.Args{{Name: "no-enable-prefix-caching", Value: true}} }, false},
+		"KV16 caching off, sglang":      {func(a *app.Application) { a.Engine.Args = app.Args{{Name: "disable_radix_cache", Value: true}} }, false},
+		"KV16 no weight on overlap":     {kvWith("overlap_score_weight", 0), false},
+		"approximate":                   {kvWith("no_kv_events", true), false},
+		"a policy of load":              {func(a *app.Application) { a.Routing.Policy = "power-of-two" }, false},
+		"a policy of texts":             {func(a *app.Application) { a.Routing.Policy = "prefix-aware" }, false},
+		"nothing but the API is assumed": {func(a *app.Application) {
+			a.Engine.Kind,
+				a.Engine.Family = app.KindAttach, app.FamilyOpenAI
+		}, false},
+		"no such policy": {func(a *app.Application) { a.Routing.Policy = "best" }, false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			a := cached(app.Independent)
@@ -104,11 +108,11 @@ func TestKV8LaunchedEnginesDialTheirOwnDPServer(t *testing.T) {
 
 func TestKV16NoFlagWhereNobodyReads(t *testing.T) {
 	for name, change := range map[string]func(a *app.Application){
-		"off":         func(a *app.Application) { a.Engine.KVEvents = app.KVEventsOff },
+		"off": func(a *app.Application) { a.Engine.KVEvents = app.KVEventsOff },
 		"caching off": func(a *app.Application) {
 			a.Engine.Args = app.Args{{Name: "enable_prefix_caching", Value: false}}
 		},
-		"weight 0":    kvWith("overlap_score_weight", 0),
+		"weight 0": kvWith("overlap_score_weight", 0),
 	} {
 		a := cached(app.Independent)
 		change(a)

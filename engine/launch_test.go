@@ -23,7 +23,7 @@ func demo(coupling app.Coupling) *app.Application {
 			Args: app.Args{{Name: "max_num_seqs", Value: int64(8)}, {Name: "enable-scale-out", Value: true},
 				{Name: "prefix_caching", Value: false},
 				{Name: "sim_fail", Value: []any{"crash@1", "hang@2.5"}}},
-			Env:  map[string]string{"A": "1", "VLLM_DP_RANK": "3", "GOGC": "50"},
+			Env: map[string]string{"A": "1", "VLLM_DP_RANK": "3", "GOGC": "50"},
 		},
 		DataParallel:            app.DataParallel{DPSize: 4, Coupling: coupling},
 		GracefulShutdownTimeout: 9.5,
@@ -37,10 +37,10 @@ func TestRG11AnIndependentRankGetsNoDataParallelFlags(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, []string{
 		"dpserve", "engine", "sim", "--host", "127.0.0.1", "--port", "20016", "--served-model-name", "demo",
-			"d",
+		"d",
 		"--shutdown-timeout", "10", "--enable-prompt-tokens-details", "--sim-watch-stdin",
 		"--max-num-seqs", "8", "--enable-scale-out", "--no-prefix-caching", "--sim-fail", "crash@1",
-			"--sim-fail", "hang@2.5",
+		"--sim-fail", "hang@2.5",
 	}, l.Argv)
 	assert.Equal(t, []string{"A=1", "GOGC=50", "GOMAXPROCS=1", "PATH=/bin",
 		"VLLM_HTTP_TIMEOUT_KEEP_ALIVE=120"}, l.Env)

@@ -49,7 +49,7 @@ func TestEqualPromptsStoreTheirLastBlockTwice(t *testing.T) {
 	got, _ := steps(core, 0, add(a, b))
 	assert.Equal(t, [][]em.BlockEvent{{
 		{Kind: em.BlocksStored, Req: a, First: 0, Count: 2},
-			{Kind: em.BlocksStored, Req: b, First: 1, Count: 1},
+		{Kind: em.BlocksStored, Req: b, First: 1, Count: 1},
 	}}, got)
 	copies := 0
 	core.CachedBlocks(func(_ uint64, n int) { copies += n })

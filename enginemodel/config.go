@@ -46,7 +46,7 @@ type Config struct {
 func Default() Config {
 	return Config{
 		BlockSize: DefaultBlockSize, Blocks: DefaultBlocks, MaxSeqs: DefaultMaxSeqs,
-			MaxModelLen: DefaultMaxModelLen,
+		MaxModelLen:      DefaultMaxModelLen,
 		MaxBatchedTokens: DefaultMaxBatchedTokens, PrefixCaching: true, Law: steptime.Reference(), Speed: 1,
 		CollectiveTimeout: DefaultCollectiveTimeout,
 	}
@@ -56,11 +56,11 @@ func Default() Config {
 func (c Config) Validate() error {
 	switch {
 	case c.BlockSize < 1 || c.Blocks < 1 || c.MaxSeqs < 1 || c.MaxModelLen < 1 || c.MaxBatchedTokens < 1:
-		return fmt.Errorf("block size %d, blocks %d, max_num_seqs %d, max_model_len %d, " +
+		return fmt.Errorf("block size %d, blocks %d, max_num_seqs %d, max_model_len %d, "+
 			"max_num_batched_tokens %d: all must be at least 1",
 			c.BlockSize, c.Blocks, c.MaxSeqs, c.MaxModelLen, c.MaxBatchedTokens)
 	case c.Blocks*c.BlockSize < c.MaxModelLen:
-		return fmt.Errorf("%d blocks of %d tokens hold less than one request of max_model_len %d: raise " +
+		return fmt.Errorf("%d blocks of %d tokens hold less than one request of max_model_len %d: raise "+
 			"num_gpu_blocks_override or lower max_model_len",
 			c.Blocks, c.BlockSize, c.MaxModelLen)
 	case !(c.Speed > 0):

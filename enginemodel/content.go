@@ -21,7 +21,7 @@ type HashAlgo uint8
 
 // The algorithms.
 const (
-	HashFast       HashAlgo = iota // chained xxh3 of 64 bits
+	HashFast HashAlgo = iota // chained xxh3 of 64 bits
 	// vLLM's sha256_cbor: SHA-256 of canonical CBOR [parent, tokens, extra keys]
 	HashSHA256CBOR
 )

@@ -7,18 +7,18 @@ type InputKind uint8
 
 // The inputs.
 const (
-	InputAdd        InputKind = iota // Req arrives
-	InputAbort                       // Req's client left: it ends at once, without an effect
-	InputAbortAll                    // every request ends with FinishAbort (shutdown without drain)
-	InputKill                        // the core dies: every request ends with FinishError, EffectDied follows
+	InputAdd      InputKind = iota // Req arrives
+	InputAbort                     // Req's client left: it ends at once, without an effect
+	InputAbortAll                  // every request ends with FinishAbort (shutdown without drain)
+	InputKill                      // the core dies: every request ends with FinishError, EffectDied follows
 	// no step ends any more, until InputRecover; aborts still free what they hold
 	InputHang
-	InputSlow                        // steps take Factor times as long from the next one on
-	InputRecover                     // ends hang and slow
-	InputGroupBegin                  // lockstep: a wave begins, report a step
+	InputSlow       // steps take Factor times as long from the next one on
+	InputRecover    // ends hang and slow
+	InputGroupBegin // lockstep: a wave begins, report a step
 	// lockstep: the group's step ended; Continue = the wave goes on, report the next one
 	InputGroupEnd
-	InputPeerLost                    // lockstep: a rank of the group is gone
+	InputPeerLost // lockstep: a rank of the group is gone
 )
 
 // Input is one event for a core.
@@ -34,15 +34,15 @@ type EffectKind uint8
 
 // The effects.
 const (
-	EffectToken    EffectKind = iota // Req has one more token (Produced)
+	EffectToken EffectKind = iota // Req has one more token (Produced)
 	// Req ended (Finish); the token that ended it came in the EffectToken before
 	EffectFinished
-	EffectRejected                   // Req was never queued: Reject says which limit
-	EffectDied                       // the core is dead
-	EffectWave                       // lockstep: this rank has work, ask the group for a wave
+	EffectRejected // Req was never queued: Reject says which limit
+	EffectDied     // the core is dead
+	EffectWave     // lockstep: this rank has work, ask the group for a wave
 	// lockstep: this rank's step takes Took; Unfinished = it will still have work then
 	EffectReport
-	EffectBlocks                     // a step ended that changed the prefix cache: Blocks, in their order
+	EffectBlocks // a step ended that changed the prefix cache: Blocks, in their order
 )
 
 // Reject is the admission limit that turned a request away.

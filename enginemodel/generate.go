@@ -18,13 +18,13 @@ const (
 // tokenizers do.
 var vocabulary = [...]string{ //nolint:gochecknoglobals // a constant table
 	"the", "rank", "token", "batch", "a", "block", "of", "cache", "and", "queue", "step", "prefix", "to",
-		"router", "group", "is",
+	"router", "group", "is",
 	"in", "stream", "wave", "every", "slot", "memory", "over", "engine", "decode", "with", "prompt", "one",
-		"expert", "layer", "as", "warm",
+	"expert", "layer", "as", "warm",
 	"request", "on", "from", "replica", "naïve", "until", "head", "tail", "node", "by", "answer", "under",
-		"load", "café", "then", "epoch",
+	"load", "café", "then", "epoch",
 	"lease", "it", "waits", "runs", "when", "quiet", "depth", "moves", "größe", "early", "late", "small",
-		"wide", "日本語", "fresh", "🚀",
+	"wide", "日本語", "fresh", "🚀",
 }
 
 // TextSeed identifies an answer: equal engine seed, prompt and choice give the equal text, on every rank and

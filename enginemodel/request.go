@@ -36,7 +36,7 @@ func (r FinishReason) String() string {
 // EffectFinished or EffectRejected it belongs to the core, which alone writes it; after InputAbort until the
 // running step has ended. A request is added once: it is not for reuse.
 type Request struct {
-	Prompt  int          // prompt tokens, at least 1
+	Prompt int // prompt tokens, at least 1
 	// tokens until it ends by itself, at least 1; Prompt+Output must fit the model length
 	Output  int
 	Ending  FinishReason // FinishLength or FinishStop: how it ends after Output tokens

@@ -280,13 +280,13 @@ func TestRT13LiveExplainedAndSimulatedAgree(t *testing.T) {
 func randomEvent(r *rand.Rand) Event {
 	e := Event{
 		Rank: ID(0, r.IntN(6)), Incarnation: 7, Epoch: 1, MaxOngoing: 1 + r.IntN(20),
-			ReqID: uint64(r.IntN(500)), Tokens: r.IntN(3000), Seq: uint64(r.IntN(50)),
+		ReqID: uint64(r.IntN(500)), Tokens: r.IntN(3000), Seq: uint64(r.IntN(50)),
 		Hit: r.IntN(500), Capacity: 50_000, BlockSize: 16, KVUsage: r.Float64(),
-			Now: time.Duration(r.IntN(1000)) * time.Second, Out: r.IntN(100),
+		Now: time.Duration(r.IntN(1000)) * time.Second, Out: r.IntN(100),
 	}
 	e.Kind = []EventKind{
 		EvRankUp, EvAdmitted, EvAdmitted, EvFirstToken, EvProgress, EvFinished, EvUndo, EvStatus, EvStatus,
-			EvPrefillDone, EvTicket, EvRankDown,
+		EvPrefillDone, EvTicket, EvRankDown,
 	}[r.IntN(12)]
 	if e.Kind == EvRankDown && r.IntN(4) > 0 {
 		e.Kind = EvRankUp

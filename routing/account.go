@@ -12,20 +12,20 @@ import (
 // The row's Q, Pairs and Computed are what is left of the prompts at the instant of the last reckon: the
 // account gives back to the row what was reckoned before it changes the prompt that is computed first.
 type account struct {
-	opens   opens
+	opens opens
 	// of the opens whose prompt is not known to be computed; empty if nothing is reckoned
 	queue   prefills
 	reckons bool           // the policy reads prefill work
 	clock   *time.Duration // the view's time
 	// when the record at hand happened, on the view's clock; 0 = what is at hand is no record
 	when    time.Duration
-	remote  rankClock      // the rank's clock
-	pace    decodePace     // a request whose tokens are timed
-	law     *law           // of the application; nil in tests of an account alone
-	lastSeq uint64         // stream number of the last record applied
-	tickets int            // entries that are ticketed
-	minSeq  uint64         // no ticketed entry has a smaller seq; meaningful while tickets > 0
-	spare   []open         // memory of expire and forget
+	remote  rankClock  // the rank's clock
+	pace    decodePace // a request whose tokens are timed
+	law     *law       // of the application; nil in tests of an account alone
+	lastSeq uint64     // stream number of the last record applied
+	tickets int        // entries that are ticketed
+	minSeq  uint64     // no ticketed entry has a smaller seq; meaningful while tickets > 0
+	spare   []open     // memory of expire and forget
 	log     *opensLog
 }
 

@@ -168,7 +168,9 @@ func (t tier) blindPair(q *Request, v *View, r *rand.Rand) (i, j int) {
 const halfWord = 1<<32 - 1
 
 // below maps 32 random bits to [0, n); the bias is below n/2^32, 2e-8 at 64 ranks.
-func below(bits uint64, n int) int { return int(bits * uint64(n) >> 32) } //nolint:gosec // n is a length, the result is below it
+func below(bits uint64, n int) int {
+	return int(bits * uint64(n) >> 32) //nolint:gosec // n is a length, the result is below it
+}
 
 // openTier is the tier that a load policy chooses from: open ranks, else silent ones. ok is false if both are
 // empty.

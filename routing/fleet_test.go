@@ -147,7 +147,7 @@ func (f *fleet) start(i int) {
 	for _, r := range f.routers {
 		r.Observe(&Event{
 			Kind: EvRankUp, Rank: rk.id, Epoch: rk.epoch, Incarnation: rk.epoch, MaxOngoing: fleetRoom,
-				Now: f.now,
+			Now:      f.now,
 			Capacity: int64(fleetCapacity * f.block), BlockSize: f.block,
 		})
 	}
@@ -204,7 +204,7 @@ func (f *fleet) arrive(turn *fleetTurn) {
 	f.sent = append(f.sent, fleetSent{f.now, rk.id})
 	f.tell(rk, Event{
 		Kind: EvAdmitted, ReqID: job.id, Tokens: q.Tokens, Hit: q.HitOn(rk.id),
-			Session: SessionKey(q.Session),
+		Session: SessionKey(q.Session),
 	})
 	router.Observe(&Event{Kind: EvTicket, Rank: rk.id, ReqID: job.id, Incarnation: rk.epoch, Seq: rk.seq})
 	rk.sent.keep(turn.chain)
@@ -379,7 +379,7 @@ func TestSessionsKeepTheirRankBehindSeveralRouters(t *testing.T) {
 	turns := agentTurns(11, 1, span)
 	for _, p := range []Policy{
 		tuned(t, "session-affinity"), tuned(t, "prefix-aware"), newPolicy(t, "prefix-aware"),
-			newPolicy(t, "cache-aware"),
+		newPolicy(t, "cache-aware"),
 	} {
 		t.Run(fmt.Sprintf("%+v", p), func(t *testing.T) {
 			one := newFleet(t, p, agentBlock, 1, 20*time.Millisecond)
@@ -418,7 +418,7 @@ func TestAReturnedRankIsUsedWithinAMinute(t *testing.T) {
 			share := f.share(ID(0, 3), returns, returns+time.Minute)
 			t.Logf("goodput %.3f, share %.3f in 10 s, %.3f in 60 s, %.3f later", f.goodput(),
 				f.share(ID(0, 3), returns, returns+10*time.Second), share,
-					f.share(ID(0, 3), returns+time.Minute, end))
+				f.share(ID(0, 3), returns+time.Minute, end))
 			require.GreaterOrEqual(t, share, 0.04)
 			require.LessOrEqual(t, share, 0.25)
 			require.GreaterOrEqual(t, f.goodput(), 0.99)
@@ -457,7 +457,7 @@ func TestASharedSystemPromptPinsScoring(t *testing.T) {
 		MinTTFT{Eta: true},
 		tuned(t, "cache-aware"),
 		tuned(t, "least-kv"), tuned(t, "prefix-aware"), tuned(t, "chwbl"), newPolicy(t, "scoring"),
-			tuned(t, "sticky"),
+		tuned(t, "sticky"),
 	} {
 		t.Run(fmt.Sprintf("%+v", p), func(t *testing.T) {
 			f := newFleet(t, p, block, 1, 20*time.Millisecond)
@@ -490,9 +490,9 @@ func BenchmarkAgentsBehindRouters(b *testing.B) {
 		MinTTFT{Eta: true},
 		tuned(b, "sticky"), newPolicy(b, "scoring"),
 		tuned(b, "cache-aware"), newPolicy(b, "cache-aware"), newPolicy(b, "prefix-aware"),
-			tuned(b, "prefix-aware"),
+		tuned(b, "prefix-aware"),
 		newPolicy(b, "session-affinity"), tuned(b, "session-affinity"), tuned(b, "chwbl"),
-			tuned(b, "least-loaded"),
+		tuned(b, "least-loaded"),
 	} {
 		for _, c := range []struct {
 			routers int

@@ -52,7 +52,7 @@ func kvRouter(t *testing.T, p Policy) *Router {
 func kvRequest() *Request {
 	return &Request{ID: 1, Tokens: 160,
 		Hits: []Hit{{Rank: ID(0, 0), Tokens: 32}, {Rank: ID(0, 1), Tokens: 80},
-		{Rank: ID(0, 2), Tokens: 128}}}
+			{Rank: ID(0, 2), Tokens: 128}}}
 }
 
 func TestKVOverridesHoldForOneRequest(t *testing.T) {
@@ -124,7 +124,7 @@ func TestKV2(t *testing.T) {
 	require.NoError(t, err)
 	v := View{Ranks: []Rank{
 		{ID: ID(0, 0), Ready: true, MaxOngoing: 9, Load: Load{W: 1, Q: 160}},
-			{ID: ID(0, 1), Ready: true, MaxOngoing: 9, Load: Load{R: 1}},
+		{ID: ID(0, 1), Ready: true, MaxOngoing: 9, Load: Load{R: 1}},
 	}}
 	q := Request{Tokens: 160, Hits: []Hit{{Rank: ID(0, 0), Tokens: 80, Host: 32, Disk: 16}}}
 	d := Decision{Explain: true}

@@ -41,7 +41,7 @@ func TestMexCosts(t *testing.T) {
 	a := costOf(p, busy(.6), 12_000, warm, 8192)
 	for name, want := range map[string]float64{
 		"queue": 306.19, "prefill": 243.09, "later_arrivals": 357.27, "own_tokens": 659.29,
-			"others_tokens": 467.79, "memory": 0, "beyond_goal": 0,
+		"others_tokens": 467.79, "memory": 0, "beyond_goal": 0,
 	} {
 		assert.InDelta(t, want, a[name], .5, name)
 	}
@@ -111,7 +111,7 @@ func TestMexCostsAreNumbers(t *testing.T) {
 		q := drawRequest(t, &v)
 		st := &mexState{traffic{
 			rho: rapid.Float64Range(0, 5).Draw(t, "rho"), own: rapid.Float64Range(0, 9).Draw(t, "own"),
-				others: rapid.Float64Range(0, 9).Draw(t, "others"),
+			others: rapid.Float64Range(0, 9).Draw(t, "others"),
 			answer: rapid.Float64Range(1, 1e5).Draw(t, "answer"),
 		}}
 		d := Decision{Explain: true}
@@ -205,7 +205,7 @@ func (c *clocked) record(kind EventKind, tokens int, at time.Duration) {
 	c.now = max(c.now, at+c.lag)
 	c.r.Observe(&Event{
 		Kind: kind, Rank: c.rank, ReqID: c.key, Tokens: tokens, Out: 1, Incarnation: 7, Seq: c.seq,
-			Now: c.now, At: max(1, at+c.ahead),
+		Now: c.now, At: max(1, at+c.ahead),
 	})
 }
 
@@ -308,7 +308,7 @@ func TestDecodingSpeedIsLearned(t *testing.T) {
 				}
 				s.r.Observe(&Event{
 					Kind: EvProgress, Rank: s.rank, ReqID: 1, Out: tokens + 1, Incarnation: 7, Seq: s.seq,
-						Now: s.now, At: s.now + time.Hour,
+					Now: s.now, At: s.now + time.Hour,
 				})
 			}
 			info, _ := s.r.Law()

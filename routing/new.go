@@ -60,16 +60,16 @@ func policies() []entry {
 		{nameScoring, []string{"profile", "norm"}, newScoring},
 		{nameCacheAware, []string{
 			"variant", "cache_threshold", "balance_abs_threshold", "balance_rel_threshold",
-				"eviction_interval_s", "max_tree_size", "low_match",
+			"eviction_interval_s", "max_tree_size", "low_match",
 			"matches", "kv_usage_spread", "kv_usage_ceiling", "max_worker_retries", "max_total_retries",
 		}, newCacheAware},
 		{namePrefixAware, []string{
 			"imbalanced_threshold", "match_rate_threshold", "do_eviction", "eviction_threshold_chars",
-				"eviction_target_chars", "eviction_interval_s",
+			"eviction_target_chars", "eviction_interval_s",
 		}, newPrefixAware},
 		{nameKV, []string{
 			"variant", "overlap_score_weight", "router_temperature", "no_track_active_blocks", "no_kv_events",
-				"prefill_weight", "overlap_credit",
+			"prefill_weight", "overlap_credit",
 			"overlap_decay", "request_weight",
 		}, newKV},
 		{nameLMetric, nil, func(*params) Policy { return LMetric{} }},

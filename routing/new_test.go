@@ -59,16 +59,16 @@ func TestNewReadsParameters(t *testing.T) {
 			PrefixAware{Imbalanced: 64, MatchRate: 0.1, Evict: true, Interval: 10 * time.Second}},
 		{"cache-aware", "", nil, CacheAware{
 			Threshold: 0.5, Abs: 32, Rel: 1.0001, Interval: time.Minute, MaxTree: 16_777_216,
-				SizeInNodes: true,
+			SizeInNodes:    true,
 			RetriesPerRank: 3, RetriesPerRequest: 6,
 		}},
 		{"cache-aware", "", map[string]any{"variant": "gateway"}, CacheAware{
 			Threshold: 0.3, Abs: 64, Rel: 1.5, LeastPending: true, KVMatches: true, Interval: 2 * time.Minute,
-				MaxTree: 67_108_864,
+			MaxTree: 67_108_864,
 		}},
 		{"cache-aware", "tuned", nil, CacheAware{
 			Threshold: 0.3, Abs: 32, Rel: 1.1, LeastPending: true, KVMatches: true, Interval: time.Minute,
-				MaxTree: 16_777_216, SizeInNodes: true,
+			MaxTree: 16_777_216, SizeInNodes: true,
 		}},
 	} {
 		got, err := New(tt.name, tt.preset, tt.params)
@@ -86,7 +86,7 @@ func TestNeeds(t *testing.T) {
 	assert.Equal(t, Needs{Text: true, Hits: true}, NeedsOf(tuned(t, "cache-aware")))
 	assert.Equal(t, Needs{
 		Text: true, Hits: true, Approximate: true, ApproximateTTL: 2 * time.Minute, AttemptsPerRank: 3,
-			AttemptsPerRequest: 6,
+		AttemptsPerRequest: 6,
 	}, NeedsOf(newPolicy(t, "cache-aware")))
 	assert.Equal(t, Needs{Text: true, Hits: true, Approximate: true, ApproximateTTL: 2 * time.Minute},
 		NeedsOf(newPolicy(t, "prefix-aware")))

@@ -182,13 +182,13 @@ func (o *oracleRank) record(e *Event) bool {
 func drawEvent(t *rapid.T, seq uint64) Event {
 	kinds := []EventKind{
 		EvDispatched, EvDispatched, EvTicket, EvTicket, EvUndo, EvAdmitted, EvAdmitted, EvFirstToken,
-			EvProgress, EvFinished, EvFinished, EvRankUp, EvRankDown,
+		EvProgress, EvFinished, EvFinished, EvRankUp, EvRankDown,
 		EvPrefillDone,
 	}
 	e := Event{
 		Kind: rapid.SampledFrom(kinds).Draw(t, "kind"), Rank: ID(0, rapid.IntRange(0, 1).Draw(t, "rank")),
 		ReqID: rapid.Uint64Range(0, 40).Draw(t, "key"), Tokens: rapid.IntRange(0, 9).Draw(t, "tokens"),
-			Out: rapid.IntRange(0, 9).Draw(t, "out"),
+		Out: rapid.IntRange(0, 9).Draw(t, "out"),
 		Hit: rapid.IntRange(0, 9).Draw(t, "hit"),
 		Seq: seq + rapid.Uint64Range(0, 3).Draw(t, "ahead"), Epoch: 1, Incarnation: 1, MaxOngoing: 1 << 20,
 	}
@@ -200,7 +200,7 @@ func drawEvent(t *rapid.T, seq uint64) Event {
 			Draw(t, "snapshot") {
 			e.Snapshot = append(e.Snapshot,
 				Open{ReqID: key, Tokens: int(key % 7), Hit: int(key % 5), Decoding: key%3 == 0,
-				Out: int(key % 2)})
+					Out: int(key % 2)})
 		}
 	}
 	return e

@@ -166,7 +166,7 @@ func (p *params) profile() string {
 // refuseProfile is what round-robin says to a scoring profile: only the default one does no harm.
 func (p *params) refuseProfile() {
 	if name := p.profile(); name != "" && name != ProfileBalanced {
-		p.fault(fmt.Sprintf("profile '%s' has no effect with round-robin; use policy: scoring or drop the " +
+		p.fault(fmt.Sprintf("profile '%s' has no effect with round-robin; use policy: scoring or drop the "+
 			"profile", name),
 			"write policy: scoring, or drop profile")
 	}
@@ -181,7 +181,7 @@ func (p *params) cacheAwareDefaults(variant string) cacheAwareDefaults {
 	case variant == VariantGateway:
 		return cacheAwareDefaults{
 			threshold: 0.3, abs: 64, rel: 1.5, interval: 120, size: 67_108_864, lowMatch: "least-pending",
-				matches: "kv",
+			matches: "kv",
 		}
 	case p.tuned:
 		page.threshold, page.rel, page.lowMatch, page.matches = 0.3, 1.1, "least-pending", "kv"

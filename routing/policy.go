@@ -32,7 +32,7 @@ type Needs struct {
 	ApproximateTTL time.Duration
 
 	// attempts on a rank before it is taken out (cache-aware, documented: 3); 0 = not the policy's business
-	AttemptsPerRank    int
+	AttemptsPerRank int
 	// attempts of a request in place of the application's (cache-aware, documented: 6); 0 = the application's
 	AttemptsPerRequest int
 }

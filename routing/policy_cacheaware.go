@@ -63,10 +63,11 @@ type CacheAware struct {
 func newCacheAware(p *params) Policy {
 	def := p.cacheAwareDefaults(p.word("variant", VariantPage, VariantPage, VariantGateway))
 	return CacheAware{
-		Threshold:         p.number("cache_threshold", def.threshold, 0, 1),
-		Abs:               p.integer("balance_abs_threshold", def.abs, 0, math.MaxInt32),
-		Rel:               p.number("balance_rel_threshold", def.rel, 1, maxWeight),
-		LeastPending: p.word("low_match", def.lowMatch, "smallest-tree", "least-pending") == "least-pending",
+		Threshold: p.number("cache_threshold", def.threshold, 0, 1),
+		Abs:       p.integer("balance_abs_threshold", def.abs, 0, math.MaxInt32),
+		Rel:       p.number("balance_rel_threshold", def.rel, 1, maxWeight),
+		LeastPending: p.word("low_match", def.lowMatch, "smallest-tree", "least-pending") ==
+			"least-pending",
 		KVMatches:         p.word("matches", def.matches, "text", "kv") == "kv",
 		Interval:          p.seconds("eviction_interval_s", float64(def.interval)),
 		MaxTree:           p.integer("max_tree_size", def.size, 1, math.MaxInt32),

@@ -36,9 +36,9 @@ const (
 //
 //	count:  waitingWeight * W + (F + R)
 //	kv:     max(Clients * own open requests, W + F + R) + fullWeight * W * max(0, kv usage - fullFrom)
-//	tokens: L - credit + queueTokens * (waitingWeight*W + F + R) + recentWeight * (tokens of the last recentRequests sent)
+//	tokens: L - credit + queueTokens * (waitingWeight*W + F + R) + recentWeight * recent
 //
-// where credit is the hit, on the rank with the longest match alone (the first of equals). Count and kv know
+// where recent is the tokens of the last recentRequests requests sent there and credit is the hit, on the rank with the longest match alone (the first of equals). Count and kv know
 // no cache.
 type LeastLoaded struct {
 	Variant string // VariantCount, VariantKV or VariantTokens; empty is VariantCount

@@ -35,9 +35,12 @@ const (
 //	prefill        P·σ                         its own prompt
 //	later_arrivals η·P                         what its prompt delays requests that are still to come
 //	own_tokens     X·d                         its own tokens, d ms each
-//	others_tokens  X·R·(P/ō + ½·(dB + dC·L))   the tokens of the R requests that decode there: its prompt stalls them, its context slows them
-//	memory         2·TTFT·max(0, f-1)          the share f of the KV cache that would be asked for, beyond all of it
-//	beyond_goal    TTFT·(1 + ln x) - TTFT·x    with goal goodput, if x = (queue + prefill)/TTFT is above 1: a goal cannot be missed twice
+//	others_tokens  X·R·(P/ō + ½·(dB + dC·L))   tokens of the R requests that decode there, slowed by it
+//	memory         2·TTFT·max(0, f-1)          the KV cache that would be missing; f is the share in use
+//	beyond_goal    TTFT·(1 + ln x) - TTFT·x    goal goodput, x = (queue + prefill)/TTFT > 1: beyond the goal
+//
+// Its prompt stalls the requests that decode on the rank, and its context makes their steps longer. A goal cannot
+// be missed twice, so the time beyond it counts logarithmically.
 //
 // P and Wq are prefill times by the step law, d = gW + dA + dB·(O+1) + dC·(K+Kq+L) the step that its tokens
 // come in, σ = 1 + D/(gT·8192) the stretch of a prefill that shares its steps with D = dA + dB·R + dC·K ms of
@@ -147,12 +150,12 @@ type mexCosts struct {
 	answer    float64 // ō
 	perAnswer float64 // 1/ō
 	// ms per token that the request's context adds to a step, for half of the other answers' time
-	slower    float64
-	exchange  float64 // TTFT goal over TPOT goal
-	goal      float64 // ms: TTFT
-	late      bool    // what is beyond the goal counts logarithmically
-	unseen    float64 // dispatches of other ingresses per own one that no record has named
-	width     float64 // near per ms of lag
+	slower   float64
+	exchange float64 // TTFT goal over TPOT goal
+	goal     float64 // ms: TTFT
+	late     bool    // what is beyond the goal counts logarithmically
+	unseen   float64 // dispatches of other ingresses per own one that no record has named
+	width    float64 // near per ms of lag
 }
 
 func (p Mex) costs(q *Request, v *View, s State) mexCosts {

@@ -42,6 +42,7 @@ func weights(profile string) (prefix, load float64) {
 // profile holds, whatever was asked. The source gives no formula for load_score; norm max is ours.
 // Parameters: profile, norm.
 type Scoring struct {
+	byHits
 	Profile string // ProfileBalanced, ProfileLocality or ProfileLoad; empty is balanced
 	Spread  bool   // norm: spread
 }
@@ -52,14 +53,6 @@ func newScoring(p *params) Policy {
 
 // Name is "scoring".
 func (Scoring) Name() string { return nameScoring }
-
-func (Scoring) needs() Needs { return Needs{Hits: true} }
-
-// NewState is nil.
-func (Scoring) NewState(*View, *rand.Rand) State { return nil }
-
-// Observe does nothing: the view has the load.
-func (Scoring) Observe(State, *View, *Event) {}
 
 // Decide takes the candidate with the highest score, the first of equals.
 func (p Scoring) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {

@@ -6,9 +6,12 @@ import (
 	"github.com/dpserve/dpserve/steptime"
 )
 
+// The policies whose score is work: each is a formula, and decideByScore takes the best candidate.
 var (
-	_ Policy  = LPWL{}
-	_ formula = LPWL{}
+	_ Policy = LPWL{}
+	_ Policy = LMetric{}
+	_ Policy = LeastKV{}
+	_ Policy = MinTTFT{}
 )
 
 // LPWL is least prefill work left:
@@ -17,26 +20,14 @@ var (
 //
 // the uncached prompt tokens in front of the request, and its own. The lowest wins, ties go to fewer open
 // requests, then are drawn. No parameters.
-type LPWL struct{}
+type LPWL struct{ byHits }
 
 // Name is "lpwl".
 func (LPWL) Name() string { return nameLPWL }
 
-func (LPWL) needs() Needs { return Needs{Hits: true} }
-
-// NewState is nil.
-func (LPWL) NewState(*View, *rand.Rand) State { return nil }
-
-// Observe does nothing: own bumps are in the view.
-func (LPWL) Observe(State, *View, *Event) {}
-
 // Decide takes the candidate where the request's prefill would end first, counted in tokens.
 func (p LPWL) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
 	decideByScore(p, q, v, s, r, d)
-}
-
-func (LPWL) prepare(*Request, *View, State, *scratch) aggregate {
-	return aggregate{why: ReasonLowestScore}
 }
 
 func (LPWL) summands(q *Request, rk *Rank, hit, _ int64, _ *aggregate) sums {
@@ -55,19 +46,15 @@ func (LPWL) labels(*aggregate) []label {
 
 func (LPWL) rule(*aggregate) rule { return rule{second: secondOpen} }
 
-var (
-	_ Policy  = LMetric{}
-	_ formula = LMetric{}
-)
-
 // LMetric multiplies prefill work by open requests. The lowest wins.
 //
-//	lmetric:   (Q + u) * O        idle ranks all score 0, so the cache counts for nothing at low load; ties are drawn
+//	lmetric:   (Q + u) * O        all idle ranks score 0, so caches do not count at low load; ties are drawn
 //	lmetric-1: (Q + u) * (O + 1)  ties go to the smaller u, then rotate
 //
 // No parameters. It has one term: Raw is the work in tokens, Weight the number of requests that it would
 // delay.
 type LMetric struct {
+	rotatingTies
 	PlusOne bool // lmetric-1
 }
 
@@ -79,25 +66,9 @@ func (p LMetric) Name() string {
 	return nameLMetric
 }
 
-func (LMetric) needs() Needs { return Needs{Hits: true} }
-
-// NewState draws the first start.
-func (LMetric) NewState(_ *View, r *rand.Rand) State { st := newRotation(r); return &st }
-
-// Observe moves the start on.
-func (LMetric) Observe(s State, _ *View, e *Event) {
-	if st, ok := s.(*rotation); ok {
-		st.observe(e)
-	}
-}
-
 // Decide takes the candidate with the smallest product.
 func (p LMetric) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
 	decideByScore(p, q, v, s, r, d)
-}
-
-func (LMetric) prepare(*Request, *View, State, *scratch) aggregate {
-	return aggregate{why: ReasonLowestScore}
 }
 
 func (p LMetric) summands(q *Request, rk *Rank, hit, _ int64, _ *aggregate) sums {
@@ -123,11 +94,6 @@ func (p LMetric) rule(*aggregate) rule {
 	return rule{}
 }
 
-var (
-	_ Policy  = LeastKV{}
-	_ formula = LeastKV{}
-)
-
 // LeastKV controls memory, as the DPLB article proposes for independent ranks:
 //
 //	score = (K + Kq + L) / C
@@ -135,20 +101,12 @@ var (
 // the context of everything running and waiting, this request included, over the rank's KV capacity. The
 // lowest wins; ties go to fewer open requests, then rotate. No parameters, no cache term. A rank that has not
 // told its capacity gets the mean of those that have; if none has, tokens are compared.
-type LeastKV struct{}
+type LeastKV struct{ rotatingTies }
 
 // Name is "least-kv".
 func (LeastKV) Name() string { return nameLeastKV }
 
-// NewState draws the first start.
-func (LeastKV) NewState(_ *View, r *rand.Rand) State { st := newRotation(r); return &st }
-
-// Observe moves the start on.
-func (LeastKV) Observe(s State, _ *View, e *Event) {
-	if st, ok := s.(*rotation); ok {
-		st.observe(e)
-	}
-}
+func (LeastKV) needs() Needs { return Needs{} }
 
 // Decide takes the candidate whose KV cache would be the least full.
 func (p LeastKV) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
@@ -191,11 +149,6 @@ func (LeastKV) labels(*aggregate) []label {
 
 func (LeastKV) rule(*aggregate) rule { return rule{tie: tieRotate, second: secondOpen} }
 
-var (
-	_ Policy  = MinTTFT{}
-	_ formula = MinTTFT{}
-)
-
 // MinTTFT takes the rank where the first token is predicted to come first (Mooncake's rule by the step law):
 //
 //	score = Wq + P [+ η·P]        milliseconds
@@ -207,6 +160,7 @@ var (
 // (newrank.go). Mooncake also moves KV between ranks and rejects what will miss its SLO; there is neither
 // here. Parameters: eta (false).
 type MinTTFT struct {
+	byHits
 	Eta bool                  // charge what the prefill costs later arrivals
 	Law steptime.Coefficients // of one rank; the zero value is steptime.Reference
 }
@@ -229,8 +183,6 @@ func prefill(law *steptime.Coefficients, u, hit int64) float64 {
 
 // Name is "min-ttft".
 func (MinTTFT) Name() string { return nameMinTTFT }
-
-func (MinTTFT) needs() Needs { return Needs{Hits: true} }
 
 // NewState begins with an idle system.
 func (MinTTFT) NewState(v *View, _ *rand.Rand) State { return &minTTFTState{newTraffic(v)} }

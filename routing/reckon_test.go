@@ -312,8 +312,8 @@ func TestASnapshotsFirstPromptIsComputedFirst(t *testing.T) {
 	s := newTold(LPWL{})
 	s.r.Observe(&Event{Kind: EvRankUp, Rank: s.rank, Epoch: 2, Incarnation: 8, MaxOngoing: 9,
 		Now: time.Minute, Snapshot: []Open{
-		{ReqID: 5, Tokens: 500, Decoding: true, Out: 3}, {ReqID: 2, Tokens: 30_000}, {ReqID: 1, Tokens: 1000},
-	}})
+			{ReqID: 5, Tokens: 500, Decoding: true, Out: 3}, {ReqID: 2, Tokens: 30_000}, {ReqID: 1, Tokens: 1000},
+		}})
 	q, _ := s.work(time.Minute)
 	assert.Equal(t, int64(31_000), q)
 	q, _ = s.work(time.Minute + time.Hour)

@@ -264,7 +264,7 @@ type PotentialLoad struct {
 	Rank          RankID `json:"rank"`
 	PrefillTokens int64  `json:"potential_prefill_tokens"` // Q + L − hit
 	// distinct blocks under policy kv, else the contexts of all open requests and this one
-	DecodeBlocks  int64  `json:"potential_decode_blocks"`
+	DecodeBlocks int64 `json:"potential_decode_blocks"`
 }
 
 // PotentialLoads says it for every rank of the view; nothing changes.
@@ -329,7 +329,7 @@ func (r *Router) Law() (info LawInfo, ok bool) {
 	l := &r.law
 	return LawInfo{
 		Preset: l.preset, Prefill: l.prefill, Decode: l.decode, PrefillSamples: l.prompts,
-			DecodeSamples: l.spans, Age: r.view.Now - l.last, Error: l.missed,
+		DecodeSamples: l.spans, Age: r.view.Now - l.last, Error: l.missed,
 	}, r.reckons
 }
 
@@ -347,6 +347,6 @@ func (r *Router) relearn() {
 	r.view.Law = steptime.Coefficients{
 		TokenMS: b.TokenMS * l.prefill, PairMS: b.PairMS * l.prefill,
 		WeightMS: b.WeightMS * l.decode, FixedMS: b.FixedMS * l.decode, DecodeMS: b.DecodeMS * l.decode,
-			ContextMS: b.ContextMS * l.decode,
+		ContextMS: b.ContextMS * l.decode,
 	}
 }

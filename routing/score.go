@@ -24,6 +24,38 @@ type formula interface {
 	rule(a *aggregate) rule
 }
 
+// byHits is embedded by formulas that read what ranks hold of a prompt and keep no state of their own.
+type byHits struct{}
+
+func (byHits) needs() Needs { return Needs{Hits: true} }
+
+// NewState is nil.
+func (byHits) NewState(*View, *rand.Rand) State { return nil }
+
+// Observe does nothing: the view has all that the formula reads.
+func (byHits) Observe(State, *View, *Event) {}
+
+func (byHits) prepare(*Request, *View, State, *scratch) aggregate {
+	return aggregate{why: ReasonLowestScore}
+}
+
+// rotatingTies is embedded by formulas whose ties may rotate (tieRotate). The state is the rank from which
+// the search for the best candidate starts.
+type rotatingTies struct{ byHits }
+
+// NewState draws the first start.
+func (rotatingTies) NewState(_ *View, r *rand.Rand) State {
+	st := newRotation(r)
+	return &st
+}
+
+// Observe advances the start by one rank per dispatch.
+func (rotatingTies) Observe(s State, _ *View, e *Event) {
+	if st, ok := s.(*rotation); ok {
+		st.observe(e)
+	}
+}
+
 // aggregate is what a formula found out about all ranks together; each formula says what its numbers mean.
 type aggregate struct {
 	mode  int8

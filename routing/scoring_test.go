@@ -16,7 +16,7 @@ func TestScoringVector(t *testing.T) {
 		{ID: ID(0, 1), Ready: true, MaxOngoing: 9},
 		// full, and still the largest load
 		{ID: ID(0, 2), Ready: true, MaxOngoing: 1, Load: Load{R: 1, K: 20000}},
-		{ID: ID(0, 3), MaxOngoing: 9, Load: Load{R: 1, K: 90000}},              // not live
+		{ID: ID(0, 3), MaxOngoing: 9, Load: Load{R: 1, K: 90000}}, // not live
 	}}
 	q := Request{Tokens: 1000, Hits: []Hit{{Rank: ID(0, 0), Tokens: 500}, {Rank: ID(0, 1), Tokens: 100}}}
 	ask := func(p Policy) (Decision, []float64) {

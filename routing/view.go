@@ -17,7 +17,9 @@ import (
 type RankID uint32
 
 // ID packs group and rank.
-func ID(group, rank int) RankID { return RankID(uint32(group)<<16 | uint32(rank)&0xffff) } //nolint:gosec // both are bounded by app validation (< 65536)
+func ID(group, rank int) RankID {
+	return RankID(uint32(group)<<16 | uint32(rank)&0xffff) //nolint:gosec // app validation bounds both to 65535
+}
 
 // Group is the group number.
 func (id RankID) Group() int { return int(id >> 16) }
@@ -30,9 +32,9 @@ func (id RankID) String() string { return fmt.Sprintf("%d/%d", id.Group(), id.Ra
 
 // Load is what a rank has in hand, own bumps included. Requests unless said.
 type Load struct {
-	W  int   // waiting for their prefill
-	F  int   // prefilling: the first of those whose first token is not known of
-	R  int   // decoding
+	W int // waiting for their prefill
+	F int // prefilling: the first of those whose first token is not known of
+	R int // decoding
 	// tokens: uncached prompt tokens still to prefill, without what was computed of the first prompt by
 	// View.Now
 	Q  int64
@@ -57,22 +59,22 @@ type Rank struct {
 	HasKVUsage  bool // the engine reported KVUsage
 	MaxOngoing  int  // max_ongoing_requests of this rank
 	Load        Load
-	Bumps       Bumps   // of Load: what this router sent and the rank's records have not named yet
+	Bumps       Bumps // of Load: what this router sent and the rank's records have not named yet
 	// of Load: prompts that are computed by View.Now as reckoned, and whose first token nobody has told of
-	Computed    Prompts
+	Computed Prompts
 	// token pairs × 2: attention still to prefill, Σ u² + 2·u·hit over waiting and prefilling requests; as of
 	// View.Now like Load.Q
-	Pairs       int64
-	Capacity    int64   // tokens: the rank's KV cache (C); 0 = unknown
-	BlockSize   int     // tokens per KV block; 0 = unknown, DefaultBlockSize is assumed
-	KVUsage     float64 // referenced blocks / all blocks, as reported by the engine
+	Pairs     int64
+	Capacity  int64   // tokens: the rank's KV cache (C); 0 = unknown
+	BlockSize int     // tokens per KV block; 0 = unknown, DefaultBlockSize is assumed
+	KVUsage   float64 // referenced blocks / all blocks, as reported by the engine
 	// its answers failed in a row: its place in the order in which ranks tripped, from 1; 0 = they did not
-	Tripped     int
+	Tripped int
 
 	Since time.Duration // View.Now when this incarnation came into the view
 	Lag   time.Duration // how old the rank's records are when they come; 0 = not known
 	// how long the rank takes beside the median of its application's ranks; 0 = not known, 1 is assumed
-	Slow  float64
+	Slow float64
 }
 
 // Bumps are own dispatches that a rank's records have not named: other ingresses have as many, which nobody
@@ -163,18 +165,18 @@ type Request struct {
 	HasDirect bool
 	Tried     []RankID // never picked again
 
-	Now       time.Duration // on View.Now's clock; 0 leaves the view's
+	Now time.Duration // on View.Now's clock; 0 leaves the view's
 	// what ranks hold of the prompt, ascending by Rank, absent = nothing; nil if nobody looked
 	Hits      []Hit
-	Blocks    []uint64      // chain hashes of the prompt's full blocks, nil if unknown
-	BlockSize int           // tokens per entry of Blocks; 0 = unknown
+	Blocks    []uint64 // chain hashes of the prompt's full blocks, nil if unknown
+	BlockSize int      // tokens per entry of Blocks; 0 = unknown
 	// canonical prompt bytes, for policies with a text tree; empty if there is none. Not kept
-	Text      []byte
-	Session   string        // session key (header or body field user), "" = none
-	Adapter   string        // adapter named by the request, "" = none
+	Text    []byte
+	Session string // session key (header or body field user), "" = none
+	Adapter string // adapter named by the request, "" = none
 	// with HasDirect: the caller's rank is taken under every policy (generate with a worker id)
-	Force     bool
-	Override  *Override     // parameters for this request alone; nil = none
+	Force    bool
+	Override *Override // parameters for this request alone; nil = none
 
 	Priority int     // reserved: higher goes first
 	TTFTms   float64 // reserved: SLO of the first token, ms; 0 = the application's

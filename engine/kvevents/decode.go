@@ -70,12 +70,12 @@ type fields struct {
 
 // Batch is what a payload holds beside its events.
 type Batch struct {
-	TS        float64 // the engine's clock, seconds
+	TS float64 // the engine's clock, seconds
 	// as the engine numbers itself, -1 = not told; identity comes from the socket, never from here
 	Rank      int
-	Events    int     // that were decoded
-	Unknown   int     // events of unknown types, skipped
-	Malformed int     // BlockStored events that contradict themselves, skipped: nothing else changes
+	Events    int // that were decoded
+	Unknown   int // events of unknown types, skipped
+	Malformed int // BlockStored events that contradict themselves, skipped: nothing else changes
 }
 
 // Decode reads a whole payload before anything of it is delivered; Deliver hands its events on. On an error
@@ -221,7 +221,7 @@ func (d *Decoder) Deliver(sink Sink, groups *Groups) {
 			if e.hashes.len() > 0 && groups.removed(e) {
 				d.removed = Removed{
 					Hashes: d.hashes[e.hashes.from:e.hashes.to], Medium: e.fields.medium,
-						Group: e.fields.group, Locality: e.fields.locality,
+					Group: e.fields.group, Locality: e.fields.locality,
 				}
 				sink.Removed(&d.removed)
 			}
@@ -238,9 +238,9 @@ func (d *Decoder) fill(e *decoded) {
 	f := &e.fields
 	d.stored = Stored{
 		Hashes: d.hashes[e.hashes.from:e.hashes.to], Parent: f.parent,
-			Tokens: d.tokens[e.tokens.from:e.tokens.to],
+		Tokens:    d.tokens[e.tokens.from:e.tokens.to],
 		BlockSize: f.blockSize, Medium: f.medium, LoraName: f.loraName, LoraID: f.loraID, Group: f.group,
-			Kind: f.spec, Locality: f.locality,
+		Kind: f.spec, Locality: f.locality,
 	}
 	if f.hasExtra {
 		d.stored.Extra = d.extra[e.extra.from:e.extra.to]

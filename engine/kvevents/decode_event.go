@@ -29,10 +29,11 @@ const (
 var (
 	storedFields = [...]field{ //nolint:gochecknoglobals // a constant table
 		fieldHashes, fieldParent, fieldTokens, fieldBlockSize, fieldLoraID, fieldMedium, fieldLoraName,
-			fieldExtra, fieldGroup, fieldSpec,
+		fieldExtra, fieldGroup, fieldSpec,
 		fieldWindow, fieldLocality,
 	}
-	removedFields = [...]field{fieldHashes, fieldMedium, fieldGroup, fieldLocality} //nolint:gochecknoglobals // a constant table
+	//nolint:gochecknoglobals // a constant table
+	removedFields = [...]field{fieldHashes, fieldMedium, fieldGroup, fieldLocality}
 )
 
 func fieldOf(name []byte) field {

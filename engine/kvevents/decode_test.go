@@ -27,10 +27,10 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 type record []string
 
 func (l *record) Stored(ev *Stored) {
-	*l = append(*l, fmt.Sprintf("S %v parent=%v tokens=%v bs=%d medium=%s lora=%s/%d group=%d kind=%s " +
+	*l = append(*l, fmt.Sprintf("S %v parent=%v tokens=%v bs=%d medium=%s lora=%s/%d group=%d kind=%s "+
 		"extra=%x",
 		ev.Hashes, ev.Parent, ev.Tokens, ev.BlockSize, ev.Medium, ev.LoraName, ev.LoraID, ev.Group, ev.Kind,
-			ev.Extra))
+		ev.Extra))
 }
 
 func (l *record) Removed(ev *Removed) {
@@ -145,7 +145,7 @@ func wantOf(event map[string]any) string {
 	return fmt.Sprintf("S %v parent=%v tokens=%v bs=%v medium=%v lora=/-1 group=%v kind=%v extra=[%s]",
 		list(event["block_hashes"]),
 		hashText(event["parent_block_hash"]), event["token_ids"], event["block_size"], event["medium"],
-			event["group_idx"],
+		event["group_idx"],
 		event["kv_cache_spec_kind"], strings.TrimPrefix(extra, " "))
 }
 
@@ -282,10 +282,10 @@ func TestBatchesThatCannotBeTrusted(t *testing.T) {
 	whole := unhex(t, goldens["map stored"])
 	cases := map[string][]byte{
 		"empty": {}, "nil": {0xc0}, "no array": pack(t, dict{"a": 1}), "too short": pack(t, list{1.5}),
-			"no time": pack(t, list{"x", list{}}),
-		"NaN": pack(t, list{math.NaN(), list{}}), "events no list": pack(t, list{1.5, 3}),
-			"negative rank": pack(t, list{1.5, list{}, -1}),
-		"rank 2^31": pack(t, list{1.5, list{}, 1 << 31}), "rank text": pack(t, list{1.5, list{}, "0"}),
+		"no time": pack(t, list{"x", list{}}),
+		"NaN":     pack(t, list{math.NaN(), list{}}), "events no list": pack(t, list{1.5, 3}),
+		"negative rank": pack(t, list{1.5, list{}, -1}),
+		"rank 2^31":     pack(t, list{1.5, list{}, 1 << 31}), "rank text": pack(t, list{1.5, list{}, "0"}),
 		"trailing bytes":     append(slices.Clone(whole), 0),
 		"removal unreadable": pack(t, list{1.5, list{list{"BlockRemoved", list{"x"}}}, 0}),
 		"removal no hashes":  pack(t, list{1.5, list{list{"BlockRemoved"}}, 0}),
@@ -347,9 +347,9 @@ func TestSalt(t *testing.T) {
 	check(salted(7, "adapter", list{"adapter"}, list{"adapter"}), "", true)
 	for _, ev := range []*Stored{
 		salted(nil, nil, nil, list{"tenant"}), salted(7, nil, list{"tenant"}, nil),
-			salted(nil, "adapter", list{"other"}, nil),
+		salted(nil, "adapter", list{"other"}, nil),
 		salted(nil, nil, list{list{"image", 3}}, nil), salted(nil, nil, list{"a", "b"}, nil),
-			salted(nil, nil, 3, nil),
+		salted(nil, nil, 3, nil),
 	} {
 		_, ok := ev.Salt()
 		assert.False(t, ok)

@@ -159,7 +159,8 @@ func UintHash(v uint64) Hash {
 
 // IntHash is the hash of any integer: non-negative ones equal UintHash.
 func IntHash(v int64) Hash {
-	h := UintHash(uint64(v)) //nolint:gosec // the bit pattern is the name
+	//nolint:gosec // the bit pattern is the name
+	h := UintHash(uint64(v))
 	if v < 0 {
 		h.Kind = HashInt
 	}

@@ -232,7 +232,8 @@ func (r *reader) skip(depth int) bool {
 		return r.advance(2 + 1<<(c-codeFixExt1))
 	case c >= codeExt8 && c <= codeExt32:
 		n, ok := r.be(1 << (c - codeExt8))
-		return ok && n <= uint64(r.rest()) && r.advance(2+1<<(c-codeExt8)+int(n)) //nolint:gosec // checked against the rest
+		//nolint:gosec // checked against the rest
+		return ok && n <= uint64(r.rest()) && r.advance(2+1<<(c-codeExt8)+int(n))
 	case c >= codeBin8 && c <= codeBin32:
 		_, ok := r.bin(math.MaxInt)
 		return ok

@@ -26,12 +26,12 @@ var ErrStarted = errors.New("kv event subscriber was started before")
 type Config struct {
 	Endpoints Endpoints
 	Hosts     Hosts
-	Topic     string   // prefix of the topics; "" = all
-	FirstSeq  uint64   // the engine's first sequence number: 0, 1 for llm-d-inference-sim
-	Sink      Sink     // required
+	Topic     string // prefix of the topics; "" = all
+	FirstSeq  uint64 // the engine's first sequence number: 0, 1 for llm-d-inference-sim
+	Sink      Sink   // required
 	// optional: Stats tell of another state; behind what the Sink was told, and must not block either
-	Changed   func()
-	Replays   *Replays // shared by the subscriptions of a node; nil = unbounded
+	Changed func()
+	Replays *Replays // shared by the subscriptions of a node; nil = unbounded
 
 	Logger *slog.Logger // nil = silent
 	// Dial and Listen replace the network (tests on memory transports); nil = net.

@@ -406,7 +406,7 @@ func TestSourcesOfBadEngines(t *testing.T) {
 	}
 	for endpoint, want := range map[string]string{
 		"tcp://192.0.2.9:5557": "would listen beyond", "ipc:///tmp/x": "not tcp", "tcp://*:x": "not tcp",
-			"inproc://a": "not tcp",
+		"inproc://a": "not tcp",
 	} {
 		sources := map[int]Source{0: {Enabled: true, Publisher: "zmq", Endpoint: endpoint}}
 		_, _, err := Discover(sources, 0, "127.0.0.1", Hosts{})

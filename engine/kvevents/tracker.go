@@ -10,7 +10,7 @@ import (
 
 // Times and bounds of a tracker.
 const (
-	ReplayCooldown  = 30 * time.Second // after a failed replay
+	ReplayCooldown = 30 * time.Second // after a failed replay
 	// silence after which the end of the stream is checked: a lost last batch makes no gap
 	tailDelay       = 2 * time.Second
 	tailInterval    = 30 * time.Second // between such checks of a stream that stays silent

@@ -21,11 +21,11 @@ type Body struct {
 	Model        []byte // decoded; valid as long as the body is and until the next Scan
 	HasModel     bool   // false if the field is absent or null
 	Stream       bool
-	IncludeUsage bool   // stream_options.include_usage
-	N            int    // ≥ 1; absent, null and what only the engine can judge are 1
-	Choices      int    // choices to expect: N × number of prompts
-	MaxTokens    int64  // max_completion_tokens, else max_tokens; -1 if absent
-	PromptBytes  int    // length of the value of prompt, messages or tokens as written, 0 if absent
+	IncludeUsage bool  // stream_options.include_usage
+	N            int   // ≥ 1; absent, null and what only the engine can judge are 1
+	Choices      int   // choices to expect: N × number of prompts
+	MaxTokens    int64 // max_completion_tokens, else max_tokens; -1 if absent
+	PromptBytes  int   // length of the value of prompt, messages or tokens as written, 0 if absent
 	// of PromptBytes those that are no media, and the tools of a chat: what an Estimator takes
 	TextBytes    int
 	MediaParts   int    // pictures, sounds and the like in the messages, at most maxMediaParts
@@ -33,9 +33,9 @@ type Body struct {
 	Strip        []Span // members that only dpserve may set, commas included; for Spliced
 	Tools        Span   // value of tools as written (chat), zero if absent or null
 	// members that decide with the prompt what its tokens are, and that an engine's /tokenize does not take
-	Beside       []Span
-	User         []byte // user, decoded as Model is; nil if absent or no string
-	CacheSalt    []byte // cache_salt, likewise
+	Beside    []Span
+	User      []byte // user, decoded as Model is; nil if absent or no string
+	CacheSalt []byte // cache_salt, likewise
 
 	route         Route
 	first         Span   // the first prompt as written, with its quotes or brackets; zero if there is none
@@ -76,7 +76,7 @@ func (b *Body) reset(route Route) {
 	*b = Body{
 		N: 1, MaxTokens: -1, PromptTokens: -1, Strip: b.Strip[:0], Beside: b.Beside[:0],
 		route: route, prompts: 1, template: b.template[:0], fields: b.fields[:0], decoded: b.decoded[:0],
-			model: b.model[:0], run: run{first: -1},
+		model: b.model[:0], run: run{first: -1},
 	}
 }
 

@@ -14,11 +14,11 @@ import (
 func addBodies(f *testing.F) {
 	for _, body := range []string{
 		`{}`, `[]`, ``, `{"a":1,}`, `{"model":"tiny","prompt":[[1,2],[3]],"n":3,"max_tokens":7}`,
-			`{"model":"t\u0069ny","stream":true,"stream_options":{"include_usage":true}}`,
+		`{"model":"t\u0069ny","stream":true,"stream_options":{"include_usage":true}}`,
 		`{"\u006e":2,"n":3}`, `{"bootstrap_room":1,"a":2,"routed_dp_rank":3}`,
-			`{"messages":[{"role":"user","content":"a\n\ud83d\ude00"}],"n":"1_29"}`,
+		`{"messages":[{"role":"user","content":"a\n\ud83d\ude00"}],"n":"1_29"}`,
 		`{"a":NaN,"b":-Infinity}`, `{"prompt":[1,02]}`, "{\"a\":\"\x01\"}",
-			`{"n":1e400,"max_tokens":2147483649}`,
+		`{"n":1e400,"max_tokens":2147483649}`,
 	} {
 		for route := range uint8(NumRoutes) {
 			f.Add(route, []byte(body))

@@ -9,12 +9,12 @@ import (
 
 // Eight bytes at a time: each constant is one byte repeated.
 const (
-	ones     = 0x0101010101010101
-	highs    = 0x8080808080808080
-	slashes  = ones * '\\'
+	ones    = 0x0101010101010101
+	highs   = 0x8080808080808080
+	slashes = ones * '\\'
 	// exchanges quote and blank, and maps the control characters onto themselves
 	flipped  = ones * ('"' ^ ' ')
-	controls = ones * (' ' + 1)   // once flipped, the quote and the control characters are below it
+	controls = ones * (' ' + 1) // once flipped, the quote and the control characters are below it
 )
 
 // block is how many bytes one test covers in a long run.
@@ -77,8 +77,10 @@ func skipASCII(b []byte, i int) int {
 	le := binary.LittleEndian
 	for ; i+block <= len(b); i += block {
 		p := (*[block]byte)(b[i : i+block : i+block])
-		low := marks(le.Uint64(p[0:8])) | marks(le.Uint64(p[8:16])) | marks(le.Uint64(p[16:24])) | marks(le.Uint64(p[24:32]))
-		high := marks(le.Uint64(p[32:40])) | marks(le.Uint64(p[40:48])) | marks(le.Uint64(p[48:56])) | marks(le.Uint64(p[56:64]))
+		low := marks(le.Uint64(p[0:8])) | marks(le.Uint64(p[8:16])) |
+			marks(le.Uint64(p[16:24])) | marks(le.Uint64(p[24:32]))
+		high := marks(le.Uint64(p[32:40])) | marks(le.Uint64(p[40:48])) |
+			marks(le.Uint64(p[48:56])) | marks(le.Uint64(p[56:64]))
 		if (low|high)&highs == 0 {
 			continue
 		}
@@ -96,8 +98,10 @@ func skipText(b []byte, i int) int {
 	le := binary.LittleEndian
 	for ; i+block <= len(b); i += block {
 		p := (*[block]byte)(b[i : i+block : i+block])
-		low := exact(le.Uint64(p[0:8])) | exact(le.Uint64(p[8:16])) | exact(le.Uint64(p[16:24])) | exact(le.Uint64(p[24:32]))
-		high := exact(le.Uint64(p[32:40])) | exact(le.Uint64(p[40:48])) | exact(le.Uint64(p[48:56])) | exact(le.Uint64(p[56:64]))
+		low := exact(le.Uint64(p[0:8])) | exact(le.Uint64(p[8:16])) |
+			exact(le.Uint64(p[16:24])) | exact(le.Uint64(p[24:32]))
+		high := exact(le.Uint64(p[32:40])) | exact(le.Uint64(p[40:48])) |
+			exact(le.Uint64(p[48:56])) | exact(le.Uint64(p[56:64]))
 		if (low|high)&highs != 0 {
 			break
 		}

@@ -113,10 +113,10 @@ func TestScanPromptForms(t *testing.T) {
 func TestScanMaxTokens(t *testing.T) {
 	want := map[string]int64{
 		`{"max_tokens":0}`: 0, `{"max_tokens":1000000000}`: 1e9, `{"max_tokens":2147483648}`: 1 << 31,
-			`{"max_tokens":-1}`: -1,
+		`{"max_tokens":-1}`:                          -1,
 		`{"max_tokens":7,"max_completion_tokens":5}`: 5, `{"max_completion_tokens":5,"max_tokens":7}`: 5,
 		`{"max_completion_tokens":null,"max_tokens":7}`: 7, `{"max_tokens":"12"}`: 12,
-			`{"max_tokens":"abc"}`: -1, `{"max_tokens":1e3}`: 1000,
+		`{"max_tokens":"abc"}`: -1, `{"max_tokens":1e3}`: 1000,
 		`{"max_tokens":[3]}`: -1, `{"max_tokens":true}`: -1, `{"max_tokens":""}`: -1,
 	}
 	for body, tokens := range want {
@@ -127,9 +127,9 @@ func TestScanMaxTokens(t *testing.T) {
 func TestScanModelIsDecoded(t *testing.T) {
 	want := map[string]string{
 		`"a\/b"`: "a/b", `"\u0074iny"`: "tiny", `"\ud83d\ude00"`: "😀", `"\"\\\b\f\n\r\t"`: "\"\\\b\f\n\r\t",
-			`""`: "", `"é"`: "é",
+		`""`: "", `"é"`: "é",
 		`"\ud83d"`: "\xed\xa0\xbd", `"\ud83d\u0041"`: "\xed\xa0\xbdA",
-			`"\ude00\ud83d"`: "\xed\xb8\x80\xed\xa0\xbd",
+		`"\ude00\ud83d"`: "\xed\xb8\x80\xed\xa0\xbd",
 	}
 	for raw, model := range want {
 		b := scan(t, Completions, `{"model":`+raw+`}`)
@@ -214,9 +214,9 @@ func TestScanAcceptsWhatIsTheEnginesToJudge(t *testing.T) {
 	deep := strings.Repeat("[", MaxDepth-1) + strings.Repeat("]", MaxDepth-1)
 	for _, body := range []string{
 		`{"a":` + deep + `}`, `{"n":0}`, `{"n":-3}`, `{"n":128}`, `{"n":"x"}`, `{"n":[1]}`, `{"n":1.5}`,
-			`{"max_tokens":-1e999}`, `{"temperature":-1}`,
+		`{"max_tokens":-1e999}`, `{"temperature":-1}`,
 		`{"messages":7}`, `{"":1,"a":{"x":1,"x":2}}`, `{"A":1,"a":2}`, `{"\ud800":1,"\ud801":2}`,
-			`{"stream_options":[1]}`, `{"stream_options":"x"}`,
+		`{"stream_options":[1]}`, `{"stream_options":"x"}`,
 	} {
 		scan(t, Chat, body)
 	}
@@ -290,7 +290,7 @@ func TestSpliced(t *testing.T) {
 		`{"bootstrap_room":1,"kv_transfer_params":{"x":[1,"}"]}}`:                  `{}`,
 		`{"bootstrap_room":1,"a":1,"disagg_prefill_dp_rank":2}`:                    `{"a":1}`,
 		`{"a":1,"bootstrap_anything":1,"bootstrap_more":1}`:                        `{"a":1}`,
-		`{"\u0072outed_dp_rank":1,"a":{"routed_dp_rank":2}}`: `{"a":{"routed_dp_rank":2}}`,
+		`{"\u0072outed_dp_rank":1,"a":{"routed_dp_rank":2}}`:                       `{"a":{"routed_dp_rank":2}}`,
 		`{"Routed_dp_rank":1,"routed_dp_rank2":2,"x-data-parallel-rank":3}`:        `{"Routed_dp_rank":1,"routed_dp_rank2":2,"x-data-parallel-rank":3}`,
 	}
 	for body, want := range tests {
@@ -305,7 +305,7 @@ func TestSpliced(t *testing.T) {
 func TestAppendField(t *testing.T) {
 	tests := map[string]string{
 		`{}`: `{"rank":3}`, `{ }`: `{"rank":3}`, `{"a":1}`: `{"a":1,"rank":3}`,
-			" {\"a\":{}\n} \n": " {\"a\":{},\"rank\":3} \n", `{"a":"{"}`: `{"a":"{","rank":3}`,
+		" {\"a\":{}\n} \n": " {\"a\":{},\"rank\":3} \n", `{"a":"{"}`: `{"a":"{","rank":3}`,
 	}
 	for body, want := range tests {
 		got := AppendField(nil, []byte(body), "rank", []byte("3"))

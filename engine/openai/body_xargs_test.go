@@ -11,7 +11,7 @@ import (
 func TestScanRefusesReservedXargs(t *testing.T) {
 	for _, xargs := range []string{
 		`{"kv_cache_report_mode":"full"}`, `{"a":1,"kv_transfer_params":{"do_remote_decode":true}}`,
-			`{"kv_transfer_params":"x"}`,
+		`{"kv_transfer_params":"x"}`,
 		`{"kv_cache_\u0072eport_mode":"full"}`, `{"kv_cache_report_mode":null}`,
 	} {
 		for route, prompt := range map[Route]string{Chat: `"messages":[]`, Completions: `"prompt":"x"`} {

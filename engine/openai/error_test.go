@@ -45,9 +45,9 @@ func TestErrorBodyIsJSONWhateverTheText(t *testing.T) {
 func TestStatusOfEveryCode(t *testing.T) {
 	want := map[string]int{
 		CodeInvalidRequest: 400, CodeModelNotFound: 404, CodeUnsupportedRoute: 404, CodeSlowRequest: 408,
-			CodeBodyTooLarge: 413, CodeQuotaExceeded: 429,
+		CodeBodyTooLarge: 413, CodeQuotaExceeded: 429,
 		CodeUpstreamFailed: 502, CodeOverloaded: 503, CodeQueueTimeout: 503, CodeNoReadyRank: 503,
-			CodeFirstTokenTimeout: 504, CodeDeadlineExceeded: 504,
+		CodeFirstTokenTimeout: 504, CodeDeadlineExceeded: 504,
 		CodeUpstreamLost: 502, CodeStalled: 502, CodeDrained: 503, "never heard of": 500,
 	}
 	for code, status := range want {
@@ -58,7 +58,7 @@ func TestStatusOfEveryCode(t *testing.T) {
 func TestErrorTypeOfStatus(t *testing.T) {
 	want := map[int]string{
 		400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
-			404: "not_found_error", 413: "invalid_request_error",
+		404: "not_found_error", 413: "invalid_request_error",
 		429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "server_error",
 	}
 	for status, typ := range want {

@@ -71,7 +71,7 @@ func TestTokenIDs(t *testing.T) {
 		{`[[7,8],[9]]`, []uint32{7, 8}, true},
 		{`[1,12,123,1234,12345,123456,1234567,12345678,123456789,9,98,987,9876,98765,987654,9876543,98765432]`, []uint32{
 			1, 12, 123, 1234, 12345, 123456, 1234567, 12345678, 123456789, 9, 98, 987, 9876, 98765, 987654,
-				9876543, 98765432,
+			9876543, 98765432,
 		}, true},
 		{`[4294967296]`, nil, false},
 		{`[-1]`, nil, false},
@@ -165,9 +165,9 @@ func TestTokenizeBody(t *testing.T) {
 func TestTokenizeKey(t *testing.T) {
 	bodies := []string{
 		`{"model":"m","messages":[1]}`, `{"messages":[1]}`, `{"model":"n","messages":[1]}`,
-			`{"model":"m","messages":[2]}`,
+		`{"model":"m","messages":[2]}`,
 		`{"model":"m","messages":[1],"tools":[1]}`, `{"model":"m","messages":[1],"chat_template":[1]}`,
-			`{"model":"m","messages":[1],"tools":[2]}`,
+		`{"model":"m","messages":[1],"tools":[2]}`,
 	}
 	seen := map[[2]uint64]string{}
 	for _, body := range bodies {

@@ -26,7 +26,7 @@ type routeInfo struct {
 }
 
 var routes = [NumRoutes]routeInfo{
-	NoRoute:     {name: "none"},
+	NoRoute: {name: "none"},
 	Completions: {name: "completions", method: http.MethodPost, path: "/v1/completions",
 		prompts: [2]string{"prompt"}, generates: true},
 	Chat: {name: "chat", method: http.MethodPost, path: "/v1/chat/completions",
@@ -35,7 +35,7 @@ var routes = [NumRoutes]routeInfo{
 		prompts: [2]string{"prompt", "messages"}},
 	Detokenize: {name: "detokenize", method: http.MethodPost, path: "/detokenize",
 		prompts: [2]string{"tokens"}},
-	Models:      {name: "models", method: http.MethodGet, path: "/v1/models"},
+	Models: {name: "models", method: http.MethodGet, path: "/v1/models"},
 }
 
 // RouteOf finds the route of a path, the app's route prefix taken off; NoRoute if dpserve does not speak it.

@@ -9,8 +9,8 @@ import (
 // EngineError is an engine's error, as read from a body or from an error event. Engines write it in three
 // shapes: {"error": {...}}, {"object": "error", ...} and {"detail": ...}. A field that is absent is empty.
 type EngineError struct {
-	Status  int    // the numeric code if it is an HTTP error status (400 to 599), else 0
-	Type    string //
+	Status int    // the numeric code if it is an HTTP error status (400 to 599), else 0
+	Type   string //
 	// cut; may repeat any part of the request. Never goes into another answer, and into a log only if IsKnown
 	// says so
 	Message string
@@ -89,7 +89,7 @@ func clip(s string) string {
 // knownTypes are the error types of vLLM, SGLang and OpenAI. Another one could be anything.
 var knownTypes = []string{
 	"BadRequestError", "Bad Request", "PermissionDeniedError", "NotFoundError", "NotImplementedError",
-		"InternalServerError", BusyType,
+	"InternalServerError", BusyType,
 	"UnauthorizedError", "Unauthorized", "invalid_request_error", "server_error", "rate_limit_exceeded",
 }
 
@@ -122,7 +122,7 @@ var knownMessages = []string{
 	"This model's maximum context length is # tokens. However, your prompt contains at least # input " +
 		"tokens, which exceeds this limit even " +
 		"without any output tokens. Please reduce the length of the input prompt. (parameter=input_tokens, " +
-			"value=#)",
+		"value=#)",
 	"Requested sample logprobs of #, which is greater than max allowed: # (parameter=logprobs, value=#)",
 	"Requested prompt logprobs of #, which is greater than max allowed: # (parameter=prompt_logprobs, " +
 		"value=#)",
@@ -148,13 +148,13 @@ func (e *EngineError) KnownType() string {
 // knownParams are the fields of a request that an error may be about.
 var knownParams = []string{
 	"model", "messages", "prompt", "prompt_embeds", "input_tokens", "max_tokens", "max_completion_tokens",
-		"min_tokens", "temperature", "top_p", "top_k",
+	"min_tokens", "temperature", "top_p", "top_k",
 	"min_p", "n", "stream", "stream_options", "stop", "logprobs", "prompt_logprobs", "top_logprobs",
-		"logit_bias", "seed", "tools", "tool_choice",
+	"logit_bias", "seed", "tools", "tool_choice",
 	"response_format", "structured_outputs", "guided_json", "frequency_penalty", "presence_penalty",
-		"repetition_penalty", "echo", "suffix", "user",
+	"repetition_penalty", "echo", "suffix", "user",
 	"priority", "cache_salt", "chat_template", "chat_template_kwargs", "vllm_xargs", "token_ids", "tokens",
-		"truncate_prompt_tokens",
+	"truncate_prompt_tokens",
 }
 
 // KnownParam is the field that the error is about if it is one of those that requests have, else "".

@@ -222,7 +222,7 @@ func TestOnlySentencesOfEnginesAreKnown(t *testing.T) {
 	for message, known := range map[string]bool{
 		"Unauthorized": true, "Unauthorized: sesame": false, "": false, "unauthorized": false,
 		"n must be at least 1, got -3.": true, "n must be at least 1, got sesame.": false,
-			"n must be at least 1, got .": false,
+		"n must be at least 1, got .": false,
 		"temperature must be non-negative, got -0.5. (parameter=temperature, value=-0.5)": true,
 		"EngineCore encountered an issue. See stack trace (above) for the root cause.":    true,
 		"EngineCore encountered an issue. prompt: sesame":                                 false,

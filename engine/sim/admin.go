@@ -85,7 +85,7 @@ func (s *Server) Fail(f Fault) error {
 	case ModeHealth503, ModeStopping, ModeIgnoreSigterm, ModeHTTP500, ModeHTTP503, ModeBusy, ModeCut,
 		ModeNoDone, ModeErrorEvent,
 		ModeAbort, ModeBareDone, ModeStall, ModeKVDrop, ModeKVDuplicate, ModeKVReorder, ModeKVGarbage,
-			ModeKVUnknown, ModeKVNoReplay,
+		ModeKVUnknown, ModeKVNoReplay,
 		ModeKVShortReplay, ModeKVSlowReplay:
 		s.faults.on(f, func() {})
 	case ModeKVRestart:

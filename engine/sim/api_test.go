@@ -219,7 +219,7 @@ func TestParserAgreesWithEncodingJSON(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		var doc any = rapid.MapOf(rapid.String(), rapid.OneOf(
 			rapid.String().AsAny(), rapid.Float64Range(-1e9, 1e9).AsAny(), rapid.Bool().AsAny(),
-				rapid.Just[any](nil),
+			rapid.Just[any](nil),
 			rapid.SliceOf(rapid.Int64()).AsAny(), rapid.SliceOf(rapid.String()).AsAny(),
 		)).Draw(t, "doc")
 		raw, err := json.Marshal(doc)
@@ -291,10 +291,10 @@ func TestSyntaxErrorsSpeakPython(t *testing.T) {
 func FuzzRequest(f *testing.F) {
 	for _, seed := range []string{
 		wholeBody, streamBody, chatBody, idsBody, `{"prompt":[[1,2],[3]],"n":2,"logprobs":2,"echo":true}`,
-			`{"prompt":["a","b"],"stop":["x"]}`,
+		`{"prompt":["a","b"],"stop":["x"]}`,
 		`{"messages":[{"role":"user","content":[{"type":"text","text":"x"}]}],"stream":true,"stream_options":{"include_usage":true}}`,
 		`{"prompt":"x","stop_token_ids":[1],"min_tokens":3,"prompt_logprobs":1}`, `{"prompt":-1}`, `{`, `[]`,
-			`{"prompt":"\ud83d"}`,
+		`{"prompt":"\ud83d"}`,
 	} {
 		f.Add(seed)
 	}
@@ -335,12 +335,12 @@ func FuzzRequest(f *testing.F) {
 func TestGreedyParametersAreBounded(t *testing.T) {
 	s := start(t, fast())
 	for body, want := range map[string]int{
-		`{"prompt":["a","b"],"n":16384}`: 400,
-		`{"prompt":"a","prompt_logprobs":1000000000}`: 400,
-		`{"prompt":"a","logprobs":1000000000}`: 400,
-		`{"prompt":"a","min_tokens":9223372036854775807,"stop":["a"]}`: 200,
-		`{"prompt":"a","stream":true,"stream_interval":9223372036854775807}`: 200,
-		`{"prompt":"a","max_tokens":99999999999999999999}`: 400,
+		`{"prompt":["a","b"],"n":16384}`:                                                                         400,
+		`{"prompt":"a","prompt_logprobs":1000000000}`:                                                            400,
+		`{"prompt":"a","logprobs":1000000000}`:                                                                   400,
+		`{"prompt":"a","min_tokens":9223372036854775807,"stop":["a"]}`:                                           200,
+		`{"prompt":"a","stream":true,"stream_interval":9223372036854775807}`:                                     200,
+		`{"prompt":"a","max_tokens":99999999999999999999}`:                                                       400,
 		`{"prompt":"a","stop_token_ids":[-9223372036854775808,9223372036854775807],"seed":-9223372036854775808}`: 200,
 	} {
 		status, answer := ask(t, s, "/v1/completions", body)

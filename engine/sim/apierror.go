@@ -23,11 +23,11 @@ const (
 	msgStopping   = "cannot schedule new futures after shutdown"
 	msgBusy       = "The engine is currently busy and cannot accept new requests. Please try again later " +
 		"or on a different instance."
-	msgScaleOut   = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to " +
+	msgScaleOut = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to " +
 		"enable them."
-	msgMediaType  = "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
-	msgNoPrompt   = "Either prompt or prompt_embeds must be provided and non-empty. (parameter=prompt)"
-	msgInjected   = "simulated failure"
+	msgMediaType = "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
+	msgNoPrompt  = "Either prompt or prompt_embeds must be provided and non-empty. (parameter=prompt)"
+	msgInjected  = "simulated failure"
 )
 
 const kindInternal = "InternalServerError"

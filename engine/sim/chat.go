@@ -39,7 +39,8 @@ func readChat(body value, s *settings) (*plan, *fields, *apiError) {
 func toolChoice(body value) *apiError {
 	tools, choice := body.get("tools"), body.get("tool_choice")
 	if tools.len() > 0 && (!choice.present() || choice.text == "auto") {
-		return badRequest("", `"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set`)
+		return badRequest("",
+			`"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set`)
 	}
 	return nil
 }

@@ -460,7 +460,8 @@ func (c *choice) appendMessage(b []byte, p *plan) []byte {
 	b = strconv.AppendInt(append(b, `{"index":`...), int64(c.index), 10)
 	b = append(b, `,"message":{"role":"assistant","content":"`...)
 	b = appendEscaped(b, c.text(tokens))
-	b = append(b, `","refusal":null,"annotations":null,"audio":null,"function_call":null,"reasoning":null},"logprobs":`...)
+	b = append(b, `","refusal":null,"annotations":null,"audio":null,"function_call":null,"reasoning":null},`+
+		`"logprobs":`...)
 	b = c.appendLogprobs(b, p, 0, tokens, false)
 	b = c.appendEnd(b, why)
 	b = append(b, `,"token_ids":`...)

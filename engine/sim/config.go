@@ -11,8 +11,8 @@ import (
 	"strings"
 	"time"
 
-	em "github.com/dpserve/dpserve/enginemodel"
 	"github.com/dpserve/dpserve/enginemodel"
+	em "github.com/dpserve/dpserve/enginemodel"
 )
 
 // Version is the engine version that is imitated, as GET /version tells it.
@@ -23,7 +23,7 @@ const (
 	DefaultHost      = "127.0.0.1"
 	DefaultPort      = 8000
 	DefaultModel     = "sim"
-	DefaultKeepAlive = 5 * time.Second        // idle connections are closed after it
+	DefaultKeepAlive = 5 * time.Second // idle connections are closed after it
 	// from the last drained request to the exit; vLLM takes up to 10 s
 	DefaultLinger    = 500 * time.Millisecond
 	DefaultHandshake = 5 * time.Minute        // how long ranks of a group wait for each other
@@ -94,10 +94,10 @@ type Scheduled struct {
 func Default() Config {
 	return Config{
 		Host: DefaultHost, Names: []string{DefaultModel}, Model: enginemodel.Default(),
-			KeepAlive: DefaultKeepAlive, Linger: DefaultLinger,
+		KeepAlive: DefaultKeepAlive, Linger: DefaultLinger,
 		SyncInterval: enginemodel.DefaultSyncInterval, TensorParallel: 1, HandshakeTimeout: DefaultHandshake,
-			PromptTokensDetails: true,
-		KVEvents: DefaultKVEvents(),
+		PromptTokensDetails: true,
+		KVEvents:            DefaultKVEvents(),
 	}
 }
 

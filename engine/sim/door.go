@@ -16,7 +16,8 @@ const doorGuests = 64
 
 // door is rank 0's meeting point while it waits for the group: strangers and silent callers hold up nobody.
 type door struct {
-	ctx    context.Context //nolint:containedctx // ends with close: it is the life of the goroutines that listen to callers
+	//nolint:containedctx // it ends with close: the goroutines that listen to callers live as long
+	ctx    context.Context
 	cancel context.CancelFunc
 	ln     net.Listener
 	cfg    *Config

@@ -45,10 +45,10 @@ const (
 
 // Fault is one injected failure, as POST /_sim/fail takes it.
 type Fault struct {
-	Mode        Mode    `json:"mode"`
-	ForS        float64 `json:"for_s"`        // seconds until it ends by itself; 0 = until /_sim/recover
+	Mode Mode    `json:"mode"`
+	ForS float64 `json:"for_s"` // seconds until it ends by itself; 0 = until /_sim/recover
 	// request modes: how many requests it hits, KV modes: how many batches; 0 = all
-	Count       int     `json:"count"`
+	Count int `json:"count"`
 	// KV modes that strike batches: the share of them, above 0 to 1 [1]
 	Rate        float64 `json:"rate"`
 	AfterTokens int     `json:"after_tokens"` // request modes: tokens (over all choices) before it strikes
@@ -56,7 +56,7 @@ type Fault struct {
 	ExitCode    *int    `json:"exit_code"`    // crash [1]
 	Code        int     `json:"code"`         // error-event [500]
 	// orphan: the port it holds [the first KV port of the rank's block]
-	Port        int     `json:"port"`
+	Port int `json:"port"`
 }
 
 // argument takes the short form's value: factor, exit code, error code, tokens or port, as the mode has one.
@@ -85,7 +85,7 @@ func (f *Fault) argument(arg string) error {
 	case ModeKill, ModeCoreDead, ModeHang, ModeRefuse, ModeHealth503, ModeStopping, ModeIgnoreSigterm,
 		ModeHTTP500, ModeHTTP503,
 		ModeBusy, ModeBareDone, ModeKVRestart, ModeKVSleep, ModeKVNoReplay, ModeKVShortReplay,
-			ModeKVSlowReplay:
+		ModeKVSlowReplay:
 		return fmt.Errorf("mode %s takes no argument", f.Mode)
 	}
 	return nil
@@ -104,9 +104,9 @@ func (f *Fault) validate() error {
 	case ModeCrash, ModeKill, ModeOrphan, ModeCoreDead, ModeHang, ModeSlow, ModeRefuse, ModeHealth503,
 		ModeStopping, ModeIgnoreSigterm,
 		ModeHTTP500, ModeHTTP503, ModeBusy, ModeCut, ModeNoDone, ModeErrorEvent, ModeAbort, ModeBareDone,
-			ModeStall,
+		ModeStall,
 		ModeKVDrop, ModeKVDuplicate, ModeKVReorder, ModeKVGarbage, ModeKVUnknown, ModeKVRestart, ModeKVSleep,
-			ModeKVNoReplay, ModeKVShortReplay,
+		ModeKVNoReplay, ModeKVShortReplay,
 		ModeKVSlowReplay:
 		return nil
 	}

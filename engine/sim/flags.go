@@ -308,7 +308,8 @@ func (p *flagParser) finish() error {
 	case c.DPSize > 1: // a size without a rank is vLLM's internal load balancing
 		c.InternalLB, c.DPSize = c.DPSize, 0
 	}
-	if blocks := enginemodel.DefaultBlocks * enginemodel.DefaultBlockSize / max(1, c.Model.BlockSize); c.Model.Blocks == enginemodel.DefaultBlocks {
+	blocks := enginemodel.DefaultBlocks * enginemodel.DefaultBlockSize / max(1, c.Model.BlockSize)
+	if c.Model.Blocks == enginemodel.DefaultBlocks {
 		c.Model.Blocks = blocks // the memory stays, the blocks change their size
 	}
 	c.Model.Lockstep = c.lockstep()

@@ -35,7 +35,7 @@ var notPlayed = map[string]string{
 	"dense_internal_lb/world_size":                        "development route",
 	"http/orca_json":                                      "load report header of the operators step",
 	"http/orca_text":                                      "load report header of the operators step",
-	"http/err_oov_id": "our vocabulary spans all 32-bit ids: see TestTokenIDsOutOfRange",
+	"http/err_oov_id":                                     "our vocabulary spans all 32-bit ids: see TestTokenIDsOutOfRange",
 }
 
 // textDecides are fixtures whose number of chunks and end depend on the words of the answer: compared event
@@ -53,7 +53,7 @@ var mayDiffer = map[string]string{
 	"id": "random", "created": "time", "text": "words", "content": "words", "system_fingerprint": "hash",
 	"prompt_tokens": "tokenizer", "total_tokens": "tokenizer", "cached_tokens": "order of play",
 	"token": "words", "tokens": "words", "token_strs": "words", "bytes": "words", "logprob": "made up",
-		"rank": "made up",
+	"rank":          "made up",
 	"decoded_token": "words", "token_logprobs": "made up", "text_offset": "words", "top_logprobs": "words",
 	"token_ids": "tokenizer", "prompt_token_ids": "tokenizer", "count": "tokenizer", "prompt": "words",
 	"root": "model folder", "prompt_logprobs": "tokenizer",
@@ -62,7 +62,7 @@ var mayDiffer = map[string]string{
 // lengthMayDiffer are lists and maps whose size depends on the tokenizer or on a clash of token texts.
 var lengthMayDiffer = map[string]bool{
 	"token_ids": true, "prompt_token_ids": true, "tokens": true, "token_strs": true, "bytes": true,
-		"prompt_logprobs": true, "top_logprobs": true,
+	"prompt_logprobs": true, "top_logprobs": true,
 }
 
 // headersAside are not compared: transport and time.

@@ -194,7 +194,7 @@ func TestLossesAreReplayed(t *testing.T) {
 			faults: []Fault{{Mode: ModeKVDuplicate, Rate: 0.2}, {Mode: ModeKVUnknown, Rate: 0.2}}},
 		{name: "all", faults: []Fault{
 			{Mode: ModeKVDrop, Rate: 0.03}, {Mode: ModeKVDuplicate, Rate: 0.03},
-				{Mode: ModeKVReorder, Rate: 0.03}, {Mode: ModeKVGarbage, Rate: 0.03},
+			{Mode: ModeKVReorder, Rate: 0.03}, {Mode: ModeKVGarbage, Rate: 0.03},
 		}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {

@@ -42,8 +42,8 @@ const schemeTCP = "tcp://"
 
 // KVEvents is --kv-events-config, and what the --sim-kv flags add to it.
 type KVEvents struct {
-	Enabled      bool    `json:"enable_kv_cache_events"`
-	Publisher    string  `json:"publisher"`
+	Enabled   bool   `json:"enable_kv_cache_events"`
+	Publisher string `json:"publisher"`
 	// bound where it has a *, on the host of the API; else dialled
 	Endpoint     string  `json:"endpoint"`
 	Replay       *string `json:"replay_endpoint"` // always bound; null = none
@@ -62,8 +62,8 @@ type KVEvents struct {
 func DefaultKVEvents() KVEvents {
 	return KVEvents{
 		Endpoint: DefaultKVEndpoint, BufferSteps: DefaultKVBuffer, HWM: DefaultKVHWM,
-			MaxQueueSize: DefaultKVQueueSize,
-		Format: KVMap, Hash: KVUint,
+		MaxQueueSize: DefaultKVQueueSize,
+		Format:       KVMap, Hash: KVUint,
 	}
 }
 

@@ -275,7 +275,8 @@ func (e *kvEncoder) text(s string) {
 	case n < 1<<16:
 		e.b = binary.BigEndian.AppendUint16(append(e.b, 0xda), uint16(n))
 	default:
-		e.b = binary.BigEndian.AppendUint32(append(e.b, 0xdb), uint32(n)) //nolint:gosec // bounded by the body
+		//nolint:gosec // bounded by the body
+		e.b = binary.BigEndian.AppendUint32(append(e.b, 0xdb), uint32(n))
 	}
 	e.b = append(e.b, s...)
 }

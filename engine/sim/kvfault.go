@@ -4,13 +4,13 @@ import "bytes"
 
 // The failures of KV events. Where they strike single batches, rate and count limit them.
 const (
-	ModeKVDrop        Mode = "kv-drop"         // batches are not sent; the replay ring has them
-	ModeKVDuplicate   Mode = "kv-duplicate"    // batches are sent twice
-	ModeKVReorder     Mode = "kv-reorder"      // a batch is sent behind its successor
-	ModeKVGarbage     Mode = "kv-garbage"      // batches arrive damaged; the replay ring has them whole
-	ModeKVUnknown     Mode = "kv-unknown"      // batches hold an event of an unknown type
+	ModeKVDrop      Mode = "kv-drop"      // batches are not sent; the replay ring has them
+	ModeKVDuplicate Mode = "kv-duplicate" // batches are sent twice
+	ModeKVReorder   Mode = "kv-reorder"   // a batch is sent behind its successor
+	ModeKVGarbage   Mode = "kv-garbage"   // batches arrive damaged; the replay ring has them whole
+	ModeKVUnknown   Mode = "kv-unknown"   // batches hold an event of an unknown type
 	// as if the engine had begun anew in its place: cache empty, numbers from the first, connections cut
-	ModeKVRestart     Mode = "kv-restart"
+	ModeKVRestart Mode = "kv-restart"
 	// put to sleep: cache empty without any event, the sleep state says so
 	ModeKVSleep       Mode = "kv-sleep"
 	ModeKVNoReplay    Mode = "kv-no-replay"    // replay requests get no answer

@@ -16,7 +16,7 @@ import (
 
 // Bounds of a publisher beside those of its settings.
 const (
-	kvRingBytes  = 64 << 20               // payloads in the replay ring: the oldest leave first
+	kvRingBytes = 64 << 20 // payloads in the replay ring: the oldest leave first
 	// payloads that wait for one slow subscriber; beyond it batches are dropped, as at a high-water mark
 	kvQueueBytes = 64 << 20
 	kvPeers      = 64                     // connections to a bound socket
@@ -63,8 +63,9 @@ func newKVPublisher(cfg *Config, rank int, faults *faults) (*kvPublisher, error)
 	}
 	return &kvPublisher{
 		quit: make(chan struct{}), cfg: cfg, set: cfg.KVEvents, sockets: s,
-			encoder: newKVEncoder(&cfg.KVEvents, cfg.Model.BlockSize, rank), faults: faults,
-		next: cfg.KVEvents.FirstSeq, subs: map[*kvSubscriber]struct{}{}, dice: cfg.Seed + uint64(rank), //nolint:gosec // not negative
+		encoder: newKVEncoder(&cfg.KVEvents, cfg.Model.BlockSize, rank), faults: faults,
+		next: cfg.KVEvents.FirstSeq, subs: map[*kvSubscriber]struct{}{},
+		dice: cfg.Seed + uint64(rank), //nolint:gosec // not negative
 	}, nil
 }
 
@@ -76,7 +77,8 @@ func (p *kvPublisher) open(ctx context.Context) (err error) {
 		}
 	}
 	if p.sockets.replay != "" {
-		if p.router, err = p.bind(ctx, &p.sockets.replay, p.sockets.answer, zmtp.Router, p.replays); err != nil {
+		p.router, err = p.bind(ctx, &p.sockets.replay, p.sockets.answer, zmtp.Router, p.replays)
+		if err != nil {
 			return err
 		}
 	}
@@ -351,10 +353,10 @@ func seqFrame(seq uint64) []byte { return binary.BigEndian.AppendUint64(nil, seq
 
 // Failures of the replay socket.
 const (
-	kvShortRing = 2               // batches that a short ring still holds
+	kvShortRing = 2 // batches that a short ring still holds
 	// in front of each answer of a slow one: longer than any consumer should wait
 	kvSlowPause = 3 * time.Second
-	kvChunk     = 64              // batches that are copied out of the ring at a time
+	kvChunk     = 64 // batches that are copied out of the ring at a time
 )
 
 // replays is the life of one connection to the ROUTER: each request of exactly two frames (three with the

@@ -136,7 +136,7 @@ func (l *link) welcome(g guest, cfg *Config) (bool, error) {
 	}
 	l.conns[rank] = g.conn
 	if g.hello.value != cfg.collectiveHash() {
-		return false, fmt.Errorf("%w detected for engine %d: all ranks of a group need equal sizes, expert " +
+		return false, fmt.Errorf("%w detected for engine %d: all ranks of a group need equal sizes, expert "+
 			"parallelism and sync interval", errMismatch, rank)
 	}
 	return true, nil
@@ -184,7 +184,8 @@ func (l *link) hello(ctx context.Context, cfg *Config) (net.Conn, error) {
 	}
 	stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
 	defer stop()
-	hello := frame{kind: frameHello, rank: uint16(cfg.DPRank), spare: uint32(cfg.DPSize), //nolint:gosec // bounded by maxGroupRanks
+	//nolint:gosec // bounded by maxGroupRanks
+	hello := frame{kind: frameHello, rank: uint16(cfg.DPRank), spare: uint32(cfg.DPSize),
 		value: cfg.collectiveHash()}
 	if err := writeHello(conn, hello, cfg.GroupKey); err != nil {
 		_ = conn.Close()
@@ -239,7 +240,8 @@ func (l *link) lost(from int) {
 
 func asReport(from int, f frame) em.GroupInput {
 	if f.kind == frameReport {
-		return em.GroupInput{Kind: em.GroupReport, Rank: from, Took: time.Duration(f.value), //nolint:gosec // was a duration
+		//nolint:gosec // was a duration
+		return em.GroupInput{Kind: em.GroupReport, Rank: from, Took: time.Duration(f.value),
 			Unfinished: f.flag}
 	}
 	return em.GroupInput{Kind: em.GroupWave, Rank: from}

@@ -92,7 +92,7 @@ func TestAGroupOverTwoAddressesStepsTogether(t *testing.T) {
 		p := launchOn(t, base+rank, "--host", host(rank), "--data-parallel-size", strconv.Itoa(ranks),
 			"--data-parallel-rank", strconv.Itoa(rank),
 			"--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", strconv.Itoa(base+ranks),
-				"--sim-speed", "50", "--sim-step-ms", "0")
+			"--sim-speed", "50", "--sim-step-ms", "0")
 		all = append(all, p)
 	}
 	at := func(rank int) string { return fmt.Sprintf("http://%s:%d", host(rank), all[rank].port) }

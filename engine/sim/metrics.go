@@ -122,7 +122,7 @@ func (s *Server) metrics() []byte {
 	}
 	g.b = appendMetric(append(g.b,
 		"# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.\n"+
-		"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds "...), g.created)
+			"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds "...), g.created)
 	g.b = append(g.b, '\n')
 	g.gauges(snaps, s.faults.is(ModeKVSleep))
 	g.counters(snaps)
@@ -213,7 +213,7 @@ func (g *page) ends(snaps []snapshot) {
 	}
 	g.counter("admission_rejections", "Requests turned away by a queue limit.",
 		sample{after: `reason="max_num_queued_reqs"`, value: reqs},
-			sample{after: `reason="max_num_queued_tokens"`, value: tokens})
+		sample{after: `reason="max_num_queued_tokens"`, value: tokens})
 }
 
 func (g *page) histograms(snaps []snapshot) {
@@ -232,13 +232,15 @@ func (g *page) histograms(snaps []snapshot) {
 		meterBetween:      {"inter_token_latency_seconds", "Time between two tokens in seconds."},
 		meterPerToken: {"request_time_per_output_token_seconds",
 			"Mean time per token of a request in seconds."},
-		meterEndToEnd:     {"e2e_request_latency_seconds", "Time from arrival to end in seconds."},
-		meterQueue:        {"request_queue_time_seconds", "Time in the queue in seconds."},
-		meterInference:    {"request_inference_time_seconds", "Time in the batch in seconds."},
-		meterPrefill: {"request_prefill_time_seconds", "Time from the batch to the first token in seconds."},
-		meterDecode: {"request_decode_time_seconds", "Time from the first to the last token in seconds."},
-		meterPreemptions:  {"request_num_preemptions", "Preemptions per request."},
-		meterComputed:     {"request_prefill_kv_computed_tokens", "Prompt tokens computed per request."},
+		meterEndToEnd:  {"e2e_request_latency_seconds", "Time from arrival to end in seconds."},
+		meterQueue:     {"request_queue_time_seconds", "Time in the queue in seconds."},
+		meterInference: {"request_inference_time_seconds", "Time in the batch in seconds."},
+		meterPrefill: {"request_prefill_time_seconds",
+			"Time from the batch to the first token in seconds."},
+		meterDecode: {"request_decode_time_seconds",
+			"Time from the first to the last token in seconds."},
+		meterPreemptions: {"request_num_preemptions", "Preemptions per request."},
+		meterComputed:    {"request_prefill_kv_computed_tokens", "Prompt tokens computed per request."},
 	} {
 		hs := make([]*histogram, len(snaps))
 		for i := range snaps {
@@ -257,9 +259,12 @@ func (g *page) config(s *Server, snaps []snapshot) {
 	}
 	g.head("cache_config_info", "gauge", "Settings of the KV cache as labels.")
 	for i := range snaps {
-		g.b = append(g.b, `vllm:cache_config_info{block_size="`+strconv.Itoa(s.cfg.toldBlockSize())+`",cache_dtype="auto",enable_prefix_caching="`+caching+
-			`",engine="`+snaps[i].engine+`",kv_cache_size_tokens="`+strconv.Itoa(m.Blocks*m.BlockSize)+`",num_cpu_blocks="None",num_gpu_blocks="`+
-			strconv.Itoa(m.Blocks)+`",num_gpu_blocks_override="None",prefix_caching_hash_algo="xxh3",sliding_window="None"} 1.0`+"\n"...)
+		g.b = append(g.b, `vllm:cache_config_info{block_size="`+strconv.Itoa(s.cfg.toldBlockSize())+`",cache_dtype="auto",`+
+			`enable_prefix_caching="`+caching+
+			`",engine="`+snaps[i].engine+`",kv_cache_size_tokens="`+strconv.Itoa(m.Blocks*m.BlockSize)+`",`+
+			`num_cpu_blocks="None",num_gpu_blocks="`+
+			strconv.Itoa(m.Blocks)+`",num_gpu_blocks_override="None",`+
+			`prefix_caching_hash_algo="xxh3",sliding_window="None"} 1.0`+"\n"...)
 	}
 }
 
@@ -301,12 +306,12 @@ func newMeters() meters {
 	tokens := tokenBounds(em.DefaultMaxModelLen)
 	for k, bounds := range [meterCount][]float64{
 		meterPrompt: tokens, meterGenerated: tokens, meterStepTokens: stepTokens, meterMaxGenerated: tokens,
-			meterN: smallCounts,
+		meterN:         smallCounts,
 		meterMaxTokens: tokens, meterFirstToken: secondsFirst, meterBetween: secondsToken,
-			meterPerToken: secondsToken,
+		meterPerToken: secondsToken,
 		meterEndToEnd: secondsRequest, meterQueue: secondsRequest, meterInference: secondsRequest,
-			meterPrefill: secondsRequest,
-		meterDecode: secondsRequest, meterPreemptions: smallCounts, meterComputed: tokens,
+		meterPrefill: secondsRequest,
+		meterDecode:  secondsRequest, meterPreemptions: smallCounts, meterComputed: tokens,
 	} {
 		m.h[k] = newHistogram(bounds)
 	}
@@ -374,14 +379,14 @@ func (h *histogram) observe(x float64) {
 var (
 	secondsFirst = []float64{
 		0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
-			640, 2560,
+		640, 2560,
 	}
-	secondsToken   = []float64{0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5,
+	secondsToken = []float64{0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5,
 		10, 20, 40, 80}
 	secondsRequest = []float64{0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480,
 		960, 1920, 7680}
-	stepTokens     = []float64{1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384}
-	smallCounts    = []float64{1, 2, 5, 10, 20}
+	stepTokens  = []float64{1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384}
+	smallCounts = []float64{1, 2, 5, 10, 20}
 )
 
 // tokenBounds are 1, 2, 5, 10, … up to the model length.

@@ -120,8 +120,8 @@ func (p *plan) sampling(f *fields) *apiError {
 func (p *plan) lengths(maxLen int, given bool) *apiError {
 	if given && p.maxNew > maxLen {
 		return badRequest("max_tokens",
-			"max_tokens=%d cannot be greater than max_model_len=%d. Please request fewer output tokens. " +
-			"(parameter=max_tokens, value=%d)",
+			"max_tokens=%d cannot be greater than max_model_len=%d. Please request fewer output tokens. "+
+				"(parameter=max_tokens, value=%d)",
 			p.maxNew, maxLen, p.maxNew)
 	}
 	for i := range p.prompts {
@@ -158,7 +158,7 @@ func (q *prompt) tooLong(maxLen int) *apiError {
 	}
 	return badRequest("input_tokens",
 		"This model's maximum context length is %d tokens. However, your prompt contains %s%d input tokens, "+
-		"which exceeds this limit even without any output tokens. Please reduce the length of the input " +
+			"which exceeds this limit even without any output tokens. Please reduce the length of the input "+
 			"prompt. (parameter=input_tokens, value=%d)",
 		maxLen, how, n, n)
 }
@@ -171,14 +171,14 @@ func (p *plan) late(ranks int) *apiError {
 	}
 	if p.logprobs > maxTopLogprobs {
 		return badRequest("logprobs",
-			"Requested sample logprobs of %d, which is greater than max allowed: %d (parameter=logprobs, " +
-			"value=%d)",
+			"Requested sample logprobs of %d, which is greater than max allowed: %d (parameter=logprobs, "+
+				"value=%d)",
 			p.logprobs, maxTopLogprobs, p.logprobs)
 	}
 	if p.promptLogprobs > maxTopLogprobs {
 		return badRequest("prompt_logprobs",
-			"Requested prompt logprobs of %d, which is greater than max allowed: %d " +
-			"(parameter=prompt_logprobs, value=%d)",
+			"Requested prompt logprobs of %d, which is greater than max allowed: %d "+
+				"(parameter=prompt_logprobs, value=%d)",
 			p.promptLogprobs, maxTopLogprobs, p.promptLogprobs)
 	}
 	return nil

@@ -145,7 +145,7 @@ func TestProcessFailures(t *testing.T) {
 		code  int
 	}{
 		{`{"mode":"crash"}`, 1}, {`{"mode":"crash","exit_code":0}`, 0}, {`{"mode":"kill"}`, -1},
-			{`{"mode":"core-dead"}`, 0},
+		{`{"mode":"core-dead"}`, 0},
 	} {
 		p := launch(t, "--sim-speed", "10")
 		p.waitReady(t)
@@ -232,15 +232,15 @@ func TestProcessRefusesUntilReady(t *testing.T) {
 func TestFlagsOfTheLaunchProfile(t *testing.T) {
 	cfg, ignored, err := ParseFlags([]string{
 		"--host", "127.0.0.1", "--port", "20000", "--served-model-name", "demo", "alias",
-			"--shutdown-timeout", "10",
+		"--shutdown-timeout", "10",
 		"--enable-prompt-tokens-details", "--data-parallel-size", "4", "--data-parallel-rank", "2",
-			"--data-parallel-size-local", "1",
+		"--data-parallel-size-local", "1",
 		"--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", "20020", "--max-num-seqs", "8",
-			"--block-size=32",
+		"--block-size=32",
 		"--no-enable-prefix-caching", "--enable-expert-parallel", "--gpu-memory-utilization", "0.9",
-			"--enforce-eager",
+		"--enforce-eager",
 		"--hf-overrides", `{"a":1}`, "--sim-speed", "50", "--sim-fail", "crash=3@1.5", "--sim-fail",
-			"slow=4@2", "--sim-death", "nccl",
+		"slow=4@2", "--sim-death", "nccl",
 	})
 	require.NoError(t, err)
 	assert.Equal(t, []string{"demo", "alias"}, cfg.Names)

@@ -157,10 +157,12 @@ func (s *Server) models(w http.ResponseWriter) {
 		b = appendJSON(append(comma(b, i), `{"id":`...), name)
 		b = fmt.Appendf(b, `,"object":"model","created":%d,"owned_by":"vllm","root":`, now)
 		b = appendJSON(b, root)
-		b = fmt.Appendf(b, `,"parent":null,"max_model_len":%d,"permission":[{"id":"modelperm-%s","object":"model_permission","created":%d,`+
-			`"allow_create_engine":false,"allow_sampling":true,"allow_logprobs":true,"allow_search_indices":false,"allow_view":true,`+
+		b = fmt.Appendf(b, `,"parent":null,"max_model_len":%d,"permission":[{`+
+			`"id":"modelperm-%s","object":"model_permission","created":%d,`+
+			`"allow_create_engine":false,"allow_sampling":true,"allow_logprobs":true,"allow_search_indices":false,`+
+			`"allow_view":true,`+
 			`"allow_fine_tuning":false,"organization":"*","group":null,"is_blocking":false}]}`,
-				s.cfg.Model.MaxModelLen, s.newID(), now)
+			s.cfg.Model.MaxModelLen, s.newID(), now)
 	}
 	s.writeJSON(w, http.StatusOK, append(b, "]}"...))
 }
@@ -190,7 +192,8 @@ func (s *Server) body(r *http.Request) (value, *apiError) {
 	if apiErr != nil {
 		return value{}, apiErr
 	}
-	if kind, _, _ := strings.Cut(r.Header.Get("Content-Type"), ";"); !strings.EqualFold(strings.TrimSpace(kind), "application/json") {
+	kind, _, _ := strings.Cut(r.Header.Get("Content-Type"), ";")
+	if !strings.EqualFold(strings.TrimSpace(kind), "application/json") {
 		return value{}, &apiError{status: http.StatusBadRequest, kind: "Bad Request", message: msgMediaType}
 	}
 	if len(raw) == 0 {
@@ -208,8 +211,8 @@ func (s *Server) body(r *http.Request) (value, *apiError) {
 	if v.kind != kindObject {
 		return value{}, schemaError([]fieldError{{
 			kind: "model_attributes_type", loc: "body",
-				msg: "Input should be a valid dictionary or object to extract fields from",
-				input: describe(&v),
+			msg:   "Input should be a valid dictionary or object to extract fields from",
+			input: describe(&v),
 		}})
 	}
 	return v, nil

@@ -81,7 +81,7 @@ func New(cfg Config) (*Server, error) {
 	s := &Server{
 		cfg: cfg, set: cfg.settings(), log: cfg.logger(), active: newInflight(), started: time.Now(),
 		serverHeader: []string{"uvicorn"}, varyHeader: []string{"Origin"},
-			jsonHeader: []string{"application/json"},
+		jsonHeader: []string{"application/json"},
 	}
 	s.ids.Store(uint64(s.started.UnixNano()))
 	for i := range cfg.ranks() {
@@ -99,8 +99,8 @@ func New(cfg Config) (*Server, error) {
 	}
 	s.http = &http.Server{
 		Handler: s, IdleTimeout: cfg.KeepAlive, ReadHeaderTimeout: readHeaderTimeout,
-			MaxHeaderBytes: maxHeaderBytes,
-		ErrorLog: log.New(io.Discard, "", 0), ConnContext: withConn,
+		MaxHeaderBytes: maxHeaderBytes,
+		ErrorLog:       log.New(io.Discard, "", 0), ConnContext: withConn,
 	}
 	return s, nil
 }

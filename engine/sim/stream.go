@@ -10,7 +10,9 @@ import (
 const maxPooledBuffer = 64 << 10
 
 // buffers are reused by streams.
-var buffers = sync.Pool{New: func() any { b := make([]byte, 0, 4096); return &b }} //nolint:gochecknoglobals // a pool serves all servers
+//
+//nolint:gochecknoglobals // a pool serves all servers
+var buffers = sync.Pool{New: func() any { b := make([]byte, 0, 4096); return &b }}
 
 // writer is one stream on its way to the client.
 type writer struct {

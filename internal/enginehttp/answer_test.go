@@ -22,37 +22,37 @@ func TestAnswers(t *testing.T) {
 		length int64
 		pooled bool
 	}{
-		"length":                {okAnswer, 200, "ok", 2, true},
-		"length 0":              {"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", 200, "", 0, true},
-		"no reason":             {"HTTP/1.1 200\r\nContent-Length: 1\r\n\r\nx", 200, "x", 1, true},
-		"empty reason":          {"HTTP/1.1 200 \r\nContent-Length: 1\r\n\r\nx", 200, "x", 1, true},
+		"length":       {okAnswer, 200, "ok", 2, true},
+		"length 0":     {"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", 200, "", 0, true},
+		"no reason":    {"HTTP/1.1 200\r\nContent-Length: 1\r\n\r\nx", 200, "x", 1, true},
+		"empty reason": {"HTTP/1.1 200 \r\nContent-Length: 1\r\n\r\nx", 200, "x", 1, true},
 		"equal lengths": {"HTTP/1.1 200 OK\r\nContent-Length: 1\r\ncontent-length: 1\r\n\r\nx", 200, "x", 1,
 			true},
 		"close": {"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 1\r\n\r\nx", 200, "x", 1, false},
 		"close among others": {"HTTP/1.1 200 OK\r\nConnection: x, Close\r\nContent-Length: 1\r\n\r\nx", 200,
 			"x", 1, false},
-		"1.0":                   {"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\nx", 200, "x", 1, false},
+		"1.0": {"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\nx", 200, "x", 1, false},
 		"1.0 keep-alive": {"HTTP/1.0 200 OK\r\nConnection: keep-alive\r\nContent-Length: 1\r\n\r\nx", 200,
 			"x", 1, true},
-		"until close":           {"HTTP/1.1 200 OK\r\n\r\nabc", 200, "abc", -1, false},
+		"until close": {"HTTP/1.1 200 OK\r\n\r\nabc", 200, "abc", -1, false},
 		"interim": {"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early\r\nLink: x\r\n\r\n" + okAnswer, 200,
 			"ok", 2, true},
-		"204":                   {"HTTP/1.1 204 No Content\r\n\r\n", 204, "", 0, true},
+		"204":               {"HTTP/1.1 204 No Content\r\n\r\n", 204, "", 0, true},
 		"204 with a length": {"HTTP/1.1 204 No Content\r\nContent-Length: 3\r\n\r\nabc", 204, "", 0, false},
 		"204 chunked": {"HTTP/1.1 204 No Content\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 204, "", 0,
 			false},
-		"304":                   {"HTTP/1.1 304 Not Modified\r\n\r\n", 304, "", 0, true},
-		"chunked": {chunkTop + "3\r\nabc\r\nA\r\n0123456789\r\n0\r\n\r\n", 200, "abc0123456789", -1, true},
-		"no chunks":             {chunkTop + "0\r\n\r\n", 200, "", -1, true},
-		"extensions": {chunkTop + "3;a=b\r\nabc\r\n1 ; x\r\nd\r\n0;z\r\n\r\n", 200, "abcd", -1, true},
-		"leading zeros":         {chunkTop + "0003\r\nabc\r\n000\r\n\r\n", 200, "abc", -1, true},
-		"trailer": {chunkTop + "3\r\nabc\r\n0\r\nX-A: b\r\nX-C: d\r\n\r\n", 200, "abc", -1, true},
-		"large chunk": {chunkTop + "10000\r\n" + long + "\r\n1\r\nx\r\n0\r\n\r\n", 200, long + "x", -1, true},
-		"large body": {"HTTP/1.1 200 OK\r\nContent-Length: 65536\r\n\r\n" + long, 200, long, 65536, true},
+		"304":           {"HTTP/1.1 304 Not Modified\r\n\r\n", 304, "", 0, true},
+		"chunked":       {chunkTop + "3\r\nabc\r\nA\r\n0123456789\r\n0\r\n\r\n", 200, "abc0123456789", -1, true},
+		"no chunks":     {chunkTop + "0\r\n\r\n", 200, "", -1, true},
+		"extensions":    {chunkTop + "3;a=b\r\nabc\r\n1 ; x\r\nd\r\n0;z\r\n\r\n", 200, "abcd", -1, true},
+		"leading zeros": {chunkTop + "0003\r\nabc\r\n000\r\n\r\n", 200, "abc", -1, true},
+		"trailer":       {chunkTop + "3\r\nabc\r\n0\r\nX-A: b\r\nX-C: d\r\n\r\n", 200, "abc", -1, true},
+		"large chunk":   {chunkTop + "10000\r\n" + long + "\r\n1\r\nx\r\n0\r\n\r\n", 200, long + "x", -1, true},
+		"large body":    {"HTTP/1.1 200 OK\r\nContent-Length: 65536\r\n\r\n" + long, 200, long, 65536, true},
 		"large head": {"HTTP/1.1 200 OK\r\nX-Long: " + long[:60<<10] + "\r\nContent-Length: 1\r\n\r\nx", 200,
 			"x", 1, true},
-		"bytes behind the end":  {okAnswer + "HTTP/1.1 200 OK\r\n", 200, "ok", 2, false},
-		"bytes behind chunks":   {chunkTop + "0\r\n\r\nx", 200, "", -1, false},
+		"bytes behind the end": {okAnswer + "HTTP/1.1 200 OK\r\n", 200, "ok", 2, false},
+		"bytes behind chunks":  {chunkTop + "0\r\n\r\nx", 200, "", -1, false},
 		"blanks around a value": {"HTTP/1.1 200 OK\r\nContent-Length: \t 1 \r\nX-E:\r\n\r\nx", 200, "x", 1,
 			true},
 	} {
@@ -105,7 +105,7 @@ func TestMalformed(t *testing.T) {
 		"huge length":             head("Content-Length: 9223372036854775808"),
 		"length and chunked":      head("Content-Length: 5\r\nTransfer-Encoding: chunked") + "0\r\n\r\n",
 		"gzip, chunked":           head("Transfer-Encoding: gzip, chunked") + "0\r\n\r\n",
-		"chunked twice": head("Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked") + "0\r\n\r\n",
+		"chunked twice":           head("Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked") + "0\r\n\r\n",
 		"chunked in 1.0":          "HTTP/1.0 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
 		"head too large":          head("A: " + strings.Repeat("x", maxHead)),
 		"too many interim":        strings.Repeat("HTTP/1.1 100 Continue\r\n\r\n", maxInterim+1) + okAnswer,
@@ -124,7 +124,7 @@ func TestMalformed(t *testing.T) {
 		"blank before size":       chunkTop + " 3\r\nabc\r\n0\r\n\r\n",
 		"huge size":               chunkTop + "fffffffffffffffff\r\nabc\r\n0\r\n\r\n",
 		"control in an extension": chunkTop + "3;a\rb\r\nabc\r\n0\r\n\r\n",
-		"extension too long": chunkTop + "3;" + strings.Repeat("x", maxChunkLine) + "\r\nabc\r\n0\r\n\r\n",
+		"extension too long":      chunkTop + "3;" + strings.Repeat("x", maxChunkLine) + "\r\nabc\r\n0\r\n\r\n",
 		"bad trailer":             chunkTop + "0\r\nno colon\r\n\r\n",
 		"trailer too long":        chunkTop + "0\r\nA: " + strings.Repeat("x", maxTrailer) + "\r\n\r\n",
 		"too many trailers":       chunkTop + "0\r\n" + strings.Repeat("A: b\r\n", maxTrailer/6+1) + "\r\n",
@@ -152,7 +152,7 @@ func TestMalformed(t *testing.T) {
 func TestOneReadGivesAllPayloads(t *testing.T) {
 	s := &script{pieces: [][]byte{
 		[]byte(chunkTop + "1\r\na\r\n2\r\nbc\r\n"), []byte("1\r\nd\r\n1\r\ne\r\n3\r\nf"), []byte("gh\r\n1"),
-			[]byte("\r\ni\r\n0\r\n\r\n"),
+		[]byte("\r\ni\r\n0\r\n\r\n"),
 	}}
 	resp, err := post(t, scripted(t, s), "{}")
 	require.NoError(t, err)
@@ -216,7 +216,7 @@ func TestHEADHasNoBody(t *testing.T) {
 func TestRequests(t *testing.T) {
 	h := http.Header{
 		"X-A": {"1", "2"}, "User-Agent": nil, "Host": {"evil"}, "content-length": {"9"},
-			"Transfer-Encoding": {"chunked"}, "Connection": {"close"},
+		"Transfer-Encoding": {"chunked"}, "Connection": {"close"},
 		"Expect": {"100-continue"}, "Upgrade": {"x"}, "TRAILER": {"y"},
 	}
 	b, err := appendRequest(nil, http.MethodPost, "/v1/x?y=z", "engine:1", h, 3)

@@ -32,10 +32,10 @@ import (
 // Config of a Client. Every field must be set.
 type Config struct {
 	// host and port, or host alone: the Host field, and where to dial
-	Host    string
-	Dial    func(ctx context.Context, network, addr string) (net.Conn, error) // bounds its own time
+	Host string
+	Dial func(ctx context.Context, network, addr string) (net.Conn, error) // bounds its own time
 	// how long a connection may wait for its next request
-	Idle    time.Duration
+	Idle time.Duration
 	// connections kept; more are closed
 	MaxIdle int
 }

@@ -170,8 +170,10 @@ func TestClosedWhileIdle(t *testing.T) {
 			require.Equal(t, "ok", outcome(t, c).body)
 			said <- struct{}{}
 			<-said
-			require.Eventually(t, func() bool { return c.pool.free[0].probe == nil ||
-				!c.pool.free[0].probe.quiet() }, 5*time.Second, time.Millisecond)
+			require.Eventually(t, func() bool {
+				return c.pool.free[0].probe == nil ||
+					!c.pool.free[0].probe.quiet()
+			}, 5*time.Second, time.Millisecond)
 			got := outcome(t, c)
 			require.NoError(t, got.err)
 			assert.Equal(t, "ok", got.body)
@@ -271,10 +273,10 @@ func TestCancel(t *testing.T) {
 		ctx, cancel := context.WithCancelCause(t.Context())
 		c := New(Config{Host: "h", Idle: time.Minute, MaxIdle: 1,
 			Dial: func(ctx context.Context, _, _ string) (net.Conn, error) {
-			cancel(cause)
-			<-ctx.Done()
-			return nil, ctx.Err()
-		}})
+				cancel(cause)
+				<-ctx.Done()
+				return nil, ctx.Err()
+			}})
 		_, err := c.Send(ctx, http.MethodPost, "/", nil, nil)
 		require.ErrorIs(t, err, cause)
 		assert.True(t, c.Unused())
@@ -437,9 +439,9 @@ func TestIdleTimeout(t *testing.T) {
 		var all []*script
 		c := New(Config{Host: "h", Idle: 4 * time.Second, MaxIdle: 2,
 			Dial: func(context.Context, string, string) (net.Conn, error) {
-			all = append(all, &script{pieces: split(strings.Repeat(okAnswer, 3), len(okAnswer)), end: io.EOF})
-			return all[len(all)-1], nil
-		}})
+				all = append(all, &script{pieces: split(strings.Repeat(okAnswer, 3), len(okAnswer)), end: io.EOF})
+				return all[len(all)-1], nil
+			}})
 		var open []*http.Response
 		for range 3 {
 			resp, err := post(t, c, "{}")

@@ -17,9 +17,9 @@ import (
 func FuzzResponse(f *testing.F) {
 	for _, s := range []string{
 		okAnswer, chunkTop + "3;a=b\r\nabc\r\n0\r\nA: b\r\n\r\n", "HTTP/1.0 200\r\n\r\nabc",
-			"HTTP/1.1 204 No Content\r\n\r\n",
+		"HTTP/1.1 204 No Content\r\n\r\n",
 		"HTTP/1.1 100 Continue\r\n\r\n" + okAnswer,
-			"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+		"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
 		"HTTP/1.1 200 OK\r\nA: b\r\n c\r\n\r\n", okAnswer + okAnswer,
 	} {
 		f.Add([]byte(s), uint8(3))

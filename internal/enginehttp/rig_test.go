@@ -66,12 +66,12 @@ func scripted(tb testing.TB, s *script) *Client {
 	dialled := false
 	c := New(Config{Host: "engine:1", Idle: time.Minute, MaxIdle: 4,
 		Dial: func(context.Context, string, string) (net.Conn, error) {
-		if dialled {
-			return nil, &net.OpError{Op: "dial", Err: errors.New("one is enough")}
-		}
-		dialled = true
-		return s, nil
-	}})
+			if dialled {
+				return nil, &net.OpError{Op: "dial", Err: errors.New("one is enough")}
+			}
+			dialled = true
+			return s, nil
+		}})
 	tb.Cleanup(c.Close)
 	return c
 }

@@ -26,13 +26,13 @@ type direct struct {
 	patience  time.Duration // for the dial of a spare connection
 	idle      time.Duration
 
-	mu      sync.RWMutex
+	mu sync.RWMutex
 	// by host and port; one without connections goes when another comes
 	clients map[string]*enginehttp.Client
 	// the clients for which a spare connection is being dialled
-	spares  map[*enginehttp.Client]context.CancelFunc
-	closed  bool
-	dials   sync.WaitGroup // of spare connections
+	spares map[*enginehttp.Client]context.CancelFunc
+	closed bool
+	dials  sync.WaitGroup // of spare connections
 }
 
 func newDirect(dial Dialer, patience, idle time.Duration) *direct {

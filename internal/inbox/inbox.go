@@ -172,7 +172,7 @@ func (a *adapter) logPanic(m any) {
 	}
 	a.box.system.Logger().Error("actor panicked, restarting it", slog.String("actor", a.box.name),
 		slog.String("type", fmt.Sprintf("%T", m)), slog.String("err", fmt.Sprint(r)),
-			slog.String("stack", string(debug.Stack())))
+		slog.String("stack", string(debug.Stack())))
 	panic(r)
 }
 
@@ -225,4 +225,4 @@ func (q quiet) Handle(ctx context.Context, r slog.Record) error {
 
 func (q quiet) WithAttrs(as []slog.Attr) slog.Handler { return quiet{q.next.WithAttrs(as)} }
 
-func (q quiet) WithGroup(name string) slog.Handler    { return quiet{q.next.WithGroup(name)} }
+func (q quiet) WithGroup(name string) slog.Handler { return quiet{q.next.WithGroup(name)} }

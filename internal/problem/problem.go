@@ -73,7 +73,7 @@ func CodeOf(err error) Code {
 
 var https = map[Code]int{
 	InvalidArgument: 400, Unauthenticated: 401, PermissionDenied: 403, NotFound: 404, SlowRequest: 408,
-		Conflict: 409,
+	Conflict: 409,
 	TooLarge: 413, Unplaceable: 422, QuotaExceeded: 429, HeaderTooLarge: 431, Internal: 500, Upstream: 502,
 	Overloaded: 503, Unavailable: 503, Timeout: 504,
 }

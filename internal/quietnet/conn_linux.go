@@ -128,7 +128,8 @@ func (s *side) write(fd uintptr) (done bool) {
 
 // call makes the raw system call. p is not empty.
 func call(trap, fd uintptr, p []byte) (int, syscall.Errno) {
-	n, _, errno := syscall.RawSyscall(trap, fd, uintptr(unsafe.Pointer(unsafe.SliceData(p))), uintptr(len(p))) //nolint:gosec // the address is taken within the call, as package unsafe asks (rule 4)
+	//nolint:gosec // the address is taken within the call, as package unsafe asks (rule 4)
+	n, _, errno := syscall.RawSyscall(trap, fd, uintptr(unsafe.Pointer(unsafe.SliceData(p))), uintptr(len(p)))
 	return int(n), errno
 }
 

@@ -421,7 +421,7 @@ func TestKV13HostileEventsAreDroppedAndCounted(t *testing.T) {
 		"aside, twice": {StoredEvent{HasParent: true, Parent: x,
 			Blocks: []Handle{UintHandle(0, 78), UintHandle(0, 78)}, Tokens: other[:32], BlockSize: 16},
 			func(s Stats) uint64 { return s.Conflict }},
-		"nothing in it":     {StoredEvent{BlockSize: 16}, func(Stats) uint64 { return 1 }},
+		"nothing in it": {StoredEvent{BlockSize: 16}, func(Stats) uint64 { return 1 }},
 		"blocks, no tokens": {StoredEvent{Blocks: []Handle{x}, BlockSize: 16}, func(s Stats) uint64 {
 			return s.BadLength
 		}},
@@ -488,7 +488,7 @@ func TestSK5HeapPerBlock(t *testing.T) {
 	handles := newBench(t, 8, chains, true, FromEvents)
 	s := handles.ix.Stats()
 	perHandle := (handles.perHeap - plain.perHeap) * float64(s.Blocks) / float64(s.Handles)
-	t.Logf("8 ranks, %d blocks, %d (rank, block): %.1f B per block, %.1f B per (rank, block); charged %.1f " +
+	t.Logf("8 ranks, %d blocks, %d (rank, block): %.1f B per block, %.1f B per (rank, block); charged %.1f "+
 		"per block in all",
 		s.Blocks, s.Handles, plain.perHeap, perHandle, float64(s.Bytes)/float64(s.Blocks))
 	assert.LessOrEqual(t, plain.perHeap, 64.0)

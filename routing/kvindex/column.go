@@ -34,8 +34,8 @@ type Feed uint8
 // The feeds.
 const (
 	// Stored and Removed: an engine's events, counted per physical copy, by engine handle
-	FromEvents  Feed = iota + 1
-	FromDeltas                  // Apply: a replica's records, by chain hash; storing twice is storing once
+	FromEvents Feed = iota + 1
+	FromDeltas      // Apply: a replica's records, by chain hash; storing twice is storing once
 	// Record and Forget: what was routed, for a time (identity text; engines without events)
 	FromRecords
 )
@@ -247,8 +247,8 @@ type Change uint8
 const (
 	// Hashes is a chain: the first follows Parent (0: it is a block 0), each other the one in front
 	Stored  Change = iota + 1
-	Removed                   // Hashes in any order
-	Cleared                   // nothing is left
+	Removed        // Hashes in any order
+	Cleared        // nothing is left
 )
 
 // Delta is a change of what a column holds, in chain hashes: what the replica's stream carries and an ingress

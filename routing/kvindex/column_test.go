@@ -12,9 +12,9 @@ func TestHandlesAreTaggedByTypeAndGroup(t *testing.T) {
 	seen := map[Handle]bool{}
 	for _, h := range []Handle{
 		UintHandle(0, 1), UintHandle(1, 1), UintHandle(0, 1<<63), IntHandle(0, -1), IntHandle(1, -1),
-			IntHandle(0, -1<<63),
+		IntHandle(0, -1<<63),
 		BytesHandle(0, []byte{1}), BytesHandle(0, make([]byte, 32)), BytesHandle(0, make([]byte, 16)),
-			BytesHandle(2, []byte{1}),
+		BytesHandle(2, []byte{1}),
 	} {
 		assert.False(t, seen[h])
 		seen[h] = true
@@ -136,7 +136,7 @@ func TestAsideForksAttachTogether(t *testing.T) {
 	for k := range uint32(3) {
 		c.Stored(testHasher, &StoredEvent{
 			HasParent: true, Parent: name[2], Blocks: name[10+2*k : 12+2*k], Tokens: []uint32{100 + k, 200},
-				BlockSize: 1,
+			BlockSize: 1,
 		})
 	}
 	assert.Equal(t, 6, c.Aside())
@@ -154,7 +154,7 @@ func TestAsideIsBounded(t *testing.T) {
 	for i := range 3 * maxAside {
 		c.Stored(testHasher, &StoredEvent{
 			HasParent: true, Parent: UintHandle(0, 0), Blocks: []Handle{UintHandle(0, uint64(i+1))},
-				Tokens: []uint32{uint32(i)}, BlockSize: 1,
+			Tokens: []uint32{uint32(i)}, BlockSize: 1,
 		})
 	}
 	assert.Equal(t, maxAside, c.Aside())

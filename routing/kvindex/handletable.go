@@ -51,7 +51,9 @@ func (t *handleTable) segment(h Handle) *handleSegment {
 	return &t.segments[h>>60]
 }
 
-func handleHome(h Handle, n int) int { return int(uint64(h) & 0xffffffff * uint64(n) >> 32) } //nolint:gosec // below n
+func handleHome(h Handle, n int) int {
+	return int(uint64(h) & 0xffffffff * uint64(n) >> 32) //nolint:gosec // below n
+}
 
 // find is h's record, or nil. It stays valid until the next insert or remove.
 func (t *handleTable) find(h Handle) *record {

@@ -12,7 +12,7 @@ import (
 const (
 	// tokens or bytes per block; larger ones in events are faults (engines are seen with 1 to 784)
 	MaxBlockSize     = 1 << 16
-	DefaultTextBlock = 256     // bytes per block of identity "text": about 64 tokens of English
+	DefaultTextBlock = 256 // bytes per block of identity "text": about 64 tokens of English
 )
 
 // Unit is what a chain's blocks are made of. Chains of different units never share a block.
@@ -66,7 +66,8 @@ func NewHasher(secret []byte) Hasher {
 
 // Root is the hash in front of block 0.
 func (h Hasher) Root(s Salt) uint64 {
-	x := h.fold(h.seed, uint64(s.Unit)<<32|uint64(uint32(s.BlockSize))) //nolint:gosec // checked against MaxBlockSize by who cuts blocks
+	//nolint:gosec // the caller has checked it against MaxBlockSize
+	x := h.fold(h.seed, uint64(s.Unit)<<32|uint64(uint32(s.BlockSize)))
 	for _, part := range [...]string{s.Model, s.Adapter, s.CacheSalt} {
 		x = h.fold(x, xxh3.HashStringSeed(part, h.seed)+uint64(len(part)))
 	}
@@ -132,7 +133,8 @@ func (h Hasher) fold(a, b uint64) uint64 {
 // tokens hashes ids as little-endian 32-bit words on every machine.
 func (h Hasher) tokens(ids []uint32) uint64 {
 	if binary.NativeEndian.Uint16([]byte{1, 0}) == 1 { // memory is the wanted order; the compiler knows
-		return xxh3.HashSeed(unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(ids))), 4*len(ids)), h.seed) //nolint:gosec // a read-only look at the caller's ids for the time of the call
+		//nolint:gosec // a read-only look at the caller's ids for the time of the call
+		return xxh3.HashSeed(unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(ids))), 4*len(ids)), h.seed)
 	}
 	swapped := make([]byte, 0, 4*len(ids))
 	for _, id := range ids {

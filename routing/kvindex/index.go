@@ -72,7 +72,7 @@ type Index struct {
 var (
 	ErrNoColumn = errors.New("kvindex: every column is taken; build an index with more columns and restore " +
 		"it from snapshots")
-	ErrFenced   = errors.New("kvindex: a higher epoch of this rank has been seen; the stream is of an " +
+	ErrFenced = errors.New("kvindex: a higher epoch of this rank has been seen; the stream is of an " +
 		"older start and must be dropped")
 )
 
@@ -91,7 +91,7 @@ func New(c Config) (*Index, error) {
 	ix := &Index{
 		pool: pool{stride: 1 + words}, table: newTable(), holed: make([]atomic.Uint64, words), cap: c.Bytes,
 		columns: make([]*Column, words*wordBits), owners: make(map[place]*Column),
-			epochs: make(map[place]uint64),
+		epochs:   make(map[place]uint64),
 		onChange: c.OnChange, sweep: newSweep(words),
 	}
 	most := c.Bytes / ix.chargePerChunk()

@@ -174,7 +174,8 @@ func (m *matcher) assign(set uint64, blocks int) {
 	base, live := m.set.base[m.w], m.set.mask[m.w]
 	for ; set != 0; set &= set - 1 {
 		below := set&-set - 1
-		m.rows[base+bits.OnesCount64(live&below)].Blocks = int32(blocks) //nolint:gosec // a prompt has fewer than 2^31 blocks
+		//nolint:gosec // a prompt has fewer than 2^31 blocks
+		m.rows[base+bits.OnesCount64(live&below)].Blocks = int32(blocks)
 	}
 }
 

@@ -19,9 +19,9 @@ const (
 )
 
 type cold struct {
-	parent, child, next, prev slot          // child: the first of a list linked by next and prev
+	parent, child, next, prev slot // child: the first of a list linked by next and prev
 	// tick of the last match that ended here, or of the store; readers write it
-	stamp                     atomic.Uint32
+	stamp atomic.Uint32
 }
 
 type chunk struct {
@@ -36,10 +36,10 @@ const slotCharge = 20 + 20 + 8
 
 // pool hands out slots.
 type pool struct {
-	stride     int                     // words per slot: 1 + columns/64
-	chunks     []atomic.Pointer[chunk] // as long as the cap allows; filled from the left
-	n          int                     // chunks in use
-	live       int                     // slots in use
+	stride int                     // words per slot: 1 + columns/64
+	chunks []atomic.Pointer[chunk] // as long as the cap allows; filled from the left
+	n      int                     // chunks in use
+	live   int                     // slots in use
 	// free slots, oldest first, linked by next: a freed slot is reused as late as possible
 	head, tail slot
 }

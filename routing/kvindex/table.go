@@ -49,7 +49,8 @@ func (t *table) find(p *pool, hash uint64) slot {
 		if w == 0 {
 			return none
 		}
-		if s := slot(w); uint32(w>>32) == tag && s >= firstSlot && p.hash(s) == hash { //nolint:gosec // the halves are wanted
+		//nolint:gosec // the halves are wanted
+		if s := slot(w); uint32(w>>32) == tag && s >= firstSlot && p.hash(s) == hash {
 			return s
 		}
 		i = after(i, len(words))

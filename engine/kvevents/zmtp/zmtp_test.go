@@ -93,7 +93,7 @@ func TestAnnouncedSizesAreLimited(t *testing.T) {
 	many := bytes.Repeat([]byte{flagMore, 1, 0}, DefaultFrames+1)
 	for name, raw := range map[string][]byte{
 		"2^31": head(1<<31, 0), "2^63": head(1<<63, 0), "all ones": head(1<<64-1, flagMore),
-			"limit+1": head(DefaultFrame+1, 0),
+		"limit+1":            head(DefaultFrame+1, 0),
 		"frames without end": many, "empty frames without end": bytes.Repeat([]byte{flagMore, 0},
 			DefaultFrames+1),
 	} {
