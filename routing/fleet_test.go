@@ -44,10 +44,10 @@ func agentTurns(seed uint64, perSecond float64, span time.Duration) []fleetTurn 
 		systems[i] = 4 + rnd.IntN(20)
 	}
 	var turns []fleetTurn
-	begin := time.Duration(0)
+	resetDecision := time.Duration(0)
 	for session := uint64(1); ; session++ {
-		begin += time.Duration(rnd.ExpFloat64() / perSecond * float64(time.Second))
-		if begin > span {
+		resetDecision += time.Duration(rnd.ExpFloat64() / perSecond * float64(time.Second))
+		if resetDecision > span {
 			slices.SortStableFunc(turns, func(a, b fleetTurn) int { return cmp.Compare(a.at, b.at) })
 			return turns
 		}
@@ -61,7 +61,7 @@ func agentTurns(seed uint64, perSecond float64, span time.Duration) []fleetTurn 
 		}
 		system := int(20 * math.Pow(rnd.Float64(), 2.2))
 		grow(uint64(1<<30+system), systems[system])
-		at := begin
+		at := resetDecision
 		for range 1 + int(10*rnd.ExpFloat64()) {
 			grow(session, 1+int(3*rnd.ExpFloat64()))
 			if len(chain) > 200 {

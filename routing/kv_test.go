@@ -81,10 +81,10 @@ func TestKVSharedBlocksCountOnce(t *testing.T) {
 	assert.Equal(t, int64(16), decode(&other))
 	pick(r, other)
 	r.Observe(&Event{Kind: EvUndo, Rank: ID(0, 0), ReqID: 1})
-	none := Request{ID: 3}
-	assert.Equal(t, int64(10), decode(&none))
+	queueOrReject := Request{ID: 3}
+	assert.Equal(t, int64(10), decode(&queueOrReject))
 	r.Observe(&Event{Kind: EvUndo, Rank: ID(0, 0), ReqID: 2})
-	assert.Equal(t, int64(0), decode(&none))
+	assert.Equal(t, int64(0), decode(&queueOrReject))
 }
 
 // T > 0 draws with the probabilities of the softmax over min–max scaled costs; all equal is uniform.

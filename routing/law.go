@@ -17,13 +17,13 @@ const (
 	leastSpan = 50
 	// leastSlow and mostSlow bound how much slower than the median of its application's ranks a rank counts.
 	leastSlow, mostSlow = 0.25, 8
-	// slowMemory is the time after the last sample at which half of a rank's slowness is forgotten: nobody
-	// asks a slow rank, so it could never show that it is well again.
+	// slowMemory is the time after the last sample at which half of a rank's slowness is forgotten: a slow
+	// rank gets no requests, so it could never show that it has recovered.
 	slowMemory = 30 * time.Second
 )
 
-// law is the step law of an application's engines: a preset, and how long the engines take beside it. Both
-// factors are medians over the ranks that have shown one, so one slow rank does not change them.
+// law is the step law of an application's engines: a preset, and two measured factors on its times. Both
+// factors are medians over the ranks with samples, so one slow rank does not change them.
 type law struct {
 	preset          string
 	base            steptime.Coefficients
@@ -42,34 +42,34 @@ const (
 	lawMoE   = "moe"
 )
 
-// lawful is a policy that predicts how long an engine takes.
-type lawful interface {
+// predictor is a policy that predicts the times of an engine.
+type predictor interface {
 	law() steptime.Coefficients
 	preset() string
 }
 
 func newLaw(p Policy) law {
 	l := law{preset: lawDense, base: steptime.Reference(), prefill: 1, decode: 1}
-	if p, ok := p.(lawful); ok {
+	if p, ok := p.(predictor); ok {
 		l.base, l.preset = p.law(), p.preset()
 	}
 	return l
 }
 
-// tookPrompt notes a first token that took observed ms where predicted ms were expected.
-func (l *law) tookPrompt(observed, predicted float64, now time.Duration) {
+// addPromptSample records a first token that took observed ms where the law predicted predicted ms.
+func (l *law) addPromptSample(observed, predicted float64, now time.Duration) {
 	l.prompts++
 	l.stale, l.last = true, now
 	off := min(max(observed/predicted-1, 1-observed/predicted), mostSlow) // |observed/predicted - 1|
 	l.missed += (off - l.missed) / float64(min(l.prompts, errorMemory))
 }
 
-func (l *law) tookSpan(now time.Duration) {
+func (l *law) addDecodeSample(now time.Duration) {
 	l.spans++
 	l.stale, l.last = true, now
 }
 
-// median is that of the ranks that have shown a speed, 1 if none has. Of two it is the faster one.
+// median is the median slowness of the ranks with samples; 1 without any. Of two it takes the faster one.
 func (l *law) median(accounts []account, of func(*account) *speed) float64 {
 	l.scratch = l.scratch[:0]
 	for i := range accounts {
@@ -84,8 +84,8 @@ func (l *law) median(accounts []account, of func(*account) *speed) float64 {
 	return l.scratch[(len(l.scratch)-1)/2]
 }
 
-// slow is how long a rank takes beside the median of all: what it has shown, which fades while it shows
-// nothing new.
+// slow is a rank's slowness relative to the median of all ranks. It decays towards 1 while the rank has no
+// new sample.
 func (l *law) slow(s *speed, now time.Duration) float64 {
 	age := float64(max(0, now-s.last)) / float64(slowMemory)
 	return min(max(1+(s.slowness(l.prefill)/l.prefill-1)/(1+age*age), leastSlow), mostSlow)
@@ -113,9 +113,9 @@ const (
 	lagMemory = 8
 )
 
-// rankClock places what a rank says of the time on the view's clock. The two have nothing in common, and
-// either may jump. An own request is the sample: the rank admits it after it was dispatched and before the
-// ticket was here.
+// rankClock converts times of a rank's clock to the view's clock. The two clocks have unrelated origins, and
+// either may jump. A request of this ingress is a sample: the rank admitted it after the dispatch and before
+// the ticket arrived.
 //
 // Until there is a sample, and after a contradiction until the next one, records count as of their arrival.
 type rankClock struct {
@@ -135,8 +135,8 @@ func (c *rankClock) learn(at, from, to, now time.Duration) {
 	}
 }
 
-// place is the instant of a record on the view's clock, at most now. ok is false if it can only be guessed:
-// it is now then.
+// place is the time of a record on the view's clock, at most now. Without a usable sample ok is false and
+// when is now.
 func (c *rankClock) place(at, now time.Duration) (when time.Duration, ok bool) {
 	if at == 0 || !c.known {
 		return now, false

@@ -32,7 +32,7 @@ type open struct {
 	mine   bool // dispatched by this router
 }
 
-// own says whether the entry is a bump of this router and not of the replica's account.
+// own reports whether the entry is a bump of this Router and not an entry of the replica's account.
 func (o *open) own() bool { return o.phase == bumped || o.phase == ticketed || o.phase == held }
 
 // isBump says whether it is an own dispatch that waits for its prefill and that the rank's records have not
@@ -52,10 +52,10 @@ func (o *open) admittedBy(now time.Duration) time.Duration {
 	return min(now, o.sent+time.Duration(o.took)*time.Microsecond)
 }
 
-// hasPrefill says whether its prompt is still to be computed, as far as the Router was told.
+// hasPrefill reports whether the prompt is still to be computed, as far as the Router knows.
 func (o *open) hasPrefill() bool { return o.phase != decoding && o.phase != held }
 
-// uncached is what a prefill of it computes, in tokens.
+// uncached is the number of prompt tokens that the prefill computes.
 func (o *open) uncached() int64 { return int64(o.tokens - o.hit) }
 
 // pairs is twice the attention pairs of its prefill.
@@ -155,13 +155,13 @@ func (t *opens) remove(key uint64) {
 	t.n--
 }
 
-// opensWatcher is a policy whose state follows every open request by itself. The Router then tells it exactly
-// when a request begins and ceases to count on a rank (EvOpened, EvClosed): only the account knows about
-// bumps that expire, snapshots that no longer name a request, or tickets of another incarnation.
+// opensWatcher is a policy whose state follows every open request. The Router sends it EvOpened and EvClosed
+// exactly when a request begins and ceases to count on a rank: only the account knows about bumps that
+// expire, snapshots that no longer name a request, and tickets of another incarnation.
 type opensWatcher interface{ watchesOpens() bool }
 
-// opensLog gathers what an event changed in the accounts until the policy has seen the event itself. nil logs
-// nothing.
+// opensLog collects the account changes of an event until the policy has seen the event itself. A nil
+// opensLog records nothing.
 type opensLog struct{ list []openChange }
 
 type openChange struct {

@@ -16,9 +16,8 @@ type Policy interface {
 	Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision)
 }
 
-// Needs is what a policy reads of a request beyond its length. Whoever feeds the Router leaves out what is
-// not needed: no index is built, no KV events are asked of engines, no text is canonicalized for a policy
-// that does not look.
+// Needs is what a policy reads of a request beyond its length. The ingress leaves out what is not needed: for
+// a policy that does not read them, it builds no index, subscribes to no KV events and canonicalizes no text.
 type Needs struct {
 	Hits    bool // Request.Hits: the KV index
 	Blocks  bool // Request.Blocks: chain hashes of the prompt, also of what no rank holds
@@ -37,7 +36,7 @@ type Needs struct {
 	AttemptsPerRequest int
 }
 
-// NeedsOf says what p reads.
+// NeedsOf returns what p reads of a request.
 func NeedsOf(p Policy) Needs {
 	if n, ok := p.(interface{ needs() Needs }); ok {
 		return n.needs()

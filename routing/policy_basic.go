@@ -21,7 +21,7 @@ func (Random) Observe(State, *View, *Event) {}
 
 // Decide draws one candidate.
 func (Random) Decide(q *Request, v *View, _ State, r *rand.Rand, d *Decision) {
-	begin(d)
+	resetDecision(d)
 	for _, t := range [...]tier{tierOpen, tierSilent} {
 		if i := t.one(q, v, r); i >= 0 {
 			routeTo(d, t, &v.Ranks[i], ReasonUniform)
@@ -29,7 +29,7 @@ func (Random) Decide(q *Request, v *View, _ State, r *rand.Rand, d *Decision) {
 			return
 		}
 	}
-	none(q, v, d)
+	queueOrReject(q, v, d)
 }
 
 // explainUniform shows every candidate with the same score.
@@ -71,10 +71,10 @@ func (RoundRobin) Observe(s State, _ *View, e *Event) {
 
 // Decide takes the smallest candidate id above the cursor, cyclically.
 func (RoundRobin) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
-	begin(d)
+	resetDecision(d)
 	t, ok := openTier(q, v)
 	if !ok {
-		none(q, v, d)
+		queueOrReject(q, v, d)
 		return
 	}
 	first := startIndex(t, q, v, s, r)
@@ -142,7 +142,7 @@ func (PowerOfTwo) Observe(State, *View, *Event) {}
 
 // Decide draws from the first tier that is not empty: local (if asked for), open, silent.
 func (p PowerOfTwo) Decide(q *Request, v *View, _ State, r *rand.Rand, d *Decision) {
-	begin(d)
+	resetDecision(d)
 	t := tierOpen
 	if p.PreferLocal {
 		t = tierLocal
@@ -153,7 +153,7 @@ func (p PowerOfTwo) Decide(q *Request, v *View, _ State, r *rand.Rand, d *Decisi
 			return
 		}
 	}
-	none(q, v, d)
+	queueOrReject(q, v, d)
 }
 
 // choose ranks the pair. The pair comes in random order, so keeping the first of equals is a uniform
@@ -213,12 +213,12 @@ func (Direct) Observe(s State, _ *View, e *Event) {
 // Decide takes the named rank or says why not. A rank that was never seen while units are on their way may be
 // one of those: unavailable, try again; only with nothing on its way it is the caller's mistake.
 func (Direct) Decide(q *Request, v *View, s State, _ *rand.Rand, d *Decision) {
-	begin(d)
+	resetDecision(d)
 	if !q.HasDirect {
 		d.Reason = ReasonNoRankGiven
 		return
 	}
-	decideDirect(q, v, knows(s, q.Direct), d)
+	decideDirect(q, v, hasServed(s, q.Direct), d)
 }
 
 // decideDirect takes the rank that the request names; known says that it served before.
@@ -234,7 +234,7 @@ func decideDirect(q *Request, v *View, known bool, d *Decision) {
 	}
 }
 
-func knows(s State, id RankID) bool {
+func hasServed(s State, id RankID) bool {
 	st, ok := s.(*directState)
 	if !ok {
 		return false

@@ -171,7 +171,7 @@ func (p CacheAware) imbalanced(q *Request, v *View) bool {
 }
 
 func (CacheAware) summands(_ *Request, rk *Rank, _, extra int64, a *aggregate) sums {
-	return three(float64(extra), outside, float64(rk.ongoing()), 1, a.x[0], 0)
+	return three(float64(extra), notPreferredCost, float64(rk.ongoing()), 1, a.x[0], 0)
 }
 
 func (p CacheAware) fill(q *Request, v *View, c *scratch) {

@@ -147,7 +147,7 @@ func onRing(found int, c *scratch, a aggregate) aggregate {
 }
 
 func (CHWBL) summands(_ *Request, rk *Rank, _, extra int64, a *aggregate) sums {
-	return three(float64(extra), outside, float64(rk.ongoing()), 1, a.x[0], 0)
+	return three(float64(extra), notPreferredCost, float64(rk.ongoing()), 1, a.x[0], 0)
 }
 
 func (p CHWBL) fill(q *Request, v *View, c *scratch) {

@@ -132,10 +132,10 @@ func (st *kvState) open(rk *Rank, e *Event) {
 // Decide takes the candidate with the lowest cost, or draws one.
 func (p KV) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
 	p = p.overridden(q.Override)
-	begin(d)
+	resetDecision(d)
 	t, ok := gather(q, v, &d.scratch)
 	if !ok {
-		none(q, v, d)
+		queueOrReject(q, v, d)
 		return
 	}
 	decideAmong(p, t, q, v, s, r, d)

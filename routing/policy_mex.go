@@ -10,8 +10,8 @@ import (
 )
 
 var (
-	_ Policy = Mex{}
-	_ lawful = Mex{}
+	_ Policy    = Mex{}
+	_ predictor = Mex{}
 )
 
 const (
@@ -114,11 +114,11 @@ func (p Mex) current(v *View) steptime.Coefficients {
 
 // Decide takes the candidate with the lowest cost.
 func (p Mex) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
-	begin(d)
+	resetDecision(d)
 	c := &d.scratch
 	t, ok := gather(q, v, c)
 	if !ok {
-		none(q, v, d)
+		queueOrReject(q, v, d)
 		return
 	}
 	alignHits(q, v, c)

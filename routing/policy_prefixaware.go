@@ -107,10 +107,10 @@ func (p PrefixAware) limit(v *View, id RankID, given int, share float64) int {
 
 // Decide takes the least busy rank of those that know the prompt best, or falls back to power-of-two.
 func (p PrefixAware) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
-	begin(d)
+	resetDecision(d)
 	t, ok := gather(q, v, &d.scratch)
 	if !ok {
-		none(q, v, d)
+		queueOrReject(q, v, d)
 		return
 	}
 	i, j := t.pair(q, v, r)
@@ -141,7 +141,7 @@ func (p PrefixAware) prepare(q *Request, v *View, s State, c *scratch) aggregate
 }
 
 func (PrefixAware) summands(_ *Request, rk *Rank, _, extra int64, a *aggregate) sums {
-	return three(float64(extra), outside, float64(rk.ongoing()), 1, a.x[0], 0)
+	return three(float64(extra), notPreferredCost, float64(rk.ongoing()), 1, a.x[0], 0)
 }
 
 func (p PrefixAware) fill(q *Request, v *View, c *scratch) {

@@ -127,7 +127,7 @@ func (p SessionAffinity) fromTable(st *sessionState, q *Request, v *View, c *scr
 }
 
 func (SessionAffinity) summands(_ *Request, rk *Rank, _, extra int64, _ *aggregate) sums {
-	return two(float64(extra), outside, float64(rk.ongoing()), 1)
+	return two(float64(extra), notPreferredCost, float64(rk.ongoing()), 1)
 }
 
 func (p SessionAffinity) fill(q *Request, v *View, c *scratch) {

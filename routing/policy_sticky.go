@@ -89,9 +89,9 @@ func (p Sticky) prepare(q *Request, v *View, _ State, c *scratch) aggregate {
 
 func (p Sticky) summands(q *Request, rk *Rank, hit, extra int64, _ *aggregate) sums {
 	if p.Requests {
-		return two(float64(extra), outside, float64(rk.ongoing()), 1)
+		return two(float64(extra), notPreferredCost, float64(rk.ongoing()), 1)
 	}
-	return three(float64(extra), outside, float64(rk.Load.Q), 1, float64(int64(q.Tokens)-hit), 1)
+	return three(float64(extra), notPreferredCost, float64(rk.Load.Q), 1, float64(int64(q.Tokens)-hit), 1)
 }
 
 func (p Sticky) fill(q *Request, v *View, c *scratch) {

@@ -9,16 +9,17 @@ import (
 	"github.com/dpserve/dpserve/steptime"
 )
 
-// Router is one application's view and policy under one lock. It is the only writer of both: Pick bumps
-// the view in the same critical section that decided, so two picks never see the same free place.
+// Router is one application's view and policy under one lock. It is the only writer of both: Pick counts its
+// dispatch in the view in the same critical section, so two picks never use the same free place.
 //
 // Bump rule: a dispatch counts at once (W+1, Q+tokens, Kq+tokens) under its ReqID. It lives until the stream
 // says Admitted for that very ReqID, or until a record with seq ≥ the ticket's is applied, whichever comes
 // first; from then on the replica's own account stands. Undo, RankDown and a new incarnation take it back.
 // Nothing is counted twice and nothing goes below zero.
 type Router struct {
-	// OnRoom is called, outside the lock and never from Pick, after an event that can change what a queued
-	// request gets: room, or the end of hope for it. Set it before the first event; it must not block.
+	// OnRoom is called, outside the lock and never from Pick, after an event that can change the decision for
+	// a queued request: a rank got room, or no rank can get it any more. Set it before the first event; it
+	// must not block.
 	OnRoom func()
 
 	policy  Policy
@@ -75,7 +76,7 @@ func (r *Router) Pick(q *Request, d *Decision) {
 	hit := r.view.hitOn(q, rk.ID)
 	r.accounts[i].bump(rk, q.ID, q.Tokens, hit)
 	if r.view.HasBusyThreshold {
-		r.view.judge(rk)
+		r.view.updateBusy(rk)
 	}
 	if r.state != nil {
 		r.picked = Event{Kind: EvDispatched, Rank: rk.ID, ReqID: q.ID, Tokens: q.Tokens, Hit: hit, Request: q}
@@ -85,8 +86,8 @@ func (r *Router) Pick(q *Request, d *Decision) {
 	}
 }
 
-// reckon makes the prefill work of every row what is left at now. It may be done again for any other instant:
-// nothing but the rows depends on it.
+// reckon sets the prefill work of every row to what is left at now. It may be repeated for any other time:
+// only the rows change.
 func (r *Router) reckon(now time.Duration) {
 	if !r.reckons {
 		return
@@ -102,10 +103,10 @@ func (r *Router) reckon(now time.Duration) {
 	}
 }
 
-// decide asks the policy, unless the caller has decided.
+// decide asks the policy, unless the request forces a rank.
 func (r *Router) decide(q *Request, v *View, rand *rand.Rand, d *Decision) {
 	if q.Force && q.HasDirect {
-		begin(d)
+		resetDecision(d)
 		_, known := r.epochs[q.Direct]
 		decideDirect(q, v, known, d)
 		return
@@ -142,28 +143,28 @@ func (r *Router) apply(e *Event) (wake bool) {
 		r.dropped++
 		return false
 	}
-	r.relearn()
+	r.updateLaw()
 	if r.state != nil {
 		r.policy.Observe(r.state, &r.view, seen)
 		r.derive(e.Request)
 	}
-	return r.rejudge(e.Rank) || wake
+	return r.updateBusyAt(e.Rank) || wake
 }
 
-// isOpen says whether the request counts on the rank already: a dispatch of this router, or a record that
-// comes twice.
+// isOpen reports whether the request counts on the rank already: it is a dispatch of this Router, or the
+// record came twice.
 func (r *Router) isOpen(id RankID, reqID uint64) bool {
 	i, ok := r.view.findNear(id, r.width)
 	return ok && r.accounts[i].opens.get(reqID) != nil
 }
 
-// rejudge looks at a rank's KV usage again after an event; freed says that it may be picked again.
-func (r *Router) rejudge(id RankID) (freed bool) {
+// updateBusyAt updates the rank's Busy after an event; freed reports that the rank may be picked again.
+func (r *Router) updateBusyAt(id RankID) (freed bool) {
 	if !r.view.HasBusyThreshold {
 		return false
 	}
 	i, ok := r.view.findNear(id, r.width)
-	return ok && r.view.judge(&r.view.Ranks[i])
+	return ok && r.view.updateBusy(&r.view.Ranks[i])
 }
 
 // Explain is what Pick would decide now, with Terms; nothing changes, not even the generator.
@@ -248,8 +249,8 @@ func (r *Router) MaxMean() float64 {
 	return float64(most) * float64(n) / float64(sum)
 }
 
-// Why is Explain with the very view that was decided on: what ranks the decision saw, and why some could not
-// be picked.
+// Why is Explain together with the view that the decision read, so that a caller can show why some ranks were
+// not candidates.
 func (r *Router) Why(q *Request) (Decision, View) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -267,7 +268,7 @@ type PotentialLoad struct {
 	DecodeBlocks int64 `json:"potential_decode_blocks"`
 }
 
-// PotentialLoads says it for every rank of the view; nothing changes.
+// PotentialLoads computes it for every rank of the view; nothing changes.
 func (r *Router) PotentialLoads(q *Request) []PotentialLoad {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -292,7 +293,8 @@ func (r *Router) PotentialLoads(q *Request) []PotentialLoad {
 	return out
 }
 
-// derive passes the log on to the policy. q is the request that was dispatched, nil for any other event.
+// derive passes the logged changes to the policy. q is the request that was dispatched, nil for any other
+// event.
 func (r *Router) derive(q *Request) {
 	if r.log == nil {
 		return
@@ -333,9 +335,9 @@ func (r *Router) Law() (info LawInfo, ok bool) {
 	}, r.reckons
 }
 
-// relearn takes the law anew from what the ranks have shown. It is called after events, never at a decision:
-// a decision that is only explained must not change the next one.
-func (r *Router) relearn() {
+// updateLaw recomputes the law from the ranks' samples. Events call it, decisions never do: an explained
+// decision must not change the next one.
+func (r *Router) updateLaw() {
 	l, now := &r.law, r.view.Now
 	if !l.stale || l.taken != 0 && now-l.taken < lawPeriod {
 		return

@@ -56,7 +56,8 @@ func (rotatingTies) Observe(s State, _ *View, e *Event) {
 	}
 }
 
-// aggregate is what a formula found out about all ranks together; each formula says what its numbers mean.
+// aggregate holds what a formula computes over all ranks before it scores each; every formula documents its
+// own numbers.
 type aggregate struct {
 	mode  int8
 	x     [4]float64
@@ -114,18 +115,18 @@ type rule struct {
 	near    float64 // costs up to so far above the lowest count as equal to it
 }
 
-// outside is added to the cost of a rank that a staged policy (warm ranks first, longest match first) does
+// notPreferredCost is added to the cost of a rank that a staged policy (warm ranks first, longest match first) does
 // not prefer: far above any cost in requests or tokens, and small enough that both add up exactly in a
 // float64.
-const outside = 1 << 45
+const notPreferredCost = 1 << 45
 
 // decideByScore routes to the best candidate of the first tier that has one. It is generic so that the
-// policy, a small struct, need not be boxed for every decision.
+// policy, a small struct, is not boxed for every decision.
 func decideByScore[F formula](f F, q *Request, v *View, s State, r *rand.Rand, d *Decision) {
-	begin(d)
+	resetDecision(d)
 	t, ok := gather(q, v, &d.scratch)
 	if !ok {
-		none(q, v, d)
+		queueOrReject(q, v, d)
 		return
 	}
 	decideAmong(f, t, q, v, s, r, d)
@@ -191,7 +192,7 @@ func (u rule) best(q *Request, v *View, s State, r *rand.Rand, d *Decision) int 
 	return best
 }
 
-// level makes the costs that count as equal to the lowest equal to it.
+// level sets every cost that is within near of the lowest to the lowest.
 func (u rule) level(c *scratch) {
 	least := math.Inf(1)
 	for _, cost := range c.scores {
@@ -239,7 +240,7 @@ func (s second) of(q *Request, rk *Rank, hit int64) int64 {
 // rotation is the state of policies whose ties rotate.
 type rotation struct{ start uint32 }
 
-// newRotation draws the first start, or every front-end would begin with the same rank.
+// newRotation draws the first start; otherwise every ingress would begin with the same rank.
 func newRotation(r *rand.Rand) rotation { return rotation{start: r.Uint32()} }
 
 func (s *rotation) observe(e *Event) {
@@ -260,15 +261,15 @@ func start(s State, n int) int {
 // ceilDiv is a/b rounded up, for a ≥ 0 and b > 0.
 func ceilDiv(a, b int64) int64 { return (a + b - 1) / b }
 
-// min-ttft and sticky weigh a rank by the prefill that its cache spares, so a rank that came up beside ranks
-// that serve, with an empty cache, loses every comparison: it gets no request, and its cache stays empty. For
-// a while such a rank is new: prompts without a home, which no rank holds the most of, are weighed as if it
-// held as much as the rank that holds the longest part.
+// min-ttft and sticky weigh a rank by the prefill that its cache spares, so a rank that starts with an empty
+// cache beside serving ranks loses every comparison: it gets no request, and its cache stays empty. For a
+// while such a rank counts as new: a prompt of which no rank holds most is scored as if the new rank held as
+// much as the rank with the longest match.
 const (
 	// newRankTime is how long a rank may count as new. A session of an agent lasts about as long.
 	newRankTime = 2 * time.Minute
-	// newRankLead is how much later than another rank it came up: ranks that began together have equally
-	// empty caches.
+	// newRankLead is how much later than another candidate a new rank must have started: ranks that started
+	// together have equally empty caches.
 	newRankLead = 10 * time.Second
 	// homeShare is the share of its prompt that a request finds at its home: sticky's documented threshold.
 	homeShare = stickyThreshold
@@ -279,8 +280,8 @@ const (
 const modeNewRanks = 1
 
 // creditNewRanks gives the new candidates the longest hit of all candidates, if that is below share of the
-// prompt, and says whether there are any. A rank is no longer new when it has as many open requests as the
-// candidates' mean. What it has queued counts in full, so the credit moves few requests at a time.
+// prompt, and reports whether there are any. A rank is no longer new when it has as many open requests as the
+// candidates' mean. Its queued work counts in full, so the credit moves few requests at a time.
 func (c *scratch) creditNewRanks(q *Request, v *View, share float64) (found bool) {
 	longest := c.longestHit()
 	if float64(longest) >= share*float64(q.Tokens) {

@@ -20,8 +20,9 @@ const (
 	lastAnswers = 1443
 )
 
-// traffic is what all ingresses together send to an application's ranks, as one Router hears of it: of its
-// own dispatches at once, of the others' when a rank's records name them. Each request counts once.
+// traffic measures what all ingresses together send to an application's ranks, as far as one Router knows: it
+// counts its own dispatches at once, and those of other ingresses when a rank's records name them. Each
+// request counts once.
 type traffic struct {
 	began       time.Duration // of the running period, View.Now
 	work        float64       // ms of prefill that all ingresses sent to ranks in it
@@ -35,7 +36,7 @@ func newTraffic(v *View) traffic {
 	return traffic{began: v.Now, answer: firstAnswer, answers: firstAnswers}
 }
 
-// observe hears of an event under the law of one rank.
+// observe counts an event; law gives the prefill time of its prompt.
 func (t *traffic) observe(v *View, e *Event, law *steptime.Coefficients) {
 	switch {
 	case e.Kind == EvDispatched:
@@ -50,12 +51,12 @@ func (t *traffic) observe(v *View, e *Event, law *steptime.Coefficients) {
 		t.turn(v)
 		return
 	}
-	tokens, hit := int64(small(e.Tokens)), int64(cached(e.Hit, e.Tokens))
+	tokens, hit := int64(clampTokens(e.Tokens)), int64(clampHit(e.Hit, e.Tokens))
 	t.work += law.Prefill(int(tokens-hit), int(hit))
 	t.turn(v)
 }
 
-// turn begins the next period if it is time.
+// turn begins the next period when the current one has ended.
 func (t *traffic) turn(v *View) {
 	spent := v.Now - t.began
 	if spent < trafficPeriod || len(v.Ranks) == 0 {

@@ -2,8 +2,8 @@ package routing
 
 import "slices"
 
-// update applies an event to the view. wake: a queued request may get another answer now. ok false: too late,
-// drop it.
+// update applies an event to the view. wake reports that a queued request may get another decision now; ok is
+// false if the event is too old and must be dropped.
 func (r *Router) update(e *Event) (wake, ok bool) {
 	i, found := r.view.findNear(e.Rank, r.width)
 	switch e.Kind {
@@ -34,7 +34,8 @@ func (r *Router) update(e *Event) (wake, ok bool) {
 	return false, false
 }
 
-// rankUp adds a rank or begins its account anew. An epoch below the highest ever seen is a ghost.
+// rankUp adds a rank or restarts its account. An event with an epoch below the highest one seen comes from an
+// earlier start of the rank and is dropped.
 func (r *Router) rankUp(i int, found bool, e *Event) (wake, ok bool) {
 	if e.Epoch < r.epochs[e.Rank] {
 		return false, false
@@ -57,7 +58,7 @@ func (r *Router) rankUp(i int, found bool, e *Event) (wake, ok bool) {
 	}
 	rk.size(e)
 	r.accounts[i].reset(rk, e.Snapshot, e.Seq, same)
-	r.view.leaveOut()
+	r.view.markLeftOut()
 	return true, true
 }
 
@@ -72,8 +73,8 @@ func (r *Router) dispatched(i int, e *Event) bool {
 	return true
 }
 
-// ticket notes an admission. One of another incarnation ends the bump: that account is not the one in the
-// view.
+// ticket records an admission. A ticket of another incarnation ends the bump, because the view holds another
+// account.
 func (r *Router) ticket(i int, e *Event) (wake bool) {
 	a, rk := &r.accounts[i], &r.view.Ranks[i]
 	if e.Incarnation != rk.Incarnation {
@@ -100,7 +101,7 @@ func (r *Router) record(i int, e *Event) (wake, ok bool) {
 		wake = a.finish(rk, e.ReqID)
 	}
 	a.when = 0
-	return a.reached(rk, e.Seq) || wake, true
+	return a.advanceStream(rk, e.Seq) || wake, true
 }
 
 // rankChange applies what concerns a rank as a whole. An incarnation, if given, must be the current one.
@@ -116,14 +117,14 @@ func (r *Router) rankChange(i int, e *Event) (wake, ok bool) {
 	case EvRankDown:
 		r.view.Ranks = slices.Delete(r.view.Ranks, i, i+1)
 		r.accounts = slices.Delete(r.accounts, i, i+1)
-		r.view.leaveOut()
+		r.view.markLeftOut()
 		return true, true
 	case EvAccepting:
 		rk.Ready = e.Accepting
-		return r.view.leaveOut() || *rk != before, true
+		return r.view.markLeftOut() || *rk != before, true
 	case EvTripped:
 		rk.Tripped = e.N
-		return r.view.leaveOut() || *rk != before, true
+		return r.view.markLeftOut() || *rk != before, true
 	case EvSilent:
 		rk.Silent = e.Silent
 	case EvStatus:
@@ -134,7 +135,7 @@ func (r *Router) rankChange(i int, e *Event) (wake, ok bool) {
 	return *rk != before, true
 }
 
-// configure takes over the application's settings.
+// configure applies the application's settings.
 func (r *Router) configure(c *Config) (wake, ok bool) {
 	if c == nil {
 		return false, false
@@ -146,7 +147,7 @@ func (r *Router) configure(c *Config) (wake, ok bool) {
 	}
 	for i := range v.Ranks {
 		v.Ranks[i].Busy = false
-		v.judge(&v.Ranks[i])
+		v.updateBusy(&v.Ranks[i])
 	}
 	return true, true
 }

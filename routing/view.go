@@ -30,7 +30,7 @@ func (id RankID) Rank() int { return int(id & 0xffff) }
 // String is "GROUP/RANK", as in x-dpserve-rank.
 func (id RankID) String() string { return fmt.Sprintf("%d/%d", id.Group(), id.Rank()) }
 
-// Load is what a rank has in hand, own bumps included. Requests unless said.
+// Load is the open work of a rank, own bumps included, in requests unless a field says otherwise.
 type Load struct {
 	W int // waiting for their prefill
 	F int // prefilling: the first of those whose first token is not known of
@@ -77,8 +77,8 @@ type Rank struct {
 	Slow float64
 }
 
-// Bumps are own dispatches that a rank's records have not named: other ingresses have as many, which nobody
-// here knows of.
+// Bumps counts own dispatches that the rank's records have not named yet. Other ingresses have such
+// dispatches too, which this Router cannot see.
 type Bumps struct {
 	N     int   // requests
 	Q     int64 // tokens: uncached prompt tokens
@@ -86,13 +86,13 @@ type Bumps struct {
 	Pairs int64 // as Rank.Pairs
 }
 
-// Prompts are a number of them, and how long they are together.
+// Prompts is a number of prompts and their total length.
 type Prompts struct {
 	N      int
 	Tokens int64
 }
 
-// slowness is Slow, or the best guess.
+// slowness is Slow; 1 if that is unknown.
 func (rk *Rank) slowness() float64 {
 	if rk.Slow > 0 {
 		return rk.Slow
@@ -103,7 +103,7 @@ func (rk *Rank) slowness() float64 {
 // DefaultBlockSize is the tokens per KV block of a rank that has not said its own: vLLM's default.
 const DefaultBlockSize = 16
 
-// blockSize is the rank's tokens per block, or the best guess.
+// blockSize is the rank's tokens per block, else the request's, else DefaultBlockSize.
 func (rk *Rank) blockSize(q *Request) int {
 	switch {
 	case rk.BlockSize > 0:
@@ -140,7 +140,7 @@ type View struct {
 	Law steptime.Coefficients
 }
 
-// Hit says what one rank holds of a request's prompt.
+// Hit is the part of a request's prompt that one rank holds.
 type Hit struct {
 	Rank   RankID
 	Tokens int32 // leading prompt tokens in the device's cache, whole blocks, at most L-1
@@ -156,7 +156,7 @@ type Override struct {
 	HasRouterTemperature  bool
 }
 
-// Request is what a policy knows of a request.
+// Request is the input of a decision: everything that a policy may read of a request.
 type Request struct {
 	ID        uint64 // unique per ingress process; the key of its bump
 	Tokens    int    // prompt length L
@@ -205,7 +205,7 @@ func (q *Request) findHit(id RankID) *Hit {
 // clamp keeps a hit within 0 to L-1: the last token is always computed.
 func (q *Request) clamp(hit int32) int64 { return max(0, min(int64(hit), int64(q.Tokens)-1)) }
 
-// Kind says what to do with a request.
+// Kind is the outcome of a decision.
 type Kind uint8
 
 // Route to Ranked[0]; Queue until room is freed; Reject now.
@@ -321,7 +321,7 @@ func resize[T any](s *[]T, n int) []T {
 	return *s
 }
 
-// size takes over what a rank says of its KV cache, if it says it.
+// size copies the KV cache's size from an event, if the event has it.
 func (rk *Rank) size(e *Event) {
 	if e.Capacity > 0 {
 		rk.Capacity = e.Capacity
@@ -331,7 +331,7 @@ func (rk *Rank) size(e *Event) {
 	}
 }
 
-// status takes over an engine's report. ok is false for a usage that is no share: the report is dropped and
+// status applies an engine's report. ok is false for a usage outside 0 to 1: the report is dropped and
 // counted.
 func (rk *Rank) status(e *Event) (ok bool) {
 	if e.NoKVUsage {
@@ -351,8 +351,8 @@ func (rk *Rank) status(e *Event) (ok bool) {
 // rank at the threshold would flap with every report. Thresholds below 0.1 release at half.
 const busyMargin = 0.05
 
-// judge sets Busy; freed says that the rank may be picked again.
-func (v *View) judge(rk *Rank) (freed bool) {
+// updateBusy sets Busy; freed reports that the rank may be picked again.
+func (v *View) updateBusy(rk *Rank) (freed bool) {
 	was := rk.Busy
 	switch usage := rk.Usage(); {
 	case !v.HasBusyThreshold:

@@ -43,10 +43,10 @@ func (a *aside) top(h Handle) Handle {
 }
 
 // add keeps one block, in place of the oldest when there are too many.
-func (a *aside) add(ix *Index, b, parent Handle, digest uint64) verdict {
+func (a *aside) add(ix *Index, b, parent Handle, digest uint64) retainResult {
 	if w, ok := a.blocks[b]; ok {
 		if w.parent != parent || w.digest != digest {
-			return clashes
+			return conflicts
 		}
 		w.more++
 		a.blocks[b] = w
@@ -56,7 +56,7 @@ func (a *aside) add(ix *Index, b, parent Handle, digest uint64) verdict {
 	if len(a.blocks) >= maxAside {
 		a.dropOldest(ix)
 	}
-	if !ix.pay(asideBytes) {
+	if !ix.chargeBytes(asideBytes) {
 		return full
 	}
 	if a.blocks == nil {

@@ -2,8 +2,7 @@ package kvindex
 
 import "time"
 
-// Tier is where an engine keeps a block. Tiers are columns of their own: what is on disk is no hit in the
-// GPU.
+// Tier is where an engine keeps a block. Each tier has its own column: a block on disk is no hit in the GPU.
 type Tier uint8
 
 // The tiers.
@@ -14,7 +13,7 @@ const (
 	Sent // not a place: what the rank was sent, by its own record. Its blocks need not be token blocks
 )
 
-// Owner is whom a column belongs to.
+// Owner identifies the rank start that a column belongs to.
 type Owner struct {
 	Rank        uint32 // routing.RankID
 	Tier        Tier
@@ -22,13 +21,13 @@ type Owner struct {
 	Incarnation uint64 // random: equal or not, never older
 }
 
-// place is what at most one column is open for.
+// place is a rank and tier; at most one column is open for it.
 type place struct {
 	rank uint32
 	tier Tier
 }
 
-// Feed is what a column is filled from. Calls of another feed are dropped and counted.
+// Feed is the source that fills a column. Calls of another feed are dropped and counted.
 type Feed uint8
 
 // The feeds.
@@ -48,17 +47,18 @@ type Options struct {
 	BlockSize int
 	// TTL of a record, with FromRecords; 0 is DefaultRecord.
 	TTL time.Duration
-	// Capacity, with FromRecords, is the most blocks the rank holds: over it the least recently recorded go.
-	// 0: no bound.
+	// Capacity, with FromRecords, is the most blocks the rank holds: over it the least recently recorded
+	// blocks are dropped. 0: no bound.
 	Capacity int
-	// Shown columns answer at once; others after Show (a snapshot comes first).
+	// Shown columns are visible to look-ups at once; others after Show, because their snapshot comes first.
 	Shown bool
 }
 
-// DefaultRecord is how long a routed prompt counts as cached while no event says more.
+// DefaultRecord is how long a routed prompt counts as cached without events of the engine.
 const DefaultRecord = 120 * time.Second
 
-// Column is what one incarnation of a rank holds in one tier. Its methods are the writer's.
+// Column is the set of blocks that one incarnation of a rank holds in one tier. Only the writer may call its
+// methods.
 type Column struct {
 	ix    *Index
 	bit   int // -1: closed
@@ -98,17 +98,17 @@ func (c *Column) Orphans() int { return c.orphans }
 // Aside is the number of stored blocks that wait for an unknown parent.
 func (c *Column) Aside() int { return len(c.aside.blocks) }
 
-// BlockSize of the column, 0 until an event told. Requests cut otherwise cannot hit: that is an error to
-// show.
+// BlockSize of the column, 0 until the first event. Requests that are cut into blocks of another size cannot
+// hit; the caller should report that as a fault.
 func (c *Column) BlockSize() int { return c.opt.BlockSize }
 
-// Shown says whether look-ups see the column.
+// Shown reports whether look-ups see the column.
 func (c *Column) Shown() bool { return c.shown }
 
-// Closed says that another incarnation or Close ended the column for good.
+// Closed reports that another incarnation or Close ended the column for good.
 func (c *Column) Closed() bool { return c.bit < 0 }
 
-// usable is whether a call of feed may go on.
+// usable reports whether a call of feed may go on, and counts those that may not.
 func (c *Column) usable(feed Feed) bool {
 	switch {
 	case c.bit < 0:
@@ -123,9 +123,9 @@ func (c *Column) usable(feed Feed) bool {
 
 func (c *Column) has(s slot) bool { return c.ix.holds(s, c.bit) }
 
-// gain sets the column's bit of s, which is not set, and keeps count of orphans: a hole is announced before
-// it can be seen, and taken back after it is gone.
-func (c *Column) gain(s slot) {
+// setHolder sets the column's bit of s, which is not set, and updates the orphans. Readers must never see a
+// hole that is not announced, so the hole is announced before the bit changes and withdrawn after it.
+func (c *Column) setHolder(s slot) {
 	ix := c.ix
 	up := ix.cold(s).parent
 	if up == unknown || up >= firstSlot && !c.has(up) {
@@ -138,8 +138,8 @@ func (c *Column) gain(s slot) {
 	}
 }
 
-// lack clears the column's bit of s, which is set.
-func (c *Column) lack(s slot) {
+// unsetHolder clears the column's bit of s, which is set.
+func (c *Column) unsetHolder(s slot) {
 	ix := c.ix
 	if ix.cold(s).child != none {
 		c.addOrphans(ix.childrenHolding(s, c.bit))
@@ -165,25 +165,25 @@ func (c *Column) addOrphans(n int) {
 	}
 }
 
-// enter and leave keep the account of what is held.
-func (c *Column) enter(hash uint64) { c.count++; c.sum += hash }
+// countBlock and uncountBlock update the number and the sum of the blocks held.
+func (c *Column) countBlock(hash uint64) { c.count++; c.sum += hash }
 
-func (c *Column) leave(hash uint64) { c.count--; c.sum -= hash }
+func (c *Column) uncountBlock(hash uint64) { c.count--; c.sum -= hash }
 
-// lose takes s from the column whatever it is held for; the caller reaps s.
-func (c *Column) lose(s slot, hash uint64) {
+// dropBlock removes s from the column, whatever holds it; the caller calls freeUnheld.
+func (c *Column) dropBlock(s slot, hash uint64) {
 	at, end := c.ends[s]
 	if end {
-		c.unend(s)
+		c.removeEnd(s)
 	}
 	c.side.forgetAliases(c.ix, s)
 	c.stale = true
 	up := c.ix.cold(s).parent
-	c.lack(s)
-	c.leave(hash)
-	c.ix.tell(c, Removed, hash)
+	c.unsetHolder(s)
+	c.uncountBlock(hash)
+	c.ix.notify(c, Removed, hash)
 	if end {
-		c.cover(up, at)
+		c.addEndAbove(up, at)
 	}
 }
 
@@ -206,22 +206,22 @@ func (c *Column) Close() {
 		return
 	}
 	ix := c.ix
-	ix.tell(c, Cleared, 0)
+	ix.notify(c, Cleared, 0)
 	delete(ix.owners, place{c.owner.Rank, c.owner.Tier})
 	c.drop()
 	c.bit = -1
 	ix.publish()
 }
 
-// Clear empties the column (AllBlocksCleared); the owner keeps it. Constant time: the blocks move to a dying
-// column.
+// Clear empties the column (AllBlocksCleared); the owner keeps it. It takes constant time: the blocks move to
+// a column that Sweep clears.
 func (c *Column) Clear() {
 	if c.bit < 0 {
 		c.ix.counters.Fenced++
 		return
 	}
 	ix := c.ix
-	ix.tell(c, Cleared, 0)
+	ix.notify(c, Cleared, 0)
 	c.drop()
 	ix.publish()
 	c.bit = ix.bit() // there is one: the old, once it is swept
@@ -229,7 +229,7 @@ func (c *Column) Clear() {
 	ix.publish()
 }
 
-// drop forgets what the column holds and leaves its bit to Sweep.
+// drop empties the column and leaves its bit to Sweep.
 func (c *Column) drop() {
 	ix := c.ix
 	ix.columns[c.bit] = nil
@@ -240,7 +240,7 @@ func (c *Column) drop() {
 	c.count, c.sum, c.orphans, c.endFee, c.stale = 0, 0, 0, 0, false
 }
 
-// Change is what a Delta says.
+// Change is the kind of a Delta.
 type Change uint8
 
 // The changes.
@@ -259,8 +259,8 @@ type Delta struct {
 	Hashes []uint64
 }
 
-// Apply takes a delta over. Storing what is held and removing what is not change nothing. A chain that
-// contradicts a block's known place or runs in a circle is dropped from there on. FromDeltas.
+// Apply applies a delta. Storing a held block and removing a block that is not held change nothing. A chain
+// that contradicts a block's known parent or forms a cycle is dropped from there on. FromDeltas.
 func (c *Column) Apply(d Delta) {
 	if !c.usable(FromDeltas) {
 		return
@@ -275,38 +275,38 @@ func (c *Column) Apply(d Delta) {
 	}
 }
 
-// put stores a chain behind parent, which need not be held or known.
+// put stores a chain behind parent; the parent need not be held or known.
 func (c *Column) put(parent uint64, hashes []uint64) {
 	if len(hashes) == 0 {
 		return
 	}
 	ix := c.ix
-	ix.warmHashes(hashes)
-	up, ok := ix.place(parent)
+	ix.prefetchHashes(hashes)
+	up, ok := ix.findOrAddParent(parent)
 	ix.pin = up
 	for i := 0; ok && i < len(hashes); i++ {
-		if up, ok = ix.descend(up, hashes[i]); ok {
+		if up, ok = ix.findOrAddChild(up, hashes[i]); ok {
 			ix.pin = up
-			c.settle(up, hashes[i])
+			c.hold(up, hashes[i])
 		}
 	}
 	ix.unpin()
 	ix.endRun(c)
 }
 
-// settle makes the column hold s.
-func (c *Column) settle(s slot, hash uint64) {
+// hold makes the column hold s.
+func (c *Column) hold(s slot, hash uint64) {
 	if c.has(s) {
 		c.ix.endRun(c) // the chain goes on with a block that was held
 		return
 	}
-	c.gain(s)
-	c.enter(hash)
+	c.setHolder(s)
+	c.countBlock(hash)
 	c.ix.addRun(hash, c.ix.cold(s).parent)
 }
 
-// remove takes blocks from a column fed by hash, the last first: what stays is closed under prefixes at every
-// moment.
+// remove removes blocks of a column that is fed by hash, the last first, so that the column is closed under
+// prefixes at every moment.
 func (c *Column) remove(hashes []uint64) {
 	for i := len(hashes) - 1; i >= 0; i-- {
 		s := c.ix.table.find(&c.ix.pool, hashes[i])
@@ -318,12 +318,12 @@ func (c *Column) remove(hashes []uint64) {
 	}
 }
 
-// release ends the holding of s.
+// release removes s from the column.
 func (c *Column) release(s slot, hash uint64) {
-	c.lack(s)
-	c.leave(hash)
-	c.ix.tell(c, Removed, hash)
-	c.ix.reap(s)
+	c.unsetHolder(s)
+	c.uncountBlock(hash)
+	c.ix.notify(c, Removed, hash)
+	c.ix.freeUnheld(s)
 }
 
 // Snapshot hands out what the column holds as Stored deltas of at most n hashes, such that applying them to
@@ -356,7 +356,7 @@ func (c *Column) Snapshot(n int, emit func(Delta)) {
 	}
 }
 
-// continues says that s comes in the run of its parent.
+// continues reports whether Snapshot emits s in the run of its parent.
 func (c *Column) continues(s slot) bool {
 	up := c.ix.cold(s).parent
 	return up >= firstSlot && c.ix.cold(up).child == s && c.has(up)
@@ -371,12 +371,12 @@ func (c *Column) resolve(h Handle) slot {
 	return r.slot
 }
 
-// fresh says that the record's block is still there.
+// fresh reports whether the record's block is still held.
 func (c *Column) fresh(r *record) bool {
 	return uint32(c.ix.hash(r.slot)) == r.proof && c.has(r.slot) //nolint:gosec // the low half is wanted
 }
 
-// bind records that h names s; old is what find says of h. False if there is no room for it.
+// bind records that h names s; old is the result of find for h. False if there is no room.
 func (c *Column) bind(old *record, h Handle, s slot, hash uint64) bool {
 	r := record{handle: h, slot: s, proof: uint32(hash)} //nolint:gosec // the low half is wanted
 	if old != nil {
@@ -401,8 +401,8 @@ func (c *Column) unbind(seg *handleSegment, i int) {
 	c.ix.handles--
 }
 
-// grow makes room for one more record: by taking out stale ones, by memory, or by evictions that make records
-// stale.
+// grow makes room for one more record: it removes stale records, allocates memory, or evicts blocks, which
+// makes records stale.
 func (c *Column) grow(seg *handleSegment) bool {
 	c.purge(seg)
 	if c.resize(seg) {
@@ -423,7 +423,7 @@ func (c *Column) resize(seg *handleSegment) bool {
 	if (seg.n+1)*handleLoadDen <= len(seg.records)*handleLoadNum && want >= len(seg.records)/2 {
 		return true
 	}
-	if !c.ix.pay((want - len(seg.records)) * recordBytes) {
+	if !c.ix.chargeBytes((want - len(seg.records)) * recordBytes) {
 		return false
 	}
 	seg.rebuild(want)
@@ -446,17 +446,17 @@ func (c *Column) purge(seg *handleSegment) {
 	}
 }
 
-// An apply reads a handful of places spread over tens of megabytes, and its atomic writes keep the processor
-// from fetching the next block's meanwhile. So an event's blocks are first looked at all together, when the
-// reads overlap: about twice as many applies per second. So hand over whole events, and in one call the
-// removals that follow each other.
+// An apply reads a few words spread over tens of megabytes, and its atomic writes keep the processor from
+// fetching those of the next block meanwhile. So the column first reads the words of all blocks of an event,
+// where the reads overlap: that doubles the applies per second. Callers should therefore pass whole events,
+// and consecutive removals in one call.
 
-// warmLeast is the event size from which that pays.
-const warmLeast = 4
+// prefetchMin is the number of blocks from which prefetching is faster.
+const prefetchMin = 4
 
-// warmStore fetches what storing blocks under hashes will read.
-func (c *Column) warmStore(blocks []Handle, hashes []uint64) {
-	if len(blocks) < warmLeast {
+// prefetchStore fetches what storing blocks under hashes will read.
+func (c *Column) prefetchStore(blocks []Handle, hashes []uint64) {
+	if len(blocks) < prefetchMin {
 		return
 	}
 	sum := uint64(0)
@@ -466,12 +466,12 @@ func (c *Column) warmStore(blocks []Handle, hashes []uint64) {
 	for _, hash := range hashes {
 		sum += c.ix.table.peek(hash)
 	}
-	c.ix.warmth += sum
+	c.ix.prefetched += sum
 }
 
-// warmRemove fetches what removing blocks will read: records, then slots, then the table.
-func (c *Column) warmRemove(blocks []Handle) {
-	if len(blocks) < warmLeast {
+// prefetchRemove fetches what removing blocks will read: records, then slots, then the table.
+func (c *Column) prefetchRemove(blocks []Handle) {
+	if len(blocks) < prefetchMin {
 		return
 	}
 	ix := c.ix
@@ -492,5 +492,5 @@ func (c *Column) warmRemove(blocks []Handle) {
 	for _, hash := range ix.scratch {
 		sum += ix.table.peek(hash)
 	}
-	ix.warmth += sum
+	ix.prefetched += sum
 }

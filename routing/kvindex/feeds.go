@@ -31,15 +31,15 @@ func indexed(kind string) bool {
 	}
 }
 
-// maxGroups is how many attention groups of a column are remembered as left out; models have a handful.
+// maxGroups bounds the attention groups of a column that are remembered as left out; models have a handful.
 const maxGroups = 64
 
-// Stored applies a BlockStored: hashes are computed from the tokens, the engine's own are handles. Per
-// physical copy: each further Stored of a block wants a further Removed. An event that is malformed or
-// contradicts itself is dropped whole and counted. Blocks behind an unknown parent are kept aside until it is
-// stored. FromEvents.
+// Stored applies a BlockStored: hashes are computed from the tokens, the engine's own are handles. Blocks
+// count per physical copy: each further Stored of a block needs a further Removed. An event that is malformed
+// or contradicts itself is dropped whole and counted. Blocks behind an unknown parent are kept aside until it
+// is stored. FromEvents.
 func (c *Column) Stored(h Hasher, ev *StoredEvent) {
-	if !c.usable(FromEvents) || !c.admits(ev) {
+	if !c.usable(FromEvents) || !c.isValid(ev) {
 		return
 	}
 	ix := c.ix
@@ -56,8 +56,8 @@ func (c *Column) Stored(h Hasher, ev *StoredEvent) {
 	c.attachAside(h, ev.Blocks[at:])
 }
 
-// admits checks an event by itself.
-func (c *Column) admits(ev *StoredEvent) bool {
+// isValid checks an event without its context and counts its fault.
+func (c *Column) isValid(ev *StoredEvent) bool {
 	n := &c.ix.counters
 	switch {
 	case !c.groupIndexed(ev.Group, ev.Kind):
@@ -87,7 +87,8 @@ func contains(blocks []Handle, h Handle) bool {
 	return false
 }
 
-// groupIndexed says whether a group counts, and remembers those that do not: removals name no kind.
+// groupIndexed reports whether a group is indexed, and remembers those that are not: removals do not name the
+// kind.
 func (c *Column) groupIndexed(group int, kind string) bool {
 	if indexed(kind) {
 		_, out := c.filtered[group]
@@ -102,16 +103,16 @@ func (c *Column) groupIndexed(group int, kind string) bool {
 	return false
 }
 
-// attach stores the event's blocks from at on behind up, whose hash is prev. A block that is known elsewhere
-// undoes the whole event: nothing of it stays.
+// attach stores the event's blocks from at on behind up, whose hash is prev. If a block is known under
+// another parent, the whole event is undone.
 func (c *Column) attach(h Hasher, ev *StoredEvent, at int, prev uint64, up slot) {
 	ix := c.ix
 	ix.scratch = ev.hashes(h, ix.scratch[:0], at, prev)
-	c.warmStore(ev.Blocks[at:], ix.scratch)
+	c.prefetchStore(ev.Blocks[at:], ix.scratch)
 	ix.pin = up
 	for i, hash := range ix.scratch {
 		s, v := c.retain(ev.Blocks[at+i], hash, up, 0)
-		if v == clashes {
+		if v == conflicts {
 			ix.counters.Cycle++
 			ix.unpin()
 			ix.endRun(c)
@@ -142,23 +143,23 @@ func (ev *StoredEvent) hashes(h Hasher, dst []uint64, at int, prev uint64) []uin
 	return dst
 }
 
-// verdict of retain.
-type verdict uint8
+// retainResult is the result of retain.
+type retainResult uint8
 
 const (
-	kept    verdict = iota
-	full            // no room
-	clashes         // the handle or the hash is known elsewhere
+	kept      retainResult = iota
+	full                   // no room
+	conflicts              // the handle or the hash is known elsewhere
 )
 
 // retain stores one block: 1 + more copies under a handle. On success it is pinned.
-func (c *Column) retain(name Handle, hash uint64, up slot, more uint32) (slot, verdict) {
+func (c *Column) retain(name Handle, hash uint64, up slot, more uint32) (slot, retainResult) {
 	ix := c.ix
 	r := c.handles.find(name)
 	if r != nil && c.fresh(r) {
 		s := r.slot
 		if ix.hash(s) != hash {
-			return none, clashes
+			return none, conflicts
 		}
 		c.addCopies(name, 1+more)
 		ix.endRun(c)
@@ -170,11 +171,11 @@ func (c *Column) retain(name Handle, hash uint64, up slot, more uint32) (slot, v
 		if s = ix.add(hash, up); s == none {
 			return none, full
 		}
-	} else if ix.cold(s).parent != up && !ix.adopt(s, up) {
-		return none, clashes
+	} else if ix.cold(s).parent != up && !ix.setParent(s, up) {
+		return none, conflicts
 	}
 	ix.pin = s
-	if !c.bind(r, name, s, hash) { // nothing since find has moved r: evictions leave records alone
+	if !c.bind(r, name, s, hash) { // r is still valid: evictions do not move records
 		ix.counters.Refused++
 		return none, full
 	}
@@ -186,21 +187,23 @@ func (c *Column) retain(name Handle, hash uint64, up slot, more uint32) (slot, v
 	if c.has(s) {
 		c.side.alias(ix, s)
 	}
-	c.settle(s, hash)
+	c.hold(s, hash)
 	return s, kept
 }
 
-// addCopies counts n more copies of a block, unless the engine repeats itself.
+// addCopies counts n more copies of a block, unless the engine is known to store blocks again without
+// removing them.
 func (c *Column) addCopies(name Handle, n uint32) {
 	if !c.once {
 		c.side.copy(c.ix, name, n)
 	}
 }
 
-// LimitCopies holds the column against the number of blocks that its engine has; cleared says that it was
-// emptied. An engine that has told of more copies than that stores some of them again without having removed
-// them (vLLM does when a request asks it to report whole prompts): each removal takes one copy away, so
-// blocks that it has no more would stay for ever. From then on a block stored again counts once. FromEvents.
+// LimitCopies compares the column with the number of blocks that its engine has; cleared reports that it
+// emptied the column. An engine that reported more copies than it has blocks stores some of them again
+// without having removed them (vLLM does when a request asks it to report whole prompts). Each removal
+// removes one copy, so evicted blocks would stay for ever. From then on a block that is stored again counts
+// once. FromEvents.
 func (c *Column) LimitCopies(blocks int) (cleared bool) {
 	if c.once || blocks <= 0 || c.count+c.side.n <= blocks || !c.usable(FromEvents) {
 		return false
@@ -211,7 +214,7 @@ func (c *Column) LimitCopies(blocks int) (cleared bool) {
 	return true
 }
 
-// Removed applies a BlockRemoved: one physical copy less of each. FromEvents.
+// Removed applies a BlockRemoved: it removes one physical copy of each block. FromEvents.
 func (c *Column) Removed(group int, blocks []Handle) {
 	if !c.usable(FromEvents) {
 		return
@@ -223,9 +226,9 @@ func (c *Column) Removed(group int, blocks []Handle) {
 	c.removeAll(blocks)
 }
 
-// removeAll takes a copy of each block away, the last first.
+// removeAll removes a copy of each block, the last block first.
 func (c *Column) removeAll(blocks []Handle) {
-	c.warmRemove(blocks)
+	c.prefetchRemove(blocks)
 	for i := len(blocks) - 1; i >= 0; i-- {
 		c.removeCopy(blocks[i])
 	}
@@ -253,8 +256,9 @@ func (c *Column) removeCopy(name Handle) {
 	}
 }
 
-// setAside keeps the event's blocks, whose parent is unknown. It stops at a block that is held: at and up say
-// where the chain goes on. up is none if all were kept, or the event was dropped.
+// setAside keeps the event's blocks, whose parent is unknown, until the parent is stored. It stops at a block
+// that is held; the chain continues there, at index at behind slot up. up is none if all blocks were kept or
+// the event was dropped.
 func (c *Column) setAside(h Hasher, ev *StoredEvent) (at int, up slot) {
 	if contains(ev.Blocks, c.aside.top(ev.Parent)) {
 		c.ix.counters.Cycle++
@@ -269,7 +273,7 @@ func (c *Column) setAside(h Hasher, ev *StoredEvent) (at int, up slot) {
 			return i + 1, s
 		}
 		switch c.aside.add(c.ix, b, parent, d) {
-		case clashes:
+		case conflicts:
 			c.ix.counters.Conflict++
 			c.removeAll(ev.Blocks[:i])
 			return 0, none
@@ -283,7 +287,7 @@ func (c *Column) setAside(h Hasher, ev *StoredEvent) (at int, up slot) {
 	return 0, none
 }
 
-// attachAside stores what waited for these blocks, and what waited for that.
+// attachAside stores the blocks that waited for these blocks, and recursively those that waited for them.
 func (c *Column) attachAside(h Hasher, blocks []Handle) {
 	if len(c.aside.blocks) == 0 {
 		return
@@ -310,7 +314,7 @@ func (c *Column) attachOne(h Hasher, parent, b Handle) bool {
 	w, copies := c.aside.take(ix, b)
 	ix.pin = up
 	_, v := c.retain(b, h.fold(ix.hash(up), w.digest), up, copies-1)
-	if v == clashes {
+	if v == conflicts {
 		ix.counters.Conflict++
 	}
 	ix.unpin()
@@ -319,8 +323,8 @@ func (c *Column) attachOne(h Hasher, parent, b Handle) bool {
 }
 
 // A record holds the blocks of every prompt that was routed and has not expired. Only a prompt's last block,
-// its end, has a time (Column.ends): each block in front of it is held because one behind it is. So a prompt
-// that is known costs a few look-ups to renew, however long it is. A held block without a held child is an
+// its end, has an expiry (Column.ends); the blocks in front of it are held because a block behind them is. So
+// renewing a known prompt costs a few look-ups, however long it is. A held block without a held child is an
 // end.
 
 // Recorded is what one Record did.
@@ -330,12 +334,12 @@ type Recorded struct {
 }
 
 // Record counts a routed prompt's blocks as cached on the rank for Options.TTL from now; each routing renews
-// them. Over Options.Capacity the least recently recorded go. FromRecords.
+// them. Over Options.Capacity the least recently recorded blocks are dropped. FromRecords.
 func (c *Column) Record(hashes []uint64, now time.Duration) Recorded {
 	if !c.usable(FromRecords) || len(hashes) == 0 {
 		return Recorded{}
 	}
-	if !c.payEnd() {
+	if !c.chargeEnd() {
 		c.ix.counters.Refused++
 		return Recorded{}
 	}
@@ -350,8 +354,8 @@ func (c *Column) Record(hashes []uint64, now time.Duration) Recorded {
 	return r
 }
 
-// Withdraw takes a Record back, because its request was not served: all blocks behind the first keep, as far
-// as no other prompt that was recorded goes through them. at is its Recorded.At. FromRecords.
+// Withdraw undoes a Record whose request was not served: it drops all blocks behind the first keep that no
+// other recorded prompt contains. at is the Record's Recorded.At. FromRecords.
 func (c *Column) Withdraw(hashes []uint64, keep int, at time.Duration) {
 	if !c.usable(FromRecords) {
 		return
@@ -365,16 +369,17 @@ func (c *Column) Withdraw(hashes []uint64, keep int, at time.Duration) {
 	if !ok || end > at {
 		return
 	}
-	c.unend(s)
-	for ; n > keep && c.loose(s); n-- {
+	c.removeEnd(s)
+	for ; n > keep && c.isUnneeded(s); n-- {
 		up := c.ix.cold(s).parent
 		c.leaveRecord(s)
 		s = up
 	}
-	c.cover(s, end)
+	c.addEndAbove(s, end)
 }
 
-// Trim drops the n least recently recorded blocks: the engine removed as many of its own. FromRecords.
+// Trim drops the n least recently recorded blocks, because the engine evicted as many of its own.
+// FromRecords.
 func (c *Column) Trim(n int) {
 	if c.usable(FromRecords) {
 		c.trimTo(max(0, c.count-n))
@@ -388,7 +393,7 @@ func (c *Column) SetCapacity(blocks int) {
 	}
 }
 
-// Expires says when the first of what is held for a time may expire; false if there is nothing.
+// Expires returns the time at which the first record may expire; false if there is none.
 func (c *Column) Expires() (at time.Duration, ok bool) {
 	if len(c.prompts) == 0 {
 		return 0, false
@@ -396,13 +401,13 @@ func (c *Column) Expires() (at time.Duration, ok bool) {
 	return c.prompts[0].at, true
 }
 
-// Holds says whether the column holds the block.
+// Holds reports whether the column holds the block.
 func (c *Column) Holds(hash uint64) bool {
 	s := c.ix.table.find(&c.ix.pool, hash)
 	return s != none && c.has(s)
 }
 
-// depth is how many leading blocks the column holds.
+// depth is the number of leading blocks that the column holds.
 func (c *Column) depth(hashes []uint64) int {
 	if c.orphans == 0 { // closed under prefixes
 		return sort.Search(len(hashes), func(i int) bool { return !c.Holds(hashes[i]) })
@@ -414,22 +419,22 @@ func (c *Column) depth(hashes []uint64) int {
 	return n
 }
 
-// extend holds the blocks behind the first held ones and gives the last that found room; none if there is not
-// one.
+// extend adds the blocks behind the first held ones and returns the last one that is held; none if there is
+// none.
 func (c *Column) extend(hashes []uint64, held int) slot {
 	ix, last := c.ix, none
 	if held > 0 {
 		last = ix.table.find(&ix.pool, hashes[held-1])
 	}
 	ix.pin = last
-	ix.warmHashes(hashes[held:])
+	ix.prefetchHashes(hashes[held:])
 	for _, hash := range hashes[held:] {
-		s, ok := ix.descend(last, hash)
+		s, ok := ix.findOrAddChild(last, hash)
 		if !ok {
 			break
 		}
 		ix.pin = s
-		c.settle(s, hash)
+		c.hold(s, hash)
 		last = s
 	}
 	ix.unpin()
@@ -437,32 +442,33 @@ func (c *Column) extend(hashes []uint64, held int) slot {
 	return last
 }
 
-// loose says that s is held and nothing needs it: it is no end, and no child is held.
-func (c *Column) loose(s slot) bool {
+// isUnneeded reports whether s is held without a reason: it is no end, and no child is held.
+func (c *Column) isUnneeded(s slot) bool {
 	return s >= firstSlot && c.has(s) && !c.isEnd(s) && !c.ix.holdsChild(s, c.bit)
 }
 
-// leaveRecord ends the holding of s.
+// leaveRecord removes s from the column.
 func (c *Column) leaveRecord(s slot) { c.release(s, c.ix.hash(s)) }
 
-// payEnd charges for one more prompt with an end of its own, at the cost of the oldest if need be.
-func (c *Column) payEnd() bool {
-	if !c.payPrompt() {
+// chargeEnd charges the bytes of one more prompt with an end of its own; if the cap leaves no room, it drops
+// the oldest prompts.
+func (c *Column) chargeEnd() bool {
+	if !c.chargePrompt() {
 		return false
 	}
-	for !c.ix.pay(endBytes) {
+	for !c.ix.chargeBytes(endBytes) {
 		if len(c.prompts) == 0 {
 			c.endFee -= promptBytes
 			c.ix.charge -= promptBytes
 			return false
 		}
-		c.lapseRecord(-1)
+		c.shortenOldestPrompt(-1)
 	}
 	c.endFee += endBytes
 	return true
 }
 
-// setEnd makes s, paid for by payEnd, the end of a prompt that expires at.
+// setEnd makes s the end of a prompt that expires at the given time. chargeEnd has charged for it.
 func (c *Column) setEnd(s slot, at time.Duration) {
 	if s == none || !c.has(s) {
 		c.endFee -= promptBytes + endBytes
@@ -480,12 +486,12 @@ func (c *Column) setEnd(s slot, at time.Duration) {
 	c.addPrompt(prompt{at, s, c.ix.hash(s)})
 }
 
-// cover makes s the end of what went on behind it until at, if nothing else needs s; without room for that, s
-// goes too.
-func (c *Column) cover(s slot, at time.Duration) {
-	for c.loose(s) {
-		if c.payEnd() {
-			if c.loose(s) {
+// addEndAbove makes s, the parent of a dropped end, an end that expires at the given time, if nothing else
+// needs s. Without room for the end it drops s and goes on with its parent.
+func (c *Column) addEndAbove(s slot, at time.Duration) {
+	for c.isUnneeded(s) {
+		if c.chargeEnd() {
+			if c.isUnneeded(s) {
 				c.setEnd(s, at)
 			} else {
 				c.setEnd(none, at) // what was dropped for the room was what s belonged to
@@ -498,17 +504,17 @@ func (c *Column) cover(s slot, at time.Duration) {
 	}
 }
 
-// lapseRecord drops the blocks of the oldest prompt that no other prompt goes through, the last first; at
-// most n if n is not negative: then the prompt stays with the rest.
-func (c *Column) lapseRecord(n int) {
+// shortenOldestPrompt drops the blocks of the oldest prompt that no other prompt contains, the last block
+// first. If n is not negative, it drops at most n blocks, and the prompt keeps the rest.
+func (c *Column) shortenOldestPrompt(n int) {
 	p := c.prompts[0]
 	s := p.leaf
 	if at, ok := c.ends[s]; !ok || at != p.at || c.ix.hash(s) != p.hash {
 		c.popPrompt() // renewed since, or gone
 		return
 	}
-	c.unend(s)
-	for c.loose(s) {
+	c.removeEnd(s)
+	for c.isUnneeded(s) {
 		if n == 0 {
 			c.ends[s] = p.at
 			c.endFee += endBytes
@@ -528,12 +534,12 @@ func (c *Column) lapseRecord(n int) {
 // trimTo drops the least recently recorded blocks until n are left.
 func (c *Column) trimTo(n int) {
 	for c.count > n && len(c.prompts) > 0 {
-		c.lapseRecord(c.count - n)
+		c.shortenOldestPrompt(c.count - n)
 	}
 }
 
-// prompt is what was routed at one time: every block from leaf up to block 0 lives until at, unless a later
-// prompt renewed it. Prompts are kept by expiry, so that the oldest goes first, its last block first.
+// prompt is one Record: every block from leaf up to block 0 lives until at, unless a later prompt renewed it.
+// Prompts are sorted by expiry, so that the oldest is dropped first.
 type prompt struct {
 	at   time.Duration
 	leaf slot
@@ -546,26 +552,26 @@ const (
 	maxPrompts  = 1 << 18 // per column; beyond it the oldest expires early
 )
 
-// isEnd says that a recorded prompt ends with s.
+// isEnd reports whether a recorded prompt ends with s.
 func (c *Column) isEnd(s slot) bool {
 	_, ok := c.ends[s]
 	return ok
 }
 
-func (c *Column) unend(s slot) {
+func (c *Column) removeEnd(s slot) {
 	delete(c.ends, s)
 	c.endFee -= endBytes
 	c.ix.charge -= endBytes
 }
 
-// payPrompt charges for one more prompt, at the cost of the oldest if need be.
-func (c *Column) payPrompt() bool {
+// chargePrompt charges the bytes of one more prompt; if the cap leaves no room, it drops the oldest prompt.
+func (c *Column) chargePrompt() bool {
 	if len(c.prompts) >= maxPrompts {
-		c.lapse()
+		c.dropOldestPrompt()
 	}
-	if !c.ix.pay(promptBytes) {
-		c.lapse()
-		if !c.ix.pay(promptBytes) {
+	if !c.ix.chargeBytes(promptBytes) {
+		c.dropOldestPrompt()
+		if !c.ix.chargeBytes(promptBytes) {
 			return false
 		}
 	}
@@ -573,7 +579,7 @@ func (c *Column) payPrompt() bool {
 	return true
 }
 
-// addPrompt puts p, which is paid for, behind those that expire no later.
+// addPrompt inserts p behind the prompts that expire no later. chargePrompt has charged for it.
 func (c *Column) addPrompt(p prompt) {
 	n := len(c.prompts)
 	i := n
@@ -583,21 +589,21 @@ func (c *Column) addPrompt(p prompt) {
 	c.prompts = slices.Insert(c.prompts, i, p)
 }
 
-// expire ends what was held until now.
+// expire drops the prompts whose time is over.
 func (c *Column) expire(now time.Duration) {
 	for len(c.prompts) > 0 && c.prompts[0].at <= now {
-		c.lapse()
+		c.dropOldestPrompt()
 	}
 }
 
-// lapse drops the oldest prompt, if there is one.
-func (c *Column) lapse() {
+// dropOldestPrompt drops the oldest prompt, if there is one.
+func (c *Column) dropOldestPrompt() {
 	if len(c.prompts) > 0 {
-		c.lapseRecord(-1)
+		c.shortenOldestPrompt(-1)
 	}
 }
 
-// popPrompt forgets the oldest prompt.
+// popPrompt removes the oldest prompt from the list.
 func (c *Column) popPrompt() {
 	c.prompts = c.prompts[1:]
 	c.endFee -= promptBytes

@@ -1,5 +1,6 @@
-// Package kvindex knows, per rank, which prefixes of prompts its engine holds. One writer applies what the
-// ranks' streams say; any number of readers ask without a lock. It is pure: no clock, goroutine or IO.
+// Package kvindex records, per rank, which prefixes of prompts its engine holds. One writer applies the
+// ranks' streams; any number of readers look prompts up without a lock. It is pure: no clock, goroutine or
+// IO.
 package kvindex
 
 import (
@@ -17,20 +18,20 @@ const (
 	DefaultColumns = 64
 	MaxColumns     = 1 << 14
 	wordBits       = 64
-	tick           = 100 * time.Millisecond // how finely matches are told apart by age
+	tick           = 100 * time.Millisecond // the resolution of ages of matches
 )
 
 // Config sizes an index.
 type Config struct {
 	// Columns is how many (rank, tier, incarnation) triples fit at once, rounded up to a multiple of 64; 0 is
-	// DefaultColumns. A column that was replaced counts until it is swept: leave room for restarts. 8 more
-	// bytes per block for every 64.
+	// DefaultColumns. A replaced column counts until it is swept, so leave room for restarts. Every 64
+	// columns cost 8 more bytes per block.
 	Columns int
-	// Bytes is the hard cap, 0 is DefaultBytes: over it the least recently matched leaves go. It counts what
-	// the index allocates; garbage that the collector has not taken yet comes on top.
+	// Bytes is the hard cap, 0 is DefaultBytes: over it the index evicts the least recently matched leaves.
+	// It counts the index's allocations, without garbage that the collector has not freed yet.
 	Bytes int
-	// OnChange, if set, hears of every change of what a column holds, in order and inside the writer's call:
-	// the record that the replica's stream carries. Hashes is valid during the call only.
+	// OnChange, if set, is called for every change of a column's blocks, in order and inside the writer's
+	// call; the replica's stream sends these as records. Hashes is valid during the call only.
 	OnChange func(*Column, Delta)
 }
 
@@ -43,7 +44,7 @@ type Index struct {
 	table  *table
 	leaves leaves
 	noted  slot // a leaf that is not in leaves yet
-	pin    slot // the end of the chain that is being stored: not to be evicted
+	pin    slot // the end of the chain that is being stored; it is not evicted
 
 	live   atomic.Pointer[liveSet]
 	holed  []atomic.Uint64 // columns with orphans: not closed under prefixes
@@ -60,12 +61,12 @@ type Index struct {
 	sweep   sweep
 	handles int // in all columns
 
-	onChange func(*Column, Delta)
-	run      run
-	scratch  []uint64 // hashes of the event at hand
-	slots    []slot   // slots of the event at hand
-	warmth   uint64   // what warming loads ends up here, or the compiler would leave it out
-	counters Counters
+	onChange   func(*Column, Delta)
+	run        run
+	scratch    []uint64 // hashes of the current event
+	slots      []slot   // slots of the current event
+	prefetched uint64   // what warming loads ends up here, or the compiler would leave it out
+	counters   Counters
 }
 
 // What can go wrong with New and Open.
@@ -107,8 +108,8 @@ func New(c Config) (*Index, error) {
 	return ix, nil
 }
 
-// Advance tells the time (monotonic, any origin; going back is ignored): matches from now on are younger than
-// those before, and what was stored for a limited time expires.
+// Advance sets the time (monotonic, any origin; going back is ignored). Later matches are younger than
+// earlier ones, and records expire.
 func (ix *Index) Advance(now time.Duration) {
 	if now <= ix.now {
 		return
@@ -122,8 +123,8 @@ func (ix *Index) Advance(now time.Duration) {
 	}
 }
 
-// pay charges n bytes, unless that goes over the cap.
-func (ix *Index) pay(n int) bool {
+// chargeBytes charges n bytes against the cap; false if that would exceed it.
+func (ix *Index) chargeBytes(n int) bool {
 	if ix.charge+n > ix.cap {
 		return false
 	}
@@ -133,7 +134,7 @@ func (ix *Index) pay(n int) bool {
 
 // add makes a slot for hash under parent; none if the cap leaves no room. The parent is pinned by the caller.
 func (ix *Index) add(hash uint64, parent slot) slot {
-	s := ix.vacant()
+	s := ix.allocateSlot()
 	if s == none {
 		ix.counters.Refused++
 		return none
@@ -144,15 +145,16 @@ func (ix *Index) add(hash uint64, parent slot) slot {
 	return s
 }
 
-// vacant is a free slot: a used one, one of a new chunk, or that of the least recently matched leaf.
-func (ix *Index) vacant() slot {
+// allocateSlot returns a free slot: a freed one, one of a new chunk, or the slot of the least recently
+// matched leaf, which it evicts.
+func (ix *Index) allocateSlot() slot {
 	if s := ix.take(); s != none {
 		return s
 	}
 	// A new chunk leaves room for the handles that its slots will need at the present number of holders.
 	need := ix.chargePerChunk()
 	if reserve := chunkSlots * ix.handles / max(ix.pool.live, 1) * handleReserve; ix.n < len(ix.chunks) &&
-		ix.charge+need+reserve <= ix.cap && ix.pay(need) {
+		ix.charge+need+reserve <= ix.cap && ix.chargeBytes(need) {
 		ix.addChunk()
 		return ix.take()
 	}
@@ -160,8 +162,9 @@ func (ix *Index) vacant() slot {
 	return ix.take()
 }
 
-// reap frees s if nothing needs it, and then its ancestors that only it kept.
-func (ix *Index) reap(s slot) {
+// freeUnheld frees s if no column holds it and it has no child, and then its ancestors for which the same
+// became true.
+func (ix *Index) freeUnheld(s slot) {
 	for s >= firstSlot && s != ix.pin {
 		c := ix.cold(s)
 		if c.child != none {
@@ -183,19 +186,19 @@ func (ix *Index) reap(s slot) {
 	}
 }
 
-// unpin ends the storing of a chain: its last block is as young as can be.
+// unpin ends the storing of a chain and marks its last block as used now.
 func (ix *Index) unpin() {
 	s := ix.pin
 	ix.pin = none
 	if s >= firstSlot {
 		ix.cold(s).stamp.Store(ix.ticks.Load())
-		ix.reap(s)
+		ix.freeUnheld(s)
 	}
 }
 
-// adopt gives a ghost that was only named its parent; false if that would close a circle or contradicts its
-// place.
-func (ix *Index) adopt(s, parent slot) bool {
+// setParent sets the parent of a ghost, a slot that so far was only named as a parent. It returns false if
+// that would form a cycle or contradicts the slot's known parent.
+func (ix *Index) setParent(s, parent slot) bool {
 	c := ix.cold(s)
 	if c.parent == parent {
 		return s != parent
@@ -212,11 +215,11 @@ func (ix *Index) adopt(s, parent slot) bool {
 	return true
 }
 
-func trailing(x uint64) int { return bits.TrailingZeros64(x) }
+func trailingZeros(x uint64) int { return bits.TrailingZeros64(x) }
 
-// Open gives o a fresh column, in place of the one its rank and tier had: that one is masked at once, closed,
-// and swept later. The same owner may open again: a gap in its stream is mended by a snapshot into a fresh
-// column. A lower epoch than ever seen for the place is ErrFenced.
+// Open gives o a new column that replaces the one of its rank and tier: the old column is masked at once,
+// closed, and swept later. The same owner may open again, because a gap in its stream is repaired by a
+// snapshot into a new column. An epoch below the highest one seen for the place is ErrFenced.
 func (ix *Index) Open(o Owner, opt Options) (*Column, error) {
 	p := place{o.Rank, o.Tier}
 	if o.Epoch < ix.epochs[p] {
@@ -239,8 +242,8 @@ func (ix *Index) Open(o Owner, opt Options) (*Column, error) {
 	return c, nil
 }
 
-// Find is the open column of exactly this owner. nil: the event is of an older epoch or incarnation, or the
-// rank was not opened; counted.
+// Find is the open column of exactly this owner. It is nil, and counted, if the event is of an older epoch or
+// incarnation, or the rank was not opened.
 func (ix *Index) Find(o Owner) *Column {
 	c := ix.owners[place{o.Rank, o.Tier}]
 	switch {
@@ -254,7 +257,7 @@ func (ix *Index) Find(o Owner) *Column {
 	return nil
 }
 
-// Forget drops what is remembered of a rank that is gone for good, its highest epoch too.
+// Forget drops a rank that will not return, with its highest epoch.
 func (ix *Index) Forget(rank uint32, t Tier) {
 	p := place{rank, t}
 	if c := ix.owners[p]; c != nil {
@@ -263,7 +266,7 @@ func (ix *Index) Forget(rank uint32, t Tier) {
 	delete(ix.epochs, p)
 }
 
-// bit is a free column bit, without holes; -1 if all are taken.
+// bit returns a free column bit without holes; -1 if all are used.
 func (ix *Index) bit() int {
 	if len(ix.free) == 0 {
 		for ix.Sweep(ix.end()) {
@@ -279,8 +282,8 @@ func (ix *Index) bit() int {
 	return bit
 }
 
-// place is the slot of a parent; one that was never heard of becomes a ghost.
-func (ix *Index) place(parent uint64) (slot, bool) {
+// findOrAddParent returns the slot of a parent; an unknown parent becomes a ghost.
+func (ix *Index) findOrAddParent(parent uint64) (slot, bool) {
 	if parent == 0 {
 		return none, true
 	}
@@ -291,8 +294,9 @@ func (ix *Index) place(parent uint64) (slot, bool) {
 	return s, s != none
 }
 
-// descend is hash's slot under up, made if need be; false without room, or if hash is known elsewhere.
-func (ix *Index) descend(up slot, hash uint64) (slot, bool) {
+// findOrAddChild returns hash's slot under up and adds it if necessary; false without room, or if hash is
+// known under another parent.
+func (ix *Index) findOrAddChild(up slot, hash uint64) (slot, bool) {
 	if hash == 0 {
 		ix.counters.Conflict++
 		return up, false
@@ -304,14 +308,14 @@ func (ix *Index) descend(up slot, hash uint64) (slot, bool) {
 		}
 		return s, true
 	}
-	if c := ix.cold(s); c.parent != up && !ix.adopt(s, up) || s == up {
+	if c := ix.cold(s); c.parent != up && !ix.setParent(s, up) || s == up {
 		ix.counters.Conflict++
 		return up, false
 	}
 	return s, true
 }
 
-// run collects blocks of one chain that a column newly holds, so that they are told together.
+// run collects blocks of one chain that a column newly holds, so that one Delta reports them.
 type run struct {
 	parent uint64
 	hashes []uint64
@@ -332,7 +336,7 @@ func (ix *Index) addRun(hash uint64, parent slot) {
 	ix.run.hashes = append(ix.run.hashes, hash)
 }
 
-// endRun tells the run.
+// endRun reports the run to OnChange.
 func (ix *Index) endRun(c *Column) {
 	if len(ix.run.hashes) > 0 {
 		ix.onChange(c, Delta{Change: Stored, Parent: ix.run.parent, Hashes: ix.run.hashes})
@@ -340,8 +344,8 @@ func (ix *Index) endRun(c *Column) {
 	}
 }
 
-// tell hands a change of one block, or of all, to the listener.
-func (ix *Index) tell(c *Column, what Change, hash uint64) {
+// notify reports a change of one block, or of all, to OnChange.
+func (ix *Index) notify(c *Column, what Change, hash uint64) {
 	if ix.onChange == nil {
 		return
 	}
@@ -353,20 +357,20 @@ func (ix *Index) tell(c *Column, what Change, hash uint64) {
 	ix.onChange(c, d)
 }
 
-// warmHashes fetches what storing chain hashes will read of the table.
-func (ix *Index) warmHashes(hashes []uint64) {
-	if len(hashes) < warmLeast {
+// prefetchHashes fetches what storing chain hashes will read of the table.
+func (ix *Index) prefetchHashes(hashes []uint64) {
+	if len(hashes) < prefetchMin {
 		return
 	}
 	sum := uint64(0)
 	for _, hash := range hashes {
 		sum += ix.table.peek(hash)
 	}
-	ix.warmth += sum
+	ix.prefetched += sum
 }
 
-// noteLeaf puts s into the heap, if it is a leaf and not there; one call late: a chain that is removed from
-// its end makes every block a leaf for a moment.
+// noteLeaf puts s into the heap, if it is a leaf and not there. It does so one call later, because removing a
+// chain from its end makes every block a leaf for a moment.
 func (ix *Index) noteLeaf(s slot) {
 	if s != ix.noted {
 		ix.flushLeaf()
@@ -385,7 +389,7 @@ func (ix *Index) flushLeaf() {
 }
 
 // evict drops the least recently matched leaf from all columns; false if there is none. A parent is never
-// dropped before its children, so what a column holds stays closed under prefixes.
+// dropped before its children, so a column stays closed under prefixes.
 func (ix *Index) evict() bool {
 	ix.flushLeaf()
 	for ix.leaves.n > 0 {
@@ -414,20 +418,19 @@ func (ix *Index) dropSlot(s slot) {
 	hash := ix.hash(s)
 	for w := 1; w < ix.stride; w++ {
 		for held := ix.hot(s)[w].Load(); held != 0; held &= held - 1 {
-			bit := (w-1)<<6 + trailing(held)
+			bit := (w-1)<<6 + trailingZeros(held)
 			if c := ix.columns[bit]; c != nil {
-				c.lose(s, hash)
+				c.dropBlock(s, hash)
 				continue
 			}
 			ix.hot(s)[w].Store(ix.hot(s)[w].Load() &^ (held & -held)) // a dying column
 		}
 	}
-	ix.reap(s)
+	ix.freeUnheld(s)
 }
 
-// Sweep wipes at most n slots (about 10 ns each) for columns that were closed or cleared, and says whether
-// there is more to do. Call it when the writer has nothing better to do: an unswept column cannot be used
-// again and holds memory.
+// Sweep clears closed and cleared columns from at most n slots (about 10 ns each) and reports whether there
+// is more to do. Call it when the writer is idle: an unswept column cannot be used again and holds memory.
 func (ix *Index) Sweep(n int) (more bool) {
 	w := &ix.sweep
 	if w.cursor == 0 && !w.begin() {
@@ -451,7 +454,7 @@ func (ix *Index) Sweep(n int) (more bool) {
 	return w.n > 0
 }
 
-// wipe takes the bits of the pass from s.
+// wipe clears the bits of the current pass in s.
 func (ix *Index) wipe(s slot) {
 	hot := ix.hot(s)
 	if hot[0].Load() == 0 {
@@ -465,11 +468,12 @@ func (ix *Index) wipe(s slot) {
 		}
 	}
 	if wiped {
-		ix.reap(s)
+		ix.freeUnheld(s)
 	}
 }
 
-// Counters count, since New, what was dropped or given up, each for one reason. Blocks unless said.
+// Counters count what the index dropped since New, one counter per reason, in blocks unless a field says
+// otherwise.
 type Counters struct {
 	Fenced        uint64 // calls: an older epoch, another incarnation, or a column that is closed
 	Unopened      uint64 // calls for a rank without a column
@@ -503,7 +507,7 @@ type Stats struct {
 	Unswept     bool
 }
 
-// Stats is the writer's: call it where events are applied.
+// Stats belongs to the writer: call it where events are applied.
 func (ix *Index) Stats() Stats {
 	s := Stats{
 		Counters: ix.counters, Blocks: ix.pool.live, Bytes: ix.charge, Cap: ix.cap, Handles: ix.handles,

@@ -17,7 +17,7 @@ func (s *side) copy(ix *Index, h Handle, n uint32) {
 	if n == 0 {
 		return
 	}
-	if s.copies[h] == 0 && !ix.pay(sideBytes) {
+	if s.copies[h] == 0 && !ix.chargeBytes(sideBytes) {
 		ix.counters.Refused++
 		return
 	}
@@ -30,7 +30,7 @@ func (s *side) copy(ix *Index, h Handle, n uint32) {
 
 // alias counts one more handle of a block.
 func (s *side) alias(ix *Index, x slot) {
-	if s.aliases[x] == 0 && !ix.pay(sideBytes) {
+	if s.aliases[x] == 0 && !ix.chargeBytes(sideBytes) {
 		ix.counters.Refused++
 		return
 	}
