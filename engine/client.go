@@ -19,23 +19,23 @@ import (
 	"github.com/dpserve/dpserve/app"
 )
 
-// Limits of what is read of an engine's answer to a question of ours.
+// Limits on the size of an engine's answers to dpserve's own requests, in bytes.
 const (
 	maxAnswer  = 1 << 20 // JSON of models, version, canary
 	maxMetrics = 8 << 20 // the Prometheus page
 )
 
-// ErrTooLong says that an engine's answer was longer than a sane one.
+// ErrTooLong: an engine's answer exceeded its size limit.
 var ErrTooLong = errors.New("answer is too long")
 
-// Addressing is how a rank is named behind its URL. The zero value is "by the URL alone".
+// Addressing selects a rank behind its URL. The zero value means that the URL alone selects it.
 type Addressing struct {
 	Mode     string // url | header | body
 	Selector int
 }
 
-// Client asks one rank's engine the questions of its keeper. It holds no state but its transport; safe for
-// concurrent use. Deadlines come with the context of each call.
+// Client queries one rank's engine: health, models, metrics, canary. Its only state is the transport; it is
+// safe for concurrent use. The context of each call sets the deadline.
 type Client struct {
 	base string
 	addr Addressing
@@ -69,13 +69,13 @@ func NewTransport() *http.Transport {
 	}
 }
 
-// Health is what GET /health tells.
+// Health is the result of GET /health.
 type Health uint8
 
-// The kinds of health. The zero value is Unanswered: nothing is known.
+// The values of Health. The zero value is Unanswered.
 const (
-	Unanswered Health = iota // no answer in time, or a torn one: only a canary can tell
-	// 2xx, or 404 of an engine without the route: the process lives, which is all it proves
+	Unanswered Health = iota // no answer in time, or an incomplete one: only a canary can decide
+	// 2xx, or 404 of an engine without the route. It proves only that the process lives.
 	Alive
 	Dead // 503: the front end has given its engine up
 	RefusedConn
@@ -102,9 +102,9 @@ func (c *Client) Health(ctx context.Context) (Health, error) {
 	return Odd, fmt.Errorf("/health answered %d", status)
 }
 
-// IsRefused says that nobody listens at the address. A network in memory has no errno, so a dial that failed
-// with the kernel's words counts too; other dial errors (no file descriptor left, no route) do not: they may
-// be ours.
+// IsRefused reports that no process listens at the address. A network in memory has no errno, so a dial error
+// with the kernel's text counts too. Other dial errors (no file descriptor left, no route) do not count:
+// their cause may be on this side.
 func IsRefused(err error) bool {
 	var op *net.OpError
 	return errors.Is(err, syscall.ECONNREFUSED) ||
@@ -123,7 +123,7 @@ func (c *Client) ask(ctx context.Context, method, path string, body io.Reader,
 	if err != nil {
 		var inner *url.Error
 		if errors.As(err, &inner) {
-			err = inner.Err // without method and URL: who asks names them
+			err = inner.Err // without method and URL: the caller adds them
 		}
 		return 0, nil, err
 	}
@@ -135,7 +135,7 @@ func (c *Client) ask(ctx context.Context, method, path string, body io.Reader,
 func (c *Client) setHeaders(req *http.Request) {
 	if req.Body != nil {
 		req.Header.Set("Content-Type", "application/json")
-		// lets the transport repeat it on a connection that was closed while idle
+		// allows the transport to resend on a connection that the engine closed while idle
 		req.Header["Idempotency-Key"] = nil
 	}
 	if c.key != "" && strings.HasPrefix(req.URL.Path, "/v1/") {
@@ -178,8 +178,7 @@ func readAll(r io.Reader, limit int64) ([]byte, error) {
 	return b, err
 }
 
-// Counters asks /metrics. Where several ranks answer behind one URL, it is what the page says of the client's
-// own.
+// Counters asks /metrics. Where several ranks share a URL, the counters are those of the client's rank.
 func (c *Client) Counters(ctx context.Context) (Counters, error) {
 	p, err := c.metrics(ctx)
 	return p.Counters, err
@@ -197,8 +196,8 @@ func (c *Client) metrics(ctx context.Context) (metricsPage, error) {
 	return parsePage(b, rank), nil
 }
 
-// EventSources asks /kv_event_sources: the body, which engine/kvevents reads. An engine without the route
-// gives a *StatusError of 404.
+// EventSources asks /kv_event_sources and returns the body, which engine/kvevents parses. An engine without
+// the route gives a *StatusError of 404.
 func (c *Client) EventSources(ctx context.Context) ([]byte, error) {
 	return c.get(ctx, "/kv_event_sources", maxAnswer)
 }
@@ -212,8 +211,8 @@ func (c *Client) Models(ctx context.Context) ([]Model, error) {
 	return parseModels(b)
 }
 
-// MaxModelLen asks /v1/models how many tokens a request and its answer may have together; 0 where that is not
-// told.
+// MaxModelLen asks /v1/models for the most tokens that a request and its answer may have together; 0 if the
+// engine does not report it.
 func (c *Client) MaxModelLen(ctx context.Context) (int, error) {
 	models, err := c.Models(ctx)
 	if err != nil {
@@ -237,7 +236,7 @@ func (c *Client) Version(ctx context.Context) (string, error) {
 	return v.Version, nil
 }
 
-// ReadBack asks for the settings in force. The block size is left 0 if /metrics does not tell it.
+// ReadBack asks for the settings in force. The block size stays 0 if /metrics does not report it.
 func (c *Client) ReadBack(ctx context.Context) (Settings, error) {
 	models, err := c.Models(ctx)
 	if err != nil {
@@ -250,8 +249,8 @@ func (c *Client) ReadBack(ctx context.Context) (Settings, error) {
 	return s, nil
 }
 
-// Cache asks /metrics, and SGLang, which need not have that, /server_info. The error says why not all is
-// known.
+// Cache asks /metrics, and /server_info of SGLang, which may run without metrics. The error is the reason why
+// some fields are unknown.
 func (c *Client) Cache(ctx context.Context) (Cache, error) {
 	p, err := c.metrics(ctx)
 	out := Cache{BlockSize: p.BlockSize, Blocks: p.Blocks, CachingOff: p.CachingOff}
@@ -273,15 +272,15 @@ func (c *Client) Cache(ctx context.Context) (Cache, error) {
 	}, nil
 }
 
-// ErrNoCompletion says that an engine answered a canary without completing anything.
+// ErrNoCompletion: an engine answered a canary without a completion.
 var ErrNoCompletion = errors.New("the canary was answered without a completion")
 
 // errorTextLimit cuts an engine's error text in bytes.
 const errorTextLimit = 300
 
-// Canary asks model for one token, non-stream, at temperature 0. nil means that the rank computes: a
-// completion came, or the engine refused because its own queue is full (503 Service Unavailable), which only
-// a living one does. An engine without /v1/completions is asked for a chat completion.
+// Canary asks model for one token, non-stream, at temperature 0. nil means that the rank computes: the engine
+// sent a completion, or it refused because its own queue is full (503 Service Unavailable), which a dead
+// engine cannot do. An engine without /v1/completions is asked for a chat completion.
 func (c *Client) Canary(ctx context.Context, model string) error {
 	err := c.canary(ctx, "/v1/completions", c.canaryBody(model, "prompt", "1"))
 	var status *StatusError

@@ -7,8 +7,8 @@ import (
 	"strconv"
 )
 
-// Counters are what an engine's /metrics says about its progress and its load. The token counters only grow
-// in one process. What is not told is zero.
+// Counters are an engine's progress and load, from /metrics. The token counters of one process only grow. A
+// value that the page lacks is zero.
 type Counters struct {
 	PromptTokens     float64
 	GenerationTokens float64
@@ -24,7 +24,7 @@ type Counters struct {
 	Seen             bool // at least one of the two token counters was there
 }
 
-// Moved says that the engine worked between before and c.
+// Moved reports that the engine computed tokens between before and c.
 func (c Counters) Moved(before Counters) bool {
 	return c.Seen && (c.PromptTokens != before.PromptTokens || c.GenerationTokens != before.GenerationTokens)
 }
@@ -45,10 +45,10 @@ type metricsPage struct {
 	sglang bool // it is SGLang's
 }
 
-// parsePage reads what a Prometheus page says of one rank; "" = of all: counters, running and waiting are
-// summed over label sets, of usage the highest is taken. Names are matched whole: every counter has a twin
-// with the suffix _created that holds a unix time. Lines it does not understand and values that cannot be are
-// skipped.
+// parsePage reads one rank's values from a Prometheus page, or those of all ranks if rank is "". It sums
+// counters, running and waiting over label sets and takes the highest usage. Names are matched whole: every
+// counter has a twin with the suffix _created that holds a unix time. It skips lines that it cannot parse and
+// impossible values.
 func parsePage(b []byte, rank string) metricsPage {
 	var p metricsPage
 	for line := range bytes.Lines(b) {
@@ -118,13 +118,13 @@ func (p *metricsPage) config(labels []byte) {
 	p.CachingOff = p.CachingOff || label(labels, "enable_prefix_caching") == "False"
 }
 
-// Bounds of what is believed.
+// Larger values are taken for faults and ignored.
 const (
 	maxBlockSize = 1 << 20 // tokens per block
 	maxBlocks    = 1 << 30 // blocks of a device
 )
 
-// sane is a number of things as an int, 0 if it cannot be one.
+// sane converts a count to an int; 0 if the value cannot be a count.
 func sane(value, limit float64) int {
 	if value != math.Trunc(value) || value < 1 || value > limit {
 		return 0
@@ -132,7 +132,7 @@ func sane(value, limit float64) int {
 	return int(value)
 }
 
-// ofRank says whether a series is the rank's: it names it, or names none.
+// ofRank reports whether a series belongs to the rank: it names the rank or none.
 func ofRank(labels []byte, rank string) bool {
 	for _, key := range []string{"engine", "dp_rank"} {
 		if text := label(labels, key); text != "" {

@@ -8,16 +8,16 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// EventSource is where dpserve finds the KV events of one rank: exactly one of Connect and Bind (the engine
-// dials). All are tcp://HOST:PORT.
+// EventSource locates the KV events of one rank: exactly one of Connect and Bind (the engine dials). All are
+// tcp://HOST:PORT.
 type EventSource struct {
 	Connect string
 	Bind    string
 	Replay  string // "" = none
-	Host    string // where the engine runs; nobody else may publish
+	Host    string // where the engine runs; publishers on other hosts are refused
 }
 
-// WantsEvents says whether the engines of a should publish KV events: its policy reads the KV index, its file
+// WantsEvents reports whether the engines of a should publish KV events: its policy reads the KV index, its file
 // does not forbid them, its kind can, and its engines cache prefixes.
 func WantsEvents(a *app.Application) bool {
 	if a.Engine.KVEvents == app.KVEventsOff || a.Engine.Family == app.FamilyOpenAI || CachingOff(a) {
@@ -31,8 +31,8 @@ func WantsEvents(a *app.Application) bool {
 	return needs.Hits && !needs.Approximate
 }
 
-// CachingOff says that engine.args start the engines of a without prefix caching. Of several flags the last
-// one counts, as it does for the engines.
+// CachingOff reports that engine.args start the engines of a without prefix caching. Of several flags the
+// last one counts, as in the engines.
 func CachingOff(a *app.Application) bool {
 	off := false
 	for _, arg := range a.Engine.Args {
@@ -90,8 +90,8 @@ func launchedEvents(s *Spec) *EventSource {
 	return &EventSource{Bind: s.tcp(p.KV(s.Index())), Replay: s.tcp(p.Replay(s.Index())), Host: s.host()}
 }
 
-// declaredEvents is what the app file says of an attached rank; nil if it says nothing, or nobody wants to
-// know.
+// declaredEvents is an attached rank's event source from the app file; nil if the file has none or the
+// application reads no events.
 func declaredEvents(a *app.Application, r *app.AttachRank) *EventSource {
 	if r.KVEvents == nil || !WantsEvents(a) {
 		return nil

@@ -61,7 +61,7 @@ func flag(name string, value any) ([]string, error) {
 	return []string{"--" + name, string(b)}, nil
 }
 
-// Arg looks a value of engine.args up by its kebab-case flag name.
+// Arg looks up a value of engine.args by its flag name in kebab case.
 func Arg(args app.Args, name string) (any, bool) {
 	for _, a := range args {
 		if flagName(a.Name) == name {
@@ -71,8 +71,9 @@ func Arg(args app.Args, name string) (any, bool) {
 	return nil, false
 }
 
-// MaxOngoing is how many requests a rank of a takes at once: max_ongoing_requests of the file, else the
-// engine's max_num_seqs as it was given, else DefaultMaxOngoing. No engine reports max_num_seqs over HTTP.
+// MaxOngoing is the number of requests that a rank of a admits at once: max_ongoing_requests of the file,
+// else the engine's max_num_seqs as it was given, else DefaultMaxOngoing. No engine reports max_num_seqs over
+// HTTP.
 func MaxOngoing(a *app.Application) int {
 	if a.MaxOngoingRequests > 0 {
 		return a.MaxOngoingRequests

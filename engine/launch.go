@@ -1,5 +1,5 @@
-// Package engine is what an engine is to dpserve: how one is started (launch profiles), and how one is asked
-// whether it lives, answers and moves on (Client). The folders below it hold one kind or one wire each.
+// Package engine starts engines (launch profiles) and queries them (Client: health, progress, settings). Each
+// package below it holds one engine kind or one wire format.
 package engine
 
 import (
@@ -14,10 +14,10 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// ErrNextVersion says that an engine kind is understood but not launched by this version.
+// ErrNextVersion: this version accepts the engine kind in a file but cannot launch it.
 var ErrNextVersion = errors.New("comes with the next version")
 
-// Spec is everything a launch profile needs to know of one rank.
+// Spec is the input of a launch profile for one rank.
 type Spec struct {
 	App        *app.Application
 	Group      int
@@ -31,14 +31,14 @@ type Spec struct {
 	GroupKey   string // lockstep: a secret of the ranks of one start; "" = none
 }
 
-// Launch is a rendered start: what to execute, and where the engine will answer. An attached engine has no
+// Launch is a rendered start: the command to execute and the engine's address. An attached engine has no
 // Argv.
 type Launch struct {
 	Argv []string // Argv[0] is the program
 	Env  []string // the whole environment, KEY=VALUE
 	URL  string   // http://host:port, no path
 
-	// where its KV events are found; nil: it publishes none, or (attach) its file does not tell
+	// where its KV events are; nil: it publishes none, or (attach) the file does not name them
 	Events *EventSource
 }
 
@@ -76,9 +76,9 @@ func profiles() map[app.Kind]profile {
 	}
 }
 
-// Render gives the launch of one rank. environ is this process's environment (os.Environ); only what the
-// profile names of it reaches the engine. Errors: problem.InvalidArgument wrapping ErrNextVersion, or naming
-// a rank the app does not declare.
+// Render returns the launch of one rank. environ is this process's environment (os.Environ); the engine gets
+// only the variables that the profile names. Errors: problem.InvalidArgument wrapping ErrNextVersion, or
+// naming a rank the app does not declare.
 func Render(s *Spec, environ []string) (Launch, error) {
 	p, ok := profiles()[s.App.Engine.Kind]
 	if !ok {
@@ -112,9 +112,9 @@ func AttachedRank(a *app.Application, group, rank int) (app.AttachRank, error) {
 		WithHint("add it to engine.ranks or lower data_parallel.dp_size")
 }
 
-// inherited are the variables of dpserve's own environment that a simulated engine gets: where programs,
-// homes, temporary files and times are. Everything else stays here: tokens, proxies (prompts must not leave
-// through one), and settings of other engines.
+// inherited are the variables of dpserve's own environment that a simulated engine gets: paths of programs,
+// home and temporary files, time zone and language. It does not get the rest: tokens, proxies (prompts must
+// not pass through one), and settings of other engines.
 func inherited() []string {
 	return []string{"PATH", "HOME", "USER", "TMPDIR", "TZ", "LANG", "LC_ALL", "GOCOVERDIR"}
 }
@@ -206,8 +206,8 @@ func (p Ports) Bound(events bool, ranks ...int) []int {
 }
 
 // Used is Bound and the ports where DPServers listen for KV events, which their end frees. Those are not
-// bind-tested before a start: to listen is the test, and a socket that a test has closed lives on for a
-// moment in a child that is being forked beside it.
+// bind-tested before a start: the DPServer's own listen is the test, and a socket that a test has closed
+// stays open for a moment in a child that is being forked at that time.
 func (p Ports) Used(events bool, ranks ...int) []int {
 	out := p.Bound(events, ranks...)
 	if events {

@@ -7,7 +7,7 @@ import (
 	"math"
 )
 
-// ErrNoModels says that an engine lists no model.
+// ErrNoModels reports that an engine lists no model.
 var ErrNoModels = errors.New("/v1/models lists no model")
 
 // Model is one entry of an engine's /v1/models.
@@ -31,26 +31,26 @@ func parseModels(b []byte) ([]Model, error) {
 	return list.Data, nil
 }
 
-// maxModelLen bounds what is believed of an engine's max_model_len, in tokens.
+// maxModelLen is the largest max_model_len that is accepted from an engine, in tokens.
 const maxModelLen = 1 << 30
 
-// Settings are what the ranks of a lockstep unit must agree on, as the engine reports it after its start: it
-// may have changed what it was given.
+// Settings must be equal on all ranks of a lockstep unit. They are read from the engine after its start,
+// because the engine may change the settings that it is given.
 type Settings struct {
 	Model       string
 	MaxModelLen int
 	BlockSize   int // 0 = not told
 }
 
-// Cache is an engine's KV cache as it reports it. What is not told is zero.
+// Cache is an engine's KV cache as the engine reports it. Unknown values are zero.
 type Cache struct {
 	BlockSize  int  // tokens per block
 	Blocks     int  // blocks on the device
 	CachingOff bool // it runs without prefix caching
 }
 
-// parseServerInfo reads what SGLang says of its cache. Another engine's answer, or none that can be read,
-// says nothing.
+// parseServerInfo reads SGLang's settings of its cache. The answer of another engine, or one that cannot be
+// parsed, yields nothing.
 func parseServerInfo(b []byte) Cache {
 	var info struct {
 		PageSize  float64 `json:"page_size"`

@@ -67,7 +67,7 @@ func (c *Core) Stats() Stats {
 	return s
 }
 
-// Dead says that the core died and ends everything it is given with FinishError.
+// Dead reports that the core died and ends everything it is given with FinishError.
 func (c *Core) Dead() bool { return c.dead }
 
 // Step is the whole engine: at now it ends a due step, takes the inputs in order, and begins the next step if
@@ -268,7 +268,7 @@ func (c *Core) report(now time.Duration) {
 	c.emit(Effect{Kind: EffectReport, Took: took, Unfinished: c.unfinishedAfter()})
 }
 
-// unfinishedAfter says whether work is left when the scheduled step has ended, barring arrivals.
+// unfinishedAfter reports whether work is left when the scheduled step has ended, barring arrivals.
 func (c *Core) unfinishedAfter() bool {
 	if c.waiting.len() > 0 || len(c.batch) < len(c.running) {
 		return true

@@ -248,7 +248,7 @@ func checkRouter(t *rapid.T, r *Router, o *oracle) {
 	checkFollowed(t, r)
 }
 
-// checkFollowed says that kv's state knows exactly the requests that the accounts count.
+// checkFollowed reports that kv's state knows exactly the requests that the accounts count.
 func checkFollowed(t *rapid.T, r *Router) {
 	st, ok := r.state.(*kvState)
 	if !ok {

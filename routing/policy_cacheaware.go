@@ -137,7 +137,7 @@ func (p CacheAware) prepare(q *Request, v *View, s State, c *scratch) aggregate 
 	return aggregate{why: ReasonLowMatch, mode: modeTree}
 }
 
-// usable says whether there is something to match: a look-up, or text.
+// usable reports whether there is something to match: a look-up, or text.
 func (p CacheAware) usable(q *Request, v *View) bool {
 	return p.KVMatches && q.Hits != nil && q.Tokens > 0 || anyCacheable(q, v)
 }

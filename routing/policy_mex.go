@@ -54,7 +54,7 @@ const (
 // hit among them wins; and each own dispatch that no record has named stands for those that the other
 // ingresses are taken to have sent to that rank meanwhile.
 //
-// Equal scores are drawn. A rank that came up lately has credit for prompts without a home (newrank.go).
+// Equal scores are drawn. A rank that came up lately has credit for prompts without a home (creditNewRanks).
 // Parameters: goal (goodput; latency leaves beyond_goal out), ttft_s (2), tpot_s (0.05), law (dense; moe).
 type Mex struct {
 	Latency    bool

@@ -26,7 +26,7 @@ const (
 //	        min Q over warm − min Q over the others > Spill
 //
 // The lowest wins, ties are drawn. By work, a rank that came up lately has credit for prompts that no rank is
-// warm for (newrank.go). Parameters: threshold, spill_tokens, by.
+// warm for (creditNewRanks). Parameters: threshold, spill_tokens, by.
 type Sticky struct {
 	Threshold float64 // 0 to 1
 	Spill     float64 // tokens

@@ -157,7 +157,7 @@ func (LeastKV) rule(*aggregate) rule { return rule{tie: tieRotate, second: secon
 //	η     = ρ'/(1-ρ'), ρ' = min(ρ, 0.9): the delay to requests still to come, with Eta
 //
 // The lowest wins, ties are drawn. A rank that came up lately has credit for prompts without a home
-// (newrank.go). Mooncake also moves KV between ranks and rejects what will miss its SLO; there is neither
+// (creditNewRanks). Mooncake also moves KV between ranks and rejects what will miss its SLO; there is neither
 // here. Parameters: eta (false).
 type MinTTFT struct {
 	byHits

@@ -154,7 +154,7 @@ func TestTheTurnPassesOnWhenARequestIsGivenUp(t *testing.T) {
 	assert.InDelta(t, 7_500, float64(q), 2)
 }
 
-// checkReckoned says that every row is within its account: what is taken off is of the first prompt, and no
+// checkReckoned reports that every row is within its account: what is taken off is of the first prompt, and no
 // more than it.
 func checkReckoned(t *rapid.T, r *Router) {
 	r.reckon(r.view.Now)

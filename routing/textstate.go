@@ -73,7 +73,7 @@ func (st *textState) size(slot uint32, nodes bool) int {
 	return st.tree.ranks[slot].chars
 }
 
-// cacheable says whether a prompt is worth remembering: there is text, and at least one whole block for an
+// cacheable reports whether a prompt is worth remembering: there is text, and at least one whole block for an
 // engine to cache. Shorter prompts would all follow the first of their kind to one rank and gain nothing
 // there.
 func cacheable(q *Request, rk *Rank) bool {

@@ -34,7 +34,7 @@ func (o textOracle) match(text []byte) (length int, owners map[RankID]bool) {
 	return 0, nil
 }
 
-// checkTree says that counts, lists and marks of a tree agree with each other.
+// checkTree reports that counts, lists and marks of a tree agree with each other.
 func checkTree(t require.TestingT, tree *textTree) {
 	chars := 0
 	for i := 1; i < len(tree.nodes); i++ {

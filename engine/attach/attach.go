@@ -1,4 +1,4 @@
-// Package attach finds out what answers at a URL that someone else runs: its family, its models, its version.
+// Package attach probes an engine that dpserve did not start: its family, models and version.
 package attach
 
 import (
@@ -17,7 +17,7 @@ const (
 	OpenAI = "openai"
 )
 
-// Found is what a probe learned.
+// Found is the result of a probe.
 type Found struct {
 	URL         string
 	Family      string   // vllm | sglang | openai

@@ -18,7 +18,7 @@ const (
 	maxFields     = 64 // named fields of a map event
 )
 
-// ErrMalformed says that a payload is no event batch, or cannot be trusted to be a whole one.
+// ErrMalformed: a payload is no event batch, or may be incomplete.
 var ErrMalformed = errors.New("malformed event batch")
 
 // kind is what an event is.
@@ -30,8 +30,8 @@ const (
 	kindCleared
 )
 
-// Decoder turns payloads into events. It keeps its buffers: after a few batches it allocates nothing but
-// unusual names. Not safe for concurrent use.
+// Decoder decodes payloads into events. It reuses its buffers: after a few batches it allocates only for new
+// names. Not safe for concurrent use.
 type Decoder struct {
 	events  []decoded
 	hashes  []Hash
@@ -42,7 +42,7 @@ type Decoder struct {
 	removed Removed
 }
 
-// decoded is one event of the batch at hand; the spans are into the Decoder's buffers.
+// decoded is one event of the current batch; its spans index the Decoder's buffers.
 type decoded struct {
 	kind   kind
 	fields fields
@@ -68,19 +68,19 @@ type fields struct {
 	hasExtra  bool
 }
 
-// Batch is what a payload holds beside its events.
+// Batch is a payload without its events.
 type Batch struct {
 	TS float64 // the engine's clock, seconds
-	// as the engine numbers itself, -1 = not told; identity comes from the socket, never from here
+	// the engine's own number, -1 = absent; the socket identifies the rank, not this field
 	Rank      int
 	Events    int // that were decoded
 	Unknown   int // events of unknown types, skipped
 	Malformed int // BlockStored events that contradict themselves, skipped: nothing else changes
 }
 
-// Decode reads a whole payload before anything of it is delivered; Deliver hands its events on. On an error
-// (wrapping ErrMalformed) there is nothing to deliver: not msgpack, cut off, beyond a limit, or a removal
-// that cannot be read (skipping one would leave blocks that are gone).
+// Decode reads a whole payload; Deliver passes its events to a sink afterwards. On an error (wrapping
+// ErrMalformed) there is nothing to deliver: not msgpack, cut off, beyond a limit, or a removal that cannot
+// be read (skipping one would leave blocks that are gone).
 func (d *Decoder) Decode(payload []byte) (Batch, error) {
 	d.events, d.hashes, d.tokens, d.extra = d.events[:0], d.hashes[:0], d.tokens[:0], d.extra[:0]
 	batch, err := d.decode(payload)
@@ -147,8 +147,8 @@ func trailer(r *reader, n int, b *Batch) error {
 	return nil
 }
 
-// event reads one event of either shape. Its extent is settled first, so that what is wrong inside cannot
-// shift what follows.
+// event reads one event of either shape. It finds the event's end first, so that a fault inside cannot shift
+// the next event.
 func (d *Decoder) event(r *reader, b *Batch) error {
 	from := r.i
 	if !r.skip(maxDepth) {
@@ -180,7 +180,7 @@ func (d *Decoder) event(r *reader, b *Batch) error {
 	return nil
 }
 
-// verdict is what becomes of an event.
+// verdict decides how Decode treats an event.
 type verdict uint8
 
 const (
@@ -193,11 +193,11 @@ const (
 // check looks at a readable event as a whole.
 func (d *Decoder) check(e *decoded) verdict {
 	if e.kind != kindStored || !indexed(e.fields.spec) {
-		return fine // nobody sees the others
+		return fine // other events are not delivered
 	}
 	hashes := d.hashes[e.hashes.from:e.hashes.to]
 	if len(hashes) > 0 && (e.fields.blockSize < 1 || e.tokens.len() != len(hashes)*e.fields.blockSize) {
-		return bad // hashes omitted inside a span, or nonsense: positions would be wrong
+		return bad // the number of hashes does not fit the tokens, so positions would be wrong
 	}
 	if e.fields.hasExtra && e.extra.len() != len(hashes) {
 		return bad
@@ -247,7 +247,7 @@ func (d *Decoder) fill(e *decoded) {
 	}
 }
 
-// cleared says whether the batch at hand has an AllBlocksCleared.
+// cleared reports whether the current batch has an AllBlocksCleared.
 func (d *Decoder) cleared() bool {
 	for i := range d.events {
 		if d.events[i].kind == kindCleared {

@@ -76,7 +76,7 @@ func kindOf(name []byte) (kind, bool) {
 	return 0, false
 }
 
-// shape decides per event, never by version: an array or a map.
+// shape reads one event: an array or a map. The shape may differ from event to event.
 func (d *Decoder) shape(r *reader, e *decoded) verdict {
 	if n, ok := r.array(); ok {
 		return d.arrayEvent(r, n, e)
@@ -168,7 +168,7 @@ func (d *Decoder) members(r *reader, n int, e *decoded) verdict {
 	return d.complete(hashes, e)
 }
 
-// complete: an event without hashes is none.
+// An event without hashes cannot be read.
 func (*Decoder) complete(hashes bool, e *decoded) verdict {
 	if !hashes {
 		return e.spoiled()
@@ -176,8 +176,8 @@ func (*Decoder) complete(hashes bool, e *decoded) verdict {
 	return fine
 }
 
-// spoiled is the verdict on an event that cannot be read: without a store less is known than there is,
-// without a removal more.
+// spoiled is the verdict on an event that cannot be read. Skipping a store only under-reports the cache;
+// skipping a removal would over-report it, so that is fatal.
 func (e *decoded) spoiled() verdict {
 	if e.kind == kindRemoved {
 		return fatal
@@ -185,7 +185,7 @@ func (e *decoded) spoiled() verdict {
 	return bad
 }
 
-// field reads one member; nil stands for its default everywhere.
+// field reads one member; nil means the default of any field.
 func (d *Decoder) field(r *reader, f field, e *decoded) verdict {
 	if f == fieldOther || f == fieldWindow || e.kind == kindRemoved && !removable(f) {
 		if !r.skip(maxDepth) {

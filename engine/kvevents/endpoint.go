@@ -18,8 +18,8 @@ type Endpoints struct {
 	Replay  string // the engine's ROUTER; "" = none
 }
 
-// Hosts says which hosts event sockets may touch beside loopback: event data steer routing, so it must not
-// come from, or go to, just anybody (ACCEPTANCE SP12).
+// Hosts lists the hosts that event sockets may use beside loopback. Events steer routing, so they are
+// accepted from declared engines only (docs/acceptance.md, SP12).
 type Hosts struct {
 	Node  string   // this node's advertised address: where Bind may listen; "" = loopback only
 	Peers []string // hosts or addresses of declared engines
@@ -41,7 +41,7 @@ func hostPort(endpoint string) (host, port string, err error) {
 	return host, port, nil
 }
 
-// IsLoopback says that host is this machine's loopback.
+// IsLoopback reports that host is this machine's loopback.
 func IsLoopback(host string) bool {
 	if host == "localhost" {
 		return true
@@ -58,7 +58,7 @@ func isWildcard(host string) bool {
 	return err == nil && a.Unmap().IsUnspecified()
 }
 
-// peer says whether host may be spoken to.
+// peer reports whether sockets may connect to host.
 func (h Hosts) peer(host string) bool {
 	if IsLoopback(host) || h.Node != "" && sameHost(host, h.Node) {
 		return true
@@ -114,8 +114,8 @@ func (h Hosts) listenAddr(endpoint string) (string, error) {
 	return net.JoinHostPort(host, port), nil
 }
 
-// accepts says whether a peer that dialled may publish here. Names are not resolved: an engine that dials
-// from elsewhere is declared by address.
+// accepts reports whether a peer that dialled may publish here. Names are not resolved: an engine that dials
+// from another host must be declared by address.
 func (h Hosts) accepts(a net.Addr) bool {
 	tcp, ok := a.(*net.TCPAddr)
 	if !ok {

@@ -15,8 +15,7 @@ const (
 	MediumStorage = "STORAGE"
 )
 
-// Stored says that blocks entered a rank's cache. The slices are valid only during the call they are passed
-// in.
+// Stored: blocks entered a rank's cache. The slices are valid only during the call.
 type Stored struct {
 	Hashes    []Hash
 	Parent    Hash     // zero at the root
@@ -34,8 +33,7 @@ type Stored struct {
 	Extra [][]byte
 }
 
-// Removed says that copies of blocks left the cache: one count down per hash, (Hash, Group, Medium) is the
-// key.
+// Removed: one copy of each block left the cache. The key of a block is (Hash, Group, Medium).
 type Removed struct {
 	Hashes   []Hash
 	Medium   string
@@ -48,9 +46,9 @@ type Removed struct {
 type Sink interface {
 	Stored(ev *Stored)
 	Removed(ev *Removed)
-	// Cleared: the engine dropped every block. What is known from here on is exact again.
+	// Cleared: the engine dropped every block. From here on the state is exact again.
 	Cleared()
-	// Reset: forget every block of the rank. partial = the engine may hold blocks that will never be told.
+	// Reset: forget every block of the rank. partial = the engine may hold blocks that no event will report.
 	Reset(partial bool)
 }
 
@@ -89,14 +87,14 @@ func (ev *Stored) Salt() (salt string, ok bool) {
 // maxGroups bounds the KV groups of a hybrid model.
 const maxGroups = 64
 
-// Groups remembers which KV groups of a rank can be indexed by prefix: removals name the group but not its
-// kind. nil = no memory, every removal passes. Not safe for concurrent use.
+// Groups remembers which KV groups of a rank can be indexed by prefix, because removals name the group but
+// not its kind. A nil Groups passes every removal. Not safe for concurrent use.
 type Groups struct {
-	out     uint64 // groups whose kind is none of ours
+	out     uint64 // groups whose kind cannot be indexed
 	Skipped uint64 // events of such groups
 }
 
-// indexed says whether blocks of this kind hold every token of a prefix (a sliding window or a Mamba
+// indexed reports whether blocks of this kind hold every token of a prefix (a sliding window or a Mamba
 // state keeps only a part of it).
 func indexed(spec string) bool {
 	switch spec {
@@ -125,7 +123,7 @@ func (g *Groups) removed(e *decoded) bool {
 	return false
 }
 
-// forget begins anew, with a new incarnation.
+// forget clears the groups, for a new incarnation.
 func (g *Groups) forget() { g.out = 0 }
 
 // HashKind is the wire type of an engine's block hash.
@@ -177,7 +175,7 @@ func BytesHash(b []byte) (h Hash, ok bool) {
 	return h, true
 }
 
-// IsZero says that there is no hash.
+// IsZero reports that there is no hash.
 func (h Hash) IsZero() bool { return h.Kind == HashNone }
 
 // Handle condenses h, kind and length included, to 64 bits for tables that are keyed by them. Two hashes of

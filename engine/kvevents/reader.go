@@ -5,9 +5,9 @@ import (
 	"math"
 )
 
-// reader walks msgpack without copying or allocating. Every method consumes the value it wanted and says so,
-// or leaves the reader where it was and returns false: wrong type, cut off, or beyond the limit. Nothing
-// trusts an announced length.
+// reader reads msgpack without copying or allocating. Every method consumes a value of its type and returns
+// true, or leaves the position unchanged and returns false: wrong type, cut off, or beyond the limit. It
+// checks every announced length against the bytes that are left.
 type reader struct {
 	b []byte
 	i int
@@ -82,8 +82,8 @@ func (r *reader) unsigned() (uint64, bool) {
 	return v, true
 }
 
-// integer takes any integer, as two's complement with its sign beside it. On a negative one that the caller
-// cannot use the reader stands behind it all the same; the event is dropped then.
+// integer takes any integer, as two's complement with its sign beside it. A negative one that the caller
+// cannot use is consumed too; the caller then drops the event.
 func (r *reader) integer() (v uint64, negative, ok bool) {
 	if r.rest() < 1 {
 		return 0, false, false
@@ -168,7 +168,7 @@ func (r *reader) head(base, mask, c8, c16, c32 byte) (int, bool) {
 	return int(v), true //nolint:gosec // at most 32 bits
 }
 
-// array takes an array's head. Each element has a byte at least, so a length beyond the rest is a lie.
+// array takes an array's head. Each element has at least one byte, so a length beyond the rest is wrong.
 func (r *reader) array() (int, bool) {
 	at := r.i
 	n, ok := r.head(0x90, 0x0f, 0, codeArray16, codeArray32)

@@ -19,7 +19,7 @@ const (
 	replayBacklog = 64               // batches between the reader and the tracker
 )
 
-// errReplay is the reason of a replay that ended wrongly.
+// errReplay is the reason of a replay that failed.
 var errReplay = errors.New("replay answer is malformed")
 
 // Replays bounds how many replays run at a time, for all subscriptions that share it. Nil-safe: nil bounds
@@ -57,7 +57,7 @@ type answer struct {
 
 // replay asks the engine for its batches from a.from on and passes them to out, then the end. Each replay has
 // its own DEALER and closes it, so no answer of one replay can reach the next. It ends with ctx at the
-// latest; out is read until then.
+// latest; the caller reads out until then.
 func (s *Subscriber) replay(ctx context.Context, a ask, out chan<- answer) {
 	err := s.cfg.Replays.enter(ctx)
 	if err == nil {

@@ -30,10 +30,10 @@ type Source struct {
 	Topic          string  `json:"topic"`
 }
 
-// publishes says that the source has a ZeroMQ publisher.
+// publishes reports that the source has a ZeroMQ publisher.
 func (s Source) publishes() bool { return s.Enabled && s.Publisher == "zmq" }
 
-// binds says whether the engine's PUB binds, by the engine's own rule.
+// binds reports whether the engine's PUB binds, by the engine's own rule.
 func (s Source) binds() bool {
 	return strings.Contains(s.Endpoint, "*") || strings.Contains(s.Endpoint, "::") ||
 		strings.HasPrefix(s.Endpoint, "ipc://") ||
@@ -64,7 +64,7 @@ func ParseSources(body []byte) (map[int]Source, error) {
 	return out, nil
 }
 
-// Discovered is what a subscription needs, from the engine's own word.
+// Discovered holds a subscription's settings as the engine reports them.
 type Discovered struct {
 	Endpoints Endpoints
 	Topic     string
@@ -86,7 +86,7 @@ func Discover(sources map[int]Source, rank int, host string, hosts Hosts) (d Dis
 	if s.binds() {
 		d.Endpoints.Connect, err = onHost(s.Endpoint, host)
 	} else {
-		d.Endpoints.Bind = s.Endpoint // the engine dials: it must be us
+		d.Endpoints.Bind = s.Endpoint // the engine dials, so the socket must be ours
 	}
 	if err == nil && s.ReplayEndpoint != nil && *s.ReplayEndpoint != "" {
 		d.Endpoints.Replay, err = onHost(*s.ReplayEndpoint, host)
@@ -118,8 +118,8 @@ func onHost(endpoint, host string) (string, error) {
 	return schemeTCP + net.JoinHostPort(host, port), nil
 }
 
-// Verify compares what a launched engine says with what it was told: a difference is a start failure. want
-// are the endpoints of the engine's side: pub is where it dials, replay where it binds.
+// Verify compares the endpoints that a launched engine reports with its flags; a difference is a start
+// failure. pub is the address that the engine dials, replay the one that it binds.
 func Verify(sources map[int]Source, rank int, pub, replay string) error {
 	s, ok := sources[rank]
 	switch {

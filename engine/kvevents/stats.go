@@ -36,7 +36,7 @@ type Stats struct {
 	Refused        uint64 // peers that may not publish here
 }
 
-// status is what a reader acts upon; the rest counts.
+// status holds the fields whose change triggers Config.Changed; the others only count.
 type status struct {
 	connected, synced, partial bool
 	restarts                   uint64
@@ -54,10 +54,10 @@ type Silence struct {
 	began              bool
 }
 
-// Check tells how long requests have completed without a batch: from the first such completion to the newest,
-// as far as they were looked at. Time in which nothing completes does not count: an idle engine is silent.
-// batches and completed are counters. The caller compares the result with its limit (30 s by ACCEPTANCE
-// KV10).
+// Check returns for how long requests have completed without a batch: from the first such completion to the
+// newest one that a Check saw. Time in which nothing completes does not count, because an idle engine is
+// silent. batches and completed are counters. The caller compares the result with its limit (30 s;
+// docs/acceptance.md, KV10).
 func (s *Silence) Check(now time.Time, batches, completed uint64) time.Duration {
 	switch {
 	case !s.began || batches != s.batches || completed < s.completed:

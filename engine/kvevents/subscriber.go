@@ -1,6 +1,6 @@
 // Package kvevents follows the KV-cache events of engine ranks: it subscribes to an engine's ZeroMQ
 // publisher, puts batches into their order, fetches missing ones from the engine's replay socket, notices new
-// incarnations, and hands events to a Sink. What it hands on is exactly what the engine did, or visibly
+// incarnations, and hands events to a Sink. The events that it passes on are exact, or the state is marked as
 // partial. See DESIGN.md.
 package kvevents
 
@@ -16,7 +16,7 @@ import (
 	"github.com/dpserve/dpserve/engine/kvevents/zmtp"
 )
 
-// tickInterval is how often the clock is looked at: cooldowns, checks of a silent stream.
+// tickInterval is the period of the checks of cooldowns and of a silent stream.
 const tickInterval = 250 * time.Millisecond
 
 // ErrStarted is given by a second Start.
@@ -29,7 +29,7 @@ type Config struct {
 	Topic     string // prefix of the topics; "" = all
 	FirstSeq  uint64 // the engine's first sequence number: 0, 1 for llm-d-inference-sim
 	Sink      Sink   // required
-	// optional: Stats tell of another state; behind what the Sink was told, and must not block either
+	// optional: called when the state in Stats changed, after the calls of the Sink; it must not block
 	Changed func()
 	Replays *Replays // shared by the subscriptions of a node; nil = unbounded
 
@@ -137,7 +137,7 @@ func (s *Subscriber) Stats() Stats {
 	return out
 }
 
-// Close ends the subscription and waits; the Sink is not called any more. It may be called often.
+// Close ends the subscription and waits; the Sink is not called any more. It is idempotent.
 func (s *Subscriber) Close() error {
 	s.mu.Lock()
 	s.closed = true
@@ -154,7 +154,7 @@ func (s *Subscriber) Close() error {
 	return err
 }
 
-// follow is the one goroutine that decides and calls the Sink.
+// follow runs the tracker and calls the Sink, on the subscription's one goroutine.
 func (s *Subscriber) follow(ctx context.Context) {
 	f := &follower{s: s, t: newTracker(s.cfg.FirstSeq, s.addr.replay != "", s.cfg.Sink),
 		answers: make(chan answer, replayBacklog)}
@@ -230,7 +230,8 @@ func (f *follower) answer(a answer) {
 	}
 }
 
-// launch runs the replay that the tracker wants; the one before has lost its purpose.
+// launch runs the replay that the tracker wants and cancels the previous one, whose results are no longer
+// needed.
 func (f *follower) launch(ctx context.Context) {
 	a := f.t.take()
 	if a == nil {
@@ -275,7 +276,7 @@ const (
 	maxQueuedBytes = 64 << 20
 )
 
-// itemKind is what an item of the queue says.
+// itemKind is the kind of an item of the queue.
 type itemKind uint8
 
 const (
@@ -321,7 +322,7 @@ func (q *queue) push(it item) {
 	}
 }
 
-// take is everything there is; spare is a buffer for what comes next.
+// take returns all items; spare becomes the buffer of the next ones.
 func (q *queue) take(spare []item) []item {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -359,7 +360,7 @@ func (s *Subscriber) dialLoop(ctx context.Context) {
 	}
 }
 
-// read is the life of one connection: everything goes into the queue.
+// read reads one connection until it ends and puts every message into the queue.
 func (s *Subscriber) read(c *zmtp.Conn) {
 	if err := c.SetWriteDeadline(time.Now().Add(dialTimeout)); err != nil {
 		return
@@ -384,8 +385,8 @@ func (s *Subscriber) read(c *zmtp.Conn) {
 	}
 }
 
-// become makes c the connection that counts. The newest wins: it is the engine's successor, or its next
-// attempt; the one before may be half open for minutes.
+// become makes c the current connection. The newest one wins: it belongs to the engine's successor or to its
+// next attempt, and the previous one may stay half open for minutes.
 func (s *Subscriber) become(c *zmtp.Conn) uint64 {
 	s.mu.Lock()
 	defer s.mu.Unlock()

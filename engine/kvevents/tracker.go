@@ -46,8 +46,9 @@ type ask struct {
 	from uint64
 }
 
-// tracker decides in which order batches reach the sink, and when that is no longer possible. It is pure: the
-// time is an argument, nothing blocks, replays are run by its owner (want). See DESIGN.md for its states.
+// tracker puts batches into the engine's order and detects when that is no longer possible. It is pure: the
+// time is an argument, nothing blocks, and its owner runs the replays that it asks for (want). DESIGN.md has
+// its states.
 type tracker struct {
 	first   uint64 // the engine's first sequence number
 	replays bool   // there is a replay endpoint
@@ -57,7 +58,7 @@ type tracker struct {
 
 	connected bool
 	have      bool   // next is known
-	suspect   bool   // the connection is new: what is known may be of an engine that is gone
+	suspect   bool   // the connection is new: the known blocks may be those of an earlier engine
 	next      uint64 // the number of the next batch
 	high      uint64 // what next was when it was lost; 0 = nothing to compare with
 	lastTS    float64
@@ -139,7 +140,7 @@ func (t *tracker) restart(now time.Time) {
 	}
 }
 
-// base makes seq the next number, with nothing known of what was before it.
+// base makes seq the next number; the batches before it are unknown.
 func (t *tracker) base(seq uint64) {
 	t.reset(seq > t.first)
 	if seq < t.high {
@@ -215,7 +216,7 @@ func (t *tracker) order(now time.Time, m message) bool {
 	return true
 }
 
-// old judges a batch whose number has passed: a duplicate, a straggler from before a gap, or a new
+// old handles a batch whose number has passed: a duplicate, a straggler from before a gap, or a sign of a new
 // incarnation.
 func (t *tracker) old(now time.Time, m message) bool {
 	known, same := t.knows(m)
@@ -239,14 +240,14 @@ func (t *tracker) old(now time.Time, m message) bool {
 	return t.order(now, m)
 }
 
-// knows says whether the number of m was seen lately, and whether its content was the same.
+// knows reports whether the number of m was seen recently, and whether its content was the same.
 func (t *tracker) knows(m message) (known, same bool) {
 	p := &t.recent[m.seq%recentSize]
 	known = p.set && p.seq == m.seq
 	return known, known && p.sum == xxh3.Hash(m.payload)
 }
 
-// apply decodes the batch whose turn it is; false = it is unreadable and its turn remains.
+// apply decodes and delivers the next batch; false = it cannot be decoded, and next is unchanged.
 func (t *tracker) apply(m message) bool {
 	b, err := t.decoder.Decode(m.payload)
 	if err != nil {
@@ -267,19 +268,19 @@ func (t *tracker) apply(m message) bool {
 	return true
 }
 
-// step books that m had its turn.
+// step records that m was handled and advances next.
 func (t *tracker) step(m message) {
 	t.recent[m.seq%recentSize] = print{seq: m.seq, sum: xxh3.Hash(m.payload), set: true}
 	t.next = m.seq + 1
 }
 
-// giveUp passes an unreadable batch: what is known stays, but it is no longer all there is.
+// giveUp skips a batch that cannot be decoded: the known blocks stay, and the state becomes partial.
 func (t *tracker) giveUp(m message) {
 	t.step(m)
 	t.stats.Partial = true
 }
 
-// drain applies what came meanwhile.
+// drain applies the live batches that waited for the replay.
 func (t *tracker) drain(now time.Time) {
 	for len(t.pending) > 0 && t.mode == replayNone {
 		m := t.pending[0]
@@ -315,7 +316,7 @@ func (t *tracker) overflow(now time.Time) {
 	}
 }
 
-// tick does what is due.
+// tick starts the checks and replays that are due.
 func (t *tracker) tick(now time.Time) {
 	if !t.connected || !t.replays || t.mode != replayNone || now.Before(t.cooldown) {
 		return
@@ -328,7 +329,7 @@ func (t *tracker) tick(now time.Time) {
 	}
 }
 
-// wantsFull says that a replay was not possible, and that another one could still tell more than is known.
+// wantsFull records that a replay was not possible and that a later full replay could complete the state.
 func (t *tracker) wantsFull() bool { return !t.fullAt.IsZero() && (t.stats.Partial || !t.have) }
 
 // snapshot is the state for readers.
@@ -394,10 +395,10 @@ func (t *tracker) take() *ask {
 	return a
 }
 
-// running says whether the results of ask id are wanted.
+// running reports whether the results of ask id are wanted.
 func (t *tracker) running(id uint64) bool { return t.mode != replayNone && id == t.asked }
 
-// fail is what a replay that was not possible means.
+// fail handles a replay that was not possible.
 func (t *tracker) fail(now time.Time, mode replayMode) {
 	t.stop()
 	if mode == replayTail {
@@ -434,7 +435,7 @@ func (t *tracker) replayed(now time.Time, m message) {
 	}
 }
 
-// replayEnd: the replay came to its end marker, or to err.
+// replayEnd handles the end of the replay: its end marker, or err.
 func (t *tracker) replayEnd(now time.Time, err error) {
 	mode := t.mode
 	t.stop()
@@ -446,7 +447,7 @@ func (t *tracker) replayEnd(now time.Time, err error) {
 	t.drain(now)
 }
 
-// failed: a broken replay. What it brought before is whole as far as it goes.
+// failed handles a broken replay. The batches that it brought before are applied.
 func (t *tracker) failed(now time.Time, mode replayMode) {
 	t.stats.ReplayFailures++
 	if mode == replayTail { // nothing is known to be missing

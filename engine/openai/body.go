@@ -422,7 +422,7 @@ func smallInt(raw []byte) (n int64, ok bool) {
 	return n, true
 }
 
-// reserved says whether a top-level field belongs to dpserve: it picks or feeds the rank. A client's is taken
+// reserved reports whether a top-level field belongs to dpserve: it picks or feeds the rank. A client's is taken
 // out.
 func reserved(key []byte) bool {
 	switch string(key) {
@@ -513,7 +513,7 @@ const (
 // media are the media parts of the messages: how many, and the bytes of their values.
 type media struct{ parts, bytes int }
 
-// isMedia says whether a member of a content part holds something that is no text: image_url, video_url,
+// isMedia reports whether a member of a content part holds something that is no text: image_url, video_url,
 // audio_url, input_audio, image_embeds and the like. A key with escapes is none: then its value counts as
 // text.
 func isMedia(key []byte) bool {

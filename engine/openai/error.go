@@ -97,7 +97,7 @@ const (
 	faultReserved
 )
 
-// syntax says whether the body is not JSON at all, rather than JSON that is refused.
+// syntax reports whether the body is not JSON at all, rather than JSON that is refused.
 func (f fault) syntax() bool { return f >= faultEmpty && f <= faultNotFinite }
 
 // text is the message of a fault at byte at of the body.

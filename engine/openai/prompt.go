@@ -10,7 +10,7 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// templated says whether a top-level field decides, with the prompt, what its tokens are. These are the ones
+// templated reports whether a top-level field decides, with the prompt, what its tokens are. These are the ones
 // that an engine's /tokenize takes too.
 func templated(key []byte) bool {
 	switch string(key) {
@@ -21,7 +21,7 @@ func templated(key []byte) bool {
 	return false
 }
 
-// isBeside says whether a top-level field decides what the prompt's tokens are, and an engine's /tokenize
+// isBeside reports whether a top-level field decides what the prompt's tokens are, and an engine's /tokenize
 // does not take it.
 func isBeside(key, value []byte) bool {
 	switch string(key) {
@@ -117,7 +117,7 @@ func longID(raw []byte, i int) (id uint32, end int) {
 	return uint32(n), i
 }
 
-// Media says whether the messages of body, as last scanned, may hold parts that are no text: what an engine
+// Media reports whether the messages of body, as last scanned, may hold parts that are no text: what an engine
 // makes of those is not in the tokens of the text.
 func (b *Body) Media(body []byte) bool {
 	if b.route != Chat {

@@ -57,10 +57,10 @@ func (r Route) Method() string { return routes[r].method }
 // Path is the route's path on an engine.
 func (r Route) Path() string { return routes[r].path }
 
-// Generates says whether the route's answer has choices and usage and may stream.
+// Generates reports whether the route's answer has choices and usage and may stream.
 func (r Route) Generates() bool { return routes[r].generates }
 
-// isPrompt says whether the top-level field key holds the route's prompt.
+// isPrompt reports whether the top-level field key holds the route's prompt.
 func (r Route) isPrompt(key []byte) bool {
 	p := &routes[r].prompts
 	return len(key) > 0 && (string(key) == p[0] || string(key) == p[1])

@@ -110,10 +110,10 @@ func (w *Watcher) Begun() { w.begun = true }
 // long to be looked into, or because the engine does not say: Complete is true from now on.
 func (w *Watcher) Blind() { w.blind = true }
 
-// Complete says that every choice has a finish_reason, as far as the watcher could look.
+// Complete reports that every choice has a finish_reason, as far as the watcher could look.
 func (w *Watcher) Complete() bool { return w.blind || w.finished >= w.want }
 
-// Finishing says that some choice has its finish_reason: what follows may carry the usage.
+// Finishing reports that some choice has its finish_reason: what follows may carry the usage.
 func (w *Watcher) Finishing() bool { return w.finished > 0 }
 
 var (
@@ -179,7 +179,7 @@ func (w *Watcher) markFinished(index int) {
 	}
 }
 
-// beginsAsError says that data begins `{"error"`, or `{"object":"error"` as older engines write it.
+// beginsAsError reports that data begins `{"error"`, or `{"object":"error"` as older engines write it.
 func beginsAsError(data []byte) bool {
 	c := cursor{b: data}
 	if !c.take('{') || c.peek() != '"' {
@@ -197,7 +197,7 @@ func beginsAsError(data []byte) bool {
 	return c.take(':') && bytes.HasPrefix(data[min(c.i, len(data)):], errorKey)
 }
 
-// finishes says that data holds a finish_reason that is a string. Inside a JSON string the quotes are
+// finishes reports that data holds a finish_reason that is a string. Inside a JSON string the quotes are
 // escaped, so text that talks of a finish_reason is not mistaken for one.
 func finishes(data []byte) bool {
 	for {
@@ -214,7 +214,7 @@ func finishes(data []byte) bool {
 	}
 }
 
-// Aborted says that an answer that is not streamed ended with finish_reason "abort".
+// Aborted reports that an answer that is not streamed ended with finish_reason "abort".
 func Aborted(body []byte) bool {
 	if !bytes.Contains(body, []byte(`"abort"`)) {
 		return false

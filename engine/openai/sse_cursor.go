@@ -64,7 +64,7 @@ func (c *cursor) str() []byte {
 	return nil
 }
 
-// escaped says that the byte behind s is escaped: s ends in an odd number of backslashes.
+// escaped reports that the byte behind s is escaped: s ends in an odd number of backslashes.
 func escaped(s []byte) bool {
 	n := 0
 	for n < len(s) && s[len(s)-1-n] == '\\' {

@@ -21,13 +21,13 @@ type EngineError struct {
 // BusyType is the error type of an engine whose own admission limit is reached; the engine is healthy.
 const BusyType = "Service Unavailable"
 
-// Busy says that the engine refused because it is full, not because it is ill.
+// Busy reports that the engine refused because it is full, not because it is ill.
 func (e EngineError) Busy() bool { return e.Type == BusyType }
 
 // coreDead begins vLLM's message when its engine core is gone (the process exits within a second).
 const coreDead = "EngineCore encountered an issue"
 
-// Dead says that the engine will not answer anybody any more.
+// Dead reports that the engine will not answer anybody any more.
 func (e EngineError) Dead() bool { return strings.HasPrefix(e.Message, coreDead) }
 
 // maxErrorText bounds what of an engine's message is kept for the log.
@@ -132,7 +132,7 @@ var knownMessages = []string{
 	"simulated failure",
 }
 
-// IsKnown says that the message is a sentence of the engine's own, so that it repeats no text of the request.
+// IsKnown reports that the message is a sentence of the engine's own, so that it repeats no text of the request.
 func (e *EngineError) IsKnown() bool {
 	return slices.ContainsFunc(knownMessages, func(pattern string) bool { return fits(pattern, e.Message) })
 }
@@ -165,7 +165,7 @@ func (e *EngineError) KnownParam() string {
 	return ""
 }
 
-// fits says whether s is pattern with a number in place of each #.
+// fits reports whether s is pattern with a number in place of each #.
 func fits(pattern, s string) bool {
 	for len(pattern) > 0 {
 		if pattern[0] != '#' {
@@ -187,7 +187,7 @@ func fits(pattern, s string) bool {
 	return len(s) == 0
 }
 
-// isOfNumber says whether s[i] goes on a number that began at s[0]: digits, a sign in front, a point with a
+// isOfNumber reports whether s[i] goes on a number that began at s[0]: digits, a sign in front, a point with a
 // digit behind it.
 func isOfNumber(s string, i int) bool {
 	c := s[i]

@@ -168,7 +168,7 @@ func boundary(text []byte, at int) int {
 	return at
 }
 
-// wholeRunes says that b does not end inside a character.
+// wholeRunes reports that b does not end inside a character.
 func wholeRunes(b []byte) bool {
 	for i := 1; i <= min(len(b), utf8.UTFMax); i++ {
 		if c := b[len(b)-i]; utf8.RuneStart(c) {

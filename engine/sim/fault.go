@@ -176,14 +176,14 @@ func (s *faults) clear() {
 	}
 }
 
-// is says whether a process mode is on.
+// is reports whether a process mode is on.
 func (s *faults) is(m Mode) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.any && s.active[m] != nil
 }
 
-// chance says whether a batch mode strikes the next batch, counting it. roll gives a number in [0, 1).
+// chance reports whether a batch mode strikes the next batch, counting it. roll gives a number in [0, 1).
 func (s *faults) chance(m Mode, roll func() float64) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -52,7 +52,7 @@ func (v value) get(key string) value {
 	return value{}
 }
 
-// present says that the value is there and not null.
+// present reports that the value is there and not null.
 func (v value) present() bool { return v.kind > kindNull }
 
 // maxDepth bounds nesting: a body is outside data, the parser recurses.

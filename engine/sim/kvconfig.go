@@ -83,7 +83,7 @@ func (k *KVEvents) parse(text string) error {
 	return k.validate()
 }
 
-// active says that there is something to publish to.
+// active reports that there is something to publish to.
 func (k *KVEvents) active() bool { return k.Enabled && k.Publisher == "zmq" }
 
 func (k *KVEvents) validate() error {

@@ -113,7 +113,7 @@ func (p *kvPublisher) bind(ctx context.Context, told *string, addr string, role 
 	return s, nil
 }
 
-// close ends the sockets and waits. It may be called often.
+// close ends the sockets and waits. It is idempotent.
 func (p *kvPublisher) close() {
 	p.once.Do(func() { close(p.quit) })
 	if p.cancel != nil {

@@ -32,7 +32,7 @@ const (
 // ErrNotListening is given by Serve before Listen.
 var ErrNotListening = errors.New("not listening: call Listen first")
 
-// ExitError says that the engine ended by itself (an injected failure, a dead core), and how its process
+// ExitError reports that the engine ended by itself (an injected failure, a dead core), and how its process
 // ends.
 type ExitError struct {
 	Code  int

@@ -102,7 +102,7 @@ func (o *writer) chunks() {
 	}
 }
 
-// anything says whether there is a token or an end to tell.
+// anything reports whether there is a token or an end to tell.
 func (o *writer) anything() bool {
 	for i := range o.call.choices {
 		if tokens, why := o.call.choices[i].progress(); tokens > 0 || why != 0 && o.call.failure() == nil {
@@ -130,12 +130,12 @@ func (o *writer) limit() int {
 	return o.fault.AfterTokens - o.sent
 }
 
-// bounded says that the fault strikes after a number of tokens.
+// bounded reports that the fault strikes after a number of tokens.
 func (o *writer) bounded() bool {
 	return o.fault != nil && (o.fault.Mode != ModeNoDone || o.fault.AfterTokens > 0)
 }
 
-// due says that the fault strikes now.
+// due reports that the fault strikes now.
 func (o *writer) due() bool { return o.bounded() && o.sent >= o.fault.AfterTokens }
 
 // strike ends the stream as its fault says.

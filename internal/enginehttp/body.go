@@ -218,7 +218,7 @@ func lower(b byte) byte {
 	return b
 }
 
-// extension says that what stands behind a size is blank, or begins with a semicolon; control characters are
+// extension reports that what stands behind a size is blank, or begins with a semicolon; control characters are
 // in neither.
 func extension(b []byte) bool {
 	began := false

@@ -73,10 +73,10 @@ func address(host string) string {
 	return net.JoinHostPort(host, "80")
 }
 
-// Unused says that the client holds no connection at all.
+// Unused reports that the client holds no connection at all.
 func (c *Client) Unused() bool { return c.busy.Load() == 0 && c.pool.empty() }
 
-// HasIdle says that a connection waits for a request.
+// HasIdle reports that a connection waits for a request.
 func (c *Client) HasIdle() bool { return !c.pool.empty() }
 
 // Warm dials a connection for a request to come. It waits for that request as one that has served another
@@ -313,7 +313,7 @@ func validTarget(s string) bool {
 	return true
 }
 
-// framing says that a field is not the caller's to send.
+// framing reports that a field is not the caller's to send.
 func framing(name string) bool {
 	switch len(name) {
 	case len("Host"):

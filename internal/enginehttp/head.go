@@ -173,12 +173,12 @@ func (h *head) contentLength() error {
 	return nil
 }
 
-// bodiless says that an answer ends with its head, whatever its fields say.
+// bodiless reports that an answer ends with its head, whatever its fields say.
 func (h *head) bodiless(method string) bool {
 	return method == http.MethodHead || h.status == http.StatusNoContent || h.status == http.StatusNotModified
 }
 
-// reusable says that a connection is at a boundary behind the end of an answer without a body: a 204 that
+// reusable reports that a connection is at a boundary behind the end of an answer without a body: a 204 that
 // announces one is not trusted to leave it out.
 func (h *head) reusable(method string) bool {
 	return h.keep && (method == http.MethodHead || !h.chunked && h.length <= 0)

@@ -30,7 +30,7 @@ func newProbe(c net.Conn) *probe {
 	return p
 }
 
-// quiet says that the peer has neither closed nor sent anything. A connection that shows nothing counts as
+// quiet reports that the peer has neither closed nor sent anything. A connection that shows nothing counts as
 // quiet.
 func (p *probe) quiet() bool {
 	if p == nil {

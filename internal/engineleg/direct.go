@@ -85,7 +85,7 @@ func (l *direct) dialSpare(ctx context.Context, c *enginehttp.Client) {
 	})
 }
 
-// plain says that a URL is of the simple kind: plain HTTP to a host in ASCII without a zone. net/http knows
+// plain reports that a URL is of the simple kind: plain HTTP to a host in ASCII without a zone. net/http knows
 // what to do with others.
 func plain(u *url.URL) bool {
 	if u.Scheme != "http" || u.Opaque != "" || strings.Contains(u.Host, "%") {

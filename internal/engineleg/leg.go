@@ -36,7 +36,7 @@ type Request struct {
 	writing atomic.Int32  // connections that may still read Body
 }
 
-// Settled says that nobody reads the request's memory any more.
+// Settled reports that nobody reads the request's memory any more.
 func (r *Request) Settled() bool { return r.writing.Load() == 0 }
 
 // Stale says of a request that failed: its connection had waited for a request and turned out to be closed.
@@ -145,7 +145,7 @@ func capped(c net.Conn) net.Conn {
 	return quietnet.Conn(c)
 }
 
-// Hop says that a header field (in canonical form) belongs to one connection and is never passed on (RFC
+// Hop reports that a header field (in canonical form) belongs to one connection and is never passed on (RFC
 // 9110, 7.6.1).
 func Hop(name string) bool {
 	switch name {

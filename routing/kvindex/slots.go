@@ -118,7 +118,7 @@ func (p *pool) free(s slot) {
 	p.append(s)
 }
 
-// holderless says that no column holds s.
+// holderless reports that no column holds s.
 func (p *pool) holderless(s slot) bool {
 	for w := range p.hot(s)[1:] {
 		if p.hot(s)[1+w].Load() != 0 {
@@ -159,7 +159,7 @@ func (p *pool) unlink(s slot) {
 	c.next, c.prev = none, none
 }
 
-// holdsChild says whether the column of bit holds a child of s.
+// holdsChild reports whether the column of bit holds a child of s.
 func (p *pool) holdsChild(s slot, bit int) bool {
 	for k := p.cold(s).child; k != none; k = p.cold(k).next {
 		if p.holds(k, bit) {

@@ -33,7 +33,7 @@ const (
 // Sizes and times of a connection.
 const (
 	readBuffer       = 32 << 10
-	HandshakeTimeout = 5 * time.Second // what a peer gets to say hello
+	HandshakeTimeout = 5 * time.Second // for the peer's whole handshake
 )
 
 // errHandshake stands for a handshake that made the library panic: hostile metadata.
@@ -46,8 +46,8 @@ type Conn struct {
 	out    []byte // guarded by stream.mu
 }
 
-// Open shakes hands on raw, which it owns from now on: it is closed on an error. server is the side that
-// accepted the connection.
+// Open performs the handshake on raw and owns raw from then on: on an error it closes raw. server is the side
+// that accepted the connection.
 func Open(raw net.Conn, role Role, server bool, lim Limits) (*Conn, error) {
 	s := &stream{Conn: raw, in: bufio.NewReaderSize(raw, readBuffer), lim: newLimiter(lim)}
 	z, err := shake(s, role, server)
@@ -60,7 +60,8 @@ func Open(raw net.Conn, role Role, server bool, lim Limits) (*Conn, error) {
 	return &Conn{stream: s, zmq: z}, nil
 }
 
-// shake bounds the handshake in time, and in damage: the library indexes a peer's metadata unchecked.
+// shake performs the handshake with a deadline and recovers from panics: the library indexes a peer's
+// metadata without a check.
 func shake(s *stream, role Role, server bool) (z *zmq4.Conn, err error) {
 	defer func() {
 		if recover() != nil {
@@ -136,11 +137,10 @@ func (c *Conn) SetWriteDeadline(t time.Time) error { return c.stream.SetWriteDea
 // RemoteAddr is the peer's address.
 func (c *Conn) RemoteAddr() net.Addr { return c.stream.RemoteAddr() }
 
-// Close ends the connection and whoever waits on it. It may be called often.
+// Close ends the connection and all calls that wait on it. It is idempotent.
 func (c *Conn) Close() error { return c.stream.Close() }
 
-// stream is what the library reads and writes: buffered and limited on the way in, whole commands on the way
-// out.
+// stream is the library's side of the connection: reads are buffered and limited, writes are whole commands.
 type stream struct {
 	net.Conn
 	in   *bufio.Reader
@@ -162,8 +162,8 @@ func (s *stream) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// Write is reached by the library alone. After the handshake these are commands, in two calls each, head and
-// body: they may not fall between the frames of a message that another goroutine sends.
+// Write is called by the library alone. After the handshake it writes commands, in two calls each for head
+// and body. They must not get between the frames of a message that another goroutine sends.
 func (s *stream) Write(p []byte) (int, error) {
 	if !s.open {
 		return s.say(p)
@@ -179,8 +179,8 @@ func (s *stream) Write(p []byte) (int, error) {
 	return len(p), err
 }
 
-// say writes a part of the handshake beside the reader: both peers speak first, and on a transport without a
-// buffer (a pipe) they would wait for each other. A failed write closes the connection, which the reader
+// say writes a part of the handshake on its own goroutine: both peers write first, and on a transport without
+// a buffer (a pipe) they would wait for each other. A failed write closes the connection, which the reader
 // notices; the handshake's deadline bounds both.
 func (s *stream) say(p []byte) (int, error) {
 	part, before, done := bytes.Clone(p), s.said, make(chan struct{})
@@ -197,7 +197,7 @@ func (s *stream) say(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// spoken waits until what was said is written.
+// spoken waits until all parts of the handshake are written.
 func (s *stream) spoken() {
 	if s.said != nil {
 		<-s.said

@@ -5,8 +5,8 @@ import (
 	"errors"
 )
 
-// ErrTooLarge says that a peer announced a frame or a message beyond the limits. The connection is of no more
-// use.
+// ErrTooLarge: a peer announced a frame or a message beyond the limits. The connection cannot be used any
+// more.
 var ErrTooLarge = errors.New("zmtp: frame or message beyond the limit")
 
 // Defaults of Limits.
@@ -36,7 +36,7 @@ const (
 	flagCommand   = 0x4
 )
 
-// limiter follows the framing of the bytes that pass, so that a frame is refused when its length is known and
+// limiter parses the framing of the bytes that pass, so that it refuses a frame when its length is known,
 // before the library allocates it.
 type limiter struct {
 	lim    Limits

@@ -11,8 +11,8 @@ import (
 // acceptPause is the wait after a failed accept (out of file descriptors).
 const acceptPause = 50 * time.Millisecond
 
-// Server accepts connections for one role and hands each to a goroutine of its own. Slow handshakes hold
-// nobody up.
+// Server accepts connections for one role and hands each to a goroutine of its own. Slow handshakes do not
+// delay other connections.
 type Server struct {
 	listener net.Listener
 	role     Role
@@ -90,7 +90,7 @@ func (s *Server) serve(raw net.Conn) {
 	}()
 	c, err := Open(raw, s.role, true, s.limits)
 	if err != nil {
-		return // a stranger, or a peer that left
+		return // not a ZMTP peer, or it has left
 	}
 	s.handle(c)
 }
@@ -110,7 +110,7 @@ func (s *Server) DropAll() {
 	}
 }
 
-// Close stops accepting, closes every connection and waits for the handlers. It may be called often.
+// Close stops accepting, closes every connection and waits for the handlers. It is idempotent.
 func (s *Server) Close() error {
 	s.mu.Lock()
 	s.closed = true
