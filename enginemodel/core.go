@@ -238,7 +238,7 @@ func (c *Core) recover(now time.Duration) {
 	}
 }
 
-// group takes a word of the lockstep group.
+// group applies an input of the lockstep group.
 func (c *Core) group(now time.Duration, in *Input) {
 	if c.dead {
 		return
@@ -299,8 +299,8 @@ func (c *Core) noticeLoss(now, gloo time.Duration) {
 }
 
 // ResetPrefixCache drops every cached block and says whether that was possible: not while requests hold
-// blocks. force takes the blocks of running requests first (they start again). With BlockEvents on,
-// BlocksCleared leaves with the next step; silent leaves it out: an engine that begins anew says nothing.
+// blocks. force takes the blocks of running requests first (they start again). With BlockEvents on, the next
+// step reports BlocksCleared; with silent it does not, because a restarted engine sends no such event.
 func (c *Core) ResetPrefixCache(force, silent bool) bool {
 	for force && len(c.running) > 0 {
 		c.preempt(c.running[len(c.running)-1])

@@ -2,7 +2,7 @@ package enginemodel
 
 import "time"
 
-// InputKind is the closed list of what can happen to a core from outside.
+// InputKind is the closed list of inputs of a core.
 type InputKind uint8
 
 // The inputs.
@@ -29,7 +29,7 @@ type Input struct {
 	Continue bool
 }
 
-// EffectKind is the closed list of what a core tells its shell.
+// EffectKind is the closed list of effects that a core returns to its shell.
 type EffectKind uint8
 
 // The effects.
@@ -55,7 +55,7 @@ const (
 	RejectTokens
 )
 
-// Effect is one thing that the shell has to pass on.
+// Effect is one result of a step that the shell has to pass on.
 type Effect struct {
 	Kind       EffectKind
 	Req        *Request
@@ -102,9 +102,9 @@ type BlockEvent struct {
 	Count int
 }
 
-// blockLog gathers the changes of a step, in the order in which they leave: cleared, removals, stores. Stores
-// follow removals because memory is taken before it is filled; no block that was stored in a step can be
-// removed in the same one.
+// blockLog collects the changes of a step, in the order in which the effect reports them: cleared, removals,
+// stores. Stores follow removals because memory is taken before it is filled; no block that was stored in a
+// step can be removed in the same one.
 type blockLog struct {
 	on      bool
 	cleared bool
@@ -125,13 +125,13 @@ func (l *blockLog) store(r *Request, first, count int) {
 	}
 }
 
-// clear follows a reset: what was not told yet is void, and the clear is told with the next step.
+// clear records a reset: changes that were not reported yet are dropped, and the next step reports the clear.
 func (l *blockLog) clear(silent bool) {
 	l.removed, l.stored = l.removed[:0], l.stored[:0]
 	l.cleared = l.on && !silent
 }
 
-// flush is what the step that ends now has to tell; nil = nothing.
+// flush returns the changes of the step that ends now; nil = none.
 func (l *blockLog) flush() []BlockEvent {
 	l.events = l.events[:0]
 	if l.cleared {

@@ -1,6 +1,6 @@
 // Package openai holds the shapes of the OpenAI inference API as vLLM and SGLang speak it: routes, request
-// bodies, errors, usage and server-sent events. Bodies are scanned, never decoded and encoded again: what
-// dpserve does not have to change passes byte for byte.
+// bodies, errors, usage and server-sent events. Bodies are scanned, never decoded and encoded again: bytes
+// that dpserve does not have to change pass unchanged.
 package openai
 
 import (
@@ -15,8 +15,8 @@ import (
 // Span is a range of bytes in a body, End excluded.
 type Span struct{ Start, End int }
 
-// Body is what dpserve reads of a request body. The zero value is ready; reuse it, Scan does not allocate
-// once its buffers are warm.
+// Body is the result of a Scan: the parts of a request body that dpserve needs. The zero value is ready.
+// Reuse it, because Scan does not allocate once its buffers are warm.
 type Body struct {
 	Model        []byte // decoded; valid as long as the body is and until the next Scan
 	HasModel     bool   // false if the field is absent or null
@@ -26,13 +26,13 @@ type Body struct {
 	Choices      int   // choices to expect: N × number of prompts
 	MaxTokens    int64 // max_completion_tokens, else max_tokens; -1 if absent
 	PromptBytes  int   // length of the value of prompt, messages or tokens as written, 0 if absent
-	// of PromptBytes those that are no media, and the tools of a chat: what an Estimator takes
+	// PromptBytes without media, plus the tools of a chat: the input of an Estimator
 	TextBytes    int
 	MediaParts   int    // pictures, sounds and the like in the messages, at most maxMediaParts
 	PromptTokens int    // exact if the prompt is token ids, else -1
 	Strip        []Span // members that only dpserve may set, commas included; for Spliced
 	Tools        Span   // value of tools as written (chat), zero if absent or null
-	// members that decide with the prompt what its tokens are, and that an engine's /tokenize does not take
+	// members that change the prompt's tokens and that an engine's /tokenize does not accept
 	Beside    []Span
 	User      []byte // user, decoded as Model is; nil if absent or no string
 	CacheSalt []byte // cache_salt, likewise
@@ -49,17 +49,17 @@ type Body struct {
 	run           run
 }
 
-// field is a top-level key that was seen, to refuse its double.
+// field is a top-level key that was seen, so that Scan can refuse a duplicate.
 type field struct {
 	hash uint64
 	key  []byte
 }
 
-// keptDecoded is how many bytes of decoded text a Body keeps the memory of.
+// keptDecoded is the largest buffer of decoded text that a Body keeps, in bytes.
 const keptDecoded = 4 << 10
 
-// Forget drops what points into the scanned body, so that its memory can be used for other things. Numbers,
-// flags and spans stay.
+// Forget drops all pointers into the scanned body, so that its memory can be reused. Numbers, flags and spans
+// stay.
 func (b *Body) Forget() {
 	b.Model, b.User, b.CacheSalt = nil, nil, nil
 	clear(b.fields)
@@ -83,7 +83,7 @@ func (b *Body) reset(route Route) {
 // Scan reads body as a request on route. It accepts exactly the JSON objects (all of it is checked, numbers
 // and strings too; only UTF-8 is left to the engine) that keep the limits of this package, have no top-level
 // key twice, however it is written, and give the fields that dpserve must understand a type it understands.
-// Otherwise the error is a *BodyError and b must not be used. Everything else is the engine's to judge.
+// Otherwise the error is a *BodyError and b must not be used. The engine checks everything else.
 func (b *Body) Scan(route Route, body []byte) error {
 	b.reset(route)
 	s := scanner{b: body}
@@ -102,7 +102,7 @@ func (b *Body) Scan(route Route, body []byte) error {
 	b.TextBytes = b.PromptBytes - s.media.bytes
 	b.MediaParts = min(s.media.parts, maxMediaParts)
 	if route == Chat {
-		b.TextBytes += b.Tools.End - b.Tools.Start // a template writes them out
+		b.TextBytes += b.Tools.End - b.Tools.Start // a chat template adds them to the prompt
 	}
 	if b.route.Generates() && b.Choices > MaxSequences {
 		return newBodyError(faultTooLarge, []byte("prompt"), "n × prompts must be at most %d", MaxSequences)
@@ -110,7 +110,7 @@ func (b *Body) Scan(route Route, body []byte) error {
 	return nil
 }
 
-// notObject tells a body that is JSON, but no object, from one that is not JSON.
+// notObject returns the fault of a body that is no object: it is other JSON, or no JSON.
 func notObject(s *scanner, i int) error {
 	if end := s.value(i, 0, nil); end >= 0 {
 		s.fail(faultNotObject, i)
@@ -178,14 +178,15 @@ func (b *Body) member(s *scanner, i int) (end int, err error) {
 	return end, nil
 }
 
-// decode keeps the meaning of an escaped key for the rest of the scan.
+// decode keeps the unescaped form of a key for the rest of the scan.
 func (b *Body) decode(key []byte) []byte {
 	from := len(b.decoded)
 	b.decoded = unescape(b.decoded, key)
 	return b.decoded[from:]
 }
 
-// note refuses a top-level key that was there before: engines take the last one, so a double smuggles.
+// note refuses a duplicate top-level key: engines use the last one, so a duplicate could smuggle in a value
+// that dpserve did not check.
 func (b *Body) note(s *scanner, key []byte) error {
 	if len(b.fields) == MaxFields {
 		s.fail(faultTopKeys, 0)
@@ -206,15 +207,15 @@ func (b *Body) note(s *scanner, key []byte) error {
 const (
 	// MaxN is the largest n: more choices than this is refused.
 	MaxN = 128
-	// MaxSequences is the largest product of n and the number of prompts: what an engine computes for one
-	// request.
+	// MaxSequences is the largest product of n and the number of prompts: the sequences that an engine
+	// computes for one request.
 	MaxSequences = 1024
-	// MaxMaxTokens is the largest max_tokens and max_completion_tokens that passes; what the model can do is
-	// the engine's answer.
+	// MaxMaxTokens is the largest max_tokens and max_completion_tokens that passes; the engine checks the
+	// model's own limit.
 	MaxMaxTokens = 1 << 31
 )
 
-// read checks a top-level value and takes what dpserve needs from it.
+// read checks a top-level value and stores the parts that dpserve needs.
 func (b *Body) read(s *scanner, key []byte, i int) (end int, err error) {
 	if b.route.isPrompt(key) {
 		end = b.prompt(s, i)
@@ -281,7 +282,7 @@ func checkXargs(raw []byte) error {
 	return err
 }
 
-// text is the meaning of a checked string; nil if raw is none.
+// text is the unescaped content of a checked string; nil if raw is no string.
 func (b *Body) text(raw []byte) []byte {
 	if raw[0] != '"' {
 		return nil
@@ -333,8 +334,8 @@ func (b *Body) readModel(raw []byte) error {
 	return nil
 }
 
-// readStream is strict: an engine may take 1 or "yes" for true, and dpserve must know which kind of answer
-// comes.
+// readStream accepts true and false only: an engine may accept 1 or "yes" for true, and dpserve must know
+// which kind of answer the engine sends.
 func (b *Body) readStream(raw []byte) error {
 	switch raw[0] {
 	case 't':
@@ -389,7 +390,7 @@ func (b *Body) readMaxTokens(key, raw []byte) error {
 }
 
 // number reads a checked JSON value as engines do: a number, or a string that holds one ("129" is 129 to
-// them). Not a number ⇒ false. Beyond 2^53 it is rounded, far above every limit.
+// them). Not a number ⇒ false. Numbers beyond 2^53 are rounded; all limits are far below.
 func number(raw []byte) (float64, bool) {
 	switch c := raw[0]; {
 	case c == '"':
@@ -422,8 +423,8 @@ func smallInt(raw []byte) (n int64, ok bool) {
 	return n, true
 }
 
-// reserved reports whether a top-level field belongs to dpserve: it picks or feeds the rank. A client's is taken
-// out.
+// reserved reports whether a top-level field belongs to dpserve, because it selects the rank or passes KV
+// data to it. Spliced removes such a field of a client.
 func reserved(key []byte) bool {
 	switch string(key) {
 	case "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank", "kv_transfer_params":
@@ -432,8 +433,8 @@ func reserved(key []byte) bool {
 	return bytes.HasPrefix(key, []byte("bootstrap_"))
 }
 
-// run finds the bytes to cut so that what is left is an object again: a run of reserved members goes with the
-// comma behind it; the last run, which has none, with the comma before it.
+// run finds the bytes to cut so that the rest is an object again: a run of reserved members is cut with the
+// comma behind it, the last run with the comma before it.
 type run struct {
 	first   int // start of the run, -1 outside one
 	last    int // end of its last member
@@ -499,23 +500,21 @@ func AppendField(dst, body []byte, name string, value []byte) []byte {
 }
 
 const (
-	// MediaTokens is what a media part of a message counts as in an estimate, however many bytes it has:
-	// engines go by its pixels or its length, which its bytes do not tell. A picture of 896 × 896 pixels is
+	// MediaTokens is the estimate of tokens of a media part of a message, whatever its size: engines count by
+	// pixels or duration, which do not follow from the number of bytes. A picture of 896 × 896 pixels is
 	// 1,024 tokens to Qwen2.5-VL (one per 28 × 28 pixels), any picture 576 to LLaVA-1.5 and 256 to Gemma 3.
 	MediaTokens = 1024
-	// maxMediaParts bounds what media add to an estimate: vLLM refuses more than 999 of a kind unless it is
-	// told otherwise.
+	// maxMediaParts bounds the media parts of an estimate: vLLM refuses more than 999 of a kind by default.
 	maxMediaParts = 999
 	// partDepth is how deep the members of a content part are: body, messages, message, content, part.
 	partDepth = 5
 )
 
-// media are the media parts of the messages: how many, and the bytes of their values.
+// media counts the media parts of the messages and the bytes of their values.
 type media struct{ parts, bytes int }
 
-// isMedia reports whether a member of a content part holds something that is no text: image_url, video_url,
-// audio_url, input_audio, image_embeds and the like. A key with escapes is none: then its value counts as
-// text.
+// isMedia reports whether a member of a content part holds media: image_url, video_url, audio_url,
+// input_audio, image_embeds and the like. A key with escapes does not match, so its value counts as text.
 func isMedia(key []byte) bool {
 	return bytes.HasSuffix(key, []byte("_url")) || bytes.HasSuffix(key, []byte("_embeds")) ||
 		string(key) == "input_audio" || string(key) == "image_pil"

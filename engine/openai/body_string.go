@@ -30,8 +30,8 @@ func marks(w uint64) uint64 { return ((w ^ flipped) - controls) | ((w ^ slashes)
 // used.
 func exact(w uint64) uint64 { return marks(w) &^ w }
 
-// plain is the index of the first special byte of b from i on, len(b) if there is none. Many runs end in the
-// first words.
+// plain is the index of the first special byte of b from i on, len(b) if there is none. It tests the first
+// words one by one, because most runs are short.
 func plain(b []byte, i int) int {
 	if i+16 > len(b) {
 		return plainFar(b, i)
@@ -46,7 +46,7 @@ func plain(b []byte, i int) int {
 	return plainFar(b, i+16)
 }
 
-// plainFar is plain for a run that is long, and for the last bytes of b.
+// plainFar is plain for long runs and for the last bytes of b.
 func plainFar(b []byte, i int) int {
 	i = skipASCII(b, i)
 	end := i + block
@@ -60,8 +60,8 @@ func plainFar(b []byte, i int) int {
 	return i
 }
 
-// plainWords looks at the whole words of b[i:end] one by one. It gives the index of the first special byte,
-// or of the first byte that it did not look at.
+// plainWords tests the whole words of b[i:end] one by one. It returns the index of the first special byte, or
+// of the first byte that it did not test.
 func plainWords(b []byte, i, end int) (at int, found bool) {
 	for last := min(end, len(b)) - 8; i <= last; i += 8 {
 		if m := exact(binary.LittleEndian.Uint64(b[i:i+8:i+8])) & highs; m != 0 {
@@ -109,8 +109,8 @@ func skipText(b []byte, i int) int {
 	return i
 }
 
-// str checks the string that begins at the quote b[i] and is the index behind its closing quote, -1 on a
-// fault. s.escaped says afterwards whether it holds a backslash.
+// str checks the string that begins at the quote b[i] and returns the index behind its closing quote, -1 on a
+// fault. Afterwards s.escaped is true if the string holds a backslash.
 func (s *scanner) str(i int) int {
 	s.escaped = false
 	for i = plain(s.b, i+1); i < len(s.b); i = plain(s.b, i) {
@@ -167,9 +167,8 @@ func nibble(c byte) rune {
 	return -1
 }
 
-// unescape appends the meaning of src, the checked inside of a JSON string, to dst. A lone surrogate stays
-// distinct from every other (three bytes as if it were a character), so that two different keys never look
-// equal.
+// unescape appends the unescaped src, the checked inside of a JSON string, to dst. A lone surrogate is
+// encoded in three bytes as if it were a character, so that two different keys never become equal.
 func unescape(dst, src []byte) []byte {
 	for i := 0; i < len(src); {
 		if src[i] != '\\' {

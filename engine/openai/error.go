@@ -62,7 +62,8 @@ func appendString(dst []byte, s string) []byte {
 	return append(dst, '"')
 }
 
-// BodyError says why a request body is refused with 400, in words for its author. It never quotes the prompt.
+// BodyError is the reason why a request body is refused with 400, in a text for the client. It never quotes
+// the prompt.
 type BodyError struct {
 	Message string
 	Param   string // top-level field, empty if none is to blame
@@ -97,7 +98,7 @@ const (
 	faultReserved
 )
 
-// syntax reports whether the body is not JSON at all, rather than JSON that is refused.
+// syntax reports whether the body is no JSON (true) or JSON that is refused (false).
 func (f fault) syntax() bool { return f >= faultEmpty && f <= faultNotFinite }
 
 // text is the message of a fault at byte at of the body.
@@ -162,8 +163,8 @@ const (
 	CodeDrained      = "drained"
 )
 
-// Status is the HTTP status of a code. Those that only occur inside a stream count as 502 (the engine's
-// fault) or 503 (ours) where a status is asked for, as in logs; an unknown code is 500.
+// Status is the HTTP status of a code. Codes that only occur inside a stream map to 502 (the engine's fault)
+// or 503 (dpserve's), for logs; an unknown code is 500.
 func Status(code string) int {
 	switch code {
 	case CodeInvalidRequest:

@@ -2,7 +2,7 @@ package openai
 
 import "net/http"
 
-// Route is one of the inference routes that dpserve speaks. The zero value is none of them.
+// Route is one of the inference routes that dpserve serves. The zero value is none of them.
 type Route uint8
 
 // The routes.
@@ -38,7 +38,7 @@ var routes = [NumRoutes]routeInfo{
 	Models: {name: "models", method: http.MethodGet, path: "/v1/models"},
 }
 
-// RouteOf finds the route of a path, the app's route prefix taken off; NoRoute if dpserve does not speak it.
+// RouteOf returns the route of a path without the app's route prefix; NoRoute if dpserve does not serve it.
 func RouteOf(path string) Route {
 	for r := Completions; int(r) < NumRoutes; r++ {
 		if routes[r].path == path {

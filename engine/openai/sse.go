@@ -7,8 +7,8 @@ import "bytes"
 const MaxEvent = 64 << 10
 
 // EventEnd is the length of the first whole server-sent event in b, its blank line included; -1 while the end
-// is missing. Lines end in LF or CRLF. from is how many bytes of b an earlier call has searched in vain, 0 at
-// first, so that a long event that arrives in pieces is not searched again from its start.
+// is missing. Lines end in LF or CRLF. from is the number of bytes of b that an earlier call has searched, 0
+// at first, so that a long event that arrives in pieces is not searched again from its start.
 func EventEnd(b []byte, from int) int {
 	i := max(from-2, 0) // "\n\r" may be the beginning of a blank line
 	for {
@@ -50,14 +50,14 @@ func EventData(event []byte) []byte {
 	return nil
 }
 
-// EventKind says what an event of an answer's stream means to a relay.
+// EventKind is the meaning of an event of an answer's stream for a relay.
 type EventKind uint8
 
 // The kinds of events, from the least to the most final.
 const (
-	// EventOther shows nothing and is no token: a comment, a chunk without choices (usage).
+	// EventOther has no content and is no token: a comment, a chunk without choices (usage).
 	EventOther EventKind = iota
-	// EventEmpty is a chunk that is a token but shows nothing: a role, or an empty delta while a UTF-8
+	// EventEmpty is a chunk that is a token without visible content: a role, or an empty delta while a UTF-8
 	// character is incomplete.
 	EventEmpty
 	// EventContent carries text, a tool call, reasoning or token ids.
@@ -76,7 +76,7 @@ var eventKindNames = [...]string{"other", "empty", "content", "finish", "abort",
 
 func (k EventKind) String() string { return eventKindNames[k] }
 
-// Watcher looks at an answer's stream event by event, without parsing what it need not: once the stream has
+// Watcher classifies the events of an answer's stream with as little parsing as possible: once the stream has
 // begun, an event that does not finish a choice costs three short searches. The zero value is not ready: call
 // Reset. Not safe for concurrent use; it never allocates once its bit set has grown to the largest number of
 // choices.
@@ -102,18 +102,18 @@ func (w *Watcher) Reset(choices int) {
 	}
 }
 
-// Begun tells the watcher that content has passed: from now on role-only and empty chunks are not told from
-// others.
+// Begun tells the watcher that content has passed: from now on it does not distinguish role-only and empty
+// chunks from others.
 func (w *Watcher) Begun() { w.begun = true }
 
-// Blind tells the watcher that it cannot count the choices that finish, because an event passed that was too
-// long to be looked into, or because the engine does not say: Complete is true from now on.
+// Blind tells the watcher that it cannot count finished choices, because an event was too long to inspect or
+// the engine does not send finish reasons. Complete is true from now on.
 func (w *Watcher) Blind() { w.blind = true }
 
-// Complete reports that every choice has a finish_reason, as far as the watcher could look.
+// Complete reports that every choice has a finish_reason, or that the watcher cannot know (Blind).
 func (w *Watcher) Complete() bool { return w.blind || w.finished >= w.want }
 
-// Finishing reports that some choice has its finish_reason: what follows may carry the usage.
+// Finishing reports that some choice has its finish_reason, so that later events may carry the usage.
 func (w *Watcher) Finishing() bool { return w.finished > 0 }
 
 var (
@@ -140,11 +140,11 @@ func (w *Watcher) Event(event []byte) EventKind {
 	}
 }
 
-// inspect walks over a chunk: before the stream has begun, and when a choice ends.
+// inspect parses a chunk, before the stream has begun and when a choice ends.
 func (w *Watcher) inspect(data []byte) EventKind {
 	w.look = chunk{onFinish: w.mark}
 	if !w.look.read(data) {
-		return EventContent // not for us to judge: it passes as it came
+		return EventContent // unknown content passes unchanged
 	}
 	switch {
 	case w.look.failed:

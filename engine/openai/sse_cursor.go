@@ -5,9 +5,9 @@ import (
 	"strconv"
 )
 
-// cursor walks over JSON that an engine wrote. It does not validate: what it cannot read sets bad, and the
-// walk ends. It never allocates, and it does not unescape: engines write their keys and finish reasons
-// plainly.
+// cursor reads JSON that an engine wrote. It does not validate: input that it cannot read sets bad and ends
+// the reading. It never allocates and does not unescape, because engines write keys and finish reasons
+// without escapes.
 type cursor struct {
 	b   []byte
 	i   int
@@ -160,7 +160,7 @@ func (c *cursor) array(element func(c *cursor)) {
 	}
 }
 
-// chunk is what a relay wants to know of a chunk's or an answer's JSON.
+// chunk is the summary of a chunk's or an answer's JSON for a relay.
 type chunk struct {
 	choices  int  // entries of "choices"
 	content  bool // some choice shows something
@@ -238,8 +238,8 @@ func (k *chunk) choiceMember(c *cursor, key []byte) {
 	}
 }
 
-// deltaMember takes anything but the role as content: text, reasoning, refusal, tool calls, and what later
-// engines add.
+// deltaMember counts every member but the role as content: text, reasoning, refusal, tool calls, and members
+// of later engines.
 func (k *chunk) deltaMember(c *cursor, key []byte) {
 	filled := c.skip()
 	k.content = k.content || filled && string(key) != "role"

@@ -11,8 +11,8 @@ import (
 type EngineError struct {
 	Status int    // the numeric code if it is an HTTP error status (400 to 599), else 0
 	Type   string //
-	// cut; may repeat any part of the request. Never goes into another answer, and into a log only if IsKnown
-	// says so
+	// cut; may repeat any part of the request, so it never goes into another answer, and into a log only if
+	// IsKnown
 	Message string
 	Param   string // the field that it is about
 	Length  int    // bytes of the whole message
@@ -21,16 +21,16 @@ type EngineError struct {
 // BusyType is the error type of an engine whose own admission limit is reached; the engine is healthy.
 const BusyType = "Service Unavailable"
 
-// Busy reports that the engine refused because it is full, not because it is ill.
+// Busy reports that the engine refused because it is full; it is healthy.
 func (e EngineError) Busy() bool { return e.Type == BusyType }
 
 // coreDead begins vLLM's message when its engine core is gone (the process exits within a second).
 const coreDead = "EngineCore encountered an issue"
 
-// Dead reports that the engine will not answer anybody any more.
+// Dead reports that the engine will not answer any request again.
 func (e EngineError) Dead() bool { return strings.HasPrefix(e.Message, coreDead) }
 
-// maxErrorText bounds what of an engine's message is kept for the log.
+// maxErrorText is the length in bytes to which an engine's message is cut for the log.
 const maxErrorText = 300
 
 type errorFields struct {
@@ -42,7 +42,7 @@ type errorFields struct {
 }
 
 // ParseError reads an engine's error in any of its shapes: {"error":{…}}, {"error":"text"},
-// {"object":"error",…} and {"detail":"text"}. What it cannot read is an empty EngineError.
+// {"object":"error",…} and {"detail":"text"}. The result for any other data is an empty EngineError.
 func ParseError(data []byte) EngineError {
 	var top struct {
 		errorFields
@@ -132,7 +132,7 @@ var knownMessages = []string{
 	"simulated failure",
 }
 
-// IsKnown reports that the message is a sentence of the engine's own, so that it repeats no text of the request.
+// IsKnown reports that the message is one of knownMessages, so that it repeats no text of the request.
 func (e *EngineError) IsKnown() bool {
 	return slices.ContainsFunc(knownMessages, func(pattern string) bool { return fits(pattern, e.Message) })
 }

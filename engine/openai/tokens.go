@@ -7,12 +7,12 @@ import (
 )
 
 const (
-	// startBytesPerToken is what a token is taken to be before the first usage is seen, in bytes.
+	// startBytesPerToken is the assumed length of a token in bytes before the first usage is seen.
 	startBytesPerToken = 4
-	// estimatorHalfLife is after how many requests an observation counts half.
+	// estimatorHalfLife is the number of requests after which an observation counts half.
 	estimatorHalfLife = 100
-	// One observation beyond these is cut to them: what no text has would spoil the estimate for a hundred
-	// requests.
+	// Observations are clamped to these bounds: a value that no text has would spoil the estimate for a
+	// hundred requests.
 	minBytesPerToken = 0.25
 	maxBytesPerToken = 64
 )
@@ -20,9 +20,9 @@ const (
 // estimatorWeight is the weight of one observation: 1 - 2^(-1/estimatorHalfLife).
 var estimatorWeight = 1 - math.Exp2(-1.0/estimatorHalfLife)
 
-// Estimator guesses prompt tokens from bytes where no tokenizer was asked: tokens = bytes / k, k the moving
-// average of bytes per prompt token that engines reported. One per (app, route). The zero value is ready;
-// safe for concurrent use.
+// Estimator estimates prompt tokens from bytes without a tokenizer: tokens = bytes / k, k the moving average
+// of bytes per prompt token that engines reported. One per (app, route). The zero value is ready; safe for
+// concurrent use.
 type Estimator struct{ bits atomic.Uint64 } // k as float64 bits; 0 = not yet observed
 
 // Estimators are an app's estimators, by Route.
@@ -42,8 +42,8 @@ func (e *Estimator) PromptTokens(b *Body) int {
 	return e.Tokens(b.TextBytes) + b.MediaParts*MediaTokens
 }
 
-// ObservePrompt learns from a request that the engine counted as tokens. One with media teaches nothing: how
-// many of its tokens are the text's is not known.
+// ObservePrompt learns from a request whose tokens the engine counted. It ignores requests with media,
+// because the share of their text in the tokens is unknown.
 func (e *Estimator) ObservePrompt(b *Body, tokens int) {
 	if b.MediaParts == 0 {
 		e.Observe(b.TextBytes, tokens)
@@ -53,8 +53,7 @@ func (e *Estimator) ObservePrompt(b *Body, tokens int) {
 // Tokens is the estimate for a prompt of n bytes, at least 1 unless n is 0.
 func (e *Estimator) Tokens(n int) int { return int(math.Ceil(float64(n) / e.K())) }
 
-// Observe learns from a request of n bytes that the engine counted as tokens. Give it the bytes that Tokens
-// was given.
+// Observe learns from a request of n bytes whose tokens the engine counted. n must be counted as for Tokens.
 func (e *Estimator) Observe(n, tokens int) {
 	if n <= 0 || tokens <= 0 {
 		return
@@ -91,8 +90,8 @@ var (
 )
 
 // ParseUsage finds the top-level "usage" object of a JSON answer or of one server-sent event (with or without
-// "data:"). False if there is none, if it is null, or if it has no prompt_tokens. What follows the object is
-// not looked at.
+// "data:"). False if there is none, if it is null, or if it has no prompt_tokens. It does not check the bytes
+// behind the object.
 func ParseUsage(b []byte) (u Usage, ok bool) {
 	if !bytes.Contains(b, usageKey) { // most chunks end here; inside a string its quotes would be escaped
 		return Usage{}, false

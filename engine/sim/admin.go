@@ -12,7 +12,7 @@ import (
 	em "github.com/dpserve/dpserve/enginemodel"
 )
 
-// Stats is what GET /_sim/stats tells: sums over the ranks of this process.
+// Stats is the answer of GET /_sim/stats: sums over the ranks of this process.
 type Stats struct {
 	Running      int               `json:"running"`
 	Waiting      int               `json:"waiting"`
@@ -96,7 +96,7 @@ func (s *Server) Fail(f Fault) error {
 	return nil
 }
 
-// failFor switches on a mode that needs an act at its end too.
+// failFor switches on a mode that needs an action at its end too.
 func (s *Server) failFor(f Fault) error {
 	switch f.Mode { //nolint:exhaustive // called for three modes
 	case ModeHang:
@@ -138,7 +138,8 @@ func (s *Server) tellAll(in em.Input) {
 	}
 }
 
-// killed ends the process without a trace; where that is not ours to do, at least the server.
+// killed ends the process without cleanup; in tests, where the process is not the engine's own, it ends the
+// server.
 func (s *Server) killed() {
 	if s.cfg.kill != nil {
 		s.cfg.kill()
@@ -146,7 +147,7 @@ func (s *Server) killed() {
 	s.leave(-1, "killed as told")
 }
 
-// orphaned leaves a child behind that holds a port, then dies.
+// orphaned starts a child that holds a port, then ends the process.
 func (s *Server) orphaned(port int) error {
 	if s.cfg.orphan == nil {
 		return errors.New("mode orphan needs an engine process of its own")
@@ -176,7 +177,7 @@ func (s *Server) kvPort() int {
 	return port + max(1, s.cfg.DPSize)
 }
 
-// admin serves /_sim/*: no key, loopback is its guard.
+// admin serves /_sim/* without a key, because engines listen on loopback by default.
 func (s *Server) admin(w http.ResponseWriter, r *http.Request) {
 	switch r.Method + " " + r.URL.Path {
 	case "GET /_sim/stats":

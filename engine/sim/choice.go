@@ -9,7 +9,7 @@ import (
 	em "github.com/dpserve/dpserve/enginemodel"
 )
 
-// call is one HTTP request in the engine: its choices, and the bell that wakes its handler.
+// call is one HTTP request in the engine: its choices, and the channel that wakes its handler.
 type call struct {
 	plan    *plan
 	choices []choice
@@ -58,8 +58,7 @@ func newCall(p *plan, s *settings, room func(*prompt) int) *call {
 	return c
 }
 
-// prepare decides how long the answer is and how it ends: it is a function of the seed, so it can be known
-// beforehand.
+// prepare computes the length of the answer and how it ends, which are functions of the seed.
 func (c *choice) prepare(p *plan, s *settings, k, limit int) {
 	seed := em.TextSeed(s.seed^p.seed, c.from.ids, k)
 	c.gen = em.NewGenerator(seed)

@@ -171,7 +171,7 @@ func (c *Config) collectiveHash() uint64 {
 	return h.Sum64()
 }
 
-// settings is what the request checks and the answer writers know of the engine; it never changes.
+// settings is the engine's configuration as request checks and answer writers read it; it never changes.
 type settings struct {
 	names         []string
 	maxModelLen   int
@@ -191,7 +191,7 @@ func (c *Config) settings() *settings {
 	}
 }
 
-// knows checks the model a request names and settles how it is called in the answer.
+// knows checks the model that a request names and returns the name for the answer.
 func (s *settings) knows(p *plan) *apiError {
 	if p.model == "" {
 		p.model = s.names[0]

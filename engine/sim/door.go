@@ -11,10 +11,10 @@ import (
 	"time"
 )
 
-// doorGuests bounds connections to a meeting point that have not said who they are.
+// doorGuests bounds the connections to a door that have not sent their hello.
 const doorGuests = 64
 
-// door is rank 0's meeting point while it waits for the group: strangers and silent callers hold up nobody.
+// door is rank 0's listener while it waits for the group. Unknown and silent callers do not delay the others.
 type door struct {
 	//nolint:containedctx // it ends with close: the goroutines that listen to callers live as long
 	ctx    context.Context
@@ -26,7 +26,7 @@ type door struct {
 	failed chan error // one slot: the listener's end
 }
 
-// guest is a caller that has proved to be of this group.
+// guest is a caller that has proved to belong to this group.
 type guest struct {
 	conn  net.Conn
 	hello frame
@@ -51,7 +51,7 @@ func (d *door) next() (guest, error) {
 	}
 }
 
-// close ends the meeting point. Those who were not welcomed are gone.
+// close closes the door and all callers that were not accepted.
 func (d *door) close() {
 	d.cancel()
 	_ = d.ln.Close() // nothing is lost with it
@@ -110,7 +110,7 @@ func writeHello(c net.Conn, hello frame, key string) error {
 	return err
 }
 
-// readHello reads who calls; false if it is nobody of the group.
+// readHello reads the caller's hello; false if the caller does not belong to the group.
 func readHello(c net.Conn, key string) (frame, bool) {
 	deadline := c.SetReadDeadline(time.Now().Add(frameTimeout))
 	hello, err := readFrame(c)

@@ -48,7 +48,7 @@ func (s *Server) generate(w http.ResponseWriter, r *http.Request) {
 	s.answer(w, r, p)
 }
 
-// dress fills in what does not come from the body.
+// dress sets the fields of a plan that do not come from the body.
 func (s *Server) dress(p *plan, r *http.Request, prefix string) {
 	id := r.Header.Get("X-Request-Id")
 	if id == "" {
@@ -63,7 +63,7 @@ func (s *Server) dress(p *plan, r *http.Request, prefix string) {
 	}
 }
 
-// broken is what stands in front of any request: a dead core, an injected status.
+// broken answers requests that fail before they are read: a dead core, an injected status.
 func (s *Server) broken() *apiError {
 	if s.dead.Load() {
 		return internalError(msgEngineDead)
@@ -170,8 +170,8 @@ func (s *Server) pick(pinned int) *rank {
 	return best
 }
 
-// bend shortens the sequences of a call whose fault strikes after some tokens, so that the engine does no
-// more than that. It returns what is left to strike at the end.
+// bend shortens the sequences of a call whose fault strikes after some tokens, so that the engine computes no
+// more tokens. It returns the fault that is left for the end.
 func (c *call) bend(f *Fault) *Fault {
 	if f == nil || f.Mode != ModeAbort && (c.plan.stream || f.AfterTokens == 0) {
 		return f
@@ -236,7 +236,7 @@ func (f *Fault) code() int {
 	return f.Code
 }
 
-// failure is why the engine could not finish a call; nil = it did.
+// failure is the reason why the engine could not finish a call; nil = it finished.
 func (c *call) failure() *apiError {
 	for i := range c.choices {
 		ch := &c.choices[i]

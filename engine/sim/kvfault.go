@@ -40,7 +40,7 @@ func withUnknown(payload []byte) []byte {
 	return append(out, payload[head+1:]...)
 }
 
-// restartKV plays an engine that begins anew, as far as its cache and events go: requests are computed again.
+// restartKV restarts the engine's cache and events as a new process would: requests are computed again.
 func (s *Server) restartKV() {
 	for _, r := range s.ranks {
 		r.mu.Lock()
@@ -53,7 +53,7 @@ func (s *Server) restartKV() {
 	}
 }
 
-// sleep gives the caches up and tells nobody; Recover wakes it. It goes on computing.
+// sleep drops the caches without an event; Recover ends it. The engine goes on computing.
 func (s *Server) sleep(f Fault) {
 	for _, r := range s.ranks {
 		r.mu.Lock()

@@ -208,7 +208,7 @@ func (p *kvPublisher) fan(b kvBatch) {
 	}
 }
 
-// strikes rolls the dice of a failure mode.
+// strikes draws whether a failure mode hits the next batch.
 func (p *kvPublisher) strikes(m Mode) bool {
 	return p.faults.chance(m, func() float64 {
 		p.dice = p.dice*6364136223846793005 + 1442695040888963407
@@ -296,7 +296,8 @@ func (s *kvSubscriber) subscribe(on bool, prefix string) {
 	}
 }
 
-// offer queues a batch, or drops it in silence where nobody asked or the queue is full: so does a PUB socket.
+// offer queues a batch, or drops it silently if the subscriber did not ask for it or its queue is full, as a
+// PUB socket does.
 func (s *kvSubscriber) offer(topic string, b kvBatch) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -89,7 +89,7 @@ type link struct {
 // errMismatch ends rank 0 alone when the ranks' collectives do not fit.
 var errMismatch = errors.New("configuration mismatch")
 
-// join meets the group: it returns when all ranks are there, at most after HandshakeTimeout.
+// join joins the group: it returns when all ranks have joined, at most after HandshakeTimeout.
 func join(ctx context.Context, cfg *Config, r *rank) (*link, error) {
 	ctx, cancel := context.WithTimeout(ctx, cfg.HandshakeTimeout)
 	defer cancel()
@@ -100,7 +100,7 @@ func join(ctx context.Context, cfg *Config, r *rank) (*link, error) {
 	return l, l.dial(ctx, cfg)
 }
 
-// gather is rank 0's side of the meeting.
+// gather is rank 0's side of join.
 func (l *link) gather(ctx context.Context, cfg *Config) error {
 	ln, err := cfg.listen(ctx, cfg.RPCAddr)
 	if err != nil {
@@ -128,7 +128,7 @@ func (l *link) gather(ctx context.Context, cfg *Config) error {
 	return l.open(cfg)
 }
 
-// welcome seats a rank of the group; false = its seat is taken, or it has none.
+// welcome accepts a rank of the group; false = the rank has joined already or does not exist.
 func (l *link) welcome(g guest, cfg *Config) (bool, error) {
 	rank := int(g.hello.rank)
 	if int(g.hello.spare) != cfg.DPSize || rank == 0 || rank >= cfg.DPSize || l.conns[rank] != nil {
@@ -142,7 +142,7 @@ func (l *link) welcome(g guest, cfg *Config) (bool, error) {
 	return true, nil
 }
 
-// open tells everybody that the group is complete and begins to coordinate.
+// open tells all ranks that the group is complete and starts the coordinator.
 func (l *link) open(cfg *Config) error {
 	group, err := em.NewGroup(em.GroupConfig{Ranks: cfg.DPSize, SyncInterval: cfg.SyncInterval,
 		MinStep: em.MinWallStep})
@@ -257,7 +257,7 @@ func asInput(f frame) em.Input {
 	return em.Input{Kind: em.InputPeerLost}
 }
 
-// report is a member's word to rank 0. A failed write shows as a lost peer to the reader.
+// report sends a member's message to rank 0. After a failed write the reader reports a lost peer.
 func (l *link) report(rank int, in em.GroupInput) {
 	f := frame{kind: frameWave, rank: uint16(rank)} //nolint:gosec // bounded by maxGroupRanks
 	if in.Kind == em.GroupReport {
@@ -268,7 +268,7 @@ func (l *link) report(rank int, in em.GroupInput) {
 	}
 }
 
-// broadcast passes the coordinator's word to all ranks, the own one included.
+// broadcast sends the coordinator's message to all ranks, the own one included.
 func (l *link) broadcast(e em.GroupEffect) {
 	f := frame{kind: frameBroken}
 	switch e.Kind {

@@ -163,8 +163,8 @@ func (q *prompt) tooLong(maxLen int) *apiError {
 		maxLen, how, n, n)
 }
 
-// late checks what the imitated server finds out only after it has begun to answer: for streams an error
-// event under 200.
+// late makes the checks that the imitated server makes only after it has begun to answer: for streams the
+// result is an error event under status 200.
 func (p *plan) late(ranks int) *apiError {
 	if p.rank != noRank && (p.rank < 0 || p.rank >= ranks) {
 		return badRequest("", "data_parallel_rank %d is out of range [0, %d).", p.rank, ranks)

@@ -10,7 +10,8 @@ import (
 	em "github.com/dpserve/dpserve/enginemodel"
 )
 
-// maxInbox bounds what handlers may hand in between two turns of the engine; beyond it the engine is busy.
+// maxInbox bounds the inputs from handlers between two turns of the engine; beyond it the engine answers that
+// it is busy.
 const maxInbox = 1 << 16
 
 // maxBurst bounds the steps without duration that follow each other before the writers get their turn: with
@@ -136,7 +137,7 @@ func (r *rank) stats() em.Stats {
 	return r.core.Stats()
 }
 
-// pass hands one effect to whom it concerns.
+// pass delivers one effect to its call, the group or the publisher.
 func (r *rank) pass(e *em.Effect) {
 	switch e.Kind {
 	case em.EffectToken:
@@ -186,7 +187,7 @@ func (r *rank) blocks(events []em.BlockEvent) {
 	}
 }
 
-// params books what a call asked for.
+// params counts a call's parameters in the histograms.
 func (r *rank) params(c *call) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

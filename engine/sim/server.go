@@ -170,7 +170,7 @@ func (s *Server) Listen(ctx context.Context) error {
 	return nil
 }
 
-// openKV opens the event sockets, in front of the port: who asks for them finds them.
+// openKV opens the event sockets before the port, so that they exist when a client asks for them.
 func (s *Server) openKV(ctx context.Context) error {
 	for _, r := range s.ranks {
 		if r.kv == nil {
@@ -206,7 +206,7 @@ func (s *Server) begin(ctx context.Context) {
 	}
 }
 
-// startup plays the load time and the failures of a start.
+// startup simulates the load time and the failures of a start.
 func (s *Server) startup(ctx context.Context) error {
 	if s.cfg.StartHang {
 		<-ctx.Done()
@@ -328,8 +328,8 @@ func (s *Server) drop(exit *ExitError) bool {
 	return true
 }
 
-// leave ends the engine from inside: connections are closed, Serve returns the cause. The goroutines end with
-// Close.
+// leave ends the engine by itself: it closes the connections, and Serve returns the cause. The goroutines end
+// with Close.
 func (s *Server) leave(code int, cause string) {
 	if !s.drop(&ExitError{Code: code, Cause: cause}) {
 		return

@@ -1,16 +1,16 @@
 // Package enginehttp is an HTTP/1.1 client for one engine, made for a relay: it writes a request in one
-// piece, reads the answer on the caller's goroutine, and gives of a chunked body everything that one read of
-// the socket has brought. docs/performance.md has what this saves against http.Transport, whose two
-// goroutines per connection hand every request over four times.
+// piece, reads the answer on the caller's goroutine, and returns all chunks of a body that one read of the
+// socket brought. docs/performance.md has what this saves against http.Transport, whose two goroutines per
+// connection hand every request over four times.
 //
-// It is strict where net/http is lenient, because what two parsers understand differently is a way to
-// smuggle: lines end in CRLF, there are no folded fields, Content-Length and chunked exclude each other,
-// repeated lengths must agree. A connection is used again only if its answer was read to the end, nothing
-// lies behind that end, the request was written whole and never given up, and the peer has sent nothing since
-// (a look into the socket before each reuse, where the system has one).
+// It is strict where net/http is lenient, because a message that two parsers understand differently allows
+// request smuggling: lines end in CRLF, there are no folded fields, Content-Length and chunked exclude each
+// other, repeated lengths must agree. A connection is used again only if its answer was read to the end, no
+// bytes follow that end, the request was written whole and not aborted, and the peer has sent nothing since
+// (checked by a look into the socket before each reuse, where the system allows it).
 //
 // What it does not do: TLS, proxies, redirects, compression, Expect, upgrades, requests whose body is not in
-// memory, and sending a request twice: whoever calls decides that, by the facts in a SendError.
+// memory, and sending a request twice: the caller decides that, from the fields of SendError.
 package enginehttp
 
 import (
@@ -73,14 +73,14 @@ func address(host string) string {
 	return net.JoinHostPort(host, "80")
 }
 
-// Unused reports that the client holds no connection at all.
+// Unused reports that the client holds no connection.
 func (c *Client) Unused() bool { return c.busy.Load() == 0 && c.pool.empty() }
 
 // HasIdle reports that a connection waits for a request.
 func (c *Client) HasIdle() bool { return !c.pool.empty() }
 
-// Warm dials a connection for a request to come. It waits for that request as one that has served another
-// does.
+// Warm dials a connection for a later request. The connection waits in the pool like one that has served a
+// request.
 func (c *Client) Warm(ctx context.Context) error {
 	c.busy.Add(1)
 	defer c.busy.Add(-1)
@@ -97,8 +97,8 @@ func (c *Client) Warm(ctx context.Context) error {
 // CloseIdle closes the connections that wait for a request.
 func (c *Client) CloseIdle() { c.pool.drop() }
 
-// Close closes what waits, and keeps no connection from now on. Requests under way go on, and their callers
-// end them. Idempotent.
+// Close closes the waiting connections and keeps none from now on. Requests under way go on; their callers
+// end them. It is idempotent.
 func (c *Client) Close() { c.pool.close() }
 
 // Send writes a request and reads the answer's head. target is the path with its query. header and body are
@@ -195,7 +195,8 @@ func (c *Client) failed(ctx context.Context, x *exchange, err error) error {
 	return e
 }
 
-// cause prefers the context's reason to what its end has made of the connection.
+// cause returns the context's cause if the context has ended, instead of the connection's error that follows
+// from it.
 func cause(ctx context.Context, err error) error {
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
@@ -203,7 +204,7 @@ func cause(ctx context.Context, err error) error {
 	return err
 }
 
-// answer begins the body. One without a byte is at its end already.
+// answer makes the response and begins its body. An empty body is at its end already.
 func (x *exchange) answer(h *head, method string, whole bool) *http.Response {
 	x.resp = http.Response{
 		Status: h.text, StatusCode: h.status, Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: h.minor,
@@ -232,9 +233,9 @@ func (x *exchange) answer(h *head, method string, whole bool) *http.Response {
 	return &x.resp
 }
 
-// done takes a connection back from its request: into the pool, or closed.
+// done returns a connection from its request to the pool, or closes it.
 func (c *Client) done(cn *conn, reusable bool) {
-	c.buffers.Put(cn.mem) // as it came: what has grown for a large head is other memory
+	c.buffers.Put(cn.mem) // the original buffer: a larger one for a large head is other memory
 	cn.mem, cn.buf = nil, nil
 	if !reusable || !c.pool.put(cn) {
 		cn.close()
@@ -242,13 +243,13 @@ func (c *Client) done(cn *conn, reusable bool) {
 	c.busy.Add(-1)
 }
 
-// ErrAborted is what a body's Read gives when the request's context has ended. Ask the context for the cause.
+// ErrAborted is returned by a body's Read when the request's context has ended. The context has the cause.
 var ErrAborted = errors.New("the request was given up")
 
-// errClosed is what a body's Read gives behind Close.
+// errClosed is returned by a body's Read after Close.
 var errClosed = errors.New("read of a closed body")
 
-// SendError says why Send gave no answer. Err tells an end of file (io.EOF) from a reset
+// SendError is the reason why Send returned no answer. Err tells an end of file (io.EOF) from a reset
 // (syscall.ECONNRESET), and is a *net.OpError of op "dial" if no connection came about; after the context's
 // end it is the context's cause.
 type SendError struct {
@@ -263,7 +264,7 @@ func (e *SendError) Error() string { return "engine: " + e.Err.Error() }
 // Unwrap gives the reason.
 func (e *SendError) Unwrap() error { return e.Err }
 
-// ProtocolError is an answer that is no well-formed HTTP/1.1 as this package wants it.
+// ProtocolError reports an answer that is no well-formed HTTP/1.1 by this package's rules.
 type ProtocolError struct{ What string }
 
 // Error implements error.
@@ -313,7 +314,7 @@ func validTarget(s string) bool {
 	return true
 }
 
-// framing reports that a field is not the caller's to send.
+// framing reports that a field is set by this package alone.
 func framing(name string) bool {
 	switch len(name) {
 	case len("Host"):

@@ -24,7 +24,7 @@ import (
 // Dialer opens a connection to an engine.
 type Dialer func(ctx context.Context, network, addr string) (net.Conn, error)
 
-// Request is one request on its way to an engine: a POST. One per send; not reused.
+// Request is one POST to an engine. It is used for one send only.
 type Request struct {
 	URL    *url.URL
 	Header http.Header // read only
@@ -36,11 +36,11 @@ type Request struct {
 	writing atomic.Int32  // connections that may still read Body
 }
 
-// Settled reports that nobody reads the request's memory any more.
+// Settled reports that no goroutine reads the request's memory any more.
 func (r *Request) Settled() bool { return r.writing.Load() == 0 }
 
-// Stale says of a request that failed: its connection had waited for a request and turned out to be closed.
-// That is nobody's fault; the request may be sent once more.
+// Stale reports that a failed request used a connection that had waited for a request and that the engine had
+// closed. The engine got nothing, so the request may be sent once more.
 func (r *Request) Stale() bool { return r.reused.Load() && !r.begun.Load() }
 
 func (r *Request) trace() *httptrace.ClientTrace {
@@ -60,19 +60,20 @@ func (r *Request) trace() *httptrace.ClientTrace {
 	}
 }
 
-// Refused says of a send's error that no connection came about: nothing was sent.
+// Refused reports that a send failed without a connection: nothing was sent.
 func Refused(err error) bool {
 	var op *net.OpError
 	return errors.As(err, &op) && op.Op == "dial"
 }
 
-// Malformed says of a send's error that bytes came which are no HTTP answer, or a head that is too large.
+// Malformed reports that a send failed because the engine sent bytes that are no HTTP answer, or a head that
+// is too large.
 func Malformed(err error) bool {
 	var p *enginehttp.ProtocolError
 	return errors.As(err, &p)
 }
 
-// Numbers without a knob.
+// Limits that cannot be configured.
 const (
 	// maxIdle connections per engine must not be below max_ongoing_requests, or a burst dials once per
 	// request.
@@ -92,8 +93,8 @@ type Timers struct {
 	IdleAttached time.Duration // idle connections to other engines
 }
 
-// Legs are the two ways to an engine: one that dpserve started keeps idle connections for longer. Safe for
-// concurrent use.
+// Legs are the connections to engines. Those to engines that dpserve started may be idle for longer than
+// those to attached ones. Safe for concurrent use.
 type Legs struct{ owned, attached *direct }
 
 // New makes the legs; a nil dial is TCP.
@@ -108,7 +109,7 @@ func New(t Timers, dial Dialer) *Legs {
 
 // Send returns when the answer's header is there. It never follows redirects and never sends twice. The
 // caller closes the answer's body, and does not change its header. The request's memory may still be read
-// after Send has returned, until Settled says otherwise. owned: dpserve started the engine.
+// after Send has returned, until Settled is true. owned: dpserve started the engine.
 func (l *Legs) Send(ctx context.Context, owned bool, r *Request) (*http.Response, error) {
 	if owned {
 		return l.owned.send(ctx, r)
@@ -134,19 +135,19 @@ func cappedDial(dial Dialer) Dialer {
 	}
 }
 
-// capped bounds what a stuck client makes pile up in the kernel on the engine's side, and gives a quiet
-// connection.
+// capped limits the connection's receive buffer, which bounds the bytes that a stuck client makes pile up in
+// the kernel, and returns a quietnet connection over it.
 func capped(c net.Conn) net.Conn {
 	if tcp, ok := c.(*net.TCPConn); ok {
 		if tcp.SetReadBuffer(kernelBuffer) != nil {
-			return c // closing already: the first use will say so
+			return c // already closed: the first use fails
 		}
 	}
 	return quietnet.Conn(c)
 }
 
-// Hop reports that a header field (in canonical form) belongs to one connection and is never passed on (RFC
-// 9110, 7.6.1).
+// Hop reports whether a header field (in canonical form) belongs to one connection and is never passed on
+// (RFC 9110, 7.6.1).
 func Hop(name string) bool {
 	switch name {
 	case "Connection", "Keep-Alive", "Proxy-Connection", "Proxy-Authenticate", "Proxy-Authorization", "Te",

@@ -19,11 +19,11 @@ import (
 // was sent.
 var ErrOverloaded = errors.New("mailbox is full")
 
-// ErrStopped is returned by TrySend once the actor answers nobody any more. Nothing was sent.
+// ErrStopped is returned by TrySend once the actor has stopped. Nothing was sent.
 var ErrStopped = errors.New("actor is stopped")
 
-// Receiver is an actor's behaviour. Receive runs for one message at a time and must not block: everything
-// behind it waits.
+// Receiver is an actor's behaviour. Receive runs for one message at a time and must not block, because the
+// messages behind it wait.
 type Receiver interface{ Receive(m any) }
 
 // Inbox is one running actor. It implements the Mailbox of the messages room; all methods are safe for
@@ -40,8 +40,8 @@ type Inbox struct {
 
 // Spawn starts an actor under name, which must be unique in the system, with room for bound unreceived
 // messages of TrySend. newReceiver is called for the first start and again after each panic in Receive: the
-// message that panicked is lost, the next one meets a new Receiver. Names should tell the actor's kind and
-// its object ("dpserver/chat/0/3").
+// message that panicked is lost, and a new Receiver gets the next one. A name should contain the actor's kind
+// and its object ("dpserver/chat/0/3").
 func Spawn(system *actor.ActorSystem, name string, bound int, newReceiver func() Receiver) (*Inbox, error) {
 	if bound < 1 {
 		return nil, fmt.Errorf("spawn %s: the bound must be at least 1, not %d", name, bound)
@@ -77,8 +77,8 @@ func (b *Inbox) TrySend(m any) error {
 	return nil
 }
 
-// Send posts m whatever the bound: for messages that give something back, which tickets and processes bound
-// already. After a stop it does nothing.
+// Send posts m whatever the bound. It is for messages that release something (a ticket, a process), whose
+// number is bounded by those. After a stop it does nothing.
 func (b *Inbox) Send(m any) {
 	if b.halted.Load() {
 		return
@@ -93,7 +93,7 @@ func (b *Inbox) Pending() int { return int(b.pending.Load()) }
 // Name is the name given to Spawn.
 func (b *Inbox) Name() string { return b.name }
 
-// Stopped is closed once the actor has stopped; messages that were still queued then are gone.
+// Stopped is closed once the actor has stopped; messages that were still queued are lost.
 func (b *Inbox) Stopped() <-chan struct{} { return b.stopped }
 
 // Halt asks the actor to stop and returns at once. The stop overtakes queued messages. An actor may halt
@@ -126,8 +126,8 @@ var _ actor.Dispatcher = (*worker)(nil)
 func newWorker() *worker { return &worker{runs: make(chan func(), 1)} }
 
 // Schedule implements actor.Dispatcher. It never blocks: the mailbox schedules again only after the run
-// before it began to return, so one slot is enough. After the actor's stop the slot may keep one run that
-// nobody takes; it has nothing to do.
+// before it began to return, so one slot is enough. After the actor's stop the slot may keep one run; that
+// run has no messages to handle.
 func (w *worker) Schedule(run func()) { w.runs <- run }
 
 // Throughput implements actor.Dispatcher: messages between two yields, protoactor's default.
@@ -151,8 +151,8 @@ type adapter struct {
 	receiver Receiver
 }
 
-// Receive sorts protoactor's own messages from ours. A panic is logged here, with the type of the message and
-// never its content, and passed on, so that supervision builds a new adapter.
+// Receive separates protoactor's own messages from the actor's. A panic is logged here, with the type of the
+// message and never its content, and passed on, so that supervision builds a new adapter.
 func (a *adapter) Receive(ctx actor.Context) {
 	switch m := ctx.Message().(type) {
 	case *actor.Started, *actor.Stopping, *actor.Restarting, *actor.Terminated:
@@ -177,8 +177,8 @@ func (a *adapter) logPanic(m any) {
 }
 
 // alwaysRestart restarts an actor after every panic. Each panic costs one message, so the restarts are
-// bounded by the messages; the default strategy would stop the actor at the eleventh and leave its callers
-// alone. It is a comparable value: protoactor keeps one guardian per distinct strategy.
+// bounded by the messages; the default strategy would stop the actor at the eleventh panic, and its callers
+// would wait for ever. It is a comparable value: protoactor keeps one guardian per distinct strategy.
 type alwaysRestart struct{}
 
 var _ actor.SupervisorStrategy = alwaysRestart{}
@@ -189,8 +189,8 @@ func (alwaysRestart) HandleFailure(_ *actor.ActorSystem, s actor.Supervisor, chi
 	s.RestartChildren(child)
 }
 
-// deadLetterReset is how long protoactor keeps the goroutine that counts dead letters; nobody reads its
-// count.
+// deadLetterReset is how long protoactor keeps the goroutine that counts dead letters. dpserve does not use
+// the count, so it is short.
 const deadLetterReset = time.Millisecond
 
 // NewSystem makes a node's actor system: one per node, ended by its Shutdown after every actor has stopped.

@@ -17,7 +17,8 @@ import (
 // taken away.
 const maxPiece = 128 << 10
 
-// Conn gives a quiet connection over c. What is not a *net.TCPConn, or is closed, is given back as it is.
+// Conn returns a connection over c that uses raw system calls. If c is no *net.TCPConn, or closed, it returns
+// c.
 func Conn(c net.Conn) net.Conn {
 	tcp, ok := c.(*net.TCPConn)
 	if !ok {
@@ -139,7 +140,7 @@ func (c *conn) failed(op string, errno syscall.Errno) error {
 		Err: os.NewSyscallError(op, errno)}
 }
 
-// renamed gives an error of the raw connection the name of the operation that its caller knows.
+// renamed sets the operation of an error of the raw connection to the one that its caller used.
 func renamed(err error, op string) error {
 	var e *net.OpError
 	if errors.As(err, &e) {
