@@ -25,8 +25,8 @@ const (
 	maxMetrics = 8 << 20 // the Prometheus page
 )
 
-// ErrTooLong: an engine's answer exceeded its size limit.
-var ErrTooLong = errors.New("answer is too long")
+// errTooLong: an engine's answer exceeded its size limit.
+var errTooLong = errors.New("answer is too long")
 
 // Addressing selects a rank behind its URL. The zero value means that the URL alone selects it.
 type Addressing struct {
@@ -46,8 +46,10 @@ type Client struct {
 // NewClient makes a client of the engine at base (http://host:port). rt is shared by all clients of a node;
 // key is sent as a bearer token on /v1 routes unless it is empty.
 func NewClient(base string, addr Addressing, key string, rt http.RoundTripper) *Client {
-	return &Client{base: strings.TrimRight(base, "/"), addr: addr, key: key,
-		http: &http.Client{Transport: rt, CheckRedirect: noRedirect}}
+	return &Client{
+		base: strings.TrimRight(base, "/"), addr: addr, key: key,
+		http: &http.Client{Transport: rt, CheckRedirect: noRedirect},
+	}
 }
 
 // noRedirect keeps probes on the engine they were meant for.
@@ -113,7 +115,8 @@ func IsRefused(err error) bool {
 
 // ask sends one request and reads the whole answer, at most limit bytes.
 func (c *Client) ask(ctx context.Context, method, path string, body io.Reader,
-	limit int64) (status int, answer []byte, err error) {
+	limit int64,
+) (status int, answer []byte, err error) {
 	req, err := http.NewRequestWithContext(ctx, method, c.base+path, body)
 	if err != nil {
 		return 0, nil, err
@@ -173,7 +176,7 @@ func (e *StatusError) Error() string {
 func readAll(r io.Reader, limit int64) ([]byte, error) {
 	b, err := io.ReadAll(io.LimitReader(r, limit+1))
 	if err == nil && int64(len(b)) > limit {
-		return nil, ErrTooLong
+		return nil, errTooLong
 	}
 	return b, err
 }
@@ -272,8 +275,8 @@ func (c *Client) Cache(ctx context.Context) (Cache, error) {
 	}, nil
 }
 
-// ErrNoCompletion: an engine answered a canary without a completion.
-var ErrNoCompletion = errors.New("the canary was answered without a completion")
+// errNoCompletion: an engine answered a canary without a completion.
+var errNoCompletion = errors.New("the canary was answered without a completion")
 
 // errorTextLimit cuts an engine's error text in bytes.
 const errorTextLimit = 300
@@ -347,12 +350,12 @@ func completed(answer []byte) error {
 		} `json:"choices"`
 	}
 	if err := json.Unmarshal(answer, &r); err != nil {
-		return fmt.Errorf("%w: %w", ErrNoCompletion, err)
+		return fmt.Errorf("%w: %w", errNoCompletion, err)
 	}
 	for _, ch := range r.Choices {
 		if ch.FinishReason != nil && *ch.FinishReason != "abort" {
 			return nil
 		}
 	}
-	return ErrNoCompletion
+	return errNoCompletion
 }

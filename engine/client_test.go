@@ -36,8 +36,10 @@ func serve(t *testing.T, addr engine.Addressing, key string, h http.HandlerFunc)
 }
 
 func TestHealthIsTyped(t *testing.T) {
-	for status, want := range map[int]engine.Health{200: engine.Alive, 204: engine.Alive, 503: engine.Dead,
-		500: engine.Odd, 404: engine.Alive, 302: engine.Odd} {
+	for status, want := range map[int]engine.Health{
+		200: engine.Alive, 204: engine.Alive, 503: engine.Dead,
+		500: engine.Odd, 404: engine.Alive, 302: engine.Odd,
+	} {
 		c := serve(t, engine.Addressing{}, "", func(w http.ResponseWriter, r *http.Request) {
 			assert.Equal(t, "GET /health", r.Method+" "+r.URL.Path)
 			w.WriteHeader(status)
@@ -87,8 +89,10 @@ func TestCanary(t *testing.T) {
 		"unknown model": {404, `{"error":{"message":"The model x does not exist.","type":"NotFoundError","param":"model","code":404}}`, "/v1/completions answered 404: The model x does not exist."},
 		"garbage": {200, "<html>", "the canary was answered without a completion: invalid character '<' " +
 			"looking for beginning of value"},
-		"long text": {500, `{"error":{"message":"` + strings.Repeat("x", 400) + `"}}`,
-			"/v1/completions answered 500: " + strings.Repeat("x", 300) + "…"},
+		"long text": {
+			500, `{"error":{"message":"` + strings.Repeat("x", 400) + `"}}`,
+			"/v1/completions answered 500: " + strings.Repeat("x", 300) + "…",
+		},
 	}
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
@@ -198,12 +202,18 @@ func TestCacheIsAskedWhereTheEngineTells(t *testing.T) {
 		want  engine.Cache
 		err   string
 	}{
-		"vllm": {pages: map[string]string{"/metrics": string(file(t, "metrics_dense.txt")),
-			"/server_info": info}, want: engine.Cache{BlockSize: 32, Blocks: 24}},
-		"sglang": {pages: map[string]string{"/metrics": "sglang_page_size 8\n", "/server_info": info},
-			want: engine.Cache{BlockSize: 8, Blocks: 100, CachingOff: true}},
-		"sglang without metrics": {pages: map[string]string{"/get_server_info": info},
-			want: engine.Cache{BlockSize: 16, Blocks: 100, CachingOff: true}},
+		"vllm": {pages: map[string]string{
+			"/metrics":     string(file(t, "metrics_dense.txt")),
+			"/server_info": info,
+		}, want: engine.Cache{BlockSize: 32, Blocks: 24}},
+		"sglang": {
+			pages: map[string]string{"/metrics": "sglang_page_size 8\n", "/server_info": info},
+			want:  engine.Cache{BlockSize: 8, Blocks: 100, CachingOff: true},
+		},
+		"sglang without metrics": {
+			pages: map[string]string{"/get_server_info": info},
+			want:  engine.Cache{BlockSize: 16, Blocks: 100, CachingOff: true},
+		},
 		"an engine that is silent": {err: "/metrics answered 404\n/get_server_info answered 404"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -220,8 +230,10 @@ func TestCacheIsAskedWhereTheEngineTells(t *testing.T) {
 
 func TestARankBehindASharedURLReadsItsOwnSeries(t *testing.T) {
 	pages := map[string]string{"/metrics": "vllm:kv_cache_usage_perc{engine=\"0\"} 0.9\nvllm:kv_cache_usage_perc{engine=\"1\"} 0.1\n"}
-	for mode, want := range map[string]float64{app.AddressURL: 0.9, app.AddressHeader: 0.1,
-		app.AddressBody: 0.1} {
+	for mode, want := range map[string]float64{
+		app.AddressURL: 0.9, app.AddressHeader: 0.1,
+		app.AddressBody: 0.1,
+	} {
 		c, err := serve(t, engine.Addressing{Mode: mode, Selector: 1}, "", answers(pages)).
 			Counters(t.Context())
 		require.NoError(t, err)

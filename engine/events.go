@@ -17,8 +17,8 @@ type EventSource struct {
 	Host    string // where the engine runs; publishers on other hosts are refused
 }
 
-// WantsEvents reports whether the engines of a should publish KV events: its policy reads the KV index, its file
-// does not forbid them, its kind can, and its engines cache prefixes.
+// WantsEvents reports whether the engines of a should publish KV events: its policy reads the KV index, its
+// file does not forbid them, its kind can, and its engines cache prefixes.
 func WantsEvents(a *app.Application) bool {
 	if a.Engine.KVEvents == app.KVEventsOff || a.Engine.Family == app.FamilyOpenAI || CachingOff(a) {
 		return false
@@ -76,8 +76,10 @@ func eventFlags(s *Spec) ([]string, error) {
 		return nil, nil
 	}
 	p := s.Ports()
-	b, err := json.Marshal(eventsConfig{Enabled: true, Publisher: "zmq", Endpoint: s.tcp(p.KV(0)),
-		Replay: s.tcp(p.Replay(0))})
+	b, err := json.Marshal(eventsConfig{
+		Enabled: true, Publisher: "zmq", Endpoint: s.tcp(p.KV(0)),
+		Replay: s.tcp(p.Replay(0)),
+	})
 	return []string{"--kv-events-config", string(b)}, err
 }
 
@@ -96,8 +98,10 @@ func declaredEvents(a *app.Application, r *app.AttachRank) *EventSource {
 	if r.KVEvents == nil || !WantsEvents(a) {
 		return nil
 	}
-	return &EventSource{Connect: r.KVEvents.Connect, Bind: r.KVEvents.Bind, Replay: r.KVEvents.Replay,
-		Host: HostOf(r.URL)}
+	return &EventSource{
+		Connect: r.KVEvents.Connect, Bind: r.KVEvents.Bind, Replay: r.KVEvents.Replay,
+		Host: HostOf(r.URL),
+	}
 }
 
 // HostOf is the host of an engine's URL, without port and brackets; "" if there is none.

@@ -61,8 +61,8 @@ func flag(name string, value any) ([]string, error) {
 	return []string{"--" + name, string(b)}, nil
 }
 
-// Arg looks up a value of engine.args by its flag name in kebab case.
-func Arg(args app.Args, name string) (any, bool) {
+// lookupArg looks up a value of engine.args by its flag name in kebab case.
+func lookupArg(args app.Args, name string) (any, bool) {
 	for _, a := range args {
 		if flagName(a.Name) == name {
 			return a.Value, true
@@ -78,7 +78,7 @@ func MaxOngoing(a *app.Application) int {
 	if a.MaxOngoingRequests > 0 {
 		return a.MaxOngoingRequests
 	}
-	if v, ok := Arg(a.Engine.Args, "max-num-seqs"); ok {
+	if v, ok := lookupArg(a.Engine.Args, "max-num-seqs"); ok {
 		if n, err := strconv.ParseFloat(fmt.Sprint(v), 64); err == nil && n >= 1 && n <= 1<<20 {
 			return int(n)
 		}
@@ -89,7 +89,7 @@ func MaxOngoing(a *app.Application) int {
 // APIKey is the key a launched engine asks for on its /v1 routes: engine.args api_key, else VLLM_API_KEY of
 // engine.env, else "".
 func APIKey(a *app.Application) string {
-	if v, ok := Arg(a.Engine.Args, "api-key"); ok {
+	if v, ok := lookupArg(a.Engine.Args, "api-key"); ok {
 		if s, isString := v.(string); isString {
 			return s
 		}

@@ -123,9 +123,9 @@ func inherited() []string {
 // and dpserve assigns the ranks: an inherited value would name another rank.
 func stripped() []string { return []string{"VLLM_DP_"} }
 
-// Environment builds an engine's environment, sorted: the inherited part of environ, then own, then the app's
+// environment builds an engine's environment, sorted: the inherited part of environ, then own, then the app's
 // engine.env, later ones winning.
-func Environment(environ, own []string, extra map[string]string) []string {
+func environment(environ, own []string, extra map[string]string) []string {
 	vars := map[string]string{}
 	keep := map[string]bool{}
 	for _, k := range inherited() {

@@ -53,7 +53,7 @@ func simProfile(s *Spec, environ []string) (Launch, error) {
 		own = append(own, GroupKeyVar+"="+s.GroupKey)
 	}
 	return Launch{
-		Argv: append(argv, flags...), Env: Environment(environ, own, s.App.Engine.Env), URL: "http://" +
+		Argv: append(argv, flags...), Env: environment(environ, own, s.App.Engine.Env), URL: "http://" +
 			s.hostPort(port), Events: launchedEvents(s),
 	}, nil
 }

@@ -7,8 +7,8 @@ import (
 	"math"
 )
 
-// ErrNoModels reports that an engine lists no model.
-var ErrNoModels = errors.New("/v1/models lists no model")
+// errNoModels reports that an engine lists no model.
+var errNoModels = errors.New("/v1/models lists no model")
 
 // Model is one entry of an engine's /v1/models.
 type Model struct {
@@ -26,7 +26,7 @@ func parseModels(b []byte) ([]Model, error) {
 		return nil, fmt.Errorf("/v1/models: %w", err)
 	}
 	if len(list.Data) == 0 {
-		return nil, ErrNoModels
+		return nil, errNoModels
 	}
 	return list.Data, nil
 }

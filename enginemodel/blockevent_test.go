@@ -84,8 +84,10 @@ func TestResetIsToldWithTheNextStep(t *testing.T) {
 	assert.Equal(t, em.Never, wake, "an idle engine says nothing")
 	b := &em.Request{Prompt: 8, Output: 1, Ending: em.FinishLength, Content: text(8, 4, "")}
 	got, _ := steps(core, end, add(b))
-	assert.Equal(t, [][]em.BlockEvent{{{Kind: em.BlocksCleared},
-		{Kind: em.BlocksStored, Req: b, First: 0, Count: 2}}}, got)
+	assert.Equal(t, [][]em.BlockEvent{{
+		{Kind: em.BlocksCleared},
+		{Kind: em.BlocksStored, Req: b, First: 0, Count: 2},
+	}}, got)
 	assert.Zero(t, b.Cached())
 }
 
@@ -103,8 +105,10 @@ func TestResetIsRefusedWhileBlocksAreHeld(t *testing.T) {
 
 func TestNoEventsUnlessAsked(t *testing.T) {
 	core := newCore(t, small())
-	got, _ := steps(core, 0, add(&em.Request{Prompt: 8, Output: 5, Ending: em.FinishLength,
-		Content: text(8, 4, "")}))
+	got, _ := steps(core, 0, add(&em.Request{
+		Prompt: 8, Output: 5, Ending: em.FinishLength,
+		Content: text(8, 4, ""),
+	}))
 	assert.Empty(t, got)
 }
 

@@ -25,8 +25,10 @@ type block struct {
 const none int32 = -1
 
 func newBlockPool(n int, log *blockLog) *blockPool {
-	p := &blockPool{blocks: make([]block, n), byHash: make(map[uint64]int32), head: none, tail: none,
-		log: log}
+	p := &blockPool{
+		blocks: make([]block, n), byHash: make(map[uint64]int32), head: none, tail: none,
+		log: log,
+	}
 	for i := range p.blocks {
 		p.blocks[i].sameHash = none
 		p.pushFree(int32(i))

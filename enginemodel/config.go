@@ -11,14 +11,14 @@ import (
 const (
 	DefaultBlockSize        = 16
 	DefaultBlocks           = 43712 // what an 80 GB device leaves the reference model at 16 tokens a block
-	DefaultMaxSeqs          = 256
+	defaultMaxSeqs          = 256
 	DefaultMaxModelLen      = 32768
-	DefaultMaxBatchedTokens = 8192
+	defaultMaxBatchedTokens = 8192
 	DefaultSyncInterval     = 16 // steps between wave checks
 )
 
-// DefaultCollectiveTimeout is NCCL's: how long a rank stays frozen beside a dead peer.
-const DefaultCollectiveTimeout = 600 * time.Second
+// defaultCollectiveTimeout is NCCL's: how long a rank stays frozen beside a dead peer.
+const defaultCollectiveTimeout = 600 * time.Second
 
 // Config is the shape of one rank.
 type Config struct {
@@ -45,10 +45,10 @@ type Config struct {
 // Default is the reference rank: uncoupled, at real speed.
 func Default() Config {
 	return Config{
-		BlockSize: DefaultBlockSize, Blocks: DefaultBlocks, MaxSeqs: DefaultMaxSeqs,
+		BlockSize: DefaultBlockSize, Blocks: DefaultBlocks, MaxSeqs: defaultMaxSeqs,
 		MaxModelLen:      DefaultMaxModelLen,
-		MaxBatchedTokens: DefaultMaxBatchedTokens, PrefixCaching: true, Law: steptime.Reference(), Speed: 1,
-		CollectiveTimeout: DefaultCollectiveTimeout,
+		MaxBatchedTokens: defaultMaxBatchedTokens, PrefixCaching: true, Law: steptime.Reference(), Speed: 1,
+		CollectiveTimeout: defaultCollectiveTimeout,
 	}
 }
 

@@ -108,8 +108,10 @@ func TestAnswerBlocksEnterTheCache(t *testing.T) {
 	core := newCore(t, small())
 	prompt := em.AppendTokens(nil, "0123456789abcdef") // 4 tokens
 	seed := em.TextSeed(0, prompt, 0)
-	a := &em.Request{Prompt: 4, Output: 9, Ending: em.FinishLength,
-		Content: em.NewTokenContent(prompt, seed, 4, "")}
+	a := &em.Request{
+		Prompt: 4, Output: 9, Ending: em.FinishLength,
+		Content: em.NewTokenContent(prompt, seed, 4, ""),
+	}
 	_, wake := core.Step(0, add(a))
 	now := run(core, 0, wake, nil)
 
@@ -265,8 +267,10 @@ func TestSchedulerInvariants(t *testing.T) {
 		}
 		for i := range n {
 			prompt := rapid.IntRange(1, 40).Draw(t, "prompt")
-			r := &em.Request{Prompt: prompt, Output: rapid.IntRange(1, 64-prompt).Draw(t, "output"),
-				Ending: em.FinishLength}
+			r := &em.Request{
+				Prompt: prompt, Output: rapid.IntRange(1, 64-prompt).Draw(t, "output"),
+				Ending: em.FinishLength,
+			}
 			if rapid.Bool().Draw(t, "content") {
 				r.Content = text(prompt, 4, []string{"x", "y"}[i%2])
 			}

@@ -27,8 +27,10 @@ type lab struct {
 func newLab(t require.TestingT, ranks int, mutate func(rank int, c *em.Config)) *lab {
 	g, err := em.NewGroup(em.GroupConfig{Ranks: ranks, SyncInterval: 16, MinStep: time.Millisecond})
 	require.NoError(t, err)
-	l := &lab{t: t, group: g, gwake: em.Never, lost: make([]bool, ranks), died: map[int]time.Duration{},
-		finish: map[*em.Request]time.Duration{}}
+	l := &lab{
+		t: t, group: g, gwake: em.Never, lost: make([]bool, ranks), died: map[int]time.Duration{},
+		finish: map[*em.Request]time.Duration{},
+	}
 	for r := range ranks {
 		cfg := small()
 		cfg.Lockstep = true
@@ -53,8 +55,10 @@ func (l *lab) send(rank int, in ...em.Input) {
 		case em.EffectWave:
 			words = append(words, em.GroupInput{Kind: em.GroupWave, Rank: rank})
 		case em.EffectReport:
-			words = append(words, em.GroupInput{Kind: em.GroupReport, Rank: rank, Took: e.Took,
-				Unfinished: e.Unfinished})
+			words = append(words, em.GroupInput{
+				Kind: em.GroupReport, Rank: rank, Took: e.Took,
+				Unfinished: e.Unfinished,
+			})
 		case em.EffectDied:
 			l.died[rank] = l.now
 		case em.EffectFinished:

@@ -45,17 +45,6 @@ func cut(text string) (n int, id uint32) {
 	return n, id
 }
 
-// CountTokens is the number of tokens of text, without making them.
-func CountTokens(text string) int {
-	var count int
-	for len(text) > 0 {
-		n, _ := cut(text)
-		text = text[n:]
-		count++
-	}
-	return count
-}
-
 // AppendText appends the bytes of a token to dst: nothing for a marker, and perhaps only a part of a
 // character.
 func AppendText(dst []byte, id uint32) []byte {

@@ -19,8 +19,11 @@ func tuned(t require.TestingT, name string) Policy {
 
 // workPolicies are those that weigh prefill work against caches, tuned.
 func workPolicies(t require.TestingT) []Policy {
-	return []Policy{tuned(t, "kv"), tuned(t, "lmetric"), tuned(t, "lmetric-1"), tuned(t, "lpwl"),
-		tuned(t, "min-ttft"), MinTTFT{Eta: true}}
+	return []Policy{
+		tuned(t, "kv"), tuned(t, "lmetric"), tuned(t, "lmetric-1"), tuned(t, "lpwl"),
+		tuned(t, "min-ttft"),
+		MinTTFT{Eta: true},
+	}
 }
 
 // rt4 plays ranks of unit speed: a request occupies its rank for the prefill it could not reuse and a decode
@@ -60,8 +63,10 @@ func (s *rt4) push(e rt4End) {
 
 func (s *rt4) arrive(id uint64, busy map[RankID]time.Duration) {
 	const system, own, perToken, decode = 2048, 256, 50 * time.Microsecond, 600 * time.Millisecond
-	q := Request{ID: id, Now: s.now, Tokens: system + own, Blocks: chain([]byte("system")),
-		Text: fmt.Appendf(nil, "%0*d%d", system, 7, id)}
+	q := Request{
+		ID: id, Now: s.now, Tokens: system + own, Blocks: chain([]byte("system")),
+		Text: fmt.Appendf(nil, "%0*d%d", system, 7, id),
+	}
 	for i := range s.r.view.Ranks {
 		if id := s.r.view.Ranks[i].ID; s.warm[id] {
 			q.Hits = append(q.Hits, Hit{Rank: id, Tokens: system})
@@ -121,20 +126,26 @@ func TestRT6ColdPromptsGoToTheIdleRank(t *testing.T) {
 		t.Run(p.Name(), func(t *testing.T) {
 			r := routerWith(p, 2, 256)
 			for i := range uint64(20) { // B has served a lot, and all of it is over
-				q := Request{ID: 1000 + i, Tokens: 500, Text: fmt.Appendf(nil, "%d%02000d", i, i),
-					HasDirect: true, Direct: b, Force: true}
+				q := Request{
+					ID: 1000 + i, Tokens: 500, Text: fmt.Appendf(nil, "%d%02000d", i, i),
+					HasDirect: true, Direct: b, Force: true,
+				}
 				require.Equal(t, b, pick(r, q).Ranked[0])
 				r.Observe(&Event{Kind: EvUndo, Rank: b, ReqID: q.ID})
 			}
 			for i := range uint64(20) { // A has 20 requests in hand
-				require.Equal(t, a, pick(r, Request{ID: 2000 + i, Tokens: 500, HasDirect: true, Direct: a,
-					Force: true}).Ranked[0])
+				require.Equal(t, a, pick(r, Request{
+					ID: 2000 + i, Tokens: 500, HasDirect: true, Direct: a,
+					Force: true,
+				}).Ranked[0])
 			}
 			toB, n := 0, 0
 			for loadOf(r, b).O() < loadOf(r, a).O() {
 				n++
-				q := Request{ID: uint64(n), Tokens: 500, Text: fmt.Appendf(nil, "x%d%02000d", n, n),
-					Hits: []Hit{}}
+				q := Request{
+					ID: uint64(n), Tokens: 500, Text: fmt.Appendf(nil, "x%d%02000d", n, n),
+					Hits: []Hit{},
+				}
 				if pick(r, q).Ranked[0] == b {
 					toB++
 				}
@@ -295,8 +306,10 @@ func randomEvent(r *rand.Rand) Event {
 }
 
 func randomRequest(r *rand.Rand) Request {
-	q := Request{ID: uint64(r.IntN(500)), Tokens: r.IntN(4000), HasDirect: true, Direct: ID(0, r.IntN(6)),
-		Now: time.Duration(r.IntN(1000)) * time.Second}
+	q := Request{
+		ID: uint64(r.IntN(500)), Tokens: r.IntN(4000), HasDirect: true, Direct: ID(0, r.IntN(6)),
+		Now: time.Duration(r.IntN(1000)) * time.Second,
+	}
 	for i := range 6 {
 		if r.IntN(2) == 0 {
 			q.Hits = append(q.Hits, Hit{Rank: ID(0, i), Tokens: int32(r.IntN(4000))})
@@ -413,8 +426,10 @@ func TestRT16BusyThresholdHoldsUnderEveryPolicy(t *testing.T) {
 			usage(r, 3, 0.99)
 			usage(r, 1, 0.5)
 			ask := func(i int) Decision {
-				return pick(r, Request{ID: uint64(i), Tokens: 300, HasDirect: true, Direct: ID(0, 1+i%2),
-					Text: make([]byte, 1200), Session: "s"})
+				return pick(r, Request{
+					ID: uint64(i), Tokens: 300, HasDirect: true, Direct: ID(0, 1+i%2),
+					Text: make([]byte, 1200), Session: "s",
+				})
 			}
 			for i := range 100 {
 				d := ask(i)

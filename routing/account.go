@@ -32,8 +32,10 @@ type account struct {
 
 // bump counts an own dispatch, unless the request is on this rank already.
 func (a *account) bump(rk *Rank, key uint64, tokens, hit int) {
-	a.insert(rk, open{key: key, tokens: clampTokens(tokens), hit: clampHit(hit, tokens), phase: bumped, mine: true,
-		sent: *a.clock})
+	a.insert(rk, open{
+		key: key, tokens: clampTokens(tokens), hit: clampHit(hit, tokens), phase: bumped, mine: true,
+		sent: *a.clock,
+	})
 }
 
 // ticket records that the replica admitted the dispatch as number seq. If the stream has already passed seq,
@@ -218,8 +220,10 @@ func (a *account) reset(rk *Rank, snapshot []Open, seq uint64, same bool) {
 }
 
 func (a *account) load(rk *Rank, s *Open, mine bool) {
-	a.insert(rk, open{key: s.ReqID, tokens: clampTokens(s.Tokens), hit: clampHit(s.Hit, s.Tokens), phase: admitted,
-		mine: mine})
+	a.insert(rk, open{
+		key: s.ReqID, tokens: clampTokens(s.Tokens), hit: clampHit(s.Hit, s.Tokens), phase: admitted,
+		mine: mine,
+	})
 	if s.Decoding || s.Out > 0 {
 		a.progress(rk, s.ReqID, s.Out)
 	}

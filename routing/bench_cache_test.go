@@ -134,9 +134,11 @@ func BenchmarkTextTree(b *testing.B) {
 }
 
 func BenchmarkPolicy(b *testing.B) {
-	for _, name := range []string{"round-robin", "random", "power-of-two", "least-loaded", "lmetric", "kv",
+	for _, name := range []string{
+		"round-robin", "random", "power-of-two", "least-loaded", "lmetric", "kv",
 		"scoring", "lmetric-1", "lpwl", "min-ttft", "least-kv", "sticky", "cache-aware", "prefix-aware",
-		"chwbl", "session-affinity", "mex"} {
+		"chwbl", "session-affinity", "mex",
+	} {
 		p, err := New(name, PresetTuned, nil)
 		require.NoError(b, err)
 		b.Run(name, func(b *testing.B) { benchmarkDecide(b, p) })

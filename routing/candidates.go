@@ -224,8 +224,8 @@ func routeTo(d *Decision, t tier, rk *Rank, reason string) {
 	d.Ranked = append(d.Ranked, rk.ID)
 }
 
-// queueOrReject fills d when no tier has a candidate: Queue while a rank may get room, else Reject. DESIGN.md has the
-// table.
+// queueOrReject fills d when no tier has a candidate: Queue while a rank may get room, else Reject. DESIGN.md
+// has the table.
 func queueOrReject(q *Request, v *View, d *Decision) {
 	eligible, ready, busy := false, false, false
 	for i := range v.Ranks {

@@ -346,15 +346,19 @@ func TestPrefillUtilisationIsThatOfAllIngresses(t *testing.T) {
 				f.jobs++
 				rk := f.ranks[i%fleetRanks]
 				tokens := len(turns[i].chain) * agentBlock
-				q := Request{ID: f.jobs, Now: f.now, Tokens: tokens, HasDirect: true, Direct: rk.id,
-					Force: true}
+				q := Request{
+					ID: f.jobs, Now: f.now, Tokens: tokens, HasDirect: true, Direct: rk.id,
+					Force: true,
+				}
 				r := f.routers[i%k]
 				r.Pick(&q, &f.choice)
 				f.tell(rk, Event{Kind: EvAdmitted, ReqID: q.ID, Tokens: q.Tokens})
 				// one that comes twice counts once
 				f.tell(rk, Event{Kind: EvAdmitted, ReqID: q.ID, Tokens: q.Tokens})
-				r.Observe(&Event{Kind: EvTicket, Rank: rk.id, ReqID: q.ID, Incarnation: rk.epoch,
-					Seq: rk.seq})
+				r.Observe(&Event{
+					Kind: EvTicket, Rank: rk.id, ReqID: q.ID, Incarnation: rk.epoch,
+					Seq: rk.seq,
+				})
 			})
 		}
 		f.play(nil)

@@ -69,8 +69,10 @@ func drawView(t *rapid.T) View {
 }
 
 func drawLoad(t *rapid.T, rk *Rank) {
-	rk.Load = Load{W: rapid.IntRange(0, 3).Draw(t, "w"), F: rapid.IntRange(0, 1).Draw(t, "f"),
-		R: rapid.IntRange(0, 3).Draw(t, "r")}
+	rk.Load = Load{
+		W: rapid.IntRange(0, 3).Draw(t, "w"), F: rapid.IntRange(0, 1).Draw(t, "f"),
+		R: rapid.IntRange(0, 3).Draw(t, "r"),
+	}
 	before := int64(rk.Load.W + rk.Load.F)
 	rk.Load.Q, rk.Load.Kq = before*rapid.Int64Range(0, 40).Draw(t, "q"), before*40
 	rk.Load.K = int64(rk.Load.R) * rapid.Int64Range(0, 50).Draw(t, "k")

@@ -42,17 +42,24 @@ func kvRouter(t *testing.T, p Policy) *Router {
 	t.Helper()
 	r := routerWith(p, 3, 100)
 	for i, blocks := range []int{10, 5, 9} {
-		r.Observe(&Event{Kind: EvAdmitted, Rank: ID(0, i), ReqID: uint64(100 + i), Incarnation: 7, Seq: 1,
-			Tokens: blocks * 16})
+		r.Observe(&Event{
+			Kind: EvAdmitted, Rank: ID(0, i), ReqID: uint64(100 + i), Incarnation: 7, Seq: 1,
+			Tokens: blocks * 16,
+		})
 		r.Observe(&Event{Kind: EvFirstToken, Rank: ID(0, i), ReqID: uint64(100 + i), Incarnation: 7, Seq: 2})
 	}
 	return r
 }
 
 func kvRequest() *Request {
-	return &Request{ID: 1, Tokens: 160,
-		Hits: []Hit{{Rank: ID(0, 0), Tokens: 32}, {Rank: ID(0, 1), Tokens: 80},
-			{Rank: ID(0, 2), Tokens: 128}}}
+	return &Request{
+		ID: 1, Tokens: 160,
+		Hits: []Hit{
+			{Rank: ID(0, 0), Tokens: 32},
+			{Rank: ID(0, 1), Tokens: 80},
+			{Rank: ID(0, 2), Tokens: 128},
+		},
+	}
 }
 
 func TestKVOverridesHoldForOneRequest(t *testing.T) {

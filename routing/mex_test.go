@@ -129,8 +129,10 @@ func TestMexNearTies(t *testing.T) {
 	p := newPolicy(t, "mex")
 	v := View{Ranks: []Rank{
 		{ID: ID(0, 0), Ready: true, MaxOngoing: 99, Lag: 500 * time.Millisecond},
-		{ID: ID(0, 1), Ready: true, MaxOngoing: 99, Lag: 500 * time.Millisecond,
-			Load: Load{W: 1, F: 1, Q: 9000, Kq: 9000}},
+		{
+			ID: ID(0, 1), Ready: true, MaxOngoing: 99, Lag: 500 * time.Millisecond,
+			Load: Load{W: 1, F: 1, Q: 9000, Kq: 9000},
+		},
 	}}
 	q := Request{Tokens: 4000, Hits: []Hit{{Rank: ID(0, 1), Tokens: 3584}}}
 	decide := func(own, others float64) Decision {
@@ -159,8 +161,10 @@ func TestMexOwnDispatchesStandForOthers(t *testing.T) {
 			r.Observe(&Event{Kind: EvUndo, Rank: d.Ranked[0], ReqID: key, Now: now})
 			continue
 		}
-		r.Observe(&Event{Kind: EvAdmitted, Rank: ID(0, 0), ReqID: key, Tokens: 100, Incarnation: 7, Seq: key,
-			Now: now})
+		r.Observe(&Event{
+			Kind: EvAdmitted, Rank: ID(0, 0), ReqID: key, Tokens: 100, Incarnation: 7, Seq: key,
+			Now: now,
+		})
 		r.Observe(&Event{Kind: EvFinished, Rank: ID(0, 0), ReqID: key, Incarnation: 7, Seq: key, Now: now})
 	}
 	d := pick(r, Request{ID: 99, Tokens: 10_000, Now: now})
@@ -172,8 +176,10 @@ func TestMexOwnDispatchesStandForOthers(t *testing.T) {
 	once := costOf(r.policy, busy(0), 100, Rank{Load: v.Ranks[i].Load, Pairs: v.Ranks[i].Pairs}, 0)
 	more := costOf(r.policy, st, 100, v.Ranks[i], 0)
 	assert.InEpsilon(t, 1/st.traffic.share(), more["queue"]/once["queue"], .01)
-	r.Observe(&Event{Kind: EvAdmitted, Rank: d.Ranked[0], ReqID: 99, Tokens: 10_000, Incarnation: 7, Seq: 50,
-		Now: now})
+	r.Observe(&Event{
+		Kind: EvAdmitted, Rank: d.Ranked[0], ReqID: 99, Tokens: 10_000, Incarnation: 7, Seq: 50,
+		Now: now,
+	})
 	_, v = r.Why(&Request{ID: 100, Tokens: 100, Now: now})
 	assert.Equal(t, Bumps{}, v.Ranks[i].Bumps, "its record has named it")
 }
@@ -192,8 +198,10 @@ func (c *clocked) serve(tokens int, takes time.Duration) {
 	begun := c.now
 	d := pick(c.r, Request{ID: c.key, Tokens: tokens, Now: begun})
 	c.seq++
-	c.r.Observe(&Event{Kind: EvTicket, Rank: d.Ranked[0], ReqID: c.key, Seq: c.seq, Incarnation: 7,
-		Now: begun})
+	c.r.Observe(&Event{
+		Kind: EvTicket, Rank: d.Ranked[0], ReqID: c.key, Seq: c.seq, Incarnation: 7,
+		Now: begun,
+	})
 	c.record(EvAdmitted, tokens, begun)
 	c.seq++
 	c.record(EvFirstToken, 0, begun+takes)
@@ -219,8 +227,10 @@ func TestLagOfARanksRecords(t *testing.T) {
 			c.serve(1000, 50*time.Millisecond)
 		}
 		assert.InDelta(t, 100, float64(c.r.Snapshot().Ranks[0].Lag.Milliseconds()), 5, ahead)
-		for _, jump := range []time.Duration{time.Minute, -2 * time.Minute, 300 * time.Millisecond,
-			-time.Second} {
+		for _, jump := range []time.Duration{
+			time.Minute, -2 * time.Minute, 300 * time.Millisecond,
+			-time.Second,
+		} {
 			c.ahead += jump
 			for range 60 {
 				c.serve(1000, 50*time.Millisecond)
@@ -259,13 +269,19 @@ func TestASlowRankCostsMore(t *testing.T) {
 	for range 40 {
 		for i, slow := range []float64{2, 10, 2} {
 			seq++
-			r.Observe(&Event{Kind: EvAdmitted, Rank: ID(0, i), ReqID: seq, Tokens: 8000, Incarnation: 7,
-				Seq: seq, Now: now})
+			r.Observe(&Event{
+				Kind: EvAdmitted, Rank: ID(0, i), ReqID: seq, Tokens: 8000, Incarnation: 7,
+				Seq: seq, Now: now,
+			})
 			now += lawOf(8000, 0, slow)
-			r.Observe(&Event{Kind: EvFirstToken, Rank: ID(0, i), ReqID: seq, Incarnation: 7, Seq: seq,
-				Now: now})
-			r.Observe(&Event{Kind: EvFinished, Rank: ID(0, i), ReqID: seq, Incarnation: 7, Seq: seq,
-				Now: now})
+			r.Observe(&Event{
+				Kind: EvFirstToken, Rank: ID(0, i), ReqID: seq, Incarnation: 7, Seq: seq,
+				Now: now,
+			})
+			r.Observe(&Event{
+				Kind: EvFinished, Rank: ID(0, i), ReqID: seq, Incarnation: 7, Seq: seq,
+				Now: now,
+			})
 		}
 	}
 	slow := func(later time.Duration) float64 {

@@ -78,8 +78,11 @@ func policies() []entry {
 		{nameMinTTFT, []string{"eta"}, newMinTTFT},
 		{nameSticky, []string{"threshold", "spill_tokens", "by"}, newSticky},
 		{nameCHWBL, []string{"variant", "key", "load_factor", "virtual_nodes"}, newCHWBL},
-		{nameSessionAffinity, []string{"num_virtual_nodes", "num_fallback_replicas", "table", "ttl_s"},
-			newSessionAffinity},
+		{
+			nameSessionAffinity,
+			[]string{"num_virtual_nodes", "num_fallback_replicas", "table", "ttl_s"},
+			newSessionAffinity,
+		},
 		{nameMex, []string{"goal", "ttft_s", "tpot_s", "law"}, newMex},
 	}
 }

@@ -35,8 +35,8 @@ type open struct {
 // own reports whether the entry is a bump of this Router and not an entry of the replica's account.
 func (o *open) own() bool { return o.phase == bumped || o.phase == ticketed || o.phase == held }
 
-// isBump reports whether it is an own dispatch that waits for its prefill and that the rank's records have not
-// named.
+// isBump reports whether it is an own dispatch that waits for its prefill and that the rank's records have
+// not named.
 func (o *open) isBump() bool { return o.phase == bumped || o.phase == ticketed }
 
 // ticketAt notes when the ticket came.

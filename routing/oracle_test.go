@@ -104,8 +104,10 @@ func (o *oracle) apply(e *Event) bool {
 
 func (o *oracle) rankUp(e *Event) bool {
 	old := o.ranks[e.Rank]
-	rk := &oracleRank{epoch: e.Epoch, incarnation: e.Incarnation, last: e.Seq,
-		account: map[uint64]oracleOpen{}, bumps: map[uint64]oracleBump{}}
+	rk := &oracleRank{
+		epoch: e.Epoch, incarnation: e.Incarnation, last: e.Seq,
+		account: map[uint64]oracleOpen{}, bumps: map[uint64]oracleBump{},
+	}
 	for _, s := range e.Snapshot {
 		a := oracleOpen{tokens: s.Tokens, out: s.Out, hit: hitOf(s.Hit, s.Tokens), decoding: s.Decoding ||
 			s.Out > 0}
@@ -199,8 +201,10 @@ func drawEvent(t *rapid.T, seq uint64) Event {
 		for _, key := range rapid.SliceOfDistinct(rapid.Uint64Range(0, 40), rapid.ID[uint64]).
 			Draw(t, "snapshot") {
 			e.Snapshot = append(e.Snapshot,
-				Open{ReqID: key, Tokens: int(key % 7), Hit: int(key % 5), Decoding: key%3 == 0,
-					Out: int(key % 2)})
+				Open{
+					ReqID: key, Tokens: int(key % 7), Hit: int(key % 5), Decoding: key%3 == 0,
+					Out: int(key % 2),
+				})
 		}
 	}
 	return e

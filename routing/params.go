@@ -148,7 +148,7 @@ func (p *params) err(policy string) error {
 func (p *params) profile() string {
 	x, given := p.given["profile"]
 	if !given {
-		return ProfileBalanced
+		return profileBalanced
 	}
 	name, _ := x.(string)
 	switch {
@@ -165,7 +165,7 @@ func (p *params) profile() string {
 
 // refuseProfile is what round-robin says to a scoring profile: only the default one does no harm.
 func (p *params) refuseProfile() {
-	if name := p.profile(); name != "" && name != ProfileBalanced {
+	if name := p.profile(); name != "" && name != profileBalanced {
 		p.fault(fmt.Sprintf("profile '%s' has no effect with round-robin; use policy: scoring or drop the "+
 			"profile", name),
 			"write policy: scoring, or drop profile")
@@ -178,7 +178,7 @@ func (p *params) cacheAwareDefaults(variant string) cacheAwareDefaults {
 		lowMatch: "smallest-tree", matches: "text", perRank: 3, perRequest: 6,
 	}
 	switch {
-	case variant == VariantGateway:
+	case variant == variantGateway:
 		return cacheAwareDefaults{
 			threshold: 0.3, abs: 64, rel: 1.5, interval: 120, size: 67_108_864, lowMatch: "least-pending",
 			matches: "kv",

@@ -111,8 +111,10 @@ func explainTurns(t tier, q *Request, v *View, first int, d *Decision) {
 	for k := range v.Ranks {
 		rk := &v.Ranks[(first+k)%len(v.Ranks)]
 		if t.has(q, rk) {
-			d.Terms = append(d.Terms, Term{Rank: rk.ID, Name: "turns_away", Unit: "turns", Raw: turn,
-				Weight: 1, Value: turn})
+			d.Terms = append(d.Terms, Term{
+				Rank: rk.ID, Name: "turns_away", Unit: "turns", Raw: turn,
+				Weight: 1, Value: turn,
+			})
 			turn++
 		}
 	}
@@ -176,8 +178,10 @@ func choose(v *View, t tier, i, j int, d *Decision) {
 func explainOngoing(rk *Rank, d *Decision) {
 	if d.Explain {
 		o := float64(rk.ongoing())
-		d.Terms = append(d.Terms, Term{Rank: rk.ID, Name: "ongoing", Unit: "requests", Raw: o, Weight: 1,
-			Value: o})
+		d.Terms = append(d.Terms, Term{
+			Rank: rk.ID, Name: "ongoing", Unit: "requests", Raw: o, Weight: 1,
+			Value: o,
+		})
 	}
 }
 

@@ -13,10 +13,10 @@ var (
 
 // The variants of CacheAware.
 const (
-	// VariantPage is SGLang's router page: what the name means.
-	VariantPage = "page"
-	// VariantGateway is the newer CLI's defaults.
-	VariantGateway = "gateway"
+	// variantPage is SGLang's router page: what the name means.
+	variantPage = "page"
+	// variantGateway is the newer CLI's defaults.
+	variantGateway = "gateway"
 )
 
 // cacheAwareDefaults are one set of parameter values.
@@ -61,7 +61,7 @@ type CacheAware struct {
 }
 
 func newCacheAware(p *params) Policy {
-	def := p.cacheAwareDefaults(p.word("variant", VariantPage, VariantPage, VariantGateway))
+	def := p.cacheAwareDefaults(p.word("variant", variantPage, variantPage, variantGateway))
 	return CacheAware{
 		Threshold: p.number("cache_threshold", def.threshold, 0, 1),
 		Abs:       p.integer("balance_abs_threshold", def.abs, 0, math.MaxInt32),

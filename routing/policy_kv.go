@@ -14,10 +14,10 @@ var (
 
 // The variants of KV.
 const (
-	// VariantKV071 is the cost of Dynamo's KV cache routing page, v0.7.1. The empty variant is this one.
-	VariantKV071 = "0.7.1"
-	// VariantKV2 is its newer form.
-	VariantKV2 = "kv2"
+	// variantKV071 is the cost of Dynamo's KV cache routing page, v0.7.1. The empty variant is this one.
+	variantKV071 = "0.7.1"
+	// variantKV2 is its newer form.
+	variantKV2 = "kv2"
 )
 
 const (
@@ -39,7 +39,7 @@ const (
 //	kv2:   PrefillWeight * max(raw_prefill_blocks - credit, 0) + decode_blocks + RequestWeight * O
 //
 //	prefill_blocks     = (Q + L - hit) / b
-//	decode_blocks      = distinct prompt blocks of the rank's active sequences, plus the new ones of this request
+//	decode_blocks      = distinct prompt blocks of the rank's active sequences and of this request
 //	raw_prefill_blocks = (Q + L) / b
 //	credit             = Credit * decay * device + 0.75 * host + 0.25 * disk          blocks
 //	decay              = 1 / (1 + Decay * (queued prefill blocks above the least loaded) / request blocks)
@@ -47,7 +47,7 @@ const (
 // Temperature T > 0 draws a rank with probability ∝ exp(-(c - min)/((max - min)·T)); all equal is uniform.
 // Per request, weight and temperature may be overridden (Request.Override).
 type KV struct {
-	Variant     string  // VariantKV071 or VariantKV2; empty is VariantKV071
+	Variant     string  // variantKV071 or VariantKV2; empty is VariantKV071
 	Weight      float64 // overlap_score_weight; 0 ignores caches, and no index is built
 	Temperature float64 // router_temperature, 0 = lowest cost
 	NoTrack     bool    // no_track_active_blocks: no decode term, for ranks that only prefill
@@ -63,7 +63,7 @@ type kvState struct{ active *activeBlocks }
 
 func newKV(p *params) Policy {
 	return KV{
-		Variant:       p.word("variant", VariantKV071, VariantKV071, VariantKV2),
+		Variant:       p.word("variant", variantKV071, variantKV071, variantKV2),
 		Weight:        p.number("overlap_score_weight", p.choose(kvWeight, kvWeightTuned), 0, maxWeight),
 		Temperature:   p.number("router_temperature", 0, 0, maxWeight),
 		NoTrack:       p.boolean("no_track_active_blocks", false),
@@ -86,7 +86,7 @@ func (p KV) needs() Needs {
 	return n
 }
 
-func (p KV) newForm() bool { return p.Variant == VariantKV2 }
+func (p KV) newForm() bool { return p.Variant == variantKV2 }
 
 func (p KV) watchesOpens() bool { return !p.NoTrack }
 

@@ -39,8 +39,8 @@ const (
 //	memory         2·TTFT·max(0, f-1)          the KV cache that would be missing; f is the share in use
 //	beyond_goal    TTFT·(1 + ln x) - TTFT·x    goal goodput, x = (queue + prefill)/TTFT > 1: beyond the goal
 //
-// Its prompt stalls the requests that decode on the rank, and its context makes their steps longer. A goal cannot
-// be missed twice, so the time beyond it counts logarithmically.
+// Its prompt stalls the requests that decode on the rank, and its context makes their steps longer. A goal
+// cannot be missed twice, so the time beyond it counts logarithmically.
 //
 // P and Wq are prefill times by the step law, d = gW + dA + dB·(O+1) + dC·(K+Kq+L) the step that its tokens
 // come in, σ = 1 + D/(gT·8192) the stretch of a prefill that shares its steps with D = dA + dB·R + dC·K ms of
@@ -159,8 +159,10 @@ type mexCosts struct {
 }
 
 func (p Mex) costs(q *Request, v *View, s State) mexCosts {
-	c := mexCosts{law: p.current(v), tokens: int64(q.Tokens), answer: firstAnswer, exchange: p.TTFT / p.TPOT,
-		goal: p.TTFT, late: !p.Latency}
+	c := mexCosts{
+		law: p.current(v), tokens: int64(q.Tokens), answer: firstAnswer, exchange: p.TTFT / p.TPOT,
+		goal: p.TTFT, late: !p.Latency,
+	}
 	c.stretch = 1 / (c.law.TokenMS * stepTokens)
 	if st, ok := s.(*mexState); ok {
 		t := &st.traffic
@@ -235,8 +237,10 @@ func (m *mexCosts) of(rk *Rank, hit int64, terms *mexTerms) float64 {
 // mexTerms are the terms of a cost in their printed order, and mexLabels their names.
 type mexTerms [7]float64
 
-var mexLabels = [len(mexTerms{})]string{"queue", "prefill", "later_arrivals", "own_tokens", "others_tokens",
-	"memory", "beyond_goal"}
+var mexLabels = [len(mexTerms{})]string{
+	"queue", "prefill", "later_arrivals", "own_tokens", "others_tokens",
+	"memory", "beyond_goal",
+}
 
 // explain adds one row per candidate and term.
 func (m *mexCosts) explain(v *View, d *Decision) {
@@ -248,8 +252,10 @@ func (m *mexCosts) explain(v *View, d *Decision) {
 		var terms mexTerms
 		m.of(&v.Ranks[i], c.hits[i], &terms)
 		for n, ms := range terms {
-			d.Terms = append(d.Terms, Term{Rank: v.Ranks[i].ID, Name: mexLabels[n], Unit: "ms", Raw: ms,
-				Weight: 1, Value: ms})
+			d.Terms = append(d.Terms, Term{
+				Rank: v.Ranks[i].ID, Name: mexLabels[n], Unit: "ms", Raw: ms,
+				Weight: 1, Value: ms,
+			})
 		}
 	}
 }

@@ -9,22 +9,22 @@ var (
 
 // The profiles of Scoring, and of nothing else.
 const (
-	ProfileBalanced = "balanced" // mixed or unknown work
-	ProfileLocality = "locality" // repeated system prompts, multi-turn, RAG prefixes
-	ProfileLoad     = "load"     // prompts that rarely share prefixes
+	profileBalanced = "balanced" // mixed or unknown work
+	profileLocality = "locality" // repeated system prompts, multi-turn, RAG prefixes
+	profileLoad     = "load"     // prompts that rarely share prefixes
 )
 
 // removedProfile is what locality was called once.
 const removedProfile = "prefix-aware"
 
-func profiles() []string { return []string{ProfileBalanced, ProfileLocality, ProfileLoad} }
+func profiles() []string { return []string{profileBalanced, profileLocality, profileLoad} }
 
 // weights of a profile: prefix, load.
 func weights(profile string) (prefix, load float64) {
 	switch profile {
-	case ProfileLocality:
+	case profileLocality:
 		return 0.90, 0.10
-	case ProfileLoad:
+	case profileLoad:
 		return 0.10, 0.90
 	}
 	return 0.55, 0.45
@@ -43,7 +43,7 @@ func weights(profile string) (prefix, load float64) {
 // Parameters: profile, norm.
 type Scoring struct {
 	byHits
-	Profile string // ProfileBalanced, ProfileLocality or ProfileLoad; empty is balanced
+	Profile string // profileBalanced, ProfileLocality or ProfileLoad; empty is balanced
 	Spread  bool   // norm: spread
 }
 
@@ -65,7 +65,7 @@ func (p Scoring) prepare(_ *Request, v *View, _ State, _ *scratch) aggregate {
 	a := aggregate{why: ReasonHighestScore}
 	profile := p.Profile
 	if v.PrefixCachingOff {
-		profile, a.why = ProfileLoad, ReasonPrefixCachingOff
+		profile, a.why = profileLoad, ReasonPrefixCachingOff
 	}
 	a.x[0], a.x[1] = weights(profile)
 	first, most, least := true, int64(0), int64(0)

@@ -165,7 +165,9 @@ const mostUntold = 16
 
 // computedUnreported adds the work behind the first prompt that the rank can have computed during left: the
 // first prompt has ended by the law, and the record of its end is still on its way.
-func (p *prefills) computedUnreported(rk *Rank, law *law, left time.Duration, tokens, pairs int64) (int64, int64) {
+func (p *prefills) computedUnreported(rk *Rank, law *law, left time.Duration,
+	tokens, pairs int64,
+) (int64, int64) {
 	slowness := p.speed.slowness(law.prefill) * law.base.Stretch(rk.Load.R, rk.Load.K,
 		stepTokens) * float64(time.Millisecond)
 	slot := p.at(p.first).next

@@ -33,8 +33,10 @@ func newTold(p Policy) *told { return &told{r: routerWith(p, 1, 1000), rank: ID(
 
 func (s *told) tell(kind EventKind, key uint64, tokens, hit int) {
 	s.seq++
-	s.r.Observe(&Event{Kind: kind, Rank: s.rank, ReqID: key, Tokens: tokens, Hit: hit, Out: 1, Incarnation: 7,
-		Seq: s.seq, Now: s.now})
+	s.r.Observe(&Event{
+		Kind: kind, Rank: s.rank, ReqID: key, Tokens: tokens, Hit: hit, Out: 1, Incarnation: 7,
+		Seq: s.seq, Now: s.now,
+	})
 }
 
 // work is the rank's row as a pick at now would see it.
@@ -110,8 +112,10 @@ func TestWorkGoesDownAtTheRanksOwnSpeed(t *testing.T) {
 			s.tell(EvAdmitted, 99, tokens, 0)
 			q, _ := s.work(s.now + takes/2)
 			assert.InEpsilon(t, tokens/2, float64(q), 0.1)
-			s.r.Observe(&Event{Kind: EvRankUp, Rank: s.rank, Epoch: 2, Incarnation: 8, MaxOngoing: 9,
-				Snapshot: []Open{{ReqID: 99, Tokens: tokens}}})
+			s.r.Observe(&Event{
+				Kind: EvRankUp, Rank: s.rank, Epoch: 2, Incarnation: 8, MaxOngoing: 9,
+				Snapshot: []Open{{ReqID: 99, Tokens: tokens}},
+			})
 			q, _ = s.work(s.now + takes/2)
 			assert.InEpsilon(t, tokens/2, float64(q), 0.2,
 				"another incarnation is taken to be as the application's ranks are")
@@ -154,8 +158,8 @@ func TestTheTurnPassesOnWhenARequestIsGivenUp(t *testing.T) {
 	assert.InDelta(t, 7_500, float64(q), 2)
 }
 
-// checkReckoned reports that every row is within its account: what is taken off is of the first prompt, and no
-// more than it.
+// checkReckoned reports that every row is within its account: what is taken off is of the first prompt, and
+// no more than it.
 func checkReckoned(t *rapid.T, r *Router) {
 	r.reckon(r.view.Now)
 	for i := range r.accounts {
@@ -221,8 +225,10 @@ func TestReckonedWorkIsWithinTheWhole(t *testing.T) {
 		for i := range r.view.Ranks {
 			rk := &r.view.Ranks[i]
 			for key := range uint64(41) {
-				r.Observe(&Event{Kind: EvFinished, Rank: rk.ID, ReqID: key, Incarnation: rk.Incarnation,
-					Seq: seq + 10, Now: now + time.Second})
+				r.Observe(&Event{
+					Kind: EvFinished, Rank: rk.ID, ReqID: key, Incarnation: rk.Incarnation,
+					Seq: seq + 10, Now: now + time.Second,
+				})
 			}
 		}
 		for _, rk := range r.Snapshot().Ranks {
@@ -237,8 +243,10 @@ func TestExplainShowsTheReckonedWork(t *testing.T) {
 	for _, p := range allPolicies(t) {
 		r := routerWith(p, 3, 100)
 		for i := range 3 {
-			r.Observe(&Event{Kind: EvAdmitted, Rank: ID(0, i), ReqID: uint64(i) + 1, Incarnation: 7, Seq: 1,
-				Tokens: 20_000 * (i + 1), Now: time.Second})
+			r.Observe(&Event{
+				Kind: EvAdmitted, Rank: ID(0, i), ReqID: uint64(i) + 1, Incarnation: 7, Seq: 1,
+				Tokens: 20_000 * (i + 1), Now: time.Second,
+			})
 		}
 		q := Request{ID: 9, Tokens: 500, HasDirect: true, Direct: ID(0, 1), Now: 2 * time.Second}
 		want, d := r.Explain(&q), Decision{Explain: true}
@@ -310,10 +318,14 @@ func BenchmarkReckon(b *testing.B) {
 // one that is computed.
 func TestASnapshotsFirstPromptIsComputedFirst(t *testing.T) {
 	s := newTold(LPWL{})
-	s.r.Observe(&Event{Kind: EvRankUp, Rank: s.rank, Epoch: 2, Incarnation: 8, MaxOngoing: 9,
+	s.r.Observe(&Event{
+		Kind: EvRankUp, Rank: s.rank, Epoch: 2, Incarnation: 8, MaxOngoing: 9,
 		Now: time.Minute, Snapshot: []Open{
-			{ReqID: 5, Tokens: 500, Decoding: true, Out: 3}, {ReqID: 2, Tokens: 30_000}, {ReqID: 1, Tokens: 1000},
-		}})
+			{ReqID: 5, Tokens: 500, Decoding: true, Out: 3},
+			{ReqID: 2, Tokens: 30_000},
+			{ReqID: 1, Tokens: 1000},
+		},
+	})
 	q, _ := s.work(time.Minute)
 	assert.Equal(t, int64(31_000), q)
 	q, _ = s.work(time.Minute + time.Hour)
@@ -327,8 +339,10 @@ func TestAnAssumedFirstTokenMeasuresNothing(t *testing.T) {
 		s.tell(EvAdmitted, key, 4096, 0)
 		s.now += lawOf(4096, 0, 5)
 		s.seq++
-		s.r.Observe(&Event{Kind: EvFirstToken, Rank: s.rank, ReqID: key, Assumed: true, Incarnation: 7,
-			Seq: s.seq, Now: s.now})
+		s.r.Observe(&Event{
+			Kind: EvFirstToken, Rank: s.rank, ReqID: key, Assumed: true, Incarnation: 7,
+			Seq: s.seq, Now: s.now,
+		})
 		assert.Equal(t, Load{R: 1, K: 4096}, loadOf(s.r, s.rank))
 		s.tell(EvFinished, key, 0, 0)
 	}

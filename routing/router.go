@@ -287,8 +287,10 @@ func (r *Router) PotentialLoads(q *Request) []PotentialLoad {
 		if !tracked {
 			blocks = ceilDiv(rk.Load.K+rk.Load.Kq+int64(q.Tokens), int64(rk.blockSize(q)))
 		}
-		out[i] = PotentialLoad{Rank: rk.ID, PrefillTokens: rk.Load.Q + int64(q.Tokens-r.view.hitOn(q, rk.ID)),
-			DecodeBlocks: blocks}
+		out[i] = PotentialLoad{
+			Rank: rk.ID, PrefillTokens: rk.Load.Q + int64(q.Tokens-r.view.hitOn(q, rk.ID)),
+			DecodeBlocks: blocks,
+		}
 	}
 	return out
 }

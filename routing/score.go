@@ -115,9 +115,9 @@ type rule struct {
 	near    float64 // costs up to so far above the lowest count as equal to it
 }
 
-// notPreferredCost is added to the cost of a rank that a staged policy (warm ranks first, longest match first) does
-// not prefer: far above any cost in requests or tokens, and small enough that both add up exactly in a
-// float64.
+// notPreferredCost is added to the cost of a rank that a staged policy (warm ranks first, longest match
+// first) does not prefer: far above any cost in requests or tokens, and small enough that both add up exactly
+// in a float64.
 const notPreferredCost = 1 << 45
 
 // decideByScore routes to the best candidate of the first tier that has one. It is generic so that the
@@ -220,8 +220,10 @@ func explainScores[F formula](f F, q *Request, v *View, d *Decision) {
 		parts := [...]summand{s.a, s.b, s.c}
 		for n, l := range labels {
 			p := parts[n]
-			d.Terms = append(d.Terms, Term{Rank: rk.ID, Name: l.name, Unit: l.unit, Raw: p.raw,
-				Weight: p.weight, Value: p.raw * p.weight})
+			d.Terms = append(d.Terms, Term{
+				Rank: rk.ID, Name: l.name, Unit: l.unit, Raw: p.raw,
+				Weight: p.weight, Value: p.raw * p.weight,
+			})
 		}
 	}
 }

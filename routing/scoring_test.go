@@ -32,9 +32,9 @@ func TestScoringVector(t *testing.T) {
 	assert.InDeltaSlice(t, []float64{0.545, 0.505}, scores, 1e-12)
 	assert.Equal(t, []RankID{ID(0, 0)}, d.Ranked)
 	assert.Equal(t, ReasonHighestScore, d.Reason)
-	_, scores = ask(Scoring{Profile: ProfileLocality})
+	_, scores = ask(Scoring{Profile: profileLocality})
 	assert.InDeltaSlice(t, []float64{0.9*0.5 + 0.1*0.6, 0.9*0.1 + 0.1}, scores, 1e-12)
-	d, scores = ask(Scoring{Profile: ProfileLoad})
+	d, scores = ask(Scoring{Profile: profileLoad})
 	assert.InDeltaSlice(t, []float64{0.1*0.5 + 0.9*0.6, 0.1*0.1 + 0.9}, scores, 1e-12)
 	assert.Equal(t, []RankID{ID(0, 1)}, d.Ranked)
 	v.Ranks[1].Load = Load{R: 1, K: 4000}
@@ -44,7 +44,7 @@ func TestScoringVector(t *testing.T) {
 
 // Without prefix caching the load profile holds, whatever was asked, and hits count for nothing.
 func TestScoringWithoutPrefixCachingIsTheLoadProfile(t *testing.T) {
-	r := routerWith(Scoring{Profile: ProfileLocality}, 2, 9)
+	r := routerWith(Scoring{Profile: profileLocality}, 2, 9)
 	q := Request{ID: 1, Tokens: 1000, Hits: []Hit{{Rank: ID(0, 1), Tokens: 900}}}
 	assert.Equal(t, ID(0, 1), r.Explain(&q).Ranked[0])
 	r.Observe(&Event{Kind: EvConfigured, Config: &Config{PrefixCachingOff: true}})
@@ -71,7 +71,7 @@ func TestLawNotANumberDisqualifies(t *testing.T) {
 		poison(0)
 		d := pick(r, Request{ID: 1, Tokens: 10})
 		require.Equal(t, Route, d.Kind, "%+v", p)
-		if l, ok := p.(LeastLoaded); ok && l.Variant == VariantKV {
+		if l, ok := p.(LeastLoaded); ok && l.Variant == variantKV {
 			assert.NotEqual(t, ID(0, 0), d.Ranked[0])
 			assert.Equal(t, uint64(1), r.Disqualified())
 			poison(1)

@@ -268,22 +268,28 @@ func TestTheSmallestTreeIsCountedInCharacters(t *testing.T) {
 // TestTextPoliciesFollowWhatOtherIngressesSent: the longer of the own tree's match and of what the ranks'
 // records say counts.
 func TestTextPoliciesFollowWhatOtherIngressesSent(t *testing.T) {
-	for _, p := range []Policy{newPolicy(t, "prefix-aware"), tuned(t, "prefix-aware"),
-		newPolicy(t, "cache-aware")} {
+	for _, p := range []Policy{
+		newPolicy(t, "prefix-aware"), tuned(t, "prefix-aware"),
+		newPolicy(t, "cache-aware"),
+	} {
 		r := routerWith(p, 3, 99)
 		text := bytes.Repeat([]byte("abcdefgh"), 500) // 4,000 characters, 1,000 tokens
 		own := pick(r, Request{ID: 1, Tokens: 550, Text: text[:2200]}).Ranked[0]
 		other := ID(0, (own.Rank()+1)%3)
 		ask := func(held int32) RankID {
-			d := r.Explain(&Request{ID: 2, Tokens: 1000, Text: text,
-				Hits: []Hit{{Rank: other, Tokens: held}}})
+			d := r.Explain(&Request{
+				ID: 2, Tokens: 1000, Text: text,
+				Hits: []Hit{{Rank: other, Tokens: held}},
+			})
 			require.Equal(t, ReasonPrefixMatch, d.Reason)
 			return d.Ranked[0]
 		}
 		assert.Equal(t, other, ask(750))
 		assert.Equal(t, own, ask(500), "the own tree has as much")
-		d := r.Explain(&Request{ID: 3, Tokens: 1000, Text: bytes.Repeat([]byte("z"), 4000),
-			Hits: []Hit{{Rank: other, Tokens: 50}}})
+		d := r.Explain(&Request{
+			ID: 3, Tokens: 1000, Text: bytes.Repeat([]byte("z"), 4000),
+			Hits: []Hit{{Rank: other, Tokens: 50}},
+		})
 		assert.Equal(t, ReasonLowMatch, d.Reason)
 	}
 }

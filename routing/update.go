@@ -49,8 +49,10 @@ func (r *Router) rankUp(i int, found bool, e *Event) (wake, ok bool) {
 	rk := &r.view.Ranks[i]
 	same := found && rk.Epoch == e.Epoch && rk.Incarnation == e.Incarnation
 	before := *rk
-	*rk = Rank{ID: e.Rank, Epoch: e.Epoch, Incarnation: e.Incarnation, Ready: true, Local: e.Local,
-		MaxOngoing: e.MaxOngoing, Since: r.view.Now}
+	*rk = Rank{
+		ID: e.Rank, Epoch: e.Epoch, Incarnation: e.Incarnation, Ready: true, Local: e.Local,
+		MaxOngoing: e.MaxOngoing, Since: r.view.Now,
+	}
 	if same { // what the engine reported last still holds, and whether it tripped
 		rk.KVUsage, rk.HasKVUsage, rk.Busy, rk.Capacity, rk.BlockSize = before.KVUsage, before.HasKVUsage,
 			before.Busy, before.Capacity, before.BlockSize

@@ -77,13 +77,3 @@ func Pairs(chunk, context int) float64 {
 	c := float64(chunk)
 	return c*c/2 + c*float64(context)
 }
-
-// Group is the step of a lockstep group: it ends when its slowest rank ends. Steps are of any one unit of
-// time; an empty group steps in no time.
-func Group(steps ...float64) float64 {
-	var slowest float64
-	for _, s := range steps {
-		slowest = math.Max(slowest, s)
-	}
-	return slowest
-}

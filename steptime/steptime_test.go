@@ -70,11 +70,6 @@ func TestChunksHaveThePairsOfTheWhole(t *testing.T) {
 	})
 }
 
-func TestGroupIsAsSlowAsItsSlowestRank(t *testing.T) {
-	assert.Zero(t, steptime.Group())
-	assert.InDelta(t, 7.0, steptime.Group(3, 7, 5), 0)
-}
-
 // A prefill alone is what its full steps take, but for their fixed cost; Stretch adds that and the decodes
 // beside it.
 func TestPrefillIsTheSumOfItsSteps(t *testing.T) {

@@ -43,11 +43,19 @@ func TestProbeFindsTheFamily(t *testing.T) {
 			"/version":   `{"version":"0.32.0"}`,
 		}, attach.Found{Family: "vllm", Models: []string{"m", "lora"}, Version: "0.32.0"}},
 		{"sglang", map[string]string{"/v1/models": `{"data":[{"id":"m","owned_by":"sglang","max_model_len":8}]}`}, attach.Found{Family: "sglang", Models: []string{"m"}, MaxModelLen: 8}},
-		{"other", map[string]string{"/v1/models": `{"data":[{"id":"m","owned_by":"me"}]}`},
-			attach.Found{Family: "openai", Models: []string{"m"}}},
-		{"renamed owner", map[string]string{"/v1/models": `{"data":[{"id":"m"}]}`,
-			"/version": `{"version":"1"}`},
-			attach.Found{Family: "vllm", Models: []string{"m"}, Version: "1"}},
+		{
+			"other",
+			map[string]string{"/v1/models": `{"data":[{"id":"m","owned_by":"me"}]}`},
+			attach.Found{Family: "openai", Models: []string{"m"}},
+		},
+		{
+			"renamed owner",
+			map[string]string{
+				"/v1/models": `{"data":[{"id":"m"}]}`,
+				"/version":   `{"version":"1"}`,
+			},
+			attach.Found{Family: "vllm", Models: []string{"m"}, Version: "1"},
+		},
 	}
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {

@@ -77,7 +77,7 @@ func kindOf(name []byte) (kind, bool) {
 }
 
 // shape reads one event: an array or a map. The shape may differ from event to event.
-func (d *Decoder) shape(r *reader, e *decoded) verdict {
+func (d *batchDecoder) shape(r *reader, e *decoded) verdict {
 	if n, ok := r.array(); ok {
 		return d.arrayEvent(r, n, e)
 	}
@@ -87,7 +87,7 @@ func (d *Decoder) shape(r *reader, e *decoded) verdict {
 	return unknown
 }
 
-func (d *Decoder) arrayEvent(r *reader, n int, e *decoded) verdict {
+func (d *batchDecoder) arrayEvent(r *reader, n int, e *decoded) verdict {
 	if n == 0 {
 		return unknown
 	}
@@ -115,7 +115,7 @@ func (d *Decoder) arrayEvent(r *reader, n int, e *decoded) verdict {
 }
 
 // mapEvent reads the fields in the order they come, the type first or last.
-func (d *Decoder) mapEvent(r *reader, n int, e *decoded) verdict {
+func (d *batchDecoder) mapEvent(r *reader, n int, e *decoded) verdict {
 	if n > maxFields {
 		return fatal
 	}
@@ -149,7 +149,7 @@ func (d *Decoder) mapEvent(r *reader, n int, e *decoded) verdict {
 	return d.members(r, n, e)
 }
 
-func (d *Decoder) members(r *reader, n int, e *decoded) verdict {
+func (d *batchDecoder) members(r *reader, n int, e *decoded) verdict {
 	var hashes bool
 	for range n {
 		key, ok := r.text(maxText)
@@ -169,7 +169,7 @@ func (d *Decoder) members(r *reader, n int, e *decoded) verdict {
 }
 
 // An event without hashes cannot be read.
-func (*Decoder) complete(hashes bool, e *decoded) verdict {
+func (*batchDecoder) complete(hashes bool, e *decoded) verdict {
 	if !hashes {
 		return e.spoiled()
 	}
@@ -186,7 +186,7 @@ func (e *decoded) spoiled() verdict {
 }
 
 // field reads one member; nil means the default of any field.
-func (d *Decoder) field(r *reader, f field, e *decoded) verdict {
+func (d *batchDecoder) field(r *reader, f field, e *decoded) verdict {
 	if f == fieldOther || f == fieldWindow || e.kind == kindRemoved && !removable(f) {
 		if !r.skip(maxDepth) {
 			return fatal
@@ -209,7 +209,7 @@ func removable(f field) bool {
 	return f == fieldHashes || f == fieldMedium || f == fieldGroup || f == fieldLocality
 }
 
-func (d *Decoder) value(r *reader, f field, e *decoded) verdict {
+func (d *batchDecoder) value(r *reader, f field, e *decoded) verdict {
 	switch f {
 	case fieldHashes:
 		return d.hashList(r)
@@ -221,8 +221,8 @@ func (d *Decoder) value(r *reader, f field, e *decoded) verdict {
 		return d.tokenList(r)
 	case fieldBlockSize:
 		n, ok := r.unsigned()
-		e.fields.blockSize = int(min(n, MaxBlockSize+1))
-		return readable(ok && n <= MaxBlockSize)
+		e.fields.blockSize = int(min(n, maxBlockSize+1))
+		return readable(ok && n <= maxBlockSize)
 	case fieldLoraID:
 		v, _, ok := r.integer()
 		e.fields.loraID = int64(v) //nolint:gosec // two's complement
@@ -254,7 +254,7 @@ func readable(ok bool) verdict {
 	return bad
 }
 
-func (d *Decoder) text(r *reader, to *string) verdict {
+func (d *batchDecoder) text(r *reader, to *string) verdict {
 	b, ok := r.text(maxText)
 	if ok {
 		*to = d.name(b)
@@ -285,12 +285,12 @@ func (r *reader) integerHash() (h Hash, negative, ok bool) {
 	return UintHash(v), false, true
 }
 
-func (d *Decoder) hashList(r *reader) verdict {
+func (d *batchDecoder) hashList(r *reader) verdict {
 	n, ok := r.array()
 	if !ok {
 		return bad
 	}
-	if len(d.hashes)+n > MaxHashes {
+	if len(d.hashes)+n > maxHashes {
 		return fatal
 	}
 	for range n {
@@ -303,12 +303,12 @@ func (d *Decoder) hashList(r *reader) verdict {
 	return fine
 }
 
-func (d *Decoder) tokenList(r *reader) verdict {
+func (d *batchDecoder) tokenList(r *reader) verdict {
 	n, ok := r.array()
 	if !ok {
 		return bad
 	}
-	if len(d.tokens)+n > MaxTokens {
+	if len(d.tokens)+n > maxTokens {
 		return fatal
 	}
 	d.tokens = slices.Grow(d.tokens, n)
@@ -322,12 +322,12 @@ func (d *Decoder) tokenList(r *reader) verdict {
 	return fine
 }
 
-func (d *Decoder) extraList(r *reader) verdict {
+func (d *batchDecoder) extraList(r *reader) verdict {
 	n, ok := r.array()
 	if !ok {
 		return bad
 	}
-	if len(d.extra)+n > MaxHashes {
+	if len(d.extra)+n > maxHashes {
 		return fatal
 	}
 	for range n {

@@ -46,9 +46,9 @@ func unhex(t testing.TB, s string) []byte {
 	return b
 }
 
-func decodeAll(t testing.TB, payload []byte) (Batch, record) {
+func decodeAll(t testing.TB, payload []byte) (batchInfo, record) {
 	t.Helper()
-	var d Decoder
+	var d batchDecoder
 	b, err := d.Decode(payload)
 	require.NoError(t, err)
 	var got record
@@ -208,8 +208,10 @@ func TestBothShapesAndAllHashTypesMakeOneSequence(t *testing.T) {
 	batch := list{
 		1.5, list{
 			stored(list{uint64(1<<63 + 5)}, nil, 2),
-			dict{"type": "BlockStored", "block_hashes": list{-7}, "parent_block_hash": uint64(1<<63 + 5),
-				"token_ids": list{1, 2}, "block_size": 2, "later": dict{"a": list{1}}},
+			dict{
+				"type": "BlockStored", "block_hashes": list{-7}, "parent_block_hash": uint64(1<<63 + 5),
+				"token_ids": list{1, 2}, "block_size": 2, "later": dict{"a": list{1}},
+			},
 			stored(list{raw}, short, 2, nil, "CPU", nil, nil, 0, "mla_attention", nil, "LOCAL",
 				"from the future", 7),
 			list{"BlockRemoved", list{raw, 3}, "CPU"},
@@ -222,7 +224,7 @@ func TestBothShapesAndAllHashTypesMakeOneSequence(t *testing.T) {
 		}, 3, "more", dict{},
 	}
 	got, events := decodeAll(t, pack(t, batch))
-	assert.Equal(t, Batch{TS: 1.5, Rank: 3, Events: 7, Unknown: 3}, got)
+	assert.Equal(t, batchInfo{TS: 1.5, Rank: 3, Events: 7, Unknown: 3}, got)
 	assert.Equal(t, record{
 		"S [9223372036854775813] parent=none tokens=[0 1] bs=2 medium= lora=/-1 group=0 kind= extra=[]",
 		"S [-7] parent=9223372036854775813 tokens=[1 2] bs=2 medium= lora=/-1 group=0 kind= extra=[]",
@@ -304,9 +306,9 @@ func TestBatchesThatCannotBeTrusted(t *testing.T) {
 	}
 	for name, payload := range cases {
 		t.Run(name, func(t *testing.T) {
-			var d Decoder
+			var d batchDecoder
 			_, err := d.Decode(payload)
-			require.ErrorIs(t, err, ErrMalformed)
+			require.ErrorIs(t, err, errMalformed)
 			var got record
 			d.Deliver(&got, nil)
 			assert.Empty(t, got)
@@ -315,20 +317,20 @@ func TestBatchesThatCannotBeTrusted(t *testing.T) {
 }
 
 func TestCountsAreLimited(t *testing.T) {
-	var d Decoder
-	events := make(list, MaxEvents+1)
+	var d batchDecoder
+	events := make(list, maxEvents+1)
 	for i := range events {
 		events[i] = 0
 	}
 	_, err := d.Decode(pack(t, list{1.5, events}))
-	require.ErrorIs(t, err, ErrMalformed)
-	_, err = d.Decode(make([]byte, MaxBatchBytes+1))
-	require.ErrorIs(t, err, ErrMalformed)
+	require.ErrorIs(t, err, errMalformed)
+	_, err = d.Decode(make([]byte, maxBatchBytes+1))
+	require.ErrorIs(t, err, errMalformed)
 }
 
 func TestSalt(t *testing.T) {
 	salted := func(parent any, lora any, extra ...any) *Stored {
-		var d Decoder
+		var d batchDecoder
 		_, err := d.Decode(pack(t, list{1.5, list{stored(list{5, 6}, parent, 4, nil, "GPU", lora, extra)}}))
 		require.NoError(t, err)
 		require.Len(t, d.events, 1)
@@ -360,8 +362,8 @@ func TestGroupsThatCannotBeIndexed(t *testing.T) {
 	event := func(group int, spec string) list {
 		return stored(list{1}, nil, 2, nil, "GPU", nil, list{nil}, group, spec)
 	}
-	var d Decoder
-	var groups Groups
+	var d batchDecoder
+	var groups groupFilter
 	var got record
 	window := event(1, "sliding_window")
 	window[3] = list{1, 2, 3, 4, 5, 6} // a span whose inner hashes are left out
@@ -382,8 +384,13 @@ func TestGroupsThatCannotBeIndexed(t *testing.T) {
 // The SGLang page hash, as its engines publish it: signed integers.
 func TestSGLangChain(t *testing.T) {
 	_, got := decodeAll(t, pack(t, list{1.5, list{
-		list{"BlockStored", list{int64(-3488128144981237669), int64(-3787494577174227566)}, nil,
-			list{1, 2, 3, 4, 5, 6, 7, 8}, 4, nil},
+		list{
+			"BlockStored",
+			list{int64(-3488128144981237669), int64(-3787494577174227566)},
+			nil,
+			list{1, 2, 3, 4, 5, 6, 7, 8},
+			4, nil,
+		},
 	}}))
 	assert.Equal(t, record{"S [-3488128144981237669 -3787494577174227566] parent=none tokens=[1 2 3 4 5 6 " +
 		"7 8] bs=4 medium= lora=/-1 group=0 kind= extra=[]"}, got)
@@ -396,9 +403,13 @@ func FuzzDecodeBatch(f *testing.F) {
 		b, _ := hex.DecodeString(g)
 		f.Add(b)
 	}
-	f.Add(pack(f, list{1.5, list{stored(list{5}, 5, 2), list{"AllBlocksCleared"}, dict{"type": "X"}}, nil,
-		"tail"}))
-	var d Decoder
+	f.Add(pack(f, list{
+		1.5,
+		list{stored(list{5}, 5, 2), list{"AllBlocksCleared"}, dict{"type": "X"}},
+		nil,
+		"tail",
+	}))
+	var d batchDecoder
 	f.Fuzz(func(t *testing.T, payload []byte) {
 		b, err := d.Decode(payload)
 		var got record
@@ -409,7 +420,7 @@ func FuzzDecodeBatch(f *testing.F) {
 		}
 		assert.LessOrEqual(t, len(got), b.Events)
 		assert.LessOrEqual(t, cap(d.hashes), 2*len(payload)+1024, "memory is bounded by the input")
-		var again Decoder
+		var again batchDecoder
 		b2, err := again.Decode(payload)
 		require.NoError(t, err)
 		assert.Equal(t, b, b2, "no state is carried over")
@@ -428,11 +439,13 @@ func BenchmarkDecode(b *testing.B) {
 		for i := range blocks * 16 {
 			ids = append(ids, i%50000)
 		}
-		payload := pack(b, list{1.5, list{dict{"type": "BlockStored", "block_hashes": hashes,
+		payload := pack(b, list{1.5, list{dict{
+			"type": "BlockStored", "block_hashes": hashes,
 			"parent_block_hash": nil, "token_ids": ids, "block_size": 16, "medium": "GPU", "group_idx": 0,
-			"kv_cache_spec_kind": "full_attention"}}, 0})
+			"kv_cache_spec_kind": "full_attention",
+		}}, 0})
 		b.Run(fmt.Sprintf("blocks=%d", blocks), func(b *testing.B) {
-			var d Decoder
+			var d batchDecoder
 			var sink discard
 			b.ReportAllocs()
 			for b.Loop() {

@@ -41,8 +41,8 @@ func hostPort(endpoint string) (host, port string, err error) {
 	return host, port, nil
 }
 
-// IsLoopback reports that host is this machine's loopback.
-func IsLoopback(host string) bool {
+// isLoopback reports that host is this machine's loopback.
+func isLoopback(host string) bool {
 	if host == "localhost" {
 		return true
 	}
@@ -60,7 +60,7 @@ func isWildcard(host string) bool {
 
 // peer reports whether sockets may connect to host.
 func (h Hosts) peer(host string) bool {
-	if IsLoopback(host) || h.Node != "" && sameHost(host, h.Node) {
+	if isLoopback(host) || h.Node != "" && sameHost(host, h.Node) {
 		return true
 	}
 	for _, p := range h.Peers {
@@ -105,7 +105,7 @@ func (h Hosts) listenAddr(endpoint string) (string, error) {
 			host = "127.0.0.1"
 		}
 	}
-	if isWildcard(host) || !IsLoopback(host) && !sameHost(host, h.Node) {
+	if isWildcard(host) || !isLoopback(host) && !sameHost(host, h.Node) {
 		return "", problem.New(problem.InvalidArgument,
 			"event endpoint %s would listen beyond loopback and the node's address", endpoint).
 			WithHint("bind tcp://127.0.0.1:PORT, or the node's advertised address for engines on other " +

@@ -87,9 +87,9 @@ func (ev *Stored) Salt() (salt string, ok bool) {
 // maxGroups bounds the KV groups of a hybrid model.
 const maxGroups = 64
 
-// Groups remembers which KV groups of a rank can be indexed by prefix, because removals name the group but
-// not its kind. A nil Groups passes every removal. Not safe for concurrent use.
-type Groups struct {
+// groupFilter remembers which KV groups of a rank can be indexed by prefix, because removals name the group
+// but not its kind. A nil Groups passes every removal. Not safe for concurrent use.
+type groupFilter struct {
 	out     uint64 // groups whose kind cannot be indexed
 	Skipped uint64 // events of such groups
 }
@@ -104,7 +104,7 @@ func indexed(spec string) bool {
 	return false
 }
 
-func (g *Groups) stored(e *decoded) bool {
+func (g *groupFilter) stored(e *decoded) bool {
 	if indexed(e.fields.spec) {
 		return true
 	}
@@ -115,7 +115,7 @@ func (g *Groups) stored(e *decoded) bool {
 	return false
 }
 
-func (g *Groups) removed(e *decoded) bool {
+func (g *groupFilter) removed(e *decoded) bool {
 	if g == nil || g.out&(1<<e.fields.group) == 0 {
 		return true
 	}
@@ -124,7 +124,7 @@ func (g *Groups) removed(e *decoded) bool {
 }
 
 // forget clears the groups, for a new incarnation.
-func (g *Groups) forget() { g.out = 0 }
+func (g *groupFilter) forget() { g.out = 0 }
 
 // HashKind is the wire type of an engine's block hash.
 type HashKind uint8

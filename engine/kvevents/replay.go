@@ -13,7 +13,7 @@ import (
 
 // Limits of replays.
 const (
-	MaxReplays    = 8                // at a time, per Replays
+	maxReplays    = 8                // at a time, per Replays
 	replayStall   = 2 * time.Second  // without an answer, first or next
 	replayTotal   = 20 * time.Second // of one attempt: a ring of 10,000 batches takes a while
 	replayBacklog = 64               // batches between the reader and the tracker
@@ -27,7 +27,7 @@ var errReplay = errors.New("replay answer is malformed")
 type Replays struct{ slots chan struct{} }
 
 // NewReplays allows MaxReplays at a time.
-func NewReplays() *Replays { return &Replays{slots: make(chan struct{}, MaxReplays)} }
+func NewReplays() *Replays { return &Replays{slots: make(chan struct{}, maxReplays)} }
 
 func (r *Replays) enter(ctx context.Context) error {
 	if r == nil {

@@ -109,7 +109,7 @@ func onHost(endpoint, host string) (string, error) {
 	}
 	switch {
 	case isWildcard(h), sameHost(h, host):
-	case IsLoopback(h) && IsLoopback(host):
+	case isLoopback(h) && isLoopback(host):
 	default:
 		return "", problem.New(problem.Upstream, "the engine names %s, which is not on its host %s", endpoint,
 			host).

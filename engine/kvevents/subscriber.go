@@ -19,8 +19,8 @@ import (
 // tickInterval is the period of the checks of cooldowns and of a silent stream.
 const tickInterval = 250 * time.Millisecond
 
-// ErrStarted is given by a second Start.
-var ErrStarted = errors.New("kv event subscriber was started before")
+// errStarted is given by a second Start.
+var errStarted = errors.New("kv event subscriber was started before")
 
 // Config is one subscription: one rank, one incarnation or, for attached engines, any number of them.
 type Config struct {
@@ -78,7 +78,7 @@ func (s *Subscriber) Start(ctx context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.started || s.closed {
-		return ErrStarted
+		return errStarted
 	}
 	if s.addr.bind != "" {
 		l, err := s.listen(ctx)
@@ -156,8 +156,10 @@ func (s *Subscriber) Close() error {
 
 // follow runs the tracker and calls the Sink, on the subscription's one goroutine.
 func (s *Subscriber) follow(ctx context.Context) {
-	f := &follower{s: s, t: newTracker(s.cfg.FirstSeq, s.addr.replay != "", s.cfg.Sink),
-		answers: make(chan answer, replayBacklog)}
+	f := &follower{
+		s: s, t: newTracker(s.cfg.FirstSeq, s.addr.replay != "", s.cfg.Sink),
+		answers: make(chan answer, replayBacklog),
+	}
 	defer f.end()
 	tick := time.NewTicker(tickInterval)
 	defer tick.Stop()

@@ -10,7 +10,7 @@ import (
 
 // Times and bounds of a tracker.
 const (
-	ReplayCooldown = 30 * time.Second // after a failed replay
+	replayCooldown = 30 * time.Second // after a failed replay
 	// silence after which the end of the stream is checked: a lost last batch makes no gap
 	tailDelay       = 2 * time.Second
 	tailInterval    = 30 * time.Second // between such checks of a stream that stays silent
@@ -53,8 +53,8 @@ type tracker struct {
 	first   uint64 // the engine's first sequence number
 	replays bool   // there is a replay endpoint
 	sink    Sink
-	decoder Decoder
-	groups  Groups
+	decoder batchDecoder
+	groups  groupFilter
 
 	connected bool
 	have      bool   // next is known
@@ -211,7 +211,7 @@ func (t *tracker) order(now time.Time, m message) bool {
 	}
 	t.giveUp(m)
 	if t.fullAt.IsZero() {
-		t.fullAt = now.Add(ReplayCooldown)
+		t.fullAt = now.Add(replayCooldown)
 	}
 	return true
 }
@@ -374,7 +374,7 @@ func seqOf(frame []byte) (uint64, bool) {
 // start asks for a replay, or acts as if it had failed where none is allowed now.
 func (t *tracker) start(now time.Time, mode replayMode, from uint64) {
 	if t.rounds++; t.rounds > maxRounds {
-		t.cooldown = now.Add(ReplayCooldown)
+		t.cooldown = now.Add(replayCooldown)
 	}
 	if now.Before(t.cooldown) {
 		t.fail(now, mode)
@@ -454,7 +454,7 @@ func (t *tracker) failed(now time.Time, mode replayMode) {
 		t.tailAt = now.Add(tailInterval)
 		return
 	}
-	t.cooldown = now.Add(ReplayCooldown)
+	t.cooldown = now.Add(replayCooldown)
 	t.fullAt = t.cooldown
 	if t.suspect {
 		t.reset(true)

@@ -71,7 +71,7 @@ func (e *fakeEngine) publish(draw func(limit int) int) message {
 	}
 	e.clock++
 	payload := pack(e.t, list{e.clock, events, 0})
-	var d Decoder
+	var d batchDecoder
 	_, err := d.Decode(payload)
 	require.NoError(e.t, err)
 	d.Deliver(e.truth, nil)
@@ -194,7 +194,7 @@ func TestTrackerAgainstOracle(t *testing.T) {
 		for range 4 {
 			deliver(engine.publish(draw))
 			runReplay(1<<30, false)
-			now = now.Add(ReplayCooldown + time.Second)
+			now = now.Add(replayCooldown + time.Second)
 			tr.tick(now)
 			runReplay(1<<30, false)
 			runReplay(1<<30, false)

@@ -104,8 +104,8 @@ func (b *Body) Scan(route Route, body []byte) error {
 	if route == Chat {
 		b.TextBytes += b.Tools.End - b.Tools.Start // a chat template adds them to the prompt
 	}
-	if b.route.Generates() && b.Choices > MaxSequences {
-		return newBodyError(faultTooLarge, []byte("prompt"), "n × prompts must be at most %d", MaxSequences)
+	if b.route.Generates() && b.Choices > maxSequences {
+		return newBodyError(faultTooLarge, []byte("prompt"), "n × prompts must be at most %d", maxSequences)
 	}
 	return nil
 }
@@ -188,7 +188,7 @@ func (b *Body) decode(key []byte) []byte {
 // note refuses a duplicate top-level key: engines use the last one, so a duplicate could smuggle in a value
 // that dpserve did not check.
 func (b *Body) note(s *scanner, key []byte) error {
-	if len(b.fields) == MaxFields {
+	if len(b.fields) == maxFields {
 		s.fail(faultTopKeys, 0)
 		return s.err(nil)
 	}
@@ -205,14 +205,14 @@ func (b *Body) note(s *scanner, key []byte) error {
 
 // The value limits of a request body. Larger values are refused with 400; dpserve never lowers a value.
 const (
-	// MaxN is the largest n: more choices than this is refused.
-	MaxN = 128
-	// MaxSequences is the largest product of n and the number of prompts: the sequences that an engine
+	// maxN is the largest n: more choices than this is refused.
+	maxN = 128
+	// maxSequences is the largest product of n and the number of prompts: the sequences that an engine
 	// computes for one request.
-	MaxSequences = 1024
-	// MaxMaxTokens is the largest max_tokens and max_completion_tokens that passes; the engine checks the
+	maxSequences = 1024
+	// maxMaxTokens is the largest max_tokens and max_completion_tokens that passes; the engine checks the
 	// model's own limit.
-	MaxMaxTokens = 1 << 31
+	maxMaxTokens = 1 << 31
 )
 
 // read checks a top-level value and stores the parts that dpserve needs.
@@ -368,8 +368,8 @@ func (b *Body) readN(raw []byte) error {
 	n, ok := number(raw)
 	switch {
 	case !ok:
-	case n > MaxN:
-		return newBodyError(faultTooLarge, []byte("n"), "n must be at most %d", MaxN)
+	case n > maxN:
+		return newBodyError(faultTooLarge, []byte("n"), "n must be at most %d", maxN)
 	case n >= 1:
 		b.N = int(n)
 	}
@@ -380,8 +380,8 @@ func (b *Body) readMaxTokens(key, raw []byte) error {
 	n, ok := number(raw)
 	switch {
 	case !ok:
-	case n > MaxMaxTokens:
-		return newBodyError(faultTooLarge, key, "%s must be at most %d", key, int64(MaxMaxTokens))
+	case n > maxMaxTokens:
+		return newBodyError(faultTooLarge, key, "%s must be at most %d", key, int64(maxMaxTokens))
 	case n >= 0 && (!b.maxCompletion || string(key) == "max_completion_tokens"):
 		b.MaxTokens = int64(n)
 	}

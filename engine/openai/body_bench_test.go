@@ -160,7 +160,7 @@ func BenchmarkParseUsage(b *testing.B) {
 func BenchmarkRefuse(b *testing.B) {
 	million := strings.Repeat(`"kkkk":0,`, 1_000_000)
 	fields := make([]byte, 0, 1<<20)
-	for i := range MaxFields + 1 {
+	for i := range maxFields + 1 {
 		fields = fmt.Appendf(fields, `"k%d":0,`, i)
 	}
 	bodies := map[string][]byte{

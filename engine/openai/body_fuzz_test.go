@@ -72,8 +72,8 @@ func checkScanned(t *testing.T, r Route, b *Body, body []byte) {
 		}
 	}
 	require.GreaterOrEqual(t, b.Choices, 1)
-	require.LessOrEqual(t, b.N, MaxN)
-	require.LessOrEqual(t, b.MaxTokens, int64(MaxMaxTokens))
+	require.LessOrEqual(t, b.N, maxN)
+	require.LessOrEqual(t, b.MaxTokens, int64(maxMaxTokens))
 	if r.Generates() {
 		require.Equal(t, seen["stream"] == "true", b.Stream)
 	}

@@ -2,14 +2,14 @@ package openai
 
 // The shape limits of a request body. A body that exceeds one is refused with 400.
 const (
-	// MaxDepth is how deep objects and arrays may nest, the body's own braces included.
-	MaxDepth = 64
-	// MaxKeys bounds the keys of all objects together: a logit_bias over a whole vocabulary fits, a body made
+	// maxDepth is how deep objects and arrays may nest, the body's own braces included.
+	maxDepth = 64
+	// maxKeys bounds the keys of all objects together: a logit_bias over a whole vocabulary fits, a body made
 	// of keys does not.
-	MaxKeys = 1 << 18
-	// MaxFields bounds the top-level fields; each is compared with all before it. The APIs have about a
+	maxKeys = 1 << 18
+	// maxFields bounds the top-level fields; each is compared with all before it. The APIs have about a
 	// hundred.
-	MaxFields = 1024
+	maxFields = 1024
 )
 
 // scanner checks JSON in one pass and allocates nothing. Its methods take an index and return the one behind
@@ -153,7 +153,7 @@ func (s *scanner) exponent(i int) int {
 
 // array checks an array at b[i] and counts its elements in t, if there is one.
 func (s *scanner) array(i, depth int, t *tally) int {
-	if depth > MaxDepth {
+	if depth > maxDepth {
 		return s.fail(faultDepth, i)
 	}
 	var ignored tally
@@ -225,7 +225,7 @@ type member func(key []byte, escaped bool, value Span) bool
 // members checks the object at b[i] and calls f, if it is not nil, for each member. If f stops it, the index
 // behind the last value is returned and the rest is not checked.
 func (s *scanner) members(i, depth int, f member) int {
-	if depth > MaxDepth {
+	if depth > maxDepth {
 		return s.fail(faultDepth, i)
 	}
 	if i = s.space(i + 1); s.peek(i) == '}' {
@@ -262,7 +262,7 @@ func (s *scanner) key(i int) (key []byte, value int) {
 	if s.peek(i) != '"' {
 		return nil, s.unexpected(i)
 	}
-	if s.keys++; s.keys > MaxKeys {
+	if s.keys++; s.keys > maxKeys {
 		return nil, s.fail(faultKeys, i)
 	}
 	end := s.str(i)

@@ -19,10 +19,14 @@ func TestScanTellsTextFromMedia(t *testing.T) {
 		{`[{"type":"text","text":"look at image_url"}]`, ``, 0},
 		{`[{"type":"image_url","image_url":{"url":"data:x"}}]`, `{"url":"data:x"}`, 1},
 		{`[{"image_url":"http://a/b.png"},{"type":"text","text":"x"}]`, `"http://a/b.png"`, 1},
-		{`[{"type":"input_audio", "input_audio" : {"data":"QUJD","format":"wav"}}]`,
-			`{"data":"QUJD","format":"wav"}`, 1},
-		{`[{"type":"video_url","video_url":{"url":"v"}},{"type":"audio_url","audio_url":{"url":"a"}}]`,
-			`{"url":"v"}{"url":"a"}`, 2},
+		{
+			`[{"type":"input_audio", "input_audio" : {"data":"QUJD","format":"wav"}}]`,
+			`{"data":"QUJD","format":"wav"}`, 1,
+		},
+		{
+			`[{"type":"video_url","video_url":{"url":"v"}},{"type":"audio_url","audio_url":{"url":"a"}}]`,
+			`{"url":"v"}{"url":"a"}`, 2,
+		},
 		{`[{"type":"image_embeds","image_embeds":"QUJD"}]`, `"QUJD"`, 1},
 		{`[{"type":"text","text":"x","image_url":null}]`, ``, 0},
 		{`[{"type":"image_url","image\u005furl":"counts as text"}]`, ``, 0},

@@ -20,8 +20,10 @@ func TestScanRefusesReservedXargs(t *testing.T) {
 			assert.True(t, strings.HasPrefix(err.Message, "vllm_xargs must not hold kv_"), err.Message)
 		}
 	}
-	for _, xargs := range []string{`{"top_n_sigma":1.5,"note":"kv_cache_report_mode"}`, `{}`, `null`,
-		`"kv_transfer_params"`, `[{"kv_transfer_params":1}]`} {
+	for _, xargs := range []string{
+		`{"top_n_sigma":1.5,"note":"kv_cache_report_mode"}`, `{}`, `null`,
+		`"kv_transfer_params"`, `[{"kv_transfer_params":1}]`,
+	} {
 		scan(t, Chat, `{"messages":[],"vllm_xargs":`+xargs+`}`)
 	}
 }

@@ -13,7 +13,7 @@ import (
 // An empty typ is the type of the status, an empty code or param is null.
 func ErrorBody(dst []byte, status int, typ, code, message, param string) []byte {
 	if typ == "" {
-		typ = ErrorType(status)
+		typ = errorType(status)
 	}
 	dst = append(dst, `{"error":{"message":`...)
 	dst = appendString(dst, message)
@@ -124,11 +124,11 @@ func (f fault) text(at int) string {
 	case faultNotObject:
 		return "body must be a JSON object"
 	case faultDepth:
-		return fmt.Sprintf("body is nested deeper than %d levels", MaxDepth)
+		return fmt.Sprintf("body is nested deeper than %d levels", maxDepth)
 	case faultKeys:
-		return fmt.Sprintf("body has more than %d keys in all", MaxKeys)
+		return fmt.Sprintf("body has more than %d keys in all", maxKeys)
 	case faultTopKeys:
-		return fmt.Sprintf("body has more than %d fields", MaxFields)
+		return fmt.Sprintf("body has more than %d fields", maxFields)
 	default:
 		return fmt.Sprintf(not+"unexpected character at byte %d", at)
 	}
@@ -138,8 +138,10 @@ func (f fault) text(at int) string {
 const maxParam = 64
 
 func newBodyError(f fault, param []byte, format string, args ...any) *BodyError {
-	return &BodyError{Message: fmt.Sprintf(format, args...), Param: string(param[:min(len(param), maxParam)]),
-		Code: CodeInvalidRequest, fault: f}
+	return &BodyError{
+		Message: fmt.Sprintf(format, args...), Param: string(param[:min(len(param), maxParam)]),
+		Code: CodeInvalidRequest, fault: f,
+	}
 }
 
 // The stable words in the "code" of an error on the inference routes.
@@ -187,8 +189,8 @@ func Status(code string) int {
 	return http.StatusInternalServerError
 }
 
-// ErrorType is the OpenAI error type that goes with an HTTP status.
-func ErrorType(status int) string {
+// errorType is the OpenAI error type that goes with an HTTP status.
+func errorType(status int) string {
 	switch {
 	case status == http.StatusUnauthorized:
 		return "authentication_error"

@@ -62,6 +62,6 @@ func TestErrorTypeOfStatus(t *testing.T) {
 		429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "server_error",
 	}
 	for status, typ := range want {
-		assert.Equal(t, typ, ErrorType(status), status)
+		assert.Equal(t, typ, errorType(status), status)
 	}
 }

@@ -26,10 +26,14 @@ func TestText(t *testing.T) {
 		body  string
 		want  string
 	}{
-		{"messages", Chat, `{"messages":[{"role":"user","content":"hi"}]}`,
-			`[{"role":"user","content":"hi"}`},
-		{"messages with white space", Chat, "{\"messages\": [ {\"role\":\"user\"}\n ] }",
-			`[ {"role":"user"}`},
+		{
+			"messages", Chat, `{"messages":[{"role":"user","content":"hi"}]}`,
+			`[{"role":"user","content":"hi"}`,
+		},
+		{
+			"messages with white space", Chat, "{\"messages\": [ {\"role\":\"user\"}\n ] }",
+			`[ {"role":"user"}`,
+		},
 		{"no messages", Chat, `{"model":"m"}`, ``},
 		{"empty messages", Chat, `{"messages":[ ]}`, ``},
 		{"null messages", Chat, `{"messages":null}`, ``},
@@ -151,8 +155,10 @@ func TestTokenizeBody(t *testing.T) {
 			Chat, `{"stream":true,"tools":[{"a":1}],"model":"m","messages":[1],"chat_template_kwargs":{"k":false},"seed":3}`,
 			`{"model":"m","messages":[1],"tools":[{"a":1}],"chat_template_kwargs":{"k":false}}`,
 		},
-		{Completions, `{"prompt":["a","b"],"add_special_tokens":false}`,
-			`{"prompt":"a","add_special_tokens":false}`},
+		{
+			Completions, `{"prompt":["a","b"],"add_special_tokens":false}`,
+			`{"prompt":"a","add_special_tokens":false}`,
+		},
 		{Completions, `{"model":null,"prompt":"a"}`, `{"prompt":"a"}`},
 		{Completions, `{"model":"m"}`, ``},
 	} {
@@ -179,8 +185,10 @@ func TestTokenizeKey(t *testing.T) {
 	more := `{"seed":3,"model":"m","stream":true,"messages":[1],"max_tokens":5}`
 	hi, lo := scanned(t, Chat, more).TokenizeKey([]byte(more), 1)
 	assert.Equal(t, bodies[0], seen[[2]uint64{hi, lo}], "what is not asked makes no difference")
-	for _, member := range []string{`"documents":[]`, `"reasoning_effort":"low"`,
-		`"truncate_prompt_tokens":8`, `"tool_choice":"none"`} {
+	for _, member := range []string{
+		`"documents":[]`, `"reasoning_effort":"low"`,
+		`"truncate_prompt_tokens":8`, `"tool_choice":"none"`,
+	} {
 		body := `{"messages":[{"role":"user"}],` + member + `}`
 		b := scanned(t, Chat, body)
 		hi, lo := b.TokenizeKey([]byte(body), 1)
@@ -207,8 +215,10 @@ func TestParseTokenizeOfCapturedAnswers(t *testing.T) {
 		assert.True(t, ok, file)
 		assert.Equal(t, want, got, file)
 	}
-	for _, bad := range []string{``, `[]`, `{}`, `{"tokens":null}`, `{"tokens":["a"]}`, `{"tokens":[1]`,
-		`{"tokens":[1]} x`, `{"tokens":[-1]}`, `{"a":{"tokens":[1]}}`} {
+	for _, bad := range []string{
+		``, `[]`, `{}`, `{"tokens":null}`, `{"tokens":["a"]}`, `{"tokens":[1]`,
+		`{"tokens":[1]} x`, `{"tokens":[-1]}`, `{"a":{"tokens":[1]}}`,
+	} {
 		_, ok := ParseTokenize(nil, []byte(bad))
 		assert.False(t, ok, bad)
 	}

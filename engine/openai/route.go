@@ -27,14 +27,22 @@ type routeInfo struct {
 
 var routes = [NumRoutes]routeInfo{
 	NoRoute: {name: "none"},
-	Completions: {name: "completions", method: http.MethodPost, path: "/v1/completions",
-		prompts: [2]string{"prompt"}, generates: true},
-	Chat: {name: "chat", method: http.MethodPost, path: "/v1/chat/completions",
-		prompts: [2]string{"messages"}, generates: true},
-	Tokenize: {name: "tokenize", method: http.MethodPost, path: "/tokenize",
-		prompts: [2]string{"prompt", "messages"}},
-	Detokenize: {name: "detokenize", method: http.MethodPost, path: "/detokenize",
-		prompts: [2]string{"tokens"}},
+	Completions: {
+		name: "completions", method: http.MethodPost, path: "/v1/completions",
+		prompts: [2]string{"prompt"}, generates: true,
+	},
+	Chat: {
+		name: "chat", method: http.MethodPost, path: "/v1/chat/completions",
+		prompts: [2]string{"messages"}, generates: true,
+	},
+	Tokenize: {
+		name: "tokenize", method: http.MethodPost, path: "/tokenize",
+		prompts: [2]string{"prompt", "messages"},
+	},
+	Detokenize: {
+		name: "detokenize", method: http.MethodPost, path: "/detokenize",
+		prompts: [2]string{"tokens"},
+	},
 	Models: {name: "models", method: http.MethodGet, path: "/v1/models"},
 }
 

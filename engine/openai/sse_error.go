@@ -18,11 +18,11 @@ type EngineError struct {
 	Length  int    // bytes of the whole message
 }
 
-// BusyType is the error type of an engine whose own admission limit is reached; the engine is healthy.
-const BusyType = "Service Unavailable"
+// busyType is the error type of an engine whose own admission limit is reached; the engine is healthy.
+const busyType = "Service Unavailable"
 
 // Busy reports that the engine refused because it is full; it is healthy.
-func (e EngineError) Busy() bool { return e.Type == BusyType }
+func (e EngineError) Busy() bool { return e.Type == busyType }
 
 // coreDead begins vLLM's message when its engine core is gone (the process exits within a second).
 const coreDead = "EngineCore encountered an issue"
@@ -66,8 +66,10 @@ func ParseError(data []byte) EngineError {
 	if json.Unmarshal(fields.Param, &param) != nil {
 		param = "" // null, or no name
 	}
-	return EngineError{Status: errorStatus(fields.Code), Type: fields.Type, Message: clip(fields.Message),
-		Param: param, Length: len(fields.Message)}
+	return EngineError{
+		Status: errorStatus(fields.Code), Type: fields.Type, Message: clip(fields.Message),
+		Param: param, Length: len(fields.Message),
+	}
 }
 
 // errorStatus is the code if it is a JSON number from 400 to 599; other codes are words, which count as none.
@@ -89,7 +91,7 @@ func clip(s string) string {
 // knownTypes are the error types of vLLM, SGLang and OpenAI. Another one could be anything.
 var knownTypes = []string{
 	"BadRequestError", "Bad Request", "PermissionDeniedError", "NotFoundError", "NotImplementedError",
-	"InternalServerError", BusyType,
+	"InternalServerError", busyType,
 	"UnauthorizedError", "Unauthorized", "invalid_request_error", "server_error", "rate_limit_exceeded",
 }
 
@@ -187,8 +189,8 @@ func fits(pattern, s string) bool {
 	return len(s) == 0
 }
 
-// isOfNumber reports whether s[i] goes on a number that began at s[0]: digits, a sign in front, a point with a
-// digit behind it.
+// isOfNumber reports whether s[i] goes on a number that began at s[0]: digits, a sign in front, a point with
+// a digit behind it.
 func isOfNumber(s string, i int) bool {
 	c := s[i]
 	return c-'0' <= 9 || i == 0 && c == '-' || c == '.' && i > 0 && i+1 < len(s) && s[i+1]-'0' <= 9

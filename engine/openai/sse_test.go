@@ -61,8 +61,10 @@ func TestWatcherKinds(t *testing.T) {
 		{"empty text", `{"choices":[{"index":0,"text":"","finish_reason":null}]}`, EventEmpty},
 		{"text", `{"choices":[{"index":0,"text":"a","finish_reason":null}]}`, EventContent},
 		{"delta", `{"choices":[{"index":0,"delta":{"content":"a"}}]}`, EventContent},
-		{"reasoning", `{"choices":[{"delta":{"role":"assistant","reasoning_content":"hm","content":null}}]}`,
-			EventContent},
+		{
+			"reasoning", `{"choices":[{"delta":{"role":"assistant","reasoning_content":"hm","content":null}}]}`,
+			EventContent,
+		},
 		{"tool call", `{"choices":[{"delta":{"tool_calls":[{"index":0,"id":"x"}]}}]}`, EventContent},
 		{"no tool call", `{"choices":[{"delta":{"tool_calls":[]}}]}`, EventEmpty},
 		{"ids", `{"choices":[{"delta":{"content":""},"token_ids":[7]}]}`, EventContent},
@@ -195,16 +197,24 @@ func TestParseError(t *testing.T) {
 		in   string
 		want EngineError
 	}{
-		{`{"error":{"message":"m","type":"Service Unavailable","param":null,"code":503}}`,
-			EngineError{Status: 503, Type: "Service Unavailable", Message: "m", Length: 1}},
-		{`{"error":{"message":"m","type":"t","code":"400"}}`,
-			EngineError{Type: "t", Message: "m", Length: 1}},
+		{
+			`{"error":{"message":"m","type":"Service Unavailable","param":null,"code":503}}`,
+			EngineError{Status: 503, Type: "Service Unavailable", Message: "m", Length: 1},
+		},
+		{
+			`{"error":{"message":"m","type":"t","code":"400"}}`,
+			EngineError{Type: "t", Message: "m", Length: 1},
+		},
 		{`{"error":{"message":"m","type":"t","code":200}}`, EngineError{Type: "t", Message: "m", Length: 1}},
 		{`{"error":"Unauthorized"}`, EngineError{Message: "Unauthorized", Length: 12}},
-		{`{"object":"error","message":"m","type":"BadRequestError","param":"n","code":400}`,
-			EngineError{Status: 400, Type: "BadRequestError", Message: "m", Param: "n", Length: 1}},
-		{`{"error":{"message":"m","param":{"a":1},"code":503}}`,
-			EngineError{Status: 503, Message: "m", Length: 1}},
+		{
+			`{"object":"error","message":"m","type":"BadRequestError","param":"n","code":400}`,
+			EngineError{Status: 400, Type: "BadRequestError", Message: "m", Param: "n", Length: 1},
+		},
+		{
+			`{"error":{"message":"m","param":{"a":1},"code":503}}`,
+			EngineError{Status: 503, Message: "m", Length: 1},
+		},
 		{`{"detail":"Not Found"}`, EngineError{Message: "Not Found", Length: 9}},
 		{`nonsense`, EngineError{}},
 		{`{"error":null}`, EngineError{}},

@@ -45,8 +45,10 @@ func (s *Server) Stats() Stats {
 		out.Preemptions += c.Preemptions
 		out.Aborted += c.Aborted
 		out.Rejected += c.Rejected[em.RejectRequests] + c.Rejected[em.RejectTokens]
-		for _, why := range []em.FinishReason{em.FinishStop, em.FinishLength, em.FinishAbort,
-			em.FinishError} {
+		for _, why := range []em.FinishReason{
+			em.FinishStop, em.FinishLength, em.FinishAbort,
+			em.FinishError,
+		} {
 			out.Finished[why.String()] += c.Finished[why]
 		}
 	}

@@ -72,9 +72,11 @@ func joinStream(t testing.TB, body string) (texts map[int]string, last completio
 
 func TestStreamAndPlainAnswerAreTheSameText(t *testing.T) {
 	s := start(t, fast())
-	for _, extra := range []string{"", `,"stop":["cache"]`,
+	for _, extra := range []string{
+		"", `,"stop":["cache"]`,
 		`,"stop":["e b","queue"],"include_stop_str_in_output":true`, `,"stream_interval":7`, `,"n":3`,
-		`,"seed":5`} {
+		`,"seed":5`,
+	} {
 		body := `{"prompt":"the quick","max_tokens":300` + extra
 		plain := complete(t, s, "/v1/completions", body+"}")
 		_, stream := ask(t, s, "/v1/completions", body+`,"stream":true}`)
@@ -193,8 +195,10 @@ func TestPacedStreamOnFakeTime(t *testing.T) {
 		c.Listen = func(_ context.Context, addr string) (net.Listener, error) { return network.Listen(addr) }
 		s, err := Start(t.Context(), c)
 		require.NoError(t, err)
-		hc := &http.Client{Transport: &http.Transport{DialContext: network.DialContext,
-			DisableKeepAlives: true}}
+		hc := &http.Client{Transport: &http.Transport{
+			DialContext:       network.DialContext,
+			DisableKeepAlives: true,
+		}}
 		req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.URL()+"/v1/completions",
 			strings.NewReader(streamBody))
 		require.NoError(t, err)

@@ -33,8 +33,10 @@ const (
 const kindInternal = "InternalServerError"
 
 func badRequest(param, format string, args ...any) *apiError {
-	return &apiError{status: http.StatusBadRequest, kind: "BadRequestError",
-		message: fmt.Sprintf(format, args...), param: param}
+	return &apiError{
+		status: http.StatusBadRequest, kind: "BadRequestError",
+		message: fmt.Sprintf(format, args...), param: param,
+	}
 }
 
 func internalError(message string) *apiError {
@@ -99,6 +101,8 @@ func schemaError(faults []fieldError) *apiError {
 		b.WriteString("\n  ")
 		b.WriteString(faults[i].String())
 	}
-	return &apiError{status: http.StatusBadRequest, kind: "Bad Request", message: b.String(),
-		param: faults[0].loc}
+	return &apiError{
+		status: http.StatusBadRequest, kind: "Bad Request", message: b.String(),
+		param: faults[0].loc,
+	}
 }

@@ -71,8 +71,10 @@ func (f *fields) message(v *value, loc string) em.Message {
 	}
 	role := v.get("role")
 	if role.kind != kindString {
-		f.faults = append(f.faults, fieldError{kind: "missing", loc: "body." + loc + ".role",
-			msg: "Field required", input: describe(v)})
+		f.faults = append(f.faults, fieldError{
+			kind: "missing", loc: "body." + loc + ".role",
+			msg: "Field required", input: describe(v),
+		})
 		return em.Message{}
 	}
 	return em.Message{Role: role.text, Content: f.content(v.get("content"), loc+".content")}

@@ -11,7 +11,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/dpserve/dpserve/enginemodel"
 	em "github.com/dpserve/dpserve/enginemodel"
 )
 
@@ -20,13 +19,13 @@ const Version = "0.32.0"
 
 // Defaults of Config.
 const (
-	DefaultHost      = "127.0.0.1"
-	DefaultPort      = 8000
-	DefaultModel     = "sim"
-	DefaultKeepAlive = 5 * time.Second // idle connections are closed after it
+	defaultHost      = "127.0.0.1"
+	defaultPort      = 8000
+	defaultModel     = "sim"
+	defaultKeepAlive = 5 * time.Second // idle connections are closed after it
 	// from the last drained request to the exit; vLLM takes up to 10 s
-	DefaultLinger    = 500 * time.Millisecond
-	DefaultHandshake = 5 * time.Minute        // how long ranks of a group wait for each other
+	defaultLinger    = 500 * time.Millisecond
+	defaultHandshake = 5 * time.Minute        // how long ranks of a group wait for each other
 	deathDelay       = 600 * time.Millisecond // from the core's death to the exit of the process
 	maxTopLogprobs   = 20
 	maxInternalRanks = 1024
@@ -40,7 +39,7 @@ type Config struct {
 	Names []string // served model names, at least one; answers carry the first where the client sent none
 	Root  string   // model source as /v1/models tells it; empty = the first name
 
-	Model enginemodel.Config
+	Model em.Config
 	Seed  uint64 // of the texts
 
 	APIKey              string // empty = open
@@ -67,7 +66,7 @@ type Config struct {
 	ToldBlockSize int // what /metrics tells in place of Model.BlockSize; 0 = the truth
 
 	KVEvents KVEvents
-	Hashing  enginemodel.Hashing // of blocks
+	Hashing  em.Hashing // of blocks
 
 	Startup       time.Duration // before the port opens
 	StartExit     bool          // fail while starting
@@ -93,11 +92,11 @@ type Scheduled struct {
 // Default is an uncoupled rank on a free port at real speed.
 func Default() Config {
 	return Config{
-		Host: DefaultHost, Names: []string{DefaultModel}, Model: enginemodel.Default(),
-		KeepAlive: DefaultKeepAlive, Linger: DefaultLinger,
-		SyncInterval: enginemodel.DefaultSyncInterval, TensorParallel: 1, HandshakeTimeout: DefaultHandshake,
+		Host: defaultHost, Names: []string{defaultModel}, Model: em.Default(),
+		KeepAlive: defaultKeepAlive, Linger: defaultLinger,
+		SyncInterval: em.DefaultSyncInterval, TensorParallel: 1, HandshakeTimeout: defaultHandshake,
 		PromptTokensDetails: true,
-		KVEvents:            DefaultKVEvents(),
+		KVEvents:            defaultKVEvents(),
 	}
 }
 

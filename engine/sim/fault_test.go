@@ -65,23 +65,40 @@ func TestRequestFaults(t *testing.T) {
 		broken        bool     // the connection is cut
 		recoversAlone bool
 	}{
-		{name: "http-500", fault: `{"mode":"http-500","count":2}`, status: 500, plain: `"code":500`,
-			recoversAlone: true},
+		{
+			name: "http-500", fault: `{"mode":"http-500","count":2}`, status: 500, plain: `"code":500`,
+			recoversAlone: true,
+		},
 		{name: "http-503", fault: `{"mode":"http-503"}`, status: 503, plain: `"type":"InternalServerError"`},
-		{name: "busy", fault: `{"mode":"busy"}`, status: 503, plain: `"type":"Service Unavailable"`,
-			events: 2, tail: []string{`"code": 503`, "[DONE]"}},
-		{name: "error first", fault: `{"mode":"error-event","code":400}`, status: 400, plain: `"code":400`,
-			events: 2, tail: []string{`"code": 400`, "[DONE]"}},
-		{name: "error later", fault: `{"mode":"error-event","after_tokens":3}`, status: 500,
-			plain: `"code":500`, events: 5, tail: []string{`"code": 500`, "[DONE]"}},
-		{name: "no done", fault: `{"mode":"no-done","after_tokens":3}`, status: 200, plain: `"length"`,
-			events: 3, tail: []string{`"finish_reason":null`}},
-		{name: "no done at the end", fault: `{"mode":"no-done"}`, status: 200, plain: `"length"`, events: 40,
-			tail: []string{`"finish_reason":"length"`}},
-		{name: "abort", fault: `{"mode":"abort","after_tokens":2}`, status: 200,
-			plain: `"finish_reason":"abort"`, events: 3, tail: []string{`"abort"`, "[DONE]"}},
-		{name: "bare done", fault: `{"mode":"bare-done"}`, status: 200, plain: `"completion_tokens":0`,
-			events: 1, tail: []string{"[DONE]"}},
+		{
+			name: "busy", fault: `{"mode":"busy"}`, status: 503, plain: `"type":"Service Unavailable"`,
+			events: 2, tail: []string{`"code": 503`, "[DONE]"},
+		},
+		{
+			name: "error first", fault: `{"mode":"error-event","code":400}`, status: 400, plain: `"code":400`,
+			events: 2, tail: []string{`"code": 400`, "[DONE]"},
+		},
+		{
+			name: "error later", fault: `{"mode":"error-event","after_tokens":3}`, status: 500,
+			plain: `"code":500`, events: 5, tail: []string{`"code": 500`, "[DONE]"},
+		},
+		{
+			name: "no done", fault: `{"mode":"no-done","after_tokens":3}`, status: 200, plain: `"length"`,
+			events: 3, tail: []string{`"finish_reason":null`},
+		},
+		{
+			name: "no done at the end", fault: `{"mode":"no-done"}`, status: 200, plain: `"length"`,
+			events: 40,
+			tail:   []string{`"finish_reason":"length"`},
+		},
+		{
+			name: "abort", fault: `{"mode":"abort","after_tokens":2}`, status: 200,
+			plain: `"finish_reason":"abort"`, events: 3, tail: []string{`"abort"`, "[DONE]"},
+		},
+		{
+			name: "bare done", fault: `{"mode":"bare-done"}`, status: 200, plain: `"completion_tokens":0`,
+			events: 1, tail: []string{"[DONE]"},
+		},
 		{name: "cut", fault: `{"mode":"cut","after_tokens":3}`, events: 3, broken: true},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -254,7 +271,7 @@ func TestCoreDead(t *testing.T) {
 func TestCrashCutsEverything(t *testing.T) {
 	s, err := New(paced())
 	require.NoError(t, err)
-	require.ErrorIs(t, s.Serve(), ErrNotListening)
+	require.ErrorIs(t, s.Serve(), errNotListening)
 	require.NoError(t, s.Listen(t.Context()))
 	ended := make(chan error, 1)
 	go func() { ended <- s.Serve() }()
@@ -302,8 +319,10 @@ func TestShutdownDrains(t *testing.T) {
 // as a success.
 func TestClientThatLeavesIsGoneFromTheEngine(t *testing.T) {
 	s := start(t, paced())
-	for _, body := range []string{strings.Replace(streamBody, "40", "4000", 1),
-		strings.Replace(wholeBody, "4", "4000", 1)} {
+	for _, body := range []string{
+		strings.Replace(streamBody, "40", "4000", 1),
+		strings.Replace(wholeBody, "4", "4000", 1),
+	} {
 		ctx, leave := context.WithCancel(t.Context())
 		req, err := http.NewRequestWithContext(ctx, http.MethodPost, s.URL()+"/v1/completions",
 			strings.NewReader(body))

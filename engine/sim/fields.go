@@ -183,8 +183,10 @@ func (f *fields) nums(name string) []int {
 
 // missing complains about a required member.
 func (f *fields) missing(loc string) {
-	f.faults = append(f.faults, fieldError{kind: "missing", loc: "body." + loc, msg: "Field required",
-		input: describe(&f.body)})
+	f.faults = append(f.faults, fieldError{
+		kind: "missing", loc: "body." + loc, msg: "Field required",
+		input: describe(&f.body),
+	})
 }
 
 func (f *fields) err() *apiError {

@@ -16,8 +16,8 @@ import (
 // that a simulation cannot use are accepted and returned, so that a file written for real engines runs
 // unchanged.
 func ParseFlags(args []string) (Config, []string, error) {
-	p := &flagParser{cfg: Default(), rpcHost: DefaultHost, dpRank: -1}
-	p.cfg.Port = DefaultPort
+	p := &flagParser{cfg: Default(), rpcHost: defaultHost, dpRank: -1}
+	p.cfg.Port = defaultPort
 	p.cfg.PromptTokensDetails = false
 	var ignored []string
 	for len(args) > 0 {
@@ -314,8 +314,10 @@ func (p *flagParser) finish() error {
 	}
 	c.Model.Lockstep = c.lockstep()
 	if p.sha256 {
-		c.Hashing = enginemodel.Hashing{Algo: enginemodel.HashSHA256CBOR,
-			Root: enginemodel.RootOf(defaultHashSeed)}
+		c.Hashing = enginemodel.Hashing{
+			Algo: enginemodel.HashSHA256CBOR,
+			Root: enginemodel.RootOf(defaultHashSeed),
+		}
 	}
 	return c.Validate()
 }

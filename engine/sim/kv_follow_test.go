@@ -80,8 +80,10 @@ func follow(t *testing.T, s *Server, i int, edit func(*kvevents.Config)) (*kveve
 	t.Helper()
 	kv := s.ranks[i].kv
 	known := kv.listeners()
-	cfg := kvevents.Config{Endpoints: kvevents.Endpoints{Connect: schemeTCP + kvAddr(s, kv.sockets.endpoint),
-		Replay: kv.sockets.replay}}
+	cfg := kvevents.Config{Endpoints: kvevents.Endpoints{
+		Connect: schemeTCP + kvAddr(s, kv.sockets.endpoint),
+		Replay:  kv.sockets.replay,
+	}}
 	sub, view := subscribe(t, cfg, edit)
 	eventually(t, func() bool { return kv.listeners() > known })
 	return sub, view
@@ -102,7 +104,8 @@ func (p *kvPublisher) listeners() (n int) {
 }
 
 func subscribe(t *testing.T, cfg kvevents.Config,
-	edit func(*kvevents.Config)) (*kvevents.Subscriber, *kvView) {
+	edit func(*kvevents.Config),
+) (*kvevents.Subscriber, *kvView) {
 	t.Helper()
 	view := newKVView()
 	cfg.Sink, cfg.Replays = view, kvevents.NewReplays()
@@ -190,11 +193,15 @@ func TestLossesAreReplayed(t *testing.T) {
 		{name: "drop, old replies", faults: []Fault{{Mode: ModeKVDrop, Rate: 0.05}}, format: KVArray},
 		{name: "reorder", faults: []Fault{{Mode: ModeKVReorder, Rate: 0.1}}},
 		{name: "garbage", faults: []Fault{{Mode: ModeKVGarbage, Rate: 0.05}}},
-		{name: "duplicate and unknown",
-			faults: []Fault{{Mode: ModeKVDuplicate, Rate: 0.2}, {Mode: ModeKVUnknown, Rate: 0.2}}},
+		{
+			name:   "duplicate and unknown",
+			faults: []Fault{{Mode: ModeKVDuplicate, Rate: 0.2}, {Mode: ModeKVUnknown, Rate: 0.2}},
+		},
 		{name: "all", faults: []Fault{
-			{Mode: ModeKVDrop, Rate: 0.03}, {Mode: ModeKVDuplicate, Rate: 0.03},
-			{Mode: ModeKVReorder, Rate: 0.03}, {Mode: ModeKVGarbage, Rate: 0.03},
+			{Mode: ModeKVDrop, Rate: 0.03},
+			{Mode: ModeKVDuplicate, Rate: 0.03},
+			{Mode: ModeKVReorder, Rate: 0.03},
+			{Mode: ModeKVGarbage, Rate: 0.03},
 		}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -354,8 +361,10 @@ func TestEngineProcessDialsAndRestarts(t *testing.T) {
 	}
 	replay, http := ports.Take(t, 1), ports.Take(t, 1)
 	sub, view := subscribe(t, kvevents.Config{
-		Endpoints: kvevents.Endpoints{Bind: "tcp://127.0.0.1:0",
-			Replay: fmt.Sprintf("tcp://127.0.0.1:%d", replay)},
+		Endpoints: kvevents.Endpoints{
+			Bind:   "tcp://127.0.0.1:0",
+			Replay: fmt.Sprintf("tcp://127.0.0.1:%d", replay),
+		},
 	}, nil)
 	config := fmt.Sprintf(`{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://%s","replay_endpoint":"tcp://127.0.0.1:%d","topic":""}`,
 		sub.Addr(), replay)
@@ -440,8 +449,10 @@ func TestJoinAfterTwentyThousandBatches(t *testing.T) {
 	kv := s.ranks[0].kv
 	for i := range uint32(20_000) {
 		content := em.NewTokenContent([]uint32{i, 1, 2, 3}, 0, 4, "")
-		kv.step([]em.BlockEvent{{Kind: em.BlocksStored,
-			Req: &em.Request{Prompt: 4, Output: 1, Content: content}, Count: 1}})
+		kv.step([]em.BlockEvent{{
+			Kind: em.BlocksStored,
+			Req:  &em.Request{Prompt: 4, Output: 1, Content: content}, Count: 1,
+		}})
 	}
 	sub, view := follow(t, s, 0, nil)
 	eventually(t, func() bool {

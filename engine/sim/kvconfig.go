@@ -31,10 +31,10 @@ const (
 
 // Defaults of KVEvents, the imitated engine's.
 const (
-	DefaultKVEndpoint  = "tcp://*:5557"
-	DefaultKVBuffer    = 10000  // batches in the replay ring
-	DefaultKVHWM       = 100000 // batches that wait for one slow subscriber
-	DefaultKVQueueSize = 100000
+	defaultKVEndpoint  = "tcp://*:5557"
+	defaultKVBuffer    = 10000  // batches in the replay ring
+	defaultKVHWM       = 100000 // batches that wait for one slow subscriber
+	defaultKVQueueSize = 100000
 	maxKVBuffer        = 1 << 20
 )
 
@@ -58,11 +58,11 @@ type KVEvents struct {
 	SlidingWindow bool     `json:"-"` // a second KV group, whose events cannot be indexed
 }
 
-// DefaultKVEvents is the engine's default: off.
-func DefaultKVEvents() KVEvents {
+// defaultKVEvents is the engine's default: off.
+func defaultKVEvents() KVEvents {
 	return KVEvents{
-		Endpoint: DefaultKVEndpoint, BufferSteps: DefaultKVBuffer, HWM: DefaultKVHWM,
-		MaxQueueSize: DefaultKVQueueSize,
+		Endpoint: defaultKVEndpoint, BufferSteps: defaultKVBuffer, HWM: defaultKVHWM,
+		MaxQueueSize: defaultKVQueueSize,
 		Format:       KVMap, Hash: KVUint,
 	}
 }

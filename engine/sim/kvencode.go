@@ -29,8 +29,10 @@ type digest struct {
 }
 
 func newKVEncoder(k *KVEvents, block, rank int) *kvEncoder {
-	return &kvEncoder{format: k.Format, hash: k.Hash, window: k.SlidingWindow, block: block, rank: rank,
-		digests: map[uint64]*digest{}}
+	return &kvEncoder{
+		format: k.Format, hash: k.Hash, window: k.SlidingWindow, block: block, rank: rank,
+		digests: map[uint64]*digest{},
+	}
 }
 
 // batch is [ts, events, rank] for the changes of one step; the result is the caller's.

@@ -92,7 +92,8 @@ func (p *kvPublisher) open(ctx context.Context) (err error) {
 
 // bind listens; a wildcard is the host of the API. told learns the port where any was wanted.
 func (p *kvPublisher) bind(ctx context.Context, told *string, addr string, role zmtp.Role,
-	handle func(*zmtp.Conn)) (*zmtp.Server, error) {
+	handle func(*zmtp.Conn),
+) (*zmtp.Server, error) {
 	host, port, err := net.SplitHostPort(addr)
 	if err != nil {
 		return nil, err
@@ -279,8 +280,10 @@ type kvSubscriber struct {
 }
 
 func newKVSubscriber(hwm int) *kvSubscriber {
-	return &kvSubscriber{hwm: hwm, kick: make(chan struct{}, 1), done: make(chan struct{}),
-		topics: map[string]struct{}{}}
+	return &kvSubscriber{
+		hwm: hwm, kick: make(chan struct{}, 1), done: make(chan struct{}),
+		topics: map[string]struct{}{},
+	}
 }
 
 // maxKVTopics bounds what one subscriber can ask for.

@@ -144,8 +144,10 @@ func (l *link) welcome(g guest, cfg *Config) (bool, error) {
 
 // open tells all ranks that the group is complete and starts the coordinator.
 func (l *link) open(cfg *Config) error {
-	group, err := em.NewGroup(em.GroupConfig{Ranks: cfg.DPSize, SyncInterval: cfg.SyncInterval,
-		MinStep: em.MinWallStep})
+	group, err := em.NewGroup(em.GroupConfig{
+		Ranks: cfg.DPSize, SyncInterval: cfg.SyncInterval,
+		MinStep: em.MinWallStep,
+	})
 	if err != nil {
 		return err
 	}
@@ -185,8 +187,10 @@ func (l *link) hello(ctx context.Context, cfg *Config) (net.Conn, error) {
 	stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
 	defer stop()
 	//nolint:gosec // bounded by maxGroupRanks
-	hello := frame{kind: frameHello, rank: uint16(cfg.DPRank), spare: uint32(cfg.DPSize),
-		value: cfg.collectiveHash()}
+	hello := frame{
+		kind: frameHello, rank: uint16(cfg.DPRank), spare: uint32(cfg.DPSize),
+		value: cfg.collectiveHash(),
+	}
 	if err := writeHello(conn, hello, cfg.GroupKey); err != nil {
 		_ = conn.Close()
 		return nil, err
@@ -241,8 +245,10 @@ func (l *link) lost(from int) {
 func asReport(from int, f frame) em.GroupInput {
 	if f.kind == frameReport {
 		//nolint:gosec // was a duration
-		return em.GroupInput{Kind: em.GroupReport, Rank: from, Took: time.Duration(f.value),
-			Unfinished: f.flag}
+		return em.GroupInput{
+			Kind: em.GroupReport, Rank: from, Took: time.Duration(f.value),
+			Unfinished: f.flag,
+		}
 	}
 	return em.GroupInput{Kind: em.GroupWave, Rank: from}
 }
@@ -319,8 +325,10 @@ type coordinator struct {
 }
 
 func newCoordinator(group *em.Group, say func(em.GroupEffect)) *coordinator {
-	return &coordinator{group: group, say: say, zero: time.Now(), stop: make(chan struct{}),
-		kick: make(chan struct{}, 1)}
+	return &coordinator{
+		group: group, say: say, zero: time.Now(), stop: make(chan struct{}),
+		kick: make(chan struct{}, 1),
+	}
 }
 
 // tell never blocks.

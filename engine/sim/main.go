@@ -241,7 +241,7 @@ func orphan(ctx context.Context, args []string, port int) error {
 
 // portTaken waits until the child holds its port.
 func portTaken(ctx context.Context, port int) error {
-	addr := net.JoinHostPort(DefaultHost, strconv.Itoa(port))
+	addr := net.JoinHostPort(defaultHost, strconv.Itoa(port))
 	for end := time.Now().Add(frameTimeout); time.Now().Before(end); time.Sleep(dialPause) {
 		d := net.Dialer{Timeout: time.Second}
 		c, err := d.DialContext(ctx, "tcp", addr)
@@ -255,7 +255,7 @@ func portTaken(ctx context.Context, port int) error {
 // hold keeps a port until it is killed or its time is over.
 func hold(ctx context.Context, port string, stderr io.Writer) int {
 	var lc net.ListenConfig
-	l, err := lc.Listen(ctx, "tcp", net.JoinHostPort(DefaultHost, port))
+	l, err := lc.Listen(ctx, "tcp", net.JoinHostPort(defaultHost, port))
 	if err != nil {
 		return complain(stderr, err)
 	}

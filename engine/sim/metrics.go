@@ -95,8 +95,10 @@ func (g *page) histogram(name, help string, engines []string, hs []*histogram) {
 			if k < len(h.bounds) {
 				le = pyFloat(h.bounds[k])
 			}
-			g.line(name+"_bucket", &sample{engine: engines[i], before: `le="` + le + `"`,
-				value: float64(total)})
+			g.line(name+"_bucket", &sample{
+				engine: engines[i], before: `le="` + le + `"`,
+				value: float64(total),
+			})
 		}
 		g.line(name+"_count", &sample{engine: engines[i], value: float64(total)})
 		g.line(name+"_sum", &sample{engine: engines[i], value: h.sum})
@@ -114,8 +116,10 @@ type snapshot struct {
 
 // metrics is the body of GET /metrics.
 func (s *Server) metrics() []byte {
-	g := &page{model: string(appendEscaped(nil, s.cfg.Names[0])),
-		created: float64(s.started.UnixNano()) / 1e9}
+	g := &page{
+		model:   string(appendEscaped(nil, s.cfg.Names[0])),
+		created: float64(s.started.UnixNano()) / 1e9,
+	}
 	snaps := make([]snapshot, len(s.ranks))
 	for i, r := range s.ranks {
 		snaps[i] = r.snapshot()
@@ -230,15 +234,21 @@ func (g *page) histograms(snaps []snapshot) {
 		meterMaxTokens:    {"request_params_max_tokens", "Parameter max_tokens of requests."},
 		meterFirstToken:   {"time_to_first_token_seconds", "Time to the first token in seconds."},
 		meterBetween:      {"inter_token_latency_seconds", "Time between two tokens in seconds."},
-		meterPerToken: {"request_time_per_output_token_seconds",
-			"Mean time per token of a request in seconds."},
+		meterPerToken: {
+			"request_time_per_output_token_seconds",
+			"Mean time per token of a request in seconds.",
+		},
 		meterEndToEnd:  {"e2e_request_latency_seconds", "Time from arrival to end in seconds."},
 		meterQueue:     {"request_queue_time_seconds", "Time in the queue in seconds."},
 		meterInference: {"request_inference_time_seconds", "Time in the batch in seconds."},
-		meterPrefill: {"request_prefill_time_seconds",
-			"Time from the batch to the first token in seconds."},
-		meterDecode: {"request_decode_time_seconds",
-			"Time from the first to the last token in seconds."},
+		meterPrefill: {
+			"request_prefill_time_seconds",
+			"Time from the batch to the first token in seconds.",
+		},
+		meterDecode: {
+			"request_decode_time_seconds",
+			"Time from the first to the last token in seconds.",
+		},
 		meterPreemptions: {"request_num_preemptions", "Preemptions per request."},
 		meterComputed:    {"request_prefill_kv_computed_tokens", "Prompt tokens computed per request."},
 	} {
@@ -381,10 +391,14 @@ var (
 		0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
 		640, 2560,
 	}
-	secondsToken = []float64{0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5,
-		10, 20, 40, 80}
-	secondsRequest = []float64{0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480,
-		960, 1920, 7680}
+	secondsToken = []float64{
+		0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5,
+		10, 20, 40, 80,
+	}
+	secondsRequest = []float64{
+		0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480,
+		960, 1920, 7680,
+	}
 	stepTokens  = []float64{1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384}
 	smallCounts = []float64{1, 2, 5, 10, 20}
 )

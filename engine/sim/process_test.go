@@ -144,7 +144,9 @@ func TestProcessFailures(t *testing.T) {
 		fault string
 		code  int
 	}{
-		{`{"mode":"crash"}`, 1}, {`{"mode":"crash","exit_code":0}`, 0}, {`{"mode":"kill"}`, -1},
+		{`{"mode":"crash"}`, 1},
+		{`{"mode":"crash","exit_code":0}`, 0},
+		{`{"mode":"kill"}`, -1},
 		{`{"mode":"core-dead"}`, 0},
 	} {
 		p := launch(t, "--sim-speed", "10")
@@ -256,8 +258,10 @@ func TestFlagsOfTheLaunchProfile(t *testing.T) {
 	assert.Equal(t, 1500*time.Millisecond, cfg.Schedule[0].After)
 	assert.Equal(t, 3, *cfg.Schedule[0].Fault.ExitCode)
 	assert.InDelta(t, 4.0, cfg.Schedule[1].Fault.Factor, 0)
-	assert.Equal(t, []string{"--data-parallel-size-local", "--gpu-memory-utilization", "--enforce-eager",
-		"--hf-overrides"}, ignored)
+	assert.Equal(t, []string{
+		"--data-parallel-size-local", "--gpu-memory-utilization", "--enforce-eager",
+		"--hf-overrides",
+	}, ignored)
 
 	internal, _, err := ParseFlags([]string{"--data-parallel-size", "2"})
 	require.NoError(t, err)

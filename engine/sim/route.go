@@ -123,8 +123,10 @@ func (s *Server) scaleOut(w http.ResponseWriter, post bool) {
 			s.writeJSON(w, http.StatusNotFound, []byte(`{"detail":"Not Found"}`))
 			return
 		}
-		s.fail(w, &apiError{status: http.StatusForbidden, kind: "PermissionDeniedError",
-			message: msgScaleOut})
+		s.fail(w, &apiError{
+			status: http.StatusForbidden, kind: "PermissionDeniedError",
+			message: msgScaleOut,
+		})
 	})
 }
 
@@ -197,8 +199,10 @@ func (s *Server) body(r *http.Request) (value, *apiError) {
 		return value{}, &apiError{status: http.StatusBadRequest, kind: "Bad Request", message: msgMediaType}
 	}
 	if len(raw) == 0 {
-		return value{}, schemaError([]fieldError{{kind: "missing", loc: "body", msg: "Field required",
-			input: "None"}})
+		return value{}, schemaError([]fieldError{{
+			kind: "missing", loc: "body", msg: "Field required",
+			input: "None",
+		}})
 	}
 	v, err := parseJSON(string(raw))
 	var bad *syntaxError
@@ -219,8 +223,10 @@ func (s *Server) body(r *http.Request) (value, *apiError) {
 }
 
 func readAll(r *http.Request) ([]byte, *apiError) {
-	tooLarge := &apiError{status: http.StatusRequestEntityTooLarge, kind: "Request Entity Too Large",
-		message: "The request body is too large."}
+	tooLarge := &apiError{
+		status: http.StatusRequestEntityTooLarge, kind: "Request Entity Too Large",
+		message: "The request body is too large.",
+	}
 	if r.ContentLength > maxBody {
 		return nil, tooLarge
 	}

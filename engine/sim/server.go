@@ -29,8 +29,8 @@ const (
 	endWait           = time.Second // for the last answers after an abort of everything
 )
 
-// ErrNotListening is given by Serve before Listen.
-var ErrNotListening = errors.New("not listening: call Listen first")
+// errNotListening is given by Serve before Listen.
+var errNotListening = errors.New("not listening: call Listen first")
 
 // ExitError reports that the engine ended by itself (an injected failure, a dead core), and how its process
 // ends.
@@ -260,7 +260,7 @@ func (c *Config) dial(ctx context.Context, addr string) (net.Conn, error) {
 // Serve answers until Close (nil) or until the engine ends by itself (*ExitError).
 func (s *Server) Serve() error {
 	if s.gate == nil {
-		return ErrNotListening
+		return errNotListening
 	}
 	return s.serve()
 }

@@ -52,8 +52,10 @@ func BenchmarkClient(b *testing.B) {
 	defer own.Close()
 	std := &http.Transport{DialContext: dial, DisableCompression: true}
 	defer std.CloseIdleConnections()
-	header := http.Header{"Content-Type": {"application/json"}, "X-Request-Id": {"0123456789abcdef"},
-		"User-Agent": {"bench"}}
+	header := http.Header{
+		"Content-Type": {"application/json"}, "X-Request-Id": {"0123456789abcdef"},
+		"User-Agent": {"bench"},
+	}
 	ways := []func(context.Context) (*http.Response, error){
 		func(ctx context.Context) (*http.Response, error) {
 			return own.Send(ctx, http.MethodPost, "/v1/chat/completions", header, body)

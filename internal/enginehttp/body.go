@@ -218,8 +218,8 @@ func lower(b byte) byte {
 	return b
 }
 
-// extension reports that what stands behind a size is blank, or begins with a semicolon; control characters are
-// in neither.
+// extension reports that what stands behind a size is blank, or begins with a semicolon; control characters
+// are in neither.
 func extension(b []byte) bool {
 	began := false
 	for _, x := range b {

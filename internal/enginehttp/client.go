@@ -55,8 +55,10 @@ type Client struct {
 
 // New makes a client; it dials when a request needs it, and in Warm.
 func New(c Config) *Client {
-	out := &Client{host: c.Host, addr: address(c.Host), dial: c.Dial,
-		pool: pool{idle: c.Idle, most: c.MaxIdle}}
+	out := &Client{
+		host: c.Host, addr: address(c.Host), dial: c.Dial,
+		pool: pool{idle: c.Idle, most: c.MaxIdle},
+	}
 	out.buffers.New = func() any { b := make([]byte, readBuffer); return &b }
 	out.requests.New = func() any { return new([]byte) }
 	return out
@@ -110,7 +112,8 @@ func (c *Client) Close() { c.pool.close() }
 // byte of an answer on a connection that had waited, all waiting connections are closed too (they have waited
 // longer), so that a second Send dials.
 func (c *Client) Send(ctx context.Context, method, target string, header http.Header,
-	body []byte) (*http.Response, error) {
+	body []byte,
+) (*http.Response, error) {
 	if ctx.Err() != nil {
 		return nil, &SendError{Err: context.Cause(ctx)}
 	}

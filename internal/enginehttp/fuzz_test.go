@@ -67,8 +67,10 @@ func FuzzResponse(f *testing.F) {
 
 func exchanged(t *testing.T, raw []byte, size int) result {
 	s := &script{pieces: split(string(raw), size), end: io.EOF}
-	c := New(Config{Host: "h", Idle: time.Minute, MaxIdle: 1,
-		Dial: func(context.Context, string, string) (net.Conn, error) { return s, nil }})
+	c := New(Config{
+		Host: "h", Idle: time.Minute, MaxIdle: 1,
+		Dial: func(context.Context, string, string) (net.Conn, error) { return s, nil },
+	})
 	defer c.Close()
 	got := outcome(t, c)
 	if errors.Is(got.err, ErrAborted) {

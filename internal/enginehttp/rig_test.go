@@ -64,14 +64,16 @@ func scripted(tb testing.TB, s *script) *Client {
 		s.end = io.EOF
 	}
 	dialled := false
-	c := New(Config{Host: "engine:1", Idle: time.Minute, MaxIdle: 4,
+	c := New(Config{
+		Host: "engine:1", Idle: time.Minute, MaxIdle: 4,
 		Dial: func(context.Context, string, string) (net.Conn, error) {
 			if dialled {
 				return nil, &net.OpError{Op: "dial", Err: errors.New("one is enough")}
 			}
 			dialled = true
 			return s, nil
-		}})
+		},
+	})
 	tb.Cleanup(c.Close)
 	return c
 }
@@ -100,8 +102,10 @@ func outcome(tb testing.TB, c *Client) result {
 	}
 	defer func() { assert.NoError(tb, resp.Body.Close()) }()
 	b, err := io.ReadAll(resp.Body)
-	return result{status: resp.StatusCode, header: resp.Header, length: resp.ContentLength, body: string(b),
-		err: err, pooled: !c.pool.empty()}
+	return result{
+		status: resp.StatusCode, header: resp.Header, length: resp.ContentLength, body: string(b),
+		err: err, pooled: !c.pool.empty(),
+	}
 }
 
 // server accepts on loopback; serve is called per connection, with its number from 0.

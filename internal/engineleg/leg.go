@@ -103,8 +103,10 @@ func New(t Timers, dial Dialer) *Legs {
 		dial = (&net.Dialer{Timeout: t.Dial, KeepAlive: -1, Control: connectNow}).DialContext
 	}
 	dial = cappedDial(dial)
-	return &Legs{owned: newDirect(dial, t.Dial, t.IdleOwned),
-		attached: newDirect(dial, t.Dial, t.IdleAttached)}
+	return &Legs{
+		owned:    newDirect(dial, t.Dial, t.IdleOwned),
+		attached: newDirect(dial, t.Dial, t.IdleAttached),
+	}
 }
 
 // Send returns when the answer's header is there. It never follows redirects and never sends twice. The

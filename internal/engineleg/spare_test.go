@@ -113,8 +113,10 @@ func (e *fakeEngine) closeAll() {
 // send sends a request and lets what it has begun in the background end.
 func (e *fakeEngine) send(path string) (*http.Response, *Request, error) {
 	e.t.Helper()
-	r := &Request{URL: &url.URL{Scheme: "http", Host: "engine:1", Path: path}, Header: http.Header{},
-		Body: []byte("{}")}
+	r := &Request{
+		URL: &url.URL{Scheme: "http", Host: "engine:1", Path: path}, Header: http.Header{},
+		Body: []byte("{}"),
+	}
 	resp, err := e.legs.Send(e.t.Context(), false, r)
 	synctest.Wait()
 	return resp, r, err

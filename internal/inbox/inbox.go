@@ -185,7 +185,8 @@ var _ actor.SupervisorStrategy = alwaysRestart{}
 
 // HandleFailure implements actor.SupervisorStrategy.
 func (alwaysRestart) HandleFailure(_ *actor.ActorSystem, s actor.Supervisor, child *actor.PID,
-	_ *actor.RestartStatistics, _, _ any) {
+	_ *actor.RestartStatistics, _, _ any,
+) {
 	s.RestartChildren(child)
 }
 

@@ -136,8 +136,10 @@ func call(trap, fd uintptr, p []byte) (int, syscall.Errno) {
 
 // failed is a system call's error in the form that package net gives it.
 func (c *conn) failed(op string, errno syscall.Errno) error {
-	return &net.OpError{Op: op, Net: "tcp", Source: c.tcp.LocalAddr(), Addr: c.tcp.RemoteAddr(),
-		Err: os.NewSyscallError(op, errno)}
+	return &net.OpError{
+		Op: op, Net: "tcp", Source: c.tcp.LocalAddr(), Addr: c.tcp.RemoteAddr(),
+		Err: os.NewSyscallError(op, errno),
+	}
 }
 
 // renamed sets the operation of an error of the raw connection to the one that its caller used.

@@ -205,8 +205,10 @@ func TestKV6TheLastBlockIsStoredTwiceInABatchOfItsOwn(t *testing.T) {
 	ids := count(7 * 16)
 	ev := event(ids, 16, 1)
 	c.Stored(testHasher, ev)
-	again := &StoredEvent{HasParent: true, Parent: ev.Blocks[5], Blocks: ev.Blocks[6:], Tokens: ids[6*16:],
-		BlockSize: 16}
+	again := &StoredEvent{
+		HasParent: true, Parent: ev.Blocks[5], Blocks: ev.Blocks[6:], Tokens: ids[6*16:],
+		BlockSize: 16,
+	}
 	c.Stored(testHasher, again)
 	c.Removed(0, ev.Blocks[6:])
 	assert.Equal(t, 7, hitsOf(ix, chain(ids, 16))[0])
@@ -220,8 +222,10 @@ func TestKV7OnlyFullAttentionCounts(t *testing.T) {
 	ids := count(128)
 	store := func(from int, group int, size int, kind string) {
 		n := (len(ids) - from) / size
-		ev := &StoredEvent{Root: rootOf(size), Tokens: ids[from : from+n*size], BlockSize: size, Group: group,
-			Kind: kind}
+		ev := &StoredEvent{
+			Root: rootOf(size), Tokens: ids[from : from+n*size], BlockSize: size, Group: group,
+			Kind: kind,
+		}
 		for i := range n {
 			ev.Blocks = append(ev.Blocks, UintHandle(group, uint64(from/size+i)))
 		}
@@ -393,34 +397,60 @@ func TestKV13HostileEventsAreDroppedAndCounted(t *testing.T) {
 		ev   StoredEvent
 		want func(Stats) uint64
 	}{
-		"self-parent": {StoredEvent{HasParent: true, Parent: x, Blocks: []Handle{x}, Tokens: other[:16],
-			BlockSize: 16}, func(s Stats) uint64 { return s.SelfParent }},
-		"twice in a chain": {StoredEvent{Root: 5, Blocks: []Handle{x, UintHandle(0, 78), x},
-			Tokens: other[:48], BlockSize: 16}, func(s Stats) uint64 { return s.Cycle }},
-		"cycle": {StoredEvent{HasParent: true, Parent: b, Blocks: []Handle{x, a}, Tokens: other[:32],
-			BlockSize: 16}, func(s Stats) uint64 { return s.Cycle }},
-		"length 2^31": {StoredEvent{Blocks: []Handle{x}, Tokens: other[:16], BlockSize: 1 << 31},
-			func(s Stats) uint64 { return s.BadLength }},
+		"self-parent": {StoredEvent{
+			HasParent: true, Parent: x, Blocks: []Handle{x}, Tokens: other[:16],
+			BlockSize: 16,
+		}, func(s Stats) uint64 { return s.SelfParent }},
+		"twice in a chain": {StoredEvent{
+			Root: 5, Blocks: []Handle{x, UintHandle(0, 78), x},
+			Tokens: other[:48], BlockSize: 16,
+		}, func(s Stats) uint64 { return s.Cycle }},
+		"cycle": {StoredEvent{
+			HasParent: true, Parent: b, Blocks: []Handle{x, a}, Tokens: other[:32],
+			BlockSize: 16,
+		}, func(s Stats) uint64 { return s.Cycle }},
+		"length 2^31": {
+			StoredEvent{Blocks: []Handle{x}, Tokens: other[:16], BlockSize: 1 << 31},
+			func(s Stats) uint64 { return s.BadLength },
+		},
 		"length 0": {StoredEvent{Blocks: []Handle{x}, Tokens: other[:16]}, func(s Stats) uint64 {
 			return s.BadLength
 		}},
-		"length negative": {StoredEvent{Blocks: []Handle{x}, Tokens: other[:16], BlockSize: -16},
-			func(s Stats) uint64 { return s.BadLength }},
-		"too few tokens": {StoredEvent{Blocks: []Handle{x}, Tokens: other[:15], BlockSize: 16},
-			func(s Stats) uint64 { return s.BadLength }},
-		"too many tokens": {StoredEvent{Blocks: []Handle{x}, Tokens: other[:17], BlockSize: 16},
-			func(s Stats) uint64 { return s.BadLength }},
-		"other block size": {StoredEvent{Blocks: []Handle{x}, Tokens: other[:8], BlockSize: 8},
-			func(s Stats) uint64 { return s.BadBlockSize }},
-		"known elsewhere": {StoredEvent{Root: 5, Blocks: []Handle{a}, Tokens: other[:16], BlockSize: 16},
-			func(s Stats) uint64 { return s.Cycle }},
-		"unknown parent": {StoredEvent{HasParent: true, Parent: x, Blocks: []Handle{UintHandle(0, 78)},
-			Tokens: other[:16], BlockSize: 16}, func(s Stats) uint64 { return s.UnknownParent }},
-		"negative group": {StoredEvent{Group: -5, Kind: "mamba", Blocks: []Handle{x}, Tokens: other[:16],
-			BlockSize: 16}, func(s Stats) uint64 { return s.OtherGroup }},
-		"aside, twice": {StoredEvent{HasParent: true, Parent: x,
-			Blocks: []Handle{UintHandle(0, 78), UintHandle(0, 78)}, Tokens: other[:32], BlockSize: 16},
-			func(s Stats) uint64 { return s.Conflict }},
+		"length negative": {
+			StoredEvent{Blocks: []Handle{x}, Tokens: other[:16], BlockSize: -16},
+			func(s Stats) uint64 { return s.BadLength },
+		},
+		"too few tokens": {
+			StoredEvent{Blocks: []Handle{x}, Tokens: other[:15], BlockSize: 16},
+			func(s Stats) uint64 { return s.BadLength },
+		},
+		"too many tokens": {
+			StoredEvent{Blocks: []Handle{x}, Tokens: other[:17], BlockSize: 16},
+			func(s Stats) uint64 { return s.BadLength },
+		},
+		"other block size": {
+			StoredEvent{Blocks: []Handle{x}, Tokens: other[:8], BlockSize: 8},
+			func(s Stats) uint64 { return s.BadBlockSize },
+		},
+		"known elsewhere": {
+			StoredEvent{Root: 5, Blocks: []Handle{a}, Tokens: other[:16], BlockSize: 16},
+			func(s Stats) uint64 { return s.Cycle },
+		},
+		"unknown parent": {StoredEvent{
+			HasParent: true, Parent: x, Blocks: []Handle{UintHandle(0, 78)},
+			Tokens: other[:16], BlockSize: 16,
+		}, func(s Stats) uint64 { return s.UnknownParent }},
+		"negative group": {StoredEvent{
+			Group: -5, Kind: "mamba", Blocks: []Handle{x}, Tokens: other[:16],
+			BlockSize: 16,
+		}, func(s Stats) uint64 { return s.OtherGroup }},
+		"aside, twice": {
+			StoredEvent{
+				HasParent: true, Parent: x,
+				Blocks: []Handle{UintHandle(0, 78), UintHandle(0, 78)}, Tokens: other[:32], BlockSize: 16,
+			},
+			func(s Stats) uint64 { return s.Conflict },
+		},
 		"nothing in it": {StoredEvent{BlockSize: 16}, func(Stats) uint64 { return 1 }},
 		"blocks, no tokens": {StoredEvent{Blocks: []Handle{x}, BlockSize: 16}, func(s Stats) uint64 {
 			return s.BadLength
@@ -445,10 +475,14 @@ func TestKV13ACycleOfBlocksKeptAsideIsBroken(t *testing.T) {
 	c := open(t, ix, 0, FromEvents)
 	h := named(0, 4)
 	ids := count(4)
-	c.Stored(testHasher, &StoredEvent{HasParent: true, Parent: h[0], Blocks: h[1:3], Tokens: ids[1:3],
-		BlockSize: 1})
-	c.Stored(testHasher, &StoredEvent{HasParent: true, Parent: h[2], Blocks: h[:1], Tokens: ids[:1],
-		BlockSize: 1})
+	c.Stored(testHasher, &StoredEvent{
+		HasParent: true, Parent: h[0], Blocks: h[1:3], Tokens: ids[1:3],
+		BlockSize: 1,
+	})
+	c.Stored(testHasher, &StoredEvent{
+		HasParent: true, Parent: h[2], Blocks: h[:1], Tokens: ids[:1],
+		BlockSize: 1,
+	})
 	assert.Equal(t, uint64(1), ix.Stats().Cycle)
 	assert.Equal(t, 2, c.Aside())
 	c.Stored(testHasher, &StoredEvent{Root: rootOf(1), Blocks: h[:1], Tokens: ids[:1], BlockSize: 1})

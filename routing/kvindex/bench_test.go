@@ -42,8 +42,10 @@ func newBench(tb testing.TB, ranks, chains int, everywhere bool, feed Feed) *ben
 		for i := range ids {
 			ids[i] = r.Uint32N(150_000)
 		}
-		ev := StoredEvent{Root: benchRoot(), BlockSize: benchBlock, Tokens: ids,
-			Blocks: make([]Handle, benchPrompt)}
+		ev := StoredEvent{
+			Root: benchRoot(), BlockSize: benchBlock, Tokens: ids,
+			Blocks: make([]Handle, benchPrompt),
+		}
 		for i := range ev.Blocks {
 			ev.Blocks[i] = UintHandle(0, r.Uint64())
 		}

@@ -159,15 +159,21 @@ func TestAsideIsBounded(t *testing.T) {
 	}
 	assert.Equal(t, maxAside, c.Aside())
 	assert.Equal(t, uint64(2*maxAside), ix.Stats().AsideDropped)
-	c.Stored(testHasher, &StoredEvent{Root: rootOf(1), Blocks: []Handle{UintHandle(0, 0)},
-		Tokens: []uint32{7}, BlockSize: 1})
+	c.Stored(testHasher, &StoredEvent{
+		Root: rootOf(1), Blocks: []Handle{UintHandle(0, 0)},
+		Tokens: []uint32{7}, BlockSize: 1,
+	})
 	assert.Equal(t, maxAside+1, c.Len(), "the youngest were kept")
 	verify(t, ix)
 }
 
 func TestNewRefusesWhatCannotWork(t *testing.T) {
-	for _, c := range []Config{{Columns: -1}, {Columns: MaxColumns + 1}, {Bytes: 1000},
-		{Columns: MaxColumns, Bytes: MinBytes}} {
+	for _, c := range []Config{
+		{Columns: -1},
+		{Columns: MaxColumns + 1},
+		{Bytes: 1000},
+		{Columns: MaxColumns, Bytes: minBytes},
+	} {
 		_, err := New(c)
 		assert.Error(t, err)
 	}

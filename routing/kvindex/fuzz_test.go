@@ -39,8 +39,10 @@ func (t *tape) hashes(most int) []uint64 {
 }
 
 func (t *tape) event() *StoredEvent {
-	ev := &StoredEvent{Root: uint64(t.n(2)), HasParent: t.n(3) > 0, Parent: UintHandle(0, uint64(t.n(24))),
-		Blocks: t.names(6), BlockSize: 1}
+	ev := &StoredEvent{
+		Root: uint64(t.n(2)), HasParent: t.n(3) > 0, Parent: UintHandle(0, uint64(t.n(24))),
+		Blocks: t.names(6), BlockSize: 1,
+	}
 	for range ev.Blocks {
 		ev.Tokens = append(ev.Tokens, uint32(t.n(3)))
 	}

@@ -14,8 +14,8 @@ import (
 // Limits and defaults of an index.
 const (
 	DefaultBytes   = 512 << 20 // the hard cap on memory
-	MinBytes       = 1 << 20
-	DefaultColumns = 64
+	minBytes       = 1 << 20
+	defaultColumns = 64
 	MaxColumns     = 1 << 14
 	wordBits       = 64
 	tick           = 100 * time.Millisecond // the resolution of ages of matches
@@ -24,7 +24,7 @@ const (
 // Config sizes an index.
 type Config struct {
 	// Columns is how many (rank, tier, incarnation) triples fit at once, rounded up to a multiple of 64; 0 is
-	// DefaultColumns. A replaced column counts until it is swept, so leave room for restarts. Every 64
+	// defaultColumns. A replaced column counts until it is swept, so leave room for restarts. Every 64
 	// columns cost 8 more bytes per block.
 	Columns int
 	// Bytes is the hard cap, 0 is DefaultBytes: over it the index evicts the least recently matched leaves.
@@ -80,7 +80,7 @@ var (
 // New is an empty index.
 func New(c Config) (*Index, error) {
 	if c.Columns == 0 {
-		c.Columns = DefaultColumns
+		c.Columns = defaultColumns
 	}
 	if c.Bytes == 0 {
 		c.Bytes = DefaultBytes
@@ -98,7 +98,7 @@ func New(c Config) (*Index, error) {
 	most := c.Bytes / ix.chargePerChunk()
 	ix.chunks = make([]atomic.Pointer[chunk], min(most+1, 1<<(32-chunkBits)))
 	ix.charge = 8*len(ix.chunks) + tableSegments*(segmentMin*8+64)
-	if least := max(MinBytes, ix.charge+2*ix.chargePerChunk()); c.Bytes < least {
+	if least := max(minBytes, ix.charge+2*ix.chargePerChunk()); c.Bytes < least {
 		return nil, fmt.Errorf("kvindex: a cap of %d bytes holds nothing; use at least %d", c.Bytes, least)
 	}
 	for bit := len(ix.columns) - 1; bit >= 0; bit-- {

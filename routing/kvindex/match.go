@@ -10,8 +10,8 @@ type Hit struct {
 }
 
 const (
-	// Jump is how many blocks a look-up skips while all columns in question hold the block it lands on.
-	Jump = 32
+	// jumpBlocks is how many blocks a look-up skips while all columns in question hold the block it lands on.
+	jumpBlocks = 32
 
 	// a look-up is repeated if a restart, a clear or a new hole happened meanwhile; the last try scans and
 	// counts
@@ -120,7 +120,7 @@ func (m *matcher) jump(set uint64) {
 			m.assign(set, last+1)
 			return
 		}
-		next := min(at+Jump, last)
+		next := min(at+jumpBlocks, last)
 		on := m.holders(next) & set
 		if stopped := set &^ on; stopped != 0 {
 			m.split(at, next, stopped)
@@ -136,7 +136,8 @@ func (m *matcher) jump(set uint64) {
 func (m *matcher) split(lo, hi int, set uint64) {
 	for hi-lo > 1 {
 		mid := (lo + hi) / 2
-		m.prefetch((lo+mid)/2, (mid+hi)/2) // the processor cannot predict which of them is next and would wait
+		// The processor cannot predict which of them is next and would wait.
+		m.prefetch((lo+mid)/2, (mid+hi)/2)
 		on := m.holders(mid) & set
 		switch on {
 		case set:

@@ -98,8 +98,10 @@ func TestRecordsEqualAListOfPrompts(t *testing.T) {
 			deltas = append(deltas, d)
 		}})
 		capacity := rapid.IntRange(0, 120).Draw(t, "capacity")
-		c, err := ix.Open(Owner{}, Options{Feed: FromRecords, Shown: true, TTL: 10 * second,
-			Capacity: capacity})
+		c, err := ix.Open(Owner{}, Options{
+			Feed: FromRecords, Shown: true, TTL: 10 * second,
+			Capacity: capacity,
+		})
 		require.NoError(t, err)
 		copied := open(t, newIndex(t, Config{}), 0, FromDeltas)
 		var o recordOracle
@@ -170,8 +172,10 @@ func TestARecordUnderTheCapStaysCovered(t *testing.T) {
 			k, a, b := f.stretch(t)
 			switch rapid.IntRange(0, 6).Draw(t, "op") {
 			case 0:
-				events.Stored(testHasher, &StoredEvent{Root: rootOf(1), Blocks: f.names(k, 0, b, 1, 0),
-					Tokens: f.ids[k][:b], BlockSize: 1})
+				events.Stored(testHasher, &StoredEvent{
+					Root: rootOf(1), Blocks: f.names(k, 0, b, 1, 0),
+					Tokens: f.ids[k][:b], BlockSize: 1,
+				})
 			case 1:
 				events.Removed(0, f.names(k, a, b, 1, 0))
 			case 2:

@@ -72,8 +72,10 @@ func (p *pool) setQueued(s slot, on bool) {
 
 // addChunk puts chunkSlots free slots at the end of the free list.
 func (p *pool) addChunk() {
-	p.chunks[p.n].Store(&chunk{hot: make([]atomic.Uint64, chunkSlots*p.stride),
-		cold: make([]cold, chunkSlots)})
+	p.chunks[p.n].Store(&chunk{
+		hot:  make([]atomic.Uint64, chunkSlots*p.stride),
+		cold: make([]cold, chunkSlots),
+	})
 	first := slot(p.n << chunkBits) //nolint:gosec // bounded by New
 	p.n++
 	for s := max(first, firstSlot); s < first+chunkSlots; s++ {

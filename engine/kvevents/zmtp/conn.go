@@ -33,7 +33,7 @@ const (
 // Sizes and times of a connection.
 const (
 	readBuffer       = 32 << 10
-	HandshakeTimeout = 5 * time.Second // for the peer's whole handshake
+	handshakeTimeout = 5 * time.Second // for the peer's whole handshake
 )
 
 // errHandshake stands for a handshake that made the library panic: hostile metadata.
@@ -68,7 +68,7 @@ func shake(s *stream, role Role, server bool) (z *zmq4.Conn, err error) {
 			z, err = nil, errHandshake
 		}
 	}()
-	if err := s.SetDeadline(time.Now().Add(HandshakeTimeout)); err != nil {
+	if err := s.SetDeadline(time.Now().Add(handshakeTimeout)); err != nil {
 		return nil, fmt.Errorf("zmtp: handshake: %w", err)
 	}
 	z, err = zmq4.Open(s, null.Security(), zmq4.SocketType(role), nil, server, nil)

@@ -11,9 +11,9 @@ var ErrTooLarge = errors.New("zmtp: frame or message beyond the limit")
 
 // Defaults of Limits.
 const (
-	DefaultFrame   = 16 << 20
-	DefaultMessage = 32 << 20
-	DefaultFrames  = 16
+	defaultFrame   = 16 << 20
+	defaultMessage = 32 << 20
+	defaultFrames  = 16
 )
 
 // Limits bounds what a peer can make this side allocate.
@@ -25,7 +25,7 @@ type Limits struct {
 
 // DefaultLimits fits KV event batches: a full prefill step of the largest models is below 1 MiB.
 func DefaultLimits() Limits {
-	return Limits{Frame: DefaultFrame, Message: DefaultMessage, Frames: DefaultFrames}
+	return Limits{Frame: defaultFrame, Message: defaultMessage, Frames: defaultFrames}
 }
 
 // ZMTP 3.0 framing.

@@ -31,7 +31,8 @@ type Server struct {
 // those that allow (nil = everybody) refuses. handle runs in a goroutine per connection; the connection is
 // closed when it returns.
 func NewServer(l net.Listener, role Role, lim Limits, conns int, allow func(net.Addr) bool,
-	handle func(*Conn)) *Server {
+	handle func(*Conn),
+) *Server {
 	return &Server{
 		listener: l, role: role, limits: lim, slots: make(chan struct{}, conns), allow: allow, handle: handle,
 		conns: make(map[net.Conn]struct{}),
@@ -127,7 +128,8 @@ func (s *Server) Close() error {
 // Dial connects and shakes hands. dial nil = TCP. ctx bounds the connect and, by closing the socket, the
 // handshake.
 func Dial(ctx context.Context, dial func(ctx context.Context, addr string) (net.Conn, error), addr string,
-	role Role, lim Limits) (*Conn, error) {
+	role Role, lim Limits,
+) (*Conn, error) {
 	if dial == nil {
 		dial = func(ctx context.Context, addr string) (net.Conn, error) {
 			var d net.Dialer

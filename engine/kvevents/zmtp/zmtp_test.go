@@ -44,8 +44,12 @@ func TestMessagesCrossWhole(t *testing.T) {
 	c, err := Dial(t.Context(), nil, echo.Addr().String(), Dealer, DefaultLimits())
 	require.NoError(t, err)
 	defer func() { require.NoError(t, c.Close()) }()
-	for _, m := range [][][]byte{{{}}, {{}, {1, 2}}, {long, {}, long},
-		{bytes.Repeat([]byte{1}, 255), bytes.Repeat([]byte{1}, 256)}} {
+	for _, m := range [][][]byte{
+		{{}},
+		{{}, {1, 2}},
+		{long, {}, long},
+		{bytes.Repeat([]byte{1}, 255), bytes.Repeat([]byte{1}, 256)},
+	} {
 		require.NoError(t, c.Send(m...))
 		got, err := c.Recv()
 		require.NoError(t, err)
@@ -90,12 +94,12 @@ func TestAnnouncedSizesAreLimited(t *testing.T) {
 	head := func(size uint64, flags byte) []byte {
 		return binary.BigEndian.AppendUint64([]byte{flags | flagLong}, size)
 	}
-	many := bytes.Repeat([]byte{flagMore, 1, 0}, DefaultFrames+1)
+	many := bytes.Repeat([]byte{flagMore, 1, 0}, defaultFrames+1)
 	for name, raw := range map[string][]byte{
 		"2^31": head(1<<31, 0), "2^63": head(1<<63, 0), "all ones": head(1<<64-1, flagMore),
-		"limit+1":            head(DefaultFrame+1, 0),
+		"limit+1":            head(defaultFrame+1, 0),
 		"frames without end": many, "empty frames without end": bytes.Repeat([]byte{flagMore, 0},
-			DefaultFrames+1),
+			defaultFrames+1),
 	} {
 		t.Run(name, func(t *testing.T) {
 			got := make(chan error, 1)
