@@ -157,7 +157,7 @@ func UintHash(v uint64) Hash {
 
 // IntHash is the hash of any integer: non-negative ones equal UintHash.
 func IntHash(v int64) Hash {
-	//nolint:gosec // the bit pattern is the name
+	//nolint:gosec // the bits are the name
 	h := UintHash(uint64(v))
 	if v < 0 {
 		h.Kind = HashInt
@@ -190,7 +190,7 @@ func (h Hash) String() string {
 	case HashUint:
 		return fmt.Sprintf("%d", binary.BigEndian.Uint64(h.Data[:]))
 	case HashInt:
-		return fmt.Sprintf("%d", int64(binary.BigEndian.Uint64(h.Data[:]))) //nolint:gosec // the bit pattern is the name
+		return fmt.Sprintf("%d", int64(binary.BigEndian.Uint64(h.Data[:]))) //nolint:gosec // the bits are the name
 	case HashBytes:
 		return hex.EncodeToString(h.Data[:h.Len])
 	case HashNone:
