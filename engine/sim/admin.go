@@ -229,3 +229,27 @@ func (s *Server) adminAnswer(w http.ResponseWriter, body []byte, err error) {
 	}
 	s.writeJSON(w, http.StatusOK, body)
 }
+
+// restartKV restarts the engine's cache and events as a new process would: requests are computed again.
+func (s *Server) restartKV() {
+	for _, r := range s.ranks {
+		r.mu.Lock()
+		r.core.ResetPrefixCache(true, true)
+		if r.kv != nil {
+			r.kv.restart()
+		}
+		r.mu.Unlock()
+		r.wake()
+	}
+}
+
+// sleep drops the caches without an event; Recover ends it. The engine goes on computing.
+func (s *Server) sleep(f Fault) {
+	for _, r := range s.ranks {
+		r.mu.Lock()
+		r.core.ResetPrefixCache(true, true)
+		r.mu.Unlock()
+		r.wake()
+	}
+	s.faults.on(f, func() {})
+}

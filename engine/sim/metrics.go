@@ -2,7 +2,6 @@ package sim
 
 import (
 	"math"
-	"net/http"
 	"sort"
 	"strconv"
 	"time"
@@ -112,27 +111,6 @@ type snapshot struct {
 	engine string
 	stats  em.Stats
 	meters meters
-}
-
-// metrics is the body of GET /metrics.
-func (s *Server) metrics() []byte {
-	g := &page{
-		model:   string(appendEscaped(nil, s.cfg.Names[0])),
-		created: float64(s.started.UnixNano()) / 1e9,
-	}
-	snaps := make([]snapshot, len(s.ranks))
-	for i, r := range s.ranks {
-		snaps[i] = r.snapshot()
-	}
-	g.b = appendMetric(append(g.b,
-		"# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.\n"+
-			"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds "...), g.created)
-	g.b = append(g.b, '\n')
-	g.gauges(snaps, s.faults.is(ModeKVSleep))
-	g.counters(snaps)
-	g.histograms(snaps)
-	g.config(s, snaps)
-	return g.b
 }
 
 // each makes one sample per rank.
@@ -276,10 +254,6 @@ func (g *page) config(s *Server, snaps []snapshot) {
 			strconv.Itoa(m.Blocks)+`",num_gpu_blocks_override="None",`+
 			`prefix_caching_hash_algo="xxh3",sliding_window="None"} 1.0`+"\n"...)
 	}
-}
-
-func (s *Server) serveMetrics(w http.ResponseWriter, _ *http.Request) {
-	writeBody(w, http.StatusOK, "text/plain; version=0.0.4; charset=utf-8", s.metrics())
 }
 
 // meter names a histogram of the engine.

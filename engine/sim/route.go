@@ -387,3 +387,28 @@ func (s *Server) detokenize(w http.ResponseWriter, r *http.Request) {
 	}
 	s.writeJSON(w, http.StatusOK, append(appendJSON([]byte(`{"prompt":`), em.Text(ids)), '}'))
 }
+
+// metrics is the body of GET /metrics.
+func (s *Server) metrics() []byte {
+	g := &page{
+		model:   string(appendEscaped(nil, s.cfg.Names[0])),
+		created: float64(s.started.UnixNano()) / 1e9,
+	}
+	snaps := make([]snapshot, len(s.ranks))
+	for i, r := range s.ranks {
+		snaps[i] = r.snapshot()
+	}
+	g.b = appendMetric(append(g.b,
+		"# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.\n"+
+			"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds "...), g.created)
+	g.b = append(g.b, '\n')
+	g.gauges(snaps, s.faults.is(ModeKVSleep))
+	g.counters(snaps)
+	g.histograms(snaps)
+	g.config(s, snaps)
+	return g.b
+}
+
+func (s *Server) serveMetrics(w http.ResponseWriter, _ *http.Request) {
+	writeBody(w, http.StatusOK, "text/plain; version=0.0.4; charset=utf-8", s.metrics())
+}

@@ -398,3 +398,37 @@ func (s *Server) linger(ctx context.Context, d time.Duration) {
 	case <-ctx.Done():
 	}
 }
+
+// wait is the engine's life while it serves.
+func (s *Server) wait(ctx context.Context, signals <-chan os.Signal, served <-chan error) int {
+	for {
+		select {
+		case err := <-served:
+			return s.exitCode(err)
+		case <-ctx.Done():
+			s.log.Info("stopping", "cause", context.Cause(ctx).Error())
+			return exitOK
+		case sig := <-signals:
+			if s.faults.is(ModeIgnoreSigterm) {
+				s.log.Info("signal ignored as told", "signal", sig.String())
+				continue
+			}
+			s.log.Info("stopping", "signal", sig.String(), "in_flight", s.active.count())
+			s.Shutdown(ctx, s.cfg.ShutdownTimeout)
+			return exitOK
+		}
+	}
+}
+
+func (s *Server) exitCode(err error) int {
+	var exit *ExitError
+	if errors.As(err, &exit) {
+		s.log.Info("leaving", "cause", exit.Cause, "code", exit.Code)
+		return exit.Code
+	}
+	if err != nil {
+		s.log.Error("serving failed", "error", err.Error())
+		return exitStartup
+	}
+	return exitOK
+}
