@@ -69,8 +69,8 @@ type eventsConfig struct {
 	Topic     string `json:"topic"`
 }
 
-// eventFlags make a launched engine publish. It is told the ports of index 0: it adds its own number, which
-// is 0 where it does not know of others.
+// eventFlags make a launched engine publish. It gets the ports of index 0 and adds its own rank number, which
+// is 0 for an independent rank.
 func eventFlags(s *Spec) ([]string, error) {
 	if !WantsEvents(s.App) {
 		return nil, nil

@@ -1,9 +1,9 @@
 package enginemodel
 
 // blockPool is the KV memory of one rank: fixed blocks, counted references, and a cache of full blocks by
-// chained hash. A block that nobody references keeps its content on the free list until it is the oldest
-// there and its memory is needed (LRU). Several blocks may hold the same hash (copies made by requests that
-// ran at the same time).
+// chained hash. A block without references keeps its content on the free list until it is the oldest there
+// and its memory is needed (LRU). Several blocks may hold the same hash (copies made by requests that ran at
+// the same time).
 type blockPool struct {
 	blocks []block
 	byHash map[uint64]int32 // hash → the copy cached last, further copies through block.sameHash

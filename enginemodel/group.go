@@ -16,7 +16,7 @@ type GroupConfig struct {
 	MinStep      time.Duration // floor of a step
 }
 
-// GroupInputKind is the closed list of what a coordinator hears.
+// GroupInputKind is the closed list of a coordinator's inputs.
 type GroupInputKind uint8
 
 // The inputs of a coordinator.

@@ -32,7 +32,7 @@ type activeBlocks struct {
 type activeRank struct {
 	id     RankID
 	used   bool
-	single int64  // blocks that nobody can share: unknown ones, and partial ones
+	single int64  // blocks that cannot be shared: unknown ones, and partial ones
 	shared int64  // distinct blocks by hash
 	list   uint32 // its opens, +1
 }
@@ -53,7 +53,7 @@ func newActiveBlocks(v *View) *activeBlocks {
 	return b
 }
 
-// slot is the rank's place in the tables; it makes one.
+// slot returns the rank's place in the tables and adds it if necessary.
 func (b *activeBlocks) slot(id RankID) int {
 	if s := b.slotOf.get(uint64(id) + 1); s != 0 {
 		return int(s - 1)
@@ -83,7 +83,7 @@ func (b *activeBlocks) widen() {
 	}
 }
 
-// align notes which slot each row of the view has.
+// align records the slot of each row of the view.
 func (b *activeBlocks) align(v *View) {
 	b.rows = b.rows[:0]
 	for i := range v.Ranks {
@@ -105,7 +105,7 @@ func (b *activeBlocks) removeRank(id RankID) {
 	b.ranks[slot] = activeRank{}
 }
 
-// mix folds a slot into a key; hashes are random, so two pairs meet as rarely as two hashes do.
+// mix folds a slot into a key. Hashes are random, so two pairs collide as rarely as two hashes.
 func mix(key uint64, slot int) uint64 {
 	return key ^ bits.RotateLeft64(uint64(slot+1)*fibonacci, 29) //nolint:gosec // a slot is not negative
 }

@@ -2,7 +2,7 @@ package routing
 
 import "time"
 
-// EventKind is the closed list of things a Router hears of.
+// EventKind is the closed list of a Router's events.
 type EventKind uint8
 
 // The events. Dispatched is raised by Pick itself; Ticket and Undo come from the ingress; the rest from the
@@ -54,9 +54,8 @@ type Open struct {
 	Decoding bool
 }
 
-// Event is one thing that happened. ReqID in stream events is the replica's key for the request: Ingress hash
-// and request id folded into one uint64 by the ingress, the same value it used in Dispatched for its own
-// requests.
+// Event is one input of a Router. ReqID in stream events is the replica's key for the request: the ingress
+// folds its hash and the request id into one uint64, the same value as in Dispatched for its own requests.
 type Event struct {
 	Kind        EventKind
 	Rank        RankID
@@ -70,7 +69,7 @@ type Event struct {
 	N           int
 	Accepting   bool
 	Silent      bool
-	Assumed     bool // EvFirstToken: the rank has predicted it, nobody has seen it
+	Assumed     bool // EvFirstToken: the rank has predicted it; it is not measured
 	Local       bool
 	Snapshot    []Open
 

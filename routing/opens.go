@@ -11,14 +11,15 @@ type phase uint8
 
 const (
 	free     phase = iota
-	bumped         // own dispatch, nothing heard yet
+	bumped         // own dispatch without a ticket or a record
 	ticketed       // own dispatch, admitted as number seq; lives until the stream is at seq
 	admitted       // in the replica's account, prefill not known to be done
 	decoding       // in the replica's account, first token seen
-	held           // own dispatch whose prefill is done, as its caller told
+	held           // own dispatch whose caller reported the end of its prefill
 )
 
-// open is one request on one rank: what it adds to the rank's Load, so that taking it out is exact.
+// open is one request on one rank. It keeps what the request adds to the rank's Load, so that subtracting it
+// is exact.
 type open struct {
 	key    uint64
 	seq    uint64        // ticketed: the ticket's stream number
@@ -39,7 +40,7 @@ func (o *open) own() bool { return o.phase == bumped || o.phase == ticketed || o
 // not named.
 func (o *open) isBump() bool { return o.phase == bumped || o.phase == ticketed }
 
-// ticketAt notes when the ticket came.
+// ticketAt records the time of the ticket.
 func (o *open) ticketAt(now time.Duration) {
 	o.took = uint32(min(max((now-o.sent).Microseconds(), 1), math.MaxUint32))
 }
@@ -105,7 +106,7 @@ func (t *opens) get(key uint64) *open {
 	}
 }
 
-// add stores o unless its key is there already, and says whether it did.
+// add stores o unless its key is there already, and reports whether it did.
 func (t *opens) add(o open) bool {
 	if 2*(t.n+1) > len(t.cells) {
 		t.resize(max(minCells, 2*len(t.cells)))

@@ -12,7 +12,7 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// params reads a policy's parameters and gathers all their faults, so that a user sees them at once.
+// params reads a policy's parameters and collects all their faults, so that a user sees them at once.
 type params struct {
 	given  map[string]any
 	tuned  bool // preset tuned: what is not given gets the tuned value
@@ -82,7 +82,7 @@ func (p *params) integer(name string, def, lo, hi int) int {
 	return int(n)
 }
 
-// asNumber takes what YAML and JSON readers make of a number.
+// asNumber converts the number types of YAML and JSON decoders.
 func asNumber(x any) (float64, bool) {
 	switch n := x.(type) {
 	case int:
@@ -163,7 +163,7 @@ func (p *params) profile() string {
 	return ""
 }
 
-// refuseProfile is what round-robin says to a scoring profile: only the default one does no harm.
+// refuseProfile refuses a scoring profile under round-robin, which ignores it; the default profile passes.
 func (p *params) refuseProfile() {
 	if name := p.profile(); name != "" && name != profileBalanced {
 		p.fault(fmt.Sprintf("profile '%s' has no effect with round-robin; use policy: scoring or drop the "+

@@ -35,10 +35,10 @@ type cacheAwareDefaults struct {
 //	balanced   ⇒ match rate > Threshold: the ranks with the longest match, among them the shortest queue
 //	             else: the rank with the smallest tree (page), or the shortest queue (gateway, tuned)
 //
-// Matches are characters of the tree of what was sent to whom (textState), which knows nothing of evictions
-// on the engine, or, with KVMatches and a look-up in the request, cached tokens; the tree is the fallback
-// then. The prompt is inserted for the chosen rank, imbalanced or not; a removed rank leaves tree and queues.
-// Ties: shortest queue, then drawn. A prompt below one KV block goes to the shortest queue.
+// Matches are characters in the tree of the texts sent to each rank (textState), which does not see the
+// engines' evictions. With KVMatches and a look-up in the request they are cached tokens, and the tree is the
+// fallback. The prompt is inserted for the chosen rank, imbalanced or not; a removed rank leaves tree and
+// queues. Ties: shortest queue, then drawn. A prompt below one KV block goes to the shortest queue.
 //
 // Parameters: variant (page, gateway), cache_threshold, balance_abs_threshold, balance_rel_threshold,
 // eviction_interval_s, max_tree_size, low_match (smallest-tree, least-pending), matches (text, kv),
@@ -106,7 +106,7 @@ func (p CacheAware) Observe(s State, v *View, e *Event) {
 	}
 }
 
-// Decide balances queues while they are uneven and follows caches while they are not.
+// Decide takes the shortest queue while the queues are uneven, and the longest match otherwise.
 func (p CacheAware) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
 	decideByScore(p, q, v, s, r, d)
 }
@@ -142,7 +142,7 @@ func (p CacheAware) usable(q *Request, v *View) bool {
 	return p.KVMatches && q.Hits != nil && q.Tokens > 0 || anyCacheable(q, v)
 }
 
-// longest finds the longest match of a candidate, marks those that have it, and says its rate.
+// longest finds the longest match of a candidate, marks the candidates that have it, and returns its rate.
 func (p CacheAware) longest(st *textState, q *Request, v *View, c *scratch) float64 {
 	if !p.KVMatches || q.Hits == nil || q.Tokens == 0 {
 		return st.longestMatch(q, v, c)

@@ -29,9 +29,9 @@ const (
 //	O ≤ Factor · (ΣO + 1) / N
 //
 // over the N ranks that the request may go to. The key is the first chwblChars characters of the prompt and
-// the adapter, or the session; a request without either goes where its number falls. Variant prefix-hash: the
+// the adapter, or the session; a request without either has its number as the key. Variant prefix-hash: the
 // first 256 tokens are the key, and a rank above the bound is left for the shortest queue, not for the next
-// on the ring. Parameters: variant, key (prefix, session), load_factor, virtual_nodes.
+// rank on the ring. Parameters: variant, key (prefix, session), load_factor, virtual_nodes.
 type CHWBL struct {
 	Factor     float64 // c, at least 1
 	Nodes      int     // points per rank

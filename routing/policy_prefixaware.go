@@ -31,7 +31,7 @@ const (
 //
 //  1. draw a power-of-two pair as fallback; no usable text ⇒ fallback
 //  2. max − min open requests > Imbalanced ⇒ fallback
-//  3. longest match on the tree of what was sent to whom, rate = matched / prompt characters:
+//  3. longest match in the tree of the texts sent to each rank, rate = matched / prompt characters:
 //     rate ≥ MatchRate ⇒ the ranks that own the deepest matched node, else those with the fewest characters
 //  4. among them the shortest queue, ties drawn
 //  5. the prompt, never the answer, is inserted for the chosen rank; a removed rank loses its marks

@@ -66,7 +66,7 @@ func (t *table) grow() {
 	}
 }
 
-// remove takes key out, if it is there, and moves those behind it back to where a search finds them.
+// remove deletes key, if it is there, and moves the cells behind it back to where a search finds them.
 func (t *table) remove(key uint64) {
 	if t.get(key) == 0 {
 		return

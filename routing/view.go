@@ -60,7 +60,7 @@ type Rank struct {
 	MaxOngoing  int  // max_ongoing_requests of this rank
 	Load        Load
 	Bumps       Bumps // of Load: what this router sent and the rank's records have not named yet
-	// of Load: prompts that are computed by View.Now as reckoned, and whose first token nobody has told of
+	// of Load: prompts that are computed by View.Now as reckoned, and whose first token is not reported yet
 	Computed Prompts
 	// token pairs × 2: attention still to prefill, Σ u² + 2·u·hit over waiting and prefilling requests; as of
 	// View.Now like Load.Q
@@ -166,7 +166,7 @@ type Request struct {
 	Tried     []RankID // never picked again
 
 	Now time.Duration // on View.Now's clock; 0 leaves the view's
-	// what ranks hold of the prompt, ascending by Rank, absent = nothing; nil if nobody looked
+	// what ranks hold of the prompt, ascending by Rank, absent = nothing; nil without a look-up
 	Hits      []Hit
 	Blocks    []uint64 // chain hashes of the prompt's full blocks, nil if unknown
 	BlockSize int      // tokens per entry of Blocks; 0 = unknown

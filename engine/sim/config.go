@@ -56,7 +56,7 @@ type Config struct {
 	DPSize           int    // ranks of the group; 0 or 1 = uncoupled
 	DPRank           int    // this rank
 	RPCAddr          string // host:port of rank 0's meeting point, which it binds
-	GroupKey         string // what only the ranks of this group know; "" = whoever can connect is believed
+	GroupKey         string // a secret of the group's ranks; "" = every caller is accepted
 	SyncInterval     int    // steps between wave checks, equal on all ranks
 	ExpertParallel   bool   // must be equal on all ranks
 	TensorParallel   int    // must be equal on all ranks

@@ -241,8 +241,7 @@ func (p *kvPublisher) published() uint64 {
 	return p.next
 }
 
-// serve is the life of one subscriber's connection: it reads subscriptions, a goroutine beside it writes
-// batches.
+// serve handles one subscriber's connection: it reads subscriptions, and another goroutine writes batches.
 func (p *kvPublisher) serve(c *zmtp.Conn) {
 	s := newKVSubscriber(p.set.HWM)
 	p.mu.Lock()
@@ -363,8 +362,8 @@ const (
 	kvChunk     = 64 // batches that are copied out of the ring at a time
 )
 
-// replays is the life of one connection to the ROUTER: each request of exactly two frames (three with the
-// identity that the socket adds) is answered from the ring, others are ignored.
+// replays handles one connection to the ROUTER: it answers each request of exactly two frames (three with the
+// identity that the socket adds) from the ring and ignores others.
 func (p *kvPublisher) replays(c *zmtp.Conn) {
 	for {
 		frames, err := c.Recv()

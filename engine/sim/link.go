@@ -107,7 +107,7 @@ func (l *link) gather(ctx context.Context, cfg *Config) error {
 		return fmt.Errorf("open the group's meeting point: %w", err)
 	}
 	d := newDoor(ctx, ln, cfg)
-	defer d.close() // nobody can join later: a lone rank never comes back
+	defer d.close() // no rank can join later: a group never restarts a single rank
 	l.conns = make([]net.Conn, cfg.DPSize)
 	for missing := cfg.DPSize - 1; missing > 0; {
 		g, err := d.next()

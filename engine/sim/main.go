@@ -113,7 +113,7 @@ func kvFromEnv(cfg *Config) {
 	}
 }
 
-// run is the life of the engine's process from its start to its exit code.
+// run runs the engine's process and returns its exit code.
 func run(ctx context.Context, cfg Config, stdout, stderr io.Writer) int {
 	signals := make(chan os.Signal, 1)
 	signal.Notify(signals, syscall.SIGTERM, syscall.SIGINT)
@@ -121,8 +121,8 @@ func run(ctx context.Context, cfg Config, stdout, stderr io.Writer) int {
 	return Run(ctx, cfg, signals, stdout, stderr)
 }
 
-// Run is an engine from its start to its exit code, without a process of its own: whoever starts it sends the
-// signals. The end of ctx ends it at once, without answers.
+// Run runs an engine inside this process and returns its exit code; the caller sends the signals. The end of
+// ctx ends it at once, without answers.
 func Run(ctx context.Context, cfg Config, signals <-chan os.Signal, stdout, stderr io.Writer) int {
 	if cfg.Logger != nil {
 		cfg.Logger.Info("starting", "host", cfg.Host, "port", cfg.Port)

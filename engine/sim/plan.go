@@ -154,7 +154,7 @@ func (q *prompt) tooLong(maxLen int) *apiError {
 	if n <= maxLen {
 		return nil
 	}
-	if !q.fromIDs { // texts are cut one token behind the limit, nobody counts further
+	if !q.fromIDs { // the server counts a text's tokens only up to one beyond the limit
 		n, how = maxLen+1, "at least "
 	}
 	return badRequest("input_tokens",

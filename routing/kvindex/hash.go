@@ -55,7 +55,7 @@ const (
 )
 
 // NewHasher keys hashes by secret (cluster wide, from state/). Processes with one secret agree on every hash;
-// without it nobody can make two prompts collide.
+// without it an attacker cannot construct two prompts that collide.
 func NewHasher(secret []byte) Hasher {
 	return Hasher{
 		seed:  xxh3.HashSeed(secret, labelSeed),

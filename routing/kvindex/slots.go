@@ -113,7 +113,7 @@ func (p *pool) take() slot {
 	return s
 }
 
-// free gives s back. Its holders are 0 already, it is in no table and no list.
+// free returns s to the pool. It has no holders and is in no table or list.
 func (p *pool) free(s slot) {
 	p.hot(s)[0].Store(0)
 	p.live--
@@ -182,9 +182,9 @@ func (p *pool) childrenHolding(s slot, bit int) int {
 	return n
 }
 
-// leaves is a binary heap of leaf slots by stamp, corrected late: an element's stamp is at most its slot's,
-// so the top whose stamps agree is the least recently matched leaf. Slots that are no leaves any more are
-// thrown out at the top.
+// leaves is a binary heap of leaf slots by stamp with delayed updates: an element's stamp is at most its
+// slot's, so a top whose stamps are equal is the least recently matched leaf. Slots that are no leaves any
+// more are removed when they reach the top.
 type leaves struct {
 	chunks [][]leaf // by 1024: growth copies nothing
 	n      int
@@ -234,7 +234,7 @@ func (l *leaves) pop() {
 	}
 }
 
-// sweep wipes the bits of columns that are gone, so that they can be used again.
+// sweep clears the bits of closed columns, so that they can be used again.
 type sweep struct {
 	dying  []uint64 // bits to wipe in the next pass
 	pass   []uint64 // bits being wiped
