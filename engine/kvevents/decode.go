@@ -42,7 +42,7 @@ type batchDecoder struct {
 	removed Removed
 }
 
-// decoded is one event of the current batch; its spans index the Decoder's buffers.
+// decoded is one event of the current batch; its spans index the batchDecoder's buffers.
 type decoded struct {
 	kind   kind
 	fields fields

@@ -88,7 +88,7 @@ func (ev *Stored) Salt() (salt string, ok bool) {
 const maxGroups = 64
 
 // groupFilter remembers which KV groups of a rank can be indexed by prefix, because removals name the group
-// but not its kind. A nil Groups passes every removal. Not safe for concurrent use.
+// but not its kind. A nil groupFilter passes every removal. Not safe for concurrent use.
 type groupFilter struct {
 	out     uint64 // groups whose kind cannot be indexed
 	Skipped uint64 // events of such groups

@@ -26,7 +26,7 @@ var errReplay = errors.New("replay answer is malformed")
 // nothing.
 type Replays struct{ slots chan struct{} }
 
-// NewReplays allows MaxReplays at a time.
+// NewReplays allows maxReplays at a time.
 func NewReplays() *Replays { return &Replays{slots: make(chan struct{}, maxReplays)} }
 
 func (r *Replays) enter(ctx context.Context) error {
