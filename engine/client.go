@@ -221,7 +221,7 @@ func (c *Client) MaxModelLen(ctx context.Context) (int, error) {
 	if err != nil {
 		return 0, err
 	}
-	return sane(float64(models[0].MaxModelLen), maxModelLen), nil
+	return toCount(float64(models[0].MaxModelLen), maxModelLen), nil
 }
 
 // Version asks /version; "" with an error where the engine has none.

@@ -97,9 +97,9 @@ func (p *metricsPage) add(name, labels []byte, value float64) {
 			p.KVUsage, p.HasKVUsage = max(p.KVUsage, value), true
 		}
 	case "page_size": // newer SGLang; in older ones a label of cache_config_info
-		p.BlockSize = sane(value, maxBlockSize)
+		p.BlockSize = toCount(value, maxBlockSize)
 	case "num_pages":
-		p.Blocks = sane(value, maxBlocks)
+		p.Blocks = toCount(value, maxBlocks)
 	case "cache_config_info":
 		p.config(labels)
 	case "engine_sleep_state": // one series per state, the present one is 1
@@ -124,8 +124,8 @@ const (
 	maxBlocks    = 1 << 30 // blocks of a device
 )
 
-// sane converts a count to an int; 0 if the value cannot be a count.
-func sane(value, limit float64) int {
+// toCount converts a count to an int; 0 if the value cannot be a count.
+func toCount(value, limit float64) int {
 	if value != math.Trunc(value) || value < 1 || value > limit {
 		return 0
 	}

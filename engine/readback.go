@@ -60,9 +60,9 @@ func parseServerInfo(b []byte) Cache {
 	if err := json.Unmarshal(b, &info); err != nil {
 		return Cache{}
 	}
-	c := Cache{BlockSize: sane(info.PageSize, maxBlockSize), CachingOff: info.RadixOff}
+	c := Cache{BlockSize: toCount(info.PageSize, maxBlockSize), CachingOff: info.RadixOff}
 	if c.BlockSize > 0 {
-		c.Blocks = sane(math.Floor(info.MaxTokens/info.PageSize), maxBlocks)
+		c.Blocks = toCount(math.Floor(info.MaxTokens/info.PageSize), maxBlocks)
 	}
 	return c
 }

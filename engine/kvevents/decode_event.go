@@ -158,7 +158,7 @@ func (d *batchDecoder) members(r *reader, n int, e *decoded) verdict {
 		}
 		f := fieldOf(key)
 		if f == fieldHashes && hashes {
-			return e.spoiled() // twice
+			return e.skipOrFail() // twice
 		}
 		hashes = hashes || f == fieldHashes
 		if v := d.field(r, f, e); v != fine {
@@ -171,14 +171,14 @@ func (d *batchDecoder) members(r *reader, n int, e *decoded) verdict {
 // An event without hashes cannot be read.
 func (*batchDecoder) complete(hashes bool, e *decoded) verdict {
 	if !hashes {
-		return e.spoiled()
+		return e.skipOrFail()
 	}
 	return fine
 }
 
-// spoiled is the verdict on an event that cannot be read. Skipping a store only under-reports the cache;
+// skipOrFail is the verdict on an event that cannot be read. Skipping a store only under-reports the cache;
 // skipping a removal would over-report it, so that is fatal.
-func (e *decoded) spoiled() verdict {
+func (e *decoded) skipOrFail() verdict {
 	if e.kind == kindRemoved {
 		return fatal
 	}
@@ -198,7 +198,7 @@ func (d *batchDecoder) field(r *reader, f field, e *decoded) verdict {
 	}
 	if v := d.value(r, f, e); v != fine {
 		if v == bad {
-			return e.spoiled()
+			return e.skipOrFail()
 		}
 		return v
 	}

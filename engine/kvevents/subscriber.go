@@ -370,7 +370,7 @@ func (s *Subscriber) read(c *zmtp.Conn) {
 	if err := c.Subscribe(s.cfg.Topic); err != nil {
 		return
 	}
-	id := s.become(c)
+	id := s.setCurrent(c)
 	s.queue.push(item{kind: itemConnect, conn: id})
 	defer s.queue.push(item{kind: itemDisconnect, conn: id})
 	for {
@@ -387,9 +387,9 @@ func (s *Subscriber) read(c *zmtp.Conn) {
 	}
 }
 
-// become makes c the current connection. The newest one wins: it belongs to the engine's successor or to its
-// next attempt, and the previous one may stay half open for minutes.
-func (s *Subscriber) become(c *zmtp.Conn) uint64 {
+// setCurrent makes c the current connection. The newest one wins: it belongs to the engine's successor or to
+// its next attempt, and the previous one may stay half open for minutes.
+func (s *Subscriber) setCurrent(c *zmtp.Conn) uint64 {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.current != nil && s.current != c {

@@ -140,8 +140,8 @@ func (t *tracker) restart(now time.Time) {
 	}
 }
 
-// base makes seq the next number; the batches before it are unknown.
-func (t *tracker) base(seq uint64) {
+// setBaseline makes seq the next number; the batches before it are unknown.
+func (t *tracker) setBaseline(seq uint64) {
 	t.reset(seq > t.first)
 	if seq < t.high {
 		t.stats.Restarts++
@@ -188,9 +188,9 @@ func (t *tracker) order(now time.Time, m message) bool {
 		t.restart(now)
 		return true
 	case !t.have:
-		t.base(m.seq)
+		t.setBaseline(m.seq)
 	case m.seq < t.next:
-		return t.old(now, m)
+		return t.handlePassed(now, m)
 	case m.seq > t.next:
 		t.stats.Gaps++
 		if t.replays {
@@ -198,7 +198,7 @@ func (t *tracker) order(now time.Time, m message) bool {
 				return false
 			}
 		}
-		t.base(m.seq)
+		t.setBaseline(m.seq)
 	}
 	if t.apply(m) {
 		return true
@@ -209,17 +209,17 @@ func (t *tracker) order(now time.Time, m message) bool {
 		t.start(now, replayGap, t.next)
 		return false
 	}
-	t.giveUp(m)
+	t.skipUnreadable(m)
 	if t.fullAt.IsZero() {
 		t.fullAt = now.Add(replayCooldown)
 	}
 	return true
 }
 
-// old handles a batch whose number has passed: a duplicate, a straggler from before a gap, or a sign of a new
-// incarnation.
-func (t *tracker) old(now time.Time, m message) bool {
-	known, same := t.knows(m)
+// handlePassed handles a batch whose number has passed: a duplicate, a straggler from before a gap, or a sign
+// of a new incarnation.
+func (t *tracker) handlePassed(now time.Time, m message) bool {
+	known, same := t.isRecent(m)
 	if known && same {
 		t.stats.Duplicates++
 		return true
@@ -240,8 +240,8 @@ func (t *tracker) old(now time.Time, m message) bool {
 	return t.order(now, m)
 }
 
-// knows reports whether the number of m was seen recently, and whether its content was the same.
-func (t *tracker) knows(m message) (known, same bool) {
+// isRecent reports whether the number of m was seen recently, and whether its content was the same.
+func (t *tracker) isRecent(m message) (known, same bool) {
 	p := &t.recent[m.seq%recentSize]
 	known = p.set && p.seq == m.seq
 	return known, known && p.sum == xxh3.Hash(m.payload)
@@ -274,8 +274,8 @@ func (t *tracker) step(m message) {
 	t.next = m.seq + 1
 }
 
-// giveUp skips a batch that cannot be decoded: the known blocks stay, and the state becomes partial.
-func (t *tracker) giveUp(m message) {
+// skipUnreadable skips a batch that cannot be decoded: the known blocks stay, and the state becomes partial.
+func (t *tracker) skipUnreadable(m message) {
 	t.step(m)
 	t.stats.Partial = true
 }
@@ -417,11 +417,11 @@ func (t *tracker) replayed(now time.Time, m message) {
 	t.seen = true
 	switch {
 	case first && t.mode == replayFull, !t.have, m.seq > t.next:
-		t.base(m.seq) // what lay between is gone
+		t.setBaseline(m.seq) // what lay between is gone
 	case t.suspect && m.seq == t.next:
-		t.base(m.seq) // the last batch we saw is gone: nothing says that it is the same engine
+		t.setBaseline(m.seq) // the last batch we saw is gone: nothing says that it is the same engine
 	case m.seq < t.next:
-		known, same := t.knows(m)
+		known, same := t.isRecent(m)
 		if known && !same {
 			t.restart(now)
 			return
@@ -431,7 +431,7 @@ func (t *tracker) replayed(now time.Time, m message) {
 		return
 	}
 	if !t.apply(m) {
-		t.giveUp(m)
+		t.skipUnreadable(m)
 	}
 }
 
@@ -475,7 +475,7 @@ func (t *tracker) ended(now time.Time, mode replayMode) {
 	switch mode {
 	case replayFull:
 		if t.suspect || !t.have { // nothing was published yet
-			t.base(t.first)
+			t.setBaseline(t.first)
 		}
 	case replayVerify: // the last batch we saw is unknown there
 		t.restart(now)

@@ -11,55 +11,56 @@ import (
 	"time"
 )
 
-// doorGuests bounds the connections to a door that have not sent their hello.
-const doorGuests = 64
+// maxUnknownCallers bounds the connections to a groupListener that have not sent their hello.
+const maxUnknownCallers = 64
 
-// door is rank 0's listener while it waits for the group. Unknown and silent callers do not delay the others.
-type door struct {
+// groupListener is rank 0's listener while it waits for the group. Unknown and silent callers do not delay
+// the others.
+type groupListener struct {
 	//nolint:containedctx // it ends with close: the goroutines that listen to callers live as long
 	ctx    context.Context
 	cancel context.CancelFunc
 	ln     net.Listener
 	cfg    *Config
-	guests chan guest
+	guests chan groupCaller
 	work   sync.WaitGroup
 	failed chan error // one slot: the listener's end
 }
 
-// guest is a caller that has proved to belong to this group.
-type guest struct {
+// groupCaller is a caller that has proved to belong to this group.
+type groupCaller struct {
 	conn  net.Conn
 	hello frame
 }
 
-func newDoor(ctx context.Context, ln net.Listener, cfg *Config) *door {
-	d := &door{ln: ln, cfg: cfg, guests: make(chan guest), failed: make(chan error, 1)}
+func newDoor(ctx context.Context, ln net.Listener, cfg *Config) *groupListener {
+	d := &groupListener{ln: ln, cfg: cfg, guests: make(chan groupCaller), failed: make(chan error, 1)}
 	d.ctx, d.cancel = context.WithCancel(ctx)
 	d.work.Go(d.accept)
 	return d
 }
 
 // next gives the next rank that came, or why none will.
-func (d *door) next() (guest, error) {
+func (d *groupListener) next() (groupCaller, error) {
 	select {
 	case g := <-d.guests:
 		return g, nil
 	case err := <-d.failed:
-		return guest{}, err
+		return groupCaller{}, err
 	case <-d.ctx.Done():
-		return guest{}, context.Cause(d.ctx)
+		return groupCaller{}, context.Cause(d.ctx)
 	}
 }
 
 // close closes the door and all callers that were not accepted.
-func (d *door) close() {
+func (d *groupListener) close() {
 	d.cancel()
 	_ = d.ln.Close() // nothing is lost with it
 	d.work.Wait()
 }
 
-func (d *door) accept() {
-	seats := make(chan struct{}, doorGuests)
+func (d *groupListener) accept() {
+	seats := make(chan struct{}, maxUnknownCallers)
 	for {
 		select {
 		case seats <- struct{}{}:
@@ -79,7 +80,7 @@ func (d *door) accept() {
 }
 
 // receive listens to one caller.
-func (d *door) receive(conn net.Conn) {
+func (d *groupListener) receive(conn net.Conn) {
 	stop := context.AfterFunc(d.ctx, func() { _ = conn.Close() })
 	hello, ok := readHello(conn, d.cfg.GroupKey)
 	// stopped before it is handed on: the end of the meeting must not close what was welcomed
@@ -88,7 +89,7 @@ func (d *door) receive(conn net.Conn) {
 		return
 	}
 	select {
-	case d.guests <- guest{conn, hello}:
+	case d.guests <- groupCaller{conn, hello}:
 	case <-d.ctx.Done():
 		_ = conn.Close()
 	}

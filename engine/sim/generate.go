@@ -31,7 +31,7 @@ func (s *Server) generate(w http.ResponseWriter, r *http.Request) {
 	defer s.active.leave()
 	body, apiErr := s.body(r)
 	if apiErr == nil {
-		apiErr = s.broken()
+		apiErr = s.earlyFailure()
 	}
 	if apiErr != nil {
 		s.fail(w, apiErr)
@@ -46,12 +46,12 @@ func (s *Server) generate(w http.ResponseWriter, r *http.Request) {
 		s.fail(w, apiErr)
 		return
 	}
-	s.dress(p, r, prefix)
+	s.setRequestFields(p, r, prefix)
 	s.answer(w, r, p)
 }
 
-// dress sets the fields of a plan that do not come from the body.
-func (s *Server) dress(p *plan, r *http.Request, prefix string) {
+// setRequestFields sets the fields of a plan that do not come from the body.
+func (s *Server) setRequestFields(p *plan, r *http.Request, prefix string) {
 	id := r.Header.Get("X-Request-Id")
 	if id == "" {
 		id = s.newID()
@@ -65,8 +65,8 @@ func (s *Server) dress(p *plan, r *http.Request, prefix string) {
 	}
 }
 
-// broken answers requests that fail before they are read: a dead core, an injected status.
-func (s *Server) broken() *apiError {
+// earlyFailure answers requests that fail before they are read: a dead core, an injected status.
+func (s *Server) earlyFailure() *apiError {
 	if s.dead.Load() {
 		return internalError(msgEngineDead)
 	}
@@ -97,7 +97,7 @@ func (s *Server) answer(w http.ResponseWriter, r *http.Request, p *plan) {
 	}
 	given := p.maxNew > 0
 	c := newCall(p, s.set, func(q *prompt) int { return p.room(q, s.set.maxModelLen, given) })
-	fault = c.bend(fault)
+	fault = c.shortenToFault(fault)
 	rank := s.pick(p.rank)
 	rank.load.Add(1)
 	defer rank.load.Add(-1)
@@ -172,9 +172,9 @@ func (s *Server) pick(pinned int) *rank {
 	return best
 }
 
-// bend shortens the sequences of a call whose fault strikes after some tokens, so that the engine computes no
-// more tokens. It returns the fault that is left for the end.
-func (c *call) bend(f *Fault) *Fault {
+// shortenToFault shortens the sequences of a call whose fault strikes after some tokens, so that the engine
+// computes no more tokens. It returns the fault that is left for the end.
+func (c *call) shortenToFault(f *Fault) *Fault {
 	if f == nil || f.Mode != ModeAbort && (c.plan.stream || f.AfterTokens == 0) {
 		return f
 	}

@@ -129,7 +129,7 @@ func (l *link) gather(ctx context.Context, cfg *Config) error {
 }
 
 // welcome accepts a rank of the group; false = the rank has joined already or does not exist.
-func (l *link) welcome(g guest, cfg *Config) (bool, error) {
+func (l *link) welcome(g groupCaller, cfg *Config) (bool, error) {
 	rank := int(g.hello.rank)
 	if int(g.hello.spare) != cfg.DPSize || rank == 0 || rank >= cfg.DPSize || l.conns[rank] != nil {
 		return false, g.conn.Close()

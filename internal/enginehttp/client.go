@@ -176,7 +176,7 @@ func (c *conn) roundTrip(req, rest []byte) (h *head, whole bool, err error) {
 	if c.aborted.Load() {
 		return nil, false, unwritten
 	}
-	c.readBy(time.Now().Add(lastWords))
+	c.readBy(time.Now().Add(answerWait))
 	defer c.readBy(time.Time{})
 	if h, err = c.readHead(); err != nil && c.w == 0 {
 		err = unwritten
@@ -218,7 +218,7 @@ func (x *exchange) answer(h *head, method string, whole bool) *http.Response {
 	}
 	x.keep = h.keep && whole
 	switch {
-	case h.bodiless(method):
+	case h.hasNoBody(method):
 		if method != http.MethodHead {
 			x.resp.ContentLength = 0
 		}

@@ -21,9 +21,9 @@ const (
 	firstLook = 50 * time.Millisecond
 	lastLook  = time.Second
 	lookFor   = time.Millisecond // how long such a look may wait
-	// lastWords bounds the wait for an answer after a failed write: an answer that the peer sent before has
+	// answerWait bounds the wait for an answer after a failed write: an answer that the peer sent before has
 	// arrived already.
-	lastWords = time.Second
+	answerWait = time.Second
 )
 
 // conn is a connection to the engine. It belongs to one request at a time, or to the pool. Only abort may be

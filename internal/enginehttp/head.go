@@ -173,8 +173,8 @@ func (h *head) contentLength() error {
 	return nil
 }
 
-// bodiless reports that an answer ends with its head, whatever its fields say.
-func (h *head) bodiless(method string) bool {
+// hasNoBody reports that an answer ends with its head, whatever its fields say.
+func (h *head) hasNoBody(method string) bool {
 	return method == http.MethodHead || h.status == http.StatusNoContent || h.status == http.StatusNotModified
 }
 

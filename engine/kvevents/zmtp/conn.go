@@ -53,7 +53,7 @@ func Open(raw net.Conn, role Role, server bool, lim Limits) (*Conn, error) {
 	z, err := shake(s, role, server)
 	if err != nil {
 		_ = raw.Close()
-		s.spoken()
+		s.awaitHandshakeWritten()
 		return nil, err
 	}
 	s.open = true
@@ -75,7 +75,7 @@ func shake(s *stream, role Role, server bool) (z *zmq4.Conn, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("zmtp: handshake: %w", err)
 	}
-	s.spoken()
+	s.awaitHandshakeWritten()
 	return z, s.SetDeadline(time.Time{})
 }
 
@@ -166,7 +166,7 @@ func (s *stream) Read(p []byte) (int, error) {
 // and body. They must not get between the frames of a message that another goroutine sends.
 func (s *stream) Write(p []byte) (int, error) {
 	if !s.open {
-		return s.say(p)
+		return s.writeHandshake(p)
 	}
 	if s.held == nil {
 		s.held = append([]byte{}, p...)
@@ -179,10 +179,10 @@ func (s *stream) Write(p []byte) (int, error) {
 	return len(p), err
 }
 
-// say writes a part of the handshake on its own goroutine: both peers write first, and on a transport without
-// a buffer (a pipe) they would wait for each other. A failed write closes the connection, which the reader
-// notices; the handshake's deadline bounds both.
-func (s *stream) say(p []byte) (int, error) {
+// writeHandshake writes a part of the handshake on its own goroutine: both peers write first, and on a
+// transport without a buffer (a pipe) they would wait for each other. A failed write closes the connection,
+// which the reader notices; the handshake's deadline bounds both.
+func (s *stream) writeHandshake(p []byte) (int, error) {
 	part, before, done := bytes.Clone(p), s.said, make(chan struct{})
 	s.said = done
 	go func() {
@@ -197,8 +197,8 @@ func (s *stream) say(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// spoken waits until all parts of the handshake are written.
-func (s *stream) spoken() {
+// awaitHandshakeWritten waits until all parts of the handshake are written.
+func (s *stream) awaitHandshakeWritten() {
 	if s.said != nil {
 		<-s.said
 	}
