@@ -73,7 +73,7 @@ func (g *gate) swap(next net.Listener) error {
 	return nil
 }
 
-// refuse closes the door until admit.
+// refuse closes the listener until admit.
 func (g *gate) refuse() error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -83,7 +83,7 @@ func (g *gate) refuse() error {
 	return g.swap(nil)
 }
 
-// admit opens the door again.
+// admit opens the listener again.
 func (g *gate) admit() error {
 	g.mu.Lock()
 	defer g.mu.Unlock()

@@ -52,7 +52,7 @@ func (d *groupListener) next() (groupCaller, error) {
 	}
 }
 
-// close closes the door and all callers that were not accepted.
+// close closes the listener and all callers that were not accepted.
 func (d *groupListener) close() {
 	d.cancel()
 	_ = d.ln.Close() // nothing is lost with it
